@@ -1,0 +1,45 @@
+"""Which tests run where.
+
+Triton chooses between compiling and interpreting when it is imported, so one pytest process does one of the two:
+with TRITON_INTERPRET=1 the tests marked `kernels` run in the interpreter, without it all others do.
+On a GPU the tests marked `kernels` run there, without the interpreter, beside those marked `gpu`.
+"""
+
+import os
+
+import pytest
+import torch
+
+INTERPRETED = os.environ.get("TRITON_INTERPRET") == "1"
+GPU = torch.cuda.is_available() and not INTERPRETED
+
+
+@pytest.fixture(scope="session")
+def device() -> str:
+    """Where a test's tensors live: "cuda" where there is a GPU and Triton compiles, else "cpu"."""
+    return "cuda" if GPU else "cpu"
+
+
+def pytest_report_header() -> str:
+    if INTERPRETED:
+        return "ridgeline: kernels in Triton's interpreter; only tests marked `kernels`"
+    if GPU:
+        return f"ridgeline: kernels on {torch.cuda.get_device_name()}"
+    return "ridgeline: no GPU; tests marked `kernels` are left to a run with TRITON_INTERPRET=1"
+
+
+def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
+    left_out = []
+    for item in items:
+        kernels = item.get_closest_marker("kernels") is not None
+        if item.get_closest_marker("gpu"):
+            if INTERPRETED:
+                left_out.append(item)
+            elif not GPU:
+                item.add_marker(pytest.mark.skip(reason="needs a GPU"))
+        elif kernels != INTERPRETED and not (kernels and GPU):
+            left_out.append(item)
+    if left_out:
+        config.hook.pytest_deselected(items=left_out)
+        kept = set(items) - set(left_out)
+        items[:] = [item for item in items if item in kept]
