@@ -1,0 +1,28 @@
+"""GPU kernels for language models, each proven against the roof of the machine it runs on.
+
+`ridgeline.rms_norm` is the public function of that name, loaded at first use: importing ridgeline imports no torch.
+"""
+
+from importlib import import_module
+from typing import Any
+
+__version__ = "0.1.0"
+
+
+def register_all() -> None:
+    """Imports every op, so that `torch.export.load` knows them in a fresh process."""
+    import_module("ridgeline.op").registry()
+
+
+def __getattr__(name: str) -> Any:
+    if name.startswith("_"):
+        raise AttributeError(name)
+    ops = import_module("ridgeline.op").op_modules()
+    if name not in ops:
+        raise AttributeError(f"ridgeline has no {name!r}; its ops are {', '.join(ops)}")
+    function = globals()[name] = getattr(import_module(ops[name]), name)
+    return function
+
+
+def __dir__() -> list[str]:
+    return sorted([*globals(), *import_module("ridgeline.op").op_modules()])

@@ -1,0 +1,204 @@
+"""Everything there is to know about an operation: one `Op`, read by the library, the tests, the lab and the docs.
+
+An op file makes one `Op` and registers its implementations on it, from the naive one to the best one.
+Their order is the op's ladder; the last one that is `served` and supports a call is what users get.
+"""
+
+from __future__ import annotations
+
+import importlib
+from collections.abc import Callable
+from dataclasses import dataclass, field
+from functools import cache, cached_property
+from pathlib import Path
+from typing import Any
+
+import torch
+
+OPS = Path(__file__).with_name("ops")
+FLOATS = ("float32", "float16", "bfloat16")
+
+
+class RidgelineError(ValueError):
+    """An input that is not accepted: the message names what was given and what is accepted."""
+
+
+@dataclass(frozen=True)
+class Spec:
+    """A tensor of a case: `Spec(4, 8)` is normal random data in the case's dtype; integers are uniform in [0, high)."""
+
+    shape: tuple[int, ...]
+    dtype: str | None = None
+    grad: bool = True
+    high: int = 0
+
+    def __init__(self, *shape: int, dtype: str | None = None, grad: bool = True, high: int = 0):
+        for name, value in (("shape", shape), ("dtype", dtype), ("grad", grad), ("high", high)):
+            object.__setattr__(self, name, value)
+
+    def make(self, dtype: torch.dtype, device: str | torch.device, generator: torch.Generator | None) -> torch.Tensor:
+        dtype = getattr(torch, self.dtype) if self.dtype else dtype
+        if dtype.is_floating_point:
+            base = torch.float32 if dtype != torch.float64 else dtype
+            tensor = torch.randn(self.shape, dtype=base, device=device, generator=generator).to(dtype)
+            return tensor.requires_grad_(self.grad)
+        return torch.randint(max(self.high, 1), self.shape, dtype=dtype, device=device, generator=generator)
+
+
+@dataclass(frozen=True)
+class Case:
+    """One call of an op. `use` says what for: "check" (small, awkward), "bench" (recorded on a GPU), "quick" (timed on a laptop)."""
+
+    name: str
+    args: tuple[Any, ...]
+    kwargs: dict[str, Any] = field(default_factory=dict)
+    dtypes: tuple[str, ...] = FLOATS
+    use: str = "check"
+
+    def make(self, dtype: str, device: str | torch.device = "cpu", seed: int = 0) -> tuple[list[Any], dict[str, Any]]:
+        """Fresh random arguments of this case: (args, kwargs). The same seed gives the same data on the same device."""
+        generator = None
+        if torch.device(device).type != "meta":
+            generator = torch.Generator(device).manual_seed(seed)
+        args = [a.make(getattr(torch, dtype), device, generator) if isinstance(a, Spec) else a for a in self.args]
+        return args, dict(self.kwargs)
+
+
+@dataclass(frozen=True)
+class Cost:
+    """The least that a perfect kernel must do: bytes read from and written to memory, and floating-point operations."""
+
+    read: int
+    write: int
+    flops: int
+
+    @property
+    def bytes(self) -> int:
+        return self.read + self.write
+
+
+def nbytes(*tensors: torch.Tensor) -> int:
+    """Bytes of the tensors' elements, each counted once."""
+    return sum(t.numel() * t.element_size() for t in tensors)
+
+
+def dtype_name(tensor: torch.Tensor) -> str:
+    """Such as "bfloat16"."""
+    return str(tensor.dtype)[6:]
+
+
+@dataclass(frozen=True)
+class Implementation:
+    """A rung of an op's ladder.
+
+    kind: "eager" (plain PyTorch), "compile" (torch.compile), "cuda", "triton" or "gluon".
+    call: for eager and compile, a function of the public arguments.
+    launchers: for kernels, {"fwd": f(outputs..., inputs...), "bwd": ...}, started from inside the registered torch op.
+    supports: f(first tensor, *rest of the inputs) -> None, or the reason why not.
+    """
+
+    op: Op
+    name: str
+    idea: str
+    kind: str
+    call: Callable[..., Any] | None = None
+    launchers: dict[str, Callable[..., None]] = field(default_factory=dict)
+    supports: Callable[..., str | None] = lambda *args: None
+    dtypes: tuple[str, ...] = FLOATS
+    served: bool = False
+    differentiable: bool = True
+    deterministic: bool = True
+    arch: int = 0
+
+    @property
+    def is_kernel(self) -> bool:
+        return bool(self.launchers)
+
+    def __call__(self, *args: Any, **kwargs: Any) -> Any:
+        """Runs this implementation on the op's public arguments, or raises with the reason why it cannot."""
+        return self.op.function(*args, **kwargs, impl=self.name)
+
+
+class Op:
+    """An operation: its public function, its reference, its cases, its cost and its implementations.
+
+    function: the public function; it takes `impl=None` as its last keyword.
+    reference: plain PyTorch with the function's arguments; in float64 it is the oracle.
+    cost: f(*args, **kwargs) -> (forward Cost, backward Cost or None), without touching data (meta tensors will do).
+    roof: "copy" for an op that is itself a roof of the machine.
+    """
+
+    def __init__(
+        self,
+        function: Callable[..., Any],
+        *,
+        reference: Callable[..., Any],
+        cases: list[Case],
+        cost: Callable[..., tuple[Cost, Cost | None]],
+        roof: str | None = None,
+    ):
+        self.function, self.reference, self.cases, self.cost, self.roof = function, reference, cases, cost, roof
+        self.name = function.__name__
+        self.family = function.__module__.removeprefix("ridgeline.ops.").split(".")[0]
+        self.implementations: dict[str, Implementation] = {}
+        _registry[self.name] = self
+
+    def __repr__(self) -> str:
+        return f"Op({self.name})"
+
+    def eager(self, name: str, idea: str, call: Callable[..., Any], *, kind: str = "eager", **facts: Any) -> None:
+        """Registers an implementation in plain PyTorch: a function of the public arguments."""
+        self.implementations[name] = Implementation(self, name, idea, kind, call, **facts)
+
+    def compiled(self, idea: str) -> None:
+        """Registers torch.compile of the reference as the rung `compile`."""
+
+        @cache
+        def compiled(dynamic: bool | None = None) -> Callable[..., Any]:
+            return torch.compile(self.reference, dynamic=False)
+
+        self.eager("compile", idea, lambda *args, **kwargs: compiled()(*args, **kwargs), kind="compile")
+
+    def kernel(
+        self, name: str, idea: str, *, kind: str, fwd: Callable[..., None], bwd: Callable[..., None] | None = None, **facts: Any
+    ) -> None:
+        """Registers an implementation in kernels: launchers that fill given outputs."""
+        launchers = {"fwd": fwd} | ({"bwd": bwd} if bwd else {})
+        self.implementations[name] = Implementation(self, name, idea, kind, launchers=launchers, differentiable=bwd is not None, **facts)
+
+    @cached_property
+    def kernel_dtypes(self) -> frozenset[str]:
+        """The dtypes that served kernels take; calls in others, and calls on a CPU, go to plain PyTorch."""
+        return frozenset(d for i in self.implementations.values() if i.is_kernel and i.served for d in i.dtypes)
+
+    def case(self, name: str) -> Case:
+        for case in self.cases:
+            if case.name == name:
+                return case
+        raise RidgelineError(f"{self.name} has no case {name!r}; its cases are {', '.join(c.name for c in self.cases)}")
+
+
+_registry: dict[str, Op] = {}
+
+
+def op_modules() -> dict[str, str]:
+    """Every op's name and the module it lives in, from the files alone: nothing is imported."""
+    found = {}
+    for path in sorted(OPS.glob("*/[!_]*")):
+        if path.suffix == ".py" or (path / "__init__.py").exists():
+            found[path.stem] = f"ridgeline.ops.{path.parent.name}.{path.stem}"
+    return found
+
+
+def get(name: str) -> Op:
+    """The op of that name, its module imported."""
+    modules = op_modules()
+    if name not in modules:
+        raise RidgelineError(f"there is no op {name!r}; the ops are {', '.join(modules)}")
+    importlib.import_module(modules[name])
+    return _registry[name]
+
+
+def registry() -> dict[str, Op]:
+    """All ops by name, every op's module imported."""
+    return {name: get(name) for name in op_modules()}

@@ -1,0 +1,113 @@
+"""gelu: y = x * P(Z <= x) for a standard normal Z, exactly (erf) or by its tanh form.
+
+    exact:  y = x/2 (1 + erf(x / sqrt 2))          tanh:  y = x/2 (1 + tanh z),  z = sqrt(2/pi) (x + 0.044715 x^3)
+
+One pass: x is read once and y written once. The kernels use x/2 (1 + tanh z) = x sigmoid(2z), which needs one exponential.
+Source: Hendrycks and Gimpel, Gaussian Error Linear Units, 2016 (arXiv:1606.08415).
+"""
+
+from __future__ import annotations
+
+import math
+from pathlib import Path
+from typing import Any
+
+import torch
+import torch.nn.functional as F
+import triton
+import triton.language as tl
+
+from ridgeline.cuda import CTYPE, CudaKernel
+from ridgeline.op import Case, Cost, Op, RidgelineError, Spec, nbytes
+from ridgeline.ops.pointwise._generator import Pointwise, cuda_launchers
+
+
+@triton.jit
+def _tanh(x):
+    return x * tl.sigmoid(1.5957691216057308 * (x + 0.044715 * x * x * x))
+
+
+@triton.jit
+def _tanh_grad(dy, x):
+    s = tl.sigmoid(1.5957691216057308 * (x + 0.044715 * x * x * x))
+    return dy * (s + x * s * (1 - s) * (1.5957691216057308 + 0.21406539202 * x * x))
+
+
+@triton.jit
+def _exact(x):
+    return 0.5 * x * (1 + tl.erf(x * 0.7071067811865476))
+
+
+@triton.jit
+def _exact_grad(dy, x):
+    return dy * (0.5 * (1 + tl.erf(x * 0.7071067811865476)) + x * 0.3989422804014327 * tl.exp(-0.5 * x * x))
+
+
+KERNELS = Pointwise("gelu", ["x"], {"none": _exact, "tanh": _tanh}, {"none": _exact_grad, "tanh": _tanh_grad})
+
+
+def reference(x: torch.Tensor, approximate: str = "none") -> torch.Tensor:
+    if approximate == "tanh":
+        return 0.5 * x * (1 + torch.tanh(math.sqrt(2 / math.pi) * (x + 0.044715 * x * x * x)))
+    return 0.5 * x * (1 + torch.erf(x / math.sqrt(2)))
+
+
+def gelu(x: torch.Tensor, approximate: str = "none", *, impl: str | None = None) -> torch.Tensor:
+    """The Gaussian error linear unit of every element, as `torch.nn.functional.gelu`.
+
+    x: any shape and strides, floating point. approximate: "none" (erf) or "tanh". Returns a tensor of x's shape and dtype.
+    Raises RidgelineError on another `approximate`, a tensor that is not floating point, or an `impl` that cannot run the call.
+    """
+    if approximate not in ("none", "tanh"):
+        raise RidgelineError(f'gelu: approximate must be "none" or "tanh", and is {approximate!r}')
+    plain = KERNELS.plain(impl, x)
+    return plain(x, approximate) if plain else KERNELS(impl, x, mode=approximate)
+
+
+def cost(x: torch.Tensor, approximate: str = "none") -> tuple[Cost, Cost]:
+    return Cost(nbytes(x), nbytes(x), 10 * x.numel()), Cost(2 * nbytes(x), nbytes(x), 18 * x.numel())
+
+
+LARGE, SMALL = Spec(16384, 16384), Spec(1024, 1024)
+KERNELS.op = GELU = Op(
+    gelu,
+    reference=reference,
+    cost=cost,
+    cases=[
+        Case("33x129 tanh", (Spec(33, 129), "tanh")),
+        Case("33x129", (Spec(33, 129),)),
+        Case("2048 tanh", (Spec(2048), "tanh"), use="quick"),
+        Case("1024x1024 tanh", (SMALL, "tanh"), use="quick"),
+        Case("16384x16384 tanh", (LARGE, "tanh"), dtypes=("float32", "bfloat16"), use="bench"),
+        Case("16384x16384", (LARGE,), dtypes=("float32", "bfloat16"), use="bench"),
+    ],
+)
+
+GELU.eager("naive", "the formula in eager PyTorch: nine kernels, each a pass over memory", reference)
+GELU.eager("torch", "PyTorch's own kernel: one pass", lambda x, approximate="none": F.gelu(x, approximate=approximate), served=True)
+GELU.compiled("the formula fused into one Triton kernel by torch.compile")
+
+FILE = Path(__file__).with_name("gelu.cu")
+
+
+def _macros(x: torch.Tensor, mode: str, pack: int) -> dict[str, Any]:
+    return {"DTYPE": CTYPE[x.dtype], "TANH": int(mode == "tanh"), "PACK": pack}
+
+
+for _name, _suffix, _idea in (
+    ("cuda_double", "_double", "one element per thread, as in the lecture: double literals make it compute in float64"),
+    ("cuda", "", "float literals: float32 arithmetic throughout"),
+    ("cuda_packed", "", "16-byte loads and stores: fewer instructions for the same bytes"),
+):
+    GELU.kernel(
+        _name,
+        _idea,
+        kind="cuda",
+        **cuda_launchers(
+            CudaKernel(FILE, f"gelu_fwd{_suffix}", "PPq"),
+            CudaKernel(FILE, f"gelu_bwd{_suffix}", "PPPq"),
+            macros=_macros,
+            packed=_name == "cuda_packed",
+        ),
+    )
+KERNELS.triton("a block of 2048 elements per program, wide loads and the layout left to the compiler; strides and broadcasting")

@@ -1,0 +1,97 @@
+"""Which implementation serves a call, and why: the last served rung of the ladder that this machine runs and that supports it."""
+
+from __future__ import annotations
+
+import shutil
+from functools import cache
+from typing import Any
+
+import torch
+
+from ridgeline import cuda
+from ridgeline import device as devices
+from ridgeline.boundary import INTERPRETED, tracing
+from ridgeline.op import Implementation, Op, RidgelineError, dtype_name
+
+
+@cache
+def cannot_run(kind: str, device: devices.Device) -> str | None:
+    """Why this machine cannot run implementations of a kind on this device, or None."""
+    if kind == "compile" and device.backend == "cpu" and not (shutil.which("c++") or shutil.which("g++") or shutil.which("clang++")):
+        return "torch.compile on a CPU needs a C++ compiler (g++), and none is installed"
+    if kind in ("eager", "compile"):
+        return None
+    if kind == "triton":
+        return None if device.backend != "cpu" or INTERPRETED else "Triton runs on a GPU; on a CPU only with TRITON_INTERPRET=1"
+    if device.backend != "cuda":
+        return f"{'CUDA C++' if kind == 'cuda' else 'Gluon'} runs on an NVIDIA GPU, and this is {device.name}"
+    return cuda.unavailable() if kind == "cuda" else None
+
+
+def why_not(implementation: Implementation, *args: Any) -> str | None:
+    """Why an implementation does not support a call on these inputs (the first is a tensor), or None."""
+    x = args[0]
+    device = devices.of(x)
+    reason = cannot_run(implementation.kind, device)
+    if reason is None and implementation.arch > device.capability:
+        reason = f"it needs sm_{implementation.arch} or later, and {device.name} is {device.arch}"
+    if reason is None and implementation.is_kernel and dtype_name(x) not in implementation.dtypes:
+        reason = f"it takes {', '.join(implementation.dtypes)}, and the input is {dtype_name(x)}"
+    return reason or implementation.supports(*args)
+
+
+def find(op: Op, impl: str) -> Implementation:
+    """The implementation of that name, or an error that lists the names there are."""
+    if impl not in op.implementations:
+        raise RidgelineError(f"{op.name} has no implementation {impl!r}; it has {', '.join(op.implementations)}")
+    return op.implementations[impl]
+
+
+def select(op: Op, impl: str | None, *args: Any, direction: str = "fwd", kernels: bool = False) -> Implementation:
+    """The implementation that serves a call: the named one, or it raises with the reason why not; else the best that can.
+
+    kernels: choose among kernels only (inside the registered op, where the choice for kernels has been made).
+    """
+    if impl is not None:
+        implementation = find(op, impl)
+        reason = why_not(implementation, *args)
+        if reason is None and implementation.is_kernel and direction not in implementation.launchers:
+            reason = "it has no backward"
+        if reason:
+            raise RidgelineError(f"{op.name}: impl={impl!r} cannot run this call: {reason}")
+        return implementation
+    reasons = []
+    for implementation in reversed(op.implementations.values()):
+        if implementation.served and (implementation.is_kernel or not kernels):
+            reason = why_not(implementation, *args)
+            if reason is None and (not implementation.is_kernel or direction in implementation.launchers):
+                return implementation
+            reasons.append(f"{implementation.name}: {reason or 'it has no backward'}")
+    raise RidgelineError(f"{op.name}: no implementation serves this call ({'; '.join(reasons)})")
+
+
+def run(op: Op, direction: str, impl: str | None, outputs: tuple[torch.Tensor, ...], *inputs: Any) -> None:
+    """Inside a registered op: has the outputs filled by the implementation that serves the call. While tracing, does nothing."""
+    if tracing():
+        return
+    implementation = select(op, impl, *inputs, direction=direction, kernels=True)
+    implementation.launchers[direction](*outputs, *inputs)
+
+
+def eager(op: Op, impl: str | None, *args: Any) -> Implementation | None:
+    """For a public function: the implementation in plain PyTorch that serves this call, or None where kernels do.
+
+    It looks at the device and the dtype alone, so that it can be traced; which kernel runs is chosen inside the op.
+    """
+    if impl is not None:
+        implementation = find(op, impl)
+        if implementation.is_kernel:
+            return None
+        reason = why_not(implementation, *args)
+        if reason:
+            raise RidgelineError(f"{op.name}: impl={impl!r} cannot run this call: {reason}")
+        return implementation
+    x = args[0]
+    if (x.is_cuda or devices._pretended is not None) and dtype_name(x) in op.kernel_dtypes:
+        return None
+    return select(op, None, *args)

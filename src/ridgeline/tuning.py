@@ -1,0 +1,82 @@
+"""Tile configurations: committed JSON, else the op's own rule. Searching happens only in `ridgeline tune`.
+
+`configs/<arch>/<op>.json` holds {"<kernel>": {"<key>": {"BLOCK": 1024, "num_warps": 4}}}.
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass
+from functools import cache
+from pathlib import Path
+
+from ridgeline.device import Device
+
+CONFIGS = Path(__file__).with_name("configs")
+Config = dict[str, int]
+
+
+@dataclass(frozen=True)
+class Request:
+    """One question for a configuration, as `ridgeline tune` sees it: which kernel of which op, for which key, out of what."""
+
+    op: str
+    kernel: str
+    key: str
+    space: tuple[tuple[tuple[str, int], ...], ...]
+
+
+_answers: dict[tuple[str, str, str, str], Config] = {}
+_listener: Callable[[Request], Config | None] | None = None
+
+
+@cache
+def _table(arch: str, op: str) -> dict[str, dict[str, Config]]:
+    path = CONFIGS / arch / f"{op}.json"
+    return json.loads(path.read_text()) if path.exists() else {}
+
+
+def config(
+    device: Device, op: str, kernel: str, key: str, rule: Callable[[], Config], space: Callable[[], list[Config]] | None = None
+) -> Config:
+    """The configuration of `kernel` for `key` (a bucket such as "float32 16384") on this device.
+
+    rule: the configuration where none is committed. space: what `tune` searches; without it the kernel is not tuned.
+    """
+    if _listener is not None and space is not None:
+        chosen = _listener(Request(op, kernel, key, tuple(tuple(c.items()) for c in space())))
+        if chosen is not None:
+            return chosen
+    answer = _answers.get((device.arch, op, kernel, key))
+    if answer is None:
+        answer = _table(device.arch, op).get(kernel, {}).get(key) or rule()
+        _answers[device.arch, op, kernel, key] = answer
+    return answer
+
+
+@contextmanager
+def listen(listener: Callable[[Request], Config | None]) -> Iterator[None]:
+    """Inside, every request goes to `listener` first; None from it means the usual answer."""
+    global _listener
+    before, _listener = _listener, listener
+    try:
+        yield
+    finally:
+        _listener = before
+
+
+def save(arch: str, op: str, found: dict[str, dict[str, Config]], configs: Path = CONFIGS) -> Path:
+    """Merges found configurations into `configs/<arch>/<op>.json` in one step."""
+    path = configs / arch / f"{op}.json"
+    path.parent.mkdir(parents=True, exist_ok=True)
+    table = json.loads(path.read_text()) if path.exists() else {}
+    for kernel, keys in found.items():
+        table.setdefault(kernel, {}).update(keys)
+    fresh = path.with_suffix(".json.new")
+    fresh.write_text(json.dumps(table, indent=1, sort_keys=True) + "\n")
+    fresh.replace(path)
+    _table.cache_clear()
+    _answers.clear()
+    return path
