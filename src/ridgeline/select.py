@@ -81,7 +81,7 @@ def run(op: Op, direction: str, impl: str | None, outputs: tuple[torch.Tensor, .
 def eager(op: Op, impl: str | None, *args: Any) -> Implementation | None:
     """For a public function: the implementation in plain PyTorch that serves this call, or None where kernels do.
 
-    It looks at the device and the dtype alone, so that it can be traced; which kernel runs is chosen inside the op.
+    It looks at the device and the dtypes of `args` alone, so that it can be traced; which kernel runs is chosen inside the op.
     """
     if impl is not None:
         implementation = find(op, impl)
@@ -91,7 +91,7 @@ def eager(op: Op, impl: str | None, *args: Any) -> Implementation | None:
         if reason:
             raise RidgelineError(f"{op.name}: impl={impl!r} cannot run this call: {reason}")
         return implementation
-    x = args[0]
-    if (x.is_cuda or devices._pretended is not None) and dtype_name(x) in op.kernel_dtypes:
+    known = all([dtype_name(t) in op.kernel_dtypes for t in args if isinstance(t, torch.Tensor)])
+    if known and (args[0].is_cuda or devices._pretended is not None):
         return None
     return select(op, None, *args)

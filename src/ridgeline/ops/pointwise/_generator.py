@@ -21,7 +21,7 @@ import triton.language as tl
 from ridgeline import device, tuning
 from ridgeline.boundary import kernel_op, launch
 from ridgeline.cuda import CudaKernel
-from ridgeline.op import Op, RidgelineError, dtype_name
+from ridgeline.op import FLOATS, Op, RidgelineError, dtype_name
 from ridgeline.select import eager, run
 
 Tensors = tuple[torch.Tensor, ...]
@@ -222,7 +222,7 @@ class Pointwise:
             if need:
                 _launch(self.name, "bwd", self.functions["bwd"][mode], grads, (dy, *tensors), tuple(scalars), need)
 
-        self.op.kernel("triton", idea, kind="triton", fwd=fwd, bwd=bwd, served=True)
+        self.op.kernel("triton", idea, kind="triton", fwd=fwd, bwd=bwd, supports=floats, served=True)
 
 
 def _output(tensors: Sequence[torch.Tensor]) -> torch.Tensor:
@@ -261,35 +261,33 @@ def promoted(tensors: Sequence[torch.Tensor]) -> torch.dtype:
     return dtype
 
 
-def cuda_launchers(fwd: CudaKernel, bwd: CudaKernel, *, macros: Callable[..., dict[str, Any]], packed: bool) -> dict[str, Any]:
-    """The launchers of a pointwise rung in CUDA C++, and what it supports: dense tensors of one shape and layout.
+def start_cuda(kernel: CudaKernel, outs: Tensors, ins: Tensors, *, packed: bool, **macros: Any) -> None:
+    """Starts an elementwise kernel of CUDA C++, which takes (outputs..., inputs..., count).
 
-    Kernels take (outputs..., inputs..., count) and the macros that `macros(tensor, mode, pack)` gives.
-    packed: 128-bit packs in a grid-stride loop, one element at a time where a pointer is not aligned; else one element per thread.
+    packed: 128-bit packs (PACK elements of the widest operand, at most 8) in a grid-stride loop, one element at a time where
+    a pointer is not aligned to them; else one element per thread.
     """
+    tensors = (*outs, *ins)
+    pack = min(8, 16 // max(t.element_size() for t in tensors)) if packed else 1
+    if any(t.data_ptr() % (pack * t.element_size()) for t in tensors):
+        pack = 1
+    n = tensors[0].numel()
+    blocks = triton.cdiv(n, 256 * pack)
+    if packed:
+        blocks = min(blocks, device.of(tensors[0]).multiprocessors * 8 * 32)
+    launch(kernel, (blocks,), *tensors, n, block=256, PACK=pack, **macros)
 
-    def start(kernel: CudaKernel, count: int, tensors: Sequence[torch.Tensor], mode: str) -> None:
-        pack = min(8, 16 // max(t.element_size() for t in tensors)) if packed else 1
-        if any(t.data_ptr() % (pack * t.element_size()) for t in tensors):
-            pack = 1
-        n = tensors[0].numel()
-        blocks = triton.cdiv(n, 256 * pack)
-        if packed:
-            blocks = min(blocks, device.of(tensors[0]).multiprocessors * 8 * 32)
-        launch(kernel, (blocks,), *tensors, n, block=256, **macros(tensors[0], mode, pack))
 
-    def forward(y: torch.Tensor, *args: Any) -> None:
-        *tensors, _, mode = args
-        start(fwd, 1, (y, *tensors), mode)
+def dense_alike(x: torch.Tensor, *rest: Any) -> str | None:
+    """What the CUDA C++ rungs support."""
+    for t in (x, *rest):
+        if isinstance(t, torch.Tensor) and (t.shape != x.shape or not t.is_contiguous()):
+            return "it takes contiguous tensors of one shape"
+    return floats(x, *rest)
 
-    def backward(*args: Any) -> None:
-        *tensors, _, mode = args
-        start(bwd, len(tensors) // 2, tensors, mode)
 
-    def supports(x: torch.Tensor, *rest: Any) -> str | None:
-        for t in (x, *rest):
-            if isinstance(t, torch.Tensor) and (t.shape != x.shape or not t.is_contiguous()):
-                return "it takes contiguous tensors of one shape"
-        return None
-
-    return {"fwd": forward, "bwd": backward, "supports": supports}
+def floats(*args: Any) -> str | None:
+    for t in args:
+        if isinstance(t, torch.Tensor) and dtype_name(t) not in FLOATS:
+            return f"it takes {', '.join(FLOATS)}, and an input is {dtype_name(t)}"
+    return None

@@ -9,6 +9,7 @@ Source: Hendrycks and Gimpel, Gaussian Error Linear Units, 2016 (arXiv:1606.0841
 from __future__ import annotations
 
 import math
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -19,7 +20,7 @@ import triton.language as tl
 
 from ridgeline.cuda import CTYPE, CudaKernel
 from ridgeline.op import Case, Cost, Op, RidgelineError, Spec, nbytes
-from ridgeline.ops.pointwise._generator import Pointwise, cuda_launchers
+from ridgeline.ops.pointwise._generator import Pointwise, dense_alike, start_cuda
 
 
 @triton.jit
@@ -90,24 +91,17 @@ GELU.compiled("the formula fused into one Triton kernel by torch.compile")
 FILE = Path(__file__).with_name("gelu.cu")
 
 
-def _macros(x: torch.Tensor, mode: str, pack: int) -> dict[str, Any]:
-    return {"DTYPE": CTYPE[x.dtype], "TANH": int(mode == "tanh"), "PACK": pack}
+def _cuda(name: str, suffix: str, packed: bool, idea: str) -> None:
+    fwd, bwd = CudaKernel(FILE, f"gelu_fwd{suffix}", "PPq"), CudaKernel(FILE, f"gelu_bwd{suffix}", "PPPq")
+
+    def start(kernel: CudaKernel, y: torch.Tensor, *args: Any) -> None:
+        *ins, _, mode = args
+        start_cuda(kernel, (y,), tuple(ins), packed=packed, DTYPE=CTYPE[y.dtype], TANH=int(mode == "tanh"))
+
+    GELU.kernel(name, idea, kind="cuda", fwd=partial(start, fwd), bwd=partial(start, bwd), supports=dense_alike)
 
 
-for _name, _suffix, _idea in (
-    ("cuda_double", "_double", "one element per thread, as in the lecture: double literals make it compute in float64"),
-    ("cuda", "", "float literals: float32 arithmetic throughout"),
-    ("cuda_packed", "", "16-byte loads and stores: fewer instructions for the same bytes"),
-):
-    GELU.kernel(
-        _name,
-        _idea,
-        kind="cuda",
-        **cuda_launchers(
-            CudaKernel(FILE, f"gelu_fwd{_suffix}", "PPq"),
-            CudaKernel(FILE, f"gelu_bwd{_suffix}", "PPPq"),
-            macros=_macros,
-            packed=_name == "cuda_packed",
-        ),
-    )
+_cuda("cuda_double", "_double", False, "one element per thread, as in the lecture: double literals make it compute in float64")
+_cuda("cuda", "", False, "float literals: float32 arithmetic throughout")
+_cuda("cuda_packed", "", True, "16-byte loads and stores: fewer instructions for the same bytes")
 KERNELS.triton("a block of 2048 elements per program, wide loads and the layout left to the compiler; strides and broadcasting")
