@@ -6,11 +6,13 @@ On a GPU the tests marked `kernels` run there, without the interpreter, beside t
 """
 
 import os
+from pathlib import Path
 
 import pytest
 import torch
 
 INTERPRETED = os.environ.get("TRITON_INTERPRET") == "1"
+os.environ["PYTHONPATH"] = os.pathsep.join([str(Path(__file__).parents[1] / "src"), *filter(None, [os.environ.get("PYTHONPATH")])])
 GPU = torch.cuda.is_available() and not INTERPRETED
 
 

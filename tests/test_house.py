@@ -1,0 +1,199 @@
+"""The house rules of docs/design.md: who imports whom, the budgets, and that what is written from the code is current."""
+
+from __future__ import annotations
+
+import ast
+import re
+import statistics
+import subprocess
+import sys
+import time
+import tomllib
+from collections.abc import Iterator
+from importlib import import_module
+from pathlib import Path
+
+import pytest
+
+from ridgeline import cli
+from ridgeline.lab import stubs
+
+ROOT = Path(__file__).resolve().parents[1]
+SRC = ROOT / "src/ridgeline"
+PYTHON = sorted(SRC.rglob("*.py"))
+CODE = sorted(p for p in SRC.rglob("*") if p.suffix in (".py", ".cu", ".cuh"))
+OPS = [p for p in PYTHON if p.parent.parent.name == "ops" and not p.name.startswith("_")]
+
+CORE = {"op", "boundary", "select", "tuning", "device", "cuda", "tiles"}
+LAB = {"torch", "triton", "numpy", "cuda", "rich", "jinja2", "markupsafe", "altair", "vl_convert"}
+
+
+def imports(path: Path) -> Iterator[tuple[str, bool]]:
+    """Every module that a file imports, also by import_module("..."), and whether it does so at its top."""
+    package = ["ridgeline", *path.relative_to(SRC).parts[:-1]]
+
+    def walk(node: ast.AST, top: bool) -> Iterator[tuple[str, bool]]:
+        if isinstance(node, ast.If) and ast.unparse(node.test) == "TYPE_CHECKING":
+            top, children = False, node.body + node.orelse
+        else:
+            children = list(ast.iter_child_nodes(node))
+        if isinstance(node, ast.Import):
+            yield from ((a.name, top) for a in node.names)
+        elif isinstance(node, ast.ImportFrom):
+            module = ".".join([*package[: len(package) + 1 - node.level], *filter(None, [node.module])]) if node.level else node.module
+            yield from ((f"{module}.{a.name}", top) for a in node.names)
+        elif isinstance(node, ast.Call) and ast.unparse(node.func).endswith("import_module") and isinstance(node.args[0], ast.Constant):
+            yield str(node.args[0].value), False
+        for child in children:
+            yield from walk(child, top and not isinstance(node, ast.FunctionDef | ast.AsyncFunctionDef | ast.Lambda))
+
+    return walk(ast.parse(path.read_text()), True)
+
+
+def allowed(path: Path, module: str) -> bool:
+    """Whether this file may import this module of ridgeline's."""
+    where, target = path.relative_to(SRC).parts, module.split(".")[1:]
+    if where[0] == "ops":
+        return target[0] in CORE or target[:2] == ["ops", where[1]]
+    if where[0] == "tiles":
+        return target[0] == "tiles"
+    if where[0] == "lab":
+        return target[0] != "ops"
+    return target[0] not in ("lab", "ops")
+
+
+@pytest.mark.parametrize("path", PYTHON, ids=lambda p: str(p.relative_to(SRC)))
+def test_who_may_import_whom(path: Path) -> None:
+    found = list(imports(path))
+    wrong = [m for m, _ in found if m.startswith("ridgeline.") and not allowed(path, m)]
+    assert not wrong, f"{path.relative_to(ROOT)} may not import {wrong}"
+
+
+@pytest.mark.parametrize("path", PYTHON, ids=lambda p: str(p.relative_to(SRC)))
+def test_packages(path: Path) -> None:
+    where = path.relative_to(SRC).parts
+    for module, at_top in imports(path):
+        package = module.split(".")[0]
+        if package in sys.stdlib_module_names or package == "ridgeline":
+            continue
+        if "peers" in where:
+            assert package in LAB or not at_top, f"{module} is a peer's: imported inside functions"
+        elif where[0] == "lab":
+            assert package in LAB, module
+        else:
+            assert package in ("torch", "triton") or (package == "cuda" and not at_top), module
+
+
+def test_detects_a_wrong_import(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(sys.modules[__name__], "SRC", tmp_path)
+    path = tmp_path / "ops/rowwise/a.py"
+    path.parent.mkdir(parents=True)
+    path.write_text("from ridgeline.ops.pointwise import mul\nfrom ridgeline.op import Op\ndef f():\n    from ridgeline.lab import clock\n")
+    assert [m for m, _ in imports(path) if not allowed(path, m)] == ["ridgeline.ops.pointwise.mul", "ridgeline.lab.clock"]
+
+
+def test_the_library_needs_torch_and_triton_alone() -> None:
+    project = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]
+    assert [re.split(r"[<>=~! ]", d)[0] for d in project["dependencies"]] == ["torch", "triton"]
+
+
+def fresh(code: str) -> str:
+    """What Python prints that runs this code in a process of its own."""
+    return subprocess.run([sys.executable, "-c", code], check=True, capture_output=True, text=True, cwd=ROOT).stdout.strip()
+
+
+def test_importing_ridgeline_imports_no_torch() -> None:
+    assert fresh("import sys, ridgeline; print('torch' in sys.modules)") == "False"
+
+
+def test_help_is_instant() -> None:
+    def seconds() -> float:
+        start = time.perf_counter()
+        subprocess.run([sys.executable, "-m", "ridgeline", "--help"], check=True, capture_output=True, cwd=ROOT)
+        return time.perf_counter() - start
+
+    assert min(seconds() for _ in range(5)) < 0.3
+
+
+def test_verbs_are_light() -> None:
+    """Importing every verb's module, for its help, imports none of the heavy packages."""
+    modules = sorted({f"ridgeline.lab.{module}" for module, _ in cli.VERBS.values()})
+    heavy = ("torch", "triton", "numpy", "rich", "jinja2", "altair")
+    everything = "\n".join(f"import {m}" for m in modules)
+    assert fresh(f"import sys\n{everything}\nprint([h for h in {heavy} if h in sys.modules])") == "[]"
+
+
+def test_the_table_of_verbs_is_current() -> None:
+    for verb, (name, line) in cli.VERBS.items():
+        module = import_module(f"ridgeline.lab.{name}")
+        several = [n for n, _ in cli.VERBS.values()].count(name) > 1
+        doc = getattr(module, f"{verb}_main").__doc__ if several else module.__doc__
+        assert doc.splitlines()[0].rstrip(".") == line, verb
+
+
+def test_the_stub_is_current() -> None:
+    assert stubs.STUB.read_text() == stubs.stub(), "run: make pyi"
+
+
+# --- the budgets
+
+
+def lines(path: Path) -> int:
+    return len(path.read_text().splitlines())
+
+
+def test_op_files_are_short() -> None:
+    assert statistics.median(map(lines, OPS)) <= 150, {p.stem: lines(p) for p in OPS}
+
+
+def test_no_file_is_long() -> None:
+    long = {str(p.relative_to(ROOT)): lines(p) for p in [*CODE, *(ROOT / "tests").rglob("*.py")] if lines(p) > 600}
+    assert not long
+
+
+def test_few_environment_variables() -> None:
+    read = re.compile(r"""(?:environ(?:\.get\(|\.setdefault\(|\.pop\(|\[)|getenv\()\s*["'](\w+)["']""")
+    names = {name for path in PYTHON for name in read.findall(path.read_text())}
+    assert len(names) <= 5, names
+
+
+def significant(path: Path) -> list[str]:
+    """A file's lines without comments, docstrings, imports, blank lines and lone brackets, their spacing evened out."""
+    text = path.read_text()
+    if path.suffix == ".py":
+        rows = text.splitlines()
+        for node in ast.walk(ast.parse(text)):
+            documented = isinstance(node, ast.Module | ast.ClassDef | ast.FunctionDef | ast.AsyncFunctionDef) and ast.get_docstring(node)
+            for gone in [node.body[0]] if documented else [node] if isinstance(node, ast.Import | ast.ImportFrom) else []:
+                rows[gone.lineno - 1 : gone.end_lineno] = [""] * (gone.end_lineno - gone.lineno + 1)
+        rows = [re.sub(r"(^|\s)#.*", "", row) for row in rows]
+    else:
+        text = re.sub(r"/\*.*?\*/", lambda m: "\n" * m[0].count("\n"), text, flags=re.DOTALL)
+        rows = [re.sub(r"//.*|^\s*#include.*", "", row) for row in text.splitlines()]
+    return [" ".join(row.split()) for row in rows if re.search(r"\w", row)]
+
+
+def repeated(files: dict[str, list[str]], run: int = 6) -> tuple[float, list[str]]:
+    """The share of lines that lie in a run of `run` lines seen before, in the same file or another, and where they lie."""
+    seen: dict[tuple[str, ...], tuple[str, int]] = {}
+    copies: set[tuple[str, int]] = set()
+    for name, rows in files.items():
+        for i in range(len(rows) - run + 1):
+            first = seen.setdefault(tuple(rows[i : i + run]), (name, i))
+            if first != (name, i) and not (first[0] == name and i - first[1] < run):
+                copies.update((name, i + k) for k in range(run))
+    return len(copies) / max(1, sum(map(len, files.values()))), sorted({f"{name}: {files[name][i]}" for name, i in copies})
+
+
+def test_little_is_repeated() -> None:
+    share, where = repeated({str(p.relative_to(SRC)): significant(p) for p in CODE})
+    assert share < 0.03, f"{share:.1%} is repeated:\n" + "\n".join(where)
+
+
+def test_detects_repetition(tmp_path: Path) -> None:
+    block = [f"x{i} = f({i})" for i in range(7)]
+    assert repeated({"a": [*block, "y = 1"], "b": ["z = 2", *block]})[0] == 7 / 16
+    assert repeated({"a": block, "b": block[:5]})[0] == 0
+    path = tmp_path / "a.py"
+    path.write_text('"""Doc."""\nimport os\n\n\ndef f(x):  # why\n    """Doc\n    string."""\n    return (\n        x\n    )\n')
+    assert significant(path) == ["def f(x):", "return (", "x"]
