@@ -37,7 +37,7 @@ __device__ void elementwise(F f, long long n, R* out, const A*... in) {
     const long long threads = gridDim.x * (long long)blockDim.x;
     for (long long p = first; p < n / N; p += threads) {
         Pack<R, N> y;
-        [&](const auto&... x) {
+        [&](const auto... x) {
             if constexpr (N % 2 == 0 && Paired<F, R, A...>) {
 #pragma unroll
                 for (int k = 0; k < N; k += 2)

@@ -1,0 +1,377 @@
+"""what the compilers made of a kernel: PTX, SASS, registers, spills, shared memory, access widths; without a GPU
+
+An op is called on tensors without data while a GPU is pretended; every launch it would make is compiled for that GPU.
+"""
+
+from __future__ import annotations
+
+import argparse
+import os
+import re
+from collections.abc import Iterator
+from contextlib import contextmanager
+from dataclasses import asdict, dataclass, field, replace
+from functools import cache
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+if TYPE_CHECKING:
+    from concurrent.futures import ProcessPoolExecutor
+
+    from ridgeline.boundary import Launch
+    from ridgeline.op import Case, Implementation, Op
+
+ARCHES = ("sm_80", "sm_90", "sm_100", "gfx942")
+DIRECTIONS = ("forward", "backward")
+TEXTS = ("ptx", "sass", "ttir", "ttgir", "llir", "amdgcn")
+
+
+@dataclass(frozen=True)
+class Resources:
+    """What one kernel of an implementation takes on one architecture.
+
+    registers and stack (bytes of local memory) are per thread; spill_loads and spill_stores are bytes per thread as they
+    stand in the code; shared memory is bytes per block; loads and stores of global memory count instructions by width in
+    bytes ("tma": the copy engine); occupancy is the share of a multiprocessor's warps that can be resident, limited by `limit`.
+    texts holds the code by kind: ptx, cubin's sass, ttir, ...
+    """
+
+    op: str
+    implementation: str
+    case: str
+    dtype: str
+    direction: str
+    arch: str
+    kernel: str
+    kind: str
+    threads: int
+    registers: int
+    stack: int
+    spill_loads: int
+    spill_stores: int
+    shared_static: int
+    shared_dynamic: int
+    loads: dict[str, int]
+    stores: dict[str, int]
+    matrix: dict[str, int]
+    atomics: int
+    widest_load: int
+    occupancy: float
+    limit: str
+    constants: dict[str, Any]
+    texts: dict[str, str] = field(repr=False, compare=False)
+
+    @property
+    def shared(self) -> int:
+        """Bytes of shared memory per block, static and dynamic."""
+        return self.shared_static + self.shared_dynamic
+
+    def to_dict(self) -> dict[str, Any]:
+        """Everything but the code, for JSON."""
+        return {k: v for k, v in asdict(replace(self, texts={})).items() if k != "texts"} | {"shared": self.shared}
+
+
+def launches(
+    op: Op, implementation: Implementation, case: Case, dtype: str, arch: str, directions: tuple[str, ...] = DIRECTIONS
+) -> list[tuple[str, Launch]]:
+    """(direction, launch) of every kernel that this call would start on that architecture. Nothing is started.
+
+    Raises RidgelineError where the implementation cannot run there.
+    """
+    import torch
+
+    from ridgeline import boundary, device
+    from ridgeline.op import RidgelineError
+
+    if arch not in device.KNOWN:
+        raise RidgelineError(f"there is no architecture {arch!r} to compile for; there are {', '.join(device.KNOWN)}")
+    if dtype not in case.dtypes:
+        raise RidgelineError(f"{op.name}: case {case.name!r} has no dtype {dtype!r}; it has {', '.join(case.dtypes)}")
+    if not implementation.is_kernel:
+        kernels = [i.name for i in op.implementations.values() if i.is_kernel]
+        raise RidgelineError(
+            f"{op.name}: impl={implementation.name!r} is PyTorch and has no kernels of its own; those that have: {', '.join(kernels)}"
+        )
+    seen: list[tuple[str, Launch]] = []
+    with device.pretend(arch):
+        args, kwargs = case.make(dtype, "meta")
+        with boundary.observe(lambda launch: seen.append(("forward", launch))):
+            result = implementation(*args, **kwargs)
+        outputs = [t for t in (result if isinstance(result, tuple | list) else [result]) if t.requires_grad]
+        wanted = [a for a in args if isinstance(a, torch.Tensor) and a.requires_grad]
+        if "backward" in directions and "bwd" in implementation.launchers and outputs and wanted:
+            with boundary.observe(lambda launch: seen.append(("backward", launch))):
+                torch.autograd.grad(outputs, wanted, [torch.empty_like(t) for t in outputs], allow_unused=True)
+    return [(direction, launch) for direction, launch in seen if direction in directions]
+
+
+def resources(
+    op: Op,
+    implementation: Implementation,
+    case: Case,
+    dtype: str,
+    arch: str,
+    directions: tuple[str, ...] = DIRECTIONS,
+    disassemble: bool = False,
+) -> list[Resources]:
+    """Compiles every kernel of a call for an architecture and says what it takes. Equal kernels are compiled once per process.
+
+    disassemble: count instructions in SASS (half a second per kernel) instead of in PTX, and keep its text.
+    Where the Triton interpreter is on, a process without it does the work.
+    """
+    from ridgeline.boundary import INTERPRETED
+
+    if INTERPRETED:
+        request = (op.name, implementation.name, case.name, dtype, arch, directions, disassemble)
+        return _compiling_process().submit(_by_name, *request).result()
+    found = []
+    for direction, launch in launches(op, implementation, case, dtype, arch, directions):
+        facts = _compiled(launch, disassemble)
+        found.append(
+            replace(facts, op=op.name, implementation=implementation.name, case=case.name, dtype=dtype, direction=direction)
+        )
+    return found
+
+
+@cache
+def _compiling_process() -> ProcessPoolExecutor:
+    """A process in which Triton compiles, for one in which Triton interprets."""
+    from concurrent.futures import ProcessPoolExecutor
+    from multiprocessing import get_context
+
+    return ProcessPoolExecutor(1, get_context("spawn"), initializer=_compile_here)
+
+
+def _compile_here() -> None:
+    os.environ.pop("TRITON_INTERPRET", None)
+
+
+def _by_name(op: str, implementation: str, case: str, dtype: str, arch: str, *options: Any) -> list[Resources]:
+    from ridgeline.op import get
+    from ridgeline.select import find
+
+    return resources(get(op), find(get(op), implementation), get(op).case(case), dtype, arch, *options)
+
+
+def signature(launch: Launch) -> tuple[Any, ...]:
+    """What a launch is compiled from: two launches with equal signatures are the same machine code."""
+    from ridgeline.boundary import _specialisation
+
+    args = [_specialisation(a) for a in launch.args]
+    if launch.kernel.__class__.__name__ == "CudaKernel":
+        args = []
+    return repr(launch.kernel), id(launch.kernel), launch.device.arch, tuple(sorted(launch.constants.items())), tuple(args)
+
+
+_facts: dict[Any, Resources] = {}
+
+
+def _compiled(launch: Launch, disassemble: bool) -> Resources:
+    from ridgeline.cuda import CudaKernel
+
+    key = (*signature(launch), disassemble)
+    if key not in _facts:
+        _facts[key] = (_cuda if isinstance(launch.kernel, CudaKernel) else _triton)(launch, disassemble)
+    return _facts[key]
+
+
+def _cuda(launch: Launch, disassemble: bool) -> Resources:
+    from ridgeline.lab.disassembly import section
+
+    name, constants = launch.kernel.name, launch.constants
+    compiled = launch.kernel.compile(launch.device.arch, constants)
+    log = section(compiled.log, rf"Compiling entry function '{re.escape(name)}'", r"Compiling entry function")
+    numbers = {what: int(number) for number, what in re.findall(r"(\d+) (?:bytes )?(registers|smem|stack frame)", log)}
+    texts = {"ptx": section(compiled.ptx, rf"^\.visible \.entry {re.escape(name)}\(", r"^\.visible \.entry")}
+    return _facts_of(
+        launch,
+        name,
+        "cuda",
+        texts,
+        compiled.cubin,
+        disassemble,
+        threads=int(constants.get("block", 256)),
+        registers=numbers["registers"],
+        stack=numbers["stack frame"],
+        shared_static=numbers.get("smem", 0),
+        shared_dynamic=int(constants.get("shared", 0)),
+    )
+
+
+def _triton(launch: Launch, disassemble: bool) -> Resources:
+    from ridgeline.lab.disassembly import usage
+
+    with _triton_for(launch.device.arch):
+        compiled = launch.kernel.warmup(*launch.args, grid=(1,), **launch.constants)
+    name, asm = compiled.metadata.name, compiled.asm
+    texts = {kind: asm[kind] for kind in TEXTS if kind in asm.keys()}
+    threads = compiled.metadata.num_warps * launch.device.warp
+    if "amdgcn" in texts:
+        numbers = {what: int(number) for what, number in re.findall(r"^\s+(?:- )?\.(\w+):\s+(\d+)$", texts["amdgcn"], re.MULTILINE)}
+        registers, stack = numbers["vgpr_count"], numbers["private_segment_fixed_size"]
+    else:
+        registers, stack = usage(asm["cubin"], name)
+        asked = re.search(r"\.reqntid (\d+)", texts["ptx"])
+        threads = int(asked[1]) if asked else threads
+    return _facts_of(
+        launch,
+        name,
+        "gluon" if launch.kernel.is_gluon() else "triton",
+        texts,
+        asm.get("cubin"),
+        disassemble,
+        threads=threads,
+        registers=registers,
+        stack=stack,
+        shared_static=0,
+        shared_dynamic=compiled.metadata.shared,
+    )
+
+
+def _facts_of(launch: Launch, name: str, kind: str, texts: dict[str, str], cubin: bytes | None, disassemble: bool, **facts: Any) -> Resources:
+    """Reads the code and completes the facts; the call that led here is filled in by `resources`."""
+    from ridgeline.lab.disassembly import READERS, occupancy, sass
+
+    if cubin is not None and (disassemble or facts["stack"]):
+        texts["sass"] = sass(cubin, name)
+    code = next(READERS[kind](texts[kind]) for kind in ("sass", "ptx", "amdgcn") if kind in texts)
+    share, limit = occupancy(launch.device, facts["threads"], facts["registers"], facts["shared_static"] + facts["shared_dynamic"])
+    return Resources(
+        op="",
+        implementation="",
+        case="",
+        dtype="",
+        direction="",
+        arch=launch.device.arch,
+        kernel=name,
+        kind=kind,
+        spill_loads=code.spill_loads,
+        spill_stores=code.spill_stores,
+        loads=_by_width(code.loads),
+        stores=_by_width(code.stores),
+        matrix=dict(code.matrix),
+        atomics=code.atomics,
+        widest_load=code.widest_load,
+        occupancy=round(share, 3),
+        limit=limit,
+        constants={k: v if isinstance(v, int | float | str | None) else getattr(v, "__name__", str(v)) for k, v in launch.constants.items()},
+        texts=texts,
+        **facts,
+    )
+
+
+def _by_width(counts: dict[str, int]) -> dict[str, int]:
+    """Widest first, the copy engine before all."""
+    return dict(sorted(counts.items(), key=lambda item: (item[0] != "tma", 0 if item[0] == "tma" else -int(item[0]))))
+
+
+class _NoGpu:
+    """Stands where Triton expects a GPU's driver, and answers only what compiling asks. Its device's name is the architecture,
+    so that kernels compiled here never meet those that really run."""
+
+    def __init__(self, arch: str):
+        self.arch = arch
+
+    def get_current_target(self) -> Any:
+        from triton.backends.compiler import GPUTarget
+
+        return GPUTarget("cuda", int(self.arch[3:]), 32) if self.arch.startswith("sm_") else GPUTarget("hip", self.arch, 64)
+
+    def get_current_device(self) -> str:
+        return self.arch
+
+    def get_current_stream(self, device: Any) -> int:
+        return 0
+
+
+@contextmanager
+def _triton_for(arch: str) -> Iterator[None]:
+    """Inside, Triton compiles for that architecture; afterwards its driver is what it was."""
+    from triton.runtime import driver
+
+    before = driver._active
+    driver.set_active(_NoGpu(arch))
+    try:
+        yield
+    finally:
+        driver.set_active(before)
+
+
+def arguments(parser: argparse.ArgumentParser) -> None:
+    parser.add_argument("op")
+    parser.add_argument("--impl", required=True, help="the implementation, as `ridgeline list` names it")
+    parser.add_argument("--arch", default="sm_90", help=f"what to compile for: {', '.join(ARCHES)} (default: sm_90)")
+    parser.add_argument("--case", help="a case of the op (default: its first benchmark)")
+    parser.add_argument("--dtype", help="default: bfloat16 where the case has it")
+    parser.add_argument("--direction", choices=DIRECTIONS, help="default: both")
+    parser.add_argument("--show", choices=TEXTS, help="print this code of every kernel")
+    parser.add_argument("--out", type=Path, metavar="FOLDER", help="write all code there, one file each")
+    parser.add_argument("--json", action="store_true", help="print figures as JSON")
+
+
+def default_case(op: Op, name: str | None, dtype: str | None) -> tuple[Case, str]:
+    """The named case or the op's first benchmark, and the named dtype or bfloat16 where the case has it."""
+    case = op.case(name) if name else next((c for c in op.cases if c.use == "bench"), op.cases[0])
+    return case, dtype or ("bfloat16" if "bfloat16" in case.dtypes else case.dtypes[0])
+
+
+def main(options: argparse.Namespace) -> int:
+    import json
+
+    from ridgeline.op import RidgelineError, get
+    from ridgeline.select import find
+
+    op = get(options.op)
+    case, dtype = default_case(op, options.case, options.dtype)
+    directions = (options.direction,) if options.direction else DIRECTIONS
+    found = resources(op, find(op, options.impl), case, dtype, options.arch, directions, disassemble=True)
+    if options.show and not any(options.show in r.texts for r in found):
+        raise RidgelineError(f"{op.name} {options.impl} has no {options.show} for {options.arch}; it has {', '.join(found[0].texts)}")
+    if options.out:
+        _write(found, options.out)
+    if options.json:
+        print(json.dumps([r.to_dict() for r in found], indent=1))
+    elif options.show:
+        for r in found:
+            print(f"// {r.kernel}, {r.direction}\n{r.texts.get(options.show, '')}")
+    else:
+        _print(found)
+    return 0
+
+
+def _write(found: list[Resources], folder: Path) -> None:
+    from ridgeline.op import RidgelineError
+
+    try:
+        folder.mkdir(parents=True, exist_ok=True)
+        for index, r in enumerate(found):
+            for kind, text in r.texts.items():
+                (folder / f"{index}-{r.op}-{r.implementation}-{r.kernel}-{r.direction}.{r.arch}.{kind}").write_text(text)
+    except OSError as error:
+        raise RidgelineError(f"--out {folder} cannot be written: {error.strerror}") from error
+
+
+def _print(found: list[Resources]) -> None:
+    from rich.console import Console
+    from rich.table import Table
+
+    first = found[0]
+    table = Table(title=f"{first.op} {first.implementation}, {first.case} {first.dtype}, compiled for {first.arch}", show_header=True)
+    table.add_column("")
+    for r in found:
+        table.add_column(f"{r.kernel}\n{r.direction}", justify="right")
+    facts = {
+        "threads per block": lambda r: f"{r.threads}",
+        "registers per thread": lambda r: f"{r.registers}",
+        "spilled, bytes": lambda r: f"{r.spill_stores} out, {r.spill_loads} in" if r.stack else "none",
+        "shared memory, bytes": lambda r: f"{r.shared:,}",
+        "loads by bytes": lambda r: ", ".join(f"{n} x {w}" for w, n in r.loads.items()) or "none",
+        "stores by bytes": lambda r: ", ".join(f"{n} x {w}" for w, n in r.stores.items()) or "none",
+        "atomics": lambda r: str(r.atomics),
+        "matrix instructions": lambda r: "\n".join(f"{n} x {m}" for m, n in r.matrix.items()) or "none",
+        "occupancy": lambda r: f"{r.occupancy:.0%}" + (f" ({r.limit})" if r.limit else ""),
+        "constants": lambda r: "\n".join(f"{k}={v}" for k, v in r.constants.items()),
+    }
+    for what, say in facts.items():
+        table.add_row(what, *(say(r) for r in found))
+    Console().print(table)
