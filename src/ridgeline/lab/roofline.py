@@ -1,0 +1,283 @@
+"""the roofline of a run: measured roofs as lines, every rung as a point, and what bounds each; as SVG, PNG or JSON"""
+
+from __future__ import annotations
+
+import argparse
+import math
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from ridgeline.lab import units, verdict
+from ridgeline.lab.verdict import Row
+
+if TYPE_CHECKING:
+    import altair
+
+GROUPS = {"plain": "plain PyTorch", "peer": "peers", "cuda": "CUDA C++", "triton": "Triton", "gluon": "Gluon"}
+INKS = {
+    "light": {"plain": "#7b8494", "peer": "#b9770e", "cuda": "#23855b", "triton": "#4f52c9", "gluon": "#b0307f"},
+    "dark": {"plain": "#9aa3b2", "peer": "#e3a83f", "cuda": "#4cc38a", "triton": "#8f93ff", "gluon": "#ee7fc0"},
+}
+PAPER = {
+    "light": {"ink": "#1d2433", "quiet": "#5b6475", "grid": "#e4e6eb", "roof": "#1d2433", "paper": "#ffffff"},
+    "dark": {"ink": "#e6e9f0", "quiet": "#a2aabb", "grid": "#2b3342", "roof": "#e6e9f0", "paper": "#12161f"},
+}
+FONT = "system-ui, -apple-system, Segoe UI, Roboto, Liberation Sans, sans-serif"
+
+
+def group(row: Row) -> str:
+    """Which colour a rung has: what it is written in, or that it is a peer."""
+    return "peer" if row["peer"] else row["kind"] if row["kind"] in GROUPS else "plain"
+
+
+def points(bench: list[Row]) -> list[dict[str, Any]]:
+    """Every timed rung that computes anything, as a point: FLOP per byte across, FLOP/s up."""
+    found = []
+    for row in bench:
+        if row["status"] != "ok" or not row["flops"]:
+            continue
+        median = row["seconds"]["median"]
+        found.append(
+            {
+                "x": row["flops"] / row["bytes"],
+                "y": row["flops"] / median,
+                "group": GROUPS[group(row)],
+                "time": f"{units.seconds(median)} {units.spread(row['seconds'])}",
+                "rate": rate(row),
+                "roof share": units.percent(row["share"]),
+                **{name: row[name] for name in ("op", "impl", "case", "dtype", "direction")},
+            }
+        )
+    return found
+
+
+def rate(row: Row) -> str:
+    """The figure that people compare: TFLOP/s of compute-bound work, GB/s of the rest."""
+    median = row["seconds"]["median"]
+    return units.scaled(row["flops"] / median, "FLOP/s") if row["bound"] == "compute" else units.scaled(row["bytes"] / median, "B/s")
+
+
+def ceilings(roof: Row, dtypes: set[str]) -> list[dict[str, Any]]:
+    """The matrix rates of the dtypes, those within 8% of each other as one roof, with the ridge point of each."""
+    rates = sorted(((f["median"], d) for d, f in roof["matmul"].items() if d in dtypes), reverse=True)
+    merged: list[tuple[float, list[str]]] = []
+    for value, dtype in rates:
+        if merged and merged[-1][0] < value * 1.08:
+            merged[-1][1].append(dtype)
+        else:
+            merged.append((value, [dtype]))
+    bandwidth = roof["copy"]["median"]
+    return [
+        {
+            "rate": value,
+            "ridge": value / bandwidth,
+            "roof": f"{', '.join(sorted(names))}: {units.scaled(value, 'FLOP/s')}",
+            "label": f"ridge {units.digits(value / bandwidth)} FLOP/B",
+        }
+        for value, names in merged
+    ]
+
+
+def chart(rows: list[Row], interactive: bool = True, width: int | str = "container", height: int = 430) -> altair.LayerChart:
+    """The roofline of a run's rows. interactive: with a legend that filters and menus for op, dtype and direction.
+
+    Colours are left to the configuration (see `theme`), so that one chart serves light and dark paper.
+    """
+    import altair as alt
+
+    roof = verdict.one(rows, "roof")
+    found = points(verdict.of(rows, "bench"))
+    flats = ceilings(roof, {p["dtype"] for p in found})
+    spots = found + [{"x": c["ridge"], "y": c["rate"]} for c in flats]
+    left, right = min(p["x"] for p in spots) / 3, max(p["x"] for p in spots) * 4
+    low = min([p["y"] for p in found] + [roof["copy"]["median"] * left]) / 2
+    high = max(p["y"] for p in spots) * 3
+    x = alt.X("x:Q", title="FLOP per byte that a perfect kernel moves", axis=_decades(left, right)).scale(type="log", domain=[left, right])
+    y = alt.Y("y:Q", title="FLOP/s reached", axis=_decades(low, high)).scale(type="log", domain=[low, high])
+    rungs = _rungs(found, interactive).encode(x, y)
+    labels = _on(_best(found)).encode(x, y, text="op:N")
+    place = {"align": "left", "dx": 8, "dy": 10, "fontSize": 13, "fontWeight": 600}
+    halo = {"stroke": alt.ExprRef("paper"), "strokeWidth": 4, "opacity": 0.8}
+    names = [labels.mark_text(**place, **halo), labels.mark_text(**place, color=alt.ExprRef("ink"))]
+    layers = [layer.encode(x, y) for layer in _roofs(roof, flats, left, right)]
+    return alt.layer(*layers, rungs, *names).properties(width=width, height=height)
+
+
+def _decades(low: float, high: float) -> altair.Axis:
+    """An axis with a line at every power of ten; every other one is named where they are many."""
+    import altair as alt
+
+    powers = [10.0**power for power in range(math.ceil(math.log10(low)), math.floor(math.log10(high)) + 1)]
+    return alt.Axis(values=powers, labelExpr="datum.value < 1 ? format(datum.value, '~g') : format(datum.value, '~s')", labelOverlap=True)
+
+
+def _on(values: list[dict[str, Any]]) -> altair.Chart:
+    import altair as alt
+
+    return alt.Chart(alt.Data(values=values))
+
+
+def _roofs(roof: Row, flats: list[dict[str, Any]], left: float, right: float) -> list[altair.Chart]:
+    """The roofs as lines with their names, and where they meet."""
+    import altair as alt
+
+    ink = alt.ExprRef("ink")
+    bold = {"color": ink, "fontSize": 12.5, "fontWeight": 600}
+    bandwidth = roof["copy"]["median"]
+    memory = f"memory: copy {units.scaled(bandwidth, 'B/s')}"
+    ends = [(memory, u, u * bandwidth) for u in (left, max(c["ridge"] for c in flats))]
+    ends += [(c["roof"], u, c["rate"]) for c in flats for u in (c["ridge"], right)]
+    middle = (left * min(c["ridge"] for c in flats)) ** 0.5
+    ridges = _on([{"label": c["label"], "x": c["ridge"], "y": c["rate"]} for c in flats])
+    return [
+        _on([{"roof": name, "x": u, "y": v} for name, u, v in ends])
+        .mark_line(color=ink, strokeWidth=2)
+        .encode(detail="roof:N", tooltip=["roof:N"]),
+        _on([{"roof": c["roof"], "x": right, "y": c["rate"]} for c in flats])
+        .mark_text(align="right", baseline="bottom", dx=-4, dy=-5, **bold)
+        .encode(text="roof:N"),
+        _on([{"roof": memory, "x": middle, "y": middle * bandwidth}])
+        .mark_text(align="right", baseline="bottom", dx=-8, dy=-4, **bold)
+        .encode(text="roof:N"),
+        ridges.mark_point(shape="diamond", size=90, fill=alt.ExprRef("paper"), stroke=ink, opacity=1).encode(tooltip=["label:N"]),
+        ridges.mark_text(align="right", baseline="bottom", dx=-8, dy=-4, color=alt.ExprRef("quiet"), fontSize=11.5).encode(text="label:N"),
+    ]
+
+
+def _rungs(found: list[dict[str, Any]], interactive: bool) -> altair.Chart:
+    """The points: coloured by what a rung is written in, backward ones as triangles."""
+    import altair as alt
+
+    present = [name for name in GROUPS.values() if any(p["group"] == name for p in found)]
+    directions = sorted({p["direction"] for p in found}, reverse=True)
+    legend = alt.Legend(values=present, orient="top", columns=3 if interactive else 5, symbolOpacity=1)
+    dots = _on(found).mark_point(filled=True, size=70, opacity=0.85)
+    dots = dots.encode(
+        color=alt.Color("group:N", title=None, legend=legend).scale(domain=list(GROUPS.values())),
+        shape=alt.Shape("direction:N", title=None, legend=alt.Legend(orient="top") if len(directions) > 1 else None).scale(
+            domain=["forward", "backward"], range=["circle", "triangle-down"]
+        ),
+        tooltip=[alt.Tooltip(f"{name}:N") for name in ("op", "impl", "case", "dtype", "direction", "time", "rate", "roof share")],
+    )
+    if not interactive:
+        return dots
+    chosen = alt.selection_point(fields=["group"], bind="legend", name="written_in")
+    menus = [_menu(name, sorted({p[name] for p in found})) for name in ("op", "dtype", "direction")]
+    dots = dots.encode(opacity=alt.condition(chosen, alt.value(0.85), alt.value(0.05))).add_params(chosen, *menus)
+    for menu in menus:
+        dots = dots.transform_filter(menu)
+    return dots
+
+
+def theme(paper: str) -> dict[str, Any]:
+    """The chart's colours on "light" or "dark" paper, as a Vega configuration."""
+    tones = PAPER[paper]
+    axis = {"labelColor": tones["quiet"], "titleColor": tones["quiet"], "gridColor": tones["grid"], "domain": False, "ticks": False}
+    return {
+        "font": FONT,
+        "background": None,
+        "view": {"stroke": None},
+        "axis": axis | {"titleFontWeight": "normal", "labelFontSize": 12, "titleFontSize": 13, "titlePadding": 10, "labelPadding": 6},
+        "legend": {"labelColor": tones["ink"], "labelFontSize": 13, "symbolSize": 90, "symbolBaseFillColor": tones["quiet"]},
+        "range": {"category": list(INKS[paper].values())},
+        "params": [{"name": name, "value": tones[name]} for name in ("ink", "quiet", "paper")],
+    }
+
+
+def render(rows: list[Row], folder: Path, name: str = "roofline", papers: tuple[str, ...] = ("light",)) -> list[Path]:
+    """Writes the roofline as `name.svg` and `name.png` (dark paper: `name-dark`), with no browser and no network."""
+    import vl_convert
+
+    spec = chart(rows, interactive=False, width=860, height=470).to_dict()
+    written = []
+    for paper in papers:
+        picture = vl_convert.vegalite_to_svg(spec | {"config": theme(paper) | {"background": PAPER[paper]["paper"], "padding": 20}})
+        stem = folder / (name if paper == "light" else f"{name}-{paper}")
+        written += [stem.with_suffix(".svg"), stem.with_suffix(".png")]
+        write(written[-2], picture.encode())
+        write(written[-1], vl_convert.svg_to_png(picture, scale=2))
+    return written
+
+
+def write(path: Path, content: bytes) -> None:
+    """Writes a whole file in one step, its folder made. Raises RidgelineError where that is not allowed."""
+    from ridgeline.op import RidgelineError
+
+    fresh = path.with_name(f".{path.name}.new")
+    try:
+        path.parent.mkdir(parents=True, exist_ok=True)
+        fresh.write_bytes(content)
+        fresh.replace(path)
+    except OSError as error:
+        raise RidgelineError(f"cannot write {path}: {error.strerror}; name a folder that can be written") from error
+
+
+def _menu(field: str, values: list[str]) -> Any:
+    import altair as alt
+
+    return alt.selection_point(
+        fields=[field], name=f"only_{field}", bind=alt.binding_select(options=[None, *values], labels=["all", *values], name=field)
+    )
+
+
+def _best(found: list[dict[str, Any]]) -> list[dict[str, Any]]:
+    """For each op the highest point, which carries its name."""
+    best: dict[str, dict[str, Any]] = {}
+    for point in found:
+        if point["op"] not in best or point["y"] > best[point["op"]]["y"]:
+            best[point["op"]] = point
+    return list(best.values())
+
+
+def arguments(parser: argparse.ArgumentParser) -> None:
+    parser.add_argument("ops", nargs="*", metavar="OP", help="only these ops (default: all that the run timed)")
+    parser.add_argument("--run", default="latest", help="a run's file or name (default: the newest)")
+    parser.add_argument("--out", type=Path, metavar="FOLDER", help="write roofline.svg and roofline.png there, and both on dark paper")
+    parser.add_argument("--json", action="store_true", help="print figures as JSON")
+
+
+def main(options: argparse.Namespace) -> int:
+    import json
+
+    from ridgeline.lab import store
+    from ridgeline.op import RidgelineError
+
+    rows = store.load(store.find(options.run))
+    timed = sorted({row["op"] for row in verdict.of(rows, "bench")})
+    unknown = [op for op in options.ops if op not in timed]
+    if unknown:
+        raise RidgelineError(f"{', '.join(unknown)} is not in run {rows[0]['run']}, which timed {', '.join(timed) or 'nothing'}")
+    rows = [row for row in rows if row["type"] != "bench" or not options.ops or row["op"] in options.ops]
+    judged = verdict.judged(rows)
+    written = render(rows, options.out, papers=("light", "dark")) if options.out else []
+    if options.json:
+        roof = verdict.one(rows, "roof")
+        flats = ceilings(roof, set(roof["matmul"]))
+        print(
+            json.dumps(
+                {"run": rows[0]["run"], "roof": roof, "ceilings": flats, "rungs": judged, "files": [str(p) for p in written]}, indent=1
+            )
+        )
+        return 0
+    _print(judged)
+    for path in written:
+        print(path)
+    return 0
+
+
+def _print(judged: list[dict[str, Any]]) -> None:
+    from rich.console import Console
+    from rich.table import Table
+    from rich.text import Text
+
+    table = Table(show_lines=False)
+    for heading in ("op", "case", "dtype", "direction", "rung", "of the roof", "verdict"):
+        table.add_column(heading, justify="right" if heading == "of the roof" else "left")
+    before = None
+    for row in judged:
+        if before not in (None, verdict.key(row)):
+            table.add_section()
+        before = verdict.key(row)
+        share = "" if row["share"] is None else units.percent(row["share"])
+        table.add_row(*(Text(row[name]) for name in ("op", "case", "dtype", "direction", "impl")), share, Text(row["verdict"]))
+    Console().print(table)

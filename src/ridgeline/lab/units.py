@@ -1,0 +1,58 @@
+"""Figures as people read them: seconds, bytes, rates and shares as short text."""
+
+from __future__ import annotations
+
+PREFIXES = ("", "k", "M", "G", "T", "P")
+DASH = "\N{EN DASH}"
+
+
+def digits(value: float) -> str:
+    """Three significant digits without an exponent: 0.0123, 1.23, 12.3, 123, 1230."""
+    if value == 0:
+        return "0"
+    size = abs(value)
+    places = 0 if size >= 99.95 else 1 if size >= 9.995 else 2 if size >= 0.9995 else 3 if size >= 0.09995 else 4
+    return f"{value:.{places}f}"
+
+
+def scaled(value: float, unit: str) -> str:
+    """A value with a decimal prefix: scaled(3.02e12, "B/s") is "3.02 TB/s"."""
+    power = 0
+    while abs(value) >= 999.5 and power < len(PREFIXES) - 1:
+        value, power = value / 1000, power + 1
+    return f"{digits(value)} {PREFIXES[power]}{unit}"
+
+
+def seconds(value: float) -> str:
+    """A time: 12.3 us, 4.56 ms, 7.89 s."""
+    for scale, unit in ((1, "s"), (1e-3, "ms"), (1e-6, "us")):
+        if value >= scale * 0.9995:
+            return f"{digits(value / scale)} {unit}"
+    return f"{digits(value * 1e9)} ns"
+
+
+def spread(figure: dict[str, float]) -> str:
+    """Half the width of a figure's 95% interval as a share of its median: "±0.4%"."""
+    if not figure["median"]:
+        return ""
+    return f"±{digits(50 * (figure['high'] - figure['low']) / figure['median'])}%"
+
+
+def size(value: float | None) -> str:
+    """Bytes with a binary prefix: 1.5 GiB."""
+    if value is None:
+        return DASH
+    for power, unit in ((30, "GiB"), (20, "MiB"), (10, "KiB")):
+        if value >= 1 << power:
+            return f"{digits(value / (1 << power))} {unit}"
+    return f"{value:.0f} B"
+
+
+def percent(share: float) -> str:
+    """A share as a whole percentage; one place below 10%."""
+    return f"{share:.1%}" if share < 0.0995 else f"{share:.0%}"
+
+
+def times(ratio: float) -> str:
+    """A ratio: "1.04x"; from ten on without places."""
+    return f"{ratio:.0f}x" if ratio >= 9.95 else f"{ratio:.2f}x" if ratio < 2 else f"{ratio:.1f}x"
