@@ -11,6 +11,7 @@ import threading
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
+from functools import wraps
 from typing import Any
 
 import torch
@@ -49,6 +50,36 @@ def kernel_op(schema: str) -> Callable[[Callable[..., Any]], Any]:
         return getattr(torch.ops.ridgeline, name).default
 
     return register
+
+
+class _FirstOrderOnly(torch.autograd.Function):
+    """Passes a gradient through, and raises where someone differentiates it again."""
+
+    @staticmethod
+    def forward(ctx: Any, gradient: torch.Tensor) -> torch.Tensor:
+        return gradient.view_as(gradient)
+
+    @staticmethod
+    def backward(ctx: Any, *_: Any) -> Any:
+        raise RuntimeError("Ridgeline's gradients cannot be differentiated again; for second derivatives use impl='torch'")
+
+
+def first_order(backward: Callable[..., Any]) -> Callable[..., Any]:
+    """Marks the backward of an `autograd.Function` over kernels: a second derivative raises instead of missing terms.
+
+    Unlike torch's `once_differentiable` it also raises where the incoming gradient needs no gradient itself."""
+
+    @wraps(backward)
+    def once(ctx: Any, *incoming: Any) -> Any:
+        if torch.compiler.is_compiling() or not torch.is_grad_enabled():
+            return backward(ctx, *incoming)
+        with torch.no_grad():
+            gradients = backward(ctx, *incoming)
+        if isinstance(gradients, torch.Tensor):
+            gradients = (gradients,)
+        return tuple([g if g is None else _FirstOrderOnly.apply(g.requires_grad_()) for g in gradients])
+
+    return once
 
 
 def tracing() -> bool:

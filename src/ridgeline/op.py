@@ -9,7 +9,7 @@ from __future__ import annotations
 import importlib
 from collections.abc import Callable
 from dataclasses import dataclass, field
-from functools import cache, cached_property
+from functools import cache
 from pathlib import Path
 from typing import Any
 
@@ -141,6 +141,7 @@ class Op:
         self.name = function.__name__
         self.family = function.__module__.removeprefix("ridgeline.ops.").split(".")[0]
         self.implementations: dict[str, Implementation] = {}
+        self.kernel_dtypes: set[torch.dtype] = set()  # what served kernels take; calls in others go to plain PyTorch
         _registry[self.name] = self
 
     def __repr__(self) -> str:
@@ -164,12 +165,10 @@ class Op:
     ) -> None:
         """Registers an implementation in kernels: launchers that fill given outputs."""
         launchers = {"fwd": fwd} | ({"bwd": bwd} if bwd else {})
-        self.implementations[name] = Implementation(self, name, idea, kind, launchers=launchers, differentiable=bwd is not None, **facts)
-
-    @cached_property
-    def kernel_dtypes(self) -> frozenset[str]:
-        """The dtypes that served kernels take; calls in others, and calls on a CPU, go to plain PyTorch."""
-        return frozenset(d for i in self.implementations.values() if i.is_kernel and i.served for d in i.dtypes)
+        implementation = Implementation(self, name, idea, kind, launchers=launchers, differentiable=bwd is not None, **facts)
+        self.implementations[name] = implementation
+        if implementation.served:
+            self.kernel_dtypes |= {getattr(torch, d) for d in implementation.dtypes}
 
     def case(self, name: str) -> Case:
         for case in self.cases:

@@ -30,6 +30,8 @@ def cannot_run(kind: str, device: devices.Device) -> str | None:
 
 def why_not(implementation: Implementation, *args: Any) -> str | None:
     """Why an implementation does not support a call on these inputs (the first is a tensor), or None."""
+    if implementation.kind == "eager":
+        return implementation.supports(*args)
     x = args[0]
     device = devices.of(x)
     reason = cannot_run(implementation.kind, device)
@@ -54,20 +56,24 @@ def select(op: Op, impl: str | None, *args: Any, direction: str = "fwd", kernels
     """
     if impl is not None:
         implementation = find(op, impl)
-        reason = why_not(implementation, *args)
-        if reason is None and implementation.is_kernel and direction not in implementation.launchers:
-            reason = "it has no backward"
+        reason = why_not(implementation, *args) or no_launcher(implementation, direction)
         if reason:
             raise RidgelineError(f"{op.name}: impl={impl!r} cannot run this call: {reason}")
         return implementation
     reasons = []
     for implementation in reversed(op.implementations.values()):
         if implementation.served and (implementation.is_kernel or not kernels):
-            reason = why_not(implementation, *args)
-            if reason is None and (not implementation.is_kernel or direction in implementation.launchers):
+            reason = why_not(implementation, *args) or no_launcher(implementation, direction)
+            if reason is None:
                 return implementation
-            reasons.append(f"{implementation.name}: {reason or 'it has no backward'}")
+            reasons.append(f"{implementation.name}: {reason}")
     raise RidgelineError(f"{op.name}: no implementation serves this call ({'; '.join(reasons)})")
+
+
+def no_launcher(implementation: Implementation, direction: str) -> str | None:
+    if implementation.is_kernel and direction not in implementation.launchers:
+        return "it has no backward"
+    return None
 
 
 def run(op: Op, direction: str, impl: str | None, outputs: tuple[torch.Tensor, ...], *inputs: Any) -> None:
@@ -91,7 +97,7 @@ def eager(op: Op, impl: str | None, *args: Any) -> Implementation | None:
         if reason:
             raise RidgelineError(f"{op.name}: impl={impl!r} cannot run this call: {reason}")
         return implementation
-    known = all([dtype_name(t) in op.kernel_dtypes for t in args if isinstance(t, torch.Tensor)])
-    if known and (args[0].is_cuda or devices._pretended is not None):
+    known = all([t.dtype in op.kernel_dtypes for t in args if isinstance(t, torch.Tensor)])
+    if known and (args[0].is_cuda or INTERPRETED or devices._pretended is not None):
         return None
-    return select(op, None, *args)
+    return [i for i in op.implementations.values() if i.served and not i.is_kernel][-1]

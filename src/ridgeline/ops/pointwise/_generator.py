@@ -19,7 +19,7 @@ import triton
 import triton.language as tl
 
 from ridgeline import device, tuning
-from ridgeline.boundary import kernel_op, launch
+from ridgeline.boundary import first_order, kernel_op, launch
 from ridgeline.cuda import CudaKernel
 from ridgeline.op import FLOATS, Op, RidgelineError, dtype_name
 from ridgeline.select import eager, run
@@ -158,7 +158,7 @@ class Pointwise:
                 return fwd(*tensors, scalars, mode, impl)
 
             @staticmethod
-            @torch.autograd.function.once_differentiable
+            @first_order
             def backward(ctx: Any, dy: torch.Tensor) -> Any:
                 (impl, mode, scalars), tensors = ctx.facts, ctx.saved_tensors
                 wanted = ctx.needs_input_grad[3:]
