@@ -1,0 +1,340 @@
+"""The law of tolerance: an implementation may err twice as much as torch's own op in that dtype, and no more.
+
+For each output and each gradient, against the reference in float64,
+
+    error <= 2 x max(torch's error, change of the oracle when the inputs move half an ulp) + eps/2 x norm
+
+for the whole tensor, its worst row and its worst column; the scale of the result is off by at most twice theirs plus
+eps/16 + eps/sqrt(n); non-finite values stand in the same places. Rows are the last dimension, columns run over all rows.
+"""
+
+from __future__ import annotations
+
+import inspect
+import math
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass, field
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from ridgeline.op import Op, RidgelineError
+
+CHUNK = 1 << 24
+SLICED = 1 << 31
+HOPELESS = 1e12  # stands for infinity, which JSON does not have
+Result = tuple[list[Tensor], list[Tensor | None]]
+
+
+@dataclass(frozen=True)
+class Finding:
+    """How one tensor stands to the law at its worst place: its error and what is allowed there, in the tensor's own unit."""
+
+    error: float
+    allowed: float
+    where: str
+
+    @property
+    def worst(self) -> float:
+        """The error over what is allowed: above 1 is wrong."""
+        if self.error == 0:
+            return 0.0
+        return self.error / self.allowed if self.error < self.allowed * HOPELESS else HOPELESS
+
+    def row(self) -> dict[str, Any]:
+        return {"error": min(self.error, HOPELESS), "allowed": self.allowed, "worst": self.worst, "where": self.where}
+
+
+@dataclass
+class Verdict:
+    """What the law says of an implementation's outputs and gradients, by their names."""
+
+    outputs: dict[str, Finding] = field(default_factory=dict)
+    grads: dict[str, Finding] = field(default_factory=dict)
+
+    def findings(self, direction: str | None = None) -> dict[str, Finding]:
+        """Of a direction, "forward" or "backward"; of both by default."""
+        return {"forward": self.outputs, "backward": self.grads}.get(direction or "", self.outputs | self.grads)
+
+    def worst(self, direction: str | None = None) -> float:
+        """The largest error over what is allowed."""
+        return max((f.worst for f in self.findings(direction).values()), default=0.0)
+
+    @property
+    def ok(self) -> bool:
+        return self.worst() <= 1
+
+    def reason(self, direction: str | None = None) -> str | None:
+        """A sentence on what is worst, or None where the law is kept."""
+        if self.worst(direction) <= 1:
+            return None
+        name, finding = max(self.findings(direction).items(), key=lambda item: item[1].worst)
+        places = f"in {finding.error:.0f} places"
+        return {
+            "form": f"{name} has another shape or dtype than torch's",
+            "nonfinite": f"{name} is wrongly finite, or wrongly not finite, {places}",
+            "unequal": f"{name} has another value {places}",
+        }.get(finding.where) or f"{name} errs {finding.worst:.3g} times as much as the law allows ({finding.where})"
+
+
+def _codes(x: Tensor) -> Tensor:
+    """Per element: 0 finite, 1 NaN, 2 infinite, 3 minus infinite."""
+    return x.isnan().to(torch.int8) + 2 * x.isposinf().to(torch.int8) + 3 * x.isneginf().to(torch.int8)
+
+
+def _plane(x: Tensor) -> Tensor:
+    """As rows and columns: the last dimension, and all others flattened. A vector is one row."""
+    return x.reshape(-1, x.shape[-1]) if x.dim() > 1 else x.reshape(1, -1)
+
+
+def _blocks(rows: int, columns: int) -> Iterator[tuple[slice, slice]]:
+    """Pieces of a plane small enough for float64 copies of them."""
+    width = min(columns, CHUNK)
+    height = max(1, CHUNK // width)
+    for row in range(0, rows, height):
+        for column in range(0, columns, width):
+            yield slice(row, row + height), slice(column, column + width)
+
+
+@dataclass
+class _Errors:
+    """Norms of a difference to the oracle: per row, per column; the scale's deviation; places that are wrongly (not) finite."""
+
+    row: Tensor
+    column: Tensor
+    scale: float = 0.0
+
+    @property
+    def whole(self) -> float:
+        return self.row.square().sum().sqrt().item()
+
+
+class Standard:
+    """One tensor of the oracle, and what is allowed around it."""
+
+    def __init__(self, oracle: Tensor, dtype: torch.dtype):
+        if dtype.is_floating_point and oracle.dtype != torch.float64:
+            raise RidgelineError(f"the reference leaves float64: it gives {oracle.dtype} for float64 inputs, and so is no oracle")
+        self.shape, self.dtype, self.oracle = oracle.shape, dtype, _plane(oracle)
+        self.theirs: Tensor | None = None
+        if dtype.is_floating_point:
+            self.eps = torch.finfo(dtype).eps
+            self.norm = self._reduce(None)
+
+    def _reduce(self, x: Tensor | None) -> _Errors:
+        """The norms of x minus the oracle, or of the oracle itself; non-finite elements count as nothing."""
+        rows, columns = self.oracle.shape
+        precise = torch.float64 if max(rows, columns) < 1 << 26 else torch.float32
+        row, column = (self.oracle.new_zeros(n, dtype=precise) for n in (rows, columns))
+        along = self.oracle.new_zeros(())
+        for block in _blocks(rows, columns):
+            oracle = self.oracle[block]
+            difference = oracle if x is None else x[block].double() - oracle
+            if not difference.isfinite().all():
+                finite = difference.isfinite()
+                difference, oracle = difference.where(finite, 0.0), oracle.where(finite, 0.0)
+            square = difference.square()
+            row[block[0]] += square.sum(1)
+            column[block[1]] += square.sum(0)
+            along += (difference * oracle).sum()
+        errors = _Errors(row.sqrt_(), column.sqrt_())
+        if x is not None and self.norm.whole:
+            errors.scale = abs(along.item()) / self.norm.whole**2
+        return errors
+
+    def allow(self, theirs: Tensor, moved: Tensor) -> None:
+        """Sets what is allowed, from torch's own result and from the oracle's when the inputs moved half an ulp."""
+        if not self.dtype.is_floating_point or not self.oracle.numel():
+            return
+        own, change = self._reduce(_plane(theirs)), self._reduce(_plane(moved))
+        self.row = self._allowed(torch.maximum(own.row, change.row), self.norm.row)
+        self.column = self._allowed(torch.maximum(own.column, change.column), self.norm.column)
+        self.whole = 2 * max(own.whole, change.whole) + self.eps / 2 * self.norm.whole
+        self.scale = 2 * max(own.scale, change.scale) + self.eps / 16 + self.eps / math.sqrt(self.oracle.numel())
+        if not theirs.isfinite().all():
+            self.theirs = _codes(_plane(theirs))
+
+    def _allowed(self, base: Tensor, norm: Tensor) -> Tensor:
+        """Per row (or column), from the worst that torch and the half ulp do in any of them, in size or relative to the row's norm.
+
+        The smaller of the two counts, so that neither one large row nor one that cancels out excuses the others.
+        """
+        relative = (base / norm).where(norm > 0, 0.0).max()
+        return 2 * torch.maximum(base, torch.minimum(base.max(), relative * norm)) + self.eps / 2 * norm
+
+    def judge(self, x: Tensor) -> Finding:
+        """Where x is worst against the law."""
+        if x.shape != self.shape or x.dtype != self.dtype:
+            return Finding(1.0, 0.0, "form")
+        if not x.numel():
+            return Finding(0.0, 0.0, "whole")
+        x = _plane(x.detach())
+        if not self.dtype.is_floating_point:
+            return Finding(float((x != self.oracle).sum()), 0.0, "unequal")
+        if misplaced := self._misplaced(x):
+            return Finding(float(misplaced), 0.0, "nonfinite")
+        errors = self._reduce(x)
+        findings = [
+            self._worst(errors.row, self.row, "row"),
+            self._worst(errors.column, self.column, "column"),
+            Finding(errors.whole, self.whole, "whole"),
+            Finding(errors.scale, self.scale, "scale"),
+        ]
+        return max(findings, key=lambda f: f.worst)
+
+    def _misplaced(self, x: Tensor) -> int:
+        """In how many places x is finite or not where neither the oracle (in this dtype) nor torch is so."""
+        count = 0
+        for block in _blocks(*self.oracle.shape):
+            mine = x[block]
+            if self.theirs is None and mine.isfinite().all():
+                continue
+            codes = _codes(mine)
+            wrong = codes != _codes(self.oracle[block].to(self.dtype))
+            if self.theirs is not None:
+                wrong &= codes != self.theirs[block]
+            count += int(wrong.sum())
+        return count
+
+    @staticmethod
+    def _worst(errors: Tensor, allowed: Tensor, where: str) -> Finding:
+        index = (errors / allowed).where(errors > 0, 0.0).argmax()
+        return Finding(errors[index].item(), allowed[index].item(), where)
+
+
+def as_tuple(result: Any) -> tuple[Tensor, ...]:
+    return tuple(result) if isinstance(result, tuple | list) else (result,)
+
+
+def leaves(args: Sequence[Any]) -> list[Tensor]:
+    """The arguments that gradients are taken of."""
+    return [a for a in args if isinstance(a, Tensor) and a.requires_grad]
+
+
+def _cast(value: Any, dtype: torch.dtype) -> Any:
+    """A floating argument in another dtype, as a leaf of its own; a dtype given as an argument becomes that dtype too."""
+    if isinstance(value, Tensor) and value.is_floating_point():
+        return value.detach().to(dtype, copy=True, memory_format=torch.contiguous_format).requires_grad_(value.requires_grad)
+    return dtype if isinstance(value, torch.dtype) and value.is_floating_point else value
+
+
+def _move(exact: Tensor, eps: float, dice: torch.Generator) -> None:
+    """Moves each element of a float64 tensor half an ulp (of the dtype with this eps) up or down."""
+    with torch.no_grad():
+        for piece in exact.view(-1).split(CHUNK):
+            half = piece.abs().log2_().floor_().exp2_().mul_(eps / 2)  # 2**floor(log2 0) is 0
+            up = torch.empty_like(piece).bernoulli_(0.5, generator=dice)
+            piece += torch.where(piece.isfinite(), half * (2 * up - 1), 0.0)
+
+
+class Law:
+    """The oracle of one call, made once; `judge` holds implementations against it.
+
+    args, kwargs: the public arguments in the dtype under test. Those that require grad get gradients for a random incoming one.
+    With more than 2**31 elements in a tensor the oracle is made of three slices along the first dimension, which the op must not mix.
+    """
+
+    def __init__(self, op: Op, args: Sequence[Any], kwargs: dict[str, Any] | None = None, *, seed: int = 1):
+        self.op, self.args, self.kwargs = op, list(args), dict(kwargs or {})
+        self.dice = torch.Generator(next(a for a in args if isinstance(a, Tensor)).device).manual_seed(seed)
+        self.incoming: list[Tensor | None] = []
+        self.rows: Tensor | None = self._slices()
+        small = [self._narrow(a) for a in self.args]
+        theirs = self._torch(small)
+        exact = self._oracle(small)
+        self.outputs = [Standard(e, t.dtype) for e, t in zip(exact[0], theirs[0], strict=True)]
+        self.grads = [None if e is None else Standard(e, a.dtype) for e, a in zip(exact[1], leaves(small), strict=False)]
+        del exact
+        moved = self._oracle(small, move=True)
+        for standard, own, change in zip(self.outputs + self.grads, theirs[0] + theirs[1], moved[0] + moved[1], strict=True):
+            if standard is not None and own is not None and change is not None:
+                standard.allow(own, change)
+        names = list(inspect.signature(op.reference).parameters)
+        self.grad_names = [f"grad_{name}" for name, a in zip(names, self.args, strict=False) if isinstance(a, Tensor) and a.requires_grad]
+        self.shared = [self.rows is not None and a.shape == s.shape for a, s in zip(leaves(self.args), leaves(small), strict=True)]
+
+    @classmethod
+    def of(cls, op: Op, case: str, dtype: str, device: str = "cpu", seed: int = 0) -> Law:
+        """The law of one of the op's cases."""
+        return cls(op, *op.case(case).make(dtype, device, seed), seed=seed + 1)
+
+    def _slices(self) -> Tensor | None:
+        """The rows that are checked where a tensor is too big to be checked whole."""
+        tensors = [a for a in self.args if isinstance(a, Tensor)]
+        if max(t.numel() for t in tensors) <= SLICED:
+            return None
+        self.length = tensors[0].shape[0]
+        some = max(1, min(self.length // 3, (1 << 22) * self.length // tensors[0].numel()))
+        starts = (0, (self.length - some) // 2, self.length - some)
+        return torch.cat([torch.arange(start, start + some, device=tensors[0].device) for start in starts])
+
+    def _narrow(self, value: Any) -> Any:
+        if self.rows is None or not isinstance(value, Tensor) or not value.dim() or value.shape[0] != self.length:
+            return value
+        return value.detach()[self.rows].requires_grad_(value.requires_grad)
+
+    def _torch(self, small: list[Any]) -> Result:
+        """What torch's own op gives in this dtype; where there is none, the reference with float32 inside."""
+        if "torch" in self.op.implementations:
+            return self._gradients(self.op.implementations["torch"], small, self.kwargs)
+        dtypes = [o.dtype for o in as_tuple(self.op.reference(*small, **self.kwargs))]
+
+        def inside(*args: Any, **kwargs: Any) -> tuple[Tensor, ...]:
+            widened = [a.float() if isinstance(a, Tensor) and a.dtype in (torch.float16, torch.bfloat16) else a for a in args]
+            return tuple(o.to(d) for o, d in zip(as_tuple(self.op.reference(*widened, **kwargs)), dtypes, strict=True))
+
+        return self._gradients(inside, small, self.kwargs)
+
+    def _oracle(self, small: list[Any], move: bool = False) -> Result:
+        """The reference in float64; move: with every input, and the incoming gradients, moved half an ulp."""
+        args = [_cast(a, torch.float64) for a in small]
+        kwargs = {k: _cast(v, torch.float64) for k, v in self.kwargs.items()}
+        incoming = [_cast(self._narrow(g), torch.float64) for g in self.incoming]
+        if move:
+            for exact, given in zip([*args, *incoming], [*small, *self.incoming], strict=True):
+                if isinstance(given, Tensor) and given.is_floating_point():
+                    _move(exact.detach(), torch.finfo(given.dtype).eps, self.dice)
+        return self._gradients(self.op.reference, args, kwargs, incoming)
+
+    def _gradients(self, call: Callable[..., Any], args: list[Any], kwargs: dict[str, Any], incoming: list[Any] | None = None) -> Result:
+        """Outputs, and gradients of the arguments that require them; the incoming gradients are made at the first call."""
+        outputs = as_tuple(call(*args, **kwargs))
+        if incoming is None:
+            self.incoming = [self._random(o) if o.is_floating_point() else None for o in outputs]
+            incoming = [self._narrow(g) for g in self.incoming]
+        pairs = [(o, g.to(o.dtype)) for o, g in zip(outputs, incoming, strict=True) if g is not None and o.requires_grad]
+        wanted = leaves(args)
+        grads: list[Tensor | None] = []
+        if pairs and wanted:
+            grads = list(torch.autograd.grad([o for o, _ in pairs], wanted, [g for _, g in pairs], allow_unused=True))
+        return [o.detach() for o in outputs], grads
+
+    def _random(self, output: Tensor) -> Tensor:
+        """A random incoming gradient for an output (of the whole tensor, where this one is of slices)."""
+        shape = list(output.shape)
+        if self.rows is not None and shape and shape[0] == len(self.rows):
+            shape[0] = self.length
+        return torch.randn(shape, device=output.device, generator=self.dice).to(output.dtype)
+
+    def run(self, call: Callable[..., Any], backward: bool = True) -> Result:
+        """Calls an implementation on the arguments; its outputs and, if asked for, gradients."""
+        if backward:
+            return self._gradients(call, self.args, self.kwargs, self.incoming)
+        with torch.no_grad():
+            return list(as_tuple(call(*self.args, **self.kwargs))), []
+
+    def judge(self, outputs: Sequence[Tensor], grads: Sequence[Tensor | None] = ()) -> Verdict:
+        """Holds outputs and gradients against the law."""
+        names = ["out"] if len(self.outputs) == 1 else [f"out{i}" for i in range(len(self.outputs))]
+        verdict = Verdict({n: s.judge(self._narrow(o)) for n, s, o in zip(names, self.outputs, outputs, strict=True)})
+        if grads:
+            for name, standard, grad, shared in zip(self.grad_names, self.grads, grads, self.shared, strict=True):
+                if shared:  # of slices, the gradient of an input that every slice shares says nothing
+                    continue
+                if standard is None or grad is None:
+                    missing = (standard is None) != (grad is None)
+                    verdict.grads[name] = Finding(float(missing), 0.0, "form")
+                else:
+                    verdict.grads[name] = standard.judge(self._narrow(grad))
+        return verdict

@@ -1,0 +1,168 @@
+"""The law of tolerance passes what torch does, and fails every mutant: in each dtype, forward and backward."""
+
+import pytest
+import torch
+from fake import fake_op
+
+from ridgeline.lab import law as laws
+from ridgeline.lab.check import check
+from ridgeline.lab.law import Law
+from ridgeline.op import RidgelineError
+
+DTYPES = ("float32", "float16", "bfloat16")
+
+
+def zeroed(row=..., column=...):
+    def mutate(y):
+        y = y.clone()
+        y[row, column] = 0
+        return y
+
+    return mutate
+
+
+def one(value):
+    def mutate(y):
+        y = y.clone()
+        y[17, 33] = value(y[17, 33])
+        return y
+
+    return mutate
+
+
+MUTANTS = {
+    "scale": lambda y: y * 1.01,
+    "dropped row": zeroed(row=5),
+    "dropped column": zeroed(column=7),
+    "one element": one(lambda v: v * 1.5 + 0.01),
+    "nan": one(lambda v: float("nan")),
+    "infinite": one(lambda v: float("inf")),
+    "zeros": torch.zeros_like,
+    "a permuted row": lambda y: torch.cat([y[1:2], y[:1], y[2:]]),
+}
+
+
+class Through(torch.autograd.Function):
+    """Softmax whose backward is bent by a mutation."""
+
+    @staticmethod
+    def forward(ctx, x, mutate):
+        y = torch.softmax(x, -1)
+        ctx.save_for_backward(y)
+        ctx.mutate = mutate
+        return y
+
+    @staticmethod
+    def backward(ctx, dy):
+        (y,) = ctx.saved_tensors
+        exact, grad = y.float(), dy.float()
+        return ctx.mutate((exact * (grad - (exact * grad).sum(-1, keepdim=True))).to(dy.dtype)), None
+
+
+@pytest.mark.parametrize("dtype", DTYPES)
+@pytest.mark.parametrize("case", ["64x96", "256x512"])
+def test_torch_passes(dtype, case):
+    with fake_op(right=lambda x: Through.apply(x, lambda y: y)) as op:
+        for name in op.implementations:
+            row = check(op, name, case, dtype)
+            assert row["ok"], row
+            assert set(row["outputs"]) == {"out", "grad_x"}
+
+
+@pytest.mark.parametrize("dtype", DTYPES)
+@pytest.mark.parametrize("mutant", MUTANTS)
+def test_mutants_fail(dtype, mutant):
+    mutate = MUTANTS[mutant]
+    forward, backward = (lambda x: mutate(torch.softmax(x, -1))), (lambda x: Through.apply(x, mutate))
+    with fake_op(forward=forward, backward=backward) as op:
+        law = Law.of(op, "64x96", dtype)
+        verdict = law.judge(*law.run(op.implementations["forward"], backward=False))
+        assert verdict.worst("forward") > 2, verdict
+        verdict = law.judge(*law.run(op.implementations["backward"]))
+        assert verdict.worst("forward") <= 1
+        assert verdict.worst("backward") > 2, verdict
+        assert "grad_x" in verdict.reason()
+
+
+@pytest.mark.parametrize("dtype", DTYPES)
+def test_without_a_rung_of_torch_the_reference_in_float32_is_the_yardstick(dtype):
+    with fake_op(naive=lambda x: torch.softmax(x.float(), -1).to(x.dtype), scaled=lambda x: torch.softmax(x, -1) * 1.01) as op:
+        del op.implementations["torch"]
+        assert check(op, "naive", "64x96", dtype)["ok"]
+        assert not check(op, "scaled", "64x96", dtype)["ok"]
+
+
+def test_non_finite_values_stand_where_they_belong():
+    with fake_op(reference=lambda x: 1 / x, same=lambda x: 1 / x, clamped=lambda x: (1 / x).clamp(-1e3, 1e3)) as op:
+        op.implementations.pop("torch")
+        x = torch.randn(8, 16)
+        x[2, 3], x[4, 5] = 0.0, float("nan")
+        law = Law(op, [x])
+        assert law.judge([1 / x]).ok
+        assert law.judge([(1 / x).clamp(-1e3, 1e3)]).outputs["out"].where == "nonfinite"
+        assert law.judge([(1 / x).nan_to_num(0, posinf=float("inf"))]).outputs["out"].where == "nonfinite"
+
+
+def test_another_shape_or_dtype_fails():
+    with fake_op() as op:
+        law = Law.of(op, "64x96", "float16")
+        y = torch.softmax(law.args[0], -1)
+        assert law.judge([y]).ok
+        assert law.judge([y.float()]).outputs["out"].where == "form"
+        assert law.judge([y.T]).outputs["out"].where == "form"
+
+
+@pytest.mark.parametrize("shape", [(1,), (7,), (1, 1), (1, 300), (300, 1), (3, 4, 5), (0, 4)])
+def test_odd_shapes(shape):
+    with fake_op(reference=lambda x: x * torch.sigmoid(x)) as op:
+        op.eager("torch", "", torch.nn.functional.silu)
+        law = Law(op, [torch.randn(shape, requires_grad=True)])
+        assert law.judge(*law.run(op.implementations["torch"])).ok
+        if shape != (0, 4):
+            assert not law.judge([law.args[0] * 1.01]).ok
+
+
+def test_inputs_stay_as_they_are():
+    with fake_op() as op:
+        x = torch.randn(8, 16, dtype=torch.float64, requires_grad=True)
+        before = x.detach().clone()
+        Law(op, [x])
+        assert torch.equal(x.detach(), before)
+        assert x.grad is None
+
+
+def test_big_tensors_are_checked_by_slices(monkeypatch):
+    monkeypatch.setattr(laws, "SLICED", 1000)
+    with fake_op() as op:
+        law = Law.of(op, "256x512", "bfloat16")
+        assert law.rows is not None
+        assert law.incoming[0].shape == (256, 512)
+        outputs, grads = law.run(op.implementations["torch"])
+        assert law.judge(outputs, grads).ok
+        wrong = outputs[0].clone()
+        wrong[-1] = 0
+        assert not law.judge([wrong], grads).ok
+
+
+def test_chunks_add_up(monkeypatch):
+    with fake_op() as op:
+        whole = Law.of(op, "64x96", "float32")
+        monkeypatch.setattr(laws, "CHUNK", 50)
+        pieces = Law.of(op, "64x96", "float32")
+        y = torch.softmax(whole.args[0], -1) * 1.001
+        assert whole.judge([y]).worst() == pytest.approx(pieces.judge([y]).worst(), rel=0.05)
+
+
+def test_a_reference_that_rounds_is_no_oracle():
+    with fake_op(reference=lambda x: torch.softmax(x.float(), -1)) as op, pytest.raises(RidgelineError, match="float64"):
+        Law.of(op, "64x96", "float32")
+
+
+def test_an_unsupported_call_is_a_row_with_the_reason():
+    def refuses(x):
+        raise RidgelineError("it takes only what it takes")
+
+    with fake_op(refuses=refuses) as op:
+        row = check(op, "refuses", "64x96", "float32")
+        assert row["ok"] is None
+        assert "only what it takes" in row["reason"]
