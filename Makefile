@@ -2,7 +2,7 @@
 SHELL := bash
 .SHELLFLAGS := -euo pipefail -c
 .DEFAULT_GOAL := help
-.PHONY: help setup report test test-gpu test-tritons lint types format pyi hooks clean browser
+.PHONY: help setup report test test-gpu test-tritons lint types format pyi readme hooks clean browser
 
 PYTHON ?= python3
 # Processes that run tests side by side.
@@ -83,6 +83,9 @@ format: $(READY) ## write the code in its style
 
 pyi: $(READY) ## write src/ridgeline/__init__.pyi, which tells editors of every op
 	$(PY) -m ridgeline.lab.stubs
+
+readme: $(READY) ## write README.md's table, docs/measured.md and docs/roofline.svg from the rows in results/h100
+	$(PY) -m ridgeline.lab.readme
 
 hooks: $(READY) ## run lint, types and the stub's check before each commit
 	$(PY) -m pre_commit install

@@ -16,7 +16,7 @@ from pathlib import Path
 import pytest
 
 from ridgeline import cli
-from ridgeline.lab import stubs
+from ridgeline.lab import readme, stubs
 
 ROOT = Path(__file__).resolve().parents[1]
 SRC = ROOT / "src/ridgeline"
@@ -133,6 +133,14 @@ def test_the_table_of_verbs_is_current() -> None:
 
 def test_the_stub_is_current() -> None:
     assert stubs.STUB.read_text() == stubs.stub(), "run: make pyi"
+
+
+def test_the_measured_tables_are_current() -> None:
+    folder = ROOT / "results" / readme.GPU
+    if not list(folder.glob("*.jsonl")):
+        pytest.skip("no run of that GPU is recorded")
+    front, measured = ROOT / "README.md", ROOT / "docs/measured.md"
+    assert (front.read_text(), measured.read_text()) == readme.pages(folder, front.read_text()), "run: make readme"
 
 
 # --- the budgets
