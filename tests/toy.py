@@ -89,7 +89,7 @@ def twice(x: torch.Tensor, impl: str | None = None) -> torch.Tensor:
 OP = Op(
     twice,
     reference=reference,
-    cases=[Case("bench", (Spec(4096, 4096),), use="bench"), Case("small", (Spec(4, 64),))],
+    cases=[Case("bench", (Spec(4096, 4096),), use="bench"), Case("small", (Spec(64, 64),))],
     cost=lambda x: (Cost(nbytes(x), nbytes(x), x.numel()), Cost(nbytes(x), nbytes(x), x.numel())),
 )
 OP.eager("torch", "PyTorch", reference, served=True)

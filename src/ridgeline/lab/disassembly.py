@@ -9,7 +9,6 @@ from collections import Counter
 from collections.abc import Iterator
 from dataclasses import dataclass, field
 from math import ceil
-from pathlib import Path
 
 from ridgeline.device import Device
 

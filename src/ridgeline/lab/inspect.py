@@ -127,9 +127,7 @@ def resources(
     found = []
     for direction, launch in launches(op, implementation, case, dtype, arch, directions):
         facts = _compiled(launch, disassemble)
-        found.append(
-            replace(facts, op=op.name, implementation=implementation.name, case=case.name, dtype=dtype, direction=direction)
-        )
+        found.append(replace(facts, op=op.name, implementation=implementation.name, case=case.name, dtype=dtype, direction=direction))
     return found
 
 
@@ -163,88 +161,28 @@ def signature(launch: Launch) -> tuple[Any, ...]:
     return repr(launch.kernel), id(launch.kernel), launch.device.arch, tuple(sorted(launch.constants.items())), tuple(args)
 
 
-_facts: dict[Any, Resources] = {}
+_compiled_ones: dict[Any, Resources] = {}
+Facts = tuple[dict[str, Any], dict[str, str], bytes | None]
 
 
 def _compiled(launch: Launch, disassemble: bool) -> Resources:
+    """Compiles a launch, reads its code and completes the facts; whose call it was is filled in by `resources`."""
     from ridgeline.cuda import CudaKernel
-
-    key = (*signature(launch), disassemble)
-    if key not in _facts:
-        _facts[key] = (_cuda if isinstance(launch.kernel, CudaKernel) else _triton)(launch, disassemble)
-    return _facts[key]
-
-
-def _cuda(launch: Launch, disassemble: bool) -> Resources:
-    from ridgeline.lab.disassembly import section
-
-    name, constants = launch.kernel.name, launch.constants
-    compiled = launch.kernel.compile(launch.device.arch, constants)
-    log = section(compiled.log, rf"Compiling entry function '{re.escape(name)}'", r"Compiling entry function")
-    numbers = {what: int(number) for number, what in re.findall(r"(\d+) (?:bytes )?(registers|smem|stack frame)", log)}
-    texts = {"ptx": section(compiled.ptx, rf"^\.visible \.entry {re.escape(name)}\(", r"^\.visible \.entry")}
-    return _facts_of(
-        launch,
-        name,
-        "cuda",
-        texts,
-        compiled.cubin,
-        disassemble,
-        threads=int(constants.get("block", 256)),
-        registers=numbers["registers"],
-        stack=numbers["stack frame"],
-        shared_static=numbers.get("smem", 0),
-        shared_dynamic=int(constants.get("shared", 0)),
-    )
-
-
-def _triton(launch: Launch, disassemble: bool) -> Resources:
-    from ridgeline.lab.disassembly import usage
-
-    with _triton_for(launch.device.arch):
-        compiled = launch.kernel.warmup(*launch.args, grid=(1,), **launch.constants)
-    name, asm = compiled.metadata.name, compiled.asm
-    texts = {kind: asm[kind] for kind in TEXTS if kind in asm.keys()}
-    threads = compiled.metadata.num_warps * launch.device.warp
-    if "amdgcn" in texts:
-        numbers = {what: int(number) for what, number in re.findall(r"^\s+(?:- )?\.(\w+):\s+(\d+)$", texts["amdgcn"], re.MULTILINE)}
-        registers, stack = numbers["vgpr_count"], numbers["private_segment_fixed_size"]
-    else:
-        registers, stack = usage(asm["cubin"], name)
-        asked = re.search(r"\.reqntid (\d+)", texts["ptx"])
-        threads = int(asked[1]) if asked else threads
-    return _facts_of(
-        launch,
-        name,
-        "gluon" if launch.kernel.is_gluon() else "triton",
-        texts,
-        asm.get("cubin"),
-        disassemble,
-        threads=threads,
-        registers=registers,
-        stack=stack,
-        shared_static=0,
-        shared_dynamic=compiled.metadata.shared,
-    )
-
-
-def _facts_of(launch: Launch, name: str, kind: str, texts: dict[str, str], cubin: bytes | None, disassemble: bool, **facts: Any) -> Resources:
-    """Reads the code and completes the facts; the call that led here is filled in by `resources`."""
     from ridgeline.lab.disassembly import READERS, occupancy, sass
 
+    key = (*signature(launch), disassemble)
+    if key in _compiled_ones:
+        return _compiled_ones[key]
+    facts, texts, cubin = (_cuda if isinstance(launch.kernel, CudaKernel) else _triton)(launch)
     if cubin is not None and (disassemble or facts["stack"]):
-        texts["sass"] = sass(cubin, name)
+        texts["sass"] = sass(cubin, facts["kernel"])
     code = next(READERS[kind](texts[kind]) for kind in ("sass", "ptx", "amdgcn") if kind in texts)
+    nobody: dict[str, Any] = dict.fromkeys(("op", "implementation", "case", "dtype", "direction"), "")
     share, limit = occupancy(launch.device, facts["threads"], facts["registers"], facts["shared_static"] + facts["shared_dynamic"])
-    return Resources(
-        op="",
-        implementation="",
-        case="",
-        dtype="",
-        direction="",
+    _compiled_ones[key] = Resources(
+        **nobody,
+        **facts,
         arch=launch.device.arch,
-        kernel=name,
-        kind=kind,
         spill_loads=code.spill_loads,
         spill_stores=code.spill_stores,
         loads=_by_width(code.loads),
@@ -254,10 +192,62 @@ def _facts_of(launch: Launch, name: str, kind: str, texts: dict[str, str], cubin
         widest_load=code.widest_load,
         occupancy=round(share, 3),
         limit=limit,
-        constants={k: v if isinstance(v, int | float | str | None) else getattr(v, "__name__", str(v)) for k, v in launch.constants.items()},
+        constants={k: _plain(v) for k, v in launch.constants.items()},
         texts=texts,
-        **facts,
     )
+    return _compiled_ones[key]
+
+
+def _cuda(launch: Launch) -> Facts:
+    from ridgeline.lab.disassembly import section
+
+    name, constants = launch.kernel.name, launch.constants
+    compiled = launch.kernel.compile(launch.device.arch, constants)
+    log = section(compiled.log, rf"Compiling entry function '{re.escape(name)}'", r"Compiling entry function")
+    numbers = {what: int(number) for number, what in re.findall(r"(\d+) (?:bytes )?(registers|smem|stack frame)", log)}
+    facts = {
+        "kernel": name,
+        "kind": "cuda",
+        "threads": int(constants.get("block", 256)),
+        "registers": numbers["registers"],
+        "stack": numbers["stack frame"],
+        "shared_static": numbers.get("smem", 0),
+        "shared_dynamic": int(constants.get("shared", 0)),
+    }
+    ptx = section(compiled.ptx, rf"^\.visible \.entry {re.escape(name)}\(", r"^\s*// \.globl|^\.visible \.entry")
+    return facts, {"ptx": ptx}, compiled.cubin
+
+
+def _triton(launch: Launch) -> Facts:
+    from ridgeline.lab.disassembly import usage
+
+    with _triton_for(launch.device.arch):
+        compiled = launch.kernel.warmup(*launch.args, grid=(1,), **launch.constants)
+    name, asm = compiled.metadata.name, compiled.asm
+    texts = {kind: asm[kind] for kind in TEXTS if kind in asm}
+    threads = compiled.metadata.num_warps * launch.device.warp
+    if "amdgcn" in texts:
+        numbers = {what: int(number) for what, number in re.findall(r"^\s+(?:- )?\.(\w+):\s+(\d+)$", texts["amdgcn"], re.MULTILINE)}
+        registers, stack = numbers["vgpr_count"], numbers["private_segment_fixed_size"]
+    else:
+        registers, stack = usage(asm["cubin"], name)
+        asked = re.search(r"\.reqntid (\d+)", texts["ptx"])
+        threads = int(asked[1]) if asked else threads
+    facts = {
+        "kernel": name,
+        "kind": "gluon" if launch.kernel.is_gluon() else "triton",
+        "threads": threads,
+        "registers": registers,
+        "stack": stack,
+        "shared_static": 0,
+        "shared_dynamic": compiled.metadata.shared,
+    }
+    return facts, texts, asm.get("cubin")
+
+
+def _plain(value: Any) -> Any:
+    """A constant as JSON can hold it: a number or a string as it is, a function by its name."""
+    return value if isinstance(value, int | float | str | None) else getattr(value, "__name__", str(value))
 
 
 def _by_width(counts: dict[str, int]) -> dict[str, int]:

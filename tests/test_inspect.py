@@ -1,0 +1,153 @@
+"""Compiling for GPUs that are not here: what is read from the code is what was written, and nothing else changes."""
+
+import argparse
+import json
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from triton.runtime import driver
+
+import toy
+from ridgeline import device
+from ridgeline.lab import disassembly, inspect
+from ridgeline.op import RidgelineError
+
+pytestmark = pytest.mark.compiles
+
+
+@pytest.mark.parametrize("arch", inspect.ARCHES)
+def test_triton_is_compiled_forward_and_backward(arch: str) -> None:
+    before = driver._active
+    found = toy.resources("triton", "bfloat16", arch)
+    assert [(r.kernel, r.direction, r.kind, r.arch) for r in found] == [("_fwd", d, "triton", arch) for d in inspect.DIRECTIONS]
+    for r in found:
+        assert r.registers > 0
+        assert (r.stack, r.spill_loads, r.spill_stores, r.shared) == (0, 0, 0, 0)
+        assert r.widest_load == (8 if arch == "gfx942" else 16)
+        assert 0 < r.occupancy <= 1
+        assert {"ttir", "ttgir", "llir"} < r.texts.keys()
+    assert driver._active is before
+    assert device.pretended() is None
+
+
+@pytest.mark.parametrize(("arch", "instruction"), [("sm_80", "HMMA"), ("sm_90", "HGMMA"), ("sm_100", "UTCHMMA"), ("gfx942", "v_mfma")])
+def test_matrix_instructions(arch: str, instruction: str) -> None:
+    (r,) = toy.resources("dot", "bfloat16", arch, disassemble=True)
+    assert [name for name in r.matrix if name.startswith(instruction)]
+    assert r.shared >= 64 * 64 * 2
+
+
+@pytest.mark.parametrize("arch", ["sm_80", "sm_90", "sm_100"])
+def test_cuda_is_compiled(arch: str) -> None:
+    (r,) = toy.resources("cuda", "float32", arch)
+    assert (r.kernel, r.kind, r.threads, r.shared_static, r.loads, r.stores) == ("toy_twice", "cuda", 256, 1024, {"16": 1}, {"16": 1})
+    assert ".entry toy_twice(" in r.texts["ptx"]
+    assert "toy_local" not in r.texts["ptx"]
+
+
+def test_local_memory_is_seen() -> None:
+    (r,) = toy.resources("local", "float32", "sm_90")
+    assert r.stack == 256
+    assert r.spill_stores >= 256
+    assert r.spill_loads > 0
+
+
+def test_sass_and_ptx_agree() -> None:
+    for impl, dtype in (("cuda", "float32"), ("triton", "float16")):
+        (sass, *_), (ptx, *_) = toy.resources(impl, dtype, "sm_90", disassemble=True), toy.resources(impl, dtype, "sm_90")
+        assert (sass.loads, sass.stores) == (ptx.loads, ptx.stores)
+        assert "LDG" in sass.texts["sass"]
+
+
+@pytest.mark.parametrize(
+    ("impl", "dtype", "arch", "words"),
+    [
+        ("torch", "float32", "sm_90", "is PyTorch and has no kernels"),
+        ("cuda", "float32", "gfx942", "CUDA C\\+\\+ runs on an NVIDIA GPU"),
+        ("cuda", "bfloat16", "sm_90", "it takes float32"),
+        ("triton", "float32", "sm_75", "no architecture 'sm_75'"),
+        ("triton", "int8", "sm_90", "no dtype 'int8'"),
+    ],
+)
+def test_what_cannot_be_compiled_says_why(impl: str, dtype: str, arch: str, words: str) -> None:
+    with pytest.raises(RidgelineError, match=words):
+        toy.resources(impl, dtype, arch)
+
+
+def test_the_readers() -> None:
+    sass = """
+        /*0010*/ @!P1 LDG.E.128 R8, desc[UR4][R12.64] ;
+        /*0020*/              LDG.E.U16.CONSTANT R8, desc[UR4][R12.64] ;
+        /*0030*/              LDGSTS.E.BYPASS.LTC128B.128 [R4], desc[UR4][R12.64] ;
+        /*0040*/              STG.E.64 desc[UR4][R12.64], R8 ;
+        /*0050*/              STL.128 [R1], R8 ;
+        /*0060*/              LDL R8, [R1] ;
+        /*0070*/              HGMMA.64x256x16.F32.BF16 R24, gdesc[UR8], R24, gsb0 ;
+        /*0080*/              UTMALDG.2D [UR8], [UR4] ;
+        /*0090*/              RED.E.ADD.F32.FTZ.RN.STRONG.GPU desc[UR4][R2.64], R5 ;
+    """
+    found = disassembly.read_sass(sass)
+    assert (found.loads, found.stores) == ({"16": 2, "2": 1, "tma": 1}, {"8": 1})
+    assert (found.spill_stores, found.spill_loads, found.atomics, found.widest_load) == (16, 4, 1, 128)
+    assert found.matrix == {"HGMMA.64x256x16.F32.BF16": 1}
+    ptx = """
+        @%p1 ld.global.L1::evict_last.v4.b32 { %r1, %r2, %r3, %r4 }, [ %rd1 + 0 ];
+        ld.global.nc.v2.f32 {%f1, %f2}, [%rd4];
+        ld.shared.v4.b32 {%r1, %r2, %r3, %r4}, [%r9];
+        st.global.b16 [%rd2], %rs1;
+        cp.async.cg.shared.global [ %r1 + 0 ], [ %rd1 + 0 ], 0x10, %r2;
+        @%p2 cp.async.bulk.tensor.2d.shared::cluster.global.mbarrier::complete_tx::bytes [%r1], [%rd1, {%r2, %r3}], [%r4];
+        wgmma.mma_async.sync.aligned.m64n256k16.f32.bf16.bf16 {%r1}, %rd1, %rd2, 1, 1, 1, 0, 0;
+        red.global.add.f32 [%rd1], %f1;
+    """
+    found = disassembly.read_ptx(ptx)
+    assert (found.loads, found.stores, found.atomics) == ({"16": 2, "8": 1, "tma": 1}, {"2": 1}, 1)
+    assert found.matrix == {"wgmma.m64n256k16.f32.bf16.bf16": 1}
+    amd = """
+        global_load_dwordx4 v[0:3], v[4:5], off
+        buffer_load_ushort v1, v2
+        buffer_store_dwordx2 v[0:1], v2
+        v_mfma_f32_32x32x8_bf16 a, b, c
+    """
+    found = disassembly.read_amdgcn(amd)
+    assert (found.loads, found.stores, found.matrix) == ({"16": 1, "2": 1}, {"8": 1}, {"v_mfma_f32_32x32x8_bf16": 1})
+
+
+def test_occupancy() -> None:
+    h100, mi300 = device.KNOWN["sm_90"], device.KNOWN["gfx942"]
+    assert disassembly.occupancy(h100, 256, 32, 0) == (1.0, "")
+    assert disassembly.occupancy(h100, 256, 128, 0) == (0.25, "registers")
+    assert disassembly.occupancy(h100, 128, 32, 100 << 10) == (8 / 64, "shared memory")
+    assert disassembly.occupancy(h100, 384, 168, 200 << 10) == (12 / 64, "registers")
+    assert disassembly.occupancy(mi300, 256, 128, 0) == (0.5, "registers")
+
+
+def options(*words: str) -> argparse.Namespace:
+    parser = argparse.ArgumentParser()
+    inspect.arguments(parser)
+    return parser.parse_args(words)
+
+
+def test_the_verb(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    words = ("gelu", "--impl", "cuda_packed", "--dtype", "float32", "--direction", "forward")
+    assert inspect.main(options(*words, "--json", "--out", str(tmp_path / "new"))) == 0
+    rows: list[dict[str, Any]] = json.loads(capsys.readouterr().out)
+    assert [(r["kernel"], r["widest_load"], r["stack"]) for r in rows] == [("gelu_fwd", 16, 0)]
+    assert {p.suffix for p in (tmp_path / "new").iterdir()} == {".ptx", ".sass"}
+    assert inspect.main(options(*words)) == 0
+    assert "registers per thread" in capsys.readouterr().out
+    assert inspect.main(options(*words, "--show", "sass")) == 0
+    assert "LDG.E.128" in capsys.readouterr().out
+    with pytest.raises(RidgelineError, match="has no ttir"):
+        inspect.main(options(*words, "--show", "ttir"))
+    (tmp_path / "file").write_text("")
+    with pytest.raises(RidgelineError, match="cannot be written"):
+        inspect.main(options(*words, "--out", str(tmp_path / "file")))
+
+
+def test_no_gpu_memory_is_taken() -> None:
+    before = torch.cuda.memory_allocated() if torch.cuda.is_available() else 0
+    toy.resources("triton", "float16", "sm_90")
+    assert (torch.cuda.memory_allocated() if torch.cuda.is_available() else 0) == before

@@ -1,0 +1,66 @@
+"""Every kernel of every op, compiled for every target without a GPU: no spills, shared memory that fits, wide loads where promised.
+
+A kernel that may spill is listed in SPILLS with the most bytes it may move and why.
+"""
+
+import pytest
+
+from ridgeline import device, op
+from ridgeline.lab import inspect
+from ridgeline.op import Implementation, RidgelineError
+
+# {(op, implementation, kernel, arch): (bytes per thread in and out, why)}
+SPILLS: dict[tuple[str, str, str, str], tuple[int, str]] = {}
+CHECKS = 3
+
+pytestmark = pytest.mark.compiles
+
+RUNGS = [
+    pytest.param(i, arch, id=f"{i.op.name}-{i.name}-{arch}")
+    for o in op.registry().values()
+    for i in o.implementations.values()
+    for arch in inspect.ARCHES
+    if i.is_kernel and not (i.kind in ("cuda", "gluon") and arch == "gfx942") and i.arch <= (device.KNOWN[arch].capability or 10**9)
+]
+
+
+def kernels(implementation: Implementation, arch: str) -> list[inspect.Resources]:
+    """The different kernels of an implementation, over its benchmarks, a few small cases and its dtypes; forward and backward."""
+    o = implementation.op
+    bench = [case for case in o.cases if case.use == "bench"]
+    cases = bench + [case for case in o.cases if case.use != "bench"][:CHECKS]
+    found = {}
+    for case in cases:
+        for dtype in case.dtypes:
+            try:
+                for r in inspect.resources(o, implementation, case, dtype, arch):
+                    found[r.kernel, r.direction, dtype, tuple(r.constants.items()), r.registers, r.widest_load] = r
+            except RidgelineError:
+                continue  # a case or dtype that this rung refuses, which test_ops holds it to
+    return list(found.values())
+
+
+@pytest.mark.parametrize(("implementation", "arch"), RUNGS)
+def test_kernels_fit(implementation: Implementation, arch: str) -> None:
+    found = kernels(implementation, arch)
+    assert found, f"{implementation.op.name} {implementation.name} supports none of its op's cases on {arch}"
+    faults = []
+    for r in found:
+        allowed, _ = SPILLS.get((r.op, r.implementation, r.kernel, arch), (0, ""))
+        what = f"{r.kernel} ({r.case} {r.dtype} {r.direction}, {r.constants})"
+        if r.stack and r.spill_loads + r.spill_stores > allowed:
+            faults.append(f"{what} spills {r.spill_stores} bytes out and {r.spill_loads} in; {allowed} allowed")
+        if r.shared > device.KNOWN[arch].shared_memory:
+            faults.append(f"{what} takes {r.shared:,} bytes of shared memory, and {arch} has {device.KNOWN[arch].shared_memory:,}")
+        if r.threads > 1024:
+            faults.append(f"{what} has {r.threads} threads per block; 1024 is the most")
+        if "packed" in implementation.name and implementation.op.case(r.case).use == "bench" and r.widest_load < 16:
+            faults.append(f"{what} has no load of 16 bytes")
+    assert not faults, "\n".join(faults)
+
+
+def test_spill_allowances_name_kernels_that_exist() -> None:
+    registry = op.registry()
+    for name, implementation, _, arch in SPILLS:
+        assert implementation in registry[name].implementations
+        assert arch in inspect.ARCHES

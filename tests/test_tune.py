@@ -1,0 +1,90 @@
+"""tune's logic on a synthetic clock: the winner is saved, a wrong or refused candidate is not, and noise changes nothing."""
+
+import argparse
+import json
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+import toy
+from ridgeline.lab import tune
+from ridgeline.lab.clock import Measurement
+from ridgeline.op import RidgelineError
+
+pytestmark = pytest.mark.kernels
+
+
+def clock(seconds: dict[str, float], noise: float = 0.01) -> Callable[..., dict[str, Measurement]]:
+    """A clock that gives each function its planned time with noise, and runs it once."""
+    generator = torch.Generator().manual_seed(0)
+
+    def measure(functions: dict[str, Callable[[], Any]], **options: Any) -> dict[str, Measurement]:
+        for function in functions.values():
+            function()
+        jitter = {name: torch.randn(30, generator=generator).mul(noise).add(1).tolist() for name in functions}
+        return {name: Measurement(tuple(seconds[name] * j for j in jitter[name]), group=0) for name in functions}
+
+    return measure
+
+
+def run(tmp_path: Path, measure: Callable[..., Any], device: str, **options: Any) -> list[tune.Found]:
+    case = toy.OP.case("small")
+    return tune.tune(toy.OP, [case], device=device, arch="sm_00", dtype="float32", measure=measure, configs=tmp_path, **options)
+
+
+NAMES = [tune.label(c) for c in toy.SPACE]
+
+
+def test_the_fastest_is_saved(tmp_path: Path, device: str) -> None:
+    heard: list[tune.Found] = []
+    times = {"now": 2.0, NAMES[0]: 2.0, NAMES[1]: 1.0, NAMES[2]: 1.5}
+    found = run(tmp_path, clock(times), device, implementation="triton", tell=heard.append)
+    assert found == heard
+    assert [(f.kernel, f.key, f.config, f.tried, f.refused, f.wrong) for f in found] == [("fwd", "float32", toy.SPACE[1], 3, {}, {})]
+    assert found[0].gain == pytest.approx(2, rel=0.02)
+    assert json.loads((tmp_path / "sm_00/twice.json").read_text()) == {"fwd": {"float32": toy.SPACE[1]}}
+
+
+def test_noise_changes_nothing(tmp_path: Path, device: str) -> None:
+    found = run(tmp_path, clock({"now": 1.0, NAMES[0]: 1.0, NAMES[1]: 1.001, NAMES[2]: 1.0}), device, implementation="triton")
+    assert found[0].config is None
+    assert not list(tmp_path.iterdir())
+
+
+def test_a_wrong_or_refused_candidate_does_not_win(tmp_path: Path, device: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    def one_is_wrong(y: torch.Tensor, x: torch.Tensor) -> None:
+        config = toy._tuned(x, "fwd")()
+        if config == toy.SPACE[2]:
+            raise MemoryError
+        y.copy_(x * (2.01 if config == toy.SPACE[1] else 2))
+
+    monkeypatch.setattr(tune, "_refusal", lambda function: refusal(function))
+    monkeypatch.setitem(toy.OP.implementations["triton"].launchers, "fwd", one_is_wrong)
+    found = run(tmp_path, clock({"now": 2.0, NAMES[0]: 1.5, NAMES[1]: 1.0}), device, implementation="triton", directions=("forward",))
+    assert found[0].config == toy.SPACE[0]
+    assert list(found[0].wrong) == [NAMES[1]]
+    assert found[0].refused == {NAMES[2]: "too much"}
+
+
+def refusal(function: Callable[[], Any]) -> str | None:
+    try:
+        function()
+    except MemoryError:
+        return "too much"
+    return None
+
+
+def test_nothing_to_tune(tmp_path: Path, device: str) -> None:
+    with pytest.raises(RidgelineError, match="nothing to tune"):
+        run(tmp_path, clock({}), device, implementation="dot")
+
+
+def test_without_a_gpu(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
+    parser = argparse.ArgumentParser()
+    tune.arguments(parser)
+    with pytest.raises(RidgelineError, match="has none"):
+        tune.main(parser.parse_args(["gelu"]))
