@@ -1,0 +1,154 @@
+// softmax of wide rows: a cluster of CLUSTER blocks holds a row, each block one part of it, and reads it once.
+// A block takes rows in a loop: bulk copies bring the next STAGES rows into shared memory while one is worked on.
+// Macros: XTYPE and YTYPE the element types of x (and dx) and of y (and dy); CLUSTER; STAGES; THREADS per block; BLOCKS that fit a
+// multiprocessor; ITEMS packs per thread. Rows start at multiples of 16 bytes and are multiples of 16 bytes long.
+#include "elementwise.cuh"
+#include "hopper.cuh"
+
+using X = XTYPE;
+using Y = YTYPE;
+constexpr int SMALL = sizeof(X) < sizeof(Y) ? sizeof(X) : sizeof(Y), LARGE = sizeof(X) < sizeof(Y) ? sizeof(Y) : sizeof(X);
+constexpr int PACK = 16 / LARGE, ALIGN = 16 / SMALL, WARPS = THREADS / 32, SLOTS = CLUSTER * WARPS;
+constexpr float LOG2E = 1.4426950408889634f, INF = __builtin_bit_cast(float, 0x7f800000);
+
+extern __shared__ __align__(128) char memory[];
+
+__device__ inline float exp_of(float x) {
+    float y;
+    asm("ex2.approx.ftz.f32 %0, %1;" : "=f"(y) : "f"(x * LOG2E));
+    return y;
+}
+
+template <typename P>
+__device__ inline void store_streaming(P* to, const P& value) {
+    if constexpr (sizeof(P) == 16)
+        __stcs(reinterpret_cast<uint4*>(to), reinterpret_cast<const uint4&>(value));
+    else
+        __stcs(reinterpret_cast<uint2*>(to), reinterpret_cast<const uint2&>(value));
+}
+
+// What a block has of every row, and where its shared memory lies: the parts, then the slots of FLOATS per warp of the
+// cluster (two sets, used in turn, so that one meeting per row is enough), then the barriers.
+template <int INPUTS, int FLOATS, typename T>
+struct Share {
+    int rank = blockIdx.x % CLUSTER;
+    int part, begin, count;
+    float* slots;
+    RowStream<STAGES, INPUTS, T> stream;
+
+    __device__ Share(long long rows, int columns, const T* a, long long a_stride, const T* b = nullptr, long long b_stride = 0) {
+        part = (columns + CLUSTER * ALIGN - 1) / (CLUSTER * ALIGN) * ALIGN;
+        begin = min(rank * part, columns);
+        count = min(part, columns - begin);
+        stream.room = part * sizeof(T);
+        stream.bytes = count * sizeof(T);
+        stream.memory = memory;
+        stream.barriers = reinterpret_cast<Barrier*>(memory + STAGES * INPUTS * stream.room);
+        slots = reinterpret_cast<float*>(stream.barriers + STAGES);
+        stream.from[0] = a + begin;
+        stream.stride[0] = a_stride;
+        if constexpr (INPUTS == 2) {
+            stream.from[1] = b + begin;
+            stream.stride[1] = b_stride;
+        }
+        stream.row = blockIdx.x / CLUSTER;
+        stream.step = gridDim.x / CLUSTER;
+        stream.rows = rows;
+        if (threadIdx.x == 0) stream.begin();
+        cluster_sync<CLUSTER>();
+    }
+
+    // Every warp of the cluster gives FLOATS floats; returns them all. The next row is asked for: all have read this one.
+    __device__ const float* exchange(int k, const float (&mine)[FLOATS]) {
+        float* set = slots + (k & 1) * FLOATS * SLOTS;
+        const int slot = rank * WARPS + threadIdx.x / 32, lane = threadIdx.x % 32;
+#pragma unroll
+        for (int f = 0; f < FLOATS; ++f) {
+            if constexpr (CLUSTER == 1) {
+                if (lane == 0) set[f * SLOTS + slot] = mine[f];
+            } else if (lane < CLUSTER)
+                cluster_store(set + f * SLOTS + slot, mine[f], lane);
+        }
+        cluster_sync<CLUSTER>();
+        if (threadIdx.x == 0) stream.load(k + STAGES);
+        return set;
+    }
+};
+
+extern "C" __global__ void __launch_bounds__(THREADS, BLOCKS)
+    softmax_fwd(Y* y, const X* x, long long rows, int columns, long long x_stride) {
+    Share<1, 2, X> share(rows, columns, x, x_stride);
+    const int lane = threadIdx.x % 32;
+    int k = 0;
+    for (long long row = blockIdx.x / CLUSTER; row < rows; row += gridDim.x / CLUSTER, ++k) {
+        share.stream.wait(k);
+        const auto* in = reinterpret_cast<const Pack<X, PACK>*>(share.stream.part(k, 0));
+        float e[ITEMS][PACK], top = -INF, sum = 0;
+#pragma unroll
+        for (int i = 0; i < ITEMS; ++i) {
+            const int p = i * THREADS + threadIdx.x;
+            const bool here = p * PACK < share.count;
+            Pack<X, PACK> pack;
+            if (here) pack = in[p];
+#pragma unroll
+            for (int j = 0; j < PACK; ++j) top = fmaxf(top, e[i][j] = here ? to_float(pack.at[j]) : -INF);
+        }
+        top = warp_max(top);
+        const float base = top == -INF ? 0.0f : top;  // nothing but -inf: exponentials of 0, not of -inf + inf
+#pragma unroll
+        for (int i = 0; i < ITEMS; ++i)
+#pragma unroll
+            for (int j = 0; j < PACK; ++j) sum += e[i][j] = exp_of(e[i][j] - base);
+        sum = warp_sum(sum);
+        const float* slots = share.exchange(k, {top, sum});
+        float most = -INF, total = 0;
+        for (int s = lane; s < SLOTS; s += 32) most = fmaxf(most, slots[s]);
+        most = warp_max(most);
+        for (int s = lane; s < SLOTS; s += 32) total += slots[SLOTS + s] * exp_of(slots[s] - most);
+        const float factor = exp_of(top - most) / warp_sum(total);
+        auto* out = reinterpret_cast<Pack<Y, PACK>*>(y + row * columns + share.begin);
+#pragma unroll
+        for (int i = 0; i < ITEMS; ++i) {
+            const int p = i * THREADS + threadIdx.x;
+            Pack<Y, PACK> pack;
+#pragma unroll
+            for (int j = 0; j < PACK; ++j) from_float(e[i][j] * factor, pack.at[j]);
+            if (p * PACK < share.count) store_streaming(out + p, pack);
+        }
+    }
+}
+
+extern "C" __global__ void __launch_bounds__(THREADS, BLOCKS)
+    softmax_bwd(X* dx, const Y* dy, const Y* y, long long rows, int columns, long long dy_stride, long long y_stride) {
+    Share<2, 1, Y> share(rows, columns, dy, dy_stride, y, y_stride);
+    int k = 0;
+    for (long long row = blockIdx.x / CLUSTER; row < rows; row += gridDim.x / CLUSTER, ++k) {
+        share.stream.wait(k);
+        const auto* left = reinterpret_cast<const Pack<Y, PACK>*>(share.stream.part(k, 0));
+        const auto* right = reinterpret_cast<const Pack<Y, PACK>*>(share.stream.part(k, 1));
+        Pack<Y, PACK> a[ITEMS], b[ITEMS];
+        float sum = 0, total = 0;
+#pragma unroll
+        for (int i = 0; i < ITEMS; ++i) {
+            const int p = i * THREADS + threadIdx.x;
+            if (p * PACK >= share.count) continue;
+            a[i] = left[p];
+            b[i] = right[p];
+#pragma unroll
+            for (int j = 0; j < PACK; ++j) sum += to_float(a[i].at[j]) * to_float(b[i].at[j]);
+        }
+        const float* slots = share.exchange(k, {warp_sum(sum)});
+        for (int s = threadIdx.x % 32; s < SLOTS; s += 32) total += slots[s];
+        total = warp_sum(total);
+        auto* out = reinterpret_cast<Pack<X, PACK>*>(dx + row * columns + share.begin);
+#pragma unroll
+        for (int i = 0; i < ITEMS; ++i) {
+            const int p = i * THREADS + threadIdx.x;
+            if (p * PACK >= share.count) continue;
+            Pack<X, PACK> pack;
+#pragma unroll
+            for (int j = 0; j < PACK; ++j) from_float(to_float(b[i].at[j]) * (to_float(a[i].at[j]) - total), pack.at[j]);
+            store_streaming(out + p, pack);
+        }
+    }
+}

@@ -1,0 +1,371 @@
+"""softmax: y_i = exp(x_i - max x) / sum_j exp(x_j - max x), along one dimension.
+
+    backward: dx = y (dy - sum_j dy_j y_j), from the saved y alone
+
+A row that fits a block's registers is read once; so is one spread over a thread-block cluster; else the maximum and the
+sum are found online in a first pass. The floor is x read and y written; backward reads dy and y and writes dx.
+Source: Milakov and Gimelshein, Online normalizer calculation for softmax, 2018 (arXiv:1805.02867).
+"""
+
+from __future__ import annotations
+
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+import torch
+import torch.nn.functional as F
+import triton
+import triton.language as tl
+
+from ridgeline import device, tuning
+from ridgeline.boundary import kernel_op, launch, tracing
+from ridgeline.cuda import CTYPE, CudaKernel
+from ridgeline.op import Case, Cost, Op, RidgelineError, Spec, dtype_name, nbytes
+from ridgeline.select import eager, run
+from ridgeline.tiles.online_softmax import merge, update
+
+
+@triton.jit
+def _fwd(y, x, rows, columns, x_stride, BM: tl.constexpr, BN: tl.constexpr, STAGES: tl.constexpr):
+    column = tl.arange(0, BN)[None, :]
+    for tile in tl.range(tl.program_id(0), tl.cdiv(rows, BM), tl.num_programs(0), num_stages=STAGES):
+        row = (tile * BM + tl.arange(0, BM)).to(tl.int64)[:, None]
+        mask = (row < rows) & (column < columns)
+        values = tl.load(x + row * x_stride + column, mask=mask, other=float("-inf")).to(tl.float32)
+        e = tl.exp(values - tl.max(values, 1)[:, None])
+        scale = 1.0 / tl.sum(e, 1)
+        tl.store(y + row * columns + column, (e * scale[:, None]).to(y.dtype.element_ty), mask=mask)
+
+
+@triton.jit
+def _bwd(dx, dy, y, rows, columns, dy_stride, y_stride, BM: tl.constexpr, BN: tl.constexpr, STAGES: tl.constexpr):
+    column = tl.arange(0, BN)[None, :]
+    for tile in tl.range(tl.program_id(0), tl.cdiv(rows, BM), tl.num_programs(0), num_stages=STAGES):
+        row = (tile * BM + tl.arange(0, BM)).to(tl.int64)[:, None]
+        mask = (row < rows) & (column < columns)
+        slope = tl.load(dy + row * dy_stride + column, mask=mask, other=0).to(tl.float32)
+        value = tl.load(y + row * y_stride + column, mask=mask, other=0).to(tl.float32)
+        dot = tl.sum(slope * value, 1)[:, None]
+        tl.store(dx + row * columns + column, (value * (slope - dot)).to(dx.dtype.element_ty), mask=mask)
+
+
+@triton.jit
+def _fwd_wide(y, x, rows, columns, x_stride, BN: tl.constexpr):
+    row = tl.program_id(0).to(tl.int64)
+    column = tl.arange(0, BN)
+    x += row * x_stride
+    y += row * columns
+    top = tl.full((BN,), float("-inf"), tl.float32)
+    total = tl.zeros((BN,), tl.float32)
+    for start in range(0, columns, BN):
+        values = tl.load(x + start + column, mask=start + column < columns, other=float("-inf")).to(tl.float32)
+        top, total = update(top, total, values)
+    most, whole = merge(top, total)
+    for start in range(0, columns, BN):
+        mask = start + column < columns
+        values = tl.load(x + start + column, mask=mask, other=0).to(tl.float32)
+        tl.store(y + start + column, (tl.exp(values - most) * (1.0 / whole)).to(y.dtype.element_ty), mask=mask)
+
+
+@triton.jit
+def _bwd_wide(dx, dy, y, rows, columns, dy_stride, y_stride, BN: tl.constexpr):
+    row = tl.program_id(0).to(tl.int64)
+    column = tl.arange(0, BN)
+    dy += row * dy_stride
+    y += row * y_stride
+    dx += row * columns
+    sums = tl.zeros((BN,), tl.float32)
+    for start in range(0, columns, BN):
+        mask = start + column < columns
+        slope = tl.load(dy + start + column, mask=mask, other=0).to(tl.float32)
+        sums += slope * tl.load(y + start + column, mask=mask, other=0).to(tl.float32)
+    dot = tl.sum(sums, 0)
+    for start in range(0, columns, BN):
+        mask = start + column < columns
+        slope = tl.load(dy + start + column, mask=mask, other=0).to(tl.float32)
+        value = tl.load(y + start + column, mask=mask, other=0).to(tl.float32)
+        tl.store(dx + start + column, (value * (slope - dot)).to(dx.dtype.element_ty), mask=mask)
+
+
+# Launchers take an output and inputs of shape (rows, columns) whose rows are contiguous, see `_rows`.
+
+ROW_LIMIT = 16384  # columns that the four warps of `triton_row` hold in registers, 128 a thread
+TILE_LIMIT = 131072  # bytes of a row, all inputs in float32, that a block holds in registers
+_TILES = [{"BM": m, "num_warps": w, "STAGES": s} for m in (1, 2, 4, 8, 16, 32) for w in (1, 2, 4, 8, 16, 32) for s in (1, 2, 3)]
+
+
+def _launch_row(kernel: Any, out: torch.Tensor, *inputs: torch.Tensor) -> None:
+    rows, columns = out.shape
+    strides = [t.stride(0) for t in inputs]
+    launch(kernel, (rows,), out, *inputs, rows, columns, *strides, BM=1, BN=triton.next_power_of_2(columns), STAGES=1, num_warps=4)
+
+
+def _launch_triton(kernel: Any, wide: Any, out: torch.Tensor, *inputs: torch.Tensor) -> None:
+    """Tiles of whole rows where they fit a block's registers, else chunks of a row."""
+    rows, columns = out.shape
+    strides = [t.stride(0) for t in inputs]
+    bn = triton.next_power_of_2(columns)
+    if bn * 4 * len(inputs) > TILE_LIMIT:
+        launch(wide, (rows,), out, *inputs, rows, columns, *strides, BN=8192 // len(inputs), num_warps=8)
+        return
+    where = device.of(out)
+
+    def rule() -> tuning.Config:
+        size = bn * sum(t.element_size() for t in inputs)
+        bm = max(1, min(16384 // size, triton.next_power_of_2(rows)))
+        return {"BM": bm, "num_warps": min(16, max(4, triton.next_power_of_2(bm * size) // 4096)), "STAGES": 1}
+
+    def space() -> list[tuning.Config]:
+        return [c for c in _TILES if 8 <= c["BM"] * bn // (32 * c["num_warps"]) <= 128]
+
+    def config() -> tuning.Config:
+        key = f"{dtype_name(inputs[0])} {bn}"
+        return {"BN": bn, **tuning.config(where, "softmax", kernel.__name__[1:], key, rule, space)}
+
+    def grid(c: tuning.Config) -> tuple[int]:
+        """A program per tile; where loads run ahead in a loop, as many as fill the multiprocessors with 32 warps each."""
+        tiles = triton.cdiv(rows, c["BM"])
+        return (tiles if c["STAGES"] == 1 else min(tiles, where.multiprocessors * max(1, 32 // c["num_warps"])),)
+
+    launch(kernel, grid, out, *inputs, rows, columns, *strides, config=config)
+
+
+FILE = Path(__file__).with_name("softmax.cu")
+CLUSTER_FROM = 8192  # bytes of a row's inputs from which the cluster kernels serve; a cluster of one block at first
+PART_LIMIT = 131072  # bytes of a row's inputs that one block can take
+_cuda_fwd = CudaKernel(FILE, "softmax_fwd", "PPqiq")
+_cuda_bwd = CudaKernel(FILE, "softmax_bwd", "PPPqiqq")
+
+
+def cluster_rule(size: int) -> tuning.Config:
+    """How the cluster kernels take rows of `size` bytes, all inputs together: blocks per row (CLUSTER), threads per block,
+    blocks per multiprocessor, rows that a block reads ahead (STAGES), rows per cluster (ROWS)."""
+    cluster = min(16, triton.next_power_of_2(triton.cdiv(size, 32768)))
+    part = triton.cdiv(size, cluster)
+    threads = min(1024, max(128, triton.next_power_of_2(triton.cdiv(part, 64))))
+    blocks = max(1, min(8, 65536 // part))
+    return {"CLUSTER": cluster, "THREADS": threads, "BLOCKS": blocks, "STAGES": max(1, min(3, 221184 // (blocks * part))), "ROWS": 8}
+
+
+_CLUSTERS = [
+    {"CLUSTER": c, "THREADS": t, "BLOCKS": b, "STAGES": s, "ROWS": r}
+    for c in (1, 2, 4, 8, 16)
+    for t in (128, 256, 512, 1024)
+    for b in (1, 2, 3, 4, 6, 8)
+    for s in (1, 2, 3, 4)
+    for r in (1, 4, 8, 32, 1 << 30)
+]
+
+
+def cluster_fits(c: tuning.Config, size: int, shared: int) -> bool:
+    """Whether a configuration suits rows of `size` bytes on multiprocessors with that much shared memory: what it asks for is
+    there, 32 to 256 bytes a thread, enough in flight."""
+    part = triton.cdiv(size, c["CLUSTER"])
+    asked = c["BLOCKS"] * c["STAGES"] * part
+    return asked < shared - 4096 * c["BLOCKS"] and asked > 49152 and c["BLOCKS"] * c["THREADS"] <= 2048 and 32 <= part / c["THREADS"] <= 256
+
+
+def _launch_cluster(kernel: CudaKernel, out: torch.Tensor, *inputs: torch.Tensor) -> None:
+    rows, columns = out.shape
+    strides = [t.stride(0) for t in inputs]
+    x, y = (out, inputs[0]) if kernel is _cuda_bwd else (inputs[0], out)
+    where, size = device.of(out), columns * sum(t.element_size() for t in inputs)
+    align, pack = 16 // min(x.element_size(), y.element_size()), 16 // max(x.element_size(), y.element_size())
+
+    def config() -> dict[str, Any]:
+        def space() -> list[tuning.Config]:
+            return [c for c in _CLUSTERS if cluster_fits(c, size, where.shared_memory)]
+
+        key = f"{dtype_name(x)} {dtype_name(y)} {columns}"
+        found = tuning.config(where, "softmax", kernel.name, key, lambda: cluster_rule(size), space)
+        cluster, threads, stages = found["CLUSTER"], found["THREADS"], found["STAGES"]
+        part = triton.cdiv(columns, cluster * align) * align
+        shared = stages * (part * size // columns + 8) + 4 * cluster * threads // 8
+        facts = {"XTYPE": CTYPE[x.dtype], "YTYPE": CTYPE[y.dtype], "ITEMS": triton.cdiv(part, pack * threads)}
+        return {**found, **facts, "block": threads, "cluster": cluster, "shared": shared}
+
+    def grid(c: dict[str, Any]) -> tuple[int]:
+        resident = max(1, where.multiprocessors * c["BLOCKS"] // c["CLUSTER"])
+        return (c["CLUSTER"] * min(rows, max(resident, triton.cdiv(rows, c["ROWS"]))),)
+
+    launch(kernel, grid, out, *inputs, rows, columns, *strides, config=config)
+
+
+def _rows(x: torch.Tensor, dim: int) -> torch.Tensor:
+    """x as (rows, columns) with `dim` last and contiguous: a view where the other dimensions are one stride apart, else a copy."""
+    if x.dim() == 0:
+        return x.reshape(1, 1)
+    rows = x.movedim(dim, -1).reshape(-1, x.shape[dim])
+    return rows if rows.stride(1) == 1 or rows.shape[1] == 1 else rows.contiguous()
+
+
+def _empty(like: torch.Tensor, dim: int, dtype: torch.dtype | None) -> torch.Tensor:
+    """An empty tensor whose rows along `dim` are contiguous, so that `_rows` of it is a view."""
+    order = list(range(like.dim()))
+    order.append(order.pop(dim)) if order else None
+    return torch.empty_permuted(like.shape, order, dtype=dtype or like.dtype, device=like.device)
+
+
+@kernel_op("softmax_fwd(Tensor x, int dim, ScalarType? dtype, str? impl) -> Tensor")
+def _forward(x: torch.Tensor, dim: int, dtype: torch.dtype | None, impl: str | None) -> torch.Tensor:
+    y = _empty(x, dim, dtype)
+    if not tracing() and y.numel():
+        run(SOFTMAX, "fwd", impl, (_rows(y, dim),), _rows(x, dim))
+    return y
+
+
+@kernel_op("softmax_bwd(Tensor dy, Tensor y, int dim, ScalarType dtype, str? impl) -> Tensor")
+def _backward(dy: torch.Tensor, y: torch.Tensor, dim: int, dtype: torch.dtype, impl: str | None) -> torch.Tensor:
+    dx = _empty(y, dim, dtype)
+    if not tracing() and y.numel():
+        run(SOFTMAX, "bwd", impl, (_rows(dx, dim),), _rows(dy, dim), _rows(y, dim))
+    return dx
+
+
+class _Softmax(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, x: torch.Tensor, dim: int, dtype: torch.dtype | None, impl: str | None) -> torch.Tensor:
+        y = _forward(x, dim, dtype, impl)
+        ctx.save_for_backward(y)
+        ctx.facts = dim, x.dtype, impl
+        return y
+
+    @staticmethod
+    @torch.autograd.function.once_differentiable
+    def backward(ctx: Any, dy: torch.Tensor) -> Any:
+        (y,) = ctx.saved_tensors
+        dim, dtype, impl = ctx.facts
+        return _backward(dy, y, dim, dtype, impl), None, None, None
+
+
+def reference(x: torch.Tensor, dim: int = -1, dtype: torch.dtype | None = None) -> torch.Tensor:
+    if dtype is not None:
+        x = x.to(torch.promote_types(x.dtype, dtype))
+    shifted = x - x.max(dim, keepdim=True).values.detach()
+    e = shifted.exp()
+    return e / e.sum(dim, keepdim=True)
+
+
+def softmax(x: torch.Tensor, dim: int = -1, dtype: torch.dtype | None = None, *, impl: str | None = None) -> torch.Tensor:
+    """exp(x) scaled to sum to 1 along `dim`, as `torch.nn.functional.softmax`. Gradients flow to x.
+
+    x: any shape and strides, floating point. dtype: what x is cast to first, and the result's type; float32 of a half-precision
+    x costs no extra pass. Returns a tensor of x's shape; along `dim` it is contiguous where kernels serve the call.
+    A row of nothing but -inf, or with +inf or NaN in it, gives NaN.
+    Raises RidgelineError on a `dim` that x does not have, a result that is not floating point, or an `impl` that cannot run the call.
+    """
+    if not isinstance(x, torch.Tensor):
+        raise RidgelineError(f"softmax: x must be a tensor, and is {type(x).__name__}")
+    if not (dtype or x.dtype).is_floating_point:
+        raise RidgelineError(f"softmax: the result must be floating point, and would be {dtype or x.dtype}; give dtype=torch.float32")
+    many = max(x.dim(), 1)
+    if not isinstance(dim, int) or not -many <= dim < many:
+        raise RidgelineError(f"softmax: dim must be between {-many} and {many - 1} for a tensor of {x.dim()} dimensions, and is {dim!r}")
+    if dtype is None and x.is_cuda and torch.is_autocast_enabled("cuda"):
+        dtype = torch.promote_types(x.dtype, torch.float32)  # as autocast does with torch's softmax
+    if dtype is not None and (dtype != torch.float32 or x.dtype not in (torch.float16, torch.bfloat16)):
+        x, dtype = x.to(dtype), None
+    plain = eager(SOFTMAX, impl, x, dim, dtype)
+    if plain is not None and plain.call is not None:
+        return plain.call(x, dim, dtype)
+    if torch.is_grad_enabled() and x.requires_grad:
+        return _Softmax.apply(x, dim, dtype, impl)
+    return _forward(x, dim, dtype, impl)
+
+
+def cost(x: torch.Tensor, dim: int = -1, dtype: torch.dtype | None = None) -> tuple[Cost, Cost]:
+    y = nbytes(x) // x.element_size() * (dtype or x.dtype).itemsize
+    return Cost(nbytes(x), y, 5 * x.numel()), Cost(2 * y, nbytes(x), 4 * x.numel())
+
+
+class Infinite(Spec):
+    """Random data with -inf in every third column, and one row of nothing else."""
+
+    def make(self, *args: Any) -> torch.Tensor:
+        x = super().make(*args)
+        with torch.no_grad():
+            x[..., ::3] = float("-inf")
+            x[..., 1, :] = float("-inf")
+        return x
+
+
+HALF = ("float16", "bfloat16")
+SOFTMAX = Op(
+    softmax,
+    reference=reference,
+    cost=cost,
+    cases=[
+        Case("33x129", (Spec(33, 129),)),
+        Case("7x1", (Spec(7, 1),)),
+        Case("3x5x70 dim 1", (Spec(3, 5, 70), 1)),
+        Case("130x3 dim 0", (Spec(130, 3), 0)),
+        Case("scalar", (Spec(),)),
+        Case("no rows", (Spec(0, 4),)),
+        Case("5x1000 float32", (Spec(5, 1000),), {"dtype": torch.float32}, dtypes=HALF),
+        Case("6x100 -inf", (Infinite(6, 100),)),
+        Case("3x8200", (Spec(3, 8200),)),
+        Case("2x65544", (Spec(2, 65544),)),
+        Case("1024x1024", (Spec(1024, 1024),), use="quick"),
+        Case("512x4096", (Spec(512, 4096),), use="quick"),
+        Case("16384x16384", (Spec(16384, 16384),), dtypes=("float32",), use="bench"),
+        *(
+            Case(f"{m}x{n}", (Spec(m, n),), dtypes=("bfloat16",), use="bench")
+            for m, n in ((32768, 1024), (16384, 4096), (8192, 8192), (8192, 16384), (2048, 65536), (1024, 262144))
+        ),
+    ],
+)
+
+
+def _fits_row(x: torch.Tensor, *rest: Any) -> str | None:
+    columns = _columns(x, *rest)
+    return None if columns <= ROW_LIMIT else f"it holds a row in the registers of four warps, {ROW_LIMIT} columns; this has {columns}"
+
+
+def _columns(x: torch.Tensor, *rest: Any) -> int:
+    """The length of a row, of a public call (x, dim, dtype) as of a launcher's inputs, which have their rows last."""
+    dim = rest[0] if rest and isinstance(rest[0], int) else -1
+    return x.shape[dim] if x.dim() else 1
+
+
+def _fits_cluster(x: torch.Tensor, *rest: Any) -> str | None:
+    columns, tensors = _columns(x, *rest), [x, *(t for t in rest if isinstance(t, torch.Tensor))]
+    size = columns * sum(t.element_size() for t in tensors)
+    if not CLUSTER_FROM <= size <= 16 * PART_LIMIT:
+        return f"it takes rows of {CLUSTER_FROM} to {16 * PART_LIMIT} bytes; these have {size}"
+    if columns % 8 or any(t.data_ptr() % 16 or (t.dim() > 1 and t.stride(-2) * t.element_size() % 16) for t in tensors):
+        return "it copies whole 16 bytes: rows must start at multiples of 16 bytes, and columns be a multiple of 8"
+    return None
+
+
+def _both(launcher: Any, fwd: tuple[Any, ...], bwd: tuple[Any, ...]) -> dict[str, Any]:
+    """The launchers of the two directions, their kernels filled in."""
+    return {"fwd": partial(launcher, *fwd), "bwd": partial(launcher, *bwd)}
+
+
+SOFTMAX.eager("naive", "the formula in eager PyTorch: five passes, max, subtract, exp, sum, divide", reference)
+SOFTMAX.eager("torch", "PyTorch's own kernel: a row per block", lambda x, dim=-1, dtype=None: F.softmax(x, dim, dtype=dtype), served=True)
+SOFTMAX.compiled("the formula fused into one or two kernels by torch.compile")
+SOFTMAX.kernel(
+    "triton_row",
+    "a row per program, as in the lecture: read once, kept in registers",
+    kind="triton",
+    supports=_fits_row,
+    **_both(_launch_row, (_fwd,), (_bwd,)),
+)
+SOFTMAX.kernel(
+    "triton",
+    "several short rows per program, more warps for long ones, online softmax in chunks for wide ones",
+    kind="triton",
+    served=True,
+    **_both(_launch_triton, (_fwd, _fwd_wide), (_bwd, _bwd_wide)),
+)
+SOFTMAX.kernel(
+    "cuda_cluster",
+    "a row over a cluster of blocks, read once; bulk copies bring the next rows meanwhile",
+    kind="cuda",
+    served=True,
+    arch=90,
+    supports=_fits_cluster,
+    **_both(_launch_cluster, (_cuda_fwd,), (_cuda_bwd,)),
+)
