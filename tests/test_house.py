@@ -128,7 +128,8 @@ def test_the_table_of_verbs_is_current() -> None:
         module = import_module(f"ridgeline.lab.{name}")
         several = [n for n, _ in cli.VERBS.values()].count(name) > 1
         doc = getattr(module, f"{verb}_main").__doc__ if several else module.__doc__
-        assert doc.splitlines()[0].rstrip(".") == line, verb
+        first = doc.splitlines()[0].rstrip(".")
+        assert first[0].lower() + first[1:] == line, verb
 
 
 def test_the_stub_is_current() -> None:
