@@ -4,8 +4,8 @@ from __future__ import annotations
 
 import argparse
 import json
-import sys
 from collections.abc import Iterable, Iterator
+from contextlib import contextmanager
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
@@ -117,7 +117,8 @@ def arguments(parser: argparse.ArgumentParser) -> None:
 def main(options: argparse.Namespace) -> int:
     """Prints a table of verdicts; the exit code is 1 where an implementation is wrong."""
     device = default_device(options.device)
-    rows = list(sweep(chosen_ops(options.ops), device, options))
+    with compiling():
+        rows = list(sweep(chosen_ops(options.ops), device, options))
     if options.json:
         print(json.dumps(rows))
     else:
@@ -125,37 +126,58 @@ def main(options: argparse.Namespace) -> int:
     return int(any(row["ok"] is False for row in rows))
 
 
+@contextmanager
+def compiling() -> Iterator[None]:
+    """Inside, torch.compile compiles for every shape anew, or raises, where it would quietly go back to eager; and a backward may run twice."""
+    import torch
+
+    limits = {"recompile_limit": 1 << 20, "accumulated_recompile_limit": 1 << 20, "fail_on_recompile_limit_hit": True}
+    with torch._dynamo.config.patch(**limits), torch._functorch.config.patch(donated_buffer=False):
+        yield
+
+
 def sweep(ops: list[Op], device: str, options: argparse.Namespace) -> Iterator[Row]:
     """Every chosen case, dtype and implementation, one after the other."""
+    from rich.console import Console
+
     from ridgeline.lab.law import Law
 
-    for op in ops:
-        rungs = chosen_implementations(op, options.impl)
-        for case, dtype in chosen_cases(op, ("check", "quick"), options.case, options.dtype):
-            law = Law.of(op, case.name, dtype, device)
-            for rung in rungs:
-                print(f"\r\x1b[K{op.name} {case.name} {dtype} {rung.name}", end="\r", file=sys.stderr, flush=True)
-                yield check_row(law, rung, case.name, dtype, device)[0]
-    print("\r\x1b[K", end="", file=sys.stderr)
+    with Console(stderr=True).status("") as status:
+        for op in ops:
+            rungs = chosen_implementations(op, options.impl)
+            for case, dtype in chosen_cases(op, ("check", "quick"), options.case, options.dtype):
+                law = Law.of(op, case.name, dtype, device)
+                for rung in rungs:
+                    status.update(f"{op.name} {case.name} {dtype} {rung.name}")
+                    yield check_row(law, rung, case.name, dtype, device)[0]
 
 
 def show(rows: list[Row]) -> None:
+    """One line per implementation: per dtype its worst error over what is allowed, in any case."""
     from rich.console import Console
     from rich.table import Table
+    from rich.text import Text
 
-    table = Table("op", "case", "dtype", "impl", "law", "worst error / allowed", "where")
-    unable: dict[tuple[str, str, str], int] = {}
+    dtypes = list(dict.fromkeys(row["dtype"] for row in rows))
+    lines: dict[tuple[str, str], dict[str, list[Row]]] = {}
     for row in rows:
-        if row["ok"] is None:
-            place = row["op"], row["impl"], row["reason"]
-            unable[place] = unable.get(place, 0) + 1
-            continue
-        name, worst = max(row["outputs"].items(), key=lambda item: item[1]["worst"])
-        verdict = "[green]kept[/]" if row["ok"] else "[bold red]broken[/]"
-        table.add_row(row["op"], row["case"], row["dtype"], row["impl"], verdict, f"{worst['worst']:.2f}", f"{name}, {worst['where']}")
+        lines.setdefault((row["op"], row["impl"]), {}).setdefault(row["dtype"], []).append(row)
+    table = Table("op", "impl", "cases", *dtypes, title="worst error over what the law allows (above 1 is broken)")
+    for (op, impl), cells in lines.items():
+        own = [row for found in cells.values() for row in found]
+        ran = [row for row in own if row["ok"] is not None]
+        count = f"{len(ran)}" if len(ran) == len(own) else f"{len(ran)} of {len(own)}"
+        table.add_row(op, impl, count, *(Text(*_cell(cells.get(dtype, []))) for dtype in dtypes))
     console = Console()
     console.print(table)
-    for (op, impl, reason), count in unable.items():
-        console.print(f"[dim]{op} {impl}: not run in {count} cases: {reason}[/]")
-    broken = sum(row["ok"] is False for row in rows)
-    console.print(f"{len(rows) - sum(unable.values())} checked, {broken} broken, {sum(unable.values())} not run")
+    for op, impl, reason in dict.fromkeys((r["op"], r["impl"], r["reason"]) for r in rows if r["ok"] is None):
+        console.print(f"{op} {impl}: not run: {reason}", style="dim", markup=False)
+    broken = [row for row in rows if row["ok"] is False]
+    for row in broken:
+        console.print(f"{row['op']} {row['impl']}, {row['case']} {row['dtype']}: {row['reason']}", style="red", markup=False)
+    console.print(f"{sum(row['ok'] is not None for row in rows)} checked, {len(broken)} broken")
+
+
+def _cell(rows: list[Row]) -> tuple[str, str]:
+    worst = [finding["worst"] for row in rows for finding in row["outputs"].values()]
+    return (f"{max(worst):.2f}", "bold red" if max(worst) > 1 else "green") if worst else ("\N{EN DASH}", "dim")

@@ -23,6 +23,7 @@ from ridgeline.op import Op, RidgelineError
 
 CHUNK = 1 << 24
 SLICED = 1 << 31
+FEW = 16
 HOPELESS = 1e12  # stands for infinity, which JSON does not have
 Result = tuple[list[Tensor], list[Tensor | None]]
 
@@ -148,20 +149,24 @@ class Standard:
         if not self.dtype.is_floating_point or not self.oracle.numel():
             return
         own, change = self._reduce(_plane(theirs)), self._reduce(_plane(moved))
-        self.row = self._allowed(torch.maximum(own.row, change.row), self.norm.row)
-        self.column = self._allowed(torch.maximum(own.column, change.column), self.norm.column)
+        rows, columns = self.oracle.shape
+        self.row = self._allowed(torch.maximum(own.row, change.row), self.norm.row, columns)
+        self.column = self._allowed(torch.maximum(own.column, change.column), self.norm.column, rows)
         self.whole = 2 * max(own.whole, change.whole) + self.eps / 2 * self.norm.whole
         self.scale = 2 * max(own.scale, change.scale) + self.eps / 16 + self.eps / math.sqrt(self.oracle.numel())
         if not theirs.isfinite().all():
             self.theirs = _codes(_plane(theirs))
 
-    def _allowed(self, base: Tensor, norm: Tensor) -> Tensor:
+    def _allowed(self, base: Tensor, norm: Tensor, length: int) -> Tensor:
         """Per row (or column), from the worst that torch and the half ulp do in any of them, in size or relative to the row's norm.
 
-        The smaller of the two counts, so that neither one large row nor one that cancels out excuses the others.
+        The smaller of the two counts, so that neither one large row nor one that cancels out excuses the others; but rows of
+        few elements go by size alone, for a single element's relative error is a matter of luck.
         """
-        relative = (base / norm).where(norm > 0, 0.0).max()
-        return 2 * torch.maximum(base, torch.minimum(base.max(), relative * norm)) + self.eps / 2 * norm
+        worst = base.max()
+        if length >= FEW:
+            worst = torch.minimum(worst, (base / norm).where(norm > 0, 0.0).max() * norm)
+        return 2 * torch.maximum(base, worst) + self.eps / 2 * norm
 
     def judge(self, x: Tensor) -> Finding:
         """Where x is worst against the law."""
@@ -323,6 +328,11 @@ class Law:
             return self._gradients(call, self.args, self.kwargs, self.incoming)
         with torch.no_grad():
             return list(as_tuple(call(*self.args, **self.kwargs))), []
+
+    def forget(self) -> None:
+        """Gives the oracle's memory back; arguments and incoming gradients stay."""
+        self.outputs.clear()
+        self.grads.clear()
 
     def judge(self, outputs: Sequence[Tensor], grads: Sequence[Tensor | None] = ()) -> Verdict:
         """Holds outputs and gradients against the law."""

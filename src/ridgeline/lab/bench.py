@@ -1,0 +1,328 @@
+"""Time implementations against each other and against the roof, after they have passed the check."""
+
+from __future__ import annotations
+
+import argparse
+import gc
+import json
+import sys
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass, field
+from functools import partial
+from typing import TYPE_CHECKING, Any
+
+from ridgeline.lab import units
+from ridgeline.lab.check import check_row, choice, chosen_cases, chosen_implementations, chosen_ops, compiling, default_device
+from ridgeline.lab.machine import facts, measure_roof, roof_seconds
+
+if TYPE_CHECKING:
+    from ridgeline.lab.clock import Function, Measurement, Timer
+    from ridgeline.lab.law import Law
+    from ridgeline.lab.store import Run
+    from ridgeline.op import Case, Cost, Implementation, Op
+
+Row = dict[str, Any]
+ABOVE = 1.03  # a figure this far above its roof's interval is a mistake
+PEERS = ("torch", "compile")
+UNTIMED: Row = dict.fromkeys(("seconds", "host_us", "share", "peak_bytes", "law", "ratio", "mhz", "throttled"))
+
+
+@dataclass
+class Work:
+    """One case of one op in one dtype, in one direction: what its rows have in common."""
+
+    op: str
+    case: str
+    dtype: str
+    direction: str
+    cost: Cost
+    roof: Row
+    cache: int
+
+    @property
+    def cached(self) -> bool:
+        """Whether the working set is small enough for the cache to help."""
+        return self.cost.bytes < 4 * self.cache
+
+    def row(self, rung: Implementation, status: str, reason: str | None = None, found: Measurement | None = None, law: float | None = None) -> Row:
+        from ridgeline.lab.peers import Peer
+
+        cost = self.cost
+        least, bound = roof_seconds(self.roof, self.dtype, cost.read, cost.write, cost.flops)
+        row = {"type": "bench", "op": self.op, "case": self.case, "dtype": self.dtype, "direction": self.direction}
+        row |= {"impl": rung.name, "kind": rung.kind, "peer": rung.name in PEERS or isinstance(rung, Peer), "status": status, "reason": reason}
+        row |= {"bytes": cost.bytes, "read": cost.read, "write": cost.write, "flops": cost.flops}
+        row |= {"roof_seconds": least, "bound": bound, "cached": self.cached} | UNTIMED | {"law": law}
+        if found is None:
+            return row
+        row |= {"seconds": found.seconds, "host_us": found.host_us, "share": least / found.median, "peak_bytes": found.peak_bytes}
+        row |= {"mhz": found.mhz, "throttled": found.throttled}
+        if refusal := self._too_good(found.median):
+            row |= {"status": "refused", "reason": refusal}
+        return row
+
+    def _too_good(self, seconds: float) -> str | None:
+        """Why a time cannot be true: it is above the roof, where no cache explains it."""
+        least, bound = roof_seconds(self.roof, self.dtype, self.cost.read, self.cost.write, self.cost.flops, end="high")
+        if least < seconds * ABOVE or (bound == "memory" and self.cached):
+            return None
+        return f"{units.seconds(seconds)} is {units.percent(least / seconds - 1)} above the measured roof's interval, which cannot be"
+
+
+@dataclass
+class Candidate:
+    """An implementation that may be timed: what the law said of it, per direction."""
+
+    rung: Implementation
+    status: str = "ok"
+    reason: str | None = None
+    law: dict[str, float] = field(default_factory=dict)
+    broken: dict[str, str | None] = field(default_factory=dict)
+
+
+def bench_case(
+    op: Op, case: Case, dtype: str, device: str, candidates: list[Candidate], roof: Row, *, budget: float, timer: Timer | None = None
+) -> Iterator[Row]:
+    """Checks, then times, every candidate on one case in one dtype, forward and backward. Yields check and bench rows as they come."""
+    import torch
+
+    from ridgeline.lab.clock import cache_bytes, device_timer
+    from ridgeline.lab.law import Law
+
+    costs = dict(zip(("forward", "backward"), op.cost(*(made := case.make(dtype, "meta"))[0], **made[1]), strict=True))
+    works = [Work(op.name, case.name, dtype, d, c, roof, cache_bytes(device)) for d, c in costs.items() if c is not None]
+    try:
+        law = Law.of(op, case.name, dtype, device)
+    except torch.OutOfMemoryError:
+        release(device)
+        for work in works:
+            yield from (work.row(c.rung, "oom", "the oracle in float64 needs more memory than there is") for c in candidates)
+        return
+    for candidate in candidates:
+        if candidate.status == "ok" and (row := judge(law, candidate, case.name, dtype, device)):
+            yield row
+    law.forget()
+    release(device)
+    for work in works:
+        yield from _timed(work, law, candidates, budget, timer or device_timer(device), device)
+    del law
+    release(device)
+
+
+def judge(law: Law, candidate: Candidate, case: str, dtype: str, device: str) -> Row | None:
+    """Has the law judge a candidate, and notes the outcome on it; the check row, or None where it did not come to a verdict."""
+    import torch
+
+    from ridgeline.op import RidgelineError
+
+    row = None
+    try:
+        row, verdict = check_row(law, candidate.rung, case, dtype, device)
+        if verdict is None:
+            candidate.status, candidate.reason = "unsupported", row["reason"]
+            return row
+        for direction in ("forward", "backward"):
+            candidate.law[direction] = verdict.worst(direction)
+            candidate.broken[direction] = verdict.reason(direction)
+    except torch.OutOfMemoryError:
+        candidate.status, candidate.reason = "oom", "it needs more memory than there is"
+    except Exception as error:  # whatever a broken kernel raises is its row's reason, and the others go on
+        text = str(error).strip().splitlines() or [""]
+        candidate.status, candidate.reason = "wrong", f"it raised {type(error).__name__}: {text[0]}"
+        if "CUDA error" in str(error):
+            raise RidgelineError(f"{law.op.name} {candidate.rung.name}, {case} {dtype}: {candidate.reason}; the GPU takes no more work") from error
+    release(device)
+    return row
+
+
+def _timed(work: Work, law: Law, candidates: list[Candidate], budget: float, timer: Timer, device: str) -> Iterator[Row]:
+    """One direction: a row per candidate, in their order."""
+    rows: dict[str, Row] = {}
+    makers: dict[str, Callable[[], Function]] = {}
+    for candidate in candidates:
+        rung, worst = candidate.rung, candidate.law.get(work.direction)
+        if candidate.status != "ok":
+            rows[rung.name] = work.row(rung, candidate.status, candidate.reason)
+        elif work.direction == "backward" and not rung.differentiable:
+            rows[rung.name] = work.row(rung, "unsupported", "it has no backward")
+        elif candidate.broken[work.direction]:
+            rows[rung.name] = work.row(rung, "wrong", candidate.broken[work.direction], law=worst)
+        else:
+            makers[rung.name] = partial(forward if work.direction == "forward" else backward, law, rung)
+    found = timed(makers, budget, timer, device)
+    for candidate in candidates:
+        name, worst = candidate.rung.name, candidate.law.get(work.direction)
+        if name in found:
+            full = found[name] is None
+            reason = "it needs more memory than there is" if full else None
+            rows[name] = work.row(candidate.rung, "oom" if full else "ok", reason, found[name], worst)
+    best = min((row["seconds"]["median"] for row in rows.values() if row["peer"] and row["status"] == "ok"), default=None)
+    for candidate in candidates:
+        row = rows[candidate.rung.name]
+        if best is not None and row["status"] == "ok":
+            row["ratio"] = best / row["seconds"]["median"]
+        yield row
+
+
+def forward(law: Law, rung: Implementation) -> Function:
+    """The forward call as a function of no arguments."""
+    return partial(rung, *law.args, **law.kwargs)
+
+
+def backward(law: Law, rung: Implementation) -> Function:
+    """The backward alone, over a graph that is kept, as a function of no arguments."""
+    import torch
+
+    from ridgeline.lab.law import as_tuple, leaves
+
+    pairs = [(o, g) for o, g in zip(as_tuple(rung(*law.args, **law.kwargs)), law.incoming, strict=True) if g is not None and o.requires_grad]
+    outputs, incoming = [o for o, _ in pairs], [g for _, g in pairs]
+    return partial(torch.autograd.grad, outputs, leaves(law.args), incoming, retain_graph=True, allow_unused=True)
+
+
+def timed(makers: dict[str, Callable[[], Function]], budget: float, timer: Timer, device: str) -> dict[str, Measurement | None]:
+    """Times functions together; where they do not fit into memory together, in smaller groups. None where one alone does not fit."""
+    import torch
+
+    from ridgeline.lab.clock import measure
+
+    if not makers:
+        return {}
+    functions: dict[str, Function] = {}
+    try:
+        functions = {name: make() for name, make in makers.items()}
+        return dict(measure(functions, budget=budget, timer=timer))
+    except torch.OutOfMemoryError:
+        if len(makers) == 1:
+            return dict.fromkeys(makers)
+    functions.clear()
+    release(device)
+    names = list(makers)
+    halves = names[: len(names) // 2], names[len(names) // 2 :]
+    found = [timed({name: makers[name] for name in half}, budget / 2, timer, device) for half in halves]
+    return found[0] | found[1]
+
+
+def release(device: str) -> None:
+    """Gives back what is no longer used."""
+    gc.collect()
+    if device.startswith("cuda"):
+        import torch
+
+        torch.cuda.empty_cache()
+
+
+def record(
+    ops: list[Op],
+    device: str,
+    *,
+    quick: bool = False,
+    peers: bool = False,
+    budget: float | None = None,
+    impl: str | None = None,
+    case: str | None = None,
+    dtype: str | None = None,
+    record: bool = False,
+    report: Callable[[str, int, int], None] = lambda text, done, total: None,
+) -> Run:
+    """One run: the machine, its roof, and every chosen case of the ops checked and timed; each row is written as it comes.
+
+    budget: seconds of timing per case, dtype and direction. report: told what runs now, and how many of how many cases are done.
+    """
+    from ridgeline.lab import peers as installed
+    from ridgeline.lab.store import Run
+
+    gpu = device.startswith("cuda")
+    uses = ("bench",) if gpu and not quick else ("quick",)
+    budget = budget or (0.4 if quick else 1.5 if gpu else 0.8)
+    tasks = [(op, c, d) for op in ops for c, d in chosen_cases(op, uses, case, dtype)]
+    for op in ops:
+        chosen_implementations(op, impl)  # a wrong name is an error now, before anything is measured
+    run = Run(facts(device), record)
+    report("the roof", 0, len(tasks))
+    roof = measure_roof(device, quick, lambda text: report(f"the roof: {text}", 0, len(tasks)))
+    run.write({"type": "roof", **roof})
+    with compiling():
+        for done, (op, c, d) in enumerate(tasks):
+            report(f"{op.name} {c.name} {d}", done, len(tasks))
+            candidates = [Candidate(rung) for rung in chosen_implementations(op, impl)]
+            if peers:
+                candidates += [Candidate(peer, "skipped" if missing else "ok", missing) for peer, missing in installed.of(op)]
+            for row in bench_case(op, c, d, device, candidates, roof, budget=budget):
+                run.write(row)
+    report("done", len(tasks), len(tasks))
+    return run
+
+
+def arguments(parser: argparse.ArgumentParser) -> None:
+    choice(parser)
+    parser.add_argument("--peers", action="store_true", help="also time installed peers (lab/peers)")
+    parser.add_argument("--quick", action="store_true", help="small cases and short timing")
+    parser.add_argument("--record", action="store_true", help="keep the run under results/, not in the cache")
+    parser.add_argument("--budget", type=float, metavar="SECONDS", help="seconds of timing per case, dtype and direction")
+
+
+def main(options: argparse.Namespace) -> int:
+    device = default_device(options.device)
+    chosen = {name: getattr(options, name) for name in ("quick", "peers", "budget", "impl", "case", "dtype", "record")}
+    with progress() as report:
+        run = record(chosen_ops(options.ops), device, **chosen, report=report)
+    if options.json:
+        print(json.dumps(run.rows))
+    else:
+        show(run.rows)
+    print(f"ridgeline: the run is {run.path}", file=sys.stderr)
+    return 0
+
+
+@contextmanager
+def progress() -> Iterator[Callable[[str, int, int], None]]:
+    """A progress bar on stderr, as the `report` of `record`."""
+    from rich.console import Console
+    from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn
+
+    columns = BarColumn(), MofNCompleteColumn(), TimeElapsedColumn(), TextColumn("{task.description}", markup=False)
+    with Progress(*columns, console=Console(stderr=True), transient=True) as bar:
+        task = bar.add_task("", total=None)
+        yield lambda text, done, total: bar.update(task, description=text, completed=done, total=total)
+
+
+def show(rows: list[Row]) -> None:
+    """A table per case, dtype and direction; what was not timed stands under them, with the reason."""
+    from rich.box import SIMPLE_HEAD
+    from rich.console import Console
+    from rich.table import Table
+    from rich.text import Text
+
+    from ridgeline.lab.roofline import rate
+    from ridgeline.lab.verdict import key
+
+    console = Console()
+    bench = [row for row in rows if row["type"] == "bench"]
+    for work in dict.fromkeys(key(row) for row in bench):
+        group = [row for row in bench if key(row) == work and row["status"] == "ok"]
+        if not group:
+            continue
+        best = min(row["seconds"]["median"] for row in group)
+        table = Table("", "time", "", "rate", "of roof", "to peer", "host us", "memory", "law", box=SIMPLE_HEAD, title_justify="left")
+        table.title = Text(" ".join(work), style="bold")
+        for row in group:
+            share = units.percent(row["share"]) + ("*" if row["cached"] else "")
+            ratio = units.DASH if row["ratio"] is None else units.times(row["ratio"])
+            host = units.DASH if row["host_us"] is None else units.digits(row["host_us"])
+            time = units.seconds(row["seconds"]["median"]), units.spread(row["seconds"])
+            style = "green" if row["seconds"]["median"] == best else ""
+            cells = *time, rate(row), share, ratio, host, units.size(row["peak_bytes"]), units.digits(row["law"])
+            table.add_row(Text(row["impl"]), *cells, style=style)
+        console.print(table)
+    lost: dict[tuple[str, str, str, str], list[str]] = {}
+    for row in bench:
+        if row["status"] != "ok":
+            lost.setdefault((row["op"], row["impl"], row["status"], row["reason"]), []).append(f"{row['case']} {row['dtype']} {row['direction']}")
+    for (op, impl, status, reason), where in lost.items():
+        place = where[0] if len(where) == 1 else f"{len(where)} times"
+        style = "dim" if status in ("unsupported", "skipped") else "red"
+        console.print(f"{op} {impl}: {status} ({place}): {reason}", style=style, markup=False)
+    if any(row["cached"] for row in bench):
+        console.print("* the work is under four times the cache, which helps", style="dim")

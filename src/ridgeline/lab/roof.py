@@ -1,0 +1,149 @@
+"""The roof of a machine, measured: the most bytes and operations per second that anything here reaches on it."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from functools import partial
+from typing import Any
+
+import torch
+import triton
+import triton.language as tl
+from torch import Tensor
+
+from ridgeline.boundary import INTERPRETED, launch
+from ridgeline.lab.clock import Function, Measurement, Timer, device_timer, last_level_cache, measure
+
+Figure = dict[str, float]
+BLOCKS = ((1024, 4), (2048, 8), (4096, 8), (8192, 16))
+SHAPES = (
+    (4096, 4096, 4096),
+    (8192, 8192, 8192),
+    (8192, 4096, 14336),
+    (8192, 14336, 4096),
+    (16384, 2048, 2048),
+    (16384, 8192, 8192),
+    (16384, 16384, 16384),
+)
+CPU_SIDES = (256, 512, 1024, 2048, 4096)
+
+
+@triton.jit
+def _stream(a, b, out, n, READS: tl.constexpr, WRITE: tl.constexpr, BLOCK: tl.constexpr):
+    """Reads none, one or two arrays and writes one; without a write, one sum per program."""
+    program = tl.program_id(0).to(tl.int64)
+    i = program * BLOCK + tl.arange(0, BLOCK)
+    inside = i < n
+    x = i.to(tl.float32)
+    if READS > 0:
+        x = tl.load(a + i, mask=inside, other=0.0)
+    if READS > 1:
+        x += tl.load(b + i, mask=inside, other=0.0)
+    if WRITE:
+        tl.store(out + i, x, mask=inside)
+    else:
+        tl.store(out + program, tl.sum(x, 0))
+
+
+def _triton(a: Tensor, b: Tensor, out: Tensor, reads: int, write: bool) -> dict[str, Function]:
+    def start(block: int, warps: int) -> None:
+        grid = (triton.cdiv(a.numel(), block),)
+        launch(_stream, grid, a, b, out, a.numel(), READS=reads, WRITE=write, BLOCK=block, num_warps=warps)
+
+    return {f"triton {block}": partial(start, block, warps) for block, warps in BLOCKS}
+
+
+def _streams(a: Tensor, b: Tensor, out: Tensor) -> dict[str, tuple[int, dict[str, Function]]]:
+    """Per figure: the arrays that one run moves, and the ways to do it."""
+    ways: dict[str, tuple[int, dict[str, Function]]] = {
+        "read": (1, {"sum": a.sum, "amax": a.amax, "norm": lambda: torch.linalg.vector_norm(a)}),
+        "write": (1, {"fill_": lambda: out.fill_(1.5), "zero_": out.zero_, "arange": lambda: torch.arange(out.numel(), out=out)}),
+        "copy": (2, {"copy_": lambda: out.copy_(a), "neg": lambda: torch.neg(a, out=out)}),
+        "add": (3, {"add": lambda: torch.add(a, b, out=out), "mul": lambda: torch.mul(a, b, out=out)}),
+    }
+    if a.is_cuda and not INTERPRETED:
+        for name, reads, write in (("read", 1, False), ("write", 0, True), ("copy", 1, True), ("add", 2, True)):
+            ways[name][1].update(_triton(a, b, out, reads, write))
+    else:
+        del ways["write"][1]["arange"]
+    return ways
+
+
+def _rate(work: float, found: Measurement) -> Figure:
+    seconds = found.seconds
+    return {"median": work / seconds["median"], "low": work / seconds["high"], "high": work / seconds["low"]}
+
+
+def measure_roof(device: str, quick: bool = False, report: Callable[[str], None] = lambda text: None) -> dict[str, Any]:
+    """The fields of a roof row: bandwidths in bytes/s, matrix rates in FLOP/s, the time of an empty kernel in microseconds.
+
+    On a GPU with arrays of 2 GiB (less on a small one), in some 20 s; on a CPU with four times the last-level cache, in some 10 s.
+    quick: about a third of that. report: told what is measured now.
+    """
+    timer = device_timer(device)
+    dice = torch.Generator(device).manual_seed(0)
+    roof: dict[str, Any] = {}
+    for name, figure in _bandwidths(timer, dice, quick):
+        report(f"{name} bandwidth")
+        roof[name] = figure()
+    roof["matmul"] = {}
+    for name in ("float32", "tf32", "float16", "bfloat16") if device.startswith("cuda") else ("float32", "float16", "bfloat16"):
+        report(f"{name} matrix rate")
+        with _precision(name):
+            roof["matmul"][name] = _matrix_rate(name, timer, dice, 0.6 if quick else 1.5)
+    report("launch latency")
+    one = torch.ones(1, device=device)
+    empty = _triton(one, one, one, 0, True)["triton 1024"] if one.is_cuda else lambda: one.add_(1)
+    roof["launch_us"] = measure({"empty": empty}, budget=0.2, timer=timer, details=False)["empty"].median * 1e6
+    return roof
+
+
+def _bandwidths(timer: Timer, dice: torch.Generator, quick: bool) -> Iterator[tuple[str, Callable[[], Figure]]]:
+    """Each bandwidth's name, and a function that measures it: the best of several ways."""
+    gpu = dice.device.type == "cuda"
+    if gpu:
+        size = min(2 << 30, torch.cuda.get_device_properties(torch.cuda.current_device()).total_memory // 16)
+    else:
+        size = min(max(64 << 20, 4 * last_level_cache()), 256 << 20)
+    a, b = (torch.randn(size // 4 // 8192 * 8192, device=dice.device, generator=dice) for _ in range(2))
+    for name, (arrays, ways) in _streams(a, b, torch.empty_like(a)).items():
+
+        def figure(arrays: int = arrays, ways: dict[str, Function] = ways) -> Figure:
+            found = measure(ways, budget=0.3 if quick else 0.8, min_reps=10 if gpu else 5, timer=timer, details=False)
+            return _rate(arrays * a.numel() * 4, min(found.values(), key=lambda m: m.median))
+
+        yield name, figure
+
+
+@contextmanager
+def _precision(name: str) -> Iterator[None]:
+    """Inside, float32 matrix products are float32, or for "tf32" tensor float."""
+    before = torch.get_float32_matmul_precision()
+    torch.set_float32_matmul_precision("high" if name == "tf32" else "highest")
+    try:
+        yield
+    finally:
+        torch.set_float32_matmul_precision(before)
+
+
+def _matrix_rate(name: str, timer: Timer, dice: torch.Generator, budget: float) -> dict[str, Any]:
+    """The best rate of torch's matrix product over a search of shapes, smallest first; a shape that would take too long is left out."""
+    dtype = torch.float32 if name == "tf32" else getattr(torch, name)
+    gpu = dice.device.type == "cuda"
+    reps = 10 if gpu else 3
+    shapes = SHAPES if gpu else [(side, side, side) for side in CPU_SIDES]
+    best: dict[str, Any] = {"median": 0.0}
+    for m, n, k in shapes:
+        work = 2 * m * n * k
+        if best["median"] and 2 * (reps + 4) * work / best["median"] > budget:
+            continue
+        a = torch.randn(m, k, dtype=dtype, device=dice.device, generator=dice)
+        b, c = torch.randn(k, n, dtype=dtype, device=dice.device, generator=dice), torch.empty(m, n, dtype=dtype, device=dice.device)
+        t = b.T.contiguous().T
+        ways: dict[str, Function] = {"nn": partial(torch.mm, a, b, out=c), "nt": partial(torch.mm, a, t, out=c)}
+        found = measure(ways, budget=budget / len(shapes), min_reps=reps, timer=timer, details=False)
+        rate = _rate(work, min(found.values(), key=lambda f: f.median))
+        if rate["median"] > best["median"]:
+            best = {**rate, "shape": [m, n, k]}
+    return best
