@@ -1,4 +1,7 @@
-"""the roofline of a run: measured roofs as lines, every rung as a point, and what bounds each; as SVG, PNG or JSON"""
+"""every rung on the machine's roofline, with a verdict
+
+Log-log: the measured roofs are lines, every rung is a point; written as SVG and PNG with no browser and no network.
+"""
 
 from __future__ import annotations
 
@@ -22,6 +25,8 @@ PAPER = {
     "light": {"ink": "#1d2433", "quiet": "#5b6475", "grid": "#e4e6eb", "roof": "#1d2433", "paper": "#ffffff"},
     "dark": {"ink": "#e6e9f0", "quiet": "#a2aabb", "grid": "#2b3342", "roof": "#e6e9f0", "paper": "#12161f"},
 }
+SHORT = {"bfloat16": "bf16", "float16": "f16", "float32": "f32"}
+NARROW = "width < 480"  # a phone: the chart's words get shorter
 FONT = "system-ui, -apple-system, Segoe UI, Roboto, Liberation Sans, sans-serif"
 
 
@@ -72,6 +77,7 @@ def ceilings(roof: Row, dtypes: set[str]) -> list[dict[str, Any]]:
             "rate": value,
             "ridge": value / bandwidth,
             "roof": f"{', '.join(sorted(names))}: {units.scaled(value, 'FLOP/s')}",
+            "short": f"{', '.join(SHORT.get(d, d) for d in sorted(names))}: {units.scaled(value, 'FLOP/s')}",
             "label": f"ridge {units.digits(value / bandwidth)} FLOP/B",
         }
         for value, names in merged
@@ -92,23 +98,33 @@ def chart(rows: list[Row], interactive: bool = True, width: int | str = "contain
     left, right = min(p["x"] for p in spots) / 3, max(p["x"] for p in spots) * 4
     low = min([p["y"] for p in found] + [roof["copy"]["median"] * left]) / 2
     high = max(p["y"] for p in spots) * 3
-    x = alt.X("x:Q", title="FLOP per byte that a perfect kernel moves", axis=_decades(left, right)).scale(type="log", domain=[left, right])
-    y = alt.Y("y:Q", title="FLOP/s reached", axis=_decades(low, high)).scale(type="log", domain=[low, high])
+    x = alt.X("x:Q", title="arithmetic intensity, FLOP per byte", axis=_decades(left, right)).scale(type="log", domain=[left, right])
+    y = alt.Y(
+        "y:Q", title="FLOP/s reached", axis=_decades(low, high, titleAngle=0, titleAlign="left", titleAnchor="end", titleX=0, titleY=-16)
+    ).scale(type="log", domain=[low, high])
     rungs = _rungs(found, interactive).encode(x, y)
     labels = _on(_best(found)).encode(x, y, text="op:N")
-    place = {"align": "left", "dx": 8, "dy": 10, "fontSize": 13, "fontWeight": 600}
+    late = f"datum.x > {right / 40}"  # towards the right edge a name goes to the left of its point, and below
+    place = {
+        "align": alt.ExprRef(f"{late} ? 'right' : 'left'"),
+        "dx": alt.ExprRef(f"{late} ? 6 : 8"),
+        "dy": alt.ExprRef(f"{late} ? 20 : 10"),
+    }
+    place |= {"fontSize": 13, "fontWeight": 600}
     halo = {"stroke": alt.ExprRef("paper"), "strokeWidth": 4, "opacity": 0.8}
     names = [labels.mark_text(**place, **halo), labels.mark_text(**place, color=alt.ExprRef("ink"))]
     layers = [layer.encode(x, y) for layer in _roofs(roof, flats, left, right)]
     return alt.layer(*layers, rungs, *names).properties(width=width, height=height)
 
 
-def _decades(low: float, high: float) -> altair.Axis:
-    """An axis with a line at every power of ten; every other one is named where they are many."""
+def _decades(low: float, high: float, **options: Any) -> altair.Axis:
+    """An axis with a line at every power of ten."""
     import altair as alt
 
     powers = [10.0**power for power in range(math.ceil(math.log10(low)), math.floor(math.log10(high)) + 1)]
-    return alt.Axis(values=powers, labelExpr="datum.value < 1 ? format(datum.value, '~g') : format(datum.value, '~s')", labelOverlap=True)
+    return alt.Axis(
+        values=powers, labelExpr="datum.value < 1 ? format(datum.value, '~g') : format(datum.value, '~s')", labelOverlap=True, **options
+    )
 
 
 def _on(values: list[dict[str, Any]]) -> altair.Chart:
@@ -122,25 +138,36 @@ def _roofs(roof: Row, flats: list[dict[str, Any]], left: float, right: float) ->
     import altair as alt
 
     ink = alt.ExprRef("ink")
-    bold = {"color": ink, "fontSize": 12.5, "fontWeight": 600}
     bandwidth = roof["copy"]["median"]
     memory = f"memory: copy {units.scaled(bandwidth, 'B/s')}"
     ends = [(memory, u, u * bandwidth) for u in (left, max(c["ridge"] for c in flats))]
     ends += [(c["roof"], u, c["rate"]) for c in flats for u in (c["ridge"], right)]
-    middle = (left * min(c["ridge"] for c in flats)) ** 0.5
+    middle = left**0.3 * min(c["ridge"] for c in flats) ** 0.7
+    bold = {
+        "color": ink,
+        "fontSize": alt.ExprRef(f"{NARROW} ? 11 : 12.5"),
+        "fontWeight": 600,
+        "text": alt.ExprRef(f"{NARROW} ? datum.short : datum.roof"),
+    }
     ridges = _on([{"label": c["label"], "x": c["ridge"], "y": c["rate"]} for c in flats])
     return [
         _on([{"roof": name, "x": u, "y": v} for name, u, v in ends])
         .mark_line(color=ink, strokeWidth=2)
         .encode(detail="roof:N", tooltip=["roof:N"]),
-        _on([{"roof": c["roof"], "x": right, "y": c["rate"]} for c in flats])
-        .mark_text(align="right", baseline="bottom", dx=-4, dy=-5, **bold)
-        .encode(text="roof:N"),
-        _on([{"roof": memory, "x": middle, "y": middle * bandwidth}])
-        .mark_text(align="right", baseline="bottom", dx=-8, dy=-4, **bold)
-        .encode(text="roof:N"),
+        _on([{"x": right, "y": c["rate"], **c} for c in flats]).mark_text(align="right", baseline="bottom", dx=-4, dy=-5, **bold),
+        _on([{"x": middle, "y": middle * bandwidth, "roof": memory, "short": units.scaled(bandwidth, "B/s")}]).mark_text(
+            align="right", baseline="bottom", dx=-8, dy=-4, **bold
+        ),
         ridges.mark_point(shape="diamond", size=90, fill=alt.ExprRef("paper"), stroke=ink, opacity=1).encode(tooltip=["label:N"]),
-        ridges.mark_text(align="right", baseline="bottom", dx=-8, dy=-4, color=alt.ExprRef("quiet"), fontSize=11.5).encode(text="label:N"),
+        ridges.mark_text(
+            align="right",
+            baseline="bottom",
+            dx=-8,
+            dy=-4,
+            color=alt.ExprRef("quiet"),
+            fontSize=11.5,
+            text=alt.ExprRef(f"{NARROW} ? '' : datum.label"),
+        ),
     ]
 
 
@@ -150,19 +177,19 @@ def _rungs(found: list[dict[str, Any]], interactive: bool) -> altair.Chart:
 
     present = [name for name in GROUPS.values() if any(p["group"] == name for p in found)]
     directions = sorted({p["direction"] for p in found}, reverse=True)
-    legend = alt.Legend(values=present, orient="top", columns=3 if interactive else 5, symbolOpacity=1)
+    legend = alt.Legend(values=present, orient="top", offset=28, columns=alt.ExprRef(f"{NARROW} ? 3 : 5"), symbolOpacity=1)
     dots = _on(found).mark_point(filled=True, size=70, opacity=0.85)
     dots = dots.encode(
         color=alt.Color("group:N", title=None, legend=legend).scale(domain=list(GROUPS.values())),
-        shape=alt.Shape("direction:N", title=None, legend=alt.Legend(orient="top") if len(directions) > 1 else None).scale(
-            domain=["forward", "backward"], range=["circle", "triangle-down"]
-        ),
+        shape=alt.Shape(
+            "direction:N", title=None, legend=None if interactive or len(directions) < 2 else alt.Legend(orient="top", offset=28)
+        ).scale(domain=["forward", "backward"], range=["circle", "triangle-down"]),
         tooltip=[alt.Tooltip(f"{name}:N") for name in ("op", "impl", "case", "dtype", "direction", "time", "rate", "roof share")],
     )
     if not interactive:
         return dots
     chosen = alt.selection_point(fields=["group"], bind="legend", name="written_in")
-    menus = [_menu(name, sorted({p[name] for p in found})) for name in ("op", "dtype", "direction")]
+    menus = [_menu(name, sorted({p[name] for p in found})) for name in ("direction", "dtype", "op")]
     dots = dots.encode(opacity=alt.condition(chosen, alt.value(0.85), alt.value(0.05))).add_params(chosen, *menus)
     for menu in menus:
         dots = dots.transform_filter(menu)

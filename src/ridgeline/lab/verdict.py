@@ -59,7 +59,7 @@ def sentence(row: Row, siblings: list[Row], launch_us: float, gpu: bool) -> str:
     if limit == "launch":
         empty = units.seconds(launch_us / 1e6)
         return f"Bounded by the launch: {time}, an empty kernel {empty}. Batch it, fuse it with a neighbour or capture a CUDA graph."
-    cache = " (with the cache's help)" if row.get("cached") else ""
+    cache = " (with the cache's help)" if row.get("cached") and limit == "memory" else ""
     return f"{_place(row, limit)}{cache}: {_help(row, limit)}{_faster(row, siblings)}."
 
 

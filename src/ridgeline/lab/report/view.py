@@ -1,0 +1,235 @@
+"""What the page shows, from rows alone: plain values that the template lays out. Nothing here measures or draws."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from statistics import median
+from typing import Any
+
+from ridgeline.lab import roofline, units, verdict
+from ridgeline.lab.verdict import WAYS, Row
+
+STATUS = {"wrong": "wrong result", "oom": "out of memory", "refused": "figure refused", "unsupported": "cannot run", "skipped": "skipped"}
+
+
+@dataclass
+class Source:
+    """One run as the page sees it. recorded: measured elsewhere, at another time."""
+
+    rows: list[Row]
+    recorded: bool = False
+
+    def __post_init__(self) -> None:
+        self.run, self.roof = verdict.one(self.rows, "run"), verdict.one(self.rows, "roof")
+        self.bench, self.checks = verdict.of(self.rows, "bench"), verdict.of(self.rows, "check")
+        self.machine: dict[str, Any] = self.run["machine"]
+        self.gpu = self.machine["gpu"] is not None
+
+    @property
+    def name(self) -> str:
+        return self.machine["gpu"] or self.machine["cpu"]
+
+    @property
+    def label(self) -> str:
+        return f"{self.name}, recorded" if self.recorded else self.name
+
+    def works(self, op: str) -> dict[tuple[str, str, str, str], list[Row]]:
+        """The op's bench rows by what was timed, in the order of the file."""
+        found: dict[tuple[str, str, str, str], list[Row]] = {}
+        for row in self.bench:
+            if row["op"] == op:
+                found.setdefault(verdict.key(row), []).append(row)
+        return found
+
+
+def ours(row: Row) -> bool:
+    """Whether a timed row is a kernel of Ridgeline's."""
+    return row["status"] == "ok" and not row["peer"] and row["kind"] in WAYS
+
+
+def best(rows: list[Row]) -> Row | None:
+    """The fastest timed row: of Ridgeline's kernels where there are any, else of all."""
+    timed = [r for r in rows if ours(r)] or [r for r in rows if r["status"] == "ok"]
+    return min(timed, key=lambda r: r["seconds"]["median"], default=None)
+
+
+def champions(source: Source) -> list[Row]:
+    """The best kernel of every work whose figure is the memory's or the matrix units', not the cache's or the host's."""
+    launch_us = source.roof["launch_us"]
+    found = [best(rows) for op in names([source]) for rows in source.works(op).values()]
+    whole = [r for r in found if r and verdict.bound(r, launch_us, source.gpu) in ("memory", "compute")]
+    return [r for r in whole if not r.get("cached")] or whole
+
+
+def headline(source: Source) -> str:
+    """The main result in one sentence."""
+    found = champions(source)
+    if not found:
+        return f"Nothing could be timed on {source.name}."
+    share = units.percent(median(r["share"] for r in found))
+    if not any(ours(r) for r in found):
+        return f"On this {source.name}, the best way to compute each operation reaches {share} of the measured roof."
+    said = f"Ridgeline's kernels reach {share} of the measured roof of an {source.name}"
+    ratios = [r["ratio"] for r in found if r.get("ratio")]
+    return f"{said} and run {units.times(median(ratios))} as fast as the best peer." if ratios else f"{said}."
+
+
+def beneath(source: Source) -> str:
+    """What the headline's figures are taken over."""
+    found = champions(source)
+    timed = sum(r["status"] == "ok" for r in source.bench)
+    what = " and ".join([", ".join(ops[:-1]), ops[-1]] if len(ops := sorted({r["op"] for r in found})) > 1 else ops)
+    return f"Medians over {len(found)} pieces of work from {what}. {timed} timings, each of a result that had passed the check."
+
+
+def facts(source: Source) -> list[tuple[str, str]]:
+    """The machine's particulars, those that are known."""
+    m, run = source.machine, source.run
+    shown = [
+        ("GPU", f"{m['gpu']} ({m['arch']})" if source.gpu else "none"),
+        ("CPU", f"{m['cpu']}, {m['cores']} cores"),
+        ("Memory", units.size(m["memory_bytes"])),
+        ("PyTorch", m["torch"]),
+        ("Triton", m["triton"]),
+        ("CUDA", m["cuda"]),
+        ("Driver", m["driver"]),
+        ("Python", m["python"]),
+        ("System", m["os"]),
+        ("Measured", run["time"].replace("T", " ").replace("+00:00", "").removesuffix("Z") + " UTC"),
+        ("Commit", run["commit"] + (", with changes" if run["dirty"] else "")),
+        ("Command", run["command"]),
+    ]
+    return [(name, str(value)) for name, value in shown if value]
+
+
+def tiles(source: Source) -> list[tuple[str, str, str]]:
+    """The roof in a few large figures: (figure, unit, what it is)."""
+    roof = source.roof
+    dtype, rate = max(roof["matmul"].items(), key=lambda item: item[1]["median"])
+    copy = roof["copy"]["median"]
+    spread = ", ".join(f"{name} {units.scaled(roof[name]['median'], 'B/s')}" for name in ("read", "write", "add"))
+    shape = " x ".join(str(n) for n in rate["shape"])
+    shown = [
+        (units.scaled(copy, "B/s"), f"memory, as a copy ({spread})"),
+        (units.scaled(rate["median"], "FLOP/s"), f"{dtype} matrix product of {shape}"),
+        (f"{units.digits(rate['median'] / copy)} FLOP/B", "ridge point: below it memory bounds, above it arithmetic"),
+    ]
+    if source.gpu:
+        shown.append((f"{units.digits(roof['launch_us'])} us", "to launch an empty kernel"))
+    return [(*figure.split(" ", 1), what) for figure, what in shown]
+
+
+def names(sources: list[Source]) -> list[str]:
+    """The ops that any source has timed."""
+    return list(dict.fromkeys(row["op"] for source in sources for row in source.bench))
+
+
+def line(row: Row, source: Source, siblings: list[Row]) -> dict[str, Any]:
+    """One rung in a table."""
+    shown: dict[str, Any] = {
+        "impl": row["impl"],
+        "group": roofline.group(row),
+        "ok": row["status"] == "ok",
+        "verdict": verdict.sentence(row, siblings, source.roof["launch_us"], source.gpu),
+    }
+    if row["status"] != "ok":
+        return shown | {"status": STATUS.get(row["status"], row["status"]), "reason": row["reason"] or ""}
+    low, high = row["seconds"]["low"], row["seconds"]["high"]
+    return shown | {
+        "time": units.seconds(row["seconds"]["median"]),
+        "spread": units.spread(row["seconds"]),
+        "interval": f"95% interval {units.seconds(low)} to {units.seconds(high)}",
+        "rate": roofline.rate(row),
+        "share": row["share"],
+        "percent": units.percent(row["share"]),
+        "ratio": units.times(row["ratio"]) if row.get("ratio") else units.DASH,
+        "host": f"{units.digits(row['host_us'])} us" if row.get("host_us") is not None else units.DASH,
+        "peak": units.size(row.get("peak_bytes")),
+        "law": units.digits(row["law"]) if row.get("law") is not None else units.DASH,
+        "notes": [note for note, said in (("cache-assisted", row.get("cached")), ("throttled", row.get("throttled"))) if said],
+    }
+
+
+def tables(source: Source, op: str) -> list[dict[str, Any]]:
+    """One table per work: its rungs in order, and its best one in a line."""
+    found = []
+    for (_, case, dtype, direction), rows in source.works(op).items():
+        top = best(rows)
+        said = (
+            {"impl": top["impl"], "time": units.seconds(top["seconds"]["median"]), "percent": units.percent(top["share"])} if top else None
+        )
+        share, group = (top["share"], roofline.group(top)) if top else (0, "plain")
+        lines = [line(row, source, rows) for row in rows]
+        found.append({"case": case, "dtype": dtype, "direction": direction, "best": said, "share": share, "group": group, "rows": lines})
+    return found
+
+
+def ladder(source: Source, op: str, ideas: dict[str, str]) -> dict[str, Any] | None:
+    """The op's rungs on its largest work, each with what it gained over the one before."""
+    works = {work: rows for work, rows in source.works(op).items() if best(rows)}
+    if not works:
+        return None
+    work = max(
+        works, key=lambda w: (w[3] == "forward", sum(r["status"] == "ok" for r in works[w]), works[w][0]["bytes"], w[2] == "bfloat16")
+    )
+    order = list(ideas)
+    rows = sorted(works[work], key=lambda r: order.index(r["impl"]) if r["impl"] in order else len(order))
+    steps, before = [], 0.0
+    out: dict[str, list[str]] = {}
+    for row in rows:
+        if row["status"] != "ok":
+            out.setdefault(f"{STATUS.get(row['status'], row['status'])}: {row['reason'] or 'no reason given'}", []).append(row["impl"])
+            continue
+        now = row["seconds"]["median"]
+        gain = before / now
+        tone = "more" if gain > 1.02 else "less" if gain < 0.98 else ""
+        steps.append(
+            line(row, source, rows) | {"idea": ideas.get(row["impl"], ""), "gain": units.times(gain) if gain else "", "tone": tone}
+        )
+        before = now
+    left_out = [{"reason": reason, "impls": impls} for reason, impls in out.items()]
+    return {"case": work[1], "dtype": work[2], "direction": work[3], "steps": steps, "out": left_out}
+
+
+def checked(rows: list[Row]) -> dict[str, Any]:
+    """How many checks passed, those that did not, and how many could not be made."""
+    done = [row for row in rows if row["ok"] is not None]
+    failed = [row for row in done if not row["ok"]]
+    shown = [{name: row[name] for name in ("op", "case", "dtype", "impl")} | {"reason": _why(row)} for row in failed]
+    unable = sorted({f"{row['impl']}: {row['reason']}" for row in rows if row["ok"] is None})
+    return {"passed": len(done) - len(failed), "failed": shown, "unable": unable}
+
+
+def _why(row: Row) -> str:
+    if row.get("reason"):
+        return row["reason"]
+    worst = max(row.get("outputs", {}).items(), key=lambda item: item[1]["worst"], default=None)
+    return (
+        f"{worst[0]}: {units.times(worst[1]['worst'])} the allowed error, in its worst {worst[1]['where']}" if worst else "no reason given"
+    )
+
+
+def changes(now: Source, before: Source) -> dict[str, Any]:
+    """This run against an earlier one: what became slower or faster by more than the intervals of both, the largest change first."""
+    from ridgeline.lab.clock import apart
+
+    old = {(*verdict.key(r), r["impl"]): r for r in before.bench if r["status"] == "ok"}
+    pairs = [(old[at], r) for r in now.bench if r["status"] == "ok" and (at := (*verdict.key(r), r["impl"])) in old]
+    moved = [(a, b, b["seconds"]["median"] / a["seconds"]["median"]) for a, b in pairs if apart(a["seconds"], b["seconds"])]
+    rows = [
+        {
+            "op": b["op"],
+            "work": " ".join(verdict.key(b)[1:]),
+            "impl": b["impl"],
+            "before": units.seconds(a["seconds"]["median"]),
+            "now": units.seconds(b["seconds"]["median"]),
+            "change": f"{units.times(max(ratio, 1 / ratio))} {'slower' if ratio > 1 else 'faster'}",
+            "tone": "slower" if ratio > 1 else "faster",
+        }
+        for a, b, ratio in sorted(moved, key=lambda m: -max(m[2], 1 / m[2]))
+    ]
+    slower = sum(row["tone"] == "slower" for row in rows)
+    since = f"Against run {before.run['run']} (commit {before.run['commit']}): of {len(pairs)} times in both,"
+    if not rows:
+        return {"sentence": f"{since} none lies outside the other's interval.", "rows": []}
+    return {"sentence": f"{since} {slower} are slower and {len(rows) - slower} faster by more than their intervals.", "rows": rows}
