@@ -1,0 +1,92 @@
+"""Drives Nsight Systems (nsys) and Nsight Compute (ncu) where they are installed, and says so where they are not."""
+
+from __future__ import annotations
+
+import csv
+import io
+import os
+import shutil
+import subprocess
+import sys
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+PATIENCE = 600  # seconds for one run under a tool
+METRICS = {
+    "Duration": "time",
+    "DRAM Throughput": "DRAM",
+    "Memory Throughput": "memory",
+    "Compute (SM) Throughput": "compute",
+    "L2 Hit Rate": "L2 hits",
+    "Registers Per Thread": "registers",
+    "Achieved Occupancy": "occupancy",
+}
+
+
+@dataclass(frozen=True)
+class Outcome:
+    """What a tool came to: ok, a sentence, the files it wrote, and figures per kernel (ncu)."""
+
+    name: str
+    ok: bool
+    said: str
+    files: list[str] = field(default_factory=list)
+    rows: list[dict[str, Any]] = field(default_factory=list)
+
+
+def nsys(command: list[str], folder: Path) -> Outcome:
+    """Records a timeline of a command: CUDA calls, kernels, NVTX ranges."""
+    report = folder / "nsys.nsys-rep"
+    flags = ["profile", "--trace=cuda,nvtx", "--sample=none", "--cpuctxsw=none", "--force-overwrite=true", f"--output={report}"]
+    return _run("nsys", flags, command, report)
+
+
+def ncu(command: list[str], folder: Path, inside: str) -> Outcome:
+    """Measures every kernel that starts inside the NVTX range of that name, with the clocks left as they are."""
+    report = folder / "ncu.ncu-rep"
+    flags = [
+        "--clock-control",
+        "none",
+        "--set",
+        "detailed",
+        "--nvtx",
+        "--nvtx-include",
+        f"{inside}/",
+        "--force-overwrite",
+        "--export",
+        str(report),
+    ]
+    outcome = _run("ncu", flags, command, report)
+    if not outcome.ok:
+        return outcome
+    table = subprocess.run(["ncu", "--import", str(report), "--page", "details", "--csv"], capture_output=True, text=True, timeout=PATIENCE)
+    return Outcome("ncu", True, outcome.said, outcome.files, kernels(table.stdout))
+
+
+def kernels(table: str) -> list[dict[str, Any]]:
+    """Per kernel of ncu's details in CSV, the few metrics that tell most, each with its unit."""
+    lines = table.splitlines()
+    start = next((i for i, line in enumerate(lines) if line.startswith('"ID"')), len(lines))
+    found: dict[str, dict[str, Any]] = {}
+    for row in csv.DictReader(io.StringIO("\n".join(lines[start:]))):
+        kernel = found.setdefault(row["ID"], {"kernel": row["Kernel Name"]})
+        if row["Metric Name"] in METRICS:
+            kernel.setdefault(METRICS[row["Metric Name"]], f"{row['Metric Value']} {row['Metric Unit']}".strip())
+    return list(found.values())
+
+
+def _run(tool: str, flags: list[str], command: list[str], report: Path) -> Outcome:
+    program = shutil.which(tool)
+    if program is None:
+        return Outcome(tool, False, f"{tool} is not installed here (it is not on PATH)")
+    env = os.environ | {"PYTHONPATH": os.pathsep.join([str(Path(__file__).parents[2]), *sys.path])}
+    try:
+        done = subprocess.run([program, *flags, *command], capture_output=True, text=True, timeout=PATIENCE, env=env)
+    except subprocess.TimeoutExpired:
+        return Outcome(tool, False, f"{tool} took longer than {PATIENCE} s and was stopped")
+    if done.returncode == 0 and report.exists():
+        return Outcome(tool, True, f"written to {report}", [str(report)])
+    words = [line for line in (done.stdout + done.stderr).splitlines() if line.strip()]
+    reason = next((line for line in words if "ERR_" in line or "==ERROR==" in line), words[-1] if words else "no output")
+    return Outcome(tool, False, f"{tool} failed with exit code {done.returncode}: {reason.strip()}")

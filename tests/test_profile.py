@@ -1,0 +1,164 @@
+"""Profiles: what runs is in the table and in the flame graphs; a trace with a GPU in it; Nsight's tools where they are not; bad input."""
+
+import argparse
+import json
+import stat
+from pathlib import Path
+from typing import Any
+from xml.etree import ElementTree
+
+import pytest
+
+from ridgeline.lab import flame, nsight, profile
+from ridgeline.op import RidgelineError
+
+USER = """
+import torch
+
+def step():
+    return helper(torch.ones(300, 300))
+
+def helper(x):
+    return x @ x
+
+def picky(x):
+    return x
+
+def broken():
+    raise KeyError("nope")
+"""
+
+
+@pytest.fixture
+def user(tmp_path: Path) -> Path:
+    path = tmp_path / "user.py"
+    path.write_text(USER)
+    return path
+
+
+def run(*words: Any) -> int:
+    parser = argparse.ArgumentParser()
+    profile.arguments(parser)
+    return profile.main(parser.parse_args([str(w) for w in words]))
+
+
+def figures(capsys: pytest.CaptureFixture[str], *words: Any) -> dict[str, Any]:
+    assert run(*words, "--json") == 0
+    return json.loads(capsys.readouterr().out)
+
+
+def titles(path: str) -> list[str]:
+    root = ElementTree.parse(path).getroot()
+    return [t.text or "" for t in root.iter("{http://www.w3.org/2000/svg}title")]
+
+
+def test_a_function_of_ones_own(user: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    told = figures(capsys, f"{user}:step", "--steps", 2, "--out", tmp_path / "out")
+    (product,) = [line for line in told["lines"] if line["name"] == "aten::mm"]
+    assert product["calls"] == 1
+    assert product["cpu_us"] > 0
+    frames = titles(told["files"]["flame_cpu"])
+    assert [t for t in frames if "user.py(7): helper" in t]
+    assert [t for t in frames if t.startswith("aten::mm")]
+    assert not [t for t in frames if "profile.py" in t and "span" not in t]
+    assert json.loads(Path(told["files"]["trace"]).read_text())["traceEvents"]
+
+
+def test_an_op(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    told = figures(capsys, "gelu", "--impl", "naive", "--steps", 2, "--out", tmp_path)
+    names = {line["name"] for line in told["lines"]}
+    assert {"aten::mul", "gelu forward", "gelu backward"} <= names
+    assert told["target"].startswith("gelu naive, ")
+
+
+def test_the_table_is_printed(user: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    assert run(f"{user}:step", "--steps", 1, "--out", tmp_path) == 0
+    out = capsys.readouterr().out
+    assert "aten::mm" in out
+    assert "flame-cpu.svg" in out
+
+
+def test_nsight_is_driven_or_said_to_be_missing(user: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: Any) -> None:
+    monkeypatch.setenv("PATH", str(tmp_path))
+    told = figures(capsys, f"{user}:step", "--steps", 1, "--out", tmp_path, "--nsys", "--ncu")
+    assert [(t["name"], t["ok"]) for t in told["tools"]] == [("nsys", False), ("ncu", False)]
+    assert "not installed" in told["tools"][0]["said"]
+    fake = tmp_path / "ncu"
+    fake.write_text('#!/bin/sh\nfor a; do echo "$a"; done > "$0.args"\necho "==ERROR== ERR_NVGPUCTRPERM"\nexit 1\n')
+    fake.chmod(fake.stat().st_mode | stat.S_IXUSR)
+    told = figures(capsys, f"{user}:step", "--steps", 1, "--out", tmp_path, "--ncu")
+    assert "ERR_NVGPUCTRPERM" in told["tools"][0]["said"]
+    words = (tmp_path / "ncu.args").read_text().split("\n")
+    assert words[words.index("--clock-control") + 1] == "none"
+    assert words[words.index("-m") + 1 :][:3] == ["ridgeline", "profile", f"{user}:step"]
+
+
+def test_the_figures_of_ncu() -> None:
+    table = """==PROF== noise
+"ID","Kernel Name","Section Name","Metric Name","Metric Unit","Metric Value"
+"0","gelu_fwd","GPU Speed Of Light Throughput","Duration","us","120.5"
+"0","gelu_fwd","GPU Speed Of Light Throughput","DRAM Throughput","%","91.2"
+"1","gelu_bwd","Launch Statistics","Registers Per Thread","register/thread","32"
+"""
+    assert nsight.kernels(table) == [
+        {"kernel": "gelu_fwd", "time": "120.5 us", "DRAM": "91.2 %"},
+        {"kernel": "gelu_bwd", "registers": "32 register/thread"},
+    ]
+
+
+def event(cat: str, name: str, ts: float, dur: float, tid: Any = 1, **args: Any) -> dict[str, Any]:
+    return {"ph": "X", "cat": cat, "name": name, "ts": ts, "dur": dur, "tid": tid, "args": args}
+
+
+def test_gpu_time_stands_under_what_launched_it(tmp_path: Path) -> None:
+    events = [
+        event("python_function", "cli.py(1): main", 0, 100),
+        event("user_annotation", "step", 10, 60),
+        event("cpu_op", "aten::mm", 20, 30),
+        event("cuda_runtime", "cudaLaunchKernel", 25, 5, correlation=7),
+        event("cuda_driver", "cuLaunchKernelEx", 55, 5, correlation=8),
+        event("cpu_op", "MmBackward", 30, 20, tid=2),
+        event("cuda_runtime", "cudaLaunchKernel", 35, 5, tid=2, correlation=9),
+        event("cpu_op", "aten::outside", 90, 5),
+        event("kernel", "gemm<a, b>", 40, 400, tid="stream 7", correlation=7),
+        event("kernel", "_fwd", 450, 100, tid="stream 7", correlation=8),
+        event("kernel", "gemm<a, b>", 550, 500, tid="stream 7", correlation=9),
+    ]
+    host, gpu = flame.trees({"traceEvents": events}, "step")
+    step = host.children["step"]
+    assert (step.total, step.own) == (60, 25)
+    assert step.children["aten::mm"].own == 25
+    assert "aten::outside" not in step.children
+    assert gpu.total == 1000
+    launch = gpu.children["step"].children["aten::mm"].children["cudaLaunchKernel"]
+    assert launch.children["gemm<a, b>"].own == 400
+    assert gpu.children["step"].children["cuLaunchKernelEx"].children["_fwd"].own == 100
+    assert gpu.children["other thread"].children["MmBackward"].total == 500
+    path = tmp_path / "flame.svg"
+    path.write_text(flame.svg(gpu, "a < b", steps=1))
+    assert [t for t in titles(str(path)) if t.startswith("gemm<a, b>\n400 us per step, 40%")]
+
+
+@pytest.mark.parametrize(
+    ("target", "words"),
+    [
+        ("{user}", "without a function"),
+        ("{user}:nix", "has no function 'nix'; it has step, helper, picky, broken"),
+        ("{user}:picky", "cannot be called without arguments"),
+        ("{user}:broken", r"KeyError: 'nope' \(.*user.py:14\)"),
+        ("nix.py:f", "no Python file 'nix.py'"),
+        ("nix", "there is no op 'nix'"),
+    ],
+)
+def test_bad_targets(target: str, words: str, user: Path, tmp_path: Path) -> None:
+    with pytest.raises(RidgelineError, match=words):
+        run(target.format(user=user), "--out", tmp_path / "out")
+
+
+def test_bad_options(user: Path, tmp_path: Path) -> None:
+    with pytest.raises(RidgelineError, match="--steps is 0"):
+        run(f"{user}:step", "--steps", 0)
+    with pytest.raises(RidgelineError, match="cannot be written"):
+        run(f"{user}:step", "--out", user)
+    with pytest.raises(RidgelineError, match="no dtype 'int8'"):
+        run("gelu", "--dtype", "int8", "--out", tmp_path)
