@@ -61,6 +61,8 @@ def gelu(x: torch.Tensor, approximate: str = "none", *, impl: str | None = None)
     """
     if approximate not in ("none", "tanh"):
         raise RidgelineError(f'gelu: approximate must be "none" or "tanh", and is {approximate!r}')
+    if isinstance(x, torch.Tensor) and not x.is_floating_point():
+        raise RidgelineError(f"gelu: x must be floating point (float32, float16, bfloat16), and is {x.dtype}")
     plain = KERNELS.plain(impl, x)
     return plain(x, approximate) if plain else KERNELS(impl, x, mode=approximate)
 
