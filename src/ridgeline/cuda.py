@@ -4,9 +4,10 @@ from __future__ import annotations
 
 import ctypes
 import struct
+import threading
 from collections.abc import Sequence
 from dataclasses import dataclass
-from functools import cache, cached_property
+from functools import cache
 from pathlib import Path
 from typing import Any
 
@@ -58,53 +59,32 @@ def compile_source(path: Path, arch: str, macros: tuple[tuple[str, Any], ...]) -
     from cuda.bindings import nvrtc
 
     arch = {"sm_90": "sm_90a", "sm_100": "sm_100a"}.get(arch, arch)
-    options = [f"-arch={arch}", "-std=c++20", "-lineinfo", "--ptxas-options=-v", f"-I{_include()}", f"-I{TILES}"]
+    options = [f"-arch={arch}", "-std=c++20", "-default-device", "-lineinfo", "--ptxas-options=-v", f"-I{_include()}", f"-I{TILES}"]
     options += [f"-D{name}={value}" for name, value in macros]
     _, program = nvrtc.nvrtcCreateProgram(path.read_bytes(), path.name.encode(), 0, [], [])
     (status,) = nvrtc.nvrtcCompileProgram(program, len(options), [o.encode() for o in options])
     try:
-        log = _text(nvrtc.nvrtcGetProgramLogSize, nvrtc.nvrtcGetProgramLog, program).decode()
+        log = _bytes(nvrtc.nvrtcGetProgramLogSize, nvrtc.nvrtcGetProgramLog, program).rstrip(b"\0").decode()
         if status != nvrtc.nvrtcResult.NVRTC_SUCCESS:
             raise CudaError(f"{path.name} does not compile for {arch}:\n{log[:3000]}")
-        cubin = _text(nvrtc.nvrtcGetCUBINSize, nvrtc.nvrtcGetCUBIN, program)
-        return Compiled(cubin, _text(nvrtc.nvrtcGetPTXSize, nvrtc.nvrtcGetPTX, program).decode(), log)
+        cubin = _bytes(nvrtc.nvrtcGetCUBINSize, nvrtc.nvrtcGetCUBIN, program)
+        return Compiled(cubin, _bytes(nvrtc.nvrtcGetPTXSize, nvrtc.nvrtcGetPTX, program).decode(), log)
     finally:
         nvrtc.nvrtcDestroyProgram(program)
 
 
-def _text(size: Any, get: Any, program: Any) -> bytes:
+def _bytes(size: Any, get: Any, program: Any) -> bytes:
     _, count = size(program)
     buffer = b" " * count
     get(program, buffer)
-    return buffer.rstrip(b"\0") if get.__name__ != "nvrtcGetCUBIN" else buffer
-
-
-class _Dim(ctypes.Structure):
-    _fields_ = [("x", ctypes.c_uint), ("y", ctypes.c_uint), ("z", ctypes.c_uint)]
-
-
-class _Attribute(ctypes.Structure):
-    """CUlaunchAttribute: an id, padding, and a union of 64 bytes of which a cluster's size takes three words."""
-
-    _fields_ = [("id", ctypes.c_int), ("pad", ctypes.c_int), ("value", ctypes.c_uint * 16)]
-
-
-class _Config(ctypes.Structure):
-    """CUlaunchConfig."""
-
-    _fields_ = [
-        ("grid", _Dim),
-        ("block", _Dim),
-        ("shared", ctypes.c_uint),
-        ("stream", ctypes.c_void_p),
-        ("attributes", ctypes.POINTER(_Attribute)),
-        ("count", ctypes.c_uint),
-    ]
+    return buffer
 
 
 @cache
 def _driver() -> Any:
-    return ctypes.CDLL("libcuda.so.1")
+    driver = ctypes.CDLL("libcuda.so.1")
+    driver.cuLaunchKernelEx.argtypes = [ctypes.c_void_p] * 4
+    return driver
 
 
 def _check(code: int, what: str) -> None:
@@ -112,6 +92,45 @@ def _check(code: int, what: str) -> None:
         text = ctypes.c_char_p()
         _driver().cuGetErrorString(code, ctypes.byref(text))
         raise CudaError(f"{what}: {(text.value or b'error %d' % code).decode()}")
+
+
+def parameters(function: int) -> list[tuple[int, int]]:
+    """The offset and size in bytes of every parameter of a loaded kernel, as the driver knows them."""
+    found, offset, size = [], ctypes.c_size_t(), ctypes.c_size_t()
+    at = ctypes.c_void_p(function)
+    while not _driver().cuFuncGetParamInfo(at, ctypes.c_size_t(len(found)), ctypes.byref(offset), ctypes.byref(size)):
+        found.append((offset.value, size.value))
+    return found
+
+
+class Starter:
+    """Starts a loaded kernel with one call of the driver.
+
+    layout: the parameters as a `struct` format. The memory that the driver reads (CUlaunchConfig, the packed parameters and
+    what points to them) is made once and filled at each start, under a lock.
+    """
+
+    CONFIG = struct.Struct("@7I4xQQI4x")  # grid, block, dynamic shared memory, stream, attributes, their count
+
+    def __init__(self, function: int, layout: struct.Struct, threads: int, shared: int, cluster: int = 1, what: str = "a kernel"):
+        self.function, self.threads, self.shared, self.what = function, threads, shared, what
+        self.layout, self.lock, self.launch = layout, threading.Lock(), _driver().cuLaunchKernelEx
+        # CUlaunchAttribute: an id (4: the cluster's size), padding, and a union of 64 bytes.
+        self.attribute = ctypes.create_string_buffer(struct.pack("@I4x3I52x", 4, cluster, 1, 1), 72)
+        self.attributes = (ctypes.addressof(self.attribute), 1) if cluster > 1 else (0, 0)
+        self.config = ctypes.create_string_buffer(self.CONFIG.size)
+        self.packed = ctypes.create_string_buffer(max(layout.size, 1))
+        self.size = ctypes.c_size_t(layout.size)
+        self.extra = (ctypes.c_void_p * 5)(1, ctypes.addressof(self.packed), 2, ctypes.addressof(self.size), 0)
+        self.addresses = ctypes.addressof(self.config), function, 0, ctypes.addressof(self.extra)
+
+    def __call__(self, x: int, y: int, z: int, stream: int, values: Sequence[Any]) -> None:
+        with self.lock:
+            self.CONFIG.pack_into(self.config, 0, x, y, z, self.threads, 1, 1, self.shared, stream, *self.attributes)
+            self.layout.pack_into(self.packed, 0, *values)
+            code = self.launch(*self.addresses)
+        if code:
+            _check(code, f"{self.what} with grid {x, y, z}, {self.threads} threads and {self.shared} bytes of shared memory")
 
 
 class CudaKernel:
@@ -125,7 +144,7 @@ class CudaKernel:
 
     def __init__(self, path: Path, name: str, arguments: str):
         self.path, self.name, self.arguments = path, name, arguments
-        self._functions: dict[Any, Any] = {}
+        self._starters: dict[Any, Starter] = {}
 
     def __repr__(self) -> str:
         return f"{self.path.name}:{self.name}"
@@ -133,34 +152,18 @@ class CudaKernel:
     def compile(self, arch: str, constants: dict[str, Any]) -> Compiled:
         return compile_source(self.path, arch, tuple((k, v) for k, v in constants.items() if k not in LAUNCH_OPTIONS))
 
-    @cached_property
-    def _layout(self) -> struct.Struct:
-        return struct.Struct("@" + self.arguments.replace("T", "128s"))
-
-    def _pack(self, args: Sequence[Any]) -> bytes:
-        values = [(0 if a is None else a.data_ptr()) if code == "P" else a for code, a in zip(self.arguments, args, strict=True)]
-        return self._layout.pack(*values)
-
     def start(self, grid: tuple[int, ...], stream: int, args: Sequence[Any], constants: dict[str, Any], index: int) -> None:
         key = (index, *constants.items())
-        loaded = self._functions.get(key)
-        if loaded is None:
-            loaded = self._functions[key] = self._load(constants, index)
-        function, block, shared, attributes, count = loaded
-        packed = self._pack(args)
-        size = ctypes.c_size_t(len(packed))
-        buffer = ctypes.c_char_p(packed)
-        extra = (ctypes.c_void_p * 5)(1, ctypes.cast(buffer, ctypes.c_void_p), 2, ctypes.addressof(size), 0)
-        config = _Config(_Dim(*grid, *(1,) * (3 - len(grid))), _Dim(block, 1, 1), shared, stream, attributes, count)
-        code = _driver().cuLaunchKernelEx(ctypes.byref(config), function, None, extra)
-        if code:
-            _check(code, f"{self} with grid {grid}, block {block}, {shared} bytes of shared memory")
+        starter = self._starters.get(key)
+        if starter is None:
+            starter = self._starters[key] = self._load(constants, index)
+        values = [(0 if a is None else a.data_ptr()) if code == "P" else a for code, a in zip(self.arguments, args, strict=True)]
+        starter(*grid, *(1,) * (3 - len(grid)), stream, values)
 
-    def _load(self, constants: dict[str, Any], index: int) -> Any:
+    def _load(self, constants: dict[str, Any], index: int) -> Starter:
         driver = _driver()
-        compiled = self.compile(devices._gpu(index).arch, constants)
+        compiled = self.compile(devices.gpu(index).arch, constants)
         module, function = ctypes.c_void_p(), ctypes.c_void_p()
-        torch.cuda.current_stream(index)
         _check(driver.cuModuleLoadData(ctypes.byref(module), compiled.cubin), f"loading {self}")
         _check(driver.cuModuleGetFunction(ctypes.byref(function), module, self.name.encode()), f"finding {self}")
         block, cluster, shared = (int(constants.get(o, d)) for o, d in zip(LAUNCH_OPTIONS, (256, 1, 0), strict=True))
@@ -168,5 +171,5 @@ class CudaKernel:
             _check(driver.cuFuncSetAttribute(function, 8, shared), f"{self} with {shared} bytes of shared memory")
         if cluster > 8:
             _check(driver.cuFuncSetAttribute(function, 14, 1), f"{self} with a cluster of {cluster}")
-        attributes = (_Attribute * 1)(_Attribute(4, 0, (ctypes.c_uint * 16)(cluster, 1, 1)))
-        return function, block, shared, attributes, int(cluster > 1)
+        layout = struct.Struct("@" + self.arguments.replace("T", "128s"))
+        return Starter(function.value or 0, layout, block, shared, cluster, str(self))

@@ -39,7 +39,8 @@ _pretended: Device | None = None
 
 
 @cache
-def _gpu(index: int) -> Device:
+def gpu(index: int) -> Device:
+    """The GPU of that index."""
     p = torch.cuda.get_device_properties(index)
     if torch.version.hip:
         arch = p.gcnArchName.split(":")[0]
@@ -52,14 +53,14 @@ def of(tensor: torch.Tensor) -> Device:
     """The device that a kernel on this tensor runs on (or is compiled for, while one is pretended)."""
     if _pretended is not None:
         return _pretended
-    return _gpu(tensor.get_device()) if tensor.is_cuda else CPU
+    return gpu(tensor.get_device()) if tensor.is_cuda else CPU
 
 
 def here() -> Device:
     """The current GPU; the CPU where there is none."""
     if _pretended is not None:
         return _pretended
-    return _gpu(torch.cuda.current_device()) if torch.cuda.is_available() else CPU
+    return gpu(torch.cuda.current_device()) if torch.cuda.is_available() else CPU
 
 
 def pretended() -> Device | None:

@@ -103,7 +103,7 @@ class Implementation:
     kind: str
     call: Callable[..., Any] | None = None
     launchers: dict[str, Callable[..., None]] = field(default_factory=dict)
-    supports: Callable[..., str | None] = lambda *args: None
+    supports: Callable[..., str | None] | None = None
     dtypes: tuple[str, ...] = FLOATS
     served: bool = False
     differentiable: bool = True

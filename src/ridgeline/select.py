@@ -11,7 +11,7 @@ import torch
 from ridgeline import cuda
 from ridgeline import device as devices
 from ridgeline.boundary import INTERPRETED, tracing
-from ridgeline.op import Implementation, Op, RidgelineError, dtype_name
+from ridgeline.op import Implementation, Op, RidgelineError
 
 
 @cache
@@ -28,18 +28,24 @@ def cannot_run(kind: str, device: devices.Device) -> str | None:
     return cuda.unavailable() if kind == "cuda" else None
 
 
-def why_not(implementation: Implementation, *args: Any) -> str | None:
-    """Why an implementation does not support a call on these inputs (the first is a tensor), or None."""
+def never(implementation: Implementation, direction: str, dtype: torch.dtype, device: devices.Device) -> str | None:
+    """Why an implementation cannot run any call in this direction and dtype on this device, or None."""
     if implementation.kind == "eager":
-        return implementation.supports(*args)
-    x = args[0]
-    device = devices.of(x)
+        return None
     reason = cannot_run(implementation.kind, device)
     if reason is None and implementation.arch > device.capability:
         reason = f"it needs sm_{implementation.arch} or later, and {device.name} is {device.arch}"
-    if reason is None and implementation.is_kernel and dtype_name(x) not in implementation.dtypes:
-        reason = f"it takes {', '.join(implementation.dtypes)}, and the input is {dtype_name(x)}"
-    return reason or implementation.supports(*args)
+    if reason is None and implementation.is_kernel and str(dtype)[6:] not in implementation.dtypes:
+        reason = f"it takes {', '.join(implementation.dtypes)}, and the input is {str(dtype)[6:]}"
+    if reason is None and implementation.is_kernel and direction not in implementation.launchers:
+        reason = "it has no backward"
+    return reason
+
+
+def why_not(implementation: Implementation, *args: Any, direction: str = "fwd") -> str | None:
+    """Why an implementation does not support a call on these inputs (the first is a tensor), or None."""
+    reason = never(implementation, direction, args[0].dtype, devices.of(args[0]))
+    return reason or (implementation.supports(*args) if implementation.supports else None)
 
 
 def find(op: Op, impl: str) -> Implementation:
@@ -49,31 +55,35 @@ def find(op: Op, impl: str) -> Implementation:
     return op.implementations[impl]
 
 
+_candidates: dict[Any, list[Implementation]] = {}
+
+
 def select(op: Op, impl: str | None, *args: Any, direction: str = "fwd", kernels: bool = False) -> Implementation:
     """The implementation that serves a call: the named one, or it raises with the reason why not; else the best that can.
 
     kernels: choose among kernels only (inside the registered op, where the choice for kernels has been made).
     """
+    x = args[0]
+    key = op, impl, direction, kernels, x.dtype, x.get_device(), devices._pretended
+    candidates = _candidates.get(key)
+    if candidates is None:
+        device = devices.of(x)
+        candidates = [i for i in _eligible(op, impl, kernels) if never(i, direction, x.dtype, device) is None]
+        _candidates[key] = candidates
+    for implementation in candidates:
+        if implementation.supports is None or implementation.supports(*args) is None:
+            return implementation
+    reasons = [f"{i.name}: {why_not(i, *args, direction=direction)}" for i in _eligible(op, impl, kernels)]
     if impl is not None:
-        implementation = find(op, impl)
-        reason = why_not(implementation, *args) or no_launcher(implementation, direction)
-        if reason:
-            raise RidgelineError(f"{op.name}: impl={impl!r} cannot run this call: {reason}")
-        return implementation
-    reasons = []
-    for implementation in reversed(op.implementations.values()):
-        if implementation.served and (implementation.is_kernel or not kernels):
-            reason = why_not(implementation, *args) or no_launcher(implementation, direction)
-            if reason is None:
-                return implementation
-            reasons.append(f"{implementation.name}: {reason}")
+        raise RidgelineError(f"{op.name}: impl={impl!r} cannot run this call: {reasons[0].removeprefix(impl + ': ')}")
     raise RidgelineError(f"{op.name}: no implementation serves this call ({'; '.join(reasons)})")
 
 
-def no_launcher(implementation: Implementation, direction: str) -> str | None:
-    if implementation.is_kernel and direction not in implementation.launchers:
-        return "it has no backward"
-    return None
+def _eligible(op: Op, impl: str | None, kernels: bool) -> list[Implementation]:
+    """What may be chosen, best first."""
+    if impl is not None:
+        return [find(op, impl)]
+    return [i for i in reversed(op.implementations.values()) if i.served and (i.is_kernel or not kernels)]
 
 
 def run(op: Op, direction: str, impl: str | None, outputs: tuple[torch.Tensor, ...], *inputs: Any) -> None:

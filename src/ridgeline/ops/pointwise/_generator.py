@@ -19,7 +19,7 @@ import triton
 import triton.language as tl
 
 from ridgeline import device, tuning
-from ridgeline.boundary import first_order, kernel_op, launch
+from ridgeline.boundary import differentiate, first_order, kernel_op, launch
 from ridgeline.cuda import CudaKernel
 from ridgeline.op import FLOATS, Op, RidgelineError, dtype_name
 from ridgeline.select import eager, run
@@ -179,13 +179,19 @@ class Pointwise:
                 raise RidgelineError(f"{self.name}: {name} must be a tensor, and is {type(t).__name__}")
             if t.device != x.device:
                 raise RidgelineError(f"{self.name}: {name} is on {t.device} and {self.inputs[0]} on {x.device}; one device is needed")
+        if any([t.shape != x.shape for t in tensors]):
+            shapes = [tuple(t.shape) for t in tensors]
+            try:
+                torch.broadcast_shapes(*shapes)
+            except RuntimeError as error:
+                raise RidgelineError(f"{self.name}: shapes must broadcast together, and are {', '.join(map(str, shapes))}") from error
         found = eager(self.op, impl, *tensors)
         return None if found is None else found.call
 
     def __call__(self, impl: str | None, *tensors: torch.Tensor, scalars: Sequence[float] = (), mode: str = "") -> torch.Tensor:
         """Runs what serves the call: `impl`, or the best there is."""
         if torch.is_grad_enabled() and any([t.requires_grad for t in tensors]):
-            return self.function.apply(impl, mode, scalars, *tensors)
+            return differentiate(self.function, impl, mode, scalars, *tensors)
         return self.fwd(*tensors, scalars, mode, impl)
 
     def _forward(self, *args: Any) -> torch.Tensor:
@@ -222,7 +228,7 @@ class Pointwise:
             if need:
                 _launch(self.name, "bwd", self.functions["bwd"][mode], grads, (dy, *tensors), tuple(scalars), need)
 
-        self.op.kernel("triton", idea, kind="triton", fwd=fwd, bwd=bwd, supports=floats, served=True)
+        self.op.kernel("triton", idea, kind="triton", fwd=fwd, bwd=bwd, supports=floats if self.count > 1 else None, served=True)
 
 
 def _output(tensors: Sequence[torch.Tensor]) -> torch.Tensor:

@@ -1,0 +1,174 @@
+"""matmul: y = a @ b, in tiles that a multiprocessor keeps in shared memory, visited in groups that reuse the L2 cache.
+
+A program computes one BM x BN tile of y: it walks K in steps of BK, multiplies on the matrix units and adds up in float32.
+Programs are numbered so that GROUP rows of tiles go down before the next column: a wave of programs then shares the tiles
+of a and b that it reads (for 9 tiles of a 9 x 9 grid: 54 loads instead of 90).
+Source: Tillet, Kung and Cox, Triton, MAPL 2019; the grouped order is that of Stanford CS336's lecture on kernels.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+import triton
+import triton.language as tl
+
+from ridgeline import device, tuning
+from ridgeline.boundary import differentiate, first_order, kernel_op, launch
+from ridgeline.op import Case, Cost, Op, RidgelineError, Spec, dtype_name, nbytes
+from ridgeline.select import eager, run
+
+
+@triton.jit
+def _fwd(y, a, b, M, N, K, a_batch, a_m, a_k, b_batch, b_k, b_n, BM: tl.constexpr, BN: tl.constexpr, BK: tl.constexpr, GROUP: tl.constexpr, EVEN: tl.constexpr, PRECISION: tl.constexpr):  # fmt: skip
+    batch = tl.program_id(1).to(tl.int64)
+    pid = tl.program_id(0)
+    down, across = tl.cdiv(M, BM), tl.cdiv(N, BN)
+    first = pid // (GROUP * across) * GROUP
+    size = min(down - first, GROUP)
+    m = (first + pid % (GROUP * across) % size) * BM + tl.arange(0, BM)
+    n = pid % (GROUP * across) // size * BN + tl.arange(0, BN)
+    k = tl.arange(0, BK)
+    # Rows past the edge are read from the start again and never stored: an index in range costs less than a mask.
+    rows, columns = tl.max_contiguous(tl.multiple_of(m % M, BM), BM), tl.max_contiguous(tl.multiple_of(n % N, BN), BN)
+    at_a = a + batch * a_batch + rows[:, None].to(tl.int64) * a_m + k[None, :] * a_k
+    at_b = b + batch * b_batch + k[:, None] * b_k + columns[None, :].to(tl.int64) * b_n
+    total = tl.zeros((BM, BN), tl.float32)
+    for start in range(0, K, BK):
+        if EVEN:
+            left, right = tl.load(at_a), tl.load(at_b)
+        else:
+            left = tl.load(at_a, mask=k[None, :] < K - start, other=0.0)
+            right = tl.load(at_b, mask=k[:, None] < K - start, other=0.0)
+        total = tl.dot(left, right, total, input_precision=PRECISION)
+        at_a += BK * a_k
+        at_b += BK * b_k
+    at_y = y + batch * M * N + m[:, None].to(tl.int64) * N + n[None, :]
+    tl.store(at_y, total.to(y.dtype.element_ty), mask=(m[:, None] < M) & (n[None, :] < N))
+
+
+def _triton(y: torch.Tensor, a: torch.Tensor, b: torch.Tensor) -> None:
+    """a (B, M, K) or (M, K), b (B, K, N) or (K, N), any strides; y contiguous."""
+    M, K, N = a.shape[-2], a.shape[-1], b.shape[-1]
+    precision = "ieee" if torch.get_float32_matmul_precision() == "highest" else "tf32"
+
+    def config() -> dict[str, Any]:
+        key = " ".join([dtype_name(a), *(str(min(16384, triton.next_power_of_2(d))) for d in (M, N, K))])
+        gpu = device.of(a)
+        chosen = tuning.config(gpu, "matmul", "fwd", key, lambda: _rule(gpu, a.dtype, precision, M, N), lambda: _SPACE)
+        return chosen | {"EVEN": K % chosen["BK"] == 0}
+
+    def grid(c: dict[str, Any]) -> tuple[int, ...]:
+        return triton.cdiv(M, c["BM"]) * triton.cdiv(N, c["BN"]), a.shape[0] if a.dim() == 3 else 1
+
+    strides = (a.stride(0) if a.dim() == 3 else 0, *a.stride()[-2:], b.stride(0) if b.dim() == 3 else 0, *b.stride()[-2:])
+    launch(_fwd, grid, y, a, b, M, N, K, *strides, config=config, PRECISION=precision)
+
+
+def _rule(gpu: device.Device, dtype: torch.dtype, precision: str, M: int, N: int) -> tuning.Config:
+    if dtype == torch.float32 and precision == "ieee":
+        return {"BM": 128, "BN": 64, "BK": 16, "GROUP": 8, "num_warps": 8, "num_stages": 3}
+    if dtype == torch.float32 or gpu.backend != "cuda" or M * N < gpu.multiprocessors * 128 * 256:
+        return {"BM": 128, "BN": 128, "BK": 32, "GROUP": 8, "num_warps": 8, "num_stages": 3 if gpu.backend == "cuda" else 2}
+    return {"BM": 128, "BN": 256, "BK": 64 if gpu.capability >= 90 else 32, "GROUP": 8, "num_warps": 8, "num_stages": 3}
+
+
+_SPACE = [
+    {"BM": bm, "BN": bn, "BK": bk, "GROUP": 8, "num_warps": warps, "num_stages": stages}
+    for bm, bn, bk, warps, stages in (
+        (128, 256, 64, 8, 3),
+        (128, 256, 64, 8, 4),
+        (256, 128, 64, 8, 3),
+        (256, 128, 64, 8, 4),
+        (128, 128, 64, 8, 3),
+        (128, 128, 64, 4, 4),
+        (64, 256, 64, 4, 4),
+        (64, 128, 64, 4, 4),
+        (128, 128, 32, 8, 3),
+    )
+]
+
+
+@kernel_op("matmul_fwd(Tensor a, Tensor b, str? impl) -> Tensor")
+def _matmul(a: torch.Tensor, b: torch.Tensor, impl: str | None) -> torch.Tensor:
+    y = a.new_empty((*a.shape[:-1], b.shape[-1]))
+    run(MATMUL, "fwd", impl, (y,), a, b)
+    return y
+
+
+class _Function(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, a: torch.Tensor, b: torch.Tensor, impl: str | None) -> torch.Tensor:
+        ctx.save_for_backward(a, b)
+        ctx.impl = impl
+        return _matmul(a, b, impl)
+
+    @staticmethod
+    @first_order
+    def backward(ctx: Any, dy: torch.Tensor) -> Any:
+        a, b = ctx.saved_tensors
+        da = _matmul(dy, b.mT, ctx.impl) if ctx.needs_input_grad[0] else None
+        db = _matmul(a.mT, dy, ctx.impl) if ctx.needs_input_grad[1] else None
+        return da, db, None
+
+
+def reference(a: torch.Tensor, b: torch.Tensor) -> torch.Tensor:
+    return torch.matmul(a, b)
+
+
+def matmul(a: torch.Tensor, b: torch.Tensor, *, impl: str | None = None) -> torch.Tensor:
+    """The matrix product, as `torch.matmul`: (..., M, K) @ (..., K, N), leading dimensions broadcast; a vector is a row or a column.
+
+    a, b: one dtype, one device, any strides. float32 products follow `torch.get_float32_matmul_precision()`.
+    Raises RidgelineError where shapes, dtypes or devices do not fit, or `impl` cannot run the call.
+    """
+    if not isinstance(a, torch.Tensor) or not isinstance(b, torch.Tensor):
+        raise RidgelineError(f"matmul: a and b must be tensors, and are {type(a).__name__} and {type(b).__name__}")
+    if a.dtype != b.dtype or a.device != b.device:
+        raise RidgelineError(f"matmul: a is {a.dtype} on {a.device} and b {b.dtype} on {b.device}; they must agree")
+    if not a.dim() or not b.dim() or a.shape[-1] != b.shape[-2 if b.dim() > 1 else 0]:
+        raise RidgelineError(f"matmul: the inner sizes of {tuple(a.shape)} and {tuple(b.shape)} must agree")
+    plain = eager(MATMUL, impl, a, b)
+    if plain is not None:
+        return plain.call(a, b)  # type: ignore[misc]
+    if a.dim() == 1:
+        return matmul(a[None], b, impl=impl).squeeze(-2)
+    if b.dim() == 1:
+        return matmul(a, b[:, None], impl=impl).squeeze(-1)
+    if b.dim() == 2:
+        return differentiate(_Function, a.reshape(-1, a.shape[-1]) if a.dim() > 2 else a, b, impl).view(*a.shape[:-1], b.shape[-1])
+    batch = torch.broadcast_shapes(a.shape[:-2], b.shape[:-2])
+    left, right = (t.expand(*batch, *t.shape[-2:]).reshape(-1, *t.shape[-2:]) for t in (a, b))
+    return differentiate(_Function, left, right, impl).view(*batch, a.shape[-2], b.shape[-1])
+
+
+def cost(a: torch.Tensor, b: torch.Tensor) -> tuple[Cost, Cost]:
+    y = torch.matmul(a.detach().to("meta"), b.detach().to("meta"))
+    flops = 2 * y.numel() * a.shape[-1]
+    return Cost(nbytes(a, b), nbytes(y), flops), Cost(nbytes(y, a, b), nbytes(a, b), 2 * flops)
+
+
+def _square(n: int, use: str, *dtypes: str) -> Case:
+    return Case(f"{n}", (Spec(n, n), Spec(n, n)), dtypes=dtypes, use=use)
+
+
+MATMUL = Op(
+    matmul,
+    reference=reference,
+    cost=cost,
+    cases=[
+        Case("67x45 @ 45x35", (Spec(67, 45), Spec(45, 35))),
+        Case("1x1 @ 1x1", (Spec(1, 1), Spec(1, 1))),
+        Case("2x3x33x64 @ 3x64x17", (Spec(2, 3, 33, 64), Spec(3, 64, 17))),
+        Case("5x32 @ 32", (Spec(5, 32), Spec(32))),
+        _square(256, "quick", "float32"),
+        _square(1024, "quick", "float32"),
+        *(_square(n, "bench", "bfloat16") for n in (1024, 2048, 8192, 16384)),
+        _square(4096, "bench", "bfloat16", "float16", "float32"),
+        Case("4095x4097 @ 4097x4093", (Spec(4095, 4097), Spec(4097, 4093)), dtypes=("bfloat16",), use="bench"),
+    ],
+)
+
+MATMUL.eager("torch", "PyTorch's own: cuBLAS on an NVIDIA GPU", torch.matmul, served=True)
+MATMUL.kernel("triton", "one tile per program on the matrix units, in grouped order", kind="triton", fwd=_triton, bwd=_triton)
