@@ -21,7 +21,10 @@ VERBS = {
     "ladder": ("ladder", "an op's rungs in order, with what each gained"),
     "roofline": ("roofline", "every rung on the machine's roofline, with a verdict"),
     "profile": ("profile", "where the time of an op or of your own function goes: a table, a Chrome trace, flame graphs; nsys and ncu"),
-    "inspect": ("inspect", "what the compilers made of a kernel: PTX, SASS, registers, spills, shared memory, access widths; without a GPU"),
+    "inspect": (
+        "inspect",
+        "what the compilers made of a kernel: PTX, SASS, registers, spills, shared memory, access widths; without a GPU",
+    ),
     "tune": ("tune", "search tile configurations on this GPU"),
     "report": ("report", "the main job: measure, check and time everything, and write one HTML file"),
 }
