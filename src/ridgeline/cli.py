@@ -14,7 +14,7 @@ from typing import NoReturn
 VERBS = {
     "doctor": ("machine", "what this machine is, what can run on it, and its measured roof"),
     "list": ("catalogue", "every op and its implementations"),
-    "explain": ("catalogue", "which implementation serves a call, and why"),
+    "explain": ("catalogue", "which implementation serves a call, and why not the others"),
     "check": ("check", "hold implementations against the law of tolerance"),
     "bench": ("bench", "time implementations against each other and against the roof, after they have passed the check"),
     "compare": ("compare", "two recorded runs side by side"),
