@@ -17,8 +17,8 @@ VERBS = {
     "explain": ("catalogue", "which implementation serves a call, and why not the others"),
     "check": ("check", "hold implementations against the law of tolerance"),
     "bench": ("bench", "time implementations against each other and against the roof, after they have passed the check"),
-    "compare": ("compare", "two recorded runs side by side"),
-    "ladder": ("ladder", "an op's rungs in order, with what each gained"),
+    "compare": ("compare", "two recorded runs side by side, each difference judged against its interval"),
+    "ladder": ("ladder", "an op's rungs in order, with what each gained over the one before"),
     "roofline": ("roofline", "every rung on the machine's roofline, with a verdict"),
     "profile": ("profile", "where the time of an op or of your own function goes: a table, a Chrome trace, flame graphs; nsys and ncu"),
     "inspect": (
