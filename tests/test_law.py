@@ -2,8 +2,8 @@
 
 import pytest
 import torch
-from fake import fake_op
 
+from fake import fake_op
 from ridgeline.lab import law as laws
 from ridgeline.lab.check import check
 from ridgeline.lab.law import Law

@@ -15,6 +15,7 @@ from typing import TYPE_CHECKING, Any
 from ridgeline.lab import units
 from ridgeline.lab.check import check_row, choice, chosen_cases, chosen_implementations, chosen_ops, compiling, default_device
 from ridgeline.lab.machine import facts, measure_roof, roof_seconds
+from ridgeline.lab.tables import console, figure, table, timing
 
 if TYPE_CHECKING:
     from ridgeline.lab.clock import Function, Measurement, Timer
@@ -45,13 +46,21 @@ class Work:
         """Whether the working set is small enough for the cache to help."""
         return self.cost.bytes < 4 * self.cache
 
-    def row(self, rung: Implementation, status: str, reason: str | None = None, found: Measurement | None = None, law: float | None = None) -> Row:
+    def row(
+        self, rung: Implementation, status: str, reason: str | None = None, found: Measurement | None = None, law: float | None = None
+    ) -> Row:
         from ridgeline.lab.peers import Peer
 
         cost = self.cost
         least, bound = roof_seconds(self.roof, self.dtype, cost.read, cost.write, cost.flops)
-        row = {"type": "bench", "op": self.op, "case": self.case, "dtype": self.dtype, "direction": self.direction}
-        row |= {"impl": rung.name, "kind": rung.kind, "peer": rung.name in PEERS or isinstance(rung, Peer), "status": status, "reason": reason}
+        row: Row = {"type": "bench", "op": self.op, "case": self.case, "dtype": self.dtype, "direction": self.direction}
+        row |= {
+            "impl": rung.name,
+            "kind": rung.kind,
+            "peer": rung.name in PEERS or isinstance(rung, Peer),
+            "status": status,
+            "reason": reason,
+        }
         row |= {"bytes": cost.bytes, "read": cost.read, "write": cost.write, "flops": cost.flops}
         row |= {"roof_seconds": least, "bound": bound, "cached": self.cached} | UNTIMED | {"law": law}
         if found is None:
@@ -131,7 +140,9 @@ def judge(law: Law, candidate: Candidate, case: str, dtype: str, device: str) ->
         text = str(error).strip().splitlines() or [""]
         candidate.status, candidate.reason = "wrong", f"it raised {type(error).__name__}: {text[0]}"
         if "CUDA error" in str(error):
-            raise RidgelineError(f"{law.op.name} {candidate.rung.name}, {case} {dtype}: {candidate.reason}; the GPU takes no more work") from error
+            raise RidgelineError(
+                f"{law.op.name} {candidate.rung.name}, {case} {dtype}: {candidate.reason}; the GPU takes no more work"
+            ) from error
     release(device)
     return row
 
@@ -176,7 +187,9 @@ def backward(law: Law, rung: Implementation) -> Function:
 
     from ridgeline.lab.law import as_tuple, leaves
 
-    pairs = [(o, g) for o, g in zip(as_tuple(rung(*law.args, **law.kwargs)), law.incoming, strict=True) if g is not None and o.requires_grad]
+    pairs = [
+        (o, g) for o, g in zip(as_tuple(rung(*law.args, **law.kwargs)), law.incoming, strict=True) if g is not None and o.requires_grad
+    ]
     outputs, incoming = [o for o, _ in pairs], [g for _, g in pairs]
     return partial(torch.autograd.grad, outputs, leaves(law.args), incoming, retain_graph=True, allow_unused=True)
 
@@ -283,46 +296,44 @@ def progress() -> Iterator[Callable[[str, int, int], None]]:
     from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn
 
     columns = BarColumn(), MofNCompleteColumn(), TimeElapsedColumn(), TextColumn("{task.description}", markup=False)
-    with Progress(*columns, console=Console(stderr=True), transient=True) as bar:
+    console = Console(stderr=True)
+    with Progress(*columns, console=console, transient=True, disable=not console.is_terminal) as bar:
         task = bar.add_task("", total=None)
         yield lambda text, done, total: bar.update(task, description=text, completed=done, total=total)
 
 
 def show(rows: list[Row]) -> None:
     """A table per case, dtype and direction; what was not timed stands under them, with the reason."""
-    from rich.box import SIMPLE_HEAD
-    from rich.console import Console
-    from rich.table import Table
     from rich.text import Text
 
     from ridgeline.lab.roofline import rate
     from ridgeline.lab.verdict import key
 
-    console = Console()
+    out = console()
     bench = [row for row in rows if row["type"] == "bench"]
     for work in dict.fromkeys(key(row) for row in bench):
         group = [row for row in bench if key(row) == work and row["status"] == "ok"]
         if not group:
             continue
         best = min(row["seconds"]["median"] for row in group)
-        table = Table("", "time", "", "rate", "of roof", "to peer", "host us", "memory", "law", box=SIMPLE_HEAD, title_justify="left")
-        table.title = Text(" ".join(work), style="bold")
+        made = table(" ".join(work), ["impl"], ["time", "rate", "of roof", "to peer", "host us", "memory", "law"])
         for row in group:
             share = units.percent(row["share"]) + ("*" if row["cached"] else "")
-            ratio = units.DASH if row["ratio"] is None else units.times(row["ratio"])
-            host = units.DASH if row["host_us"] is None else units.digits(row["host_us"])
-            time = units.seconds(row["seconds"]["median"]), units.spread(row["seconds"])
+            cells = rate(row), share, figure(row["ratio"], units.times), figure(row["host_us"], units.digits)
             style = "green" if row["seconds"]["median"] == best else ""
-            cells = *time, rate(row), share, ratio, host, units.size(row["peak_bytes"]), units.digits(row["law"])
-            table.add_row(Text(row["impl"]), *cells, style=style)
-        console.print(table)
+            made.add_row(
+                Text(row["impl"]), timing(row["seconds"]), *cells, units.size(row["peak_bytes"]), units.digits(row["law"]), style=style
+            )
+        out.print(made)
     lost: dict[tuple[str, str, str, str], list[str]] = {}
     for row in bench:
         if row["status"] != "ok":
-            lost.setdefault((row["op"], row["impl"], row["status"], row["reason"]), []).append(f"{row['case']} {row['dtype']} {row['direction']}")
+            lost.setdefault((row["op"], row["impl"], row["status"], row["reason"]), []).append(
+                f"{row['case']} {row['dtype']} {row['direction']}"
+            )
     for (op, impl, status, reason), where in lost.items():
         place = where[0] if len(where) == 1 else f"{len(where)} times"
         style = "dim" if status in ("unsupported", "skipped") else "red"
-        console.print(f"{op} {impl}: {status} ({place}): {reason}", style=style, markup=False)
+        out.print(f"{op} {impl}: {status} ({place}): {reason}", style=style, markup=False)
     if any(row["cached"] for row in bench):
-        console.print("* the work is under four times the cache, which helps", style="dim")
+        out.print("* the work is under four times the cache, which helps", style="dim")

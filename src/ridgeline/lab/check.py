@@ -26,7 +26,9 @@ def check(op: Op, impl: str, case: str, dtype: str, device: str = "cpu", law: La
     return check_row(law or Law.of(op, case, dtype, device), find(op, impl), case, dtype, device, backward)[0]
 
 
-def check_row(law: Law, implementation: Implementation, case: str, dtype: str, device: str, backward: bool = True) -> tuple[Row, Verdict | None]:
+def check_row(
+    law: Law, implementation: Implementation, case: str, dtype: str, device: str, backward: bool = True
+) -> tuple[Row, Verdict | None]:
     """The row of `check`, and the verdict itself (None where the implementation cannot run the call)."""
     from ridgeline.op import RidgelineError
 
@@ -128,10 +130,10 @@ def main(options: argparse.Namespace) -> int:
 
 @contextmanager
 def compiling() -> Iterator[None]:
-    """Inside, torch.compile compiles for every shape anew, or raises, where it would quietly go back to eager; and a backward may run twice."""
+    """Inside, torch.compile compiles for every shape or raises, where it would quietly go back to eager; a backward may run twice."""
     import torch
 
-    limits = {"recompile_limit": 1 << 20, "accumulated_recompile_limit": 1 << 20, "fail_on_recompile_limit_hit": True}
+    limits: dict[str, Any] = {"recompile_limit": 1 << 20, "accumulated_recompile_limit": 1 << 20, "fail_on_recompile_limit_hit": True}
     with torch._dynamo.config.patch(**limits), torch._functorch.config.patch(donated_buffer=False):
         yield
 
@@ -154,28 +156,28 @@ def sweep(ops: list[Op], device: str, options: argparse.Namespace) -> Iterator[R
 
 def show(rows: list[Row]) -> None:
     """One line per implementation: per dtype its worst error over what is allowed, in any case."""
-    from rich.console import Console
-    from rich.table import Table
     from rich.text import Text
+
+    from ridgeline.lab.tables import console, table
 
     dtypes = list(dict.fromkeys(row["dtype"] for row in rows))
     lines: dict[tuple[str, str], dict[str, list[Row]]] = {}
     for row in rows:
         lines.setdefault((row["op"], row["impl"]), {}).setdefault(row["dtype"], []).append(row)
-    table = Table("op", "impl", "cases", *dtypes, title="worst error over what the law allows (above 1 is broken)")
+    made = table("worst error over what the law allows (above 1 is broken)", ["op", "impl", "cases"], dtypes)
     for (op, impl), cells in lines.items():
         own = [row for found in cells.values() for row in found]
         ran = [row for row in own if row["ok"] is not None]
         count = f"{len(ran)}" if len(ran) == len(own) else f"{len(ran)} of {len(own)}"
-        table.add_row(op, impl, count, *(Text(*_cell(cells.get(dtype, []))) for dtype in dtypes))
-    console = Console()
-    console.print(table)
+        made.add_row(op, impl, count, *(Text(*_cell(cells.get(dtype, []))) for dtype in dtypes))
+    out = console()
+    out.print(made)
     for op, impl, reason in dict.fromkeys((r["op"], r["impl"], r["reason"]) for r in rows if r["ok"] is None):
-        console.print(f"{op} {impl}: not run: {reason}", style="dim", markup=False)
+        out.print(f"{op} {impl}: not run: {reason}", style="dim", markup=False)
     broken = [row for row in rows if row["ok"] is False]
     for row in broken:
-        console.print(f"{row['op']} {row['impl']}, {row['case']} {row['dtype']}: {row['reason']}", style="red", markup=False)
-    console.print(f"{sum(row['ok'] is not None for row in rows)} checked, {len(broken)} broken")
+        out.print(f"{row['op']} {row['impl']}, {row['case']} {row['dtype']}: {row['reason']}", style="red", markup=False)
+    out.print(f"{sum(row['ok'] is not None for row in rows)} checked, {len(broken)} broken")
 
 
 def _cell(rows: list[Row]) -> tuple[str, str]:

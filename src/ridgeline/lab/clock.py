@@ -69,7 +69,7 @@ class Measurement:
 
 
 def differs(a: Measurement, b: Measurement) -> bool:
-    """Whether two functions differ in speed: measured together, by the 99% interval of their ratio round by round; else by disjoint intervals."""
+    """Whether two functions differ in speed: by the 99% interval of their ratio in each round they shared, else by disjoint intervals."""
     if a.group == b.group >= 0:
         low, high = interval([x / y for x, y in zip(a.samples, b.samples, strict=True)], z=2.58)
         return not low <= 1 <= high

@@ -8,6 +8,7 @@ import os
 import platform
 from collections.abc import Callable
 from functools import cache
+from itertools import pairwise
 from pathlib import Path
 from typing import Any
 
@@ -74,7 +75,7 @@ def bandwidth(roof: Row, read: float, write: float, end: str = "median") -> floa
     end: "median", or "low" or "high" of the measured intervals.
     """
     share = write / (read + write)
-    for (left, before), (right, after) in zip(SEGMENTS, SEGMENTS[1:], strict=False):
+    for (left, before), (right, after) in pairwise(SEGMENTS):
         if share <= right:
             part = (share - left) / (right - left)
             return 1 / ((1 - part) / roof[before][end] + part / roof[after][end])
@@ -115,28 +116,28 @@ def main(options: argparse.Namespace) -> int:
 
 
 def show(machine: Row, runs: dict[str, str | None], roof: Row) -> None:
-    from rich.console import Console
     from rich.table import Table
     from rich.text import Text
 
     from ridgeline.lab import units
+    from ridgeline.lab.tables import console, table
 
-    console = Console()
+    out = console()
     about = Table.grid(padding=(0, 2))
     for name, value in machine.items():
         text = units.size(value) if name == "memory_bytes" else str(value or units.DASH)
         about.add_row(Text(name.removesuffix("_bytes"), style="dim"), Text(text))
-    console.print(about)
-    console.print()
+    out.print(about)
+    out.print()
     can = Table.grid(padding=(0, 2))
     for kind, reason in runs.items():
         can.add_row(KINDS[kind], Text("runs", style="green") if reason is None else Text(reason, style="yellow"))
-    console.print(can)
-    table = Table("roof", "measured", "interval", title=None)
+    out.print(can)
+    made = table(None, ["roof"], ["measured", "interval", "at"])
     for name in ("read", "write", "copy", "add"):
-        table.add_row(name, units.scaled(roof[name]["median"], "B/s"), units.spread(roof[name]))
+        made.add_row(name, units.scaled(roof[name]["median"], "B/s"), units.spread(roof[name]))
     for dtype, figure in roof["matmul"].items():
         shape = "x".join(map(str, figure["shape"]))
-        table.add_row(f"matrix product, {dtype}", units.scaled(figure["median"], "FLOP/s"), f"{units.spread(figure)} at {shape}")
-    table.add_row("an empty kernel", units.seconds(roof["launch_us"] * 1e-6), "")
-    console.print(table)
+        made.add_row(f"matrix product, {dtype}", units.scaled(figure["median"], "FLOP/s"), units.spread(figure), shape)
+    made.add_row("an empty kernel", units.seconds(roof["launch_us"] * 1e-6))
+    out.print(made)

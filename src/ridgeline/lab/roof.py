@@ -30,7 +30,7 @@ CPU_SIDES = (256, 512, 1024, 2048, 4096)
 
 
 @triton.jit
-def _stream(a, b, out, n, READS: tl.constexpr, WRITE: tl.constexpr, BLOCK: tl.constexpr):
+def _stream(a, b, out, n, READS: tl.constexpr, WRITE: tl.constexpr, BLOCK: tl.constexpr):  # type: ignore[no-untyped-def]
     """Reads none, one or two arrays and writes one; without a write, one sum per program."""
     program = tl.program_id(0).to(tl.int64)
     i = program * BLOCK + tl.arange(0, BLOCK)

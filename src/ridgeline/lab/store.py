@@ -29,7 +29,7 @@ def slug(gpu: str | None) -> str:
 
 @cache
 def commit() -> tuple[str, bool]:
-    """The commit that this Ridgeline is at, by seven digits, and whether the working tree differs from it; ("unknown", False) without git."""
+    """This Ridgeline's commit by seven digits, and whether the working tree differs from it; ("unknown", False) without git."""
 
     def git(*arguments: str) -> str | None:
         try:
@@ -124,7 +124,9 @@ class Run:
         self.name = self._claim((recorded() if record else cached()) / self.slug, f"{now:%Y%m%d-%H%M%S}-{digits}")
         self.rows: list[Row] = []
         command = command or " ".join(["ridgeline", *sys.argv[1:]])
-        self.write({"type": "run", "time": f"{now:%Y-%m-%dT%H:%M:%SZ}", "commit": digits, "dirty": dirty, "command": command, "machine": machine})
+        self.write(
+            {"type": "run", "time": f"{now:%Y-%m-%dT%H:%M:%SZ}", "commit": digits, "dirty": dirty, "command": command, "machine": machine}
+        )
 
     def _claim(self, folder: Path, name: str) -> str:
         """Makes the file, under a name that no other run of the same second has."""
@@ -152,7 +154,7 @@ class Run:
 def runs(slug: str | None = None) -> list[Path]:
     """The files of all runs of a machine (of all machines by default), the oldest first."""
     found = [p for root in (recorded(), cached()) for p in root.glob(f"{slug or '*'}/*.jsonl") if p.stat().st_size]
-    return sorted(found, key=lambda p: p.name)
+    return sorted(found, key=lambda p: p.stem)
 
 
 def latest(slug: str | None = None, op: str | None = None, before: str | None = None) -> Path | None:

@@ -1,0 +1,128 @@
+"""Every op and its implementations; which of them serves a call, and why."""
+
+from __future__ import annotations
+
+import argparse
+import json
+from typing import TYPE_CHECKING, Any
+
+from ridgeline.lab.tables import console, table
+
+if TYPE_CHECKING:
+    from ridgeline.op import Case, Implementation, Op
+
+Row = dict[str, Any]
+
+
+def list_arguments(parser: argparse.ArgumentParser) -> None:
+    parser.add_argument("ops", nargs="*", metavar="OP", help="ops; all of them by default")
+    parser.add_argument("--json", action="store_true", help="print the implementations as JSON")
+
+
+def list_main(options: argparse.Namespace) -> int:
+    from ridgeline.lab.check import chosen_ops
+
+    ops = chosen_ops(options.ops)
+    if options.json:
+        print(json.dumps([rung(i) for op in ops for i in op.implementations.values()]))
+        return 0
+    from rich.text import Text
+
+    out = console()
+    for op in ops:
+        made = table(f"{op.name}  ({op.family})", ["impl", "kind", "idea", "dtypes", ""])
+        for row in map(rung, op.implementations.values()):
+            marks = [word for word, on in (("served", row["served"]), ("no backward", not row["differentiable"])) if on]
+            marks += [] if row["deterministic"] else ["not deterministic"]
+            marks += [f"sm_{row['arch']} and later"] if row["arch"] else []
+            dtypes = ", ".join(d.replace("float", "f") for d in row["dtypes"])
+            made.add_row(row["impl"], row["kind"], Text(row["idea"]), dtypes, ", ".join(marks))
+        out.print(made)
+    return 0
+
+
+def rung(implementation: Implementation) -> Row:
+    """What an implementation says of itself."""
+    facts = ("kind", "idea", "dtypes", "served", "differentiable", "deterministic", "arch")
+    return {"op": implementation.op.name, "impl": implementation.name} | {fact: getattr(implementation, fact) for fact in facts}
+
+
+def explain_arguments(parser: argparse.ArgumentParser) -> None:
+    parser.add_argument("op", metavar="OP")
+    parser.add_argument("--case", help="the call, by the name of a case; the first one by default")
+    parser.add_argument("--dtype", help="float32, float16 or bfloat16; the case's first by default")
+    parser.add_argument("--device", help="cpu, cuda, or a GPU that need not be here: sm_80, sm_90, sm_100, gfx942")
+    parser.add_argument("--json", action="store_true", help="print the answer as JSON")
+
+
+def explain_main(options: argparse.Namespace) -> int:
+    from ridgeline.lab.check import chosen_cases
+    from ridgeline.op import RidgelineError, get
+
+    op = get(options.op)
+    uses = ("check", "quick", "bench")
+    call = next(chosen_cases(op, uses, options.case, options.dtype), None)
+    if call is None:
+        case = op.case(options.case) if options.case else op.cases[0]
+        raise RidgelineError(f"{op.name}, case {case.name!r} has no dtype {options.dtype!r}; it has {', '.join(case.dtypes)}")
+    answer = explain(op, *call, options.device)
+    if options.json:
+        print(json.dumps(answer))
+    else:
+        show(op, answer)
+    return 0
+
+
+def explain(op: Op, case: Case, dtype: str, device: str | None = None) -> Row:
+    """Which implementations support a call on a device, which one serves it, and why the others do not.
+
+    device: "cpu", "cuda", or the architecture of a known GPU, which need not be here; the GPU, else the CPU, by default.
+    """
+    from ridgeline import device as devices
+    from ridgeline.lab.check import default_device
+
+    if device in devices.KNOWN:
+        with devices.pretend(device) as target:
+            args, kwargs = case.make(dtype, "meta")
+            reasons = {name: why_not(i, args, kwargs) for name, i in op.implementations.items()}
+    else:
+        device = default_device(device)
+        args, kwargs = case.make(dtype, device)
+        target = devices.of(args[0])
+        reasons = {name: why_not(i, args, kwargs) for name, i in op.implementations.items()}
+    backward = op.cost(*args, **kwargs)[1] is not None
+    able = [i for i in op.implementations.values() if reasons[i.name] is None and i.served and (i.differentiable or not backward)]
+    rungs = [rung(i) | {"reason": reasons[i.name], "serves": bool(able) and i is able[-1]} for i in op.implementations.values()]
+    return {"op": op.name, "case": case.name, "dtype": dtype, "device": target.name, "arch": target.arch, "rungs": rungs}
+
+
+def why_not(implementation: Implementation, args: list[Any], kwargs: Row) -> str | None:
+    """Why an implementation cannot run a call, or None. A kernel is asked by calling it."""
+    from ridgeline import select
+    from ridgeline.lab.check import plain
+    from ridgeline.op import RidgelineError
+
+    if not implementation.is_kernel:
+        return select.why_not(implementation, *args)
+    try:
+        implementation(*args, **kwargs)
+    except RidgelineError as error:
+        return plain(error)
+    return None
+
+
+def show(op: Op, answer: Row) -> None:
+    from rich.text import Text
+
+    made = table(f"{op.name}, {answer['case']} in {answer['dtype']}, on {answer['device']}", ["impl", "kind", "", "why"])
+    for row in answer["rungs"]:
+        if row["serves"]:
+            word, style, why = "serves", "bold green", "the last rung of the ladder that is served and supports the call"
+        elif row["reason"]:
+            word, style, why = "cannot", "yellow", row["reason"]
+        elif not row["served"]:
+            word, style, why = "can", "", "a rung for teaching and comparing: it runs only when asked for by name"
+        else:
+            word, style, why = "can", "", "a later rung serves the call"
+        made.add_row(row["impl"], row["kind"], Text(word, style=style), Text(why))
+    console().print(made)

@@ -1,0 +1,92 @@
+"""An op's rungs in order, with what each gained over the one before."""
+
+from __future__ import annotations
+
+import argparse
+import json
+from typing import Any
+
+from ridgeline.lab import store, units
+from ridgeline.lab.compare import machine
+from ridgeline.lab.tables import console, figure, table, timing
+from ridgeline.lab.verdict import key
+
+Row = dict[str, Any]
+
+
+def ladder(rows: list[Row], op: str) -> dict[tuple[str, str, str, str], list[Row]]:
+    """Per op, case, dtype and direction: a run's rows of the op, each with its `gain` over the timed rung before.
+
+    In the order of the rows, which is the ladder's; peers from other packages are left out. The first timed rung has no gain.
+    """
+    climbed: dict[tuple[str, str, str, str], list[Row]] = {}
+    for row in rows:
+        if row["type"] != "bench" or row["op"] != op or (row["peer"] and row["impl"] not in ("torch", "compile")):
+            continue
+        steps = climbed.setdefault(key(row), [])
+        timed = [step for step in steps if step["status"] == "ok"]
+        gain = timed[-1]["seconds"]["median"] / row["seconds"]["median"] if timed and row["status"] == "ok" else None
+        steps.append(row | {"gain": gain})
+    return climbed
+
+
+def newest(op: str, here: str) -> list[Row]:
+    """The newest run that timed the op: on this machine if there is one, else on any."""
+    from ridgeline.op import RidgelineError
+
+    path = store.latest(here, op) or store.latest(None, op)
+    if path is None:
+        raise RidgelineError(f"no recorded run has timed {op}; ridgeline bench {op} makes one")
+    return store.load(path)
+
+
+def arguments(parser: argparse.ArgumentParser) -> None:
+    parser.add_argument("op", metavar="OP")
+    parser.add_argument("--run", help="a run: its file, its name, or how its name starts; the newest that timed the op by default")
+    parser.add_argument("--case", help="one case only")
+    parser.add_argument("--dtype", help="one dtype only")
+    parser.add_argument("--json", action="store_true", help="print the rows as JSON")
+
+
+def main(options: argparse.Namespace) -> int:
+    from ridgeline.lab.check import default_device
+    from ridgeline.lab.machine import facts
+    from ridgeline.op import RidgelineError, get
+
+    op = get(options.op)
+    rows = store.load(store.find(options.run)) if options.run else newest(op.name, store.slug(facts(default_device(None))["gpu"]))
+    wanted = {"case": options.case, "dtype": options.dtype}
+    found = [
+        step | {"idea": op.implementations[step["impl"]].idea if step["impl"] in op.implementations else ""}
+        for steps in ladder(rows, op.name).values()
+        for step in steps
+        if all(value in (None, step[name]) for name, value in wanted.items())
+    ]
+    if not found:
+        chosen = " ".join(value for value in wanted.values() if value)
+        raise RidgelineError(f"run {rows[0]['run']} has not timed {op.name}{' in ' + chosen if chosen else ''}")
+    if options.json:
+        print(json.dumps(found))
+    else:
+        show(found, rows)
+    return 0
+
+
+def show(found: list[Row], rows: list[Row]) -> None:
+    """A table per case, dtype and direction; a rung that was not timed shows why."""
+    from rich.text import Text
+
+    out = console()
+    out.print(f"run {rows[0]['run']} on {machine(rows)}", style="dim", markup=False)
+    for work in dict.fromkeys(key(row) for row in found):
+        made = table(" ".join(work), ["rung", "idea"], ["time", "gain", "of roof"])
+        for row in found:
+            if key(row) != work:
+                continue
+            name = Text(row["impl"])
+            if row["status"] == "ok":
+                gain = figure(row["gain"], units.times)
+                made.add_row(name, Text(row["idea"]), timing(row["seconds"]), gain, units.percent(row["share"]))
+            else:
+                made.add_row(name, Text(f"{row['status']}: {row['reason']}"), *[units.DASH] * 3, style="dim")
+        out.print(made)

@@ -1,0 +1,48 @@
+"""The look of the lab's tables in a terminal."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import TYPE_CHECKING, Any
+
+if TYPE_CHECKING:
+    from rich.console import Console
+    from rich.table import Table
+
+LONG = ("work", "idea", "why")
+
+
+def console() -> Console:
+    """Where verbs print: as wide as the terminal; 120 columns into a file or a pipe."""
+    from rich.console import Console
+
+    made = Console()
+    return made if made.is_terminal else Console(width=120)
+
+
+def table(title: str | None, words: Sequence[str], figures: Sequence[str] = ()) -> Table:
+    """An empty table: columns of words, of which only the long ones may break, then columns of figures."""
+    from rich.box import SIMPLE_HEAD
+    from rich.table import Table
+    from rich.text import Text
+
+    made = Table(box=SIMPLE_HEAD, padding=(0, 1), title=Text(title, style="bold") if title else None, title_justify="left")
+    for header in words:
+        made.add_column(header, overflow="fold", no_wrap=header not in LONG)
+    for header in figures:
+        made.add_column(header, justify="right", no_wrap=True)
+    return made
+
+
+def figure(value: float | None, text: Any) -> str:
+    """text(value), or a dash where there is no value."""
+    from ridgeline.lab import units
+
+    return units.DASH if value is None else text(value)
+
+
+def timing(seconds: dict[str, float]) -> str:
+    """A time with its interval: "12.3 us ±0.4%"."""
+    from ridgeline.lab import units
+
+    return f"{units.seconds(seconds['median'])} {units.spread(seconds)}"

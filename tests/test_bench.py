@@ -1,0 +1,212 @@
+"""Bench on an op of the test's own, on the CPU: each row says what it should, and nothing untrue is timed."""
+
+import argparse
+import json
+
+import pytest
+import torch
+from fake import fake_op
+
+from ridgeline import op as ops
+from ridgeline.lab import bench, compare, ladder, machine, store
+from ridgeline.op import RidgelineError
+
+FIGURE = {"median": 1e10, "low": 0.9e10, "high": 1.1e10}
+ROOF = {name: dict(FIGURE) for name in ("read", "write", "copy", "add")} | {"launch_us": 5.0}
+ROOF["matmul"] = {d: {**FIGURE, "shape": [8, 8, 8]} for d in ("float32", "float16", "bfloat16")}
+
+
+class Steady:
+    """A timer that runs everything and says what it is told."""
+
+    def __init__(self, seconds=1e-3):
+        self.seconds = seconds
+
+    def round(self, functions):
+        for function in functions:
+            function()
+        return [self.seconds for _ in functions]
+
+    def host(self, function, seconds):
+        return None
+
+    def peak(self, function):
+        return None
+
+
+@pytest.fixture(autouse=True)
+def place(tmp_path, monkeypatch):
+    monkeypatch.setattr(store, "HOUSE", tmp_path)
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "cache"))
+    monkeypatch.chdir(tmp_path)
+
+
+def rows_of(op, timer=None, device="cpu"):
+    case = op.case("64x96")
+    candidates = [bench.Candidate(rung) for rung in op.implementations.values()]
+    return list(bench.bench_case(op, case, "float32", device, candidates, ROOF, budget=0.01, timer=timer or Steady()))
+
+
+def bench_rows(rows, **wanted):
+    return [r for r in rows if r["type"] == "bench" and all(r[k] == v for k, v in wanted.items())]
+
+
+def raising(error):
+    def call(x):
+        raise error
+
+    return call
+
+
+def test_every_outcome_is_a_row():
+    mutants = {
+        "fast": lambda x: torch.softmax(x, -1),
+        "wrong": lambda x: torch.softmax(x, -1) * 1.01,
+        "refuses": raising(RidgelineError("fake_softmax: impl='refuses' cannot run this call: it takes nothing")),
+        "hungry": raising(torch.OutOfMemoryError("no memory")),
+        "breaks": raising(TypeError("it is broken\nin many lines")),
+    }
+    with fake_op(**mutants) as op:
+        rows = rows_of(op)
+    for direction in ("forward", "backward"):
+        found = {row["impl"]: row for row in bench_rows(rows, direction=direction)}
+        assert list(found) == ["torch", *mutants]
+        assert {name: row["status"] for name, row in found.items()} == {
+            "torch": "ok",
+            "fast": "ok",
+            "wrong": "wrong",
+            "refuses": "unsupported",
+            "hungry": "oom",
+            "breaks": "wrong",
+        }
+        assert found["refuses"]["reason"] == "it takes nothing"
+        assert found["breaks"]["reason"] == "it raised TypeError: it is broken"
+        assert "law" in found["wrong"]["reason"]
+        assert found["wrong"]["seconds"] is None
+        assert found["torch"]["peer"]
+        assert found["fast"]["ratio"] == 1
+        assert found["fast"]["law"] <= 1
+        assert len({tuple(row) for row in found.values()}) == 1
+    assert "fake_softmax" not in ops._registry
+
+
+def test_the_share_of_the_roof():
+    with fake_op() as op:
+        forward, backward = bench_rows(rows_of(op), impl="torch")
+    size = 64 * 96 * 4
+    assert (forward["read"], forward["write"]) == (size, size)
+    assert (backward["read"], backward["write"]) == (2 * size, size)
+    assert forward["share"] == pytest.approx(2 * size / 1e10 / 1e-3)
+    assert forward["bound"] == "memory"
+    assert forward["cached"]
+
+
+def test_a_wrong_backward_is_only_wrong_backward():
+    class Bent(torch.autograd.Function):
+        @staticmethod
+        def forward(ctx, x):
+            return torch.softmax(x, -1)
+
+        @staticmethod
+        def backward(ctx, dy):
+            return dy
+
+    with fake_op(bent=Bent.apply) as op:
+        rows = bench_rows(rows_of(op), impl="bent")
+    assert [(row["direction"], row["status"]) for row in rows] == [("forward", "ok"), ("backward", "wrong")]
+
+
+def test_without_a_backward_the_row_says_so():
+    with fake_op() as op:
+        op.eager("forward_only", "", lambda x: torch.softmax(x.detach(), -1), differentiable=False)
+        rows = bench_rows(rows_of(op), impl="forward_only")
+    assert [(row["status"], row["reason"]) for row in rows] == [("ok", None), ("unsupported", "it has no backward")]
+
+
+def test_a_figure_above_the_roof_is_refused(monkeypatch):
+    from ridgeline.lab import clock
+
+    monkeypatch.setattr(clock, "cache_bytes", lambda device: 0)
+    size = 2 * 64 * 96 * 4
+    with fake_op() as op:
+        for seconds, status in ((size / 1.15e10, "refused"), (size / 1.12e10, "ok")):
+            (row,) = bench_rows(rows_of(op, Steady(seconds)), impl="torch", direction="forward")
+            assert row["status"] == status
+        assert "above the measured roof" in bench_rows(rows_of(op, Steady(1e-9)), impl="torch")[0]["reason"]
+
+
+def test_what_does_not_fit_together_is_timed_apart():
+    alive = []
+
+    def make(name):
+        def made():
+            alive.append(name)
+            if name == "giant" or len(alive) > 1:
+                alive.clear()
+                raise torch.OutOfMemoryError
+            return lambda: alive.clear()
+
+        return made
+
+    found = bench.timed({name: make(name) for name in ("a", "b", "giant")}, 0.01, Steady(), "cpu")
+    assert found["giant"] is None
+    assert found["a"].median == found["b"].median == 1e-3
+
+
+def test_a_run_is_recorded_compared_and_climbed(monkeypatch, capsys):
+    monkeypatch.setattr(bench, "measure_roof", lambda *args: ROOF)
+    with fake_op(naive=lambda x: torch.softmax(x, -1)) as op:
+        runs = [bench.record([op], "cpu", quick=True, dtype="float32", budget=0.01, record=True) for _ in range(2)]
+        rows = store.load(runs[0].path)
+        assert [row["type"] for row in rows[:2]] == ["run", "roof"]
+        assert {row["type"] for row in rows[2:]} == {"check", "bench"}
+        assert len(bench_rows(rows)) == 4
+        assert runs[0].path.parent.name == "cpu"
+        differences = compare.compare(*(run.rows for run in runs))
+        assert len(differences) == 4
+        assert {row["change"] for row in differences} <= {"same", "faster", "slower"}
+        steps = ladder.ladder(rows, op.name)
+        assert [[step["impl"] for step in one] for one in steps.values()] == [["torch", "naive"]] * 2
+        assert all(one[0]["gain"] is None and one[1]["gain"] > 0 for one in steps.values())
+        bench.show(rows)
+        compare.show(differences, rows, rows)
+        assert "fake_softmax 256x512 float32 forward" in capsys.readouterr().out
+        assert compare.main(argparse.Namespace(before=runs[0].name, after="latest", json=True)) == 0
+        assert len(json.loads(capsys.readouterr().out)) == 4
+
+
+def test_changes_are_judged_by_their_intervals():
+    was = {"median": 1.0, "low": 0.98, "high": 1.02}
+    for scale, word in ((1.01, "same"), (1.1, "slower"), (0.9, "faster")):
+        assert compare.change(was, {k: v * scale for k, v in was.items()}) == word
+    assert compare.change(None, was) == "new"
+    assert compare.change(was, None) == "gone"
+
+
+def test_a_wrong_name_is_an_error_before_anything_is_measured(monkeypatch):
+    monkeypatch.setattr(bench, "measure_roof", lambda *args: pytest.fail("measured"))
+    with fake_op() as op:
+        for wrong in ({"impl": "none"}, {"case": "none"}, {"dtype": "int3"}):
+            with pytest.raises(RidgelineError, match="has"):
+                bench.record([op], "cpu", **wrong)
+    assert not store.runs()
+
+
+def test_the_roof_between_the_measured_mixes():
+    roof = {n: {"median": v} for n, v in (("read", 4.0), ("add", 3.0), ("copy", 2.0), ("write", 1.0))}
+    for read, write, value in ((1, 0, 4.0), (2, 1, 3.0), (1, 1, 2.0), (0, 1, 1.0)):
+        assert machine.bandwidth(roof, read, write) == pytest.approx(value)
+    assert 1 < machine.bandwidth(roof, 1, 3) < 2
+
+
+def test_measuring_the_roof(monkeypatch):
+    from ridgeline.lab import roof
+
+    monkeypatch.setattr(roof, "last_level_cache", lambda: 1 << 20)
+    monkeypatch.setattr(roof, "CPU_SIDES", (32,))
+    found = machine.measure_roof("cpu", quick=True)
+    assert set(found) == {"read", "write", "copy", "add", "matmul", "launch_us"}
+    assert set(found["matmul"]) == {"float32", "float16", "bfloat16"}
+    for figure in (found["read"], found["copy"], *found["matmul"].values()):
+        assert 0 < figure["low"] <= figure["median"] <= figure["high"]
+    assert found["matmul"]["float32"]["shape"] == [32, 32, 32]

@@ -1,0 +1,170 @@
+"""The store under two writers, a kill, and files that are not what they should be."""
+
+import json
+import os
+import signal
+import subprocess
+import sys
+import time
+
+import pytest
+
+from ridgeline.lab import store
+from ridgeline.op import RidgelineError
+
+MACHINE = {"gpu": None, "cpu": "a cpu"}
+WRITER = """
+import sys
+from pathlib import Path
+from ridgeline.lab.store import append
+for i in range(int(sys.argv[3])):
+    append(Path(sys.argv[1]), [{"schema": 1, "type": "bench", "run": sys.argv[2], "i": i, "text": "x" * (i % 977)}])
+    if i == 0:
+        print("started", flush=True)
+"""
+
+
+@pytest.fixture(autouse=True)
+def house(tmp_path, monkeypatch):
+    monkeypatch.setattr(store, "HOUSE", tmp_path / "house")
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "cache"))
+    monkeypatch.chdir(tmp_path)
+    store.commit.cache_clear()
+    yield
+    store.commit.cache_clear()
+
+
+def writer(path, name, count):
+    return subprocess.Popen([sys.executable, "-c", WRITER, str(path), name, str(count)], stdout=subprocess.PIPE, text=True)
+
+
+def test_two_writers_lose_nothing(tmp_path):
+    path = tmp_path / "two.jsonl"
+    writers = [writer(path, name, 300) for name in "ab"]
+    assert [w.wait(60) for w in writers] == [0, 0]
+    rows = store.load(path)
+    for name in "ab":
+        assert [row["i"] for row in rows if row["run"] == name] == list(range(300))
+
+
+def test_a_kill_in_the_middle_tears_nothing(tmp_path):
+    path = tmp_path / "killed.jsonl"
+    victim = writer(path, "victim", 10**7)
+    assert victim.stdout.readline() == "started\n"
+    time.sleep(0.05)
+    victim.send_signal(signal.SIGKILL)
+    victim.wait(10)
+    before = store.load(path)
+    assert [row["i"] for row in before] == list(range(len(before)))
+    store.append(path, [{"schema": 1, "type": "bench", "run": "next"}])
+    assert store.load(path) == [*before, {"schema": 1, "type": "bench", "run": "next"}]
+
+
+@pytest.mark.parametrize("torn", ['{"schema": 1, "ty', "x" * 5000])
+def test_a_torn_line_is_left_out_and_then_healed(tmp_path, torn):
+    path = tmp_path / "torn.jsonl"
+    row = {"schema": 1, "type": "bench", "run": "a"}
+    store.append(path, [row])
+    with path.open("a") as file:
+        file.write(torn)
+    assert store.load(path) == [row]
+    store.append(path, [row])
+    assert store.load(path) == [row, row]
+    assert path.read_text().count("\n") == 2
+
+
+def test_a_run_is_written_as_it_goes(tmp_path):
+    run = store.Run(MACHINE, command="ridgeline bench")
+    run.write({"type": "bench", "op": "softmax", "seconds": None}, {"type": "bench", "op": "gelu", "seconds": None})
+    rows = store.load(run.path)
+    assert rows == run.rows
+    assert [row["type"] for row in rows] == ["run", "bench", "bench"]
+    assert {row["run"] for row in rows} == {run.name} == {run.path.stem}
+    assert rows[0]["machine"] == MACHINE
+    assert run.path.parent == tmp_path / "cache" / "ridgeline" / "cpu"
+
+
+def test_runs_of_one_second_do_not_meet():
+    runs = [store.Run(MACHINE) for _ in range(3)]
+    assert len({run.path for run in runs}) == 3
+    assert all(len(store.load(run.path)) == 1 for run in runs)
+
+
+def test_recorded_runs_lie_under_results(tmp_path):
+    run = store.Run({"gpu": "NVIDIA H100 80GB HBM3", "cpu": ""}, record=True)
+    assert run.path.parent == tmp_path / "results" / "h100"
+
+
+def test_finding_runs():
+    first, second, third = (store.Run(MACHINE) for _ in range(3))
+    first.write({"type": "bench", "op": "gelu"})
+    second.write({"type": "bench", "op": "mul"})
+    assert store.runs("cpu") == [first.path, second.path, third.path]
+    assert store.runs("h100") == []
+    assert store.latest("cpu") == second.path
+    assert store.latest("cpu", "gelu") == first.path
+    assert store.latest("cpu", before=second.name) == first.path
+    assert store.latest("cpu", "softmax") is None
+    assert store.find("latest") == third.path
+    assert store.find(second.name) == second.path
+    assert store.find(str(second.path)) == second.path
+    with pytest.raises(RidgelineError, match="no run or file"):
+        store.find("19990101")
+    with pytest.raises(RidgelineError, match="several runs"):
+        store.find("2")
+
+
+@pytest.mark.parametrize(
+    ("content", "says"),
+    [
+        (b"", "no rows"),
+        (b"hello\n", "line 1"),
+        (b"[1]\n", "line 1"),
+        (b"\xff\xfe\n", "line 1"),
+        (b'{"schema": 1, "type": "run", "run": "a"}\n{"sche\n{"schema": 1, "type": "run", "run": "a"}\n', "line 2"),
+        (b'{"schema": 2, "type": "run", "run": "a"}\n', "newer Ridgeline"),
+        (b'{"schema": 1, "type": 3, "run": "a"}\n', "line 1"),
+    ],
+)
+def test_files_that_are_not_runs_are_one_sentence(tmp_path, content, says):
+    path = tmp_path / "odd.jsonl"
+    path.write_bytes(content)
+    with pytest.raises(RidgelineError, match=says):
+        store.load(path)
+
+
+def test_a_missing_file_is_one_sentence(tmp_path):
+    with pytest.raises(RidgelineError, match="No such file"):
+        store.load(tmp_path / "none.jsonl")
+
+
+def test_an_unwritable_folder_is_one_sentence_and_leaves_nothing(tmp_path, monkeypatch):
+    (tmp_path / "file").write_text("")
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "file"))
+    with pytest.raises(RidgelineError, match="cannot write results to"):
+        store.Run(MACHINE)
+    if os.getuid():
+        folder = tmp_path / "locked"
+        folder.mkdir(mode=0o500)
+        with pytest.raises(RidgelineError, match="cannot write results to"):
+            store.append(folder / "run.jsonl", [{"schema": 1}])
+        assert not list(folder.iterdir())
+
+
+def test_what_is_not_a_number_is_refused_before_anything_is_written(tmp_path):
+    with pytest.raises(ValueError, match="JSON"):
+        store.append(tmp_path / "run.jsonl", [{"schema": 1, "x": float("nan")}])
+    assert not (tmp_path / "run.jsonl").exists()
+
+
+@pytest.mark.parametrize(
+    ("gpu", "slug"),
+    [("NVIDIA H100 80GB HBM3", "h100"), ("NVIDIA H200", "h200"), ("NVIDIA GeForce RTX 4090", "geforce-rtx-4090"), (None, "cpu")],
+)
+def test_slugs(gpu, slug):
+    assert store.slug(gpu) == slug
+
+
+def test_rows_are_json(tmp_path):
+    store.append(tmp_path / "run.jsonl", [{"schema": 1, "type": "run", "run": "a", "name": "µ\n\u2028"}])
+    assert json.loads((tmp_path / "run.jsonl").read_text())["name"] == "µ\n\u2028"
