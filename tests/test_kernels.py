@@ -10,8 +10,13 @@ from ridgeline.lab import inspect
 from ridgeline.op import Implementation, RidgelineError
 
 # {(op, implementation, kernel, arch): (bytes per thread in and out, why)}
-SPILLS: dict[tuple[str, str, str, str], tuple[int, str]] = {}
-CHECKS = 3
+WHOLE_ROW = "a teaching rung: the whole row in the registers of four warps, and 16384 columns do not fit"
+SPILLS: dict[tuple[str, str, str, str], tuple[int, str]] = {
+    ("softmax", "triton_row", "_bwd", "sm_80"): (200, WHOLE_ROW),
+    ("softmax", "triton_row", "_bwd", "sm_90"): (400, WHOLE_ROW),
+    ("softmax", "triton_row", "_bwd", "sm_100"): (450, WHOLE_ROW),
+}
+CHECKS = 2  # of an op's small cases, beside its benchmarks
 
 pytestmark = pytest.mark.compiles
 

@@ -153,12 +153,29 @@ def _by_name(op: str, implementation: str, case: str, dtype: str, arch: str, *op
 
 def signature(launch: Launch) -> tuple[Any, ...]:
     """What a launch is compiled from: two launches with equal signatures are the same machine code."""
-    from ridgeline.boundary import _specialisation
+    from ridgeline.cuda import CudaKernel
 
-    args = [_specialisation(a) for a in launch.args]
-    if launch.kernel.__class__.__name__ == "CudaKernel":
-        args = []
-    return repr(launch.kernel), id(launch.kernel), launch.device.arch, tuple(sorted(launch.constants.items())), tuple(args)
+    args = () if isinstance(launch.kernel, CudaKernel) else _specialised(launch.args)
+    return id(launch.kernel), launch.device.arch, tuple(sorted(launch.constants.items())), args
+
+
+def _specialised(args: Any) -> tuple[Any, ...]:
+    """What Triton may compile into a kernel of its arguments."""
+    import torch
+
+    found: list[Any] = []
+    for arg in args:
+        if isinstance(arg, torch.Tensor):
+            found.append((arg.dtype, arg.data_ptr() % 16))
+        elif isinstance(arg, int):
+            found.append((arg == 1, arg % 16, -(2**31) <= arg < 2**31))
+        elif isinstance(arg, tuple | list):
+            found.append(_specialised(arg))
+        elif hasattr(arg, "block_shape"):
+            found.append((arg.base.dtype, tuple(arg.block_shape), str(getattr(arg, "layout", None))))
+        else:
+            found.append(type(arg))
+    return tuple(found)
 
 
 _compiled_ones: dict[Any, Resources] = {}
