@@ -8,15 +8,21 @@ import triton.language as tl
 
 
 @triton.jit
+def exp(x):
+    """exp of float32 by the chip's exp2. log2 e is given in two parts: rounded to one float32 it would bias sums of many terms."""
+    return tl.exp2(x * 1.4426950216293335 + x * 1.9259629911266174e-8)
+
+
+@triton.jit
 def update(top, total, values):
     """Takes float32 `values` into the running maximum and the running sum of exp(value - maximum), element by element."""
     new = tl.maximum(top, values)
     base = tl.where(new == float("-inf"), 0.0, new)  # only -inf so far: every exponential is 0, not exp(-inf + inf)
-    return new, total * tl.exp(top - base) + tl.exp(values - base)
+    return new, total * exp(top - base) + exp(values - base)
 
 
 @triton.jit
 def merge(top, total):
     """The maximum and the sum of all elements' streams; a stream of nothing but -inf makes the sum NaN."""
     most = tl.max(top, 0)
-    return most, tl.sum(total * tl.exp(top - most), 0)
+    return most, tl.sum(total * exp(top - most), 0)

@@ -9,13 +9,14 @@ using X = XTYPE;
 using Y = YTYPE;
 constexpr int SMALL = sizeof(X) < sizeof(Y) ? sizeof(X) : sizeof(Y), LARGE = sizeof(X) < sizeof(Y) ? sizeof(Y) : sizeof(X);
 constexpr int PACK = 16 / LARGE, ALIGN = 16 / SMALL, WARPS = THREADS / 32, SLOTS = CLUSTER * WARPS;
-constexpr float LOG2E = 1.4426950408889634f, INF = __builtin_bit_cast(float, 0x7f800000);
+constexpr float INF = __builtin_bit_cast(float, 0x7f800000);
 
 extern __shared__ __align__(128) char memory[];
 
+// log2 e in two parts: rounded to one float it would bias sums of many terms.
 __device__ inline float exp_of(float x) {
     float y;
-    asm("ex2.approx.ftz.f32 %0, %1;" : "=f"(y) : "f"(x * LOG2E));
+    asm("ex2.approx.ftz.f32 %0, %1;" : "=f"(y) : "f"(fmaf(x, 1.44269502f, x * 1.92596299e-8f)));
     return y;
 }
 
