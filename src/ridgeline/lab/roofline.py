@@ -100,7 +100,7 @@ def chart(rows: list[Row], interactive: bool = True, width: int | str = "contain
     high = max(p["y"] for p in spots) * 3
     x = alt.X("x:Q", title="arithmetic intensity, FLOP per byte", axis=_decades(left, right)).scale(type="log", domain=[left, right])
     y = alt.Y(
-        "y:Q", title="FLOP/s reached", axis=_decades(low, high, titleAngle=0, titleAlign="left", titleAnchor="end", titleX=0, titleY=-16)
+        "y:Q", title="FLOP/s reached", axis=_decades(low, high, titleAngle=0, titleAlign="left", titleAnchor="end", titleX=0, titleY=-12)
     ).scale(type="log", domain=[low, high])
     rungs = _rungs(found, interactive).encode(x, y)
     labels = _on(_best(found)).encode(x, y, text="op:N")
@@ -177,12 +177,12 @@ def _rungs(found: list[dict[str, Any]], interactive: bool) -> altair.Chart:
 
     present = [name for name in GROUPS.values() if any(p["group"] == name for p in found)]
     directions = sorted({p["direction"] for p in found}, reverse=True)
-    legend = alt.Legend(values=present, orient="top", offset=28, columns=alt.ExprRef(f"{NARROW} ? 3 : 5"), symbolOpacity=1)
+    legend = alt.Legend(values=present, orient="top", offset=36, columns=alt.ExprRef(f"{NARROW} ? 3 : 5"), symbolOpacity=1)
     dots = _on(found).mark_point(filled=True, size=70, opacity=0.85)
     dots = dots.encode(
         color=alt.Color("group:N", title=None, legend=legend).scale(domain=list(GROUPS.values())),
         shape=alt.Shape(
-            "direction:N", title=None, legend=None if interactive or len(directions) < 2 else alt.Legend(orient="top", offset=28)
+            "direction:N", title=None, legend=None if interactive or len(directions) < 2 else alt.Legend(orient="top", offset=36)
         ).scale(domain=["forward", "backward"], range=["circle", "triangle-down"]),
         tooltip=[alt.Tooltip(f"{name}:N") for name in ("op", "impl", "case", "dtype", "direction", "time", "rate", "roof share")],
     )
@@ -293,18 +293,14 @@ def main(options: argparse.Namespace) -> int:
 
 
 def _print(judged: list[dict[str, Any]]) -> None:
-    from rich.console import Console
-    from rich.table import Table
     from rich.text import Text
 
-    table = Table(show_lines=False)
-    for heading in ("op", "case", "dtype", "direction", "rung", "of the roof", "verdict"):
-        table.add_column(heading, justify="right" if heading == "of the roof" else "left")
-    before = None
-    for row in judged:
-        if before not in (None, verdict.key(row)):
-            table.add_section()
-        before = verdict.key(row)
-        share = "" if row["share"] is None else units.percent(row["share"])
-        table.add_row(*(Text(row[name]) for name in ("op", "case", "dtype", "direction", "impl")), share, Text(row["verdict"]))
-    Console().print(table)
+    from ridgeline.lab.tables import console, figure, table
+
+    out = console()
+    for work in dict.fromkeys(verdict.key(row) for row in judged):
+        made = table(" ".join(work), ["rung", "why"], ["of roof"])
+        for row in judged:
+            if verdict.key(row) == work:
+                made.add_row(Text(row["impl"]), Text(row["verdict"]), figure(row["share"], units.percent))
+        out.print(made)

@@ -42,7 +42,7 @@ def bound(row: Row, launch_us: float, gpu: bool) -> str:
     microseconds = row["seconds"]["median"] * 1e6
     if gpu and (row["host_us"] or 0) > microseconds:
         return "host"
-    if gpu and microseconds < LAUNCH * launch_us:
+    if microseconds < LAUNCH * launch_us:
         return "launch"
     return row["bound"]
 
@@ -58,7 +58,8 @@ def sentence(row: Row, siblings: list[Row], launch_us: float, gpu: bool) -> str:
         return f"Bounded by the host: it takes {host} to start what the GPU does in {time}. Batch the work or capture a CUDA graph."
     if limit == "launch":
         empty = units.seconds(launch_us / 1e6)
-        return f"Bounded by the launch: {time}, an empty kernel {empty}. Batch it, fuse it with a neighbour or capture a CUDA graph."
+        hint = "Batch it, fuse it with a neighbour or capture a CUDA graph." if gpu else "Give it more work per call."
+        return f"Bounded by the launch: {time}, where one that does nothing takes {empty}. {hint}"
     cache = " (with the cache's help)" if row.get("cached") and limit == "memory" else ""
     return f"{_place(row, limit)}{cache}: {_help(row, limit)}{_faster(row, siblings)}."
 

@@ -1,4 +1,7 @@
-"""the main job: measure, check and time everything, and write one HTML file"""
+"""the main job: measure, check and time everything, and write one HTML file
+
+`command` gathers, `measure` measures, `view` says what the rows mean, `page` lays it out.
+"""
 
 from __future__ import annotations
 
@@ -10,10 +13,9 @@ def arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--out", type=Path, metavar="FOLDER", help="write index.html there (default: report)")
     parser.add_argument("--quick", action="store_true", help="shorter time boxes: a rougher report in about a minute")
     parser.add_argument("--run", nargs="+", metavar="RUN", help="measure nothing: show these runs, by file or name")
-    parser.add_argument("--readme", action="store_true", help="measure nothing: rewrite the README's table and picture from results/")
 
 
 def main(options: argparse.Namespace) -> int:
-    from ridgeline.lab.report import command
+    from ridgeline.lab.report.command import run
 
-    return command.main(options)
+    return run(options)

@@ -16,9 +16,7 @@ MINUTES = {"kernels": 1.5, "interpreter": 1.5}
 QUICK = 0.25
 
 
-def main(options: argparse.Namespace) -> int:
-    if options.readme:
-        return readme.main()
+def run(options: argparse.Namespace) -> int:
     out = (options.out or Path("report")) / "index.html"
     _writable(out)
     gathered = _recorded(options.run) if options.run else _measured(options.quick)

@@ -66,7 +66,10 @@ def kernels(ops: Iterable[str], until: float, report: Callable[[str], None]) -> 
                 except RidgelineError as error:
                     table["not_built"].append(place | {"reason": str(error).split("cannot run this call: ")[-1]})
                     continue
-                table["rows"] += [place | _resources(r) for r in found]
+                rows = [place | _resources(r) for r in found]
+                table["rows"] += [row for i, row in enumerate(rows) if row not in rows[:i]]
+        order = list(op.implementations)
+        table["rows"].sort(key=lambda row: (order.index(row["impl"]), row["direction"] != "forward", row["kernel"]))
         table["spills"] = sum(row["spilled"] for row in table["rows"])
         tables.append(table)
     notes = [f"The time box left no time to compile {', '.join(left_out)}; `ridgeline inspect` does it."] if left_out else []
@@ -79,6 +82,7 @@ def _resources(r: Any) -> dict[str, Any]:
 
     return {
         "kernel": r.kernel,
+        "direction": r.direction,
         "registers": r.registers,
         "spilled": r.spill_stores + r.spill_loads > 0,
         "spills": f"{r.spill_stores} B out, {r.spill_loads} B in" if r.spill_stores + r.spill_loads else "none",

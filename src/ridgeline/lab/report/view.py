@@ -2,11 +2,15 @@
 
 from __future__ import annotations
 
+import re
 from dataclasses import dataclass
 from statistics import median
 from typing import Any
 
+from ridgeline.lab import ladder as ladders
 from ridgeline.lab import roofline, units, verdict
+from ridgeline.lab.compare import compare
+from ridgeline.lab.tables import figure, timing
 from ridgeline.lab.verdict import WAYS, Row
 
 STATUS = {"wrong": "wrong result", "oom": "out of memory", "refused": "figure refused", "unsupported": "cannot run", "skipped": "skipped"}
@@ -27,7 +31,8 @@ class Source:
 
     @property
     def name(self) -> str:
-        return self.machine["gpu"] or self.machine["cpu"]
+        """The GPU's or the CPU's name without its trademarks and clock."""
+        return " ".join(re.sub(r"\((R|TM)\)|@.*|\bCPU\b", " ", self.machine["gpu"] or self.machine["cpu"]).split())
 
     @property
     def label(self) -> str:
@@ -66,9 +71,11 @@ def headline(source: Source) -> str:
     found = champions(source)
     if not found:
         return f"Nothing could be timed on {source.name}."
-    share = units.percent(median(r["share"] for r in found))
     if not any(ours(r) for r in found):
-        return f"On this {source.name}, the best way to compute each operation reaches {share} of the measured roof."
+        tops = sorted({r["op"]: r for r in sorted(found, key=lambda r: r["bytes"])}.values(), key=lambda r: r["share"])
+        low, high = (f"{units.percent(r['share'])} ({r['op']})" for r in (tops[0], tops[-1]))
+        return f"On this {source.name}, PyTorch reaches from {low} to {high} of the measured roof."
+    share = units.percent(median(r["share"] for r in found))
     said = f"Ridgeline's kernels reach {share} of the measured roof of an {source.name}"
     ratios = [r["ratio"] for r in found if r.get("ratio")]
     return f"{said} and run {units.times(median(ratios))} as fast as the best peer." if ratios else f"{said}."
@@ -113,10 +120,9 @@ def tiles(source: Source) -> list[tuple[str, str, str]]:
         (units.scaled(copy, "B/s"), f"memory, as a copy ({spread})"),
         (units.scaled(rate["median"], "FLOP/s"), f"{dtype} matrix product of {shape}"),
         (f"{units.digits(rate['median'] / copy)} FLOP/B", "ridge point: below it memory bounds, above it arithmetic"),
+        (units.seconds(roof["launch_us"] / 1e6), "to launch an empty kernel" if source.gpu else "to call an operation that does nothing"),
     ]
-    if source.gpu:
-        shown.append((f"{units.digits(roof['launch_us'])} us", "to launch an empty kernel"))
-    return [(*figure.split(" ", 1), what) for figure, what in shown]
+    return [(text.split()[0], text.split()[1], what) for text, what in shown]
 
 
 def names(sources: list[Source]) -> list[str]:
@@ -142,10 +148,10 @@ def line(row: Row, source: Source, siblings: list[Row]) -> dict[str, Any]:
         "rate": roofline.rate(row),
         "share": row["share"],
         "percent": units.percent(row["share"]),
-        "ratio": units.times(row["ratio"]) if row.get("ratio") else units.DASH,
-        "host": f"{units.digits(row['host_us'])} us" if row.get("host_us") is not None else units.DASH,
-        "peak": units.size(row.get("peak_bytes")),
-        "law": units.digits(row["law"]) if row.get("law") is not None else units.DASH,
+        "ratio": figure(row["ratio"], units.times),
+        "host": figure(row["host_us"], lambda us: units.seconds(us / 1e6)),
+        "peak": units.size(row["peak_bytes"]),
+        "law": figure(row["law"], units.digits),
         "notes": [note for note, said in (("cache-assisted", row.get("cached")), ("throttled", row.get("throttled"))) if said],
     }
 
@@ -160,35 +166,37 @@ def tables(source: Source, op: str) -> list[dict[str, Any]]:
         )
         share, group = (top["share"], roofline.group(top)) if top else (0, "plain")
         lines = [line(row, source, rows) for row in rows]
-        found.append({"case": case, "dtype": dtype, "direction": direction, "best": said, "share": share, "group": group, "rows": lines})
+        why = "" if top else "; ".join(sorted({f"{row['impl']}: {STATUS.get(row['status'], row['status'])}" for row in rows}))
+        found.append(
+            {"why": why, "case": case, "dtype": dtype, "direction": direction, "best": said, "share": share, "group": group, "rows": lines}
+        )
     return found
 
 
 def ladder(source: Source, op: str, ideas: dict[str, str]) -> dict[str, Any] | None:
-    """The op's rungs on its largest work, each with what it gained over the one before."""
-    works = {work: rows for work, rows in source.works(op).items() if best(rows)}
+    """The op's rungs on its largest work, each with what it gained over the one before; and those that were not timed, by reason."""
+    works = {work: rows for work, rows in ladders.ladder(source.rows, op).items() if best(rows)}
     if not works:
         return None
     work = max(
         works, key=lambda w: (w[3] == "forward", sum(r["status"] == "ok" for r in works[w]), works[w][0]["bytes"], w[2] == "bfloat16")
     )
-    order = list(ideas)
-    rows = sorted(works[work], key=lambda r: order.index(r["impl"]) if r["impl"] in order else len(order))
-    steps, before = [], 0.0
+    steps = []
     out: dict[str, list[str]] = {}
-    for row in rows:
+    for row in works[work]:
         if row["status"] != "ok":
-            out.setdefault(f"{STATUS.get(row['status'], row['status'])}: {row['reason'] or 'no reason given'}", []).append(row["impl"])
+            out.setdefault(_not_timed(row), []).append(row["impl"])
             continue
-        now = row["seconds"]["median"]
-        gain = before / now
-        tone = "more" if gain > 1.02 else "less" if gain < 0.98 else ""
-        steps.append(
-            line(row, source, rows) | {"idea": ideas.get(row["impl"], ""), "gain": units.times(gain) if gain else "", "tone": tone}
-        )
-        before = now
+        gain = row["gain"]
+        tone = "" if gain is None or 0.98 < gain < 1.02 else "more" if gain > 1 else "less"
+        climbed = {"idea": ideas.get(row["impl"], ""), "gain": units.times(gain) if gain else "", "tone": tone}
+        steps.append(line(row, source, works[work]) | climbed)
     left_out = [{"reason": reason, "impls": impls} for reason, impls in out.items()]
     return {"case": work[1], "dtype": work[2], "direction": work[3], "steps": steps, "out": left_out}
+
+
+def _not_timed(row: Row) -> str:
+    return f"{STATUS.get(row['status'], row['status'])}: {row['reason'] or 'no reason given'}"
 
 
 def checked(rows: list[Row]) -> dict[str, Any]:
@@ -210,26 +218,23 @@ def _why(row: Row) -> str:
 
 
 def changes(now: Source, before: Source) -> dict[str, Any]:
-    """This run against an earlier one: what became slower or faster by more than the intervals of both, the largest change first."""
-    from ridgeline.lab.clock import apart
-
-    old = {(*verdict.key(r), r["impl"]): r for r in before.bench if r["status"] == "ok"}
-    pairs = [(old[at], r) for r in now.bench if r["status"] == "ok" and (at := (*verdict.key(r), r["impl"])) in old]
-    moved = [(a, b, b["seconds"]["median"] / a["seconds"]["median"]) for a, b in pairs if apart(a["seconds"], b["seconds"])]
+    """This run against an earlier one: what became slower or faster by more than both intervals, the largest change first."""
+    both = [row for row in compare(before.rows, now.rows) if row["gain"]]
+    moved = sorted((row for row in both if row["change"] != "same"), key=lambda row: -max(row["gain"], 1 / row["gain"]))
     rows = [
         {
-            "op": b["op"],
-            "work": " ".join(verdict.key(b)[1:]),
-            "impl": b["impl"],
-            "before": units.seconds(a["seconds"]["median"]),
-            "now": units.seconds(b["seconds"]["median"]),
-            "change": f"{units.times(max(ratio, 1 / ratio))} {'slower' if ratio > 1 else 'faster'}",
-            "tone": "slower" if ratio > 1 else "faster",
+            "op": row["op"],
+            "work": " ".join(verdict.key(row)[1:]),
+            "impl": row["impl"],
+            "before": timing(row["before"]),
+            "now": timing(row["after"]),
+            "change": f"{units.times(max(row['gain'], 1 / row['gain']))} {row['change']}",
+            "tone": row["change"],
         }
-        for a, b, ratio in sorted(moved, key=lambda m: -max(m[2], 1 / m[2]))
+        for row in moved
     ]
     slower = sum(row["tone"] == "slower" for row in rows)
-    since = f"Against run {before.run['run']} (commit {before.run['commit']}): of {len(pairs)} times in both,"
+    since = f"Against run {before.run['run']} (commit {before.run['commit']}): of {len(both)} times in both,"
     if not rows:
         return {"sentence": f"{since} none lies outside the other's interval.", "rows": []}
     return {"sentence": f"{since} {slower} are slower and {len(rows) - slower} faster by more than their intervals.", "rows": rows}

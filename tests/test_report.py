@@ -1,0 +1,197 @@
+"""The report: what it says of rows, and the page itself in headless Chromium."""
+
+import argparse
+import os
+import re
+from pathlib import Path
+
+import pytest
+
+import browser
+import fixture_rows
+from ridgeline.lab import report, roofline, verdict
+from ridgeline.lab.report import page, view
+from ridgeline.op import RidgelineError
+
+H100, LAPTOP = fixture_rows.rows(), fixture_rows.rows(gpu=False)
+
+
+def options(module, *arguments):
+    parser = argparse.ArgumentParser()
+    module.arguments(parser)
+    return parser.parse_args(list(map(str, arguments)))
+
+
+@pytest.fixture(scope="module")
+def pages(tmp_path_factory):
+    """A laptop's report beside a recorded run, one with hostile names, and one of a run that timed nothing."""
+    folder = tmp_path_factory.mktemp("report")
+    laptop, recorded = view.Source(LAPTOP), view.Source(H100, recorded=True)
+    changes = view.changes(recorded, view.Source(fixture_rows.rows(seed=1, slower=1.1)))
+    hostile = view.Source(fixture_rows.rows(hostile=True))
+    row = {"impl": fixture_rows.HOSTILE, "group": "cuda", "arch": "gfx942", "reason": fixture_rows.HOSTILE}
+    kernels = [{"op": fixture_rows.HOSTILE, "case": "1", "dtype": "float32", "spills": 0, "rows": [], "not_built": [row]}]
+    empty = view.Source([r for r in LAPTOP if r["type"] in ("run", "roof")])
+    made = {
+        "two": page.render([laptop, recorded], changes=changes, notes=["a note"]),
+        "hostile": page.render([hostile], kernels=kernels, checks=[{"title": "here", "note": "", **view.checked(hostile.checks)}]),
+        "empty": page.render([empty]),
+    }
+    for name, text in made.items():
+        (folder / f"{name}.html").write_text(text)
+    return folder
+
+
+@pytest.fixture(scope="module")
+def chromium():
+    if not browser.executable():
+        if os.environ.get("CI") == "true":
+            pytest.fail(browser.INSTALL)
+        pytest.skip(browser.INSTALL)
+    with browser.Browser() as running:
+        yield running
+
+
+def width(opened):
+    return opened.js("Math.max(document.documentElement.scrollWidth, innerWidth)")
+
+
+def test_charts_are_drawn_and_nothing_is_asked_for(chromium, pages):
+    opened = chromium.open(pages / "two.html")
+    marks = opened.js("[...document.querySelectorAll('[data-chart]')].map(c => c.querySelectorAll('.mark-symbol path').length)")
+    assert len(marks) == 2
+    assert min(marks) > 20
+    assert opened.said() == []
+    assert opened.asked() == []
+    assert width(opened) == 1280
+    assert len(opened.screenshot()) > 20_000
+
+
+def test_legend_and_menus_filter(chromium, pages):
+    opened = chromium.open(pages / "two.html")
+    shown = "document.querySelectorAll('[data-chart=\"2\"] .mark-symbol path').length"
+    before = opened.js(shown)
+    opened.js("""(async () => {
+        const menus = [...document.querySelectorAll('[data-chart="2"] .vega-bind')];
+        const menu = menus.find(bind => bind.textContent.startsWith('op')).querySelector('select');
+        menu.selectedIndex = 1; menu.dispatchEvent(new Event('change', {bubbles: true}));
+        await new Promise(done => setTimeout(done, 500));
+    })()""")
+    assert 0 < opened.js(shown) < before
+    assert opened.said() == []
+
+
+def test_a_phone_scrolls_down_only(chromium, pages):
+    opened = chromium.open(pages / "two.html", width=390, height=844)
+    opened.js("document.querySelectorAll('.fold').forEach(fold => { fold.open = true })")
+    assert width(opened) == 390
+    assert opened.said() == []
+
+
+def test_dark_paper(chromium, pages):
+    opened = chromium.open(pages / "two.html", dark=True)
+    colours = "[getComputedStyle(document.body).backgroundColor, document.querySelector('.chart .mark-line path').getAttribute('stroke')]"
+    dark, picture = opened.js(colours), opened.screenshot()
+    opened.dark(False)
+    opened.js("new Promise(done => setTimeout(done, 1000))")
+    opened.drawn()
+    light = opened.js(colours)
+    assert all(a != b for a, b in zip(dark, light, strict=True))
+    assert picture != opened.screenshot()
+    assert opened.said() == []
+
+
+def test_hostile_names_are_text(chromium, pages):
+    opened = chromium.open(pages / "hostile.html")
+    assert opened.js("document.body.innerText").count("<script>alert(") > 3
+    assert opened.js("[...document.scripts].filter(s => s.text.startsWith('alert')).length") == 0
+    assert opened.js("document.querySelectorAll('img').length") == 0
+    assert opened.said() == []
+    assert opened.asked() == []
+    assert not re.search(r"<script>alert", (pages / "hostile.html").read_text())
+
+
+def test_a_run_that_timed_nothing(chromium, pages):
+    opened = chromium.open(pages / "empty.html")
+    assert "Nothing could be timed" in opened.js("document.querySelector('h1').innerText")
+    assert opened.said() == []
+
+
+def test_tables_can_be_heard(chromium, pages):
+    """Every table has headers with a scope, every picture a name, and the words stand out from their ground."""
+    opened = chromium.open(pages / "two.html")
+    assert opened.js("document.querySelectorAll('th:not([scope])').length") == 0
+    assert opened.js("[...document.querySelectorAll('[role=img], [role=region]')].filter(e => !e.getAttribute('aria-label')).length") == 0
+    assert opened.js("[...document.querySelectorAll('h1, h2, h3')].map(h => +h.tagName[1]).every((n, i, all) => !i || n - all[i - 1] <= 1)")
+    for dark in (False, True):
+        opened.dark(dark)
+        assert opened.js(CONTRAST) >= 4.5
+
+
+CONTRAST = """(() => {
+    const linear = (x) => x <= .03928 ? x / 12.92 : ((x + .055) / 1.055) ** 2.4;
+    const light = (colour) => {
+        const [r, g, b] = colour.match(/[\\d.]+/g).slice(0, 3).map(x => linear(x / 255));
+        return .2126 * r + .7152 * g + .0722 * b + .05;
+    };
+    const ground = (e) => {
+        const colour = getComputedStyle(e).backgroundColor;
+        return /^rgb\\(/.test(colour) ? colour : ground(e.parentElement);
+    };
+    const words = 'h1, .beneath, dt, dd, .lead, .hint, th, td, .badge:not(.recorded), .gain';
+    const ratios = [...document.querySelectorAll(words)].map(e => light(getComputedStyle(e).color) / light(ground(e)));
+    return Math.min(...ratios.map(r => Math.max(r, 1 / r)));
+})()"""
+
+
+def test_headline_says_the_main_result():
+    assert re.search(
+        r"kernels reach 9\d% of the measured roof of an NVIDIA H100 80GB HBM3 and run 1\.\d+x", view.headline(view.Source(H100))
+    )
+    assert "On this AMD EPYC 7R13" in view.headline(view.Source(LAPTOP))
+
+
+def test_verdicts_name_the_bound_and_what_would_help():
+    said = {(v["op"], v["case"], v["impl"], v["direction"]): v for v in verdict.judged(H100) if v["dtype"] == "bfloat16"}
+    naive = said["gelu", "16384x16384", "naive", "forward"]["verdict"]
+    assert "Bounded by memory" in naive
+    assert "11x the bytes" in naive
+    assert "fuse it" in said["gelu", "16384x16384", "cuda_packed", "forward"]["verdict"]
+    assert said["gelu", "1024x1024", "cuda_packed", "forward"]["bound"] in ("host", "launch")
+    assert "matrix units" in said["matmul", "8192", "triton", "forward"]["verdict"]
+
+
+def test_changes_since_the_last_run():
+    now, before = view.Source(fixture_rows.rows(seed=1, slower=1.1)), view.Source(H100)
+    found = view.changes(now, before)
+    assert found["rows"]
+    assert {row["tone"] for row in found["rows"] if row["impl"] in ("triton", "cuda_packed")} == {"slower"}
+    assert view.changes(before, before)["rows"] == []
+
+
+def test_the_verb_shows_recorded_runs(tmp_path, monkeypatch, capsys):
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "cache"))
+    run = fixture_rows.write(tmp_path / "run.jsonl")
+    assert report.main(options(report, "--run", run, "--out", tmp_path / "out")) == 0
+    assert capsys.readouterr().out.strip() == str(tmp_path / "out/index.html")
+    assert [p.name for p in (tmp_path / "out").iterdir()] == ["index.html"]
+
+
+def test_a_folder_that_cannot_be_written_is_named(tmp_path):
+    (tmp_path / "file").write_text("")
+    with pytest.raises(RidgelineError, match="cannot write"):
+        report.main(options(report, "--run", fixture_rows.write(tmp_path / "run.jsonl"), "--out", tmp_path / "file"))
+    assert sorted(p.name for p in tmp_path.iterdir()) == ["file", "run.jsonl"]
+
+
+def test_the_roofline_verb_writes_pictures(tmp_path, capsys):
+    run = fixture_rows.write(tmp_path / "run.jsonl")
+    assert roofline.main(options(roofline, "gelu", "--run", run, "--out", tmp_path / "out", "--json")) == 0
+    names = {p.name: p.stat().st_size for p in Path(tmp_path / "out").iterdir()}
+    assert set(names) == {"roofline.svg", "roofline.png", "roofline-dark.svg", "roofline-dark.png"}
+    assert min(names.values()) > 5_000
+    svg = (tmp_path / "out/roofline.svg").read_text()
+    assert "ridge " in svg
+    assert "memory: copy" in svg
+    with pytest.raises(RidgelineError, match="is not in run"):
+        roofline.main(options(roofline, "nothing", "--run", run))
