@@ -5,8 +5,8 @@ import json
 
 import pytest
 import torch
-from fake import fake_op
 
+from fake import fake_op
 from ridgeline import op as ops
 from ridgeline.lab import bench, compare, ladder, machine, store
 from ridgeline.op import RidgelineError

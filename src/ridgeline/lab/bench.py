@@ -26,6 +26,7 @@ if TYPE_CHECKING:
 Row = dict[str, Any]
 ABOVE = 1.03  # a figure this far above its roof's interval is a mistake
 PEERS = ("torch", "compile")
+FULL = "it needs more memory than there is"
 UNTIMED: Row = dict.fromkeys(("seconds", "host_us", "share", "peak_bytes", "law", "ratio", "mhz", "throttled"))
 
 
@@ -135,7 +136,8 @@ def judge(law: Law, candidate: Candidate, case: str, dtype: str, device: str) ->
             candidate.law[direction] = verdict.worst(direction)
             candidate.broken[direction] = verdict.reason(direction)
     except torch.OutOfMemoryError:
-        candidate.status, candidate.reason = "oom", "it needs more memory than there is"
+        release(device)
+        candidate.status, candidate.reason = "oom", FULL
     except Exception as error:  # whatever a broken kernel raises is its row's reason, and the others go on
         text = str(error).strip().splitlines() or [""]
         candidate.status, candidate.reason = "wrong", f"it raised {type(error).__name__}: {text[0]}"
@@ -143,7 +145,6 @@ def judge(law: Law, candidate: Candidate, case: str, dtype: str, device: str) ->
             raise RidgelineError(
                 f"{law.op.name} {candidate.rung.name}, {case} {dtype}: {candidate.reason}; the GPU takes no more work"
             ) from error
-    release(device)
     return row
 
 
@@ -166,7 +167,7 @@ def _timed(work: Work, law: Law, candidates: list[Candidate], budget: float, tim
         name, worst = candidate.rung.name, candidate.law.get(work.direction)
         if name in found:
             full = found[name] is None
-            reason = "it needs more memory than there is" if full else None
+            reason = FULL if full else None
             rows[name] = work.row(candidate.rung, "oom" if full else "ok", reason, found[name], worst)
     best = min((row["seconds"]["median"] for row in rows.values() if row["peer"] and row["status"] == "ok"), default=None)
     for candidate in candidates:
@@ -248,7 +249,7 @@ def record(
 
     gpu = device.startswith("cuda")
     uses = ("bench",) if gpu and not quick else ("quick",)
-    budget = budget or (0.4 if quick else 1.5 if gpu else 0.8)
+    budget = budget or (0.4 if quick else 1.0 if gpu else 0.8)
     tasks = [(op, c, d) for op in ops for c, d in chosen_cases(op, uses, case, dtype)]
     for op in ops:
         chosen_implementations(op, impl)  # a wrong name is an error now, before anything is measured
@@ -256,6 +257,7 @@ def record(
     report("the roof", 0, len(tasks))
     roof = measure_roof(device, quick, lambda text: report(f"the roof: {text}", 0, len(tasks)))
     run.write({"type": "roof", **roof})
+    release(device)
     with compiling():
         for done, (op, c, d) in enumerate(tasks):
             report(f"{op.name} {c.name} {d}", done, len(tasks))

@@ -120,15 +120,16 @@ class CpuTimer:
 class GpuTimer:
     """Times on the GPU by events. A delay kernel keeps the queue full while a round is enqueued: the GPU never waits for the host."""
 
-    LONGEST = 100_000_000
+    LONGEST = 0.05  # seconds of delay: a function that still empties the queue waits for the GPU itself
 
     def __init__(self) -> None:
         self.buffer = torch.empty(max(2 * devices.here().l2, 64 << 20) // 4, dtype=torch.int32, device="cuda")
-        self.cycles = 200_000
+        self.delay = 1e-4
 
     def round(self, functions: Sequence[Function]) -> list[float]:
         while True:
-            torch.cuda._sleep(self.cycles)
+            before = time.perf_counter()
+            torch.cuda._sleep(int(self.delay * 2e9))
             begin = torch.cuda.Event()
             begin.record()
             events = [(torch.cuda.Event(enable_timing=True), torch.cuda.Event(enable_timing=True)) for _ in functions]
@@ -138,11 +139,12 @@ class GpuTimer:
                 result = function()
                 end.record()
                 del result
-            full = not begin.query()
+            full, host = not begin.query(), time.perf_counter() - before
             torch.cuda.synchronize()
-            if full or self.cycles >= self.LONGEST:  # at the longest delay a function waits for the GPU itself: its time is as it is
+            if full or self.delay >= self.LONGEST:
+                self.delay = min(1.5 * host, self.delay) if full else self.delay
                 return [start.elapsed_time(end) / 1e3 for start, end in events]
-            self.cycles *= 2
+            self.delay = min(2 * max(host, self.delay), self.LONGEST)
 
     def host(self, function: Function, seconds: float) -> float:
         calls = []
@@ -193,7 +195,7 @@ def measure(
     samples: dict[str, list[float]] = {name: [] for name in names}
     order, dice, clocks = list(names), random.Random(0), None
     for number in range(reps):
-        if number == reps // 2 and details:
+        if number == reps // 4 and details:
             clocks = _ask_clocks()
         dice.shuffle(order)
         for name, seconds in zip(order, timer.round([functions[name] for name in order]), strict=True):

@@ -94,7 +94,7 @@ def measure_roof(device: str, quick: bool = False, report: Callable[[str], None]
             roof["matmul"][name] = _matrix_rate(name, timer, dice, 0.6 if quick else 1.5)
     report("launch latency")
     one = torch.ones(1, device=device)
-    empty = _triton(one, one, one, 0, True)["triton 1024"] if one.is_cuda else lambda: one.add_(1)
+    empty = _triton(one, one, one, 0, True)["triton 1024"] if one.is_cuda and not INTERPRETED else lambda: one.add_(1)
     roof["launch_us"] = measure({"empty": empty}, budget=0.2, timer=timer, details=False)["empty"].median * 1e6
     return roof
 
