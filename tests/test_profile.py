@@ -88,8 +88,9 @@ def test_nsight_is_driven_or_said_to_be_missing(user: Path, tmp_path: Path, caps
     fake.chmod(fake.stat().st_mode | stat.S_IXUSR)
     told = figures(capsys, f"{user}:step", "--steps", 1, "--out", tmp_path, "--ncu")
     assert "ERR_NVGPUCTRPERM" in told["tools"][0]["said"]
-    words = (tmp_path / "ncu.args").read_text().split("\n")
+    words = (tmp_path / "ncu.args").read_text().splitlines()
     assert words[words.index("--clock-control") + 1] == "none"
+    assert run(*words[words.index("profile") + 1 :]) == 0
     assert words[words.index("-m") + 1 :][:3] == ["ridgeline", "profile", f"{user}:step"]
 
 

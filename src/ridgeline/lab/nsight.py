@@ -36,28 +36,21 @@ class Outcome:
 
 
 def nsys(command: list[str], folder: Path) -> Outcome:
-    """Records a timeline of a command: CUDA calls, kernels, NVTX ranges."""
+    """Records a timeline of what a command does between `cudaProfilerStart` and `Stop`: CUDA calls, kernels, NVTX ranges."""
     report = folder / "nsys.nsys-rep"
-    flags = ["profile", "--trace=cuda,nvtx", "--sample=none", "--cpuctxsw=none", "--force-overwrite=true", f"--output={report}"]
+    between = ["--capture-range=cudaProfilerApi", "--capture-range-end=stop"]
+    flags = ["profile", "--trace=cuda,nvtx", "--sample=none", "--cpuctxsw=none", *between, "--force-overwrite=true", f"--output={report}"]
     return _run("nsys", flags, command, report)
 
 
-def ncu(command: list[str], folder: Path, inside: str) -> Outcome:
-    """Measures every kernel that starts inside the NVTX range of that name, with the clocks left as they are."""
+def ncu(command: list[str], folder: Path) -> Outcome:
+    """Measures every kernel that a command starts between `cudaProfilerStart` and `Stop`, with the clocks left as they are.
+
+    That is not by NVTX range, for a range is of one thread, and PyTorch runs a backward in another.
+    """
     report = folder / "ncu.ncu-rep"
-    flags = [
-        "--clock-control",
-        "none",
-        "--set",
-        "detailed",
-        "--nvtx",
-        "--nvtx-include",
-        f"{inside}/",
-        "--force-overwrite",
-        "--export",
-        str(report),
-    ]
-    outcome = _run("ncu", flags, command, report)
+    where = ["--profile-from-start", "off", "--nvtx", "--force-overwrite", "--export", str(report)]
+    outcome = _run("ncu", ["--clock-control", "none", "--set", "detailed", *where], command, report)
     if not outcome.ok:
         return outcome
     table = subprocess.run(["ncu", "--import", str(report), "--page", "details", "--csv"], capture_output=True, text=True, timeout=PATIENCE)

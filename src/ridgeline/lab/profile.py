@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import argparse
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, nullcontext
 from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -170,6 +170,15 @@ def steps(what: Target, count: int, name: str = STEP) -> None:
             torch.cuda.synchronize()
 
 
+def bare(what: Target, count: int) -> None:
+    """Only the steps, for nsys and ncu, which record between `cudaProfilerStart` and `Stop`."""
+    import torch
+
+    steps(what, WARMUP, "warm-up")
+    with torch.cuda.profiler.profile() if torch.cuda.is_available() else nullcontext():
+        steps(what, count)
+
+
 def profile(what: Target, count: int, folder: Path) -> tuple[list[Line], dict[str, str]]:
     """Profiles some steps: the table, and the files written (by name): trace.json, flame-cpu.svg, flame-gpu.svg.
 
@@ -239,8 +248,7 @@ def main(options: argparse.Namespace) -> int:
         raise RidgelineError(f"--steps is {options.steps}; it takes 1 or more")
     what = target(options.target, options.impl, options.case, options.dtype)
     if options.bare:
-        steps(what, WARMUP, "warm-up")
-        steps(what, options.steps)
+        bare(what, options.steps)
         return 0
     try:
         options.out.mkdir(parents=True, exist_ok=True)
@@ -251,7 +259,7 @@ def main(options: argparse.Namespace) -> int:
     if options.nsys:
         tools.append(nsight.nsys(_again(options, options.steps), options.out))
     if options.ncu:
-        tools.append(nsight.ncu(_again(options, 1), options.out, STEP))
+        tools.append(nsight.ncu(_again(options, 1), options.out))
     if options.json:
         figures = {"target": what.name, "steps": options.steps, "lines": [asdict(line) for line in lines], "files": files}
         print(json.dumps(figures | {"tools": [asdict(tool) for tool in tools]}, indent=1))
