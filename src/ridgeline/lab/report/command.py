@@ -33,8 +33,9 @@ def _writable(out: Path) -> None:
 
 
 def _say(text: str) -> None:
-    """One line of progress, on stderr."""
-    print(f"\r\x1b[K{text}", end="", file=sys.stderr, flush=True)
+    """One line of progress, on stderr where that is a terminal."""
+    if sys.stderr.isatty():
+        print(f"\r\x1b[K{text}", end="", file=sys.stderr, flush=True)
 
 
 def _recorded(runs: list[str]) -> dict[str, Any]:
