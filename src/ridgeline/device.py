@@ -46,7 +46,8 @@ def gpu(index: int) -> Device:
         arch = p.gcnArchName.split(":")[0]
         return Device(p.name, "hip", arch, 0, p.multi_processor_count, 65_536, p.L2_cache_size, p.warp_size)
     capability = p.major * 10 + p.minor
-    return Device(p.name, "cuda", f"sm_{capability}", capability, p.multi_processor_count, p.shared_memory_per_block_optin, p.L2_cache_size)
+    shared: int = p.shared_memory_per_block_optin  # type: ignore[attr-defined]  # torch's stub lacks it
+    return Device(p.name, "cuda", f"sm_{capability}", capability, p.multi_processor_count, shared, p.L2_cache_size)
 
 
 def of(tensor: torch.Tensor) -> Device:
