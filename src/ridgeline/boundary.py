@@ -7,9 +7,10 @@ value on the device; grids, configurations and tensor descriptors are given to `
 
 from __future__ import annotations
 
+import re
 import struct
 import threading
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
 from functools import wraps
@@ -19,6 +20,7 @@ import torch
 import triton
 
 from ridgeline import device as devices
+from ridgeline import tuning
 from ridgeline.cuda import CudaKernel, Starter, parameters
 from ridgeline.op import RidgelineError
 
@@ -36,6 +38,7 @@ def kernel_op(schema: str) -> Callable[[Callable[..., Any]], Any]:
     else the registered op.
     """
     name = schema.split("(")[0]
+    leading = len(re.findall(r"Tensor\b", schema.split("->")[0]))  # an op's tensors come first
 
     def register(launcher: Callable[..., Any]) -> Any:
         def fake(*args: Any) -> Any:
@@ -51,32 +54,31 @@ def kernel_op(schema: str) -> Callable[[Callable[..., Any]], Any]:
         registered = getattr(torch.ops.ridgeline, name).default
 
         def call(*args: Any) -> Any:
-            return launcher(*args) if unwatched(args) else registered(*args)
+            return launcher(*args) if unwatched(args[:leading]) else registered(*args)
 
         return call
 
     return register
 
 
-def unwatched(args: tuple[Any, ...]) -> bool:
-    """Whether an op on these arguments may be called as the plain function it is: nobody traces, transforms or intercepts it."""
+def unwatched(tensors: Iterable[Any]) -> bool:
+    """Whether an op on these tensors may be called as the plain function it is: nobody traces, transforms or intercepts it."""
     if torch.compiler.is_compiling() or torch._C._len_torch_dispatch_stack() or torch._C._are_functorch_transforms_active():
         return False
-    for a in args:
-        kind = type(a)
-        if kind is torch.Tensor or kind is torch.nn.Parameter:
-            if a.is_meta:
-                return False
-        elif isinstance(a, torch.Tensor):
+    for t in tensors:
+        if type(t) not in _OWN or t.is_meta:
             return False
     return True
 
 
+_OWN = frozenset((torch.Tensor, torch.nn.Parameter))
+
+
 def differentiate(function: Any, *args: Any) -> Any:
     """`function.apply(*args)` of an `autograd.Function`, without the wrapper that is only needed inside functorch."""
-    if unwatched(args):
-        return super(torch.autograd.Function, function).apply(*args)
-    return function.apply(*args)
+    if torch.compiler.is_compiling() or torch._C._are_functorch_transforms_active():
+        return function.apply(*args)
+    return super(torch.autograd.Function, function).apply(*args)
 
 
 class _FirstOrderOnly(torch.autograd.Function):
@@ -139,35 +141,34 @@ def observe(observer: Callable[[Launch], None]) -> Iterator[None]:
 
 
 Start = Callable[[int, int, int, int, "list[Any]", "tuple[Any, ...]"], None]  # grid x, y, z, stream, values, args
-_started: dict[Any, tuple[Start, Any, Any]] = {}  # with the kernel and constants whose ids the key may hold
+_started: dict[Any, tuple[Start, dict[str, Any], Any]] = {}  # with the constants, and the kernel whose id the key holds
 
 
-def launch(kernel: Any, grid: Any, *args: Any, config: Callable[[], dict[str, Any]] | None = None, **constants: Any) -> None:
+def launch(
+    kernel: Any, grid: Any, *args: Any, config: Callable[[], dict[str, Any]] | None = None, key: Any = None, **constants: Any
+) -> None:
     """Starts a kernel: Triton, Gluon or CUDA C++.
 
     kernel: a `triton.jit` or `gluon.jit` function whose constexpr parameters come last, or a `CudaKernel`.
     grid: a tuple, or a function from the constants to one. A grid with a zero in it starts nothing.
     args: the runtime arguments in order; the first is a tensor or a tuple of tensors. A function is called with the constants
         when the kernel really starts (tensor descriptors are made that way).
-    config: a function that gives the tile configuration, called when the kernel really starts; merged into `constants`.
     constants: the constexpr parameters and compile options (num_warps, num_stages, ...) by name; for CUDA C++, macros.
+    config: a function that gives the tile configuration, merged into `constants`. It is called when a kernel is first started
+        for such arguments, constants and `key`; `key` holds whatever else it depends on.
     """
     if getattr(_trace, "on", False):
-        return
-    if config is not None:
-        constants |= config()
-    if not isinstance(grid, tuple):
-        grid = grid(constants)
-    if 0 in grid:
         return
     first = args[0]
     if type(first) is tuple:
         first = first[0]
     if INTERPRETED or _observers or devices._pretended is not None:
-        args = tuple([a(constants) if callable(a) else a for a in args])
+        constants |= config() if config else {}
+        grid = grid if isinstance(grid, tuple) else grid(constants)
+        args = _made(args, constants)
         for observer in _observers:
             observer(Launch(kernel, grid, args, constants, devices.of(first)))
-        if devices._pretended is not None:
+        if devices._pretended is not None or 0 in grid:
             return
         if INTERPRETED and not isinstance(kernel, CudaKernel):
             options = ("num_warps", "num_stages", "maxnreg", "num_ctas")
@@ -180,26 +181,30 @@ def launch(kernel: Any, grid: Any, *args: Any, config: Callable[[], dict[str, An
     index = first.get_device()
     if torch._C._cuda_getDevice() != index:
         with torch.cuda.device(index):
-            return _start(kernel, grid, args, constants, index)
-    _start(kernel, grid, args, constants, index)
-
-
-def _start(kernel: Any, grid: tuple[int, ...], args: tuple[Any, ...], constants: dict[str, Any], index: int) -> None:
-    stream = torch._C._cuda_getCurrentRawStream(index)
-    if type(kernel) is CudaKernel:
-        return kernel.start(grid, stream, args, constants, index)
+            return launch(kernel, grid, *args, config=config, key=key, **constants)
     values: list[Any] = []
-    key: list[Any] = [id(kernel), index, *[c if type(c) in _PLAIN else id(c) for c in constants.values()]]
-    for arg in args:
-        if callable(arg):
-            args = tuple([a(constants) if callable(a) else a for a in args])
-            break
-    _read(args, values, key)
-    found = tuple(key)
-    entry = _started.get(found)
+    found: list[Any] = [id(kernel), index, key, tuning.version, *constants.values()]
+    _read(args, values, found)
+    where = tuple(found)
+    entry = None if tuning.listening() else _started.get(where)
     if entry is None:
-        entry = _started[found] = _triton_start(kernel, args, constants, len(values)), kernel, constants
-    entry[0](grid[0], grid[1] if len(grid) > 1 else 1, grid[2] if len(grid) > 2 else 1, stream, values, args)
+        constants |= config() if config else {}
+        if isinstance(kernel, CudaKernel):
+            entry = _cuda_start(kernel.load(constants, index)), constants, kernel
+        else:
+            entry = _triton_start(kernel, _made(args, constants), constants, len(values)), constants, kernel
+        _started[where] = entry
+    start, constants, _ = entry
+    if None in values:
+        args = _made(args, constants)
+        values.clear()
+        _read(args, values, found)
+    if type(grid) is not tuple:
+        grid = grid(constants)
+    if 0 in grid:
+        return
+    x, y, z = grid if len(grid) == 3 else (*grid, 1, 1)[:3]
+    start(x, y, z, torch._C._cuda_getCurrentRawStream(index), values, args)
 
 
 def _read(args: tuple[Any, ...], values: list[Any], key: list[Any]) -> None:
@@ -210,31 +215,35 @@ def _read(args: tuple[Any, ...], values: list[Any], key: list[Any]) -> None:
         if kind is torch.Tensor or kind is torch.nn.Parameter:
             pointer = arg.data_ptr()
             values.append(pointer)
-            key.append(arg.dtype)
-            key.append(pointer & 15 == 0)
-        elif kind is int:
-            if arg == 1:
-                key.append(1)
-            else:
-                values.append(arg)
-                key.append((arg & 15 == 0, -0x80000000 <= arg < 0x80000000))
+            key += arg.dtype, pointer & 15 == 0
         elif kind is tuple:
             key.append(len(arg))
             _read(arg, values, key)
+        elif kind is int:
+            values.append(arg)
+            key.append(1 if arg == 1 else (arg & 15 == 0, -0x80000000 <= arg < 0x80000000))
         elif kind is float or kind is bool:
             values.append(arg)
             key.append(kind)
         elif arg is None:
+            values.append(0)
             key.append(None)
         elif isinstance(arg, torch.Tensor):
             _read((arg.as_subclass(torch.Tensor),), values, key)
-        else:
-            values.append(arg)
-            key.append((kind, arg.base.dtype, tuple(arg.block_shape), getattr(arg, "layout", None)))
+        else:  # a function that makes the argument, of what the key already says; or what it made
+            values.append(None if callable(arg) else arg)
+            key.append(kind)
 
 
-_PLAIN = frozenset((int, str, bool, float, tuple))
+def _made(args: tuple[Any, ...], constants: dict[str, Any]) -> tuple[Any, ...]:
+    return tuple([a(constants) if callable(a) else a for a in args])
+
+
 _CODES = {"i1": "?", "u1": "?", "i32": "i", "u32": "I", "i64": "q", "u64": "Q", "fp32": "f"}
+
+
+def _cuda_start(starter: Starter) -> Start:
+    return lambda x, y, z, stream, values, args: starter(x, y, z, stream, values)
 
 
 def _triton_start(kernel: Any, args: tuple[Any, ...], constants: dict[str, Any], count: int) -> Start:
@@ -242,15 +251,19 @@ def _triton_start(kernel: Any, args: tuple[Any, ...], constants: dict[str, Any],
     numbers laid out as we pack them, else by Triton's own launcher, which takes 5 to 15 us more."""
     compiled = kernel.warmup(*args, grid=(1,), **constants)
     run, function, metadata = compiled.run, compiled.function, compiled.metadata
-    codes = [("P" if t[0] == "*" else _CODES.get(t)) for t in _leaves(compiled.src.signature.values()) if t != "constexpr"]
+    types = list(_leaves(compiled.src.signature.values()))[:count]
+    passed = [k for k, t in enumerate(types) if t != "constexpr"]  # a 1 or a None is compiled in
+    codes = [("P" if types[k][0] == "*" else _CODES.get(types[k])) for k in passed]
     plain = metadata.num_ctas == 1 and not (metadata.launch_cooperative_grid or metadata.launch_pdl or metadata.global_scratch_size)
-    if plain and None not in codes and len(codes) == count and not torch.version.hip:
+    if plain and None not in codes and not torch.version.hip:
         # Two pointers to scratch memory end the parameters of every Triton kernel; these kernels use none.
-        layout = struct.Struct("@" + "".join(map(str, codes)) + "PP")
-        offsets = [struct.calcsize("@" + "".join(map(str, codes[:k])) + "0" + c) for k, c in enumerate([*codes, "P"])]
-        if [o for o, _ in parameters(function)][: len(offsets)] == offsets and len(parameters(function)) == len(codes) + 2:
-            starter = Starter(function, layout, 32 * metadata.num_warps, metadata.shared, what=kernel.__name__)
-            return lambda x, y, z, stream, values, args: starter(x, y, z, stream, (*values, 0, 0))
+        layout = "@" + "".join(map(str, codes)) + "PP"
+        offsets = [struct.calcsize(layout[: k + 1] + "0" + layout[k + 1]) for k in range(len(codes) + 2)]
+        if [offset for offset, _ in parameters(function)] == offsets:
+            starter = Starter(function, struct.Struct(layout), 32 * metadata.num_warps, metadata.shared, what=kernel.__name__)
+            if len(passed) == count:
+                return lambda x, y, z, stream, values, args: starter(x, y, z, stream, (*values, 0, 0))
+            return lambda x, y, z, stream, values, args: starter(x, y, z, stream, (*[values[k] for k in passed], 0, 0))
     defaults = {p.name: p.default for p in kernel.params if p.has_default}
     trailing = tuple([constants[n] if n in constants else defaults[n] for n in kernel.arg_names[len(args) :]])
     packed = compiled.packed_metadata

@@ -96,7 +96,8 @@ def _check(code: int, what: str) -> None:
 
 def parameters(function: int) -> list[tuple[int, int]]:
     """The offset and size in bytes of every parameter of a loaded kernel, as the driver knows them."""
-    found, offset, size = [], ctypes.c_size_t(), ctypes.c_size_t()
+    found: list[tuple[int, int]] = []
+    offset, size = ctypes.c_size_t(), ctypes.c_size_t()
     at = ctypes.c_void_p(function)
     while not _driver().cuFuncGetParamInfo(at, ctypes.c_size_t(len(found)), ctypes.byref(offset), ctypes.byref(size)):
         found.append((offset.value, size.value))
@@ -111,10 +112,11 @@ class Starter:
     """
 
     CONFIG = struct.Struct("@7I4xQQI4x")  # grid, block, dynamic shared memory, stream, attributes, their count
+    GRID = struct.Struct("@3I")
 
     def __init__(self, function: int, layout: struct.Struct, threads: int, shared: int, cluster: int = 1, what: str = "a kernel"):
-        self.function, self.threads, self.shared, self.what = function, threads, shared, what
-        self.layout, self.lock, self.launch = layout, threading.Lock(), _driver().cuLaunchKernelEx
+        self.what = f"{what} with {threads} threads and {shared} bytes of shared memory"
+        self.facts = threads, 1, 1, shared
         # CUlaunchAttribute: an id (4: the cluster's size), padding, and a union of 64 bytes.
         self.attribute = ctypes.create_string_buffer(struct.pack("@I4x3I52x", 4, cluster, 1, 1), 72)
         self.attributes = (ctypes.addressof(self.attribute), 1) if cluster > 1 else (0, 0)
@@ -123,14 +125,20 @@ class Starter:
         self.size = ctypes.c_size_t(layout.size)
         self.extra = (ctypes.c_void_p * 5)(1, ctypes.addressof(self.packed), 2, ctypes.addressof(self.size), 0)
         self.addresses = ctypes.addressof(self.config), function, 0, ctypes.addressof(self.extra)
+        self.lock, self.stream = threading.Lock(), -1
+        self.launch, self.pack, self.pack_grid = _driver().cuLaunchKernelEx, layout.pack_into, self.GRID.pack_into
 
     def __call__(self, x: int, y: int, z: int, stream: int, values: Sequence[Any]) -> None:
         with self.lock:
-            self.CONFIG.pack_into(self.config, 0, x, y, z, self.threads, 1, 1, self.shared, stream, *self.attributes)
-            self.layout.pack_into(self.packed, 0, *values)
+            if stream != self.stream:
+                self.CONFIG.pack_into(self.config, 0, x, y, z, *self.facts, stream, *self.attributes)
+                self.stream = stream
+            else:
+                self.pack_grid(self.config, 0, x, y, z)
+            self.pack(self.packed, 0, *values)
             code = self.launch(*self.addresses)
         if code:
-            _check(code, f"{self.what} with grid {x, y, z}, {self.threads} threads and {self.shared} bytes of shared memory")
+            _check(code, f"{self.what}, grid {x, y, z}")
 
 
 class CudaKernel:
@@ -144,7 +152,6 @@ class CudaKernel:
 
     def __init__(self, path: Path, name: str, arguments: str):
         self.path, self.name, self.arguments = path, name, arguments
-        self._starters: dict[Any, Starter] = {}
 
     def __repr__(self) -> str:
         return f"{self.path.name}:{self.name}"
@@ -152,15 +159,8 @@ class CudaKernel:
     def compile(self, arch: str, constants: dict[str, Any]) -> Compiled:
         return compile_source(self.path, arch, tuple((k, v) for k, v in constants.items() if k not in LAUNCH_OPTIONS))
 
-    def start(self, grid: tuple[int, ...], stream: int, args: Sequence[Any], constants: dict[str, Any], index: int) -> None:
-        key = (index, *constants.items())
-        starter = self._starters.get(key)
-        if starter is None:
-            starter = self._starters[key] = self._load(constants, index)
-        values = [(0 if a is None else a.data_ptr()) if code == "P" else a for code, a in zip(self.arguments, args, strict=True)]
-        starter(*grid, *(1,) * (3 - len(grid)), stream, values)
-
-    def _load(self, constants: dict[str, Any], index: int) -> Starter:
+    def load(self, constants: dict[str, Any], index: int) -> Starter:
+        """Compiles the kernel for a GPU and loads it there."""
         driver = _driver()
         compiled = self.compile(devices.gpu(index).arch, constants)
         module, function = ctypes.c_void_p(), ctypes.c_void_p()

@@ -28,8 +28,9 @@ class Request:
     space: tuple[tuple[tuple[str, int], ...], ...]
 
 
-_answers: dict[tuple[str, str, str, str], Config] = {}
+_requests: dict[tuple[str, str, str, str], Request] = {}
 _listener: Callable[[Request], Config | None] | None = None
+version = 0  # rises when configurations are saved: what was started with older ones is looked up anew
 
 
 @cache
@@ -46,14 +47,18 @@ def config(
     rule: the configuration where none is committed. space: what `tune` searches; without it the kernel is not tuned.
     """
     if _listener is not None and space is not None:
-        chosen = _listener(Request(op, kernel, key, tuple(tuple(c.items()) for c in space())))
+        where = device.arch, op, kernel, key
+        if where not in _requests:
+            _requests[where] = Request(op, kernel, key, tuple(tuple(c.items()) for c in space()))
+        chosen = _listener(_requests[where])
         if chosen is not None:
             return chosen
-    answer = _answers.get((device.arch, op, kernel, key))
-    if answer is None:
-        answer = _table(device.arch, op).get(kernel, {}).get(key) or rule()
-        _answers[device.arch, op, kernel, key] = answer
-    return answer
+    return _table(device.arch, op).get(kernel, {}).get(key) or rule()
+
+
+def listening() -> bool:
+    """Whether configurations are being searched just now, so that none may be remembered."""
+    return _listener is not None
 
 
 @contextmanager
@@ -69,6 +74,7 @@ def listen(listener: Callable[[Request], Config | None]) -> Iterator[None]:
 
 def save(arch: str, op: str, found: dict[str, dict[str, Config]], configs: Path = CONFIGS) -> Path:
     """Merges found configurations into `configs/<arch>/<op>.json` in one step."""
+    global version
     path = configs / arch / f"{op}.json"
     path.parent.mkdir(parents=True, exist_ok=True)
     table = json.loads(path.read_text()) if path.exists() else {}
@@ -78,5 +84,5 @@ def save(arch: str, op: str, found: dict[str, dict[str, Config]], configs: Path 
     fresh.write_text(json.dumps(table, indent=1, sort_keys=True) + "\n")
     fresh.replace(path)
     _table.cache_clear()
-    _answers.clear()
+    version += 1
     return path

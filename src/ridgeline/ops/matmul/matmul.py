@@ -63,7 +63,7 @@ def _triton(y: torch.Tensor, a: torch.Tensor, b: torch.Tensor) -> None:
         return triton.cdiv(M, c["BM"]) * triton.cdiv(N, c["BN"]), a.shape[0] if a.dim() == 3 else 1
 
     strides = (a.stride(0) if a.dim() == 3 else 0, *a.stride()[-2:], b.stride(0) if b.dim() == 3 else 0, *b.stride()[-2:])
-    launch(_fwd, grid, y, a, b, M, N, K, *strides, config=config, PRECISION=precision)
+    launch(_fwd, grid, y, a, b, M, N, K, *strides, config=config, key=(M, N, K), PRECISION=precision)
 
 
 def _rule(gpu: device.Device, dtype: torch.dtype, precision: str, M: int, N: int) -> tuning.Config:

@@ -95,22 +95,24 @@ def collapse(shape: Sequence[int], strides: list[Sequence[int]]) -> tuple[list[i
 
 def _launch(op: str, direction: str, fn: Any, outs: Tensors, ins: Tensors, scalars: tuple[float, ...], need: int = 1) -> None:
     """Starts `_flat` where all tensors lie in memory alike, else `_rows` over the inputs expanded to the output's shape."""
-    y = next(o for k, o in enumerate(outs) if need >> k & 1)
-    if y.numel() == 0:
-        return
-    if all(x.shape == y.shape and x.is_contiguous() for x in ins):
-        n = y.numel()
-    else:
-        views = [x if x.shape == y.shape else x.expand(y.shape) for x in ins]
-        sizes, steps = collapse(y.shape, [y.stride(), *(v.stride() for v in views)])
-        if len(sizes) > 1 or any(t != [1] for t in steps):
-            return _launch_rows(fn, outs, ins, scalars, need, sizes, steps)
-        n = sizes[0]
+    y = outs[0] if need & 1 else next(o for k, o in enumerate(outs) if need >> k & 1)
+    n = y.numel()
+    shape = y.shape
+    for x in ins:
+        if not x.is_contiguous() or x.shape != shape:
+            if n == 0:
+                return
+            views = [x if x.shape == shape else x.expand(shape) for x in ins]
+            sizes, steps = collapse(shape, [y.stride(), *(v.stride() for v in views)])
+            if len(sizes) > 1 or any(t != [1] for t in steps):
+                return _launch_rows(fn, outs, ins, scalars, need, sizes, steps)
+            n = sizes[0]
+            break
 
     def config() -> tuning.Config:
         return tuning.config(device.of(y), op, direction, dtype_name(y), lambda: _RULE, lambda: _SPACE)
 
-    launch(_flat, lambda c: (triton.cdiv(n, c["BLOCK"]),), outs, ins, scalars, n, FN=fn, NEED=need, config=config)
+    launch(_flat, lambda c: (-(-n // c["BLOCK"]),), outs, ins, scalars, n, FN=fn, NEED=need, config=config)
 
 
 def _launch_rows(

@@ -31,7 +31,7 @@ def _tanh(x):
 @triton.jit
 def _tanh_grad(dy, x):
     s = tl.sigmoid(1.5957691216057308 * (x + 0.044715 * x * x * x))
-    return dy * (s + x * s * (1 - s) * (1.5957691216057308 + 0.21406539202 * x * x))
+    return dy * (s + x * s * (1 - s) * (1.5957691216057308 + 0.2140644488177927 * x * x))
 
 
 @triton.jit

@@ -9,7 +9,8 @@ Source: Milakov and Gimelshein, Online normalizer calculation for softmax, 2018 
 
 from __future__ import annotations
 
-from functools import partial
+from functools import cache, partial
+from itertools import product
 from pathlib import Path
 from typing import Any
 
@@ -21,7 +22,7 @@ import triton.language as tl
 from ridgeline import device, tuning
 from ridgeline.boundary import differentiate, first_order, kernel_op, launch, tracing
 from ridgeline.cuda import CTYPE, CudaKernel
-from ridgeline.op import Case, Cost, Op, RidgelineError, Spec, dtype_name, nbytes
+from ridgeline.op import Case, Cost, Op, RidgelineError, Spec, nbytes
 from ridgeline.select import eager, run
 from ridgeline.tiles.online_softmax import exp, merge, update
 
@@ -95,45 +96,58 @@ TILE_LIMIT = 131072  # bytes of a row, all inputs in float32, that a block holds
 _TILES = [{"BM": m, "num_warps": w, "STAGES": s} for m in (1, 2, 4, 8, 16, 32) for w in (1, 2, 4, 8, 16, 32) for s in (1, 2, 3)]
 
 
+def _ceil(a: int, b: int) -> int:
+    return -(-a // b)
+
+
+def _power(n: int) -> int:
+    """The least power of two from n on."""
+    return 1 << (n - 1).bit_length()
+
+
+@cache
+def _key(*parts: Any) -> str:
+    """Of a configuration, such as "bfloat16 4096"."""
+    return " ".join(str(part).removeprefix("torch.") for part in parts)
+
+
 def _launch_row(kernel: Any, out: torch.Tensor, *inputs: torch.Tensor) -> None:
     rows, columns = out.shape
-    strides, bn = [t.stride(0) for t in inputs], triton.next_power_of_2(columns)
+    strides, bn = [t.stride(0) for t in inputs], _power(columns)
     launch(kernel, (rows,), out, *inputs, rows, columns, *strides, BM=1, BN=bn, STAGES=1, num_warps=4 * len(inputs))
 
 
 def _launch_triton(kernel: Any, wide: Any, out: torch.Tensor, *inputs: torch.Tensor) -> None:
     """Tiles of whole rows where they fit a block's registers, else chunks of a row."""
     rows, columns = out.shape
-    strides = [t.stride(0) for t in inputs]
-    bn = triton.next_power_of_2(columns)
+    strides, bn = [t.stride(0) for t in inputs], _power(columns)
     if bn * 4 * len(inputs) > TILE_LIMIT:
         launch(wide, (rows,), out, *inputs, rows, columns, *strides, BN=8192 // len(inputs), num_warps=8)
         return
-    where = device.of(out)
+    where, dtype = device.of(out), inputs[0].dtype
 
     def rule() -> tuning.Config:
-        size = bn * sum(t.element_size() for t in inputs)
-        bm = max(1, min(16384 // size, triton.next_power_of_2(rows)))
-        return {"BM": bm, "num_warps": min(16, max(4, triton.next_power_of_2(bm * size) // 4096)), "STAGES": 1}
+        size = bn * dtype.itemsize * len(inputs)
+        bm = max(1, 16384 // size)
+        return {"BM": bm, "num_warps": min(16, max(4, bm * size // 4096)), "STAGES": 1}
 
     def space() -> list[tuning.Config]:
         return [c for c in _TILES if 8 <= c["BM"] * bn // (32 * c["num_warps"]) <= 128]
 
     def config() -> tuning.Config:
-        key = f"{dtype_name(inputs[0])} {bn}"
-        return {"BN": bn, **tuning.config(where, "softmax", kernel.__name__[1:], key, rule, space)}
+        return {"BN": bn, **tuning.config(where, "softmax", kernel.__name__[1:], _key(dtype, bn), rule, space)}
 
     def grid(c: tuning.Config) -> tuple[int]:
         """A program per tile; where loads run ahead in a loop, as many as fill the multiprocessors with 32 warps each."""
-        tiles = triton.cdiv(rows, c["BM"])
+        tiles = _ceil(rows, c["BM"])
         return (tiles if c["STAGES"] == 1 else min(tiles, where.multiprocessors * max(1, 32 // c["num_warps"])),)
 
     launch(kernel, grid, out, *inputs, rows, columns, *strides, config=config)
 
 
 FILE = Path(__file__).with_name("softmax.cu")
-CLUSTER_FROM = 2048  # bytes of a row's inputs from which the cluster kernels serve; a cluster of one block at first
-PART_LIMIT = 131072  # bytes of a row's inputs that one block can take
+CLUSTER_BYTES = 2048, 2 << 20  # of a row's inputs, for which the cluster kernels serve: up to 128 KiB for each of 16 blocks
+CLUSTER_COLUMNS = 1 << 19  # of a row: 32 for each of 16 x 1024 threads
 _cuda_fwd = CudaKernel(FILE, "softmax_fwd", "PPqiq")
 _cuda_bwd = CudaKernel(FILE, "softmax_bwd", "PPPqiqq")
 
@@ -141,69 +155,68 @@ _cuda_bwd = CudaKernel(FILE, "softmax_bwd", "PPPqiqq")
 def cluster_rule(size: int) -> tuning.Config:
     """How the cluster kernels take rows of `size` bytes, all inputs together: blocks per row (CLUSTER), threads per block,
     blocks per multiprocessor, rows that a block reads ahead (STAGES), rows per cluster (ROWS)."""
-    cluster = min(16, triton.next_power_of_2(triton.cdiv(size, 32768)))
-    part = triton.cdiv(size, cluster)
-    threads = min(1024, max(32, triton.next_power_of_2(triton.cdiv(part, 64))))
+    cluster = min(16, _power(_ceil(size, 32768)))
+    part = _ceil(size, cluster)
     blocks = max(1, min(32, 65536 // part))
-    return {"CLUSTER": cluster, "THREADS": threads, "BLOCKS": blocks, "STAGES": max(1, min(3, 221184 // (blocks * part))), "ROWS": 8}
+    stages = max(1, min(3, 221184 // (blocks * part)))
+    return {"CLUSTER": cluster, "THREADS": min(1024, max(32, _power(_ceil(part, 64)))), "BLOCKS": blocks, "STAGES": stages, "ROWS": 8}
 
 
-_CLUSTERS = [
-    {"CLUSTER": c, "THREADS": t, "BLOCKS": b, "STAGES": s, "ROWS": r}
-    for c in (1, 2, 4, 8, 16)
-    for t in (32, 64, 128, 256, 512, 1024)
-    for b in (1, 2, 3, 4, 6, 8, 16, 32)
-    for s in (1, 2, 3, 4)
-    for r in (1, 4, 8, 32, 1 << 30)
-]
+def cluster_space(size: int, where: device.Device) -> list[tuning.Config]:
+    """Configurations for rows of `size` bytes that fit a multiprocessor, keep 48 KiB in flight and give a thread 32 to 256 bytes."""
+    found = []
+    for c, t, b, s in product((1, 2, 4, 8, 16), (32, 64, 128, 256, 512, 1024), (1, 2, 3, 4, 6, 8, 16, 32), (1, 2, 3, 4)):
+        asked = b * s * _ceil(size, c)
+        if 49152 <= asked <= where.shared_memory - 4096 * b and b * t <= 2048 and 32 <= size / c / t <= 256:
+            found += [{"CLUSTER": c, "THREADS": t, "BLOCKS": b, "STAGES": s, "ROWS": r} for r in (1, 4, 8, 32, 1 << 30)]
+    return found
 
 
-def cluster_fits(c: tuning.Config, size: int, shared: int) -> bool:
-    """Whether a configuration suits rows of `size` bytes on multiprocessors with that much shared memory: what it asks for is
-    there, 32 to 256 bytes a thread, enough in flight."""
-    part = triton.cdiv(size, c["CLUSTER"])
-    asked = c["BLOCKS"] * c["STAGES"] * part
-    return asked < shared - 4096 * c["BLOCKS"] and asked > 49152 and c["BLOCKS"] * c["THREADS"] <= 2048 and 32 <= part / c["THREADS"] <= 256
+@cache
+def _plan(backward: bool, x: torch.dtype, y: torch.dtype, columns: int, **found: int) -> dict[str, Any]:
+    """What a configuration makes of rows of that many columns: the kernel's macros and the launch's options."""
+    cluster, threads, stages = found["CLUSTER"], found["THREADS"], found["STAGES"]
+    small, large = sorted([x.itemsize, y.itemsize])
+    part = _ceil(columns, cluster * 16 // small) * 16 // small
+    shared = stages * (part * (2 * y.itemsize if backward else x.itemsize) + 8) + cluster * threads // 2
+    facts = {"XTYPE": CTYPE[x], "YTYPE": CTYPE[y], "ITEMS": _ceil(part, threads * 16 // large)}
+    return {**found, **facts, "block": threads, "cluster": cluster, "shared": shared}
 
 
 def _launch_cluster(kernel: CudaKernel, out: torch.Tensor, *inputs: torch.Tensor) -> None:
     rows, columns = out.shape
-    strides = [t.stride(0) for t in inputs]
-    x, y = (out, inputs[0]) if kernel is _cuda_bwd else (inputs[0], out)
-    where, size = device.of(out), columns * sum(t.element_size() for t in inputs)
-    align, pack = 16 // min(x.element_size(), y.element_size()), 16 // max(x.element_size(), y.element_size())
+    backward = len(inputs) == 2
+    x, y = (out.dtype, inputs[0].dtype) if backward else (inputs[0].dtype, out.dtype)
+    where, size = device.of(out), columns * (2 * y.itemsize if backward else x.itemsize)
 
     def config() -> dict[str, Any]:
-        def space() -> list[tuning.Config]:
-            return [c for c in _CLUSTERS if cluster_fits(c, size, where.shared_memory)]
-
-        key = f"{dtype_name(x)} {dtype_name(y)} {columns}"
-        found = tuning.config(where, "softmax", kernel.name, key, lambda: cluster_rule(size), space)
-        cluster, threads, stages = found["CLUSTER"], found["THREADS"], found["STAGES"]
-        part = triton.cdiv(columns, cluster * align) * align
-        shared = stages * (part * size // columns + 8) + 4 * cluster * threads // 8
-        facts = {"XTYPE": CTYPE[x.dtype], "YTYPE": CTYPE[y.dtype], "ITEMS": triton.cdiv(part, pack * threads)}
-        return {**found, **facts, "block": threads, "cluster": cluster, "shared": shared}
+        key = _key(x, y, columns)
+        found = tuning.config(where, "softmax", kernel.name, key, lambda: cluster_rule(size), lambda: cluster_space(size, where))
+        return dict(_plan(backward, x, y, columns, **found))
 
     def grid(c: dict[str, Any]) -> tuple[int]:
         resident = max(1, where.multiprocessors * c["BLOCKS"] // c["CLUSTER"])
-        return (c["CLUSTER"] * min(rows, max(resident, triton.cdiv(rows, c["ROWS"]))),)
+        return (c["CLUSTER"] * min(rows, max(resident, _ceil(rows, c["ROWS"]))),)
 
-    launch(kernel, grid, out, *inputs, rows, columns, *strides, config=config)
+    launch(kernel, grid, out, *inputs, rows, columns, *[t.stride(0) for t in inputs], config=config)
 
 
 def _rows(x: torch.Tensor, dim: int) -> torch.Tensor:
     """x as (rows, columns) with `dim` last and contiguous: a view where the other dimensions are one stride apart, else a copy."""
-    if x.dim() == 0:
-        return x.reshape(1, 1)
+    if x.dim() < 2:
+        return x.reshape(1, -1)
+    if x.dim() == 2 and dim in (-1, 1) and x.stride(1) == 1:
+        return x
     rows = x.movedim(dim, -1).reshape(-1, x.shape[dim])
     return rows if rows.stride(1) == 1 or rows.shape[1] == 1 else rows.contiguous()
 
 
 def _empty(like: torch.Tensor, dim: int, dtype: torch.dtype | None) -> torch.Tensor:
     """An empty tensor whose rows along `dim` are contiguous, so that `_rows` of it is a view."""
+    if dim in (-1, like.dim() - 1) and like.is_contiguous():
+        return torch.empty_like(like, dtype=dtype)
     order = list(range(like.dim()))
-    order.append(order.pop(dim)) if order else None
+    order.append(order.pop(dim))
     return torch.empty_permuted(like.shape, order, dtype=dtype or like.dtype, device=like.device)
 
 
@@ -331,8 +344,9 @@ def _columns(x: torch.Tensor, *rest: Any) -> int:
 def _fits_cluster(x: torch.Tensor, *rest: Any) -> str | None:
     columns, tensors = _columns(x, *rest), [x, *(t for t in rest if isinstance(t, torch.Tensor))]
     size = columns * sum(t.element_size() for t in tensors)
-    if not CLUSTER_FROM <= size <= 16 * PART_LIMIT:
-        return f"it takes rows of {CLUSTER_FROM} to {16 * PART_LIMIT} bytes; these have {size}"
+    if not CLUSTER_BYTES[0] <= size <= CLUSTER_BYTES[1] or columns > CLUSTER_COLUMNS:
+        low, high = CLUSTER_BYTES
+        return f"it takes rows of {low} to {high} bytes and up to {CLUSTER_COLUMNS} columns; these have {size} bytes and {columns} columns"
     if columns % 8 or any(t.data_ptr() % 16 or (t.dim() > 1 and t.stride(-2) * t.element_size() % 16) for t in tensors):
         return "it copies whole 16 bytes: rows must start at multiples of 16 bytes, and columns be a multiple of 8"
     return None
