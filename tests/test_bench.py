@@ -116,6 +116,29 @@ def test_a_wrong_backward_is_only_wrong_backward():
     assert [(row["direction"], row["status"]) for row in rows] == [("forward", "ok"), ("backward", "wrong")]
 
 
+def test_a_backward_that_cannot_run_twice_is_a_row():
+    class Once(torch.autograd.Function):
+        @staticmethod
+        def forward(ctx, x):
+            y = torch.softmax(x, -1)
+            ctx.save_for_backward(y)
+            ctx.first = True
+            return y
+
+        @staticmethod
+        def backward(ctx, dy):
+            if not ctx.first:
+                raise RuntimeError("once is enough")
+            ctx.first = False
+            (y,) = ctx.saved_tensors
+            return y * (dy - (y * dy).sum(-1, keepdim=True))
+
+    with fake_op(once=Once.apply) as op:
+        rows = bench_rows(rows_of(op), impl="once")
+    assert [row["status"] for row in rows] == ["ok", "wrong"]
+    assert "once is enough" in rows[1]["reason"]
+
+
 def test_without_a_backward_the_row_says_so():
     with fake_op() as op:
         op.eager("forward_only", "", lambda x: torch.softmax(x.detach(), -1), differentiable=False)

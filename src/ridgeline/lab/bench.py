@@ -124,8 +124,6 @@ def judge(law: Law, candidate: Candidate, case: str, dtype: str, device: str) ->
     """Has the law judge a candidate, and notes the outcome on it; the check row, or None where it did not come to a verdict."""
     import torch
 
-    from ridgeline.op import RidgelineError
-
     row = None
     try:
         row, verdict = check_row(law, candidate.rung, case, dtype, device)
@@ -139,13 +137,41 @@ def judge(law: Law, candidate: Candidate, case: str, dtype: str, device: str) ->
         release(device)
         candidate.status, candidate.reason = "oom", FULL
     except Exception as error:  # whatever a broken kernel raises is its row's reason, and the others go on
-        text = str(error).strip().splitlines() or [""]
-        candidate.status, candidate.reason = "wrong", f"it raised {type(error).__name__}: {text[0]}"
-        if "CUDA error" in str(error):
-            raise RidgelineError(
-                f"{law.op.name} {candidate.rung.name}, {case} {dtype}: {candidate.reason}; the GPU takes no more work"
-            ) from error
+        candidate.status, candidate.reason = "wrong", blame(candidate, error)
     return row
+
+
+def untimed(rung: Implementation) -> Candidate | None:
+    """A kernel in Triton's interpreter computes what it should, at no speed worth telling."""
+    from ridgeline.boundary import INTERPRETED
+
+    return Candidate(rung, "unsupported", "Triton's interpreter is not timed") if INTERPRETED and rung.is_kernel else None
+
+
+def blame(candidate: Candidate, error: Exception) -> str:
+    """What an implementation raised, as a reason. After an error of the GPU itself nothing else can run: that raises."""
+    from ridgeline.op import RidgelineError
+
+    text = str(error).strip().splitlines() or [""]
+    reason = f"it raised {type(error).__name__}: {text[0]}"
+    if "CUDA error" in str(error):
+        raise RidgelineError(f"{candidate.rung.op.name} {candidate.rung.name} broke the GPU's context: {reason}") from error
+    return reason
+
+
+def stumbles(candidate: Candidate, make: Callable[[], Function]) -> str | None:
+    """What a function that will be timed raises when it is called again and again, or None. Memory is looked after later."""
+    import torch
+
+    try:
+        function = make()
+        function()
+        function()
+    except torch.OutOfMemoryError:
+        return None
+    except Exception as error:  # as in judge
+        return blame(candidate, error)
+    return None
 
 
 def _timed(work: Work, law: Law, candidates: list[Candidate], budget: float, timer: Timer, device: str) -> Iterator[Row]:
@@ -161,7 +187,11 @@ def _timed(work: Work, law: Law, candidates: list[Candidate], budget: float, tim
         elif candidate.broken[work.direction]:
             rows[rung.name] = work.row(rung, "wrong", candidate.broken[work.direction], law=worst)
         else:
-            makers[rung.name] = partial(forward if work.direction == "forward" else backward, law, rung)
+            make = partial(forward if work.direction == "forward" else backward, law, rung)
+            if reason := stumbles(candidate, make):
+                rows[rung.name] = work.row(rung, "wrong", reason, law=worst)
+            else:
+                makers[rung.name] = make
     found = timed(makers, budget, timer, device)
     for candidate in candidates:
         name, worst = candidate.rung.name, candidate.law.get(work.direction)
@@ -261,7 +291,7 @@ def record(
     with compiling():
         for done, (op, c, d) in enumerate(tasks):
             report(f"{op.name} {c.name} {d}", done, len(tasks))
-            candidates = [Candidate(rung) for rung in chosen_implementations(op, impl)]
+            candidates = [untimed(rung) or Candidate(rung) for rung in chosen_implementations(op, impl)]
             if peers:
                 candidates += [Candidate(peer, "skipped" if missing else "ok", missing) for peer, missing in installed.of(op)]
             for row in bench_case(op, c, d, device, candidates, roof, budget=budget):
