@@ -146,7 +146,7 @@ CONTRAST = """(() => {
 
 def test_headline_says_the_main_result():
     assert re.search(
-        r"kernels reach 9\d% of the measured roof of an NVIDIA H100 80GB HBM3 and run 1\.\d+x", view.headline(view.Source(H100))
+        r"kernels reach 9\d% of the measured roof of one NVIDIA H100 80GB HBM3 and run 1\.\d+x", view.headline(view.Source(H100))
     )
     assert "On this AMD EPYC 7R13" in view.headline(view.Source(LAPTOP))
 

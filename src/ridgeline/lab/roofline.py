@@ -177,7 +177,7 @@ def _rungs(found: list[dict[str, Any]], interactive: bool) -> altair.Chart:
 
     present = [name for name in GROUPS.values() if any(p["group"] == name for p in found)]
     directions = sorted({p["direction"] for p in found}, reverse=True)
-    legend = alt.Legend(values=present, orient="top", offset=36, columns=alt.ExprRef(f"{NARROW} ? 3 : 5"), symbolOpacity=1)
+    legend = alt.Legend(values=present, orient="top", offset=36, columns=alt.ExprRef(f"{NARROW} ? 2 : 5"), symbolOpacity=1)
     dots = _on(found).mark_point(filled=True, size=70, opacity=0.85)
     dots = dots.encode(
         color=alt.Color("group:N", title=None, legend=legend).scale(domain=list(GROUPS.values())),

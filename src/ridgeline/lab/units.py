@@ -35,7 +35,8 @@ def spread(figure: dict[str, float]) -> str:
     """Half the width of a figure's 95% interval as a share of its median: "±0.4%"."""
     if not figure["median"]:
         return ""
-    return f"±{digits(50 * (figure['high'] - figure['low']) / figure['median'])}%"
+    half = 50 * (figure["high"] - figure["low"]) / figure["median"]
+    return f"±{half:.0f}%" if half >= 9.95 else f"±{half:.1f}%"
 
 
 def size(value: float | None) -> str:

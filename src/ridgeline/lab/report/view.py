@@ -76,7 +76,7 @@ def headline(source: Source) -> str:
         low, high = (f"{units.percent(r['share'])} ({r['op']})" for r in (tops[0], tops[-1]))
         return f"On this {source.name}, PyTorch reaches from {low} to {high} of the measured roof."
     share = units.percent(median(r["share"] for r in found))
-    said = f"Ridgeline's kernels reach {share} of the measured roof of an {source.name}"
+    said = f"Ridgeline's kernels reach {share} of the measured roof of one {source.name}"
     ratios = [r["ratio"] for r in found if r.get("ratio")]
     return f"{said} and run {units.times(median(ratios))} as fast as the best peer." if ratios else f"{said}."
 
@@ -131,17 +131,11 @@ def names(sources: list[Source]) -> list[str]:
 
 
 def line(row: Row, source: Source, siblings: list[Row]) -> dict[str, Any]:
-    """One rung in a table."""
-    shown: dict[str, Any] = {
+    """One timed rung."""
+    low, high = row["seconds"]["low"], row["seconds"]["high"]
+    return {
         "impl": row["impl"],
         "group": roofline.group(row),
-        "ok": row["status"] == "ok",
-        "verdict": verdict.sentence(row, siblings, source.roof["launch_us"], source.gpu),
-    }
-    if row["status"] != "ok":
-        return shown | {"status": STATUS.get(row["status"], row["status"]), "reason": row["reason"] or ""}
-    low, high = row["seconds"]["low"], row["seconds"]["high"]
-    return shown | {
         "time": units.seconds(row["seconds"]["median"]),
         "spread": units.spread(row["seconds"]),
         "interval": f"95% interval {units.seconds(low)} to {units.seconds(high)}",
@@ -152,51 +146,51 @@ def line(row: Row, source: Source, siblings: list[Row]) -> dict[str, Any]:
         "host": figure(row["host_us"], lambda us: units.seconds(us / 1e6)),
         "peak": units.size(row["peak_bytes"]),
         "law": figure(row["law"], units.digits),
-        "notes": [note for note, said in (("cache-assisted", row.get("cached")), ("throttled", row.get("throttled"))) if said],
+        "throttled": bool(row["throttled"]),
+        "verdict": verdict.sentence(row, siblings, source.roof["launch_us"], source.gpu),
     }
 
 
+def left_out(rows: list[Row]) -> list[dict[str, str]]:
+    """The rungs that were not timed, together where they have one reason."""
+    found: dict[tuple[str, str], list[str]] = {}
+    for row in rows:
+        if row["status"] != "ok":
+            status: str = row["status"]
+            found.setdefault((STATUS.get(status, status), row["reason"] or "no reason given"), []).append(row["impl"])
+    return [{"impls": ", ".join(impls), "status": status, "reason": reason} for (status, reason), impls in found.items()]
+
+
 def tables(source: Source, op: str) -> list[dict[str, Any]]:
-    """One table per work: its rungs in order, and its best one in a line."""
+    """One table per work: its timed rungs in order, the best of them, and what was left out."""
     found = []
     for (_, case, dtype, direction), rows in source.works(op).items():
+        lines = {row["impl"]: line(row, source, rows) for row in rows if row["status"] == "ok"}
         top = best(rows)
-        said = (
-            {"impl": top["impl"], "time": units.seconds(top["seconds"]["median"]), "percent": units.percent(top["share"])} if top else None
-        )
-        share, group = (top["share"], roofline.group(top)) if top else (0, "plain")
-        lines = [line(row, source, rows) for row in rows]
-        why = "" if top else "; ".join(sorted({f"{row['impl']}: {STATUS.get(row['status'], row['status'])}" for row in rows}))
-        found.append(
-            {"why": why, "case": case, "dtype": dtype, "direction": direction, "best": said, "share": share, "group": group, "rows": lines}
-        )
+        table = {"case": case, "dtype": dtype, "direction": direction, "rows": list(lines.values()), "out": left_out(rows)}
+        found.append(table | {"best": lines[top["impl"]] if top else None})
     return found
 
 
 def ladder(source: Source, op: str, ideas: dict[str, str]) -> dict[str, Any] | None:
-    """The op's rungs on its largest work, each with what it gained over the one before; and those that were not timed, by reason."""
+    """The op's rungs on its largest work, each with what it gained over the one before; and what was left out."""
     works = {work: rows for work, rows in ladders.ladder(source.rows, op).items() if best(rows)}
     if not works:
         return None
-    work = max(
-        works, key=lambda w: (w[3] == "forward", sum(r["status"] == "ok" for r in works[w]), works[w][0]["bytes"], w[2] == "bfloat16")
-    )
+
+    def worth(work: tuple[str, str, str, str]) -> tuple[Any, ...]:
+        timed = sum(row["status"] == "ok" for row in works[work])
+        return work[3] == "forward", timed, works[work][0]["bytes"], work[2] == "bfloat16"
+
+    work = max(works, key=worth)
     steps = []
-    out: dict[str, list[str]] = {}
     for row in works[work]:
-        if row["status"] != "ok":
-            out.setdefault(_not_timed(row), []).append(row["impl"])
-            continue
-        gain = row["gain"]
-        tone = "" if gain is None or 0.98 < gain < 1.02 else "more" if gain > 1 else "less"
-        climbed = {"idea": ideas.get(row["impl"], ""), "gain": units.times(gain) if gain else "", "tone": tone}
-        steps.append(line(row, source, works[work]) | climbed)
-    left_out = [{"reason": reason, "impls": impls} for reason, impls in out.items()]
-    return {"case": work[1], "dtype": work[2], "direction": work[3], "steps": steps, "out": left_out}
-
-
-def _not_timed(row: Row) -> str:
-    return f"{STATUS.get(row['status'], row['status'])}: {row['reason'] or 'no reason given'}"
+        if row["status"] == "ok":
+            gain = row["gain"] or 0
+            tone = "" if not gain or 0.98 < gain < 1.02 else "more" if gain > 1 else "less"
+            climbed = {"idea": ideas.get(row["impl"], ""), "gain": units.times(gain) if gain else "", "tone": tone}
+            steps.append(line(row, source, works[work]) | climbed)
+    return {"case": work[1], "dtype": work[2], "direction": work[3], "steps": steps, "out": left_out(works[work])}
 
 
 def checked(rows: list[Row]) -> dict[str, Any]:
