@@ -15,7 +15,7 @@ __device__ double lifted_slope(double x) {
 
 struct Gelu {
     __device__ float operator()(float x) const {
-        if (TANH) return x / (1.0f + expf(-2.0f * 0.7978845608f * (x + 0.044715f * x * x * x)));
+        if (TANH) return x / (1.0f + expf(-1.5957691216f * (x + 0.044715f * x * x * x)));
         return 0.5f * x * (1.0f + erff(x * 0.7071067812f));
     }
 };
@@ -23,8 +23,8 @@ struct Gelu {
 struct GeluGrad {
     __device__ float operator()(float dy, float x) const {
         if (TANH) {
-            float s = 1.0f / (1.0f + expf(-2.0f * 0.7978845608f * (x + 0.044715f * x * x * x)));
-            return dy * (s + x * s * (1.0f - s) * 2.0f * 0.7978845608f * (1.0f + 3.0f * 0.044715f * x * x));
+            float u = 1.5957691216f * (x + 0.044715f * x * x * x), e = expf(-fabsf(u)), p = 1.0f / (1.0f + e);
+            return dy * ((u > 0 ? p : e * p) + x * e * p * p * (1.5957691216f + 0.2140644488f * x * x));
         }
         return dy * (0.5f * (1.0f + erff(x * 0.7071067812f)) + x * 0.3989422804f * expf(-0.5f * x * x));
     }

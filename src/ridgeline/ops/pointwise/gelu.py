@@ -30,8 +30,10 @@ def _tanh(x):
 
 @triton.jit
 def _tanh_grad(dy, x):
-    s = tl.sigmoid(1.5957691216057308 * (x + 0.044715 * x * x * x))
-    return dy * (s + x * s * (1 - s) * (1.5957691216057308 + 0.2140644488177927 * x * x))
+    u = 1.5957691216057308 * (x + 0.044715 * x * x * x)
+    e = tl.exp(-tl.abs(u))  # of -|u|, so that neither it overflows nor 1 - sigmoid(u) cancels
+    p = 1 / (1 + e)
+    return dy * (tl.where(u > 0, p, e * p) + x * e * p * p * (1.5957691216057308 + 0.2140644488177927 * x * x))
 
 
 @triton.jit
