@@ -209,8 +209,8 @@ def test_changes_are_judged_by_their_intervals():
 def test_a_wrong_name_is_an_error_before_anything_is_measured(monkeypatch):
     monkeypatch.setattr(bench, "measure_roof", lambda *args: pytest.fail("measured"))
     with fake_op() as op:
-        for wrong in ({"impl": "none"}, {"case": "none"}, {"dtype": "int3"}):
-            with pytest.raises(RidgelineError, match="has"):
+        for wrong in ({"impl": "none"}, {"case": "none"}, {"dtype": "int3"}, {"budget": -1.0}):
+            with pytest.raises(RidgelineError, match=r"has|budget"):
                 bench.record([op], "cpu", **wrong)
     assert not store.runs()
 

@@ -7,8 +7,8 @@ import time
 import pytest
 import torch
 
-from ridgeline.lab import benchmark
-from ridgeline.lab.clock import CpuTimer, Measurement, differs, interval, measure, median
+from ridgeline.lab import benchmark, clock
+from ridgeline.lab.clock import CpuTimer, GpuTimer, Measurement, differs, interval, measure, median
 from ridgeline.op import RidgelineError
 
 
@@ -96,6 +96,74 @@ def test_a_sleep_takes_its_time():
     found = measure({"sleep": lambda: time.sleep(0.01)}, budget=0.1, timer=CpuTimer())["sleep"]
     assert 0.01 <= found.seconds["low"] <= found.seconds["median"] <= found.seconds["high"]
     assert "ms" in str(found)
+
+
+class SimulatedGpu:
+    """Just enough of torch.cuda: a queue that runs behind the host's clock, which stands still but for what tests add to it."""
+
+    def __init__(self, monkeypatch):
+        self.host = self.device = 0.0
+        self.delays = []
+        monkeypatch.setattr(torch.cuda, "_sleep", self.sleep)
+        monkeypatch.setattr(torch.cuda, "synchronize", self.synchronize)
+        monkeypatch.setattr(torch.cuda, "Event", lambda enable_timing=False: SimulatedEvent(self))
+        monkeypatch.setattr(clock.time, "perf_counter", lambda: self.host)
+
+    def run(self, seconds):
+        self.device = max(self.device, self.host) + seconds
+
+    def sleep(self, cycles):
+        self.delays.append(cycles / 2e9)
+        self.run(cycles / 2e9)
+
+    def synchronize(self):
+        self.host = max(self.host, self.device)
+
+    def kernel(self, host, seconds, waits=False):
+        def call():
+            self.host += host
+            self.run(seconds)
+            if waits:
+                self.synchronize()
+
+        return call
+
+
+class SimulatedEvent:
+    def __init__(self, gpu):
+        self.gpu = gpu
+
+    def record(self):
+        self.at = max(self.gpu.device, self.gpu.host)
+
+    def query(self):
+        return self.gpu.host >= self.at
+
+    def elapsed_time(self, other):
+        return (other.at - self.at) * 1e3
+
+
+@pytest.fixture
+def gpu_timer(monkeypatch):
+    monkeypatch.setattr(GpuTimer, "__init__", lambda self: setattr(self, "delay", 1e-4))
+    monkeypatch.setattr(GpuTimer, "buffer", torch.empty(1, dtype=torch.int32), raising=False)
+    gpu = SimulatedGpu(monkeypatch)
+    return gpu, GpuTimer()
+
+
+def test_the_delay_grows_until_the_gpu_never_waits(gpu_timer):
+    gpu, timer = gpu_timer
+    functions = [gpu.kernel(host=5e-4, seconds=2e-6), gpu.kernel(host=1e-3, seconds=7e-6)]
+    for _ in range(5):
+        assert timer.round(functions) == pytest.approx([2e-6, 7e-6])
+    assert 1.5e-3 < gpu.delays[-1] < 4e-3
+    assert len(gpu.delays) <= 9
+
+
+def test_a_function_that_waits_for_the_gpu_is_timed_all_the_same(gpu_timer):
+    gpu, timer = gpu_timer
+    assert timer.round([gpu.kernel(host=1e-4, seconds=1e-3, waits=True)]) == pytest.approx([1e-3 + 1e-4], rel=0.2)
+    assert gpu.delays[-1] == timer.LONGEST
 
 
 @pytest.mark.gpu

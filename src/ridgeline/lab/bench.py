@@ -276,7 +276,10 @@ def record(
     """
     from ridgeline.lab import peers as installed
     from ridgeline.lab.store import Run
+    from ridgeline.op import RidgelineError
 
+    if budget is not None and not budget > 0:
+        raise RidgelineError(f"--budget is in seconds and above 0, and is {budget}")
     gpu = device.startswith("cuda")
     uses = ("bench",) if gpu and not quick else ("quick",)
     budget = budget or (0.4 if quick else 1.0 if gpu else 0.8)

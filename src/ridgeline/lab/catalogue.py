@@ -80,7 +80,10 @@ def explain(op: Op, case: Case, dtype: str, device: str | None = None) -> Row:
     """
     from ridgeline import device as devices
     from ridgeline.lab.check import default_device
+    from ridgeline.op import RidgelineError
 
+    if device not in (None, "cpu", "cuda", *devices.KNOWN):
+        raise RidgelineError(f"there is no device {device!r}; the devices are cpu, cuda, {', '.join(devices.KNOWN)}")
     if device in devices.KNOWN:
         with devices.pretend(device) as target:
             args, kwargs = case.make(dtype, "meta")

@@ -131,7 +131,8 @@ def main(options: argparse.Namespace) -> int:
 @contextmanager
 def compiling() -> Iterator[None]:
     """Inside, torch.compile compiles for every shape or raises, where it would quietly go back to eager; a backward may run twice."""
-    import torch
+    import torch._dynamo.config
+    import torch._functorch.config
 
     limits: dict[str, Any] = {"recompile_limit": 1 << 20, "accumulated_recompile_limit": 1 << 20, "fail_on_recompile_limit_hit": True}
     with torch._dynamo.config.patch(**limits), torch._functorch.config.patch(donated_buffer=False):
