@@ -193,7 +193,8 @@ def launch(
             entry = _cuda_start(kernel.load(constants, index)), constants, kernel
         else:
             entry = _triton_start(kernel, _made(args, constants), constants, len(values)), constants, kernel
-        _started[where] = entry
+        if not tuning.listening():
+            _started[where] = entry
     start, constants, _ = entry
     if None in values:
         args = _made(args, constants)
