@@ -1,0 +1,236 @@
+"""Every op of the registry, every rung, every small case and dtype: the law, and what DESIGN.md promises of any op.
+
+On a CPU the kernels run in Triton's interpreter (float32 and float16; it computes bfloat16 wrongly), on a GPU as they are.
+"""
+
+import subprocess
+import sys
+from itertools import product
+
+import pytest
+import torch
+from torch.utils._python_dispatch import TorchDispatchMode
+
+import ridgeline
+from ridgeline.boundary import INTERPRETED
+from ridgeline.lab.check import check
+from ridgeline.lab.law import Law, as_tuple, leaves
+from ridgeline.op import Case, Implementation, Op, RidgelineError, registry
+from ridgeline.select import select, why_not
+
+pytestmark = pytest.mark.kernels
+
+OPS = registry()
+SMALL = [(op, case) for op in OPS.values() for case in op.cases if case.use == "check"]
+RUNGS = [(op, i) for op in OPS.values() for i in op.implementations.values() if i.kind != "compile"]
+KERNELS = [(op, i) for op, i in RUNGS if i.is_kernel]
+FIRST = {op.name: next(c for c in op.cases if c.use == "check") for op in OPS.values()}
+
+
+def named(value: object) -> str | None:
+    return value.name if isinstance(value, Op | Case | Implementation) else None
+
+
+def call(op: Op, implementation: Implementation, case: Case, dtype: str, device: str) -> tuple[list, dict]:
+    """The arguments of a case, or the test is left out where this machine or the implementation does not take them."""
+    if implementation.is_kernel and INTERPRETED and dtype == "bfloat16":
+        pytest.skip("Triton's interpreter computes bfloat16 wrongly")
+    args, kwargs = case.make(dtype, device)
+    reason = why_not(implementation, *args, *kwargs.values())
+    if reason:
+        pytest.skip(reason)
+    return args, kwargs
+
+
+def gradients(outputs: object, args: list, seed: int = 3) -> list[torch.Tensor]:
+    outputs = as_tuple(outputs)
+    dice = torch.Generator(outputs[0].device).manual_seed(seed)
+    incoming = [torch.randn(o.shape, device=o.device, generator=dice).to(o.dtype) for o in outputs]
+    return list(torch.autograd.grad(outputs, leaves(args), incoming))
+
+
+@pytest.mark.parametrize(("op", "case"), SMALL, ids=named)
+def test_law(op: Op, case: Case, device: str) -> None:
+    for dtype in case.dtypes:
+        law = Law.of(op, case.name, dtype, device)
+        for implementation in op.implementations.values():
+            if implementation.kind != "compile":
+                row = check(op, implementation.name, case.name, dtype, device, law)
+                assert row["ok"] is not False, f"{implementation.name} {dtype}: {row['reason']}"
+
+
+LAYOUTS = {
+    "transposed": lambda t: t.detach().mT.contiguous().mT if t.dim() > 1 else t.detach(),
+    "every second": lambda t: torch.stack([t.detach(), t.detach()], -1)[..., 0],
+    "offset": lambda t: torch.cat([t.detach().flatten()[:1], t.detach().flatten()])[1:].view(t.shape),
+    "expanded": lambda t: t.detach()[..., :1].expand(t.shape) if t.dim() and t.numel() else t.detach(),
+}
+
+
+@pytest.mark.parametrize("layout", LAYOUTS)
+@pytest.mark.parametrize("op", OPS.values(), ids=named)
+def test_layouts(op: Op, layout: str, device: str) -> None:
+    """Strided, unaligned and expanded inputs: what serves the call obeys the law."""
+    args, kwargs = FIRST[op.name].make("float32", device)
+    args = [LAYOUTS[layout](a).requires_grad_(a.requires_grad) if isinstance(a, torch.Tensor) else a for a in args]
+    law = Law(op, args, kwargs)
+    for implementation in op.implementations.values():
+        if implementation.is_kernel and why_not(implementation, *args, *kwargs.values()) is None:
+            verdict = law.judge(*law.run(implementation))
+            assert verdict.ok, f"{implementation.name}: {verdict.reason()}"
+
+
+@pytest.mark.parametrize(("op", "implementation"), KERNELS, ids=named)
+def test_gradient_layouts(op: Op, implementation: Implementation, device: str) -> None:
+    """An expanded incoming gradient gives what its contiguous copy gives."""
+    args, kwargs = call(op, implementation, FIRST[op.name], "float32", device)
+    y = implementation(*args, **kwargs)
+    incoming = torch.randn(1, device=device).expand(y.shape)
+    try:
+        expanded = torch.autograd.grad(y, leaves(args), incoming, retain_graph=True)
+    except RidgelineError as error:
+        assert "contiguous" in str(error)
+        return
+    for one, other in zip(expanded, torch.autograd.grad(y, leaves(args), incoming.contiguous()), strict=True):
+        torch.testing.assert_close(one, other)
+
+
+@pytest.mark.parametrize(("op", "implementation"), RUNGS, ids=named)
+def test_again(op: Op, implementation: Implementation, device: str) -> None:
+    """Two calls give the same bits, and leave their inputs as they were."""
+    args, kwargs = call(op, implementation, FIRST[op.name], "float32", device)
+    before = [a.detach().clone() for a in args if isinstance(a, torch.Tensor)]
+    first, second = (implementation(*args, **kwargs) for _ in range(2))
+    for one, other in zip([*as_tuple(first), *gradients(first, args)], [*as_tuple(second), *gradients(second, args)], strict=True):
+        assert torch.equal(one, other) or not implementation.deterministic
+    for was, now in zip(before, [a for a in args if isinstance(a, torch.Tensor)], strict=True):
+        assert torch.equal(was, now)
+
+
+@pytest.mark.parametrize(("op", "implementation"), KERNELS, ids=named)
+def test_second_derivative(op: Op, implementation: Implementation, device: str) -> None:
+    args, kwargs = call(op, implementation, FIRST[op.name], "float32", device)
+    grads = torch.autograd.grad(implementation(*args, **kwargs).sum(), leaves(args), create_graph=True)
+    with pytest.raises(RuntimeError, match="cannot be differentiated again"):
+        sum(g.sum() for g in grads).backward()
+
+
+@pytest.mark.parametrize("op", OPS.values(), ids=named)
+@pytest.mark.parametrize("impl", [None, "triton"])
+def test_compile(op: Op, impl: str | None, device: str) -> None:
+    """One graph; over five shapes at most two compilations; the same results."""
+    from torch._dynamo.testing import CompileCounterWithBackend
+
+    torch._dynamo.reset()
+    counter = CompileCounterWithBackend("aot_eager")
+    compiled = torch.compile(lambda *a: op.function(*a, impl=impl), backend=counter, fullgraph=True, dynamic=True)
+    for size in (5, 16, 33, 48, 130):
+        args, _ = FIRST[op.name].make("float32", device)
+        args = [torch.randn(size, size, device=device, requires_grad=True) if isinstance(a, torch.Tensor) else a for a in args]
+        one, other = compiled(*args), op.function(*args, impl=impl)
+        torch.testing.assert_close(one, other)
+        for g, h in zip(gradients(one, args), gradients(other, args), strict=True):
+            torch.testing.assert_close(g, h)
+    assert counter.frame_count <= 2
+
+
+class Registered(TorchDispatchMode):
+    """Notes every call of an op of this library."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.calls: dict = {}
+
+    def __torch_dispatch__(self, func, types, args=(), kwargs=None):  # type: ignore[no-untyped-def]
+        if func.namespace == "ridgeline":
+            self.calls.setdefault(func, args)
+        return func(*args, **(kwargs or {}))
+
+
+@pytest.mark.parametrize("op", [op for op in OPS.values() if "triton" in op.implementations], ids=named)
+def test_opcheck(op: Op, device: str) -> None:
+    args, kwargs = FIRST[op.name].make("float32", device)
+    with Registered() as registered:
+        gradients(op.function(*args, **kwargs, impl="triton"), args)
+    assert registered.calls
+    for func, given in registered.calls.items():
+        given = tuple(a.detach() if isinstance(a, torch.Tensor) else a for a in given)
+        results = torch.library.opcheck(func, given)
+        assert set(results.values()) == {"SUCCESS"}, f"{func}: {results}"
+
+
+def test_export_loads_elsewhere(tmp_path, device: str) -> None:  # type: ignore[no-untyped-def]
+    """A program exported here runs in a fresh process that registers the ops."""
+
+    class Model(torch.nn.Module):
+        def forward(self, x: torch.Tensor, w: torch.Tensor) -> torch.Tensor:
+            for name in ("gelu", "softmax"):
+                x = getattr(ridgeline, name)(x, impl="triton")
+            return ridgeline.matmul(ridgeline.mul(x, x, impl="triton"), w, impl="triton")
+
+    x, w = torch.randn(4, 32, device=device), torch.randn(32, 8, device=device)
+    torch.export.save(torch.export.export(Model(), (x, w)), tmp_path / "model.pt2")
+    torch.save((x, w, Model()(x, w)), tmp_path / "data.pt")
+    code = (
+        "import sys, ridgeline, torch; ridgeline.register_all()\n"
+        "x, w, y = torch.load(sys.argv[2]); torch.testing.assert_close(torch.export.load(sys.argv[1]).module()(x, w), y)"
+    )
+    subprocess.run([sys.executable, "-c", code, tmp_path / "model.pt2", tmp_path / "data.pt"], check=True)
+
+
+@pytest.mark.parametrize("op", OPS.values(), ids=named)
+def test_refusals(op: Op, device: str) -> None:
+    """What cannot be is said in one sentence that names what was given and what is accepted."""
+    args, _ = FIRST[op.name].make("float32", device)
+    with pytest.raises(RidgelineError, match="has no implementation 'no such'; it has .*torch"):
+        op.function(*args, impl="no such")
+    for implementation in op.implementations.values():
+        double = [a.detach().double() if isinstance(a, torch.Tensor) else a for a in args]
+        if implementation.is_kernel:
+            with pytest.raises(RidgelineError, match=f"impl='{implementation.name}' cannot run this call: "):
+                op.function(*double, impl=implementation.name)
+    assert as_tuple(op.function(*double))[0].dtype == torch.float64  # unasked, PyTorch serves it
+    assert select(op, None, *double).name == "torch"
+
+
+def test_autocast(device: str) -> None:
+    """matmul and softmax take the dtypes under autocast that torch's own take."""
+    x = torch.randn(8, 8, device=device)
+    with torch.autocast(device, dtype=torch.bfloat16):
+        for name, own in (("matmul", torch.matmul), ("softmax", torch.nn.functional.softmax), ("gelu", torch.nn.functional.gelu)):
+            args = (x, x) if name == "matmul" else (x.bfloat16(), -1) if name == "softmax" else (x,)
+            assert getattr(ridgeline, name)(*args).dtype == own(*args).dtype, name
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("name", ["gelu", "mul", "softmax"])
+def test_more_than_two_to_the_31(name: str) -> None:
+    """Elements past 2**31 are where they belong."""
+    rows, columns = (1 << 20) + 8, 2049 if name == "softmax" else 2048
+    x = torch.randn(rows, columns, device="cuda", dtype=torch.bfloat16)
+    function, own = getattr(ridgeline, name), {"gelu": torch.nn.functional.gelu, "mul": torch.mul, "softmax": torch.softmax}[name]
+    arguments = {"gelu": lambda t: (t,), "mul": lambda t: (t, t), "softmax": lambda t: (t, -1)}[name]
+    y = function(*arguments(x), impl="triton")
+    for piece in (slice(0, 64), slice(rows // 2, rows // 2 + 64), slice(rows - 64, rows)):
+        torch.testing.assert_close(y[piece], own(*arguments(x[piece])))
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize(("name", "impl"), list(product(["gelu", "mul", "softmax", "matmul"], [None])))
+def test_host_time(name: str, impl: str | None) -> None:
+    """A differentiable call costs the host at most max(1.6 x torch's own, 25 us), forward and backward each."""
+    from ridgeline.lab.clock import host_time
+
+    a, b = (torch.randn(64, 64, device="cuda", requires_grad=True) for _ in range(2))
+    args = (a, b) if name in ("mul", "matmul") else (a,)
+    own = {"gelu": torch.nn.functional.gelu, "mul": torch.mul, "softmax": lambda t: torch.softmax(t, -1), "matmul": torch.matmul}[name]
+    times = {}
+    for who, function in (("ours", lambda *t: getattr(ridgeline, name)(*t, impl=impl)), ("torch", own)):
+        y = function(*args)
+        dy = torch.randn_like(y)
+        times[who] = (
+            host_time(lambda function=function: function(*args)),
+            host_time(lambda y=y, dy=dy: torch.autograd.grad(y, args, dy, retain_graph=True)),
+        )
+    for ours, theirs in zip(times["ours"], times["torch"], strict=True):
+        assert ours <= max(1.6 * theirs, 25e-6), times
