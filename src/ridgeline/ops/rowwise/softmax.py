@@ -157,9 +157,9 @@ def cluster_rule(size: int) -> tuning.Config:
     blocks per multiprocessor, rows that a block reads ahead (STAGES), rows per cluster (ROWS)."""
     cluster = min(16, _power(_ceil(size, 32768)))
     part = _ceil(size, cluster)
-    blocks = max(1, min(32, 65536 // part))
-    stages = max(1, min(3, 221184 // (blocks * part)))
-    return {"CLUSTER": cluster, "THREADS": min(1024, max(32, _power(_ceil(part, 64)))), "BLOCKS": blocks, "STAGES": stages, "ROWS": 8}
+    threads = min(1024, max(32, _power(_ceil(part, 64))))
+    blocks = 1024 // threads  # leaves 64 registers a thread
+    return {"CLUSTER": cluster, "THREADS": threads, "BLOCKS": blocks, "STAGES": max(1, min(3, 221184 // (blocks * part))), "ROWS": 8}
 
 
 def cluster_space(size: int, where: device.Device) -> list[tuning.Config]:
@@ -203,18 +203,16 @@ def _launch_cluster(kernel: CudaKernel, out: torch.Tensor, *inputs: torch.Tensor
 
 def _rows(x: torch.Tensor, dim: int) -> torch.Tensor:
     """x as (rows, columns) with `dim` last and contiguous: a view where the other dimensions are one stride apart, else a copy."""
-    if x.dim() < 2:
-        return x.reshape(1, -1)
     if x.dim() == 2 and dim in (-1, 1) and x.stride(1) == 1:
         return x
-    rows = x.movedim(dim, -1).reshape(-1, x.shape[dim])
+    rows = x.movedim(dim, -1).reshape(-1, x.shape[dim]) if x.dim() > 1 else x.reshape(1, -1)
     return rows if rows.stride(1) == 1 or rows.shape[1] == 1 else rows.contiguous()
 
 
 def _empty(like: torch.Tensor, dim: int, dtype: torch.dtype | None) -> torch.Tensor:
     """An empty tensor whose rows along `dim` are contiguous, so that `_rows` of it is a view."""
-    if dim in (-1, like.dim() - 1) and like.is_contiguous():
-        return torch.empty_like(like, dtype=dtype)
+    if like.dim() < 2 or (dim in (-1, like.dim() - 1) and like.is_contiguous()):
+        return torch.empty_like(like, dtype=dtype, memory_format=torch.contiguous_format)
     order = list(range(like.dim()))
     order.append(order.pop(dim))
     return torch.empty_permuted(like.shape, order, dtype=dtype or like.dtype, device=like.device)
