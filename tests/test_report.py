@@ -3,6 +3,7 @@
 import argparse
 import os
 import re
+import time
 from pathlib import Path
 
 import pytest
@@ -10,7 +11,7 @@ import pytest
 import browser
 import fixture_rows
 from ridgeline.lab import report, roofline, verdict
-from ridgeline.lab.report import page, view
+from ridgeline.lab.report import command, measure, page, view
 from ridgeline.op import RidgelineError
 
 H100, LAPTOP = fixture_rows.rows(), fixture_rows.rows(gpu=False)
@@ -148,7 +149,7 @@ def test_headline_says_the_main_result():
     assert re.search(
         r"kernels reach 9\d% of the measured roof of one NVIDIA H100 80GB HBM3 and run 1\.\d+x", view.headline(view.Source(H100))
     )
-    assert "On this AMD EPYC 7R13" in view.headline(view.Source(LAPTOP))
+    assert re.search(r"On this AMD EPYC 7R13, .* up to \d+x as fast", view.headline(view.Source(LAPTOP)))
 
 
 def test_verdicts_name_the_bound_and_what_would_help():
@@ -175,6 +176,39 @@ def test_the_verb_shows_recorded_runs(tmp_path, monkeypatch, capsys):
     assert report.main(options(report, "--run", run, "--out", tmp_path / "out")) == 0
     assert capsys.readouterr().out.strip() == str(tmp_path / "out/index.html")
     assert [p.name for p in (tmp_path / "out").iterdir()] == ["index.html"]
+
+
+def test_without_a_gpu_recorded_figures_stand_beside(tmp_path, monkeypatch):
+    """The measuring is left to the tests of bench, check and inspect; here, what is gathered around it."""
+    fixture_rows.write(tmp_path / "results/h100/20261120-021500-abc1234.jsonl")
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "cache"))
+    monkeypatch.setattr(command.store, "recorded", lambda: tmp_path / "results")
+    monkeypatch.setattr(command.measure, "bench", lambda quick: LAPTOP)
+    monkeypatch.setattr(command.measure, "interpreted", lambda seconds: ([r for r in LAPTOP if r["type"] == "check"][:3], ""))
+    monkeypatch.setattr(command.measure, "kernels", lambda ops, until, report: ([], ["left out: nothing"]))
+    assert report.main(options(report, "--quick", "--out", tmp_path / "out")) == 0
+    text = (tmp_path / "out/index.html").read_text()
+    for words in (
+        "AMD EPYC 7R13",
+        "this machine",
+        "NVIDIA H100 80GB HBM3",
+        "recorded 2026-11-20, commit abc1234",
+        "3 passed",
+        "left out: nothing",
+    ):
+        assert words in text
+
+
+def test_kernels_are_compiled_until_the_time_box_ends():
+    tables, notes = measure.kernels(["gelu"], 0.0, lambda text: None)
+    assert tables[0]["rows"] == []
+    assert "gelu triton for sm_90" in notes[0]
+    tables, notes = measure.kernels(["gelu"], time.monotonic() + 120, lambda text: None)
+    found = {(row["impl"], row["arch"]): row for row in tables[0]["rows"]}
+    assert notes == []
+    assert found["cuda_packed", "sm_90"]["loads"].split(",")[0].endswith("x 16")
+    assert found["triton", "gfx942"]["registers"] > 0
+    assert {(row["impl"], row["arch"]) for row in tables[0]["not_built"]} == {(i, "gfx942") for i in ("cuda_double", "cuda", "cuda_packed")}
 
 
 def test_a_folder_that_cannot_be_written_is_named(tmp_path):

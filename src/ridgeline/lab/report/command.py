@@ -3,13 +3,14 @@
 from __future__ import annotations
 
 import argparse
-import sys
 import time
+from importlib import import_module
 from pathlib import Path
 from typing import Any
 
 from ridgeline.lab import readme, roofline, store
 from ridgeline.lab.report import measure, page, view
+from ridgeline.lab.report.measure import say
 from ridgeline.lab.report.view import Source
 
 MINUTES = {"kernels": 1.5, "interpreter": 1.5}
@@ -18,6 +19,8 @@ QUICK = 0.25
 
 def run(options: argparse.Namespace) -> int:
     out = (options.out or Path("report")) / "index.html"
+    for needed in ("altair", "jinja2", "vl_convert"):
+        import_module(needed)  # what is missing is said before minutes of measuring
     _writable(out)
     gathered = _recorded(options.run) if options.run else _measured(options.quick)
     roofline.write(out, page.render(**gathered).encode())
@@ -30,12 +33,6 @@ def _writable(out: Path) -> None:
     probe = out.with_name(".writable")
     roofline.write(probe, b"")
     probe.unlink()
-
-
-def _say(text: str) -> None:
-    """One line of progress, on stderr where that is a terminal."""
-    if sys.stderr.isatty():
-        print(f"\r\x1b[K{text}", end="", file=sys.stderr, flush=True)
 
 
 def _recorded(runs: list[str]) -> dict[str, Any]:
@@ -55,8 +52,8 @@ def _measured(quick: bool) -> dict[str, Any]:
     if not mine.gpu:
         rows, note = measure.interpreted(60 * MINUTES["interpreter"] * scale)
         checks.append({"title": "Triton's kernels, in Triton's interpreter on this CPU", "note": note, **view.checked(rows)})
-    tables, left_out = measure.kernels(registry(), time.monotonic() + 60 * MINUTES["kernels"] * scale, _say)
-    _say("")
+    tables, left_out = measure.kernels(registry(), time.monotonic() + 60 * MINUTES["kernels"] * scale, say)
+    say("")
     return {"sources": [mine, *beside], "kernels": tables, "checks": checks, "changes": _changes(mine), "notes": left_out}
 
 

@@ -12,6 +12,7 @@ from math import prod
 
 from ridgeline.lab.check import check_row
 from ridgeline.lab.law import Law
+from ridgeline.lab.report.measure import say
 from ridgeline.op import Case, Spec, registry
 
 
@@ -31,11 +32,11 @@ def main(seconds: float) -> None:
         if time.monotonic() > until:
             left += len(rungs)
             continue
-        print(f"\r\x1b[Kchecking {op.name} {case.name} {dtype} in the interpreter", end="", file=sys.stderr, flush=True)
+        say(f"checking {op.name} {case.name} {dtype} in the interpreter")
         law = Law.of(op, case.name, dtype, "cpu")
         for rung in rungs:
             print(json.dumps(check_row(law, rung, case.name, dtype, "cpu")[0]))
-    print("\r\x1b[K", end="", file=sys.stderr)
+    say("")
     print(json.dumps({"left": left}))
 
 

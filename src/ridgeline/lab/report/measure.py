@@ -16,6 +16,12 @@ from ridgeline.lab.verdict import Row
 ARCHES = ("sm_80", "sm_90", "sm_100", "gfx942")
 
 
+def say(text: str) -> None:
+    """One line of progress in a terminal, over the one before."""
+    if sys.stderr.isatty():
+        print(f"\r\x1b[K{text}", end="", file=sys.stderr, flush=True)
+
+
 def bench(quick: bool) -> list[Row]:
     """This machine's roof, and every op checked and timed on it, as the verb `bench` does; the run is kept in the cache."""
     from ridgeline.lab import bench

@@ -15,6 +15,8 @@ from ridgeline.lab.verdict import WAYS, Row
 
 STATUS = {"wrong": "wrong result", "oom": "out of memory", "refused": "figure refused", "unsupported": "cannot run", "skipped": "skipped"}
 
+MOST = 20  # differences from the last run that are listed
+
 
 @dataclass
 class Source:
@@ -72,21 +74,31 @@ def headline(source: Source) -> str:
     if not found:
         return f"Nothing could be timed on {source.name}."
     if not any(ours(r) for r in found):
-        tops = sorted({r["op"]: r for r in sorted(found, key=lambda r: r["bytes"])}.values(), key=lambda r: r["share"])
-        low, high = (f"{units.percent(r['share'])} ({r['op']})" for r in (tops[0], tops[-1]))
-        return f"On this {source.name}, PyTorch reaches from {low} to {high} of the measured roof."
+        gain = max(_climb(source, op) for op in names([source]))
+        return f"On this {source.name}, the best rung of a ladder is up to {units.times(gain)} as fast as the first."
     share = units.percent(median(r["share"] for r in found))
     said = f"Ridgeline's kernels reach {share} of the measured roof of one {source.name}"
     ratios = [r["ratio"] for r in found if r.get("ratio")]
     return f"{said} and run {units.times(median(ratios))} as fast as the best peer." if ratios else f"{said}."
 
 
+def _climb(source: Source, op: str) -> float:
+    """What the op's fastest rung gains over the first timed one, on its largest work."""
+    works = [[r for r in rows if r["status"] == "ok"] for rows in source.works(op).values()]
+    timed = max((rows for rows in works if rows), key=lambda rows: rows[0]["bytes"], default=[])
+    times = [r["seconds"]["median"] for r in timed] or [1.0]
+    return times[0] / min(times)
+
+
 def beneath(source: Source) -> str:
     """What the headline's figures are taken over."""
     found = champions(source)
-    timed = sum(r["status"] == "ok" for r in source.bench)
-    what = " and ".join([", ".join(ops[:-1]), ops[-1]] if len(ops := sorted({r["op"] for r in found})) > 1 else ops)
-    return f"Medians over {len(found)} pieces of work from {what}. {timed} timings, each of a result that had passed the check."
+    timed, wrong = (sum(r["status"] == status for r in source.bench) for status in ("ok", "wrong"))
+    over = f"Medians over {len(found)} pieces of work from" if any(ours(r) for r in found) else "Measured on"
+    *most, last = names([source]) or ["nothing"]
+    text = f"{over} {', '.join(most)}{' and ' if most else ''}{last}."
+    text += f" {timed} timings, each of a result that had passed the check."
+    return f"{text} {wrong} results were wrong and were not timed." if wrong else text
 
 
 def facts(source: Source) -> list[tuple[str, str]]:
@@ -197,18 +209,13 @@ def checked(rows: list[Row]) -> dict[str, Any]:
     """How many checks passed, those that did not, and how many could not be made."""
     done = [row for row in rows if row["ok"] is not None]
     failed = [row for row in done if not row["ok"]]
-    shown = [{name: row[name] for name in ("op", "case", "dtype", "impl")} | {"reason": _why(row)} for row in failed]
-    unable = sorted({f"{row['impl']}: {row['reason']}" for row in rows if row["ok"] is None})
-    return {"passed": len(done) - len(failed), "failed": shown, "unable": unable}
-
-
-def _why(row: Row) -> str:
-    if row.get("reason"):
-        return row["reason"]
-    worst = max(row.get("outputs", {}).items(), key=lambda item: item[1]["worst"], default=None)
-    return (
-        f"{worst[0]}: {units.times(worst[1]['worst'])} the allowed error, in its worst {worst[1]['where']}" if worst else "no reason given"
-    )
+    shown = [
+        {name: row[name] for name in ("op", "case", "dtype", "impl")} | {"reason": row["reason"] or "no reason given"} for row in failed
+    ]
+    unable: dict[str, list[str]] = {}
+    for impl, reason in sorted({(row["impl"], row["reason"]) for row in rows if row["ok"] is None}):
+        unable.setdefault(reason, []).append(impl)
+    return {"passed": len(done) - len(failed), "failed": shown, "unable": [f"{', '.join(impls)}: {why}" for why, impls in unable.items()]}
 
 
 def changes(now: Source, before: Source) -> dict[str, Any]:
@@ -231,4 +238,6 @@ def changes(now: Source, before: Source) -> dict[str, Any]:
     since = f"Against run {before.run['run']} (commit {before.run['commit']}): of {len(both)} times in both,"
     if not rows:
         return {"sentence": f"{since} none lies outside the other's interval.", "rows": []}
-    return {"sentence": f"{since} {slower} are slower and {len(rows) - slower} faster by more than their intervals.", "rows": rows}
+    largest = f" The {MOST} largest differences:" if len(rows) > MOST else ""
+    sentence = f"{since} {slower} are slower and {len(rows) - slower} faster by more than their intervals.{largest}"
+    return {"sentence": sentence, "rows": rows[:MOST]}
