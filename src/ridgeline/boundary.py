@@ -182,11 +182,16 @@ def launch(
     if torch._C._cuda_getDevice() != index:
         with torch.cuda.device(index):
             return launch(kernel, grid, *args, config=config, key=key, **constants)
+    if (config is None) != (key is None):
+        raise TypeError(f"launch of {kernel}: config and key go together; the key holds what the configuration depends on")
+    if config is not None and tuning.listening():
+        constants |= config()
+        config = None
     values: list[Any] = []
     found: list[Any] = [id(kernel), index, key, tuning.version, *constants.values()]
     _read(args, values, found)
     where = tuple(found)
-    entry = None if tuning.listening() else _started.get(where)
+    entry = _started.get(where)
     if entry is None:
         constants |= config() if config else {}
         if isinstance(kernel, CudaKernel):

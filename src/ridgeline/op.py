@@ -155,8 +155,8 @@ class Op:
         """Registers torch.compile of the reference as the rung `compile`."""
 
         @cache
-        def compiled(dynamic: bool | None = None) -> Callable[..., Any]:
-            return torch.compile(self.reference, dynamic=False)
+        def compiled() -> Callable[..., Any]:
+            return torch.compile(self.reference, dynamic=False, fullgraph=True)
 
         self.eager("compile", idea, lambda *args, **kwargs: compiled()(*args, **kwargs), kind="compile")
 

@@ -50,11 +50,20 @@ __device__ inline void cluster_sync() {
     }
 }
 
-// Writes a float to the same place in the shared memory of the cluster's block `rank`.
-__device__ inline void cluster_store(float* place, float value, unsigned rank) {
-    unsigned there;
-    asm volatile("mapa.shared::cluster.u32 %0, %1, %2;" : "=r"(there) : "r"(shared_address(place)), "r"(rank));
-    asm volatile("st.shared::cluster.f32 [%0], %1;" ::"r"(there), "f"(value) : "memory");
+// Writes one or two floats to the same place in the shared memory of the cluster's block `rank`; its barrier counts the bytes.
+// Unlike a meeting of the cluster, this waits for no earlier store to global memory.
+template <int FLOATS>
+__device__ inline void cluster_send(float* place, const float (&value)[FLOATS], Barrier* barrier, unsigned rank) {
+    unsigned there, signal;
+    asm("mapa.shared::cluster.u32 %0, %1, %2;" : "=r"(there) : "r"(shared_address(place)), "r"(rank));
+    asm("mapa.shared::cluster.u32 %0, %1, %2;" : "=r"(signal) : "r"(shared_address(barrier)), "r"(rank));
+    if constexpr (FLOATS == 2)
+        asm volatile("st.async.shared::cluster.mbarrier::complete_tx::bytes.v2.f32 [%0], {%1, %2}, [%3];" ::"r"(there),
+                     "f"(value[0]), "f"(value[1]), "r"(signal)
+                     : "memory");
+    else
+        asm volatile("st.async.shared::cluster.mbarrier::complete_tx::bytes.f32 [%0], %1, [%2];" ::"r"(there), "f"(value[0]), "r"(signal)
+                     : "memory");
 }
 
 __device__ inline float warp_max(float x) {

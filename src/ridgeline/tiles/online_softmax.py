@@ -14,6 +14,17 @@ def exp(x):
 
 
 @triton.jit
+def divide(e, total, dtype: tl.constexpr):
+    """e / total for a result of that dtype. A float32 is rounded as a division is: a reciprocal's rounding alone would put
+    one bias on a whole row."""
+    r = 1.0 / total
+    q = e * r
+    if dtype == tl.float32:
+        q = tl.fma(tl.fma(-q, total, e), r, q)
+    return q.to(dtype)
+
+
+@triton.jit
 def update(top, total, values):
     """Takes float32 `values` into the running maximum and the running sum of exp(value - maximum), element by element."""
     new = tl.maximum(top, values)

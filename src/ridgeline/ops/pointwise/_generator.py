@@ -112,7 +112,7 @@ def _launch(op: str, direction: str, fn: Any, outs: Tensors, ins: Tensors, scala
     def config() -> tuning.Config:
         return tuning.config(device.of(y), op, direction, dtype_name(y), lambda: _RULE, lambda: _SPACE)
 
-    launch(_flat, lambda c: (-(-n // c["BLOCK"]),), outs, ins, scalars, n, FN=fn, NEED=need, config=config)
+    launch(_flat, lambda c: (-(-n // c["BLOCK"]),), outs, ins, scalars, n, FN=fn, NEED=need, config=config, key=op)
 
 
 def _launch_rows(

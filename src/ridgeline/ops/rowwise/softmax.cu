@@ -13,11 +13,19 @@ constexpr float INF = __builtin_bit_cast(float, 0x7f800000);
 
 extern __shared__ __align__(128) char memory[];
 
-// log2 e in two parts: rounded to one float it would bias sums of many terms.
-__device__ inline float exp_of(float x) {
-    float y;
-    asm("ex2.approx.ftz.f32 %0, %1;" : "=f"(y) : "f"(fmaf(x, 1.44269502f, x * 1.92596299e-8f)));
+// exp(x - base). For float32 inputs log2 e comes in two parts: rounded to one float it would bias sums of many terms.
+__device__ inline float exp_from(float x, float base) {
+    constexpr float HIGH = 1.44269502f, LOW = 1.92596299e-8f;
+    float y, z = sizeof(X) == 4 ? fmaf(x - base, HIGH, (x - base) * LOW) : fmaf(x, HIGH, -base * HIGH);
+    asm("ex2.approx.ftz.f32 %0, %1;" : "=f"(y) : "f"(z));
     return y;
+}
+
+// e * factor / total. For float32 results rounded as a division is: a reciprocal's rounding alone would put one bias on a row.
+__device__ inline float divide(float e, float factor, float total, float reciprocal) {
+    if (sizeof(Y) < 4) return e * (factor * reciprocal);
+    const float scaled = e * factor, q = scaled * reciprocal;
+    return fmaf(fmaf(-q, total, scaled), reciprocal, q);
 }
 
 template <typename P>
@@ -28,12 +36,14 @@ __device__ inline void store_streaming(P* to, const P& value) {
         __stcs(reinterpret_cast<uint2*>(to), reinterpret_cast<const uint2&>(value));
 }
 
-// What a block has of every row, and where its shared memory lies: the parts, then the slots of FLOATS per warp of the
-// cluster (two sets, used in turn, so that one meeting per row is enough), then the barriers.
+// What a block has of every row, and where its shared memory lies: the parts, their barriers, the barriers of two sets of
+// slots, and the sets: FLOATS of every warp of the cluster. Rows use the sets in turn: when a warp sends for row k + 2, all
+// warps have sent for row k + 1, and so have read what they were sent for row k.
 template <int INPUTS, int FLOATS, typename T>
 struct Share {
     int rank = blockIdx.x % CLUSTER;
     int part, begin, count;
+    Barrier* barriers;
     float* slots;
     RowStream<STAGES, INPUTS, T> stream;
 
@@ -45,7 +55,8 @@ struct Share {
         stream.bytes = count * sizeof(T);
         stream.memory = memory;
         stream.barriers = reinterpret_cast<Barrier*>(memory + STAGES * INPUTS * stream.room);
-        slots = reinterpret_cast<float*>(stream.barriers + STAGES);
+        barriers = stream.barriers + STAGES;
+        slots = reinterpret_cast<float*>(barriers + 2);
         stream.from[0] = a + begin;
         stream.stride[0] = a_stride;
         if constexpr (INPUTS == 2) {
@@ -55,22 +66,29 @@ struct Share {
         stream.row = blockIdx.x / CLUSTER;
         stream.step = gridDim.x / CLUSTER;
         stream.rows = rows;
-        if (threadIdx.x == 0) stream.begin();
+        if (threadIdx.x == 0) {
+            barrier_init(barriers);
+            barrier_init(barriers + 1);
+            stream.begin();
+        }
         cluster_sync<CLUSTER>();
     }
 
     // Every warp of the cluster gives FLOATS floats; returns them all. The next row is asked for: all have read this one.
     __device__ const float* exchange(int k, const float (&mine)[FLOATS]) {
         float* set = slots + (k & 1) * FLOATS * SLOTS;
-        const int slot = rank * WARPS + threadIdx.x / 32, lane = threadIdx.x % 32;
-#pragma unroll
-        for (int f = 0; f < FLOATS; ++f) {
-            if constexpr (CLUSTER == 1) {
-                if (lane == 0) set[f * SLOTS + slot] = mine[f];
-            } else if (lane < CLUSTER)
-                cluster_store(set + f * SLOTS + slot, mine[f], lane);
+        float* slot = set + FLOATS * (rank * WARPS + threadIdx.x / 32);
+        const int lane = threadIdx.x % 32;
+        if constexpr (CLUSTER == 1) {
+            if (lane == 0)
+                for (int f = 0; f < FLOATS; ++f) slot[f] = mine[f];
+            __syncthreads();
+        } else {
+            Barrier* barrier = barriers + (k & 1);
+            if (threadIdx.x == 0) barrier_expect(barrier, FLOATS * SLOTS * sizeof(float));
+            if (lane < CLUSTER) cluster_send(slot, mine, barrier, lane);
+            barrier_wait(barrier, k / 2 & 1);
         }
-        cluster_sync<CLUSTER>();
         if (threadIdx.x == 0) stream.load(k + STAGES);
         return set;
     }
@@ -99,21 +117,22 @@ extern "C" __global__ void __launch_bounds__(THREADS, BLOCKS)
 #pragma unroll
         for (int i = 0; i < ITEMS; ++i)
 #pragma unroll
-            for (int j = 0; j < PACK; ++j) sum += e[i][j] = exp_of(e[i][j] - base);
+            for (int j = 0; j < PACK; ++j) sum += e[i][j] = exp_from(e[i][j], base);
         sum = warp_sum(sum);
         const float* slots = share.exchange(k, {top, sum});
         float most = -INF, total = 0;
-        for (int s = lane; s < SLOTS; s += 32) most = fmaxf(most, slots[s]);
+        for (int s = lane; s < SLOTS; s += 32) most = fmaxf(most, slots[2 * s]);
         most = warp_max(most);
-        for (int s = lane; s < SLOTS; s += 32) total += slots[SLOTS + s] * exp_of(slots[s] - most);
-        const float factor = exp_of(top - most) / warp_sum(total);
+        for (int s = lane; s < SLOTS; s += 32) total += slots[2 * s + 1] * exp_from(slots[2 * s], most);
+        total = warp_sum(total);
+        const float factor = exp_from(top, most), reciprocal = 1.0f / total, both = factor * reciprocal;
         auto* out = reinterpret_cast<Pack<Y, PACK>*>(y + row * columns + share.begin);
 #pragma unroll
         for (int i = 0; i < ITEMS; ++i) {
             const int p = i * THREADS + threadIdx.x;
             Pack<Y, PACK> pack;
 #pragma unroll
-            for (int j = 0; j < PACK; ++j) from_float(e[i][j] * factor, pack.at[j]);
+            for (int j = 0; j < PACK; ++j) from_float(divide(e[i][j], factor, total, reciprocal), pack.at[j]);
             if (p * PACK < share.count) store_streaming(out + p, pack);
         }
     }

@@ -24,7 +24,7 @@ from ridgeline.boundary import differentiate, first_order, kernel_op, launch, tr
 from ridgeline.cuda import CTYPE, CudaKernel
 from ridgeline.op import Case, Cost, Op, RidgelineError, Spec, nbytes
 from ridgeline.select import eager, run
-from ridgeline.tiles.online_softmax import exp, merge, update
+from ridgeline.tiles.online_softmax import divide, exp, merge, update
 
 
 @triton.jit
@@ -35,8 +35,7 @@ def _fwd(y, x, rows, columns, x_stride, BM: tl.constexpr, BN: tl.constexpr, STAG
         mask = (row < rows) & (column < columns)
         values = tl.load(x + row * x_stride + column, mask=mask, other=float("-inf")).to(tl.float32)
         e = exp(values - tl.max(values, 1)[:, None])
-        scale = 1.0 / tl.sum(e, 1)
-        tl.store(y + row * columns + column, (e * scale[:, None]).to(y.dtype.element_ty), mask=mask)
+        tl.store(y + row * columns + column, divide(e, tl.sum(e, 1)[:, None], y.dtype.element_ty), mask=mask)
 
 
 @triton.jit
@@ -66,7 +65,7 @@ def _fwd_wide(y, x, rows, columns, x_stride, BN: tl.constexpr):
     for start in range(0, columns, BN):
         mask = start + column < columns
         values = tl.load(x + start + column, mask=mask, other=0).to(tl.float32)
-        tl.store(y + start + column, (exp(values - most) * (1.0 / whole)).to(y.dtype.element_ty), mask=mask)
+        tl.store(y + start + column, divide(exp(values - most), whole, y.dtype.element_ty), mask=mask)
 
 
 @triton.jit
@@ -142,7 +141,7 @@ def _launch_triton(kernel: Any, wide: Any, out: torch.Tensor, *inputs: torch.Ten
         tiles = _ceil(rows, c["BM"])
         return (tiles if c["STAGES"] == 1 else min(tiles, where.multiprocessors * max(1, 32 // c["num_warps"])),)
 
-    launch(kernel, grid, out, *inputs, rows, columns, *strides, config=config)
+    launch(kernel, grid, out, *inputs, rows, columns, *strides, config=config, key=bn)
 
 
 FILE = Path(__file__).with_name("softmax.cu")
@@ -178,7 +177,7 @@ def _plan(backward: bool, x: torch.dtype, y: torch.dtype, columns: int, **found:
     cluster, threads, stages = found["CLUSTER"], found["THREADS"], found["STAGES"]
     small, large = sorted([x.itemsize, y.itemsize])
     part = _ceil(columns, cluster * 16 // small) * 16 // small
-    shared = stages * (part * (2 * y.itemsize if backward else x.itemsize) + 8) + cluster * threads // 2
+    shared = stages * (part * (2 * y.itemsize if backward else x.itemsize) + 8) + 16 + cluster * threads // 2
     facts = {"XTYPE": CTYPE[x], "YTYPE": CTYPE[y], "ITEMS": _ceil(part, threads * 16 // large)}
     return {**found, **facts, "block": threads, "cluster": cluster, "shared": shared}
 
@@ -198,7 +197,7 @@ def _launch_cluster(kernel: CudaKernel, out: torch.Tensor, *inputs: torch.Tensor
         resident = max(1, where.multiprocessors * c["BLOCKS"] // c["CLUSTER"])
         return (c["CLUSTER"] * min(rows, max(resident, _ceil(rows, c["ROWS"]))),)
 
-    launch(kernel, grid, out, *inputs, rows, columns, *[t.stride(0) for t in inputs], config=config)
+    launch(kernel, grid, out, *inputs, rows, columns, *[t.stride(0) for t in inputs], config=config, key=columns)
 
 
 def _rows(x: torch.Tensor, dim: int) -> torch.Tensor:
@@ -333,6 +332,10 @@ def _fits_row(x: torch.Tensor, *rest: Any) -> str | None:
     return None if columns <= ROW_LIMIT else f"it holds a row in the registers of four warps, {ROW_LIMIT} columns; this has {columns}"
 
 
+def _full_precision(x: torch.Tensor, *_: Any) -> str | None:
+    return "rounding after every pass breaks the law in half precision" if x.dtype in (torch.float16, torch.bfloat16) else None
+
+
 def _columns(x: torch.Tensor, *rest: Any) -> int:
     """The length of a row, of a public call (x, dim, dtype) as of a launcher's inputs, which have their rows last."""
     dim = rest[0] if rest and isinstance(rest[0], int) else -1
@@ -355,7 +358,7 @@ def _both(launcher: Any, fwd: tuple[Any, ...], bwd: tuple[Any, ...]) -> dict[str
     return {"fwd": partial(launcher, *fwd), "bwd": partial(launcher, *bwd)}
 
 
-SOFTMAX.eager("naive", "the formula in eager PyTorch: five passes, max, subtract, exp, sum, divide", reference)
+SOFTMAX.eager("naive", "the formula in eager PyTorch: five passes, max, subtract, exp, sum, divide", reference, supports=_full_precision)
 SOFTMAX.eager("torch", "PyTorch's own kernel: a row per block", lambda x, dim=-1, dtype=None: F.softmax(x, dim, dtype=dtype), served=True)
 SOFTMAX.compiled("the formula fused into one or two kernels by torch.compile")
 SOFTMAX.kernel(
