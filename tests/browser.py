@@ -28,6 +28,7 @@ FLAGS = [
     "--hide-scrollbars",
     "--remote-debugging-pipe",
 ]
+DRAWN = "document.readyState == 'complete' && [...document.querySelectorAll('[data-chart]')].every(c => c.querySelector('svg path'))"
 
 
 def executable() -> str | None:
@@ -114,14 +115,16 @@ class Page:
     def dark(self, on: bool) -> None:
         self.call("Emulation.setEmulatedMedia", features=[{"name": "prefers-color-scheme", "value": "dark" if on else "light"}])
 
-    def drawn(self, seconds: float = 20) -> None:
+    def until(self, condition: str, seconds: float = 20) -> bool:
+        """Waits until an expression is true in the page; whether it became so in time."""
+        end = time.monotonic() + seconds
+        while not (true := bool(self.js(condition))) and time.monotonic() < end:
+            time.sleep(0.05)
+        return true
+
+    def drawn(self) -> bool:
         """Waits until the page is loaded and every chart has marks."""
-        ready = (
-            "document.readyState == 'complete' && [...document.querySelectorAll('[data-chart]')].every(c => c.querySelector('svg path'))"
-        )
-        until = time.monotonic() + seconds
-        while not self.js(ready) and time.monotonic() < until:
-            time.sleep(0.1)
+        return self.until(DRAWN)
 
     def screenshot(self, whole: bool = False) -> bytes:
         return base64.b64decode(self.call("Page.captureScreenshot", captureBeyondViewport=whole)["data"])

@@ -72,13 +72,14 @@ def test_legend_and_menus_filter(chromium, pages):
     opened = chromium.open(pages / "two.html")
     shown = "document.querySelectorAll('[data-chart=\"2\"] .mark-symbol path').length"
     before = opened.js(shown)
-    opened.js("""(async () => {
+    opened.js("""(() => {
         const menus = [...document.querySelectorAll('[data-chart="2"] .vega-bind')];
         const menu = menus.find(bind => bind.textContent.startsWith('op')).querySelector('select');
-        menu.selectedIndex = 1; menu.dispatchEvent(new Event('change', {bubbles: true}));
-        await new Promise(done => setTimeout(done, 500));
+        menu.selectedIndex = 1;
+        menu.dispatchEvent(new Event('change', {bubbles: true}));
     })()""")
-    assert 0 < opened.js(shown) < before
+    assert opened.until(f"{shown} < {before}")
+    assert opened.js(shown) > 0
     assert opened.said() == []
 
 
@@ -91,13 +92,12 @@ def test_a_phone_scrolls_down_only(chromium, pages):
 
 def test_dark_paper(chromium, pages):
     opened = chromium.open(pages / "two.html", dark=True)
-    colours = "[getComputedStyle(document.body).backgroundColor, document.querySelector('.chart .mark-line path').getAttribute('stroke')]"
-    dark, picture = opened.js(colours), opened.screenshot()
+    ground = "getComputedStyle(document.body).backgroundColor"
+    line = "document.querySelector('.chart .mark-line path').getAttribute('stroke')"
+    dark_ground, dark_line, picture = opened.js(ground), opened.js(line), opened.screenshot()
     opened.dark(False)
-    opened.js("new Promise(done => setTimeout(done, 1000))")
-    opened.drawn()
-    light = opened.js(colours)
-    assert all(a != b for a, b in zip(dark, light, strict=True))
+    assert opened.until(f"{line} != '{dark_line}'")
+    assert opened.js(ground) != dark_ground
     assert picture != opened.screenshot()
     assert opened.said() == []
 

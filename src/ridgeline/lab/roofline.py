@@ -49,7 +49,7 @@ def points(bench: list[Row]) -> list[dict[str, Any]]:
                 "group": GROUPS[group(row)],
                 "time": f"{units.seconds(median)} {units.spread(row['seconds'])}",
                 "rate": rate(row),
-                "roof share": units.percent(row["share"]),
+                "of the roof": units.percent(row["share"]),
                 **{name: row[name] for name in ("op", "impl", "case", "dtype", "direction")},
             }
         )
@@ -184,7 +184,7 @@ def _rungs(found: list[dict[str, Any]], interactive: bool) -> altair.Chart:
         shape=alt.Shape(
             "direction:N", title=None, legend=None if interactive or len(directions) < 2 else alt.Legend(orient="top", offset=36)
         ).scale(domain=["forward", "backward"], range=["circle", "triangle-down"]),
-        tooltip=[alt.Tooltip(f"{name}:N") for name in ("op", "impl", "case", "dtype", "direction", "time", "rate", "roof share")],
+        tooltip=[alt.Tooltip(f"{name}:N") for name in ("op", "impl", "case", "dtype", "direction", "time", "rate", "of the roof")],
     )
     if not interactive:
         return dots
@@ -236,7 +236,7 @@ def write(path: Path, content: bytes) -> None:
         fresh.write_bytes(content)
         fresh.replace(path)
     except OSError as error:
-        raise RidgelineError(f"cannot write {path}: {error.strerror}; name a folder that can be written") from error
+        raise RidgelineError(f"cannot write to {path.parent}: {error.strerror}; name a folder that can be written") from error
 
 
 def _menu(field: str, values: list[str]) -> Any:

@@ -11,7 +11,7 @@ from pathlib import Path
 
 def arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--out", type=Path, metavar="FOLDER", help="write index.html there (default: report)")
-    parser.add_argument("--quick", action="store_true", help="shorter time boxes: a rougher report in about a minute")
+    parser.add_argument("--quick", action="store_true", help="shorter time boxes: a rougher report, sooner")
     parser.add_argument("--run", nargs="+", metavar="RUN", help="measure nothing: show these runs, by file or name")
 
 

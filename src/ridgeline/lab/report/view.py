@@ -75,7 +75,7 @@ def headline(source: Source) -> str:
         return f"Nothing could be timed on {source.name}."
     if not any(ours(r) for r in found):
         gain = max(_climb(source, op) for op in names([source]))
-        return f"On this {source.name}, the best rung of a ladder is up to {units.times(gain)} as fast as the first."
+        return f"On this {source.name}, the best way to compute an operation is up to {units.times(gain)} as fast as the naive one."
     share = units.percent(median(r["share"] for r in found))
     said = f"Ridgeline's kernels reach {share} of the measured roof of one {source.name}"
     ratios = [r["ratio"] for r in found if r.get("ratio")]
