@@ -22,8 +22,8 @@ INKS = {
     "dark": {"plain": "#9aa3b2", "peer": "#e3a83f", "cuda": "#4cc38a", "triton": "#8f93ff", "gluon": "#ee7fc0"},
 }
 PAPER = {
-    "light": {"ink": "#1d2433", "quiet": "#5b6475", "grid": "#e4e6eb", "roof": "#1d2433", "paper": "#ffffff"},
-    "dark": {"ink": "#e6e9f0", "quiet": "#a2aabb", "grid": "#2b3342", "roof": "#e6e9f0", "paper": "#12161f"},
+    "light": {"ink": "#1d2433", "quiet": "#5b6475", "grid": "#e4e6eb", "paper": "#ffffff"},
+    "dark": {"ink": "#e6e9f0", "quiet": "#a2aabb", "grid": "#2b3342", "paper": "#12161f"},
 }
 SHORT = {"bfloat16": "bf16", "float16": "f16", "float32": "f32"}
 NARROW = "width < 480"  # a phone: the chart's words get shorter
