@@ -162,12 +162,13 @@ def cluster_rule(size: int) -> tuning.Config:
 
 
 def cluster_space(size: int, where: device.Device) -> list[tuning.Config]:
-    """Configurations for rows of `size` bytes that fit a multiprocessor, keep 48 KiB in flight and give a thread 32 to 256 bytes."""
+    """Configurations for rows of `size` bytes that fit a multiprocessor, keep 64 KiB in flight and give a thread 32 to 128 bytes."""
     found = []
-    for c, t, b, s in product((1, 2, 4, 8, 16), (32, 64, 128, 256, 512, 1024), (1, 2, 3, 4, 6, 8, 16, 32), (1, 2, 3, 4)):
-        asked = b * s * _ceil(size, c)
-        if 49152 <= asked <= where.shared_memory - 4096 * b and b * t <= 2048 and 32 <= size / c / t <= 256:
-            found += [{"CLUSTER": c, "THREADS": t, "BLOCKS": b, "STAGES": s, "ROWS": r} for r in (1, 4, 8, 32, 1 << 30)]
+    for c, t, b, s in product((1, 2, 4, 8, 16), (32, 64, 128, 256, 512, 1024), (1, 2, 3, 4, 8, 16, 32), (1, 2, 3)):
+        part = _ceil(size, c)
+        fits = b * (s * part + c * t // 2 + 1100) <= where.shared_memory and 384 <= b * t <= 1536
+        if fits and b * s * part >= 65536 and 32 <= part // t <= 128:
+            found += [{"CLUSTER": c, "THREADS": t, "BLOCKS": b, "STAGES": s, "ROWS": r} for r in (1, 8, 1 << 30)]
     return found
 
 
