@@ -74,25 +74,21 @@ def _place(row: Row, limit: str) -> str:
 
 
 def _help(row: Row, limit: str) -> str:
-    share = row["share"]
+    """What would help a rung, from the facts in its row."""
+    share, kind = row["share"], row["kind"]
+    if share >= NEAR and limit == "memory":
+        return "only fewer bytes would help, so fuse it with its neighbours"
     if share >= NEAR:
-        return (
-            "only fewer bytes would help, so fuse it with its neighbours"
-            if limit == "memory"
-            else "only fewer or narrower operations would help"
-        )
+        return "only fewer or narrower operations would help"
     if limit == "compute":
         return f"the matrix units wait for {units.percent(1 - share)} of the time; larger tiles and deeper pipelines would feed them"
+    if kind in WAYS:
+        look = "" if share >= FAR else f"; `ridgeline inspect {row['op']} --impl {row['impl']}` shows its instructions"
+        return WAYS[kind] + look
     moved = f"it takes the time of {units.times(1 / share)} the bytes that a perfect kernel moves"
-    if row["kind"] == "eager":
+    if kind == "eager" and not row["peer"]:
         return f"{moved}; one fused kernel would keep what lies between in registers"
-    if row["kind"] == "compile":
-        return f"{moved}; a kernel that reads each row once would save the rest"
-    return (
-        WAYS[row["kind"]]
-        if share >= FAR
-        else f"{WAYS[row['kind']]}; `ridgeline inspect {row['op']} --impl {row['impl']}` shows its instructions"
-    )
+    return moved
 
 
 def _faster(row: Row, siblings: list[Row]) -> str:
