@@ -42,7 +42,7 @@ def run(*arguments: str) -> int:
 
 
 def everything(folder: Path) -> dict[str, bytes]:
-    return {str(p): p.read_bytes() for p in folder.rglob("*") if p.is_file()}
+    return {str(p): p.read_bytes() for p in folder.rglob("*") if p.is_file() and p.parent.name != "__pycache__"}
 
 
 @pytest.mark.parametrize("verb", cli.VERBS)
