@@ -20,7 +20,7 @@ import triton
 import triton.language as tl
 
 from ridgeline import device, tuning
-from ridgeline.boundary import differentiate, first_order, kernel_op, launch, tracing
+from ridgeline.boundary import Function, differentiate, first_order, kernel_op, launch, tracing
 from ridgeline.cuda import CTYPE, CudaKernel
 from ridgeline.op import Case, Cost, Op, RidgelineError, Spec, nbytes
 from ridgeline.select import eager, run
@@ -126,12 +126,12 @@ def _launch_triton(kernel: Any, wide: Any, out: torch.Tensor, *inputs: torch.Ten
     where, dtype = device.of(out), inputs[0].dtype
 
     def rule() -> tuning.Config:
-        size = bn * dtype.itemsize * len(inputs)
-        bm = max(1, 16384 // size)
-        return {"BM": bm, "num_warps": min(16, max(4, bm * size // 4096)), "STAGES": 1}
+        """16 KiB a program, 32 values a thread."""
+        bm = max(1, 16384 // (bn * dtype.itemsize * len(inputs)))
+        return {"BM": bm, "num_warps": min(32, max(4, bm * bn * len(inputs) // 1024)), "STAGES": 1}
 
     def space() -> list[tuning.Config]:
-        return [c for c in _TILES if 8 <= c["BM"] * bn // (32 * c["num_warps"]) <= 128]
+        return [c for c in _TILES if 8 <= c["BM"] * bn * len(inputs) // (32 * c["num_warps"]) <= 64]
 
     def config() -> tuning.Config:
         return {"BN": bn, **tuning.config(where, "softmax", kernel.__name__[1:], _key(dtype, bn), rule, space)}
@@ -234,7 +234,7 @@ def _backward(dy: torch.Tensor, y: torch.Tensor, dim: int, dtype: torch.dtype, i
     return dx
 
 
-class _Softmax(torch.autograd.Function):
+class _Softmax(Function):
     @staticmethod
     def forward(ctx: Any, x: torch.Tensor, dim: int, dtype: torch.dtype | None, impl: str | None) -> torch.Tensor:
         y = _forward(x, dim, dtype, impl)
