@@ -10,7 +10,7 @@ from __future__ import annotations
 import re
 import struct
 import threading
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from functools import wraps
@@ -78,7 +78,16 @@ def differentiate(function: Any, *args: Any) -> Any:
     """`function.apply(*args)` of an `autograd.Function`, without the wrapper that is only needed inside functorch."""
     if torch.compiler.is_compiling() or torch._C._are_functorch_transforms_active():
         return function.apply(*args)
-    return super(torch.autograd.Function, function).apply(*args)
+    return function.quick_apply(*args)
+
+
+class Function(torch.autograd.Function):
+    """An `autograd.Function` for `differentiate`."""
+
+    quick_apply: Callable[..., Any]
+
+    def __init_subclass__(cls) -> None:
+        cls.quick_apply = super(torch.autograd.Function, cls).apply
 
 
 class _FirstOrderOnly(torch.autograd.Function):
@@ -140,14 +149,40 @@ def observe(observer: Callable[[Launch], None]) -> Iterator[None]:
         _observers.remove(observer)
 
 
-Start = Callable[[int, int, int, int, "list[Any]", "tuple[Any, ...]"], None]  # grid x, y, z, stream, values, args
-_started: dict[Any, tuple[Start, dict[str, Any], Any]] = {}  # with the constants, and the kernel whose id the key holds
+Start = Callable[[int, int, int, int, Sequence[Any], Sequence[Any]], None]  # grid x, y, z, stream, values, args
+
+
+class Started:
+    """A kernel that `launch` has started: `again` starts it with other tensors and numbers of the same kinds, in less time."""
+
+    def __init__(self, kernel: Any, start: Start, constants: dict[str, Any], index: int, plain: bool):
+        self.kernel, self.start, self.constants, self.index, self.plain = kernel, start, constants, index, plain
+        self.version = tuning.version
+
+    def again(self, x: int, values: Sequence[Any]) -> bool:
+        """Starts x blocks on the pointers and numbers that are the arguments. False, with nothing started, where somebody
+        watches or the call is no plain one: then `launch` is the way. The kinds of the arguments (dtypes, alignment to 16
+        bytes, divisibility by 16, being 1, fitting into 32 bits) are the caller's to keep."""
+        if (
+            not self.plain
+            or _observers
+            or devices._pretended is not None
+            or self.version != tuning.version
+            or tuning.listening()
+            or torch._C._cuda_getDevice() != self.index
+        ):
+            return False
+        self.start(x, 1, 1, torch._C._cuda_getCurrentRawStream(self.index), values, ())
+        return True
+
+
+_started: dict[Any, Started] = {}
 
 
 def launch(
     kernel: Any, grid: Any, *args: Any, config: Callable[[], dict[str, Any]] | None = None, key: Any = None, **constants: Any
-) -> None:
-    """Starts a kernel: Triton, Gluon or CUDA C++.
+) -> Started | None:
+    """Starts a kernel: Triton, Gluon or CUDA C++. Returns what starts it again quickly, where it was really started.
 
     kernel: a `triton.jit` or `gluon.jit` function whose constexpr parameters come last, or a `CudaKernel`.
     grid: a tuple, or a function from the constants to one. A grid with a zero in it starts nothing.
@@ -158,7 +193,7 @@ def launch(
         for such arguments, constants and `key`; `key` holds whatever else it depends on.
     """
     if getattr(_trace, "on", False):
-        return
+        return None
     first = args[0]
     if type(first) is tuple:
         first = first[0]
@@ -169,11 +204,11 @@ def launch(
         for observer in _observers:
             observer(Launch(kernel, grid, args, constants, devices.of(first)))
         if devices._pretended is not None or 0 in grid:
-            return
+            return None
         if INTERPRETED and not isinstance(kernel, CudaKernel):
             options = ("num_warps", "num_stages", "maxnreg", "num_ctas")
             kernel[grid](*args, **{k: v for k, v in constants.items() if k not in options})
-            return
+            return None
     if not first.is_cuda:
         raise RidgelineError(
             f"a kernel needs a GPU, and the tensor is on {first.device}; on a CPU, Triton kernels run with TRITON_INTERPRET=1"
@@ -191,16 +226,15 @@ def launch(
     found: list[Any] = [id(kernel), index, key, tuning.version, *constants.values()]
     _read(args, values, found)
     where = tuple(found)
-    entry = _started.get(where)
-    if entry is None:
+    started = _started.get(where)
+    if started is None:
         constants |= config() if config else {}
         if isinstance(kernel, CudaKernel):
-            entry = _cuda_start(kernel.load(constants, index)), constants, kernel
+            start, plain = _cuda_start(kernel.load(constants, index)), True
         else:
-            entry = _triton_start(kernel, _made(args, constants), constants, len(values)), constants, kernel
-        if not tuning.listening():
-            _started[where] = entry
-    start, constants, _ = entry
+            start, plain = _triton_start(kernel, _made(args, constants), constants, len(values))
+        started = _started[where] = Started(kernel, start, constants, index, plain)
+    constants = started.constants
     if None in values:
         args = _made(args, constants)
         values.clear()
@@ -208,9 +242,10 @@ def launch(
     if type(grid) is not tuple:
         grid = grid(constants)
     if 0 in grid:
-        return
+        return None
     x, y, z = grid if len(grid) == 3 else (*grid, 1, 1)[:3]
-    start(x, y, z, torch._C._cuda_getCurrentRawStream(index), values, args)
+    started.start(x, y, z, torch._C._cuda_getCurrentRawStream(index), values, args)
+    return started
 
 
 def _read(args: tuple[Any, ...], values: list[Any], key: list[Any]) -> None:
@@ -252,9 +287,9 @@ def _cuda_start(starter: Starter) -> Start:
     return lambda x, y, z, stream, values, args: starter(x, y, z, stream, values)
 
 
-def _triton_start(kernel: Any, args: tuple[Any, ...], constants: dict[str, Any], count: int) -> Start:
+def _triton_start(kernel: Any, args: tuple[Any, ...], constants: dict[str, Any], count: int) -> tuple[Start, bool]:
     """Compiles the kernel for these arguments. The result starts it by the driver where its parameters are pointers and
-    numbers laid out as we pack them, else by Triton's own launcher, which takes 5 to 15 us more."""
+    numbers laid out as we pack them (then it is "plain"), else by Triton's own launcher, which takes 5 to 15 us more."""
     compiled = kernel.warmup(*args, grid=(1,), **constants)
     run, function, metadata = compiled.run, compiled.function, compiled.metadata
     types = list(_leaves(compiled.src.signature.values()))[:count]
@@ -268,12 +303,12 @@ def _triton_start(kernel: Any, args: tuple[Any, ...], constants: dict[str, Any],
         if [offset for offset, _ in parameters(function)] == offsets:
             starter = Starter(function, struct.Struct(layout), 32 * metadata.num_warps, metadata.shared, what=kernel.__name__)
             if len(passed) == count:
-                return lambda x, y, z, stream, values, args: starter(x, y, z, stream, (*values, 0, 0))
-            return lambda x, y, z, stream, values, args: starter(x, y, z, stream, (*[values[k] for k in passed], 0, 0))
+                return lambda x, y, z, stream, values, args: starter(x, y, z, stream, (*values, 0, 0)), True
+            return lambda x, y, z, stream, values, args: starter(x, y, z, stream, (*[values[k] for k in passed], 0, 0)), True
     defaults = {p.name: p.default for p in kernel.params if p.has_default}
     trailing = tuple([constants[n] if n in constants else defaults[n] for n in kernel.arg_names[len(args) :]])
     packed = compiled.packed_metadata
-    return lambda x, y, z, stream, values, args: run(x, y, z, stream, function, packed, None, None, None, *args, *trailing)
+    return lambda x, y, z, stream, values, args: run(x, y, z, stream, function, packed, None, None, None, *args, *trailing), False
 
 
 def _leaves(types: Any) -> Iterator[str]:

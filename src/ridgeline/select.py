@@ -86,12 +86,14 @@ def _eligible(op: Op, impl: str | None, kernels: bool) -> list[Implementation]:
     return [i for i in reversed(op.implementations.values()) if i.served and (i.is_kernel or not kernels)]
 
 
-def run(op: Op, direction: str, impl: str | None, outputs: tuple[torch.Tensor, ...], *inputs: Any) -> None:
-    """Inside a registered op: has the outputs filled by the implementation that serves the call. While tracing, does nothing."""
+def run(op: Op, direction: str, impl: str | None, outputs: tuple[torch.Tensor, ...], *inputs: Any) -> Any:
+    """Inside a registered op: has the outputs filled by the implementation that serves the call. While tracing, does nothing.
+
+    Returns what the launcher returns: nothing, or what `launch` gave it."""
     if tracing():
-        return
+        return None
     implementation = select(op, impl, *inputs, direction=direction, kernels=True)
-    implementation.launchers[direction](*outputs, *inputs)
+    return implementation.launchers[direction](*outputs, *inputs)
 
 
 def eager(op: Op, impl: str | None, *args: Any) -> Implementation | None:

@@ -15,7 +15,7 @@ import triton
 import triton.language as tl
 
 from ridgeline import device, tuning
-from ridgeline.boundary import differentiate, first_order, kernel_op, launch
+from ridgeline.boundary import Function, differentiate, first_order, kernel_op, launch
 from ridgeline.op import Case, Cost, Op, RidgelineError, Spec, dtype_name, nbytes
 from ridgeline.select import eager, run
 
@@ -97,7 +97,7 @@ def _matmul(a: torch.Tensor, b: torch.Tensor, impl: str | None) -> torch.Tensor:
     return y
 
 
-class _Function(torch.autograd.Function):
+class _Function(Function):
     @staticmethod
     def forward(ctx: Any, a: torch.Tensor, b: torch.Tensor, impl: str | None) -> torch.Tensor:
         ctx.save_for_backward(a, b)
