@@ -9,8 +9,9 @@ import triton.language as tl
 
 @triton.jit
 def exp(x):
-    """exp of float32 by the chip's exp2. log2 e is given in two parts: rounded to one float32 it would bias sums of many terms."""
-    return tl.exp2(x * 1.4426950216293335 + x * 1.9259629911266174e-8)
+    """exp of float32 by the chip's exp2. log2 e, rounded to one float32, would bias sums of many terms; it is given in two parts,
+    the second large enough to count whether or not the compiler fuses the sum."""
+    return tl.exp2(x * 1.4423828125 + x * 0.000312228388963387)
 
 
 @triton.jit
