@@ -9,6 +9,7 @@ Source: Milakov and Gimelshein, Online normalizer calculation for softmax, 2018 
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from functools import cache, partial
 from itertools import product
 from pathlib import Path
@@ -20,7 +21,7 @@ import triton
 import triton.language as tl
 
 from ridgeline import device, tuning
-from ridgeline.boundary import Function, differentiate, first_order, kernel_op, launch, tracing
+from ridgeline.boundary import Function, Started, differentiate, first_order, kernel_op, launch, tracing
 from ridgeline.cuda import CTYPE, CudaKernel
 from ridgeline.op import Case, Cost, Op, RidgelineError, Spec, nbytes
 from ridgeline.select import eager, run
@@ -88,7 +89,9 @@ def _bwd_wide(dx, dy, y, rows, columns, dy_stride, y_stride, BN: tl.constexpr):
         tl.store(dx + start + column, (value * (slope - dot)).to(dx.dtype.element_ty), mask=mask)
 
 
-# Launchers take an output and inputs of shape (rows, columns) whose rows are contiguous, see `_rows`.
+# Launchers take an output and inputs of shape (rows, columns) whose rows are contiguous, see `_rows`. They return what starts
+# their kernel again, and the number of blocks for a configuration and rows.
+Again = tuple[Started | None, Callable[[dict[str, Any], int], int]]
 
 ROW_LIMIT = 16384  # columns that the four warps of `triton_row` hold in registers, 128 a thread
 TILE_LIMIT = 131072  # bytes of a row, all inputs in float32, that a block holds in registers
@@ -116,37 +119,38 @@ def _launch_row(kernel: Any, out: torch.Tensor, *inputs: torch.Tensor) -> None:
     launch(kernel, (rows,), out, *inputs, rows, columns, *strides, BM=1, BN=bn, STAGES=1, num_warps=4 * len(inputs))
 
 
-def _launch_triton(kernel: Any, wide: Any, out: torch.Tensor, *inputs: torch.Tensor) -> None:
+def _launch_triton(kernel: Any, wide: Any, out: torch.Tensor, *inputs: torch.Tensor) -> Again:
     """Tiles of whole rows where they fit a block's registers, else chunks of a row."""
     rows, columns = out.shape
     strides, bn = [t.stride(0) for t in inputs], _power(columns)
     if bn * 4 * len(inputs) > TILE_LIMIT:
-        launch(wide, (rows,), out, *inputs, rows, columns, *strides, BN=8192 // len(inputs), num_warps=8)
-        return
+        started = launch(wide, (rows,), out, *inputs, rows, columns, *strides, BN=8192 // len(inputs), num_warps=8)
+        return started, lambda c, rows: rows
     where, dtype = device.of(out), inputs[0].dtype
 
     def rule() -> tuning.Config:
         """16 KiB a program, 32 values a thread."""
         bm = max(1, 16384 // (bn * dtype.itemsize * len(inputs)))
-        return {"BM": bm, "num_warps": min(32, max(4, bm * bn * len(inputs) // 1024)), "STAGES": 1}
+        return {"BM": bm, "num_warps": min(1024 // where.warp, max(4, bm * bn * len(inputs) // (32 * where.warp))), "STAGES": 1}
 
     def space() -> list[tuning.Config]:
-        return [c for c in _TILES if 8 <= c["BM"] * bn * len(inputs) // (32 * c["num_warps"]) <= 64]
+        most = 1024 // where.warp
+        return [c for c in _TILES if c["num_warps"] <= most and 8 <= c["BM"] * bn * len(inputs) // (where.warp * c["num_warps"]) <= 64]
 
     def config() -> tuning.Config:
         return {"BN": bn, **tuning.config(where, "softmax", kernel.__name__[1:], _key(dtype, bn), rule, space)}
 
-    def grid(c: tuning.Config) -> tuple[int]:
+    def grid(c: tuning.Config, rows: int) -> int:
         """A program per tile; where loads run ahead in a loop, as many as fill the multiprocessors with 32 warps each."""
         tiles = _ceil(rows, c["BM"])
-        return (tiles if c["STAGES"] == 1 else min(tiles, where.multiprocessors * max(1, 32 // c["num_warps"])),)
+        return tiles if c["STAGES"] == 1 else min(tiles, where.multiprocessors * max(1, 32 // c["num_warps"]))
 
-    launch(kernel, grid, out, *inputs, rows, columns, *strides, config=config, key=bn)
+    return launch(kernel, lambda c: (grid(c, rows),), out, *inputs, rows, columns, *strides, config=config, key=bn), grid
 
 
 FILE = Path(__file__).with_name("softmax.cu")
-CLUSTER_BYTES = 2048, 2 << 20  # of a row's inputs, for which the cluster kernels serve: up to 128 KiB for each of 16 blocks
-CLUSTER_COLUMNS = 1 << 19  # of a row: 32 for each of 16 x 1024 threads
+CLUSTER_BYTES = 2 << 20  # of a row's inputs at most: 128 KiB for each of 16 blocks
+CLUSTER_COLUMNS = 16384, 1 << 19  # of a row: more than one block reads best, at most 32 for each of 16 x 1024 threads
 _cuda_fwd = CudaKernel(FILE, "softmax_fwd", "PPqiq")
 _cuda_bwd = CudaKernel(FILE, "softmax_bwd", "PPPqiqq")
 
@@ -183,7 +187,7 @@ def _plan(backward: bool, x: torch.dtype, y: torch.dtype, columns: int, **found:
     return {**found, **facts, "block": threads, "cluster": cluster, "shared": shared}
 
 
-def _launch_cluster(kernel: CudaKernel, out: torch.Tensor, *inputs: torch.Tensor) -> None:
+def _launch_cluster(kernel: CudaKernel, out: torch.Tensor, *inputs: torch.Tensor) -> Again:
     rows, columns = out.shape
     backward = len(inputs) == 2
     x, y = (out.dtype, inputs[0].dtype) if backward else (inputs[0].dtype, out.dtype)
@@ -194,11 +198,12 @@ def _launch_cluster(kernel: CudaKernel, out: torch.Tensor, *inputs: torch.Tensor
         found = tuning.config(where, "softmax", kernel.name, key, lambda: cluster_rule(size), lambda: cluster_space(size, where))
         return dict(_plan(backward, x, y, columns, **found))
 
-    def grid(c: dict[str, Any]) -> tuple[int]:
+    def grid(c: dict[str, Any], rows: int) -> int:
         resident = max(1, where.multiprocessors * c["BLOCKS"] // c["CLUSTER"])
-        return (c["CLUSTER"] * min(rows, max(resident, _ceil(rows, c["ROWS"]))),)
+        return c["CLUSTER"] * min(rows, max(resident, _ceil(rows, c["ROWS"])))
 
-    launch(kernel, grid, out, *inputs, rows, columns, *[t.stride(0) for t in inputs], config=config, key=columns)
+    strides = [t.stride(0) for t in inputs]
+    return launch(kernel, lambda c: (grid(c, rows),), out, *inputs, rows, columns, *strides, config=config, key=columns), grid
 
 
 def _rows(x: torch.Tensor, dim: int) -> torch.Tensor:
@@ -218,19 +223,50 @@ def _empty(like: torch.Tensor, dim: int, dtype: torch.dtype | None) -> torch.Ten
     return torch.empty_permuted(like.shape, order, dtype=dtype or like.dtype, device=like.device)
 
 
+_again: dict[Any, Again | None] = {}
+
+
+def _fill(direction: str, impl: str | None, out: torch.Tensor, inputs: tuple[torch.Tensor, ...], dim: int) -> None:
+    """Has what serves the call fill `out`. What served a call of its kind before is started again without being chosen anew."""
+    if tracing() or not out.numel():
+        return
+    values = _plain_values(out, inputs) if dim in (-1, out.dim() - 1) and out.dim() else None
+    if values is None:
+        run(SOFTMAX, direction, impl, (_rows(out, dim),), *[_rows(t, dim) for t in inputs])
+        return
+    kind = direction, impl, out.get_device(), values[-1], out.dtype, *[t.dtype for t in inputs]
+    again = _again.get(kind)
+    if again is None or again[0] is None or not again[0].again(again[1](again[0].constants, values[-1 - len(inputs) - 1]), values):
+        _again[kind] = run(SOFTMAX, direction, impl, (_rows(out, dim),), *[_rows(t, dim) for t in inputs])
+
+
+def _plain_values(out: torch.Tensor, inputs: tuple[torch.Tensor, ...]) -> list[int] | None:
+    """A kernel's arguments (pointers, rows, columns, strides) where no tensor needs a closer look: contiguous, aligned to
+    16 bytes, a multiple of 16 rows, fewer than 2**31 elements; else None."""
+    count, columns = out.numel(), out.shape[-1]
+    rows = count // columns
+    if rows & 15 or count >= 1 << 31:
+        return None
+    values = []
+    for t in (out, *inputs):
+        pointer = t.data_ptr()
+        if pointer & 15 or not t.is_contiguous():
+            return None
+        values.append(pointer)
+    return [*values, rows, columns, *[columns] * len(inputs)]
+
+
 @kernel_op("softmax_fwd(Tensor x, int dim, ScalarType? dtype, str? impl) -> Tensor")
 def _forward(x: torch.Tensor, dim: int, dtype: torch.dtype | None, impl: str | None) -> torch.Tensor:
     y = _empty(x, dim, dtype)
-    if not tracing() and y.numel():
-        run(SOFTMAX, "fwd", impl, (_rows(y, dim),), _rows(x, dim))
+    _fill("fwd", impl, y, (x,), dim)
     return y
 
 
 @kernel_op("softmax_bwd(Tensor dy, Tensor y, int dim, ScalarType dtype, str? impl) -> Tensor")
 def _backward(dy: torch.Tensor, y: torch.Tensor, dim: int, dtype: torch.dtype, impl: str | None) -> torch.Tensor:
     dx = _empty(y, dim, dtype)
-    if not tracing() and y.numel():
-        run(SOFTMAX, "bwd", impl, (_rows(dx, dim),), _rows(dy, dim), _rows(y, dim))
+    _fill("bwd", impl, dx, (dy, y), dim)
     return dx
 
 
@@ -346,9 +382,11 @@ def _columns(x: torch.Tensor, *rest: Any) -> int:
 def _fits_cluster(x: torch.Tensor, *rest: Any) -> str | None:
     columns, tensors = _columns(x, *rest), [x, *(t for t in rest if isinstance(t, torch.Tensor))]
     size = columns * sum(t.element_size() for t in tensors)
-    if not CLUSTER_BYTES[0] <= size <= CLUSTER_BYTES[1] or columns > CLUSTER_COLUMNS:
-        low, high = CLUSTER_BYTES
-        return f"it takes rows of {low} to {high} bytes and up to {CLUSTER_COLUMNS} columns; these have {size} bytes and {columns} columns"
+    low, high = CLUSTER_COLUMNS
+    if not low < columns <= high or size > CLUSTER_BYTES:
+        return (
+            f"it takes rows of {low + 1} to {high} columns in at most {CLUSTER_BYTES} bytes; these have {columns} columns in {size} bytes"
+        )
     if columns % 8 or any(t.data_ptr() % 16 or (t.dim() > 1 and t.stride(-2) * t.element_size() % 16) for t in tensors):
         return "it copies whole 16 bytes: rows must start at multiples of 16 bytes, and columns be a multiple of 8"
     return None
