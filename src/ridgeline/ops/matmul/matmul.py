@@ -31,9 +31,8 @@ def _fwd(y, a, b, M, N, K, a_batch, a_m, a_k, b_batch, b_k, b_n, BM: tl.constexp
     n = pid % (GROUP * across) // size * BN + tl.arange(0, BN)
     k = tl.arange(0, BK)
     # Rows past the edge are read from the start again and never stored: an index in range costs less than a mask.
-    rows, columns = tl.max_contiguous(tl.multiple_of(m % M, BM), BM), tl.max_contiguous(tl.multiple_of(n % N, BN), BN)
-    at_a = a + batch * a_batch + rows[:, None].to(tl.int64) * a_m + k[None, :] * a_k
-    at_b = b + batch * b_batch + k[:, None] * b_k + columns[None, :].to(tl.int64) * b_n
+    at_a = a + batch * a_batch + (m % M)[:, None].to(tl.int64) * a_m + k[None, :] * a_k
+    at_b = b + batch * b_batch + k[:, None] * b_k + (n % N)[None, :].to(tl.int64) * b_n
     total = tl.zeros((BM, BN), tl.float32)
     for start in range(0, K, BK):
         if EVEN:
@@ -56,7 +55,7 @@ def _triton(y: torch.Tensor, a: torch.Tensor, b: torch.Tensor) -> None:
     def config() -> dict[str, Any]:
         key = " ".join([dtype_name(a), *(str(min(16384, triton.next_power_of_2(d))) for d in (M, N, K))])
         gpu = device.of(a)
-        chosen = tuning.config(gpu, "matmul", "fwd", key, lambda: _rule(gpu, a.dtype, precision, M, N), lambda: _SPACE)
+        chosen = tuning.config(gpu, "matmul", "fwd", key, lambda: _rule(gpu, a.dtype, precision, M, N, K), lambda: _SPACE)
         return chosen | {"EVEN": K % chosen["BK"] == 0}
 
     def grid(c: dict[str, Any]) -> tuple[int, ...]:
@@ -66,11 +65,12 @@ def _triton(y: torch.Tensor, a: torch.Tensor, b: torch.Tensor) -> None:
     launch(_fwd, grid, y, a, b, M, N, K, *strides, config=config, key=(M, N, K), PRECISION=precision)
 
 
-def _rule(gpu: device.Device, dtype: torch.dtype, precision: str, M: int, N: int) -> tuning.Config:
+def _rule(gpu: device.Device, dtype: torch.dtype, precision: str, M: int, N: int, K: int) -> tuning.Config:
+    stages = 3 if gpu.backend == "cuda" else 2
     if dtype == torch.float32 and precision == "ieee":
-        return {"BM": 128, "BN": 64, "BK": 16, "GROUP": 8, "num_warps": 8, "num_stages": 3}
-    if dtype == torch.float32 or gpu.backend != "cuda" or M * N < gpu.multiprocessors * 128 * 256:
-        return {"BM": 128, "BN": 128, "BK": 32, "GROUP": 8, "num_warps": 8, "num_stages": 3 if gpu.backend == "cuda" else 2}
+        return {"BM": 64 if K % 16 or gpu.capability >= 100 else 128, "BN": 64, "BK": 16, "GROUP": 8, "num_warps": 8, "num_stages": stages}
+    if dtype == torch.float32 or gpu.backend != "cuda" or K % 64 or M * N < gpu.multiprocessors * 128 * 256:
+        return {"BM": 128, "BN": 128, "BK": 32, "GROUP": 8, "num_warps": 8, "num_stages": stages}
     return {"BM": 128, "BN": 256, "BK": 64 if gpu.capability >= 90 else 32, "GROUP": 8, "num_warps": 8, "num_stages": 3}
 
 
