@@ -5,7 +5,7 @@ On a CPU the kernels run in Triton's interpreter (float32 and float16; it comput
 
 import subprocess
 import sys
-from itertools import product
+from functools import partial
 
 import pytest
 import torch
@@ -216,21 +216,21 @@ def test_more_than_two_to_the_31(name: str) -> None:
 
 
 @pytest.mark.gpu
-@pytest.mark.parametrize(("name", "impl"), list(product(["gelu", "mul", "softmax", "matmul"], [None])))
-def test_host_time(name: str, impl: str | None) -> None:
+@pytest.mark.parametrize("name", ["gelu", "mul", "softmax", "matmul"])
+def test_host_time(name: str) -> None:
     """A differentiable call costs the host at most max(1.6 x torch's own, 25 us), forward and backward each."""
-    from ridgeline.lab.clock import host_time
+    from ridgeline.lab.clock import device_timer
 
     a, b = (torch.randn(64, 64, device="cuda", requires_grad=True) for _ in range(2))
     args = (a, b) if name in ("mul", "matmul") else (a,)
     own = {"gelu": torch.nn.functional.gelu, "mul": torch.mul, "softmax": lambda t: torch.softmax(t, -1), "matmul": torch.matmul}[name]
-    times = {}
-    for who, function in (("ours", lambda *t: getattr(ridgeline, name)(*t, impl=impl)), ("torch", own)):
-        y = function(*args)
-        dy = torch.randn_like(y)
-        times[who] = (
-            host_time(lambda function=function: function(*args)),
-            host_time(lambda y=y, dy=dy: torch.autograd.grad(y, args, dy, retain_graph=True)),
-        )
-    for ours, theirs in zip(times["ours"], times["torch"], strict=True):
-        assert ours <= max(1.6 * theirs, 25e-6), times
+    host = partial(device_timer("cuda").host, seconds=5e-6)
+    best = {}
+    for _ in range(5):
+        for who, function in (("ours", getattr(ridgeline, name)), ("torch", own)):
+            y = function(*args)
+            dy = torch.randn_like(y)
+            times = host(partial(function, *args)), host(partial(torch.autograd.grad, y, args, dy, retain_graph=True))
+            best[who] = tuple(map(min, times, best.get(who, times)))
+    for ours, theirs in zip(best["ours"], best["torch"], strict=True):
+        assert ours <= max(1.6 * theirs, 25e-6), best
