@@ -37,7 +37,7 @@ def _tuned(x: torch.Tensor, kernel: str) -> Any:
 
 
 def _triton(y: torch.Tensor, x: torch.Tensor) -> None:
-    launch(_fwd, lambda c: (triton.cdiv(x.numel(), c["BLOCK"]),), x, y, x.numel(), config=_tuned(x, "fwd"))
+    launch(_fwd, lambda c: (triton.cdiv(x.numel(), c["BLOCK"]),), x, y, x.numel(), config=_tuned(x, "fwd"), key="fwd")
 
 
 def _triton_dot(y: torch.Tensor, x: torch.Tensor) -> None:

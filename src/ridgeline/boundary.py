@@ -232,7 +232,7 @@ def launch(
         if isinstance(kernel, CudaKernel):
             start, plain = _cuda_start(kernel.load(constants, index)), True
         else:
-            start, plain = _triton_start(kernel, _made(args, constants), constants, len(values))
+            start, plain = _triton_start(kernel, _made(args, constants), constants, len(values), index)
         started = _started[where] = Started(kernel, start, constants, index, plain)
     constants = started.constants
     if None in values:
@@ -287,7 +287,7 @@ def _cuda_start(starter: Starter) -> Start:
     return lambda x, y, z, stream, values, args: starter(x, y, z, stream, values)
 
 
-def _triton_start(kernel: Any, args: tuple[Any, ...], constants: dict[str, Any], count: int) -> tuple[Start, bool]:
+def _triton_start(kernel: Any, args: tuple[Any, ...], constants: dict[str, Any], count: int, index: int) -> tuple[Start, bool]:
     """Compiles the kernel for these arguments. The result starts it by the driver where its parameters are pointers and
     numbers laid out as we pack them (then it is "plain"), else by Triton's own launcher, which takes 5 to 15 us more."""
     compiled = kernel.warmup(*args, grid=(1,), **constants)
@@ -298,13 +298,14 @@ def _triton_start(kernel: Any, args: tuple[Any, ...], constants: dict[str, Any],
     plain = metadata.num_ctas == 1 and not (metadata.launch_cooperative_grid or metadata.launch_pdl or metadata.global_scratch_size)
     if plain and None not in codes and not torch.version.hip:
         # Two pointers to scratch memory end the parameters of every Triton kernel; these kernels use none.
-        layout = "@" + "".join(map(str, codes)) + "PP"
-        offsets = [struct.calcsize(layout[: k + 1] + "0" + layout[k + 1]) for k in range(len(codes) + 2)]
+        layout = "".join(map(str, codes))
+        whole = "@" + layout + "PP"
+        offsets = [struct.calcsize(whole[: k + 1] + "0" + whole[k + 1]) for k in range(len(codes) + 2)]
         if [offset for offset, _ in parameters(function)] == offsets:
-            starter = Starter(function, struct.Struct(layout), 32 * metadata.num_warps, metadata.shared, what=kernel.__name__)
+            starter = Starter(function, layout + "0P16x", 32 * metadata.num_warps, metadata.shared, index, what=kernel.__name__)
             if len(passed) == count:
-                return lambda x, y, z, stream, values, args: starter(x, y, z, stream, (*values, 0, 0)), True
-            return lambda x, y, z, stream, values, args: starter(x, y, z, stream, (*[values[k] for k in passed], 0, 0)), True
+                return lambda x, y, z, stream, values, args: starter(x, y, z, stream, values), True
+            return lambda x, y, z, stream, values, args: starter(x, y, z, stream, [values[k] for k in passed]), True
     defaults = {p.name: p.default for p in kernel.params if p.has_default}
     trailing = tuple([constants[n] if n in constants else defaults[n] for n in kernel.arg_names[len(args) :]])
     packed = compiled.packed_metadata

@@ -82,9 +82,7 @@ def _bytes(size: Any, get: Any, program: Any) -> bytes:
 
 @cache
 def _driver() -> Any:
-    driver = ctypes.CDLL("libcuda.so.1")
-    driver.cuLaunchKernelEx.argtypes = [ctypes.c_void_p] * 4
-    return driver
+    return ctypes.CDLL("libcuda.so.1")
 
 
 def _check(code: int, what: str) -> None:
@@ -104,39 +102,55 @@ def parameters(function: int) -> list[tuple[int, int]]:
     return found
 
 
+def ensure_context(index: int) -> None:
+    """Makes the GPU's context current in this thread, where none is: autograd's threads may come here with none."""
+    driver, current = _driver(), ctypes.c_void_p()
+    _check(driver.cuCtxGetCurrent(ctypes.byref(current)), "asking for the CUDA context")
+    if not current.value:
+        device = ctypes.c_int()
+        _check(driver.cuDeviceGet(ctypes.byref(device), index), f"finding GPU {index}")
+        _check(driver.cuDevicePrimaryCtxRetain(ctypes.byref(current), device), f"the context of GPU {index}")
+        _check(driver.cuCtxSetCurrent(current), f"the context of GPU {index}")
+
+
 class Starter:
     """Starts a loaded kernel with one call of the driver.
 
-    layout: the parameters as a `struct` format. The memory that the driver reads (CUlaunchConfig, the packed parameters and
-    what points to them) is made once and filled at each start, under a lock.
+    layout: the parameters as a `struct` format. What the driver reads is made once: the packed parameters, right after them
+    CUlaunchConfig, which begins with the grid, so that one packing fills in all that changes from start to start; a lock
+    keeps two threads from filling it at once.
     """
 
     CONFIG = struct.Struct("@7I4xQQI4x")  # grid, block, dynamic shared memory, stream, attributes, their count
-    GRID = struct.Struct("@3I")
+    INVALID_CONTEXT = 201
 
-    def __init__(self, function: int, layout: struct.Struct, threads: int, shared: int, cluster: int = 1, what: str = "a kernel"):
+    def __init__(self, function: int, layout: str, threads: int, shared: int, index: int, cluster: int = 1, what: str = "a kernel"):
         self.what = f"{what} with {threads} threads and {shared} bytes of shared memory"
-        self.facts = threads, 1, 1, shared
+        self.facts, self.index = (threads, 1, 1, shared), index
         # CUlaunchAttribute: an id (4: the cluster's size), padding, and a union of 64 bytes.
         self.attribute = ctypes.create_string_buffer(struct.pack("@I4x3I52x", 4, cluster, 1, 1), 72)
         self.attributes = (ctypes.addressof(self.attribute), 1) if cluster > 1 else (0, 0)
-        self.config = ctypes.create_string_buffer(self.CONFIG.size)
-        self.packed = ctypes.create_string_buffer(max(layout.size, 1))
-        self.size = ctypes.c_size_t(layout.size)
-        self.extra = (ctypes.c_void_p * 5)(1, ctypes.addressof(self.packed), 2, ctypes.addressof(self.size), 0)
-        self.addresses = ctypes.addressof(self.config), function, 0, ctypes.addressof(self.extra)
-        self.lock, self.stream = threading.Lock(), -1
-        self.launch, self.pack, self.pack_grid = _driver().cuLaunchKernelEx, layout.pack_into, self.GRID.pack_into
+        size = struct.calcsize("@" + layout)
+        self.begin = struct.calcsize("@" + layout + "0P")  # of the config
+        self.memory = ctypes.create_string_buffer(self.begin + self.CONFIG.size)
+        self.size = ctypes.c_size_t(size)
+        base = ctypes.addressof(self.memory)
+        self.extra = (ctypes.c_void_p * 5)(1, base, 2, ctypes.addressof(self.size), 0)
+        pointers = base + self.begin, function, 0, ctypes.addressof(self.extra)
+        self.arguments = tuple(map(ctypes.c_void_p, pointers))
+        self.lock, self.stream, self.launch = threading.Lock(), -1, _driver().cuLaunchKernelEx
+        self.pack = struct.Struct("@" + layout + "0P3I").pack_into
 
     def __call__(self, x: int, y: int, z: int, stream: int, values: Sequence[Any]) -> None:
         with self.lock:
             if stream != self.stream:
-                self.CONFIG.pack_into(self.config, 0, x, y, z, *self.facts, stream, *self.attributes)
+                self.CONFIG.pack_into(self.memory, self.begin, x, y, z, *self.facts, stream, *self.attributes)
                 self.stream = stream
-            else:
-                self.pack_grid(self.config, 0, x, y, z)
-            self.pack(self.packed, 0, *values)
-            code = self.launch(*self.addresses)
+            self.pack(self.memory, 0, *values, x, y, z)
+            code = self.launch(*self.arguments)
+            if code == self.INVALID_CONTEXT:
+                ensure_context(self.index)
+                code = self.launch(*self.arguments)
         if code:
             _check(code, f"{self.what}, grid {x, y, z}")
 
@@ -164,6 +178,7 @@ class CudaKernel:
         driver = _driver()
         compiled = self.compile(devices.gpu(index).arch, constants)
         module, function = ctypes.c_void_p(), ctypes.c_void_p()
+        ensure_context(index)
         _check(driver.cuModuleLoadData(ctypes.byref(module), compiled.cubin), f"loading {self}")
         _check(driver.cuModuleGetFunction(ctypes.byref(function), module, self.name.encode()), f"finding {self}")
         block, cluster, shared = (int(constants.get(o, d)) for o, d in zip(LAUNCH_OPTIONS, (256, 1, 0), strict=True))
@@ -171,5 +186,4 @@ class CudaKernel:
             _check(driver.cuFuncSetAttribute(function, 8, shared), f"{self} with {shared} bytes of shared memory")
         if cluster > 8:
             _check(driver.cuFuncSetAttribute(function, 14, 1), f"{self} with a cluster of {cluster}")
-        layout = struct.Struct("@" + self.arguments.replace("T", "128s"))
-        return Starter(function.value or 0, layout, block, shared, cluster, str(self))
+        return Starter(function.value or 0, self.arguments.replace("T", "128s"), block, shared, index, cluster, str(self))

@@ -112,7 +112,7 @@ class Implementation:
 
     @property
     def is_kernel(self) -> bool:
-        return bool(self.launchers)
+        return self.call is None
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
         """Runs this implementation on the op's public arguments, or raises with the reason why it cannot."""

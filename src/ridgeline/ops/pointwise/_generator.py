@@ -178,8 +178,14 @@ class Pointwise:
     def plain(self, impl: str | None, *tensors: torch.Tensor) -> Callable[..., Any] | None:
         """The plain-PyTorch implementation that serves a call, or None where kernels do. Raises where the inputs do not fit."""
         x = tensors[0]
-        if impl is None and all([type(t) is torch.Tensor and self._quick(t, x) for t in tensors]):
-            return None
+        if impl is None:
+            for t in tensors:
+                if type(t) is not torch.Tensor or not t.is_cuda or t.dtype not in self.op.kernel_dtypes:
+                    break
+                if t is not x and (t.shape != x.shape or t.device != x.device):
+                    break
+            else:  # nothing to look at more closely
+                return None
         for name, t in zip(self.inputs, tensors, strict=True):
             if not isinstance(t, torch.Tensor):
                 raise RidgelineError(f"{self.name}: {name} must be a tensor, and is {type(t).__name__}")
@@ -194,13 +200,9 @@ class Pointwise:
         found = eager(self.op, impl, *tensors)
         return None if found is None else found.call
 
-    def _quick(self, t: torch.Tensor, x: torch.Tensor) -> bool:
-        """Whether t needs no closer look: kernels take it, and it lies beside x."""
-        return t.is_cuda and t.dtype in self.op.kernel_dtypes and (t is x or (t.shape == x.shape and t.device == x.device))
-
     def __call__(self, impl: str | None, *tensors: torch.Tensor, scalars: Sequence[float] = (), mode: str = "") -> torch.Tensor:
         """Runs what serves the call: `impl`, or the best there is."""
-        if torch.is_grad_enabled() and any([t.requires_grad for t in tensors]):
+        if torch.is_grad_enabled() and (tensors[0].requires_grad or tensors[-1].requires_grad or any([t.requires_grad for t in tensors])):
             return differentiate(self.function, impl, mode, scalars, *tensors)
         return self.fwd(*tensors, scalars, mode, impl)
 
@@ -309,9 +311,9 @@ def start_cuda(kernel: CudaKernel, outs: Tensors, ins: Tensors, *, packed: bool,
     """Starts an elementwise kernel of CUDA C++, which takes (outputs..., inputs..., count).
 
     packed: 128-bit packs (PACK elements of the widest operand, at most 8) in a grid-stride loop, one element at a time where
-    a pointer is not aligned to them; else one element per thread.
+    a pointer is not aligned to them; else one element per thread. Inputs that are strided are copied first.
     """
-    tensors = (*outs, *ins)
+    tensors = (*outs, *[t.contiguous() for t in ins])
     pack = min(8, 16 // max(t.element_size() for t in tensors)) if packed else 1
     if any(t.data_ptr() % (pack * t.element_size()) for t in tensors):
         pack = 1
@@ -322,12 +324,12 @@ def start_cuda(kernel: CudaKernel, outs: Tensors, ins: Tensors, *, packed: bool,
     launch(kernel, (blocks,), *tensors, n, block=256, PACK=pack, **macros)
 
 
-def dense_alike(x: torch.Tensor, *rest: Any) -> str | None:
-    """What the CUDA C++ rungs support."""
-    for t in (x, *rest):
-        if isinstance(t, torch.Tensor) and (t.shape != x.shape or not t.is_contiguous()):
-            return "it takes contiguous tensors of one shape"
-    return floats(x, *rest)
+def alike(first: torch.Tensor, *rest: Any) -> str | None:
+    """What the CUDA C++ rungs support. Of several tensors the first (an incoming gradient, say) may be strided: it is copied."""
+    others = [t for t in rest if isinstance(t, torch.Tensor)]
+    if any(t.shape != first.shape for t in others) or not all(t.is_contiguous() for t in others or [first]):
+        return "it takes contiguous tensors of one shape"
+    return floats(first, *others)
 
 
 def floats(*args: Any) -> str | None:

@@ -20,7 +20,7 @@ import triton.language as tl
 
 from ridgeline.cuda import CTYPE, CudaKernel
 from ridgeline.op import Case, Cost, Op, RidgelineError, Spec, nbytes
-from ridgeline.ops.pointwise._generator import Pointwise, dense_alike, start_cuda
+from ridgeline.ops.pointwise._generator import Pointwise, alike, start_cuda
 
 
 @triton.jit
@@ -102,7 +102,7 @@ def _cuda(name: str, suffix: str, packed: bool, idea: str) -> None:
         *ins, _, mode = args
         start_cuda(kernel, (y,), tuple(ins), packed=packed, DTYPE=CTYPE[y.dtype], TANH=int(mode == "tanh"))
 
-    GELU.kernel(name, idea, kind="cuda", fwd=partial(start, fwd), bwd=partial(start, bwd), supports=dense_alike)
+    GELU.kernel(name, idea, kind="cuda", fwd=partial(start, fwd), bwd=partial(start, bwd), supports=alike)
 
 
 _cuda("cuda_double", "_double", False, "one element per thread, as in the lecture: double literals make it compute in float64")

@@ -15,7 +15,7 @@ import triton.language as tl  # noqa: F401 - Triton's interpreter looks for it i
 
 from ridgeline.cuda import CTYPE, CudaKernel
 from ridgeline.op import Case, Cost, Op, Spec, nbytes
-from ridgeline.ops.pointwise._generator import Pointwise, dense_alike, promoted, start_cuda
+from ridgeline.ops.pointwise._generator import Pointwise, alike, promoted, start_cuda
 
 
 @triton.jit
@@ -82,7 +82,7 @@ def _cuda(name: str, packed: bool, idea: str) -> None:
             if gradient.numel():
                 fwd(gradient, dy, other)
 
-    MUL.kernel(name, idea, kind="cuda", fwd=fwd, bwd=bwd, supports=dense_alike)
+    MUL.kernel(name, idea, kind="cuda", fwd=fwd, bwd=bwd, supports=alike)
 
 
 MUL.eager("torch", "PyTorch's own kernel", torch.mul, served=True)

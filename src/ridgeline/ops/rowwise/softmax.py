@@ -216,6 +216,8 @@ def _rows(x: torch.Tensor, dim: int) -> torch.Tensor:
 
 def _empty(like: torch.Tensor, dim: int, dtype: torch.dtype | None) -> torch.Tensor:
     """An empty tensor whose rows along `dim` are contiguous, so that `_rows` of it is a view."""
+    if dtype in (None, like.dtype) and like.is_contiguous() and dim in (-1, like.dim() - 1):
+        return torch.empty_like(like)
     if like.dim() < 2 or (dim in (-1, like.dim() - 1) and like.is_contiguous()):
         return torch.empty_like(like, dtype=dtype, memory_format=torch.contiguous_format)
     order = list(range(like.dim()))
