@@ -100,11 +100,13 @@ def _blocks(rows: int, columns: int) -> Iterator[tuple[slice, slice]]:
 
 @dataclass
 class _Errors:
-    """Norms of a difference to the oracle: per row, per column; the scale's deviation; places that are wrongly (not) finite."""
+    """Norms of a difference to the oracle, per row and per column; the scale's deviation, and what the rows' own deviations
+    would make of it if they were independent: one rounding can move a whole row, such as that of the sum that it is divided by."""
 
     row: Tensor
     column: Tensor
     scale: float = 0.0
+    wander: float = 0.0
 
     @property
     def whole(self) -> float:
@@ -128,7 +130,7 @@ class Standard:
         rows, columns = self.oracle.shape
         precise = torch.float64 if max(rows, columns) < 1 << 26 else torch.float32
         row, column = (self.oracle.new_zeros(n, dtype=precise) for n in (rows, columns))
-        along = self.oracle.new_zeros(())
+        along = self.oracle.new_zeros(rows, dtype=precise)
         for block in _blocks(rows, columns):
             oracle = self.oracle[block]
             difference = oracle if x is None else x[block].double() - oracle
@@ -138,10 +140,11 @@ class Standard:
             square = difference.square()
             row[block[0]] += square.sum(1)
             column[block[1]] += square.sum(0)
-            along += (difference * oracle).sum()
+            along[block[0]] += (difference * oracle).sum(1)
         errors = _Errors(row.sqrt_(), column.sqrt_())
         if x is not None and self.norm.whole:
-            errors.scale = abs(along.item()) / self.norm.whole**2
+            errors.scale = abs(along.sum().item()) / self.norm.whole**2
+            errors.wander = along.norm().item() / self.norm.whole**2
         return errors
 
     def allow(self, theirs: Tensor, moved: Tensor) -> None:
@@ -153,7 +156,7 @@ class Standard:
         self.row = self._allowed(torch.maximum(own.row, change.row), self.norm.row, columns)
         self.column = self._allowed(torch.maximum(own.column, change.column), self.norm.column, rows)
         self.whole = 2 * max(own.whole, change.whole) + self.eps / 2 * self.norm.whole
-        self.scale = 2 * max(own.scale, change.scale) + self.eps / 16 + self.eps / math.sqrt(self.oracle.numel())
+        self.scale = 2 * max(own.scale, own.wander, change.scale) + self.eps / 16 + self.eps / math.sqrt(self.oracle.numel())
         if not theirs.isfinite().all():
             self.theirs = _codes(_plane(theirs))
 
