@@ -70,12 +70,19 @@ LAYOUTS = {
 @pytest.mark.parametrize("layout", LAYOUTS)
 @pytest.mark.parametrize("op", OPS.values(), ids=named)
 def test_layouts(op: Op, layout: str, device: str) -> None:
-    """Strided, unaligned and expanded inputs: what serves the call obeys the law."""
+    """Strided, unaligned and expanded inputs: what serves the call obeys the law. (Expanded ones have so few different elements
+    that a rounding's luck counts: for them the result on a contiguous copy is the standard.)"""
     args, kwargs = FIRST[op.name].make("float32", device)
     args = [LAYOUTS[layout](a).requires_grad_(a.requires_grad) if isinstance(a, torch.Tensor) else a for a in args]
     law = Law(op, args, kwargs)
     for implementation in op.implementations.values():
         if implementation.is_kernel and why_not(implementation, *args, *kwargs.values()) is None:
+            if layout == "expanded":
+                copies = [a.detach().contiguous().requires_grad_() if isinstance(a, torch.Tensor) else a for a in args]
+                one, other = implementation(*args, **kwargs), implementation(*copies, **kwargs)
+                torch.testing.assert_close(one, other)
+                torch.testing.assert_close(gradients(one, args), gradients(other, copies))
+                continue
             verdict = law.judge(*law.run(implementation))
             assert verdict.ok, f"{implementation.name}: {verdict.reason()}"
 

@@ -35,7 +35,7 @@ def _fwd(y, x, rows, columns, x_stride, BM: tl.constexpr, BN: tl.constexpr, STAG
         row = (tile * BM + tl.arange(0, BM)).to(tl.int64)[:, None]
         mask = (row < rows) & (column < columns)
         values = tl.load(x + row * x_stride + column, mask=mask, other=float("-inf")).to(tl.float32)
-        e = exp(values - tl.max(values, 1)[:, None])
+        e = exp(values - tl.max(values, 1)[:, None], x.dtype.element_ty == tl.float32)
         tl.store(y + row * columns + column, divide(e, tl.sum(e, 1)[:, None], y.dtype.element_ty), mask=mask)
 
 
@@ -55,18 +55,19 @@ def _bwd(dx, dy, y, rows, columns, dy_stride, y_stride, BM: tl.constexpr, BN: tl
 def _fwd_wide(y, x, rows, columns, x_stride, BN: tl.constexpr):
     row = tl.program_id(0).to(tl.int64)
     column = tl.arange(0, BN)
+    EXACT: tl.constexpr = x.dtype.element_ty == tl.float32
     x += row * x_stride
     y += row * columns
     top = tl.full((BN,), float("-inf"), tl.float32)
     total = tl.zeros((BN,), tl.float32)
     for start in range(0, columns, BN):
         values = tl.load(x + start + column, mask=start + column < columns, other=float("-inf")).to(tl.float32)
-        top, total = update(top, total, values)
-    most, whole = merge(top, total)
+        top, total = update(top, total, values, EXACT)
+    most, whole = merge(top, total, EXACT)
     for start in range(0, columns, BN):
         mask = start + column < columns
         values = tl.load(x + start + column, mask=mask, other=0).to(tl.float32)
-        tl.store(y + start + column, divide(exp(values - most), whole, y.dtype.element_ty), mask=mask)
+        tl.store(y + start + column, divide(exp(values - most, EXACT), whole, y.dtype.element_ty), mask=mask)
 
 
 @triton.jit
@@ -93,7 +94,7 @@ def _bwd_wide(dx, dy, y, rows, columns, dy_stride, y_stride, BN: tl.constexpr):
 # their kernel again, and the number of blocks for a configuration and rows.
 Again = tuple[Started | None, Callable[[dict[str, Any], int], int]]
 
-ROW_LIMIT = 16384  # columns that the four warps of `triton_row` hold in registers, 128 a thread
+ROW_LIMIT = 16384  # columns of `triton_row` at most: then 64 values of every input a thread
 TILE_LIMIT = 131072  # bytes of a row, all inputs in float32, that a block holds in registers
 _TILES = [{"BM": m, "num_warps": w, "STAGES": s} for m in (1, 2, 4, 8, 16, 32) for w in (1, 2, 4, 8, 16, 32) for s in (1, 2, 3)]
 
@@ -116,7 +117,7 @@ def _key(*parts: Any) -> str:
 def _launch_row(kernel: Any, out: torch.Tensor, *inputs: torch.Tensor) -> None:
     rows, columns = out.shape
     strides, bn = [t.stride(0) for t in inputs], _power(columns)
-    launch(kernel, (rows,), out, *inputs, rows, columns, *strides, BM=1, BN=bn, STAGES=1, num_warps=4 * len(inputs))
+    launch(kernel, (rows,), out, *inputs, rows, columns, *strides, BM=1, BN=bn, STAGES=1, num_warps=4 * len(inputs) * (1 + bn // ROW_LIMIT))
 
 
 def _launch_triton(kernel: Any, wide: Any, out: torch.Tensor, *inputs: torch.Tensor) -> Again:
@@ -368,7 +369,7 @@ SOFTMAX = Op(
 
 def _fits_row(x: torch.Tensor, *rest: Any) -> str | None:
     columns = _columns(x, *rest)
-    return None if columns <= ROW_LIMIT else f"it holds a row in the registers of four warps, {ROW_LIMIT} columns; this has {columns}"
+    return None if columns <= ROW_LIMIT else f"it holds a row in the registers of one block, at most {ROW_LIMIT} columns; this has {columns}"
 
 
 def _full_precision(x: torch.Tensor, *_: Any) -> str | None:
