@@ -149,14 +149,14 @@ def observe(observer: Callable[[Launch], None]) -> Iterator[None]:
         _observers.remove(observer)
 
 
-Start = Callable[[int, int, int, int, Sequence[Any], Sequence[Any]], None]  # grid x, y, z, stream, values, args
+Start = Callable[[int, int, int, int, Sequence[Any]], None]  # grid x, y, z, stream, values
 
 
 class Started:
     """A kernel that `launch` has started: `again` starts it with other tensors and numbers of the same kinds, in less time."""
 
-    def __init__(self, kernel: Any, start: Start, constants: dict[str, Any], index: int, plain: bool):
-        self.kernel, self.start, self.constants, self.index, self.plain = kernel, start, constants, index, plain
+    def __init__(self, kernel: Any, start: Start | None, slow: Callable[..., None] | None, constants: dict[str, Any], index: int):
+        self.kernel, self.start, self.slow, self.constants, self.index = kernel, start, slow, constants, index
         self.version = tuning.version
 
     def again(self, x: int, values: Sequence[Any]) -> bool:
@@ -164,7 +164,7 @@ class Started:
         watches or the call is no plain one: then `launch` is the way. The kinds of the arguments (dtypes, alignment to 16
         bytes, divisibility by 16, being 1, fitting into 32 bits) are the caller's to keep."""
         if (
-            not self.plain
+            self.start is None
             or _observers
             or devices._pretended is not None
             or self.version != tuning.version
@@ -172,7 +172,7 @@ class Started:
             or torch._C._cuda_getDevice() != self.index
         ):
             return False
-        self.start(x, 1, 1, torch._C._cuda_getCurrentRawStream(self.index), values, ())
+        self.start(x, 1, 1, torch._C._cuda_getCurrentRawStream(self.index), values)
         return True
 
 
@@ -230,10 +230,11 @@ def launch(
     if started is None:
         constants |= config() if config else {}
         if isinstance(kernel, CudaKernel):
-            start, plain = _cuda_start(kernel.load(constants, index)), True
+            start: Start | None = kernel.load(constants, index)
+            slow = None
         else:
-            start, plain = _triton_start(kernel, _made(args, constants), constants, len(values), index)
-        started = _started[where] = Started(kernel, start, constants, index, plain)
+            start, slow = _triton_start(kernel, _made(args, constants), constants, len(values), index)
+        started = _started[where] = Started(kernel, start, slow, constants, index)
     constants = started.constants
     if None in values:
         args = _made(args, constants)
@@ -244,7 +245,11 @@ def launch(
     if 0 in grid:
         return None
     x, y, z = grid if len(grid) == 3 else (*grid, 1, 1)[:3]
-    started.start(x, y, z, torch._C._cuda_getCurrentRawStream(index), values, args)
+    stream = torch._C._cuda_getCurrentRawStream(index)
+    if started.start is not None:
+        started.start(x, y, z, stream, values)
+    elif started.slow is not None:
+        started.slow(x, y, z, stream, args)
     return started
 
 
@@ -283,13 +288,9 @@ def _made(args: tuple[Any, ...], constants: dict[str, Any]) -> tuple[Any, ...]:
 _CODES = {"i1": "?", "u1": "?", "i32": "i", "u32": "I", "i64": "q", "u64": "Q", "fp32": "f"}
 
 
-def _cuda_start(starter: Starter) -> Start:
-    return lambda x, y, z, stream, values, args: starter(x, y, z, stream, values)
-
-
-def _triton_start(kernel: Any, args: tuple[Any, ...], constants: dict[str, Any], count: int, index: int) -> tuple[Start, bool]:
-    """Compiles the kernel for these arguments. The result starts it by the driver where its parameters are pointers and
-    numbers laid out as we pack them (then it is "plain"), else by Triton's own launcher, which takes 5 to 15 us more."""
+def _triton_start(kernel: Any, args: tuple[Any, ...], constants: dict[str, Any], count: int, index: int) -> tuple[Start | None, Any]:
+    """Compiles the kernel for these arguments. Returns what starts it by the driver, where its parameters are pointers and
+    numbers laid out as we pack them; else None, and what starts it by Triton's own launcher, which takes 5 to 15 us more."""
     compiled = kernel.warmup(*args, grid=(1,), **constants)
     run, function, metadata = compiled.run, compiled.function, compiled.metadata
     types = list(_leaves(compiled.src.signature.values()))[:count]
@@ -304,12 +305,12 @@ def _triton_start(kernel: Any, args: tuple[Any, ...], constants: dict[str, Any],
         if [offset for offset, _ in parameters(function)] == offsets:
             starter = Starter(function, layout + "0P16x", 32 * metadata.num_warps, metadata.shared, index, what=kernel.__name__)
             if len(passed) == count:
-                return lambda x, y, z, stream, values, args: starter(x, y, z, stream, values), True
-            return lambda x, y, z, stream, values, args: starter(x, y, z, stream, [values[k] for k in passed]), True
+                return starter, None
+            return lambda x, y, z, stream, values: starter(x, y, z, stream, [values[k] for k in passed]), None
     defaults = {p.name: p.default for p in kernel.params if p.has_default}
     trailing = tuple([constants[n] if n in constants else defaults[n] for n in kernel.arg_names[len(args) :]])
     packed = compiled.packed_metadata
-    return lambda x, y, z, stream, values, args: run(x, y, z, stream, function, packed, None, None, None, *args, *trailing), False
+    return None, lambda x, y, z, stream, args: run(x, y, z, stream, function, packed, None, None, None, *args, *trailing)
 
 
 def _leaves(types: Any) -> Iterator[str]:

@@ -102,7 +102,7 @@ class Implementation:
     idea: str
     kind: str
     call: Callable[..., Any] | None = None
-    launchers: dict[str, Callable[..., None]] = field(default_factory=dict)
+    launchers: dict[str, Callable[..., Any]] = field(default_factory=dict)
     supports: Callable[..., str | None] | None = None
     dtypes: tuple[str, ...] = FLOATS
     served: bool = False
@@ -161,7 +161,7 @@ class Op:
         self.eager("compile", idea, lambda *args, **kwargs: compiled()(*args, **kwargs), kind="compile")
 
     def kernel(
-        self, name: str, idea: str, *, kind: str, fwd: Callable[..., None], bwd: Callable[..., None] | None = None, **facts: Any
+        self, name: str, idea: str, *, kind: str, fwd: Callable[..., Any], bwd: Callable[..., Any] | None = None, **facts: Any
     ) -> None:
         """Registers an implementation in kernels: launchers that fill given outputs."""
         launchers = {"fwd": fwd} | ({"bwd": bwd} if bwd else {})

@@ -108,4 +108,4 @@ def _cuda(name: str, suffix: str, packed: bool, idea: str) -> None:
 _cuda("cuda_double", "_double", False, "one element per thread, as in the lecture: double literals make it compute in float64")
 _cuda("cuda", "", False, "float literals: float32 arithmetic throughout")
 _cuda("cuda_packed", "", True, "16-byte loads and stores: fewer instructions for the same bytes")
-KERNELS.triton("a block of 2048 elements per program, wide loads and the layout left to the compiler; strides and broadcasting")
+KERNELS.triton("a block of elements per program, wide loads and the layout left to the compiler; strides and broadcasting")

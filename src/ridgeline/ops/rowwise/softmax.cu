@@ -28,17 +28,6 @@ __device__ inline float divide(float e, float factor, float total, float recipro
     return fmaf(fmaf(-q, total, scaled), reciprocal, q);
 }
 
-template <typename P>
-__device__ inline void store_streaming(P* to, const P& value) {
-#ifdef PLAIN
-    *to = value; return;
-#endif
-    if constexpr (sizeof(P) == 16)
-        __stcs(reinterpret_cast<uint4*>(to), reinterpret_cast<const uint4&>(value));
-    else
-        __stcs(reinterpret_cast<uint2*>(to), reinterpret_cast<const uint2&>(value));
-}
-
 // What a block has of every row, and where its shared memory lies: the parts, their barriers, the barriers of two sets of
 // slots, and the sets: FLOATS of every warp of the cluster. Rows use the sets in turn: when a warp sends for row k + 2, all
 // warps have sent for row k + 1, and so have read what they were sent for row k.
@@ -136,7 +125,7 @@ extern "C" __global__ void __launch_bounds__(THREADS, BLOCKS)
             Pack<Y, PACK> pack;
 #pragma unroll
             for (int j = 0; j < PACK; ++j) from_float(divide(e[i][j], factor, total, reciprocal), pack.at[j]);
-            if (p * PACK < share.count) store_streaming(out + p, pack);
+            if (p * PACK < share.count) out[p] = pack;
         }
     }
 }
@@ -171,7 +160,7 @@ extern "C" __global__ void __launch_bounds__(THREADS, BLOCKS)
             Pack<X, PACK> pack;
 #pragma unroll
             for (int j = 0; j < PACK; ++j) from_float(to_float(b[i].at[j]) * (to_float(a[i].at[j]) - total), pack.at[j]);
-            store_streaming(out + p, pack);
+            out[p] = pack;
         }
     }
 }

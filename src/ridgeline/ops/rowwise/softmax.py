@@ -159,11 +159,11 @@ _cuda_bwd = CudaKernel(FILE, "softmax_bwd", "PPPqiqq")
 def cluster_rule(size: int) -> tuning.Config:
     """How the cluster kernels take rows of `size` bytes, all inputs together: blocks per row (CLUSTER), threads per block,
     blocks per multiprocessor, rows that a block reads ahead (STAGES), rows per cluster (ROWS)."""
-    cluster = min(16, _power(_ceil(size, 32768)))
+    cluster = min(16, _power(_ceil(size, 16384)))
     part = _ceil(size, cluster)
     threads = min(1024, max(32, _power(_ceil(part, 64))))
     blocks = 1024 // threads  # leaves 64 registers a thread
-    return {"CLUSTER": cluster, "THREADS": threads, "BLOCKS": blocks, "STAGES": max(1, min(3, 221184 // (blocks * part))), "ROWS": 8}
+    return {"CLUSTER": cluster, "THREADS": threads, "BLOCKS": blocks, "STAGES": max(1, min(3, 221184 // (blocks * part))), "ROWS": 4}
 
 
 def cluster_space(size: int, where: device.Device) -> list[tuning.Config]:
@@ -173,7 +173,7 @@ def cluster_space(size: int, where: device.Device) -> list[tuning.Config]:
         part = _ceil(size, c)
         fits = b * (s * part + c * t // 2 + 1100) <= where.shared_memory and 384 <= b * t <= 1536
         if fits and b * s * part >= 65536 and 32 <= part // t <= 128:
-            found += [{"CLUSTER": c, "THREADS": t, "BLOCKS": b, "STAGES": s, "ROWS": r} for r in (1, 8, 1 << 30)]
+            found += [{"CLUSTER": c, "THREADS": t, "BLOCKS": b, "STAGES": s, "ROWS": r} for r in (1, 4, 16)]
     return found
 
 
@@ -369,7 +369,9 @@ SOFTMAX = Op(
 
 def _fits_row(x: torch.Tensor, *rest: Any) -> str | None:
     columns = _columns(x, *rest)
-    return None if columns <= ROW_LIMIT else f"it holds a row in the registers of one block, at most {ROW_LIMIT} columns; this has {columns}"
+    return (
+        None if columns <= ROW_LIMIT else f"it holds a row in the registers of one block, at most {ROW_LIMIT} columns; this has {columns}"
+    )
 
 
 def _full_precision(x: torch.Tensor, *_: Any) -> str | None:
