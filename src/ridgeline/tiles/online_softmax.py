@@ -8,14 +8,19 @@ import triton.language as tl
 
 
 @triton.jit
-def exp(x, EXACT: tl.constexpr):
-    """exp of float32 by the chip's exp2, for x <= 0.
+def exp(x, dtype: tl.constexpr):
+    """exp of float32 by the chip's exp2, for data of that dtype. For float32 log2 e comes in two parts: rounded to one it would
+    bias sums of many terms."""
+    if dtype == tl.float32:
+        return tl.exp2(x * 1.4426950216293335 + x * 1.9259629911266174e-8)
+    return tl.exp2(x * 1.4426950408889634)
 
-    EXACT, for float32 data: of the fraction alone, times the power of two. On an H100 exp2 of the whole exponent comes out
-    5e-8 too small on average, though not near 0, and that tilts the rows; of a fraction within 1/2 it is 5e-9 off.
-    log2 e comes in two parts: rounded to one float32 it would bias sums of many terms.
-    """
-    if EXACT:
+
+@triton.jit
+def exact_exp(x, dtype: tl.constexpr):
+    """exp for x <= 0 and terms of different bases that must fit together. On an H100 exp2 of a whole exponent comes out 5e-8 too
+    small on average, though not near 0; for float32 data it is taken of a fraction within 1/2, which is 5e-9 off, times 2**k."""
+    if dtype == tl.float32:
         x = tl.where(x < -200.0, -200.0, x)  # the fraction of -inf is none; a NaN stays
         k = tl.floor(x * 1.4426950216293335 + 0.5)
         return tl.exp2(tl.fma(x, 1.4426950216293335, -k) + x * 1.9259629911266174e-8) * tl.exp2(k)
@@ -34,15 +39,15 @@ def divide(e, total, dtype: tl.constexpr):
 
 
 @triton.jit
-def update(top, total, values, EXACT: tl.constexpr):
+def update(top, total, values, dtype: tl.constexpr):
     """Takes float32 `values` into the running maximum and the running sum of exp(value - maximum), element by element."""
     new = tl.maximum(top, values)
     base = tl.where(new == float("-inf"), 0.0, new)  # only -inf so far: every exponential is 0, not exp(-inf + inf)
-    return new, total * exp(top - base, EXACT) + exp(values - base, EXACT)
+    return new, total * exact_exp(top - base, dtype) + exact_exp(values - base, dtype)
 
 
 @triton.jit
-def merge(top, total, EXACT: tl.constexpr):
+def merge(top, total, dtype: tl.constexpr):
     """The maximum and the sum of all elements' streams; a stream of nothing but -inf makes the sum NaN."""
     most = tl.max(top, 0)
-    return most, tl.sum(total * exp(top - most, EXACT), 0)
+    return most, tl.sum(total * exact_exp(top - most, dtype), 0)

@@ -37,13 +37,26 @@ def _tanh_grad(dy, x):
 
 
 @triton.jit
+def _normal(x):
+    """P(Z <= x), and exp(-x^2/2): the tail beyond |x| is the latter times a polynomial in t = 1 / (1 + |x|/4), fitted by weighted
+    least squares to 2e-8 of it. That takes fewer instructions than erf, and backward needs the exponential anyway."""
+    t = 1 / (1 + 0.25 * tl.abs(x))
+    e = tl.exp2(x * x * -0.7213475204444817)
+    p = ((-0.09486207038 * t + 0.3564981441) * t - 0.2948817643) * t + 0.3085374243
+    tail = (((p * t + 0.009996267251) * t + 0.1163705473) * t + 0.09834144025) * t * e
+    return tl.where(x > 0, 1 - tail, tail), e
+
+
+@triton.jit
 def _exact(x):
-    return 0.5 * x * (1 + tl.erf(x * 0.7071067811865476))
+    p, _ = _normal(x)
+    return x * p
 
 
 @triton.jit
 def _exact_grad(dy, x):
-    return dy * (0.5 * (1 + tl.erf(x * 0.7071067811865476)) + x * 0.3989422804014327 * tl.exp(-0.5 * x * x))
+    p, e = _normal(x)
+    return dy * (p + x * 0.3989422804014327 * e)
 
 
 KERNELS = Pointwise("gelu", ["x"], {"none": _exact, "tanh": _tanh}, {"none": _exact_grad, "tanh": _tanh_grad})
