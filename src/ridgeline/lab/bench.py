@@ -13,7 +13,7 @@ from functools import partial
 from typing import TYPE_CHECKING, Any
 
 from ridgeline.lab import units
-from ridgeline.lab.check import check_row, choice, chosen_cases, chosen_implementations, chosen_ops, compiling, default_device
+from ridgeline.lab.check import check_row, choice, chosen_implementations, chosen_ops, chosen_work, compiling, default_device
 from ridgeline.lab.machine import facts, measure_roof, roof_seconds
 from ridgeline.lab.tables import console, figure, table, timing
 
@@ -278,12 +278,12 @@ def record(
     from ridgeline.lab.store import Run
     from ridgeline.op import RidgelineError
 
-    if budget is not None and not budget > 0:
-        raise RidgelineError(f"--budget is in seconds and above 0, and is {budget}")
+    if budget is not None and not 0 < budget < 86400:
+        raise RidgelineError(f"--budget is in seconds, above 0 and under a day, and is {budget}")
     gpu = device.startswith("cuda")
     uses = ("bench",) if gpu and not quick else ("quick",)
     budget = budget or (0.4 if quick else 1.0 if gpu else 0.8)
-    tasks = [(op, c, d) for op in ops for c, d in chosen_cases(op, uses, case, dtype)]
+    tasks = chosen_work(ops, uses, case, dtype)
     for op in ops:
         chosen_implementations(op, impl)  # a wrong name is an error now, before anything is measured
     run = Run(facts(device), record)

@@ -95,6 +95,19 @@ def chosen_cases(op: Op, uses: Iterable[str], case: str | None, dtype: str | Non
                 yield one, name
 
 
+def chosen_work(ops: list[Op], uses: Iterable[str], case: str | None, dtype: str | None) -> list[tuple[Op, Case, str]]:
+    """What a verb goes through, over several ops. Raises RidgelineError where that is nothing."""
+    from ridgeline.op import RidgelineError
+
+    found = [(op, *work) for op in ops for work in chosen_cases(op, uses, case, dtype)]
+    if not found:
+        cases = [c for op in ops for c in op.cases if c.use in uses or c.name == case]
+        taken = ", ".join(dict.fromkeys(f"{c.name!r} in {', '.join(c.dtypes)}" for c in cases)) or "none"
+        chosen = " and ".join(f"{name} {value!r}" for name, value in (("case", case), ("dtype", dtype)) if value)
+        raise RidgelineError(f"{', '.join(op.name for op in ops)}: nothing has {chosen or 'a case for this'}; the cases are {taken}")
+    return found
+
+
 def chosen_implementations(op: Op, impl: str | None) -> list[Implementation]:
     """The op's ladder, or the named rung of it."""
     from ridgeline.select import find
@@ -146,13 +159,13 @@ def sweep(ops: list[Op], device: str, options: argparse.Namespace) -> Iterator[R
     from ridgeline.lab.law import Law
 
     with Console(stderr=True).status("") as status:
-        for op in ops:
-            rungs = chosen_implementations(op, options.impl)
-            for case, dtype in chosen_cases(op, ("check", "quick"), options.case, options.dtype):
-                law = Law.of(op, case.name, dtype, device)
-                for rung in rungs:
-                    status.update(f"{op.name} {case.name} {dtype} {rung.name}")
-                    yield check_row(law, rung, case.name, dtype, device)[0]
+        work = chosen_work(ops, ("check", "quick"), options.case, options.dtype)
+        rungs = {op.name: chosen_implementations(op, options.impl) for op in ops}
+        for op, case, dtype in work:
+            law = Law.of(op, case.name, dtype, device)
+            for rung in rungs[op.name]:
+                status.update(f"{op.name} {case.name} {dtype} {rung.name}")
+                yield check_row(law, rung, case.name, dtype, device)[0]
 
 
 def show(rows: list[Row]) -> None:

@@ -258,6 +258,8 @@ def main(options: argparse.Namespace) -> int:
     from ridgeline.op import RidgelineError, get
 
     op = get(options.op)
+    if not 0 < options.budget < 86400:
+        raise RidgelineError(f"--budget is in seconds, above 0 and under a day, and is {options.budget}")
     cases = [op.case(options.case)] if options.case else [c for c in op.cases if c.use == "bench"]
     here = device.here()
     if here.backend == "cpu":

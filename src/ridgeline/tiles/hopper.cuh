@@ -1,29 +1,112 @@
-// Thread-block clusters, on Hopper and later: blocks that run together and write into each other's shared memory.
+// Hopper and later: bulk copies into shared memory that signal a barrier, and thread-block clusters.
 #pragma once
 
-// All threads of the cluster meet between `arrive` and `wait`; what they wrote before is visible after.
-__device__ inline void cluster_arrive() {
-    __syncwarp();
-    asm volatile("barrier.cluster.arrive.release.aligned;" ::: "memory");
+using Barrier = unsigned long long;
+
+__device__ inline unsigned shared_address(const void* p) { return (unsigned)__cvta_generic_to_shared(p); }
+
+// One arrival per phase, beside the bytes that are announced. One thread calls this, then all synchronise.
+__device__ inline void barrier_init(Barrier* barrier) {
+    asm volatile("mbarrier.init.shared::cta.b64 [%0], 1;" ::"r"(shared_address(barrier)) : "memory");
 }
 
-__device__ inline void cluster_wait() { asm volatile("barrier.cluster.wait.acquire.aligned;" ::: "memory"); }
+// Makes initialised barriers visible to the copy engine.
+__device__ inline void barrier_init_done() {
+    asm volatile("fence.mbarrier_init.release.cluster;" ::: "memory");
+    asm volatile("fence.proxy.async.shared::cta;" ::: "memory");
+}
 
-// Writes a float to the same place in the shared memory of the cluster's block `rank`.
-__device__ inline void cluster_store(float* place, float value, unsigned rank) {
-    unsigned there, here = (unsigned)__cvta_generic_to_shared(place);
-    asm("mapa.shared::cluster.u32 %0, %1, %2;" : "=r"(there) : "r"(here), "r"(rank));
-    asm volatile("st.shared::cluster.f32 [%0], %1;" ::"r"(there), "f"(value) : "memory");
+// Arrives, and has the phase wait for that many bytes.
+__device__ inline void barrier_expect(Barrier* barrier, unsigned bytes) {
+    asm volatile("mbarrier.arrive.expect_tx.shared::cta.b64 _, [%0], %1;" ::"r"(shared_address(barrier)), "r"(bytes) : "memory");
+}
+
+__device__ inline void barrier_wait(Barrier* barrier, unsigned phase) {
+    unsigned done = 0;
+    while (!done)
+        asm volatile(
+            "{ .reg .pred p; mbarrier.try_wait.parity.shared::cta.b64 p, [%1], %2; selp.u32 %0, 1, 0, p; }"
+            : "=r"(done)
+            : "r"(shared_address(barrier)), "r"(phase)
+            : "memory");
+}
+
+// Global to shared memory by the copy engine. Addresses and bytes are multiples of 16.
+__device__ inline void bulk_load(void* to, const void* from, unsigned bytes, Barrier* barrier) {
+    asm volatile("cp.async.bulk.shared::cluster.global.mbarrier::complete_tx::bytes [%0], [%1], %2, [%3];" ::"r"(shared_address(to)),
+                 "l"(__cvta_generic_to_global(from)), "r"(bytes), "r"(shared_address(barrier))
+                 : "memory");
+}
+
+// All threads of a cluster of SIZE blocks meet; what they wrote to each other's shared memory is then visible.
+template <int SIZE>
+__device__ inline void cluster_sync() {
+    if constexpr (SIZE == 1)
+        __syncthreads();
+    else {
+        __syncwarp();
+        asm volatile("barrier.cluster.arrive.release.aligned;" ::: "memory");
+        asm volatile("barrier.cluster.wait.acquire.aligned;" ::: "memory");
+    }
+}
+
+// Writes one or two floats to the same place in the shared memory of the cluster's block `rank`; its barrier counts the bytes.
+// Unlike a meeting of the cluster, this waits for no earlier store to global memory.
+template <int FLOATS>
+__device__ inline void cluster_send(float* place, const float (&value)[FLOATS], Barrier* barrier, unsigned rank) {
+    unsigned there, signal;
+    asm("mapa.shared::cluster.u32 %0, %1, %2;" : "=r"(there) : "r"(shared_address(place)), "r"(rank));
+    asm("mapa.shared::cluster.u32 %0, %1, %2;" : "=r"(signal) : "r"(shared_address(barrier)), "r"(rank));
+    if constexpr (FLOATS == 2)
+        asm volatile("st.async.shared::cluster.mbarrier::complete_tx::bytes.v2.f32 [%0], {%1, %2}, [%3];" ::"r"(there),
+                     "f"(value[0]), "f"(value[1]), "r"(signal)
+                     : "memory");
+    else
+        asm volatile("st.async.shared::cluster.mbarrier::complete_tx::bytes.f32 [%0], %1, [%2];" ::"r"(there), "f"(value[0]), "r"(signal)
+                     : "memory");
 }
 
 __device__ inline float warp_max(float x) {
 #pragma unroll
-    for (int lanes = 16; lanes; lanes /= 2) x = fmaxf(x, __shfl_xor_sync(~0u, x, lanes));
+    for (int lane = 16; lane; lane /= 2) x = fmaxf(x, __shfl_xor_sync(~0u, x, lane));
     return x;
 }
 
 __device__ inline float warp_sum(float x) {
 #pragma unroll
-    for (int lanes = 16; lanes; lanes /= 2) x += __shfl_xor_sync(~0u, x, lanes);
+    for (int lane = 16; lane; lane /= 2) x += __shfl_xor_sync(~0u, x, lane);
     return x;
 }
+
+// Rows streamed through shared memory by a block: its part of row k of each of INPUTS tensors, DEPTH rows ahead.
+template <int DEPTH, int INPUTS, typename T>
+struct RowStream {
+    char* memory;                  // DEPTH x INPUTS parts of `room` bytes
+    Barrier* barriers;             // DEPTH of them
+    unsigned room, bytes;          // of a part: reserved, and used
+    const T* from[INPUTS];         // this block's part of row 0
+    long long stride[INPUTS];      // elements from a row to the next
+    long long row, step, rows;     // the next row to ask for
+
+    __device__ T* part(int k, int input) const { return reinterpret_cast<T*>(memory + (k % DEPTH * INPUTS + input) * room); }
+
+    // One thread: asks for the next row, if there is one, as the k-th of this block.
+    __device__ void load(int k) {
+        if (row >= rows) return;
+        Barrier* barrier = barriers + k % DEPTH;
+        barrier_expect(barrier, INPUTS * bytes);
+        if (bytes)
+#pragma unroll
+            for (int i = 0; i < INPUTS; ++i) bulk_load(part(k, i), from[i] + row * stride[i], bytes, barrier);
+        row += step;
+    }
+
+    // One thread, before all synchronise: sets the barriers up and asks for the first rows.
+    __device__ void begin() {
+        for (int k = 0; k < DEPTH; ++k) barrier_init(barriers + k);
+        barrier_init_done();
+        for (int k = 0; k < DEPTH; ++k) load(k);
+    }
+
+    __device__ void wait(int k) const { barrier_wait(barriers + k % DEPTH, k / DEPTH & 1); }
+};

@@ -1,6 +1,6 @@
-// softmax of wide rows: a cluster of CLUSTER blocks takes a row, each block one part of it, which it holds in registers, so that
-// the row is read once. The blocks tell each other maxima and sums through their shared memory.
-// Macros: XTYPE and YTYPE the element types of x (and dx) and of y (and dy); CLUSTER; THREADS per block; BLOCKS that fit a
+// softmax of wide rows: a cluster of CLUSTER blocks holds a row, each block one part of it, and reads it once.
+// A block takes rows in a loop: bulk copies bring the next STAGES rows into shared memory while one is worked on.
+// Macros: XTYPE and YTYPE the element types of x (and dx) and of y (and dy); CLUSTER; STAGES; THREADS per block; BLOCKS that fit a
 // multiprocessor; ITEMS packs per thread. Rows start at multiples of 16 bytes and are multiples of 16 bytes long.
 #include "elementwise.cuh"
 #include "hopper.cuh"
@@ -10,6 +10,8 @@ using Y = YTYPE;
 constexpr int SMALL = sizeof(X) < sizeof(Y) ? sizeof(X) : sizeof(Y), LARGE = sizeof(X) < sizeof(Y) ? sizeof(Y) : sizeof(X);
 constexpr int PACK = 16 / LARGE, ALIGN = 16 / SMALL, WARPS = THREADS / 32, SLOTS = CLUSTER * WARPS;
 constexpr float INF = __builtin_bit_cast(float, 0x7f800000);
+
+extern __shared__ __align__(128) char memory[];
 
 // exp(x - base). For float32 inputs by the fraction alone: of the whole exponent ex2.approx comes out 5e-8 too small, but not near 0.
 __device__ inline float exp_from(float x, float base) {
@@ -26,104 +28,148 @@ __device__ inline float divide(float e, float factor, float total, float recipro
     return fmaf(fmaf(-q, total, scaled), reciprocal, q);
 }
 
-// What this block has of its row: `count` elements from `begin` on, in packs that its threads take in turn.
-struct Part {
-    int rank = blockIdx.x % CLUSTER;
-    long long row = blockIdx.x / CLUSTER;
-    int begin, count;
+// Past the caches: backward reads twice what it writes, and its next rows are the better guests. Forward's stores gain nothing.
+template <typename P>
+__device__ inline void store_streaming(P* to, const P& value) {
+    if constexpr (sizeof(P) == 16)
+        __stcs(reinterpret_cast<uint4*>(to), reinterpret_cast<const uint4&>(value));
+    else
+        __stcs(reinterpret_cast<uint2*>(to), reinterpret_cast<const uint2&>(value));
+}
 
-    __device__ explicit Part(int columns) {
-        const int part = (columns + CLUSTER * ALIGN - 1) / (CLUSTER * ALIGN) * ALIGN;
+// What a block has of every row, and where its shared memory lies: the parts, their barriers, the barriers of two sets of
+// slots, and the sets: FLOATS of every warp of the cluster. Rows use the sets in turn: when a warp sends for row k + 2, all
+// warps have sent for row k + 1, and so have read what they were sent for row k.
+template <int INPUTS, int FLOATS, typename T>
+struct Share {
+    int rank = blockIdx.x % CLUSTER;
+    int part, begin, count;
+    Barrier* barriers;
+    float* slots;
+    RowStream<STAGES, INPUTS, T> stream;
+
+    __device__ Share(long long rows, int columns, const T* a, long long a_stride, const T* b = nullptr, long long b_stride = 0) {
+        part = (columns + CLUSTER * ALIGN - 1) / (CLUSTER * ALIGN) * ALIGN;
         begin = min(rank * part, columns);
         count = min(part, columns - begin);
+        stream.room = part * sizeof(T);
+        stream.bytes = count * sizeof(T);
+        stream.memory = memory;
+        stream.barriers = reinterpret_cast<Barrier*>(memory + STAGES * INPUTS * stream.room);
+        barriers = stream.barriers + STAGES;
+        slots = reinterpret_cast<float*>(barriers + 2);
+        stream.from[0] = a + begin;
+        stream.stride[0] = a_stride;
+        if constexpr (INPUTS == 2) {
+            stream.from[1] = b + begin;
+            stream.stride[1] = b_stride;
+        }
+        stream.row = blockIdx.x / CLUSTER;
+        stream.step = gridDim.x / CLUSTER;
+        stream.rows = rows;
+        if (threadIdx.x == 0) {
+            barrier_init(barriers);
+            barrier_init(barriers + 1);
+            stream.begin();
+        }
+        cluster_sync<CLUSTER>();
     }
 
-    __device__ static int pack(int item) { return item * THREADS + threadIdx.x; }
-    __device__ bool has(int item) const { return pack(item) * PACK < count; }
-
-    // Gives a float of every warp to all blocks of the cluster: it lands in their `slots`.
-    __device__ void send(float* slots, float value) const {
+    // Every warp of the cluster gives FLOATS floats; returns them all. The next row is asked for: all have read this one.
+    __device__ const float* exchange(int k, const float (&mine)[FLOATS]) {
+        float* set = slots + (k & 1) * FLOATS * SLOTS;
+        float* slot = set + FLOATS * (rank * WARPS + threadIdx.x / 32);
         const int lane = threadIdx.x % 32;
-        if (lane < CLUSTER) cluster_store(slots + rank * WARPS + threadIdx.x / 32, value, lane);
+        if constexpr (CLUSTER == 1) {
+            if (lane == 0)
+                for (int f = 0; f < FLOATS; ++f) slot[f] = mine[f];
+            __syncthreads();
+        } else {
+            Barrier* barrier = barriers + (k & 1);
+            if (threadIdx.x == 0) barrier_expect(barrier, FLOATS * SLOTS * sizeof(float));
+            if (lane < CLUSTER) cluster_send(slot, mine, barrier, lane);
+            barrier_wait(barrier, k / 2 & 1);
+        }
+        if (threadIdx.x == 0) stream.load(k + STAGES);
+        return set;
     }
 };
 
 extern "C" __global__ void __launch_bounds__(THREADS, BLOCKS)
     softmax_fwd(Y* y, const X* x, long long rows, int columns, long long x_stride) {
-    __shared__ float tops[SLOTS], sums[SLOTS];
-    cluster_arrive();  // all blocks run, and so may be written to, when all have come through the wait below
-    const Part part(columns);
-    const auto* in = reinterpret_cast<const Pack<X, PACK>*>(x + part.row * x_stride + part.begin);
-    Pack<X, PACK> packs[ITEMS];
+    Share<1, 2, X> share(rows, columns, x, x_stride);
+    const int lane = threadIdx.x % 32;
+    int k = 0;
+    for (long long row = blockIdx.x / CLUSTER; row < rows; row += gridDim.x / CLUSTER, ++k) {
+        share.stream.wait(k);
+        const auto* in = reinterpret_cast<const Pack<X, PACK>*>(share.stream.part(k, 0));
+        float e[ITEMS][PACK], top = -INF, sum = 0;
 #pragma unroll
-    for (int i = 0; i < ITEMS; ++i)
-        if (part.has(i)) packs[i] = in[part.pack(i)];
-    float e[ITEMS][PACK], top = -INF, sum = 0;
+        for (int i = 0; i < ITEMS; ++i) {
+            const int p = i * THREADS + threadIdx.x;
+            const bool here = p * PACK < share.count;
+            Pack<X, PACK> pack;
+            if (here) pack = in[p];
 #pragma unroll
-    for (int i = 0; i < ITEMS; ++i)
+            for (int j = 0; j < PACK; ++j) top = fmaxf(top, e[i][j] = here ? to_float(pack.at[j]) : -INF);
+        }
+        top = warp_max(top);
+        const float base = top == -INF ? 0.0f : top;  // nothing but -inf: exponentials of 0, not of -inf + inf
 #pragma unroll
-        for (int j = 0; j < PACK; ++j) top = fmaxf(top, e[i][j] = part.has(i) ? to_float(packs[i].at[j]) : -INF);
-    top = warp_max(top);
-    const float base = top == -INF ? 0.0f : top;  // nothing but -inf: exponentials of 0, not of -inf + inf
+        for (int i = 0; i < ITEMS; ++i)
 #pragma unroll
-    for (int i = 0; i < ITEMS; ++i)
+            for (int j = 0; j < PACK; ++j) sum += e[i][j] = exp_from(e[i][j], base);
+        sum = warp_sum(sum);
+        const float* slots = share.exchange(k, {top, sum});
+        float most = -INF, total = 0;
+        for (int s = lane; s < SLOTS; s += 32) most = fmaxf(most, slots[2 * s]);
+        most = warp_max(most);
+        for (int s = lane; s < SLOTS; s += 32) total += slots[2 * s + 1] * exp_from(slots[2 * s], most);
+        total = warp_sum(total);
+        const float factor = exp_from(top, most), reciprocal = 1.0f / total, both = factor * reciprocal;
+        auto* out = reinterpret_cast<Pack<Y, PACK>*>(y + row * columns + share.begin);
 #pragma unroll
-        for (int j = 0; j < PACK; ++j) sum += e[i][j] = exp_from(e[i][j], base);
-    sum = warp_sum(sum);
-    cluster_wait();
-    part.send(tops, top);
-    part.send(sums, sum);
-    cluster_arrive();
-    cluster_wait();
-    float most = -INF, total = 0;
-    for (int s = threadIdx.x % 32; s < SLOTS; s += 32) most = fmaxf(most, tops[s]);
-    most = warp_max(most);
-    for (int s = threadIdx.x % 32; s < SLOTS; s += 32) total += sums[s] * exp_from(tops[s], most);
-    total = warp_sum(total);
-    const float factor = exp_from(top, most), reciprocal = 1.0f / total;
-    auto* out = reinterpret_cast<Pack<Y, PACK>*>(y + part.row * columns + part.begin);
+        for (int i = 0; i < ITEMS; ++i) {
+            const int p = i * THREADS + threadIdx.x;
+            Pack<Y, PACK> pack;
 #pragma unroll
-    for (int i = 0; i < ITEMS; ++i) {
-        Pack<Y, PACK> pack;
-#pragma unroll
-        for (int j = 0; j < PACK; ++j) from_float(divide(e[i][j], factor, total, reciprocal), pack.at[j]);
-        if (part.has(i)) out[part.pack(i)] = pack;
+            for (int j = 0; j < PACK; ++j) from_float(divide(e[i][j], factor, total, reciprocal), pack.at[j]);
+            if (p * PACK < share.count) out[p] = pack;
+        }
     }
 }
 
 extern "C" __global__ void __launch_bounds__(THREADS, BLOCKS)
     softmax_bwd(X* dx, const Y* dy, const Y* y, long long rows, int columns, long long dy_stride, long long y_stride) {
-    __shared__ float sums[SLOTS];
-    cluster_arrive();
-    const Part part(columns);
-    const auto* left = reinterpret_cast<const Pack<Y, PACK>*>(dy + part.row * dy_stride + part.begin);
-    const auto* right = reinterpret_cast<const Pack<Y, PACK>*>(y + part.row * y_stride + part.begin);
-    Pack<Y, PACK> a[ITEMS], b[ITEMS];
+    Share<2, 1, Y> share(rows, columns, dy, dy_stride, y, y_stride);
+    int k = 0;
+    for (long long row = blockIdx.x / CLUSTER; row < rows; row += gridDim.x / CLUSTER, ++k) {
+        share.stream.wait(k);
+        const auto* left = reinterpret_cast<const Pack<Y, PACK>*>(share.stream.part(k, 0));
+        const auto* right = reinterpret_cast<const Pack<Y, PACK>*>(share.stream.part(k, 1));
+        Pack<Y, PACK> a[ITEMS], b[ITEMS];
+        float sum = 0, total = 0;
 #pragma unroll
-    for (int i = 0; i < ITEMS; ++i)
-        if (part.has(i)) {
-            a[i] = left[part.pack(i)];
-            b[i] = right[part.pack(i)];
+        for (int i = 0; i < ITEMS; ++i) {
+            const int p = i * THREADS + threadIdx.x;
+            if (p * PACK >= share.count) continue;
+            a[i] = left[p];
+            b[i] = right[p];
+#pragma unroll
+            for (int j = 0; j < PACK; ++j) sum += to_float(a[i].at[j]) * to_float(b[i].at[j]);
         }
-    float sum = 0, total = 0;
+        const float* slots = share.exchange(k, {warp_sum(sum)});
+        for (int s = threadIdx.x % 32; s < SLOTS; s += 32) total += slots[s];
+        total = warp_sum(total);
+        auto* out = reinterpret_cast<Pack<X, PACK>*>(dx + row * columns + share.begin);
 #pragma unroll
-    for (int i = 0; i < ITEMS; ++i)
+        for (int i = 0; i < ITEMS; ++i) {
+            const int p = i * THREADS + threadIdx.x;
+            if (p * PACK >= share.count) continue;
+            Pack<X, PACK> pack;
 #pragma unroll
-        for (int j = 0; j < PACK; ++j)
-            if (part.has(i)) sum += to_float(a[i].at[j]) * to_float(b[i].at[j]);
-    sum = warp_sum(sum);
-    cluster_wait();
-    part.send(sums, sum);
-    cluster_arrive();
-    cluster_wait();
-    for (int s = threadIdx.x % 32; s < SLOTS; s += 32) total += sums[s];
-    total = warp_sum(total);
-    auto* out = reinterpret_cast<Pack<X, PACK>*>(dx + part.row * columns + part.begin);
-#pragma unroll
-    for (int i = 0; i < ITEMS; ++i) {
-        Pack<X, PACK> pack;
-#pragma unroll
-        for (int j = 0; j < PACK; ++j) from_float(to_float(b[i].at[j]) * (to_float(a[i].at[j]) - total), pack.at[j]);
-        if (part.has(i)) out[part.pack(i)] = pack;
+            for (int j = 0; j < PACK; ++j) from_float(to_float(b[i].at[j]) * (to_float(a[i].at[j]) - total), pack.at[j]);
+            store_streaming(out + p, pack);
+        }
     }
 }

@@ -150,52 +150,58 @@ def _launch_triton(kernel: Any, wide: Any, out: torch.Tensor, *inputs: torch.Ten
 
 
 FILE = Path(__file__).with_name("softmax.cu")
+CLUSTER_BYTES = 2 << 20  # of a row's inputs at most: 128 KiB for each of 16 blocks
 CLUSTER_COLUMNS = 16384, 1 << 19  # of a row: more than one block reads best, at most 32 for each of 16 x 1024 threads
 _cuda_fwd = CudaKernel(FILE, "softmax_fwd", "PPqiq")
 _cuda_bwd = CudaKernel(FILE, "softmax_bwd", "PPPqiqq")
 
 
-def cluster_rule(columns: int, inputs: int) -> tuning.Config:
-    """How the cluster kernels take rows: blocks per row (CLUSTER), threads per block, blocks per multiprocessor (BLOCKS). Up to
-    16384 values a block and 32 a thread, over all inputs."""
-    cluster = min(16, _power(_ceil(columns * inputs, 16384)))
-    threads = min(1024, max(32, _power(_ceil(columns * inputs, 32 * cluster))))
-    return {"CLUSTER": cluster, "THREADS": threads, "BLOCKS": 1024 // threads}
+def cluster_rule(size: int) -> tuning.Config:
+    """How the cluster kernels take rows of `size` bytes, all inputs together: blocks per row (CLUSTER), threads per block,
+    blocks per multiprocessor, rows that a block reads ahead (STAGES), rows per cluster (ROWS)."""
+    cluster = min(16, _power(_ceil(size, 16384)))
+    part = _ceil(size, cluster)
+    threads = min(1024, max(32, _power(_ceil(part, 64))))
+    blocks = 1024 // threads  # leaves 64 registers a thread
+    return {"CLUSTER": cluster, "THREADS": threads, "BLOCKS": blocks, "STAGES": max(1, min(3, 221184 // (blocks * part))), "ROWS": 4}
 
 
-def cluster_space(columns: int, inputs: int) -> list[tuning.Config]:
-    """Configurations that give a thread 16 to 64 values over all inputs."""
+def cluster_space(size: int, where: device.Device) -> list[tuning.Config]:
+    """Configurations for rows of `size` bytes that fit a multiprocessor, keep 64 KiB in flight and give a thread 32 to 128 bytes."""
     found = []
-    for c, t, b in product((1, 2, 4, 8, 16), (128, 256, 512, 1024), (1, 2, 3, 4, 6, 8)):
-        if 16 <= columns * inputs / (c * t) <= 64 and b * t <= 2048:
-            found.append({"CLUSTER": c, "THREADS": t, "BLOCKS": b})
+    for c, t, b, s in product((1, 2, 4, 8, 16), (32, 64, 128, 256, 512, 1024), (1, 2, 3, 4, 8, 16, 32), (1, 2, 3)):
+        part = _ceil(size, c)
+        fits = b * (s * part + c * t // 2 + 1100) <= where.shared_memory and 384 <= b * t <= 1536
+        if fits and b * s * part >= 65536 and 32 <= part // t <= 128:
+            found += [{"CLUSTER": c, "THREADS": t, "BLOCKS": b, "STAGES": s, "ROWS": r} for r in (1, 4, 16)]
     return found
 
 
 @cache
-def _plan(x: torch.dtype, y: torch.dtype, columns: int, **found: int) -> dict[str, Any]:
+def _plan(backward: bool, x: torch.dtype, y: torch.dtype, columns: int, **found: int) -> dict[str, Any]:
     """What a configuration makes of rows of that many columns: the kernel's macros and the launch's options."""
+    cluster, threads, stages = found["CLUSTER"], found["THREADS"], found["STAGES"]
     small, large = sorted([x.itemsize, y.itemsize])
-    part = _ceil(columns, found["CLUSTER"] * 16 // small) * 16 // small
-    items = _ceil(part, found["THREADS"] * 16 // large)
-    return {**found, "XTYPE": CTYPE[x], "YTYPE": CTYPE[y], "ITEMS": items, "block": found["THREADS"], "cluster": found["CLUSTER"]}
+    part = _ceil(columns, cluster * 16 // small) * 16 // small
+    shared = stages * (part * (2 * y.itemsize if backward else x.itemsize) + 8) + 16 + cluster * threads // 2
+    facts = {"XTYPE": CTYPE[x], "YTYPE": CTYPE[y], "ITEMS": _ceil(part, threads * 16 // large)}
+    return {**found, **facts, "block": threads, "cluster": cluster, "shared": shared}
 
 
 def _launch_cluster(kernel: CudaKernel, out: torch.Tensor, *inputs: torch.Tensor) -> Again:
     rows, columns = out.shape
-    x, y = (out.dtype, inputs[0].dtype) if kernel is _cuda_bwd else (inputs[0].dtype, out.dtype)
+    backward = len(inputs) == 2
+    x, y = (out.dtype, inputs[0].dtype) if backward else (inputs[0].dtype, out.dtype)
+    where, size = device.of(out), columns * (2 * y.itemsize if backward else x.itemsize)
 
     def config() -> dict[str, Any]:
-        def rule() -> tuning.Config:
-            return cluster_rule(columns, len(inputs))
-
-        def space() -> list[tuning.Config]:
-            return cluster_space(columns, len(inputs))
-
-        return dict(_plan(x, y, columns, **tuning.config(device.of(out), "softmax", kernel.name, _key(x, y, columns), rule, space)))
+        key = _key(x, y, columns)
+        found = tuning.config(where, "softmax", kernel.name, key, lambda: cluster_rule(size), lambda: cluster_space(size, where))
+        return dict(_plan(backward, x, y, columns, **found))
 
     def grid(c: dict[str, Any], rows: int) -> int:
-        return c["CLUSTER"] * rows
+        resident = max(1, where.multiprocessors * c["BLOCKS"] // c["CLUSTER"])
+        return c["CLUSTER"] * min(rows, max(resident, _ceil(rows, c["ROWS"])))
 
     strides = [t.stride(0) for t in inputs]
     return launch(kernel, lambda c: (grid(c, rows),), out, *inputs, rows, columns, *strides, config=config, key=columns), grid
@@ -380,9 +386,12 @@ def _columns(x: torch.Tensor, *rest: Any) -> int:
 
 def _fits_cluster(x: torch.Tensor, *rest: Any) -> str | None:
     columns, tensors = _columns(x, *rest), [x, *(t for t in rest if isinstance(t, torch.Tensor))]
+    size = columns * sum(t.element_size() for t in tensors)
     low, high = CLUSTER_COLUMNS
-    if not low < columns <= high:
-        return f"it takes rows of {low + 1} to {high} columns; these have {columns}"
+    if not low < columns <= high or size > CLUSTER_BYTES:
+        return (
+            f"it takes rows of {low + 1} to {high} columns in at most {CLUSTER_BYTES} bytes; these have {columns} columns in {size} bytes"
+        )
     if columns % 8 or any(t.data_ptr() % 16 or (t.dim() > 1 and t.stride(-2) * t.element_size() % 16) for t in tensors):
         return "it copies whole 16 bytes: rows must start at multiples of 16 bytes, and columns be a multiple of 8"
     return None
