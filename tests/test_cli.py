@@ -59,7 +59,9 @@ def test_the_list_of_verbs(capsys: pytest.CaptureFixture[str]) -> None:
     assert capsys.readouterr().out == text
 
 
-@pytest.mark.parametrize("verb", ["doctor", "list", "explain", "check", "bench", "compare", "ladder", "roofline", "inspect", "tune"])
+@pytest.mark.parametrize(
+    "verb", ["doctor", "list", "explain", "check", "bench", "compare", "ladder", "roofline", "profile", "inspect", "tune"]
+)
 def test_every_verb_with_figures_prints_json(verb: str, capsys: pytest.CaptureFixture[str]) -> None:
     assert run(verb, "--help") == 0
     assert "--json" in capsys.readouterr().out
@@ -85,6 +87,16 @@ BAD = [
     (["bench", "gelu", "--dtype", NOWHERE], [NOWHERE, "bfloat16"]),
     (["inspect", "gelu", "--impl", "triton", "--dtype", NOWHERE], [NOWHERE, "bfloat16"]),
     (["inspect", "gelu", "--impl", "triton", "--arch", NOWHERE], [NOWHERE, "sm_90"]),
+    (["check", "matmul", "--case", "256", "--dtype", "bfloat16"], ["bfloat16", "256", "float32"]),
+    (["bench", "matmul", "--case", "256", "--dtype", "bfloat16"], ["bfloat16", "256", "float32"]),
+    (["bench", "gelu", "--budget", "nan"], ["--budget", "nan", "seconds"]),
+    (["tune", "gelu", "--budget", "-1"], ["--budget", "-1", "seconds"]),
+    (["explain", "gelu", "--device", NOWHERE], [NOWHERE, "sm_90", "cpu"]),
+    (["explain", "gelu", "--case", NOWHERE], [NOWHERE, "33x129"]),
+    (["doctor", "--device", NOWHERE], [NOWHERE, "cpu"]),
+    (["profile", "gelu", "--impl", NOWHERE], [NOWHERE, "cuda_packed"]),
+    (["profile", "gelu", "--steps", "0"], ["0", "1 or more"]),
+    (["profile", "gelu", "--out", "file/below"], ["file/below"]),
     (["inspect", "gelu", "--impl", "torch"], ["torch"]),
     (["check", "gelu", "--device", NOWHERE], [NOWHERE, "cpu"]),
     (["compare", "good.jsonl", "corrupt.jsonl"], ["corrupt.jsonl"]),
@@ -102,6 +114,7 @@ BAD = [
 ]
 NO_GPU = [
     (["tune", "gelu"], ["GPU"]),
+    (["profile", "gelu", "--impl", "triton"], ["triton", "GPU"]),
     (["bench", "gelu", "--device", "cuda"], ["cuda", "cpu"]),
     (["check", "gelu", "--device", "cuda"], ["cuda", "cpu"]),
 ]

@@ -88,6 +88,8 @@ def _blaming(what: str) -> Iterator[None]:
 
     try:
         yield
+    except RidgelineError:
+        raise
     except Exception as error:
         last = traceback.extract_tb(error.__traceback__)[-1]
         place = f"{last.filename}:{last.lineno}"
@@ -197,6 +199,7 @@ def profile(what: Target, count: int, folder: Path) -> tuple[list[Line], dict[st
         steps(what, count)
     with torch.profiler.profile(activities=activities, with_stack=True) as full:
         steps(what, count)
+    folder.mkdir(parents=True, exist_ok=True)
     files = {"trace": "trace.json"}
     trace = folder / files["trace"]
     full.export_chrome_trace(str(trace))
@@ -251,7 +254,6 @@ def main(options: argparse.Namespace) -> int:
         bare(what, options.steps)
         return 0
     try:
-        options.out.mkdir(parents=True, exist_ok=True)
         lines, files = profile(what, options.steps, options.out)
     except OSError as error:
         raise RidgelineError(f"--out {options.out} cannot be written: {error.strerror}") from error
