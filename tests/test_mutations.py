@@ -1,0 +1,68 @@
+"""The mutation run: what PyTorch computes for each op, bent as a broken kernel would bend it, breaks the law; on a GPU too.
+
+`test_law` does the same to an op of its own, and more closely.
+"""
+
+import pytest
+import torch
+
+from ridgeline.lab.law import Law
+from ridgeline.op import Case, Op, registry
+
+pytestmark = pytest.mark.kernels
+
+
+def matrix(op: Op) -> Case:
+    """The op's first small case with a matrix of more than a few rows and columns."""
+    return next(c for c in op.cases if c.use == "check" and len(c.args[0].shape) == 2 and min(c.args[0].shape) > 8)
+
+
+def changed(y, where, value):
+    y = y.clone()
+    y[where] = value(y)
+    return y
+
+
+RESULTS = {
+    "a wrong scale": lambda y: y * 1.01,
+    "a dropped row": lambda y: changed(y, (..., -1, slice(None)), lambda y: 0) if y.dim() > 1 else y * 1.01,
+    "a dropped column": lambda y: changed(y, (..., -1), lambda y: 0),
+    "a column from beyond the mask": lambda y: changed(y, (..., -1), lambda y: y[..., 0] + 1),
+}
+
+
+def transposed(t):
+    """What a kernel reads of t.mT if it takes it for contiguous."""
+    return t.detach().mT.reshape(t.shape).requires_grad_(t.requires_grad)
+
+
+CASES = [pytest.param(op, dtype, id=f"{op.name}-{dtype}") for op in registry().values() for dtype in matrix(op).dtypes]
+
+
+@pytest.mark.parametrize(("op", "dtype"), CASES)
+def test_bent_results_break_the_law(op: Op, dtype: str, device: str) -> None:
+    law = Law.of(op, matrix(op).name, dtype, device)
+    outputs, grads = law.run(op.implementations["torch"])
+    assert law.judge(outputs, grads).ok
+    for name, bend in RESULTS.items():
+        assert law.judge([bend(y) for y in outputs], grads).worst("forward") > 1.5, name
+        for index in range(len(grads)):
+            bent = [bend(g) if i == index else g for i, g in enumerate(grads)]
+            assert law.judge(outputs, bent).worst("backward") > 1.5, f"{name} in gradient {index}"
+
+
+@pytest.mark.parametrize(("op", "dtype"), CASES)
+def test_inputs_taken_for_contiguous_break_the_law(op: Op, dtype: str, device: str) -> None:
+    law = Law.of(op, matrix(op).name, dtype, device)
+    law.args = [transposed(a) if isinstance(a, torch.Tensor) and a.dim() > 1 else a for a in law.args]
+    verdict = law.judge(*law.run(op.implementations["torch"]))
+    assert verdict.worst("forward") > 1.5
+    assert verdict.worst("backward") > 1.5
+
+
+@pytest.mark.parametrize("dtype", ["float32", "float16", "bfloat16"])
+def test_a_softmax_without_its_mask_breaks_the_law(dtype: str, device: str) -> None:
+    op = registry()["softmax"]
+    law = Law.of(op, matrix(op).name, dtype, device)
+    padded = torch.nn.functional.pad(law.args[0].detach(), (0, 5))
+    assert law.judge([torch.softmax(padded, -1)[..., :-5]]).worst() > 1.5
