@@ -9,16 +9,19 @@ import time
 
 import pytest
 
+import fixture_rows
 from ridgeline.lab import store
 from ridgeline.op import RidgelineError
 
-MACHINE = {"gpu": None, "cpu": "a cpu"}
+MACHINE = dict.fromkeys(store.MACHINE) | {"cpu": "a cpu"}
+BENCH = next(row for row in fixture_rows.rows() if row["type"] == "bench") | {"op": "gelu"}
+del BENCH["run"]
 WRITER = """
 import sys
 from pathlib import Path
 from ridgeline.lab.store import append
 for i in range(int(sys.argv[3])):
-    append(Path(sys.argv[1]), [{"schema": 1, "type": "bench", "run": sys.argv[2], "i": i, "text": "x" * (i % 977)}])
+    append(Path(sys.argv[1]), [{"schema": 1, "type": "note", "run": sys.argv[2], "i": i, "text": "x" * (i % 977)}])
     if i == 0:
         print("started", flush=True)
 """
@@ -56,14 +59,14 @@ def test_a_kill_in_the_middle_tears_nothing(tmp_path):
     victim.wait(10)
     before = store.load(path)
     assert [row["i"] for row in before] == list(range(len(before)))
-    store.append(path, [{"schema": 1, "type": "bench", "run": "next"}])
-    assert store.load(path) == [*before, {"schema": 1, "type": "bench", "run": "next"}]
+    store.append(path, [{"schema": 1, "type": "note", "run": "next"}])
+    assert store.load(path) == [*before, {"schema": 1, "type": "note", "run": "next"}]
 
 
 @pytest.mark.parametrize("torn", ['{"schema": 1, "ty', "x" * 5000])
 def test_a_torn_line_is_left_out_and_then_healed(tmp_path, torn):
     path = tmp_path / "torn.jsonl"
-    row = {"schema": 1, "type": "bench", "run": "a"}
+    row = {"schema": 1, "type": "note", "run": "a"}
     store.append(path, [row])
     with path.open("a") as file:
         file.write(torn)
@@ -75,7 +78,7 @@ def test_a_torn_line_is_left_out_and_then_healed(tmp_path, torn):
 
 def test_a_run_is_written_as_it_goes(tmp_path):
     run = store.Run(MACHINE, command="ridgeline bench")
-    run.write({"type": "bench", "op": "softmax", "seconds": None}, {"type": "bench", "op": "gelu", "seconds": None})
+    run.write(BENCH | {"op": "softmax"}, BENCH)
     rows = store.load(run.path)
     assert rows == run.rows
     assert [row["type"] for row in rows] == ["run", "bench", "bench"]
@@ -91,14 +94,22 @@ def test_runs_of_one_second_do_not_meet():
 
 
 def test_recorded_runs_lie_under_results(tmp_path):
-    run = store.Run({"gpu": "NVIDIA H100 80GB HBM3", "cpu": ""}, record=True)
+    run = store.Run(MACHINE | {"gpu": "NVIDIA H100 80GB HBM3"}, record=True)
     assert run.path.parent == tmp_path / "results" / "h100"
+
+
+def test_a_bad_file_does_not_hide_the_runs_before_it(capsys):
+    good, bad = store.Run(MACHINE), store.Run(MACHINE)
+    good.write(BENCH)
+    bad.path.write_text("hello\n")
+    assert store.latest("cpu") == good.path
+    assert f"passed over: {bad.path} is not a results file" in capsys.readouterr().err
 
 
 def test_finding_runs():
     first, second, third = (store.Run(MACHINE) for _ in range(3))
-    first.write({"type": "bench", "op": "gelu"})
-    second.write({"type": "bench", "op": "mul"})
+    first.write(BENCH)
+    second.write(BENCH | {"op": "mul"})
     assert store.runs("cpu") == [first.path, second.path, third.path]
     assert store.runs("h100") == []
     assert store.latest("cpu") == second.path
@@ -121,7 +132,7 @@ def test_finding_runs():
         (b"hello\n", "line 1"),
         (b"[1]\n", "line 1"),
         (b"\xff\xfe\n", "line 1"),
-        (b'{"schema": 1, "type": "run", "run": "a"}\n{"sche\n{"schema": 1, "type": "run", "run": "a"}\n', "line 2"),
+        (b'{"schema": 1, "type": "note", "run": "a"}\n{"sche\n{"schema": 1, "type": "note", "run": "a"}\n', "line 2"),
         (b'{"schema": 2, "type": "run", "run": "a"}\n', "newer Ridgeline"),
         (b'{"schema": 1, "type": 3, "run": "a"}\n', "line 1"),
     ],
@@ -168,3 +179,23 @@ def test_slugs(gpu, slug):
 def test_rows_are_json(tmp_path):
     store.append(tmp_path / "run.jsonl", [{"schema": 1, "type": "run", "run": "a", "name": "µ\n\u2028"}])
     assert json.loads((tmp_path / "run.jsonl").read_text())["name"] == "µ\n\u2028"
+
+
+def test_a_row_that_lacks_what_readers_rely_on_is_one_sentence(tmp_path):
+    """Each field taken out, and each made something else, of each type of row."""
+    path, rows = tmp_path / "run.jsonl", fixture_rows.rows()
+    for kind, fields in store.FIELDS.items():
+        row = next(row for row in rows if row["type"] == kind)
+        for name in fields:
+            for broken in ({k: v for k, v in row.items() if k != name}, row | {name: None}, row | {name: [1]}):
+                path.write_text(json.dumps(broken) + "\n")
+                with pytest.raises(RidgelineError, match=f"line 1, a {kind} row, has no valid '{name}'"):
+                    store.load(path)
+    for broken, name in (
+        (BENCH | {"run": "a", "seconds": {"median": 0, "low": 0, "high": 0}}, "seconds"),
+        (rows[1] | {"copy": {"median": 1.0}}, "copy"),
+        (rows[0] | {"machine": {"gpu": None}}, "arch"),
+    ):
+        path.write_text(json.dumps(broken) + "\n")
+        with pytest.raises(RidgelineError, match=f"has no valid '{name}'"):
+            store.load(path)

@@ -16,6 +16,17 @@ from typing import Any
 
 SCHEMA = 1
 Row = dict[str, Any]
+NUMBER = (int, float)
+# What readers rely on: of each type of row the fields that it must have, and what they are.
+FIELDS: dict[str, dict[str, Any]] = {
+    "run": dict.fromkeys(("time", "commit", "command"), str) | {"dirty": bool, "machine": dict},
+    "roof": dict.fromkeys(("read", "write", "copy", "add", "matmul"), dict) | {"launch_us": NUMBER},
+    "check": dict.fromkeys(("op", "case", "dtype", "impl"), str) | {"outputs": dict},
+    "bench": dict.fromkeys(("op", "case", "dtype", "direction", "impl", "kind", "status", "bound"), str)
+    | dict.fromkeys(("bytes", "read", "write", "flops", "roof_seconds"), NUMBER)
+    | {"peer": bool},
+}
+MACHINE = ("gpu", "arch", "cpu", "cores", "memory_bytes", "driver", "cuda", "torch", "triton", "python", "os")
 HOUSE = Path(__file__).resolve().parents[3]
 
 
@@ -108,10 +119,35 @@ def load(path: Path | str) -> list[Row]:
             raise _refuse(f"{path} was written by a newer Ridgeline (schema {schema}); this one reads schema {SCHEMA}")
         if not known:
             raise _refuse(f"{path} is corrupt: line {number} has no type or run")
+        if fault := _fault(row):
+            raise _refuse(f"{path} is corrupt: line {number}, a {row['type']} row, has no valid {fault!r}")
         rows.append(row)
     if not rows:
         raise _refuse(f"{path} holds no rows{' but a torn one' if torn else ''}")
     return rows
+
+
+def _fault(row: Row) -> str | None:
+    """The first field that a row of its type must have and that this one lacks, or has as something else."""
+    kind = row["type"]
+    for name, wanted in FIELDS.get(kind, {}).items():
+        if not isinstance(row.get(name), wanted):
+            return name
+    if kind == "run":
+        return next((name for name in MACHINE if name not in row["machine"]), None)
+    figures = {}
+    if kind == "roof":
+        figures = {name: row[name] for name in ("read", "write", "copy", "add")} | row["matmul"]
+    elif kind == "bench" and row["status"] == "ok":
+        figures = {"seconds": row.get("seconds")}
+        if not isinstance(row.get("share"), NUMBER):
+            return "share"
+    return next((name for name, figure in figures.items() if not _measured(figure)), None)
+
+
+def _measured(figure: Any) -> bool:
+    """Whether this is a median above zero with its interval."""
+    return isinstance(figure, dict) and all(isinstance(figure.get(end), NUMBER) and figure[end] > 0 for end in ("median", "low", "high"))
 
 
 class Run:
@@ -158,10 +194,18 @@ def runs(slug: str | None = None) -> list[Path]:
 
 
 def latest(slug: str | None = None, op: str | None = None, before: str | None = None) -> Path | None:
-    """The newest run of a machine that timed an op (or any), older than the run `before` where that is given; None where there is none."""
+    """The newest run of a machine that timed an op (or any), older than the run `before` where that is given; None where there is none.
+
+    A file that cannot be read is passed over, with a line on stderr that says why: one bad file must not stop what needs none of it.
+    """
+    from ridgeline.op import RidgelineError
+
     for path in reversed(runs(slug)):
-        if (before is None or path.stem < before) and _timed(path, op):
-            return path
+        try:
+            if (before is None or path.stem < before) and _timed(path, op):
+                return path
+        except RidgelineError as error:
+            print(f"ridgeline: passed over: {error}", file=sys.stderr)
     return None
 
 
