@@ -87,6 +87,35 @@ def test_layouts(op: Op, layout: str, device: str) -> None:
             assert verdict.ok, f"{implementation.name}: {verdict.reason()}"
 
 
+SIZES = {
+    "gelu": [[(0,)], [()], [(1,)], [(0, 3)], [(5, 0, 2)], [(7, 1, 3)]],
+    "mul": [[(0,), (0,)], [(), ()], [(1,), (7,)], [(3, 0), (1, 1)], [(0, 1), (1, 5)], [(2, 1, 3), ()]],
+    "softmax": [[(0,)], [(1,)], [(3, 0)], [(0, 3)], [(5, 0, 2)], [(7, 1, 3)]],
+    "matmul": [
+        [(0, 5), (5, 3)],
+        [(4, 5), (5, 0)],
+        [(4, 0), (0, 3)],
+        [(0, 2, 3), (3, 4)],
+        [(1,), (1,)],
+        [(5,), (2, 5, 3)],
+        [(7, 1), (1, 9)],
+    ],
+}
+
+
+@pytest.mark.parametrize("name", SIZES)
+def test_empty_and_odd_sizes(name: str, device: str) -> None:
+    """Shapes with a zero or a one in them, and no dimension at all: PyTorch's own results and gradients."""
+    own = {"gelu": torch.nn.functional.gelu, "mul": torch.mul, "softmax": lambda x: torch.softmax(x, -1), "matmul": torch.matmul}[name]
+    for shapes in SIZES[name]:
+        args = [torch.randn(shape, device=device, requires_grad=True) for shape in shapes]
+        for impl in (None, *(i.name for i in OPS[name].implementations.values() if i.is_kernel and why_not(i, *args) is None)):
+            y, expected = getattr(ridgeline, name)(*args, impl=impl), own(*args)
+            assert y.shape == expected.shape, (shapes, impl)
+            torch.testing.assert_close(y, expected)
+            torch.testing.assert_close(gradients(y, args), gradients(expected, args))
+
+
 @pytest.mark.parametrize(("op", "implementation"), KERNELS, ids=named)
 def test_gradient_layouts(op: Op, implementation: Implementation, device: str) -> None:
     """An expanded incoming gradient gives what its contiguous copy gives."""
