@@ -21,11 +21,20 @@ __device__ inline float exp_from(float x, float base) {
     return y;
 }
 
-// e * factor / total. For float32 results rounded as a division is: a reciprocal's rounding alone would put one bias on a row.
-__device__ inline float divide(float e, float factor, float total, float reciprocal) {
-    if (sizeof(Y) < 4) return e * (factor * reciprocal);
-    const float scaled = e * factor, q = scaled * reciprocal;
-    return fmaf(fmaf(-q, total, scaled), reciprocal, q);
+// e / total. For float32 results rounded as a division is: a reciprocal's rounding alone would put one bias on a row.
+__device__ inline float divide(float e, float total, float reciprocal) {
+    const float q = e * reciprocal;
+    return sizeof(Y) < 4 ? q : fmaf(fmaf(-q, total, e), reciprocal, q);
+}
+
+// Calls f on each of this thread's packs of a part of `count` elements.
+template <typename F>
+__device__ inline void for_each(int count, F f) {
+#pragma unroll(ITEMS < 4 ? ITEMS : 4)
+    for (int i = 0; i < ITEMS; ++i) {
+        const int p = i * THREADS + threadIdx.x;
+        if (p * PACK < count) f(p);
+    }
 }
 
 // Past the caches: backward reads twice what it writes, and its next rows are the better guests. Forward's stores gain nothing.
@@ -75,7 +84,7 @@ struct Share {
         cluster_sync<CLUSTER>();
     }
 
-    // Every warp of the cluster gives FLOATS floats; returns them all. The next row is asked for: all have read this one.
+    // Every warp of the cluster gives FLOATS floats; returns them all.
     __device__ const float* exchange(int k, const float (&mine)[FLOATS]) {
         float* set = slots + (k & 1) * FLOATS * SLOTS;
         float* slot = set + FLOATS * (rank * WARPS + threadIdx.x / 32);
@@ -90,8 +99,12 @@ struct Share {
             if (lane < CLUSTER) cluster_send(slot, mine, barrier, lane);
             barrier_wait(barrier, k / 2 & 1);
         }
-        if (threadIdx.x == 0) stream.load(k + STAGES);
         return set;
+    }
+
+    // Asks for the row STAGES after the k-th, in whose place it comes: all threads of this block have read that.
+    __device__ void next(int k) {
+        if (threadIdx.x == 0) stream.load(k + STAGES);
     }
 };
 
@@ -103,38 +116,37 @@ extern "C" __global__ void __launch_bounds__(THREADS, BLOCKS)
     for (long long row = blockIdx.x / CLUSTER; row < rows; row += gridDim.x / CLUSTER, ++k) {
         share.stream.wait(k);
         const auto* in = reinterpret_cast<const Pack<X, PACK>*>(share.stream.part(k, 0));
-        float e[ITEMS][PACK], top = -INF, sum = 0;
+        float top = -INF, sum = 0;
+        for_each(share.count, [&](int p) {
+            const Pack<X, PACK> pack = in[p];
 #pragma unroll
-        for (int i = 0; i < ITEMS; ++i) {
-            const int p = i * THREADS + threadIdx.x;
-            const bool here = p * PACK < share.count;
-            Pack<X, PACK> pack;
-            if (here) pack = in[p];
-#pragma unroll
-            for (int j = 0; j < PACK; ++j) top = fmaxf(top, e[i][j] = here ? to_float(pack.at[j]) : -INF);
-        }
+            for (int j = 0; j < PACK; ++j) top = fmaxf(top, to_float(pack.at[j]));
+        });
         top = warp_max(top);
         const float base = top == -INF ? 0.0f : top;  // nothing but -inf: exponentials of 0, not of -inf + inf
+        for_each(share.count, [&](int p) {
+            const Pack<X, PACK> pack = in[p];
 #pragma unroll
-        for (int i = 0; i < ITEMS; ++i)
-#pragma unroll
-            for (int j = 0; j < PACK; ++j) sum += e[i][j] = exp_from(e[i][j], base);
-        sum = warp_sum(sum);
-        const float* slots = share.exchange(k, {top, sum});
+            for (int j = 0; j < PACK; ++j) sum += exp_from(to_float(pack.at[j]), base);
+        });
+        const float* slots = share.exchange(k, {top, warp_sum(sum)});
         float most = -INF, total = 0;
         for (int s = lane; s < SLOTS; s += 32) most = fmaxf(most, slots[2 * s]);
         most = warp_max(most);
         for (int s = lane; s < SLOTS; s += 32) total += slots[2 * s + 1] * exp_from(slots[2 * s], most);
         total = warp_sum(total);
-        const float factor = exp_from(top, most), reciprocal = 1.0f / total, both = factor * reciprocal;
+        const float reciprocal = 1.0f / total;
         auto* out = reinterpret_cast<Pack<Y, PACK>*>(y + row * columns + share.begin);
-#pragma unroll
-        for (int i = 0; i < ITEMS; ++i) {
-            const int p = i * THREADS + threadIdx.x;
+        for_each(share.count, [&](int p) {
+            const Pack<X, PACK> in_pack = in[p];
             Pack<Y, PACK> pack;
 #pragma unroll
-            for (int j = 0; j < PACK; ++j) from_float(divide(e[i][j], factor, total, reciprocal), pack.at[j]);
-            if (p * PACK < share.count) out[p] = pack;
+            for (int j = 0; j < PACK; ++j) from_float(divide(exp_from(to_float(in_pack.at[j]), most), total, reciprocal), pack.at[j]);
+            out[p] = pack;
+        });
+        if (row + gridDim.x / CLUSTER < rows) {
+            __syncthreads();
+            share.next(k);
         }
     }
 }
@@ -159,6 +171,7 @@ extern "C" __global__ void __launch_bounds__(THREADS, BLOCKS)
             for (int j = 0; j < PACK; ++j) sum += to_float(a[i].at[j]) * to_float(b[i].at[j]);
         }
         const float* slots = share.exchange(k, {warp_sum(sum)});
+        share.next(k);
         for (int s = threadIdx.x % 32; s < SLOTS; s += 32) total += slots[s];
         total = warp_sum(total);
         auto* out = reinterpret_cast<Pack<X, PACK>*>(dx + row * columns + share.begin);

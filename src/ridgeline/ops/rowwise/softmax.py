@@ -156,24 +156,28 @@ _cuda_fwd = CudaKernel(FILE, "softmax_fwd", "PPqiq")
 _cuda_bwd = CudaKernel(FILE, "softmax_bwd", "PPPqiqq")
 
 
-def cluster_rule(size: int) -> tuning.Config:
+def cluster_rule(size: int, backward: bool) -> tuning.Config:
     """How the cluster kernels take rows of `size` bytes, all inputs together: blocks per row (CLUSTER), threads per block,
-    blocks per multiprocessor, rows that a block reads ahead (STAGES), rows per cluster (ROWS)."""
-    cluster = min(16, _power(_ceil(size, 16384)))
+    blocks per multiprocessor, rows that a block reads ahead (STAGES), rows per cluster (ROWS).
+
+    Forward takes few registers, so that other blocks, not rows ahead, fill the time in which a block waits."""
+    if not backward:
+        return {"CLUSTER": min(16, _power(_ceil(size, 65536))), "THREADS": 512, "BLOCKS": 2, "STAGES": 1, "ROWS": 1}
+    cluster = min(16, _power(_ceil(size, 32768)))
     part = _ceil(size, cluster)
     threads = min(1024, max(32, _power(_ceil(part, 64))))
     blocks = 1024 // threads  # leaves 64 registers a thread
-    return {"CLUSTER": cluster, "THREADS": threads, "BLOCKS": blocks, "STAGES": max(1, min(3, 221184 // (blocks * part))), "ROWS": 4}
+    return {"CLUSTER": cluster, "THREADS": threads, "BLOCKS": blocks, "STAGES": max(1, min(3, 221184 // (blocks * part))), "ROWS": 8}
 
 
 def cluster_space(size: int, where: device.Device) -> list[tuning.Config]:
-    """Configurations for rows of `size` bytes that fit a multiprocessor, keep 64 KiB in flight and give a thread 32 to 128 bytes."""
+    """Configurations for rows of `size` bytes that fit a multiprocessor, keep 64 KiB in flight and give a thread 32 to 256 bytes."""
     found = []
     for c, t, b, s in product((1, 2, 4, 8, 16), (32, 64, 128, 256, 512, 1024), (1, 2, 3, 4, 8, 16, 32), (1, 2, 3)):
         part = _ceil(size, c)
-        fits = b * (s * part + c * t // 2 + 1100) <= where.shared_memory and 384 <= b * t <= 1536
-        if fits and b * s * part >= 65536 and 32 <= part // t <= 128:
-            found += [{"CLUSTER": c, "THREADS": t, "BLOCKS": b, "STAGES": s, "ROWS": r} for r in (1, 4, 16)]
+        fits = b * (s * part + c * t // 2 + 1100) <= where.shared_memory and 384 <= b * t <= 2048
+        if fits and b * s * part >= 65536 and 32 <= part // t <= 256:
+            found += [{"CLUSTER": c, "THREADS": t, "BLOCKS": b, "STAGES": s, "ROWS": r} for r in ((1,) if s == 1 else (4, 16))]
     return found
 
 
@@ -196,7 +200,7 @@ def _launch_cluster(kernel: CudaKernel, out: torch.Tensor, *inputs: torch.Tensor
 
     def config() -> dict[str, Any]:
         key = _key(x, y, columns)
-        found = tuning.config(where, "softmax", kernel.name, key, lambda: cluster_rule(size), lambda: cluster_space(size, where))
+        found = tuning.config(where, "softmax", kernel.name, key, lambda: cluster_rule(size, backward), lambda: cluster_space(size, where))
         return dict(_plan(backward, x, y, columns, **found))
 
     def grid(c: dict[str, Any], rows: int) -> int:
@@ -305,6 +309,11 @@ def softmax(x: torch.Tensor, dim: int = -1, dtype: torch.dtype | None = None, *,
     A row of nothing but -inf, or with +inf or NaN in it, gives NaN.
     Raises RidgelineError on a `dim` that x does not have, a result that is not floating point, or an `impl` that cannot run the call.
     """
+    if impl is None and dtype is None and type(x) is torch.Tensor and x.is_cuda and x.dtype in SOFTMAX.kernel_dtypes:
+        if type(dim) is int and -x.dim() <= dim < x.dim() and not torch.is_autocast_enabled("cuda"):  # nothing to look at more closely
+            return (
+                differentiate(_Softmax, x, dim, None, None) if torch.is_grad_enabled() and x.requires_grad else _forward(x, dim, None, None)
+            )
     if not isinstance(x, torch.Tensor):
         raise RidgelineError(f"softmax: x must be a tensor, and is {type(x).__name__}")
     if not (dtype or x.dtype).is_floating_point:
