@@ -170,6 +170,13 @@ def test_changes_since_the_last_run():
     assert view.changes(before, before)["rows"] == []
 
 
+def test_a_share_with_the_cache_s_help_has_a_star():
+    source = view.Source(H100)
+    row = next(r for r in source.bench if r["status"] == "ok")
+    assert view.line(row | {"cached": True, "share": 1.2}, source, [row])["percent"] == "120%*"
+    assert view.line(row | {"cached": False}, source, [row])["percent"].endswith("%")
+
+
 def test_the_verb_shows_recorded_runs(tmp_path, monkeypatch, capsys):
     monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "cache"))
     run = fixture_rows.write(tmp_path / "run.jsonl")
