@@ -15,7 +15,7 @@ from typing import TYPE_CHECKING, Any
 from ridgeline.lab import units
 from ridgeline.lab.check import check_row, choice, chosen_implementations, chosen_ops, chosen_work, compiling, default_device
 from ridgeline.lab.machine import facts, measure_roof, roof_seconds
-from ridgeline.lab.tables import console, figure, table, timing
+from ridgeline.lab.tables import CACHED, console, figure, table, timing
 
 if TYPE_CHECKING:
     from ridgeline.lab.clock import Function, Measurement, Timer
@@ -353,8 +353,7 @@ def show(rows: list[Row]) -> None:
         best = min(row["seconds"]["median"] for row in group)
         made = table(" ".join(work), ["impl"], ["time", "rate", "of roof", "to peer", "host us", "memory", "law"])
         for row in group:
-            share = units.percent(row["share"]) + ("*" if row["cached"] else "")
-            cells = rate(row), share, figure(row["ratio"], units.times), figure(row["host_us"], units.digits)
+            cells = rate(row), units.share(row), figure(row["ratio"], units.times), figure(row["host_us"], units.digits)
             style = "green" if row["seconds"]["median"] == best else ""
             made.add_row(
                 Text(row["impl"]), timing(row["seconds"]), *cells, units.size(row["peak_bytes"]), units.digits(row["law"]), style=style
@@ -371,4 +370,4 @@ def show(rows: list[Row]) -> None:
         style = "dim" if status in ("unsupported", "skipped") else "red"
         out.print(f"{op} {impl}: {status} ({place}): {reason}", style=style, markup=False)
     if any(row["cached"] for row in bench):
-        out.print("* the work is under four times the cache, which helps", style="dim")
+        out.print(CACHED, style="dim")

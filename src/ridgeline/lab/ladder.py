@@ -8,7 +8,7 @@ from typing import Any
 
 from ridgeline.lab import store, units
 from ridgeline.lab.compare import machine
-from ridgeline.lab.tables import console, figure, table, timing
+from ridgeline.lab.tables import CACHED, console, figure, table, timing
 from ridgeline.lab.verdict import key
 
 Row = dict[str, Any]
@@ -86,7 +86,9 @@ def show(found: list[Row], rows: list[Row]) -> None:
             name = Text(row["impl"])
             if row["status"] == "ok":
                 gain = figure(row["gain"], units.times)
-                made.add_row(name, Text(row["idea"]), timing(row["seconds"]), gain, units.percent(row["share"]))
+                made.add_row(name, Text(row["idea"]), timing(row["seconds"]), gain, units.share(row))
             else:
                 made.add_row(name, Text(f"{row['status']}: {row['reason']}"), *[units.DASH] * 3, style="dim")
         out.print(made)
+    if any(row["status"] == "ok" and row.get("cached") for row in found):
+        out.print(CACHED, style="dim")

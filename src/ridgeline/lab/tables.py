@@ -9,6 +9,7 @@ if TYPE_CHECKING:
     from rich.console import Console
     from rich.table import Table
 
+CACHED = "* the work is under four times the cache, which helps"
 LONG = ("work", "idea", "why")
 
 

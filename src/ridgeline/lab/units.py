@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from typing import Any
+
 PREFIXES = ("", "k", "M", "G", "T", "P")
 DASH = "\N{EN DASH}"
 
@@ -52,6 +54,11 @@ def size(value: float | None) -> str:
 def percent(share: float) -> str:
     """A share as a whole percentage; one place below 10%."""
     return f"{share:.1%}" if share < 0.0995 else f"{share:.0%}"
+
+
+def share(row: dict[str, Any]) -> str:
+    """A timed row's share of the roof; with a star where the work is small enough for the cache to help."""
+    return percent(row["share"]) + ("*" if row.get("cached") else "")
 
 
 def times(ratio: float) -> str:

@@ -153,7 +153,7 @@ def line(row: Row, source: Source, siblings: list[Row]) -> dict[str, Any]:
         "interval": f"95% interval {units.seconds(low)} to {units.seconds(high)}",
         "rate": roofline.rate(row),
         "share": row["share"],
-        "percent": units.percent(row["share"]) + ("*" if row.get("cached") else ""),
+        "percent": units.share(row),
         "ratio": figure(row["ratio"], units.times),
         "host": figure(row["host_us"], lambda us: units.seconds(us / 1e6)),
         "peak": units.size(row["peak_bytes"]),
