@@ -4,6 +4,7 @@ A kernel that may spill is listed in SPILLS with the most bytes it may move and 
 """
 
 import pytest
+import triton
 
 from ridgeline import device, op
 from ridgeline.lab import inspect
@@ -16,6 +17,8 @@ SPILLS: dict[tuple[str, str, str, str], tuple[int, str]] = {
     ("softmax", "triton_row", "_bwd", "sm_90"): (400, WHOLE_ROW),
     ("softmax", "triton_row", "_bwd", "sm_100"): (450, WHOLE_ROW),
 }
+if triton.__version__.startswith("3.6."):
+    SPILLS["softmax", "triton", "_fwd", "sm_100"] = (8, "one register at 33x129 in half precision, with this Triton alone")
 CHECKS = 2  # of an op's small cases, beside its benchmarks
 
 pytestmark = pytest.mark.compiles
