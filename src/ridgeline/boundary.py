@@ -87,7 +87,7 @@ class Function(torch.autograd.Function):
     quick_apply: Callable[..., Any]
 
     def __init_subclass__(cls) -> None:
-        cls.quick_apply = super(torch.autograd.Function, cls).apply
+        cls.quick_apply = super(torch.autograd.Function, cls).apply  # type: ignore[misc]
 
 
 class _FirstOrderOnly(torch.autograd.Function):
@@ -197,7 +197,18 @@ def launch(
     first = args[0]
     if type(first) is tuple:
         first = first[0]
-    if INTERPRETED or _observers or devices._pretended is not None:
+    interpreted = INTERPRETED and not isinstance(kernel, CudaKernel)
+    elsewhere = interpreted or devices._pretended is not None  # nothing is started on a GPU
+    if not elsewhere:
+        if not first.is_cuda:
+            raise RidgelineError(
+                f"a kernel needs a GPU, and the tensor is on {first.device}; on a CPU, Triton kernels run with TRITON_INTERPRET=1"
+            )
+        index = first.get_device()
+        if torch._C._cuda_getDevice() != index:
+            with torch.cuda.device(index):
+                return launch(kernel, grid, *args, config=config, key=key, **constants)
+    if elsewhere or _observers:
         constants |= config() if config else {}
         grid = grid if isinstance(grid, tuple) else grid(constants)
         args = _made(args, constants)
@@ -205,18 +216,10 @@ def launch(
             observer(Launch(kernel, grid, args, constants, devices.of(first)))
         if devices._pretended is not None or 0 in grid:
             return None
-        if INTERPRETED and not isinstance(kernel, CudaKernel):
+        if interpreted:
             options = ("num_warps", "num_stages", "maxnreg", "num_ctas")
             kernel[grid](*args, **{k: v for k, v in constants.items() if k not in options})
             return None
-    if not first.is_cuda:
-        raise RidgelineError(
-            f"a kernel needs a GPU, and the tensor is on {first.device}; on a CPU, Triton kernels run with TRITON_INTERPRET=1"
-        )
-    index = first.get_device()
-    if torch._C._cuda_getDevice() != index:
-        with torch.cuda.device(index):
-            return launch(kernel, grid, *args, config=config, key=key, **constants)
     if (config is None) != (key is None):
         raise TypeError(f"launch of {kernel}: config and key go together; the key holds what the configuration depends on")
     if config is not None and tuning.listening():

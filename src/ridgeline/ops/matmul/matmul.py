@@ -47,8 +47,15 @@ def _fwd(y, a, b, M, N, K, a_batch, a_m, a_k, b_batch, b_k, b_n, BM: tl.constexp
     tl.store(at_y, total.to(y.dtype.element_ty), mask=(m[:, None] < M) & (n[None, :] < N))
 
 
+GRID_Y = 65535  # blocks along y at most, one for each matrix of a batch
+
+
 def _triton(y: torch.Tensor, a: torch.Tensor, b: torch.Tensor) -> None:
     """a (B, M, K) or (M, K), b (B, K, N) or (K, N), any strides; y contiguous."""
+    if a.dim() == 3 and a.shape[0] > GRID_Y:
+        for some in zip(y.split(GRID_Y), a.split(GRID_Y), b.split(GRID_Y), strict=True):
+            _triton(*some)
+        return
     M, K, N = a.shape[-2], a.shape[-1], b.shape[-1]
     precision = "ieee" if torch.get_float32_matmul_precision() == "highest" else "tf32"
 
@@ -133,7 +140,7 @@ def matmul(a: torch.Tensor, b: torch.Tensor, *, impl: str | None = None) -> torc
     if plain is not None:
         return plain.call(a, b)  # type: ignore[misc]
     if a.dim() == 1:
-        return matmul(a[None], b, impl=impl).squeeze(-2)
+        return matmul(a[None], b, impl=impl).squeeze(-2 if b.dim() > 1 else -1)
     if b.dim() == 1:
         return matmul(a, b[:, None], impl=impl).squeeze(-1)
     if b.dim() == 2:

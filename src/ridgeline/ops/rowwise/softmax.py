@@ -309,11 +309,9 @@ def softmax(x: torch.Tensor, dim: int = -1, dtype: torch.dtype | None = None, *,
     A row of nothing but -inf, or with +inf or NaN in it, gives NaN.
     Raises RidgelineError on a `dim` that x does not have, a result that is not floating point, or an `impl` that cannot run the call.
     """
-    if impl is None and dtype is None and type(x) is torch.Tensor and x.is_cuda and x.dtype in SOFTMAX.kernel_dtypes:
-        if type(dim) is int and -x.dim() <= dim < x.dim() and not torch.is_autocast_enabled("cuda"):  # nothing to look at more closely
-            return (
-                differentiate(_Softmax, x, dim, None, None) if torch.is_grad_enabled() and x.requires_grad else _forward(x, dim, None, None)
-            )
+    usual = impl is None and dtype is None and type(x) is torch.Tensor and x.is_cuda and x.dtype in SOFTMAX.kernel_dtypes
+    if usual and type(dim) is int and -x.dim() <= dim < x.dim() and not torch.is_autocast_enabled("cuda"):
+        return differentiate(_Softmax, x, dim, None, None) if torch.is_grad_enabled() and x.requires_grad else _forward(x, dim, None, None)
     if not isinstance(x, torch.Tensor):
         raise RidgelineError(f"softmax: x must be a tensor, and is {type(x).__name__}")
     if not (dtype or x.dtype).is_floating_point:
