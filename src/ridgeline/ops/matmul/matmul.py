@@ -83,17 +83,8 @@ def _rule(gpu: device.Device, dtype: torch.dtype, precision: str, M: int, N: int
 
 _SPACE = [
     {"BM": bm, "BN": bn, "BK": bk, "GROUP": 8, "num_warps": warps, "num_stages": stages}
-    for bm, bn, bk, warps, stages in (
-        (128, 256, 64, 8, 3),
-        (128, 256, 64, 8, 4),
-        (256, 128, 64, 8, 3),
-        (256, 128, 64, 8, 4),
-        (128, 128, 64, 8, 3),
-        (128, 128, 64, 4, 4),
-        (64, 256, 64, 4, 4),
-        (64, 128, 64, 4, 4),
-        (128, 128, 32, 8, 3),
-    )
+    for bm, bn, warps in ((128, 256, 8), (256, 128, 8), (128, 128, 8), (128, 128, 4), (64, 256, 4), (64, 128, 4))
+    for bk, stages in ((64, 3), (64, 4), (32, 3))
 ]
 
 
