@@ -38,14 +38,15 @@ __device__ inline void bulk_load(void* to, const void* from, unsigned bytes, Bar
                  : "memory");
 }
 
-// All threads of a cluster of SIZE blocks meet; what they wrote to each other's shared memory is then visible.
+// All threads of a cluster of SIZE blocks meet, and see each other's initialised barriers. Relaxed: a releasing arrival is a fence
+// over all of a thread's global memory, and every warp of every block would stand in it.
 template <int SIZE>
 __device__ inline void cluster_sync() {
     if constexpr (SIZE == 1)
         __syncthreads();
     else {
         __syncwarp();
-        asm volatile("barrier.cluster.arrive.release.aligned;" ::: "memory");
+        asm volatile("barrier.cluster.arrive.relaxed.aligned;" ::: "memory");
         asm volatile("barrier.cluster.wait.acquire.aligned;" ::: "memory");
     }
 }
