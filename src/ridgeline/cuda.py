@@ -1,4 +1,4 @@
-"""CUDA C++ through NVRTC: compiled when first needed, started by the driver, with clusters, large shared memory and tensor maps."""
+"""CUDA C++ through NVRTC: compiled when first needed, started by the driver, with clusters and large dynamic shared memory."""
 
 from __future__ import annotations
 
@@ -158,8 +158,7 @@ class Starter:
 class CudaKernel:
     """A kernel of a .cu file: `CudaKernel(path, "gelu_fwd", "PPq")`.
 
-    arguments: one code per argument, as in `struct`: P a pointer (a tensor, or None), i int, q long long, f float,
-        T a tensor map (128 bytes).
+    arguments: one code per argument, as in `struct`: P a pointer (a tensor, or None), i int, q long long, f float.
     Started with macros and the options `block` (threads), `cluster` (blocks along x) and `shared` (bytes of dynamic
     shared memory) as constants of `boundary.launch`.
     """
@@ -186,4 +185,4 @@ class CudaKernel:
             _check(driver.cuFuncSetAttribute(function, 8, shared), f"{self} with {shared} bytes of shared memory")
         if cluster > 8:
             _check(driver.cuFuncSetAttribute(function, 14, 1), f"{self} with a cluster of {cluster}")
-        return Starter(function.value or 0, self.arguments.replace("T", "128s"), block, shared, index, cluster, str(self))
+        return Starter(function.value or 0, self.arguments, block, shared, index, cluster, str(self))

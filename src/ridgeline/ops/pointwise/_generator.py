@@ -147,7 +147,7 @@ class Pointwise:
 
     op: Op
 
-    def __init__(self, name: str, inputs: Sequence[str], forward: dict[str, Any], backward: dict[str, Any], scalars: int = 0):
+    def __init__(self, name: str, inputs: Sequence[str], forward: dict[str, Any], backward: dict[str, Any]):
         self.name, self.inputs, self.count, self.functions = name, inputs, len(inputs), {"fwd": forward, "bwd": backward}
         tensors = ", ".join(f"Tensor {i}" for i in inputs)
         results = f"({', '.join(['Tensor'] * self.count)})" if self.count > 1 else "Tensor"

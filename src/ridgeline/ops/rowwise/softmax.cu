@@ -1,5 +1,6 @@
 // softmax of wide rows: a cluster of CLUSTER blocks holds a row, each block one part of it, and reads it once.
-// A block takes rows in a loop: bulk copies bring the next STAGES rows into shared memory while one is worked on.
+// Bulk copies bring the parts into shared memory. A cluster may take rows in a loop and have STAGES of them on their way; on an
+// H100 one row each is best, where other clusters fill the time in which one waits.
 // Macros: XTYPE and YTYPE the element types of x (and dx) and of y (and dy); CLUSTER; STAGES; THREADS per block; BLOCKS that fit a
 // multiprocessor; ITEMS packs per thread. Rows start at multiples of 16 bytes and are multiples of 16 bytes long.
 #include "elementwise.cuh"

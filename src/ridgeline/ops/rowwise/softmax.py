@@ -428,7 +428,7 @@ SOFTMAX.kernel(
 )
 SOFTMAX.kernel(
     "cuda_cluster",
-    "a row over a cluster of blocks, read once; bulk copies bring the next rows meanwhile",
+    "a row over a cluster of blocks, copied into their shared memory in bulk and read from memory once",
     kind="cuda",
     served=True,
     arch=90,
