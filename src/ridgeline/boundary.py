@@ -3,6 +3,9 @@
 A launcher is a function of tensors that allocates its outputs and calls `launch`. While PyTorch traces, `launch` does
 nothing, so a launcher is its own fake kernel. For that to hold, no allocation depends on a configuration, a pointer or a
 value on the device; grids, configurations and tensor descriptors are given to `launch` as functions.
+
+What a launcher does depends on the kinds of its arguments alone, so a call like one before is not worked out anew: its
+allocations and starts are replayed from a `Plan`, in a third of the time (see `replay.py`).
 """
 
 from __future__ import annotations
@@ -10,7 +13,7 @@ from __future__ import annotations
 import re
 import struct
 import threading
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
 from functools import wraps
@@ -23,11 +26,17 @@ from ridgeline import device as devices
 from ridgeline import tuning
 from ridgeline.cuda import CudaKernel, Starter, parameters
 from ridgeline.op import RidgelineError
+from ridgeline.replay import Plans, Start, recorder
 
 LIBRARY = torch.library.Library("ridgeline", "DEF")
 INTERPRETED = bool(triton.knobs.runtime.interpret)
 
-_trace = threading.local()
+
+class _Trace(threading.local):
+    on = False
+
+
+_trace = _Trace()
 
 
 def kernel_op(schema: str) -> Callable[[Callable[..., Any]], Any]:
@@ -53,22 +62,21 @@ def kernel_op(schema: str) -> Callable[[Callable[..., Any]], Any]:
         torch.library.register_fake(f"ridgeline::{name}", fake, lib=LIBRARY)
         registered = getattr(torch.ops.ridgeline, name).default
 
+        plans = Plans(launcher, leading)
+
         def call(*args: Any) -> Any:
-            return launcher(*args) if unwatched(args[:leading]) else registered(*args)
+            if torch.compiler.is_compiling() or torch._C._len_torch_dispatch_stack() or torch._C._are_functorch_transforms_active():
+                return registered(*args)
+            for t in args[:leading]:
+                if t is not None and (type(t) not in _OWN or t.is_meta):
+                    return registered(*args)
+            if _observers or devices._pretended is not None or tuning._listener is not None:
+                return launcher(*args)
+            return plans(*args)
 
         return call
 
     return register
-
-
-def unwatched(tensors: Iterable[Any]) -> bool:
-    """Whether an op on these tensors may be called as the plain function it is: nobody traces, transforms or intercepts it."""
-    if torch.compiler.is_compiling() or torch._C._len_torch_dispatch_stack() or torch._C._are_functorch_transforms_active():
-        return False
-    for t in tensors:
-        if type(t) not in _OWN or t.is_meta:
-            return False
-    return True
 
 
 _OWN = frozenset((torch.Tensor, torch.nn.Parameter))
@@ -122,7 +130,7 @@ def first_order(backward: Callable[..., Any]) -> Callable[..., Any]:
 
 def tracing() -> bool:
     """Whether PyTorch is tracing the launcher that runs now: then tensors have no data and nothing must start."""
-    return getattr(_trace, "on", False)
+    return _trace.on
 
 
 @dataclass(frozen=True)
@@ -149,40 +157,13 @@ def observe(observer: Callable[[Launch], None]) -> Iterator[None]:
         _observers.remove(observer)
 
 
-Start = Callable[[int, int, int, int, Sequence[Any]], None]  # grid x, y, z, stream, values
-
-
-class Started:
-    """A kernel that `launch` has started: `again` starts it with other tensors and numbers of the same kinds, in less time."""
-
-    def __init__(self, kernel: Any, start: Start | None, slow: Callable[..., None] | None, constants: dict[str, Any], index: int):
-        self.kernel, self.start, self.slow, self.constants, self.index = kernel, start, slow, constants, index
-        self.version = tuning.version
-
-    def again(self, x: int, values: Sequence[Any]) -> bool:
-        """Starts x blocks on the pointers and numbers that are the arguments. False, with nothing started, where somebody
-        watches or the call is no plain one: then `launch` is the way. The kinds of the arguments (dtypes, alignment to 16
-        bytes, divisibility by 16, being 1, fitting into 32 bits) are the caller's to keep."""
-        if (
-            self.start is None
-            or _observers
-            or devices._pretended is not None
-            or self.version != tuning.version
-            or tuning.listening()
-            or torch._C._cuda_getDevice() != self.index
-        ):
-            return False
-        self.start(x, 1, 1, torch._C._cuda_getCurrentRawStream(self.index), values)
-        return True
-
-
-_started: dict[Any, Started] = {}
+_started: dict[Any, tuple[Start | None, Callable[..., None] | None, dict[str, Any]]] = {}
 
 
 def launch(
     kernel: Any, grid: Any, *args: Any, config: Callable[[], dict[str, Any]] | None = None, key: Any = None, **constants: Any
-) -> Started | None:
-    """Starts a kernel: Triton, Gluon or CUDA C++. Returns what starts it again quickly, where it was really started.
+) -> None:
+    """Starts a kernel: Triton, Gluon or CUDA C++.
 
     kernel: a `triton.jit` or `gluon.jit` function whose constexpr parameters come last, or a `CudaKernel`.
     grid: a tuple, or a function from the constants to one. A grid with a zero in it starts nothing.
@@ -192,8 +173,8 @@ def launch(
     config: a function that gives the tile configuration, merged into `constants`. It is called when a kernel is first started
         for such arguments, constants and `key`; `key` holds whatever else it depends on.
     """
-    if getattr(_trace, "on", False):
-        return None
+    if _trace.on:
+        return
     first = args[0]
     if type(first) is tuple:
         first = first[0]
@@ -215,11 +196,11 @@ def launch(
         for observer in _observers:
             observer(Launch(kernel, grid, args, constants, devices.of(first)))
         if devices._pretended is not None or 0 in grid:
-            return None
+            return
         if interpreted:
             options = ("num_warps", "num_stages", "maxnreg", "num_ctas")
             kernel[grid](*args, **{k: v for k, v in constants.items() if k not in options})
-            return None
+            return
     if (config is None) != (key is None):
         raise TypeError(f"launch of {kernel}: config and key go together; the key holds what the configuration depends on")
     if config is not None and tuning.listening():
@@ -237,8 +218,8 @@ def launch(
             slow = None
         else:
             start, slow = _triton_start(kernel, _made(args, constants), constants, len(values), index)
-        started = _started[where] = Started(kernel, start, slow, constants, index)
-    constants = started.constants
+        started = _started[where] = start, slow, constants
+    start, slow, constants = started
     if None in values:
         args = _made(args, constants)
         values.clear()
@@ -246,14 +227,16 @@ def launch(
     if type(grid) is not tuple:
         grid = grid(constants)
     if 0 in grid:
-        return None
+        return
     x, y, z = grid if len(grid) == 3 else (*grid, 1, 1)[:3]
     stream = torch._C._cuda_getCurrentRawStream(index)
-    if started.start is not None:
-        started.start(x, y, z, stream, values)
-    elif started.slow is not None:
-        started.slow(x, y, z, stream, args)
-    return started
+    watching = recorder()
+    if watching is not None:
+        watching.started(start, (x, y, z), args, values)
+    if start is not None:
+        start(x, y, z, stream, values)
+    elif slow is not None:
+        slow(x, y, z, stream, args)
 
 
 def _read(args: tuple[Any, ...], values: list[Any], key: list[Any]) -> None:

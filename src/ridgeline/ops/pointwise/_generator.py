@@ -12,7 +12,6 @@ whole vectors. Both are bounded by memory: the floor is each input read once and
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from operator import attrgetter
 from typing import Any
 
 import torch
@@ -20,7 +19,7 @@ import triton
 import triton.language as tl
 
 from ridgeline import device, tuning
-from ridgeline.boundary import Function, Started, differentiate, first_order, kernel_op, launch, tracing
+from ridgeline.boundary import Function, differentiate, first_order, kernel_op, launch
 from ridgeline.cuda import CudaKernel
 from ridgeline.op import FLOATS, Op, RidgelineError, dtype_name
 from ridgeline.select import eager, run
@@ -94,27 +93,27 @@ def collapse(shape: Sequence[int], strides: list[Sequence[int]]) -> tuple[list[i
     return sizes or [1], [t or [1] for t in steps]
 
 
-def _launch(op: str, direction: str, fn: Any, outs: Tensors, ins: Tensors, scalars: tuple[float, ...], need: int = 1) -> Started | None:
-    """Starts `_flat` (and returns what starts it again) where all tensors lie in memory alike, else `_rows` over the inputs expanded to the output's shape."""
+def _launch(op: str, direction: str, fn: Any, outs: Tensors, ins: Tensors, scalars: tuple[float, ...], need: int = 1) -> None:
+    """Starts `_flat` where all tensors lie in memory alike, else `_rows` over the inputs expanded to the output's shape."""
     y = outs[0] if need & 1 else next(o for k, o in enumerate(outs) if need >> k & 1)
     n = y.numel()
     shape = y.shape
     for x in ins:
         if not x.is_contiguous() or x.shape != shape:
             if n == 0:
-                return None
+                return
             views = [x if x.shape == shape else x.expand(shape) for x in ins]
             sizes, steps = collapse(shape, [y.stride(), *(v.stride() for v in views)])
             if len(sizes) > 1 or any(t != [1] for t in steps):
                 _launch_rows(fn, outs, ins, scalars, need, sizes, steps)
-                return None
+                return
             n = sizes[0]
             break
 
     def config() -> tuning.Config:
         return tuning.config(device.of(y), op, direction, dtype_name(y), lambda: _RULE, lambda: _SPACE)
 
-    return launch(_flat, lambda c: (-(-n // c["BLOCK"]),), outs, ins, scalars, n, FN=fn, NEED=need, config=config, key=op)
+    launch(_flat, lambda c: (-(-n // c["BLOCK"]),), outs, ins, scalars, n, FN=fn, NEED=need, config=config, key=op)
 
 
 def _launch_rows(
@@ -135,9 +134,6 @@ _RULE = {"BLOCK": 1024, "num_warps": 4}
 _SPACE = [{"BLOCK": 32 * warps * each, "num_warps": warps} for warps in (4, 8, 16) for each in (4, 8, 16, 32)]
 
 
-_DTYPE = attrgetter("dtype")
-
-
 class Pointwise:
     """The torch ops, the autograd function and the launchers of a pointwise op.
 
@@ -155,12 +151,11 @@ class Pointwise:
         self.bwd = kernel_op(f"{name}_bwd(Tensor dy, {tensors}, float[] scalars, str mode, int need, str? impl) -> {results}")(
             self._backward
         )
-        self.started: dict[Any, Started | None] = {}
         fwd, bwd, count = self.fwd, self.bwd, self.count
 
         class Differentiable(Function):
             @staticmethod
-            def forward(ctx: Any, impl: str | None, mode: str, scalars: list[float], *tensors: torch.Tensor) -> torch.Tensor:
+            def forward(ctx: Any, impl: str | None, mode: str, scalars: tuple[float, ...], *tensors: torch.Tensor) -> torch.Tensor:
                 ctx.save_for_backward(*tensors)
                 ctx.facts = impl, mode, scalars
                 return fwd(*tensors, scalars, mode, impl)
@@ -204,10 +199,12 @@ class Pointwise:
         found = eager(self.op, impl, *tensors)
         return None if found is None else found.call
 
-    def __call__(self, impl: str | None, *tensors: torch.Tensor, scalars: Sequence[float] = (), mode: str = "") -> torch.Tensor:
+    def __call__(self, impl: str | None, *tensors: torch.Tensor, scalars: tuple[float, ...] = (), mode: str = "") -> torch.Tensor:
         """Runs what serves the call: `impl`, or the best there is."""
-        if torch.is_grad_enabled() and (tensors[0].requires_grad or tensors[-1].requires_grad or any([t.requires_grad for t in tensors])):
-            return differentiate(self.function, impl, mode, scalars, *tensors)
+        if torch.is_grad_enabled():
+            for t in tensors:
+                if t.requires_grad:
+                    return differentiate(self.function, impl, mode, scalars, *tensors)
         return self.fwd(*tensors, scalars, mode, impl)
 
     def _forward(self, *args: Any) -> torch.Tensor:
@@ -217,62 +214,34 @@ class Pointwise:
             y = torch.empty_like(x)
         else:
             y = _output(tensors)
-        self._start("fwd", impl, (y,), tensors, scalars, mode)
+        run(self.op, "fwd", impl, (y,), *tensors, scalars, mode)
         return y
 
     def _backward(self, dy: torch.Tensor, *args: Any) -> Any:
         *tensors, scalars, mode, need, impl = args
         if self.count == 1:
             grads: Any = torch.empty_like(tensors[0])
-            self._start("bwd", impl, (grads,), [dy, *tensors], scalars, mode)
+            run(self.op, "bwd", impl, (grads,), dy, *tensors, scalars, mode)
             return grads
         alike = all([t.shape == dy.shape and t.stride() == dy.stride() for t in tensors])
         grads = tuple([_gradient(dy, t, alike) if need >> k & 1 else dy.new_empty(0) for k, t in enumerate(tensors)])
-        self._start("bwd", impl, grads, [dy, *tensors], scalars, mode)
+        run(self.op, "bwd", impl, grads, dy, *tensors, scalars, mode)
         return grads
-
-    def _start(self, direction: str, impl: str | None, outs: Tensors, ins: Sequence[torch.Tensor], scalars: Any, mode: str) -> None:
-        """Has what serves the call fill `outs`. What served a call of its kind before is started again without being chosen anew."""
-        values = None if scalars or tracing() else _plain_values(outs, ins)
-        if values is None:
-            run(self.op, direction, impl, outs, *ins, scalars, mode)
-            return
-        kind = direction, impl, mode, outs[0].get_device(), *map(_DTYPE, ins)
-        started = self.started.get(kind)
-        if started is None or not started.again(-(-values[-1] // started.constants["BLOCK"]), values):
-            self.started[kind] = run(self.op, direction, impl, outs, *ins, scalars, mode)
 
     def triton(self, idea: str) -> None:
         """Registers the generated kernels as the rung `triton`."""
 
-        def fwd(y: torch.Tensor, *args: Any) -> Started | None:
+        def fwd(y: torch.Tensor, *args: Any) -> None:
             *tensors, scalars, mode = args
-            return _launch(self.name, "fwd", self.functions["fwd"][mode], (y,), tuple(tensors), tuple(scalars))
+            _launch(self.name, "fwd", self.functions["fwd"][mode], (y,), tuple(tensors), tuple(scalars))
 
-        def bwd(*args: Any) -> Started | None:
+        def bwd(*args: Any) -> None:
             grads, (dy, *tensors, scalars, mode) = args[: self.count], args[self.count :]
             need = sum((g.numel() > 0) << k for k, g in enumerate(grads))
-            if not need:
-                return None
-            return _launch(self.name, "bwd", self.functions["bwd"][mode], grads, (dy, *tensors), tuple(scalars), need)
+            if need:
+                _launch(self.name, "bwd", self.functions["bwd"][mode], grads, (dy, *tensors), tuple(scalars), need)
 
         self.op.kernel("triton", idea, kind="triton", fwd=fwd, bwd=bwd, supports=floats if self.count > 1 else None, served=True)
-
-
-def _plain_values(outs: Sequence[torch.Tensor], ins: Sequence[torch.Tensor]) -> list[int] | None:
-    """The arguments of `_flat` where no tensor needs a closer look: contiguous, of one size, aligned to 16 bytes, and of a
-    multiple of 16 elements, fewer than 2**31; else None."""
-    n = outs[0].numel()
-    if n & 15 or not 0 < n < 1 << 31:
-        return None
-    values = []
-    for t in (*outs, *ins):
-        pointer = t.data_ptr()
-        if pointer & 15 or t.numel() != n or not t.is_contiguous():
-            return None
-        values.append(pointer)
-    values.append(n)
-    return values
 
 
 def _output(tensors: Sequence[torch.Tensor]) -> torch.Tensor:

@@ -9,7 +9,6 @@ Source: Milakov and Gimelshein, Online normalizer calculation for softmax, 2018 
 
 from __future__ import annotations
 
-from collections.abc import Callable
 from functools import cache, partial
 from itertools import product
 from pathlib import Path
@@ -21,7 +20,7 @@ import triton
 import triton.language as tl
 
 from ridgeline import device, tuning
-from ridgeline.boundary import Function, Started, differentiate, first_order, kernel_op, launch, tracing
+from ridgeline.boundary import Function, differentiate, first_order, kernel_op, launch, tracing
 from ridgeline.cuda import CTYPE, CudaKernel
 from ridgeline.op import Case, Cost, Op, RidgelineError, Spec, nbytes
 from ridgeline.select import eager, run
@@ -90,9 +89,7 @@ def _bwd_wide(dx, dy, y, rows, columns, dy_stride, y_stride, BN: tl.constexpr):
         tl.store(dx + start + column, (value * (slope - dot)).to(dx.dtype.element_ty), mask=mask)
 
 
-# Launchers take an output and inputs of shape (rows, columns) whose rows are contiguous, see `_rows`. They return what starts
-# their kernel again, and the number of blocks for a configuration and rows.
-Again = tuple[Started | None, Callable[[dict[str, Any], int], int]]
+# Launchers take an output and inputs of shape (rows, columns) whose rows are contiguous, see `_rows`.
 
 ROW_LIMIT = 16384  # columns of `triton_row` at most: then 64 values of every input a thread
 TILE_LIMIT = 131072  # bytes of a row, all inputs in float32, that a block holds in registers
@@ -120,13 +117,13 @@ def _launch_row(kernel: Any, out: torch.Tensor, *inputs: torch.Tensor) -> None:
     launch(kernel, (rows,), out, *inputs, rows, columns, *strides, BM=1, BN=bn, STAGES=1, num_warps=4 * len(inputs) * (1 + bn // ROW_LIMIT))
 
 
-def _launch_triton(kernel: Any, wide: Any, out: torch.Tensor, *inputs: torch.Tensor) -> Again:
+def _launch_triton(kernel: Any, wide: Any, out: torch.Tensor, *inputs: torch.Tensor) -> None:
     """Tiles of whole rows where they fit a block's registers, else chunks of a row."""
     rows, columns = out.shape
     strides, bn = [t.stride(0) for t in inputs], _power(columns)
     if bn * 4 * len(inputs) > TILE_LIMIT:
-        started = launch(wide, (rows,), out, *inputs, rows, columns, *strides, BN=8192 // len(inputs), num_warps=8)
-        return started, lambda c, rows: rows
+        launch(wide, (rows,), out, *inputs, rows, columns, *strides, BN=8192 // len(inputs), num_warps=8)
+        return
     where, dtype = device.of(out), inputs[0].dtype
 
     def rule() -> tuning.Config:
@@ -141,12 +138,12 @@ def _launch_triton(kernel: Any, wide: Any, out: torch.Tensor, *inputs: torch.Ten
     def config() -> tuning.Config:
         return {"BN": bn, **tuning.config(where, "softmax", kernel.__name__[1:], _key(dtype, bn), rule, space)}
 
-    def grid(c: tuning.Config, rows: int) -> int:
+    def grid(c: tuning.Config) -> tuple[int]:
         """A program per tile; where loads run ahead in a loop, as many as fill the multiprocessors with 32 warps each."""
         tiles = _ceil(rows, c["BM"])
-        return tiles if c["STAGES"] == 1 else min(tiles, where.multiprocessors * max(1, 32 // c["num_warps"]))
+        return (tiles if c["STAGES"] == 1 else min(tiles, where.multiprocessors * max(1, 32 // c["num_warps"])),)
 
-    return launch(kernel, lambda c: (grid(c, rows),), out, *inputs, rows, columns, *strides, config=config, key=bn), grid
+    launch(kernel, grid, out, *inputs, rows, columns, *strides, config=config, key=bn)
 
 
 FILE = Path(__file__).with_name("softmax.cu")
@@ -192,7 +189,7 @@ def _plan(backward: bool, x: torch.dtype, y: torch.dtype, columns: int, **found:
     return {**found, **facts, "block": threads, "cluster": cluster, "shared": shared}
 
 
-def _launch_cluster(kernel: CudaKernel, out: torch.Tensor, *inputs: torch.Tensor) -> Again:
+def _launch_cluster(kernel: CudaKernel, out: torch.Tensor, *inputs: torch.Tensor) -> None:
     rows, columns = out.shape
     backward = len(inputs) == 2
     x, y = (out.dtype, inputs[0].dtype) if backward else (inputs[0].dtype, out.dtype)
@@ -203,12 +200,12 @@ def _launch_cluster(kernel: CudaKernel, out: torch.Tensor, *inputs: torch.Tensor
         found = tuning.config(where, "softmax", kernel.name, key, lambda: cluster_rule(size, backward), lambda: cluster_space(size, where))
         return dict(_plan(backward, x, y, columns, **found))
 
-    def grid(c: dict[str, Any], rows: int) -> int:
+    def grid(c: dict[str, Any]) -> tuple[int]:
         resident = max(1, where.multiprocessors * c["BLOCKS"] // c["CLUSTER"])
-        return c["CLUSTER"] * min(rows, max(resident, _ceil(rows, c["ROWS"])))
+        return (c["CLUSTER"] * min(rows, max(resident, _ceil(rows, c["ROWS"]))),)
 
     strides = [t.stride(0) for t in inputs]
-    return launch(kernel, lambda c: (grid(c, rows),), out, *inputs, rows, columns, *strides, config=config, key=columns), grid
+    launch(kernel, grid, out, *inputs, rows, columns, *strides, config=config, key=columns)
 
 
 def _rows(x: torch.Tensor, dim: int) -> torch.Tensor:
@@ -230,37 +227,10 @@ def _empty(like: torch.Tensor, dim: int, dtype: torch.dtype | None) -> torch.Ten
     return torch.empty_permuted(like.shape, order, dtype=dtype or like.dtype, device=like.device)
 
 
-_again: dict[Any, Again | None] = {}
-
-
 def _fill(direction: str, impl: str | None, out: torch.Tensor, inputs: tuple[torch.Tensor, ...], dim: int) -> None:
-    """Has what serves the call fill `out`. What served a call of its kind before is started again without being chosen anew."""
-    if tracing() or not out.numel():
-        return
-    values = _plain_values(out, inputs) if dim in (-1, out.dim() - 1) and out.dim() else None
-    if values is None:
+    """Has what serves the call fill `out`."""
+    if out.numel() and not tracing():
         run(SOFTMAX, direction, impl, (_rows(out, dim),), *[_rows(t, dim) for t in inputs])
-        return
-    kind = direction, impl, out.get_device(), values[-1], out.dtype, *[t.dtype for t in inputs]
-    again = _again.get(kind)
-    if again is None or again[0] is None or not again[0].again(again[1](again[0].constants, values[-1 - len(inputs) - 1]), values):
-        _again[kind] = run(SOFTMAX, direction, impl, (_rows(out, dim),), *[_rows(t, dim) for t in inputs])
-
-
-def _plain_values(out: torch.Tensor, inputs: tuple[torch.Tensor, ...]) -> list[int] | None:
-    """A kernel's arguments (pointers, rows, columns, strides) where no tensor needs a closer look: contiguous, aligned to
-    16 bytes, a multiple of 16 rows, fewer than 2**31 elements; else None."""
-    count, columns = out.numel(), out.shape[-1]
-    rows = count // columns
-    if rows & 15 or count >= 1 << 31:
-        return None
-    values = []
-    for t in (out, *inputs):
-        pointer = t.data_ptr()
-        if pointer & 15 or not t.is_contiguous():
-            return None
-        values.append(pointer)
-    return [*values, rows, columns, *[columns] * len(inputs)]
 
 
 @kernel_op("softmax_fwd(Tensor x, int dim, ScalarType? dtype, str? impl) -> Tensor")
