@@ -14,6 +14,7 @@ from typing import Any
 import torch
 
 from ridgeline import device as devices
+from ridgeline.op import RidgelineError
 
 CTYPE = {torch.float32: "float", torch.float16: "__half", torch.bfloat16: "__nv_bfloat16"}
 TILES = Path(__file__).with_name("tiles")
@@ -155,10 +156,64 @@ class Starter:
             _check(code, f"{self.what}, grid {x, y, z}")
 
 
+_ELEMENT = {torch.float16: 6, torch.float32: 7, torch.bfloat16: 9, torch.int32: 4, torch.uint8: 0, torch.int8: 0, torch.float8_e4m3fn: 0}
+_SWIZZLE = {0: 0, 32: 1, 64: 2, 128: 3}
+
+
+@cache
+def _encode(pointer: int, dtype: torch.dtype, shape: tuple[int, ...], stride: tuple[int, ...], box: tuple[int, ...], swizzle: int) -> bytes:
+    dims, size = len(shape), dtype.itemsize
+    memory = ctypes.create_string_buffer(128 + 64)  # the driver writes to a multiple of 64
+    at = -(-ctypes.addressof(memory) // 64) * 64
+    sizes = (ctypes.c_uint64 * dims)(*shape[::-1])
+    steps = (ctypes.c_uint64 * dims)(*[s * size for s in stride[-2::-1]])
+    boxes, ones = (ctypes.c_uint32 * dims)(*box[::-1]), (ctypes.c_uint32 * dims)(*[1] * dims)
+    facts = ctypes.c_void_p(at), _ELEMENT[dtype], dims, ctypes.c_void_p(pointer), sizes, steps, boxes, ones
+    # Not interleaved, fetched into L2 by 256 bytes, zeros beyond the edges.
+    code = _driver().cuTensorMapEncodeTiled(*facts, 0, _SWIZZLE[swizzle], 3, 0)
+    _check(code, f"a tensor map of {shape} {dtype}, strides {stride}, box {box}, swizzle {swizzle}")
+    return ctypes.string_at(at, 128)
+
+
+def tensor_map(tensor: torch.Tensor, box: Sequence[int], swizzle: int = 0) -> bytes:
+    """How Hopper's copy engine sees a tensor of 2 to 5 dimensions, the last contiguous: it moves boxes of that shape.
+
+    swizzle: over how many bytes (0, 32, 64, 128) the rows of a box in shared memory are permuted against bank conflicts.
+    Give it to a `CudaKernel` as an argument of code M, made by a function: `launch(..., lambda c: tensor_map(x, (c["BM"], 64)))`.
+    Raises RidgelineError where the tensor does not fit the engine, CudaError where the box does not.
+    """
+    steps = [s * tensor.element_size() for s in tensor.stride()[:-1]]
+    if not 2 <= tensor.dim() <= 5 or len(box) != tensor.dim() or tensor.dtype not in _ELEMENT or swizzle not in _SWIZZLE:
+        kinds = ", ".join(str(d).removeprefix("torch.") for d in _ELEMENT)
+        given = f"{tensor.dim()} of {tensor.dtype}, a box of {len(box)}, swizzle {swizzle}"
+        raise RidgelineError(f"a tensor map takes 2 to 5 dimensions of {kinds}, a box of as many, swizzle 0, 32, 64 or 128; given: {given}")
+    if tensor.stride(-1) != 1 or tensor.data_ptr() % 16 or any(s % 16 for s in steps):
+        raise RidgelineError(
+            f"a tensor map takes a tensor whose last dimension is contiguous and whose rows start at multiples of 16 bytes; "
+            f"this has strides {tensor.stride()} of {tensor.element_size()} bytes at {tensor.data_ptr() % 16} beyond one"
+        )
+    if tensor.is_meta:  # of a kernel that is only compiled
+        return bytes(128)
+    return _encode(tensor.data_ptr(), tensor.dtype, tuple(tensor.shape), tensor.stride(), tuple(box), swizzle)
+
+
+def _layout(arguments: str) -> tuple[str, list[int]]:
+    """A `struct` format of a kernel's parameters, and the offset of each; a tensor map (M) lies at a multiple of 64."""
+    layout, offsets = "", []
+    for code in arguments:
+        if code == "M":
+            layout += f"{-struct.calcsize('@' + layout) % 64}x128s"
+            offsets.append(struct.calcsize("@" + layout) - 128)
+        else:
+            layout += code
+            offsets.append(struct.calcsize("@" + layout) - struct.calcsize("@" + code))
+    return layout, offsets
+
+
 class CudaKernel:
     """A kernel of a .cu file: `CudaKernel(path, "gelu_fwd", "PPq")`.
 
-    arguments: one code per argument, as in `struct`: P a pointer (a tensor, or None), i int, q long long, f float.
+    arguments: one code per argument, as in `struct`: P a pointer (a tensor, or None), i int, q long long, f float; M a tensor map.
     Started with macros and the options `block` (threads), `cluster` (blocks along x) and `shared` (bytes of dynamic
     shared memory) as constants of `boundary.launch`.
     """
@@ -180,9 +235,13 @@ class CudaKernel:
         ensure_context(index)
         _check(driver.cuModuleLoadData(ctypes.byref(module), compiled.cubin), f"loading {self}")
         _check(driver.cuModuleGetFunction(ctypes.byref(function), module, self.name.encode()), f"finding {self}")
+        layout, offsets = _layout(self.arguments)
+        real = [offset for offset, _ in parameters(function.value or 0)]
+        if real != offsets:
+            raise CudaError(f"{self} takes parameters at {real}; {self.arguments!r} puts them at {offsets}")
         block, cluster, shared = (int(constants.get(o, d)) for o, d in zip(LAUNCH_OPTIONS, (256, 1, 0), strict=True))
         if shared > 48 << 10:
             _check(driver.cuFuncSetAttribute(function, 8, shared), f"{self} with {shared} bytes of shared memory")
         if cluster > 8:
             _check(driver.cuFuncSetAttribute(function, 14, 1), f"{self} with a cluster of {cluster}")
-        return Starter(function.value or 0, self.arguments, block, shared, index, cluster, str(self))
+        return Starter(function.value or 0, layout, block, shared, index, cluster, str(self))

@@ -76,7 +76,7 @@ class Recorder(TorchDispatchMode):
     def source(self, arg: Any, value: Any) -> Any:
         """The parameter itself; for a tensor (which of the known ones it lies in, bytes from its beginning)."""
         if not isinstance(arg, torch.Tensor):
-            self.repeatable &= not callable(arg)
+            self.repeatable &= arg is None or isinstance(arg, int | float)  # else it was made for this call, such as a tensor map
             return value
         if not arg.numel():
             return 0

@@ -38,6 +38,19 @@ __device__ inline void bulk_load(void* to, const void* from, unsigned bytes, Bar
                  : "memory");
 }
 
+// What `cuda.tensor_map` makes; a kernel takes it as `const __grid_constant__ TensorMap`.
+struct alignas(64) TensorMap {
+    char opaque[128];
+};
+
+// A box of a 2-dimensional tensor, its first element at (row, column), by the copy engine. What lies outside the tensor is 0.
+__device__ inline void tensor_load(void* to, const TensorMap& map, int row, int column, Barrier* barrier) {
+    asm volatile("cp.async.bulk.tensor.2d.shared::cluster.global.tile.mbarrier::complete_tx::bytes [%0], [%1, {%2, %3}], [%4];" ::"r"(
+                     shared_address(to)),
+                 "l"(&map), "r"(column), "r"(row), "r"(shared_address(barrier))
+                 : "memory");
+}
+
 // All threads of a cluster of SIZE blocks meet, and see each other's initialised barriers. Relaxed: a releasing arrival is a fence
 // over all of a thread's global memory, and every warp of every block would stand in it.
 template <int SIZE>

@@ -110,8 +110,13 @@ def _launch(op: str, direction: str, fn: Any, outs: Tensors, ins: Tensors, scala
             n = sizes[0]
             break
 
+    def rule() -> tuning.Config:
+        """8 warps; 16 bytes a thread of two tensors, 8 of more: more of them keep more loads in flight."""
+        each = (16 if len(ins) + len(outs) == 2 else 8) // max([t.element_size() for t in (y, *ins)])
+        return {"BLOCK": 256 * each, "num_warps": 8}
+
     def config() -> tuning.Config:
-        return tuning.config(device.of(y), op, direction, dtype_name(y), lambda: _RULE, lambda: _SPACE)
+        return tuning.config(device.of(y), op, direction, dtype_name(y), rule, lambda: _SPACE)
 
     launch(_flat, lambda c: (-(-n // c["BLOCK"]),), outs, ins, scalars, n, FN=fn, NEED=need, config=config, key=op)
 
@@ -130,8 +135,7 @@ def _launch_rows(
     launch(_rows, grid, outs, ins, scalars, rows, columns, outer, y, tuple(xs), FN=fn, NEED=need, BM=bm, BN=bn)
 
 
-_RULE = {"BLOCK": 1024, "num_warps": 4}
-_SPACE = [{"BLOCK": 32 * warps * each, "num_warps": warps} for warps in (4, 8, 16) for each in (4, 8, 16, 32)]
+_SPACE = [{"BLOCK": 32 * warps * each, "num_warps": warps} for warps in (4, 8, 16) for each in (2, 4, 8, 16, 32)]
 
 
 class Pointwise:

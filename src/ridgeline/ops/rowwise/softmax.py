@@ -148,7 +148,7 @@ def _launch_triton(kernel: Any, wide: Any, out: torch.Tensor, *inputs: torch.Ten
 
 FILE = Path(__file__).with_name("softmax.cu")
 CLUSTER_BYTES = 2 << 20  # of a row's inputs at most: 128 KiB for each of 16 blocks
-CLUSTER_COLUMNS = 16384, 1 << 19  # of a row: more than one block reads best, at most 32 for each of 16 x 1024 threads
+CLUSTER_COLUMNS = 2048, 16384, 1 << 19  # more than these forward and backward, where tiles are as fast; at most 32 a thread of 16 x 1024
 _cuda_fwd = CudaKernel(FILE, "softmax_fwd", "PPqiq")
 _cuda_bwd = CudaKernel(FILE, "softmax_bwd", "PPPqiqq")
 
@@ -159,7 +159,10 @@ def cluster_rule(size: int, backward: bool) -> tuning.Config:
 
     Forward takes few registers, so that other blocks, not rows ahead, fill the time in which a block waits."""
     if not backward:
-        return {"CLUSTER": min(16, _power(_ceil(size, 65536))), "THREADS": 512, "BLOCKS": 2, "STAGES": 1, "ROWS": 1}
+        cluster = min(16, _power(_ceil(size, 16384 if size <= 65536 else 65536)))
+        part = _ceil(size, cluster)
+        threads = min(512, max(64, _power(_ceil(part, 128))))
+        return {"CLUSTER": cluster, "THREADS": threads, "BLOCKS": max(2, min(1024 // threads, 98304 // part)), "STAGES": 1, "ROWS": 1}
     cluster = min(16, _power(_ceil(size, 32768)))
     part = _ceil(size, cluster)
     threads = min(1024, max(32, _power(_ceil(part, 64))))
@@ -173,7 +176,7 @@ def cluster_space(size: int, where: device.Device) -> list[tuning.Config]:
     for c, t, b, s in product((1, 2, 4, 8, 16), (32, 64, 128, 256, 512, 1024), (1, 2, 3, 4, 8, 16, 32), (1, 2, 3)):
         part = _ceil(size, c)
         fits = b * (s * part + c * t // 2 + 1100) <= where.shared_memory and 384 <= b * t <= 2048
-        if fits and b * s * part >= 65536 and 32 <= part // t <= 256:
+        if fits and b * s * part >= 49152 and 32 <= part // t <= 256:
             found += [{"CLUSTER": c, "THREADS": t, "BLOCKS": b, "STAGES": s, "ROWS": r} for r in ((1,) if s == 1 else (4, 16))]
     return found
 
@@ -364,7 +367,7 @@ def _columns(x: torch.Tensor, *rest: Any) -> int:
 def _fits_cluster(x: torch.Tensor, *rest: Any) -> str | None:
     columns, tensors = _columns(x, *rest), [x, *(t for t in rest if isinstance(t, torch.Tensor))]
     size = columns * sum(t.element_size() for t in tensors)
-    low, high = CLUSTER_COLUMNS
+    low, high = CLUSTER_COLUMNS[len(tensors) - 1], CLUSTER_COLUMNS[2]
     if not low < columns <= high or size > CLUSTER_BYTES:
         return (
             f"it takes rows of {low + 1} to {high} columns in at most {CLUSTER_BYTES} bytes; these have {columns} columns in {size} bytes"

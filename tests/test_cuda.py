@@ -1,0 +1,70 @@
+"""What `cuda.py` passes to kernels: the layout of their parameters, and tensor maps."""
+
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+from ridgeline import cuda
+from ridgeline.boundary import launch
+from ridgeline.cuda import CudaError, CudaKernel, tensor_map
+from ridgeline.op import RidgelineError
+
+TRANSPOSE = CudaKernel(Path(__file__).with_name("tensor_map.cu"), "transpose", "PMii")
+
+
+def test_parameters_lie_where_the_compiler_puts_them() -> None:
+    assert cuda._layout("PiqfPi")[1] == [0, 8, 16, 24, 32, 40]
+    assert cuda._layout("PMii")[1] == [0, 64, 192, 196]
+    assert cuda._layout("MMP")[1] == [0, 128, 256]
+
+
+@pytest.mark.parametrize(
+    ("tensor", "box", "swizzle", "message"),
+    [
+        (torch.randn(8), (8,), 0, "2 to 5 dimensions"),
+        (torch.randn(8, 8, dtype=torch.float64), (8, 8), 0, "of float16, float32"),
+        (torch.randn(8, 8), (8,), 0, "a box of 1"),
+        (torch.randn(8, 8), (8, 8), 48, "swizzle 48"),
+        (torch.randn(8, 8).t(), (8, 8), 0, "last dimension is contiguous"),
+        (torch.randn(8, 7), (8, 8), 0, "multiples of 16 bytes"),
+        (torch.randn(65)[1:].view(8, 8), (8, 8), 0, "4 beyond one"),
+    ],
+)
+def test_tensors_that_fit_no_map(tensor: Any, box: Any, swizzle: int, message: str) -> None:
+    with pytest.raises(RidgelineError, match=message):
+        tensor_map(tensor, box, swizzle)
+
+
+@pytest.mark.compiles
+def test_the_kernel_with_a_tensor_map_compiles() -> None:
+    assert ".tile" in TRANSPOSE.compile("sm_90", {"ROWS": 16, "COLUMNS": 32}).ptx
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("shape", [(16, 32), (33, 100), (257, 1028)])
+def test_tensor_map(shape: tuple[int, int]) -> None:
+    rows, columns = shape
+    grid = (-(-columns // 32), -(-rows // 16))
+    for _ in range(3):  # other tensors, other maps
+        x = torch.randn(rows, columns + 4, device="cuda")[:, :columns]
+        y = torch.full((columns, rows), float("nan"), device="cuda")
+        see = partial(tensor_map, x, (16, 32))
+        launch(TRANSPOSE, grid, y, lambda _, see=see: see(), rows, columns, ROWS=16, COLUMNS=32, block=128)
+        assert torch.equal(y, x.t())
+
+
+@pytest.mark.gpu
+def test_a_box_that_does_not_fit_is_an_error() -> None:
+    with pytest.raises(CudaError, match="a tensor map of"):
+        tensor_map(torch.randn(512, 512, device="cuda"), (512, 32))
+
+
+@pytest.mark.gpu
+def test_a_wrong_list_of_parameters_is_an_error() -> None:
+    x = torch.randn(16, 32, device="cuda")
+    wrong = CudaKernel(TRANSPOSE.path, "transpose", "PPii")
+    with pytest.raises(CudaError, match="takes parameters at"):
+        launch(wrong, (1, 1), x, x, 16, 32, ROWS=16, COLUMNS=32, block=128)

@@ -1,0 +1,152 @@
+"""Replays of launchers, on a CPU that plays a GPU: pointers reach the kernels that they belong to, and what cannot be repeated runs."""
+
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+
+from ridgeline import replay, tuning
+from ridgeline.replay import Plans, recorder
+
+Started = list[tuple[tuple[int, int, int], tuple[Any, ...]]]
+
+
+@pytest.fixture
+def started(monkeypatch: pytest.MonkeyPatch) -> Started:
+    monkeypatch.setattr(replay, "_empty", torch._C._dynamo.guards._empty_strided_cpu)
+    monkeypatch.setattr(torch._C, "_cuda_getDevice", lambda: 0, raising=False)
+    monkeypatch.setattr(torch._C, "_cuda_getCurrentRawStream", lambda index: 7, raising=False)
+    monkeypatch.setattr(torch.Tensor, "get_device", lambda self: 0)
+    return []
+
+
+def door(started: Started) -> Callable[..., None]:
+    """What `launch` does where a kernel's parameters are pointers and numbers."""
+
+    def start(x: int, y: int, z: int, stream: int, values: Any) -> None:
+        started.append(((x, y, z), tuple(values)))
+
+    def launch(grid: tuple[int, int, int], *args: Any) -> None:
+        values = [a.data_ptr() if isinstance(a, torch.Tensor) else a for a in args]
+        watching = recorder()
+        if watching is not None:
+            watching.started(start, grid, args, values)
+        start(*grid, 0, values)
+
+    return launch
+
+
+def counted(launcher: Callable[..., Any], leading: int) -> tuple[Plans, list[int]]:
+    runs: list[int] = []
+
+    def counting(*args: Any) -> Any:
+        runs.append(1)
+        return launcher(*args)
+
+    return Plans(counting, leading), runs
+
+
+def test_a_third_call_is_replayed(started: Started) -> None:
+    launch = door(started)
+
+    def launcher(x: torch.Tensor, w: torch.Tensor | None, eps: float) -> tuple[torch.Tensor, torch.Tensor]:
+        y, partial = torch.empty_like(x), x.new_empty(4, x.shape[1], dtype=torch.float32)
+        dw = torch.empty(x.shape[1], dtype=torch.float32)
+        launch((x.shape[0], 1, 1), y, x, w if w is not None else 0, partial[1:], x.shape[1], eps)
+        launch((1, 2, 3), dw, partial)
+        return y, dw
+
+    plans, runs = counted(launcher, 2)
+    for number in range(5):
+        x, w = torch.randn(3, 8, dtype=torch.float16), torch.randn(8)
+        y, dw = plans(x, w, 1e-5)
+        (grid, first), (second_grid, second) = started[-2:]
+        assert (grid, second_grid) == ((3, 1, 1), (1, 2, 3))
+        assert first[:3] == (y.data_ptr(), x.data_ptr(), w.data_ptr())
+        assert first[4:] == (8, 1e-5)
+        assert second == (dw.data_ptr(), first[3] - 32)  # `partial` begins a row before its view
+        assert (y.shape, y.dtype, dw.shape, dw.dtype) == ((3, 8), torch.float16, (8,), torch.float32)
+        assert len(runs) == min(number + 1, 2)
+    kinds = {
+        "another shape": (torch.randn(4, 8).half(), w, 1e-5),
+        "another dtype": (torch.randn(3, 8), w, 1e-5),
+        "other strides": (torch.randn(8, 3).half().t(), w, 1e-5),
+        "no alignment": (torch.randn(25).half()[1:].view(3, 8), w, 1e-5),
+        "another number": (x, w, 1e-6),
+        "no weight": (x, None, 1e-5),
+    }
+    for what, args in kinds.items():
+        before = len(runs)
+        plans(*args)
+        assert len(runs) == before + 1, what
+
+
+def test_new_configurations_are_used(started: Started, monkeypatch: pytest.MonkeyPatch) -> None:
+    launch = door(started)
+
+    def launcher(x: torch.Tensor) -> torch.Tensor:
+        y = torch.empty_like(x)
+        launch((tuning.version, 1, 1), y, x)
+        return y
+
+    plans, runs = counted(launcher, 1)
+    for _ in range(4):
+        plans(torch.randn(8))
+    monkeypatch.setattr(tuning, "version", tuning.version + 1)
+    plans(torch.randn(8))
+    assert len(runs) == 3
+    assert started[-1][0] == (tuning.version, 1, 1)
+
+
+def test_one_tensor_given_twice(started: Started) -> None:
+    """Its pointers would not say which argument they came from, so that such a call is no model for others."""
+    launch = door(started)
+
+    def launcher(a: torch.Tensor, b: torch.Tensor) -> torch.Tensor:
+        y = torch.empty_like(a)
+        launch((1, 1, 1), y, a, b)
+        return y
+
+    plans, runs = counted(launcher, 2)
+    for _ in range(2):
+        x = torch.randn(8)
+        plans(x, x)
+    for _ in range(4):
+        a, b = torch.randn(8), torch.randn(8)
+        y = plans(a, b)
+        assert started[-1][1] == (y.data_ptr(), a.data_ptr(), b.data_ptr())
+    assert len(runs) == 3
+    y = plans(a, a)
+    assert len(runs) == 3
+    assert started[-1][1] == (y.data_ptr(), a.data_ptr(), a.data_ptr())
+
+
+@pytest.mark.parametrize("what", ["another operation", "a copy", "writes", "returns its argument", "a slow start", "a tensor map"])
+def test_what_cannot_be_repeated_runs(started: Started, what: str) -> None:
+    launch = door(started)
+
+    def launcher(x: torch.Tensor) -> torch.Tensor:
+        y = torch.empty_like(x)
+        if what == "writes":
+            y.zero_()
+        launch((1, 1, 1), y, x.t().contiguous() if what == "a copy" else x)
+        if what == "a tensor map":
+            launch((1, 1, 1), y, bytes(128))
+        if what == "a slow start" and recorder() is not None:
+            recorder().started(None, (1, 1, 1), (), ())
+        return y + 1 if what == "another operation" else x if what == "returns its argument" else y
+
+    plans, runs = counted(launcher, 1)
+    for _ in range(5):
+        plans(torch.randn(3, 8))
+    assert len(runs) == 5
+    assert recorder() is None
+
+
+def test_no_elements(started: Started) -> None:
+    plans, runs = counted(lambda x, y: (torch.empty_like(x), torch.empty_like(y)), 2)
+    for _ in range(4):
+        a, b = plans(torch.randn(0, 4), torch.randn(0, 4, dtype=torch.float64))
+        assert (a.shape, a.dtype, b.dtype) == ((0, 4), torch.float32, torch.float64)
+    assert len(runs) == 2
