@@ -37,14 +37,14 @@ def door(started: Started) -> Callable[..., None]:
     return launch
 
 
-def counted(launcher: Callable[..., Any], leading: int) -> tuple[Plans, list[int]]:
+def counted(launcher: Callable[..., Any], leading: int, count: int) -> tuple[Callable[..., Any], list[int]]:
     runs: list[int] = []
 
     def counting(*args: Any) -> Any:
         runs.append(1)
         return launcher(*args)
 
-    return Plans(counting, leading), runs
+    return Plans(counting, leading).front(count), runs
 
 
 def test_a_third_call_is_replayed(started: Started) -> None:
@@ -57,7 +57,7 @@ def test_a_third_call_is_replayed(started: Started) -> None:
         launch((1, 2, 3), dw, partial)
         return y, dw
 
-    plans, runs = counted(launcher, 2)
+    plans, runs = counted(launcher, 2, 3)
     for number in range(5):
         x, w = torch.randn(3, 8, dtype=torch.float16), torch.randn(8)
         y, dw = plans(x, w, 1e-5)
@@ -90,7 +90,7 @@ def test_new_configurations_are_used(started: Started, monkeypatch: pytest.Monke
         launch((tuning.version, 1, 1), y, x)
         return y
 
-    plans, runs = counted(launcher, 1)
+    plans, runs = counted(launcher, 1, 1)
     for _ in range(4):
         plans(torch.randn(8))
     monkeypatch.setattr(tuning, "version", tuning.version + 1)
@@ -108,7 +108,7 @@ def test_one_tensor_given_twice(started: Started) -> None:
         launch((1, 1, 1), y, a, b)
         return y
 
-    plans, runs = counted(launcher, 2)
+    plans, runs = counted(launcher, 2, 2)
     for _ in range(2):
         x = torch.randn(8)
         plans(x, x)
@@ -137,7 +137,7 @@ def test_what_cannot_be_repeated_runs(started: Started, what: str) -> None:
             recorder().started(None, (1, 1, 1), (), ())
         return y + 1 if what == "another operation" else x if what == "returns its argument" else y
 
-    plans, runs = counted(launcher, 1)
+    plans, runs = counted(launcher, 1, 1)
     for _ in range(5):
         plans(torch.randn(3, 8))
     assert len(runs) == 5
@@ -145,7 +145,7 @@ def test_what_cannot_be_repeated_runs(started: Started, what: str) -> None:
 
 
 def test_no_elements(started: Started) -> None:
-    plans, runs = counted(lambda x, y: (torch.empty_like(x), torch.empty_like(y)), 2)
+    plans, runs = counted(lambda x, y: (torch.empty_like(x), torch.empty_like(y)), 2, 2)
     for _ in range(4):
         a, b = plans(torch.randn(0, 4), torch.randn(0, 4, dtype=torch.float64))
         assert (a.shape, a.dtype, b.dtype) == ((0, 4), torch.float32, torch.float64)

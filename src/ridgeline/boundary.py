@@ -37,6 +37,8 @@ class _Trace(threading.local):
 
 
 _trace = _Trace()
+_OWN = frozenset((torch.Tensor, torch.nn.Parameter))
+_observers: list[Callable[[Launch], None]] = []
 
 
 def kernel_op(schema: str) -> Callable[[Callable[..., Any]], Any]:
@@ -61,25 +63,24 @@ def kernel_op(schema: str) -> Callable[[Callable[..., Any]], Any]:
         LIBRARY.impl(name, launcher, "CompositeExplicitAutograd")
         torch.library.register_fake(f"ridgeline::{name}", fake, lib=LIBRARY)
         registered = getattr(torch.ops.ridgeline, name).default
-
-        plans = Plans(launcher, leading)
-
-        def call(*args: Any) -> Any:
-            if torch.compiler.is_compiling() or torch._C._len_torch_dispatch_stack() or torch._C._are_functorch_transforms_active():
-                return registered(*args)
-            for t in args[:leading]:
-                if t is not None and (type(t) not in _OWN or t.is_meta):
-                    return registered(*args)
-            if _observers or devices._pretended is not None or tuning._listener is not None:
-                return launcher(*args)
-            return plans(*args)
-
-        return call
+        names = {
+            "registered": registered,
+            "own": _OWN,
+            "observers": _observers,
+            "devices": devices,
+            "compiling": torch.compiler.is_compiling,
+            "modes": torch._C._len_torch_dispatch_stack,
+            "transforms": torch._C._are_functorch_transforms_active,
+        }
+        watched = ["compiling()", "modes()", "transforms()"]  # somebody traces, intercepts or transforms torch's operations
+        watched += [f"((type(t{n}) not in own or t{n}.is_meta) and t{n} is not None)" for n in range(leading)]
+        before = [
+            f"if {' or '.join(watched)}: return registered({{args}})",
+            "if observers or devices._pretended is not None or tuning._listener is not None: return launcher({args})",
+        ]
+        return Plans(launcher, leading).front(len(registered._schema.arguments), before, names)
 
     return register
-
-
-_OWN = frozenset((torch.Tensor, torch.nn.Parameter))
 
 
 def differentiate(function: Any, *args: Any) -> Any:
@@ -142,9 +143,6 @@ class Launch:
     args: tuple[Any, ...]
     constants: dict[str, Any]
     device: devices.Device
-
-
-_observers: list[Callable[[Launch], None]] = []
 
 
 @contextmanager

@@ -11,7 +11,6 @@ from __future__ import annotations
 
 import threading
 from collections.abc import Callable, Sequence
-from operator import itemgetter
 from typing import Any
 
 import torch
@@ -87,89 +86,73 @@ class Recorder(TorchDispatchMode):
         self.repeatable = False
         return 0
 
-    def plan(self, result: Any) -> Plan | None:
-        """What repeats all this, or None where something cannot be repeated."""
+    def plan(self, result: Any) -> Callable[..., Any] | None:
+        """A function of the arguments' pointers that repeats all this, or None where something cannot be repeated."""
         made = [t for t in self.known[self.given :] if t is not None]
         kinds = [(tuple(t.shape), t.stride(), t.dtype) for t in made]
-        returned = [t for t in (result if isinstance(result, tuple | list) else [result]) if isinstance(t, torch.Tensor)]
+        returned = result if isinstance(result, tuple | list) else [result]
         places = [(t.data_ptr(), *kind) for t, kind in zip(made, kinds, strict=True)]
-        wanted = [(t.data_ptr(), tuple(t.shape), t.stride(), t.dtype) for t in returned]
-        single = isinstance(result, torch.Tensor)
-        if not self.repeatable or len(returned) < (1 if single else len(result)) or any(w not in places for w in wanted):
+        wanted = [(t.data_ptr(), tuple(t.shape), t.stride(), t.dtype) for t in returned if isinstance(t, torch.Tensor)]
+        if not self.repeatable or len(wanted) < len(returned) or any(w not in places for w in wanted):
             return None
-        where = [places.index(w) for w in wanted]
-        return Plan(kinds, self.given, self.starts, itemgetter(*where) if single else lambda made: tuple([made[n] for n in where]))
+        names: dict[str, Any] = {"empty": _empty, "stream": torch._C._cuda_getCurrentRawStream}
+
+        def name(value: Any) -> str:
+            names[f"n{len(names)}"] = value
+            return f"n{len(names) - 1}"
+
+        lines = [f"    m{n} = empty({', '.join(map(name, kind))}); p{self.given + n} = m{n}.data_ptr()" for n, kind in enumerate(kinds)]
+        lines += ["    s = stream(i)"] if self.starts else []
+        for start, grid, sources in self.starts:
+            values = [f"p{s[0]} + {s[1]}" if isinstance(s, tuple) else name(s) for s in sources]
+            lines.append(f"    {name(start)}({', '.join(map(str, grid))}, s, ({', '.join(values)},))")
+        results = [f"m{places.index(w)}" for w in wanted]
+        lines.append(f"    return ({', '.join(results)},)" if isinstance(result, tuple | list) else f"    return {results[0]}")
+        return _function("plan", ["i", *(f"p{n}" for n in range(self.given))], lines, names)
 
 
-class Plan:
-    """Allocations, and kernels to start on them and on the arguments.
-
-    A kernel's parameters are picked by one call from a pool: pointers of arguments, of allocations, views of those, constants.
-    """
-
-    def __init__(self, made: list[Any], given: int, starts: list[Any], pick: Callable[[list[torch.Tensor]], Any]):
-        self.made, self.pick = made, pick
-        self.views: list[tuple[int, int]] = []
-        self.constants: list[Any] = []
-        self.starts: list[tuple[Start, int, int, int, Callable[[Any], Any]]] = []
-        pointers = given + len(made)
-        views = sorted({s for *_, sources in starts for s in sources if isinstance(s, tuple) and s[1]})
-        self.views.extend(views)
-        for start, grid, sources in starts:
-            at = []
-            for source in sources:
-                if not isinstance(source, tuple):
-                    at.append(pointers + len(views) + len(self.constants))
-                    self.constants.append(source)
-                else:
-                    at.append(pointers + views.index(source) if source[1] else source[0])
-            self.starts.append((start, *grid, itemgetter(*at) if len(at) > 1 else lambda pool, only=at[0]: (pool[only],)))
-
-    def __call__(self, pool: list[Any], index: int) -> Any:
-        """Does it all again. pool: the arguments' pointers; index: the current GPU."""
-        made = [_empty(*kind) for kind in self.made]
-        pool += [tensor.data_ptr() for tensor in made]
-        for source, offset in self.views:
-            pool.append(pool[source] + offset)
-        pool += self.constants
-        stream = torch._C._cuda_getCurrentRawStream(index)
-        for start, x, y, z, parameters in self.starts:
-            start(x, y, z, stream, parameters(pool))
-        return self.pick(made)
+def _function(name: str, parameters: Sequence[str], lines: Sequence[str], names: dict[str, Any]) -> Callable[..., Any]:
+    """Written out for what it does, without loops or packed arguments: a third of a call's time would go there."""
+    exec("\n".join([f"def {name}({', '.join(parameters)}):", *lines]), names)
+    return names[name]
 
 
 class Plans:
-    """A launcher, and its plans by kind of call."""
+    """What a launcher did, by kind of call. The first `leading` of its `count` arguments are tensors, or None."""
 
     def __init__(self, launcher: Callable[..., Any], leading: int):
-        self.launcher, self.leading = launcher, leading  # the first `leading` arguments are tensors, or None
-        self.plans: dict[Any, Plan | int] = {}
+        self.launcher, self.leading = launcher, leading
+        self.found: dict[Any, Callable[..., Any]] = {}
+        self.seen: dict[Any, int] = {}
 
-    def __call__(self, *args: Any) -> Any:
-        """Calls the launcher, or does what it did for such arguments."""
-        index = args[0].get_device()
-        if index < 0 or index != torch._C._cuda_getDevice():
-            return self.launcher(*args)
-        pool: list[Any] = []
-        kind: list[Any] = [args[self.leading :], index, tuning.version]
-        for t in args[: self.leading]:
-            if t is None:
-                pool.append(0)
-                kind.append(None)
-                continue
-            pointer = t.data_ptr()
-            pool.append(pointer)
-            kind += t.shape, t.stride(), t.dtype, pointer & 15, t.get_device()
-        key = tuple(kind)
-        plan = self.plans.get(key, 0)
-        return plan(pool, index) if type(plan) is Plan else self.learn(key, plan, args)
+    def front(self, count: int, before: Sequence[str] = (), names: dict[str, Any] | None = None) -> Callable[..., Any]:
+        """A function of the launcher's arguments (t0, t1, ..., a0, a1, ...) that calls the launcher, or repeats what it did.
 
-    def learn(self, key: Any, seen: Any, args: tuple[Any, ...]) -> Any:
+        before: lines to run first, which may return; names: what they mention."""
+        tensors = [f"t{n}" for n in range(self.leading)]
+        args = [*tensors, *(f"a{n}" for n in range(count - self.leading))]
+        whole = ", ".join(args)
+        lines = ["    " + line.format(args=whole) for line in before]
+        lines.append("    i = t0.get_device()")
+        lines.append(f"    if i < 0 or i != current(): return launcher({whole})")
+        for n, t in enumerate(tensors):
+            kind = f"p{n} = {t}.data_ptr(); k{n} = {t}.shape, {t}.stride(), {t}.dtype, p{n} & 15, {t}.get_device()"
+            lines += [f"    if {t} is None: p{n} = 0; k{n} = None", f"    else: {kind}"] if n else [f"    {kind}"]
+        lines.append(f"    key = {', '.join(f'k{n}' for n in range(self.leading))}, tuning.version, {', '.join(args[self.leading :])}")
+        lines.append("    plan = found(key)")
+        lines.append(f"    if plan is None: return learn(key, {whole})")
+        lines.append(f"    return plan(i, {', '.join(f'p{n}' for n in range(self.leading))})")
+        names = {"launcher": self.launcher, "learn": self.learn, "found": self.found.get, "tuning": tuning, **(names or {})}
+        names["current"] = getattr(torch._C, "_cuda_getDevice", None)  # of a build without CUDA nothing is on a GPU
+        return _function("call", args, lines, names)
+
+    def learn(self, key: Any, *args: Any) -> Any:
         """The first call of a kind runs; the second is recorded; after two recordings in vain all run."""
-        if len(self.plans) >= _KINDS:
-            self.plans.clear()
-        self.plans[key] = seen + 1
-        if not 1 <= seen <= 2:
+        if len(self.seen) >= _KINDS:
+            self.seen.clear()
+            self.found.clear()
+        seen = self.seen[key] = self.seen.get(key, 0) + 1
+        if not 2 <= seen <= 3:
             return self.launcher(*args)
         _local.recorder = watch = Recorder(args[: self.leading])
         try:
@@ -179,7 +162,7 @@ class Plans:
             _local.recorder = None
         plan = watch.plan(result)
         if plan is not None:
-            self.plans[key] = plan
+            self.found[key] = plan
         return result
 
 
