@@ -23,6 +23,7 @@ from ridgeline import device, tuning
 from ridgeline.boundary import Function, differentiate, first_order, kernel_op, launch, tracing
 from ridgeline.cuda import CTYPE, CudaKernel
 from ridgeline.op import Case, Cost, Op, RidgelineError, Spec, nbytes
+from ridgeline.ops.rowwise._rows import TILE_LIMIT, as_rows, ceil, empty_rows, key_of, power, tiles
 from ridgeline.select import eager, run
 from ridgeline.tiles.online_softmax import divide, exact_exp, exp, merge, update
 
@@ -89,60 +90,25 @@ def _bwd_wide(dx, dy, y, rows, columns, dy_stride, y_stride, BN: tl.constexpr):
         tl.store(dx + start + column, (value * (slope - dot)).to(dx.dtype.element_ty), mask=mask)
 
 
-# Launchers take an output and inputs of shape (rows, columns) whose rows are contiguous, see `_rows`.
+# Launchers take an output and inputs of shape (rows, columns) whose rows are contiguous, see `as_rows`.
 
 ROW_LIMIT = 16384  # columns of `triton_row` at most: then 64 values of every input a thread
-TILE_LIMIT = 131072  # bytes of a row, all inputs in float32, that a block holds in registers
-_TILES = [{"BM": m, "num_warps": w, "STAGES": s} for m in (1, 2, 4, 8, 16, 32) for w in (1, 2, 4, 8, 16, 32) for s in (1, 2, 3)]
-
-
-def _ceil(a: int, b: int) -> int:
-    return -(-a // b)
-
-
-def _power(n: int) -> int:
-    """The least power of two from n on."""
-    return 1 << (n - 1).bit_length()
-
-
-@cache
-def _key(*parts: Any) -> str:
-    """Of a configuration, such as "bfloat16 4096"."""
-    return " ".join(str(part).removeprefix("torch.") for part in parts)
 
 
 def _launch_row(kernel: Any, out: torch.Tensor, *inputs: torch.Tensor) -> None:
     rows, columns = out.shape
-    strides, bn = [t.stride(0) for t in inputs], _power(columns)
+    strides, bn = [t.stride(0) for t in inputs], power(columns)
     launch(kernel, (rows,), out, *inputs, rows, columns, *strides, BM=1, BN=bn, STAGES=1, num_warps=4 * len(inputs) * (1 + bn // ROW_LIMIT))
 
 
 def _launch_triton(kernel: Any, wide: Any, out: torch.Tensor, *inputs: torch.Tensor) -> None:
     """Tiles of whole rows where they fit a block's registers, else chunks of a row."""
     rows, columns = out.shape
-    strides, bn = [t.stride(0) for t in inputs], _power(columns)
+    strides, bn = [t.stride(0) for t in inputs], power(columns)
     if bn * 4 * len(inputs) > TILE_LIMIT:
         launch(wide, (rows,), out, *inputs, rows, columns, *strides, BN=8192 // len(inputs), num_warps=8)
         return
-    where, dtype = device.of(out), inputs[0].dtype
-
-    def rule() -> tuning.Config:
-        """16 KiB a program, 32 values a thread."""
-        bm = max(1, 16384 // (bn * dtype.itemsize * len(inputs)))
-        return {"BM": bm, "num_warps": min(1024 // where.warp, max(4, bm * bn * len(inputs) // (32 * where.warp))), "STAGES": 1}
-
-    def space() -> list[tuning.Config]:
-        most = 1024 // where.warp
-        return [c for c in _TILES if c["num_warps"] <= most and 8 <= c["BM"] * bn * len(inputs) // (where.warp * c["num_warps"]) <= 64]
-
-    def config() -> tuning.Config:
-        return {"BN": bn, **tuning.config(where, "softmax", kernel.__name__[1:], _key(dtype, bn), rule, space)}
-
-    def grid(c: tuning.Config) -> tuple[int]:
-        """A program per tile; where loads run ahead in a loop, as many as fill the multiprocessors with 32 warps each."""
-        tiles = _ceil(rows, c["BM"])
-        return (tiles if c["STAGES"] == 1 else min(tiles, where.multiprocessors * max(1, 32 // c["num_warps"])),)
-
+    config, grid = tiles("softmax", kernel, rows, bn, *inputs)
     launch(kernel, grid, out, *inputs, rows, columns, *strides, config=config, key=bn)
 
 
@@ -159,13 +125,13 @@ def cluster_rule(size: int, backward: bool) -> tuning.Config:
 
     Forward takes few registers, so that other blocks, not rows ahead, fill the time in which a block waits."""
     if not backward:
-        cluster = min(16, _power(_ceil(size, 16384 if size <= 65536 else 65536)))
-        part = _ceil(size, cluster)
-        threads = min(512, max(64, _power(_ceil(part, 128))))
+        cluster = min(16, power(ceil(size, 16384 if size <= 65536 else 65536)))
+        part = ceil(size, cluster)
+        threads = min(512, max(64, power(ceil(part, 128))))
         return {"CLUSTER": cluster, "THREADS": threads, "BLOCKS": max(2, min(1024 // threads, 98304 // part)), "STAGES": 1, "ROWS": 1}
-    cluster = min(16, _power(_ceil(size, 32768)))
-    part = _ceil(size, cluster)
-    threads = min(1024, max(32, _power(_ceil(part, 64))))
+    cluster = min(16, power(ceil(size, 32768)))
+    part = ceil(size, cluster)
+    threads = min(1024, max(32, power(ceil(part, 64))))
     blocks = 1024 // threads  # leaves 64 registers a thread
     return {"CLUSTER": cluster, "THREADS": threads, "BLOCKS": blocks, "STAGES": max(1, min(3, 221184 // (blocks * part))), "ROWS": 8}
 
@@ -174,7 +140,7 @@ def cluster_space(size: int, where: device.Device) -> list[tuning.Config]:
     """Configurations for rows of `size` bytes that fit a multiprocessor, keep 64 KiB in flight and give a thread 32 to 256 bytes."""
     found = []
     for c, t, b, s in product((1, 2, 4, 8, 16), (32, 64, 128, 256, 512, 1024), (1, 2, 3, 4, 8, 16, 32), (1, 2, 3)):
-        part = _ceil(size, c)
+        part = ceil(size, c)
         fits = b * (s * part + c * t // 2 + 1100) <= where.shared_memory and 384 <= b * t <= 2048
         if fits and b * s * part >= 49152 and 32 <= part // t <= 256:
             found += [{"CLUSTER": c, "THREADS": t, "BLOCKS": b, "STAGES": s, "ROWS": r} for r in ((1,) if s == 1 else (4, 16))]
@@ -186,9 +152,9 @@ def _plan(backward: bool, x: torch.dtype, y: torch.dtype, columns: int, **found:
     """What a configuration makes of rows of that many columns: the kernel's macros and the launch's options."""
     cluster, threads, stages = found["CLUSTER"], found["THREADS"], found["STAGES"]
     small, large = sorted([x.itemsize, y.itemsize])
-    part = _ceil(columns, cluster * 16 // small) * 16 // small
+    part = ceil(columns, cluster * 16 // small) * 16 // small
     shared = stages * (part * (2 * y.itemsize if backward else x.itemsize) + 8) + 16 + cluster * threads // 2
-    facts = {"XTYPE": CTYPE[x], "YTYPE": CTYPE[y], "ITEMS": _ceil(part, threads * 16 // large)}
+    facts = {"XTYPE": CTYPE[x], "YTYPE": CTYPE[y], "ITEMS": ceil(part, threads * 16 // large)}
     return {**found, **facts, "block": threads, "cluster": cluster, "shared": shared}
 
 
@@ -199,53 +165,34 @@ def _launch_cluster(kernel: CudaKernel, out: torch.Tensor, *inputs: torch.Tensor
     where, size = device.of(out), columns * (2 * y.itemsize if backward else x.itemsize)
 
     def config() -> dict[str, Any]:
-        key = _key(x, y, columns)
+        key = key_of(x, y, columns)
         found = tuning.config(where, "softmax", kernel.name, key, lambda: cluster_rule(size, backward), lambda: cluster_space(size, where))
         return dict(_plan(backward, x, y, columns, **found))
 
     def grid(c: dict[str, Any]) -> tuple[int]:
         resident = max(1, where.multiprocessors * c["BLOCKS"] // c["CLUSTER"])
-        return (c["CLUSTER"] * min(rows, max(resident, _ceil(rows, c["ROWS"]))),)
+        return (c["CLUSTER"] * min(rows, max(resident, ceil(rows, c["ROWS"]))),)
 
     strides = [t.stride(0) for t in inputs]
     launch(kernel, grid, out, *inputs, rows, columns, *strides, config=config, key=columns)
 
 
-def _rows(x: torch.Tensor, dim: int) -> torch.Tensor:
-    """x as (rows, columns) with `dim` last and contiguous: a view where the other dimensions are one stride apart, else a copy."""
-    if x.dim() == 2 and dim in (-1, 1) and x.stride(1) == 1:
-        return x
-    rows = x.movedim(dim, -1).reshape(-1, x.shape[dim]) if x.dim() > 1 else x.reshape(1, -1)
-    return rows if rows.stride(1) == 1 or rows.shape[1] == 1 else rows.contiguous()
-
-
-def _empty(like: torch.Tensor, dim: int, dtype: torch.dtype | None) -> torch.Tensor:
-    """An empty tensor whose rows along `dim` are contiguous, so that `_rows` of it is a view."""
-    if dtype in (None, like.dtype) and like.is_contiguous() and dim in (-1, like.dim() - 1):
-        return torch.empty_like(like)
-    if like.dim() < 2 or (dim in (-1, like.dim() - 1) and like.is_contiguous()):
-        return torch.empty_like(like, dtype=dtype, memory_format=torch.contiguous_format)
-    order = list(range(like.dim()))
-    order.append(order.pop(dim))
-    return torch.empty_permuted(like.shape, order, dtype=dtype or like.dtype, device=like.device)
-
-
 def _fill(direction: str, impl: str | None, out: torch.Tensor, inputs: tuple[torch.Tensor, ...], dim: int) -> None:
     """Has what serves the call fill `out`."""
     if out.numel() and not tracing():
-        run(SOFTMAX, direction, impl, (_rows(out, dim),), *[_rows(t, dim) for t in inputs])
+        run(SOFTMAX, direction, impl, (as_rows(out, dim),), *[as_rows(t, dim) for t in inputs])
 
 
 @kernel_op("softmax_fwd(Tensor x, int dim, ScalarType? dtype, str? impl) -> Tensor")
 def _forward(x: torch.Tensor, dim: int, dtype: torch.dtype | None, impl: str | None) -> torch.Tensor:
-    y = _empty(x, dim, dtype)
+    y = empty_rows(x, dim, dtype)
     _fill("fwd", impl, y, (x,), dim)
     return y
 
 
 @kernel_op("softmax_bwd(Tensor dy, Tensor y, int dim, ScalarType dtype, str? impl) -> Tensor")
 def _backward(dy: torch.Tensor, y: torch.Tensor, dim: int, dtype: torch.dtype, impl: str | None) -> torch.Tensor:
-    dx = _empty(y, dim, dtype)
+    dx = empty_rows(y, dim, dtype)
     _fill("bwd", impl, dx, (dy, y), dim)
     return dx
 
