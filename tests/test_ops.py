@@ -5,6 +5,7 @@ On a CPU the kernels run in Triton's interpreter (float32 and float16; it comput
 
 import subprocess
 import sys
+from copy import copy
 from functools import partial
 
 import pytest
@@ -15,7 +16,7 @@ import ridgeline
 from ridgeline.boundary import INTERPRETED
 from ridgeline.lab.check import check
 from ridgeline.lab.law import Law, as_tuple, leaves
-from ridgeline.op import Case, Implementation, Op, RidgelineError, registry
+from ridgeline.op import Case, Implementation, Op, RidgelineError, Spec, registry
 from ridgeline.select import select, why_not
 
 pytestmark = pytest.mark.kernels
@@ -120,14 +121,14 @@ def test_empty_and_odd_sizes(name: str, device: str) -> None:
 def test_gradient_layouts(op: Op, implementation: Implementation, device: str) -> None:
     """An expanded incoming gradient gives what its contiguous copy gives."""
     args, kwargs = call(op, implementation, FIRST[op.name], "float32", device)
-    y = implementation(*args, **kwargs)
-    incoming = torch.randn(1, device=device).expand(y.shape)
+    y = as_tuple(implementation(*args, **kwargs))
+    incoming = [torch.randn(1, device=device).to(o.dtype).expand(o.shape) for o in y]
     try:
         expanded = torch.autograd.grad(y, leaves(args), incoming, retain_graph=True)
     except RidgelineError as error:
         assert "contiguous" in str(error)
         return
-    for one, other in zip(expanded, torch.autograd.grad(y, leaves(args), incoming.contiguous()), strict=True):
+    for one, other in zip(expanded, torch.autograd.grad(y, leaves(args), [i.contiguous() for i in incoming]), strict=True):
         torch.testing.assert_close(one, other)
 
 
@@ -146,9 +147,19 @@ def test_again(op: Op, implementation: Implementation, device: str) -> None:
 @pytest.mark.parametrize(("op", "implementation"), KERNELS, ids=named)
 def test_second_derivative(op: Op, implementation: Implementation, device: str) -> None:
     args, kwargs = call(op, implementation, FIRST[op.name], "float32", device)
-    grads = torch.autograd.grad(implementation(*args, **kwargs).sum(), leaves(args), create_graph=True)
+    outputs = as_tuple(implementation(*args, **kwargs))
+    grads = torch.autograd.grad(sum(o.sum() for o in outputs), leaves(args), create_graph=True)
     with pytest.raises(RuntimeError, match="cannot be differentiated again"):
         sum(g.sum() for g in grads).backward()
+
+
+def resized(arg: object, old: int, new: int) -> object:
+    """A tensor of a case with another size in the place of one."""
+    if not isinstance(arg, Spec):
+        return arg
+    other = copy(arg)
+    object.__setattr__(other, "shape", tuple(new if n == old else n for n in arg.shape))
+    return other
 
 
 @pytest.mark.parametrize("op", OPS.values(), ids=named)
@@ -159,11 +170,12 @@ def test_compile(op: Op, impl: str | None, device: str) -> None:
 
     torch._dynamo.reset()
     counter = CompileCounterWithBackend("aot_eager")
-    compiled = torch.compile(lambda *a: op.function(*a, impl=impl), backend=counter, fullgraph=True, dynamic=True)
+    compiled = torch.compile(lambda *a: op.function(*a, **FIRST[op.name].kwargs, impl=impl), backend=counter, fullgraph=True, dynamic=True)
+    case = FIRST[op.name]
+    rows = next(a for a in case.args if isinstance(a, Spec)).shape[0]  # what varies: the first tensor's first size, wherever it stands
     for size in (5, 16, 33, 48, 130):
-        args, _ = FIRST[op.name].make("float32", device)
-        args = [torch.randn(size, size, device=device, requires_grad=True) if isinstance(a, torch.Tensor) else a for a in args]
-        one, other = compiled(*args), op.function(*args, impl=impl)
+        args, _ = Case("", tuple(resized(a, rows, size) for a in case.args)).make("float32", device)
+        one, other = compiled(*args), op.function(*args, **case.kwargs, impl=impl)
         torch.testing.assert_close(one, other)
         for g, h in zip(gradients(one, args), gradients(other, args), strict=True):
             torch.testing.assert_close(g, h)
@@ -252,21 +264,21 @@ def test_more_than_two_to_the_31(name: str) -> None:
 
 
 @pytest.mark.gpu
-@pytest.mark.parametrize("name", ["gelu", "mul", "softmax", "matmul"])
-def test_host_time(name: str) -> None:
+@pytest.mark.parametrize("op", [op for op in OPS.values() if "torch" in op.implementations], ids=named)
+def test_host_time(op: Op) -> None:
     """A differentiable call costs the host at most max(1.6 x torch's own, 25 us), forward and backward each."""
     from ridgeline.lab.clock import device_timer
 
-    a, b = (torch.randn(64, 64, device="cuda", requires_grad=True) for _ in range(2))
-    args = (a, b) if name in ("mul", "matmul") else (a,)
-    own = {"gelu": torch.nn.functional.gelu, "mul": torch.mul, "softmax": lambda t: torch.softmax(t, -1), "matmul": torch.matmul}[name]
+    given, kwargs = FIRST[op.name].make("float32", "cuda")
+    args = leaves(given)
     host = partial(device_timer("cuda").host, seconds=5e-6)
     best = {}
     for _ in range(5):
-        for who, function in (("ours", getattr(ridgeline, name)), ("torch", own)):
-            y = function(*args)
-            dy = torch.randn_like(y)
-            times = host(partial(function, *args)), host(partial(torch.autograd.grad, y, args, dy, retain_graph=True))
+        for who, function in (("ours", op.function), ("torch", op.implementations["torch"].call)):
+            y = as_tuple(function(*given, **kwargs))
+            dy = [torch.randn_like(o) for o in y]
+            backward = partial(torch.autograd.grad, y, args, dy, retain_graph=True)
+            times = host(partial(function, *given, **kwargs)), host(backward)
             best[who] = tuple(map(min, times, best.get(who, times)))
     for ours, theirs in zip(best["ours"], best["torch"], strict=True):
         assert ours <= max(1.6 * theirs, 25e-6), best
