@@ -1,0 +1,171 @@
+"""`torch.nn`'s modules over Ridgeline's functions: the same names, arguments, parameters, state_dicts and printed form.
+
+They are subclasses of torch's own, so whatever looks for an `nn.LayerNorm` finds one; only `forward` differs. One rule is
+Ridgeline's own: the classes of `CrossEntropyLoss` are the last dimension, where torch's are dimension 1.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import torch
+from torch import nn
+
+import ridgeline
+from ridgeline.op import RidgelineError
+
+
+def _normalised(norm: Any, function: Callable[..., Any], inputs: tuple[torch.Tensor, ...], *parameters: Any, eps: float) -> Any:
+    """`function` over the dimensions of the module's normalized_shape, taken as one."""
+    shape = norm.normalized_shape
+    many = len(shape)
+    for x in inputs:
+        if x.shape[-many:] != shape:
+            raise RidgelineError(f"{type(norm).__name__}: the last dimensions must be {shape}, and the input is {tuple(x.shape)}")
+    if many == 1:
+        return function(*inputs, *parameters, eps=eps)
+    result = function(*[x.flatten(-many) for x in inputs], *[p if p is None else p.flatten() for p in parameters], eps=eps)
+    return tuple(y.unflatten(-1, shape) for y in result) if isinstance(result, tuple) else result.unflatten(-1, shape)
+
+
+class RMSNorm(nn.RMSNorm):
+    """`torch.nn.RMSNorm`, by `ridgeline.rms_norm`. Without an eps it takes torch's: that of float32, also for half precision."""
+
+    def _eps(self, x: torch.Tensor) -> float:
+        return self.eps if self.eps is not None else torch.finfo(torch.float64 if x.dtype == torch.float64 else torch.float32).eps
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return _normalised(self, ridgeline.rms_norm, (x,), self.weight, eps=self._eps(x))
+
+
+class LayerNorm(nn.LayerNorm):
+    """`torch.nn.LayerNorm`, by `ridgeline.layer_norm`."""
+
+    def forward(self, input: torch.Tensor) -> torch.Tensor:
+        return _normalised(self, ridgeline.layer_norm, (input,), self.weight, self.bias, eps=self.eps)
+
+
+class AddRMSNorm(RMSNorm):
+    """RMSNorm of x + residual, by `ridgeline.add_rms_norm`: returns the norm and the sum, the next block's residual."""
+
+    def forward(self, x: torch.Tensor, residual: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:  # type: ignore[override]
+        return _normalised(self, ridgeline.add_rms_norm, (x, residual), self.weight, eps=self._eps(x))
+
+
+class AddLayerNorm(LayerNorm):
+    """LayerNorm of x + residual, by `ridgeline.add_layer_norm`: returns the norm and the sum, the next block's residual."""
+
+    def forward(self, x: torch.Tensor, residual: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:  # type: ignore[override]
+        return _normalised(self, ridgeline.add_layer_norm, (x, residual), self.weight, self.bias, eps=self.eps)
+
+
+class GroupNorm(nn.GroupNorm):
+    """`torch.nn.GroupNorm`, by `ridgeline.group_norm`: NCHW or channels_last memory, and the output's is the input's."""
+
+    def forward(self, input: torch.Tensor) -> torch.Tensor:
+        return ridgeline.group_norm(input, self.num_groups, self.weight, self.bias, self.eps)
+
+
+class GELU(nn.GELU):
+    """`torch.nn.GELU`, by `ridgeline.gelu`."""
+
+    def forward(self, input: torch.Tensor) -> torch.Tensor:
+        return ridgeline.gelu(input, self.approximate)
+
+
+class QuickGELU(nn.Module):
+    """x sigmoid(1.702 x), by `ridgeline.quick_gelu`."""
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return ridgeline.quick_gelu(x)
+
+
+class SiLUMul(nn.Module):
+    """silu(gate) * up, as in SwiGLU, by `ridgeline.silu_mul`."""
+
+    def forward(self, gate: torch.Tensor, up: torch.Tensor) -> torch.Tensor:
+        return ridgeline.silu_mul(gate, up)
+
+
+class GELUMul(nn.Module):
+    """gelu(gate) * up, as in GeGLU, by `ridgeline.gelu_mul`. approximate: "tanh" or "none", as `torch.nn.GELU`'s."""
+
+    def __init__(self, approximate: str = "tanh") -> None:
+        super().__init__()
+        self.approximate = approximate
+
+    def forward(self, gate: torch.Tensor, up: torch.Tensor) -> torch.Tensor:
+        return ridgeline.gelu_mul(gate, up, self.approximate)
+
+    def extra_repr(self) -> str:
+        return f"approximate={self.approximate!r}"
+
+
+class Softmax(nn.Softmax):
+    """`torch.nn.Softmax`, by `ridgeline.softmax`. `dim` must be given: torch guesses one from the shape, and deprecates that."""
+
+    def forward(self, input: torch.Tensor) -> torch.Tensor:
+        return ridgeline.softmax(input, _dim(self))
+
+
+class LogSoftmax(nn.LogSoftmax):
+    """`torch.nn.LogSoftmax`, by `ridgeline.log_softmax`. `dim` must be given, as for `Softmax`."""
+
+    def forward(self, input: torch.Tensor) -> torch.Tensor:
+        return ridgeline.log_softmax(input, _dim(self))
+
+
+def _dim(module: Any) -> int:
+    if module.dim is None:
+        raise RidgelineError(f"{type(module).__name__}: dim is None; give the dimension, such as {type(module).__name__}(dim=-1)")
+    return module.dim
+
+
+class Dropout(nn.Dropout):
+    """`torch.nn.Dropout`, by `ridgeline.dropout`; the masks are other ones than torch draws of the same seed. Not in place."""
+
+    def __init__(self, p: float = 0.5, inplace: bool = False) -> None:
+        if inplace:
+            raise RidgelineError("Dropout: inplace=True is not offered; the output is a tensor of its own (inplace=False)")
+        super().__init__(p)
+
+    def forward(self, input: torch.Tensor) -> torch.Tensor:
+        return ridgeline.dropout(input, self.p, training=self.training)
+
+
+class CrossEntropyLoss(nn.CrossEntropyLoss):
+    """`torch.nn.CrossEntropyLoss` of class indices, by `ridgeline.cross_entropy`.
+
+    Classes are the LAST dimension: logits (..., classes), target (...), so a language model's (batch, seq, vocabulary) and
+    (batch, seq) go in as they are. For more than two dimensions torch wants the classes in dimension 1: of such logits, pass
+    `logits.movedim(1, -1)`. Class weights are not offered. z_loss and softcap are those of the function.
+    """
+
+    def __init__(
+        self,
+        weight: torch.Tensor | None = None,
+        size_average: bool | None = None,
+        ignore_index: int = -100,
+        reduce: bool | None = None,
+        reduction: str = "mean",
+        label_smoothing: float = 0.0,
+        *,
+        z_loss: float = 0.0,
+        softcap: float | None = None,
+    ) -> None:
+        if weight is not None:
+            raise RidgelineError("CrossEntropyLoss: class weights are not offered (torch's has them); weight must be None")
+        super().__init__(None, size_average, ignore_index, reduce, reduction, label_smoothing)
+        self.z_loss, self.softcap = z_loss, softcap
+
+    def forward(self, input: torch.Tensor, target: torch.Tensor) -> torch.Tensor:
+        return ridgeline.cross_entropy(
+            input,
+            target,
+            ignore_index=self.ignore_index,
+            label_smoothing=self.label_smoothing,
+            z_loss=self.z_loss,
+            softcap=self.softcap,
+            reduction=self.reduction,
+        )
