@@ -1,5 +1,6 @@
 """What `cuda.py` passes to kernels: the layout of their parameters, and tensor maps."""
 
+import struct
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -15,10 +16,15 @@ from ridgeline.op import RidgelineError
 TRANSPOSE = CudaKernel(Path(__file__).with_name("tensor_map.cu"), "transpose", "PMii")
 
 
-def test_parameters_lie_where_the_compiler_puts_them() -> None:
-    assert cuda._layout("PiqfPi")[1] == [0, 8, 16, 24, 32, 40]
-    assert cuda._layout("PMii")[1] == [0, 64, 192, 196]
-    assert cuda._layout("MMP")[1] == [0, 128, 256]
+def test_parameters_lie_where_the_driver_says() -> None:
+    assert cuda._layout("Pif", [(0, 8), (8, 4), (12, 4)]) == "0xP0xi0xf"
+    layout = cuda._layout("PMiiP", [(0, 8), (48, 128), (176, 4), (180, 4), (184, 8)])
+    assert layout is not None
+    packed = struct.pack("@" + layout, 1, bytes(range(128)), 2, 3, 4)
+    assert packed == struct.pack("@P40x128siiP", 1, bytes(range(128)), 2, 3, 4)
+    assert cuda._layout("PP", [(0, 8), (8, 4)]) is None
+    assert cuda._layout("PP", [(0, 8)]) is None
+    assert cuda._layout("P", [(0, 8), (8, 8)]) is None
 
 
 @pytest.mark.parametrize(
@@ -66,5 +72,5 @@ def test_a_box_that_does_not_fit_is_an_error() -> None:
 def test_a_wrong_list_of_parameters_is_an_error() -> None:
     x = torch.randn(16, 32, device="cuda")
     wrong = CudaKernel(TRANSPOSE.path, "transpose", "PPii")
-    with pytest.raises(CudaError, match="takes parameters at"):
+    with pytest.raises(CudaError, match="takes parameters of"):
         launch(wrong, (1, 1), x, x, 16, 32, ROWS=16, COLUMNS=32, block=128)

@@ -197,17 +197,14 @@ def tensor_map(tensor: torch.Tensor, box: Sequence[int], swizzle: int = 0) -> by
     return _encode(tensor.data_ptr(), tensor.dtype, tuple(tensor.shape), tensor.stride(), tuple(box), swizzle)
 
 
-def _layout(arguments: str) -> tuple[str, list[int]]:
-    """A `struct` format of a kernel's parameters, and the offset of each; a tensor map (M) lies at a multiple of 64."""
-    layout, offsets = "", []
-    for code in arguments:
-        if code == "M":
-            layout += f"{-struct.calcsize('@' + layout) % 64}x128s"
-            offsets.append(struct.calcsize("@" + layout) - 128)
-        else:
-            layout += code
-            offsets.append(struct.calcsize("@" + layout) - struct.calcsize("@" + code))
-    return layout, offsets
+def _layout(arguments: str, real: Sequence[tuple[int, int]]) -> str | None:
+    """A `struct` format of a kernel's parameters, of which the driver says offset and size; None where they do not agree."""
+    layout = ""
+    for code, (offset, size) in zip(arguments, real, strict=False):
+        layout += f"{max(0, offset - struct.calcsize('@' + layout))}x" + {"M": "128s"}.get(code, code)
+        if struct.calcsize("@" + layout) != offset + size:
+            return None
+    return layout if len(arguments) == len(real) else None
 
 
 class CudaKernel:
@@ -235,10 +232,10 @@ class CudaKernel:
         ensure_context(index)
         _check(driver.cuModuleLoadData(ctypes.byref(module), compiled.cubin), f"loading {self}")
         _check(driver.cuModuleGetFunction(ctypes.byref(function), module, self.name.encode()), f"finding {self}")
-        layout, offsets = _layout(self.arguments)
-        real = [offset for offset, _ in parameters(function.value or 0)]
-        if real != offsets:
-            raise CudaError(f"{self} takes parameters at {real}; {self.arguments!r} puts them at {offsets}")
+        real = parameters(function.value or 0)  # a tensor map's offset is the architecture's to choose
+        layout = _layout(self.arguments, real)
+        if layout is None:
+            raise CudaError(f"{self} takes parameters of (offset, bytes) {real}, and is declared with {self.arguments!r}")
         block, cluster, shared = (int(constants.get(o, d)) for o, d in zip(LAUNCH_OPTIONS, (256, 1, 0), strict=True))
         if shared > 48 << 10:
             _check(driver.cuFuncSetAttribute(function, 8, shared), f"{self} with {shared} bytes of shared memory")

@@ -3,16 +3,9 @@
 // H100 one row each is best, where other clusters fill the time in which one waits.
 // Macros: XTYPE and YTYPE the element types of x (and dx) and of y (and dy); CLUSTER; STAGES; THREADS per block; BLOCKS that fit a
 // multiprocessor; ITEMS packs per thread. Rows start at multiples of 16 bytes and are multiples of 16 bytes long.
-#include "elementwise.cuh"
-#include "hopper.cuh"
+#include "cluster_rows.cuh"
 
-using X = XTYPE;
-using Y = YTYPE;
-constexpr int SMALL = sizeof(X) < sizeof(Y) ? sizeof(X) : sizeof(Y), LARGE = sizeof(X) < sizeof(Y) ? sizeof(Y) : sizeof(X);
-constexpr int PACK = 16 / LARGE, ALIGN = 16 / SMALL, WARPS = THREADS / 32, SLOTS = CLUSTER * WARPS;
 constexpr float INF = __builtin_bit_cast(float, 0x7f800000);
-
-extern __shared__ __align__(128) char memory[];
 
 // exp(x - base). For float32 inputs by the fraction alone: of the whole exponent ex2.approx comes out 5e-8 too small, but not near 0.
 __device__ inline float exp_from(float x, float base) {
@@ -28,90 +21,9 @@ __device__ inline float divide(float e, float total, float reciprocal) {
     return sizeof(Y) < 4 ? q : fmaf(fmaf(-q, total, e), reciprocal, q);
 }
 
-// Calls f on each of this thread's packs of a part of `count` elements.
-template <typename F>
-__device__ inline void for_each(int count, F f) {
-#pragma unroll(ITEMS < 4 ? ITEMS : 4)
-    for (int i = 0; i < ITEMS; ++i) {
-        const int p = i * THREADS + threadIdx.x;
-        if (p * PACK < count) f(p);
-    }
-}
-
-// Past the caches: backward reads twice what it writes, and its next rows are the better guests. Forward's stores gain nothing.
-template <typename P>
-__device__ inline void store_streaming(P* to, const P& value) {
-    if constexpr (sizeof(P) == 16)
-        __stcs(reinterpret_cast<uint4*>(to), reinterpret_cast<const uint4&>(value));
-    else
-        __stcs(reinterpret_cast<uint2*>(to), reinterpret_cast<const uint2&>(value));
-}
-
-// What a block has of every row, and where its shared memory lies: the parts, their barriers, the barriers of two sets of
-// slots, and the sets: FLOATS of every warp of the cluster. Rows use the sets in turn: when a warp sends for row k + 2, all
-// warps have sent for row k + 1, and so have read what they were sent for row k.
-template <int INPUTS, int FLOATS, typename T>
-struct Share {
-    int rank = blockIdx.x % CLUSTER;
-    int part, begin, count;
-    Barrier* barriers;
-    float* slots;
-    RowStream<STAGES, INPUTS, T> stream;
-
-    __device__ Share(long long rows, int columns, const T* a, long long a_stride, const T* b = nullptr, long long b_stride = 0) {
-        part = (columns + CLUSTER * ALIGN - 1) / (CLUSTER * ALIGN) * ALIGN;
-        begin = min(rank * part, columns);
-        count = min(part, columns - begin);
-        stream.room = part * sizeof(T);
-        stream.bytes = count * sizeof(T);
-        stream.memory = memory;
-        stream.barriers = reinterpret_cast<Barrier*>(memory + STAGES * INPUTS * stream.room);
-        barriers = stream.barriers + STAGES;
-        slots = reinterpret_cast<float*>(barriers + 2);
-        stream.from[0] = a + begin;
-        stream.stride[0] = a_stride;
-        if constexpr (INPUTS == 2) {
-            stream.from[1] = b + begin;
-            stream.stride[1] = b_stride;
-        }
-        stream.row = blockIdx.x / CLUSTER;
-        stream.step = gridDim.x / CLUSTER;
-        stream.rows = rows;
-        if (threadIdx.x == 0) {
-            barrier_init(barriers);
-            barrier_init(barriers + 1);
-            stream.begin();
-        }
-        cluster_sync<CLUSTER>();
-    }
-
-    // Every warp of the cluster gives FLOATS floats; returns them all.
-    __device__ const float* exchange(int k, const float (&mine)[FLOATS]) {
-        float* set = slots + (k & 1) * FLOATS * SLOTS;
-        float* slot = set + FLOATS * (rank * WARPS + threadIdx.x / 32);
-        const int lane = threadIdx.x % 32;
-        if constexpr (CLUSTER == 1) {
-            if (lane == 0)
-                for (int f = 0; f < FLOATS; ++f) slot[f] = mine[f];
-            __syncthreads();
-        } else {
-            Barrier* barrier = barriers + (k & 1);
-            if (threadIdx.x == 0) barrier_expect(barrier, FLOATS * SLOTS * sizeof(float));
-            if (lane < CLUSTER) cluster_send(slot, mine, barrier, lane);
-            barrier_wait(barrier, k / 2 & 1);
-        }
-        return set;
-    }
-
-    // Asks for the row STAGES after the k-th, in whose place it comes: all threads of this block have read that.
-    __device__ void next(int k) {
-        if (threadIdx.x == 0) stream.load(k + STAGES);
-    }
-};
-
 extern "C" __global__ void __launch_bounds__(THREADS, BLOCKS)
     softmax_fwd(Y* y, const X* x, long long rows, int columns, long long x_stride) {
-    Share<1, 2, X> share(rows, columns, x, x_stride);
+    Share<1, 2, X> share(rows, columns, {x}, {x_stride});
     const int lane = threadIdx.x % 32;
     int k = 0;
     for (long long row = blockIdx.x / CLUSTER; row < rows; row += gridDim.x / CLUSTER, ++k) {
@@ -154,7 +66,7 @@ extern "C" __global__ void __launch_bounds__(THREADS, BLOCKS)
 
 extern "C" __global__ void __launch_bounds__(THREADS, BLOCKS)
     softmax_bwd(X* dx, const Y* dy, const Y* y, long long rows, int columns, long long dy_stride, long long y_stride) {
-    Share<2, 1, Y> share(rows, columns, dy, dy_stride, y, y_stride);
+    Share<2, 1, Y> share(rows, columns, {dy, y}, {dy_stride, y_stride});
     int k = 0;
     for (long long row = blockIdx.x / CLUSTER; row < rows; row += gridDim.x / CLUSTER, ++k) {
         share.stream.wait(k);

@@ -1,0 +1,143 @@
+"""Norms by thread-block clusters (norms.cu): configurations and launchers, in the interface of `_norms.py`."""
+
+from __future__ import annotations
+
+from functools import cache
+from itertools import product
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from ridgeline import device, tuning
+from ridgeline.boundary import launch
+from ridgeline.cuda import CTYPE, CudaKernel
+from ridgeline.ops.rowwise._rows import ceil, key_of, power
+
+FILE = Path(__file__).with_name("norms.cu")
+_FWD = CudaKernel(FILE, "norm_fwd", "PPPPPPPPqiqqf")
+_BWD = CudaKernel(FILE, "norm_bwd", "PPPPPPPPqiqqq")
+_SUMS = CudaKernel(FILE, "norm_sums", "PPPqi")
+_SHARED = 200 << 10  # bytes of a block's rows at most
+_PART = 16384  # columns of a block at most: 32 for each of 512 threads
+
+
+def forward_rule(size: int) -> tuning.Config:
+    """For rows of `size` bytes, all inputs together: 32 to 128 bytes a thread, 96 KiB on their way to a multiprocessor."""
+    cluster = min(16, power(ceil(size, 16384 if size <= 65536 else 65536)))
+    part = ceil(size, cluster)
+    threads = min(512, max(64, power(ceil(part, 128))))
+    return {"CLUSTER": cluster, "THREADS": threads, "BLOCKS": max(2, min(1024 // threads, 98304 // part)), "STAGES": 1}
+
+
+def forward_space(size: int, where: device.Device) -> list[tuning.Config]:
+    found = []
+    for c, t, b in product((1, 2, 4, 8, 16), (64, 128, 256, 512, 1024), (1, 2, 3, 4, 6, 8)):
+        part = ceil(size, c)
+        if b * (part + c * t // 2 + 1100) <= where.shared_memory and b * t <= 2048 and b * part >= 49152 and 32 <= part // t <= 128:
+            found.append({"CLUSTER": c, "THREADS": t, "BLOCKS": b, "STAGES": 1})
+    return found
+
+
+def backward_rule(columns: int, size: int) -> tuning.Config:
+    """For rows of `columns` and `size` bytes: 32 columns a thread, 512 threads a multiprocessor, two rows ahead."""
+    cluster = 1
+    while cluster < 16 and (ceil(columns, cluster) > _PART or 3 * ceil(size, cluster) > _SHARED):
+        cluster *= 2
+    threads = min(512, max(32, power(ceil(ceil(columns, cluster), 32))))
+    groups = max(1, min(512 // threads, _SHARED // (3 * ceil(size, cluster))))
+    return {
+        "CLUSTER": cluster,
+        "THREADS": threads,
+        "GROUPS": groups,
+        "STAGES": min(3, _SHARED // (groups * ceil(size, cluster))),
+        "BLOCKS": 1,
+    }
+
+
+def backward_space(columns: int, size: int, where: device.Device) -> list[tuning.Config]:
+    found = []
+    for c, t, g, s in product((1, 2, 4, 8, 16), (32, 64, 128, 256, 512, 1024), (1, 2, 4, 8, 16, 32), (2, 3, 4)):
+        fits = g * (s * ceil(size, c) + 16 * c * t // 32 + 64) <= where.shared_memory - 1024 and 256 <= g * t <= 1024
+        if fits and 8 <= columns // (c * t) <= 32 and g * s * ceil(size, c) >= 49152:
+            found.append({"CLUSTER": c, "THREADS": t, "GROUPS": g, "STAGES": s, "BLOCKS": 1})
+    return found
+
+
+@cache
+def _plan(backward: int, dtype: torch.dtype, weights: torch.dtype, columns: int, inputs: int, **found: int) -> dict[str, Any]:
+    """What a configuration makes of rows of that many columns: macros and the launch's options."""
+    cluster, threads, stages, groups = found["CLUSTER"], found["THREADS"], found["STAGES"], found.get("GROUPS", 1)
+    pack = 16 // dtype.itemsize
+    part = ceil(columns, cluster * pack) * pack
+    own = stages * (part * inputs * dtype.itemsize + 8) + 16 + cluster * threads // 2
+    shared = groups * (ceil(own, 16) * 16)
+    if groups > 1:
+        shared = max(shared, 4 * threads * ceil(part, threads * pack) * pack)  # the groups' sums
+    facts = {"XTYPE": CTYPE[dtype], "YTYPE": CTYPE[dtype], "WTYPE": CTYPE[weights], "ITEMS": ceil(part, threads * pack)}
+    return {**found, **facts, "BACKWARD": backward, "block": threads * groups, "cluster": cluster, "shared": shared}
+
+
+def launch_fwd(
+    op: str, centred: bool, y: Any, sum: Any, mean: Any, rstd: Any, x: torch.Tensor, residual: Any, weight: Any, bias: Any, eps: float
+) -> None:
+    rows, columns = x.shape
+    where, inputs = device.of(x), 1 + (residual is not None)
+    size = columns * x.element_size() * inputs
+    weights = x.dtype if weight is None else weight.dtype
+
+    def config() -> dict[str, Any]:
+        key = key_of(x.dtype, weights, columns)
+        found = tuning.config(where, op, "norm_fwd", key, lambda: forward_rule(size), lambda: forward_space(size, where))
+        return dict(_plan(0, x.dtype, weights, columns, inputs, **found))
+
+    flags = {"MEAN": int(centred), "ADD": inputs - 1, "WEIGHT": int(weight is not None), "BIAS": int(bias is not None)}
+    values = y, sum, mean, rstd, x, residual, weight, bias, rows, columns, x.stride(0), 0 if residual is None else residual.stride(0), eps
+    launch(_FWD, lambda c: (c["CLUSTER"] * rows,), *values, config=config, key=(op, columns), **flags)
+
+
+def launch_bwd(
+    op: str, centred: bool, dx: Any, dweight: Any, dbias: Any, partial: Any, dy: torch.Tensor, dsum: Any, saved: torch.Tensor, weight: Any,
+    bias: Any, mean: Any, rstd: Any, from_output: bool,
+) -> None:  # fmt: skip
+    rows, columns = saved.shape
+    where, inputs = device.of(saved), 2 + (dsum is not None)
+    size = columns * saved.element_size() * inputs
+    weights = saved.dtype if weight is None else weight.dtype
+    flags = {"MEAN": int(centred), "ADD": inputs - 2, "WEIGHT": int(weight is not None), "BIAS": int(bias is not None)}
+
+    def config() -> dict[str, Any]:
+        key = key_of(saved.dtype, weights, columns)
+        rule, space = lambda: backward_rule(columns, size), lambda: backward_space(columns, size, where)
+        found = tuning.config(where, op, "norm_bwd", key, rule, space)
+        plan = dict(_plan(1, saved.dtype, weights, columns, inputs, **found))
+        return plan | {"CLUSTERS": where.multiprocessors // plan["CLUSTER"]}
+
+    def grid(c: dict[str, Any]) -> tuple[int]:
+        return (c["CLUSTER"] * min(c["CLUSTERS"], ceil(rows, c["GROUPS"])),)
+
+    strides = dy.stride(0), 0 if dsum is None else dsum.stride(0), saved.stride(0)
+    values = dx, partial, dy, dsum, saved, weight, mean, rstd, rows, columns, *strides
+    launch(_BWD, grid, *values, config=config, key=(op, columns), **flags)
+    if partial is not None:
+        launch(
+            _SUMS,
+            (ceil(columns, 32), flags["WEIGHT"] + flags["BIAS"]),
+            *(dweight, dbias, partial, rows, columns),
+            config=lambda: config() | {"block": 1024, "cluster": 1, "shared": 0},
+            key=(op, columns),
+            **flags,
+        )
+
+
+def fits(columns: int, *tensors: torch.Tensor) -> str | None:
+    """Whether rows of these tensors, seen as (rows, columns), can be copied in bulk and held by a cluster; the reason why not."""
+    x = tensors[0]
+    size = columns * sum(t.element_size() for t in tensors)
+    if columns > 16 * _PART or 2 * ceil(size, 16) > _SHARED:
+        return f"it takes rows of at most {16 * _PART} columns; these have {columns}"
+    if any(t.dtype != x.dtype for t in tensors):
+        return "it takes tensors of one dtype"
+    if columns * x.element_size() % 16 or any(t.data_ptr() % 16 or (t.dim() > 1 and t.stride(-2) * t.element_size() % 16) for t in tensors):
+        return "it copies whole 16 bytes: rows must start at multiples of 16 bytes and be as long"
+    return None
