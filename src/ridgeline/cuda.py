@@ -242,3 +242,20 @@ class CudaKernel:
         if cluster > 8:
             _check(driver.cuFuncSetAttribute(function, 14, 1), f"{self} with a cluster of {cluster}")
         return Starter(function.value or 0, layout, block, shared, index, cluster, str(self))
+
+
+_EMPTY = CudaKernel(TILES / "empty.cu", "empty", "")
+
+
+@cache
+def resident_clusters(where: devices.Device, size: int) -> int:
+    """How many clusters of `size` blocks run at once where each block has a multiprocessor of its own. A cluster lies within one of
+    the GPU's partitions, whose multiprocessors need not divide by it: on an H100 that is 32 clusters of 4, not 33."""
+    if size == 1 or devices.pretended() is not None:
+        return where.multiprocessors // size
+    start = _EMPTY.load({"block": 512, "cluster": size, "shared": 160 << 10}, torch.cuda.current_device())
+    start.CONFIG.pack_into(start.memory, start.begin, size, 1, 1, *start.facts, 0, *start.attributes)
+    config, function, *_ = start.arguments
+    count = ctypes.c_int()
+    _check(_driver().cuOccupancyMaxActiveClusters(ctypes.byref(count), function, config), f"clusters of {size}")
+    return count.value

@@ -11,7 +11,7 @@ import torch
 
 from ridgeline import device, tuning
 from ridgeline.boundary import launch
-from ridgeline.cuda import CTYPE, CudaKernel
+from ridgeline.cuda import CTYPE, CudaKernel, resident_clusters
 from ridgeline.ops.rowwise._rows import ceil, key_of, power
 
 FILE = Path(__file__).with_name("norms.cu")
@@ -22,12 +22,18 @@ _SHARED = 200 << 10  # bytes of a block's rows at most
 _PART = 16384  # columns of a block at most: 32 for each of 512 threads
 
 
-def forward_rule(size: int) -> tuning.Config:
-    """For rows of `size` bytes, all inputs together: 32 to 128 bytes a thread, 96 KiB on their way to a multiprocessor."""
-    cluster = min(16, power(ceil(size, 16384 if size <= 65536 else 65536)))
+def forward_rule(size: int, centred: bool) -> tuning.Config:
+    """For rows of `size` bytes, all inputs together: one block while 32 bytes a thread hold them, else parts of 64 KiB, or 32 KiB
+    where the mean is subtracted, which takes more instructions and registers."""
+    cluster = 1 if size <= 32768 else min(16, power(ceil(size, 32768 if centred else 65536)))
     part = ceil(size, cluster)
-    threads = min(512, max(64, power(ceil(part, 128))))
-    return {"CLUSTER": cluster, "THREADS": threads, "BLOCKS": max(2, min(1024 // threads, 98304 // part)), "STAGES": 1}
+    threads = min(256 if cluster > 1 and centred else 512 if cluster > 1 or centred else 1024, max(64, power(ceil(part, 32 << centred))))
+    return {
+        "CLUSTER": cluster,
+        "THREADS": threads,
+        "BLOCKS": max(1, min(6, (1024 if centred else 2048) // threads, 196608 // part)),
+        "STAGES": 1,
+    }
 
 
 def forward_space(size: int, where: device.Device) -> list[tuning.Config]:
@@ -40,25 +46,21 @@ def forward_space(size: int, where: device.Device) -> list[tuning.Config]:
 
 
 def backward_rule(columns: int, size: int) -> tuning.Config:
-    """For rows of `columns` and `size` bytes: 32 columns a thread, 512 threads a multiprocessor, two rows ahead."""
-    cluster = 1
-    while cluster < 16 and (ceil(columns, cluster) > _PART or 3 * ceil(size, cluster) > _SHARED):
-        cluster *= 2
-    threads = min(512, max(32, power(ceil(ceil(columns, cluster), 32))))
-    groups = max(1, min(512 // threads, _SHARED // (3 * ceil(size, cluster))))
-    return {
-        "CLUSTER": cluster,
-        "THREADS": threads,
-        "GROUPS": groups,
-        "STAGES": min(3, _SHARED // (groups * ceil(size, cluster))),
-        "BLOCKS": 1,
-    }
+    """For rows of `columns` and `size` bytes: 16 columns a thread, parts of 1024 columns while a cluster may grow, and as many rows
+    at once as make 512 threads, so that the others fill the time in which a row's sums meet."""
+    cluster = min(16, max(1, power(columns // 1024 + 1) // 2))
+    part = ceil(size, cluster)
+    threads = min(1024, max(32, power(ceil(ceil(columns, cluster), 16))))
+    groups = max(1, min(512 // threads, _SHARED // (2 * part), 16 if threads == 32 else 15))
+    return {"CLUSTER": cluster, "THREADS": threads, "GROUPS": groups, "STAGES": max(1, min(3, _SHARED // (groups * part))), "BLOCKS": 1}
 
 
 def backward_space(columns: int, size: int, where: device.Device) -> list[tuning.Config]:
     found = []
-    for c, t, g, s in product((1, 2, 4, 8, 16), (32, 64, 128, 256, 512, 1024), (1, 2, 4, 8, 16, 32), (2, 3, 4)):
-        fits = g * (s * ceil(size, c) + 16 * c * t // 32 + 64) <= where.shared_memory - 1024 and 256 <= g * t <= 1024
+    for c, t, g, s in product((1, 2, 4, 8, 16), (32, 64, 128, 256, 512, 1024), (1, 2, 3, 4, 6, 8, 12, 16, 24, 32), (2, 3, 4)):
+        fits = (
+            g * (s * ceil(size, c) + 16 * c * t // 32 + 64) <= where.shared_memory - 1024 and 256 <= g * t <= 1024 and (g < 16 or t == 32)
+        )  # 15 barriers
         if fits and 8 <= columns // (c * t) <= 32 and g * s * ceil(size, c) >= 49152:
             found.append({"CLUSTER": c, "THREADS": t, "GROUPS": g, "STAGES": s, "BLOCKS": 1})
     return found
@@ -88,7 +90,7 @@ def launch_fwd(
 
     def config() -> dict[str, Any]:
         key = key_of(x.dtype, weights, columns)
-        found = tuning.config(where, op, "norm_fwd", key, lambda: forward_rule(size), lambda: forward_space(size, where))
+        found = tuning.config(where, op, "norm_fwd", key, lambda: forward_rule(size, centred), lambda: forward_space(size, where))
         return dict(_plan(0, x.dtype, weights, columns, inputs, **found))
 
     flags = {"MEAN": int(centred), "ADD": inputs - 1, "WEIGHT": int(weight is not None), "BIAS": int(bias is not None)}
@@ -111,7 +113,7 @@ def launch_bwd(
         rule, space = lambda: backward_rule(columns, size), lambda: backward_space(columns, size, where)
         found = tuning.config(where, op, "norm_bwd", key, rule, space)
         plan = dict(_plan(1, saved.dtype, weights, columns, inputs, **found))
-        return plan | {"CLUSTERS": where.multiprocessors // plan["CLUSTER"]}
+        return plan | {"CLUSTERS": resident_clusters(where, plan["CLUSTER"])}
 
     def grid(c: dict[str, Any]) -> tuple[int]:
         return (c["CLUSTER"] * min(c["CLUSTERS"], ceil(rows, c["GROUPS"])),)

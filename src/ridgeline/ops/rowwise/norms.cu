@@ -10,6 +10,14 @@ using W = WTYPE;
 constexpr bool KEEP = ITEMS * PACK <= 16 && sizeof(X) == 2;  // backward, whether a row stays in registers between its two readings
 constexpr int FLOATS = 1 + MEAN, INPUTS_FWD = 1 + ADD, INPUTS_BWD = 2 + ADD;
 
+// Has the compiler keep a pack in 32-bit registers, not each half in one of its own.
+template <typename P>
+__device__ inline void hold(P& pack) {
+    if constexpr (sizeof(P) % 4 == 0)
+#pragma unroll
+        for (int k = 0; k < sizeof(P) / 4; ++k) asm volatile("" : "+r"(reinterpret_cast<unsigned*>(&pack)[k]));
+}
+
 // Elements of a part that a warp has: packs i * THREADS + thread, of which the last may be missing.
 __device__ inline int warp_count(int count, int warp) {
     int packs = 0;
@@ -28,7 +36,7 @@ extern "C" __global__ void __launch_bounds__(THREADS, BLOCKS)
     const int lane = threadIdx.x % 32;
     int k = 0;
     for (long long row = blockIdx.x / CLUSTER; row < rows; row += gridDim.x / CLUSTER, ++k) {
-        if (WEIGHT && thread() % 8 == 0)  // the weights lie in L2: towards L1 while the row is on its way
+        if (WEIGHT && CLUSTER > 1 && thread() % 8 == 0)  // the weights lie in L2: towards L1 while the row is on its way
             for_each(share.count, [&](int p) { asm volatile("prefetch.global.L1 [%0];" ::"l"(weight + share.begin + p * PACK)); });
         share.stream.wait(k);
         const auto* left = reinterpret_cast<const Pack<X, PACK>*>(share.stream.part(k, 0));
@@ -117,12 +125,18 @@ extern "C" __global__ void __launch_bounds__(THREADS* GROUPS, BLOCKS)
 #pragma unroll
         for (int i = 0; i < ITEMS; ++i) {
             const int p = i * THREADS + thread();
-            if (p * PACK < share.count) w[i] = reinterpret_cast<const Pack<W, PACK>*>(weight + share.begin)[p];
+            if (p * PACK < share.count) hold(w[i] = reinterpret_cast<const Pack<W, PACK>*>(weight + share.begin)[p]);
         }
     const float part_of_mean = 1.0f / columns;
-    int k = 0;
-    for (long long row = blockIdx.x / CLUSTER * GROUPS + group(); row < rows; row += gridDim.x / CLUSTER * GROUPS, ++k) {
-        const float scale = rstd[row], center = MEAN ? mean[row] : 0.0f;
+    const int step = gridDim.x / CLUSTER * GROUPS;
+    long long row = blockIdx.x / CLUSTER * GROUPS + group();
+    float next_scale = row < rows ? rstd[row] : 0.0f, next_center = MEAN && row < rows ? mean[row] : 0.0f;  // read a row ahead
+    for (int k = 0; row < rows; row += step, ++k) {
+        const float scale = next_scale, center = next_center;
+        if (row + step < rows) {
+            next_scale = rstd[row + step];
+            if (MEAN) next_center = mean[row + step];
+        }
         share.stream.wait(k);
         const auto* values = reinterpret_cast<const Pack<X, PACK>*>(share.stream.part(k, 0));
         const auto* slopes = reinterpret_cast<const Pack<Y, PACK>*>(share.stream.part(k, 1));
@@ -136,8 +150,8 @@ extern "C" __global__ void __launch_bounds__(THREADS* GROUPS, BLOCKS)
             if (p * PACK >= share.count) continue;
             const Pack<X, PACK> a = values[p];
             const Pack<Y, PACK> b = slopes[p];
-            if (KEEP) a_of[i] = a, b_of[i] = b;
-            if (KEEP && ADD) c_of[i] = others[p];
+            if (KEEP) hold(a_of[i] = a), hold(b_of[i] = b);
+            if (KEEP && ADD) hold(c_of[i] = others[p]);
 #pragma unroll
             for (int j = 0; j < PACK; ++j) {
                 const float unit = (to_float(a.at[j]) - center) * scale, slope = to_float(b.at[j]);
@@ -163,6 +177,7 @@ extern "C" __global__ void __launch_bounds__(THREADS* GROUPS, BLOCKS)
         for (int i = 0; i < ITEMS; ++i) {
             const int p = i * THREADS + thread();
             if (p * PACK >= share.count) continue;
+            if (KEEP) hold(a_of[i]), hold(b_of[i]), hold(w[i]);  // so that what was made of them above is made again, not kept
             const Pack<X, PACK> a = KEEP ? a_of[i] : values[p];
             const Pack<Y, PACK> b = KEEP ? b_of[i] : slopes[p], c = ADD ? KEEP ? c_of[i] : others[p] : b;
             Pack<X, PACK> pack;
