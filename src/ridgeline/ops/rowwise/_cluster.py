@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from functools import cache
+from functools import cache, partial
 from itertools import product
 from pathlib import Path
 from typing import Any
@@ -106,7 +106,8 @@ def launch_bwd(
     where, inputs = device.of(saved), 2 + (dsum is not None)
     size = columns * saved.element_size() * inputs
     weights = saved.dtype if weight is None else weight.dtype
-    flags = {"MEAN": int(centred), "ADD": inputs - 2, "WEIGHT": int(weight is not None), "BIAS": int(bias is not None)}
+    wanted = {"DW": int(dweight is not None), "DB": int(dbias is not None)}
+    flags = {"MEAN": int(centred), "ADD": inputs - 2, "WEIGHT": int(weight is not None), **wanted}
 
     def config() -> dict[str, Any]:
         key = key_of(saved.dtype, weights, columns)
@@ -124,7 +125,7 @@ def launch_bwd(
     if partial is not None:
         launch(
             _SUMS,
-            (ceil(columns, 32), flags["WEIGHT"] + flags["BIAS"]),
+            (ceil(columns, 32), flags["DW"] + flags["DB"]),
             *(dweight, dbias, partial, rows, columns),
             config=lambda: config() | {"block": 1024, "cluster": 1, "shared": 0},
             key=(op, columns),
@@ -132,14 +133,39 @@ def launch_bwd(
         )
 
 
-def fits(columns: int, *tensors: torch.Tensor) -> str | None:
-    """Whether rows of these tensors, seen as (rows, columns), can be copied in bulk and held by a cluster; the reason why not."""
-    x = tensors[0]
-    size = columns * sum(t.element_size() for t in tensors)
-    if columns > 16 * _PART or 2 * ceil(size, 16) > _SHARED:
-        return f"it takes rows of at most {16 * _PART} columns; these have {columns}"
-    if any(t.dtype != x.dtype for t in tensors):
-        return "it takes tensors of one dtype"
-    if columns * x.element_size() % 16 or any(t.data_ptr() % 16 or (t.dim() > 1 and t.stride(-2) * t.element_size() % 16) for t in tensors):
-        return "it copies whole 16 bytes: rows must start at multiples of 16 bytes and be as long"
+FROM = 2048, 512  # columns that rows must have more than, forward and backward: shorter ones are as fast in tiles
+
+
+def fits(x: torch.Tensor, *rest: Any) -> str | None:
+    """What the clusters support, of a public call's arguments or a launcher's inputs (backward's are 8); the reason why not."""
+    backward = len(rest) == 7
+    if any(value is True for value in rest):
+        return "it makes the gradient from the input, and memory_efficient=True keeps the output"
+    tensors = [t for t in rest if isinstance(t, torch.Tensor)]
+    rows = [x, *(t for t in (rest[:2] if backward else tensors) if t is not None and t.shape == x.shape and t.dim() > 1)]
+    vectors = [t for t in (rest[2:4] if backward else tensors) if t is not None and t.dim() == 1]
+    columns, low = x.shape[-1] if x.dim() else 1, FROM[backward]
+    size = columns * sum([t.element_size() for t in rows])
+    if not low < columns <= 16 * _PART or size > 16 * _SHARED:
+        return f"it takes rows of {low + 1} to {16 * _PART} columns in {16 * _SHARED} bytes; these have {columns} in {size}"
+    if any([t.dtype != x.dtype for t in rows]) or len({t.dtype for t in vectors}) > 1:
+        return "it takes tensors of one dtype, and a weight and bias of one"
+    if columns * x.element_size() % 16 or any([t.data_ptr() % 16 for t in (*rows, *vectors)]):
+        return "it copies whole 16 bytes: tensors must begin, and rows end, at multiples of 16 bytes"
+    if any([t.dim() > 1 and (t.stride(-1) != 1 or t.stride(-2) * t.element_size() % 16) for t in rows]):
+        return "it copies whole 16 bytes: rows must be contiguous, and begin at multiples of 16 bytes"
     return None
+
+
+def register(norm: Any) -> None:
+    """Registers the clusters as the rung `cuda_cluster` of a norm."""
+    norm.op.kernel(
+        "cuda_cluster",
+        "rows over clusters of blocks, copied in bulk; backward has 16 columns a thread and rows enough at once to hide where sums meet",
+        kind="cuda",
+        served=True,
+        arch=90,
+        supports=fits,
+        fwd=partial(launch_fwd, norm.name, norm.center),
+        bwd=partial(launch_bwd, norm.name, norm.center),
+    )

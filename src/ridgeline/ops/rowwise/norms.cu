@@ -2,8 +2,8 @@
 // Forward: a cluster holds a row, and other clusters fill the time in which it waits. Backward: blocks stay and take rows in turn,
 // the next ones on their way, so that each thread keeps its columns' weights and sums of the weights' gradients in registers.
 // Macros beside those of cluster_rows.cuh: X = Y; WTYPE of the weights; MEAN, whether the mean is subtracted; ADD, whether there is
-// a residual (forward) or a gradient of the sum (backward); WEIGHT, BIAS; BACKWARD, which kernels;
-// CLUSTERS of the grid, backward.
+// a residual (forward) or a gradient of the sum (backward); WEIGHT, whether there is one; forward: BIAS; BACKWARD: which kernels, and
+// for them DW and DB, which gradients are wanted, and CLUSTERS, how many there are at most.
 #include "cluster_rows.cuh"
 
 using W = WTYPE;
@@ -110,7 +110,7 @@ extern "C" __global__ void __launch_bounds__(THREADS, BLOCKS)
 }
 
 #else
-// partial: (clusters, WEIGHT + BIAS, columns) sums over each cluster's rows.
+// partial: (clusters, DW + DB, columns) sums over each cluster's rows.
 extern "C" __global__ void __launch_bounds__(THREADS* GROUPS, BLOCKS)
     norm_bwd(X* dx, float* partial, const Y* dy, const Y* dsum, const X* x, const W* weight, const float* mean, const float* rstd,
              long long rows, int columns, long long dy_stride, long long dsum_stride, long long x_stride) {
@@ -158,8 +158,8 @@ extern "C" __global__ void __launch_bounds__(THREADS* GROUPS, BLOCKS)
                 const float weighted = WEIGHT ? slope * to_float(w[i].at[j]) : slope;
                 product += weighted * unit;
                 if (MEAN) sum += weighted;
-                if (WEIGHT) dweight[i][j] += slope * unit;
-                if (BIAS) dbias[i][j] += slope;
+                if (DW) dweight[i][j] += slope * unit;
+                if (DB) dbias[i][j] += slope;
             }
         }
         float mine[FLOATS] = {warp_sum(product)}, toward = 0, shift = 0;
@@ -191,12 +191,12 @@ extern "C" __global__ void __launch_bounds__(THREADS* GROUPS, BLOCKS)
             store_streaming(out + p, pack);
         }
     }
-    if (!WEIGHT && !BIAS) return;
+    if (!DW && !DB) return;
     // The groups' sums, one group after the other, in the shared memory that rows have left.
     float* sums = reinterpret_cast<float*>(memory);
-    partial += blockIdx.x / CLUSTER * (long long)(WEIGHT + BIAS) * columns + share.begin;
+    partial += blockIdx.x / CLUSTER * (long long)(DW + DB) * columns + share.begin;
 #pragma unroll
-    for (int which = 0; which < WEIGHT + BIAS; ++which) {
+    for (int which = 0; which < DW + DB; ++which) {
         for (int turn = 0; turn < GROUPS; ++turn) {
             __syncthreads();
             if (turn != group()) continue;
@@ -206,7 +206,7 @@ extern "C" __global__ void __launch_bounds__(THREADS* GROUPS, BLOCKS)
                 if (p * PACK >= share.count) continue;
 #pragma unroll
                 for (int j = 0; j < PACK; ++j) {
-                    float value = WEIGHT && which == 0 ? dweight[i][j] : dbias[i][j];
+                    float value = DW && which == 0 ? dweight[i][j] : dbias[i][j];
                     if (turn) value += sums[j * (THREADS * ITEMS) + p];
                     if (turn < GROUPS - 1)
                         sums[j * (THREADS * ITEMS) + p] = value;
@@ -224,7 +224,7 @@ extern "C" __global__ void __launch_bounds__(1024)
     const int count = min((long long)CLUSTERS, (rows + GROUPS - 1) / GROUPS);
     __shared__ float sums[32][33];
     const int lane = threadIdx.x % 32, warp = threadIdx.x / 32, column = blockIdx.x * 32 + lane;
-    const long long step = (WEIGHT + BIAS) * (long long)columns;
+    const long long step = (DW + DB) * (long long)columns;
     partial += blockIdx.y * (long long)columns + column;
     float sum = 0;
     if (column < columns)
@@ -232,7 +232,7 @@ extern "C" __global__ void __launch_bounds__(1024)
     sums[warp][lane] = sum;
     __syncthreads();
     sum = warp_sum(sums[lane][warp]);
-    W* out = WEIGHT && blockIdx.y == 0 ? dweight : dbias;
+    W* out = DW && blockIdx.y == 0 ? dweight : dbias;
     if (lane == 0 && blockIdx.x * 32 + warp < columns) from_float(sum, out[blockIdx.x * 32 + warp]);
 }
 #endif
