@@ -1,0 +1,366 @@
+"""group_norm: y = (x - mean) rstd w + b, with mean and rstd = 1 / sqrt(variance + eps) over each image's group of channels.
+
+    backward, xh = (x - mean) rstd, means over the group:  dx = rstd (w dy - mean(w dy) - xh mean(w dy xh))
+    dw = sum of dy xh, db = sum of dy, over images and space
+
+One program takes one group of one image: in registers where it fits, so that x is read once; else in chunks, twice, the second
+time from the L2 cache. Strides lead it through NCHW and channels_last memory alike. Backward's sums over space, one per image
+and channel, are added up over images by a second kernel, in one order. The floor is x read and y written; dy and x read and dx written.
+Source: Wu and He, Group Normalization, 2018 (arXiv:1803.08494); the chunks' variance is taken about a first guess of the mean.
+"""
+
+from __future__ import annotations
+
+import math
+from typing import Any
+
+import torch
+import triton
+import triton.language as tl
+
+from ridgeline import device, tuning
+from ridgeline.boundary import Function, differentiate, first_order, kernel_op, launch
+from ridgeline.op import Case, Cost, Op, RidgelineError, Spec, nbytes
+from ridgeline.ops.rowwise._rows import ceil, key_of, power
+from ridgeline.select import eager, run
+
+
+@triton.jit
+def _at(tensor, steps, image, channel, place):
+    return tensor + image * steps[0] + channel * steps[1] + place * steps[2]
+
+
+@triton.jit
+def _of(parameter, channel, mask, default: tl.constexpr):
+    """Each channel's weight or bias in float32, or what stands for it where there is none."""
+    if parameter is None:
+        found = tl.full((1, 1), default, tl.float32)
+    else:
+        found = tl.load(parameter + channel, mask=mask, other=0).to(tl.float32)
+    return found
+
+
+@triton.jit
+def _fwd(y, mean, rstd, x, w, b, groups, width, size, eps, y_steps, x_steps, BC: tl.constexpr, BS: tl.constexpr, STAGES: tl.constexpr):
+    group = tl.program_id(0).to(tl.int64)
+    image, first = group // groups, group % groups * width
+    c, place = tl.arange(0, BC)[:, None], tl.arange(0, BS)[None, :].to(tl.int64)
+    inside, channel = c < width, first + c
+    mask, count = inside & (place < size), width * (size * 1.0)
+    value = tl.load(_at(x, x_steps, image, channel, place), mask=mask, other=0).to(tl.float32)
+    middle = tl.sum(value) / count
+    off = tl.where(mask, value - middle, 0.0)
+    scale = tl.div_rn(1.0, tl.sqrt_rn(tl.sum(off * off) / count + eps))
+    tl.store(mean + group, middle)
+    tl.store(rstd + group, scale)
+    result = off * scale * _of(w, channel, inside, 1.0) + _of(b, channel, inside, 0.0)
+    tl.store(_at(y, y_steps, image, channel, place), result.to(y.dtype.element_ty), mask=mask)
+
+
+@triton.jit
+def _fwd_wide(y, mean, rstd, x, w, b, groups, width, size, eps, y_steps, x_steps, BC: tl.constexpr, BS: tl.constexpr, STAGES: tl.constexpr):
+    group = tl.program_id(0).to(tl.int64)
+    image, first = group // groups, group % groups * width
+    c, place = tl.arange(0, BC)[:, None], tl.arange(0, BS)[None, :].to(tl.int64)
+    across, count = tl.cdiv(size, BS), width * (size * 1.0)
+    tiles = tl.cdiv(width, BC) * across
+    mask = (c < width) & (place < size)
+    value = tl.load(_at(x, x_steps, image, first + c, place), mask=mask, other=0).to(tl.float32)
+    guess = tl.sum(value) / tl.sum(mask.to(tl.float32))
+    total, square = tl.zeros((BC, BS), tl.float32), tl.zeros((BC, BS), tl.float32)
+    for tile in tl.range(0, tiles, num_stages=STAGES):
+        c0, s0 = tile // across * BC, tile % across * BS
+        mask = (c0 + c < width) & (s0 + place < size)
+        at = _at(x, x_steps, image, first + c0 + c, s0 + place)
+        off = tl.where(mask, tl.load(at, mask=mask, other=0, eviction_policy="evict_last").to(tl.float32) - guess, 0.0)
+        total += off
+        square += off * off
+    shift = tl.sum(total) / count
+    middle = guess + shift
+    scale = tl.div_rn(1.0, tl.sqrt_rn(tl.maximum(tl.sum(square) / count - shift * shift, 0.0) + eps))
+    tl.store(mean + group, middle)
+    tl.store(rstd + group, scale)
+    for back in tl.range(0, tiles, num_stages=STAGES):  # the newest in the cache first
+        tile = tiles - 1 - back
+        c0, s0 = tile // across * BC, tile % across * BS
+        channel, inside = first + c0 + c, c0 + c < width
+        mask = inside & (s0 + place < size)
+        at = _at(x, x_steps, image, channel, s0 + place)
+        value = tl.load(at, mask=mask, other=0, eviction_policy="evict_first").to(tl.float32)
+        result = (value - middle) * scale * _of(w, channel, inside, 1.0) + _of(b, channel, inside, 0.0)
+        tl.store(_at(y, y_steps, image, channel, s0 + place), result.to(y.dtype.element_ty), mask=mask)
+
+
+@triton.jit
+def _bwd(dy, dx, sums, x, w, mean, rstd, groups, width, size, dx_steps, dy_steps, x_steps, BC: tl.constexpr, BS: tl.constexpr, STAGES: tl.constexpr):  # fmt: skip
+    group = tl.program_id(0).to(tl.int64)
+    image, first = group // groups, group % groups * width
+    c, place = tl.arange(0, BC)[:, None], tl.arange(0, BS)[None, :].to(tl.int64)
+    inside, channel = c < width, first + c
+    mask, count = inside & (place < size), width * (size * 1.0)
+    middle, scale, weight = tl.load(mean + group), tl.load(rstd + group), _of(w, channel, inside, 1.0)
+    value = tl.load(_at(x, x_steps, image, channel, place), mask=mask, other=0).to(tl.float32)
+    slope = tl.load(_at(dy, dy_steps, image, channel, place), mask=mask, other=0).to(tl.float32)
+    value = tl.where(mask, (value - middle) * scale, 0.0)
+    dw, db = tl.sum(slope * value, 1)[:, None], tl.sum(slope, 1)[:, None]
+    if sums is not None:
+        at = sums + image * 2 * groups * width + channel
+        tl.store(at, dw, mask=inside)
+        tl.store(at + groups * width, db, mask=inside)
+    if dx is not None:
+        slant, level = tl.sum(dw * weight) / count, tl.sum(db * weight) / count
+        result = scale * (slope * weight - level - value * slant)
+        tl.store(_at(dx, dx_steps, image, channel, place), result.to(dx.dtype.element_ty), mask=mask)
+
+
+@triton.jit
+def _bwd_wide(dy, dx, sums, x, w, mean, rstd, groups, width, size, dx_steps, dy_steps, x_steps, BC: tl.constexpr, BS: tl.constexpr, STAGES: tl.constexpr):  # fmt: skip
+    group = tl.program_id(0).to(tl.int64)
+    image, first = group // groups, group % groups * width
+    c, place = tl.arange(0, BC)[:, None], tl.arange(0, BS)[None, :].to(tl.int64)
+    across, count = tl.cdiv(size, BS), width * (size * 1.0)
+    tiles = tl.cdiv(width, BC) * across
+    middle, scale = tl.load(mean + group), tl.load(rstd + group)
+    dw, db = tl.zeros((BC, 1), tl.float32), tl.zeros((BC, 1), tl.float32)
+    slant, level = tl.zeros((BC, 1), tl.float32), tl.zeros((BC, 1), tl.float32)
+    for tile in tl.range(0, tiles, num_stages=STAGES):
+        c0, s0 = tile // across * BC, tile % across * BS
+        channel, inside = first + c0 + c, c0 + c < width
+        mask = inside & (s0 + place < size)
+        value = tl.load(_at(x, x_steps, image, channel, s0 + place), mask=mask, other=0, eviction_policy="evict_last").to(tl.float32)
+        slope = tl.load(_at(dy, dy_steps, image, channel, s0 + place), mask=mask, other=0, eviction_policy="evict_last").to(tl.float32)
+        some_dw, some_db = tl.sum(slope * ((value - middle) * scale), 1)[:, None], tl.sum(slope, 1)[:, None]
+        dw, db = tl.where(s0 == 0, some_dw, dw + some_dw), tl.where(s0 == 0, some_db, db + some_db)
+        if sums is not None:  # the last tile of a channel leaves its whole sums
+            at = sums + image * 2 * groups * width + channel
+            tl.store(at, dw, mask=inside)
+            tl.store(at + groups * width, db, mask=inside)
+        weight = _of(w, channel, inside, 1.0)
+        slant += some_dw * weight
+        level += some_db * weight
+    if dx is not None:
+        along, height = tl.sum(slant) / count, tl.sum(level) / count
+        for back in tl.range(0, tiles, num_stages=STAGES):  # the newest in the cache first
+            tile = tiles - 1 - back
+            c0, s0 = tile // across * BC, tile % across * BS
+            channel, inside = first + c0 + c, c0 + c < width
+            mask = inside & (s0 + place < size)
+            value = tl.load(_at(x, x_steps, image, channel, s0 + place), mask=mask, other=0, eviction_policy="evict_first")
+            slope = tl.load(_at(dy, dy_steps, image, channel, s0 + place), mask=mask, other=0, eviction_policy="evict_first")
+            value = (value.to(tl.float32) - middle) * scale
+            result = scale * (slope.to(tl.float32) * _of(w, channel, inside, 1.0) - height - value * along)
+            tl.store(_at(dx, dx_steps, image, channel, s0 + place), result.to(dx.dtype.element_ty), mask=mask)
+
+
+@triton.jit
+def _bwd_weights(sums, dw, db, images, channels, BM: tl.constexpr, BN: tl.constexpr):
+    """The sums of dy xh and of dy of every image, (images, 2, channels), added up."""
+    channel = tl.program_id(0) * BN + tl.arange(0, BN)[None, :]
+    whole_dw, whole_db = tl.zeros((BM, BN), tl.float32), tl.zeros((BM, BN), tl.float32)
+    for start in range(0, images, BM):
+        image = start + tl.arange(0, BM)[:, None]
+        mask = (image < images) & (channel < channels)
+        at = sums + image.to(tl.int64) * 2 * channels + channel
+        whole_dw += tl.load(at, mask=mask, other=0)
+        whole_db += tl.load(at + channels, mask=mask, other=0)
+    if dw is not None:
+        tl.store(dw + channel, tl.sum(whole_dw, 0)[None, :].to(dw.dtype.element_ty), mask=channel < channels)
+    if db is not None:
+        tl.store(db + channel, tl.sum(whole_db, 0)[None, :].to(db.dtype.element_ty), mask=channel < channels)
+
+
+WHOLE = {_fwd: 32768, _bwd: 16384}  # elements of a group, its sides rounded up to powers of two, that a block holds in registers
+
+
+def _planes(x: torch.Tensor) -> torch.Tensor:
+    """x as (images, channels, space): a view of NCHW and of channels_last memory, a copy where space is not one stride apart."""
+    return x if x.dim() == 3 else x.reshape(x.shape[0], x.shape[1], math.prod(x.shape[2:]))
+
+
+def _launch(kernel: Any, wide: Any, x: torch.Tensor, groups: int, args: tuple[Any, ...], facts: tuple[float, ...], *planes: Any) -> None:
+    """A program per image and group: tiles of BC channels by BS places, in the order of x's memory."""
+    images, channels, size = x.shape
+    width, last, dtype, where = channels // groups, x.stride(1) < x.stride(2), x.dtype, device.of(x)
+    bc, bs = power(max(width, 1)), power(max(size, 1))
+    most, inputs = WHOLE[kernel], 1 if kernel is _fwd else 2
+    whole = bc * bs <= most
+
+    def space() -> list[tuning.Config]:
+        sizes, stages = ((bc * bs,), (1,)) if whole else ((2048, 4096, 8192, 16384, 32768), (1, 2, 3))
+        found = [{"TILE": t, "num_warps": w, "STAGES": s} for t in sizes for w in (1, 2, 4, 8, 16, 32) for s in stages]
+        return [c for c in found if c["num_warps"] * where.warp <= 1024 and 4 <= c["TILE"] * inputs // (c["num_warps"] * where.warp) <= 64]
+
+    def rule() -> tuning.Config:
+        """Whole groups: 16 values a thread. Chunks: large ones, so that few programs fill a multiprocessor and the cache keeps
+        what they read again; backward, which sums up after each chunk, has the next on its way."""
+        tile, ahead = (bc * bs, False) if whole else (16384 // inputs, inputs == 2 and where.backend == "cuda")
+        return {"TILE": tile, "num_warps": min(1024 // where.warp, max(1, tile // (16 * where.warp))), "STAGES": 1 + ahead}
+
+    def config() -> dict[str, Any]:
+        key = key_of(dtype, bc, bs, "last" if last else "first")
+        found = dict(tuning.config(where, "group_norm", (kernel if whole else wide).__name__[1:], key, rule, space))
+        tile = found.pop("TILE")
+        if last:
+            return {"BC": min(bc, tile), "BS": min(bs, max(1, tile // bc)), **found}
+        return {"BC": min(bc, max(1, tile // bs)), "BS": min(bs, tile), **found}
+
+    steps = [None if t is None else t.stride() for t in planes]
+    launch(kernel if whole else wide, (images * groups,), *args, groups, width, size, *facts, *steps, config=config, key=(bc, bs, last))
+
+
+def _launch_fwd(y: torch.Tensor, mean: torch.Tensor, rstd: torch.Tensor, x: torch.Tensor, w: Any, b: Any, groups: int, eps: float) -> None:
+    x, y = _planes(x), _planes(y)
+    _launch(_fwd, _fwd_wide, x, groups, (y, mean, rstd, x, w, b), (eps,), y, x)
+
+
+def _launch_bwd(dx: Any, dw: Any, db: Any, dy: torch.Tensor, x: torch.Tensor, w: Any, b: Any, mean: Any, rstd: Any, groups: int, need: int) -> None:  # fmt: skip
+    """need: bit 0 for dx, 1 for dw, 2 for db; the others are empty and stay so."""
+    x, dy, dx = _planes(x), _planes(dy), _planes(dx) if need & 1 else None
+    images, channels, _ = x.shape
+    sums = torch.empty((images, 2, channels), dtype=torch.float32, device=x.device) if need > 1 else None
+    # The first argument of a launch is a tensor, so the gradient that may be missing is not.
+    _launch(_bwd, _bwd_wide, x, groups, (dy, dx, sums, x, w, mean, rstd), (), dx, dy, x)
+    if sums is not None:
+        block = {"BM": 64, "BN": 32, "num_warps": 4}
+        launch(_bwd_weights, (ceil(channels, 32),), sums, dw if need & 2 else None, db if need & 4 else None, images, channels, **block)
+
+
+@kernel_op("group_norm_fwd(Tensor x, Tensor? w, Tensor? b, int groups, float eps, ScalarType? dtype, str? impl) -> (Tensor, Tensor, Tensor)")  # fmt: skip
+def _forward(x: torch.Tensor, w: Any, b: Any, groups: int, eps: float, dtype: Any, impl: str | None) -> tuple[torch.Tensor, ...]:
+    y = _alike(x, dtype)
+    mean, rstd = [torch.empty((x.shape[0], groups), dtype=torch.float32, device=x.device) for _ in range(2)]
+    run(GROUP_NORM, "fwd", impl, (y, mean, rstd), x, w, b, groups, eps)
+    return y, mean, rstd
+
+
+@kernel_op("group_norm_bwd(Tensor dy, Tensor x, Tensor? w, Tensor? b, Tensor mean, Tensor rstd, int groups, int need, str? impl) -> (Tensor, Tensor, Tensor)")  # fmt: skip
+def _backward(dy: torch.Tensor, x: torch.Tensor, w: Any, b: Any, mean: Any, rstd: Any, groups: int, need: int, impl: str | None) -> Any:
+    dx = _alike(x) if need & 1 else x.new_empty(0)
+    dw, db = [torch.empty_like(p) if need & bit else x.new_empty(0) for p, bit in ((w, 2), (b, 4))]
+    run(GROUP_NORM, "bwd", impl, (dx, dw, db), dy, x, w, b, mean, rstd, groups, need)
+    return dx, dw, db
+
+
+def _alike(x: torch.Tensor, dtype: torch.dtype | None = None) -> torch.Tensor:
+    """An empty tensor in x's memory format: channels last where x's channels lie next to each other, else contiguous."""
+    if x.dim() < 3 or x.is_contiguous() or x.stride(1) != 1:
+        return torch.empty_like(x, dtype=dtype, memory_format=torch.contiguous_format)
+    return torch.empty_permuted(x.shape, (0, *range(2, x.dim()), 1), dtype=dtype or x.dtype, device=x.device)
+
+
+class _GroupNorm(Function):
+    @staticmethod
+    def forward(ctx: Any, x: torch.Tensor, w: Any, b: Any, groups: int, eps: float, dtype: Any, impl: str | None) -> torch.Tensor:
+        y, mean, rstd = _forward(x, w, b, groups, eps, dtype, impl)
+        ctx.save_for_backward(x, w, b, mean, rstd)
+        ctx.facts = groups, impl
+        return y
+
+    @staticmethod
+    @first_order
+    def backward(ctx: Any, dy: torch.Tensor) -> Any:
+        groups, impl = ctx.facts
+        wanted = ctx.needs_input_grad[:3]
+        grads = _backward(dy, *ctx.saved_tensors, groups, wanted[0] + 2 * wanted[1] + 4 * wanted[2], impl)
+        return *[g if w else None for g, w in zip(grads, wanted, strict=True)], None, None, None, None
+
+
+def reference(x: torch.Tensor, num_groups: int, weight: Any = None, bias: Any = None, eps: float = 1e-5) -> torch.Tensor:
+    rows = x.unflatten(1, (num_groups, -1)).flatten(2)
+    off = rows - rows.mean(-1, keepdim=True)
+    y = (off * torch.rsqrt(off.square().mean(-1, keepdim=True) + eps)).reshape(x.shape)
+    each = (-1, *[1] * (x.dim() - 2))
+    y = y if weight is None else y * weight.reshape(each)
+    return (y if bias is None else y + bias.reshape(each)).to(x.dtype)
+
+
+def group_norm(x: torch.Tensor, num_groups: int, weight: torch.Tensor | None = None, bias: torch.Tensor | None = None, eps: float = 1e-5, *, impl: str | None = None) -> torch.Tensor:  # fmt: skip
+    """Every image's groups of channels brought to mean 0 and variance 1, as `torch.nn.functional.group_norm`.
+
+    x: (images, channels, ...), floating point, in NCHW or channels_last memory without a copy; the result has x's shape, dtype and
+    memory format. weight, bias: (channels,), also of another dtype than x. num_groups: a divisor of channels.
+    Gradients flow to x, weight and bias. Under autocast the result is float32, as torch's is.
+    Raises RidgelineError on shapes, dtypes or devices that do not fit, or an `impl` that cannot run the call.
+    """
+    if not isinstance(x, torch.Tensor) or x.dim() < 2 or not x.is_floating_point():
+        given = f"{tuple(x.shape)} {x.dtype}" if isinstance(x, torch.Tensor) else type(x).__name__
+        raise RidgelineError(f"group_norm: x must be a floating-point tensor (images, channels, ...), and is {given}")
+    shape = x.shape
+    if not isinstance(num_groups, int) or num_groups < 1 or shape[1] % num_groups:
+        raise RidgelineError(f"group_norm: num_groups must divide the {shape[1]} channels of x, and is {num_groups!r}")
+    grad = x.requires_grad
+    for name, p in (("weight", weight), ("bias", bias)):
+        if p is not None:
+            if not isinstance(p, torch.Tensor) or p.shape != shape[1:2] or p.device != x.device or not p.is_floating_point():
+                given = f"{tuple(p.shape)} {p.dtype} on {p.device}" if isinstance(p, torch.Tensor) else type(p).__name__
+                raise RidgelineError(f"group_norm: {name} must be floating point of shape ({shape[1]},) on {x.device}, and is {given}")
+            grad = grad or p.requires_grad
+    plain = eager(GROUP_NORM, impl, x, num_groups, weight, bias, eps)
+    if plain is not None and plain.call is not None:
+        return plain.call(x, num_groups, weight, bias, eps)
+    dtype = torch.float32 if x.is_cuda and x.dtype != torch.float32 and torch.is_autocast_enabled("cuda") else None
+    if grad and torch.is_grad_enabled():
+        return differentiate(_GroupNorm, x, weight, bias, num_groups, eps, dtype, impl)
+    return _forward(x, weight, bias, num_groups, eps, dtype, impl)[0]
+
+
+def _torch(x: torch.Tensor, num_groups: int, weight: Any = None, bias: Any = None, eps: float = 1e-5) -> torch.Tensor:
+    if all([p is None or p.dtype == x.dtype for p in (weight, bias)]):
+        return torch.group_norm(x, num_groups, weight, bias, eps)
+    wide = [None if p is None else p.float() for p in (weight, bias)]  # torch's CUDA kernel takes one dtype
+    return torch.group_norm(x.float(), num_groups, *wide, eps).to(x.dtype)
+
+
+def cost(x: torch.Tensor, num_groups: int, weight: Any = None, bias: Any = None, eps: float = 1e-5) -> tuple[Cost, Cost]:
+    parameters = [p for p in (weight, bias) if p is not None]
+    scale = [] if weight is None else [weight]
+    return (
+        Cost(nbytes(x, *parameters), nbytes(x), 8 * x.numel()),
+        Cost(2 * nbytes(x) + nbytes(*scale), nbytes(x, *parameters), 14 * x.numel()),
+    )
+
+
+class Last(Spec):
+    """Random data in channels_last memory."""
+
+    def make(self, *args: Any) -> torch.Tensor:
+        x = super().make(*args)
+        return x.detach().to(memory_format=torch.channels_last).requires_grad_(x.requires_grad)
+
+
+def _case(name: str, x: Spec, groups: int, dtype: str | None = None, **facts: Any) -> Case:
+    channels = x.shape[1]
+    return Case(name, (x, groups, Spec(channels, dtype=dtype), Spec(channels, dtype=dtype)), **facts)
+
+
+BENCH: dict[str, Any] = {"dtypes": ("bfloat16", "float32"), "use": "bench"}
+GROUP_NORM = Op(
+    group_norm,
+    reference=reference,
+    cost=cost,
+    cases=[
+        _case("3x12x7x5, 4 groups", Spec(3, 12, 7, 5), 4),
+        _case("3x20x7x5, 4 groups, channels last", Last(3, 20, 7, 5), 4),
+        _case("1x6x100x90, 2 groups", Spec(1, 6, 100, 90), 2),
+        _case("1x6x100x90, 2 groups, channels last", Last(1, 6, 100, 90), 2),
+        _case("2x8x9, 2 groups, float32 parameters", Spec(2, 8, 9), 2, "float32", dtypes=("float16", "bfloat16")),
+        Case("70x40, 5 groups, no parameters", (Spec(70, 40), 5)),
+        _case("1x4x2x1, 4 groups", Spec(1, 4, 2, 1), 4),
+        _case("no images", Spec(0, 4, 3), 2),
+        _case("2x64x32x32, 8 groups", Spec(2, 64, 32, 32), 8, use="quick"),
+        _case("32x512x64x64, 32 groups", Spec(32, 512, 64, 64), 32, **BENCH),
+        _case("32x512x64x64, 32 groups, channels last", Last(32, 512, 64, 64), 32, **BENCH),
+    ],
+)
+
+GROUP_NORM.eager("naive", "the formula in eager PyTorch: eight passes over memory", reference)
+GROUP_NORM.eager("torch", "PyTorch's own kernels: statistics, then a pass that scales", _torch, served=True)
+GROUP_NORM.compiled("the formula fused by torch.compile")
+GROUP_NORM.kernel(
+    "triton",
+    "a group a program: in registers, or twice in chunks, the second time from the cache; both memory formats by strides",
+    kind="triton",
+    fwd=_launch_fwd,
+    bwd=_launch_bwd,
+    served=True,
+)
