@@ -1,8 +1,8 @@
-"""Liger: Triton kernels for training. Its softmax is along the last dimension."""
+"""Liger: Triton kernels for training, on the last dimension. The backward of some writes into what forward saved."""
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 from ridgeline.op import RidgelineError
 
@@ -20,4 +20,49 @@ def _softmax(x: torch.Tensor, dim: int = -1, dtype: torch.dtype | None = None) -
     return LigerSoftmaxFunction.apply(x)
 
 
-PEERS = {"softmax": _softmax}
+def _rms_norm(x: torch.Tensor, weight: torch.Tensor | None = None, eps: float = 1e-6, *, memory_efficient: bool = False) -> torch.Tensor:
+    from liger_kernel.ops.rms_norm import LigerRMSNormFunction
+
+    if memory_efficient:
+        raise RidgelineError("Liger's rms_norm keeps its input")
+    return LigerRMSNormFunction.apply(x, weight, eps, 0.0, "gemma", False)
+
+
+def _layer_norm(
+    x: torch.Tensor, weight: Any = None, bias: Any = None, eps: float = 1e-5, *, memory_efficient: bool = False
+) -> torch.Tensor:
+    from liger_kernel.ops.layer_norm import LigerLayerNormFunction
+
+    if weight is None or bias is None or memory_efficient:
+        raise RidgelineError("Liger's layer_norm has a weight and a bias, and keeps its input")
+    return LigerLayerNormFunction.apply(x, weight, bias, eps)
+
+
+def _add_rms_norm(x: torch.Tensor, residual: torch.Tensor, weight: torch.Tensor, eps: float = 1e-6) -> Any:
+    from liger_kernel.ops.fused_add_rms_norm import LigerFusedAddRMSNormFunction
+
+    return LigerFusedAddRMSNormFunction.apply(x, residual, weight, eps, 0.0, "gemma", False)
+
+
+def _silu_mul(gate: torch.Tensor, up: torch.Tensor) -> torch.Tensor:
+    from liger_kernel.ops.swiglu import LigerSiLUMulFunction
+
+    return LigerSiLUMulFunction.apply(gate, up)
+
+
+def _gelu_mul(gate: torch.Tensor, up: torch.Tensor, approximate: str = "tanh") -> torch.Tensor:
+    from liger_kernel.ops.geglu import LigerGELUMulFunction
+
+    if approximate != "tanh":
+        raise RidgelineError("Liger's gelu_mul is the tanh form")
+    return LigerGELUMulFunction.apply(gate, up)
+
+
+PEERS = {
+    "softmax": _softmax,
+    "rms_norm": _rms_norm,
+    "layer_norm": _layer_norm,
+    "add_rms_norm": _add_rms_norm,
+    "silu_mul": _silu_mul,
+    "gelu_mul": _gelu_mul,
+}

@@ -1,8 +1,8 @@
-"""quack: row kernels in the CuTe DSL, for Hopper and later. Its softmax takes matrices, along the last dimension."""
+"""quack: row kernels in the CuTe DSL, for Hopper and later. They take matrices, and work along the last dimension."""
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 from ridgeline.op import RidgelineError
 
@@ -20,4 +20,26 @@ def _softmax(x: torch.Tensor, dim: int = -1, dtype: torch.dtype | None = None) -
     return softmax(x.reshape(-1, x.shape[-1])).view(x.shape)
 
 
-PEERS = {"softmax": _softmax}
+def _rms_norm(x: torch.Tensor, weight: torch.Tensor | None = None, eps: float = 1e-6, *, memory_efficient: bool = False) -> torch.Tensor:
+    from quack.rmsnorm import rmsnorm
+
+    if memory_efficient:
+        raise RidgelineError("quack's rmsnorm keeps its input")
+    return rmsnorm(x, weight, eps=eps)
+
+
+def _add_rms_norm(x: torch.Tensor, residual: torch.Tensor, weight: torch.Tensor, eps: float = 1e-6) -> Any:
+    from quack.rmsnorm import rmsnorm
+
+    return rmsnorm(x, weight, residual=residual, eps=eps, prenorm=True)
+
+
+def _cross_entropy(logits: torch.Tensor, target: torch.Tensor, *, ignore_index: int = -100, reduction: str = "mean", **others: Any) -> Any:
+    from quack.cross_entropy import cross_entropy
+
+    if any(others.values()):
+        raise RidgelineError("quack's cross_entropy has no label smoothing, z-loss or softcap")
+    return cross_entropy(logits.reshape(-1, logits.shape[-1]), target.flatten(), ignore_index=ignore_index, reduction=reduction)
+
+
+PEERS = {"softmax": _softmax, "rms_norm": _rms_norm, "add_rms_norm": _add_rms_norm, "cross_entropy": _cross_entropy}
