@@ -1,8 +1,8 @@
-// softmax of wide rows: a cluster of CLUSTER blocks holds a row, each block one part of it, and reads it once.
+// softmax and log_softmax of wide rows: a cluster of CLUSTER blocks holds a row, each block one part of it, and reads it once.
 // Bulk copies bring the parts into shared memory. A cluster may take rows in a loop and have STAGES of them on their way; on an
 // H100 one row each is best, where other clusters fill the time in which one waits.
 // Macros: XTYPE and YTYPE the element types of x (and dx) and of y (and dy); CLUSTER; STAGES; THREADS per block; BLOCKS that fit a
-// multiprocessor; ITEMS packs per thread. Rows start at multiples of 16 bytes and are multiples of 16 bytes long.
+// multiprocessor; ITEMS packs per thread; LOG 0 or 1. Rows start at multiples of 16 bytes and are multiples of 16 bytes long.
 #include "cluster_rows.cuh"
 
 constexpr float INF = __builtin_bit_cast(float, 0x7f800000);
@@ -48,13 +48,16 @@ extern "C" __global__ void __launch_bounds__(THREADS, BLOCKS)
         most = warp_max(most);
         for (int s = lane; s < SLOTS; s += 32) total += slots[2 * s + 1] * exp_from(slots[2 * s], most);
         total = warp_sum(total);
-        const float reciprocal = 1.0f / total;
+        const float reciprocal = 1.0f / total, logarithm = LOG ? logf(total) : 0.0f;
         auto* out = reinterpret_cast<Pack<Y, PACK>*>(y + row * columns + share.begin);
         for_each(share.count, [&](int p) {
             const Pack<X, PACK> in_pack = in[p];
             Pack<Y, PACK> pack;
 #pragma unroll
-            for (int j = 0; j < PACK; ++j) from_float(divide(exp_from(to_float(in_pack.at[j]), most), total, reciprocal), pack.at[j]);
+            for (int j = 0; j < PACK; ++j) {
+                const float value = to_float(in_pack.at[j]);
+                from_float(LOG ? value - most - logarithm : divide(exp_from(value, most), total, reciprocal), pack.at[j]);
+            }
             out[p] = pack;
         });
         if (row + gridDim.x / CLUSTER < rows) {
@@ -81,7 +84,7 @@ extern "C" __global__ void __launch_bounds__(THREADS, BLOCKS)
             a[i] = left[p];
             b[i] = right[p];
 #pragma unroll
-            for (int j = 0; j < PACK; ++j) sum += to_float(a[i].at[j]) * to_float(b[i].at[j]);
+            for (int j = 0; j < PACK; ++j) sum += LOG ? to_float(a[i].at[j]) : to_float(a[i].at[j]) * to_float(b[i].at[j]);
         }
         const float* slots = share.exchange(k, {warp_sum(sum)});
         share.next(k);
@@ -94,7 +97,10 @@ extern "C" __global__ void __launch_bounds__(THREADS, BLOCKS)
             if (p * PACK >= share.count) continue;
             Pack<X, PACK> pack;
 #pragma unroll
-            for (int j = 0; j < PACK; ++j) from_float(to_float(b[i].at[j]) * (to_float(a[i].at[j]) - total), pack.at[j]);
+            for (int j = 0; j < PACK; ++j) {
+                const float slope = to_float(a[i].at[j]), value = to_float(b[i].at[j]);
+                from_float(LOG ? slope - exp_from(value, 0.0f) * total : value * (slope - total), pack.at[j]);
+            }
             store_streaming(out + p, pack);
         }
     }

@@ -2,215 +2,21 @@
 
     backward: dx = y (dy - sum_j dy_j y_j), from the saved y alone
 
-A row that fits a block's registers is read once; so is one spread over a thread-block cluster; else the maximum and the
-sum are found online in a first pass. The floor is x read and y written; backward reads dy and y and writes dx.
+Its kernels and launchers are log_softmax's too, and stand in `_softmax.py`.
 Source: Milakov and Gimelshein, Online normalizer calculation for softmax, 2018 (arXiv:1805.02867).
 """
 
 from __future__ import annotations
 
-from functools import cache, partial
-from itertools import product
-from pathlib import Path
 from typing import Any
 
 import torch
 import torch.nn.functional as F
-import triton
-import triton.language as tl
 
-from ridgeline import device, tuning
-from ridgeline.boundary import Function, differentiate, first_order, kernel_op, launch, tracing
-from ridgeline.cuda import CTYPE, CudaKernel
-from ridgeline.op import Case, Cost, Op, RidgelineError, Spec, nbytes
-from ridgeline.ops.rowwise._rows import TILE_LIMIT, as_rows, ceil, empty_rows, key_of, power, tiles
-from ridgeline.select import eager, run
-from ridgeline.tiles.online_softmax import divide, exact_exp, exp, merge, update
+from ridgeline.op import Cost, Op, nbytes
+from ridgeline.ops.rowwise._softmax import CASES, ROW_LIMIT, Softmax, both, columns_of, full_precision
 
-
-@triton.jit
-def _fwd(y, x, rows, columns, x_stride, BM: tl.constexpr, BN: tl.constexpr, STAGES: tl.constexpr):
-    column = tl.arange(0, BN)[None, :]
-    for tile in tl.range(tl.program_id(0), tl.cdiv(rows, BM), tl.num_programs(0), num_stages=STAGES):
-        row = (tile * BM + tl.arange(0, BM)).to(tl.int64)[:, None]
-        mask = (row < rows) & (column < columns)
-        values = tl.load(x + row * x_stride + column, mask=mask, other=float("-inf")).to(tl.float32)
-        e = exp(values - tl.max(values, 1)[:, None], x.dtype.element_ty)
-        tl.store(y + row * columns + column, divide(e, tl.sum(e, 1)[:, None], y.dtype.element_ty), mask=mask)
-
-
-@triton.jit
-def _bwd(dx, dy, y, rows, columns, dy_stride, y_stride, BM: tl.constexpr, BN: tl.constexpr, STAGES: tl.constexpr):
-    column = tl.arange(0, BN)[None, :]
-    for tile in tl.range(tl.program_id(0), tl.cdiv(rows, BM), tl.num_programs(0), num_stages=STAGES):
-        row = (tile * BM + tl.arange(0, BM)).to(tl.int64)[:, None]
-        mask = (row < rows) & (column < columns)
-        slope = tl.load(dy + row * dy_stride + column, mask=mask, other=0).to(tl.float32)
-        value = tl.load(y + row * y_stride + column, mask=mask, other=0).to(tl.float32)
-        dot = tl.sum(slope * value, 1)[:, None]
-        tl.store(dx + row * columns + column, (value * (slope - dot)).to(dx.dtype.element_ty), mask=mask)
-
-
-@triton.jit
-def _fwd_wide(y, x, rows, columns, x_stride, BN: tl.constexpr):
-    row = tl.program_id(0).to(tl.int64)
-    column = tl.arange(0, BN)
-    dtype: tl.constexpr = x.dtype.element_ty
-    x += row * x_stride
-    y += row * columns
-    top = tl.full((BN,), float("-inf"), tl.float32)
-    total = tl.zeros((BN,), tl.float32)
-    for start in range(0, columns, BN):
-        values = tl.load(x + start + column, mask=start + column < columns, other=float("-inf")).to(tl.float32)
-        top, total = update(top, total, values, dtype)
-    most, whole = merge(top, total, dtype)
-    for start in range(0, columns, BN):
-        mask = start + column < columns
-        values = tl.load(x + start + column, mask=mask, other=0).to(tl.float32)
-        tl.store(y + start + column, divide(exact_exp(values - most, dtype), whole, y.dtype.element_ty), mask=mask)
-
-
-@triton.jit
-def _bwd_wide(dx, dy, y, rows, columns, dy_stride, y_stride, BN: tl.constexpr):
-    row = tl.program_id(0).to(tl.int64)
-    column = tl.arange(0, BN)
-    dy += row * dy_stride
-    y += row * y_stride
-    dx += row * columns
-    sums = tl.zeros((BN,), tl.float32)
-    for start in range(0, columns, BN):
-        mask = start + column < columns
-        slope = tl.load(dy + start + column, mask=mask, other=0).to(tl.float32)
-        sums += slope * tl.load(y + start + column, mask=mask, other=0).to(tl.float32)
-    dot = tl.sum(sums, 0)
-    for start in range(0, columns, BN):
-        mask = start + column < columns
-        slope = tl.load(dy + start + column, mask=mask, other=0).to(tl.float32)
-        value = tl.load(y + start + column, mask=mask, other=0).to(tl.float32)
-        tl.store(dx + start + column, (value * (slope - dot)).to(dx.dtype.element_ty), mask=mask)
-
-
-# Launchers take an output and inputs of shape (rows, columns) whose rows are contiguous, see `as_rows`.
-
-ROW_LIMIT = 16384  # columns of `triton_row` at most: then 64 values of every input a thread
-
-
-def _launch_row(kernel: Any, out: torch.Tensor, *inputs: torch.Tensor) -> None:
-    rows, columns = out.shape
-    strides, bn = [t.stride(0) for t in inputs], power(columns)
-    launch(kernel, (rows,), out, *inputs, rows, columns, *strides, BM=1, BN=bn, STAGES=1, num_warps=4 * len(inputs) * (1 + bn // ROW_LIMIT))
-
-
-def _launch_triton(kernel: Any, wide: Any, out: torch.Tensor, *inputs: torch.Tensor) -> None:
-    """Tiles of whole rows where they fit a block's registers, else chunks of a row."""
-    rows, columns = out.shape
-    strides, bn = [t.stride(0) for t in inputs], power(columns)
-    if bn * 4 * len(inputs) > TILE_LIMIT:
-        launch(wide, (rows,), out, *inputs, rows, columns, *strides, BN=8192 // len(inputs), num_warps=8)
-        return
-    config, grid = tiles("softmax", kernel, rows, bn, *inputs)
-    launch(kernel, grid, out, *inputs, rows, columns, *strides, config=config, key=bn)
-
-
-FILE = Path(__file__).with_name("softmax.cu")
-CLUSTER_BYTES = 2 << 20  # of a row's inputs at most: 128 KiB for each of 16 blocks
-CLUSTER_COLUMNS = 2048, 16384, 1 << 19  # more than these forward and backward, where tiles are as fast; at most 32 a thread of 16 x 1024
-_cuda_fwd = CudaKernel(FILE, "softmax_fwd", "PPqiq")
-_cuda_bwd = CudaKernel(FILE, "softmax_bwd", "PPPqiqq")
-
-
-def cluster_rule(size: int, backward: bool) -> tuning.Config:
-    """How the cluster kernels take rows of `size` bytes, all inputs together: blocks per row (CLUSTER), threads per block,
-    blocks per multiprocessor, rows that a block reads ahead (STAGES), rows per cluster (ROWS).
-
-    Forward takes few registers, so that other blocks, not rows ahead, fill the time in which a block waits."""
-    if not backward:
-        cluster = min(16, power(ceil(size, 16384 if size <= 65536 else 65536)))
-        part = ceil(size, cluster)
-        threads = min(512, max(64, power(ceil(part, 128))))
-        return {"CLUSTER": cluster, "THREADS": threads, "BLOCKS": max(2, min(1024 // threads, 98304 // part)), "STAGES": 1, "ROWS": 1}
-    cluster = min(16, power(ceil(size, 32768)))
-    part = ceil(size, cluster)
-    threads = min(1024, max(32, power(ceil(part, 64))))
-    blocks = 1024 // threads  # leaves 64 registers a thread
-    return {"CLUSTER": cluster, "THREADS": threads, "BLOCKS": blocks, "STAGES": max(1, min(3, 221184 // (blocks * part))), "ROWS": 8}
-
-
-def cluster_space(size: int, where: device.Device) -> list[tuning.Config]:
-    """Configurations for rows of `size` bytes that fit a multiprocessor, keep 64 KiB in flight and give a thread 32 to 256 bytes."""
-    found = []
-    for c, t, b, s in product((1, 2, 4, 8, 16), (32, 64, 128, 256, 512, 1024), (1, 2, 3, 4, 8, 16, 32), (1, 2, 3)):
-        part = ceil(size, c)
-        fits = b * (s * part + c * t // 2 + 1100) <= where.shared_memory and 384 <= b * t <= 2048
-        if fits and b * s * part >= 49152 and 32 <= part // t <= 256:
-            found += [{"CLUSTER": c, "THREADS": t, "BLOCKS": b, "STAGES": s, "ROWS": r} for r in ((1,) if s == 1 else (4, 16))]
-    return found
-
-
-@cache
-def _plan(backward: bool, x: torch.dtype, y: torch.dtype, columns: int, **found: int) -> dict[str, Any]:
-    """What a configuration makes of rows of that many columns: the kernel's macros and the launch's options."""
-    cluster, threads, stages = found["CLUSTER"], found["THREADS"], found["STAGES"]
-    small, large = sorted([x.itemsize, y.itemsize])
-    part = ceil(columns, cluster * 16 // small) * 16 // small
-    shared = stages * (part * (2 * y.itemsize if backward else x.itemsize) + 8) + 16 + cluster * threads // 2
-    facts = {"XTYPE": CTYPE[x], "YTYPE": CTYPE[y], "ITEMS": ceil(part, threads * 16 // large)}
-    return {**found, **facts, "block": threads, "cluster": cluster, "shared": shared}
-
-
-def _launch_cluster(kernel: CudaKernel, out: torch.Tensor, *inputs: torch.Tensor) -> None:
-    rows, columns = out.shape
-    backward = len(inputs) == 2
-    x, y = (out.dtype, inputs[0].dtype) if backward else (inputs[0].dtype, out.dtype)
-    where, size = device.of(out), columns * (2 * y.itemsize if backward else x.itemsize)
-
-    def config() -> dict[str, Any]:
-        key = key_of(x, y, columns)
-        found = tuning.config(where, "softmax", kernel.name, key, lambda: cluster_rule(size, backward), lambda: cluster_space(size, where))
-        return dict(_plan(backward, x, y, columns, **found))
-
-    def grid(c: dict[str, Any]) -> tuple[int]:
-        resident = max(1, where.multiprocessors * c["BLOCKS"] // c["CLUSTER"])
-        return (c["CLUSTER"] * min(rows, max(resident, ceil(rows, c["ROWS"]))),)
-
-    strides = [t.stride(0) for t in inputs]
-    launch(kernel, grid, out, *inputs, rows, columns, *strides, config=config, key=columns)
-
-
-def _fill(direction: str, impl: str | None, out: torch.Tensor, inputs: tuple[torch.Tensor, ...], dim: int) -> None:
-    """Has what serves the call fill `out`."""
-    if out.numel() and not tracing():
-        run(SOFTMAX, direction, impl, (as_rows(out, dim),), *[as_rows(t, dim) for t in inputs])
-
-
-@kernel_op("softmax_fwd(Tensor x, int dim, ScalarType? dtype, str? impl) -> Tensor")
-def _forward(x: torch.Tensor, dim: int, dtype: torch.dtype | None, impl: str | None) -> torch.Tensor:
-    y = empty_rows(x, dim, dtype)
-    _fill("fwd", impl, y, (x,), dim)
-    return y
-
-
-@kernel_op("softmax_bwd(Tensor dy, Tensor y, int dim, ScalarType dtype, str? impl) -> Tensor")
-def _backward(dy: torch.Tensor, y: torch.Tensor, dim: int, dtype: torch.dtype, impl: str | None) -> torch.Tensor:
-    dx = empty_rows(y, dim, dtype)
-    _fill("bwd", impl, dx, (dy, y), dim)
-    return dx
-
-
-class _Softmax(Function):
-    @staticmethod
-    def forward(ctx: Any, x: torch.Tensor, dim: int, dtype: torch.dtype | None, impl: str | None) -> torch.Tensor:
-        y = _forward(x, dim, dtype, impl)
-        ctx.save_for_backward(y)
-        ctx.facts = dim, x.dtype, impl
-        return y
-
-    @staticmethod
-    @first_order
-    def backward(ctx: Any, dy: torch.Tensor) -> Any:
-        (y,) = ctx.saved_tensors
-        dim, dtype, impl = ctx.facts
-        return _backward(dy, y, dim, dtype, impl), None, None, None
+KERNELS = Softmax("softmax", log=False)
 
 
 def reference(x: torch.Tensor, dim: int = -1, dtype: torch.dtype | None = None) -> torch.Tensor:
@@ -229,107 +35,23 @@ def softmax(x: torch.Tensor, dim: int = -1, dtype: torch.dtype | None = None, *,
     A row of nothing but -inf, or with +inf or NaN in it, gives NaN.
     Raises RidgelineError on a `dim` that x does not have, a result that is not floating point, or an `impl` that cannot run the call.
     """
-    usual = impl is None and dtype is None and type(x) is torch.Tensor and x.is_cuda and x.dtype in SOFTMAX.kernel_dtypes
-    if usual and type(dim) is int and -x.dim() <= dim < x.dim() and not torch.is_autocast_enabled("cuda"):
-        return differentiate(_Softmax, x, dim, None, None) if torch.is_grad_enabled() and x.requires_grad else _forward(x, dim, None, None)
-    if not isinstance(x, torch.Tensor):
-        raise RidgelineError(f"softmax: x must be a tensor, and is {type(x).__name__}")
-    if not (dtype or x.dtype).is_floating_point:
-        raise RidgelineError(f"softmax: the result must be floating point, and would be {dtype or x.dtype}; give dtype=torch.float32")
-    many = max(x.dim(), 1)
-    if not isinstance(dim, int) or not -many <= dim < many:
-        raise RidgelineError(f"softmax: dim must be between {-many} and {many - 1} for a tensor of {x.dim()} dimensions, and is {dim!r}")
-    if dtype is None and x.is_cuda and torch.is_autocast_enabled("cuda"):
-        dtype = torch.promote_types(x.dtype, torch.float32)  # as autocast does with torch's softmax
-    if dtype is not None and (dtype != torch.float32 or x.dtype not in (torch.float16, torch.bfloat16)):
-        x, dtype = x.to(dtype), None
-    plain = eager(SOFTMAX, impl, x, dim, dtype)
-    if plain is not None and plain.call is not None:
-        return plain.call(x, dim, dtype)
-    if torch.is_grad_enabled() and x.requires_grad:
-        return differentiate(_Softmax, x, dim, dtype, impl)
-    return _forward(x, dim, dtype, impl)
+    return KERNELS(x, dim, dtype, impl)
 
 
 def cost(x: torch.Tensor, dim: int = -1, dtype: torch.dtype | None = None) -> tuple[Cost, Cost]:
-    y = nbytes(x) // x.element_size() * (dtype or x.dtype).itemsize
+    y = x.numel() * (dtype or x.dtype).itemsize
     return Cost(nbytes(x), y, 5 * x.numel()), Cost(2 * y, nbytes(x), 4 * x.numel())
 
 
-class Infinite(Spec):
-    """Random data with -inf in every third column, and one row of nothing else."""
-
-    def make(self, *args: Any) -> torch.Tensor:
-        x = super().make(*args)
-        with torch.no_grad():
-            x[..., ::3] = float("-inf")
-            x[..., 1, :] = float("-inf")
-        return x
-
-
-HALF = ("float16", "bfloat16")
-SOFTMAX = Op(
-    softmax,
-    reference=reference,
-    cost=cost,
-    cases=[
-        Case("33x129", (Spec(33, 129),)),
-        Case("7x1", (Spec(7, 1),)),
-        Case("3x5x70 dim 1", (Spec(3, 5, 70), 1)),
-        Case("130x3 dim 0", (Spec(130, 3), 0)),
-        Case("scalar", (Spec(),)),
-        Case("no rows", (Spec(0, 4),)),
-        Case("5x1000 float32", (Spec(5, 1000),), {"dtype": torch.float32}, dtypes=HALF),
-        Case("40x100 -inf", (Infinite(40, 100),)),
-        Case("33x8200", (Spec(33, 8200),)),
-        Case("33x65544", (Spec(33, 65544),)),
-        Case("1024x1024", (Spec(1024, 1024),), use="quick"),
-        Case("512x4096", (Spec(512, 4096),), use="quick"),
-        Case("16384x16384", (Spec(16384, 16384),), dtypes=("float32",), use="bench"),
-        *(
-            Case(f"{m}x{n}", (Spec(m, n),), dtypes=("bfloat16",), use="bench")
-            for m, n in ((32768, 1024), (16384, 4096), (8192, 8192), (8192, 16384), (2048, 65536), (1024, 262144))
-        ),
-    ],
-)
-
-
 def _fits_row(x: torch.Tensor, *rest: Any) -> str | None:
-    columns = _columns(x, *rest)
-    return (
-        None if columns <= ROW_LIMIT else f"it holds a row in the registers of one block, at most {ROW_LIMIT} columns; this has {columns}"
-    )
+    if columns_of(x, *rest) <= ROW_LIMIT:
+        return None
+    return f"it holds a row in the registers of one block, at most {ROW_LIMIT} columns; this has {columns_of(x, *rest)}"
 
 
-def _full_precision(x: torch.Tensor, *_: Any) -> str | None:
-    return "rounding after every pass breaks the law in half precision" if x.dtype in (torch.float16, torch.bfloat16) else None
+KERNELS.op = SOFTMAX = Op(softmax, reference=reference, cost=cost, cases=CASES)
 
-
-def _columns(x: torch.Tensor, *rest: Any) -> int:
-    """The length of a row, of a public call (x, dim, dtype) as of a launcher's inputs, which have their rows last."""
-    dim = rest[0] if rest and isinstance(rest[0], int) else -1
-    return x.shape[dim] if x.dim() else 1
-
-
-def _fits_cluster(x: torch.Tensor, *rest: Any) -> str | None:
-    columns, tensors = _columns(x, *rest), [x, *(t for t in rest if isinstance(t, torch.Tensor))]
-    size = columns * sum(t.element_size() for t in tensors)
-    low, high = CLUSTER_COLUMNS[len(tensors) - 1], CLUSTER_COLUMNS[2]
-    if not low < columns <= high or size > CLUSTER_BYTES:
-        return (
-            f"it takes rows of {low + 1} to {high} columns in at most {CLUSTER_BYTES} bytes; these have {columns} columns in {size} bytes"
-        )
-    if columns % 8 or any(t.data_ptr() % 16 or (t.dim() > 1 and t.stride(-2) * t.element_size() % 16) for t in tensors):
-        return "it copies whole 16 bytes: rows must start at multiples of 16 bytes, and columns be a multiple of 8"
-    return None
-
-
-def _both(launcher: Any, fwd: tuple[Any, ...], bwd: tuple[Any, ...]) -> dict[str, Any]:
-    """The launchers of the two directions, their kernels filled in."""
-    return {"fwd": partial(launcher, *fwd), "bwd": partial(launcher, *bwd)}
-
-
-SOFTMAX.eager("naive", "the formula in eager PyTorch: five passes, max, subtract, exp, sum, divide", reference, supports=_full_precision)
+SOFTMAX.eager("naive", "the formula in eager PyTorch: five passes, max, subtract, exp, sum, divide", reference, supports=full_precision)
 SOFTMAX.eager("torch", "PyTorch's own kernel: a row per block", lambda x, dim=-1, dtype=None: F.softmax(x, dim, dtype=dtype), served=True)
 SOFTMAX.compiled("the formula fused into one or two kernels by torch.compile")
 SOFTMAX.kernel(
@@ -337,21 +59,6 @@ SOFTMAX.kernel(
     "a row per program, as in the lecture: read once, kept in registers",
     kind="triton",
     supports=_fits_row,
-    **_both(_launch_row, (_fwd,), (_bwd,)),
+    **both(KERNELS.row),
 )
-SOFTMAX.kernel(
-    "triton",
-    "several short rows per program, more warps for long ones, online softmax in chunks for wide ones",
-    kind="triton",
-    served=True,
-    **_both(_launch_triton, (_fwd, _fwd_wide), (_bwd, _bwd_wide)),
-)
-SOFTMAX.kernel(
-    "cuda_cluster",
-    "a row over a cluster of blocks, copied into their shared memory in bulk and read from memory once",
-    kind="cuda",
-    served=True,
-    arch=90,
-    supports=_fits_cluster,
-    **_both(_launch_cluster, (_cuda_fwd,), (_cuda_bwd,)),
-)
+KERNELS.rungs()

@@ -1,0 +1,347 @@
+"""What softmax and log_softmax share: kernels, launchers, the torch ops and the autograd function; `log` says which of the two.
+
+A row that fits a block's registers is read once; so is one spread over a thread-block cluster; else the maximum and the
+sum are found online in a first pass. The floor is x read and y written; backward reads dy and y and writes dx.
+"""
+
+from __future__ import annotations
+
+from functools import cache, partial
+from itertools import product
+from pathlib import Path
+from typing import Any
+
+import torch
+import triton
+import triton.language as tl
+
+from ridgeline import device, tuning
+from ridgeline.boundary import Function, differentiate, first_order, kernel_op, launch, tracing
+from ridgeline.cuda import CTYPE, CudaKernel
+from ridgeline.op import Case, Op, RidgelineError, Spec
+from ridgeline.ops.rowwise._rows import TILE_LIMIT, as_rows, ceil, empty_rows, key_of, power, tiles
+from ridgeline.select import eager, run
+from ridgeline.tiles.online_softmax import divide, exact_exp, exp, log, merge, update
+
+
+@triton.jit
+def _fwd(y, x, rows, columns, x_stride, LOG: tl.constexpr, BM: tl.constexpr, BN: tl.constexpr, STAGES: tl.constexpr):
+    column = tl.arange(0, BN)[None, :]
+    for tile in tl.range(tl.program_id(0), tl.cdiv(rows, BM), tl.num_programs(0), num_stages=STAGES):
+        row = (tile * BM + tl.arange(0, BM)).to(tl.int64)[:, None]
+        mask = (row < rows) & (column < columns)
+        values = tl.load(x + row * x_stride + column, mask=mask, other=float("-inf")).to(tl.float32)
+        below = values - tl.max(values, 1)[:, None]
+        e = exp(below, x.dtype.element_ty)
+        total = tl.sum(e, 1)[:, None]
+        if LOG:
+            result = (below - log(total)).to(y.dtype.element_ty)
+        else:
+            result = divide(e, total, y.dtype.element_ty)
+        tl.store(y + row * columns + column, result, mask=mask)
+
+
+@triton.jit
+def _term(slope, value, LOG: tl.constexpr):
+    """What backward sums over a row, of dy and y."""
+    if LOG:
+        return slope
+    return slope * value
+
+
+@triton.jit
+def _gradient(slope, value, total, dtype: tl.constexpr, LOG: tl.constexpr):
+    """dx, of dy, y and the row's sum of `_term`."""
+    if LOG:
+        return slope - exp(value, dtype) * total
+    return value * (slope - total)
+
+
+@triton.jit
+def _bwd(dx, dy, y, rows, columns, dy_stride, y_stride, LOG: tl.constexpr, BM: tl.constexpr, BN: tl.constexpr, STAGES: tl.constexpr):
+    column = tl.arange(0, BN)[None, :]
+    for tile in tl.range(tl.program_id(0), tl.cdiv(rows, BM), tl.num_programs(0), num_stages=STAGES):
+        row = (tile * BM + tl.arange(0, BM)).to(tl.int64)[:, None]
+        mask = (row < rows) & (column < columns)
+        slope = tl.load(dy + row * dy_stride + column, mask=mask, other=0).to(tl.float32)
+        value = tl.load(y + row * y_stride + column, mask=mask, other=0).to(tl.float32)
+        total = tl.sum(_term(slope, value, LOG), 1)[:, None]
+        result = _gradient(slope, value, total, y.dtype.element_ty, LOG)
+        tl.store(dx + row * columns + column, result.to(dx.dtype.element_ty), mask=mask)
+
+
+@triton.jit
+def _fwd_wide(y, x, rows, columns, x_stride, LOG: tl.constexpr, BN: tl.constexpr):
+    row = tl.program_id(0).to(tl.int64)
+    column = tl.arange(0, BN)
+    dtype: tl.constexpr = x.dtype.element_ty
+    x += row * x_stride
+    y += row * columns
+    top = tl.full((BN,), float("-inf"), tl.float32)
+    total = tl.zeros((BN,), tl.float32)
+    for start in range(0, columns, BN):
+        values = tl.load(x + start + column, mask=start + column < columns, other=float("-inf")).to(tl.float32)
+        top, total = update(top, total, values, dtype)
+    most, whole = merge(top, total, dtype)
+    for start in range(0, columns, BN):
+        mask = start + column < columns
+        below = tl.load(x + start + column, mask=mask, other=0).to(tl.float32) - most
+        if LOG:
+            result = (below - log(whole)).to(y.dtype.element_ty)
+        else:
+            result = divide(exact_exp(below, dtype), whole, y.dtype.element_ty)
+        tl.store(y + start + column, result, mask=mask)
+
+
+@triton.jit
+def _bwd_wide(dx, dy, y, rows, columns, dy_stride, y_stride, LOG: tl.constexpr, BN: tl.constexpr):
+    row = tl.program_id(0).to(tl.int64)
+    column = tl.arange(0, BN)
+    dy += row * dy_stride
+    y += row * y_stride
+    dx += row * columns
+    sums = tl.zeros((BN,), tl.float32)
+    for start in range(0, columns, BN):
+        mask = start + column < columns
+        slope = tl.load(dy + start + column, mask=mask, other=0).to(tl.float32)
+        sums += _term(slope, tl.load(y + start + column, mask=mask, other=0).to(tl.float32), LOG)
+    total = tl.sum(sums, 0)
+    for start in range(0, columns, BN):
+        mask = start + column < columns
+        slope = tl.load(dy + start + column, mask=mask, other=0).to(tl.float32)
+        value = tl.load(y + start + column, mask=mask, other=0).to(tl.float32)
+        result = _gradient(slope, value, total, y.dtype.element_ty, LOG)
+        tl.store(dx + start + column, result.to(dx.dtype.element_ty), mask=mask)
+
+
+FILE = Path(__file__).with_name("softmax.cu")
+CUDA = {"fwd": CudaKernel(FILE, "softmax_fwd", "PPqiq"), "bwd": CudaKernel(FILE, "softmax_bwd", "PPPqiqq")}
+TILED, WIDE = {"fwd": _fwd, "bwd": _bwd}, {"fwd": _fwd_wide, "bwd": _bwd_wide}
+ROW_LIMIT = 16384  # columns of a row per program at most: then 64 values of every input a thread
+CLUSTER_BYTES = 2 << 20  # of a row's inputs at most: 128 KiB for each of 16 blocks
+CLUSTER_COLUMNS = 2048, 16384, 1 << 19  # more than these forward and backward, where tiles are as fast; at most 32 a thread of 16 x 1024
+
+
+def cluster_rule(size: int, backward: bool) -> tuning.Config:
+    """How the cluster kernels take rows of `size` bytes, all inputs together: blocks per row (CLUSTER), threads per block,
+    blocks per multiprocessor, rows that a block reads ahead (STAGES), rows per cluster (ROWS).
+
+    Forward takes few registers, so that other blocks, not rows ahead, fill the time in which a block waits."""
+    if not backward:
+        cluster = min(16, power(ceil(size, 16384 if size <= 65536 else 65536)))
+        part = ceil(size, cluster)
+        threads = min(512, max(64, power(ceil(part, 128))))
+        return {"CLUSTER": cluster, "THREADS": threads, "BLOCKS": max(2, min(1024 // threads, 98304 // part)), "STAGES": 1, "ROWS": 1}
+    cluster = min(16, power(ceil(size, 32768)))
+    part = ceil(size, cluster)
+    threads = min(1024, max(32, power(ceil(part, 64))))
+    blocks = 1024 // threads  # leaves 64 registers a thread
+    return {"CLUSTER": cluster, "THREADS": threads, "BLOCKS": blocks, "STAGES": max(1, min(3, 221184 // (blocks * part))), "ROWS": 8}
+
+
+def cluster_space(size: int, where: device.Device) -> list[tuning.Config]:
+    """Configurations for rows of `size` bytes that fit a multiprocessor, keep 64 KiB in flight and give a thread 32 to 256 bytes."""
+    found = []
+    for c, t, b, s in product((1, 2, 4, 8, 16), (32, 64, 128, 256, 512, 1024), (1, 2, 3, 4, 8, 16, 32), (1, 2, 3)):
+        part = ceil(size, c)
+        fits = b * (s * part + c * t // 2 + 1100) <= where.shared_memory and 384 <= b * t <= 2048
+        if fits and b * s * part >= 49152 and 32 <= part // t <= 256:
+            found += [{"CLUSTER": c, "THREADS": t, "BLOCKS": b, "STAGES": s, "ROWS": r} for r in ((1,) if s == 1 else (4, 16))]
+    return found
+
+
+@cache
+def _plan(backward: bool, x: torch.dtype, y: torch.dtype, columns: int, **found: int) -> dict[str, Any]:
+    """What a configuration makes of rows of that many columns: the kernel's macros and the launch's options."""
+    cluster, threads, stages = found["CLUSTER"], found["THREADS"], found["STAGES"]
+    small, large = sorted([x.itemsize, y.itemsize])
+    part = ceil(columns, cluster * 16 // small) * 16 // small
+    shared = stages * (part * (2 * y.itemsize if backward else x.itemsize) + 8) + 16 + cluster * threads // 2
+    facts = {"XTYPE": CTYPE[x], "YTYPE": CTYPE[y], "ITEMS": ceil(part, threads * 16 // large)}
+    return {**found, **facts, "block": threads, "cluster": cluster, "shared": shared}
+
+
+class Softmax:
+    """The torch ops, the autograd function and the launchers of softmax or, with `log`, log_softmax. Call it as the public function.
+
+    A launcher takes a direction, an output and inputs of shape (rows, columns) whose rows are contiguous, see `as_rows`."""
+
+    op: Op
+
+    def __init__(self, name: str, log: bool):
+        self.name, self.log = name, log
+        fwd = self.fwd = kernel_op(f"{name}_fwd(Tensor x, int dim, ScalarType? dtype, str? impl) -> Tensor")(self._forward)
+        bwd = kernel_op(f"{name}_bwd(Tensor dy, Tensor y, int dim, ScalarType dtype, str? impl) -> Tensor")(self._backward)
+
+        class Differentiable(Function):
+            @staticmethod
+            def forward(ctx: Any, x: torch.Tensor, dim: int, dtype: torch.dtype | None, impl: str | None) -> torch.Tensor:
+                y = fwd(x, dim, dtype, impl)
+                ctx.save_for_backward(y)
+                ctx.facts = dim, x.dtype, impl
+                return y
+
+            @staticmethod
+            @first_order
+            def backward(ctx: Any, dy: torch.Tensor) -> Any:
+                (y,) = ctx.saved_tensors
+                return bwd(dy, y, *ctx.facts), None, None, None
+
+        Differentiable.__name__ = Differentiable.__qualname__ = name
+        self.function = Differentiable
+
+    def __call__(self, x: torch.Tensor, dim: int, dtype: torch.dtype | None, impl: str | None) -> torch.Tensor:
+        usual = impl is None and dtype is None and type(x) is torch.Tensor and x.is_cuda and x.dtype in self.op.kernel_dtypes
+        if usual and type(dim) is int and -x.dim() <= dim < x.dim() and not torch.is_autocast_enabled("cuda"):
+            return differentiate(self.function, x, dim, None, None) if torch.is_grad_enabled() and x.requires_grad else self.fwd(x, dim, None, None)  # fmt: skip
+        name = self.name
+        if not isinstance(x, torch.Tensor):
+            raise RidgelineError(f"{name}: x must be a tensor, and is {type(x).__name__}")
+        if not (dtype or x.dtype).is_floating_point:
+            raise RidgelineError(f"{name}: the result must be floating point, and would be {dtype or x.dtype}; give dtype=torch.float32")
+        many = max(x.dim(), 1)
+        if not isinstance(dim, int) or not -many <= dim < many:
+            raise RidgelineError(f"{name}: dim must be between {-many} and {many - 1} for a tensor of {x.dim()} dimensions, and is {dim!r}")
+        if dtype is None and x.is_cuda and torch.is_autocast_enabled("cuda"):
+            dtype = torch.promote_types(x.dtype, torch.float32)  # as autocast does with torch's own
+        if dtype is not None and (dtype != torch.float32 or x.dtype not in (torch.float16, torch.bfloat16)):
+            x, dtype = x.to(dtype), None
+        plain = eager(self.op, impl, x, dim, dtype)
+        if plain is not None and plain.call is not None:
+            return plain.call(x, dim, dtype)
+        if torch.is_grad_enabled() and x.requires_grad:
+            return differentiate(self.function, x, dim, dtype, impl)
+        return self.fwd(x, dim, dtype, impl)
+
+    def _forward(self, x: torch.Tensor, dim: int, dtype: torch.dtype | None, impl: str | None) -> torch.Tensor:
+        y = empty_rows(x, dim, dtype)
+        self._fill("fwd", impl, y, (x,), dim)
+        return y
+
+    def _backward(self, dy: torch.Tensor, y: torch.Tensor, dim: int, dtype: torch.dtype, impl: str | None) -> torch.Tensor:
+        dx = empty_rows(y, dim, dtype)
+        self._fill("bwd", impl, dx, (dy, y), dim)
+        return dx
+
+    def _fill(self, direction: str, impl: str | None, out: torch.Tensor, inputs: tuple[torch.Tensor, ...], dim: int) -> None:
+        """Has what serves the call fill `out`."""
+        if out.numel() and not tracing():
+            run(self.op, direction, impl, (as_rows(out, dim),), *[as_rows(t, dim) for t in inputs])
+
+    def row(self, direction: str, out: torch.Tensor, *inputs: torch.Tensor) -> None:
+        """A row a program."""
+        rows, columns = out.shape
+        bn, warps = power(columns), 4 * len(inputs) * (1 + power(columns) // ROW_LIMIT)
+        strides = [t.stride(0) for t in inputs]
+        launch(TILED[direction], (rows,), out, *inputs, rows, columns, *strides, LOG=self.log, BM=1, BN=bn, STAGES=1, num_warps=warps)
+
+    def tiled(self, direction: str, out: torch.Tensor, *inputs: torch.Tensor) -> None:
+        """Tiles of whole rows where they fit a block's registers, else chunks of a row."""
+        rows, columns = out.shape
+        strides, bn = [t.stride(0) for t in inputs], power(columns)
+        given = out, *inputs, rows, columns, *strides
+        if bn * 4 * len(inputs) > TILE_LIMIT:
+            launch(WIDE[direction], (rows,), *given, LOG=self.log, BN=8192 // len(inputs), num_warps=8)
+            return
+        config, grid = tiles(self.name, TILED[direction], rows, bn, *inputs)
+        launch(TILED[direction], grid, *given, LOG=self.log, config=config, key=(self.name, bn))
+
+    def cluster(self, direction: str, out: torch.Tensor, *inputs: torch.Tensor) -> None:
+        """Rows over clusters, by CUDA C++."""
+        rows, columns = out.shape
+        backward, kernel = direction == "bwd", CUDA[direction]
+        x, y = (out.dtype, inputs[0].dtype) if backward else (inputs[0].dtype, out.dtype)
+        where, size = device.of(out), columns * (2 * y.itemsize if backward else x.itemsize)
+
+        def config() -> dict[str, Any]:
+            key = key_of(x, y, columns)
+            rule, space = lambda: cluster_rule(size, backward), lambda: cluster_space(size, where)
+            found = tuning.config(where, self.name, kernel.name, key, rule, space)
+            return dict(_plan(backward, x, y, columns, **found))
+
+        def grid(c: dict[str, Any]) -> tuple[int]:
+            resident = max(1, where.multiprocessors * c["BLOCKS"] // c["CLUSTER"])
+            return (c["CLUSTER"] * min(rows, max(resident, ceil(rows, c["ROWS"]))),)
+
+        strides = [t.stride(0) for t in inputs]
+        launch(kernel, grid, out, *inputs, rows, columns, *strides, LOG=int(self.log), config=config, key=(self.name, columns))
+
+    def rungs(self) -> None:
+        """Registers the kernels that are served: `triton` and `cuda_cluster`."""
+        self.op.kernel(
+            "triton",
+            "several short rows per program, more warps for long ones, online softmax in chunks for wide ones",
+            kind="triton",
+            served=True,
+            **both(self.tiled),
+        )
+        self.op.kernel(
+            "cuda_cluster",
+            "a row over a cluster of blocks, copied into their shared memory in bulk and read from memory once",
+            kind="cuda",
+            served=True,
+            arch=90,
+            supports=_fits_cluster,
+            **both(self.cluster),
+        )
+
+
+def both(launcher: Any) -> dict[str, Any]:
+    """A launcher's two directions."""
+    return {direction: partial(launcher, direction) for direction in ("fwd", "bwd")}
+
+
+def columns_of(x: torch.Tensor, *rest: Any) -> int:
+    """The length of a row, of a public call (x, dim, dtype) as of a launcher's inputs, which have their rows last."""
+    dim = rest[0] if rest and isinstance(rest[0], int) else -1
+    return x.shape[dim] if x.dim() else 1
+
+
+def _fits_cluster(x: torch.Tensor, *rest: Any) -> str | None:
+    columns, tensors = columns_of(x, *rest), [x, *(t for t in rest if isinstance(t, torch.Tensor))]
+    size = columns * sum(t.element_size() for t in tensors)
+    low, high = CLUSTER_COLUMNS[len(tensors) - 1], CLUSTER_COLUMNS[2]
+    if not low < columns <= high or size > CLUSTER_BYTES:
+        return (
+            f"it takes rows of {low + 1} to {high} columns in at most {CLUSTER_BYTES} bytes; these have {columns} columns in {size} bytes"
+        )
+    if columns % 8 or any(t.data_ptr() % 16 or (t.dim() > 1 and t.stride(-2) * t.element_size() % 16) for t in tensors):
+        return "it copies whole 16 bytes: rows must start at multiples of 16 bytes, and columns be a multiple of 8"
+    return None
+
+
+def full_precision(x: torch.Tensor, *_: Any) -> str | None:
+    """What the formula in eager PyTorch supports."""
+    return "rounding after every pass breaks the law in half precision" if x.dtype in (torch.float16, torch.bfloat16) else None
+
+
+class Infinite(Spec):
+    """Random data with -inf in every third column, and one row of nothing else."""
+
+    def make(self, *args: Any) -> torch.Tensor:
+        x = super().make(*args)
+        with torch.no_grad():
+            x[..., ::3] = float("-inf")
+            x[..., 1, :] = float("-inf")
+        return x
+
+
+CASES = [
+    Case("33x129", (Spec(33, 129),)),
+    Case("7x1", (Spec(7, 1),)),
+    Case("3x5x70 dim 1", (Spec(3, 5, 70), 1)),
+    Case("130x3 dim 0", (Spec(130, 3), 0)),
+    Case("scalar", (Spec(),)),
+    Case("no rows", (Spec(0, 4),)),
+    Case("5x1000 float32", (Spec(5, 1000),), {"dtype": torch.float32}, dtypes=("float16", "bfloat16")),
+    Case("40x100 -inf", (Infinite(40, 100),)),
+    Case("33x8200", (Spec(33, 8200),)),
+    Case("33x65544", (Spec(33, 65544),)),
+    Case("1024x1024", (Spec(1024, 1024),), use="quick"),
+    Case("512x4096", (Spec(512, 4096),), use="quick"),
+    Case("16384x16384", (Spec(16384, 16384),), dtypes=("float32",), use="bench"),
+    *(
+        Case(f"{m}x{n}", (Spec(m, n),), dtypes=("bfloat16",), use="bench")
+        for m, n in ((32768, 1024), (16384, 4096), (8192, 8192), (8192, 16384), (2048, 65536), (1024, 262144))
+    ),
+]
