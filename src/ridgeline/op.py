@@ -7,6 +7,7 @@ Their order is the op's ladder; the last one that is `served` and supports a cal
 from __future__ import annotations
 
 import importlib
+import os
 from collections.abc import Callable
 from dataclasses import dataclass, field
 from functools import cache
@@ -17,6 +18,7 @@ import torch
 
 OPS = Path(__file__).with_name("ops")
 FLOATS = ("float32", "float16", "bfloat16")
+CHECK = os.environ.get("RIDGELINE_CHECK") == "1"  # values on a GPU are read to validate them, at the price of a sync
 
 
 class RidgelineError(ValueError):
@@ -80,6 +82,11 @@ class Cost:
 def nbytes(*tensors: torch.Tensor) -> int:
     """Bytes of the tensors' elements, each counted once."""
     return sum(t.numel() * t.element_size() for t in tensors)
+
+
+def readable(tensor: torch.Tensor) -> bool:
+    """Whether the host may read a tensor's values to validate them: on a CPU, anywhere with RIDGELINE_CHECK=1; not while tracing."""
+    return (tensor.is_cpu or CHECK) and not (tensor.is_meta or torch.compiler.is_compiling()) and type(tensor) is torch.Tensor
 
 
 def dtype_name(tensor: torch.Tensor) -> str:

@@ -90,7 +90,7 @@ class Recorder(TorchDispatchMode):
         """A function of the arguments' pointers that repeats all this, or None where something cannot be repeated."""
         made = [t for t in self.known[self.given :] if t is not None]
         kinds = [(tuple(t.shape), t.stride(), t.dtype) for t in made]
-        returned = result if isinstance(result, tuple | list) else [result]
+        returned = result if isinstance(result, tuple | list) else [] if result is None else [result]
         places = [(t.data_ptr(), *kind) for t, kind in zip(made, kinds, strict=True)]
         wanted = [(t.data_ptr(), tuple(t.shape), t.stride(), t.dtype) for t in returned if isinstance(t, torch.Tensor)]
         if not self.repeatable or len(wanted) < len(returned) or any(w not in places for w in wanted):
@@ -107,7 +107,7 @@ class Recorder(TorchDispatchMode):
             values = [f"p{s[0]} + {s[1]}" if isinstance(s, tuple) else name(s) for s in sources]
             lines.append(f"    {name(start)}({', '.join(map(str, grid))}, s, ({', '.join(values)},))")
         results = [f"m{places.index(w)}" for w in wanted]
-        lines.append(f"    return ({', '.join(results)},)" if isinstance(result, tuple | list) else f"    return {results[0]}")
+        lines.append(f"    return ({', '.join(results)},)" if isinstance(result, tuple | list) else f"    return {', '.join(results)}")
         return _function("plan", ["i", *(f"p{n}" for n in range(self.given))], lines, names)
 
 

@@ -1,0 +1,483 @@
+"""cross_entropy: -log softmax(logits)[target], with label smoothing s, z-loss z and softcap c; classes are the last dimension.
+
+    x = c tanh(logits / c),   lse = log sum_j exp x_j,   loss = lse - (1 - s) x_t - s mean(x) + z lse^2
+    backward: dx_j = (p_j (1 + 2 z lse) - s / V - (1 - s) [j = t]) dloss,   p_j = exp(x_j - lse)
+
+The sum is found online in one pass over a row. For a mean or a sum the gradient, but for a factor, depends on the row alone: where
+it is needed, forward writes it while the row is still in L2, so that forward and backward together read the logits once.
+Source: Milakov and Gimelshein, Online normalizer calculation for softmax, 2018 (arXiv:1805.02867).
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+import torch.nn.functional as F
+import triton
+import triton.language as tl
+
+from ridgeline import device, tuning
+from ridgeline.boundary import Function, differentiate, first_order, kernel_op, launch
+from ridgeline.op import Case, Cost, Op, RidgelineError, Spec, dtype_name, nbytes, readable
+from ridgeline.select import eager, run
+from ridgeline.tiles.online_softmax import exact_exp
+
+PARTS = tl.constexpr(64)  # programs that count or sum over rows
+
+
+@triton.jit
+def _count(counts, target, rows, inner, t0, t1, ignore, BLOCK: tl.constexpr):
+    """How many rows are not ignored, in PARTS parts."""
+    found = tl.zeros((BLOCK,), tl.int32)
+    for start in range(tl.program_id(0) * BLOCK, rows, PARTS * BLOCK):
+        row = (start + tl.arange(0, BLOCK)).to(tl.int64)
+        label = tl.load(target + row // inner * t0 + row % inner * t1, mask=row < rows, other=ignore)
+        found += (label != ignore).to(tl.int32)
+    tl.store(counts + tl.program_id(0), tl.sum(found, 0))
+
+
+@triton.jit
+def _total(out, values, counts, rows, MEAN: tl.constexpr, BLOCK: tl.constexpr):
+    """Sums the rows' losses, one part a program; with MEAN divides by the count."""
+    sums = tl.zeros((BLOCK,), tl.float32)
+    for start in range(tl.program_id(0) * BLOCK, rows, tl.num_programs(0) * BLOCK):
+        row = start + tl.arange(0, BLOCK)
+        sums += tl.load(values + row, mask=row < rows, other=0)
+    whole = tl.sum(sums, 0)
+    if MEAN:
+        whole = tl.div_rn(whole, _counted(counts))
+    tl.store(out + tl.program_id(0), whole.to(out.dtype.element_ty))
+
+
+@triton.jit
+def _counted(counts):
+    return tl.sum(tl.load(counts + tl.arange(0, PARTS)), 0).to(tl.float32)
+
+
+@triton.jit
+def _capped(x, cap, CAP: tl.constexpr):
+    """cap tanh(x / cap) and its slope. Near 0, where 1 - exp would cancel, tanh is a polynomial, fitted to 4e-9."""
+    if CAP:
+        u = x / cap
+        e = tl.exp2(tl.abs(u) * -2.8853900817779268)
+        z = u * u
+        near = ((((-0.00663104431 * z + 0.021320804) * z - 0.0539113669) * z + 0.133331241) * z - 0.333333321) * z * u + u
+        far = (1 - e) / (1 + e)
+        return cap * tl.where(z < 0.25, near, tl.where(u < 0, -far, far)), 4 * e / ((1 + e) * (1 + e))
+    return x, 1.0
+
+
+@triton.jit
+def _load(x, column, mask, cap, CAP: tl.constexpr, POLICY: tl.constexpr):
+    """Logits, capped, as float32, and the cap's slope; -inf where there are none."""
+    values, slope = _capped(tl.load(x + column, mask=mask, other=float("-inf"), eviction_policy=POLICY).to(tl.float32), cap, CAP)
+    return (tl.where(mask, values, float("-inf")) if CAP else values), slope
+
+
+@triton.jit
+def _peel(start, columns, PEEL: tl.constexpr, VEC: tl.constexpr):
+    """Of a row that begins at element `start`: where its first pack of 16 bytes begins, the columns before it, those in whole packs."""
+    head, body = columns * 0, columns
+    if PEEL:
+        head = tl.minimum((VEC - start % VEC) % VEC, columns).to(tl.int32)
+        body = (columns - head) // VEC * VEC
+        start = tl.multiple_of(start + head, VEC)
+    return start, head, body
+
+
+@triton.jit
+def _edges(head, body, columns, VEC: tl.constexpr):
+    """The columns of a row that are in no whole pack, counted from its first one."""
+    i = tl.arange(0, 2 * VEC)
+    column = tl.where(i < VEC, i - head, body + i - VEC)
+    return column, tl.where(i < VEC, i < head, column < columns - head)
+
+
+@triton.jit
+def _slopes(x, column, mask, hit, live, top, scale, factor, spread, pull, cap, CAP: tl.constexpr):
+    """The gradient of logits."""
+    values, slope = _load(x, column, mask & live, cap, CAP, "evict_first")
+    p = exact_exp(values - top, x.dtype.element_ty) * factor
+    return tl.where(live, (p - spread - tl.where(column == hit, pull, 0.0)) * scale * slope, 0.0).to(x.dtype.element_ty)
+
+
+@triton.jit
+def _gradient(d, x, head, body, columns, label, live, top, total, upstream, smoothing, z, cap,
+              Z: tl.constexpr, CAP: tl.constexpr, PEEL: tl.constexpr, VEC: tl.constexpr, K: tl.constexpr, W: tl.constexpr):  # fmt: skip
+    """Writes a row of the gradient: NaN where the label is no class, 0 where it is ignored."""
+    scale = tl.where((label >= 0) & (label < columns), upstream, float("nan"))
+    factor = tl.div_rn(1.0, total)
+    if Z:
+        factor *= 1 + 2 * z * (top + tl.log(total))
+    spread, pull, hit = smoothing / columns, 1 - smoothing, label - head
+    tile = tl.arange(0, K)[:, None] * W + tl.arange(0, W)[None, :]
+    for start in range(0, body, K * W):
+        column = start + tile
+        mask = column < body
+        tl.store(d + column, _slopes(x, column, mask, hit, live, top, scale, factor, spread, pull, cap, CAP), mask=mask)
+    if PEEL:
+        column, mask = _edges(head, body, columns, VEC)
+        tl.store(d + column, _slopes(x, column, mask, hit, live, top, scale, factor, spread, pull, cap, CAP), mask=mask)
+
+
+@triton.jit
+def _fwd(losses, stats, d, x, target, counts, rows, columns, inner, x0, x1, t0, t1, ignore, smoothing, z, cap,
+         NEED: tl.constexpr, MEAN: tl.constexpr, SMOOTH: tl.constexpr, Z: tl.constexpr, CAP: tl.constexpr,
+         PEEL: tl.constexpr, VEC: tl.constexpr, K: tl.constexpr, W: tl.constexpr):  # fmt: skip
+    row = tl.program_id(0).to(tl.int64)
+    label = tl.load(target + row // inner * t0 + row % inner * t1)
+    live, known = label != ignore, (label >= 0) & (label < columns)
+    start, head, body = _peel(row // inner * x0 + row % inner * x1, columns, PEEL, VEC)
+    x += start
+    dtype: tl.constexpr = x.dtype.element_ty
+    chosen, _ = _capped(tl.load(x + tl.where(known, label, 0) - head).to(tl.float32), cap, CAP)
+    base = tl.where(tl.abs(chosen) < float("inf"), chosen, 0.0)  # sums are of differences to it, which stay small
+    top = tl.full((W,), float("-inf"), tl.float32)
+    total = tl.zeros((W,), tl.float32)
+    sums = tl.zeros((W,), tl.float32)
+    tile = tl.arange(0, K)[:, None] * W + tl.arange(0, W)[None, :]
+    for first in range(0, tl.where(live, body, 0), K * W):
+        mask = first + tile < body
+        values, _ = _load(x, first + tile, mask, cap, CAP, "evict_last" if NEED == 2 else "")
+        new = tl.maximum(top, tl.max(values, 0))
+        near = tl.where(new == float("-inf"), 0.0, new)  # only -inf so far: every exponential is 0, not exp(-inf + inf)
+        total = total * exact_exp(top - near, dtype) + tl.sum(exact_exp(values - near[None, :], dtype), 0)
+        top = new
+        if SMOOTH:
+            sums += tl.sum(tl.where(mask, values - base, 0.0), 0)
+    most, away = tl.max(top, 0), tl.sum(sums, 0)
+    if PEEL:
+        column, mask = _edges(head, body, columns, VEC)
+        values, _ = _load(x, column, mask, cap, CAP, "")
+        most = tl.maximum(most, tl.max(values, 0))
+        whole = tl.sum(total * exact_exp(top - most, dtype), 0) + tl.sum(exact_exp(values - most, dtype), 0)
+        away += tl.sum(tl.where(mask, values - base, 0.0), 0)
+    else:
+        whole = tl.sum(total * exact_exp(top - most, dtype), 0)
+    loss = tl.log(whole) + (most - base) - (1 - smoothing) * (chosen - base)
+    if SMOOTH:
+        loss -= smoothing * (away / columns)
+    if Z:
+        lse = most + tl.log(whole)
+        loss += z * lse * lse
+    loss = tl.where(live, tl.where(known, loss, float("nan")), 0.0)
+    tl.store(losses + row, loss.to(losses.dtype.element_ty))
+    if NEED:
+        tl.store(stats + row, tl.where(live, most, 0.0))
+        tl.store(stats + rows + row, tl.where(live, whole, 1.0))
+    if NEED == 2:
+        upstream = tl.div_rn(1.0, _counted(counts)) if MEAN else 1.0
+        out, _, _ = _peel(row * columns, columns, PEEL, VEC)
+        _gradient(d + out, x, head, body, columns, label, live, most, whole, upstream, smoothing, z, cap, Z, CAP, PEEL, VEC, K, W)
+
+
+@triton.jit
+def _bwd(d, x, target, dloss, stats, counts, rows, columns, inner, x0, x1, t0, t1, g0, g1, ignore, smoothing, z, cap,
+         MADE: tl.constexpr, EACH: tl.constexpr, MEAN: tl.constexpr, Z: tl.constexpr, CAP: tl.constexpr,
+         PEEL: tl.constexpr, VEC: tl.constexpr, K: tl.constexpr, W: tl.constexpr):  # fmt: skip
+    """MADE: forward has written the gradient for an upstream one of 1; with that nothing is left to do."""
+    end = tl.where(tl.load(dloss) == 1, 0, rows) if MADE else rows
+    for index in range(tl.program_id(0), end, tl.num_programs(0)):
+        row = tl.full((), index, tl.int64)
+        label = tl.load(target + row // inner * t0 + row % inner * t1)
+        upstream = tl.load(dloss + (row // inner * g0 + row % inner * g1 if EACH else 0)).to(tl.float32)
+        if MEAN:
+            upstream = tl.div_rn(upstream, _counted(counts))
+        top, total = tl.load(stats + row), tl.load(stats + rows + row)
+        start, head, body = _peel(row // inner * x0 + row % inner * x1, columns, PEEL, VEC)
+        out, _, _ = _peel(row * columns, columns, PEEL, VEC)
+        _gradient(d + out, x + start, head, body, columns, label, label != ignore, top, total, upstream, smoothing, z, cap,
+                  Z, CAP, PEEL, VEC, K, W)  # fmt: skip
+
+
+Options = tuple[int, float, float, float, str]  # ignore_index, label_smoothing, z_loss, softcap (0: none), reduction
+_SPACE = [{"K": k, "num_warps": w} for k in (1, 2, 4, 8) for w in (4, 8, 16, 32)]
+
+
+def _planes(logits: torch.Tensor, *rows: torch.Tensor) -> list[torch.Tensor]:
+    """Logits as (outer, inner, V) with V contiguous, and tensors of a value a row as (outer, inner): as they are where they have
+    these dimensions, so that logits[:, :-1] is not copied."""
+    if logits.dim() != 3:
+        logits, rows = logits.reshape(1, rows[0].numel(), logits.shape[-1]), tuple([r.reshape(1, -1) for r in rows])
+    return [logits if logits.stride(2) == 1 else logits.contiguous(), *rows]
+
+
+def _launch_rows(kernel: Any, x: torch.Tensor, *args: Any, persist: bool = False, **constants: Any) -> None:
+    """Starts a kernel over the rows of x (outer, inner, V): a program a row, or with `persist` as many as fill the GPU."""
+    where, size, bucket = device.of(x), x.element_size(), triton.next_power_of_2(x.shape[2])
+    rows, vec = x.shape[0] * x.shape[1], 16 // size
+    peel = x.shape[2] % 16 != 0 and x.is_contiguous() and x.data_ptr() % 16 == 0
+
+    def rule() -> tuning.Config:
+        """16 warps, 2 loads of 16 bytes a thread at a time; rows wider than 128 KiB take 32 warps: then few enough of them are
+        under way to lie in L2 still when they are read again."""
+        most = min(32 if bucket * size > 131072 else 16, 1024 // where.warp)
+        return {"K": 2 if bucket > 4096 else 1, "num_warps": max(1, min(most, bucket // (where.warp * vec)))}
+
+    def config() -> dict[str, Any]:
+        key = f"{dtype_name(x)} {bucket}"
+        found = tuning.config(where, "cross_entropy", kernel.__name__[1:], key, rule, lambda: _SPACE)
+        return {**found, "W": found["num_warps"] * where.warp * vec, "VEC": vec, "PEEL": peel}
+
+    def grid(c: dict[str, Any]) -> tuple[int]:
+        return (min(rows, where.multiprocessors * 2048 // (c["num_warps"] * where.warp)) if persist else rows,)
+
+    launch(kernel, grid, *args, config=config, key=(bucket, peel), **constants)
+
+
+def _flags(z: float, cap: float, reduction: str) -> dict[str, bool]:
+    return {"MEAN": reduction == "mean", "Z": z != 0, "CAP": cap != 0}
+
+
+def _launch_fwd(
+    loss: torch.Tensor, d: torch.Tensor, stats: torch.Tensor, counts: torch.Tensor, logits: torch.Tensor, target: torch.Tensor,
+    need: int, ignore: int, smoothing: float, z: float, cap: float, reduction: str,
+) -> None:  # fmt: skip
+    x, t = _planes(logits, target)
+    rows, inner = t.numel(), t.shape[1]
+    losses, options = loss, _flags(z, cap, reduction)
+    if reduction != "none":
+        losses = torch.empty((rows,), dtype=torch.float32, device=x.device)
+    if options["MEAN"]:
+        launch(_count, (PARTS.value,), counts, t, rows, inner, *t.stride(), ignore, BLOCK=256, num_warps=4)
+    sizes = rows, x.shape[2], inner, *x.stride()[:2], *t.stride(), ignore, smoothing, z, cap
+    _launch_rows(_fwd, x, losses, stats, d, x, t, counts, *sizes, NEED=need, SMOOTH=smoothing != 0, **options)
+    if reduction == "none":
+        return
+    if rows > 65536:
+        parts = torch.empty((PARTS.value,), dtype=torch.float32, device=x.device)
+        launch(_total, (PARTS.value,), parts, losses, counts, rows, MEAN=False, BLOCK=1024, num_warps=4)
+        losses, rows = parts, PARTS.value
+    launch(_total, (1,), loss, losses, counts, rows, MEAN=options["MEAN"], BLOCK=4096, num_warps=16)
+
+
+def _launch_bwd(
+    d: torch.Tensor, logits: torch.Tensor, target: torch.Tensor, dloss: torch.Tensor, stats: torch.Tensor, counts: torch.Tensor,
+    made: bool, ignore: int, smoothing: float, z: float, cap: float, reduction: str,
+) -> None:  # fmt: skip
+    each = reduction == "none"
+    x, t, g = _planes(logits, target, dloss) if each else (*_planes(logits, target), dloss)
+    steps = *x.stride()[:2], *t.stride(), *(g.stride() if each else (0, 0))
+    sizes = t.numel(), x.shape[2], t.shape[1], *steps, ignore, smoothing, z, cap
+    options = _flags(z, cap, reduction)
+    _launch_rows(_bwd, x, d, x, t, g, stats, counts, *sizes, persist=made, MADE=made, EACH=each, **options)
+
+
+_OPTIONS = "int ignore_index, float label_smoothing, float z_loss, float softcap, str reduction"
+
+
+@kernel_op(
+    f"cross_entropy_fwd(Tensor logits, Tensor target, ScalarType dtype, int need, {_OPTIONS}, str? impl) "
+    "-> (Tensor, Tensor, Tensor, Tensor)"
+)
+def _forward(
+    logits: torch.Tensor, target: torch.Tensor, dtype: torch.dtype, need: int, *options: Any
+) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor]:
+    """need: 1 for what backward needs of a row, 2 for the gradient too. Returns the loss, the gradient, the rows' maxima and
+    sums of exponentials, and the counts of rows."""
+    *options, reduction, impl = options
+    loss = torch.empty(target.shape if reduction == "none" else (), dtype=dtype, device=logits.device)
+    d = torch.empty(logits.shape if need == 2 else (0,), dtype=logits.dtype, device=logits.device)
+    stats = torch.empty((2, target.numel() if need else 0), dtype=torch.float32, device=logits.device)
+    counts = torch.empty((PARTS.value if reduction == "mean" else 0,), dtype=torch.int32, device=logits.device)
+    run(CROSS_ENTROPY, "fwd", impl, (loss, d, stats, counts), logits, target, need, *options, reduction)
+    return loss, d, stats, counts
+
+
+@kernel_op(f"cross_entropy_bwd(Tensor logits, Tensor target, Tensor dloss, Tensor stats, Tensor counts, {_OPTIONS}, str? impl) -> Tensor")
+def _backward(logits: torch.Tensor, *rest: Any) -> torch.Tensor:
+    *inputs, ignore, smoothing, z, cap, reduction, impl = rest
+    d = torch.empty(logits.shape, dtype=logits.dtype, device=logits.device)
+    run(CROSS_ENTROPY, "bwd", impl, (d,), logits, *inputs, False, ignore, smoothing, z, cap, reduction)
+    return d
+
+
+@kernel_op(
+    "cross_entropy_finish(Tensor(a!) made, Tensor logits, Tensor target, Tensor dloss, Tensor stats, Tensor counts, "
+    f"{_OPTIONS}, str? impl) -> ()"
+)
+def _finish(made: torch.Tensor, logits: torch.Tensor, *rest: Any) -> None:
+    """Makes of the gradient for an upstream one of 1, which forward has written, that for `dloss`: where it is 1, of nothing but a look."""
+    *inputs, ignore, smoothing, z, cap, reduction, impl = rest
+    run(CROSS_ENTROPY, "bwd", impl, (made,), logits, *inputs, True, ignore, smoothing, z, cap, reduction)
+
+
+class _CrossEntropy(Function):
+    @staticmethod
+    def forward(ctx: Any, logits: torch.Tensor, target: torch.Tensor, dtype: torch.dtype, need: int, *options: Any) -> torch.Tensor:
+        loss, made, stats, counts = _forward(logits, target, dtype, need, *options)
+        ctx.save_for_backward(logits, target, stats, counts)
+        ctx.facts = need, options
+        if need == 2:
+            ctx.made = made
+        return loss
+
+    @staticmethod
+    @first_order
+    def backward(ctx: Any, dloss: torch.Tensor) -> Any:
+        logits, target, stats, counts = ctx.saved_tensors
+        need, options = ctx.facts
+        nothing = (None,) * (3 + len(options))
+        if need == 2 and ctx.made is not None:  # given away once, to be the caller's own; a second backward makes another
+            made, ctx.made = ctx.made, None
+            _finish(made, logits, target, dloss, stats, counts, *options)
+            return made, *nothing
+        return _backward(logits, target, dloss, stats, counts, *options), *nothing
+
+
+def reference(
+    logits: torch.Tensor, target: torch.Tensor, *, ignore_index: int = -100, label_smoothing: float = 0.0, z_loss: float = 0.0,
+    softcap: float | None = None, reduction: str = "mean",
+) -> torch.Tensor:  # fmt: skip
+    ignored = target == ignore_index
+    known = (target >= 0) & (target < logits.shape[-1])
+    logits = logits.masked_fill(ignored[..., None], 0.0)
+    if softcap is not None:
+        logits = softcap * torch.tanh(logits / softcap)
+    logp = logits.log_softmax(-1)
+    loss = -(1 - label_smoothing) * logp.gather(-1, target.where(known, 0)[..., None])[..., 0]
+    if label_smoothing:
+        loss = loss - label_smoothing * logp.mean(-1)
+    if z_loss:
+        loss = loss + z_loss * logits.logsumexp(-1) ** 2
+    loss = (loss * torch.ones_like(loss).masked_fill(~known, float("nan"))).masked_fill(ignored, 0.0)
+    if reduction == "none":
+        return loss
+    return loss.sum() / (~ignored).sum() if reduction == "mean" else loss.sum()
+
+
+def _torch(
+    logits: torch.Tensor, target: torch.Tensor, *, z_loss: float = 0.0, softcap: float | None = None, **options: Any
+) -> torch.Tensor:
+    """PyTorch's own; what it has not, the cap and the z-loss, beside it."""
+    rows, labels, reduction = logits.reshape(target.numel(), logits.shape[-1]), target.reshape(-1), options.get("reduction", "mean")
+    if softcap is not None:
+        rows = softcap * torch.tanh(rows / softcap)
+    loss = F.cross_entropy(rows, labels, **options)
+    if z_loss:
+        ignored = labels == options.get("ignore_index", -100)
+        extra = (z_loss * rows.logsumexp(-1) ** 2).masked_fill(ignored, 0.0)
+        loss = loss + (extra if reduction == "none" else extra.sum() / (~ignored).sum() if reduction == "mean" else extra.sum())
+    return loss.reshape(target.shape) if reduction == "none" else loss
+
+
+def _fault(logits: Any, target: Any, label_smoothing: float, z_loss: float, softcap: float | None, reduction: str) -> str | None:
+    """What is wrong with a call, or None."""
+    for name, t in (("logits", logits), ("target", target)):
+        if not isinstance(t, torch.Tensor):
+            return f"{name} must be a tensor, and is {type(t).__name__}"
+    if not logits.is_floating_point():
+        return f"logits must be floating point (float32, float16, bfloat16), and are {logits.dtype}"
+    if target.dtype != torch.int64:
+        return f"target must be the classes' numbers in int64, and is {target.dtype}"
+    if not logits.dim() or not logits.shape[-1] or target.shape != logits.shape[:-1]:
+        return f"target must have the logits' shape but for the last dimension; they are {tuple(target.shape)} and {tuple(logits.shape)}"
+    if target.device != logits.device:
+        return f"target is on {target.device} and logits on {logits.device}; one device is needed"
+    if not 0 <= label_smoothing <= 1:
+        return f"label_smoothing must be between 0 and 1, and is {label_smoothing}"
+    if not 0 <= z_loss < float("inf"):
+        return f"z_loss must be 0 or more and finite, and is {z_loss}"
+    if softcap is not None and not 0 < softcap < float("inf"):
+        return f"softcap must be None or a finite number above 0, and is {softcap}"
+    return None if reduction in ("none", "mean", "sum") else f'reduction must be "none", "mean" or "sum", and is {reduction!r}'
+
+
+def cross_entropy(
+    logits: torch.Tensor, target: torch.Tensor, *, ignore_index: int = -100, label_smoothing: float = 0.0, z_loss: float = 0.0,
+    softcap: float | None = None, reduction: str = "mean", impl: str | None = None,
+) -> torch.Tensor:  # fmt: skip
+    """-log softmax(logits)[target], as `torch.nn.functional.cross_entropy` but with the classes last. Gradients flow to logits.
+
+    logits: (..., V), any strides, floating point; they are never changed. target: (...), int64, the classes' numbers.
+    ignore_index: a target whose row counts for nothing: its loss and gradient are 0 whatever its logits.
+    label_smoothing: the share, 0 to 1, of the target that is spread over all classes. z_loss: adds z_loss * logsumexp(logits)^2 to a row.
+    softcap: logits become softcap * tanh(logits / softcap) first. reduction: "mean" over the rows not ignored (NaN where there are
+    none), "sum", or "none" for a loss a row. Computed in float32; returns the dtype of logits, float32 under autocast.
+    A target that is no class makes its row NaN on a GPU, where the host reads no values; on a CPU, and with RIDGELINE_CHECK=1, it raises.
+    Raises RidgelineError on shapes, dtypes, devices or options other than these, or an `impl` that cannot run the call.
+    """
+    fault = _fault(logits, target, label_smoothing, z_loss, softcap, reduction)
+    if fault:
+        raise RidgelineError(f"cross_entropy: {fault}")
+    if readable(target) and ((target != ignore_index) & ((target < 0) | (target >= logits.shape[-1]))).any():
+        raise RidgelineError(
+            f"cross_entropy: targets must be 0 to {logits.shape[-1] - 1} or ignore_index {ignore_index}, and others are given"
+        )
+    plain = eager(CROSS_ENTROPY, impl, logits)
+    if plain is not None and plain.call is not None:
+        options = {"ignore_index": ignore_index, "label_smoothing": label_smoothing, "reduction": reduction}
+        return plain.call(logits, target, z_loss=z_loss, softcap=softcap, **options)
+    dtype = torch.float32 if torch.is_autocast_enabled("cuda" if logits.is_cuda else "cpu") else logits.dtype
+    options = ignore_index, float(label_smoothing), float(z_loss), float(softcap or 0), reduction, impl
+    if not torch.is_grad_enabled() or not logits.requires_grad:
+        return _forward(logits, target, dtype, 0, *options)[0]
+    need = 1 if reduction == "none" or torch.compiler.is_compiling() else 2
+    return differentiate(_CrossEntropy, logits, target, dtype, need, *options)
+
+
+def cost(logits: torch.Tensor, target: torch.Tensor, *, reduction: str = "mean", **_: Any) -> tuple[Cost, Cost]:
+    losses = (target.numel() if reduction == "none" else 1) * logits.element_size()
+    return Cost(nbytes(logits, target), losses, 5 * logits.numel()), Cost(nbytes(logits, target), nbytes(logits), 5 * logits.numel())
+
+
+class Extreme(Spec):
+    """Random data times `high`, with -inf in every third column."""
+
+    def make(self, *args: Any) -> torch.Tensor:
+        x = super().make(*args)
+        with torch.no_grad():
+            x *= self.high
+            x[..., 1::3] = float("-inf")
+        return x
+
+
+class Ignored(Spec):
+    """Random classes below `high`, every third of them -100."""
+
+    def make(self, *args: Any) -> torch.Tensor:
+        target = super().make(*args)
+        if target.dim():
+            target[..., ::3] = -100
+        return target
+
+
+def _labels(*shape: int, high: int, some: type[Spec] = Spec) -> Spec:
+    return some(*shape, dtype="int64", high=high)
+
+
+WIDE = ((8192, 32000), (8192, 128256), (4096, 151936), (4096, 50257))
+ALL = {"label_smoothing": 0.1, "z_loss": 1e-2, "softcap": 3.0}
+CROSS_ENTROPY = Op(
+    cross_entropy,
+    reference=reference,
+    cost=cost,
+    cases=[
+        Case("33x129", (Spec(33, 129), _labels(33, high=129))),
+        Case("17x1008 sum, ignored", (Spec(17, 1008), _labels(17, high=1008, some=Ignored)), {"reduction": "sum"}),
+        Case("2x9x1000 none, all", (Spec(2, 9, 1000), _labels(2, 9, high=1000, some=Ignored)), {"reduction": "none"} | ALL),
+        Case("2x9x1003 all", (Spec(2, 9, 1003), _labels(2, 9, high=1003, some=Ignored)), ALL),
+        Case("7x1", (Spec(7, 1), _labels(7, high=1)), {"label_smoothing": 0.5}),
+        Case("129", (Spec(129), _labels(high=129)), {"softcap": 30.0}),
+        Case("no rows", (Spec(0, 4), _labels(0, high=4)), {"reduction": "sum"}),
+        Case("5x40 nothing but ignored", (Spec(5, 40), _labels(5, high=1)), {"ignore_index": 0}),
+        Case("20x400 extreme", (Extreme(20, 400, high=10000), _labels(20, high=1)), {"z_loss": 1e-4}),
+        Case("20x400 extreme, smooth", (Extreme(20, 400, high=10000), _labels(20, high=400)), {"label_smoothing": 0.1}),
+        Case("4x50257", (Spec(4, 50257), _labels(4, high=50257)), {"label_smoothing": 0.1}),
+        Case("64x8192", (Spec(64, 8192), _labels(64, high=8192)), use="quick"),
+        *(Case(f"{m}x{n}", (Spec(m, n), _labels(m, high=n)), dtypes=("bfloat16",), use="bench") for m, n in WIDE),
+    ],
+)
+
+CROSS_ENTROPY.eager("naive", "the formula in eager PyTorch: log_softmax, then gather, both in memory", reference)
+CROSS_ENTROPY.eager("torch", "PyTorch's own: log_softmax written in forward, read again in backward", _torch, served=True)
+CROSS_ENTROPY.compiled("the formula fused by torch.compile: logits read twice forward and once backward")
+CROSS_ENTROPY.kernel(
+    "triton",
+    "an online pass over a row; for a mean or a sum forward writes the gradient while the row is in L2, and backward is a look at dloss",
+    kind="triton",
+    fwd=_launch_fwd,
+    bwd=_launch_bwd,
+    served=True,
+)
