@@ -309,6 +309,8 @@ def group_norm(x: torch.Tensor, num_groups: int, weight: torch.Tensor | None = N
 
 
 def _torch(x: torch.Tensor, num_groups: int, weight: Any = None, bias: Any = None, eps: float = 1e-5) -> torch.Tensor:
+    if weight is None and bias is not None:
+        weight = torch.ones_like(bias)  # torch's backward fails with a bias alone
     if all([p is None or p.dtype == x.dtype for p in (weight, bias)]):
         return torch.group_norm(x, num_groups, weight, bias, eps)
     wide = [None if p is None else p.float() for p in (weight, bias)]  # torch's CUDA kernel takes one dtype
