@@ -1,0 +1,538 @@
+"""What the norms share: kernels, launchers, torch ops and the autograd function of layer_norm, rms_norm and both after a sum.
+
+    forward:   v = x (+ residual)      x_hat = (v - mean) rstd,  mean = 0 for rms_norm      y = x_hat weight + bias
+    backward:  g = dy weight           dx = rstd (g - average(g) - x_hat average(g x_hat)) (+ dsum)
+               dweight = sum over rows of dy x_hat           dbias = sum over rows of dy
+
+Forward reads a row once, into registers. Backward is persistent: one program per multiprocessor goes through tiles of rows
+while the loads of the next ones are under way, and keeps its part of dweight and dbias in float32 registers; it writes
+them once at its end, and a second kernel adds the programs' parts in a fixed order. Rows too wide for registers are read
+twice: for their sums, then for the results.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass
+from functools import cache, partial
+from math import gcd
+from typing import Any
+
+import torch
+import triton
+import triton.language as tl
+
+from ridgeline import device, tuning
+from ridgeline.boundary import Function, differentiate, first_order, kernel_op, launch, tracing
+from ridgeline.op import Cost, Op, RidgelineError, Spec, nbytes
+from ridgeline.ops.rowwise._rows import TILE_LIMIT, as_rows, ceil, empty_rows, key_of, power, tiles
+from ridgeline.select import eager, run
+
+Maybe = torch.Tensor | None
+
+# Sizes and strides come to the kernels in units of UNIT columns, so that the compiler knows what they divide by: then loads
+# are 16 bytes wide in rows of 3000 columns too. What is None is compiled away.
+
+
+@triton.jit
+def _scale(squares, columns, eps):
+    """1 / sqrt(average + eps), each step rounded to nearest: a row's error is that of all its elements."""
+    return tl.div_rn(1.0, tl.sqrt_rn(tl.div_rn(squares, columns * 1.0) + eps))
+
+
+@triton.jit
+def _fwd(y, total, mean, rstd, x, residual, weight, bias, rows, units, x_stride, r_stride, eps, MEAN: tl.constexpr, UNIT: tl.constexpr, BM: tl.constexpr, BN: tl.constexpr, STAGES: tl.constexpr):  # fmt: skip
+    columns = units * UNIT
+    column = tl.arange(0, BN)[None, :]
+    if weight is not None:
+        w = tl.load(weight + column, mask=column < columns, other=1)
+    if bias is not None:
+        b = tl.load(bias + column, mask=column < columns, other=0)
+    for tile in tl.range(tl.program_id(0), tl.cdiv(rows, BM), tl.num_programs(0), num_stages=STAGES):
+        row = (tile * BM + tl.arange(0, BM)).to(tl.int64)[:, None]
+        mask = (row < rows) & (column < columns)
+        value = tl.load(x + row * x_stride * UNIT + column, mask=mask, other=0).to(tl.float32)
+        if residual is not None:
+            value += tl.load(residual + row * r_stride * UNIT + column, mask=mask, other=0).to(tl.float32)
+            tl.store(total + row * units * UNIT + column, value.to(total.dtype.element_ty), mask=mask)
+        if MEAN:
+            center = tl.div_rn(tl.sum(value, 1), columns * 1.0)[:, None]
+            value = tl.where(column < columns, value - center, 0)
+            if mean is not None:
+                tl.store(mean + row, center, mask=row < rows)
+        scale = _scale(tl.sum(value * value, 1), columns, eps)[:, None]
+        if rstd is not None:
+            tl.store(rstd + row, scale, mask=row < rows)
+        value *= scale
+        if weight is not None:
+            value *= w.to(tl.float32)
+        if bias is not None:
+            value += b.to(tl.float32)
+        tl.store(y + row * units * UNIT + column, value.to(y.dtype.element_ty), mask=mask)
+
+
+@triton.jit
+def _fwd_wide(y, total, mean, rstd, x, residual, weight, bias, rows, units, x_stride, r_stride, eps, MEAN: tl.constexpr, UNIT: tl.constexpr, BN: tl.constexpr):  # fmt: skip
+    """A row per program, in chunks: each lane's mean and sum of squares around it by Welford's update, merged as Chan does."""
+    columns = units * UNIT
+    lane = tl.arange(0, BN)
+    row = tl.program_id(0).to(tl.int64)
+    x += row * x_stride * UNIT
+    average = tl.zeros((BN,), tl.float32)
+    squares = tl.zeros((BN,), tl.float32)
+    for chunk in range(tl.cdiv(columns, BN)):
+        column = chunk * BN + lane
+        mask = column < columns
+        value = tl.load(x + column, mask=mask, other=0).to(tl.float32)
+        if residual is not None:
+            value += tl.load(residual + row * r_stride * UNIT + column, mask=mask, other=0).to(tl.float32)
+            tl.store(total + row * units * UNIT + column, value.to(total.dtype.element_ty), mask=mask)
+        if MEAN:
+            apart = tl.where(mask, value - average, 0)
+            average += apart / (chunk + 1)
+            squares += apart * tl.where(mask, value - average, 0)
+        else:
+            squares += value * value
+    center = 0.0
+    if MEAN:
+        count = (tl.maximum(columns - lane + BN - 1, 0) // BN).to(tl.float32)  # of a lane's columns
+        center = tl.div_rn(tl.sum(count * average, 0), columns * 1.0)
+        squares += count * (average - center) * (average - center)
+        if mean is not None:
+            tl.store(mean + row, center)
+    scale = _scale(tl.sum(squares, 0), columns, eps)
+    if rstd is not None:
+        tl.store(rstd + row, scale)
+    for start in range(0, columns, BN):
+        column = start + lane
+        mask = column < columns
+        value = tl.load(x + column, mask=mask, other=0).to(tl.float32)
+        if residual is not None:
+            value += tl.load(residual + row * r_stride * UNIT + column, mask=mask, other=0).to(tl.float32)
+        value = (value - center) * scale
+        if weight is not None:
+            value *= tl.load(weight + column, mask=mask, other=0).to(tl.float32)
+        if bias is not None:
+            value += tl.load(bias + column, mask=mask, other=0).to(tl.float32)
+        tl.store(y + row * units * UNIT + column, value.to(y.dtype.element_ty), mask=mask)
+
+
+@triton.jit
+def _x_hat(value, center, scale, b, inverse, FROM_OUTPUT: tl.constexpr):
+    """The normalised row, of what forward saved: its input, or its output."""
+    if FROM_OUTPUT:
+        return (value - b) * inverse
+    else:
+        return (value - center) * scale
+
+
+@triton.jit
+def _vectors(weight, bias, column, mask, FROM_OUTPUT: tl.constexpr):
+    """The columns' weight, and where x_hat is made of the output, what takes it there: the bias and 1 / weight."""
+    w = 1.0
+    b = 0.0
+    inverse = 1.0
+    if weight is not None:
+        w = tl.load(weight + column, mask=mask, other=1).to(tl.float32)
+        if FROM_OUTPUT:
+            inverse = tl.div_rn(1.0, w)
+    if bias is not None and FROM_OUTPUT:
+        b = tl.load(bias + column, mask=mask, other=0).to(tl.float32)
+    return w, b, inverse
+
+
+@triton.jit
+def _bwd(dx, parts, dots, dy, dsum, saved, weight, bias, mean, rstd, rows, units, dy_stride, dsum_stride, saved_stride, MEAN: tl.constexpr, FROM_OUTPUT: tl.constexpr, DW: tl.constexpr, DB: tl.constexpr, UNIT: tl.constexpr, BM: tl.constexpr, BN: tl.constexpr, STAGES: tl.constexpr):  # fmt: skip
+    """Tiles of BM rows and a block of BN columns: all of them, or where `dots` holds the rows' averages some of them."""
+    columns = units * UNIT
+    column = (tl.program_id(1) * BN + tl.arange(0, BN))[None, :]
+    w, b, inverse = _vectors(weight, bias, column, column < columns, FROM_OUTPUT)
+    dw = tl.zeros((BM, BN), tl.float32)
+    db = tl.zeros((BM, BN), tl.float32)
+    for tile in tl.range(tl.program_id(0), tl.cdiv(rows, BM), tl.num_programs(0), num_stages=STAGES):
+        row = (tile * BM + tl.arange(0, BM)).to(tl.int64)[:, None]
+        mask = (row < rows) & (column < columns)
+        slope = tl.load(dy + row * dy_stride * UNIT + column, mask=mask, other=0).to(tl.float32)
+        value = tl.load(saved + row * saved_stride * UNIT + column, mask=mask, other=0).to(tl.float32)
+        scale = tl.load(rstd + row, mask=row < rows, other=0)
+        center = 0.0
+        if mean is not None:
+            center = tl.load(mean + row, mask=row < rows, other=0)
+        x_hat = _x_hat(value, center, scale, b, inverse, FROM_OUTPUT)
+        if DW:  # here, so that dy need not live on
+            dw += slope * x_hat
+        if DB:
+            db += slope
+        g = slope * w
+        along = 0.0
+        if dots is not None:
+            turn = tl.load(dots + row, mask=row < rows, other=0)
+            if MEAN:
+                along = tl.load(dots + rows + row, mask=row < rows, other=0)
+        else:
+            if MEAN:
+                turn, along = tl.split(tl.sum(tl.join(g * x_hat, g), 1))  # one exchange between warps for both
+                along = along[:, None] / columns
+            else:
+                turn = tl.sum(g * x_hat, 1)
+            turn = turn[:, None] / columns
+        grad = (g - along - x_hat * turn) * scale
+        if dsum is not None:
+            grad += tl.load(dsum + row * dsum_stride * UNIT + column, mask=mask, other=0).to(tl.float32)
+        tl.store(dx + row * units * UNIT + column, grad.to(dx.dtype.element_ty), mask=mask)
+    part = tl.program_id(0).to(tl.int64) * (DW + DB) * columns
+    if DW:
+        tl.store(parts + part + column, tl.sum(dw, 0)[None, :], mask=column < columns)
+    if DB:
+        tl.store(parts + part + DW * columns + column, tl.sum(db, 0)[None, :], mask=column < columns)
+
+
+@triton.jit
+def _dots(dots, dy, saved, weight, bias, mean, rstd, rows, units, dy_stride, saved_stride, MEAN: tl.constexpr, FROM_OUTPUT: tl.constexpr, UNIT: tl.constexpr, BN: tl.constexpr):  # fmt: skip
+    """A row's average(g x_hat) into `dots`, and average(g) where it has a mean."""
+    columns = units * UNIT
+    row = tl.program_id(0).to(tl.int64)
+    dy += row * dy_stride * UNIT
+    saved += row * saved_stride * UNIT
+    scale = tl.load(rstd + row)
+    center = 0.0
+    if mean is not None:
+        center = tl.load(mean + row)
+    turn = tl.zeros((BN,), tl.float32)
+    along = tl.zeros((BN,), tl.float32)
+    for start in range(0, columns, BN):
+        column = start + tl.arange(0, BN)
+        mask = column < columns
+        w, b, inverse = _vectors(weight, bias, column, mask, FROM_OUTPUT)
+        g = tl.load(dy + column, mask=mask, other=0).to(tl.float32) * w
+        turn += g * _x_hat(tl.load(saved + column, mask=mask, other=0).to(tl.float32), center, scale, b, inverse, FROM_OUTPUT)
+        along += g
+    tl.store(dots + row, tl.sum(turn, 0) / columns)
+    if MEAN:
+        tl.store(dots + rows + row, tl.sum(along, 0) / columns)
+
+
+@triton.jit
+def _reduce(parts, dweight, dbias, count, columns, BM: tl.constexpr, BN: tl.constexpr):
+    """The programs' parts added up, a block of columns each."""
+    both: tl.constexpr = 1 if dweight is None or dbias is None else 2
+    part = tl.arange(0, BM)[:, None]
+    column = (tl.program_id(0) * BN + tl.arange(0, BN))[None, :]
+    mask = (part < count) & (column < columns)
+    if dweight is not None:
+        dw = tl.sum(tl.load(parts + part * both * columns + column, mask=mask, other=0), 0)[None, :]
+        tl.store(dweight + column, dw.to(dweight.dtype.element_ty), mask=column < columns)
+    if dbias is not None:
+        db = tl.sum(tl.load(parts + (part * both + both - 1) * columns + column, mask=mask, other=0), 0)[None, :]
+        tl.store(dbias + column, db.to(dbias.dtype.element_ty), mask=column < columns)
+
+
+# Launchers. Tensors are (rows, columns) with contiguous rows, the statistics float32 (rows,), outputs contiguous; `name` and
+# `center` (whether a mean is subtracted) are the norm's and filled in where it is registered.
+
+
+def strides(columns: int, *tensors: Maybe) -> tuple[int, list[int]]:
+    """The largest unit up to 8 that divides the columns and all strides, and the strides in it."""
+    steps = [0 if t is None else t.stride(0) for t in tensors]
+    unit = gcd(8, columns, *steps)
+    return unit, [step // unit for step in steps]
+
+
+def _launch_fwd(
+    name: str, center: bool, y: torch.Tensor, total: Maybe, mean: Maybe, rstd: Maybe,
+    x: torch.Tensor, residual: Maybe, weight: Maybe, bias: Maybe, eps: float,
+) -> None:  # fmt: skip
+    rows, columns = x.shape
+    unit, steps = strides(columns, x, residual)
+    args = (y, total, mean, rstd, x, residual, weight, bias, rows, columns // unit, *steps, eps)
+    inputs = (x,) if residual is None else (x, residual)
+    bn = power(columns)
+    if bn * 4 * len(inputs) > TILE_LIMIT:
+        launch(_fwd_wide, (rows,), *args, MEAN=center, UNIT=unit, BN=16384 // len(inputs), num_warps=16)
+        return
+    config, grid = tiles(name, _fwd, rows, bn, *inputs)
+    launch(_fwd, grid, *args, MEAN=center, UNIT=unit, config=config, key=(name, bn))
+
+
+REGISTERS = 8192  # columns of a row at most that backward holds in registers, with their sums
+
+
+def bwd_rule(where: device.Device, bn: int, size: int) -> tuning.Config:
+    """Tiles of 8192 elements of `size` bytes, all inputs together: a tile for each stage but one on its way, 16 elements a thread."""
+    bm = max(1, 8192 // bn)
+    return {
+        "BM": bm,
+        "num_warps": max(4, min(1024 // where.warp, bm * bn // (16 * where.warp))),
+        "STAGES": max(1, min(3, 1 + (where.shared_memory - 8192) // (bm * bn * size))),
+    }
+
+
+@cache
+def bwd_space(where: device.Device, bn: int, size: int) -> list[tuning.Config]:
+    """Tiles whose stages fit shared memory, of 8 to 64 elements a thread."""
+    found = [{"BM": m, "num_warps": w, "STAGES": s} for m in (1, 2, 4, 8, 16, 32) for w in (4, 8, 16, 32) for s in (2, 3, 4, 5)]
+    room, most = where.shared_memory - 8192, 1024 // where.warp
+
+    def fits(c: tuning.Config) -> bool:
+        tile = c["BM"] * bn
+        return c["num_warps"] <= most and tile * size * (c["STAGES"] - 1) <= room and 8 <= tile // (where.warp * c["num_warps"]) <= 64
+
+    return [c for c in found if fits(c)]
+
+
+def _launch_bwd(
+    name: str, center: bool, dx: torch.Tensor, dweight: Maybe, dbias: Maybe, parts: Maybe, dy: torch.Tensor, dsum: Maybe,
+    saved: torch.Tensor, weight: Maybe, bias: Maybe, mean: Maybe, rstd: torch.Tensor, from_output: bool,
+) -> None:  # fmt: skip
+    rows, columns = dx.shape
+    unit, steps = strides(columns, dy, dsum, saved)
+    where, bn = device.of(dx), power(columns)
+    count = where.multiprocessors
+    dots = None
+    facts: dict[str, Any] = {"MEAN": center, "FROM_OUTPUT": from_output, "UNIT": unit}
+    options: dict[str, Any]
+    if bn > REGISTERS:
+        dots = torch.empty((2 if center else 1, rows), dtype=torch.float32, device=dx.device)
+        first = (dots, dy, saved, weight, bias, mean, rstd, rows, columns // unit, steps[0], steps[2])
+        launch(_dots, (rows,), *first, **facts, BN=8192, num_warps=8)
+        blocks = ceil(columns, 2048)
+        count = min(count, ceil(8 * count, blocks))
+        grid: tuple[int, ...] = (count, blocks)
+        options = {"BM": 2, "BN": 2048, "STAGES": 2, "num_warps": 8}
+    else:
+        grid = (count,)
+        size = sum([t.element_size() for t in (dy, dsum, saved) if t is not None])
+
+        def config() -> dict[str, Any]:
+            chosen = tuning.config(
+                where, name, "bwd", key_of(dy.dtype, bn), lambda: bwd_rule(where, bn, size), lambda: bwd_space(where, bn, size)
+            )
+            return {"BN": bn, **chosen}
+
+        options = {"config": config, "key": (name, bn)}
+    args = (dx, parts, dots, dy, dsum, saved, weight, bias, mean, rstd, rows, columns // unit, *steps)
+    launch(_bwd, grid, *args, **facts, DW=int(dweight is not None), DB=int(dbias is not None), **options)
+    if parts is not None:
+        reduce(dweight, dbias, parts, count)
+
+
+def reduce(dweight: Maybe, dbias: Maybe, parts: torch.Tensor, count: int) -> None:
+    """dweight and dbias from the first `count` programs' parts of them, (multiprocessors, 1 or 2, columns) in float32."""
+    columns = parts.shape[2]
+    launch(_reduce, (ceil(columns, 32),), parts, dweight, dbias, count, columns, BM=power(count), BN=32, num_warps=8)
+
+
+class Norm:
+    """The torch ops, the autograd function and the checks of one norm.
+
+    center: whether a mean is subtracted (layer_norm). add: whether x + residual is normalised, and returned too.
+    """
+
+    op: Op
+
+    def __init__(self, name: str, *, center: bool, add: bool):
+        self.name, self.center, self.add = name, center, add
+        tensors = "Tensor? weight, Tensor? bias"
+        self.fwd = fwd = kernel_op(f"{name}_fwd(Tensor x, Tensor? residual, {tensors}, float eps, int stats, str? impl) -> Tensor[]")(
+            self._forward
+        )
+        self.bwd = bwd = kernel_op(
+            f"{name}_bwd(Tensor dy, Tensor? dsum, Tensor saved, {tensors}, Tensor? mean, Tensor rstd, "
+            "bool from_output, int need, str? impl) -> Tensor[]"
+        )(self._backward)
+        stats = 2 if center else 1
+
+        class Differentiable(Function):
+            @staticmethod
+            def forward(ctx: Any, x: torch.Tensor, residual: Maybe, weight: Maybe, bias: Maybe, eps: float, thrifty: bool, impl: str | None) -> Any:  # fmt: skip
+                made = fwd(x, residual, weight, bias, eps, 1 if thrifty else stats, impl)
+                saved = made[0] if thrifty else made[1] if add else x
+                ctx.save_for_backward(saved, weight, bias, made[-2] if center and not thrifty else None, made[-1])
+                ctx.facts = thrifty, impl
+                if not add:
+                    return made[0]
+                if not torch.compiler.is_compiling():
+                    ctx.set_materialize_grads(False)  # no zeros where the sum, or all but the sum, goes unused
+                return made[0], made[1]
+
+            @staticmethod
+            @first_order
+            def backward(ctx: Any, dy: Maybe, dsum: Maybe = None) -> Any:
+                if dy is None:
+                    return dsum, dsum, None, None, None, None, None
+                saved, weight, bias, mean, rstd = ctx.saved_tensors
+                thrifty, impl = ctx.facts
+                _, _, scaled, shifted, *_ = ctx.needs_input_grad
+                made = bwd(dy, dsum, saved, weight, bias, mean, rstd, thrifty, scaled + 2 * shifted, impl)
+                dx = made[0]
+                return dx, dx if add else None, made[1] if scaled else None, made[-1] if shifted else None, None, None, None
+
+        Differentiable.__name__ = Differentiable.__qualname__ = name
+        self.function = Differentiable
+
+    def __call__(
+        self, impl: str | None, x: torch.Tensor, residual: Maybe, weight: Maybe, bias: Maybe, eps: float, thrifty: bool = False
+    ) -> Any:
+        """Runs what serves the call: `impl`, or the best there is. thrifty: keeps the output for backward, not the input."""
+        if not (impl is None and self._usual(x, residual, weight, bias)):
+            plain = self._plain(impl, x, residual, weight, bias)
+            eps = float(eps)
+            if x.is_cuda and torch.is_autocast_enabled("cuda") and x.dtype in (torch.float16, torch.bfloat16):
+                # as torch's own: normalised in float32, added in the given dtype
+                made = self(impl, x.float(), None if residual is None else residual.float(), weight, bias, eps, thrifty)
+                return (made[0], made[1].to(x.dtype)) if self.add else made
+            if plain is not None:
+                given = (x, *((residual,) if self.add else ()), weight, *((bias,) if self.center else ()))
+                return plain(*given, eps)
+        if torch.is_grad_enabled():
+            for t in (x, residual, weight, bias):
+                if t is not None and t.requires_grad:
+                    return differentiate(self.function, x, residual, weight, bias, eps, thrifty, impl)
+        made = self.fwd(x, residual, weight, bias, eps, 0, impl)
+        return (made[0], made[1]) if self.add else made[0]
+
+    def _usual(self, x: torch.Tensor, residual: Maybe, weight: Maybe, bias: Maybe) -> bool:
+        """Whether kernels take the call without a closer look."""
+        known = self.op.kernel_dtypes
+        if type(x) is not torch.Tensor or not x.is_cuda or x.dtype not in known or not x.dim() or torch.is_autocast_enabled("cuda"):
+            return False
+        at, last = x.get_device(), x.shape[-1:]
+        for t in (weight, bias):
+            if t is not None and (type(t) not in _OWN or t.shape != last or t.get_device() != at or t.dtype not in known):
+                return False
+        if residual is None:
+            return not self.add
+        return type(residual) is torch.Tensor and residual.shape == x.shape and residual.dtype == x.dtype and residual.get_device() == at
+
+    def _plain(self, impl: str | None, x: torch.Tensor, residual: Maybe, weight: Maybe, bias: Maybe) -> Callable[..., Any] | None:
+        """The plain-PyTorch implementation that serves a call, or None where kernels do. Raises where the inputs do not fit."""
+        named = {"x": x, "residual": residual, "weight": weight, "bias": bias}
+        for name, t in named.items():
+            optional = not (name == "x" or (name == "residual" and self.add) or (name == "weight" and self.add))
+            if not isinstance(t, torch.Tensor) and not (t is None and optional):
+                raise RidgelineError(f"{self.name}: {name} must be a tensor{' or None' if optional else ''}, and is {type(t).__name__}")
+        if not x.dim():
+            raise RidgelineError(f"{self.name}: x must have at least one dimension, and has none")
+        for name, t in named.items():
+            if t is None:
+                continue
+            if not t.is_floating_point():
+                raise RidgelineError(f"{self.name}: {name} must be floating point (float32, float16, bfloat16), and is {t.dtype}")
+            if t.device != x.device:
+                raise RidgelineError(f"{self.name}: {name} is on {t.device} and x on {x.device}; one device is needed")
+            if name in ("weight", "bias") and t.shape != x.shape[-1:]:
+                raise RidgelineError(
+                    f"{self.name}: {name} must have the shape ({x.shape[-1]},) of x's last dimension, and has {tuple(t.shape)}"
+                )
+        if residual is not None and (residual.shape != x.shape or residual.dtype != x.dtype):
+            raise RidgelineError(
+                f"{self.name}: residual must have x's shape and dtype, {tuple(x.shape)} in {x.dtype}, "
+                f"and has {tuple(residual.shape)} in {residual.dtype}"
+            )
+        found = eager(self.op, impl, *[t for t in named.values() if t is not None])
+        return None if found is None else found.call
+
+    def _forward(
+        self, x: torch.Tensor, residual: Maybe, weight: Maybe, bias: Maybe, eps: float, stats: int, impl: str | None
+    ) -> list[torch.Tensor]:
+        """y, the sum where there is one, and of each row's mean and rstd the last `stats`."""
+        y = empty_rows(x, -1, None)
+        total = empty_rows(x, -1, None) if self.add else None
+        mean = torch.empty(x.shape[:-1], dtype=torch.float32, device=x.device) if stats > 1 else None
+        rstd = torch.empty(x.shape[:-1], dtype=torch.float32, device=x.device) if stats else None
+        if not tracing() and x.numel():
+            outs = (as_rows(y, -1), _rows(total), _flat(mean), _flat(rstd))
+            run(self.op, "fwd", impl, outs, as_rows(x, -1), _rows(residual), _vector(weight), _vector(bias), eps)
+        return [t for t in (y, total, mean, rstd) if t is not None]
+
+    def _backward(
+        self, dy: torch.Tensor, dsum: Maybe, saved: torch.Tensor, weight: Maybe, bias: Maybe, mean: Maybe, rstd: torch.Tensor,
+        from_output: bool, need: int, impl: str | None,
+    ) -> list[torch.Tensor]:  # fmt: skip
+        """dx, and dweight and dbias by the bits of `need`."""
+        dx = empty_rows(saved, -1, None)
+        dweight = torch.empty(weight.shape, dtype=weight.dtype, device=dy.device) if need & 1 and weight is not None else None
+        dbias = torch.empty(bias.shape, dtype=bias.dtype, device=dy.device) if need & 2 and bias is not None else None
+        made = [t for t in (dx, dweight, dbias) if t is not None]
+        if tracing():
+            return made
+        if not dy.numel():
+            return [t.zero_() for t in made]
+        parts = None
+        if len(made) > 1:
+            size = (device.of(dy).multiprocessors, len(made) - 1, dy.shape[-1])
+            parts = torch.empty(size, dtype=torch.float32, device=dy.device)
+        inputs = (as_rows(dy, -1), _rows(dsum), as_rows(saved, -1), _vector(weight), _vector(bias), _flat(mean), rstd.view(-1))
+        outs: Any = (as_rows(dx, -1), dweight, dbias, parts)
+        run(self.op, "bwd", impl, outs, *inputs, from_output)
+        return made
+
+    def triton(self) -> None:
+        """Registers the kernels above as the rung `triton`."""
+        self.op.kernel(
+            "triton",
+            "a row in registers, read once; backward persistent, with the weights' gradients in registers and loads running ahead",
+            kind="triton",
+            served=True,
+            fwd=partial(_launch_fwd, self.name, self.center),
+            bwd=partial(_launch_bwd, self.name, self.center),
+        )
+
+    def cost(self, x: torch.Tensor, residual: Maybe, weight: Maybe, bias: Maybe) -> tuple[Cost, Cost]:
+        """Forward reads x (and the residual), and writes y (and the sum); backward reads what was saved and the gradients of what
+        was written, and writes dx, which is the residual's gradient too. Weights are read, and their gradients written, once."""
+        one, count = nbytes(x), 2 if self.add else 1
+        weights = sum([nbytes(t) for t in (weight, bias) if t is not None])
+        scale = 0 if weight is None else nbytes(weight)
+        return (
+            Cost(count * one + weights, count * one, (6 if self.center else 4) * x.numel()),
+            Cost((1 + count) * one + scale, one + weights, (11 if self.center else 9) * x.numel()),
+        )
+
+
+_OWN = frozenset((torch.Tensor, torch.nn.Parameter))
+
+
+def _rows(t: Maybe) -> Maybe:
+    return None if t is None else as_rows(t, -1)
+
+
+def _flat(t: Maybe) -> Maybe:
+    return None if t is None else t.view(-1)
+
+
+def _vector(t: Maybe) -> Maybe:
+    return t if t is None or t.is_contiguous() else t.contiguous()
+
+
+def widened(x: torch.Tensor) -> torch.Tensor:
+    """x in float32, or float64 as it is: how references compute."""
+    return x.to(torch.promote_types(x.dtype, torch.float32))
+
+
+def alike(x: torch.Tensor, *vectors: Maybe) -> tuple[Any, ...]:
+    """For torch's own norms, which on a GPU take weights of x's dtype: all in x's dtype, or where one differs widened."""
+    same = all([t is None or t.dtype == x.dtype for t in vectors])
+    return (x, *vectors) if same else (widened(x), *[None if t is None else widened(t) for t in vectors])
+
+
+@dataclass(frozen=True, init=False)
+class Near(Spec):
+    """Random data about a value: by default the weights of a norm in training."""
+
+    scale: float = 0.1
+    about: float = 1.0
+
+    def __init__(self, *shape: int, scale: float = 0.1, about: float = 1.0, **facts: Any):
+        super().__init__(*shape, **facts)
+        object.__setattr__(self, "scale", scale)
+        object.__setattr__(self, "about", about)
+
+    def make(self, *args: Any) -> torch.Tensor:
+        x = super().make(*args)
+        with torch.no_grad():
+            return x.mul_(self.scale).add_(self.about)
+
+
+BENCH = [(m, n) for m, n in ((32768, 1024), (16384, 4096), (8192, 8192), (8192, 16384), (2048, 65536), (1024, 262144))]
+BENCH += [(16384, 5120), (8191, 3000), (4096, 50257)]

@@ -1,0 +1,73 @@
+"""rms_norm: y = x / sqrt(average x^2 + eps) * weight, over the last dimension.
+
+    backward:  x_hat = x rstd,  g = dy weight      dx = rstd (g - x_hat average(g x_hat))      dweight = sum over rows of dy x_hat
+
+A row is read once, into registers. The floor is x read and y written; backward reads dy and x and writes dx. The kernels are
+those of all norms, see `_norms.py`.
+Source: Zhang and Sennrich, Root Mean Square Layer Normalization, 2019 (arXiv:1910.07467).
+"""
+
+from __future__ import annotations
+
+import torch
+import torch.nn.functional as F
+
+from ridgeline.op import Case, Cost, Op, Spec
+from ridgeline.ops.rowwise._norms import BENCH, Near, Norm, alike, widened
+
+NORM = Norm("rms_norm", center=False, add=False)
+
+
+def reference(x: torch.Tensor, weight: torch.Tensor | None = None, eps: float = 1e-6, *, memory_efficient: bool = False) -> torch.Tensor:
+    v = widened(x)
+    y = v * torch.rsqrt(v.square().mean(-1, keepdim=True) + eps)
+    return (y if weight is None else y * weight).to(x.dtype)
+
+
+def rms_norm(
+    x: torch.Tensor, weight: torch.Tensor | None = None, eps: float = 1e-6, *, memory_efficient: bool = False, impl: str | None = None
+) -> torch.Tensor:
+    """Every row of x divided by its root mean square, times `weight`, as `torch.nn.functional.rms_norm` over the last dimension.
+
+    x: at least one dimension, any strides, floating point. weight: (columns,), of x's dtype or another floating one, or None.
+    Returns a tensor of x's shape and dtype. Gradients flow to x and weight; backward keeps x and a float32 per row.
+    memory_efficient: backward keeps the result instead of x, which frees x where the next layer keeps the result anyway;
+    no weight may then be zero, and its gradient has the rounding of the result.
+    Raises RidgelineError on a weight of another length or on another device, or an `impl` that cannot run the call.
+    """
+    return NORM(impl, x, None, weight, None, eps, memory_efficient)
+
+
+def _torch(x: torch.Tensor, weight: torch.Tensor | None = None, eps: float = 1e-6, *, memory_efficient: bool = False) -> torch.Tensor:
+    v, w = alike(x, weight)
+    return F.rms_norm(v, x.shape[-1:], w, eps).to(x.dtype)
+
+
+def cost(x: torch.Tensor, weight: torch.Tensor | None = None, eps: float = 1e-6, *, memory_efficient: bool = False) -> tuple[Cost, Cost]:
+    return NORM.cost(x, None, weight, None)
+
+
+HALF = ("float16", "bfloat16")
+NORM.op = RMS_NORM = Op(
+    rms_norm,
+    reference=reference,
+    cost=cost,
+    cases=[
+        Case("33x129", (Spec(33, 129), Spec(129))),
+        Case("7x1", (Spec(7, 1), Spec(1), 0.01)),  # at the usual eps, a single column's gradient is rounding alone
+        Case("40x64 no weight", (Spec(40, 64),)),
+        Case("3x5x70", (Spec(3, 5, 70), Spec(70))),
+        Case("33x130 weight in float32", (Spec(33, 130), Spec(130, dtype="float32")), dtypes=HALF),
+        Case("33x72 frozen weight", (Spec(33, 72), Spec(72, grad=False))),
+        Case("33x129 memory_efficient", (Spec(33, 129), Near(129)), {"memory_efficient": True}),
+        Case("5x8200", (Spec(5, 8200), Spec(8200))),
+        Case("3x40000", (Spec(3, 40000), Spec(40000))),
+        Case("1024x1024", (Spec(1024, 1024), Spec(1024)), use="quick"),
+        *(Case(f"{m}x{n}", (Spec(m, n), Spec(n)), dtypes=("bfloat16",), use="bench") for m, n in BENCH),
+    ],
+)
+
+RMS_NORM.eager("naive", "the formula in eager PyTorch, in float32: six passes", reference)
+RMS_NORM.eager("torch", "PyTorch's own kernel", _torch, served=True)
+RMS_NORM.compiled("the formula fused by torch.compile: backward is two kernels")
+NORM.triton()
