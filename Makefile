@@ -2,7 +2,7 @@
 SHELL := bash
 .SHELLFLAGS := -euo pipefail -c
 .DEFAULT_GOAL := help
-.PHONY: help setup report test test-gpu test-tritons lint types format pyi readme hooks clean browser
+.PHONY: help setup report test test-gpu test-tritons sanitize lint types format pyi readme hooks clean browser
 
 PYTHON ?= python3
 # Processes that run tests side by side.
@@ -60,6 +60,26 @@ test-tritons: $(READY) $(TRITONS:%=build/triton-%/.ready) ## run the interpreter
 		echo "Triton $$version: kernels compiled"; \
 		PYTHONPATH=build/triton-$$version $(PYTEST) -m compiles || failed=1; \
 	done; exit $$failed
+
+# compute-sanitizer is the PATH's, a CUDA toolkit's, or the package index's. Every tensor is an allocation of its own, so that a
+# step past its end is seen; racecheck, which is slow, leaves torch's kernels out. A check that watched no call is not clean.
+sanitize: ## run compute-sanitizer's memcheck, initcheck and racecheck over every kernel on a GPU (OPS="gelu mul": of those ops)
+	@tool=$$(command -v compute-sanitizer || ls /usr/local/cuda*/bin/compute-sanitizer build/sanitizer/nvidia/*/bin/compute-sanitizer 2>/dev/null | head -1 || true); \
+	if [ -z "$$tool" ]; then \
+		echo "compute-sanitizer is not installed. It is in NVIDIA's CUDA toolkit; or take it from the package index, for CUDA 13 or 12:" >&2; \
+		echo "    $(PYTHON) -m pip install --no-deps --target build/sanitizer nvidia-cuda-sanitizer-api" >&2; \
+		echo "    $(PYTHON) -m pip install --no-deps --target build/sanitizer nvidia-cuda-sanitizer-api-cu12" >&2; exit 1; \
+	fi; \
+	here=$$(dirname "$$tool"); lib=$$(cd "$$here/.." && pwd)/lib; chmod -f +x "$$tool" "$$here"/../compute-sanitizer/* || true; \
+	mkdir -p build; failed=; for check in memcheck initcheck racecheck; do \
+		echo "compute-sanitizer $$check ($$tool)"; log=build/sanitize-$$check.log; \
+		options="--tool $$check --error-exitcode 3 --target-processes application-only --print-limit 20"; \
+		case $$check in memcheck) options+=" --report-api-errors no";; racecheck) options+=" --kernel-name-exclude kns=2at6native";; esac; \
+		if [ -e "$$lib/libsanitizer-collection.so" ]; then options+=" --injection-path $$lib"; fi; \
+		PYTORCH_NO_CUDA_MEMORY_CACHING=1 PYTHONPATH=src $(ONE_THREAD) "$$tool" $$options $(PYTHON) tests/sanitize.py $(OPS) 2>&1 | tee $$log \
+			&& grep -q " calls, 0 wrong" $$log || failed+=" $$check"; \
+	done; \
+	if [ -n "$$failed" ]; then echo "not clean:$$failed (build/sanitize-*.log)" >&2; exit 1; fi; echo "memcheck, initcheck and racecheck are clean"
 
 # Triton 3.6's interpreter does not work with numpy 2.4 and later.
 build/triton-%/.ready: requirements.lock | $(READY)

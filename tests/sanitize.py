@@ -1,0 +1,96 @@
+"""Runs every kernel of every op once, forward and backward, on small cases: what `make sanitize` has compute-sanitizer watch.
+
+Inputs are made on the CPU and results are judged there, so that next to none of torch's kernels are watched beside ours. What is
+allowed is then set by the errors of torch's CPU kernels, which add up in other orders: a result is called wrong from TIMES what
+the law allows. Of a case's dtypes one is run, by turns, or with --dtype that one. The exit code is 1 where a result is wrong.
+
+    python tests/sanitize.py [OP ...] [--impl NAME] [--dtype NAME]         TRITON_INTERPRET=1: on the CPU, Triton's kernels alone
+"""
+
+from __future__ import annotations
+
+import argparse
+import sys
+from typing import Any
+
+import torch
+
+from ridgeline.boundary import INTERPRETED
+from ridgeline.lab.law import Law, as_tuple, leaves
+from ridgeline.op import Implementation, Op, RidgelineError, registry
+
+TIMES = 10
+DEVICE = "cpu" if INTERPRETED else "cuda"
+
+
+def moved(value: Any) -> Any:
+    """An argument on the device: a tensor as a leaf of its own, with the strides it has."""
+    if isinstance(value, torch.Tensor):
+        return value.detach().to(DEVICE).requires_grad_(value.requires_grad)
+    return type(value)(moved(v) for v in value) if isinstance(value, list | tuple) else value
+
+
+def outcome(law: Law, implementation: Implementation) -> str | None:
+    """Runs a case: what is wrong with its results, or None. Raises RidgelineError where the implementation does not take it."""
+    args = [moved(a) for a in law.args]
+    outputs = as_tuple(implementation(*args, **{k: moved(v) for k, v in law.kwargs.items()}))
+    pairs = [(o, moved(g)) for o, g in zip(outputs, law.incoming, strict=True) if g is not None and o.requires_grad]
+    grads: tuple[Any, ...] = ()
+    if implementation.differentiable and pairs and leaves(args):
+        grads = torch.autograd.grad([o for o, _ in pairs], leaves(args), [g for _, g in pairs], allow_unused=True)
+    verdict = law.judge([o.detach().cpu() for o in outputs], [g if g is None else g.cpu() for g in grads])
+    wrong = {name: finding for name, finding in verdict.findings().items() if finding.worst > TIMES}
+    return ", ".join(f"{name} ({f.worst:.3g} times what is allowed, {f.where})" for name, f in wrong.items()) or None
+
+
+def sweep(ops: list[Op], impl: str | None, dtype: str | None) -> tuple[int, int]:
+    """Runs all that is asked for; returns how many calls ran and how many were wrong."""
+    ran = wrong = 0
+    for op in ops:
+        rungs = [i for i in op.implementations.values() if i.is_kernel and impl in (None, i.name)]
+        kernels = [i for i in rungs if i.kind == "triton" or not INTERPRETED]
+        refused = {i.name: "no small case" for i in kernels}
+        for number, case in enumerate(c for c in op.cases if c.use == "check"):
+            usable = [d for d in case.dtypes if dtype in (None, d) and not (INTERPRETED and d == "bfloat16")]
+            if not usable:
+                continue
+            chosen = usable[number % len(usable)]
+            law = Law.of(op, case.name, chosen)
+            for implementation in kernels:
+                try:
+                    fault = outcome(law, implementation)
+                except RidgelineError as error:
+                    if refused.get(implementation.name):
+                        refused[implementation.name] = str(error)
+                    continue
+                ran += 1
+                refused.pop(implementation.name, None)
+                if fault:
+                    wrong += 1
+                    print(f"{op.name} {implementation.name}, {case.name} {chosen}: wrong: {fault}", flush=True)
+        print(f"{op.name}: {', '.join(i.name for i in kernels if i.name not in refused) or 'no kernel'}", flush=True)
+        for name, reason in refused.items():
+            print(f"{op.name} {name}: not run: {reason}", flush=True)
+    return ran, wrong
+
+
+def main() -> int:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("ops", nargs="*", metavar="OP", help="ops; all of them by default")
+    parser.add_argument("--impl", help="one implementation only")
+    parser.add_argument("--dtype", help="one dtype only: float32, float16, bfloat16")
+    options = parser.parse_args()
+    if not INTERPRETED and not torch.cuda.is_available():
+        print("sanitize: PyTorch sees no GPU here; TRITON_INTERPRET=1 runs Triton's kernels on the CPU", file=sys.stderr)
+        return 2
+    ops = registry()
+    if unknown := [name for name in options.ops if name not in ops]:
+        print(f"sanitize: there is no op {unknown[0]!r}; the ops are {', '.join(ops)}", file=sys.stderr)
+        return 2
+    ran, wrong = sweep([ops[name] for name in options.ops or ops], options.impl, options.dtype)
+    print(f"{ran} calls, {wrong} wrong")
+    return int(wrong > 0 or ran == 0)
+
+
+if __name__ == "__main__":
+    sys.exit(main())
