@@ -99,20 +99,20 @@ def _slopes(x, column, mask, hit, live, top, scale, factor, spread, pull, cap, C
     """The gradient of logits."""
     values, slope = _load(x, column, mask & live, cap, CAP, "evict_first")
     p = exact_exp(values - top, x.dtype.element_ty) * factor
-    return tl.where(live, (p - spread - tl.where(column == hit, pull, 0.0)) * scale * slope, 0.0).to(x.dtype.element_ty)
+    return ((p - spread - tl.where(column == hit, pull, 0.0)) * scale * slope).to(x.dtype.element_ty)
 
 
 @triton.jit
 def _gradient(d, x, head, body, columns, label, live, top, total, upstream, smoothing, z, cap,
-              Z: tl.constexpr, CAP: tl.constexpr, PEEL: tl.constexpr, VEC: tl.constexpr, K: tl.constexpr, W: tl.constexpr):  # fmt: skip
+              Z: tl.constexpr, CAP: tl.constexpr, PEEL: tl.constexpr, VEC: tl.constexpr, K: tl.constexpr, W: tl.constexpr, STAGES: tl.constexpr):  # fmt: skip
     """Writes a row of the gradient: NaN where the label is no class, 0 where it is ignored."""
-    scale = tl.where((label >= 0) & (label < columns), upstream, float("nan"))
+    scale = tl.where(live, tl.where((label >= 0) & (label < columns), upstream, float("nan")), 0.0)
     factor = tl.div_rn(1.0, total)
     if Z:
         factor *= 1 + 2 * z * (top + tl.log(total))
-    spread, pull, hit = smoothing / columns, 1 - smoothing, label - head
+    spread, pull, hit = smoothing / columns, 1 - smoothing, (label - head).to(tl.int32)
     tile = tl.arange(0, K)[:, None] * W + tl.arange(0, W)[None, :]
-    for start in range(0, body, K * W):
+    for start in tl.range(0, body, K * W, num_stages=STAGES):
         column = start + tile
         mask = column < body
         tl.store(d + column, _slopes(x, column, mask, hit, live, top, scale, factor, spread, pull, cap, CAP), mask=mask)
@@ -124,7 +124,7 @@ def _gradient(d, x, head, body, columns, label, live, top, total, upstream, smoo
 @triton.jit
 def _fwd(losses, stats, d, x, target, counts, rows, columns, inner, x0, x1, t0, t1, ignore, smoothing, z, cap,
          NEED: tl.constexpr, MEAN: tl.constexpr, SMOOTH: tl.constexpr, Z: tl.constexpr, CAP: tl.constexpr,
-         PEEL: tl.constexpr, VEC: tl.constexpr, K: tl.constexpr, W: tl.constexpr):  # fmt: skip
+         PEEL: tl.constexpr, VEC: tl.constexpr, K: tl.constexpr, W: tl.constexpr, STAGES: tl.constexpr):  # fmt: skip
     row = tl.program_id(0).to(tl.int64)
     label = tl.load(target + row // inner * t0 + row % inner * t1)
     live, known = label != ignore, (label >= 0) & (label < columns)
@@ -137,7 +137,7 @@ def _fwd(losses, stats, d, x, target, counts, rows, columns, inner, x0, x1, t0, 
     total = tl.zeros((W,), tl.float32)
     sums = tl.zeros((W,), tl.float32)
     tile = tl.arange(0, K)[:, None] * W + tl.arange(0, W)[None, :]
-    for first in range(0, tl.where(live, body, 0), K * W):
+    for first in tl.range(0, tl.where(live, body, 0), K * W, num_stages=STAGES):
         mask = first + tile < body
         values, _ = _load(x, first + tile, mask, cap, CAP, "evict_last" if NEED == 2 else "")
         new = tl.maximum(top, tl.max(values, 0))
@@ -163,19 +163,21 @@ def _fwd(losses, stats, d, x, target, counts, rows, columns, inner, x0, x1, t0, 
         loss += z * lse * lse
     loss = tl.where(live, tl.where(known, loss, float("nan")), 0.0)
     tl.store(losses + row, loss.to(losses.dtype.element_ty))
+    most, whole = tl.where(live, most, 0.0), tl.where(live, whole, 1.0)  # of an ignored row, which was not read
     if NEED:
-        tl.store(stats + row, tl.where(live, most, 0.0))
-        tl.store(stats + rows + row, tl.where(live, whole, 1.0))
+        tl.store(stats + row, most)
+        tl.store(stats + rows + row, whole)
     if NEED == 2:
         upstream = tl.div_rn(1.0, _counted(counts)) if MEAN else 1.0
         out, _, _ = _peel(row * columns, columns, PEEL, VEC)
-        _gradient(d + out, x, head, body, columns, label, live, most, whole, upstream, smoothing, z, cap, Z, CAP, PEEL, VEC, K, W)
+        _gradient(d + out, x, head, body, columns, label, live, most, whole, upstream, smoothing, z, cap,
+                  Z, CAP, PEEL, VEC, K, W, STAGES)  # fmt: skip
 
 
 @triton.jit
 def _bwd(d, x, target, dloss, stats, counts, rows, columns, inner, x0, x1, t0, t1, g0, g1, ignore, smoothing, z, cap,
          MADE: tl.constexpr, EACH: tl.constexpr, MEAN: tl.constexpr, Z: tl.constexpr, CAP: tl.constexpr,
-         PEEL: tl.constexpr, VEC: tl.constexpr, K: tl.constexpr, W: tl.constexpr):  # fmt: skip
+         PEEL: tl.constexpr, VEC: tl.constexpr, K: tl.constexpr, W: tl.constexpr, STAGES: tl.constexpr):  # fmt: skip
     """MADE: forward has written the gradient for an upstream one of 1; with that nothing is left to do."""
     end = tl.where(tl.load(dloss) == 1, 0, rows) if MADE else rows
     for index in range(tl.program_id(0), end, tl.num_programs(0)):
@@ -188,11 +190,10 @@ def _bwd(d, x, target, dloss, stats, counts, rows, columns, inner, x0, x1, t0, t
         start, head, body = _peel(row // inner * x0 + row % inner * x1, columns, PEEL, VEC)
         out, _, _ = _peel(row * columns, columns, PEEL, VEC)
         _gradient(d + out, x + start, head, body, columns, label, label != ignore, top, total, upstream, smoothing, z, cap,
-                  Z, CAP, PEEL, VEC, K, W)  # fmt: skip
+                  Z, CAP, PEEL, VEC, K, W, STAGES)  # fmt: skip
 
 
-Options = tuple[int, float, float, float, str]  # ignore_index, label_smoothing, z_loss, softcap (0: none), reduction
-_SPACE = [{"K": k, "num_warps": w} for k in (1, 2, 4, 8) for w in (4, 8, 16, 32)]
+_SPACE = [{"K": k, "num_warps": w, "STAGES": s} for k in (1, 2, 4, 8) for w in (8, 16, 32) for s in (1, 2, 3)]
 
 
 def _planes(logits: torch.Tensor, *rows: torch.Tensor) -> list[torch.Tensor]:
@@ -213,7 +214,7 @@ def _launch_rows(kernel: Any, x: torch.Tensor, *args: Any, persist: bool = False
         """16 warps, 2 loads of 16 bytes a thread at a time; rows wider than 128 KiB take 32 warps: then few enough of them are
         under way to lie in L2 still when they are read again."""
         most = min(32 if bucket * size > 131072 else 16, 1024 // where.warp)
-        return {"K": 2 if bucket > 4096 else 1, "num_warps": max(1, min(most, bucket // (where.warp * vec)))}
+        return {"K": 2 if bucket > 4096 else 1, "num_warps": max(1, min(most, bucket // (where.warp * vec))), "STAGES": 1}
 
     def config() -> dict[str, Any]:
         key = f"{dtype_name(x)} {bucket}"
@@ -405,7 +406,8 @@ def cross_entropy(
         raise RidgelineError(
             f"cross_entropy: targets must be 0 to {logits.shape[-1] - 1} or ignore_index {ignore_index}, and others are given"
         )
-    plain = eager(CROSS_ENTROPY, impl, logits)
+    usual = impl is None and logits.is_cuda and logits.dtype in CROSS_ENTROPY.kernel_dtypes
+    plain = None if usual else eager(CROSS_ENTROPY, impl, logits)
     if plain is not None and plain.call is not None:
         options = {"ignore_index": ignore_index, "label_smoothing": label_smoothing, "reduction": reduction}
         return plain.call(logits, target, z_loss=z_loss, softcap=softcap, **options)
