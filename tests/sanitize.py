@@ -16,8 +16,9 @@ from typing import Any
 import torch
 
 from ridgeline.boundary import INTERPRETED
+from ridgeline.lab.check import chosen_ops
 from ridgeline.lab.law import Law, as_tuple, leaves
-from ridgeline.op import Implementation, Op, RidgelineError, registry
+from ridgeline.op import Implementation, Op, RidgelineError
 
 TIMES = 10
 DEVICE = "cpu" if INTERPRETED else "cuda"
@@ -83,11 +84,12 @@ def main() -> int:
     if not INTERPRETED and not torch.cuda.is_available():
         print("sanitize: PyTorch sees no GPU here; TRITON_INTERPRET=1 runs Triton's kernels on the CPU", file=sys.stderr)
         return 2
-    ops = registry()
-    if unknown := [name for name in options.ops if name not in ops]:
-        print(f"sanitize: there is no op {unknown[0]!r}; the ops are {', '.join(ops)}", file=sys.stderr)
+    try:
+        ops = chosen_ops(options.ops)
+    except RidgelineError as error:
+        print(f"sanitize: {error}", file=sys.stderr)
         return 2
-    ran, wrong = sweep([ops[name] for name in options.ops or ops], options.impl, options.dtype)
+    ran, wrong = sweep(ops, options.impl, options.dtype)
     print(f"{ran} calls, {wrong} wrong")
     return int(wrong > 0 or ran == 0)
 
