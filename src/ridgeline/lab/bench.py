@@ -100,7 +100,7 @@ def bench_case(
     from ridgeline.lab.clock import cache_bytes, device_timer
     from ridgeline.lab.law import Law
 
-    costs = dict(zip(("forward", "backward"), op.cost(*(made := case.make(dtype, "meta"))[0], **made[1]), strict=True))
+    costs = dict(zip(DIRECTIONS, op.cost(*(made := case.make(dtype, "meta"))[0], **made[1]), strict=False))
     works = [Work(op.name, case.name, dtype, d, c, roof, cache_bytes(device)) for d, c in costs.items() if c is not None]
     try:
         law = Law.of(op, case.name, dtype, device)
@@ -130,7 +130,7 @@ def judge(law: Law, candidate: Candidate, case: str, dtype: str, device: str) ->
         if verdict is None:
             candidate.status, candidate.reason = "unsupported", row["reason"]
             return row
-        for direction in ("forward", "backward"):
+        for direction in DIRECTIONS:
             candidate.law[direction] = verdict.worst(direction)
             candidate.broken[direction] = verdict.reason(direction)
     except torch.OutOfMemoryError:
@@ -182,12 +182,12 @@ def _timed(work: Work, law: Law, candidates: list[Candidate], budget: float, tim
         rung, worst = candidate.rung, candidate.law.get(work.direction)
         if candidate.status != "ok":
             rows[rung.name] = work.row(rung, candidate.status, candidate.reason)
-        elif work.direction == "backward" and not rung.differentiable:
+        elif work.direction != "forward" and not rung.differentiable:
             rows[rung.name] = work.row(rung, "unsupported", "it has no backward")
         elif candidate.broken[work.direction]:
             rows[rung.name] = work.row(rung, "wrong", candidate.broken[work.direction], law=worst)
         else:
-            make = partial(forward if work.direction == "forward" else backward, law, rung)
+            make = partial(CALLS[work.direction], law, rung)
             if reason := stumbles(candidate, make):
                 rows[rung.name] = work.row(rung, "wrong", reason, law=worst)
             else:
@@ -223,6 +223,26 @@ def backward(law: Law, rung: Implementation) -> Function:
     ]
     outputs, incoming = [o for o, _ in pairs], [g for _, g in pairs]
     return partial(torch.autograd.grad, outputs, leaves(law.args), incoming, retain_graph=True, allow_unused=True)
+
+
+def both(law: Law, rung: Implementation) -> Function:
+    """Forward and then backward, as a step of training has them: into a loss comes a gradient of 1."""
+    import torch
+
+    from ridgeline.lab.law import as_tuple, leaves
+
+    incoming = [g if g is None or g.dim() else torch.ones_like(g) for g in law.incoming]
+
+    def step() -> Any:
+        outputs = as_tuple(rung(*law.args, **law.kwargs))
+        pairs = [(o, g) for o, g in zip(outputs, incoming, strict=True) if g is not None and o.requires_grad]
+        return torch.autograd.grad([o for o, _ in pairs], leaves(law.args), [g for _, g in pairs], allow_unused=True)
+
+    return step
+
+
+CALLS = {"forward": forward, "backward": backward, "both": both}
+DIRECTIONS = tuple(CALLS)
 
 
 def timed(makers: dict[str, Callable[[], Function]], budget: float, timer: Timer, device: str) -> dict[str, Measurement | None]:

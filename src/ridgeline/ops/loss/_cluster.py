@@ -1,0 +1,68 @@
+"""cross_entropy by thread-block clusters (cross_entropy.cu): what a row costs is one reading, and the writing of its gradient."""
+
+from __future__ import annotations
+
+from itertools import product
+from pathlib import Path
+from typing import Any
+
+import torch
+import triton
+
+from ridgeline import device, tuning
+from ridgeline.boundary import launch
+from ridgeline.cuda import CTYPE, CudaKernel
+from ridgeline.op import dtype_name
+
+KERNEL = CudaKernel(Path(__file__).with_name("cross_entropy.cu"), "cross_entropy_fwd", "PPPPPPqiqqf")
+COLUMNS = 4096, 1 << 19  # more than these, and at most
+
+
+def rule(size: int) -> tuning.Config:
+    """For rows of `size` bytes: 32 bytes a thread while one block holds a row, else parts of 64 KiB by 512 threads."""
+    cluster = 1 if size <= 32768 else min(16, triton.next_power_of_2(-(-size // 65536)))
+    part = -(-size // cluster)
+    threads = min(512 if cluster > 1 else 1024, max(64, -(-part // 1024) * 32))
+    return {"CLUSTER": cluster, "THREADS": threads, "BLOCKS": max(1, min(4, 2048 // threads, 196608 // part))}
+
+
+def space(size: int, where: device.Device) -> list[tuning.Config]:
+    """Parts that fit a multiprocessor, 48 KiB in flight and 32 to 256 bytes a thread."""
+    found = []
+    for c, t, b in product((1, 2, 4, 8, 16), (128, 256, 512, 1024), (1, 2, 3, 4, 6)):
+        part = -(-size // c)
+        if b * (part + c * t // 2 + 1100) <= where.shared_memory and b * t <= 2048 and b * part >= 49152 and 32 <= part // t <= 256:
+            found.append({"CLUSTER": c, "THREADS": t, "BLOCKS": b})
+    return found
+
+
+def start(
+    losses: Any, stats: Any, d: Any, x: torch.Tensor, target: Any, counts: Any, ignore: int, z: float, *, need: int, mean: bool
+) -> None:
+    """The rows' losses, and what `need` says; x is (rows, columns)."""
+    rows, columns = x.shape
+    where, size = device.of(x), columns * x.element_size()
+
+    def config() -> dict[str, Any]:
+        key = f"{dtype_name(x)} {columns}"
+        found = tuning.config(where, "cross_entropy", KERNEL.name, key, lambda: rule(size), lambda: space(size, where))
+        cluster, threads, pack = found["CLUSTER"], found["THREADS"], 16 // x.element_size()
+        part = -(-columns // (cluster * pack)) * pack
+        facts = {"XTYPE": CTYPE[x.dtype], "YTYPE": CTYPE[x.dtype], "STAGES": 1, "ITEMS": -(-part // (threads * pack))}
+        shared = part * x.element_size() + 24 + cluster * threads // 2
+        return {**found, **facts, "block": threads, "cluster": cluster, "shared": shared}
+
+    values = losses, stats, d, x, target, counts, rows, columns, x.stride(0), ignore, z
+    launch(KERNEL, lambda c: (c["CLUSTER"] * rows,), *values, config=config, key=columns, NEED=need, MEAN=int(mean))
+
+
+def fits(x: torch.Tensor, smoothing: float, cap: float, target: torch.Tensor) -> str | None:
+    """What the clusters support; the reason why not."""
+    columns = x.shape[-1]
+    if smoothing or cap:
+        return "it has neither label smoothing nor a softcap"
+    if not COLUMNS[0] < columns <= COLUMNS[1] or columns * x.element_size() > 2 << 20:
+        return f"it takes rows of {COLUMNS[0] + 1} to {COLUMNS[1]} classes in at most {2 << 20} bytes; these have {columns}"
+    if columns * x.element_size() % 16 or x.data_ptr() % 16 or not x.is_contiguous() or not target.is_contiguous():
+        return "it copies whole 16 bytes: logits must be contiguous, and begin and their rows end at multiples of 16 bytes"
+    return None

@@ -1,0 +1,78 @@
+// cross_entropy of wide rows: a cluster of CLUSTER blocks holds a row in shared memory, so that its loss and its gradient come of one
+// reading. Macros beside those of cluster_rows.cuh: NEED, 1 for a row's maximum and sum of exponentials, 2 for the gradient too; MEAN,
+// whether the gradient is that of the mean. Rows are multiples of 16 bytes; neither smoothing nor a cap.
+#include "cluster_rows.cuh"
+
+constexpr float INF = __builtin_bit_cast(float, 0x7f800000);
+constexpr int PARTS = 64;  // of the count of rows
+
+// exp(x - base). For float32 logits by the fraction alone: of the whole exponent ex2.approx comes out 5e-8 too small, but not near 0.
+__device__ inline float exp_from(float x, float base) {
+    if (sizeof(X) == 4) return expf(x - base);
+    float y;
+    asm("ex2.approx.ftz.f32 %0, %1;" : "=f"(y) : "f"(fmaf(x, 1.44269504f, -base * 1.44269504f)));
+    return y;
+}
+
+extern "C" __global__ void __launch_bounds__(THREADS, BLOCKS)
+    cross_entropy_fwd(float* losses, float* stats, Y* d, const X* x, const long long* target, const int* counts, long long rows, int columns,
+                      long long x_stride, long long ignore, float z) {
+    Share<1, 2, X> share(rows, columns, {x}, {x_stride});
+    const int lane = threadIdx.x % 32;
+    const long long row = blockIdx.x / CLUSTER, label = target[row];
+    const bool live = label != ignore, known = label >= 0 && label < columns;
+    const bool first = share.rank == 0 && threadIdx.x == 0;
+    const float chosen = first && known ? to_float(x[row * x_stride + label]) : 0.0f;
+    float upstream = 1;
+    if (NEED == 2 && MEAN) {
+        int count = 0;
+        for (int part = lane; part < PARTS; part += 32) count += counts[part];
+        upstream = 1.0f / warp_sum(float(count));
+    }
+    share.stream.wait(0);
+    const auto* in = reinterpret_cast<const Pack<X, PACK>*>(share.stream.part(0, 0));
+    float top = -INF, sum = 0;
+    for_each(share.count, [&](int p) {
+        const Pack<X, PACK> pack = in[p];
+#pragma unroll
+        for (int j = 0; j < PACK; ++j) top = fmaxf(top, to_float(pack.at[j]));
+    });
+    top = warp_max(top);
+    const float base = top == -INF ? 0.0f : top;  // nothing but -inf: exponentials of 0, not of -inf + inf
+    for_each(share.count, [&](int p) {
+        const Pack<X, PACK> pack = in[p];
+#pragma unroll
+        for (int j = 0; j < PACK; ++j) sum += exp_from(to_float(pack.at[j]), base);
+    });
+    const float* slots = share.exchange(0, {top, warp_sum(sum)});
+    float most = -INF, total = 0;
+    for (int s = lane; s < SLOTS; s += 32) most = fmaxf(most, slots[2 * s]);
+    most = warp_max(most);
+    for (int s = lane; s < SLOTS; s += 32) total += slots[2 * s + 1] * exp_from(slots[2 * s], most);
+    total = warp_sum(total);
+    const float logarithm = logf(total), lse = most + logarithm;
+    if (first) {
+        losses[row] = !live ? 0.0f : !known ? INF - INF : logarithm + (most - chosen) + (z ? z * lse * lse : 0.0f);
+        if (NEED) {
+            stats[row] = live ? most : 0.0f;
+            stats[rows + row] = live ? total : 1.0f;
+        }
+    }
+    if constexpr (NEED == 2) {
+        const float scale = known ? upstream : INF - INF;
+        const float factor = scale * (1.0f + (z ? 2 * z * lse : 0.0f)) / total;
+        const int hit = known && label >= share.begin && label < share.begin + share.count ? int(label) - share.begin : -1;
+        auto* out = reinterpret_cast<Pack<Y, PACK>*>(d + row * columns + share.begin);
+        for_each(share.count, [&](int p) {
+            const Pack<X, PACK> in_pack = in[p];
+            Pack<Y, PACK> pack;
+#pragma unroll
+            for (int j = 0; j < PACK; ++j) {
+                float slope = exp_from(to_float(in_pack.at[j]), most) * factor;
+                if (p * PACK + j == hit) slope -= scale;
+                from_float(live ? slope : 0.0f, pack.at[j]);
+            }
+            out[p] = pack;
+        });
+    }
+}
