@@ -3,16 +3,7 @@
 // whether the gradient is that of the mean. Rows are multiples of 16 bytes; neither smoothing nor a cap.
 #include "cluster_rows.cuh"
 
-constexpr float INF = __builtin_bit_cast(float, 0x7f800000);
 constexpr int PARTS = 64;  // of the count of rows
-
-// exp(x - base). For float32 logits by the fraction alone: of the whole exponent ex2.approx comes out 5e-8 too small, but not near 0.
-__device__ inline float exp_from(float x, float base) {
-    if (sizeof(X) == 4) return expf(x - base);
-    float y;
-    asm("ex2.approx.ftz.f32 %0, %1;" : "=f"(y) : "f"(fmaf(x, 1.44269504f, -base * 1.44269504f)));
-    return y;
-}
 
 extern "C" __global__ void __launch_bounds__(THREADS, BLOCKS)
     cross_entropy_fwd(float* losses, float* stats, Y* d, const X* x, const long long* target, const int* counts, long long rows, int columns,

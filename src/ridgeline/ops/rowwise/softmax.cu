@@ -5,16 +5,6 @@
 // multiprocessor; ITEMS packs per thread; LOG 0 or 1. Rows start at multiples of 16 bytes and are multiples of 16 bytes long.
 #include "cluster_rows.cuh"
 
-constexpr float INF = __builtin_bit_cast(float, 0x7f800000);
-
-// exp(x - base). For float32 inputs by the fraction alone: of the whole exponent ex2.approx comes out 5e-8 too small, but not near 0.
-__device__ inline float exp_from(float x, float base) {
-    if (sizeof(X) == 4) return expf(x - base);
-    float y;
-    asm("ex2.approx.ftz.f32 %0, %1;" : "=f"(y) : "f"(fmaf(x, 1.44269504f, -base * 1.44269504f)));
-    return y;
-}
-
 // e / total. For float32 results rounded as a division is: a reciprocal's rounding alone would put one bias on a row.
 __device__ inline float divide(float e, float total, float reciprocal) {
     const float q = e * reciprocal;
