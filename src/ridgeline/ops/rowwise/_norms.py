@@ -170,12 +170,9 @@ def _bwd(dx, parts, dots, dy, dsum, saved, weight, bias, mean, rstd, rows, units
             if MEAN:
                 along = tl.load(dots + rows + row, mask=row < rows, other=0)
         else:
+            turn = tl.sum(g * x_hat, 1)[:, None] / columns
             if MEAN:
-                turn, along = tl.split(tl.sum(tl.join(g * x_hat, g), 1))  # one exchange between warps for both
-                along = along[:, None] / columns
-            else:
-                turn = tl.sum(g * x_hat, 1)
-            turn = turn[:, None] / columns
+                along = tl.sum(g, 1)[:, None] / columns
         grad = (g - along - x_hat * turn) * scale
         if dsum is not None:
             grad += tl.load(dsum + row * dsum_stride * UNIT + column, mask=mask, other=0).to(tl.float32)
@@ -441,7 +438,7 @@ class Norm:
         mean = torch.empty(x.shape[:-1], dtype=torch.float32, device=x.device) if stats > 1 else None
         rstd = torch.empty(x.shape[:-1], dtype=torch.float32, device=x.device) if stats else None
         if not tracing() and x.numel():
-            outs = (as_rows(y, -1), _rows(total), _flat(mean), _flat(rstd))
+            outs: Any = as_rows(y, -1), _rows(total), _flat(mean), _flat(rstd)
             run(self.op, "fwd", impl, outs, as_rows(x, -1), _rows(residual), _vector(weight), _vector(bias), eps)
         return [t for t in (y, total, mean, rstd) if t is not None]
 
@@ -463,7 +460,7 @@ class Norm:
             size = (device.of(dy).multiprocessors, len(made) - 1, dy.shape[-1])
             parts = torch.empty(size, dtype=torch.float32, device=dy.device)
         inputs = (as_rows(dy, -1), _rows(dsum), as_rows(saved, -1), _vector(weight), _vector(bias), _flat(mean), rstd.view(-1))
-        outs: Any = (as_rows(dx, -1), dweight, dbias, parts)
+        outs: Any = as_rows(dx, -1), dweight, dbias, parts
         run(self.op, "bwd", impl, outs, *inputs, from_output)
         return made
 

@@ -1,0 +1,71 @@
+"""add_rms_norm: sum = x + residual,  y = sum / sqrt(average sum^2 + eps) * weight, over the last dimension.
+
+    backward:  x_hat = sum rstd,  g = dy weight      dx = dresidual = rstd (g - x_hat average(g x_hat)) + dsum
+
+The residual step of a Transformer's block in one pass. The sum is normalised in float32, before it is rounded to be returned:
+normalising the rounded one, as two ops do, costs half precision a digit. The floor is x and residual read, y and the sum
+written; backward reads the sum and both gradients and writes one. The kernels are those of all norms, see `_norms.py`.
+Source: Zhang and Sennrich, Root Mean Square Layer Normalization, 2019 (arXiv:1910.07467).
+"""
+
+from __future__ import annotations
+
+import torch
+import torch.nn.functional as F
+
+from ridgeline.op import Case, Cost, Op, Spec
+from ridgeline.ops.rowwise._norms import BENCH, Norm, alike, widened
+
+NORM = Norm("add_rms_norm", center=False, add=True)
+Pair = tuple[torch.Tensor, torch.Tensor]
+
+
+def reference(x: torch.Tensor, residual: torch.Tensor, weight: torch.Tensor, eps: float = 1e-6) -> Pair:
+    v = widened(x) + widened(residual)
+    y = v * torch.rsqrt(v.square().mean(-1, keepdim=True) + eps) * weight
+    return y.to(x.dtype), v.to(x.dtype)
+
+
+def add_rms_norm(x: torch.Tensor, residual: torch.Tensor, weight: torch.Tensor, eps: float = 1e-6, *, impl: str | None = None) -> Pair:
+    """`rms_norm` of x + residual over the last dimension, and the sum itself: (y, sum).
+
+    x, residual: one shape (at least one dimension) and floating dtype, any strides. weight: (columns,), of that dtype or another
+    floating one. y and sum have x's shape and dtype; y is made of the float32 sum, not of the rounded one that is returned.
+    Gradients flow to x, residual and weight, from either result; backward keeps the sum and a float32 per row.
+    Raises RidgelineError on shapes, dtypes or devices that do not fit together, or an `impl` that cannot run the call.
+    """
+    return NORM(impl, x, residual, weight, None, eps)
+
+
+def _torch(x: torch.Tensor, residual: torch.Tensor, weight: torch.Tensor, eps: float = 1e-6) -> Pair:
+    total = x + residual
+    v, w = alike(total, weight)
+    return F.rms_norm(v, x.shape[-1:], w, eps).to(x.dtype), total
+
+
+def cost(x: torch.Tensor, residual: torch.Tensor, weight: torch.Tensor, eps: float = 1e-6) -> tuple[Cost, Cost]:
+    return NORM.cost(x, residual, weight, None)
+
+
+HALF = ("float16", "bfloat16")
+NORM.op = ADD_RMS_NORM = Op(
+    add_rms_norm,
+    reference=reference,
+    cost=cost,
+    cases=[
+        Case("33x129", (Spec(33, 129), Spec(33, 129), Spec(129))),
+        Case("7x1", (Spec(7, 1), Spec(7, 1), Spec(1), 0.01)),  # at the usual eps, a single column's gradient is rounding alone
+        Case("3x5x70", (Spec(3, 5, 70), Spec(3, 5, 70), Spec(70))),
+        Case("33x130 weight in float32", (Spec(33, 130), Spec(33, 130), Spec(130, dtype="float32")), dtypes=HALF),
+        Case("7x8200", (Spec(7, 8200), Spec(7, 8200), Spec(8200))),
+        Case("3x40000", (Spec(3, 40000), Spec(3, 40000), Spec(40000))),
+        Case("1024x2048", (Spec(1024, 2048), Spec(1024, 2048), Spec(2048)), dtypes=("float16",)),
+        Case("1024x1024", (Spec(1024, 1024), Spec(1024, 1024), Spec(1024)), use="quick"),
+        *(Case(f"{m}x{n}", (Spec(m, n), Spec(m, n), Spec(n)), dtypes=("bfloat16",), use="bench") for m, n in BENCH),
+    ],
+)
+
+ADD_RMS_NORM.eager("naive", "the formula in eager PyTorch, in float32: nine passes", reference)
+ADD_RMS_NORM.eager("torch", "PyTorch's addition, then its norm of the rounded sum", _torch, served=True)
+ADD_RMS_NORM.compiled("the formula fused by torch.compile: backward is two kernels")
+NORM.triton()
