@@ -4,14 +4,16 @@ A pointwise op's file gives the function and its gradient as `triton.jit` functi
 
     y = f(a, b, ..., scalars...)                   da, db, ... = g(dy, a, b, ..., scalars...)
 
-Two kernels serve every layout. `_flat` walks memory where all tensors lie in the same dense order; `_rows` walks the
+Three kernels serve every layout. `_flat` walks memory where all tensors lie in the same dense order; `_rows` walks the
 innermost dimension in tiles and finds each row's offset from its index, so that broadcast and strided inputs still load
-whole vectors. Both are bounded by memory: the floor is each input read once and each output written once.
+whole vectors; `_columns` is for gradients of inputs that are one row, such as a bias: it walks down columns and adds up.
+All are bounded by memory: the floor is each input read once and each output written once.
 """
 
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
+from functools import partial
 from typing import Any
 
 import torch
@@ -21,7 +23,7 @@ import triton.language as tl
 from ridgeline import device, tuning
 from ridgeline.boundary import Function, differentiate, first_order, kernel_op, launch
 from ridgeline.cuda import CudaKernel
-from ridgeline.op import FLOATS, Op, RidgelineError, dtype_name
+from ridgeline.op import FLOATS, Cost, Op, RidgelineError, dtype_name, nbytes
 from ridgeline.select import eager, run
 
 Tensors = tuple[torch.Tensor, ...]
@@ -56,8 +58,11 @@ def _offsets(row, column, sizes, strides):
     """Where elements (row, column) of a strided tensor lie; `sizes` are the outer dimensions, innermost first."""
     offset = column * strides[0]
     for d in tl.static_range(len(sizes)):
-        offset += (row % sizes[d]) * strides[d + 1]
-        row = row // sizes[d]
+        if d + 1 == len(sizes):
+            offset += row * strides[d + 1]
+        else:
+            offset += (row % sizes[d]) * strides[d + 1]
+            row = row // sizes[d]
     return offset
 
 
@@ -75,6 +80,45 @@ def _rows(outs, ins, scalars, rows, columns, sizes, out_strides, in_strides, FN:
     for k in tl.static_range(len(outs)):
         targets = targets + (outs[k] + _offsets(row, column, sizes, out_strides),)
     _store(targets, FN(*xs, *scalars), mask, NEED)
+
+
+@triton.jit
+def _columns(outs, ins, scalars, rows, columns, strides, FN: tl.constexpr, NEED: tl.constexpr, SUMS: tl.constexpr, BM: tl.constexpr, BN: tl.constexpr):  # fmt: skip
+    """Of matrices: output k is written whole, or where bit k of SUMS is set, its sum over the rows that this program sees."""
+    column = (tl.program_id(0).to(tl.int64) * BN + tl.arange(0, BN))[None, :]
+    totals = ()
+    for _ in tl.static_range(len(outs)):
+        totals = totals + (tl.zeros((BM, BN), tl.float32),)
+    for tile in range(tl.program_id(1), tl.cdiv(rows, BM), tl.num_programs(1)):
+        row = (tile * BM + tl.arange(0, BM)).to(tl.int64)[:, None]
+        mask = (row < rows) & (column < columns)
+        xs = ()
+        for k in tl.static_range(len(ins)):
+            xs = xs + (tl.load(ins[k] + row * strides[k][0] + column * strides[k][1], mask=mask, other=0).to(tl.float32),)
+        values = FN(*xs, *scalars)
+        raised = ()
+        targets = ()
+        for k in tl.static_range(len(outs)):
+            targets = targets + (outs[k] + row * columns + column,)
+            if (SUMS >> k) & 1:
+                raised = raised + (totals[k] + tl.where(mask, values[k], 0.0),)
+            else:
+                raised = raised + (totals[k],)
+        totals = raised
+        _store(targets, values, mask, NEED & ~SUMS)
+    place = tl.program_id(1).to(tl.int64) * columns + tl.program_id(0) * BN + tl.arange(0, BN)
+    for k in tl.static_range(len(outs)):
+        if (SUMS >> k) & 1:
+            tl.store(outs[k] + place, tl.sum(totals[k], 0), mask=tl.program_id(0) * BN + tl.arange(0, BN) < columns)
+
+
+@triton.jit
+def _sum(y, parts, count, columns, BM: tl.constexpr, BN: tl.constexpr):
+    """The sums of a matrix's columns; it has at most BM rows."""
+    row = tl.arange(0, BM)[:, None]
+    column = tl.program_id(0) * BN + tl.arange(0, BN)
+    values = tl.load(parts + row * columns + column[None, :], mask=(row < count) & (column < columns)[None, :], other=0)
+    tl.store(y + column, tl.sum(values, 0).to(y.dtype.element_ty), mask=column < columns)
 
 
 def collapse(shape: Sequence[int], strides: list[Sequence[int]]) -> tuple[list[int], list[list[int]]]:
@@ -105,75 +149,164 @@ def _launch(op: str, direction: str, fn: Any, outs: Tensors, ins: Tensors, scala
             views = [x if x.shape == shape else x.expand(shape) for x in ins]
             sizes, steps = collapse(shape, [y.stride(), *(v.stride() for v in views)])
             if len(sizes) > 1 or any(t != [1] for t in steps):
-                _launch_rows(fn, outs, ins, scalars, need, sizes, steps)
+                _launch_rows(op, direction, fn, outs, ins, scalars, need, sizes, steps)
                 return
             n = sizes[0]
             break
 
-    def rule() -> tuning.Config:
-        """8 warps; 16 bytes a thread of two tensors, 8 of more: more of them keep more loads in flight."""
-        each = (16 if len(ins) + len(outs) == 2 else 8) // max([t.element_size() for t in (y, *ins)])
-        return {"BLOCK": 256 * each, "num_warps": 8}
-
     def config() -> tuning.Config:
-        return tuning.config(device.of(y), op, direction, dtype_name(y), rule, lambda: _SPACE)
+        each = _each(y, outs, ins)
+        return tuning.config(device.of(y), op, direction, dtype_name(y), lambda: {"BLOCK": 256 * each, "num_warps": 8}, lambda: _SPACE)
 
     launch(_flat, lambda c: (-(-n // c["BLOCK"]),), outs, ins, scalars, n, FN=fn, NEED=need, config=config, key=op)
 
 
+def _each(y: torch.Tensor, outs: Tensors, ins: Tensors) -> int:
+    """Elements a thread: 16 bytes of two tensors, 8 of more, as more of them keep more loads in flight."""
+    return (16 if len(ins) + len(outs) == 2 else 8) // max([t.element_size() for t in (y, *ins)])
+
+
 def _launch_rows(
-    fn: Any, outs: Tensors, ins: Tensors, scalars: tuple[float, ...], need: int, sizes: list[int], steps: list[list[int]]
+    op: str,
+    direction: str,
+    fn: Any,
+    outs: Tensors,
+    ins: Tensors,
+    scalars: tuple[float, ...],
+    need: int,
+    sizes: list[int],
+    steps: list[list[int]],
 ) -> None:
     columns, outer = sizes[0], tuple(sizes[1:])
     rows = 1
     for size in outer:
         rows *= size
-    bn = min(1024, triton.next_power_of_2(columns))
-    bm = max(1, min(2048 // bn, triton.next_power_of_2(rows)))
     y, *xs = [tuple(t) for t in steps]
-    grid = (triton.cdiv(rows, bm) * triton.cdiv(columns, bn),)
-    launch(_rows, grid, outs, ins, scalars, rows, columns, outer, y, tuple(xs), FN=fn, NEED=need, BM=bm, BN=bn)
+    first = outs[0] if need & 1 else ins[0]
+    bn = min(1024, triton.next_power_of_2(columns))
+    most = triton.next_power_of_2(rows)
+
+    def config() -> tuning.Config:
+        elements = 256 * _each(first, outs, ins)
+        rule = {"BM": max(1, min(elements // bn, most)), "BN": min(bn, elements), "num_warps": 8}
+        return tuning.config(
+            device.of(first), op, f"{direction} rows", f"{dtype_name(first)} {bn} {min(most, 16)}", lambda: rule, lambda: _TILES
+        )
+
+    def grid(c: tuning.Config) -> tuple[int]:
+        return (triton.cdiv(rows, c["BM"]) * triton.cdiv(columns, c["BN"]),)
+
+    launch(_rows, grid, outs, ins, scalars, rows, columns, outer, y, tuple(xs), FN=fn, NEED=need, config=config, key=(op, bn, most))
 
 
+def _launch_columns(op: str, fn: Any, outs: Tensors, ins: Tensors, scalars: tuple[float, ...], need: int, sums: int) -> None:
+    """Starts `_columns` and adds up what its programs found, as many down a column as there are multiprocessors."""
+    shape = ins[0].shape
+    columns, where = shape[-1], device.of(ins[0])
+    rows, parts = ins[0].numel() // columns, max(16, where.multiprocessors)  # short sums, in Triton's interpreter too
+    flat = tuple([t.expand(shape).reshape(rows, columns) for t in ins])
+    found = tuple([ins[0].new_empty((parts, columns), dtype=torch.float32) if sums >> k & 1 else o for k, o in enumerate(outs)])
+    bn = min(1024, triton.next_power_of_2(columns))
+
+    def config() -> tuning.Config:
+        rule = {"BM": max(1, 2048 // bn), "BN": bn, "num_warps": 8}
+        return tuning.config(where, op, "columns", f"{dtype_name(ins[0])} {bn}", lambda: rule, lambda: _TILES)
+
+    def grid(c: tuning.Config) -> tuple[int, int]:
+        return triton.cdiv(columns, c["BN"]), parts
+
+    strides = tuple([t.stride() for t in flat])
+    launch(_columns, grid, found, flat, scalars, rows, columns, strides, FN=fn, NEED=need, SUMS=sums, config=config, key=(op, bn))
+    for k, out in enumerate(outs):
+        if sums >> k & 1:
+            launch(_sum, (triton.cdiv(columns, 32),), out, found[k], parts, columns, BM=triton.next_power_of_2(parts), BN=32)
+
+
+_TILES = [
+    {"BM": m, "BN": n, "num_warps": w}
+    for n in (256, 512, 1024, 2048)
+    for w in (2, 4, 8, 16)
+    for m in (1, 2, 4, 8, 16)
+    if 4 <= m * n // (32 * w) <= 32
+]
 _SPACE = [{"BLOCK": 32 * warps * each, "num_warps": warps} for warps in (4, 8, 16) for each in (2, 4, 8, 16, 32)]
 
 
 class Pointwise:
     """The torch ops, the autograd function and the launchers of a pointwise op.
 
-    name: the op's name. inputs: its tensors' names. forward, backward: for each mode, the scalar function and its gradient
-    (for one input the gradient returns one value, else a tuple). Call it with the op's tensors to run the kernels.
+    name: the op's name. inputs: its tensors' names. forward, backward: for each mode, the scalar function and its gradient.
+    saves: the inputs that the gradient takes, all of them by default. It returns a value for each input (for one input one
+    value, else a tuple), but those in `passes`, whose gradient is dy itself, and those in `fixed`, which have none and may be
+    boolean. floating: whether the other inputs must be floating point. Call it with the op's tensors to run the kernels.
     """
 
     op: Op
 
-    def __init__(self, name: str, inputs: Sequence[str], forward: dict[str, Any], backward: dict[str, Any]):
+    def __init__(
+        self,
+        name: str,
+        inputs: Sequence[str],
+        forward: dict[str, Any],
+        backward: dict[str, Any],
+        *,
+        saves: Sequence[str] | None = None,
+        passes: Sequence[str] = (),
+        fixed: Sequence[str] = (),
+        floating: bool = False,
+    ):
         self.name, self.inputs, self.count, self.functions = name, inputs, len(inputs), {"fwd": forward, "bwd": backward}
-        tensors = ", ".join(f"Tensor {i}" for i in inputs)
-        results = f"({', '.join(['Tensor'] * self.count)})" if self.count > 1 else "Tensor"
+        self.fixed, self.floating = fixed, floating
+        made = [k for k, i in enumerate(inputs) if i not in passes and i not in fixed]  # whose gradients the kernel writes
+        self.made = len(made)
+        passed = [k for k, i in enumerate(inputs) if i in passes]
+        kept = None if saves is None else [k for k, i in enumerate(inputs) if i in saves]
+        tensors, saved = (", ".join(f"Tensor {i}" for i in some) for some in (inputs, saves or inputs))
+        results = f"({', '.join(['Tensor'] * len(made))})" if self.count > 1 else "Tensor"
         self.fwd = kernel_op(f"{name}_fwd({tensors}, float[] scalars, str mode, str? impl) -> Tensor")(self._forward)
-        self.bwd = kernel_op(f"{name}_bwd(Tensor dy, {tensors}, float[] scalars, str mode, int need, str? impl) -> {results}")(
-            self._backward
-        )
+        schema = f"Tensor dy, {saved}, float[] scalars, str mode, int need, int sums, str? dtypes, str? impl"
+        self.bwd = kernel_op(f"{name}_bwd({schema}) -> {results}")(self._backward)
         fwd, bwd, count = self.fwd, self.bwd, self.count
 
         class Differentiable(Function):
             @staticmethod
             def forward(ctx: Any, impl: str | None, mode: str, scalars: tuple[float, ...], *tensors: torch.Tensor) -> torch.Tensor:
-                ctx.save_for_backward(*tensors)
-                ctx.facts = impl, mode, scalars
+                if kept is None:
+                    ctx.save_for_backward(*tensors)
+                    ctx.facts = impl, mode, scalars, None
+                else:
+                    ctx.save_for_backward(*[tensors[k] for k in kept])
+                    ctx.facts = impl, mode, scalars, tuple([(t.shape, t.dtype) for t in tensors])
                 return fwd(*tensors, scalars, mode, impl)
 
             @staticmethod
             @first_order
             def backward(ctx: Any, dy: torch.Tensor) -> Any:
-                (impl, mode, scalars), tensors = ctx.facts, ctx.saved_tensors
-                wanted = ctx.needs_input_grad[3:]
-                need = sum(w << k for k, w in enumerate(wanted))
-                grads = bwd(dy, *tensors, scalars, mode, need, impl)
+                (impl, mode, scalars, kinds), tensors = ctx.facts, ctx.saved_tensors
                 if count == 1:
-                    return None, None, None, grads
-                return None, None, None, *(_reduced(g, t) if w else None for g, t, w in zip(grads, tensors, wanted, strict=True))
+                    return None, None, None, bwd(dy, *tensors, scalars, mode, 1, 0, None, impl)
+                wanted, shape = ctx.needs_input_grad[3:], dy.shape
+                need, sums, bit = 0, 0, 1
+                for k in made:
+                    if wanted[k]:
+                        need |= bit
+                        mine = tensors[k].shape if kinds is None else kinds[k][0]
+                        if mine != shape and _one_row(mine, shape):
+                            sums |= bit
+                    bit <<= 1
+                dtypes = None
+                if kinds is not None:
+                    own = [kinds[k][1] if kinds[k][0] == shape or sums >> j & 1 else dy.dtype for j, k in enumerate(made)]
+                    dtypes = " ".join([str(d)[6:] for d in own])
+                grads: list[torch.Tensor | None] = [None] * count
+                if need:
+                    for k, g in zip(made, bwd(dy, *tensors, scalars, mode, need, sums, dtypes, impl), strict=True):
+                        if wanted[k]:
+                            grads[k] = _reduced(g, *((tensors[k].shape, tensors[k].dtype) if kinds is None else kinds[k]))
+                for k in passed:
+                    if wanted[k]:
+                        grads[k] = _reduced(dy.detach(), *((tensors[k].shape, tensors[k].dtype) if kinds is None else kinds[k]))
+                return None, None, None, *grads
 
         Differentiable.__name__ = Differentiable.__qualname__ = name
         self.function = Differentiable
@@ -183,24 +316,32 @@ class Pointwise:
         x = tensors[0]
         if impl is None:
             for t in tensors:
-                if type(t) is not torch.Tensor or not t.is_cuda or t.dtype not in self.op.kernel_dtypes:
+                if type(t) is not torch.Tensor or not t.is_cuda:
                     break
-                if t is not x and (t.shape != x.shape or t.device != x.device):
+                if t.dtype not in self.op.kernel_dtypes and not (self.fixed and t is not x and t.dtype == torch.bool):
+                    break
+                if t is not x and ((t.shape != x.shape and t.shape != x.shape[-1:]) or t.device != x.device):
                     break
             else:  # nothing to look at more closely
-                return None
+                if not self.fixed or not any([t.requires_grad for i, t in zip(self.inputs, tensors) if i in self.fixed]):
+                    return None
         for name, t in zip(self.inputs, tensors, strict=True):
             if not isinstance(t, torch.Tensor):
                 raise RidgelineError(f"{self.name}: {name} must be a tensor, and is {type(t).__name__}")
             if t.device != x.device:
                 raise RidgelineError(f"{self.name}: {name} is on {t.device} and {self.inputs[0]} on {x.device}; one device is needed")
+            if self.floating and not t.is_floating_point() and not (name in self.fixed and t.dtype == torch.bool):
+                also = " or boolean" if name in self.fixed else ""
+                raise RidgelineError(f"{self.name}: {name} must be floating point{also} (float32, float16, bfloat16), and is {t.dtype}")
+            if name in self.fixed and t.requires_grad and torch.is_grad_enabled():
+                raise RidgelineError(f"{self.name}: {name} has no gradient, and requires one; give {name}.detach()")
         if any([t.shape != x.shape for t in tensors]):
             shapes = [tuple(t.shape) for t in tensors]
             try:
                 torch.broadcast_shapes(*shapes)
             except RuntimeError as error:
                 raise RidgelineError(f"{self.name}: shapes must broadcast together, and are {', '.join(map(str, shapes))}") from error
-        found = eager(self.op, impl, *tensors)
+        found = eager(self.op, impl, *[t for t in tensors if not self.fixed or t.dtype != torch.bool])
         return None if found is None else found.call
 
     def __call__(self, impl: str | None, *tensors: torch.Tensor, scalars: tuple[float, ...] = (), mode: str = "") -> torch.Tensor:
@@ -222,13 +363,17 @@ class Pointwise:
         return y
 
     def _backward(self, dy: torch.Tensor, *args: Any) -> Any:
-        *tensors, scalars, mode, need, impl = args
+        *tensors, scalars, mode, need, sums, dtypes, impl = args
         if self.count == 1:
             grads: Any = torch.empty_like(tensors[0])
             run(self.op, "bwd", impl, (grads,), dy, *tensors, scalars, mode)
             return grads
-        alike = all([t.shape == dy.shape and t.stride() == dy.stride() for t in tensors])
-        grads = tuple([_gradient(dy, t, alike) if need >> k & 1 else dy.new_empty(0) for k, t in enumerate(tensors)])
+        alike = not sums and all([t.shape == dy.shape and t.stride() == dy.stride() for t in tensors])
+        if dtypes is None:
+            dtypes = [t.dtype if t.shape == dy.shape or sums >> k & 1 else dy.dtype for k, t in enumerate(tensors)]
+        else:
+            dtypes = [getattr(torch, name) for name in dtypes.split()]
+        grads = tuple([_gradient(dy, dtype, alike, sums >> k & 1) if need >> k & 1 else dy.new_empty(0) for k, dtype in enumerate(dtypes)])
         run(self.op, "bwd", impl, grads, dy, *tensors, scalars, mode)
         return grads
 
@@ -240,12 +385,17 @@ class Pointwise:
             _launch(self.name, "fwd", self.functions["fwd"][mode], (y,), tuple(tensors), tuple(scalars))
 
         def bwd(*args: Any) -> None:
-            grads, (dy, *tensors, scalars, mode) = args[: self.count], args[self.count :]
+            grads, (dy, *tensors, scalars, mode) = args[: self.made], args[self.made :]
             need = sum((g.numel() > 0) << k for k, g in enumerate(grads))
-            if need:
-                _launch(self.name, "bwd", self.functions["bwd"][mode], grads, (dy, *tensors), tuple(scalars), need)
+            sums = sum((g.shape != dy.shape and g.numel() > 0) << k for k, g in enumerate(grads))
+            function, ins = self.functions["bwd"][mode], (dy, *tensors)
+            if sums:
+                _launch_columns(self.name, function, grads, ins, tuple(scalars), need, sums)
+            elif need:
+                _launch(self.name, "bwd", function, grads, ins, tuple(scalars), need)
 
-        self.op.kernel("triton", idea, kind="triton", fwd=fwd, bwd=bwd, supports=floats if self.count > 1 else None, served=True)
+        supports = None if self.count == 1 else partial(floats, also=(torch.bool,)) if self.fixed else floats
+        self.op.kernel("triton", idea, kind="triton", fwd=fwd, bwd=bwd, supports=supports, served=True)
 
 
 def _output(tensors: Sequence[torch.Tensor]) -> torch.Tensor:
@@ -263,16 +413,30 @@ def _output(tensors: Sequence[torch.Tensor]) -> torch.Tensor:
     return torch.empty(torch.broadcast_shapes(*[t.shape for t in tensors]), dtype=dtype, device=x.device)
 
 
-def _gradient(dy: torch.Tensor, x: torch.Tensor, alike: bool) -> torch.Tensor:
-    """An empty gradient of x: in its own dtype, or where x was broadcast in the result's, to be summed after. All gradients
-    of a call lie in one layout: the inputs' where they are alike, else row by row."""
+def _gradient(dy: torch.Tensor, dtype: torch.dtype, alike: bool, row: int) -> torch.Tensor:
+    """An empty gradient of that dtype: a row, or all of one layout: the inputs' where they are alike, else row by row."""
     if alike:
-        return torch.empty_like(x)
-    return torch.empty(dy.shape, dtype=x.dtype if x.shape == dy.shape else dy.dtype, device=dy.device)
+        return torch.empty_like(dy, dtype=dtype)
+    return torch.empty(dy.shape[-1:] if row else dy.shape, dtype=dtype, device=dy.device)
 
 
-def _reduced(gradient: torch.Tensor, x: torch.Tensor) -> torch.Tensor:
-    return gradient if gradient.shape == x.shape else gradient.sum_to_size(x.shape).to(x.dtype)
+def _one_row(own: torch.Size, shape: torch.Size) -> bool:
+    """Whether an input of that shape is one row, repeated for a result of `shape`."""
+    return len(own) > 0 and own[-1] == shape[-1] == own.numel() and shape.numel() > 0
+
+
+def _reduced(gradient: torch.Tensor, shape: torch.Size, dtype: torch.dtype) -> torch.Tensor:
+    """A gradient in its input's shape and dtype: what was broadcast is summed."""
+    if gradient.shape != shape:
+        gradient = gradient.view(shape) if gradient.numel() == shape.numel() else gradient.sum_to_size(shape)
+    return gradient if gradient.dtype == dtype else gradient.to(dtype)
+
+
+def pair_cost(a: torch.Tensor, b: torch.Tensor, forward: int, backward: int) -> tuple[Cost, Cost]:
+    """Of an op of two tensors that broadcast, with that many operations an element."""
+    count = torch.broadcast_shapes(a.shape, b.shape).numel()
+    y = count * promoted((a, b)).itemsize
+    return Cost(nbytes(a, b), y, forward * count), Cost(y + nbytes(a, b), nbytes(a, b), backward * count)
 
 
 def promoted(tensors: Sequence[torch.Tensor]) -> torch.dtype:
@@ -311,8 +475,8 @@ def alike(first: torch.Tensor, *rest: Any) -> str | None:
     return floats(first, *others)
 
 
-def floats(*args: Any) -> str | None:
+def floats(*args: Any, also: tuple[torch.dtype, ...] = ()) -> str | None:
     for t in args:
-        if isinstance(t, torch.Tensor) and dtype_name(t) not in FLOATS:
+        if isinstance(t, torch.Tensor) and dtype_name(t) not in FLOATS and t.dtype not in also:
             return f"it takes {', '.join(FLOATS)}, and an input is {dtype_name(t)}"
     return None

@@ -2,7 +2,7 @@
 
     exact:  y = x/2 (1 + erf(x / sqrt 2))          tanh:  y = x/2 (1 + tanh z),  z = sqrt(2/pi) (x + 0.044715 x^3)
 
-One pass: x is read once and y written once. The kernels use x/2 (1 + tanh z) = x sigmoid(2z), which needs one exponential.
+One pass: x is read once and y written once. The functions are in `tiles/activations.py`.
 Source: Hendrycks and Gimpel, Gaussian Error Linear Units, 2016 (arXiv:1606.08415).
 """
 
@@ -16,50 +16,26 @@ from typing import Any
 import torch
 import torch.nn.functional as F
 import triton
-import triton.language as tl
+import triton.language as tl  # noqa: F401 - Triton's interpreter looks for it in a kernel's module
 
 from ridgeline.cuda import CTYPE, CudaKernel
 from ridgeline.op import Case, Cost, Op, RidgelineError, Spec, nbytes
 from ridgeline.ops.pointwise._generator import Pointwise, alike, start_cuda
-
-
-@triton.jit
-def _tanh(x):
-    return x * tl.sigmoid(1.5957691216057308 * (x + 0.044715 * x * x * x))
-
-
-@triton.jit
-def _tanh_grad(dy, x):
-    u = 1.5957691216057308 * (x + 0.044715 * x * x * x)
-    e = tl.exp(-tl.abs(u))  # of -|u|, so that neither it overflows nor 1 - sigmoid(u) cancels
-    p = 1 / (1 + e)
-    return dy * (tl.where(u > 0, p, e * p) + x * e * p * p * (1.5957691216057308 + 0.2140644488177927 * x * x))
-
-
-@triton.jit
-def _normal(x):
-    """P(Z <= x), and exp(-x^2/2): the tail beyond |x| is the latter times a polynomial in t = 1 / (1 + |x|/4), fitted by weighted
-    least squares to 2e-8 of it. That takes fewer instructions than erf, and backward needs the exponential anyway."""
-    t = 1 / (1 + 0.25 * tl.abs(x))
-    e = tl.exp2(x * x * -0.7213475204444817)
-    p = ((-0.09486207038 * t + 0.3564981441) * t - 0.2948817643) * t + 0.3085374243
-    tail = (((p * t + 0.009996267251) * t + 0.1163705473) * t + 0.09834144025) * t * e
-    return tl.where(x > 0, 1 - tail, tail), e
-
-
-@triton.jit
-def _exact(x):
-    p, _ = _normal(x)
-    return x * p
+from ridgeline.tiles.activations import gelu as exact
+from ridgeline.tiles.activations import gelu_slope, gelu_tanh, gelu_tanh_slope
 
 
 @triton.jit
 def _exact_grad(dy, x):
-    p, e = _normal(x)
-    return dy * (p + x * 0.3989422804014327 * e)
+    return dy * gelu_slope(x)[1]
 
 
-KERNELS = Pointwise("gelu", ["x"], {"none": _exact, "tanh": _tanh}, {"none": _exact_grad, "tanh": _tanh_grad})
+@triton.jit
+def _tanh_grad(dy, x):
+    return dy * gelu_tanh_slope(x)[1]
+
+
+KERNELS = Pointwise("gelu", ["x"], {"none": exact, "tanh": gelu_tanh}, {"none": _exact_grad, "tanh": _tanh_grad})
 
 
 def reference(x: torch.Tensor, approximate: str = "none") -> torch.Tensor:

@@ -14,8 +14,8 @@ import triton
 import triton.language as tl  # noqa: F401 - Triton's interpreter looks for it in a kernel's module
 
 from ridgeline.cuda import CTYPE, CudaKernel
-from ridgeline.op import Case, Cost, Op, Spec, nbytes
-from ridgeline.ops.pointwise._generator import Pointwise, alike, promoted, start_cuda
+from ridgeline.op import Case, Cost, Op, Spec
+from ridgeline.ops.pointwise._generator import Pointwise, alike, pair_cost, start_cuda
 
 
 @triton.jit
@@ -46,9 +46,7 @@ def mul(a: torch.Tensor, b: torch.Tensor, *, impl: str | None = None) -> torch.T
 
 
 def cost(a: torch.Tensor, b: torch.Tensor) -> tuple[Cost, Cost]:
-    count = torch.broadcast_shapes(a.shape, b.shape).numel()
-    y = count * promoted((a, b)).itemsize
-    return Cost(nbytes(a, b), y, count), Cost(y + nbytes(a, b), nbytes(a, b), 2 * count)
+    return pair_cost(a, b, 1, 2)
 
 
 MI = 1 << 20

@@ -1,0 +1,92 @@
+"""bias_mask_scale_add: y = (x + bias) mask scale + add: the end of a layer with dropout and a residual, its mask drawn before.
+
+    backward: dx = dy mask scale,  dbias = the sum of dx over all rows,  dadd = dy
+
+One pass: three tensors and the mask's bytes are read once; backward reads dy and the mask, writes dx and adds up dbias as it
+goes; dadd is dy itself. Source: the fused elementwise kernels of OneFlow.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+import triton
+import triton.language as tl  # noqa: F401 - Triton's interpreter looks for it in a kernel's module
+
+from ridgeline.op import Case, Cost, Op, RidgelineError, Spec, nbytes
+from ridgeline.ops.pointwise._generator import Pointwise, promoted
+
+
+@triton.jit
+def _fwd(x, bias, mask, add, scale):
+    return (x + bias) * mask * scale + add
+
+
+@triton.jit
+def _bwd(dy, mask, scale):
+    dx = dy * mask * scale
+    return dx, dx
+
+
+KERNELS = Pointwise(
+    "bias_mask_scale_add", ["x", "bias", "mask", "add"], {"": _fwd}, {"": _bwd},
+    saves=["mask"], passes=["add"], fixed=["mask"], floating=True,
+)  # fmt: skip
+
+
+def reference(x: torch.Tensor, bias: torch.Tensor, mask: torch.Tensor, scale: float, add: torch.Tensor) -> torch.Tensor:
+    return (x + bias) * mask * scale + add
+
+
+def bias_mask_scale_add(
+    x: torch.Tensor, bias: torch.Tensor, mask: torch.Tensor, scale: float, add: torch.Tensor, *, impl: str | None = None
+) -> torch.Tensor:
+    """`(x + bias) * mask * scale + add`, element by element.
+
+    x: (..., n). bias: (n). mask: boolean or floating point, without a gradient. scale: a number. add: as x. mask and add may
+    broadcast; all are on one device, and the result has PyTorch's promoted dtype.
+    Raises RidgelineError where an argument is none of these, or `impl` cannot run the call.
+    """
+    if type(scale) is not float:
+        if not isinstance(scale, int | float):
+            raise RidgelineError(f"bias_mask_scale_add: scale must be a number, and is {type(scale).__name__}")
+        scale = float(scale)
+    plain = KERNELS.plain(impl, x, bias, mask, add)
+    if bias.dim() != 1 or x.shape[-1:] != bias.shape:
+        raise RidgelineError(
+            f"bias_mask_scale_add: bias must be as long as x's last dimension, {tuple(x.shape)}, and is {tuple(bias.shape)}"
+        )
+    return plain(x, bias, mask, scale, add) if plain else KERNELS(impl, x, bias, mask, add, scalars=(scale,))
+
+
+def cost(x: torch.Tensor, bias: torch.Tensor, mask: torch.Tensor, scale: float, add: torch.Tensor) -> tuple[Cost, Cost]:
+    count = torch.broadcast_shapes(x.shape, mask.shape, add.shape).numel()
+    y = count * promoted((x, bias, mask, add)).itemsize
+    return Cost(nbytes(x, bias, mask, add), y, 4 * count), Cost(y + nbytes(mask), nbytes(x, bias), 3 * count)
+
+
+def _case(name: str, rows: int, columns: int, mask: Spec, use: str = "check", **facts: Any) -> Case:
+    return Case(name, (Spec(rows, columns), Spec(columns), mask, 1.25, Spec(rows, columns)), use=use, **facts)
+
+
+def _mask(*shape: int) -> Spec:
+    return Spec(*shape, dtype="bool", high=2)
+
+
+KERNELS.op = BIAS_MASK_SCALE_ADD = Op(
+    bias_mask_scale_add,
+    reference=reference,
+    cost=cost,
+    cases=[
+        _case("33x129", 33, 129, _mask(33, 129)),
+        _case("33x128 mask of floats", 33, 128, Spec(33, 128, grad=False)),
+        _case("33x129 mask of rows", 33, 129, _mask(33, 1)),
+        _case("1024x1024", 1024, 1024, _mask(1024, 1024), "quick"),
+        _case("16384x4096", 16384, 4096, _mask(16384, 4096), "bench", dtypes=("float16", "bfloat16")),
+    ],
+)
+
+BIAS_MASK_SCALE_ADD.eager("naive", "the formula in eager PyTorch: four kernels, each a pass over memory", reference, served=True)
+BIAS_MASK_SCALE_ADD.compiled("the formula fused into one Triton kernel by torch.compile, and in backward another for the sum")
+KERNELS.triton("one pass; in backward the bias's gradient is summed by the kernel that writes dx")

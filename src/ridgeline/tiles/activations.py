@@ -1,0 +1,54 @@
+"""Activations of float32 values, and with each its slope: what gelu, the gated units and epilogues share."""
+
+import triton
+import triton.language as tl
+
+
+@triton.jit
+def silu(x):
+    return x * tl.sigmoid(x)
+
+
+@triton.jit
+def silu_slope(x):
+    """x sigmoid(x), and its derivative."""
+    p = tl.sigmoid(x)
+    return x * p, p * (1 + x * (1 - p))
+
+
+@triton.jit
+def gelu_tanh(x):
+    """x/2 (1 + tanh z) as x sigmoid(2z), which needs one exponential."""
+    return x * tl.sigmoid(1.5957691216057308 * (x + 0.044715 * x * x * x))
+
+
+@triton.jit
+def gelu_tanh_slope(x):
+    u = 1.5957691216057308 * (x + 0.044715 * x * x * x)
+    e = tl.exp(-tl.abs(u))  # of -|u|, so that neither it overflows nor 1 - sigmoid(u) cancels
+    p = 1 / (1 + e)
+    share = tl.where(u > 0, p, e * p)
+    return x * share, share + x * e * p * p * (1.5957691216057308 + 0.2140644488177927 * x * x)
+
+
+@triton.jit
+def normal(x):
+    """P(Z <= x), and exp(-x^2/2): the tail beyond |x| is the latter times a polynomial in t = 1 / (1 + |x|/4), fitted by weighted
+    least squares to 2e-8 of it. That takes fewer instructions than erf, and backward needs the exponential anyway."""
+    t = 1 / (1 + 0.25 * tl.abs(x))
+    e = tl.exp2(x * x * -0.7213475204444817)
+    p = ((-0.09486207038 * t + 0.3564981441) * t - 0.2948817643) * t + 0.3085374243
+    tail = (((p * t + 0.009996267251) * t + 0.1163705473) * t + 0.09834144025) * t * e
+    return tl.where(x > 0, 1 - tail, tail), e
+
+
+@triton.jit
+def gelu(x):
+    p, _ = normal(x)
+    return x * p
+
+
+@triton.jit
+def gelu_slope(x):
+    p, e = normal(x)
+    return x * p, p + x * 0.3989422804014327 * e
