@@ -27,11 +27,12 @@ def forward_rule(size: int, centred: bool) -> tuning.Config:
     where the mean is subtracted, which takes more instructions and registers."""
     cluster = 1 if size <= 32768 else min(16, power(ceil(size, 32768 if centred else 65536)))
     part = ceil(size, cluster)
-    threads = min(256 if cluster > 1 and centred else 512 if cluster > 1 or centred else 1024, max(64, power(ceil(part, 32 << centred))))
+    most = 256 if cluster > 1 and centred else 512 if cluster > 1 or centred else 1024
+    threads = min(most, max(64, ceil(part, 1024 << centred) * 32))
     return {
         "CLUSTER": cluster,
         "THREADS": threads,
-        "BLOCKS": max(1, min(6, (1024 if centred else 2048) // threads, 196608 // part)),
+        "BLOCKS": max(1, min(6, (1024 if centred else 1536) // threads, 196608 // part)),
         "STAGES": 1,
     }
 
@@ -45,12 +46,13 @@ def forward_space(size: int, where: device.Device) -> list[tuning.Config]:
     return found
 
 
-def backward_rule(columns: int, size: int) -> tuning.Config:
+def backward_rule(columns: int, size: int, heavy: bool) -> tuning.Config:
     """For rows of `columns` and `size` bytes: 16 columns a thread, parts of 1024 columns while a cluster may grow, and as many rows
-    at once as make 512 threads, so that the others fill the time in which a row's sums meet."""
+    at once as make 512 threads, so that the others fill the time in which a row's sums meet. heavy: 1024 threads' registers are
+    too few."""
     cluster = min(16, max(1, power(columns // 1024 + 1) // 2))
     part = ceil(size, cluster)
-    threads = min(1024, max(32, power(ceil(ceil(columns, cluster), 16))))
+    threads = min(512 if heavy else 1024, max(32, power(ceil(ceil(columns, cluster), 16))))
     groups = max(1, min(512 // threads, _SHARED // (2 * part), 16 if threads == 32 else 15))
     return {"CLUSTER": cluster, "THREADS": threads, "GROUPS": groups, "STAGES": max(1, min(3, _SHARED // (groups * part))), "BLOCKS": 1}
 
@@ -111,7 +113,7 @@ def launch_bwd(
 
     def config() -> dict[str, Any]:
         key = key_of(saved.dtype, weights, columns)
-        rule, space = lambda: backward_rule(columns, size), lambda: backward_space(columns, size, where)
+        rule, space = lambda: backward_rule(columns, size, centred or dsum is not None), lambda: backward_space(columns, size, where)
         found = tuning.config(where, op, "norm_bwd", key, rule, space)
         plan = dict(_plan(1, saved.dtype, weights, columns, inputs, **found))
         return plan | {"CLUSTERS": resident_clusters(where, plan["CLUSTER"])}
@@ -133,10 +135,10 @@ def launch_bwd(
         )
 
 
-FROM = 2048, 512  # columns that rows must have more than, forward and backward: shorter ones are as fast in tiles
+FROM = {(False, False): 4096, (True, False): 1024, (False, True): 8192, (True, True): 8192}  # columns up to which tiles are as fast
 
 
-def fits(x: torch.Tensor, *rest: Any) -> str | None:
+def fits(centred: bool, x: torch.Tensor, *rest: Any) -> str | None:
     """What the clusters support, of a public call's arguments or a launcher's inputs (backward's are 8); the reason why not."""
     backward = len(rest) == 7
     if any(value is True for value in rest):
@@ -144,7 +146,7 @@ def fits(x: torch.Tensor, *rest: Any) -> str | None:
     tensors = [t for t in rest if isinstance(t, torch.Tensor)]
     rows = [x, *(t for t in (rest[:2] if backward else tensors) if t is not None and t.shape == x.shape and t.dim() > 1)]
     vectors = [t for t in (rest[2:4] if backward else tensors) if t is not None and t.dim() == 1]
-    columns, low = x.shape[-1] if x.dim() else 1, FROM[backward]
+    columns, low = x.shape[-1] if x.dim() else 1, FROM[centred, backward]
     size = columns * sum([t.element_size() for t in rows])
     if not low < columns <= 16 * _PART or size > 16 * _SHARED:
         return f"it takes rows of {low + 1} to {16 * _PART} columns in {16 * _SHARED} bytes; these have {columns} in {size}"
@@ -165,7 +167,7 @@ def register(norm: Any) -> None:
         kind="cuda",
         served=True,
         arch=90,
-        supports=fits,
+        supports=partial(fits, norm.center),
         fwd=partial(launch_fwd, norm.name, norm.center),
         bwd=partial(launch_bwd, norm.name, norm.center),
     )

@@ -14,6 +14,7 @@ import torch
 import torch.nn.functional as F
 
 from ridgeline.op import Case, Cost, Op, Spec
+from ridgeline.ops.rowwise import _cluster
 from ridgeline.ops.rowwise._norms import BENCH, Maybe, Norm, alike, widened
 
 NORM = Norm("add_layer_norm", center=True, add=True)
@@ -81,3 +82,4 @@ ADD_LAYER_NORM.eager("naive", "the formula in eager PyTorch, in float32: twelve 
 ADD_LAYER_NORM.eager("torch", "PyTorch's addition, then its norm of the rounded sum", _torch, served=True)
 ADD_LAYER_NORM.compiled("the formula fused by torch.compile: backward is two kernels")
 NORM.triton()
+_cluster.register(NORM)

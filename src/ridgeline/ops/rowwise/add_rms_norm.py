@@ -14,6 +14,7 @@ import torch
 import torch.nn.functional as F
 
 from ridgeline.op import Case, Cost, Op, Spec
+from ridgeline.ops.rowwise import _cluster
 from ridgeline.ops.rowwise._norms import BENCH, Norm, alike, widened
 
 NORM = Norm("add_rms_norm", center=False, add=True)
@@ -69,3 +70,4 @@ ADD_RMS_NORM.eager("naive", "the formula in eager PyTorch, in float32: nine pass
 ADD_RMS_NORM.eager("torch", "PyTorch's addition, then its norm of the rounded sum", _torch, served=True)
 ADD_RMS_NORM.compiled("the formula fused by torch.compile: backward is two kernels")
 NORM.triton()
+_cluster.register(NORM)

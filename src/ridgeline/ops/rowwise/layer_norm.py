@@ -14,6 +14,7 @@ import torch
 import torch.nn.functional as F
 
 from ridgeline.op import Case, Cost, Op, Spec
+from ridgeline.ops.rowwise import _cluster
 from ridgeline.ops.rowwise._norms import BENCH, Maybe, Near, Norm, alike, widened
 
 NORM = Norm("layer_norm", center=True, add=False)
@@ -83,3 +84,4 @@ LAYER_NORM.eager("naive", "the formula in eager PyTorch, in float32: nine passes
 LAYER_NORM.eager("torch", "PyTorch's own kernels", _torch, served=True)
 LAYER_NORM.compiled("the formula fused by torch.compile: backward is two kernels")
 NORM.triton()
+_cluster.register(NORM)

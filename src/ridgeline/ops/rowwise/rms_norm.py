@@ -13,6 +13,7 @@ import torch
 import torch.nn.functional as F
 
 from ridgeline.op import Case, Cost, Op, Spec
+from ridgeline.ops.rowwise import _cluster
 from ridgeline.ops.rowwise._norms import BENCH, Near, Norm, alike, widened
 
 NORM = Norm("rms_norm", center=False, add=False)
@@ -71,3 +72,4 @@ RMS_NORM.eager("naive", "the formula in eager PyTorch, in float32: six passes", 
 RMS_NORM.eager("torch", "PyTorch's own kernel", _torch, served=True)
 RMS_NORM.compiled("the formula fused by torch.compile: backward is two kernels")
 NORM.triton()
+_cluster.register(NORM)
