@@ -42,19 +42,20 @@ def _fwd(y, x, rows, columns, x_stride, LOG: tl.constexpr, BM: tl.constexpr, BN:
 
 
 @triton.jit
-def _term(slope, value, LOG: tl.constexpr):
-    """What backward sums over a row, of dy and y."""
+def _probability(y, mask, LOG: tl.constexpr):
+    """softmax, loaded from where y lies."""
+    value = tl.load(y, mask=mask, other=0).to(tl.float32)
     if LOG:
-        return slope
-    return slope * value
+        return exp(value, y.dtype.element_ty)
+    return value
 
 
 @triton.jit
-def _gradient(slope, value, total, dtype: tl.constexpr, LOG: tl.constexpr):
-    """dx, of dy, y and the row's sum of `_term`."""
+def _gradient(slope, p, total, LOG: tl.constexpr):
+    """dx, of dy, softmax and the row's sum of dy or, for softmax, of dy times softmax."""
     if LOG:
-        return slope - exp(value, dtype) * total
-    return value * (slope - total)
+        return slope - p * total
+    return p * (slope - total)
 
 
 @triton.jit
@@ -63,10 +64,10 @@ def _bwd(dx, dy, y, rows, columns, dy_stride, y_stride, LOG: tl.constexpr, BM: t
     for tile in tl.range(tl.program_id(0), tl.cdiv(rows, BM), tl.num_programs(0), num_stages=STAGES):
         row = (tile * BM + tl.arange(0, BM)).to(tl.int64)[:, None]
         mask = (row < rows) & (column < columns)
+        p = _probability(y + row * y_stride + column, mask, LOG)
         slope = tl.load(dy + row * dy_stride + column, mask=mask, other=0).to(tl.float32)
-        value = tl.load(y + row * y_stride + column, mask=mask, other=0).to(tl.float32)
-        total = tl.sum(_term(slope, value, LOG), 1)[:, None]
-        result = _gradient(slope, value, total, y.dtype.element_ty, LOG)
+        total = tl.sum(slope if LOG else slope * p, 1)[:, None]
+        result = _gradient(slope, p, total, LOG)
         tl.store(dx + row * columns + column, result.to(dx.dtype.element_ty), mask=mask)
 
 
@@ -104,13 +105,12 @@ def _bwd_wide(dx, dy, y, rows, columns, dy_stride, y_stride, LOG: tl.constexpr, 
     for start in range(0, columns, BN):
         mask = start + column < columns
         slope = tl.load(dy + start + column, mask=mask, other=0).to(tl.float32)
-        sums += _term(slope, tl.load(y + start + column, mask=mask, other=0).to(tl.float32), LOG)
+        sums += slope if LOG else slope * tl.load(y + start + column, mask=mask, other=0).to(tl.float32)
     total = tl.sum(sums, 0)
     for start in range(0, columns, BN):
         mask = start + column < columns
         slope = tl.load(dy + start + column, mask=mask, other=0).to(tl.float32)
-        value = tl.load(y + start + column, mask=mask, other=0).to(tl.float32)
-        result = _gradient(slope, value, total, y.dtype.element_ty, LOG)
+        result = _gradient(slope, _probability(y + start + column, mask, LOG), total, LOG)
         tl.store(dx + start + column, result.to(dx.dtype.element_ty), mask=mask)
 
 

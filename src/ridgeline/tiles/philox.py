@@ -1,0 +1,44 @@
+"""Philox4x32-10, a counter-based generator: random bits are a function of a seed and a place, whatever the grid.
+
+One call gives 128 bits, of which 8 neighbours in a row take 16 each. So a probability is kept to 1/65536.
+Source: Salmon, Moraes, Dror and Shaw, Parallel random numbers: as easy as 1, 2, 3, 2011 (doi:10.1145/2063384.2063405).
+"""
+
+from __future__ import annotations
+
+import torch
+import triton
+import triton.language as tl
+
+
+def threshold(p: float) -> int:
+    """Of `keep`, for elements dropped with probability p."""
+    return round(p * 65536)
+
+
+@triton.jit
+def keep(seed, row, start, threshold, BN: tl.constexpr):
+    """Which of the columns from `start` on (a multiple of 8) stay: booleans (BM, BN) for int32 rows (BM, 1). BN is 8 or more."""
+    group = row * 0 + (start // 8 + tl.arange(0, BN // 8))[None, :]
+    a, b, c, d = tl.philox(seed, group, row + group * 0, group * 0, group * 0)
+    words = tl.join(tl.join(a, c), tl.join(b, d))  # ..., high bit of the word's number, low bit
+    bits = tl.join(words & 0xFFFF, words >> 16)
+    return tl.reshape(bits.to(tl.int32), (row.shape[0], BN)) >= threshold
+
+
+def kept(seed: int | torch.Tensor, rows: int, columns: int, p: float, device: torch.device | str) -> torch.Tensor:
+    """What `keep` gives for all rows and columns, in plain PyTorch: booleans (rows, columns)."""
+    low = 0xFFFFFFFF
+    seed = torch.as_tensor(seed, dtype=torch.int64, device=device)
+    groups = -(-columns // 8)
+    c0 = torch.arange(groups, device=device).expand(rows, groups)
+    c1 = torch.arange(rows, device=device)[:, None].expand(rows, groups)
+    c2 = c3 = torch.zeros_like(c0)
+    k0, k1 = seed & low, seed >> 32 & low
+    for _ in range(10):
+        x, y = c2 * 0xCD9E8D57, c0 * 0xD2511F53  # 64 bits of products; the sign is but a bit of them
+        c0, c1, c2, c3 = (x >> 32 & low) ^ c1 ^ k0, x & low, (y >> 32 & low) ^ c3 ^ k1, y & low
+        k0, k1 = k0 + 0x9E3779B9 & low, k1 + 0xBB67AE85 & low
+    words = torch.stack([c0, c1, c2, c3], -1)
+    bits = torch.stack([words & 0xFFFF, words >> 16], -1)
+    return bits.reshape(rows, groups * 8)[:, :columns] >= threshold(p)
