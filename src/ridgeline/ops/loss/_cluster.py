@@ -36,11 +36,13 @@ def space(size: int, where: device.Device) -> list[tuning.Config]:
     return found
 
 
-def start(
-    losses: Any, stats: Any, d: Any, x: torch.Tensor, target: Any, counts: Any, ignore: int, z: float, *, need: int, mean: bool
-) -> None:
-    """The rows' losses, and what `need` says; x is (rows, columns)."""
-    rows, columns = x.shape
+def rows(
+    losses: torch.Tensor, stats: torch.Tensor, d: torch.Tensor, logits: torch.Tensor, target: torch.Tensor, counts: torch.Tensor,
+    ignore: int, smoothing: float, z: float, cap: float, need: int, options: dict[str, bool],
+) -> None:  # fmt: skip
+    """The rows' losses, and what `need` says. What `fits` takes has no smoothing and no cap."""
+    x = logits.view(-1, logits.shape[-1])
+    count, columns = x.shape
     where, size = device.of(x), columns * x.element_size()
 
     def config() -> dict[str, Any]:
@@ -52,17 +54,21 @@ def start(
         shared = part * x.element_size() + 24 + cluster * threads // 2
         return {**found, **facts, "block": threads, "cluster": cluster, "shared": shared}
 
-    values = losses, stats, d, x, target, counts, rows, columns, x.stride(0), ignore, z
-    launch(KERNEL, lambda c: (c["CLUSTER"] * rows,), *values, config=config, key=columns, NEED=need, MEAN=int(mean))
+    values = losses, stats, d, x, target, counts, count, columns, x.stride(0), ignore, z
+    launch(KERNEL, lambda c: (c["CLUSTER"] * count,), *values, config=config, key=columns, NEED=need, MEAN=int(options["MEAN"]))
 
 
-def fits(x: torch.Tensor, smoothing: float, cap: float, target: torch.Tensor) -> str | None:
-    """What the clusters support; the reason why not."""
-    columns = x.shape[-1]
-    if smoothing or cap:
-        return "it has neither label smoothing nor a softcap"
-    if not COLUMNS[0] < columns <= COLUMNS[1] or columns * x.element_size() > 2 << 20:
+def fits(logits: torch.Tensor, target: torch.Tensor | None = None, *rest: Any) -> str | None:
+    """What the clusters support, of a public call's arguments or a launcher's inputs (forward's are 8); the reason why not."""
+    columns = logits.shape[-1]
+    if not COLUMNS[0] < columns <= COLUMNS[1] or columns * logits.element_size() > 2 << 20:
         return f"it takes rows of {COLUMNS[0] + 1} to {COLUMNS[1]} classes in at most {2 << 20} bytes; these have {columns}"
-    if columns * x.element_size() % 16 or x.data_ptr() % 16 or not x.is_contiguous() or not target.is_contiguous():
+    if columns * logits.element_size() % 16 or logits.data_ptr() % 16 or not logits.is_contiguous():
         return "it copies whole 16 bytes: logits must be contiguous, and begin and their rows end at multiples of 16 bytes"
+    if target is not None and not target.is_contiguous():
+        return "it takes a contiguous target"
+    if len(rest) == 6:
+        _, _, smoothing, _, cap, reduction = rest
+        if smoothing or cap or (reduction == "none" and logits.dtype != torch.float32):
+            return "it has neither label smoothing nor a softcap, and a loss a row in float32 alone"
     return None

@@ -10,6 +10,8 @@ Source: Milakov and Gimelshein, Online normalizer calculation for softmax, 2018 
 
 from __future__ import annotations
 
+from collections.abc import Callable
+from functools import partial
 from typing import Any
 
 import torch
@@ -20,6 +22,7 @@ import triton.language as tl
 from ridgeline import device, tuning
 from ridgeline.boundary import Function, differentiate, first_order, kernel_op, launch
 from ridgeline.op import Case, Cost, Op, RidgelineError, Spec, dtype_name, nbytes, readable
+from ridgeline.ops.loss import _cluster
 from ridgeline.select import eager, run
 from ridgeline.tiles.online_softmax import exact_exp
 
@@ -234,7 +237,7 @@ def _flags(z: float, cap: float, reduction: str) -> dict[str, bool]:
 
 
 def _launch_fwd(
-    loss: torch.Tensor, d: torch.Tensor, stats: torch.Tensor, counts: torch.Tensor, logits: torch.Tensor, target: torch.Tensor,
+    each: Callable[..., None], loss: torch.Tensor, d: torch.Tensor, stats: torch.Tensor, counts: torch.Tensor, logits: torch.Tensor, target: torch.Tensor,
     need: int, ignore: int, smoothing: float, z: float, cap: float, reduction: str,
 ) -> None:  # fmt: skip
     x, t = _planes(logits, target)
@@ -244,8 +247,7 @@ def _launch_fwd(
         losses = torch.empty((rows,), dtype=torch.float32, device=x.device)
     if options["MEAN"]:
         launch(_count, (PARTS.value,), counts, t, rows, inner, *t.stride(), ignore, BLOCK=256, num_warps=4)
-    sizes = rows, x.shape[2], inner, *x.stride()[:2], *t.stride(), ignore, smoothing, z, cap
-    _launch_rows(_fwd, x, losses, stats, d, x, t, counts, *sizes, NEED=need, SMOOTH=smoothing != 0, **options)
+    each(losses, stats, d, x, t, counts, ignore, smoothing, z, cap, need, options)
     if reduction == "none":
         return
     if rows > 65536:
@@ -253,6 +255,14 @@ def _launch_fwd(
         launch(_total, (PARTS.value,), parts, losses, counts, rows, MEAN=False, BLOCK=1024, num_warps=4)
         losses, rows = parts, PARTS.value
     launch(_total, (1,), loss, losses, counts, rows, MEAN=options["MEAN"], BLOCK=4096, num_warps=16)
+
+
+def _rows(
+    losses: torch.Tensor, stats: torch.Tensor, d: torch.Tensor, x: torch.Tensor, t: torch.Tensor, counts: torch.Tensor,
+    ignore: int, smoothing: float, z: float, cap: float, need: int, options: dict[str, bool],
+) -> None:  # fmt: skip
+    sizes = t.numel(), x.shape[2], t.shape[1], *x.stride()[:2], *t.stride(), ignore, smoothing, z, cap
+    _launch_rows(_fwd, x, losses, stats, d, x, t, counts, *sizes, NEED=need, SMOOTH=smoothing != 0, **options)
 
 
 def _launch_bwd(
@@ -421,9 +431,11 @@ def cross_entropy(
     return differentiate(_CrossEntropy, logits, target, dtype, need, *options)
 
 
-def cost(logits: torch.Tensor, target: torch.Tensor, *, reduction: str = "mean", **_: Any) -> tuple[Cost, Cost]:
+def cost(logits: torch.Tensor, target: torch.Tensor, *, reduction: str = "mean", **_: Any) -> tuple[Cost, Cost, Cost]:
+    """Forward alone, backward alone from the logits, and both in a step, which need the logits but once."""
     losses = (target.numel() if reduction == "none" else 1) * logits.element_size()
-    return Cost(nbytes(logits, target), losses, 5 * logits.numel()), Cost(nbytes(logits, target), nbytes(logits), 5 * logits.numel())
+    given, count = nbytes(logits, target), logits.numel()
+    return Cost(given, losses, 5 * count), Cost(given, nbytes(logits), 5 * count), Cost(given, losses + nbytes(logits), 8 * count)
 
 
 class Extreme(Spec):
@@ -469,6 +481,7 @@ CROSS_ENTROPY = Op(
         Case("20x400 extreme", (Extreme(20, 400, high=10000), _labels(20, high=1)), {"z_loss": 1e-4}),
         Case("20x400 extreme, smooth", (Extreme(20, 400, high=10000), _labels(20, high=400)), {"label_smoothing": 0.1}),
         Case("4x50257", (Spec(4, 50257), _labels(4, high=50257)), {"label_smoothing": 0.1}),
+        Case("33x8200 ignored", (Spec(33, 8200), _labels(33, high=8200, some=Ignored)), {"z_loss": 1e-4}),
         Case("64x8192", (Spec(64, 8192), _labels(64, high=8192)), use="quick"),
         *(Case(f"{m}x{n}", (Spec(m, n), _labels(m, high=n)), dtypes=("bfloat16",), use="bench") for m, n in WIDE),
     ],
@@ -481,7 +494,17 @@ CROSS_ENTROPY.kernel(
     "triton",
     "an online pass over a row; for a mean or a sum forward writes the gradient while the row is in L2, and backward is a look at dloss",
     kind="triton",
-    fwd=_launch_fwd,
+    fwd=partial(_launch_fwd, _rows),
     bwd=_launch_bwd,
     served=True,
+)
+CROSS_ENTROPY.kernel(
+    "cuda_cluster",
+    "a row in the shared memory of a cluster of blocks: its loss and its gradient of one reading; backward as before",
+    kind="cuda",
+    fwd=partial(_launch_fwd, _cluster.rows),
+    bwd=_launch_bwd,
+    supports=_cluster.fits,
+    served=True,
+    arch=90,
 )
