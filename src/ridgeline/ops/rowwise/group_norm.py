@@ -26,8 +26,18 @@ from ridgeline.select import eager, run
 
 
 @triton.jit
-def _at(tensor, steps, image, channel, place):
-    return tensor + image * steps[0] + channel * steps[1] + place * steps[2]
+def _grid(BC: tl.constexpr, BS: tl.constexpr, FAR: tl.constexpr):
+    """A tile's channels and places; FAR: its elements lie too far apart for 32 bits."""
+    c, place = tl.arange(0, BC)[:, None], tl.arange(0, BS)[None, :]
+    if FAR:
+        c, place = c.to(tl.int64), place.to(tl.int64)
+    return c, place
+
+
+@triton.jit
+def _at(tensor, steps, image, channel, start, c, place):
+    """Where a tile lies that begins at `channel` and `start`."""
+    return tensor + (image * steps[0] + channel * steps[1] + start * steps[2]) + (c * steps[1] + place * steps[2])
 
 
 @triton.jit
@@ -41,37 +51,71 @@ def _of(parameter, channel, mask, default: tl.constexpr):
 
 
 @triton.jit
-def _fwd(y, mean, rstd, x, w, b, groups, width, size, eps, y_steps, x_steps, BC: tl.constexpr, BS: tl.constexpr, STAGES: tl.constexpr):
+def _fwd(
+    y,
+    mean,
+    rstd,
+    x,
+    w,
+    b,
+    groups,
+    width,
+    size,
+    eps,
+    y_steps,
+    x_steps,
+    FAR: tl.constexpr,
+    BC: tl.constexpr,
+    BS: tl.constexpr,
+    STAGES: tl.constexpr,
+):
     group = tl.program_id(0).to(tl.int64)
     image, first = group // groups, group % groups * width
-    c, place = tl.arange(0, BC)[:, None], tl.arange(0, BS)[None, :].to(tl.int64)
+    c, place = _grid(BC, BS, FAR)
     inside, channel = c < width, first + c
     mask, count = inside & (place < size), width * (size * 1.0)
-    value = tl.load(_at(x, x_steps, image, channel, place), mask=mask, other=0).to(tl.float32)
+    value = tl.load(_at(x, x_steps, image, first, 0, c, place), mask=mask, other=0).to(tl.float32)
     middle = tl.sum(value) / count
     off = tl.where(mask, value - middle, 0.0)
     scale = tl.div_rn(1.0, tl.sqrt_rn(tl.sum(off * off) / count + eps))
     tl.store(mean + group, middle)
     tl.store(rstd + group, scale)
     result = off * scale * _of(w, channel, inside, 1.0) + _of(b, channel, inside, 0.0)
-    tl.store(_at(y, y_steps, image, channel, place), result.to(y.dtype.element_ty), mask=mask)
+    tl.store(_at(y, y_steps, image, first, 0, c, place), result.to(y.dtype.element_ty), mask=mask)
 
 
 @triton.jit
-def _fwd_wide(y, mean, rstd, x, w, b, groups, width, size, eps, y_steps, x_steps, BC: tl.constexpr, BS: tl.constexpr, STAGES: tl.constexpr):
+def _fwd_wide(
+    y,
+    mean,
+    rstd,
+    x,
+    w,
+    b,
+    groups,
+    width,
+    size,
+    eps,
+    y_steps,
+    x_steps,
+    FAR: tl.constexpr,
+    BC: tl.constexpr,
+    BS: tl.constexpr,
+    STAGES: tl.constexpr,
+):
     group = tl.program_id(0).to(tl.int64)
     image, first = group // groups, group % groups * width
-    c, place = tl.arange(0, BC)[:, None], tl.arange(0, BS)[None, :].to(tl.int64)
+    c, place = _grid(BC, BS, FAR)
     across, count = tl.cdiv(size, BS), width * (size * 1.0)
     tiles = tl.cdiv(width, BC) * across
     mask = (c < width) & (place < size)
-    value = tl.load(_at(x, x_steps, image, first + c, place), mask=mask, other=0).to(tl.float32)
+    value = tl.load(_at(x, x_steps, image, first, 0, c, place), mask=mask, other=0).to(tl.float32)
     guess = tl.sum(value) / tl.sum(mask.to(tl.float32))
     total, square = tl.zeros((BC, BS), tl.float32), tl.zeros((BC, BS), tl.float32)
     for tile in tl.range(0, tiles, num_stages=STAGES):
-        c0, s0 = tile // across * BC, tile % across * BS
+        c0, s0 = (tile // across * BC).to(tl.int64), (tile % across * BS).to(tl.int64)
         mask = (c0 + c < width) & (s0 + place < size)
-        at = _at(x, x_steps, image, first + c0 + c, s0 + place)
+        at = _at(x, x_steps, image, first + c0, s0, c, place)
         off = tl.where(mask, tl.load(at, mask=mask, other=0, eviction_policy="evict_last").to(tl.float32) - guess, 0.0)
         total += off
         square += off * off
@@ -82,25 +126,25 @@ def _fwd_wide(y, mean, rstd, x, w, b, groups, width, size, eps, y_steps, x_steps
     tl.store(rstd + group, scale)
     for back in tl.range(0, tiles, num_stages=STAGES):  # the newest in the cache first
         tile = tiles - 1 - back
-        c0, s0 = tile // across * BC, tile % across * BS
+        c0, s0 = (tile // across * BC).to(tl.int64), (tile % across * BS).to(tl.int64)
         channel, inside = first + c0 + c, c0 + c < width
         mask = inside & (s0 + place < size)
-        at = _at(x, x_steps, image, channel, s0 + place)
+        at = _at(x, x_steps, image, first + c0, s0, c, place)
         value = tl.load(at, mask=mask, other=0, eviction_policy="evict_first").to(tl.float32)
         result = (value - middle) * scale * _of(w, channel, inside, 1.0) + _of(b, channel, inside, 0.0)
-        tl.store(_at(y, y_steps, image, channel, s0 + place), result.to(y.dtype.element_ty), mask=mask)
+        tl.store(_at(y, y_steps, image, first + c0, s0, c, place), result.to(y.dtype.element_ty), mask=mask)
 
 
 @triton.jit
-def _bwd(dy, dx, sums, x, w, mean, rstd, groups, width, size, dx_steps, dy_steps, x_steps, BC: tl.constexpr, BS: tl.constexpr, STAGES: tl.constexpr):  # fmt: skip
+def _bwd(dy, dx, sums, x, w, mean, rstd, groups, width, size, dx_steps, dy_steps, x_steps, FAR: tl.constexpr, BC: tl.constexpr, BS: tl.constexpr, STAGES: tl.constexpr):  # fmt: skip
     group = tl.program_id(0).to(tl.int64)
     image, first = group // groups, group % groups * width
-    c, place = tl.arange(0, BC)[:, None], tl.arange(0, BS)[None, :].to(tl.int64)
+    c, place = _grid(BC, BS, FAR)
     inside, channel = c < width, first + c
     mask, count = inside & (place < size), width * (size * 1.0)
     middle, scale, weight = tl.load(mean + group), tl.load(rstd + group), _of(w, channel, inside, 1.0)
-    value = tl.load(_at(x, x_steps, image, channel, place), mask=mask, other=0).to(tl.float32)
-    slope = tl.load(_at(dy, dy_steps, image, channel, place), mask=mask, other=0).to(tl.float32)
+    value = tl.load(_at(x, x_steps, image, first, 0, c, place), mask=mask, other=0).to(tl.float32)
+    slope = tl.load(_at(dy, dy_steps, image, first, 0, c, place), mask=mask, other=0).to(tl.float32)
     value = tl.where(mask, (value - middle) * scale, 0.0)
     dw, db = tl.sum(slope * value, 1)[:, None], tl.sum(slope, 1)[:, None]
     if sums is not None:
@@ -110,25 +154,25 @@ def _bwd(dy, dx, sums, x, w, mean, rstd, groups, width, size, dx_steps, dy_steps
     if dx is not None:
         slant, level = tl.sum(dw * weight) / count, tl.sum(db * weight) / count
         result = scale * (slope * weight - level - value * slant)
-        tl.store(_at(dx, dx_steps, image, channel, place), result.to(dx.dtype.element_ty), mask=mask)
+        tl.store(_at(dx, dx_steps, image, first, 0, c, place), result.to(dx.dtype.element_ty), mask=mask)
 
 
 @triton.jit
-def _bwd_wide(dy, dx, sums, x, w, mean, rstd, groups, width, size, dx_steps, dy_steps, x_steps, BC: tl.constexpr, BS: tl.constexpr, STAGES: tl.constexpr):  # fmt: skip
+def _bwd_wide(dy, dx, sums, x, w, mean, rstd, groups, width, size, dx_steps, dy_steps, x_steps, FAR: tl.constexpr, BC: tl.constexpr, BS: tl.constexpr, STAGES: tl.constexpr):  # fmt: skip
     group = tl.program_id(0).to(tl.int64)
     image, first = group // groups, group % groups * width
-    c, place = tl.arange(0, BC)[:, None], tl.arange(0, BS)[None, :].to(tl.int64)
+    c, place = _grid(BC, BS, FAR)
     across, count = tl.cdiv(size, BS), width * (size * 1.0)
     tiles = tl.cdiv(width, BC) * across
     middle, scale = tl.load(mean + group), tl.load(rstd + group)
     dw, db = tl.zeros((BC, 1), tl.float32), tl.zeros((BC, 1), tl.float32)
     slant, level = tl.zeros((BC, 1), tl.float32), tl.zeros((BC, 1), tl.float32)
     for tile in tl.range(0, tiles, num_stages=STAGES):
-        c0, s0 = tile // across * BC, tile % across * BS
+        c0, s0 = (tile // across * BC).to(tl.int64), (tile % across * BS).to(tl.int64)
         channel, inside = first + c0 + c, c0 + c < width
         mask = inside & (s0 + place < size)
-        value = tl.load(_at(x, x_steps, image, channel, s0 + place), mask=mask, other=0, eviction_policy="evict_last").to(tl.float32)
-        slope = tl.load(_at(dy, dy_steps, image, channel, s0 + place), mask=mask, other=0, eviction_policy="evict_last").to(tl.float32)
+        value = tl.load(_at(x, x_steps, image, first + c0, s0, c, place), mask=mask, other=0, eviction_policy="evict_last").to(tl.float32)
+        slope = tl.load(_at(dy, dy_steps, image, first + c0, s0, c, place), mask=mask, other=0, eviction_policy="evict_last").to(tl.float32)
         some_dw, some_db = tl.sum(slope * ((value - middle) * scale), 1)[:, None], tl.sum(slope, 1)[:, None]
         dw, db = tl.where(s0 == 0, some_dw, dw + some_dw), tl.where(s0 == 0, some_db, db + some_db)
         if sums is not None:  # the last tile of a channel leaves its whole sums
@@ -142,14 +186,14 @@ def _bwd_wide(dy, dx, sums, x, w, mean, rstd, groups, width, size, dx_steps, dy_
         along, height = tl.sum(slant) / count, tl.sum(level) / count
         for back in tl.range(0, tiles, num_stages=STAGES):  # the newest in the cache first
             tile = tiles - 1 - back
-            c0, s0 = tile // across * BC, tile % across * BS
+            c0, s0 = (tile // across * BC).to(tl.int64), (tile % across * BS).to(tl.int64)
             channel, inside = first + c0 + c, c0 + c < width
             mask = inside & (s0 + place < size)
-            value = tl.load(_at(x, x_steps, image, channel, s0 + place), mask=mask, other=0, eviction_policy="evict_first")
-            slope = tl.load(_at(dy, dy_steps, image, channel, s0 + place), mask=mask, other=0, eviction_policy="evict_first")
+            value = tl.load(_at(x, x_steps, image, first + c0, s0, c, place), mask=mask, other=0, eviction_policy="evict_first")
+            slope = tl.load(_at(dy, dy_steps, image, first + c0, s0, c, place), mask=mask, other=0, eviction_policy="evict_first")
             value = (value.to(tl.float32) - middle) * scale
             result = scale * (slope.to(tl.float32) * _of(w, channel, inside, 1.0) - height - value * along)
-            tl.store(_at(dx, dx_steps, image, channel, s0 + place), result.to(dx.dtype.element_ty), mask=mask)
+            tl.store(_at(dx, dx_steps, image, first + c0, s0, c, place), result.to(dx.dtype.element_ty), mask=mask)
 
 
 @triton.jit
@@ -169,7 +213,9 @@ def _bwd_weights(sums, dw, db, images, channels, BM: tl.constexpr, BN: tl.conste
         tl.store(db + channel, tl.sum(whole_db, 0)[None, :].to(db.dtype.element_ty), mask=channel < channels)
 
 
-WHOLE = {_fwd: 32768, _bwd: 16384}  # elements of a group, its sides rounded up to powers of two, that a block holds in registers
+WHOLE = {_fwd: 16384, _bwd: 8192}  # elements of a group, its sides rounded up to powers of two, that a block holds in registers
+
+FAR = 65535  # of a step, in elements: beyond it a tile of 32768 elements may span 2**31
 
 
 def _planes(x: torch.Tensor) -> torch.Tensor:
@@ -186,8 +232,7 @@ def _launch(kernel: Any, wide: Any, x: torch.Tensor, groups: int, args: tuple[An
     images, channels, size = x.shape
     width, last, dtype, where = channels // groups, x.stride(1) < x.stride(2), x.dtype, device.of(x)
     bc, bs = power(max(width, 1)), power(max(size, 1))
-    most, inputs = WHOLE[kernel], 1 if kernel is _fwd else 2
-    whole = bc * bs <= most
+    whole, inputs, odd = bc * bs <= WHOLE[kernel], 1 if kernel is _fwd else 2, (width if last else size) % 8 > 0
 
     def space() -> list[tuning.Config]:
         sizes, stages = ((bc * bs,), (1,)) if whole else ((2048, 4096, 8192, 16384, 32768), (1, 2, 3))
@@ -195,13 +240,14 @@ def _launch(kernel: Any, wide: Any, x: torch.Tensor, groups: int, args: tuple[An
         return [c for c in found if c["num_warps"] * where.warp <= 1024 and 4 <= c["TILE"] * inputs // (c["num_warps"] * where.warp) <= 64]
 
     def rule() -> tuning.Config:
-        """Whole groups: 16 values a thread. Chunks: large ones, so that few programs fill a multiprocessor and the cache keeps
-        what they read again; backward, which sums up after each chunk, has the next on its way."""
-        tile, ahead = (bc * bs, False) if whole else (16384 // inputs, inputs == 2 and where.backend == "cuda")
+        """16 values a thread. Chunks are large, so that few programs fill a multiprocessor and the cache keeps what they read
+        again (half as large where rows are not aligned, which takes more registers); backward, which adds up after each, has the
+        next on its way meanwhile."""
+        tile, ahead = (bc * bs, False) if whole else (16384 // inputs // (1 + odd), inputs == 2 and where.backend == "cuda")
         return {"TILE": tile, "num_warps": min(1024 // where.warp, max(1, tile // (16 * where.warp))), "STAGES": 1 + ahead}
 
     def config() -> dict[str, Any]:
-        key = key_of(dtype, bc, bs, "last" if last else "first")
+        key = key_of(dtype, bc, bs, "last" if last else "first", *["odd"] * odd)
         found = dict(tuning.config(where, "group_norm", (kernel if whole else wide).__name__[1:], key, rule, space))
         tile = found.pop("TILE")
         if last:
@@ -209,7 +255,9 @@ def _launch(kernel: Any, wide: Any, x: torch.Tensor, groups: int, args: tuple[An
         return {"BC": min(bc, max(1, tile // bs)), "BS": min(bs, tile), **found}
 
     steps = [None if t is None else t.stride() for t in planes]
-    launch(kernel if whole else wide, (images * groups,), *args, groups, width, size, *facts, *steps, config=config, key=(bc, bs, last))
+    far = max(max(s[1:]) for s in steps if s) > FAR
+    chosen, grid, key = kernel if whole else wide, (images * groups,), (bc, bs, last, odd)
+    launch(chosen, grid, *args, groups, width, size, *facts, *steps, config=config, key=key, FAR=far)
 
 
 def _launch_fwd(y: torch.Tensor, mean: torch.Tensor, rstd: torch.Tensor, x: torch.Tensor, w: Any, b: Any, groups: int, eps: float) -> None:
@@ -270,7 +318,7 @@ class _GroupNorm(Function):
 
 
 def reference(x: torch.Tensor, num_groups: int, weight: Any = None, bias: Any = None, eps: float = 1e-5) -> torch.Tensor:
-    rows = x.unflatten(1, (num_groups, -1)).flatten(2)
+    rows = x.to(torch.promote_types(x.dtype, torch.float32)).unflatten(1, (num_groups, -1)).flatten(2)
     off = rows - rows.mean(-1, keepdim=True)
     y = (off * torch.rsqrt(off.square().mean(-1, keepdim=True) + eps)).reshape(x.shape)
     each = (-1, *[1] * (x.dim() - 2))
@@ -339,10 +387,6 @@ def _case(name: str, x: Spec, groups: int, dtype: str | None = None, **facts: An
     return Case(name, (x, groups, Spec(channels, dtype=dtype), Spec(channels, dtype=dtype)), **facts)
 
 
-def _full_precision(x: torch.Tensor, *_: Any) -> str | None:
-    return "rounding after every pass breaks the law in half precision" if x.dtype in (torch.float16, torch.bfloat16) else None
-
-
 BENCH: dict[str, Any] = {"dtypes": ("bfloat16", "float32"), "use": "bench"}
 GROUP_NORM = Op(
     group_norm,
@@ -363,7 +407,7 @@ GROUP_NORM = Op(
     ],
 )
 
-GROUP_NORM.eager("naive", "the formula in eager PyTorch: eight passes over memory", reference, supports=_full_precision)
+GROUP_NORM.eager("naive", "the formula in eager PyTorch, in float32: ten passes over memory", reference)
 GROUP_NORM.eager("torch", "PyTorch's own kernels: statistics, then a pass that scales", _torch, served=True)
 GROUP_NORM.compiled("the formula fused by torch.compile")
 GROUP_NORM.kernel(
