@@ -1,0 +1,260 @@
+"""rope: rotary position embedding: pairs (a, b) of a head's first dimensions are turned by an angle that grows with the position.
+
+    a' = a cos - b sin,  b' = b cos + a sin            backward: the same by the negative angle
+
+Pairs are (x_i, x_{i + r}) (half-split) or (x_{2i}, x_{2i + 1}) (interleaved) for i < r; dimensions from 2r on pass through.
+One launch for q and k: a program takes some heads at some positions, whose cosines and sines it reads once. The floor is q and
+k read once and written once. Source: Su et al., RoFormer: Enhanced Transformer with Rotary Position Embedding, 2021
+(arXiv:2104.09864).
+"""
+
+from __future__ import annotations
+
+from functools import partial
+from typing import Any
+
+import torch
+import triton
+import triton.language as tl
+
+from ridgeline import device, tuning
+from ridgeline.boundary import Function, differentiate, first_order, kernel_op, launch
+from ridgeline.op import Case, Cost, Op, RidgelineError, Spec, dtype_name, nbytes, readable
+from ridgeline.select import eager, run
+
+Pair = tuple[torch.Tensor, torch.Tensor]
+
+
+@triton.jit
+def _turned(y, x, c, s, fault, head, heads, at, seq, y_strides, x_strides, D: tl.constexpr, R: tl.constexpr, INTERLEAVED: tl.constexpr, BH: tl.constexpr, BS: tl.constexpr, BR: tl.constexpr):  # fmt: skip
+    """Turns heads from `head` on at positions `at`; c, s: (1, BS, BR); fault: (1, BS, 1), 0 or NaN."""
+    h = (head + tl.arange(0, BH)).to(tl.int64)[:, None, None]
+    rows = (h < heads) & (at < seq)
+    x += h * x_strides[1] + at * x_strides[2]
+    y += h * y_strides[1] + at * y_strides[2]
+    if INTERLEAVED:
+        column = tl.arange(0, 2 * BR)[None, None, :]
+        mask = rows & (column < 2 * R)
+        values = tl.load(x + column * x_strides[3], mask=mask).to(tl.float32)
+        a, b = tl.split(tl.reshape(values, (BH, BS, BR, 2)))
+        turned = tl.reshape(tl.join(a * c - b * s, b * c + a * s), (BH, BS, 2 * BR))
+        tl.store(y + column * y_strides[3], turned.to(y.dtype.element_ty), mask=mask)
+    else:
+        column = tl.arange(0, BR)[None, None, :]
+        mask = rows & (column < R)
+        a = tl.load(x + column * x_strides[3], mask=mask).to(tl.float32)
+        b = tl.load(x + (column + R) * x_strides[3], mask=mask).to(tl.float32)
+        tl.store(y + column * y_strides[3], (a * c - b * s).to(y.dtype.element_ty), mask=mask)
+        tl.store(y + (column + R) * y_strides[3], (b * c + a * s).to(y.dtype.element_ty), mask=mask)
+    for start in tl.static_range(2 * R, D, BR):
+        column = start + tl.arange(0, BR)[None, None, :]
+        mask = rows & (column < D)
+        values = tl.load(x + column * x_strides[3], mask=mask).to(tl.float32) + fault
+        tl.store(y + column * y_strides[3], values.to(y.dtype.element_ty), mask=mask)
+
+
+@triton.jit
+def _fwd(yq, yk, q, k, cos, sin, positions, seq, length, q_heads, k_heads, yq_strides, yk_strides, q_strides, k_strides, cos_strides, sin_strides, position_strides, D: tl.constexpr, R: tl.constexpr, INTERLEAVED: tl.constexpr, BACK: tl.constexpr, BH: tl.constexpr, BS: tl.constexpr, BR: tl.constexpr):  # fmt: skip
+    of_q = tl.cdiv(q_heads, BH)
+    groups = of_q + tl.cdiv(k_heads, BH)
+    tiles = tl.cdiv(seq, BS)
+    group = tl.program_id(0) % groups
+    tile = tl.program_id(0) // groups
+    batch = (tile // tiles).to(tl.int64)
+    at = ((tile % tiles) * BS + tl.arange(0, BS)).to(tl.int64)
+    column = tl.arange(0, BR)[None, :]
+    place = at
+    known = at < seq
+    fault = tl.zeros((BS,), tl.float32)
+    if positions is not None:
+        place = tl.load(positions + batch * position_strides[0] + at * position_strides[1], mask=known, other=0)
+        fault = tl.where((place >= 0) & (place < length), 0.0, float("nan"))
+        place = tl.minimum(tl.maximum(place, 0), length - 1)
+    mask = known[:, None] & (column < R)
+    c = tl.load(cos + place[:, None] * cos_strides[0] + column * cos_strides[1], mask=mask, other=0).to(tl.float32)
+    s = tl.load(sin + place[:, None] * sin_strides[0] + column * sin_strides[1], mask=mask, other=0).to(tl.float32)
+    c = (c + fault[:, None])[None, :, :]
+    s = s[None, :, :]
+    if BACK:
+        s = -s
+    if group < of_q:
+        _turned(yq + batch * yq_strides[0], q + batch * q_strides[0], c, s, fault[None, :, None], group * BH, q_heads, at[None, :, None], seq, yq_strides, q_strides, D, R, INTERLEAVED, BH, BS, BR)  # fmt: skip
+    else:
+        _turned(yk + batch * yk_strides[0], k + batch * k_strides[0], c, s, fault[None, :, None], (group - of_q) * BH, k_heads, at[None, :, None], seq, yk_strides, k_strides, D, R, INTERLEAVED, BH, BS, BR)  # fmt: skip
+
+
+_SPACE = [{"BH": h, "BS": s, "num_warps": w} for h in (1, 2, 4, 8) for s in (4, 8, 16, 32, 64) for w in (2, 4, 8)]
+
+
+def _launch(back: bool, yq: torch.Tensor, yk: torch.Tensor, *args: Any) -> None:
+    q, k, cos, sin, positions, interleaved = args
+    (batch, q_heads, seq, d), k_heads, (length, r) = q.shape, k.shape[1], cos.shape
+    br = triton.next_power_of_2(r)
+
+    def config() -> tuning.Config:
+        def rule() -> tuning.Config:
+            """64 elements of two bytes, or 32 of four, a thread; four heads share their cosines."""
+            return {"BH": 4, "BS": max(1, 8192 // (br * 4 * q.element_size())), "num_warps": 4}
+
+        key = f"{dtype_name(q)} {br}{' interleaved' if interleaved else ''}"
+        return tuning.config(device.of(q), "rope", "turn", key, rule, lambda: _SPACE)
+
+    def grid(c: tuning.Config) -> tuple[int]:
+        return (batch * triton.cdiv(seq, c["BS"]) * (triton.cdiv(q_heads, c["BH"]) + triton.cdiv(k_heads, c["BH"])),)
+
+    steps = (0, 0) if positions is None else (0, positions.stride(0)) if positions.dim() == 1 else positions.stride()
+    strides = [t.stride() for t in (yq, yk, q, k, cos, sin)]
+    numbers = seq, length, q_heads, k_heads
+    shape = {"D": d, "R": r, "INTERLEAVED": interleaved, "BACK": back, "BR": br}
+    launch(_fwd, grid, yq, yk, q, k, cos, sin, positions, *numbers, *strides, steps, config=config, key=br, **shape)
+
+
+@kernel_op("rope_turn(Tensor q, Tensor k, Tensor cos, Tensor sin, Tensor? positions, bool interleaved, bool back, str? impl) -> (Tensor, Tensor)")  # fmt: skip
+def _turn(q: torch.Tensor, k: torch.Tensor, *args: Any) -> Pair:
+    *rest, back, impl = args
+    out = torch.empty_like(q), torch.empty_like(k)
+    run(ROPE, "bwd" if back else "fwd", impl, out, q, k, *rest)
+    return out
+
+
+class _Rope(Function):
+    @staticmethod
+    def forward(ctx: Any, q: torch.Tensor, k: torch.Tensor, cos: torch.Tensor, sin: torch.Tensor, *rest: Any) -> Pair:
+        positions, interleaved, impl = rest
+        ctx.save_for_backward(cos, sin, positions)
+        ctx.facts = interleaved, impl
+        return _turn(q, k, cos, sin, positions, interleaved, False, impl)
+
+    @staticmethod
+    @first_order
+    def backward(ctx: Any, dq: torch.Tensor, dk: torch.Tensor) -> Any:
+        wanted, (interleaved, impl) = ctx.needs_input_grad, ctx.facts
+        dq, dk = _turn(dq, dk, *ctx.saved_tensors, interleaved, True, impl)
+        return dq if wanted[0] else None, dk if wanted[1] else None, None, None, None, None, None
+
+
+def reference(
+    q: torch.Tensor,
+    k: torch.Tensor,
+    cos: torch.Tensor,
+    sin: torch.Tensor,
+    *,
+    positions: torch.Tensor | None = None,
+    interleaved: bool = False,
+) -> Pair:
+    r = cos.shape[1]
+    c, s = (t[: q.shape[2]] if positions is None else t[positions].unsqueeze(-3) for t in (cos, sin))
+
+    def turned(x: torch.Tensor) -> torch.Tensor:
+        a, b = (x[..., 0 : 2 * r : 2], x[..., 1 : 2 * r : 2]) if interleaved else (x[..., :r], x[..., r : 2 * r])
+        pairs = a * c - b * s, b * c + a * s
+        front = torch.stack(pairs, -1).flatten(-2) if interleaved else torch.cat(pairs, -1)
+        return torch.cat((front, x[..., 2 * r :]), -1).to(x.dtype)
+
+    return turned(q), turned(k)
+
+
+def rope(
+    q: torch.Tensor,
+    k: torch.Tensor,
+    cos: torch.Tensor,
+    sin: torch.Tensor,
+    *,
+    positions: torch.Tensor | None = None,
+    interleaved: bool = False,
+    impl: str | None = None,
+) -> Pair:
+    """q and k with rotary position embedding, as new tensors of their shapes and dtypes.
+
+    q: (b, hq, s, d). k: (b, hk, s, d). Any strides; d even. cos, sin: (max_seq, r), of any floating dtype and without gradients,
+    one column for each pair of the first 2r <= d dimensions. positions: (b, s) or (s), int64, rows of cos and sin; None is
+    0, 1, ..., s - 1. On a GPU a row whose position is not below max_seq comes out as NaN.
+    interleaved: pairs are neighbours, not halves. Raises RidgelineError where an argument is none of these, on a CPU for
+    positions out of range too, or where `impl` cannot run the call.
+    """
+    _check(q, k, cos, sin, positions)
+    plain = eager(ROPE, impl, q, k, cos, sin)
+    if plain is not None and plain.call is not None:
+        return plain.call(q, k, cos, sin, positions=positions, interleaved=interleaved)
+    if torch.is_grad_enabled() and (q.requires_grad or k.requires_grad):
+        return differentiate(_Rope, q, k, cos, sin, positions, interleaved, impl)
+    return _turn(q, k, cos, sin, positions, interleaved, False, impl)
+
+
+def _check(q: torch.Tensor, k: torch.Tensor, cos: torch.Tensor, sin: torch.Tensor, positions: torch.Tensor | None) -> None:
+    """Raises where the inputs do not fit together."""
+    for name, t in (("q", q), ("k", k), ("cos", cos), ("sin", sin)):
+        if not isinstance(t, torch.Tensor) or not t.is_floating_point():
+            raise RidgelineError(f"rope: {name} must be a floating-point tensor, and is {getattr(t, 'dtype', type(t).__name__)}")
+        if t.device != q.device:
+            raise RidgelineError(f"rope: {name} is on {t.device} and q on {q.device}; one device is needed")
+    shape, other = q.shape, k.shape
+    if len(shape) != 4 or len(other) != 4 or shape[0] != other[0] or shape[2:] != other[2:]:
+        raise RidgelineError(f"rope: q must be (b, hq, s, d) and k (b, hk, s, d), and they are {tuple(shape)} and {tuple(other)}")
+    batch, _, seq, d = shape
+    if cos.dim() != 2 or cos.shape != sin.shape:
+        raise RidgelineError(f"rope: cos and sin must be (max_seq, r) both, and are {tuple(cos.shape)} and {tuple(sin.shape)}")
+    length, r = cos.shape
+    if d % 2 or not 0 < 2 * r <= d:
+        raise RidgelineError(f"rope: head dimensions must be even, with a column of cos for each of at most d/2 pairs; d is {d}, and cos has {r}")  # fmt: skip
+    if torch.is_grad_enabled() and (cos.requires_grad or sin.requires_grad):
+        raise RidgelineError("rope: cos and sin have no gradients, and require them; give them detached")
+    if positions is None:
+        if seq > length:
+            raise RidgelineError(f"rope: cos has rows for {length} positions, and the sequence is {seq} long")
+        return
+    if positions.dtype != torch.int64 or positions.shape not in ((seq,), (batch, seq)):
+        raise RidgelineError(f"rope: positions must be int64, ({seq}) or ({batch}, {seq}), and are {positions.dtype} {tuple(positions.shape)}")  # fmt: skip
+    if positions.device != q.device:
+        raise RidgelineError(f"rope: positions are on {positions.device} and q on {q.device}; one device is needed")
+    if readable(positions) and positions.numel() and not (0 <= positions.min() and positions.max() < length):
+        raise RidgelineError(f"rope: positions must be from 0 to {length - 1}, and are from {positions.min()} to {positions.max()}")
+
+
+def cost(q: torch.Tensor, k: torch.Tensor, cos: torch.Tensor, sin: torch.Tensor, **options: Any) -> tuple[Cost, Cost]:
+    r, seq, positions = cos.shape[1], q.shape[2], options.get("positions")
+    angles = 2 * min(seq, cos.shape[0]) * r * cos.element_size() + (0 if positions is None else nbytes(positions))
+    pairs = (q.numel() + k.numel()) // q.shape[3] * r
+    both = Cost(nbytes(q, k) + angles, nbytes(q, k), 6 * pairs)
+    return both, both
+
+
+def _case(name: str, q: tuple[int, ...], heads: int, table: tuple[int, int], dtype: str | None = None, **facts: Any) -> Case:
+    tables = (Spec(*table, dtype=dtype, grad=False), Spec(*table, dtype=dtype, grad=False))
+    return Case(name, (Spec(*q), Spec(q[0], heads, *q[2:]), *tables), **facts)
+
+
+INTERLEAVED = {"interleaved": True}
+ROPE = Op(
+    rope,
+    reference=reference,
+    cost=cost,
+    cases=[
+        _case("2x4x33x16", (2, 4, 33, 16), 2, (40, 8)),
+        _case("2x4x33x16 interleaved", (2, 4, 33, 16), 2, (40, 8), kwargs=INTERLEAVED),
+        _case("1x3x17x22 partial, float32 angles", (1, 3, 17, 22), 1, (17, 5), "float32"),
+        _case(
+            "2x5x9x40 partial interleaved at positions",
+            (2, 5, 9, 40),
+            5,
+            (50, 12),
+            kwargs=INTERLEAVED | {"positions": Spec(2, 9, dtype="int64", high=50)},
+        ),
+        _case("2x2x9x16 at positions", (2, 2, 9, 16), 1, (50, 8), kwargs={"positions": Spec(9, dtype="int64", high=50)}),
+        _case("1x8x256x64", (1, 8, 256, 64), 2, (256, 32), use="quick"),
+        _case("4x32x4096x128", (4, 32, 4096, 128), 8, (4096, 64), dtypes=("bfloat16",), use="bench"),
+        _case("4x32x4096x128 interleaved", (4, 32, 4096, 128), 8, (4096, 64), kwargs=INTERLEAVED, dtypes=("bfloat16",), use="bench"),
+        _case("4x32x4096x128 partial", (4, 32, 4096, 128), 8, (4096, 32), dtypes=("bfloat16",), use="bench"),
+    ],
+)
+
+ROPE.eager("naive", "the formula in eager PyTorch: some twenty kernels, each a pass over memory", reference, served=True)
+ROPE.compiled("the formula fused by torch.compile, a kernel for q and one for k")
+ROPE.kernel(
+    "triton",
+    "q and k in one launch; heads share the cosines and sines that a program reads",
+    kind="triton",
+    served=True,
+    fwd=partial(_launch, False),
+    bwd=partial(_launch, True),
+)
