@@ -273,8 +273,8 @@ def _launch_bwd(dx: Any, dw: Any, db: Any, dy: torch.Tensor, x: torch.Tensor, w:
     # The first argument of a launch is a tensor, so the gradient that may be missing is not.
     _launch(_bwd, _bwd_wide, x, groups, (dy, dx, sums, x, _dense(w), mean, rstd), (), dx, dy, x)
     if sums is not None:
-        block = {"BM": 64, "BN": 32, "num_warps": 4}
-        launch(_bwd_weights, (ceil(channels, 32),), sums, dw if need & 2 else None, db if need & 4 else None, images, channels, **block)
+        dw, db = dw if need & 2 else None, db if need & 4 else None
+        launch(_bwd_weights, (ceil(channels, 32),), sums, dw, db, images, channels, BM=64, BN=32, num_warps=4)
 
 
 @kernel_op("group_norm_fwd(Tensor x, Tensor? w, Tensor? b, int groups, float eps, ScalarType? dtype, str? impl) -> (Tensor, Tensor, Tensor)")  # fmt: skip
@@ -361,8 +361,8 @@ def _torch(x: torch.Tensor, num_groups: int, weight: Any = None, bias: Any = Non
         weight = torch.ones_like(bias)  # torch's backward fails with a bias alone
     if all([p is None or p.dtype == x.dtype for p in (weight, bias)]):
         return torch.group_norm(x, num_groups, weight, bias, eps)
-    wide = [None if p is None else p.float() for p in (weight, bias)]  # torch's CUDA kernel takes one dtype
-    return torch.group_norm(x.float(), num_groups, *wide, eps).to(x.dtype)
+    w, b = [None if p is None else p.float() for p in (weight, bias)]  # torch's CUDA kernel takes one dtype
+    return torch.group_norm(x.float(), num_groups, w, b, eps).to(x.dtype)
 
 
 def cost(x: torch.Tensor, num_groups: int, weight: Any = None, bias: Any = None, eps: float = 1e-5) -> tuple[Cost, Cost]:
