@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import importlib
 import os
-from collections.abc import Callable
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, field
 from functools import cache
 from pathlib import Path
@@ -49,7 +49,9 @@ class Spec:
 
 @dataclass(frozen=True)
 class Case:
-    """One call of an op. `use` says what for: "check" (small, awkward), "bench" (recorded on a GPU), "quick" (timed on a laptop)."""
+    """One call of an op. `use` says what for: "check" (small, awkward), "bench" (recorded on a GPU), "quick" (timed on a laptop).
+
+    args, kwargs: the public arguments; a `Spec`, or a list of them, stands for random tensors."""
 
     name: str
     args: tuple[Any, ...]
@@ -62,8 +64,13 @@ class Case:
         generator = None
         if torch.device(device).type != "meta":
             generator = torch.Generator(device).manual_seed(seed)
-        args = [a.make(getattr(torch, dtype), device, generator) if isinstance(a, Spec) else a for a in self.args]
-        return args, dict(self.kwargs)
+
+        def made(value: Any) -> Any:
+            if isinstance(value, list):
+                return [made(v) for v in value]
+            return value.make(getattr(torch, dtype), device, generator) if isinstance(value, Spec) else value
+
+        return [made(a) for a in self.args], {k: made(v) for k, v in self.kwargs.items()}
 
 
 @dataclass(frozen=True)
@@ -87,6 +94,23 @@ def nbytes(*tensors: torch.Tensor) -> int:
 def readable(tensor: torch.Tensor) -> bool:
     """Whether the host may read a tensor's values to validate them: on a CPU, anywhere with RIDGELINE_CHECK=1; not while tracing."""
     return (tensor.is_cpu or CHECK) and not (tensor.is_meta or torch.compiler.is_compiling()) and type(tensor) is torch.Tensor
+
+
+def tensors_of(values: Iterable[Any]) -> list[torch.Tensor]:
+    """The tensors among arguments, those in lists too, in order."""
+    found: list[torch.Tensor] = []
+    for value in values:
+        if isinstance(value, torch.Tensor):
+            found.append(value)
+        elif isinstance(value, list | tuple):
+            found += tensors_of(value)
+    return found
+
+
+def _copy(value: Any) -> Any:
+    if isinstance(value, torch.Tensor):
+        return value.detach().clone().requires_grad_(value.requires_grad)
+    return [_copy(v) for v in value] if isinstance(value, list | tuple) else value
 
 
 def dtype_name(tensor: torch.Tensor) -> str:
@@ -131,8 +155,11 @@ class Op:
 
     function: the public function; it takes `impl=None` as its last keyword.
     reference: plain PyTorch with the function's arguments; in float64 it is the oracle.
-    cost: f(*args, **kwargs) -> (forward Cost, backward Cost or None), without touching data (meta tensors will do).
+    cost: f(*args, **kwargs) -> (forward Cost, backward Cost or None), without touching data (meta tensors will do); a third Cost is of
+        forward and backward in one step, where together they need less than each alone.
     roof: "copy" for an op that is itself a roof of the machine.
+    mutates: positions of the arguments (tensors, or lists of them) that the function changes in place: they count as results
+    after what it returns.
     """
 
     def __init__(
@@ -141,10 +168,12 @@ class Op:
         *,
         reference: Callable[..., Any],
         cases: list[Case],
-        cost: Callable[..., tuple[Cost, Cost | None]],
+        cost: Callable[..., tuple[Cost, Cost | None] | tuple[Cost, Cost, Cost]],
         roof: str | None = None,
+        mutates: tuple[int, ...] = (),
     ):
         self.function, self.reference, self.cases, self.cost, self.roof = function, reference, cases, cost, roof
+        self.mutates = mutates
         self.name = function.__name__
         self.family = function.__module__.removeprefix("ridgeline.ops.").split(".")[0]
         self.implementations: dict[str, Implementation] = {}
@@ -176,6 +205,10 @@ class Op:
         self.implementations[name] = implementation
         if implementation.served:
             self.kernel_dtypes |= {getattr(torch, d) for d in implementation.dtypes}
+
+    def fresh(self, args: Sequence[Any]) -> list[Any]:
+        """The arguments, with copies of what a call changes in place."""
+        return [_copy(a) if n in self.mutates else a for n, a in enumerate(args)]
 
     def case(self, name: str) -> Case:
         for case in self.cases:

@@ -81,7 +81,7 @@ def launches(
     import torch
 
     from ridgeline import boundary, device
-    from ridgeline.op import RidgelineError
+    from ridgeline.op import RidgelineError, tensors_of
 
     if arch not in device.KNOWN:
         raise RidgelineError(f"there is no architecture {arch!r} to compile for; there are {', '.join(device.KNOWN)}")
@@ -97,8 +97,8 @@ def launches(
         args, kwargs = case.make(dtype, "meta")
         with boundary.observe(lambda launch: seen.append(("forward", launch))):
             result = implementation(*args, **kwargs)
-        outputs = [t for t in (result if isinstance(result, tuple | list) else [result]) if t.requires_grad]
-        wanted = [a for a in args if isinstance(a, torch.Tensor) and a.requires_grad]
+        outputs = [t for t in tensors_of([result]) if t.requires_grad]
+        wanted = [a for a in tensors_of(args) if a.requires_grad]
         if "backward" in directions and "bwd" in implementation.launchers and outputs and wanted:
             with boundary.observe(lambda launch: seen.append(("backward", launch))):
                 torch.autograd.grad(outputs, wanted, [torch.empty_like(t) for t in outputs], allow_unused=True)

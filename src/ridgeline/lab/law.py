@@ -19,7 +19,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from ridgeline.op import Op, RidgelineError
+from ridgeline.op import Op, RidgelineError, tensors_of
 
 CHUNK = 1 << 24
 SLICED = 1 << 31
@@ -212,19 +212,30 @@ class Standard:
 
 
 def as_tuple(result: Any) -> tuple[Tensor, ...]:
+    if result is None:
+        return ()
     return tuple(result) if isinstance(result, tuple | list) else (result,)
 
 
 def leaves(args: Sequence[Any]) -> list[Tensor]:
     """The arguments that gradients are taken of."""
-    return [a for a in args if isinstance(a, Tensor) and a.requires_grad]
+    return [a for a in tensors_of(args) if a.requires_grad]
 
 
 def _cast(value: Any, dtype: torch.dtype) -> Any:
     """A floating argument in another dtype, as a leaf of its own; a dtype given as an argument becomes that dtype too."""
     if isinstance(value, Tensor) and value.is_floating_point():
         return value.detach().to(dtype, copy=True, memory_format=torch.contiguous_format).requires_grad_(value.requires_grad)
+    if isinstance(value, list):
+        return [_cast(v, dtype) for v in value]
     return dtype if isinstance(value, torch.dtype) and value.is_floating_point else value
+
+
+def _widen(value: Any) -> Any:
+    """A half-precision argument in float32."""
+    if isinstance(value, list):
+        return [_widen(v) for v in value]
+    return value.float() if isinstance(value, Tensor) and value.dtype in (torch.float16, torch.bfloat16) else value
 
 
 def _move(exact: Tensor, eps: float, dice: torch.Generator) -> None:
@@ -244,8 +255,8 @@ class Law:
     """
 
     def __init__(self, op: Op, args: Sequence[Any], kwargs: dict[str, Any] | None = None, *, seed: int = 1):
-        self.op, self.args, self.kwargs = op, list(args), dict(kwargs or {})
-        self.dice = torch.Generator(next(a for a in args if isinstance(a, Tensor)).device).manual_seed(seed)
+        self.op, self.args, self.kwargs = op, op.fresh(args), dict(kwargs or {})
+        self.dice = torch.Generator(tensors_of(args)[0].device).manual_seed(seed)
         self.incoming: list[Tensor | None] = []
         self.rows: Tensor | None = self._slices()
         small = [self._narrow(a) for a in self.args]
@@ -269,7 +280,7 @@ class Law:
 
     def _slices(self) -> Tensor | None:
         """The rows that are checked where a tensor is too big to be checked whole."""
-        tensors = [a for a in self.args if isinstance(a, Tensor)]
+        tensors = tensors_of(self.args)
         if max(t.numel() for t in tensors) <= SLICED:
             return None
         self.length = tensors[0].shape[0]
@@ -278,6 +289,8 @@ class Law:
         return torch.cat([torch.arange(start, start + some, device=tensors[0].device) for start in starts])
 
     def _narrow(self, value: Any) -> Any:
+        if isinstance(value, list):
+            return [self._narrow(v) for v in value]
         if self.rows is None or not isinstance(value, Tensor) or not value.dim() or value.shape[0] != self.length:
             return value
         return value.detach()[self.rows].requires_grad_(value.requires_grad)
@@ -285,14 +298,14 @@ class Law:
     def _torch(self, small: list[Any]) -> Result:
         """What torch's own op gives in this dtype; where there is none, the reference with float32 inside."""
         if "torch" in self.op.implementations:
-            return self._gradients(self.op.implementations["torch"], small, self.kwargs)
-        dtypes = [o.dtype for o in as_tuple(self.op.reference(*small, **self.kwargs))]
+            return self._gradients(self.op.implementations["torch"], self.op.fresh(small), self.kwargs)
+        dtypes = [o.dtype for o in self._results(self.op.reference, self.op.fresh(small), self.kwargs)]
 
         def inside(*args: Any, **kwargs: Any) -> tuple[Tensor, ...]:
-            widened = [a.float() if isinstance(a, Tensor) and a.dtype in (torch.float16, torch.bfloat16) else a for a in args]
-            return tuple(o.to(d) for o, d in zip(as_tuple(self.op.reference(*widened, **kwargs)), dtypes, strict=True))
+            found = self._results(self.op.reference, [_widen(a) for a in self.op.fresh(args)], kwargs)
+            return tuple(o.to(d) for o, d in zip(found, dtypes, strict=True))
 
-        return self._gradients(inside, small, self.kwargs)
+        return self._gradients(inside, small, self.kwargs, mutates=False)
 
     def _oracle(self, small: list[Any], move: bool = False) -> Result:
         """The reference in float64; move: with every input, and the incoming gradients, moved half an ulp."""
@@ -300,16 +313,25 @@ class Law:
         kwargs = {k: _cast(v, torch.float64) for k, v in self.kwargs.items()}
         incoming = [_cast(self._narrow(g), torch.float64) for g in self.incoming]
         if move:
-            for exact, given in zip([*args, *incoming], [*small, *self.incoming], strict=True):
-                if isinstance(given, Tensor) and given.is_floating_point():
+            for exact, given in zip(tensors_of([*args, *incoming]), tensors_of([*small, *self.incoming]), strict=True):
+                if given.is_floating_point():
                     _move(exact.detach(), torch.finfo(given.dtype).eps, self.dice)
         return self._gradients(self.op.reference, args, kwargs, incoming)
 
-    def _gradients(self, call: Callable[..., Any], args: list[Any], kwargs: dict[str, Any], incoming: list[Any] | None = None) -> Result:
+    def _results(self, call: Callable[..., Any], args: Sequence[Any], kwargs: dict[str, Any], mutates: bool = True) -> tuple[Tensor, ...]:
+        """What a call returns, and then what it changed in place."""
+        returned = call(*args, **kwargs)
+        changed = tensors_of(args[n] for n in self.op.mutates) if mutates else []
+        return (*as_tuple(returned), *changed)
+
+    def _gradients(
+        self, call: Callable[..., Any], args: list[Any], kwargs: dict[str, Any], incoming: list[Any] | None = None, mutates: bool = True
+    ) -> Result:
         """Outputs, and gradients of the arguments that require them; the incoming gradients are made at the first call."""
-        outputs = as_tuple(call(*args, **kwargs))
+        outputs = self._results(call, args, kwargs, mutates)
         if incoming is None:
-            self.incoming = [self._random(o) if o.is_floating_point() else None for o in outputs]
+            differentiable = not self.op.mutates
+            self.incoming = [self._random(o) if differentiable and o.is_floating_point() else None for o in outputs]
             incoming = [self._narrow(g) for g in self.incoming]
         pairs = [(o, g.to(o.dtype)) for o, g in zip(outputs, incoming, strict=True) if g is not None and o.requires_grad]
         wanted = leaves(args)
@@ -327,10 +349,11 @@ class Law:
 
     def run(self, call: Callable[..., Any], backward: bool = True) -> Result:
         """Calls an implementation on the arguments; its outputs and, if asked for, gradients."""
+        args = self.op.fresh(self.args)
         if backward:
-            return self._gradients(call, self.args, self.kwargs, self.incoming)
+            return self._gradients(call, args, self.kwargs, self.incoming)
         with torch.no_grad():
-            return list(as_tuple(call(*self.args, **self.kwargs))), []
+            return list(self._results(call, args, self.kwargs)), []
 
     def forget(self) -> None:
         """Gives the oracle's memory back; arguments and incoming gradients stay."""

@@ -1,0 +1,138 @@
+"""Many tensors in one launch: a table in the GPU's memory says where they lie, and each program takes one chunk of one of them.
+
+The table has eight numbers for each tensor (or for each group of tensors of one size, such as a parameter with its gradient and
+moments): its elements, the number of its first chunk, and up to six addresses. A second one says which tensor each chunk is of.
+Both are written by kernels whose parameters hold the numbers themselves: nothing is copied from the host's memory, nothing
+waits, and in a CUDA graph they are like any other kernel.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any, NamedTuple
+
+import torch
+import triton
+import triton.language as tl
+
+from ridgeline.boundary import launch
+from ridgeline.op import RidgelineError
+
+CHUNK = 8192
+BATCH = 128  # numbers that one launch writes
+TL = {torch.float32: tl.float32, torch.float16: tl.float16, torch.bfloat16: tl.bfloat16}
+PLAIN = frozenset((torch.Tensor, torch.nn.Parameter))
+
+
+@triton.jit
+def _write(table, numbers):
+    """The numbers come as 2 (x + 2^40) + 1, so that Triton has nothing to specialise on."""
+    for k in tl.static_range(len(numbers)):
+        tl.store(table + k, (numbers[k] >> 1) - (1 << 40))
+
+
+@triton.jit
+def _own(owners, table, CHUNK: tl.constexpr, BLOCK: tl.constexpr):
+    tensor = tl.program_id(0)
+    count = (tl.load(table + tensor * 8) + CHUNK - 1) // CHUNK
+    owners += tl.load(table + tensor * 8 + 1)
+    for start in range(0, count, BLOCK):
+        i = start + tl.arange(0, BLOCK)
+        tl.store(owners + i, tl.full((BLOCK,), 0, tl.int32) + tensor, mask=i < count)
+
+
+@triton.jit
+def chunk_of(table, owners, chunk, CHUNK: tl.constexpr):
+    """Of a chunk: its tensor's entry in the table, the element that it begins at, and how many elements it has."""
+    entry = table + tl.load(owners + chunk).to(tl.int64) * 8
+    start = (chunk - tl.load(entry + 1)) * CHUNK
+    return entry, start, tl.minimum(tl.load(entry) - start, CHUNK).to(tl.int32)
+
+
+@triton.jit
+def pointer(entry, k, start, DTYPE: tl.constexpr, ALIGNED: tl.constexpr):
+    """The chunk's place in the entry's k-th tensor. ALIGNED: it lies at a multiple of 16 bytes."""
+    p = tl.load(entry + 2 + k).to(tl.pointer_type(DTYPE))
+    if ALIGNED:
+        p = tl.multiple_of(p, 16)
+    return p + start
+
+
+class Table(NamedTuple):
+    """Tensors of the same dtypes on one device, for a launch over their chunks."""
+
+    table: torch.Tensor
+    owners: torch.Tensor
+    chunks: int
+    aligned: bool
+    dtypes: tuple[torch.dtype, ...]
+    like: torch.Tensor  # nothing, of the first dtype and the device
+
+
+def tabled(rows: Sequence[tuple[torch.Tensor, ...]], extra: Sequence[torch.Tensor] = ()) -> list[Table]:
+    """The tables of rows of tensors (each row's of one size and one dense layout): one for every combination of dtypes, device
+    and alignment. extra: for each row a 0-d tensor whose address follows the row's. Rows without elements are left out."""
+    groups: dict[Any, list[int]] = {}
+    for n, row in enumerate(rows):
+        if row[0].numel():
+            aligned = not any([t.data_ptr() & 15 for t in row])
+            groups.setdefault((row[0].device, tuple([t.dtype for t in row]), aligned), []).append(n)
+    found = []
+    for (device, dtypes, aligned), members in groups.items():
+        numbers, chunks = [], 0
+        for n in members:
+            row = (*rows[n], extra[n]) if extra else rows[n]
+            entry = [row[0].numel(), chunks, *[t.data_ptr() for t in row]]
+            numbers += entry + [0] * (8 - len(entry))
+            chunks += -(-row[0].numel() // CHUNK)
+        numbers += [0] * (-len(numbers) % BATCH)
+        table = torch.empty(len(numbers), dtype=torch.int64, device=device)
+        owners = torch.empty(chunks, dtype=torch.int32, device=device)
+        for start in range(0, len(numbers), BATCH):
+            values = tuple([2 * (x + (1 << 40)) + 1 for x in numbers[start : start + BATCH]])
+            launch(_write, (1,), table[start:], values, num_warps=1)
+        launch(_own, (len(members),), owners, table, CHUNK=CHUNK, BLOCK=1024, num_warps=4)
+        found.append(Table(table, owners, chunks, aligned, dtypes, rows[members[0]][0].new_empty(0)))
+    return found
+
+
+def address_key(*lists: Sequence[torch.Tensor]) -> tuple[Any, ...]:
+    """What tables depend on, cheaply: every address; the layouts of the second list, gradients that are made anew at every step;
+    the sizes and dtypes of the first; and the stream, for tables are written on the one that they are used on."""
+    first, grads = lists[0], lists[min(1, len(lists) - 1)]
+    stream = torch._C._cuda_getCurrentRawStream(first[0].get_device()) if first[0].is_cuda else 0
+    addresses = [tuple([t.data_ptr() for t in some]) for some in lists]
+    contiguous = [t.is_contiguous() for t in grads]
+    return stream, tuple([t.numel() for t in first]), tuple([t.dtype for t in first]), tuple(contiguous), *addresses
+
+
+def remember(tables: dict[Any, list[Table]], key: Any, made: list[Table]) -> None:
+    """Keeps tables; of too many, the oldest go."""
+    if len(tables) >= 64:
+        del tables[next(iter(tables))]
+    tables[key] = made
+
+
+def dense(tensor: torch.Tensor) -> bool:
+    """Whether its elements fill one stretch of memory, in any order of dimensions."""
+    return tensor.is_contiguous() or torch.empty_like(tensor, device="meta").stride() == tensor.stride()
+
+
+def checked(op: str, names: Sequence[str], lists: Sequence[Sequence[torch.Tensor]]) -> None:
+    """Raises RidgelineError unless the lists are equally long, and hold plain floating-point tensors that fit together."""
+    counts = [len(some) for some in lists]
+    if len(set(counts)) > 1:
+        raise RidgelineError(f"{op}: {', '.join(names)} must be equally long lists, and have {', '.join(map(str, counts))} tensors")
+    for name, some in zip(names, lists, strict=True):
+        for n, t in enumerate(some):
+            first = lists[0][n]
+            if not isinstance(t, torch.Tensor):
+                raise RidgelineError(f"{op}: {name} must be tensors, and number {n} is {type(t).__name__}")
+            if t.layout != torch.strided:
+                raise RidgelineError(f"{op}: {name} must be dense tensors, and number {n} is {str(t.layout)[6:]}")
+            if not t.is_floating_point():
+                raise RidgelineError(f"{op}: {name} must be floating point, and number {n} is {str(t.dtype)[6:]}")
+            if t.shape != first.shape:
+                raise RidgelineError(f"{op}: number {n} of {name} is {tuple(t.shape)}, and of {names[0]} {tuple(first.shape)}")
+            if t.device != first.device:
+                raise RidgelineError(f"{op}: number {n} of {name} is on {t.device}, and of {names[0]} on {first.device}")

@@ -1,0 +1,298 @@
+"""adamw: a step of Adam with decoupled weight decay, over many tensors at once and in place.
+
+    m = b1 m + (1 - b1) g          v = b2 v + (1 - b2) g^2          p = p - lr (decay p + m^ / (sqrt(v^) + eps))
+    m^ = m / (1 - b1^t),  v^ = v / (1 - b2^t)  at step t = 1, 2, ...
+
+One pass: four reads and three writes of every element. One launch serves all tensors of the same dtypes (see `_tensors.py`);
+what depends on the step alone is computed once, on the host, or in the kernel where the step is a tensor.
+Source: Loshchilov and Hutter, Decoupled Weight Decay Regularization, 2017 (arXiv:1711.05101).
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+from typing import Any
+
+import torch
+import triton
+import triton.language as tl
+
+from ridgeline import device as devices
+from ridgeline import tuning
+from ridgeline.boundary import LIBRARY, launch
+from ridgeline.op import Case, Cost, Op, RidgelineError, Spec, nbytes, tensors_of
+from ridgeline.ops.optimizer._tensors import CHUNK, TL, Table, address_key, checked, chunk_of, dense, pointer, remember, tabled
+from ridgeline.select import eager, run
+
+Tensors = torch.Tensor | Sequence[torch.Tensor]
+Lists = tuple[Sequence[torch.Tensor], ...]
+
+
+@triton.jit
+def _one_less(x):
+    """1 - exp(x) of x <= 0, precise near 0 too."""
+    small = x * (1 + x * (0.5 + x * (0.16666667 + x * (0.041666668 + x * (0.008333334 + x * (0.0013888889 + x * 1.984127e-4))))))
+    return tl.where(x > -0.5, -small, 1 - tl.exp(x))
+
+
+@triton.jit
+def _update(p, g, m, v, i, mask, rate, decay, one, two, eps, correct, MAXIMIZE: tl.constexpr):
+    x, slope = tl.load(p + i, mask=mask).to(tl.float32), tl.load(g + i, mask=mask).to(tl.float32)
+    mean, square = tl.load(m + i, mask=mask).to(tl.float32), tl.load(v + i, mask=mask).to(tl.float32)
+    if MAXIMIZE:
+        slope = -slope
+    mean += one * (slope - mean)
+    square += two * (slope * slope - square)
+    x -= decay * x + rate * (mean / (tl.sqrt_rn(square) * correct + eps))
+    tl.store(p + i, x.to(p.dtype.element_ty), mask=mask)
+    tl.store(m + i, mean.to(m.dtype.element_ty), mask=mask)
+    tl.store(v + i, square.to(v.dtype.element_ty), mask=mask)
+
+
+@triton.jit
+def _step(table, owners, lr_at, lr, decay, one, two, first, second, eps, P: tl.constexpr, G: tl.constexpr, M: tl.constexpr, V: tl.constexpr,
+          ALIGNED: tl.constexpr, STEPS: tl.constexpr, MAXIMIZE: tl.constexpr, CHUNK: tl.constexpr, BLOCK: tl.constexpr):  # fmt: skip
+    """lr_at: the rate's address, or None for the number lr. one, two: 1 - b1, 1 - b2. first, second: 1 / (1 - b1^t) and
+    1 / sqrt(1 - b2^t); with STEPS, where each tensor's step lies in memory, log b1 and log b2."""
+    entry, start, size = chunk_of(table, owners, tl.program_id(0), CHUNK)
+    p, g = pointer(entry, 0, start, P, ALIGNED), pointer(entry, 1, start, G, ALIGNED)
+    m, v = pointer(entry, 2, start, M, ALIGNED), pointer(entry, 3, start, V, ALIGNED)
+    rate = lr
+    if lr_at is not None:
+        rate = tl.load(lr_at).to(tl.float32)
+    if STEPS:
+        t = tl.load(pointer(entry, 4, 0, tl.float32, False)).to(tl.float32)
+        first = 1 / _one_less(first * t)
+        second = 1 / tl.sqrt_rn(_one_less(second * t))
+    decay *= rate
+    rate *= first
+    whole = size // BLOCK * BLOCK
+    for at in range(0, whole, BLOCK):
+        _update(p, g, m, v, at + tl.arange(0, BLOCK), None, rate, decay, one, two, eps, second, MAXIMIZE)
+    if whole < size:
+        i = whole + tl.arange(0, BLOCK)
+        _update(p, g, m, v, i, i < size, rate, decay, one, two, eps, second, MAXIMIZE)
+
+
+def _launch_triton(like: torch.Tensor, table: Table, steps: bool, numbers: tuple[Any, ...], maximize: bool) -> None:
+    def rule() -> tuning.Config:
+        """16 bytes a thread of the widest tensors, for eight warps."""
+        return {"BLOCK": 4096 // max([d.itemsize for d in table.dtypes]), "num_warps": 8}
+
+    def config() -> tuning.Config:
+        space = [{"BLOCK": b, "num_warps": w} for b in (512, 1024, 2048, 4096) for w in (4, 8, 16) if 2 <= b // w // 32 <= 16]
+        return tuning.config(devices.of(like), "adamw", "step", key, rule, lambda: space)
+
+    key = " ".join([str(d)[6:] for d in table.dtypes])
+    types = dict(zip("PGMV", [TL[d] for d in table.dtypes], strict=True))
+    flags = {"ALIGNED": table.aligned, "STEPS": steps, "MAXIMIZE": maximize, "CHUNK": CHUNK}
+    launch(_step, (table.chunks,), table.table, table.owners, *numbers, **types, **flags, config=config, key=key)
+
+
+def _in_layout(row: tuple[torch.Tensor, ...]) -> tuple[torch.Tensor, ...]:
+    """The row in the parameter's own layout, or where that leaves gaps contiguous: what lies otherwise is copied."""
+    p = row[0]
+    if all([t.is_contiguous() for t in row]):
+        return row
+    if any(size > 1 and not step for t in (p, *row[2:]) for size, step in zip(t.shape, t.stride(), strict=True)):
+        raise RidgelineError("adamw: an expanded tensor cannot be changed in place; params and moments must have their own elements")
+    like = p if dense(p) else torch.empty_like(p, memory_format=torch.contiguous_format)
+    return tuple([t if t.stride() == like.stride() else torch.empty_like(like, dtype=t.dtype).copy_(t) for t in row])
+
+
+_tables: dict[Any, list[Table]] = {}
+
+
+def _run(params: Sequence[torch.Tensor], grads: Sequence[torch.Tensor], exp_avgs: Sequence[torch.Tensor], exp_avg_sqs: Sequence[torch.Tensor],
+         steps: Sequence[torch.Tensor], step: int, lr_at: torch.Tensor | None, lr: float, beta1: float, beta2: float, eps: float,
+         weight_decay: float, maximize: bool, impl: str | None) -> None:  # fmt: skip
+    """A step by kernels. steps: a tensor for each parameter, or empty where `step` is the number of them all."""
+    p = params[0]
+    key = None
+    if not p.is_meta and not (p.is_cuda and torch.cuda.is_current_stream_capturing()):
+        key = address_key(params, grads, exp_avgs, exp_avg_sqs, steps)
+    tables = None if key is None else _tables.get(key)
+    copies: list[tuple[torch.Tensor, torch.Tensor]] = []
+    if tables is None:
+        own = list(zip(params, grads, exp_avgs, exp_avg_sqs, strict=True))
+        rows = [_in_layout(row) for row in own]
+        copies = [
+            (t, c) for o, r in zip(own, rows, strict=True) for n, (t, c) in enumerate(zip(o, r, strict=True)) if n != 1 and c is not t
+        ]
+        tables = tabled(rows, steps)
+        if key is not None and all([a is b for o, r in zip(own, rows, strict=True) for a, b in zip(o, r, strict=True)]):
+            remember(_tables, key, tables)
+    if steps:
+        first, second = (math.log(b) if b else -math.inf for b in (beta1, beta2))
+    else:
+        first, second = 1 / (1 - beta1**step), 1 / math.sqrt(1 - beta2**step)
+    numbers = lr_at, lr, weight_decay, 1 - beta1, 1 - beta2, first, second, eps
+    for table in tables:
+        run(ADAMW, "fwd", impl, (), table.like, table, bool(steps), numbers, maximize)
+    for tensor, copy in copies:
+        tensor.copy_(copy)
+    torch.autograd.graph.increment_version(params)
+
+
+LIBRARY.define(
+    "adamw(Tensor(a!)[] params, Tensor[] grads, Tensor(b!)[] exp_avgs, Tensor(c!)[] exp_avg_sqs, Tensor[] steps, SymInt step, Tensor? lr_at, "
+    "float lr, float beta1, float beta2, float eps, float weight_decay, bool maximize, str? impl) -> ()"
+)
+LIBRARY.impl("adamw", _run, "CompositeExplicitAutograd")
+torch.library.register_fake("ridgeline::adamw", lambda *args: None, lib=LIBRARY)
+
+
+@torch.no_grad()
+def reference(
+    params: Tensors, grads: Tensors, exp_avgs: Tensors, exp_avg_sqs: Tensors, step: int | torch.Tensor | Sequence[torch.Tensor], *,
+    lr: float | torch.Tensor = 1e-3, betas: tuple[float, float] = (0.9, 0.999), eps: float = 1e-8, weight_decay: float = 1e-2,
+    maximize: bool = False,
+) -> None:  # fmt: skip
+    lists = [[a] if isinstance(a, torch.Tensor) else a for a in (params, grads, exp_avgs, exp_avg_sqs)]
+    steps = step if isinstance(step, list | tuple) else [step] * len(lists[0])
+    for p, g, m, v, t in zip(*lists, steps, strict=True):
+        g = -g if maximize else g
+        m.lerp_(g.to(m.dtype), 1 - betas[0])
+        v.lerp_((g * g).to(v.dtype), 1 - betas[1])
+        p.mul_(1 - lr * weight_decay)
+        p.sub_(lr * (m / (1 - betas[0] ** t)) / ((v / (1 - betas[1] ** t)).sqrt() + eps))
+
+
+def _torch(params: Tensors, grads: Tensors, exp_avgs: Tensors, exp_avg_sqs: Tensors, step: Any, *, lr: Any = 1e-3,
+           betas: tuple[float, float] = (0.9, 0.999), eps: float = 1e-8, weight_decay: float = 1e-2, maximize: bool = False) -> None:  # fmt: skip
+    """torch._fused_adamw_ takes tensors of one dtype: where a parameter and its moments differ, float32 copies."""
+    lists = [[a] if isinstance(a, torch.Tensor) else a for a in (params, grads, exp_avgs, exp_avg_sqs)]
+    steps = step if isinstance(step, list | tuple) else [step] * len(lists[0])
+    groups: dict[Any, Any] = {}
+    shared: dict[Any, torch.Tensor] = {}
+    for *row, t in zip(*lists, steps, strict=True):
+        if not isinstance(t, torch.Tensor) or t.device != row[0].device or t.dtype != torch.float32:
+            where = row[0].device, id(t)
+            if where not in shared:
+                shared[where] = torch.full((), float(t), device=row[0].device)
+            t = shared[where]
+        alike = len({x.dtype for x in row}) == 1
+        given = row if alike else [x.float() for x in row]
+        groups.setdefault((given[0].dtype, given[0].device), []).append((*given, t, row))
+    rate = float(lr) if isinstance(lr, torch.Tensor) and not lr.is_cuda else lr
+    options: dict[str, Any] = {
+        "beta1": betas[0],
+        "beta2": betas[1],
+        "weight_decay": weight_decay,
+        "eps": eps,
+        "amsgrad": False,
+        "maximize": maximize,
+    }
+    with torch.no_grad():
+        for group in groups.values():
+            p, g, m, v, t, rows = map(list, zip(*group, strict=True))
+            torch._fused_adamw_(p, g, m, v, [], t, lr=rate, **options)
+            for given, row in zip(zip(p, m, v, strict=True), rows, strict=True):
+                for x, own in zip(given, (row[0], *row[2:]), strict=True):
+                    if x is not own:
+                        own.copy_(x)
+
+
+def adamw(
+    params: Tensors, grads: Tensors, exp_avgs: Tensors, exp_avg_sqs: Tensors, step: int | torch.Tensor | Sequence[torch.Tensor], *,
+    lr: float | torch.Tensor = 1e-3, betas: tuple[float, float] = (0.9, 0.999), eps: float = 1e-8, weight_decay: float = 1e-2,
+    maximize: bool = False, impl: str | None = None,
+) -> None:  # fmt: skip
+    """A step of AdamW in place, as `torch.optim.AdamW` takes it.
+
+    params, grads, exp_avgs, exp_avg_sqs: lists of equally many tensors, or one tensor each. Those of one parameter have its shape,
+    any strides, float32, float16 or bfloat16 each (moments may be float32 beside a narrower parameter): what is computed is float32
+    and rounded to nearest. step: the number of this step, from 1; a 0-d float32 tensor, or a list of one per parameter, is read on
+    the device, so that a CUDA graph can be replayed with other values; lr likewise. Nothing waits for the GPU.
+    Raises RidgelineError on lists that do not fit together, tensors that are sparse, expanded or not floating point, a number out of
+    range, or an `impl` that cannot run the call.
+    """
+    one = isinstance(params, torch.Tensor)
+    lists: Any = ([params], [grads], [exp_avgs], [exp_avg_sqs]) if one else (params, grads, exp_avgs, exp_avg_sqs)
+    checked("adamw", ("params", "grads", "exp_avgs", "exp_avg_sqs"), lists)
+    beta1, beta2 = betas
+    if not (0 <= beta1 < 1 and 0 <= beta2 < 1 and eps >= 0 and weight_decay >= 0):
+        raise RidgelineError(f"adamw: betas must be in [0, 1), eps and weight_decay at least 0, and are {betas}, {eps} and {weight_decay}")
+    steps, number = _steps(step, lists[0])
+    lr_at = lr if isinstance(lr, torch.Tensor) and not lr.is_cpu else None
+    if lr_at is not None and (lr_at.numel() != 1 or (lists[0] and lr_at.device != lists[0][0].device)):
+        raise RidgelineError(f"adamw: lr must be a number or one element beside the params, and has {lr_at.numel()} on {lr_at.device}")
+    rate = 0.0 if lr_at is not None else float(lr)
+    if not rate >= 0:
+        raise RidgelineError(f"adamw: lr must be at least 0, and is {rate}")
+    if not lists[0]:
+        return
+    plain = eager(ADAMW, impl, *lists[0], *lists[2])
+    if plain is not None and plain.call is not None:
+        plain.call(*lists, step, lr=lr, betas=betas, eps=eps, weight_decay=weight_decay, maximize=maximize)
+        return
+    watched = torch.compiler.is_compiling() or torch._C._len_torch_dispatch_stack()
+    call: Any = torch.ops.ridgeline.adamw if watched else _run
+    call(*lists, steps, number, lr_at, rate, beta1, beta2, eps, weight_decay, maximize, impl)
+
+
+def _steps(step: Any, params: Sequence[torch.Tensor]) -> tuple[Sequence[torch.Tensor], int]:
+    """The steps as tensors on the device (none where it is a number), and the number."""
+    if isinstance(step, list | tuple):
+        if len(step) != len(params):
+            raise RidgelineError(f"adamw: step must be one for all params or a list of {len(params)}, and has {len(step)}")
+        return step, 1
+    if isinstance(step, torch.Tensor) and not step.is_cpu:
+        return [step] * len(params), 1
+    number = int(step)
+    if number < 1:
+        raise RidgelineError(f"adamw: step counts from 1, and is {number}")
+    return (), number
+
+
+def cost(params: Tensors, grads: Tensors, exp_avgs: Tensors, exp_avg_sqs: Tensors, *_: Any, **__: Any) -> tuple[Cost, None]:
+    p, g, m, v = (nbytes(*tensors_of([a])) for a in (params, grads, exp_avgs, exp_avg_sqs))
+    return Cost(p + g + m + v, p + m + v, 16 * sum(t.numel() for t in tensors_of([params]))), None
+
+
+class Squares(Spec):
+    """Random data that is not negative, as means of squares are."""
+
+    def make(self, *args: Any) -> torch.Tensor:
+        return super().make(*args).square_()
+
+
+def _specs(*shapes: tuple[int, ...], moments: str | None = None) -> tuple[Any, ...]:
+    return tuple(
+        [[kind(*s, dtype=d, grad=False) for s in shapes] for kind, d in ((Spec, None), (Spec, None), (Spec, moments), (Squares, moments))]
+    )
+
+
+LARGE = _specs(*[(1 << 26,)] * 4)
+ADAMW = Op(
+    adamw,
+    reference=reference,
+    cost=cost,
+    mutates=(0, 2, 3),
+    cases=[
+        Case("33x129", (*(a[0] for a in _specs((33, 129))), 3), {"lr": 0.1}),
+        Case("lists", (*_specs((5,), (), (0, 3), (40, 257), (9000,)), 1), {"lr": 0.1, "maximize": True}),
+        Case("float32 moments", (*_specs((33, 129), (9000,), moments="float32"), 7), {"lr": 0.1}, dtypes=("float16", "bfloat16")),
+        Case("no decay", (*(a[0] for a in _specs((8200,))), 1000), {"lr": 0.1, "weight_decay": 0.0, "betas": (0.8, 0.95)}),
+        Case("4 x 1 Mi", (*_specs(*[(1 << 20,)] * 4), 10), use="quick"),
+        Case("4 x 64 Mi", (*LARGE, 10), dtypes=("float32", "bfloat16"), use="bench"),
+        Case("4 x 64 Mi float32 moments", (*_specs(*[(1 << 26,)] * 4, moments="float32"), 10), dtypes=("bfloat16",), use="bench"),
+    ],
+)
+
+
+def _full_precision(*args: Any) -> str | None:
+    narrow = any([t.dtype in (torch.float16, torch.bfloat16) for t in tensors_of(args)])
+    return "rounding after every pass breaks the law in half precision" if narrow else None
+
+
+ADAMW.eager("naive", "the formula in eager PyTorch: a dozen passes for every tensor", reference, supports=_full_precision)
+ADAMW.eager("torch", "torch's fused kernel, its addresses passed as parameters, in float64 arithmetic", _torch, served=True)
+ADAMW.kernel(
+    "triton",
+    "one launch over chunks of all tensors, whose addresses lie in a table that is kept; 16-byte accesses, float32 arithmetic",
+    kind="triton",
+    fwd=_launch_triton,
+    served=True,
+)
