@@ -230,7 +230,7 @@ def _dense(parameter: torch.Tensor | None) -> torch.Tensor | None:
 def _launch(kernel: Any, wide: Any, x: torch.Tensor, groups: int, args: tuple[Any, ...], facts: tuple[float, ...], *planes: Any) -> None:
     """A program per image and group: tiles of BC channels by BS places, in the order of x's memory."""
     images, channels, size = x.shape
-    width, last, dtype, where = channels // groups, x.stride(1) < x.stride(2), x.dtype, device.of(x)
+    width, last, dtype, where = channels // groups, size == 1 or x.stride(1) < x.stride(2), x.dtype, device.of(x)
     bc, bs = power(max(width, 1)), power(max(size, 1))
     whole, inputs, odd = bc * bs <= WHOLE[kernel], 1 if kernel is _fwd else 2, (width if last else size) % 8 > 0
 
