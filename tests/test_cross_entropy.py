@@ -159,7 +159,7 @@ def test_autocast(device: str) -> None:
     with torch.autocast(device, dtype=torch.bfloat16):
         loss, expected = ridgeline.cross_entropy(logits, target, impl=IMPL), F.cross_entropy(logits, target)
         assert loss.dtype == expected.dtype == torch.float32
-    torch.testing.assert_close(loss, expected)
+    torch.testing.assert_close(loss, F.cross_entropy(logits.float(), target))  # on a GPU torch's own rounds rows to half precision
     assert grad(loss, logits).dtype == torch.float16
 
 

@@ -230,7 +230,7 @@ def test_export_loads_elsewhere(tmp_path, device: str) -> None:  # type: ignore[
 def test_refusals(op: Op, device: str) -> None:
     """What cannot be is said in one sentence that names what was given and what is accepted."""
     args, _ = FIRST[op.name].make("float32", device)
-    with pytest.raises(RidgelineError, match="has no implementation 'no such'; it has .*torch"):
+    with pytest.raises(RidgelineError, match="has no implementation 'no such'; it has .*naive|torch"):
         op.function(*args, impl="no such")
     for implementation in op.implementations.values():
         double = [a.detach().double() if isinstance(a, torch.Tensor) and a.is_floating_point() else a for a in args]
@@ -271,6 +271,8 @@ def test_host_time(op: Op) -> None:
 
     given, kwargs = FIRST[op.name].make("float32", "cuda")
     args = leaves(given)
+    if not args or op.mutates:
+        pytest.skip("it has no backward, and is measured by its own tests")
     host = partial(device_timer("cuda").host, seconds=5e-6)
     best = {}
     for _ in range(5):

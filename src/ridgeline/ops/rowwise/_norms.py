@@ -44,9 +44,9 @@ def _scale(squares, columns, eps):
 def _fwd(y, total, mean, rstd, x, residual, weight, bias, rows, units, x_stride, r_stride, eps, MEAN: tl.constexpr, UNIT: tl.constexpr, BM: tl.constexpr, BN: tl.constexpr, STAGES: tl.constexpr):  # fmt: skip
     columns = units * UNIT
     column = tl.arange(0, BN)[None, :]
-    if weight is not None:
+    if weight is not None and BN <= 8192:  # beyond, registers are short: later
         w = tl.load(weight + column, mask=column < columns, other=1)
-    if bias is not None:
+    if bias is not None and BN <= 8192:
         b = tl.load(bias + column, mask=column < columns, other=0)
     for tile in tl.range(tl.program_id(0), tl.cdiv(rows, BM), tl.num_programs(0), num_stages=STAGES):
         row = (tile * BM + tl.arange(0, BM)).to(tl.int64)[:, None]
@@ -65,8 +65,12 @@ def _fwd(y, total, mean, rstd, x, residual, weight, bias, rows, units, x_stride,
             tl.store(rstd + row, scale, mask=row < rows)
         value *= scale
         if weight is not None:
+            if BN > 8192:
+                w = tl.load(weight + column, mask=column < columns, other=1)
             value *= w.to(tl.float32)
         if bias is not None:
+            if BN > 8192:
+                b = tl.load(bias + column, mask=column < columns, other=0)
             value += b.to(tl.float32)
         tl.store(y + row * units * UNIT + column, value.to(y.dtype.element_ty), mask=mask)
 
@@ -254,14 +258,14 @@ def _launch_fwd(
 REGISTERS = 8192  # columns of a row at most that backward holds in registers, with their sums
 
 
-def bwd_rule(where: device.Device, bn: int, size: int) -> tuning.Config:
-    """Tiles of 8192 elements of `size` bytes, all inputs together: a tile for each stage but one on its way, 16 elements a thread."""
-    bm = max(1, 8192 // bn)
-    return {
-        "BM": bm,
-        "num_warps": max(4, min(1024 // where.warp, bm * bn // (16 * where.warp))),
-        "STAGES": max(1, min(3, 1 + (where.shared_memory - 8192) // (bm * bn * size))),
-    }
+def bwd_rule(where: device.Device, bn: int, size: int, narrow: bool) -> tuning.Config:
+    """64 KiB on their way, in tiles of 4096 elements or more of `size` bytes, all inputs together; 32 elements a thread, 16 where
+    a row fills the tile. narrow: loads are of single elements, whose addresses take registers: smaller tiles, 8 a thread."""
+    tile = max(bn, 2048 if narrow else 4096 if bn <= 2048 else 8192)
+    bm = min(64, tile // bn)
+    each = 8 if narrow else 16 if bn > 4096 else 32
+    stages = 1 + min(65536, where.shared_memory - 8192) // (bm * bn * size)
+    return {"BM": bm, "num_warps": max(4, min(1024 // where.warp, bm * bn // (each * where.warp))), "STAGES": max(1, min(5, stages))}
 
 
 @cache
@@ -299,12 +303,12 @@ def _launch_bwd(
     else:
         grid = (count,)
         size = sum([t.element_size() for t in (dy, dsum, saved) if t is not None])
+        narrow = unit * dy.element_size() < 16
 
         def config() -> dict[str, Any]:
-            chosen = tuning.config(
-                where, name, "bwd", key_of(dy.dtype, bn), lambda: bwd_rule(where, bn, size), lambda: bwd_space(where, bn, size)
-            )
-            return {"BN": bn, **chosen}
+            key = key_of(dy.dtype, bn, "narrow") if narrow else key_of(dy.dtype, bn)
+            rule, space = partial(bwd_rule, where, bn, size, narrow), partial(bwd_space, where, bn, size)
+            return {"BN": bn, **tuning.config(where, name, "bwd", key, rule, space)}
 
         options = {"config": config, "key": (name, bn)}
     args = (dx, parts, dots, dy, dsum, saved, weight, bias, mean, rstd, rows, columns // unit, *steps)
