@@ -1,0 +1,248 @@
+"""clip_grad_norm: scales gradients in place so that their norm, all taken together, is at most max_norm.
+
+    norm = (sum of |g|^2)^(1/2), or max |g|          g = g min(1, max_norm / (norm + 1e-6))
+
+Three launches and no word to the host: partial sums of chunks of all tensors (see `_tensors.py`), their sum in a fixed order, and
+the scaling, which reads the norm where it lies and moves nothing where the factor is 1. It takes the chunks in the other order:
+those that were read last may still be in the cache.
+Source: Pascanu, Mikolov and Bengio, On the difficulty of training recurrent neural networks, 2013 (arXiv:1211.5063).
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterable, Sequence
+from typing import Any
+
+import torch
+import triton
+import triton.language as tl
+
+from ridgeline.boundary import LIBRARY, launch
+from ridgeline.op import Case, Cost, Op, RidgelineError, Spec, nbytes, tensors_of
+from ridgeline.ops.optimizer._tensors import CHUNK, TL, Table, address_key, checked, chunk_of, dense, pointer, remember, tabled
+from ridgeline.select import eager, run
+
+
+@triton.jit
+def _more(a, b):
+    return tl.maximum(a, b, propagate_nan=tl.PropagateNan.ALL)
+
+
+@triton.jit
+def _gather(total, x, LARGEST: tl.constexpr):
+    return _more(total, tl.abs(x)) if LARGEST else total + x * x
+
+
+@triton.jit
+def _whole(total, LARGEST: tl.constexpr):
+    return tl.reduce(total, 0, _more) if LARGEST else tl.sum(total, 0)
+
+
+@triton.jit
+def _partial(
+    table, owners, sums, DTYPE: tl.constexpr, ALIGNED: tl.constexpr, LARGEST: tl.constexpr, CHUNK: tl.constexpr, BLOCK: tl.constexpr
+):
+    chunk = tl.program_id(0)
+    entry, start, size = chunk_of(table, owners, chunk, CHUNK)
+    x = pointer(entry, 0, start, DTYPE, ALIGNED)
+    total = tl.zeros((BLOCK,), tl.float32)
+    whole = size // BLOCK * BLOCK
+    for at in range(0, whole, BLOCK):
+        total = _gather(total, tl.load(x + at + tl.arange(0, BLOCK)).to(tl.float32), LARGEST)
+    if whole < size:
+        i = whole + tl.arange(0, BLOCK)
+        total = _gather(total, tl.load(x + i, mask=i < size, other=0).to(tl.float32), LARGEST)
+    tl.store(sums + chunk, _whole(total, LARGEST))
+
+
+@triton.jit
+def _norm(norm, sums, count, LARGEST: tl.constexpr, BLOCK: tl.constexpr):
+    total = tl.zeros((BLOCK,), tl.float32)
+    for start in range(0, count, BLOCK):
+        i = start + tl.arange(0, BLOCK)
+        part = tl.load(sums + i, mask=i < count, other=0)
+        total = _more(total, part) if LARGEST else total + part
+    whole = _whole(total, LARGEST)
+    tl.store(norm, whole if LARGEST else tl.sqrt_rn(whole))
+
+
+@triton.jit
+def _scale(table, owners, norm, most, DTYPE: tl.constexpr, ALIGNED: tl.constexpr, CHUNK: tl.constexpr, BLOCK: tl.constexpr):
+    factor = most / (tl.load(norm) + 1e-6)
+    if not (factor >= 1):  # a factor of NaN is written
+        entry, start, size = chunk_of(table, owners, tl.num_programs(0) - 1 - tl.program_id(0), CHUNK)
+        x = pointer(entry, 0, start, DTYPE, ALIGNED)
+        whole = size // BLOCK * BLOCK
+        for at in range(0, whole, BLOCK):
+            i = at + tl.arange(0, BLOCK)
+            tl.store(x + i, (tl.load(x + i).to(tl.float32) * factor).to(DTYPE))
+        if whole < size:
+            j = whole + tl.arange(0, BLOCK)
+            tl.store(x + j, (tl.load(x + j, mask=j < size).to(tl.float32) * factor).to(DTYPE), mask=j < size)
+
+
+def _launch_triton(norm: torch.Tensor, like: torch.Tensor, tables: Sequence[Table], max_norm: float, largest: bool) -> None:
+    """`like` is of the first table's dtype: the choice of this rung goes by it."""
+    count = sum(t.chunks for t in tables)
+    sums = torch.empty(count, dtype=torch.float32, device=norm.device)
+    common: list[dict[str, Any]] = []
+    for table in tables:
+        block = 256 * 16 // table.dtypes[0].itemsize
+        common.append({"DTYPE": TL[table.dtypes[0]], "ALIGNED": table.aligned, "CHUNK": CHUNK, "BLOCK": block, "num_warps": 8})
+    at = 0
+    for table, facts in zip(tables, common, strict=True):
+        launch(_partial, (table.chunks,), table.table, table.owners, sums[at:], LARGEST=largest, **facts)
+        at += table.chunks
+    launch(_norm, (1,), norm, sums, count, LARGEST=largest, BLOCK=4096, num_warps=16)
+    if max_norm != math.inf:
+        for table, facts in zip(tables, common, strict=True):
+            launch(_scale, (table.chunks,), table.table, table.owners, norm, max_norm, **facts)
+
+
+_tables: dict[Any, list[Table]] = {}
+
+
+def _run(tensors: Sequence[torch.Tensor], max_norm: float, largest: bool, impl: str | None) -> torch.Tensor:
+    """Clipping by kernels."""
+    first = tensors[0]
+    norm = torch.empty((), dtype=torch.float32, device=first.device)
+    key = None
+    if not first.is_meta and not (first.is_cuda and torch.cuda.is_current_stream_capturing()):
+        key = address_key(tensors)
+    tables = None if key is None else _tables.get(key)
+    copies: list[tuple[torch.Tensor, torch.Tensor]] = []
+    if tables is None:
+        rows = [t if dense(t) else t.contiguous() for t in tensors]
+        copies = [(t, row) for t, row in zip(tensors, rows, strict=True) if t is not row]
+        tables = tabled([(row,) for row in rows])
+        if key is not None and not copies:
+            remember(_tables, key, tables)
+    if not tables:
+        return norm.zero_()
+    run(CLIP_GRAD_NORM, "fwd", impl, (norm,), tables[0].like, tables, max_norm, largest)
+    for tensor, copy in copies:
+        tensor.copy_(copy)
+    torch.autograd.graph.increment_version(tensors)
+    return norm
+
+
+LIBRARY.define("clip_grad_norm(Tensor(a!)[] tensors, float max_norm, bool largest, str? impl) -> Tensor")
+LIBRARY.impl("clip_grad_norm", _run, "CompositeExplicitAutograd")
+torch.library.register_fake("ridgeline::clip_grad_norm", lambda tensors, *_: tensors[0].new_empty((), dtype=torch.float32), lib=LIBRARY)
+
+
+@torch.no_grad()
+def reference(tensors: Any, max_norm: float, norm_type: float = 2.0) -> torch.Tensor:
+    grads = gradients(tensors)
+    wide = torch.promote_types(grads[0].dtype, torch.float32)
+    norms = torch.stack([torch.linalg.vector_norm(g, norm_type, dtype=wide) for g in grads])
+    norm = torch.linalg.vector_norm(norms, norm_type)
+    factor = (max_norm / (norm + 1e-6)).clamp(max=1)
+    for g in grads:
+        g.mul_(factor.to(g.dtype) if g.dtype == torch.float64 else factor)
+    return norm
+
+
+@torch.no_grad()
+def _torch(tensors: Any, max_norm: float, norm_type: float = 2.0) -> torch.Tensor:
+    grads = gradients(tensors)
+    wide = torch.promote_types(grads[0].dtype, torch.float32)
+    norm = torch.linalg.vector_norm(torch.stack(torch._foreach_norm(grads, norm_type, dtype=wide)), norm_type)
+    torch._foreach_mul_(grads, (max_norm / (norm + 1e-6)).clamp(max=1))
+    return norm
+
+
+def gradients(tensors: Any) -> list[torch.Tensor]:
+    """The gradients of what requires them; other tensors are gradients themselves."""
+    some = [tensors] if isinstance(tensors, torch.Tensor) else list(tensors)
+    found = []
+    for t in some:
+        if isinstance(t, torch.Tensor) and t.requires_grad:
+            t = t.grad
+        if t is not None:
+            found.append(t)
+    return found
+
+
+def clip_grad_norm(
+    tensors: torch.Tensor | Iterable[torch.Tensor], max_norm: float, norm_type: float = 2.0, *, impl: str | None = None
+) -> torch.Tensor:
+    """Scales gradients in place to a norm of at most `max_norm`, as `torch.nn.utils.clip_grad_norm_`, without waiting for the GPU.
+
+    tensors: parameters (what requires a gradient stands for its `.grad`; without one it is left out) or gradients themselves; any
+    shapes and strides, floating point, on one device. norm_type: 2, inf, or another order, which PyTorch serves.
+    Returns the norm before, of all gradients as one vector: a 0-d tensor, float32 (of float64 gradients float64). A norm that is not
+    finite scales as in PyTorch: infinity to 0 and NaN, NaN to NaN.
+    Raises RidgelineError on a negative max_norm, several devices, sparse or integer tensors, or an `impl` that cannot run the call.
+    """
+    grads = gradients(tensors)
+    checked("clip_grad_norm", ("tensors",), (grads,))
+    max_norm, norm_type = float(max_norm), float(norm_type)
+    if not max_norm >= 0:
+        raise RidgelineError(f"clip_grad_norm: max_norm must be at least 0, and is {max_norm}")
+    if not norm_type > 0:
+        raise RidgelineError(f"clip_grad_norm: norm_type must be above 0 (2 or inf, say), and is {norm_type}")
+    if not grads:
+        return torch.tensor(0.0)
+    if len({g.device for g in grads}) > 1:
+        places = ", ".join(sorted({str(g.device) for g in grads}))
+        raise RidgelineError(f"clip_grad_norm: the gradients are on {places}; one device is needed")
+    plain = eager(CLIP_GRAD_NORM, impl, *grads)
+    usual = norm_type in (2.0, math.inf)
+    if plain is None and not usual:
+        if impl is not None:
+            raise RidgelineError(
+                f"clip_grad_norm: impl={impl!r} cannot run this call: it takes norm_type 2 and inf, and this is {norm_type}"
+            )
+        plain = CLIP_GRAD_NORM.implementations["torch"]
+    if plain is not None and plain.call is not None:
+        return plain.call(grads, max_norm, norm_type)
+    watched = torch.compiler.is_compiling() or torch._C._len_torch_dispatch_stack()
+    call: Any = torch.ops.ridgeline.clip_grad_norm if watched else _run
+    return call(grads, max_norm, norm_type == math.inf, impl)
+
+
+def cost(tensors: Any, max_norm: float, norm_type: float = 2.0) -> tuple[Cost, None]:
+    """Clipping reads twice and writes once; a norm alone (max_norm is inf) is one read."""
+    grads = tensors_of([tensors])
+    size, count = nbytes(*grads), sum(g.numel() for g in grads)
+    return (Cost(size, 4, 2 * count) if max_norm == math.inf else Cost(2 * size, size, 3 * count)), None
+
+
+def _specs(*shapes: tuple[int, ...]) -> list[Spec]:
+    return [Spec(*shape, grad=False) for shape in shapes]
+
+
+CLIP_GRAD_NORM = Op(
+    clip_grad_norm,
+    reference=reference,
+    cost=cost,
+    mutates=(0,),
+    cases=[
+        Case("33x129", (Spec(33, 129, grad=False), 1.0)),
+        Case("lists", (_specs((5,), (), (0, 3), (40, 257), (9000,)), 10.0)),
+        Case("largest", (_specs((33, 129), (8200,)), 0.5, math.inf)),
+        Case("not clipped", (_specs((33, 129), (8200,)), 1e6)),
+        Case("cubes", (_specs((33, 129), (8200,)), 0.5, 3.0)),
+        Case("4 x 1 Mi", (_specs(*[(1 << 20,)] * 4), 1.0), use="quick"),
+        Case("4 x 64 Mi", (_specs(*[(1 << 26,)] * 4), 1.0), dtypes=("float32", "bfloat16"), use="bench"),
+        Case("4 x 64 Mi, norm alone", (_specs(*[(1 << 26,)] * 4), math.inf), dtypes=("float32",), use="bench"),
+    ],
+)
+
+
+def _usual(*args: Any) -> str | None:
+    given = [a for a in args if isinstance(a, float)][1:]
+    return None if not given or given[0] in (2.0, math.inf) else f"it takes norm_type 2 and inf, and this is {given[0]}"
+
+
+CLIP_GRAD_NORM.eager("naive", "a norm for every tensor, their norm, and a product for every tensor", reference)
+CLIP_GRAD_NORM.eager("torch", "torch's foreach kernels: norms of many tensors, and their products with the factor", _torch, served=True)
+CLIP_GRAD_NORM.kernel(
+    "triton",
+    "partial sums over chunks of all tensors, and a scaling that does nothing where nothing is to be clipped",
+    kind="triton",
+    fwd=_launch_triton,
+    served=True,
+)
