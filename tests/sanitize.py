@@ -18,7 +18,7 @@ import torch
 from ridgeline.boundary import INTERPRETED
 from ridgeline.lab.check import chosen_ops
 from ridgeline.lab.law import Law, as_tuple, leaves
-from ridgeline.op import Implementation, Op, RidgelineError
+from ridgeline.op import Implementation, Op, RidgelineError, tensors_of
 
 TIMES = 10
 DEVICE = "cpu" if INTERPRETED else "cuda"
@@ -33,8 +33,9 @@ def moved(value: Any) -> Any:
 
 def outcome(law: Law, implementation: Implementation) -> str | None:
     """Runs a case: what is wrong with its results, or None. Raises RidgelineError where the implementation does not take it."""
-    args = [moved(a) for a in law.args]
-    outputs = as_tuple(implementation(*args, **{k: moved(v) for k, v in law.kwargs.items()}))
+    args = [moved(a) for a in law.op.fresh(law.args)]
+    returned = implementation(*args, **{k: moved(v) for k, v in law.kwargs.items()})
+    outputs = (*as_tuple(returned), *tensors_of(args[n] for n in law.op.mutates))
     pairs = [(o, moved(g)) for o, g in zip(outputs, law.incoming, strict=True) if g is not None and o.requires_grad]
     grads: tuple[Any, ...] = ()
     if implementation.differentiable and pairs and leaves(args):
