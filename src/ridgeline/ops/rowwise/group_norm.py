@@ -51,24 +51,7 @@ def _of(parameter, channel, mask, default: tl.constexpr):
 
 
 @triton.jit
-def _fwd(
-    y,
-    mean,
-    rstd,
-    x,
-    w,
-    b,
-    groups,
-    width,
-    size,
-    eps,
-    y_steps,
-    x_steps,
-    FAR: tl.constexpr,
-    BC: tl.constexpr,
-    BS: tl.constexpr,
-    STAGES: tl.constexpr,
-):
+def _fwd(y, mean, rstd, x, w, b, groups, width, size, eps, y_steps, x_steps, FAR: tl.constexpr, BC: tl.constexpr, BS: tl.constexpr, STAGES: tl.constexpr):  # fmt: skip
     group = tl.program_id(0).to(tl.int64)
     image, first = group // groups, group % groups * width
     c, place = _grid(BC, BS, FAR)
@@ -85,24 +68,7 @@ def _fwd(
 
 
 @triton.jit
-def _fwd_wide(
-    y,
-    mean,
-    rstd,
-    x,
-    w,
-    b,
-    groups,
-    width,
-    size,
-    eps,
-    y_steps,
-    x_steps,
-    FAR: tl.constexpr,
-    BC: tl.constexpr,
-    BS: tl.constexpr,
-    STAGES: tl.constexpr,
-):
+def _fwd_wide(y, mean, rstd, x, w, b, groups, width, size, eps, y_steps, x_steps, FAR: tl.constexpr, BC: tl.constexpr, BS: tl.constexpr, STAGES: tl.constexpr):  # fmt: skip
     group = tl.program_id(0).to(tl.int64)
     image, first = group // groups, group % groups * width
     c, place = _grid(BC, BS, FAR)
@@ -214,7 +180,6 @@ def _bwd_weights(sums, dw, db, images, channels, BM: tl.constexpr, BN: tl.conste
 
 
 WHOLE = {_fwd: 16384, _bwd: 8192}  # elements of a group, its sides rounded up to powers of two, that a block holds in registers
-
 FAR = 65535  # of a step, in elements: beyond it a tile of 32768 elements may span 2**31
 
 
