@@ -15,7 +15,8 @@ import torch
 import triton
 import triton.language as tl
 
-from ridgeline.boundary import launch
+from ridgeline import device as devices
+from ridgeline.boundary import INTERPRETED, launch
 from ridgeline.op import RidgelineError
 
 CHUNK = 8192
@@ -96,18 +97,32 @@ def tabled(rows: Sequence[tuple[torch.Tensor, ...]], extra: Sequence[torch.Tenso
     return found
 
 
-def address_key(*lists: Sequence[torch.Tensor]) -> tuple[Any, ...]:
+def address_key(*lists: Sequence[torch.Tensor]) -> Any:
     """What tables depend on, cheaply: every address; the layouts of the second list, gradients that are made anew at every step;
-    the sizes and dtypes of the first; and the stream, for tables are written on the one that they are used on."""
+    the sizes and dtypes of the first; and the stream, for tables are written on the one that they are used on.
+
+    None where tables are not kept: in a CUDA graph, which writes its own at every replay; of what has no address; on no device
+    with kernels; and of what is no list of tensors, which `checked` then says."""
     first, grads = lists[0], lists[min(1, len(lists) - 1)]
-    stream = torch._C._cuda_getCurrentRawStream(first[0].get_device()) if first[0].is_cuda else 0
-    addresses = [tuple([t.data_ptr() for t in some]) for some in lists]
-    contiguous = [t.is_contiguous() for t in grads]
-    return stream, tuple([t.numel() for t in first]), tuple([t.dtype for t in first]), tuple(contiguous), *addresses
+    stream = 0
+    try:
+        if first[0].is_cuda:
+            stream = torch._C._cuda_getCurrentRawStream(first[0].get_device())
+            if devices.pretended() is not None or torch.cuda.is_current_stream_capturing():
+                return None
+        elif not INTERPRETED or first[0].is_meta:
+            return None
+        addresses = [tuple([t.data_ptr() for t in some]) for some in lists]
+        contiguous = [t.is_contiguous() for t in grads]
+        return stream, tuple([t.numel() for t in first]), tuple([t.dtype for t in first]), tuple(contiguous), *addresses
+    except (AttributeError, IndexError, RuntimeError, TypeError):
+        return None
 
 
 def remember(tables: dict[Any, list[Table]], key: Any, made: list[Table]) -> None:
     """Keeps tables; of too many, the oldest go."""
+    if key is None:
+        return
     if len(tables) >= 64:
         del tables[next(iter(tables))]
     tables[key] = made

@@ -106,23 +106,18 @@ _tables: dict[Any, list[Table]] = {}
 
 def _run(params: Sequence[torch.Tensor], grads: Sequence[torch.Tensor], exp_avgs: Sequence[torch.Tensor], exp_avg_sqs: Sequence[torch.Tensor],
          steps: Sequence[torch.Tensor], step: int, lr_at: torch.Tensor | None, lr: float, beta1: float, beta2: float, eps: float,
-         weight_decay: float, maximize: bool, impl: str | None) -> None:  # fmt: skip
-    """A step by kernels. steps: a tensor for each parameter, or empty where `step` is the number of them all."""
-    p = params[0]
-    key = None
-    if not p.is_meta and not (p.is_cuda and torch.cuda.is_current_stream_capturing()):
-        key = address_key(params, grads, exp_avgs, exp_avg_sqs, steps)
-    tables = None if key is None else _tables.get(key)
+         weight_decay: float, maximize: bool, impl: str | None, tables: list[Table] | None = None) -> None:  # fmt: skip
+    """A step by kernels. steps: a tensor for each parameter, or empty where `step` is the number of them all.
+    tables: of exactly these tensors, where they are known."""
     copies: list[tuple[torch.Tensor, torch.Tensor]] = []
     if tables is None:
         own = list(zip(params, grads, exp_avgs, exp_avg_sqs, strict=True))
         rows = [_in_layout(row) for row in own]
-        copies = [
-            (t, c) for o, r in zip(own, rows, strict=True) for n, (t, c) in enumerate(zip(o, r, strict=True)) if n != 1 and c is not t
-        ]
+        pairs = [(n, t, c) for o, r in zip(own, rows, strict=True) for n, (t, c) in enumerate(zip(o, r, strict=True)) if c is not t]
+        copies = [(t, c) for n, t, c in pairs if n != 1]  # the gradients are only read
         tables = tabled(rows, steps)
-        if key is not None and all([a is b for o, r in zip(own, rows, strict=True) for a, b in zip(o, r, strict=True)]):
-            remember(_tables, key, tables)
+        if not pairs:
+            remember(_tables, address_key(params, grads, exp_avgs, exp_avg_sqs, steps), tables)
     if steps:
         first, second = (math.log(b) if b else -math.inf for b in (beta1, beta2))
     else:
@@ -210,36 +205,41 @@ def adamw(
     """
     one = isinstance(params, torch.Tensor)
     lists: Any = ([params], [grads], [exp_avgs], [exp_avg_sqs]) if one else (params, grads, exp_avgs, exp_avg_sqs)
-    checked("adamw", ("params", "grads", "exp_avgs", "exp_avg_sqs"), lists)
     beta1, beta2 = betas
     if not (0 <= beta1 < 1 and 0 <= beta2 < 1 and eps >= 0 and weight_decay >= 0):
         raise RidgelineError(f"adamw: betas must be in [0, 1), eps and weight_decay at least 0, and are {betas}, {eps} and {weight_decay}")
-    steps, number = _steps(step, lists[0])
+    steps, number = _steps(step, len(lists[0]))
     lr_at = lr if isinstance(lr, torch.Tensor) and not lr.is_cpu else None
     if lr_at is not None and (lr_at.numel() != 1 or (lists[0] and lr_at.device != lists[0][0].device)):
         raise RidgelineError(f"adamw: lr must be a number or one element beside the params, and has {lr_at.numel()} on {lr_at.device}")
     rate = 0.0 if lr_at is not None else float(lr)
     if not rate >= 0:
         raise RidgelineError(f"adamw: lr must be at least 0, and is {rate}")
-    if not lists[0]:
-        return
-    plain = eager(ADAMW, impl, *lists[0], *lists[2])
-    if plain is not None and plain.call is not None:
-        plain.call(*lists, step, lr=lr, betas=betas, eps=eps, weight_decay=weight_decay, maximize=maximize)
-        return
     watched = torch.compiler.is_compiling() or torch._C._len_torch_dispatch_stack()
-    call: Any = torch.ops.ridgeline.adamw if watched else _run
-    call(*lists, steps, number, lr_at, rate, beta1, beta2, eps, weight_decay, maximize, impl)
+    tables = None if watched or impl is not None else _tables.get(address_key(*lists, steps))
+    if tables is None:
+        checked("adamw", ("params", "grads", "exp_avgs", "exp_avg_sqs"), lists)
+        if not lists[0]:
+            return
+        plain = eager(ADAMW, impl, *lists[0], *lists[2])
+        if plain is not None and plain.call is not None:
+            plain.call(*lists, step, lr=lr, betas=betas, eps=eps, weight_decay=weight_decay, maximize=maximize)
+            return
+    facts: Any = steps, number, lr_at, rate, beta1, beta2, eps, weight_decay, maximize, impl
+    if watched:
+        torch.ops.ridgeline.adamw(*lists, *facts)
+    else:
+        _run(*lists, *facts, tables=tables)
 
 
-def _steps(step: Any, params: Sequence[torch.Tensor]) -> tuple[Sequence[torch.Tensor], int]:
+def _steps(step: Any, count: int) -> tuple[Sequence[torch.Tensor], int]:
     """The steps as tensors on the device (none where it is a number), and the number."""
     if isinstance(step, list | tuple):
-        if len(step) != len(params):
-            raise RidgelineError(f"adamw: step must be one for all params or a list of {len(params)}, and has {len(step)}")
+        if len(step) != count:
+            raise RidgelineError(f"adamw: step must be one for all params or a list of {count}, and has {len(step)}")
         return step, 1
     if isinstance(step, torch.Tensor) and not step.is_cpu:
-        return [step] * len(params), 1
+        return [step] * count, 1
     number = int(step)
     if number < 1:
         raise RidgelineError(f"adamw: step counts from 1, and is {number}")

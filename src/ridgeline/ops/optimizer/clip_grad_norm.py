@@ -103,21 +103,18 @@ def _launch_triton(norm: torch.Tensor, like: torch.Tensor, tables: Sequence[Tabl
 _tables: dict[Any, list[Table]] = {}
 
 
-def _run(tensors: Sequence[torch.Tensor], max_norm: float, largest: bool, impl: str | None) -> torch.Tensor:
-    """Clipping by kernels."""
-    first = tensors[0]
-    norm = torch.empty((), dtype=torch.float32, device=first.device)
-    key = None
-    if not first.is_meta and not (first.is_cuda and torch.cuda.is_current_stream_capturing()):
-        key = address_key(tensors)
-    tables = None if key is None else _tables.get(key)
+def _run(
+    tensors: Sequence[torch.Tensor], max_norm: float, largest: bool, impl: str | None, tables: list[Table] | None = None
+) -> torch.Tensor:
+    """Clipping by kernels. tables: of exactly these tensors, where they are known."""
+    norm = torch.empty((), dtype=torch.float32, device=tensors[0].device)
     copies: list[tuple[torch.Tensor, torch.Tensor]] = []
     if tables is None:
         rows = [t if dense(t) else t.contiguous() for t in tensors]
         copies = [(t, row) for t, row in zip(tensors, rows, strict=True) if t is not row]
         tables = tabled([(row,) for row in rows])
-        if key is not None and not copies:
-            remember(_tables, key, tables)
+        if not copies:
+            remember(_tables, address_key(tensors), tables)
     if not tables:
         return norm.zero_()
     run(CLIP_GRAD_NORM, "fwd", impl, (norm,), tables[0].like, tables, max_norm, largest)
@@ -134,7 +131,9 @@ torch.library.register_fake("ridgeline::clip_grad_norm", lambda tensors, *_: ten
 
 @torch.no_grad()
 def reference(tensors: Any, max_norm: float, norm_type: float = 2.0) -> torch.Tensor:
-    grads = gradients(tensors)
+    grads = [g for g in gradients(tensors) if g.numel()]
+    if not grads:
+        return torch.zeros((), device=gradients(tensors)[0].device)
     wide = torch.promote_types(grads[0].dtype, torch.float32)
     norms = torch.stack([torch.linalg.vector_norm(g, norm_type, dtype=wide) for g in grads])
     norm = torch.linalg.vector_norm(norms, norm_type)
@@ -146,7 +145,9 @@ def reference(tensors: Any, max_norm: float, norm_type: float = 2.0) -> torch.Te
 
 @torch.no_grad()
 def _torch(tensors: Any, max_norm: float, norm_type: float = 2.0) -> torch.Tensor:
-    grads = gradients(tensors)
+    grads = [g for g in gradients(tensors) if g.numel()]
+    if not grads:
+        return torch.zeros((), device=gradients(tensors)[0].device)
     wide = torch.promote_types(grads[0].dtype, torch.float32)
     norm = torch.linalg.vector_norm(torch.stack(torch._foreach_norm(grads, norm_type, dtype=wide)), norm_type)
     torch._foreach_mul_(grads, (max_norm / (norm + 1e-6)).clamp(max=1))
@@ -177,30 +178,33 @@ def clip_grad_norm(
     Raises RidgelineError on a negative max_norm, several devices, sparse or integer tensors, or an `impl` that cannot run the call.
     """
     grads = gradients(tensors)
-    checked("clip_grad_norm", ("tensors",), (grads,))
     max_norm, norm_type = float(max_norm), float(norm_type)
     if not max_norm >= 0:
         raise RidgelineError(f"clip_grad_norm: max_norm must be at least 0, and is {max_norm}")
     if not norm_type > 0:
         raise RidgelineError(f"clip_grad_norm: norm_type must be above 0 (2 or inf, say), and is {norm_type}")
-    if not grads:
-        return torch.tensor(0.0)
-    if len({g.device for g in grads}) > 1:
-        places = ", ".join(sorted({str(g.device) for g in grads}))
-        raise RidgelineError(f"clip_grad_norm: the gradients are on {places}; one device is needed")
-    plain = eager(CLIP_GRAD_NORM, impl, *grads)
     usual = norm_type in (2.0, math.inf)
-    if plain is None and not usual:
-        if impl is not None:
-            raise RidgelineError(
-                f"clip_grad_norm: impl={impl!r} cannot run this call: it takes norm_type 2 and inf, and this is {norm_type}"
-            )
-        plain = CLIP_GRAD_NORM.implementations["torch"]
-    if plain is not None and plain.call is not None:
-        return plain.call(grads, max_norm, norm_type)
     watched = torch.compiler.is_compiling() or torch._C._len_torch_dispatch_stack()
-    call: Any = torch.ops.ridgeline.clip_grad_norm if watched else _run
-    return call(grads, max_norm, norm_type == math.inf, impl)
+    tables = None if watched or impl is not None or not usual else _tables.get(address_key(grads))
+    if tables is None:
+        checked("clip_grad_norm", ("tensors",), (grads,))
+        if not grads:
+            return torch.tensor(0.0)
+        if len({g.device for g in grads}) > 1:
+            places = ", ".join(sorted({str(g.device) for g in grads}))
+            raise RidgelineError(f"clip_grad_norm: the gradients are on {places}; one device is needed")
+        plain = eager(CLIP_GRAD_NORM, impl, *grads)
+        if plain is None and not usual:
+            if impl is not None:
+                raise RidgelineError(
+                    f"clip_grad_norm: impl={impl!r} cannot run this call: it takes norm_type 2 and inf, and this is {norm_type}"
+                )
+            plain = CLIP_GRAD_NORM.implementations["torch"]
+        if plain is not None and plain.call is not None:
+            return plain.call(grads, max_norm, norm_type)
+    facts = grads, max_norm, norm_type == math.inf, impl
+    found: torch.Tensor = torch.ops.ridgeline.clip_grad_norm(*facts) if watched else _run(*facts, tables)
+    return found
 
 
 def cost(tensors: Any, max_norm: float, norm_type: float = 2.0) -> tuple[Cost, None]:

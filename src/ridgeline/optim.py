@@ -1,0 +1,125 @@
+"""torch.optim's optimizers over Ridgeline's functions: the same constructors and state_dicts, which load either way."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from itertools import chain
+from operator import is_
+from typing import Any
+
+import torch
+
+from ridgeline.op import RidgelineError, get
+
+
+class AdamW(torch.optim.AdamW):
+    """`torch.optim.AdamW`, a step of which is one launch for all parameters of a group that have the same dtypes.
+
+    The constructor is torch's; `moment_dtype=torch.float32` keeps both moments in float32 beside narrower parameters. `foreach` and
+    `fused` choose among torch's own implementations and change no result here (with `fused` or `capturable` steps are counted on
+    the GPU). What is not served (CPU tensors, float64) takes torch's fused kernel. A step waits for nothing.
+    Raises RidgelineError on amsgrad, differentiable, sparse gradients and complex parameters.
+    """
+
+    def __init__(self, params: Any, lr: float | torch.Tensor = 1e-3, *args: Any, moment_dtype: torch.dtype | None = None, **kwargs: Any):
+        if moment_dtype is not None and not moment_dtype.is_floating_point:
+            raise RidgelineError(f"AdamW: moment_dtype must be floating point, and is {moment_dtype}")
+        super().__init__(params, lr, *args, **kwargs)
+        self.defaults["moment_dtype"] = moment_dtype
+        for group in self.param_groups:
+            group.setdefault("moment_dtype", moment_dtype)
+        self._prepare()
+
+    def __setstate__(self, state: dict[str, Any]) -> None:
+        super().__setstate__(state)
+        for group in self.param_groups:
+            group.setdefault("moment_dtype", None)
+        self._prepare()
+
+    def _prepare(self) -> None:
+        """What is said once, not at every step."""
+        for group in self.param_groups:
+            self._refuse(group)
+        self._step_supports_amp_scaling = False  # a GradScaler unscales the gradients itself
+        self._function = get("adamw").function
+        self._counts: dict[int, tuple[list[torch.Tensor], torch.Tensor]] = {}
+
+    @staticmethod
+    def _refuse(group: dict[str, Any]) -> None:
+        for option in ("amsgrad", "differentiable"):
+            if group.get(option):
+                raise RidgelineError(f"AdamW: {option}=True is not supported; torch.optim.AdamW has it")
+        for p in group["params"]:
+            if p.is_complex():
+                raise RidgelineError(f"AdamW: parameters must be real, and one is {str(p.dtype)[6:]}; torch.optim.AdamW takes it")
+
+    def add_param_group(self, param_group: dict[str, Any]) -> None:
+        super().add_param_group(param_group)
+        self._refuse(self.param_groups[-1])
+
+    def load_state_dict(self, state_dict: dict[str, Any]) -> None:
+        """As torch's; moments keep the dtype of the group's `moment_dtype`, where torch would round them to the parameter's."""
+        super().load_state_dict(state_dict)
+        numbers = chain.from_iterable(g["params"] for g in state_dict["param_groups"])
+        groups = [(g["moment_dtype"], p) for g in self.param_groups for p in g["params"]]
+        for number, (dtype, p) in zip(numbers, groups, strict=True):
+            if dtype is not None and number in state_dict["state"]:
+                for name in ("exp_avg", "exp_avg_sq"):
+                    self.state[p][name] = state_dict["state"][number][name].to(p.device, dtype, copy=True)
+
+    @torch.no_grad()
+    def step(self, closure: Callable[[], Any] | None = None) -> Any:
+        """Updates all parameters that have a gradient. closure: evaluates the model again and returns the loss."""
+        self._cuda_graph_check()
+        loss = None
+        if closure is not None:
+            with torch.enable_grad():
+                loss = closure()
+        for group in self.param_groups:
+            params = [p for p in group["params"] if p.grad is not None]
+            if params:
+                self._step(group, params)
+        return loss
+
+    def _cuda_graph_check(self) -> None:
+        if torch.cuda.is_available() and torch.cuda.is_current_stream_capturing():
+            for group in self.param_groups:
+                if not (group["capturable"] or group["fused"]):
+                    raise RidgelineError("AdamW: a step in a CUDA graph needs capturable=True, else its number is recorded for good")
+
+    def _step(self, group: dict[str, Any], params: list[torch.Tensor]) -> None:
+        grads: list[Any] = [p.grad for p in params]
+        states = [self.state[p] for p in params]
+        for p, g, state in zip(params, grads, states, strict=True):
+            if not state:
+                if g.layout != torch.strided:
+                    raise RidgelineError("AdamW: gradients must be dense, and one is sparse; torch.optim.SparseAdam takes sparse ones")
+                state["step"] = torch.zeros((), dtype=torch.float32, device=p.device if group["capturable"] or group["fused"] else "cpu")
+                for name in ("exp_avg", "exp_avg_sq"):
+                    state[name] = torch.zeros_like(p, dtype=group["moment_dtype"], memory_format=torch.preserve_format)
+        lists = params, grads, [s["exp_avg"] for s in states], [s["exp_avg_sq"] for s in states]
+        options = {name: group[name] for name in ("lr", "betas", "eps", "weight_decay", "maximize")}
+        steps = [s["step"] for s in states]
+        if not steps[0].is_cpu:
+            torch._foreach_add_(steps, 1)
+            self._function(*lists, steps, **options)
+            return
+        numbers = self._count(id(group), steps, states)
+        if numbers.count(numbers[0]) == len(numbers):
+            self._function(*lists, int(numbers[0]), **options)
+            return
+        for number in dict.fromkeys(numbers):  # some had no gradient at some steps
+            chosen = [n for n, other in enumerate(numbers) if other == number]
+            self._function(*[[some[n] for n in chosen] for some in lists], int(number), **options)
+
+    def _count(self, group: int, steps: list[torch.Tensor], states: list[dict[str, Any]]) -> list[float]:
+        """Adds one to every parameter's step, and returns them all. Steps are views of one tensor, so that this is one operation."""
+        known, counts = self._counts.get(group, ([], steps[0]))
+        if len(known) != len(steps) or not all(map(is_, known, steps)):
+            counts = torch.stack(steps)
+            known = [counts[n] for n in range(len(steps))]
+            for state, view in zip(states, known, strict=True):
+                state["step"] = view
+            self._counts[group] = known, counts
+        counts += 1
+        return counts.tolist()

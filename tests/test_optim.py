@@ -1,0 +1,281 @@
+"""optim.AdamW and the functions under it, beside torch's: ten steps in float64, state_dicts both ways, what is refused."""
+
+import copy
+import io
+import math
+
+import pytest
+import torch
+
+import ridgeline
+from ridgeline.boundary import INTERPRETED
+from ridgeline.op import RidgelineError
+from ridgeline.optim import AdamW
+
+pytestmark = pytest.mark.kernels
+SHAPES = [(33, 17), (5,), (), (0, 4), (9000,), (64, 64), (3, 5, 7)]
+
+
+def parameters(device: str, dtype: torch.dtype = torch.float32, seed: int = 0) -> list[torch.nn.Parameter]:
+    """Of mixed shapes and sizes; one is an unaligned view, one transposed, one every second column."""
+    torch.manual_seed(seed)
+    flat, wide = torch.randn(1001), torch.randn(12, 20)
+    made = [torch.randn(shape) for shape in SHAPES]
+    made = [t.to(device, dtype) for t in (*made, flat, torch.randn(20, 30), wide)]
+    made[-3:] = [made[-3][1:], made[-2].mT, made[-1][:, ::2]]
+    return [torch.nn.Parameter(t) for t in made]
+
+
+def gradient(p: torch.Tensor, step: int, number: int) -> torch.Tensor | None:
+    if number == 1 and step == 3:
+        return None
+    dice = torch.Generator().manual_seed(1000 * step + number)
+    return torch.randn(p.shape, generator=dice).to(p.device, p.dtype)
+
+
+def train(optimizer: torch.optim.Optimizer, params: list[torch.nn.Parameter], steps: range) -> None:
+    for step in steps:
+        for number, p in enumerate(params):
+            p.grad = gradient(p, step, number)
+        optimizer.step()
+
+
+def kinds(device: str) -> list[torch.dtype]:
+    return [torch.float32, torch.float16] if INTERPRETED else [torch.float32, torch.float16, torch.bfloat16]
+
+
+OPTIONS = [{}, {"maximize": True, "weight_decay": 0.1}, {"capturable": True}, {"betas": (0.0, 0.5), "eps": 1e-4}]
+
+
+@pytest.mark.parametrize("options", OPTIONS, ids=str)
+def test_ten_steps(options: dict, device: str) -> None:
+    """The error against float64 is at most twice torch's own, or half an ulp."""
+    if options.get("capturable") and device == "cpu":
+        theirs = {k: v for k, v in options.items() if k != "capturable"}
+    else:
+        theirs = options
+    ours, own, exact = parameters(device), parameters(device), [torch.nn.Parameter(p.detach().double()) for p in parameters(device)]
+    for p, twin in zip(exact, ours, strict=True):
+        assert torch.equal(p, twin.double())
+    train(AdamW(ours, lr=0.03, **options), ours, range(10))
+    train(torch.optim.AdamW(own, lr=0.03, **theirs), own, range(10))
+    grads = torch.optim.AdamW(exact, lr=0.03, **theirs)
+    for step in range(10):
+        for number, p in enumerate(exact):
+            g = gradient(ours[number], step, number)
+            p.grad = None if g is None else g.double()
+        grads.step()
+    for a, b, e in zip(ours, own, exact, strict=True):
+        error, allowed = (a - e).norm(), 2 * (b - e).norm() + torch.finfo(torch.float32).eps * e.norm()
+        assert error <= allowed, (tuple(a.shape), a.stride(), error.item(), allowed.item())
+
+
+def test_narrow_parameters_with_wide_moments(device: str) -> None:
+    """Moments are float32, parameters are rounded to nearest; a state_dict keeps them so."""
+    for dtype in kinds(device)[1:]:
+        params = parameters(device, dtype)
+        optimizer = AdamW(params, lr=0.03, moment_dtype=torch.float32)
+        exact = [torch.nn.Parameter(p.detach().float()) for p in params]
+        for number, (p, e) in enumerate(zip(params, exact, strict=True)):
+            p.grad = gradient(p, 0, number)
+            e.grad = p.grad.float()
+        optimizer.step()
+        torch.optim.AdamW(exact, lr=0.03).step()
+        for p, e in zip(params, exact, strict=True):
+            torch.testing.assert_close(p.detach(), e.detach().to(dtype), rtol=torch.finfo(dtype).eps, atol=1e-7)
+        again = AdamW(params, lr=0.03, moment_dtype=torch.float32)
+        again.load_state_dict(optimizer.state_dict())
+        for p in params:
+            assert again.state[p]["exp_avg"].dtype == torch.float32
+            assert torch.equal(again.state[p]["exp_avg"], optimizer.state[p]["exp_avg"])
+
+
+def saved(state: dict) -> dict:
+    """Through a file, as users keep it."""
+    file = io.BytesIO()
+    torch.save(state, file)
+    file.seek(0)
+    return torch.load(file)
+
+
+@pytest.mark.parametrize("way", ["ours to torch", "torch to ours", "ours to ours"])
+@pytest.mark.parametrize("disk", [False, True])
+def test_state_dicts_load_both_ways(way: str, disk: bool, device: str) -> None:
+    """Five steps, the state moved into the other's optimizer, five more: what ten steps of torch give."""
+    first, second = {"ours": AdamW, "torch": torch.optim.AdamW}[way.split()[0]], {"ours": AdamW, "torch": torch.optim.AdamW}[way.split()[2]]
+    params, whole = parameters(device), parameters(device)
+    groups = lambda some: [{"params": some[:3], "weight_decay": 0.0}, {"params": some[3:], "lr": 0.01}]  # noqa: E731
+    one = first(groups(params), lr=0.03)
+    train(one, params, range(5))
+    other = second(groups(params), lr=0.5)
+    other.load_state_dict(saved(one.state_dict()) if disk else one.state_dict())
+    assert [g["lr"] for g in other.param_groups] == [0.03, 0.01]
+    train(other, params, range(5, 10))
+    train(torch.optim.AdamW(groups(whole), lr=0.03), whole, range(10))
+    for p, w in zip(params, whole, strict=True):
+        torch.testing.assert_close(p, w, rtol=1e-5, atol=1e-6)
+    assert other.state[params[0]]["step"] == 10
+    assert other.state[params[1]]["step"] == 9  # it had no gradient once
+
+
+def test_copies_go_their_own_way(device: str) -> None:
+    params = parameters(device)
+    optimizer = AdamW(params)
+    train(optimizer, params, range(2))
+    twin = copy.deepcopy(optimizer)
+    theirs = [p for g in twin.param_groups for p in g["params"]]
+    train(twin, theirs, range(2, 4))
+    assert optimizer.state[params[0]]["step"] == 2
+    assert twin.state[theirs[0]]["step"] == 4
+
+
+def test_parameters_that_move(device: str) -> None:
+    """New memory for a parameter, a gradient of another layout at the same address: what counts is where things lie now."""
+    p, q = (torch.nn.Parameter(torch.randn(6, 6, generator=torch.Generator().manual_seed(0)).to(device)) for _ in range(2))
+    ours, theirs = AdamW([p], lr=0.1), torch.optim.AdamW([q], lr=0.1)
+    g = torch.randn(6, 6, device=device)
+    for step in range(4):
+        if step == 2:
+            p.data, q.data = p.data.clone(), q.data.clone()
+        p.grad = g if step % 2 else g.mT
+        q.grad = p.grad
+        ours.step()
+        theirs.step()
+        torch.testing.assert_close(p, q)
+
+
+def test_learning_rate_as_a_tensor_and_schedulers(device: str) -> None:
+    params, own = parameters(device), parameters(device)
+    ours, theirs = AdamW(params, lr=torch.tensor(0.03)), torch.optim.AdamW(own, lr=0.03)
+    for optimizer, some in ((ours, params), (theirs, own)):
+        schedule = torch.optim.lr_scheduler.StepLR(optimizer, 2, 0.1)
+        for step in range(4):
+            train(optimizer, some, range(step, step + 1))
+            schedule.step()
+    for p, w in zip(params, own, strict=True):
+        torch.testing.assert_close(p, w, rtol=1e-5, atol=1e-6)
+
+
+def test_closure(device: str) -> None:
+    p = torch.nn.Parameter(torch.ones(4, device=device))
+    optimizer = AdamW([p])
+
+    def closure() -> torch.Tensor:
+        optimizer.zero_grad()
+        loss = p.square().sum()
+        loss.backward()
+        return loss
+
+    assert optimizer.step(closure) == 4
+    assert (p < 1).all()
+
+
+def test_autograd_sees_the_change(device: str) -> None:
+    p = torch.nn.Parameter(torch.ones(4, device=device))
+    loss = p.square().sum()
+    p.grad = torch.ones_like(p)
+    AdamW([p]).step()
+    with pytest.raises(RuntimeError, match="modified by an inplace operation"):
+        loss.backward()
+
+
+def test_refusals(device: str) -> None:
+    p = torch.nn.Parameter(torch.ones(4, 6, device=device))
+    with pytest.raises(RidgelineError, match="amsgrad=True"):
+        AdamW([p], amsgrad=True)
+    with pytest.raises(RidgelineError, match="differentiable=True"):
+        AdamW([p], differentiable=True)
+    with pytest.raises(RidgelineError, match="complex64"):
+        AdamW([torch.nn.Parameter(torch.ones(2, dtype=torch.complex64))])
+    p.grad = torch.ones(4, 6, device=device).to_sparse()
+    with pytest.raises(RidgelineError, match="sparse"):
+        AdamW([p]).step()
+    x, g = p.detach(), torch.ones(4, 6, device=device)
+    for args, said in {
+        (x, torch.ones(4, 5, device=device), g, g, 1): r"grads is \(4, 5\), and of params \(4, 6\)",
+        (x, g.int(), g, g, 1): "grads must be floating point, and number 0 is int32",
+        (x, g, g, g, 0): "step counts from 1, and is 0",
+        (x, g, g[:1].expand(4, 6), g, 1): "expanded",
+        (x, g, g, g.to("meta"), 1): "exp_avg_sqs is on meta",
+    }.items():
+        with pytest.raises(RidgelineError, match=said):
+            ridgeline.adamw(*args)
+    with pytest.raises(RidgelineError, match="max_norm must be at least 0, and is -1"):
+        ridgeline.clip_grad_norm([g], -1)
+    with pytest.raises(RidgelineError, match="impl='triton' cannot run this call: it takes norm_type 2 and inf"):
+        ridgeline.clip_grad_norm([g], 1, 3, impl="triton")
+
+
+@pytest.mark.parametrize("norm_type", [2.0, math.inf, 1.0])
+@pytest.mark.parametrize("max_norm", [0.0, 1.0, 1e4, math.inf])
+def test_clip_grad_norm(norm_type: float, max_norm: float, device: str) -> None:
+    params, own = parameters(device), parameters(device)
+    for number, (p, w) in enumerate(zip(params, own, strict=True)):
+        p.grad, w.grad = gradient(p, 3, number), gradient(p, 3, number)  # one has none
+    norm = ridgeline.clip_grad_norm(iter(params), max_norm, norm_type)
+    theirs = torch.nn.utils.clip_grad_norm_([w for w in own if w.numel()], max_norm, norm_type)  # it cannot take empty ones
+    torch.testing.assert_close(norm, theirs)
+    for p, w in zip(params, own, strict=True):
+        torch.testing.assert_close(p.grad, w.grad)
+
+
+@pytest.mark.parametrize("value", [math.nan, math.inf])
+@pytest.mark.parametrize("norm_type", [2.0, math.inf])
+def test_clipping_what_is_not_finite(value: float, norm_type: float, device: str) -> None:
+    ours = [torch.ones(9000, device=device), torch.ones(5, device=device)]
+    ours[0][8999] = value
+    theirs = [torch.nn.Parameter(t.clone()) for t in ours]
+    for p in theirs:
+        p.grad = p.detach().clone()
+    norm = ridgeline.clip_grad_norm(ours, 1.0, norm_type)
+    torch.testing.assert_close(norm, torch.nn.utils.clip_grad_norm_(theirs, 1.0, norm_type), equal_nan=True)
+    for g, p in zip(ours, theirs, strict=True):
+        torch.testing.assert_close(g, p.grad, equal_nan=True)
+
+
+@pytest.mark.gpu
+def test_cuda_graph() -> None:
+    """Replayed steps are steps: the count, the learning rate and the norm are read on the device."""
+    p, q = (torch.nn.Parameter(torch.ones(9001, device="cuda")) for _ in range(2))
+    rate = torch.tensor(0.03, device="cuda")
+    ours, theirs = AdamW([p], lr=rate, capturable=True), torch.optim.AdamW([q], lr=0.03)
+    p.grad, q.grad = torch.empty_like(p), torch.empty_like(q)
+
+    def step() -> None:
+        ridgeline.clip_grad_norm([p], 1.0)
+        ours.step()
+
+    p.grad.fill_(1)
+    side = torch.cuda.Stream()
+    side.wait_stream(torch.cuda.current_stream())
+    with torch.cuda.stream(side):
+        step()
+    torch.cuda.current_stream().wait_stream(side)
+    graph = torch.cuda.CUDAGraph()
+    with torch.cuda.graph(graph):
+        step()
+    for number in range(4):
+        g = torch.randn(9001, device="cuda") if number else torch.ones(9001, device="cuda")
+        if number == 3:
+            rate.fill_(0.01)
+            theirs.param_groups[0]["lr"] = 0.01
+        q.grad.copy_(g)
+        torch.nn.utils.clip_grad_norm_([q], 1.0)
+        theirs.step()
+        if number:
+            p.grad.copy_(g)
+            graph.replay()
+    torch.testing.assert_close(p, q)
+
+
+@pytest.mark.gpu
+def test_nothing_waits() -> None:
+    params = parameters("cuda")
+    optimizer = AdamW(params)
+    train(optimizer, params, range(2))
+    torch.cuda.set_sync_debug_mode("error")
+    try:
+        ridgeline.clip_grad_norm(params, 1.0)
+        optimizer.step()
+    finally:
+        torch.cuda.set_sync_debug_mode("default")
