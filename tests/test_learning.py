@@ -128,7 +128,7 @@ def check(ours: Ops, size: Size, dtype: torch.dtype, device: str) -> float:
     run = partial(train, data=data, size=size, dtype=dtype)
     base = run(TORCH, start)
     runs = torch.stack([run(TORCH, moved(start, dtype, seed)) for seed in range(5)])
-    ulps = 4 * torch.finfo(torch.float32).eps * base  # of the yardstick itself
+    ulps = 2 * torch.finfo(torch.float32).eps * base  # of the yardstick itself
     envelope = (runs - base).abs().amax(0).cummax(0).values + ulps
     used = (run(ours, start) - base).abs() / (2 * envelope)
     worst = int(used.argmax())
