@@ -9,7 +9,10 @@ import torch
 
 import ridgeline
 from ridgeline.boundary import INTERPRETED
-from ridgeline.op import RidgelineError
+from ridgeline.lab.bench import forward
+from ridgeline.lab.clock import prepare
+from ridgeline.lab.law import Law
+from ridgeline.op import RidgelineError, get, tensors_of
 from ridgeline.optim import AdamW
 
 pytestmark = pytest.mark.kernels
@@ -231,6 +234,38 @@ def test_clipping_what_is_not_finite(value: float, norm_type: float, device: str
     torch.testing.assert_close(norm, torch.nn.utils.clip_grad_norm_(theirs, 1.0, norm_type), equal_nan=True)
     for g, p in zip(ours, theirs, strict=True):
         torch.testing.assert_close(g, p.grad, equal_nan=True)
+
+
+@pytest.mark.parametrize("name", ["adamw", "clip_grad_norm"])
+def test_the_law_judges_what_is_changed_in_place(name: str, device: str) -> None:
+    """Each result bent by a percent breaks it; the arguments are as they were, also before each timed run."""
+    for case in ("33x129", "lists"):
+        law = Law.of(get(name), case, "float32", device)
+        before = [t.clone() for t in tensors_of(law.args)]
+        outputs, grads = law.run(get(name).implementations["torch"])
+        assert law.judge(outputs, grads).ok
+        for index, output in enumerate(outputs):
+            if output.numel() > 1:
+                assert not law.judge([o * 1.01 if n == index else o for n, o in enumerate(outputs)], grads).ok
+        function = forward(law, get(name).implementations["torch"])
+        first = function()
+        prepare(function)
+        second = function()
+        assert first is second is None or torch.equal(first, second)
+        assert all(map(torch.equal, before, tensors_of(law.args)))
+
+
+@pytest.mark.parametrize("name", ["adamw", "clip_grad_norm"])
+def test_compiles_in_one_graph(name: str, device: str) -> None:
+    torch._dynamo.reset()
+    op = get(name)
+    for case in ("33x129", "lists"):
+        args, kwargs = op.case(case).make("float32", device)
+        ours, theirs = op.fresh(args), op.fresh(args)
+        call = torch.compile(lambda args, kwargs=kwargs: op.function(*args, **kwargs, impl="triton"), backend="aot_eager", fullgraph=True)
+        torch.testing.assert_close(call(ours), op.function(*theirs, **kwargs, impl="triton"))
+        for a, b in zip(tensors_of(ours), tensors_of(theirs), strict=True):
+            assert torch.equal(a, b)
 
 
 @pytest.mark.gpu

@@ -208,8 +208,21 @@ def _timed(work: Work, law: Law, candidates: list[Candidate], budget: float, tim
 
 
 def forward(law: Law, rung: Implementation) -> Function:
-    """The forward call as a function of no arguments."""
-    return partial(rung, *law.args, **law.kwargs)
+    """The forward call as a function of no arguments. What it changes in place is as it was before each timed run."""
+    from ridgeline.op import tensors_of
+
+    if not law.op.mutates:
+        return partial(rung, *law.args, **law.kwargs)
+    args = law.op.fresh(law.args)
+    changed, given = (tensors_of(some[n] for n in law.op.mutates) for some in (args, law.args))
+
+    def before() -> None:
+        for tensor, original in zip(changed, given, strict=True):
+            tensor.copy_(original)
+
+    call: Any = partial(rung, *args, **law.kwargs)
+    call.before = before
+    return call
 
 
 def backward(law: Law, rung: Implementation) -> Function:

@@ -81,6 +81,13 @@ def apart(a: Mapping[str, float], b: Mapping[str, float]) -> bool:
     return a["high"] < b["low"] or b["high"] < a["low"]
 
 
+def prepare(function: Function) -> None:
+    """Does what a function asks to be done before each run, outside of its time: its attribute `before`, if it has one."""
+    before = getattr(function, "before", None)
+    if before is not None:
+        before()
+
+
 class Timer(Protocol):
     """What `measure` needs of a device."""
 
@@ -103,6 +110,7 @@ class CpuTimer:
     def round(self, functions: Sequence[Function]) -> list[float]:
         seconds = []
         for function in functions:
+            prepare(function)
             self.buffer.fill_(1)
             start = time.perf_counter()
             result = function()
@@ -134,6 +142,7 @@ class GpuTimer:
             begin.record()
             events = [(torch.cuda.Event(enable_timing=True), torch.cuda.Event(enable_timing=True)) for _ in functions]
             for function, (start, end) in zip(functions, events, strict=True):
+                prepare(function)
                 self.buffer.fill_(1)
                 start.record()
                 result = function()

@@ -225,11 +225,9 @@ def adamw(
         if plain is not None and plain.call is not None:
             plain.call(*lists, step, lr=lr, betas=betas, eps=eps, weight_decay=weight_decay, maximize=maximize)
             return
-    facts: Any = steps, number, lr_at, rate, beta1, beta2, eps, weight_decay, maximize, impl
-    if watched:
-        torch.ops.ridgeline.adamw(*lists, *facts)
-    else:
-        _run(*lists, *facts, tables=tables)
+    call: Any = torch.ops.ridgeline.adamw if watched else _run
+    known = () if tables is None else (tables,)
+    call(*lists, steps, number, lr_at, rate, beta1, beta2, eps, weight_decay, maximize, impl, *known)
 
 
 def _steps(step: Any, count: int) -> tuple[Sequence[torch.Tensor], int]:
