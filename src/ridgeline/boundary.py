@@ -26,7 +26,7 @@ from ridgeline import device as devices
 from ridgeline import tuning
 from ridgeline.cuda import CudaKernel, Starter, parameters
 from ridgeline.op import RidgelineError
-from ridgeline.replay import Plans, Start, recorder
+from ridgeline.replay import Loose, Plans, Start, recorder
 
 LIBRARY = torch.library.Library("ridgeline", "DEF")
 INTERPRETED = bool(triton.knobs.runtime.interpret)
@@ -44,12 +44,14 @@ _observers: list[Callable[[Launch], None]] = []
 def kernel_op(schema: str) -> Callable[[Callable[..., Any]], Any]:
     """Registers a launcher as `torch.ops.ridgeline.<name>`, for real tensors and, as its own fake kernel, for traced ones.
 
-    schema: as in `torch.library`, e.g. "gelu_fwd(Tensor x, str approximate, str? impl) -> Tensor".
+    schema: as in `torch.library`, e.g. "gelu_fwd(Tensor x, str approximate, str? impl) -> Tensor". A `SymInt` is a number of 32
+        bits that the launcher hands to kernels as it is, and that they do not specialise on (`do_not_specialize`).
     Returns what an `autograd.Function` calls: the launcher itself where nobody watches, which saves the dispatcher's time,
     else the registered op.
     """
     name = schema.split("(")[0]
     leading = len(re.findall(r"Tensor\b", schema.split("->")[0]))  # an op's tensors come first
+    loose = [n for n, argument in enumerate(schema.split("->")[0].split(",")) if "SymInt" in argument]
 
     def register(launcher: Callable[..., Any]) -> Any:
         def fake(*args: Any) -> Any:
@@ -78,7 +80,7 @@ def kernel_op(schema: str) -> Callable[[Callable[..., Any]], Any]:
             f"if {' or '.join(watched)}: return registered({{args}})",
             "if observers or devices._pretended is not None or tuning._listener is not None: return launcher({args})",
         ]
-        return Plans(launcher, leading).front(len(registered._schema.arguments), before, names)
+        return Plans(launcher, leading, loose).front(len(registered._schema.arguments), before, names)
 
     return register
 
@@ -249,7 +251,7 @@ def _read(args: tuple[Any, ...], values: list[Any], key: list[Any]) -> None:
         elif kind is tuple:
             key.append(len(arg))
             _read(arg, values, key)
-        elif kind is int:
+        elif kind is int or kind is Loose:
             values.append(arg)
             key.append(1 if arg == 1 else (arg & 15 == 0, -0x80000000 <= arg < 0x80000000))
         elif kind is float or kind is bool:
@@ -266,7 +268,7 @@ def _read(args: tuple[Any, ...], values: list[Any], key: list[Any]) -> None:
 
 
 def _made(args: tuple[Any, ...], constants: dict[str, Any]) -> tuple[Any, ...]:
-    return tuple([a(constants) if callable(a) else a for a in args])
+    return tuple([a(constants) if callable(a) else int(a) if type(a) is Loose else a for a in args])
 
 
 _CODES = {"i1": "?", "u1": "?", "i32": "i", "u32": "I", "i64": "q", "u64": "Q", "fp32": "f"}

@@ -1,7 +1,8 @@
 """Repeats a launcher's work without running it: what `kernel_op` does with a call whose kind it has seen before.
 
 A launcher allocates tensors and starts kernels, and what it allocates and starts depends on the kinds of its arguments alone:
-the tensors' shapes, strides, dtypes, device and alignment, and the other arguments' values. The second call of a kind is
+the tensors' shapes, strides, dtypes, device and alignment, and the other arguments' values (but `SymInt` ones, such as a seed,
+which are handed on). The second call of a kind is
 recorded: every allocation, and every kernel's parameters as pointers into arguments and allocations. Later calls allocate and
 start the same by a few lines of Python, which is a third of the host's time. A launcher that does anything else (another torch
 operation, a copy of a strided input, Triton's own launcher) is not recorded and runs each time.
@@ -46,13 +47,25 @@ def recorder() -> Recorder | None:
     return _local.recorder
 
 
+class Loose(int):
+    """An argument that may be any number in a kind of call, such as a seed: a plan takes it anew each time."""
+
+    name: str
+
+    @classmethod
+    def of(cls, value: int, name: str) -> Loose:
+        loose = cls(value)
+        loose.name = name
+        return loose
+
+
 class Recorder(TorchDispatchMode):
     """Watches a launcher: the tensors that it allocates, and by `started` the kernels that it starts."""
 
-    def __init__(self, tensors: Sequence[torch.Tensor | None]) -> None:
+    def __init__(self, tensors: Sequence[torch.Tensor | None], loose: Sequence[str] = ()) -> None:
         super().__init__()
         self.known: list[torch.Tensor | None] = list(tensors)  # the arguments, then what is allocated
-        self.given = len(tensors)
+        self.given, self.loose = len(tensors), loose
         self.starts: list[tuple[Start, tuple[int, int, int], list[Any]]] = []
         stored = [t.untyped_storage().data_ptr() for t in tensors if t is not None and t.numel()]
         self.repeatable = len(set(stored)) == len(stored)  # else pointers would not say which argument they came from
@@ -95,6 +108,8 @@ class Recorder(TorchDispatchMode):
         wanted = [(t.data_ptr(), tuple(t.shape), t.stride(), t.dtype) for t in returned if isinstance(t, torch.Tensor)]
         if not self.repeatable or len(wanted) < len(returned) or any(w not in places for w in wanted):
             return None
+        if set(self.loose) != {v.name for _, _, sources in self.starts for v in sources if type(v) is Loose}:
+            return None  # a kernel took something else that was made of it
         names: dict[str, Any] = {"empty": _empty, "stream": torch._C._cuda_getCurrentRawStream}
 
         def name(value: Any) -> str:
@@ -104,11 +119,11 @@ class Recorder(TorchDispatchMode):
         lines = [f"    m{n} = empty({', '.join(map(name, kind))}); p{self.given + n} = m{n}.data_ptr()" for n, kind in enumerate(kinds)]
         lines += ["    s = stream(i)"] if self.starts else []
         for start, grid, sources in self.starts:
-            values = [f"p{s[0]} + {s[1]}" if isinstance(s, tuple) else name(s) for s in sources]
+            values = [f"p{s[0]} + {s[1]}" if isinstance(s, tuple) else s.name if type(s) is Loose else name(s) for s in sources]
             lines.append(f"    {name(start)}({', '.join(map(str, grid))}, s, ({', '.join(values)},))")
         results = [f"m{places.index(w)}" for w in wanted]
         lines.append(f"    return ({', '.join(results)},)" if isinstance(result, tuple | list) else f"    return {', '.join(results)}")
-        return _function("plan", ["i", *(f"p{n}" for n in range(self.given))], lines, names)
+        return _function("plan", ["i", *(f"p{n}" for n in range(self.given)), *self.loose], lines, names)
 
 
 def _function(name: str, parameters: Sequence[str], lines: Sequence[str], names: dict[str, Any]) -> Callable[..., Any]:
@@ -118,10 +133,12 @@ def _function(name: str, parameters: Sequence[str], lines: Sequence[str], names:
 
 
 class Plans:
-    """What a launcher did, by kind of call. The first `leading` of its `count` arguments are tensors, or None."""
+    """What a launcher did, by kind of call. The first `leading` of its arguments are tensors, or None; those at `loose` places
+    are numbers that are not part of the kind: they go to kernels as they are, which are not specialised for them."""
 
-    def __init__(self, launcher: Callable[..., Any], leading: int):
+    def __init__(self, launcher: Callable[..., Any], leading: int, loose: Sequence[int] = ()):
         self.launcher, self.leading = launcher, leading
+        self.loose = {n: f"a{n - leading}" for n in loose}
         self.found: dict[Any, Callable[..., Any]] = {}
         self.seen: dict[Any, int] = {}
 
@@ -138,10 +155,11 @@ class Plans:
         for n, t in enumerate(tensors):
             kind = f"p{n} = {t}.data_ptr(); k{n} = {t}.shape, {t}.stride(), {t}.dtype, p{n} & 15, {t}.get_device()"
             lines += [f"    if {t} is None: p{n} = 0; k{n} = None", f"    else: {kind}"] if n else [f"    {kind}"]
-        lines.append(f"    key = {', '.join(f'k{n}' for n in range(self.leading))}, tuning.version, {', '.join(args[self.leading :])}")
+        kept = [a for a in args[self.leading :] if a not in self.loose.values()]
+        lines.append(f"    key = {', '.join(f'k{n}' for n in range(self.leading))}, tuning.version, {', '.join(kept)}")
         lines.append("    plan = found(key)")
         lines.append(f"    if plan is None: return learn(key, {whole})")
-        lines.append(f"    return plan(i, {', '.join(f'p{n}' for n in range(self.leading))})")
+        lines.append(f"    return plan({', '.join(['i', *(f'p{n}' for n in range(self.leading)), *self.loose.values()])})")
         names = {"launcher": self.launcher, "learn": self.learn, "found": self.found.get, "tuning": tuning, **(names or {})}
         names["current"] = getattr(torch._C, "_cuda_getDevice", None)  # of a build without CUDA nothing is on a GPU
         return _function("call", args, lines, names)
@@ -154,7 +172,8 @@ class Plans:
         seen = self.seen[key] = self.seen.get(key, 0) + 1
         if not 2 <= seen <= 3:
             return self.launcher(*args)
-        _local.recorder = watch = Recorder(args[: self.leading])
+        args = tuple([Loose.of(a, self.loose[n]) if n in self.loose else a for n, a in enumerate(args)])
+        _local.recorder = watch = Recorder(args[: self.leading], list(self.loose.values()))
         try:
             with watch:
                 result = self.launcher(*args)

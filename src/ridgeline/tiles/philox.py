@@ -1,6 +1,6 @@
 """Philox4x32-10, a counter-based generator: random bits are a function of a seed and a place, whatever the grid.
 
-One call gives 128 bits, of which 8 neighbours in a row take 16 each. So a probability is kept to 1/65536.
+One call of `philox` gives 128 bits. Of `keep`, 8 neighbours in a row take 16 each: so a probability is kept to 1/65536.
 Source: Salmon, Moraes, Dror and Shaw, Parallel random numbers: as easy as 1, 2, 3, 2011 (doi:10.1145/2063384.2063405).
 """
 
@@ -26,19 +26,40 @@ def keep(seed, row, start, threshold, BN: tl.constexpr):
     return tl.reshape(bits.to(tl.int32), (row.shape[0], BN)) >= threshold
 
 
-def kept(seed: int | torch.Tensor, rows: int, columns: int, p: float, device: torch.device | str) -> torch.Tensor:
-    """What `keep` gives for all rows and columns, in plain PyTorch: booleans (rows, columns)."""
+@triton.jit
+def philox(c0, c1, k0, k1):
+    """The four words of a counter (its low 64 bits, in two halves) and a key, all of 32 bits without a sign."""
+    c2 = c0 * 0
+    c3 = c1 * 0
+    for _ in tl.static_range(10):
+        x = c2.to(tl.uint64) * 0xCD9E8D57
+        y = c0.to(tl.uint64) * 0xD2511F53
+        c0 = (x >> 32).to(tl.uint32) ^ c1 ^ k0
+        c1 = x.to(tl.uint32)
+        c2 = (y >> 32).to(tl.uint32) ^ c3 ^ k1
+        c3 = y.to(tl.uint32)
+        k0 += 0x9E3779B9
+        k1 += 0xBB67AE85
+    return c0, c1, c2, c3
+
+
+def words(seed: int | torch.Tensor, c0: torch.Tensor, c1: torch.Tensor) -> torch.Tensor:
+    """What `philox` gives for int64 counters of one shape, in plain PyTorch: (..., 4)."""
     low = 0xFFFFFFFF
-    seed = torch.as_tensor(seed, dtype=torch.int64, device=device)
-    groups = -(-columns // 8)
-    c0 = torch.arange(groups, device=device).expand(rows, groups)
-    c1 = torch.arange(rows, device=device)[:, None].expand(rows, groups)
+    seed = torch.as_tensor(seed, dtype=torch.int64, device=c0.device)
     c2 = c3 = torch.zeros_like(c0)
     k0, k1 = seed & low, seed >> 32 & low
     for _ in range(10):
         x, y = c2 * 0xCD9E8D57, c0 * 0xD2511F53  # 64 bits of products; the sign is but a bit of them
         c0, c1, c2, c3 = (x >> 32 & low) ^ c1 ^ k0, x & low, (y >> 32 & low) ^ c3 ^ k1, y & low
         k0, k1 = k0 + 0x9E3779B9 & low, k1 + 0xBB67AE85 & low
-    words = torch.stack([c0, c1, c2, c3], -1)
-    bits = torch.stack([words & 0xFFFF, words >> 16], -1)
+    return torch.stack([c0, c1, c2, c3], -1)
+
+
+def kept(seed: int | torch.Tensor, rows: int, columns: int, p: float, device: torch.device | str) -> torch.Tensor:
+    """What `keep` gives for all rows and columns, in plain PyTorch: booleans (rows, columns)."""
+    groups = -(-columns // 8)
+    column, row = torch.arange(groups, device=device), torch.arange(rows, device=device)[:, None]
+    found = words(seed, column.expand(rows, groups), row.expand(rows, groups))
+    bits = torch.stack([found & 0xFFFF, found >> 16], -1)
     return bits.reshape(rows, groups * 8)[:, :columns] >= threshold(p)
