@@ -256,6 +256,37 @@ def test_the_law_judges_what_is_changed_in_place(name: str, device: str) -> None
 
 
 @pytest.mark.parametrize("name", ["adamw", "clip_grad_norm"])
+def test_the_same_bits_again(name: str, device: str) -> None:
+    op = get(name)
+    for implementation in op.implementations.values():
+        args, kwargs = op.case("lists").make("float32", device)
+        one, other = op.fresh(args), op.fresh(args)
+        results = [[t for t in (implementation(*some, **kwargs),) if t is not None] for some in (one, other)]
+        for a, b in zip(tensors_of([results[0], one]), tensors_of([results[1], other]), strict=True):
+            assert torch.equal(a, b)
+
+
+@pytest.mark.parametrize("name", ["adamw", "clip_grad_norm"])
+def test_opcheck(name: str, device: str) -> None:
+    some = [torch.rand(33, 17, device=device), torch.rand(9000, device=device)]
+    lists = [[t.clone() for t in some] for _ in range(4)]
+    given = (*lists, [], 3, None, 0.1, 0.9, 0.999, 1e-8, 0.01, False, None) if name == "adamw" else (some, 1.0, False, None)
+    results = torch.library.opcheck(getattr(torch.ops.ridgeline, name).default, given)
+    assert set(results.values()) == {"SUCCESS"}, results
+
+
+def test_what_kernels_do_not_take(device: str) -> None:
+    """Unasked, PyTorch serves float64, also where one moment alone is; asked for kernels, they say so."""
+    for wide in ((0, 1, 2, 3), (3,)):
+        lists = [[torch.rand(9, device=device, dtype=torch.float64 if n in wide else torch.float32)] for n in range(4)]
+        with pytest.raises(RidgelineError, match="impl='triton' cannot run this call: it takes float32"):
+            ridgeline.adamw(*lists, 1, impl="triton")
+        before = lists[0][0].clone()
+        ridgeline.adamw(*lists, 1)
+        assert not torch.equal(before, lists[0][0])
+
+
+@pytest.mark.parametrize("name", ["adamw", "clip_grad_norm"])
 def test_compiles_in_one_graph(name: str, device: str) -> None:
     torch._dynamo.reset()
     op = get(name)

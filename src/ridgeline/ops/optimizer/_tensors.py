@@ -128,6 +128,16 @@ def remember(tables: dict[Any, list[Table]], key: Any, made: list[Table]) -> Non
     tables[key] = made
 
 
+def narrow(*args: Any) -> str | None:
+    """What the kernels support."""
+    for a in args:
+        for table in a if isinstance(a, list) else [a]:
+            wide = [d for d in table.dtypes if d not in TL] if isinstance(table, Table) else []
+            if wide:
+                return f"it takes {', '.join(str(d)[6:] for d in TL)}, and a tensor is {str(wide[0])[6:]}"
+    return None
+
+
 def dense(tensor: torch.Tensor) -> bool:
     """Whether its elements fill one stretch of memory, in any order of dimensions."""
     return tensor.is_contiguous() or torch.empty_like(tensor, device="meta").stride() == tensor.stride()

@@ -12,6 +12,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Sequence
+from itertools import chain
 from typing import Any
 
 import torch
@@ -22,7 +23,7 @@ from ridgeline import device as devices
 from ridgeline import tuning
 from ridgeline.boundary import LIBRARY, launch
 from ridgeline.op import Case, Cost, Op, RidgelineError, Spec, nbytes, tensors_of
-from ridgeline.ops.optimizer._tensors import CHUNK, TL, Table, address_key, checked, chunk_of, dense, pointer, remember, tabled
+from ridgeline.ops.optimizer._tensors import CHUNK, TL, Table, address_key, checked, chunk_of, dense, narrow, pointer, remember, tabled
 from ridgeline.select import eager, run
 
 Tensors = torch.Tensor | Sequence[torch.Tensor]
@@ -109,15 +110,14 @@ def _run(params: Sequence[torch.Tensor], grads: Sequence[torch.Tensor], exp_avgs
          weight_decay: float, maximize: bool, impl: str | None, tables: list[Table] | None = None) -> None:  # fmt: skip
     """A step by kernels. steps: a tensor for each parameter, or empty where `step` is the number of them all.
     tables: of exactly these tensors, where they are known."""
-    copies: list[tuple[torch.Tensor, torch.Tensor]] = []
+    keep, copies = False, []
     if tables is None:
         own = list(zip(params, grads, exp_avgs, exp_avg_sqs, strict=True))
         rows = [_in_layout(row) for row in own]
         pairs = [(n, t, c) for o, r in zip(own, rows, strict=True) for n, (t, c) in enumerate(zip(o, r, strict=True)) if c is not t]
         copies = [(t, c) for n, t, c in pairs if n != 1]  # the gradients are only read
         tables = tabled(rows, steps)
-        if not pairs:
-            remember(_tables, address_key(params, grads, exp_avgs, exp_avg_sqs, steps), tables)
+        keep = not pairs
     if steps:
         first, second = (math.log(b) if b else -math.inf for b in (beta1, beta2))
     else:
@@ -125,6 +125,8 @@ def _run(params: Sequence[torch.Tensor], grads: Sequence[torch.Tensor], exp_avgs
     numbers = lr_at, lr, weight_decay, 1 - beta1, 1 - beta2, first, second, eps
     for table in tables:
         run(ADAMW, "fwd", impl, (), table.like, table, bool(steps), numbers, maximize)
+    if keep:
+        remember(_tables, address_key(params, grads, exp_avgs, exp_avg_sqs, steps), tables)
     for tensor, copy in copies:
         tensor.copy_(copy)
     torch.autograd.graph.increment_version(params)
@@ -190,9 +192,10 @@ def _torch(params: Tensors, grads: Tensors, exp_avgs: Tensors, exp_avg_sqs: Tens
 
 
 def adamw(
-    params: Tensors, grads: Tensors, exp_avgs: Tensors, exp_avg_sqs: Tensors, step: int | torch.Tensor | Sequence[torch.Tensor], *,
-    lr: float | torch.Tensor = 1e-3, betas: tuple[float, float] = (0.9, 0.999), eps: float = 1e-8, weight_decay: float = 1e-2,
-    maximize: bool = False, impl: str | None = None,
+    params: torch.Tensor | Sequence[torch.Tensor], grads: torch.Tensor | Sequence[torch.Tensor],
+    exp_avgs: torch.Tensor | Sequence[torch.Tensor], exp_avg_sqs: torch.Tensor | Sequence[torch.Tensor],
+    step: int | torch.Tensor | Sequence[torch.Tensor], *, lr: float | torch.Tensor = 1e-3, betas: tuple[float, float] = (0.9, 0.999),
+    eps: float = 1e-8, weight_decay: float = 1e-2, maximize: bool = False, impl: str | None = None,
 ) -> None:  # fmt: skip
     """A step of AdamW in place, as `torch.optim.AdamW` takes it.
 
@@ -221,7 +224,7 @@ def adamw(
         checked("adamw", ("params", "grads", "exp_avgs", "exp_avg_sqs"), lists)
         if not lists[0]:
             return
-        plain = eager(ADAMW, impl, *lists[0], *lists[2])
+        plain = eager(ADAMW, impl, *chain(*lists))
         if plain is not None and plain.call is not None:
             plain.call(*lists, step, lr=lr, betas=betas, eps=eps, weight_decay=weight_decay, maximize=maximize)
             return
@@ -292,5 +295,6 @@ ADAMW.kernel(
     "one launch over chunks of all tensors, whose addresses lie in a table that is kept; 16-byte accesses, float32 arithmetic",
     kind="triton",
     fwd=_launch_triton,
+    supports=narrow,
     served=True,
 )

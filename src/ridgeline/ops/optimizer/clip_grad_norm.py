@@ -20,7 +20,7 @@ import triton.language as tl
 
 from ridgeline.boundary import LIBRARY, launch
 from ridgeline.op import Case, Cost, Op, RidgelineError, Spec, nbytes, tensors_of
-from ridgeline.ops.optimizer._tensors import CHUNK, TL, Table, address_key, checked, chunk_of, dense, pointer, remember, tabled
+from ridgeline.ops.optimizer._tensors import CHUNK, TL, Table, address_key, checked, chunk_of, dense, narrow, pointer, remember, tabled
 from ridgeline.select import eager, run
 
 
@@ -108,16 +108,17 @@ def _run(
 ) -> torch.Tensor:
     """Clipping by kernels. tables: of exactly these tensors, where they are known."""
     norm = torch.empty((), dtype=torch.float32, device=tensors[0].device)
-    copies: list[tuple[torch.Tensor, torch.Tensor]] = []
+    keep, copies = False, []
     if tables is None:
         rows = [t if dense(t) else t.contiguous() for t in tensors]
         copies = [(t, row) for t, row in zip(tensors, rows, strict=True) if t is not row]
         tables = tabled([(row,) for row in rows])
-        if not copies:
-            remember(_tables, address_key(tensors), tables)
+        keep = not copies
     if not tables:
         return norm.zero_()
     run(CLIP_GRAD_NORM, "fwd", impl, (norm,), tables[0].like, tables, max_norm, largest)
+    if keep:
+        remember(_tables, address_key(tensors), tables)
     for tensor, copy in copies:
         tensor.copy_(copy)
     torch.autograd.graph.increment_version(tensors)
@@ -236,11 +237,6 @@ CLIP_GRAD_NORM = Op(
 )
 
 
-def _usual(*args: Any) -> str | None:
-    given = [a for a in args if isinstance(a, float)][1:]
-    return None if not given or given[0] in (2.0, math.inf) else f"it takes norm_type 2 and inf, and this is {given[0]}"
-
-
 CLIP_GRAD_NORM.eager("naive", "a norm for every tensor, their norm, and a product for every tensor", reference)
 CLIP_GRAD_NORM.eager("torch", "torch's foreach kernels: norms of many tensors, and their products with the factor", _torch, served=True)
 CLIP_GRAD_NORM.kernel(
@@ -248,5 +244,6 @@ CLIP_GRAD_NORM.kernel(
     "partial sums over chunks of all tensors, and a scaling that does nothing where nothing is to be clipped",
     kind="triton",
     fwd=_launch_triton,
+    supports=narrow,
     served=True,
 )
