@@ -36,8 +36,14 @@ Maybe = torch.Tensor | None
 
 @triton.jit
 def _scale(squares, columns, eps):
-    """1 / sqrt(average + eps), each step rounded to nearest: a row's error is that of all its elements."""
-    return tl.div_rn(1.0, tl.sqrt_rn(tl.div_rn(squares, columns * 1.0) + eps))
+    """1 / sqrt(squares / columns + eps) nearly to the last bit, for a row's error is that of all its elements: the machine's
+    quotient and root, each corrected once (a correction that is NaN, of what is 0 or infinite, is left out)."""
+    average = squares / columns
+    rest = (squares - average * columns) / columns
+    square = tl.where(rest == rest, average + rest, average) + eps
+    scale = tl.rsqrt(square)
+    step = 0.5 - 0.5 * (square * scale) * scale
+    return tl.where(step == step, scale + scale * step, scale)
 
 
 @triton.jit
@@ -56,7 +62,7 @@ def _fwd(y, total, mean, rstd, x, residual, weight, bias, rows, units, x_stride,
             value += tl.load(residual + row * r_stride * UNIT + column, mask=mask, other=0).to(tl.float32)
             tl.store(total + row * units * UNIT + column, value.to(total.dtype.element_ty), mask=mask)
         if MEAN:
-            center = tl.div_rn(tl.sum(value, 1), columns * 1.0)[:, None]
+            center = tl.sum(value, 1)[:, None] / columns
             value = tl.where(column < columns, value - center, 0)
             if mean is not None:
                 tl.store(mean + row, center, mask=row < rows)
@@ -100,7 +106,7 @@ def _fwd_wide(y, total, mean, rstd, x, residual, weight, bias, rows, units, x_st
     center = 0.0
     if MEAN:
         count = (tl.maximum(columns - lane + BN - 1, 0) // BN).to(tl.float32)  # of a lane's columns
-        center = tl.div_rn(tl.sum(count * average, 0), columns * 1.0)
+        center = tl.sum(count * average, 0) / columns
         squares += count * (average - center) * (average - center)
         if mean is not None:
             tl.store(mean + row, center)
@@ -174,9 +180,9 @@ def _bwd(dx, parts, dots, dy, dsum, saved, weight, bias, mean, rstd, rows, units
             if MEAN:
                 along = tl.load(dots + rows + row, mask=row < rows, other=0)
         else:
-            turn = tl.sum(g * x_hat, 1)[:, None] / columns
+            turn = tl.div_rn(tl.sum(g * x_hat, 1), columns * 1.0)[:, None]  # exact for one column
             if MEAN:
-                along = tl.sum(g, 1)[:, None] / columns
+                along = tl.div_rn(tl.sum(g, 1), columns * 1.0)[:, None]
         grad = (g - along - x_hat * turn) * scale
         if dsum is not None:
             grad += tl.load(dsum + row * dsum_stride * UNIT + column, mask=mask, other=0).to(tl.float32)
@@ -249,7 +255,8 @@ def _launch_fwd(
     inputs = (x,) if residual is None else (x, residual)
     bn = power(columns)
     if bn * 4 * len(inputs) > TILE_LIMIT:
-        launch(_fwd_wide, (rows,), *args, MEAN=center, UNIT=unit, BN=16384 // len(inputs), num_warps=16)
+        bn = (16384 if unit * x.element_size() >= 16 else 8192) // len(inputs)
+        launch(_fwd_wide, (rows,), *args, MEAN=center, UNIT=unit, BN=bn, num_warps=16)
         return
     config, grid = tiles(name, _fwd, rows, bn, *inputs)
     launch(_fwd, grid, *args, MEAN=center, UNIT=unit, config=config, key=(name, bn))
@@ -292,6 +299,7 @@ def _launch_bwd(
     dots = None
     facts: dict[str, Any] = {"MEAN": center, "FROM_OUTPUT": from_output, "UNIT": unit}
     options: dict[str, Any]
+    narrow = unit * dy.element_size() < 16
     if bn > REGISTERS:
         dots = torch.empty((2 if center else 1, rows), dtype=torch.float32, device=dx.device)
         first = (dots, dy, saved, weight, bias, mean, rstd, rows, columns // unit, steps[0], steps[2])
@@ -299,11 +307,10 @@ def _launch_bwd(
         blocks = ceil(columns, 2048)
         count = min(count, ceil(8 * count, blocks))
         grid: tuple[int, ...] = (count, blocks)
-        options = {"BM": 2, "BN": 2048, "STAGES": 2, "num_warps": 8}
+        options = {"BM": 1 if narrow else 2, "BN": 2048, "STAGES": 2, "num_warps": 8}
     else:
         grid = (count,)
         size = sum([t.element_size() for t in (dy, dsum, saved) if t is not None])
-        narrow = unit * dy.element_size() < 16
 
         def config() -> dict[str, Any]:
             key = key_of(dy.dtype, bn, "narrow") if narrow else key_of(dy.dtype, bn)

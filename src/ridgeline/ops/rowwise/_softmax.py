@@ -119,7 +119,8 @@ CUDA = {"fwd": CudaKernel(FILE, "softmax_fwd", "PPqiq"), "bwd": CudaKernel(FILE,
 TILED, WIDE = {"fwd": _fwd, "bwd": _bwd}, {"fwd": _fwd_wide, "bwd": _bwd_wide}
 ROW_LIMIT = 16384  # columns of a row per program at most: then 64 values of every input a thread
 CLUSTER_BYTES = 2 << 20  # of a row's inputs at most: 128 KiB for each of 16 blocks
-CLUSTER_COLUMNS = 2048, 16384, 1 << 19  # more than these forward and backward, where tiles are as fast; at most 32 a thread of 16 x 1024
+CLUSTER_COLUMNS = 2048, 1 << 19  # more than these forward, where tiles are as fast; at most 32 for each of 16 x 1024 threads
+CLUSTER_BACKWARD = {False: 16384, True: 8192}  # more than these backward: of log_softmax a tile holds exponentials besides
 
 
 def cluster_rule(size: int, backward: bool) -> tuning.Config:
@@ -281,7 +282,7 @@ class Softmax:
             kind="cuda",
             served=True,
             arch=90,
-            supports=_fits_cluster,
+            supports=partial(_fits_cluster, CLUSTER_BACKWARD[self.log]),
             **both(self.cluster),
         )
 
@@ -297,10 +298,10 @@ def columns_of(x: torch.Tensor, *rest: Any) -> int:
     return x.shape[dim] if x.dim() else 1
 
 
-def _fits_cluster(x: torch.Tensor, *rest: Any) -> str | None:
+def _fits_cluster(backward: int, x: torch.Tensor, *rest: Any) -> str | None:
     columns, tensors = columns_of(x, *rest), [x, *(t for t in rest if isinstance(t, torch.Tensor))]
     size = columns * sum(t.element_size() for t in tensors)
-    low, high = CLUSTER_COLUMNS[len(tensors) - 1], CLUSTER_COLUMNS[2]
+    low, high = CLUSTER_COLUMNS if len(tensors) == 1 else (backward, CLUSTER_COLUMNS[1])
     if not low < columns <= high or size > CLUSTER_BYTES:
         return (
             f"it takes rows of {low + 1} to {high} columns in at most {CLUSTER_BYTES} bytes; these have {columns} columns in {size} bytes"
