@@ -5,6 +5,8 @@
 Written by `make pyi`.
 """
 
+from collections.abc import Iterable
+from collections.abc import Sequence
 import torch
 
 __version__: str
@@ -12,11 +14,75 @@ __version__: str
 def register_all() -> None:
     """Imports every op, so that `torch.export.load` knows them in a fresh process."""
 
+def cross_entropy(
+    logits: torch.Tensor, target: torch.Tensor, *, ignore_index: int = -100, label_smoothing: float = 0.0, z_loss: float = 0.0,
+    softcap: float | None = None, reduction: str = "mean", impl: str | None = None,
+) -> torch.Tensor:  # fmt: skip
+    """-log softmax(logits)[target], as `torch.nn.functional.cross_entropy` but with the classes last. Gradients flow to logits.
+
+    logits: (..., V), any strides, floating point; they are never changed. target: (...), int64, the classes' numbers.
+    ignore_index: a target whose row counts for nothing: its loss and gradient are 0 whatever its logits.
+    label_smoothing: the share, 0 to 1, of the target that is spread over all classes. z_loss: adds z_loss * logsumexp(logits)^2 to a row.
+    softcap: logits become softcap * tanh(logits / softcap) first. reduction: "mean" over the rows not ignored (NaN where there are
+    none), "sum", or "none" for a loss a row. Computed in float32; returns the dtype of logits, float32 under autocast.
+    A target that is no class makes its row NaN on a GPU, where the host reads no values; on a CPU, and with RIDGELINE_CHECK=1, it raises.
+    Raises RidgelineError on shapes, dtypes, devices or options other than these, or an `impl` that cannot run the call.
+    """
+
 def matmul(a: torch.Tensor, b: torch.Tensor, *, impl: str | None = None) -> torch.Tensor:
     """The matrix product, as `torch.matmul`: (..., M, K) @ (..., K, N), leading dimensions broadcast; a vector is a row or a column.
 
     a, b: one dtype, one device, any strides. float32 products follow `torch.get_float32_matmul_precision()`.
     Raises RidgelineError where shapes, dtypes or devices do not fit, or `impl` cannot run the call.
+    """
+
+def adamw(
+    params: torch.Tensor | Sequence[torch.Tensor], grads: torch.Tensor | Sequence[torch.Tensor],
+    exp_avgs: torch.Tensor | Sequence[torch.Tensor], exp_avg_sqs: torch.Tensor | Sequence[torch.Tensor],
+    step: int | torch.Tensor | Sequence[torch.Tensor], *, lr: float | torch.Tensor = 1e-3, betas: tuple[float, float] = (0.9, 0.999),
+    eps: float = 1e-8, weight_decay: float = 1e-2, maximize: bool = False, impl: str | None = None,
+) -> None:  # fmt: skip
+    """A step of AdamW in place, as `torch.optim.AdamW` takes it.
+
+    params, grads, exp_avgs, exp_avg_sqs: lists of equally many tensors, or one tensor each. Those of one parameter have its shape,
+    any strides, float32, float16 or bfloat16 each (moments may be float32 beside a narrower parameter): what is computed is float32
+    and rounded to nearest. step: the number of this step, from 1; a 0-d float32 tensor, or a list of one per parameter, is read on
+    the device, so that a CUDA graph can be replayed with other values; lr likewise. Nothing waits for the GPU.
+    Raises RidgelineError on lists that do not fit together, tensors that are sparse, expanded or not floating point, a number out of
+    range, or an `impl` that cannot run the call.
+    """
+
+def clip_grad_norm(
+    tensors: torch.Tensor | Iterable[torch.Tensor], max_norm: float, norm_type: float = 2.0, *, impl: str | None = None
+) -> torch.Tensor:
+    """Scales gradients in place to a norm of at most `max_norm`, as `torch.nn.utils.clip_grad_norm_`, without waiting for the GPU.
+
+    tensors: parameters (what requires a gradient stands for its `.grad`; without one it is left out) or gradients themselves; any
+    shapes and strides, floating point, on one device. norm_type: 2, inf, or another order, which PyTorch serves.
+    Returns the norm before, of all gradients as one vector: a 0-d tensor, float32 (of float64 gradients float64). A norm that is not
+    finite scales as in PyTorch: infinity to 0 and NaN, NaN to NaN.
+    Raises RidgelineError on a negative max_norm, several devices, sparse or integer tensors, or an `impl` that cannot run the call.
+    """
+
+def bias_mask_scale_add(
+    x: torch.Tensor, bias: torch.Tensor, mask: torch.Tensor, scale: float, add: torch.Tensor, *, impl: str | None = None
+) -> torch.Tensor:
+    """`(x + bias) * mask * scale + add`, element by element.
+
+    x: (..., n). bias: (n). mask: boolean or floating point, without a gradient. scale: a number. add: as x. mask and add may
+    broadcast; all are on one device, and the result has PyTorch's promoted dtype.
+    Raises RidgelineError where an argument is none of these, or `impl` cannot run the call.
+    """
+
+def dropout(
+    x: torch.Tensor, p: float = 0.5, *, training: bool = True, seed: int | torch.Tensor | None = None, impl: str | None = None
+) -> torch.Tensor:
+    """x with each element dropped (set to 0) with probability p, and the others divided by 1 - p.
+
+    x: any shape and strides, floating point; the result has its shape and dtype, and is contiguous. Without `training` or with
+    p = 0 it is x itself. seed: the same one drops the same elements. An int of 64 bits, or a 0-d int64 tensor, on x's device read
+    by the kernel, so that a CUDA graph draws anew when it is changed; None draws one from PyTorch's generator of the CPU.
+    Raises RidgelineError on a p outside [0, 1], another seed, an x that is not floating point, or an `impl` that cannot run the call.
     """
 
 def gelu(x: torch.Tensor, approximate: str = "none", *, impl: str | None = None) -> torch.Tensor:
@@ -26,11 +92,139 @@ def gelu(x: torch.Tensor, approximate: str = "none", *, impl: str | None = None)
     Raises RidgelineError on another `approximate`, a tensor that is not floating point, or an `impl` that cannot run the call.
     """
 
+def gelu_mul(gate: torch.Tensor, up: torch.Tensor, approximate: str = "tanh", *, impl: str | None = None) -> torch.Tensor:
+    """`gelu(gate) * up`, element by element.
+
+    gate, up: floating-point tensors on one device whose shapes broadcast together; the result has PyTorch's promoted dtype.
+    approximate: "tanh", or "none" (erf). Raises RidgelineError on another `approximate`, where an argument is no such tensor,
+    the devices differ, or `impl` cannot run the call.
+    """
+
 def mul(a: torch.Tensor, b: torch.Tensor, *, impl: str | None = None) -> torch.Tensor:
     """The product of two tensors, element by element, as `torch.mul`.
 
     a, b: tensors on one device whose shapes broadcast together; the result has PyTorch's promoted dtype.
     Raises RidgelineError where an argument is no tensor, the devices differ, or `impl` cannot run the call.
+    """
+
+def quick_gelu(x: torch.Tensor, *, impl: str | None = None) -> torch.Tensor:
+    """`x * sigmoid(1.702 * x)`, element by element.
+
+    x: any shape and strides, floating point. Returns a tensor of x's shape and dtype.
+    Raises RidgelineError on a tensor that is not floating point, or an `impl` that cannot run the call.
+    """
+
+def rope(
+    q: torch.Tensor,
+    k: torch.Tensor,
+    cos: torch.Tensor,
+    sin: torch.Tensor,
+    *,
+    positions: torch.Tensor | None = None,
+    interleaved: bool = False,
+    impl: str | None = None,
+) -> Pair:
+    """q and k with rotary position embedding, as new tensors of their shapes and dtypes.
+
+    q: (b, hq, s, d). k: (b, hk, s, d). Any strides; d even. cos, sin: (max_seq, r), of any floating dtype and without gradients,
+    one column for each pair of the first 2r <= d dimensions. positions: (b, s) or (s), int64, rows of cos and sin; None is
+    0, 1, ..., s - 1. On a GPU a row whose position is not below max_seq comes out as NaN.
+    interleaved: pairs are neighbours, not halves. Raises RidgelineError where an argument is none of these, on a CPU for
+    positions out of range too, or where `impl` cannot run the call.
+    """
+
+def silu_mul(gate: torch.Tensor, up: torch.Tensor, *, impl: str | None = None) -> torch.Tensor:
+    """`silu(gate) * up`, element by element.
+
+    gate, up: floating-point tensors on one device whose shapes broadcast together; the result has PyTorch's promoted dtype.
+    Raises RidgelineError where an argument is no such tensor, the devices differ, or `impl` cannot run the call.
+    """
+
+def add_layer_norm(
+    x: torch.Tensor,
+    residual: torch.Tensor,
+    weight: torch.Tensor,
+    bias: torch.Tensor | None = None,
+    eps: float = 1e-5,
+    *,
+    impl: str | None = None,
+) -> Pair:
+    """`layer_norm` of x + residual over the last dimension, and the sum itself: (y, sum).
+
+    x, residual: one shape (at least one dimension) and floating dtype, any strides. weight, bias: (columns,), of that dtype or
+    another floating one; the bias may be None. y and sum have x's shape and dtype; y is made of the float32 sum, not of the
+    rounded one that is returned. Gradients flow to all inputs, from either result; backward keeps the sum and two float32 per row.
+    Raises RidgelineError on shapes, dtypes or devices that do not fit together, or an `impl` that cannot run the call.
+    """
+
+def add_rms_norm(x: torch.Tensor, residual: torch.Tensor, weight: torch.Tensor, eps: float = 1e-6, *, impl: str | None = None) -> Pair:
+    """`rms_norm` of x + residual over the last dimension, and the sum itself: (y, sum).
+
+    x, residual: one shape (at least one dimension) and floating dtype, any strides. weight: (columns,), of that dtype or another
+    floating one. y and sum have x's shape and dtype; y is made of the float32 sum, not of the rounded one that is returned.
+    Gradients flow to x, residual and weight, from either result; backward keeps the sum and a float32 per row.
+    Raises RidgelineError on shapes, dtypes or devices that do not fit together, or an `impl` that cannot run the call.
+    """
+
+def group_norm(x: torch.Tensor, num_groups: int, weight: torch.Tensor | None = None, bias: torch.Tensor | None = None, eps: float = 1e-5, *, impl: str | None = None) -> torch.Tensor:  # fmt: skip
+    """Every image's groups of channels brought to mean 0 and variance 1, as `torch.nn.functional.group_norm`.
+
+    x: (images, channels, ...), floating point, in NCHW or channels_last memory without a copy; the result has x's shape, dtype and
+    memory format. weight, bias: (channels,), also of another dtype than x. num_groups: a divisor of channels.
+    Gradients flow to x, weight and bias. Under autocast the result is float32, as torch's is.
+    Raises RidgelineError on shapes, dtypes or devices that do not fit, or an `impl` that cannot run the call.
+    """
+
+def layer_norm(
+    x: torch.Tensor,
+    weight: torch.Tensor | None = None,
+    bias: torch.Tensor | None = None,
+    eps: float = 1e-5,
+    *,
+    memory_efficient: bool = False,
+    impl: str | None = None,
+) -> torch.Tensor:
+    """Every row of x less its mean, over its standard deviation, as `torch.nn.functional.layer_norm` over the last dimension.
+
+    x: at least one dimension, any strides, floating point. weight, bias: (columns,), of x's dtype or another floating one, or None.
+    Returns a tensor of x's shape and dtype. Gradients flow to x, weight and bias; backward keeps x and two float32 per row.
+    memory_efficient: backward keeps the result instead of x, which frees x where the next layer keeps the result anyway; no
+    weight may then be zero, and gradients lose precision where a bias is many times its weight.
+    Raises RidgelineError on a weight or bias of another length or on another device, or an `impl` that cannot run the call.
+    """
+
+def log_softmax(x: torch.Tensor, dim: int = -1, dtype: torch.dtype | None = None, *, impl: str | None = None) -> torch.Tensor:
+    """The logarithm of softmax along `dim`, as `torch.nn.functional.log_softmax`. Gradients flow to x.
+
+    x: any shape and strides, floating point. dtype: what x is cast to first, and the result's type; float32 of a half-precision
+    x costs no extra pass. Returns a tensor of x's shape; along `dim` it is contiguous where kernels serve the call.
+    A row of nothing but -inf, or with +inf or NaN in it, gives NaN.
+    Raises RidgelineError on a `dim` that x does not have, a result that is not floating point, or an `impl` that cannot run the call.
+    """
+
+def masked_softmax(
+    x: torch.Tensor, mask: torch.Tensor, scale: float = 1.0, fill: float = -INF, bias: torch.Tensor | None = None, *,
+    dropout_p: float = 0.0, seed: int | torch.Tensor | None = None, impl: str | None = None,
+) -> torch.Tensor:  # fmt: skip
+    """softmax along the last dimension of scale * x + bias where `mask` is True and of `fill` elsewhere. Gradients flow to x and bias.
+
+    x: floating point, one dimension or more, any strides. mask: torch.bool that broadcasts to x; so does bias, floating point.
+    fill: a number; where it is -inf a row with nothing kept gives 0. dropout_p: each result is dropped (to a multiple of 1/65536)
+    with this probability, and the others are divided by 1 - p; the same seed (an int or a 0-d int64 tensor) drops the same ones.
+    Returns a tensor of x's shape and dtype. A row with +inf or NaN kept in it gives NaN.
+    Raises RidgelineError on a mask or bias of another type, device or shape, a dropout_p outside [0, 1], an `impl` that cannot run.
+    """
+
+def rms_norm(
+    x: torch.Tensor, weight: torch.Tensor | None = None, eps: float = 1e-6, *, memory_efficient: bool = False, impl: str | None = None
+) -> torch.Tensor:
+    """Every row of x divided by its root mean square, times `weight`, as `torch.nn.functional.rms_norm` over the last dimension.
+
+    x: at least one dimension, any strides, floating point. weight: (columns,), of x's dtype or another floating one, or None.
+    Returns a tensor of x's shape and dtype. Gradients flow to x and weight; backward keeps x and a float32 per row.
+    memory_efficient: backward keeps the result instead of x, which frees x where the next layer keeps the result anyway;
+    no weight may then be zero, and its gradient has the rounding of the result.
+    Raises RidgelineError on a weight of another length or on another device, or an `impl` that cannot run the call.
     """
 
 def softmax(x: torch.Tensor, dim: int = -1, dtype: torch.dtype | None = None, *, impl: str | None = None) -> torch.Tensor:
@@ -40,4 +234,12 @@ def softmax(x: torch.Tensor, dim: int = -1, dtype: torch.dtype | None = None, *,
     x costs no extra pass. Returns a tensor of x's shape; along `dim` it is contiguous where kernels serve the call.
     A row of nothing but -inf, or with +inf or NaN in it, gives NaN.
     Raises RidgelineError on a `dim` that x does not have, a result that is not floating point, or an `impl` that cannot run the call.
+    """
+
+def weighted_sum(x: torch.Tensor, weight: torch.Tensor, *, impl: str | None = None) -> torch.Tensor:
+    """The sum of x times weight over the last dimension, as `(x * weight).sum(-1)`. Gradients flow to both.
+
+    x: (..., D), any strides. weight: (D,), in x's dtype or another floating one. Returns a tensor of shape (...) in PyTorch's
+    promoted dtype, on x's device.
+    Raises RidgelineError on a weight of another size or device, a tensor that is not floating point, or an `impl` that cannot run.
     """

@@ -17,16 +17,6 @@ def threshold(p: float) -> int:
 
 
 @triton.jit
-def keep(seed, row, start, threshold, BN: tl.constexpr):
-    """Which of the columns from `start` on (a multiple of 8) stay: booleans (BM, BN) for int32 rows (BM, 1). BN is 8 or more."""
-    group = row * 0 + (start // 8 + tl.arange(0, BN // 8))[None, :]
-    a, b, c, d = tl.philox(seed, group, row + group * 0, group * 0, group * 0)
-    words = tl.join(tl.join(a, c), tl.join(b, d))  # ..., high bit of the word's number, low bit
-    bits = tl.join(words & 0xFFFF, words >> 16)
-    return tl.reshape(bits.to(tl.int32), (row.shape[0], BN)) >= threshold
-
-
-@triton.jit
 def philox(c0, c1, k0, k1):
     """The four words of a counter (its low 64 bits, in two halves) and a key, all of 32 bits without a sign."""
     c2 = c0 * 0
@@ -41,6 +31,16 @@ def philox(c0, c1, k0, k1):
         k0 += 0x9E3779B9
         k1 += 0xBB67AE85
     return c0, c1, c2, c3
+
+
+@triton.jit
+def keep(seed, row, start, threshold, BN: tl.constexpr):
+    """Which of the columns from `start` on (a multiple of 8) stay: booleans (BM, BN) for int32 rows (BM, 1). BN is 8 or more."""
+    group = row * 0 + (start // 8 + tl.arange(0, BN // 8))[None, :]
+    a, b, c, d = philox(group.to(tl.uint32), (row + group * 0).to(tl.uint32), seed.to(tl.uint32), (seed >> 32).to(tl.uint32))
+    words = tl.join(tl.join(a, c), tl.join(b, d))  # ..., high bit of the word's number, low bit
+    bits = tl.join(words & 0xFFFF, words >> 16)
+    return tl.reshape(bits.to(tl.int32), (row.shape[0], BN)) >= threshold
 
 
 def words(seed: int | torch.Tensor, c0: torch.Tensor, c1: torch.Tensor) -> torch.Tensor:

@@ -275,6 +275,21 @@ def _seed(seed: int | torch.Tensor | None, like: torch.Tensor) -> torch.Tensor:
     return torch.full((), seed, dtype=torch.int64, device=like.device)
 
 
+def _usual(x: Any, mask: Any, bias: Any, scale: Any, fill: Any) -> bool:
+    """Whether kernels serve the call and there is nothing to look at more closely: the quick way to say so."""
+    if type(x) is not torch.Tensor or type(mask) is not torch.Tensor or bias is not None or mask.dtype is not torch.bool:
+        return False
+    if not x.is_cuda or x.dtype not in MASKED_SOFTMAX.kernel_dtypes or mask.get_device() != x.get_device():
+        return False
+    shape, other = x.shape, mask.shape
+    if len(shape) != len(other) or not shape or type(scale) is not float or type(fill) is not float:
+        return False
+    for n, m in zip(shape, other, strict=True):
+        if m != n and m != 1:
+            return False
+    return True
+
+
 def _check(x: Any, mask: Any, scale: Any, fill: Any, bias: Any, p: Any, seed: Any) -> None:
     def broadcasts(t: torch.Tensor) -> bool:
         return t.dim() <= x.dim() and all([n in (1, m) for n, m in zip(reversed(t.shape), reversed(x.shape), strict=False)])
@@ -318,10 +333,11 @@ def masked_softmax(
     Returns a tensor of x's shape and dtype. A row with +inf or NaN kept in it gives NaN.
     Raises RidgelineError on a mask or bias of another type, device or shape, a dropout_p outside [0, 1], an `impl` that cannot run.
     """
-    _check(x, mask, scale, fill, bias, dropout_p, seed)
-    plain = eager(MASKED_SOFTMAX, impl, x, bias)
-    if plain is not None and plain.call is not None:
-        return plain.call(x, mask, scale, fill, bias, dropout_p=dropout_p, seed=seed)
+    if impl is not None or dropout_p or not _usual(x, mask, bias, scale, fill):
+        _check(x, mask, scale, fill, bias, dropout_p, seed)
+        plain = eager(MASKED_SOFTMAX, impl, x, bias)
+        if plain is not None and plain.call is not None:
+            return plain.call(x, mask, scale, fill, bias, dropout_p=dropout_p, seed=seed)
     drops = _seed(seed, x) if dropout_p else None
     arguments = x, mask, bias, drops, float(scale), float(fill), float(dropout_p), impl
     if torch.is_grad_enabled() and (x.requires_grad or (bias is not None and bias.requires_grad)):
