@@ -206,7 +206,7 @@ def _launch_columns(op: str, fn: Any, outs: Tensors, ins: Tensors, scalars: tupl
     rows, parts = ins[0].numel() // columns, max(16, where.multiprocessors)  # short sums, in Triton's interpreter too
     flat = tuple([t.expand(shape).reshape(rows, columns) for t in ins])
     found = tuple([ins[0].new_empty((parts, columns), dtype=torch.float32) if sums >> k & 1 else o for k, o in enumerate(outs)])
-    bn = min(1024, triton.next_power_of_2(columns))
+    bn = min(1024, max(128, triton.next_power_of_2(columns) // 8))  # eight programs a multiprocessor where columns are many
 
     def config() -> tuning.Config:
         rule = {"BM": max(1, 2048 // bn), "BN": bn, "num_warps": 8}

@@ -11,6 +11,7 @@ Source: Srivastava et al., Dropout, 2014; Salmon et al., Parallel random numbers
 from __future__ import annotations
 
 from functools import partial
+from threading import Lock
 from typing import Any
 
 import torch
@@ -102,9 +103,13 @@ def reference(x: torch.Tensor, p: float = 0.5, *, training: bool = True, seed: i
     return x * (word >= least).view(x.shape) * gain
 
 
+_drawn, _drawing = torch.empty((), dtype=torch.int64, device="cpu"), Lock()  # a new tensor would take 3 us
+
+
 def _draw() -> int:
     """A seed from PyTorch's generator of the CPU: no GPU is waited for."""
-    return int(torch.empty((), dtype=torch.int64, device="cpu").random_())
+    with _drawing:
+        return int(_drawn.random_().item())
 
 
 def dropout(

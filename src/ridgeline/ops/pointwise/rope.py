@@ -230,7 +230,7 @@ ROPE = Op(
     reference=reference,
     cost=cost,
     cases=[
-        _case("2x4x33x16", (2, 4, 33, 16), 2, (40, 8)),
+        _case("3x4x9x16", (3, 4, 9, 16), 2, (40, 8)),
         _case("2x4x33x16 interleaved", (2, 4, 33, 16), 2, (40, 8), kwargs=INTERLEAVED),
         _case("1x3x17x22 partial, float32 angles", (1, 3, 17, 22), 1, (17, 5), "float32"),
         _case(
