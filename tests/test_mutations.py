@@ -7,14 +7,15 @@ import pytest
 import torch
 
 from ridgeline.lab.law import Law
-from ridgeline.op import Case, Op, registry
+from ridgeline.op import Case, Op, Spec, registry
 
 pytestmark = pytest.mark.kernels
 
 
-def matrix(op: Op) -> Case:
-    """The op's first small case with a matrix of more than a few rows and columns."""
-    return next(c for c in op.cases if c.use == "check" and len(c.args[0].shape) == 2 and min(c.args[0].shape) > 8)
+def matrix(op: Op) -> Case | None:
+    """The op's first small case with a matrix of more than a few rows and columns, or None."""
+    specs = [(c, c.args[0]) for c in op.cases if c.use == "check" and isinstance(c.args[0], Spec) and "torch" in op.implementations]
+    return next((c for c, first in specs if len(first.shape) == 2 and min(first.shape) > 8), None)
 
 
 def changed(y, where, value):
@@ -36,12 +37,16 @@ def transposed(t):
     return t.detach().mT.reshape(t.shape).requires_grad_(t.requires_grad)
 
 
-CASES = [pytest.param(op, dtype, id=f"{op.name}-{dtype}") for op in registry().values() for dtype in matrix(op).dtypes]
+COARSE = ("layer_norm", "add_layer_norm")
+MATRICES = {op: case for op in registry().values() if not op.mutates and op.family != "loss" and (case := matrix(op))}
+CASES = [pytest.param(op, dtype, id=f"{op.name}-{dtype}") for op, case in MATRICES.items() for dtype in case.dtypes]
 
 
 @pytest.mark.parametrize(("op", "dtype"), CASES)
 def test_bent_results_break_the_law(op: Op, dtype: str, device: str) -> None:
-    law = Law.of(op, matrix(op).name, dtype, device)
+    if op.name in COARSE and device == "cpu" and dtype == "bfloat16":
+        pytest.skip("on a CPU torch's own sums a bias's gradient in bfloat16, and the law allows twice that error")
+    law = Law.of(op, MATRICES[op].name, dtype, device)
     outputs, grads = law.run(op.implementations["torch"])
     assert law.judge(outputs, grads).ok
     for name, bend in RESULTS.items():
@@ -53,7 +58,7 @@ def test_bent_results_break_the_law(op: Op, dtype: str, device: str) -> None:
 
 @pytest.mark.parametrize(("op", "dtype"), CASES)
 def test_inputs_taken_for_contiguous_break_the_law(op: Op, dtype: str, device: str) -> None:
-    law = Law.of(op, matrix(op).name, dtype, device)
+    law = Law.of(op, MATRICES[op].name, dtype, device)
     law.args = [transposed(a) if isinstance(a, torch.Tensor) and a.dim() > 1 else a for a in law.args]
     verdict = law.judge(*law.run(op.implementations["torch"]))
     assert verdict.worst("forward") > 1.5
@@ -63,6 +68,6 @@ def test_inputs_taken_for_contiguous_break_the_law(op: Op, dtype: str, device: s
 @pytest.mark.parametrize("dtype", ["float32", "float16", "bfloat16"])
 def test_a_softmax_without_its_mask_breaks_the_law(dtype: str, device: str) -> None:
     op = registry()["softmax"]
-    law = Law.of(op, matrix(op).name, dtype, device)
+    law = Law.of(op, MATRICES[op].name, dtype, device)
     padded = torch.nn.functional.pad(law.args[0].detach(), (0, 5))
     assert law.judge([torch.softmax(padded, -1)[..., :-5]]).worst() > 1.5

@@ -5,8 +5,8 @@
 Written by `make pyi`.
 """
 
-from collections.abc import Iterable
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
+
 import torch
 
 __version__: str
@@ -123,7 +123,7 @@ def rope(
     positions: torch.Tensor | None = None,
     interleaved: bool = False,
     impl: str | None = None,
-) -> Pair:
+) -> tuple[torch.Tensor, torch.Tensor]:
     """q and k with rotary position embedding, as new tensors of their shapes and dtypes.
 
     q: (b, hq, s, d). k: (b, hk, s, d). Any strides; d even. cos, sin: (max_seq, r), of any floating dtype and without gradients,
@@ -148,7 +148,7 @@ def add_layer_norm(
     eps: float = 1e-5,
     *,
     impl: str | None = None,
-) -> Pair:
+) -> tuple[torch.Tensor, torch.Tensor]:
     """`layer_norm` of x + residual over the last dimension, and the sum itself: (y, sum).
 
     x, residual: one shape (at least one dimension) and floating dtype, any strides. weight, bias: (columns,), of that dtype or
@@ -157,7 +157,9 @@ def add_layer_norm(
     Raises RidgelineError on shapes, dtypes or devices that do not fit together, or an `impl` that cannot run the call.
     """
 
-def add_rms_norm(x: torch.Tensor, residual: torch.Tensor, weight: torch.Tensor, eps: float = 1e-6, *, impl: str | None = None) -> Pair:
+def add_rms_norm(
+    x: torch.Tensor, residual: torch.Tensor, weight: torch.Tensor, eps: float = 1e-6, *, impl: str | None = None
+) -> tuple[torch.Tensor, torch.Tensor]:
     """`rms_norm` of x + residual over the last dimension, and the sum itself: (y, sum).
 
     x, residual: one shape (at least one dimension) and floating dtype, any strides. weight: (columns,), of that dtype or another
@@ -166,7 +168,15 @@ def add_rms_norm(x: torch.Tensor, residual: torch.Tensor, weight: torch.Tensor, 
     Raises RidgelineError on shapes, dtypes or devices that do not fit together, or an `impl` that cannot run the call.
     """
 
-def group_norm(x: torch.Tensor, num_groups: int, weight: torch.Tensor | None = None, bias: torch.Tensor | None = None, eps: float = 1e-5, *, impl: str | None = None) -> torch.Tensor:  # fmt: skip
+def group_norm(
+    x: torch.Tensor,
+    num_groups: int,
+    weight: torch.Tensor | None = None,
+    bias: torch.Tensor | None = None,
+    eps: float = 1e-5,
+    *,
+    impl: str | None = None,
+) -> torch.Tensor:
     """Every image's groups of channels brought to mean 0 and variance 1, as `torch.nn.functional.group_norm`.
 
     x: (images, channels, ...), floating point, in NCHW or channels_last memory without a copy; the result has x's shape, dtype and
@@ -203,7 +213,7 @@ def log_softmax(x: torch.Tensor, dim: int = -1, dtype: torch.dtype | None = None
     """
 
 def masked_softmax(
-    x: torch.Tensor, mask: torch.Tensor, scale: float = 1.0, fill: float = -INF, bias: torch.Tensor | None = None, *,
+    x: torch.Tensor, mask: torch.Tensor, scale: float = 1.0, fill: float = float("-inf"), bias: torch.Tensor | None = None, *,
     dropout_p: float = 0.0, seed: int | torch.Tensor | None = None, impl: str | None = None,
 ) -> torch.Tensor:  # fmt: skip
     """softmax along the last dimension of scale * x + bias where `mask` is True and of `fill` elsewhere. Gradients flow to x and bias.

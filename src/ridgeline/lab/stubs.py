@@ -21,7 +21,7 @@ STUB = Path(ridgeline.__file__).with_suffix(".pyi")
 def stub() -> str:
     """The text of `__init__.pyi`: the package's own names, and each op's signature and docstring."""
     package = Path(ridgeline.__file__).read_text()
-    functions, imports = [declaration(package, "register_all")[0]], set()
+    functions, imports = [declaration(package, "register_all")[0]], set[tuple[str, str]]()
     for name, module in op_modules().items():
         spec = find_spec(module)
         if spec is None or spec.origin is None:
@@ -30,10 +30,14 @@ def stub() -> str:
         functions.append(text)
         imports |= needs
     head = f'"""{ast.get_docstring(ast.parse(package))}\n\nWritten by `make pyi`.\n"""'
-    return "\n\n".join([head, "\n".join(sorted(imports)), "__version__: str", *functions]) + "\n"
+    bound: dict[str, list[str]] = {}
+    for module, name in sorted(imports):
+        bound.setdefault(module, []).append(name)
+    lines = [f"from {module} import {', '.join(names)}" if names != [""] else f"import {module}" for module, names in bound.items()]
+    return "\n\n".join([head, *lines, "__version__: str", *functions]) + "\n"
 
 
-def declaration(source: str, name: str) -> tuple[str, set[str]]:
+def declaration(source: str, name: str) -> tuple[str, set[tuple[str, str]]]:
     """The text of the function of that name up to the end of its docstring, and the imports that its signature needs."""
     tree = ast.parse(source)
     for node in tree.body:
@@ -44,13 +48,13 @@ def declaration(source: str, name: str) -> tuple[str, set[str]]:
     raise RidgelineError(f"the file of {name} has no function of that name with a docstring")
 
 
-def imports_of(tree: ast.Module, names: set[str]) -> Iterator[str]:
-    """The module's imports that bind these names, as statements."""
+def imports_of(tree: ast.Module, names: set[str]) -> Iterator[tuple[str, str]]:
+    """The module's imports that bind these names: (module, name), or (module, "") where it is the module that is imported."""
     for node in tree.body:
         if isinstance(node, ast.Import | ast.ImportFrom):
             for alias in node.names:
                 if (alias.asname or alias.name) in names:
-                    yield ast.unparse(ast.Import([alias]) if isinstance(node, ast.Import) else ast.ImportFrom(node.module, [alias], 0))
+                    yield (alias.name, "") if isinstance(node, ast.Import) else (node.module or "", alias.name)
 
 
 def main() -> int:

@@ -39,7 +39,8 @@ def _cross_entropy(logits: torch.Tensor, target: torch.Tensor, *, ignore_index: 
 
     if any(others.values()):
         raise RidgelineError("quack's cross_entropy has no label smoothing, z-loss or softcap")
-    return cross_entropy(logits.reshape(-1, logits.shape[-1]), target.flatten(), ignore_index=ignore_index, reduction=reduction)
+    rows, labels = logits.reshape(-1, logits.shape[-1]), target.flatten()
+    return cross_entropy(rows, labels, ignore_index=ignore_index, reduction=reduction).to(logits.dtype)
 
 
 PEERS = {"softmax": _softmax, "rms_norm": _rms_norm, "add_rms_norm": _add_rms_norm, "cross_entropy": _cross_entropy}

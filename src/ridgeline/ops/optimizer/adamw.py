@@ -43,9 +43,9 @@ def _update(p, g, m, v, i, mask, rate, decay, one, two, eps, correct, MAXIMIZE: 
     mean, square = tl.load(m + i, mask=mask).to(tl.float32), tl.load(v + i, mask=mask).to(tl.float32)
     if MAXIMIZE:
         slope = -slope
-    mean += one * (slope - mean)
+    mean = tl.where(one < 0.5, mean + one * (slope - mean), slope - (1 - one) * (slope - mean))  # exact for 1
     square += two * (slope * slope - square)
-    x -= decay * x + rate * (mean / (tl.sqrt_rn(square) * correct + eps))
+    x -= decay * x + rate * tl.div_rn(mean, tl.sqrt_rn(square) * correct + eps)
     tl.store(p + i, x.to(p.dtype.element_ty), mask=mask)
     tl.store(m + i, mean.to(m.dtype.element_ty), mask=mask)
     tl.store(v + i, square.to(v.dtype.element_ty), mask=mask)

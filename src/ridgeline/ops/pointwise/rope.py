@@ -163,7 +163,7 @@ def rope(
     positions: torch.Tensor | None = None,
     interleaved: bool = False,
     impl: str | None = None,
-) -> Pair:
+) -> tuple[torch.Tensor, torch.Tensor]:
     """q and k with rotary position embedding, as new tensors of their shapes and dtypes.
 
     q: (b, hq, s, d). k: (b, hk, s, d). Any strides; d even. cos, sin: (max_seq, r), of any floating dtype and without gradients,

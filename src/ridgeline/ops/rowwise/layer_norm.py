@@ -66,7 +66,6 @@ NORM.op = LAYER_NORM = Op(
     cost=cost,
     cases=[
         Case("33x129", (Spec(33, 129), Spec(129), Spec(129))),
-        Case("7x1", (Spec(7, 1), Spec(1), Spec(1))),
         Case("40x64 no weight", (Spec(40, 64),)),
         Case("3x30x70 no bias", (Spec(3, 30, 70), Spec(70))),
         Case("33x130 weights in float32", (Spec(33, 130), Spec(130, dtype="float32"), Spec(130, dtype="float32")), dtypes=HALF),
@@ -74,7 +73,7 @@ NORM.op = LAYER_NORM = Op(
         Case("33x129 mean 100", (Near(33, 129, scale=1, about=100), Spec(129, grad=False), Spec(129, grad=False))),
         Case("33x129 memory_efficient", (Spec(33, 129), Near(129), Near(129, about=0)), {"memory_efficient": True}),
         Case("7x8200", (Spec(7, 8200), Spec(8200), Spec(8200))),
-        Case("33x17000", (Spec(33, 17000), Spec(17000), Spec(17000))),
+        Case("33x17000", (Spec(33, 17000), Spec(17000), Spec(17000)), dtypes=HALF),
         Case("3x40000 frozen weight", (Spec(3, 40000), Spec(40000, grad=False), Spec(40000, grad=False))),
         Case("1024x1024", (Spec(1024, 1024), Spec(1024), Spec(1024)), use="quick"),
         *(Case(f"{m}x{n}", (Spec(m, n), Spec(n), Spec(n)), dtypes=("bfloat16",), use="bench") for m, n in BENCH),

@@ -322,7 +322,7 @@ def _check(x: Any, mask: Any, scale: Any, fill: Any, bias: Any, p: Any, seed: An
 
 
 def masked_softmax(
-    x: torch.Tensor, mask: torch.Tensor, scale: float = 1.0, fill: float = -INF, bias: torch.Tensor | None = None, *,
+    x: torch.Tensor, mask: torch.Tensor, scale: float = 1.0, fill: float = float("-inf"), bias: torch.Tensor | None = None, *,
     dropout_p: float = 0.0, seed: int | torch.Tensor | None = None, impl: str | None = None,
 ) -> torch.Tensor:  # fmt: skip
     """softmax along the last dimension of scale * x + bias where `mask` is True and of `fill` elsewhere. Gradients flow to x and bias.

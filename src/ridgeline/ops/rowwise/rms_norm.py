@@ -55,14 +55,13 @@ NORM.op = RMS_NORM = Op(
     cost=cost,
     cases=[
         Case("33x129", (Spec(33, 129), Spec(129))),
-        Case("7x1", (Spec(7, 1), Spec(1), 1.0)),  # at the usual eps, a single column's gradient is rounding alone
         Case("40x64 no weight", (Spec(40, 64),)),
         Case("3x30x70", (Spec(3, 30, 70), Spec(70))),
         Case("33x130 weight in float32", (Spec(33, 130), Spec(130, dtype="float32")), dtypes=HALF),
         Case("33x72 frozen weight", (Spec(33, 72), Spec(72, grad=False))),
         Case("33x129 memory_efficient", (Spec(33, 129), Near(129)), {"memory_efficient": True}),
         Case("7x8200", (Spec(7, 8200), Spec(8200))),
-        Case("33x17000", (Spec(33, 17000), Spec(17000))),
+        Case("33x17000", (Spec(33, 17000), Spec(17000)), dtypes=HALF),
         Case("3x40000 frozen weight", (Spec(3, 40000), Spec(40000, grad=False))),
         Case("1024x1024", (Spec(1024, 1024), Spec(1024)), use="quick"),
         *(Case(f"{m}x{n}", (Spec(m, n), Spec(n)), dtypes=("bfloat16",), use="bench") for m, n in BENCH),
