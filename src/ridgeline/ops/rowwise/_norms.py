@@ -246,14 +246,17 @@ def _launch_fwd(
     rows, columns = x.shape
     unit, steps = strides(columns, x, residual)
     args = (y, total, mean, rstd, x, residual, weight, bias, rows, columns // unit, *steps, eps)
-    inputs = (x,) if residual is None else (x, residual)
+    inputs: tuple[torch.Tensor, ...] = (x,) if residual is None else (x, residual)
     bn = power(columns)
+    narrow = unit * x.element_size() < 16
     if bn * 4 * len(inputs) > TILE_LIMIT:
-        bn = (16384 if unit * x.element_size() >= 16 else 8192) // len(inputs)
+        bn = (8192 if narrow else 16384) // len(inputs)
         launch(_fwd_wide, (rows,), *args, MEAN=center, UNIT=unit, BN=bn, num_warps=16)
         return
+    if narrow and bn < 8192:  # loads are of single elements, whose addresses take registers: tiles half as large
+        inputs *= 2
     config, grid = tiles(name, _fwd, rows, bn, *inputs)
-    launch(_fwd, grid, *args, MEAN=center, UNIT=unit, config=config, key=(name, bn))
+    launch(_fwd, grid, *args, MEAN=center, UNIT=unit, config=config, key=(name, bn, narrow))
 
 
 REGISTERS = 8192  # columns of a row at most that backward holds in registers, with their sums
@@ -263,10 +266,14 @@ def bwd_rule(where: device.Device, bn: int, size: int, narrow: bool) -> tuning.C
     """64 KiB on their way, in tiles of 4096 elements or more of `size` bytes, all inputs together; 32 elements a thread, 16 where
     a row fills the tile. narrow: loads are of single elements, whose addresses take registers: smaller tiles, 8 a thread."""
     tile = max(bn, 2048 if narrow else 4096 if bn <= 2048 else 8192)
-    bm = min(64, tile // bn)
+    bm = min(32, tile // bn)
     each = 8 if narrow else 16 if bn > 4096 else 32
     stages = 1 + min(65536, where.shared_memory - 8192) // (bm * bn * size)
-    return {"BM": bm, "num_warps": max(4, min(1024 // where.warp, bm * bn // (each * where.warp))), "STAGES": max(1, min(5, stages))}
+    return {
+        "BM": bm,
+        "num_warps": max(4, min(1024 // where.warp, bm * bn // (each * where.warp))),
+        "STAGES": max(1, min(3 if narrow else 5, stages)),
+    }
 
 
 @cache
