@@ -411,9 +411,13 @@ def cross_entropy(
     A target that is no class makes its row NaN on a GPU, where the host reads no values; on a CPU, and with RIDGELINE_CHECK=1, it raises.
     Raises RidgelineError on shapes, dtypes, devices or options other than these, or an `impl` that cannot run the call.
     """
-    fault = _fault(logits, target, label_smoothing, z_loss, softcap, reduction)
-    if fault:
-        raise RidgelineError(f"cross_entropy: {fault}")
+    known = type(target) is torch.Tensor and target.dtype == torch.int64 and isinstance(logits, torch.Tensor)
+    plainly = known and not (label_smoothing or z_loss) and softcap is None and reduction == "mean" and logits.dim() and logits.shape[-1]
+    same = plainly and target.shape == logits.shape[:-1] and target.get_device() == logits.get_device() >= 0
+    if not same or logits.dtype not in CROSS_ENTROPY.kernel_dtypes:
+        fault = _fault(logits, target, label_smoothing, z_loss, softcap, reduction)
+        if fault:
+            raise RidgelineError(f"cross_entropy: {fault}")
     if readable(target) and ((target != ignore_index) & ((target < 0) | (target >= logits.shape[-1]))).any():
         raise RidgelineError(
             f"cross_entropy: targets must be 0 to {logits.shape[-1] - 1} or ignore_index {ignore_index}, and others are given"

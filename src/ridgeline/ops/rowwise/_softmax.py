@@ -304,7 +304,7 @@ def columns_of(x: torch.Tensor, *rest: Any) -> int:
 def _fits_cluster(x: torch.Tensor, *rest: Any) -> str | None:
     columns, tensors = columns_of(x, *rest), [x, *(t for t in rest if isinstance(t, torch.Tensor))]
     size = columns * sum(t.element_size() for t in tensors)
-    low, high = CLUSTER_COLUMNS
+    low, high = CLUSTER_COLUMNS if x.element_size() < 4 else (CLUSTER_BACKWARD[False], CLUSTER_COLUMNS[1])  # tiles round float32 better
     if not low < columns <= high or size > CLUSTER_BYTES:
         return (
             f"it takes rows of {low + 1} to {high} columns in at most {CLUSTER_BYTES} bytes; these have {columns} columns in {size} bytes"
