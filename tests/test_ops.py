@@ -174,7 +174,7 @@ def test_compile(op: Op, impl: str | None, device: str) -> None:
     compiled = torch.compile(lambda *a: op.function(*a, **FIRST[op.name].kwargs, impl=impl), backend=counter, fullgraph=True, dynamic=True)
     case = FIRST[op.name]
     rows = next(a for a in case.args if isinstance(a, Spec)).shape[0]  # what varies: the first tensor's first size, wherever it stands
-    for size in (5, 16, 33, 48, 130):
+    for size in (5, 9, 16, 24, 33):
         args, _ = Case("", tuple(resized(a, rows, size) for a in case.args)).make("float32", device)
         one, other = compiled(*args), op.function(*args, **case.kwargs, impl=impl)
         torch.testing.assert_close(one, other)
