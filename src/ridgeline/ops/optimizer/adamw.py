@@ -24,7 +24,7 @@ from ridgeline import tuning
 from ridgeline.boundary import LIBRARY, launch
 from ridgeline.op import Case, Cost, Op, RidgelineError, Spec, nbytes, tensors_of
 from ridgeline.ops.optimizer._tensors import CHUNK, TL, Table, address_key, checked, chunk_of, dense, narrow, pointer, remember, tabled
-from ridgeline.select import eager, run
+from ridgeline.select import eager, run, select
 
 Tensors = torch.Tensor | Sequence[torch.Tensor]
 Lists = tuple[Sequence[torch.Tensor], ...]
@@ -112,6 +112,7 @@ def _run(params: Sequence[torch.Tensor], grads: Sequence[torch.Tensor], exp_avgs
     tables: of exactly these tensors, where they are known."""
     keep, copies = False, []
     if tables is None:
+        select(ADAMW, impl, params[0], kernels=True)  # raises here, before anything is started
         own = list(zip(params, grads, exp_avgs, exp_avg_sqs, strict=True))
         rows = [_in_layout(row) for row in own]
         pairs = [(n, t, c) for o, r in zip(own, rows, strict=True) for n, (t, c) in enumerate(zip(o, r, strict=True)) if c is not t]

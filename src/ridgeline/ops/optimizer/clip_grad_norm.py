@@ -21,7 +21,7 @@ import triton.language as tl
 from ridgeline.boundary import LIBRARY, launch
 from ridgeline.op import Case, Cost, Op, RidgelineError, Spec, nbytes, tensors_of
 from ridgeline.ops.optimizer._tensors import CHUNK, TL, Table, address_key, checked, chunk_of, dense, narrow, pointer, remember, tabled
-from ridgeline.select import eager, run
+from ridgeline.select import eager, run, select
 
 
 @triton.jit
@@ -110,6 +110,7 @@ def _run(
     norm = torch.empty((), dtype=torch.float32, device=tensors[0].device)
     keep, copies = False, []
     if tables is None:
+        select(CLIP_GRAD_NORM, impl, tensors[0], kernels=True)  # raises here, before anything is started
         rows = [t if dense(t) else t.contiguous() for t in tensors]
         copies = [(t, row) for t, row in zip(tensors, rows, strict=True) if t is not row]
         tables = tabled([(row,) for row in rows])
