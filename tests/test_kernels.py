@@ -16,6 +16,9 @@ SPILLS: dict[tuple[str, str, str, str], tuple[int, str]] = {
         8,
         "one register at 65536 columns, for a third block a multiprocessor: 2991 GB/s against 2925",
     ),
+    ("adamw", "triton", "_step", "sm_100"): (8, "one register of four tensors in half precision; the kernel waits for memory"),
+    ("log_softmax", "triton", "_bwd", "sm_90"): (8, "one register at 33x129 in bfloat16, of a tile that the rule makes of short rows"),
+    ("softmax", "triton", "_bwd", "sm_80"): (8, "one register at 8192 columns in bfloat16"),
 }
 if triton.__version__.startswith("3.6."):
     SPILLS["softmax", "triton", "_fwd", "sm_100"] = (8, "one register at 33x129 in half precision, with this Triton alone")

@@ -202,9 +202,18 @@ WEIGHTED_SUM = Op(
 
 WEIGHTED_SUM.eager("torch", "a product and a sum: PyTorch writes the product and reads it again", reference, served=True)
 WEIGHTED_SUM.compiled("the formula fused by torch.compile")
+
+
+def _narrow(*tensors: torch.Tensor) -> str | None:
+    """What the lecture's tiles support: 16 rows and a 16th of more columns than these leave no registers. The last tensor is the weight,
+    or its gradient."""
+    columns = tensors[-1].shape[-1] if tensors[-1].dim() else 1
+    return None if columns <= 32768 else f"its tiles grow with the columns: it takes at most 32768, and these are {columns}"
+
+
 for name, idea, lecture in (
     ("triton_lecture", "the lecture's tiles: 16 rows and a 16th of the columns", True),
     ("triton", "tiles of 8192 elements at any width; as many parts of the rows as fill the machine", False),
 ):
     launchers = {"fwd": partial(_launch_fwd, lecture), "bwd": partial(_launch_bwd, lecture)}
-    WEIGHTED_SUM.kernel(name, idea, kind="triton", served=not lecture, **launchers)
+    WEIGHTED_SUM.kernel(name, idea, kind="triton", served=not lecture, supports=_narrow if lecture else None, **launchers)
