@@ -6,6 +6,7 @@ import argparse
 import gc
 import json
 import sys
+import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass, field
@@ -301,11 +302,13 @@ def record(
     case: str | None = None,
     dtype: str | None = None,
     record: bool = False,
+    box: float | None = None,
     report: Callable[[str, int, int], None] = lambda text, done, total: None,
 ) -> Run:
     """One run: the machine, its roof, and every chosen case of the ops checked and timed; each row is written as it comes.
 
     budget: seconds of timing per case, dtype and direction. report: told what runs now, and how many of how many cases are done.
+    box: seconds after which torch.compile, which takes many of them for every case, is left out, with a row that says so.
     """
     from ridgeline.lab import peers as installed
     from ridgeline.lab.store import Run
@@ -313,7 +316,7 @@ def record(
 
     if budget is not None and not 0 < budget < 86400:
         raise RidgelineError(f"--budget is in seconds, above 0 and under a day, and is {budget}")
-    gpu = device.startswith("cuda")
+    gpu, start = device.startswith("cuda"), time.monotonic()
     uses = ("bench",) if gpu and not quick else ("quick",)
     budget = budget or (0.4 if quick else 1.0 if gpu else 0.8)
     tasks = chosen_work(ops, uses, case, dtype)
@@ -328,6 +331,9 @@ def record(
         for done, (op, c, d) in enumerate(tasks):
             report(f"{op.name} {c.name} {d}", done, len(tasks))
             candidates = [untimed(rung) or Candidate(rung) for rung in chosen_implementations(op, impl)]
+            if box is not None and time.monotonic() - start > box:
+                late = f"the {box:.0f} seconds of this report's time box were over; ridgeline bench {op.name} times it"
+                candidates = [Candidate(c.rung, "skipped", late) if c.rung.kind == "compile" else c for c in candidates]
             if peers:
                 candidates += [Candidate(peer, "skipped" if missing else "ok", missing) for peer, missing in installed.of(op)]
             for row in bench_case(op, c, d, device, candidates, roof, budget=budget):

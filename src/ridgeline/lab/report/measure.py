@@ -29,7 +29,7 @@ def bench(quick: bool) -> list[Row]:
     from ridgeline.op import registry
 
     with bench.progress() as report:
-        return bench.record(list(registry().values()), default_device(None), quick=quick, report=report).rows
+        return bench.record(list(registry().values()), default_device(None), quick=quick, box=30 if quick else 90, report=report).rows
 
 
 def interpreted(seconds: float) -> tuple[list[Row], str]:
