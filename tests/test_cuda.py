@@ -74,3 +74,27 @@ def test_a_wrong_list_of_parameters_is_an_error() -> None:
     wrong = CudaKernel(TRANSPOSE.path, "transpose", "PPii")
     with pytest.raises(CudaError, match="takes parameters of"):
         launch(wrong, (1, 1), x, x, 16, 32, ROWS=16, COLUMNS=32, block=128)
+
+
+def test_compiled_once(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """What is compiled lies on disk, and is found by what it was made of: the source, the macros and the architecture."""
+    nvrtc = pytest.importorskip("cuda.bindings.nvrtc")
+    monkeypatch.setenv("TRITON_CACHE_DIR", str(tmp_path / "cache"))
+    source = tmp_path / "fill.cu"
+    source.write_text('extern "C" __global__ void fill(float* x) { x[threadIdx.x] = VALUE; }')
+    compiled = []
+    real = nvrtc.nvrtcCompileProgram
+    monkeypatch.setattr(nvrtc, "nvrtcCompileProgram", lambda *args: compiled.append(args) or real(*args))
+
+    def compile(value: int, arch: str = "sm_90") -> cuda.Compiled:
+        cuda.compile_source.cache_clear()  # as a new process has it
+        return cuda.compile_source(source, arch, (("VALUE", value),))
+
+    first = compile(1)
+    assert (compile(1), len(compiled)) == (first, 1)
+    others = compile(2), compile(1, "sm_80")
+    assert (first in others, len(compiled)) == (False, 3)
+    source.write_text(source.read_text() + "// changed")
+    compile(1)
+    assert len(compiled) == 4
+    cuda.compile_source.cache_clear()

@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import ctypes
+import hashlib
+import pickle
 import struct
 import threading
 from collections.abc import Sequence
@@ -55,21 +57,37 @@ def _include() -> str:
 
 
 @cache
+def _headers() -> bytes:
+    return b"".join([path.read_bytes() for path in sorted(TILES.glob("*.cuh"))])
+
+
+@cache
 def compile_source(path: Path, arch: str, macros: tuple[tuple[str, Any], ...]) -> Compiled:
-    """Compiles a .cu file for an architecture such as "sm_90" with the given macros. Raises CudaError with the compiler's log."""
+    """Compiles a .cu file for an architecture such as "sm_90" with the given macros. Raises CudaError with the compiler's log.
+
+    What was compiled once lies in Triton's cache folder, under a hash of all that it was made of.
+    """
     from cuda.bindings import nvrtc
+    from triton.runtime.cache import get_cache_manager
 
     arch = {"sm_90": "sm_90a", "sm_100": "sm_100a"}.get(arch, arch)
     options = [f"-arch={arch}", "-std=c++20", "-default-device", "-lineinfo", "--ptxas-options=-v", f"-I{_include()}", f"-I{TILES}"]
     options += [f"-D{name}={value}" for name, value in macros]
-    _, program = nvrtc.nvrtcCreateProgram(path.read_bytes(), path.name.encode(), 0, [], [])
+    source, file = path.read_bytes(), f"{path.stem}.pickle"
+    made_of = source, _headers(), repr((path.name, options, nvrtc.nvrtcVersion())).encode()
+    kept = get_cache_manager(hashlib.sha256(b"\0".join(made_of)).hexdigest())
+    if found := kept.get_file(file):
+        return pickle.loads(Path(found).read_bytes())
+    _, program = nvrtc.nvrtcCreateProgram(source, path.name.encode(), 0, [], [])
     (status,) = nvrtc.nvrtcCompileProgram(program, len(options), [o.encode() for o in options])
     try:
         log = _bytes(nvrtc.nvrtcGetProgramLogSize, nvrtc.nvrtcGetProgramLog, program).rstrip(b"\0").decode()
         if status != nvrtc.nvrtcResult.NVRTC_SUCCESS:
             raise CudaError(f"{path.name} does not compile for {arch}:\n{log[:3000]}")
         cubin = _bytes(nvrtc.nvrtcGetCUBINSize, nvrtc.nvrtcGetCUBIN, program)
-        return Compiled(cubin, _bytes(nvrtc.nvrtcGetPTXSize, nvrtc.nvrtcGetPTX, program).decode(), log)
+        compiled = Compiled(cubin, _bytes(nvrtc.nvrtcGetPTXSize, nvrtc.nvrtcGetPTX, program).decode(), log)
+        kept.put(pickle.dumps(compiled), file)
+        return compiled
     finally:
         nvrtc.nvrtcDestroyProgram(program)
 
