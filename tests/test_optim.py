@@ -52,24 +52,24 @@ OPTIONS = [{}, {"maximize": True, "weight_decay": 0.1}, {"capturable": True}, {"
 
 @pytest.mark.parametrize("options", OPTIONS, ids=str)
 def test_ten_steps(options: dict, device: str) -> None:
-    """The error against float64 is at most twice torch's own, or half an ulp."""
-    if options.get("capturable") and device == "cpu":
-        theirs = {k: v for k, v in options.items() if k != "capturable"}
-    else:
-        theirs = options
+    """The error against float64 is at most twice torch's own, and half an ulp for each time that a parameter was stored.
+
+    Torch's are not capturable: it then counts in float32, and beside float64 parameters too 1 - 0.999^t comes out 1e-5 too small."""
+    theirs = {k: v for k, v in options.items() if k != "capturable"}
     ours, own, exact = parameters(device), parameters(device), [torch.nn.Parameter(p.detach().double()) for p in parameters(device)]
     for p, twin in zip(exact, ours, strict=True):
         assert torch.equal(p, twin.double())
     train(AdamW(ours, lr=0.03, **options), ours, range(10))
     train(torch.optim.AdamW(own, lr=0.03, **theirs), own, range(10))
-    grads = torch.optim.AdamW(exact, lr=0.03, **theirs)
+    oracle, squares = torch.optim.AdamW(exact, lr=0.03, **theirs), [0.0] * len(exact)
     for step in range(10):
         for number, p in enumerate(exact):
             g = gradient(ours[number], step, number)
             p.grad = None if g is None else g.double()
-        grads.step()
-    for a, b, e in zip(ours, own, exact, strict=True):
-        error, allowed = (a - e).norm(), 2 * (b - e).norm() + torch.finfo(torch.float32).eps * e.norm()
+        oracle.step()
+        squares = [s + p.detach().square().sum().item() for s, p in zip(squares, exact, strict=True)]
+    for a, b, e, square in zip(ours, own, exact, squares, strict=True):
+        error, allowed = (a - e).norm(), 2 * (b - e).norm() + torch.finfo(torch.float32).eps / 2 * math.sqrt(square)
         assert error <= allowed, (tuple(a.shape), a.stride(), error.item(), allowed.item())
 
 
