@@ -119,3 +119,33 @@ struct Share {
         if (thread() == 0) stream.load(k + STAGES);
     }
 };
+
+// Of a row: its maximum, and the sum of its elements' exponentials from there.
+struct Exponentials {
+    float most, total;
+};
+
+// Of the k-th row, whose part of this block lies at `in`: every warp's two, brought together.
+template <typename T, typename S>
+__device__ inline Exponentials exponentials(S& share, int k, const T* in) {
+    float top = -INF, sum = 0;
+    for_each(share.count, [&](int p) {
+        const T pack = in[p];
+#pragma unroll
+        for (int j = 0; j < PACK; ++j) top = fmaxf(top, to_float(pack.at[j]));
+    });
+    top = warp_max(top);
+    const float base = top == -INF ? 0.0f : top;  // nothing but -inf: exponentials of 0, not of -inf + inf
+    for_each(share.count, [&](int p) {
+        const T pack = in[p];
+#pragma unroll
+        for (int j = 0; j < PACK; ++j) sum += exp_from(to_float(pack.at[j]), base);
+    });
+    const float* slots = share.exchange(k, {top, warp_sum(sum)});
+    const int lane = threadIdx.x % 32;
+    float most = -INF, total = 0;
+    for (int s = lane; s < SLOTS; s += 32) most = fmaxf(most, slots[2 * s]);
+    most = warp_max(most);
+    for (int s = lane; s < SLOTS; s += 32) total += slots[2 * s + 1] * exp_from(slots[2 * s], most);
+    return {most, warp_sum(total)};
+}

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from itertools import product
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -13,6 +13,7 @@ from ridgeline import device, tuning
 from ridgeline.boundary import launch
 from ridgeline.cuda import CTYPE, CudaKernel
 from ridgeline.op import dtype_name
+from ridgeline.tiles import cluster_rows
 
 KERNEL = CudaKernel(Path(__file__).with_name("cross_entropy.cu"), "cross_entropy_fwd", "PPPPPPqiqqf")
 COLUMNS = 4096, 1 << 19  # more than these, and at most
@@ -23,17 +24,7 @@ def rule(size: int) -> tuning.Config:
     cluster = 1 if size <= 32768 else min(16, triton.next_power_of_2(-(-size // 65536)))
     part = -(-size // cluster)
     threads = min(512 if cluster > 1 else 1024, max(64, -(-part // 1024) * 32))
-    return {"CLUSTER": cluster, "THREADS": threads, "BLOCKS": max(1, min(4, 2048 // threads, 196608 // part))}
-
-
-def space(size: int, where: device.Device) -> list[tuning.Config]:
-    """Parts that fit a multiprocessor, 48 KiB in flight and 32 to 256 bytes a thread."""
-    found = []
-    for c, t, b in product((1, 2, 4, 8, 16), (128, 256, 512, 1024), (1, 2, 3, 4, 6)):
-        part = -(-size // c)
-        if b * (part + c * t // 2 + 1100) <= where.shared_memory and b * t <= 2048 and b * part >= 49152 and 32 <= part // t <= 256:
-            found.append({"CLUSTER": c, "THREADS": t, "BLOCKS": b})
-    return found
+    return {"CLUSTER": cluster, "THREADS": threads, "BLOCKS": max(1, min(4, 2048 // threads, 196608 // part)), "STAGES": 1}
 
 
 def rows(
@@ -47,12 +38,10 @@ def rows(
 
     def config() -> dict[str, Any]:
         key = f"{dtype_name(x)} {columns}"
-        found = tuning.config(where, "cross_entropy", KERNEL.name, key, lambda: rule(size), lambda: space(size, where))
-        cluster, threads, pack = found["CLUSTER"], found["THREADS"], 16 // x.element_size()
-        part = -(-columns // (cluster * pack)) * pack
-        facts = {"XTYPE": CTYPE[x.dtype], "YTYPE": CTYPE[x.dtype], "STAGES": 1, "ITEMS": -(-part // (threads * pack))}
-        shared = part * x.element_size() + 24 + cluster * threads // 2
-        return {**found, **facts, "block": threads, "cluster": cluster, "shared": shared}
+        space = partial(cluster_rows.space, size, where.shared_memory, 256)
+        found = tuning.config(where, "cross_entropy", KERNEL.name, key, partial(rule, size), space)
+        kind = {"XTYPE": CTYPE[x.dtype], "YTYPE": CTYPE[x.dtype]}
+        return cluster_rows.plan(columns, 1, x.itemsize, x.itemsize, **found) | kind
 
     values = losses, stats, d, x, target, counts, count, columns, x.stride(0), ignore, z
     launch(KERNEL, lambda c: (c["CLUSTER"] * count,), *values, config=config, key=columns, NEED=need, MEAN=int(options["MEAN"]))
@@ -60,11 +49,9 @@ def rows(
 
 def fits(logits: torch.Tensor, target: torch.Tensor | None = None, *rest: Any) -> str | None:
     """What the clusters support, of a public call's arguments or a launcher's inputs (forward's are 8); the reason why not."""
-    columns = logits.shape[-1]
-    if not COLUMNS[0] < columns <= COLUMNS[1] or columns * logits.element_size() > 2 << 20:
-        return f"it takes rows of {COLUMNS[0] + 1} to {COLUMNS[1]} classes in at most {2 << 20} bytes; these have {columns}"
-    if columns * logits.element_size() % 16 or logits.data_ptr() % 16 or not logits.is_contiguous():
-        return "it copies whole 16 bytes: logits must be contiguous, and begin and their rows end at multiples of 16 bytes"
+    reason = cluster_rows.refusal(logits.shape[-1], COLUMNS, 2 << 20, (logits,))
+    if reason or not logits.is_contiguous():
+        return reason or "it takes contiguous logits"
     if target is not None and not target.is_contiguous():
         return "it takes a contiguous target"
     if len(rest) == 6:

@@ -22,25 +22,7 @@ extern "C" __global__ void __launch_bounds__(THREADS, BLOCKS)
     }
     share.stream.wait(0);
     const auto* in = reinterpret_cast<const Pack<X, PACK>*>(share.stream.part(0, 0));
-    float top = -INF, sum = 0;
-    for_each(share.count, [&](int p) {
-        const Pack<X, PACK> pack = in[p];
-#pragma unroll
-        for (int j = 0; j < PACK; ++j) top = fmaxf(top, to_float(pack.at[j]));
-    });
-    top = warp_max(top);
-    const float base = top == -INF ? 0.0f : top;  // nothing but -inf: exponentials of 0, not of -inf + inf
-    for_each(share.count, [&](int p) {
-        const Pack<X, PACK> pack = in[p];
-#pragma unroll
-        for (int j = 0; j < PACK; ++j) sum += exp_from(to_float(pack.at[j]), base);
-    });
-    const float* slots = share.exchange(0, {top, warp_sum(sum)});
-    float most = -INF, total = 0;
-    for (int s = lane; s < SLOTS; s += 32) most = fmaxf(most, slots[2 * s]);
-    most = warp_max(most);
-    for (int s = lane; s < SLOTS; s += 32) total += slots[2 * s + 1] * exp_from(slots[2 * s], most);
-    total = warp_sum(total);
+    const auto [most, total] = exponentials(share, 0, in);
     const float logarithm = logf(total), lse = most + logarithm;
     if (first) {
         losses[row] = !live ? 0.0f : !known ? INF - INF : logarithm + (most - chosen) + (z ? z * lse * lse : 0.0f);

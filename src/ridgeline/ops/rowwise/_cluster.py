@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from functools import cache, partial
+from functools import partial
 from itertools import product
 from pathlib import Path
 from typing import Any
@@ -14,6 +14,7 @@ from ridgeline.boundary import launch
 from ridgeline.cuda import CTYPE, CudaKernel, resident_clusters
 from ridgeline.ops.rowwise._norms import _launch_bwd as tiled_bwd
 from ridgeline.ops.rowwise._rows import ceil, key_of, power
+from ridgeline.tiles import cluster_rows
 
 FILE = Path(__file__).with_name("norms.cu")
 _FWD = CudaKernel(FILE, "norm_fwd", "PPPPPPPPqiqqf")
@@ -38,15 +39,6 @@ def forward_rule(size: int, centred: bool) -> tuning.Config:
     }
 
 
-def forward_space(size: int, where: device.Device) -> list[tuning.Config]:
-    found = []
-    for c, t, b in product((1, 2, 4, 8, 16), (64, 128, 256, 512, 1024), (1, 2, 3, 4, 6, 8)):
-        part = ceil(size, c)
-        if b * (part + c * t // 2 + 1100) <= where.shared_memory and b * t <= 2048 and b * part >= 49152 and 32 <= part // t <= 128:
-            found.append({"CLUSTER": c, "THREADS": t, "BLOCKS": b, "STAGES": 1})
-    return found
-
-
 def backward_rule(columns: int, size: int, heavy: bool) -> tuning.Config:
     """For rows of `columns` and `size` bytes: 16 columns a thread, parts of 1024 columns while a cluster may grow, and as many rows
     at once as make 512 threads, so that the others fill the time in which a row's sums meet. heavy: 1024 threads' registers are
@@ -69,18 +61,8 @@ def backward_space(columns: int, size: int, where: device.Device) -> list[tuning
     return found
 
 
-@cache
-def _plan(backward: int, dtype: torch.dtype, weights: torch.dtype, columns: int, inputs: int, **found: int) -> dict[str, Any]:
-    """What a configuration makes of rows of that many columns: macros and the launch's options."""
-    cluster, threads, stages, groups = found["CLUSTER"], found["THREADS"], found["STAGES"], found.get("GROUPS", 1)
-    pack = 16 // dtype.itemsize
-    part = ceil(columns, cluster * pack) * pack
-    own = stages * (part * inputs * dtype.itemsize + 8) + 16 + cluster * threads // 2
-    shared = groups * (ceil(own, 16) * 16)
-    if groups > 1:
-        shared = max(shared, 4 * threads * ceil(part, threads * pack) * pack)  # the groups' sums
-    facts = {"XTYPE": CTYPE[dtype], "YTYPE": CTYPE[dtype], "WTYPE": CTYPE[weights], "ITEMS": ceil(part, threads * pack)}
-    return {**found, **facts, "BACKWARD": backward, "block": threads * groups, "cluster": cluster, "shared": shared}
+def _types(x: torch.dtype, weights: torch.dtype) -> dict[str, str]:
+    return {"XTYPE": CTYPE[x], "YTYPE": CTYPE[x], "WTYPE": CTYPE[weights]}
 
 
 def launch_fwd(
@@ -93,10 +75,11 @@ def launch_fwd(
 
     def config() -> dict[str, Any]:
         key = key_of(x.dtype, weights, columns)
-        found = tuning.config(where, op, "norm_fwd", key, lambda: forward_rule(size, centred), lambda: forward_space(size, where))
-        return dict(_plan(0, x.dtype, weights, columns, inputs, **found))
+        rule, space = lambda: forward_rule(size, centred), lambda: cluster_rows.space(size, where.shared_memory, 128)
+        found = tuning.config(where, op, "norm_fwd", key, rule, space)
+        return cluster_rows.plan(columns, inputs, x.itemsize, x.itemsize, **found) | _types(x.dtype, weights)
 
-    flags = {"MEAN": int(centred), "ADD": inputs - 1, "WEIGHT": int(weight is not None), "BIAS": int(bias is not None)}
+    flags = {"BACKWARD": 0, "MEAN": int(centred), "ADD": inputs - 1, "WEIGHT": int(weight is not None), "BIAS": int(bias is not None)}
     values = y, sum, mean, rstd, x, residual, weight, bias, rows, columns, x.stride(0), 0 if residual is None else residual.stride(0), eps
     launch(_FWD, lambda c: (c["CLUSTER"] * rows,), *values, config=config, key=(op, columns), **flags)
 
@@ -110,14 +93,14 @@ def launch_bwd(
     size = columns * saved.element_size() * inputs
     weights = saved.dtype if weight is None else weight.dtype
     wanted = {"DW": int(dweight is not None), "DB": int(dbias is not None)}
-    flags = {"MEAN": int(centred), "ADD": inputs - 2, "WEIGHT": int(weight is not None), **wanted}
+    flags = {"BACKWARD": 1, "MEAN": int(centred), "ADD": inputs - 2, "WEIGHT": int(weight is not None), **wanted}
 
     def config() -> dict[str, Any]:
         key = key_of(saved.dtype, weights, columns)
         rule, space = lambda: backward_rule(columns, size, centred or dsum is not None), lambda: backward_space(columns, size, where)
         found = tuning.config(where, op, "norm_bwd", key, rule, space)
-        plan = dict(_plan(1, saved.dtype, weights, columns, inputs, **found))
-        return plan | {"CLUSTERS": resident_clusters(where, plan["CLUSTER"])}
+        plan = cluster_rows.plan(columns, inputs, saved.itemsize, saved.itemsize, **found)
+        return plan | _types(saved.dtype, weights) | {"CLUSTERS": resident_clusters(where, plan["CLUSTER"])}
 
     def grid(c: dict[str, Any]) -> tuple[int]:
         return (c["CLUSTER"] * min(c["CLUSTERS"], ceil(rows, c["GROUPS"])),)
@@ -148,17 +131,11 @@ def fits(centred: bool, x: torch.Tensor, *rest: Any) -> str | None:
     tensors = [t for t in rest if isinstance(t, torch.Tensor)]
     rows = [x, *(t for t in (rest[:2] if backward else tensors) if t is not None and t.shape == x.shape and t.dim() > 1)]
     vectors = [t for t in (rest[2:4] if backward else tensors) if t is not None and t.dim() == 1]
-    columns, low = x.shape[-1] if x.dim() else 1, FROM[centred]
-    size = columns * sum([t.element_size() for t in rows])
-    if not low < columns <= 16 * _PART or size > 16 * _SHARED:
-        return f"it takes rows of {low + 1} to {16 * _PART} columns in {16 * _SHARED} bytes; these have {columns} in {size}"
-    if any([t.dtype != x.dtype for t in rows]) or len({t.dtype for t in vectors}) > 1:
-        return "it takes tensors of one dtype, and a weight and bias of one"
-    if columns * x.element_size() % 16 or any([t.data_ptr() % 16 for t in (*rows, *vectors)]):
-        return "it copies whole 16 bytes: tensors must begin, and rows end, at multiples of 16 bytes"
-    if any([t.dim() > 1 and (t.stride(-1) != 1 or t.stride(-2) * t.element_size() % 16) for t in rows]):
-        return "it copies whole 16 bytes: rows must be contiguous, and begin at multiples of 16 bytes"
-    return None
+    columns = x.shape[-1] if x.dim() else 1
+    reason = cluster_rows.refusal(columns, (FROM[centred], 16 * _PART), 16 * _SHARED, rows, vectors)
+    if reason is None and (any([t.dtype != x.dtype for t in rows]) or len({t.dtype for t in vectors}) > 1):
+        reason = "it takes tensors of one dtype, and a weight and bias of one"
+    return reason
 
 
 def _backward(op: str, centred: bool, dx: torch.Tensor, *rest: Any) -> None:

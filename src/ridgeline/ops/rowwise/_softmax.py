@@ -6,8 +6,7 @@ sum are found online in a first pass. The floor is x read and y written; backwar
 
 from __future__ import annotations
 
-from functools import cache, partial
-from itertools import product
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -21,6 +20,7 @@ from ridgeline.cuda import CTYPE, CudaKernel
 from ridgeline.op import Case, Op, RidgelineError, Spec
 from ridgeline.ops.rowwise._rows import TILE_LIMIT, as_rows, ceil, empty_rows, key_of, power, tiles
 from ridgeline.select import eager, run
+from ridgeline.tiles import cluster_rows
 from ridgeline.tiles.online_softmax import divide, exact_exp, exp, log, merge, update
 
 
@@ -141,25 +141,8 @@ def cluster_rule(size: int, backward: bool) -> tuning.Config:
 
 
 def cluster_space(size: int, where: device.Device) -> list[tuning.Config]:
-    """Configurations for rows of `size` bytes that fit a multiprocessor, keep 64 KiB in flight and give a thread 32 to 256 bytes."""
-    found = []
-    for c, t, b, s in product((1, 2, 4, 8, 16), (32, 64, 128, 256, 512, 1024), (1, 2, 3, 4, 8, 16, 32), (1, 2, 3)):
-        part = ceil(size, c)
-        fits = b * (s * part + c * t // 2 + 1100) <= where.shared_memory and 384 <= b * t <= 2048
-        if fits and b * s * part >= 49152 and 32 <= part // t <= 256:
-            found += [{"CLUSTER": c, "THREADS": t, "BLOCKS": b, "STAGES": s, "ROWS": r} for r in ((1,) if s == 1 else (4, 16))]
-    return found
-
-
-@cache
-def _plan(backward: bool, x: torch.dtype, y: torch.dtype, columns: int, **found: int) -> dict[str, Any]:
-    """What a configuration makes of rows of that many columns: the kernel's macros and the launch's options."""
-    cluster, threads, stages = found["CLUSTER"], found["THREADS"], found["STAGES"]
-    small, large = sorted([x.itemsize, y.itemsize])
-    part = ceil(columns, cluster * 16 // small) * 16 // small
-    shared = stages * (part * (2 * y.itemsize if backward else x.itemsize) + 8) + 16 + cluster * threads // 2
-    facts = {"XTYPE": CTYPE[x], "YTYPE": CTYPE[y], "ITEMS": ceil(part, threads * 16 // large)}
-    return {**found, **facts, "block": threads, "cluster": cluster, "shared": shared}
+    found = cluster_rows.space(size, where.shared_memory, 256, (1, 2, 3))
+    return [c | {"ROWS": r} for c in found for r in ((1,) if c["STAGES"] == 1 else (4, 16))]
 
 
 class Softmax:
@@ -261,7 +244,9 @@ class Softmax:
             key = key_of(x, y, columns)
             rule, space = lambda: cluster_rule(size, backward), lambda: cluster_space(size, where)
             found = tuning.config(where, self.name, kernel.name, key, rule, space)
-            return dict(_plan(backward, x, y, columns, **found))
+            read, written = (y, x) if backward else (x, y)
+            plan = cluster_rows.plan(columns, len(inputs), read.itemsize, written.itemsize, **found)
+            return plan | {"XTYPE": CTYPE[x], "YTYPE": CTYPE[y]}
 
         def grid(c: dict[str, Any]) -> tuple[int]:
             resident = max(1, where.multiprocessors * c["BLOCKS"] // c["CLUSTER"])
@@ -302,16 +287,8 @@ def columns_of(x: torch.Tensor, *rest: Any) -> int:
 
 
 def _fits_cluster(x: torch.Tensor, *rest: Any) -> str | None:
-    columns, tensors = columns_of(x, *rest), [x, *(t for t in rest if isinstance(t, torch.Tensor))]
-    size = columns * sum(t.element_size() for t in tensors)
     low, high = CLUSTER_COLUMNS if x.element_size() < 4 else (CLUSTER_BACKWARD[False], CLUSTER_COLUMNS[1])  # tiles round float32 better
-    if not low < columns <= high or size > CLUSTER_BYTES:
-        return (
-            f"it takes rows of {low + 1} to {high} columns in at most {CLUSTER_BYTES} bytes; these have {columns} columns in {size} bytes"
-        )
-    if columns % 8 or any(t.data_ptr() % 16 or (t.dim() > 1 and t.stride(-2) * t.element_size() % 16) for t in tensors):
-        return "it copies whole 16 bytes: rows must start at multiples of 16 bytes, and columns be a multiple of 8"
-    return None
+    return cluster_rows.refusal(columns_of(x, *rest), (low, high), CLUSTER_BYTES, [x, *[t for t in rest if isinstance(t, torch.Tensor)]])
 
 
 def full_precision(x: torch.Tensor, *_: Any) -> str | None:

@@ -14,30 +14,11 @@ __device__ inline float divide(float e, float total, float reciprocal) {
 extern "C" __global__ void __launch_bounds__(THREADS, BLOCKS)
     softmax_fwd(Y* y, const X* x, long long rows, int columns, long long x_stride) {
     Share<1, 2, X> share(rows, columns, {x}, {x_stride});
-    const int lane = threadIdx.x % 32;
     int k = 0;
     for (long long row = blockIdx.x / CLUSTER; row < rows; row += gridDim.x / CLUSTER, ++k) {
         share.stream.wait(k);
         const auto* in = reinterpret_cast<const Pack<X, PACK>*>(share.stream.part(k, 0));
-        float top = -INF, sum = 0;
-        for_each(share.count, [&](int p) {
-            const Pack<X, PACK> pack = in[p];
-#pragma unroll
-            for (int j = 0; j < PACK; ++j) top = fmaxf(top, to_float(pack.at[j]));
-        });
-        top = warp_max(top);
-        const float base = top == -INF ? 0.0f : top;  // nothing but -inf: exponentials of 0, not of -inf + inf
-        for_each(share.count, [&](int p) {
-            const Pack<X, PACK> pack = in[p];
-#pragma unroll
-            for (int j = 0; j < PACK; ++j) sum += exp_from(to_float(pack.at[j]), base);
-        });
-        const float* slots = share.exchange(k, {top, warp_sum(sum)});
-        float most = -INF, total = 0;
-        for (int s = lane; s < SLOTS; s += 32) most = fmaxf(most, slots[2 * s]);
-        most = warp_max(most);
-        for (int s = lane; s < SLOTS; s += 32) total += slots[2 * s + 1] * exp_from(slots[2 * s], most);
-        total = warp_sum(total);
+        const auto [most, total] = exponentials(share, k, in);
         const float reciprocal = 1.0f / total, logarithm = LOG ? logf(total) : 0.0f;
         auto* out = reinterpret_cast<Pack<Y, PACK>*>(y + row * columns + share.begin);
         for_each(share.count, [&](int p) {
