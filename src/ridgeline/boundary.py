@@ -157,6 +157,13 @@ def observe(observer: Callable[[Launch], None]) -> Iterator[None]:
         _observers.remove(observer)
 
 
+def early(device: devices.Device) -> dict[str, Any]:
+    """Constants of a kernel that comes to its blocks' places while the kernel before it in the launcher still runs, so that no time
+    goes by between the two (programmatic dependent launch). Where PDL is true, the kernel before says at its beginning that
+    others may come (`gdc_launch_dependents`), and this one waits for its end before it reads or writes (`gdc_wait`)."""
+    return {"PDL": True, "launch_pdl": True} if device.capability >= 90 and not INTERPRETED else {"PDL": False}
+
+
 _started: dict[Any, tuple[Start | None, Callable[..., None] | None, dict[str, Any]]] = {}
 
 
@@ -282,14 +289,15 @@ def _triton_start(kernel: Any, args: tuple[Any, ...], constants: dict[str, Any],
     types = list(_leaves(compiled.src.signature.values()))[:count]
     passed = [k for k, t in enumerate(types) if t != "constexpr"]  # a 1 or a None is compiled in
     codes = [("P" if types[k][0] == "*" else _CODES.get(types[k])) for k in passed]
-    plain = metadata.num_ctas == 1 and not (metadata.launch_cooperative_grid or metadata.launch_pdl or metadata.global_scratch_size)
+    plain = metadata.num_ctas == 1 and not (metadata.launch_cooperative_grid or metadata.global_scratch_size)
     if plain and None not in codes and not torch.version.hip:
         # Two pointers to scratch memory end the parameters of every Triton kernel; these kernels use none.
         layout = "".join(map(str, codes))
         whole = "@" + layout + "PP"
         offsets = [struct.calcsize(whole[: k + 1] + "0" + whole[k + 1]) for k in range(len(codes) + 2)]
         if [offset for offset, _ in parameters(function)] == offsets:
-            starter = Starter(function, layout + "0P16x", 32 * metadata.num_warps, metadata.shared, index, what=kernel.__name__)
+            threads, pdl = 32 * metadata.num_warps, bool(metadata.launch_pdl)
+            starter = Starter(function, layout + "0P16x", threads, metadata.shared, index, pdl=pdl, what=kernel.__name__)
             if len(passed) == count:
                 return starter, None
             return lambda x, y, z, stream, values: starter(x, y, z, stream, [values[k] for k in passed]), None

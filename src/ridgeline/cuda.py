@@ -20,7 +20,7 @@ from ridgeline.op import RidgelineError
 
 CTYPE = {torch.float32: "float", torch.float16: "__half", torch.bfloat16: "__nv_bfloat16"}
 TILES = Path(__file__).with_name("tiles")
-LAUNCH_OPTIONS = ("block", "cluster", "shared")
+LAUNCH_OPTIONS = ("block", "cluster", "shared", "launch_pdl")
 
 
 class CudaError(RuntimeError):
@@ -143,12 +143,15 @@ class Starter:
     CONFIG = struct.Struct("@7I4xQQI4x")  # grid, block, dynamic shared memory, stream, attributes, their count
     INVALID_CONTEXT = 201
 
-    def __init__(self, function: int, layout: str, threads: int, shared: int, index: int, cluster: int = 1, what: str = "a kernel"):
+    def __init__(
+        self, function: int, layout: str, threads: int, shared: int, index: int, cluster: int = 1, pdl: bool = False, what: str = "a kernel"
+    ):
         self.what = f"{what} with {threads} threads and {shared} bytes of shared memory"
         self.facts, self.index = (threads, 1, 1, shared), index
-        # CUlaunchAttribute: an id (4: the cluster's size), padding, and a union of 64 bytes.
-        self.attribute = ctypes.create_string_buffer(struct.pack("@I4x3I52x", 4, cluster, 1, 1), 72)
-        self.attributes = (ctypes.addressof(self.attribute), 1) if cluster > 1 else (0, 0)
+        # CUlaunchAttribute: an id (4: the cluster's size; 6: programmatic dependent launch), padding, and a union of 64 bytes.
+        wanted = [struct.pack("@I4x3I52x", 4, cluster, 1, 1)] * (cluster > 1) + [struct.pack("@I4xI60x", 6, 1)] * pdl
+        self.attribute = ctypes.create_string_buffer(b"".join(wanted))
+        self.attributes = ctypes.addressof(self.attribute), len(wanted)
         size = struct.calcsize("@" + layout)
         self.begin = struct.calcsize("@" + layout + "0P")  # of the config
         self.memory = ctypes.create_string_buffer(self.begin + self.CONFIG.size)
@@ -229,8 +232,8 @@ class CudaKernel:
     """A kernel of a .cu file: `CudaKernel(path, "gelu_fwd", "PPq")`.
 
     arguments: one code per argument, as in `struct`: P a pointer (a tensor, or None), i int, q long long, f float; M a tensor map.
-    Started with macros and the options `block` (threads), `cluster` (blocks along x) and `shared` (bytes of dynamic
-    shared memory) as constants of `boundary.launch`.
+    Started with macros and the options `block` (threads), `cluster` (blocks along x), `shared` (bytes of dynamic shared
+    memory) and `launch_pdl` (see `boundary.early`) as constants of `boundary.launch`.
     """
 
     def __init__(self, path: Path, name: str, arguments: str):
@@ -254,12 +257,12 @@ class CudaKernel:
         layout = _layout(self.arguments, real)
         if layout is None:
             raise CudaError(f"{self} takes parameters of (offset, bytes) {real}, and is declared with {self.arguments!r}")
-        block, cluster, shared = (int(constants.get(o, d)) for o, d in zip(LAUNCH_OPTIONS, (256, 1, 0), strict=True))
+        block, cluster, shared, pdl = (int(constants.get(o, d)) for o, d in zip(LAUNCH_OPTIONS, (256, 1, 0, 0), strict=True))
         if shared > 48 << 10:
             _check(driver.cuFuncSetAttribute(function, 8, shared), f"{self} with {shared} bytes of shared memory")
         if cluster > 8:
             _check(driver.cuFuncSetAttribute(function, 14, 1), f"{self} with a cluster of {cluster}")
-        return Starter(function.value or 0, layout, block, shared, index, cluster, str(self))
+        return Starter(function.value or 0, layout, block, shared, index, cluster, bool(pdl), str(self))
 
 
 _EMPTY = CudaKernel(TILES / "empty.cu", "empty", "")

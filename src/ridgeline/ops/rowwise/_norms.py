@@ -21,9 +21,10 @@ from typing import Any
 import torch
 import triton
 import triton.language as tl
+from triton.language.extra.cuda import gdc_launch_dependents, gdc_wait
 
 from ridgeline import device, tuning
-from ridgeline.boundary import Function, differentiate, first_order, kernel_op, launch, tracing
+from ridgeline.boundary import Function, differentiate, early, first_order, kernel_op, launch, tracing
 from ridgeline.op import Cost, Op, RidgelineError, Spec, nbytes
 from ridgeline.ops.rowwise._rows import TILE_LIMIT, as_rows, ceil, empty_rows, key_of, power, tiles
 from ridgeline.select import eager, run
@@ -146,8 +147,10 @@ def _vectors(weight, bias, column, mask, FROM_OUTPUT: tl.constexpr):
 
 
 @triton.jit
-def _bwd(dx, parts, dots, dy, dsum, saved, weight, bias, mean, rstd, rows, units, dy_stride, dsum_stride, saved_stride, MEAN: tl.constexpr, FROM_OUTPUT: tl.constexpr, DW: tl.constexpr, DB: tl.constexpr, UNIT: tl.constexpr, BM: tl.constexpr, BN: tl.constexpr, STAGES: tl.constexpr):  # fmt: skip
+def _bwd(dx, parts, dots, dy, dsum, saved, weight, bias, mean, rstd, rows, units, dy_stride, dsum_stride, saved_stride, MEAN: tl.constexpr, FROM_OUTPUT: tl.constexpr, DW: tl.constexpr, DB: tl.constexpr, UNIT: tl.constexpr, BM: tl.constexpr, BN: tl.constexpr, STAGES: tl.constexpr, PDL: tl.constexpr):  # fmt: skip
     """Tiles of BM rows and a block of BN columns: all of them, or where `dots` holds the rows' averages some of them."""
+    if PDL:
+        gdc_launch_dependents()
     columns = units * UNIT
     column = (tl.program_id(1) * BN + tl.arange(0, BN))[None, :]
     w, b, inverse = _vectors(weight, bias, column, column < columns, FROM_OUTPUT)
@@ -214,18 +217,20 @@ def _dots(dots, dy, saved, weight, bias, mean, rstd, rows, units, dy_stride, sav
 
 
 @triton.jit
-def _reduce(parts, dweight, dbias, count, columns, BM: tl.constexpr, BN: tl.constexpr):
-    """The programs' parts added up, a block of columns each."""
-    both: tl.constexpr = 1 if dweight is None or dbias is None else 2
+def _reduce(parts, dweight, dbias, count, units, BM: tl.constexpr, BN: tl.constexpr, UNIT: tl.constexpr, PDL: tl.constexpr):
+    """The programs' parts added up, a block of columns each: of dweight by the first row of programs, of dbias by the last."""
+    if PDL:
+        gdc_wait()
+    columns = units * UNIT
+    which = tl.program_id(1)
     part = tl.arange(0, BM)[:, None]
     column = (tl.program_id(0) * BN + tl.arange(0, BN))[None, :]
-    mask = (part < count) & (column < columns)
+    found = tl.load(parts + (part * tl.num_programs(1) + which) * columns + column, mask=(part < count) & (column < columns), other=0)
+    total = tl.sum(found, 0)[None, :]
     if dweight is not None:
-        dw = tl.sum(tl.load(parts + part * both * columns + column, mask=mask, other=0), 0)[None, :]
-        tl.store(dweight + column, dw.to(dweight.dtype.element_ty), mask=column < columns)
+        tl.store(dweight + column, total.to(dweight.dtype.element_ty), mask=(column < columns) & (which == 0))
     if dbias is not None:
-        db = tl.sum(tl.load(parts + (part * both + both - 1) * columns + column, mask=mask, other=0), 0)[None, :]
-        tl.store(dbias + column, db.to(dbias.dtype.element_ty), mask=column < columns)
+        tl.store(dbias + column, total.to(dbias.dtype.element_ty), mask=(column < columns) & (which == tl.num_programs(1) - 1))
 
 
 # Launchers. Tensors are (rows, columns) with contiguous rows, the statistics float32 (rows,), outputs contiguous; `name` and
@@ -262,13 +267,13 @@ def _launch_fwd(
 REGISTERS = 8192  # columns of a row at most that backward holds in registers, with their sums
 
 
-def bwd_rule(where: device.Device, bn: int, size: int, narrow: bool) -> tuning.Config:
-    """64 KiB on their way, in tiles of 4096 elements or more of `size` bytes, all inputs together; 32 elements a thread, 16 where
-    a row fills the tile. narrow: loads are of single elements, whose addresses take registers: smaller tiles, 8 a thread."""
-    tile = max(bn, 2048 if narrow else 4096 if bn <= 2048 else 8192)
-    bm = min(32, tile // bn)
-    each = 8 if narrow else 16 if bn > 4096 else 32
-    stages = 1 + min(65536, where.shared_memory - 8192) // (bm * bn * size)
+def bwd_rule(where: device.Device, bn: int, columns: int, size: int, wide: bool, narrow: bool) -> tuning.Config:
+    """56 KiB or more on their way, in tiles of 4096 elements or more of `size` bytes, all inputs together; 32 elements a thread, 16
+    where a row of two inputs fills the tile (wide). narrow: loads are of single elements, whose addresses take registers:
+    smaller tiles, 8 a thread."""
+    bm = max(1, min(32, (2048 if narrow else 4096 if bn <= 2048 else 8192) // bn))
+    each = 8 if narrow else 16 if wide else 32
+    stages = 1 + min(ceil(57344, bm * columns * size), (where.shared_memory - 8192) // (bm * bn * size))
     return {
         "BM": bm,
         "num_warps": max(4, min(1024 // where.warp, bm * bn // (each * where.warp))),
@@ -311,24 +316,20 @@ def _launch_bwd(
         options = {"BM": 1 if narrow else 2, "BN": 2048, "STAGES": 2, "num_warps": 8}
     else:
         grid = (count,)
-        size = sum([t.element_size() for t in (dy, dsum, saved) if t is not None])
+        size, wide = sum([t.element_size() for t in (dy, dsum, saved) if t is not None]), bn > 4096 and dsum is None
 
         def config() -> dict[str, Any]:
-            key = key_of(dy.dtype, bn, "narrow") if narrow else key_of(dy.dtype, bn)
-            rule, space = partial(bwd_rule, where, bn, size, narrow), partial(bwd_space, where, bn, size)
+            key = key_of(dy.dtype, columns, "narrow") if narrow else key_of(dy.dtype, columns)
+            rule, space = partial(bwd_rule, where, bn, columns, size, wide, narrow), partial(bwd_space, where, bn, size)
             return {"BN": bn, **tuning.config(where, name, "bwd", key, rule, space)}
 
-        options = {"config": config, "key": (name, bn)}
+        options = {"config": config, "key": (name, columns)}
     args = (dx, parts, dots, dy, dsum, saved, weight, bias, mean, rstd, rows, columns // unit, *steps)
-    launch(_bwd, grid, *args, **facts, DW=int(dweight is not None), DB=int(dbias is not None), **options)
+    sums, pdl = {"DW": int(dweight is not None), "DB": int(dbias is not None)}, early(where)
+    launch(_bwd, grid, *args, **facts, **sums, PDL=pdl["PDL"] and parts is not None, **options)
     if parts is not None:
-        reduce(dweight, dbias, parts, count)
-
-
-def reduce(dweight: Maybe, dbias: Maybe, parts: torch.Tensor, count: int) -> None:
-    """dweight and dbias from the first `count` programs' parts of them, (multiprocessors, 1 or 2, columns) in float32."""
-    columns = parts.shape[2]
-    launch(_reduce, (ceil(columns, 32),), parts, dweight, dbias, count, columns, BM=power(count), BN=32, num_warps=8)
+        over = ceil(columns, 32), parts.shape[1]
+        launch(_reduce, over, parts, dweight, dbias, count, columns // unit, BM=power(count), BN=32, UNIT=unit, num_warps=8, **pdl)
 
 
 class Norm:
