@@ -21,7 +21,7 @@ import triton.language as tl
 
 from ridgeline import device, tuning
 from ridgeline.boundary import Function, differentiate, first_order, kernel_op, launch
-from ridgeline.op import Case, Cost, Op, RidgelineError, Spec, dtype_name, nbytes, readable
+from ridgeline.op import CHECK, Case, Cost, Op, RidgelineError, Spec, dtype_name, nbytes, readable
 from ridgeline.ops.loss import _cluster
 from ridgeline.select import eager, run
 from ridgeline.tiles.online_softmax import exact_exp
@@ -236,13 +236,19 @@ def _flags(z: float, cap: float, reduction: str) -> dict[str, bool]:
     return {"MEAN": reduction == "mean", "Z": z != 0, "CAP": cap != 0}
 
 
+def _split(saved: torch.Tensor, reduction: str) -> tuple[torch.Tensor, torch.Tensor]:
+    """What forward keeps: the counts of rows where a mean needs them, then all rows' maxima, then their sums of exponentials."""
+    parts = PARTS.value if reduction == "mean" else 0
+    return saved[:parts].view(torch.int32), saved[parts:]
+
+
 def _launch_fwd(
-    each: Callable[..., None], loss: torch.Tensor, d: torch.Tensor, stats: torch.Tensor, counts: torch.Tensor, logits: torch.Tensor, target: torch.Tensor,
+    each: Callable[..., None], loss: torch.Tensor, d: torch.Tensor, saved: torch.Tensor, logits: torch.Tensor, target: torch.Tensor,
     need: int, ignore: int, smoothing: float, z: float, cap: float, reduction: str,
 ) -> None:  # fmt: skip
     x, t = _planes(logits, target)
     rows, inner = t.numel(), t.shape[1]
-    losses, options = loss, _flags(z, cap, reduction)
+    losses, options, (counts, stats) = loss, _flags(z, cap, reduction), _split(saved, reduction)
     if reduction != "none":
         losses = torch.empty((rows,), dtype=torch.float32, device=x.device)
     if options["MEAN"]:
@@ -266,14 +272,14 @@ def _rows(
 
 
 def _launch_bwd(
-    d: torch.Tensor, logits: torch.Tensor, target: torch.Tensor, dloss: torch.Tensor, stats: torch.Tensor, counts: torch.Tensor,
+    d: torch.Tensor, logits: torch.Tensor, target: torch.Tensor, dloss: torch.Tensor, saved: torch.Tensor,
     made: bool, ignore: int, smoothing: float, z: float, cap: float, reduction: str,
 ) -> None:  # fmt: skip
     each = reduction == "none"
     x, t, g = _planes(logits, target, dloss) if each else (*_planes(logits, target), dloss)
     steps = *x.stride()[:2], *t.stride(), *(g.stride() if each else (0, 0))
     sizes = t.numel(), x.shape[2], t.shape[1], *steps, ignore, smoothing, z, cap
-    options = _flags(z, cap, reduction)
+    options, (counts, stats) = _flags(z, cap, reduction), _split(saved, reduction)
     _launch_rows(_bwd, x, d, x, t, g, stats, counts, *sizes, persist=made, MADE=made, EACH=each, **options)
 
 
@@ -281,24 +287,22 @@ _OPTIONS = "int ignore_index, float label_smoothing, float z_loss, float softcap
 
 
 @kernel_op(
-    f"cross_entropy_fwd(Tensor logits, Tensor target, ScalarType dtype, int need, {_OPTIONS}, str? impl) "
-    "-> (Tensor, Tensor, Tensor, Tensor)"
+    f"cross_entropy_fwd(Tensor logits, Tensor target, ScalarType dtype, int need, {_OPTIONS}, str? impl) -> (Tensor, Tensor, Tensor)"
 )
 def _forward(
     logits: torch.Tensor, target: torch.Tensor, dtype: torch.dtype, need: int, *options: Any
-) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor]:
-    """need: 1 for what backward needs of a row, 2 for the gradient too. Returns the loss, the gradient, the rows' maxima and
-    sums of exponentials, and the counts of rows."""
+) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+    """need: 1 for what backward needs of a row, 2 for the gradient too. Returns the loss, the gradient and what is kept (`_split`)."""
     *options, reduction, impl = options
     loss = torch.empty(target.shape if reduction == "none" else (), dtype=dtype, device=logits.device)
     d = torch.empty(logits.shape if need == 2 else (0,), dtype=logits.dtype, device=logits.device)
-    stats = torch.empty((2, target.numel() if need else 0), dtype=torch.float32, device=logits.device)
-    counts = torch.empty((PARTS.value if reduction == "mean" else 0,), dtype=torch.int32, device=logits.device)
-    run(CROSS_ENTROPY, "fwd", impl, (loss, d, stats, counts), logits, target, need, *options, reduction)
-    return loss, d, stats, counts
+    kept = (PARTS.value if reduction == "mean" else 0) + (2 * target.numel() if need else 0)
+    saved = torch.empty((kept,), dtype=torch.float32, device=logits.device)
+    run(CROSS_ENTROPY, "fwd", impl, (loss, d, saved), logits, target, need, *options, reduction)
+    return loss, d, saved
 
 
-@kernel_op(f"cross_entropy_bwd(Tensor logits, Tensor target, Tensor dloss, Tensor stats, Tensor counts, {_OPTIONS}, str? impl) -> Tensor")
+@kernel_op(f"cross_entropy_bwd(Tensor logits, Tensor target, Tensor dloss, Tensor saved, {_OPTIONS}, str? impl) -> Tensor")
 def _backward(logits: torch.Tensor, *rest: Any) -> torch.Tensor:
     *inputs, ignore, smoothing, z, cap, reduction, impl = rest
     d = torch.empty(logits.shape, dtype=logits.dtype, device=logits.device)
@@ -306,10 +310,7 @@ def _backward(logits: torch.Tensor, *rest: Any) -> torch.Tensor:
     return d
 
 
-@kernel_op(
-    "cross_entropy_finish(Tensor(a!) made, Tensor logits, Tensor target, Tensor dloss, Tensor stats, Tensor counts, "
-    f"{_OPTIONS}, str? impl) -> ()"
-)
+@kernel_op(f"cross_entropy_finish(Tensor(a!) made, Tensor logits, Tensor target, Tensor dloss, Tensor saved, {_OPTIONS}, str? impl) -> ()")
 def _finish(made: torch.Tensor, logits: torch.Tensor, *rest: Any) -> None:
     """Makes of the gradient for an upstream one of 1, which forward has written, that for `dloss`: where it is 1, of nothing but a look."""
     *inputs, ignore, smoothing, z, cap, reduction, impl = rest
@@ -319,8 +320,8 @@ def _finish(made: torch.Tensor, logits: torch.Tensor, *rest: Any) -> None:
 class _CrossEntropy(Function):
     @staticmethod
     def forward(ctx: Any, logits: torch.Tensor, target: torch.Tensor, dtype: torch.dtype, need: int, *options: Any) -> torch.Tensor:
-        loss, made, stats, counts = _forward(logits, target, dtype, need, *options)
-        ctx.save_for_backward(logits, target, stats, counts)
+        loss, made, saved = _forward(logits, target, dtype, need, *options)
+        ctx.save_for_backward(logits, target, saved)
         ctx.facts = need, options
         if need == 2:
             ctx.made = made
@@ -329,14 +330,14 @@ class _CrossEntropy(Function):
     @staticmethod
     @first_order
     def backward(ctx: Any, dloss: torch.Tensor) -> Any:
-        logits, target, stats, counts = ctx.saved_tensors
+        logits, target, saved = ctx.saved_tensors
         need, options = ctx.facts
         nothing = (None,) * (3 + len(options))
         if need == 2 and ctx.made is not None:  # given away once, to be the caller's own; a second backward makes another
             made, ctx.made = ctx.made, None
-            _finish(made, logits, target, dloss, stats, counts, *options)
+            _finish(made, logits, target, dloss, saved, *options)
             return made, *nothing
-        return _backward(logits, target, dloss, stats, counts, *options), *nothing
+        return _backward(logits, target, dloss, saved, *options), *nothing
 
 
 def reference(
@@ -411,27 +412,30 @@ def cross_entropy(
     A target that is no class makes its row NaN on a GPU, where the host reads no values; on a CPU, and with RIDGELINE_CHECK=1, it raises.
     Raises RidgelineError on shapes, dtypes, devices or options other than these, or an `impl` that cannot run the call.
     """
-    known = type(target) is torch.Tensor and target.dtype == torch.int64 and isinstance(logits, torch.Tensor)
-    plainly = known and not (label_smoothing or z_loss) and softcap is None and reduction == "mean" and logits.dim() and logits.shape[-1]
-    same = plainly and target.shape == logits.shape[:-1] and target.get_device() == logits.get_device() >= 0
-    if not same or logits.dtype not in CROSS_ENTROPY.kernel_dtypes:
-        fault = _fault(logits, target, label_smoothing, z_loss, softcap, reduction)
-        if fault:
-            raise RidgelineError(f"cross_entropy: {fault}")
+    plain = impl is None and reduction == "mean" and softcap is None and not (label_smoothing or z_loss or CHECK)
+    if plain and type(logits) is torch.Tensor and type(target) is torch.Tensor and logits.is_cuda and target.dtype == torch.int64:
+        alike = logits.dtype in CROSS_ENTROPY.kernel_dtypes and logits.dim() and logits.shape[-1] and target.shape == logits.shape[:-1]
+        if alike and target.get_device() == logits.get_device() and not torch.is_autocast_enabled("cuda"):  # nothing more to look at
+            return _call(logits, target, logits.dtype, ignore_index, 0.0, 0.0, 0.0, reduction, None)
+    fault = _fault(logits, target, label_smoothing, z_loss, softcap, reduction)
+    if fault:
+        raise RidgelineError(f"cross_entropy: {fault}")
     if readable(target) and ((target != ignore_index) & ((target < 0) | (target >= logits.shape[-1]))).any():
         raise RidgelineError(
             f"cross_entropy: targets must be 0 to {logits.shape[-1] - 1} or ignore_index {ignore_index}, and others are given"
         )
-    usual = impl is None and logits.is_cuda and logits.dtype in CROSS_ENTROPY.kernel_dtypes
-    plain = None if usual else eager(CROSS_ENTROPY, impl, logits)
-    if plain is not None and plain.call is not None:
+    found = eager(CROSS_ENTROPY, impl, logits)
+    if found is not None and found.call is not None:
         options = {"ignore_index": ignore_index, "label_smoothing": label_smoothing, "reduction": reduction}
-        return plain.call(logits, target, z_loss=z_loss, softcap=softcap, **options)
+        return found.call(logits, target, z_loss=z_loss, softcap=softcap, **options)
     dtype = torch.float32 if torch.is_autocast_enabled("cuda" if logits.is_cuda else "cpu") else logits.dtype
-    options = ignore_index, float(label_smoothing), float(z_loss), float(softcap or 0), reduction, impl
+    return _call(logits, target, dtype, ignore_index, float(label_smoothing), float(z_loss), float(softcap or 0), reduction, impl)
+
+
+def _call(logits: torch.Tensor, target: torch.Tensor, dtype: torch.dtype, *options: Any) -> torch.Tensor:
     if not torch.is_grad_enabled() or not logits.requires_grad:
         return _forward(logits, target, dtype, 0, *options)[0]
-    need = 1 if reduction == "none" or torch.compiler.is_compiling() else 2
+    need = 1 if options[-2] == "none" or torch.compiler.is_compiling() else 2
     return differentiate(_CrossEntropy, logits, target, dtype, need, *options)
 
 

@@ -325,8 +325,9 @@ def _launch_bwd(
 
         options = {"config": config, "key": (name, columns)}
     args = (dx, parts, dots, dy, dsum, saved, weight, bias, mean, rstd, rows, columns // unit, *steps)
-    sums, pdl = {"DW": int(dweight is not None), "DB": int(dbias is not None)}, early(where)
-    launch(_bwd, grid, *args, **facts, **sums, PDL=pdl["PDL"] and parts is not None, **options)
+    pdl = early(where)
+    facts |= {"DW": int(dweight is not None), "DB": int(dbias is not None)}
+    launch(_bwd, grid, *args, **facts, PDL=pdl["PDL"] and parts is not None, **options)
     if parts is not None:
         over = ceil(columns, 32), parts.shape[1]
         launch(_reduce, over, parts, dweight, dbias, count, columns // unit, BM=power(count), BN=32, UNIT=unit, num_warps=8, **pdl)
