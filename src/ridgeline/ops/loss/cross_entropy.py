@@ -102,7 +102,7 @@ def _edges(head, body, columns, VEC: tl.constexpr):
 @triton.jit
 def _slopes(x, column, mask, hit, live, top, scale, factor, spread, pull, cap, CAP: tl.constexpr):
     """The gradient of logits."""
-    values, slope = _load(x, column, mask & live, cap, CAP, "evict_first")
+    values, slope = _load(x, column, tl.where(live, mask, False), cap, CAP, "evict_first")
     p = exact_exp(values - top, x.dtype.element_ty) * factor
     return ((p - spread - tl.where(column == hit, pull, 0.0)) * scale * slope).to(x.dtype.element_ty)
 
