@@ -36,9 +36,23 @@ Maybe = torch.Tensor | None
 
 
 @triton.jit
-def _scale(squares, columns, eps):
-    """1 / sqrt(average + eps), each step rounded to nearest: a row's error is that of all its elements."""
-    return tl.div_rn(1.0, tl.sqrt_rn(tl.div_rn(squares, columns * 1.0) + eps))
+def _average(total, columns, dtype: tl.constexpr):
+    """total / columns. For float32 rounded to nearest, since a row's error is that of all its elements; half precision does not
+    see it, and in every thread an exact division is the work of several elements."""
+    if dtype == tl.float32:
+        return tl.div_rn(total, columns * 1.0)
+    else:
+        return total * (1.0 / columns)
+
+
+@triton.jit
+def _scale(squares, columns, eps, dtype: tl.constexpr):
+    """1 / sqrt(average + eps), rounded as the average is."""
+    square = _average(squares, columns, dtype) + eps
+    if dtype == tl.float32:
+        return tl.div_rn(1.0, tl.sqrt_rn(square))
+    else:
+        return tl.rsqrt(square)
 
 
 @triton.jit
@@ -57,11 +71,11 @@ def _fwd(y, total, mean, rstd, x, residual, weight, bias, rows, units, x_stride,
             value += tl.load(residual + row * r_stride * UNIT + column, mask=mask, other=0).to(tl.float32)
             tl.store(total + row * units * UNIT + column, value.to(total.dtype.element_ty), mask=mask)
         if MEAN:
-            center = tl.div_rn(tl.sum(value, 1), columns * 1.0)[:, None]
+            center = _average(tl.sum(value, 1), columns, x.dtype.element_ty)[:, None]
             value = tl.where(column < columns, value - center, 0)
             if mean is not None:
                 tl.store(mean + row, center, mask=row < rows)
-        scale = _scale(tl.sum(value * value, 1), columns, eps)[:, None]
+        scale = _scale(tl.sum(value * value, 1), columns, eps, x.dtype.element_ty)[:, None]
         if rstd is not None:
             tl.store(rstd + row, scale, mask=row < rows)
         value *= scale
@@ -101,11 +115,11 @@ def _fwd_wide(y, total, mean, rstd, x, residual, weight, bias, rows, units, x_st
     center = 0.0
     if MEAN:
         count = (tl.maximum(columns - lane + BN - 1, 0) // BN).to(tl.float32)  # of a lane's columns
-        center = tl.div_rn(tl.sum(count * average, 0), columns * 1.0)
+        center = _average(tl.sum(count * average, 0), columns, x.dtype.element_ty)
         squares += count * (average - center) * (average - center)
         if mean is not None:
             tl.store(mean + row, center)
-    scale = _scale(tl.sum(squares, 0), columns, eps)
+    scale = _scale(tl.sum(squares, 0), columns, eps, x.dtype.element_ty)
     if rstd is not None:
         tl.store(rstd + row, scale)
     for start in range(0, columns, BN):
@@ -149,8 +163,6 @@ def _vectors(weight, bias, column, mask, FROM_OUTPUT: tl.constexpr):
 @triton.jit
 def _bwd(dx, parts, dots, dy, dsum, saved, weight, bias, mean, rstd, rows, units, dy_stride, dsum_stride, saved_stride, MEAN: tl.constexpr, FROM_OUTPUT: tl.constexpr, DW: tl.constexpr, DB: tl.constexpr, UNIT: tl.constexpr, BM: tl.constexpr, BN: tl.constexpr, STAGES: tl.constexpr, PDL: tl.constexpr):  # fmt: skip
     """Tiles of BM rows and a block of BN columns: all of them, or where `dots` holds the rows' averages some of them."""
-    if PDL:
-        gdc_launch_dependents()
     columns = units * UNIT
     column = (tl.program_id(1) * BN + tl.arange(0, BN))[None, :]
     w, b, inverse = _vectors(weight, bias, column, column < columns, FROM_OUTPUT)
@@ -177,13 +189,15 @@ def _bwd(dx, parts, dots, dy, dsum, saved, weight, bias, mean, rstd, rows, units
             if MEAN:
                 along = tl.load(dots + rows + row, mask=row < rows, other=0)
         else:
-            turn = tl.div_rn(tl.sum(g * x_hat, 1), columns * 1.0)[:, None]  # exact for one column
+            turn = _average(tl.sum(g * x_hat, 1), columns, dy.dtype.element_ty)[:, None]
             if MEAN:
-                along = tl.div_rn(tl.sum(g, 1), columns * 1.0)[:, None]
+                along = _average(tl.sum(g, 1), columns, dy.dtype.element_ty)[:, None]
         grad = (g - along - x_hat * turn) * scale
         if dsum is not None:
             grad += tl.load(dsum + row * dsum_stride * UNIT + column, mask=mask, other=0).to(tl.float32)
         tl.store(dx + row * units * UNIT + column, grad.to(dx.dtype.element_ty), mask=mask)
+    if PDL:
+        gdc_launch_dependents()  # not sooner: in wide tiles the next kernel's blocks would take room from this one's
     part = tl.program_id(0).to(tl.int64) * (DW + DB) * columns
     if DW:
         tl.store(parts + part + column, tl.sum(dw, 0)[None, :], mask=column < columns)
@@ -471,7 +485,7 @@ class Norm:
             return [t.zero_() for t in made]
         parts = None
         if len(made) > 1:
-            size = (device.of(dy).multiprocessors, len(made) - 1, dy.shape[-1])
+            size = (device.of(dy).multiprocessors + 8, len(made) - 1, dy.shape[-1])  # 8 for clusters' rows that begin anywhere
             parts = torch.empty(size, dtype=torch.float32, device=dy.device)
         inputs = (as_rows(dy, -1), _rows(dsum), as_rows(saved, -1), _vector(weight), _vector(bias), _flat(mean), rstd.view(-1))
         outs: Any = as_rows(dx, -1), dweight, dbias, parts
