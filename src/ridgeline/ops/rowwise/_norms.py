@@ -274,7 +274,8 @@ def _launch_fwd(
         return
     if narrow and bn < 8192:  # loads are of single elements, whose addresses take registers: tiles half as large
         inputs *= 2
-    config, grid = tiles(name, _fwd, rows, bn, *inputs)
+    each = 64 if center and x.element_size() < 4 else 32  # what a thread does for its row takes as long as several elements
+    config, grid = tiles(name, _fwd, rows, bn, *inputs, each=each)
     launch(_fwd, grid, *args, MEAN=center, UNIT=unit, config=config, key=(name, bn, narrow))
 
 

@@ -49,16 +49,16 @@ def empty_rows(like: torch.Tensor, dim: int, dtype: torch.dtype | None) -> torch
 
 
 def tiles(
-    op: str, kernel: Any, rows: int, bn: int, *inputs: torch.Tensor
+    op: str, kernel: Any, rows: int, bn: int, *inputs: torch.Tensor, each: int = 32
 ) -> tuple[Callable[[], dict[str, Any]], Callable[[Any], tuple[int]]]:
     """The configuration (BM rows a tile, BN columns, STAGES, num_warps) and the grid for a kernel that takes tiles of `bn` columns,
-    a power of two, of all inputs: what `launch` is given as `config` and `grid`."""
+    a power of two, of all inputs: what `launch` is given as `config` and `grid`. each: values a thread, where none is tuned."""
     where, dtype, count = device.of(inputs[0]), inputs[0].dtype, len(inputs)
 
     def rule() -> tuning.Config:
-        """16 KiB a program, 32 values a thread."""
+        """16 KiB a program."""
         bm = max(1, 16384 // (bn * dtype.itemsize * count))
-        return {"BM": bm, "num_warps": min(1024 // where.warp, max(4, bm * bn * count // (32 * where.warp))), "STAGES": 1}
+        return {"BM": bm, "num_warps": min(1024 // where.warp, max(4, bm * bn * count // (each * where.warp))), "STAGES": 1}
 
     def space() -> list[tuning.Config]:
         most = 1024 // where.warp
