@@ -3,23 +3,29 @@
     backward, xh = (x - mean) rstd, means over the group:  dx = rstd (w dy - mean(w dy) - xh mean(w dy xh))
     dw = sum of dy xh, db = sum of dy, over images and space
 
-One program takes one group of one image: in registers where it fits, so that x is read once; else in chunks, twice, the second
-time from the L2 cache. Strides lead it through NCHW and channels_last memory alike. Backward's sums over space, one per image
-and channel, are added up over images by a second kernel, in one order. The floor is x read and y written; dy and x read and dx written.
-Source: Wu and He, Group Normalization, 2018 (arXiv:1803.08494); the chunks' variance is taken about a first guess of the mean.
+A group is read once where it fits the registers of one program, or the shared memory of a cluster of blocks (group_norm.cu); else in
+chunks, twice, the second time from the L2 cache. Backward's sums over space, one per image at once and channel, are added up by a
+second kernel, in one order. The floor is x read and y written; dy and x read and dx written.
+Source: Wu and He, Group Normalization, 2018 (arXiv:1803.08494); the chunks' variance is taken about a first guess of the mean, the
+cluster's from its parts' as in Chan, Golub and LeVeque, 1979.
 """
 
 from __future__ import annotations
 
 import math
+from functools import cache
+from itertools import product
+from pathlib import Path
 from typing import Any
 
 import torch
 import triton
 import triton.language as tl
+from triton.language.extra.cuda import gdc_launch_dependents, gdc_wait
 
 from ridgeline import device, tuning
-from ridgeline.boundary import Function, differentiate, first_order, kernel_op, launch
+from ridgeline.boundary import Function, differentiate, early, first_order, kernel_op, launch
+from ridgeline.cuda import CTYPE, CudaKernel
 from ridgeline.op import Case, Cost, Op, RidgelineError, Spec, nbytes
 from ridgeline.ops.rowwise._rows import ceil, key_of, power
 from ridgeline.select import eager, run
@@ -60,6 +66,7 @@ def _fwd(y, mean, rstd, x, w, b, groups, width, size, eps, y_steps, x_steps, FAR
     value = tl.load(_at(x, x_steps, image, first, 0, c, place), mask=mask, other=0).to(tl.float32)
     middle = tl.sum(value) / count
     off = tl.where(mask, value - middle, 0.0)
+    off -= tl.where(mask, tl.sum(off) / count, 0.0)  # what rounding left of the mean
     scale = tl.div_rn(1.0, tl.sqrt_rn(tl.sum(off * off) / count + eps))
     tl.store(mean + group, middle)
     tl.store(rstd + group, scale)
@@ -86,9 +93,8 @@ def _fwd_wide(y, mean, rstd, x, w, b, groups, width, size, eps, y_steps, x_steps
         total += off
         square += off * off
     shift = tl.sum(total) / count
-    middle = guess + shift
     scale = tl.div_rn(1.0, tl.sqrt_rn(tl.maximum(tl.sum(square) / count - shift * shift, 0.0) + eps))
-    tl.store(mean + group, middle)
+    tl.store(mean + group, guess + shift)
     tl.store(rstd + group, scale)
     for back in tl.range(0, tiles, num_stages=STAGES):  # the newest in the cache first
         tile = tiles - 1 - back
@@ -97,80 +103,97 @@ def _fwd_wide(y, mean, rstd, x, w, b, groups, width, size, eps, y_steps, x_steps
         mask = inside & (s0 + place < size)
         at = _at(x, x_steps, image, first + c0, s0, c, place)
         value = tl.load(at, mask=mask, other=0, eviction_policy="evict_first").to(tl.float32)
-        result = (value - middle) * scale * _of(w, channel, inside, 1.0) + _of(b, channel, inside, 0.0)
+        result = (value - guess - shift) * scale * _of(w, channel, inside, 1.0) + _of(b, channel, inside, 0.0)
         tl.store(_at(y, y_steps, image, first + c0, s0, c, place), result.to(y.dtype.element_ty), mask=mask)
 
 
 @triton.jit
-def _bwd(dy, dx, sums, x, w, mean, rstd, groups, width, size, dx_steps, dy_steps, x_steps, FAR: tl.constexpr, BC: tl.constexpr, BS: tl.constexpr, STAGES: tl.constexpr):  # fmt: skip
-    group = tl.program_id(0).to(tl.int64)
-    image, first = group // groups, group % groups * width
+def _bwd(dy, dx, sums, x, w, mean, rstd, images, groups, width, size, dx_steps, dy_steps, x_steps, FAR: tl.constexpr, BC: tl.constexpr, BS: tl.constexpr, STAGES: tl.constexpr, PDL: tl.constexpr):  # fmt: skip
+    if PDL:
+        gdc_launch_dependents()
+    slot, first = tl.program_id(0) // groups, (tl.program_id(0) % groups).to(tl.int64) * width
     c, place = _grid(BC, BS, FAR)
     inside, channel = c < width, first + c
     mask, count = inside & (place < size), width * (size * 1.0)
-    middle, scale, weight = tl.load(mean + group), tl.load(rstd + group), _of(w, channel, inside, 1.0)
-    value = tl.load(_at(x, x_steps, image, first, 0, c, place), mask=mask, other=0).to(tl.float32)
-    slope = tl.load(_at(dy, dy_steps, image, first, 0, c, place), mask=mask, other=0).to(tl.float32)
-    value = tl.where(mask, (value - middle) * scale, 0.0)
-    dw, db = tl.sum(slope * value, 1)[:, None], tl.sum(slope, 1)[:, None]
+    weight = _of(w, channel, inside, 1.0)
+    whole_dw, whole_db = tl.zeros((BC, 1), tl.float32), tl.zeros((BC, 1), tl.float32)
+    for turn in tl.range(slot, images, tl.num_programs(0) // groups, num_stages=1):
+        image = tl.full((), 0, tl.int64) + turn
+        group = image * groups + tl.program_id(0) % groups
+        middle, scale = tl.load(mean + group), tl.load(rstd + group)
+        value = tl.load(_at(x, x_steps, image, first, 0, c, place), mask=mask, other=0).to(tl.float32)
+        slope = tl.load(_at(dy, dy_steps, image, first, 0, c, place), mask=mask, other=0).to(tl.float32)
+        value = tl.where(mask, (value - middle) * scale, 0.0)
+        dw, db = tl.sum(slope * value, 1)[:, None], tl.sum(slope, 1)[:, None]
+        whole_dw += dw
+        whole_db += db
+        if dx is not None:
+            slant, level = tl.sum(dw * weight) / count, tl.sum(db * weight) / count
+            result = scale * (slope * weight - level - value * slant)
+            tl.store(_at(dx, dx_steps, image, first, 0, c, place), result.to(dx.dtype.element_ty), mask=mask)
     if sums is not None:
-        at = sums + image * 2 * groups * width + channel
-        tl.store(at, dw, mask=inside)
-        tl.store(at + groups * width, db, mask=inside)
-    if dx is not None:
-        slant, level = tl.sum(dw * weight) / count, tl.sum(db * weight) / count
-        result = scale * (slope * weight - level - value * slant)
-        tl.store(_at(dx, dx_steps, image, first, 0, c, place), result.to(dx.dtype.element_ty), mask=mask)
+        at = sums + slot.to(tl.int64) * 2 * groups * width + channel
+        tl.store(at, whole_dw, mask=inside)
+        tl.store(at + groups * width, whole_db, mask=inside)
 
 
 @triton.jit
-def _bwd_wide(dy, dx, sums, x, w, mean, rstd, groups, width, size, dx_steps, dy_steps, x_steps, FAR: tl.constexpr, BC: tl.constexpr, BS: tl.constexpr, STAGES: tl.constexpr):  # fmt: skip
-    group = tl.program_id(0).to(tl.int64)
-    image, first = group // groups, group % groups * width
+def _bwd_wide(dy, dx, sums, x, w, mean, rstd, images, groups, width, size, dx_steps, dy_steps, x_steps, FAR: tl.constexpr, BC: tl.constexpr, BS: tl.constexpr, STAGES: tl.constexpr, PDL: tl.constexpr):  # fmt: skip
+    if PDL:
+        gdc_launch_dependents()
+    slot, first = tl.program_id(0) // groups, (tl.program_id(0) % groups).to(tl.int64) * width
     c, place = _grid(BC, BS, FAR)
     across, count = tl.cdiv(size, BS), width * (size * 1.0)
     tiles = tl.cdiv(width, BC) * across
-    middle, scale = tl.load(mean + group), tl.load(rstd + group)
-    dw, db = tl.zeros((BC, 1), tl.float32), tl.zeros((BC, 1), tl.float32)
-    slant, level = tl.zeros((BC, 1), tl.float32), tl.zeros((BC, 1), tl.float32)
-    for tile in tl.range(0, tiles, num_stages=STAGES):
-        c0, s0 = (tile // across * BC).to(tl.int64), (tile % across * BS).to(tl.int64)
-        channel, inside = first + c0 + c, c0 + c < width
-        mask = inside & (s0 + place < size)
-        value = tl.load(_at(x, x_steps, image, first + c0, s0, c, place), mask=mask, other=0, eviction_policy="evict_last").to(tl.float32)
-        slope = tl.load(_at(dy, dy_steps, image, first + c0, s0, c, place), mask=mask, other=0, eviction_policy="evict_last").to(tl.float32)
-        some_dw, some_db = tl.sum(slope * ((value - middle) * scale), 1)[:, None], tl.sum(slope, 1)[:, None]
-        dw, db = tl.where(s0 == 0, some_dw, dw + some_dw), tl.where(s0 == 0, some_db, db + some_db)
-        if sums is not None:  # the last tile of a channel leaves its whole sums
-            at = sums + image * 2 * groups * width + channel
-            tl.store(at, dw, mask=inside)
-            tl.store(at + groups * width, db, mask=inside)
-        weight = _of(w, channel, inside, 1.0)
-        slant += some_dw * weight
-        level += some_db * weight
-    if dx is not None:
-        along, height = tl.sum(slant) / count, tl.sum(level) / count
-        for back in tl.range(0, tiles, num_stages=STAGES):  # the newest in the cache first
-            tile = tiles - 1 - back
+    for turn in tl.range(slot, images, tl.num_programs(0) // groups, num_stages=1):
+        image = tl.full((), 0, tl.int64) + turn
+        group = image * groups + tl.program_id(0) % groups
+        middle, scale = tl.load(mean + group), tl.load(rstd + group)
+        dw, db = tl.zeros((BC, 1), tl.float32), tl.zeros((BC, 1), tl.float32)
+        slant, level = tl.zeros((BC, 1), tl.float32), tl.zeros((BC, 1), tl.float32)
+        for tile in tl.range(0, tiles, num_stages=STAGES):
             c0, s0 = (tile // across * BC).to(tl.int64), (tile % across * BS).to(tl.int64)
             channel, inside = first + c0 + c, c0 + c < width
             mask = inside & (s0 + place < size)
-            value = tl.load(_at(x, x_steps, image, first + c0, s0, c, place), mask=mask, other=0, eviction_policy="evict_first")
-            slope = tl.load(_at(dy, dy_steps, image, first + c0, s0, c, place), mask=mask, other=0, eviction_policy="evict_first")
-            value = (value.to(tl.float32) - middle) * scale
-            result = scale * (slope.to(tl.float32) * _of(w, channel, inside, 1.0) - height - value * along)
-            tl.store(_at(dx, dx_steps, image, first + c0, s0, c, place), result.to(dx.dtype.element_ty), mask=mask)
+            value = tl.load(_at(x, x_steps, image, first + c0, s0, c, place), mask=mask, other=0, eviction_policy="evict_last")
+            slope = tl.load(_at(dy, dy_steps, image, first + c0, s0, c, place), mask=mask, other=0, eviction_policy="evict_last")
+            value, slope = (value.to(tl.float32) - middle) * scale, slope.to(tl.float32)
+            some_dw, some_db = tl.sum(slope * value, 1)[:, None], tl.sum(slope, 1)[:, None]
+            dw, db = tl.where(s0 == 0, some_dw, dw + some_dw), tl.where(s0 == 0, some_db, db + some_db)
+            if sums is not None:  # the last tile of a channel adds its sums to those of the images before
+                last, later = inside & (s0 + BS >= size), turn > slot
+                at = sums + slot.to(tl.int64) * 2 * groups * width + channel
+                tl.store(at, dw + tl.load(at, mask=last & later, other=0), mask=last)
+                at += groups * width
+                tl.store(at, db + tl.load(at, mask=last & later, other=0), mask=last)
+            weight = _of(w, channel, inside, 1.0)
+            slant += some_dw * weight
+            level += some_db * weight
+        if dx is not None:
+            along, height = tl.sum(slant) / count, tl.sum(level) / count
+            for back in tl.range(0, tiles, num_stages=STAGES):  # the newest in the cache first
+                tile = tiles - 1 - back
+                c0, s0 = (tile // across * BC).to(tl.int64), (tile % across * BS).to(tl.int64)
+                channel, inside = first + c0 + c, c0 + c < width
+                mask = inside & (s0 + place < size)
+                value = tl.load(_at(x, x_steps, image, first + c0, s0, c, place), mask=mask, other=0, eviction_policy="evict_first")
+                slope = tl.load(_at(dy, dy_steps, image, first + c0, s0, c, place), mask=mask, other=0, eviction_policy="evict_first")
+                value = (value.to(tl.float32) - middle) * scale
+                result = scale * (slope.to(tl.float32) * _of(w, channel, inside, 1.0) - height - value * along)
+                tl.store(_at(dx, dx_steps, image, first + c0, s0, c, place), result.to(dx.dtype.element_ty), mask=mask)
 
 
 @triton.jit
-def _bwd_weights(sums, dw, db, images, channels, BM: tl.constexpr, BN: tl.constexpr):
-    """The sums of dy xh and of dy of every image, (images, 2, channels), added up."""
+def _bwd_weights(sums, dw, db, slots, channels, BM: tl.constexpr, BN: tl.constexpr, PDL: tl.constexpr):
+    """The sums of dy xh and of dy, (slots, 2, channels), added up."""
+    if PDL:
+        gdc_wait()
     channel = tl.program_id(0) * BN + tl.arange(0, BN)[None, :]
     whole_dw, whole_db = tl.zeros((BM, BN), tl.float32), tl.zeros((BM, BN), tl.float32)
-    for start in range(0, images, BM):
-        image = start + tl.arange(0, BM)[:, None]
-        mask = (image < images) & (channel < channels)
-        at = sums + image.to(tl.int64) * 2 * channels + channel
+    for start in range(0, slots, BM):
+        slot = start + tl.arange(0, BM)[:, None]
+        mask = (slot < slots) & (channel < channels)
+        at = sums + slot.to(tl.int64) * 2 * channels + channel
         whole_dw += tl.load(at, mask=mask, other=0)
         whole_db += tl.load(at + channels, mask=mask, other=0)
     if dw is not None:
@@ -188,14 +211,19 @@ def _planes(x: torch.Tensor) -> torch.Tensor:
     return x if x.dim() == 3 else x.reshape(x.shape[0], x.shape[1], math.prod(x.shape[2:]))
 
 
+def _last(plane: torch.Tensor) -> bool:
+    """Whether channels lie closer to each other than places."""
+    return plane.shape[2] == 1 or plane.stride(1) < plane.stride(2)
+
+
 def _dense(parameter: torch.Tensor | None) -> torch.Tensor | None:
     return parameter if parameter is None or parameter.is_contiguous() else parameter.contiguous()
 
 
-def _launch(kernel: Any, wide: Any, x: torch.Tensor, groups: int, args: tuple[Any, ...], facts: tuple[float, ...], *planes: Any) -> None:
-    """A program per image and group: tiles of BC channels by BS places, in the order of x's memory."""
-    images, channels, size = x.shape
-    width, last, dtype, where = channels // groups, size == 1 or x.stride(1) < x.stride(2), x.dtype, device.of(x)
+def _launch(kernel: Any, wide: Any, x: torch.Tensor, groups: int, grid: int, args: tuple[Any, ...], facts: tuple[float, ...], *planes: Any, **flags: bool) -> None:  # fmt: skip
+    """A program per image (backward: images at once) and group: tiles of BC channels by BS places, in the order of x's memory."""
+    _, channels, size = x.shape
+    width, last, dtype, where = channels // groups, _last(x), x.dtype, device.of(x)
     bc, bs = power(max(width, 1)), power(max(size, 1))
     whole, inputs, odd = bc * bs <= WHOLE[kernel], 1 if kernel is _fwd else 2, (width if last else size) % 8 > 0
 
@@ -221,25 +249,154 @@ def _launch(kernel: Any, wide: Any, x: torch.Tensor, groups: int, args: tuple[An
 
     steps = [None if t is None else t.stride() for t in planes]
     far = max(max(s[1:]) for s in steps if s) > FAR
-    chosen, grid, key = kernel if whole else wide, (images * groups,), (bc, bs, last, odd)
-    launch(chosen, grid, *args, groups, width, size, *facts, *steps, config=config, key=key, FAR=far)
+    chosen, key = kernel if whole else wide, (bc, bs, last, odd)
+    launch(chosen, (grid,), *args, groups, width, size, *facts, *steps, config=config, key=key, FAR=far, **flags)
 
 
 def _launch_fwd(y: torch.Tensor, mean: torch.Tensor, rstd: torch.Tensor, x: torch.Tensor, w: Any, b: Any, groups: int, eps: float) -> None:
     x, y = _planes(x), _planes(y)
-    _launch(_fwd, _fwd_wide, x, groups, (y, mean, rstd, x, _dense(w), _dense(b)), (eps,), y, x)
+    _launch(_fwd, _fwd_wide, x, groups, x.shape[0] * groups, (y, mean, rstd, x, _dense(w), _dense(b)), (eps,), y, x)
+
+
+def _slots(x: torch.Tensor, need: int) -> tuple[int, torch.Tensor | None, bool]:
+    """How many images backward takes at once, where the sums of each go, if wanted, and whether the kernel that adds them comes early."""
+    images, channels, _ = x.shape
+    where = device.of(x)
+    slots = min(images, where.multiprocessors)
+    if need == 1:
+        return slots, None, False
+    return slots, torch.empty((slots, 2, channels), dtype=torch.float32, device=x.device), early(where)["PDL"]
+
+
+def _add_up(sums: torch.Tensor | None, dw: Any, db: Any, need: int) -> None:
+    if sums is not None:
+        slots, _, channels = sums.shape
+        dw, db = dw if need & 2 else None, db if need & 4 else None
+        launch(_bwd_weights, (ceil(channels, 32),), sums, dw, db, slots, channels, BM=64, BN=32, num_warps=4, **early(device.of(sums)))
 
 
 def _launch_bwd(dx: Any, dw: Any, db: Any, dy: torch.Tensor, x: torch.Tensor, w: Any, b: Any, mean: Any, rstd: Any, groups: int, need: int) -> None:  # fmt: skip
     """need: bit 0 for dx, 1 for dw, 2 for db; the others are empty and stay so."""
     x, dy, dx = _planes(x), _planes(dy), _planes(dx) if need & 1 else None
-    images, channels, _ = x.shape
-    sums = torch.empty((images, 2, channels), dtype=torch.float32, device=x.device) if need > 1 else None
+    slots, sums, pdl = _slots(x, need)
     # The first argument of a launch is a tensor, so the gradient that may be missing is not.
-    _launch(_bwd, _bwd_wide, x, groups, (dy, dx, sums, x, _dense(w), mean, rstd), (), dx, dy, x)
-    if sums is not None:
-        dw, db = dw if need & 2 else None, db if need & 4 else None
-        launch(_bwd_weights, (ceil(channels, 32),), sums, dw, db, images, channels, BM=64, BN=32, num_warps=4)
+    args = dy, dx, sums, x, _dense(w), mean, rstd, x.shape[0]
+    _launch(_bwd, _bwd_wide, x, groups, slots * groups, args, (), dx, dy, x, PDL=pdl)
+    _add_up(sums, dw, db, need)
+
+
+FILE = Path(__file__).with_name("group_norm.cu")
+_GROUP_FWD = CudaKernel(FILE, "group_fwd", "PPPPPPiiqqqqf")
+_GROUP_BWD = CudaKernel(FILE, "group_bwd", "PPPPPPPiiiqqqqqq")
+
+
+@cache
+def _bands(last: bool, itemsize: int, width: int, channels: int) -> list[int]:
+    """The channels that a cluster may take at once: a group's; in channels_last memory those of whole groups in 4 to 32 whole packs."""
+    pack = 16 // itemsize
+    unit = math.lcm(width, pack)
+    return [c for c in range(unit, 32 * pack + 1, unit) if channels % c == 0 and c >= 4 * pack] if last else [width]
+
+
+@cache
+def _plan(last: bool, itemsize: int, slope: int, width: int, size: int, limit: int, **found: int) -> dict[str, Any] | None:
+    """What a configuration makes of groups of `width` channels: macros and the launch's options; None where no cluster holds a band
+    in `limit` bytes a block. slope: backward the bytes of dy's elements, forward 0."""
+    channels, items, pack = found["CHANNELS"], found["ITEMS"], 16 // itemsize
+    warps = ceil(size, items * (32 * pack // channels)) if last else width * ceil(size, items * 32 * pack)
+    cluster = power(ceil(warps, found["WARPS"]))
+    warps = ceil(warps, cluster)
+    sums = 8 * (warps * (channels if last else 1) + (cluster + 1) * channels) + 12 * channels
+    shared = ceil(512 * warps * items * (itemsize + slope) // itemsize + sums, 128) * 128 + 128
+    if cluster > 16 or warps > 32 or shared > limit:
+        return None
+    blocks = max(1, min(limit // (shared + 1024), (24 if slope else 40) // warps))
+    facts = {"LAST": int(last), "WIDTH": width, "BACKWARD": int(slope > 0), "CLUSTER": cluster, "WARPS": warps, "BLOCKS": blocks}
+    return {**found, **facts, "block": 32 * warps, "cluster": cluster, "shared": shared}
+
+
+@cache
+def _cluster_space(last: bool, itemsize: int, slope: int, width: int, channels: int, size: int, limit: int) -> list[tuning.Config]:
+    """The configurations that fit, the rule's first: three blocks a multiprocessor or more, bands of 128 bytes or more, 8 warps a block
+    and 8 packs a thread, where that is possible."""
+    even = ceil(size * itemsize, 512 * ceil(size * itemsize, 4096))  # in NCHW, packs that share a channel between warps evenly
+    found: list[Any] = []
+    for c, w, i in product(_bands(last, itemsize, width, channels), (8, 16, 24, 32, 4), dict.fromkeys((8 if last else even, 8, 12, 16, 4))):
+        config = {"CHANNELS": c, "ITEMS": i, "WARPS": w}
+        plan = _plan(last, itemsize, slope, width, size, limit, **config)
+        if plan:
+            found.append((-min(3, limit // (plan["shared"] + 1024)), c * itemsize < 128, len(found), config))
+    return [config for *_, config in sorted(found, key=lambda f: f[:3])]
+
+
+def _shape(x: torch.Tensor, groups: int, slope: int) -> tuple[bool, int, int, int, int, int, int]:
+    """What `_cluster_space` is asked."""
+    _, channels, size = x.shape
+    return _last(x), x.element_size(), slope, channels // groups, channels, size, device.of(x).shared_memory
+
+
+def _cluster_launch(kernel: CudaKernel, x: torch.Tensor, groups: int, images: int, slope: int, args: tuple[Any, ...], planes: tuple[Any, ...], *facts: float, **flags: Any) -> None:  # fmt: skip
+    """A cluster per image (backward: images at once) and band. planes: the tensors whose steps the kernel takes."""
+    shape = last, itemsize, _, width, channels, size, limit = _shape(x, groups, slope)
+
+    def config() -> dict[str, Any]:
+        key, space = key_of(x.dtype, "last" if last else "first", groups, channels, size), _cluster_space(*shape)
+        found = tuning.config(device.of(x), "group_norm", kernel.name, key, lambda: space[0], lambda: space)
+        return {**(_plan(last, itemsize, slope, width, size, limit, **found) or {}), "XTYPE": CTYPE[x.dtype]}
+
+    steps = [step for t in planes for step in ((0, 0) if t is None else (t.stride(0), t.stride(2 if last else 1)))]
+    grid = lambda c: (c["CLUSTER"] * images * channels // c["CHANNELS"],)  # noqa: E731
+    launch(kernel, grid, *args, groups, size, *steps, *facts, config=config, key=(last, groups, channels, size), **flags)
+
+
+def _ctype(t: torch.Tensor | None) -> str:
+    return "void" if t is None else CTYPE[t.dtype]
+
+
+def _cluster_fwd(y: torch.Tensor, mean: torch.Tensor, rstd: torch.Tensor, x: torch.Tensor, w: Any, b: Any, groups: int, eps: float) -> None:
+    x, y = _planes(x), _planes(y)
+    types = {"YTYPE": _ctype(y), "WTYPE": _ctype(w), "BTYPE": _ctype(b)}
+    _cluster_launch(_GROUP_FWD, x, groups, x.shape[0], 0, (y, mean, rstd, x, _dense(w), _dense(b)), (y, x), eps, **types)
+
+
+def _cluster_bwd(dx: Any, dw: Any, db: Any, dy: torch.Tensor, x: torch.Tensor, w: Any, b: Any, mean: Any, rstd: Any, groups: int, need: int) -> None:  # fmt: skip
+    """As `_launch_bwd`, which takes what is too large for clusters with dy beside it. A dy that does not lie as x does is copied."""
+    plane = _planes(x)
+    if not _cluster_space(*_shape(plane, groups, dy.element_size())):
+        return _launch_bwd(dx, dw, db, dy, x, w, b, mean, rstd, groups, need)
+    if _unfit(_planes(dy), _last(plane)):
+        dy = _alike(x, dy.dtype).copy_(dy)
+    x, dy, dx = plane, _planes(dy), _planes(dx) if need & 1 else None
+    slots, sums, pdl = _slots(x, need)
+    types = {"YTYPE": _ctype(dy), "WTYPE": _ctype(w), "BTYPE": "void", "PDL": int(pdl)}
+    args = dy, dx, sums, x, _dense(w), mean, rstd, x.shape[0]
+    _cluster_launch(_GROUP_BWD, x, groups, slots, dy.element_size(), args, (dx, dy, x), **types)
+    _add_up(sums, dw, db, need)
+
+
+def _unfit(plane: torch.Tensor, last: bool) -> bool:
+    """Whether a thread cannot copy 16 bytes at a time: of places, or in channels_last memory of channels."""
+    steps = plane.stride(0), plane.stride(2 if last else 1)
+    return plane.stride(1 if last else 2) != 1 or plane.data_ptr() % 16 > 0 or any([s * plane.element_size() % 16 for s in steps])
+
+
+def fits(x: torch.Tensor, *rest: Any) -> str | None:
+    """What the clusters support, of a public call's arguments or a launcher's inputs (backward's are 8); the reason why not."""
+    backward = len(rest) == 7
+    x, groups = rest[0] if backward else x, next(a for a in rest if isinstance(a, int))
+    if any([t.dtype not in CTYPE for t in (x, *rest) if isinstance(t, torch.Tensor)]):
+        return "it takes float32, float16 and bfloat16"
+    least = WHOLE[_bwd if backward else _fwd]
+    if x.dim() < 3 or x.numel() <= x.shape[0] * groups * least:
+        return f"it takes groups of more than {least} elements; tiles hold the others in registers"
+    try:
+        plane = x.view(*x.shape[:2], -1)
+    except RuntimeError:
+        return "it takes places that are one step apart"
+    shape = _shape(plane, groups, 0)
+    if _unfit(plane, shape[0]) or (not shape[0] and plane.shape[2] * x.element_size() % 16):
+        return "it copies 16 bytes at a time: channels (in channels_last memory places) must begin and end at multiples of that"
+    return None if _cluster_space(*shape) else "16 blocks do not hold a group, or in channels_last memory whole groups in whole 16 bytes"
 
 
 @kernel_op("group_norm_fwd(Tensor x, Tensor? w, Tensor? b, int groups, float eps, ScalarType? dtype, str? impl) -> (Tensor, Tensor, Tensor)")  # fmt: skip
@@ -370,6 +527,7 @@ GROUP_NORM = Op(
         _case("3x20x7x5, 4 groups, channels last", Last(3, 20, 7, 5), 4),
         _case("1x6x100x90, 2 groups", Spec(1, 6, 100, 90), 2),
         _case("1x6x100x90, 2 groups, channels last", Last(1, 6, 100, 90), 2),
+        _case("1x40x52x36, 4 groups, channels last", Last(1, 40, 52, 36), 4),
         _case("2x8x9, 2 groups, float32 parameters", Spec(2, 8, 9), 2, "float32", dtypes=("float16", "bfloat16")),
         Case("70x40, 5 groups, no parameters", (Spec(70, 40), 5)),
         _case("1x4x2x1, 4 groups", Spec(1, 4, 2, 1), 4),
@@ -390,4 +548,14 @@ GROUP_NORM.kernel(
     fwd=_launch_fwd,
     bwd=_launch_bwd,
     served=True,
+)
+GROUP_NORM.kernel(
+    "cuda_cluster",
+    "a group (in channels_last memory some, 128 bytes wide) in the shared memory of a cluster of blocks: read once",
+    kind="cuda",
+    fwd=_cluster_fwd,
+    bwd=_cluster_bwd,
+    served=True,
+    arch=90,
+    supports=fits,
 )
