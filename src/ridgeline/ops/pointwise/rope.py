@@ -3,8 +3,8 @@
     a' = a cos - b sin,  b' = b cos + a sin            backward: the same by the negative angle
 
 Pairs are (x_i, x_{i + r}) (half-split) or (x_{2i}, x_{2i + 1}) (interleaved) for i < r; dimensions from 2r on pass through.
-One launch for q and k: a program takes some heads at some positions, whose cosines and sines it reads once. The floor is q and
-k read once and written once. Source: Su et al., RoFormer: Enhanced Transformer with Rotary Position Embedding, 2021
+One launch for q and k: a program takes some heads at some positions, whose cosines and sines all heads but the first find in L1.
+The floor is q and k read once and written once. Source: Su et al., RoFormer: Enhanced Transformer with Rotary Position Embedding, 2021
 (arXiv:2104.09864).
 """
 
@@ -26,87 +26,106 @@ Pair = tuple[torch.Tensor, torch.Tensor]
 
 
 @triton.jit
-def _turned(y, x, c, s, fault, head, heads, at, seq, y_strides, x_strides, D: tl.constexpr, R: tl.constexpr, INTERLEAVED: tl.constexpr, BH: tl.constexpr, BS: tl.constexpr, BR: tl.constexpr):  # fmt: skip
-    """Turns heads from `head` on at positions `at`; c, s: (1, BS, BR); fault: (1, BS, 1), 0 or NaN."""
+def _turned(y, x, cos, sin, at, place, fault, seq, batch, head, y_strides, x_strides, cos_strides, sin_strides, HEADS: tl.constexpr, D: tl.constexpr, R: tl.constexpr, INTERLEAVED: tl.constexpr, BACK: tl.constexpr, BH: tl.constexpr, BR: tl.constexpr, BP: tl.constexpr):  # fmt: skip
+    """Turns heads from `head` on at positions `at` by the angles in rows `place`; fault: (BS,), 0 or NaN, or None.
+
+    Loads of all heads come first, then those of the angles, then what waits for them.
+    """
     h = (head + tl.arange(0, BH)).to(tl.int64)[:, None, None]
-    rows = (h < heads) & (at < seq)
-    x += h * x_strides[1] + at * x_strides[2]
-    y += h * y_strides[1] + at * y_strides[2]
+    rows = at[None, :, None]
+    known = rows < seq
+    if HEADS % BH:
+        known &= h < HEADS
+    x += batch * x_strides[0] + h * x_strides[1] + rows * x_strides[2]
+    y += batch * y_strides[0] + h * y_strides[1] + rows * y_strides[2]
+    pair = tl.arange(0, BR)[None, None, :]
     if INTERLEAVED:
         column = tl.arange(0, 2 * BR)[None, None, :]
-        mask = rows & (column < 2 * R)
-        values = tl.load(x + column * x_strides[3], mask=mask).to(tl.float32)
-        a, b = tl.split(tl.reshape(values, (BH, BS, BR, 2)))
-        turned = tl.reshape(tl.join(a * c - b * s, b * c + a * s), (BH, BS, 2 * BR))
-        tl.store(y + column * y_strides[3], turned.to(y.dtype.element_ty), mask=mask)
+        both = known & (column < 2 * R)
+        values = tl.load(x + column * x_strides[3], mask=both).to(tl.float32)
+        a, b = tl.split(tl.reshape(values, (BH, at.shape[0], BR, 2)))
     else:
-        column = tl.arange(0, BR)[None, None, :]
-        mask = rows & (column < R)
-        a = tl.load(x + column * x_strides[3], mask=mask).to(tl.float32)
-        b = tl.load(x + (column + R) * x_strides[3], mask=mask).to(tl.float32)
-        tl.store(y + column * y_strides[3], (a * c - b * s).to(y.dtype.element_ty), mask=mask)
-        tl.store(y + (column + R) * y_strides[3], (b * c + a * s).to(y.dtype.element_ty), mask=mask)
-    for start in tl.static_range(2 * R, D, BR):
-        column = start + tl.arange(0, BR)[None, None, :]
-        mask = rows & (column < D)
-        values = tl.load(x + column * x_strides[3], mask=mask).to(tl.float32) + fault
-        tl.store(y + column * y_strides[3], values.to(y.dtype.element_ty), mask=mask)
+        half = known & (pair < R)
+        a = tl.load(x + pair * x_strides[3], mask=half).to(tl.float32)
+        b = tl.load(x + (pair + R) * x_strides[3], mask=half).to(tl.float32)
+    if BP:
+        passed = 2 * R + tl.arange(0, BP)[None, None, :]
+        beyond = known & (passed < D)
+        rest = tl.load(x + passed * x_strides[3], mask=beyond)
+    angles = place[None, :, None] + tl.zeros_like(h)
+    turns = known & (pair < R)
+    c = tl.load(cos + angles * cos_strides[0] + pair * cos_strides[1], mask=turns, other=0).to(tl.float32)
+    s = tl.load(sin + angles * sin_strides[0] + pair * sin_strides[1], mask=turns, other=0).to(tl.float32)
+    if BACK:
+        s = -s
+    if fault is not None:
+        c += fault[None, :, None]
+        if BP:
+            rest += fault[None, :, None].to(rest.dtype)
+    to = y.dtype.element_ty
+    if INTERLEAVED:
+        turned = tl.reshape(tl.join(a * c - b * s, b * c + a * s), (BH, at.shape[0], 2 * BR))
+        tl.store(y + column * y_strides[3], turned.to(to), mask=both)
+    else:
+        tl.store(y + pair * y_strides[3], (a * c - b * s).to(to), mask=half)
+        tl.store(y + (pair + R) * y_strides[3], (b * c + a * s).to(to), mask=half)
+    if BP:
+        tl.store(y + passed * y_strides[3], rest, mask=beyond)
 
 
 @triton.jit
-def _fwd(yq, yk, q, k, cos, sin, positions, seq, length, q_heads, k_heads, yq_strides, yk_strides, q_strides, k_strides, cos_strides, sin_strides, position_strides, D: tl.constexpr, R: tl.constexpr, INTERLEAVED: tl.constexpr, BACK: tl.constexpr, BH: tl.constexpr, BS: tl.constexpr, BR: tl.constexpr):  # fmt: skip
-    of_q = tl.cdiv(q_heads, BH)
-    groups = of_q + tl.cdiv(k_heads, BH)
-    tiles = tl.cdiv(seq, BS)
+def _fwd(yq, yk, q, k, cos, sin, positions, batches, seq, length, yq_strides, yk_strides, q_strides, k_strides, cos_strides, sin_strides, position_strides, Q: tl.constexpr, K: tl.constexpr, D: tl.constexpr, R: tl.constexpr, INTERLEAVED: tl.constexpr, BACK: tl.constexpr, BR: tl.constexpr, BP: tl.constexpr, BH: tl.constexpr, BS: tl.constexpr):  # fmt: skip
+    of_q: tl.constexpr = tl.cdiv(Q, BH)
+    groups: tl.constexpr = of_q + tl.cdiv(K, BH)
     group = tl.program_id(0) % groups
-    tile = tl.program_id(0) // groups
-    batch = (tile // tiles).to(tl.int64)
-    at = ((tile % tiles) * BS + tl.arange(0, BS)).to(tl.int64)
-    column = tl.arange(0, BR)[None, :]
+    at = (tl.program_id(0) // groups).to(tl.int64) * BS + tl.arange(0, BS)
+    batch = (tl.program_id(2) * tl.num_programs(1) + tl.program_id(1)).to(tl.int64)
+    seq = tl.where(batch < batches, seq, 0)
     place = at
-    known = at < seq
-    fault = tl.zeros((BS,), tl.float32)
+    fault = None
     if positions is not None:
-        place = tl.load(positions + batch * position_strides[0] + at * position_strides[1], mask=known, other=0)
+        place = tl.load(positions + batch * position_strides[0] + at * position_strides[1], mask=at < seq, other=0)
         fault = tl.where((place >= 0) & (place < length), 0.0, float("nan"))
         place = tl.minimum(tl.maximum(place, 0), length - 1)
-    mask = known[:, None] & (column < R)
-    c = tl.load(cos + place[:, None] * cos_strides[0] + column * cos_strides[1], mask=mask, other=0).to(tl.float32)
-    s = tl.load(sin + place[:, None] * sin_strides[0] + column * sin_strides[1], mask=mask, other=0).to(tl.float32)
-    c = (c + fault[:, None])[None, :, :]
-    s = s[None, :, :]
-    if BACK:
-        s = -s
     if group < of_q:
-        _turned(yq + batch * yq_strides[0], q + batch * q_strides[0], c, s, fault[None, :, None], group * BH, q_heads, at[None, :, None], seq, yq_strides, q_strides, D, R, INTERLEAVED, BH, BS, BR)  # fmt: skip
+        _turned(yq, q, cos, sin, at, place, fault, seq, batch, group * BH, yq_strides, q_strides, cos_strides, sin_strides, Q, D, R, INTERLEAVED, BACK, BH, BR, BP)  # fmt: skip
     else:
-        _turned(yk + batch * yk_strides[0], k + batch * k_strides[0], c, s, fault[None, :, None], (group - of_q) * BH, k_heads, at[None, :, None], seq, yk_strides, k_strides, D, R, INTERLEAVED, BH, BS, BR)  # fmt: skip
+        _turned(yk, k, cos, sin, at, place, fault, seq, batch, (group - of_q) * BH, yk_strides, k_strides, cos_strides, sin_strides, K, D, R, INTERLEAVED, BACK, BH, BR, BP)  # fmt: skip
 
 
-_SPACE = [{"BH": h, "BS": s, "num_warps": w} for h in (1, 2, 4, 8) for s in (4, 8, 16, 32, 64) for w in (2, 4, 8)]
+_SPACE = [{"BH": h, "BS": s, "num_warps": w} for h in (1, 2, 4, 8, 16) for s in (1, 2, 4, 8, 16, 32) for w in (2, 4, 8)]
+
+
+def _space(row: int) -> list[tuning.Config]:
+    """Tiles that give a thread 16 or 32 bytes, of rows that take so many threads."""
+    return [c for c in _SPACE if row * c["BH"] * c["BS"] in (32 * c["num_warps"], 64 * c["num_warps"])]
 
 
 def _launch(back: bool, yq: torch.Tensor, yk: torch.Tensor, *args: Any) -> None:
     q, k, cos, sin, positions, interleaved = args
     (batch, q_heads, seq, d), k_heads, (length, r) = q.shape, k.shape[1], cos.shape
     br = triton.next_power_of_2(r)
+    row = max(1, br * q.element_size() * (1 + interleaved) // 16)  # threads for a row, with 16 bytes each of its halves, or of its pairs
+    most = min(8, triton.next_power_of_2(seq))
 
     def config() -> tuning.Config:
         def rule() -> tuning.Config:
-            """64 elements of two bytes, or 32 of four, a thread; four heads share their cosines."""
-            return {"BH": 4, "BS": max(1, 8192 // (br * 4 * q.element_size())), "num_warps": 4}
+            """A thread has 16 bytes of a row; eight warps share out eight positions or as many as there are, and heads."""
+            rows = max(1, 256 // row)
+            return {"BH": max(1, rows // most), "BS": min(rows, most), "num_warps": 8}
 
-        key = f"{dtype_name(q)} {br}{' interleaved' if interleaved else ''}"
-        return tuning.config(device.of(q), "rope", "turn", key, rule, lambda: _SPACE)
+        key = f"{dtype_name(q)} {br}{' interleaved' if interleaved else ''} {most}"
+        return tuning.config(device.of(q), "rope", "turn", key, rule, lambda: _space(row))
 
-    def grid(c: tuning.Config) -> tuple[int]:
-        return (batch * triton.cdiv(seq, c["BS"]) * (triton.cdiv(q_heads, c["BH"]) + triton.cdiv(k_heads, c["BH"])),)
+    def grid(c: tuning.Config) -> tuple[int, int, int]:
+        groups = triton.cdiv(q_heads, c["BH"]) + triton.cdiv(k_heads, c["BH"])
+        return groups * triton.cdiv(seq, c["BS"]), min(batch, 32768), triton.cdiv(batch, 32768)
 
     steps = (0, 0) if positions is None else (0, positions.stride(0)) if positions.dim() == 1 else positions.stride()
     strides = [t.stride() for t in (yq, yk, q, k, cos, sin)]
-    numbers = seq, length, q_heads, k_heads
-    shape = {"D": d, "R": r, "INTERLEAVED": interleaved, "BACK": back, "BR": br}
-    launch(_fwd, grid, yq, yk, q, k, cos, sin, positions, *numbers, *strides, steps, config=config, key=br, **shape)
+    shape = {"Q": q_heads, "K": k_heads, "D": d, "R": r, "INTERLEAVED": interleaved, "BACK": back, "BR": br}
+    shape["BP"] = triton.next_power_of_2(d - 2 * r) if d > 2 * r else 0
+    launch(_fwd, grid, yq, yk, q, k, cos, sin, positions, batch, seq, length, *strides, steps, config=config, key=(br, most), **shape)
 
 
 @kernel_op("rope_turn(Tensor q, Tensor k, Tensor cos, Tensor sin, Tensor? positions, bool interleaved, bool back, str? impl) -> (Tensor, Tensor)")  # fmt: skip
@@ -252,7 +271,7 @@ ROPE.eager("naive", "the formula in eager PyTorch: some twenty kernels, each a p
 ROPE.compiled("the formula fused by torch.compile, a kernel for q and one for k")
 ROPE.kernel(
     "triton",
-    "q and k in one launch; heads share the cosines and sines that a program reads",
+    "q and k in one launch, 16 bytes of a row a thread; a program's heads share their cosines and sines in L1",
     kind="triton",
     served=True,
     fwd=partial(_launch, False),
