@@ -83,33 +83,52 @@ def _rows(outs, ins, scalars, rows, columns, sizes, out_strides, in_strides, FN:
 
 
 @triton.jit
-def _columns(outs, ins, scalars, rows, columns, strides, FN: tl.constexpr, NEED: tl.constexpr, SUMS: tl.constexpr, BM: tl.constexpr, BN: tl.constexpr):  # fmt: skip
-    """Of matrices: output k is written whole, or where bit k of SUMS is set, its sum over the rows that this program sees."""
-    column = (tl.program_id(0).to(tl.int64) * BN + tl.arange(0, BN))[None, :]
+def _columns(outs, ins, scalars, rows, columns, strides, FN: tl.constexpr, NEED: tl.constexpr, SUMS: tl.constexpr, WIDE: tl.constexpr, BM: tl.constexpr, BN: tl.constexpr, TILES: tl.constexpr):  # fmt: skip
+    """Of matrices: output k is written whole, or where bit k of SUMS is set, its sum over the rows that this program sees.
+
+    A step takes TILES tiles: all their loads, then all their stores. WIDE: offsets inside a tile need 64 bits.
+    """
+    row = tl.arange(0, BM)[:, None]
+    column = tl.program_id(0) * BN + tl.arange(0, BN)[None, :]
+    if WIDE:
+        row = row.to(tl.int64)
+        column = tl.program_id(0).to(tl.int64) * BN + tl.arange(0, BN)[None, :]
+    inside = column < columns
     totals = ()
     for _ in tl.static_range(len(outs)):
         totals = totals + (tl.zeros((BM, BN), tl.float32),)
-    for tile in range(tl.program_id(1), tl.cdiv(rows, BM), tl.num_programs(1)):
-        row = (tile * BM + tl.arange(0, BM)).to(tl.int64)[:, None]
-        mask = (row < rows) & (column < columns)
-        xs = ()
-        for k in tl.static_range(len(ins)):
-            xs = xs + (tl.load(ins[k] + row * strides[k][0] + column * strides[k][1], mask=mask, other=0).to(tl.float32),)
-        values = FN(*xs, *scalars)
-        raised = ()
-        targets = ()
-        for k in tl.static_range(len(outs)):
-            targets = targets + (outs[k] + row * columns + column,)
-            if (SUMS >> k) & 1:
-                raised = raised + (totals[k] + tl.where(mask, values[k], 0.0),)
-            else:
-                raised = raised + (totals[k],)
-        totals = raised
-        _store(targets, values, mask, NEED & ~SUMS)
-    place = tl.program_id(1).to(tl.int64) * columns + tl.program_id(0) * BN + tl.arange(0, BN)
+    share = tl.program_id(1).to(tl.int64)
+    steps = tl.cdiv(rows, TILES * BM)
+    busy = tl.cdiv(steps, tl.cdiv(steps, tl.num_programs(1)))  # so many that each takes as many steps
+    for step in range(tl.where(share < busy, share, steps), steps, busy):
+        start = step * (TILES * BM)
+        left = tl.minimum(rows - start, TILES * BM).to(tl.int32)
+        loaded = ()
+        for t in tl.static_range(TILES):
+            mask = (row < left - t * BM) & inside
+            for k in tl.static_range(len(ins)):
+                base = ins[k] + (start + t * BM) * strides[k][0]
+                loaded = loaded + (tl.load(base + (row * strides[k][0] + column * strides[k][1]), mask=mask, other=0),)
+        for t in tl.static_range(TILES):
+            mask = (row < left - t * BM) & inside
+            xs = ()
+            for k in tl.static_range(len(ins)):
+                xs = xs + (loaded[t * len(ins) + k].to(tl.float32),)
+            values = FN(*xs, *scalars)
+            raised = ()
+            targets = ()
+            for k in tl.static_range(len(outs)):
+                targets = targets + (outs[k] + (start + t * BM) * columns + (row * columns + column),)
+                if (SUMS >> k) & 1:
+                    raised = raised + (totals[k] + tl.where(mask, values[k], 0.0),)
+                else:
+                    raised = raised + (totals[k],)
+            totals = raised
+            _store(targets, values, mask, NEED & ~SUMS)
+    place = share * columns + column
     for k in tl.static_range(len(outs)):
         if (SUMS >> k) & 1:
-            tl.store(outs[k] + place, tl.sum(totals[k], 0), mask=tl.program_id(0) * BN + tl.arange(0, BN) < columns)
+            tl.store(outs[k] + place, tl.sum(totals[k], 0)[None, :], mask=inside)
 
 
 @triton.jit
@@ -206,17 +225,20 @@ def _launch_columns(op: str, fn: Any, outs: Tensors, ins: Tensors, scalars: tupl
     rows, parts = ins[0].numel() // columns, max(16, where.multiprocessors)  # short sums, in Triton's interpreter too
     flat = tuple([t.expand(shape).reshape(rows, columns) for t in ins])
     found = tuple([ins[0].new_empty((parts, columns), dtype=torch.float32) if sums >> k & 1 else o for k, o in enumerate(outs)])
-    bn = min(1024, max(128, triton.next_power_of_2(columns) // 8))  # eight programs a multiprocessor where columns are many
+    few = len(ins) == 2 and columns % 16 == 0  # registers: eight programs fit a multiprocessor, with two vectors of each input a thread
+    bn = min(1024, max(128, triton.next_power_of_2(columns) // (8 if few else 4)))
 
     def config() -> tuning.Config:
-        rule = {"BM": max(1, 2048 // bn), "BN": bn, "num_warps": 8}
-        return tuning.config(where, op, "columns", f"{dtype_name(ins[0])} {bn}", lambda: rule, lambda: _TILES)
+        rule = {"BM": max(1, 4096 // ins[0].element_size() // bn), "BN": bn, "num_warps": 8, "TILES": 1 + few}
+        key = f"{dtype_name(ins[0])} {bn}{'' if few else ' many'}"
+        return tuning.config(where, op, "columns", key, lambda: rule, lambda: [{**c, "TILES": t} for c in _TILES for t in (1, 2, 4)])
 
     def grid(c: tuning.Config) -> tuple[int, int]:
         return triton.cdiv(columns, c["BN"]), parts
 
     strides = tuple([t.stride() for t in flat])
-    launch(_columns, grid, found, flat, scalars, rows, columns, strides, FN=fn, NEED=need, SUMS=sums, config=config, key=(op, bn))
+    facts = {"FN": fn, "NEED": need, "SUMS": sums, "WIDE": 32 * columns + max([32 * a + columns * b for a, b in strides]) >= 2**31}
+    launch(_columns, grid, found, flat, scalars, rows, columns, strides, **facts, config=config, key=(op, bn))
     for k, out in enumerate(outs):
         if sums >> k & 1:
             launch(_sum, (triton.cdiv(columns, 32),), out, found[k], parts, columns, BM=triton.next_power_of_2(parts), BN=32)

@@ -89,4 +89,4 @@ KERNELS.op = BIAS_MASK_SCALE_ADD = Op(
 
 BIAS_MASK_SCALE_ADD.eager("naive", "the formula in eager PyTorch: four kernels, each a pass over memory", reference, served=True)
 BIAS_MASK_SCALE_ADD.compiled("the formula fused into one Triton kernel by torch.compile, and in backward another for the sum")
-KERNELS.triton("one pass; in backward the bias's gradient is summed by the kernel that writes dx")
+KERNELS.triton("one pass; in backward the kernel that writes dx adds up the bias's gradient, two tiles of loads at a time")
