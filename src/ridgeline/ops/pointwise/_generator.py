@@ -19,9 +19,10 @@ from typing import Any
 import torch
 import triton
 import triton.language as tl
+from triton.language.extra.cuda import gdc_launch_dependents, gdc_wait
 
 from ridgeline import device, tuning
-from ridgeline.boundary import Function, differentiate, first_order, kernel_op, launch
+from ridgeline.boundary import Function, differentiate, early, first_order, kernel_op, launch
 from ridgeline.cuda import CudaKernel
 from ridgeline.op import FLOATS, Cost, Op, RidgelineError, dtype_name, nbytes
 from ridgeline.select import eager, run
@@ -83,7 +84,7 @@ def _rows(outs, ins, scalars, rows, columns, sizes, out_strides, in_strides, FN:
 
 
 @triton.jit
-def _columns(outs, ins, scalars, rows, columns, strides, FN: tl.constexpr, NEED: tl.constexpr, SUMS: tl.constexpr, WIDE: tl.constexpr, BM: tl.constexpr, BN: tl.constexpr, TILES: tl.constexpr):  # fmt: skip
+def _columns(outs, ins, scalars, rows, columns, strides, FN: tl.constexpr, NEED: tl.constexpr, SUMS: tl.constexpr, WIDE: tl.constexpr, PDL: tl.constexpr, BM: tl.constexpr, BN: tl.constexpr, TILES: tl.constexpr):  # fmt: skip
     """Of matrices: output k is written whole, or where bit k of SUMS is set, its sum over the rows that this program sees.
 
     A step takes TILES tiles: all their loads, then all their stores. WIDE: offsets inside a tile need 64 bits.
@@ -125,6 +126,8 @@ def _columns(outs, ins, scalars, rows, columns, strides, FN: tl.constexpr, NEED:
                     raised = raised + (totals[k],)
             totals = raised
             _store(targets, values, mask, NEED & ~SUMS)
+    if PDL:
+        gdc_launch_dependents()
     place = share * columns + column
     for k in tl.static_range(len(outs)):
         if (SUMS >> k) & 1:
@@ -132,8 +135,10 @@ def _columns(outs, ins, scalars, rows, columns, strides, FN: tl.constexpr, NEED:
 
 
 @triton.jit
-def _sum(y, parts, count, columns, BM: tl.constexpr, BN: tl.constexpr):
+def _sum(y, parts, count, columns, BM: tl.constexpr, BN: tl.constexpr, PDL: tl.constexpr):
     """The sums of a matrix's columns; it has at most BM rows."""
+    if PDL:
+        gdc_wait()
     row = tl.arange(0, BM)[:, None]
     column = tl.program_id(0) * BN + tl.arange(0, BN)
     values = tl.load(parts + row * columns + column[None, :], mask=(row < count) & (column < columns)[None, :], other=0)
@@ -225,11 +230,17 @@ def _launch_columns(op: str, fn: Any, outs: Tensors, ins: Tensors, scalars: tupl
     rows, parts = ins[0].numel() // columns, max(16, where.multiprocessors)  # short sums, in Triton's interpreter too
     flat = tuple([t.expand(shape).reshape(rows, columns) for t in ins])
     found = tuple([ins[0].new_empty((parts, columns), dtype=torch.float32) if sums >> k & 1 else o for k, o in enumerate(outs)])
-    few = len(ins) == 2 and columns % 16 == 0  # registers: eight programs fit a multiprocessor, with two vectors of each input a thread
-    bn = min(1024, max(128, triton.next_power_of_2(columns) // (8 if few else 4)))
+    few = len(ins) == 2 and columns % 16 == 0  # registers: programs of four warps, with four vectors of each input a thread
+    bn = min(1024, max(128, triton.next_power_of_2(columns) // (1 if few else 4)))
+    last = early(where)
 
-    def config() -> tuning.Config:
-        rule = {"BM": max(1, 4096 // ins[0].element_size() // bn), "BN": bn, "num_warps": 8, "TILES": 1 + few}
+    def config() -> dict[str, Any]:
+        rule = {
+            "BM": max(1, (2048 if few else 4096) // ins[0].element_size() // bn),
+            "BN": bn,
+            "num_warps": 4 if few else 8,
+            "TILES": 4 if few else 1,
+        }
         key = f"{dtype_name(ins[0])} {bn}{'' if few else ' many'}"
         return tuning.config(where, op, "columns", key, lambda: rule, lambda: [{**c, "TILES": t} for c in _TILES for t in (1, 2, 4)])
 
@@ -238,10 +249,10 @@ def _launch_columns(op: str, fn: Any, outs: Tensors, ins: Tensors, scalars: tupl
 
     strides = tuple([t.stride() for t in flat])
     facts = {"FN": fn, "NEED": need, "SUMS": sums, "WIDE": 32 * columns + max([32 * a + columns * b for a, b in strides]) >= 2**31}
-    launch(_columns, grid, found, flat, scalars, rows, columns, strides, **facts, config=config, key=(op, bn))
+    launch(_columns, grid, found, flat, scalars, rows, columns, strides, **facts, PDL=last["PDL"], config=config, key=(op, bn))
     for k, out in enumerate(outs):
         if sums >> k & 1:
-            launch(_sum, (triton.cdiv(columns, 32),), out, found[k], parts, columns, BM=triton.next_power_of_2(parts), BN=32)
+            launch(_sum, (triton.cdiv(columns, 32),), out, found[k], parts, columns, BM=triton.next_power_of_2(parts), BN=32, **last)
 
 
 _TILES = [

@@ -76,9 +76,9 @@ def _turned(y, x, cos, sin, at, place, fault, seq, batch, head, y_strides, x_str
 @triton.jit
 def _fwd(yq, yk, q, k, cos, sin, positions, batches, seq, length, yq_strides, yk_strides, q_strides, k_strides, cos_strides, sin_strides, position_strides, Q: tl.constexpr, K: tl.constexpr, D: tl.constexpr, R: tl.constexpr, INTERLEAVED: tl.constexpr, BACK: tl.constexpr, BR: tl.constexpr, BP: tl.constexpr, BH: tl.constexpr, BS: tl.constexpr):  # fmt: skip
     of_q: tl.constexpr = tl.cdiv(Q, BH)
-    groups: tl.constexpr = of_q + tl.cdiv(K, BH)
-    group = tl.program_id(0) % groups
-    at = (tl.program_id(0) // groups).to(tl.int64) * BS + tl.arange(0, BS)
+    tiles = tl.cdiv(seq, BS)
+    group = tl.program_id(0) // tiles  # one group's positions after another: programs that run together read memory in order
+    at = (tl.program_id(0) % tiles).to(tl.int64) * BS + tl.arange(0, BS)
     batch = (tl.program_id(2) * tl.num_programs(1) + tl.program_id(1)).to(tl.int64)
     seq = tl.where(batch < batches, seq, 0)
     place = at
