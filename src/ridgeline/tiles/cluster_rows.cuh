@@ -1,6 +1,7 @@
 // Kernels on rows: a cluster of CLUSTER blocks holds a row, each block one part of it, and reads it once. A block may be several
 // GROUPS of THREADS, each with rows of its own.
-// Macros: XTYPE and YTYPE the element types of what is read and written; CLUSTER; STAGES; THREADS; GROUPS; ITEMS packs per thread.
+// Macros: XTYPE and YTYPE the element types of what is read and written; CLUSTER; STAGES; THREADS; GROUPS; ITEMS packs per thread;
+// SHIFTED, whether rows may begin at any element: else they begin and end at multiples of 16 bytes.
 #pragma once
 #include "elementwise.cuh"
 #include "hopper.cuh"
@@ -14,6 +15,9 @@ constexpr float INF = __builtin_bit_cast(float, 0x7f800000);
 
 #ifndef GROUPS
 #define GROUPS 1
+#endif
+#ifndef SHIFTED
+#define SHIFTED 0
 #endif
 
 extern __shared__ __align__(128) char memory[];
@@ -31,14 +35,39 @@ __device__ inline void group_sync() {
         asm volatile("bar.sync %0, %1;" ::"r"(1 + group()), "n"(THREADS) : "memory");
 }
 
-// Calls f on each of this thread's packs of a part of `count` elements.
-template <typename F>
-__device__ inline void for_each(int count, F f) {
-#pragma unroll(ITEMS < 4 ? ITEMS : 4)
-    for (int i = 0; i < ITEMS; ++i) {
-        const int p = i * THREADS + thread();
-        if (p * PACK < count) f(p);
+// N columns of a part: what a thread takes at a time, the `slot`-th time. They are the `index`-th N from column `base` on.
+template <int N>
+struct Columns {
+    int base, index, slot;
+
+    __device__ int first() const { return base + index * N; }
+    template <typename T>
+    __device__ const Pack<T, N>& of(const T* part) const {
+        return reinterpret_cast<const Pack<T, N>*>(part + base)[index];
     }
+    template <typename T>
+    __device__ Pack<T, N>& of(T* part) const {
+        return reinterpret_cast<Pack<T, N>*>(part + base)[index];
+    }
+    // This thread's own, in an array of a pack for every time.
+    template <typename T>
+    __device__ Pack<T, N>& in(Pack<T, PACK>* packs) const {
+        return reinterpret_cast<Pack<T, N>&>(packs[slot]);
+    }
+};
+
+constexpr int TIMES = ITEMS + SHIFTED;  // that a thread takes columns
+
+// Packs of a part of `count` columns that threads take whole. With SHIFTED the others, at its ends, are as many wherever the row
+// begins, and after each whole pack there is room for another.
+__device__ inline int whole_packs(int count) { return SHIFTED ? max(0, count / PACK - 1) : count / PACK; }
+
+// Of a part's columns, those that a warp takes.
+__device__ inline int warp_count(int count, int warp) {
+    const int whole = whole_packs(count);
+    int packs = 0;
+    for (int i = 0; i < ITEMS; ++i) packs += max(0, min(32, whole - i * THREADS - warp * 32));
+    return packs * PACK + (SHIFTED && warp == 0 ? count - whole * PACK : 0);
 }
 
 // exp(x - base). For float32 logits by the fraction alone: of the whole exponent ex2.approx comes out 5e-8 too small, but not near 0.
@@ -51,49 +80,141 @@ __device__ inline float exp_from(float x, float base) {
 
 // Past the caches: backward reads twice what it writes, and its next rows are the better guests. Forward's stores gain nothing.
 template <typename P>
-__device__ inline void store_streaming(P* to, const P& value) {
+__device__ inline void store_streaming(P& to, const P& value) {
     if constexpr (sizeof(P) == 16)
-        __stcs(reinterpret_cast<uint4*>(to), reinterpret_cast<const uint4&>(value));
+        __stcs(reinterpret_cast<uint4*>(&to), reinterpret_cast<const uint4&>(value));
+    else if constexpr (sizeof(P) == 8)
+        __stcs(reinterpret_cast<uint2*>(&to), reinterpret_cast<const uint2&>(value));
     else
-        __stcs(reinterpret_cast<uint2*>(to), reinterpret_cast<const uint2&>(value));
+        to = value;
 }
 
-// What a block has of every row, and where its shared memory lies: the parts, their barriers, the barriers of two sets of
-// slots, and the sets: FLOATS of every warp of the cluster. Rows use the sets in turn: when a warp sends for row k + 2, all
-// warps have sent for row k + 1, and so have read what they were sent for row k.
-template <int INPUTS, int FLOATS, typename T>
+// The rows that a group takes in turn: every `step`-th. SORTED: groups share evenly the rows in the order of (row % 8, row). Rows 8
+// apart begin at the same place within 16 bytes, whatever their length, so that for a group this place hardly ever changes.
+template <bool SORTED>
+struct Turn {
+    long long row, rows, step, left;
+
+    __device__ Turn(long long rows) : rows(rows) {
+        row = blockIdx.x / CLUSTER * GROUPS + group();
+        step = gridDim.x / CLUSTER * GROUPS;
+        if constexpr (SORTED) {
+            long long skipped = row * rows / step;
+            left = (row + 1) * rows / step - skipped;
+            for (row = 0; row < 7 && skipped >= alike(); ++row) skipped -= alike();
+            row += 8 * skipped;
+        }
+    }
+
+    __device__ long long alike() const { return (rows - row + 7) / 8; }  // rows 8 apart, from this one on
+    __device__ bool more() const { return SORTED ? left > 0 : row < rows; }
+    __device__ bool last() const { return SORTED && row + 8 >= rows; }  // of the rows that begin alike
+
+    __device__ void next() {
+        if constexpr (SORTED) {
+            row = last() ? row % 8 + 1 : row + 8;
+            --left;
+        } else
+            row += step;
+    }
+};
+
+// What a block has of every row, and where its shared memory lies: the parts, STAGES rows of INPUTS each, their barriers, the
+// barriers of two sets of slots, and the sets: FLOATS of every warp of the cluster. Rows use the sets in turn: when a warp sends for
+// row k + 2, all warps have sent for row k + 1, and so have read what they were sent for row k.
+template <int INPUTS, int FLOATS, typename T, bool SORTED = false>
 struct Share {
+    static constexpr int GRAIN = 16 / sizeof(T);
     int rank = blockIdx.x % CLUSTER;
-    int part, begin, count;
+    int part, begin, count, columns;
+    int shift = 0, head = 0;  // of the row at hand: elements from a multiple of 16 bytes to the part, and from there to a whole pack
+    char* parts;
+    unsigned room;  // bytes of a part
     Barrier* barriers;
     float* slots;
-    RowStream<STAGES, INPUTS, T> stream;
+    const T* from[INPUTS];     // this block's part of row 0
+    long long stride[INPUTS];  // elements from a row to the next
+    Turn<SORTED> ahead;        // the next row to ask for
 
-    __device__ Share(long long rows, int columns, const T* const (&from)[INPUTS], const long long (&stride)[INPUTS]) {
+    __device__ Share(Turn<SORTED> turn, int columns, const T* const (&tensors)[INPUTS], const long long (&strides)[INPUTS])
+        : columns(columns), ahead(turn) {
         part = (columns + CLUSTER * ALIGN - 1) / (CLUSTER * ALIGN) * ALIGN;
         begin = min(rank * part, columns);
         count = min(part, columns - begin);
-        stream.room = part * sizeof(T);
-        stream.bytes = count * sizeof(T);
-        const unsigned size = STAGES * INPUTS * stream.room + (STAGES + 2) * sizeof(Barrier) + 2 * FLOATS * SLOTS * sizeof(float);
-        stream.memory = memory + group() * ((size + 15) / 16 * 16);
-        stream.barriers = reinterpret_cast<Barrier*>(stream.memory + STAGES * INPUTS * stream.room);
-        barriers = stream.barriers + STAGES;
-        slots = reinterpret_cast<float*>(barriers + 2);
+        room = (part + SHIFTED * GRAIN) * sizeof(T);
+        const unsigned size = STAGES * INPUTS * room + (STAGES + 2) * sizeof(Barrier) + 2 * FLOATS * SLOTS * sizeof(float);
+        parts = memory + group() * ((size + 15) / 16 * 16);
+        barriers = reinterpret_cast<Barrier*>(parts + STAGES * INPUTS * room);
+        slots = reinterpret_cast<float*>(barriers + STAGES + 2);
 #pragma unroll
         for (int i = 0; i < INPUTS; ++i) {
-            stream.from[i] = from[i] + begin;
-            stream.stride[i] = stride[i];
+            from[i] = tensors[i] + begin;
+            stride[i] = strides[i];
         }
-        stream.row = blockIdx.x / CLUSTER * GROUPS + group();
-        stream.step = gridDim.x / CLUSTER * GROUPS;
-        stream.rows = rows;
         if (thread() == 0) {
-            barrier_init(barriers);
-            barrier_init(barriers + 1);
-            stream.begin();
+            for (int k = 0; k < STAGES + 2; ++k) barrier_init(barriers + k);
+            barrier_init_done();
+            for (int k = 0; k < STAGES; ++k) load(k);
         }
         cluster_sync<CLUSTER>();
+    }
+
+    // Elements from a multiple of 16 bytes to where a row begins: tensors begin at such, and their rows lie one as far from the other.
+    __device__ int shift_of(long long row) const { return SHIFTED ? (unsigned)row * (unsigned)stride[0] % GRAIN : 0; }
+
+    __device__ T* place(int k, int input) const { return reinterpret_cast<T*>(parts + (k % STAGES * INPUTS + input) * room); }
+
+    // One thread: asks for the next row, if there is one, as the k-th of this group. With SHIFTED the 16 bytes at a part's ends come
+    // whole, with what lies beside the part; but for the end of a tensor, beyond which nothing may be read.
+    __device__ void load(int k) {
+        if (!ahead.more()) return;
+        const int shift = shift_of(ahead.row);
+        int elements = shift + count;
+        if (SHIFTED && elements % GRAIN) {
+            const int whole = elements / GRAIN * GRAIN;
+            if (ahead.row == ahead.rows - 1 && begin - shift + whole + GRAIN > columns) {
+                for (int i = 0; i < INPUTS; ++i)
+                    for (int e = whole; e < elements; ++e) place(k, i)[e] = from[i][ahead.row * stride[i] - shift + e];
+                bulk_fence();
+                elements = whole;
+            } else
+                elements = whole + GRAIN;
+        }
+        const unsigned bytes = count ? elements * sizeof(T) : 0;
+        Barrier* barrier = barriers + k % STAGES;
+        barrier_expect(barrier, INPUTS * bytes);
+        if (bytes)
+#pragma unroll
+            for (int i = 0; i < INPUTS; ++i) bulk_load(place(k, i), from[i] + ahead.row * stride[i] - shift, bytes, barrier);
+        ahead.next();
+    }
+
+    // Asks for the row STAGES after the k-th, in whose place it comes: all threads of this group have read that.
+    __device__ void next(int k) {
+        if (thread() == 0) load(k + STAGES);
+    }
+
+    // Takes a row to hand.
+    __device__ void take(long long row) {
+        shift = shift_of(row);
+        head = -shift & (PACK - 1);
+    }
+
+    // The row at hand, which is the k-th: when it has come, and where its part lies.
+    __device__ void wait(int k) const { barrier_wait(barriers + k % STAGES, k / STAGES & 1); }
+    __device__ const T* input(int k, int input) const { return place(k, input) + shift; }
+
+    // Calls f on the columns of the row at hand that this thread takes: packs, and with SHIFTED one of those at the part's ends.
+    template <int UNROLL = ITEMS < 4 ? ITEMS : 4, typename F>
+    __device__ void for_each(F f) const {
+        const int whole = whole_packs(count);
+#pragma unroll(UNROLL)
+        for (int i = 0; i < ITEMS; ++i) {
+            const int p = i * THREADS + thread();
+            if (p < whole) f(Columns<PACK>{head, p, i});
+        }
+        if constexpr (SHIFTED)
+            if (thread() < count - whole * PACK) f(Columns<1>{0, thread() < head ? thread() : thread() + whole * PACK, ITEMS});
     }
 
     // Every warp of the cluster gives FLOATS floats; returns them all.
@@ -106,17 +227,12 @@ struct Share {
                 for (int f = 0; f < FLOATS; ++f) slot[f] = mine[f];
             group_sync();
         } else {
-            Barrier* barrier = barriers + (k & 1);
+            Barrier* barrier = barriers + STAGES + (k & 1);
             if (thread() == 0) barrier_expect(barrier, FLOATS * SLOTS * sizeof(float));
             if (lane < CLUSTER) cluster_send(slot, mine, barrier, lane);
             barrier_wait(barrier, k / 2 & 1);
         }
         return set;
-    }
-
-    // Asks for the row STAGES after the k-th, in whose place it comes: all threads of this block have read that.
-    __device__ void next(int k) {
-        if (thread() == 0) stream.load(k + STAGES);
     }
 };
 
@@ -125,23 +241,23 @@ struct Exponentials {
     float most, total;
 };
 
-// Of the k-th row, whose part of this block lies at `in`: every warp's two, brought together.
-template <typename T, typename S>
-__device__ inline Exponentials exponentials(S& share, int k, const T* in) {
+// Of the cluster's one row, whose part of this block lies at `in`: every warp's two, brought together.
+template <typename S>
+__device__ inline Exponentials exponentials(S& share, const X* in) {
     float top = -INF, sum = 0;
-    for_each(share.count, [&](int p) {
-        const T pack = in[p];
+    share.for_each([&]<int N>(Columns<N> c) {
+        const Pack<X, N> pack = c.of(in);
 #pragma unroll
-        for (int j = 0; j < PACK; ++j) top = fmaxf(top, to_float(pack.at[j]));
+        for (int j = 0; j < N; ++j) top = fmaxf(top, to_float(pack.at[j]));
     });
     top = warp_max(top);
     const float base = top == -INF ? 0.0f : top;  // nothing but -inf: exponentials of 0, not of -inf + inf
-    for_each(share.count, [&](int p) {
-        const T pack = in[p];
+    share.for_each([&]<int N>(Columns<N> c) {
+        const Pack<X, N> pack = c.of(in);
 #pragma unroll
-        for (int j = 0; j < PACK; ++j) sum += exp_from(to_float(pack.at[j]), base);
+        for (int j = 0; j < N; ++j) sum += exp_from(to_float(pack.at[j]), base);
     });
-    const float* slots = share.exchange(k, {top, warp_sum(sum)});
+    const float* slots = share.exchange(0, {top, warp_sum(sum)});
     const int lane = threadIdx.x % 32;
     float most = -INF, total = 0;
     for (int s = lane; s < SLOTS; s += 32) most = fmaxf(most, slots[2 * s]);

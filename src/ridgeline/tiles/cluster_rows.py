@@ -18,6 +18,16 @@ def _ceil(a: int, b: int) -> int:
     return -(-a // b)
 
 
+def shifted(columns: int, size: int) -> bool:
+    """Whether rows of elements of `size` bytes end at other places than multiples of 16 bytes, and so mostly begin at others."""
+    return columns * size % 16 != 0
+
+
+def whole(columns: int, size: int) -> int:
+    """Columns of a row that lie in packs of 16 bytes or less wherever it begins: what rules count."""
+    return columns - 16 // size if shifted(columns, size) else columns
+
+
 @cache
 def plan(columns: int, inputs: int, read: int, written: int, **found: int) -> dict[str, Any]:
     """A configuration and what it makes of rows of that many columns: macros, and the options of the launch.
@@ -25,14 +35,15 @@ def plan(columns: int, inputs: int, read: int, written: int, **found: int) -> di
     inputs: tensors whose rows are read, of elements of `read` bytes; what is written has elements of `written` bytes.
     """
     cluster, threads, groups, stages = found["CLUSTER"], found["THREADS"], found.get("GROUPS", 1), found["STAGES"]
-    align, pack = 16 // min(read, written), 16 // max(read, written)
+    align, pack, shift = 16 // min(read, written), 16 // max(read, written), shifted(columns, read)
     part = _ceil(columns, cluster * align) * align
-    items = _ceil(part, threads * pack)
-    own = stages * (part * inputs * read + 8) + 16 + cluster * threads // 2  # rows, barriers, and two floats of each warp twice
+    items = max(1, _ceil(part // pack - shift, threads))
+    rows = stages * inputs * (part * read + 16 * shift)
+    own = rows + 8 * (stages + 2) + cluster * threads // 2  # with barriers, and two floats of each warp, twice
     shared = groups * (_ceil(own, 16) * 16)
     if groups > 1:
-        shared = max(shared, 4 * threads * items * pack)  # the groups' sums of columns
-    return {**found, "ITEMS": items, "block": threads * groups, "cluster": cluster, "shared": shared}
+        shared = max(shared, 4 * (threads * items + 2 * shift) * pack)  # the groups' sums of columns
+    return {**found, "ITEMS": items, "SHIFTED": int(shift), "block": threads * groups, "cluster": cluster, "shared": shared}
 
 
 def refusal(
@@ -47,10 +58,13 @@ def refusal(
     size = columns * sum([t.element_size() for t in rows])
     if not low < columns <= high or size > most:
         return f"it takes rows of {low + 1} to {high} columns in at most {most} bytes; these have {columns} columns in {size} bytes"
-    if any([t.data_ptr() % 16 for t in (*rows, *vectors)]) or any([columns * t.element_size() % 16 for t in rows]):
-        return "it copies whole 16 bytes: tensors must begin, and rows end, at multiples of 16 bytes"
-    if any([t.dim() > 1 and (t.stride(-1) != 1 or t.stride(-2) * t.element_size() % 16) for t in rows]):
-        return "it copies whole 16 bytes: rows must be contiguous, and begin at multiples of 16 bytes"
+    faults = [t.data_ptr() % 16 for t in (*rows, *vectors)]
+    for t in rows:
+        if t.dim() > 1 and t.shape[-2] > 1 and t.stride(-1) == 1:  # others are copied first
+            gap = (t.stride(-2) - columns) * t.element_size()
+            faults.append(gap % 16 or (gap < 0 and shifted(columns, t.element_size())))
+    if any(faults):
+        return "it copies whole 16 bytes: tensors must begin at multiples of 16 bytes, and what lies between their rows be such"
     return None
 
 
@@ -60,7 +74,7 @@ def space(size: int, shared: int, each: int, stages: Sequence[int] = (1,)) -> li
     found = []
     for c, t, b, s in product((1, 2, 4, 8, 16), (32, 64, 128, 256, 512, 1024), (1, 2, 3, 4, 6, 8, 16, 32), stages):
         part = _ceil(size, c)
-        fits = b * (s * part + c * t // 2 + 1100) <= shared and 384 <= b * t <= 2048
+        fits = b * (s * part + c * t // 2 + 1280) <= shared and 384 <= b * t <= 2048
         if fits and b * s * part >= 49152 and 32 <= part // t <= each:
             found.append({"CLUSTER": c, "THREADS": t, "BLOCKS": b, "STAGES": s})
     return found

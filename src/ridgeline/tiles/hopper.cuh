@@ -10,10 +10,13 @@ __device__ inline void barrier_init(Barrier* barrier) {
     asm volatile("mbarrier.init.shared::cta.b64 [%0], 1;" ::"r"(shared_address(barrier)) : "memory");
 }
 
+// What this thread has written to shared memory comes before what the copy engine will write there for it.
+__device__ inline void bulk_fence() { asm volatile("fence.proxy.async.shared::cta;" ::: "memory"); }
+
 // Makes initialised barriers visible to the copy engine.
 __device__ inline void barrier_init_done() {
     asm volatile("fence.mbarrier_init.release.cluster;" ::: "memory");
-    asm volatile("fence.proxy.async.shared::cta;" ::: "memory");
+    bulk_fence();
 }
 
 // Arrives, and has the phase wait for that many bytes.
@@ -91,36 +94,3 @@ __device__ inline float warp_sum(float x) {
     for (int lane = 16; lane; lane /= 2) x += __shfl_xor_sync(~0u, x, lane);
     return x;
 }
-
-// Rows streamed through shared memory by a block: its part of row k of each of INPUTS tensors, DEPTH rows ahead.
-template <int DEPTH, int INPUTS, typename T>
-struct RowStream {
-    char* memory;                  // DEPTH x INPUTS parts of `room` bytes
-    Barrier* barriers;             // DEPTH of them
-    unsigned room, bytes;          // of a part: reserved, and used
-    const T* from[INPUTS];         // this block's part of row 0
-    long long stride[INPUTS];      // elements from a row to the next
-    long long row, step, rows;     // the next row to ask for
-
-    __device__ T* part(int k, int input) const { return reinterpret_cast<T*>(memory + (k % DEPTH * INPUTS + input) * room); }
-
-    // One thread: asks for the next row, if there is one, as the k-th of this block.
-    __device__ void load(int k) {
-        if (row >= rows) return;
-        Barrier* barrier = barriers + k % DEPTH;
-        barrier_expect(barrier, INPUTS * bytes);
-        if (bytes)
-#pragma unroll
-            for (int i = 0; i < INPUTS; ++i) bulk_load(part(k, i), from[i] + row * stride[i], bytes, barrier);
-        row += step;
-    }
-
-    // One thread, before all synchronise: sets the barriers up and asks for the first rows.
-    __device__ void begin() {
-        for (int k = 0; k < DEPTH; ++k) barrier_init(barriers + k);
-        barrier_init_done();
-        for (int k = 0; k < DEPTH; ++k) load(k);
-    }
-
-    __device__ void wait(int k) const { barrier_wait(barriers + k % DEPTH, k / DEPTH & 1); }
-};

@@ -24,7 +24,7 @@ def rule(size: int) -> tuning.Config:
     cluster = 1 if size <= 32768 else min(16, triton.next_power_of_2(-(-size // 65536)))
     part = -(-size // cluster)
     threads = min(512 if cluster > 1 else 1024, max(64, -(-part // 1024) * 32))
-    return {"CLUSTER": cluster, "THREADS": threads, "BLOCKS": max(1, min(4, 2048 // threads, 196608 // part)), "STAGES": 1}
+    return {"CLUSTER": cluster, "THREADS": threads, "BLOCKS": max(1, min(4, 2048 // threads, 221184 // (part + 1024))), "STAGES": 1}
 
 
 def rows(
@@ -34,7 +34,7 @@ def rows(
     """The rows' losses, and what `need` says. What `fits` takes has no smoothing and no cap."""
     x = logits.view(-1, logits.shape[-1])
     count, columns = x.shape
-    where, size = device.of(x), columns * x.element_size()
+    where, size = device.of(x), cluster_rows.whole(columns, x.element_size()) * x.element_size()
 
     def config() -> dict[str, Any]:
         key = f"{dtype_name(x)} {columns}"

@@ -1,13 +1,13 @@
 // cross_entropy of wide rows: a cluster of CLUSTER blocks holds a row in shared memory, so that its loss and its gradient come of one
 // reading. Macros beside those of cluster_rows.cuh: NEED, 1 for a row's maximum and sum of exponentials, 2 for the gradient too; MEAN,
-// whether the gradient is that of the mean. Rows are multiples of 16 bytes; neither smoothing nor a cap.
+// whether the gradient is that of the mean. Neither smoothing nor a cap.
 #include "cluster_rows.cuh"
 
 constexpr int PARTS = 64;  // of the count of rows
 
 extern "C" __global__ void __launch_bounds__(THREADS, BLOCKS)
-    cross_entropy_fwd(float* losses, float* stats, Y* d, const X* x, const long long* target, const int* counts, long long rows, int columns,
-                      long long x_stride, long long ignore, float z) {
+    cross_entropy_fwd(float* losses, float* stats, Y* d, const X* x, const long long* target, const int* counts, long long rows,
+                      int columns, long long x_stride, long long ignore, float z) {
     Share<1, 2, X> share(rows, columns, {x}, {x_stride});
     const int lane = threadIdx.x % 32;
     const long long row = blockIdx.x / CLUSTER, label = target[row];
@@ -20,9 +20,10 @@ extern "C" __global__ void __launch_bounds__(THREADS, BLOCKS)
         for (int part = lane; part < PARTS; part += 32) count += counts[part];
         upstream = 1.0f / warp_sum(float(count));
     }
-    share.stream.wait(0);
-    const auto* in = reinterpret_cast<const Pack<X, PACK>*>(share.stream.part(0, 0));
-    const auto [most, total] = exponentials(share, 0, in);
+    share.take(row);
+    share.wait(0);
+    const X* in = share.input(0, 0);
+    const auto [most, total] = exponentials(share, in);
     const float logarithm = logf(total), lse = most + logarithm;
     if (first) {
         losses[row] = !live ? 0.0f : !known ? INF - INF : logarithm + (most - chosen) + (z ? z * lse * lse : 0.0f);
@@ -35,17 +36,17 @@ extern "C" __global__ void __launch_bounds__(THREADS, BLOCKS)
         const float scale = known ? upstream : INF - INF;
         const float factor = scale * (1.0f + (z ? 2 * z * lse : 0.0f)) / total;
         const int hit = known && label >= share.begin && label < share.begin + share.count ? int(label) - share.begin : -1;
-        auto* out = reinterpret_cast<Pack<Y, PACK>*>(d + row * columns + share.begin);
-        for_each(share.count, [&](int p) {
-            const Pack<X, PACK> in_pack = in[p];
-            Pack<Y, PACK> pack;
+        Y* out = d + row * columns + share.begin;
+        share.for_each([&]<int N>(Columns<N> c) {
+            const Pack<X, N> in_pack = c.of(in);
+            Pack<Y, N> pack;
 #pragma unroll
-            for (int j = 0; j < PACK; ++j) {
+            for (int j = 0; j < N; ++j) {
                 float slope = exp_from(to_float(in_pack.at[j]), most) * factor;
-                if (p * PACK + j == hit) slope -= scale;
+                if (c.first() + j == hit) slope -= scale;
                 from_float(live ? slope : 0.0f, pack.at[j]);
             }
-            out[p] = pack;
+            c.of(out) = pack;
         });
     }
 }

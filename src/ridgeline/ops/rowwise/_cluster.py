@@ -34,7 +34,7 @@ def forward_rule(size: int, centred: bool) -> tuning.Config:
     return {
         "CLUSTER": cluster,
         "THREADS": threads,
-        "BLOCKS": max(1, min(6, (1024 if centred else 2048) // threads, 196608 // part)),
+        "BLOCKS": max(1, min(6, (1024 if centred else 2048) // threads, 221184 // (part + 1024))),
         "STAGES": 1,
     }
 
@@ -45,18 +45,18 @@ def backward_rule(columns: int, size: int, heavy: bool) -> tuning.Config:
     too few."""
     cluster = min(16, max(1, power(columns // 1024 + 1) // 2))
     part = ceil(size, cluster)
-    threads = min(512 if heavy else 1024, max(32, power(ceil(ceil(columns, cluster), 16))))
+    threads = min(512 if heavy else 1024, ceil(columns, cluster * 512) * 32)
     groups = max(1, min(512 // threads, _SHARED // (2 * part), 16 if threads == 32 else 15))
     return {"CLUSTER": cluster, "THREADS": threads, "GROUPS": groups, "STAGES": max(1, min(3, _SHARED // (groups * part))), "BLOCKS": 1}
 
 
 def backward_space(columns: int, size: int, where: device.Device) -> list[tuning.Config]:
+    """Configurations with 8 to 32 columns a thread and 48 KiB on their way."""
     found = []
-    for c, t, g, s in product((1, 2, 4, 8, 16), (32, 64, 128, 256, 512, 1024), (1, 2, 3, 4, 6, 8, 12, 16, 24, 32), (2, 3, 4)):
-        fits = (
-            g * (s * ceil(size, c) + 16 * c * t // 32 + 64) <= where.shared_memory - 1024 and 256 <= g * t <= 1024 and (g < 16 or t == 32)
-        )  # 15 barriers
-        if fits and 8 <= columns // (c * t) <= 32 and g * s * ceil(size, c) >= 49152:
+    for c, each, g, s in product((1, 2, 4, 8, 16), (8, 16, 32), (1, 2, 3, 4, 5, 6, 8, 12, 16, 24, 32), (2, 3, 4)):
+        part, t = ceil(size, c), ceil(columns, c * each * 32) * 32
+        fits = g * (s * part + c * t // 2 + 64) <= where.shared_memory - 1280 and 256 <= g * t <= 1024
+        if fits and g * s * part >= 49152 and (g < 16 or t == 32):  # 15 barriers
             found.append({"CLUSTER": c, "THREADS": t, "GROUPS": g, "STAGES": s, "BLOCKS": 1})
     return found
 
@@ -70,12 +70,12 @@ def launch_fwd(
 ) -> None:
     rows, columns = x.shape
     where, inputs = device.of(x), 1 + (residual is not None)
-    size = columns * x.element_size() * inputs
+    size = cluster_rows.whole(columns, x.element_size()) * x.element_size() * inputs
     weights = x.dtype if weight is None else weight.dtype
 
     def config() -> dict[str, Any]:
         key = key_of(x.dtype, weights, columns)
-        rule, space = lambda: forward_rule(size, centred), lambda: cluster_rows.space(size, where.shared_memory, 128)
+        rule, space = partial(forward_rule, size, centred), partial(cluster_rows.space, size, where.shared_memory, 128)
         found = tuning.config(where, op, "norm_fwd", key, rule, space)
         return cluster_rows.plan(columns, inputs, x.itemsize, x.itemsize, **found) | _types(x.dtype, weights)
 
@@ -85,19 +85,20 @@ def launch_fwd(
 
 
 def launch_bwd(
-    op: str, centred: bool, dx: Any, dweight: Any, dbias: Any, partial: Any, dy: torch.Tensor, dsum: Any, saved: torch.Tensor, weight: Any,
+    op: str, centred: bool, dx: Any, dweight: Any, dbias: Any, parts: Any, dy: torch.Tensor, dsum: Any, saved: torch.Tensor, weight: Any,
     bias: Any, mean: Any, rstd: Any, from_output: bool,
 ) -> None:  # fmt: skip
     rows, columns = saved.shape
     where, inputs = device.of(saved), 2 + (dsum is not None)
-    size = columns * saved.element_size() * inputs
+    whole = cluster_rows.whole(columns, saved.element_size())
+    size, heavy = whole * saved.element_size() * inputs, centred or dsum is not None or whole < columns
     weights = saved.dtype if weight is None else weight.dtype
     wanted = {"DW": int(dweight is not None), "DB": int(dbias is not None)}
     flags = {"BACKWARD": 1, "MEAN": int(centred), "ADD": inputs - 2, "WEIGHT": int(weight is not None), **wanted}
 
     def config() -> dict[str, Any]:
         key = key_of(saved.dtype, weights, columns)
-        rule, space = lambda: backward_rule(columns, size, centred or dsum is not None), lambda: backward_space(columns, size, where)
+        rule, space = partial(backward_rule, whole, size, heavy), partial(backward_space, whole, size, where)
         found = tuning.config(where, op, "norm_bwd", key, rule, space)
         plan = cluster_rows.plan(columns, inputs, saved.itemsize, saved.itemsize, **found)
         return plan | _types(saved.dtype, weights) | {"CLUSTERS": resident_clusters(where, plan["CLUSTER"])}
@@ -106,13 +107,13 @@ def launch_bwd(
         return (c["CLUSTER"] * min(c["CLUSTERS"], ceil(rows, c["GROUPS"])),)
 
     strides = dy.stride(0), 0 if dsum is None else dsum.stride(0), saved.stride(0)
-    values = dx, partial, dy, dsum, saved, weight, mean, rstd, rows, columns, *strides
+    values = dx, parts, dy, dsum, saved, weight, mean, rstd, rows, columns, *strides
     launch(_BWD, grid, *values, config=config, key=(op, columns), **flags)
-    if partial is not None:
+    if parts is not None:
         launch(
             _SUMS,
             (ceil(columns, 32), flags["DW"] + flags["DB"]),
-            *(dweight, dbias, partial, rows, columns),
+            *(dweight, dbias, parts, rows, columns),
             config=lambda: config() | {"block": 1024, "cluster": 1, "shared": 0},
             key=(op, columns),
             **flags,
@@ -120,7 +121,9 @@ def launch_bwd(
 
 
 FROM = {False: 2048, True: 1024}  # columns up to which tiles are as fast, forward; True where the mean is subtracted
-FROM_BACKWARD = 8192
+FROM_BACKWARD = 8192  # the same backward,
+WASTE = 1.25  # where tiles, a power of two wide, have no more than this for each of a row's columns
+NARROWEST = 1024  # columns up to which clusters are never asked: backward, or of rows that begin anywhere, which tiles load by elements
 
 
 def fits(centred: bool, x: torch.Tensor, *rest: Any) -> str | None:
@@ -132,15 +135,21 @@ def fits(centred: bool, x: torch.Tensor, *rest: Any) -> str | None:
     rows = [x, *(t for t in (rest[:2] if backward else tensors) if t is not None and t.shape == x.shape and t.dim() > 1)]
     vectors = [t for t in (rest[2:4] if backward else tensors) if t is not None and t.dim() == 1]
     columns = x.shape[-1] if x.dim() else 1
-    reason = cluster_rows.refusal(columns, (FROM[centred], 16 * _PART), 16 * _SHARED, rows, vectors)
+    low = NARROWEST if backward or cluster_rows.shifted(columns, x.element_size()) else FROM[centred]
+    reason = cluster_rows.refusal(columns, (low, 16 * _PART), 16 * _SHARED, rows, vectors)
     if reason is None and (any([t.dtype != x.dtype for t in rows]) or len({t.dtype for t in vectors}) > 1):
         reason = "it takes tensors of one dtype, and a weight and bias of one"
     return reason
 
 
+def in_tiles(columns: int, size: int) -> bool:
+    """Whether tiles are as fast, backward, of rows of that many columns of elements of `size` bytes."""
+    return columns <= FROM_BACKWARD and power(columns) <= WASTE * columns and not cluster_rows.shifted(columns, size)
+
+
 def _backward(op: str, centred: bool, dx: torch.Tensor, *rest: Any) -> None:
-    """By clusters, or of rows that tiles are faster on in tiles."""
-    (launch_bwd if dx.shape[1] > FROM_BACKWARD else tiled_bwd)(op, centred, dx, *rest)
+    """By clusters, or of rows that tiles are as fast on in tiles."""
+    (tiled_bwd if in_tiles(dx.shape[1], dx.element_size()) else launch_bwd)(op, centred, dx, *rest)
 
 
 def register(norm: Any) -> None:

@@ -119,8 +119,9 @@ CUDA = {"fwd": CudaKernel(FILE, "softmax_fwd", "PPqiq"), "bwd": CudaKernel(FILE,
 TILED, WIDE = {"fwd": _fwd, "bwd": _bwd}, {"fwd": _fwd_wide, "bwd": _bwd_wide}
 ROW_LIMIT = 16384  # columns of a row per program at most: then 64 values of every input a thread
 CLUSTER_BYTES = 2 << 20  # of a row's inputs at most: 128 KiB for each of 16 blocks
-CLUSTER_COLUMNS = 2048, 1 << 19  # more than these forward, where tiles are as fast; at most 32 for each of 16 x 1024 threads
-CLUSTER_BACKWARD = {False: 16384, True: 8192}  # more than these backward: of log_softmax a tile holds exponentials besides
+CLUSTER_COLUMNS = 1024, 1 << 19  # more than these; at most 32 for each of 16 x 1024 threads
+CLUSTER_FORWARD = 2048  # columns up to which tiles are as fast forward, but where rows begin anywhere: then they load single elements
+CLUSTER_BACKWARD = {False: 16384, True: 8192}  # the same backward: of log_softmax a tile holds exponentials besides
 
 
 def cluster_rule(size: int, backward: bool) -> tuning.Config:
@@ -132,7 +133,8 @@ def cluster_rule(size: int, backward: bool) -> tuning.Config:
         cluster = min(16, power(ceil(size, 16384 if size <= 65536 else 65536)))
         part = ceil(size, cluster)
         threads = min(512, max(64, power(ceil(part, 128))))
-        return {"CLUSTER": cluster, "THREADS": threads, "BLOCKS": max(2, min(1024 // threads, 98304 // part)), "STAGES": 1, "ROWS": 1}
+        blocks = max(2, min(2048 // threads, 221184 // (part + 1024)))
+        return {"CLUSTER": cluster, "THREADS": threads, "BLOCKS": blocks, "STAGES": 1, "ROWS": 1}
     cluster = min(16, power(ceil(size, 32768)))
     part = ceil(size, cluster)
     threads = min(1024, max(32, power(ceil(part, 64))))
@@ -140,8 +142,8 @@ def cluster_rule(size: int, backward: bool) -> tuning.Config:
     return {"CLUSTER": cluster, "THREADS": threads, "BLOCKS": blocks, "STAGES": max(1, min(3, 221184 // (blocks * part))), "ROWS": 8}
 
 
-def cluster_space(size: int, where: device.Device) -> list[tuning.Config]:
-    found = cluster_rows.space(size, where.shared_memory, 256, (1, 2, 3))
+def cluster_space(size: int, backward: bool, where: device.Device) -> list[tuning.Config]:
+    found = cluster_rows.space(size, where.shared_memory, 256, (1, 2, 3) if backward else (1,))
     return [c | {"ROWS": r} for c in found for r in ((1,) if c["STAGES"] == 1 else (4, 16))]
 
 
@@ -233,18 +235,18 @@ class Softmax:
     def cluster(self, direction: str, out: torch.Tensor, *inputs: torch.Tensor) -> None:
         """Rows over clusters, by CUDA C++; backward only of those that tiles are slower on."""
         rows, columns = out.shape
-        if direction == "bwd" and columns <= CLUSTER_BACKWARD[self.log]:
+        backward, kernel = direction == "bwd", CUDA[direction]
+        if backward and columns <= CLUSTER_BACKWARD[self.log] and not cluster_rows.shifted(columns, inputs[0].element_size()):
             self.tiled(direction, out, *inputs)
             return
-        backward, kernel = direction == "bwd", CUDA[direction]
         x, y = (out.dtype, inputs[0].dtype) if backward else (inputs[0].dtype, out.dtype)
-        where, size = device.of(out), columns * (2 * y.itemsize if backward else x.itemsize)
+        read, written = (y, x) if backward else (x, y)
+        where, size = device.of(out), cluster_rows.whole(columns, read.itemsize) * read.itemsize * len(inputs)
 
         def config() -> dict[str, Any]:
             key = key_of(x, y, columns)
-            rule, space = lambda: cluster_rule(size, backward), lambda: cluster_space(size, where)
+            rule, space = partial(cluster_rule, size, backward), partial(cluster_space, size, backward, where)
             found = tuning.config(where, self.name, kernel.name, key, rule, space)
-            read, written = (y, x) if backward else (x, y)
             plan = cluster_rows.plan(columns, len(inputs), read.itemsize, written.itemsize, **found)
             return plan | {"XTYPE": CTYPE[x], "YTYPE": CTYPE[y]}
 
@@ -287,8 +289,12 @@ def columns_of(x: torch.Tensor, *rest: Any) -> int:
 
 
 def _fits_cluster(x: torch.Tensor, *rest: Any) -> str | None:
-    low, high = CLUSTER_COLUMNS if x.element_size() < 4 else (CLUSTER_BACKWARD[False], CLUSTER_COLUMNS[1])  # tiles round float32 better
-    return cluster_rows.refusal(columns_of(x, *rest), (low, high), CLUSTER_BYTES, [x, *[t for t in rest if isinstance(t, torch.Tensor)]])
+    columns, (low, high) = columns_of(x, *rest), CLUSTER_COLUMNS
+    if x.element_size() == 4:
+        low = CLUSTER_BACKWARD[False]  # tiles round float32 better
+    elif not cluster_rows.shifted(columns, x.element_size()):
+        low = CLUSTER_FORWARD
+    return cluster_rows.refusal(columns, (low, high), CLUSTER_BYTES, [x, *[t for t in rest if isinstance(t, torch.Tensor)]])
 
 
 def full_precision(x: torch.Tensor, *_: Any) -> str | None:
@@ -317,6 +323,7 @@ CASES = [
     Case("5x1000 float32", (Spec(5, 1000),), {"dtype": torch.float32}, dtypes=("float16", "bfloat16")),
     Case("40x100 -inf", (Infinite(40, 100),)),
     Case("33x8200", (Spec(33, 8200),)),
+    Case("33x20003", (Spec(33, 20003),)),
     Case("33x65544", (Spec(33, 65544),)),
     Case("1024x1024", (Spec(1024, 1024),), use="quick"),
     Case("512x4096", (Spec(512, 4096),), use="quick"),

@@ -18,11 +18,30 @@ __device__ inline void hold(P& pack) {
         for (int k = 0; k < sizeof(P) / 4; ++k) asm volatile("" : "+r"(reinterpret_cast<unsigned*>(&pack)[k]));
 }
 
-// Elements of a part that a warp has: packs i * THREADS + thread, of which the last may be missing.
-__device__ inline int warp_count(int count, int warp) {
-    int packs = 0;
-    for (int i = 0; i < ITEMS; ++i) packs += max(0, min(32, (count + PACK - 1) / PACK - i * THREADS - warp * 32));
-    return packs * PACK;
+// Of a row's weights, which lie at `from`, those of the columns c. With SHIFTED a row's packs begin `head` columns after the weights'
+// own: each is put together from two of those.
+template <int N, typename T>
+__device__ inline Pack<T, N> vector(Columns<N> c, const T* from, int head) {
+    if constexpr (!SHIFTED || N == 1)
+        return c.of(from);
+    else {
+        constexpr int EACH = N * sizeof(T) < 16 ? N : 16 / sizeof(T), STEP = EACH * sizeof(T) / 4, WORDS = N * sizeof(T) / 4;
+        const int ahead = head % EACH;
+        const auto* near = reinterpret_cast<const Pack<T, EACH>*>(from + c.first() - ahead);
+        unsigned words[WORDS + STEP];
+        Pack<T, N> pack;
+#pragma unroll
+        for (int k = 0; k <= N / EACH; ++k) reinterpret_cast<Pack<T, EACH>*>(words)[k] = near[k];
+#pragma unroll
+        for (int step = STEP / 2; step; step /= 2)
+            if (ahead * sizeof(T) / 4 & step)
+#pragma unroll
+                for (int k = 0; k < WORDS + step; ++k) words[k] = words[k + step];
+        const unsigned bytes = sizeof(T) == 2 && ahead % 2 ? 0x5432 : 0x3210;
+#pragma unroll
+        for (int k = 0; k < WORDS; ++k) reinterpret_cast<unsigned*>(&pack)[k] = __byte_perm(words[k], words[k + 1], bytes);
+        return pack;
+    }
 }
 
 #if BACKWARD == 0
@@ -31,137 +50,142 @@ extern "C" __global__ void __launch_bounds__(THREADS, BLOCKS)
              int columns, long long x_stride, long long residual_stride, float eps) {
     const X* const from[2] = {x, residual};
     const long long strides[2] = {x_stride, residual_stride};
+    const long long row = blockIdx.x / CLUSTER;
     Share<INPUTS_FWD, FLOATS, X> share(rows, columns, reinterpret_cast<const X* const(&)[INPUTS_FWD]>(from),
                                        reinterpret_cast<const long long(&)[INPUTS_FWD]>(strides));
     const int lane = threadIdx.x % 32;
-    int k = 0;
-    for (long long row = blockIdx.x / CLUSTER; row < rows; row += gridDim.x / CLUSTER, ++k) {
-        if (WEIGHT && CLUSTER > 1 && thread() % 8 == 0)  // the weights lie in L2: towards L1 while the row is on its way
-            for_each(share.count, [&](int p) { asm volatile("prefetch.global.L1 [%0];" ::"l"(weight + share.begin + p * PACK)); });
-        share.stream.wait(k);
-        const auto* left = reinterpret_cast<const Pack<X, PACK>*>(share.stream.part(k, 0));
-        const auto* right = reinterpret_cast<const Pack<X, PACK>*>(share.stream.part(k, ADD));
-        const auto value = [&](const Pack<X, PACK>& a, const Pack<X, PACK>& b, int j) {
-            return ADD ? to_float(a.at[j]) + to_float(b.at[j]) : to_float(a.at[j]);
-        };
-        const long long at = row * columns + share.begin;
-        float middle = 0, squares = 0;
-        if constexpr (MEAN) {
-            for_each(share.count, [&](int p) {
-                const Pack<X, PACK> a = left[p], b = ADD ? right[p] : a;
+    share.take(row);
+    if (WEIGHT && CLUSTER > 1 && thread() % 8 == 0)  // the weights lie in L2: towards L1 while the row is on its way
+        share.for_each([&](auto c) { asm volatile("prefetch.global.L1 [%0];" ::"l"(weight + share.begin + c.first())); });
+    share.wait(0);
+    const X *left = share.input(0, 0), *right = share.input(0, ADD);
+    const auto value = [&](const auto& a, const auto& b, int j) {
+        return ADD ? to_float(a.at[j]) + to_float(b.at[j]) : to_float(a.at[j]);
+    };
+    const long long at = row * columns + share.begin;
+    float middle = 0, squares = 0;
+    if constexpr (MEAN) {
+        share.for_each([&]<int N>(Columns<N> c) {
+            const Pack<X, N> a = c.of(left), b = ADD ? c.of(right) : a;
 #pragma unroll
-                for (int j = 0; j < PACK; ++j) middle += value(a, b, j);
-            });
-            middle = warp_sum(middle) / max(1, warp_count(share.count, threadIdx.x / 32));
-        }
-        for_each(share.count, [&](int p) {
-            const Pack<X, PACK> a = left[p], b = ADD ? right[p] : a;
-            Pack<X, PACK> added;
-#pragma unroll
-            for (int j = 0; j < PACK; ++j) {
-                const float v = value(a, b, j), d = v - middle;
-                squares += d * d;
-                if (ADD) from_float(v, added.at[j]);
-            }
-            if (ADD) reinterpret_cast<Pack<X, PACK>*>(sum + at)[p] = added;
+            for (int j = 0; j < N; ++j) middle += value(a, b, j);
         });
-        squares = warp_sum(squares);
-        // Of all warps: the mean of the whole row first, then the squares about that.
-        float mine[FLOATS] = {squares}, center = 0, total = 0;
-        if (MEAN) mine[FLOATS - 1] = middle;
-        const float* slots = share.exchange(k, mine);
-        const auto elements = [&](int s) {
-            return warp_count(min(share.part, columns - min(s / WARPS * share.part, columns)), s % WARPS);
-        };
-        if (MEAN) {
-            for (int s = lane; s < SLOTS; s += 32) center += slots[FLOATS * s + 1] * elements(s);
-            center = warp_sum(center) / columns;
-        }
-        for (int s = lane; s < SLOTS; s += 32) {
-            const float d = MEAN ? slots[FLOATS * s + 1] - center : 0.0f;
-            total += MEAN ? slots[FLOATS * s] + d * d * elements(s) : slots[s];
-        }
-        const float scale = rsqrtf(warp_sum(total) / columns + eps);
-        if (rstd && share.rank == 0 && threadIdx.x == 0) {
-            rstd[row] = scale;
-            if (MEAN) mean[row] = center;
-        }
-        auto* out = reinterpret_cast<Pack<Y, PACK>*>(y + at);
-        for_each(share.count, [&](int p) {
-            const Pack<X, PACK> a = left[p], b = ADD ? right[p] : a;
-            Pack<W, PACK> w, shift;
-            if (WEIGHT) w = reinterpret_cast<const Pack<W, PACK>*>(weight + share.begin)[p];
-            if (BIAS) shift = reinterpret_cast<const Pack<W, PACK>*>(bias + share.begin)[p];
-            Pack<Y, PACK> pack;
-#pragma unroll
-            for (int j = 0; j < PACK; ++j) {
-                float v = (value(a, b, j) - center) * scale;
-                if (WEIGHT) v *= to_float(w.at[j]);
-                if (BIAS) v += to_float(shift.at[j]);
-                from_float(v, pack.at[j]);
-            }
-            out[p] = pack;
-        });
-        if (row + gridDim.x / CLUSTER < rows) {
-            __syncthreads();
-            share.next(k);
-        }
+        middle = warp_sum(middle) / max(1, warp_count(share.count, threadIdx.x / 32));
     }
+    share.for_each([&]<int N>(Columns<N> c) {
+        const Pack<X, N> a = c.of(left), b = ADD ? c.of(right) : a;
+        Pack<X, N> added;
+#pragma unroll
+        for (int j = 0; j < N; ++j) {
+            const float v = value(a, b, j), d = v - middle;
+            squares += d * d;
+            if (ADD) from_float(v, added.at[j]);
+        }
+        if (ADD) c.of(sum + at) = added;
+    });
+    squares = warp_sum(squares);
+    // Of all warps: the mean of the whole row first, then the squares about that.
+    float mine[FLOATS] = {squares}, center = 0, total = 0;
+    if (MEAN) mine[FLOATS - 1] = middle;
+    const float* slots = share.exchange(0, mine);
+    const auto elements = [&](int s) {
+        return warp_count(min(share.part, columns - min(s / WARPS * share.part, columns)), s % WARPS);
+    };
+    if (MEAN) {
+        for (int s = lane; s < SLOTS; s += 32) center += slots[FLOATS * s + 1] * elements(s);
+        center = warp_sum(center) / columns;
+    }
+    for (int s = lane; s < SLOTS; s += 32) {
+        const float d = MEAN ? slots[FLOATS * s + 1] - center : 0.0f;
+        total += MEAN ? slots[FLOATS * s] + d * d * elements(s) : slots[s];
+    }
+    const float scale = rsqrtf(warp_sum(total) / columns + eps);
+    if (rstd && share.rank == 0 && threadIdx.x == 0) {
+        rstd[row] = scale;
+        if (MEAN) mean[row] = center;
+    }
+    share.for_each([&]<int N>(Columns<N> c) {
+        const Pack<X, N> a = c.of(left), b = ADD ? c.of(right) : a;
+        Pack<W, N> w, shift;
+        if (WEIGHT) w = vector(c, weight + share.begin, share.head);
+        if (BIAS) shift = vector(c, bias + share.begin, share.head);
+        Pack<Y, N> pack;
+#pragma unroll
+        for (int j = 0; j < N; ++j) {
+            float v = (value(a, b, j) - center) * scale;
+            if (WEIGHT) v *= to_float(w.at[j]);
+            if (BIAS) v += to_float(shift.at[j]);
+            from_float(v, pack.at[j]);
+        }
+        c.of(y + at) = pack;
+    });
 }
 
 #else
-// partial: (clusters, DW + DB, columns) sums over each cluster's rows.
+// partial: (clusters, DW + DB, columns) sums over each cluster's rows; with SHIFTED 8 more, see below.
 extern "C" __global__ void __launch_bounds__(THREADS* GROUPS, BLOCKS)
     norm_bwd(X* dx, float* partial, const Y* dy, const Y* dsum, const X* x, const W* weight, const float* mean, const float* rstd,
              long long rows, int columns, long long dy_stride, long long dsum_stride, long long x_stride) {
     const X* const from[3] = {x, dy, dsum};
     const long long strides[3] = {x_stride, dy_stride, dsum_stride};
-    Share<INPUTS_BWD, FLOATS, X> share(rows, columns, reinterpret_cast<const X* const(&)[INPUTS_BWD]>(from),
-                                       reinterpret_cast<const long long(&)[INPUTS_BWD]>(strides));
+    Turn<SHIFTED> turn(rows);
+    Share<INPUTS_BWD, FLOATS, X, SHIFTED> share(turn, columns, reinterpret_cast<const X* const(&)[INPUTS_BWD]>(from),
+                                                reinterpret_cast<const long long(&)[INPUTS_BWD]>(strides));
     const int lane = threadIdx.x % 32;
-    Pack<W, PACK> w[ITEMS];
-    float dweight[ITEMS][PACK] = {}, dbias[ITEMS][PACK] = {};
-    if (WEIGHT)
+    Pack<W, PACK> w[TIMES];
+    float dweight[TIMES][PACK] = {}, dbias[TIMES][PACK] = {};
+    const auto weights = [&] {
+        if (WEIGHT)
+            share.for_each<ITEMS>([&]<int N>(Columns<N> c) {
+                if constexpr (SHIFTED)
 #pragma unroll
-        for (int i = 0; i < ITEMS; ++i) {
-            const int p = i * THREADS + thread();
-            if (p * PACK < share.count) hold(w[i] = reinterpret_cast<const Pack<W, PACK>*>(weight + share.begin)[p]);
-        }
+                    for (int j = 0; j < N; ++j) w[c.slot].at[j] = weight[share.begin + c.first() + j];
+                else
+                    w[c.slot] = c.of(weight + share.begin);
+                hold(c.in(w));
+            });
+    };
+    // Calls f on every column that this thread has, and its sum.
+    const auto sums_of = [&](bool bias, auto f) {
+        share.for_each<ITEMS>([&]<int N>(Columns<N> c) {
+#pragma unroll
+            for (int j = 0; j < N; ++j) f(c.first() + j, bias ? dbias[c.slot][j] : dweight[c.slot][j]);
+        });
+    };
+    share.take(turn.row);
+    weights();
     const float part_of_mean = 1.0f / columns;
-    const int step = gridDim.x / CLUSTER * GROUPS;
-    long long row = blockIdx.x / CLUSTER * GROUPS + group();
-    float next_scale = row < rows ? rstd[row] : 0.0f, next_center = MEAN && row < rows ? mean[row] : 0.0f;  // read a row ahead
-    for (int k = 0; row < rows; row += step, ++k) {
+    float next_scale = turn.more() ? rstd[turn.row] : 0.0f, next_center = MEAN && turn.more() ? mean[turn.row] : 0.0f;  // read a row ahead
+    for (int k = 0; turn.more(); ++k) {
         const float scale = next_scale, center = next_center;
-        if (row + step < rows) {
-            next_scale = rstd[row + step];
-            if (MEAN) next_center = mean[row + step];
+        const long long row = turn.row;
+        const bool last = turn.last();
+        turn.next();
+        if (turn.more()) {
+            next_scale = rstd[turn.row];
+            if (MEAN) next_center = mean[turn.row];
         }
-        share.stream.wait(k);
-        const auto* values = reinterpret_cast<const Pack<X, PACK>*>(share.stream.part(k, 0));
-        const auto* slopes = reinterpret_cast<const Pack<Y, PACK>*>(share.stream.part(k, 1));
-        const auto* others = reinterpret_cast<const Pack<Y, PACK>*>(share.stream.part(k, 1 + ADD));
+        share.wait(k);
+        const X* values = share.input(k, 0);
+        const Y *slopes = share.input(k, 1), *others = share.input(k, 1 + ADD);
         float product = 0, sum = 0;
-        Pack<X, PACK> a_of[KEEP ? ITEMS : 1];
-        Pack<Y, PACK> b_of[KEEP ? ITEMS : 1], c_of[KEEP ? ITEMS : 1];
+        Pack<X, PACK> a_of[KEEP ? TIMES : 1];
+        Pack<Y, PACK> b_of[KEEP ? TIMES : 1], c_of[KEEP ? TIMES : 1];
+        share.for_each<ITEMS>([&]<int N>(Columns<N> c) {
+            const Pack<X, N> a = c.of(values);
+            const Pack<Y, N> b = c.of(slopes);
+            if (KEEP) hold(c.in(a_of) = a), hold(c.in(b_of) = b);
+            if (KEEP && ADD) hold(c.in(c_of) = c.of(others));
 #pragma unroll
-        for (int i = 0; i < ITEMS; ++i) {
-            const int p = i * THREADS + thread();
-            if (p * PACK >= share.count) continue;
-            const Pack<X, PACK> a = values[p];
-            const Pack<Y, PACK> b = slopes[p];
-            if (KEEP) hold(a_of[i] = a), hold(b_of[i] = b);
-            if (KEEP && ADD) hold(c_of[i] = others[p]);
-#pragma unroll
-            for (int j = 0; j < PACK; ++j) {
+            for (int j = 0; j < N; ++j) {
                 const float unit = (to_float(a.at[j]) - center) * scale, slope = to_float(b.at[j]);
-                const float weighted = WEIGHT ? slope * to_float(w[i].at[j]) : slope;
+                const float weighted = WEIGHT ? slope * to_float(w[c.slot].at[j]) : slope;
                 product += weighted * unit;
                 if (MEAN) sum += weighted;
-                if (DW) dweight[i][j] += slope * unit;
-                if (DB) dbias[i][j] += slope;
+                if (DW) dweight[c.slot][j] += slope * unit;
+                if (DB) dbias[c.slot][j] += slope;
             }
-        }
+        });
         float mine[FLOATS] = {warp_sum(product)}, toward = 0, shift = 0;
         if (MEAN) mine[FLOATS - 1] = warp_sum(sum);
         const float* slots = share.exchange(k, mine);
@@ -172,27 +196,33 @@ extern "C" __global__ void __launch_bounds__(THREADS* GROUPS, BLOCKS)
         if (MEAN) shift = warp_sum(shift) * part_of_mean;
         toward = warp_sum(toward) * part_of_mean;
         if (KEEP || k) share.next(KEEP ? k : k - 1);  // whose place all threads have left when they met for this row
-        auto* out = reinterpret_cast<Pack<X, PACK>*>(dx + row * columns + share.begin);
+        share.for_each<ITEMS>([&]<int N>(Columns<N> c) {
+            if (KEEP) hold(c.in(a_of)), hold(c.in(b_of)), hold(c.in(w));  // so that what was made of them above is made again, not kept
+            const Pack<X, N> a = KEEP ? c.in(a_of) : c.of(values);
+            const Pack<Y, N> b = KEEP ? c.in(b_of) : c.of(slopes), other = ADD ? KEEP ? c.in(c_of) : c.of(others) : b;
+            Pack<X, N> pack;
 #pragma unroll
-        for (int i = 0; i < ITEMS; ++i) {
-            const int p = i * THREADS + thread();
-            if (p * PACK >= share.count) continue;
-            if (KEEP) hold(a_of[i]), hold(b_of[i]), hold(w[i]);  // so that what was made of them above is made again, not kept
-            const Pack<X, PACK> a = KEEP ? a_of[i] : values[p];
-            const Pack<Y, PACK> b = KEEP ? b_of[i] : slopes[p], c = ADD ? KEEP ? c_of[i] : others[p] : b;
-            Pack<X, PACK> pack;
-#pragma unroll
-            for (int j = 0; j < PACK; ++j) {
+            for (int j = 0; j < N; ++j) {
                 const float unit = (to_float(a.at[j]) - center) * scale, slope = to_float(b.at[j]);
-                const float weighted = WEIGHT ? slope * to_float(w[i].at[j]) : slope;
+                const float weighted = WEIGHT ? slope * to_float(w[c.slot].at[j]) : slope;
                 const float along = scale * (weighted - shift - unit * toward);
-                from_float(ADD ? along + to_float(c.at[j]) : along, pack.at[j]);
+                from_float(ADD ? along + to_float(other.at[j]) : along, pack.at[j]);
             }
-            store_streaming(out + p, pack);
+            store_streaming(c.of(dx + row * columns + share.begin), pack);
+        });
+        if (last) {  // in the next row other columns are this thread's: its sums until here go to `partial` as those of one cluster more
+#pragma unroll
+            for (int which = 0; which < DW + DB; ++which) {
+                float* to = partial + ((gridDim.x / CLUSTER + row % 8) * (DW + DB) + which) * columns + share.begin;
+                sums_of(which >= DW, [&](int column, float& sum) { to[column] = sum, sum = 0; });
+            }
+            share.take(turn.row);
+            weights();
         }
     }
     if (!DW && !DB) return;
     // The groups' sums, one group after the other, in the shared memory that rows have left.
+    constexpr int PACKS = THREADS * ITEMS + 2 * SHIFTED;
     float* sums = reinterpret_cast<float*>(memory);
     partial += blockIdx.x / CLUSTER * (long long)(DW + DB) * columns + share.begin;
 #pragma unroll
@@ -200,20 +230,14 @@ extern "C" __global__ void __launch_bounds__(THREADS* GROUPS, BLOCKS)
         for (int turn = 0; turn < GROUPS; ++turn) {
             __syncthreads();
             if (turn != group()) continue;
-#pragma unroll
-            for (int i = 0; i < ITEMS; ++i) {
-                const int p = i * THREADS + thread();
-                if (p * PACK >= share.count) continue;
-#pragma unroll
-                for (int j = 0; j < PACK; ++j) {
-                    float value = DW && which == 0 ? dweight[i][j] : dbias[i][j];
-                    if (turn) value += sums[j * (THREADS * ITEMS) + p];
-                    if (turn < GROUPS - 1)
-                        sums[j * (THREADS * ITEMS) + p] = value;
-                    else
-                        partial[which * (long long)columns + p * PACK + j] = value;
-                }
-            }
+            sums_of(which >= DW, [&](int column, float value) {
+                float& sum = sums[column % PACK * PACKS + column / PACK];
+                if (turn) value += sum;
+                if (turn < GROUPS - 1)
+                    sum = value;
+                else
+                    partial[which * (long long)columns + column] = value;
+            });
         }
     }
 }
@@ -221,7 +245,7 @@ extern "C" __global__ void __launch_bounds__(THREADS* GROUPS, BLOCKS)
 // The weights' gradients: sums over the rows of `partial` that clusters wrote, of 32 columns by 32 warps.
 extern "C" __global__ void __launch_bounds__(1024)
     norm_sums(W* dweight, W* dbias, const float* partial, long long rows, int columns) {
-    const int count = min((long long)CLUSTERS, (rows + GROUPS - 1) / GROUPS);
+    const int count = min((long long)CLUSTERS, (rows + GROUPS - 1) / GROUPS) + (SHIFTED ? min(8ll, rows) : 0);
     __shared__ float sums[32][33];
     const int lane = threadIdx.x % 32, warp = threadIdx.x / 32, column = blockIdx.x * 32 + lane;
     const long long step = (DW + DB) * (long long)columns;
