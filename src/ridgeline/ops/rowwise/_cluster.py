@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from functools import partial
 from itertools import product
+from math import gcd
 from pathlib import Path
 from typing import Any
 
@@ -13,13 +14,13 @@ from ridgeline import device, tuning
 from ridgeline.boundary import launch
 from ridgeline.cuda import CTYPE, CudaKernel, resident_clusters
 from ridgeline.ops.rowwise._norms import _launch_bwd as tiled_bwd
+from ridgeline.ops.rowwise._norms import add_up
 from ridgeline.ops.rowwise._rows import ceil, key_of, power
 from ridgeline.tiles import cluster_rows
 
 FILE = Path(__file__).with_name("norms.cu")
 _FWD = CudaKernel(FILE, "norm_fwd", "PPPPPPPPqiqqf")
 _BWD = CudaKernel(FILE, "norm_bwd", "PPPPPPPPqiqqq")
-_SUMS = CudaKernel(FILE, "norm_sums", "PPPqi")
 _SHARED = 200 << 10  # bytes of a block's rows at most
 _PART = 16384  # columns of a block at most: 32 for each of 512 threads
 
@@ -95,6 +96,7 @@ def launch_bwd(
     weights = saved.dtype if weight is None else weight.dtype
     wanted = {"DW": int(dweight is not None), "DB": int(dbias is not None)}
     flags = {"BACKWARD": 1, "MEAN": int(centred), "ADD": inputs - 2, "WEIGHT": int(weight is not None), **wanted}
+    flags["PDL"] = int(parts is not None)
 
     def config() -> dict[str, Any]:
         key = key_of(saved.dtype, weights, columns)
@@ -103,26 +105,20 @@ def launch_bwd(
         plan = cluster_rows.plan(columns, inputs, saved.itemsize, saved.itemsize, **found)
         return plan | _types(saved.dtype, weights) | {"CLUSTERS": resident_clusters(where, plan["CLUSTER"])}
 
-    def grid(c: dict[str, Any]) -> tuple[int]:
-        return (c["CLUSTER"] * min(c["CLUSTERS"], ceil(rows, c["GROUPS"])),)
+    apart = 8 if whole < columns else 0  # parts beside the clusters': of rows that begin at each of eight places
+
+    def clusters(c: dict[str, Any]) -> int:
+        return min(c["CLUSTERS"], ceil(rows, c["GROUPS"]), where.multiprocessors - apart)
 
     strides = dy.stride(0), 0 if dsum is None else dsum.stride(0), saved.stride(0)
     values = dx, parts, dy, dsum, saved, weight, mean, rstd, rows, columns, *strides
-    launch(_BWD, grid, *values, config=config, key=(op, columns), **flags)
+    launch(_BWD, lambda c: (c["CLUSTER"] * clusters(c),), *values, config=config, key=(op, columns), **flags)
     if parts is not None:
-        launch(
-            _SUMS,
-            (ceil(columns, 32), flags["DW"] + flags["DB"]),
-            *(dweight, dbias, parts, rows, columns),
-            config=lambda: config() | {"block": 1024, "cluster": 1, "shared": 0},
-            key=(op, columns),
-            **flags,
-        )
+        add_up(dweight, dbias, parts, clusters(config()) + min(apart, rows), gcd(8, columns))
 
 
 FROM = {False: 2048, True: 1024}  # columns up to which tiles are as fast, forward; True where the mean is subtracted
-FROM_BACKWARD = 8192  # the same backward,
-WASTE = 1.25  # where tiles, a power of two wide, have no more than this for each of a row's columns
+FROM_BACKWARD = 8192  # the same backward
 NARROWEST = 1024  # columns up to which clusters are never asked: backward, or of rows that begin anywhere, which tiles load by elements
 
 
@@ -144,7 +140,7 @@ def fits(centred: bool, x: torch.Tensor, *rest: Any) -> str | None:
 
 def in_tiles(columns: int, size: int) -> bool:
     """Whether tiles are as fast, backward, of rows of that many columns of elements of `size` bytes."""
-    return columns <= FROM_BACKWARD and power(columns) <= WASTE * columns and not cluster_rows.shifted(columns, size)
+    return columns <= FROM_BACKWARD and not cluster_rows.shifted(columns, size)
 
 
 def _backward(op: str, centred: bool, dx: torch.Tensor, *rest: Any) -> None:

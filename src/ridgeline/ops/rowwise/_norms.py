@@ -25,7 +25,7 @@ from triton.language.extra.cuda import gdc_launch_dependents, gdc_wait
 
 from ridgeline import device, tuning
 from ridgeline.boundary import Function, differentiate, early, first_order, kernel_op, launch, tracing
-from ridgeline.op import Cost, Op, RidgelineError, Spec, nbytes
+from ridgeline.op import CHECK, Cost, Op, RidgelineError, Spec, nbytes, readable
 from ridgeline.ops.rowwise._rows import TILE_LIMIT, as_rows, ceil, empty_rows, key_of, power, tiles
 from ridgeline.select import eager, run
 
@@ -344,8 +344,15 @@ def _launch_bwd(
     facts |= {"DW": int(dweight is not None), "DB": int(dbias is not None)}
     launch(_bwd, grid, *args, **facts, PDL=pdl["PDL"] and parts is not None, **options)
     if parts is not None:
-        over = ceil(columns, 32), parts.shape[1]
-        launch(_reduce, over, parts, dweight, dbias, count, columns // unit, BM=power(count), BN=32, UNIT=unit, num_warps=8, **pdl)
+        add_up(dweight, dbias, parts, count, unit)
+
+
+def add_up(dweight: Maybe, dbias: Maybe, parts: torch.Tensor, count: int, unit: int) -> None:
+    """dweight and dbias from the first `count` parts of them, (multiprocessors, 1 or 2, columns) in float32."""
+    columns, bm = parts.shape[2], power(count)
+    bn = max(32, 8192 // bm)
+    grid = ceil(columns, bn), parts.shape[1]
+    launch(_reduce, grid, parts, dweight, dbias, count, columns // unit, BM=bm, BN=bn, UNIT=unit, num_warps=8, **early(device.of(parts)))
 
 
 class Norm:
@@ -397,12 +404,16 @@ class Norm:
         self.function = Differentiable
 
     def __call__(
-        self, impl: str | None, x: torch.Tensor, residual: Maybe, weight: Maybe, bias: Maybe, eps: float, thrifty: bool = False
+        self, impl: str | None, x: torch.Tensor, residual: Maybe, weight: Maybe, bias: Maybe, eps: float | None, thrifty: bool = False
     ) -> Any:
         """Runs what serves the call: `impl`, or the best there is. thrifty: keeps the output for backward, not the input."""
-        if not (impl is None and self._usual(x, residual, weight, bias)):
+        if not (impl is None and type(eps) is float and eps >= 0 and self._usual(x, residual, weight, bias)):
             plain = self._plain(impl, x, residual, weight, bias)
-            eps = float(eps)
+            if eps is None and self.name == "rms_norm":  # torch's default there, also for half precision
+                eps = torch.finfo(torch.promote_types(x.dtype, torch.float32)).eps
+            eps = known_eps(self.name, eps)
+            if thrifty and weight is not None and torch.is_grad_enabled() and readable(weight) and not weight.all():
+                raise RidgelineError(f"{self.name}: memory_efficient=True divides by the weight in backward, and the weight has a zero")
             if x.is_cuda and torch.is_autocast_enabled("cuda") and x.dtype in (torch.float16, torch.bfloat16):
                 # as torch's own: normalised in float32, added in the given dtype
                 made = self(impl, x.float(), None if residual is None else residual.float(), weight, bias, eps, thrifty)
@@ -420,7 +431,14 @@ class Norm:
     def _usual(self, x: torch.Tensor, residual: Maybe, weight: Maybe, bias: Maybe) -> bool:
         """Whether kernels take the call without a closer look."""
         known = self.op.kernel_dtypes
-        if type(x) is not torch.Tensor or not x.is_cuda or x.dtype not in known or not x.dim() or torch.is_autocast_enabled("cuda"):
+        if (
+            CHECK
+            or type(x) is not torch.Tensor
+            or not x.is_cuda
+            or x.dtype not in known
+            or not x.dim()
+            or torch.is_autocast_enabled("cuda")
+        ):
             return False
         at, last = x.get_device(), x.shape[-1:]
         for t in (weight, bias):
@@ -486,7 +504,7 @@ class Norm:
             return [t.zero_() for t in made]
         parts = None
         if len(made) > 1:
-            size = (device.of(dy).multiprocessors + 8, len(made) - 1, dy.shape[-1])  # 8 for clusters' rows that begin anywhere
+            size = (device.of(dy).multiprocessors, len(made) - 1, dy.shape[-1])
             parts = torch.empty(size, dtype=torch.float32, device=dy.device)
         inputs = (as_rows(dy, -1), _rows(dsum), as_rows(saved, -1), _vector(weight), _vector(bias), _flat(mean), rstd.view(-1))
         outs: Any = as_rows(dx, -1), dweight, dbias, parts
@@ -517,6 +535,13 @@ class Norm:
 
 
 _OWN = frozenset((torch.Tensor, torch.nn.Parameter))
+
+
+def known_eps(name: str, eps: Any) -> float:
+    """A norm's eps, or an error that says what it may be."""
+    if not isinstance(eps, int | float) or not eps >= 0:
+        raise RidgelineError(f"{name}: eps must be a number, 0 or more, and is {eps!r}")
+    return float(eps)
 
 
 def _rows(t: Maybe) -> Maybe:

@@ -2,8 +2,8 @@
 // Forward: a cluster holds a row, and other clusters fill the time in which it waits. Backward: blocks stay and take rows in turn,
 // the next ones on their way, so that each thread keeps its columns' weights and sums of the weights' gradients in registers.
 // Macros beside those of cluster_rows.cuh: X = Y; WTYPE of the weights; MEAN, whether the mean is subtracted; ADD, whether there is
-// a residual (forward) or a gradient of the sum (backward); WEIGHT, whether there is one; forward: BIAS; BACKWARD: which kernels, and
-// for them DW and DB, which gradients are wanted, and CLUSTERS, how many there are at most.
+// a residual (forward) or a gradient of the sum (backward); WEIGHT, whether there is one; forward: BIAS; BACKWARD: which kernel, and
+// for it DW and DB, which gradients are wanted, and PDL, whether a kernel that adds up parts of them waits for this one's end.
 #include "cluster_rows.cuh"
 
 using W = WTYPE;
@@ -221,6 +221,7 @@ extern "C" __global__ void __launch_bounds__(THREADS* GROUPS, BLOCKS)
         }
     }
     if (!DW && !DB) return;
+    if (PDL) asm volatile("griddepcontrol.launch_dependents;");  // for the kernel that adds up what clusters write
     // The groups' sums, one group after the other, in the shared memory that rows have left.
     constexpr int PACKS = THREADS * ITEMS + 2 * SHIFTED;
     float* sums = reinterpret_cast<float*>(memory);
@@ -240,23 +241,5 @@ extern "C" __global__ void __launch_bounds__(THREADS* GROUPS, BLOCKS)
             });
         }
     }
-}
-
-// The weights' gradients: sums over the rows of `partial` that clusters wrote, of 32 columns by 32 warps.
-extern "C" __global__ void __launch_bounds__(1024)
-    norm_sums(W* dweight, W* dbias, const float* partial, long long rows, int columns) {
-    const int count = min((long long)CLUSTERS, (rows + GROUPS - 1) / GROUPS) + (SHIFTED ? min(8ll, rows) : 0);
-    __shared__ float sums[32][33];
-    const int lane = threadIdx.x % 32, warp = threadIdx.x / 32, column = blockIdx.x * 32 + lane;
-    const long long step = (DW + DB) * (long long)columns;
-    partial += blockIdx.y * (long long)columns + column;
-    float sum = 0;
-    if (column < columns)
-        for (int r = warp; r < count; r += 32) sum += partial[r * step];
-    sums[warp][lane] = sum;
-    __syncthreads();
-    sum = warp_sum(sums[lane][warp]);
-    W* out = DW && blockIdx.y == 0 ? dweight : dbias;
-    if (lane == 0 && blockIdx.x * 32 + warp < columns) from_float(sum, out[blockIdx.x * 32 + warp]);
 }
 #endif
