@@ -286,6 +286,28 @@ def test_what_kernels_do_not_take(device: str) -> None:
         assert not torch.equal(before, lists[0][0])
 
 
+def test_tensors_of_another_kind_at_the_same_addresses(device: str) -> None:
+    """Of tables that are kept, nothing is taken for granted: dtypes, shapes and strides of every list count."""
+    square = lambda: [torch.rand(16, 16, device=device) for _ in range(4)]  # noqa: E731
+    p, g, m, v = square()
+    narrow = g.view(torch.float16)[:8].view(16, 16)  # half precision where float32 lies
+    for others in ([p, narrow, m, v], [p.t(), g, m, v], [p, g, m.t(), v], [p, g.flatten().as_strided((16, 16), (1, 16)), m, v]):
+        ridgeline.adamw(p, g, m, v, 1, lr=0.1)
+        others[1].copy_(torch.rand(16, 16))
+        twins = [t.double() for t in others]
+        ridgeline.adamw(*others, 2, lr=0.1)
+        get("adamw").reference(*twins, 2, lr=0.1)
+        torch.testing.assert_close(others[0], twins[0].float(), rtol=1e-4, atol=1e-5)
+        g.copy_(torch.rand(16, 16))
+    ridgeline.adamw(p, g, m, v, 1, lr=0.1)
+    for others in ([p, g.flatten(), m, v], [p, g, m, v.view(4, 64)], [p, g.view(torch.int32), m, v]):
+        with pytest.raises(RidgelineError, match="number 0 of|number 0 is int32"):
+            ridgeline.adamw(*others, 2, lr=0.1)
+    ridgeline.clip_grad_norm([g], 1.0)
+    halves = g.view(torch.float16).fill_(1.0)
+    torch.testing.assert_close(ridgeline.clip_grad_norm([halves], 1.0), torch.tensor(math.sqrt(512), device=device))
+
+
 @pytest.mark.parametrize("name", ["adamw", "clip_grad_norm"])
 def test_compiles_in_one_graph(name: str, device: str) -> None:
     torch._dynamo.reset()
