@@ -126,7 +126,7 @@ def first_order(backward: Callable[..., Any]) -> Callable[..., Any]:
             gradients = backward(ctx, *incoming)
         if isinstance(gradients, torch.Tensor):
             gradients = (gradients,)
-        return tuple([g if g is None else _FirstOrderOnly.apply(g.requires_grad_()) for g in gradients])
+        return tuple([g if g is None else _FirstOrderOnly.apply(g.detach().requires_grad_()) for g in gradients])
 
     return once
 

@@ -336,9 +336,10 @@ class Pointwise:
                     for k, g in zip(made, bwd(dy, *tensors, scalars, mode, need, sums, dtypes, impl), strict=True):
                         if wanted[k]:
                             grads[k] = _reduced(g, *((tensors[k].shape, tensors[k].dtype) if kinds is None else kinds[k]))
-                for k in passed:
+                for k in passed:  # dy itself or a copy, never a view: the engine takes a view for new memory and writes into it
                     if wanted[k]:
-                        grads[k] = _reduced(dy.detach(), *((tensors[k].shape, tensors[k].dtype) if kinds is None else kinds[k]))
+                        mine, dtype = (tensors[k].shape, tensors[k].dtype) if kinds is None else kinds[k]
+                        grads[k] = (dy if mine == shape else dy.sum_to_size(mine)).to(dtype)
                 return None, None, None, *grads
 
         Differentiable.__name__ = Differentiable.__qualname__ = name

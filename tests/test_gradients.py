@@ -1,0 +1,63 @@
+"""Gradients as PyTorch's engine hands them on: each is the caller's own, and no input of ours is changed on the way."""
+
+import pytest
+import torch
+
+from ridgeline import bias_mask_scale_add
+from ridgeline.lab.law import Law, as_tuple, leaves
+from ridgeline.op import _copy, registry
+
+pytestmark = pytest.mark.kernels
+
+OPS = {name: op for name, op in registry().items() if not op.mutates}
+FIRST = {name: next(c for c in op.cases if c.use == "check") for name, op in OPS.items()}
+
+
+def distinct(*tensors: torch.Tensor) -> bool:
+    """Whether no two share memory."""
+    places = [t.untyped_storage().data_ptr() for t in tensors if t.numel()]
+    return len(set(places)) == len(places)
+
+
+@pytest.mark.parametrize("name", OPS)
+def test_twice_in_a_graph(name: str, device: str) -> None:
+    """Two calls, one incoming gradient, two backwards: every .grad keeps the law, and memory to itself."""
+    op = OPS[name]
+    law = Law.of(op, FIRST[name].name, "float32", device)
+    args, others = _copy(law.args), _copy(law.args)
+    outputs = as_tuple(op.function(*args, **law.kwargs))
+    pairs = zip(outputs, as_tuple(op.function(*others, **law.kwargs)), law.incoming, strict=True)
+    sums, incoming = zip(*[(o + p, g) for o, p, g in pairs if o.requires_grad], strict=True)
+    before = [g.clone() for g in incoming]
+    wanted = [*leaves(args), *leaves(others)]
+    for _ in range(2):
+        torch.autograd.backward(sums, incoming, retain_graph=True)
+        assert distinct(*[t.grad for t in wanted], *incoming)
+    for some in (args, others):
+        verdict = law.judge([o.detach() for o in outputs], [t.grad / 2 for t in leaves(some)])
+        assert verdict.ok, verdict.reason()
+    for k in range(len(sums)):  # one output alone
+        for t in wanted:
+            t.grad = None
+        torch.autograd.backward(sums[k], incoming[k], retain_graph=True)
+        assert distinct(*[t.grad for t in wanted if t.grad is not None], *incoming)
+        torch.autograd.grad(sums[k], wanted, incoming[k], create_graph=True, allow_unused=True)
+    for was, g in zip(before, incoming, strict=True):
+        assert torch.equal(was, g)
+        assert not g.requires_grad
+
+
+@pytest.mark.parametrize("shape", [(33, 8), (1, 8), (8,), ()])
+def test_a_gradient_passed_on(shape: tuple[int, ...], device: str) -> None:
+    """bias_mask_scale_add gives dy itself, or its sums, as the gradient of `add`."""
+    x, bias, mask = (torch.randn(s, device=device) for s in ((33, 8), (8,), (33, 8)))
+    one, other = (torch.randn(shape, device=device, requires_grad=True) for _ in range(2))
+    dy = torch.randn(33, 8, device=device)
+    before = dy.clone()
+    y = sum(bias_mask_scale_add(x, bias, mask, 2.0, add, impl="triton") for add in (one, other))
+    for times in (1, 2):
+        y.backward(dy, retain_graph=True)
+        assert torch.equal(dy, before)
+        for t in (one, other):
+            torch.testing.assert_close(t.grad, times * dy.sum_to_size(shape))
+    assert distinct(one.grad, other.grad, dy)
