@@ -1,0 +1,81 @@
+"""What `make readme` writes: the rung that users get, the runs that the figures come from, and every op."""
+
+import pytest
+
+from ridgeline import nn
+from ridgeline.lab import readme
+from ridgeline.op import RidgelineError, get, registry
+
+
+def timed(impl: str, median: float, peer: bool = False, direction: str = "forward", dtype: str = "float32", bytes: int = 8) -> dict:
+    kind = "eager" if peer else "triton"
+    what = {"op": "softmax", "case": f"{bytes} B", "dtype": dtype, "direction": direction, "impl": impl, "peer": peer, "kind": kind}
+    return what | {"type": "bench", "status": "ok", "bound": "memory", "bytes": bytes, "share": 0.5, "seconds": {"median": median}}
+
+
+def run(copy: float, dirty: bool) -> list[dict]:
+    machine = {"gpu": "NVIDIA H100 80GB HBM3", "driver": "580", "cuda": "13.0", "torch": "2.11.0", "triton": "3.6.0"}
+    roof = {"type": "roof", "copy": {"median": copy}, "matmul": {"float32": {"median": 5e13}}}
+    return [{"type": "run", "dirty": dirty, "machine": machine}, roof]
+
+
+def test_a_rung_that_no_user_gets_is_not_shown() -> None:
+    rungs = [timed("triton_row", 1.0), timed("triton", 1.1), timed("torch", 1.2, peer=True)]
+    assert not get("softmax").implementations["triton_row"].served
+    found = readme.serving(get("softmax"), rungs)
+    assert found is not None
+    assert found["impl"] == "triton"
+    text = readme.table({("softmax", "8 B", "float32", "forward"): rungs}, registry())
+    assert "`triton`" in text
+    assert "triton_row" not in text
+
+
+def test_where_torch_serves_the_fastest_kernel_stands_beside_it() -> None:
+    rungs = [timed("torch", 1.0, peer=True), timed("triton", 1.1)]
+    rungs = [row | {"op": "matmul"} for row in rungs]
+    lines = readme.table({("matmul", "8 B", "float32", "forward"): rungs}, registry()).splitlines()[2:]
+    assert len(lines) == 2
+    assert "| `torch` | 1.00 s" in lines[0]
+    assert "`triton`, if named | 1.10 s" in lines[1]
+
+
+def test_one_line_an_op() -> None:
+    rows = [
+        timed("triton", 1.0, direction=way, dtype=d, bytes=b)
+        for way in ("forward", "backward")
+        for d in ("float32", "bfloat16")
+        for b in (8, 16)
+    ]
+    text = readme.short(readme.works(rows), registry())
+    assert text.splitlines()[2:] == ["| `softmax` | 16 B, bfloat16 | `triton` | 1.00 s | **0.50** |  | 1.00 s | **0.50** |  |"]
+
+
+def test_the_header_gives_all_runs() -> None:
+    text = readme.header([run(3.0e12, False), run(3.02e12, True)])
+    assert "2 runs" in text
+    assert "copy 3.00 to 3.02 TB/s" in text
+    assert "float32 50.0 TFLOP/s" in text
+    assert "1 of these runs is" in text
+    assert "dirty" not in readme.header([run(3e12, False)])
+
+
+@pytest.mark.parametrize(
+    ("values", "text"), [([1e12], "1.00 TB/s"), ([9e11, 1.1e12], "900 GB/s to 1.10 TB/s"), ([2e12, 1e12], "1.00 to 2.00 TB/s")]
+)
+def test_between(values: list[float], text: str) -> None:
+    assert readme.between(values, "B/s") == text
+
+
+def test_every_op_and_module_is_listed() -> None:
+    text, ops = readme.contents(registry()), registry()
+    for name, op in ops.items():
+        (line,) = [row for row in text.splitlines() if f"| `{name}` |" in row]
+        assert all(rung in line for rung in op.implementations)
+    assert "`RMSNorm`" in text
+    assert "`AdamW`" in text
+    assert hasattr(nn, "RMSNorm")
+
+
+def test_no_run_is_said(tmp_path) -> None:
+    with pytest.raises(RidgelineError, match="no recorded run"):
+        readme.newest(tmp_path)
