@@ -105,7 +105,8 @@ def saved(state: dict) -> dict:
 @pytest.mark.parametrize("disk", [False, True])
 def test_state_dicts_load_both_ways(way: str, disk: bool, device: str) -> None:
     """Five steps, the state moved into the other's optimizer, five more: what ten steps of torch give."""
-    first, second = {"ours": AdamW, "torch": torch.optim.AdamW}[way.split()[0]], {"ours": AdamW, "torch": torch.optim.AdamW}[way.split()[2]]
+    ours = lambda *args, **kwargs: AdamW(*args, moment_dtype=torch.float32, **kwargs)  # noqa: E731
+    first, second = ({"ours": ours, "torch": torch.optim.AdamW}[name] for name in way.split(" to "))
     params, whole = parameters(device), parameters(device)
     groups = lambda some: [{"params": some[:3], "weight_decay": 0.0}, {"params": some[3:], "lr": 0.01}]  # noqa: E731
     one = first(groups(params), lr=0.03)
@@ -113,12 +114,44 @@ def test_state_dicts_load_both_ways(way: str, disk: bool, device: str) -> None:
     other = second(groups(params), lr=0.5)
     other.load_state_dict(saved(one.state_dict()) if disk else one.state_dict())
     assert [g["lr"] for g in other.param_groups] == [0.03, 0.01]
+    if second is ours:
+        assert [g["moment_dtype"] for g in other.param_groups] == [torch.float32] * 2
     train(other, params, range(5, 10))
     train(torch.optim.AdamW(groups(whole), lr=0.03), whole, range(10))
     for p, w in zip(params, whole, strict=True):
         torch.testing.assert_close(p, w, rtol=1e-5, atol=1e-6)
     assert other.state[params[0]]["step"] == 10
     assert other.state[params[1]]["step"] == 9  # it had no gradient once
+
+
+def test_torch_states_keep_wide_moments(device: str) -> None:
+    """Torch's state_dict says nothing of moment_dtype: each group's own holds, and float32 moments stay what they are."""
+    params = parameters(device, torch.float16)
+    wide = [torch.nn.Parameter(p.detach().float()) for p in params]
+    one = torch.optim.AdamW(wide)
+    train(one, wide, range(1))
+    ours = AdamW([{"params": params[:3], "moment_dtype": torch.float64}, {"params": params[3:]}], moment_dtype=torch.float32)
+    state = one.state_dict()
+    state["param_groups"] = copy.deepcopy(ours.state_dict()["param_groups"])
+    for group in state["param_groups"]:
+        assert group.pop("moment_dtype")
+    ours.load_state_dict(state)
+    assert [g["moment_dtype"] for g in ours.param_groups] == [torch.float64, torch.float32]
+    for p, w in zip(params[3:], wide[3:], strict=True):
+        assert torch.equal(ours.state[p]["exp_avg"], one.state[w]["exp_avg"])
+
+
+def test_steps_in_two_places() -> None:
+    """A checkpoint's steps on the device, and one of a parameter that came later on the CPU: they go beside the parameters."""
+    params = [torch.nn.Parameter(torch.ones(4, device="meta")) for _ in range(3)]
+    optimizer, seen = AdamW(params), []
+    optimizer._function = lambda *args, **_: seen.append(args[4])
+    for p, step in zip(params, (torch.zeros(()), torch.zeros((), device="meta"), torch.zeros((), dtype=torch.int64)), strict=True):
+        p.grad = torch.ones_like(p)
+        optimizer.state[p].update(step=step, exp_avg=torch.zeros_like(p), exp_avg_sq=torch.zeros_like(p))
+    optimizer.step()
+    assert [(t.device.type, t.dtype) for t in seen[0]] == [("meta", torch.float32)] * 3
+    assert all(optimizer.state[p]["step"] is t for p, t in zip(params, seen[0], strict=True))
 
 
 def test_copies_go_their_own_way(device: str) -> None:
@@ -354,6 +387,22 @@ def test_cuda_graph() -> None:
             p.grad.copy_(g)
             graph.replay()
     torch.testing.assert_close(p, q)
+
+
+@pytest.mark.gpu
+def test_steps_on_both_sides() -> None:
+    """A fused checkpoint, then a parameter that is unfrozen: as torch's."""
+    (p, r), (q, s) = ([torch.nn.Parameter(torch.ones(9001, device="cuda")) for _ in range(2)] for _ in range(2))
+    ours, theirs = AdamW([p, r], lr=0.1, fused=True), torch.optim.AdamW([q, s], lr=0.1, fused=True)
+    for step in range(4):
+        for one, later in ((p, r), (q, s)):
+            one.grad = torch.full_like(one, 0.5 + step)
+            later.grad = torch.full_like(one, 0.5 - step) if step > 1 else None
+        if step == 2:
+            ours.param_groups[0]["fused"] = False
+        ours.step()
+        theirs.step()
+    torch.testing.assert_close([p, r], [q, s])
 
 
 @pytest.mark.gpu

@@ -33,7 +33,7 @@ class AdamW(torch.optim.AdamW):
     def __setstate__(self, state: dict[str, Any]) -> None:
         super().__setstate__(state)
         for group in self.param_groups:
-            group.setdefault("moment_dtype", None)
+            group.setdefault("moment_dtype", self.defaults.get("moment_dtype"))
         self._prepare()
 
     def _prepare(self) -> None:
@@ -58,8 +58,12 @@ class AdamW(torch.optim.AdamW):
         self._refuse(self.param_groups[-1])
 
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
-        """As torch's; moments keep the dtype of the group's `moment_dtype`, where torch would round them to the parameter's."""
+        """As torch's; moments keep the dtype of the group's `moment_dtype`, where torch would round them to the parameter's.
+        Where a group was saved without one, as torch saves it, the group here keeps its own."""
+        own = [g["moment_dtype"] for g in self.param_groups]
         super().load_state_dict(state_dict)
+        for group, saved, dtype in zip(self.param_groups, state_dict["param_groups"], own, strict=True):
+            group["moment_dtype"] = saved.get("moment_dtype", dtype)
         numbers = chain.from_iterable(g["params"] for g in state_dict["param_groups"])
         groups = [(g["moment_dtype"], p) for g in self.param_groups for p in g["params"]]
         for number, (dtype, p) in zip(numbers, groups, strict=True):
@@ -100,7 +104,9 @@ class AdamW(torch.optim.AdamW):
         lists = params, grads, [s["exp_avg"] for s in states], [s["exp_avg_sq"] for s in states]
         options = {name: group[name] for name in ("lr", "betas", "eps", "weight_decay", "maximize")}
         steps = [s["step"] for s in states]
-        if not steps[0].is_cpu:
+        if not all([s.is_cpu for s in steps]):
+            self._move_steps(params, states)
+            steps = [s["step"] for s in states]
             torch._foreach_add_(steps, 1)
             self._function(*lists, steps, **options)
             return
@@ -111,6 +117,13 @@ class AdamW(torch.optim.AdamW):
         for number in dict.fromkeys(numbers):  # some had no gradient at some steps
             chosen = [n for n, other in enumerate(numbers) if other == number]
             self._function(*[[some[n] for n in chosen] for some in lists], int(number), **options)
+
+    @staticmethod
+    def _move_steps(params: list[torch.Tensor], states: list[dict[str, Any]]) -> None:
+        """Beside their parameters: a checkpoint may have brought some there, and others began on the CPU."""
+        for p, state in zip(params, states, strict=True):
+            if state["step"].device != p.device or state["step"].dtype != torch.float32:
+                state["step"] = state["step"].to(p.device, torch.float32)
 
     def _count(self, group: int, steps: list[torch.Tensor], states: list[dict[str, Any]]) -> list[float]:
         """Adds one to every parameter's step, and returns them all. Steps are views of one tensor, so that this is one operation."""

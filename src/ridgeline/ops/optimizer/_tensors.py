@@ -22,7 +22,6 @@ from ridgeline.op import RidgelineError
 CHUNK = 8192
 BATCH = 128  # numbers that one launch writes
 TL = {torch.float32: tl.float32, torch.float16: tl.float16, torch.bfloat16: tl.bfloat16}
-PLAIN = frozenset((torch.Tensor, torch.nn.Parameter))
 
 
 @triton.jit
