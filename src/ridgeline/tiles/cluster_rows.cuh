@@ -152,7 +152,7 @@ struct Share {
             stride[i] = strides[i];
         }
         if (thread() == 0) {
-            for (int k = 0; k < STAGES + 2; ++k) barrier_init(barriers + k);
+            for (int k = 0; k < STAGES + 2; ++k) barrier_init(barriers + k, k < STAGES ? 1 : WARPS);
             barrier_init_done();
             for (int k = 0; k < STAGES; ++k) load(k);
         }
@@ -189,7 +189,7 @@ struct Share {
         ahead.next();
     }
 
-    // Asks for the row STAGES after the k-th, in whose place it comes: all threads of this group have read that.
+    // Asks for the row STAGES after the k-th, in whose place it comes: all threads of this group have read that, and then met.
     __device__ void next(int k) {
         if (thread() == 0) load(k + STAGES);
     }
@@ -228,7 +228,10 @@ struct Share {
             group_sync();
         } else {
             Barrier* barrier = barriers + STAGES + (k & 1);
-            if (thread() == 0) barrier_expect(barrier, FLOATS * SLOTS * sizeof(float));
+            if (thread() == 0)
+                barrier_expect(barrier, FLOATS * SLOTS * sizeof(float));
+            else if (lane == 0)
+                barrier_arrive(barrier);
             if (lane < CLUSTER) cluster_send(slot, mine, barrier, lane);
             barrier_wait(barrier, k / 2 & 1);
         }
@@ -241,27 +244,35 @@ struct Exponentials {
     float most, total;
 };
 
-// Of the cluster's one row, whose part of this block lies at `in`: every warp's two, brought together.
+// Of the cluster's one row, whose part of this block lies at `in`: every warp's two, brought together. For float32 logits the maximum
+// of all comes first: terms of the warps' own bases would each be rounded twice, which a row's scale shows.
 template <typename S>
 __device__ inline Exponentials exponentials(S& share, const X* in) {
-    float top = -INF, sum = 0;
+    constexpr bool FIRST = sizeof(X) == 4;
+    const int lane = threadIdx.x % 32;
+    float top = -INF, sum = 0, most = -INF, total = 0;
     share.for_each([&]<int N>(Columns<N> c) {
         const Pack<X, N> pack = c.of(in);
 #pragma unroll
         for (int j = 0; j < N; ++j) top = fmaxf(top, to_float(pack.at[j]));
     });
     top = warp_max(top);
+    const auto agree = [&](const float* slots) {
+        for (int s = lane; s < SLOTS; s += 32) most = fmaxf(most, slots[2 * s]);
+        most = warp_max(most);
+    };
+    if constexpr (FIRST) {
+        agree(share.exchange(0, {top, 0.0f}));
+        top = most;
+    }
     const float base = top == -INF ? 0.0f : top;  // nothing but -inf: exponentials of 0, not of -inf + inf
     share.for_each([&]<int N>(Columns<N> c) {
         const Pack<X, N> pack = c.of(in);
 #pragma unroll
         for (int j = 0; j < N; ++j) sum += exp_from(to_float(pack.at[j]), base);
     });
-    const float* slots = share.exchange(0, {top, warp_sum(sum)});
-    const int lane = threadIdx.x % 32;
-    float most = -INF, total = 0;
-    for (int s = lane; s < SLOTS; s += 32) most = fmaxf(most, slots[2 * s]);
-    most = warp_max(most);
-    for (int s = lane; s < SLOTS; s += 32) total += slots[2 * s + 1] * exp_from(slots[2 * s], most);
+    const float* slots = share.exchange(FIRST, {top, warp_sum(sum)});
+    if constexpr (!FIRST) agree(slots);
+    for (int s = lane; s < SLOTS; s += 32) total += FIRST ? slots[2 * s + 1] : slots[2 * s + 1] * exp_from(slots[2 * s], most);
     return {most, warp_sum(total)};
 }

@@ -5,9 +5,13 @@ using Barrier = unsigned long long;
 
 __device__ inline unsigned shared_address(const void* p) { return (unsigned)__cvta_generic_to_shared(p); }
 
-// One arrival per phase, beside the bytes that are announced. One thread calls this, then all synchronise.
-__device__ inline void barrier_init(Barrier* barrier) {
-    asm volatile("mbarrier.init.shared::cta.b64 [%0], 1;" ::"r"(shared_address(barrier)) : "memory");
+// So many arrivals per phase, beside the bytes that are announced. One thread calls this, then all synchronise.
+__device__ inline void barrier_init(Barrier* barrier, unsigned arrivals = 1) {
+    asm volatile("mbarrier.init.shared::cta.b64 [%0], %1;" ::"r"(shared_address(barrier)), "r"(arrivals) : "memory");
+}
+
+__device__ inline void barrier_arrive(Barrier* barrier) {
+    asm volatile("mbarrier.arrive.shared::cta.b64 _, [%0];" ::"r"(shared_address(barrier)) : "memory");
 }
 
 // What this thread has written to shared memory comes before what the copy engine will write there for it.

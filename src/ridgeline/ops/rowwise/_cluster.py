@@ -117,9 +117,15 @@ def launch_bwd(
         add_up(dweight, dbias, parts, clusters(config()) + min(apart, rows), gcd(8, columns))
 
 
-FROM = {False: 2048, True: 1024}  # columns up to which tiles are as fast, forward; True where the mean is subtracted
-FROM_BACKWARD = 8192  # the same backward
-NARROWEST = 1024  # columns up to which clusters are never asked: backward, or of rows that begin anywhere, which tiles load by elements
+NARROWEST = 1024  # columns up to which clusters are never asked
+TILED = {False: (8192, 1.4), True: (4096, 1.25)}  # tiles are faster forward up to so many columns, which they round up to a power of
+TILED_BACKWARD = 8192, 2.0  # two, at most so many times as many; True where the mean is subtracted. Backward they are so in any case
+
+
+def in_tiles(columns: int, size: int, limits: tuple[int, float]) -> bool:
+    """Whether tiles are faster on rows of that many columns of elements of `size` bytes."""
+    most, waste = limits
+    return columns <= most and power(columns) <= waste * columns and not cluster_rows.shifted(columns, size)
 
 
 def fits(centred: bool, x: torch.Tensor, *rest: Any) -> str | None:
@@ -131,21 +137,17 @@ def fits(centred: bool, x: torch.Tensor, *rest: Any) -> str | None:
     rows = [x, *(t for t in (rest[:2] if backward else tensors) if t is not None and t.shape == x.shape and t.dim() > 1)]
     vectors = [t for t in (rest[2:4] if backward else tensors) if t is not None and t.dim() == 1]
     columns = x.shape[-1] if x.dim() else 1
-    low = NARROWEST if backward or cluster_rows.shifted(columns, x.element_size()) else FROM[centred]
-    reason = cluster_rows.refusal(columns, (low, 16 * _PART), 16 * _SHARED, rows, vectors)
+    reason = cluster_rows.refusal(columns, (NARROWEST, 16 * _PART), 16 * _SHARED, rows, vectors)
+    if reason is None and not backward and in_tiles(columns, x.element_size(), TILED[centred]):
+        reason = f"on rows of {columns} columns tiles are faster"
     if reason is None and (any([t.dtype != x.dtype for t in rows]) or len({t.dtype for t in vectors}) > 1):
         reason = "it takes tensors of one dtype, and a weight and bias of one"
     return reason
 
 
-def in_tiles(columns: int, size: int) -> bool:
-    """Whether tiles are as fast, backward, of rows of that many columns of elements of `size` bytes."""
-    return columns <= FROM_BACKWARD and not cluster_rows.shifted(columns, size)
-
-
 def _backward(op: str, centred: bool, dx: torch.Tensor, *rest: Any) -> None:
     """By clusters, or of rows that tiles are as fast on in tiles."""
-    (tiled_bwd if in_tiles(dx.shape[1], dx.element_size()) else launch_bwd)(op, centred, dx, *rest)
+    (tiled_bwd if in_tiles(dx.shape[1], dx.element_size(), TILED_BACKWARD) else launch_bwd)(op, centred, dx, *rest)
 
 
 def register(norm: Any) -> None:

@@ -178,11 +178,13 @@ class Softmax:
 
     def __call__(self, x: torch.Tensor, dim: int, dtype: torch.dtype | None, impl: str | None) -> torch.Tensor:
         usual = impl is None and dtype is None and type(x) is torch.Tensor and x.is_cuda and x.dtype in self.op.kernel_dtypes
-        if usual and type(dim) is int and -x.dim() <= dim < x.dim() and not torch.is_autocast_enabled("cuda"):
+        if usual and x.layout is torch.strided and type(dim) is int and -x.dim() <= dim < x.dim() and not torch.is_autocast_enabled("cuda"):
             return differentiate(self.function, x, dim, None, None) if torch.is_grad_enabled() and x.requires_grad else self.fwd(x, dim, None, None)  # fmt: skip
         name = self.name
         if not isinstance(x, torch.Tensor):
             raise RidgelineError(f"{name}: x must be a tensor, and is {type(x).__name__}")
+        if dtype is not None and not isinstance(dtype, torch.dtype):
+            raise RidgelineError(f"{name}: dtype must be a torch.dtype such as torch.float32, or None, and is {dtype!r}")
         if not (dtype or x.dtype).is_floating_point:
             raise RidgelineError(f"{name}: the result must be floating point, and would be {dtype or x.dtype}; give dtype=torch.float32")
         many = max(x.dim(), 1)
@@ -291,7 +293,7 @@ def columns_of(x: torch.Tensor, *rest: Any) -> int:
 def _fits_cluster(x: torch.Tensor, *rest: Any) -> str | None:
     columns, (low, high) = columns_of(x, *rest), CLUSTER_COLUMNS
     if x.element_size() == 4:
-        low = CLUSTER_BACKWARD[False]  # tiles round float32 better
+        low = 4 * CLUSTER_FORWARD  # a row's maximum is agreed upon before its sum
     elif not cluster_rows.shifted(columns, x.element_size()):
         low = CLUSTER_FORWARD
     return cluster_rows.refusal(columns, (low, high), CLUSTER_BYTES, [x, *[t for t in rest if isinstance(t, torch.Tensor)]])
