@@ -1,6 +1,7 @@
 """Bad input to the public functions: one clear sentence that names what was given and what is accepted."""
 
 from collections.abc import Callable
+from functools import partial
 
 import pytest
 import torch
@@ -9,24 +10,131 @@ import ridgeline
 from ridgeline.op import RidgelineError, registry
 
 x, half, whole = torch.ones(4, 6), torch.ones(4, 6, dtype=torch.float16), torch.ones(4, 6, dtype=torch.int32)
-away = torch.ones(4, 6, device="meta")
+away, sparse = torch.ones(4, 6, device="meta"), torch.eye(6).to_sparse()
+w, w5, wint, waway = torch.ones(6), torch.ones(5), torch.ones(6, dtype=torch.int32), torch.ones(6, device="meta")
+yes = torch.ones(4, 6, dtype=torch.bool)
+image, labels = torch.ones(2, 6, 3), torch.zeros(6, dtype=torch.int64)
+q, table, odd = torch.ones(1, 2, 3, 8), torch.ones(5, 4), torch.ones(1, 2, 3, 7)
+zero = torch.tensor([1.0, 1, 0, 1, 1, 1])
 
-BAD: dict[str, tuple[Callable[[], object], list[str]]] = {
+Bad = dict[str, tuple[Callable[[], object], list[str]]]
+BAD: Bad = {
     "gelu: another approximation": (lambda: ridgeline.gelu(x, approximate="cubic"), ["cubic", "none", "tanh"]),
     "gelu: an integer tensor": (lambda: ridgeline.gelu(whole), ["int32", "float32"]),
     "gelu: no tensor": (lambda: ridgeline.gelu([1.0, 2.0]), ["list", "tensor"]),
+    "quick_gelu: an integer tensor": (lambda: ridgeline.quick_gelu(whole), ["int32", "float32"]),
+    "gelu_mul: another approximation": (lambda: ridgeline.gelu_mul(x, x, "cubic"), ["cubic", "none", "tanh"]),
+    "gelu_mul: an integer tensor": (lambda: ridgeline.gelu_mul(x, whole), ["up", "int32", "float32"]),
+    "silu_mul: shapes that do not broadcast": (lambda: ridgeline.silu_mul(x, w5), ["(4, 6)", "(5,)"]),
+    "silu_mul: an integer tensor": (lambda: ridgeline.silu_mul(whole, x), ["gate", "int32", "float32"]),
     "mul: two devices": (lambda: ridgeline.mul(x, away), ["cpu", "meta"]),
     "mul: no tensor": (lambda: ridgeline.mul(x, "2"), ["str", "tensor"]),
     "mul: shapes that do not broadcast": (lambda: ridgeline.mul(x, torch.ones(5)), ["(4, 6)", "(5,)"]),
     "softmax: a dim that is not there": (lambda: ridgeline.softmax(x, dim=2), ["2", "-2"]),
+    "softmax: a dim that is no int": (lambda: ridgeline.softmax(x, dim=1.0), ["1.0", "-2"]),
     "softmax: an integer tensor": (lambda: ridgeline.softmax(whole), ["int32", "float32"]),
     "softmax: no tensor": (lambda: ridgeline.softmax(None), ["NoneType", "tensor"]),
     "softmax: a dtype that is none": (lambda: ridgeline.softmax(x, dtype=torch.int8), ["int8", "float32"]),
+    "softmax: a dtype's name": (lambda: ridgeline.softmax(x, -1, "float32"), ["dtype", "'float32'", "torch.float32"]),
+    "log_softmax: a dim that is not there": (lambda: ridgeline.log_softmax(x, dim=-3), ["-3", "-2"]),
     "matmul: inner sizes": (lambda: ridgeline.matmul(x, x), ["(4, 6)"]),
     "matmul: two dtypes": (lambda: ridgeline.matmul(x, half.T), ["float32", "float16"]),
     "matmul: two devices": (lambda: ridgeline.matmul(x, away.T), ["cpu", "meta"]),
     "matmul: no tensor": (lambda: ridgeline.matmul(x, 3), ["int", "tensor"]),
+    "rms_norm: no dimension": (lambda: ridgeline.rms_norm(torch.ones(())), ["one dimension"]),
+    "add_rms_norm: no weight": (lambda: ridgeline.add_rms_norm(x, x, None), ["weight", "NoneType"]),
+    "add_rms_norm: another residual": (lambda: ridgeline.add_rms_norm(x, x[:2], w), ["residual", "(4, 6)", "(2, 6)"]),
+    "add_layer_norm: another dtype": (lambda: ridgeline.add_layer_norm(x, half, w), ["residual", "float32", "float16"]),
+    "add_layer_norm: a residual elsewhere": (lambda: ridgeline.add_layer_norm(x, away, w), ["residual", "cpu", "meta"]),
+    "layer_norm: a long bias": (lambda: ridgeline.layer_norm(x, w, torch.ones(7)), ["bias", "(6,)", "(7,)"]),
+    "rms_norm: a zero weight, memory_efficient": (lambda: ridgeline.rms_norm(x, zero, memory_efficient=True), ["memory_efficient", "zero"]),
+    "layer_norm: a zero weight, memory_efficient": (
+        lambda: ridgeline.layer_norm(x, torch.nn.Parameter(zero), memory_efficient=True),
+        ["memory_efficient", "zero"],
+    ),
+    "group_norm: groups": (lambda: ridgeline.group_norm(image, 4), ["num_groups", "6", "4"]),
+    "group_norm: an integer tensor": (lambda: ridgeline.group_norm(whole, 2), ["int32", "floating"]),
+    "group_norm: a short weight": (lambda: ridgeline.group_norm(image, 2, w5), ["weight", "(6,)", "(5,)"]),
+    "group_norm: a bias elsewhere": (lambda: ridgeline.group_norm(image, 2, w, waway), ["bias", "cpu", "meta"]),
+    "weighted_sum: a short weight": (lambda: ridgeline.weighted_sum(x, w5), ["(4, 6)", "(5,)"]),
+    "weighted_sum: a weight elsewhere": (lambda: ridgeline.weighted_sum(x, waway), ["cpu", "meta"]),
+    "weighted_sum: integers": (lambda: ridgeline.weighted_sum(x, wint), ["weight", "int32", "float32"]),
+    "masked_softmax: a mask of floats": (lambda: ridgeline.masked_softmax(x, x), ["torch.bool", "float32"]),
+    "masked_softmax: a mask that does not broadcast": (lambda: ridgeline.masked_softmax(x, yes[:, :5]), ["mask", "(4, 6)", "(4, 5)"]),
+    "masked_softmax: a mask that is larger": (lambda: ridgeline.masked_softmax(x[:1], yes), ["mask", "(1, 6)", "(4, 6)"]),
+    "masked_softmax: a mask elsewhere": (lambda: ridgeline.masked_softmax(x, yes.to("meta")), ["mask", "cpu", "meta"]),
+    "masked_softmax: a bias that does not broadcast": (lambda: ridgeline.masked_softmax(x, yes, bias=w5), ["bias", "(4, 6)", "(5,)"]),
+    "masked_softmax: an integer tensor": (lambda: ridgeline.masked_softmax(whole, yes), ["int32", "floating"]),
+    "masked_softmax: a scale that is none": (lambda: ridgeline.masked_softmax(x, yes, "1"), ["scale", "str"]),
+    "masked_softmax: p above 1": (lambda: ridgeline.masked_softmax(x, yes, dropout_p=1.5), ["dropout_p", "1.5", "between 0 and 1"]),
+    "masked_softmax: p below 0": (lambda: ridgeline.masked_softmax(x, yes, dropout_p=-0.1), ["dropout_p", "-0.1", "between 0 and 1"]),
+    "masked_softmax: a seed that is none": (lambda: ridgeline.masked_softmax(x, yes, dropout_p=0.5, seed="7"), ["seed", "str"]),
+    "dropout: p above 1": (lambda: ridgeline.dropout(x, 1.5), ["1.5", "0 to 1"]),
+    "dropout: p below 0": (lambda: ridgeline.dropout(x, -0.5), ["-0.5", "0 to 1"]),
+    "dropout: p that is none": (lambda: ridgeline.dropout(x, "0.5"), ["'0.5'", "0 to 1"]),
+    "dropout: an integer tensor": (lambda: ridgeline.dropout(whole), ["int32", "floating"]),
+    "dropout: a wide seed": (lambda: ridgeline.dropout(x, seed=1 << 63), ["seed", "64 bits"]),
+    "dropout: seeds": (lambda: ridgeline.dropout(x, seed=labels), ["seed", "0-d", "(6,)"]),
+    "rope: odd dimensions": (lambda: ridgeline.rope(odd, odd, table[:, :3], table[:, :3]), ["even", "7"]),
+    "rope: too many pairs": (lambda: ridgeline.rope(q, q, torch.ones(5, 5), torch.ones(5, 5)), ["d/2", "8", "5"]),
+    "rope: two lengths": (lambda: ridgeline.rope(q, q[:, :, :2], table, table), ["(1, 2, 3, 8)", "(1, 2, 2, 8)"]),
+    "rope: cos and sin": (lambda: ridgeline.rope(q, q, table, table[:, :3]), ["(5, 4)", "(5, 3)"]),
+    "rope: a long sequence": (lambda: ridgeline.rope(q, q, table[:2], table[:2]), ["2 positions", "3 long"]),
+    "rope: a table elsewhere": (lambda: ridgeline.rope(q, q, table, table.to("meta")), ["sin", "cpu", "meta"]),
+    "rope: integers": (lambda: ridgeline.rope(q, q, table.int(), table), ["cos", "int32"]),
+    "rope: an angle's gradient": (lambda: ridgeline.rope(q, q, table.clone().requires_grad_(), table), ["detached"]),
+    "rope: positions of another shape": (lambda: ridgeline.rope(q, q, table, table, positions=labels), ["positions", "(1, 3)", "(6,)"]),
+    "rope: positions out of range": (lambda: ridgeline.rope(q, q, table, table, positions=labels[:3] + 5), ["0 to 4", "5"]),
+    "bias_mask_scale_add: a short bias": (lambda: ridgeline.bias_mask_scale_add(x, torch.ones(1), yes, 1.0, x), ["bias", "(4, 6)", "(1,)"]),
+    "bias_mask_scale_add: a matrix as bias": (lambda: ridgeline.bias_mask_scale_add(x, x, yes, 1.0, x), ["bias", "(4, 6)"]),
+    "bias_mask_scale_add: a scale that is none": (lambda: ridgeline.bias_mask_scale_add(x, w, yes, "1", x), ["scale", "str"]),
+    "bias_mask_scale_add: a mask's gradient": (
+        lambda: ridgeline.bias_mask_scale_add(x, w, x.clone().requires_grad_(), 1.0, x),
+        ["mask", "detach"],
+    ),
+    "bias_mask_scale_add: a mask of integers": (lambda: ridgeline.bias_mask_scale_add(x, w, whole, 1.0, x), ["mask", "boolean", "int32"]),
+    "cross_entropy: shapes": (lambda: ridgeline.cross_entropy(x, labels), ["(4, 6)", "(6,)"]),
+    "adamw: a moment's shape": (lambda: ridgeline.adamw(x, x, x, x[:2], 1), ["(4, 6)", "(2, 6)"]),
+    "adamw: a negative eps": (lambda: ridgeline.adamw(x, x, x, x, 1, eps=-1.0), ["eps", "-1.0"]),
+    "clip_grad_norm: a negative norm": (lambda: ridgeline.clip_grad_norm([x], -1), ["max_norm", "-1"]),
+    "clip_grad_norm: sparse": (lambda: ridgeline.clip_grad_norm([sparse], 1), ["sparse"]),
 }
+
+
+def _norm(name: str, weight: torch.Tensor, **options: object) -> object:
+    return getattr(ridgeline, name)(*(x, x)[: 2 if name.startswith("add") else 1], weight, **options)
+
+
+for name in ("rms_norm", "layer_norm", "add_rms_norm", "add_layer_norm"):
+    BAD |= {
+        f"{name}: a short weight": (partial(_norm, name, w5), ["weight", "(6,)", "(5,)"]),
+        f"{name}: a broadcast weight": (partial(_norm, name, w[:1]), ["weight", "(6,)", "(1,)"]),
+        f"{name}: a weight elsewhere": (partial(_norm, name, waway), ["weight", "cpu", "meta"]),
+        f"{name}: integer weights": (partial(_norm, name, wint), ["weight", "int32", "float32"]),
+    }
+    for eps in (*(() if name == "rms_norm" else (None,)), "a", -1, -1e-5, float("nan")):
+        BAD[f"{name}: eps {eps!r}"] = partial(_norm, name, w, eps=eps), ["eps", "0 or more", repr(eps)]
+for eps in (None, "a", -1, float("nan")):
+    BAD[f"group_norm: eps {eps!r}"] = partial(ridgeline.group_norm, image, 2, eps=eps), ["eps", "0 or more", repr(eps)]
+square = torch.ones(6, 6)
+for name, args in {
+    "rms_norm": (sparse, w),
+    "layer_norm": (sparse, w, w),
+    "add_rms_norm": (square, sparse, w),
+    "gelu": (sparse,),
+    "quick_gelu": (sparse.to_sparse_csr(),),
+    "silu_mul": (square, sparse),
+    "mul": (sparse, square),
+    "softmax": (sparse,),
+    "log_softmax": (sparse,),
+    "cross_entropy": (sparse, labels),
+    "masked_softmax": (sparse, torch.ones(6, dtype=torch.bool)),
+    "dropout": (sparse,),
+    "weighted_sum": (sparse, w),
+    "group_norm": (sparse, 2),
+    "matmul": (sparse, sparse),
+}.items():
+    BAD[f"{name}: a sparse tensor"] = partial(getattr(ridgeline, name), *args), ["sparse", "dense"]
 
 
 @pytest.mark.parametrize("name", BAD)
@@ -38,6 +146,10 @@ def test_is_refused(name: str) -> None:
     assert said.startswith(name.split(":")[0]), said
     assert "\n" not in said
     assert not [word for word in named if word not in said], said
+
+
+def test_every_op_refuses_something() -> None:
+    assert {name.split(":")[0] for name in BAD} == set(registry())
 
 
 @pytest.mark.parametrize("name", registry())
@@ -62,3 +174,14 @@ def test_an_implementation_that_this_machine_cannot_run(name: str) -> None:
 def test_a_name_that_is_no_op() -> None:
     with pytest.raises(AttributeError, match=r"no 'nowhere'; its ops are .*gelu"):
         ridgeline.nowhere  # noqa: B018
+
+
+@pytest.mark.parametrize("dtype", [torch.float64, torch.float32, torch.float16, torch.bfloat16])
+def test_rms_norm_without_an_eps_takes_torchs(dtype: torch.dtype) -> None:
+    small = (torch.arange(24.0).view(4, 6) / 2**14).to(dtype)
+    torch.testing.assert_close(ridgeline.rms_norm(small, w.to(dtype), None), torch.nn.functional.rms_norm(small, (6,), w.to(dtype)))
+
+
+def test_a_zero_weight_is_no_matter_without_gradients() -> None:
+    with torch.no_grad():
+        assert torch.equal(ridgeline.rms_norm(x, zero, memory_efficient=True), ridgeline.rms_norm(x, zero))

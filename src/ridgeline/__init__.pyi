@@ -199,8 +199,9 @@ def layer_norm(
     x: at least one dimension, any strides, floating point. weight, bias: (columns,), of x's dtype or another floating one, or None.
     Returns a tensor of x's shape and dtype. Gradients flow to x, weight and bias; backward keeps x and two float32 per row.
     memory_efficient: backward keeps the result instead of x, which frees x where the next layer keeps the result anyway; no
-    weight may then be zero, and gradients lose precision where a bias is many times its weight.
-    Raises RidgelineError on a weight or bias of another length or on another device, or an `impl` that cannot run the call.
+    weight may then be zero (on a CPU, and with RIDGELINE_CHECK=1, that raises), and gradients lose precision where a bias is many
+    times its weight.
+    Raises RidgelineError on a weight or bias of another length or on another device, an eps below 0, or an `impl` that cannot run the call.
     """
 
 def log_softmax(x: torch.Tensor, dim: int = -1, dtype: torch.dtype | None = None, *, impl: str | None = None) -> torch.Tensor:
@@ -226,15 +227,21 @@ def masked_softmax(
     """
 
 def rms_norm(
-    x: torch.Tensor, weight: torch.Tensor | None = None, eps: float = 1e-6, *, memory_efficient: bool = False, impl: str | None = None
+    x: torch.Tensor,
+    weight: torch.Tensor | None = None,
+    eps: float | None = 1e-6,
+    *,
+    memory_efficient: bool = False,
+    impl: str | None = None,
 ) -> torch.Tensor:
     """Every row of x divided by its root mean square, times `weight`, as `torch.nn.functional.rms_norm` over the last dimension.
 
     x: at least one dimension, any strides, floating point. weight: (columns,), of x's dtype or another floating one, or None.
+    eps: 0 or more; None is torch's default, what float32 (of float64, float64) tells from 1.
     Returns a tensor of x's shape and dtype. Gradients flow to x and weight; backward keeps x and a float32 per row.
     memory_efficient: backward keeps the result instead of x, which frees x where the next layer keeps the result anyway;
-    no weight may then be zero, and its gradient has the rounding of the result.
-    Raises RidgelineError on a weight of another length or on another device, or an `impl` that cannot run the call.
+    no weight may then be zero (on a CPU, and with RIDGELINE_CHECK=1, that raises), and its gradient has the rounding of the result.
+    Raises RidgelineError on a weight of another length or on another device, another eps, or an `impl` that cannot run the call.
     """
 
 def softmax(x: torch.Tensor, dim: int = -1, dtype: torch.dtype | None = None, *, impl: str | None = None) -> torch.Tensor:

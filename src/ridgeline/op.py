@@ -19,6 +19,7 @@ import torch
 OPS = Path(__file__).with_name("ops")
 FLOATS = ("float32", "float16", "bfloat16")
 CHECK = os.environ.get("RIDGELINE_CHECK") == "1"  # values on a GPU are read to validate them, at the price of a sync
+_OWN = (torch.Tensor, torch.nn.Parameter)
 
 
 class RidgelineError(ValueError):
@@ -93,7 +94,7 @@ def nbytes(*tensors: torch.Tensor) -> int:
 
 def readable(tensor: torch.Tensor) -> bool:
     """Whether the host may read a tensor's values to validate them: on a CPU, anywhere with RIDGELINE_CHECK=1; not while tracing."""
-    return (tensor.is_cpu or CHECK) and not (tensor.is_meta or torch.compiler.is_compiling()) and type(tensor) is torch.Tensor
+    return (tensor.is_cpu or CHECK) and not (tensor.is_meta or torch.compiler.is_compiling()) and type(tensor) in _OWN
 
 
 def tensors_of(values: Iterable[Any]) -> list[torch.Tensor]:

@@ -55,6 +55,7 @@ def find(op: Op, impl: str) -> Implementation:
     return op.implementations[impl]
 
 
+_DENSE = torch.strided
 _candidates: dict[Any, list[Implementation]] = {}
 
 
@@ -99,8 +100,14 @@ def run(op: Op, direction: str, impl: str | None, outputs: tuple[torch.Tensor, .
 def eager(op: Op, impl: str | None, *args: Any) -> Implementation | None:
     """For a public function: the implementation in plain PyTorch that serves this call, or None where kernels do.
 
-    It looks at the device and the dtypes of `args` alone, so that it can be traced; which kernel runs is chosen inside the op.
+    It looks at the device, the dtypes and the layouts of `args` alone, so that it can be traced; which kernel runs is chosen inside
+    the op. Raises where a tensor is sparse.
     """
+    known = all([t.dtype in op.kernel_dtypes and t.layout is _DENSE for t in args if isinstance(t, torch.Tensor)])
+    if not known:
+        for t in args:
+            if isinstance(t, torch.Tensor) and t.layout is not _DENSE:
+                raise RidgelineError(f"{op.name}: it takes dense tensors, and one is {str(t.layout)[6:]}; give its to_dense()")
     if impl is not None:
         implementation = find(op, impl)
         if implementation.is_kernel:
@@ -109,7 +116,6 @@ def eager(op: Op, impl: str | None, *args: Any) -> Implementation | None:
         if reason:
             raise RidgelineError(f"{op.name}: impl={impl!r} cannot run this call: {reason}")
         return implementation
-    known = all([t.dtype in op.kernel_dtypes for t in args if isinstance(t, torch.Tensor)])
     if known and (args[0].is_cuda or INTERPRETED or devices._pretended is not None):
         return None
     return [i for i in op.implementations.values() if i.served and not i.is_kernel][-1]

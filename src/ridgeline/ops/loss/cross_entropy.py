@@ -376,7 +376,7 @@ def _torch(
     return loss.reshape(target.shape) if reduction == "none" else loss
 
 
-def _fault(logits: Any, target: Any, label_smoothing: float, z_loss: float, softcap: float | None, reduction: str) -> str | None:
+def _fault(logits: Any, target: Any, ignore_index: Any, label_smoothing: Any, z_loss: Any, softcap: Any, reduction: Any) -> str | None:
     """What is wrong with a call, or None."""
     for name, t in (("logits", logits), ("target", target)):
         if not isinstance(t, torch.Tensor):
@@ -389,6 +389,11 @@ def _fault(logits: Any, target: Any, label_smoothing: float, z_loss: float, soft
         return f"target must have the logits' shape but for the last dimension; they are {tuple(target.shape)} and {tuple(logits.shape)}"
     if target.device != logits.device:
         return f"target is on {target.device} and logits on {logits.device}; one device is needed"
+    if not isinstance(ignore_index, int):
+        return f"ignore_index must be an int, and is {ignore_index!r}"
+    for name, value in (("label_smoothing", label_smoothing), ("z_loss", z_loss), ("softcap", 0.0 if softcap is None else softcap)):
+        if not isinstance(value, int | float):
+            return f"{name} must be a number, and is {value!r}"
     if not 0 <= label_smoothing <= 1:
         return f"label_smoothing must be between 0 and 1, and is {label_smoothing}"
     if not 0 <= z_loss < float("inf"):
@@ -412,19 +417,20 @@ def cross_entropy(
     A target that is no class makes its row NaN on a GPU, where the host reads no values; on a CPU, and with RIDGELINE_CHECK=1, it raises.
     Raises RidgelineError on shapes, dtypes, devices or options other than these, or an `impl` that cannot run the call.
     """
-    plain = impl is None and reduction == "mean" and softcap is None and not (label_smoothing or z_loss or CHECK)
-    if plain and type(logits) is torch.Tensor and type(target) is torch.Tensor and logits.is_cuda and target.dtype == torch.int64:
+    plain = impl is None and reduction == "mean" and softcap is None and label_smoothing == 0 == z_loss and not CHECK
+    plain = plain and type(ignore_index) is int and type(logits) is type(target) is torch.Tensor and logits.layout is torch.strided
+    if plain and logits.is_cuda and target.dtype == torch.int64:
         alike = logits.dtype in CROSS_ENTROPY.kernel_dtypes and logits.dim() and logits.shape[-1] and target.shape == logits.shape[:-1]
         if alike and target.get_device() == logits.get_device() and not torch.is_autocast_enabled("cuda"):  # nothing more to look at
             return _call(logits, target, logits.dtype, ignore_index, 0.0, 0.0, 0.0, reduction, None)
-    fault = _fault(logits, target, label_smoothing, z_loss, softcap, reduction)
+    fault = _fault(logits, target, ignore_index, label_smoothing, z_loss, softcap, reduction)
     if fault:
         raise RidgelineError(f"cross_entropy: {fault}")
+    found = eager(CROSS_ENTROPY, impl, logits)
     if readable(target) and ((target != ignore_index) & ((target < 0) | (target >= logits.shape[-1]))).any():
         raise RidgelineError(
             f"cross_entropy: targets must be 0 to {logits.shape[-1] - 1} or ignore_index {ignore_index}, and others are given"
         )
-    found = eager(CROSS_ENTROPY, impl, logits)
     if found is not None and found.call is not None:
         options = {"ignore_index": ignore_index, "label_smoothing": label_smoothing, "reduction": reduction}
         return found.call(logits, target, z_loss=z_loss, softcap=softcap, **options)

@@ -431,14 +431,9 @@ class Norm:
     def _usual(self, x: torch.Tensor, residual: Maybe, weight: Maybe, bias: Maybe) -> bool:
         """Whether kernels take the call without a closer look."""
         known = self.op.kernel_dtypes
-        if (
-            CHECK
-            or type(x) is not torch.Tensor
-            or not x.is_cuda
-            or x.dtype not in known
-            or not x.dim()
-            or torch.is_autocast_enabled("cuda")
-        ):
+        if CHECK or type(x) is not torch.Tensor or not x.is_cuda or x.dtype not in known or x.layout is not torch.strided:
+            return False
+        if not x.dim() or torch.is_autocast_enabled("cuda"):
             return False
         at, last = x.get_device(), x.shape[-1:]
         for t in (weight, bias):

@@ -27,6 +27,7 @@ from ridgeline import device, tuning
 from ridgeline.boundary import Function, differentiate, early, first_order, kernel_op, launch
 from ridgeline.cuda import CTYPE, CudaKernel
 from ridgeline.op import Case, Cost, Op, RidgelineError, Spec, nbytes
+from ridgeline.ops.rowwise._norms import known_eps
 from ridgeline.ops.rowwise._rows import ceil, key_of, power
 from ridgeline.select import eager, run
 
@@ -477,6 +478,8 @@ def group_norm(
                 given = f"{tuple(p.shape)} {p.dtype} on {p.device}" if isinstance(p, torch.Tensor) else type(p).__name__
                 raise RidgelineError(f"group_norm: {name} must be floating point of shape ({shape[1]},) on {x.device}, and is {given}")
             grad = grad or p.requires_grad
+    if type(eps) is not float or not eps >= 0:
+        eps = known_eps("group_norm", eps)
     plain = eager(GROUP_NORM, impl, x, num_groups, weight, bias, eps)
     if plain is not None and plain.call is not None:
         return plain.call(x, num_groups, weight, bias, eps)

@@ -42,8 +42,9 @@ def layer_norm(
     x: at least one dimension, any strides, floating point. weight, bias: (columns,), of x's dtype or another floating one, or None.
     Returns a tensor of x's shape and dtype. Gradients flow to x, weight and bias; backward keeps x and two float32 per row.
     memory_efficient: backward keeps the result instead of x, which frees x where the next layer keeps the result anyway; no
-    weight may then be zero, and gradients lose precision where a bias is many times its weight.
-    Raises RidgelineError on a weight or bias of another length or on another device, or an `impl` that cannot run the call.
+    weight may then be zero (on a CPU, and with RIDGELINE_CHECK=1, that raises), and gradients lose precision where a bias is many
+    times its weight.
+    Raises RidgelineError on a weight or bias of another length or on another device, an eps below 0, or an `impl` that cannot run the call.
     """
     return NORM(impl, x, None, weight, bias, eps, memory_efficient)
 

@@ -26,15 +26,21 @@ def reference(x: torch.Tensor, weight: torch.Tensor | None = None, eps: float = 
 
 
 def rms_norm(
-    x: torch.Tensor, weight: torch.Tensor | None = None, eps: float = 1e-6, *, memory_efficient: bool = False, impl: str | None = None
+    x: torch.Tensor,
+    weight: torch.Tensor | None = None,
+    eps: float | None = 1e-6,
+    *,
+    memory_efficient: bool = False,
+    impl: str | None = None,
 ) -> torch.Tensor:
     """Every row of x divided by its root mean square, times `weight`, as `torch.nn.functional.rms_norm` over the last dimension.
 
     x: at least one dimension, any strides, floating point. weight: (columns,), of x's dtype or another floating one, or None.
+    eps: 0 or more; None is torch's default, what float32 (of float64, float64) tells from 1.
     Returns a tensor of x's shape and dtype. Gradients flow to x and weight; backward keeps x and a float32 per row.
     memory_efficient: backward keeps the result instead of x, which frees x where the next layer keeps the result anyway;
-    no weight may then be zero, and its gradient has the rounding of the result.
-    Raises RidgelineError on a weight of another length or on another device, or an `impl` that cannot run the call.
+    no weight may then be zero (on a CPU, and with RIDGELINE_CHECK=1, that raises), and its gradient has the rounding of the result.
+    Raises RidgelineError on a weight of another length or on another device, another eps, or an `impl` that cannot run the call.
     """
     return NORM(impl, x, None, weight, None, eps, memory_efficient)
 
