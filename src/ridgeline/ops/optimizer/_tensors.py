@@ -8,7 +8,8 @@ waits, and in a CUDA graph they are like any other kernel.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
+from numbers import Real
 from typing import Any, NamedTuple
 
 import torch
@@ -20,6 +21,7 @@ from ridgeline.boundary import INTERPRETED, launch
 from ridgeline.op import RidgelineError
 
 CHUNK = 8192
+NUMBERS = (Real, torch.SymInt, torch.SymFloat)
 BATCH = 128  # numbers that one launch writes
 TL = {torch.float32: tl.float32, torch.float16: tl.float16, torch.bfloat16: tl.bfloat16}
 
@@ -161,3 +163,20 @@ def checked(op: str, names: Sequence[str], lists: Sequence[Sequence[torch.Tensor
                 raise RidgelineError(f"{op}: number {n} of {name} is {tuple(t.shape)}, and of {names[0]} {tuple(first.shape)}")
             if t.device != first.device:
                 raise RidgelineError(f"{op}: number {n} of {name} is on {t.device}, and of {names[0]} on {first.device}")
+
+
+def listed(op: str, name: str, given: Any) -> Sequence[torch.Tensor]:
+    """The tensors of an argument that is an iterable of them."""
+    if isinstance(given, list | tuple):
+        return given
+    if isinstance(given, torch.Tensor | str) or not isinstance(given, Iterable):
+        raise RidgelineError(f"{op}: {name} must be a list of tensors, or a tensor where all are, and is {type(given).__name__}")
+    return list(given)
+
+
+def number(op: str, name: str, given: Any) -> float:
+    """A number, which a tensor of one element is too."""
+    if isinstance(given, NUMBERS) or (isinstance(given, torch.Tensor) and given.numel() == 1):
+        return float(given)
+    shown = f"a tensor of {given.numel()} elements" if isinstance(given, torch.Tensor) else repr(given)
+    raise RidgelineError(f"{op}: {name} must be a number, and is {shown}")

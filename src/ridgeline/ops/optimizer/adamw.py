@@ -23,11 +23,12 @@ from ridgeline import device as devices
 from ridgeline import tuning
 from ridgeline.boundary import LIBRARY, launch
 from ridgeline.op import Case, Cost, Op, RidgelineError, Spec, nbytes, tensors_of
-from ridgeline.ops.optimizer._tensors import CHUNK, TL, Table, address_key, checked, chunk_of, dense, narrow, pointer, remember, tabled
+from ridgeline.ops.optimizer._tensors import CHUNK, TL, Table, address_key, checked, chunk_of, dense, listed, narrow, number, pointer, remember, tabled
 from ridgeline.select import eager, run, select
 
 Tensors = torch.Tensor | Sequence[torch.Tensor]
 Lists = tuple[Sequence[torch.Tensor], ...]
+NAMES = "params", "grads", "exp_avgs", "exp_avg_sqs"
 
 
 @triton.jit
@@ -207,22 +208,32 @@ def adamw(
     Raises RidgelineError on lists that do not fit together, tensors that are sparse, expanded or not floating point, a number out of
     range, or an `impl` that cannot run the call.
     """
+    given = params, grads, exp_avgs, exp_avg_sqs
     one = isinstance(params, torch.Tensor)
-    lists: Any = ([params], [grads], [exp_avgs], [exp_avg_sqs]) if one else (params, grads, exp_avgs, exp_avg_sqs)
-    beta1, beta2 = betas
-    if not (0 <= beta1 < 1 and 0 <= beta2 < 1 and eps >= 0 and weight_decay >= 0):
-        raise RidgelineError(f"adamw: betas must be in [0, 1), eps and weight_decay at least 0, and are {betas}, {eps} and {weight_decay}")
-    steps, number = _steps(step, len(lists[0]))
+    lists: Any = [[a] if one else listed("adamw", name, a) for name, a in zip(NAMES, given, strict=True)]
+    if not isinstance(betas, list | tuple) or len(betas) != 2:
+        raise RidgelineError(f"adamw: betas must be two numbers, and are {betas!r}")
+    beta1, beta2 = [number("adamw", "betas", b) for b in betas]
+    eps, weight_decay = number("adamw", "eps", eps), number("adamw", "weight_decay", weight_decay)
+    if not (0 <= beta1 < 1 and 0 <= beta2 < 1 and 0 <= eps < math.inf and 0 <= weight_decay < math.inf):
+        raise RidgelineError(
+            f"adamw: betas must be in [0, 1), eps and weight_decay finite and at least 0, and are {betas}, {eps} and {weight_decay}"
+        )
     lr_at = lr if isinstance(lr, torch.Tensor) and not lr.is_cpu else None
-    if lr_at is not None and (lr_at.numel() != 1 or (lists[0] and lr_at.device != lists[0][0].device)):
+    if lr_at is not None and (lr_at.numel() != 1 or (lists[0] and lr_at.device != getattr(lists[0][0], "device", None))):
         raise RidgelineError(f"adamw: lr must be a number or one element beside the params, and has {lr_at.numel()} on {lr_at.device}")
-    rate = 0.0 if lr_at is not None else float(lr)
-    if not rate >= 0:
-        raise RidgelineError(f"adamw: lr must be at least 0, and is {rate}")
+    rate = 0.0 if lr_at is not None else number("adamw", "lr", lr)
+    if not 0 <= rate < math.inf:
+        raise RidgelineError(f"adamw: lr must be finite and at least 0, and is {rate}")
+    steps, count = _steps(step, len(lists[0]))
     watched = torch.compiler.is_compiling() or torch._C._len_torch_dispatch_stack()
     tables = None if watched or impl is not None else _tables.get(address_key(*lists, steps))
     if tables is None:
-        checked("adamw", ("params", "grads", "exp_avgs", "exp_avg_sqs"), lists)
+        checked("adamw", NAMES, lists)
+        for t, p in zip(steps, lists[0], strict=False):
+            if not isinstance(t, torch.Tensor) or t.dim() or t.dtype != torch.float32 or t.device != p.device:
+                found = f"{t.dtype} {tuple(t.shape)} on {t.device}" if isinstance(t, torch.Tensor) else repr(t)
+                raise RidgelineError(f"adamw: steps in memory must be 0-d float32 tensors on {p.device}, their param's device, and one is {found}")  # fmt: skip
         if not lists[0]:
             return
         plain = eager(ADAMW, impl, *chain(*lists))
@@ -231,7 +242,7 @@ def adamw(
             return
     call: Any = torch.ops.ridgeline.adamw if watched else _run
     known = () if tables is None else (tables,)
-    call(*lists, steps, number, lr_at, rate, beta1, beta2, eps, weight_decay, maximize, impl, *known)
+    call(*lists, steps, count, lr_at, rate, beta1, beta2, eps, weight_decay, maximize, impl, *known)
 
 
 def _steps(step: Any, count: int) -> tuple[Sequence[torch.Tensor], int]:
@@ -242,10 +253,9 @@ def _steps(step: Any, count: int) -> tuple[Sequence[torch.Tensor], int]:
         return step, 1
     if isinstance(step, torch.Tensor) and not step.is_cpu:
         return [step] * count, 1
-    number = int(step)
-    if number < 1:
-        raise RidgelineError(f"adamw: step counts from 1, and is {number}")
-    return (), number
+    if not 1 <= number("adamw", "step", step) < math.inf:
+        raise RidgelineError(f"adamw: step counts from 1, and is {step}")
+    return (), int(step)
 
 
 def cost(params: Tensors, grads: Tensors, exp_avgs: Tensors, exp_avg_sqs: Tensors, *_: Any, **__: Any) -> tuple[Cost, None]:

@@ -20,7 +20,7 @@ import triton.language as tl
 
 from ridgeline.boundary import LIBRARY, launch
 from ridgeline.op import Case, Cost, Op, RidgelineError, Spec, nbytes, tensors_of
-from ridgeline.ops.optimizer._tensors import CHUNK, TL, Table, address_key, checked, chunk_of, dense, narrow, pointer, remember, tabled
+from ridgeline.ops.optimizer._tensors import CHUNK, TL, Table, address_key, checked, chunk_of, dense, listed, narrow, number, pointer, remember, tabled
 from ridgeline.select import eager, run, select
 
 
@@ -158,7 +158,7 @@ def _torch(tensors: Any, max_norm: float, norm_type: float = 2.0) -> torch.Tenso
 
 def gradients(tensors: Any) -> list[torch.Tensor]:
     """The gradients of what requires them; other tensors are gradients themselves."""
-    some = [tensors] if isinstance(tensors, torch.Tensor) else list(tensors)
+    some = [tensors] if isinstance(tensors, torch.Tensor) else listed("clip_grad_norm", "tensors", tensors)
     found = []
     for t in some:
         if isinstance(t, torch.Tensor) and t.requires_grad:
@@ -180,7 +180,8 @@ def clip_grad_norm(
     Raises RidgelineError on a negative max_norm, several devices, sparse or integer tensors, or an `impl` that cannot run the call.
     """
     grads = gradients(tensors)
-    max_norm, norm_type = float(max_norm), float(norm_type)
+    max_norm = number("clip_grad_norm", "max_norm", max_norm)
+    norm_type = math.inf if norm_type == "inf" else number("clip_grad_norm", "norm_type", norm_type)
     if not max_norm >= 0:
         raise RidgelineError(f"clip_grad_norm: max_norm must be at least 0, and is {max_norm}")
     if not norm_type > 0:
