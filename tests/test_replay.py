@@ -171,3 +171,26 @@ def test_no_elements(started: Started) -> None:
         a, b = plans(torch.randn(0, 4), torch.randn(0, 4, dtype=torch.float64))
         assert (a.shape, a.dtype, b.dtype) == ((0, 4), torch.float32, torch.float64)
     assert len(runs) == 2
+
+
+def test_matmul_replays_in_the_precision_of_the_call(started: Started, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Other precisions are other kinds of call: what torch.set_float32_matmul_precision says counts at once."""
+    from ridgeline.ops.matmul import matmul
+
+    launch = door(started)
+
+    def run(op: Any, direction: str, impl: str | None, out: tuple[torch.Tensor], *inputs: Any) -> None:
+        op.implementations["triton"].launchers["fwd"](*out, *inputs)
+
+    monkeypatch.setattr(matmul, "run", run)
+    monkeypatch.setattr(matmul, "_fwd_op", Plans(matmul._fwd_op.__globals__["launcher"], 2).front(4))
+    monkeypatch.setattr(matmul, "launch", lambda kernel, grid, y, *args, PRECISION, **_: launch((1, 1, 1), y, int(PRECISION == "tf32")))
+    before = torch.get_float32_matmul_precision()
+    try:
+        for precision, rounded in (("highest", 0), ("high", 1), ("highest", 0), ("medium", 1)):
+            torch.set_float32_matmul_precision(precision)
+            for _ in range(4):
+                matmul._matmul(torch.randn(4, 8), torch.randn(8, 4), "triton")
+                assert started[-1][1][1] == rounded
+    finally:
+        torch.set_float32_matmul_precision(before)

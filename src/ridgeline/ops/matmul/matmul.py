@@ -50,14 +50,13 @@ def _fwd(y, a, b, M, N, K, a_batch, a_m, a_k, b_batch, b_k, b_n, BM: tl.constexp
 GRID_Y = 65535  # blocks along y at most, one for each matrix of a batch
 
 
-def _triton(y: torch.Tensor, a: torch.Tensor, b: torch.Tensor) -> None:
-    """a (B, M, K) or (M, K), b (B, K, N) or (K, N), any strides; y contiguous."""
+def _triton(y: torch.Tensor, a: torch.Tensor, b: torch.Tensor, precision: str) -> None:
+    """a (B, M, K) or (M, K), b (B, K, N) or (K, N), any strides; y contiguous; precision: of float32, "ieee" or "tf32"."""
     if a.dim() == 3 and a.shape[0] > GRID_Y:
         for some in zip(y.split(GRID_Y), a.split(GRID_Y), b.split(GRID_Y), strict=True):
-            _triton(*some)
+            _triton(*some, precision)
         return
     M, K, N = a.shape[-2], a.shape[-1], b.shape[-1]
-    precision = "ieee" if torch.get_float32_matmul_precision() == "highest" else "tf32"
 
     def config() -> dict[str, Any]:
         key = " ".join([dtype_name(a), *(str(min(16384, triton.next_power_of_2(d))) for d in (M, N, K))])
@@ -88,11 +87,21 @@ _SPACE = [
 ]
 
 
-@kernel_op("matmul_fwd(Tensor a, Tensor b, str? impl) -> Tensor")
-def _matmul(a: torch.Tensor, b: torch.Tensor, impl: str | None) -> torch.Tensor:
+@kernel_op("matmul_fwd(Tensor a, Tensor b, str precision, str? impl) -> Tensor")
+def _fwd_op(a: torch.Tensor, b: torch.Tensor, precision: str, impl: str | None) -> torch.Tensor:
     y = a.new_empty((*a.shape[:-1], b.shape[-1]))
-    run(MATMUL, "fwd", impl, (y,), a, b)
+    run(MATMUL, "fwd", impl, (y,), a, b, precision)
     return y
+
+
+@torch.compiler.assume_constant_result  # torch.compile guards what it says
+def _precision() -> str:
+    return "ieee" if torch.get_float32_matmul_precision() == "highest" else "tf32"
+
+
+def _matmul(a: torch.Tensor, b: torch.Tensor, impl: str | None) -> torch.Tensor:
+    """The precision is an argument of the op, as what a launcher does may depend on nothing else."""
+    return _fwd_op(a, b, _precision(), impl)
 
 
 class _Function(Function):
