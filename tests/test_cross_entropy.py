@@ -3,6 +3,7 @@
 import os
 import subprocess
 import sys
+from functools import partial
 
 import pytest
 import torch
@@ -15,9 +16,7 @@ kernels = pytest.mark.kernels
 IMPL = "triton"
 
 
-def make(
-    rows: int, columns: int, device: str, dtype: torch.dtype = torch.float32, spread: float = 2.0
-) -> tuple[torch.Tensor, torch.Tensor]:
+def make(rows: int, columns: int, device: str, dtype: torch.dtype = torch.float32) -> tuple[torch.Tensor, torch.Tensor]:
     dice = torch.Generator(device).manual_seed(5)
     logits = torch.randn(rows, columns, device=device, generator=dice).mul(2).to(dtype).requires_grad_()
     return logits, torch.randint(columns, (rows,), device=device, generator=dice)
@@ -138,6 +137,34 @@ def test_ignored_rows(reduction: str, device: str) -> None:
 
 
 @kernels
+@pytest.mark.parametrize("reduction", ["mean", "sum"])
+@pytest.mark.parametrize("rows", [17000, 70000])
+def test_many_losses_add_up(rows: int, reduction: str, device: str) -> None:
+    """Beyond 16384 rows those who count go on to more, beyond 65536 those who add up do, in two stages. (The interpreter takes 25 ms a
+    row for the losses: here they are given.)"""
+    module = sys.modules[get("cross_entropy").function.__module__]
+    given = torch.rand(rows, device=device)
+    logits, target = make(rows, 1, device)
+    target[::3] = -100
+    loss, saved, none = torch.empty((), device=device), torch.empty(64, device=device), torch.empty(0, device=device)
+    options = 0, -100, 0.0, 0.0, 0.0, reduction  # need, ignore_index, label_smoothing, z_loss, softcap
+    module._launch_fwd(lambda losses, *_: losses.copy_(given), loss, none, saved, logits.detach(), target, *options)
+    torch.testing.assert_close(loss, given.sum() / (target != -100).sum() if reduction == "mean" else given.sum())
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("reduction", ["mean", "sum"])
+@pytest.mark.parametrize("rows", [17000, 70000])
+def test_many_rows(rows: int, reduction: str, device: str) -> None:
+    logits, target = make(rows, 8, device)
+    target[::3] = -100
+    loss, expected = (f(logits, target, reduction=reduction) for f in (partial(ridgeline.cross_entropy, impl=IMPL), F.cross_entropy))
+    torch.testing.assert_close(loss, expected, rtol=1e-5, atol=0)
+    of_a_row = rows if reduction == "mean" else 1
+    torch.testing.assert_close(grad(loss, logits) * of_a_row, grad(expected, logits) * of_a_row)
+
+
+@kernels
 @pytest.mark.parametrize("reduction", ["mean", "sum", "none"])
 def test_a_target_that_is_no_class(reduction: str, device: str, monkeypatch: pytest.MonkeyPatch) -> None:
     """In a kernel it makes its row NaN; the host does not look. (The interpreter's tensors are on a CPU, where it would raise.)"""
@@ -174,6 +201,11 @@ BAD = {
     "no tensor": (lambda: ridgeline.cross_entropy(x, 3), ["int", "tensor"]),
     "two devices": (lambda: ridgeline.cross_entropy(x, y.to("meta")), ["cpu", "meta"]),
     "another reduction": (lambda: ridgeline.cross_entropy(x, y, reduction="max"), ["max", "mean"]),
+    "a part of a class to ignore": (lambda: ridgeline.cross_entropy(x, y, ignore_index=1.5), ["ignore_index", "1.5", "int"]),
+    "no class to ignore": (lambda: ridgeline.cross_entropy(x, y, ignore_index=None), ["ignore_index", "None", "int"]),
+    "smooth in words": (lambda: ridgeline.cross_entropy(x, y, label_smoothing="a"), ["label_smoothing", "'a'", "number"]),
+    "no z-loss": (lambda: ridgeline.cross_entropy(x, y, z_loss=None), ["z_loss", "None", "number"]),
+    "a cap in words": (lambda: ridgeline.cross_entropy(x, y, softcap="5"), ["softcap", "'5'", "number"]),
     "too smooth": (lambda: ridgeline.cross_entropy(x, y, label_smoothing=1.5), ["1.5", "between 0 and 1"]),
     "a negative z-loss": (lambda: ridgeline.cross_entropy(x, y, z_loss=-1.0), ["-1.0", "0 or more"]),
     "a cap of 0": (lambda: ridgeline.cross_entropy(x, y, softcap=0), ["0", "None"]),
