@@ -3,9 +3,9 @@
 import pytest
 import torch
 
-from ridgeline import bias_mask_scale_add
+from ridgeline import bias_mask_scale_add, matmul
 from ridgeline.lab.law import Law, as_tuple, leaves
-from ridgeline.op import _copy, registry
+from ridgeline.op import RidgelineError, _copy, registry
 
 pytestmark = pytest.mark.kernels
 
@@ -61,3 +61,22 @@ def test_a_gradient_passed_on(shape: tuple[int, ...], device: str) -> None:
         for t in (one, other):
             torch.testing.assert_close(t.grad, times * dy.sum_to_size(shape))
     assert distinct(one.grad, other.grad, dy)
+
+
+@pytest.mark.parametrize("impl", [None, *OPS["matmul"].implementations])
+@pytest.mark.parametrize("dtypes", [(torch.float16, torch.float32), (torch.float32, torch.float32), (torch.float64, torch.float64)])
+def test_matmul_under_autocast(impl: str | None, dtypes: tuple[torch.dtype, ...], device: str) -> None:
+    """The dtypes and values of torch.matmul, of gradients too; without autocast two dtypes are refused."""
+    if impl == "triton" and torch.float64 in dtypes:
+        pytest.skip("no kernel takes float64")
+    a, w = (torch.randn(16, 16, device=device, dtype=d, requires_grad=True) for d in dtypes)
+    with torch.autocast(device, dtype=torch.float16):
+        y, expected = matmul(a, w, impl=impl), torch.matmul(a, w)
+        row = matmul(a[0], w, impl=impl)
+    assert (y.dtype, row.dtype) == (expected.dtype, expected.dtype)
+    torch.testing.assert_close(y, expected)
+    dy = torch.randn_like(y)
+    torch.testing.assert_close(torch.autograd.grad(y, (a, w), dy), torch.autograd.grad(expected, (a, w), dy))
+    if dtypes[0] != dtypes[1]:
+        with pytest.raises(RidgelineError, match="must agree"):
+            matmul(a, w, impl=impl)

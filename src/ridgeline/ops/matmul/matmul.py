@@ -128,10 +128,14 @@ def matmul(a: torch.Tensor, b: torch.Tensor, *, impl: str | None = None) -> torc
     """The matrix product, as `torch.matmul`: (..., M, K) @ (..., K, N), leading dimensions broadcast; a vector is a row or a column.
 
     a, b: one dtype, one device, any strides. float32 products follow `torch.get_float32_matmul_precision()`.
+    Under autocast a and b are cast to its dtype first, as for torch's own.
     Raises RidgelineError where shapes, dtypes or devices do not fit, or `impl` cannot run the call.
     """
     if not isinstance(a, torch.Tensor) or not isinstance(b, torch.Tensor):
         raise RidgelineError(f"matmul: a and b must be tensors, and are {type(a).__name__} and {type(b).__name__}")
+    kind = "cuda" if a.is_cuda else "cpu"
+    if torch.is_autocast_enabled(kind) and a.device.type == kind:
+        a, b = (t.to(torch.get_autocast_dtype(kind)) if t.is_floating_point() and t.dtype != torch.float64 else t for t in (a, b))
     if a.dtype != b.dtype or a.device != b.device:
         raise RidgelineError(f"matmul: a is {a.dtype} on {a.device} and b {b.dtype} on {b.device}; they must agree")
     if not a.dim() or not b.dim() or a.shape[-1] != b.shape[-2 if b.dim() > 1 else 0]:
