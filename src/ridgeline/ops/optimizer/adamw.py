@@ -23,7 +23,8 @@ from ridgeline import device as devices
 from ridgeline import tuning
 from ridgeline.boundary import LIBRARY, launch
 from ridgeline.op import Case, Cost, Op, RidgelineError, Spec, nbytes, tensors_of
-from ridgeline.ops.optimizer._tensors import CHUNK, TL, Table, address_key, checked, chunk_of, dense, listed, narrow, number, pointer, remember, tabled
+from ridgeline.ops.optimizer._checks import checked, listed, number
+from ridgeline.ops.optimizer._tensors import CHUNK, TL, Table, address_key, chunk_of, dense, narrow, pointer, remember, tabled
 from ridgeline.select import eager, run, select
 
 Tensors = torch.Tensor | Sequence[torch.Tensor]
