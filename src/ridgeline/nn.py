@@ -159,6 +159,11 @@ class CrossEntropyLoss(nn.CrossEntropyLoss):
         super().__init__(None, size_average, ignore_index, reduce, reduction, label_smoothing)
         self.z_loss, self.softcap = z_loss, softcap
 
+    def extra_repr(self) -> str:
+        """Of torch's own options torch prints none."""
+        own = [f"z_loss={self.z_loss}"] * bool(self.z_loss) + [f"softcap={self.softcap}"] * (self.softcap is not None)
+        return ", ".join(own)
+
     def forward(self, input: torch.Tensor, target: torch.Tensor) -> torch.Tensor:
         return ridgeline.cross_entropy(
             input,
