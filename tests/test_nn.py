@@ -8,6 +8,7 @@ import pytest
 import torch
 from torch import nn
 
+import ridgeline
 from ridgeline import nn as ours
 from ridgeline.op import RidgelineError
 
@@ -101,6 +102,18 @@ def test_cross_entropy_constructor() -> None:
     mine, theirs = (inspect.signature(where.CrossEntropyLoss).parameters for where in (ours, nn))
     assert [(n, p.default) for n, p in mine.items()][: len(theirs)] == [(n, p.default) for n, p in theirs.items()]
     assert [n for n, p in mine.items() if p.kind is p.KEYWORD_ONLY] == ["z_loss", "softcap"]
+    assert repr(ours.CrossEntropyLoss(z_loss=1e-4, softcap=30.0)) == "CrossEntropyLoss(z_loss=0.0001, softcap=30.0)"
+    assert repr(ours.CrossEntropyLoss(softcap=30.0)) == "CrossEntropyLoss(softcap=30.0)"
+
+
+def test_submodules_of_the_package() -> None:
+    """`import ridgeline` is enough for what the guide names, and still imports no torch."""
+    code = "import sys, ridgeline; assert 'torch' not in sys.modules; ridgeline.{}; print('ridgeline.{}'.split('.')[1] in dir(ridgeline))"
+    for name in ("nn.RMSNorm", "optim.AdamW", "lab.benchmark", "op.RidgelineError", "RidgelineError"):
+        said = subprocess.run([sys.executable, "-c", code.format(name, name)], check=True, capture_output=True, text=True).stdout.strip()
+        assert said == "True", name
+    with pytest.raises(AttributeError, match="ridgeline has no 'nothing'; its ops are .*gelu.*, its modules nn, optim, lab, op"):
+        _ = ridgeline.nothing
 
 
 def test_gated(device: str) -> None:

@@ -1,6 +1,7 @@
 """GPU kernels for language models, each proven against the roof of the machine it runs on.
 
 `ridgeline.rms_norm` is the public function of that name, loaded at first use: importing ridgeline imports no torch.
+`ridgeline.nn`, `ridgeline.optim`, `ridgeline.lab` and `ridgeline.op` are imported at first use too.
 """
 
 from importlib import import_module
@@ -14,15 +15,21 @@ def register_all() -> None:
     import_module("ridgeline.op").registry()
 
 
+_SUBMODULES = "nn", "optim", "lab", "op"
+
+
 def __getattr__(name: str) -> Any:
     if name.startswith("_"):
         raise AttributeError(name)
-    ops = import_module("ridgeline.op").op_modules()
+    if name in _SUBMODULES:
+        return import_module(f"ridgeline.{name}")
+    op = import_module("ridgeline.op")
+    ops = {**op.op_modules(), "RidgelineError": "ridgeline.op"}
     if name not in ops:
-        raise AttributeError(f"ridgeline has no {name!r}; its ops are {', '.join(ops)}")
-    function = globals()[name] = getattr(import_module(ops[name]), name)
-    return function
+        raise AttributeError(f"ridgeline has no {name!r}; its ops are {', '.join(ops)}, its modules {', '.join(_SUBMODULES)}")
+    found = globals()[name] = getattr(import_module(ops[name]), name)
+    return found
 
 
 def __dir__() -> list[str]:
-    return sorted([*globals(), *import_module("ridgeline.op").op_modules()])
+    return sorted({*globals(), *_SUBMODULES, "RidgelineError", *import_module("ridgeline.op").op_modules()})

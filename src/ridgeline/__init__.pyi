@@ -1,6 +1,7 @@
 """GPU kernels for language models, each proven against the roof of the machine it runs on.
 
 `ridgeline.rms_norm` is the public function of that name, loaded at first use: importing ridgeline imports no torch.
+`ridgeline.nn`, `ridgeline.optim`, `ridgeline.lab` and `ridgeline.op` are imported at first use too.
 
 Written by `make pyi`.
 """
@@ -8,6 +9,12 @@ Written by `make pyi`.
 from collections.abc import Iterable, Sequence
 
 import torch
+
+from ridgeline import lab as lab
+from ridgeline import nn as nn
+from ridgeline import op as op
+from ridgeline import optim as optim
+from ridgeline.op import RidgelineError as RidgelineError
 
 __version__: str
 
@@ -33,6 +40,7 @@ def matmul(a: torch.Tensor, b: torch.Tensor, *, impl: str | None = None) -> torc
     """The matrix product, as `torch.matmul`: (..., M, K) @ (..., K, N), leading dimensions broadcast; a vector is a row or a column.
 
     a, b: one dtype, one device, any strides. float32 products follow `torch.get_float32_matmul_precision()`.
+    Under autocast a and b are cast to its dtype first, as for torch's own.
     Raises RidgelineError where shapes, dtypes or devices do not fit, or `impl` cannot run the call.
     """
 
