@@ -271,7 +271,7 @@ def _seed(seed: int | torch.Tensor | None, like: torch.Tensor) -> torch.Tensor:
     if isinstance(seed, torch.Tensor):
         return seed
     if seed is None:
-        return torch.randint(1 << 62, (), device=like.device)
+        return torch.randint(1 << 62, (), device=like.device)  # a CUDA graph draws anew at every replay
     return torch.full((), seed, dtype=torch.int64, device=like.device)
 
 
@@ -319,6 +319,8 @@ def _check(x: Any, mask: Any, scale: Any, fill: Any, bias: Any, p: Any, seed: An
         raise RidgelineError(f"masked_softmax: seed must be an int or a 0-d int64 tensor on {x.device}; it is {seed.dtype} of shape {tuple(seed.shape)} on {seed.device}")  # fmt: skip
     if not isinstance(seed, torch.Tensor | int | None):
         raise RidgelineError(f"masked_softmax: seed must be an int, a 0-d int64 tensor or None, and is {type(seed).__name__}")
+    if isinstance(seed, int) and not -(2**63) <= seed < 2**63:
+        raise RidgelineError(f"masked_softmax: seed must be an int of 64 bits, a 0-d int64 tensor or None, and is {seed}")
 
 
 def masked_softmax(
