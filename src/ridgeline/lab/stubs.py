@@ -34,7 +34,7 @@ def stub() -> str:
     for module, name in sorted(imports):
         bound.setdefault(module, []).append(name)
     lines = [f"from {module} import {', '.join(names)}" if names != [""] else f"import {module}" for module, names in bound.items()]
-    own = [f"from ridgeline import {name} as {name}" for name in sorted(ridgeline._SUBMODULES)]
+    own = [f"from ridgeline import {name} as {name}" for name in sorted(vars(ridgeline)["_SUBMODULES"])]
     lines.append("\n".join([*own, "from ridgeline.op import RidgelineError as RidgelineError"]))
     return "\n\n".join([head, *lines, "__version__: str", *functions]) + "\n"
 
