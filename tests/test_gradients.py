@@ -1,11 +1,15 @@
 """Gradients as PyTorch's engine hands them on: each is the caller's own, and no input of ours is changed on the way."""
 
+from collections.abc import Callable
+from typing import Any
+
 import pytest
 import torch
+from torch.autograd import forward_ad
 
 from ridgeline import bias_mask_scale_add, matmul
 from ridgeline.lab.law import Law, as_tuple, leaves
-from ridgeline.op import RidgelineError, _copy, registry
+from ridgeline.op import Op, RidgelineError, _copy, registry
 
 pytestmark = pytest.mark.kernels
 
@@ -80,3 +84,39 @@ def test_matmul_under_autocast(impl: str | None, dtypes: tuple[torch.dtype, ...]
     if dtypes[0] != dtypes[1]:
         with pytest.raises(RidgelineError, match="must agree"):
             matmul(a, w, impl=impl)
+
+
+def _called(op: Op, impl: str, device: str) -> tuple[Callable[..., Any], torch.Tensor]:
+    """The op's first case as a function of its first tensor alone, and that tensor."""
+    args, kwargs = FIRST[op.name].make("float32", device)
+    place = next(k for k, a in enumerate(args) if isinstance(a, torch.Tensor))
+    given = [a.detach() if isinstance(a, torch.Tensor) else a for a in args]
+
+    def f(x: torch.Tensor) -> torch.Tensor:
+        return as_tuple(op.function(*given[:place], x, *given[place + 1 :], **kwargs, impl=impl))[0]
+
+    return f, given[place]
+
+
+@pytest.mark.parametrize("name", OPS)
+def test_forward_mode(name: str, device: str) -> None:
+    """Raises one sentence rather than drop a tangent; plain PyTorch has it. What has no tangent is computed."""
+    op = OPS[name]
+    f, x = _called(op, "triton", device)
+    expected = f(x)
+    with pytest.raises(RidgelineError, match="no forward-mode derivatives"):
+        torch.func.jvp(f, (x,), (x,))
+    with forward_ad.dual_level():
+        for primal in (x, x.clone().requires_grad_()):
+            with pytest.raises(RidgelineError, match="no forward-mode derivatives"):
+                f(forward_ad.make_dual(primal, torch.ones_like(x)))
+        assert torch.equal(f(x), expected)
+    plain = next(i.name for i in op.implementations.values() if i.kind == "eager")
+    assert torch.func.jvp(_called(op, plain, device)[0], (x,), (x,))[1].shape == expected.shape
+
+
+@pytest.mark.parametrize("name", OPS)
+def test_inside_torch_func(name: str, device: str) -> None:
+    f, x = _called(OPS[name], "triton", device)
+    with pytest.raises(RidgelineError, match=r"not differentiated inside torch.func's transforms"):
+        torch.func.grad(lambda x: f(x).sum())(x)

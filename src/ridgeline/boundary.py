@@ -21,6 +21,7 @@ from typing import Any
 
 import torch
 import triton
+from torch.autograd import forward_ad
 
 from ridgeline import device as devices
 from ridgeline import tuning
@@ -71,12 +72,16 @@ def kernel_op(schema: str) -> Callable[[Callable[..., Any]], Any]:
             "observers": _observers,
             "devices": devices,
             "compiling": torch.compiler.is_compiling,
+            "forward": forward_ad,
+            "no_tangents": _no_tangents,
             "modes": torch._C._len_torch_dispatch_stack,
             "transforms": torch._C._are_functorch_transforms_active,
         }
-        watched = ["compiling()", "modes()", "transforms()"]  # somebody traces, intercepts or transforms torch's operations
+        watched = ["modes()", "transforms()"]  # somebody traces, intercepts or transforms torch's operations
         watched += [f"((type(t{n}) not in own or t{n}.is_meta) and t{n} is not None)" for n in range(leading)]
         before = [
+            "if compiling(): return registered({args})",
+            "if forward._current_level >= 0: no_tangents({args})",
             f"if {' or '.join(watched)}: return registered({{args}})",
             "if observers or devices._pretended is not None or tuning._listener is not None: return launcher({args})",
         ]
@@ -87,9 +92,19 @@ def kernel_op(schema: str) -> Callable[[Callable[..., Any]], Any]:
 
 def differentiate(function: Any, *args: Any) -> Any:
     """`function.apply(*args)` of an `autograd.Function`, without the wrapper that is only needed inside functorch."""
-    if torch.compiler.is_compiling() or torch._C._are_functorch_transforms_active():
+    if torch.compiler.is_compiling():
         return function.apply(*args)
+    if forward_ad._current_level >= 0:
+        _no_tangents(*args)
+    if torch._C._are_functorch_transforms_active():
+        raise RidgelineError("Ridgeline's kernels are not differentiated inside torch.func's transforms; impl='torch' or 'naive' is")
     return function.quick_apply(*args)
+
+
+def _no_tangents(*args: Any) -> None:
+    """Kernels would drop the tangents of forward-mode differentiation without a word."""
+    if any([isinstance(a, torch.Tensor) and forward_ad.unpack_dual(a).tangent is not None for a in args]):
+        raise RidgelineError("Ridgeline's kernels have no forward-mode derivatives; impl='torch' or 'naive' has them")
 
 
 class Function(torch.autograd.Function):
