@@ -246,6 +246,7 @@ extern "C" __global__ void __launch_bounds__(THREADS, BLOCKS)
     const int before = place.band * CHANNELS, channels = groups * WIDTH;
     x += before * (LAST ? 1 : x_step);
     dy += before * (LAST ? 1 : dy_step);
+    const bool slope = dx, sum = sums;  // wanted, before the pointers move
     dx += before * (LAST ? 1 : dx_step);
     sums += place.image * 2ll * channels + before;
     for (int image = place.image, turn = 0; image < images; image += place.images, ++turn) {
@@ -274,13 +275,13 @@ extern "C" __global__ void __launch_bounds__(THREADS, BLOCKS)
         for (int c = threadIdx.x; c < CHANNELS; c += THREADS) {
             const Sums all = place.together(c);
             const float dw = all.a * rstd[group + c / WIDTH], weight = parameter(w, before + c, 1.0f);
-            if (sums && place.rank == c % CLUSTER) {
+            if (sum && place.rank == c % CLUSTER) {
                 sums[c] = turn ? sums[c] + dw : dw;
                 sums[channels + c] = turn ? sums[channels + c] + all.b : all.b;
             }
             shared.whole[c] = {dw * weight, all.b * weight};
         }
-        if (!dx) continue;
+        if (!slope) continue;
         __syncthreads();
         for (int c = threadIdx.x; c < CHANNELS; c += THREADS) {
             const int first = c / WIDTH * WIDTH;

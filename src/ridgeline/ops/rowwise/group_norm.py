@@ -528,8 +528,8 @@ GROUP_NORM = Op(
     cases=[
         _case("3x12x7x9, 4 groups", Spec(3, 12, 7, 9), 4),
         _case("3x20x7x5, 4 groups, channels last", Last(3, 20, 7, 5), 4),
-        _case("1x6x100x90, 2 groups", Spec(1, 6, 100, 90), 2),
-        _case("1x6x100x90, 2 groups, channels last", Last(1, 6, 100, 90), 2),
+        _case("4x6x100x90, 2 groups", Spec(4, 6, 100, 90), 2),
+        _case("4x6x100x90, 2 groups, channels last", Last(4, 6, 100, 90), 2),
         _case("1x40x52x36, 4 groups, channels last", Last(1, 40, 52, 36), 4),
         _case("2x8x9, 2 groups, float32 parameters", Spec(2, 8, 9), 2, "float32", dtypes=("float16", "bfloat16")),
         Case("70x40, 5 groups, no parameters", (Spec(70, 40), 5)),
