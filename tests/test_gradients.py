@@ -1,5 +1,6 @@
 """Gradients as PyTorch's engine hands them on: each is the caller's own, and no input of ours is changed on the way."""
 
+import importlib
 from collections.abc import Callable
 from typing import Any
 
@@ -7,7 +8,7 @@ import pytest
 import torch
 from torch.autograd import forward_ad
 
-from ridgeline import bias_mask_scale_add, matmul
+from ridgeline import bias_mask_scale_add, dropout, matmul
 from ridgeline.lab.law import Law, as_tuple, leaves
 from ridgeline.op import Op, RidgelineError, _copy, registry
 
@@ -120,3 +121,48 @@ def test_inside_torch_func(name: str, device: str) -> None:
     f, x = _called(OPS[name], "triton", device)
     with pytest.raises(RidgelineError, match=r"not differentiated inside torch.func's transforms"):
         torch.func.grad(lambda x: f(x).sum())(x)
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("impl", ["naive", "triton"])
+def test_replays_of_dropout_draw_anew(impl: str) -> None:
+    """Every replay of a CUDA graph drops other elements, in backward the same as in forward, although calls before the capture
+    drew on the host, with another kernel."""
+    x, dy = torch.ones(1000, device="cuda", requires_grad=True), torch.ones(1000, device="cuda")
+
+    def step() -> tuple[torch.Tensor, torch.Tensor]:
+        y = dropout(x, 0.5, impl=impl)
+        return y.detach(), *torch.autograd.grad(y, x, dy)
+
+    aside = torch.cuda.Stream()
+    aside.wait_stream(torch.cuda.current_stream())
+    with torch.cuda.stream(aside):
+        for _ in range(3):
+            step()
+    torch.cuda.current_stream().wait_stream(aside)
+    graph = torch.cuda.CUDAGraph()
+    with torch.cuda.graph(graph):
+        y, dx = step()
+    seen = []
+    for _ in range(2):
+        graph.replay()
+        assert torch.equal(y, dx)
+        assert 300 < (y == 0).sum() < 700
+        seen.append(y.clone())
+    assert not torch.equal(*seen)
+
+
+def test_dropout_draws_on_the_device_while_captured(device: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """As above without a GPU: what a capture would record takes its seed from memory."""
+    module = importlib.import_module("ridgeline.ops.pointwise.dropout")
+    seeds = []
+    monkeypatch.setattr(module, "_apply", lambda x, seed, *_: seeds.append(seed))
+    monkeypatch.setattr(torch.cuda, "is_current_stream_capturing", lambda: True)
+    monkeypatch.setattr(module, "_place", lambda seed, x: (seed, 0, 0))
+
+    class Placed(torch.Tensor):
+        is_cuda = True
+
+    x = torch.ones(8, device=device)
+    dropout(x if x.is_cuda else x.as_subclass(Placed), impl="triton")
+    assert seeds[0].dtype == torch.int64

@@ -10,6 +10,7 @@ allocations and starts are replayed from a `Plan`, in a third of the time (see `
 
 from __future__ import annotations
 
+import ctypes
 import re
 import struct
 import threading
@@ -25,7 +26,7 @@ from torch.autograd import forward_ad
 
 from ridgeline import device as devices
 from ridgeline import tuning
-from ridgeline.cuda import CudaKernel, Starter, parameters
+from ridgeline.cuda import CudaKernel, Starter, _driver, parameters
 from ridgeline.op import RidgelineError
 from ridgeline.replay import Loose, Plans, Start, recorder
 
@@ -235,11 +236,12 @@ def launch(
     started = _started.get(where)
     if started is None:
         constants |= config() if config else {}
-        if isinstance(kernel, CudaKernel):
-            start: Start | None = kernel.load(constants, index)
-            slow = None
-        else:
-            start, slow = _triton_start(kernel, _made(args, constants), constants, len(values), index)
+        with _loading():
+            if isinstance(kernel, CudaKernel):
+                start: Start | None = kernel.load(constants, index)
+                slow = None
+            else:
+                start, slow = _triton_start(kernel, _made(args, constants), constants, len(values), index)
         started = _started[where] = start, slow, constants
     start, slow, constants = started
     if None in values:
@@ -259,6 +261,20 @@ def launch(
         start(x, y, z, stream, values)
     elif slow is not None:
         slow(x, y, z, stream, args)
+
+
+@contextmanager
+def _loading() -> Iterator[None]:
+    """Inside, this thread may load a kernel while it captures a CUDA graph, which the driver otherwise refuses."""
+    if torch.version.hip or not torch.cuda.is_current_stream_capturing():
+        yield
+        return
+    mode, exchange = ctypes.c_int(2), _driver().cuThreadExchangeStreamCaptureMode  # CU_STREAM_CAPTURE_MODE_RELAXED
+    exchange(ctypes.byref(mode))
+    try:
+        yield
+    finally:
+        exchange(ctypes.byref(mode))
 
 
 def _read(args: tuple[Any, ...], values: list[Any], key: list[Any]) -> None:

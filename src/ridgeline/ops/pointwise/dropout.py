@@ -119,7 +119,8 @@ def dropout(
 
     x: any shape and strides, floating point; the result has its shape and dtype, and is contiguous. Without `training` or with
     p = 0 it is x itself. seed: the same one drops the same elements. An int of 64 bits, or a 0-d int64 tensor, on x's device read
-    by the kernel, so that a CUDA graph draws anew when it is changed; None draws one from PyTorch's generator of the CPU.
+    by the kernel, so that a CUDA graph draws anew when it is changed; None draws one from PyTorch's generator of the CPU, and under
+    torch.compile or in a CUDA graph from that of x's device, at every run.
     Raises RidgelineError on a p outside [0, 1], another seed, an x that is not floating point, or an `impl` that cannot run the call.
     """
     if type(p) is not float or not 0.0 <= p <= 1.0:
@@ -136,6 +137,8 @@ def dropout(
     plain = eager(DROPOUT, impl, x)
     if not training or p == 0:
         return x
+    if seed is None and (torch.compiler.is_compiling() or (x.is_cuda and torch.cuda.is_current_stream_capturing())):
+        seed = torch.randint(-(2**63), 2**63 - 1, (), device=x.device)  # each run of what is recorded draws one of its own
     if plain is not None and plain.call is not None:
         return plain.call(x, p, training=training, seed=seed)
     where, low, high = _place(seed, x)
@@ -147,8 +150,6 @@ def dropout(
 def _place(seed: int | torch.Tensor | None, x: torch.Tensor) -> tuple[torch.Tensor | None, int, int]:
     """The seed as kernels take it: a tensor on x's device, or two halves, which cost no copy to the GPU."""
     if torch.compiler.is_compiling():
-        if seed is None:
-            seed = torch.randint(-(2**63), 2**63 - 1, (), device=x.device)
         return seed.to(x.device) if isinstance(seed, torch.Tensor) else torch.full((), seed, dtype=torch.int64, device=x.device), 0, 0
     if isinstance(seed, torch.Tensor):
         if x.is_cuda == seed.is_cuda:
