@@ -27,6 +27,7 @@ from ridgeline.select import eager, run
 from ridgeline.tiles.online_softmax import exact_exp
 
 PARTS = tl.constexpr(64)  # programs that count or sum over rows
+FEW = 512  # rows at most that every program counts by itself, sooner than the host starts one that does it for all
 
 
 @triton.jit
@@ -41,21 +42,28 @@ def _count(counts, target, rows, inner, t0, t1, ignore, BLOCK: tl.constexpr):
 
 
 @triton.jit
-def _total(out, values, counts, rows, MEAN: tl.constexpr, BLOCK: tl.constexpr):
-    """Sums the rows' losses, one part a program; with MEAN divides by the count."""
-    sums = tl.zeros((BLOCK,), tl.float32)
-    for start in range(tl.program_id(0) * BLOCK, rows, tl.num_programs(0) * BLOCK):
-        row = start + tl.arange(0, BLOCK)
-        sums += tl.load(values + row, mask=row < rows, other=0)
-    whole = tl.sum(sums, 0)
-    if MEAN:
-        whole = tl.div_rn(whole, _counted(counts))
-    tl.store(out + tl.program_id(0), whole.to(out.dtype.element_ty))
+def _counted(counts, target, rows, inner, t0, t1, ignore, FEW: tl.constexpr):
+    """How many rows are not ignored: of at most FEW every program counts them itself, else the sum of `_count`'s parts."""
+    if FEW:
+        row = tl.arange(0, FEW).to(tl.int64)
+        label = tl.load(target + row // inner * t0 + row % inner * t1, mask=row < rows, other=ignore)
+        found = tl.sum((label != ignore).to(tl.int32), 0)
+    else:
+        found = tl.sum(tl.load(counts + tl.arange(0, PARTS)), 0)
+    return found.to(tl.float32)
 
 
 @triton.jit
-def _counted(counts):
-    return tl.sum(tl.load(counts + tl.arange(0, PARTS)), 0).to(tl.float32)
+def _total(out, values, n, counts, target, rows, inner, t0, t1, ignore, MEAN: tl.constexpr, FEW: tl.constexpr, BLOCK: tl.constexpr):
+    """Sums n losses, one part a program; with MEAN divides by the count of rows."""
+    sums = tl.zeros((BLOCK,), tl.float32)
+    for start in range(tl.program_id(0) * BLOCK, n, tl.num_programs(0) * BLOCK):
+        at = start + tl.arange(0, BLOCK)
+        sums += tl.load(values + at, mask=at < n, other=0)
+    whole = tl.sum(sums, 0)
+    if MEAN:
+        whole = tl.div_rn(whole, _counted(counts, target, rows, inner, t0, t1, ignore, FEW))
+    tl.store(out + tl.program_id(0), whole.to(out.dtype.element_ty))
 
 
 @triton.jit
@@ -128,7 +136,7 @@ def _gradient(d, x, head, body, columns, label, live, top, total, upstream, smoo
 
 @triton.jit
 def _fwd(losses, stats, d, x, target, counts, rows, columns, inner, x0, x1, t0, t1, ignore, smoothing, z, cap,
-         NEED: tl.constexpr, MEAN: tl.constexpr, SMOOTH: tl.constexpr, Z: tl.constexpr, CAP: tl.constexpr,
+         NEED: tl.constexpr, MEAN: tl.constexpr, FEW: tl.constexpr, SMOOTH: tl.constexpr, Z: tl.constexpr, CAP: tl.constexpr,
          PEEL: tl.constexpr, VEC: tl.constexpr, K: tl.constexpr, W: tl.constexpr, STAGES: tl.constexpr):  # fmt: skip
     row = tl.program_id(0).to(tl.int64)
     label = tl.load(target + row // inner * t0 + row % inner * t1)
@@ -173,7 +181,7 @@ def _fwd(losses, stats, d, x, target, counts, rows, columns, inner, x0, x1, t0, 
         tl.store(stats + row, most)
         tl.store(stats + rows + row, whole)
     if NEED == 2:
-        upstream = tl.div_rn(1.0, _counted(counts)) if MEAN else 1.0
+        upstream = tl.div_rn(1.0, _counted(counts, target, rows, inner, t0, t1, ignore, FEW)) if MEAN else 1.0
         out, _, _ = _peel(row * columns, columns, PEEL, VEC)
         _gradient(d + out, x, head, body, columns, label, live, most, whole, upstream, smoothing, z, cap,
                   Z, CAP, PEEL, VEC, K, W, STAGES)  # fmt: skip
@@ -181,7 +189,7 @@ def _fwd(losses, stats, d, x, target, counts, rows, columns, inner, x0, x1, t0, 
 
 @triton.jit
 def _bwd(d, x, target, dloss, stats, counts, rows, columns, inner, x0, x1, t0, t1, g0, g1, ignore, smoothing, z, cap,
-         MADE: tl.constexpr, EACH: tl.constexpr, MEAN: tl.constexpr, Z: tl.constexpr, CAP: tl.constexpr,
+         MADE: tl.constexpr, EACH: tl.constexpr, MEAN: tl.constexpr, FEW: tl.constexpr, Z: tl.constexpr, CAP: tl.constexpr,
          PEEL: tl.constexpr, VEC: tl.constexpr, K: tl.constexpr, W: tl.constexpr, STAGES: tl.constexpr):  # fmt: skip
     """MADE: forward has written the gradient for an upstream one of 1; with that nothing is left to do."""
     end = tl.where(tl.load(dloss) == 1, 0, rows) if MADE else rows
@@ -190,7 +198,7 @@ def _bwd(d, x, target, dloss, stats, counts, rows, columns, inner, x0, x1, t0, t
         label = tl.load(target + row // inner * t0 + row % inner * t1)
         upstream = tl.load(dloss + (row // inner * g0 + row % inner * g1 if EACH else 0)).to(tl.float32)
         if MEAN:
-            upstream = tl.div_rn(upstream, _counted(counts))
+            upstream = tl.div_rn(upstream, _counted(counts, target, rows, inner, t0, t1, ignore, FEW))
         top, total = tl.load(stats + row), tl.load(stats + rows + row)
         start, head, body = _peel(row // inner * x0 + row % inner * x1, columns, PEEL, VEC)
         out, _, _ = _peel(row * columns, columns, PEEL, VEC)
@@ -237,7 +245,7 @@ def _flags(z: float, cap: float, reduction: str) -> dict[str, bool]:
 
 
 def _split(saved: torch.Tensor, reduction: str) -> tuple[torch.Tensor, torch.Tensor]:
-    """What forward keeps: the counts of rows where a mean needs them, then all rows' maxima, then their sums of exponentials."""
+    """What forward keeps: room for the counts of rows that a mean needs, then all rows' maxima, then their sums of exponentials."""
     parts = PARTS.value if reduction == "mean" else 0
     return saved[:parts].view(torch.int32), saved[parts:]
 
@@ -251,16 +259,18 @@ def _launch_fwd(
     losses, options, (counts, stats) = loss, _flags(z, cap, reduction), _split(saved, reduction)
     if reduction != "none":
         losses = torch.empty((rows,), dtype=torch.float32, device=x.device)
-    if options["MEAN"]:
-        launch(_count, (PARTS.value,), counts, t, rows, inner, *t.stride(), ignore, BLOCK=256, num_warps=4)
+    some = rows, inner, *t.stride(), ignore
+    few = FEW if rows <= FEW and each is _rows else 0
+    if options["MEAN"] and not few:
+        launch(_count, (PARTS.value,), counts, t, *some, BLOCK=256, num_warps=4)
     each(losses, stats, d, x, t, counts, ignore, smoothing, z, cap, need, options)
     if reduction == "none":
         return
     if rows > 65536:
         parts = torch.empty((PARTS.value,), dtype=torch.float32, device=x.device)
-        launch(_total, (PARTS.value,), parts, losses, counts, rows, MEAN=False, BLOCK=1024, num_warps=4)
+        launch(_total, (PARTS.value,), parts, losses, rows, counts, t, *some, MEAN=False, FEW=0, BLOCK=1024, num_warps=4)
         losses, rows = parts, PARTS.value
-    launch(_total, (1,), loss, losses, counts, rows, MEAN=options["MEAN"], BLOCK=4096, num_warps=16)
+    launch(_total, (1,), loss, losses, rows, counts, t, *some, MEAN=options["MEAN"], FEW=few, BLOCK=4096, num_warps=16)
 
 
 def _rows(
@@ -268,7 +278,8 @@ def _rows(
     ignore: int, smoothing: float, z: float, cap: float, need: int, options: dict[str, bool],
 ) -> None:  # fmt: skip
     sizes = t.numel(), x.shape[2], t.shape[1], *x.stride()[:2], *t.stride(), ignore, smoothing, z, cap
-    _launch_rows(_fwd, x, losses, stats, d, x, t, counts, *sizes, NEED=need, SMOOTH=smoothing != 0, **options)
+    few = FEW if t.numel() <= FEW else 0
+    _launch_rows(_fwd, x, losses, stats, d, x, t, counts, *sizes, NEED=need, FEW=few, SMOOTH=smoothing != 0, **options)
 
 
 def _launch_bwd(
@@ -280,7 +291,8 @@ def _launch_bwd(
     steps = *x.stride()[:2], *t.stride(), *(g.stride() if each else (0, 0))
     sizes = t.numel(), x.shape[2], t.shape[1], *steps, ignore, smoothing, z, cap
     options, (counts, stats) = _flags(z, cap, reduction), _split(saved, reduction)
-    _launch_rows(_bwd, x, d, x, t, g, stats, counts, *sizes, persist=made, MADE=made, EACH=each, **options)
+    few = FEW if t.numel() <= FEW else 0
+    _launch_rows(_bwd, x, d, x, t, g, stats, counts, *sizes, persist=made, MADE=made, EACH=each, FEW=few, **options)
 
 
 _OPTIONS = "int ignore_index, float label_smoothing, float z_loss, float softcap, str reduction"
