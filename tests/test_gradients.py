@@ -8,7 +8,8 @@ import pytest
 import torch
 from torch.autograd import forward_ad
 
-from ridgeline import bias_mask_scale_add, dropout, matmul
+from ridgeline import bias_mask_scale_add, dropout, matmul, rope
+from ridgeline.boundary import Launch, observe
 from ridgeline.lab.law import Law, as_tuple, leaves
 from ridgeline.op import Op, RidgelineError, _copy, registry
 
@@ -166,3 +167,21 @@ def test_dropout_draws_on_the_device_while_captured(device: str, monkeypatch: py
     x = torch.ones(8, device=device)
     dropout(x if x.is_cuda else x.as_subclass(Placed), impl="triton")
     assert seeds[0].dtype == torch.int64
+
+
+@pytest.mark.parametrize("wanted", ["q", "k"])
+def test_rope_turns_what_is_needed(wanted: str, device: str) -> None:
+    """Where q or k alone needs a gradient, backward takes no heads of the other."""
+    args, kwargs = FIRST["rope"].make("float32", device)
+    expected = torch.autograd.grad(sum(t.sum() for t in rope(*args, **kwargs)), args[:2])["qk".index(wanted)]
+    x = args["qk".index(wanted)]
+    args = [a if a is x else a.detach() for a in args]
+    y = sum(t.sum() for t in rope(*args, **kwargs, impl="triton"))
+    launches: list[Launch] = []
+    with observe(launches.append):
+        (dx,) = torch.autograd.grad(y, x)
+    assert torch.equal(dx, expected)
+    for _ in range(4):  # replays too
+        y = sum(t.sum() for t in rope(*args, **kwargs, impl="triton"))
+        assert torch.equal(torch.autograd.grad(y, x)[0], expected)
+    assert [t.numel() for t in launches[-1].args[:4]] == [t.numel() if t is x else 0 for t in args[:2]] * 2

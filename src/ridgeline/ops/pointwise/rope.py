@@ -147,9 +147,10 @@ class _Rope(Function):
     @staticmethod
     @first_order
     def backward(ctx: Any, dq: torch.Tensor, dk: torch.Tensor) -> Any:
-        wanted, (interleaved, impl) = ctx.needs_input_grad, ctx.facts
-        dq, dk = _turn(dq, dk, *ctx.saved_tensors, interleaved, True, impl)
-        return dq if wanted[0] else None, dk if wanted[1] else None, None, None, None, None, None
+        (for_q, for_k, *_), (interleaved, impl) = ctx.needs_input_grad, ctx.facts
+        given = dq if for_q else dq[:, :0], dk if for_k else dk[:, :0]  # no heads of what nobody wants
+        dq, dk = _turn(*given, *ctx.saved_tensors, interleaved, True, impl)
+        return dq if for_q else None, dk if for_k else None, None, None, None, None, None
 
 
 def reference(
