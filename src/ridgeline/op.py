@@ -169,7 +169,7 @@ class Op:
         *,
         reference: Callable[..., Any],
         cases: list[Case],
-        cost: Callable[..., tuple[Cost, Cost | None] | tuple[Cost, Cost, Cost]],
+        cost: Callable[..., tuple[Cost, Cost | None] | tuple[Cost, Cost | None, Cost | None]],
         roof: str | None = None,
         mutates: tuple[int, ...] = (),
     ):

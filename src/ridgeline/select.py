@@ -43,8 +43,9 @@ def never(implementation: Implementation, direction: str, dtype: torch.dtype, de
 
 
 def why_not(implementation: Implementation, *args: Any, direction: str = "fwd") -> str | None:
-    """Why an implementation does not support a call on these inputs (the first is a tensor), or None."""
-    reason = never(implementation, direction, args[0].dtype, devices.of(args[0]))
+    """Why an implementation does not support a call on these inputs (the first is a tensor, or a list of them), or None."""
+    x = args[0] if isinstance(args[0], torch.Tensor) else args[0][0]
+    reason = never(implementation, direction, x.dtype, devices.of(x))
     return reason or (implementation.supports(*args) if implementation.supports else None)
 
 

@@ -457,10 +457,12 @@ def _call(logits: torch.Tensor, target: torch.Tensor, dtype: torch.dtype, *optio
     return differentiate(_CrossEntropy, logits, target, dtype, need, *options)
 
 
-def cost(logits: torch.Tensor, target: torch.Tensor, *, reduction: str = "mean", **_: Any) -> tuple[Cost, Cost, Cost]:
+def cost(logits: torch.Tensor, target: torch.Tensor, *, reduction: str = "mean", **_: Any) -> tuple[Cost, Cost | None, Cost | None]:
     """Forward alone, backward alone from the logits, and both in a step, which need the logits but once."""
     losses = (target.numel() if reduction == "none" else 1) * logits.element_size()
     given, count = nbytes(logits, target), logits.numel()
+    if not logits.requires_grad:
+        return Cost(given, losses, 5 * count), None, None
     return Cost(given, losses, 5 * count), Cost(given, nbytes(logits), 5 * count), Cost(given, losses + nbytes(logits), 8 * count)
 
 
@@ -511,6 +513,10 @@ CROSS_ENTROPY = Op(
         Case("33x10007", (Spec(33, 10007), _labels(33, high=10007)), dtypes=("float16", "bfloat16")),
         Case("64x8192", (Spec(64, 8192), _labels(64, high=8192)), use="quick"),
         *(Case(f"{m}x{n}", (Spec(m, n), _labels(m, high=n)), dtypes=("bfloat16",), use="bench") for m, n in WIDE),
+        *(
+            Case(f"{m}x{n} no gradient", (Spec(m, n, grad=False), _labels(m, high=n)), dtypes=("bfloat16",), use="bench")
+            for m, n in WIDE[:3]
+        ),
     ],
 )
 

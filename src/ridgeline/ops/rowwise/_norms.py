@@ -578,7 +578,3 @@ class Near(Spec):
         x = super().make(*args)
         with torch.no_grad():
             return x.mul_(self.scale).add_(self.about)
-
-
-BENCH = [(m, n) for m, n in ((32768, 1024), (16384, 4096), (8192, 8192), (8192, 16384), (2048, 65536), (1024, 262144))]
-BENCH += [(16384, 5120), (8191, 3000), (4096, 50257)]

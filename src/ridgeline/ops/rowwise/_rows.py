@@ -12,6 +12,18 @@ from ridgeline import device, tuning
 
 TILE_LIMIT = 131072  # bytes of a row, all inputs in float32, that a block holds in registers
 _TILES = [{"BM": m, "num_warps": w, "STAGES": s} for m in (1, 2, 4, 8, 16, 32) for w in (1, 2, 4, 8, 16, 32) for s in (1, 2, 3)]
+# Shapes of benchmarks: short rows to wide ones, then some whose width is no power of two, or no multiple of 16 bytes.
+BENCH = [
+    (32768, 1024),
+    (16384, 4096),
+    (8192, 8192),
+    (8192, 16384),
+    (2048, 65536),
+    (1024, 262144),
+    (16384, 5120),
+    (8191, 3000),
+    (4096, 50257),
+]
 
 
 def ceil(a: int, b: int) -> int:

@@ -15,7 +15,8 @@ import torch.nn.functional as F
 
 from ridgeline.op import Case, Cost, Op, Spec
 from ridgeline.ops.rowwise import _cluster
-from ridgeline.ops.rowwise._norms import BENCH, Norm, alike, widened
+from ridgeline.ops.rowwise._norms import Norm, alike, widened
+from ridgeline.ops.rowwise._rows import BENCH
 
 NORM = Norm("add_rms_norm", center=False, add=True)
 Pair = tuple[torch.Tensor, torch.Tensor]

@@ -15,7 +15,8 @@ import torch.nn.functional as F
 
 from ridgeline.op import Case, Cost, Op, Spec
 from ridgeline.ops.rowwise import _cluster
-from ridgeline.ops.rowwise._norms import BENCH, Maybe, Near, Norm, alike, widened
+from ridgeline.ops.rowwise._norms import Maybe, Near, Norm, alike, widened
+from ridgeline.ops.rowwise._rows import BENCH
 
 NORM = Norm("layer_norm", center=True, add=False)
 

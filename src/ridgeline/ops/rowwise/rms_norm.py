@@ -14,7 +14,8 @@ import torch.nn.functional as F
 
 from ridgeline.op import Case, Cost, Op, Spec
 from ridgeline.ops.rowwise import _cluster
-from ridgeline.ops.rowwise._norms import BENCH, Near, Norm, alike, widened
+from ridgeline.ops.rowwise._norms import Near, Norm, alike, widened
+from ridgeline.ops.rowwise._rows import BENCH
 
 NORM = Norm("rms_norm", center=False, add=False)
 
