@@ -89,7 +89,8 @@ def dropout(
 
     x: any shape and strides, floating point; the result has its shape and dtype, and is contiguous. Without `training` or with
     p = 0 it is x itself. seed: the same one drops the same elements. An int of 64 bits, or a 0-d int64 tensor, on x's device read
-    by the kernel, so that a CUDA graph draws anew when it is changed; None draws one from PyTorch's generator of the CPU.
+    by the kernel, so that a CUDA graph draws anew when it is changed; None draws one from PyTorch's generator of the CPU, and under
+    torch.compile or in a CUDA graph from that of x's device, at every run.
     Raises RidgelineError on a p outside [0, 1], another seed, an x that is not floating point, or an `impl` that cannot run the call.
     """
 
