@@ -244,9 +244,14 @@ def _flags(z: float, cap: float, reduction: str) -> dict[str, bool]:
     return {"MEAN": reduction == "mean", "Z": z != 0, "CAP": cap != 0}
 
 
-def _split(saved: torch.Tensor, reduction: str) -> tuple[torch.Tensor, torch.Tensor]:
-    """What forward keeps: room for the counts of rows that a mean needs, then all rows' maxima, then their sums of exponentials."""
-    parts = PARTS.value if reduction == "mean" else 0
+def _parts(rows: int, reduction: str) -> int:
+    """How many counts of rows forward keeps for backward."""
+    return PARTS.value if reduction == "mean" and rows > FEW else 0
+
+
+def _split(saved: torch.Tensor, rows: int, reduction: str) -> tuple[torch.Tensor, torch.Tensor]:
+    """What forward keeps: counts of rows, then all rows' maxima, then their sums of exponentials."""
+    parts = _parts(rows, reduction)
     return saved[:parts].view(torch.int32), saved[parts:]
 
 
@@ -256,12 +261,14 @@ def _launch_fwd(
 ) -> None:  # fmt: skip
     x, t = _planes(logits, target)
     rows, inner = t.numel(), t.shape[1]
-    losses, options, (counts, stats) = loss, _flags(z, cap, reduction), _split(saved, reduction)
+    losses, options, (counts, stats) = loss, _flags(z, cap, reduction), _split(saved, rows, reduction)
     if reduction != "none":
         losses = torch.empty((rows,), dtype=torch.float32, device=x.device)
     some = rows, inner, *t.stride(), ignore
     few = FEW if rows <= FEW and each is _rows else 0
     if options["MEAN"] and not few:
+        if not counts.numel():
+            counts = torch.empty((PARTS.value,), dtype=torch.int32, device=x.device)
         launch(_count, (PARTS.value,), counts, t, *some, BLOCK=256, num_warps=4)
     each(losses, stats, d, x, t, counts, ignore, smoothing, z, cap, need, options)
     if reduction == "none":
@@ -290,7 +297,7 @@ def _launch_bwd(
     x, t, g = _planes(logits, target, dloss) if each else (*_planes(logits, target), dloss)
     steps = *x.stride()[:2], *t.stride(), *(g.stride() if each else (0, 0))
     sizes = t.numel(), x.shape[2], t.shape[1], *steps, ignore, smoothing, z, cap
-    options, (counts, stats) = _flags(z, cap, reduction), _split(saved, reduction)
+    options, (counts, stats) = _flags(z, cap, reduction), _split(saved, t.numel(), reduction)
     few = FEW if t.numel() <= FEW else 0
     _launch_rows(_bwd, x, d, x, t, g, stats, counts, *sizes, persist=made, MADE=made, EACH=each, FEW=few, **options)
 
@@ -308,7 +315,7 @@ def _forward(
     *options, reduction, impl = options
     loss = torch.empty(target.shape if reduction == "none" else (), dtype=dtype, device=logits.device)
     d = torch.empty(logits.shape if need == 2 else (0,), dtype=logits.dtype, device=logits.device)
-    kept = (PARTS.value if reduction == "mean" else 0) + (2 * target.numel() if need else 0)
+    kept = _parts(target.numel(), reduction) + (2 * target.numel() if need else 0)
     saved = torch.empty((kept,), dtype=torch.float32, device=logits.device)
     run(CROSS_ENTROPY, "fwd", impl, (loss, d, saved), logits, target, need, *options, reduction)
     return loss, d, saved

@@ -149,14 +149,14 @@ def dropout(
 
 def _place(seed: int | torch.Tensor | None, x: torch.Tensor) -> tuple[torch.Tensor | None, int, int]:
     """The seed as kernels take it: a tensor on x's device, or two halves, which cost no copy to the GPU."""
+    if seed is None:
+        seed = _draw()
     if torch.compiler.is_compiling():
         return seed.to(x.device) if isinstance(seed, torch.Tensor) else torch.full((), seed, dtype=torch.int64, device=x.device), 0, 0
     if isinstance(seed, torch.Tensor):
         if x.is_cuda == seed.is_cuda:
             return seed, 0, 0
         seed = int(seed)
-    elif seed is None:
-        seed = _draw()
     return None, _signed(seed), _signed(seed >> 32)
 
 

@@ -80,8 +80,10 @@ def _bwd_dw(parts, dy, x, rows, columns, dy_stride, x_stride, BM: tl.constexpr, 
             slope = tl.load(dy + start * dy_stride + row * dy_stride, mask=known, other=0)
             values = tl.load(x + start * x_stride + (row * x_stride + column), mask=known & inside, other=0)
             loaded = loaded + (slope, values)
+        found = tl.zeros((BM, BN), tl.float32)  # of a step first: many small terms added to one large sum would each be rounded
         for t in tl.static_range(TILES):
-            sums += loaded[2 * t].to(tl.float32) * loaded[2 * t + 1].to(tl.float32)
+            found += loaded[2 * t].to(tl.float32) * loaded[2 * t + 1].to(tl.float32)
+        sums += found
     tl.store(parts + share * columns + column, tl.sum(sums, 0)[None, :], mask=inside)
 
 
@@ -182,7 +184,8 @@ def _backward(dy: torch.Tensor, x: torch.Tensor, w: torch.Tensor, for_x: bool, f
     columns = w.shape[0]
     dx = empty_rows(x, -1, None) if for_x else x.new_empty(0)
     dw = torch.empty_like(w, memory_format=torch.contiguous_format) if for_w else w.new_empty(0)
-    shares = device.of(x).multiprocessors * 4096 // (columns + 256) or 1  # of the rows: 4 programs a multiprocessor have 1024 columns each
+    # Of the rows: 4 programs a multiprocessor have 1024 columns each, and none has more than an eighth.
+    shares = max(8, device.of(x).multiprocessors * 4096 // (columns + 256))
     parts = x.new_empty((shares, columns) if for_w else 0, dtype=torch.float32)
     if not x.numel():
         return dx, dw.zero_()
