@@ -227,7 +227,7 @@ def forward(law: Law, rung: Implementation) -> Function:
 
 
 def backward(law: Law, rung: Implementation) -> Function:
-    """The backward alone, over a graph that is kept, as a function of no arguments."""
+    """The backward alone, over a graph that is kept, as a function of no arguments. Gradients come in the outputs' memory format."""
     import torch
 
     from ridgeline.lab.law import as_tuple, leaves
@@ -235,7 +235,8 @@ def backward(law: Law, rung: Implementation) -> Function:
     pairs = [
         (o, g) for o, g in zip(as_tuple(rung(*law.args, **law.kwargs)), law.incoming, strict=True) if g is not None and o.requires_grad
     ]
-    outputs, incoming = [o for o, _ in pairs], [g for _, g in pairs]
+    outputs = [o for o, _ in pairs]
+    incoming = [g if g.stride() == o.stride() else torch.empty_like(o, requires_grad=False).copy_(g) for o, g in pairs]
     return partial(torch.autograd.grad, outputs, leaves(law.args), incoming, retain_graph=True, allow_unused=True)
 
 

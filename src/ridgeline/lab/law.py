@@ -341,12 +341,11 @@ class Law:
         return [o.detach() for o in outputs], grads
 
     def _random(self, output: Tensor) -> Tensor:
-        """A random incoming gradient for an output, in its memory format (of the whole tensor, where this one is of slices)."""
+        """A random incoming gradient for an output (of the whole tensor, where this one is of slices)."""
         shape = list(output.shape)
         if self.rows is not None and shape and shape[0] == len(self.rows):
             shape[0] = self.length
-        random = torch.randn(shape, device=output.device, generator=self.dice).to(output.dtype)
-        return torch.empty_like(output.detach()).copy_(random) if random.shape == output.shape else random
+        return torch.randn(shape, device=output.device, generator=self.dice).to(output.dtype)
 
     def run(self, call: Callable[..., Any], backward: bool = True) -> Result:
         """Calls an implementation on the arguments; its outputs and, if asked for, gradients."""
