@@ -49,7 +49,7 @@ def plans(columns: int, size: int) -> list[dict]:
     row = cluster_rows.whole(columns, size) * size
     found = [cluster_rows.plan(columns, 1, size, size, **loss.rule(row))]
     for inputs, backward in ((1, False), (2, True)):
-        found.append(cluster_rows.plan(columns, inputs, size, size, **softmax.cluster_rule(row * inputs, backward)))
+        found.append(cluster_rows.plan(columns, inputs, size, size, **softmax.cluster_rule(row * inputs, backward, row < columns * size)))
     for inputs in (1, 2):
         found += [cluster_rows.plan(columns, inputs, size, size, **norms.forward_rule(row * inputs, centred)) for centred in (False, True)]
     for inputs in (2, 3):

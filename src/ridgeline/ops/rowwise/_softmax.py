@@ -122,24 +122,21 @@ CLUSTER_BYTES = 2 << 20  # of a row's inputs at most: 128 KiB for each of 16 blo
 CLUSTER_COLUMNS = 1024, 1 << 19  # more than these; at most 32 for each of 16 x 1024 threads
 CLUSTER_FORWARD = 2048  # columns up to which tiles are as fast forward, but where rows begin anywhere: then they load single elements
 CLUSTER_BACKWARD = {False: 16384, True: 8192}  # the same backward: of log_softmax a tile holds exponentials besides
+TILE_WASTE = 1.25  # backward tiles are a power of two wide: clusters are faster where that is so many times the columns
 
 
-def cluster_rule(size: int, backward: bool) -> tuning.Config:
+def cluster_rule(size: int, backward: bool, shifted: bool) -> tuning.Config:
     """How the cluster kernels take rows of `size` bytes, all inputs together: blocks per row (CLUSTER), threads per block,
     blocks per multiprocessor, rows that a block reads ahead (STAGES), rows per cluster (ROWS).
 
-    Forward takes few registers, so that other blocks, not rows ahead, fill the time in which a block waits."""
-    if not backward:
-        cluster = min(16, power(ceil(size, 16384 if size <= 65536 else 65536)))
-        part = ceil(size, cluster)
-        threads = min(512, max(64, power(ceil(part, 128))))
-        blocks = max(2, min(2048 // threads, 221184 // (part + 1024)))
-        return {"CLUSTER": cluster, "THREADS": threads, "BLOCKS": blocks, "STAGES": 1, "ROWS": 1}
-    cluster = min(16, power(ceil(size, 32768)))
-    part = ceil(size, cluster)
-    threads = min(1024, max(32, power(ceil(part, 64))))
-    blocks = 1024 // threads  # leaves 64 registers a thread
-    return {"CLUSTER": cluster, "THREADS": threads, "BLOCKS": blocks, "STAGES": max(1, min(3, 221184 // (blocks * part))), "ROWS": 8}
+    Other blocks, not rows ahead, fill the time in which a block waits. shifted: rows begin anywhere, which takes registers."""
+    cluster = min(16, power(ceil(size, 32768 if backward else 16384 if size <= 65536 else 65536)))
+    part, most, each, resident = ceil(size, cluster), 512, 128, 2048
+    if backward:  # both inputs stay in registers: 80 a thread, or 64 for half as much
+        most, each, resident = (1024, 64, 1024) if cluster > 1 or shifted else (256, 128, 768)
+    threads = min(most, max(128, power(ceil(part, each))))
+    blocks = max(1 if backward else 2, min(resident // threads, 221184 // (part + 1024)))
+    return {"CLUSTER": cluster, "THREADS": threads, "BLOCKS": blocks, "STAGES": 1, "ROWS": 1}
 
 
 def cluster_space(size: int, backward: bool, where: device.Device) -> list[tuning.Config]:
@@ -238,7 +235,8 @@ class Softmax:
         """Rows over clusters, by CUDA C++; backward only of those that tiles are slower on."""
         rows, columns = out.shape
         backward, kernel = direction == "bwd", CUDA[direction]
-        if backward and columns <= CLUSTER_BACKWARD[self.log] and not cluster_rows.shifted(columns, inputs[0].element_size()):
+        even = power(columns) <= TILE_WASTE * columns and not cluster_rows.shifted(columns, inputs[0].element_size())
+        if backward and even and columns <= CLUSTER_BACKWARD[self.log]:
             self.tiled(direction, out, *inputs)
             return
         x, y = (out.dtype, inputs[0].dtype) if backward else (inputs[0].dtype, out.dtype)
@@ -247,7 +245,8 @@ class Softmax:
 
         def config() -> dict[str, Any]:
             key = key_of(x, y, columns)
-            rule, space = partial(cluster_rule, size, backward), partial(cluster_space, size, backward, where)
+            shifted = cluster_rows.shifted(columns, read.itemsize)
+            rule, space = partial(cluster_rule, size, backward, shifted), partial(cluster_space, size, backward, where)
             found = tuning.config(where, self.name, kernel.name, key, rule, space)
             plan = cluster_rows.plan(columns, len(inputs), read.itemsize, written.itemsize, **found)
             return plan | {"XTYPE": CTYPE[x], "YTYPE": CTYPE[y]}
