@@ -12,7 +12,7 @@ from ridgeline.op import RidgelineError, registry
 x, half, whole = torch.ones(4, 6), torch.ones(4, 6, dtype=torch.float16), torch.ones(4, 6, dtype=torch.int32)
 away, sparse = torch.ones(4, 6, device="meta"), torch.eye(6).to_sparse()
 w, w5, wint, waway = torch.ones(6), torch.ones(5), torch.ones(6, dtype=torch.int32), torch.ones(6, device="meta")
-yes = torch.ones(4, 6, dtype=torch.bool)
+yes, square = torch.ones(4, 6, dtype=torch.bool), torch.ones(6, 6)
 image, labels = torch.ones(2, 6, 3), torch.zeros(6, dtype=torch.int64)
 q, table, odd = torch.ones(1, 2, 3, 8), torch.ones(5, 4), torch.ones(1, 2, 3, 7)
 zero = torch.tensor([1.0, 1, 0, 1, 1, 1])
@@ -22,6 +22,7 @@ BAD: Bad = {
     "gelu: another approximation": (lambda: ridgeline.gelu(x, approximate="cubic"), ["cubic", "none", "tanh"]),
     "gelu: an integer tensor": (lambda: ridgeline.gelu(whole), ["int32", "float32"]),
     "gelu: no tensor": (lambda: ridgeline.gelu([1.0, 2.0]), ["list", "tensor"]),
+    "gelu: another layout": (lambda: ridgeline.gelu(x.to_mkldnn()), ["mkldnn", "dense"]),
     "quick_gelu: an integer tensor": (lambda: ridgeline.quick_gelu(whole), ["int32", "float32"]),
     "gelu_mul: another approximation": (lambda: ridgeline.gelu_mul(x, x, "cubic"), ["cubic", "none", "tanh"]),
     "gelu_mul: an integer tensor": (lambda: ridgeline.gelu_mul(x, whole), ["up", "int32", "float32"]),
@@ -69,6 +70,7 @@ BAD: Bad = {
     "masked_softmax: p above 1": (lambda: ridgeline.masked_softmax(x, yes, dropout_p=1.5), ["dropout_p", "1.5", "between 0 and 1"]),
     "masked_softmax: p below 0": (lambda: ridgeline.masked_softmax(x, yes, dropout_p=-0.1), ["dropout_p", "-0.1", "between 0 and 1"]),
     "masked_softmax: a seed that is none": (lambda: ridgeline.masked_softmax(x, yes, dropout_p=0.5, seed="7"), ["seed", "str"]),
+    "masked_softmax: a sparse mask": (lambda: ridgeline.masked_softmax(square, sparse.bool()), ["sparse", "dense"]),
     "dropout: p above 1": (lambda: ridgeline.dropout(x, 1.5), ["1.5", "0 to 1"]),
     "dropout: p below 0": (lambda: ridgeline.dropout(x, -0.5), ["-0.5", "0 to 1"]),
     "dropout: p that is none": (lambda: ridgeline.dropout(x, "0.5"), ["'0.5'", "0 to 1"]),
@@ -91,6 +93,10 @@ BAD: Bad = {
     "bias_mask_scale_add: a mask's gradient": (
         lambda: ridgeline.bias_mask_scale_add(x, w, x.clone().requires_grad_(), 1.0, x),
         ["mask", "detach"],
+    ),
+    "bias_mask_scale_add: a sparse mask": (
+        lambda: ridgeline.bias_mask_scale_add(square, w, sparse.bool(), 1.0, square),
+        ["sparse", "dense"],
     ),
     "bias_mask_scale_add: a mask of integers": (lambda: ridgeline.bias_mask_scale_add(x, w, whole, 1.0, x), ["mask", "boolean", "int32"]),
     "cross_entropy: shapes": (lambda: ridgeline.cross_entropy(x, labels), ["(4, 6)", "(6,)"]),
@@ -116,15 +122,18 @@ for name in ("rms_norm", "layer_norm", "add_rms_norm", "add_layer_norm"):
         BAD[f"{name}: eps {eps!r}"] = partial(_norm, name, w, eps=eps), ["eps", "0 or more", repr(eps)]
 for eps in (None, "a", -1, float("nan")):
     BAD[f"group_norm: eps {eps!r}"] = partial(ridgeline.group_norm, image, 2, eps=eps), ["eps", "0 or more", repr(eps)]
-square = torch.ones(6, 6)
 for name, args in {
     "rms_norm": (sparse, w),
     "layer_norm": (sparse, w, w),
     "add_rms_norm": (square, sparse, w),
+    "add_layer_norm": (square, sparse, w),
     "gelu": (sparse,),
+    "gelu_mul": (sparse, square),
     "quick_gelu": (sparse.to_sparse_csr(),),
     "silu_mul": (square, sparse),
     "mul": (sparse, square),
+    "bias_mask_scale_add": (square, w, square, 1.0, sparse),
+    "rope": (q.to_sparse(), q, table, table),
     "softmax": (sparse,),
     "log_softmax": (sparse,),
     "cross_entropy": (sparse, labels),
@@ -133,6 +142,7 @@ for name, args in {
     "weighted_sum": (sparse, w),
     "group_norm": (sparse, 2),
     "matmul": (sparse, sparse),
+    "adamw": (square, sparse, square, square, 1),
 }.items():
     BAD[f"{name}: a sparse tensor"] = partial(getattr(ridgeline, name), *args), ["sparse", "dense"]
 

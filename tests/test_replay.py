@@ -7,6 +7,8 @@ import pytest
 import torch
 
 from ridgeline import replay, tuning
+from ridgeline.boundary import kernel_op
+from ridgeline.op import RidgelineError
 from ridgeline.replay import Plans, recorder
 
 Started = list[tuple[tuple[int, int, int], tuple[Any, ...]]]
@@ -163,6 +165,35 @@ def test_what_cannot_be_repeated_runs(started: Started, what: str) -> None:
         plans(torch.randn(3, 8))
     assert len(runs) == 5
     assert recorder() is None
+
+
+@kernel_op("toy_same(Tensor x, Tensor? w, bool fails) -> Tensor")
+def same(x: torch.Tensor, w: torch.Tensor | None, fails: bool) -> torch.Tensor:
+    if fails:
+        raise RuntimeError("out of memory")
+    return torch.empty_like(x)
+
+
+OTHERS = {
+    "sparse_coo": torch.Tensor.to_sparse,
+    "sparse_csr": torch.Tensor.to_sparse_csr,
+    "_mkldnn": torch.Tensor.to_mkldnn,
+    "nested": lambda x: torch.nested.nested_tensor([x, x[:2]]),
+}
+
+
+@pytest.mark.filterwarnings("ignore:The PyTorch API of nested tensors", "ignore:Sparse CSR tensor support")
+@pytest.mark.parametrize("kind", OTHERS)
+def test_tensors_that_are_not_dense(started: Started, monkeypatch: pytest.MonkeyPatch, kind: str) -> None:
+    """Where a call must be quick nobody looks for them, and none gets past the boundary; other failures stay what they are."""
+    monkeypatch.setitem(same.__globals__, "current", lambda: 0)
+    good, bad = torch.eye(3), OTHERS[kind](torch.eye(3))
+    for x, w in ((bad, None), (good, bad), (bad, bad)):
+        with pytest.raises(RidgelineError, match=f"^toy: it takes dense tensors, and one is {kind}; give its to_"):
+            same(x, w, False)
+    with pytest.raises(RuntimeError, match="out of memory"):
+        same(good, good, True)
+    assert same(good, None, False).shape == (3, 3)
 
 
 def test_no_elements(started: Started) -> None:

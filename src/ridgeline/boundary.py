@@ -27,7 +27,7 @@ from torch.autograd import forward_ad
 from ridgeline import device as devices
 from ridgeline import tuning
 from ridgeline.cuda import CudaKernel, Starter, _driver, parameters
-from ridgeline.op import RidgelineError
+from ridgeline.op import RidgelineError, dense_only
 from ridgeline.replay import Loose, Plans, Start, recorder
 
 LIBRARY = torch.library.Library("ridgeline", "DEF")
@@ -75,6 +75,8 @@ def kernel_op(schema: str) -> Callable[[Callable[..., Any]], Any]:
             "compiling": torch.compiler.is_compiling,
             "forward": forward_ad,
             "no_tangents": _no_tangents,
+            "dense_only": dense_only,
+            "op": name.rpartition("_")[0],
             "modes": torch._C._len_torch_dispatch_stack,
             "transforms": torch._C._are_functorch_transforms_active,
         }
@@ -86,7 +88,8 @@ def kernel_op(schema: str) -> Callable[[Callable[..., Any]], Any]:
             f"if {' or '.join(watched)}: return registered({{args}})",
             "if observers or devices._pretended is not None or tuning._listener is not None: return launcher({args})",
         ]
-        return Plans(launcher, leading, loose).front(len(registered._schema.arguments), before, names)
+        failed = "dense_only(op, [{tensors}])"  # a sparse tensor has no pointer: to look where that raises costs a good call nothing
+        return Plans(launcher, leading, loose).front(len(registered._schema.arguments), before, names, failed)
 
     return register
 

@@ -97,6 +97,14 @@ def readable(tensor: torch.Tensor) -> bool:
     return (tensor.is_cpu or CHECK) and not (tensor.is_meta or torch.compiler.is_compiling()) and type(tensor) in _OWN
 
 
+def dense_only(op: str, values: Iterable[Any]) -> None:
+    """Raises RidgelineError where a tensor among the values is sparse or nested, or its layout has no strides for another reason."""
+    for t in values:
+        if isinstance(t, torch.Tensor) and (t.layout is not torch.strided or t.is_nested):
+            kind, instead = ("nested", "to_padded_tensor(0)") if t.is_nested else (str(t.layout)[6:], "to_dense()")
+            raise RidgelineError(f"{op}: it takes dense tensors, and one is {kind}; give its {instead}")
+
+
 def tensors_of(values: Iterable[Any]) -> list[torch.Tensor]:
     """The tensors among arguments, those in lists too, in order."""
     found: list[torch.Tensor] = []

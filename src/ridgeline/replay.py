@@ -142,10 +142,13 @@ class Plans:
         self.found: dict[Any, Callable[..., Any]] = {}
         self.seen: dict[Any, int] = {}
 
-    def front(self, count: int, before: Sequence[str] = (), names: dict[str, Any] | None = None) -> Callable[..., Any]:
+    def front(
+        self, count: int, before: Sequence[str] = (), names: dict[str, Any] | None = None, failed: str | None = None
+    ) -> Callable[..., Any]:
         """A function of the launcher's arguments (t0, t1, ..., a0, a1, ...) that calls the launcher, or repeats what it did.
 
-        before: lines to run first, which may return; names: what they mention."""
+        before: lines to run first, which may return; names: what they mention. failed: a line to run where anything after the
+        first of them raises a RuntimeError, which is raised on."""
         tensors = [f"t{n}" for n in range(self.leading)]
         args = [*tensors, *(f"a{n}" for n in range(count - self.leading))]
         whole = ", ".join(args)
@@ -160,6 +163,9 @@ class Plans:
         lines.append("    plan = found(key)")
         lines.append(f"    if plan is None: return learn(key, {whole})")
         lines.append(f"    return plan({', '.join(['i', *(f'p{n}' for n in range(self.leading)), *self.loose.values()])})")
+        if failed is not None:
+            last = "        " + failed.format(tensors=", ".join(tensors))
+            lines[1:] = ["    try:", *["    " + line for line in lines[1:]], "    except RuntimeError:", last, "        raise"]
         names = {"launcher": self.launcher, "learn": self.learn, "found": self.found.get, "tuning": tuning, **(names or {})}
         names["current"] = getattr(torch._C, "_cuda_getDevice", None)  # of a build without CUDA nothing is on a GPU
         return _function("call", args, lines, names)

@@ -11,7 +11,7 @@ import torch
 from ridgeline import cuda
 from ridgeline import device as devices
 from ridgeline.boundary import INTERPRETED, tracing
-from ridgeline.op import Implementation, Op, RidgelineError
+from ridgeline.op import Implementation, Op, RidgelineError, dense_only
 
 
 @cache
@@ -106,9 +106,7 @@ def eager(op: Op, impl: str | None, *args: Any) -> Implementation | None:
     """
     known = all([t.dtype in op.kernel_dtypes and t.layout is _DENSE for t in args if isinstance(t, torch.Tensor)])
     if not known:
-        for t in args:
-            if isinstance(t, torch.Tensor) and t.layout is not _DENSE:
-                raise RidgelineError(f"{op.name}: it takes dense tensors, and one is {str(t.layout)[6:]}; give its to_dense()")
+        dense_only(op.name, args)
     if impl is not None:
         implementation = find(op, impl)
         if implementation.is_kernel:

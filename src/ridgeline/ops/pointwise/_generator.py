@@ -24,7 +24,7 @@ from triton.language.extra.cuda import gdc_launch_dependents, gdc_wait
 from ridgeline import device, tuning
 from ridgeline.boundary import Function, differentiate, early, first_order, kernel_op, launch
 from ridgeline.cuda import CudaKernel
-from ridgeline.op import FLOATS, Cost, Op, RidgelineError, dtype_name, nbytes
+from ridgeline.op import FLOATS, Cost, Op, RidgelineError, dense_only, dtype_name, nbytes
 from ridgeline.select import eager, run
 
 Tensors = tuple[torch.Tensor, ...]
@@ -369,6 +369,7 @@ class Pointwise:
                 raise RidgelineError(f"{self.name}: {name} must be floating point{also} (float32, float16, bfloat16), and is {t.dtype}")
             if name in self.fixed and t.requires_grad and torch.is_grad_enabled():
                 raise RidgelineError(f"{self.name}: {name} has no gradient, and requires one; give {name}.detach()")
+        dense_only(self.name, tensors)
         if any([t.shape != x.shape for t in tensors]):
             shapes = [tuple(t.shape) for t in tensors]
             try:

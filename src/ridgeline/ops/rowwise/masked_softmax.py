@@ -17,7 +17,7 @@ import triton
 import triton.language as tl
 
 from ridgeline.boundary import Function, differentiate, first_order, kernel_op, launch
-from ridgeline.op import Case, Cost, Op, RidgelineError, Spec, nbytes
+from ridgeline.op import Case, Cost, Op, RidgelineError, Spec, dense_only, nbytes
 from ridgeline.ops.rowwise._rows import TILE_LIMIT, as_rows, empty_rows, power, tiles
 from ridgeline.ops.rowwise._softmax import full_precision
 from ridgeline.select import eager, run
@@ -297,6 +297,7 @@ def _check(x: Any, mask: Any, scale: Any, fill: Any, bias: Any, p: Any, seed: An
     for name, t in (("x", x), ("mask", mask), ("bias", bias)):
         if not isinstance(t, torch.Tensor) and (t is not None or name != "bias"):
             raise RidgelineError(f"masked_softmax: {name} must be a tensor, and is {type(t).__name__}")
+    dense_only("masked_softmax", (x, mask, bias))
     if not x.is_floating_point() or not x.dim():
         raise RidgelineError(
             f"masked_softmax: x must be floating point, of one dimension or more; it is {x.dtype} of shape {tuple(x.shape)}"
