@@ -42,11 +42,11 @@ def never(implementation: Implementation, direction: str, dtype: torch.dtype, de
     return reason
 
 
-def why_not(implementation: Implementation, *args: Any, direction: str = "fwd") -> str | None:
+def why_not(implementation: Implementation, *args: Any, direction: str = "fwd", **options: Any) -> str | None:
     """Why an implementation does not support a call on these inputs (the first is a tensor, or a list of them), or None."""
     x = args[0] if isinstance(args[0], torch.Tensor) else args[0][0]
     reason = never(implementation, direction, x.dtype, devices.of(x))
-    return reason or (implementation.supports(*args) if implementation.supports else None)
+    return reason or (implementation.supports(*args, **options) if implementation.supports else None)
 
 
 def find(op: Op, impl: str) -> Implementation:
@@ -98,11 +98,11 @@ def run(op: Op, direction: str, impl: str | None, outputs: tuple[torch.Tensor, .
     return implementation.launchers[direction](*outputs, *inputs)
 
 
-def eager(op: Op, impl: str | None, *args: Any) -> Implementation | None:
+def eager(op: Op, impl: str | None, *args: Any, **options: Any) -> Implementation | None:
     """For a public function: the implementation in plain PyTorch that serves this call, or None where kernels do.
 
     It looks at the device, the dtypes and the layouts of `args` alone, so that it can be traced; which kernel runs is chosen inside
-    the op. Raises where a tensor is sparse.
+    the op. Raises where a tensor is sparse. options: what else plain implementations look at, to say whether they support the call.
     """
     known = all([t.dtype in op.kernel_dtypes and t.layout is _DENSE for t in args if isinstance(t, torch.Tensor)])
     if not known:
@@ -111,10 +111,11 @@ def eager(op: Op, impl: str | None, *args: Any) -> Implementation | None:
         implementation = find(op, impl)
         if implementation.is_kernel:
             return None
-        reason = why_not(implementation, *args)
+        reason = why_not(implementation, *args, **options)
         if reason:
             raise RidgelineError(f"{op.name}: impl={impl!r} cannot run this call: {reason}")
         return implementation
     if known and (args[0].is_cuda or INTERPRETED or devices._pretended is not None):
         return None
-    return [i for i in op.implementations.values() if i.served and not i.is_kernel][-1]
+    plain = [i for i in reversed(op.implementations.values()) if i.served and not i.is_kernel]
+    return next((i for i in plain if i.supports is None or i.supports(*args, **options) is None), plain[0])

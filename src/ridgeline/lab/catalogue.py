@@ -106,7 +106,7 @@ def why_not(implementation: Implementation, args: list[Any], kwargs: Row) -> str
     from ridgeline.op import RidgelineError
 
     if not implementation.is_kernel:
-        return select.why_not(implementation, *args)
+        return select.why_not(implementation, *args, **(kwargs if implementation.supports else {}))
     try:
         implementation(*args, **kwargs)
     except RidgelineError as error:

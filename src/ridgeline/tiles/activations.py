@@ -1,4 +1,4 @@
-"""Activations of float32 values, and with each its slope: what gelu, the gated units and epilogues share."""
+"""Activations of float32 values, and with each its slope: what gelu, the gated units and capped scores share."""
 
 import triton
 import triton.language as tl
@@ -52,3 +52,18 @@ def gelu(x):
 def gelu_slope(x):
     p, e = normal(x)
     return x * p, p + x * 0.3989422804014327 * e
+
+
+@triton.jit
+def capped(x, cap, CAP: tl.constexpr):
+    """cap tanh(x / cap) and its slope. Near 0, where 1 - exp would cancel, tanh is a polynomial, fitted to 4e-9."""
+    slope = 1.0
+    if CAP:
+        u = x / cap
+        e = tl.exp2(tl.abs(u) * -2.8853900817779268)
+        z = u * u
+        near = ((((-0.00663104431 * z + 0.021320804) * z - 0.0539113669) * z + 0.133331241) * z - 0.333333321) * z * u + u
+        far = (1 - e) / (1 + e)
+        x = cap * tl.where(z < 0.25, near, tl.where(u < 0, -far, far))
+        slope = 4 * e / ((1 + e) * (1 + e))
+    return x, slope

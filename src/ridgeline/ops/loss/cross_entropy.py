@@ -24,6 +24,7 @@ from ridgeline.boundary import Function, differentiate, first_order, kernel_op, 
 from ridgeline.op import CHECK, Case, Cost, Op, RidgelineError, Spec, dtype_name, nbytes, readable
 from ridgeline.ops.loss import _cluster
 from ridgeline.select import eager, run
+from ridgeline.tiles.activations import capped
 from ridgeline.tiles.online_softmax import exact_exp
 
 PARTS = tl.constexpr(64)  # programs that count or sum over rows
@@ -67,24 +68,9 @@ def _total(out, values, n, counts, target, rows, inner, t0, t1, ignore, MEAN: tl
 
 
 @triton.jit
-def _capped(x, cap, CAP: tl.constexpr):
-    """cap tanh(x / cap) and its slope. Near 0, where 1 - exp would cancel, tanh is a polynomial, fitted to 4e-9."""
-    slope = 1.0
-    if CAP:
-        u = x / cap
-        e = tl.exp2(tl.abs(u) * -2.8853900817779268)
-        z = u * u
-        near = ((((-0.00663104431 * z + 0.021320804) * z - 0.0539113669) * z + 0.133331241) * z - 0.333333321) * z * u + u
-        far = (1 - e) / (1 + e)
-        x = cap * tl.where(z < 0.25, near, tl.where(u < 0, -far, far))
-        slope = 4 * e / ((1 + e) * (1 + e))
-    return x, slope
-
-
-@triton.jit
 def _load(x, column, mask, cap, CAP: tl.constexpr, POLICY: tl.constexpr):
     """Logits, capped, as float32, and the cap's slope; -inf where there are none."""
-    values, slope = _capped(tl.load(x + column, mask=mask, other=float("-inf"), eviction_policy=POLICY).to(tl.float32), cap, CAP)
+    values, slope = capped(tl.load(x + column, mask=mask, other=float("-inf"), eviction_policy=POLICY).to(tl.float32), cap, CAP)
     return (tl.where(mask, values, float("-inf")) if CAP else values), slope
 
 
@@ -144,7 +130,7 @@ def _fwd(losses, stats, d, x, target, counts, rows, columns, inner, x0, x1, t0, 
     start, head, body = _peel(row // inner * x0 + row % inner * x1, columns, PEEL, VEC)
     x += start
     dtype: tl.constexpr = x.dtype.element_ty
-    chosen, _slope = _capped(tl.load(x + tl.where(known, label, 0) - head).to(tl.float32), cap, CAP)
+    chosen, _slope = capped(tl.load(x + tl.where(known, label, 0) - head).to(tl.float32), cap, CAP)
     base = tl.where(tl.abs(chosen) < float("inf"), chosen, 0.0)  # sums are of differences to it, which stay small
     top = tl.full((W,), float("-inf"), tl.float32)
     total = tl.zeros((W,), tl.float32)

@@ -1,0 +1,258 @@
+"""What attention and attention_varlen share: checks, the formula, the torch ops and the autograd function.
+
+A row i of q, in a sequence of sq queries and sk keys, sees the keys j with i + off - left <= j <= i + off + right, where off is
+sk - sq if `bottom` and else 0: every option of the public functions about what is seen comes down to these, and to a mask.
+Packed sequences go through the same ops as (1, heads, tokens, D) views, with cu_q and cu_k.
+"""
+
+from __future__ import annotations
+
+import math
+from typing import Any, NamedTuple
+
+import torch
+from torch.utils.checkpoint import checkpoint
+
+from ridgeline.boundary import Function, differentiate, first_order, kernel_op
+from ridgeline.op import Op, RidgelineError, Spec, dense_only
+from ridgeline.ops.attention._triton import UNBOUNDED
+from ridgeline.select import run
+
+HEAD_DIMS = 16, 256  # multiples of 8 from and up to these
+PIECE = 1 << 27  # scores that the reference holds at a time
+OPS: dict[bool, Op] = {}  # by whether sequences are packed
+
+
+class Options(NamedTuple):
+    """What the public options come down to, in the torch ops' order."""
+
+    scale: float
+    softcap: float  # 0 for none
+    left: int
+    right: int
+    bottom: bool
+
+    def band(self, sq: int, sk: int) -> tuple[int, int] | None:
+        """The (low, high) for which row i sees the keys i + low to i + high; None where every row sees every key."""
+        off = sk - sq if self.bottom else 0
+        return (off - self.left, off + self.right) if min(self.left, self.right) < UNBOUNDED else None
+
+
+def options(
+    D: int, causal: bool | str = False, scale: float | None = None, window: tuple[int | None, int | None] | None = None,
+    softcap: float | None = None, **_: Any,
+) -> Options:  # fmt: skip
+    left, right = [UNBOUNDED if w is None or w < 0 else min(w, UNBOUNDED) for w in window or (None, None)]
+    right = min(right, 0) if causal else right
+    return Options(D**-0.5 if scale is None else float(scale), float(softcap or 0), left, right, causal == "bottom_right")
+
+
+def precision() -> str:
+    """Of float32 products, as torch's own."""
+    return _precision()
+
+
+@torch.compiler.assume_constant_result  # torch.compile guards what it says
+def _precision() -> str:
+    return "ieee" if torch.get_float32_matmul_precision() == "highest" else "tf32"
+
+
+def fault(
+    dims: int, q: Any, k: Any, v: Any, causal: Any, scale: Any, window: Any, softcap: Any, deterministic: Any
+) -> str | None:  # fmt: skip
+    """What is wrong with a call of either function, or None. dims: of q, k and v: (..., heads, tokens, D), or packed (tokens, heads, D)."""
+    for name, t in (("q", q), ("k", k), ("v", v)):
+        if not isinstance(t, torch.Tensor):
+            return f"{name} must be a tensor, and is {type(t).__name__}"
+        form = "(batch, heads, tokens, D)" if dims == 4 else "(tokens, heads, D)"
+        if t.dim() != dims:
+            return f"{name} must have the shape {form}, and has {tuple(t.shape)}"
+        if t.dtype != q.dtype or not t.is_floating_point():
+            return f"q, k and v must have one floating-point dtype; they are {q.dtype}, {k.dtype} and {v.dtype}"
+        if t.device != q.device:
+            return f"{name} is on {t.device} and q on {q.device}; one device is needed"
+    heads, D = (q.shape[1], k.shape[1]), q.shape[-1]
+    if k.shape != v.shape or k.shape[-1] != D or (dims == 4 and k.shape[0] != q.shape[0]):
+        same = "batch and D" if dims == 4 else "D"
+        return f"k and v must have one shape, and q's {same}; q is {tuple(q.shape)}, k {tuple(k.shape)} and v {tuple(v.shape)}"
+    if D % 8 or not HEAD_DIMS[0] <= D <= HEAD_DIMS[1]:
+        return f"D must be a multiple of 8 from {HEAD_DIMS[0]} to {HEAD_DIMS[1]}, and is {D}"
+    if heads[0] % max(heads[1], 1) or (heads[0] and not heads[1]):
+        return f"q's heads must be a multiple of k's and v's; they are {heads[0]} and {heads[1]}"
+    for name, t in (("q", q), ("k", k), ("v", v)):
+        if t.layout is torch.strided and t.stride(-1) != 1:
+            return f"the last dimension of {name} must be contiguous (stride 1), and has stride {t.stride(-1)}; {name}.contiguous() has it"
+    if causal not in (False, True, "bottom_right"):
+        return f'causal must be False, True (aligned at the top left) or "bottom_right", and is {causal!r}'
+    if scale is not None and not (isinstance(scale, int | float) and math.isfinite(scale)):
+        return f"scale must be None for 1/sqrt(D) or a finite number, and is {scale!r}"
+    if softcap is not None and not (isinstance(softcap, int | float) and 0 < softcap < math.inf):
+        return f"softcap must be None or a finite number above 0, and is {softcap!r}"
+    if window is not None:
+        pair = isinstance(window, tuple | list) and len(window) == 2
+        if not pair or any(w is not None and (type(w) is not int or w < -1) for w in window):
+            return f"window must be None or (left, right), each 0 or more, or None or -1 for unbounded; it is {window!r}"
+    return None if deterministic in (None, True, False) else f"deterministic must be None, True or False, and is {deterministic!r}"
+
+
+def in_autocast(*tensors: torch.Tensor) -> tuple[torch.Tensor, ...]:
+    """The tensors as torch's own attention takes them: under autocast in its dtype."""
+    kind = "cuda" if tensors[0].is_cuda else "cpu"
+    if not torch.is_autocast_enabled(kind) or tensors[0].device.type != kind:
+        return tensors
+    return tuple([t.to(torch.get_autocast_dtype(kind)) if t.dtype != torch.float64 else t for t in tensors])
+
+
+def refusal(x: torch.Tensor, *rest: Any) -> str | None:
+    """Why kernels do not take a call, of public arguments or of a launcher's inputs, or None."""
+    D = x.shape[-1]
+    if D % 8 or not HEAD_DIMS[0] <= D <= HEAD_DIMS[1]:
+        return f"D must be a multiple of 8 from {HEAD_DIMS[0]} to {HEAD_DIMS[1]}, and is {D}"
+    if any([isinstance(t, torch.Tensor) and t.dim() == x.dim() and t.stride(-1) != 1 for t in (x, *rest[:2])]):
+        return "the last dimension of q, k and v must be contiguous"
+    return None
+
+
+# --- the formula
+
+
+def formula(
+    q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, mask: torch.Tensor | None, band: tuple[int, int] | None, scale: float, softcap: float
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """o and lse, by scores that lie in memory. A row that sees no key is 0, its lse -inf."""
+    (batch, heads, rows, D), groups, columns = q.shape, k.shape[1], k.shape[2]
+    folded = q.reshape(batch, groups, heads // max(groups, 1) * rows, D)  # queries that share keys as more rows of one head
+    s = (folded @ k.mT).view(batch, heads, rows, columns) * scale
+    s = s.to(torch.promote_types(s.dtype, torch.float32))
+    if softcap:
+        s = softcap * torch.tanh(s / softcap)
+    if mask is not None:
+        s = s.masked_fill(~mask, -math.inf) if mask.dtype == torch.bool else s + mask
+    if band is not None:
+        s = s.masked_fill(~seen(rows, columns, band, q.device), -math.inf)
+    most = s.detach().amax(-1, keepdim=True) if columns else s.new_full((*s.shape[:-1], 1), -math.inf)
+    empty = most == -math.inf
+    most = most.masked_fill(empty, 0)
+    e = (s - most).exp()
+    total = e.sum(-1, keepdim=True).masked_fill(empty, 1)
+    p = (e / total).to(q.dtype)
+    o = (p.view(batch, groups, folded.shape[2], columns) @ v).view(q.shape)
+    return o, (most + total.log()).masked_fill(empty, -math.inf)[..., 0]
+
+
+def seen(rows: int, columns: int, band: tuple[int, int], device: torch.device) -> torch.Tensor:
+    """(rows, columns), True where a row of the band sees a column."""
+    apart = torch.arange(columns, device=device) - torch.arange(rows, device=device)[:, None]
+    return (apart >= band[0]) & (apart <= band[1])
+
+
+def in_pieces(
+    q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, mask: torch.Tensor | None, band: tuple[int, int] | None, scale: float, softcap: float
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """`formula`, where its scores would take too much memory by heads and rows of queries, whose scores backward makes again."""
+    (batch, heads, rows, _), groups, columns = q.shape, k.shape[1], k.shape[2]
+    if batch * heads * rows * columns <= PIECE:
+        return formula(q, k, v, mask, band, scale, softcap)
+    size = max(1, PIECE // (heads // groups * columns))
+    whole = None if mask is None else mask.expand(batch, heads, rows, columns)
+    found: list[list[torch.Tensor]] = [[], []]
+    for b, images in enumerate(zip(q.split(1), k.split(1), v.split(1), strict=True)):
+        per_head = [t.split(t.shape[1] // groups, 1) for t in images]
+        for h, (queries, keys, values) in enumerate(zip(*per_head, strict=True)):
+            made = []
+            for n, some in enumerate(queries.split(size, 2)):
+                first, own = n * size, slice(h * (heads // groups), (h + 1) * (heads // groups))
+                hidden = None if whole is None else whole[b : b + 1, own, first : first + size]
+                moved = None if band is None else (band[0] + first, band[1] + first)
+                args = some, keys, values, hidden, moved, scale, softcap
+                made.append(checkpoint(formula, *args, use_reentrant=False, preserve_rng_state=False))
+            for kept, pieces in zip(found, zip(*made, strict=True), strict=True):
+                kept.append(torch.cat(pieces, 2))
+    o, lse = [torch.cat(pieces, 1).view(batch, heads, *pieces[0].shape[2:]) for pieces in found]
+    return o, lse
+
+
+# --- the torch ops
+
+
+def _like(t: torch.Tensor) -> torch.Tensor:
+    """Memory for a result, in t's order of dimensions: heads inside of tokens where they are so in t."""
+    return torch.empty_permuted(t.shape, (0, 2, 1, 3) if t.stride(1) < t.stride(2) else (0, 1, 2, 3), dtype=t.dtype, device=t.device)
+
+
+_OPTIONS = "float scale, float softcap, int left, int right, bool bottom, int max_q, int max_k, str precision"
+
+
+@kernel_op(f"attention_fwd(Tensor q, Tensor k, Tensor v, Tensor? mask, Tensor? cu_q, Tensor? cu_k, {_OPTIONS}, str? impl) -> (Tensor, Tensor)")  # fmt: skip
+def _forward(
+    q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, mask: Any, cu_q: Any, cu_k: Any, *rest: Any
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """o (B, Hq, Sq, D) and lse (B, Hq, Sq) float32. max_q, max_k: the longest packed sequence's lengths, 0 where unknown."""
+    o, lse = _like(q), torch.empty(q.shape[:3], dtype=torch.float32, device=q.device)
+    run(OPS[cu_q is not None], "fwd", rest[-1], (o, lse), q, k, v, mask, cu_q, cu_k, *rest[:-1])
+    return o, lse
+
+
+@kernel_op(
+    "attention_bwd(Tensor do, Tensor? dlse, Tensor q, Tensor k, Tensor v, Tensor o, Tensor lse, Tensor? mask, Tensor? cu_q, Tensor? cu_k, "
+    f"{_OPTIONS}, bool deterministic, str? impl) -> (Tensor, Tensor, Tensor)"
+)
+def _backward(do: torch.Tensor, dlse: Any, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, o: torch.Tensor, lse: torch.Tensor, mask: Any, cu_q: Any, cu_k: Any, *rest: Any) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:  # fmt: skip
+    do = do if do.stride(-1) == 1 else do.contiguous()
+    dlse = dlse if dlse is None or dlse.is_contiguous() else dlse.contiguous()
+    grads = _like(q), _like(k), _like(v)
+    run(OPS[cu_q is not None], "bwd", rest[-1], grads, do, dlse, q, k, v, o, lse, mask, cu_q, cu_k, *rest[:-1])
+    return grads
+
+
+class _Attention(Function):
+    @staticmethod
+    def forward(
+        ctx: Any, q: Any, k: Any, v: Any, mask: Any, cu_q: Any, cu_k: Any, numbers: tuple[Any, ...], deterministic: bool, impl: Any
+    ) -> Any:
+        o, lse = _forward(q, k, v, mask, cu_q, cu_k, *numbers, impl)
+        ctx.save_for_backward(q, k, v, o, lse, mask, cu_q, cu_k)
+        ctx.facts = *numbers, deterministic, impl
+        ctx.set_materialize_grads(False)
+        return o, lse
+
+    @staticmethod
+    @first_order
+    def backward(ctx: Any, do: Any, dlse: Any) -> Any:
+        if do is None and dlse is None:
+            return (None,) * 9
+        saved = ctx.saved_tensors
+        return *_backward(torch.zeros_like(saved[3]) if do is None else do, dlse, *saved, *ctx.facts), *(None,) * 6
+
+
+def by_kernels(
+    q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, mask: Any, cu_q: Any, cu_k: Any, chosen: Options, longest: tuple[int, int],
+    deterministic: bool | None, impl: str | None,
+) -> tuple[torch.Tensor, torch.Tensor]:  # fmt: skip
+    """o and lse, both differentiable."""
+    numbers = *chosen, *longest, precision()
+    if torch.is_grad_enabled() and (q.requires_grad or k.requires_grad or v.requires_grad):
+        same = deterministic is not False or torch.are_deterministic_algorithms_enabled()
+        return differentiate(_Attention, q, k, v, mask, cu_q, cu_k, numbers, same, impl)
+    return _forward(q, k, v, mask, cu_q, cu_k, *numbers, impl)
+
+
+def check(name: str, dims: int, q: Any, k: Any, v: Any, *given: Any) -> None:
+    """Raises RidgelineError where q, k, v or the options are wrong."""
+    dense_only(name, (q, k, v))
+    wrong = fault(dims, q, k, v, *given)
+    if wrong:
+        raise RidgelineError(f"{name}: {wrong}")
+
+
+def pairs(sq: int, sk: int, chosen: Options) -> int:
+    """How many (query, key) see each other."""
+    band = chosen.band(sq, sk)
+    if band is None:
+        return sq * sk
+    i = torch.arange(sq)
+    return int(((i + band[1]).clamp(max=sk - 1) - (i + band[0]).clamp(min=0) + 1).clamp(min=0).sum())
+
+
+def heads(*shape: int) -> Spec:
+    return Spec(*shape)

@@ -1,0 +1,450 @@
+"""The rung `triton` of attention: kernels and launchers for any GPU, for sequences of one length and for packed ones.
+
+A program takes a tile of queries and walks the keys that these see. It keeps a running maximum and sum of each row, in base 2, and
+rescales what it has added up when the maximum grows. Blocks of keys that every row of the tile sees whole come in a loop without a
+comparison; those at the diagonal, at a window's edge or at the ragged end come in loops of their own. Backward takes two passes and no
+atomics: a tile of keys walks the queries for dK and dV, then a tile of queries walks the keys for dQ; both make the probabilities
+again from lse. Tiles are numbered so that the heads of one section share the L2 cache, the heaviest tiles first.
+"""
+
+from __future__ import annotations
+
+from functools import partial
+from typing import Any
+
+import torch
+import triton
+import triton.language as tl
+
+from ridgeline import device, tuning
+from ridgeline.boundary import launch
+from ridgeline.op import dtype_name
+from ridgeline.tiles.activations import capped
+
+LOG2E = 1.4426950408889634
+UNBOUNDED = 1 << 30
+
+
+@triton.jit
+def _tiles(length, batch, cu, SIZE: tl.constexpr):
+    """Tiles of a head; of packed sequences as many as there can be."""
+    return tl.cdiv(length, SIZE) if cu is None else length // SIZE + batch + 1
+
+
+@triton.jit
+def _turn(tiles, heads, section, REVERSED: tl.constexpr):
+    """Which tile of which head this program takes: all tiles of a section of heads come before the next section's."""
+    whole = section * tiles
+    first = tl.program_id(0) // whole * section
+    within = tl.program_id(0) % whole
+    size = min(heads - first, section)
+    tile = within // size
+    return tiles - 1 - tile if REVERSED else tile, first + within % size
+
+
+@triton.jit
+def _sequence(tile, cu, other_cu, tokens, others, batch, SIZE: tl.constexpr, SEQS: tl.constexpr):
+    """Of packed sequences: which tile of its sequence the tile is, where the sequence begins and how long it is; and the same of the
+    other side's. Tokens after the last sequence are one more, that sees nothing. Whatever cu holds, nothing out of bounds is named."""
+    n = tl.arange(0, SEQS)
+    begin = tl.load(cu + n, mask=n <= batch, other=tokens)
+    end = tl.load(cu + n + 1, mask=n < batch, other=tokens)
+    begin = tl.minimum(tl.maximum(begin, 0), tokens)
+    end = tl.minimum(tl.maximum(end, begin), tokens)
+    tiles = (end - begin + SIZE - 1) // SIZE
+    upto = tl.cumsum(tiles, 0)
+    mine = tl.sum((upto <= tile).to(tl.int32), 0)
+    here = n == mine
+    start = tl.sum(tl.where(here, begin, 0), 0)
+    length = tl.sum(tl.where(here, end - begin, 0), 0)
+    tile -= tl.sum(tl.where(here, upto - tiles, 0), 0)
+    known = mine < batch
+    begins = tl.minimum(tl.maximum(tl.load(other_cu + mine, mask=known, other=0), 0), others)
+    ends = tl.minimum(tl.maximum(tl.load(other_cu + mine + 1, mask=known, other=0), begins), others)
+    return tile, start, length, begins, ends - begins
+
+
+@triton.jit
+def _span(first, last, end, back, ahead, BACK: tl.constexpr, AHEAD: tl.constexpr, BLOCK: tl.constexpr, MASK: tl.constexpr):
+    """Of positions p below `end`, those with x - back <= p <= x + ahead for some x of first..last, in blocks: where they begin, from
+    and up to where all x see whole blocks, and where they end."""
+    low, full = 0, 0
+    high, edge = end, end // BLOCK * BLOCK
+    if BACK:
+        low = tl.maximum(first - back, 0) // BLOCK * BLOCK
+        full = (tl.maximum(last - back, 0) + BLOCK - 1) // BLOCK * BLOCK
+    if AHEAD:
+        high = tl.minimum(end, last + ahead + 1)
+        edge = tl.minimum(edge, tl.maximum(first + ahead + 1, 0) // BLOCK * BLOCK)
+    if MASK:  # a block may be masked anywhere
+        full = low
+        edge = low
+    return low, full, edge, high
+
+
+@triton.jit
+def _tile(x, row, step, d, limit, D: tl.constexpr, UNIT: tl.constexpr, ALL: tl.constexpr):
+    """Rows of a head, 0 from `limit` on (with ALL there are none), and from dimension D on."""
+    at = x + row[:, None] * (step * UNIT) + d[None, :]
+    EVEN: tl.constexpr = d.shape[0] == D
+    if ALL and EVEN:
+        return tl.load(at)
+    if ALL:
+        return tl.load(at, mask=d[None, :] < D, other=0.0)
+    if EVEN:
+        return tl.load(at, mask=row[:, None] < limit, other=0.0)
+    return tl.load(at, mask=(row[:, None] < limit) & (d[None, :] < D), other=0.0)
+
+
+@triton.jit
+def _save(x, values, row, step, d, limit, D: tl.constexpr, UNIT: tl.constexpr):
+    at = x + row[:, None] * (step * UNIT) + d[None, :]
+    tl.store(at, values.to(x.dtype.element_ty), mask=(row[:, None] < limit) & (d[None, :] < D))
+
+
+@triton.jit
+def _head(x, steps, batch, head, row, UNIT: tl.constexpr):
+    """Where a row of a head lies."""
+    return x + (batch.to(tl.int64) * steps[0] + head.to(tl.int64) * steps[1] + tl.cast(row, tl.int64) * steps[2]) * UNIT
+
+
+@triton.jit
+def _score(s, i, j, rows, columns, mask, mask_steps, scale, cap, back, ahead, MASKED: tl.constexpr, BACK: tl.constexpr, AHEAD: tl.constexpr, CAP: tl.constexpr, SCALED: tl.constexpr):  # fmt: skip
+    """The scores of products s of queries i and keys j: scaled and capped where `_power` does not do it, -inf where nothing is seen;
+    and the cap's slope."""
+    slope = 1.0
+    if CAP:
+        s, slope = capped(s * scale, cap, True)
+    elif SCALED:
+        s = s * scale
+    if MASKED:
+        seen = j < columns
+        if BACK:
+            seen = seen & (j >= i - back)
+        if AHEAD:
+            seen = seen & (j <= i + ahead)
+        if mask is not None:
+            bias = tl.load(mask + i.to(tl.int64) * mask_steps[2] + j.to(tl.int64) * mask_steps[3], mask=seen & (i < rows), other=0)
+            if bias.dtype == tl.uint8:
+                seen = seen & (bias != 0)
+            else:
+                s += bias.to(tl.float32)
+        s = tl.where(seen, s, float("-inf"))
+    return s, slope
+
+
+@triton.jit
+def _power(s, top, factor, APART: tl.constexpr):
+    """2 to the power of what scores lie below `top`, which is multiplied by the factor already but where they may be huge."""
+    return tl.exp2((s - top) * factor) if APART else tl.exp2(s * factor - top)
+
+
+@triton.jit
+def _absorb(acc, total, top, q, k, v, start, i, n, d, rows, columns, k_step, v_step, mask, mask_steps, scale, factor, cap, back, ahead, MASKED: tl.constexpr, BACK: tl.constexpr, AHEAD: tl.constexpr, CAP: tl.constexpr, SCALED: tl.constexpr, D: tl.constexpr, UNIT: tl.constexpr, PRECISION: tl.constexpr):  # fmt: skip
+    """Takes a block of keys and values into the running sums."""
+    APART: tl.constexpr = mask is not None
+    at = tl.cast(start, tl.int64) * UNIT
+    keys = _tile(k + at * k_step, n, k_step, d, columns - start, D, UNIT, not MASKED)
+    s = tl.dot(q, tl.trans(keys), input_precision=PRECISION)
+    j = start + n[None, :]
+    s, _ = _score(s, i[:, None], j, rows, columns, mask, mask_steps, scale, cap, back, ahead, MASKED, BACK, AHEAD, CAP, SCALED)
+    most = tl.max(s, 1) if APART else tl.max(s, 1) * factor
+    most = tl.maximum(top, most)
+    base = tl.where(most == float("-inf"), 0.0, most) if MASKED else most  # a row that has seen nothing yet
+    p = _power(s, base[:, None], factor, APART)
+    shrink = tl.exp2((top - base) * factor) if APART else tl.exp2(top - base)
+    values = _tile(v + at * v_step, n, v_step, d, columns - start, D, UNIT, not MASKED)
+    acc = acc * shrink[:, None]
+    acc = tl.dot(p.to(values.dtype), values, acc, input_precision=PRECISION)
+    return acc, total * shrink + tl.sum(p, 1), most
+
+
+@triton.jit
+def _fwd(o, lse, q, k, v, mask, cu_q, cu_k, o_steps, q_steps, k_steps, v_steps, mask_steps, rows, columns, heads, group, batch, section, scale, factor, cap, left, right, LEFT: tl.constexpr, RIGHT: tl.constexpr, BOTTOM: tl.constexpr, CAP: tl.constexpr, SCALED: tl.constexpr, D: tl.constexpr, BD: tl.constexpr, UNIT: tl.constexpr, SEQS: tl.constexpr, PRECISION: tl.constexpr, TAIL: tl.constexpr, BM: tl.constexpr, BN: tl.constexpr):  # fmt: skip
+    tile, turn = _turn(_tiles(rows, batch, cu_q, BM), batch * heads if cu_q is None else heads, section, RIGHT and cu_q is None)
+    b, h = turn // heads, turn % heads
+    lse += turn.to(tl.int64) * rows
+    begin, begins = 0, 0
+    if cu_q is not None:
+        tile, begin, rows, begins, columns = _sequence(tile, cu_q, cu_k, rows, columns, batch, BM, SEQS)
+    m0 = tile * BM
+    m, n, d = tl.arange(0, BM), tl.arange(0, BN), tl.arange(0, BD)
+    i = m0 + m
+    q = _tile(_head(q, q_steps, b, h, begin + m0, UNIT), m, q_steps[2], d, rows - m0, D, UNIT, False)
+    k = _head(k, k_steps, b, h // group, begins, UNIT)
+    v = _head(v, v_steps, b, h // group, begins, UNIT)
+    if mask is not None:
+        mask += b.to(tl.int64) * mask_steps[0] + h.to(tl.int64) * mask_steps[1]
+    shift = columns - rows if BOTTOM else 0
+    back, ahead = left - shift, right + shift
+    low, full, edge, high = _span(m0, tl.minimum(m0 + BM, rows) - 1, columns, back, ahead, LEFT, RIGHT, BN, mask is not None)
+    acc = tl.zeros((BM, BD), tl.float32)
+    total = tl.zeros((BM,), tl.float32)
+    top = tl.full((BM,), float("-inf"), tl.float32)
+    if LEFT:
+        for start in range(low, tl.minimum(full, high), BN):
+            acc, total, top = _absorb(acc, total, top, q, k, v, start, i, n, d, rows, columns, k_steps[2], v_steps[2], mask, mask_steps, scale, factor, cap, back, ahead, True, LEFT, RIGHT, CAP, SCALED, D, UNIT, PRECISION)  # fmt: skip
+    if mask is None:
+        for start in range(full, edge, BN):
+            acc, total, top = _absorb(acc, total, top, q, k, v, start, i, n, d, rows, columns, k_steps[2], v_steps[2], mask, mask_steps, scale, factor, cap, back, ahead, False, LEFT, RIGHT, CAP, SCALED, D, UNIT, PRECISION)  # fmt: skip
+    if TAIL:
+        for start in range(tl.maximum(full, edge), high, BN):
+            acc, total, top = _absorb(acc, total, top, q, k, v, start, i, n, d, rows, columns, k_steps[2], v_steps[2], mask, mask_steps, scale, factor, cap, back, ahead, True, LEFT, RIGHT, CAP, SCALED, D, UNIT, PRECISION)  # fmt: skip
+    acc = acc * (1.0 / tl.where(total == 0, 1.0, total))[:, None]
+    _save(_head(o, o_steps, b, h, begin + m0, UNIT), acc, m, o_steps[2], d, rows - m0, D, UNIT)
+    if mask is None:
+        natural = (top + tl.log2(tl.where(total == 0, 1.0, total))) * 0.6931471805599453
+    else:
+        natural = top + tl.log(tl.where(total == 0, 1.0, total))
+    tl.store(lse + begin + i, tl.where(total == 0, float("-inf"), natural), mask=i < rows)
+
+
+@triton.jit
+def _delta(delta, power, o, do, dlse, lse, o_steps, do_steps, rows, heads, factor, D: tl.constexpr, BD: tl.constexpr, UNIT: tl.constexpr, BM: tl.constexpr):  # fmt: skip
+    """delta = rowsum(o do) - dlse, and lse times a factor; infinite for a row that sees nothing, so that its probabilities are 0."""
+    turn = tl.program_id(0) % heads[0]
+    m0 = tl.program_id(0) // heads[0] * BM
+    b, h = turn // heads[1], turn % heads[1]
+    m, d = tl.arange(0, BM), tl.arange(0, BD)
+    inside = m < rows - m0
+    one = _tile(_head(o, o_steps, b, h, m0, UNIT), m, o_steps[2], d, rows - m0, D, UNIT, False)
+    other = _tile(_head(do, do_steps, b, h, m0, UNIT), m, do_steps[2], d, rows - m0, D, UNIT, False)
+    sums = tl.sum(one.to(tl.float32) * other.to(tl.float32), 1)
+    at = turn.to(tl.int64) * rows + m0 + m
+    if dlse is not None:
+        sums -= tl.load(dlse + at, mask=inside, other=0.0)
+    tl.store(delta + at, sums, mask=inside)
+    natural = tl.load(lse + at, mask=inside, other=0.0)
+    tl.store(power + at, tl.where(natural == float("-inf"), float("inf"), natural * factor), mask=inside)
+
+
+@triton.jit
+def _add_keys(dk, dv, k, v, q, do, power, delta, start, m, j, d, rows, columns, q_step, do_step, mask, mask_steps, scale, factor, cap, back, ahead, MASKED: tl.constexpr, BACK: tl.constexpr, AHEAD: tl.constexpr, CAP: tl.constexpr, SCALED: tl.constexpr, D: tl.constexpr, UNIT: tl.constexpr, PRECISION: tl.constexpr):  # fmt: skip
+    """Adds to dK and dV what a block of queries says; scores stand on their side, keys down and queries across."""
+    APART: tl.constexpr = mask is not None
+    at = tl.cast(start, tl.int64) * UNIT
+    queries = _tile(q + at * q_step, m, q_step, d, rows - start, D, UNIT, not MASKED)
+    i = start + m
+    if MASKED:
+        top = tl.load(power + i, mask=i < rows, other=float("inf"))
+        deltas = tl.load(delta + i, mask=i < rows, other=0.0)
+    else:
+        top = tl.load(power + i)
+        deltas = tl.load(delta + i)
+    s = tl.dot(k, tl.trans(queries), input_precision=PRECISION)
+    s, slope = _score(s, i[None, :], j[:, None], rows, columns, mask, mask_steps, scale, cap, back, ahead, MASKED, BACK, AHEAD, CAP, SCALED)
+    p = _power(s, top[None, :], factor, APART)
+    slopes = _tile(do + at * do_step, m, do_step, d, rows - start, D, UNIT, not MASKED)
+    dv = tl.dot(p.to(slopes.dtype), slopes, dv, input_precision=PRECISION)
+    ds = p * (tl.dot(v, tl.trans(slopes), input_precision=PRECISION) - deltas[None, :])
+    if CAP:
+        ds = ds * slope
+    dk = tl.dot(ds.to(queries.dtype), queries, dk, input_precision=PRECISION)
+    return dk, dv
+
+
+@triton.jit
+def _bwd(dk, dv, q, k, v, do, power, delta, mask, cu_q, cu_k, dk_steps, dv_steps, q_steps, k_steps, v_steps, do_steps, mask_steps, rows, columns, heads, group, batch, section, scale, factor, cap, left, right, LEFT: tl.constexpr, RIGHT: tl.constexpr, BOTTOM: tl.constexpr, CAP: tl.constexpr, SCALED: tl.constexpr, D: tl.constexpr, BD: tl.constexpr, UNIT: tl.constexpr, SEQS: tl.constexpr, PRECISION: tl.constexpr, TAIL: tl.constexpr, BM: tl.constexpr, BN: tl.constexpr):  # fmt: skip
+    """dK and dV: a program per tile of keys and values, over all queries of its group's heads that see it."""
+    tile, turn = _turn(_tiles(columns, batch, cu_k, BN), batch * heads if cu_q is None else heads, section, False)
+    b, h = turn // heads, turn % heads
+    whole = rows
+    begin, begins = 0, 0
+    if cu_q is not None:
+        tile, begins, columns, begin, rows = _sequence(tile, cu_k, cu_q, columns, rows, batch, BN, SEQS)
+    n0 = tile * BN
+    m, n, d = tl.arange(0, BM), tl.arange(0, BN), tl.arange(0, BD)
+    j = n0 + n
+    keys = _tile(_head(k, k_steps, b, h, begins + n0, UNIT), n, k_steps[2], d, columns - n0, D, UNIT, False)
+    values = _tile(_head(v, v_steps, b, h, begins + n0, UNIT), n, v_steps[2], d, columns - n0, D, UNIT, False)
+    shift = columns - rows if BOTTOM else 0
+    back, ahead = left - shift, right + shift
+    low, full, edge, high = _span(n0, tl.minimum(n0 + BN, columns) - 1, rows, ahead, back, RIGHT, LEFT, BM, mask is not None)
+    dks = tl.zeros((BN, BD), tl.float32)
+    dvs = tl.zeros((BN, BD), tl.float32)
+    for g in range(group):
+        head = h * group + g
+        queries = _head(q, q_steps, b, head, begin, UNIT)
+        slopes = _head(do, do_steps, b, head, begin, UNIT)
+        at = (b * heads * group + head).to(tl.int64) * whole + begin
+        here = mask if mask is None else mask + b.to(tl.int64) * mask_steps[0] + head.to(tl.int64) * mask_steps[1]
+        if RIGHT:
+            for start in range(low, tl.minimum(full, high), BM):
+                dks, dvs = _add_keys(dks, dvs, keys, values, queries, slopes, power + at, delta + at, start, m, j, d, rows, columns, q_steps[2], do_steps[2], here, mask_steps, scale, factor, cap, back, ahead, True, LEFT, RIGHT, CAP, SCALED, D, UNIT, PRECISION)  # fmt: skip
+        if mask is None:
+            for start in range(full, edge, BM):
+                dks, dvs = _add_keys(dks, dvs, keys, values, queries, slopes, power + at, delta + at, start, m, j, d, rows, columns, q_steps[2], do_steps[2], here, mask_steps, scale, factor, cap, back, ahead, False, LEFT, RIGHT, CAP, SCALED, D, UNIT, PRECISION)  # fmt: skip
+        if TAIL:
+            for start in range(tl.maximum(full, edge), high, BM):
+                dks, dvs = _add_keys(dks, dvs, keys, values, queries, slopes, power + at, delta + at, start, m, j, d, rows, columns, q_steps[2], do_steps[2], here, mask_steps, scale, factor, cap, back, ahead, True, LEFT, RIGHT, CAP, SCALED, D, UNIT, PRECISION)  # fmt: skip
+    _save(_head(dk, dk_steps, b, h, begins + n0, UNIT), dks * scale, n, dk_steps[2], d, columns - n0, D, UNIT)
+    _save(_head(dv, dv_steps, b, h, begins + n0, UNIT), dvs, n, dv_steps[2], d, columns - n0, D, UNIT)
+
+
+@triton.jit
+def _add_queries(dq, q, do, top, deltas, k, v, start, i, n, d, rows, columns, k_step, v_step, mask, mask_steps, scale, factor, cap, back, ahead, MASKED: tl.constexpr, BACK: tl.constexpr, AHEAD: tl.constexpr, CAP: tl.constexpr, SCALED: tl.constexpr, D: tl.constexpr, UNIT: tl.constexpr, PRECISION: tl.constexpr):  # fmt: skip
+    """Adds to dQ what a block of keys says."""
+    APART: tl.constexpr = mask is not None
+    at = tl.cast(start, tl.int64) * UNIT
+    keys = _tile(k + at * k_step, n, k_step, d, columns - start, D, UNIT, not MASKED)
+    values = _tile(v + at * v_step, n, v_step, d, columns - start, D, UNIT, not MASKED)
+    s = tl.dot(q, tl.trans(keys), input_precision=PRECISION)
+    j = start + n[None, :]
+    s, slope = _score(s, i[:, None], j, rows, columns, mask, mask_steps, scale, cap, back, ahead, MASKED, BACK, AHEAD, CAP, SCALED)
+    p = _power(s, top[:, None], factor, APART)
+    ds = p * (tl.dot(do, tl.trans(values), input_precision=PRECISION) - deltas[:, None])
+    if CAP:
+        ds = ds * slope
+    return tl.dot(ds.to(keys.dtype), keys, dq, input_precision=PRECISION)
+
+
+@triton.jit
+def _bwd_dq(dq, q, k, v, do, power, delta, mask, cu_q, cu_k, dq_steps, q_steps, k_steps, v_steps, do_steps, mask_steps, rows, columns, heads, group, batch, section, scale, factor, cap, left, right, LEFT: tl.constexpr, RIGHT: tl.constexpr, BOTTOM: tl.constexpr, CAP: tl.constexpr, SCALED: tl.constexpr, D: tl.constexpr, BD: tl.constexpr, UNIT: tl.constexpr, SEQS: tl.constexpr, PRECISION: tl.constexpr, TAIL: tl.constexpr, BM: tl.constexpr, BN: tl.constexpr):  # fmt: skip
+    tile, turn = _turn(_tiles(rows, batch, cu_q, BM), batch * heads if cu_q is None else heads, section, RIGHT and cu_q is None)
+    b, h = turn // heads, turn % heads
+    power += turn.to(tl.int64) * rows
+    delta += turn.to(tl.int64) * rows
+    begin, begins = 0, 0
+    if cu_q is not None:
+        tile, begin, rows, begins, columns = _sequence(tile, cu_q, cu_k, rows, columns, batch, BM, SEQS)
+    m0 = tile * BM
+    m, n, d = tl.arange(0, BM), tl.arange(0, BN), tl.arange(0, BD)
+    i = m0 + m
+    q = _tile(_head(q, q_steps, b, h, begin + m0, UNIT), m, q_steps[2], d, rows - m0, D, UNIT, False)
+    do = _tile(_head(do, do_steps, b, h, begin + m0, UNIT), m, do_steps[2], d, rows - m0, D, UNIT, False)
+    top = tl.load(power + begin + i, mask=i < rows, other=float("inf"))
+    deltas = tl.load(delta + begin + i, mask=i < rows, other=0.0)
+    k = _head(k, k_steps, b, h // group, begins, UNIT)
+    v = _head(v, v_steps, b, h // group, begins, UNIT)
+    if mask is not None:
+        mask += b.to(tl.int64) * mask_steps[0] + h.to(tl.int64) * mask_steps[1]
+    shift = columns - rows if BOTTOM else 0
+    back, ahead = left - shift, right + shift
+    low, full, edge, high = _span(m0, tl.minimum(m0 + BM, rows) - 1, columns, back, ahead, LEFT, RIGHT, BN, mask is not None)
+    acc = tl.zeros((BM, BD), tl.float32)
+    if LEFT:
+        for start in range(low, tl.minimum(full, high), BN):
+            acc = _add_queries(acc, q, do, top, deltas, k, v, start, i, n, d, rows, columns, k_steps[2], v_steps[2], mask, mask_steps, scale, factor, cap, back, ahead, True, LEFT, RIGHT, CAP, SCALED, D, UNIT, PRECISION)  # fmt: skip
+    if mask is None:
+        for start in range(full, edge, BN):
+            acc = _add_queries(acc, q, do, top, deltas, k, v, start, i, n, d, rows, columns, k_steps[2], v_steps[2], mask, mask_steps, scale, factor, cap, back, ahead, False, LEFT, RIGHT, CAP, SCALED, D, UNIT, PRECISION)  # fmt: skip
+    if TAIL:
+        for start in range(tl.maximum(full, edge), high, BN):
+            acc = _add_queries(acc, q, do, top, deltas, k, v, start, i, n, d, rows, columns, k_steps[2], v_steps[2], mask, mask_steps, scale, factor, cap, back, ahead, True, LEFT, RIGHT, CAP, SCALED, D, UNIT, PRECISION)  # fmt: skip
+    _save(_head(dq, dq_steps, b, h, begin + m0, UNIT), acc * scale, m, dq_steps[2], d, rows - m0, D, UNIT)
+
+
+def _steps(x: torch.Tensor) -> tuple[int, ...]:
+    """Strides, where they matter."""
+    return tuple([0 if size == 1 else step for size, step in zip(x.shape, x.stride())])
+
+
+def _unit(tensors: tuple[torch.Tensor, ...]) -> int:
+    """8 where rows begin at multiples of 8 elements: the compiler, which is told, then moves 16 bytes at a time."""
+    return 1 if any([step % 8 for t in tensors for step in _steps(t)[:3]]) else 8
+
+
+def _rule(gpu: device.Device, kernel: str, dtype: torch.dtype, precision: str, width: int) -> tuning.Config:
+    """Tiles of a kernel for heads of `width` dimensions, a power of two: rows of queries BM, of keys BN."""
+    found = _half(gpu, kernel, width) if dtype != torch.float32 else _single(gpu, kernel, width, precision)
+    return dict(zip(("BM", "BN", "num_warps", "num_stages"), found))
+
+
+def _half(gpu: device.Device, kernel: str, width: int) -> tuple[int, int, int, int]:
+    if gpu.backend == "cpu":  # the interpreter: few programs, but several blocks
+        return 32, 16, 4, 1
+    if gpu.backend == "hip":
+        small = (64, 32, 4, 1) if width > 128 else (128, 64, 4, 1)
+        return small if kernel == "fwd" else (32, 32, 4, 1) if width > 128 else (64, 64, 4, 1)
+    if gpu.capability < 90:
+        if kernel == "fwd":
+            return (64, 32, 4, 2) if width > 128 else (128, 64, 8, 2) if width > 64 else (128, 64, 4, 3)
+        return (32, 32, 4, 1) if width > 128 else (64, 64, 8, 2) if width > 64 else (64, 64, 4, 2)
+    if kernel == "fwd":
+        return (128, 64, 8, 2) if width > 128 else (128, 128, 8, 2) if width > 64 else (128, 64, 4, 3)
+    if kernel == "bwd":
+        return (32, 64, 8, 2) if width > 128 else (64, 128, 8, 2)
+    return (64, 32, 8, 2) if width > 128 else (128, 64, 8, 2)
+
+
+def _single(gpu: device.Device, kernel: str, width: int, precision: str) -> tuple[int, int, int, int]:
+    if gpu.backend == "cpu":
+        return 32, 16, 4, 1
+    if precision == "ieee" or gpu.backend == "hip":
+        return (32, 16, 4, 1) if width > 128 else (32, 32, 4, 1)
+    return (32, 32, 4, 1) if width > 128 else (64, 32, 4, 2) if kernel == "fwd" else (32, 32, 4, 2)
+
+
+def _space() -> list[tuning.Config]:
+    sizes = [(128, 128, 8), (128, 64, 8), (128, 64, 4), (64, 128, 8), (64, 128, 4), (64, 64, 4), (64, 32, 4), (32, 64, 4)]
+    return [{"BM": bm, "BN": bn, "num_warps": warps, "num_stages": stages} for bm, bn, warps in sizes for stages in (1, 2, 3, 4)]
+
+
+def _start(kernel: Any, name: str, given: tuple[Any, ...], tensors: tuple[torch.Tensor, ...], tail: bool, q: torch.Tensor, k: torch.Tensor, mask: torch.Tensor | None, cu: torch.Tensor | None, options: tuple[Any, ...]) -> None:  # fmt: skip
+    """Starts a kernel of one program per tile: of queries, or where its name is "bwd" of keys. given: its pointers; tensors: those of
+    them with strides; tail: whether the last blocks that it walks need a comparison whatever the sizes."""
+    scale, softcap, left, right, bottom, precision = options
+    (batch, heads, rows, D), columns, group = q.shape, k.shape[2], q.shape[1] // max(k.shape[1], 1)
+    keys = name == "bwd"
+    turns = k.shape[1] if keys else heads
+    across, along = (columns, rows) if keys else (rows, columns)
+    shared = 2 * along * D * q.element_size() * (group if keys else 1)  # bytes that the tiles of a head all read
+    gpu, width, unit = device.of(q), max(16, triton.next_power_of_2(D)), _unit(tensors)
+    section = max(1, min(batch * turns, gpu.l2 // 2 // max(shared, 1) * (1 if keys else group)))
+    apart = mask is not None or scale <= 0
+    packed = cu is not None
+    sequences = cu.numel() - 1 if cu is not None else batch
+
+    def config() -> dict[str, Any]:
+        key = f"{dtype_name(q)}{'' if q.dtype != torch.float32 else ' ' + precision} {width}{' causal' if right < UNBOUNDED else ''}"
+        chosen = tuning.config(gpu, "attention", name, key, partial(_rule, gpu, name, q.dtype, precision, width), _space)
+        return chosen | {"TAIL": tail or mask is not None or packed or along % chosen["BM" if keys else "BN"] != 0}
+
+    def grid(c: dict[str, Any]) -> tuple[int]:
+        size = c["BN" if keys else "BM"]
+        tiles = across // size + sequences + 1 if packed else triton.cdiv(across, size)
+        return (tiles * turns * (1 if packed else batch),)
+
+    steps = [tuple(s // unit for s in _steps(t)[:3]) for t in tensors]
+    hidden = None if mask is None else _steps(mask)
+    factor = LOG2E if apart or softcap else scale * LOG2E
+    numbers = rows, columns, turns, group, sequences, section, scale, factor, softcap, left, right
+    flags = {"LEFT": left < UNBOUNDED, "RIGHT": right < UNBOUNDED, "BOTTOM": bottom, "CAP": softcap > 0, "SCALED": apart}
+    flags |= {"D": D, "BD": width, "UNIT": unit, "SEQS": triton.next_power_of_2(sequences + 1) if packed else 0, "PRECISION": precision}
+    launch(kernel, grid, *given, *steps, hidden, *numbers, config=config, key=(name, rows, columns), **flags)
+
+
+def _masked(mask: torch.Tensor | None, q: torch.Tensor, k: torch.Tensor) -> torch.Tensor | None:
+    """A view with every head's scores' shape."""
+    if mask is None:
+        return None
+    return (mask.view(torch.uint8) if mask.dtype == torch.bool else mask).expand(*q.shape[:3], k.shape[2])
+
+
+def fwd(
+    o: torch.Tensor, lse: torch.Tensor, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, mask: torch.Tensor | None,
+    cu_q: torch.Tensor | None, cu_k: torch.Tensor | None, scale: float, softcap: float, left: int, right: int, bottom: bool,
+    max_q: int, max_k: int, precision: str,
+) -> None:  # fmt: skip
+    """Fills o and lse; see `attention_fwd` in _attention.py. The longest sequence's lengths are of no use here."""
+    mask, options = _masked(mask, q, k), (scale, softcap, left, right, bottom, precision)
+    _start(_fwd, "fwd", (o, lse, q, k, v, mask, cu_q, cu_k), (o, q, k, v), right < UNBOUNDED, q, k, mask, cu_q, options)
+
+
+def bwd(
+    dq: torch.Tensor, dk: torch.Tensor, dv: torch.Tensor, do: torch.Tensor, dlse: torch.Tensor | None, q: torch.Tensor,
+    k: torch.Tensor, v: torch.Tensor, o: torch.Tensor, lse: torch.Tensor, mask: torch.Tensor | None, cu_q: torch.Tensor | None,
+    cu_k: torch.Tensor | None, scale: float, softcap: float, left: int, right: int, bottom: bool, max_q: int, max_k: int,
+    precision: str, deterministic: bool,
+) -> None:  # fmt: skip
+    """Fills dq, dk and dv; see `attention_bwd` in _attention.py. It is deterministic, asked or not."""
+    (batch, heads, rows, D), delta, power = q.shape, torch.empty_like(lse), torch.empty_like(lse)
+    unit, width = _unit((o, do)), max(16, triton.next_power_of_2(D))
+    steps = [tuple(s // unit for s in _steps(t)[:3]) for t in (o, do)]
+    factor, size = 1.0 if mask is not None else LOG2E, max(16, 4096 // width)
+    facts = {"D": D, "BD": width, "UNIT": unit, "BM": size, "num_warps": 4}
+    launch(_delta, (triton.cdiv(rows, size) * batch * heads,), delta, power, o, do, dlse, lse, *steps, rows, (batch * heads, heads), factor, **facts)  # fmt: skip
+    mask, options = _masked(mask, q, k), (scale, softcap, left, right, bottom, precision)
+    shared = q, k, v, do, power, delta, mask, cu_q, cu_k
+    _start(_bwd, "bwd", (dk, dv, *shared), (dk, dv, q, k, v, do), left < UNBOUNDED, q, k, mask, cu_k, options)
+    _start(_bwd_dq, "bwd_dq", (dq, *shared), (dq, q, k, v, do), right < UNBOUNDED, q, k, mask, cu_q, options)

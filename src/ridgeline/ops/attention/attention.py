@@ -1,0 +1,257 @@
+"""attention: o = softmax(scale q k^T) v for each head, without its scores in memory.
+
+    backward: P from lse,  delta = rowsum(o do) - dlse,  dV = P^T do,  dS = P (do v^T - delta),  dQ = scale dS k,  dK = scale dS^T q
+
+Tiles of queries walk tiles of keys and keep a running maximum and sum of each row, so that the work is that of the matrix products and
+memory is read and written once. What it shares with attention_varlen stands in `_attention.py`, the Triton kernels in `_triton.py`.
+Source: Dao, FlashAttention-2, 2023 (arXiv:2307.08691); Rabe and Staats, Self-attention does not need O(n^2) memory, 2021
+(arXiv:2112.05682); Milakov and Gimelshein, Online normalizer calculation for softmax, 2018 (arXiv:1805.02867).
+"""
+
+from __future__ import annotations
+
+from functools import cache
+from typing import Any
+
+import torch
+import torch.nn.functional as F
+
+from ridgeline.boundary import Function, first_order
+from ridgeline.op import Case, Cost, Op, RidgelineError, Spec, dense_only, nbytes
+from ridgeline.ops.attention import _triton
+from ridgeline.ops.attention._attention import (
+    OPS, Options, by_kernels, check, formula, in_autocast, in_pieces, options, pairs, refusal, seen,
+)  # fmt: skip
+from ridgeline.select import eager
+
+TILE = 128  # of `tiled`: queries and keys
+
+
+def _formula(
+    how: Any, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, mask: torch.Tensor | None = None, return_lse: bool = False, **given: Any
+) -> Any:
+    chosen = options(q.shape[-1], **given)
+    o, lse = how(q, k, v, mask, chosen.band(q.shape[2], k.shape[2]), chosen.scale, chosen.softcap)
+    return (o, lse) if return_lse else o
+
+
+def naive(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, **given: Any) -> Any:
+    return _formula(formula, q, k, v, **given)
+
+
+def reference(
+    q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, *, mask: torch.Tensor | None = None, causal: bool | str = False,
+    scale: float | None = None, window: tuple[int | None, int | None] | None = None, softcap: float | None = None,
+    return_lse: bool = False, deterministic: bool | None = None,
+) -> Any:  # fmt: skip
+    return _formula(in_pieces, q, k, v, mask, return_lse, causal=causal, scale=scale, window=window, softcap=softcap)
+
+
+@cache
+def _compiled() -> Any:
+    return torch.compile(naive, dynamic=False, fullgraph=True)
+
+
+def _torch(
+    q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, *, mask: torch.Tensor | None = None, causal: bool | str = False,
+    scale: float | None = None, **_: Any,
+) -> torch.Tensor:  # fmt: skip
+    if mask is not None:
+        mask = (mask if mask.dtype == torch.bool else mask.to(q.dtype)).expand(*q.shape[:3], k.shape[2])
+    return F.scaled_dot_product_attention(q, k, v, mask, is_causal=bool(causal), scale=scale, enable_gqa=q.shape[1] != k.shape[1])
+
+
+def _torch_refuses(
+    q: torch.Tensor, k: Any = None, v: Any = None, *, mask: Any = None, causal: Any = False, window: Any = None, softcap: Any = None,
+    return_lse: bool = False, **_: Any,
+) -> str | None:  # fmt: skip
+    if causal == "bottom_right" or window not in (None, (None, None), (-1, -1)) or softcap is not None or return_lse:
+        return "scaled_dot_product_attention has no window, no softcap, no lse and no causal='bottom_right'"
+    return "scaled_dot_product_attention takes a mask or is causal, not both" if mask is not None and causal else None
+
+
+class _Tiled(Function):
+    """The loop over tiles, in PyTorch. q comes as (B, Hkv, G, Sq, D): the G heads that share a head of k and v."""
+
+    @staticmethod
+    def forward(ctx: Any, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, mask: torch.Tensor | None, chosen: Options) -> Any:
+        o, lse = torch.empty_like(q), q.new_empty(q.shape[:-1], dtype=torch.promote_types(q.dtype, torch.float32))
+        for i in _tiles(q):
+            top = torch.full_like(lse[..., i], -torch.inf)
+            total, acc = torch.zeros_like(top), torch.zeros_like(o[..., i, :], dtype=top.dtype)
+            for j in _tiles(k):
+                s, _ = _scores(q, k, mask, chosen, i, j)
+                new = torch.maximum(top, s.amax(-1))
+                base = new.masked_fill(new == -torch.inf, 0)
+                p, shrink = (s - base[..., None]).exp(), (top - base).exp()
+                acc = acc * shrink[..., None] + p @ v[:, :, None, j].to(p.dtype)
+                total, top = total * shrink + p.sum(-1), new
+            o[..., i, :] = (acc / total.masked_fill(total == 0, 1)[..., None]).to(o.dtype)
+            lse[..., i] = top + total.log()
+        ctx.save_for_backward(q, k, v, o, lse, mask)
+        ctx.chosen = chosen
+        return o, lse
+
+    @staticmethod
+    @first_order
+    def backward(ctx: Any, do: torch.Tensor, dlse: torch.Tensor) -> Any:
+        q, k, v, o, lse, mask = ctx.saved_tensors
+        delta = (o.to(lse.dtype) * do).sum(-1) - dlse
+        dq, dk, dv = [torch.zeros_like(t, dtype=lse.dtype) for t in (q, k, v)]
+        for j in _tiles(k):
+            keys, values = k[:, :, None, j].to(lse.dtype), v[:, :, None, j].to(lse.dtype)
+            for i in _tiles(q):
+                s, slope = _scores(q, k, mask, ctx.chosen, i, j)
+                queries, slopes = q[..., i, :].to(lse.dtype), do[..., i, :].to(lse.dtype)
+                p = (s - lse[..., i, None].masked_fill(lse[..., i, None] == -torch.inf, torch.inf)).exp()
+                ds = p * (slopes @ values.mT - delta[..., i, None]) * slope * ctx.chosen.scale
+                dv[:, :, j] += (p.mT @ slopes).sum(2)
+                dk[:, :, j] += (ds.mT @ queries).sum(2)
+                dq[..., i, :] += ds @ keys
+        return dq.to(q.dtype), dk.to(k.dtype), dv.to(v.dtype), None, None
+
+
+def _tiles(x: torch.Tensor) -> list[slice]:
+    return [slice(start, min(start + TILE, x.shape[-2])) for start in range(0, x.shape[-2], TILE)]
+
+
+def _scores(q: torch.Tensor, k: torch.Tensor, mask: torch.Tensor | None, chosen: Options, i: slice, j: slice) -> tuple[torch.Tensor, Any]:
+    """The scores of a tile, -inf where nothing is seen, and the cap's slope."""
+    precise, slope = torch.promote_types(q.dtype, torch.float32), 1.0
+    s = q[..., i, :].to(precise) @ k[:, :, None, j].to(precise).mT * chosen.scale
+    if chosen.softcap:
+        bent = torch.tanh(s / chosen.softcap)
+        s, slope = chosen.softcap * bent, 1 - bent * bent
+    if mask is not None:
+        s = s.masked_fill(~mask[..., i, j], -torch.inf) if mask.dtype == torch.bool else s + mask[..., i, j]
+    band = chosen.band(q.shape[-2], k.shape[-2])
+    if band is not None:
+        apart = i.start - j.start
+        s = s.masked_fill(~seen(s.shape[-2], s.shape[-1], (band[0] + apart, band[1] + apart), s.device), -torch.inf)
+    return s, slope
+
+
+def _tiled(
+    q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, *, mask: torch.Tensor | None = None, return_lse: bool = False, **given: Any
+) -> Any:
+    sizes = k.shape[1], q.shape[1] // max(k.shape[1], 1)
+    if mask is not None:
+        mask = mask.expand(*q.shape[:3], k.shape[2]).unflatten(1, sizes)
+    o, lse = _Tiled.apply(q.unflatten(1, sizes), k, v, mask, options(q.shape[-1], **given))
+    return (o.flatten(1, 2), lse.flatten(1, 2)) if return_lse else o.flatten(1, 2)
+
+
+def _check_mask(mask: Any, q: torch.Tensor, k: torch.Tensor) -> str | None:
+    shape = *q.shape[:3], k.shape[2]
+    if not isinstance(mask, torch.Tensor):
+        return f"mask must be a tensor or None, and is {type(mask).__name__}"
+    if mask.dtype != torch.bool and not mask.is_floating_point():
+        return f"mask must be torch.bool, True where a key is seen, or floating point, added to the scores; it is {mask.dtype}"
+    if mask.device != q.device:
+        return f"mask is on {mask.device} and q on {q.device}; one device is needed"
+    if mask.dim() > 4 or any([n not in (1, m) for n, m in zip(reversed(mask.shape), reversed(shape), strict=False)]):
+        return f"mask must broadcast to (batch, heads, queries, keys), here {shape}, and has the shape {tuple(mask.shape)}"
+    if mask.requires_grad and torch.is_grad_enabled():
+        return "mask has no gradient here, and requires one; give mask.detach()"
+    return None
+
+
+def attention(
+    q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, *, mask: torch.Tensor | None = None, causal: bool | str = False,
+    scale: float | None = None, window: tuple[int | None, int | None] | None = None, softcap: float | None = None,
+    return_lse: bool = False, deterministic: bool | None = None, impl: str | None = None,
+) -> torch.Tensor | tuple[torch.Tensor, torch.Tensor]:  # fmt: skip
+    """softmax(scale q k^T) v for each head, as `torch.nn.functional.scaled_dot_product_attention`. Gradients flow to q, k and v.
+
+    q: (B, Hq, Sq, D); k, v: (B, Hkv, Sk, D), Hq a multiple of Hkv, whose heads are shared by Hq/Hkv neighbours and never repeated; D a
+    multiple of 8 from 16 to 256. One dtype and device; any strides whose last is 1, so (B, S, H, D).transpose(1, 2) costs no copy.
+    mask: broadcasts to (B, Hq, Sq, Sk); torch.bool, True where a key is seen, or floating point, added to the scores. It has no gradient.
+    causal: True lets query i see keys up to i; "bottom_right" up to i + Sk - Sq, as a decoder with a cache needs.
+    window: (left, right), how many keys before and after its own place a query sees, its place being as causal says; None or -1 is all.
+    scale: 1/sqrt(D) by default. softcap: scores become softcap * tanh(scores / softcap), before masks.
+    deterministic: False allows reruns whose gradients differ in the last bits, where that is faster; by default they are equal.
+    Returns o, of q's shape, dtype and order of dimensions; with return_lse also the natural logarithm of the rows' sums of exponentials,
+    float32 (B, Hq, Sq), differentiable too. A row that sees no key gives 0, lse -inf and no gradient.
+    float32 products follow `torch.get_float32_matmul_precision()`. Under autocast q, k and v are cast to its dtype, as for torch's own.
+    Raises RidgelineError on shapes, strides, dtypes, devices or options other than these, or an `impl` that cannot run the call.
+    """
+    check("attention", 4, q, k, v, causal, scale, window, softcap, deterministic)
+    if mask is not None:
+        dense_only("attention", (mask,))
+        wrong = _check_mask(mask, q, k)
+        if wrong:
+            raise RidgelineError(f"attention: {wrong}")
+    q, k, v = in_autocast(q, k, v)
+    given = {"mask": mask, "causal": causal, "scale": scale, "window": window, "softcap": softcap, "return_lse": return_lse}
+    plain = eager(ATTENTION, impl, q, k, v, **given)
+    if plain is not None:
+        return plain.call(q, k, v, **given)  # type: ignore[misc]
+    chosen = options(q.shape[-1], causal, scale, window, softcap)
+    o, lse = by_kernels(q, k, v, mask, None, None, chosen, (0, 0), deterministic, impl)
+    return (o, lse) if return_lse else o
+
+
+def cost(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, *, mask: Any = None, return_lse: bool = False, **given: Any) -> tuple[Cost, Cost]:  # fmt: skip
+    """Backward is five products for forward's two; it reads do, q, k, v, o and lse. A mask counts as all pairs, and as its own bytes."""
+    chosen = options(q.shape[-1], **given)
+    count = q.shape[2] * k.shape[2] if mask is not None else pairs(q.shape[2], k.shape[2], chosen)
+    flops, masks = 4 * q.shape[0] * q.shape[1] * q.shape[3] * count, 0 if mask is None else nbytes(mask)
+    rows = 4 * q.shape[0] * q.shape[1] * q.shape[2]
+    forward = Cost(nbytes(q, k, v) + masks, nbytes(q) + (rows if return_lse else 0), flops)
+    return forward, Cost(3 * nbytes(q) + nbytes(k, v) + rows + masks, nbytes(q, k, v), flops * 5 // 2)
+
+
+def _case(batch: int, heads: int, length: int, D: int, use: str = "bench", kv: int = 0, **given: Any) -> Case:
+    name = f"{batch}x{heads}{f'/{kv}' if kv else ''}x{length}x{D}{' causal' if given.get('causal') else ''}"
+    name += f" window {given['window'][0]}" if "window" in given else ""
+    keys = Spec(batch, kv or heads, length, D)
+    return Case(name, (Spec(batch, heads, length, D), keys, keys), given, dtypes=("bfloat16",) if use == "bench" else ("float32",), use=use)
+
+
+def _small(name: str, q: tuple[int, ...], k: tuple[int, ...], **given: Any) -> Case:
+    return Case(name, (Spec(*q), Spec(*k), Spec(*k)), given)
+
+
+GRID = [(16384 // s, 2048 // d, s, d, c) for d in (64, 128) for s in (1024, 2048, 4096, 8192, 16384) for c in (False, True)]
+OFF = [(4, 25, 4096, 80), (4, 21, 4096, 96), (4, 8, 4096, 256), (16, 16, 1000, 128), (5, 16, 3000, 128), (4, 16, 4097, 128)]
+ATTENTION = OPS[False] = Op(
+    attention,
+    reference=reference,
+    cost=cost,
+    cases=[
+        _small("2x4/1x33x40x16", (2, 4, 33, 16), (2, 1, 40, 16)),
+        _small("1x2x40x33x24 causal, lse", (1, 2, 40, 24), (1, 2, 33, 24), causal=True, return_lse=True),
+        _small("1x2x35x70x16 bottom right, window", (1, 2, 35, 16), (1, 2, 70, 16), causal="bottom_right", window=(20, None)),
+        _small("1x4/2x50x41x32 window, softcap", (1, 4, 50, 32), (1, 2, 41, 32), window=(7, 9), softcap=2.0, scale=0.3),
+        _small("1x2x40x17x40 rows without keys", (1, 2, 40, 40), (1, 2, 17, 40), causal="bottom_right", return_lse=True),
+        Case("2x2x33x37x16 mask", (Spec(2, 2, 33, 16), *[Spec(2, 1, 37, 16)] * 2), {"mask": Spec(2, 1, 33, 37, dtype="bool", high=2)}),
+        Case("1x2x33x37x16 bias", (Spec(1, 2, 33, 16), *[Spec(1, 2, 37, 16)] * 2), {"mask": Spec(2, 1, 37, grad=False), "softcap": 5.0}),
+        _case(2, 4, 256, 64, "quick"),
+        _case(1, 8, 512, 64, "quick", causal=True),
+        *(_case(b, h, s, d, causal=True) if c else _case(b, h, s, d) for b, h, s, d, c in GRID),
+        *(_case(b, h, s, d) for b, h, s, d in OFF),
+        _case(4, 32, 4096, 128, kv=8, causal=True),
+        _case(1, 16, 16384, 128, causal=True, window=(1024, 0)),
+    ],
+)
+
+ATTENTION.eager("naive", "the formula in eager PyTorch: every score in memory, several times", naive, served=True)
+ATTENTION.eager(
+    "torch",
+    "PyTorch's own: FlashAttention-2, cuDNN or memory-efficient kernels on an NVIDIA GPU, as it chooses",
+    _torch,
+    supports=_torch_refuses,
+    served=True,
+)
+ATTENTION.eager("compile", "the formula fused by torch.compile: scores in memory, fewer times", lambda *a, **g: _compiled()(*a, **g), kind="compile")  # fmt: skip
+ATTENTION.eager("tiled", "tiles of queries walk tiles of keys with a running maximum and sum; backward makes the scores again", _tiled)
+ATTENTION.kernel(
+    "triton",
+    "the tiles in registers: a program per tile, blocks that need no mask apart; backward in two passes without atomics",
+    kind="triton",
+    fwd=_triton.fwd,
+    bwd=_triton.bwd,
+    supports=refusal,
+    served=True,
+)
+# The rung `gluon` (sm_90) goes here, after `triton`: OPS' launchers have the same arguments, see _triton.py.
