@@ -167,6 +167,7 @@ class Op:
     cost: f(*args, **kwargs) -> (forward Cost, backward Cost or None), without touching data (meta tensors will do); a third Cost is of
         forward and backward in one step, where together they need less than each alone.
     roof: "copy" for an op that is itself a roof of the machine.
+    standards: the rungs whose errors set what the law of tolerance allows: the first of them that takes a call.
     mutates: positions of the arguments (tensors, or lists of them) that the function changes in place: they count as results
     after what it returns.
     """
@@ -179,10 +180,11 @@ class Op:
         cases: list[Case],
         cost: Callable[..., tuple[Cost, Cost | None] | tuple[Cost, Cost | None, Cost | None]],
         roof: str | None = None,
+        standards: tuple[str, ...] = ("torch",),
         mutates: tuple[int, ...] = (),
     ):
         self.function, self.reference, self.cases, self.cost, self.roof = function, reference, cases, cost, roof
-        self.mutates = mutates
+        self.standards, self.mutates = standards, mutates
         self.name = function.__name__
         self.family = function.__module__.removeprefix("ridgeline.ops.").split(".")[0]
         self.implementations: dict[str, Implementation] = {}

@@ -118,4 +118,4 @@ def eager(op: Op, impl: str | None, *args: Any, **options: Any) -> Implementatio
     if known and (args[0].is_cuda or INTERPRETED or devices._pretended is not None):
         return None
     plain = [i for i in reversed(op.implementations.values()) if i.served and not i.is_kernel]
-    return next((i for i in plain if i.supports is None or i.supports(*args, **options) is None), plain[0])
+    return next((i for i in plain[:-1] if i.supports is None or i.supports(*args, **options) is None), plain[-1])

@@ -5,7 +5,8 @@ For each output and each gradient, against the reference in float64,
     error <= 2 x max(torch's error, change of the oracle when the inputs move half an ulp) + eps/2 x norm
 
 for the whole tensor, its worst row and its worst column; the scale of the result is off by at most twice theirs plus
-eps/16 + eps/sqrt(n); non-finite values stand in the same places. Rows are the last dimension, columns run over all rows.
+eps/16 + eps/sqrt(n); a row of zeros may hold 2e-6 of the largest one; non-finite values stand in the same places. Rows are the last
+dimension, columns run over all rows.
 """
 
 from __future__ import annotations
@@ -24,6 +25,7 @@ from ridgeline.op import Op, RidgelineError, tensors_of
 CHUNK = 1 << 24
 SLICED = 1 << 31
 FEW = 16
+NOTHING = 16 * 2**-23
 HOPELESS = 1e12  # stands for infinity, which JSON does not have
 Result = tuple[list[Tensor], list[Tensor | None]]
 
@@ -164,12 +166,15 @@ class Standard:
         """Per row (or column), from the worst that torch and the half ulp do in any of them, in size or relative to the row's norm.
 
         The smaller of the two counts, so that neither one large row nor one that cancels out excuses the others; but rows of
-        few elements go by size alone, for a single element's relative error is a matter of luck.
+        few elements go by size alone, for a single element's relative error is a matter of luck. A row of zeros, or of next to
+        nothing, may hold what sums in float32 leave when they cancel: NOTHING of the largest row.
         """
+        floor = NOTHING * norm.max()
         worst = base.max()
         if length >= FEW:
             worst = torch.minimum(worst, (base / norm).where(norm > 0, 0.0).max() * norm)
-        return 2 * torch.maximum(base, worst) + self.eps / 2 * norm
+        allowed = 2 * torch.maximum(base, worst) + self.eps / 2 * norm
+        return torch.where(norm <= floor, allowed.clamp(min=floor), allowed)
 
     def judge(self, x: Tensor) -> Finding:
         """Where x is worst against the law."""
@@ -296,12 +301,13 @@ class Law:
         return value.detach()[self.rows].requires_grad_(value.requires_grad)
 
     def _torch(self, small: list[Any]) -> Result:
-        """What torch's own op gives in this dtype; where there is none, the reference with float32 inside."""
-        if "torch" in self.op.implementations:
+        """What torch's own op, or the op's standard where torch's has not a call's options, gives in this dtype; where there is
+        none, the reference with float32 inside."""
+        for name in [n for n in self.op.standards if n in self.op.implementations]:
             try:
-                return self._gradients(self.op.implementations["torch"], self.op.fresh(small), self.kwargs)
-            except RidgelineError:  # torch's op has not the options of this call
-                pass
+                return self._gradients(self.op.implementations[name], self.op.fresh(small), self.kwargs)
+            except RidgelineError:  # it does not take this call; the next one may
+                continue
         dtypes = [o.dtype for o in self._results(self.op.reference, self.op.fresh(small), self.kwargs)]
 
         def inside(*args: Any, **kwargs: Any) -> tuple[Tensor, ...]:

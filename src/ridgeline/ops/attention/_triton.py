@@ -20,6 +20,7 @@ from ridgeline import device, tuning
 from ridgeline.boundary import launch
 from ridgeline.op import dtype_name
 from ridgeline.tiles.activations import capped
+from ridgeline.tiles.online_softmax import exact_exp, log
 
 LOG2E = 1.4426950408889634
 UNBOUNDED = 1 << 30
@@ -109,13 +110,13 @@ def _head(x, steps, batch, head, row, UNIT: tl.constexpr):
 
 
 @triton.jit
-def _score(s, i, j, rows, columns, mask, mask_steps, scale, cap, back, ahead, MASKED: tl.constexpr, BACK: tl.constexpr, AHEAD: tl.constexpr, CAP: tl.constexpr, SCALED: tl.constexpr):  # fmt: skip
-    """The scores of products s of queries i and keys j: scaled and capped where `_power` does not do it, -inf where nothing is seen;
-    and the cap's slope."""
+def _score(s, i, j, rows, columns, mask, mask_steps, scale, cap, back, ahead, MASKED: tl.constexpr, BACK: tl.constexpr, AHEAD: tl.constexpr, CAP: tl.constexpr, APART: tl.constexpr):  # fmt: skip
+    """The scores of products s of queries i and keys j: with APART scaled, which else `_power` does, and capped; -inf where nothing is
+    seen. And the cap's slope."""
     slope = 1.0
     if CAP:
         s, slope = capped(s * scale, cap, True)
-    elif SCALED:
+    elif APART:
         s = s * scale
     if MASKED:
         seen = j < columns
@@ -134,25 +135,24 @@ def _score(s, i, j, rows, columns, mask, mask_steps, scale, cap, back, ahead, MA
 
 
 @triton.jit
-def _power(s, top, factor, APART: tl.constexpr):
-    """2 to the power of what scores lie below `top`, which is multiplied by the factor already but where they may be huge."""
-    return tl.exp2((s - top) * factor) if APART else tl.exp2(s * factor - top)
+def _power(s, top, factor, APART: tl.constexpr, dtype: tl.constexpr):
+    """The exponential of how far scores lie below `top`; this is in base 2 already, scaled, where scores are not dealt with apart."""
+    return exact_exp(s - top, dtype) if APART else tl.exp2(s * factor - top)
 
 
 @triton.jit
-def _absorb(acc, total, top, q, k, v, start, i, n, d, rows, columns, k_step, v_step, mask, mask_steps, scale, factor, cap, back, ahead, MASKED: tl.constexpr, BACK: tl.constexpr, AHEAD: tl.constexpr, CAP: tl.constexpr, SCALED: tl.constexpr, D: tl.constexpr, UNIT: tl.constexpr, PRECISION: tl.constexpr):  # fmt: skip
+def _absorb(acc, total, top, q, k, v, start, i, n, d, rows, columns, k_step, v_step, mask, mask_steps, scale, factor, cap, back, ahead, MASKED: tl.constexpr, BACK: tl.constexpr, AHEAD: tl.constexpr, CAP: tl.constexpr, APART: tl.constexpr, D: tl.constexpr, UNIT: tl.constexpr, PRECISION: tl.constexpr):  # fmt: skip
     """Takes a block of keys and values into the running sums."""
-    APART: tl.constexpr = mask is not None
     at = tl.cast(start, tl.int64) * UNIT
     keys = _tile(k + at * k_step, n, k_step, d, columns - start, D, UNIT, not MASKED)
     s = tl.dot(q, tl.trans(keys), input_precision=PRECISION)
     j = start + n[None, :]
-    s, _ = _score(s, i[:, None], j, rows, columns, mask, mask_steps, scale, cap, back, ahead, MASKED, BACK, AHEAD, CAP, SCALED)
+    s, _ = _score(s, i[:, None], j, rows, columns, mask, mask_steps, scale, cap, back, ahead, MASKED, BACK, AHEAD, CAP, APART)
     most = tl.max(s, 1) if APART else tl.max(s, 1) * factor
     most = tl.maximum(top, most)
     base = tl.where(most == float("-inf"), 0.0, most) if MASKED else most  # a row that has seen nothing yet
-    p = _power(s, base[:, None], factor, APART)
-    shrink = tl.exp2((top - base) * factor) if APART else tl.exp2(top - base)
+    p = _power(s, base[:, None], factor, APART, q.dtype)
+    shrink = exact_exp(top - base, q.dtype) if APART else tl.exp2(top - base)
     values = _tile(v + at * v_step, n, v_step, d, columns - start, D, UNIT, not MASKED)
     acc = acc * shrink[:, None]
     acc = tl.dot(p.to(values.dtype), values, acc, input_precision=PRECISION)
@@ -160,7 +160,7 @@ def _absorb(acc, total, top, q, k, v, start, i, n, d, rows, columns, k_step, v_s
 
 
 @triton.jit
-def _fwd(o, lse, q, k, v, mask, cu_q, cu_k, o_steps, q_steps, k_steps, v_steps, mask_steps, rows, columns, heads, group, batch, section, scale, factor, cap, left, right, LEFT: tl.constexpr, RIGHT: tl.constexpr, BOTTOM: tl.constexpr, CAP: tl.constexpr, SCALED: tl.constexpr, D: tl.constexpr, BD: tl.constexpr, UNIT: tl.constexpr, SEQS: tl.constexpr, PRECISION: tl.constexpr, TAIL: tl.constexpr, BM: tl.constexpr, BN: tl.constexpr):  # fmt: skip
+def _fwd(o, lse, q, k, v, mask, cu_q, cu_k, o_steps, q_steps, k_steps, v_steps, mask_steps, rows, columns, heads, group, batch, section, scale, factor, cap, left, right, LEFT: tl.constexpr, RIGHT: tl.constexpr, BOTTOM: tl.constexpr, CAP: tl.constexpr, APART: tl.constexpr, D: tl.constexpr, BD: tl.constexpr, UNIT: tl.constexpr, SEQS: tl.constexpr, PRECISION: tl.constexpr, TAIL: tl.constexpr, BM: tl.constexpr, BN: tl.constexpr):  # fmt: skip
     tile, turn = _turn(_tiles(rows, batch, cu_q, BM), batch * heads if cu_q is None else heads, section, RIGHT and cu_q is None)
     b, h = turn // heads, turn % heads
     lse += turn.to(tl.int64) * rows
@@ -183,25 +183,24 @@ def _fwd(o, lse, q, k, v, mask, cu_q, cu_k, o_steps, q_steps, k_steps, v_steps, 
     top = tl.full((BM,), float("-inf"), tl.float32)
     if LEFT:
         for start in range(low, tl.minimum(full, high), BN):
-            acc, total, top = _absorb(acc, total, top, q, k, v, start, i, n, d, rows, columns, k_steps[2], v_steps[2], mask, mask_steps, scale, factor, cap, back, ahead, True, LEFT, RIGHT, CAP, SCALED, D, UNIT, PRECISION)  # fmt: skip
+            acc, total, top = _absorb(acc, total, top, q, k, v, start, i, n, d, rows, columns, k_steps[2], v_steps[2], mask, mask_steps, scale, factor, cap, back, ahead, True, LEFT, RIGHT, CAP, APART, D, UNIT, PRECISION)  # fmt: skip
     if mask is None:
         for start in range(full, edge, BN):
-            acc, total, top = _absorb(acc, total, top, q, k, v, start, i, n, d, rows, columns, k_steps[2], v_steps[2], mask, mask_steps, scale, factor, cap, back, ahead, False, LEFT, RIGHT, CAP, SCALED, D, UNIT, PRECISION)  # fmt: skip
+            acc, total, top = _absorb(acc, total, top, q, k, v, start, i, n, d, rows, columns, k_steps[2], v_steps[2], mask, mask_steps, scale, factor, cap, back, ahead, False, LEFT, RIGHT, CAP, APART, D, UNIT, PRECISION)  # fmt: skip
     if TAIL:
         for start in range(tl.maximum(full, edge), high, BN):
-            acc, total, top = _absorb(acc, total, top, q, k, v, start, i, n, d, rows, columns, k_steps[2], v_steps[2], mask, mask_steps, scale, factor, cap, back, ahead, True, LEFT, RIGHT, CAP, SCALED, D, UNIT, PRECISION)  # fmt: skip
+            acc, total, top = _absorb(acc, total, top, q, k, v, start, i, n, d, rows, columns, k_steps[2], v_steps[2], mask, mask_steps, scale, factor, cap, back, ahead, True, LEFT, RIGHT, CAP, APART, D, UNIT, PRECISION)  # fmt: skip
     acc = acc * (1.0 / tl.where(total == 0, 1.0, total))[:, None]
     _save(_head(o, o_steps, b, h, begin + m0, UNIT), acc, m, o_steps[2], d, rows - m0, D, UNIT)
-    if mask is None:
-        natural = (top + tl.log2(tl.where(total == 0, 1.0, total))) * 0.6931471805599453
-    else:
-        natural = top + tl.log(tl.where(total == 0, 1.0, total))
-    tl.store(lse + begin + i, tl.where(total == 0, float("-inf"), natural), mask=i < rows)
+    total = tl.where(total == 0, 1.0, total)
+    top = top + log(total) if APART else (top + tl.log2(total)) * 0.6931471805599453
+    tl.store(lse + begin + i, top, mask=i < rows)
 
 
 @triton.jit
-def _delta(delta, power, o, do, dlse, lse, o_steps, do_steps, rows, heads, factor, D: tl.constexpr, BD: tl.constexpr, UNIT: tl.constexpr, BM: tl.constexpr):  # fmt: skip
-    """delta = rowsum(o do) - dlse, and lse times a factor; infinite for a row that sees nothing, so that its probabilities are 0."""
+def _delta(delta, power, o, do, dlse, lse, o_steps, do_steps, rows, heads, APART: tl.constexpr, D: tl.constexpr, BD: tl.constexpr, UNIT: tl.constexpr, BM: tl.constexpr):  # fmt: skip
+    """delta = rowsum(o do) - dlse, and lse in base 2 or, with APART, as it is; infinite for a row that sees nothing, so that its
+    probabilities are 0."""
     turn = tl.program_id(0) % heads[0]
     m0 = tl.program_id(0) // heads[0] * BM
     b, h = turn // heads[1], turn % heads[1]
@@ -214,14 +213,15 @@ def _delta(delta, power, o, do, dlse, lse, o_steps, do_steps, rows, heads, facto
     if dlse is not None:
         sums -= tl.load(dlse + at, mask=inside, other=0.0)
     tl.store(delta + at, sums, mask=inside)
-    natural = tl.load(lse + at, mask=inside, other=0.0)
-    tl.store(power + at, tl.where(natural == float("-inf"), float("inf"), natural * factor), mask=inside)
+    top = tl.load(lse + at, mask=inside, other=0.0)
+    if not APART:
+        top *= 1.4426950408889634
+    tl.store(power + at, tl.where(top == float("-inf"), float("inf"), top), mask=inside)
 
 
 @triton.jit
-def _add_keys(dk, dv, k, v, q, do, power, delta, start, m, j, d, rows, columns, q_step, do_step, mask, mask_steps, scale, factor, cap, back, ahead, MASKED: tl.constexpr, BACK: tl.constexpr, AHEAD: tl.constexpr, CAP: tl.constexpr, SCALED: tl.constexpr, D: tl.constexpr, UNIT: tl.constexpr, PRECISION: tl.constexpr):  # fmt: skip
+def _add_keys(dk, dv, k, v, q, do, power, delta, start, m, j, d, rows, columns, q_step, do_step, mask, mask_steps, scale, factor, cap, back, ahead, MASKED: tl.constexpr, BACK: tl.constexpr, AHEAD: tl.constexpr, CAP: tl.constexpr, APART: tl.constexpr, D: tl.constexpr, UNIT: tl.constexpr, PRECISION: tl.constexpr):  # fmt: skip
     """Adds to dK and dV what a block of queries says; scores stand on their side, keys down and queries across."""
-    APART: tl.constexpr = mask is not None
     at = tl.cast(start, tl.int64) * UNIT
     queries = _tile(q + at * q_step, m, q_step, d, rows - start, D, UNIT, not MASKED)
     i = start + m
@@ -232,8 +232,8 @@ def _add_keys(dk, dv, k, v, q, do, power, delta, start, m, j, d, rows, columns, 
         top = tl.load(power + i)
         deltas = tl.load(delta + i)
     s = tl.dot(k, tl.trans(queries), input_precision=PRECISION)
-    s, slope = _score(s, i[None, :], j[:, None], rows, columns, mask, mask_steps, scale, cap, back, ahead, MASKED, BACK, AHEAD, CAP, SCALED)
-    p = _power(s, top[None, :], factor, APART)
+    s, slope = _score(s, i[None, :], j[:, None], rows, columns, mask, mask_steps, scale, cap, back, ahead, MASKED, BACK, AHEAD, CAP, APART)
+    p = _power(s, top[None, :], factor, APART, k.dtype)
     slopes = _tile(do + at * do_step, m, do_step, d, rows - start, D, UNIT, not MASKED)
     dv = tl.dot(p.to(slopes.dtype), slopes, dv, input_precision=PRECISION)
     ds = p * (tl.dot(v, tl.trans(slopes), input_precision=PRECISION) - deltas[None, :])
@@ -244,7 +244,7 @@ def _add_keys(dk, dv, k, v, q, do, power, delta, start, m, j, d, rows, columns, 
 
 
 @triton.jit
-def _bwd(dk, dv, q, k, v, do, power, delta, mask, cu_q, cu_k, dk_steps, dv_steps, q_steps, k_steps, v_steps, do_steps, mask_steps, rows, columns, heads, group, batch, section, scale, factor, cap, left, right, LEFT: tl.constexpr, RIGHT: tl.constexpr, BOTTOM: tl.constexpr, CAP: tl.constexpr, SCALED: tl.constexpr, D: tl.constexpr, BD: tl.constexpr, UNIT: tl.constexpr, SEQS: tl.constexpr, PRECISION: tl.constexpr, TAIL: tl.constexpr, BM: tl.constexpr, BN: tl.constexpr):  # fmt: skip
+def _bwd(dk, dv, q, k, v, do, power, delta, mask, cu_q, cu_k, dk_steps, dv_steps, q_steps, k_steps, v_steps, do_steps, mask_steps, rows, columns, heads, group, batch, section, scale, factor, cap, left, right, LEFT: tl.constexpr, RIGHT: tl.constexpr, BOTTOM: tl.constexpr, CAP: tl.constexpr, APART: tl.constexpr, D: tl.constexpr, BD: tl.constexpr, UNIT: tl.constexpr, SEQS: tl.constexpr, PRECISION: tl.constexpr, TAIL: tl.constexpr, BM: tl.constexpr, BN: tl.constexpr):  # fmt: skip
     """dK and dV: a program per tile of keys and values, over all queries of its group's heads that see it."""
     tile, turn = _turn(_tiles(columns, batch, cu_k, BN), batch * heads if cu_q is None else heads, section, False)
     b, h = turn // heads, turn % heads
@@ -270,28 +270,27 @@ def _bwd(dk, dv, q, k, v, do, power, delta, mask, cu_q, cu_k, dk_steps, dv_steps
         here = mask if mask is None else mask + b.to(tl.int64) * mask_steps[0] + head.to(tl.int64) * mask_steps[1]
         if RIGHT:
             for start in range(low, tl.minimum(full, high), BM):
-                dks, dvs = _add_keys(dks, dvs, keys, values, queries, slopes, power + at, delta + at, start, m, j, d, rows, columns, q_steps[2], do_steps[2], here, mask_steps, scale, factor, cap, back, ahead, True, LEFT, RIGHT, CAP, SCALED, D, UNIT, PRECISION)  # fmt: skip
+                dks, dvs = _add_keys(dks, dvs, keys, values, queries, slopes, power + at, delta + at, start, m, j, d, rows, columns, q_steps[2], do_steps[2], here, mask_steps, scale, factor, cap, back, ahead, True, LEFT, RIGHT, CAP, APART, D, UNIT, PRECISION)  # fmt: skip
         if mask is None:
             for start in range(full, edge, BM):
-                dks, dvs = _add_keys(dks, dvs, keys, values, queries, slopes, power + at, delta + at, start, m, j, d, rows, columns, q_steps[2], do_steps[2], here, mask_steps, scale, factor, cap, back, ahead, False, LEFT, RIGHT, CAP, SCALED, D, UNIT, PRECISION)  # fmt: skip
+                dks, dvs = _add_keys(dks, dvs, keys, values, queries, slopes, power + at, delta + at, start, m, j, d, rows, columns, q_steps[2], do_steps[2], here, mask_steps, scale, factor, cap, back, ahead, False, LEFT, RIGHT, CAP, APART, D, UNIT, PRECISION)  # fmt: skip
         if TAIL:
             for start in range(tl.maximum(full, edge), high, BM):
-                dks, dvs = _add_keys(dks, dvs, keys, values, queries, slopes, power + at, delta + at, start, m, j, d, rows, columns, q_steps[2], do_steps[2], here, mask_steps, scale, factor, cap, back, ahead, True, LEFT, RIGHT, CAP, SCALED, D, UNIT, PRECISION)  # fmt: skip
+                dks, dvs = _add_keys(dks, dvs, keys, values, queries, slopes, power + at, delta + at, start, m, j, d, rows, columns, q_steps[2], do_steps[2], here, mask_steps, scale, factor, cap, back, ahead, True, LEFT, RIGHT, CAP, APART, D, UNIT, PRECISION)  # fmt: skip
     _save(_head(dk, dk_steps, b, h, begins + n0, UNIT), dks * scale, n, dk_steps[2], d, columns - n0, D, UNIT)
     _save(_head(dv, dv_steps, b, h, begins + n0, UNIT), dvs, n, dv_steps[2], d, columns - n0, D, UNIT)
 
 
 @triton.jit
-def _add_queries(dq, q, do, top, deltas, k, v, start, i, n, d, rows, columns, k_step, v_step, mask, mask_steps, scale, factor, cap, back, ahead, MASKED: tl.constexpr, BACK: tl.constexpr, AHEAD: tl.constexpr, CAP: tl.constexpr, SCALED: tl.constexpr, D: tl.constexpr, UNIT: tl.constexpr, PRECISION: tl.constexpr):  # fmt: skip
+def _add_queries(dq, q, do, top, deltas, k, v, start, i, n, d, rows, columns, k_step, v_step, mask, mask_steps, scale, factor, cap, back, ahead, MASKED: tl.constexpr, BACK: tl.constexpr, AHEAD: tl.constexpr, CAP: tl.constexpr, APART: tl.constexpr, D: tl.constexpr, UNIT: tl.constexpr, PRECISION: tl.constexpr):  # fmt: skip
     """Adds to dQ what a block of keys says."""
-    APART: tl.constexpr = mask is not None
     at = tl.cast(start, tl.int64) * UNIT
     keys = _tile(k + at * k_step, n, k_step, d, columns - start, D, UNIT, not MASKED)
     values = _tile(v + at * v_step, n, v_step, d, columns - start, D, UNIT, not MASKED)
     s = tl.dot(q, tl.trans(keys), input_precision=PRECISION)
     j = start + n[None, :]
-    s, slope = _score(s, i[:, None], j, rows, columns, mask, mask_steps, scale, cap, back, ahead, MASKED, BACK, AHEAD, CAP, SCALED)
-    p = _power(s, top[:, None], factor, APART)
+    s, slope = _score(s, i[:, None], j, rows, columns, mask, mask_steps, scale, cap, back, ahead, MASKED, BACK, AHEAD, CAP, APART)
+    p = _power(s, top[:, None], factor, APART, q.dtype)
     ds = p * (tl.dot(do, tl.trans(values), input_precision=PRECISION) - deltas[:, None])
     if CAP:
         ds = ds * slope
@@ -299,7 +298,7 @@ def _add_queries(dq, q, do, top, deltas, k, v, start, i, n, d, rows, columns, k_
 
 
 @triton.jit
-def _bwd_dq(dq, q, k, v, do, power, delta, mask, cu_q, cu_k, dq_steps, q_steps, k_steps, v_steps, do_steps, mask_steps, rows, columns, heads, group, batch, section, scale, factor, cap, left, right, LEFT: tl.constexpr, RIGHT: tl.constexpr, BOTTOM: tl.constexpr, CAP: tl.constexpr, SCALED: tl.constexpr, D: tl.constexpr, BD: tl.constexpr, UNIT: tl.constexpr, SEQS: tl.constexpr, PRECISION: tl.constexpr, TAIL: tl.constexpr, BM: tl.constexpr, BN: tl.constexpr):  # fmt: skip
+def _bwd_dq(dq, q, k, v, do, power, delta, mask, cu_q, cu_k, dq_steps, q_steps, k_steps, v_steps, do_steps, mask_steps, rows, columns, heads, group, batch, section, scale, factor, cap, left, right, LEFT: tl.constexpr, RIGHT: tl.constexpr, BOTTOM: tl.constexpr, CAP: tl.constexpr, APART: tl.constexpr, D: tl.constexpr, BD: tl.constexpr, UNIT: tl.constexpr, SEQS: tl.constexpr, PRECISION: tl.constexpr, TAIL: tl.constexpr, BM: tl.constexpr, BN: tl.constexpr):  # fmt: skip
     tile, turn = _turn(_tiles(rows, batch, cu_q, BM), batch * heads if cu_q is None else heads, section, RIGHT and cu_q is None)
     b, h = turn // heads, turn % heads
     power += turn.to(tl.int64) * rows
@@ -324,13 +323,13 @@ def _bwd_dq(dq, q, k, v, do, power, delta, mask, cu_q, cu_k, dq_steps, q_steps, 
     acc = tl.zeros((BM, BD), tl.float32)
     if LEFT:
         for start in range(low, tl.minimum(full, high), BN):
-            acc = _add_queries(acc, q, do, top, deltas, k, v, start, i, n, d, rows, columns, k_steps[2], v_steps[2], mask, mask_steps, scale, factor, cap, back, ahead, True, LEFT, RIGHT, CAP, SCALED, D, UNIT, PRECISION)  # fmt: skip
+            acc = _add_queries(acc, q, do, top, deltas, k, v, start, i, n, d, rows, columns, k_steps[2], v_steps[2], mask, mask_steps, scale, factor, cap, back, ahead, True, LEFT, RIGHT, CAP, APART, D, UNIT, PRECISION)  # fmt: skip
     if mask is None:
         for start in range(full, edge, BN):
-            acc = _add_queries(acc, q, do, top, deltas, k, v, start, i, n, d, rows, columns, k_steps[2], v_steps[2], mask, mask_steps, scale, factor, cap, back, ahead, False, LEFT, RIGHT, CAP, SCALED, D, UNIT, PRECISION)  # fmt: skip
+            acc = _add_queries(acc, q, do, top, deltas, k, v, start, i, n, d, rows, columns, k_steps[2], v_steps[2], mask, mask_steps, scale, factor, cap, back, ahead, False, LEFT, RIGHT, CAP, APART, D, UNIT, PRECISION)  # fmt: skip
     if TAIL:
         for start in range(tl.maximum(full, edge), high, BN):
-            acc = _add_queries(acc, q, do, top, deltas, k, v, start, i, n, d, rows, columns, k_steps[2], v_steps[2], mask, mask_steps, scale, factor, cap, back, ahead, True, LEFT, RIGHT, CAP, SCALED, D, UNIT, PRECISION)  # fmt: skip
+            acc = _add_queries(acc, q, do, top, deltas, k, v, start, i, n, d, rows, columns, k_steps[2], v_steps[2], mask, mask_steps, scale, factor, cap, back, ahead, True, LEFT, RIGHT, CAP, APART, D, UNIT, PRECISION)  # fmt: skip
     _save(_head(dq, dq_steps, b, h, begin + m0, UNIT), acc * scale, m, dq_steps[2], d, rows - m0, D, UNIT)
 
 
@@ -391,14 +390,15 @@ def _start(kernel: Any, name: str, given: tuple[Any, ...], tensors: tuple[torch.
     shared = 2 * along * D * q.element_size() * (group if keys else 1)  # bytes that the tiles of a head all read
     gpu, width, unit = device.of(q), max(16, triton.next_power_of_2(D)), _unit(tensors)
     section = max(1, min(batch * turns, gpu.l2 // 2 // max(shared, 1) * (1 if keys else group)))
-    apart = mask is not None or scale <= 0
+    apart = _apart(q, mask, scale, softcap)
     packed = cu is not None
     sequences = cu.numel() - 1 if cu is not None else batch
 
     def config() -> dict[str, Any]:
         key = f"{dtype_name(q)}{'' if q.dtype != torch.float32 else ' ' + precision} {width}{' causal' if right < UNBOUNDED else ''}"
         chosen = tuning.config(gpu, "attention", name, key, partial(_rule, gpu, name, q.dtype, precision, width), _space)
-        return chosen | {"TAIL": tail or mask is not None or packed or along % chosen["BM" if keys else "BN"] != 0}
+        ragged = packed or along % chosen["BM" if keys else "BN"] != 0
+        return chosen | {"TAIL": tail or mask is not None or ragged}
 
     def grid(c: dict[str, Any]) -> tuple[int]:
         size = c["BN" if keys else "BM"]
@@ -407,11 +407,16 @@ def _start(kernel: Any, name: str, given: tuple[Any, ...], tensors: tuple[torch.
 
     steps = [tuple(s // unit for s in _steps(t)[:3]) for t in tensors]
     hidden = None if mask is None else _steps(mask)
-    factor = LOG2E if apart or softcap else scale * LOG2E
-    numbers = rows, columns, turns, group, sequences, section, scale, factor, softcap, left, right
-    flags = {"LEFT": left < UNBOUNDED, "RIGHT": right < UNBOUNDED, "BOTTOM": bottom, "CAP": softcap > 0, "SCALED": apart}
+    numbers = rows, columns, turns, group, sequences, section, scale, scale * LOG2E, softcap, left, right
+    flags = {"LEFT": left < UNBOUNDED, "RIGHT": right < UNBOUNDED, "BOTTOM": bottom, "CAP": softcap > 0, "APART": apart}
     flags |= {"D": D, "BD": width, "UNIT": unit, "SEQS": triton.next_power_of_2(sequences + 1) if packed else 0, "PRECISION": precision}
     launch(kernel, grid, *given, *steps, hidden, *numbers, config=config, key=(name, rows, columns), **flags)
+
+
+def _apart(q: torch.Tensor, mask: torch.Tensor | None, scale: float, softcap: float) -> bool:
+    """Whether scores are scaled by themselves: where something else happens to them too, or folding the scale into the exponential
+    would cost float32 its last bits."""
+    return mask is not None or softcap > 0 or scale <= 0 or q.dtype == torch.float32
 
 
 def _masked(mask: torch.Tensor | None, q: torch.Tensor, k: torch.Tensor) -> torch.Tensor | None:
@@ -441,9 +446,9 @@ def bwd(
     (batch, heads, rows, D), delta, power = q.shape, torch.empty_like(lse), torch.empty_like(lse)
     unit, width = _unit((o, do)), max(16, triton.next_power_of_2(D))
     steps = [tuple(s // unit for s in _steps(t)[:3]) for t in (o, do)]
-    factor, size = 1.0 if mask is not None else LOG2E, max(16, 4096 // width)
-    facts = {"D": D, "BD": width, "UNIT": unit, "BM": size, "num_warps": 4}
-    launch(_delta, (triton.cdiv(rows, size) * batch * heads,), delta, power, o, do, dlse, lse, *steps, rows, (batch * heads, heads), factor, **facts)  # fmt: skip
+    size = max(16, 4096 // width)
+    facts = {"APART": _apart(q, mask, scale, softcap), "D": D, "BD": width, "UNIT": unit, "BM": size, "num_warps": 4}
+    launch(_delta, (triton.cdiv(rows, size) * batch * heads,), delta, power, o, do, dlse, lse, *steps, rows, (batch * heads, heads), **facts)  # fmt: skip
     mask, options = _masked(mask, q, k), (scale, softcap, left, right, bottom, precision)
     shared = q, k, v, do, power, delta, mask, cu_q, cu_k
     _start(_bwd, "bwd", (dk, dv, *shared), (dk, dv, q, k, v, do), left < UNBOUNDED, q, k, mask, cu_k, options)

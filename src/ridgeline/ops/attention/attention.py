@@ -47,9 +47,18 @@ def reference(
     return _formula(in_pieces, q, k, v, mask, return_lse, causal=causal, scale=scale, window=window, softcap=softcap)
 
 
+def _naive_refuses(q: torch.Tensor, *_: Any, return_lse: bool = False, **__: Any) -> str | None:
+    half = return_lse and q.dtype in (torch.float16, torch.bfloat16)
+    return "its scores are rounded to half precision, and lse, which is float32, shows it" if half else None
+
+
 @cache
 def _compiled() -> Any:
     return torch.compile(naive, dynamic=False, fullgraph=True)
+
+
+def _compile(*args: Any, **given: Any) -> Any:
+    return _compiled()(*args, **given)
 
 
 def _torch(
@@ -218,9 +227,11 @@ ATTENTION = OPS[False] = Op(
     attention,
     reference=reference,
     cost=cost,
+    standards=("torch", "tiled"),
     cases=[
         _small("2x4/1x33x40x16", (2, 4, 33, 16), (2, 1, 40, 16)),
-        _small("1x2x40x33x24 causal, lse", (1, 2, 40, 24), (1, 2, 33, 24), causal=True, return_lse=True),
+        _small("1x2x40x33x24 causal", (1, 2, 40, 24), (1, 2, 33, 24), causal=True),
+        _small("1x2x33x45x16 lse", (1, 2, 33, 16), (1, 2, 45, 16), return_lse=True),
         _small("1x2x35x70x16 bottom right, window", (1, 2, 35, 16), (1, 2, 70, 16), causal="bottom_right", window=(20, None)),
         _small("1x4/2x50x41x32 window, softcap", (1, 4, 50, 32), (1, 2, 41, 32), window=(7, 9), softcap=2.0, scale=0.3),
         _small("1x2x40x17x40 rows without keys", (1, 2, 40, 40), (1, 2, 17, 40), causal="bottom_right", return_lse=True),
@@ -235,7 +246,13 @@ ATTENTION = OPS[False] = Op(
     ],
 )
 
-ATTENTION.eager("naive", "the formula in eager PyTorch: every score in memory, several times", naive, served=True)
+ATTENTION.eager("naive", "the formula in eager PyTorch: every score in memory, several times", naive, supports=_naive_refuses)
+ATTENTION.eager(
+    "tiled",
+    "the loop of the paper in eager PyTorch: tiles of queries walk tiles of keys, and backward makes the scores again from lse",
+    _tiled,
+    served=True,
+)
 ATTENTION.eager(
     "torch",
     "PyTorch's own: FlashAttention-2, cuDNN or memory-efficient kernels on an NVIDIA GPU, as it chooses",
@@ -243,8 +260,7 @@ ATTENTION.eager(
     supports=_torch_refuses,
     served=True,
 )
-ATTENTION.eager("compile", "the formula fused by torch.compile: scores in memory, fewer times", lambda *a, **g: _compiled()(*a, **g), kind="compile")  # fmt: skip
-ATTENTION.eager("tiled", "tiles of queries walk tiles of keys with a running maximum and sum; backward makes the scores again", _tiled)
+ATTENTION.eager("compile", "the formula fused by torch.compile: scores in memory, fewer times", _compile, kind="compile", supports=_naive_refuses)  # fmt: skip
 ATTENTION.kernel(
     "triton",
     "the tiles in registers: a program per tile, blocks that need no mask apart; backward in two passes without atomics",
