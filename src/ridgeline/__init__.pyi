@@ -21,6 +21,44 @@ __version__: str
 def register_all() -> None:
     """Imports every op, so that `torch.export.load` knows them in a fresh process."""
 
+def attention(
+    q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, *, mask: torch.Tensor | None = None, causal: bool | str = False,
+    scale: float | None = None, window: tuple[int | None, int | None] | None = None, softcap: float | None = None,
+    return_lse: bool = False, deterministic: bool | None = None, impl: str | None = None,
+) -> torch.Tensor | tuple[torch.Tensor, torch.Tensor]:  # fmt: skip
+    """softmax(scale q k^T) v for each head, as `torch.nn.functional.scaled_dot_product_attention`. Gradients flow to q, k and v.
+
+    q: (B, Hq, Sq, D); k, v: (B, Hkv, Sk, D), Hq a multiple of Hkv, whose heads are shared by Hq/Hkv neighbours and never repeated; D a
+    multiple of 8 from 16 to 256. One dtype and device; any strides whose last is 1, so (B, S, H, D).transpose(1, 2) costs no copy.
+    mask: broadcasts to (B, Hq, Sq, Sk); torch.bool, True where a key is seen, or floating point, added to the scores. It has no gradient.
+    causal: True lets query i see keys up to i; "bottom_right" up to i + Sk - Sq, as a decoder with a cache needs.
+    window: (left, right), how many keys before and after its own place a query sees, its place being as causal says; None or -1 is all.
+    scale: 1/sqrt(D) by default. softcap: scores become softcap * tanh(scores / softcap), before masks.
+    deterministic: False allows reruns whose gradients differ in the last bits, where that is faster; by default they are equal.
+    Returns o, of q's shape, dtype and order of dimensions; with return_lse also the natural logarithm of the rows' sums of exponentials,
+    float32 (B, Hq, Sq), differentiable too. A row that sees no key gives 0, lse -inf and no gradient.
+    float32 products follow `torch.get_float32_matmul_precision()`. Under autocast q, k and v are cast to its dtype, as for torch's own.
+    Raises RidgelineError on shapes, strides, dtypes, devices or options other than these, or an `impl` that cannot run the call.
+    """
+
+def attention_varlen(
+    q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, cu_seqlens_q: torch.Tensor, cu_seqlens_k: torch.Tensor, *,
+    max_seqlen_q: int | None = None, max_seqlen_k: int | None = None, causal: bool | str = False, scale: float | None = None,
+    window: tuple[int | None, int | None] | None = None, softcap: float | None = None, return_lse: bool = False,
+    deterministic: bool | None = None, impl: str | None = None,
+) -> torch.Tensor | tuple[torch.Tensor, torch.Tensor]:  # fmt: skip
+    """`attention` within sequences that are packed one after the other. Gradients flow to q, k and v.
+
+    q: (tokens, Hq, D); k, v: (tokens, Hkv, D), of as many sequences, which may be of other lengths; heads, D, dtypes and strides as in
+    `attention`. cu_seqlens_q, cu_seqlens_k: int32 (sequences + 1,), from 0 to the number of tokens: where sequences begin, and the end.
+    max_seqlen_q, max_seqlen_k: the longest lengths, where they are known; no implementation needs them.
+    causal, window ("bottom_right" by each sequence's own lengths), scale, softcap, return_lse, deterministic: as in `attention`.
+    Returns o, of q's shape and dtype; with return_lse also lse, float32 (Hq, tokens), differentiable too.
+    On a GPU the values of cu_seqlens are not read: nothing out of bounds is touched whatever they are, tokens after the last sequence
+    see nothing, and the results of wrong ones mean nothing. On a CPU, and with RIDGELINE_CHECK=1, wrong ones raise.
+    Raises RidgelineError on shapes, strides, dtypes, devices or options other than these, or an `impl` that cannot run the call.
+    """
+
 def cross_entropy(
     logits: torch.Tensor, target: torch.Tensor, *, ignore_index: int = -100, label_smoothing: float = 0.0, z_loss: float = 0.0,
     softcap: float | None = None, reduction: str = "mean", impl: str | None = None,

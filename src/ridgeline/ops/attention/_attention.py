@@ -14,7 +14,7 @@ import torch
 from torch.utils.checkpoint import checkpoint
 
 from ridgeline.boundary import Function, differentiate, first_order, kernel_op
-from ridgeline.op import Op, RidgelineError, Spec, dense_only
+from ridgeline.op import Op, RidgelineError, dense_only
 from ridgeline.ops.attention._triton import UNBOUNDED
 from ridgeline.select import run
 
@@ -111,6 +111,12 @@ def refusal(x: torch.Tensor, *rest: Any) -> str | None:
     if any([isinstance(t, torch.Tensor) and t.dim() == x.dim() and t.stride(-1) != 1 for t in (x, *rest[:2])]):
         return "the last dimension of q, k and v must be contiguous"
     return None
+
+
+def rounds_scores(q: torch.Tensor, *_: Any, return_lse: bool = False, **__: Any) -> str | None:
+    """Why the formula in eager PyTorch does not take a call, or None."""
+    half = return_lse and q.dtype in (torch.float16, torch.bfloat16)
+    return "its scores are rounded to half precision, and lse, which is float32, shows it" if half else None
 
 
 # --- the formula
@@ -252,7 +258,3 @@ def pairs(sq: int, sk: int, chosen: Options) -> int:
         return sq * sk
     i = torch.arange(sq)
     return int(((i + band[1]).clamp(max=sk - 1) - (i + band[0]).clamp(min=0) + 1).clamp(min=0).sum())
-
-
-def heads(*shape: int) -> Spec:
-    return Spec(*shape)

@@ -10,21 +10,28 @@ Source: Dao, FlashAttention-2, 2023 (arXiv:2307.08691); Rabe and Staats, Self-at
 
 from __future__ import annotations
 
-from functools import cache
+from functools import cache, partial
 from typing import Any
 
 import torch
 import torch.nn.functional as F
 
-from ridgeline.boundary import Function, first_order
 from ridgeline.op import Case, Cost, Op, RidgelineError, Spec, dense_only, nbytes
 from ridgeline.ops.attention import _triton
 from ridgeline.ops.attention._attention import (
-    OPS, Options, by_kernels, check, formula, in_autocast, in_pieces, options, pairs, refusal, seen,
-)  # fmt: skip
+    OPS,
+    by_kernels,
+    check,
+    formula,
+    in_autocast,
+    in_pieces,
+    options,
+    pairs,
+    refusal,
+    rounds_scores,
+)
+from ridgeline.ops.attention._tiled import tiled
 from ridgeline.select import eager
-
-TILE = 128  # of `tiled`: queries and keys
 
 
 def _formula(
@@ -35,10 +42,6 @@ def _formula(
     return (o, lse) if return_lse else o
 
 
-def naive(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, **given: Any) -> Any:
-    return _formula(formula, q, k, v, **given)
-
-
 def reference(
     q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, *, mask: torch.Tensor | None = None, causal: bool | str = False,
     scale: float | None = None, window: tuple[int | None, int | None] | None = None, softcap: float | None = None,
@@ -47,14 +50,12 @@ def reference(
     return _formula(in_pieces, q, k, v, mask, return_lse, causal=causal, scale=scale, window=window, softcap=softcap)
 
 
-def _naive_refuses(q: torch.Tensor, *_: Any, return_lse: bool = False, **__: Any) -> str | None:
-    half = return_lse and q.dtype in (torch.float16, torch.bfloat16)
-    return "its scores are rounded to half precision, and lse, which is float32, shows it" if half else None
+NAIVE = partial(_formula, formula)
 
 
 @cache
 def _compiled() -> Any:
-    return torch.compile(naive, dynamic=False, fullgraph=True)
+    return torch.compile(NAIVE, dynamic=False, fullgraph=True)
 
 
 def _compile(*args: Any, **given: Any) -> Any:
@@ -77,77 +78,6 @@ def _torch_refuses(
     if causal == "bottom_right" or window not in (None, (None, None), (-1, -1)) or softcap is not None or return_lse:
         return "scaled_dot_product_attention has no window, no softcap, no lse and no causal='bottom_right'"
     return "scaled_dot_product_attention takes a mask or is causal, not both" if mask is not None and causal else None
-
-
-class _Tiled(Function):
-    """The loop over tiles, in PyTorch. q comes as (B, Hkv, G, Sq, D): the G heads that share a head of k and v."""
-
-    @staticmethod
-    def forward(ctx: Any, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, mask: torch.Tensor | None, chosen: Options) -> Any:
-        o, lse = torch.empty_like(q), q.new_empty(q.shape[:-1], dtype=torch.promote_types(q.dtype, torch.float32))
-        for i in _tiles(q):
-            top = torch.full_like(lse[..., i], -torch.inf)
-            total, acc = torch.zeros_like(top), torch.zeros_like(o[..., i, :], dtype=top.dtype)
-            for j in _tiles(k):
-                s, _ = _scores(q, k, mask, chosen, i, j)
-                new = torch.maximum(top, s.amax(-1))
-                base = new.masked_fill(new == -torch.inf, 0)
-                p, shrink = (s - base[..., None]).exp(), (top - base).exp()
-                acc = acc * shrink[..., None] + p @ v[:, :, None, j].to(p.dtype)
-                total, top = total * shrink + p.sum(-1), new
-            o[..., i, :] = (acc / total.masked_fill(total == 0, 1)[..., None]).to(o.dtype)
-            lse[..., i] = top + total.log()
-        ctx.save_for_backward(q, k, v, o, lse, mask)
-        ctx.chosen = chosen
-        return o, lse
-
-    @staticmethod
-    @first_order
-    def backward(ctx: Any, do: torch.Tensor, dlse: torch.Tensor) -> Any:
-        q, k, v, o, lse, mask = ctx.saved_tensors
-        delta = (o.to(lse.dtype) * do).sum(-1) - dlse
-        dq, dk, dv = [torch.zeros_like(t, dtype=lse.dtype) for t in (q, k, v)]
-        for j in _tiles(k):
-            keys, values = k[:, :, None, j].to(lse.dtype), v[:, :, None, j].to(lse.dtype)
-            for i in _tiles(q):
-                s, slope = _scores(q, k, mask, ctx.chosen, i, j)
-                queries, slopes = q[..., i, :].to(lse.dtype), do[..., i, :].to(lse.dtype)
-                p = (s - lse[..., i, None].masked_fill(lse[..., i, None] == -torch.inf, torch.inf)).exp()
-                ds = p * (slopes @ values.mT - delta[..., i, None]) * slope * ctx.chosen.scale
-                dv[:, :, j] += (p.mT @ slopes).sum(2)
-                dk[:, :, j] += (ds.mT @ queries).sum(2)
-                dq[..., i, :] += ds @ keys
-        return dq.to(q.dtype), dk.to(k.dtype), dv.to(v.dtype), None, None
-
-
-def _tiles(x: torch.Tensor) -> list[slice]:
-    return [slice(start, min(start + TILE, x.shape[-2])) for start in range(0, x.shape[-2], TILE)]
-
-
-def _scores(q: torch.Tensor, k: torch.Tensor, mask: torch.Tensor | None, chosen: Options, i: slice, j: slice) -> tuple[torch.Tensor, Any]:
-    """The scores of a tile, -inf where nothing is seen, and the cap's slope."""
-    precise, slope = torch.promote_types(q.dtype, torch.float32), 1.0
-    s = q[..., i, :].to(precise) @ k[:, :, None, j].to(precise).mT * chosen.scale
-    if chosen.softcap:
-        bent = torch.tanh(s / chosen.softcap)
-        s, slope = chosen.softcap * bent, 1 - bent * bent
-    if mask is not None:
-        s = s.masked_fill(~mask[..., i, j], -torch.inf) if mask.dtype == torch.bool else s + mask[..., i, j]
-    band = chosen.band(q.shape[-2], k.shape[-2])
-    if band is not None:
-        apart = i.start - j.start
-        s = s.masked_fill(~seen(s.shape[-2], s.shape[-1], (band[0] + apart, band[1] + apart), s.device), -torch.inf)
-    return s, slope
-
-
-def _tiled(
-    q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, *, mask: torch.Tensor | None = None, return_lse: bool = False, **given: Any
-) -> Any:
-    sizes = k.shape[1], q.shape[1] // max(k.shape[1], 1)
-    if mask is not None:
-        mask = mask.expand(*q.shape[:3], k.shape[2]).unflatten(1, sizes)
-    o, lse = _Tiled.apply(q.unflatten(1, sizes), k, v, mask, options(q.shape[-1], **given))
-    return (o.flatten(1, 2), lse.flatten(1, 2)) if return_lse else o.flatten(1, 2)
 
 
 def _check_mask(mask: Any, q: torch.Tensor, k: torch.Tensor) -> str | None:
@@ -246,11 +176,11 @@ ATTENTION = OPS[False] = Op(
     ],
 )
 
-ATTENTION.eager("naive", "the formula in eager PyTorch: every score in memory, several times", naive, supports=_naive_refuses)
+ATTENTION.eager("naive", "the formula in eager PyTorch: every score in memory, several times", NAIVE, supports=rounds_scores)
 ATTENTION.eager(
     "tiled",
     "the loop of the paper in eager PyTorch: tiles of queries walk tiles of keys, and backward makes the scores again from lse",
-    _tiled,
+    partial(_formula, tiled),
     served=True,
 )
 ATTENTION.eager(
@@ -260,7 +190,7 @@ ATTENTION.eager(
     supports=_torch_refuses,
     served=True,
 )
-ATTENTION.eager("compile", "the formula fused by torch.compile: scores in memory, fewer times", _compile, kind="compile", supports=_naive_refuses)  # fmt: skip
+ATTENTION.eager("compile", "the formula fused by torch.compile: scores in memory, fewer times", _compile, kind="compile", supports=rounds_scores)  # fmt: skip
 ATTENTION.kernel(
     "triton",
     "the tiles in registers: a program per tile, blocks that need no mask apart; backward in two passes without atomics",

@@ -1,0 +1,91 @@
+"""The rung `tiled` of attention: FlashAttention's loops in eager PyTorch, to be read.
+
+Forward keeps, for a tile of queries, the running maximum of their scores and the running sum of exponentials below it; when a tile of keys
+raises the maximum, what was added up before is made smaller by as much. Backward needs no scores from forward: exp(s - lse) is the
+probability, and delta = rowsum(o do) - dlse is what softmax's derivative takes off each slope.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+
+from ridgeline.boundary import Function, first_order
+from ridgeline.ops.attention._attention import seen
+
+TILE = 128  # queries and keys
+
+
+class _Tiled(Function):
+    """q and the mask come as (B, Hkv, G, ...), for the G heads that share a head of k and v."""
+
+    @staticmethod
+    def forward(ctx: Any, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, mask: Any, band: Any, scale: float, softcap: float) -> Any:
+        rest = mask, band, scale, softcap
+        o, lse = torch.empty_like(q), q.new_empty(q.shape[:-1], dtype=torch.promote_types(q.dtype, torch.float32))
+        for i in _tiles(q):
+            top = torch.full_like(lse[..., i], -torch.inf)
+            total, acc = torch.zeros_like(top), torch.zeros_like(o[..., i, :], dtype=top.dtype)
+            for j in _tiles(k):
+                s, _ = _scores(q, k, i, j, *rest)
+                new = torch.maximum(top, s.amax(-1))
+                base = new.masked_fill(new == -torch.inf, 0)
+                p, shrink = (s - base[..., None]).exp(), (top - base).exp()
+                acc = acc * shrink[..., None] + p @ v[:, :, None, j].to(p.dtype)
+                total, top = total * shrink + p.sum(-1), new
+            o[..., i, :] = (acc / total.masked_fill(total == 0, 1)[..., None]).to(o.dtype)
+            lse[..., i] = top + total.log()
+        ctx.save_for_backward(q, k, v, o, lse, mask)
+        ctx.facts = rest[1:]
+        return o, lse
+
+    @staticmethod
+    @first_order
+    def backward(ctx: Any, do: torch.Tensor, dlse: torch.Tensor) -> Any:
+        q, k, v, o, lse, *mask = ctx.saved_tensors
+        delta = (o.to(lse.dtype) * do).sum(-1) - dlse
+        dq, dk, dv = [torch.zeros_like(t, dtype=lse.dtype) for t in (q, k, v)]
+        for j in _tiles(k):
+            keys, values = k[:, :, None, j].to(lse.dtype), v[:, :, None, j].to(lse.dtype)
+            for i in _tiles(q):
+                s, slope = _scores(q, k, i, j, *mask, *ctx.facts)
+                queries, slopes = q[..., i, :].to(lse.dtype), do[..., i, :].to(lse.dtype)
+                p = (s - lse[..., i, None].masked_fill(lse[..., i, None] == -torch.inf, torch.inf)).exp()
+                ds = p * (slopes @ values.mT - delta[..., i, None]) * slope * ctx.facts[1]
+                dv[:, :, j] += (p.mT @ slopes).sum(2)
+                dk[:, :, j] += (ds.mT @ queries).sum(2)
+                dq[..., i, :] += ds @ keys
+        return dq.to(q.dtype), dk.to(k.dtype), dv.to(v.dtype), None, None, None, None
+
+
+def _tiles(x: torch.Tensor) -> list[slice]:
+    return [slice(start, min(start + TILE, x.shape[-2])) for start in range(0, x.shape[-2], TILE)]
+
+
+def _scores(
+    q: torch.Tensor, k: torch.Tensor, i: slice, j: slice, mask: torch.Tensor | None, band: tuple[int, int] | None, scale: float, softcap: float
+) -> tuple[torch.Tensor, Any]:  # fmt: skip
+    """The scores of a tile, -inf where nothing is seen, and the cap's slope."""
+    precise, slope = torch.promote_types(q.dtype, torch.float32), 1.0
+    s = q[..., i, :].to(precise) @ k[:, :, None, j].to(precise).mT * scale
+    if softcap:
+        bent = torch.tanh(s / softcap)
+        s, slope = softcap * bent, 1 - bent * bent
+    if mask is not None:
+        s = s.masked_fill(~mask[..., i, j], -torch.inf) if mask.dtype == torch.bool else s + mask[..., i, j]
+    if band is not None:
+        apart = i.start - j.start
+        s = s.masked_fill(~seen(s.shape[-2], s.shape[-1], (band[0] + apart, band[1] + apart), s.device), -torch.inf)
+    return s, slope
+
+
+def tiled(
+    q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, mask: torch.Tensor | None, band: tuple[int, int] | None, scale: float, softcap: float
+) -> tuple[torch.Tensor, torch.Tensor]:  # fmt: skip
+    """o and lse, as `formula`."""
+    sizes = k.shape[1], q.shape[1] // max(k.shape[1], 1)
+    if mask is not None:
+        mask = mask.expand(*q.shape[:3], k.shape[2]).unflatten(1, sizes)
+    o, lse = _Tiled.apply(q.unflatten(1, sizes), k, v, mask, band, scale, softcap)
+    return o.flatten(1, 2), lse.flatten(1, 2)

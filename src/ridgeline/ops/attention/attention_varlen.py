@@ -1,0 +1,226 @@
+"""attention_varlen: attention within each of several sequences of different lengths, packed one after the other without padding.
+
+    sequence n is the tokens cu_seqlens[n] to cu_seqlens[n + 1];  o, lse and gradients are attention's, sequence by sequence
+
+The kernels are attention's: a program looks up which sequence its tile belongs to, so nothing is padded and the host reads no length.
+Source: Dao, FlashAttention-2, 2023 (arXiv:2307.08691), whose packed form this is.
+"""
+
+from __future__ import annotations
+
+from functools import partial
+from itertools import pairwise
+from typing import Any
+
+import torch
+import torch.nn.functional as F
+
+from ridgeline.op import Case, Cost, Op, RidgelineError, Spec, dense_only, nbytes, readable
+from ridgeline.ops.attention import _triton
+from ridgeline.ops.attention._attention import (
+    OPS,
+    Options,
+    by_kernels,
+    check,
+    formula,
+    in_autocast,
+    in_pieces,
+    options,
+    pairs,
+    refusal,
+    rounds_scores,
+)
+from ridgeline.ops.attention._tiled import tiled
+from ridgeline.select import eager
+
+
+def _heads(x: torch.Tensor) -> torch.Tensor:
+    """Packed tokens as attention has them: (1, heads, tokens, D)."""
+    return x.transpose(0, 1)[None]
+
+
+def _sees(cu_q: torch.Tensor, cu_k: torch.Tensor, queries: int, keys: int, chosen: Options) -> torch.Tensor:
+    """(queries, keys), True where a token sees another: in its own sequence, within its band."""
+
+    def placed(cu: torch.Tensor, tokens: int) -> tuple[torch.Tensor, torch.Tensor]:
+        token = torch.arange(tokens, device=cu.device, dtype=torch.int32)
+        number = torch.searchsorted(cu, token, right=True)
+        return number, token - cu[number - 1]
+
+    (mine, i), (other, j) = placed(cu_q, queries), placed(cu_k, keys)
+    same = (mine[:, None] == other) & (mine < cu_q.numel())[:, None]
+    if chosen.bottom:
+        i = i + torch.cat([torch.zeros_like(cu_q[:1]), cu_k.diff() - cu_q.diff(), torch.zeros_like(cu_q[:1])])[mine]
+    apart = j - i[:, None]
+    return same & (apart >= -chosen.left) & (apart <= chosen.right)
+
+
+def _formula(
+    how: Any, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, cu_q: torch.Tensor, cu_k: torch.Tensor, *, return_lse: bool = False, **given: Any
+) -> Any:  # fmt: skip
+    chosen = options(q.shape[-1], **given)
+    mask = _sees(cu_q, cu_k, q.shape[0], k.shape[0], chosen)
+    o, lse = how(_heads(q), _heads(k), _heads(v), mask, None, chosen.scale, chosen.softcap)
+    return (o[0].transpose(0, 1), lse[0]) if return_lse else o[0].transpose(0, 1)
+
+
+def reference(
+    q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, cu_seqlens_q: torch.Tensor, cu_seqlens_k: torch.Tensor, *,
+    max_seqlen_q: int | None = None, max_seqlen_k: int | None = None, causal: bool | str = False, scale: float | None = None,
+    window: tuple[int | None, int | None] | None = None, softcap: float | None = None, return_lse: bool = False,
+    deterministic: bool | None = None,
+) -> Any:  # fmt: skip
+    given = {"causal": causal, "scale": scale, "window": window, "softcap": softcap, "return_lse": return_lse}
+    return _formula(in_pieces, q, k, v, cu_seqlens_q, cu_seqlens_k, **given)
+
+
+def _torch(
+    q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, cu_q: torch.Tensor, cu_k: torch.Tensor, *, return_lse: bool = False, **given: Any
+) -> torch.Tensor:
+    chosen = options(q.shape[-1], **given)
+    mask = _sees(cu_q, cu_k, q.shape[0], k.shape[0], chosen).expand(1, q.shape[1], -1, -1)
+    queries, keys, values = _heads(q), _heads(k), _heads(v)
+    o = F.scaled_dot_product_attention(queries, keys, values, mask, scale=chosen.scale, enable_gqa=q.shape[1] != k.shape[1])
+    return o[0].transpose(0, 1)
+
+
+def _torch_refuses(q: torch.Tensor, *_: Any, softcap: Any = None, return_lse: bool = False, **__: Any) -> str | None:
+    return "scaled_dot_product_attention has no softcap and no lse" if softcap is not None or return_lse else None
+
+
+def _faults(cu: dict[str, Any], q: torch.Tensor, k: torch.Tensor, longest: dict[str, Any]) -> str | None:
+    for name, t in cu.items():
+        if not isinstance(t, torch.Tensor) or t.dtype != torch.int32:
+            return f"{name} must be a tensor of int32, and is {t.dtype if isinstance(t, torch.Tensor) else type(t).__name__}"
+        if t.dim() != 1 or not t.numel():
+            return f"{name} must have the shape (sequences + 1,), and has {tuple(t.shape)}"
+        if t.device != q.device:
+            return f"{name} is on {t.device} and q on {q.device}; one device is needed"
+    counts = [t.numel() for t in cu.values()]
+    if counts[0] != counts[1]:
+        return f"cu_seqlens_q and cu_seqlens_k must be of as many sequences; they have {counts[0]} and {counts[1]} elements"
+    for name, value in longest.items():
+        if value is not None and (type(value) is not int or value < 0):
+            return f"{name} must be None or an int from 0 on, and is {value!r}"
+    for (name, t), x, most in zip(cu.items(), (q, k), longest.values(), strict=True):
+        if readable(t) and not q.is_meta:
+            ends = t.tolist()
+            if ends[0] or ends[-1] != x.shape[0] or sorted(ends) != ends:
+                return (
+                    f"{name} must rise from 0 to the number of tokens, {x.shape[0]}; it is {ends if len(ends) < 9 else [*ends[:8], '...']}"
+                )
+            if most is not None and most < max([b - a for a, b in pairwise(ends)], default=0):
+                return f"max_seqlen_{name[-1]} is {most}, and a sequence of {name} is longer"
+    return None
+
+
+def attention_varlen(
+    q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, cu_seqlens_q: torch.Tensor, cu_seqlens_k: torch.Tensor, *,
+    max_seqlen_q: int | None = None, max_seqlen_k: int | None = None, causal: bool | str = False, scale: float | None = None,
+    window: tuple[int | None, int | None] | None = None, softcap: float | None = None, return_lse: bool = False,
+    deterministic: bool | None = None, impl: str | None = None,
+) -> torch.Tensor | tuple[torch.Tensor, torch.Tensor]:  # fmt: skip
+    """`attention` within sequences that are packed one after the other. Gradients flow to q, k and v.
+
+    q: (tokens, Hq, D); k, v: (tokens, Hkv, D), of as many sequences, which may be of other lengths; heads, D, dtypes and strides as in
+    `attention`. cu_seqlens_q, cu_seqlens_k: int32 (sequences + 1,), from 0 to the number of tokens: where sequences begin, and the end.
+    max_seqlen_q, max_seqlen_k: the longest lengths, where they are known; no implementation needs them.
+    causal, window ("bottom_right" by each sequence's own lengths), scale, softcap, return_lse, deterministic: as in `attention`.
+    Returns o, of q's shape and dtype; with return_lse also lse, float32 (Hq, tokens), differentiable too.
+    On a GPU the values of cu_seqlens are not read: nothing out of bounds is touched whatever they are, tokens after the last sequence
+    see nothing, and the results of wrong ones mean nothing. On a CPU, and with RIDGELINE_CHECK=1, wrong ones raise.
+    Raises RidgelineError on shapes, strides, dtypes, devices or options other than these, or an `impl` that cannot run the call.
+    """
+    check("attention_varlen", 3, q, k, v, causal, scale, window, softcap, deterministic)
+    cu = {"cu_seqlens_q": cu_seqlens_q, "cu_seqlens_k": cu_seqlens_k}
+    dense_only("attention_varlen", cu.values())
+    wrong = _faults(cu, q, k, {"max_seqlen_q": max_seqlen_q, "max_seqlen_k": max_seqlen_k})
+    if wrong:
+        raise RidgelineError(f"attention_varlen: {wrong}")
+    q, k, v = in_autocast(q, k, v)
+    given = {"causal": causal, "scale": scale, "window": window, "softcap": softcap, "return_lse": return_lse}
+    plain = eager(ATTENTION_VARLEN, impl, q, k, v, **given)
+    if plain is not None:
+        return plain.call(q, k, v, cu_seqlens_q, cu_seqlens_k, **given)  # type: ignore[misc]
+    chosen, longest = options(q.shape[-1], causal, scale, window, softcap), (max_seqlen_q or 0, max_seqlen_k or 0)
+    packed = _heads(q), _heads(k), _heads(v), None, cu_seqlens_q.contiguous(), cu_seqlens_k.contiguous()
+    o, lse = by_kernels(*packed, chosen, longest, deterministic, impl)
+    return (o[0].transpose(0, 1), lse[0]) if return_lse else o[0].transpose(0, 1)
+
+
+class Packed(Spec):
+    """cu_seqlens of `high` tokens in sequences whose lengths are as these parts are to each other."""
+
+    parts: tuple[int, ...]
+
+    def __init__(self, *parts: int, tokens: int = 0):
+        super().__init__(len(parts) + 1, dtype="int32", grad=False, high=tokens or sum(parts))
+        object.__setattr__(self, "parts", parts)
+
+    def ends(self) -> list[int]:
+        return [sum(self.parts[:n]) * self.high // max(sum(self.parts), 1) for n in range(len(self.parts) + 1)]
+
+    def make(self, dtype: Any, device: Any, generator: Any) -> torch.Tensor:
+        made = torch.tensor(self.ends(), dtype=torch.int32, device=device)
+        made.ends = self.ends()  # type: ignore[attr-defined]  # of a tensor without data, for its cost
+        return made
+
+
+def cost(
+    q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, cu_q: torch.Tensor, cu_k: torch.Tensor, *, return_lse: bool = False, **given: Any
+) -> tuple[Cost, Cost]:
+    """As attention's, by the lengths: those that a case's tensor without data says of itself, else its values."""
+    chosen = options(q.shape[-1], **given)
+    ends = [getattr(cu, "ends", None) or cu.tolist() for cu in (cu_q, cu_k)]
+    lengths = [[b - a for a, b in pairwise(e)] for e in ends]
+    flops = 4 * q.shape[1] * q.shape[2] * sum(pairs(*both, chosen) for both in zip(*lengths, strict=True))
+    rows = 4 * q.shape[0] * q.shape[1]
+    forward = Cost(nbytes(q, k, v, cu_q, cu_k), nbytes(q) + (rows if return_lse else 0), flops)
+    return forward, Cost(3 * nbytes(q) + nbytes(k, v, cu_q, cu_k) + rows, nbytes(q, k, v), flops * 5 // 2)
+
+
+def _case(name: str, heads: int, kv: int, D: int, parts: tuple[int, ...], keys: tuple[int, ...] = (), use: str = "check", **given: Any) -> Case:  # fmt: skip
+    keys = keys or parts
+    k = Spec(sum(keys), kv, D)
+    dtypes = {"check": ("float32", "float16", "bfloat16"), "quick": ("float32",), "bench": ("bfloat16",)}[use]
+    return Case(name, (Spec(sum(parts), heads, D), k, k, Packed(*parts), Packed(*keys)), given, dtypes=dtypes, use=use)
+
+
+LENGTHS = (3072, 64, 8192, 512, 192, 1536, 768, 2048)  # drawn from 64 to 8192, 16384 in all
+OPS[True] = ATTENTION_VARLEN = Op(
+    attention_varlen,
+    reference=reference,
+    cost=cost,
+    standards=("torch", "tiled"),
+    cases=[
+        _case("41 tokens", 2, 1, 16, (9, 32), (20, 17)),
+        _case("70 tokens, one empty, causal", 2, 2, 24, (33, 0, 37), causal=True),
+        _case("60 tokens, bottom right, window", 2, 1, 16, (1, 40, 19), (8, 30, 40), causal="bottom_right", window=(12, 0)),
+        _case("50 tokens, softcap, lse", 2, 2, 32, (17, 33), (25, 20), softcap=3.0, return_lse=True),
+        _case("1024 tokens", 4, 4, 64, (600, 24, 400), use="quick", causal=True),
+        _case("16x16384x128 causal", 16, 16, 128, LENGTHS, use="bench", causal=True),
+        _case("32/8x16384x128 causal", 32, 8, 128, LENGTHS, use="bench", causal=True),
+        _case("32x16384x64", 32, 32, 64, LENGTHS, use="bench"),
+    ],
+)
+
+
+ATTENTION_VARLEN.eager(
+    "naive", "the formula in eager PyTorch: every token's score with every other, those of other sequences masked",
+    partial(_formula, formula), supports=rounds_scores,
+)  # fmt: skip
+ATTENTION_VARLEN.eager(
+    "tiled", "attention's loop over tiles in eager PyTorch, with a mask that keeps sequences apart", partial(_formula, tiled), served=True
+)
+ATTENTION_VARLEN.eager(
+    "torch", "PyTorch's own, with a mask of tokens by tokens that keeps sequences apart", _torch, supports=_torch_refuses, served=True
+)
+ATTENTION_VARLEN.kernel(
+    "triton",
+    "attention's kernels: a program finds its tile's sequence by itself, so that nothing is padded",
+    kind="triton",
+    fwd=_triton.fwd,
+    bwd=_triton.bwd,
+    supports=refusal,
+    served=True,
+)
