@@ -16,6 +16,8 @@ yes, square = torch.ones(4, 6, dtype=torch.bool), torch.ones(6, 6)
 image, labels = torch.ones(2, 6, 3), torch.zeros(6, dtype=torch.int64)
 q, table, odd = torch.ones(1, 2, 3, 8), torch.ones(5, 4), torch.ones(1, 2, 3, 7)
 zero = torch.tensor([1.0, 1, 0, 1, 1, 1])
+a, b, ends = torch.ones(1, 4, 5, 16), torch.ones(1, 2, 7, 16), torch.tensor([0, 3, 5], dtype=torch.int32)
+packed = torch.ones(5, 2, 16)
 
 Bad = dict[str, tuple[Callable[[], object], list[str]]]
 BAD: Bad = {
@@ -100,6 +102,47 @@ BAD: Bad = {
     ),
     "bias_mask_scale_add: a mask of integers": (lambda: ridgeline.bias_mask_scale_add(x, w, whole, 1.0, x), ["mask", "boolean", "int32"]),
     "cross_entropy: shapes": (lambda: ridgeline.cross_entropy(x, labels), ["(4, 6)", "(6,)"]),
+    "attention: D": (lambda: ridgeline.attention(a[..., :12], b[..., :12], b[..., :12]), ["multiple of 8", "16", "256", "12"]),
+    "attention: a large D": (lambda: ridgeline.attention(*[torch.ones(1, 1, 2, 264)] * 3), ["multiple of 8", "256", "264"]),
+    "attention: heads": (lambda: ridgeline.attention(a[:, :3], b, b), ["multiple", "3", "2"]),
+    "attention: two dtypes": (lambda: ridgeline.attention(a, b.half(), b), ["float32", "float16", "one"]),
+    "attention: integers": (lambda: ridgeline.attention(a.int(), b.int(), b.int()), ["floating", "int32"]),
+    "attention: strides": (lambda: ridgeline.attention(a.mT.contiguous().mT, b, b), ["contiguous", "q", "5"]),
+    "attention: shapes of k and v": (lambda: ridgeline.attention(a, b, b[:, :, 1:]), ["k", "v", "(1, 2, 7, 16)", "(1, 2, 6, 16)"]),
+    "attention: three dimensions": (lambda: ridgeline.attention(a[0], b[0], b[0]), ["(batch, heads, tokens, D)", "(4, 5, 16)"]),
+    "attention: no tensor": (lambda: ridgeline.attention(a, b, None), ["v", "tensor", "NoneType"]),
+    "attention: two devices": (lambda: ridgeline.attention(a, b.to("meta"), b), ["cpu", "meta"]),
+    "attention: a mask that does not broadcast": (
+        lambda: ridgeline.attention(a, b, b, mask=torch.ones(5, 6)),
+        ["mask", "(1, 4, 5, 7)", "(5, 6)"],
+    ),
+    "attention: a mask's gradient": (lambda: ridgeline.attention(a, b, b, mask=torch.ones(7, requires_grad=True)), ["mask", "detach"]),
+    "attention: a mask of integers": (lambda: ridgeline.attention(a, b, b, mask=labels[:1]), ["mask", "bool", "int64"]),
+    "attention: a mask elsewhere": (lambda: ridgeline.attention(a, b, b, mask=torch.ones(7, device="meta")), ["mask", "cpu", "meta"]),
+    "attention: another word": (lambda: ridgeline.attention(a, b, b, causal="top_right"), ["causal", "bottom_right", "top_right"]),
+    "attention: a window": (lambda: ridgeline.attention(a, b, b, window=(3, -2)), ["window", "(3, -2)", "left"]),
+    "attention: a window of one": (lambda: ridgeline.attention(a, b, b, window=3), ["window", "3", "left"]),
+    "attention: a softcap of 0": (lambda: ridgeline.attention(a, b, b, softcap=0), ["softcap", "above 0"]),
+    "attention: a scale that is none": (lambda: ridgeline.attention(a, b, b, scale="1"), ["scale", "'1'"]),
+    "attention: deterministic": (lambda: ridgeline.attention(a, b, b, deterministic="yes"), ["deterministic", "yes"]),
+    "attention: what torch has not": (lambda: ridgeline.attention(a, b, b, softcap=1.0, impl="torch"), ["impl='torch'", "softcap"]),
+    "attention_varlen: a long dtype": (
+        lambda: ridgeline.attention_varlen(*[packed] * 3, ends.long(), ends),
+        ["cu_seqlens_q", "int32", "int64"],
+    ),
+    "attention_varlen: a list": (lambda: ridgeline.attention_varlen(*[packed] * 3, ends, [0, 5]), ["cu_seqlens_k", "int32", "list"]),
+    "attention_varlen: lengths": (lambda: ridgeline.attention_varlen(*[packed] * 3, ends, ends[:2]), ["as many", "3", "2"]),
+    "attention_varlen: a matrix": (lambda: ridgeline.attention_varlen(*[packed] * 3, ends[None], ends), ["(sequences + 1,)", "(1, 3)"]),
+    "attention_varlen: a short end": (lambda: ridgeline.attention_varlen(*[packed] * 3, ends - 1, ends), ["rise from 0", "5"]),
+    "attention_varlen: backwards": (
+        lambda: ridgeline.attention_varlen(*[packed] * 3, ends, ends[[0, 2, 1]]),
+        ["cu_seqlens_k", "rise", "5"],
+    ),
+    "attention_varlen: a longer sequence": (
+        lambda: ridgeline.attention_varlen(*[packed] * 3, ends, ends, max_seqlen_k=2),
+        ["max_seqlen_k", "2", "longer"],
+    ),
+    "attention_varlen: four dimensions": (lambda: ridgeline.attention_varlen(a, b, b, ends, ends), ["(tokens, heads, D)", "(1, 4, 5, 16)"]),
     "adamw: a moment's shape": (lambda: ridgeline.adamw(x, x, x, x[:2], 1), ["(4, 6)", "(2, 6)"]),
     "adamw: a negative eps": (lambda: ridgeline.adamw(x, x, x, x, 1, eps=-1.0), ["eps", "-1.0"]),
     "clip_grad_norm: a negative norm": (lambda: ridgeline.clip_grad_norm([x], -1), ["max_norm", "-1"]),
@@ -143,6 +186,8 @@ for name, args in {
     "group_norm": (sparse, 2),
     "matmul": (sparse, sparse),
     "adamw": (square, sparse, square, square, 1),
+    "attention": (a, b.to_sparse(), b),
+    "attention_varlen": (packed.to_sparse(), packed, packed, ends, ends),
 }.items():
     BAD[f"{name}: a sparse tensor"] = partial(getattr(ridgeline, name), *args), ["sparse", "dense"]
 

@@ -148,7 +148,8 @@ class Implementation:
     served: bool = False
     differentiable: bool = True
     deterministic: bool = True
-    arch: int = 0
+    arch: int = 0  # the oldest compute capability that it runs on, as 90
+    newest: int = 0  # the newest, where it uses what later ones have not; 0 for any
 
     @property
     def is_kernel(self) -> bool:

@@ -67,8 +67,10 @@ class Recorder(TorchDispatchMode):
         self.known: list[torch.Tensor | None] = list(tensors)  # the arguments, then what is allocated
         self.given, self.loose = len(tensors), loose
         self.starts: list[tuple[Start, tuple[int, int, int], list[Any]]] = []
-        stored = [t.untyped_storage().data_ptr() for t in tensors if t is not None and t.numel()]
-        self.repeatable = len(set(stored)) == len(stored)  # else pointers would not say which argument they came from
+        places = [(t.data_ptr(), t.untyped_storage().data_ptr()) for t in tensors if t is not None and t.numel()]
+        pointers, stored = [p for p, _ in places], [s for _, s in places]
+        self.repeatable = len(set(pointers)) == len(pointers)  # else these would not say which argument they came from
+        self.shared = {s for s in stored if stored.count(s) > 1}  # by arguments, such as q, k and v of one packed tensor
 
     def __torch_dispatch__(self, function: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         result = function(*args, **(kwargs or {}))
@@ -94,7 +96,7 @@ class Recorder(TorchDispatchMode):
             return 0
         storage = arg.untyped_storage().data_ptr()
         for number, tensor in enumerate(self.known):
-            if tensor is not None and tensor.untyped_storage().data_ptr() == storage:
+            if tensor is arg or (tensor is not None and storage not in self.shared and tensor.untyped_storage().data_ptr() == storage):
                 return number, value - tensor.data_ptr()
         self.repeatable = False
         return 0

@@ -1,7 +1,8 @@
 """Other people's kernels, timed beside ours with `--peers`: one module per package.
 
 A module has `PACKAGE` (what Python imports), `INSTALL` (what pip installs), `KIND` (as of implementations) and
-`PEERS`: {op: function of the op's public arguments}, which imports the package when it is called.
+`PEERS`: {op: function of the op's public arguments}, which imports the package when it is called; or of several functions by the
+names of what they are, as a package, PyTorch itself among them, may have more than one kernel for an op.
 """
 
 from __future__ import annotations
@@ -29,6 +30,15 @@ def of(op: Op) -> list[tuple[Peer, str | None]]:
         module = import_module(f"{__name__}.{path.stem}")
         if op.name in module.PEERS:
             missing = f"the package {module.PACKAGE} is not installed (pip install {module.INSTALL})"
-            peer = Peer(op, path.stem, f"{path.stem}'s own kernel", module.KIND, module.PEERS[op.name])
-            found.append((peer, None if find_spec(module.PACKAGE) else missing))
+            functions = module.PEERS[op.name]
+            for name, function in (functions if isinstance(functions, dict) else {path.stem: functions}).items():
+                peer = Peer(op, name, f"{name}'s own kernel", module.KIND, function)
+                found.append((peer, None if _installed(module.PACKAGE) else missing))
     return found
+
+
+def _installed(package: str) -> bool:
+    try:
+        return find_spec(package) is not None
+    except ModuleNotFoundError:  # of a package that is missing there are no modules to look for
+        return False

@@ -2,7 +2,8 @@
 
 A row i of q, in a sequence of sq queries and sk keys, sees the keys j with i + off - left <= j <= i + off + right, where off is
 sk - sq if `bottom` and else 0: every option of the public functions about what is seen comes down to these, and to a mask.
-Packed sequences go through the same ops as (1, heads, tokens, D) views, with cu_q and cu_k.
+Packed sequences go through the same ops as (1, heads, tokens, D) views, with cu_q and cu_k; where both are one tensor cu_k is None,
+since torch.compile and replayed calls want arguments that are different tensors.
 """
 
 from __future__ import annotations

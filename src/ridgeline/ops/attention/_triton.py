@@ -432,6 +432,7 @@ def fwd(
     max_q: int, max_k: int, precision: str,
 ) -> None:  # fmt: skip
     """Fills o and lse; see `attention_fwd` in _attention.py. The longest sequence's lengths are of no use here."""
+    cu_k = cu_q if cu_k is None else cu_k
     mask, options = _masked(mask, q, k), (scale, softcap, left, right, bottom, precision)
     _start(_fwd, "fwd", (o, lse, q, k, v, mask, cu_q, cu_k), (o, q, k, v), right < UNBOUNDED, q, k, mask, cu_q, options)
 
@@ -450,6 +451,7 @@ def bwd(
     facts = {"APART": _apart(q, mask, scale, softcap), "D": D, "BD": width, "UNIT": unit, "BM": size, "num_warps": 4}
     launch(_delta, (triton.cdiv(rows, size) * batch * heads,), delta, power, o, do, dlse, lse, *steps, rows, (batch * heads, heads), **facts)  # fmt: skip
     mask, options = _masked(mask, q, k), (scale, softcap, left, right, bottom, precision)
+    cu_k = cu_q if cu_k is None else cu_k
     shared = q, k, v, do, power, delta, mask, cu_q, cu_k
     _start(_bwd, "bwd", (dk, dv, *shared), (dk, dv, q, k, v, do), left < UNBOUNDED, q, k, mask, cu_k, options)
     _start(_bwd_dq, "bwd_dq", (dq, *shared), (dq, q, k, v, do), right < UNBOUNDED, q, k, mask, cu_q, options)

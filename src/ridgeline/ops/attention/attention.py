@@ -17,7 +17,7 @@ import torch
 import torch.nn.functional as F
 
 from ridgeline.op import Case, Cost, Op, RidgelineError, Spec, dense_only, nbytes
-from ridgeline.ops.attention import _triton
+from ridgeline.ops.attention import _hopper, _triton
 from ridgeline.ops.attention._attention import (
     OPS,
     by_kernels,
@@ -159,7 +159,7 @@ ATTENTION = OPS[False] = Op(
     cost=cost,
     standards=("torch", "tiled"),
     cases=[
-        _small("2x4/1x33x40x16", (2, 4, 33, 16), (2, 1, 40, 16)),
+        _small("3x1x18x16x16", (3, 1, 18, 16), (3, 1, 16, 16)),
         _small("1x2x40x33x24 causal", (1, 2, 40, 24), (1, 2, 33, 24), causal=True),
         _small("1x2x33x45x16 lse", (1, 2, 33, 16), (1, 2, 45, 16), return_lse=True),
         _small("1x2x35x70x16 bottom right, window", (1, 2, 35, 16), (1, 2, 70, 16), causal="bottom_right", window=(20, None)),
@@ -200,4 +200,15 @@ ATTENTION.kernel(
     supports=refusal,
     served=True,
 )
-# The rung `gluon` (sm_90) goes here, after `triton`: OPS' launchers have the same arguments, see _triton.py.
+ATTENTION.kernel(
+    "gluon",
+    "forward on Hopper: one warp fetches, groups of four take turns at products and exponentials; backward as triton's",
+    kind="gluon",
+    dtypes=("float16", "bfloat16"),
+    arch=90,
+    newest=90,
+    fwd=_hopper.fwd,
+    bwd=_triton.bwd,
+    supports=_hopper.refusal,
+    served=True,
+)

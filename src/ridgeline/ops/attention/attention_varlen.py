@@ -143,7 +143,8 @@ def attention_varlen(
     if plain is not None:
         return plain.call(q, k, v, cu_seqlens_q, cu_seqlens_k, **given)  # type: ignore[misc]
     chosen, longest = options(q.shape[-1], causal, scale, window, softcap), (max_seqlen_q or 0, max_seqlen_k or 0)
-    packed = _heads(q), _heads(k), _heads(v), None, cu_seqlens_q.contiguous(), cu_seqlens_k.contiguous()
+    other = None if cu_seqlens_k is cu_seqlens_q else cu_seqlens_k.contiguous()
+    packed = _heads(q), _heads(k), _heads(v), None, cu_seqlens_q.contiguous(), other
     o, lse = by_kernels(*packed, chosen, longest, deterministic, impl)
     return (o[0].transpose(0, 1), lse[0]) if return_lse else o[0].transpose(0, 1)
 
@@ -182,6 +183,8 @@ def cost(
 def _case(name: str, heads: int, kv: int, D: int, parts: tuple[int, ...], keys: tuple[int, ...] = (), use: str = "check", **given: Any) -> Case:  # fmt: skip
     keys = keys or parts
     k = Spec(sum(keys), kv, D)
+    if use == "bench":  # peers need them
+        given |= {"max_seqlen_q": max(parts), "max_seqlen_k": max(keys)}
     dtypes = {"check": ("float32", "float16", "bfloat16"), "quick": ("float32",), "bench": ("bfloat16",)}[use]
     return Case(name, (Spec(sum(parts), heads, D), k, k, Packed(*parts), Packed(*keys)), given, dtypes=dtypes, use=use)
 

@@ -1,0 +1,63 @@
+"""FlashAttention 4: kernels in the CuTe DSL, here those for sm_90. They take (batch, tokens, heads, D), or packed (tokens, heads, D)."""
+
+from __future__ import annotations
+
+from functools import partial
+from typing import TYPE_CHECKING, Any
+
+from ridgeline.op import RidgelineError
+
+if TYPE_CHECKING:
+    import torch
+
+PACKAGE, INSTALL, KIND = "flash_attn.cute", "flash-attn-4", "cuda"
+
+
+def _options(causal: Any, window: Any, scale: float | None, softcap: Any, return_lse: bool, same: bool) -> dict[str, Any]:
+    """What its functions call the options. `same`: whether queries and keys are as many, so that top left is bottom right."""
+    if return_lse or softcap is not None:
+        raise RidgelineError("FlashAttention 4 has no gradient of lse and none with a softcap")
+    if not same and causal != "bottom_right" and (causal or window):
+        raise RidgelineError("FlashAttention 4 aligns causal masks and windows at the bottom right")
+    left, right = [None if w in (None, -1) else w for w in window or (None, None)]
+    # With a left bound it wants both bounds and not the word causal.
+    banded = left is not None or right is not None
+    return {"causal": bool(causal) and not banded, "softmax_scale": scale} | (
+        {"window_size": (left, 0 if causal else right)} if banded else {}
+    )
+
+
+def _tuple(result: Any) -> torch.Tensor:
+    """Its versions return o, or (o, lse)."""
+    return result[0] if isinstance(result, tuple) else result
+
+
+def _attention(
+    deterministic: bool, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, *, mask: Any = None, causal: Any = False, scale: Any = None,
+    window: Any = None, softcap: Any = None, return_lse: bool = False, **_: Any,
+) -> torch.Tensor:  # fmt: skip
+    from flash_attn.cute import flash_attn_func
+
+    if mask is not None:
+        raise RidgelineError("FlashAttention 4 takes no mask")
+    options = _options(causal, window, scale, softcap, return_lse, q.shape[2] == k.shape[2])
+    queries, keys, values = [t.transpose(1, 2) for t in (q, k, v)]
+    return _tuple(flash_attn_func(queries, keys, values, deterministic=deterministic, **options)).transpose(1, 2)
+
+
+def _varlen(
+    deterministic: bool, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, cu_seqlens_q: torch.Tensor, cu_seqlens_k: torch.Tensor, *,
+    max_seqlen_q: Any = None, max_seqlen_k: Any = None, causal: Any = False, scale: Any = None, window: Any = None, softcap: Any = None,
+    return_lse: bool = False, **_: Any,
+) -> torch.Tensor:  # fmt: skip
+    from flash_attn.cute import flash_attn_varlen_func
+
+    options = _options(causal, window, scale, softcap, return_lse, q.shape[0] == k.shape[0] and max_seqlen_q == max_seqlen_k)
+    longest = {"max_seqlen_q": max_seqlen_q, "max_seqlen_k": max_seqlen_k}
+    return _tuple(flash_attn_varlen_func(q, k, v, cu_seqlens_q, cu_seqlens_k, **longest, deterministic=deterministic, **options))
+
+
+PEERS = {
+    "attention": {"fa4": partial(_attention, False), "fa4_deterministic": partial(_attention, True)},
+    "attention_varlen": {"fa4": partial(_varlen, False), "fa4_deterministic": partial(_varlen, True)},
+}

@@ -1,0 +1,419 @@
+"""attention and attention_varlen beyond the law's cases: all options together, rows without keys, large logits, strides, capture.
+
+The sample of all options is drawn by hypothesis from SEED, which a failure prints; `SEED=... pytest tests/test_attention.py` draws it again.
+"""
+
+import os
+import random
+from functools import partial
+from typing import Any
+
+import pytest
+import torch
+from hypothesis import HealthCheck, given, seed, settings
+from hypothesis import strategies as st
+
+import ridgeline
+from ridgeline.boundary import INTERPRETED
+from ridgeline.lab.law import Law, as_tuple
+from ridgeline.op import RidgelineError, get
+from ridgeline.select import why_not
+
+kernels = pytest.mark.kernels
+SEED = int(os.environ.get("SEED", random.randrange(1 << 31)))
+EXAMPLES = 8 if INTERPRETED else 400
+IMPLS = [i.name for i in get("attention").implementations.values() if i.is_kernel]
+DTYPES = (torch.float32, torch.float16) if INTERPRETED else (torch.float32, torch.float16, torch.bfloat16)
+GPU = torch.cuda.is_available() and not INTERPRETED
+
+
+def make(*shape: int, device: str, dtype: torch.dtype = torch.float32, scale: float = 1.0, dice: int = 3) -> torch.Tensor:
+    generator = torch.Generator(device).manual_seed(dice)
+    return torch.randn(shape, device=device, generator=generator).mul(scale).to(dtype).requires_grad_()
+
+
+def qkv(q: tuple[int, ...], k: tuple[int, ...], device: str, **given: Any) -> list[torch.Tensor]:
+    return [make(*shape, device=device, dice=n, **given) for n, shape in enumerate((q, k, k))]
+
+
+def outcome(call: Any, args: list[torch.Tensor], **given: Any) -> list[torch.Tensor]:
+    """What a call returns, and its gradients for random incoming ones."""
+    outputs = as_tuple(call(*args, **given))
+    incoming = [make(*o.shape, device=o.device.type, dice=9 + n).detach().to(o.dtype) for n, o in enumerate(outputs)]
+    return [*[o.detach() for o in outputs], *torch.autograd.grad(outputs, [a for a in args if a.requires_grad], incoming)]
+
+
+def exact(args: list[torch.Tensor], **given: Any) -> list[torch.Tensor]:
+    return outcome(get("attention").reference, [a.detach().double().requires_grad_() for a in args], **given)
+
+
+def near(found: list[torch.Tensor], expected: list[torch.Tensor], tolerance: float = 2e-5) -> None:
+    for one, other in zip(found, expected, strict=True):
+        torch.testing.assert_close(one, other, check_dtype=False, rtol=tolerance, atol=tolerance)
+
+
+def lawful(name: str, args: list[Any], given: dict[str, Any], impls: list[str]) -> None:
+    """Twice what the law allows, or the noise of float32: in a few rows and columns how far the standard is off is luck."""
+    law = Law(get(name), args, given)
+    for impl in impls:
+        implementation = get(name).implementations[impl]
+        try:
+            outputs, grads = law.run(implementation)
+        except RidgelineError:
+            continue
+        assert not any(t.isnan().any() for t in (*outputs, *grads))
+        verdict = law.judge(outputs, grads)
+        if verdict.worst() > 2:
+            assert args[0].dtype == torch.float32, (impl, verdict.reason())
+            oracle = law._oracle(args)
+            near([*outputs, *grads], [*oracle[0], *oracle[1]])
+
+
+@st.composite
+def options(draw: st.DrawFn) -> dict[str, Any]:
+    edge = st.one_of(st.none(), st.integers(0, 40))
+    return {
+        "causal": draw(st.sampled_from([False, True, "bottom_right"])),
+        "window": draw(st.one_of(st.none(), st.tuples(edge, edge))),
+        "softcap": draw(st.sampled_from([None, None, 0.7, 20.0])),
+        "scale": draw(st.sampled_from([None, None, 0.05, 1.0, -0.3])),
+        "return_lse": draw(st.booleans()),
+    }
+
+
+@st.composite
+def calls(draw: st.DrawFn) -> dict[str, Any]:
+    length = st.integers(0, 50) if INTERPRETED else st.one_of(st.integers(0, 300), st.sampled_from([64, 128, 512, 1000]))
+    D = st.sampled_from([16, 24, 32, 40] if INTERPRETED else range(16, 257, 8))
+    return {
+        "sizes": (draw(st.integers(1, 2)), draw(st.integers(1, 2)), draw(st.integers(1, 3)), draw(length), draw(length), draw(D)),
+        "dtype": draw(st.sampled_from(DTYPES)),
+        "mask": draw(st.sampled_from([None, None, "bool", "float", "infinite"])),
+        "shape": draw(st.tuples(*[st.booleans()] * 4)),
+        "order": draw(st.booleans()),
+        "options": draw(options()),
+    }
+
+
+def sampled(device: str) -> Any:
+    """Runs a test on hypothesis's examples from SEED."""
+
+    def run(test: Any) -> None:
+        print(f"SEED={SEED}")
+        rules = settings(max_examples=EXAMPLES, deadline=None, database=None, suppress_health_check=list(HealthCheck))
+        seed(SEED)(rules(test))()
+
+    return run
+
+
+@kernels
+def test_all_options_together(device: str) -> None:
+    @sampled(device)
+    @given(call=calls())
+    def _(call: dict[str, Any]) -> None:
+        B, Hkv, G, sq, sk, D = call["sizes"]
+        shapes = (B, Hkv * G, sq, D), (B, Hkv, sk, D), (B, Hkv, sk, D)
+        if call["order"]:
+            args = [make(b, s, h, d, device=device, dtype=call["dtype"], dice=n).detach().transpose(1, 2).requires_grad_() for n, (b, h, s, d) in enumerate(shapes)]  # fmt: skip
+        else:
+            args = [make(*shape, device=device, dtype=call["dtype"], dice=n) for n, shape in enumerate(shapes)]
+        mask = None
+        if call["mask"] is not None:
+            whole = make(*(n if kept else 1 for n, kept in zip((B, Hkv * G, sq, sk), call["shape"], strict=True)), device=device).detach()
+            mask = (
+                whole > -0.5 if call["mask"] == "bool" else whole if call["mask"] == "float" else whole.masked_fill(whole < 0, -torch.inf)
+            )
+        lawful("attention", args, call["options"] | {"mask": mask}, IMPLS)
+
+
+@kernels
+def test_all_options_of_packed_sequences(device: str) -> None:
+    """Against the law; and against attention, sequence by sequence."""
+    lengths = st.lists(st.tuples(*[st.integers(0, 30 if INTERPRETED else 400)] * 2), min_size=1, max_size=3 if INTERPRETED else 9)
+
+    @sampled(device)
+    @given(lengths, st.integers(1, 2), st.integers(1, 2), st.sampled_from([16, 24] if INTERPRETED else [16, 64, 80, 128]), options())
+    def _(sizes: list[tuple[int, int]], Hkv: int, G: int, D: int, chosen: dict[str, Any]) -> None:
+        cu = [torch.tensor([0, *n], device=device, dtype=torch.int32).cumsum(0, dtype=torch.int32) for n in zip(*sizes, strict=True)]
+        q, k, v = qkv((int(cu[0][-1]), Hkv * G, D), (int(cu[1][-1]), Hkv, D), device)
+        packed = outcome(ridgeline.attention_varlen, [q, k, v, *cu], **chosen | {"return_lse": True}, impl="triton")
+        single = []
+        for n in range(len(sizes)):
+            one, other = (slice(int(c[n]), int(c[n + 1])) for c in cu)
+            args = [t.transpose(0, 1)[None] for t in (q[one], k[other], v[other])]
+            o, lse = ridgeline.attention(*args, **chosen | {"return_lse": True}, impl="triton")
+            single.append((o[0].transpose(0, 1), lse[0]))
+        o, lse = (torch.cat(parts, n) for n, parts in enumerate(zip(*single, strict=True)))
+        near(packed, outcome(lambda *_: (o, lse), [q, k, v]))
+        lawful("attention_varlen", [q, k, v, *cu], chosen, ["triton"])
+
+
+@kernels
+@pytest.mark.parametrize("impl", IMPLS)
+def test_rows_that_see_nothing(impl: str, device: str) -> None:
+    """Zeros, lse of -inf and no gradient, whichever option hides the keys; and no NaN from an infinite or a hidden part."""
+    q, k, v = args = qkv((1, 2, 20, 16), (1, 1, 9, 16), device)
+    nothing, some = torch.zeros(20, 9, dtype=torch.bool, device=device), torch.ones(20, 9, dtype=torch.bool, device=device)
+    some[3:7] = False
+    bias = torch.zeros(20, 9, device=device).masked_fill(~some, -torch.inf)
+    for hidden, given in (
+        (slice(None), {"mask": nothing}),
+        (slice(3, 7), {"mask": some}),
+        (slice(3, 7), {"mask": bias, "softcap": 3.0}),
+        (slice(0, 11), {"causal": "bottom_right"}),
+        (slice(12, 20), {"window": (3, 2)}),
+    ):
+        if why_not(get("attention").implementations[impl], *args):
+            continue
+        o, lse, dq, dk, dv = found = outcome(ridgeline.attention, args, **given, return_lse=True, impl=impl)
+        assert not any(t.isnan().any() for t in found)
+        for t in (o, dq):
+            assert not t[:, :, hidden].any()
+        assert (lse[:, :, hidden] == -torch.inf).all()
+        near(found, exact(args, **given, return_lse=True))
+        if hidden == slice(None):
+            assert not dk.any()
+            assert not dv.any()
+
+
+@kernels
+def test_no_keys_at_all(device: str) -> None:
+    for q, k in (((2, 2, 5, 16), (2, 1, 0, 16)), ((2, 2, 0, 16), (2, 1, 5, 16)), ((0, 2, 5, 16), (0, 1, 5, 16))):
+        args = qkv(q, k, device)
+        near(outcome(ridgeline.attention, args, return_lse=True, impl="triton"), exact(args, return_lse=True))
+
+
+@kernels
+@pytest.mark.parametrize("size", [100.0, 1e4])
+def test_large_logits(size: float, device: str) -> None:
+    """Scores up to `size`, of which float32 keeps what it can; nothing overflows."""
+    q, k, v = qkv((1, 2, 33, 16), (1, 2, 40, 16), device)
+    args = [t.detach().mul(size**0.5 / 2).requires_grad_() for t in (q, k)] + [v]
+    near(outcome(ridgeline.attention, args, causal=True, impl="triton"), exact(args, causal=True), size * 4e-6)
+    _, lse, *_ = found = outcome(ridgeline.attention, args, mask=torch.full((40,), -size, device=device), return_lse=True, impl="triton")
+    assert all(t.isfinite().all() for t in found)
+    near([lse / size], [exact(args, mask=torch.full((40,), -size, device=device).double(), return_lse=True)[1] / size])
+
+
+@kernels
+def test_smallest_numbers_as_a_mask(device: str) -> None:
+    """A mask of float32's smallest number hides keys from rows that see others; a row that it hides all of is their average, as in torch.
+    Such a row's lse cannot hold its sum, so that a gradient must not come in there."""
+    args = qkv((1, 1, 18, 16), (1, 1, 20, 16), device)
+    mask = torch.zeros(18, 20, device=device)
+    mask[:, 11:] = mask[5] = torch.finfo(torch.float32).min
+    kept = torch.ones(18, 1, device=device)
+    kept[5] = 0
+    near(*[outcome(lambda *a, c=call: c(*a, mask=mask) * kept, args) for call in (partial(ridgeline.attention, impl="triton"), get("attention").reference)])  # fmt: skip
+    torch.testing.assert_close(ridgeline.attention(*args, mask=mask, impl="triton")[0, 0, 5], args[2].mean(2)[0, 0])
+
+
+@kernels
+def test_lse_alone_has_a_gradient(device: str) -> None:
+    args = qkv((1, 4, 18, 16), (1, 2, 20, 16), device)
+    lse = partial(lambda call, *a: call(*a, causal=True, softcap=2.0, return_lse=True)[1])
+    found = outcome(partial(lse, partial(ridgeline.attention, impl="triton")), args[:2] + [args[2].detach()])
+    expected = outcome(partial(lse, get("attention").reference), [t.detach().double().requires_grad_(n < 2) for n, t in enumerate(args)])
+    near(found, expected)
+
+
+@kernels
+@pytest.mark.parametrize("D", [16, 40, 72, 80, 96, 136, 256])
+def test_dimensions(D: int, device: str) -> None:
+    dtype = torch.float16
+    lawful("attention", qkv((1, 2, 20, D), (1, 1, 18, D), device, dtype=dtype), {"causal": True}, IMPLS)
+
+
+@kernels
+def test_tokens_before_heads(device: str) -> None:
+    """(B, S, H, D).transpose(1, 2), and pieces of one packed tensor: no copies, the same bits, and results in the same order."""
+    packed = make(2, 17, 3, 2, 16, device=device)
+    q, k, v = packed.detach().unbind(2)
+    views = [t.transpose(1, 2).requires_grad_() for t in (q, k, v)]
+    copies = [t.detach().contiguous().requires_grad_() for t in views]
+    assert not views[0].is_contiguous()
+    one, other = (outcome(ridgeline.attention, args, causal=True, return_lse=True, impl="triton") for args in (views, copies))
+    for a, b in zip(one, other, strict=True):
+        assert torch.equal(a, b)
+    for t in (one[0], *one[2:]):
+        assert t.transpose(1, 2).is_contiguous()
+    assert all(t.is_contiguous() for t in other)
+
+
+@kernels
+@pytest.mark.parametrize("shape", [(), (20,), (18, 1), (2, 1, 18, 20), (1, 4, 1, 20), (4, 18, 20)])
+def test_masks_broadcast(shape: tuple[int, ...], device: str) -> None:
+    args = qkv((2, 4, 18, 16), (2, 2, 20, 16), device)
+    bias = make(*shape, device=device).detach()
+    for mask in (bias, bias > 0):
+        near(outcome(ridgeline.attention, args, mask=mask, impl="triton"), exact(args, mask=mask))
+
+
+@kernels
+def test_reruns_are_equal(device: str) -> None:
+    B, S, D, times = (1, 40, 16, 2) if INTERPRETED else (4, 2000, 128, 1000)
+    args = qkv((B, 4, S, D), (B, 2, S, D), device, dtype=torch.float16)
+    first = outcome(ridgeline.attention, args, causal=True, return_lse=True, impl="triton")
+    for _ in range(times):
+        again = outcome(ridgeline.attention, args, causal=True, return_lse=True, impl="triton")
+        assert all(torch.equal(a, b) for a, b in zip(first, again, strict=True))
+
+
+@kernels
+def test_one_graph(device: str) -> None:
+    """torch.compile(fullgraph=True), with every option and packed sequences too, gives the same bits."""
+    torch._dynamo.reset()
+    q, k, v = args = qkv((1, 2, 20, 16), (1, 1, 18, 16), device)
+    given = {"causal": "bottom_right", "window": (7, None), "softcap": 3.0, "return_lse": True, "impl": "triton"}
+    compiled = torch.compile(partial(ridgeline.attention, **given), backend="aot_eager", fullgraph=True)
+    for a, b in zip(outcome(compiled, args), outcome(partial(ridgeline.attention, **given), args), strict=True):
+        assert torch.equal(a, b)
+    cu = torch.tensor([0, 7, 18], dtype=torch.int32, device=device)
+    args = [t.detach()[0, :, :18].transpose(0, 1).contiguous().requires_grad_() for t in (q, k, v)] + [cu, cu]
+    compiled = torch.compile(partial(ridgeline.attention_varlen, **given), backend="aot_eager", fullgraph=True)
+    for a, b in zip(outcome(compiled, args), outcome(partial(ridgeline.attention_varlen, **given), args), strict=True):
+        assert torch.equal(a, b)
+
+
+@kernels
+def test_autocast(device: str) -> None:
+    args = qkv((1, 2, 18, 16), (1, 2, 20, 16), device)
+    dtype = torch.float16 if INTERPRETED else torch.bfloat16
+    with torch.autocast(device, dtype=dtype):
+        o = ridgeline.attention(*args, impl="triton")
+        assert o.dtype == torch.nn.functional.scaled_dot_product_attention(*args).dtype == dtype
+    assert torch.autograd.grad(o.sum(), args)[0].dtype == torch.float32
+
+
+@kernels
+def test_deterministic_is_a_word_only(device: str) -> None:
+    """The Triton kernels are so either way."""
+    args = qkv((1, 2, 18, 16), (1, 2, 20, 16), device)
+    first, *others = (outcome(ridgeline.attention, args, deterministic=d, impl="triton") for d in (None, True, False))
+    for other in others:
+        assert all(torch.equal(a, b) for a, b in zip(first, other, strict=True))
+
+
+def test_what_serves_a_cpu() -> None:
+    """Torch's own where it has the options, else the loop over tiles; float64 goes the same ways."""
+    for dtype in (torch.float32, torch.float64, torch.bfloat16):
+        args = qkv((1, 2, 18, 16), (1, 1, 20, 16), "cpu", dtype=dtype)
+        for given, impl in (({"causal": True}, "torch"), ({"softcap": 2.0, "return_lse": True}, "tiled"), ({"window": (3, 3)}, "tiled")):
+            found = outcome(ridgeline.attention, args, **given)
+            for a, b in zip(found, outcome(ridgeline.attention, args, **given, impl=impl), strict=True):
+                assert torch.equal(a, b)
+            if dtype == torch.float64:
+                near(found, exact(args, **given), 1e-10)
+
+
+def test_pieces_are_the_whole(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The reference gives the same, in pieces and at once."""
+    from ridgeline.ops.attention import _attention
+
+    args = qkv((2, 4, 18, 16), (2, 2, 20, 16), "cpu", dtype=torch.float64)
+    mask = make(2, 1, 18, 20, device="cpu").detach()
+    for given in ({}, {"causal": "bottom_right", "window": (5, None), "softcap": 3.0, "mask": mask}):
+        monkeypatch.setattr(_attention, "PIECE", 1 << 27)
+        whole = exact(args, **given, return_lse=True)
+        monkeypatch.setattr(_attention, "PIECE", 200)
+        near(exact(args, **given, return_lse=True), whole, 1e-12)
+
+
+def test_cost_counts_what_is_seen() -> None:
+    from ridgeline.ops.attention._attention import options, pairs, seen
+
+    for sq, sk in ((18, 20), (20, 18), (5, 5), (3, 0)):
+        for given in (
+            {},
+            {"causal": True},
+            {"causal": "bottom_right"},
+            {"window": (3, 2)},
+            {"causal": "bottom_right", "window": (4, None)},
+        ):
+            chosen = options(16, **given)
+            band = chosen.band(sq, sk)
+            assert pairs(sq, sk, chosen) == (sq * sk if band is None else int(seen(sq, sk, band, torch.device("cpu")).sum()))
+
+
+# --- on a GPU alone
+
+
+@pytest.mark.gpu
+def test_cuda_graph() -> None:
+    """Captured once, replayed on other data, packed sequences of other lengths among it."""
+    q, k, v = args = qkv((300, 4, 64), (300, 2, 64), "cuda", dtype=torch.bfloat16)
+    cu = torch.tensor([0, 100, 130, 300], dtype=torch.int32, device="cuda")
+    call = partial(outcome, ridgeline.attention_varlen, [*args, cu, cu], causal=True, return_lse=True)
+    stream = torch.cuda.Stream()
+    stream.wait_stream(torch.cuda.current_stream())
+    with torch.cuda.stream(stream):
+        for _ in range(3):
+            call()
+    torch.cuda.current_stream().wait_stream(stream)
+    graph = torch.cuda.CUDAGraph()
+    incoming = [torch.randn(300, 4, 64, device="cuda", dtype=torch.bfloat16), torch.randn(4, 300, device="cuda")]
+    with torch.cuda.graph(graph):
+        outputs = ridgeline.attention_varlen(*args, cu, cu, causal=True, return_lse=True)
+        found = [*outputs, *torch.autograd.grad(outputs, args, incoming)]
+    with torch.no_grad():
+        for t in (q, k, v):
+            t.normal_()
+        cu.copy_(torch.tensor([0, 7, 290, 300], dtype=torch.int32))
+    graph.replay()
+    outputs = ridgeline.attention_varlen(*args, cu, cu, causal=True, return_lse=True)
+    for a, b in zip(found, [*outputs, *torch.autograd.grad(outputs, args, incoming)], strict=True):
+        assert torch.equal(a, b)
+
+
+@pytest.mark.gpu
+def test_wrong_lengths_touch_nothing_else() -> None:
+    """Values of cu_seqlens that make no sense: no illegal address, and what lies around the results stays."""
+    q, k, v = qkv((300, 4, 64), (300, 4, 64), "cuda", dtype=torch.bfloat16)
+    for ends in ([5, -7, 1 << 30], [0, 200, 100], [0, 900, 1200], [-5, -5, -5], [300, 0, 300]):
+        cu = torch.tensor(ends, dtype=torch.int32, device="cuda")
+        ridgeline.attention_varlen(q, k, v, cu, cu, causal=True).sum().backward()
+        torch.cuda.synchronize()
+
+
+@pytest.mark.gpu
+def test_tokens_after_the_last_sequence() -> None:
+    """They see nothing and are seen by none: zeros, as a buffer of fixed size wants."""
+    args = qkv((300, 4, 64), (300, 2, 64), "cuda", dtype=torch.bfloat16)
+    cu = torch.tensor([0, 100, 140], dtype=torch.int32, device="cuda")
+    o, lse, *grads = outcome(ridgeline.attention_varlen, [*args, cu, cu], return_lse=True, impl="triton")
+    assert (lse[:, 140:] == -torch.inf).all()
+    assert not any(t[140:].any() for t in (o, *grads))
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("order", ["heads first", "tokens first"])
+def test_more_than_two_to_the_31(order: str) -> None:
+    """Elements past 2**31 are where they belong, forward and backward."""
+    B, H, S, D = (129, 32, 4096, 128) if order == "heads first" else (3, 96, 60000, 128)
+    shape = (B, H, S, D) if order == "heads first" else (B, S, H, D)
+    q = torch.randn(shape, device="cuda", dtype=torch.bfloat16)
+    q = q if order == "heads first" else q.transpose(1, 2)
+    k, v = q[:, :8, :256], q[:, 8:16, 256:512]
+    o = ridgeline.attention(q, k, v, impl="triton")
+    for b, h in ((0, 0), (B // 2, H // 2), (B - 1, H - 1)):
+        one = [t[b : b + 1, n : n + 1] for t, n in ((q, h), (k, h // (H // 8)), (v, h // (H // 8)))]
+        assert torch.equal(o[b, h], ridgeline.attention(*[t.contiguous() for t in one], impl="triton")[0, 0])
+    del o
+    q.requires_grad_()
+    (dq,) = torch.autograd.grad(ridgeline.attention(q, k, v, impl="triton")[B - 1, H - 1].float().sum(), q)
+    assert dq[B - 1, H - 1].any()
+    assert not dq[0].any()
+
+
+@pytest.mark.gpu
+def test_memory() -> None:
+    """Forward and backward allocate at most 1.1 times what they return and save: o, lse, dq, dk, dv and a statistic of each row."""
+    args = qkv((1, 16, 65536, 64), (1, 16, 65536, 64), "cuda", dtype=torch.bfloat16)
+    do = torch.randn_like(args[0])
+    torch.cuda.synchronize()
+    before = torch.cuda.memory_allocated()
+    torch.cuda.reset_peak_memory_stats()
+    o = ridgeline.attention(*args, causal=True, impl="triton")
+    grads = torch.autograd.grad(o, args, do)
+    peak = torch.cuda.max_memory_allocated() - before
+    assert peak <= 1.1 * (sum(t.nbytes for t in (o, *grads)) + 2 * 4 * 16 * 65536)
