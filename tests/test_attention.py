@@ -1,6 +1,6 @@
 """attention and attention_varlen beyond the law's cases: all options together, rows without keys, large logits, strides, capture.
 
-The sample of all options is drawn by hypothesis from SEED, which a failure prints; `SEED=... pytest tests/test_attention.py` draws it again.
+The sample of all options is drawn by hypothesis from SEED, which a failure prints; with it in the environment it is drawn again.
 """
 
 import os
@@ -8,9 +8,9 @@ import random
 from functools import partial
 from typing import Any
 
+import hypothesis
 import pytest
 import torch
-from hypothesis import HealthCheck, given, seed, settings
 from hypothesis import strategies as st
 
 import ridgeline
@@ -100,8 +100,8 @@ def sampled(device: str) -> Any:
 
     def run(test: Any) -> None:
         print(f"SEED={SEED}")
-        rules = settings(max_examples=EXAMPLES, deadline=None, database=None, suppress_health_check=list(HealthCheck))
-        seed(SEED)(rules(test))()
+        rules = hypothesis.settings(max_examples=EXAMPLES, deadline=None, database=None, suppress_health_check=list(hypothesis.HealthCheck))
+        hypothesis.seed(SEED)(rules(test))()
 
     return run
 
@@ -109,14 +109,13 @@ def sampled(device: str) -> Any:
 @kernels
 def test_all_options_together(device: str) -> None:
     @sampled(device)
-    @given(call=calls())
+    @hypothesis.given(call=calls())
     def _(call: dict[str, Any]) -> None:
         B, Hkv, G, sq, sk, D = call["sizes"]
         shapes = (B, Hkv * G, sq, D), (B, Hkv, sk, D), (B, Hkv, sk, D)
+        args = [make(*shape, device=device, dtype=call["dtype"], dice=n) for n, shape in enumerate(shapes)]
         if call["order"]:
-            args = [make(b, s, h, d, device=device, dtype=call["dtype"], dice=n).detach().transpose(1, 2).requires_grad_() for n, (b, h, s, d) in enumerate(shapes)]  # fmt: skip
-        else:
-            args = [make(*shape, device=device, dtype=call["dtype"], dice=n) for n, shape in enumerate(shapes)]
+            args = [t.detach().transpose(1, 2).contiguous().transpose(1, 2).requires_grad_() for t in args]
         mask = None
         if call["mask"] is not None:
             whole = make(*(n if kept else 1 for n, kept in zip((B, Hkv * G, sq, sk), call["shape"], strict=True)), device=device).detach()
@@ -132,7 +131,9 @@ def test_all_options_of_packed_sequences(device: str) -> None:
     lengths = st.lists(st.tuples(*[st.integers(0, 30 if INTERPRETED else 400)] * 2), min_size=1, max_size=3 if INTERPRETED else 9)
 
     @sampled(device)
-    @given(lengths, st.integers(1, 2), st.integers(1, 2), st.sampled_from([16, 24] if INTERPRETED else [16, 64, 80, 128]), options())
+    @hypothesis.given(
+        lengths, st.integers(1, 2), st.integers(1, 2), st.sampled_from([16, 24] if INTERPRETED else [16, 64, 80, 128]), options()
+    )
     def _(sizes: list[tuple[int, int]], Hkv: int, G: int, D: int, chosen: dict[str, Any]) -> None:
         cu = [torch.tensor([0, *n], device=device, dtype=torch.int32).cumsum(0, dtype=torch.int32) for n in zip(*sizes, strict=True)]
         q, k, v = qkv((int(cu[0][-1]), Hkv * G, D), (int(cu[1][-1]), Hkv, D), device)
@@ -152,7 +153,7 @@ def test_all_options_of_packed_sequences(device: str) -> None:
 @pytest.mark.parametrize("impl", IMPLS)
 def test_rows_that_see_nothing(impl: str, device: str) -> None:
     """Zeros, lse of -inf and no gradient, whichever option hides the keys; and no NaN from an infinite or a hidden part."""
-    q, k, v = args = qkv((1, 2, 20, 16), (1, 1, 9, 16), device)
+    args = qkv((1, 2, 20, 16), (1, 1, 9, 16), device)
     nothing, some = torch.zeros(20, 9, dtype=torch.bool, device=device), torch.ones(20, 9, dtype=torch.bool, device=device)
     some[3:7] = False
     bias = torch.zeros(20, 9, device=device).masked_fill(~some, -torch.inf)
@@ -204,7 +205,8 @@ def test_smallest_numbers_as_a_mask(device: str) -> None:
     mask[:, 11:] = mask[5] = torch.finfo(torch.float32).min
     kept = torch.ones(18, 1, device=device)
     kept[5] = 0
-    near(*[outcome(lambda *a, c=call: c(*a, mask=mask) * kept, args) for call in (partial(ridgeline.attention, impl="triton"), get("attention").reference)])  # fmt: skip
+    calls = partial(ridgeline.attention, impl="triton"), get("attention").reference
+    near(*[outcome(lambda *a, c=call: c(*a, mask=mask) * kept, args) for call in calls])
     torch.testing.assert_close(ridgeline.attention(*args, mask=mask, impl="triton")[0, 0, 5], args[2].mean(2)[0, 0])
 
 

@@ -14,7 +14,8 @@ PACKAGE, INSTALL, KIND = "torch", "torch", "cuda"
 
 
 def _attention(
-    backend: str, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, *, causal: bool | str = False, scale: float | None = None, **others: Any
+    backend: str, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, *, causal: bool | str = False, scale: float | None = None,
+    **others: Any,
 ) -> torch.Tensor:  # fmt: skip
     """Only the backend named: what it does not take, raises. Its backward is its own too."""
     from torch.nn.attention import SDPBackend, sdpa_kernel

@@ -70,7 +70,7 @@ def reference(
     window: tuple[int | None, int | None] | None = None, softcap: float | None = None, return_lse: bool = False,
     deterministic: bool | None = None,
 ) -> Any:  # fmt: skip
-    given = {"causal": causal, "scale": scale, "window": window, "softcap": softcap, "return_lse": return_lse}
+    given: dict[str, Any] = {"causal": causal, "scale": scale, "window": window, "softcap": softcap, "return_lse": return_lse}
     return _formula(in_pieces, q, k, v, cu_seqlens_q, cu_seqlens_k, **given)
 
 
@@ -174,7 +174,7 @@ def cost(
     chosen = options(q.shape[-1], **given)
     ends = [getattr(cu, "ends", None) or cu.tolist() for cu in (cu_q, cu_k)]
     lengths = [[b - a for a, b in pairwise(e)] for e in ends]
-    flops = 4 * q.shape[1] * q.shape[2] * sum(pairs(*both, chosen) for both in zip(*lengths, strict=True))
+    flops = 4 * q.shape[1] * q.shape[2] * sum(pairs(sq, sk, chosen) for sq, sk in zip(*lengths, strict=True))
     rows = 4 * q.shape[0] * q.shape[1]
     forward = Cost(nbytes(q, k, v, cu_q, cu_k), nbytes(q) + (rows if return_lse else 0), flops)
     return forward, Cost(3 * nbytes(q) + nbytes(k, v, cu_q, cu_k) + rows, nbytes(q, k, v), flops * 5 // 2)
