@@ -24,10 +24,11 @@ from ridgeline.tiles.online_softmax import exact_exp, log
 
 LOG2E = 1.4426950408889634
 UNBOUNDED = 1 << 30
+LOOSE = ("rows", "columns", "heads", "batch", "section", "left", "right")  # numbers that are worth no kernels of their own
 
 
 @triton.jit
-def _tiles(length, batch, cu, SIZE: tl.constexpr):
+def _count(length, batch, cu, SIZE: tl.constexpr):
     """Tiles of a head; of packed sequences as many as there can be."""
     return tl.cdiv(length, SIZE) if cu is None else length // SIZE + batch + 1
 
@@ -87,7 +88,7 @@ def _span(first, last, end, back, ahead, BACK: tl.constexpr, AHEAD: tl.constexpr
 def _tile(x, row, step, d, limit, D: tl.constexpr, UNIT: tl.constexpr, ALL: tl.constexpr):
     """Rows of a head, 0 from `limit` on (with ALL there are none), and from dimension D on."""
     at = x + row[:, None] * (step * UNIT) + d[None, :]
-    EVEN: tl.constexpr = d.shape[0] == D
+    EVEN: tl.constexpr = d.shape[0] <= D
     if ALL and EVEN:
         return tl.load(at)
     if ALL:
@@ -98,15 +99,44 @@ def _tile(x, row, step, d, limit, D: tl.constexpr, UNIT: tl.constexpr, ALL: tl.c
 
 
 @triton.jit
-def _save(x, values, row, step, d, limit, D: tl.constexpr, UNIT: tl.constexpr):
-    at = x + row[:, None] * (step * UNIT) + d[None, :]
-    tl.store(at, values.to(x.dtype.element_ty), mask=(row[:, None] < limit) & (d[None, :] < D))
+def _tiles(x, row, step, d, e, limit, D: tl.constexpr, UNIT: tl.constexpr, ALL: tl.constexpr):
+    """Rows of a head in two parts, of dimensions d and of those after them, e; without e the first is given twice."""
+    first = _tile(x, row, step, d, limit, D, UNIT, ALL)
+    return first, first if e is None else _tile(x + d.shape[0], row, step, e, limit, D - d.shape[0], UNIT, ALL)
+
+
+@triton.jit
+def _save(x, first, second, row, step, d, e, limit, D: tl.constexpr, UNIT: tl.constexpr):
+    at = x + row[:, None] * (step * UNIT)
+    tl.store(at + d[None, :], first.to(x.dtype.element_ty), mask=(row[:, None] < limit) & (d[None, :] < D))
+    if e is not None:
+        mask = (row[:, None] < limit) & (e[None, :] < D - d.shape[0])
+        tl.store(at + d.shape[0] + e[None, :], second.to(x.dtype.element_ty), mask=mask)
+
+
+@triton.jit
+def _scores(a, a2, b, b2, e, PRECISION: tl.constexpr):
+    """a b^T, over both parts of their dimensions."""
+    s = tl.dot(a, tl.trans(b), input_precision=PRECISION)
+    return s if e is None else tl.dot(a2, tl.trans(b2), s, input_precision=PRECISION)
+
+
+@triton.jit
+def _add(acc, acc2, p, x, x2, e, PRECISION: tl.constexpr):
+    """acc + p x, in both parts."""
+    acc = tl.dot(p.to(x.dtype), x, acc, input_precision=PRECISION)
+    return acc, acc2 if e is None else tl.dot(p.to(x.dtype), x2, acc2, input_precision=PRECISION)
+
+
+@triton.jit
+def _zeros(ROWS: tl.constexpr, BD: tl.constexpr, BE: tl.constexpr):
+    return tl.zeros((ROWS, BD), tl.float32), tl.zeros((ROWS, BE if BE else 1), tl.float32)
 
 
 @triton.jit
 def _head(x, steps, batch, head, row, UNIT: tl.constexpr):
     """Where a row of a head lies."""
-    return x + (batch.to(tl.int64) * steps[0] + head.to(tl.int64) * steps[1] + tl.cast(row, tl.int64) * steps[2]) * UNIT
+    return x + (tl.cast(batch, tl.int64) * steps[0] + tl.cast(head, tl.int64) * steps[1] + tl.cast(row, tl.int64) * steps[2]) * UNIT
 
 
 @triton.jit
@@ -141,11 +171,11 @@ def _power(s, top, factor, APART: tl.constexpr, dtype: tl.constexpr):
 
 
 @triton.jit
-def _absorb(acc, total, top, q, k, v, start, i, n, d, rows, columns, k_step, v_step, mask, mask_steps, scale, factor, cap, back, ahead, MASKED: tl.constexpr, BACK: tl.constexpr, AHEAD: tl.constexpr, CAP: tl.constexpr, APART: tl.constexpr, D: tl.constexpr, UNIT: tl.constexpr, PRECISION: tl.constexpr):  # fmt: skip
+def _absorb(acc, acc2, total, top, q, q2, k, v, start, i, n, d, e, rows, columns, k_step, v_step, mask, mask_steps, scale, factor, cap, back, ahead, MASKED: tl.constexpr, BACK: tl.constexpr, AHEAD: tl.constexpr, CAP: tl.constexpr, APART: tl.constexpr, D: tl.constexpr, UNIT: tl.constexpr, PRECISION: tl.constexpr):  # fmt: skip
     """Takes a block of keys and values into the running sums."""
     at = tl.cast(start, tl.int64) * UNIT
-    keys = _tile(k + at * k_step, n, k_step, d, columns - start, D, UNIT, not MASKED)
-    s = tl.dot(q, tl.trans(keys), input_precision=PRECISION)
+    keys, keys2 = _tiles(k + at * k_step, n, k_step, d, e, columns - start, D, UNIT, not MASKED)
+    s = _scores(q, q2, keys, keys2, e, PRECISION)
     j = start + n[None, :]
     s, _ = _score(s, i[:, None], j, rows, columns, mask, mask_steps, scale, cap, back, ahead, MASKED, BACK, AHEAD, CAP, APART)
     most = tl.max(s, 1) if APART else tl.max(s, 1) * factor
@@ -153,24 +183,26 @@ def _absorb(acc, total, top, q, k, v, start, i, n, d, rows, columns, k_step, v_s
     base = tl.where(most == float("-inf"), 0.0, most) if MASKED else most  # a row that has seen nothing yet
     p = _power(s, base[:, None], factor, APART, q.dtype)
     shrink = exact_exp(top - base, q.dtype) if APART else tl.exp2(top - base)
-    values = _tile(v + at * v_step, n, v_step, d, columns - start, D, UNIT, not MASKED)
+    values, values2 = _tiles(v + at * v_step, n, v_step, d, e, columns - start, D, UNIT, not MASKED)
     acc = acc * shrink[:, None]
-    acc = tl.dot(p.to(values.dtype), values, acc, input_precision=PRECISION)
-    return acc, total * shrink + tl.sum(p, 1), most
+    if e is not None:
+        acc2 = acc2 * shrink[:, None]
+    acc, acc2 = _add(acc, acc2, p, values, values2, e, PRECISION)
+    return acc, acc2, total * shrink + tl.sum(p, 1), most
 
 
-@triton.jit
-def _fwd(o, lse, q, k, v, mask, cu_q, cu_k, o_steps, q_steps, k_steps, v_steps, mask_steps, rows, columns, heads, group, batch, section, scale, factor, cap, left, right, LEFT: tl.constexpr, RIGHT: tl.constexpr, BOTTOM: tl.constexpr, CAP: tl.constexpr, APART: tl.constexpr, D: tl.constexpr, BD: tl.constexpr, UNIT: tl.constexpr, SEQS: tl.constexpr, PRECISION: tl.constexpr, TAIL: tl.constexpr, BM: tl.constexpr, BN: tl.constexpr):  # fmt: skip
-    tile, turn = _turn(_tiles(rows, batch, cu_q, BM), batch * heads if cu_q is None else heads, section, RIGHT and cu_q is None)
+@triton.jit(do_not_specialize=LOOSE)
+def _fwd(o, lse, q, k, v, mask, cu_q, cu_k, o_steps, q_steps, k_steps, v_steps, mask_steps, rows, columns, heads, group, batch, section, scale, factor, cap, left, right, LEFT: tl.constexpr, RIGHT: tl.constexpr, BOTTOM: tl.constexpr, CAP: tl.constexpr, APART: tl.constexpr, D: tl.constexpr, BD: tl.constexpr, BE: tl.constexpr, UNIT: tl.constexpr, SEQS: tl.constexpr, PRECISION: tl.constexpr, TAIL: tl.constexpr, BM: tl.constexpr, BN: tl.constexpr):  # fmt: skip
+    tile, turn = _turn(_count(rows, batch, cu_q, BM), batch * heads if cu_q is None else heads, section, RIGHT and cu_q is None)
     b, h = turn // heads, turn % heads
     lse += turn.to(tl.int64) * rows
     begin, begins = 0, 0
     if cu_q is not None:
         tile, begin, rows, begins, columns = _sequence(tile, cu_q, cu_k, rows, columns, batch, BM, SEQS)
     m0 = tile * BM
-    m, n, d = tl.arange(0, BM), tl.arange(0, BN), tl.arange(0, BD)
+    m, n, d, e = tl.arange(0, BM), tl.arange(0, BN), tl.arange(0, BD), tl.arange(0, BE) if BE else None
     i = m0 + m
-    q = _tile(_head(q, q_steps, b, h, begin + m0, UNIT), m, q_steps[2], d, rows - m0, D, UNIT, False)
+    q, q2 = _tiles(_head(q, q_steps, b, h, begin + m0, UNIT), m, q_steps[2], d, e, rows - m0, D, UNIT, False)
     k = _head(k, k_steps, b, h // group, begins, UNIT)
     v = _head(v, v_steps, b, h // group, begins, UNIT)
     if mask is not None:
@@ -178,37 +210,39 @@ def _fwd(o, lse, q, k, v, mask, cu_q, cu_k, o_steps, q_steps, k_steps, v_steps, 
     shift = columns - rows if BOTTOM else 0
     back, ahead = left - shift, right + shift
     low, full, edge, high = _span(m0, tl.minimum(m0 + BM, rows) - 1, columns, back, ahead, LEFT, RIGHT, BN, mask is not None)
-    acc = tl.zeros((BM, BD), tl.float32)
+    acc, acc2 = _zeros(BM, BD, BE)
     total = tl.zeros((BM,), tl.float32)
     top = tl.full((BM,), float("-inf"), tl.float32)
     if LEFT:
         for start in range(low, tl.minimum(full, high), BN):
-            acc, total, top = _absorb(acc, total, top, q, k, v, start, i, n, d, rows, columns, k_steps[2], v_steps[2], mask, mask_steps, scale, factor, cap, back, ahead, True, LEFT, RIGHT, CAP, APART, D, UNIT, PRECISION)  # fmt: skip
+            acc, acc2, total, top = _absorb(acc, acc2, total, top, q, q2, k, v, start, i, n, d, e, rows, columns, k_steps[2], v_steps[2], mask, mask_steps, scale, factor, cap, back, ahead, True, LEFT, RIGHT, CAP, APART, D, UNIT, PRECISION)  # fmt: skip
     if mask is None:
         for start in range(full, edge, BN):
-            acc, total, top = _absorb(acc, total, top, q, k, v, start, i, n, d, rows, columns, k_steps[2], v_steps[2], mask, mask_steps, scale, factor, cap, back, ahead, False, LEFT, RIGHT, CAP, APART, D, UNIT, PRECISION)  # fmt: skip
+            acc, acc2, total, top = _absorb(acc, acc2, total, top, q, q2, k, v, start, i, n, d, e, rows, columns, k_steps[2], v_steps[2], mask, mask_steps, scale, factor, cap, back, ahead, False, LEFT, RIGHT, CAP, APART, D, UNIT, PRECISION)  # fmt: skip
     if TAIL:
         for start in range(tl.maximum(full, edge), high, BN):
-            acc, total, top = _absorb(acc, total, top, q, k, v, start, i, n, d, rows, columns, k_steps[2], v_steps[2], mask, mask_steps, scale, factor, cap, back, ahead, True, LEFT, RIGHT, CAP, APART, D, UNIT, PRECISION)  # fmt: skip
-    acc = acc * (1.0 / tl.where(total == 0, 1.0, total))[:, None]
-    _save(_head(o, o_steps, b, h, begin + m0, UNIT), acc, m, o_steps[2], d, rows - m0, D, UNIT)
+            acc, acc2, total, top = _absorb(acc, acc2, total, top, q, q2, k, v, start, i, n, d, e, rows, columns, k_steps[2], v_steps[2], mask, mask_steps, scale, factor, cap, back, ahead, True, LEFT, RIGHT, CAP, APART, D, UNIT, PRECISION)  # fmt: skip
     total = tl.where(total == 0, 1.0, total)
+    share = (1.0 / total)[:, None]
+    _save(_head(o, o_steps, b, h, begin + m0, UNIT), acc * share, acc2 * share, m, o_steps[2], d, e, rows - m0, D, UNIT)
     top = top + log(total) if APART else (top + tl.log2(total)) * 0.6931471805599453
     tl.store(lse + begin + i, top, mask=i < rows)
 
 
-@triton.jit
-def _delta(delta, power, o, do, dlse, lse, o_steps, do_steps, rows, heads, APART: tl.constexpr, D: tl.constexpr, BD: tl.constexpr, UNIT: tl.constexpr, BM: tl.constexpr):  # fmt: skip
+@triton.jit(do_not_specialize=LOOSE)
+def _delta(delta, power, o, do, dlse, lse, o_steps, do_steps, rows, heads, APART: tl.constexpr, D: tl.constexpr, BD: tl.constexpr, BE: tl.constexpr, UNIT: tl.constexpr, BM: tl.constexpr):  # fmt: skip
     """delta = rowsum(o do) - dlse, and lse in base 2 or, with APART, as it is; infinite for a row that sees nothing, so that its
     probabilities are 0."""
     turn = tl.program_id(0) % heads[0]
     m0 = tl.program_id(0) // heads[0] * BM
     b, h = turn // heads[1], turn % heads[1]
-    m, d = tl.arange(0, BM), tl.arange(0, BD)
+    m, d, e = tl.arange(0, BM), tl.arange(0, BD), tl.arange(0, BE) if BE else None
     inside = m < rows - m0
-    one = _tile(_head(o, o_steps, b, h, m0, UNIT), m, o_steps[2], d, rows - m0, D, UNIT, False)
-    other = _tile(_head(do, do_steps, b, h, m0, UNIT), m, do_steps[2], d, rows - m0, D, UNIT, False)
+    one, one2 = _tiles(_head(o, o_steps, b, h, m0, UNIT), m, o_steps[2], d, e, rows - m0, D, UNIT, False)
+    other, other2 = _tiles(_head(do, do_steps, b, h, m0, UNIT), m, do_steps[2], d, e, rows - m0, D, UNIT, False)
     sums = tl.sum(one.to(tl.float32) * other.to(tl.float32), 1)
+    if e is not None:
+        sums += tl.sum(one2.to(tl.float32) * other2.to(tl.float32), 1)
     at = turn.to(tl.int64) * rows + m0 + m
     if dlse is not None:
         sums -= tl.load(dlse + at, mask=inside, other=0.0)
@@ -220,86 +254,97 @@ def _delta(delta, power, o, do, dlse, lse, o_steps, do_steps, rows, heads, APART
 
 
 @triton.jit
-def _add_keys(dk, dv, k, v, q, do, power, delta, start, m, j, d, rows, columns, q_step, do_step, mask, mask_steps, scale, factor, cap, back, ahead, MASKED: tl.constexpr, BACK: tl.constexpr, AHEAD: tl.constexpr, CAP: tl.constexpr, APART: tl.constexpr, D: tl.constexpr, UNIT: tl.constexpr, PRECISION: tl.constexpr):  # fmt: skip
-    """Adds to dK and dV what a block of queries says; scores stand on their side, keys down and queries across."""
-    at = tl.cast(start, tl.int64) * UNIT
-    queries = _tile(q + at * q_step, m, q_step, d, rows - start, D, UNIT, not MASKED)
+def _add_keys(dk, dk2, dv, dv2, k, k2, v, v2, q, do, power, delta, t, first, blocks, whole, m, j, d, e, rows, columns, q_steps, do_steps, mask, mask_steps, scale, factor, cap, back, ahead, MASKED: tl.constexpr, BACK: tl.constexpr, AHEAD: tl.constexpr, CAP: tl.constexpr, APART: tl.constexpr, D: tl.constexpr, UNIT: tl.constexpr, PRECISION: tl.constexpr):  # fmt: skip
+    """Adds to dK and dV what block t of queries says, of `blocks` for each head of the group from row `first` on; scores stand on their
+    side, keys down and queries across."""
+    g = tl.cast(t // blocks, tl.int64)
+    start = first + t % blocks * m.shape[0]
     i = start + m
+    queries, queries2 = _tiles(_head(q, q_steps, 0, g, start, UNIT), m, q_steps[2], d, e, rows - start, D, UNIT, not MASKED)
+    power += g * whole + start
+    delta += g * whole + start
     if MASKED:
-        top = tl.load(power + i, mask=i < rows, other=float("inf"))
-        deltas = tl.load(delta + i, mask=i < rows, other=0.0)
+        top = tl.load(power + m, mask=i < rows, other=float("inf"))
+        deltas = tl.load(delta + m, mask=i < rows, other=0.0)
     else:
-        top = tl.load(power + i)
-        deltas = tl.load(delta + i)
-    s = tl.dot(k, tl.trans(queries), input_precision=PRECISION)
+        top = tl.load(power + m)
+        deltas = tl.load(delta + m)
+    if mask is not None:
+        mask += g * mask_steps[1]
+    s = _scores(k, k2, queries, queries2, e, PRECISION)
     s, slope = _score(s, i[None, :], j[:, None], rows, columns, mask, mask_steps, scale, cap, back, ahead, MASKED, BACK, AHEAD, CAP, APART)
     p = _power(s, top[None, :], factor, APART, k.dtype)
-    slopes = _tile(do + at * do_step, m, do_step, d, rows - start, D, UNIT, not MASKED)
-    dv = tl.dot(p.to(slopes.dtype), slopes, dv, input_precision=PRECISION)
-    ds = p * (tl.dot(v, tl.trans(slopes), input_precision=PRECISION) - deltas[None, :])
+    slopes, slopes2 = _tiles(_head(do, do_steps, 0, g, start, UNIT), m, do_steps[2], d, e, rows - start, D, UNIT, not MASKED)
+    dv, dv2 = _add(dv, dv2, p, slopes, slopes2, e, PRECISION)
+    ds = p * (_scores(v, v2, slopes, slopes2, e, PRECISION) - deltas[None, :])
     if CAP:
         ds = ds * slope
-    dk = tl.dot(ds.to(queries.dtype), queries, dk, input_precision=PRECISION)
-    return dk, dv
+    dk, dk2 = _add(dk, dk2, ds, queries, queries2, e, PRECISION)
+    return dk, dk2, dv, dv2
 
 
-@triton.jit
-def _bwd(dk, dv, q, k, v, do, power, delta, mask, cu_q, cu_k, dk_steps, dv_steps, q_steps, k_steps, v_steps, do_steps, mask_steps, rows, columns, heads, group, batch, section, scale, factor, cap, left, right, LEFT: tl.constexpr, RIGHT: tl.constexpr, BOTTOM: tl.constexpr, CAP: tl.constexpr, APART: tl.constexpr, D: tl.constexpr, BD: tl.constexpr, UNIT: tl.constexpr, SEQS: tl.constexpr, PRECISION: tl.constexpr, TAIL: tl.constexpr, BM: tl.constexpr, BN: tl.constexpr):  # fmt: skip
+@triton.jit(do_not_specialize=LOOSE)
+def _bwd(dk, dv, q, k, v, do, power, delta, mask, cu_q, cu_k, dk_steps, dv_steps, q_steps, k_steps, v_steps, do_steps, mask_steps, rows, columns, heads, group, batch, section, scale, factor, cap, left, right, LEFT: tl.constexpr, RIGHT: tl.constexpr, BOTTOM: tl.constexpr, CAP: tl.constexpr, APART: tl.constexpr, D: tl.constexpr, BD: tl.constexpr, BE: tl.constexpr, UNIT: tl.constexpr, SEQS: tl.constexpr, PRECISION: tl.constexpr, TAIL: tl.constexpr, BM: tl.constexpr, BN: tl.constexpr):  # fmt: skip
     """dK and dV: a program per tile of keys and values, over all queries of its group's heads that see it."""
-    tile, turn = _turn(_tiles(columns, batch, cu_k, BN), batch * heads if cu_q is None else heads, section, False)
+    tile, turn = _turn(_count(columns, batch, cu_k, BN), batch * heads if cu_q is None else heads, section, False)
     b, h = turn // heads, turn % heads
     whole = rows
     begin, begins = 0, 0
     if cu_q is not None:
         tile, begins, columns, begin, rows = _sequence(tile, cu_k, cu_q, columns, rows, batch, BN, SEQS)
     n0 = tile * BN
-    m, n, d = tl.arange(0, BM), tl.arange(0, BN), tl.arange(0, BD)
+    m, n, d, e = tl.arange(0, BM), tl.arange(0, BN), tl.arange(0, BD), tl.arange(0, BE) if BE else None
     j = n0 + n
-    keys = _tile(_head(k, k_steps, b, h, begins + n0, UNIT), n, k_steps[2], d, columns - n0, D, UNIT, False)
-    values = _tile(_head(v, v_steps, b, h, begins + n0, UNIT), n, v_steps[2], d, columns - n0, D, UNIT, False)
+    keys, keys2 = _tiles(_head(k, k_steps, b, h, begins + n0, UNIT), n, k_steps[2], d, e, columns - n0, D, UNIT, False)
+    values, values2 = _tiles(_head(v, v_steps, b, h, begins + n0, UNIT), n, v_steps[2], d, e, columns - n0, D, UNIT, False)
     shift = columns - rows if BOTTOM else 0
     back, ahead = left - shift, right + shift
     low, full, edge, high = _span(n0, tl.minimum(n0 + BN, columns) - 1, rows, ahead, back, RIGHT, LEFT, BM, mask is not None)
-    dks = tl.zeros((BN, BD), tl.float32)
-    dvs = tl.zeros((BN, BD), tl.float32)
-    for g in range(group):
-        head = h * group + g
-        queries = _head(q, q_steps, b, head, begin, UNIT)
-        slopes = _head(do, do_steps, b, head, begin, UNIT)
-        at = (b * heads * group + head).to(tl.int64) * whole + begin
-        here = mask if mask is None else mask + b.to(tl.int64) * mask_steps[0] + head.to(tl.int64) * mask_steps[1]
-        if RIGHT:
-            for start in range(low, tl.minimum(full, high), BM):
-                dks, dvs = _add_keys(dks, dvs, keys, values, queries, slopes, power + at, delta + at, start, m, j, d, rows, columns, q_steps[2], do_steps[2], here, mask_steps, scale, factor, cap, back, ahead, True, LEFT, RIGHT, CAP, APART, D, UNIT, PRECISION)  # fmt: skip
-        if mask is None:
-            for start in range(full, edge, BM):
-                dks, dvs = _add_keys(dks, dvs, keys, values, queries, slopes, power + at, delta + at, start, m, j, d, rows, columns, q_steps[2], do_steps[2], here, mask_steps, scale, factor, cap, back, ahead, False, LEFT, RIGHT, CAP, APART, D, UNIT, PRECISION)  # fmt: skip
-        if TAIL:
-            for start in range(tl.maximum(full, edge), high, BM):
-                dks, dvs = _add_keys(dks, dvs, keys, values, queries, slopes, power + at, delta + at, start, m, j, d, rows, columns, q_steps[2], do_steps[2], here, mask_steps, scale, factor, cap, back, ahead, True, LEFT, RIGHT, CAP, APART, D, UNIT, PRECISION)  # fmt: skip
-    _save(_head(dk, dk_steps, b, h, begins + n0, UNIT), dks * scale, n, dk_steps[2], d, columns - n0, D, UNIT)
-    _save(_head(dv, dv_steps, b, h, begins + n0, UNIT), dvs, n, dv_steps[2], d, columns - n0, D, UNIT)
+    q = _head(q, q_steps, b, h * group, begin, UNIT)
+    do = _head(do, do_steps, b, h * group, begin, UNIT)
+    at = (b * heads + h).to(tl.int64) * group * whole + begin
+    power += at
+    delta += at
+    if mask is not None:
+        mask += b.to(tl.int64) * mask_steps[0] + (h * group).to(tl.int64) * mask_steps[1]
+    dks, dks2 = _zeros(BN, BD, BE)
+    dvs, dvs2 = _zeros(BN, BD, BE)
+    if RIGHT:
+        blocks = tl.cdiv(tl.maximum(tl.minimum(full, high) - low, 0), BM)
+        for t in range(group * blocks):
+            dks, dks2, dvs, dvs2 = _add_keys(dks, dks2, dvs, dvs2, keys, keys2, values, values2, q, do, power, delta, t, low, blocks, whole, m, j, d, e, rows, columns, q_steps, do_steps, mask, mask_steps, scale, factor, cap, back, ahead, True, LEFT, RIGHT, CAP, APART, D, UNIT, PRECISION)  # fmt: skip
+    if mask is None:
+        blocks = tl.maximum(edge - full, 0) // BM
+        for t in range(group * blocks):
+            dks, dks2, dvs, dvs2 = _add_keys(dks, dks2, dvs, dvs2, keys, keys2, values, values2, q, do, power, delta, t, full, blocks, whole, m, j, d, e, rows, columns, q_steps, do_steps, mask, mask_steps, scale, factor, cap, back, ahead, False, LEFT, RIGHT, CAP, APART, D, UNIT, PRECISION)  # fmt: skip
+    if TAIL:
+        last = tl.maximum(full, edge)
+        blocks = tl.cdiv(tl.maximum(high - last, 0), BM)
+        for t in range(group * blocks):
+            dks, dks2, dvs, dvs2 = _add_keys(dks, dks2, dvs, dvs2, keys, keys2, values, values2, q, do, power, delta, t, last, blocks, whole, m, j, d, e, rows, columns, q_steps, do_steps, mask, mask_steps, scale, factor, cap, back, ahead, True, LEFT, RIGHT, CAP, APART, D, UNIT, PRECISION)  # fmt: skip
+    _save(_head(dk, dk_steps, b, h, begins + n0, UNIT), dks * scale, dks2 * scale, n, dk_steps[2], d, e, columns - n0, D, UNIT)
+    _save(_head(dv, dv_steps, b, h, begins + n0, UNIT), dvs, dvs2, n, dv_steps[2], d, e, columns - n0, D, UNIT)
 
 
 @triton.jit
-def _add_queries(dq, q, do, top, deltas, k, v, start, i, n, d, rows, columns, k_step, v_step, mask, mask_steps, scale, factor, cap, back, ahead, MASKED: tl.constexpr, BACK: tl.constexpr, AHEAD: tl.constexpr, CAP: tl.constexpr, APART: tl.constexpr, D: tl.constexpr, UNIT: tl.constexpr, PRECISION: tl.constexpr):  # fmt: skip
+def _add_queries(dq, dq2, q, q2, do, do2, top, deltas, k, v, start, i, n, d, e, rows, columns, k_step, v_step, mask, mask_steps, scale, factor, cap, back, ahead, MASKED: tl.constexpr, BACK: tl.constexpr, AHEAD: tl.constexpr, CAP: tl.constexpr, APART: tl.constexpr, D: tl.constexpr, UNIT: tl.constexpr, PRECISION: tl.constexpr):  # fmt: skip
     """Adds to dQ what a block of keys says."""
     at = tl.cast(start, tl.int64) * UNIT
-    keys = _tile(k + at * k_step, n, k_step, d, columns - start, D, UNIT, not MASKED)
-    values = _tile(v + at * v_step, n, v_step, d, columns - start, D, UNIT, not MASKED)
-    s = tl.dot(q, tl.trans(keys), input_precision=PRECISION)
+    keys, keys2 = _tiles(k + at * k_step, n, k_step, d, e, columns - start, D, UNIT, not MASKED)
+    values, values2 = _tiles(v + at * v_step, n, v_step, d, e, columns - start, D, UNIT, not MASKED)
+    s = _scores(q, q2, keys, keys2, e, PRECISION)
     j = start + n[None, :]
     s, slope = _score(s, i[:, None], j, rows, columns, mask, mask_steps, scale, cap, back, ahead, MASKED, BACK, AHEAD, CAP, APART)
     p = _power(s, top[:, None], factor, APART, q.dtype)
-    ds = p * (tl.dot(do, tl.trans(values), input_precision=PRECISION) - deltas[:, None])
+    ds = p * (_scores(do, do2, values, values2, e, PRECISION) - deltas[:, None])
     if CAP:
         ds = ds * slope
-    return tl.dot(ds.to(keys.dtype), keys, dq, input_precision=PRECISION)
+    return _add(dq, dq2, ds, keys, keys2, e, PRECISION)
 
 
-@triton.jit
-def _bwd_dq(dq, q, k, v, do, power, delta, mask, cu_q, cu_k, dq_steps, q_steps, k_steps, v_steps, do_steps, mask_steps, rows, columns, heads, group, batch, section, scale, factor, cap, left, right, LEFT: tl.constexpr, RIGHT: tl.constexpr, BOTTOM: tl.constexpr, CAP: tl.constexpr, APART: tl.constexpr, D: tl.constexpr, BD: tl.constexpr, UNIT: tl.constexpr, SEQS: tl.constexpr, PRECISION: tl.constexpr, TAIL: tl.constexpr, BM: tl.constexpr, BN: tl.constexpr):  # fmt: skip
-    tile, turn = _turn(_tiles(rows, batch, cu_q, BM), batch * heads if cu_q is None else heads, section, RIGHT and cu_q is None)
+@triton.jit(do_not_specialize=LOOSE)
+def _bwd_dq(dq, q, k, v, do, power, delta, mask, cu_q, cu_k, dq_steps, q_steps, k_steps, v_steps, do_steps, mask_steps, rows, columns, heads, group, batch, section, scale, factor, cap, left, right, LEFT: tl.constexpr, RIGHT: tl.constexpr, BOTTOM: tl.constexpr, CAP: tl.constexpr, APART: tl.constexpr, D: tl.constexpr, BD: tl.constexpr, BE: tl.constexpr, UNIT: tl.constexpr, SEQS: tl.constexpr, PRECISION: tl.constexpr, TAIL: tl.constexpr, BM: tl.constexpr, BN: tl.constexpr):  # fmt: skip
+    tile, turn = _turn(_count(rows, batch, cu_q, BM), batch * heads if cu_q is None else heads, section, RIGHT and cu_q is None)
     b, h = turn // heads, turn % heads
     power += turn.to(tl.int64) * rows
     delta += turn.to(tl.int64) * rows
@@ -307,10 +352,10 @@ def _bwd_dq(dq, q, k, v, do, power, delta, mask, cu_q, cu_k, dq_steps, q_steps, 
     if cu_q is not None:
         tile, begin, rows, begins, columns = _sequence(tile, cu_q, cu_k, rows, columns, batch, BM, SEQS)
     m0 = tile * BM
-    m, n, d = tl.arange(0, BM), tl.arange(0, BN), tl.arange(0, BD)
+    m, n, d, e = tl.arange(0, BM), tl.arange(0, BN), tl.arange(0, BD), tl.arange(0, BE) if BE else None
     i = m0 + m
-    q = _tile(_head(q, q_steps, b, h, begin + m0, UNIT), m, q_steps[2], d, rows - m0, D, UNIT, False)
-    do = _tile(_head(do, do_steps, b, h, begin + m0, UNIT), m, do_steps[2], d, rows - m0, D, UNIT, False)
+    q, q2 = _tiles(_head(q, q_steps, b, h, begin + m0, UNIT), m, q_steps[2], d, e, rows - m0, D, UNIT, False)
+    do, do2 = _tiles(_head(do, do_steps, b, h, begin + m0, UNIT), m, do_steps[2], d, e, rows - m0, D, UNIT, False)
     top = tl.load(power + begin + i, mask=i < rows, other=float("inf"))
     deltas = tl.load(delta + begin + i, mask=i < rows, other=0.0)
     k = _head(k, k_steps, b, h // group, begins, UNIT)
@@ -320,17 +365,17 @@ def _bwd_dq(dq, q, k, v, do, power, delta, mask, cu_q, cu_k, dq_steps, q_steps, 
     shift = columns - rows if BOTTOM else 0
     back, ahead = left - shift, right + shift
     low, full, edge, high = _span(m0, tl.minimum(m0 + BM, rows) - 1, columns, back, ahead, LEFT, RIGHT, BN, mask is not None)
-    acc = tl.zeros((BM, BD), tl.float32)
+    acc, acc2 = _zeros(BM, BD, BE)
     if LEFT:
         for start in range(low, tl.minimum(full, high), BN):
-            acc = _add_queries(acc, q, do, top, deltas, k, v, start, i, n, d, rows, columns, k_steps[2], v_steps[2], mask, mask_steps, scale, factor, cap, back, ahead, True, LEFT, RIGHT, CAP, APART, D, UNIT, PRECISION)  # fmt: skip
+            acc, acc2 = _add_queries(acc, acc2, q, q2, do, do2, top, deltas, k, v, start, i, n, d, e, rows, columns, k_steps[2], v_steps[2], mask, mask_steps, scale, factor, cap, back, ahead, True, LEFT, RIGHT, CAP, APART, D, UNIT, PRECISION)  # fmt: skip
     if mask is None:
         for start in range(full, edge, BN):
-            acc = _add_queries(acc, q, do, top, deltas, k, v, start, i, n, d, rows, columns, k_steps[2], v_steps[2], mask, mask_steps, scale, factor, cap, back, ahead, False, LEFT, RIGHT, CAP, APART, D, UNIT, PRECISION)  # fmt: skip
+            acc, acc2 = _add_queries(acc, acc2, q, q2, do, do2, top, deltas, k, v, start, i, n, d, e, rows, columns, k_steps[2], v_steps[2], mask, mask_steps, scale, factor, cap, back, ahead, False, LEFT, RIGHT, CAP, APART, D, UNIT, PRECISION)  # fmt: skip
     if TAIL:
         for start in range(tl.maximum(full, edge), high, BN):
-            acc = _add_queries(acc, q, do, top, deltas, k, v, start, i, n, d, rows, columns, k_steps[2], v_steps[2], mask, mask_steps, scale, factor, cap, back, ahead, True, LEFT, RIGHT, CAP, APART, D, UNIT, PRECISION)  # fmt: skip
-    _save(_head(dq, dq_steps, b, h, begin + m0, UNIT), acc * scale, m, dq_steps[2], d, rows - m0, D, UNIT)
+            acc, acc2 = _add_queries(acc, acc2, q, q2, do, do2, top, deltas, k, v, start, i, n, d, e, rows, columns, k_steps[2], v_steps[2], mask, mask_steps, scale, factor, cap, back, ahead, True, LEFT, RIGHT, CAP, APART, D, UNIT, PRECISION)  # fmt: skip
+    _save(_head(dq, dq_steps, b, h, begin + m0, UNIT), acc * scale, acc2 * scale, m, dq_steps[2], d, e, rows - m0, D, UNIT)
 
 
 def _steps(x: torch.Tensor) -> tuple[int, ...]:
@@ -343,8 +388,15 @@ def _unit(tensors: tuple[torch.Tensor, ...]) -> int:
     return 1 if any([step % 8 for t in tensors for step in _steps(t)[:3]]) else 8
 
 
+def _parts(D: int) -> tuple[int, int]:
+    """Powers of two of dimensions, as tiles have them, that hold D: one, or two where these are fewer (80 = 64 + 16)."""
+    whole = max(16, 1 << (D - 1).bit_length())
+    rest = max(16, 1 << (D - whole // 2 - 1).bit_length())
+    return (whole // 2, rest) if 16 <= whole // 2 and whole // 2 + rest < whole else (whole, 0)
+
+
 def _rule(gpu: device.Device, kernel: str, dtype: torch.dtype, precision: str, width: int) -> tuning.Config:
-    """Tiles of a kernel for heads of `width` dimensions, a power of two: rows of queries BM, of keys BN."""
+    """Tiles of a kernel for heads of `width` dimensions: rows of queries BM, of keys BN."""
     found = _half(gpu, kernel, width) if dtype != torch.float32 else _single(gpu, kernel, width, precision)
     return dict(zip(("BM", "BN", "num_warps", "num_stages"), found))
 
@@ -388,15 +440,15 @@ def _start(kernel: Any, name: str, given: tuple[Any, ...], tensors: tuple[torch.
     turns = k.shape[1] if keys else heads
     across, along = (columns, rows) if keys else (rows, columns)
     shared = 2 * along * D * q.element_size() * (group if keys else 1)  # bytes that the tiles of a head all read
-    gpu, width, unit = device.of(q), max(16, triton.next_power_of_2(D)), _unit(tensors)
+    gpu, unit, (width, rest) = device.of(q), _unit(tensors), _parts(D)
     section = max(1, min(batch * turns, gpu.l2 // 2 // max(shared, 1) * (1 if keys else group)))
     apart = _apart(q, mask, scale, softcap)
     packed = cu is not None
     sequences = cu.numel() - 1 if cu is not None else batch
 
     def config() -> dict[str, Any]:
-        key = f"{dtype_name(q)}{'' if q.dtype != torch.float32 else ' ' + precision} {width}{' causal' if right < UNBOUNDED else ''}"
-        chosen = tuning.config(gpu, "attention", name, key, partial(_rule, gpu, name, q.dtype, precision, width), _space)
+        key = f"{dtype_name(q)}{'' if q.dtype != torch.float32 else ' ' + precision} {width + rest}{' causal' if right < UNBOUNDED else ''}"
+        chosen = tuning.config(gpu, "attention", name, key, partial(_rule, gpu, name, q.dtype, precision, width + rest), _space)
         ragged = packed or along % chosen["BM" if keys else "BN"] != 0
         return chosen | {"TAIL": tail or mask is not None or ragged}
 
@@ -409,7 +461,14 @@ def _start(kernel: Any, name: str, given: tuple[Any, ...], tensors: tuple[torch.
     hidden = None if mask is None else _steps(mask)
     numbers = rows, columns, turns, group, sequences, section, scale, scale * LOG2E, softcap, left, right
     flags = {"LEFT": left < UNBOUNDED, "RIGHT": right < UNBOUNDED, "BOTTOM": bottom, "CAP": softcap > 0, "APART": apart}
-    flags |= {"D": D, "BD": width, "UNIT": unit, "SEQS": triton.next_power_of_2(sequences + 1) if packed else 0, "PRECISION": precision}
+    flags |= {
+        "D": D,
+        "BD": width,
+        "BE": rest,
+        "UNIT": unit,
+        "SEQS": triton.next_power_of_2(sequences + 1) if packed else 0,
+        "PRECISION": precision,
+    }
     launch(kernel, grid, *given, *steps, hidden, *numbers, config=config, key=(name, rows, columns), **flags)
 
 
@@ -445,10 +504,10 @@ def bwd(
 ) -> None:  # fmt: skip
     """Fills dq, dk and dv; see `attention_bwd` in _attention.py. It is deterministic, asked or not."""
     (batch, heads, rows, D), delta, power = q.shape, torch.empty_like(lse), torch.empty_like(lse)
-    unit, width = _unit((o, do)), max(16, triton.next_power_of_2(D))
+    unit, (width, rest) = _unit((o, do)), _parts(D)
     steps = [tuple(s // unit for s in _steps(t)[:3]) for t in (o, do)]
     size = max(16, 4096 // width)
-    facts = {"APART": _apart(q, mask, scale, softcap), "D": D, "BD": width, "UNIT": unit, "BM": size, "num_warps": 4}
+    facts = {"APART": _apart(q, mask, scale, softcap), "D": D, "BD": width, "BE": rest, "UNIT": unit, "BM": size, "num_warps": 4}
     launch(_delta, (triton.cdiv(rows, size) * batch * heads,), delta, power, o, do, dlse, lse, *steps, rows, (batch * heads, heads), **facts)  # fmt: skip
     mask, options = _masked(mask, q, k), (scale, softcap, left, right, bottom, precision)
     cu_k = cu_q if cu_k is None else cu_k
