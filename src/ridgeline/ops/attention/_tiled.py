@@ -14,7 +14,7 @@ import torch
 from ridgeline.boundary import Function, first_order
 from ridgeline.ops.attention._attention import seen
 
-TILE = 128  # queries and keys
+TILE = 128  # queries and keys at least; at most 16 tiles, each of which is a dozen of PyTorch's kernels
 
 
 class _Tiled(Function):
@@ -27,7 +27,7 @@ class _Tiled(Function):
         for i in _tiles(q):
             top = torch.full_like(lse[..., i], -torch.inf)
             total, acc = torch.zeros_like(top), torch.zeros_like(o[..., i, :], dtype=top.dtype)
-            for j in _tiles(k):
+            for j in [j for j in _tiles(k) if _meet(i, j, band)]:
                 s, _ = _scores(q, k, i, j, *rest)
                 new = torch.maximum(top, s.amax(-1))
                 base = new.masked_fill(new == -torch.inf, 0)
@@ -48,7 +48,7 @@ class _Tiled(Function):
         dq, dk, dv = [torch.zeros_like(t, dtype=lse.dtype) for t in (q, k, v)]
         for j in _tiles(k):
             keys, values = k[:, :, None, j].to(lse.dtype), v[:, :, None, j].to(lse.dtype)
-            for i in _tiles(q):
+            for i in [i for i in _tiles(q) if _meet(i, j, ctx.facts[0])]:
                 s, slope = _scores(q, k, i, j, *mask, *ctx.facts)
                 queries, slopes = q[..., i, :].to(lse.dtype), do[..., i, :].to(lse.dtype)
                 p = (s - lse[..., i, None].masked_fill(lse[..., i, None] == -torch.inf, torch.inf)).exp()
@@ -60,7 +60,14 @@ class _Tiled(Function):
 
 
 def _tiles(x: torch.Tensor) -> list[slice]:
-    return [slice(start, min(start + TILE, x.shape[-2])) for start in range(0, x.shape[-2], TILE)]
+    length = x.shape[-2]
+    size = max(TILE, -(-length // 16))
+    return [slice(start, min(start + size, length)) for start in range(0, length, size)]
+
+
+def _meet(i: slice, j: slice, band: tuple[int, int] | None) -> bool:
+    """Whether some query of a tile sees some key of another: a causal loop stops at the diagonal."""
+    return band is None or (j.stop > i.start + band[0] and j.start < i.stop + band[1])
 
 
 def _scores(
