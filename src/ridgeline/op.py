@@ -50,7 +50,8 @@ class Spec:
 
 @dataclass(frozen=True)
 class Case:
-    """One call of an op. `use` says what for: "check" (small, awkward), "bench" (recorded on a GPU), "quick" (timed on a laptop).
+    """One call of an op. `use` says what for: "check" (small, awkward), "bench" (recorded on a GPU), "quick" (timed on a laptop),
+    "grid" (timed when asked for: many sizes, for a picture of how time and memory grow).
 
     args, kwargs: the public arguments; a `Spec`, or a list of them, stands for random tensors."""
 

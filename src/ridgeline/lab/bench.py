@@ -297,6 +297,7 @@ def record(
     device: str,
     *,
     quick: bool = False,
+    grid: bool = False,
     peers: bool = False,
     budget: float | None = None,
     impl: str | None = None,
@@ -308,6 +309,7 @@ def record(
 ) -> Run:
     """One run: the machine, its roof, and every chosen case of the ops checked and timed; each row is written as it comes.
 
+    grid: the cases of a grid, such as the sequences and head sizes of attention, for the rungs that `impl` names or all.
     budget: seconds of timing per case, dtype and direction. report: told what runs now, and how many of how many cases are done.
     box: seconds after which torch.compile, which takes many of them for every case, is left out, with a row that says so.
     """
@@ -318,7 +320,7 @@ def record(
     if budget is not None and not 0 < budget < 86400:
         raise RidgelineError(f"--budget is in seconds, above 0 and under a day, and is {budget}")
     gpu, start = device.startswith("cuda"), time.monotonic()
-    uses = ("bench",) if gpu and not quick else ("quick",)
+    uses = ("grid",) if grid else ("bench",) if gpu and not quick else ("quick",)
     budget = budget or (0.4 if quick else 1.0 if gpu else 0.8)
     tasks = chosen_work(ops, uses, case, dtype)
     for op in ops:
@@ -347,13 +349,14 @@ def arguments(parser: argparse.ArgumentParser) -> None:
     choice(parser)
     parser.add_argument("--peers", action="store_true", help="also time installed peers (lab/peers)")
     parser.add_argument("--quick", action="store_true", help="small cases and short timing")
+    parser.add_argument("--grid", action="store_true", help="the cases of an op's grid, where it has one")
     parser.add_argument("--record", action="store_true", help="keep the run under results/, not in the cache")
     parser.add_argument("--budget", type=float, metavar="SECONDS", help="seconds of timing per case, dtype and direction")
 
 
 def main(options: argparse.Namespace) -> int:
     device = default_device(options.device)
-    chosen = {name: getattr(options, name) for name in ("quick", "peers", "budget", "impl", "case", "dtype", "record")}
+    chosen = {name: getattr(options, name) for name in ("quick", "grid", "peers", "budget", "impl", "case", "dtype", "record")}
     with progress() as report:
         run = record(chosen_ops(options.ops), device, **chosen, report=report)
     if options.json:

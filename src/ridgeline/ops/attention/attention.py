@@ -144,7 +144,8 @@ def _case(batch: int, heads: int, length: int, D: int, use: str = "bench", kv: i
     name = f"{batch}x{heads}{f'/{kv}' if kv else ''}x{length}x{D}{' causal' if given.get('causal') else ''}"
     name += f" window {given['window'][0]}" if "window" in given else ""
     keys = Spec(batch, kv or heads, length, D)
-    return Case(name, (Spec(batch, heads, length, D), keys, keys), given, dtypes=("bfloat16",) if use == "bench" else ("float32",), use=use)
+    dtypes = {"bench": ("bfloat16",), "quick": ("float32",), "grid": ("bfloat16", "float32")}[use]
+    return Case(name, (Spec(batch, heads, length, D), keys, keys), given, dtypes=dtypes, use=use)
 
 
 def _small(name: str, q: tuple[int, ...], k: tuple[int, ...], **given: Any) -> Case:
@@ -171,6 +172,8 @@ ATTENTION = OPS[False] = Op(
         _case(1, 8, 512, 64, "quick", causal=True),
         *(_case(b, h, s, d, causal=True) if c else _case(b, h, s, d) for b, h, s, d, c in GRID),
         *(_case(b, h, s, d) for b, h, s, d in OFF),
+        *(_case(8, 1, s, d, "grid") for d in (16, 32, 64, 128) for s in (256, 1024, 4096, 8192, 16384)),
+        *(_case(1, 1, 1 << s, d, "grid", causal=True) for d in (16, 32, 64, 128) for s in range(7, 17)),
         _case(4, 32, 4096, 128, kv=8, causal=True),
         _case(1, 16, 16384, 128, causal=True, window=(1024, 0)),
     ],
