@@ -45,25 +45,24 @@ def _turn(tiles, heads, section, REVERSED: tl.constexpr):
 
 
 @triton.jit
-def _sequence(tile, cu, other_cu, tokens, others, batch, SIZE: tl.constexpr, SEQS: tl.constexpr):
+def _sequence(tile, cu, other_cu, tokens, others, batch, SIZE: tl.constexpr):
     """Of packed sequences: which tile of its sequence the tile is, where the sequence begins and how long it is; and the same of the
-    other side's. Tokens after the last sequence are one more, that sees nothing. Whatever cu holds, nothing out of bounds is named."""
-    n = tl.arange(0, SEQS)
-    begin = tl.load(cu + n, mask=n <= batch, other=tokens)
-    end = tl.load(cu + n + 1, mask=n < batch, other=tokens)
-    begin = tl.minimum(tl.maximum(begin, 0), tokens)
-    end = tl.minimum(tl.maximum(end, begin), tokens)
-    tiles = (end - begin + SIZE - 1) // SIZE
-    upto = tl.cumsum(tiles, 0)
-    mine = tl.sum((upto <= tile).to(tl.int32), 0)
-    here = n == mine
-    start = tl.sum(tl.where(here, begin, 0), 0)
-    length = tl.sum(tl.where(here, end - begin, 0), 0)
-    tile -= tl.sum(tl.where(here, upto - tiles, 0), 0)
+    other side's. A sequence's tiles are numbered from cu // SIZE + its number on, which is room enough, so that it is found by halving.
+    Tokens after the last sequence are one more, that sees nothing. Whatever cu holds, nothing out of bounds is named."""
+    mine, high = 0, batch
+    while mine < high:
+        middle = (mine + high + 1) // 2
+        beyond = tl.load(cu + middle) // SIZE + middle > tile
+        mine = tl.where(beyond, mine, middle)
+        high = tl.where(beyond, middle - 1, high)
+    begin = tl.load(cu + mine)
+    tile = tl.maximum(tile - begin // SIZE - mine, 0)
     known = mine < batch
+    begin = tl.minimum(tl.maximum(begin, 0), tokens)
+    end = tl.minimum(tl.maximum(tl.load(cu + mine + 1, mask=known, other=tokens), begin), tokens)
     begins = tl.minimum(tl.maximum(tl.load(other_cu + mine, mask=known, other=0), 0), others)
     ends = tl.minimum(tl.maximum(tl.load(other_cu + mine + 1, mask=known, other=0), begins), others)
-    return tile, start, length, begins, ends - begins
+    return tile, begin, end - begin, begins, ends - begins
 
 
 @triton.jit
@@ -192,13 +191,13 @@ def _absorb(acc, acc2, total, top, q, q2, k, v, start, i, n, d, e, rows, columns
 
 
 @triton.jit(do_not_specialize=LOOSE)
-def _fwd(o, lse, q, k, v, mask, cu_q, cu_k, o_steps, q_steps, k_steps, v_steps, mask_steps, rows, columns, heads, group, batch, section, scale, factor, cap, left, right, LEFT: tl.constexpr, RIGHT: tl.constexpr, BOTTOM: tl.constexpr, CAP: tl.constexpr, APART: tl.constexpr, D: tl.constexpr, BD: tl.constexpr, BE: tl.constexpr, UNIT: tl.constexpr, SEQS: tl.constexpr, PRECISION: tl.constexpr, TAIL: tl.constexpr, BM: tl.constexpr, BN: tl.constexpr):  # fmt: skip
+def _fwd(o, lse, q, k, v, mask, cu_q, cu_k, o_steps, q_steps, k_steps, v_steps, mask_steps, rows, columns, heads, group, batch, section, scale, factor, cap, left, right, LEFT: tl.constexpr, RIGHT: tl.constexpr, BOTTOM: tl.constexpr, CAP: tl.constexpr, APART: tl.constexpr, D: tl.constexpr, BD: tl.constexpr, BE: tl.constexpr, UNIT: tl.constexpr, PRECISION: tl.constexpr, TAIL: tl.constexpr, BM: tl.constexpr, BN: tl.constexpr):  # fmt: skip
     tile, turn = _turn(_count(rows, batch, cu_q, BM), batch * heads if cu_q is None else heads, section, RIGHT and cu_q is None)
     b, h = turn // heads, turn % heads
     lse += turn.to(tl.int64) * rows
     begin, begins = 0, 0
     if cu_q is not None:
-        tile, begin, rows, begins, columns = _sequence(tile, cu_q, cu_k, rows, columns, batch, BM, SEQS)
+        tile, begin, rows, begins, columns = _sequence(tile, cu_q, cu_k, rows, columns, batch, BM)
     m0 = tile * BM
     m, n, d, e = tl.arange(0, BM), tl.arange(0, BN), tl.arange(0, BD), tl.arange(0, BE) if BE else None
     i = m0 + m
@@ -284,14 +283,14 @@ def _add_keys(dk, dk2, dv, dv2, k, k2, v, v2, q, do, power, delta, t, first, blo
 
 
 @triton.jit(do_not_specialize=LOOSE)
-def _bwd(dk, dv, q, k, v, do, power, delta, mask, cu_q, cu_k, dk_steps, dv_steps, q_steps, k_steps, v_steps, do_steps, mask_steps, rows, columns, heads, group, batch, section, scale, factor, cap, left, right, LEFT: tl.constexpr, RIGHT: tl.constexpr, BOTTOM: tl.constexpr, CAP: tl.constexpr, APART: tl.constexpr, D: tl.constexpr, BD: tl.constexpr, BE: tl.constexpr, UNIT: tl.constexpr, SEQS: tl.constexpr, PRECISION: tl.constexpr, TAIL: tl.constexpr, BM: tl.constexpr, BN: tl.constexpr):  # fmt: skip
+def _bwd(dk, dv, q, k, v, do, power, delta, mask, cu_q, cu_k, dk_steps, dv_steps, q_steps, k_steps, v_steps, do_steps, mask_steps, rows, columns, heads, group, batch, section, scale, factor, cap, left, right, LEFT: tl.constexpr, RIGHT: tl.constexpr, BOTTOM: tl.constexpr, CAP: tl.constexpr, APART: tl.constexpr, D: tl.constexpr, BD: tl.constexpr, BE: tl.constexpr, UNIT: tl.constexpr, PRECISION: tl.constexpr, TAIL: tl.constexpr, BM: tl.constexpr, BN: tl.constexpr):  # fmt: skip
     """dK and dV: a program per tile of keys and values, over all queries of its group's heads that see it."""
     tile, turn = _turn(_count(columns, batch, cu_k, BN), batch * heads if cu_q is None else heads, section, False)
     b, h = turn // heads, turn % heads
     whole = rows
     begin, begins = 0, 0
     if cu_q is not None:
-        tile, begins, columns, begin, rows = _sequence(tile, cu_k, cu_q, columns, rows, batch, BN, SEQS)
+        tile, begins, columns, begin, rows = _sequence(tile, cu_k, cu_q, columns, rows, batch, BN)
     n0 = tile * BN
     m, n, d, e = tl.arange(0, BM), tl.arange(0, BN), tl.arange(0, BD), tl.arange(0, BE) if BE else None
     j = n0 + n
@@ -343,14 +342,14 @@ def _add_queries(dq, dq2, q, q2, do, do2, top, deltas, k, v, start, i, n, d, e, 
 
 
 @triton.jit(do_not_specialize=LOOSE)
-def _bwd_dq(dq, q, k, v, do, power, delta, mask, cu_q, cu_k, dq_steps, q_steps, k_steps, v_steps, do_steps, mask_steps, rows, columns, heads, group, batch, section, scale, factor, cap, left, right, LEFT: tl.constexpr, RIGHT: tl.constexpr, BOTTOM: tl.constexpr, CAP: tl.constexpr, APART: tl.constexpr, D: tl.constexpr, BD: tl.constexpr, BE: tl.constexpr, UNIT: tl.constexpr, SEQS: tl.constexpr, PRECISION: tl.constexpr, TAIL: tl.constexpr, BM: tl.constexpr, BN: tl.constexpr):  # fmt: skip
+def _bwd_dq(dq, q, k, v, do, power, delta, mask, cu_q, cu_k, dq_steps, q_steps, k_steps, v_steps, do_steps, mask_steps, rows, columns, heads, group, batch, section, scale, factor, cap, left, right, LEFT: tl.constexpr, RIGHT: tl.constexpr, BOTTOM: tl.constexpr, CAP: tl.constexpr, APART: tl.constexpr, D: tl.constexpr, BD: tl.constexpr, BE: tl.constexpr, UNIT: tl.constexpr, PRECISION: tl.constexpr, TAIL: tl.constexpr, BM: tl.constexpr, BN: tl.constexpr):  # fmt: skip
     tile, turn = _turn(_count(rows, batch, cu_q, BM), batch * heads if cu_q is None else heads, section, RIGHT and cu_q is None)
     b, h = turn // heads, turn % heads
     power += turn.to(tl.int64) * rows
     delta += turn.to(tl.int64) * rows
     begin, begins = 0, 0
     if cu_q is not None:
-        tile, begin, rows, begins, columns = _sequence(tile, cu_q, cu_k, rows, columns, batch, BM, SEQS)
+        tile, begin, rows, begins, columns = _sequence(tile, cu_q, cu_k, rows, columns, batch, BM)
     m0 = tile * BM
     m, n, d, e = tl.arange(0, BM), tl.arange(0, BN), tl.arange(0, BD), tl.arange(0, BE) if BE else None
     i = m0 + m
@@ -466,7 +465,6 @@ def _start(kernel: Any, name: str, given: tuple[Any, ...], tensors: tuple[torch.
         "BD": width,
         "BE": rest,
         "UNIT": unit,
-        "SEQS": triton.next_power_of_2(sequences + 1) if packed else 0,
         "PRECISION": precision,
     }
     launch(kernel, grid, *given, *steps, hidden, *numbers, config=config, key=(name, rows, columns), **flags)
