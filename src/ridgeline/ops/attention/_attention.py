@@ -96,6 +96,24 @@ def fault(
     return None if deterministic in (None, True, False) else f"deterministic must be None, True or False, and is {deterministic!r}"
 
 
+def usual(kernels: set[torch.dtype], dims: int, q: Any, k: Any, v: Any, causal: Any, deterministic: Any) -> Options | None:
+    """The options of a call that has no others than these, if kernels serve it and there is nothing to look at more closely: the quick
+    way to say so."""
+    if not (type(q) is type(k) is type(v) is torch.Tensor and q.is_cuda and q.layout is k.layout is v.layout is torch.strided):
+        return None
+    device, shape, other = q.get_device(), q.shape, k.shape
+    if len(shape) != dims or q.dtype not in kernels or k.get_device() != device or v.get_device() != device or other != v.shape:
+        return None
+    D, first = shape[-1], shape[0] == other[0] or dims == 3
+    if not first or len(other) != dims or other[-1] != D or D & 7 or not 16 <= D <= 256 or not other[1] or shape[1] % other[1]:
+        return None
+    if not (q.dtype is k.dtype is v.dtype and q.stride(-1) == k.stride(-1) == v.stride(-1) == 1):
+        return None
+    if type(causal) is not bool or deterministic not in (None, True, False) or torch.is_autocast_enabled("cuda"):
+        return None
+    return Options(D**-0.5, 0.0, UNBOUNDED, 0 if causal else UNBOUNDED, False)
+
+
 def in_autocast(*tensors: torch.Tensor) -> tuple[torch.Tensor, ...]:
     """The tensors as torch's own attention takes them: under autocast in its dtype."""
     kind = "cuda" if tensors[0].is_cuda else "cpu"

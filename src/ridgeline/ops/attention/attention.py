@@ -29,6 +29,7 @@ from ridgeline.ops.attention._attention import (
     pairs,
     refusal,
     rounds_scores,
+    usual,
 )
 from ridgeline.ops.attention._tiled import tiled
 from ridgeline.select import eager
@@ -114,6 +115,11 @@ def attention(
     float32 products follow `torch.get_float32_matmul_precision()`. Under autocast q, k and v are cast to its dtype, as for torch's own.
     Raises RidgelineError on shapes, strides, dtypes, devices or options other than these, or an `impl` that cannot run the call.
     """
+    if mask is None and scale is None and window is None and softcap is None and impl is None:
+        chosen = usual(ATTENTION.kernel_dtypes, 4, q, k, v, causal, deterministic)
+        if chosen is not None:
+            o, lse = by_kernels(q, k, v, None, None, None, chosen, (0, 0), deterministic, None)
+            return (o, lse) if return_lse else o
     check("attention", 4, q, k, v, causal, scale, window, softcap, deterministic)
     if mask is not None:
         dense_only("attention", (mask,))
