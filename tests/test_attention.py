@@ -53,7 +53,8 @@ def near(found: list[torch.Tensor], expected: list[torch.Tensor], tolerance: flo
 
 
 def lawful(name: str, args: list[Any], given: dict[str, Any], impls: list[str]) -> None:
-    """Twice what the law allows, or the noise of float32: in a few rows and columns how far the standard is off is luck."""
+    """Twice what the law allows, or near to the oracle: in few rows and columns how far the standard is off is luck, and where a query
+    sees one key its gradient is zero."""
     law = Law(get(name), args, given)
     for impl in impls:
         implementation = get(name).implementations[impl]
@@ -64,9 +65,11 @@ def lawful(name: str, args: list[Any], given: dict[str, Any], impls: list[str]) 
         assert not any(t.isnan().any() for t in (*outputs, *grads))
         verdict = law.judge(outputs, grads)
         if verdict.worst() > 2:
-            assert args[0].dtype == torch.float32, (impl, verdict.reason())
             oracle = law._oracle(args)
-            near([*outputs, *grads], [*oracle[0], *oracle[1]])
+            try:
+                near([*outputs, *grads], [*oracle[0], *oracle[1]], max(2e-5, 4 * torch.finfo(args[0].dtype).eps))
+            except AssertionError as error:
+                raise AssertionError(f"{impl}: {verdict.reason()}") from error
 
 
 @st.composite
