@@ -505,7 +505,8 @@ def bwd(
     unit, (width, rest) = _unit((o, do)), _parts(D)
     steps = [tuple(s // unit for s in _steps(t)[:3]) for t in (o, do)]
     size = max(16, 4096 // width)
-    facts: dict[str, Any] = {"APART": _apart(q, mask, scale, softcap), "D": D, "BD": width, "BE": rest, "UNIT": unit, "BM": size, "num_warps": 4}
+    facts: dict[str, Any] = {"APART": _apart(q, mask, scale, softcap), "UNIT": unit, "BM": size, "num_warps": 4}
+    facts |= {"D": D, "BD": width, "BE": rest}
     launch(_delta, (triton.cdiv(rows, size) * batch * heads,), delta, power, o, do, dlse, lse, *steps, rows, (batch * heads, heads), **facts)  # fmt: skip
     mask, options = _masked(mask, q, k), (scale, softcap, left, right, bottom, precision)
     cu_k = cu_q if cu_k is None else cu_k
