@@ -344,7 +344,8 @@ def _attend(ME: gl.constexpr, out, lse, qs, ks, vs, plan, TURNS: gl.constexpr):
 
 
 @gluon.jit(do_not_specialize=["turns", "heads", "group", "section", "tiles", "rows", "columns", "shift", "left", "right"])
-def _fwd(lse, queries, keys, values, out, turns, heads, group, section, tiles, rows, columns, shift, left, right, factor, GROUPS: gl.constexpr, STAGES: gl.constexpr, LEFT: gl.constexpr, RIGHT: gl.constexpr, PAIRS: gl.constexpr, BN: gl.constexpr):  # fmt: skip
+def _fwd(lse, queries, keys, values, out, turns, heads, group, section, tiles, rows, columns, shift, left, right, factor, GROUPS: gl.constexpr, STAGES: gl.constexpr, LEFT: gl.constexpr, RIGHT: gl.constexpr, PAIRS: gl.constexpr, BN: gl.constexpr, D: gl.constexpr, HALF: gl.constexpr):  # fmt: skip
+    # D and HALF are the sources' too, which `launch` does not look into.
     plan = Plan(turns, heads, group, section, tiles, rows, columns, shift, left, right, factor, GROUPS * ROWS, BN, LEFT, RIGHT, PAIRS)
     qs = _ring(queries, 2 * GROUPS, 1)
     ks = _ring(keys, STAGES, GROUPS)
@@ -411,9 +412,10 @@ def fwd(
     pairs = ahead and not back and columns <= 8192  # of longer ones all heads' tiles at once divide better
     turns, tiles = batch * heads, triton.cdiv(rows, 64 * groups)
     shared = 4 * columns * D * k.shape[1] // heads  # bytes of keys and values for each head of queries
-    section = max(1, min(turns, (24 << 20) // shared)) if pairs or back else turns if ahead else 1
+    section = max(1, min(turns, (24 << 20) // max(1, shared))) if pairs or back else turns if ahead else 1
     count = turns * (triton.cdiv(tiles, 2) if pairs else tiles)
     facts = {"GROUPS": groups, "STAGES": 3 if D <= 64 else 2, "LEFT": back, "RIGHT": ahead, "PAIRS": pairs, "BN": 128}
+    facts |= {"D": triton.next_power_of_2(D), "HALF": q.dtype == torch.float16}
     options = {"num_warps": 4, "maxnreg": 128 if groups == 3 else 168}
     numbers = turns, heads, heads // k.shape[1], section, tiles, rows, columns, columns - rows if bottom else 0, left, right
     sources = [lambda _, t=t, n=n: _source(t, n) for t, n in ((q, 64), (k, 128), (v, 128), (o, 64))]

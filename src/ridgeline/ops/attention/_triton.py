@@ -411,10 +411,10 @@ def _half(gpu: device.Device, kernel: str, width: int) -> tuple[int, int, int, i
             return (64, 32, 4, 2) if width > 128 else (128, 64, 8, 2) if width > 64 else (128, 64, 4, 3)
         return (32, 32, 4, 1) if width > 128 else (64, 64, 8, 2) if width > 64 else (64, 64, 4, 2)
     if kernel == "fwd":
-        return (128, 64, 8, 2) if width > 128 else (128, 128, 8, 2) if width > 64 else (128, 64, 4, 3)
+        return (128, 64, 8, 2) if width > 128 else (128, 128, 8, 3) if width > 64 else (128, 64, 8, 3)
     if kernel == "bwd":
-        return (32, 64, 8, 2) if width > 128 else (64, 128, 8, 2)
-    return (64, 32, 8, 2) if width > 128 else (128, 64, 8, 2)
+        return (32, 64, 8, 2) if width > 128 else (32, 64, 4, 3) if width > 64 else (64, 64, 4, 3)
+    return (64, 32, 8, 2) if width > 128 else (64, 64, 4, 2) if width > 64 else (64, 64, 4, 3)
 
 
 def _single(gpu: device.Device, kernel: str, width: int, precision: str) -> tuple[int, int, int, int]:
