@@ -35,7 +35,7 @@ def chosen(op: Op) -> Case:
 
 
 CALLS = [(op, chosen(op), {}, 0) for op in OPS.values() if not op.mutates]
-CALLS += [(OPS[name], OPS[name].case(WIDE), {}, 0) for name in ("softmax", "add_layer_norm")]  # other ops on rows allocate as these do
+CALLS += [(OPS[name], OPS[name].case(WIDE), {}, 0) for name in ("softmax", "layer_norm")]  # other ops on rows allocate as these do
 CALLS += [  # options that change what is kept; the last number: tensors of x's size beyond the line at the top
     (OPS["rms_norm"], OPS["rms_norm"].case(NARROW), {"memory_efficient": True}, 0),
     (OPS["cross_entropy"], chosen(OPS["cross_entropy"]), {"reduction": "none"}, 0),
