@@ -96,18 +96,12 @@ OWN = {  # of torch itself, where the rung `torch` rounds what torch returns to 
     "add_rms_norm": lambda x, residual, w: (F.rms_norm(x + residual, w.shape, w, 1e-6), x + residual),
     "group_norm": F.group_norm,
 }
-DIFFERS = {("weighted_sum", "bfloat16", "bfloat16"): "it returns the promoted dtype of its inputs; torch's sum returns float32"}
 DTYPES = [("bfloat16", "float32"), ("bfloat16", "bfloat16"), ("float32", "float32")]
 
 
 @pytest.mark.gpu
-@pytest.mark.parametrize(
-    ("name", "dtype", "parameters"),
-    [
-        pytest.param(*c, marks=[pytest.mark.xfail(reason=DIFFERS[c], strict=True)] if c in DIFFERS else [])
-        for c in [(name, *d) for name in OPS for d in DTYPES]
-    ],
-)
+@pytest.mark.parametrize(("dtype", "parameters"), DTYPES)
+@pytest.mark.parametrize("name", OPS)
 def test_under_autocast(name: str, dtype: str, parameters: str) -> None:
     """The dtypes of what torch gives there (of the formula, where torch has no such op), of gradients too; and about its values.
 
