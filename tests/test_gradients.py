@@ -6,6 +6,7 @@ from typing import Any
 
 import pytest
 import torch
+import torch.nn.functional as F
 from torch.autograd import forward_ad
 
 from ridgeline import bias_mask_scale_add, dropout, matmul, rope
@@ -86,6 +87,39 @@ def test_matmul_under_autocast(impl: str | None, dtypes: tuple[torch.dtype, ...]
     if dtypes[0] != dtypes[1]:
         with pytest.raises(RidgelineError, match="must agree"):
             matmul(a, w, impl=impl)
+
+
+OWN = {  # of torch itself, where the rung `torch` rounds what torch returns to the input's dtype
+    "layer_norm": lambda x, w, b: F.layer_norm(x, w.shape, w, b),
+    "rms_norm": lambda x, w: F.rms_norm(x.float(), w.shape, w.float(), 1e-6),  # torch 2.11 has it not on autocast's list, as later ones do
+    "add_layer_norm": lambda x, residual, w, b: (F.layer_norm(x + residual, w.shape, w, b), x + residual),
+    "add_rms_norm": lambda x, residual, w: (F.rms_norm((x + residual).float(), w.shape, w.float(), 1e-6), x + residual),
+    "group_norm": F.group_norm,
+}
+DTYPES = [("bfloat16", "float32"), ("bfloat16", "bfloat16"), ("float32", "float32")]
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize(("dtype", "parameters"), DTYPES)
+@pytest.mark.parametrize("name", OPS)
+def test_under_autocast(name: str, dtype: str, parameters: str) -> None:
+    """The dtypes of what torch gives there (of the formula, where torch has no such op), of gradients too; and about its values.
+
+    parameters: the dtype of weights and biases."""
+    op = OPS[name]
+    args, kwargs = FIRST[name].make(dtype, "cuda")
+    for n, a in enumerate(args):
+        if isinstance(a, torch.Tensor) and a.dim() == 1 and a.is_floating_point() and a.numel() < args[0].numel():
+            args[n] = a.detach().to(getattr(torch, parameters)).requires_grad_(a.requires_grad)
+    plain = op.implementations.get("torch") or op.implementations["naive"]
+    with torch.autocast("cuda", dtype=torch.bfloat16):
+        ours, theirs = (as_tuple(call(*args, **kwargs)) for call in (op.function, OWN.get(name, plain.call)))
+    assert [o.dtype for o in ours] == [o.dtype for o in theirs]
+    incoming = [torch.randn_like(o) for o in ours]
+    grads = [torch.autograd.grad(outputs, leaves(args), incoming) for outputs in (ours, theirs)]
+    for one, other in zip([*ours, *grads[0]], [*theirs, *grads[1]], strict=True):
+        assert one.dtype == other.dtype
+        assert (one.double() - other.double()).norm() <= 2**-5 * other.double().norm()
 
 
 def _called(op: Op, impl: str, device: str) -> tuple[Callable[..., Any], torch.Tensor]:

@@ -129,14 +129,18 @@ def cluster_rule(size: int, backward: bool, shifted: bool) -> tuning.Config:
     """How the cluster kernels take rows of `size` bytes, all inputs together: blocks per row (CLUSTER), threads per block,
     blocks per multiprocessor, rows that a block reads ahead (STAGES), rows per cluster (ROWS).
 
-    Other blocks, not rows ahead, fill the time in which a block waits. shifted: rows begin anywhere, which takes registers."""
+    Other blocks, not rows ahead, fill the time in which a block waits; but rows that begin anywhere (shifted) are taken by those that
+    begin alike, several to a cluster, backward."""
     cluster = min(16, power(ceil(size, 32768 if backward else 16384 if size <= 65536 else 65536)))
-    part, most, each, resident = ceil(size, cluster), 512, 128, 2048
+    part, most, each, resident, rows = ceil(size, cluster), 512, 128, 2048, 1
     if backward:  # both inputs stay in registers: 80 a thread, or 64 for half as much
         most, each, resident = (1024, 64, 1024) if cluster > 1 or shifted else (256, 128, 768)
     threads = min(most, max(128, power(ceil(part, each))))
     blocks = max(1 if backward else 2, min(resident // threads, 221184 // (part + 1024)))
-    return {"CLUSTER": cluster, "THREADS": threads, "BLOCKS": blocks, "STAGES": 1, "ROWS": 1}
+    if backward and shifted:
+        rows = 8
+    stages = 1 if rows == 1 else max(1, min(3, 221184 // (blocks * part)))
+    return {"CLUSTER": cluster, "THREADS": threads, "BLOCKS": blocks, "STAGES": stages, "ROWS": rows}
 
 
 def cluster_space(size: int, backward: bool, where: device.Device) -> list[tuning.Config]:

@@ -234,6 +234,8 @@ def weighted_sum(x: torch.Tensor, weight: torch.Tensor, *, impl: str | None = No
     if plain is not None and plain.call is not None:
         return plain.call(x, weight)
     dtype = x.dtype if x.dtype == weight.dtype else torch.promote_types(x.dtype, weight.dtype)
+    if x.is_cuda and dtype in (torch.float16, torch.bfloat16) and torch.is_autocast_enabled("cuda"):
+        dtype = torch.float32  # as torch's sum returns there
     if torch.is_grad_enabled() and (x.requires_grad or weight.requires_grad):
         return differentiate(_WeightedSum, x, weight, dtype, impl)
     return _forward(x, weight, dtype, impl)

@@ -1,0 +1,107 @@
+"""Peak memory of forward plus backward: what is returned, the gradients, two statistics a row, partial sums of weights' gradients.
+
+Counted is what tensors asked for: what they are given is rounded up, by up to a mebibyte each.
+"""
+
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+
+from ridgeline import device
+from ridgeline.lab.law import as_tuple, leaves
+from ridgeline.op import Case, Op, nbytes, registry, tensors_of
+
+pytestmark = pytest.mark.gpu
+
+OPS = registry()
+SLACK = 64 << 10  # numbers such as a loss, a seed, counts of rows
+NARROW, WIDE = "16384x4096", "1024x262144"
+
+
+def bench(op: Op) -> list[Case]:
+    return [case for case in op.cases if case.use == "bench"]
+
+
+def dtype(case: Case) -> str:
+    return "bfloat16" if "bfloat16" in case.dtypes else case.dtypes[-1]
+
+
+def chosen(op: Op) -> Case:
+    """Rows that are many times as long together as the partial sums of their columns; else the op's largest case."""
+    named = [case for case in bench(op) if case.name == NARROW]
+    return named[0] if named else max(bench(op), key=lambda case: nbytes(*tensors_of(case.make(dtype(case), "meta")[0])))
+
+
+CALLS = [(op, chosen(op), {}, 0) for op in OPS.values() if not op.mutates]
+CALLS += [(OPS[name], OPS[name].case(WIDE), {}, 0) for name in ("softmax", "layer_norm")]  # other ops on rows allocate as these do
+CALLS += [  # options that change what is kept; the last number: tensors of x's size beyond the line at the top
+    (OPS["rms_norm"], OPS["rms_norm"].case(NARROW), {"memory_efficient": True}, 0),
+    (OPS["cross_entropy"], chosen(OPS["cross_entropy"]), {"reduction": "none"}, 0),
+    (OPS["masked_softmax"], chosen(OPS["masked_softmax"]), {"dropout_p": 0.1, "seed": 1}, 1),  # probabilities, which dropout hides
+]
+
+
+def requested(which: str) -> int:
+    return torch.cuda.memory_stats()[f"requested_bytes.all.{which}"]
+
+
+def allowed(op: Op, args: list[Any], outputs: tuple[torch.Tensor, ...]) -> int:
+    """dropout draws its mask again in backward, and so is allowed none. A row of group_norm is a group."""
+    x, wanted = args[0], leaves(args)
+    rows = x.shape[0] * args[1] if op.name == "group_norm" else x.numel() // x.shape[-1]
+    statistics = 2 * 4 * rows if op.family in ("rowwise", "loss") else 0
+    weights = sum(t.numel() for t in wanted if t.dim() == 1 and t.numel() < x.numel())
+    return nbytes(*outputs, *wanted) + statistics + 4 * weights * device.here().multiprocessors + SLACK
+
+
+def peak(op: Op, call: Callable[..., Any], case: Case, options: dict[str, Any]) -> tuple[int, int]:
+    """Bytes at most beyond what was there before, of a call and its backward while the results live; and what they may be."""
+    args, kwargs = case.make(dtype(case), "cuda")
+    wanted, incoming, found, limit = leaves(args), [], [], 0
+    for _ in range(4):  # cuBLAS keeps what it takes in the first; a launcher runs, then is recorded, then replayed
+        for t in wanted:
+            t.grad = None
+        torch.cuda.reset_peak_memory_stats()
+        before = requested("current")
+        outputs = as_tuple(call(*args, **kwargs, **options))
+        incoming = incoming or [torch.randn_like(o) for o in outputs]
+        torch.autograd.backward(outputs, incoming)
+        found.append(requested("peak") - before)
+        limit = allowed(op, args, outputs)
+        del outputs
+    return max(found[1:]), limit
+
+
+@pytest.mark.parametrize(
+    ("op", "case", "options", "more"), [pytest.param(*c, id=" ".join([c[0].name, c[1].name, dtype(c[1]), *c[2]])) for c in CALLS]
+)
+def test_forward_and_backward(op: Op, case: Case, options: dict[str, Any], more: int) -> None:
+    found, limit = peak(op, op.function, case, options)
+    limit += more * nbytes(case.make(dtype(case), "meta")[0][0])
+    assert found <= limit, f"{found / 2**20:.2f} MiB, and {limit / 2**20:.2f} are allowed"
+
+
+WASTEFUL = {
+    "softmax": OPS["softmax"].reference,
+    "rms_norm": lambda x, weight: OPS["rms_norm"].function(x.clone(), weight),  # one tensor too many
+}
+
+
+@pytest.mark.parametrize("name", WASTEFUL)
+def test_waste_is_seen(name: str) -> None:
+    found, limit = peak(OPS[name], WASTEFUL[name], OPS[name].case(NARROW), {})
+    assert found > limit
+
+
+@pytest.mark.parametrize(("op", "case"), [pytest.param(o, c, id=f"{o.name} {c.name}") for o in OPS.values() if o.mutates for c in bench(o)])
+def test_in_place(op: Op, case: Case) -> None:
+    """For a chunk of 8192 elements 4 bytes of a table and 4 of a partial sum, the first time too."""
+    args, kwargs = case.make(dtype(case), "cuda")
+    for _ in range(3):
+        torch.cuda.reset_peak_memory_stats()
+        before = requested("current")
+        op.function(*args, **kwargs)
+        found = requested("peak") - before
+        assert found <= SLACK + sum(t.numel() for t in tensors_of(args[:1])) // 1024, f"{found / 2**10:.1f} KiB"
