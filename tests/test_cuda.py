@@ -1,7 +1,6 @@
 """What `cuda.py` passes to kernels: the layout of their parameters, and tensor maps."""
 
 import struct
-from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -10,7 +9,7 @@ import torch
 
 from ridgeline import cuda
 from ridgeline.boundary import launch
-from ridgeline.cuda import CudaError, CudaKernel, tensor_map
+from ridgeline.cuda import CudaError, CudaKernel, TensorMap
 from ridgeline.op import RidgelineError
 
 TRANSPOSE = CudaKernel(Path(__file__).with_name("tensor_map.cu"), "transpose", "PMii")
@@ -18,10 +17,13 @@ TRANSPOSE = CudaKernel(Path(__file__).with_name("tensor_map.cu"), "transpose", "
 
 def test_parameters_lie_where_the_driver_says() -> None:
     assert cuda._layout("Pif", [(0, 8), (8, 4), (12, 4)]) == "0xP0xi0xf"
-    layout = cuda._layout("PMiiP", [(0, 8), (48, 128), (176, 4), (180, 4), (184, 8)])
+    layout = cuda._layout("PMiiP", [(0, 8), (64, 128), (192, 4), (196, 4), (200, 8)])
     assert layout is not None
     packed = struct.pack("@" + layout, 1, bytes(range(128)), 2, 3, 4)
-    assert packed == struct.pack("@P40x128siiP", 1, bytes(range(128)), 2, 3, 4)
+    assert packed == struct.pack("@P56x128siiP", 1, bytes(range(128)), 2, 3, 4)
+    triton = [(0, 8), (64, 128), (192, 4), (196, 4), (200, 4), (208, 8), (216, 8), (224, 8), (232, 1), (240, 8)]
+    assert cuda._layout(["P", "M3", "?", "8x"], triton) == "0xP56x168s0x?7x8x"  # three sizes and three strides follow the map
+    assert cuda._layout(["P", "M2", "?", "8x"], triton) is None
     assert cuda._layout("PP", [(0, 8), (8, 4)]) is None
     assert cuda._layout("PP", [(0, 8)]) is None
     assert cuda._layout("P", [(0, 8), (8, 8)]) is None
@@ -36,12 +38,20 @@ def test_parameters_lie_where_the_driver_says() -> None:
         (torch.randn(8, 8), (8, 8), 48, "swizzle 48"),
         (torch.randn(8, 8).t(), (8, 8), 0, "last dimension is contiguous"),
         (torch.randn(8, 7), (8, 8), 0, "multiples of 16 bytes"),
-        (torch.randn(65)[1:].view(8, 8), (8, 8), 0, "4 beyond one"),
+        (torch.randn(65)[1:].view(8, 8), (8, 8), 0, "this is 4 beyond"),
+        (torch.randn(0, 8), (8, 8), 0, r"sizes from 1 to 2\^31 - 1"),
     ],
 )
 def test_tensors_that_fit_no_map(tensor: Any, box: Any, swizzle: int, message: str) -> None:
     with pytest.raises(RidgelineError, match=message):
-        tensor_map(tensor, box, swizzle)
+        TensorMap(tensor, box, swizzle).view({})
+
+
+def test_maps_where_the_kernel_has_them() -> None:
+    x = torch.randn(16, 32)
+    for values in ([1, 2, 16, 32], [1, TensorMap(x, (16, 32)), 16], [TensorMap(x, (16, 32)), 2, 16, 32]):
+        with pytest.raises(TypeError, match="tensor_map.cu:transpose is declared with 'PMii'"):
+            TRANSPOSE.start({}, values, 0)
 
 
 @pytest.mark.compiles
@@ -57,15 +67,15 @@ def test_tensor_map(shape: tuple[int, int]) -> None:
     for _ in range(3):  # other tensors, other maps
         x = torch.randn(rows, columns + 4, device="cuda")[:, :columns]
         y = torch.full((columns, rows), float("nan"), device="cuda")
-        see = partial(tensor_map, x, (16, 32))
-        launch(TRANSPOSE, grid, y, lambda _, see=see: see(), rows, columns, ROWS=16, COLUMNS=32, block=128)
+        launch(TRANSPOSE, grid, y, TensorMap(x, ("ROWS", 32)), rows, columns, ROWS=16, COLUMNS=32, block=128)
         assert torch.equal(y, x.t())
 
 
 @pytest.mark.gpu
 def test_a_box_that_does_not_fit_is_an_error() -> None:
+    x = torch.randn(512, 512, device="cuda")
     with pytest.raises(CudaError, match="a tensor map of"):
-        tensor_map(torch.randn(512, 512, device="cuda"), (512, 32))
+        launch(TRANSPOSE, (1, 1), x, TensorMap(x, (512, 32)), 512, 512, ROWS=16, COLUMNS=32, block=128)
 
 
 @pytest.mark.gpu

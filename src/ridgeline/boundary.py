@@ -2,7 +2,7 @@
 
 A launcher is a function of tensors that allocates its outputs and calls `launch`. While PyTorch traces, `launch` does
 nothing, so a launcher is its own fake kernel. For that to hold, no allocation depends on a configuration, a pointer or a
-value on the device; grids, configurations and tensor descriptors are given to `launch` as functions.
+value on the device; grids and configurations are given to `launch` as functions, and tensor maps as what they are made of.
 
 What a launcher does depends on the kinds of its arguments alone, so a call like one before is not worked out anew: its
 allocations and starts are replayed from a `Plan`, in a third of the time (see `replay.py`).
@@ -12,21 +12,22 @@ from __future__ import annotations
 
 import ctypes
 import re
-import struct
 import threading
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
-from functools import wraps
+from functools import partial, wraps
+from numbers import Number
 from typing import Any
 
 import torch
 import triton
 from torch.autograd import forward_ad
+from triton.tools.tensor_descriptor import TensorDescriptor
 
 from ridgeline import device as devices
 from ridgeline import tuning
-from ridgeline.cuda import CudaKernel, Starter, _driver, parameters
+from ridgeline.cuda import SWIZZLES, Arranged, CudaKernel, Starter, TensorMap, View, _driver, _layout, parameters
 from ridgeline.op import RidgelineError, dense_only
 from ridgeline.replay import Loose, Plans, Start, recorder
 
@@ -193,8 +194,7 @@ def launch(
 
     kernel: a `triton.jit` or `gluon.jit` function whose constexpr parameters come last, or a `CudaKernel`.
     grid: a tuple, or a function from the constants to one. A grid with a zero in it starts nothing.
-    args: the runtime arguments in order; the first is a tensor or a tuple of tensors. A function is called with the constants
-        when the kernel really starts (tensor descriptors are made that way).
+    args: the runtime arguments in order; the first is a tensor or a tuple of tensors. For a tensor descriptor a `TensorMap`.
     constants: the constexpr parameters and compile options (num_warps, num_stages, ...) by name; for CUDA C++, macros.
     config: a function that gives the tile configuration, merged into `constants`. It is called when a kernel is first started
         for such arguments, constants and `key`; `key` holds whatever else it depends on.
@@ -218,14 +218,14 @@ def launch(
     if elsewhere or _observers:
         constants |= config() if config else {}
         grid = grid if isinstance(grid, tuple) else grid(constants)
-        args = _made(args, constants)
+        made = _made(kernel, args, constants)
         for observer in _observers:
-            observer(Launch(kernel, grid, args, constants, devices.of(first)))
+            observer(Launch(kernel, grid, made, constants, devices.of(first)))
         if devices._pretended is not None or 0 in grid:
             return
         if interpreted:
             options = ("num_warps", "num_stages", "maxnreg", "num_ctas")
-            kernel[grid](*args, **{k: v for k, v in constants.items() if k not in options})
+            kernel[grid](*made, **{k: v for k, v in constants.items() if k not in options})
             return
     if (config is None) != (key is None):
         raise TypeError(f"launch of {kernel}: config and key go together; the key holds what the configuration depends on")
@@ -241,16 +241,12 @@ def launch(
         constants |= config() if config else {}
         with _loading():
             if isinstance(kernel, CudaKernel):
-                start: Start | None = kernel.load(constants, index)
+                start: Start | None = kernel.start(constants, values, index)
                 slow = None
             else:
-                start, slow = _triton_start(kernel, _made(args, constants), constants, len(values), index)
+                start, slow = _triton_start(kernel, _made(kernel, args, constants), constants, len(values), index)
         started = _started[where] = start, slow, constants
     start, slow, constants = started
-    if None in values:
-        args = _made(args, constants)
-        values.clear()
-        _read(args, values, found)
     if type(grid) is not tuple:
         grid = grid(constants)
     if 0 in grid:
@@ -282,7 +278,8 @@ def _loading() -> Iterator[None]:
 
 def _read(args: tuple[Any, ...], values: list[Any], key: list[Any]) -> None:
     """Appends what the driver needs of each argument to `values`, and what Triton compiles into a kernel of it to `key`: a
-    tensor's dtype and whether it is aligned; whether an integer is 1, divides by 16, fits in 32 bits."""
+    tensor's dtype and whether it is aligned; a tensor map's box, dtype and swizzle; whether an integer is 1, divides by 16, fits in 32
+    bits."""
     for arg in args:
         kind = type(arg)
         if kind is torch.Tensor or kind is torch.nn.Parameter:
@@ -303,42 +300,76 @@ def _read(args: tuple[Any, ...], values: list[Any], key: list[Any]) -> None:
             key.append(None)
         elif isinstance(arg, torch.Tensor):
             _read((arg.as_subclass(torch.Tensor),), values, key)
-        else:  # a function that makes the argument, of what the key already says; or what it made
-            values.append(None if callable(arg) else arg)
+        elif kind is TensorMap:
+            values.append(arg)
+            key += arg.box, arg.tensor.dtype, arg.swizzle
+        elif isinstance(arg, Number):  # NumPy's, for one
+            values.append(arg)
             key.append(kind)
+        else:
+            raise TypeError(f"launch takes tensors, TensorMaps (for tensor descriptors), numbers, None and tuples of these; given: {kind}")
 
 
-def _made(args: tuple[Any, ...], constants: dict[str, Any]) -> tuple[Any, ...]:
-    return tuple([a(constants) if callable(a) else int(a) if type(a) is Loose else a for a in args])
+def _made(kernel: Any, args: tuple[Any, ...], constants: dict[str, Any]) -> tuple[Any, ...]:
+    """The arguments as Triton's compiler and interpreter take them."""
+    if isinstance(kernel, CudaKernel):
+        return args
+    return tuple([_descriptor(kernel, a, constants) if type(a) is TensorMap else int(a) if type(a) is Loose else a for a in args])
+
+
+def _descriptor(kernel: Any, seen: TensorMap, constants: dict[str, Any]) -> Any:
+    view = seen.view(constants)
+    facts = seen.tensor, list(view.shape), list(view.stride), list(view.box)
+    if not isinstance(kernel, triton.JITFunction) or not kernel.is_gluon():
+        return TensorDescriptor(*facts)
+    from triton.experimental import gluon
+
+    layout = gluon.language.NVMMASharedLayout(seen.swizzle, 8 * seen.tensor.element_size(), len(view.box))
+    return gluon.nvidia.hopper.TensorDescriptor(*facts, layout)
 
 
 _CODES = {"i1": "?", "u1": "?", "i32": "i", "u32": "I", "i64": "q", "u64": "Q", "fp32": "f"}
 
 
 def _triton_start(kernel: Any, args: tuple[Any, ...], constants: dict[str, Any], count: int, index: int) -> tuple[Start | None, Any]:
-    """Compiles the kernel for these arguments. Returns what starts it by the driver, where its parameters are pointers and
-    numbers laid out as we pack them; else None, and what starts it by Triton's own launcher, which takes 5 to 15 us more."""
+    """Compiles the kernel for these arguments. Returns what starts it by the driver, where its parameters are pointers, numbers and
+    tensor maps laid out as we pack them; else None, and what starts it by Triton's own launcher, which takes 5 to 15 us more.
+    A kernel with tensor maps, for which that takes 150 us more, is started by the driver or not at all."""
     compiled = kernel.warmup(*args, grid=(1,), **constants)
     run, function, metadata = compiled.run, compiled.function, compiled.metadata
     types = list(_leaves(compiled.src.signature.values()))[:count]
-    passed = [k for k, t in enumerate(types) if t != "constexpr"]  # a 1 or a None is compiled in
-    codes = [("P" if types[k][0] == "*" else _CODES.get(types[k])) for k in passed]
+    maps = _views(kernel, types, metadata)
+    passed = [n for n, t in enumerate(types) if t != "constexpr"]  # a 1 or a None is compiled in
+    codes = [f"M{len(maps[n].keywords['box'])}" if n in maps else "P" if types[n][0] == "*" else _CODES.get(types[n], "") for n in passed]
     plain = metadata.num_ctas == 1 and not (metadata.launch_cooperative_grid or metadata.global_scratch_size)
-    if plain and None not in codes and not torch.version.hip:
+    if plain and all(codes) and not torch.version.hip:
         # Two pointers to scratch memory end the parameters of every Triton kernel; these kernels use none.
-        layout = "".join(map(str, codes))
-        whole = "@" + layout + "PP"
-        offsets = [struct.calcsize(whole[: k + 1] + "0" + whole[k + 1]) for k in range(len(codes) + 2)]
-        if [offset for offset, _ in parameters(function)] == offsets:
+        layout = _layout([*codes, "8x", "8x"], parameters(function))
+        if layout is not None:
             threads, pdl = 32 * metadata.num_warps, bool(metadata.launch_pdl)
-            starter = Starter(function, layout + "0P16x", threads, metadata.shared, index, pdl=pdl, what=kernel.__name__)
-            if len(passed) == count:
+            starter = Starter(function, layout, threads, metadata.shared, index, pdl=pdl, what=kernel.__name__)
+            if len(passed) == count and not maps:
                 return starter, None
-            return lambda x, y, z, stream, values: starter(x, y, z, stream, [values[k] for k in passed]), None
+            return Arranged(starter, [(n, maps.get(n)) for n in passed]), None
+    if maps:
+        raise RidgelineError(
+            f"{kernel.__name__} takes tensor maps, and `launch` cannot start it: that needs num_ctas=1, no cooperative grid, no scratch "
+            f"memory, and parameters {' '.join(codes)} (as cuda._layout has them); the driver's (offset, bytes) are {parameters(function)}"
+        )
     defaults = {p.name: p.default for p in kernel.params if p.has_default}
     trailing = tuple([constants[n] if n in constants else defaults[n] for n in kernel.arg_names[len(args) :]])
     packed = compiled.packed_metadata
     return None, lambda x, y, z, stream, args: run(x, y, z, stream, function, packed, None, None, None, *args, *trailing)
+
+
+def _views(kernel: Any, types: list[str], metadata: Any) -> dict[int, partial[View]]:
+    """By the places of the tensor maps, how the compiled kernel wants them seen."""
+    places = [n for n, t in enumerate(types) if t.startswith("tensordesc")]
+    wanted = getattr(metadata, "tensordesc_meta", None) or [None] * len(places)
+    if places and None in wanted:
+        raise RidgelineError(f"{kernel.__name__} takes tensor maps, and Triton compiled it for a GPU without their copy engine (sm_90)")
+    boxes = [(tuple(w["block_size"]), SWIZZLES[w["swizzle"]]) for w in wanted]
+    return {n: partial(TensorMap.view_as, box=box, swizzle=swizzle, sizes=True) for n, (box, swizzle) in zip(places, boxes, strict=True)}
 
 
 def _leaves(types: Any) -> Iterator[str]:

@@ -7,9 +7,9 @@ import hashlib
 import pickle
 import struct
 import threading
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from functools import cache
+from functools import cache, lru_cache
 from pathlib import Path
 from typing import Any
 
@@ -177,61 +177,131 @@ class Starter:
             _check(code, f"{self.what}, grid {x, y, z}")
 
 
-_ELEMENT = {torch.float16: 6, torch.float32: 7, torch.bfloat16: 9, torch.int32: 4, torch.uint8: 0, torch.int8: 0, torch.float8_e4m3fn: 0}
-_SWIZZLE = {0: 0, 32: 1, 64: 2, 128: 3}
+_ELEMENT = {torch.float16: 6, torch.float32: 7, torch.bfloat16: 9, torch.int32: 3, torch.uint8: 0, torch.int8: 0, torch.float8_e4m3fn: 0}
+SWIZZLES = 0, 32, 64, 128  # the driver's names for them are their places
+
+
+class TensorMap:
+    """How the copy engine (TMA) of Hopper and later sees a tensor of 2 to 5 dimensions, the last contiguous: it moves boxes of one shape.
+
+    An argument of `launch`, for a `CudaKernel`'s parameter of code M, or where a Triton or Gluon kernel takes a tensor descriptor.
+    box: the shape, for Triton the block's; in place of a number may stand the name of a constant that the kernel is started with.
+    swizzle: over how many bytes (0, 32, 64, 128) the rows of a box in shared memory are permuted against bank conflicts; in Gluon that
+        is an NVMMASharedLayout's, and Triton chooses its own.
+    Making one costs next to nothing, and looks at no pointer; what is wrong with it is said when the kernel starts.
+    """
+
+    __slots__ = ("box", "swizzle", "tensor")
+
+    def __init__(self, tensor: torch.Tensor, box: Sequence[int | str], swizzle: int = 0):
+        self.tensor, self.box, self.swizzle = tensor, tuple(box), swizzle
+
+    def view(self, constants: dict[str, Any]) -> View:
+        return self.view_as(tuple([constants[n] if isinstance(n, str) else n for n in self.box]), self.swizzle)
+
+    def view_as(self, box: tuple[int, ...], swizzle: int, sizes: bool = False) -> View:
+        """As a compiler says: of a block whose rows are too long for their swizzle it makes several boxes."""
+        t = self.tensor
+        if t.data_ptr() % 16:
+            raise RidgelineError(
+                f"a tensor map takes a tensor that begins at a multiple of 16 bytes, and this is {t.data_ptr() % 16} beyond"
+            )
+        return _view(t.dtype, t.shape, t.stride(), box, swizzle, sizes)
+
+
+class View:
+    """A tensor map but for where its tensor begins. With `sizes` the shape and the strides follow it, as Triton's kernels take them."""
+
+    def __init__(
+        self, dtype: torch.dtype, shape: tuple[int, ...], stride: tuple[int, ...], box: tuple[int, ...], swizzle: int, sizes: bool
+    ):
+        dims, size = len(shape), dtype.itemsize
+        if not 2 <= dims <= 5 or len(box) != dims or dtype not in _ELEMENT or swizzle not in SWIZZLES:
+            kinds = ", ".join(str(d).removeprefix("torch.") for d in _ELEMENT)
+            given = f"{dims} of {dtype}, a box of {len(box)}, swizzle {swizzle}"
+            raise RidgelineError(
+                f"a tensor map takes 2 to 5 dimensions of {kinds}, a box of as many, swizzle 0, 32, 64 or 128; given: {given}"
+            )
+        if not all([0 < n < 1 << 31 for n in shape]):
+            raise RidgelineError(f"a tensor map takes sizes from 1 to 2^31 - 1; given: {tuple(shape)}")
+        *outer, last = [16 // size if n == 1 else s for n, s in zip(shape, stride, strict=True)]  # of one element there is no next
+        if (shape[-1] > 1 and last != 1) or any([s * size % 16 for s in outer]):
+            raise RidgelineError(
+                f"a tensor map takes a tensor whose last dimension is contiguous and whose rows start at multiples of 16 bytes; "
+                f"this has the shape {tuple(shape)} and strides {tuple(stride)} of {size} bytes"
+            )
+        self.shape, self.stride, self.box = tuple(shape), (*outer, 1), box
+        self.what = f"a tensor map of {self.shape} {dtype}, strides {self.stride}, box {box}, swizzle {swizzle}"
+        bounds, steps = (ctypes.c_uint64 * dims)(*shape[::-1]), (ctypes.c_uint64 * dims)(*[s * size for s in outer[::-1]])
+        sides, ones = (ctypes.c_uint32 * dims)(*box[::-1]), (ctypes.c_uint32 * dims)(*[1] * dims)
+        # Not interleaved, fetched into L2 by 128 bytes, zeros beyond the edges.
+        self.before = _ELEMENT[dtype], dims
+        self.after = bounds, steps, sides, ones, 0, SWIZZLES.index(swizzle), 2, 0
+        self.bytes = sum([(n - 1) * s for n, s in zip(shape, self.stride, strict=True)]) * size
+        self.sizes = struct.pack(f"@{dims}i{dims}q", *shape, *self.stride) if sizes else b""
+
+    def encode(self, pointer: int) -> bytes:
+        memory = ctypes.create_string_buffer(128 + 64)  # the driver writes to a multiple of 64
+        at = -(-ctypes.addressof(memory) // 64) * 64
+        code = _driver().cuTensorMapEncodeTiled(ctypes.c_void_p(at), *self.before, ctypes.c_void_p(pointer), *self.after)
+        _check(code, f"{self.what} (sides of at most 256, and with a swizzle rows of at most as many bytes)")
+        made = bytearray(ctypes.string_at(at, 128))
+        if self.bytes + 1 < 128 << 10 and _driver_version() <= 13010:  # whose encoding of small tensors is wrong: so CUTLASS and Triton
+            made[10] &= 0xDF
+        return bytes(made) + self.sizes
+
+
+_view = lru_cache(1 << 12)(View)
+
+
+@lru_cache(1 << 13)
+def encoded(pointer: int, view: View) -> bytes:
+    """What a kernel takes of a tensor there. Tensors come back to where others were, so that most are found: in a tenth of the time."""
+    return view.encode(pointer)
 
 
 @cache
-def _encode(pointer: int, dtype: torch.dtype, shape: tuple[int, ...], stride: tuple[int, ...], box: tuple[int, ...], swizzle: int) -> bytes:
-    dims, size = len(shape), dtype.itemsize
-    memory = ctypes.create_string_buffer(128 + 64)  # the driver writes to a multiple of 64
-    at = -(-ctypes.addressof(memory) // 64) * 64
-    sizes = (ctypes.c_uint64 * dims)(*shape[::-1])
-    steps = (ctypes.c_uint64 * dims)(*[s * size for s in stride[-2::-1]])
-    boxes, ones = (ctypes.c_uint32 * dims)(*box[::-1]), (ctypes.c_uint32 * dims)(*[1] * dims)
-    facts = ctypes.c_void_p(at), _ELEMENT[dtype], dims, ctypes.c_void_p(pointer), sizes, steps, boxes, ones
-    # Not interleaved, fetched into L2 by 256 bytes, zeros beyond the edges.
-    code = _driver().cuTensorMapEncodeTiled(*facts, 0, _SWIZZLE[swizzle], 3, 0)
-    _check(code, f"a tensor map of {shape} {dtype}, strides {stride}, box {box}, swizzle {swizzle}")
-    return ctypes.string_at(at, 128)
+def _driver_version() -> int:
+    version = ctypes.c_int()
+    _check(_driver().cuDriverGetVersion(ctypes.byref(version)), "asking for the driver's version")
+    return version.value
 
 
-def tensor_map(tensor: torch.Tensor, box: Sequence[int], swizzle: int = 0) -> bytes:
-    """How Hopper's copy engine sees a tensor of 2 to 5 dimensions, the last contiguous: it moves boxes of that shape.
+class Arranged:
+    """Starts a kernel that takes other parameters than the values that `launch` has: `takes` says for each parameter which value it is
+    and, of a tensor map, how to see it."""
 
-    swizzle: over how many bytes (0, 32, 64, 128) the rows of a box in shared memory are permuted against bank conflicts.
-    Give it to a `CudaKernel` as an argument of code M, made by a function: `launch(..., lambda c: tensor_map(x, (c["BM"], 64)))`.
-    Raises RidgelineError where the tensor does not fit the engine, CudaError where the box does not.
-    """
-    steps = [s * tensor.element_size() for s in tensor.stride()[:-1]]
-    if not 2 <= tensor.dim() <= 5 or len(box) != tensor.dim() or tensor.dtype not in _ELEMENT or swizzle not in _SWIZZLE:
-        kinds = ", ".join(str(d).removeprefix("torch.") for d in _ELEMENT)
-        given = f"{tensor.dim()} of {tensor.dtype}, a box of {len(box)}, swizzle {swizzle}"
-        raise RidgelineError(f"a tensor map takes 2 to 5 dimensions of {kinds}, a box of as many, swizzle 0, 32, 64 or 128; given: {given}")
-    if tensor.stride(-1) != 1 or tensor.data_ptr() % 16 or any(s % 16 for s in steps):
-        raise RidgelineError(
-            f"a tensor map takes a tensor whose last dimension is contiguous and whose rows start at multiples of 16 bytes; "
-            f"this has strides {tensor.stride()} of {tensor.element_size()} bytes at {tensor.data_ptr() % 16} beyond one"
-        )
-    if tensor.is_meta:  # of a kernel that is only compiled
-        return bytes(128)
-    return _encode(tensor.data_ptr(), tensor.dtype, tuple(tensor.shape), tensor.stride(), tuple(box), swizzle)
+    def __init__(self, starter: Starter, takes: Sequence[tuple[int, Callable[[TensorMap], View] | None]]):
+        self.starter, self.takes = starter, tuple(takes)
+
+    def __call__(self, x: int, y: int, z: int, stream: int, values: Sequence[Any]) -> None:
+        given = [values[n] if view is None else encoded(values[n].tensor.data_ptr(), view(values[n])) for n, view in self.takes]
+        self.starter(x, y, z, stream, given)
 
 
-def _layout(arguments: str, real: Sequence[tuple[int, int]]) -> str | None:
-    """A `struct` format of a kernel's parameters, of which the driver says offset and size; None where they do not agree."""
-    layout = ""
-    for code, (offset, size) in zip(arguments, real, strict=False):
-        layout += f"{max(0, offset - struct.calcsize('@' + layout))}x" + {"M": "128s"}.get(code, code)
-        if struct.calcsize("@" + layout) != offset + size:
+def _layout(arguments: Sequence[str], real: Sequence[tuple[int, int]]) -> str | None:
+    """A `struct` format of a kernel's parameters, of which the driver says offset and size; None where they do not agree.
+
+    arguments: codes of `struct`; M is a tensor map, M4 one that four sizes and four strides follow, a parameter each."""
+    layout, left = "", list(real)
+    for code in arguments:
+        many = 1
+        if code[0] == "M":
+            dims = int(code[1:] or 0)
+            many, code = 1 + 2 * dims, f"{struct.calcsize(f'@128s{dims}i{dims}q')}s"
+        mine, left = left[:many], left[many:]
+        if len(mine) < many:
             return None
-    return layout if len(arguments) == len(real) else None
+        layout += f"{max(0, mine[0][0] - struct.calcsize('@' + layout))}x{code}"
+        if struct.calcsize("@" + layout) != sum(mine[-1]):
+            return None
+    return None if left else layout
 
 
 class CudaKernel:
     """A kernel of a .cu file: `CudaKernel(path, "gelu_fwd", "PPq")`.
 
-    arguments: one code per argument, as in `struct`: P a pointer (a tensor, or None), i int, q long long, f float; M a tensor map.
+    arguments: one code per argument, as in `struct`: P a pointer (a tensor, or None), i int, q long long, f float; M a `TensorMap`.
     Started with macros and the options `block` (threads), `cluster` (blocks along x), `shared` (bytes of dynamic shared
     memory) and `launch_pdl` (see `boundary.early`) as constants of `boundary.launch`.
     """
@@ -263,6 +333,16 @@ class CudaKernel:
         if cluster > 8:
             _check(driver.cuFuncSetAttribute(function, 14, 1), f"{self} with a cluster of {cluster}")
         return Starter(function.value or 0, layout, block, shared, index, cluster, bool(pdl), str(self))
+
+    def start(self, constants: dict[str, Any], values: Sequence[Any], index: int) -> Starter | Arranged:
+        """What starts the kernel with such values on a GPU."""
+        maps = [type(v) is TensorMap for v in values]
+        if maps != [code == "M" for code in self.arguments]:
+            given = ", ".join([type(v).__name__ for v in values])
+            raise TypeError(f"{self} is declared with {self.arguments!r}, where a TensorMap is given for each M alone; given: {given}")
+        starter = self.load(constants, index)
+        takes = [(n, (lambda seen: seen.view(constants)) if seen else None) for n, seen in enumerate(maps)]
+        return Arranged(starter, takes) if any(maps) else starter
 
 
 _EMPTY = CudaKernel(TILES / "empty.cu", "empty", "")

@@ -2,10 +2,10 @@
 
 A launcher allocates tensors and starts kernels, and what it allocates and starts depends on the kinds of its arguments alone:
 the tensors' shapes, strides, dtypes, device and alignment, and the other arguments' values (but `SymInt` ones, such as a seed,
-which are handed on). The second call of a kind is
-recorded: every allocation, and every kernel's parameters as pointers into arguments and allocations. Later calls allocate and
-start the same by a few lines of Python, which is a third of the host's time. A launcher that does anything else (another torch
-operation, a copy of a strided input, Triton's own launcher) is not recorded and runs each time.
+which are handed on). The second call of a kind is recorded: every allocation, and every kernel's parameters as pointers into arguments
+and allocations, or as tensor maps of these. Later calls allocate and start the same by a few lines of Python, which is a third of the
+host's time. A launcher that does anything else (another torch operation, a copy of a strided input, Triton's own launcher) is not
+recorded and runs each time.
 """
 
 from __future__ import annotations
@@ -18,6 +18,7 @@ import torch
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from ridgeline import tuning
+from ridgeline.cuda import Arranged, TensorMap, encoded
 
 Start = Callable[[int, int, int, int, Sequence[Any]], None]  # grid x, y, z, stream, the kernel's parameters
 
@@ -85,12 +86,18 @@ class Recorder(TorchDispatchMode):
         if start is None:
             self.repeatable = False
             return
-        self.starts.append((start, grid, [self.source(a, v) for a, v in zip(_leaves(args), values, strict=True)]))
+        sources = [self.source(a, v) for a, v in zip(_leaves(args), values, strict=True)]
+        if isinstance(start, Arranged):
+            sources = [sources[n] if view is None else (*sources[n], view(values[n])) for n, view in start.takes]
+            start = start.starter
+        self.starts.append((start, grid, sources))
 
     def source(self, arg: Any, value: Any) -> Any:
-        """The parameter itself; for a tensor (which of the known ones it lies in, bytes from its beginning)."""
+        """The parameter itself; for a tensor (which of the known ones it lies in, bytes from its beginning), and of a tensor map too."""
+        if isinstance(arg, TensorMap):
+            arg, value = arg.tensor, arg.tensor.data_ptr()
         if not isinstance(arg, torch.Tensor):
-            self.repeatable &= arg is None or isinstance(arg, int | float)  # else it was made for this call, such as a tensor map
+            self.repeatable &= arg is None or isinstance(arg, int | float)  # else it was made for this call
             return value
         if not arg.numel():
             return 0
@@ -99,7 +106,7 @@ class Recorder(TorchDispatchMode):
             if tensor is arg or (tensor is not None and storage not in self.shared and tensor.untyped_storage().data_ptr() == storage):
                 return number, value - tensor.data_ptr()
         self.repeatable = False
-        return 0
+        return 0, 0
 
     def plan(self, result: Any) -> Callable[..., Any] | None:
         """A function of the arguments' pointers that repeats all this, or None where something cannot be repeated."""
@@ -112,17 +119,23 @@ class Recorder(TorchDispatchMode):
             return None
         if set(self.loose) != {v.name for _, _, sources in self.starts for v in sources if type(v) is Loose}:
             return None  # a kernel took something else that was made of it
-        names: dict[str, Any] = {"empty": _empty, "stream": torch._C._cuda_getCurrentRawStream}
+        names: dict[str, Any] = {"empty": _empty, "stream": torch._C._cuda_getCurrentRawStream, "encoded": encoded}
 
         def name(value: Any) -> str:
             names[f"n{len(names)}"] = value
             return f"n{len(names) - 1}"
 
+        def parameter(source: Any) -> str:
+            if isinstance(source, tuple):
+                number, offset, *view = source
+                pointer = f"p{number} + {offset}" if offset else f"p{number}"
+                return f"encoded({pointer}, {name(view[0])})" if view else pointer
+            return source.name if type(source) is Loose else name(source)
+
         lines = [f"    m{n} = empty({', '.join(map(name, kind))}); p{self.given + n} = m{n}.data_ptr()" for n, kind in enumerate(kinds)]
         lines += ["    s = stream(i)"] if self.starts else []
         for start, grid, sources in self.starts:
-            values = [f"p{s[0]} + {s[1]}" if isinstance(s, tuple) else s.name if type(s) is Loose else name(s) for s in sources]
-            lines.append(f"    {name(start)}({', '.join(map(str, grid))}, s, ({', '.join(values)},))")
+            lines.append(f"    {name(start)}({', '.join(map(str, grid))}, s, ({', '.join(map(parameter, sources))},))")
         results = [f"m{places.index(w)}" for w in wanted]
         lines.append(f"    return ({', '.join(results)},)" if isinstance(result, tuple | list) else f"    return {', '.join(results)}")
         return _function("plan", ["i", *(f"p{n}" for n in range(self.given)), *self.loose], lines, names)

@@ -45,7 +45,7 @@ __device__ inline void bulk_load(void* to, const void* from, unsigned bytes, Bar
                  : "memory");
 }
 
-// What `cuda.tensor_map` makes; a kernel takes it as `const __grid_constant__ TensorMap`.
+// What a `cuda.TensorMap` becomes; a kernel takes it as `const __grid_constant__ TensorMap`.
 struct alignas(64) TensorMap {
     char opaque[128];
 };

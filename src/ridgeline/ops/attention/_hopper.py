@@ -15,11 +15,11 @@ import triton
 from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
 from triton.experimental.gluon.language.nvidia.hopper import fence_async_shared, mbarrier, tma, warpgroup_mma, warpgroup_mma_wait
-from triton.experimental.gluon.nvidia.hopper import TensorDescriptor
 from triton.language.core import _aggregate as aggregate
 
 from ridgeline import device
 from ridgeline.boundary import launch
+from ridgeline.cuda import TensorMap
 from ridgeline.ops.attention._triton import LOG2E, UNBOUNDED
 
 _load: gl.constexpr = getattr(tma, "async_load", None) or tma.async_copy_global_to_shared
@@ -344,8 +344,7 @@ def _attend(ME: gl.constexpr, out, lse, qs, ks, vs, plan, TURNS: gl.constexpr):
 
 
 @gluon.jit(do_not_specialize=["turns", "heads", "group", "section", "tiles", "rows", "columns", "shift", "left", "right"])
-def _fwd(lse, queries, keys, values, out, turns, heads, group, section, tiles, rows, columns, shift, left, right, factor, GROUPS: gl.constexpr, STAGES: gl.constexpr, LEFT: gl.constexpr, RIGHT: gl.constexpr, PAIRS: gl.constexpr, BN: gl.constexpr, D: gl.constexpr, HALF: gl.constexpr):  # fmt: skip
-    # D and HALF are the sources' too, which `launch` does not look into.
+def _fwd(lse, queries, keys, values, out, turns, heads, group, section, tiles, rows, columns, shift, left, right, factor, GROUPS: gl.constexpr, STAGES: gl.constexpr, LEFT: gl.constexpr, RIGHT: gl.constexpr, PAIRS: gl.constexpr, BN: gl.constexpr):  # fmt: skip
     plan = Plan(turns, heads, group, section, tiles, rows, columns, shift, left, right, factor, GROUPS * ROWS, BN, LEFT, RIGHT, PAIRS)
     qs = _ring(queries, 2 * GROUPS, 1)
     ks = _ring(keys, STAGES, GROUPS)
@@ -372,17 +371,6 @@ def _fwd(lse, queries, keys, values, out, turns, heads, group, section, tiles, r
             [4, 4, 1],
             [160, 160, 32],
         )
-
-
-_TYPES = {torch.bfloat16: gl.bfloat16, torch.float16: gl.float16}
-
-
-def _source(x: torch.Tensor, rows: int) -> TensorDescriptor:
-    """How the copy engine sees a tensor: tiles of so many rows of a head, zeros beyond its edges."""
-    block = [1, 1, rows, triton.next_power_of_2(x.shape[-1])]
-    steps = [step if size > 1 else x.shape[-1] for size, step in zip(x.shape, x.stride(), strict=True)]
-    layout = gl.NVMMASharedLayout.get_default_for(block, _TYPES[x.dtype])
-    return TensorDescriptor(x, list(x.shape), [*steps[:3], 1], block, layout)
 
 
 def refusal(x: torch.Tensor, *rest: Any, **_: Any) -> str | None:
@@ -414,10 +402,10 @@ def fwd(
     shared = 4 * columns * D * k.shape[1] // heads  # bytes of keys and values for each head of queries
     section = max(1, min(turns, (24 << 20) // max(1, shared))) if pairs or back else turns if ahead else 1
     count = turns * (triton.cdiv(tiles, 2) if pairs else tiles)
-    facts = {"GROUPS": groups, "STAGES": 3 if D <= 64 else 2, "LEFT": back, "RIGHT": ahead, "PAIRS": pairs, "BN": 128}
-    facts |= {"D": triton.next_power_of_2(D), "HALF": q.dtype == torch.float16}
-    options = {"num_warps": 4, "maxnreg": 128 if groups == 3 else 168}
+    facts: dict[str, Any] = {"GROUPS": groups, "STAGES": 3 if D <= 64 else 2, "LEFT": back, "RIGHT": ahead, "PAIRS": pairs, "BN": 128}
+    options: dict[str, Any] = {"num_warps": 4, "maxnreg": 128 if groups == 3 else 168}
     numbers = turns, heads, heads // k.shape[1], section, tiles, rows, columns, columns - rows if bottom else 0, left, right
-    sources = [lambda _, t=t, n=n: _source(t, n) for t, n in ((q, 64), (k, 128), (v, 128), (o, 64))]
+    wide = triton.next_power_of_2(D)
+    maps = [TensorMap(t, (1, 1, n, wide), min(128, 2 * wide)) for t, n in ((q, 64), (k, 128), (v, 128), (o, 64))]
     grid = (min(count, device.of(q).multiprocessors),)
-    launch(_fwd, grid, lse, *sources, *numbers, scale * LOG2E, **facts, **options)
+    launch(_fwd, grid, lse, *maps, *numbers, scale * LOG2E, **facts, **options)
