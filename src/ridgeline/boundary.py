@@ -318,14 +318,15 @@ def _made(kernel: Any, args: tuple[Any, ...], constants: dict[str, Any]) -> tupl
 
 
 def _descriptor(kernel: Any, seen: TensorMap, constants: dict[str, Any]) -> Any:
+    """A tensor map as Triton has it, which has one class for its own kernels and one for Gluon's."""
     view = seen.view(constants)
     facts = seen.tensor, list(view.shape), list(view.stride), list(view.box)
     if not isinstance(kernel, triton.JITFunction) or not kernel.is_gluon():
         return TensorDescriptor(*facts)
-    from triton.experimental import gluon
+    from triton.experimental.gluon.language import NVMMASharedLayout
+    from triton.experimental.gluon.nvidia import hopper
 
-    layout = gluon.language.NVMMASharedLayout(seen.swizzle, 8 * seen.tensor.element_size(), len(view.box))
-    return gluon.nvidia.hopper.TensorDescriptor(*facts, layout)
+    return hopper.TensorDescriptor(*facts, NVMMASharedLayout(seen.swizzle, 8 * seen.tensor.element_size(), len(view.box)))
 
 
 _CODES = {"i1": "?", "u1": "?", "i32": "i", "u32": "I", "i64": "q", "u64": "Q", "fp32": "f"}
