@@ -70,7 +70,7 @@ class Driver:
     """Writes every map down as its arguments, and every start as the bytes of its parameters."""
 
     def __init__(self) -> None:
-        self.version, self.encoded, self.parameters = 13020, 0, b""
+        self.version, self.encoded, self.parameters, self.context = 13020, 0, b"", True
         self.cuLaunchKernelEx = self.start
 
     def cuDriverGetVersion(self, version: Any) -> int:
@@ -78,6 +78,8 @@ class Driver:
         return 0
 
     def cuTensorMapEncodeTiled(self, at: Any, element: int, dims: int, pointer: Any, shape: Any, steps: Any, box: Any, *rest: Any) -> int:
+        if not self.context:
+            return 201
         self.encoded += 1
         said = struct.pack("<Q2B2s2B", pointer.value, element, dims, b"\xff\xff", rest[2], 0) + bytes(box) + bytes(shape) + bytes(steps)
         ctypes.memmove(at.value, (said + b"\xff" * 128)[:128], 128)
@@ -193,6 +195,14 @@ def test_small_tensors_with_an_older_driver(driver: Driver, version: int, rows: 
     driver.version = version
     made = TensorMap(torch.zeros(rows, 64, dtype=torch.float16), (64, 64)).view({}).encode(1 << 20)
     assert made[10:12] == (b"\xdf\xff" if (version, rows) == (13010, 1024) else b"\xff\xff")
+
+
+def test_a_thread_without_a_context_gets_one(driver: Driver, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(torch.cuda, "current_device", lambda: 3)
+    monkeypatch.setattr(cuda, "ensure_context", lambda index: setattr(driver, "context", index == 3))
+    driver.context = False
+    TensorMap(torch.zeros(64, 64), (8, 8)).view({}).encode(1 << 20)
+    assert driver.encoded == 1
 
 
 def test_plans_make_maps_of_new_tensors(driver: Driver, monkeypatch: pytest.MonkeyPatch) -> None:

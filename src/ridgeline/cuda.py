@@ -245,7 +245,11 @@ class View:
         """What a kernel takes of a tensor that begins there: the map's 128 bytes, and the sizes."""
         memory = ctypes.create_string_buffer(128 + 64)  # the driver writes to a multiple of 64
         at = -(-ctypes.addressof(memory) // 64) * 64
-        code = _driver().cuTensorMapEncodeTiled(ctypes.c_void_p(at), *self.before, ctypes.c_void_p(pointer), *self.after)
+        facts = ctypes.c_void_p(at), *self.before, ctypes.c_void_p(pointer), *self.after
+        code = _driver().cuTensorMapEncodeTiled(*facts)
+        if code == Starter.INVALID_CONTEXT:
+            ensure_context(torch.cuda.current_device())
+            code = _driver().cuTensorMapEncodeTiled(*facts)
         _check(code, f"{self.what} (a box's sides are at most 256, and with a swizzle its rows at most that many bytes)")
         made = bytearray(ctypes.string_at(at, 128))
         if self.bytes + 1 < 128 << 10 and _driver_version() <= 13010:  # whose encoding of small tensors is wrong: so CUTLASS and Triton
