@@ -228,10 +228,10 @@ def _fwd(o, lse, q, k, v, mask, cu_q, cu_k, o_steps, q_steps, k_steps, v_steps, 
     tl.store(lse + begin + i, top, mask=i < rows)
 
 
-@triton.jit(do_not_specialize=LOOSE)
-def _delta(delta, power, o, do, dlse, lse, o_steps, do_steps, rows, heads, APART: tl.constexpr, D: tl.constexpr, BD: tl.constexpr, BE: tl.constexpr, UNIT: tl.constexpr, BM: tl.constexpr):  # fmt: skip
+@triton.jit(do_not_specialize=(*LOOSE, "padded"))
+def _delta(delta, power, o, do, dlse, lse, sums, order, o_steps, do_steps, rows, padded, heads, APART: tl.constexpr, D: tl.constexpr, BD: tl.constexpr, BE: tl.constexpr, UNIT: tl.constexpr, BM: tl.constexpr):  # fmt: skip
     """delta = rowsum(o do) - dlse, and lse in base 2 or, with APART, as it is; infinite for a row that sees nothing, so that its
-    probabilities are 0."""
+    probabilities are 0, as one of those after the last is, up to `padded`. Where dq is added up in memory, its sums begin at 0."""
     turn = tl.program_id(0) % heads[0]
     m0 = tl.program_id(0) // heads[0] * BM
     b, h = turn // heads[1], turn % heads[1]
@@ -239,17 +239,22 @@ def _delta(delta, power, o, do, dlse, lse, o_steps, do_steps, rows, heads, APART
     inside = m < rows - m0
     one, one2 = _tiles(_head(o, o_steps, b, h, m0, UNIT), m, o_steps[2], d, e, rows - m0, D, UNIT, False)
     other, other2 = _tiles(_head(do, do_steps, b, h, m0, UNIT), m, do_steps[2], d, e, rows - m0, D, UNIT, False)
-    sums = tl.sum(one.to(tl.float32) * other.to(tl.float32), 1)
+    products = tl.sum(one.to(tl.float32) * other.to(tl.float32), 1)
     if e is not None:
-        sums += tl.sum(one2.to(tl.float32) * other2.to(tl.float32), 1)
-    at = turn.to(tl.int64) * rows + m0 + m
+        products += tl.sum(one2.to(tl.float32) * other2.to(tl.float32), 1)
     if dlse is not None:
-        sums -= tl.load(dlse + at, mask=inside, other=0.0)
-    tl.store(delta + at, sums, mask=inside)
-    top = tl.load(lse + at, mask=inside, other=0.0)
+        products -= tl.load(dlse + turn.to(tl.int64) * rows + m0 + m, mask=inside, other=0.0)
+    top = tl.load(lse + turn.to(tl.int64) * rows + m0 + m, mask=inside, other=float("-inf"))
     if not APART:
         top *= 1.4426950408889634
-    tl.store(power + at, tl.where(top == float("-inf"), float("inf"), top), mask=inside)
+    at = turn.to(tl.int64) * padded + m0
+    tl.store(delta + at + m, products, mask=m < padded - m0)
+    tl.store(power + at + m, tl.where(top == float("-inf"), float("inf"), top), mask=m < padded - m0)
+    if sums is not None:
+        zero, zero2 = _zeros(BM, BD, BE)
+        _save(sums + at * D, zero, zero2, m, D // 8, d, e, padded - m0, D, 8)
+    if order is not None:
+        tl.store(order + at // 64 + m // 64, 0, mask=m < padded - m0)
 
 
 @triton.jit
@@ -494,6 +499,19 @@ def fwd(
     _start(_fwd, "fwd", (o, lse, q, k, v, mask, cu_q, cu_k), (o, q, k, v), right < UNBOUNDED, q, k, mask, cu_q, options)
 
 
+def _add_up(
+    delta: torch.Tensor, power: torch.Tensor, o: torch.Tensor, do: torch.Tensor, dlse: torch.Tensor | None, lse: torch.Tensor,
+    sums: torch.Tensor | None = None, order: torch.Tensor | None = None, apart: bool = False,
+) -> None:  # fmt: skip
+    """Fills delta and power, of as many rows a head or some more; zeroes sums (of dq, in float32) and order, where given."""
+    (batch, heads, rows, D), (width, rest) = o.shape, _parts(o.shape[-1])
+    padded, unit, size = delta.numel() // max(batch * heads, 1), _unit((o, do)), max(16, 4096 // width)
+    steps = [tuple(s // unit for s in _steps(t)[:3]) for t in (o, do)]
+    facts: dict[str, Any] = {"APART": apart, "D": D, "BD": width, "BE": rest, "UNIT": unit, "BM": size, "num_warps": 4}
+    given = delta, power, o, do, dlse, lse, sums, order
+    launch(_delta, (triton.cdiv(padded, size) * batch * heads,), *given, *steps, rows, padded, (batch * heads, heads), **facts)
+
+
 def bwd(
     dq: torch.Tensor, dk: torch.Tensor, dv: torch.Tensor, do: torch.Tensor, dlse: torch.Tensor | None, q: torch.Tensor,
     k: torch.Tensor, v: torch.Tensor, o: torch.Tensor, lse: torch.Tensor, mask: torch.Tensor | None, cu_q: torch.Tensor | None,
@@ -501,13 +519,8 @@ def bwd(
     precision: str, deterministic: bool,
 ) -> None:  # fmt: skip
     """Fills dq, dk and dv; see `attention_bwd` in _attention.py. It is deterministic, asked or not."""
-    (batch, heads, rows, D), delta, power = q.shape, torch.empty_like(lse), torch.empty_like(lse)
-    unit, (width, rest) = _unit((o, do)), _parts(D)
-    steps = [tuple(s // unit for s in _steps(t)[:3]) for t in (o, do)]
-    size = max(16, 4096 // width)
-    facts: dict[str, Any] = {"APART": _apart(q, mask, scale, softcap), "UNIT": unit, "BM": size, "num_warps": 4}
-    facts |= {"D": D, "BD": width, "BE": rest}
-    launch(_delta, (triton.cdiv(rows, size) * batch * heads,), delta, power, o, do, dlse, lse, *steps, rows, (batch * heads, heads), **facts)  # fmt: skip
+    delta, power = torch.empty_like(lse), torch.empty_like(lse)
+    _add_up(delta, power, o, do, dlse, lse, apart=_apart(q, mask, scale, softcap))
     mask, options = _masked(mask, q, k), (scale, softcap, left, right, bottom, precision)
     cu_k = cu_q if cu_k is None else cu_k
     shared = q, k, v, do, power, delta, mask, cu_q, cu_k
