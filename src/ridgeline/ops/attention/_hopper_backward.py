@@ -27,6 +27,7 @@ from ridgeline.ops.attention._hopper import ROWS, _load, _pack, _store, whole
 from ridgeline.ops.attention._triton import UNBOUNDED, _add_up, _head, _parts, _save, _steps, _tiles, _unit
 
 _barrier: gl.constexpr = getattr(gl, "barrier", None) or gl.thread_barrier
+RELEASE = gl.constexpr("release")
 KEYS = gl.constexpr(2)  # groups of warps with 64 keys each
 
 
@@ -143,21 +144,19 @@ class Work:
 
     @gluon.jit
     def place(self, t):
-        """Block t's head of queries, and its number in that head."""
+        """Block t's head of queries, and its number in that head, from the last one up: so a program that started with others is
+        where it sees what they do not, and comes to the rest after those before it."""
         g = t // self.blocks
-        return self.head * self.group + g, self.low + t - g * self.blocks
+        return self.head * self.group + g, self.low + (g + 1) * self.blocks - 1 - t
 
     @gluon.jit
     def before(self, block):
-        """How many programs add to a block of queries before this one. The order is the one in which programs start, so that none
-        waits for one that may not have started."""
+        """How many programs add to a block of queries before this one does: those whose keys are further up and which it sees too. They
+        have lower numbers and so have started."""
         me = self.first // (KEYS * ROWS)
-        if self.RIGHT:  # from the last keys that the block sees down
-            last = gl.cdiv(self.columns, KEYS * ROWS) - 1
-            return gl.minimum(last, ((block + 1) * ROWS - 1 + self.shift + self.right) // (KEYS * ROWS)) - me
-        if self.LEFT:  # from the first keys that it sees up
+        if self.LEFT:
             unseen = (block - KEYS) * ROWS + 1 - self.left + self.shift
-            return me - gl.minimum(gl.cdiv(gl.maximum(unseen, 0), KEYS * ROWS), me)
+            me -= gl.minimum(gl.cdiv(gl.maximum(unseen, 0), KEYS * ROWS), me)
         return me
 
     @gluon.jit
@@ -285,14 +284,22 @@ def _await(place, count):
 
 
 @gluon.jit
-def _added():
-    """Until all that the copy engine was told to add has been added, and others see it."""
-    gl.inline_asm_elementwise("cp.async.bulk.wait_group 0; mov.u32 $0, 0;", "=r,r", [0], dtype=gl.int32, is_pure=False, pack=1)
+def _added(BUT: gl.constexpr):
+    """Until all but the last so many things that the copy engine was told to write are written, and others see them."""
+    if BUT == 0:
+        gl.inline_asm_elementwise("cp.async.bulk.wait_group 0; mov.u32 $0, 0;", "=r,r", [0], dtype=gl.int32, is_pure=False, pack=1)
+    elif BUT == 1:
+        gl.inline_asm_elementwise("cp.async.bulk.wait_group 1; mov.u32 $0, 0;", "=r,r", [0], dtype=gl.int32, is_pure=False, pack=1)
+    else:
+        gl.static_assert(BUT == 2)
+        gl.inline_asm_elementwise("cp.async.bulk.wait_group 2; mov.u32 $0, 0;", "=r,r", [0], dtype=gl.int32, is_pure=False, pack=1)
+    _barrier()
 
 
 @gluon.jit
-def _queries(dq_out, parts, ks, here, ds, ds_ready, ds_free, turns, work, ORDERED: gl.constexpr):
-    """A group of warps: dQ of all keys of the program, added to what is in memory; with ORDERED in the programs' order."""
+def _queries(dq_out, parts, ks, here, ds, ds_ready, ds_free, order, work, ORDERED: gl.constexpr):
+    """A group of warps: dQ of all keys of the program, added to what is in memory; with ORDERED after the programs before it, of which
+    the first finds nothing there."""
     STAGES: gl.constexpr = ds.type.shape[0] // KEYS
     PARTS: gl.constexpr = parts.type.shape[0]
     W: gl.constexpr = parts.type.shape[3]
@@ -301,35 +308,37 @@ def _queries(dq_out, parts, ks, here, ds, ds_ready, ds_free, turns, work, ORDERE
     mbarrier.wait(here, 0)
     one = _flat(ks.index(0))
     two = _flat(ks.index(1))
-    last = turns
+    last = order
     for t in range(work.count()):
         head, block = work.place(t)
         at = work.batch * work.heads + head
         place = t % STAGES
+        before = work.before(block)
         mbarrier.wait(ds_ready.index(place), (t // STAGES) & 1)
         for part in gl.static_range(PARTS):
             dq = warpgroup_mma(ds.index(KEYS * place).permute((1, 0)), one.slice(part * W, W, 1), zero, use_acc=False, is_async=True)
             dq = warpgroup_mma(ds.index(KEYS * place + 1).permute((1, 0)), two.slice(part * W, W, 1), dq, is_async=True)
+            if ORDERED and part == 0:
+                _await(order + at * work.tiles + block, before)
             sums = warpgroup_mma_wait(0, deps=(dq,))
             if part == PARTS - 1:
                 mbarrier.arrive(ds_free.index(place), count=1)
-            if ORDERED and part == 0:
-                _added()
-                _barrier()
-                if t > 0:
-                    gl.atomic_add(last, 1, sem="release", scope="gpu")
-                last = turns + at * work.tiles + block
-                _await(last, work.before(block))
-            else:
-                tma.store_wait(PARTS - 1)
+            tma.store_wait(PARTS - 1)
             parts.index(part).reshape([ROWS, W]).store(sums)
             fence_async_shared()
-            _reduce(dq_out, [at, block * ROWS, part * W], parts.index(part))
+            if ORDERED and before == 0:
+                _store(dq_out, [at, block * ROWS, part * W], parts.index(part))
+            else:
+                _reduce(dq_out, [at, block * ROWS, part * W], parts.index(part))
+        if ORDERED:  # the block before this one is in memory by now
+            _added(PARTS)
+            if t > 0:
+                gl.atomic_add(last, 1, sem=RELEASE, scope="gpu")
+            last = order + at * work.tiles + block
     if ORDERED:
-        _added()
-        _barrier()
+        _added(0)
         if work.count() > 0:
-            gl.atomic_add(last, 1, sem="release", scope="gpu")
+            gl.atomic_add(last, 1, sem=RELEASE, scope="gpu")
     else:
         tma.store_wait(0)
 
@@ -344,10 +353,7 @@ def _bwd(order, queries, keys, values, slopes, dk_out, dv_out, dq_out, tops, del
     within = gl.program_id(0) % (section * blocks)
     size = gl.minimum(section, turns - first)
     turn = first + within % size
-    n = within // size
-    if ORDERED and RIGHT:  # a tile of keys comes to a block of queries after the tiles that are further on: nobody waits
-        n = blocks - 1 - n
-    n *= KEYS * ROWS
+    n = within // size * (KEYS * ROWS)
     low, high = 0, tiles
     if RIGHT:
         low = gl.minimum(gl.maximum(n - right - shift, 0) // ROWS, tiles)
@@ -379,13 +385,17 @@ def _bwd(order, queries, keys, values, slopes, dk_out, dv_out, dq_out, tops, del
 
 
 @triton.jit(do_not_specialize=["rows", "padded"])
-def _narrow(dq, sums, dq_steps, rows, padded, heads, scale, D: tl.constexpr, BD: tl.constexpr, BE: tl.constexpr, UNIT: tl.constexpr, BM: tl.constexpr):  # fmt: skip
-    """dq of its sums in float32."""
+def _narrow(dq, sums, order, dq_steps, rows, padded, heads, scale, D: tl.constexpr, BD: tl.constexpr, BE: tl.constexpr, UNIT: tl.constexpr, BM: tl.constexpr):  # fmt: skip
+    """dq of its sums in float32; with `order` what nobody has added to is 0."""
     turn = tl.program_id(0) % heads[0]
     m0 = tl.program_id(0) // heads[0] * BM
     m, d, e = tl.arange(0, BM), tl.arange(0, BD), tl.arange(0, BE) if BE else None
     at = sums + (turn.to(tl.int64) * padded + m0) * D
     one, two = _tiles(at, m, D // 8, d, e, rows - m0, D, 8, False)
+    if order is not None:
+        some = tl.load(order + (turn.to(tl.int64) * padded + m0) // 64 + m // 64)[:, None] > 0
+        one = tl.where(some, one, 0.0)
+        two = tl.where(some, two, 0.0)
     _save(_head(dq, dq_steps, turn // heads[1], turn % heads[1], m0, UNIT), one * scale, two * scale, m, dq_steps[2], d, e, rows - m0, D, UNIT)
 
 
@@ -402,7 +412,7 @@ def bwd(
     deltas = torch.empty((batch * heads * tiles, 64), dtype=torch.float32, device=q.device)
     sums = torch.empty((batch * heads, tiles * 64, D), dtype=torch.float32, device=q.device)
     order = torch.empty((batch * heads * tiles,), dtype=torch.int32, device=q.device)
-    _add_up(deltas, tops, o, do, dlse, lse, sums, order)
+    _add_up(deltas, tops, o, do, dlse, lse, None if deterministic else sums, order)
     ahead, back = right < UNBOUNDED, left < UNBOUNDED
     shared = 8 * rows * D * group  # bytes of q, do and dq's sums that the programs of a head share
     section = max(1, min(turns, (24 << 20) // shared))
@@ -416,4 +426,4 @@ def bwd(
     unit, (part, rest), size = _unit((dq,)), _parts(D), max(16, 4096 // wide)
     steps = tuple(s // unit for s in _steps(dq)[:3])
     shape: dict[str, Any] = {"D": D, "BD": part, "BE": rest, "UNIT": unit, "BM": size, "num_warps": 4}
-    launch(_narrow, (triton.cdiv(rows, size) * batch * heads,), dq, sums, steps, rows, tiles * 64, (batch * heads, heads), scale, **shape)
+    launch(_narrow, (triton.cdiv(rows, size) * batch * heads,), dq, sums, order if deterministic else None, steps, rows, tiles * 64, (batch * heads, heads), scale, **shape)
