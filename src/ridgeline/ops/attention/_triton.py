@@ -229,9 +229,9 @@ def _fwd(o, lse, q, k, v, mask, cu_q, cu_k, o_steps, q_steps, k_steps, v_steps, 
 
 
 @triton.jit(do_not_specialize=(*LOOSE, "padded"))
-def _delta(delta, power, o, do, dlse, lse, sums, order, o_steps, do_steps, rows, padded, heads, APART: tl.constexpr, D: tl.constexpr, BD: tl.constexpr, BE: tl.constexpr, UNIT: tl.constexpr, BM: tl.constexpr):  # fmt: skip
+def _delta(delta, power, o, do, dlse, lse, order, o_steps, do_steps, rows, padded, heads, APART: tl.constexpr, D: tl.constexpr, BD: tl.constexpr, BE: tl.constexpr, UNIT: tl.constexpr, BM: tl.constexpr):  # fmt: skip
     """delta = rowsum(o do) - dlse, and lse in base 2 or, with APART, as it is; infinite for a row that sees nothing, so that its
-    probabilities are 0, as one of those after the last is, up to `padded`. Where dq is added up in memory, its sums begin at 0."""
+    probabilities are 0, as one of those after the last is, up to `padded`. `order` becomes 0."""
     turn = tl.program_id(0) % heads[0]
     m0 = tl.program_id(0) // heads[0] * BM
     b, h = turn // heads[1], turn % heads[1]
@@ -250,9 +250,6 @@ def _delta(delta, power, o, do, dlse, lse, sums, order, o_steps, do_steps, rows,
     at = turn.to(tl.int64) * padded + m0
     tl.store(delta + at + m, products, mask=m < padded - m0)
     tl.store(power + at + m, tl.where(top == float("-inf"), float("inf"), top), mask=m < padded - m0)
-    if sums is not None:
-        zero, zero2 = _zeros(BM, BD, BE)
-        _save(sums + at * D, zero, zero2, m, D // 8, d, e, padded - m0, D, 8)
     if order is not None:
         tl.store(order + at // 64 + m // 64, 0, mask=m < padded - m0)
 
@@ -261,6 +258,7 @@ def _delta(delta, power, o, do, dlse, lse, sums, order, o_steps, do_steps, rows,
 def _add_keys(dk, dk2, dv, dv2, k, k2, v, v2, q, do, power, delta, t, first, blocks, whole, m, j, d, e, rows, columns, q_steps, do_steps, mask, mask_steps, scale, factor, cap, back, ahead, MASKED: tl.constexpr, BACK: tl.constexpr, AHEAD: tl.constexpr, CAP: tl.constexpr, APART: tl.constexpr, D: tl.constexpr, UNIT: tl.constexpr, PRECISION: tl.constexpr):  # fmt: skip
     """Adds to dK and dV what block t of queries says, of `blocks` for each head of the group from row `first` on; scores stand on their
     side, keys down and queries across."""
+    blocks = tl.maximum(blocks, 1)  # of a loop that does not run the pipeliner computes the first addresses all the same
     g = tl.cast(t // blocks, tl.int64)
     start = first + t % blocks * m.shape[0]
     i = start + m
@@ -501,14 +499,14 @@ def fwd(
 
 def _add_up(
     delta: torch.Tensor, power: torch.Tensor, o: torch.Tensor, do: torch.Tensor, dlse: torch.Tensor | None, lse: torch.Tensor,
-    sums: torch.Tensor | None = None, order: torch.Tensor | None = None, apart: bool = False,
+    order: torch.Tensor | None = None, apart: bool = False,
 ) -> None:  # fmt: skip
-    """Fills delta and power, of as many rows a head or some more; zeroes sums (of dq, in float32) and order, where given."""
+    """Fills delta and power, of as many rows a head or some more; zeroes order, a number for each 64 rows, where given."""
     (batch, heads, rows, D), (width, rest) = o.shape, _parts(o.shape[-1])
     padded, unit, size = delta.numel() // max(batch * heads, 1), _unit((o, do)), max(16, 4096 // width)
     steps = [tuple(s // unit for s in _steps(t)[:3]) for t in (o, do)]
     facts: dict[str, Any] = {"APART": apart, "D": D, "BD": width, "BE": rest, "UNIT": unit, "BM": size, "num_warps": 4}
-    given = delta, power, o, do, dlse, lse, sums, order
+    given = delta, power, o, do, dlse, lse, order
     launch(_delta, (triton.cdiv(padded, size) * batch * heads,), *given, *steps, rows, padded, (batch * heads, heads), **facts)
 
 
