@@ -150,7 +150,7 @@ class Plan:
             within = t - first * (self.section * self.tiles)
         size = gl.minimum(self.section, self.turns - first * self.section)
         tile = self.tiles - 1 - within // size
-        if self.PAIRS:
+        if self.PAIRS:  # noqa: SIM102  # this one is decided by the compiler
             if (t & 1) == 1:
                 tile = within // size
         row = tile * self.BM
@@ -414,9 +414,9 @@ def fwd(
     shared = 4 * columns * D * k.shape[1] // heads  # bytes of keys and values for each head of queries
     section = max(1, min(turns, (24 << 20) // max(1, shared))) if pairs or back else turns if ahead else 1
     count = turns * (triton.cdiv(tiles, 2) if pairs else tiles)
-    facts = {"GROUPS": groups, "STAGES": 3 if D <= 64 else 2, "LEFT": back, "RIGHT": ahead, "PAIRS": pairs, "BN": 128}
+    facts: dict[str, Any] = {"GROUPS": groups, "STAGES": 3 if D <= 64 else 2, "LEFT": back, "RIGHT": ahead, "PAIRS": pairs, "BN": 128}
     facts |= {"D": triton.next_power_of_2(D), "HALF": q.dtype == torch.float16}
-    options = {"num_warps": 4, "maxnreg": 128 if groups == 3 else 168}
+    options: dict[str, Any] = {"num_warps": 4, "maxnreg": 128 if groups == 3 else 168}
     numbers = turns, heads, heads // k.shape[1], section, tiles, rows, columns, columns - rows if bottom else 0, left, right
     sources = [lambda _, t=t, n=n: _source(t, n) for t, n in ((q, 64), (k, 128), (v, 128), (o, 64))]
     grid = (min(count, device.of(q).multiprocessors),)
