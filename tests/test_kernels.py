@@ -3,12 +3,17 @@
 A kernel that may spill is listed in SPILLS with the most bytes it may move and why.
 """
 
+from collections.abc import Iterable, Iterator
+from dataclasses import replace
 from pathlib import Path
+from typing import Any
 
 import pytest
+import torch
 import triton
 
 from ridgeline import device, op
+from ridgeline.boundary import Launch
 from ridgeline.lab import inspect
 from ridgeline.op import Implementation, RidgelineError
 
@@ -39,6 +44,8 @@ SPILLS: dict[tuple[str, str, str, str], tuple[int, str]] = {
 OWN = "3.7.1"  # the Triton of requirements.lock; the others' compilers may move a few registers more
 ELSEWHERE = 0 if triton.__version__ == OWN else 64
 CHECKS = 2  # of an op's small cases, beside its benchmarks
+# Ops whose kernels take seconds each to compile: one of each kind is, on sm_90 of small cases too; all are with --every-kernel.
+LARGE = ("attention", "attention_varlen")
 
 pytestmark = pytest.mark.compiles
 
@@ -52,25 +59,61 @@ RUNGS = [
 ]
 
 
-def kernels(implementation: Implementation, arch: str) -> list[inspect.Resources]:
-    """The different kernels of an implementation, over its benchmarks, a few small cases and its dtypes; forward and backward."""
+def calls(implementation: Implementation, arch: str, small: int | None = CHECKS) -> Iterator[tuple[Launch, dict[str, Any]]]:
+    """The launches, and of what call each is, of benchmarks and of so many small cases (None: all); bfloat16 first."""
     o = implementation.op
     bench = [case for case in o.cases if case.use == "bench"]
-    cases = bench + [case for case in o.cases if case.use != "bench"][:CHECKS]
-    found = {}
-    for case in cases:
-        for dtype in case.dtypes:
+    for case in bench + [case for case in o.cases if case.use != "bench"][:small]:
+        for dtype in sorted(case.dtypes):
+            facts = {"implementation": implementation, "case": case.name, "bench": case.use == "bench", "dtype": dtype}
             try:
-                for r in inspect.resources(o, implementation, case, dtype, arch):
-                    found[r.kernel, r.direction, dtype, tuple(r.constants.items()), r.registers, r.widest_load] = r
+                for direction, launch in inspect.launches(o, implementation, case, dtype, arch):
+                    yield launch, facts | {"direction": direction}
             except RidgelineError:
                 continue  # a case or dtype that this rung refuses, which test_ops holds it to
-    return list(found.values())
+
+
+def one_of_each(found: Iterable[tuple[Launch, dict[str, Any]]]) -> list[tuple[Launch, dict[str, Any]]]:
+    """Of benchmarks' launches, those with most options on first, the ones with an option, a size or a kind of argument that none before
+    had; then of small cases' the ones with an option, a dtype or a kind of argument: their sizes say nothing of a kernel's use."""
+
+    def kind(arg: Any) -> Any:
+        return arg.dtype.is_floating_point if isinstance(arg, torch.Tensor) else type(arg)
+
+    def order(one: tuple[Launch, dict[str, Any]]) -> tuple[bool, int]:
+        launch, facts = one
+        return not facts["bench"], -sum(value is True for value in launch.constants.values()) * facts["bench"]
+
+    kept, seen = [], set()
+    for launch, facts in sorted(found, key=order):
+        new = {(k, v) for k, v in launch.constants.items() if v is True or (facts["bench"] and type(v) is int)}
+        new |= {facts["dtype"], *[(n, kind(arg)) for n, arg in enumerate(launch.args)]}
+        new = {(id(launch.kernel), one) for one in new} - seen
+        if new:
+            kept.append((launch, facts))
+            seen |= new
+    return kept
+
+
+def kernels(implementation: Implementation, arch: str, every: bool) -> list[inspect.Resources]:
+    """The different kernels of an implementation, over its benchmarks, small cases and its dtypes; forward and backward."""
+    found = calls(implementation, arch)
+    if implementation.op.name in LARGE and not every:  # what rungs share is compiled for the first of them
+        rungs = [i for i, a in (p.values for p in RUNGS) if i.op.name in LARGE and a == arch]
+        found = (one for i in rungs for one in calls(i, arch, None if arch == "sm_90" else 0))
+        found = (one for one in one_of_each(found) if one[1]["implementation"] is implementation)
+    different = {inspect.signature(launch): (launch, facts) for launch, facts in found}.values()
+    inspect.compile_side_by_side([launch for launch, _ in different], arch)
+    made = []
+    for launch, facts in different:
+        whose = {"op": implementation.op.name, "implementation": implementation.name}
+        made.append(replace(inspect.of_launch(launch), **whose, **{k: facts[k] for k in ("case", "dtype", "direction")}))
+    return made
 
 
 @pytest.mark.parametrize(("implementation", "arch"), RUNGS)
-def test_kernels_fit(implementation: Implementation, arch: str) -> None:
-    found = kernels(implementation, arch)
+def test_kernels_fit(implementation: Implementation, arch: str, request: pytest.FixtureRequest) -> None:
+    found = kernels(implementation, arch, request.config.getoption("every_kernel"))
     assert found, f"{implementation.op.name} {implementation.name} supports none of its op's cases on {arch}"
     faults = []
     for r in found:
