@@ -125,7 +125,7 @@ def resources(
     if INTERPRETED:
         request = (op.name, implementation.name, case.name, dtype, arch, directions, disassemble)
         return _compiling_process().submit(_by_name, *request).result()
-    call = {"op": op.name, "implementation": implementation.name, "case": case.name, "dtype": dtype}
+    call: dict[str, Any] = {"op": op.name, "implementation": implementation.name, "case": case.name, "dtype": dtype}
     made = launches(op, implementation, case, dtype, arch, directions)
     return [replace(of_launch(launch, disassemble), **call, direction=direction) for direction, launch in made]
 
