@@ -150,7 +150,7 @@ class Plan:
             within = t - first * (self.section * self.tiles)
         size = gl.minimum(self.section, self.turns - first * self.section)
         tile = self.tiles - 1 - within // size
-        if self.PAIRS:
+        if self.PAIRS:  # noqa: SIM102  # this one is decided by the compiler
             if (t & 1) == 1:
                 tile = within // size
         row = tile * self.BM

@@ -9,6 +9,7 @@ again from lse. Tiles are numbered so that the heads of one section share the L2
 
 from __future__ import annotations
 
+from ctypes import c_float
 from functools import partial
 from typing import Any
 
@@ -139,14 +140,20 @@ def _head(x, steps, batch, head, row, UNIT: tl.constexpr):
 
 
 @triton.jit
-def _score(s, i, j, rows, columns, mask, mask_steps, scale, cap, back, ahead, MASKED: tl.constexpr, BACK: tl.constexpr, AHEAD: tl.constexpr, CAP: tl.constexpr, APART: tl.constexpr):  # fmt: skip
+def _scaled(x, scale, factor, APART: tl.constexpr):
+    """x times the scale; with APART `factor` is what float32 rounds off the scale, which would bias all scores and gradients alike."""
+    return tl.fma(x, scale, x * factor) if APART else x * scale
+
+
+@triton.jit
+def _score(s, i, j, rows, columns, mask, mask_steps, scale, factor, cap, back, ahead, MASKED: tl.constexpr, BACK: tl.constexpr, AHEAD: tl.constexpr, CAP: tl.constexpr, APART: tl.constexpr):  # fmt: skip
     """The scores of products s of queries i and keys j: with APART scaled, which else `_power` does, and capped; -inf where nothing is
     seen. And the cap's slope."""
     slope = 1.0
     if CAP:
-        s, slope = capped(s * scale, cap, True)
+        s, slope = capped(_scaled(s, scale, factor, APART), cap, True)
     elif APART:
-        s = s * scale
+        s = _scaled(s, scale, factor, APART)
     if MASKED:
         seen = j < columns
         if BACK:
@@ -176,7 +183,7 @@ def _absorb(acc, acc2, total, top, q, q2, k, v, start, i, n, d, e, rows, columns
     keys, keys2 = _tiles(k + at * k_step, n, k_step, d, e, columns - start, D, UNIT, not MASKED)
     s = _scores(q, q2, keys, keys2, e, PRECISION)
     j = start + n[None, :]
-    s, _ = _score(s, i[:, None], j, rows, columns, mask, mask_steps, scale, cap, back, ahead, MASKED, BACK, AHEAD, CAP, APART)
+    s, _ = _score(s, i[:, None], j, rows, columns, mask, mask_steps, scale, factor, cap, back, ahead, MASKED, BACK, AHEAD, CAP, APART)
     most = tl.max(s, 1) if APART else tl.max(s, 1) * factor
     most = tl.maximum(top, most)
     base = tl.where(most == float("-inf"), 0.0, most) if MASKED else most  # a row that has seen nothing yet
@@ -274,7 +281,7 @@ def _add_keys(dk, dk2, dv, dv2, k, k2, v, v2, q, do, power, delta, t, first, blo
     if mask is not None:
         mask += g * mask_steps[1]
     s = _scores(k, k2, queries, queries2, e, PRECISION)
-    s, slope = _score(s, i[None, :], j[:, None], rows, columns, mask, mask_steps, scale, cap, back, ahead, MASKED, BACK, AHEAD, CAP, APART)
+    s, slope = _score(s, i[None, :], j[:, None], rows, columns, mask, mask_steps, scale, factor, cap, back, ahead, MASKED, BACK, AHEAD, CAP, APART)  # fmt: skip
     p = _power(s, top[None, :], factor, APART, k.dtype)
     slopes, slopes2 = _tiles(_head(do, do_steps, 0, g, start, UNIT), m, do_steps[2], d, e, rows - start, D, UNIT, not MASKED)
     dv, dv2 = _add(dv, dv2, p, slopes, slopes2, e, PRECISION)
@@ -324,7 +331,8 @@ def _bwd(dk, dv, q, k, v, do, power, delta, mask, cu_q, cu_k, dk_steps, dv_steps
         blocks = tl.cdiv(tl.maximum(high - last, 0), BM)
         for t in range(group * blocks):
             dks, dks2, dvs, dvs2 = _add_keys(dks, dks2, dvs, dvs2, keys, keys2, values, values2, q, do, power, delta, t, last, blocks, whole, m, j, d, e, rows, columns, q_steps, do_steps, mask, mask_steps, scale, factor, cap, back, ahead, True, LEFT, RIGHT, CAP, APART, D, UNIT, PRECISION)  # fmt: skip
-    _save(_head(dk, dk_steps, b, h, begins + n0, UNIT), dks * scale, dks2 * scale, n, dk_steps[2], d, e, columns - n0, D, UNIT)
+    dks, dks2 = _scaled(dks, scale, factor, APART), _scaled(dks2, scale, factor, APART)
+    _save(_head(dk, dk_steps, b, h, begins + n0, UNIT), dks, dks2, n, dk_steps[2], d, e, columns - n0, D, UNIT)
     _save(_head(dv, dv_steps, b, h, begins + n0, UNIT), dvs, dvs2, n, dv_steps[2], d, e, columns - n0, D, UNIT)
 
 
@@ -336,7 +344,7 @@ def _add_queries(dq, dq2, q, q2, do, do2, top, deltas, k, v, start, i, n, d, e, 
     values, values2 = _tiles(v + at * v_step, n, v_step, d, e, columns - start, D, UNIT, not MASKED)
     s = _scores(q, q2, keys, keys2, e, PRECISION)
     j = start + n[None, :]
-    s, slope = _score(s, i[:, None], j, rows, columns, mask, mask_steps, scale, cap, back, ahead, MASKED, BACK, AHEAD, CAP, APART)
+    s, slope = _score(s, i[:, None], j, rows, columns, mask, mask_steps, scale, factor, cap, back, ahead, MASKED, BACK, AHEAD, CAP, APART)
     p = _power(s, top[:, None], factor, APART, q.dtype)
     ds = p * (_scores(do, do2, values, values2, e, PRECISION) - deltas[:, None])
     if CAP:
@@ -377,7 +385,8 @@ def _bwd_dq(dq, q, k, v, do, power, delta, mask, cu_q, cu_k, dq_steps, q_steps, 
     if TAIL:
         for start in range(tl.maximum(full, edge), high, BN):
             acc, acc2 = _add_queries(acc, acc2, q, q2, do, do2, top, deltas, k, v, start, i, n, d, e, rows, columns, k_steps[2], v_steps[2], mask, mask_steps, scale, factor, cap, back, ahead, True, LEFT, RIGHT, CAP, APART, D, UNIT, PRECISION)  # fmt: skip
-    _save(_head(dq, dq_steps, b, h, begin + m0, UNIT), acc * scale, acc2 * scale, m, dq_steps[2], d, e, rows - m0, D, UNIT)
+    acc, acc2 = _scaled(acc, scale, factor, APART), _scaled(acc2, scale, factor, APART)
+    _save(_head(dq, dq_steps, b, h, begin + m0, UNIT), acc, acc2, m, dq_steps[2], d, e, rows - m0, D, UNIT)
 
 
 def _steps(x: torch.Tensor) -> tuple[int, ...]:
@@ -409,10 +418,14 @@ def _half(gpu: device.Device, kernel: str, width: int) -> tuple[int, int, int, i
     if gpu.backend == "hip":
         small = (64, 32, 4, 1) if width > 128 else (128, 64, 4, 1)
         return small if kernel == "fwd" else (32, 32, 4, 1) if width > 128 else (64, 64, 4, 1)
-    if gpu.capability < 90:
+    if gpu.capability < 90:  # not timed: tiles that spill nothing
         if kernel == "fwd":
-            return (64, 32, 4, 2) if width > 128 else (128, 64, 8, 2) if width > 64 else (128, 64, 4, 3)
-        return (32, 32, 4, 1) if width > 128 else (64, 64, 8, 2) if width > 64 else (64, 64, 4, 2)
+            return (64, 32, 8, 2) if width > 128 else (64, 64, 4, 2) if width > 64 else (128, 64, 8, 2)
+        if kernel == "bwd" and 64 < width < 128:
+            return 32, 64, 8, 2
+        return (32, 32, 4, 1) if width > 128 else (64, 64, 8, 2)
+    if kernel == "fwd" and gpu.capability >= 100:  # not timed either
+        return (128, 32, 8, 2) if width > 128 else (128, 64, 8, 3) if width > 64 else (128, 64, 8, 2)
     if kernel == "fwd":
         return (128, 64, 8, 2) if width > 128 else (128, 128, 8, 3) if width > 64 else (128, 64, 8, 3)
     if kernel == "bwd":
@@ -461,7 +474,8 @@ def _start(kernel: Any, name: str, given: tuple[Any, ...], tensors: tuple[torch.
 
     steps = [tuple(s // unit for s in _steps(t)[:3]) for t in tensors]
     hidden = None if mask is None else _steps(mask)
-    numbers = rows, columns, turns, group, sequences, section, scale, scale * LOG2E, softcap, left, right
+    factor = scale - c_float(scale).value if apart else scale * LOG2E
+    numbers = rows, columns, turns, group, sequences, section, scale, factor, softcap, left, right
     flags = {"LEFT": left < UNBOUNDED, "RIGHT": right < UNBOUNDED, "BOTTOM": bottom, "CAP": softcap > 0, "APART": apart}
     flags |= {
         "D": D,
