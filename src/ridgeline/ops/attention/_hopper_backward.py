@@ -21,6 +21,7 @@ from triton.experimental.gluon.language._core import builtin
 from triton.experimental.gluon.language.nvidia.hopper import fence_async_shared, mbarrier, tma, warpgroup_mma, warpgroup_mma_wait
 from triton.language.core import _aggregate as aggregate
 
+from ridgeline import device
 from ridgeline.boundary import launch
 from ridgeline.cuda import TensorMap
 from ridgeline.ops.attention._hopper import ROWS, _load, _pack, _store, whole
@@ -100,16 +101,14 @@ def _barriers(SIZE: gl.constexpr, FILLS: gl.constexpr, READERS: gl.constexpr):
 
 
 @aggregate
-class Work:
-    """What a program does: its keys, and the blocks of queries that see some of them, of all heads of queries that share them."""
+class Call:
+    """What is the same for all pieces of work."""
 
-    batch: gl.tensor
-    head: gl.tensor
-    group: gl.tensor
+    pieces: gl.tensor
     heads: gl.tensor
-    first: gl.tensor  # of its keys
-    low: gl.tensor  # block of queries
-    blocks: gl.tensor
+    group: gl.tensor
+    section: gl.tensor
+    turns: gl.tensor
     tiles: gl.tensor  # blocks of queries of a head
     columns: gl.tensor
     shift: gl.tensor
@@ -121,14 +120,12 @@ class Work:
     DOWN: gl.constexpr
 
     @gluon.constexpr_function
-    def __init__(self, batch, head, group, heads, first, low, blocks, tiles, columns, shift, left, right, scale, LEFT, RIGHT, DOWN):
-        self.batch = batch
-        self.head = head
-        self.group = group
+    def __init__(self, pieces, heads, group, section, turns, tiles, columns, shift, left, right, scale, LEFT, RIGHT, DOWN):
+        self.pieces = pieces
         self.heads = heads
-        self.first = first
-        self.low = low
-        self.blocks = blocks
+        self.group = group
+        self.section = section
+        self.turns = turns
         self.tiles = tiles
         self.columns = columns
         self.shift = shift
@@ -140,28 +137,70 @@ class Work:
         self.DOWN = gl.constexpr(DOWN)
 
     @gluon.jit
+    def work(self, item):
+        """The piece of that number: tiles of keys of a section of heads come before the next section's, so that the heads at work share
+        the L2 cache; of causal calls the heaviest first, but with DOWN the lightest."""
+        blocks = gl.cdiv(self.columns, KEYS * ROWS)
+        first = item // (self.section * blocks) * self.section
+        within = item - first * blocks
+        size = gl.minimum(self.section, self.turns - first)
+        turn = first + within % size
+        n = within // size
+        if self.DOWN:
+            n = blocks - 1 - n
+        n *= KEYS * ROWS
+        low, high = 0, self.tiles
+        if self.RIGHT:
+            low = gl.minimum(gl.maximum(n - self.right - self.shift, 0) // ROWS, self.tiles)
+        if self.LEFT:
+            high = gl.minimum(high, gl.maximum(n + KEYS * ROWS - 1 + self.left - self.shift + ROWS, 0) // ROWS)
+        shared = self.heads // self.group
+        return Work(self, turn // shared, turn % shared, n, low, gl.maximum(high - low, 0))
+
+
+@aggregate
+class Work:
+    """A piece of work: 128 keys, and the blocks of queries that see some of them, of all heads of queries that share them."""
+
+    call: Call
+    batch: gl.tensor
+    head: gl.tensor
+    first: gl.tensor  # of its keys
+    low: gl.tensor  # block of queries
+    blocks: gl.tensor
+
+    @gluon.constexpr_function
+    def __init__(self, call, batch, head, first, low, blocks):
+        self.call = call
+        self.batch = batch
+        self.head = head
+        self.first = first
+        self.low = low
+        self.blocks = blocks
+
+    @gluon.jit
     def count(self):
-        return self.group * self.blocks
+        return self.call.group * self.blocks
 
     @gluon.jit
     def place(self, t):
         """Block t's head of queries, and its number in that head."""
         g = t // self.blocks
         n = t - g * self.blocks
-        if not self.DOWN:
+        if not self.call.DOWN:
             n = self.blocks - 1 - n
-        return self.head * self.group + g, self.low + n
+        return self.head * self.call.group + g, self.low + n
 
     @gluon.jit
     def before(self, block):
-        """How many programs add to a block of queries before this one does. They have lower numbers, so that they have started, and come
-        to the block earlier: with DOWN, where the last keys are the first program's, it is two blocks for each program between."""
+        """How many pieces add to a block of queries before this one does. They have lower numbers, so that they have been begun, and come
+        to the block earlier: with DOWN, where the last keys come first, it is two blocks for each piece between."""
         me = self.first // (KEYS * ROWS)
-        if self.DOWN:
-            last = gl.cdiv(self.columns, KEYS * ROWS) - 1
-            me = gl.minimum(last, ((block + 1) * ROWS - 1 + self.shift + self.right) // (KEYS * ROWS)) - me
-        elif self.LEFT:
-            unseen = (block - KEYS) * ROWS + 1 - self.left + self.shift
+        if self.call.DOWN:
+            last = gl.cdiv(self.call.columns, KEYS * ROWS) - 1
+            me = gl.minimum(last, ((block + 1) * ROWS - 1 + self.call.shift + self.call.right) // (KEYS * ROWS)) - me
+        elif self.call.LEFT:
+            unseen = (block - KEYS) * ROWS + 1 - self.call.left + self.call.shift
             me -= gl.minimum(gl.cdiv(gl.maximum(unseen, 0), KEYS * ROWS), me)
         return me
 
@@ -169,37 +208,83 @@ class Work:
     def hide(self, p, row, first):
         """Probabilities of keys (down, from `first`) that a query (across) does not see become 0."""
         j = first + gl.arange(0, p.shape[0], gl.SliceLayout(1, p.type.layout))[:, None]
-        i = row + self.shift + gl.arange(0, p.shape[1], gl.SliceLayout(0, p.type.layout))[None, :]
-        seen = j + 0 * i < self.columns
-        if self.RIGHT:
-            seen = seen & (j <= i + self.right)
-        if self.LEFT:
-            seen = seen & (j >= i - self.left)
+        i = row + self.call.shift + gl.arange(0, p.shape[1], gl.SliceLayout(0, p.type.layout))[None, :]
+        seen = j + 0 * i < self.call.columns
+        if self.call.RIGHT:
+            seen = seen & (j <= i + self.call.right)
+        if self.call.LEFT:
+            seen = seen & (j >= i - self.call.left)
         return gl.where(seen, p, 0.0)
 
     @gluon.jit
     def edge(self, row):
-        """Whether a query of the block that begins with this row does not see all of the program's keys."""
-        found = self.first + KEYS * ROWS > self.columns
-        if self.RIGHT:
-            found = found | (row + self.shift + self.right < self.first + KEYS * ROWS - 1)
-        if self.LEFT:
-            found = found | (row + ROWS - 1 + self.shift - self.left > self.first)
+        """Whether a query of the block that begins with this row does not see all of the keys."""
+        found = self.first + KEYS * ROWS > self.call.columns
+        if self.call.RIGHT:
+            found = found | (row + self.call.shift + self.call.right < self.first + KEYS * ROWS - 1)
+        if self.call.LEFT:
+            found = found | (row + ROWS - 1 + self.call.shift - self.call.left > self.first)
         return found
 
 
+@aggregate
+class Tickets:
+    """The numbers of the pieces of work that this program takes, each when it has fetched what the one before needs."""
+
+    numbers: gl.shared_memory_descriptor
+    ready: gl.shared_memory_descriptor
+    free: gl.shared_memory_descriptor
+
+    @gluon.constexpr_function
+    def __init__(self, numbers, ready, free):
+        self.numbers = numbers
+        self.ready = ready
+        self.free = free
+
+    @gluon.jit
+    def draw(self, n, counter):
+        item = gl.atomic_add(counter, 1, sem="relaxed", scope="gpu")
+        mbarrier.wait(self.free.index(n & 1), ((n >> 1) & 1) ^ 1)
+        self.numbers.index(n & 1).store(gl.full([1], item, gl.int32, gl.BlockedLayout([1], [32], [1], [0])))
+        mbarrier.arrive(self.ready.index(n & 1), count=1)
+        return item
+
+    @gluon.jit
+    def take(self, n):
+        mbarrier.wait(self.ready.index(n & 1), (n >> 1) & 1)
+        item = gl.max(self.numbers.index(n & 1).load(gl.BlockedLayout([1], [32], [4], [0])), 0)
+        mbarrier.arrive(self.free.index(n & 1), count=1)
+        return item
+
+
 @gluon.jit
-def _fetch(queries, slopes, tops, deltas, keys, values, qs, dos, ks, vs, here, work):
+def _fetch(queries, slopes, tops, deltas, keys, values, qs, dos, ks, vs, k_ready, k_free, v_ready, v_free, tickets, counter, call):
     """The warp that fills shared memory."""
-    mbarrier.expect(here, 2 * KEYS * keys.block_type.nbytes)
-    for w in gl.static_range(KEYS):
-        _load(keys, [work.batch, work.head, work.first + w * ROWS, 0], here, ks.index(w))
-        _load(values, [work.batch, work.head, work.first + w * ROWS, 0], here, vs.index(w))
-    for t in range(work.count()):
-        head, block = work.place(t)
-        at = (work.batch * work.heads + head) * work.tiles + block
-        qs.fill(queries, tops, t, work.batch, head, block * ROWS, at)
-        dos.fill(slopes, deltas, t, work.batch, head, block * ROWS, at)
+    n, done = 0, 0
+    item = tickets.draw(0, counter)
+    while item < call.pieces:
+        work = call.work(item)
+        for t in range(gl.minimum(work.count(), 1)):
+            head, block = work.place(t)
+            at = (work.batch * call.heads + head) * call.tiles + block
+            qs.fill(queries, tops, done, work.batch, head, block * ROWS, at)
+            dos.fill(slopes, deltas, done, work.batch, head, block * ROWS, at)
+        mbarrier.wait(k_free, (n & 1) ^ 1)
+        mbarrier.expect(k_ready, KEYS * keys.block_type.nbytes)
+        for w in gl.static_range(KEYS):
+            _load(keys, [work.batch, work.head, work.first + w * ROWS, 0], k_ready, ks.index(w))
+        mbarrier.wait(v_free, (n & 1) ^ 1)
+        mbarrier.expect(v_ready, KEYS * keys.block_type.nbytes)
+        for w in gl.static_range(KEYS):
+            _load(values, [work.batch, work.head, work.first + w * ROWS, 0], v_ready, vs.index(w))
+        for t in range(1, work.count()):
+            head, block = work.place(t)
+            at = (work.batch * call.heads + head) * call.tiles + block
+            qs.fill(queries, tops, done + t, work.batch, head, block * ROWS, at)
+            dos.fill(slopes, deltas, done + t, work.batch, head, block * ROWS, at)
+        done += work.count()
+        n += 1
+        item = tickets.draw(n, counter)
 
 
 @gluon.jit
@@ -223,7 +308,7 @@ def _singles(packed, dtype: gl.constexpr, layout: gl.constexpr):
 
 
 @gluon.jit
-def _keys(ME: gl.constexpr, dk_out, dv_out, qs, dos, ks, vs, here, ds, ds_ready, ds_free, work, TIGHT: gl.constexpr):
+def _keys(ME: gl.constexpr, dk_out, dv_out, qs, dos, ks, vs, k_ready, k_free, v_ready, v_free, ds, ds_ready, ds_free, tickets, call, TIGHT: gl.constexpr):  # fmt: skip
     """A group of warps: dK and dV of its keys, and dS for dQ. With TIGHT dS is made of the rounded probabilities, which need half the
     registers."""
     D: gl.constexpr = dk_out.block_type.shape[3]
@@ -234,59 +319,75 @@ def _keys(ME: gl.constexpr, dk_out, dv_out, qs, dos, ks, vs, here, ds, ds_ready,
     p_layout: gl.constexpr = gl.DotOperandLayout(operand_index=0, parent=d_layout, k_width=2)
     across: gl.constexpr = gl.SliceLayout(0, s_layout)
     zero = gl.zeros([ROWS, ROWS], gl.float32, s_layout)
-    dk = gl.zeros([ROWS, D], gl.float32, d_layout)
-    dv = gl.zeros([ROWS, D], gl.float32, d_layout)
-    factor = work.scale * 1.4426950408889634
-    mbarrier.wait(here, 0)
     k = _flat(ks.index(ME))
     v = _flat(vs.index(ME))
-    for t in range(work.count()):
-        _, block = work.place(t)
-        row = block * ROWS
-        q = qs.take(t)
-        scores = warpgroup_mma(k, q.permute((1, 0)), zero, use_acc=False, is_async=True)
-        do = dos.take(t)
-        top = qs.number(t, across)
-        s = warpgroup_mma_wait(0, deps=(scores,))
-        products = warpgroup_mma(v, do.permute((1, 0)), zero, use_acc=False, is_async=True)
-        p = gl.exp2(s * factor - top[None, :])
-        if work.edge(row):
-            p = work.hide(p, row, work.first + ME * ROWS)
-        delta = dos.number(t, across)
-        if TIGHT:
-            packed = _pack(p, dtype)
-            half = _halves(packed, dtype, p_layout)
-            p = _singles(packed, dtype, s_layout)
-        else:
-            half = gl.convert_layout(p.to(dtype), p_layout)
-        dv_next = warpgroup_mma(half, do, dv, is_async=True)
-        dp = warpgroup_mma_wait(1, deps=(products,))
-        slope = (p * (dp - delta[None, :])).to(dtype)
-        mbarrier.wait(ds_free.index(t % STAGES), ((t // STAGES) & 1) ^ 1)
-        ds.index(KEYS * (t % STAGES) + ME).store(slope)
+    n, done = 0, 0
+    item = tickets.take(0)
+    while item < call.pieces:
+        work = call.work(item)
+        dk = gl.zeros([ROWS, D], gl.float32, d_layout)
+        dv = gl.zeros([ROWS, D], gl.float32, d_layout)
+        factor = call.scale * 1.4426950408889634
+        mbarrier.wait(k_ready, n & 1)
+        mbarrier.wait(v_ready, n & 1)
+        for t in range(work.count()):
+            _, block = work.place(t)
+            row = block * ROWS
+            q = qs.take(done)
+            scores = warpgroup_mma(k, q.permute((1, 0)), zero, use_acc=False, is_async=True)
+            do = dos.take(done)
+            top = qs.number(done, across)
+            s = warpgroup_mma_wait(0, deps=(scores,))
+            products = warpgroup_mma(v, do.permute((1, 0)), zero, use_acc=False, is_async=True)
+            p = gl.exp2(s * factor - top[None, :])
+            if work.edge(row):
+                p = work.hide(p, row, work.first + ME * ROWS)
+            delta = dos.number(done, across)
+            if TIGHT:
+                packed = _pack(p, dtype)
+                half = _halves(packed, dtype, p_layout)
+                p = _singles(packed, dtype, s_layout)
+            else:
+                half = gl.convert_layout(p.to(dtype), p_layout)
+            dv_next = warpgroup_mma(half, do, dv, is_async=True)
+            dp = warpgroup_mma_wait(1, deps=(products,))
+            slope = (p * (dp - delta[None, :])).to(dtype)
+            mbarrier.wait(ds_free.index(done % STAGES), ((done // STAGES) & 1) ^ 1)
+            ds.index(KEYS * (done % STAGES) + ME).store(slope)
+            fence_async_shared()
+            mbarrier.arrive(ds_ready.index(done % STAGES), count=1)
+            dk_next = warpgroup_mma(gl.convert_layout(slope, p_layout), q, dk, is_async=True)
+            dv = warpgroup_mma_wait(1, deps=(dv_next,))
+            dos.give(done)
+            dk = warpgroup_mma_wait(0, deps=(dk_next,))
+            qs.give(done)
+            done += 1
+        mbarrier.arrive(k_free, count=1)
+        at = work.first + ME * ROWS
+        v.store(dv.to(dtype))  # where v was, which nobody else reads
         fence_async_shared()
-        mbarrier.arrive(ds_ready.index(t % STAGES), count=1)
-        dk_next = warpgroup_mma(gl.convert_layout(slope, p_layout), q, dk, is_async=True)
-        dv = warpgroup_mma_wait(1, deps=(dv_next,))
-        dos.give(t)
-        dk = warpgroup_mma_wait(0, deps=(dk_next,))
-        qs.give(t)
-    at = work.first + ME * ROWS
-    v.store(dv.to(dtype))  # where v was, which nobody else reads
-    fence_async_shared()
-    _store(dv_out, [work.batch, work.head, at, 0], vs.index(ME))
-    tma.store_wait(0)
-    v.store((dk * work.scale).to(dtype))
-    fence_async_shared()
-    _store(dk_out, [work.batch, work.head, at, 0], vs.index(ME))
-    tma.store_wait(0)
+        _store(dv_out, [work.batch, work.head, at, 0], vs.index(ME))
+        tma.store_wait(0)
+        v.store((dk * call.scale).to(dtype))
+        fence_async_shared()
+        _store(dk_out, [work.batch, work.head, at, 0], vs.index(ME))
+        tma.store_wait(0)
+        mbarrier.arrive(v_free, count=1)
+        n += 1
+        item = tickets.take(n)
 
 
 @gluon.jit
-def _await(place, count):
-    """Until a number in memory is at least `count`."""
-    code: gl.constexpr = "{ .reg .pred p; again: ld.acquire.gpu.global.s32 $0, [$1]; setp.lt.s32 p, $0, $2; @p bra again; }"
-    gl.inline_asm_elementwise(code, "=&r,l,r", [place.to(gl.int64), count], dtype=gl.int32, is_pure=False, pack=1)
+def _look(place):
+    """A number in memory, as it may have been some time ago."""
+    return gl.inline_asm_elementwise("ld.relaxed.gpu.global.s32 $0, [$1];", "=r,l", [place.to(gl.int64)], dtype=gl.int32, is_pure=False, pack=1)  # fmt: skip
+
+
+@gluon.jit
+def _await(place, count, seen):
+    """Until a number in memory, that was `seen` before, is at least `count`."""
+    code: gl.constexpr = "{ .reg .pred p; setp.ge.s32 p, $3, $2; @p bra past; again: ld.acquire.gpu.global.s32 $0, [$1]; setp.lt.s32 p, $0, $2; @p bra again; past: }"  # fmt: skip
+    gl.inline_asm_elementwise(code, "=&r,l,r,r", [place.to(gl.int64), count, seen], dtype=gl.int32, is_pure=False, pack=1)
 
 
 @gluon.jit
@@ -303,71 +404,65 @@ def _added(BUT: gl.constexpr):
 
 
 @gluon.jit
-def _queries(dq_out, parts, ks, here, ds, ds_ready, ds_free, order, work, ORDERED: gl.constexpr):
-    """A group of warps: dQ of all keys of the program, added to what is in memory: after the program that comes to the block first and
-    finds nothing there; with ORDERED after all that are before it. `order` says how many have added; with a release instead of a relaxed
+def _queries(dq_out, parts, ks, k_ready, k_free, ds, ds_ready, ds_free, tickets, order, call, ORDERED: gl.constexpr):
+    """A group of warps: dQ of all keys, added to what is in memory: after the piece of work that comes to the block first and finds
+    nothing there; with ORDERED after all that are before it. `order` says how many have added; with a release instead of a relaxed
     addition, which waits for what nobody needs here, the whole backward takes up to 1.4 times as long."""
     STAGES: gl.constexpr = ds.type.shape[0] // KEYS
     PARTS: gl.constexpr = parts.type.shape[0]
     W: gl.constexpr = parts.type.shape[3]
     layout: gl.constexpr = gl.NVMMADistributedLayout(version=[3, 0], warps_per_cta=[4, 1], instr_shape=[16, W, 16])
     zero = gl.zeros([ROWS, W], gl.float32, layout)
-    mbarrier.wait(here, 0)
     one = _flat(ks.index(0))
     two = _flat(ks.index(1))
-    last, tell = order, False
-    for t in range(work.count()):
-        head, block = work.place(t)
-        at = work.batch * work.heads + head
-        place = t % STAGES
-        before = work.before(block)
-        _await(order + at * work.tiles + block, before if ORDERED else gl.minimum(before, 1))
-        mbarrier.wait(ds_ready.index(place), (t // STAGES) & 1)
-        for part in gl.static_range(PARTS):
-            dq = warpgroup_mma(ds.index(KEYS * place).permute((1, 0)), one.slice(part * W, W, 1), zero, use_acc=False, is_async=True)
-            dq = warpgroup_mma(ds.index(KEYS * place + 1).permute((1, 0)), two.slice(part * W, W, 1), dq, is_async=True)
-            sums = warpgroup_mma_wait(0, deps=(dq,))
-            if part == PARTS - 1:
-                mbarrier.arrive(ds_free.index(place), count=1)
-            tma.store_wait(PARTS - 1)
-            parts.index(part).reshape([ROWS, W]).store(sums)
-            fence_async_shared()
-            if before == 0:
-                _store(dq_out, [at, block * ROWS, part * W], parts.index(part))
-            else:
-                _reduce(dq_out, [at, block * ROWS, part * W], parts.index(part))
-        if tell:  # the block before this one is in memory by now
-            _added(PARTS)
+    n, done = 0, 0
+    item = tickets.take(0)
+    while item < call.pieces:
+        work = call.work(item)
+        mbarrier.wait(k_ready, n & 1)
+        last, tell, seen = order, False, -1
+        for t in range(work.count()):
+            head, block = work.place(t)
+            at = work.batch * call.heads + head
+            place = done % STAGES
+            before = work.before(block)
+            _await(order + at * call.tiles + block, before if ORDERED else gl.minimum(before, 1), seen)
+            mbarrier.wait(ds_ready.index(place), (done // STAGES) & 1)
+            for part in gl.static_range(PARTS):
+                dq = warpgroup_mma(ds.index(KEYS * place).permute((1, 0)), one.slice(part * W, W, 1), zero, use_acc=False, is_async=True)
+                dq = warpgroup_mma(ds.index(KEYS * place + 1).permute((1, 0)), two.slice(part * W, W, 1), dq, is_async=True)
+                if part == 0:
+                    after_head, after = work.place(gl.minimum(t + 1, work.count() - 1))
+                    seen = _look(order + (work.batch * call.heads + after_head) * call.tiles + after)
+                sums = warpgroup_mma_wait(0, deps=(dq,))
+                if part == PARTS - 1:
+                    mbarrier.arrive(ds_free.index(place), count=1)
+                tma.store_wait(PARTS - 1)
+                parts.index(part).reshape([ROWS, W]).store(sums)
+                fence_async_shared()
+                if before == 0:
+                    _store(dq_out, [at, block * ROWS, part * W], parts.index(part))
+                else:
+                    _reduce(dq_out, [at, block * ROWS, part * W], parts.index(part))
+            if tell:  # the block before this one is in memory by now
+                _added(PARTS)
+                gl.atomic_add(last, 1, sem="relaxed", scope="gpu")
+            tell = ORDERED or before == 0
+            last = order + at * call.tiles + block
+            done += 1
+        mbarrier.arrive(k_free, count=1)
+        _added(0)
+        if tell:
             gl.atomic_add(last, 1, sem="relaxed", scope="gpu")
-        tell = ORDERED or before == 0
-        last = order + at * work.tiles + block
-    _added(0)
-    if tell:
-        gl.atomic_add(last, 1, sem="relaxed", scope="gpu")
+        n += 1
+        item = tickets.take(n)
 
 
-@gluon.jit(do_not_specialize=["heads", "group", "section", "turns", "tiles", "columns", "shift", "left", "right"])
-def _bwd(order, queries, keys, values, slopes, dk_out, dv_out, dq_out, tops, deltas, heads, group, section, turns, tiles, columns, shift, left, right, scale, LEFT: gl.constexpr, RIGHT: gl.constexpr, ORDERED: gl.constexpr, TIGHT: gl.constexpr, STAGES: gl.constexpr):  # fmt: skip
+@gluon.jit(do_not_specialize=["pieces", "heads", "group", "section", "turns", "tiles", "columns", "shift", "left", "right"])
+def _bwd(order, queries, keys, values, slopes, dk_out, dv_out, dq_out, tops, deltas, pieces, heads, group, section, turns, tiles, columns, shift, left, right, scale, LEFT: gl.constexpr, RIGHT: gl.constexpr, ORDERED: gl.constexpr, TIGHT: gl.constexpr, STAGES: gl.constexpr):  # fmt: skip
     D: gl.constexpr = queries.block_type.shape[3]
     W: gl.constexpr = dq_out.block_type.shape[2]
     dtype: gl.constexpr = queries.dtype
-    blocks = gl.cdiv(columns, KEYS * ROWS)
-    first = gl.program_id(0) // (section * blocks) * section
-    within = gl.program_id(0) % (section * blocks)
-    size = gl.minimum(section, turns - first)
-    turn = first + within % size
-    n = within // size
-    DOWN: gl.constexpr = ORDERED and RIGHT
-    if DOWN:
-        n = blocks - 1 - n
-    n *= KEYS * ROWS
-    low, high = 0, tiles
-    if RIGHT:
-        low = gl.minimum(gl.maximum(n - right - shift, 0) // ROWS, tiles)
-    if LEFT:
-        high = gl.minimum(high, gl.maximum(n + KEYS * ROWS - 1 + left - shift + ROWS, 0) // ROWS)
-    shared = heads // group
-    work = Work(turn // shared, turn % shared, group, heads, n, low, gl.maximum(high - low, 0), tiles, columns, shift, left, right, scale, LEFT, RIGHT, DOWN)  # fmt: skip
     qs = _rows(queries, tops, STAGES)
     dos = _rows(slopes, deltas, STAGES)
     ks = gl.allocate_shared_memory(dtype, [KEYS] + keys.block_type.shape, keys.layout)
@@ -376,15 +471,18 @@ def _bwd(order, queries, keys, values, slopes, dk_out, dv_out, dq_out, tops, del
     ds = gl.allocate_shared_memory(dtype, [KEYS * STAGES, ROWS, ROWS], ds_layout)
     parts = gl.allocate_shared_memory(gl.float32, [D // W] + dq_out.block_type.shape, dq_out.layout)
     ds_ready, ds_free = _barriers(STAGES, KEYS, 1)
-    here = gl.allocate_shared_memory(gl.int64, [1], mbarrier.MBarrierLayout())
-    mbarrier.init(here, count=1)
+    k_ready, k_free = _barriers(1, 1, KEYS + 1)
+    v_ready, v_free = _barriers(1, 1, KEYS)
+    drawn, taken = _barriers(2, 1, KEYS + 1)
+    tickets = Tickets(gl.allocate_shared_memory(gl.int32, [2, 1], gl.SwizzledSharedLayout(1, 1, 1, [0])), drawn, taken)
     fence_async_shared()
+    call = Call(pieces, heads, group, section, turns, tiles, columns, shift, left, right, scale, LEFT, RIGHT, ORDERED and RIGHT)
     gl.warp_specialize(
         [
-            (_keys, (0, dk_out, dv_out, qs, dos, ks, vs, here, ds, ds_ready, ds_free, work, TIGHT)),
-            (_keys, (1, dk_out, dv_out, qs, dos, ks, vs, here, ds, ds_ready, ds_free, work, TIGHT)),
-            (_queries, (dq_out, parts, ks, here, ds, ds_ready, ds_free, order, work, ORDERED)),
-            (_fetch, (queries, slopes, tops, deltas, keys, values, qs, dos, ks, vs, here, work)),
+            (_keys, (0, dk_out, dv_out, qs, dos, ks, vs, k_ready.index(0), k_free.index(0), v_ready.index(0), v_free.index(0), ds, ds_ready, ds_free, tickets, call, TIGHT)),  # fmt: skip
+            (_keys, (1, dk_out, dv_out, qs, dos, ks, vs, k_ready.index(0), k_free.index(0), v_ready.index(0), v_free.index(0), ds, ds_ready, ds_free, tickets, call, TIGHT)),  # fmt: skip
+            (_queries, (dq_out, parts, ks, k_ready.index(0), k_free.index(0), ds, ds_ready, ds_free, tickets, order + 1, call, ORDERED)),  # fmt: skip
+            (_fetch, (queries, slopes, tops, deltas, keys, values, qs, dos, ks, vs, k_ready.index(0), k_free.index(0), v_ready.index(0), v_free.index(0), tickets, order, call)),  # fmt: skip
         ],
         [4, 4, 1],
         [208, 72, 24],
@@ -399,7 +497,7 @@ def _narrow(dq, sums, order, dq_steps, rows, padded, heads, scale, D: tl.constex
     m, d, e = tl.arange(0, BM), tl.arange(0, BD), tl.arange(0, BE) if BE else None
     at = sums + (turn.to(tl.int64) * padded + m0) * D
     one, two = _tiles(at, m, D // 8, d, e, rows - m0, D, 8, False)
-    some = tl.load(order + (turn.to(tl.int64) * padded + m0) // 64 + m // 64)[:, None] > 0
+    some = tl.load(order + 1 + (turn.to(tl.int64) * padded + m0) // 64 + m // 64)[:, None] > 0
     one = tl.where(some, one * scale, 0.0)
     two = tl.where(some, two * scale, 0.0)
     _save(_head(dq, dq_steps, turn // heads[1], turn % heads[1], m0, UNIT), one, two, m, dq_steps[2], d, e, rows - m0, D, UNIT)
@@ -417,17 +515,18 @@ def bwd(
     tops = torch.empty((batch * heads * tiles, 64), dtype=torch.float32, device=q.device)
     deltas = torch.empty((batch * heads * tiles, 64), dtype=torch.float32, device=q.device)
     sums = torch.empty((batch * heads, tiles * 64, D), dtype=torch.float32, device=q.device)
-    order = torch.empty((batch * heads * tiles,), dtype=torch.int32, device=q.device)
+    order = torch.empty((1 + batch * heads * tiles,), dtype=torch.int32, device=q.device)
     _add_up(deltas, tops, o, do, dlse, lse, order)
     ahead, back = right < UNBOUNDED, left < UNBOUNDED
     shared = 8 * rows * D * group  # bytes of q, do and dq's sums that the programs of a head share
     section = max(1, min(turns, (24 << 20) // shared))
     maps = [TensorMap(t, (1, 1, 64, wide), min(128, 2 * wide)) for t in (q, k, v, do, dk, dv)]
     width = min(wide, 64)
-    numbers = heads, group, section, turns, tiles, columns, columns - rows if bottom else 0, left, right, scale
+    pieces = turns * triton.cdiv(columns, 128)
+    numbers = pieces, heads, group, section, turns, tiles, columns, columns - rows if bottom else 0, left, right, scale
     facts: dict[str, Any] = {"LEFT": back, "RIGHT": ahead, "ORDERED": deterministic, "TIGHT": wide == 128, "STAGES": 2}
     others = TensorMap(sums, (1, 64, width), min(128, 4 * width)), TensorMap(tops, (1, 64)), TensorMap(deltas, (1, 64))
-    grid = (turns * triton.cdiv(columns, 128),)
+    grid = (min(pieces, device.of(q).multiprocessors),)
     launch(_bwd, grid, order, *maps, *others, *numbers, **facts, num_warps=4, maxnreg=128)
     unit, (part, rest), size = _unit((dq,)), _parts(D), max(16, 4096 // wide)
     steps = tuple(s // unit for s in _steps(dq)[:3])

@@ -258,7 +258,8 @@ def _delta(delta, power, o, do, dlse, lse, order, o_steps, do_steps, rows, padde
     tl.store(delta + at + m, products, mask=m < padded - m0)
     tl.store(power + at + m, tl.where(top == float("-inf"), float("inf"), top), mask=m < padded - m0)
     if order is not None:
-        tl.store(order + at // 64 + m // 64, 0, mask=m < padded - m0)
+        tl.store(order + 1 + at // 64 + m // 64, 0, mask=m < padded - m0)
+        tl.store(order, 0, mask=tl.program_id(0) == 0)
 
 
 @triton.jit
@@ -515,7 +516,7 @@ def _add_up(
     delta: torch.Tensor, power: torch.Tensor, o: torch.Tensor, do: torch.Tensor, dlse: torch.Tensor | None, lse: torch.Tensor,
     order: torch.Tensor | None = None, apart: bool = False,
 ) -> None:  # fmt: skip
-    """Fills delta and power, of as many rows a head or some more; zeroes order, a number for each 64 rows, where given."""
+    """Fills delta and power, of as many rows a head or some more; zeroes order, a number and one for each 64 rows, where given."""
     (batch, heads, rows, D), (width, rest) = o.shape, _parts(o.shape[-1])
     padded, unit, size = delta.numel() // max(batch * heads, 1), _unit((o, do)), max(16, 4096 // width)
     steps = [tuple(s // unit for s in _steps(t)[:3]) for t in (o, do)]
