@@ -185,7 +185,7 @@ class Work:
     @gluon.jit
     def place(self, t):
         """Block t's head of queries, and its number in that head."""
-        g = t // self.blocks
+        g = t // gl.maximum(self.blocks, 1)
         n = t - g * self.blocks
         if not self.call.DOWN:
             n = self.blocks - 1 - n
@@ -229,31 +229,38 @@ class Work:
 
 @aggregate
 class Tickets:
-    """The numbers of the pieces of work that this program takes, each when it has fetched what the one before needs."""
+    """The numbers of the pieces of work that this program takes: with STAY it draws the next when it has fetched what the one before
+    needs, so that it loads while it ends; else it has one."""
 
     numbers: gl.shared_memory_descriptor
     ready: gl.shared_memory_descriptor
     free: gl.shared_memory_descriptor
+    STAY: gl.constexpr
 
     @gluon.constexpr_function
-    def __init__(self, numbers, ready, free):
+    def __init__(self, numbers, ready, free, STAY):
         self.numbers = numbers
         self.ready = ready
         self.free = free
+        self.STAY = gl.constexpr(STAY)
 
     @gluon.jit
     def draw(self, n, counter):
-        item = gl.atomic_add(counter, 1, sem="relaxed", scope="gpu")
-        mbarrier.wait(self.free.index(n & 1), ((n >> 1) & 1) ^ 1)
-        self.numbers.index(n & 1).store(gl.full([1], item, gl.int32, gl.BlockedLayout([1], [32], [1], [0])))
-        mbarrier.arrive(self.ready.index(n & 1), count=1)
+        item = gl.program_id(0)
+        if self.STAY:
+            item = gl.atomic_add(counter, 1, sem="relaxed", scope="gpu")
+            mbarrier.wait(self.free.index(n & 1), ((n >> 1) & 1) ^ 1)
+            self.numbers.index(n & 1).store(gl.full([1], item, gl.int32, gl.BlockedLayout([1], [32], [1], [0])))
+            mbarrier.arrive(self.ready.index(n & 1), count=1)
         return item
 
     @gluon.jit
     def take(self, n):
-        mbarrier.wait(self.ready.index(n & 1), (n >> 1) & 1)
-        item = gl.max(self.numbers.index(n & 1).load(gl.BlockedLayout([1], [32], [4], [0])), 0)
-        mbarrier.arrive(self.free.index(n & 1), count=1)
+        item = gl.program_id(0)
+        if self.STAY:
+            mbarrier.wait(self.ready.index(n & 1), (n >> 1) & 1)
+            item = gl.max(self.numbers.index(n & 1).load(gl.BlockedLayout([1], [32], [4], [0])), 0)
+            mbarrier.arrive(self.free.index(n & 1), count=1)
         return item
 
 
@@ -264,15 +271,17 @@ def _fetch(queries, slopes, tops, deltas, keys, values, qs, dos, ks, vs, k_ready
     item = tickets.draw(0, counter)
     while item < call.pieces:
         work = call.work(item)
-        for t in range(gl.minimum(work.count(), 1)):
-            head, block = work.place(t)
-            at = (work.batch * call.heads + head) * call.tiles + block
+        some = work.count() > 0
+        head, block = work.place(0)
+        at = (work.batch * call.heads + head) * call.tiles + block
+        if some:
             qs.fill(queries, tops, done, work.batch, head, block * ROWS, at)
-            dos.fill(slopes, deltas, done, work.batch, head, block * ROWS, at)
         mbarrier.wait(k_free, (n & 1) ^ 1)
         mbarrier.expect(k_ready, KEYS * keys.block_type.nbytes)
         for w in gl.static_range(KEYS):
             _load(keys, [work.batch, work.head, work.first + w * ROWS, 0], k_ready, ks.index(w))
+        if some:
+            dos.fill(slopes, deltas, done, work.batch, head, block * ROWS, at)
         mbarrier.wait(v_free, (n & 1) ^ 1)
         mbarrier.expect(v_ready, KEYS * keys.block_type.nbytes)
         for w in gl.static_range(KEYS):
@@ -284,7 +293,7 @@ def _fetch(queries, slopes, tops, deltas, keys, values, qs, dos, ks, vs, k_ready
             dos.fill(slopes, deltas, done + t, work.batch, head, block * ROWS, at)
         done += work.count()
         n += 1
-        item = tickets.draw(n, counter)
+        item = tickets.draw(n, counter) if tickets.STAY else call.pieces
 
 
 @gluon.jit
@@ -329,7 +338,6 @@ def _keys(ME: gl.constexpr, dk_out, dv_out, qs, dos, ks, vs, k_ready, k_free, v_
         dv = gl.zeros([ROWS, D], gl.float32, d_layout)
         factor = call.scale * 1.4426950408889634
         mbarrier.wait(k_ready, n & 1)
-        mbarrier.wait(v_ready, n & 1)
         for t in range(work.count()):
             _, block = work.place(t)
             row = block * ROWS
@@ -338,6 +346,7 @@ def _keys(ME: gl.constexpr, dk_out, dv_out, qs, dos, ks, vs, k_ready, k_free, v_
             do = dos.take(done)
             top = qs.number(done, across)
             s = warpgroup_mma_wait(0, deps=(scores,))
+            mbarrier.wait(v_ready, n & 1)
             products = warpgroup_mma(v, do.permute((1, 0)), zero, use_acc=False, is_async=True)
             p = gl.exp2(s * factor - top[None, :])
             if work.edge(row):
@@ -362,6 +371,7 @@ def _keys(ME: gl.constexpr, dk_out, dv_out, qs, dos, ks, vs, k_ready, k_free, v_
             dk = warpgroup_mma_wait(0, deps=(dk_next,))
             qs.give(done)
             done += 1
+        mbarrier.wait(v_ready, n & 1)  # where there was no block
         mbarrier.arrive(k_free, count=1)
         at = work.first + ME * ROWS
         v.store(dv.to(dtype))  # where v was, which nobody else reads
@@ -374,7 +384,7 @@ def _keys(ME: gl.constexpr, dk_out, dv_out, qs, dos, ks, vs, k_ready, k_free, v_
         tma.store_wait(0)
         mbarrier.arrive(v_free, count=1)
         n += 1
-        item = tickets.take(n)
+        item = tickets.take(n) if tickets.STAY else call.pieces
 
 
 @gluon.jit
@@ -455,11 +465,11 @@ def _queries(dq_out, parts, ks, k_ready, k_free, ds, ds_ready, ds_free, tickets,
         if tell:
             gl.atomic_add(last, 1, sem="relaxed", scope="gpu")
         n += 1
-        item = tickets.take(n)
+        item = tickets.take(n) if tickets.STAY else call.pieces
 
 
 @gluon.jit(do_not_specialize=["pieces", "heads", "group", "section", "turns", "tiles", "columns", "shift", "left", "right"])
-def _bwd(order, queries, keys, values, slopes, dk_out, dv_out, dq_out, tops, deltas, pieces, heads, group, section, turns, tiles, columns, shift, left, right, scale, LEFT: gl.constexpr, RIGHT: gl.constexpr, ORDERED: gl.constexpr, TIGHT: gl.constexpr, STAGES: gl.constexpr):  # fmt: skip
+def _bwd(order, queries, keys, values, slopes, dk_out, dv_out, dq_out, tops, deltas, pieces, heads, group, section, turns, tiles, columns, shift, left, right, scale, LEFT: gl.constexpr, RIGHT: gl.constexpr, ORDERED: gl.constexpr, TIGHT: gl.constexpr, STAY: gl.constexpr, STAGES: gl.constexpr):  # fmt: skip
     D: gl.constexpr = queries.block_type.shape[3]
     W: gl.constexpr = dq_out.block_type.shape[2]
     dtype: gl.constexpr = queries.dtype
@@ -474,7 +484,7 @@ def _bwd(order, queries, keys, values, slopes, dk_out, dv_out, dq_out, tops, del
     k_ready, k_free = _barriers(1, 1, KEYS + 1)
     v_ready, v_free = _barriers(1, 1, KEYS)
     drawn, taken = _barriers(2, 1, KEYS + 1)
-    tickets = Tickets(gl.allocate_shared_memory(gl.int32, [2, 1], gl.SwizzledSharedLayout(1, 1, 1, [0])), drawn, taken)
+    tickets = Tickets(gl.allocate_shared_memory(gl.int32, [2, 1], gl.SwizzledSharedLayout(1, 1, 1, [0])), drawn, taken, STAY)
     fence_async_shared()
     call = Call(pieces, heads, group, section, turns, tiles, columns, shift, left, right, scale, LEFT, RIGHT, ORDERED and RIGHT)
     gl.warp_specialize(
@@ -524,9 +534,9 @@ def bwd(
     width = min(wide, 64)
     pieces = turns * triton.cdiv(columns, 128)
     numbers = pieces, heads, group, section, turns, tiles, columns, columns - rows if bottom else 0, left, right, scale
-    facts: dict[str, Any] = {"LEFT": back, "RIGHT": ahead, "ORDERED": deterministic, "TIGHT": wide == 128, "STAGES": 2}
+    facts: dict[str, Any] = {"LEFT": back, "RIGHT": ahead, "ORDERED": deterministic, "TIGHT": wide == 128, "STAY": wide < 128, "STAGES": 2}
     others = TensorMap(sums, (1, 64, width), min(128, 4 * width)), TensorMap(tops, (1, 64)), TensorMap(deltas, (1, 64))
-    grid = (min(pieces, device.of(q).multiprocessors),)
+    grid = (pieces if wide == 128 else min(pieces, device.of(q).multiprocessors),)  # at 128 there are no registers left to stay
     launch(_bwd, grid, order, *maps, *others, *numbers, **facts, num_warps=4, maxnreg=128)
     unit, (part, rest), size = _unit((dq,)), _parts(D), max(16, 4096 // wide)
     steps = tuple(s // unit for s in _steps(dq)[:3])
