@@ -196,7 +196,7 @@ OPS[True] = ATTENTION_VARLEN = Op(
     cost=cost,
     standards=("torch", "tiled"),
     cases=[
-        _case("41 tokens", 2, 1, 16, (9, 32), (20, 17)),
+        _case("130 tokens", 2, 1, 16, (33, 97), (80, 47)),
         _case("70 tokens, one empty, causal", 2, 2, 24, (33, 0, 37), causal=True),
         _case("60 tokens, bottom right, window", 2, 1, 16, (1, 40, 19), (8, 30, 40), causal="bottom_right", window=(12, 0)),
         _case("50 tokens, softcap, lse", 2, 2, 32, (17, 33), (25, 20), softcap=3.0, return_lse=True),
