@@ -22,6 +22,10 @@ def device() -> str:
     return "cuda" if GPU else "cpu"
 
 
+def pytest_addoption(parser: pytest.Parser) -> None:
+    parser.addoption("--every-kernel", action="store_true", help="test_kernels: compile all kernels of large ops, not one of each kind")
+
+
 def pytest_report_header() -> str:
     if INTERPRETED:
         return "ridgeline: kernels in Triton's interpreter; only tests marked `kernels`"

@@ -3,12 +3,17 @@
 A kernel that may spill is listed in SPILLS with the most bytes it may move and why.
 """
 
+from collections.abc import Iterable, Iterator
+from dataclasses import replace
 from pathlib import Path
+from typing import Any
 
 import pytest
+import torch
 import triton
 
 from ridgeline import device, op
+from ridgeline.boundary import Launch
 from ridgeline.lab import inspect
 from ridgeline.op import Implementation, RidgelineError
 
@@ -22,23 +27,23 @@ SPILLS: dict[tuple[str, str, str, str], tuple[int, str]] = {
     ("log_softmax", "triton", "_bwd", "sm_90"): (8, "one register at 33x129 in bfloat16, of a tile that the rule makes of short rows"),
     ("softmax", "triton", "_bwd", "sm_80"): (8, "one register at 8192 columns in bfloat16"),
     ("add_layer_norm", "triton", "_fwd", "sm_80"): (16, "two registers at 1024 columns in bfloat16, of tiles that an H100 is best with"),
-    ("attention", "triton", "_fwd", "sm_80"): (276, "a window's third loop at D 128; 36 to 156 without: to be timed on such a GPU"),
-    ("attention", "triton", "_bwd", "sm_80"): (104, "D 96: two parts of two sums"),
-    ("attention", "triton", "_bwd_dq", "sm_80"): (36, "a causal call's second loop at D 64"),
-    ("attention", "triton", "_fwd", "sm_90"): (80, "a window's third loop at D 128"),
     ("attention", "triton", "_bwd", "sm_90"): (
-        448,
-        "at D 128 dK and dV are 128 registers; 96 without a mask: 32 x 128 tiles spill none, to be timed",
+        100,
+        "D 128 where a length is no multiple of the tile's: dK and dV are 128 registers; the tile that was fastest on an H100",
     ),
-    ("attention", "triton", "_bwd_dq", "sm_90"): (32, "a window's third loop at D 128"),
-    ("attention", "triton", "_fwd", "sm_100"): (16, "D 256"),
-    ("attention", "triton", "_bwd_dq", "sm_100"): (16, "a causal call's second loop at D 128"),
-    ("attention_varlen", "triton", "_fwd", "sm_80"): (156, "as attention's"),
-    ("attention_varlen", "triton", "_bwd", "sm_90"): (296, "as attention's"),
+    ("attention", "triton", "_bwd_dq", "sm_90"): (76, "a window's third loop at D 128, 56 causal; the tile that was fastest on an H100"),
+    ("attention", "gluon", "_bwd", "sm_90"): (100, "triton's kernel"),
+    ("attention", "gluon", "_bwd_dq", "sm_90"): (76, "triton's kernel"),
+    ("attention_varlen", "triton", "_bwd", "sm_90"): (24, "as attention's"),
+    ("attention_varlen", "triton", "_bwd_dq", "sm_90"): (40, "as attention's"),
+    ("attention_varlen", "gluon", "_bwd", "sm_90"): (24, "triton's kernel"),
+    ("attention_varlen", "gluon", "_bwd_dq", "sm_90"): (40, "triton's kernel"),
 }
 OWN = "3.7.1"  # the Triton of requirements.lock; the others' compilers may move a few registers more
 ELSEWHERE = 0 if triton.__version__ == OWN else 64
 CHECKS = 2  # of an op's small cases, beside its benchmarks
+# Ops whose kernels take seconds each to compile: one of each kind is, on sm_90 of small cases too; all are with --every-kernel.
+LARGE = ("attention", "attention_varlen")
 
 pytestmark = pytest.mark.compiles
 
@@ -52,25 +57,61 @@ RUNGS = [
 ]
 
 
-def kernels(implementation: Implementation, arch: str) -> list[inspect.Resources]:
-    """The different kernels of an implementation, over its benchmarks, a few small cases and its dtypes; forward and backward."""
+def calls(implementation: Implementation, arch: str, small: int | None = CHECKS) -> Iterator[tuple[Launch, dict[str, Any]]]:
+    """The launches, and of what call each is, of benchmarks and of so many small cases (None: all); bfloat16 first."""
     o = implementation.op
     bench = [case for case in o.cases if case.use == "bench"]
-    cases = bench + [case for case in o.cases if case.use != "bench"][:CHECKS]
-    found = {}
-    for case in cases:
-        for dtype in case.dtypes:
+    for case in bench + [case for case in o.cases if case.use != "bench"][:small]:
+        for dtype in sorted(case.dtypes):
+            facts = {"implementation": implementation, "case": case.name, "bench": case.use == "bench", "dtype": dtype}
             try:
-                for r in inspect.resources(o, implementation, case, dtype, arch):
-                    found[r.kernel, r.direction, dtype, tuple(r.constants.items()), r.registers, r.widest_load] = r
+                for direction, launch in inspect.launches(o, implementation, case, dtype, arch):
+                    yield launch, facts | {"direction": direction}
             except RidgelineError:
                 continue  # a case or dtype that this rung refuses, which test_ops holds it to
-    return list(found.values())
+
+
+def one_of_each(found: Iterable[tuple[Launch, dict[str, Any]]]) -> list[tuple[Launch, dict[str, Any]]]:
+    """Of benchmarks' launches, those with most options on first, the ones with an option, a size or a kind of argument that none before
+    had; then of small cases' the ones with an option, a dtype or a kind of argument: their sizes say nothing of a kernel's use."""
+
+    def kind(arg: Any) -> Any:
+        return arg.dtype.is_floating_point if isinstance(arg, torch.Tensor) else type(arg)
+
+    def order(one: tuple[Launch, dict[str, Any]]) -> tuple[bool, int]:
+        launch, facts = one
+        return not facts["bench"], -sum(value is True for value in launch.constants.values()) * facts["bench"]
+
+    kept, seen = [], set()
+    for launch, facts in sorted(found, key=order):
+        new = {(k, v) for k, v in launch.constants.items() if v is True or (facts["bench"] and type(v) is int)}
+        new |= {facts["dtype"], *[(n, kind(arg)) for n, arg in enumerate(launch.args)]}
+        new = {(id(launch.kernel), one) for one in new} - seen
+        if new:
+            kept.append((launch, facts))
+            seen |= new
+    return kept
+
+
+def kernels(implementation: Implementation, arch: str, every: bool) -> list[inspect.Resources]:
+    """The different kernels of an implementation, over its benchmarks, small cases and its dtypes; forward and backward."""
+    found = calls(implementation, arch)
+    if implementation.op.name in LARGE and not every:  # what rungs share is compiled for the first of them
+        rungs = [i for i, a in (p.values for p in RUNGS) if i.op.name in LARGE and a == arch]
+        found = (one for i in rungs for one in calls(i, arch, None if arch == "sm_90" else 0))
+        found = (one for one in one_of_each(found) if one[1]["implementation"] is implementation)
+    different = {inspect.signature(launch): (launch, facts) for launch, facts in found}.values()
+    inspect.compile_side_by_side([launch for launch, _ in different], arch)
+    made = []
+    for launch, facts in different:
+        whose = {"op": implementation.op.name, "implementation": implementation.name}
+        made.append(replace(inspect.of_launch(launch), **whose, **{k: facts[k] for k in ("case", "dtype", "direction")}))
+    return made
 
 
 @pytest.mark.parametrize(("implementation", "arch"), RUNGS)
-def test_kernels_fit(implementation: Implementation, arch: str) -> None:
-    found = kernels(implementation, arch)
+def test_kernels_fit(implementation: Implementation, arch: str, request: pytest.FixtureRequest) -> None:
+    found = kernels(implementation, arch, request.config.getoption("every_kernel"))
     assert found, f"{implementation.op.name} {implementation.name} supports none of its op's cases on {arch}"
     faults = []
     for r in found:

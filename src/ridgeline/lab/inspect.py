@@ -8,10 +8,11 @@ from __future__ import annotations
 import argparse
 import os
 import re
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from contextlib import contextmanager
 from dataclasses import asdict, dataclass, field, replace
 from functools import cache
+from itertools import repeat
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -124,11 +125,9 @@ def resources(
     if INTERPRETED:
         request = (op.name, implementation.name, case.name, dtype, arch, directions, disassemble)
         return _compiling_process().submit(_by_name, *request).result()
-    found = []
-    for direction, launch in launches(op, implementation, case, dtype, arch, directions):
-        facts = _compiled(launch, disassemble)
-        found.append(replace(facts, op=op.name, implementation=implementation.name, case=case.name, dtype=dtype, direction=direction))
-    return found
+    call: dict[str, Any] = {"op": op.name, "implementation": implementation.name, "case": case.name, "dtype": dtype}
+    made = launches(op, implementation, case, dtype, arch, directions)
+    return [replace(of_launch(launch, disassemble), **call, direction=direction) for direction, launch in made]
 
 
 @cache
@@ -155,22 +154,24 @@ def signature(launch: Launch) -> tuple[Any, ...]:
     """What a launch is compiled from: two launches with equal signatures are the same machine code."""
     from ridgeline.cuda import CudaKernel
 
-    args = () if isinstance(launch.kernel, CudaKernel) else _specialised(launch.args)
+    args: tuple[Any, ...] = ()
+    if not isinstance(launch.kernel, CudaKernel):
+        args = _specialised(launch.args, [p.do_not_specialize for p in launch.kernel.params])
     return id(launch.kernel), launch.device.arch, tuple(sorted(launch.constants.items())), args
 
 
-def _specialised(args: Any) -> tuple[Any, ...]:
-    """What Triton may compile into a kernel of its arguments."""
+def _specialised(args: Any, loose: Iterable[bool]) -> tuple[Any, ...]:
+    """What Triton may compile into a kernel of its arguments; of numbers that it was told to leave alone, their type only."""
     import torch
 
     found: list[Any] = []
-    for arg in args:
+    for arg, free in zip(args, loose, strict=False):
         if isinstance(arg, torch.Tensor):
-            found.append((arg.dtype, arg.data_ptr() % 16))
+            found.append((arg.dtype, arg.data_ptr() % 16 == 0, arg.untyped_storage().nbytes() < 2**31))
         elif isinstance(arg, int):
-            found.append((arg == 1, arg % 16, -(2**31) <= arg < 2**31))
+            found.append((-(2**31) <= arg < 2**31, not free and arg == 1, not free and arg % 16 == 0))
         elif isinstance(arg, tuple | list):
-            found.append(_specialised(arg))
+            found.append(_specialised(arg, repeat(free)))
         elif hasattr(arg, "block_shape"):
             found.append((arg.base.dtype, tuple(arg.block_shape), str(getattr(arg, "layout", None))))
         else:
@@ -182,7 +183,7 @@ _compiled_ones: dict[Any, Resources] = {}
 Facts = tuple[dict[str, Any], dict[str, str], bytes | None]
 
 
-def _compiled(launch: Launch, disassemble: bool) -> Resources:
+def of_launch(launch: Launch, disassemble: bool = False) -> Resources:
     """Compiles a launch, reads its code and completes the facts; whose call it was is filled in by `resources`."""
     from ridgeline.cuda import CudaKernel
     from ridgeline.lab.disassembly import READERS, occupancy, sass
@@ -213,6 +214,21 @@ def _compiled(launch: Launch, disassemble: bool) -> Resources:
         texts=texts,
     )
     return _compiled_ones[key]
+
+
+def compile_side_by_side(launches: Iterable[Launch], arch: str) -> None:
+    """Has Triton compile its kernels among launches for an architecture, as many at a time as this process may use processors (4 at the
+    most); `of_launch` then finds them compiled. Most of the work is LLVM's and ptxas's, which other threads do not wait for."""
+    from concurrent.futures import ThreadPoolExecutor
+
+    from triton.runtime._async_compile import AsyncCompileMode
+
+    from ridgeline.cuda import CudaKernel
+
+    kernels = {signature(launch): launch for launch in launches if not isinstance(launch.kernel, CudaKernel)}
+    with _triton_for(arch), ThreadPoolExecutor(min(4, len(os.sched_getaffinity(0)))) as threads, AsyncCompileMode(threads):
+        for launch in kernels.values():
+            launch.kernel.warmup(*launch.args, grid=(1,), **launch.constants)
 
 
 def _cuda(launch: Launch) -> Facts:

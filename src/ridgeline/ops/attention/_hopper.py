@@ -172,7 +172,7 @@ class Plan:
             within = t - first * (self.section * self.tiles)
         size = gl.minimum(self.section, self.turns - first * self.section)
         tile = self.tiles - 1 - within // size
-        if self.PAIRS:  # noqa: SIM102
+        if self.PAIRS:  # noqa: SIM102  # this one is decided by the compiler
             if (t & 1) == 1:
                 tile = within // size
         row = tile * self.BM
@@ -516,6 +516,11 @@ def _fwd(lse, listed, queries, keys, values, out, turns, heads, group, section, 
         )
 
 
+def whole(t: torch.Tensor) -> bool:
+    """Whether the copy engine can see a tensor: it begins at a multiple of 16 bytes, its rows too, and it is not expanded."""
+    return t.data_ptr() % 16 == 0 and not any([n > 1 and (step % 8 or not step) for n, step in zip(t.shape[:-1], t.stride(), strict=False)])
+
+
 def refusal(x: torch.Tensor, *rest: Any, **_: Any) -> str | None:
     """Why these kernels do not take a call, of public arguments or of a launcher's inputs (backward's begin with do and dlse), or None."""
     q, *rest = rest[1:] if len(rest) > 15 else (x, *rest)
@@ -527,7 +532,7 @@ def refusal(x: torch.Tensor, *rest: Any, **_: Any) -> str | None:
     if q.shape[-1] > 128 or not (q.numel() and k.numel()):
         return f"D must be at most 128 and no size 0; q is {tuple(q.shape)} and k {tuple(k.shape)}"
     for t in (q, k, v):
-        if t.data_ptr() % 16 or any([size > 1 and (step % 8 or not step) for size, step in zip(t.shape[:-1], t.stride(), strict=False)]):
+        if not whole(t):
             return "it copies whole 16 bytes: q, k and v must begin at multiples of 16 bytes, and so must their rows, and none be expanded"
     return None
 

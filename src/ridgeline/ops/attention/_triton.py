@@ -9,6 +9,7 @@ again from lse. Tiles are numbered so that the heads of one section share the L2
 
 from __future__ import annotations
 
+from ctypes import c_float
 from functools import partial
 from typing import Any
 
@@ -139,14 +140,20 @@ def _head(x, steps, batch, head, row, UNIT: tl.constexpr):
 
 
 @triton.jit
-def _score(s, i, j, rows, columns, mask, mask_steps, scale, cap, back, ahead, MASKED: tl.constexpr, BACK: tl.constexpr, AHEAD: tl.constexpr, CAP: tl.constexpr, APART: tl.constexpr):  # fmt: skip
+def _scaled(x, scale, factor, APART: tl.constexpr):
+    """x times the scale; with APART `factor` is what float32 rounds off the scale, which would bias all scores and gradients alike."""
+    return tl.fma(x, scale, x * factor) if APART else x * scale
+
+
+@triton.jit
+def _score(s, i, j, rows, columns, mask, mask_steps, scale, factor, cap, back, ahead, MASKED: tl.constexpr, BACK: tl.constexpr, AHEAD: tl.constexpr, CAP: tl.constexpr, APART: tl.constexpr):  # fmt: skip
     """The scores of products s of queries i and keys j: with APART scaled, which else `_power` does, and capped; -inf where nothing is
     seen. And the cap's slope."""
     slope = 1.0
     if CAP:
-        s, slope = capped(s * scale, cap, True)
+        s, slope = capped(_scaled(s, scale, factor, APART), cap, True)
     elif APART:
-        s = s * scale
+        s = _scaled(s, scale, factor, APART)
     if MASKED:
         seen = j < columns
         if BACK:
@@ -176,7 +183,7 @@ def _absorb(acc, acc2, total, top, q, q2, k, v, start, i, n, d, e, rows, columns
     keys, keys2 = _tiles(k + at * k_step, n, k_step, d, e, columns - start, D, UNIT, not MASKED)
     s = _scores(q, q2, keys, keys2, e, PRECISION)
     j = start + n[None, :]
-    s, _ = _score(s, i[:, None], j, rows, columns, mask, mask_steps, scale, cap, back, ahead, MASKED, BACK, AHEAD, CAP, APART)
+    s, _ = _score(s, i[:, None], j, rows, columns, mask, mask_steps, scale, factor, cap, back, ahead, MASKED, BACK, AHEAD, CAP, APART)
     most = tl.max(s, 1) if APART else tl.max(s, 1) * factor
     most = tl.maximum(top, most)
     base = tl.where(most == float("-inf"), 0.0, most) if MASKED else most  # a row that has seen nothing yet
@@ -228,10 +235,10 @@ def _fwd(o, lse, q, k, v, mask, cu_q, cu_k, o_steps, q_steps, k_steps, v_steps, 
     tl.store(lse + begin + i, top, mask=i < rows)
 
 
-@triton.jit(do_not_specialize=LOOSE)
-def _delta(delta, power, o, do, dlse, lse, o_steps, do_steps, rows, heads, APART: tl.constexpr, D: tl.constexpr, BD: tl.constexpr, BE: tl.constexpr, UNIT: tl.constexpr, BM: tl.constexpr):  # fmt: skip
+@triton.jit(do_not_specialize=(*LOOSE, "padded"))
+def _delta(delta, power, o, do, dlse, lse, order, o_steps, do_steps, rows, padded, heads, APART: tl.constexpr, D: tl.constexpr, BD: tl.constexpr, BE: tl.constexpr, UNIT: tl.constexpr, BM: tl.constexpr):  # fmt: skip
     """delta = rowsum(o do) - dlse, and lse in base 2 or, with APART, as it is; infinite for a row that sees nothing, so that its
-    probabilities are 0."""
+    probabilities are 0, as one of those after the last is, up to `padded`. `order` becomes 0."""
     turn = tl.program_id(0) % heads[0]
     m0 = tl.program_id(0) // heads[0] * BM
     b, h = turn // heads[1], turn % heads[1]
@@ -239,23 +246,26 @@ def _delta(delta, power, o, do, dlse, lse, o_steps, do_steps, rows, heads, APART
     inside = m < rows - m0
     one, one2 = _tiles(_head(o, o_steps, b, h, m0, UNIT), m, o_steps[2], d, e, rows - m0, D, UNIT, False)
     other, other2 = _tiles(_head(do, do_steps, b, h, m0, UNIT), m, do_steps[2], d, e, rows - m0, D, UNIT, False)
-    sums = tl.sum(one.to(tl.float32) * other.to(tl.float32), 1)
+    products = tl.sum(one.to(tl.float32) * other.to(tl.float32), 1)
     if e is not None:
-        sums += tl.sum(one2.to(tl.float32) * other2.to(tl.float32), 1)
-    at = turn.to(tl.int64) * rows + m0 + m
+        products += tl.sum(one2.to(tl.float32) * other2.to(tl.float32), 1)
     if dlse is not None:
-        sums -= tl.load(dlse + at, mask=inside, other=0.0)
-    tl.store(delta + at, sums, mask=inside)
-    top = tl.load(lse + at, mask=inside, other=0.0)
+        products -= tl.load(dlse + turn.to(tl.int64) * rows + m0 + m, mask=inside, other=0.0)
+    top = tl.load(lse + turn.to(tl.int64) * rows + m0 + m, mask=inside, other=float("-inf"))
     if not APART:
         top *= 1.4426950408889634
-    tl.store(power + at, tl.where(top == float("-inf"), float("inf"), top), mask=inside)
+    at = turn.to(tl.int64) * padded + m0
+    tl.store(delta + at + m, products, mask=m < padded - m0)
+    tl.store(power + at + m, tl.where(top == float("-inf"), float("inf"), top), mask=m < padded - m0)
+    if order is not None:
+        tl.store(order + at // 64 + m // 64, 0, mask=m < padded - m0)
 
 
 @triton.jit
 def _add_keys(dk, dk2, dv, dv2, k, k2, v, v2, q, do, power, delta, t, first, blocks, whole, m, j, d, e, rows, columns, q_steps, do_steps, mask, mask_steps, scale, factor, cap, back, ahead, MASKED: tl.constexpr, BACK: tl.constexpr, AHEAD: tl.constexpr, CAP: tl.constexpr, APART: tl.constexpr, D: tl.constexpr, UNIT: tl.constexpr, PRECISION: tl.constexpr):  # fmt: skip
     """Adds to dK and dV what block t of queries says, of `blocks` for each head of the group from row `first` on; scores stand on their
     side, keys down and queries across."""
+    blocks = tl.maximum(blocks, 1)  # of a loop that does not run the pipeliner computes the first addresses all the same
     g = tl.cast(t // blocks, tl.int64)
     start = first + t % blocks * m.shape[0]
     i = start + m
@@ -271,7 +281,7 @@ def _add_keys(dk, dk2, dv, dv2, k, k2, v, v2, q, do, power, delta, t, first, blo
     if mask is not None:
         mask += g * mask_steps[1]
     s = _scores(k, k2, queries, queries2, e, PRECISION)
-    s, slope = _score(s, i[None, :], j[:, None], rows, columns, mask, mask_steps, scale, cap, back, ahead, MASKED, BACK, AHEAD, CAP, APART)
+    s, slope = _score(s, i[None, :], j[:, None], rows, columns, mask, mask_steps, scale, factor, cap, back, ahead, MASKED, BACK, AHEAD, CAP, APART)  # fmt: skip
     p = _power(s, top[None, :], factor, APART, k.dtype)
     slopes, slopes2 = _tiles(_head(do, do_steps, 0, g, start, UNIT), m, do_steps[2], d, e, rows - start, D, UNIT, not MASKED)
     dv, dv2 = _add(dv, dv2, p, slopes, slopes2, e, PRECISION)
@@ -321,7 +331,8 @@ def _bwd(dk, dv, q, k, v, do, power, delta, mask, cu_q, cu_k, dk_steps, dv_steps
         blocks = tl.cdiv(tl.maximum(high - last, 0), BM)
         for t in range(group * blocks):
             dks, dks2, dvs, dvs2 = _add_keys(dks, dks2, dvs, dvs2, keys, keys2, values, values2, q, do, power, delta, t, last, blocks, whole, m, j, d, e, rows, columns, q_steps, do_steps, mask, mask_steps, scale, factor, cap, back, ahead, True, LEFT, RIGHT, CAP, APART, D, UNIT, PRECISION)  # fmt: skip
-    _save(_head(dk, dk_steps, b, h, begins + n0, UNIT), dks * scale, dks2 * scale, n, dk_steps[2], d, e, columns - n0, D, UNIT)
+    dks, dks2 = _scaled(dks, scale, factor, APART), _scaled(dks2, scale, factor, APART)
+    _save(_head(dk, dk_steps, b, h, begins + n0, UNIT), dks, dks2, n, dk_steps[2], d, e, columns - n0, D, UNIT)
     _save(_head(dv, dv_steps, b, h, begins + n0, UNIT), dvs, dvs2, n, dv_steps[2], d, e, columns - n0, D, UNIT)
 
 
@@ -333,7 +344,7 @@ def _add_queries(dq, dq2, q, q2, do, do2, top, deltas, k, v, start, i, n, d, e, 
     values, values2 = _tiles(v + at * v_step, n, v_step, d, e, columns - start, D, UNIT, not MASKED)
     s = _scores(q, q2, keys, keys2, e, PRECISION)
     j = start + n[None, :]
-    s, slope = _score(s, i[:, None], j, rows, columns, mask, mask_steps, scale, cap, back, ahead, MASKED, BACK, AHEAD, CAP, APART)
+    s, slope = _score(s, i[:, None], j, rows, columns, mask, mask_steps, scale, factor, cap, back, ahead, MASKED, BACK, AHEAD, CAP, APART)
     p = _power(s, top[:, None], factor, APART, q.dtype)
     ds = p * (_scores(do, do2, values, values2, e, PRECISION) - deltas[:, None])
     if CAP:
@@ -374,7 +385,8 @@ def _bwd_dq(dq, q, k, v, do, power, delta, mask, cu_q, cu_k, dq_steps, q_steps, 
     if TAIL:
         for start in range(tl.maximum(full, edge), high, BN):
             acc, acc2 = _add_queries(acc, acc2, q, q2, do, do2, top, deltas, k, v, start, i, n, d, e, rows, columns, k_steps[2], v_steps[2], mask, mask_steps, scale, factor, cap, back, ahead, True, LEFT, RIGHT, CAP, APART, D, UNIT, PRECISION)  # fmt: skip
-    _save(_head(dq, dq_steps, b, h, begin + m0, UNIT), acc * scale, acc2 * scale, m, dq_steps[2], d, e, rows - m0, D, UNIT)
+    acc, acc2 = _scaled(acc, scale, factor, APART), _scaled(acc2, scale, factor, APART)
+    _save(_head(dq, dq_steps, b, h, begin + m0, UNIT), acc, acc2, m, dq_steps[2], d, e, rows - m0, D, UNIT)
 
 
 def _steps(x: torch.Tensor) -> tuple[int, ...]:
@@ -406,10 +418,14 @@ def _half(gpu: device.Device, kernel: str, width: int) -> tuple[int, int, int, i
     if gpu.backend == "hip":
         small = (64, 32, 4, 1) if width > 128 else (128, 64, 4, 1)
         return small if kernel == "fwd" else (32, 32, 4, 1) if width > 128 else (64, 64, 4, 1)
-    if gpu.capability < 90:
+    if gpu.capability < 90:  # not timed: tiles that spill nothing
         if kernel == "fwd":
-            return (64, 32, 4, 2) if width > 128 else (128, 64, 8, 2) if width > 64 else (128, 64, 4, 3)
-        return (32, 32, 4, 1) if width > 128 else (64, 64, 8, 2) if width > 64 else (64, 64, 4, 2)
+            return (64, 32, 8, 2) if width > 128 else (64, 64, 4, 2) if width > 64 else (128, 64, 8, 2)
+        if kernel == "bwd" and 64 < width < 128:
+            return 32, 64, 8, 2
+        return (32, 32, 4, 1) if width > 128 else (64, 64, 8, 2)
+    if kernel == "fwd" and gpu.capability >= 100:  # not timed either
+        return (128, 32, 8, 2) if width > 128 else (128, 64, 8, 3) if width > 64 else (128, 64, 8, 2)
     if kernel == "fwd":
         return (128, 64, 8, 2) if width > 128 else (128, 128, 8, 3) if width > 64 else (128, 64, 8, 3)
     if kernel == "bwd":
@@ -458,7 +474,8 @@ def _start(kernel: Any, name: str, given: tuple[Any, ...], tensors: tuple[torch.
 
     steps = [tuple(s // unit for s in _steps(t)[:3]) for t in tensors]
     hidden = None if mask is None else _steps(mask)
-    numbers = rows, columns, turns, group, sequences, section, scale, scale * LOG2E, softcap, left, right
+    factor = scale - c_float(scale).value if apart else scale * LOG2E
+    numbers = rows, columns, turns, group, sequences, section, scale, factor, softcap, left, right
     flags = {"LEFT": left < UNBOUNDED, "RIGHT": right < UNBOUNDED, "BOTTOM": bottom, "CAP": softcap > 0, "APART": apart}
     flags |= {
         "D": D,
@@ -494,6 +511,19 @@ def fwd(
     _start(_fwd, "fwd", (o, lse, q, k, v, mask, cu_q, cu_k), (o, q, k, v), right < UNBOUNDED, q, k, mask, cu_q, options)
 
 
+def _add_up(
+    delta: torch.Tensor, power: torch.Tensor, o: torch.Tensor, do: torch.Tensor, dlse: torch.Tensor | None, lse: torch.Tensor,
+    order: torch.Tensor | None = None, apart: bool = False,
+) -> None:  # fmt: skip
+    """Fills delta and power, of as many rows a head or some more; zeroes order, a number for each 64 rows, where given."""
+    (batch, heads, rows, D), (width, rest) = o.shape, _parts(o.shape[-1])
+    padded, unit, size = delta.numel() // max(batch * heads, 1), _unit((o, do)), max(16, 4096 // width)
+    steps = [tuple(s // unit for s in _steps(t)[:3]) for t in (o, do)]
+    facts: dict[str, Any] = {"APART": apart, "D": D, "BD": width, "BE": rest, "UNIT": unit, "BM": size, "num_warps": 4}
+    given = delta, power, o, do, dlse, lse, order
+    launch(_delta, (triton.cdiv(padded, size) * batch * heads,), *given, *steps, rows, padded, (batch * heads, heads), **facts)
+
+
 def bwd(
     dq: torch.Tensor, dk: torch.Tensor, dv: torch.Tensor, do: torch.Tensor, dlse: torch.Tensor | None, q: torch.Tensor,
     k: torch.Tensor, v: torch.Tensor, o: torch.Tensor, lse: torch.Tensor, mask: torch.Tensor | None, cu_q: torch.Tensor | None,
@@ -501,13 +531,8 @@ def bwd(
     precision: str, deterministic: bool,
 ) -> None:  # fmt: skip
     """Fills dq, dk and dv; see `attention_bwd` in _attention.py. It is deterministic, asked or not."""
-    (batch, heads, rows, D), delta, power = q.shape, torch.empty_like(lse), torch.empty_like(lse)
-    unit, (width, rest) = _unit((o, do)), _parts(D)
-    steps = [tuple(s // unit for s in _steps(t)[:3]) for t in (o, do)]
-    size = max(16, 4096 // width)
-    facts: dict[str, Any] = {"APART": _apart(q, mask, scale, softcap), "UNIT": unit, "BM": size, "num_warps": 4}
-    facts |= {"D": D, "BD": width, "BE": rest}
-    launch(_delta, (triton.cdiv(rows, size) * batch * heads,), delta, power, o, do, dlse, lse, *steps, rows, (batch * heads, heads), **facts)  # fmt: skip
+    delta, power = torch.empty_like(lse), torch.empty_like(lse)
+    _add_up(delta, power, o, do, dlse, lse, apart=_apart(q, mask, scale, softcap))
     mask, options = _masked(mask, q, k), (scale, softcap, left, right, bottom, precision)
     cu_k = cu_q if cu_k is None else cu_k
     shared = q, k, v, do, power, delta, mask, cu_q, cu_k

@@ -17,7 +17,7 @@ import torch
 import torch.nn.functional as F
 
 from ridgeline.op import Case, Cost, Op, RidgelineError, Spec, dense_only, nbytes
-from ridgeline.ops.attention import _hopper, _triton
+from ridgeline.ops.attention import _hopper, _hopper_backward, _triton
 from ridgeline.ops.attention._attention import (
     OPS,
     by_kernels,
@@ -78,6 +78,8 @@ def _torch_refuses(
 ) -> str | None:  # fmt: skip
     if causal == "bottom_right" or window not in (None, (None, None), (-1, -1)) or softcap is not None or return_lse:
         return "scaled_dot_product_attention has no window, no softcap, no lse and no causal='bottom_right'"
+    if q.is_cuda and any([isinstance(t, torch.Tensor) and t.data_ptr() % 16 for t in (q, k, v, mask)]):
+        return "scaled_dot_product_attention's kernels read 16 bytes at a time, and fail on tensors that begin elsewhere than at multiples"
     return "scaled_dot_product_attention takes a mask or is causal, not both" if mask is not None and causal else None
 
 
@@ -209,15 +211,15 @@ ATTENTION.kernel(
     supports=refusal,
     served=True,
 )
-# Not served until an illegal access that its tests on a GPU meet is found: docs/notes/attention.md.
 ATTENTION.kernel(
     "gluon",
-    "forward on Hopper: one warp fetches, groups of four take turns at products and exponentials; backward as triton's",
+    "on Hopper: one warp fetches, groups of four take turns at products and exponentials; backward in one pass, dQ added up in memory",
     kind="gluon",
     dtypes=("float16", "bfloat16"),
     arch=90,
     newest=90,
     fwd=_hopper.fwd,
-    bwd=_triton.bwd,
+    bwd=_hopper_backward.bwd,
     supports=_hopper.refusal,
+    served=True,
 )

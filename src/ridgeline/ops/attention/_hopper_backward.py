@@ -1,0 +1,435 @@
+"""Backward of the rung `gluon` of attention: one pass on Hopper, five products.
+
+A program owns 128 keys. Two groups of four warps have 64 of them each, with the sums of dK and dV in registers; tiles of 64 queries come
+by the copy engine. Scores stand on their side, keys down, so that the probabilities and their gradients dS go from registers into the
+products for dV and dK. dS also goes through shared memory to a third group, which multiplies it with K for all 128 keys and has the copy
+engine add the result to dQ, in float32 in memory. No group waits for another in step: the tensor cores have work from three.
+By default additions to a tile of dQ come in the order of the programs' numbers, each waiting for the one before, so that reruns give the
+same bits; `deterministic=False` adds as they come.
+Source: Dao, FlashAttention-2, 2023 (arXiv:2307.08691), algorithm 2; Shah et al., FlashAttention-3, 2024 (arXiv:2407.08608), section 3.
+"""
+
+from typing import Any
+
+import torch
+import triton
+import triton.language as tl
+from triton._C.libtriton import ir
+from triton.experimental import gluon
+from triton.experimental.gluon import language as gl
+from triton.experimental.gluon.language._core import builtin
+from triton.experimental.gluon.language.nvidia.hopper import fence_async_shared, mbarrier, tma, warpgroup_mma, warpgroup_mma_wait
+from triton.language.core import _aggregate as aggregate
+
+from ridgeline.boundary import launch
+from ridgeline.cuda import TensorMap
+from ridgeline.ops.attention._hopper import ROWS, _load, _pack, _store, whole
+from ridgeline.ops.attention._triton import UNBOUNDED, _add_up, _head, _parts, _save, _steps, _tiles, _unit
+
+_barrier: gl.constexpr = getattr(gl, "barrier", None) or gl.thread_barrier
+KEYS = gl.constexpr(2)  # groups of warps with 64 keys each
+
+
+@builtin
+def _reduce(desc, coord, src, _semantic=None):
+    """The copy engine adds a tile in shared memory to one in memory. (Triton before 3.9 has no Python name for it.)"""
+    coord = _semantic._convert_to_ir_values(coord, require_i64=False)
+    _semantic.builder.create_async_tma_reduce(ir.DESCRIPTOR_REDUCE_KIND.ADD, desc.handle, coord, src.handle)
+
+
+@gluon.jit
+def _flat(tile):
+    return tile.reshape([tile.type.shape[2], tile.type.shape[3]])
+
+
+@aggregate
+class Rows:
+    """A ring of tiles of q or do, and a number of each row beside them."""
+
+    tiles: gl.shared_memory_descriptor
+    numbers: gl.shared_memory_descriptor
+    ready: gl.shared_memory_descriptor
+    free: gl.shared_memory_descriptor
+    SIZE: gl.constexpr
+
+    @gluon.constexpr_function
+    def __init__(self, tiles, numbers, ready, free):
+        self.tiles = tiles
+        self.numbers = numbers
+        self.ready = ready
+        self.free = free
+        self.SIZE = gl.constexpr(tiles.type.shape[0])
+
+    @gluon.jit
+    def fill(self, source, numbers, n, batch, head, row, at):
+        place = n % self.SIZE
+        mbarrier.wait(self.free.index(place), ((n // self.SIZE) & 1) ^ 1)
+        mbarrier.expect(self.ready.index(place), source.block_type.nbytes + numbers.block_type.nbytes)
+        _load(source, [batch, head, row, 0], self.ready.index(place), self.tiles.index(place))
+        _load(numbers, [at, 0], self.ready.index(place), self.numbers.index(place))
+
+    @gluon.jit
+    def take(self, n):
+        mbarrier.wait(self.ready.index(n % self.SIZE), (n // self.SIZE) & 1)
+        return _flat(self.tiles.index(n % self.SIZE))
+
+    @gluon.jit
+    def number(self, n, layout: gl.constexpr):
+        return self.numbers.index(n % self.SIZE).reshape([ROWS]).load(layout)
+
+    @gluon.jit
+    def give(self, n):
+        mbarrier.arrive(self.free.index(n % self.SIZE), count=1)
+
+
+@gluon.jit
+def _rows(source, numbers, SIZE: gl.constexpr):
+    ready, free = _barriers(SIZE, 1, KEYS)
+    tiles = gl.allocate_shared_memory(source.dtype, [SIZE] + source.block_type.shape, source.layout)
+    return Rows(tiles, gl.allocate_shared_memory(gl.float32, [SIZE] + numbers.block_type.shape, numbers.layout), ready, free)
+
+
+@gluon.jit
+def _barriers(SIZE: gl.constexpr, FILLS: gl.constexpr, READERS: gl.constexpr):
+    ready = gl.allocate_shared_memory(gl.int64, [SIZE, 1], mbarrier.MBarrierLayout())
+    free = gl.allocate_shared_memory(gl.int64, [SIZE, 1], mbarrier.MBarrierLayout())
+    for n in gl.static_range(SIZE):
+        mbarrier.init(ready.index(n), count=FILLS)
+        mbarrier.init(free.index(n), count=READERS)
+    return ready, free
+
+
+@aggregate
+class Work:
+    """What a program does: its keys, and the blocks of queries that see some of them, of all heads of queries that share them."""
+
+    batch: gl.tensor
+    head: gl.tensor
+    group: gl.tensor
+    heads: gl.tensor
+    first: gl.tensor  # of its keys
+    low: gl.tensor  # block of queries
+    blocks: gl.tensor
+    tiles: gl.tensor  # blocks of queries of a head
+    columns: gl.tensor
+    shift: gl.tensor
+    left: gl.tensor
+    right: gl.tensor
+    scale: gl.tensor
+    LEFT: gl.constexpr
+    RIGHT: gl.constexpr
+    DOWN: gl.constexpr
+
+    @gluon.constexpr_function
+    def __init__(self, batch, head, group, heads, first, low, blocks, tiles, columns, shift, left, right, scale, LEFT, RIGHT, DOWN):
+        self.batch = batch
+        self.head = head
+        self.group = group
+        self.heads = heads
+        self.first = first
+        self.low = low
+        self.blocks = blocks
+        self.tiles = tiles
+        self.columns = columns
+        self.shift = shift
+        self.left = left
+        self.right = right
+        self.scale = scale
+        self.LEFT = gl.constexpr(LEFT)
+        self.RIGHT = gl.constexpr(RIGHT)
+        self.DOWN = gl.constexpr(DOWN)
+
+    @gluon.jit
+    def count(self):
+        return self.group * self.blocks
+
+    @gluon.jit
+    def place(self, t):
+        """Block t's head of queries, and its number in that head."""
+        g = t // self.blocks
+        n = t - g * self.blocks
+        if not self.DOWN:
+            n = self.blocks - 1 - n
+        return self.head * self.group + g, self.low + n
+
+    @gluon.jit
+    def before(self, block):
+        """How many programs add to a block of queries before this one does. They have lower numbers, so that they have started, and come
+        to the block earlier: with DOWN, where the last keys are the first program's, it is two blocks for each program between."""
+        me = self.first // (KEYS * ROWS)
+        if self.DOWN:
+            last = gl.cdiv(self.columns, KEYS * ROWS) - 1
+            me = gl.minimum(last, ((block + 1) * ROWS - 1 + self.shift + self.right) // (KEYS * ROWS)) - me
+        elif self.LEFT:
+            unseen = (block - KEYS) * ROWS + 1 - self.left + self.shift
+            me -= gl.minimum(gl.cdiv(gl.maximum(unseen, 0), KEYS * ROWS), me)
+        return me
+
+    @gluon.jit
+    def hide(self, p, row, first):
+        """Probabilities of keys (down, from `first`) that a query (across) does not see become 0."""
+        j = first + gl.arange(0, p.shape[0], gl.SliceLayout(1, p.type.layout))[:, None]
+        i = row + self.shift + gl.arange(0, p.shape[1], gl.SliceLayout(0, p.type.layout))[None, :]
+        seen = j + 0 * i < self.columns
+        if self.RIGHT:
+            seen = seen & (j <= i + self.right)
+        if self.LEFT:
+            seen = seen & (j >= i - self.left)
+        return gl.where(seen, p, 0.0)
+
+    @gluon.jit
+    def edge(self, row):
+        """Whether a query of the block that begins with this row does not see all of the program's keys."""
+        found = self.first + KEYS * ROWS > self.columns
+        if self.RIGHT:
+            found = found | (row + self.shift + self.right < self.first + KEYS * ROWS - 1)
+        if self.LEFT:
+            found = found | (row + ROWS - 1 + self.shift - self.left > self.first)
+        return found
+
+
+@gluon.jit
+def _fetch(queries, slopes, tops, deltas, keys, values, qs, dos, ks, vs, here, work):
+    """The warp that fills shared memory."""
+    mbarrier.expect(here, 2 * KEYS * keys.block_type.nbytes)
+    for w in gl.static_range(KEYS):
+        _load(keys, [work.batch, work.head, work.first + w * ROWS, 0], here, ks.index(w))
+        _load(values, [work.batch, work.head, work.first + w * ROWS, 0], here, vs.index(w))
+    for t in range(work.count()):
+        head, block = work.place(t)
+        at = (work.batch * work.heads + head) * work.tiles + block
+        qs.fill(queries, tops, t, work.batch, head, block * ROWS, at)
+        dos.fill(slopes, deltas, t, work.batch, head, block * ROWS, at)
+
+
+@gluon.jit
+def _halves(packed, dtype: gl.constexpr, layout: gl.constexpr):
+    """Two to a register, as the left side of a product."""
+    even = (packed & 0xFFFF).to(gl.int16).to(dtype, bitcast=True)
+    odd = (packed >> 16).to(gl.int16).to(dtype, bitcast=True)
+    return gl.convert_layout(gl.reshape(gl.join(even, odd), [packed.shape[0], packed.shape[1] * 2]), layout)
+
+
+@gluon.jit
+def _singles(packed, dtype: gl.constexpr, layout: gl.constexpr):
+    """Two to a register, in float32."""
+    if dtype == gl.bfloat16:
+        even = (packed << 16).to(gl.float32, bitcast=True)
+        odd = (packed & -65536).to(gl.float32, bitcast=True)
+    else:
+        even = (packed & 0xFFFF).to(gl.int16).to(dtype, bitcast=True).to(gl.float32)
+        odd = (packed >> 16).to(gl.int16).to(dtype, bitcast=True).to(gl.float32)
+    return gl.convert_layout(gl.reshape(gl.join(even, odd), [packed.shape[0], packed.shape[1] * 2]), layout)
+
+
+@gluon.jit
+def _keys(ME: gl.constexpr, dk_out, dv_out, qs, dos, ks, vs, here, ds, ds_ready, ds_free, work, TIGHT: gl.constexpr):
+    """A group of warps: dK and dV of its keys, and dS for dQ. With TIGHT dS is made of the rounded probabilities, which need half the
+    registers."""
+    D: gl.constexpr = dk_out.block_type.shape[3]
+    STAGES: gl.constexpr = ds.type.shape[0] // KEYS
+    dtype: gl.constexpr = dk_out.dtype
+    s_layout: gl.constexpr = gl.NVMMADistributedLayout(version=[3, 0], warps_per_cta=[4, 1], instr_shape=[16, ROWS, 16])
+    d_layout: gl.constexpr = gl.NVMMADistributedLayout(version=[3, 0], warps_per_cta=[4, 1], instr_shape=[16, D, 16])
+    p_layout: gl.constexpr = gl.DotOperandLayout(operand_index=0, parent=d_layout, k_width=2)
+    across: gl.constexpr = gl.SliceLayout(0, s_layout)
+    zero = gl.zeros([ROWS, ROWS], gl.float32, s_layout)
+    dk = gl.zeros([ROWS, D], gl.float32, d_layout)
+    dv = gl.zeros([ROWS, D], gl.float32, d_layout)
+    factor = work.scale * 1.4426950408889634
+    mbarrier.wait(here, 0)
+    k = _flat(ks.index(ME))
+    v = _flat(vs.index(ME))
+    for t in range(work.count()):
+        _, block = work.place(t)
+        row = block * ROWS
+        q = qs.take(t)
+        scores = warpgroup_mma(k, q.permute((1, 0)), zero, use_acc=False, is_async=True)
+        do = dos.take(t)
+        top = qs.number(t, across)
+        s = warpgroup_mma_wait(0, deps=(scores,))
+        products = warpgroup_mma(v, do.permute((1, 0)), zero, use_acc=False, is_async=True)
+        p = gl.exp2(s * factor - top[None, :])
+        if work.edge(row):
+            p = work.hide(p, row, work.first + ME * ROWS)
+        delta = dos.number(t, across)
+        if TIGHT:
+            packed = _pack(p, dtype)
+            half = _halves(packed, dtype, p_layout)
+            p = _singles(packed, dtype, s_layout)
+        else:
+            half = gl.convert_layout(p.to(dtype), p_layout)
+        dv_next = warpgroup_mma(half, do, dv, is_async=True)
+        dp = warpgroup_mma_wait(1, deps=(products,))
+        slope = (p * (dp - delta[None, :])).to(dtype)
+        mbarrier.wait(ds_free.index(t % STAGES), ((t // STAGES) & 1) ^ 1)
+        ds.index(KEYS * (t % STAGES) + ME).store(slope)
+        fence_async_shared()
+        mbarrier.arrive(ds_ready.index(t % STAGES), count=1)
+        dk_next = warpgroup_mma(gl.convert_layout(slope, p_layout), q, dk, is_async=True)
+        dv = warpgroup_mma_wait(1, deps=(dv_next,))
+        dos.give(t)
+        dk = warpgroup_mma_wait(0, deps=(dk_next,))
+        qs.give(t)
+    at = work.first + ME * ROWS
+    v.store(dv.to(dtype))  # where v was, which nobody else reads
+    fence_async_shared()
+    _store(dv_out, [work.batch, work.head, at, 0], vs.index(ME))
+    tma.store_wait(0)
+    v.store((dk * work.scale).to(dtype))
+    fence_async_shared()
+    _store(dk_out, [work.batch, work.head, at, 0], vs.index(ME))
+    tma.store_wait(0)
+
+
+@gluon.jit
+def _await(place, count):
+    """Until a number in memory is at least `count`."""
+    code: gl.constexpr = "{ .reg .pred p; again: ld.acquire.gpu.global.s32 $0, [$1]; setp.lt.s32 p, $0, $2; @p bra again; }"
+    gl.inline_asm_elementwise(code, "=&r,l,r", [place.to(gl.int64), count], dtype=gl.int32, is_pure=False, pack=1)
+
+
+@gluon.jit
+def _added(BUT: gl.constexpr):
+    """Until all but the last so many things that the copy engine was told to write are written, and others see them."""
+    if BUT == 0:
+        gl.inline_asm_elementwise("cp.async.bulk.wait_group 0; mov.u32 $0, 0;", "=r,r", [0], dtype=gl.int32, is_pure=False, pack=1)
+    elif BUT == 1:
+        gl.inline_asm_elementwise("cp.async.bulk.wait_group 1; mov.u32 $0, 0;", "=r,r", [0], dtype=gl.int32, is_pure=False, pack=1)
+    else:
+        gl.static_assert(BUT == 2)
+        gl.inline_asm_elementwise("cp.async.bulk.wait_group 2; mov.u32 $0, 0;", "=r,r", [0], dtype=gl.int32, is_pure=False, pack=1)
+    _barrier()
+
+
+@gluon.jit
+def _queries(dq_out, parts, ks, here, ds, ds_ready, ds_free, order, work, ORDERED: gl.constexpr):
+    """A group of warps: dQ of all keys of the program, added to what is in memory: after the program that comes to the block first and
+    finds nothing there; with ORDERED after all that are before it. `order` says how many have added; with a release instead of a relaxed
+    addition, which waits for what nobody needs here, the whole backward takes up to 1.4 times as long."""
+    STAGES: gl.constexpr = ds.type.shape[0] // KEYS
+    PARTS: gl.constexpr = parts.type.shape[0]
+    W: gl.constexpr = parts.type.shape[3]
+    layout: gl.constexpr = gl.NVMMADistributedLayout(version=[3, 0], warps_per_cta=[4, 1], instr_shape=[16, W, 16])
+    zero = gl.zeros([ROWS, W], gl.float32, layout)
+    mbarrier.wait(here, 0)
+    one = _flat(ks.index(0))
+    two = _flat(ks.index(1))
+    last, tell = order, False
+    for t in range(work.count()):
+        head, block = work.place(t)
+        at = work.batch * work.heads + head
+        place = t % STAGES
+        before = work.before(block)
+        _await(order + at * work.tiles + block, before if ORDERED else gl.minimum(before, 1))
+        mbarrier.wait(ds_ready.index(place), (t // STAGES) & 1)
+        for part in gl.static_range(PARTS):
+            dq = warpgroup_mma(ds.index(KEYS * place).permute((1, 0)), one.slice(part * W, W, 1), zero, use_acc=False, is_async=True)
+            dq = warpgroup_mma(ds.index(KEYS * place + 1).permute((1, 0)), two.slice(part * W, W, 1), dq, is_async=True)
+            sums = warpgroup_mma_wait(0, deps=(dq,))
+            if part == PARTS - 1:
+                mbarrier.arrive(ds_free.index(place), count=1)
+            tma.store_wait(PARTS - 1)
+            parts.index(part).reshape([ROWS, W]).store(sums)
+            fence_async_shared()
+            if before == 0:
+                _store(dq_out, [at, block * ROWS, part * W], parts.index(part))
+            else:
+                _reduce(dq_out, [at, block * ROWS, part * W], parts.index(part))
+        if tell:  # the block before this one is in memory by now
+            _added(PARTS)
+            gl.atomic_add(last, 1, sem="relaxed", scope="gpu")
+        tell = ORDERED or before == 0
+        last = order + at * work.tiles + block
+    _added(0)
+    if tell:
+        gl.atomic_add(last, 1, sem="relaxed", scope="gpu")
+
+
+@gluon.jit(do_not_specialize=["heads", "group", "section", "turns", "tiles", "columns", "shift", "left", "right"])
+def _bwd(order, queries, keys, values, slopes, dk_out, dv_out, dq_out, tops, deltas, heads, group, section, turns, tiles, columns, shift, left, right, scale, LEFT: gl.constexpr, RIGHT: gl.constexpr, ORDERED: gl.constexpr, TIGHT: gl.constexpr, STAGES: gl.constexpr):  # fmt: skip
+    D: gl.constexpr = queries.block_type.shape[3]
+    W: gl.constexpr = dq_out.block_type.shape[2]
+    dtype: gl.constexpr = queries.dtype
+    blocks = gl.cdiv(columns, KEYS * ROWS)
+    first = gl.program_id(0) // (section * blocks) * section
+    within = gl.program_id(0) % (section * blocks)
+    size = gl.minimum(section, turns - first)
+    turn = first + within % size
+    n = within // size
+    DOWN: gl.constexpr = ORDERED and RIGHT
+    if DOWN:
+        n = blocks - 1 - n
+    n *= KEYS * ROWS
+    low, high = 0, tiles
+    if RIGHT:
+        low = gl.minimum(gl.maximum(n - right - shift, 0) // ROWS, tiles)
+    if LEFT:
+        high = gl.minimum(high, gl.maximum(n + KEYS * ROWS - 1 + left - shift + ROWS, 0) // ROWS)
+    shared = heads // group
+    work = Work(turn // shared, turn % shared, group, heads, n, low, gl.maximum(high - low, 0), tiles, columns, shift, left, right, scale, LEFT, RIGHT, DOWN)  # fmt: skip
+    qs = _rows(queries, tops, STAGES)
+    dos = _rows(slopes, deltas, STAGES)
+    ks = gl.allocate_shared_memory(dtype, [KEYS] + keys.block_type.shape, keys.layout)
+    vs = gl.allocate_shared_memory(dtype, [KEYS] + keys.block_type.shape, keys.layout)
+    ds_layout: gl.constexpr = gl.NVMMASharedLayout.get_default_for([ROWS, ROWS], dtype)
+    ds = gl.allocate_shared_memory(dtype, [KEYS * STAGES, ROWS, ROWS], ds_layout)
+    parts = gl.allocate_shared_memory(gl.float32, [D // W] + dq_out.block_type.shape, dq_out.layout)
+    ds_ready, ds_free = _barriers(STAGES, KEYS, 1)
+    here = gl.allocate_shared_memory(gl.int64, [1], mbarrier.MBarrierLayout())
+    mbarrier.init(here, count=1)
+    fence_async_shared()
+    gl.warp_specialize(
+        [
+            (_keys, (0, dk_out, dv_out, qs, dos, ks, vs, here, ds, ds_ready, ds_free, work, TIGHT)),
+            (_keys, (1, dk_out, dv_out, qs, dos, ks, vs, here, ds, ds_ready, ds_free, work, TIGHT)),
+            (_queries, (dq_out, parts, ks, here, ds, ds_ready, ds_free, order, work, ORDERED)),
+            (_fetch, (queries, slopes, tops, deltas, keys, values, qs, dos, ks, vs, here, work)),
+        ],
+        [4, 4, 1],
+        [208, 72, 24],
+    )
+
+
+@triton.jit(do_not_specialize=["rows", "padded"])
+def _narrow(dq, sums, order, dq_steps, rows, padded, heads, scale, D: tl.constexpr, BD: tl.constexpr, BE: tl.constexpr, UNIT: tl.constexpr, BM: tl.constexpr):  # fmt: skip
+    """dq of its sums in float32. What nobody has added to is 0."""
+    turn = tl.program_id(0) % heads[0]
+    m0 = tl.program_id(0) // heads[0] * BM
+    m, d, e = tl.arange(0, BM), tl.arange(0, BD), tl.arange(0, BE) if BE else None
+    at = sums + (turn.to(tl.int64) * padded + m0) * D
+    one, two = _tiles(at, m, D // 8, d, e, rows - m0, D, 8, False)
+    some = tl.load(order + (turn.to(tl.int64) * padded + m0) // 64 + m // 64)[:, None] > 0
+    one = tl.where(some, one * scale, 0.0)
+    two = tl.where(some, two * scale, 0.0)
+    _save(_head(dq, dq_steps, turn // heads[1], turn % heads[1], m0, UNIT), one, two, m, dq_steps[2], d, e, rows - m0, D, UNIT)
+
+
+def bwd(
+    dq: torch.Tensor, dk: torch.Tensor, dv: torch.Tensor, do: torch.Tensor, dlse: torch.Tensor | None, q: torch.Tensor,
+    k: torch.Tensor, v: torch.Tensor, o: torch.Tensor, lse: torch.Tensor, mask: None, cu_q: None, cu_k: None, scale: float,
+    softcap: float, left: int, right: int, bottom: bool, max_q: int, max_k: int, precision: str, deterministic: bool,
+) -> None:  # fmt: skip
+    """Fills dq, dk and dv; see `attention_bwd` in _attention.py."""
+    do = do if whole(do) else do.contiguous()
+    (batch, heads, rows, D), (kv, columns) = q.shape, k.shape[1:3]
+    turns, tiles, group, wide = batch * kv, triton.cdiv(rows, 64), heads // kv, triton.next_power_of_2(D)
+    tops = torch.empty((batch * heads * tiles, 64), dtype=torch.float32, device=q.device)
+    deltas = torch.empty((batch * heads * tiles, 64), dtype=torch.float32, device=q.device)
+    sums = torch.empty((batch * heads, tiles * 64, D), dtype=torch.float32, device=q.device)
+    order = torch.empty((batch * heads * tiles,), dtype=torch.int32, device=q.device)
+    _add_up(deltas, tops, o, do, dlse, lse, order)
+    ahead, back = right < UNBOUNDED, left < UNBOUNDED
+    shared = 8 * rows * D * group  # bytes of q, do and dq's sums that the programs of a head share
+    section = max(1, min(turns, (24 << 20) // shared))
+    maps = [TensorMap(t, (1, 1, 64, wide), min(128, 2 * wide)) for t in (q, k, v, do, dk, dv)]
+    width = min(wide, 64)
+    numbers = heads, group, section, turns, tiles, columns, columns - rows if bottom else 0, left, right, scale
+    facts: dict[str, Any] = {"LEFT": back, "RIGHT": ahead, "ORDERED": deterministic, "TIGHT": wide == 128, "STAGES": 2}
+    others = TensorMap(sums, (1, 64, width), min(128, 4 * width)), TensorMap(tops, (1, 64)), TensorMap(deltas, (1, 64))
+    grid = (turns * triton.cdiv(columns, 128),)
+    launch(_bwd, grid, order, *maps, *others, *numbers, **facts, num_warps=4, maxnreg=128)
+    unit, (part, rest), size = _unit((dq,)), _parts(D), max(16, 4096 // wide)
+    steps = tuple(s // unit for s in _steps(dq)[:3])
+    shape: dict[str, Any] = {"D": D, "BD": part, "BE": rest, "UNIT": unit, "BM": size, "num_warps": 4}
+    launch(_narrow, (triton.cdiv(rows, size) * batch * heads,), dq, sums, order, steps, rows, tiles * 64, (batch * heads, heads), scale, **shape)
