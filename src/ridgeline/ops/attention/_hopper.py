@@ -26,6 +26,7 @@ from ridgeline.ops.attention._triton import LOG2E, UNBOUNDED
 
 _load: gl.constexpr = getattr(tma, "async_load", None) or tma.async_copy_global_to_shared
 _store: gl.constexpr = getattr(tma, "async_store", None) or tma.async_copy_shared_to_global
+_barrier: gl.constexpr = getattr(gl, "barrier", None) or gl.thread_barrier
 ROWS = gl.constexpr(64)  # queries of a group of warps: as many as a matrix instruction takes
 FAR = gl.constexpr(TensorMap.FAR)
 
@@ -270,7 +271,7 @@ def _write(board, n, head, row, low, high, begin, rows, columns, shift):
     left = gl.where(field == 0, head, gl.where(field == 1, row, gl.where(field == 2, low, high)))
     right = gl.where(field == 4, begin, gl.where(field == 5, rows, gl.where(field == 6, columns, shift)))
     board.index(n & 1).store(gl.where(field < 4, left, right))
-    gl.barrier()
+    _barrier()
 
 
 @gluon.jit
