@@ -27,6 +27,7 @@ IMPLS = [i.name for i in get("attention").implementations.values() if i.is_kerne
 HERE = ["triton", *(["gluon"] if GPU and torch.cuda.get_device_capability() == (9, 0) else [])]
 DTYPES = (torch.float32, torch.float16) if INTERPRETED else (torch.float32, torch.float16, torch.bfloat16)
 
+
 def make(*shape: int, device: str, dtype: torch.dtype = torch.float32, scale: float = 1.0, dice: int = 3) -> torch.Tensor:
     generator = torch.Generator(device).manual_seed(dice)
     return torch.randn(shape, device=device, generator=generator).mul(scale).to(dtype).requires_grad_()
@@ -150,6 +151,37 @@ def test_all_options_of_packed_sequences(device: str) -> None:
         o, lse = (torch.cat(parts, n) for n, parts in enumerate(zip(*single, strict=True)))
         near(packed, outcome(lambda *_: (o, lse), [q, k, v]))
         lawful("attention_varlen", [q, k, v, *cu], chosen, ["triton"])
+
+
+@kernels
+def test_packed_sequences_in_half_precision(device: str) -> None:
+    """Against the law; among these, sequences of one side alone."""
+    lengths = st.lists(st.tuples(*[st.integers(0, 30 if INTERPRETED else 700)] * 2), min_size=1, max_size=3 if INTERPRETED else 9)
+    D = st.sampled_from([16, 24] if INTERPRETED else [16, 40, 64, 80, 128])
+
+    @sampled(device)
+    @hypothesis.given(lengths, st.integers(1, 2), st.integers(1, 3), D, st.sampled_from(DTYPES[1:]), options())
+    def _(sizes: list[tuple[int, int]], Hkv: int, G: int, D: int, dtype: torch.dtype, chosen: dict[str, Any]) -> None:
+        cu = [torch.tensor([0, *n], device=device, dtype=torch.int32).cumsum(0, dtype=torch.int32) for n in zip(*sizes, strict=True)]
+        args = qkv((int(cu[0][-1]), Hkv * G, D), (int(cu[1][-1]), Hkv, D), device, dtype=dtype)
+        lawful("attention_varlen", [*args, *cu], chosen, HERE)
+
+
+@kernels
+@pytest.mark.parametrize("impl", HERE)
+def test_nothing_comes_over_from_other_sequences(impl: str, device: str) -> None:
+    """NaN in one sequence, and in what lies after the last, stays there."""
+    size, dtype = (10, torch.float16) if INTERPRETED else (100, torch.bfloat16)
+    q, k, v = (t.detach() for t in qkv((6 * size, 2, 16), (6 * size, 1, 16), device, dtype=dtype))
+    cu = torch.tensor([0, 2, 3, 5] + [6] * INTERPRETED, dtype=torch.int32, device=device) * size  # a CPU holds it to the tokens
+    for causal in (False, True):
+        whole = ridgeline.attention_varlen(q, k, v, cu, cu, causal=causal, impl=impl)
+        bad = [t.clone() for t in (q, k, v)]
+        for t in bad:
+            t[2 * size : 3 * size] = t[5 * size :] = torch.nan
+        found = ridgeline.attention_varlen(*bad, cu, cu, causal=causal, impl=impl)
+        for part in (slice(0, 2 * size), slice(3 * size, 5 * size)):
+            assert torch.equal(found[part], whole[part])
 
 
 @kernels
@@ -347,11 +379,12 @@ def test_cost_counts_what_is_seen() -> None:
 
 
 @pytest.mark.gpu
-def test_cuda_graph() -> None:
+@pytest.mark.parametrize("impl", HERE)
+def test_cuda_graph(impl: str) -> None:
     """Captured once, replayed on other data, packed sequences of other lengths among it."""
     q, k, v = args = qkv((300, 4, 64), (300, 2, 64), "cuda", dtype=torch.bfloat16)
     cu = torch.tensor([0, 100, 130, 300], dtype=torch.int32, device="cuda")
-    call = partial(outcome, ridgeline.attention_varlen, [*args, cu, cu], causal=True, return_lse=True)
+    call = partial(outcome, ridgeline.attention_varlen, [*args, cu, cu], causal=True, return_lse=True, impl=impl)
     stream = torch.cuda.Stream()
     stream.wait_stream(torch.cuda.current_stream())
     with torch.cuda.stream(stream):
@@ -361,34 +394,36 @@ def test_cuda_graph() -> None:
     graph = torch.cuda.CUDAGraph()
     incoming = [torch.randn(300, 4, 64, device="cuda", dtype=torch.bfloat16), torch.randn(4, 300, device="cuda")]
     with torch.cuda.graph(graph):
-        outputs = ridgeline.attention_varlen(*args, cu, cu, causal=True, return_lse=True)
+        outputs = ridgeline.attention_varlen(*args, cu, cu, causal=True, return_lse=True, impl=impl)
         found = [*outputs, *torch.autograd.grad(outputs, args, incoming)]
     with torch.no_grad():
         for t in (q, k, v):
             t.normal_()
         cu.copy_(torch.tensor([0, 7, 290, 300], dtype=torch.int32))
     graph.replay()
-    outputs = ridgeline.attention_varlen(*args, cu, cu, causal=True, return_lse=True)
+    outputs = ridgeline.attention_varlen(*args, cu, cu, causal=True, return_lse=True, impl=impl)
     for a, b in zip(found, [*outputs, *torch.autograd.grad(outputs, args, incoming)], strict=True):
         assert torch.equal(a, b)
 
 
 @pytest.mark.gpu
-def test_wrong_lengths_touch_nothing_else() -> None:
+@pytest.mark.parametrize("impl", HERE)
+def test_wrong_lengths_touch_nothing_else(impl: str) -> None:
     """Values of cu_seqlens that make no sense: no illegal address, and what lies around the results stays."""
     q, k, v = qkv((300, 4, 64), (300, 4, 64), "cuda", dtype=torch.bfloat16)
     for ends in ([5, -7, 1 << 30], [0, 200, 100], [0, 900, 1200], [-5, -5, -5], [300, 0, 300]):
         cu = torch.tensor(ends, dtype=torch.int32, device="cuda")
-        ridgeline.attention_varlen(q, k, v, cu, cu, causal=True).sum().backward()
+        ridgeline.attention_varlen(q, k, v, cu, cu, causal=True, impl=impl).sum().backward()
         torch.cuda.synchronize()
 
 
 @pytest.mark.gpu
-def test_tokens_after_the_last_sequence() -> None:
+@pytest.mark.parametrize("impl", HERE)
+def test_tokens_after_the_last_sequence(impl: str) -> None:
     """They see nothing and are seen by none: zeros, as a buffer of fixed size wants."""
     args = qkv((300, 4, 64), (300, 2, 64), "cuda", dtype=torch.bfloat16)
     cu = torch.tensor([0, 100, 140], dtype=torch.int32, device="cuda")
-    o, lse, *grads = outcome(ridgeline.attention_varlen, [*args, cu, cu], return_lse=True, impl="triton")
+    o, lse, *grads = outcome(ridgeline.attention_varlen, [*args, cu, cu], return_lse=True, impl=impl)
     assert (lse[:, 140:] == -torch.inf).all()
     assert not any(t[140:].any() for t in (o, *grads))
 

@@ -189,6 +189,25 @@ def test_dimensions_of_one_element_have_any_stride(driver: Driver) -> None:
     assert struct.unpack_from("<3Q", view.encode(x.data_ptr()), 14 + 4 * 4 + 8 * 4) == (16, 32, 16)
 
 
+@pytest.mark.parametrize("tokens", [1, 50])
+def test_ragged_maps_end_where_a_sequence_does(tokens: int) -> None:
+    """By the addresses, as the copy engine makes them of coordinates, and by the size of the fourth dimension."""
+    x = torch.zeros(tokens, 3, 16, dtype=torch.float16).transpose(0, 1)[None]
+    tensor_map = TensorMap(x, (1, 1, 1, 8, 16), 32, ragged=True)
+    view, far = tensor_map.view({}), TensorMap.FAR
+    for begin, length in ((0, tokens), (0, 0), (tokens // 2, tokens // 4), (tokens // 3, tokens - tokens // 3)):
+        for row in range(length + 9):
+            at = far, begin + length, 2, far - length + row, 0
+            offset = sum(n * step for n, step in zip(at, view.stride, strict=True)) * 2 % (1 << 64)
+            if row < length:
+                assert offset == x[0, 2, begin + row].data_ptr() - x.data_ptr()
+                assert all(n < size for n, size in zip(at, view.shape, strict=True))
+            else:
+                assert at[3] >= view.shape[3]
+    with pytest.raises(RidgelineError, match="ragged"):
+        TensorMap(x[0], (1, 8, 16), ragged=True).view({})
+
+
 @pytest.mark.parametrize("version", [13010, 13020])
 @pytest.mark.parametrize("rows", [1024, 1025])
 def test_small_tensors_with_an_older_driver(driver: Driver, version: int, rows: int) -> None:

@@ -188,13 +188,18 @@ class TensorMap:
     box: the shape, for Triton the block's; in place of a number may stand the name of a constant that the kernel is started with.
     swizzle: over how many bytes (0, 32, 64, 128) the rows of a box in shared memory are permuted against bank conflicts; in Gluon that
         is an NVMMASharedLayout's, and Triton chooses its own.
+    ragged: of a tensor (1, n, rows, size), whose rows are sequences one after the other: as five dimensions in which a box ends where its
+        sequence does; what is beyond is read as 0 and not written. Row r of the sequence of `length` rows from row `begin` on, of
+        n = h, is at (FAR, begin + length, h, FAR - length + r, 0): FAR steps of the first dimension are -FAR rows, since addresses
+        wrap around after 2**64 bytes, and the fourth dimension ends at FAR.
     Making one costs next to nothing, and looks at no pointer; what is wrong with it is said when the kernel starts.
     """
 
-    __slots__ = ("box", "swizzle", "tensor")
+    FAR = 1 << 30
+    __slots__ = ("box", "ragged", "swizzle", "tensor")
 
-    def __init__(self, tensor: torch.Tensor, box: Sequence[int | str], swizzle: int = 0):
-        self.tensor, self.box, self.swizzle = tensor, tuple(box), swizzle
+    def __init__(self, tensor: torch.Tensor, box: Sequence[int | str], swizzle: int = 0, ragged: bool = False):
+        self.tensor, self.box, self.swizzle, self.ragged = tensor, tuple(box), swizzle, ragged
 
     def view(self, constants: dict[str, Any]) -> View:
         """In a kernel with these constants."""
@@ -207,7 +212,14 @@ class TensorMap:
             raise RidgelineError(
                 f"a tensor map takes a tensor that begins at a multiple of 16 bytes, and this is {t.data_ptr() % 16} beyond"
             )
-        return _view(t.dtype, t.shape, t.stride(), box, swizzle, sizes)
+        shape, stride = t.shape, t.stride()
+        if self.ragged:
+            if t.dim() != 4 or shape[0] != 1 or shape[2] > self.FAR or t.element_size() not in (1, 2, 4):
+                raise RidgelineError(f"a ragged tensor map takes a tensor (1, n, rows, size) of 2**30 rows at most; given: {tuple(shape)}")
+            most, row = (1 << 31) - (1 << 16), stride[2] if shape[2] > 1 else 16 // t.element_size()  # of one row there is no next
+            shape = torch.Size((most, most, shape[1], self.FAR, shape[3]))
+            stride = (1 << 34) - row, row, stride[1], row, stride[3]
+        return _view(t.dtype, shape, stride, box, swizzle, sizes)
 
 
 class View:

@@ -16,15 +16,19 @@ from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
 from triton.experimental.gluon.language.nvidia.hopper import fence_async_shared, mbarrier, tma, warpgroup_mma, warpgroup_mma_wait
 from triton.language.core import _aggregate as aggregate
+from triton.language.extra.cuda import gdc_wait
 
 from ridgeline import device
 from ridgeline.boundary import launch
 from ridgeline.cuda import TensorMap
+from ridgeline.ops.attention._packed import order
 from ridgeline.ops.attention._triton import LOG2E, UNBOUNDED
 
 _load: gl.constexpr = getattr(tma, "async_load", None) or tma.async_copy_global_to_shared
 _store: gl.constexpr = getattr(tma, "async_store", None) or tma.async_copy_shared_to_global
+_barrier: gl.constexpr = getattr(gl, "barrier", None) or gl.thread_barrier
 ROWS = gl.constexpr(64)  # queries of a group of warps: as many as a matrix instruction takes
+FAR = gl.constexpr(TensorMap.FAR)
 
 
 @aggregate
@@ -44,15 +48,24 @@ class Ring:
         self.SIZE = gl.constexpr(tiles.type.shape[0])
 
     @gluon.jit
-    def fill(self, source, n, batch, head, row):
+    def await_free(self, n):
+        mbarrier.wait(self.free.index(n % self.SIZE), ((n // self.SIZE) & 1) ^ 1)
+
+    @gluon.jit
+    def fill(self, source, n, at):
+        self.await_free(n)
         place = n % self.SIZE
-        mbarrier.wait(self.free.index(place), ((n // self.SIZE) & 1) ^ 1)
         mbarrier.expect(self.ready.index(place), source.block_type.nbytes)
-        _load(source, [batch, head, row, 0], self.ready.index(place), self.tiles.index(place))
+        _load(source, at, self.ready.index(place), self.tiles.index(place))
+
+    @gluon.jit
+    def end(self, n):
+        """Says that the n-th tile is there, and leaves it as it is."""
+        mbarrier.arrive(self.ready.index(n % self.SIZE), count=1)
 
     @gluon.jit
     def tile(self, n):
-        return self.tiles.index(n % self.SIZE).reshape([self.tiles.type.shape[3], self.tiles.type.shape[4]])
+        return self.tiles.index(n % self.SIZE).reshape([self.tiles.type.shape[-2], self.tiles.type.shape[-1]])
 
     @gluon.jit
     def take(self, n, wanted=True):
@@ -99,9 +112,10 @@ class Plan:
     LEFT: gl.constexpr
     RIGHT: gl.constexpr
     PAIRS: gl.constexpr
+    PACKED: gl.constexpr
 
     @gluon.constexpr_function
-    def __init__(self, turns, heads, group, section, tiles, rows, columns, shift, left, right, factor, BM, BN, LEFT, RIGHT, PAIRS):
+    def __init__(self, turns, heads, group, section, tiles, rows, columns, shift, left, right, factor, BM, BN, LEFT, RIGHT, PAIRS, PACKED):
         self.turns = turns
         self.heads = heads
         self.group = group
@@ -118,6 +132,7 @@ class Plan:
         self.LEFT = gl.constexpr(LEFT)
         self.RIGHT = gl.constexpr(RIGHT)
         self.PAIRS = gl.constexpr(PAIRS)
+        self.PACKED = gl.constexpr(PACKED)
 
     @gluon.jit
     def count(self):
@@ -125,6 +140,14 @@ class Plan:
         if self.PAIRS:
             tiles = (tiles + 1) // 2 * 2
         return self.turns * tiles
+
+    @gluon.jit
+    def has(self, t):
+        if self.PACKED:
+            some = t >= 0
+        else:
+            some = t < self.count()
+        return some
 
     @gluon.jit
     def step(self, n):
@@ -154,31 +177,54 @@ class Plan:
             if (t & 1) == 1:
                 tile = within // size
         row = tile * self.BM
-        high = gl.cdiv(self.columns, self.BN)
-        if self.RIGHT:
-            high = gl.minimum(high, gl.maximum(row + self.BM - 1 + self.shift + self.right + self.BN, 0) // self.BN)
-        low = 0
-        if self.LEFT:
-            low = gl.maximum(row + self.shift - self.left, 0) // self.BN
-        high = gl.maximum(high, 1)
-        return first * self.section + within % size, row, gl.minimum(low, high - 1), high
+        low, high = self.reach(row, self.columns, self.shift)
+        return first * self.section + within % size, row, low, high
 
     @gluon.jit
-    def whole(self, row, low):
-        """The blocks from and up to which all of a group's rows see every key."""
-        high = self.columns // self.BN
+    def find(self, listed, t):
+        """Of packed sequences: a tile's head and first row, where its sequence's queries begin and how many they are, and the same of
+        its keys. A sequence's tiles come by sections of heads."""
+        at = listed + 8 + t // self.heads * 8
+        base, tiles = gl.load(at), gl.load(at + 1)
+        begin, rows = gl.load(at + 2), gl.load(at + 3)
+        begins, columns = gl.load(at + 4), gl.load(at + 5)
+        within = t - base * self.heads
+        first = within // (self.section * tiles) * self.section
+        within -= first * tiles
+        size = gl.minimum(self.section, self.heads - first)
+        tile = within // size
         if self.RIGHT:
-            high = gl.minimum(high, gl.maximum(row + self.shift + self.right + 1, 0) // self.BN)
+            tile = tiles - 1 - tile
+        return first + within % size, tile * self.BM, begin, rows, begins, columns
+
+    @gluon.jit
+    def reach(self, row, columns, shift):
+        """The blocks of keys from and up to which the rows of a tile see some; one at least."""
+        high = gl.cdiv(columns, self.BN)
+        if self.RIGHT:
+            high = gl.minimum(high, gl.maximum(row + self.BM - 1 + shift + self.right + self.BN, 0) // self.BN)
+        low = 0
         if self.LEFT:
-            low = gl.cdiv(gl.maximum(row + ROWS - 1 + self.shift - self.left, 0), self.BN)
+            low = gl.maximum(row + shift - self.left, 0) // self.BN
+        high = gl.maximum(high, 1)
+        return gl.minimum(low, high - 1), high
+
+    @gluon.jit
+    def whole(self, row, low, columns, shift):
+        """The blocks from and up to which all of a group's rows see every key."""
+        high = columns // self.BN
+        if self.RIGHT:
+            high = gl.minimum(high, gl.maximum(row + shift + self.right + 1, 0) // self.BN)
+        if self.LEFT:
+            low = gl.cdiv(gl.maximum(row + ROWS - 1 + shift - self.left, 0), self.BN)
         return low, high
 
     @gluon.jit
-    def hide(self, s, row, block):
+    def hide(self, s, row, block, columns, shift):
         """Scores of keys that a row does not see become -inf."""
-        i = row + self.shift + gl.arange(0, s.shape[0], gl.SliceLayout(1, s.type.layout))[:, None]
+        i = row + shift + gl.arange(0, s.shape[0], gl.SliceLayout(1, s.type.layout))[:, None]
         j = block * self.BN + gl.arange(0, s.shape[1], gl.SliceLayout(0, s.type.layout))[None, :]
-        seen = j + 0 * i < self.columns
+        seen = j + 0 * i < columns
         if self.RIGHT:
             seen = seen & (j <= i + self.right)
         if self.LEFT:
@@ -196,14 +242,85 @@ def _fetch(queries, keys, values, qs, ks, vs, plan):
         turn, row, low, high = plan.place(t)
         b, h = turn // plan.heads, turn % plan.heads
         for g in gl.static_range(GROUPS):
-            qs.fill(queries, n * GROUPS + g, b, h, row + g * ROWS)
+            qs.fill(queries, n * GROUPS + g, [b, h, row + g * ROWS, 0])
         for past in range(high - low):
             start = (high - 1 - past) * plan.BN
-            ks.fill(keys, block, b, h // plan.group, start)
-            vs.fill(values, block, b, h // plan.group, start)
+            ks.fill(keys, block, [b, h // plan.group, start, 0])
+            vs.fill(values, block, [b, h // plan.group, start, 0])
             block += 1
         n += 1
         t = plan.step(n)
+
+
+@gluon.jit
+def _same(x):
+    """A number that all threads of a warp have, as the compiler then knows too."""
+    return gl.inline_asm_elementwise("redux.sync.or.b32 $0, $1, 0xffffffff;", "=r,r", [x], dtype=gl.int32, is_pure=False, pack=1)
+
+
+@gluon.jit
+def _in(begin, length, row):
+    """Where a row of a sequence is in a ragged tensor map (`TensorMap`), by its first two coordinates and its last but one."""
+    return FAR, begin + length, FAR - length + row
+
+
+@gluon.jit
+def _write(board, n, head, row, low, high, begin, rows, columns, shift):
+    """What groups of warps must know of the n-th tile; `_read` gives it."""
+    field = gl.arange(0, 8, gl.BlockedLayout([1], [32], [1], [0]))
+    left = gl.where(field == 0, head, gl.where(field == 1, row, gl.where(field == 2, low, high)))
+    right = gl.where(field == 4, begin, gl.where(field == 5, rows, gl.where(field == 6, columns, shift)))
+    board.index(n & 1).store(gl.where(field < 4, left, right))
+    _barrier()
+
+
+@gluon.jit
+def _field(fields, N: gl.constexpr):
+    number = gl.arange(0, 8, fields.type.layout)
+    return _same(gl.sum(gl.where(number == N, fields, 0), 0))
+
+
+@gluon.jit
+def _read(board, n):
+    fields = board.index(n & 1).load(gl.BlockedLayout([8], [32], [4], [0]))
+    head, row, low, high = _field(fields, 0), _field(fields, 1), _field(fields, 2), _field(fields, 3)
+    return head, row, low, high, _field(fields, 4), _field(fields, 5), _field(fields, 6), _field(fields, 7)
+
+
+@gluon.jit
+def _deal(listed, queries, keys, values, qs, ks, vs, plan, board):
+    """`_fetch` for packed sequences: takes the next tile of the list that no program has taken, and writes what it is on the board,
+    whose places are ready and free with those of q."""
+    GROUPS: gl.constexpr = plan.BM // ROWS
+    gdc_wait()  # for the list; nothing is written before it is there
+    lane = gl.arange(0, 32, gl.BlockedLayout([1], [32], [1], [0]))
+    count = gl.load(listed + 1) * plan.heads
+    n, block = 0, 0
+    t = gl.program_id(0)
+    while t < count:
+        taken = gl.atomic_add(listed + 0 * lane, 0 * lane + 1, mask=lane == 0, sem="relaxed")
+        h, row, begin, rows, begins, columns = plan.find(listed, t)
+        shift = plan.shift * (columns - rows)
+        low, high = plan.reach(row, columns, shift)
+        for g in gl.static_range(GROUPS):
+            qs.await_free(n * GROUPS + g)
+        _write(board, n, h, row, low, high, begin, rows, columns, shift)
+        far, end, last = _in(begin, rows, row)
+        for g in gl.static_range(GROUPS):
+            qs.fill(queries, n * GROUPS + g, [far, end, h, last + g * ROWS, 0])
+        far, end, last = _in(begins, columns, 0)
+        for past in range(high - low):
+            start = last + (high - 1 - past) * plan.BN
+            ks.fill(keys, block, [far, end, h // plan.group, start, 0])
+            vs.fill(values, block, [far, end, h // plan.group, start, 0])
+            block += 1
+        n += 1
+        t = gl.num_programs(0) + _same(gl.sum(gl.where(lane == 0, taken, 0), 0))
+    for g in gl.static_range(GROUPS):
+        qs.await_free(n * GROUPS + g)
+    _write(board, n, -1, 0, 0, 1, 0, 0, 0, 0)
+    for g in gl.static_range(GROUPS):
+        qs.end(n * GROUPS + g)
 
 
 @gluon.jit
@@ -252,11 +369,11 @@ def _soften(s, top, total, factor, dtype: gl.constexpr):
 
 
 @gluon.jit
-def _attend(ME: gl.constexpr, out, lse, qs, ks, vs, plan, TURNS: gl.constexpr):
+def _attend(ME: gl.constexpr, out, lse, qs, ks, vs, plan, board, TURNS: gl.constexpr):
     """A group of warps: its rows of all tiles of this program."""
     GROUPS: gl.constexpr = plan.BM // ROWS
     BN: gl.constexpr = plan.BN
-    D: gl.constexpr = out.block_type.shape[3]
+    D: gl.constexpr = out.block_type.shape[-1]
     dtype: gl.constexpr = out.dtype
     s_layout: gl.constexpr = gl.NVMMADistributedLayout(version=[3, 0], warps_per_cta=[4, 1], instr_shape=[16, BN, 16])
     o_layout: gl.constexpr = gl.NVMMADistributedLayout(version=[3, 0], warps_per_cta=[4, 1], instr_shape=[16, D, 16])
@@ -268,21 +385,29 @@ def _attend(ME: gl.constexpr, out, lse, qs, ks, vs, plan, TURNS: gl.constexpr):
     n, block = 0, 1
     if TURNS and ME == 1:
         _named(0, False)
-    t = plan.step(0)
-    turn, row, low, high = plan.place(t)
-    q = qs.take(ME)
-    keys = ks.take(0)
+    if plan.PACKED:  # a turn is a head, and -1 says that there are no more
+        q = qs.take(ME)
+        t, row, low, high, begin, length, columns, shift = _read(board, 0)
+        turn = t
+        more = t >= 0
+    else:
+        t = plan.step(0)
+        turn, row, low, high = plan.place(t)
+        begin, length, columns, shift = 0, plan.rows, plan.columns, plan.shift
+        more = True
+        q = qs.take(ME)
+    keys = ks.take(0, more)
     if TURNS:
         _named(ME, True)
     scores = warpgroup_mma(q, keys.permute((1, 0)), zero, use_acc=False, is_async=True)
     if TURNS:
         _named(1 - ME, False)
     s = warpgroup_mma_wait(0, deps=(scores,))
-    ks.give(0)
-    p, top, total, shrink = _soften(plan.hide(s, row + ME * ROWS, high - 1), lowest, nothing, plan.factor, dtype)
-    while t < plan.count():
+    ks.give(0, more)
+    p, top, total, shrink = _soften(plan.hide(s, row + ME * ROWS, high - 1, columns, shift), lowest, nothing, plan.factor, dtype)
+    while plan.has(t):
         row += ME * ROWS
-        from_, upto = plan.whole(row, low)
+        from_, upto = plan.whole(row, low, columns, shift)
         q = qs.tile(n * GROUPS + ME)
         acc = gl.zeros([ROWS, D], gl.float32, o_layout)
         for past in range(1, high - low):
@@ -299,17 +424,23 @@ def _attend(ME: gl.constexpr, out, lse, qs, ks, vs, plan, TURNS: gl.constexpr):
             s = warpgroup_mma_wait(1, deps=(scores,))
             ks.give(block)
             if (here >= upto) | (here < from_):
-                s = plan.hide(s, row, here)
+                s = plan.hide(s, row, here, columns, shift)
             p, top, total, shrink = _soften(s, top, total, plan.factor, dtype)
             acc = warpgroup_mma_wait(0, deps=(products,))
             vs.give(block - 1)
             acc = acc * gl.convert_layout(shrink, gl.SliceLayout(1, o_layout))[:, None]
             block += 1
         # The next tile's first scores, while this one's last products run.
-        t = plan.step(n + 1)
-        more = t < plan.count()
-        turn_next, row_next, low, high = plan.place(gl.minimum(t, plan.count() - 1))
-        q = qs.take((n + 1) * GROUPS + ME, more)
+        if plan.PACKED:
+            q = qs.take((n + 1) * GROUPS + ME)
+            t, row_next, low, high, begin_next, length_next, columns, shift = _read(board, n + 1)
+            turn_next = t
+        else:
+            t = plan.step(n + 1)
+        more = plan.has(t)
+        if not plan.PACKED:
+            turn_next, row_next, low, high = plan.place(gl.minimum(t, plan.count() - 1))
+            q = qs.take((n + 1) * GROUPS + ME, more)
         values = vs.take(block - 1)
         keys = ks.take(block, more)
         left = _unpack(p, dtype, p_layout)
@@ -321,7 +452,7 @@ def _attend(ME: gl.constexpr, out, lse, qs, ks, vs, plan, TURNS: gl.constexpr):
             _named(1 - ME, False)
         s = warpgroup_mma_wait(1, deps=(scores,))
         ks.give(block, more)
-        s = plan.hide(s, row_next + ME * ROWS, high - 1)
+        s = plan.hide(s, row_next + ME * ROWS, high - 1, columns, shift)
         p, top_next, total_next, shrink = _soften(s, lowest, nothing, plan.factor, dtype)
         acc = warpgroup_mma_wait(0, deps=(products,))
         vs.give(block - 1)
@@ -329,11 +460,16 @@ def _attend(ME: gl.constexpr, out, lse, qs, ks, vs, plan, TURNS: gl.constexpr):
         total = gl.where(some, total, 1.0)
         i = row + gl.arange(0, ROWS, rows)
         sums = gl.where(some, (top + gl.log2(total)) * 0.6931471805599453, float("-inf"))
-        gl.store(lse + turn.to(gl.int64) * plan.rows + i, sums, mask=i < plan.rows)
+        gl.store(lse + turn.to(gl.int64) * plan.rows + begin + i, sums, mask=i < length)
         acc = acc * gl.convert_layout(1.0 / total, gl.SliceLayout(1, o_layout))[:, None]
         qs.tile(n * GROUPS + ME).store(acc.to(dtype))  # where q was
         fence_async_shared()
-        _store(out, [turn // plan.heads, turn % plan.heads, row, 0], qs.tiles.index((n * GROUPS + ME) % qs.SIZE))
+        if plan.PACKED:
+            far, end, last = _in(begin, length, row)
+            _store(out, [far, end, turn, last, 0], qs.tiles.index((n * GROUPS + ME) % qs.SIZE))
+            begin, length = begin_next, length_next
+        else:
+            _store(out, [turn // plan.heads, turn % plan.heads, row, 0], qs.tiles.index((n * GROUPS + ME) % qs.SIZE))
         tma.store_wait(0)
         qs.give(n * GROUPS + ME)
         turn, row, top, total = turn_next, row_next, top_next, total_next
@@ -344,18 +480,24 @@ def _attend(ME: gl.constexpr, out, lse, qs, ks, vs, plan, TURNS: gl.constexpr):
 
 
 @gluon.jit(do_not_specialize=["turns", "heads", "group", "section", "tiles", "rows", "columns", "shift", "left", "right"])
-def _fwd(lse, queries, keys, values, out, turns, heads, group, section, tiles, rows, columns, shift, left, right, factor, GROUPS: gl.constexpr, STAGES: gl.constexpr, LEFT: gl.constexpr, RIGHT: gl.constexpr, PAIRS: gl.constexpr, BN: gl.constexpr):  # fmt: skip
-    plan = Plan(turns, heads, group, section, tiles, rows, columns, shift, left, right, factor, GROUPS * ROWS, BN, LEFT, RIGHT, PAIRS)
+def _fwd(lse, listed, queries, keys, values, out, turns, heads, group, section, tiles, rows, columns, shift, left, right, factor, GROUPS: gl.constexpr, STAGES: gl.constexpr, LEFT: gl.constexpr, RIGHT: gl.constexpr, PAIRS: gl.constexpr, BN: gl.constexpr):  # fmt: skip
+    PACKED: gl.constexpr = listed is not None
+    BM: gl.constexpr = GROUPS * ROWS
+    plan = Plan(turns, heads, group, section, tiles, rows, columns, shift, left, right, factor, BM, BN, LEFT, RIGHT, PAIRS, PACKED)
     qs = _ring(queries, 2 * GROUPS, 1)
     ks = _ring(keys, STAGES, GROUPS)
     vs = _ring(values, STAGES, GROUPS)
+    if PACKED:
+        board = gl.allocate_shared_memory(gl.int32, [2, 8], gl.SwizzledSharedLayout(1, 1, 1, [0]))
     fence_async_shared()
     if GROUPS == 2:
         gl.warp_specialize(
             [
-                (_attend, (0, out, lse, qs, ks, vs, plan, True)),
-                (_attend, (1, out, lse, qs, ks, vs, plan, True)),
-                (_fetch, (queries, keys, values, qs, ks, vs, plan)),
+                (_attend, (0, out, lse, qs, ks, vs, plan, board if PACKED else None, True)),
+                (_attend, (1, out, lse, qs, ks, vs, plan, board if PACKED else None, True)),
+                (_deal, (listed, queries, keys, values, qs, ks, vs, plan, board))
+                if PACKED
+                else (_fetch, (queries, keys, values, qs, ks, vs, plan)),
             ],
             [4, 1],
             [240, 24],
@@ -363,10 +505,12 @@ def _fwd(lse, queries, keys, values, out, turns, heads, group, section, tiles, r
     else:
         gl.warp_specialize(
             [
-                (_attend, (0, out, lse, qs, ks, vs, plan, False)),
-                (_attend, (1, out, lse, qs, ks, vs, plan, False)),
-                (_attend, (2, out, lse, qs, ks, vs, plan, False)),
-                (_fetch, (queries, keys, values, qs, ks, vs, plan)),
+                (_attend, (0, out, lse, qs, ks, vs, plan, board if PACKED else None, False)),
+                (_attend, (1, out, lse, qs, ks, vs, plan, board if PACKED else None, False)),
+                (_attend, (2, out, lse, qs, ks, vs, plan, board if PACKED else None, False)),
+                (_deal, (listed, queries, keys, values, qs, ks, vs, plan, board))
+                if PACKED
+                else (_fetch, (queries, keys, values, qs, ks, vs, plan)),
             ],
             [4, 4, 1],
             [160, 160, 32],
@@ -375,17 +519,17 @@ def _fwd(lse, queries, keys, values, out, turns, heads, group, section, tiles, r
 
 def whole(t: torch.Tensor) -> bool:
     """Whether the copy engine can see a tensor: it begins at a multiple of 16 bytes, its rows too, and it is not expanded."""
-    return t.data_ptr() % 16 == 0 and not any([n > 1 and (step % 8 or not step) for n, step in zip(t.shape[:3], t.stride(), strict=False)])
+    return t.data_ptr() % 16 == 0 and not any([n > 1 and (step % 8 or not step) for n, step in zip(t.shape[:-1], t.stride(), strict=False)])
 
 
 def refusal(x: torch.Tensor, *rest: Any, **_: Any) -> str | None:
     """Why these kernels do not take a call, of public arguments or of a launcher's inputs (backward's begin with do and dlse), or None."""
     q, *rest = rest[1:] if len(rest) > 15 else (x, *rest)
     k, v, *rest = rest[:2] + rest[4:] if len(rest) > 13 else rest
-    if rest:
-        mask, packed, _, scale, softcap, *_ = rest
-        if mask is not None or packed is not None or softcap or scale <= 0:
-            return "it takes no mask, no packed sequences, no softcap and a scale above 0"
+    if len(rest) > 2:  # else those of attention, or of attention_varlen
+        mask, _, _, scale, softcap, *_ = rest
+        if mask is not None or softcap or scale <= 0:
+            return "it takes no mask, no softcap and a scale above 0"
     if q.shape[-1] > 128 or not (q.numel() and k.numel()):
         return f"D must be at most 128 and no size 0; q is {tuple(q.shape)} and k {tuple(k.shape)}"
     for t in (q, k, v):
@@ -395,22 +539,31 @@ def refusal(x: torch.Tensor, *rest: Any, **_: Any) -> str | None:
 
 
 def fwd(
-    o: torch.Tensor, lse: torch.Tensor, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, mask: None, cu_q: None, cu_k: None,
-    scale: float, softcap: float, left: int, right: int, bottom: bool, max_q: int, max_k: int, precision: str,
+    o: torch.Tensor, lse: torch.Tensor, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, mask: None, cu_q: torch.Tensor | None,
+    cu_k: torch.Tensor | None, scale: float, softcap: float, left: int, right: int, bottom: bool, max_q: int, max_k: int, precision: str,
 ) -> None:  # fmt: skip
-    """Fills o and lse; see `attention_fwd` in _attention.py."""
+    """Fills o and lse; see `attention_fwd` in _attention.py. Of packed sequences max_q, or else their average length, says how high tiles
+    should be."""
     (batch, heads, rows, D), columns = q.shape, k.shape[2]
-    ahead, back = right < UNBOUNDED, left < UNBOUNDED
-    groups = 3 if D <= 64 and rows > (4096 if ahead else 1536) else 2
-    pairs = ahead and not back and columns <= 8192  # of longer ones all heads' tiles at once divide better
+    ahead, back, packed = right < UNBOUNDED, left < UNBOUNDED, cu_q is not None
+    longest = rows if cu_q is None else min(rows, max_q or rows // max(1, cu_q.numel() - 1))
+    groups = 3 if D <= 64 and longest > (4096 if ahead else 1536) else 2
+    pairs = ahead and not back and columns <= 8192 and not packed  # of longer ones all heads' tiles at once divide better
     turns, tiles = batch * heads, triton.cdiv(rows, 64 * groups)
-    shared = 4 * columns * D * k.shape[1] // heads  # bytes of keys and values for each head of queries
-    section = max(1, min(turns, (24 << 20) // max(1, shared))) if pairs or back else turns if ahead else 1
-    count = turns * (triton.cdiv(tiles, 2) if pairs else tiles)
+    listed, group, wide = None, heads // k.shape[1], triton.next_power_of_2(D)
     facts: dict[str, Any] = {"GROUPS": groups, "STAGES": 3 if D <= 64 else 2, "LEFT": back, "RIGHT": ahead, "PAIRS": pairs, "BN": 128}
     options: dict[str, Any] = {"num_warps": 4, "maxnreg": 128 if groups == 3 else 168}
-    numbers = turns, heads, heads // k.shape[1], section, tiles, rows, columns, columns - rows if bottom else 0, left, right
-    wide = triton.next_power_of_2(D)
-    maps = [TensorMap(t, (1, 1, n, wide), min(128, 2 * wide)) for t, n in ((q, 64), (k, 128), (v, 128), (o, 64))]
+    if cu_q is not None:
+        listed, most = order(q, k, cu_q, cu_q if cu_k is None else cu_k, bottom, left, right, 64 * groups, 128)
+        section = min(heads, 32 * group) if ahead and not back else group
+        shift, count = int(bottom), most * heads
+        options["launch_pdl"] = True
+    else:
+        shared = 4 * columns * D * k.shape[1] // heads  # bytes of keys and values for each head of queries
+        section = max(1, min(turns, (24 << 20) // max(1, shared))) if pairs or back else turns if ahead else 1
+        shift, count = columns - rows if bottom else 0, turns * (triton.cdiv(tiles, 2) if pairs else tiles)
+    numbers = turns, heads, group, section, tiles, rows, columns, shift, left, right
+    box = (1, 1, 1) if packed else (1, 1)
+    maps = [TensorMap(t, (*box, n, wide), min(128, 2 * wide), packed) for t, n in ((q, 64), (k, 128), (v, 128), (o, 64))]
     grid = (min(count, device.of(q).multiprocessors),)
-    launch(_fwd, grid, lse, *maps, *numbers, scale * LOG2E, **facts, **options)
+    launch(_fwd, grid, lse, listed, *maps, *numbers, scale * LOG2E, **facts, **options)

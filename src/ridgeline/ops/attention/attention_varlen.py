@@ -16,7 +16,7 @@ import torch
 import torch.nn.functional as F
 
 from ridgeline.op import Case, Cost, Op, RidgelineError, Spec, dense_only, nbytes, readable
-from ridgeline.ops.attention import _triton
+from ridgeline.ops.attention import _hopper, _triton
 from ridgeline.ops.attention._attention import (
     OPS,
     Options,
@@ -225,5 +225,17 @@ ATTENTION_VARLEN.kernel(
     fwd=_triton.fwd,
     bwd=_triton.bwd,
     supports=refusal,
+    served=True,
+)
+ATTENTION_VARLEN.kernel(
+    "gluon",
+    "attention's kernel for Hopper: programs take tiles from a list with the longest sequences first; backward as triton's",
+    kind="gluon",
+    dtypes=("float16", "bfloat16"),
+    arch=90,
+    newest=90,
+    fwd=_hopper.fwd,
+    bwd=_triton.bwd,
+    supports=_hopper.refusal,
     served=True,
 )

@@ -1,0 +1,88 @@
+"""In which order tiles of packed sequences are taken: a list of them, made on the GPU, for programs that take one after the other.
+
+A program of the kernel that follows takes the first tile that none has taken, by a counter. The list has the sequences with the most
+keys to see first, so that what is left at the end is short; and no tile without rows.
+"""
+
+from __future__ import annotations
+
+import torch
+import triton
+import triton.language as tl
+from triton.language.extra.cuda import gdc_launch_dependents
+
+from ridgeline import device
+from ridgeline.boundary import early, launch
+from ridgeline.ops.attention._triton import UNBOUNDED
+
+SOME = tl.constexpr(16)  # sequences of a program
+HEAD = 8  # numbers before the list: the counter, and how many tiles there are
+
+
+@triton.jit
+def _bounds(cu, n, batch, tokens, LAST: tl.constexpr):
+    """Where sequences begin and how long they are. With LAST tokens after the last one are one more; whatever cu holds, none is out of
+    bounds."""
+    begin = tl.load(cu + n, mask=n <= batch if LAST else n < batch, other=tokens)
+    begin = tl.minimum(tl.maximum(begin, 0), tokens)
+    end = tl.load(cu + n + 1, mask=n < batch, other=tokens if LAST else 0)
+    return begin, tl.minimum(tl.maximum(end, begin), tokens) - begin
+
+
+@triton.jit
+def _weights(cu_q, cu_k, n, batch, tokens, others, bottom, left, right, LEFT: tl.constexpr, RIGHT: tl.constexpr, BM: tl.constexpr, BN: tl.constexpr):  # fmt: skip
+    """Sequences' tiles, and the most blocks of keys that one of these sees."""
+    _, rows = _bounds(cu_q, n, batch, tokens, True)
+    _, seen = _bounds(cu_k, n, batch, others, False)
+    if RIGHT:
+        seen = tl.minimum(seen, tl.maximum(rows + bottom * (seen - rows) + right, 0))
+        if LEFT:
+            seen = tl.minimum(seen, tl.minimum(left + right, 1 << 29) + BM)
+    return tl.cdiv(rows, BM), tl.cdiv(seen, BN)
+
+
+@triton.jit(do_not_specialize=["batch", "tokens", "others", "most", "bottom", "left", "right"])
+def _order(listed, cu_q, cu_k, batch, tokens, others, most, bottom, left, right, LEFT: tl.constexpr, RIGHT: tl.constexpr, BM: tl.constexpr, BN: tl.constexpr, PDL: tl.constexpr):  # fmt: skip
+    """Lists every tile by six of eight numbers: the place of its sequence's first tile in the list and how many these are; where the
+    sequence's queries begin and how many they are; and the same of its keys."""
+    if PDL:
+        gdc_launch_dependents()
+    n = tl.program_id(0) * SOME + tl.arange(0, SOME)
+    tiles, weight = _weights(cu_q, cu_k, n, batch, tokens, others, bottom, left, right, LEFT, RIGHT, BM, BN)
+    base = tl.zeros((SOME,), tl.int64)  # 64 bits for lengths that make no sense
+    total = tl.zeros((), tl.int64)
+    for start in range(0, batch + 1, 128):
+        m = start + tl.arange(0, 128)
+        other, heavy = _weights(cu_q, cu_k, m, batch, tokens, others, bottom, left, right, LEFT, RIGHT, BM, BN)
+        earlier = (heavy[None, :] > weight[:, None]) | ((heavy[None, :] == weight[:, None]) & (m[None, :] < n[:, None]))
+        base += tl.sum(tl.where(earlier, other[None, :].to(tl.int64), 0), 1)
+        total += tl.sum(other.to(tl.int64), 0)
+    if tl.program_id(0) == 0:
+        tl.store(listed, 0)
+        tl.store(listed + 1, tl.minimum(total, most).to(tl.int32))
+    begin, rows = _bounds(cu_q, n, batch, tokens, True)
+    begins, columns = _bounds(cu_k, n, batch, others, False)
+    for start in range(0, tl.max(tiles, 0), 64):
+        tile = start + tl.arange(0, 64)[None, :]
+        place = base[:, None] + tile
+        here = (tile < tiles[:, None]) & (place < most)
+        at = listed + 8 + place * 8
+        tl.store(at, base.to(tl.int32)[:, None] + 0 * tile, mask=here)
+        tl.store(at + 1, tiles[:, None] + 0 * tile, mask=here)
+        tl.store(at + 2, begin[:, None] + 0 * tile, mask=here)
+        tl.store(at + 3, rows[:, None] + 0 * tile, mask=here)
+        tl.store(at + 4, begins[:, None] + 0 * tile, mask=here)
+        tl.store(at + 5, columns[:, None] + 0 * tile, mask=here)
+
+
+def order(
+    q: torch.Tensor, k: torch.Tensor, cu_q: torch.Tensor, cu_k: torch.Tensor, bottom: bool, left: int, right: int, BM: int, BN: int
+) -> tuple[torch.Tensor, int]:  # fmt: skip
+    """The list for tiles of BM queries and BN keys, to which `early` applies, and how many tiles there are at the most."""
+    sequences, tokens = cu_q.numel() - 1, q.shape[2]
+    most = tokens // BM + sequences + 1
+    listed = torch.empty(HEAD + 8 * most, dtype=torch.int32, device=q.device)
+    numbers = sequences, tokens, k.shape[2], most, int(bottom), left, right
+    flags = {"LEFT": left < UNBOUNDED, "RIGHT": right < UNBOUNDED, "BM": BM, "BN": BN, "PDL": early(device.of(q))["PDL"]}
+    launch(_order, (triton.cdiv(sequences + 1, SOME.value),), listed, cu_q, cu_k, *numbers, **flags, num_warps=4)
+    return listed, most
