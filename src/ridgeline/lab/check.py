@@ -109,16 +109,16 @@ def chosen_work(ops: list[Op], uses: Iterable[str], case: str | None, dtype: str
 
 
 def chosen_implementations(op: Op, impl: str | None) -> list[Implementation]:
-    """The op's ladder, or the named rung of it."""
+    """The op's ladder, or the rungs of it that are named, with commas between."""
     from ridgeline.select import find
 
-    return [find(op, impl)] if impl else list(op.implementations.values())
+    return [find(op, name) for name in impl.split(",")] if impl else list(op.implementations.values())
 
 
 def choice(parser: argparse.ArgumentParser) -> None:
     """The options by which check and bench choose what to go through."""
     parser.add_argument("ops", nargs="*", metavar="OP", help="ops; all of them by default")
-    parser.add_argument("--impl", help="one implementation only")
+    parser.add_argument("--impl", help="some implementations only, by their names, with commas between")
     parser.add_argument("--case", help="one case only, by its name")
     parser.add_argument("--dtype", help="one dtype only: float32, float16, bfloat16")
     parser.add_argument("--device", help="cpu or cuda; the GPU where there is one by default")

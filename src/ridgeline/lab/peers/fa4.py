@@ -33,16 +33,18 @@ def _tuple(result: Any) -> torch.Tensor:
 
 
 def _attention(
-    deterministic: bool, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, *, mask: Any = None, causal: Any = False, scale: Any = None,
-    window: Any = None, softcap: Any = None, return_lse: bool = False, **_: Any,
+    ordered: bool, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, *, mask: Any = None, causal: Any = False, scale: Any = None,
+    window: Any = None, softcap: Any = None, return_lse: bool = False, deterministic: bool | None = None,
 ) -> torch.Tensor:  # fmt: skip
     from flash_attn.cute import flash_attn_func
 
+    if ordered and deterministic is False:
+        raise RidgelineError("the call asks for gradients that need not be the same each time")
     if mask is not None:
         raise RidgelineError("FlashAttention 4 takes no mask")
     options = _options(causal, window, scale, softcap, return_lse, q.shape[2] == k.shape[2])
     queries, keys, values = [t.transpose(1, 2) for t in (q, k, v)]
-    return _tuple(flash_attn_func(queries, keys, values, deterministic=deterministic, **options)).transpose(1, 2)
+    return _tuple(flash_attn_func(queries, keys, values, deterministic=ordered, **options)).transpose(1, 2)
 
 
 def _varlen(
