@@ -59,7 +59,9 @@ def capped(x, cap, CAP: tl.constexpr):
     """cap tanh(x / cap) and its slope. Near 0, where 1 - exp would cancel, tanh is a polynomial, fitted to 4e-9."""
     slope = 1.0
     if CAP:
-        u = x / cap
+        share = 1.0 / cap
+        u = x * share
+        u = tl.fma(u, tl.fma(-cap, share, 1.0), u)  # what 1 / cap was rounded by would move all of a row's scores one way
         e = tl.exp2(tl.abs(u) * -2.8853900817779268)
         z = u * u
         near = ((((-0.00663104431 * z + 0.021320804) * z - 0.0539113669) * z + 0.133331241) * z - 0.333333321) * z * u + u

@@ -26,7 +26,7 @@ def _attention(
     if causal == "bottom_right" and q.shape[2] != k.shape[2]:
         raise RidgelineError("scaled_dot_product_attention is causal at the top left")
     try:
-        with sdpa_kernel([SDPBackend[backend]]):
+        with sdpa_kernel([getattr(SDPBackend, backend)]):
             return scaled_dot_product_attention(q, k, v, is_causal=bool(causal), scale=scale, enable_gqa=q.shape[1] != k.shape[1])
     except RuntimeError as error:
         if "No available kernel" in str(error):

@@ -106,7 +106,6 @@ class Call:
 
     pieces: gl.tensor
     heads: gl.tensor
-    group: gl.tensor
     section: gl.tensor
     turns: gl.tensor
     tiles: gl.tensor  # blocks of queries of a head
@@ -118,12 +117,12 @@ class Call:
     LEFT: gl.constexpr
     RIGHT: gl.constexpr
     DOWN: gl.constexpr
+    GROUP: gl.constexpr
 
     @gluon.constexpr_function
-    def __init__(self, pieces, heads, group, section, turns, tiles, columns, shift, left, right, scale, LEFT, RIGHT, DOWN):
+    def __init__(self, pieces, heads, section, turns, tiles, columns, shift, left, right, scale, LEFT, RIGHT, DOWN, GROUP):
         self.pieces = pieces
         self.heads = heads
-        self.group = group
         self.section = section
         self.turns = turns
         self.tiles = tiles
@@ -135,6 +134,7 @@ class Call:
         self.LEFT = gl.constexpr(LEFT)
         self.RIGHT = gl.constexpr(RIGHT)
         self.DOWN = gl.constexpr(DOWN)
+        self.GROUP = gl.constexpr(GROUP)
 
     @gluon.jit
     def work(self, item):
@@ -154,7 +154,7 @@ class Call:
             low = gl.minimum(gl.maximum(n - self.right - self.shift, 0) // ROWS, self.tiles)
         if self.LEFT:
             high = gl.minimum(high, gl.maximum(n + KEYS * ROWS - 1 + self.left - self.shift + ROWS, 0) // ROWS)
-        shared = self.heads // self.group
+        shared = self.heads // self.GROUP
         return Work(self, turn // shared, turn % shared, n, low, gl.maximum(high - low, 0))
 
 
@@ -179,17 +179,16 @@ class Work:
         self.blocks = blocks
 
     @gluon.jit
-    def count(self):
-        return self.call.group * self.blocks
-
-    @gluon.jit
-    def place(self, t):
-        """Block t's head of queries, and its number in that head."""
-        g = t // gl.maximum(self.blocks, 1)
-        n = t - g * self.blocks
+    def block(self, n):
+        """The n-th block of queries of a head."""
         if not self.call.DOWN:
             n = self.blocks - 1 - n
-        return self.head * self.call.group + g, self.low + n
+        return self.low + n
+
+    @gluon.jit
+    def turn(self, g):
+        """The g-th head of queries that shares the keys, counted through batches."""
+        return self.batch * self.call.heads + self.head * self.call.GROUP + g
 
     @gluon.jit
     def before(self, block):
@@ -264,36 +263,69 @@ class Tickets:
         return item
 
 
+@aggregate
+class Memory:
+    """Shared memory: rings of q and do, a tile of k and of v for each group of warps, rings of dS, and the numbers of pieces."""
+
+    qs: Rows
+    dos: Rows
+    ks: gl.shared_memory_descriptor
+    vs: gl.shared_memory_descriptor
+    k_ready: gl.shared_memory_descriptor
+    k_free: gl.shared_memory_descriptor
+    v_ready: gl.shared_memory_descriptor
+    v_free: gl.shared_memory_descriptor
+    ds: gl.shared_memory_descriptor
+    ds_ready: gl.shared_memory_descriptor
+    ds_free: gl.shared_memory_descriptor
+    tickets: Tickets
+
+    @gluon.constexpr_function
+    def __init__(self, qs, dos, ks, vs, k_ready, k_free, v_ready, v_free, ds, ds_ready, ds_free, tickets):
+        self.qs = qs
+        self.dos = dos
+        self.ks = ks
+        self.vs = vs
+        self.k_ready = k_ready
+        self.k_free = k_free
+        self.v_ready = v_ready
+        self.v_free = v_free
+        self.ds = ds
+        self.ds_ready = ds_ready
+        self.ds_free = ds_free
+        self.tickets = tickets
+
+
 @gluon.jit
-def _fetch(queries, slopes, tops, deltas, keys, values, qs, dos, ks, vs, k_ready, k_free, v_ready, v_free, tickets, counter, call):
+def _fetch(queries, slopes, tops, deltas, keys, values, here, counter, call):
     """The warp that fills shared memory."""
     n, done = 0, 0
-    item = tickets.draw(0, counter)
+    item = here.tickets.draw(0, counter)
     while item < call.pieces:
         work = call.work(item)
-        some = work.count() > 0
-        head, block = work.place(0)
-        at = (work.batch * call.heads + head) * call.tiles + block
+        some = work.blocks > 0
+        block = work.block(0)
         if some:
-            qs.fill(queries, tops, done, work.batch, head, block * ROWS, at)
-        mbarrier.wait(k_free, (n & 1) ^ 1)
-        mbarrier.expect(k_ready, KEYS * keys.block_type.nbytes)
+            here.qs.fill(queries, tops, done, work.batch, work.head * call.GROUP, block * ROWS, work.turn(0) * call.tiles + block)
+        mbarrier.wait(here.k_free, (n & 1) ^ 1)
+        mbarrier.expect(here.k_ready, KEYS * keys.block_type.nbytes)
         for w in gl.static_range(KEYS):
-            _load(keys, [work.batch, work.head, work.first + w * ROWS, 0], k_ready, ks.index(w))
+            _load(keys, [work.batch, work.head, work.first + w * ROWS, 0], here.k_ready, here.ks.index(w))
         if some:
-            dos.fill(slopes, deltas, done, work.batch, head, block * ROWS, at)
-        mbarrier.wait(v_free, (n & 1) ^ 1)
-        mbarrier.expect(v_ready, KEYS * keys.block_type.nbytes)
+            here.dos.fill(slopes, deltas, done, work.batch, work.head * call.GROUP, block * ROWS, work.turn(0) * call.tiles + block)
+        mbarrier.wait(here.v_free, (n & 1) ^ 1)
+        mbarrier.expect(here.v_ready, KEYS * keys.block_type.nbytes)
         for w in gl.static_range(KEYS):
-            _load(values, [work.batch, work.head, work.first + w * ROWS, 0], v_ready, vs.index(w))
-        for t in range(1, work.count()):
-            head, block = work.place(t)
-            at = (work.batch * call.heads + head) * call.tiles + block
-            qs.fill(queries, tops, done + t, work.batch, head, block * ROWS, at)
-            dos.fill(slopes, deltas, done + t, work.batch, head, block * ROWS, at)
-        done += work.count()
+            _load(values, [work.batch, work.head, work.first + w * ROWS, 0], here.v_ready, here.vs.index(w))
+        for g in range(call.GROUP):
+            for t in range(gl.where(g == 0, 1, 0), work.blocks):
+                block = work.block(t)
+                at = work.turn(g) * call.tiles + block
+                here.qs.fill(queries, tops, done + t, work.batch, work.head * call.GROUP + g, block * ROWS, at)
+                here.dos.fill(slopes, deltas, done + t, work.batch, work.head * call.GROUP + g, block * ROWS, at)
+            done += work.blocks
         n += 1
-        item = tickets.draw(n, counter) if tickets.STAY else call.pieces
+        item = here.tickets.draw(n, counter) if here.tickets.STAY else call.pieces
 
 
 @gluon.jit
@@ -317,74 +349,74 @@ def _singles(packed, dtype: gl.constexpr, layout: gl.constexpr):
 
 
 @gluon.jit
-def _keys(ME: gl.constexpr, dk_out, dv_out, qs, dos, ks, vs, k_ready, k_free, v_ready, v_free, ds, ds_ready, ds_free, tickets, call, TIGHT: gl.constexpr):  # fmt: skip
+def _keys(ME: gl.constexpr, dk_out, dv_out, here, call, TIGHT: gl.constexpr):
     """A group of warps: dK and dV of its keys, and dS for dQ. With TIGHT dS is made of the rounded probabilities, which need half the
     registers."""
     D: gl.constexpr = dk_out.block_type.shape[3]
-    STAGES: gl.constexpr = ds.type.shape[0] // KEYS
+    STAGES: gl.constexpr = here.ds.type.shape[0] // KEYS
     dtype: gl.constexpr = dk_out.dtype
     s_layout: gl.constexpr = gl.NVMMADistributedLayout(version=[3, 0], warps_per_cta=[4, 1], instr_shape=[16, ROWS, 16])
     d_layout: gl.constexpr = gl.NVMMADistributedLayout(version=[3, 0], warps_per_cta=[4, 1], instr_shape=[16, D, 16])
     p_layout: gl.constexpr = gl.DotOperandLayout(operand_index=0, parent=d_layout, k_width=2)
     across: gl.constexpr = gl.SliceLayout(0, s_layout)
     zero = gl.zeros([ROWS, ROWS], gl.float32, s_layout)
-    k = _flat(ks.index(ME))
-    v = _flat(vs.index(ME))
+    k = _flat(here.ks.index(ME))
+    v = _flat(here.vs.index(ME))
     n, done = 0, 0
-    item = tickets.take(0)
+    item = here.tickets.take(0)
     while item < call.pieces:
         work = call.work(item)
         dk = gl.zeros([ROWS, D], gl.float32, d_layout)
         dv = gl.zeros([ROWS, D], gl.float32, d_layout)
         factor = call.scale * 1.4426950408889634
-        mbarrier.wait(k_ready, n & 1)
-        for t in range(work.count()):
-            _, block = work.place(t)
-            row = block * ROWS
-            q = qs.take(done)
-            scores = warpgroup_mma(k, q.permute((1, 0)), zero, use_acc=False, is_async=True)
-            do = dos.take(done)
-            top = qs.number(done, across)
-            s = warpgroup_mma_wait(0, deps=(scores,))
-            mbarrier.wait(v_ready, n & 1)
-            products = warpgroup_mma(v, do.permute((1, 0)), zero, use_acc=False, is_async=True)
-            p = gl.exp2(s * factor - top[None, :])
-            if work.edge(row):
-                p = work.hide(p, row, work.first + ME * ROWS)
-            delta = dos.number(done, across)
-            if TIGHT:
-                packed = _pack(p, dtype)
-                half = _halves(packed, dtype, p_layout)
-                p = _singles(packed, dtype, s_layout)
-            else:
-                half = gl.convert_layout(p.to(dtype), p_layout)
-            dv_next = warpgroup_mma(half, do, dv, is_async=True)
-            dp = warpgroup_mma_wait(1, deps=(products,))
-            slope = (p * (dp - delta[None, :])).to(dtype)
-            mbarrier.wait(ds_free.index(done % STAGES), ((done // STAGES) & 1) ^ 1)
-            ds.index(KEYS * (done % STAGES) + ME).store(slope)
-            fence_async_shared()
-            mbarrier.arrive(ds_ready.index(done % STAGES), count=1)
-            dk_next = warpgroup_mma(gl.convert_layout(slope, p_layout), q, dk, is_async=True)
-            dv = warpgroup_mma_wait(1, deps=(dv_next,))
-            dos.give(done)
-            dk = warpgroup_mma_wait(0, deps=(dk_next,))
-            qs.give(done)
-            done += 1
-        mbarrier.wait(v_ready, n & 1)  # where there was no block
-        mbarrier.arrive(k_free, count=1)
+        mbarrier.wait(here.k_ready, n & 1)
+        for _ in range(call.GROUP):
+            for t in range(work.blocks):
+                row = work.block(t) * ROWS
+                q = here.qs.take(done)
+                scores = warpgroup_mma(k, q.permute((1, 0)), zero, use_acc=False, is_async=True)
+                do = here.dos.take(done)
+                top = here.qs.number(done, across)
+                s = warpgroup_mma_wait(0, deps=(scores,))
+                mbarrier.wait(here.v_ready, n & 1)
+                products = warpgroup_mma(v, do.permute((1, 0)), zero, use_acc=False, is_async=True)
+                p = gl.exp2(s * factor - top[None, :])
+                if work.edge(row):
+                    p = work.hide(p, row, work.first + ME * ROWS)
+                delta = here.dos.number(done, across)
+                if TIGHT:
+                    packed = _pack(p, dtype)
+                    half = _halves(packed, dtype, p_layout)
+                    p = _singles(packed, dtype, s_layout)
+                else:
+                    half = gl.convert_layout(p.to(dtype), p_layout)
+                dv_next = warpgroup_mma(half, do, dv, is_async=True)
+                dp = warpgroup_mma_wait(1, deps=(products,))
+                slope = (p * (dp - delta[None, :])).to(dtype)
+                mbarrier.wait(here.ds_free.index(done % STAGES), ((done // STAGES) & 1) ^ 1)
+                here.ds.index(KEYS * (done % STAGES) + ME).store(slope)
+                fence_async_shared()
+                mbarrier.arrive(here.ds_ready.index(done % STAGES), count=1)
+                dk_next = warpgroup_mma(gl.convert_layout(slope, p_layout), q, dk, is_async=True)
+                dv = warpgroup_mma_wait(1, deps=(dv_next,))
+                here.dos.give(done)
+                dk = warpgroup_mma_wait(0, deps=(dk_next,))
+                here.qs.give(done)
+                done += 1
+        mbarrier.wait(here.v_ready, n & 1)  # where there was no block
+        mbarrier.arrive(here.k_free, count=1)
         at = work.first + ME * ROWS
         v.store(dv.to(dtype))  # where v was, which nobody else reads
         fence_async_shared()
-        _store(dv_out, [work.batch, work.head, at, 0], vs.index(ME))
+        _store(dv_out, [work.batch, work.head, at, 0], here.vs.index(ME))
         tma.store_wait(0)
         v.store((dk * call.scale).to(dtype))
         fence_async_shared()
-        _store(dk_out, [work.batch, work.head, at, 0], vs.index(ME))
+        _store(dk_out, [work.batch, work.head, at, 0], here.vs.index(ME))
         tma.store_wait(0)
-        mbarrier.arrive(v_free, count=1)
+        mbarrier.arrive(here.v_free, count=1)
         n += 1
-        item = tickets.take(n) if tickets.STAY else call.pieces
+        item = here.tickets.take(n) if here.tickets.STAY else call.pieces
 
 
 @gluon.jit
@@ -414,62 +446,66 @@ def _added(BUT: gl.constexpr):
 
 
 @gluon.jit
-def _queries(dq_out, parts, ks, k_ready, k_free, ds, ds_ready, ds_free, tickets, order, call, ORDERED: gl.constexpr):
+def _queries(dq_out, parts, here, order, call, ORDERED: gl.constexpr):
     """A group of warps: dQ of all keys, added to what is in memory: after the piece of work that comes to the block first and finds
     nothing there; with ORDERED after all that are before it. `order` says how many have added; with a release instead of a relaxed
     addition, which waits for what nobody needs here, the whole backward takes up to 1.4 times as long."""
-    STAGES: gl.constexpr = ds.type.shape[0] // KEYS
+    STAGES: gl.constexpr = here.ds.type.shape[0] // KEYS
     PARTS: gl.constexpr = parts.type.shape[0]
     W: gl.constexpr = parts.type.shape[3]
     layout: gl.constexpr = gl.NVMMADistributedLayout(version=[3, 0], warps_per_cta=[4, 1], instr_shape=[16, W, 16])
     zero = gl.zeros([ROWS, W], gl.float32, layout)
-    one = _flat(ks.index(0))
-    two = _flat(ks.index(1))
+    one = _flat(here.ks.index(0))
+    two = _flat(here.ks.index(1))
     n, done = 0, 0
-    item = tickets.take(0)
+    item = here.tickets.take(0)
     while item < call.pieces:
         work = call.work(item)
-        mbarrier.wait(k_ready, n & 1)
-        last, tell, seen = order, False, -1
-        for t in range(work.count()):
-            head, block = work.place(t)
-            at = work.batch * call.heads + head
-            place = done % STAGES
-            before = work.before(block)
-            _await(order + at * call.tiles + block, before if ORDERED else gl.minimum(before, 1), seen)
-            mbarrier.wait(ds_ready.index(place), (done // STAGES) & 1)
-            for part in gl.static_range(PARTS):
-                dq = warpgroup_mma(ds.index(KEYS * place).permute((1, 0)), one.slice(part * W, W, 1), zero, use_acc=False, is_async=True)
-                dq = warpgroup_mma(ds.index(KEYS * place + 1).permute((1, 0)), two.slice(part * W, W, 1), dq, is_async=True)
-                if part == 0:
-                    after_head, after = work.place(gl.minimum(t + 1, work.count() - 1))
-                    seen = _look(order + (work.batch * call.heads + after_head) * call.tiles + after)
-                sums = warpgroup_mma_wait(0, deps=(dq,))
-                if part == PARTS - 1:
-                    mbarrier.arrive(ds_free.index(place), count=1)
-                tma.store_wait(PARTS - 1)
-                parts.index(part).reshape([ROWS, W]).store(sums)
-                fence_async_shared()
-                if before == 0:
-                    _store(dq_out, [at, block * ROWS, part * W], parts.index(part))
-                else:
-                    _reduce(dq_out, [at, block * ROWS, part * W], parts.index(part))
-            if tell:  # the block before this one is in memory by now
-                _added(PARTS)
-                gl.atomic_add(last, 1, sem="relaxed", scope="gpu")
-            tell = ORDERED or before == 0
-            last = order + at * call.tiles + block
-            done += 1
-        mbarrier.arrive(k_free, count=1)
+        mbarrier.wait(here.k_ready, n & 1)
+        last, tell = order, False
+        for g in range(call.GROUP):
+            at = work.turn(g)
+            seen = -1
+            for t in range(work.blocks):
+                block = work.block(t)
+                place = done % STAGES
+                before = work.before(block)
+                _await(order + at * call.tiles + block, before if ORDERED else gl.minimum(before, 1), seen)
+                mbarrier.wait(here.ds_ready.index(place), (done // STAGES) & 1)
+                for part in gl.static_range(PARTS):
+                    dq = warpgroup_mma(
+                        here.ds.index(KEYS * place).permute((1, 0)), one.slice(part * W, W, 1), zero, use_acc=False, is_async=True
+                    )
+                    dq = warpgroup_mma(here.ds.index(KEYS * place + 1).permute((1, 0)), two.slice(part * W, W, 1), dq, is_async=True)
+                    if part == 0:
+                        after = work.block(gl.minimum(t + 1, work.blocks - 1))
+                        seen = _look(order + at * call.tiles + after)
+                    sums = warpgroup_mma_wait(0, deps=(dq,))
+                    if part == PARTS - 1:
+                        mbarrier.arrive(here.ds_free.index(place), count=1)
+                    tma.store_wait(PARTS - 1)
+                    parts.index(part).reshape([ROWS, W]).store(sums)
+                    fence_async_shared()
+                    if before == 0:
+                        _store(dq_out, [at, block * ROWS, part * W], parts.index(part))
+                    else:
+                        _reduce(dq_out, [at, block * ROWS, part * W], parts.index(part))
+                if tell:  # the block before this one is in memory by now
+                    _added(PARTS)
+                    gl.atomic_add(last, 1, sem="relaxed", scope="gpu")
+                tell = ORDERED or before == 0
+                last = order + at * call.tiles + block
+                done += 1
+        mbarrier.arrive(here.k_free, count=1)
         _added(0)
         if tell:
             gl.atomic_add(last, 1, sem="relaxed", scope="gpu")
         n += 1
-        item = tickets.take(n) if tickets.STAY else call.pieces
+        item = here.tickets.take(n) if here.tickets.STAY else call.pieces
 
 
-@gluon.jit(do_not_specialize=["pieces", "heads", "group", "section", "turns", "tiles", "columns", "shift", "left", "right"])
-def _bwd(order, queries, keys, values, slopes, dk_out, dv_out, dq_out, tops, deltas, pieces, heads, group, section, turns, tiles, columns, shift, left, right, scale, LEFT: gl.constexpr, RIGHT: gl.constexpr, ORDERED: gl.constexpr, TIGHT: gl.constexpr, STAY: gl.constexpr, STAGES: gl.constexpr):  # fmt: skip
+@gluon.jit(do_not_specialize=["pieces", "heads", "section", "turns", "tiles", "columns", "shift", "left", "right"])
+def _bwd(order, queries, keys, values, slopes, dk_out, dv_out, dq_out, tops, deltas, pieces, heads, section, turns, tiles, columns, shift, left, right, scale, LEFT: gl.constexpr, RIGHT: gl.constexpr, GROUP: gl.constexpr, ORDERED: gl.constexpr, TIGHT: gl.constexpr, STAY: gl.constexpr, STAGES: gl.constexpr):  # fmt: skip
     D: gl.constexpr = queries.block_type.shape[3]
     W: gl.constexpr = dq_out.block_type.shape[2]
     dtype: gl.constexpr = queries.dtype
@@ -485,14 +521,15 @@ def _bwd(order, queries, keys, values, slopes, dk_out, dv_out, dq_out, tops, del
     v_ready, v_free = _barriers(1, 1, KEYS)
     drawn, taken = _barriers(2, 1, KEYS + 1)
     tickets = Tickets(gl.allocate_shared_memory(gl.int32, [2, 1], gl.SwizzledSharedLayout(1, 1, 1, [0])), drawn, taken, STAY)
+    here = Memory(qs, dos, ks, vs, k_ready.index(0), k_free.index(0), v_ready.index(0), v_free.index(0), ds, ds_ready, ds_free, tickets)
     fence_async_shared()
-    call = Call(pieces, heads, group, section, turns, tiles, columns, shift, left, right, scale, LEFT, RIGHT, ORDERED and RIGHT)
+    call = Call(pieces, heads, section, turns, tiles, columns, shift, left, right, scale, LEFT, RIGHT, ORDERED and RIGHT, GROUP)
     gl.warp_specialize(
         [
-            (_keys, (0, dk_out, dv_out, qs, dos, ks, vs, k_ready.index(0), k_free.index(0), v_ready.index(0), v_free.index(0), ds, ds_ready, ds_free, tickets, call, TIGHT)),  # fmt: skip
-            (_keys, (1, dk_out, dv_out, qs, dos, ks, vs, k_ready.index(0), k_free.index(0), v_ready.index(0), v_free.index(0), ds, ds_ready, ds_free, tickets, call, TIGHT)),  # fmt: skip
-            (_queries, (dq_out, parts, ks, k_ready.index(0), k_free.index(0), ds, ds_ready, ds_free, tickets, order + 1, call, ORDERED)),  # fmt: skip
-            (_fetch, (queries, slopes, tops, deltas, keys, values, qs, dos, ks, vs, k_ready.index(0), k_free.index(0), v_ready.index(0), v_free.index(0), tickets, order, call)),  # fmt: skip
+            (_keys, (0, dk_out, dv_out, here, call, TIGHT)),
+            (_keys, (1, dk_out, dv_out, here, call, TIGHT)),
+            (_queries, (dq_out, parts, here, order + 1, call, ORDERED)),
+            (_fetch, (queries, slopes, tops, deltas, keys, values, here, order, call)),
         ],
         [4, 4, 1],
         [208, 72, 24],
@@ -533,12 +570,32 @@ def bwd(
     maps = [TensorMap(t, (1, 1, 64, wide), min(128, 2 * wide)) for t in (q, k, v, do, dk, dv)]
     width = min(wide, 64)
     pieces = turns * triton.cdiv(columns, 128)
-    numbers = pieces, heads, group, section, turns, tiles, columns, columns - rows if bottom else 0, left, right, scale
-    facts: dict[str, Any] = {"LEFT": back, "RIGHT": ahead, "ORDERED": deterministic, "TIGHT": wide == 128, "STAY": wide < 128, "STAGES": 2}
+    numbers = pieces, heads, section, turns, tiles, columns, columns - rows if bottom else 0, left, right, scale
+    facts: dict[str, Any] = {
+        "LEFT": back,
+        "RIGHT": ahead,
+        "GROUP": group,
+        "ORDERED": deterministic,
+        "TIGHT": wide == 128,
+        "STAY": wide < 128,
+        "STAGES": 2,
+    }
     others = TensorMap(sums, (1, 64, width), min(128, 4 * width)), TensorMap(tops, (1, 64)), TensorMap(deltas, (1, 64))
     grid = (pieces if wide == 128 else min(pieces, device.of(q).multiprocessors),)  # at 128 there are no registers left to stay
     launch(_bwd, grid, order, *maps, *others, *numbers, **facts, num_warps=4, maxnreg=128)
     unit, (part, rest), size = _unit((dq,)), _parts(D), max(16, 4096 // wide)
     steps = tuple(s // unit for s in _steps(dq)[:3])
     shape: dict[str, Any] = {"D": D, "BD": part, "BE": rest, "UNIT": unit, "BM": size, "num_warps": 4}
-    launch(_narrow, (triton.cdiv(rows, size) * batch * heads,), dq, sums, order, steps, rows, tiles * 64, (batch * heads, heads), scale, **shape)
+    launch(
+        _narrow,
+        (triton.cdiv(rows, size) * batch * heads,),
+        dq,
+        sums,
+        order,
+        steps,
+        rows,
+        tiles * 64,
+        (batch * heads, heads),
+        scale,
+        **shape,
+    )
