@@ -370,39 +370,38 @@ def _keys(ME: gl.constexpr, dk_out, dv_out, here, call, TIGHT: gl.constexpr):
         dv = gl.zeros([ROWS, D], gl.float32, d_layout)
         factor = call.scale * 1.4426950408889634
         mbarrier.wait(here.k_ready, n & 1)
-        for _ in range(call.GROUP):
-            for t in range(work.blocks):
-                row = work.block(t) * ROWS
-                q = here.qs.take(done)
-                scores = warpgroup_mma(k, q.permute((1, 0)), zero, use_acc=False, is_async=True)
-                do = here.dos.take(done)
-                top = here.qs.number(done, across)
-                s = warpgroup_mma_wait(0, deps=(scores,))
-                mbarrier.wait(here.v_ready, n & 1)
-                products = warpgroup_mma(v, do.permute((1, 0)), zero, use_acc=False, is_async=True)
-                p = gl.exp2(s * factor - top[None, :])
-                if work.edge(row):
-                    p = work.hide(p, row, work.first + ME * ROWS)
-                delta = here.dos.number(done, across)
-                if TIGHT:
-                    packed = _pack(p, dtype)
-                    half = _halves(packed, dtype, p_layout)
-                    p = _singles(packed, dtype, s_layout)
-                else:
-                    half = gl.convert_layout(p.to(dtype), p_layout)
-                dv_next = warpgroup_mma(half, do, dv, is_async=True)
-                dp = warpgroup_mma_wait(1, deps=(products,))
-                slope = (p * (dp - delta[None, :])).to(dtype)
-                mbarrier.wait(here.ds_free.index(done % STAGES), ((done // STAGES) & 1) ^ 1)
-                here.ds.index(KEYS * (done % STAGES) + ME).store(slope)
-                fence_async_shared()
-                mbarrier.arrive(here.ds_ready.index(done % STAGES), count=1)
-                dk_next = warpgroup_mma(gl.convert_layout(slope, p_layout), q, dk, is_async=True)
-                dv = warpgroup_mma_wait(1, deps=(dv_next,))
-                here.dos.give(done)
-                dk = warpgroup_mma_wait(0, deps=(dk_next,))
-                here.qs.give(done)
-                done += 1
+        for t in range(call.GROUP * work.blocks):
+            row = work.block(t - t // work.blocks * work.blocks) * ROWS
+            q = here.qs.take(done)
+            scores = warpgroup_mma(k, q.permute((1, 0)), zero, use_acc=False, is_async=True)
+            do = here.dos.take(done)
+            top = here.qs.number(done, across)
+            s = warpgroup_mma_wait(0, deps=(scores,))
+            mbarrier.wait(here.v_ready, n & 1)
+            products = warpgroup_mma(v, do.permute((1, 0)), zero, use_acc=False, is_async=True)
+            p = gl.exp2(s * factor - top[None, :])
+            if work.edge(row):
+                p = work.hide(p, row, work.first + ME * ROWS)
+            delta = here.dos.number(done, across)
+            if TIGHT:
+                packed = _pack(p, dtype)
+                half = _halves(packed, dtype, p_layout)
+                p = _singles(packed, dtype, s_layout)
+            else:
+                half = gl.convert_layout(p.to(dtype), p_layout)
+            dv_next = warpgroup_mma(half, do, dv, is_async=True)
+            dp = warpgroup_mma_wait(1, deps=(products,))
+            slope = (p * (dp - delta[None, :])).to(dtype)
+            mbarrier.wait(here.ds_free.index(done % STAGES), ((done // STAGES) & 1) ^ 1)
+            here.ds.index(KEYS * (done % STAGES) + ME).store(slope)
+            fence_async_shared()
+            mbarrier.arrive(here.ds_ready.index(done % STAGES), count=1)
+            dk_next = warpgroup_mma(gl.convert_layout(slope, p_layout), q, dk, is_async=True)
+            dv = warpgroup_mma_wait(1, deps=(dv_next,))
+            here.dos.give(done)
+            dk = warpgroup_mma_wait(0, deps=(dk_next,))
+            here.qs.give(done)
+            done += 1
         mbarrier.wait(here.v_ready, n & 1)  # where there was no block
         mbarrier.arrive(here.k_free, count=1)
         at = work.first + ME * ROWS
