@@ -170,18 +170,25 @@ def test_packed_sequences_in_half_precision(device: str) -> None:
 @kernels
 @pytest.mark.parametrize("impl", HERE)
 def test_nothing_comes_over_from_other_sequences(impl: str, device: str) -> None:
-    """NaN in one sequence, and in what lies after the last, stays there."""
+    """NaN in one sequence, and in what lies after the last, stays there, forward and backward."""
     size, dtype = (10, torch.float16) if INTERPRETED else (100, torch.bfloat16)
-    q, k, v = (t.detach() for t in qkv((6 * size, 2, 16), (6 * size, 1, 16), device, dtype=dtype))
     cu = torch.tensor([0, 2, 3, 5] + [6] * INTERPRETED, dtype=torch.int32, device=device) * size  # a CPU holds it to the tokens
-    for causal in (False, True):
-        whole = ridgeline.attention_varlen(q, k, v, cu, cu, causal=causal, impl=impl)
-        bad = [t.clone() for t in (q, k, v)]
+    for causal, D in ((False, 16), (True, 16), *[(True, 128)] * (not INTERPRETED)):
+        q, k, v, do = (
+            t.detach()
+            for t in [*qkv((6 * size, 2, D), (6 * size, 1, D), device, dtype=dtype), make(6 * size, 2, D, device=device, dtype=dtype)]
+        )
+        bad = [t.clone() for t in (q, k, v, do)]
         for t in bad:
             t[2 * size : 3 * size] = t[5 * size :] = torch.nan
-        found = ridgeline.attention_varlen(*bad, cu, cu, causal=causal, impl=impl)
-        for part in (slice(0, 2 * size), slice(3 * size, 5 * size)):
-            assert torch.equal(found[part], whole[part])
+        both = []
+        for *args, incoming in ((q, k, v, do), bad):
+            args = [t.requires_grad_() for t in args]
+            o = ridgeline.attention_varlen(*args, cu, cu, causal=causal, impl=impl)
+            both.append([o, *torch.autograd.grad(o, args, incoming)])
+        for one, other in zip(*both, strict=True):
+            for part in (slice(0, 2 * size), slice(3 * size, 5 * size)):
+                assert torch.equal(one[part], other[part])
 
 
 @kernels
@@ -300,6 +307,20 @@ def test_reruns_are_equal(impl: str, given: dict[str, Any], device: str) -> None
 
 
 @kernels
+@pytest.mark.parametrize("given", [{"causal": True}, {}, {"causal": "bottom_right", "window": (300, None)}], ids=str)
+@pytest.mark.parametrize("impl", HERE)
+def test_reruns_of_packed_sequences_are_equal(impl: str, given: dict[str, Any], device: str) -> None:
+    for D in (16,) if INTERPRETED else (64, 128):
+        lengths, times = ((13, 0, 20, 7), 2) if INTERPRETED else ((1500, 0, 130, 3000, 64, 700, 2100, 1, 505), 500)
+        cu = torch.tensor([0, *lengths], device=device, dtype=torch.int32).cumsum(0, dtype=torch.int32)
+        args = [*qkv((sum(lengths), 4, D), (sum(lengths), 2, D), device, dtype=torch.float16), cu, cu]
+        first = outcome(ridgeline.attention_varlen, args, **given, return_lse=True, impl=impl)
+        for _ in range(times):
+            again = outcome(ridgeline.attention_varlen, args, **given, return_lse=True, impl=impl)
+            assert all(torch.equal(a, b) for a, b in zip(first, again, strict=True))
+
+
+@kernels
 def test_one_graph(device: str) -> None:
     """torch.compile(fullgraph=True), with every option and packed sequences too, gives the same bits."""
     torch._dynamo.reset()
@@ -411,10 +432,11 @@ def test_cuda_graph(impl: str) -> None:
 def test_wrong_lengths_touch_nothing_else(impl: str) -> None:
     """Values of cu_seqlens that make no sense: no illegal address, and what lies around the results stays."""
     q, k, v = qkv((300, 4, 64), (300, 4, 64), "cuda", dtype=torch.bfloat16)
-    for ends in ([5, -7, 1 << 30], [0, 200, 100], [0, 900, 1200], [-5, -5, -5], [300, 0, 300]):
+    for ends in ([5, -7, 1 << 30], [0, 200, 100], [0, 900, 1200], [-5, -5, -5], [300, 0, 300], [-(1 << 31), 70, (1 << 31) - 1]):
         cu = torch.tensor(ends, dtype=torch.int32, device="cuda")
-        ridgeline.attention_varlen(q, k, v, cu, cu, causal=True, impl=impl).sum().backward()
-        torch.cuda.synchronize()
+        for same in (None, False):
+            ridgeline.attention_varlen(q, k, v, cu, cu, causal=True, deterministic=same, impl=impl).sum().backward()
+            torch.cuda.synchronize()
 
 
 @pytest.mark.gpu

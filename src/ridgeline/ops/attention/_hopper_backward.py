@@ -5,7 +5,7 @@ by the copy engine. Scores stand on their side, keys down, so that the probabili
 products for dV and dK. dS also goes through shared memory to a third group, which multiplies it with K for all 128 keys and has the copy
 engine add the result to dQ, in float32 in memory. No group waits for another in step: the tensor cores have work from three.
 By default additions to a tile of dQ come in the order of the programs' numbers, each waiting for the one before, so that reruns give the
-same bits; `deterministic=False` adds as they come.
+same bits; `deterministic=False` adds as they come. Packed sequences' pieces come from a list (`_packed.py`), the heaviest sequences first.
 Source: Dao, FlashAttention-2, 2023 (arXiv:2307.08691), algorithm 2; Shah et al., FlashAttention-3, 2024 (arXiv:2407.08608), section 3.
 """
 
@@ -14,101 +14,42 @@ from typing import Any
 import torch
 import triton
 import triton.language as tl
-from triton._C.libtriton import ir
 from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
-from triton.experimental.gluon.language._core import builtin
 from triton.experimental.gluon.language.nvidia.hopper import fence_async_shared, mbarrier, tma, warpgroup_mma, warpgroup_mma_wait
 from triton.language.core import _aggregate as aggregate
 
 from ridgeline import device
 from ridgeline.boundary import launch
 from ridgeline.cuda import TensorMap
-from ridgeline.ops.attention._hopper import ROWS, _load, _pack, _store, whole
-from ridgeline.ops.attention._triton import UNBOUNDED, _add_up, _head, _parts, _save, _steps, _tiles, _unit
-
-_barrier: gl.constexpr = getattr(gl, "barrier", None) or gl.thread_barrier
-KEYS = gl.constexpr(2)  # groups of warps with 64 keys each
-
-
-@builtin
-def _reduce(desc, coord, src, _semantic=None):
-    """The copy engine adds a tile in shared memory to one in memory. (Triton before 3.9 has no Python name for it.)"""
-    coord = _semantic._convert_to_ir_values(coord, require_i64=False)
-    _semantic.builder.create_async_tma_reduce(ir.DESCRIPTOR_REDUCE_KIND.ADD, desc.handle, coord, src.handle)
-
-
-@gluon.jit
-def _flat(tile):
-    return tile.reshape([tile.type.shape[2], tile.type.shape[3]])
-
-
-@aggregate
-class Rows:
-    """A ring of tiles of q or do, and a number of each row beside them."""
-
-    tiles: gl.shared_memory_descriptor
-    numbers: gl.shared_memory_descriptor
-    ready: gl.shared_memory_descriptor
-    free: gl.shared_memory_descriptor
-    SIZE: gl.constexpr
-
-    @gluon.constexpr_function
-    def __init__(self, tiles, numbers, ready, free):
-        self.tiles = tiles
-        self.numbers = numbers
-        self.ready = ready
-        self.free = free
-        self.SIZE = gl.constexpr(tiles.type.shape[0])
-
-    @gluon.jit
-    def fill(self, source, numbers, n, batch, head, row, at):
-        place = n % self.SIZE
-        mbarrier.wait(self.free.index(place), ((n // self.SIZE) & 1) ^ 1)
-        mbarrier.expect(self.ready.index(place), source.block_type.nbytes + numbers.block_type.nbytes)
-        _load(source, [batch, head, row, 0], self.ready.index(place), self.tiles.index(place))
-        _load(numbers, [at, 0], self.ready.index(place), self.numbers.index(place))
-
-    @gluon.jit
-    def take(self, n):
-        mbarrier.wait(self.ready.index(n % self.SIZE), (n // self.SIZE) & 1)
-        return _flat(self.tiles.index(n % self.SIZE))
-
-    @gluon.jit
-    def number(self, n, layout: gl.constexpr):
-        return self.numbers.index(n % self.SIZE).reshape([ROWS]).load(layout)
-
-    @gluon.jit
-    def give(self, n):
-        mbarrier.arrive(self.free.index(n % self.SIZE), count=1)
-
-
-@gluon.jit
-def _rows(source, numbers, SIZE: gl.constexpr):
-    ready, free = _barriers(SIZE, 1, KEYS)
-    tiles = gl.allocate_shared_memory(source.dtype, [SIZE] + source.block_type.shape, source.layout)
-    return Rows(tiles, gl.allocate_shared_memory(gl.float32, [SIZE] + numbers.block_type.shape, numbers.layout), ready, free)
-
-
-@gluon.jit
-def _barriers(SIZE: gl.constexpr, FILLS: gl.constexpr, READERS: gl.constexpr):
-    ready = gl.allocate_shared_memory(gl.int64, [SIZE, 1], mbarrier.MBarrierLayout())
-    free = gl.allocate_shared_memory(gl.int64, [SIZE, 1], mbarrier.MBarrierLayout())
-    for n in gl.static_range(SIZE):
-        mbarrier.init(ready.index(n), count=FILLS)
-        mbarrier.init(free.index(n), count=READERS)
-    return ready, free
+from ridgeline.ops.attention import _packed
+from ridgeline.ops.attention._hopper import ROWS, _in, _load, _pack, _same, _store, whole
+from ridgeline.ops.attention._hopper_rings import (
+    KEYS,
+    Memory,
+    Tickets,
+    _added,
+    _await,
+    _barriers,
+    _flat,
+    _halves,
+    _look,
+    _reduce,
+    _rows,
+    _singles,
+)
+from ridgeline.ops.attention._triton import UNBOUNDED, _add_up, _head, _lies, _parts, _save, _steps, _tiles, _unit
 
 
 @aggregate
 class Call:
-    """What is the same for all pieces of work."""
+    """What is the same for all pieces of work; of packed sequences, for those of one."""
 
     pieces: gl.tensor
     heads: gl.tensor
     section: gl.tensor
     turns: gl.tensor
-    tiles: gl.tensor  # blocks of queries of a head
+    tiles: gl.tensor  # blocks of queries of a head; of packed sequences of all there can be, or of one
     columns: gl.tensor
     shift: gl.tensor
     left: gl.tensor
@@ -118,9 +59,10 @@ class Call:
     RIGHT: gl.constexpr
     DOWN: gl.constexpr
     GROUP: gl.constexpr
+    PACKED: gl.constexpr
 
     @gluon.constexpr_function
-    def __init__(self, pieces, heads, section, turns, tiles, columns, shift, left, right, scale, LEFT, RIGHT, DOWN, GROUP):
+    def __init__(self, pieces, heads, section, turns, tiles, columns, shift, left, right, scale, LEFT, RIGHT, DOWN, GROUP, PACKED):
         self.pieces = pieces
         self.heads = heads
         self.section = section
@@ -135,11 +77,33 @@ class Call:
         self.RIGHT = gl.constexpr(RIGHT)
         self.DOWN = gl.constexpr(DOWN)
         self.GROUP = gl.constexpr(GROUP)
+        self.PACKED = gl.constexpr(PACKED)
 
     @gluon.jit
-    def work(self, item):
-        """The piece of that number: tiles of keys of a section of heads come before the next section's, so that the heads at work share
-        the L2 cache; of causal calls the heaviest first, but with DOWN the lightest."""
+    def of(self, tiles, columns, shift):
+        """This of a packed sequence of so many blocks of queries, keys, and keys more than queries where that matters."""
+        return Call(self.pieces, self.heads, self.section, self.turns, tiles, columns, shift, self.left, self.right, self.scale, self.LEFT, self.RIGHT, self.DOWN, self.GROUP, self.PACKED)  # fmt: skip
+
+    @gluon.jit
+    def find(self, item, listed):
+        """The piece of that number."""
+        if self.PACKED:
+            item = _same(item)
+            at = listed + 8 + item // self.turns * 8
+            tile, begins, columns = gl.load(at), gl.load(at + 2), gl.load(at + 3)  # all, before one is waited for
+            begin, rows, number = gl.load(at + 4), gl.load(at + 5), gl.load(at + 6)
+            item -= _same(tile) * self.turns
+            begins, columns, begin, rows = _same(begins), _same(columns), _same(begin), _same(rows)
+            base = begin // ROWS + _same(number)
+            work = self.of(gl.cdiv(rows, ROWS), columns, self.shift * (columns - rows)).work(item, base, begin, rows, begins)
+        else:
+            work = self.work(item, item, item, item, item)
+        return work
+
+    @gluon.jit
+    def work(self, item, base, begin, rows, begins):
+        """The piece of that number, of packed sequences among a sequence's: tiles of keys of a section of heads come before the next
+        section's, so that the heads at work share the L2 cache; of causal calls the heaviest first, but with DOWN the lightest."""
         blocks = gl.cdiv(self.columns, KEYS * ROWS)
         first = item // (self.section * blocks) * self.section
         within = item - first * blocks
@@ -155,7 +119,14 @@ class Call:
         if self.LEFT:
             high = gl.minimum(high, gl.maximum(n + KEYS * ROWS - 1 + self.left - self.shift + ROWS, 0) // ROWS)
         shared = self.heads // self.GROUP
-        return Work(self, turn // shared, turn % shared, n, low, gl.maximum(high - low, 0))
+        return Work(self, turn // shared, turn % shared, n, low, gl.maximum(high - low, 0), base, begin, rows, begins)
+
+    @gluon.jit
+    def count(self, listed):
+        pieces = self.pieces
+        if self.PACKED:
+            pieces = _same(gl.load(listed + 1)) * self.turns
+        return pieces
 
 
 @aggregate
@@ -168,15 +139,51 @@ class Work:
     first: gl.tensor  # of its keys
     low: gl.tensor  # block of queries
     blocks: gl.tensor
+    # Of packed sequences:
+    base: gl.tensor  # the number of the sequence's first block of queries
+    begin: gl.tensor  # where the sequence's queries begin
+    rows: gl.tensor  # how many they are
+    begins: gl.tensor  # where its keys begin
 
     @gluon.constexpr_function
-    def __init__(self, call, batch, head, first, low, blocks):
+    def __init__(self, call, batch, head, first, low, blocks, base, begin, rows, begins):
         self.call = call
         self.batch = batch
         self.head = head
         self.first = first
         self.low = low
         self.blocks = blocks
+        self.base = base
+        self.begin = begin
+        self.rows = rows
+        self.begins = begins
+
+    @gluon.jit
+    def queries(self, g, block):
+        """Where a block of queries lies."""
+        if self.call.PACKED:
+            far, end, last = _in(self.begin, self.rows, block * ROWS)
+            at = far, end, self.head * self.call.GROUP + g, last, 0
+        else:
+            at = self.batch, self.head * self.call.GROUP + g, block * ROWS, 0
+        return at
+
+    @gluon.jit
+    def keys(self, row):
+        """Where keys lie, from one on."""
+        if self.call.PACKED:
+            far, end, last = _in(self.begins, self.call.columns, row)
+            at = far, end, self.head, last, 0
+        else:
+            at = self.batch, self.head, row, 0
+        return at
+
+    @gluon.jit
+    def numbered(self, block):
+        """Which of a head's blocks of queries a block is."""
+        if self.call.PACKED:
+            block += self.base
+        return block
 
     @gluon.jit
     def block(self, n):
@@ -226,133 +233,60 @@ class Work:
         return found
 
 
-@aggregate
-class Tickets:
-    """The numbers of the pieces of work that this program takes: with STAY it draws the next when it has fetched what the one before
-    needs, so that it loads while it ends; else it has one."""
-
-    numbers: gl.shared_memory_descriptor
-    ready: gl.shared_memory_descriptor
-    free: gl.shared_memory_descriptor
-    STAY: gl.constexpr
-
-    @gluon.constexpr_function
-    def __init__(self, numbers, ready, free, STAY):
-        self.numbers = numbers
-        self.ready = ready
-        self.free = free
-        self.STAY = gl.constexpr(STAY)
-
-    @gluon.jit
-    def draw(self, n, counter):
-        item = gl.program_id(0)
-        if self.STAY:
-            item = gl.atomic_add(counter, 1, sem="relaxed", scope="gpu")
-            mbarrier.wait(self.free.index(n & 1), ((n >> 1) & 1) ^ 1)
-            self.numbers.index(n & 1).store(gl.full([1], item, gl.int32, gl.BlockedLayout([1], [32], [1], [0])))
-            mbarrier.arrive(self.ready.index(n & 1), count=1)
-        return item
-
-    @gluon.jit
-    def take(self, n):
-        item = gl.program_id(0)
-        if self.STAY:
-            mbarrier.wait(self.ready.index(n & 1), (n >> 1) & 1)
-            item = gl.max(self.numbers.index(n & 1).load(gl.BlockedLayout([1], [32], [4], [0])), 0)
-            mbarrier.arrive(self.free.index(n & 1), count=1)
-        return item
-
-
-@aggregate
-class Memory:
-    """Shared memory: rings of q and do, a tile of k and of v for each group of warps, rings of dS, and the numbers of pieces."""
-
-    qs: Rows
-    dos: Rows
-    ks: gl.shared_memory_descriptor
-    vs: gl.shared_memory_descriptor
-    k_ready: gl.shared_memory_descriptor
-    k_free: gl.shared_memory_descriptor
-    v_ready: gl.shared_memory_descriptor
-    v_free: gl.shared_memory_descriptor
-    ds: gl.shared_memory_descriptor
-    ds_ready: gl.shared_memory_descriptor
-    ds_free: gl.shared_memory_descriptor
-    tickets: Tickets
-
-    @gluon.constexpr_function
-    def __init__(self, qs, dos, ks, vs, k_ready, k_free, v_ready, v_free, ds, ds_ready, ds_free, tickets):
-        self.qs = qs
-        self.dos = dos
-        self.ks = ks
-        self.vs = vs
-        self.k_ready = k_ready
-        self.k_free = k_free
-        self.v_ready = v_ready
-        self.v_free = v_free
-        self.ds = ds
-        self.ds_ready = ds_ready
-        self.ds_free = ds_free
-        self.tickets = tickets
-
-
 @gluon.jit
-def _fetch(queries, slopes, tops, deltas, keys, values, here, counter, call):
+def _fetch(queries, slopes, tops, deltas, keys, values, here, counter, listed, call):
     """The warp that fills shared memory."""
     n, done = 0, 0
+    pieces = call.count(listed)
     item = here.tickets.draw(0, counter)
-    while item < call.pieces:
-        work = call.work(item)
+    while item < pieces:
+        work = call.find(item, listed)
+        if call.PACKED:
+            own = work.call
+            here.tickets.write(n, work.head, work.first, work.low, work.blocks, work.base, work.begins, own.columns, own.shift)
         some = work.blocks > 0
         block = work.block(0)
         if some:
-            here.qs.fill(queries, tops, done, work.batch, work.head * call.GROUP, block * ROWS, work.turn(0) * call.tiles + block)
+            here.qs.fill(queries, tops, done, work.queries(0, block), work.turn(0) * call.tiles + work.numbered(block))
         mbarrier.wait(here.k_free, (n & 1) ^ 1)
         mbarrier.expect(here.k_ready, KEYS * keys.block_type.nbytes)
         for w in gl.static_range(KEYS):
-            _load(keys, [work.batch, work.head, work.first + w * ROWS, 0], here.k_ready, here.ks.index(w))
+            _load(keys, work.keys(work.first + w * ROWS), here.k_ready, here.ks.index(w))
         if some:
-            here.dos.fill(slopes, deltas, done, work.batch, work.head * call.GROUP, block * ROWS, work.turn(0) * call.tiles + block)
+            here.dos.fill(slopes, deltas, done, work.queries(0, block), work.turn(0) * call.tiles + work.numbered(block))
         mbarrier.wait(here.v_free, (n & 1) ^ 1)
         mbarrier.expect(here.v_ready, KEYS * keys.block_type.nbytes)
         for w in gl.static_range(KEYS):
-            _load(values, [work.batch, work.head, work.first + w * ROWS, 0], here.v_ready, here.vs.index(w))
+            _load(values, work.keys(work.first + w * ROWS), here.v_ready, here.vs.index(w))
         for g in range(call.GROUP):
             for t in range(gl.where(g == 0, 1, 0), work.blocks):
                 block = work.block(t)
-                at = work.turn(g) * call.tiles + block
-                here.qs.fill(queries, tops, done + t, work.batch, work.head * call.GROUP + g, block * ROWS, at)
-                here.dos.fill(slopes, deltas, done + t, work.batch, work.head * call.GROUP + g, block * ROWS, at)
+                at = work.turn(g) * call.tiles + work.numbered(block)
+                here.qs.fill(queries, tops, done + t, work.queries(g, block), at)
+                here.dos.fill(slopes, deltas, done + t, work.queries(g, block), at)
             done += work.blocks
         n += 1
-        item = here.tickets.draw(n, counter) if here.tickets.STAY else call.pieces
+        item = here.tickets.draw(n, counter) if here.tickets.STAY else pieces
+    if call.PACKED:
+        here.tickets.write(n, call.pieces, 0, 0, 0, 0, 0, 0, 0)
 
 
 @gluon.jit
-def _halves(packed, dtype: gl.constexpr, layout: gl.constexpr):
-    """Two to a register, as the left side of a product."""
-    even = (packed & 0xFFFF).to(gl.int16).to(dtype, bitcast=True)
-    odd = (packed >> 16).to(gl.int16).to(dtype, bitcast=True)
-    return gl.convert_layout(gl.reshape(gl.join(even, odd), [packed.shape[0], packed.shape[1] * 2]), layout)
-
-
-@gluon.jit
-def _singles(packed, dtype: gl.constexpr, layout: gl.constexpr):
-    """Two to a register, in float32."""
-    if dtype == gl.bfloat16:
-        even = (packed << 16).to(gl.float32, bitcast=True)
-        odd = (packed & -65536).to(gl.float32, bitcast=True)
+def _piece(here, n, item, call):
+    """The program's n-th piece of work."""
+    if call.PACKED:
+        head, first, low, blocks, base, begins, columns, shift = here.tickets.read(n)
+        work = Work(call.of(call.tiles, columns, shift), 0 * head, head, first, low, blocks, base, head, head, begins)
     else:
-        even = (packed & 0xFFFF).to(gl.int16).to(dtype, bitcast=True).to(gl.float32)
-        odd = (packed >> 16).to(gl.int16).to(dtype, bitcast=True).to(gl.float32)
-    return gl.convert_layout(gl.reshape(gl.join(even, odd), [packed.shape[0], packed.shape[1] * 2]), layout)
+        work = call.find(item, None)
+    return work
 
 
 @gluon.jit
 def _keys(ME: gl.constexpr, dk_out, dv_out, here, call, TIGHT: gl.constexpr):
     """A group of warps: dK and dV of its keys, and dS for dQ. With TIGHT dS is made of the rounded probabilities, which need half the
     registers."""
-    D: gl.constexpr = dk_out.block_type.shape[3]
+    D: gl.constexpr = dk_out.block_type.shape[-1]
     STAGES: gl.constexpr = here.ds.type.shape[0] // KEYS
     dtype: gl.constexpr = dk_out.dtype
     s_layout: gl.constexpr = gl.NVMMADistributedLayout(version=[3, 0], warps_per_cta=[4, 1], instr_shape=[16, ROWS, 16])
@@ -365,7 +299,7 @@ def _keys(ME: gl.constexpr, dk_out, dv_out, here, call, TIGHT: gl.constexpr):
     n, done = 0, 0
     item = here.tickets.take(0)
     while item < call.pieces:
-        work = call.work(item)
+        work = _piece(here, n, item, call)
         dk = gl.zeros([ROWS, D], gl.float32, d_layout)
         dv = gl.zeros([ROWS, D], gl.float32, d_layout)
         factor = call.scale * 1.4426950408889634
@@ -407,41 +341,15 @@ def _keys(ME: gl.constexpr, dk_out, dv_out, here, call, TIGHT: gl.constexpr):
         at = work.first + ME * ROWS
         v.store(dv.to(dtype))  # where v was, which nobody else reads
         fence_async_shared()
-        _store(dv_out, [work.batch, work.head, at, 0], here.vs.index(ME))
+        _store(dv_out, work.keys(at), here.vs.index(ME))
         tma.store_wait(0)
         v.store((dk * call.scale).to(dtype))
         fence_async_shared()
-        _store(dk_out, [work.batch, work.head, at, 0], here.vs.index(ME))
+        _store(dk_out, work.keys(at), here.vs.index(ME))
         tma.store_wait(0)
         mbarrier.arrive(here.v_free, count=1)
         n += 1
         item = here.tickets.take(n) if here.tickets.STAY else call.pieces
-
-
-@gluon.jit
-def _look(place):
-    """A number in memory, as it may have been some time ago."""
-    return gl.inline_asm_elementwise("ld.relaxed.gpu.global.s32 $0, [$1];", "=r,l", [place.to(gl.int64)], dtype=gl.int32, is_pure=False, pack=1)  # fmt: skip
-
-
-@gluon.jit
-def _await(place, count, seen):
-    """Until a number in memory, that was `seen` before, is at least `count`."""
-    code: gl.constexpr = "{ .reg .pred p; setp.ge.s32 p, $3, $2; @p bra past; again: ld.acquire.gpu.global.s32 $0, [$1]; setp.lt.s32 p, $0, $2; @p bra again; past: }"  # fmt: skip
-    gl.inline_asm_elementwise(code, "=&r,l,r,r", [place.to(gl.int64), count, seen], dtype=gl.int32, is_pure=False, pack=1)
-
-
-@gluon.jit
-def _added(BUT: gl.constexpr):
-    """Until all but the last so many things that the copy engine was told to write are written, and others see them."""
-    if BUT == 0:
-        gl.inline_asm_elementwise("cp.async.bulk.wait_group 0; mov.u32 $0, 0;", "=r,r", [0], dtype=gl.int32, is_pure=False, pack=1)
-    elif BUT == 1:
-        gl.inline_asm_elementwise("cp.async.bulk.wait_group 1; mov.u32 $0, 0;", "=r,r", [0], dtype=gl.int32, is_pure=False, pack=1)
-    else:
-        gl.static_assert(BUT == 2)
-        gl.inline_asm_elementwise("cp.async.bulk.wait_group 2; mov.u32 $0, 0;", "=r,r", [0], dtype=gl.int32, is_pure=False, pack=1)
-    _barrier()
 
 
 @gluon.jit
@@ -459,7 +367,7 @@ def _queries(dq_out, parts, here, order, call, ORDERED: gl.constexpr):
     n, done = 0, 0
     item = here.tickets.take(0)
     while item < call.pieces:
-        work = call.work(item)
+        work = _piece(here, n, item, call)
         mbarrier.wait(here.k_ready, n & 1)
         last, tell = order, False
         for g in range(call.GROUP):
@@ -469,7 +377,8 @@ def _queries(dq_out, parts, here, order, call, ORDERED: gl.constexpr):
                 block = work.block(t)
                 place = done % STAGES
                 before = work.before(block)
-                _await(order + at * call.tiles + block, before if ORDERED else gl.minimum(before, 1), seen)
+                number = work.numbered(block)
+                _await(order + at * call.tiles + number, before if ORDERED else gl.minimum(before, 1), seen)
                 mbarrier.wait(here.ds_ready.index(place), (done // STAGES) & 1)
                 for part in gl.static_range(PARTS):
                     dq = warpgroup_mma(
@@ -478,7 +387,7 @@ def _queries(dq_out, parts, here, order, call, ORDERED: gl.constexpr):
                     dq = warpgroup_mma(here.ds.index(KEYS * place + 1).permute((1, 0)), two.slice(part * W, W, 1), dq, is_async=True)
                     if part == 0:
                         after = work.block(gl.minimum(t + 1, work.blocks - 1))
-                        seen = _look(order + at * call.tiles + after)
+                        seen = _look(order + at * call.tiles + work.numbered(after))
                     sums = warpgroup_mma_wait(0, deps=(dq,))
                     if part == PARTS - 1:
                         mbarrier.arrive(here.ds_free.index(place), count=1)
@@ -486,14 +395,14 @@ def _queries(dq_out, parts, here, order, call, ORDERED: gl.constexpr):
                     parts.index(part).reshape([ROWS, W]).store(sums)
                     fence_async_shared()
                     if before == 0:
-                        _store(dq_out, [at, block * ROWS, part * W], parts.index(part))
+                        _store(dq_out, [at, number * ROWS, part * W], parts.index(part))
                     else:
-                        _reduce(dq_out, [at, block * ROWS, part * W], parts.index(part))
+                        _reduce(dq_out, [at, number * ROWS, part * W], parts.index(part))
                 if tell:  # the block before this one is in memory by now
                     _added(PARTS)
                     gl.atomic_add(last, 1, sem="relaxed", scope="gpu")
                 tell = ORDERED or before == 0
-                last = order + at * call.tiles + block
+                last = order + at * call.tiles + number
                 done += 1
         mbarrier.arrive(here.k_free, count=1)
         _added(0)
@@ -504,8 +413,9 @@ def _queries(dq_out, parts, here, order, call, ORDERED: gl.constexpr):
 
 
 @gluon.jit(do_not_specialize=["pieces", "heads", "section", "turns", "tiles", "columns", "shift", "left", "right"])
-def _bwd(order, queries, keys, values, slopes, dk_out, dv_out, dq_out, tops, deltas, pieces, heads, section, turns, tiles, columns, shift, left, right, scale, LEFT: gl.constexpr, RIGHT: gl.constexpr, GROUP: gl.constexpr, ORDERED: gl.constexpr, TIGHT: gl.constexpr, STAY: gl.constexpr, STAGES: gl.constexpr):  # fmt: skip
-    D: gl.constexpr = queries.block_type.shape[3]
+def _bwd(order, listed, queries, keys, values, slopes, dk_out, dv_out, dq_out, tops, deltas, pieces, heads, section, turns, tiles, columns, shift, left, right, scale, LEFT: gl.constexpr, RIGHT: gl.constexpr, GROUP: gl.constexpr, ORDERED: gl.constexpr, TIGHT: gl.constexpr, STAY: gl.constexpr, STAGES: gl.constexpr):  # fmt: skip
+    PACKED: gl.constexpr = listed is not None
+    D: gl.constexpr = queries.block_type.shape[-1]
     W: gl.constexpr = dq_out.block_type.shape[2]
     dtype: gl.constexpr = queries.dtype
     qs = _rows(queries, tops, STAGES)
@@ -519,57 +429,69 @@ def _bwd(order, queries, keys, values, slopes, dk_out, dv_out, dq_out, tops, del
     k_ready, k_free = _barriers(1, 1, KEYS + 1)
     v_ready, v_free = _barriers(1, 1, KEYS)
     drawn, taken = _barriers(2, 1, KEYS + 1)
-    tickets = Tickets(gl.allocate_shared_memory(gl.int32, [2, 1], gl.SwizzledSharedLayout(1, 1, 1, [0])), drawn, taken, STAY)
+    board = gl.allocate_shared_memory(gl.int32, [2, 8 if PACKED else 1], gl.SwizzledSharedLayout(1, 1, 1, [0]))
+    tickets = Tickets(board, drawn, taken, STAY, PACKED)
     here = Memory(qs, dos, ks, vs, k_ready.index(0), k_free.index(0), v_ready.index(0), v_free.index(0), ds, ds_ready, ds_free, tickets)
     fence_async_shared()
-    call = Call(pieces, heads, section, turns, tiles, columns, shift, left, right, scale, LEFT, RIGHT, ORDERED and RIGHT, GROUP)
+    call = Call(pieces, heads, section, turns, tiles, columns, shift, left, right, scale, LEFT, RIGHT, ORDERED and RIGHT, GROUP, PACKED)
     gl.warp_specialize(
         [
             (_keys, (0, dk_out, dv_out, here, call, TIGHT)),
             (_keys, (1, dk_out, dv_out, here, call, TIGHT)),
             (_queries, (dq_out, parts, here, order + 1, call, ORDERED)),
-            (_fetch, (queries, slopes, tops, deltas, keys, values, here, order, call)),
+            (_fetch, (queries, slopes, tops, deltas, keys, values, here, order, listed, call)),
         ],
         [4, 4, 1],
         [208, 72, 24],
     )
 
 
-@triton.jit(do_not_specialize=["rows", "padded"])
-def _narrow(dq, sums, order, dq_steps, rows, padded, heads, scale, D: tl.constexpr, BD: tl.constexpr, BE: tl.constexpr, UNIT: tl.constexpr, BM: tl.constexpr):  # fmt: skip
+@triton.jit(do_not_specialize=["rows", "padded", "batch"])
+def _narrow(dq, sums, order, cu, dq_steps, rows, padded, heads, batch, scale, D: tl.constexpr, BD: tl.constexpr, BE: tl.constexpr, UNIT: tl.constexpr, BM: tl.constexpr):  # fmt: skip
     """dq of its sums in float32. What nobody has added to is 0."""
     turn = tl.program_id(0) % heads[0]
     m0 = tl.program_id(0) // heads[0] * BM
     m, d, e = tl.arange(0, BM), tl.arange(0, BD), tl.arange(0, BE) if BE else None
+    start, limit = _lies(m0, rows, cu, batch, BM)
     at = sums + (turn.to(tl.int64) * padded + m0) * D
-    one, two = _tiles(at, m, D // 8, d, e, rows - m0, D, 8, False)
+    one, two = _tiles(at, m, D // 8, d, e, limit, D, 8, False)
     some = tl.load(order + 1 + (turn.to(tl.int64) * padded + m0) // 64 + m // 64)[:, None] > 0
     one = tl.where(some, one * scale, 0.0)
     two = tl.where(some, two * scale, 0.0)
-    _save(_head(dq, dq_steps, turn // heads[1], turn % heads[1], m0, UNIT), one, two, m, dq_steps[2], d, e, rows - m0, D, UNIT)
+    _save(_head(dq, dq_steps, turn // heads[1], turn % heads[1], start, UNIT), one, two, m, dq_steps[2], d, e, limit, D, UNIT)
 
 
 def bwd(
     dq: torch.Tensor, dk: torch.Tensor, dv: torch.Tensor, do: torch.Tensor, dlse: torch.Tensor | None, q: torch.Tensor,
-    k: torch.Tensor, v: torch.Tensor, o: torch.Tensor, lse: torch.Tensor, mask: None, cu_q: None, cu_k: None, scale: float,
-    softcap: float, left: int, right: int, bottom: bool, max_q: int, max_k: int, precision: str, deterministic: bool,
+    k: torch.Tensor, v: torch.Tensor, o: torch.Tensor, lse: torch.Tensor, mask: None, cu_q: torch.Tensor | None,
+    cu_k: torch.Tensor | None, scale: float, softcap: float, left: int, right: int, bottom: bool, max_q: int, max_k: int,
+    precision: str, deterministic: bool,
 ) -> None:  # fmt: skip
-    """Fills dq, dk and dv; see `attention_bwd` in _attention.py."""
+    """Fills dq, dk and dv; see `attention_bwd` in _attention.py. Packed sequences have numbers of blocks of queries of their own, so that
+    none has rows of two: cu // 64 + the sequence's number is its first one's."""
     do = do if whole(do) else do.contiguous()
     (batch, heads, rows, D), (kv, columns) = q.shape, k.shape[1:3]
-    turns, tiles, group, wide = batch * kv, triton.cdiv(rows, 64), heads // kv, triton.next_power_of_2(D)
+    turns, group, wide = batch * kv, heads // kv, triton.next_power_of_2(D)
+    ahead, back, packed = right < UNBOUNDED, left < UNBOUNDED, cu_q is not None
+    sequences = None if cu_q is None else cu_q.numel() - 1
+    longest = rows if sequences is None else min(rows, max_q or rows // max(1, sequences))
+    tiles = triton.cdiv(rows, 64) if sequences is None else rows // 64 + sequences + 1
+    listed, most = None, triton.cdiv(columns, 128)
+    if cu_q is not None:  # seen from keys, what is to the left is to the right
+        listed, most = _packed.order(k, q, cu_q if cu_k is None else cu_k, cu_q, bottom, right, left, 128, 64)
     tops = torch.empty((batch * heads * tiles, 64), dtype=torch.float32, device=q.device)
     deltas = torch.empty((batch * heads * tiles, 64), dtype=torch.float32, device=q.device)
     sums = torch.empty((batch * heads, tiles * 64, D), dtype=torch.float32, device=q.device)
     order = torch.empty((1 + batch * heads * tiles,), dtype=torch.int32, device=q.device)
-    _add_up(deltas, tops, o, do, dlse, lse, order)
-    ahead, back = right < UNBOUNDED, left < UNBOUNDED
-    shared = 8 * rows * D * group  # bytes of q, do and dq's sums that the programs of a head share
+    _add_up(deltas, tops, o, do, dlse, lse, order, cu_q)
+    shared = 8 * max(1, longest) * D * group  # bytes of q, do and dq's sums that the programs of a head share
     section = max(1, min(turns, (24 << 20) // shared))
-    maps = [TensorMap(t, (1, 1, 64, wide), min(128, 2 * wide)) for t in (q, k, v, do, dk, dv)]
+    box = (1, 1, 1) if packed else (1, 1)
+    maps = [TensorMap(t, (*box, 64, wide), min(128, 2 * wide), packed) for t in (q, k, v, do, dk, dv)]
     width = min(wide, 64)
-    pieces = turns * triton.cdiv(columns, 128)
-    numbers = pieces, heads, section, turns, tiles, columns, columns - rows if bottom else 0, left, right, scale
+    pieces = turns * most
+    shift = int(bottom) if packed else columns - rows if bottom else 0
+    numbers = pieces, heads, section, turns, tiles, columns, shift, left, right, scale
     facts: dict[str, Any] = {
         "LEFT": back,
         "RIGHT": ahead,
@@ -581,20 +503,10 @@ def bwd(
     }
     others = TensorMap(sums, (1, 64, width), min(128, 4 * width)), TensorMap(tops, (1, 64)), TensorMap(deltas, (1, 64))
     grid = (pieces if wide == 128 else min(pieces, device.of(q).multiprocessors),)  # at 128 there are no registers left to stay
-    launch(_bwd, grid, order, *maps, *others, *numbers, **facts, num_warps=4, maxnreg=128)
-    unit, (part, rest), size = _unit((dq,)), _parts(D), max(16, 4096 // wide)
+    launch(_bwd, grid, order, listed, *maps, *others, *numbers, **facts, num_warps=4, maxnreg=128)
+    unit, (part, rest), size = _unit((dq,)), _parts(D), 64 if packed else max(16, 4096 // wide)
     steps = tuple(s // unit for s in _steps(dq)[:3])
-    shape: dict[str, Any] = {"D": D, "BD": part, "BE": rest, "UNIT": unit, "BM": size, "num_warps": 4}
-    launch(
-        _narrow,
-        (triton.cdiv(rows, size) * batch * heads,),
-        dq,
-        sums,
-        order,
-        steps,
-        rows,
-        tiles * 64,
-        (batch * heads, heads),
-        scale,
-        **shape,
-    )
+    shape: dict[str, Any] = {"D": D, "BD": part, "BE": rest, "UNIT": unit, "BM": size, "num_warps": 8 if packed and wide == 128 else 4}
+    count = tiles if packed else triton.cdiv(rows, size)
+    given = dq, sums, order, cu_q, steps, rows, tiles * 64, (batch * heads, heads), sequences, scale
+    launch(_narrow, (count * batch * heads,), *given, **shape)

@@ -43,8 +43,8 @@ def _weights(cu_q, cu_k, n, batch, tokens, others, bottom, left, right, LEFT: tl
 
 @triton.jit(do_not_specialize=["batch", "tokens", "others", "most", "bottom", "left", "right"])
 def _order(listed, cu_q, cu_k, batch, tokens, others, most, bottom, left, right, LEFT: tl.constexpr, RIGHT: tl.constexpr, BM: tl.constexpr, BN: tl.constexpr, PDL: tl.constexpr):  # fmt: skip
-    """Lists every tile by six of eight numbers: the place of its sequence's first tile in the list and how many these are; where the
-    sequence's queries begin and how many they are; and the same of its keys."""
+    """Lists every tile by seven of eight numbers: the place of its sequence's first tile in the list and how many these are; where the
+    sequence's queries begin and how many they are; the same of its keys; and the sequence's number."""
     if PDL:
         gdc_launch_dependents()
     n = tl.program_id(0) * SOME + tl.arange(0, SOME)
@@ -73,12 +73,14 @@ def _order(listed, cu_q, cu_k, batch, tokens, others, most, bottom, left, right,
         tl.store(at + 3, rows[:, None] + 0 * tile, mask=here)
         tl.store(at + 4, begins[:, None] + 0 * tile, mask=here)
         tl.store(at + 5, columns[:, None] + 0 * tile, mask=here)
+        tl.store(at + 6, n[:, None] + 0 * tile, mask=here)
 
 
 def order(
     q: torch.Tensor, k: torch.Tensor, cu_q: torch.Tensor, cu_k: torch.Tensor, bottom: bool, left: int, right: int, BM: int, BN: int
 ) -> tuple[torch.Tensor, int]:  # fmt: skip
-    """The list for tiles of BM queries and BN keys, to which `early` applies, and how many tiles there are at the most."""
+    """The list for tiles of BM queries and BN keys, to which `early` applies, and how many tiles there are at the most. Backward, whose
+    tiles are of keys, gives both sides for each other, and left for right."""
     sequences, tokens = cu_q.numel() - 1, q.shape[2]
     most = tokens // BM + sequences + 1
     listed = torch.empty(HEAD + 8 * most, dtype=torch.int32, device=q.device)

@@ -56,10 +56,9 @@ def _sequence(tile, cu, other_cu, tokens, others, batch, SIZE: tl.constexpr):
         beyond = tl.load(cu + middle) // SIZE + middle > tile
         mine = tl.where(beyond, mine, middle)
         high = tl.where(beyond, middle - 1, high)
-    begin = tl.load(cu + mine)
+    begin = tl.minimum(tl.maximum(tl.load(cu + mine), 0), tokens)
     tile = tl.maximum(tile - begin // SIZE - mine, 0)
     known = mine < batch
-    begin = tl.minimum(tl.maximum(begin, 0), tokens)
     end = tl.minimum(tl.maximum(tl.load(cu + mine + 1, mask=known, other=tokens), begin), tokens)
     begins = tl.minimum(tl.maximum(tl.load(other_cu + mine, mask=known, other=0), 0), others)
     ends = tl.minimum(tl.maximum(tl.load(other_cu + mine + 1, mask=known, other=0), begins), others)
@@ -235,23 +234,36 @@ def _fwd(o, lse, q, k, v, mask, cu_q, cu_k, o_steps, q_steps, k_steps, v_steps, 
     tl.store(lse + begin + i, top, mask=i < rows)
 
 
+@triton.jit
+def _lies(m0, rows, cu, batch, BM: tl.constexpr):
+    """Where the tile lies that has the numbers from m0 on, and how many rows there are from there. Of packed sequences, a tile of a
+    sequence, as `_sequence` numbers them."""
+    start, limit = m0, rows - m0
+    if cu is not None:
+        tile, begin, length, _, _ = _sequence(m0 // BM, cu, cu, rows, rows, batch, BM)
+        start, limit = begin + tile * BM, length - tile * BM
+    return start, limit
+
+
 @triton.jit(do_not_specialize=(*LOOSE, "padded"))
-def _delta(delta, power, o, do, dlse, lse, order, o_steps, do_steps, rows, padded, heads, APART: tl.constexpr, D: tl.constexpr, BD: tl.constexpr, BE: tl.constexpr, UNIT: tl.constexpr, BM: tl.constexpr):  # fmt: skip
+def _delta(delta, power, o, do, dlse, lse, order, cu, o_steps, do_steps, rows, padded, heads, batch, APART: tl.constexpr, D: tl.constexpr, BD: tl.constexpr, BE: tl.constexpr, UNIT: tl.constexpr, BM: tl.constexpr):  # fmt: skip
     """delta = rowsum(o do) - dlse, and lse in base 2 or, with APART, as it is; infinite for a row that sees nothing, so that its
-    probabilities are 0, as one of those after the last is, up to `padded`. `order` becomes 0."""
+    probabilities are 0, as one of those after the last is, up to `padded`. `order` becomes 0. With `cu` tiles do not go beyond a packed
+    sequence's end, and what is made of them lies by their numbers."""
     turn = tl.program_id(0) % heads[0]
     m0 = tl.program_id(0) // heads[0] * BM
     b, h = turn // heads[1], turn % heads[1]
     m, d, e = tl.arange(0, BM), tl.arange(0, BD), tl.arange(0, BE) if BE else None
-    inside = m < rows - m0
-    one, one2 = _tiles(_head(o, o_steps, b, h, m0, UNIT), m, o_steps[2], d, e, rows - m0, D, UNIT, False)
-    other, other2 = _tiles(_head(do, do_steps, b, h, m0, UNIT), m, do_steps[2], d, e, rows - m0, D, UNIT, False)
+    start, limit = _lies(m0, rows, cu, batch, BM)
+    inside = m < limit
+    one, one2 = _tiles(_head(o, o_steps, b, h, start, UNIT), m, o_steps[2], d, e, limit, D, UNIT, False)
+    other, other2 = _tiles(_head(do, do_steps, b, h, start, UNIT), m, do_steps[2], d, e, limit, D, UNIT, False)
     products = tl.sum(one.to(tl.float32) * other.to(tl.float32), 1)
     if e is not None:
         products += tl.sum(one2.to(tl.float32) * other2.to(tl.float32), 1)
     if dlse is not None:
-        products -= tl.load(dlse + turn.to(tl.int64) * rows + m0 + m, mask=inside, other=0.0)
-    top = tl.load(lse + turn.to(tl.int64) * rows + m0 + m, mask=inside, other=float("-inf"))
+        products -= tl.load(dlse + turn.to(tl.int64) * rows + start + m, mask=inside, other=0.0)
+    top = tl.load(lse + turn.to(tl.int64) * rows + start + m, mask=inside, other=float("-inf"))
     if not APART:
         top *= 1.4426950408889634
     at = turn.to(tl.int64) * padded + m0
@@ -514,15 +526,18 @@ def fwd(
 
 def _add_up(
     delta: torch.Tensor, power: torch.Tensor, o: torch.Tensor, do: torch.Tensor, dlse: torch.Tensor | None, lse: torch.Tensor,
-    order: torch.Tensor | None = None, apart: bool = False,
+    order: torch.Tensor | None = None, cu: torch.Tensor | None = None, apart: bool = False,
 ) -> None:  # fmt: skip
-    """Fills delta and power, of as many rows a head or some more; zeroes order, a number and one for each 64 rows, where given."""
+    """Fills delta and power, of as many rows a head or some more; zeroes order, a number and one for each 64 rows, where given. With cu
+    by 64 rows of a packed sequence, numbered as `_sequence` has them."""
     (batch, heads, rows, D), (width, rest) = o.shape, _parts(o.shape[-1])
     padded, unit, size = delta.numel() // max(batch * heads, 1), _unit((o, do)), max(16, 4096 // width)
-    steps = [tuple(s // unit for s in _steps(t)[:3]) for t in (o, do)]
-    facts: dict[str, Any] = {"APART": apart, "D": D, "BD": width, "BE": rest, "UNIT": unit, "BM": size, "num_warps": 4}
-    given = delta, power, o, do, dlse, lse, order
-    launch(_delta, (triton.cdiv(padded, size) * batch * heads,), *given, *steps, rows, padded, (batch * heads, heads), **facts)
+    if cu is not None:
+        size = 64
+    steps, warps = [tuple(s // unit for s in _steps(t)[:3]) for t in (o, do)], 8 if size * width > 4096 else 4
+    facts: dict[str, Any] = {"APART": apart, "D": D, "BD": width, "BE": rest, "UNIT": unit, "BM": size, "num_warps": warps}
+    given = delta, power, o, do, dlse, lse, order, cu, *steps, rows, padded, (batch * heads, heads), None if cu is None else cu.numel() - 1
+    launch(_delta, (triton.cdiv(padded, size) * batch * heads,), *given, **facts)
 
 
 def bwd(

@@ -16,7 +16,7 @@ import torch
 import torch.nn.functional as F
 
 from ridgeline.op import Case, Cost, Op, RidgelineError, Spec, dense_only, nbytes, readable
-from ridgeline.ops.attention import _hopper, _triton
+from ridgeline.ops.attention import _hopper, _hopper_backward, _triton
 from ridgeline.ops.attention._attention import (
     OPS,
     Options,
@@ -229,13 +229,13 @@ ATTENTION_VARLEN.kernel(
 )
 ATTENTION_VARLEN.kernel(
     "gluon",
-    "attention's kernel for Hopper: programs take tiles from a list with the longest sequences first; backward as triton's",
+    "attention's kernels for Hopper: programs take tiles from a list with the heaviest sequences first, forward and backward",
     kind="gluon",
     dtypes=("float16", "bfloat16"),
     arch=90,
     newest=90,
     fwd=_hopper.fwd,
-    bwd=_triton.bwd,
+    bwd=_hopper_backward.bwd,
     supports=_hopper.refusal,
     served=True,
 )
