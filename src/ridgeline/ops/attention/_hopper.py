@@ -5,7 +5,7 @@ of queries each, keep their sums in registers and share the keys. A group starts
 probabilities of the block before, those for its output, and takes the exponentials while these run. With two groups each waits for its
 turn to start products, so that one has the matrix units while the other takes exponentials. Programs stay: each takes tiles of queries
 in an order that gives all as much to do, and starts the next tile's scores before it ends a tile.
-Source: Shah et al., FlashAttention-3, 2024 (arXiv:2407.08608). Backward is the rung `triton`'s.
+Source: Shah et al., FlashAttention-3, 2024 (arXiv:2407.08608). Backward is in _hopper_backward.py, of packed sequences the rung `triton`'s.
 """
 
 from typing import Any
