@@ -86,7 +86,7 @@ def one_of_each(found: Iterable[tuple[Launch, dict[str, Any]]]) -> list[tuple[La
 
     kept, seen = [], set()
     for launch, facts in sorted(found, key=order):
-        new = {(k, v) for k, v in launch.constants.items() if v is True or (facts["bench"] and type(v) is int)}
+        new = {(k, v) for k, v in launch.constants.items() if v is True or (facts["bench"] and type(v) in (int, bool))}
         new |= {facts["dtype"], *[(n, kind(arg)) for n, arg in enumerate(launch.args)]}
         new = {(id(launch.kernel), one) for one in new} - seen
         if new:

@@ -522,14 +522,14 @@ def whole(t: torch.Tensor) -> bool:
     return t.data_ptr() % 16 == 0 and not any([n > 1 and (step % 8 or not step) for n, step in zip(t.shape[:-1], t.stride(), strict=False)])
 
 
-def refusal(x: torch.Tensor, *rest: Any, **_: Any) -> str | None:
+def refusal(x: torch.Tensor, *rest: Any, mask: Any = None, softcap: Any = None, scale: Any = None, **_: Any) -> str | None:
     """Why these kernels do not take a call, of public arguments or of a launcher's inputs (backward's begin with do and dlse), or None."""
     q, *rest = rest[1:] if len(rest) > 15 else (x, *rest)
     k, v, *rest = rest[:2] + rest[4:] if len(rest) > 13 else rest
-    if len(rest) > 2:  # else those of attention, or of attention_varlen
-        mask, _, _, scale, softcap, *_ = rest
-        if mask is not None or softcap or scale <= 0:
-            return "it takes no mask, no softcap and a scale above 0"
+    if len(rest) > 8:  # else those of attention, or of attention_varlen
+        mask, _cu_q, _cu_k, scale, softcap, *_rest = rest
+    if mask is not None or softcap or (scale is not None and scale <= 0):
+        return "it takes no mask, no softcap and a scale above 0"
     if q.shape[-1] > 128 or not (q.numel() and k.numel()):
         return f"D must be at most 128 and no size 0; q is {tuple(q.shape)} and k {tuple(k.shape)}"
     for t in (q, k, v):

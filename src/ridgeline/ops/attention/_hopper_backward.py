@@ -1,10 +1,10 @@
 """Backward of the rung `gluon` of attention: one pass on Hopper, five products.
 
-A program owns 128 keys. Two groups of four warps have 64 of them each, with the sums of dK and dV in registers; tiles of 64 queries come
+A piece of work is 128 keys. Two groups of four warps have 64 of them each, with the sums of dK and dV in registers; tiles of 64 queries come
 by the copy engine. Scores stand on their side, keys down, so that the probabilities and their gradients dS go from registers into the
 products for dV and dK. dS also goes through shared memory to a third group, which multiplies it with K for all 128 keys and has the copy
 engine add the result to dQ, in float32 in memory. No group waits for another in step: the tensor cores have work from three.
-By default additions to a tile of dQ come in the order of the programs' numbers, each waiting for the one before, so that reruns give the
+By default additions to a tile of dQ come in the order of the pieces' numbers, each waiting for the one before, so that reruns give the
 same bits; `deterministic=False` adds as they come.
 Source: Dao, FlashAttention-2, 2023 (arXiv:2307.08691), algorithm 2; Shah et al., FlashAttention-3, 2024 (arXiv:2407.08608), section 3.
 """
@@ -14,7 +14,6 @@ from typing import Any
 import torch
 import triton
 import triton.language as tl
-from triton._C.libtriton import ir
 from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
 from triton.experimental.gluon.language._core import builtin
@@ -34,6 +33,8 @@ KEYS = gl.constexpr(2)  # groups of warps with 64 keys each
 @builtin
 def _reduce(desc, coord, src, _semantic=None):
     """The copy engine adds a tile in shared memory to one in memory. (Triton before 3.9 has no Python name for it.)"""
+    from triton._C.libtriton import ir
+
     coord = _semantic._convert_to_ir_values(coord, require_i64=False)
     _semantic.builder.create_async_tma_reduce(ir.DESCRIPTOR_REDUCE_KIND.ADD, desc.handle, coord, src.handle)
 
@@ -447,8 +448,12 @@ def _added(BUT: gl.constexpr):
 @gluon.jit
 def _queries(dq_out, parts, here, order, call, ORDERED: gl.constexpr):
     """A group of warps: dQ of all keys, added to what is in memory: after the piece of work that comes to the block first and finds
-    nothing there; with ORDERED after all that are before it. `order` says how many have added; with a release instead of a relaxed
-    addition, which waits for what nobody needs here, the whole backward takes up to 1.4 times as long."""
+    nothing there; with ORDERED after all that are before it. `order` says how many have added.
+
+    Two things are taken for granted. What the copy engine has added is in L2, where all look, when it says so: the count is told by a
+    relaxed addition, since a release waits for what nobody needs here (the whole takes up to 1.4 times as long). And where a piece is a
+    program (D 128) those with lower numbers begin first.
+    """
     STAGES: gl.constexpr = here.ds.type.shape[0] // KEYS
     PARTS: gl.constexpr = parts.type.shape[0]
     W: gl.constexpr = parts.type.shape[3]
@@ -543,7 +548,7 @@ def _narrow(dq, sums, order, dq_steps, rows, padded, heads, scale, D: tl.constex
     m, d, e = tl.arange(0, BM), tl.arange(0, BD), tl.arange(0, BE) if BE else None
     at = sums + (turn.to(tl.int64) * padded + m0) * D
     one, two = _tiles(at, m, D // 8, d, e, rows - m0, D, 8, False)
-    some = tl.load(order + 1 + (turn.to(tl.int64) * padded + m0) // 64 + m // 64)[:, None] > 0
+    some = tl.load(order + 1 + (turn.to(tl.int64) * padded + m0) // 64 + m // 64, mask=m < rows - m0, other=0)[:, None] > 0
     one = tl.where(some, one * scale, 0.0)
     two = tl.where(some, two * scale, 0.0)
     _save(_head(dq, dq_steps, turn // heads[1], turn % heads[1], m0, UNIT), one, two, m, dq_steps[2], d, e, rows - m0, D, UNIT)
@@ -555,7 +560,7 @@ def bwd(
     softcap: float, left: int, right: int, bottom: bool, max_q: int, max_k: int, precision: str, deterministic: bool,
 ) -> None:  # fmt: skip
     """Fills dq, dk and dv; see `attention_bwd` in _attention.py."""
-    do = do if whole(do) else do.contiguous()
+    do = do if whole(do) else do.clone(memory_format=torch.contiguous_format)
     (batch, heads, rows, D), (kv, columns) = q.shape, k.shape[1:3]
     turns, tiles, group, wide = batch * kv, triton.cdiv(rows, 64), heads // kv, triton.next_power_of_2(D)
     tops = torch.empty((batch * heads * tiles, 64), dtype=torch.float32, device=q.device)

@@ -252,6 +252,7 @@ def _delta(delta, power, o, do, dlse, lse, order, o_steps, do_steps, rows, padde
     if dlse is not None:
         products -= tl.load(dlse + turn.to(tl.int64) * rows + m0 + m, mask=inside, other=0.0)
     top = tl.load(lse + turn.to(tl.int64) * rows + m0 + m, mask=inside, other=float("-inf"))
+    products = tl.where(top == float("-inf"), 0.0, products)  # whatever dlse is there
     if not APART:
         top *= 1.4426950408889634
     at = turn.to(tl.int64) * padded + m0
