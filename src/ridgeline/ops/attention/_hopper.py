@@ -350,13 +350,18 @@ def _pack(p, dtype: gl.constexpr):
 
 
 @gluon.jit
-def _unpack(packed, dtype: gl.constexpr, layout: gl.constexpr):
-    """As the left side of a product. In registers of its own, which only a zero that the compiler does not know makes sure of: the
-    loop's next values would be written where the product still reads."""
-    packed = packed ^ (gl.num_programs(1) - 1)
+def _halves(packed, dtype: gl.constexpr, layout: gl.constexpr):
+    """Two to a register, as the left side of a product."""
     even = (packed & 0xFFFF).to(gl.int16).to(dtype, bitcast=True)
     odd = (packed >> 16).to(gl.int16).to(dtype, bitcast=True)
     return gl.convert_layout(gl.reshape(gl.join(even, odd), [packed.shape[0], packed.shape[1] * 2]), layout)
+
+
+@gluon.jit
+def _unpack(packed, dtype: gl.constexpr, layout: gl.constexpr):
+    """As the left side of a product. In registers of its own, which only a zero that the compiler does not know makes sure of: the
+    loop's next values would be written where the product still reads."""
+    return _halves(packed ^ (gl.num_programs(1) - 1), dtype, layout)
 
 
 @gluon.jit

@@ -23,7 +23,7 @@ from triton.language.core import _aggregate as aggregate
 from ridgeline import device
 from ridgeline.boundary import launch
 from ridgeline.cuda import TensorMap
-from ridgeline.ops.attention._hopper import ROWS, _load, _pack, _store, whole
+from ridgeline.ops.attention._hopper import ROWS, _halves, _load, _pack, _store, whole
 from ridgeline.ops.attention._triton import UNBOUNDED, _add_up, _head, _parts, _save, _steps, _tiles, _unit
 
 _barrier: gl.constexpr = getattr(gl, "barrier", None) or gl.thread_barrier
@@ -327,14 +327,6 @@ def _fetch(queries, slopes, tops, deltas, keys, values, here, counter, call):
             done += work.blocks
         n += 1
         item = here.tickets.draw(n, counter) if here.tickets.STAY else call.pieces
-
-
-@gluon.jit
-def _halves(packed, dtype: gl.constexpr, layout: gl.constexpr):
-    """Two to a register, as the left side of a product."""
-    even = (packed & 0xFFFF).to(gl.int16).to(dtype, bitcast=True)
-    odd = (packed >> 16).to(gl.int16).to(dtype, bitcast=True)
-    return gl.convert_layout(gl.reshape(gl.join(even, odd), [packed.shape[0], packed.shape[1] * 2]), layout)
 
 
 @gluon.jit
