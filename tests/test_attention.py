@@ -456,7 +456,7 @@ def test_cuda_graph(impl: str) -> None:
 def test_wrong_lengths_touch_nothing_else(impl: str) -> None:
     """Values of cu_seqlens that make no sense: no illegal address, and what lies around the results stays."""
     q, k, v = qkv((300, 4, 64), (300, 4, 64), "cuda", dtype=torch.bfloat16)
-    for ends in ([5, -7, 1 << 30], [0, 200, 100], [0, 900, 1200], [-5, -5, -5], [300, 0, 300]):
+    for ends in ([5, -7, 1 << 30], [1 - (1 << 31), -(1 << 31), 300], [0, 200, 100], [0, 900, 1200], [-5, -5, -5], [300, 0, 300]):
         cu = torch.tensor(ends, dtype=torch.int32, device="cuda")
         ridgeline.attention_varlen(q, k, v, cu, cu, causal=True, impl=impl).sum().backward()
         torch.cuda.synchronize()

@@ -56,10 +56,9 @@ def _sequence(tile, cu, other_cu, tokens, others, batch, SIZE: tl.constexpr):
         beyond = tl.load(cu + middle) // SIZE + middle > tile
         mine = tl.where(beyond, mine, middle)
         high = tl.where(beyond, middle - 1, high)
-    begin = tl.load(cu + mine)
+    begin = tl.minimum(tl.maximum(tl.load(cu + mine), 0), tokens)
     tile = tl.maximum(tile - begin // SIZE - mine, 0)
     known = mine < batch
-    begin = tl.minimum(tl.maximum(begin, 0), tokens)
     end = tl.minimum(tl.maximum(tl.load(cu + mine + 1, mask=known, other=tokens), begin), tokens)
     begins = tl.minimum(tl.maximum(tl.load(other_cu + mine, mask=known, other=0), 0), others)
     ends = tl.minimum(tl.maximum(tl.load(other_cu + mine + 1, mask=known, other=0), begins), others)
