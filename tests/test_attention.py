@@ -16,7 +16,7 @@ from hypothesis import strategies as st
 import ridgeline
 from ridgeline.boundary import INTERPRETED
 from ridgeline.lab.law import Law, as_tuple
-from ridgeline.op import get
+from ridgeline.op import RidgelineError, get
 from ridgeline.select import why_not
 
 kernels = pytest.mark.kernels
@@ -288,6 +288,30 @@ def test_lse_alone_has_a_gradient(device: str) -> None:
     found = outcome(partial(lse, partial(ridgeline.attention, impl="triton")), args[:2] + [args[2].detach()])
     expected = outcome(partial(lse, get("attention").reference), [t.detach().double().requires_grad_(n < 2) for n, t in enumerate(args)])
     near(found, expected)
+
+
+@kernels
+@pytest.mark.parametrize("impl", HERE)
+def test_a_gradient_of_an_infinite_lse_goes_nowhere(impl: str, device: str) -> None:
+    """NaN that comes into lse of rows that see no key."""
+    args = qkv((1, 2, 20, 16), (1, 1, 9, 16), device, dtype=torch.float16)
+    outputs = ridgeline.attention(*args, causal="bottom_right", return_lse=True, impl=impl)
+    bad = torch.where(outputs[1].isinf(), torch.nan, 0.5)
+    for one, other in zip(
+        torch.autograd.grad(outputs, args, [outputs[0].detach(), bad], retain_graph=True),
+        torch.autograd.grad(outputs, args, [outputs[0].detach(), bad.nan_to_num(0)]),
+        strict=True,
+    ):
+        assert torch.equal(one, other)
+
+
+def test_dtypes_mixed_under_autocast() -> None:
+    """As torch's own takes them: all become autocast's."""
+    q, k, v = qkv((1, 2, 18, 16), (1, 2, 20, 16), "cpu")
+    with torch.autocast("cpu", dtype=torch.bfloat16):
+        assert ridgeline.attention(q, k, v.detach().to(torch.bfloat16)).dtype == torch.bfloat16
+    with pytest.raises(RidgelineError, match="one floating-point dtype"):
+        ridgeline.attention(q, k, v.detach().to(torch.bfloat16))
 
 
 @kernels

@@ -24,7 +24,7 @@ from ridgeline import device
 from ridgeline.boundary import launch
 from ridgeline.cuda import TensorMap
 from ridgeline.ops.attention._hopper import ROWS, _halves, _load, _pack, _store, whole
-from ridgeline.ops.attention._triton import UNBOUNDED, _add_up, _head, _parts, _save, _steps, _tiles, _unit
+from ridgeline.ops.attention._triton import UNBOUNDED, _head, _parts, _save, _start_delta, _steps, _tiles, _unit
 
 _barrier: gl.constexpr = getattr(gl, "barrier", None) or gl.thread_barrier
 KEYS = gl.constexpr(2)  # groups of warps with 64 keys each
@@ -298,7 +298,7 @@ class Memory:
 
 
 @gluon.jit
-def _fetch(queries, slopes, tops, deltas, keys, values, here, counter, call):
+def _fetch(queries, do, tops, deltas, keys, values, here, counter, call):
     """The warp that fills shared memory."""
     n, done = 0, 0
     item = here.tickets.draw(0, counter)
@@ -313,7 +313,7 @@ def _fetch(queries, slopes, tops, deltas, keys, values, here, counter, call):
         for w in gl.static_range(KEYS):
             _load(keys, [work.batch, work.head, work.first + w * ROWS, 0], here.k_ready, here.ks.index(w))
         if some:
-            here.dos.fill(slopes, deltas, done, work.batch, work.head * call.GROUP, block * ROWS, work.turn(0) * call.tiles + block)
+            here.dos.fill(do, deltas, done, work.batch, work.head * call.GROUP, block * ROWS, work.turn(0) * call.tiles + block)
         mbarrier.wait(here.v_free, (n & 1) ^ 1)
         mbarrier.expect(here.v_ready, KEYS * keys.block_type.nbytes)
         for w in gl.static_range(KEYS):
@@ -323,7 +323,7 @@ def _fetch(queries, slopes, tops, deltas, keys, values, here, counter, call):
                 block = work.block(t)
                 at = work.turn(g) * call.tiles + block
                 here.qs.fill(queries, tops, done + t, work.batch, work.head * call.GROUP + g, block * ROWS, at)
-                here.dos.fill(slopes, deltas, done + t, work.batch, work.head * call.GROUP + g, block * ROWS, at)
+                here.dos.fill(do, deltas, done + t, work.batch, work.head * call.GROUP + g, block * ROWS, at)
             done += work.blocks
         n += 1
         item = here.tickets.draw(n, counter) if here.tickets.STAY else call.pieces
@@ -384,12 +384,12 @@ def _keys(ME: gl.constexpr, dk_out, dv_out, here, call, TIGHT: gl.constexpr):
                 half = gl.convert_layout(p.to(dtype), p_layout)
             dv_next = warpgroup_mma(half, do, dv, is_async=True)
             dp = warpgroup_mma_wait(1, deps=(products,))
-            slope = (p * (dp - delta[None, :])).to(dtype)
+            ds = (p * (dp - delta[None, :])).to(dtype)
             mbarrier.wait(here.ds_free.index(done % STAGES), ((done // STAGES) & 1) ^ 1)
-            here.ds.index(KEYS * (done % STAGES) + ME).store(slope)
+            here.ds.index(KEYS * (done % STAGES) + ME).store(ds)
             fence_async_shared()
             mbarrier.arrive(here.ds_ready.index(done % STAGES), count=1)
-            dk_next = warpgroup_mma(gl.convert_layout(slope, p_layout), q, dk, is_async=True)
+            dk_next = warpgroup_mma(gl.convert_layout(ds, p_layout), q, dk, is_async=True)
             dv = warpgroup_mma_wait(1, deps=(dv_next,))
             here.dos.give(done)
             dk = warpgroup_mma_wait(0, deps=(dk_next,))
@@ -501,12 +501,12 @@ def _queries(dq_out, parts, here, order, call, ORDERED: gl.constexpr):
 
 
 @gluon.jit(do_not_specialize=["pieces", "heads", "section", "turns", "tiles", "columns", "shift", "left", "right"])
-def _bwd(order, queries, keys, values, slopes, dk_out, dv_out, dq_out, tops, deltas, pieces, heads, section, turns, tiles, columns, shift, left, right, scale, LEFT: gl.constexpr, RIGHT: gl.constexpr, GROUP: gl.constexpr, ORDERED: gl.constexpr, TIGHT: gl.constexpr, STAY: gl.constexpr, STAGES: gl.constexpr):  # fmt: skip
+def _bwd(order, queries, keys, values, do, dk_out, dv_out, dq_out, tops, deltas, pieces, heads, section, turns, tiles, columns, shift, left, right, scale, LEFT: gl.constexpr, RIGHT: gl.constexpr, GROUP: gl.constexpr, ORDERED: gl.constexpr, TIGHT: gl.constexpr, STAY: gl.constexpr, STAGES: gl.constexpr):  # fmt: skip
     D: gl.constexpr = queries.block_type.shape[3]
     W: gl.constexpr = dq_out.block_type.shape[2]
     dtype: gl.constexpr = queries.dtype
     qs = _rows(queries, tops, STAGES)
-    dos = _rows(slopes, deltas, STAGES)
+    dos = _rows(do, deltas, STAGES)
     ks = gl.allocate_shared_memory(dtype, [KEYS] + keys.block_type.shape, keys.layout)
     vs = gl.allocate_shared_memory(dtype, [KEYS] + keys.block_type.shape, keys.layout)
     ds_layout: gl.constexpr = gl.NVMMASharedLayout.get_default_for([ROWS, ROWS], dtype)
@@ -525,7 +525,7 @@ def _bwd(order, queries, keys, values, slopes, dk_out, dv_out, dq_out, tops, del
             (_keys, (0, dk_out, dv_out, here, call, TIGHT)),
             (_keys, (1, dk_out, dv_out, here, call, TIGHT)),
             (_queries, (dq_out, parts, here, order + 1, call, ORDERED)),
-            (_fetch, (queries, slopes, tops, deltas, keys, values, here, order, call)),
+            (_fetch, (queries, do, tops, deltas, keys, values, here, order, call)),
         ],
         [4, 4, 1],
         [208, 72, 24],
@@ -559,39 +559,21 @@ def bwd(
     deltas = torch.empty((batch * heads * tiles, 64), dtype=torch.float32, device=q.device)
     sums = torch.empty((batch * heads, tiles * 64, D), dtype=torch.float32, device=q.device)
     order = torch.empty((1 + batch * heads * tiles,), dtype=torch.int32, device=q.device)
-    _add_up(deltas, tops, o, do, dlse, lse, order)
+    _start_delta(deltas, tops, o, do, dlse, lse, order)
     ahead, back = right < UNBOUNDED, left < UNBOUNDED
     shared = 8 * rows * D * group  # bytes of q, do and dq's sums that the programs of a head share
     section = max(1, min(turns, (24 << 20) // shared))
     maps = [TensorMap(t, (1, 1, 64, wide), min(128, 2 * wide)) for t in (q, k, v, do, dk, dv)]
     width = min(wide, 64)
     pieces = turns * triton.cdiv(columns, 128)
-    numbers = pieces, heads, section, turns, tiles, columns, columns - rows if bottom else 0, left, right, scale
-    facts: dict[str, Any] = {
-        "LEFT": back,
-        "RIGHT": ahead,
-        "GROUP": group,
-        "ORDERED": deterministic,
-        "TIGHT": wide == 128,
-        "STAY": wide < 128,
-        "STAGES": 2,
-    }
+    sizes = pieces, heads, section, turns, tiles, columns, columns - rows if bottom else 0, left, right, scale
+    facts: dict[str, Any] = {"LEFT": back, "RIGHT": ahead, "GROUP": group, "ORDERED": deterministic, "STAGES": 2}
+    facts |= {"TIGHT": wide == 128, "STAY": wide < 128}
     others = TensorMap(sums, (1, 64, width), min(128, 4 * width)), TensorMap(tops, (1, 64)), TensorMap(deltas, (1, 64))
     grid = (pieces if wide == 128 else min(pieces, device.of(q).multiprocessors),)  # at 128 there are no registers left to stay
-    launch(_bwd, grid, order, *maps, *others, *numbers, **facts, num_warps=4, maxnreg=128)
+    launch(_bwd, grid, order, *maps, *others, *sizes, **facts, num_warps=4, maxnreg=128)
     unit, (part, rest), size = _unit((dq,)), _parts(D), max(16, 4096 // wide)
     steps = tuple(s // unit for s in _steps(dq)[:3])
     shape: dict[str, Any] = {"D": D, "BD": part, "BE": rest, "UNIT": unit, "BM": size, "num_warps": 4}
-    launch(
-        _narrow,
-        (triton.cdiv(rows, size) * batch * heads,),
-        dq,
-        sums,
-        order,
-        steps,
-        rows,
-        tiles * 64,
-        (batch * heads, heads),
-        scale,
-        **shape,
-    )
+    grid, numbers = (triton.cdiv(rows, size) * batch * heads,), (rows, tiles * 64, (batch * heads, heads), scale)
+    launch(_narrow, grid, dq, sums, order, steps, *numbers, **shape)

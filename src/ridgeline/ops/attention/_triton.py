@@ -512,7 +512,7 @@ def fwd(
     _start(_fwd, "fwd", (o, lse, q, k, v, mask, cu_q, cu_k), (o, q, k, v), right < UNBOUNDED, q, k, mask, cu_q, options)
 
 
-def _add_up(
+def _start_delta(
     delta: torch.Tensor, power: torch.Tensor, o: torch.Tensor, do: torch.Tensor, dlse: torch.Tensor | None, lse: torch.Tensor,
     order: torch.Tensor | None = None, apart: bool = False,
 ) -> None:  # fmt: skip
@@ -533,7 +533,7 @@ def bwd(
 ) -> None:  # fmt: skip
     """Fills dq, dk and dv; see `attention_bwd` in _attention.py. It is deterministic, asked or not."""
     delta, power = torch.empty_like(lse), torch.empty_like(lse)
-    _add_up(delta, power, o, do, dlse, lse, apart=_apart(q, mask, scale, softcap))
+    _start_delta(delta, power, o, do, dlse, lse, apart=_apart(q, mask, scale, softcap))
     mask, options = _masked(mask, q, k), (scale, softcap, left, right, bottom, precision)
     cu_k = cu_q if cu_k is None else cu_k
     shared = q, k, v, do, power, delta, mask, cu_q, cu_k
