@@ -170,6 +170,7 @@ class Op:
         forward and backward in one step, where together they need less than each alone.
     roof: "copy" for an op that is itself a roof of the machine.
     standards: the rungs whose errors set what the law of tolerance allows: the first of them that takes a call.
+    residue: what a row that is zero by cancelling may hold, as a share of the largest row.
     mutates: positions of the arguments (tensors, or lists of them) that the function changes in place: they count as results
     after what it returns.
     """
@@ -183,10 +184,11 @@ class Op:
         cost: Callable[..., tuple[Cost, Cost | None] | tuple[Cost, Cost | None, Cost | None]],
         roof: str | None = None,
         standards: tuple[str, ...] = ("torch",),
+        residue: float = 0.0,
         mutates: tuple[int, ...] = (),
     ):
         self.function, self.reference, self.cases, self.cost, self.roof = function, reference, cases, cost, roof
-        self.standards, self.mutates = standards, mutates
+        self.standards, self.residue, self.mutates = standards, residue, mutates
         self.name = function.__name__
         self.family = function.__module__.removeprefix("ridgeline.ops.").split(".")[0]
         self.implementations: dict[str, Implementation] = {}

@@ -5,8 +5,7 @@ For each output and each gradient, against the reference in float64,
     error <= 2 x max(torch's error, change of the oracle when the inputs move half an ulp) + eps/2 x norm
 
 for the whole tensor, its worst row and its worst column; the scale of the result is off by at most twice theirs plus
-eps/16 + eps/sqrt(n); a row of zeros may hold 2e-6 of the largest one; non-finite values stand in the same places. Rows are the last
-dimension, columns run over all rows.
+eps/16 + eps/sqrt(n); non-finite values stand in the same places. Rows are the last dimension, columns run over all rows.
 """
 
 from __future__ import annotations
@@ -25,7 +24,6 @@ from ridgeline.op import Op, RidgelineError, tensors_of
 CHUNK = 1 << 24
 SLICED = 1 << 31
 FEW = 16
-NOTHING = 16 * 2**-23
 HOPELESS = 1e12  # stands for infinity, which JSON does not have
 Result = tuple[list[Tensor], list[Tensor | None]]
 
@@ -118,10 +116,10 @@ class _Errors:
 class Standard:
     """One tensor of the oracle, and what is allowed around it."""
 
-    def __init__(self, oracle: Tensor, dtype: torch.dtype):
+    def __init__(self, oracle: Tensor, dtype: torch.dtype, residue: float = 0.0):
         if dtype.is_floating_point and oracle.dtype != torch.float64:
             raise RidgelineError(f"the reference leaves float64: it gives {oracle.dtype} for float64 inputs, and so is no oracle")
-        self.shape, self.dtype, self.oracle = oracle.shape, dtype, _plane(oracle)
+        self.shape, self.dtype, self.oracle, self.residue = oracle.shape, dtype, _plane(oracle), residue
         self.theirs: Tensor | None = None
         if dtype.is_floating_point:
             self.eps = torch.finfo(dtype).eps
@@ -167,9 +165,9 @@ class Standard:
 
         The smaller of the two counts, so that neither one large row nor one that cancels out excuses the others; but rows of
         few elements go by size alone, for a single element's relative error is a matter of luck. A row of zeros, or of next to
-        nothing, may hold what sums in float32 leave when they cancel: NOTHING of the largest row.
+        nothing, may hold what the op says that sums in float32 leave when they cancel.
         """
-        floor = NOTHING * norm.max()
+        floor = self.residue * norm.max()
         worst = base.max()
         if length >= FEW:
             worst = torch.minimum(worst, (base / norm).where(norm > 0, 0.0).max() * norm)
@@ -267,8 +265,8 @@ class Law:
         small = [self._narrow(a) for a in self.args]
         theirs = self._torch(small)
         exact = self._oracle(small)
-        self.outputs = [Standard(e, t.dtype) for e, t in zip(exact[0], theirs[0], strict=True)]
-        self.grads = [None if e is None else Standard(e, a.dtype) for e, a in zip(exact[1], leaves(small), strict=False)]
+        self.outputs = [Standard(e, t.dtype, op.residue) for e, t in zip(exact[0], theirs[0], strict=True)]
+        self.grads = [None if e is None else Standard(e, a.dtype, op.residue) for e, a in zip(exact[1], leaves(small), strict=False)]
         del exact
         moved = self._oracle(small, move=True)
         for standard, own, change in zip(self.outputs + self.grads, theirs[0] + theirs[1], moved[0] + moved[1], strict=True):

@@ -115,14 +115,16 @@ def usual(kernels: set[torch.dtype], dims: int, q: Any, k: Any, v: Any, causal: 
 
 
 def in_autocast(*tensors: torch.Tensor) -> tuple[torch.Tensor, ...]:
-    """The tensors as torch's own attention takes them: under autocast in its dtype."""
+    """The tensors as torch's own attention takes them: under autocast in its dtype. Other things pass, to be refused."""
+    if not all([isinstance(t, torch.Tensor) for t in tensors]):
+        return tensors
     kind = "cuda" if tensors[0].is_cuda else "cpu"
     if not torch.is_autocast_enabled(kind) or tensors[0].device.type != kind:
         return tensors
     return tuple([t.to(torch.get_autocast_dtype(kind)) if t.dtype != torch.float64 else t for t in tensors])
 
 
-def refusal(x: torch.Tensor, *rest: Any) -> str | None:
+def refusal(x: torch.Tensor, *rest: Any, **_: Any) -> str | None:
     """Why kernels do not take a call, of public arguments or of a launcher's inputs, or None."""
     D = x.shape[-1]
     if D % 8 or not HEAD_DIMS[0] <= D <= HEAD_DIMS[1]:

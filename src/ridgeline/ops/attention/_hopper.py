@@ -5,7 +5,7 @@ of queries each, keep their sums in registers and share the keys. A group starts
 probabilities of the block before, those for its output, and takes the exponentials while these run. With two groups each waits for its
 turn to start products, so that one has the matrix units while the other takes exponentials. Programs stay: each takes tiles of queries
 in an order that gives all as much to do, and starts the next tile's scores before it ends a tile.
-Source: Shah et al., FlashAttention-3, 2024 (arXiv:2407.08608). Backward is in `_hopper_backward.py`.
+Source: Shah et al., FlashAttention-3, 2024 (arXiv:2407.08608). Backward is in _hopper_backward.py.
 """
 
 from typing import Any
@@ -350,13 +350,18 @@ def _pack(p, dtype: gl.constexpr):
 
 
 @gluon.jit
-def _unpack(packed, dtype: gl.constexpr, layout: gl.constexpr):
-    """As the left side of a product. In registers of its own, which only a zero that the compiler does not know makes sure of: the
-    loop's next values would be written where the product still reads."""
-    packed = packed ^ (gl.num_programs(1) - 1)
+def _halves(packed, dtype: gl.constexpr, layout: gl.constexpr):
+    """Two to a register, as the left side of a product."""
     even = (packed & 0xFFFF).to(gl.int16).to(dtype, bitcast=True)
     odd = (packed >> 16).to(gl.int16).to(dtype, bitcast=True)
     return gl.convert_layout(gl.reshape(gl.join(even, odd), [packed.shape[0], packed.shape[1] * 2]), layout)
+
+
+@gluon.jit
+def _unpack(packed, dtype: gl.constexpr, layout: gl.constexpr):
+    """As the left side of a product. In registers of its own, which only a zero that the compiler does not know makes sure of: the
+    loop's next values would be written where the product still reads."""
+    return _halves(packed ^ (gl.num_programs(1) - 1), dtype, layout)
 
 
 @gluon.jit
@@ -522,14 +527,14 @@ def whole(t: torch.Tensor) -> bool:
     return t.data_ptr() % 16 == 0 and not any([n > 1 and (step % 8 or not step) for n, step in zip(t.shape[:-1], t.stride(), strict=False)])
 
 
-def refusal(x: torch.Tensor, *rest: Any, **_: Any) -> str | None:
+def refusal(x: torch.Tensor, *rest: Any, mask: Any = None, softcap: Any = None, scale: Any = None, **_: Any) -> str | None:
     """Why these kernels do not take a call, of public arguments or of a launcher's inputs (backward's begin with do and dlse), or None."""
     q, *rest = rest[1:] if len(rest) > 15 else (x, *rest)
     k, v, *rest = rest[:2] + rest[4:] if len(rest) > 13 else rest
-    if len(rest) > 2:  # else those of attention, or of attention_varlen
-        mask, _, _, scale, softcap, *_ = rest
-        if mask is not None or softcap or scale <= 0:
-            return "it takes no mask, no softcap and a scale above 0"
+    if len(rest) > 8:  # else those of attention, or of attention_varlen
+        mask, _cu_q, _cu_k, scale, softcap, *_rest = rest
+    if mask is not None or softcap or (scale is not None and scale <= 0):
+        return "it takes no mask, no softcap and a scale above 0"
     if q.shape[-1] > 128 or not (q.numel() and k.numel()):
         return f"D must be at most 128 and no size 0; q is {tuple(q.shape)} and k {tuple(k.shape)}"
     for t in (q, k, v):

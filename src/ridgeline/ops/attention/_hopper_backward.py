@@ -1,10 +1,10 @@
 """Backward of the rung `gluon` of attention: one pass on Hopper, five products.
 
-A program owns 128 keys. Two groups of four warps have 64 of them each, with the sums of dK and dV in registers; tiles of 64 queries come
+A piece of work is 128 keys. Two groups of four warps have 64 of them each, with the sums of dK and dV in registers; tiles of 64 queries come
 by the copy engine. Scores stand on their side, keys down, so that the probabilities and their gradients dS go from registers into the
 products for dV and dK. dS also goes through shared memory to a third group, which multiplies it with K for all 128 keys and has the copy
 engine add the result to dQ, in float32 in memory. No group waits for another in step: the tensor cores have work from three.
-By default additions to a tile of dQ come in the order of the programs' numbers, each waiting for the one before, so that reruns give the
+By default additions to a tile of dQ come in the order of the pieces' numbers, each waiting for the one before, so that reruns give the
 same bits; `deterministic=False` adds as they come. Packed sequences' pieces come from a list (`_packed.py`), the heaviest sequences first.
 Source: Dao, FlashAttention-2, 2023 (arXiv:2307.08691), algorithm 2; Shah et al., FlashAttention-3, 2024 (arXiv:2407.08608), section 3.
 """
@@ -23,7 +23,7 @@ from ridgeline import device
 from ridgeline.boundary import launch
 from ridgeline.cuda import TensorMap
 from ridgeline.ops.attention import _packed
-from ridgeline.ops.attention._hopper import ROWS, _in, _load, _pack, _same, _store, whole
+from ridgeline.ops.attention._hopper import ROWS, _halves, _in, _load, _pack, _same, _store, whole
 from ridgeline.ops.attention._hopper_rings import (
     KEYS,
     Memory,
@@ -32,13 +32,12 @@ from ridgeline.ops.attention._hopper_rings import (
     _await,
     _barriers,
     _flat,
-    _halves,
     _look,
     _reduce,
     _rows,
     _singles,
 )
-from ridgeline.ops.attention._triton import UNBOUNDED, _add_up, _head, _lies, _parts, _save, _steps, _tiles, _unit
+from ridgeline.ops.attention._triton import UNBOUNDED, _start_delta, _head, _lies, _parts, _save, _steps, _tiles, _unit
 
 
 @aggregate
@@ -234,7 +233,7 @@ class Work:
 
 
 @gluon.jit
-def _fetch(queries, slopes, tops, deltas, keys, values, here, counter, listed, call):
+def _fetch(queries, do, tops, deltas, keys, values, here, counter, listed, call):
     """The warp that fills shared memory."""
     n, done = 0, 0
     pieces = call.count(listed)
@@ -253,7 +252,7 @@ def _fetch(queries, slopes, tops, deltas, keys, values, here, counter, listed, c
         for w in gl.static_range(KEYS):
             _load(keys, work.keys(work.first + w * ROWS), here.k_ready, here.ks.index(w))
         if some:
-            here.dos.fill(slopes, deltas, done, work.queries(0, block), work.turn(0) * call.tiles + work.numbered(block))
+            here.dos.fill(do, deltas, done, work.queries(0, block), work.turn(0) * call.tiles + work.numbered(block))
         mbarrier.wait(here.v_free, (n & 1) ^ 1)
         mbarrier.expect(here.v_ready, KEYS * keys.block_type.nbytes)
         for w in gl.static_range(KEYS):
@@ -263,7 +262,7 @@ def _fetch(queries, slopes, tops, deltas, keys, values, here, counter, listed, c
                 block = work.block(t)
                 at = work.turn(g) * call.tiles + work.numbered(block)
                 here.qs.fill(queries, tops, done + t, work.queries(g, block), at)
-                here.dos.fill(slopes, deltas, done + t, work.queries(g, block), at)
+                here.dos.fill(do, deltas, done + t, work.queries(g, block), at)
             done += work.blocks
         n += 1
         item = here.tickets.draw(n, counter) if here.tickets.STAY else pieces
@@ -325,12 +324,12 @@ def _keys(ME: gl.constexpr, dk_out, dv_out, here, call, TIGHT: gl.constexpr):
                 half = gl.convert_layout(p.to(dtype), p_layout)
             dv_next = warpgroup_mma(half, do, dv, is_async=True)
             dp = warpgroup_mma_wait(1, deps=(products,))
-            slope = (p * (dp - delta[None, :])).to(dtype)
+            ds = (p * (dp - delta[None, :])).to(dtype)
             mbarrier.wait(here.ds_free.index(done % STAGES), ((done // STAGES) & 1) ^ 1)
-            here.ds.index(KEYS * (done % STAGES) + ME).store(slope)
+            here.ds.index(KEYS * (done % STAGES) + ME).store(ds)
             fence_async_shared()
             mbarrier.arrive(here.ds_ready.index(done % STAGES), count=1)
-            dk_next = warpgroup_mma(gl.convert_layout(slope, p_layout), q, dk, is_async=True)
+            dk_next = warpgroup_mma(gl.convert_layout(ds, p_layout), q, dk, is_async=True)
             dv = warpgroup_mma_wait(1, deps=(dv_next,))
             here.dos.give(done)
             dk = warpgroup_mma_wait(0, deps=(dk_next,))
@@ -355,8 +354,12 @@ def _keys(ME: gl.constexpr, dk_out, dv_out, here, call, TIGHT: gl.constexpr):
 @gluon.jit
 def _queries(dq_out, parts, here, order, call, ORDERED: gl.constexpr):
     """A group of warps: dQ of all keys, added to what is in memory: after the piece of work that comes to the block first and finds
-    nothing there; with ORDERED after all that are before it. `order` says how many have added; with a release instead of a relaxed
-    addition, which waits for what nobody needs here, the whole backward takes up to 1.4 times as long."""
+    nothing there; with ORDERED after all that are before it. `order` says how many have added.
+
+    Two things are taken for granted. What the copy engine has added is in L2, where all look, when it says so: the count is told by a
+    relaxed addition, since a release waits for what nobody needs here (the whole takes up to 1.4 times as long). And where a piece is a
+    program (D 128) those with lower numbers begin first.
+    """
     STAGES: gl.constexpr = here.ds.type.shape[0] // KEYS
     PARTS: gl.constexpr = parts.type.shape[0]
     W: gl.constexpr = parts.type.shape[3]
@@ -413,13 +416,13 @@ def _queries(dq_out, parts, here, order, call, ORDERED: gl.constexpr):
 
 
 @gluon.jit(do_not_specialize=["pieces", "heads", "section", "turns", "tiles", "columns", "shift", "left", "right"])
-def _bwd(order, listed, queries, keys, values, slopes, dk_out, dv_out, dq_out, tops, deltas, pieces, heads, section, turns, tiles, columns, shift, left, right, scale, LEFT: gl.constexpr, RIGHT: gl.constexpr, GROUP: gl.constexpr, ORDERED: gl.constexpr, TIGHT: gl.constexpr, STAY: gl.constexpr, STAGES: gl.constexpr):  # fmt: skip
+def _bwd(order, listed, queries, keys, values, do, dk_out, dv_out, dq_out, tops, deltas, pieces, heads, section, turns, tiles, columns, shift, left, right, scale, LEFT: gl.constexpr, RIGHT: gl.constexpr, GROUP: gl.constexpr, ORDERED: gl.constexpr, TIGHT: gl.constexpr, STAY: gl.constexpr, STAGES: gl.constexpr):  # fmt: skip
     PACKED: gl.constexpr = listed is not None
     D: gl.constexpr = queries.block_type.shape[-1]
     W: gl.constexpr = dq_out.block_type.shape[2]
     dtype: gl.constexpr = queries.dtype
     qs = _rows(queries, tops, STAGES)
-    dos = _rows(slopes, deltas, STAGES)
+    dos = _rows(do, deltas, STAGES)
     ks = gl.allocate_shared_memory(dtype, [KEYS] + keys.block_type.shape, keys.layout)
     vs = gl.allocate_shared_memory(dtype, [KEYS] + keys.block_type.shape, keys.layout)
     ds_layout: gl.constexpr = gl.NVMMASharedLayout.get_default_for([ROWS, ROWS], dtype)
@@ -439,7 +442,7 @@ def _bwd(order, listed, queries, keys, values, slopes, dk_out, dv_out, dq_out, t
             (_keys, (0, dk_out, dv_out, here, call, TIGHT)),
             (_keys, (1, dk_out, dv_out, here, call, TIGHT)),
             (_queries, (dq_out, parts, here, order + 1, call, ORDERED)),
-            (_fetch, (queries, slopes, tops, deltas, keys, values, here, order, listed, call)),
+            (_fetch, (queries, do, tops, deltas, keys, values, here, order, listed, call)),
         ],
         [4, 4, 1],
         [208, 72, 24],
@@ -455,7 +458,7 @@ def _narrow(dq, sums, order, cu, dq_steps, rows, padded, heads, batch, scale, D:
     start, limit = _lies(m0, rows, cu, batch, BM)
     at = sums + (turn.to(tl.int64) * padded + m0) * D
     one, two = _tiles(at, m, D // 8, d, e, limit, D, 8, False)
-    some = tl.load(order + 1 + (turn.to(tl.int64) * padded + m0) // 64 + m // 64)[:, None] > 0
+    some = tl.load(order + 1 + (turn.to(tl.int64) * padded + m0) // 64 + m // 64, mask=m < limit, other=0)[:, None] > 0
     one = tl.where(some, one * scale, 0.0)
     two = tl.where(some, two * scale, 0.0)
     _save(_head(dq, dq_steps, turn // heads[1], turn % heads[1], start, UNIT), one, two, m, dq_steps[2], d, e, limit, D, UNIT)
@@ -469,7 +472,7 @@ def bwd(
 ) -> None:  # fmt: skip
     """Fills dq, dk and dv; see `attention_bwd` in _attention.py. Packed sequences have numbers of blocks of queries of their own, so that
     none has rows of two: cu // 64 + the sequence's number is its first one's."""
-    do = do if whole(do) else do.contiguous()
+    do = do if whole(do) else do.clone(memory_format=torch.contiguous_format)
     (batch, heads, rows, D), (kv, columns) = q.shape, k.shape[1:3]
     turns, group, wide = batch * kv, heads // kv, triton.next_power_of_2(D)
     ahead, back, packed = right < UNBOUNDED, left < UNBOUNDED, cu_q is not None
@@ -483,7 +486,7 @@ def bwd(
     deltas = torch.empty((batch * heads * tiles, 64), dtype=torch.float32, device=q.device)
     sums = torch.empty((batch * heads, tiles * 64, D), dtype=torch.float32, device=q.device)
     order = torch.empty((1 + batch * heads * tiles,), dtype=torch.int32, device=q.device)
-    _add_up(deltas, tops, o, do, dlse, lse, order, cu_q)
+    _start_delta(deltas, tops, o, do, dlse, lse, order, cu_q)
     shared = 8 * max(1, longest) * D * group  # bytes of q, do and dq's sums that the programs of a head share
     section = max(1, min(turns, (24 << 20) // shared))
     box = (1, 1, 1) if packed else (1, 1)

@@ -1,7 +1,6 @@
 """What the backward on Hopper is made of: rings in shared memory and their barriers, pieces of work handed out, additions by the copy
 engine and their order, halves of registers."""
 
-from triton._C.libtriton import ir
 from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
 from triton.experimental.gluon.language._core import builtin
@@ -17,6 +16,8 @@ KEYS = gl.constexpr(2)  # groups of warps with 64 keys each
 @builtin
 def _reduce(desc, coord, src, _semantic=None):
     """The copy engine adds a tile in shared memory to one in memory. (Triton before 3.9 has no Python name for it.)"""
+    from triton._C.libtriton import ir
+
     coord = _semantic._convert_to_ir_values(coord, require_i64=False)
     _semantic.builder.create_async_tma_reduce(ir.DESCRIPTOR_REDUCE_KIND.ADD, desc.handle, coord, src.handle)
 
@@ -171,14 +172,6 @@ class Memory:
         self.ds_ready = ds_ready
         self.ds_free = ds_free
         self.tickets = tickets
-
-
-@gluon.jit
-def _halves(packed, dtype: gl.constexpr, layout: gl.constexpr):
-    """Two to a register, as the left side of a product."""
-    even = (packed & 0xFFFF).to(gl.int16).to(dtype, bitcast=True)
-    odd = (packed >> 16).to(gl.int16).to(dtype, bitcast=True)
-    return gl.convert_layout(gl.reshape(gl.join(even, odd), [packed.shape[0], packed.shape[1] * 2]), layout)
 
 
 @gluon.jit

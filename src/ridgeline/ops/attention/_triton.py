@@ -264,6 +264,7 @@ def _delta(delta, power, o, do, dlse, lse, order, cu, o_steps, do_steps, rows, p
     if dlse is not None:
         products -= tl.load(dlse + turn.to(tl.int64) * rows + start + m, mask=inside, other=0.0)
     top = tl.load(lse + turn.to(tl.int64) * rows + start + m, mask=inside, other=float("-inf"))
+    products = tl.where(top == float("-inf"), 0.0, products)  # whatever dlse is there
     if not APART:
         top *= 1.4426950408889634
     at = turn.to(tl.int64) * padded + m0
@@ -524,7 +525,7 @@ def fwd(
     _start(_fwd, "fwd", (o, lse, q, k, v, mask, cu_q, cu_k), (o, q, k, v), right < UNBOUNDED, q, k, mask, cu_q, options)
 
 
-def _add_up(
+def _start_delta(
     delta: torch.Tensor, power: torch.Tensor, o: torch.Tensor, do: torch.Tensor, dlse: torch.Tensor | None, lse: torch.Tensor,
     order: torch.Tensor | None = None, cu: torch.Tensor | None = None, apart: bool = False,
 ) -> None:  # fmt: skip
@@ -548,7 +549,7 @@ def bwd(
 ) -> None:  # fmt: skip
     """Fills dq, dk and dv; see `attention_bwd` in _attention.py. It is deterministic, asked or not."""
     delta, power = torch.empty_like(lse), torch.empty_like(lse)
-    _add_up(delta, power, o, do, dlse, lse, apart=_apart(q, mask, scale, softcap))
+    _start_delta(delta, power, o, do, dlse, lse, apart=_apart(q, mask, scale, softcap))
     mask, options = _masked(mask, q, k), (scale, softcap, left, right, bottom, precision)
     cu_k = cu_q if cu_k is None else cu_k
     shared = q, k, v, do, power, delta, mask, cu_q, cu_k
