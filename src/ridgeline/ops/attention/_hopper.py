@@ -31,6 +31,21 @@ ROWS = gl.constexpr(64)  # queries of a group of warps: as many as a matrix inst
 FAR = gl.constexpr(TensorMap.FAR)
 
 
+@gluon.constexpr_function
+def _bits(size):
+    return size.bit_length() - 1
+
+
+@gluon.jit
+def _place(n, SIZE: gl.constexpr):
+    """Where in a ring of that size the n-th thing lies, and whether its round is odd."""
+    if SIZE & (SIZE - 1):
+        place, odd = n % SIZE, (n // SIZE) & 1
+    else:  # fewer instructions than for numbers with a sign
+        place, odd = n & (SIZE - 1), (n >> _bits(SIZE)) & 1
+    return place, odd
+
+
 @aggregate
 class Ring:
     """Tiles in shared memory that one warp fills and others read and free, in turn. A tile (1, 1, rows, D) is read as (rows, D)."""
@@ -49,32 +64,37 @@ class Ring:
 
     @gluon.jit
     def await_free(self, n):
-        mbarrier.wait(self.free.index(n % self.SIZE), ((n // self.SIZE) & 1) ^ 1)
+        place, odd = _place(n, self.SIZE)
+        mbarrier.wait(self.free.index(place), odd ^ 1)
 
     @gluon.jit
     def fill(self, source, n, at):
         self.await_free(n)
-        place = n % self.SIZE
+        place, _ = _place(n, self.SIZE)
         mbarrier.expect(self.ready.index(place), source.block_type.nbytes)
         _load(source, at, self.ready.index(place), self.tiles.index(place))
 
     @gluon.jit
     def end(self, n):
         """Says that the n-th tile is there, and leaves it as it is."""
-        mbarrier.arrive(self.ready.index(n % self.SIZE), count=1)
+        place, _ = _place(n, self.SIZE)
+        mbarrier.arrive(self.ready.index(place), count=1)
 
     @gluon.jit
     def tile(self, n):
-        return self.tiles.index(n % self.SIZE).reshape([self.tiles.type.shape[-2], self.tiles.type.shape[-1]])
+        place, _ = _place(n, self.SIZE)
+        return self.tiles.index(place).reshape([self.tiles.type.shape[-2], self.tiles.type.shape[-1]])
 
     @gluon.jit
     def take(self, n, wanted=True):
-        mbarrier.wait(self.ready.index(n % self.SIZE), (n // self.SIZE) & 1, pred=wanted)
+        place, odd = _place(n, self.SIZE)
+        mbarrier.wait(self.ready.index(place), odd, pred=wanted)
         return self.tile(n)
 
     @gluon.jit
     def give(self, n, wanted=True):
-        mbarrier.arrive(self.free.index(n % self.SIZE), count=1, pred=wanted)
+        place, _ = _place(n, self.SIZE)
+        mbarrier.arrive(self.free.index(place), count=1, pred=wanted)
 
 
 @gluon.jit
@@ -358,19 +378,17 @@ def _halves(packed, dtype: gl.constexpr, layout: gl.constexpr):
 
 
 @gluon.jit
-def _unpack(packed, dtype: gl.constexpr, layout: gl.constexpr):
-    """As the left side of a product. In registers of its own, which only a zero that the compiler does not know makes sure of: the
-    loop's next values would be written where the product still reads."""
-    return _halves(packed ^ (gl.num_programs(1) - 1), dtype, layout)
+def _rise(s, top, factor):
+    """The running maximum of scores (base 2, scaled), and what sums shrink by."""
+    most = gl.maximum(top, gl.max(s, 1) * factor)
+    return most, gl.exp2(top - most)
 
 
 @gluon.jit
-def _soften(s, top, total, factor, dtype: gl.constexpr):
-    """Exponentials of scores, packed, and the running maximum (base 2, scaled) and sum; what was summed before shrinks by the last."""
-    most = gl.maximum(top, gl.max(s, 1) * factor)
-    shrink = gl.exp2(top - most)
+def _soften(s, most, total, factor, dtype: gl.constexpr):
+    """Exponentials of scores, packed, and their running sum."""
     p = gl.exp2(s * factor - most[:, None])
-    return _pack(p, dtype), most, total * shrink + gl.sum(p, 1), shrink
+    return _pack(p, dtype), total + gl.sum(p, 1)
 
 
 @gluon.jit
@@ -409,7 +427,9 @@ def _attend(ME: gl.constexpr, out, lse, qs, ks, vs, plan, board, TURNS: gl.const
         _named(1 - ME, False)
     s = warpgroup_mma_wait(0, deps=(scores,))
     ks.give(0, more)
-    p, top, total, shrink = _soften(plan.hide(s, row + ME * ROWS, high - 1, columns, shift), lowest, nothing, plan.factor, dtype)
+    s = plan.hide(s, row + ME * ROWS, high - 1, columns, shift)
+    top, shrink = _rise(s, lowest, plan.factor)
+    p, total = _soften(s, top, nothing, plan.factor, dtype)
     while plan.has(t):
         row += ME * ROWS
         from_, upto = plan.whole(row, low, columns, shift)
@@ -419,7 +439,7 @@ def _attend(ME: gl.constexpr, out, lse, qs, ks, vs, plan, board, TURNS: gl.const
             here = high - 1 - past
             values = vs.take(block - 1)
             keys = ks.take(block)
-            left = _unpack(p, dtype, p_layout)
+            left = _halves(p, dtype, p_layout)
             if TURNS:
                 _named(ME, True)
             scores = warpgroup_mma(q, keys.permute((1, 0)), zero, use_acc=False, is_async=True)
@@ -427,12 +447,13 @@ def _attend(ME: gl.constexpr, out, lse, qs, ks, vs, plan, board, TURNS: gl.const
             if TURNS:
                 _named(1 - ME, False)
             s = warpgroup_mma_wait(1, deps=(scores,))
-            ks.give(block)
             if (here >= upto) | (here < from_):
                 s = plan.hide(s, row, here, columns, shift)
-            p, top, total, shrink = _soften(s, top, total, plan.factor, dtype)
-            acc = warpgroup_mma_wait(0, deps=(products,))
+            top, shrink = _rise(s, top, plan.factor)
+            acc, s = warpgroup_mma_wait(0, deps=(products, s))  # the next p lies where this product reads the last
+            ks.give(block)
             vs.give(block - 1)
+            p, total = _soften(s, top, total * shrink, plan.factor, dtype)
             acc = acc * gl.convert_layout(shrink, gl.SliceLayout(1, o_layout))[:, None]
             block += 1
         # The next tile's first scores, while this one's last products run.
@@ -448,7 +469,7 @@ def _attend(ME: gl.constexpr, out, lse, qs, ks, vs, plan, board, TURNS: gl.const
             q = qs.take((n + 1) * GROUPS + ME, more)
         values = vs.take(block - 1)
         keys = ks.take(block, more)
-        left = _unpack(p, dtype, p_layout)
+        left = _halves(p, dtype, p_layout)
         if TURNS:
             _named(ME, True)
         scores = warpgroup_mma(q, keys.permute((1, 0)), zero, use_acc=False, is_async=True)
@@ -456,11 +477,12 @@ def _attend(ME: gl.constexpr, out, lse, qs, ks, vs, plan, board, TURNS: gl.const
         if TURNS:
             _named(1 - ME, False)
         s = warpgroup_mma_wait(1, deps=(scores,))
-        ks.give(block, more)
         s = plan.hide(s, row_next + ME * ROWS, high - 1, columns, shift)
-        p, top_next, total_next, shrink = _soften(s, lowest, nothing, plan.factor, dtype)
-        acc = warpgroup_mma_wait(0, deps=(products,))
+        top_next, shrink = _rise(s, lowest, plan.factor)
+        acc, s = warpgroup_mma_wait(0, deps=(products, s))
+        ks.give(block, more)
         vs.give(block - 1)
+        p, total_next = _soften(s, top_next, nothing, plan.factor, dtype)
         some = total > 0.0
         total = gl.where(some, total, 1.0)
         i = row + gl.arange(0, ROWS, rows)
@@ -556,7 +578,7 @@ def fwd(
     pairs = ahead and not back and columns <= 8192 and not packed  # of longer ones all heads' tiles at once divide better
     turns, tiles = batch * heads, triton.cdiv(rows, 64 * groups)
     listed, group, wide = None, heads // k.shape[1], triton.next_power_of_2(D)
-    facts: dict[str, Any] = {"GROUPS": groups, "STAGES": 3 if D <= 64 else 2, "LEFT": back, "RIGHT": ahead, "PAIRS": pairs, "BN": 128}
+    facts: dict[str, Any] = {"GROUPS": groups, "STAGES": 4 if D <= 64 else 2, "LEFT": back, "RIGHT": ahead, "PAIRS": pairs, "BN": 128}
     options: dict[str, Any] = {"num_warps": 4, "maxnreg": 128 if groups == 3 else 168}
     if cu_q is not None:
         listed, most = order(q, k, cu_q, cu_q if cu_k is None else cu_k, bottom, left, right, 64 * groups, 128)

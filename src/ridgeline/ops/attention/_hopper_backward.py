@@ -23,7 +23,7 @@ from ridgeline import device
 from ridgeline.boundary import launch
 from ridgeline.cuda import TensorMap
 from ridgeline.ops.attention import _packed
-from ridgeline.ops.attention._hopper import ROWS, _halves, _in, _load, _pack, _same, _store, whole
+from ridgeline.ops.attention._hopper import ROWS, _halves, _in, _load, _pack, _place, _same, _store, whole
 from ridgeline.ops.attention._hopper_rings import (
     KEYS,
     Memory,
@@ -283,8 +283,9 @@ def _piece(here, n, item, call):
 
 @gluon.jit
 def _keys(ME: gl.constexpr, dk_out, dv_out, here, call, TIGHT: gl.constexpr):
-    """A group of warps: dK and dV of its keys, and dS for dQ. With TIGHT dS is made of the rounded probabilities, which need half the
-    registers."""
+    """A group of warps: dK and dV of its keys, and dS for dQ. Keys and values are in registers, which spares shared memory half of what
+    scores and dP read. With TIGHT registers are few: they stay where they are, and dS is made of the rounded probabilities, which need
+    half the registers."""
     D: gl.constexpr = dk_out.block_type.shape[-1]
     STAGES: gl.constexpr = here.ds.type.shape[0] // KEYS
     dtype: gl.constexpr = dk_out.dtype
@@ -293,6 +294,7 @@ def _keys(ME: gl.constexpr, dk_out, dv_out, here, call, TIGHT: gl.constexpr):
     p_layout: gl.constexpr = gl.DotOperandLayout(operand_index=0, parent=d_layout, k_width=2)
     across: gl.constexpr = gl.SliceLayout(0, s_layout)
     zero = gl.zeros([ROWS, ROWS], gl.float32, s_layout)
+    own: gl.constexpr = gl.DotOperandLayout(operand_index=0, parent=s_layout, k_width=2)
     k = _flat(here.ks.index(ME))
     v = _flat(here.vs.index(ME))
     n, done = 0, 0
@@ -303,15 +305,22 @@ def _keys(ME: gl.constexpr, dk_out, dv_out, here, call, TIGHT: gl.constexpr):
         dv = gl.zeros([ROWS, D], gl.float32, d_layout)
         factor = call.scale * 1.4426950408889634
         mbarrier.wait(here.k_ready, n & 1)
-        for t in range(call.GROUP * work.blocks):
-            row = work.block(t - t // work.blocks * work.blocks) * ROWS
+        if not TIGHT:
+            mine = k.load(own)
+            mbarrier.wait(here.v_ready, n & 1)
+            values = v.load(own)
+        within = 0
+        for _ in range(call.GROUP * work.blocks):
+            row = work.block(within) * ROWS
+            within = gl.where(within + 1 == work.blocks, 0, within + 1)
             q = here.qs.take(done)
-            scores = warpgroup_mma(k, q.permute((1, 0)), zero, use_acc=False, is_async=True)
+            scores = warpgroup_mma(k if TIGHT else mine, q.permute((1, 0)), zero, use_acc=False, is_async=True)
             do = here.dos.take(done)
             top = here.qs.number(done, across)
             s = warpgroup_mma_wait(0, deps=(scores,))
-            mbarrier.wait(here.v_ready, n & 1)
-            products = warpgroup_mma(v, do.permute((1, 0)), zero, use_acc=False, is_async=True)
+            if TIGHT:
+                mbarrier.wait(here.v_ready, n & 1)
+            products = warpgroup_mma(v if TIGHT else values, do.permute((1, 0)), zero, use_acc=False, is_async=True)
             p = gl.exp2(s * factor - top[None, :])
             if work.edge(row):
                 p = work.hide(p, row, work.first + ME * ROWS)
@@ -325,10 +334,11 @@ def _keys(ME: gl.constexpr, dk_out, dv_out, here, call, TIGHT: gl.constexpr):
             dv_next = warpgroup_mma(half, do, dv, is_async=True)
             dp = warpgroup_mma_wait(1, deps=(products,))
             ds = (p * (dp - delta[None, :])).to(dtype)
-            mbarrier.wait(here.ds_free.index(done % STAGES), ((done // STAGES) & 1) ^ 1)
-            here.ds.index(KEYS * (done % STAGES) + ME).store(ds)
+            place, odd = _place(done, STAGES)
+            mbarrier.wait(here.ds_free.index(place), odd ^ 1)
+            here.ds.index(KEYS * place + ME).store(ds)
             fence_async_shared()
-            mbarrier.arrive(here.ds_ready.index(done % STAGES), count=1)
+            mbarrier.arrive(here.ds_ready.index(place), count=1)
             dk_next = warpgroup_mma(gl.convert_layout(ds, p_layout), q, dk, is_async=True)
             dv = warpgroup_mma_wait(1, deps=(dv_next,))
             here.dos.give(done)
@@ -352,6 +362,15 @@ def _keys(ME: gl.constexpr, dk_out, dv_out, here, call, TIGHT: gl.constexpr):
 
 
 @gluon.jit
+def _as_held(sums):
+    """A tile of (64, W) in the order in which the threads hold it, as (2 W, 32): four numbers of a thread lie together, and its warp's
+    threads one after the other, so that no two of them write to one bank. `_in_rows` undoes it."""
+    W: gl.constexpr = sums.shape[1]
+    held = sums.reshape([4, 2, 8, W // 8, 4, 2]).permute((3, 0, 2, 4, 1, 5))  # warp, half, row, eight columns, two, one
+    return held.reshape([2 * W, 32])
+
+
+@gluon.jit
 def _queries(dq_out, parts, here, order, call, ORDERED: gl.constexpr):
     """A group of warps: dQ of all keys, added to what is in memory: after the piece of work that comes to the block first and finds
     nothing there; with ORDERED after all that are before it. `order` says how many have added.
@@ -362,7 +381,7 @@ def _queries(dq_out, parts, here, order, call, ORDERED: gl.constexpr):
     """
     STAGES: gl.constexpr = here.ds.type.shape[0] // KEYS
     PARTS: gl.constexpr = parts.type.shape[0]
-    W: gl.constexpr = parts.type.shape[3]
+    W: gl.constexpr = parts.type.shape[2] // 2
     layout: gl.constexpr = gl.NVMMADistributedLayout(version=[3, 0], warps_per_cta=[4, 1], instr_shape=[16, W, 16])
     zero = gl.zeros([ROWS, W], gl.float32, layout)
     one = _flat(here.ks.index(0))
@@ -378,11 +397,11 @@ def _queries(dq_out, parts, here, order, call, ORDERED: gl.constexpr):
             seen = -1
             for t in range(work.blocks):
                 block = work.block(t)
-                place = done % STAGES
+                place, odd = _place(done, STAGES)
                 before = work.before(block)
                 number = work.numbered(block)
                 _await(order + at * call.tiles + number, before if ORDERED else gl.minimum(before, 1), seen)
-                mbarrier.wait(here.ds_ready.index(place), (done // STAGES) & 1)
+                mbarrier.wait(here.ds_ready.index(place), odd)
                 for part in gl.static_range(PARTS):
                     dq = warpgroup_mma(
                         here.ds.index(KEYS * place).permute((1, 0)), one.slice(part * W, W, 1), zero, use_acc=False, is_async=True
@@ -395,12 +414,12 @@ def _queries(dq_out, parts, here, order, call, ORDERED: gl.constexpr):
                     if part == PARTS - 1:
                         mbarrier.arrive(here.ds_free.index(place), count=1)
                     tma.store_wait(PARTS - 1)
-                    parts.index(part).reshape([ROWS, W]).store(sums)
+                    parts.index(part).reshape([2 * W, 32]).store(_as_held(sums))
                     fence_async_shared()
                     if before == 0:
-                        _store(dq_out, [at, number * ROWS, part * W], parts.index(part))
+                        _store(dq_out, [at * call.tiles + number, part * 2 * W, 0], parts.index(part))
                     else:
-                        _reduce(dq_out, [at, number * ROWS, part * W], parts.index(part))
+                        _reduce(dq_out, [at * call.tiles + number, part * 2 * W, 0], parts.index(part))
                 if tell:  # the block before this one is in memory by now
                     _added(PARTS)
                     gl.atomic_add(last, 1, sem="relaxed", scope="gpu")
@@ -419,7 +438,7 @@ def _queries(dq_out, parts, here, order, call, ORDERED: gl.constexpr):
 def _bwd(order, listed, queries, keys, values, do, dk_out, dv_out, dq_out, tops, deltas, pieces, heads, section, turns, tiles, columns, shift, left, right, scale, LEFT: gl.constexpr, RIGHT: gl.constexpr, GROUP: gl.constexpr, ORDERED: gl.constexpr, TIGHT: gl.constexpr, STAY: gl.constexpr, STAGES: gl.constexpr):  # fmt: skip
     PACKED: gl.constexpr = listed is not None
     D: gl.constexpr = queries.block_type.shape[-1]
-    W: gl.constexpr = dq_out.block_type.shape[2]
+    W: gl.constexpr = dq_out.block_type.shape[1] // 2
     dtype: gl.constexpr = queries.dtype
     qs = _rows(queries, tops, STAGES)
     dos = _rows(do, deltas, STAGES)
@@ -449,18 +468,27 @@ def _bwd(order, listed, queries, keys, values, do, dk_out, dv_out, dq_out, tops,
     )
 
 
-@triton.jit(do_not_specialize=["rows", "padded", "batch"])
-def _narrow(dq, sums, order, cu, dq_steps, rows, padded, heads, batch, scale, D: tl.constexpr, BD: tl.constexpr, BE: tl.constexpr, UNIT: tl.constexpr, BM: tl.constexpr):  # fmt: skip
+@triton.jit
+def _in_rows(at, place, D: tl.constexpr, W: tl.constexpr):
+    """W columns of a tile of (64, D) that lies in the order of `_as_held`, from a multiple of 8 on; 0 beyond D."""
+    n = place * 64 + tl.arange(0, 64 * W)
+    held = tl.load(at + n, mask=n < 64 * D, other=0.0)
+    return held.reshape(W // 8, 4, 8, 4, 2, 2).permute(1, 4, 2, 0, 3, 5).reshape(64, W)
+
+
+@triton.jit(do_not_specialize=["rows", "tiles", "batch"])
+def _narrow(dq, sums, order, cu, dq_steps, rows, tiles, heads, batch, scale, D: tl.constexpr, BD: tl.constexpr, BE: tl.constexpr, UNIT: tl.constexpr):  # fmt: skip
     """dq of its sums in float32. What nobody has added to is 0."""
     turn = tl.program_id(0) % heads[0]
-    m0 = tl.program_id(0) // heads[0] * BM
-    m, d, e = tl.arange(0, BM), tl.arange(0, BD), tl.arange(0, BE) if BE else None
-    start, limit = _lies(m0, rows, cu, batch, BM)
-    at = sums + (turn.to(tl.int64) * padded + m0) * D
-    one, two = _tiles(at, m, D // 8, d, e, limit, D, 8, False)
-    some = tl.load(order + 1 + (turn.to(tl.int64) * padded + m0) // 64 + m // 64, mask=m < limit, other=0)[:, None] > 0
-    one = tl.where(some, one * scale, 0.0)
-    two = tl.where(some, two * scale, 0.0)
+    tile = tl.program_id(0) // heads[0]
+    m, d, e = tl.arange(0, 64), tl.arange(0, BD), tl.arange(0, BE) if BE else None
+    start, limit = _lies(tile * 64, rows, cu, batch, 64)
+    number = turn.to(tl.int64) * tiles + tile
+    some = tl.load(order + 1 + number) > 0
+    one = tl.where(some, _in_rows(sums + number * 64 * D, 0, D, BD) * scale, 0.0)
+    two = None
+    if BE:
+        two = tl.where(some, _in_rows(sums + number * 64 * D, BD, D, BE) * scale, 0.0)
     _save(_head(dq, dq_steps, turn // heads[1], turn % heads[1], start, UNIT), one, two, m, dq_steps[2], d, e, limit, D, UNIT)
 
 
@@ -484,14 +512,13 @@ def bwd(
         listed, most = _packed.order(k, q, cu_q if cu_k is None else cu_k, cu_q, bottom, right, left, 128, 64)
     tops = torch.empty((batch * heads * tiles, 64), dtype=torch.float32, device=q.device)
     deltas = torch.empty((batch * heads * tiles, 64), dtype=torch.float32, device=q.device)
-    sums = torch.empty((batch * heads, tiles * 64, D), dtype=torch.float32, device=q.device)
+    sums = torch.empty((batch * heads * tiles, 2 * D, 32), dtype=torch.float32, device=q.device)  # as `_as_held` has them
     order = torch.empty((1 + batch * heads * tiles,), dtype=torch.int32, device=q.device)
     _start_delta(deltas, tops, o, do, dlse, lse, order, cu_q)
     shared = 8 * max(1, longest) * D * group  # bytes of q, do and dq's sums that the programs of a head share
     section = max(1, min(turns, (24 << 20) // shared))
     box = (1, 1, 1) if packed else (1, 1)
     maps = [TensorMap(t, (*box, 64, wide), min(128, 2 * wide), packed) for t in (q, k, v, do, dk, dv)]
-    width = min(wide, 64)
     pieces = turns * most
     shift = int(bottom) if packed else columns - rows if bottom else 0
     numbers = pieces, heads, section, turns, tiles, columns, shift, left, right, scale
@@ -504,12 +531,10 @@ def bwd(
         "STAY": wide < 128,
         "STAGES": 2,
     }
-    others = TensorMap(sums, (1, 64, width), min(128, 4 * width)), TensorMap(tops, (1, 64)), TensorMap(deltas, (1, 64))
+    others = TensorMap(sums, (1, 2 * min(wide, 64), 32), 128), TensorMap(tops, (1, 64)), TensorMap(deltas, (1, 64))
     grid = (pieces if wide == 128 else min(pieces, device.of(q).multiprocessors),)  # at 128 there are no registers left to stay
     launch(_bwd, grid, order, listed, *maps, *others, *numbers, **facts, num_warps=4, maxnreg=128)
-    unit, (part, rest), size = _unit((dq,)), _parts(D), 64 if packed else max(16, 4096 // wide)
+    unit, (part, rest), given = _unit((dq,)), _parts(D), (dq, sums, order, cu_q)
     steps = tuple(s // unit for s in _steps(dq)[:3])
-    shape: dict[str, Any] = {"D": D, "BD": part, "BE": rest, "UNIT": unit, "BM": size, "num_warps": 8 if packed and wide == 128 else 4}
-    count = tiles if packed else triton.cdiv(rows, size)
-    given = dq, sums, order, cu_q, steps, rows, tiles * 64, (batch * heads, heads), sequences, scale
-    launch(_narrow, (count * batch * heads,), *given, **shape)
+    shape: dict[str, Any] = {"D": D, "BD": part, "BE": rest, "UNIT": unit, "num_warps": 8 if wide == 128 else 4}
+    launch(_narrow, (tiles * batch * heads,), *given, steps, rows, tiles, (batch * heads, heads), sequences, scale, **shape)

@@ -7,7 +7,7 @@ from triton.experimental.gluon.language._core import builtin
 from triton.experimental.gluon.language.nvidia.hopper import mbarrier
 from triton.language.core import _aggregate as aggregate
 
-from ridgeline.ops.attention._hopper import ROWS, _field, _load, _read, _write
+from ridgeline.ops.attention._hopper import ROWS, _field, _load, _place, _read, _write
 
 _barrier: gl.constexpr = getattr(gl, "barrier", None) or gl.thread_barrier
 KEYS = gl.constexpr(2)  # groups of warps with 64 keys each
@@ -47,24 +47,27 @@ class Rows:
 
     @gluon.jit
     def fill(self, source, numbers, n, rows, at):
-        place = n % self.SIZE
-        mbarrier.wait(self.free.index(place), ((n // self.SIZE) & 1) ^ 1)
+        place, odd = _place(n, self.SIZE)
+        mbarrier.wait(self.free.index(place), odd ^ 1)
         mbarrier.expect(self.ready.index(place), source.block_type.nbytes + numbers.block_type.nbytes)
         _load(source, rows, self.ready.index(place), self.tiles.index(place))
         _load(numbers, [at, 0], self.ready.index(place), self.numbers.index(place))
 
     @gluon.jit
     def take(self, n):
-        mbarrier.wait(self.ready.index(n % self.SIZE), (n // self.SIZE) & 1)
-        return _flat(self.tiles.index(n % self.SIZE))
+        place, odd = _place(n, self.SIZE)
+        mbarrier.wait(self.ready.index(place), odd)
+        return _flat(self.tiles.index(place))
 
     @gluon.jit
     def number(self, n, layout: gl.constexpr):
-        return self.numbers.index(n % self.SIZE).reshape([ROWS]).load(layout)
+        place, _ = _place(n, self.SIZE)
+        return self.numbers.index(place).reshape([ROWS]).load(layout)
 
     @gluon.jit
     def give(self, n):
-        mbarrier.arrive(self.free.index(n % self.SIZE), count=1)
+        place, _ = _place(n, self.SIZE)
+        mbarrier.arrive(self.free.index(place), count=1)
 
 
 @gluon.jit
