@@ -37,7 +37,7 @@ from ridgeline.ops.attention._hopper_rings import (
     _rows,
     _singles,
 )
-from ridgeline.ops.attention._triton import UNBOUNDED, _start_delta, _head, _lies, _parts, _save, _steps, _tiles, _unit
+from ridgeline.ops.attention._triton import UNBOUNDED, _head, _lies, _parts, _save, _start_delta, _steps, _unit
 
 
 @aggregate
