@@ -197,17 +197,21 @@ class Work:
         return self.batch * self.call.heads + self.head * self.call.GROUP + g
 
     @gluon.jit
-    def before(self, block):
-        """How many pieces add to a block of queries before this one does. They have lower numbers, so that they have been begun, and come
-        to the block earlier: with DOWN, where the last keys come first, it is two blocks for each piece between."""
+    def others(self, block):
+        """How many pieces add to a block of queries before this one does, and how many after it. Those before have lower numbers, so that
+        they have been begun, and come to the block earlier: with DOWN, where the last keys come first, it is two blocks for each piece
+        between."""
         me = self.first // (KEYS * ROWS)
-        if self.call.DOWN:
-            last = gl.cdiv(self.call.columns, KEYS * ROWS) - 1
-            me = gl.minimum(last, ((block + 1) * ROWS - 1 + self.call.shift + self.call.right) // (KEYS * ROWS)) - me
-        elif self.call.LEFT:
+        low, high = 0, gl.cdiv(self.call.columns, KEYS * ROWS) - 1
+        if self.call.LEFT:
             unseen = (block - KEYS) * ROWS + 1 - self.call.left + self.call.shift
-            me -= gl.minimum(gl.cdiv(gl.maximum(unseen, 0), KEYS * ROWS), me)
-        return me
+            low = gl.minimum(gl.cdiv(gl.maximum(unseen, 0), KEYS * ROWS), me)
+        if self.call.RIGHT:
+            high = gl.minimum(high, ((block + 1) * ROWS - 1 + self.call.shift + self.call.right) // (KEYS * ROWS))
+        before, after = me - low, high - me
+        if self.call.DOWN:
+            before, after = after, before
+        return before, after
 
     @gluon.jit
     def hide(self, p, row, first):
@@ -371,9 +375,41 @@ def _as_held(sums):
 
 
 @gluon.jit
-def _queries(dq_out, parts, here, order, call, ORDERED: gl.constexpr):
+def _held(sums, at, like):
+    """What memory holds of a tile, as `_as_held` has laid it; past L1, which may know of something older."""
+    W: gl.constexpr = like.shape[1]
+    layout: gl.constexpr = _as_held(like).type.layout
+    row = gl.arange(0, 2 * W, gl.SliceLayout(1, layout))[:, None]
+    number = gl.arange(0, 32, gl.SliceLayout(0, layout))[None, :]
+    found = gl.load(sums + at + row * 32 + number, cache_modifier=".cg")
+    return gl.convert_layout(found.reshape([W // 8, 4, 8, 4, 2, 2]).permute((1, 4, 2, 0, 3, 5)).reshape([ROWS, W]), like.type.layout)
+
+
+@gluon.jit
+def _add(dq, dq_sums, at, room, before):
+    """A tile of dQ goes to its sums in memory, by way of a room in shared memory."""
+    room.reshape([2 * dq.shape[1], 32]).store(_as_held(dq))
+    fence_async_shared()
+    if before == 0:
+        _store(dq_sums, at, room)
+    else:
+        _reduce(dq_sums, at, room)
+
+
+@gluon.jit
+def _finish(dq, dq_out, at, room):
+    """A tile of dq itself."""
+    room = room._reinterpret(dq_out.dtype, dq_out.block_type.shape, dq_out.layout)
+    room.reshape(dq.shape).store(dq.to(dq_out.dtype))
+    fence_async_shared()
+    _store(dq_out, at, room)
+
+
+@gluon.jit
+def _queries(D: gl.constexpr, sums, dq_sums, dq_out, parts, here, order, call, ORDERED: gl.constexpr, FINISH: gl.constexpr):
     """A group of warps: dQ of all keys, added to what is in memory: after the piece of work that comes to the block first and finds
-    nothing there; with ORDERED after all that are before it. `order` says how many have added.
+    nothing there; with ORDERED after all that are before it. With FINISH the last of them begins with the sum of the others and writes
+    dq: for that there are registers at D <= 64. `order` says how many have added.
 
     Two things are taken for granted. What the copy engine has added is in L2, where all look, when it says so: the count is told by a
     relaxed addition, since a release waits for what nobody needs here (the whole takes up to 1.4 times as long). And where a piece is a
@@ -398,28 +434,34 @@ def _queries(dq_out, parts, here, order, call, ORDERED: gl.constexpr):
             for t in range(work.blocks):
                 block = work.block(t)
                 place, odd = _place(done, STAGES)
-                before = work.before(block)
+                before, after = work.others(block)
                 number = work.numbered(block)
                 _await(order + at * call.tiles + number, before if ORDERED else gl.minimum(before, 1), seen)
                 mbarrier.wait(here.ds_ready.index(place), odd)
                 for part in gl.static_range(PARTS):
+                    dq = zero
+                    if FINISH:  # noqa: SIM102  # this one is decided by the compiler
+                        if (after == 0) & (before > 0):
+                            dq = _held(sums, (at * call.tiles + number).to(gl.int64) * (64 * D) + part * 64 * W, zero)
                     dq = warpgroup_mma(
-                        here.ds.index(KEYS * place).permute((1, 0)), one.slice(part * W, W, 1), zero, use_acc=False, is_async=True
+                        here.ds.index(KEYS * place).permute((1, 0)), one.slice(part * W, W, 1), dq, use_acc=FINISH, is_async=True
                     )
                     dq = warpgroup_mma(here.ds.index(KEYS * place + 1).permute((1, 0)), two.slice(part * W, W, 1), dq, is_async=True)
                     if part == 0:
-                        after = work.block(gl.minimum(t + 1, work.blocks - 1))
-                        seen = _look(order + at * call.tiles + work.numbered(after))
-                    sums = warpgroup_mma_wait(0, deps=(dq,))
+                        next_ = work.block(gl.minimum(t + 1, work.blocks - 1))
+                        seen = _look(order + at * call.tiles + work.numbered(next_))
+                    dq = warpgroup_mma_wait(0, deps=(dq,))
                     if part == PARTS - 1:
                         mbarrier.arrive(here.ds_free.index(place), count=1)
                     tma.store_wait(PARTS - 1)
-                    parts.index(part).reshape([2 * W, 32]).store(_as_held(sums))
-                    fence_async_shared()
-                    if before == 0:
-                        _store(dq_out, [at * call.tiles + number, part * 2 * W, 0], parts.index(part))
+                    if FINISH:
+                        if after == 0:
+                            place_in_dq = [work.batch, work.head * call.GROUP + g, block * ROWS, part * W]
+                            _finish(dq * call.scale, dq_out, place_in_dq, parts.index(part))
+                        else:
+                            _add(dq, dq_sums, [at * call.tiles + number, part * 2 * W, 0], parts.index(part), before)
                     else:
-                        _reduce(dq_out, [at * call.tiles + number, part * 2 * W, 0], parts.index(part))
+                        _add(dq, dq_sums, [at * call.tiles + number, part * 2 * W, 0], parts.index(part), before)
                 if tell:  # the block before this one is in memory by now
                     _added(PARTS)
                     gl.atomic_add(last, 1, sem="relaxed", scope="gpu")
@@ -435,10 +477,10 @@ def _queries(dq_out, parts, here, order, call, ORDERED: gl.constexpr):
 
 
 @gluon.jit(do_not_specialize=["pieces", "heads", "section", "turns", "tiles", "columns", "shift", "left", "right"])
-def _bwd(order, listed, queries, keys, values, do, dk_out, dv_out, dq_out, tops, deltas, pieces, heads, section, turns, tiles, columns, shift, left, right, scale, LEFT: gl.constexpr, RIGHT: gl.constexpr, GROUP: gl.constexpr, ORDERED: gl.constexpr, TIGHT: gl.constexpr, STAY: gl.constexpr, STAGES: gl.constexpr):  # fmt: skip
+def _bwd(order, listed, sums, queries, keys, values, do, dk_out, dv_out, dq_out, dq_sums, tops, deltas, pieces, heads, section, turns, tiles, columns, shift, left, right, scale, LEFT: gl.constexpr, RIGHT: gl.constexpr, GROUP: gl.constexpr, ORDERED: gl.constexpr, TIGHT: gl.constexpr, STAY: gl.constexpr, STAGES: gl.constexpr, OWN: gl.constexpr, FINISH: gl.constexpr):  # fmt: skip
     PACKED: gl.constexpr = listed is not None
     D: gl.constexpr = queries.block_type.shape[-1]
-    W: gl.constexpr = dq_out.block_type.shape[1] // 2
+    W: gl.constexpr = dq_sums.block_type.shape[1] // 2
     dtype: gl.constexpr = queries.dtype
     qs = _rows(queries, tops, STAGES)
     dos = _rows(do, deltas, STAGES)
@@ -446,7 +488,7 @@ def _bwd(order, listed, queries, keys, values, do, dk_out, dv_out, dq_out, tops,
     vs = gl.allocate_shared_memory(dtype, [KEYS] + keys.block_type.shape, keys.layout)
     ds_layout: gl.constexpr = gl.NVMMASharedLayout.get_default_for([ROWS, ROWS], dtype)
     ds = gl.allocate_shared_memory(dtype, [KEYS * STAGES, ROWS, ROWS], ds_layout)
-    parts = gl.allocate_shared_memory(gl.float32, [D // W] + dq_out.block_type.shape, dq_out.layout)
+    parts = gl.allocate_shared_memory(gl.float32, [D // W] + dq_sums.block_type.shape, dq_sums.layout)
     ds_ready, ds_free = _barriers(STAGES, KEYS, 1)
     k_ready, k_free = _barriers(1, 1, KEYS + 1)
     v_ready, v_free = _barriers(1, 1, KEYS)
@@ -460,7 +502,7 @@ def _bwd(order, listed, queries, keys, values, do, dk_out, dv_out, dq_out, tops,
         [
             (_keys, (0, dk_out, dv_out, here, call, TIGHT)),
             (_keys, (1, dk_out, dv_out, here, call, TIGHT)),
-            (_queries, (dq_out, parts, here, order + 1, call, ORDERED)),
+            (_queries, (OWN, sums, dq_sums, dq_out, parts, here, order + 1, call, ORDERED, FINISH)),
             (_fetch, (queries, do, tops, deltas, keys, values, here, order, listed, call)),
         ],
         [4, 4, 1],
@@ -514,27 +556,23 @@ def bwd(
     deltas = torch.empty((batch * heads * tiles, 64), dtype=torch.float32, device=q.device)
     sums = torch.empty((batch * heads * tiles, 2 * D, 32), dtype=torch.float32, device=q.device)  # as `_as_held` has them
     order = torch.empty((1 + batch * heads * tiles,), dtype=torch.int32, device=q.device)
-    _start_delta(deltas, tops, o, do, dlse, lse, order, cu_q)
+    ordered = deterministic or (wide < 128 and columns <= 4096 and not packed)  # there faster than out of order: dq needs no other kernel
+    finish = ordered and wide < 128 and not packed
+    _start_delta(deltas, tops, o, do, dlse, lse, order, cu_q, dq=dq if finish else None)
     shared = 8 * max(1, longest) * D * group  # bytes of q, do and dq's sums that the programs of a head share
     section = max(1, min(turns, (24 << 20) // shared))
-    box = (1, 1, 1) if packed else (1, 1)
+    box, width = (1, 1, 1) if packed else (1, 1), min(wide, 64)
     maps = [TensorMap(t, (*box, 64, wide), min(128, 2 * wide), packed) for t in (q, k, v, do, dk, dv)]
-    pieces = turns * most
+    maps += [TensorMap(dq, (*box, 64, width), min(128, 2 * width), packed), TensorMap(sums, (1, 2 * width, 32), 128)]
+    maps += [TensorMap(tops, (1, 64)), TensorMap(deltas, (1, 64))]
     shift = int(bottom) if packed else columns - rows if bottom else 0
-    numbers = pieces, heads, section, turns, tiles, columns, shift, left, right, scale
-    facts: dict[str, Any] = {
-        "LEFT": back,
-        "RIGHT": ahead,
-        "GROUP": group,
-        "ORDERED": deterministic,
-        "TIGHT": wide == 128,
-        "STAY": wide < 128,
-        "STAGES": 2,
-    }
-    others = TensorMap(sums, (1, 2 * min(wide, 64), 32), 128), TensorMap(tops, (1, 64)), TensorMap(deltas, (1, 64))
-    grid = (pieces if wide == 128 else min(pieces, device.of(q).multiprocessors),)  # at 128 there are no registers left to stay
-    launch(_bwd, grid, order, listed, *maps, *others, *numbers, **facts, num_warps=4, maxnreg=128)
-    unit, (part, rest), given = _unit((dq,)), _parts(D), (dq, sums, order, cu_q)
-    steps = tuple(s // unit for s in _steps(dq)[:3])
-    shape: dict[str, Any] = {"D": D, "BD": part, "BE": rest, "UNIT": unit, "num_warps": 8 if wide == 128 else 4}
-    launch(_narrow, (tiles * batch * heads,), *given, steps, rows, tiles, (batch * heads, heads), sequences, scale, **shape)
+    numbers = turns * most, heads, section, turns, tiles, columns, shift, left, right, scale
+    facts: dict[str, Any] = {"LEFT": back, "RIGHT": ahead, "GROUP": group, "ORDERED": ordered, "STAGES": 2}
+    facts |= {"TIGHT": wide == 128, "STAY": wide < 128, "OWN": D, "FINISH": finish}
+    grid = (turns * most if wide == 128 else min(turns * most, device.of(q).multiprocessors),)  # at 128 there are no registers left to stay
+    launch(_bwd, grid, order, listed, sums, *maps, *numbers, **facts, num_warps=4, maxnreg=128)
+    if not finish:
+        unit, (part, rest), given = _unit((dq,)), _parts(D), (dq, sums, order, cu_q)
+        steps = tuple(s // unit for s in _steps(dq)[:3])
+        shape: dict[str, Any] = {"D": D, "BD": part, "BE": rest, "UNIT": unit, "num_warps": 8 if wide == 128 else 4}
+        launch(_narrow, (tiles * batch * heads,), *given, steps, rows, tiles, (batch * heads, heads), sequences, scale, **shape)

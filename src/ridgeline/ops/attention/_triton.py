@@ -246,9 +246,9 @@ def _lies(m0, rows, cu, batch, BM: tl.constexpr):
 
 
 @triton.jit(do_not_specialize=(*LOOSE, "padded"))
-def _delta(delta, power, o, do, dlse, lse, order, cu, o_steps, do_steps, rows, padded, heads, batch, APART: tl.constexpr, D: tl.constexpr, BD: tl.constexpr, BE: tl.constexpr, UNIT: tl.constexpr, BM: tl.constexpr):  # fmt: skip
+def _delta(delta, power, o, do, dlse, lse, order, dq, cu, o_steps, do_steps, dq_steps, rows, padded, heads, batch, APART: tl.constexpr, D: tl.constexpr, BD: tl.constexpr, BE: tl.constexpr, UNIT: tl.constexpr, BM: tl.constexpr):  # fmt: skip
     """delta = rowsum(o do) - dlse, and lse in base 2 or, with APART, as it is; infinite for a row that sees nothing, so that its
-    probabilities are 0, as one of those after the last is, up to `padded`. `order` becomes 0. With `cu` tiles do not go beyond a packed
+    probabilities are 0, as one of those after the last is, up to `padded`. `order` and what dq has of such rows become 0. With `cu` tiles do not go beyond a packed
     sequence's end, and what is made of them lies by their numbers."""
     turn = tl.program_id(0) % heads[0]
     m0 = tl.program_id(0) // heads[0] * BM
@@ -270,6 +270,12 @@ def _delta(delta, power, o, do, dlse, lse, order, cu, o_steps, do_steps, rows, p
     at = turn.to(tl.int64) * padded + m0
     tl.store(delta + at + m, products, mask=m < padded - m0)
     tl.store(power + at + m, tl.where(top == float("-inf"), float("inf"), top), mask=m < padded - m0)
+    if dq is not None:
+        unseen = (top == float("-inf")) & inside
+        zeros = _head(dq, dq_steps, b, h, start, UNIT) + m[:, None] * (dq_steps[2] * UNIT)
+        tl.store(zeros + d[None, :], 0.0, mask=unseen[:, None] & (d[None, :] < D))
+        if e is not None:
+            tl.store(zeros + BD + e[None, :], 0.0, mask=unseen[:, None] & (e[None, :] < D - BD))
     if order is not None:
         tl.store(order + 1 + at // 64 + m // 64, 0, mask=m < padded - m0)
         tl.store(order, 0, mask=tl.program_id(0) == 0)
@@ -527,17 +533,32 @@ def fwd(
 
 def _start_delta(
     delta: torch.Tensor, power: torch.Tensor, o: torch.Tensor, do: torch.Tensor, dlse: torch.Tensor | None, lse: torch.Tensor,
-    order: torch.Tensor | None = None, cu: torch.Tensor | None = None, apart: bool = False,
+    order: torch.Tensor | None = None, cu: torch.Tensor | None = None, apart: bool = False, dq: torch.Tensor | None = None,
 ) -> None:  # fmt: skip
-    """Fills delta and power, of as many rows a head or some more; zeroes order, a number and one for each 64 rows, where given. With cu
-    by 64 rows of a packed sequence, numbered as `_sequence` has them."""
+    """Fills delta and power, of as many rows a head or some more; zeroes order, a number and one for each 64 rows, and dq of rows that see
+    nothing, where given. With cu by 64 rows of a packed sequence, numbered as `_sequence` has them."""
     (batch, heads, rows, D), (width, rest) = o.shape, _parts(o.shape[-1])
-    padded, unit, size = delta.numel() // max(batch * heads, 1), _unit((o, do)), max(16, 4096 // width)
+    padded, unit, size = delta.numel() // max(batch * heads, 1), _unit((o, do) if dq is None else (o, do, dq)), max(16, 4096 // width)
     if cu is not None:
         size = 64
-    steps, warps = [tuple(s // unit for s in _steps(t)[:3]) for t in (o, do)], 8 if size * width > 4096 else 4
+    steps, warps = [tuple(s // unit for s in _steps(t)[:3]) for t in (o, do, o if dq is None else dq)], 8 if size * width > 4096 else 4
     facts: dict[str, Any] = {"APART": apart, "D": D, "BD": width, "BE": rest, "UNIT": unit, "BM": size, "num_warps": warps}
-    given = delta, power, o, do, dlse, lse, order, cu, *steps, rows, padded, (batch * heads, heads), None if cu is None else cu.numel() - 1
+    given = (
+        delta,
+        power,
+        o,
+        do,
+        dlse,
+        lse,
+        order,
+        dq,
+        cu,
+        *steps,
+        rows,
+        padded,
+        (batch * heads, heads),
+        None if cu is None else cu.numel() - 1,
+    )
     launch(_delta, (triton.cdiv(padded, size) * batch * heads,), *given, **facts)
 
 
