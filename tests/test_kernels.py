@@ -15,7 +15,7 @@ import triton
 from ridgeline import device, op
 from ridgeline.boundary import Launch
 from ridgeline.lab import inspect
-from ridgeline.op import Implementation, RidgelineError
+from ridgeline.op import Case, Implementation, RidgelineError, Spec
 
 # {(op, implementation, kernel, arch): (bytes per thread in and out, why)}
 SPILLS: dict[tuple[str, str, str, str], tuple[int, str]] = {
@@ -130,6 +130,16 @@ def test_kernels_fit(implementation: Implementation, arch: str, request: pytest.
         if "packed" in implementation.name and implementation.op.case(r.case).use == "bench" and r.widest_load < 16:
             faults.append(f"{what} has no load of 16 bytes")
     assert not faults, "\n".join(faults)
+
+
+@pytest.mark.parametrize("arch", ["sm_80", "sm_90"])
+@pytest.mark.parametrize("D", [128, 256])
+def test_masks_of_wide_heads_fit(D: int, arch: str) -> None:
+    """A mask's tiles lie in shared memory beside those of keys and values."""
+    attention = op.registry()["attention"]
+    case = Case("mask", (Spec(1, 2, 300, D), *[Spec(1, 2, 200, D)] * 2), {"mask": Spec(1, 2, 300, 200, dtype="float32", grad=False)})
+    for r in inspect.resources(attention, attention.implementations["triton"], case, "bfloat16", arch):
+        assert r.shared <= device.KNOWN[arch].shared_memory, f"{r.kernel} takes {r.shared:,} bytes"
 
 
 def test_no_allowance_for_the_triton_that_is_locked() -> None:

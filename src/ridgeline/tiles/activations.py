@@ -60,9 +60,8 @@ def capped(x, cap, CAP: tl.constexpr):
     slope = 1.0
     if CAP:
         share = 1.0 / cap
-        u = x * share
-        rest = tl.fma(-cap, share, 1.0)  # what 1 / cap was rounded by would move all of a row's scores one way
-        u = tl.where(tl.abs(u) == float("inf"), u, tl.fma(u, rest, u))
+        low = share * tl.fma(-cap, share, 1.0)  # what 1 / cap was rounded by, which would move all of a row's scores one way
+        u = tl.where(tl.abs(x) == float("inf"), x, tl.fma(x, share, x * low))
         e = tl.exp2(tl.abs(u) * -2.8853900817779268)
         z = u * u
         near = ((((-0.00663104431 * z + 0.021320804) * z - 0.0539113669) * z + 0.133331241) * z - 0.333333321) * z * u + u

@@ -554,7 +554,8 @@ def bwd(
         listed, most = _packed.order(k, q, cu_q if cu_k is None else cu_k, cu_q, bottom, right, left, 128, 64)
     tops = torch.empty((batch * heads * tiles, 64), dtype=torch.float32, device=q.device)
     deltas = torch.empty((batch * heads * tiles, 64), dtype=torch.float32, device=q.device)
-    sums = torch.empty((batch * heads * tiles, 2 * D, 32), dtype=torch.float32, device=q.device)  # as `_as_held` has them
+    # As `_as_held` has them; where D is padded the last is read with numbers after it, which end in columns that dq has not.
+    sums = torch.empty((batch * heads * tiles + (D < wide), 2 * D, 32), dtype=torch.float32, device=q.device)
     order = torch.empty((1 + batch * heads * tiles,), dtype=torch.int32, device=q.device)
     ordered = deterministic or (wide < 128 and columns <= 4096 and not packed)  # there faster than out of order: dq needs no other kernel
     finish = ordered and wide < 128 and not packed
@@ -567,7 +568,7 @@ def bwd(
     maps += [TensorMap(tops, (1, 64)), TensorMap(deltas, (1, 64))]
     shift = int(bottom) if packed else columns - rows if bottom else 0
     numbers = turns * most, heads, section, turns, tiles, columns, shift, left, right, scale
-    facts: dict[str, Any] = {"LEFT": back, "RIGHT": ahead, "GROUP": group, "ORDERED": ordered, "STAGES": 2}
+    facts: dict[str, Any] = {"LEFT": back, "RIGHT": ahead, "GROUP": group, "ORDERED": ordered, "STAGES": 2 if wide == 128 else 4}
     facts |= {"TIGHT": wide == 128, "STAY": wide < 128, "OWN": D, "FINISH": finish}
     grid = (turns * most if wide == 128 else min(turns * most, device.of(q).multiprocessors),)  # at 128 there are no registers left to stay
     launch(_bwd, grid, order, listed, sums, *maps, *numbers, **facts, num_warps=4, maxnreg=128)

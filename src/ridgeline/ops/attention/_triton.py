@@ -426,9 +426,14 @@ def _parts(D: int) -> tuple[int, int]:
     return (whole // 2, rest) if 16 <= whole // 2 and whole // 2 + rest < whole else (whole, 0)
 
 
-def _rule(gpu: device.Device, kernel: str, dtype: torch.dtype, precision: str, width: int) -> tuning.Config:
-    """Tiles of a kernel for heads of `width` dimensions: rows of queries BM, of keys BN."""
+def _rule(gpu: device.Device, kernel: str, dtype: torch.dtype, precision: str, width: int, masked: bool) -> tuning.Config:
+    """Tiles of a kernel for heads of `width` dimensions: rows of queries BM, of keys BN. A mask's tiles are in shared memory beside those
+    of keys and values, in float32 too: with one they are smaller."""
     found = _half(gpu, kernel, width) if dtype != torch.float32 else _single(gpu, kernel, width, precision)
+    if masked and kernel == "fwd" and dtype != torch.float32 and gpu.backend == "cuda":
+        rows, columns, warps, stages = found
+        found = (64, 32, warps, 2) if width > 128 else (rows, min(columns, 64), warps, min(stages, 2))
+        found = (*found[:3], 1 if gpu.capability < 90 else found[3])
     return dict(zip(("BM", "BN", "num_warps", "num_stages"), found))
 
 
@@ -478,14 +483,14 @@ def _start(kernel: Any, name: str, given: tuple[Any, ...], tensors: tuple[torch.
     gpu, unit, (width, rest) = device.of(q), _unit(tensors), _parts(D)
     section = max(1, min(batch * turns, gpu.l2 // 2 // max(shared, 1) * (1 if keys else group)))
     apart = _apart(q, mask, scale, softcap)
-    packed = cu is not None
+    packed, masked = cu is not None, mask is not None
     sequences = cu.numel() - 1 if cu is not None else batch
 
     def config() -> dict[str, Any]:
-        key = f"{dtype_name(q)}{'' if q.dtype != torch.float32 else ' ' + precision} {width + rest}{' causal' if right < UNBOUNDED else ''}"
-        chosen = tuning.config(gpu, "attention", name, key, partial(_rule, gpu, name, q.dtype, precision, width + rest), _space)
+        key = f"{dtype_name(q)}{'' if q.dtype != torch.float32 else ' ' + precision} {width + rest}{' causal' if right < UNBOUNDED else ''}{' mask' if masked else ''}"
+        chosen = tuning.config(gpu, "attention", name, key, partial(_rule, gpu, name, q.dtype, precision, width + rest, masked), _space)
         ragged = packed or along % chosen["BM" if keys else "BN"] != 0
-        return chosen | {"TAIL": tail or mask is not None or ragged}
+        return chosen | {"TAIL": tail or masked or ragged}
 
     def grid(c: dict[str, Any]) -> tuple[int]:
         size = c["BN" if keys else "BM"]
@@ -497,13 +502,7 @@ def _start(kernel: Any, name: str, given: tuple[Any, ...], tensors: tuple[torch.
     factor = scale - c_float(scale).value if apart else scale * LOG2E
     numbers = rows, columns, turns, group, sequences, section, scale, factor, softcap, left, right
     flags = {"LEFT": left < UNBOUNDED, "RIGHT": right < UNBOUNDED, "BOTTOM": bottom, "CAP": softcap > 0, "APART": apart}
-    flags |= {
-        "D": D,
-        "BD": width,
-        "BE": rest,
-        "UNIT": unit,
-        "PRECISION": precision,
-    }
+    flags |= {"D": D, "BD": width, "BE": rest, "UNIT": unit, "PRECISION": precision}
     launch(kernel, grid, *given, *steps, hidden, *numbers, config=config, key=(name, rows, columns), **flags)
 
 
@@ -543,22 +542,8 @@ def _start_delta(
         size = 64
     steps, warps = [tuple(s // unit for s in _steps(t)[:3]) for t in (o, do, o if dq is None else dq)], 8 if size * width > 4096 else 4
     facts: dict[str, Any] = {"APART": apart, "D": D, "BD": width, "BE": rest, "UNIT": unit, "BM": size, "num_warps": warps}
-    given = (
-        delta,
-        power,
-        o,
-        do,
-        dlse,
-        lse,
-        order,
-        dq,
-        cu,
-        *steps,
-        rows,
-        padded,
-        (batch * heads, heads),
-        None if cu is None else cu.numel() - 1,
-    )
+    numbers = rows, padded, (batch * heads, heads), None if cu is None else cu.numel() - 1
+    given = delta, power, o, do, dlse, lse, order, dq, cu, *steps, *numbers
     launch(_delta, (triton.cdiv(padded, size) * batch * heads,), *given, **facts)
 
 
