@@ -154,6 +154,38 @@ def test_all_options_on_hopper() -> None:
 
 
 @pytest.mark.gpu
+@pytest.mark.parametrize("D", [16, 40, 64, 80, 128])
+@pytest.mark.parametrize("same", [None, False])
+def test_sums_of_queries_gradients_on_hopper(D: int, same: bool | None) -> None:
+    """By the last piece of work or by a kernel afterwards; of blocks that no key is seen from; in memory that begins as NaN."""
+    if "gluon" not in HERE:
+        pytest.skip("needs a Hopper GPU")
+    long = [(70, 4200, {}), (4200, 4200, {"causal": True})] if D == 64 else []
+    for rows, columns, given in [
+        (300, 333, {}),
+        (333, 300, {"causal": True}),
+        (500, 290, {"causal": "bottom_right", "window": (3, 2)}),
+        *long,
+    ]:
+        args = qkv((1, 4, rows, D), (1, 2, columns, D), "cuda", dtype=torch.float16)
+        torch.full((1 << 27,), torch.nan, device="cuda")
+        found = outcome(ridgeline.attention, args, **given, return_lse=True, deterministic=same, impl="gluon")
+        expected = outcome(ridgeline.attention, [t.detach().float().requires_grad_() for t in args], **given, return_lse=True, impl="tiled")
+        for one, other in zip(found[2:], expected[2:], strict=True):
+            assert (one - other).abs().max() <= 4e-3 * other.abs().max()
+        assert not found[2][found[1] == -torch.inf].any()
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("D", [64, 96, 128, 256])
+def test_masks_of_wide_heads(D: int) -> None:
+    args = qkv((1, 4, 300, D), (1, 2, 200, D), "cuda", dtype=torch.bfloat16)
+    bias = make(1, 4, 300, 200, device="cuda").detach()
+    for mask in (bias, bias > 0):
+        lawful("attention", args, {"mask": mask}, ["triton"])
+
+
+@pytest.mark.gpu
 @pytest.mark.parametrize("impl", HERE)
 def test_an_incoming_gradient_that_begins_anywhere(impl: str) -> None:
     args = qkv((1, 2, 70, 64), (1, 1, 90, 64), "cuda", dtype=torch.float16)
@@ -208,7 +240,8 @@ def test_nothing_comes_over_from_other_sequences(impl: str, device: str) -> None
     """NaN in one sequence, and in what lies after the last, stays there, forward and backward."""
     size, dtype = (10, torch.float16) if INTERPRETED else (100, torch.bfloat16)
     cu = torch.tensor([0, 2, 3, 5] + [6] * INTERPRETED, dtype=torch.int32, device=device) * size  # a CPU holds it to the tokens
-    for causal, D in ((False, 16), (True, 16), *[(True, 128)] * (not INTERPRETED)):
+    wide = [(False, 128, None), (True, 128, False), (True, 64, None), (False, 64, False)]
+    for causal, D, same in ((False, 16, None), (True, 16, None), *wide * (not INTERPRETED)):
         q, k, v, do = (
             t.detach()
             for t in [*qkv((6 * size, 2, D), (6 * size, 1, D), device, dtype=dtype), make(6 * size, 2, D, device=device, dtype=dtype)]
@@ -219,7 +252,7 @@ def test_nothing_comes_over_from_other_sequences(impl: str, device: str) -> None
         both = []
         for *args, incoming in ((q, k, v, do), bad):
             args = [t.requires_grad_() for t in args]
-            o = ridgeline.attention_varlen(*args, cu, cu, causal=causal, impl=impl)
+            o = ridgeline.attention_varlen(*args, cu, cu, causal=causal, deterministic=same, impl=impl)
             both.append([o, *torch.autograd.grad(o, args, incoming)])
         for one, other in zip(*both, strict=True):
             for part in (slice(0, 2 * size), slice(3 * size, 5 * size)):

@@ -86,7 +86,7 @@ def _codes(x: Tensor) -> Tensor:
 
 def _plane(x: Tensor) -> Tensor:
     """As rows and columns: the last dimension, and all others flattened. A vector is one row."""
-    return x.reshape(-1, x.shape[-1]) if x.dim() > 1 else x.reshape(1, -1)
+    return x.reshape(math.prod(x.shape[:-1]), x.shape[-1]) if x.dim() > 1 else x.reshape(1, -1)
 
 
 def _blocks(rows: int, columns: int) -> Iterator[tuple[slice, slice]]:

@@ -5,7 +5,9 @@ by the copy engine. Scores stand on their side, keys down, so that the probabili
 products for dV and dK. dS also goes through shared memory to a third group, which multiplies it with K for all 128 keys and has the copy
 engine add the result to dQ, in float32 in memory. No group waits for another in step: the tensor cores have work from three.
 By default additions to a tile of dQ come in the order of the pieces' numbers, each waiting for the one before, so that reruns give the
-same bits; `deterministic=False` adds as they come. Packed sequences' pieces come from a list (`_packed.py`), the heaviest sequences first.
+same bits; at D <= 64 the last piece adds what memory holds to its own and writes dq, else a kernel makes dq of the sums afterwards.
+`deterministic=False` adds as they come, but for short sequences at D <= 64, where the order costs nothing and spares that kernel.
+Packed sequences' pieces come from a list (_packed.py), the heaviest sequences first.
 Source: Dao, FlashAttention-2, 2023 (arXiv:2307.08691), algorithm 2; Shah et al., FlashAttention-3, 2024 (arXiv:2407.08608), section 3.
 """
 
@@ -158,13 +160,13 @@ class Work:
         self.begins = begins
 
     @gluon.jit
-    def queries(self, g, block):
+    def queries(self, g, block, column=0):
         """Where a block of queries lies."""
         if self.call.PACKED:
             far, end, last = _in(self.begin, self.rows, block * ROWS)
-            at = far, end, self.head * self.call.GROUP + g, last, 0
+            at = far, end, self.head * self.call.GROUP + g, last, column
         else:
-            at = self.batch, self.head * self.call.GROUP + g, block * ROWS, 0
+            at = self.batch, self.head * self.call.GROUP + g, block * ROWS, column
         return at
 
     @gluon.jit
@@ -276,7 +278,7 @@ def _fetch(queries, do, tops, deltas, keys, values, here, counter, listed, call)
 
 @gluon.jit
 def _piece(here, n, item, call):
-    """The program's n-th piece of work."""
+    """The program's n-th piece of work; of packed sequences without where its queries lie, which the warp that fetches knows."""
     if call.PACKED:
         head, first, low, blocks, base, begins, columns, shift = here.tickets.read(n)
         work = Work(call.of(call.tiles, columns, shift), 0 * head, head, first, low, blocks, base, head, head, begins)
@@ -375,13 +377,13 @@ def _as_held(sums):
 
 
 @gluon.jit
-def _held(sums, at, like):
-    """What memory holds of a tile, as `_as_held` has laid it; past L1, which may know of something older."""
+def _held(sums, rows, like):
+    """What memory holds of a tile, as `_as_held` has laid it, in so many rows; past L1, which may know of something older."""
     W: gl.constexpr = like.shape[1]
     layout: gl.constexpr = _as_held(like).type.layout
     row = gl.arange(0, 2 * W, gl.SliceLayout(1, layout))[:, None]
     number = gl.arange(0, 32, gl.SliceLayout(0, layout))[None, :]
-    found = gl.load(sums + at + row * 32 + number, cache_modifier=".cg")
+    found = gl.load(sums + row * 32 + number, mask=row + 0 * number < rows, other=0.0, cache_modifier=".cg")
     return gl.convert_layout(found.reshape([W // 8, 4, 8, 4, 2, 2]).permute((1, 4, 2, 0, 3, 5)).reshape([ROWS, W]), like.type.layout)
 
 
@@ -406,14 +408,14 @@ def _finish(dq, dq_out, at, room):
 
 
 @gluon.jit
-def _queries(D: gl.constexpr, sums, dq_sums, dq_out, parts, here, order, call, ORDERED: gl.constexpr, FINISH: gl.constexpr):
+def _queries(OWN: gl.constexpr, sums, dq_sums, dq_out, parts, here, order, call, ORDERED: gl.constexpr, FINISH: gl.constexpr):
     """A group of warps: dQ of all keys, added to what is in memory: after the piece of work that comes to the block first and finds
     nothing there; with ORDERED after all that are before it. With FINISH the last of them begins with the sum of the others and writes
     dq: for that there are registers at D <= 64. `order` says how many have added.
 
-    Two things are taken for granted. What the copy engine has added is in L2, where all look, when it says so: the count is told by a
-    relaxed addition, since a release waits for what nobody needs here (the whole takes up to 1.4 times as long). And where a piece is a
-    program (D 128) those with lower numbers begin first.
+    Three things are taken for granted. What the copy engine has added is in L2, where all look, when it says so: the count is told by a
+    relaxed addition, since a release waits for what nobody needs here (the whole takes up to 1.4 times as long). Ordinary loads past L1
+    find it there too. And where a piece is a program (D 128) those with lower numbers begin first.
     """
     STAGES: gl.constexpr = here.ds.type.shape[0] // KEYS
     PARTS: gl.constexpr = parts.type.shape[0]
@@ -436,13 +438,16 @@ def _queries(D: gl.constexpr, sums, dq_sums, dq_out, parts, here, order, call, O
                 place, odd = _place(done, STAGES)
                 before, after = work.others(block)
                 number = work.numbered(block)
+                if FINISH:  # what others have added is read, not added to: their word for it must be acquired
+                    seen = gl.where(after == 0, -1, seen)
                 _await(order + at * call.tiles + number, before if ORDERED else gl.minimum(before, 1), seen)
                 mbarrier.wait(here.ds_ready.index(place), odd)
                 for part in gl.static_range(PARTS):
                     dq = zero
                     if FINISH:  # noqa: SIM102  # this one is decided by the compiler
                         if (after == 0) & (before > 0):
-                            dq = _held(sums, (at * call.tiles + number).to(gl.int64) * (64 * D) + part * 64 * W, zero)
+                            tile = sums + (at * call.tiles + number).to(gl.int64) * (64 * OWN) + part * 64 * W
+                            dq = _held(tile, 2 * (OWN - part * W), zero)
                     dq = warpgroup_mma(
                         here.ds.index(KEYS * place).permute((1, 0)), one.slice(part * W, W, 1), dq, use_acc=FINISH, is_async=True
                     )
@@ -456,8 +461,7 @@ def _queries(D: gl.constexpr, sums, dq_sums, dq_out, parts, here, order, call, O
                     tma.store_wait(PARTS - 1)
                     if FINISH:
                         if after == 0:
-                            place_in_dq = [work.batch, work.head * call.GROUP + g, block * ROWS, part * W]
-                            _finish(dq * call.scale, dq_out, place_in_dq, parts.index(part))
+                            _finish(dq * call.scale, dq_out, work.queries(g, block, part * W), parts.index(part))
                         else:
                             _add(dq, dq_sums, [at * call.tiles + number, part * 2 * W, 0], parts.index(part), before)
                     else:
@@ -554,8 +558,7 @@ def bwd(
         listed, most = _packed.order(k, q, cu_q if cu_k is None else cu_k, cu_q, bottom, right, left, 128, 64)
     tops = torch.empty((batch * heads * tiles, 64), dtype=torch.float32, device=q.device)
     deltas = torch.empty((batch * heads * tiles, 64), dtype=torch.float32, device=q.device)
-    # As `_as_held` has them; where D is padded the last is read with numbers after it, which end in columns that dq has not.
-    sums = torch.empty((batch * heads * tiles + (D < wide), 2 * D, 32), dtype=torch.float32, device=q.device)
+    sums = torch.empty((batch * heads * tiles, 2 * D, 32), dtype=torch.float32, device=q.device)  # as `_as_held` has them
     order = torch.empty((1 + batch * heads * tiles,), dtype=torch.int32, device=q.device)
     ordered = deterministic or (wide < 128 and columns <= 4096 and not packed)  # there faster than out of order: dq needs no other kernel
     finish = ordered and wide < 128 and not packed

@@ -7,9 +7,8 @@ from triton.experimental.gluon.language._core import builtin
 from triton.experimental.gluon.language.nvidia.hopper import mbarrier
 from triton.language.core import _aggregate as aggregate
 
-from ridgeline.ops.attention._hopper import ROWS, _field, _load, _place, _read, _write
+from ridgeline.ops.attention._hopper import ROWS, _barrier, _field, _load, _place, _read, _write
 
-_barrier: gl.constexpr = getattr(gl, "barrier", None) or gl.thread_barrier
 KEYS = gl.constexpr(2)  # groups of warps with 64 keys each
 
 

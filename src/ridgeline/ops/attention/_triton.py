@@ -247,9 +247,9 @@ def _lies(m0, rows, cu, batch, BM: tl.constexpr):
 
 @triton.jit(do_not_specialize=(*LOOSE, "padded"))
 def _delta(delta, power, o, do, dlse, lse, order, dq, cu, o_steps, do_steps, dq_steps, rows, padded, heads, batch, APART: tl.constexpr, D: tl.constexpr, BD: tl.constexpr, BE: tl.constexpr, UNIT: tl.constexpr, BM: tl.constexpr):  # fmt: skip
-    """delta = rowsum(o do) - dlse, and lse in base 2 or, with APART, as it is; infinite for a row that sees nothing, so that its
-    probabilities are 0, as one of those after the last is, up to `padded`. `order` and what dq has of such rows become 0. With `cu` tiles do not go beyond a packed
-    sequence's end, and what is made of them lies by their numbers."""
+    """delta = rowsum(o do) - dlse, and lse in base 2 or, with APART, as it is. A row that sees nothing, as one of those after the last is,
+    up to `padded`, has an infinite one, so that its probabilities are 0; what dq has of it becomes 0. So does `order`. With `cu` tiles do
+    not go beyond a packed sequence's end, and what is made of them lies by their numbers."""
     turn = tl.program_id(0) % heads[0]
     m0 = tl.program_id(0) // heads[0] * BM
     b, h = turn // heads[1], turn % heads[1]
