@@ -4,7 +4,7 @@ Inputs are made on the CPU and results are judged there, so that next to none of
 allowed is then set by the errors of torch's CPU kernels, which add up in other orders: a result is called wrong from TIMES what
 the law allows. Of a case's dtypes one is run, by turns, or with --dtype that one. The exit code is 1 where a result is wrong.
 
-    python tests/sanitize.py [OP ...] [--impl NAME] [--dtype NAME]         TRITON_INTERPRET=1: on the CPU, Triton's kernels alone
+    python tests/sanitize.py [OP ...] [--impl NAME] [--without NAME] [--dtype NAME]         TRITON_INTERPRET=1: on the CPU, Triton's kernels alone
 """
 
 from __future__ import annotations
@@ -45,11 +45,11 @@ def outcome(law: Law, implementation: Implementation) -> str | None:
     return ", ".join(f"{name} ({f.worst:.3g} times what is allowed, {f.where})" for name, f in wrong.items()) or None
 
 
-def sweep(ops: list[Op], impl: str | None, dtype: str | None) -> tuple[int, int]:
+def sweep(ops: list[Op], impl: str | None, without: str | None, dtype: str | None) -> tuple[int, int]:
     """Runs all that is asked for; returns how many calls ran and how many were wrong."""
     ran = wrong = 0
     for op in ops:
-        rungs = [i for i in op.implementations.values() if i.is_kernel and impl in (None, i.name)]
+        rungs = [i for i in op.implementations.values() if i.is_kernel and impl in (None, i.name) and i.name != without]
         kernels = [i for i in rungs if i.kind == "triton" or not INTERPRETED]
         refused = {i.name: "no small case" for i in kernels}
         for number, case in enumerate(c for c in op.cases if c.use == "check"):
@@ -80,6 +80,7 @@ def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("ops", nargs="*", metavar="OP", help="ops; all of them by default")
     parser.add_argument("--impl", help="one implementation only")
+    parser.add_argument("--without", metavar="IMPL", help="all implementations but this one")
     parser.add_argument("--dtype", help="one dtype only: float32, float16, bfloat16")
     options = parser.parse_args()
     if not INTERPRETED and not torch.cuda.is_available():
@@ -90,7 +91,7 @@ def main() -> int:
     except RidgelineError as error:
         print(f"sanitize: {error}", file=sys.stderr)
         return 2
-    ran, wrong = sweep(ops, options.impl, options.dtype)
+    ran, wrong = sweep(ops, options.impl, options.without, options.dtype)
     print(f"{ran} calls, {wrong} wrong")
     return int(wrong > 0 or ran == 0)
 

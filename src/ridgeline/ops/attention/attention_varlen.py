@@ -61,7 +61,7 @@ def _formula(
     chosen = options(q.shape[-1], **given)
     mask = _sees(cu_q, cu_k, q.shape[0], k.shape[0], chosen)
     o, lse = how(_heads(q), _heads(k), _heads(v), mask, None, chosen.scale, chosen.softcap)
-    return (o[0].transpose(0, 1), lse[0]) if return_lse else o[0].transpose(0, 1)
+    return (o.squeeze(0).transpose(0, 1), lse.squeeze(0)) if return_lse else o.squeeze(0).transpose(0, 1)
 
 
 def reference(
@@ -81,7 +81,7 @@ def _torch(
     mask = _sees(cu_q, cu_k, q.shape[0], k.shape[0], chosen).expand(1, q.shape[1], -1, -1)
     queries, keys, values = _heads(q), _heads(k), _heads(v)
     o = F.scaled_dot_product_attention(queries, keys, values, mask, scale=chosen.scale, enable_gqa=q.shape[1] != k.shape[1])
-    return o[0].transpose(0, 1)
+    return o.squeeze(0).transpose(0, 1)
 
 
 def _torch_refuses(q: torch.Tensor, *_: Any, softcap: Any = None, return_lse: bool = False, **__: Any) -> str | None:
@@ -146,7 +146,8 @@ def attention_varlen(
     other = None if cu_seqlens_k is cu_seqlens_q else cu_seqlens_k.contiguous()
     packed = _heads(q), _heads(k), _heads(v), None, cu_seqlens_q.contiguous(), other
     o, lse = by_kernels(*packed, chosen, longest, deterministic, impl)
-    return (o[0].transpose(0, 1), lse[0]) if return_lse else o[0].transpose(0, 1)
+    # Not o[0]: its backward copies the incoming gradient into zeros.
+    return (o.squeeze(0).transpose(0, 1), lse.squeeze(0)) if return_lse else o.squeeze(0).transpose(0, 1)
 
 
 class Packed(Spec):
