@@ -4,7 +4,7 @@ Inputs are made on the CPU and results are judged there, so that next to none of
 allowed is then set by the errors of torch's CPU kernels, which add up in other orders: a result is called wrong from TIMES what
 the law allows. Of a case's dtypes one is run, by turns, or with --dtype that one. The exit code is 1 where a result is wrong.
 
-    python tests/sanitize.py [OP ...] [--impl NAME] [--without NAME] [--dtype NAME]         TRITON_INTERPRET=1: on the CPU, Triton's kernels alone
+    python tests/sanitize.py [OP ...] [--impl NAME] [--without NAME] [--dtype NAME]  TRITON_INTERPRET=1: on the CPU, Triton's kernels alone
 """
 
 from __future__ import annotations
