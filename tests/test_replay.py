@@ -221,7 +221,7 @@ def test_matmul_replays_in_the_precision_of_the_call(started: Started, monkeypat
         for precision, rounded in (("highest", 0), ("high", 1), ("highest", 0), ("medium", 1)):
             torch.set_float32_matmul_precision(precision)
             for _ in range(4):
-                matmul._matmul(torch.randn(4, 8), torch.randn(8, 4), "triton")
+                matmul.product(torch.randn(4, 8), torch.randn(8, 4), "triton")
                 assert started[-1][1][1] == rounded
     finally:
         torch.set_float32_matmul_precision(before)

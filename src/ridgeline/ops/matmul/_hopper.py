@@ -1,11 +1,12 @@
 """The rung `gluon` of the matrix products: Hopper, by warps with parts of their own.
 
-One warp fetches tiles of a and b by the copy engine (TMA) into a ring of shared memory; two or three groups of four warps share a tile of
-b, have rows of a each, and keep their sums in registers. Programs stay: while a group turns its sums into results and sends them off, in
-chunks of 128 bytes a row, the others multiply and the ring fills for the next tile. For that the groups begin apart, LAG steps of
-K from one to the next, and stay so. Edges are the engine's: zeros are read beyond them, and nothing is written there.
+One warp fetches tiles of a and b by the copy engine (TMA) into a ring of shared memory; two groups of four warps share a tile of b, have
+rows of a each, and keep their sums in registers. Programs stay: while one group turns its sums into results and sends them off, in
+chunks of 128 bytes a row, the other multiplies and the ring fills for the next tile. For that the second begins LAG steps of K behind
+the first, and stays behind. Edges are the engine's: zeros are read beyond them, and nothing is written there.
 
-Where tiles would leave multiprocessors idle, K is split: each part's sums go to memory in float32, and `_sum` adds them up in order.
+Where tiles would leave multiprocessors idle, K is split: each part's sums go to memory in float32, and a second kernel adds them up in order.
+With two right sides (a gated unit) half of b's tile is of either, so that the products are the same and only their ends meet.
 Source: the scheme is that of CUTLASS's warp-specialised persistent kernels (NVIDIA, 2023), there with pairs of blocks that share loads.
 """
 
@@ -23,10 +24,12 @@ from ridgeline import device, tuning
 from ridgeline.boundary import launch
 from ridgeline.cuda import TensorMap
 from ridgeline.op import dtype_name
+from ridgeline.ops.matmul._epilogue import activate, add_up
 
 _load: gl.constexpr = getattr(tma, "async_load", None) or tma.async_copy_global_to_shared
 _store: gl.constexpr = getattr(tma, "async_store", None) or tma.async_copy_shared_to_global
 BK = gl.constexpr(64)  # elements of K a step: a row of 128 bytes, over which the engine swizzles
+GROUPS = gl.constexpr(2)  # of four warps, which multiply
 
 
 @aggregate
@@ -72,27 +75,26 @@ class Tiles:
         return (first + t % size) * self.BM, t // size * self.BN, layer // self.parts, part, low, high
 
 
+
 @aggregate
 class Ring:
-    """Steps of K in shared memory, for each a tile of b and of every group's rows of a; one warp fills them, all groups read and free."""
+    """Steps of K in shared memory, for each a tile of b (or two halves) and of each group's rows of a; one warp fills, the groups free."""
 
     a: gl.shared_memory_descriptor
     b: gl.shared_memory_descriptor
     ready: gl.shared_memory_descriptor
     free: gl.shared_memory_descriptor
     STAGES: gl.constexpr
-    GROUPS: gl.constexpr
     A_BY_K: gl.constexpr  # whether rows in memory are along K
     B_BY_K: gl.constexpr
 
     @gluon.constexpr_function
-    def __init__(self, a, b, ready, free, GROUPS, A_BY_K, B_BY_K):
+    def __init__(self, a, b, ready, free, A_BY_K, B_BY_K):
         self.a = a
         self.b = b
         self.ready = ready
         self.free = free
         self.STAGES = gl.constexpr(ready.type.shape[0])
-        self.GROUPS = gl.constexpr(GROUPS)
         self.A_BY_K = gl.constexpr(A_BY_K)
         self.B_BY_K = gl.constexpr(B_BY_K)
 
@@ -104,20 +106,26 @@ class Ring:
         return gl.where(end, 0, place), odd ^ end.to(gl.int32)
 
     @gluon.jit
-    def left(self, place, ME: gl.constexpr):
-        tile = self.a.index(place * self.GROUPS + ME)
-        tile = tile.reshape([tile.shape[1], tile.shape[2]])
-        return tile if self.A_BY_K else tile.permute((1, 0))
-
-    @gluon.jit
-    def right(self, place):
-        tile = self.b.index(place)
-        tile = tile.reshape([tile.shape[1], tile.shape[2]])
-        return tile.permute((1, 0)) if self.B_BY_K else tile
+    def multiply(self, place, odd, acc, ME: gl.constexpr, ADD: gl.constexpr):
+        """Starts the products of a step, once it is there."""
+        mbarrier.wait(self.ready.index(place), odd)
+        a = self.a.index(place * GROUPS + ME)
+        b = self.b._reinterpret(self.b.dtype, _joined(self.b.type.shape, self.STAGES, self.B_BY_K), self.b.type.layout).index(place)
+        a, b = a.reshape([a.shape[1], a.shape[2]]), b.reshape([b.shape[1], b.shape[2]])
+        left = a if self.A_BY_K else a.permute((1, 0))
+        right = b.permute((1, 0)) if self.B_BY_K else b
+        return warpgroup_mma(left, right, acc, use_acc=ADD, is_async=True)
 
     @gluon.jit
     def give(self, place):
         mbarrier.arrive(self.free.index(place), count=1)
+
+
+@gluon.constexpr_function
+def _joined(shape, stages, by_k):
+    """The shape of a ring whose tiles are made of all that its stages have: rows, or columns 128 bytes at a time, lie one after another."""
+    many = shape[0] // stages
+    return [stages, 1, many * shape[2], shape[3]] if by_k else [stages, 1, shape[2], many * shape[3]]
 
 
 @gluon.jit
@@ -126,19 +134,22 @@ def _at(batch, line, k, BY_K: gl.constexpr):
 
 
 @gluon.jit
-def _fetch(a, b, a_step, b_step, ring, tiles):
+def _fetch(a, b, up, a_step, b_step, ring, tiles):
     """The warp that fills the ring. A matrix that the whole batch shares has a step of 0."""
-    ROWS: gl.constexpr = tiles.BM // ring.GROUPS
+    ROWS: gl.constexpr = tiles.BM // GROUPS
+    HALVES: gl.constexpr = 1 if up is None else 2
     place, odd = 0, 0
     for t in range(gl.program_id(0), tiles.count(), gl.num_programs(0)):
         m, n, batch, _part, low, high = tiles.place(t)
         for step in range(low, high):
             mbarrier.wait(ring.free.index(place), odd ^ 1)
             ready = ring.ready.index(place)
-            mbarrier.expect(ready, ring.GROUPS * a.block_type.nbytes + b.block_type.nbytes)
-            for g in gl.static_range(ring.GROUPS):
-                _load(a, _at(batch * a_step, m + g * ROWS, step * BK, ring.A_BY_K), ready, ring.a.index(place * ring.GROUPS + g))
-            _load(b, _at(batch * b_step, n, step * BK, ring.B_BY_K), ready, ring.b.index(place))
+            mbarrier.expect(ready, GROUPS * a.block_type.nbytes + HALVES * b.block_type.nbytes)
+            for g in gl.static_range(GROUPS):
+                _load(a, _at(batch * a_step, m + g * ROWS, step * BK, ring.A_BY_K), ready, ring.a.index(place * GROUPS + g))
+            _load(b, _at(batch * b_step, n, step * BK, ring.B_BY_K), ready, ring.b.index(place * HALVES))
+            if up is not None:
+                _load(up, _at(batch * b_step, n, step * BK, ring.B_BY_K), ready, ring.b.index(place * HALVES + 1))
             place, odd = ring.after(place, odd)
 
 
@@ -147,80 +158,262 @@ def _chunks(x, COUNT: gl.constexpr):
     """A tensor's columns in so many pieces."""
     if COUNT == 1:
         return (x,)
-    else:  # noqa: RET505  # the compiler reads on past a return
+    else:  # the compiler reads on past a return
         left, right = gl.split(gl.permute(gl.reshape(x, [x.shape[0], 2, x.shape[1] // 2]), (0, 2, 1)))
         return _chunks(left, COUNT // 2) + _chunks(right, COUNT // 2)
 
 
 @gluon.jit
-def _multiply(ME: gl.constexpr, y, out, ring, boards, tiles, LAG: gl.constexpr):
-    """A group of warps: its rows of all tiles of this program. `boards` are where results wait for the engine, some for each group."""
-    ROWS: gl.constexpr = tiles.BM // ring.GROUPS
-    BN: gl.constexpr = tiles.BN
-    CHUNK: gl.constexpr = boards.type.shape[-1]
-    BOARDS: gl.constexpr = boards.type.shape[0] // ring.GROUPS
-    dtype: gl.constexpr = boards.dtype
-    layout: gl.constexpr = gl.NVMMADistributedLayout(version=[3, 0], warps_per_cta=[4, 1], instr_shape=[16, BN, 16])
-    place, odd = 0, 0
+def _send(out, y, x, board, batch, m, n, M, N, PENDING: gl.constexpr):
+    """Has the engine write a chunk from a board, when at most so many that it was sent before are still there. To a tensor whose rows it
+    cannot take the threads write, rows together."""
+    ROWS: gl.constexpr = board.type.shape[1]
+    CHUNK: gl.constexpr = board.type.shape[2]
+    flat = board.reshape([ROWS, CHUNK])
+    if out is None:
+        flat.store(x.to(board.dtype))
+        layout: gl.constexpr = gl.BlockedLayout([1, 1], [1, 32], [4, 1], [1, 0])
+        i = m + gl.arange(0, ROWS, gl.SliceLayout(1, layout))[:, None]
+        j = n + gl.arange(0, CHUNK, gl.SliceLayout(0, layout))[None, :]
+        gl.store(y + (batch.to(gl.int64) * M + i) * N + j, flat.load(layout), mask=(i < M) & (j < N))
+    else:
+        tma.store_wait(PENDING)
+        flat.store(x.to(board.dtype))
+        fence_async_shared()
+        _store(out, [batch, m, n], board)
+
+
+@gluon.jit
+def _multiply(ME: gl.constexpr, y, out, z, z_up, bias, residual, ring, boards, arrived, tiles, ACTIVATION: gl.constexpr, LAG: gl.constexpr, GATED: gl.constexpr):  # fmt: skip
+    """A group of warps: its rows of all tiles of this program. On `boards`, some for each group, results wait for the engine."""
+    ROWS: gl.constexpr = tiles.BM // GROUPS
+    WIDE: gl.constexpr = tiles.BN * (2 if GATED else 1)
+    CHUNK: gl.constexpr = boards.type.shape[3]
+    CHUNKS: gl.constexpr = tiles.BN // CHUNK
+    BOARDS: gl.constexpr = boards.type.shape[0] // GROUPS
+    KEPT: gl.constexpr = 0 if z is None else 2 if GATED else 1
+    PENDING: gl.constexpr = 0 if KEPT > 0 and residual is not None else BOARDS - 1
+    layout: gl.constexpr = gl.NVMMADistributedLayout(version=[3, 0], warps_per_cta=[4, 1], instr_shape=[16, WIDE, 16])
+    M, N = tiles.M, tiles.N
+    place, odd, n_th = 0, 0, 0
     for t in range(gl.program_id(0), tiles.count(), gl.num_programs(0)):
         m, n, batch, part, low, high = tiles.place(t)
-        if ME * LAG > 0 and t == gl.program_id(0):
+        m += ME * ROWS
+        batch += part * tiles.batch
+        if ME * LAG > 0 and n_th == 0:
             mbarrier.wait(ring.ready.index(gl.minimum(ME * LAG, high - low - 1)), 0)
-        acc = gl.zeros([ROWS, BN], gl.float32, layout)
-        mbarrier.wait(ring.ready.index(place), odd)
-        sums = warpgroup_mma(ring.left(place, ME), ring.right(place), acc, use_acc=False, is_async=True)
+        acc = gl.zeros([ROWS, WIDE], gl.float32, layout)
+        sums = ring.multiply(place, odd, acc, ME, False)
+        if residual is not None:  # comes while the products are made
+            tma.store_wait(0)
+            mbarrier.expect(arrived.index(ME), CHUNKS * residual.block_type.nbytes)
+            for c in gl.static_range(CHUNKS):
+                _load(residual, [batch, m, n + c * CHUNK], arrived.index(ME), boards.index(ME * BOARDS + c))
         acc = warpgroup_mma_wait(1, deps=(sums,))
         for _ in range(low + 1, high):
             before = place
             place, odd = ring.after(place, odd)
-            mbarrier.wait(ring.ready.index(place), odd)
-            sums = warpgroup_mma(ring.left(place, ME), ring.right(place), acc, is_async=True)
+            sums = ring.multiply(place, odd, acc, ME, True)
             acc = warpgroup_mma_wait(1, deps=(sums,))
             ring.give(before)
         acc = warpgroup_mma_wait(0, deps=(acc,))
         ring.give(place)
         place, odd = ring.after(place, odd)
-        pieces = _chunks(acc, BN // CHUNK)
-        for c in gl.static_range(BN // CHUNK):
-            board = boards.index(ME * BOARDS + c % BOARDS)
-            tma.store_wait(BOARDS - 1)
-            board.reshape([ROWS, CHUNK]).store(pieces[c].to(dtype))
-            fence_async_shared()
-            _store(out, [part * tiles.batch + batch, m + ME * ROWS, n + c * CHUNK], board)
+        pieces = _chunks(acc, WIDE // CHUNK)
+        if residual is not None:
+            mbarrier.wait(arrived.index(ME), n_th & 1)
+        for c in gl.static_range(CHUNKS):
+            x = pieces[c]
+            at = n + c * CHUNK
+            if bias is not None:
+                j = at + gl.arange(0, CHUNK, gl.SliceLayout(0, x.type.layout))
+                x += gl.load(bias + j, mask=j < N, other=0.0).to(gl.float32)[None, :]
+            if residual is not None:
+                board = boards.index(ME * BOARDS + c)
+                more = board.reshape([ROWS, CHUNK]).load(x.type.layout).to(gl.float32)
+            if z is not None:
+                if residual is None:
+                    board = boards.index(ME * BOARDS + c * (KEPT + 1) % BOARDS)
+                _send(z, y, x, board, batch, m, at, M, N, PENDING)
+            if z_up is not None:
+                board = boards.index(ME * BOARDS + (c * (KEPT + 1) + 1) % BOARDS)
+                _send(z_up, y, pieces[c + CHUNKS], board, batch, m, at, M, N, PENDING)
+            x = activate(x, ACTIVATION)
+            if GATED:
+                x *= pieces[c + CHUNKS]
+            if residual is not None:
+                x += more
+            else:
+                board = boards.index(ME * BOARDS + (c * (KEPT + 1) + KEPT) % BOARDS)
+            _send(out, y, x, board, batch, m, at, M, N, PENDING)
+        n_th += 1
     tma.store_wait(0)
 
 
 @gluon.jit(do_not_specialize=["M", "N", "steps", "batch", "parts", "a_step", "b_step"])
-def _fwd(y, out, a, b, M, N, steps, batch, parts, a_step, b_step, A_BY_K: gl.constexpr, B_BY_K: gl.constexpr, GROUPS: gl.constexpr, ROWS: gl.constexpr, BN: gl.constexpr, STAGES: gl.constexpr, BOARDS: gl.constexpr, GROUP: gl.constexpr, LAG: gl.constexpr):  # fmt: skip
-    tiles = Tiles(M, N, steps, batch, parts, GROUPS * ROWS, BN, GROUP)
+def _fwd(y, out, z, z_up, bias, residual, a, b, up, M, N, steps, batch, parts, a_step, b_step, A_BY_K: gl.constexpr, B_BY_K: gl.constexpr, ROWS: gl.constexpr, BN: gl.constexpr, STAGES: gl.constexpr, BOARDS: gl.constexpr, GROUP: gl.constexpr, LAG: gl.constexpr, ACTIVATION: gl.constexpr):  # fmt: skip
+    GATED: gl.constexpr = up is not None
+    dtype: gl.constexpr = y.dtype.element_ty
+    CHUNK: gl.constexpr = 1024 // dtype.primitive_bitwidth
+    tiles = Tiles(M, N, steps, batch, parts, GROUPS * ROWS, BN // 2 if GATED else BN, GROUP)
     ready = gl.allocate_shared_memory(gl.int64, [STAGES, 1], mbarrier.MBarrierLayout())
     free = gl.allocate_shared_memory(gl.int64, [STAGES, 1], mbarrier.MBarrierLayout())
+    arrived = gl.allocate_shared_memory(gl.int64, [GROUPS, 1], mbarrier.MBarrierLayout())
     for n in gl.static_range(STAGES):
         mbarrier.init(ready.index(n), count=1)
         mbarrier.init(free.index(n), count=GROUPS)
+    for n in gl.static_range(GROUPS):
+        mbarrier.init(arrived.index(n), count=1)
     a_tiles = gl.allocate_shared_memory(a.dtype, [GROUPS * STAGES] + a.block_type.shape, a.layout)
-    b_tiles = gl.allocate_shared_memory(b.dtype, [STAGES] + b.block_type.shape, b.layout)
-    ring = Ring(a_tiles, b_tiles, ready, free, GROUPS, A_BY_K, B_BY_K)
-    boards = gl.allocate_shared_memory(out.dtype, [GROUPS * BOARDS] + out.block_type.shape, out.layout)
+    b_tiles = gl.allocate_shared_memory(b.dtype, [(2 if GATED else 1) * STAGES] + b.block_type.shape, b.layout)
+    ring = Ring(a_tiles, b_tiles, ready, free, A_BY_K, B_BY_K)
+    swizzled: gl.constexpr = gl.NVMMASharedLayout(128, dtype.primitive_bitwidth, 3)
+    boards = gl.allocate_shared_memory(dtype, [GROUPS * BOARDS, 1, ROWS, CHUNK], swizzled)
     fence_async_shared()
-    if GROUPS == 2:
-        gl.warp_specialize(
-            [
-                (_multiply, (0, y, out, ring, boards, tiles, LAG)),
-                (_multiply, (1, y, out, ring, boards, tiles, LAG)),
-                (_fetch, (a, b, a_step, b_step, ring, tiles)),
-            ],
-            [4, 1],
-            [240, 24],
-        )
-    else:
-        gl.warp_specialize(
-            [
-                (_multiply, (0, y, out, ring, boards, tiles, LAG)),
-                (_multiply, (1, y, out, ring, boards, tiles, LAG)),
-                (_multiply, (2, y, out, ring, boards, tiles, LAG)),
-                (_fetch, (a, b, a_step, b_step, ring, tiles)),
-            ],
-            [4, 4, 1],
-            [160, 160, 24],
-        )
+    gl.warp_specialize(
+        [
+            (_multiply, (0, y, out, z, z_up, bias, residual, ring, boards, arrived, tiles, ACTIVATION, LAG, GATED)),
+            (_multiply, (1, y, out, z, z_up, bias, residual, ring, boards, arrived, tiles, ACTIVATION, LAG, GATED)),
+            (_fetch, (a, b, up, a_step, b_step, ring, tiles)),
+        ],
+        [4, 1],
+        [240, 24],
+    )
+
+
+def whole(t: torch.Tensor) -> bool:
+    """Whether the copy engine can see a tensor, its last dimension contiguous: it begins at a multiple of 16 bytes, its rows too."""
+    steps = [(n, s) for n, s in zip(t.shape, t.stride(), strict=True) if n > 1]
+    last = t.shape[-1] > 1 and steps.pop()[1] != 1
+    return not last and t.data_ptr() % 16 == 0 and not any([s % 8 for _, s in steps]) and (t.shape[-2] == 1 or t.stride(-2) > 0)
+
+
+def refusal(a: torch.Tensor, b: torch.Tensor, *_: Any, **__: Any) -> str | None:
+    """Why the copy engine does not take these operands as they are, or None."""
+    for name, t in (("a", a), ("b", b)):
+        t = t if t.dim() > 1 else t[None] if name == "a" else t[:, None]
+        if not (whole(t) or whole(t.mT)):
+            return (
+                f"it copies whole 16 bytes: {name} must begin at a multiple of 16 bytes, and so must its rows or its columns, "
+                f"one of which is contiguous; it has shape {tuple(t.shape)} and strides {t.stride()}"
+            )
+    return empty(a, b)
+
+
+def _by_k(t: torch.Tensor) -> tuple[torch.Tensor, bool]:
+    """A matrix (batch, lines, K) as the copy engine sees it, one for the whole batch if it is shared, and whether its rows are along K."""
+    t = t[None] if t.dim() == 2 else t
+    t = t[:1] if t.stride(0) == 0 else t
+    return (t, True) if whole(t) else (t.mT, False)
+
+
+def product(
+    y: torch.Tensor, a: torch.Tensor, b: torch.Tensor, *, up: torch.Tensor | None = None, z: torch.Tensor | None = None,
+    z_up: torch.Tensor | None = None, bias: torch.Tensor | None = None, residual: torch.Tensor | None = None, activation: str = "",
+) -> None:  # fmt: skip
+    """y = activation(a b + bias) + residual, or activation(a b) (a up): a (batch, M, K), b and up (batch, K, N), all or each without batch,
+    `whole` as they are or transposed, b and up alike; y, residual, z (what the activation is taken of) and z_up (a up) contiguous (batch, M, N).
+    z, z_up and residual are `whole`."""
+    y = y[None] if y.dim() == 2 else y
+    (batch, M, N), K, gpu = y.shape, a.shape[-1], device.of(y)
+    given = {"gated": up is not None, "more": residual is not None, "kept": z is not None}
+    key = " ".join([dtype_name(a), *(str(min(16384, triton.next_power_of_2(d))) for d in (batch, M, N, K)), *(k for k in given if given[k])])
+    made = dict(tuning.config(gpu, "matmul", "hopper", key, lambda: rule(gpu, batch, M, N, K, **given), lambda: space(**given)))
+    parts = min(made.pop("PARTS"), triton.cdiv(K, 64))
+    a, a_by_k = _by_k(a)
+    b, b_by_k = _by_k(b.mT)
+    result = y
+    if parts > 1:
+        sums = y.new_empty((parts, batch, M, triton.cdiv(N, 4) * 4), dtype=torch.float32)
+        result = sums.view(parts * batch, M, -1)
+        epilogue: dict[str, Any] = {"z": z, "bias": bias, "residual": residual, "activation": activation}
+        z = bias = residual = None
+        activation = ""
+    rows, wide = made["ROWS"], made["BN"] // (2 if up is not None else 1)
+
+    def board(t: torch.Tensor | None) -> TensorMap | None:
+        if t is None or not whole(t):
+            return None
+        return TensorMap(t[None] if t.dim() == 2 else t, (1, rows, 128 // t.element_size()), 128)
+
+    left = TensorMap(a, (1, rows, 64) if a_by_k else (1, 64, rows), 128)
+    box = (1, wide, 64) if b_by_k else (1, 64, wide)
+    rights = [None if t is None else TensorMap(t, box, 128) for t in (b, None if up is None else _by_k(up.mT)[0])]
+    tiles = triton.cdiv(M, 2 * rows) * triton.cdiv(N, wide) * parts * batch
+    numbers = M, N, triton.cdiv(K, 64), batch, parts, int(a.shape[0] > 1), int(b.shape[0] > 1)
+    facts = {"A_BY_K": a_by_k, "B_BY_K": b_by_k, **made, "ACTIVATION": activation, "num_warps": 4, "maxnreg": 168}
+    maps = board(result), board(z), board(z_up), bias, board(residual), left, *rights
+    launch(_fwd, (min(tiles, gpu.multiprocessors),), result, *maps, *numbers, **facts)
+    if parts > 1:
+        add_up(y, sums, **epilogue)
+
+
+TILES = ((64, 256, 4, 2), (128, 128, 4, 1), (64, 128, 6, 2), (64, 64, 8, 2))  # ROWS, BN, STAGES, BOARDS: as much as shared memory holds
+
+
+def _tile(rows: int, wide: int, stages: int, boards: int, more: bool) -> tuning.Config:
+    """A residual has boards for all of its tile, and a stage less."""
+    return {"ROWS": rows, "BN": wide, "STAGES": stages - more, "BOARDS": wide // 64 if more else boards, "LAG": 2}
+
+
+def rule(gpu: device.Device, batch: int, M: int, N: int, K: int, gated: bool, more: bool, kept: bool) -> tuning.Config:
+    """The tile and the parts of K with the least cycles by what is known of the machine: products take ROWS x BN / 16 a step, loads
+    64 bytes a cycle and multiprocessor and 5500 in all, a tile's ends 1000, a start 3000 and a second kernel, with 3000 bytes a cycle, as much."""
+
+    def cycles(tile: tuple[int, int, int, int], parts: int) -> float:
+        rows, wide, *_ = tile
+        tiles = triton.cdiv(M, 2 * rows) * triton.cdiv(N * (2 if gated else 1), wide) * batch * parts
+        programs = min(tiles, gpu.multiprocessors)
+        step = max(rows * wide / 16, 128 * (2 * rows + wide) / min(64, 5500 / programs))
+        added = 3000 + 4 * batch * M * N * (2 * parts + 1) / 3000 if parts > 1 else 0
+        return 3000 + triton.cdiv(tiles, gpu.multiprocessors) * (triton.cdiv(triton.cdiv(K, 64), parts) * step + 1000) + added
+
+    splits = (1,) if gated else (1, 2, 3, 4, 6, 8, 12, 16, 24, 32)
+    ways = [(tile, parts) for tile in TILES for parts in splits if parts <= triton.cdiv(K, 64)]
+    tile, parts = min(ways, key=lambda way: cycles(*way))
+    return {**_tile(*tile, more), "GROUP": 8, "PARTS": parts}
+
+
+def space(gated: bool, more: bool, kept: bool) -> list[tuning.Config]:
+    splits = (1,) if gated else (1, 2, 4)
+    return [{**_tile(*tile, more), "LAG": lag, "GROUP": g, "PARTS": p} for tile in TILES for lag in (0, 2) for g in (8, 16) for p in splits]
+
+
+def fwd(y: torch.Tensor, a: torch.Tensor, b: torch.Tensor, precision: str) -> None:
+    """y = a b: a (B, M, K) or (M, K), b (B, K, N) or (K, N); y contiguous."""
+    product(y, a, b)
+
+
+@triton.jit
+def _align(out, t, rows, columns, pitch, t_batch, t_row, t_column, ROWS: tl.constexpr, COLUMNS: tl.constexpr):
+    across = tl.cdiv(columns, COLUMNS)
+    i = (tl.program_id(0) // across * ROWS + tl.arange(0, ROWS))[:, None].to(tl.int64)
+    j = (tl.program_id(0) % across * COLUMNS + tl.arange(0, COLUMNS))[None, :].to(tl.int64)
+    batch = tl.program_id(1).to(tl.int64)
+    here = (i < rows) & (j < columns)
+    x = tl.load(t + batch * t_batch + i * t_row + j * t_column, mask=here)
+    tl.store(out + (batch * rows + i) * pitch + j, x, mask=here)
+
+
+def aligned(t: torch.Tensor) -> torch.Tensor:
+    """A matrix, or a batch of them, as it is where the copy engine takes it; else a copy in rows of a multiple of 16 bytes."""
+    if whole(t) or whole(t.mT):
+        return t
+    turned = t.stride(-2) == 1
+    t = t[None] if t.dim() == 2 else t[:1] if t.stride(0) == 0 else t
+    t = t.mT if turned else t
+    batch, rows, columns = t.shape
+    copy = t.new_empty((batch, rows, triton.cdiv(columns, 8) * 8))
+    grid = triton.cdiv(rows, 16) * triton.cdiv(columns, 128), batch
+    launch(_align, grid, copy, t, rows, columns, copy.shape[-1], *t.stride(), ROWS=16, COLUMNS=128, num_warps=4)
+    copy = copy[..., :columns]
+    return copy.mT if turned else copy
+
+
+def padded(y: torch.Tensor, a: torch.Tensor, b: torch.Tensor, precision: str) -> None:
+    """`fwd` of any strides."""
+    product(y, aligned(a), aligned(b))
+
+
+def empty(a: torch.Tensor, b: torch.Tensor, *_: Any, **__: Any) -> str | None:
+    return None if a.numel() and b.numel() else "it takes no size 0"

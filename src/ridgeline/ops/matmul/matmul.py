@@ -17,11 +17,13 @@ import triton.language as tl
 from ridgeline import device, tuning
 from ridgeline.boundary import Function, differentiate, first_order, kernel_op, launch
 from ridgeline.op import Case, Cost, Op, RidgelineError, Spec, dtype_name, nbytes
+from ridgeline.ops.matmul import _hopper
+from ridgeline.ops.matmul._epilogue import finish
 from ridgeline.select import eager, run
 
 
 @triton.jit
-def _fwd(y, a, b, M, N, K, a_batch, a_m, a_k, b_batch, b_k, b_n, BM: tl.constexpr, BN: tl.constexpr, BK: tl.constexpr, GROUP: tl.constexpr, EVEN: tl.constexpr, PRECISION: tl.constexpr):  # fmt: skip
+def _fwd(y, z, a, b, bias, residual, M, N, K, a_batch, a_m, a_k, b_batch, b_k, b_n, BM: tl.constexpr, BN: tl.constexpr, BK: tl.constexpr, GROUP: tl.constexpr, EVEN: tl.constexpr, PRECISION: tl.constexpr, ACTIVATION: tl.constexpr):  # fmt: skip
     batch = tl.program_id(1).to(tl.int64)
     pid = tl.program_id(0)
     down, across = tl.cdiv(M, BM), tl.cdiv(N, BN)
@@ -43,18 +45,21 @@ def _fwd(y, a, b, M, N, K, a_batch, a_m, a_k, b_batch, b_k, b_n, BM: tl.constexp
         total = tl.dot(left, right, total, input_precision=PRECISION)
         at_a += BK * a_k
         at_b += BK * b_k
-    at_y = y + batch * M * N + m[:, None].to(tl.int64) * N + n[None, :]
-    tl.store(at_y, total.to(y.dtype.element_ty), mask=(m[:, None] < M) & (n[None, :] < N))
+    finish(total, z, y, bias, residual, m, n, M, N, batch * M * N, ACTIVATION)
 
 
 GRID_Y = 65535  # blocks along y at most, one for each matrix of a batch
 
 
-def _triton(y: torch.Tensor, a: torch.Tensor, b: torch.Tensor, precision: str) -> None:
-    """a (B, M, K) or (M, K), b (B, K, N) or (K, N), any strides; y contiguous; precision: of float32, "ieee" or "tf32"."""
+def by_triton(
+    y: torch.Tensor, a: torch.Tensor, b: torch.Tensor, precision: str, *, z: torch.Tensor | None = None, bias: torch.Tensor | None = None,
+    residual: torch.Tensor | None = None, activation: str = "",
+) -> None:  # fmt: skip
+    """y = activation(a b + bias) + residual, z = a b + bias: a (B, M, K) or (M, K), b (B, K, N) or (K, N), any strides; y, z and residual
+    contiguous, those two without a batch. precision: of float32, "ieee" or "tf32"."""
     if a.dim() == 3 and a.shape[0] > GRID_Y:
         for some in zip(y.split(GRID_Y), a.split(GRID_Y), b.split(GRID_Y), strict=True):
-            _triton(*some, precision)
+            by_triton(*some, precision)
         return
     M, K, N = a.shape[-2], a.shape[-1], b.shape[-1]
 
@@ -68,7 +73,8 @@ def _triton(y: torch.Tensor, a: torch.Tensor, b: torch.Tensor, precision: str) -
         return triton.cdiv(M, c["BM"]) * triton.cdiv(N, c["BN"]), a.shape[0] if a.dim() == 3 else 1
 
     strides = (a.stride(0) if a.dim() == 3 else 0, *a.stride()[-2:], b.stride(0) if b.dim() == 3 else 0, *b.stride()[-2:])
-    launch(_fwd, grid, y, a, b, M, N, K, *strides, config=config, key=(M, N, K), PRECISION=precision)
+    numbers = M, N, K, *strides
+    launch(_fwd, grid, y, z, a, b, bias, residual, *numbers, config=config, key=(M, N, K), PRECISION=precision, ACTIVATION=activation)
 
 
 def _rule(gpu: device.Device, dtype: torch.dtype, precision: str, M: int, N: int, K: int) -> tuning.Config:
@@ -95,13 +101,18 @@ def _fwd_op(a: torch.Tensor, b: torch.Tensor, precision: str, impl: str | None) 
 
 
 @torch.compiler.assume_constant_result  # torch.compile guards what it says
-def _precision() -> str:
+def precision() -> str:
     return "ieee" if torch.get_float32_matmul_precision() == "highest" else "tf32"
 
 
-def _matmul(a: torch.Tensor, b: torch.Tensor, impl: str | None) -> torch.Tensor:
+def product(a: torch.Tensor, b: torch.Tensor, impl: str | None) -> torch.Tensor:
     """The precision is an argument of the op, as what a launcher does may depend on nothing else."""
-    return _fwd_op(a, b, _precision(), impl)
+    return _fwd_op(a, b, precision(), impl)
+
+
+def of_any_strides(impl: str | None) -> str | None:
+    """The rung for the products of a backward, whose incoming gradient may lie otherwise than what forward was given."""
+    return "gluon_padded" if impl == "gluon" else impl
 
 
 class _Function(Function):
@@ -109,14 +120,15 @@ class _Function(Function):
     def forward(ctx: Any, a: torch.Tensor, b: torch.Tensor, impl: str | None) -> torch.Tensor:
         ctx.save_for_backward(a, b)
         ctx.impl = impl
-        return _matmul(a, b, impl)
+        return product(a, b, impl)
 
     @staticmethod
     @first_order
     def backward(ctx: Any, dy: torch.Tensor) -> Any:
         a, b = ctx.saved_tensors
-        da = _matmul(dy, b.mT, ctx.impl) if ctx.needs_input_grad[0] else None
-        db = _matmul(a.mT, dy, ctx.impl) if ctx.needs_input_grad[1] else None
+        impl = of_any_strides(ctx.impl)
+        da = product(dy, b.mT, impl) if ctx.needs_input_grad[0] else None
+        db = product(a.mT, dy, impl) if ctx.needs_input_grad[1] else None
         return da, db, None
 
 
@@ -182,4 +194,21 @@ MATMUL = Op(
 )
 
 MATMUL.eager("torch", "PyTorch's own: cuBLAS on an NVIDIA GPU", torch.matmul, served=True)
-MATMUL.kernel("triton", "one tile per program on the matrix units, in grouped order", kind="triton", fwd=_triton, bwd=_triton)
+MATMUL.kernel("triton", "one tile per program on the matrix units, in grouped order", kind="triton", fwd=by_triton, bwd=by_triton)
+_HOPPER: dict[str, Any] = {"kind": "gluon", "dtypes": ("float16", "bfloat16"), "arch": 90, "newest": 90}
+MATMUL.kernel(
+    "gluon_padded",
+    "the next rung, after a copy of operands whose rows the copy engine cannot take",
+    fwd=_hopper.padded,
+    bwd=_hopper.padded,
+    supports=_hopper.empty,
+    **_HOPPER,
+)
+MATMUL.kernel(
+    "gluon",
+    "on Hopper: one warp fetches by the copy engine, two groups multiply, of which one sends its results off meanwhile; programs stay",
+    fwd=_hopper.fwd,
+    bwd=_hopper.fwd,
+    supports=_hopper.refusal,
+    **_HOPPER,
+)

@@ -1,0 +1,97 @@
+"""What follows a product before its sums are rounded: a bias, an activation, a residual; and how backward undoes an activation."""
+
+from typing import Any
+
+import torch
+import torch.nn.functional as F
+import triton
+import triton.language as tl
+from triton.language.extra.cuda import gdc_wait
+
+from ridgeline import device
+from ridgeline.boundary import early, launch
+from ridgeline.tiles.activations import gelu, gelu_slope, gelu_tanh, gelu_tanh_slope, silu, silu_slope
+
+ACTIVATIONS: dict[str, Any] = {"": lambda x: x, "silu": F.silu, "gelu": F.gelu, "gelu_tanh": lambda x: F.gelu(x, approximate="tanh")}
+
+
+@triton.jit
+def activate(x, ACTIVATION: tl.constexpr):
+    if ACTIVATION == "silu":
+        x = silu(x)
+    elif ACTIVATION == "gelu":
+        x = gelu(x)
+    elif ACTIVATION == "gelu_tanh":
+        x = gelu_tanh(x)
+    return x
+
+
+@triton.jit
+def slope(x, ACTIVATION: tl.constexpr):
+    if ACTIVATION == "silu":
+        y, by = silu_slope(x)
+    elif ACTIVATION == "gelu":
+        y, by = gelu_slope(x)
+    else:
+        y, by = gelu_tanh_slope(x)
+    return y, by
+
+
+@triton.jit
+def finish(x, z, y, bias, residual, m, n, M, N, first, ACTIVATION: tl.constexpr):
+    """Rows m and columns n of y, and of z what the activation is taken of, from their sums; `first` is what their matrix begins at."""
+    here = (m[:, None] < M) & (n[None, :] < N)
+    at = first + m[:, None].to(tl.int64) * N + n[None, :]
+    if bias is not None:
+        x += tl.load(bias + n, mask=n < N, other=0.0).to(tl.float32)[None, :]
+    if z is not None:
+        tl.store(z + at, x.to(y.dtype.element_ty), mask=here)
+    x = activate(x, ACTIVATION)
+    if residual is not None:
+        x += tl.load(residual + at, mask=here, other=0.0).to(tl.float32)
+    tl.store(y + at, x.to(y.dtype.element_ty), mask=here)
+
+
+@triton.jit(do_not_specialize=["parts"])
+def _sum(y, z, sums, bias, residual, M, N, pitch, parts, size, ROWS: tl.constexpr, COLUMNS: tl.constexpr, ACTIVATION: tl.constexpr, PDL: tl.constexpr):  # fmt: skip
+    if PDL:
+        gdc_wait()
+    across = tl.cdiv(N, COLUMNS)
+    m = tl.program_id(0) // across * ROWS + tl.arange(0, ROWS)
+    n = tl.program_id(0) % across * COLUMNS + tl.arange(0, COLUMNS)
+    batch = tl.program_id(1).to(tl.int64)
+    here = (m[:, None] < M) & (n[None, :] < N)
+    at = sums + batch * M * pitch + m[:, None].to(tl.int64) * pitch + n[None, :]
+    x = tl.zeros((ROWS, COLUMNS), tl.float32)
+    for _ in range(parts):
+        x += tl.load(at, mask=here, other=0.0)
+        at += size
+    finish(x, z, y, bias, residual, m, n, M, N, batch * M * N, ACTIVATION)
+
+
+def add_up(
+    y: torch.Tensor, sums: torch.Tensor, z: torch.Tensor | None = None, bias: torch.Tensor | None = None,
+    residual: torch.Tensor | None = None, activation: str = "",
+) -> None:  # fmt: skip
+    """y (batch, M, N) from the sums (parts, batch, M, pitch) of the parts of K, added in order."""
+    parts, batch, M, pitch = sums.shape
+    N = y.shape[-1]
+    columns = min(1024, triton.next_power_of_2(N))
+    rows = 2048 // columns
+    grid = triton.cdiv(M, rows) * triton.cdiv(N, columns), batch
+    facts = {"ROWS": rows, "COLUMNS": columns, "ACTIVATION": activation, "num_warps": 4, **early(device.of(y))}
+    launch(_sum, grid, y, z, sums, bias, residual, M, N, pitch, parts, batch * M * pitch, **facts)
+
+
+@triton.jit
+def _slope(dz, dy, z, size, BLOCK: tl.constexpr, ACTIVATION: tl.constexpr):
+    i = tl.program_id(0).to(tl.int64) * BLOCK + tl.arange(0, BLOCK)
+    _, by = slope(tl.load(z + i, mask=i < size).to(tl.float32), ACTIVATION)
+    d = tl.load(dy + i, mask=i < size).to(tl.float32) * by
+    tl.store(dz + i, d.to(dz.dtype.element_ty), mask=i < size)
+
+
+def undo(dz: torch.Tensor, dy: torch.Tensor, z: torch.Tensor, activation: str) -> None:
+    """dz = dy times the activation's slope at z; all contiguous."""
+    block = 1024
+    launch(_slope, (triton.cdiv(z.numel(), block),), dz, dy, z, z.numel(), BLOCK=block, ACTIVATION=activation, num_warps=4)
