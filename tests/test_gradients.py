@@ -10,9 +10,11 @@ import torch.nn.functional as F
 from torch.autograd import forward_ad
 
 from ridgeline import bias_mask_scale_add, dropout, matmul, rope
+from ridgeline import device as devices
 from ridgeline.boundary import Launch, observe
 from ridgeline.lab.law import Law, as_tuple, leaves
 from ridgeline.op import Op, RidgelineError, _copy, registry
+from ridgeline.select import never
 
 pytestmark = pytest.mark.kernels
 
@@ -74,8 +76,10 @@ def test_a_gradient_passed_on(shape: tuple[int, ...], device: str) -> None:
 @pytest.mark.parametrize("dtypes", [(torch.float16, torch.float32), (torch.float32, torch.float32), (torch.float64, torch.float64)])
 def test_matmul_under_autocast(impl: str | None, dtypes: tuple[torch.dtype, ...], device: str) -> None:
     """The dtypes and values of torch.matmul, of gradients too; without autocast two dtypes are refused."""
-    if impl == "triton" and torch.float64 in dtypes:
-        pytest.skip("no kernel takes float64")
+    if impl is not None and (rung := OPS["matmul"].implementations[impl]).is_kernel:
+        reason = never(rung, "fwd", torch.float64 if torch.float64 in dtypes else torch.float16, devices.here())
+        if reason:
+            pytest.skip(reason)
     a, w = (torch.randn(16, 16, device=device, dtype=d, requires_grad=True) for d in dtypes)
     with torch.autocast(device, dtype=torch.float16):
         y, expected = matmul(a, w, impl=impl), torch.matmul(a, w)

@@ -74,6 +74,29 @@ def cross_entropy(
     Raises RidgelineError on shapes, dtypes, devices or options other than these, or an `impl` that cannot run the call.
     """
 
+def gated_linear(
+    x: torch.Tensor, gate: torch.Tensor, up: torch.Tensor, *, activation: str = "silu", impl: str | None = None
+) -> torch.Tensor:
+    """`activation(x gate^T) * (x up^T)`. Gradients flow to all three.
+
+    x: (..., K); gate, up: (N, K), as two `torch.nn.Linear` have them. One dtype, one device, any strides; the result is (..., N).
+    activation: "silu", "gelu" or "gelu_tanh". Rungs that fuse round once, where PyTorch rounds both products too.
+    float32 products follow `torch.get_float32_matmul_precision()`; under autocast all are cast to its dtype first.
+    Raises RidgelineError where shapes, dtypes or devices do not fit, or `impl` cannot run the call.
+    """
+
+def linear(
+    x: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None = None, *, activation: str | None = None,
+    residual: torch.Tensor | None = None, impl: str | None = None,
+) -> torch.Tensor:  # fmt: skip
+    """`activation(x W^T + bias) + residual`, as `torch.nn.functional.linear` and what follows it. Gradients flow to all tensors.
+
+    x: (..., K); weight: (N, K); bias: (N,); residual: (..., N). One dtype, one device, any strides; the result is (..., N).
+    activation: None, "silu", "gelu" or "gelu_tanh". Sums, activation and residual are float32 inside, rounded once.
+    float32 products follow `torch.get_float32_matmul_precision()`; under autocast all are cast to its dtype first.
+    Raises RidgelineError where shapes, dtypes or devices do not fit, or `impl` cannot run the call.
+    """
+
 def matmul(a: torch.Tensor, b: torch.Tensor, *, impl: str | None = None) -> torch.Tensor:
     """The matrix product, as `torch.matmul`: (..., M, K) @ (..., K, N), leading dimensions broadcast; a vector is a row or a column.
 

@@ -91,7 +91,33 @@ def _slope(dz, dy, z, size, BLOCK: tl.constexpr, ACTIVATION: tl.constexpr):
     tl.store(dz + i, d.to(dz.dtype.element_ty), mask=i < size)
 
 
+@triton.jit
+def _gate(y, z, up, size, BLOCK: tl.constexpr, ACTIVATION: tl.constexpr):
+    i = tl.program_id(0).to(tl.int64) * BLOCK + tl.arange(0, BLOCK)
+    x = activate(tl.load(z + i, mask=i < size).to(tl.float32), ACTIVATION) * tl.load(up + i, mask=i < size).to(tl.float32)
+    tl.store(y + i, x.to(y.dtype.element_ty), mask=i < size)
+
+
+@triton.jit
+def _ungate(dz, dup, dy, z, up, size, BLOCK: tl.constexpr, ACTIVATION: tl.constexpr):
+    i = tl.program_id(0).to(tl.int64) * BLOCK + tl.arange(0, BLOCK)
+    here = i < size
+    x, by = slope(tl.load(z + i, mask=here).to(tl.float32), ACTIVATION)
+    d = tl.load(dy + i, mask=here).to(tl.float32)
+    tl.store(dup + i, (d * x).to(dup.dtype.element_ty), mask=here)
+    tl.store(dz + i, (d * by * tl.load(up + i, mask=here).to(tl.float32)).to(dz.dtype.element_ty), mask=here)
+
+
+def gate(y: torch.Tensor, z: torch.Tensor, up: torch.Tensor, activation: str) -> None:
+    """y = activation(z) up; all contiguous."""
+    launch(_gate, (triton.cdiv(z.numel(), 1024),), y, z, up, z.numel(), BLOCK=1024, ACTIVATION=activation, num_warps=4)
+
+
+def ungate(dz: torch.Tensor, dup: torch.Tensor, dy: torch.Tensor, z: torch.Tensor, up: torch.Tensor, activation: str) -> None:
+    """dup = dy activation(z), dz = dy up times the activation's slope at z; all contiguous."""
+    launch(_ungate, (triton.cdiv(z.numel(), 1024),), dz, dup, dy, z, up, z.numel(), BLOCK=1024, ACTIVATION=activation, num_warps=4)
+
+
 def undo(dz: torch.Tensor, dy: torch.Tensor, z: torch.Tensor, activation: str) -> None:
     """dz = dy times the activation's slope at z; all contiguous."""
-    block = 1024
-    launch(_slope, (triton.cdiv(z.numel(), block),), dz, dy, z, z.numel(), BLOCK=block, ACTIVATION=activation, num_warps=4)
+    launch(_slope, (triton.cdiv(z.numel(), 1024),), dz, dy, z, z.numel(), BLOCK=1024, ACTIVATION=activation, num_warps=4)

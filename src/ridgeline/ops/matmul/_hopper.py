@@ -75,7 +75,6 @@ class Tiles:
         return (first + t % size) * self.BM, t // size * self.BN, layer // self.parts, part, low, high
 
 
-
 @aggregate
 class Ring:
     """Steps of K in shared memory, for each a tile of b (or two halves) and of each group's rows of a; one warp fills, the groups free."""
@@ -246,7 +245,7 @@ def _multiply(ME: gl.constexpr, y, out, z, z_up, bias, residual, ring, boards, a
             else:
                 board = boards.index(ME * BOARDS + (c * (KEPT + 1) + KEPT) % BOARDS)
             _send(out, y, x, board, batch, m, at, M, N, PENDING)
-        n_th += 1
+        n_th += 1  # noqa: SIM113  # Gluon knows no enumerate
     tma.store_wait(0)
 
 
@@ -317,7 +316,9 @@ def product(
     y = y[None] if y.dim() == 2 else y
     (batch, M, N), K, gpu = y.shape, a.shape[-1], device.of(y)
     given = {"gated": up is not None, "more": residual is not None, "kept": z is not None}
-    key = " ".join([dtype_name(a), *(str(min(16384, triton.next_power_of_2(d))) for d in (batch, M, N, K)), *(k for k in given if given[k])])
+    key = " ".join(
+        [dtype_name(a), *(str(min(16384, triton.next_power_of_2(d))) for d in (batch, M, N, K)), *(k for k in given if given[k])]
+    )
     made = dict(tuning.config(gpu, "matmul", "hopper", key, lambda: rule(gpu, batch, M, N, K, **given), lambda: space(**given)))
     parts = min(made.pop("PARTS"), triton.cdiv(K, 64))
     a, a_by_k = _by_k(a)

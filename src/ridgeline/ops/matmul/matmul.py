@@ -62,11 +62,12 @@ def by_triton(
             by_triton(*some, precision)
         return
     M, K, N = a.shape[-2], a.shape[-1], b.shape[-1]
+    more = z is not None or residual is not None or activation != ""
 
     def config() -> dict[str, Any]:
-        key = " ".join([dtype_name(a), *(str(min(16384, triton.next_power_of_2(d))) for d in (M, N, K))])
+        key = " ".join([dtype_name(a), *(str(min(16384, triton.next_power_of_2(d))) for d in (M, N, K)), *(["more"] * more)])
         gpu = device.of(a)
-        chosen = tuning.config(gpu, "matmul", "fwd", key, lambda: _rule(gpu, a.dtype, precision, M, N, K), lambda: _SPACE)
+        chosen = tuning.config(gpu, "matmul", "fwd", key, lambda: _rule(gpu, a.dtype, precision, M, N, K, more), lambda: _SPACE)
         return chosen | {"EVEN": K % chosen["BK"] == 0}
 
     def grid(c: dict[str, Any]) -> tuple[int, ...]:
@@ -74,14 +75,15 @@ def by_triton(
 
     strides = (a.stride(0) if a.dim() == 3 else 0, *a.stride()[-2:], b.stride(0) if b.dim() == 3 else 0, *b.stride()[-2:])
     numbers = M, N, K, *strides
-    launch(_fwd, grid, y, z, a, b, bias, residual, *numbers, config=config, key=(M, N, K), PRECISION=precision, ACTIVATION=activation)
+    launch(_fwd, grid, y, z, a, b, bias, residual, *numbers, config=config, key=(M, N, K, more), PRECISION=precision, ACTIVATION=activation)
 
 
-def _rule(gpu: device.Device, dtype: torch.dtype, precision: str, M: int, N: int, K: int) -> tuning.Config:
+def _rule(gpu: device.Device, dtype: torch.dtype, precision: str, M: int, N: int, K: int, more: bool) -> tuning.Config:
+    """more: work on the sums, for which a thread with 128 of them has no registers."""
     stages = 3 if gpu.backend == "cuda" else 2
     if dtype == torch.float32 and precision == "ieee":
         return {"BM": 64 if K % 16 or gpu.capability >= 100 else 128, "BN": 64, "BK": 16, "GROUP": 8, "num_warps": 8, "num_stages": stages}
-    if dtype == torch.float32 or gpu.backend != "cuda" or K % 64 or M * N < gpu.multiprocessors * 128 * 256:
+    if dtype == torch.float32 or gpu.backend != "cuda" or K % 64 or more or M * N < gpu.multiprocessors * 128 * 256:
         return {"BM": 128, "BN": 128, "BK": 32, "GROUP": 8, "num_warps": 8, "num_stages": stages}
     return {"BM": 128, "BN": 256, "BK": 64 if gpu.capability >= 90 else 32, "GROUP": 8, "num_warps": 8, "num_stages": 3}
 
@@ -132,6 +134,17 @@ class _Function(Function):
         return da, db, None
 
 
+def in_autocast(*given: Any) -> tuple[Any, ...]:
+    """Tensors in autocast's dtype where it is on for the first one's device; None and all else as it is."""
+    first = given[0]
+    kind = "cuda" if isinstance(first, torch.Tensor) and first.is_cuda else "cpu"
+    if not torch.is_autocast_enabled(kind) or not isinstance(first, torch.Tensor) or first.device.type != kind:
+        return given
+    to = torch.get_autocast_dtype(kind)
+    floats = [isinstance(t, torch.Tensor) and t.is_floating_point() and t.dtype != torch.float64 for t in given]
+    return tuple([t.to(to) if cast else t for t, cast in zip(given, floats, strict=True)])
+
+
 def reference(a: torch.Tensor, b: torch.Tensor) -> torch.Tensor:
     return torch.matmul(a, b)
 
@@ -145,9 +158,7 @@ def matmul(a: torch.Tensor, b: torch.Tensor, *, impl: str | None = None) -> torc
     """
     if not isinstance(a, torch.Tensor) or not isinstance(b, torch.Tensor):
         raise RidgelineError(f"matmul: a and b must be tensors, and are {type(a).__name__} and {type(b).__name__}")
-    kind = "cuda" if a.is_cuda else "cpu"
-    if torch.is_autocast_enabled(kind) and a.device.type == kind:
-        a, b = (t.to(torch.get_autocast_dtype(kind)) if t.is_floating_point() and t.dtype != torch.float64 else t for t in (a, b))
+    a, b = in_autocast(a, b)
     if a.dtype != b.dtype or a.device != b.device:
         raise RidgelineError(f"matmul: a is {a.dtype} on {a.device} and b {b.dtype} on {b.device}; they must agree")
     if not a.dim() or not b.dim() or a.shape[-1] != b.shape[-2 if b.dim() > 1 else 0]:
@@ -195,14 +206,14 @@ MATMUL = Op(
 
 MATMUL.eager("torch", "PyTorch's own: cuBLAS on an NVIDIA GPU", torch.matmul, served=True)
 MATMUL.kernel("triton", "one tile per program on the matrix units, in grouped order", kind="triton", fwd=by_triton, bwd=by_triton)
-_HOPPER: dict[str, Any] = {"kind": "gluon", "dtypes": ("float16", "bfloat16"), "arch": 90, "newest": 90}
+HOPPER: dict[str, Any] = {"kind": "gluon", "dtypes": ("float16", "bfloat16"), "arch": 90, "newest": 90}
 MATMUL.kernel(
     "gluon_padded",
     "the next rung, after a copy of operands whose rows the copy engine cannot take",
     fwd=_hopper.padded,
     bwd=_hopper.padded,
     supports=_hopper.empty,
-    **_HOPPER,
+    **HOPPER,
 )
 MATMUL.kernel(
     "gluon",
@@ -210,5 +221,5 @@ MATMUL.kernel(
     fwd=_hopper.fwd,
     bwd=_hopper.fwd,
     supports=_hopper.refusal,
-    **_HOPPER,
+    **HOPPER,
 )

@@ -1,0 +1,152 @@
+"""gated_linear: y = activation(x G^T) (x U^T): the first half of a gated feed-forward layer (SwiGLU, GEGLU).
+
+    backward: dz = dy up activation'(z),  dup = dy activation(z),  dx = dz G + dup U,  dG = dz^T x,  dU = dup^T x,  z = x G^T,  up = x U^T
+
+Both products have the same left side and meet in registers: x is read once, and z and up are written only where backward needs them.
+Source: Shazeer, GLU Variants Improve Transformer, 2020 (arXiv:2002.05202).
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+import torch.nn.functional as F
+import triton.language as tl  # noqa: F401 - Triton's interpreter looks for it in a kernel's module
+
+from ridgeline.boundary import Function, differentiate, first_order, kernel_op
+from ridgeline.op import Case, Cost, Op, RidgelineError, Spec, nbytes
+from ridgeline.ops.matmul import _hopper
+from ridgeline.ops.matmul._epilogue import ACTIVATIONS, gate, ungate
+from ridgeline.ops.matmul.matmul import HOPPER, by_triton, in_autocast, of_any_strides, precision, product
+from ridgeline.select import eager, run
+
+_T = torch.Tensor
+
+
+def _triton(y: _T, z: _T, z_up: _T, x: _T, weight: _T, up: _T, activation: str, how: str) -> None:
+    """Fills y, and z and z_up where they have elements."""
+    if not z.numel():
+        z, z_up = torch.empty_like(y), torch.empty_like(y)
+    by_triton(z, x, weight.mT, how)
+    by_triton(z_up, x, up.mT, how)
+    gate(y, z, z_up, activation)
+
+
+def _gluon(y: _T, z: _T, z_up: _T, x: _T, weight: _T, up: _T, activation: str, how: str) -> None:
+    kept: dict[str, Any] = {"z": z, "z_up": z_up} if z.numel() else {}
+    _hopper.product(y, x, weight.mT, up=up.mT, activation=activation, **kept)
+
+
+def _refusal(x: _T, weight: _T, up: _T, *_: Any, **__: Any) -> str | None:
+    if weight.shape[0] % 8:
+        return f"the engine writes rows of whole 16 bytes, and a row has {weight.shape[0]} elements"
+    if _hopper.whole(weight) != _hopper.whole(up):
+        return "both weights must have their rows, or both their columns, at multiples of 16 bytes"
+    return _hopper.refusal(x, weight.mT) or _hopper.refusal(x, up.mT)
+
+
+@kernel_op("gated_linear_fwd(Tensor x, Tensor gate, Tensor up, str activation, bool keep, str precision, str? impl) -> (Tensor, Tensor, Tensor)")  # fmt: skip
+def _fwd_op(x: _T, weight: _T, up: _T, activation: str, keep: bool, how: str, impl: str | None) -> tuple[_T, _T, _T]:
+    shape = x.shape[0], weight.shape[0]
+    y, z, z_up = x.new_empty(shape), x.new_empty(shape if keep else (0,)), x.new_empty(shape if keep else (0,))
+    run(GATED_LINEAR, "fwd", impl, (y, z, z_up), x, weight, up, activation, how)
+    return y, z, z_up
+
+
+@kernel_op("gated_linear_bwd(Tensor dy, Tensor z, Tensor up, str activation) -> (Tensor, Tensor)")
+def _bwd_op(dy: _T, z: _T, up: _T, activation: str) -> tuple[_T, _T]:
+    dz, dup = torch.empty_like(z), torch.empty_like(z)
+    ungate(dz, dup, dy, z, up, activation)
+    return dz, dup
+
+
+class _Function(Function):
+    @staticmethod
+    def forward(ctx: Any, x: _T, weight: _T, up: _T, activation: str, keep: bool, impl: str | None) -> _T:
+        y, *kept = _fwd_op(x, weight, up, activation, keep, precision(), impl)
+        ctx.save_for_backward(x, weight, up, *kept)
+        ctx.activation, ctx.impl = activation, of_any_strides(impl)
+        return y
+
+    @staticmethod
+    @first_order
+    def backward(ctx: Any, dy: _T) -> Any:
+        x, weight, up, *kept = ctx.saved_tensors
+        dz, dup = _bwd_op(dy.contiguous(), *kept, ctx.activation)
+        wanted = ctx.needs_input_grad
+        dx = product(dz, weight, ctx.impl) + product(dup, up, ctx.impl) if wanted[0] else None
+        dweight = product(dz.mT, x, ctx.impl) if wanted[1] else None
+        return dx, dweight, product(dup.mT, x, ctx.impl) if wanted[2] else None, None, None, None
+
+
+def reference(x: _T, gate: _T, up: _T, *, activation: str = "silu") -> _T:
+    return ACTIVATIONS[activation](F.linear(x, gate)) * F.linear(x, up)
+
+
+def gated_linear(
+    x: torch.Tensor, gate: torch.Tensor, up: torch.Tensor, *, activation: str = "silu", impl: str | None = None
+) -> torch.Tensor:
+    """`activation(x gate^T) * (x up^T)`. Gradients flow to all three.
+
+    x: (..., K); gate, up: (N, K), as two `torch.nn.Linear` have them. One dtype, one device, any strides; the result is (..., N).
+    activation: "silu", "gelu" or "gelu_tanh". Rungs that fuse round once, where PyTorch rounds both products too.
+    float32 products follow `torch.get_float32_matmul_precision()`; under autocast all are cast to its dtype first.
+    Raises RidgelineError where shapes, dtypes or devices do not fit, or `impl` cannot run the call.
+    """
+    x, gate, up = in_autocast(x, gate, up)
+    for name, t in (("x", x), ("gate", gate), ("up", up)):
+        if not isinstance(t, torch.Tensor):
+            raise RidgelineError(f"gated_linear: {name} must be a tensor, and is {type(t).__name__}")
+        if t.dtype != x.dtype or t.device != x.device:
+            raise RidgelineError(f"gated_linear: x is {x.dtype} on {x.device} and {name} {t.dtype} on {t.device}; they must agree")
+    if activation not in ACTIVATIONS or not activation:
+        raise RidgelineError(f"gated_linear: activation must be 'silu', 'gelu' or 'gelu_tanh', and is {activation!r}")
+    if gate.dim() != 2 or not x.dim() or x.shape[-1] != gate.shape[1] or gate.shape != up.shape:
+        shapes = f"{tuple(x.shape)}, {tuple(gate.shape)} and {tuple(up.shape)}"
+        raise RidgelineError(f"gated_linear: x must be (..., K), gate and up (N, K); they are {shapes}")
+    plain = eager(GATED_LINEAR, impl, x, gate, up)
+    if plain is not None:
+        return plain.call(x, gate, up, activation=activation)  # type: ignore[misc]
+    keep = torch.is_grad_enabled() and any([t.requires_grad for t in (x, gate, up)])
+    y = differentiate(_Function, x.reshape(-1, x.shape[-1]), gate, up, activation, keep, impl)
+    return y.view(*x.shape[:-1], gate.shape[0])
+
+
+def cost(x: _T, gate: _T, up: _T, *, activation: str = "silu") -> tuple[Cost, Cost]:
+    rows = x.numel() // max(1, x.shape[-1])
+    flops, y, inputs = 4 * rows * gate.numel(), rows * gate.shape[0] * x.element_size(), nbytes(x, gate, up)
+    return Cost(inputs, y, flops), Cost(3 * y + inputs, inputs, 2 * flops)
+
+
+def _case(rows: int, N: int, K: int, use: str, **options: Any) -> Case:
+    dtypes = {"bench": ("bfloat16",), "quick": ("float32",), "check": ("float32", "float16", "bfloat16")}[use]
+    weight = Spec(N, K)
+    return Case(" ".join([f"{rows}x{K} -> {N}", *options.values()]), (Spec(rows, K), weight, weight), options, dtypes=dtypes, use=use)
+
+
+GATED_LINEAR = Op(
+    gated_linear,
+    reference=reference,
+    cost=cost,
+    cases=[
+        _case(67, 40, 45, "check"),
+        _case(33, 17, 64, "check", activation="gelu"),
+        _case(33, 24, 32, "check", activation="gelu_tanh"),
+        _case(512, 512, 512, "quick"),
+        _case(8192, 14336, 4096, "bench"),
+        _case(16384, 8192, 2048, "bench"),
+    ],
+)
+
+GATED_LINEAR.eager("torch", "two of PyTorch's linears (cuBLAS), an activation and a product: four kernels", reference, served=True)
+GATED_LINEAR.compiled("two products, then one pass fused by torch.compile")
+GATED_LINEAR.kernel("triton", "two products, then one pass", kind="triton", fwd=_triton, bwd=_triton)
+GATED_LINEAR.kernel(
+    "gluon",
+    "on Hopper both products at once: half of each tile is the gate's, and they meet in registers",
+    fwd=_gluon,
+    bwd=_gluon,
+    supports=_refusal,
+    **HOPPER,
+)

@@ -1,0 +1,180 @@
+"""linear: y = activation(x W^T + b) + residual, the sums never in memory before their end.
+
+    backward: dz = dy activation'(z),  dx = dz W,  dW = dz^T x,  db = sum of dz's rows,  dresidual = dy,  z = x W^T + b
+
+The product is matmul's; what follows it works on the sums in registers, in float32, so that nothing is rounded or written between. Where
+an activation needs it for backward, z is written too, as the products of backward are matmul's again.
+Source: the fused ends are those of cuBLASLt and CUTLASS ("epilogues").
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+import torch.nn.functional as F
+import triton.language as tl  # noqa: F401 - Triton's interpreter looks for it in a kernel's module
+
+from ridgeline.boundary import Function, differentiate, first_order, kernel_op
+from ridgeline.op import Case, Cost, Op, RidgelineError, Spec, nbytes
+from ridgeline.ops.matmul import _hopper
+from ridgeline.ops.matmul._epilogue import ACTIVATIONS, undo
+from ridgeline.ops.matmul.matmul import HOPPER, by_triton, in_autocast, of_any_strides, precision, product
+from ridgeline.select import eager, run
+
+_Maybe = torch.Tensor | None
+
+
+def _triton(y: torch.Tensor, z: torch.Tensor, x: torch.Tensor, weight: torch.Tensor, bias: _Maybe, residual: _Maybe, activation: str, how: str) -> None:  # fmt: skip
+    """Fills y, and z where it has elements."""
+    by_triton(y, x, weight.mT, how, z=z if z.numel() else None, bias=bias, residual=residual, activation=activation)
+
+
+def _gluon(y: torch.Tensor, z: torch.Tensor, x: torch.Tensor, weight: torch.Tensor, bias: _Maybe, residual: _Maybe, activation: str, how: str) -> None:  # fmt: skip
+    _hopper.product(y, x, weight.mT, z=z if z.numel() else None, bias=bias, residual=residual, activation=activation)
+
+
+def _refusal(x: torch.Tensor, weight: torch.Tensor, *rest: Any, **options: Any) -> str | None:
+    """Of public arguments, or of a launcher's inputs."""
+    rest = (*rest, *options.values())
+    others = [t for t in rest if isinstance(t, torch.Tensor) and t.dim() > 1]
+    if weight.shape[0] % 8 and (others or any([r in ACTIVATIONS and r for r in rest if isinstance(r, str)])):
+        return (
+            f"with an activation or a residual the engine writes or reads rows of whole 16 bytes, and a row has {weight.shape[0]} elements"
+        )
+    if any([t.data_ptr() % 16 for t in others]):
+        return "residual must begin at a multiple of 16 bytes"
+    return _hopper.refusal(x, weight.mT)
+
+
+@kernel_op("linear_fwd(Tensor x, Tensor weight, Tensor? bias, Tensor? residual, str activation, bool keep, str precision, str? impl) -> (Tensor, Tensor)")  # fmt: skip
+def _fwd_op(
+    x: torch.Tensor, weight: torch.Tensor, bias: _Maybe, residual: _Maybe, activation: str, keep: bool, how: str, impl: str | None
+) -> tuple[torch.Tensor, torch.Tensor]:
+    shape = x.shape[0], weight.shape[0]
+    y, z = x.new_empty(shape), x.new_empty(shape if keep else (0,))
+    run(LINEAR, "fwd", impl, (y, z), x, weight, bias, residual, activation, how)
+    return y, z
+
+
+@kernel_op("linear_bwd(Tensor dy, Tensor z, str activation) -> Tensor")
+def _bwd_op(dy: torch.Tensor, z: torch.Tensor, activation: str) -> torch.Tensor:
+    dz = torch.empty_like(z)
+    undo(dz, dy, z, activation)
+    return dz
+
+
+class _Function(Function):
+    @staticmethod
+    def forward(
+        ctx: Any, x: torch.Tensor, weight: torch.Tensor, bias: _Maybe, residual: _Maybe, activation: str, keep: bool, impl: str | None
+    ) -> torch.Tensor:
+        y, z = _fwd_op(x, weight, bias, residual, activation, keep, precision(), impl)
+        ctx.save_for_backward(x, weight, z)
+        ctx.activation, ctx.impl = activation, of_any_strides(impl)
+        return y
+
+    @staticmethod
+    @first_order
+    def backward(ctx: Any, dy: torch.Tensor) -> Any:
+        x, weight, z = ctx.saved_tensors
+        dz = _bwd_op(dy.contiguous(), z, ctx.activation) if ctx.activation else dy
+        dx = product(dz, weight, ctx.impl) if ctx.needs_input_grad[0] else None
+        dw = product(dz.mT, x, ctx.impl) if ctx.needs_input_grad[1] else None
+        db = dz.sum(0) if ctx.needs_input_grad[2] else None
+        return dx, dw, db, dy if ctx.needs_input_grad[3] else None, None, None, None
+
+
+def reference(
+    x: torch.Tensor, weight: torch.Tensor, bias: _Maybe = None, *, activation: str | None = None, residual: _Maybe = None
+) -> torch.Tensor:
+    y = ACTIVATIONS[activation or ""](F.linear(x, weight, bias))
+    return y if residual is None else y + residual
+
+
+def _check(x: Any, weight: Any, bias: Any, activation: Any, residual: Any) -> None:
+    for name, t, wanted in (("x", x, True), ("weight", weight, True), ("bias", bias, False), ("residual", residual, False)):
+        if not isinstance(t, torch.Tensor) and (wanted or t is not None):
+            raise RidgelineError(f"linear: {name} must be a tensor{'' if wanted else ' or None'}, and is {type(t).__name__}")
+        if t is not None and (t.dtype != x.dtype or t.device != x.device):
+            raise RidgelineError(f"linear: x is {x.dtype} on {x.device} and {name} {t.dtype} on {t.device}; they must agree")
+    if activation is not None and (activation not in ACTIVATIONS or not activation):
+        raise RidgelineError(f"linear: activation must be None, 'silu', 'gelu' or 'gelu_tanh', and is {activation!r}")
+    if weight.dim() != 2 or not x.dim() or x.shape[-1] != weight.shape[1]:
+        raise RidgelineError(f"linear: x must be (..., K) and weight (N, K); they are {tuple(x.shape)} and {tuple(weight.shape)}")
+    if bias is not None and bias.shape != weight.shape[:1]:
+        raise RidgelineError(f"linear: bias must have the shape {tuple(weight.shape[:1])}, and has {tuple(bias.shape)}")
+    if residual is not None and residual.shape != (*x.shape[:-1], weight.shape[0]):
+        raise RidgelineError(f"linear: residual must have y's shape {(*x.shape[:-1], weight.shape[0])}, and has {tuple(residual.shape)}")
+
+
+def linear(
+    x: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None = None, *, activation: str | None = None,
+    residual: torch.Tensor | None = None, impl: str | None = None,
+) -> torch.Tensor:  # fmt: skip
+    """`activation(x W^T + bias) + residual`, as `torch.nn.functional.linear` and what follows it. Gradients flow to all tensors.
+
+    x: (..., K); weight: (N, K); bias: (N,); residual: (..., N). One dtype, one device, any strides; the result is (..., N).
+    activation: None, "silu", "gelu" or "gelu_tanh". Sums, activation and residual are float32 inside, rounded once.
+    float32 products follow `torch.get_float32_matmul_precision()`; under autocast all are cast to its dtype first.
+    Raises RidgelineError where shapes, dtypes or devices do not fit, or `impl` cannot run the call.
+    """
+    x, weight, bias, residual = in_autocast(x, weight, bias, residual)
+    _check(x, weight, bias, activation, residual)
+    tensors = [t for t in (x, weight, bias, residual) if t is not None]
+    plain = eager(LINEAR, impl, *tensors)
+    if plain is not None:
+        return plain.call(x, weight, bias, activation=activation, residual=residual)  # type: ignore[misc]
+    keep = activation is not None and torch.is_grad_enabled() and any([t.requires_grad for t in tensors])
+    flat = None if residual is None else residual.reshape(-1, residual.shape[-1]).contiguous()
+    bias = None if bias is None else bias.contiguous()
+    y = differentiate(_Function, x.reshape(-1, x.shape[-1]), weight, bias, flat, activation or "", keep, impl)
+    return y.view(*x.shape[:-1], weight.shape[0])
+
+
+def cost(
+    x: torch.Tensor, weight: torch.Tensor, bias: _Maybe = None, *, activation: str | None = None, residual: _Maybe = None
+) -> tuple[Cost, Cost]:
+    """An activation's pre-image is written forward and read backward where gradients are wanted: counted backward."""
+    rows = x.numel() // max(1, x.shape[-1])
+    flops, y = 2 * rows * weight.numel(), rows * weight.shape[0] * x.element_size()
+    extra = sum([nbytes(t) for t in (bias, residual) if t is not None])
+    inputs, kept = nbytes(x, weight), y if activation else 0
+    return Cost(inputs + extra, y, flops), Cost(y + inputs + kept, inputs + (nbytes(bias) if bias is not None else 0), 2 * flops)
+
+
+def _case(rows: int, N: int, K: int, use: str = "bench", bias: bool = False, residual: bool = False, **options: Any) -> Case:
+    dtypes = {"bench": ("bfloat16",), "quick": ("float32",), "check": ("float32", "float16", "bfloat16")}[use]
+    what = [f"{rows}x{K} -> {N}", *(["bias"] * bias), *options.values(), *(["residual"] * residual)]
+    more = {"residual": Spec(rows, N)} if residual else {}
+    return Case(" ".join(what), (Spec(rows, K), Spec(N, K), *([Spec(N)] * bias)), more | options, dtypes=dtypes, use=use)
+
+
+LINEAR = Op(
+    linear,
+    reference=reference,
+    cost=cost,
+    cases=[
+        _case(67, 40, 45, "check", activation="gelu"),
+        _case(33, 24, 64, "check", activation="silu", residual=True),
+        _case(33, 17, 32, "check", bias=True, activation="gelu_tanh"),
+        _case(20, 16, 24, "check"),
+        _case(512, 512, 512, "quick", bias=True, activation="gelu"),
+        _case(8192, 4096, 4096),
+        _case(8192, 14336, 4096, activation="silu"),
+        _case(8192, 16384, 4096, bias=True, activation="gelu"),
+        _case(8192, 4096, 16384, bias=True, residual=True),
+    ],
+)
+
+LINEAR.eager("torch", "PyTorch's linear (cuBLAS), then a pass over memory for an activation and one for a residual", reference, served=True)
+LINEAR.compiled("the product, then what follows it fused into one pass by torch.compile")
+LINEAR.kernel("triton", "what follows the product works on its sums, in registers", kind="triton", fwd=_triton, bwd=_triton)
+LINEAR.kernel(
+    "gluon",
+    "the same on Hopper: a tile's end runs while the other group multiplies, and the residual comes with the copy engine",
+    fwd=_gluon,
+    bwd=_gluon,
+    supports=_refusal,
+    **HOPPER,
+)
