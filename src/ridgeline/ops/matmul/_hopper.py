@@ -342,7 +342,7 @@ def product(
     rights = [None if t is None else TensorMap(t, box, 128) for t in (b, None if up is None else _by_k(up.mT)[0])]
     tiles = triton.cdiv(M, 2 * rows) * triton.cdiv(N, wide) * parts * batch
     numbers = M, N, triton.cdiv(K, 64), batch, parts, int(a.shape[0] > 1), int(b.shape[0] > 1)
-    facts = {"A_BY_K": a_by_k, "B_BY_K": b_by_k, **made, "ACTIVATION": activation, "num_warps": 4, "maxnreg": 168}
+    facts: dict[str, Any] = {"A_BY_K": a_by_k, "B_BY_K": b_by_k, **made, "ACTIVATION": activation, "num_warps": 4, "maxnreg": 168}
     maps = board(result), board(z), board(z_up), bias, board(residual), left, *rights
     launch(_fwd, (min(tiles, gpu.multiprocessors),), result, *maps, *numbers, **facts)
     if parts > 1:
