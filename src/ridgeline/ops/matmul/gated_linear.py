@@ -18,7 +18,7 @@ from ridgeline.boundary import Function, differentiate, first_order, kernel_op
 from ridgeline.op import Case, Cost, Op, RidgelineError, Spec, nbytes
 from ridgeline.ops.matmul import _hopper
 from ridgeline.ops.matmul._epilogue import ACTIVATIONS, gate, ungate
-from ridgeline.ops.matmul.matmul import HOPPER, by_triton, in_autocast, of_any_strides, precision, product
+from ridgeline.ops.matmul.matmul import HOPPER, agree, by_triton, in_autocast, of_any_strides, precision, product
 from ridgeline.select import eager, run
 
 _T = torch.Tensor
@@ -95,11 +95,7 @@ def gated_linear(
     Raises RidgelineError where shapes, dtypes or devices do not fit, or `impl` cannot run the call.
     """
     x, gate, up = in_autocast(x, gate, up)
-    for name, t in (("x", x), ("gate", gate), ("up", up)):
-        if not isinstance(t, torch.Tensor):
-            raise RidgelineError(f"gated_linear: {name} must be a tensor, and is {type(t).__name__}")
-        if t.dtype != x.dtype or t.device != x.device:
-            raise RidgelineError(f"gated_linear: x is {x.dtype} on {x.device} and {name} {t.dtype} on {t.device}; they must agree")
+    agree("gated_linear", x=x, gate=gate, up=up)
     if activation not in ACTIVATIONS or not activation:
         raise RidgelineError(f"gated_linear: activation must be 'silu', 'gelu' or 'gelu_tanh', and is {activation!r}")
     if gate.dim() != 2 or not x.dim() or x.shape[-1] != gate.shape[1] or gate.shape != up.shape:

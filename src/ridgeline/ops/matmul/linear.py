@@ -19,7 +19,7 @@ from ridgeline.boundary import Function, differentiate, first_order, kernel_op
 from ridgeline.op import Case, Cost, Op, RidgelineError, Spec, nbytes
 from ridgeline.ops.matmul import _hopper
 from ridgeline.ops.matmul._epilogue import ACTIVATIONS, undo
-from ridgeline.ops.matmul.matmul import HOPPER, by_triton, in_autocast, of_any_strides, precision, product
+from ridgeline.ops.matmul.matmul import HOPPER, agree, by_triton, in_autocast, of_any_strides, precision, product
 from ridgeline.select import eager, run
 
 _Maybe = torch.Tensor | None
@@ -93,11 +93,7 @@ def reference(
 
 
 def _check(x: Any, weight: Any, bias: Any, activation: Any, residual: Any) -> None:
-    for name, t, wanted in (("x", x, True), ("weight", weight, True), ("bias", bias, False), ("residual", residual, False)):
-        if not isinstance(t, torch.Tensor) and (wanted or t is not None):
-            raise RidgelineError(f"linear: {name} must be a tensor{'' if wanted else ' or None'}, and is {type(t).__name__}")
-        if t is not None and (t.dtype != x.dtype or t.device != x.device):
-            raise RidgelineError(f"linear: x is {x.dtype} on {x.device} and {name} {t.dtype} on {t.device}; they must agree")
+    agree("linear", x=x, weight=weight, **{n: t for n, t in (("bias", bias), ("residual", residual)) if t is not None})
     if activation is not None and (activation not in ACTIVATIONS or not activation):
         raise RidgelineError(f"linear: activation must be None, 'silu', 'gelu' or 'gelu_tanh', and is {activation!r}")
     if weight.dim() != 2 or not x.dim() or x.shape[-1] != weight.shape[1]:

@@ -145,6 +145,16 @@ def in_autocast(*given: Any) -> tuple[Any, ...]:
     return tuple([t.to(to) if cast else t for t, cast in zip(given, floats, strict=True)])
 
 
+def agree(op: str, **tensors: Any) -> None:
+    """Raises RidgelineError where one is no tensor, or has not the dtype and device of the first."""
+    first, x = next(iter(tensors.items()))
+    for name, t in tensors.items():
+        if not isinstance(t, torch.Tensor):
+            raise RidgelineError(f"{op}: {name} must be a tensor, and is {type(t).__name__}")
+        if t.dtype != x.dtype or t.device != x.device:
+            raise RidgelineError(f"{op}: {first} is {x.dtype} on {x.device} and {name} {t.dtype} on {t.device}; they must agree")
+
+
 def reference(a: torch.Tensor, b: torch.Tensor) -> torch.Tensor:
     return torch.matmul(a, b)
 
@@ -156,11 +166,8 @@ def matmul(a: torch.Tensor, b: torch.Tensor, *, impl: str | None = None) -> torc
     Under autocast a and b are cast to its dtype first, as for torch's own.
     Raises RidgelineError where shapes, dtypes or devices do not fit, or `impl` cannot run the call.
     """
-    if not isinstance(a, torch.Tensor) or not isinstance(b, torch.Tensor):
-        raise RidgelineError(f"matmul: a and b must be tensors, and are {type(a).__name__} and {type(b).__name__}")
     a, b = in_autocast(a, b)
-    if a.dtype != b.dtype or a.device != b.device:
-        raise RidgelineError(f"matmul: a is {a.dtype} on {a.device} and b {b.dtype} on {b.device}; they must agree")
+    agree("matmul", a=a, b=b)
     if not a.dim() or not b.dim() or a.shape[-1] != b.shape[-2 if b.dim() > 1 else 0]:
         raise RidgelineError(f"matmul: the inner sizes of {tuple(a.shape)} and {tuple(b.shape)} must agree")
     plain = eager(MATMUL, impl, a, b)
