@@ -40,16 +40,17 @@ def slope(x, ACTIVATION: tl.constexpr):
 @triton.jit
 def finish(x, z, y, bias, residual, m, n, M, N, first, ACTIVATION: tl.constexpr):
     """Rows m and columns n of y, and of z what the activation is taken of, from their sums; `first` is what their matrix begins at."""
-    here = (m[:, None] < M) & (n[None, :] < N)
-    at = first + m[:, None].to(tl.int64) * N + n[None, :]
     if bias is not None:
         x += tl.load(bias + n, mask=n < N, other=0.0).to(tl.float32)[None, :]
     if z is not None:
-        tl.store(z + at, x.to(y.dtype.element_ty), mask=here)
+        at_z = z + first + m[:, None].to(tl.int64) * N + n[None, :]
+        tl.store(at_z, x.to(y.dtype.element_ty), mask=(m[:, None] < M) & (n[None, :] < N))
     x = activate(x, ACTIVATION)
     if residual is not None:
-        x += tl.load(residual + at, mask=here, other=0.0).to(tl.float32)
-    tl.store(y + at, x.to(y.dtype.element_ty), mask=here)
+        at_r = residual + first + m[:, None].to(tl.int64) * N + n[None, :]
+        x += tl.load(at_r, mask=(m[:, None] < M) & (n[None, :] < N), other=0.0).to(tl.float32)
+    at_y = y + first + m[:, None].to(tl.int64) * N + n[None, :]
+    tl.store(at_y, x.to(y.dtype.element_ty), mask=(m[:, None] < M) & (n[None, :] < N))
 
 
 @triton.jit(do_not_specialize=["parts"])
