@@ -354,8 +354,9 @@ TILES = ((64, 256, 4, 2), (128, 128, 4, 1), (64, 128, 6, 2), (64, 64, 8, 2))  # 
 
 
 def _tile(rows: int, wide: int, stages: int, boards: int, more: bool) -> tuning.Config:
-    """A residual has boards for all of its tile, and a stage less."""
-    return {"ROWS": rows, "BN": wide, "STAGES": stages - more, "BOARDS": wide // 64 if more else boards, "LAG": 2}
+    """A residual has boards for all of its tile, and a stage less. Bands are as high as makes a wave of 132 tiles the nearest to a square."""
+    made = {"ROWS": rows, "BN": wide, "STAGES": stages - more, "BOARDS": wide // 64 if more else boards}
+    return {**made, "LAG": min(2, stages - more - 2), "GROUP": 16 if wide > 2 * rows else 8}
 
 
 def rule(gpu: device.Device, batch: int, M: int, N: int, K: int, gated: bool, more: bool, kept: bool) -> tuning.Config:
@@ -373,12 +374,13 @@ def rule(gpu: device.Device, batch: int, M: int, N: int, K: int, gated: bool, mo
     splits = (1,) if gated else (1, 2, 3, 4, 6, 8, 12, 16, 24, 32)
     ways = [(tile, parts) for tile in TILES for parts in splits if parts <= triton.cdiv(K, 64)]
     tile, parts = min(ways, key=lambda way: cycles(*way))
-    return {**_tile(*tile, more), "GROUP": 8, "PARTS": parts}
+    return {**_tile(*tile, more), "PARTS": parts}
 
 
 def space(gated: bool, more: bool, kept: bool) -> list[tuning.Config]:
     splits = (1,) if gated else (1, 2, 4)
-    return [{**_tile(*tile, more), "LAG": lag, "GROUP": g, "PARTS": p} for tile in TILES for lag in (0, 2) for g in (8, 16) for p in splits]
+    tiles = [{**_tile(*tile, more), "GROUP": g} for tile in TILES for g in (8, 16)]
+    return [{**tile, "LAG": lag, "PARTS": p} for tile in tiles for lag in (0, tile["LAG"]) for p in splits]
 
 
 def fwd(y: torch.Tensor, a: torch.Tensor, b: torch.Tensor, precision: str) -> None:
