@@ -75,6 +75,7 @@ def test_rules_fit_their_machine(more: bool) -> None:
             rows, wide = choice["ROWS"], choice["BN"]
             shared = choice["STAGES"] * 128 * (2 * rows + wide) + 2 * choice["BOARDS"] * rows * 128
             assert shared + 1024 <= gpu.shared_memory, choice
+            assert wide >= (128 if gated else 64), choice
             assert choice["LAG"] < choice["STAGES"] - 1, choice
     assert _hopper.rule(gpu, 1, 512, 512, 65536, False, more, False)["PARTS"] > 4
     assert _hopper.rule(gpu, 1, 8192, 8192, 8192, False, more, False)["PARTS"] == 1

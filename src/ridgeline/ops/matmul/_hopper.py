@@ -353,6 +353,11 @@ def product(
 TILES = ((64, 256, 4, 2), (128, 128, 4, 1), (64, 128, 6, 2), (64, 64, 8, 2))  # ROWS, BN, STAGES, BOARDS: as much as shared memory holds
 
 
+def _tiles(gated: bool) -> tuple[tuple[int, int, int, int], ...]:
+    """Half of a gated unit's tile is a chunk of 64 at least."""
+    return TILES[:-1] if gated else TILES
+
+
 def _tile(rows: int, wide: int, stages: int, boards: int, more: bool) -> tuning.Config:
     """A residual has boards for all of its tile, and a stage less. Bands are as high as makes a wave of 132 tiles the nearest to a square."""
     made = {"ROWS": rows, "BN": wide, "STAGES": stages - more, "BOARDS": wide // 64 if more else boards}
@@ -372,14 +377,14 @@ def rule(gpu: device.Device, batch: int, M: int, N: int, K: int, gated: bool, mo
         return 3000 + triton.cdiv(tiles, gpu.multiprocessors) * (triton.cdiv(triton.cdiv(K, 64), parts) * step + 1000) + added
 
     splits = (1,) if gated else (1, 2, 3, 4, 6, 8, 12, 16, 24, 32)
-    ways = [(tile, parts) for tile in TILES for parts in splits if parts <= triton.cdiv(K, 64)]
+    ways = [(tile, parts) for tile in _tiles(gated) for parts in splits if parts <= triton.cdiv(K, 64)]
     tile, parts = min(ways, key=lambda way: cycles(*way))
     return {**_tile(*tile, more), "PARTS": parts}
 
 
 def space(gated: bool, more: bool, kept: bool) -> list[tuning.Config]:
     splits = (1,) if gated else (1, 2, 4)
-    tiles = [{**_tile(*tile, more), "GROUP": g} for tile in TILES for g in (8, 16)]
+    tiles = [{**_tile(*tile, more), "GROUP": g} for tile in _tiles(gated) for g in (8, 16)]
     return [{**tile, "LAG": lag, "PARTS": p} for tile in tiles for lag in (0, tile["LAG"]) for p in splits]
 
 
