@@ -106,6 +106,22 @@ def test_parts_are_added_up(device: str) -> None:
 
 
 @pytest.mark.compiles
+@pytest.mark.parametrize("shape", [(8, 17, 4096), (100, 12, 8192), (1, 5, 4096), (300, 136, 16384)])
+def test_parts_are_written_by_the_copy_engine(shape: tuple[int, int, int]) -> None:
+    """Their rows are padded, whatever N is; so the kernel must have a tensor map for them."""
+    M, N, K = shape
+    case = Case("", (Spec(M, K), Spec(N, K)), dtypes=("bfloat16",))
+    made = [
+        one for _, one in inspect.launches(get("linear"), get("linear").implementations["gluon"], case, "bfloat16", "sm_90", ("forward",))
+    ]
+    assert len(made) == 2
+    sums, out = made[0].args[:2]
+    assert sums.dtype == torch.float32
+    assert out is not None
+    assert list(out.block_shape)[-1] == 32
+
+
+@pytest.mark.compiles
 def test_products_are_not_serialized(tmp_path) -> None:  # type: ignore[no-untyped-def]
     """ptxas lets products run while the next are started, and moves no sums: it says where it cannot."""
     ops = [("matmul", Case("", (Spec(512, 512), Spec(512, 2048)), dtypes=("bfloat16",)))]

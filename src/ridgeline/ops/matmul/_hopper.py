@@ -326,7 +326,7 @@ def product(
     b, b_by_k = _by_k(b.mT)
     result = y
     if parts > 1:
-        sums = y.new_empty((parts, batch, M, triton.cdiv(N, 4) * 4), dtype=torch.float32)
+        sums = y.new_empty((parts, batch, M, triton.cdiv(N, 8) * 8), dtype=torch.float32)
         result = sums.view(parts * batch, M, -1)
         epilogue: dict[str, Any] = {"z": z, "bias": bias, "residual": residual, "activation": activation}
         z = bias = residual = None
