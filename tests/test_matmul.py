@@ -2,13 +2,18 @@
 
 import random
 import subprocess
+from itertools import product
 from types import FunctionType, SimpleNamespace
+from typing import Any
 
 import pytest
 import torch
+import torch.nn.functional as F
 import triton
 
 from ridgeline import device as devices
+from ridgeline import tuning
+from ridgeline.boundary import Launch, observe
 from ridgeline.lab import inspect
 from ridgeline.op import Case, Spec, get
 from ridgeline.ops.matmul import _hopper
@@ -16,6 +21,7 @@ from ridgeline.ops.matmul._epilogue import add_up
 from ridgeline.ops.matmul._hopper import aligned, whole
 
 HALF = torch.bfloat16
+PLACE = FunctionType(_hopper.Tiles.place.fn.__code__, {"gl": SimpleNamespace(cdiv=triton.cdiv, minimum=min)})
 
 
 def test_which_operands_the_copy_engine_takes() -> None:
@@ -48,8 +54,6 @@ def test_which_operands_the_copy_engine_takes() -> None:
 
 def test_every_tile_is_computed_once() -> None:
     """`Tiles.place`, run by Python: all tiles of all matrices, and of each all steps of K, once."""
-    python = SimpleNamespace(cdiv=triton.cdiv, minimum=min)
-    place = FunctionType(_hopper.Tiles.place.fn.__code__, {"gl": python})
     dice = random.Random(0)
     for _ in range(100):
         M, N, steps, batch = (dice.randint(1, most) for most in (2000, 2000, 60, 3))
@@ -57,7 +61,7 @@ def test_every_tile_is_computed_once() -> None:
         parts = dice.randint(1, min(7, steps))
         tiles = SimpleNamespace(M=M, N=N, steps=steps, batch=batch, parts=parts, BM=BM, BN=BN, GROUP=GROUP)
         count = triton.cdiv(M, BM) * triton.cdiv(N, BN) * parts * batch
-        found = [place(tiles, t) for t in range(count)]
+        found = [PLACE(tiles, t) for t in range(count)]
         wanted = {(m, n, b, p) for m in range(0, M, BM) for n in range(0, N, BN) for b in range(batch) for p in range(parts)}
         assert {f[:4] for f in found} == wanted
         for b in range(batch):
@@ -65,6 +69,116 @@ def test_every_tile_is_computed_once() -> None:
             assert [low for low, _ in ends] == [0, *[high for _, high in ends[:-1]]]
             assert ends[-1][1] == steps
             assert all(low < high for low, high in ends)
+
+
+def box(desc: Any, at: list[int]) -> torch.Tensor:
+    """What the copy engine reads of a tensor map at a place: zeros beyond the edges."""
+    t = desc.base.as_strided(desc.shape, desc.strides)
+    found = torch.zeros(desc.block_shape, dtype=t.dtype)
+    here = t[tuple([slice(i, i + n) for i, n in zip(at, desc.block_shape)])]
+    found[tuple([slice(n) for n in here.shape])] = here
+    return found[0]
+
+
+def put(desc: Any, y: torch.Tensor, x: torch.Tensor, batch: int, m: int, n: int, N: int) -> None:
+    t = y.view(-1, y.shape[-2], N) if desc is None else desc.base.as_strided(desc.shape, desc.strides)
+    there = t[batch, m : m + x.shape[0], n : n + x.shape[1]]
+    there.copy_(x[: there.shape[0], : there.shape[1]])
+
+
+ENDS = {"": lambda x: x, "silu": F.silu, "gelu": F.gelu, "gelu_tanh": lambda x: F.gelu(x, approximate="tanh")}
+
+
+def emulate(launch: Launch) -> None:
+    """Does on the CPU what a launch of these kernels would do, tile by tile and box by box."""
+    name, args, facts = launch.kernel.__name__, launch.args, launch.constants
+    if name == "_align":
+        out, t, rows, columns, _pitch, *strides = args
+        out[..., :columns].copy_(t.as_strided((out.shape[0], rows, columns), strides))
+        return
+    if name == "_sum":
+        y, z, sums, bias, residual, *_ = args
+        x = sums.sum(0)[..., : y.shape[-1]] + (0 if bias is None else bias)
+        if z is not None:
+            z.view(y.shape).copy_(x)
+        y.copy_(ENDS[facts["ACTIVATION"]](x) + (0 if residual is None else residual.view(y.shape)))
+        return
+    y, out, z, z_up, bias, residual, a, b, up, M, N, steps, batches, parts, a_step, b_step = args
+    rows, wide = facts["ROWS"], facts["BN"] // (1 if up is None else 2)
+    tiles = SimpleNamespace(M=M, N=N, steps=steps, batch=batches, parts=parts, BM=2 * rows, BN=wide, GROUP=facts["GROUP"])
+    for t in range(triton.cdiv(M, 2 * rows) * triton.cdiv(N, wide) * parts * batches):
+        m, n, batch, part, low, high = PLACE(tiles, t)
+        for first in (m, m + rows):
+            sums = [torch.zeros(rows, wide) for _ in range(1 if up is None else 2)]
+            for k in range(64 * low, 64 * high, 64):
+                left = box(a, [batch * a_step, first, k]) if facts["A_BY_K"] else box(a, [batch * a_step, k, first]).T
+                for total, right in zip(sums, (b, up)):
+                    side = box(right, [batch * b_step, n, k]).T if facts["B_BY_K"] else box(right, [batch * b_step, k, n])
+                    total += left.float() @ side.float()
+            x = sums[0] if bias is None else sums[0] + F.pad(bias[n : n + wide], (0, max(0, n + wide - N)))
+            for kept, value in ((z, x), (z_up, sums[-1])):
+                if kept is not None:
+                    put(kept, y, value, batch, first, n, N)
+            x = ENDS[facts["ACTIVATION"]](x) * (1 if up is None else sums[1])
+            if residual is not None:
+                x += torch.cat([box(residual, [batch, first, n + c]) for c in range(0, wide, 64)], 1).float()
+            put(out, y, x, part * batches + batch, first, n, N)
+
+
+def laid(lines: int, K: int, how: str, batch: tuple[int, ...] = ()) -> torch.Tensor:
+    """(lines, K): its rows along K, its columns, a slice of more, or rows that begin anywhere."""
+    if how == "rows":
+        return torch.randn(*batch, lines, K).half()
+    if how == "columns":
+        return torch.randn(*batch, K, lines).half().mT
+    if how == "slice":
+        return torch.randn(*batch, lines + 3, (K + 7) // 8 * 8 + 16).half()[..., 2 : lines + 2, 8 : 8 + K]
+    return torch.randn(*batch, lines, K + 1).half()[..., 1:]
+
+
+def close(one: torch.Tensor, exact: torch.Tensor) -> None:
+    torch.testing.assert_close(one.double(), exact, rtol=2e-3, atol=2e-3 * float(exact.abs().max()))
+
+
+def test_products_tile_by_tile() -> None:
+    """The launches that calls would make, done on the CPU: maps, steps, parts, batches, edges and copies are right."""
+    dice, made = random.Random(0), []
+    torch.manual_seed(0)
+
+    def see(launch: Launch) -> None:
+        made.append((launch.kernel.__name__, launch.constants.get("A_BY_K"), launch.constants.get("B_BY_K"), launch.args[1] is None))
+        emulate(launch)
+
+    with devices.pretend("sm_90"), observe(see):
+        for _ in range(40):
+            M, N, K = (dice.choice((1, 8, 17, 64, 129, 136, 300)) for _ in range(3))
+            batch = dice.choice(((), (), (2,)))
+            a, b = (laid(lines, K, dice.choice(("rows", "columns", "slice", "anywhere")), batch) for lines in (M, N))
+            if batch and dice.random() < 0.5:
+                a = a[:1].expand_as(a)
+            tile = dice.choice(_hopper.TILES)
+            with tuning.listen(lambda request, tile=tile: {**_hopper._tile(*tile, False), "PARTS": dice.choice((1, 1, 3))}):
+                y = torch.full((*batch, M, N), float("nan"), dtype=torch.float16)
+                _hopper.padded(y, a, b.mT, "ieee")
+            close(y, a.double() @ b.double().mT)
+        for _ in range(10):
+            M, N, K = dice.choice((8, 130, 264)), dice.choice((8, 72, 264)), dice.choice((8, 120, 712))
+            activation = dice.choice(("silu", "gelu", "gelu_tanh"))
+            x, weight, up = torch.randn(M, K).half(), laid(N, K, "rows"), laid(N, K, "rows")
+            bias, residual = dice.choice((None, torch.randn(N).half())), dice.choice((None, torch.randn(M, N).half()))
+            y, z, z_up = (torch.empty(M, N, dtype=torch.float16) for _ in range(3))
+            _hopper.product(y, x, weight.mT, z=z, bias=bias, residual=residual, activation=activation)
+            exact = F.linear(*[None if t is None else t.double() for t in (x, weight, bias)])
+            close(z, exact)
+            close(y, ENDS[activation](exact) + (0 if residual is None else residual.double()))
+            _hopper.product(y, x, weight.mT, up=up.mT, z=z, z_up=z_up, activation=activation)
+            exact, other = x.double() @ weight.double().mT, x.double() @ up.double().mT
+            for one, wanted in ((z, exact), (z_up, other), (y, ENDS[activation](exact) * other)):
+                close(one, wanted)
+    assert {name for name, *_ in made} == {"_fwd", "_align", "_sum"}
+    products = [one[1:] for one in made if one[0] == "_fwd"]
+    assert {one[:2] for one in products} == set(product((True, False), repeat=2))
+    assert {one[2] for one in products} == {True, False}
 
 
 @pytest.mark.parametrize("more", [False, True])
