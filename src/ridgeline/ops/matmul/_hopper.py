@@ -27,7 +27,7 @@ from ridgeline.op import dtype_name
 from ridgeline.ops.matmul._epilogue import activate, add_up
 
 _load: gl.constexpr = getattr(tma, "async_load", None) or tma.async_copy_global_to_shared
-_seen_as: gl.constexpr = getattr(gl.shared_memory_descriptor, "reinterpret", None) or gl.shared_memory_descriptor._reinterpret
+_reinterpret: gl.constexpr = getattr(gl.shared_memory_descriptor, "reinterpret", None) or gl.shared_memory_descriptor._reinterpret
 _store: gl.constexpr = getattr(tma, "async_store", None) or tma.async_copy_shared_to_global
 BK = gl.constexpr(64)  # elements of K a step: a row of 128 bytes, over which the engine swizzles
 GROUPS = gl.constexpr(2)  # of four warps, which multiply
@@ -110,7 +110,7 @@ class Ring:
         """Starts the products of a step, once it is there."""
         mbarrier.wait(self.ready.index(place), odd)
         a = self.a.index(place * GROUPS + ME)
-        b = _seen_as(self.b, self.b.dtype, _joined(self.b.type.shape, self.STAGES, self.B_BY_K), self.b.type.layout).index(place)
+        b = _reinterpret(self.b, self.b.dtype, _joined(self.b.type.shape, self.STAGES, self.B_BY_K), self.b.type.layout).index(place)
         a, b = a.reshape([a.shape[1], a.shape[2]]), b.reshape([b.shape[1], b.shape[2]])
         left = a if self.A_BY_K else a.permute((1, 0))
         right = b.permute((1, 0)) if self.B_BY_K else b
