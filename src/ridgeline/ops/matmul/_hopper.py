@@ -334,7 +334,7 @@ def product(
     rows, wide = made["ROWS"], made["BN"] // (2 if up is not None else 1)
 
     def board(t: torch.Tensor | None) -> TensorMap | None:
-        if t is None or not whole(t):
+        if t is None or not whole(t) or t.shape[-1] * t.element_size() % 16:  # of a row alone the engine would write whole 16 bytes
             return None
         return TensorMap(t[None] if t.dim() == 2 else t, (1, rows, 128 // t.element_size()), 128)
 
