@@ -192,6 +192,7 @@ def _multiply(ME: gl.constexpr, y, out, z, z_up, bias, residual, ring, boards, a
     CHUNKS: gl.constexpr = tiles.BN // CHUNK
     BOARDS: gl.constexpr = boards.type.shape[0] // GROUPS
     KEPT: gl.constexpr = 0 if z is None else 2 if GATED else 1
+    gl.static_assert(CHUNKS * (KEPT + 1) % BOARDS == 0, "a tile must end with the last board, for the next one begins with the first")
     PENDING: gl.constexpr = 0 if KEPT > 0 and residual is not None else BOARDS - 1
     layout: gl.constexpr = gl.NVMMADistributedLayout(version=[3, 0], warps_per_cta=[4, 1], instr_shape=[16, WIDE, 16])
     M, N = tiles.M, tiles.N
@@ -350,7 +351,7 @@ def product(
         add_up(y, sums, **epilogue)
 
 
-TILES = ((64, 256, 4, 2), (128, 128, 4, 1), (64, 128, 6, 2), (64, 64, 8, 2))  # ROWS, BN, STAGES, BOARDS: as much as shared memory holds
+TILES = ((64, 256, 4, 2), (128, 128, 4, 1), (64, 128, 6, 2), (64, 64, 8, 1))  # ROWS, BN, STAGES, BOARDS: as much as shared memory holds
 
 
 def _tiles(gated: bool) -> tuple[tuple[int, int, int, int], ...]:
