@@ -14,97 +14,16 @@ import torch
 import triton
 from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
-from triton.experimental.gluon.language.nvidia.hopper import fence_async_shared, mbarrier, tma, warpgroup_mma, warpgroup_mma_wait
+from triton.experimental.gluon.language.nvidia.hopper import fence_async_shared, tma, warpgroup_mma, warpgroup_mma_wait
 from triton.language.core import _aggregate as aggregate
 from triton.language.extra.cuda import gdc_wait
 
 from ridgeline import device
 from ridgeline.boundary import launch
 from ridgeline.cuda import TensorMap
+from ridgeline.ops.attention._hopper_rings import ROWS, _halves, _in, _pack, _read, _ring, _same, _scores, _store, _write
 from ridgeline.ops.attention._packed import order
-from ridgeline.ops.attention._triton import LOG2E, UNBOUNDED
-
-_load: gl.constexpr = getattr(tma, "async_load", None) or tma.async_copy_global_to_shared
-_store: gl.constexpr = getattr(tma, "async_store", None) or tma.async_copy_shared_to_global
-_barrier: gl.constexpr = getattr(gl, "barrier", None) or gl.thread_barrier
-ROWS = gl.constexpr(64)  # queries of a group of warps: as many as a matrix instruction takes
-FAR = gl.constexpr(TensorMap.FAR)
-
-
-@gluon.constexpr_function
-def _bits(size):
-    return size.bit_length() - 1
-
-
-@gluon.jit
-def _place(n, SIZE: gl.constexpr):
-    """Where in a ring of that size the n-th thing lies, and whether its round is odd."""
-    if SIZE & (SIZE - 1):
-        place, odd = n % SIZE, (n // SIZE) & 1
-    else:  # fewer instructions than for numbers with a sign
-        place, odd = n & (SIZE - 1), (n >> _bits(SIZE)) & 1
-    return place, odd
-
-
-@aggregate
-class Ring:
-    """Tiles in shared memory that one warp fills and others read and free, in turn. A tile (1, 1, rows, D) is read as (rows, D)."""
-
-    tiles: gl.shared_memory_descriptor
-    ready: gl.shared_memory_descriptor
-    free: gl.shared_memory_descriptor
-    SIZE: gl.constexpr
-
-    @gluon.constexpr_function
-    def __init__(self, tiles, ready, free):
-        self.tiles = tiles
-        self.ready = ready
-        self.free = free
-        self.SIZE = gl.constexpr(tiles.type.shape[0])
-
-    @gluon.jit
-    def await_free(self, n):
-        place, odd = _place(n, self.SIZE)
-        mbarrier.wait(self.free.index(place), odd ^ 1)
-
-    @gluon.jit
-    def fill(self, source, n, at):
-        self.await_free(n)
-        place, _ = _place(n, self.SIZE)
-        mbarrier.expect(self.ready.index(place), source.block_type.nbytes)
-        _load(source, at, self.ready.index(place), self.tiles.index(place))
-
-    @gluon.jit
-    def end(self, n):
-        """Says that the n-th tile is there, and leaves it as it is."""
-        place, _ = _place(n, self.SIZE)
-        mbarrier.arrive(self.ready.index(place), count=1)
-
-    @gluon.jit
-    def tile(self, n):
-        place, _ = _place(n, self.SIZE)
-        return self.tiles.index(place).reshape([self.tiles.type.shape[-2], self.tiles.type.shape[-1]])
-
-    @gluon.jit
-    def take(self, n, wanted=True):
-        place, odd = _place(n, self.SIZE)
-        mbarrier.wait(self.ready.index(place), odd, pred=wanted)
-        return self.tile(n)
-
-    @gluon.jit
-    def give(self, n, wanted=True):
-        place, _ = _place(n, self.SIZE)
-        mbarrier.arrive(self.free.index(place), count=1, pred=wanted)
-
-
-@gluon.jit
-def _ring(source, SIZE: gl.constexpr, READERS: gl.constexpr):
-    ready = gl.allocate_shared_memory(gl.int64, [SIZE, 1], mbarrier.MBarrierLayout())
-    free = gl.allocate_shared_memory(gl.int64, [SIZE, 1], mbarrier.MBarrierLayout())
-    for n in gl.static_range(SIZE):
-        mbarrier.init(ready.index(n), count=1)
-        mbarrier.init(free.index(n), count=READERS)
-    return Ring(gl.allocate_shared_memory(source.dtype, [SIZE] + source.block_type.shape, source.layout), ready, free)
+from ridgeline.ops.attention._triton import LOG2E, UNBOUNDED, _parts
 
 
 @aggregate
@@ -273,41 +192,6 @@ def _fetch(queries, keys, values, qs, ks, vs, plan):
 
 
 @gluon.jit
-def _same(x):
-    """A number that all threads of a warp have, as the compiler then knows too."""
-    return gl.inline_asm_elementwise("redux.sync.or.b32 $0, $1, 0xffffffff;", "=r,r", [x], dtype=gl.int32, is_pure=False, pack=1)
-
-
-@gluon.jit
-def _in(begin, length, row):
-    """Where a row of a sequence is in a ragged tensor map (`TensorMap`), by its first two coordinates and its last but one."""
-    return FAR, begin + length, FAR - length + row
-
-
-@gluon.jit
-def _write(board, n, head, row, low, high, begin, rows, columns, shift):
-    """What groups of warps must know of the n-th tile; `_read` gives it."""
-    field = gl.arange(0, 8, gl.BlockedLayout([1], [32], [1], [0]))
-    left = gl.where(field == 0, head, gl.where(field == 1, row, gl.where(field == 2, low, high)))
-    right = gl.where(field == 4, begin, gl.where(field == 5, rows, gl.where(field == 6, columns, shift)))
-    board.index(n & 1).store(gl.where(field < 4, left, right))
-    _barrier()
-
-
-@gluon.jit
-def _field(fields, N: gl.constexpr):
-    number = gl.arange(0, 8, fields.type.layout)
-    return _same(gl.sum(gl.where(number == N, fields, 0), 0))
-
-
-@gluon.jit
-def _read(board, n):
-    fields = board.index(n & 1).load(gl.BlockedLayout([8], [32], [4], [0]))
-    head, row, low, high = _field(fields, 0), _field(fields, 1), _field(fields, 2), _field(fields, 3)
-    return head, row, low, high, _field(fields, 4), _field(fields, 5), _field(fields, 6), _field(fields, 7)
-
-
-@gluon.jit
 def _deal(listed, queries, keys, values, qs, ks, vs, plan, board):
     """`_fetch` for packed sequences: takes the next tile of the list that no program has taken, and writes what it is on the board,
     whose places are ready and free with those of q."""
@@ -359,25 +243,6 @@ def _named(ME: gl.constexpr, WAIT: gl.constexpr):
 
 
 @gluon.jit
-def _pack(p, dtype: gl.constexpr):
-    """Neighbours of a row as one register of two: single halves, carried around a loop, take a register each and two moves more."""
-    even, odd = gl.split(gl.reshape(p, [p.shape[0], p.shape[1] // 2, 2]))
-    if dtype == gl.bfloat16:
-        packed = gl.inline_asm_elementwise("cvt.rn.bf16x2.f32 $0, $2, $1;", "=r,f,f", [even, odd], dtype=gl.int32, is_pure=True, pack=1)
-    else:
-        packed = gl.inline_asm_elementwise("cvt.rn.f16x2.f32 $0, $2, $1;", "=r,f,f", [even, odd], dtype=gl.int32, is_pure=True, pack=1)
-    return packed
-
-
-@gluon.jit
-def _halves(packed, dtype: gl.constexpr, layout: gl.constexpr):
-    """Two to a register, as the left side of a product."""
-    even = (packed & 0xFFFF).to(gl.int16).to(dtype, bitcast=True)
-    odd = (packed >> 16).to(gl.int16).to(dtype, bitcast=True)
-    return gl.convert_layout(gl.reshape(gl.join(even, odd), [packed.shape[0], packed.shape[1] * 2]), layout)
-
-
-@gluon.jit
 def _rise(s, top, factor):
     """The running maximum of scores (base 2, scaled), and what sums shrink by."""
     most = gl.maximum(top, gl.max(s, 1) * factor)
@@ -392,15 +257,19 @@ def _soften(s, most, total, factor, dtype: gl.constexpr):
 
 
 @gluon.jit
-def _attend(ME: gl.constexpr, out, lse, qs, ks, vs, plan, board, TURNS: gl.constexpr):
-    """A group of warps: its rows of all tiles of this program."""
+def _attend(ME: gl.constexpr, out, lse, qs, ks, vs, plan, board, TURNS: gl.constexpr, REST: gl.constexpr):
+    """A group of warps: its rows of all tiles of this program. With REST D is half of a tile's columns and at most so many more: o is
+    in two parts."""
     GROUPS: gl.constexpr = plan.BM // ROWS
     BN: gl.constexpr = plan.BN
-    D: gl.constexpr = out.block_type.shape[-1]
+    WIDE: gl.constexpr = out.block_type.shape[-1]
+    D: gl.constexpr = WIDE // 2 if REST else WIDE
     dtype: gl.constexpr = out.dtype
     s_layout: gl.constexpr = gl.NVMMADistributedLayout(version=[3, 0], warps_per_cta=[4, 1], instr_shape=[16, BN, 16])
     o_layout: gl.constexpr = gl.NVMMADistributedLayout(version=[3, 0], warps_per_cta=[4, 1], instr_shape=[16, D, 16])
     p_layout: gl.constexpr = gl.DotOperandLayout(operand_index=0, parent=o_layout, k_width=2)
+    rest_layout: gl.constexpr = gl.NVMMADistributedLayout(version=[3, 0], warps_per_cta=[4, 1], instr_shape=[16, max(REST, 16), 16])
+    rest_p: gl.constexpr = gl.DotOperandLayout(operand_index=0, parent=rest_layout, k_width=2)
     rows: gl.constexpr = gl.SliceLayout(1, s_layout)
     zero = gl.zeros([ROWS, BN], gl.float32, s_layout)
     nothing = gl.full([ROWS], 0.0, gl.float32, rows)
@@ -422,7 +291,7 @@ def _attend(ME: gl.constexpr, out, lse, qs, ks, vs, plan, board, TURNS: gl.const
     keys = ks.take(0, more)
     if TURNS:
         _named(ME, True)
-    scores = warpgroup_mma(q, keys.permute((1, 0)), zero, use_acc=False, is_async=True)
+    scores = _scores(q, keys, zero, REST)
     if TURNS:
         _named(1 - ME, False)
     s = warpgroup_mma_wait(0, deps=(scores,))
@@ -435,6 +304,8 @@ def _attend(ME: gl.constexpr, out, lse, qs, ks, vs, plan, board, TURNS: gl.const
         from_, upto = plan.whole(row, low, columns, shift)
         q = qs.tile(n * GROUPS + ME)
         acc = gl.zeros([ROWS, D], gl.float32, o_layout)
+        if REST:
+            more_acc = gl.zeros([ROWS, REST], gl.float32, rest_layout)
         for past in range(1, high - low):
             here = high - 1 - past
             values = vs.take(block - 1)
@@ -442,19 +313,28 @@ def _attend(ME: gl.constexpr, out, lse, qs, ks, vs, plan, board, TURNS: gl.const
             left = _halves(p, dtype, p_layout)
             if TURNS:
                 _named(ME, True)
-            scores = warpgroup_mma(q, keys.permute((1, 0)), zero, use_acc=False, is_async=True)
-            products = warpgroup_mma(left, values, acc, is_async=True)
+            scores = _scores(q, keys, zero, REST)
+            if REST:
+                products = warpgroup_mma(left, values.slice(0, D, 1), acc, is_async=True)
+                others = warpgroup_mma(_halves(p, dtype, rest_p), values.slice(D, REST, 1), more_acc, is_async=True)
+            else:
+                products = warpgroup_mma(left, values, acc, is_async=True)
             if TURNS:
                 _named(1 - ME, False)
-            s = warpgroup_mma_wait(1, deps=(scores,))
+            s = warpgroup_mma_wait(2 if REST else 1, deps=(scores,))
             if (here >= upto) | (here < from_):
                 s = plan.hide(s, row, here, columns, shift)
             top, shrink = _rise(s, top, plan.factor)
-            acc, s = warpgroup_mma_wait(0, deps=(products, s))  # the next p lies where this product reads the last
+            if REST:
+                acc, more_acc, s = warpgroup_mma_wait(0, deps=(products, others, s))
+            else:
+                acc, s = warpgroup_mma_wait(0, deps=(products, s))  # the next p lies where this product reads the last
             ks.give(block)
             vs.give(block - 1)
             p, total = _soften(s, top, total * shrink, plan.factor, dtype)
             acc = acc * gl.convert_layout(shrink, gl.SliceLayout(1, o_layout))[:, None]
+            if REST:
+                more_acc = more_acc * gl.convert_layout(shrink, gl.SliceLayout(1, rest_layout))[:, None]
             block += 1
         # The next tile's first scores, while this one's last products run.
         if plan.PACKED:
@@ -472,14 +352,21 @@ def _attend(ME: gl.constexpr, out, lse, qs, ks, vs, plan, board, TURNS: gl.const
         left = _halves(p, dtype, p_layout)
         if TURNS:
             _named(ME, True)
-        scores = warpgroup_mma(q, keys.permute((1, 0)), zero, use_acc=False, is_async=True)
-        products = warpgroup_mma(left, values, acc, is_async=True)
+        scores = _scores(q, keys, zero, REST)
+        if REST:
+            products = warpgroup_mma(left, values.slice(0, D, 1), acc, is_async=True)
+            others = warpgroup_mma(_halves(p, dtype, rest_p), values.slice(D, REST, 1), more_acc, is_async=True)
+        else:
+            products = warpgroup_mma(left, values, acc, is_async=True)
         if TURNS:
             _named(1 - ME, False)
-        s = warpgroup_mma_wait(1, deps=(scores,))
+        s = warpgroup_mma_wait(2 if REST else 1, deps=(scores,))
         s = plan.hide(s, row_next + ME * ROWS, high - 1, columns, shift)
         top_next, shrink = _rise(s, lowest, plan.factor)
-        acc, s = warpgroup_mma_wait(0, deps=(products, s))
+        if REST:
+            acc, more_acc, s = warpgroup_mma_wait(0, deps=(products, others, s))
+        else:
+            acc, s = warpgroup_mma_wait(0, deps=(products, s))
         ks.give(block, more)
         vs.give(block - 1)
         p, total_next = _soften(s, top_next, nothing, plan.factor, dtype)
@@ -489,7 +376,13 @@ def _attend(ME: gl.constexpr, out, lse, qs, ks, vs, plan, board, TURNS: gl.const
         sums = gl.where(some, (top + gl.log2(total)) * 0.6931471805599453, float("-inf"))
         gl.store(lse + turn.to(gl.int64) * plan.rows + begin + i, sums, mask=i < length)
         acc = acc * gl.convert_layout(1.0 / total, gl.SliceLayout(1, o_layout))[:, None]
-        qs.tile(n * GROUPS + ME).store(acc.to(dtype))  # where q was
+        where = qs.tile(n * GROUPS + ME)  # where q was
+        if REST:
+            more_acc = more_acc * gl.convert_layout(1.0 / total, gl.SliceLayout(1, rest_layout))[:, None]
+            where.slice(0, D, 1).store(acc.to(dtype))
+            where.slice(D, REST, 1).store(more_acc.to(dtype))
+        else:
+            where.store(acc.to(dtype))
         fence_async_shared()
         if plan.PACKED:
             far, end, last = _in(begin, length, row)
@@ -507,7 +400,7 @@ def _attend(ME: gl.constexpr, out, lse, qs, ks, vs, plan, board, TURNS: gl.const
 
 
 @gluon.jit(do_not_specialize=["turns", "heads", "group", "section", "tiles", "rows", "columns", "shift", "left", "right"])
-def _fwd(lse, listed, queries, keys, values, out, turns, heads, group, section, tiles, rows, columns, shift, left, right, factor, GROUPS: gl.constexpr, STAGES: gl.constexpr, LEFT: gl.constexpr, RIGHT: gl.constexpr, PAIRS: gl.constexpr, BN: gl.constexpr):  # fmt: skip
+def _fwd(lse, listed, queries, keys, values, out, turns, heads, group, section, tiles, rows, columns, shift, left, right, factor, GROUPS: gl.constexpr, STAGES: gl.constexpr, LEFT: gl.constexpr, RIGHT: gl.constexpr, PAIRS: gl.constexpr, BN: gl.constexpr, REST: gl.constexpr):  # fmt: skip
     PACKED: gl.constexpr = listed is not None
     BM: gl.constexpr = GROUPS * ROWS
     plan = Plan(turns, heads, group, section, tiles, rows, columns, shift, left, right, factor, BM, BN, LEFT, RIGHT, PAIRS, PACKED)
@@ -520,8 +413,8 @@ def _fwd(lse, listed, queries, keys, values, out, turns, heads, group, section, 
     if GROUPS == 2:
         gl.warp_specialize(
             [
-                (_attend, (0, out, lse, qs, ks, vs, plan, board if PACKED else None, True)),
-                (_attend, (1, out, lse, qs, ks, vs, plan, board if PACKED else None, True)),
+                (_attend, (0, out, lse, qs, ks, vs, plan, board if PACKED else None, True, REST)),
+                (_attend, (1, out, lse, qs, ks, vs, plan, board if PACKED else None, True, REST)),
                 (_deal, (listed, queries, keys, values, qs, ks, vs, plan, board))
                 if PACKED
                 else (_fetch, (queries, keys, values, qs, ks, vs, plan)),
@@ -532,9 +425,9 @@ def _fwd(lse, listed, queries, keys, values, out, turns, heads, group, section, 
     else:
         gl.warp_specialize(
             [
-                (_attend, (0, out, lse, qs, ks, vs, plan, board if PACKED else None, False)),
-                (_attend, (1, out, lse, qs, ks, vs, plan, board if PACKED else None, False)),
-                (_attend, (2, out, lse, qs, ks, vs, plan, board if PACKED else None, False)),
+                (_attend, (0, out, lse, qs, ks, vs, plan, board if PACKED else None, False, REST)),
+                (_attend, (1, out, lse, qs, ks, vs, plan, board if PACKED else None, False, REST)),
+                (_attend, (2, out, lse, qs, ks, vs, plan, board if PACKED else None, False, REST)),
                 (_deal, (listed, queries, keys, values, qs, ks, vs, plan, board))
                 if PACKED
                 else (_fetch, (queries, keys, values, qs, ks, vs, plan)),
@@ -578,7 +471,15 @@ def fwd(
     pairs = ahead and not back and columns <= 8192 and not packed  # of longer ones all heads' tiles at once divide better
     turns, tiles = batch * heads, triton.cdiv(rows, 64 * groups)
     listed, group, wide = None, heads // k.shape[1], triton.next_power_of_2(D)
-    facts: dict[str, Any] = {"GROUPS": groups, "STAGES": 4 if D <= 64 else 2, "LEFT": back, "RIGHT": ahead, "PAIRS": pairs, "BN": 128}
+    facts: dict[str, Any] = {
+        "GROUPS": groups,
+        "STAGES": 4 if D <= 64 else 2,
+        "LEFT": back,
+        "RIGHT": ahead,
+        "PAIRS": pairs,
+        "BN": 128,
+        "REST": _parts(D)[1] if D > 64 else 0,
+    }
     options: dict[str, Any] = {"num_warps": 4, "maxnreg": 128 if groups == 3 else 168}
     if cu_q is not None:
         listed, most = order(q, k, cu_q, cu_q if cu_k is None else cu_k, bottom, left, right, 64 * groups, 128)
