@@ -154,7 +154,7 @@ def test_all_options_on_hopper() -> None:
 
 
 @pytest.mark.gpu
-@pytest.mark.parametrize("D", [16, 40, 64, 80, 128])
+@pytest.mark.parametrize("D", [16, 40, 64, 72, 80, 96, 128, 200, 256])
 @pytest.mark.parametrize("same", [None, False])
 def test_sums_of_queries_gradients_on_hopper(D: int, same: bool | None) -> None:
     """By the last piece of work or by a kernel afterwards; of blocks that no key is seen from; in memory that begins as NaN."""

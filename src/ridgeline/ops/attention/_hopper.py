@@ -259,8 +259,9 @@ def _soften(s, most, total, factor, dtype: gl.constexpr):
 @gluon.jit
 def _attend(ME: gl.constexpr, out, lse, qs, ks, vs, plan, board, TURNS: gl.constexpr, REST: gl.constexpr):
     """A group of warps: its rows of all tiles of this program. With REST D is half of a tile's columns and at most so many more: o is
-    in two parts."""
+    in two parts. Where q has room for one tile (D > 128) the next tile begins when this one has left it."""
     GROUPS: gl.constexpr = plan.BM // ROWS
+    AHEAD: gl.constexpr = qs.SIZE > GROUPS
     BN: gl.constexpr = plan.BN
     WIDE: gl.constexpr = out.block_type.shape[-1]
     D: gl.constexpr = WIDE // 2 if REST else WIDE
@@ -337,22 +338,24 @@ def _attend(ME: gl.constexpr, out, lse, qs, ks, vs, plan, board, TURNS: gl.const
                 more_acc = more_acc * gl.convert_layout(shrink, gl.SliceLayout(1, rest_layout))[:, None]
             block += 1
         # The next tile's first scores, while this one's last products run.
-        if plan.PACKED:
-            q = qs.take((n + 1) * GROUPS + ME)
-            t, row_next, low, high, begin_next, length_next, columns, shift = _read(board, n + 1)
-            turn_next = t
-        else:
-            t = plan.step(n + 1)
-        more = plan.has(t)
-        if not plan.PACKED:
-            turn_next, row_next, low, high = plan.place(gl.minimum(t, plan.count() - 1))
-            q = qs.take((n + 1) * GROUPS + ME, more)
+        if AHEAD:
+            if plan.PACKED:
+                q = qs.take((n + 1) * GROUPS + ME)
+                t, row_next, low, high, begin_next, length_next, columns, shift = _read(board, n + 1)
+                turn_next = t
+            else:
+                t = plan.step(n + 1)
+            more = plan.has(t)
+            if not plan.PACKED:
+                turn_next, row_next, low, high = plan.place(gl.minimum(t, plan.count() - 1))
+                q = qs.take((n + 1) * GROUPS + ME, more)
+            keys = ks.take(block, more)
         values = vs.take(block - 1)
-        keys = ks.take(block, more)
         left = _halves(p, dtype, p_layout)
         if TURNS:
             _named(ME, True)
-        scores = _scores(q, keys, zero, REST)
+        if AHEAD:
+            scores = _scores(q, keys, zero, REST)
         if REST:
             products = warpgroup_mma(left, values.slice(0, D, 1), acc, is_async=True)
             others = warpgroup_mma(_halves(p, dtype, rest_p), values.slice(D, REST, 1), more_acc, is_async=True)
@@ -360,16 +363,18 @@ def _attend(ME: gl.constexpr, out, lse, qs, ks, vs, plan, board, TURNS: gl.const
             products = warpgroup_mma(left, values, acc, is_async=True)
         if TURNS:
             _named(1 - ME, False)
-        s = warpgroup_mma_wait(2 if REST else 1, deps=(scores,))
-        s = plan.hide(s, row_next + ME * ROWS, high - 1, columns, shift)
-        top_next, shrink = _rise(s, lowest, plan.factor)
+        if AHEAD:
+            s = warpgroup_mma_wait(2 if REST else 1, deps=(scores,))
+            s = plan.hide(s, row_next + ME * ROWS, high - 1, columns, shift)
+            top_next, shrink = _rise(s, lowest, plan.factor)
         if REST:
             acc, more_acc, s = warpgroup_mma_wait(0, deps=(products, others, s))
         else:
             acc, s = warpgroup_mma_wait(0, deps=(products, s))
-        ks.give(block, more)
         vs.give(block - 1)
-        p, total_next = _soften(s, top_next, nothing, plan.factor, dtype)
+        if AHEAD:
+            ks.give(block, more)
+            p, total_next = _soften(s, top_next, nothing, plan.factor, dtype)
         some = total > 0.0
         total = gl.where(some, total, 1.0)
         i = row + gl.arange(0, ROWS, rows)
@@ -387,11 +392,34 @@ def _attend(ME: gl.constexpr, out, lse, qs, ks, vs, plan, board, TURNS: gl.const
         if plan.PACKED:
             far, end, last = _in(begin, length, row)
             _store(out, [far, end, turn, last, 0], qs.tiles.index((n * GROUPS + ME) % qs.SIZE))
-            begin, length = begin_next, length_next
         else:
             _store(out, [turn // plan.heads, turn % plan.heads, row, 0], qs.tiles.index((n * GROUPS + ME) % qs.SIZE))
         tma.store_wait(0)
         qs.give(n * GROUPS + ME)
+        if not AHEAD:
+            if plan.PACKED:
+                q = qs.take((n + 1) * GROUPS + ME)
+                t, row_next, low, high, begin_next, length_next, columns, shift = _read(board, n + 1)
+                turn_next = t
+                more = plan.has(t)
+            else:
+                t = plan.step(n + 1)
+                more = plan.has(t)
+                turn_next, row_next, low, high = plan.place(gl.minimum(t, plan.count() - 1))
+                q = qs.take((n + 1) * GROUPS + ME, more)
+            keys = ks.take(block, more)
+            if TURNS:
+                _named(ME, True)
+            scores = _scores(q, keys, zero, REST)
+            if TURNS:
+                _named(1 - ME, False)
+            s = warpgroup_mma_wait(0, deps=(scores,))
+            ks.give(block, more)
+            s = plan.hide(s, row_next + ME * ROWS, high - 1, columns, shift)
+            top_next, shrink = _rise(s, lowest, plan.factor)
+            p, total_next = _soften(s, top_next, nothing, plan.factor, dtype)
+        if plan.PACKED:
+            begin, length = begin_next, length_next
         turn, row, top, total = turn_next, row_next, top_next, total_next
         block += 1
         n += 1
@@ -404,7 +432,7 @@ def _fwd(lse, listed, queries, keys, values, out, turns, heads, group, section, 
     PACKED: gl.constexpr = listed is not None
     BM: gl.constexpr = GROUPS * ROWS
     plan = Plan(turns, heads, group, section, tiles, rows, columns, shift, left, right, factor, BM, BN, LEFT, RIGHT, PAIRS, PACKED)
-    qs = _ring(queries, 2 * GROUPS, 1)
+    qs = _ring(queries, GROUPS if queries.block_type.shape[-1] > 128 else 2 * GROUPS, 1)
     ks = _ring(keys, STAGES, GROUPS)
     vs = _ring(values, STAGES, GROUPS)
     if PACKED:
@@ -450,8 +478,10 @@ def refusal(x: torch.Tensor, *rest: Any, mask: Any = None, softcap: Any = None, 
         mask, _cu_q, _cu_k, scale, softcap, *_rest = rest
     if mask is not None or softcap or (scale is not None and scale <= 0):
         return "it takes no mask, no softcap and a scale above 0"
-    if q.shape[-1] > 128 or not (q.numel() and k.numel()):
-        return f"D must be at most 128 and no size 0; q is {tuple(q.shape)} and k {tuple(k.shape)}"
+    if 128 < q.shape[-1] <= 192:  # as tiles of 256 they would be slower than the rung triton's of two parts
+        return f"D must be at most 128 or above 192, and is {q.shape[-1]}"
+    if not (q.numel() and k.numel()):
+        return f"no size may be 0; q is {tuple(q.shape)} and k {tuple(k.shape)}"
     for t in (q, k, v):
         if not whole(t):
             return "it copies whole 16 bytes: q, k and v must begin at multiples of 16 bytes, and so must their rows, and none be expanded"
@@ -471,18 +501,11 @@ def fwd(
     pairs = ahead and not back and columns <= 8192 and not packed  # of longer ones all heads' tiles at once divide better
     turns, tiles = batch * heads, triton.cdiv(rows, 64 * groups)
     listed, group, wide = None, heads // k.shape[1], triton.next_power_of_2(D)
-    facts: dict[str, Any] = {
-        "GROUPS": groups,
-        "STAGES": 4 if D <= 64 else 2,
-        "LEFT": back,
-        "RIGHT": ahead,
-        "PAIRS": pairs,
-        "BN": 128,
-        "REST": _parts(D)[1] if D > 64 else 0,
-    }
+    BN, stages, rest = 64 if D > 128 else 128, 4 if D <= 64 else 2, _parts(D)[1] if 64 < D <= 128 else 0
+    facts: dict[str, Any] = {"GROUPS": groups, "STAGES": stages, "LEFT": back, "RIGHT": ahead, "PAIRS": pairs, "BN": BN, "REST": rest}
     options: dict[str, Any] = {"num_warps": 4, "maxnreg": 128 if groups == 3 else 168}
     if cu_q is not None:
-        listed, most = order(q, k, cu_q, cu_q if cu_k is None else cu_k, bottom, left, right, 64 * groups, 128)
+        listed, most = order(q, k, cu_q, cu_q if cu_k is None else cu_k, bottom, left, right, 64 * groups, BN)
         section = min(heads, 32 * group) if ahead and not back else group
         shift, count = int(bottom), most * heads
         options["launch_pdl"] = True
@@ -492,6 +515,6 @@ def fwd(
         shift, count = columns - rows if bottom else 0, turns * (triton.cdiv(tiles, 2) if pairs else tiles)
     numbers = turns, heads, group, section, tiles, rows, columns, shift, left, right
     box = (1, 1, 1) if packed else (1, 1)
-    maps = [TensorMap(t, (*box, n, wide), min(128, 2 * wide), packed) for t, n in ((q, 64), (k, 128), (v, 128), (o, 64))]
+    maps = [TensorMap(t, (*box, n, wide), min(128, 2 * wide), packed) for t, n in ((q, 64), (k, BN), (v, BN), (o, 64))]
     grid = (min(count, device.of(q).multiprocessors),)
     launch(_fwd, grid, lse, listed, *maps, *numbers, scale * LOG2E, **facts, **options)

@@ -24,7 +24,7 @@ from triton.language.core import _aggregate as aggregate
 from ridgeline import device
 from ridgeline.boundary import launch
 from ridgeline.cuda import TensorMap
-from ridgeline.ops.attention import _packed
+from ridgeline.ops.attention import _packed, _triton
 from ridgeline.ops.attention._hopper import whole
 from ridgeline.ops.attention._hopper_rings import (
     KEYS,
@@ -554,6 +554,9 @@ def bwd(
 ) -> None:  # fmt: skip
     """Fills dq, dk and dv; see `attention_bwd` in _attention.py. Packed sequences have numbers of blocks of queries of their own, so that
     none has rows of two: cu // 64 + the sequence's number is its first one's."""
+    if q.shape[-1] > 128:  # sums of dK and dV would not fit the registers
+        options = scale, softcap, left, right, bottom, max_q, max_k, precision, deterministic
+        return _triton.bwd(dq, dk, dv, do, dlse, q, k, v, o, lse, mask, cu_q, cu_k, *options)
     do = do if whole(do) else do.clone(memory_format=torch.contiguous_format)
     (batch, heads, rows, D), (kv, columns) = q.shape, k.shape[1:3]
     turns, group, wide = batch * kv, heads // kv, triton.next_power_of_2(D)
