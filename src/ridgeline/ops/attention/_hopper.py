@@ -103,21 +103,24 @@ class Plan:
     @gluon.jit
     def place(self, t):
         """A tile's head, counted through batches, its first row, and the blocks of keys from and up to which its rows see some."""
-        if self.PAIRS:
-            half = (self.tiles + 1) // 2
-            first = t // 2 // (self.section * half)
-            within = t // 2 - first * (self.section * half)
+        if not self.LEFT and not self.RIGHT:  # a section is one head
+            turn = t // self.tiles
+            tile = self.tiles - 1 - (t - turn * self.tiles)
         else:
-            first = t // (self.section * self.tiles)
-            within = t - first * (self.section * self.tiles)
-        size = gl.minimum(self.section, self.turns - first * self.section)
-        tile = self.tiles - 1 - within // size
-        if self.PAIRS:  # noqa: SIM102  # this one is decided by the compiler
-            if (t & 1) == 1:
-                tile = within // size
+            item, tiles = t, self.tiles
+            if self.PAIRS:
+                item, tiles = t // 2, (tiles + 1) // 2
+            first = item // (self.section * tiles)
+            within = item - first * (self.section * tiles)
+            size = gl.minimum(self.section, self.turns - first * self.section)
+            tile = self.tiles - 1 - within // size
+            if self.PAIRS:  # noqa: SIM102  # this one is decided by the compiler
+                if (t & 1) == 1:
+                    tile = within // size
+            turn = first * self.section + within % size
         row = tile * self.BM
         low, high = self.reach(row, self.columns, self.shift)
-        return first * self.section + within % size, row, low, high
+        return turn, row, low, high
 
     @gluon.jit
     def find(self, listed, t):
@@ -159,15 +162,27 @@ class Plan:
         return low, high
 
     @gluon.jit
+    def hide_last(self, s, row, block, columns, shift):
+        """`hide` for a tile's first block, its last keys: causal ones are never seen by all, else it is the ragged end."""
+        if self.RIGHT:
+            s = self.hide(s, row, block, columns, shift)
+        else:
+            low, high = self.whole(row, 0, columns, shift)
+            if (block >= high) | (block < low):
+                s = self.hide(s, row, block, columns, shift)
+        return s
+
+    @gluon.jit
     def hide(self, s, row, block, columns, shift):
         """Scores of keys that a row does not see become -inf."""
-        i = row + shift + gl.arange(0, s.shape[0], gl.SliceLayout(1, s.type.layout))[:, None]
-        j = block * self.BN + gl.arange(0, s.shape[1], gl.SliceLayout(0, s.type.layout))[None, :]
-        seen = j + 0 * i < columns
+        i = row + shift + gl.arange(0, s.shape[0], gl.SliceLayout(1, s.type.layout))
+        j = gl.arange(0, s.shape[1], gl.SliceLayout(0, s.type.layout))[None, :]
+        last = 0 * i + columns - 1
         if self.RIGHT:
-            seen = seen & (j <= i + self.right)
+            last = gl.minimum(last, i + self.right)
+        seen = j <= (last - block * self.BN)[:, None]
         if self.LEFT:
-            seen = seen & (j >= i - self.left)
+            seen = seen & (j >= (i - self.left - block * self.BN)[:, None])
         return gl.where(seen, s, float("-inf"))
 
 
@@ -297,7 +312,7 @@ def _attend(ME: gl.constexpr, out, lse, qs, ks, vs, plan, board, TURNS: gl.const
         _named(1 - ME, False)
     s = warpgroup_mma_wait(0, deps=(scores,))
     ks.give(0, more)
-    s = plan.hide(s, row + ME * ROWS, high - 1, columns, shift)
+    s = plan.hide_last(s, row + ME * ROWS, high - 1, columns, shift)
     top, shrink = _rise(s, lowest, plan.factor)
     p, total = _soften(s, top, nothing, plan.factor, dtype)
     while plan.has(t):
@@ -365,7 +380,7 @@ def _attend(ME: gl.constexpr, out, lse, qs, ks, vs, plan, board, TURNS: gl.const
             _named(1 - ME, False)
         if AHEAD:
             s = warpgroup_mma_wait(2 if REST else 1, deps=(scores,))
-            s = plan.hide(s, row_next + ME * ROWS, high - 1, columns, shift)
+            s = plan.hide_last(s, row_next + ME * ROWS, high - 1, columns, shift)
             top_next, shrink = _rise(s, lowest, plan.factor)
         if REST:
             acc, more_acc, s = warpgroup_mma_wait(0, deps=(products, others, s))
@@ -415,7 +430,7 @@ def _attend(ME: gl.constexpr, out, lse, qs, ks, vs, plan, board, TURNS: gl.const
                 _named(1 - ME, False)
             s = warpgroup_mma_wait(0, deps=(scores,))
             ks.give(block, more)
-            s = plan.hide(s, row_next + ME * ROWS, high - 1, columns, shift)
+            s = plan.hide_last(s, row_next + ME * ROWS, high - 1, columns, shift)
             top_next, shrink = _rise(s, lowest, plan.factor)
             p, total_next = _soften(s, top_next, nothing, plan.factor, dtype)
         if plan.PACKED:
