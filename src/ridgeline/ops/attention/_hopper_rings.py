@@ -11,6 +11,8 @@ from ridgeline.cuda import TensorMap
 
 _load: gl.constexpr = getattr(tma, "async_load", None) or tma.async_copy_global_to_shared
 _store: gl.constexpr = getattr(tma, "async_store", None) or tma.async_copy_shared_to_global
+_memory = gl.shared_memory_descriptor
+_reinterpret: gl.constexpr = getattr(_memory, "_reinterpret", None) or _memory.reinterpret  # Triton 3.9 renamed it
 _barrier: gl.constexpr = getattr(gl, "barrier", None) or gl.thread_barrier
 ROWS = gl.constexpr(64)  # queries of a group of warps: as many as a matrix instruction takes
 FAR = gl.constexpr(TensorMap.FAR)
@@ -395,7 +397,7 @@ def _add(dq, dq_sums, at, room, before):
 @gluon.jit
 def _finish(dq, dq_out, at, room):
     """A tile of dq itself."""
-    room = room._reinterpret(dq_out.dtype, dq_out.block_type.shape, dq_out.layout)
+    room = _reinterpret(room, dq_out.dtype, dq_out.block_type.shape, dq_out.layout)
     room.reshape(dq.shape).store(dq.to(dq_out.dtype))
     fence_async_shared()
     _store(dq_out, at, room)
