@@ -176,13 +176,13 @@ class Plan:
     def hide(self, s, row, block, columns, shift):
         """Scores of keys that a row does not see become -inf."""
         i = row + shift + gl.arange(0, s.shape[0], gl.SliceLayout(1, s.type.layout))
-        j = block * self.BN + gl.arange(0, s.shape[1], gl.SliceLayout(0, s.type.layout))[None, :]
+        j = gl.arange(0, s.shape[1], gl.SliceLayout(0, s.type.layout))[None, :]
         last = 0 * i + columns - 1
         if self.RIGHT:
             last = gl.minimum(last, i + self.right)
-        seen = j <= last[:, None]
+        seen = j <= (last - block * self.BN)[:, None]
         if self.LEFT:
-            seen = seen & (j >= (i - self.left)[:, None])
+            seen = seen & (j >= (i - self.left - block * self.BN)[:, None])
         return gl.where(seen, s, float("-inf"))
 
 
