@@ -54,10 +54,9 @@ def allowed(op: Op, args: list[Any], outputs: tuple[torch.Tensor, ...]) -> int:
     statistics = 2 * 4 * rows if op.family in ("rowwise", "loss") else 0
     weights = sum(t.numel() for t in wanted if t.dim() == 1 and t.numel() < x.numel())
     if op.family == "attention":  # Hopper's kernels add dQ up in float32, and number each packed sequence's blocks of 64 rows apart
-        statistics = 4 * x.numel() + 3 * 4 * rows
-        if op.name == "attention_varlen":
-            tokens, more = x.shape[0], 64 * args[3].numel()  # as many as its sequences, and one
-            statistics = statistics * (tokens + more) // tokens
+        length = x.shape[0] if op.name == "attention_varlen" else x.shape[2]
+        more = 64 * args[3].numel() if op.name == "attention_varlen" else -length % 64  # for each sequence, and one
+        statistics = (4 * x.numel() + 3 * 4 * rows) * (length + more) // length
     return nbytes(*outputs, *wanted) + statistics + 4 * weights * device.here().multiprocessors + SLACK
 
 
