@@ -136,6 +136,8 @@ class Implementation:
     call: for eager and compile, a function of the public arguments.
     launchers: for kernels, {"fwd": f(outputs..., inputs...), "bwd": ...}, started from inside the registered torch op.
     supports: f(first tensor, *rest of the inputs) -> None, or the reason why not.
+    unless: of a served kernel, f(public arguments) -> why a call that names no rung is left to plain PyTorch, or None. It looks at sizes
+        and options alone, so that it can be traced. Where it says None, a served kernel must support the call, and its backward.
     """
 
     op: Op
@@ -147,6 +149,7 @@ class Implementation:
     supports: Callable[..., str | None] | None = None
     dtypes: tuple[str, ...] = FLOATS
     served: bool = False
+    unless: Callable[..., str | None] | None = None
     differentiable: bool = True
     deterministic: bool = True
     arch: int = 0  # the oldest compute capability that it runs on, as 90
@@ -193,6 +196,7 @@ class Op:
         self.family = function.__module__.removeprefix("ridgeline.ops.").split(".")[0]
         self.implementations: dict[str, Implementation] = {}
         self.kernel_dtypes: set[torch.dtype] = set()  # what served kernels take; calls in others go to plain PyTorch
+        self.always = False  # whether a served kernel has no `unless`
         _registry[self.name] = self
 
     def __repr__(self) -> str:
@@ -220,6 +224,7 @@ class Op:
         self.implementations[name] = implementation
         if implementation.served:
             self.kernel_dtypes |= {getattr(torch, d) for d in implementation.dtypes}
+            self.always |= implementation.unless is None
 
     def fresh(self, args: Sequence[Any]) -> list[Any]:
         """The arguments, with copies of what a call changes in place."""

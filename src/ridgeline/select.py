@@ -11,7 +11,7 @@ import torch
 from ridgeline import cuda
 from ridgeline import device as devices
 from ridgeline.boundary import INTERPRETED, tracing
-from ridgeline.op import Implementation, Op, RidgelineError, dense_only
+from ridgeline.op import Implementation, Op, RidgelineError, _registry, dense_only
 
 
 @cache
@@ -65,7 +65,7 @@ _candidates: dict[Any, list[Implementation]] = {}
 def select(op: Op, impl: str | None, *args: Any, direction: str = "fwd", kernels: bool = False) -> Implementation:
     """The implementation that serves a call: the named one, or it raises with the reason why not; else the best that can.
 
-    kernels: choose among kernels only (inside the registered op, where the choice for kernels has been made).
+    kernels: choose among kernels only (inside the registered op, where the choice for kernels has been made, by `eager`).
     """
     x = args[0]
     key = op, impl, direction, kernels, x.dtype, x.get_device(), devices._pretended
@@ -90,6 +90,19 @@ def _eligible(op: Op, impl: str | None, kernels: bool) -> list[Implementation]:
     return [i for i in reversed(op.implementations.values()) if i.served and (i.is_kernel or not kernels)]
 
 
+@torch.compiler.assume_constant_result  # what a device can run stays as it is
+def _runs_here(op: str, impl: str, dtype: torch.dtype, index: int | None) -> bool:
+    device = devices._pretended or (devices.CPU if index is None else devices.gpu(index))
+    return never(_registry[op].implementations[impl], "fwd", dtype, device) is None
+
+
+def _kernels_serve(op: Op, args: tuple[Any, ...], options: dict[str, Any]) -> bool:
+    """Whether a kernel serves a call that names none, of an op whose served kernels all have an `unless`."""
+    dtype, index = args[0].dtype, args[0].device.index if args[0].is_cuda else None
+    able = [i for i in op.implementations.values() if i.served and i.is_kernel and _runs_here(op.name, i.name, dtype, index)]
+    return any([i.unless(*args, **options) is None for i in able])  # type: ignore[misc]
+
+
 def run(op: Op, direction: str, impl: str | None, outputs: tuple[torch.Tensor, ...], *inputs: Any) -> Any:
     """Inside a registered op: has the outputs filled by the implementation that serves the call. While tracing, does nothing.
 
@@ -103,8 +116,9 @@ def run(op: Op, direction: str, impl: str | None, outputs: tuple[torch.Tensor, .
 def eager(op: Op, impl: str | None, *args: Any, **options: Any) -> Implementation | None:
     """For a public function: the implementation in plain PyTorch that serves this call, or None where kernels do.
 
-    It looks at the device, the dtypes and the layouts of `args` alone, so that it can be traced; which kernel runs is chosen inside
-    the op. Raises where a tensor is sparse. options: what else plain implementations look at, to say whether they support the call.
+    It looks at the device, the dtypes and the layouts of `args` alone, so that it can be traced, and at what `Implementation.unless` looks
+    at; which kernel runs is chosen inside the op. Raises where a tensor is sparse. args, options: the public arguments, as far as plain
+    implementations (whether they support the call) and `unless` look at them.
     """
     known = all([t.dtype in op.kernel_dtypes and t.layout is _DENSE for t in args if isinstance(t, torch.Tensor)])
     if not known:
@@ -117,7 +131,7 @@ def eager(op: Op, impl: str | None, *args: Any, **options: Any) -> Implementatio
         if reason:
             raise RidgelineError(f"{op.name}: impl={impl!r} cannot run this call: {reason}")
         return implementation
-    if known and (args[0].is_cuda or INTERPRETED or devices._pretended is not None):
+    if known and (args[0].is_cuda or INTERPRETED or devices._pretended is not None) and (op.always or _kernels_serve(op, args, options)):
         return None
     plain = [i for i in reversed(op.implementations.values()) if i.served and not i.is_kernel]
     return next((i for i in plain[:-1] if i.supports is None or i.supports(*args, **options) is None), plain[-1])

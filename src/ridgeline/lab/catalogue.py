@@ -94,8 +94,14 @@ def explain(op: Op, case: Case, dtype: str, device: str | None = None) -> Row:
         target = devices.of(args[0])
         reasons = {name: why_not(i, args, kwargs) for name, i in op.implementations.items()}
     backward = op.cost(*args, **kwargs)[1] is not None
-    able = [i for i in op.implementations.values() if reasons[i.name] is None and i.served and (i.differentiable or not backward)]
-    rungs = [rung(i) | {"reason": reasons[i.name], "serves": bool(able) and i is able[-1]} for i in op.implementations.values()]
+    left = {name: i.unless(*args, **kwargs) if i.unless else None for name, i in op.implementations.items()}
+    usable = [i for name, i in op.implementations.items() if i.served and reasons[name] is None and left[name] is None]
+    able = [i for i in usable if i.differentiable or not backward]
+    found = {
+        name: {"reason": reasons[name], "left": left[name], "serves": bool(able) and i is able[-1]}
+        for name, i in op.implementations.items()
+    }
+    rungs = [rung(i) | found[name] for name, i in op.implementations.items()]
     return {"op": op.name, "case": case.name, "dtype": dtype, "device": target.name, "arch": target.arch, "rungs": rungs}
 
 
@@ -125,6 +131,8 @@ def show(op: Op, answer: Row) -> None:
             word, style, why = "cannot", "yellow", row["reason"]
         elif not row["served"]:
             word, style, why = "can", "", "a rung for teaching and comparing: it runs only when asked for by name"
+        elif row["left"]:
+            word, style, why = "can", "", f"left to PyTorch, if not asked for by name: {row['left']}"
         else:
             word, style, why = "can", "", "a later rung serves the call"
         made.add_row(row["impl"], row["kind"], Text(word, style=style), Text(why))

@@ -48,9 +48,14 @@ def works(rows: list[Row]) -> dict[Work, list[Row]]:
 def serving(op: Op, rungs: list[Row]) -> Row | None:
     """Of the timed rungs of a piece of work the one that users get: the last of the ladder that is served.
 
-    That it was timed shows that it took the call."""
+    That it was timed shows that it took the call; whether such calls are left to plain PyTorch, its sizes and options say."""
     timed = {row["impl"]: row for row in rungs}
-    return next((timed[r.name] for r in reversed(op.implementations.values()) if r.served and r.name in timed), None)
+    for rung in reversed(op.implementations.values()):
+        if rung.served and rung.name in timed:
+            args, kwargs = op.case(rungs[0]["case"]).make(rungs[0]["dtype"], "meta") if rung.unless else ([], {})
+            if rung.unless is None or rung.unless(*args, **kwargs) is None:
+                return timed[rung.name]
+    return None
 
 
 def chosen(found: dict[Work, list[Row]]) -> dict[tuple[str, str, str], dict[str, list[Row]]]:

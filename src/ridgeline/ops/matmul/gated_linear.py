@@ -16,9 +16,9 @@ import triton.language as tl  # noqa: F401 - Triton's interpreter looks for it i
 
 from ridgeline.boundary import Function, differentiate, first_order, kernel_op
 from ridgeline.op import Case, Cost, Op, RidgelineError, Spec, nbytes
-from ridgeline.ops.matmul import _hopper
+from ridgeline.ops.matmul import _gated
 from ridgeline.ops.matmul._epilogue import ACTIVATIONS, gate, ungate
-from ridgeline.ops.matmul.matmul import HOPPER, agree, by_triton, in_autocast, of_any_strides, precision, product
+from ridgeline.ops.matmul.matmul import HOPPER, PADDED, agree, by_triton, in_autocast, of_any_strides, precision, product
 from ridgeline.select import eager, run
 
 _T = torch.Tensor
@@ -31,19 +31,6 @@ def _triton(y: _T, z: _T, z_up: _T, x: _T, weight: _T, up: _T, activation: str, 
     by_triton(z, x, weight.mT, how)
     by_triton(z_up, x, up.mT, how)
     gate(y, z, z_up, activation)
-
-
-def _gluon(y: _T, z: _T, z_up: _T, x: _T, weight: _T, up: _T, activation: str, how: str) -> None:
-    kept: dict[str, Any] = {"z": z, "z_up": z_up} if z.numel() else {}
-    _hopper.product(y, x, weight.mT, up=up.mT, activation=activation, **kept)
-
-
-def _refusal(x: _T, weight: _T, up: _T, *_: Any, **__: Any) -> str | None:
-    if weight.shape[0] % 8:
-        return f"the engine writes rows of whole 16 bytes, and a row has {weight.shape[0]} elements"
-    if _hopper.whole(weight) != _hopper.whole(up):
-        return "both weights must have their rows, or both their columns, at multiples of 16 bytes"
-    return _hopper.refusal(x, weight.mT) or _hopper.refusal(x, up.mT)
 
 
 @kernel_op("gated_linear_fwd(Tensor x, Tensor gate, Tensor up, str activation, bool keep, str precision, str? impl) -> (Tensor, Tensor, Tensor)")  # fmt: skip
@@ -138,11 +125,13 @@ GATED_LINEAR = Op(
 GATED_LINEAR.eager("torch", "two of PyTorch's linears (cuBLAS), an activation and a product: four kernels", reference, served=True)
 GATED_LINEAR.compiled("two products, then one pass fused by torch.compile")
 GATED_LINEAR.kernel("triton", "two products, then one pass", kind="triton", fwd=_triton, bwd=_triton)
+GATED_LINEAR.kernel("gluon_padded", PADDED, fwd=_gated.padded, bwd=_gated.padded, supports=_gated.odd, unless=_gated.unless, **HOPPER)
 GATED_LINEAR.kernel(
     "gluon",
     "on Hopper both products at once: half of each tile is the gate's, and they meet in registers",
-    fwd=_gluon,
-    bwd=_gluon,
-    supports=_refusal,
+    fwd=_gated.fwd,
+    bwd=_gated.fwd,
+    supports=_gated.refusal,
+    unless=_gated.unless,
     **HOPPER,
 )

@@ -185,6 +185,21 @@ def matmul(a: torch.Tensor, b: torch.Tensor, *, impl: str | None = None) -> torc
     return differentiate(_Function, left, right, impl).view(*batch, a.shape[-2], b.shape[-1])
 
 
+def small(rows: int, N: int, K: int) -> str | None:
+    """Why products of these sizes are not Hopper's unasked."""
+    if rows < 1024 or N < 1024 or K < 1024:
+        return f"below 1024 rows, columns or inner elements it is not known to be ahead; the product is of {rows} x {K} and {K} x {N}"
+    return None
+
+
+def _unless(a: torch.Tensor, b: torch.Tensor) -> str | None:
+    """cuBLAS takes rows that are no multiple of 16 bytes at a quarter of its rate."""
+    N, K = b.shape[-1] if b.dim() > 1 else 1, a.shape[-1]
+    if N % 8 == 0 and K % 8 == 0:
+        return f"cuBLAS is as fast where N and K are multiples of 8; they are {N} and {K}"
+    return small(a.shape[-2] if b.dim() > 2 else a.numel() // K if K else 0, N, K) if a.dim() > 1 else "one row is not for tiles"
+
+
 def cost(a: torch.Tensor, b: torch.Tensor) -> tuple[Cost, Cost]:
     y = torch.matmul(a.detach().to("meta"), b.detach().to("meta"))
     flops = 2 * y.numel() * a.shape[-1]
@@ -214,20 +229,15 @@ MATMUL = Op(
 
 MATMUL.eager("torch", "PyTorch's own: cuBLAS on an NVIDIA GPU", torch.matmul, served=True)
 MATMUL.kernel("triton", "one tile per program on the matrix units, in grouped order", kind="triton", fwd=by_triton, bwd=by_triton)
-HOPPER: dict[str, Any] = {"kind": "gluon", "dtypes": ("float16", "bfloat16"), "arch": 90, "newest": 90}
-MATMUL.kernel(
-    "gluon_padded",
-    "the next rung, after a copy of operands whose rows the copy engine cannot take",
-    fwd=_hopper.padded,
-    bwd=_hopper.padded,
-    supports=_hopper.empty,
-    **HOPPER,
-)
+HOPPER: dict[str, Any] = {"kind": "gluon", "dtypes": ("float16", "bfloat16"), "arch": 90, "newest": 90, "served": True}
+PADDED = "the next rung, after a copy of operands whose rows the copy engine cannot take"
+MATMUL.kernel("gluon_padded", PADDED, fwd=_hopper.padded, bwd=_hopper.padded, supports=_hopper.empty, unless=_unless, **HOPPER)
 MATMUL.kernel(
     "gluon",
     "on Hopper: one warp fetches by the copy engine, two groups multiply, of which one sends its results off meanwhile; programs stay",
     fwd=_hopper.fwd,
     bwd=_hopper.fwd,
     supports=_hopper.refusal,
+    unless=_unless,
     **HOPPER,
 )
