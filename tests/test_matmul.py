@@ -2,7 +2,9 @@
 
 import random
 import subprocess
+import sys
 from itertools import product
+from math import gcd
 from types import FunctionType, SimpleNamespace
 from typing import Any
 
@@ -10,11 +12,13 @@ import pytest
 import torch
 import torch.nn.functional as F
 import triton
+from torch._dynamo.testing import CompileCounterWithBackend
 
+import ridgeline
 from ridgeline import device as devices
 from ridgeline import tuning
 from ridgeline.boundary import Launch, observe
-from ridgeline.lab import inspect
+from ridgeline.lab import catalogue, inspect
 from ridgeline.op import Case, Spec, get
 from ridgeline.ops.matmul import _hopper
 from ridgeline.ops.matmul._epilogue import add_up
@@ -191,8 +195,108 @@ def test_rules_fit_their_machine(more: bool) -> None:
             assert shared + 1024 <= gpu.shared_memory, choice
             assert wide >= (128 if gated else 64), choice
             assert choice["LAG"] < choice["STAGES"] - 1, choice
+            chunks = wide // (128 if gated else 64)
+            assert more or all(chunks * kept % choice["BOARDS"] == 0 for kept in ((1, 3) if gated else (1, 2))), choice
     assert _hopper.rule(gpu, 1, 512, 512, 65536, False, more, False)["PARTS"] > 4
     assert _hopper.rule(gpu, 1, 8192, 8192, 8192, False, more, False)["PARTS"] == 1
+
+
+def test_the_rule_takes_what_was_fastest() -> None:
+    gpu = devices.KNOWN["sm_90"]
+    for sizes in ((1024, 1024, 1024), (1000, 1000, 1000)):
+        small = _hopper.rule(gpu, 1, *sizes, False, False, False, lines=(2 - gcd(2 * sizes[0], 128) / 128,) * 2)
+        assert (small["ROWS"], small["BN"], small["LAG"], small["PARTS"]) == (64, 64, 0, 1)
+    for sizes in ((2048, 2048, 2048), (2048, 2048, 8192), (8192, 8192, 8192), (16384, 2048, 2048), (4096, 1024, 4096), (5000, 3000, 7000)):
+        for lines in ((1, 1), (1.875, 1.875)):
+            made = _hopper.rule(gpu, 1, *sizes, False, False, False, lines=lines)
+            assert (made["ROWS"], made["BN"], made["PARTS"]) == (64, 256, 1), sizes
+            assert made["LAG"] == (0 if sizes[0] * sizes[1] <= 132 * 128 * 256 else 2), sizes
+
+
+def test_lines_that_rows_lie_in() -> None:
+    room = torch.empty(1 << 16, dtype=HALF)
+    for pitch, lines in ((64, 1), (128, 1), (32, 1.5), (8, 1.875), (1000, 1.875), (7000, 1.875)):
+        assert _hopper._lines(room[: 4 * pitch].view(1, 4, pitch)) == lines
+
+
+class Plain:
+    """What the kernels' activations mean, in float32 on the CPU."""
+
+    share = staticmethod(lambda u: 1 / (1 + torch.exp2(u)))
+    activate = FunctionType(_hopper._activate.fn.__code__, {"_share": share})
+
+
+@pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16])
+@pytest.mark.parametrize("activation", ["silu", "gelu", "gelu_tanh"])
+def test_activations_of_16_bits(activation: str, dtype: torch.dtype) -> None:
+    """Rows of like values, so that a row of tails must be right by itself: at most twice torch's error and half an ulp, by the law."""
+    x = torch.linspace(-12, 12, 1 << 20).view(4096, -1).to(dtype)
+    exact, own = ENDS[activation](x.double()), ENDS[activation](x)
+    mine = Plain.activate(x.float(), activation).to(dtype)
+    moved = ENDS[activation](torch.nextafter(x, torch.full_like(x, -99)).double())
+    allowed = 2 * torch.maximum((own - exact).norm(dim=1), (moved - exact).norm(dim=1) / 2) + torch.finfo(dtype).eps / 2 * exact.norm(dim=1)
+    allowed += 1e-15 * x.double().norm(dim=1)  # the oracle's own: it takes 1 + tanh
+    assert ((mine - exact).norm(dim=1) <= allowed).all()
+    assert abs(float((mine.double() * exact).sum() / (exact * exact).sum()) - 1) < torch.finfo(dtype).eps / 16
+    inf, nan = float("inf"), float("nan")
+    ends, wanted = torch.tensor([inf, -inf, nan, 0.0, 3e38, -3e38]), torch.tensor([inf, nan, nan, 0.0, 3e38, 0.0])
+    torch.testing.assert_close(Plain.activate(ends, activation), wanted, rtol=0, atol=0, equal_nan=True)
+
+
+def test_what_serves_on_hopper() -> None:
+    """Unasked: what was timed to be ahead of PyTorch, by sizes and options, and nothing that a rung would then refuse."""
+
+    def serves(op: str, *shapes: tuple[int, ...], arch: str = "sm_90", **options: Any) -> str:
+        specs = {k: Spec(*v) if isinstance(v, tuple) else v for k, v in options.items()}
+        answer = catalogue.explain(get(op), Case("", tuple([Spec(*s) for s in shapes]), specs), "bfloat16", arch)
+        return next(r["impl"] for r in answer["rungs"] if r["serves"])
+
+    n, odd = (2048, 2048), (2048, 2047)
+    assert serves("matmul", n, n) == "torch"
+    assert serves("matmul", odd, odd[::-1]) == "gluon_padded"
+    assert serves("matmul", odd, odd[::-1], arch="sm_80") == serves("matmul", odd, odd[::-1], arch="sm_100") == "torch"
+    assert serves("matmul", (64, 2047), odd[::-1]) == serves("matmul", (2047,), odd[::-1]) == serves("matmul", n, (2048,)) == "torch"
+    assert (
+        serves("linear", n, n) == serves("linear", n, n, activation="gelu") == serves("linear", (8, 2048), n, activation="silu") == "torch"
+    )
+    assert serves("linear", n, n, (2048,), activation="silu") == serves("linear", n, n, residual=n) == "gluon"
+    assert serves("linear", odd, odd, residual=n) == "gluon_padded"
+    assert serves("gated_linear", n, n, n) == "gluon"
+    assert serves("gated_linear", odd, odd, odd) == "gluon_padded"
+    assert serves("gated_linear", (0, 2048), n, n) == serves("gated_linear", n, (2044, 2048), (2044, 2048)) == "torch"
+
+
+@pytest.mark.parametrize("how", ["rows", "columns", "slice", "anywhere"])
+def test_whatever_is_served_is_taken(how: str) -> None:
+    """Forward and backward, unasked, of operands that begin anywhere: a served rung takes them, so nothing raises."""
+    started: list[str] = []
+    with devices.pretend("sm_90"), observe(lambda launch: started.append(launch.kernel.__name__)):
+        a, b, odd = (laid(1024, K, how).requires_grad_() for K in (1024, 1024, 1025))
+        residual = torch.zeros(1024 * 1024 + 1, dtype=torch.float16)[1:].view(1024, 1024)
+        for call in (
+            lambda: ridgeline.matmul(odd, odd.mT),
+            lambda: ridgeline.linear(a, b, residual=residual),
+            lambda: ridgeline.linear(a, b, activation="silu"),
+            lambda: ridgeline.gated_linear(a, b, laid(1024, 1024, "rows").requires_grad_()),
+            lambda: ridgeline.gated_linear(a, b, laid(1024, 1024, "columns").requires_grad_()),
+        ):
+            y = call()
+            assert "_fwd" in started
+            started.clear()
+            y.sum().backward()
+            assert started.count("_fwd") >= 2
+            started.clear()
+
+
+def test_the_choice_is_traced(monkeypatch: pytest.MonkeyPatch) -> None:
+    """By sizes alone, so that torch.compile can follow: one graph for each answer."""
+    monkeypatch.setattr(sys.modules[get("matmul").function.__module__], "run", lambda *_: None)  # no kernel takes a fake tensor's address
+    counter = CompileCounterWithBackend("aot_eager")
+    compiled = torch.compile(lambda a, b: ridgeline.matmul(a, b) + 1, backend=counter, fullgraph=True, dynamic=True)
+    with devices.pretend("sm_90"):
+        for n in (2048, 1536, 2047, 1601, 3001):
+            compiled(torch.zeros(1100, n, dtype=HALF), torch.zeros(n, 1030, dtype=HALF))
+    assert counter.frame_count <= 2
 
 
 @pytest.mark.kernels
