@@ -111,10 +111,10 @@ def _launch(y: torch.Tensor, parts: torch.Tensor, a: torch.Tensor, x: torch.Tens
         return {"BN": rows * 128 * pack // bk, "BK": bk, "TILES": 1, **threads}
 
     def rule() -> tuning.Config:
-        """Eight programs a multiprocessor, by parts of K where rows are too few; at most what there is room for."""
+        """Eight programs a multiprocessor (two of those that hold much shared memory), by parts of K where rows are too few; at most what there is room for."""
         c = tile()
         blocks, steps = triton.cdiv(N, c["BN"]), triton.cdiv(K, c["BK"] * c.get("TILES", 1))
-        most = max(1, min(8 * gpu.multiprocessors // max(1, blocks), steps))
+        most = max(1, min((2 if few else 8) * gpu.multiprocessors // max(1, blocks), steps))
         return c | {"SPLITS": 1 << (most.bit_length() - 1)}
 
     def config() -> dict[str, Any]:
