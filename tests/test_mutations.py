@@ -62,7 +62,7 @@ def test_inputs_taken_for_contiguous_break_the_law(op: Op, dtype: str, device: s
     law.args = [transposed(a) if isinstance(a, torch.Tensor) and a.dim() > 1 else a for a in law.args]
     verdict = law.judge(*law.run(op.implementations["torch"]))
     assert verdict.worst("forward") > 1.5
-    assert verdict.worst("backward") > 1.5
+    assert verdict.worst("backward") > 1.5 or not law.grads
 
 
 @pytest.mark.parametrize("dtype", ["float32", "float16", "bfloat16"])

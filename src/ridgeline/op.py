@@ -28,7 +28,8 @@ class RidgelineError(ValueError):
 
 @dataclass(frozen=True)
 class Spec:
-    """A tensor of a case: `Spec(4, 8)` is normal random data in the case's dtype; integers are uniform in [0, high)."""
+    """A tensor of a case: `Spec(4, 8)` is normal random data in the case's dtype; integers are uniform in [0, high), and without a
+    `high` those of 8 bits in all they can be."""
 
     shape: tuple[int, ...]
     dtype: str | None = None
@@ -45,7 +46,15 @@ class Spec:
             base = torch.float32 if dtype != torch.float64 else dtype
             tensor = torch.randn(self.shape, dtype=base, device=device, generator=generator).to(dtype)
             return tensor.requires_grad_(self.grad)
-        return torch.randint(max(self.high, 1), self.shape, dtype=dtype, device=device, generator=generator)
+        low, high = (-128, 128) if dtype == torch.int8 and not self.high else (0, max(self.high, 1))
+        return torch.randint(low, high, self.shape, dtype=dtype, device=device, generator=generator)
+
+
+class OwnDtype(Spec):
+    """Stands for the case's dtype itself, as an argument such as `out_dtype`."""
+
+    def make(self, dtype: torch.dtype, device: str | torch.device, generator: torch.Generator | None) -> Any:
+        return dtype
 
 
 @dataclass(frozen=True)

@@ -151,20 +151,20 @@ def _spread(q, scales, zeros, parts, x, rows, columns, x_row, x_column, tiles, P
 @triton.jit
 def _back(y, q, scales, zeros, rows, columns, q_row, q_column, s_row, s_column, z_row, z_column, GM: tl.constexpr, BM: tl.constexpr, G: tl.constexpr, GK: tl.constexpr, FP8: tl.constexpr, NATIVE: tl.constexpr):  # fmt: skip
     """(q - zero) * scale of BM rows of G groups of GK columns."""
-    row = (tl.program_id(0).to(tl.int64) * BM + tl.arange(0, BM))[:, None, None]
-    group = (tl.program_id(1) * G + tl.arange(0, G)).to(tl.int64)[None, :, None]
-    column = group * GK + tl.arange(0, GK)[None, None, :]
-    inside = (row < rows) & (column < columns)
+    row = (tl.program_id(0).to(tl.int64) * BM + tl.arange(0, BM))[:, None]
+    group = (tl.program_id(1) * G + tl.arange(0, G)).to(tl.int64)[None, :]
     known = (row < rows) & (group * GK < columns)
-    code = tl.load(q + row * q_row + column * q_column, mask=inside, other=0)
-    scale = tl.load(scales + row // GM * s_row + group * s_column, mask=known, other=0)
+    scale = tl.load(scales + row // GM * s_row + group * s_column, mask=known, other=0)[:, :, None]
+    column = group[:, :, None] * GK + tl.arange(0, GK)[None, None, :]
+    inside = (row[:, :, None] < rows) & (column < columns)
+    code = tl.load(q + row[:, :, None] * q_row + column * q_column, mask=inside, other=0)
     if FP8:
         v = decoded(code, NATIVE)
     else:
         v = code.to(tl.float32)
     if zeros is not None:
-        v -= tl.load(zeros + row // GM * z_row + group * z_column, mask=known, other=0).to(tl.float32)
-    tl.store(y + row * columns + column, (v * scale).to(y.dtype.element_ty), mask=inside)
+        v -= tl.load(zeros + row // GM * z_row + group * z_column, mask=known, other=0).to(tl.float32)[:, :, None]
+    tl.store(y + row[:, :, None] * columns + column, (v * scale).to(y.dtype.element_ty), mask=inside)
 
 
 def native(t: torch.Tensor) -> bool:
@@ -230,7 +230,7 @@ def dequantize(y: torch.Tensor, q: torch.Tensor, scale: torch.Tensor, zero: torc
         strides += [0, 0] if seen is None else [seen.stride(0), seen.stride(1) if group[1] else 0]
     gk = group[1] if group[1] > 1 else min(4096, triton.next_power_of_2(columns))
     g = min(32, triton.next_power_of_2(triton.cdiv(columns, gk))) if gk == BLOCK else 1
-    bm, fp8 = max(1, 4096 // (g * gk)), q.dtype != torch.int8
+    bm, fp8 = max(1, 8192 // (g * gk)), q.dtype != torch.int8
     tile = {"GM": max(1, group[0]), "BM": bm, "G": g, "GK": gk, "num_warps": 256 // device.of(q).warp}
     grid = triton.cdiv(rows, bm), triton.cdiv(columns, g * gk)
     given = y, values, scale, zero, rows, columns, *values.stride(), *strides

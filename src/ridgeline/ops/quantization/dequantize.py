@@ -12,7 +12,7 @@ from typing import Any
 import torch
 
 from ridgeline.boundary import kernel_op
-from ridgeline.op import Case, Cost, Op, RidgelineError, Spec, nbytes
+from ridgeline.op import Case, Cost, Op, OwnDtype, RidgelineError, Spec, nbytes
 from ridgeline.ops.quantization import _groups
 from ridgeline.ops.quantization._groups import group_of, spread
 from ridgeline.select import eager, run
@@ -103,26 +103,11 @@ def cost(q: torch.Tensor, scale: torch.Tensor, zero: torch.Tensor | None = None,
     return Cost(given, q.numel() * (dtype or scale.dtype).itemsize, 2 * q.numel()), None
 
 
-class Codes(Spec):
-    """Random codes of 8 bits: whole numbers, or with high=8 numbers of e4m3."""
-
-    def make(self, dtype: torch.dtype, device: str | torch.device, generator: torch.Generator | None) -> torch.Tensor:
-        if self.high != 8:
-            return torch.randint(-128, 128, self.shape, dtype=torch.int8, device=device, generator=generator)
-        return (100 * torch.randn(self.shape, device=device, generator=generator)).clamp(-448, 448).to(FP8)
-
-
-class Wanted(Spec):
-    """The dtype of the case itself, for the result."""
-
-    def make(self, dtype: torch.dtype, device: Any, generator: Any) -> Any:
-        return dtype
-
-
 def _case(shape: tuple[int, ...], scales: tuple[int, ...], fp8: bool, zero: bool = False, **facts: Any) -> Case:
     name = f"{'x'.join(map(str, shape))} {'fp8' if fp8 else 'int8'}, {' x '.join(map(str, scales)) or 'one'} scales{' and zeros' * zero}"
-    args = (Codes(*shape, high=8 * fp8), Spec(*scales, dtype="float32", grad=False), *([Spec(*scales, dtype="int32", high=99)] * zero))
-    return Case(name, args, {"dtype": Wanted()}, **facts)
+    codes = Spec(*shape, dtype="float8_e4m3fn" if fp8 else "int8", grad=False)
+    args = (codes, Spec(*scales, dtype="float32", grad=False), *([Spec(*scales, dtype="int32", high=99)] * zero))
+    return Case(name, args, {"dtype": OwnDtype()}, **facts)
 
 
 DEQUANTIZE = Op(
