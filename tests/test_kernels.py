@@ -45,6 +45,7 @@ SPILLS: dict[tuple[str, str, str, str], tuple[int, str]] = {
 }
 OWN = "3.7.1"  # the Triton of requirements.lock; the others' compilers may move a few registers more
 ELSEWHERE = 0 if triton.__version__ == OWN else 64
+REFUSED = {("fp8_matmul", "sm_80")}  # whose matrix units have no 8-bit floats
 CHECKS = 2  # of an op's small cases, beside its benchmarks
 # Ops whose kernels take seconds each to compile: one of each kind is, on sm_90 of small cases too; all are with --every-kernel.
 LARGE = ("attention", "attention_varlen")
@@ -56,7 +57,7 @@ RUNGS = [
     for o in op.registry().values()
     for i in o.implementations.values()
     for arch in inspect.ARCHES
-    if i.is_kernel and not (i.kind in ("cuda", "gluon") and arch == "gfx942")
+    if i.is_kernel and not (i.kind in ("cuda", "gluon") and arch == "gfx942") and (o.name, arch) not in REFUSED
     if i.arch <= (device.KNOWN[arch].capability or 10**9) <= (i.newest or 10**9)
 ]
 

@@ -1,6 +1,6 @@
 """Numbers of 8 bits as OCP's e4m3 has them (sign, 4 bits of exponent with bias 7, 3 of mantissa; 448 at most, no infinities), as codes.
 
-NATIVE: by the GPU's own instruction (NVIDIA, sm_89 on); else by whole-number arithmetic on the bits of a float32, which gives the same codes.
+NATIVE: by the GPU's own instruction (NVIDIA, sm_89 on); else by whole-number arithmetic on the bits of a float32, with the same result.
 Source: Micikevicius et al., FP8 formats for deep learning, 2022 (arXiv:2209.05433).
 """
 

@@ -125,7 +125,9 @@ def _launch(y: torch.Tensor, parts: torch.Tensor, a: torch.Tensor, x: torch.Tens
 
     key = M, N, K, columns, whole
     strides = *a.stride(), x.stride(0) if x.dim() == 2 else 0, x.stride(-1)
-    launch(_few if few else _fwd, lambda c: (triton.cdiv(N, c["BN"]), c["SPLITS"]), y, parts, a, x, M, N, K, *strides, config=config, key=key)
+    launch(
+        _few if few else _fwd, lambda c: (triton.cdiv(N, c["BN"]), c["SPLITS"]), y, parts, a, x, M, N, K, *strides, config=config, key=key
+    )
 
     def adders(c: dict[str, Any]) -> tuple[int]:
         return (triton.cdiv(M * N, c["BLOCK"]) if c["SPLITS"] > 1 else 0,)

@@ -82,8 +82,7 @@ def _forward(a: torch.Tensor, b: torch.Tensor, *rest: Any) -> torch.Tensor:
 
 def _finished(sums: torch.Tensor, scale_a: torch.Tensor, scale_b: torch.Tensor, bias: Any, out_dtype: torch.dtype) -> torch.Tensor:
     """Exact sums, in another dtype, times their scales and with the bias."""
-    rows = scale_a.reshape(-1, 1) if scale_a.numel() > 1 else scale_a.reshape(1, 1)
-    y = sums.to(scale_a.dtype) * rows * scale_b.reshape(1, -1)
+    y = sums.to(scale_a.dtype) * scale_a.reshape(-1, 1) * scale_b.reshape(1, -1)
     return (y if bias is None else y + bias).to(out_dtype)
 
 

@@ -5,13 +5,11 @@
 
 In float32, every quotient correctly rounded, then to the nearest code, to even between two, and saturating: any GPU and the CPU give
 the same codes. Where a group holds an infinity or NaN its scale is infinite, and what is read back of it is NaN.
-Tiles and rows of one tile are read once. A tensor is read for its extremes by PARTS programs, and again, last part first, as its end is
+Tiles and rows of one tile are read once. A tensor is read for its extremes by at most PARTS programs, and again, last part first, as its end is
 still in L2.
 """
 
 from __future__ import annotations
-
-from typing import Any
 
 import torch
 import triton
@@ -77,8 +75,8 @@ def _tiles(q, scales, x, rows, columns, x_row, x_column, across, GM: tl.constexp
     column = group * GK + tl.arange(0, GK)[None, None, :]
     inside = (row < rows) & (column < columns)
     v = tl.load(x + row * x_row + column.to(tl.int64) * x_column, mask=inside, other=0).to(tl.float32)
-    low, high = _ends(v, True)
-    high = tl.max(high, 2, keep_dims=True)
+    _, sizes = _ends(v, True)
+    high = tl.max(sizes, 2, keep_dims=True)
     if GM > 1:
         high = tl.max(high, 0, keep_dims=True)
     scale, zero = _scaled(high, high, True, True)
@@ -124,7 +122,7 @@ def _tile(x, tile, rows, columns, x_row, x_column, BM: tl.constexpr, BK: tl.cons
 
 @triton.jit
 def _extremes(parts, x, rows, columns, x_row, x_column, tiles, BM: tl.constexpr, BK: tl.constexpr, SYMMETRIC: tl.constexpr):
-    """The extremes of every PARTS-th tile: parts (2, PARTS)."""
+    """The extremes of some tiles: parts (2, programs)."""
     lows, highs = tl.zeros((BM, BK), tl.float32), tl.zeros((BM, BK), tl.float32)
     for tile in range(tl.program_id(0), tiles, tl.num_programs(0)):
         v, _, _ = _tile(x, tile, rows, columns, x_row, x_column, BM, BK)
@@ -135,9 +133,11 @@ def _extremes(parts, x, rows, columns, x_row, x_column, tiles, BM: tl.constexpr,
 
 
 @triton.jit
-def _spread(q, scales, zeros, parts, x, rows, columns, x_row, x_column, tiles, PARTS: tl.constexpr, BM: tl.constexpr, BK: tl.constexpr, FP8: tl.constexpr, SYMMETRIC: tl.constexpr, NATIVE: tl.constexpr):  # fmt: skip
+def _spread(q, scales, zeros, parts, x, rows, columns, x_row, x_column, tiles, count, PARTS: tl.constexpr, BM: tl.constexpr, BK: tl.constexpr, FP8: tl.constexpr, SYMMETRIC: tl.constexpr, NATIVE: tl.constexpr):  # fmt: skip
     """Every program finds the tensor's scale in the parts, and writes the codes of some tiles."""
-    low, high = tl.load(parts + tl.arange(0, PARTS)), tl.load(parts + PARTS + tl.arange(0, PARTS))
+    part = tl.arange(0, PARTS)
+    low = tl.load(parts + part, mask=part < count, other=0)
+    high = tl.load(parts + count + part, mask=part < count, other=0)
     scale, zero = _scaled(tl.min(low, 0), tl.max(high, 0), FP8, SYMMETRIC)
     if tl.program_id(0) == 0:
         tl.store(scales, scale)
@@ -196,14 +196,15 @@ def quantize(q: torch.Tensor, scale: torch.Tensor, zero: torch.Tensor, parts: to
         bk = min(4096, triton.next_power_of_2(columns))
         tile = {"BM": 8192 // bk, "BK": bk, "num_warps": warps}
         tiles = triton.cdiv(rows, tile["BM"]) * triton.cdiv(columns, bk)
-        launch(_extremes, (PARTS,), parts, *given, tiles, SYMMETRIC=facts["SYMMETRIC"], **tile)
+        count = min(PARTS, tiles)
+        launch(_extremes, (count,), parts, *given, tiles, SYMMETRIC=facts["SYMMETRIC"], **tile)
         grid = (min(tiles, 8 * gpu.multiprocessors),)
-        launch(_spread, grid, codes, scale, zero, parts, *given, tiles, PARTS=PARTS, **tile, **facts)
+        launch(_spread, grid, codes, scale, zero, parts, *given, tiles, count, PARTS=PARTS, **tile, **facts)
     else:
         down, across = group[0], triton.cdiv(columns, BLOCK)
         g = 1 if down > 1 else min(32, triton.next_power_of_2(across))
         bm = down if down > 1 else 32 // g
-        tile = {"GM": down, "BM": bm, "G": g, "GK": BLOCK, "NATIVE": facts["NATIVE"], "num_warps": warps if down > 1 else warps // 2}
+        tile = {"GM": down, "BM": bm, "G": g, "GK": BLOCK, "NATIVE": facts["NATIVE"], "num_warps": 2 * warps if down > 1 else warps // 2}
         launch(_tiles, (triton.cdiv(rows, bm), triton.cdiv(across, g)), codes, scale, *given, across, **tile)
 
 

@@ -32,9 +32,7 @@ def _forward(q: torch.Tensor, scale: torch.Tensor, zero: torch.Tensor | None, dt
     return y
 
 
-def reference(
-    q: torch.Tensor, scale: torch.Tensor, zero: torch.Tensor | None = None, *, dtype: torch.dtype | None = None
-) -> torch.Tensor:
+def reference(q: torch.Tensor, scale: torch.Tensor, zero: torch.Tensor | None = None, *, dtype: torch.dtype | None = None) -> torch.Tensor:
     group = group_of(q, scale) or (0, 0)
     v = q.to(scale.dtype) if zero is None else q.to(scale.dtype) - zero.to(scale.dtype)
     return (v * spread(scale.detach(), q, group)).to(dtype or scale.dtype)

@@ -51,9 +51,7 @@ def reference(x: torch.Tensor, *, block: tuple[int, int] | str = (1, 128)) -> tu
     return (v / spread(scale, v, group)).to(torch.float8_e4m3fn), scale.to(torch.promote_types(x.dtype, torch.float32))
 
 
-def quantize_fp8(
-    x: torch.Tensor, *, block: tuple[int, int] | str = (1, 128), impl: str | None = None
-) -> tuple[torch.Tensor, torch.Tensor]:
+def quantize_fp8(x: torch.Tensor, *, block: tuple[int, int] | str = (1, 128), impl: str | None = None) -> tuple[torch.Tensor, torch.Tensor]:
     """x as floating-point numbers of 8 bits, e4m3: (q, scale), where x is about q times the scale of its block.
 
     x: (..., K), any strides, floating point. block: what shares a scale: (1, 128) numbers of a row, (128, 128) of a matrix (the last ones
