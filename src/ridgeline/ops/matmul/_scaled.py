@@ -46,13 +46,13 @@ def config(op: str, a: torch.Tensor, b: torch.Tensor, wide: bool) -> dict[str, A
     odd = any(1 not in t.stride() or max(t.stride()) % 16 for t in (a, b))  # loads of single bytes, which take registers
 
     def rule() -> tuning.Config:
-        c = {"BM": 128, "BN": 128, "BK": 128, "GROUP": 8, "num_warps": 8, "num_stages": 4 if gpu.capability >= 90 else 3}
-        if odd:
-            return c | {"BM": 64, "BN": 64, "num_warps": 256 // gpu.warp, "num_stages": 1}
-        if gpu.backend != "cuda":
-            return c | {"num_stages": 1, "num_warps": 256 // gpu.warp}
+        c = {"BM": 128, "BN": 128, "BK": 128, "GROUP": 8, "num_warps": 256 // gpu.warp, "num_stages": 4 if gpu.capability >= 90 else 3}
+        if odd or gpu.backend != "cuda":
+            c |= {"num_stages": 1}
         if M <= 64:
-            return c | {"BM": max(16, triton.next_power_of_2(M)), "BN": 64, "num_warps": 4}
+            return c | {"BM": max(16, triton.next_power_of_2(M)), "BN": 64, "num_warps": c["num_warps"] if odd else 128 // gpu.warp}
+        if odd:
+            return c | {"BM": 64, "BN": 64}
         if wide and gpu.capability == 90 and M * N >= gpu.multiprocessors * 128 * 256:
             return c | {"BN": 256, "num_stages": 3}
         return c

@@ -246,8 +246,9 @@ def extremes(x: torch.Tensor, group: Group) -> tuple[torch.Tensor, torch.Tensor]
     low, high = (torch.where(x.isnan(), other, x) for other in (0.0, float("inf")))
     if group == TENSOR:
         return torch.cat([low.flatten(), low.new_zeros(1)]).amin(), torch.cat([high.flatten(), high.new_zeros(1)]).amax()
-    down, across = group[0], group[1] or x.shape[-1] + 1  # what is added are zeros
-    pad = (0, -x.shape[-1] % across, *((0, -x.shape[-2] % down) if down > 1 else ()))
+    columns = x.shape[-1]
+    down, across = group[0], group[1] or columns + 1
+    pad = (0, -columns % across if group[1] else 1, *((0, -x.shape[-2] % down) if down > 1 else ()))  # with zeros
     found = []
     for t in (-low, high):
         t = torch.nn.functional.pad(t, pad)
