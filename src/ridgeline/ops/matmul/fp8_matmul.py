@@ -84,7 +84,7 @@ def _launch(y: torch.Tensor, a: torch.Tensor, b: torch.Tensor, scale_a: torch.Te
     codes = (a, b) if native else (a.view(torch.uint8), b.view(torch.uint8))
     steps = (scale_a.stride(), scale_b.stride()) if wide else ((step(scale_a, 0), 0), (0, step(scale_b, -1)))
     given = y, *codes, scale_a, scale_b, bias, M, N, K, *a.stride(), *b.stride(), *steps, 0 if bias is None else bias.stride(0)
-    configured = {"config": lambda: config("fp8_matmul", a, b, wide=False), "key": (M, N, K, a.stride(), b.stride())}
+    configured: dict[str, Any] = {"config": lambda: config("fp8_matmul", a, b, wide=False), "key": (M, N, K, a.stride(), b.stride())}
     launch(_fwd, grid(M, N), *given, WIDE=wide, NATIVE=native, **configured)
 
 

@@ -61,8 +61,8 @@ def _fwd(y, parts, a, x, M, N, K, a_n, a_k, x_m, x_k, BM: tl.constexpr, BN: tl.c
             left = tl.load(a + n * a_n + k.to(tl.int64) * a_k, mask=(n < N) & (k < K), other=0, eviction_policy="evict_first")
             loaded = loaded + (left, tl.load(x + m * x_m + k.to(tl.int64) * x_k, mask=(m < M) & (k < K), other=0))
         for t in tl.static_range(TILES):
-            products = loaded[2 * t].to(tl.float32) * loaded[2 * t + 1].to(tl.float32)
-            sums += tl.sum(tl.reshape(products, (BM, BN, BK // PACK, PACK)), 3)
+            products = tl.reshape(loaded[2 * t].to(tl.float32) * loaded[2 * t + 1].to(tl.float32), (BM, BN, BK // PACK, PACK))
+            sums += tl.sum(products, 3)
     _put(y, parts, tl.sum(sums, 2), tl.arange(0, BM)[:, None], tl.reshape(n, (1, BN)), M, N, SPLITS)
 
 

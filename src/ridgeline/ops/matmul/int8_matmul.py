@@ -64,7 +64,7 @@ def _launch(y: torch.Tensor, sums: torch.Tensor, a: torch.Tensor, b: torch.Tenso
     scale_a, scale_b, zero_a, bias, _ = rest
     (M, K), N = a.shape, b.shape[1]
     if zero_a is not None:
-        wide = {"BK": 512, "BN": 16} if b.stride(0) == 1 else {"BK": 64, "BN": 128}
+        wide: dict[str, Any] = {"BK": 512, "BN": 16} if b.stride(0) == 1 else {"BK": 64, "BN": 128}
         launch(_columns, (triton.cdiv(N, wide["BN"]),), sums, b, N, K, *b.stride(), **wide)
     steps = step(scale_a, 0), step(scale_b, -1), step(zero_a, 0), 0 if bias is None else bias.stride(0)
     given = y, a, b, scale_a, scale_b, zero_a, sums if zero_a is not None else None, bias, M, N, K, *a.stride(), *b.stride(), steps

@@ -11,6 +11,8 @@ still in L2.
 
 from __future__ import annotations
 
+from typing import Any
+
 import torch
 import triton
 import triton.language as tl
@@ -184,7 +186,7 @@ def quantize(q: torch.Tensor, scale: torch.Tensor, zero: torch.Tensor, parts: to
     rows, columns = values.shape
     gpu, fp8 = device.of(x), q.dtype != torch.int8
     codes = q.view(torch.uint8) if fp8 else q
-    facts = {"FP8": fp8, "SYMMETRIC": not zero.numel(), "NATIVE": fp8 and native(x)}
+    facts: dict[str, Any] = {"FP8": fp8, "SYMMETRIC": not zero.numel(), "NATIVE": fp8 and native(x)}
     warps = 256 // gpu.warp
     given = values, rows, columns, *values.stride()
     if group == ROW:
@@ -194,7 +196,7 @@ def quantize(q: torch.Tensor, scale: torch.Tensor, zero: torch.Tensor, parts: to
         launch(_rows, (rows,), codes, scale, zero, values, columns, *values.stride(), **facts)
     elif group == TENSOR:
         bk = min(4096, triton.next_power_of_2(columns))
-        tile = {"BM": 8192 // bk, "BK": bk, "num_warps": warps}
+        tile: dict[str, Any] = {"BM": 8192 // bk, "BK": bk, "num_warps": warps}
         tiles = triton.cdiv(rows, tile["BM"]) * triton.cdiv(columns, bk)
         count = min(PARTS, tiles)
         launch(_extremes, (count,), parts, *given, tiles, SYMMETRIC=facts["SYMMETRIC"], **tile)
@@ -232,7 +234,7 @@ def dequantize(y: torch.Tensor, q: torch.Tensor, scale: torch.Tensor, zero: torc
     gk = group[1] if group[1] > 1 else min(4096, triton.next_power_of_2(columns))
     g = min(32, triton.next_power_of_2(triton.cdiv(columns, gk))) if gk == BLOCK else 1
     bm, fp8 = max(1, 8192 // (g * gk)), q.dtype != torch.int8
-    tile = {"GM": max(1, group[0]), "BM": bm, "G": g, "GK": gk, "num_warps": 256 // device.of(q).warp}
+    tile: dict[str, Any] = {"GM": max(1, group[0]), "BM": bm, "G": g, "GK": gk, "num_warps": 256 // device.of(q).warp}
     grid = triton.cdiv(rows, bm), triton.cdiv(columns, g * gk)
     given = y, values, scale, zero, rows, columns, *values.stride(), *strides
     launch(_back, grid, *given, FP8=fp8, NATIVE=fp8 and native(q), **tile)

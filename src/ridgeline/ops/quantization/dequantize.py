@@ -82,7 +82,7 @@ def dequantize(
             raise RidgelineError(f"dequantize: q is (q, scale) or (q, scale, zero), or a tensor beside them; {len(q)} are in it")
         q, scale, zero = (*q, None)[:3]
     fault = _fault(q, scale, zero, dtype)
-    if fault or not isinstance(scale, torch.Tensor):
+    if fault or not isinstance(scale, torch.Tensor) or not isinstance(q, torch.Tensor):
         raise RidgelineError(f"dequantize: {fault}")
     plain = eager(DEQUANTIZE, impl, q)
     if plain is None and impl is None and _unlike(q, scale):
