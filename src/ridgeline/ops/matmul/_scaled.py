@@ -40,10 +40,10 @@ def grid(M: int, N: int) -> Any:
     return lambda c: (triton.cdiv(M, c["BM"]) * triton.cdiv(N, c["BN"]),)
 
 
-def config(op: str, a: torch.Tensor, b: torch.Tensor, wide: bool) -> dict[str, Any]:
-    """Tiles of bytes. wide: the sums leave room for tiles of 128 x 256 in the registers."""
+def config(op: str, a: torch.Tensor, b: torch.Tensor, wide: bool, whole: bool = True) -> dict[str, Any]:
+    """Tiles of bytes. wide: the sums leave room for tiles of 128 x 256 in the registers. whole: bytes are multiplied as they are."""
     gpu, (M, K), N = device.of(a), a.shape, b.shape[1]
-    odd = any(1 not in t.stride() or max(t.stride()) % 16 for t in (a, b))  # loads of single bytes, which take registers
+    odd = not whole or any(1 not in t.stride() or max(t.stride()) % 16 for t in (a, b))  # loads of single bytes, which take registers
 
     def rule() -> tuning.Config:
         c = {"BM": 128, "BN": 128, "BK": 128, "GROUP": 8, "num_warps": 256 // gpu.warp, "num_stages": 4 if gpu.capability >= 90 else 3}

@@ -2,9 +2,9 @@
 
     rows:     y_mn = s_m t_n sum_k a_mk b_kn              blocks:   y_mn = sum_j s_mj t_jn sum_{k in block j} a_mk b_kn
 
-Hopper's matrix units add 8-bit products with some 14 bits; so sums are taken over into float32 every 128 of K. With scales by rows that is
-all they are for; with scales by blocks of 128 the sums of a block are multiplied by its scales on the way. The floor is 2 M N K operations
-at the rate of 8-bit products. Source: DeepSeek-AI, DeepSeek-V3 technical report, 2024 (arXiv:2412.19437), section 3.3.2.
+Hopper's matrix units add 8-bit products with some 14 bits; so sums are taken over into float32 every 128 of K, and with scales by blocks
+multiplied by them on the way. For a result in float32 that is too coarse: its numbers are multiplied as float16, which holds each of
+them, in the units that add in float32, at half the rate or less. The floor is 2 M N K operations at the rate of 8-bit products. Source: DeepSeek-AI, DeepSeek-V3 technical report, 2024 (arXiv:2412.19437), section 3.3.2.
 """
 
 from __future__ import annotations
@@ -26,9 +26,10 @@ E4M3 = torch.float8_e4m3fn
 
 
 @triton.jit
-def _fwd(y, a, b, scale_a, scale_b, bias, M, N, K, a_m, a_k, b_k, b_n, a_steps, b_steps, bias_step, WIDE: tl.constexpr, NATIVE: tl.constexpr, BM: tl.constexpr, BN: tl.constexpr, BK: tl.constexpr, GROUP: tl.constexpr, EVEN: tl.constexpr):  # fmt: skip
+def _fwd(y, a, b, scale_a, scale_b, bias, M, N, K, a_m, a_k, b_k, b_n, a_steps, b_steps, bias_step, WIDE: tl.constexpr, NATIVE: tl.constexpr, DECODE: tl.constexpr, BM: tl.constexpr, BN: tl.constexpr, BK: tl.constexpr, GROUP: tl.constexpr, EVEN: tl.constexpr):  # fmt: skip
     """WIDE: by blocks of BK of K, how many columns of b share a scale (1, or more than a tile has); 0 for scales by rows.
-    NATIVE: the matrix units take e4m3; else a and b are its codes, and multiplied as the float16 that they are exactly."""
+    NATIVE: the matrix units of 8 bits multiply; else a and b are codes, and multiplied as the float16 that they are exactly.
+    DECODE: the GPU has an instruction that makes float16 of them."""
     m, n = place(M, N, BM, BN, GROUP)
     k = tl.arange(0, BK)
     at_a = a + (m % M)[:, None].to(tl.int64) * a_m + k[None, :] * a_k
@@ -46,7 +47,7 @@ def _fwd(y, a, b, scale_a, scale_b, bias, M, N, K, a_m, a_k, b_k, b_n, a_steps, 
             left = tl.load(at_a, mask=k[None, :] < K - start, other=0.0)
             right = tl.load(at_b, mask=k[:, None] < K - start, other=0.0)
         if not NATIVE:
-            left, right = decoded(left, False).to(tl.float16), decoded(right, False).to(tl.float16)
+            left, right = decoded(left, DECODE).to(tl.float16), decoded(right, DECODE).to(tl.float16)
         if WIDE == 0:
             total = tl.dot(left, right, total, max_num_imprecise_acc=BK if NATIVE else 0)
         else:
@@ -80,12 +81,16 @@ def _launch(y: torch.Tensor, a: torch.Tensor, b: torch.Tensor, scale_a: torch.Te
     """a (M, K), b (K, N), any strides; y contiguous."""
     (M, K), N = a.shape, b.shape[1]
     wide, gpu = _blocks(a, b, scale_a, scale_b) or 0, device.of(a)
-    native = gpu.backend == "cuda" and not INTERPRETED
+    decode = gpu.backend == "cuda" and not INTERPRETED
+    native = decode and y.dtype != torch.float32
     codes = (a, b) if native else (a.view(torch.uint8), b.view(torch.uint8))
     steps = (scale_a.stride(), scale_b.stride()) if wide else ((step(scale_a, 0), 0), (0, step(scale_b, -1)))
     given = y, *codes, scale_a, scale_b, bias, M, N, K, *a.stride(), *b.stride(), *steps, 0 if bias is None else bias.stride(0)
-    configured: dict[str, Any] = {"config": lambda: config("fp8_matmul", a, b, wide=False), "key": (M, N, K, a.stride(), b.stride())}
-    launch(_fwd, grid(M, N), *given, WIDE=wide, NATIVE=native, **configured)
+    configured: dict[str, Any] = {
+        "config": lambda: config("fp8_matmul", a, b, wide=False, whole=native),
+        "key": (M, N, K, a.stride(), b.stride()),
+    }
+    launch(_fwd, grid(M, N), *given, WIDE=wide, NATIVE=native, DECODE=decode, **configured)
 
 
 @kernel_op("fp8_matmul_fwd(Tensor a, Tensor b, Tensor scale_a, Tensor scale_b, Tensor? bias, ScalarType dtype, str? impl) -> Tensor")
@@ -127,7 +132,8 @@ def fp8_matmul(
     Scales, float32, any strides, by rows: scale_a one number, (M, 1) or (M,); scale_b one, (1, N) or (N,).
     By blocks: scale_a (M, ceil(K / 128)), as `quantize_fp8` gives; scale_b (ceil(K / 128), ceil(N / 128)), the scale.T of a weight
     quantised in 128 x 128 blocks, or (ceil(K / 128), N), of one quantised in 1 x 128. bias: (N,), floating point, or None.
-    Returns (M, N) in out_dtype: torch.bfloat16, float16 or float32, contiguous. Sums are taken over into float32 every 128 of K.
+    Returns (M, N) in out_dtype: torch.bfloat16, float16 or float32, contiguous. Sums are taken over into float32 every 128 of K;
+    a float32 result is exact to float32's own roundings, and slower.
     Raises RidgelineError where shapes, dtypes or devices are none of these, or `impl` cannot run the call: on an NVIDIA GPU
     before sm_89, whose matrix units have no 8-bit floats, no kernel can.
     """
@@ -163,7 +169,9 @@ def _case(M: int, N: int, K: int, how: str, b: type[Spec] = Columns, bias: bool 
         "blocks": (Scale(M, deep), Scale(deep, -(-N // BLOCK))),
         "1x128": (Scale(M, deep), Scale(deep, N)),
     }[how]
-    options = ({"bias": Spec(N, grad=False)} if bias else {}) | {"out_dtype": OwnDtype()}
+    options: dict[str, Any] = {"bias": Spec(N, grad=False)} if bias else {}
+    # In benchmarks the dtype is that of the matrix units; the result is bfloat16.
+    options["out_dtype"] = torch.bfloat16 if facts.get("use") == "bench" else OwnDtype()
     codes = Spec(M, K, dtype="float8_e4m3fn", grad=False), b(K, N, dtype="float8_e4m3fn", grad=False)
     return Case(f"{M}x{N}x{K} {how}{', bias' * bias}", (*codes, *scales), options, **facts)
 
@@ -181,9 +189,9 @@ FP8_MATMUL = Op(
         _case(20, 24, 64, "one", b=Spec),
         _case(1, 1, 1, "rows"),
         _case(256, 256, 256, "blocks", use="quick"),
-        *(_case(*shape, how, dtypes=("bfloat16",), use="bench") for how in ("rows", "blocks") for shape in BENCH),
-        _case(16, 8192, 8192, "blocks", dtypes=("bfloat16",), use="bench"),
-        _case(4095, 4093, 4097, "blocks", dtypes=("bfloat16",), use="bench"),
+        *(_case(*shape, how, dtypes=("float8_e4m3fn",), use="bench") for how in ("rows", "blocks") for shape in BENCH),
+        _case(16, 8192, 8192, "blocks", dtypes=("float8_e4m3fn",), use="bench"),
+        _case(4095, 4093, 4097, "blocks", dtypes=("float8_e4m3fn",), use="bench"),
     ],
 )
 
