@@ -4,7 +4,8 @@
 
 Hopper's matrix units add 8-bit products with some 14 bits; so sums are taken over into float32 every 128 of K, and with scales by blocks
 multiplied by them on the way. For a result in float32 that is too coarse: its numbers are multiplied as float16, which holds each of
-them, in the units that add in float32, at half the rate or less. The floor is 2 M N K operations at the rate of 8-bit products. Source: DeepSeek-AI, DeepSeek-V3 technical report, 2024 (arXiv:2412.19437), section 3.3.2.
+them, in the units that add in float32, at half the rate or less. The floor is 2 M N K operations at the rate of 8-bit products.
+Source: DeepSeek-AI, DeepSeek-V3 technical report, 2024 (arXiv:2412.19437), section 3.3.2.
 """
 
 from __future__ import annotations
