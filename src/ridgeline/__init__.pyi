@@ -90,7 +90,8 @@ def fp8_matmul(
     Scales, float32, any strides, by rows: scale_a one number, (M, 1) or (M,); scale_b one, (1, N) or (N,).
     By blocks: scale_a (M, ceil(K / 128)), as `quantize_fp8` gives; scale_b (ceil(K / 128), ceil(N / 128)), the scale.T of a weight
     quantised in 128 x 128 blocks, or (ceil(K / 128), N), of one quantised in 1 x 128. bias: (N,), floating point, or None.
-    Returns (M, N) in out_dtype: torch.bfloat16, float16 or float32, contiguous. Sums are taken over into float32 every 128 of K.
+    Returns (M, N) in out_dtype: torch.bfloat16, float16 or float32, contiguous. Sums are taken over into float32 every 128 of K;
+    a float32 result is exact to float32's own roundings, and slower.
     Raises RidgelineError where shapes, dtypes or devices are none of these, or `impl` cannot run the call: on an NVIDIA GPU
     before sm_89, whose matrix units have no 8-bit floats, no kernel can.
     """

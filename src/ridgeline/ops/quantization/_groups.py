@@ -180,13 +180,13 @@ def plane(x: torch.Tensor) -> torch.Tensor:
     return x if x.dim() == 2 else x.reshape(-1, x.shape[-1]) if x.dim() else x.reshape(1, 1)
 
 
-def quantize(q: torch.Tensor, scale: torch.Tensor, zero: torch.Tensor, parts: torch.Tensor, x: torch.Tensor, group: Group) -> None:
-    """Fills the codes of x, contiguous, with their scales (and zeros, where there are any), in float32 (int32)."""
+def quantize(q: torch.Tensor, scale: torch.Tensor, zero: torch.Tensor | None, parts: torch.Tensor, x: torch.Tensor, group: Group) -> None:
+    """Fills the codes of x, contiguous, with their scales and, of asymmetric ones, zeros; in float32 and int32."""
     values = plane(x)
     rows, columns = values.shape
     gpu, fp8 = device.of(x), q.dtype != torch.int8
     codes = q.view(torch.uint8) if fp8 else q
-    facts: dict[str, Any] = {"FP8": fp8, "SYMMETRIC": not zero.numel(), "NATIVE": fp8 and native(x)}
+    facts: dict[str, Any] = {"FP8": fp8, "SYMMETRIC": zero is None, "NATIVE": fp8 and native(x)}
     warps = 256 // gpu.warp
     given = values, rows, columns, *values.stride()
     if group == ROW:

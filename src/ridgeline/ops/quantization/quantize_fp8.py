@@ -23,7 +23,7 @@ GROUPS: dict[Any, Group] = {"tensor": TENSOR, "row": ROW, (1, BLOCK): (1, BLOCK)
 
 
 def _launch(q: torch.Tensor, scale: torch.Tensor, parts: torch.Tensor, x: torch.Tensor, down: int, across: int) -> None:
-    quantize(q, scale, parts[:0], parts, x, (down, across))
+    quantize(q, scale, None, parts, x, (down, across))
 
 
 def _shape(x: torch.Tensor, group: Group) -> tuple[int, ...]:

@@ -23,7 +23,7 @@ TINY = 2.0**-126
 def _launch(
     q: torch.Tensor, scale: torch.Tensor, zero: torch.Tensor, parts: torch.Tensor, x: torch.Tensor, rows: bool, symmetric: bool
 ) -> None:
-    quantize(q, scale, zero, parts, x, ROW if rows else TENSOR)
+    quantize(q, scale, None if symmetric else zero, parts, x, ROW if rows else TENSOR)
 
 
 @kernel_op("quantize_int8_fwd(Tensor x, bool rows, bool symmetric, str? impl) -> (Tensor, Tensor, Tensor)")
