@@ -40,14 +40,9 @@ SPILLS: dict[tuple[str, str, str, str], tuple[int, str]] = {
         "at D 128 dK, dV and two tiles are 192 of 208 registers; a block of queries meets 0 to 31 loads of it",
     ),
     ("quantize_fp8", "triton", "_tiles", "sm_80"): (
-        304,
+        192,
         "blocks of 128 x 128 whose rows begin anywhere, encoded without an instruction for it",
     ),
-    ("quantize_fp8", "triton", "_tiles", "sm_90"): (
-        24,
-        "blocks of 128 x 128 whose rows begin anywhere: 32 numbers a thread, each loaded alone",
-    ),
-    ("quantize_fp8", "triton", "_tiles", "sm_100"): (20, "as sm_90's"),
     ("attention_varlen", "triton", "_bwd", "sm_90"): (24, "as attention's"),
     ("attention_varlen", "triton", "_bwd_dq", "sm_90"): (40, "as attention's"),
     ("attention_varlen", "gluon", "_bwd", "sm_90"): (400, "as attention's; 216 where no heads are shared, and none at D 64"),

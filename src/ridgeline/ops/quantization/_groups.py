@@ -206,7 +206,9 @@ def quantize(q: torch.Tensor, scale: torch.Tensor, zero: torch.Tensor | None, pa
         down, across = group[0], triton.cdiv(columns, BLOCK)
         g = 1 if down > 1 else min(32, triton.next_power_of_2(across))
         bm = down if down > 1 else 32 // g
-        tile = {"GM": down, "BM": bm, "G": g, "GK": BLOCK, "NATIVE": facts["NATIVE"], "num_warps": 2 * warps if down > 1 else warps // 2}
+        tile = {"GM": down, "BM": bm, "G": g, "GK": BLOCK, "NATIVE": facts["NATIVE"], "num_warps": warps // 2}
+        if down > 1:  # rows that begin anywhere are loaded number by number: fewer a thread, for their addresses' sake
+            tile["num_warps"] = warps * (4 if columns % 16 or values.stride(0) % 16 else 2)
         launch(_tiles, (triton.cdiv(rows, bm), triton.cdiv(across, g)), codes, scale, *given, across, **tile)
 
 
