@@ -98,23 +98,30 @@ def chart(rows: list[Row], interactive: bool = True, width: int | str = "contain
     left, right = min(p["x"] for p in spots) / 3, max(p["x"] for p in spots) * 4
     low = min([p["y"] for p in found] + [roof["copy"]["median"] * left]) / 2
     high = max(p["y"] for p in spots) * 3
-    x = alt.X("x:Q", title="arithmetic intensity, FLOP per byte", axis=_decades(left, right)).scale(type="log", domain=[left, right])
-    y = alt.Y(
-        "y:Q", title="FLOP/s reached", axis=_decades(low, high, titleAngle=0, titleAlign="left", titleAnchor="end", titleX=0, titleY=-12)
-    ).scale(type="log", domain=[low, high])
+    wide, tall = alt.Scale(type="log", domain=[left, right]), alt.Scale(type="log", domain=[low, high])
+    x = alt.X("x:Q", title="arithmetic intensity, FLOP per byte", axis=_decades(left, right), scale=wide)
+    up = _decades(low, high, titleAngle=0, titleAlign="left", titleAnchor="end", titleX=0, titleY=-12)
+    y = alt.Y("y:Q", title="FLOP/s reached", axis=up, scale=tall)
     rungs = _rungs(found, interactive).encode(x, y)
-    labels = _on(_best(found)).encode(x, y, text="op:N")
-    late = f"datum.x > {right / 40}"  # towards the right edge a name goes to the left of its point, and below
-    place = {
-        "align": alt.ExprRef(f"{late} ? 'right' : 'left'"),
-        "dx": alt.ExprRef(f"{late} ? 6 : 8"),
-        "dy": alt.ExprRef(f"{late} ? 20 : 10"),
-    }
-    place |= {"fontSize": 13, "fontWeight": 600}
+    best = _best(found)
+    ridge, least = max((c["ridge"] for c in flats), default=right), min((c["rate"] for c in flats), default=high)
+    step = (high / low) ** (15 / height)  # a line of text
+    bound = [p for p in best if p["x"] < ridge]
+    _column(bound, max([low * step ** len(bound), *(p["y"] for p in bound)]), step)
+    _column([p for p in best if p["x"] >= ridge], least / step**2, step)
+    named = _on(best).encode(alt.X("column:Q", scale=wide), alt.Y("line:Q", scale=tall), text="op:N")
+    place = {"align": "left", "baseline": "middle", "dx": 4, "fontSize": 13, "fontWeight": 600}
     halo = {"stroke": alt.ExprRef("paper"), "strokeWidth": 4, "opacity": 0.8}
-    names = [labels.mark_text(**place, **halo), labels.mark_text(**place, color=alt.ExprRef("ink"))]
+    lines = _on(best).mark_rule(color=alt.ExprRef("ink"), strokeWidth=0.7, opacity=0.5).encode(x, y, x2="column:Q", y2="line:Q")
+    names = [lines, named.mark_text(**place, **halo), named.mark_text(**place, color=alt.ExprRef("ink"))]
     layers = [layer.encode(x, y) for layer in _roofs(roof, flats, left, right)]
     return alt.layer(*layers, rungs, *names).properties(width=width, height=height)
+
+
+def _column(named: list[dict[str, Any]], top: float, step: float) -> None:
+    """Gives points places for their names to the right of all of them, one below the other from `top` down."""
+    for n, p in enumerate(sorted(named, key=lambda p: -p["y"])):
+        p["column"], p["line"] = 4 * max(q["x"] for q in named), top / step**n
 
 
 def _decades(low: float, high: float, **options: Any) -> altair.Axis:

@@ -36,6 +36,7 @@ from ridgeline.ops.attention._hopper_rings import (
     _flat,
     _look,
     _reduce,
+    _reinterpret,
     _rows,
     _singles,
 )
@@ -401,7 +402,7 @@ def _add(dq, dq_sums, at, room, before):
 @gluon.jit
 def _finish(dq, dq_out, at, room):
     """A tile of dq itself."""
-    room = room._reinterpret(dq_out.dtype, dq_out.block_type.shape, dq_out.layout)
+    room = _reinterpret(room, dq_out.dtype, dq_out.block_type.shape, dq_out.layout)
     room.reshape(dq.shape).store(dq.to(dq_out.dtype))
     fence_async_shared()
     _store(dq_out, at, room)

@@ -9,6 +9,8 @@ from triton.language.core import _aggregate as aggregate
 
 from ridgeline.ops.attention._hopper import ROWS, _barrier, _field, _load, _place, _read, _write
 
+_memory = gl.shared_memory_descriptor
+_reinterpret: gl.constexpr = getattr(_memory, "_reinterpret", None) or _memory.reinterpret  # Triton 3.9 renamed it
 KEYS = gl.constexpr(2)  # groups of warps with 64 keys each
 
 
