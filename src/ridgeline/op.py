@@ -211,12 +211,14 @@ class Op:
         """Registers an implementation in plain PyTorch: a function of the public arguments."""
         self.implementations[name] = Implementation(self, name, idea, kind, call, **facts)
 
-    def compiled(self, idea: str) -> None:
-        """Registers torch.compile of the reference as the rung `compile`."""
+    def compiled(self, idea: str, function: Callable[..., Any] | None = None, **options: Any) -> None:
+        """Registers torch.compile of the reference, or of another function of the same arguments, as the rung `compile`.
+
+        options: of Inductor, by the names of its configuration."""
 
         @cache
         def compiled() -> Callable[..., Any]:
-            return torch.compile(self.reference, dynamic=False, fullgraph=True)
+            return torch.compile(function or self.reference, dynamic=False, fullgraph=True, options=options or None)
 
         self.eager("compile", idea, lambda *args, **kwargs: compiled()(*args, **kwargs), kind="compile")
 

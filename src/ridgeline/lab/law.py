@@ -117,7 +117,8 @@ class Standard:
     """One tensor of the oracle, and what is allowed around it."""
 
     def __init__(self, oracle: Tensor, dtype: torch.dtype, residue: float = 0.0):
-        if dtype.itemsize == 1 and dtype.is_floating_point:  # codes, as whole numbers are: to be met exactly
+        self.given = dtype
+        if dtype.itemsize == 1 and dtype.is_floating_point and oracle.dtype == dtype:  # codes, as whole numbers are: to be met exactly
             oracle, dtype = oracle.view(torch.uint8), torch.uint8
         if dtype.is_floating_point and oracle.dtype != torch.float64:
             raise RidgelineError(f"the reference leaves float64: it gives {oracle.dtype} for float64 inputs, and so is no oracle")
@@ -178,10 +179,9 @@ class Standard:
 
     def judge(self, x: Tensor) -> Finding:
         """Where x is worst against the law."""
-        if x.dtype.itemsize == 1 and x.dtype.is_floating_point:
-            x = x.view(torch.uint8)
-        if x.shape != self.shape or x.dtype != self.dtype:
+        if x.shape != self.shape or x.dtype != self.given:
             return Finding(1.0, 0.0, "form")
+        x = x.view(self.dtype) if self.dtype == torch.uint8 else x
         if not x.numel():
             return Finding(0.0, 0.0, "whole")
         x = _plane(x.detach())

@@ -31,7 +31,7 @@ def place(M, N, BM: tl.constexpr, BN: tl.constexpr, GROUP: tl.constexpr):
 def finish(y, total, bias, m, n, M, N, bias_step):
     """Adds the bias and stores a tile of float32 sums."""
     if bias is not None:
-        total += tl.load(bias + n * bias_step, mask=n < N, other=0).to(tl.float32)[None, :]
+        total += tl.load(bias + n.to(tl.int64) * bias_step, mask=n < N, other=0).to(tl.float32)[None, :]
     at = y + m[:, None].to(tl.int64) * N + n[None, :]
     tl.store(at, total.to(y.dtype.element_ty), mask=(m[:, None] < M) & (n[None, :] < N))
 

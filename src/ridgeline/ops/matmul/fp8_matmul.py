@@ -32,7 +32,7 @@ def _fwd(y, a, b, scale_a, scale_b, bias, M, N, K, a_m, a_k, b_k, b_n, a_steps, 
     NATIVE: the matrix units of 8 bits multiply; else a and b are codes, and multiplied as the float16 that they are exactly.
     DECODE: the GPU has an instruction that makes float16 of them."""
     m, n = place(M, N, BM, BN, GROUP)
-    k = tl.arange(0, BK)
+    k = tl.arange(0, BK).to(tl.int64)
     at_a = a + (m % M)[:, None].to(tl.int64) * a_m + k[None, :] * a_k
     at_b = b + k[:, None] * b_k + (n % N)[None, :].to(tl.int64) * b_n
     scale_a += (m % M).to(tl.int64) * a_steps[0]
@@ -41,6 +41,7 @@ def _fwd(y, a, b, scale_a, scale_b, bias, M, N, K, a_m, a_k, b_k, b_n, a_steps, 
     else:
         scale_b += (n % N).to(tl.int64) * b_steps[1]
     total = tl.zeros((BM, BN), tl.float32)
+    ahead = tl.full((), BK, tl.int64)  # strides may be so long that BK of them pass 2^31
     for start in range(0, K, BK):
         if EVEN:
             left, right = tl.load(at_a), tl.load(at_b)
@@ -60,8 +61,8 @@ def _fwd(y, a, b, scale_a, scale_b, bias, M, N, K, a_m, a_k, b_k, b_n, a_steps, 
                 total += part * (rows * columns)[:, None]
             scale_a += a_steps[1]
             scale_b += b_steps[0]
-        at_a += BK * a_k
-        at_b += BK * b_k
+        at_a += a_k * ahead
+        at_b += b_k * ahead
     if WIDE == 0:
         total = total * tl.load(scale_a)[:, None] * tl.load(scale_b)[None, :]
     finish(y, total, bias, m, n, M, N, bias_step)

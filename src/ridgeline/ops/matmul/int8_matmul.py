@@ -38,10 +38,11 @@ def _columns(sums, b, N, K, b_k, b_n, BK: tl.constexpr, BN: tl.constexpr):
 @triton.jit
 def _fwd(y, a, b, scale_a, scale_b, zero_a, sums, bias, M, N, K, a_m, a_k, b_k, b_n, steps, BM: tl.constexpr, BN: tl.constexpr, BK: tl.constexpr, GROUP: tl.constexpr, EVEN: tl.constexpr):  # fmt: skip
     m, n = place(M, N, BM, BN, GROUP)
-    k = tl.arange(0, BK)
+    k = tl.arange(0, BK).to(tl.int64)
     at_a = a + (m % M)[:, None].to(tl.int64) * a_m + k[None, :] * a_k
     at_b = b + k[:, None] * b_k + (n % N)[None, :].to(tl.int64) * b_n
     total = tl.zeros((BM, BN), tl.int32)
+    ahead = tl.full((), BK, tl.int64)  # strides may be so long that BK of them pass 2^31
     for start in range(0, K, BK):
         if EVEN:
             left, right = tl.load(at_a), tl.load(at_b)
@@ -49,13 +50,13 @@ def _fwd(y, a, b, scale_a, scale_b, zero_a, sums, bias, M, N, K, a_m, a_k, b_k, 
             left = tl.load(at_a, mask=k[None, :] < K - start, other=0)
             right = tl.load(at_b, mask=k[:, None] < K - start, other=0)
         total = tl.dot(left, right, total, out_dtype=tl.int32)
-        at_a += BK * a_k
-        at_b += BK * b_k
+        at_a += a_k * ahead
+        at_b += b_k * ahead
     if zero_a is not None:
-        zero = tl.load(zero_a + m * steps[2], mask=m < M, other=0).to(tl.int32)
+        zero = tl.load(zero_a + m.to(tl.int64) * steps[2], mask=m < M, other=0).to(tl.int32)
         total -= zero[:, None] * tl.load(sums + n, mask=n < N, other=0)[None, :]
-    v = total.to(tl.float32) * tl.load(scale_a + m * steps[0], mask=m < M, other=0)[:, None]
-    v *= tl.load(scale_b + n * steps[1], mask=n < N, other=0)[None, :]
+    v = total.to(tl.float32) * tl.load(scale_a + m.to(tl.int64) * steps[0], mask=m < M, other=0)[:, None]
+    v *= tl.load(scale_b + n.to(tl.int64) * steps[1], mask=n < N, other=0)[None, :]
     finish(y, v, bias, m, n, M, N, steps[3])
 
 

@@ -3,8 +3,9 @@
     scale = max |x| / 127 (int8) or / 448 (e4m3), at least 2^-126        q = round(x / scale)
     asymmetric int8: scale = (max - min) / 255, 0 among the two; zero = round(-128 - min / scale); q = round(x / scale) + zero
 
-In float32, every quotient correctly rounded, then to the nearest code, to even between two, and saturating: any GPU and the CPU give
-the same codes. Where a group holds an infinity or NaN its scale is infinite, and what is read back of it is NaN.
+In float32: a scale is a product with 1 / 127 and the like, rounded to float32, as torch divides by a number on a GPU (on a CPU it does
+not); x / scale is correctly rounded, then to the nearest code, to even between two, and saturates. So any GPU and the CPU give the same
+codes. Where a group holds an infinity or NaN its scale is infinite, and what is read back of it is NaN.
 Tiles and rows of one tile are read once. A tensor is read for its extremes by at most PARTS programs, and again, last part first, as its end is
 still in L2.
 """
@@ -23,7 +24,9 @@ from ridgeline.op import RidgelineError
 from ridgeline.tiles.float8 import decoded, encoded
 
 PARTS = 512  # of the extremes of a tensor
-TINY = tl.constexpr(2.0**-126)
+LEAST = 2.0**-126  # what a scale is at least
+TINY = tl.constexpr(LEAST)
+RIGHT = {"eager_numerics.division_rounding": True}  # torch.compile's quotients else differ in their last bits, and so codes do
 BLOCK = 128  # numbers along a side of fp8's blocks
 Group = tuple[int, int]  # rows and columns that share a scale; 0 for all
 TENSOR, ROW = (0, 0), (1, 0)
@@ -49,9 +52,9 @@ def _ends(v, SYMMETRIC: tl.constexpr):
 def _scaled(low, high, FP8: tl.constexpr, SYMMETRIC: tl.constexpr):
     """The scale and the zero of groups with these extremes, 0 among them."""
     if SYMMETRIC:
-        scale = tl.div_rn(high, 448.0 if FP8 else 127.0)
+        scale = high * (1 / 448 if FP8 else 1 / 127)
     else:
-        scale = tl.div_rn(high, 255.0) - tl.div_rn(low, 255.0)
+        scale = (high * 0.5 - low * 0.5) * (2 / 255)  # halves are exact, and their difference is finite
     scale = tl.where(scale < TINY, TINY, scale)
     if SYMMETRIC:
         return scale, tl.zeros_like(scale)
@@ -72,18 +75,20 @@ def _codes(v, scale, zero, FP8: tl.constexpr, NATIVE: tl.constexpr):
 @triton.jit
 def _tiles(q, scales, x, rows, columns, x_row, x_column, across, GM: tl.constexpr, BM: tl.constexpr, G: tl.constexpr, GK: tl.constexpr, NATIVE: tl.constexpr):  # fmt: skip
     """Blocks of fp8: a program has BM rows of G blocks of GK columns; BM is GM, or GM is 1."""
-    row = (tl.program_id(0).to(tl.int64) * BM + tl.arange(0, BM))[:, None, None]
-    group = tl.program_id(1) * G + tl.arange(0, G)[None, :, None]
+    wide = tl.cdiv(across, G)
+    down = (tl.program_id(0) // wide).to(tl.int64)
+    row = (down * BM + tl.arange(0, BM))[:, None, None]
+    group = (tl.program_id(0) % wide).to(tl.int64) * G + tl.arange(0, G)[None, :, None]
     column = group * GK + tl.arange(0, GK)[None, None, :]
     inside = (row < rows) & (column < columns)
-    v = tl.load(x + row * x_row + column.to(tl.int64) * x_column, mask=inside, other=0).to(tl.float32)
+    v = tl.load(x + row * x_row + column * x_column, mask=inside, other=0).to(tl.float32)
     _, sizes = _ends(v, True)
     high = tl.max(sizes, 2, keep_dims=True)
     if GM > 1:
         high = tl.max(high, 0, keep_dims=True)
     scale, zero = _scaled(high, high, True, True)
     tl.store(q + row * columns + column, _codes(v, scale, zero, True, NATIVE), mask=inside)
-    first = tl.program_id(0).to(tl.int64) * (BM // GM) + tl.arange(0, BM // GM)[:, None, None]
+    first = down * (BM // GM) + tl.arange(0, BM // GM)[:, None, None]
     tl.store(scales + first * across + group, scale, mask=(first * GM < rows) & (group < across))
 
 
@@ -153,8 +158,9 @@ def _spread(q, scales, zeros, parts, x, rows, columns, x_row, x_column, tiles, c
 @triton.jit
 def _back(y, q, scales, zeros, rows, columns, q_row, q_column, s_row, s_column, z_row, z_column, GM: tl.constexpr, BM: tl.constexpr, G: tl.constexpr, GK: tl.constexpr, FP8: tl.constexpr, NATIVE: tl.constexpr):  # fmt: skip
     """(q - zero) * scale of BM rows of G groups of GK columns."""
-    row = (tl.program_id(0).to(tl.int64) * BM + tl.arange(0, BM))[:, None]
-    group = (tl.program_id(1) * G + tl.arange(0, G)).to(tl.int64)[None, :]
+    wide = tl.cdiv(columns, G * GK)
+    row = ((tl.program_id(0) // wide).to(tl.int64) * BM + tl.arange(0, BM))[:, None]
+    group = ((tl.program_id(0) % wide).to(tl.int64) * G + tl.arange(0, G))[None, :]
     known = (row < rows) & (group * GK < columns)
     scale = tl.load(scales + row // GM * s_row + group * s_column, mask=known, other=0)[:, :, None]
     column = group[:, :, None] * GK + tl.arange(0, GK)[None, None, :]
@@ -209,7 +215,7 @@ def quantize(q: torch.Tensor, scale: torch.Tensor, zero: torch.Tensor | None, pa
         tile = {"GM": down, "BM": bm, "G": g, "GK": BLOCK, "NATIVE": facts["NATIVE"], "num_warps": warps // 2}
         if down > 1:  # rows that begin anywhere are loaded number by number: fewer a thread, for their addresses' sake
             tile["num_warps"] = warps * (4 if columns % 16 or values.stride(0) % 16 else 2)
-        launch(_tiles, (triton.cdiv(rows, bm), triton.cdiv(across, g)), codes, scale, *given, across, **tile)
+        launch(_tiles, (triton.cdiv(rows, bm) * triton.cdiv(across, g),), codes, scale, *given, across, **tile)
 
 
 def group_of(q: torch.Tensor, scale: torch.Tensor) -> Group | None:
@@ -237,7 +243,7 @@ def dequantize(y: torch.Tensor, q: torch.Tensor, scale: torch.Tensor, zero: torc
     g = min(32, triton.next_power_of_2(triton.cdiv(columns, gk))) if gk == BLOCK else 1
     bm, fp8 = max(1, 8192 // (g * gk)), q.dtype != torch.int8
     tile: dict[str, Any] = {"GM": max(1, group[0]), "BM": bm, "G": g, "GK": gk, "num_warps": 256 // device.of(q).warp}
-    grid = triton.cdiv(rows, bm), triton.cdiv(columns, g * gk)
+    grid = (triton.cdiv(rows, bm) * triton.cdiv(columns, g * gk),)
     given = y, values, scale, zero, rows, columns, *values.stride(), *strides
     launch(_back, grid, *given, FP8=fp8, NATIVE=fp8 and native(q), **tile)
 

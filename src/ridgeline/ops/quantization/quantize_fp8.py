@@ -15,10 +15,9 @@ import torch
 
 from ridgeline.boundary import kernel_op
 from ridgeline.op import Case, Cost, Op, RidgelineError, Spec, nbytes
-from ridgeline.ops.quantization._groups import BLOCK, PARTS, ROW, TENSOR, Group, checked, extremes, quantize, spread
+from ridgeline.ops.quantization._groups import BLOCK, LEAST, PARTS, RIGHT, ROW, TENSOR, Group, checked, extremes, quantize, spread
 from ridgeline.select import eager, run
 
-TINY = 2.0**-126
 GROUPS: dict[Any, Group] = {"tensor": TENSOR, "row": ROW, (1, BLOCK): (1, BLOCK), (BLOCK, BLOCK): (BLOCK, BLOCK)}
 
 
@@ -39,7 +38,7 @@ def _forward(x: torch.Tensor, down: int, across: int, impl: str | None) -> tuple
     q = torch.empty(x.shape, dtype=torch.float8_e4m3fn, device=x.device)
     scale = torch.empty(_shape(x, (down, across)), dtype=torch.float32, device=x.device)
     if not x.numel():
-        return q, scale.fill_(TINY)
+        return q, scale.fill_(LEAST)
     parts = torch.empty((0 if down else 2 * PARTS,), dtype=torch.float32, device=x.device)
     run(QUANTIZE_FP8, "fwd", impl, (q, scale, parts), x, down, across)
     return q, scale
@@ -47,7 +46,7 @@ def _forward(x: torch.Tensor, down: int, across: int, impl: str | None) -> tuple
 
 def reference(x: torch.Tensor, *, block: tuple[int, int] | str = (1, 128)) -> tuple[torch.Tensor, torch.Tensor]:
     v, group = x.detach().float(), GROUPS[block]
-    scale = (extremes(v.abs(), group)[1] / 448).clamp(min=TINY)
+    scale = (extremes(v.abs(), group)[1] * (1 / 448)).clamp(min=LEAST)
     return (v / spread(scale, v, group)).to(torch.float8_e4m3fn), scale.to(torch.promote_types(x.dtype, torch.float32))
 
 
@@ -58,7 +57,7 @@ def quantize_fp8(x: torch.Tensor, *, block: tuple[int, int] | str = (1, 128), im
     may be fewer), "row" or "tensor".
     Returns q, float8_e4m3fn, of x's shape and contiguous; scale, float32: (..., ceil(K / 128)), (ceil(M / 128), ceil(K / 128)),
     (..., 1) or (). No gradients flow. The largest number of a block becomes 448 or -448.
-    Quotients are those of float32, rounded to the nearest number of e4m3, to even between two; a scale is at least 2^-126 (of zeros),
+    Quotients x / scale are those of float32, rounded to the nearest number of e4m3, to even between two; a scale is at least 2^-126 (of zeros),
     and infinite where its numbers hold an infinity or NaN: `dequantize` then gives NaN. GPUs without e4m3 get the same codes, slower.
     Raises RidgelineError on a tensor that is not floating point, another block, or an `impl` that cannot run the call.
     """
@@ -104,7 +103,7 @@ QUANTIZE_FP8 = Op(
 )
 
 QUANTIZE_FP8.eager("naive", "the formula in eager PyTorch: some six passes over memory", reference, served=True)
-QUANTIZE_FP8.compiled("the formula fused by torch.compile")
+QUANTIZE_FP8.compiled("the formula fused by torch.compile, its quotients correctly rounded", **RIGHT)
 QUANTIZE_FP8.kernel(
     "triton",
     "a program's blocks or row lie in its registers: read once, divided, rounded by the GPU's own instruction and written",

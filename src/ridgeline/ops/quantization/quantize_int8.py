@@ -14,10 +14,8 @@ import torch
 
 from ridgeline.boundary import kernel_op
 from ridgeline.op import Case, Cost, Op, RidgelineError, Spec, nbytes
-from ridgeline.ops.quantization._groups import PARTS, ROW, TENSOR, checked, extremes, quantize
+from ridgeline.ops.quantization._groups import LEAST, PARTS, RIGHT, ROW, TENSOR, checked, extremes, quantize
 from ridgeline.select import eager, run
-
-TINY = 2.0**-126
 
 
 def _launch(
@@ -33,7 +31,7 @@ def _forward(x: torch.Tensor, rows: bool, symmetric: bool, impl: str | None) -> 
     scale = torch.empty(shape, dtype=torch.float32, device=x.device)
     zero = torch.empty((0,) if symmetric else shape, dtype=torch.int32, device=x.device)
     if not x.numel():
-        return q, scale.fill_(TINY), zero.fill_(-128)
+        return q, scale.fill_(LEAST), zero.fill_(-128)
     parts = torch.empty((0 if rows else 2 * PARTS,), dtype=torch.float32, device=x.device)
     run(QUANTIZE_INT8, "fwd", impl, (q, scale, zero, parts), x, rows, symmetric)
     return q, scale, zero
@@ -47,9 +45,9 @@ def reference(x: torch.Tensor, *, granularity: str = "tensor", symmetric: bool =
         return torch.where(t.isnan(), 0, t).clamp(-1024, 1024).round()
 
     if symmetric:
-        scale = (high / 127).clamp(min=TINY)
+        scale = (high * (1 / 127)).clamp(min=LEAST)
         return whole(v / scale).to(torch.int8), scale.to(wide)
-    scale = (high / 255 - low / 255).clamp(min=TINY)
+    scale = ((high * 0.5 - low * 0.5) * (2 / 255)).clamp(min=LEAST)
     zero = whole(-128 - low / scale).clamp(-128, 127)
     return (whole(v / scale) + zero).clamp(-128, 127).to(torch.int8), scale.to(wide), zero.to(torch.int32)
 
@@ -62,7 +60,7 @@ def quantize_int8(
     x: any shape and strides, floating point. granularity: "tensor", or "row" for a scale for each row of the last dimension.
     symmetric: q is -127 to 127 and zero stands for zero; else -128 to 127 are spread over what x spans, 0 included.
     Returns q, int8, of x's shape and contiguous; scale, float32, () or (..., 1); zero, int32, shaped as scale. No gradients flow.
-    Quotients are those of float32, rounded to the nearest whole number, to even between two, and saturate; a scale is at least
+    Quotients x / scale are those of float32, rounded to the nearest whole number, to even between two, and saturate; a scale is at least
     2^-126 (of zeros), and infinite where its numbers hold an infinity or NaN: `dequantize` then gives NaN.
     Raises RidgelineError on a tensor that is not floating point, another granularity, or an `impl` that cannot run the call.
     """
@@ -106,7 +104,7 @@ QUANTIZE_INT8 = Op(
 )
 
 QUANTIZE_INT8.eager("naive", "the formula in eager PyTorch: some eight passes over memory", reference, served=True)
-QUANTIZE_INT8.compiled("the formula fused by torch.compile")
+QUANTIZE_INT8.compiled("the formula fused by torch.compile, its quotients correctly rounded", **RIGHT)
 QUANTIZE_INT8.kernel(
     "triton",
     "a row in registers, read once; a tensor's extremes in 512 parts that every program of the second kernel puts together",
