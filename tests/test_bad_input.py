@@ -177,6 +177,10 @@ BAD: Bad = {
         lambda: ridgeline.int8_matmul(codes, codes.T, w[:1], w[:1], out_dtype=torch.int32),
         ["int32", "float16"],
     ),
+    "int8_matmul: float64 of float32": (
+        lambda: ridgeline.int8_matmul(codes, codes.T, w[:1], w[:1], out_dtype=torch.float64),
+        ["float64", "float32"],
+    ),
     "int8_matmul: a long K": (
         lambda: ridgeline.int8_matmul(codes[:, :1].expand(4, 65537), codes[:1, :1].expand(65537, 1), w[:1], w[:1]),
         ["65536", "65537"],

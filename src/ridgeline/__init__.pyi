@@ -120,7 +120,8 @@ def int8_matmul(
 
     a: (M, K), int8. b: (K, N), int8. Any strides; quickest with K contiguous in both: b is q.T of a weight's q, (N, K). K is at most 65536,
     so that sums are exact. scale_a: float32, one number, or one a row, (M, 1) or (M,). scale_b: one, or one a column, (1, N) or (N,): the
-    scale.T of a weight quantised by rows. zero_a: int32 or int8, shaped as a scale of a, what stands for zero in a.
+    scale.T of a weight quantised by rows. zero_a: int32 or int8, shaped as a scale of a, what stands for zero in a:
+    a number of 8 bits, -128 to 127 (values on a GPU are not looked at; with others sums may pass 32 bits).
     bias: (N,), floating point, or None. Returns (M, N) in out_dtype: torch.bfloat16, float16 or float32, contiguous. Sums become
     float32 and are multiplied there; the result is rounded once.
     Raises RidgelineError where shapes, dtypes or devices are none of these, or `impl` cannot run the call.
@@ -263,7 +264,7 @@ def quantize_fp8(x: torch.Tensor, *, block: tuple[int, int] | str = (1, 128), im
     may be fewer), "row" or "tensor".
     Returns q, float8_e4m3fn, of x's shape and contiguous; scale, float32: (..., ceil(K / 128)), (ceil(M / 128), ceil(K / 128)),
     (..., 1) or (). No gradients flow. The largest number of a block becomes 448 or -448.
-    Quotients are those of float32, rounded to the nearest number of e4m3, to even between two; a scale is at least 2^-126 (of zeros),
+    Quotients x / scale are those of float32, rounded to the nearest number of e4m3, to even between two; a scale is at least 2^-126 (of zeros),
     and infinite where its numbers hold an infinity or NaN: `dequantize` then gives NaN. GPUs without e4m3 get the same codes, slower.
     Raises RidgelineError on a tensor that is not floating point, another block, or an `impl` that cannot run the call.
     """
@@ -276,7 +277,7 @@ def quantize_int8(
     x: any shape and strides, floating point. granularity: "tensor", or "row" for a scale for each row of the last dimension.
     symmetric: q is -127 to 127 and zero stands for zero; else -128 to 127 are spread over what x spans, 0 included.
     Returns q, int8, of x's shape and contiguous; scale, float32, () or (..., 1); zero, int32, shaped as scale. No gradients flow.
-    Quotients are those of float32, rounded to the nearest whole number, to even between two, and saturate; a scale is at least
+    Quotients x / scale are those of float32, rounded to the nearest whole number, to even between two, and saturate; a scale is at least
     2^-126 (of zeros), and infinite where its numbers hold an infinity or NaN: `dequantize` then gives NaN.
     Raises RidgelineError on a tensor that is not floating point, another granularity, or an `impl` that cannot run the call.
     """

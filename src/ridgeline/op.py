@@ -50,6 +50,14 @@ class Spec:
         return torch.randint(low, high, self.shape, dtype=dtype, device=device, generator=generator)
 
 
+class Columns(Spec):
+    """A matrix whose columns are contiguous, as a transposed one's are."""
+
+    def make(self, *args: Any) -> torch.Tensor:
+        made = super().make(*args)
+        return made.detach().mT.contiguous().mT.requires_grad_(made.requires_grad)
+
+
 class OwnDtype(Spec):
     """Stands for the case's dtype itself, as an argument such as `out_dtype`."""
 
@@ -211,16 +219,22 @@ class Op:
         """Registers an implementation in plain PyTorch: a function of the public arguments."""
         self.implementations[name] = Implementation(self, name, idea, kind, call, **facts)
 
-    def compiled(self, idea: str, function: Callable[..., Any] | None = None, **options: Any) -> None:
+    def compiled(
+        self,
+        idea: str,
+        function: Callable[..., Any] | None = None,
+        supports: Callable[..., str | None] | None = None,
+        options: dict[str, Any] | None = None,
+    ) -> None:
         """Registers torch.compile of the reference, or of another function of the same arguments, as the rung `compile`.
 
         options: of Inductor, by the names of its configuration."""
 
         @cache
         def compiled() -> Callable[..., Any]:
-            return torch.compile(function or self.reference, dynamic=False, fullgraph=True, options=options or None)
+            return torch.compile(function or self.reference, dynamic=False, fullgraph=True, options=options)
 
-        self.eager("compile", idea, lambda *args, **kwargs: compiled()(*args, **kwargs), kind="compile")
+        self.eager("compile", idea, lambda *args, **kwargs: compiled()(*args, **kwargs), kind="compile", supports=supports)
 
     def kernel(
         self, name: str, idea: str, *, kind: str, fwd: Callable[..., Any], bwd: Callable[..., Any] | None = None, **facts: Any

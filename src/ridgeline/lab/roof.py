@@ -14,6 +14,7 @@ from torch import Tensor
 
 from ridgeline.boundary import INTERPRETED, launch
 from ridgeline.lab.clock import Function, Measurement, Timer, device_timer, last_level_cache, measure
+from ridgeline.lab.verdict import CODES
 
 Figure = dict[str, float]
 BLOCKS = ((1024, 4), (2048, 8), (4096, 8), (8192, 16))
@@ -134,16 +135,17 @@ def _codes(device: str) -> tuple[str, ...]:
     """The dtypes of 8 bits that the device's matrix units take."""
     if not device.startswith("cuda") or torch.version.hip:
         return ()
-    return ("int8", "float8_e4m3fn") if torch.cuda.get_device_capability() >= (8, 9) else ("int8",)
+    return CODES if torch.cuda.get_device_capability() >= (8, 9) else CODES[:1]
 
 
 def _rate_of_codes(name: str, half: dict[str, Any], timer: Timer, dice: torch.Generator, budget: float) -> dict[str, Any]:
-    """The best rate of torch's product of 8-bit numbers, and at least twice that of bfloat16: the units take two of them for each of its
-    numbers, of which cuBLAS makes 0.6 in int8."""
+    """The best rate of torch's product of 8-bit numbers, and at least twice that of bfloat16, measured just before: the units take two of
+    them for each of its numbers, of which cuBLAS makes 0.6 in int8. `found` then says what torch's product reached itself, and at which
+    shape: a roof that no product has reached is a stricter one, and says so."""
     found = _matrix_rate(name, timer, dice, budget)
     if found["median"] >= 2 * half["median"]:
         return found
-    return {**half, **{end: 2 * half[end] for end in ("median", "low", "high")}}
+    return {**half, **{end: 2 * half[end] for end in ("median", "low", "high")}, "twice": "bfloat16", "found": found}
 
 
 def _coded(name: str, a: Tensor, b: Tensor) -> Function:
@@ -157,7 +159,7 @@ def _coded(name: str, a: Tensor, b: Tensor) -> Function:
 
 def _matrix_rate(name: str, timer: Timer, dice: torch.Generator, budget: float) -> dict[str, Any]:
     """The best rate of torch's matrix product over a search of shapes, smallest first; a shape that would take too long is left out."""
-    codes = name in ("int8", "float8_e4m3fn")
+    codes = name in CODES
     dtype = torch.float32 if name == "tf32" else torch.bfloat16 if codes else getattr(torch, name)
     gpu = dice.device.type == "cuda"
     reps = 10 if gpu else 3

@@ -18,8 +18,21 @@ import triton.language as tl
 
 from ridgeline import device
 from ridgeline.boundary import INTERPRETED, kernel_op, launch
-from ridgeline.op import Case, Cost, Op, OwnDtype, RidgelineError, Spec, nbytes
-from ridgeline.ops.matmul._scaled import BLOCK, Columns, Scale, along_columns, along_rows, config, fault, finish, grid, place, step, unlike
+from ridgeline.op import Case, Columns, Cost, Op, OwnDtype, RidgelineError, Spec, nbytes
+from ridgeline.ops.matmul._scaled import (
+    BLOCK,
+    Scale,
+    ScaleColumns,
+    along_columns,
+    along_rows,
+    config,
+    fault,
+    finish,
+    grid,
+    place,
+    step,
+    unlike,
+)
 from ridgeline.select import eager, run
 from ridgeline.tiles.float8 import decoded
 
@@ -169,6 +182,7 @@ def _case(M: int, N: int, K: int, how: str, b: type[Spec] = Columns, bias: bool 
         "rows": (Scale(M, 1), Scale(1, N)),
         "one": (Scale(), Scale()),
         "blocks": (Scale(M, deep), Scale(deep, -(-N // BLOCK))),
+        "blocks by columns": (ScaleColumns(M, deep), ScaleColumns(deep, -(-N // BLOCK))),
         "1x128": (Scale(M, deep), Scale(deep, N)),
     }[how]
     options: dict[str, Any] = {"bias": Spec(N, grad=False)} if bias else {}
@@ -191,7 +205,8 @@ FP8_MATMUL = Op(
         _case(20, 24, 64, "one", b=Spec),
         _case(1, 1, 1, "rows"),
         _case(256, 256, 256, "blocks", use="quick"),
-        *(_case(*shape, how, dtypes=("float8_e4m3fn",), use="bench") for how in ("rows", "blocks") for shape in BENCH),
+        *(_case(*shape, how, dtypes=("float8_e4m3fn",), use="bench") for how in ("rows", "blocks by columns") for shape in BENCH),
+        _case(4096, 4096, 4096, "blocks", dtypes=("float8_e4m3fn",), use="bench"),  # as quantize_fp8 gives them
         _case(16, 8192, 8192, "blocks", dtypes=("float8_e4m3fn",), use="bench"),
         _case(4095, 4093, 4097, "blocks", dtypes=("float8_e4m3fn",), use="bench"),
     ],

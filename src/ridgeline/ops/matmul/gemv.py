@@ -20,7 +20,7 @@ import triton.language as tl
 
 from ridgeline import device, tuning
 from ridgeline.boundary import Function, differentiate, first_order, kernel_op, launch
-from ridgeline.op import Case, Cost, Op, RidgelineError, Spec, dtype_name, nbytes
+from ridgeline.op import Case, Columns, Cost, Op, RidgelineError, Spec, dtype_name, nbytes
 from ridgeline.ops.matmul.matmul import _matmul
 from ridgeline.select import eager, run
 
@@ -209,13 +209,6 @@ def gemv(a: torch.Tensor, x: torch.Tensor, *, impl: str | None = None) -> torch.
 def cost(a: torch.Tensor, x: torch.Tensor) -> tuple[Cost, Cost]:
     y, flops = x.numel() // max(1, a.shape[1]) * a.shape[0] * a.element_size(), 2 * a.numel() * x.numel() // max(1, a.shape[1])
     return Cost(nbytes(a, x), y, flops), Cost(y + nbytes(a, x), nbytes(a, x), 2 * flops)
-
-
-class Columns(Spec):
-    """A random matrix whose columns are contiguous."""
-
-    def make(self, *args: Any) -> torch.Tensor:
-        return super().make(*args).detach().mT.contiguous().mT.requires_grad_(self.grad)
 
 
 def _bench(name: str, a: Spec, *m: int, dtypes: tuple[str, ...] = ("bfloat16",)) -> Case:

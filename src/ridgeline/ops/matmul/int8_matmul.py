@@ -17,8 +17,8 @@ import triton
 import triton.language as tl
 
 from ridgeline.boundary import kernel_op, launch
-from ridgeline.op import Case, Cost, Op, OwnDtype, RidgelineError, Spec, nbytes
-from ridgeline.ops.matmul._scaled import Columns, Scale, along_columns, along_rows, config, fault, finish, grid, place, step, unlike
+from ridgeline.op import Case, Columns, Cost, Op, OwnDtype, RidgelineError, Spec, nbytes
+from ridgeline.ops.matmul._scaled import Scale, along_columns, along_rows, config, fault, finish, grid, place, step, unlike
 from ridgeline.select import eager, run
 
 MOST = 65536  # 255 * 128 * 65536 is the largest that 32 bits hold
@@ -110,7 +110,8 @@ def int8_matmul(
 
     a: (M, K), int8. b: (K, N), int8. Any strides; quickest with K contiguous in both: b is q.T of a weight's q, (N, K). K is at most 65536,
     so that sums are exact. scale_a: float32, one number, or one a row, (M, 1) or (M,). scale_b: one, or one a column, (1, N) or (N,): the
-    scale.T of a weight quantised by rows. zero_a: int32 or int8, shaped as a scale of a, what stands for zero in a.
+    scale.T of a weight quantised by rows. zero_a: int32 or int8, shaped as a scale of a, what stands for zero in a:
+    a number of 8 bits, -128 to 127 (values on a GPU are not looked at; with others sums may pass 32 bits).
     bias: (N,), floating point, or None. Returns (M, N) in out_dtype: torch.bfloat16, float16 or float32, contiguous. Sums become
     float32 and are multiplied there; the result is rounded once.
     Raises RidgelineError where shapes, dtypes or devices are none of these, or `impl` cannot run the call.
@@ -190,11 +191,15 @@ def _torch(a: torch.Tensor, b: torch.Tensor, scale_a: torch.Tensor, scale_b: tor
     sums = torch._int_mm(a, b)
     if zero is not None:
         sums = sums - zero.reshape(-1, 1) * b.sum(0, dtype=torch.int32)
-    return _finished(sums, scale_a, scale_b, bias, out_dtype)
+    if bias is not None or torch.compiler.is_compiling():
+        return _finished(sums, scale_a, scale_b, bias, out_dtype)
+    y = torch.empty(sums.shape, dtype=out_dtype, device=a.device)  # written by the last of two passes, not by one of its own
+    return torch.mul(sums * scale_a.detach().reshape(-1, 1), scale_b.detach().reshape(1, -1), out=y)
 
 
 INT8_MATMUL.eager("naive", "the formula in eager PyTorch, its product in float64, where it is exact", reference, served=True)
 INT8_MATMUL.eager("torch", "PyTorch's own product (cuBLAS), its int32 sums written and read again to be scaled", _torch, supports=_cublas)
+INT8_MATMUL.compiled("the same product, scaled in one pass of a kernel that torch.compile makes", _torch, supports=_cublas)
 INT8_MATMUL.kernel(
     "triton",
     "one tile a program on the matrix units of 8 bits, in grouped order; scaled in registers and written once",

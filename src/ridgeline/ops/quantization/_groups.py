@@ -26,7 +26,9 @@ from ridgeline.tiles.float8 import decoded, encoded
 PARTS = 512  # of the extremes of a tensor
 LEAST = 2.0**-126  # what a scale is at least
 TINY = tl.constexpr(LEAST)
-RIGHT = {"eager_numerics.division_rounding": True}  # torch.compile's quotients else differ in their last bits, and so codes do
+RIGHT: dict[str, Any] = {
+    "eager_numerics.division_rounding": True
+}  # torch.compile's quotients else differ in their last bits, and so codes do
 BLOCK = 128  # numbers along a side of fp8's blocks
 Group = tuple[int, int]  # rows and columns that share a scale; 0 for all
 TENSOR, ROW = (0, 0), (1, 0)
@@ -75,13 +77,17 @@ def _codes(v, scale, zero, FP8: tl.constexpr, NATIVE: tl.constexpr):
 @triton.jit
 def _tiles(q, scales, x, rows, columns, x_row, x_column, across, GM: tl.constexpr, BM: tl.constexpr, G: tl.constexpr, GK: tl.constexpr, NATIVE: tl.constexpr):  # fmt: skip
     """Blocks of fp8: a program has BM rows of G blocks of GK columns; BM is GM, or GM is 1."""
-    wide = tl.cdiv(across, G)
-    down = (tl.program_id(0) // wide).to(tl.int64)
+    if GM > 1:  # a grid of two dimensions saves the registers of the division below
+        down, right = tl.program_id(0), tl.program_id(1)
+    else:
+        wide = tl.cdiv(columns, G * GK)  # of 64 bits where columns has them, and so is what follows
+        down, right = tl.program_id(0) // wide, tl.program_id(0) % wide
+    down = down.to(tl.int64)
     row = (down * BM + tl.arange(0, BM))[:, None, None]
-    group = (tl.program_id(0) % wide).to(tl.int64) * G + tl.arange(0, G)[None, :, None]
+    group = right * G + tl.arange(0, G)[None, :, None]
     column = group * GK + tl.arange(0, GK)[None, None, :]
     inside = (row < rows) & (column < columns)
-    v = tl.load(x + row * x_row + column * x_column, mask=inside, other=0).to(tl.float32)
+    v = tl.load(x + row * x_row + column.to(tl.int64) * x_column, mask=inside, other=0).to(tl.float32)
     _, sizes = _ends(v, True)
     high = tl.max(sizes, 2, keep_dims=True)
     if GM > 1:
@@ -209,13 +215,14 @@ def quantize(q: torch.Tensor, scale: torch.Tensor, zero: torch.Tensor | None, pa
         grid = (min(tiles, 8 * gpu.multiprocessors),)
         launch(_spread, grid, codes, scale, zero, parts, *given, tiles, count, PARTS=PARTS, **tile, **facts)
     else:
-        down, across = group[0], triton.cdiv(columns, BLOCK)
-        g = 1 if down > 1 else min(32, triton.next_power_of_2(across))
-        bm = down if down > 1 else 32 // g
-        tile = {"GM": down, "BM": bm, "G": g, "GK": BLOCK, "NATIVE": facts["NATIVE"], "num_warps": warps // 2}
-        if down > 1:  # rows that begin anywhere are loaded number by number: fewer a thread, for their addresses' sake
+        gm, across = group[0], triton.cdiv(columns, BLOCK)
+        g = 1 if gm > 1 else min(32, triton.next_power_of_2(across))
+        bm = gm if gm > 1 else 32 // g
+        tile = {"GM": gm, "BM": bm, "G": g, "GK": BLOCK, "NATIVE": facts["NATIVE"], "num_warps": warps // 2}
+        if gm > 1:  # rows that begin anywhere are loaded number by number: fewer a thread, for their addresses' sake
             tile["num_warps"] = warps * (4 if columns % 16 or values.stride(0) % 16 else 2)
-        launch(_tiles, (triton.cdiv(rows, bm) * triton.cdiv(across, g),), codes, scale, *given, across, **tile)
+        down, right = triton.cdiv(rows, bm), triton.cdiv(across, g)
+        launch(_tiles, (down, right) if gm > 1 else (down * right,), codes, scale, *given, across, **tile)
 
 
 def group_of(q: torch.Tensor, scale: torch.Tensor) -> Group | None:

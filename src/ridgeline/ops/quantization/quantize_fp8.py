@@ -103,7 +103,7 @@ QUANTIZE_FP8 = Op(
 )
 
 QUANTIZE_FP8.eager("naive", "the formula in eager PyTorch: some six passes over memory", reference, served=True)
-QUANTIZE_FP8.compiled("the formula fused by torch.compile, its quotients correctly rounded", **RIGHT)
+QUANTIZE_FP8.compiled("the formula fused by torch.compile, its quotients correctly rounded", options=RIGHT)
 QUANTIZE_FP8.kernel(
     "triton",
     "a program's blocks or row lie in its registers: read once, divided, rounded by the GPU's own instruction and written",

@@ -104,7 +104,7 @@ QUANTIZE_INT8 = Op(
 )
 
 QUANTIZE_INT8.eager("naive", "the formula in eager PyTorch: some eight passes over memory", reference, served=True)
-QUANTIZE_INT8.compiled("the formula fused by torch.compile, its quotients correctly rounded", **RIGHT)
+QUANTIZE_INT8.compiled("the formula fused by torch.compile, its quotients correctly rounded", options=RIGHT)
 QUANTIZE_INT8.kernel(
     "triton",
     "a row in registers, read once; a tensor's extremes in 512 parts that every program of the second kernel puts together",
