@@ -228,11 +228,14 @@ class Op:
     ) -> None:
         """Registers torch.compile of the reference, or of another function of the same arguments, as the rung `compile`.
 
-        options: of Inductor, by the names of its configuration."""
+        options: of Inductor, by the names of its configuration; those that this torch has not are left out."""
 
         @cache
         def compiled() -> Callable[..., Any]:
-            return torch.compile(function or self.reference, dynamic=False, fullgraph=True, options=options)
+            from torch._inductor import list_options
+
+            known = {k: v for k, v in (options or {}).items() if k in list_options()}
+            return torch.compile(function or self.reference, dynamic=False, fullgraph=True, options=known or None)
 
         self.eager("compile", idea, lambda *args, **kwargs: compiled()(*args, **kwargs), kind="compile", supports=supports)
 

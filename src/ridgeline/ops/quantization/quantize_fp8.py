@@ -57,8 +57,9 @@ def quantize_fp8(x: torch.Tensor, *, block: tuple[int, int] | str = (1, 128), im
     may be fewer), "row" or "tensor".
     Returns q, float8_e4m3fn, of x's shape and contiguous; scale, float32: (..., ceil(K / 128)), (ceil(M / 128), ceil(K / 128)),
     (..., 1) or (). No gradients flow. The largest number of a block becomes 448 or -448.
-    Quotients x / scale are those of float32, rounded to the nearest number of e4m3, to even between two; a scale is at least 2^-126 (of zeros),
-    and infinite where its numbers hold an infinity or NaN: `dequantize` then gives NaN. GPUs without e4m3 get the same codes, slower.
+    Quotients x / scale are those of float32, rounded to the nearest number of e4m3, to even between two; a scale is at least
+    2^-126 (of zeros), and infinite where its numbers hold an infinity or NaN: `dequantize` then gives NaN. GPUs without e4m3 get the
+    same codes, slower.
     Raises RidgelineError on a tensor that is not floating point, another block, or an `impl` that cannot run the call.
     """
     x = checked("quantize_fp8", x)
