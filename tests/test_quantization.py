@@ -163,6 +163,23 @@ def test_empty_tensors(shape: tuple, device: str) -> None:
             assert dequantize(q, scale, impl="triton").shape == shape
 
 
+def test_grids_of_long_rows() -> None:
+    """A row of 2^32 numbers: a grid has 65535 programs at most along its second dimension, and its numbers are counted in 64 bits."""
+    from ridgeline.boundary import observe
+    from ridgeline.device import pretend
+
+    seen: list = []
+    x = torch.empty(1 << 32, dtype=torch.bfloat16, device="meta")
+    with pretend("sm_90"), observe(seen.append):
+        for block in ((1, 128), "row", "tensor"):
+            dequantize(quantize_fp8(x, block=block, impl="triton"), impl="triton")
+        dequantize(quantize_int8(x, impl="triton"), impl="triton")
+    assert len(seen) >= 8
+    for launch in seen:
+        assert launch.grid[0] < 1 << 31
+        assert all(n <= 65535 for n in launch.grid[1:])
+
+
 def test_no_gradients_flow(device: str) -> None:
     x = torch.randn(4, 6, device=device, requires_grad=True)
     assert not any(t.requires_grad for t in (*quantize_int8(x), *quantize_fp8(x), dequantize(quantize_int8(x))))
