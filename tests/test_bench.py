@@ -233,3 +233,15 @@ def test_measuring_the_roof(monkeypatch):
     for figure in (found["read"], found["copy"], *found["matmul"].values()):
         assert 0 < figure["low"] <= figure["median"] <= figure["high"]
     assert found["matmul"]["float32"]["shape"] == [32, 32, 32]
+
+
+@pytest.mark.parametrize(("reached", "expected"), [(100.0, 200.0), (250.0, 250.0)])
+def test_roofs_of_8_bits_say_what_they_are(reached, expected, monkeypatch):
+    """At least twice bfloat16's; and then what torch's product reached stands beside it."""
+    from ridgeline.lab import roof
+
+    half, own = ({"median": m, "low": m - 1, "high": m + 1, "shape": [1, 1, 1]} for m in (100.0, reached))
+    monkeypatch.setattr(roof, "_matrix_rate", lambda *args: own)
+    found = roof._rate_of_codes("int8", half, None, None, 1.0)
+    assert found["median"] == expected
+    assert found.get("found") == (own if expected > reached else None)
