@@ -35,6 +35,10 @@ SPILLS: dict[tuple[str, str, str, str], tuple[int, str]] = {
     ("attention", "triton", "_fwd", "sm_100"): (8, "one register at D 64 without a mask, of tiles untimed there"),
     ("matmul", "triton", "_fwd", "sm_90"): (16, "two registers of float32 in ieee precision at 67x45 @ 45x35, whose 256 threads have 80"),
     ("matmul", "triton", "_fwd", "sm_100"): (16, "as sm_90's"),
+    ("attention", "gluon", "_fwd", "sm_90"): (
+        224,
+        "causal at D 64 with three groups of warps, where a block is masked: eight registers for half as many comparisons",
+    ),
     ("attention", "gluon", "_bwd", "sm_90"): (
         352,
         "D 128 with a window; 212 with shared heads, 172 and less else: dK, dV and two tiles are 192 of 208 registers; 104 at D 64",

@@ -53,8 +53,10 @@ def allowed(op: Op, args: list[Any], outputs: tuple[torch.Tensor, ...]) -> int:
     rows = x.shape[0] * args[1] if op.name == "group_norm" else x.numel() // x.shape[-1]
     statistics = 2 * 4 * rows if op.family in ("rowwise", "loss") else 0
     weights = sum(t.numel() for t in wanted if t.dim() == 1 and t.numel() < x.numel())
-    if op.family == "attention":  # Hopper's kernels add dQ up in float32; packed sequences' in blocks of 64 rows of their own
-        statistics = (4 * x.numel() + 3 * 4 * rows) * 33 // 32
+    if op.family == "attention":  # Hopper's kernels add dQ up in float32, and number each packed sequence's blocks of 64 rows apart
+        length = x.shape[0] if op.name == "attention_varlen" else x.shape[2]
+        more = 64 * args[3].numel() if op.name == "attention_varlen" else -length % 64  # for each sequence, and one
+        statistics = (4 * x.numel() + 3 * 4 * rows) * (length + more) // length
     if op.name == "gemv":
         statistics = 4 << 20  # parts of K, whatever the sizes
     return nbytes(*outputs, *wanted) + statistics + 4 * weights * device.here().multiprocessors + SLACK

@@ -25,11 +25,12 @@ MARKED = re.compile(r"(<!-- (measured|ops) -->\n).*?(?=<!-- /\2 -->)", re.DOTALL
 
 
 def newest(folder: Path) -> list[Row]:
-    """The rows of the newest recorded run of a GPU, and of older ones for the ops that it did not time."""
+    """The rows of the newest recorded run of a GPU, and of older ones for the ops that it did not time; without runs of a grid."""
     rows: list[Row] = []
     for path in sorted(folder.glob("*.jsonl"), reverse=True):
-        timed = {row["op"] for row in verdict.of(rows, "bench")}
-        rows += [row for row in store.load(path) if not timed or (row["type"] == "bench" and row["op"] not in timed)]
+        timed, run = {row["op"] for row in verdict.of(rows, "bench")}, store.load(path)
+        if "--grid" not in verdict.one(run, "run")["command"].split():
+            rows += [row for row in run if not timed or (row["type"] == "bench" and row["op"] not in timed)]
     if not rows:
         raise RidgelineError(f"{folder} holds no recorded run; `ridgeline bench --record` on that GPU writes one")
     return rows
