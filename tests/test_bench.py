@@ -176,6 +176,22 @@ def test_what_does_not_fit_together_is_timed_apart():
     assert found["a"].median == found["b"].median == 1e-3
 
 
+@pytest.mark.gpu
+def test_a_backward_holds_what_its_forward_saved():
+    from functools import partial
+
+    from ridgeline.lab.clock import device_timer
+
+    x = torch.randn(1 << 20, device="cuda", requires_grad=True)
+
+    def made():
+        y = x.exp()
+        return partial(torch.autograd.grad, y, x, torch.ones_like(y), retain_graph=True)
+
+    found = bench.timed({"exp": made}, 0.01, device_timer("cuda"), "cuda")
+    assert found["exp"].held_bytes == 2 * x.nbytes
+
+
 def test_a_run_is_recorded_compared_and_climbed(monkeypatch, capsys):
     monkeypatch.setattr(bench, "measure_roof", lambda *args: ROOF)
     with fake_op(naive=lambda x: torch.softmax(x, -1)) as op:
