@@ -51,10 +51,10 @@ SPILLS: dict[tuple[str, str, str, str], tuple[int, str]] = {
     ("attention_varlen", "triton", "_bwd_dq", "sm_90"): (40, "as attention's"),
     ("attention_varlen", "gluon", "_bwd", "sm_90"): (256, "as attention's, with shared heads; 184 without"),
 }
-OWN = "3.7.1"  # the Triton of requirements.lock; the others' compilers may move a few registers more, and where kernels spill more yet
+OWN = "3.7.1"  # the Triton of requirements.lock; the others' compilers may move a few registers more, and of Gluon's kernels more yet:
+# 3.9's spills up to 2164 bytes, out and in, in attention's forward at D 64 with three groups of warps, and 1016 in its backward.
+MORE = {OWN: {}, "3.6.0": {"gluon": 128}, "3.9.0": {"gluon": 2048}}.get(triton.__version__, {})
 MOVED = 0 if triton.__version__ == OWN else 64
-# Triton 3.9's spills Hopper's attention: forward 2164 bytes causal at D 64 and backward 1016 at D 128, out and in.
-ELSEWHERE = {OWN: 0, "3.9.0": 2048}.get(triton.__version__, 128)
 REFUSED = {("fp8_matmul", "sm_80")}  # whose matrix units have no 8-bit floats
 CHECKS = 2  # of an op's small cases, beside its benchmarks
 # Ops whose kernels take seconds each to compile: one of each kind is, on sm_90 of small cases too; all are with --every-kernel.
@@ -131,7 +131,7 @@ def test_kernels_fit(implementation: Implementation, arch: str, request: pytest.
     faults = []
     for r in found:
         listed = SPILLS.get((r.op, r.implementation, r.kernel, arch), (0, ""))[0]
-        allowed = listed + ELSEWHERE if listed else MOVED
+        allowed = listed + MORE.get(implementation.kind, MOVED)
         what = f"{r.kernel} ({r.case} {r.dtype} {r.direction}, {r.constants})"
         if r.stack and r.spill_loads + r.spill_stores > allowed:
             faults.append(f"{what} spills {r.spill_stores} bytes out and {r.spill_loads} in; {allowed} allowed")
