@@ -9,7 +9,7 @@ import torch
 import torch.nn.functional as F
 from torch.autograd import forward_ad
 
-from ridgeline import bias_mask_scale_add, dropout, matmul, rope
+from ridgeline import bias_mask_scale_add, dropout, gemv, matmul, rope
 from ridgeline.boundary import Launch, observe
 from ridgeline.lab.law import Law, as_tuple, leaves
 from ridgeline.op import Op, RidgelineError, _copy, registry
@@ -222,3 +222,13 @@ def test_rope_turns_what_is_needed(wanted: str, device: str) -> None:
         y = sum(t.sum() for t in rope(*args, **kwargs, impl="triton"))
         assert torch.equal(torch.autograd.grad(y, x)[0], expected)
     assert [t.numel() for t in launches[-1].args[:4]] == [t.numel() if t is x else 0 for t in args[:2]] * 2
+
+
+@pytest.mark.parametrize("impl", [None, "triton"])
+@pytest.mark.parametrize("shape", [(40,), (1, 40), (6, 40)], ids=str)
+def test_gemv_of_few_rows(shape: tuple[int, ...], impl: str | None, device: str) -> None:
+    """The matrix's gradient is a product of its own, which something must serve."""
+    a, x = (torch.randn(*s, device=device, requires_grad=True) for s in ((24, 40), shape))
+    dy = torch.randn(*shape[:-1], 24, device=device)
+    found = torch.autograd.grad(gemv(a, x, impl=impl), (a, x), dy)
+    torch.testing.assert_close(list(found), list(torch.autograd.grad(F.linear(x, a), (a, x), dy)), rtol=1e-5, atol=1e-5)

@@ -21,7 +21,7 @@ import triton.language as tl
 from ridgeline import device, tuning
 from ridgeline.boundary import Function, differentiate, first_order, kernel_op, launch
 from ridgeline.op import Case, Columns, Cost, Op, RidgelineError, Spec, dtype_name, nbytes
-from ridgeline.ops.matmul.matmul import _matmul
+from ridgeline.ops.matmul.matmul import matmul
 from ridgeline.select import eager, run
 
 MOST = 16  # rows of x
@@ -164,7 +164,7 @@ class _Gemv(Function):
         dx = _forward(a.mT, dy, ctx.impl) if ctx.needs_input_grad[1] else None
         if not ctx.needs_input_grad[0]:
             return None, dx, None
-        return dy[:, None] * x if x.dim() == 1 else _matmul(dy.mT, x, ctx.impl), dx, None
+        return dy[:, None] * x if x.dim() == 1 else matmul(dy.mT, x, impl=ctx.impl), dx, None
 
 
 def reference(a: torch.Tensor, x: torch.Tensor) -> torch.Tensor:
