@@ -9,7 +9,7 @@ import torch
 import torch.nn.functional as F
 from torch.autograd import forward_ad
 
-from ridgeline import bias_mask_scale_add, dropout, matmul, rope
+from ridgeline import bias_mask_scale_add, dropout, gemv, matmul, rope
 from ridgeline import device as devices
 from ridgeline.boundary import Launch, observe
 from ridgeline.lab.law import Law, as_tuple, leaves
@@ -18,7 +18,8 @@ from ridgeline.select import never
 
 pytestmark = pytest.mark.kernels
 
-OPS = {name: op for name, op in registry().items() if not op.mutates}
+OPS = {name: op for name, op in registry().items() if any(i.is_kernel and i.differentiable for i in op.implementations.values())}
+OPS = {name: op for name, op in OPS.items() if not op.mutates}
 FIRST = {name: next(c for c in op.cases if c.use == "check") for name, op in OPS.items()}
 
 
@@ -225,3 +226,13 @@ def test_rope_turns_what_is_needed(wanted: str, device: str) -> None:
         y = sum(t.sum() for t in rope(*args, **kwargs, impl="triton"))
         assert torch.equal(torch.autograd.grad(y, x)[0], expected)
     assert [t.numel() for t in launches[-1].args[:4]] == [t.numel() if t is x else 0 for t in args[:2]] * 2
+
+
+@pytest.mark.parametrize("impl", [None, "triton"])
+@pytest.mark.parametrize("shape", [(40,), (1, 40), (6, 40)], ids=str)
+def test_gemv_of_few_rows(shape: tuple[int, ...], impl: str | None, device: str) -> None:
+    """The matrix's gradient is a product of its own, which something must serve."""
+    a, x = (torch.randn(*s, device=device, requires_grad=True) for s in ((24, 40), shape))
+    dy = torch.randn(*shape[:-1], 24, device=device)
+    found = torch.autograd.grad(gemv(a, x, impl=impl), (a, x), dy)
+    torch.testing.assert_close(list(found), list(torch.autograd.grad(F.linear(x, a), (a, x), dy)), rtol=1e-5, atol=1e-5)
