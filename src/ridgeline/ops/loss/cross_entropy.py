@@ -271,7 +271,7 @@ def _rows(
     ignore: int, smoothing: float, z: float, cap: float, need: int, options: dict[str, bool],
 ) -> None:  # fmt: skip
     sizes = t.numel(), x.shape[2], t.shape[1], *x.stride()[:2], *t.stride(), ignore, smoothing, z, cap
-    few = FEW if t.numel() <= FEW else 0
+    few = FEW if t.numel() <= FEW and not counts.numel() else 0  # counts may be of more rows than these
     _launch_rows(_fwd, x, losses, stats, d, x, t, counts, *sizes, NEED=need, FEW=few, SMOOTH=smoothing != 0, **options)
 
 
