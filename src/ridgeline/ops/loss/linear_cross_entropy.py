@@ -30,11 +30,10 @@ ROUNDINGS = 4  # of dW at most: it is added up in its own dtype over so many chu
 LEAST = 256 << 20  # bytes of logits below which a chunk does not get smaller by itself
 
 
-def _size(rows: int, classes: int, itemsize: int, memory: int | None) -> int:
-    """Rows of a chunk: of `memory` bytes of logits, by default a fourth of all, or LEAST bytes."""
-    if memory is None:
-        memory = max(LEAST, -(-rows // ROUNDINGS) * classes * itemsize)
-    return max(1, min(rows, memory // (classes * itemsize)))
+def _size(x: torch.Tensor, weight: torch.Tensor, memory: int) -> int:
+    """Rows of a chunk: of `memory` bytes of logits or, where that is 0, a fourth of all and LEAST bytes."""
+    rows, row = x.shape[0], weight.shape[0] * x.element_size()
+    return max(1, min(rows, (memory or max(LEAST, -(-rows // ROUNDINGS) * row)) // row))
 
 
 def _chunks(
@@ -82,9 +81,10 @@ def _wanted(t: torch.Tensor) -> torch.Tensor | None:
 
 def _fwd(
     loss: torch.Tensor, dx: torch.Tensor, dw: torch.Tensor, db: torch.Tensor, saved: torch.Tensor, x: torch.Tensor,
-    weight: torch.Tensor, bias: torch.Tensor | None, target: torch.Tensor, need: int, size: int, *options: Any,
+    weight: torch.Tensor, bias: torch.Tensor | None, target: torch.Tensor, need: int, memory: int, *options: Any,
 ) -> None:  # fmt: skip
     """Fills loss, what backward needs of each row and, with need 2, the gradients for an upstream one of 1."""
+    size = _size(x, weight, memory)
     sums = _sums(_wanted(dw), target.numel(), size)
 
     def each(losses: Any, stats: Any, _d: Any, planes: Any, t: Any, counts: Any, ignore: int, smoothing: float, z: float, cap: float, need: int, flags: Any) -> None:  # fmt: skip
@@ -114,11 +114,12 @@ def _fwd(
 
 def _bwd(
     dx: torch.Tensor, dw: torch.Tensor, db: torch.Tensor, x: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None,
-    target: torch.Tensor, dloss: torch.Tensor, saved: torch.Tensor, size: int, ignore: int, smoothing: float, z: float, cap: float,
+    target: torch.Tensor, dloss: torch.Tensor, saved: torch.Tensor, memory: int, ignore: int, smoothing: float, z: float, cap: float,
     reduction: str,
 ) -> None:  # fmt: skip
     """Makes the logits again, and of them the gradients."""
     each, flags = reduction == "none", cross_entropy._flags(z, cap, reduction)
+    size = _size(x, weight, memory)
     sums = _sums(_wanted(dw), target.numel(), size)
     counts, stats = cross_entropy._split(saved, target.numel(), reduction)
     if flags["MEAN"] and not counts.numel():  # of few rows forward keeps none
@@ -152,12 +153,12 @@ _OPTIONS = "int ignore_index, float label_smoothing, float z_loss, float softcap
 
 
 @kernel_op(
-    "linear_cross_entropy_fwd(Tensor x, Tensor weight, Tensor? bias, Tensor target, ScalarType dtype, int need, bool[] wanted, int size, "
+    "linear_cross_entropy_fwd(Tensor x, Tensor weight, Tensor? bias, Tensor target, ScalarType dtype, int need, bool[] wanted, int memory, "
     f"{_OPTIONS}, str? impl) -> (Tensor, Tensor, Tensor, Tensor, Tensor)"
 )
 def _forward(
     x: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None, target: torch.Tensor, dtype: torch.dtype, need: int, wanted: list[bool],
-    size: int, *options: Any,
+    memory: int, *options: Any,
 ) -> tuple[torch.Tensor, ...]:  # fmt: skip
     """need: as cross_entropy's. Returns the loss, the gradients of x, weight and bias (in float32) as far as wanted, and what is kept."""
     *options, reduction, impl = options
@@ -165,44 +166,45 @@ def _forward(
     outputs = loss, *_gradients(x, weight, bias, [w and need == 2 for w in wanted])
     kept = cross_entropy._parts(target.numel(), reduction) + (2 * target.numel() if need else 0)
     saved = torch.empty((kept,), dtype=torch.float32, device=x.device)
-    run(LINEAR_CROSS_ENTROPY, "fwd", impl, (*outputs, saved), x, weight, bias, target, need, size, *options, reduction)
+    run(LINEAR_CROSS_ENTROPY, "fwd", impl, (*outputs, saved), x, weight, bias, target, need, memory, *options, reduction)
     return *outputs, saved
 
 
 @kernel_op(
-    "linear_cross_entropy_bwd(Tensor x, Tensor weight, Tensor? bias, Tensor target, Tensor dloss, Tensor saved, bool[] wanted, int size, "
+    "linear_cross_entropy_bwd(Tensor x, Tensor weight, Tensor? bias, Tensor target, Tensor dloss, Tensor saved, bool[] wanted, int memory, "
     f"{_OPTIONS}, str? impl) -> (Tensor, Tensor, Tensor)"
 )
-def _backward(x: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None, target: torch.Tensor, dloss: torch.Tensor, saved: torch.Tensor, wanted: list[bool], size: int, *options: Any) -> tuple[torch.Tensor, ...]:  # fmt: skip
+def _backward(x: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None, target: torch.Tensor, dloss: torch.Tensor, saved: torch.Tensor, wanted: list[bool], memory: int, *options: Any) -> tuple[torch.Tensor, ...]:  # fmt: skip
     *options, impl = options
     grads = _gradients(x, weight, bias, wanted)
-    run(LINEAR_CROSS_ENTROPY, "bwd", impl, grads, x, weight, bias, target, dloss, saved, size, *options)
+    run(LINEAR_CROSS_ENTROPY, "bwd", impl, grads, x, weight, bias, target, dloss, saved, memory, *options)
     return grads
 
 
 def _gradients(x: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None, wanted: list[bool]) -> tuple[torch.Tensor, ...]:
     """Memory for the gradients that are wanted, of no elements for the others."""
-    dx, dw = (torch.empty(t.shape if w else (0,), dtype=t.dtype, device=t.device) for t, w in zip((x, weight), wanted, strict=False))
+    new = torch.empty if x.shape[0] else torch.zeros  # of no rows nothing is added up
+    dx, dw = (new(t.shape if w else (0,), dtype=t.dtype, device=t.device) for t, w in zip((x, weight), wanted, strict=False))
     return dx, dw, torch.zeros(bias.shape if bias is not None and wanted[2] else (0,), dtype=torch.float32, device=x.device)
 
 
 class _LinearCrossEntropy(Function):
     @staticmethod
-    def forward(ctx: Any, x: torch.Tensor, weight: torch.Tensor, bias: Any, target: torch.Tensor, dtype: torch.dtype, size: int, *options: Any) -> torch.Tensor:  # fmt: skip
+    def forward(ctx: Any, x: torch.Tensor, weight: torch.Tensor, bias: Any, target: torch.Tensor, dtype: torch.dtype, memory: int, *options: Any) -> torch.Tensor:  # fmt: skip
         need, wanted = 1 if options[-2] == "none" else 2, [*ctx.needs_input_grad[:3]]
-        loss, *made, saved = _forward(x, weight, bias, target, dtype, need, wanted, size, *options)
+        loss, *made, saved = _forward(x, weight, bias, target, dtype, need, wanted, memory, *options)
         ctx.save_for_backward(x, weight, bias, target, saved)
-        ctx.facts, ctx.made = (wanted, size, options), made if need == 2 else None
+        ctx.facts, ctx.made = (wanted, memory, options), made if need == 2 else None
         return loss
 
     @staticmethod
     @first_order
     def backward(ctx: Any, dloss: torch.Tensor) -> Any:
         x, weight, bias, target, saved = ctx.saved_tensors
-        wanted, size, options = ctx.facts
+        wanted, memory, options = ctx.facts
         made, ctx.made = ctx.made, None  # given away once, to be the caller's own; a second backward makes others
         if made is None:
-            made = _backward(x, weight, bias, target, dloss, saved, wanted, size, *options)
+            made = _backward(x, weight, bias, target, dloss, saved, wanted, memory, *options)
         elif torch.compiler.is_compiling():
             made = [m * dloss for m in made]
         else:
@@ -272,13 +274,12 @@ def linear_cross_entropy(
         return found.call(x, weight, target, bias, z_loss=z_loss, softcap=softcap, **options)
     dtype = torch.float32 if torch.is_autocast_enabled("cuda" if x.is_cuda else "cpu") else x.dtype
     rows = x.reshape(-1, x.shape[-1])
-    size = _size(rows.shape[0], weight.shape[0], x.element_size(), chunk_memory)
     options = ignore_index, float(label_smoothing), float(z_loss), float(softcap or 0), reduction, impl
     labels = target.reshape(-1)
     if torch.is_grad_enabled() and (x.requires_grad or weight.requires_grad or (bias is not None and bias.requires_grad)):
-        loss = differentiate(_LinearCrossEntropy, rows, weight, bias, labels, dtype, size, *options)
+        loss = differentiate(_LinearCrossEntropy, rows, weight, bias, labels, dtype, chunk_memory or 0, *options)
     else:
-        loss = _forward(rows, weight, bias, labels, dtype, 0, [False] * 3, size, *options)[0]
+        loss = _forward(rows, weight, bias, labels, dtype, 0, [False] * 3, chunk_memory or 0, *options)[0]
     return loss.view(target.shape) if reduction == "none" else loss
 
 
