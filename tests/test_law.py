@@ -112,13 +112,13 @@ def test_another_shape_or_dtype_fails():
         assert law.judge([y.T]).outputs["out"].where == "form"
 
 
-@pytest.mark.parametrize("shape", [(1,), (7,), (1, 1), (1, 300), (300, 1), (3, 4, 5), (0, 4)])
+@pytest.mark.parametrize("shape", [(1,), (7,), (1, 1), (1, 300), (300, 1), (3, 4, 5), (0, 4), (2, 0, 0)])
 def test_odd_shapes(shape):
     with fake_op(reference=lambda x: x * torch.sigmoid(x)) as op:
         op.eager("torch", "", torch.nn.functional.silu)
         law = Law(op, [torch.randn(shape, requires_grad=True)])
         assert law.judge(*law.run(op.implementations["torch"])).ok
-        if shape != (0, 4):
+        if 0 not in shape:
             assert not law.judge([law.args[0] * 1.01]).ok
 
 

@@ -91,7 +91,7 @@ def _plane(x: Tensor) -> Tensor:
 
 def _blocks(rows: int, columns: int) -> Iterator[tuple[slice, slice]]:
     """Pieces of a plane small enough for float64 copies of them."""
-    width = min(columns, CHUNK)
+    width = max(1, min(columns, CHUNK))
     height = max(1, CHUNK // width)
     for row in range(0, rows, height):
         for column in range(0, columns, width):

@@ -3,8 +3,8 @@
 One warp fetches tiles of q, k and v by the copy engine (TMA) into rings of shared memory; two or three groups of four warps have 64 rows
 of queries each, keep their sums in registers and share the keys. A group starts the products for a block's scores and, with the
 probabilities of the block before, those for its output, and takes the exponentials when both are there, into the registers that the
-second one read; meanwhile other groups have the matrix units. Two groups take turns at starting products. Programs stay: each takes tiles of queries
-in an order that gives all as much to do, and starts the next tile's scores before it ends a tile.
+second one read; meanwhile other groups have the matrix units. Two groups take turns at starting products. Programs stay: each takes
+tiles of queries in an order that gives all as much to do, and starts the next tile's scores before it ends a tile.
 Source: Shah et al., FlashAttention-3, 2024 (arXiv:2407.08608). Backward is in _hopper_backward.py.
 """
 

@@ -99,7 +99,7 @@ class Call:
             base = begin // ROWS + _same(number)
             work = self.of(gl.cdiv(rows, ROWS), columns, self.shift * (columns - rows)).work(item, base, begin, rows, begins)
         else:
-            work = self.work(item, item, item, item, item)
+            work = self.work(item, item, item, item, item)  # the last four are of packed sequences alone
         return work
 
     @gluon.jit
@@ -573,7 +573,7 @@ def bwd(
     shift = int(bottom) if packed else columns - rows if bottom else 0
     numbers = turns * most, heads, section, turns, tiles, columns, shift, left, right, scale
     facts: dict[str, Any] = {"LEFT": back, "RIGHT": ahead, "GROUP": group, "ORDERED": ordered, "STAGES": 2 if wide == 128 else 4}
-    facts |= {"TIGHT": wide == 128, "STAY": wide < 128, "OWN": D, "FINISH": finish}
+    facts |= {"TIGHT": wide == 128, "STAY": wide < 128, "OWN": D if finish else 0, "FINISH": finish}
     grid = (turns * most if wide == 128 else min(turns * most, device.of(q).multiprocessors),)  # at 128 there are no registers left to stay
     launch(_bwd, grid, order, listed, sums, *maps, *numbers, **facts, num_warps=4, maxnreg=128)
     if not finish:
