@@ -3,17 +3,23 @@
     logits = x W^T + b,   loss = cross_entropy(logits, target);   dlogits as cross_entropy has it,
     dx = dlogits W,   dW = dlogits^T x,   db = sum over rows of dlogits
 
-The logits are the largest tensor of a training step: 8192 x 128256 are 2.1 GB in half precision, and their gradient as much again. Here they
-are made by chunks of rows: the product (cuBLAS), the loss and its gradient in their place (cross_entropy's kernels: one reading, one
-writing), the two products of the gradient. For a mean or a sum all of it is forward's: three products a step, as without chunks.
+The logits are the largest tensor of a training step: 8192 x 128256 are 2.1 GB in half precision, and their gradient as much again.
+Here a part of them is in memory at a time. dW is added up in its own dtype, so the rows come in at most four groups:
+
+    a group whose logits fit:  logits = x W^T;  the loss, and dlogits in the logits' place;  dx = dlogits W;  dW += dlogits^T x
+    one whose logits do not:   slabs of classes. Each slab's logits go into every row's running maximum and sum; the last slab's, which
+                               are there when the loss is known, turn into their gradient; the others' are made again for theirs
+
+With room for a share m of all logits a step has three products, and where 4m < 1 the share 1 - 4m of one more: of a group's logits all
+but what is in memory when its losses are known are made again, however the rows are dealt to the four.
 Sources: Wijmans et al., Cut Your Losses in Large-Vocabulary Language Models, 2024 (arXiv:2411.09009); Hsu et al., Liger Kernel, 2024
-(arXiv:2410.10989), which also takes chunks of rows.
+(arXiv:2410.10989), which takes chunks of rows.
 """
 
 from __future__ import annotations
 
 from collections.abc import Iterator
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 import torch.nn.functional as F
@@ -23,60 +29,143 @@ import triton.language as tl
 from ridgeline.boundary import Function, differentiate, first_order, kernel_op, launch
 from ridgeline.op import Case, Cost, Op, RidgelineError, Spec, nbytes, readable
 from ridgeline.ops.loss import _cluster, cross_entropy
-from ridgeline.ops.loss.cross_entropy import CROSS_ENTROPY, Ignored
+from ridgeline.ops.loss.cross_entropy import CROSS_ENTROPY, Ignored, _counted, _gradient, _loss, _peel, _stream
 from ridgeline.select import eager, run, why_not
+from ridgeline.tiles.activations import capped
+from ridgeline.tiles.online_softmax import exact_exp
 
-ROUNDINGS = 4  # of dW at most: it is added up in its own dtype over so many chunks, over more of them in float32
-LEAST = 256 << 20  # bytes of logits below which a chunk does not get smaller by itself
-
-
-def _size(x: torch.Tensor, weight: torch.Tensor, memory: int) -> int:
-    """Rows of a chunk: of `memory` bytes of logits or, where that is 0, a fourth of all and LEAST bytes."""
-    rows, row = x.shape[0], weight.shape[0] * x.element_size()
-    return max(1, min(rows, (memory or max(LEAST, -(-rows // ROUNDINGS) * row)) // row))
+ROUNDINGS = 4  # of dW at most, and of dx: a gradient is added up in its own dtype over so many groups or slabs
+LEAST = 216 << 20  # bytes of logits that are taken without a word, so that four groups fit in 864 MiB
+SLAB = 128  # classes that a slab's are a multiple of
 
 
-def _chunks(
-    x: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None, t: torch.Tensor, size: int
-) -> Iterator[tuple[slice, torch.Tensor, torch.Tensor]]:
-    """Chunks of rows: which they are, their logits, in memory that the next chunk's will have, and their targets; as cross_entropy's
-    kernels take them, (1, rows, classes) and (1, rows)."""
-    rows = t.numel()
-    memory = torch.empty((min(size, rows), weight.shape[0]), dtype=x.dtype, device=x.device)
-    for start in range(0, rows, size):
-        some = slice(start, min(start + size, rows))
-        logits = memory[: some.stop - start]
-        if bias is None:
-            torch.mm(x[some], weight.mT, out=logits)
+class Plan(NamedTuple):
+    """How a call is cut up: rows of a group, classes of a slab, and whether dx is added up in float32."""
+
+    rows: int
+    classes: int
+    sums: bool = False
+
+
+def plan(rows: int, classes: int, hidden: int, size: int, memory: int) -> Plan:
+    """The fewest products for so many bytes of memory, elements having `size`. 0 bytes: a fourth of the logits, or LEAST where that is
+    a fifth of them."""
+    row = classes * size
+    memory = memory or (LEAST if 5 * LEAST >= rows * row else -(-rows // ROUNDINGS) * row)
+    fit = memory // row
+    if rows <= ROUNDINGS * fit:
+        groups = -(-rows // fit) or 1
+        return Plan(-(-rows // groups) or 1, classes)
+    group = -(-rows // ROUNDINGS)
+    wide = memory // (group * size) // SLAB * SLAB
+    if sums := ROUNDINGS * wide < classes:
+        wide = max(memory // group - 4 * hidden, 0) // size // SLAB * SLAB
+    return Plan(group, min(max(wide, SLAB), classes), sums)
+
+
+@triton.jit
+def _fold(losses, stats, state, x, target, counts, rows, columns, first, classes, t1, ignore, smoothing, z, cap,
+          NEED: tl.constexpr, FIRST: tl.constexpr, LAST: tl.constexpr, MEAN: tl.constexpr, SMOOTH: tl.constexpr, Z: tl.constexpr,
+          CAP: tl.constexpr, PEEL: tl.constexpr, VEC: tl.constexpr, K: tl.constexpr, W: tl.constexpr, STAGES: tl.constexpr):  # fmt: skip
+    """Takes a slab of a row, the columns from `first` on of so many classes, into its maximum and sum of exponentials (`stats`) and the
+    target's logit, a base and the sum of differences to it (`state`). With the LAST one the loss is known, and with NEED 2 this slab
+    turns into its gradient."""
+    row = tl.program_id(0).to(tl.int64)
+    label = tl.load(target + row * t1)
+    live, known = label != ignore, (label >= 0) & (label < classes)
+    here = known & (label >= first) & (label < first + columns)
+    start, head, body = _peel(row * columns, columns, PEEL, VEC)
+    x += start
+    dtype: tl.constexpr = x.dtype.element_ty
+    chosen, _slope = capped(tl.load(x + tl.where(here, label - first, 0) - head).to(tl.float32), cap, CAP)
+    if FIRST:  # the base is any logit of the row; sums are of differences to it, which stay small
+        zeroth, _slope = capped(tl.load(x - head).to(tl.float32), cap, CAP)
+        base = tl.where(tl.abs(zeroth) < float("inf"), zeroth, 0.0)
+        tl.store(state + row, base)
+    else:
+        base = tl.load(state + row)
+        chosen = tl.where(here, chosen, tl.load(state + rows + row))
+    most, whole, away = _stream(x, head, tl.where(live, body, 0), columns, base, cap, "evict_last" if LAST and NEED == 2 else "",
+                                SMOOTH, CAP, PEEL, VEC, K, W, STAGES)  # fmt: skip
+    if not FIRST:
+        top, total = tl.load(stats + row), tl.load(stats + rows + row)
+        new = tl.maximum(most, top)
+        near = tl.where(new == float("-inf"), 0.0, new)
+        whole = whole * exact_exp(most - near, dtype) + total * exact_exp(top - near, dtype)
+        most = new
+        if SMOOTH:
+            away += tl.load(state + 2 * rows + row)
+    if LAST:
+        loss = _loss(most, whole, away, base, chosen, classes, smoothing, z, SMOOTH, Z)
+        loss = tl.where(live, tl.where(known, loss, float("nan")), 0.0)
+        tl.store(losses + row, loss.to(losses.dtype.element_ty))
+        most, whole = tl.where(live, most, 0.0), tl.where(live, whole, 1.0)
+    else:
+        tl.store(state + rows + row, chosen)
+        if SMOOTH:
+            tl.store(state + 2 * rows + row, away)
+    tl.store(stats + row, most)
+    tl.store(stats + rows + row, whole)
+    if LAST and NEED == 2:
+        upstream = tl.div_rn(1.0, _counted(counts, target, rows, 1, 0, t1, ignore, 0)) if MEAN else 1.0
+        _gradient(x, x, head, body, columns, first, classes, label, live, most, whole, upstream, smoothing, z, cap,
+                  Z, CAP, PEEL, VEC, K, W, STAGES)  # fmt: skip
+
+
+def _add(out: torch.Tensor, a: torch.Tensor, b: torch.Tensor, more: bool) -> None:
+    """out = a b or, with `more`, out += a b; out is of their dtype or float32, and the product is rounded once."""
+    if out.dtype == a.dtype:
+        out.addmm_(a, b) if more else torch.mm(a, b, out=out)
+    elif a.is_cuda:
+        torch.addmm(out, a, b, out_dtype=out.dtype, out=out) if more else torch.mm(a, b, out_dtype=out.dtype, out=out)
+    else:
+        out.copy_(torch.addmm(out, a.float(), b.float()) if more else a.float() @ b.float())
+
+
+class _Work:
+    """A call's groups and slabs: their logits, in memory that the next ones will have, and what they add to the gradients."""
+
+    def __init__(self, x: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None, memory: int, grads: tuple[torch.Tensor, ...]):
+        """grads: dx, dW and, in float32, db; of no elements where not wanted."""
+        self.x, self.weight, self.bias = x, weight, bias
+        self.plan = cut = plan(x.shape[0], weight.shape[0], weight.shape[1], x.element_size(), memory)
+        self.dx, self.dw, self.db = [t if t.numel() else None for t in grads]
+        self.memory = torch.empty((cut.rows * cut.classes,), dtype=x.dtype, device=x.device)
+        self.sums = torch.empty((cut.rows, x.shape[1]) if cut.sums and self.dx is not None else (0,), dtype=torch.float32, device=x.device)
+
+    def groups(self) -> Iterator[slice]:
+        rows = self.x.shape[0]
+        return (slice(start, min(start + self.plan.rows, rows)) for start in range(0, rows, self.plan.rows))
+
+    def slabs(self) -> list[slice]:
+        """The first one is what the others, which are of one size, leave."""
+        classes, wide = self.weight.shape[0], self.plan.classes
+        ends = range((classes - 1) % wide + 1, classes + 1, wide)
+        return [slice(max(0, end - wide), end) for end in ends]
+
+    def logits(self, rows: slice, slab: slice) -> torch.Tensor:
+        """x W^T + b, as cross_entropy's kernels take it: (1, rows, classes)."""
+        x, weight = self.x[rows], self.weight[slab]
+        out = self.memory[: x.shape[0] * weight.shape[0]].view(x.shape[0], weight.shape[0])
+        if self.bias is None:
+            torch.mm(x, weight.mT, out=out)
         else:
-            torch.addmm(bias, x[some], weight.mT, out=logits)
-        yield some, logits[None], t[:, some]
+            torch.addmm(self.bias[slab], x, weight.mT, out=out)
+        return out[None]
 
+    def differentiate(self, d: torch.Tensor, rows: slice, slab: slice, more: bool) -> None:
+        """Adds what these logits' gradient gives; more: dx has something of these rows."""
+        if self.dx is not None:
+            sums = self.sums[: d.shape[0]] if self.plan.sums else self.dx[rows]
+            _add(sums, d, self.weight[slab], more)
+        if self.dw is not None:
+            _add(self.dw[slab], d.mT, self.x[rows], rows.start > 0)
+        if self.db is not None:
+            self.db[slab] += d.sum(0, dtype=torch.float32)
 
-def _differentiate(some: slice, d: torch.Tensor, x: torch.Tensor, weight: torch.Tensor, dx: Any, dw: Any, db: Any, sums: Any) -> None:
-    """The gradients of a chunk of rows, of its logits' d; dx, dw and db where they are wanted; sums: dw's in float32, or None."""
-    if dx is not None:
-        torch.mm(d, weight, out=dx[some])
-    if dw is not None and sums is not None:
-        product = (
-            torch.mm(d.mT, x[some], out_dtype=torch.float32) if d.is_cuda and d.dtype != torch.float32 else d.mT.float() @ x[some].float()
-        )
-        sums += product
-    elif dw is not None and some.start:
-        dw.addmm_(d.mT, x[some])
-    elif dw is not None:
-        torch.mm(d.mT, x[some], out=dw)
-    if db is not None:
-        db += d.sum(0, dtype=torch.float32)
-
-
-def _sums(dw: torch.Tensor | None, rows: int, size: int) -> torch.Tensor | None:
-    return torch.zeros(dw.shape, dtype=torch.float32, device=dw.device) if dw is not None and rows > ROUNDINGS * size else None
-
-
-def _wanted(t: torch.Tensor) -> torch.Tensor | None:
-    """An output that has no elements is none."""
-    return t if t.numel() else None
+    def finish(self, rows: slice) -> None:
+        if self.dx is not None and self.plan.sums:
+            self.dx[rows] = self.sums[: rows.stop - rows.start]
 
 
 def _fwd(
@@ -84,32 +173,57 @@ def _fwd(
     weight: torch.Tensor, bias: torch.Tensor | None, target: torch.Tensor, need: int, memory: int, *options: Any,
 ) -> None:  # fmt: skip
     """Fills loss, what backward needs of each row and, with need 2, the gradients for an upstream one of 1."""
-    size = _size(x, weight, memory)
-    sums = _sums(_wanted(dw), target.numel(), size)
+    work = _Work(x, weight, bias, memory, (dx, dw, db))
+    *slabs, last = work.slabs()
 
-    def each(losses: Any, stats: Any, _d: Any, planes: Any, t: Any, counts: Any, ignore: int, smoothing: float, z: float, cap: float, need: int, flags: Any) -> None:  # fmt: skip
-        hidden = planes[0]
-        clusters = CROSS_ENTROPY.implementations["cuda_cluster"]
-        for some, logits, labels in _chunks(hidden, weight, bias, t, size):
-            kept = stats[2 * some.start : 2 * some.stop]
-            refused = why_not(
-                clusters, logits[0], labels[0], need, ignore, smoothing, z, cap, "mean" if losses.dtype == torch.float32 else "none"
-            )
-            by = cross_entropy._rows if refused else _cluster.rows
-            given = (
-                (losses[some], kept, logits, logits, labels)
-                if by is cross_entropy._rows
-                else (losses[some], kept, logits, logits[0], labels[0])
-            )
-            by(*given, counts, ignore, smoothing, z, cap, need, flags)
+    def each(losses: Any, stats: Any, _d: Any, _planes: Any, t: Any, counts: Any, *rest: Any) -> None:
+        ignore, smoothing, z, cap, need, flags = rest
+        one = torch.ones((), dtype=torch.float32, device=x.device) if slabs and need == 2 else losses
+        own = torch.empty((5 * work.plan.rows if slabs else 0,), dtype=torch.float32, device=x.device)
+        for rows in work.groups():
+            count, labels = rows.stop - rows.start, t[:, rows]
+            kept = stats[2 * rows.start : 2 * rows.stop] if need else own[3 * work.plan.rows :]
+            if not slabs:
+                logits = work.logits(rows, last)
+                _whole(losses[rows], kept, logits, labels, counts, *rest)
+            for slab in (*slabs, last) if slabs else ():
+                logits = work.logits(rows, slab)
+                sizes = count, logits.shape[2], slab.start, weight.shape[0], labels.stride(1), ignore, smoothing, z, cap
+                ends = {"FIRST": not slab.start, "LAST": slab is last, "SMOOTH": smoothing != 0, "NEED": need}
+                cross_entropy._launch_rows(_fold, logits, losses[rows], kept, own, logits, labels, counts, *sizes, **ends, **flags)
             if need == 2:
-                _differentiate(some, logits[0], hidden, weight, _wanted(dx), _wanted(dw), _wanted(db), sums)
+                work.differentiate(logits[0], rows, last, False)
+                _again(work, rows, slabs, True, labels, one, kept, counts, ignore, smoothing, z, cap, flags)
+                work.finish(rows)
 
     nothing = torch.empty((0,), dtype=x.dtype, device=x.device)
     flat = loss if loss.dim() == 0 else loss.view(-1)
     cross_entropy._launch_fwd(each, flat, nothing, saved, x, target, need, *options)
-    if sums is not None and need == 2:
-        dw.copy_(sums)
+
+
+def _whole(losses: Any, kept: Any, logits: Any, labels: Any, counts: Any, *rest: Any) -> None:
+    """Rows of all classes: cross_entropy's own, in clusters where they take the call."""
+    ignore, smoothing, z, cap, need, _ = rest
+    options = ignore, smoothing, z, cap, "mean" if losses.dtype == torch.float32 else "none"
+    if why_not(CROSS_ENTROPY.implementations["cuda_cluster"], logits[0], labels[0], need, *options):
+        cross_entropy._rows(losses, kept, logits, logits, labels, counts, *rest)
+    else:
+        _cluster.rows(losses, kept, logits, logits[0], labels[0], counts, *rest)
+
+
+def _again(
+    work: _Work, rows: slice, slabs: list[slice], more: bool, labels: torch.Tensor, upstream: torch.Tensor, kept: torch.Tensor,
+    counts: torch.Tensor, ignore: int, smoothing: float, z: float, cap: float, flags: dict[str, bool],
+) -> None:  # fmt: skip
+    """Makes these slabs' logits again, of them their gradient, and of that the gradients. upstream: (1, rows), or one for all rows."""
+    each = upstream.dim() == 2
+    for slab in slabs:
+        logits = work.logits(rows, slab)
+        steps = *logits.stride()[:2], *labels.stride(), *(upstream.stride() if each else (0, 0))
+        sizes = labels.numel(), logits.shape[2], slab.start, work.weight.shape[0], labels.numel(), *steps, ignore, smoothing, z, cap
+        given = logits, logits, labels, upstream, kept, counts, *sizes
+        cross_entropy._launch_rows(cross_entropy._bwd, logits, *given, MADE=False, EACH=each, FEW=0, **flags)
+        work.differentiate(logits[0], rows, slab, more or slab is not slabs[0])
 
 
 def _bwd(
@@ -117,35 +231,26 @@ def _bwd(
     target: torch.Tensor, dloss: torch.Tensor, saved: torch.Tensor, memory: int, ignore: int, smoothing: float, z: float, cap: float,
     reduction: str,
 ) -> None:  # fmt: skip
-    """Makes the logits again, and of them the gradients."""
-    each, flags = reduction == "none", cross_entropy._flags(z, cap, reduction)
-    size = _size(x, weight, memory)
-    sums = _sums(_wanted(dw), target.numel(), size)
+    """Makes all logits again, in forward's groups, and of them the gradients."""
+    work, flags = _Work(x, weight, bias, memory, (dx, dw, db)), cross_entropy._flags(z, cap, reduction)
     counts, stats = cross_entropy._split(saved, target.numel(), reduction)
     if flags["MEAN"] and not counts.numel():  # of few rows forward keeps none
         counts, planes = torch.empty((cross_entropy.PARTS.value,), dtype=torch.int32, device=x.device), target[None]
         given = planes, target.numel(), target.numel(), *planes.stride(), ignore
         launch(cross_entropy._count, (counts.numel(),), counts, *given, BLOCK=256, num_warps=4)
-    upstream = dloss.reshape(1, -1) if each else dloss
-    for some, logits, labels in _chunks(x, weight, bias, target[None], size):
-        g = upstream[:, some] if each else upstream
-        steps = *logits.stride()[:2], *labels.stride(), *(g.stride() if each else (0, 0))
-        sizes = labels.numel(), logits.shape[2], labels.shape[1], *steps, ignore, smoothing, z, cap
-        kept = stats[2 * some.start : 2 * some.stop]
-        cross_entropy._launch_rows(
-            cross_entropy._bwd, logits, logits, logits, labels, g, kept, counts, *sizes, MADE=False, EACH=each, FEW=0, **flags
-        )
-        _differentiate(some, logits[0], x, weight, _wanted(dx), _wanted(dw), _wanted(db), sums)
-    if sums is not None:
-        dw.copy_(sums)
+    for rows in work.groups():
+        upstream = dloss.reshape(1, -1)[:, rows] if reduction == "none" else dloss
+        kept = stats[2 * rows.start : 2 * rows.stop]
+        _again(work, rows, work.slabs(), False, target[None, rows], upstream, kept, counts, ignore, smoothing, z, cap, flags)
+        work.finish(rows)
 
 
 @triton.jit(do_not_specialize=["n"])
 def _scale(x, dloss, n, BLOCK: tl.constexpr):
     """x times dloss; where that is 1, nothing but a look."""
     factor = tl.load(dloss).to(tl.float32)
-    for start in range(tl.program_id(0) * BLOCK, tl.where(factor == 1, 0, n), tl.num_programs(0) * BLOCK):
-        at = tl.cast(start, tl.int64) + tl.arange(0, BLOCK)
+    for start in range(tl.program_id(0) * BLOCK, tl.where(factor == 1, 0, tl.cast(n, tl.int64)), tl.num_programs(0) * BLOCK):
+        at = start + tl.arange(0, BLOCK)
         tl.store(x + at, (tl.load(x + at, mask=at < n).to(tl.float32) * factor).to(x.dtype.element_ty), mask=at < n)
 
 
@@ -191,7 +296,7 @@ def _gradients(x: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None,
 class _LinearCrossEntropy(Function):
     @staticmethod
     def forward(ctx: Any, x: torch.Tensor, weight: torch.Tensor, bias: Any, target: torch.Tensor, dtype: torch.dtype, memory: int, *options: Any) -> torch.Tensor:  # fmt: skip
-        need, wanted = 1 if options[-2] == "none" else 2, [*ctx.needs_input_grad[:3]]
+        need, wanted = 1 if options[-2] == "none" or x.dtype == torch.float16 else 2, [*ctx.needs_input_grad[:3]]
         loss, *made, saved = _forward(x, weight, bias, target, dtype, need, wanted, memory, *options)
         ctx.save_for_backward(x, weight, bias, target, saved)
         ctx.facts, ctx.made = (wanted, memory, options), made if need == 2 else None
@@ -252,10 +357,13 @@ def linear_cross_entropy(
 
     x: (..., H); weight: (V, H); bias: (V,) or None; of one dtype, float32, float16 or bfloat16. target: (...), int64.
     ignore_index, label_smoothing, z_loss, softcap, reduction: as in `cross_entropy`.
-    chunk_memory: bytes of logits that are in memory at a time, by default a fourth of them all and 256 MiB at least. Over more than four
-    chunks weight's gradient is added up in float32, 4 bytes for each of its elements; over fewer in its own dtype, rounded once a chunk.
-    Products and sums are in float32. For "mean" and "sum" forward makes the gradients, so that a step has three products; for "none"
-    backward makes the logits again. Returns the dtype of x, float32 under autocast (which does not cast x and weight).
+    chunk_memory: bytes of logits that are in memory at a time: by default a fourth of them all, or 216 MiB where that is a fifth or more.
+    With less, a part of the logits is made twice, at most a third of a step's products. The least is 128 classes of a fourth of the rows,
+    and, below a sixteenth of the logits, x's gradient of these rows in float32. Beside it are 40 bytes a row.
+    Products are added up in float32; weight's gradient is rounded to its dtype at most four times, once for each group of rows, and x's at
+    most four times; once more both by an upstream gradient that is no power of two. For "mean" and "sum" forward makes the gradients, so
+    that a step has three products; for "none", and in float16, whose gradients need the scale of the loss, backward makes the logits again.
+    Returns the dtype of x, float32 under autocast, which casts x, weight and bias as it does for `linear`.
     Raises RidgelineError on shapes, dtypes, devices or options other than these, or an `impl` that cannot run the call.
     """
     fault = _fault(x, weight, target, bias, chunk_memory)
@@ -264,7 +372,7 @@ def linear_cross_entropy(
         fault = cross_entropy._fault(logits, target, ignore_index, label_smoothing, z_loss, softcap, reduction)
     if fault:
         raise RidgelineError(f"linear_cross_entropy: {fault}")
-    found = eager(LINEAR_CROSS_ENTROPY, impl, x)
+    found = eager(LINEAR_CROSS_ENTROPY, impl, x, weight, bias)
     if readable(target) and ((target != ignore_index) & ((target < 0) | (target >= weight.shape[0]))).any():
         raise RidgelineError(
             f"linear_cross_entropy: targets must be 0 to {weight.shape[0] - 1} or ignore_index {ignore_index}, and others are given"
@@ -272,7 +380,10 @@ def linear_cross_entropy(
     if found is not None and found.call is not None:
         options = {"ignore_index": ignore_index, "label_smoothing": label_smoothing, "reduction": reduction}
         return found.call(x, weight, target, bias, z_loss=z_loss, softcap=softcap, **options)
-    dtype = torch.float32 if torch.is_autocast_enabled("cuda" if x.is_cuda else "cpu") else x.dtype
+    dtype, kind = x.dtype, x.device.type
+    if torch.is_autocast_enabled(kind) and dtype != torch.float64:
+        dtype, low = torch.float32, torch.get_autocast_dtype(kind)
+        x, weight, bias = x.to(low), weight.to(low), bias if bias is None else bias.to(low)
     rows = x.reshape(-1, x.shape[-1])
     options = ignore_index, float(label_smoothing), float(z_loss), float(softcap or 0), reduction, impl
     labels = target.reshape(-1)
@@ -297,6 +408,12 @@ def _labels(*shape: int, high: int, some: type[Spec] = Spec) -> Spec:
 
 
 ALL = {"label_smoothing": 0.1, "z_loss": 1e-2, "softcap": 3.0}
+LARGE: list[tuple[str, int, int, int, dict[str, Any]]] = [
+    ("8192x4096x128256", 8192, 4096, 128256, {}),
+    ("8192x4096x128256 in 1.25 GiB", 8192, 4096, 128256, {"chunk_memory": 208 << 20}),  # with the gradients' 1.04 GiB
+    ("8192x4096x128256 none", 8192, 4096, 128256, {"reduction": "none"}),
+    ("16384x2048x32000", 16384, 2048, 32000, {}),
+]
 HALF = "float32", "float16"  # in bfloat16 the formula's own error of a few rows is luck
 LINEAR_CROSS_ENTROPY = Op(
     linear_cross_entropy,
@@ -305,14 +422,19 @@ LINEAR_CROSS_ENTROPY = Op(
     cases=[
         Case("33x16x129", (Spec(33, 16), Spec(129, 16), _labels(33, high=129))),
         Case("2x9x24x300 bias, all", (Spec(2, 9, 24), Spec(300, 24), _labels(2, 9, high=300, some=Ignored), Spec(300)), ALL, HALF),
+        Case("40x16x100 sum, groups", (Spec(40, 16), Spec(100, 16), _labels(40, high=100)), {"reduction": "sum", "chunk_memory": 4400}),
         Case(
-            "40x16x100 sum, chunks",
-            (Spec(40, 16), Spec(100, 16), _labels(40, high=100, some=Ignored)),
-            {"reduction": "sum", "chunk_memory": 4400},
+            "33x16x400 bias, slabs, all",  # groups of 9 rows, slabs of 16 and three times 128 classes in float32
+            (Spec(33, 16), Spec(400, 16), _labels(33, high=400, some=Ignored), Spec(400)),
+            {"chunk_memory": 4608} | ALL,
+            HALF,
         ),
-        Case("30x16x200 none", (Spec(30, 16), Spec(200, 16), _labels(30, high=200)), {"reduction": "none", "chunk_memory": 9000}),
-        Case("8192x4096x128256", (Spec(8192, 4096), Spec(128256, 4096), _labels(8192, high=128256)), dtypes=("bfloat16",), use="bench"),
-        Case("16384x2048x32000", (Spec(16384, 2048), Spec(32000, 2048), _labels(16384, high=32000)), dtypes=("bfloat16",), use="bench"),
+        Case("33x16x900 slabs, sums", (Spec(33, 16), Spec(900, 16), _labels(33, high=900)), {"chunk_memory": 5184}, HALF),
+        Case("30x16x300 none", (Spec(30, 16), Spec(300, 16), _labels(30, high=300)), {"reduction": "none", "chunk_memory": 6144}),
+        *(
+            Case(name, (Spec(m, h), Spec(v, h), _labels(m, high=v)), dict(options), ("bfloat16",), "bench")
+            for name, m, h, v, options in LARGE
+        ),
         Case("256x128x4096", (Spec(256, 128), Spec(4096, 128), _labels(256, high=4096)), use="quick"),
     ],
 )
