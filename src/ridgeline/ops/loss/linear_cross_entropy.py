@@ -57,10 +57,10 @@ def plan(rows: int, classes: int, hidden: int, size: int, memory: int) -> Plan:
         groups = -(-rows // fit) or 1
         return Plan(-(-rows // groups) or 1, classes)
     group = -(-rows // ROUNDINGS)
-    wide = memory // (group * size) // SLAB * SLAB
+    wide = max(SLAB, memory // (group * size) // SLAB * SLAB)
     if sums := ROUNDINGS * wide < classes:
-        wide = max(memory // group - 4 * hidden, 0) // size // SLAB * SLAB
-    return Plan(group, min(max(wide, SLAB), classes), sums)
+        wide = max(SLAB, (memory // group - 4 * hidden) // size // SLAB * SLAB)
+    return Plan(group, min(wide, classes), sums)
 
 
 @triton.jit
@@ -332,6 +332,11 @@ def _torch(x: torch.Tensor, weight: torch.Tensor, target: torch.Tensor, bias: to
     return cross_entropy._torch(F.linear(x, weight, bias), target, **options)
 
 
+def _cast(t: Any, dtype: torch.dtype) -> Any:
+    """As autocast does; other things pass, to be refused."""
+    return t.to(dtype) if isinstance(t, torch.Tensor) and t.is_floating_point() and t.dtype != torch.float64 else t
+
+
 def _fault(x: Any, weight: Any, target: Any, bias: Any, chunk_memory: Any) -> str | None:
     """What is wrong with the layer's part of a call, or None."""
     for name, t in (("x", x), ("weight", weight), *([("bias", bias)] if bias is not None else [])):
@@ -343,7 +348,7 @@ def _fault(x: Any, weight: Any, target: Any, bias: Any, chunk_memory: Any) -> st
         return f"x must be (..., H) and weight (V, H); they are {tuple(x.shape)} and {tuple(weight.shape)}"
     if bias is not None and bias.shape != weight.shape[:1]:
         return f"bias must be ({weight.shape[0]},), and is {tuple(bias.shape)}"
-    if chunk_memory is not None and (not isinstance(chunk_memory, int) or chunk_memory <= 0):
+    if chunk_memory is not None and (type(chunk_memory) is not int or not 0 < chunk_memory < 1 << 63):
         return f"chunk_memory must be None or a number of bytes above 0, and is {chunk_memory!r}"
     return None
 
@@ -366,6 +371,9 @@ def linear_cross_entropy(
     Returns the dtype of x, float32 under autocast, which casts x, weight and bias as it does for `linear`.
     Raises RidgelineError on shapes, dtypes, devices or options other than these, or an `impl` that cannot run the call.
     """
+    kind = "cuda" if isinstance(x, torch.Tensor) and x.is_cuda else "cpu"
+    if torch.is_autocast_enabled(kind):
+        x, weight, bias = (_cast(t, torch.get_autocast_dtype(kind)) for t in (x, weight, bias))
     fault = _fault(x, weight, target, bias, chunk_memory)
     if fault is None:
         logits = torch.empty((), dtype=x.dtype, device=x.device).expand(*x.shape[:-1], weight.shape[0])
@@ -380,11 +388,8 @@ def linear_cross_entropy(
     if found is not None and found.call is not None:
         options = {"ignore_index": ignore_index, "label_smoothing": label_smoothing, "reduction": reduction}
         return found.call(x, weight, target, bias, z_loss=z_loss, softcap=softcap, **options)
-    dtype, kind = x.dtype, x.device.type
-    if torch.is_autocast_enabled(kind) and dtype != torch.float64:
-        dtype, low = torch.float32, torch.get_autocast_dtype(kind)
-        x, weight, bias = x.to(low), weight.to(low), bias if bias is None else bias.to(low)
-    rows = x.reshape(-1, x.shape[-1])
+    dtype = torch.float32 if torch.is_autocast_enabled(kind) else x.dtype
+    rows = x.reshape(target.numel(), x.shape[-1])
     options = ignore_index, float(label_smoothing), float(z_loss), float(softcap or 0), reduction, impl
     labels = target.reshape(-1)
     if torch.is_grad_enabled() and (x.requires_grad or weight.requires_grad or (bias is not None and bias.requires_grad)):
