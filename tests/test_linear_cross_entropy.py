@@ -61,6 +61,7 @@ PLANS = {
     "the least": ((8192, 128256, 4096, 2, 1), (2048, 128, True)),
     "fewer classes than a slab's least": ((8, 100, 16, 4, 1), (2, 100, False)),
     "no rows": ((0, 10, 16, 4, 0), (1, 10, False)),
+    "no rows and no memory": ((0, 10, 16, 4, 1), (1, 10, False)),
 }
 
 
@@ -154,7 +155,7 @@ def test_a_target_that_is_no_class(memory: int, reduction: str, device: str, mon
 @kernels
 @pytest.mark.parametrize("memory", [None, MEMORY["slabs"], MEMORY["sums"]])
 def test_classes_that_are_ruled_out(memory: int | None, device: str) -> None:
-    """A bias of -inf in whole slabs, the first one or the last; ignored rows of NaN."""
+    """A bias of -inf in whole slabs, the first ones or the last."""
     for out in (slice(0, 300), slice(400, CLASSES)):
         leaves, target = make(device)
         target[:] = 350

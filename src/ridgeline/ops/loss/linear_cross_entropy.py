@@ -54,7 +54,7 @@ def plan(rows: int, classes: int, hidden: int, size: int, memory: int) -> Plan:
     memory = memory or (LEAST if 5 * LEAST >= rows * row else -(-rows // ROUNDINGS) * row)
     fit = memory // row
     if rows <= ROUNDINGS * fit:
-        groups = -(-rows // fit) or 1
+        groups = -(-rows // max(fit, 1)) or 1
         return Plan(-(-rows // groups) or 1, classes)
     group = -(-rows // ROUNDINGS)
     wide = max(SLAB, memory // (group * size) // SLAB * SLAB)
