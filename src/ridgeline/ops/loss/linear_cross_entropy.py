@@ -114,12 +114,11 @@ def _fold(losses, stats, state, x, target, counts, rows, columns, first, classes
 
 def _add(out: torch.Tensor, a: torch.Tensor, b: torch.Tensor, more: bool) -> None:
     """out = a b or, with `more`, out += a b; out is of their dtype or float32, and the product is rounded once."""
-    if out.dtype == a.dtype:
-        out.addmm_(a, b) if more else torch.mm(a, b, out=out)
-    elif a.is_cuda:
+    if out.dtype != a.dtype and a.is_cuda:
         torch.addmm(out, a, b, out_dtype=out.dtype, out=out) if more else torch.mm(a, b, out_dtype=out.dtype, out=out)
-    else:
-        out.copy_(torch.addmm(out, a.float(), b.float()) if more else a.float() @ b.float())
+        return
+    a, b = a.to(out.dtype), b.to(out.dtype)
+    out.addmm_(a, b) if more else torch.mm(a, b, out=out)
 
 
 class _Work:
@@ -363,7 +362,7 @@ def linear_cross_entropy(
     x: (..., H); weight: (V, H); bias: (V,) or None; of one dtype, float32, float16 or bfloat16. target: (...), int64.
     ignore_index, label_smoothing, z_loss, softcap, reduction: as in `cross_entropy`.
     chunk_memory: bytes of logits that are in memory at a time: by default a fourth of them all, or 216 MiB where that is a fifth or more.
-    With less, a part of the logits is made twice, at most a third of a step's products. The least is 128 classes of a fourth of the rows,
+    With less, a part of the logits is made twice, and a step has up to a third more products. The least is 128 classes of a fourth of the rows,
     and, below a sixteenth of the logits, x's gradient of these rows in float32. Beside it are 40 bytes a row.
     Products are added up in float32; weight's gradient is rounded to its dtype at most four times, once for each group of rows, and x's at
     most four times; once more both by an upstream gradient that is no power of two. For "mean" and "sum" forward makes the gradients, so
