@@ -18,7 +18,7 @@ Sources: Wijmans et al., Cut Your Losses in Large-Vocabulary Language Models, 20
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from typing import Any, NamedTuple
 
 import torch
@@ -261,7 +261,7 @@ _OPTIONS = "int ignore_index, float label_smoothing, float z_loss, float softcap
     f"{_OPTIONS}, str? impl) -> (Tensor, Tensor, Tensor, Tensor, Tensor)"
 )
 def _forward(
-    x: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None, target: torch.Tensor, dtype: torch.dtype, need: int, wanted: list[bool],
+    x: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None, target: torch.Tensor, dtype: torch.dtype, need: int, wanted: Sequence[bool],
     memory: int, *options: Any,
 ) -> tuple[torch.Tensor, ...]:  # fmt: skip
     """need: as cross_entropy's. Returns the loss, the gradients of x, weight and bias (in float32) as far as wanted, and what is kept."""
@@ -278,14 +278,14 @@ def _forward(
     "linear_cross_entropy_bwd(Tensor x, Tensor weight, Tensor? bias, Tensor target, Tensor dloss, Tensor saved, bool[] wanted, int memory, "
     f"{_OPTIONS}, str? impl) -> (Tensor, Tensor, Tensor)"
 )
-def _backward(x: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None, target: torch.Tensor, dloss: torch.Tensor, saved: torch.Tensor, wanted: list[bool], memory: int, *options: Any) -> tuple[torch.Tensor, ...]:  # fmt: skip
+def _backward(x: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None, target: torch.Tensor, dloss: torch.Tensor, saved: torch.Tensor, wanted: Sequence[bool], memory: int, *options: Any) -> tuple[torch.Tensor, ...]:  # fmt: skip
     *options, impl = options
     grads = _gradients(x, weight, bias, wanted)
     run(LINEAR_CROSS_ENTROPY, "bwd", impl, grads, x, weight, bias, target, dloss, saved, memory, *options)
     return grads
 
 
-def _gradients(x: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None, wanted: list[bool]) -> tuple[torch.Tensor, ...]:
+def _gradients(x: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None, wanted: Sequence[bool]) -> tuple[torch.Tensor, ...]:
     """Memory for the gradients that are wanted, of no elements for the others."""
     new = torch.empty if x.shape[0] else torch.zeros  # of no rows nothing is added up
     dx, dw = (new(t.shape if w else (0,), dtype=t.dtype, device=t.device) for t, w in zip((x, weight), wanted, strict=False))
@@ -295,7 +295,7 @@ def _gradients(x: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None,
 class _LinearCrossEntropy(Function):
     @staticmethod
     def forward(ctx: Any, x: torch.Tensor, weight: torch.Tensor, bias: Any, target: torch.Tensor, dtype: torch.dtype, memory: int, *options: Any) -> torch.Tensor:  # fmt: skip
-        need, wanted = 1 if options[-2] == "none" or x.dtype == torch.float16 else 2, [*ctx.needs_input_grad[:3]]
+        need, wanted = 1 if options[-2] == "none" or x.dtype == torch.float16 else 2, tuple(ctx.needs_input_grad[:3])
         loss, *made, saved = _forward(x, weight, bias, target, dtype, need, wanted, memory, *options)
         ctx.save_for_backward(x, weight, bias, target, saved)
         ctx.facts, ctx.made = (wanted, memory, options), made if need == 2 else None
@@ -394,7 +394,7 @@ def linear_cross_entropy(
     if torch.is_grad_enabled() and (x.requires_grad or weight.requires_grad or (bias is not None and bias.requires_grad)):
         loss = differentiate(_LinearCrossEntropy, rows, weight, bias, labels, dtype, chunk_memory or 0, *options)
     else:
-        loss = _forward(rows, weight, bias, labels, dtype, 0, [False] * 3, chunk_memory or 0, *options)[0]
+        loss = _forward(rows, weight, bias, labels, dtype, 0, (False,) * 3, chunk_memory or 0, *options)[0]
     return loss.view(target.shape) if reduction == "none" else loss
 
 
