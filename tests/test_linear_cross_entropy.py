@@ -130,9 +130,16 @@ def test_backward_again_and_again(memory: int | None, reduction: str, device: st
 @kernels
 @memories
 def test_the_same_bits_each_time(memory: int | None, device: str) -> None:
-    leaves, target = make(device)
-    one, other = ([loss, *grads(loss, leaves)] for loss in (ours(leaves, target, chunk_memory=memory) for _ in range(2)))
-    assert all(torch.equal(a, b) for a, b in zip(one, other, strict=True))
+    """Of the launchers' runs, of the one that is recorded, and of the repetition on other tensors, with bias and without."""
+    for bias in (True, False):
+        found = []
+        for _ in range(4):
+            leaves, target = make(device, bias=bias)
+            some = [t for t in leaves if t is not None]
+            loss = ours(leaves, target, chunk_memory=memory)
+            found.append([loss, *grads(loss * 1.5, some, keep=True), *grads(loss, some)])
+        for other in found[1:]:
+            assert all(torch.equal(a, b) for a, b in zip(found[0], other, strict=True))
 
 
 @kernels

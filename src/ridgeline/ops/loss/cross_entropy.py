@@ -155,9 +155,10 @@ def _stream(x, head, body, columns, base, cap, POLICY: tl.constexpr, SMOOTH: tl.
 
 @triton.jit
 def _loss(most, whole, away, base, chosen, classes, smoothing, z, SMOOTH: tl.constexpr, Z: tl.constexpr):
-    loss = tl.log(whole) + (most - base) - (1 - smoothing) * (chosen - base)
     if SMOOTH:
-        loss -= smoothing * (away / classes)
+        loss = tl.log(whole) + (most - base) - (1 - smoothing) * (chosen - base) - smoothing * (away / classes)
+    else:  # with two roundings fewer where the base is not the target's logit
+        loss = tl.log(whole) + (most - chosen)
     if Z:
         lse = most + tl.log(whole)
         loss += z * lse * lse
@@ -261,16 +262,17 @@ def _split(saved: torch.Tensor, rows: int, reduction: str) -> tuple[torch.Tensor
 
 
 def _launch_fwd(
-    each: Callable[..., None], loss: torch.Tensor, d: torch.Tensor, saved: torch.Tensor, logits: torch.Tensor, target: torch.Tensor,
+    each: Callable[..., None], counts_few: bool, loss: torch.Tensor, d: torch.Tensor, saved: torch.Tensor, logits: torch.Tensor, target: torch.Tensor,
     need: int, ignore: int, smoothing: float, z: float, cap: float, reduction: str,
 ) -> None:  # fmt: skip
+    """counts_few: `each` counts rows itself where they are few, as `_rows` does."""
     x, t = _planes(logits, target)
     rows, inner = t.numel(), t.shape[1]
     losses, options, (counts, stats) = loss, _flags(z, cap, reduction), _split(saved, rows, reduction)
     if reduction != "none":
         losses = torch.empty((rows,), dtype=torch.float32, device=x.device)
     some = rows, inner, *t.stride(), ignore
-    few = FEW if rows <= FEW and each is _rows else 0
+    few = FEW if rows <= FEW and counts_few else 0
     if options["MEAN"] and not few:
         if not counts.numel():
             counts = torch.empty((PARTS.value,), dtype=torch.int32, device=x.device)
@@ -539,7 +541,7 @@ CROSS_ENTROPY.kernel(
     "triton",
     "an online pass over a row; for a mean or a sum forward writes the gradient while the row is in L2, and backward is a look at dloss",
     kind="triton",
-    fwd=partial(_launch_fwd, _rows),
+    fwd=partial(_launch_fwd, _rows, True),
     bwd=_launch_bwd,
     served=True,
 )
@@ -547,7 +549,7 @@ CROSS_ENTROPY.kernel(
     "cuda_cluster",
     "a row in the shared memory of a cluster of blocks: its loss and its gradient of one reading; backward as before",
     kind="cuda",
-    fwd=partial(_launch_fwd, _cluster.rows),
+    fwd=partial(_launch_fwd, _cluster.rows, False),
     bwd=_launch_bwd,
     supports=_cluster.fits,
     served=True,
