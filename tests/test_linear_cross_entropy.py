@@ -130,16 +130,15 @@ def test_backward_again_and_again(memory: int | None, reduction: str, device: st
 @kernels
 @memories
 def test_the_same_bits_each_time(memory: int | None, device: str) -> None:
-    """Of the launchers' runs, of the one that is recorded, and of the repetition on other tensors, with bias and without."""
+    """On a GPU, of launchers' runs and of their repetitions on other tensors, with bias and without."""
     for bias in (True, False):
         found = []
-        for _ in range(4):
+        for _ in range(4 if device == "cuda" else 2):
             leaves, target = make(device, bias=bias)
             some = [t for t in leaves if t is not None]
             loss = ours(leaves, target, chunk_memory=memory)
             found.append([loss, *grads(loss * 1.5, some, keep=True), *grads(loss, some)])
-        for other in found[1:]:
-            assert all(torch.equal(a, b) for a, b in zip(found[0], other, strict=True))
+        assert all(torch.equal(a, b) for other in found[1:] for a, b in zip(found[0], other, strict=True))
 
 
 @kernels
