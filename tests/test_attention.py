@@ -1,113 +1,18 @@
-"""attention and attention_varlen beyond the law's cases: all options together, rows without keys, large logits, strides, capture.
+"""attention beyond the law's cases: all options together, rows without keys, large logits, strides, capture."""
 
-The sample of all options is drawn by hypothesis from SEED, which a failure prints; with it in the environment it is drawn again.
-"""
-
-import os
-import random
 from functools import partial
 from typing import Any
 
 import hypothesis
 import pytest
 import torch
-from hypothesis import strategies as st
 
 import ridgeline
+from attention_calls import EXAMPLES, HERE, IMPLS, calls, exact, kernels, lawful, make, near, outcome, qkv, sampled
 from ridgeline.boundary import INTERPRETED
-from ridgeline.lab.law import Law, as_tuple
+from ridgeline.lab.law import Law
 from ridgeline.op import RidgelineError, get
 from ridgeline.select import why_not
-
-kernels = pytest.mark.kernels
-GPU = torch.cuda.is_available() and not INTERPRETED
-SEED = int(os.environ.get("SEED", random.randrange(1 << 31)))
-EXAMPLES = int(os.environ.get("EXAMPLES", 8 if INTERPRETED else 400))
-IMPLS = [i.name for i in get("attention").implementations.values() if i.is_kernel]
-HERE = ["triton", *(["gluon"] if GPU and torch.cuda.get_device_capability() == (9, 0) else [])]
-DTYPES = (torch.float32, torch.float16) if INTERPRETED else (torch.float32, torch.float16, torch.bfloat16)
-
-
-def make(*shape: int, device: str, dtype: torch.dtype = torch.float32, scale: float = 1.0, dice: int = 3) -> torch.Tensor:
-    generator = torch.Generator(device).manual_seed(dice)
-    return torch.randn(shape, device=device, generator=generator).mul(scale).to(dtype).requires_grad_()
-
-
-def qkv(q: tuple[int, ...], k: tuple[int, ...], device: str, **given: Any) -> list[torch.Tensor]:
-    return [make(*shape, device=device, dice=n, **given) for n, shape in enumerate((q, k, k))]
-
-
-def outcome(call: Any, args: list[torch.Tensor], **given: Any) -> list[torch.Tensor]:
-    """What a call returns, and its gradients for random incoming ones."""
-    outputs = as_tuple(call(*args, **given))
-    incoming = [make(*o.shape, device=o.device.type, dice=9 + n).detach().to(o.dtype) for n, o in enumerate(outputs)]
-    return [*[o.detach() for o in outputs], *torch.autograd.grad(outputs, [a for a in args if a.requires_grad], incoming)]
-
-
-def exact(args: list[torch.Tensor], **given: Any) -> list[torch.Tensor]:
-    return outcome(get("attention").reference, [a.detach().double().requires_grad_() for a in args], **given)
-
-
-def near(found: list[torch.Tensor], expected: list[torch.Tensor], tolerance: float = 2e-5) -> None:
-    for one, other in zip(found, expected, strict=True):
-        torch.testing.assert_close(one, other, check_dtype=False, rtol=tolerance, atol=tolerance)
-
-
-def lawful(name: str, args: list[Any], given: dict[str, Any], impls: list[str]) -> None:
-    """Twice what the law allows, or near to the oracle: in few rows and columns how far the standard is off is luck, and where a query
-    sees one key its gradient is zero."""
-    law = Law(get(name), args, given)
-    for impl in impls:
-        implementation = get(name).implementations[impl]
-        if why_not(implementation, *args, **given):
-            continue
-        outputs, grads = law.run(implementation)
-        assert not any(t.isnan().any() for t in (*outputs, *grads))
-        verdict = law.judge(outputs, grads)
-        if verdict.worst() > 2:
-            oracle = law._oracle(args)
-            try:
-                near([*outputs, *grads], [*oracle[0], *oracle[1]], max(2e-5, 4 * torch.finfo(args[0].dtype).eps))
-            except AssertionError as error:
-                raise AssertionError(f"{impl}: {verdict.reason()}") from error
-
-
-@st.composite
-def options(draw: st.DrawFn) -> dict[str, Any]:
-    edge = st.one_of(st.none(), st.integers(0, 40))
-    return {
-        "causal": draw(st.sampled_from([False, True, "bottom_right"])),
-        "window": draw(st.one_of(st.none(), st.tuples(edge, edge))),
-        "softcap": draw(st.sampled_from([None, None, 0.7, 20.0])),
-        "scale": draw(st.sampled_from([None, None, 0.05, 1.0, -0.3])),
-        "return_lse": draw(st.booleans()),
-        "deterministic": draw(st.sampled_from([None, False])),
-    }
-
-
-@st.composite
-def calls(draw: st.DrawFn) -> dict[str, Any]:
-    length = st.integers(0, 50) if INTERPRETED else st.one_of(st.integers(0, 300), st.sampled_from([64, 128, 512, 1000]))
-    D = st.sampled_from([16, 24, 32, 40] if INTERPRETED else range(16, 257, 8))
-    return {
-        "sizes": (draw(st.integers(1, 2)), draw(st.integers(1, 2)), draw(st.integers(1, 3)), draw(length), draw(length), draw(D)),
-        "dtype": draw(st.sampled_from(DTYPES)),
-        "mask": draw(st.sampled_from([None, None, "bool", "float", "infinite"])),
-        "shape": draw(st.tuples(*[st.booleans()] * 4)),
-        "order": draw(st.booleans()),
-        "options": draw(options()),
-    }
-
-
-def sampled(device: str) -> Any:
-    """Runs a test on hypothesis's examples from SEED."""
-
-    def run(test: Any) -> None:
-        print(f"SEED={SEED}")
-        rules = hypothesis.settings(max_examples=EXAMPLES, deadline=None, database=None, suppress_health_check=list(hypothesis.HealthCheck))
-        hypothesis.seed(SEED)(rules(test))()
-
-    return run
 
 
 @kernels
@@ -143,7 +48,7 @@ def test_all_options_on_hopper() -> None:
         B, Hkv, G, sq, sk, D = call["sizes"]
         dtype = torch.bfloat16 if call["dtype"] == torch.float32 else call["dtype"]
         chosen = call["options"] | {"softcap": None, "scale": abs(call["options"]["scale"] or 0.2)}
-        D = 16 + (D - 16) % 120
+        D = D - 64 if 128 < D <= 192 else D
         args = qkv((B, Hkv * G, sq, D), (B, Hkv, sk, D), "cuda", dtype=dtype)
         if call["order"]:
             args = [t.detach().transpose(1, 2).contiguous().transpose(1, 2).requires_grad_() for t in args]
@@ -154,10 +59,11 @@ def test_all_options_on_hopper() -> None:
 
 
 @pytest.mark.gpu
-@pytest.mark.parametrize("D", [16, 40, 64, 80, 128])
+@pytest.mark.parametrize("D", [16, 40, 64, 72, 80, 96, 128, 200, 256])
 @pytest.mark.parametrize("same", [None, False])
 def test_sums_of_queries_gradients_on_hopper(D: int, same: bool | None) -> None:
-    """By the last piece of work or by a kernel afterwards; of blocks that no key is seen from; in memory that begins as NaN."""
+    """Up to D 128 dQ is written by the last piece of work or by a kernel afterwards, above by the rung triton; blocks that no key is seen
+    from; in memory that begins as NaN. o and lse too."""
     if "gluon" not in HERE:
         pytest.skip("needs a Hopper GPU")
     long = [(70, 4200, {}), (4200, 4200, {"causal": True})] if D == 64 else []
@@ -171,9 +77,12 @@ def test_sums_of_queries_gradients_on_hopper(D: int, same: bool | None) -> None:
         torch.full((1 << 27,), torch.nan, device="cuda")
         found = outcome(ridgeline.attention, args, **given, return_lse=True, deterministic=same, impl="gluon")
         expected = outcome(ridgeline.attention, [t.detach().float().requires_grad_() for t in args], **given, return_lse=True, impl="tiled")
-        for one, other in zip(found[2:], expected[2:], strict=True):
+        nothing = expected[1] == -torch.inf
+        assert torch.equal(found[1] == -torch.inf, nothing)
+        found[1], expected[1] = (lse.masked_fill(nothing, 0.0) for lse in (found[1], expected[1]))
+        for one, other in zip(found, expected, strict=True):
             assert (one - other).abs().max() <= 4e-3 * other.abs().max()
-        assert not found[2][found[1] == -torch.inf].any()
+        assert not any(t[nothing].any() for t in (found[0], found[2]))
 
 
 @pytest.mark.gpu
@@ -194,69 +103,6 @@ def test_an_incoming_gradient_that_begins_anywhere(impl: str) -> None:
     found = [torch.autograd.grad(o, args, g, retain_graph=True) for g in (do[1:].view(1, 2, 70, 64), do[1:].clone().view(1, 2, 70, 64))]
     for a, b in zip(*found, strict=True):
         assert torch.equal(a, b)
-
-
-@kernels
-def test_all_options_of_packed_sequences(device: str) -> None:
-    """Against the law; and against attention, sequence by sequence."""
-    lengths = st.lists(st.tuples(*[st.integers(0, 30 if INTERPRETED else 400)] * 2), min_size=1, max_size=3 if INTERPRETED else 9)
-
-    @sampled(device)
-    @hypothesis.given(
-        lengths, st.integers(1, 2), st.integers(1, 2), st.sampled_from([16, 24] if INTERPRETED else [16, 64, 80, 128]), options()
-    )
-    def _(sizes: list[tuple[int, int]], Hkv: int, G: int, D: int, chosen: dict[str, Any]) -> None:
-        cu = [torch.tensor([0, *n], device=device, dtype=torch.int32).cumsum(0, dtype=torch.int32) for n in zip(*sizes, strict=True)]
-        q, k, v = qkv((int(cu[0][-1]), Hkv * G, D), (int(cu[1][-1]), Hkv, D), device)
-        packed = outcome(ridgeline.attention_varlen, [q, k, v, *cu], **chosen | {"return_lse": True}, impl="triton")
-        single = []
-        for n in range(len(sizes)):
-            one, other = (slice(int(c[n]), int(c[n + 1])) for c in cu)
-            args = [t.transpose(0, 1)[None] for t in (q[one], k[other], v[other])]
-            o, lse = ridgeline.attention(*args, **chosen | {"return_lse": True}, impl="triton")
-            single.append((o[0].transpose(0, 1), lse[0]))
-        o, lse = (torch.cat(parts, n) for n, parts in enumerate(zip(*single, strict=True)))
-        near(packed, outcome(lambda *_: (o, lse), [q, k, v]))
-        lawful("attention_varlen", [q, k, v, *cu], chosen, ["triton"])
-
-
-@kernels
-def test_packed_sequences_in_half_precision(device: str) -> None:
-    """Against the law; among these, sequences of one side alone."""
-    lengths = st.lists(st.tuples(*[st.integers(0, 30 if INTERPRETED else 700)] * 2), min_size=1, max_size=3 if INTERPRETED else 9)
-    D = st.sampled_from([16, 24] if INTERPRETED else [16, 40, 64, 80, 128])
-
-    @sampled(device)
-    @hypothesis.given(lengths, st.integers(1, 2), st.integers(1, 3), D, st.sampled_from(DTYPES[1:]), options())
-    def _(sizes: list[tuple[int, int]], Hkv: int, G: int, D: int, dtype: torch.dtype, chosen: dict[str, Any]) -> None:
-        cu = [torch.tensor([0, *n], device=device, dtype=torch.int32).cumsum(0, dtype=torch.int32) for n in zip(*sizes, strict=True)]
-        args = qkv((int(cu[0][-1]), Hkv * G, D), (int(cu[1][-1]), Hkv, D), device, dtype=dtype)
-        lawful("attention_varlen", [*args, *cu], chosen, HERE)
-
-
-@kernels
-@pytest.mark.parametrize("impl", HERE)
-def test_nothing_comes_over_from_other_sequences(impl: str, device: str) -> None:
-    """NaN in one sequence, and in what lies after the last, stays there, forward and backward."""
-    size, dtype = (10, torch.float16) if INTERPRETED else (100, torch.bfloat16)
-    cu = torch.tensor([0, 2, 3, 5] + [6] * INTERPRETED, dtype=torch.int32, device=device) * size  # a CPU holds it to the tokens
-    wide = [(False, 128, None), (True, 128, False), (True, 64, None), (False, 64, False)]
-    for causal, D, same in ((False, 16, None), (True, 16, None), *wide * (not INTERPRETED)):
-        q, k, v, do = (
-            t.detach()
-            for t in [*qkv((6 * size, 2, D), (6 * size, 1, D), device, dtype=dtype), make(6 * size, 2, D, device=device, dtype=dtype)]
-        )
-        bad = [t.clone() for t in (q, k, v, do)]
-        for t in bad:
-            t[2 * size : 3 * size] = t[5 * size :] = torch.nan
-        both = []
-        for *args, incoming in ((q, k, v, do), bad):
-            args = [t.requires_grad_() for t in args]
-            o = ridgeline.attention_varlen(*args, cu, cu, causal=causal, deterministic=same, impl=impl)
-            both.append([o, *torch.autograd.grad(o, args, incoming)])
-        for one, other in zip(*both, strict=True):
-            for part in (slice(0, 2 * size), slice(3 * size, 5 * size)):
-                assert torch.equal(one[part], other[part])
 
 
 @kernels
@@ -389,7 +235,7 @@ def test_masks_broadcast(shape: tuple[int, ...], device: str) -> None:
 
 @kernels
 @pytest.mark.parametrize("given", [{"causal": True}, {}, {"window": (300, 100)}, {"window": (100, None)}], ids=str)
-@pytest.mark.parametrize("D", [16] if INTERPRETED else [64, 128])
+@pytest.mark.parametrize("D", [16] if INTERPRETED else [64, 80, 128, 256])
 @pytest.mark.parametrize("impl", HERE)
 def test_reruns_are_equal(impl: str, D: int, given: dict[str, Any], device: str) -> None:
     B, S, times = (1, 40, 2) if INTERPRETED else (4, 2000, 1000)
@@ -400,18 +246,25 @@ def test_reruns_are_equal(impl: str, D: int, given: dict[str, Any], device: str)
         assert all(torch.equal(a, b) for a, b in zip(first, again, strict=True))
 
 
-@kernels
-@pytest.mark.parametrize("given", [{"causal": True}, {}, {"causal": "bottom_right", "window": (300, None)}], ids=str)
-@pytest.mark.parametrize("impl", HERE)
-def test_reruns_of_packed_sequences_are_equal(impl: str, given: dict[str, Any], device: str) -> None:
-    for D in (16,) if INTERPRETED else (64, 128):
-        lengths, times = ((13, 0, 20, 7), 2) if INTERPRETED else ((1500, 0, 130, 3000, 64, 700, 2100, 1, 505), 500)
-        cu = torch.tensor([0, *lengths], device=device, dtype=torch.int32).cumsum(0, dtype=torch.int32)
-        args = [*qkv((sum(lengths), 4, D), (sum(lengths), 2, D), device, dtype=torch.float16), cu, cu]
-        first = outcome(ridgeline.attention_varlen, args, **given, return_lse=True, impl=impl)
-        for _ in range(times):
-            again = outcome(ridgeline.attention_varlen, args, **given, return_lse=True, impl=impl)
-            assert all(torch.equal(a, b) for a, b in zip(first, again, strict=True))
+@pytest.mark.gpu
+@pytest.mark.parametrize("given", [{}, {"causal": True}, {"window": (200, 0)}, {"causal": "bottom_right", "window": (None, 100)}], ids=str)
+@pytest.mark.parametrize("D", [40, 80, 128, 256])
+def test_more_tiles_than_programs(D: int, given: dict[str, Any]) -> None:
+    """A program has several tiles, and begins the next one before, or after, it has left one."""
+    args = qkv((3, 32, 700, D), (3, 16, 650, D), "cuda", dtype=torch.bfloat16)
+    lawful("attention", args, given, HERE)
+    cu = [torch.tensor([0, 300, 310, 1000, n], device="cuda", dtype=torch.int32) for n in (2100, 1950)]
+    args = [*(t.detach().transpose(1, 2).flatten(0, 1).requires_grad_() for t in args), *cu]
+    lawful("attention_varlen", args, given, HERE)
+
+
+@pytest.mark.gpu
+def test_long_sums_in_full_float32() -> None:
+    """One chain of roundings over all blocks errs two to three times what the law allows here."""
+    args = qkv(*[(1, 1, 16384, 32)] * 2, "cuda")
+    law = Law(get("attention"), args, {"causal": True})
+    verdict = law.judge(*law.run(get("attention").implementations["triton"]))
+    assert verdict.ok, verdict.reason()
 
 
 @kernels
@@ -527,29 +380,6 @@ def test_cuda_graph(impl: str) -> None:
     outputs = ridgeline.attention_varlen(*args, cu, cu, causal=True, return_lse=True, impl=impl)
     for a, b in zip(found, [*outputs, *torch.autograd.grad(outputs, args, incoming)], strict=True):
         assert torch.equal(a, b)
-
-
-@pytest.mark.gpu
-@pytest.mark.parametrize("impl", HERE)
-def test_wrong_lengths_touch_nothing_else(impl: str) -> None:
-    """Values of cu_seqlens that make no sense: no illegal address, and what lies around the results stays."""
-    q, k, v = qkv((300, 4, 64), (300, 4, 64), "cuda", dtype=torch.bfloat16)
-    for ends in ([5, -7, 1 << 30], [0, 200, 100], [0, 900, 1200], [-5, -5, -5], [300, 0, 300], [1 - (1 << 31), -(1 << 31), 300]):
-        cu = torch.tensor(ends, dtype=torch.int32, device="cuda")
-        for same in (None, False):
-            ridgeline.attention_varlen(q, k, v, cu, cu, causal=True, deterministic=same, impl=impl).sum().backward()
-            torch.cuda.synchronize()
-
-
-@pytest.mark.gpu
-@pytest.mark.parametrize("impl", HERE)
-def test_tokens_after_the_last_sequence(impl: str) -> None:
-    """They see nothing and are seen by none: zeros, as a buffer of fixed size wants."""
-    args = qkv((300, 4, 64), (300, 2, 64), "cuda", dtype=torch.bfloat16)
-    cu = torch.tensor([0, 100, 140], dtype=torch.int32, device="cuda")
-    o, lse, *grads = outcome(ridgeline.attention_varlen, [*args, cu, cu], return_lse=True, impl=impl)
-    assert (lse[:, 140:] == -torch.inf).all()
-    assert not any(t[140:].any() for t in (o, *grads))
 
 
 @pytest.mark.gpu

@@ -18,6 +18,7 @@ q, table, odd = torch.ones(1, 2, 3, 8), torch.ones(5, 4), torch.ones(1, 2, 3, 7)
 zero = torch.tensor([1.0, 1, 0, 1, 1, 1])
 a, b, ends = torch.ones(1, 4, 5, 16), torch.ones(1, 2, 7, 16), torch.tensor([0, 3, 5], dtype=torch.int32)
 packed = torch.ones(5, 2, 16)
+codes, E4M3 = torch.ones(4, 6, dtype=torch.int8), torch.float8_e4m3fn
 
 Bad = dict[str, tuple[Callable[[], object], list[str]]]
 BAD: Bad = {
@@ -151,6 +152,58 @@ BAD: Bad = {
         ["max_seqlen_k", "2", "longer"],
     ),
     "attention_varlen: four dimensions": (lambda: ridgeline.attention_varlen(a, b, b, ends, ends), ["(tokens, heads, D)", "(1, 4, 5, 16)"]),
+    "gemv: inner sizes": (lambda: ridgeline.gemv(x, w5), ["(4, 6)", "(5,)"]),
+    "gemv: many rows": (lambda: ridgeline.gemv(x, torch.ones(17, 6)), ["16", "17", "matmul"]),
+    "gemv: two dtypes": (lambda: ridgeline.gemv(x, w.half()), ["float32", "float16"]),
+    "gemv: integers": (lambda: ridgeline.gemv(x, wint), ["float32", "int32"]),
+    "gemv: two devices": (lambda: ridgeline.gemv(x, waway), ["cpu", "meta"]),
+    "gemv: no tensor": (lambda: ridgeline.gemv(x, 3), ["int", "tensor"]),
+    "quantize_int8: integers": (lambda: ridgeline.quantize_int8(whole), ["int32", "float32"]),
+    "quantize_int8: no tensor": (lambda: ridgeline.quantize_int8([1.0]), ["list", "tensor"]),
+    "quantize_int8: another granularity": (lambda: ridgeline.quantize_int8(x, granularity="column"), ["column", '"row"', '"tensor"']),
+    "quantize_int8: rows of a number": (lambda: ridgeline.quantize_int8(torch.ones(()), granularity="row"), ["rows", "'row'"]),
+    "quantize_int8: symmetric": (lambda: ridgeline.quantize_int8(x, symmetric=None), ["symmetric", "None"]),
+    "quantize_fp8: 8 bits": (lambda: ridgeline.quantize_fp8(x.to(E4M3)), ["float8_e4m3fn", "float32"]),
+    "quantize_fp8: another block": (lambda: ridgeline.quantize_fp8(x, block=(1, 64)), ["(1, 64)", "(1, 128)", "(128, 128)"]),
+    "quantize_fp8: a block that is none": (lambda: ridgeline.quantize_fp8(x, block=128), ["128", "(1, 128)"]),
+    "quantize_fp8: squares of a vector": (lambda: ridgeline.quantize_fp8(w, block=(128, 128)), ["matrix", "(6,)"]),
+    "dequantize: floats": (lambda: ridgeline.dequantize(x, w), ["int8", "float8_e4m3fn", "float32"]),
+    "dequantize: a tuple of one": (lambda: ridgeline.dequantize((codes,)), ["(q, scale)", "1"]),
+    "dequantize: no scale": (lambda: ridgeline.dequantize(codes), ["scale", "NoneType"]),
+    "dequantize: a scale's shape": (lambda: ridgeline.dequantize(codes, w5), ["(5,)", "(4, 6)"]),
+    "dequantize: a scale's dtype": (lambda: ridgeline.dequantize(codes, torch.ones(4, 1).half()), ["float32", "float16"]),
+    "dequantize: a zero of e4m3": (lambda: ridgeline.dequantize(codes.to(E4M3), w[:1], wint[:1]), ["zero", "int8"]),
+    "dequantize: a dtype": (lambda: ridgeline.dequantize(codes, w[:1], dtype=torch.int8), ["dtype", "int8", "float32"]),
+    "int8_matmul: floats": (lambda: ridgeline.int8_matmul(x, square, w[:1], w[:1]), ["int8", "float32"]),
+    "int8_matmul: inner sizes": (lambda: ridgeline.int8_matmul(codes, codes, w[:1], w[:1]), ["(M, K)", "(4, 6)"]),
+    "int8_matmul: a row's scale": (lambda: ridgeline.int8_matmul(codes, codes.T, w5, w[:1]), ["scale_a", "(4, 1)", "(5,)"]),
+    "int8_matmul: a column's scale": (lambda: ridgeline.int8_matmul(codes, codes.T, w[:1], w[:4, None]), ["scale_b", "(1, 4)", "(4, 1)"]),
+    "int8_matmul: a scale's dtype": (lambda: ridgeline.int8_matmul(codes, codes.T, w[:1].half(), w[:1]), ["scale_a", "float32", "float16"]),
+    "int8_matmul: zeros": (lambda: ridgeline.int8_matmul(codes, codes.T, w[:1], w[:1], zero_a=w[:4]), ["zero_a", "int32", "float32"]),
+    "int8_matmul: a bias": (lambda: ridgeline.int8_matmul(codes, codes.T, w[:1], w[:1], bias=w5), ["bias", "(4,)", "(5,)"]),
+    "int8_matmul: a result's dtype": (
+        lambda: ridgeline.int8_matmul(codes, codes.T, w[:1], w[:1], out_dtype=torch.int32),
+        ["int32", "float16"],
+    ),
+    "int8_matmul: float64 of float32": (
+        lambda: ridgeline.int8_matmul(codes, codes.T, w[:1], w[:1], out_dtype=torch.float64),
+        ["float64", "float32"],
+    ),
+    "int8_matmul: a long K": (
+        lambda: ridgeline.int8_matmul(codes[:, :1].expand(4, 65537), codes[:1, :1].expand(65537, 1), w[:1], w[:1]),
+        ["65536", "65537"],
+    ),
+    "fp8_matmul: floats": (lambda: ridgeline.fp8_matmul(x, square, w[:1], w[:1]), ["float8_e4m3fn", "float32"]),
+    "fp8_matmul: inner sizes": (lambda: ridgeline.fp8_matmul(*[codes.to(E4M3)] * 2, w[:1], w[:1]), ["(K, N)", "(4, 6)"]),
+    "fp8_matmul: scales": (lambda: ridgeline.fp8_matmul(codes.to(E4M3), codes.T.to(E4M3), w5, w[:1]), ["(4, 1)", "(1, 4)", "(5,)"]),
+    "fp8_matmul: blocks of columns": (
+        lambda: ridgeline.fp8_matmul(codes.to(E4M3), codes.T.to(E4M3), w[:4, None], torch.ones(2, 1)),
+        ["(4, 1)", "(1, 1)", "(2, 1)"],
+    ),
+    "fp8_matmul: a scale elsewhere": (
+        lambda: ridgeline.fp8_matmul(codes.to(E4M3), codes.T.to(E4M3), waway[:1], w[:1]),
+        ["scale_a", "meta"],
+    ),
     "adamw: a moment's shape": (lambda: ridgeline.adamw(x, x, x, x[:2], 1), ["(4, 6)", "(2, 6)"]),
     "adamw: a negative eps": (lambda: ridgeline.adamw(x, x, x, x, 1, eps=-1.0), ["eps", "-1.0"]),
     "clip_grad_norm: a negative norm": (lambda: ridgeline.clip_grad_norm([x], -1), ["max_norm", "-1"]),
@@ -194,6 +247,11 @@ for name, args in {
     "weighted_sum": (sparse, w),
     "group_norm": (sparse, 2),
     "matmul": (sparse, sparse),
+    "gemv": (sparse, w),
+    "quantize_int8": (sparse,),
+    "quantize_fp8": (sparse,),
+    "dequantize": (sparse.to(torch.int8), w[:1]),
+    "int8_matmul": (sparse.to(torch.int8), square.to(torch.int8), w[:1], w[:1]),
     "adamw": (square, sparse, square, square, 1),
     "attention": (a, b.to_sparse(), b),
     "attention_varlen": (packed.to_sparse(), packed, packed, ends, ends),

@@ -176,6 +176,22 @@ def test_what_does_not_fit_together_is_timed_apart():
     assert found["a"].median == found["b"].median == 1e-3
 
 
+@pytest.mark.gpu
+def test_a_backward_holds_what_its_forward_saved():
+    from functools import partial
+
+    from ridgeline.lab.clock import device_timer
+
+    x = torch.randn(1 << 20, device="cuda", requires_grad=True)
+
+    def made():
+        y = x.exp()
+        return partial(torch.autograd.grad, y, x, torch.ones_like(y), retain_graph=True)
+
+    found = bench.timed({"exp": made}, 0.01, device_timer("cuda"), "cuda")
+    assert found["exp"].held_bytes == 2 * x.nbytes
+
+
 def test_a_run_is_recorded_compared_and_climbed(monkeypatch, capsys):
     monkeypatch.setattr(bench, "measure_roof", lambda *args: ROOF)
     with fake_op(naive=lambda x: torch.softmax(x, -1)) as op:
@@ -233,3 +249,15 @@ def test_measuring_the_roof(monkeypatch):
     for figure in (found["read"], found["copy"], *found["matmul"].values()):
         assert 0 < figure["low"] <= figure["median"] <= figure["high"]
     assert found["matmul"]["float32"]["shape"] == [32, 32, 32]
+
+
+@pytest.mark.parametrize(("reached", "expected"), [(100.0, 200.0), (250.0, 250.0)])
+def test_roofs_of_8_bits_say_what_they_are(reached, expected, monkeypatch):
+    """At least twice bfloat16's; and then what torch's product reached stands beside it."""
+    from ridgeline.lab import roof
+
+    half, own = ({"median": m, "low": m - 1, "high": m + 1, "shape": [1, 1, 1]} for m in (100.0, reached))
+    monkeypatch.setattr(roof, "_matrix_rate", lambda *args: own)
+    found = roof._rate_of_codes("int8", half, None, None, 1.0)
+    assert found["median"] == expected
+    assert found.get("found") == (own if expected > reached else None)

@@ -35,16 +35,27 @@ SPILLS: dict[tuple[str, str, str, str], tuple[int, str]] = {
     ("attention", "triton", "_fwd", "sm_100"): (8, "one register at D 64 without a mask, of tiles untimed there"),
     ("matmul", "triton", "_fwd", "sm_90"): (16, "two registers of float32 in ieee precision at 67x45 @ 45x35, whose 256 threads have 80"),
     ("matmul", "triton", "_fwd", "sm_100"): (16, "as sm_90's"),
+    ("attention", "gluon", "_fwd", "sm_90"): (
+        224,
+        "causal at D 64 with three groups of warps, where a block is masked: eight registers for half as many comparisons",
+    ),
     ("attention", "gluon", "_bwd", "sm_90"): (
         352,
         "D 128 with a window; 212 with shared heads, 172 and less else: dK, dV and two tiles are 192 of 208 registers; 104 at D 64",
+    ),
+    ("quantize_fp8", "triton", "_tiles", "sm_80"): (
+        192,
+        "blocks of 128 x 128 whose rows begin anywhere, encoded without an instruction for it",
     ),
     ("attention_varlen", "triton", "_bwd", "sm_90"): (24, "as attention's"),
     ("attention_varlen", "triton", "_bwd_dq", "sm_90"): (40, "as attention's"),
     ("attention_varlen", "gluon", "_bwd", "sm_90"): (256, "as attention's, with shared heads; 184 without"),
 }
-OWN = "3.7.1"  # the Triton of requirements.lock; the others' compilers may move a few registers more
-ELSEWHERE = 0 if triton.__version__ == OWN else 64
+OWN = "3.7.1"  # the Triton of requirements.lock; the others' compilers may move a few registers more, and of Gluon's kernels more yet:
+# 3.9's spills up to 2164 bytes, out and in, in attention's forward at D 64 with three groups of warps, and 1016 in its backward.
+MORE = {OWN: {}, "3.6.0": {"gluon": 128}, "3.9.0": {"gluon": 2048}}.get(triton.__version__, {})
+MOVED = 0 if triton.__version__ == OWN else 64
+REFUSED = {("fp8_matmul", "sm_80")}  # whose matrix units have no 8-bit floats
 CHECKS = 2  # of an op's small cases, beside its benchmarks
 # Ops whose kernels take seconds each to compile: one of each kind is, on sm_90 of small cases too; all are with --every-kernel.
 LARGE = ("attention", "attention_varlen")
@@ -56,7 +67,7 @@ RUNGS = [
     for o in op.registry().values()
     for i in o.implementations.values()
     for arch in inspect.ARCHES
-    if i.is_kernel and not (i.kind in ("cuda", "gluon") and arch == "gfx942")
+    if i.is_kernel and not (i.kind in ("cuda", "gluon") and arch == "gfx942") and (o.name, arch) not in REFUSED
     if i.arch <= (device.KNOWN[arch].capability or 10**9) <= (i.newest or 10**9)
 ]
 
@@ -119,7 +130,8 @@ def test_kernels_fit(implementation: Implementation, arch: str, request: pytest.
     assert found, f"{implementation.op.name} {implementation.name} supports none of its op's cases on {arch}"
     faults = []
     for r in found:
-        allowed = max(ELSEWHERE, SPILLS.get((r.op, r.implementation, r.kernel, arch), (0, ""))[0])
+        listed = SPILLS.get((r.op, r.implementation, r.kernel, arch), (0, ""))[0]
+        allowed = listed + MORE.get(implementation.kind, MOVED)
         what = f"{r.kernel} ({r.case} {r.dtype} {r.direction}, {r.constants})"
         if r.stack and r.spill_loads + r.spill_stores > allowed:
             faults.append(f"{what} spills {r.spill_stores} bytes out and {r.spill_loads} in; {allowed} allowed")

@@ -166,3 +166,15 @@ def test_an_unsupported_call_is_a_row_with_the_reason():
         row = check(op, "refuses", "64x96", "float32")
         assert row["ok"] is None
         assert "only what it takes" in row["reason"]
+
+
+def test_numbers_of_8_bits_are_met_exactly():
+    """Codes of e4m3 by the last of them, and by their dtype: their bytes as whole numbers are no result."""
+    codes = torch.arange(64, dtype=torch.uint8).view(torch.float8_e4m3fn).view(8, 8)
+    standard = laws.Standard(codes, torch.float8_e4m3fn)
+    assert standard.judge(codes.clone()).worst == 0
+    off = codes.clone()
+    off.view(torch.uint8)[3, 4] += 1
+    assert standard.judge(off).where == "unequal"
+    assert standard.judge(codes.view(torch.uint8)).where == "form"
+    assert laws.Standard(codes.view(torch.uint8), torch.uint8).judge(codes).where == "form"

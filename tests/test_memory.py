@@ -63,8 +63,12 @@ def allowed(op: Op, args: list[Any], outputs: tuple[torch.Tensor, ...]) -> int:
     rows = x.shape[0] * args[1] if op.name == "group_norm" else x.numel() // x.shape[-1]
     statistics = 40 * rows if op is LINEAR else 2 * 4 * rows if op.family in ("rowwise", "loss") else 0
     weights = sum(t.numel() for t in wanted if t.dim() == 1 and t.numel() < x.numel())
-    if op.family == "attention":  # Hopper's kernels add dQ up in float32; packed sequences' in blocks of 64 rows of their own
-        statistics = (4 * x.numel() + 3 * 4 * rows) * 33 // 32
+    if op.family == "attention":  # Hopper's kernels add dQ up in float32, and number each packed sequence's blocks of 64 rows apart
+        length = x.shape[0] if op.name == "attention_varlen" else x.shape[2]
+        more = 64 * args[3].numel() if op.name == "attention_varlen" else -length % 64  # for each sequence, and one
+        statistics = (4 * x.numel() + 3 * 4 * rows) * (length + more) // length
+    if op.name == "gemv":
+        statistics = 4 << 20  # parts of K, whatever the sizes
     return nbytes(*outputs, *wanted) + statistics + 4 * weights * device.here().multiprocessors + SLACK
 
 
@@ -78,8 +82,10 @@ def peak(op: Op, call: Callable[..., Any], case: Case, options: dict[str, Any]) 
         torch.cuda.reset_peak_memory_stats()
         before = requested("current")
         outputs = as_tuple(call(*args, **kwargs, **options))
-        incoming = incoming or [torch.randn_like(o) for o in outputs]
-        torch.autograd.backward(outputs, incoming)
+        made = [o for o in outputs if o.requires_grad]
+        incoming = incoming or [torch.randn_like(o) for o in made]
+        if made:
+            torch.autograd.backward(made, incoming)
         found.append(requested("peak") - before)
         limit = allowed(op, args, outputs)
         del outputs

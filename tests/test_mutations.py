@@ -8,6 +8,7 @@ import torch
 
 from ridgeline.lab.law import Law
 from ridgeline.op import Case, Op, Spec, registry
+from ridgeline.select import why_not
 
 pytestmark = pytest.mark.kernels
 
@@ -42,11 +43,18 @@ MATRICES = {op: case for op in registry().values() if not op.mutates and op.fami
 CASES = [pytest.param(op, dtype, id=f"{op.name}-{dtype}") for op, case in MATRICES.items() for dtype in case.dtypes]
 
 
+def law_of(op: Op, dtype: str, device: str) -> Law:
+    args, _ = MATRICES[op].make(dtype, device)
+    if reason := why_not(op.implementations["torch"], *args):
+        pytest.skip(reason)
+    return Law.of(op, MATRICES[op].name, dtype, device)
+
+
 @pytest.mark.parametrize(("op", "dtype"), CASES)
 def test_bent_results_break_the_law(op: Op, dtype: str, device: str) -> None:
     if op.name in COARSE and device == "cpu" and dtype == "bfloat16":
         pytest.skip("on a CPU torch's own sums a bias's gradient in bfloat16, and the law allows twice that error")
-    law = Law.of(op, MATRICES[op].name, dtype, device)
+    law = law_of(op, dtype, device)
     outputs, grads = law.run(op.implementations["torch"])
     assert law.judge(outputs, grads).ok
     for name, bend in RESULTS.items():
@@ -58,11 +66,11 @@ def test_bent_results_break_the_law(op: Op, dtype: str, device: str) -> None:
 
 @pytest.mark.parametrize(("op", "dtype"), CASES)
 def test_inputs_taken_for_contiguous_break_the_law(op: Op, dtype: str, device: str) -> None:
-    law = Law.of(op, MATRICES[op].name, dtype, device)
+    law = law_of(op, dtype, device)
     law.args = [transposed(a) if isinstance(a, torch.Tensor) and a.dim() > 1 else a for a in law.args]
     verdict = law.judge(*law.run(op.implementations["torch"]))
     assert verdict.worst("forward") > 1.5
-    assert verdict.worst("backward") > 1.5
+    assert verdict.worst("backward") > 1.5 or not law.grads
 
 
 @pytest.mark.parametrize("dtype", ["float32", "float16", "bfloat16"])

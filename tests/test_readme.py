@@ -76,6 +76,19 @@ def test_every_op_and_module_is_listed() -> None:
     assert hasattr(nn, "RMSNorm")
 
 
+def test_runs_of_a_grid_are_not_shown(tmp_path, monkeypatch: pytest.MonkeyPatch) -> None:
+    runs = {"1": ("ridgeline bench mul", "whole"), "2": ("ridgeline bench --grid mul", "small")}
+    for name in runs:
+        (tmp_path / f"{name}.jsonl").touch()
+
+    def load(path) -> list[dict]:
+        command, case = runs[path.stem]
+        return [{"type": "run", "command": command}, {"type": "bench", "op": "mul", "case": case}]
+
+    monkeypatch.setattr(readme.store, "load", load)
+    assert [row["case"] for row in readme.newest(tmp_path) if row["type"] == "bench"] == ["whole"]
+
+
 def test_no_run_is_said(tmp_path) -> None:
     with pytest.raises(RidgelineError, match="no recorded run"):
         readme.newest(tmp_path)

@@ -93,6 +93,59 @@ def linear_cross_entropy(
     Raises RidgelineError on shapes, dtypes, devices or options other than these, or an `impl` that cannot run the call.
     """
 
+def fp8_matmul(
+    a: torch.Tensor,
+    b: torch.Tensor,
+    scale_a: torch.Tensor,
+    scale_b: torch.Tensor,
+    *,
+    bias: torch.Tensor | None = None,
+    out_dtype: torch.dtype = torch.bfloat16,
+    impl: str | None = None,
+) -> torch.Tensor:
+    """The product of quantised matrices, dequantised: (a * scale_a) @ (b * scale_b) + bias. No gradients flow.
+
+    a: (M, K), float8_e4m3fn. b: (K, N), float8_e4m3fn. Any strides; quickest with K contiguous in both: b is q.T of a weight's q, (N, K).
+    Scales, float32, any strides, by rows: scale_a one number, (M, 1) or (M,); scale_b one, (1, N) or (N,).
+    By blocks: scale_a (M, ceil(K / 128)), as `quantize_fp8` gives; scale_b (ceil(K / 128), ceil(N / 128)), the scale.T of a weight
+    quantised in 128 x 128 blocks, or (ceil(K / 128), N), of one quantised in 1 x 128. bias: (N,), floating point, or None.
+    Returns (M, N) in out_dtype: torch.bfloat16, float16 or float32, contiguous. Sums are taken over into float32 every 128 of K;
+    a float32 result is exact to float32's own roundings, and slower.
+    Raises RidgelineError where shapes, dtypes or devices are none of these, or `impl` cannot run the call: on an NVIDIA GPU
+    before sm_89, whose matrix units have no 8-bit floats, no kernel can.
+    """
+
+def gemv(a: torch.Tensor, x: torch.Tensor, *, impl: str | None = None) -> torch.Tensor:
+    """The product of a matrix with a vector, `a @ x`, or with each row of a small matrix, `x @ a.T`. Gradients flow to both.
+
+    a: (N, K), floating point, any strides; quickest where its rows or its columns are contiguous. x: (K,), or (M, K) with M up to 16,
+    any strides, of a's dtype and device. Under autocast both are cast to its dtype first, as for torch's own.
+    Returns (N,) or (M, N) in that dtype; sums are in float32, float32's too (never tf32), and the same bits every time.
+    Raises RidgelineError where shapes, dtypes or devices do not fit, or `impl` cannot run the call.
+    """
+
+def int8_matmul(
+    a: torch.Tensor,
+    b: torch.Tensor,
+    scale_a: torch.Tensor,
+    scale_b: torch.Tensor,
+    *,
+    zero_a: torch.Tensor | None = None,
+    bias: torch.Tensor | None = None,
+    out_dtype: torch.dtype = torch.bfloat16,
+    impl: str | None = None,
+) -> torch.Tensor:
+    """The product of quantised matrices, dequantised: ((a - zero_a) @ b) * scale_a * scale_b + bias. No gradients flow.
+
+    a: (M, K), int8. b: (K, N), int8. Any strides; quickest with K contiguous in both: b is q.T of a weight's q, (N, K). K is at most 65536,
+    so that sums are exact. scale_a: float32, one number, or one a row, (M, 1) or (M,). scale_b: one, or one a column, (1, N) or (N,): the
+    scale.T of a weight quantised by rows. zero_a: int32 or int8, shaped as a scale of a, what stands for zero in a:
+    a number of 8 bits, -128 to 127 (values on a GPU are not looked at; with others sums may pass 32 bits).
+    bias: (N,), floating point, or None. Returns (M, N) in out_dtype: torch.bfloat16, float16 or float32, contiguous. Sums become
+    float32 and are multiplied there; the result is rounded once.
+    Raises RidgelineError where shapes, dtypes or devices are none of these, or `impl` cannot run the call.
+    """
+
 def matmul(a: torch.Tensor, b: torch.Tensor, *, impl: str | None = None) -> torch.Tensor:
     """The matrix product, as `torch.matmul`: (..., M, K) @ (..., K, N), leading dimensions broadcast; a vector is a row or a column.
 
@@ -204,6 +257,49 @@ def silu_mul(gate: torch.Tensor, up: torch.Tensor, *, impl: str | None = None) -
 
     gate, up: floating-point tensors on one device whose shapes broadcast together; the result has PyTorch's promoted dtype.
     Raises RidgelineError where an argument is no such tensor, the devices differ, or `impl` cannot run the call.
+    """
+
+def dequantize(
+    q: torch.Tensor | tuple[torch.Tensor, ...],
+    scale: torch.Tensor | None = None,
+    zero: torch.Tensor | None = None,
+    *,
+    dtype: torch.dtype | None = None,
+    impl: str | None = None,
+) -> torch.Tensor:
+    """(q - zero) * scale: what `quantize_int8` and `quantize_fp8` made of x, as floating-point numbers again.
+
+    q: what they return, as it is; or their first tensor (int8 or float8_e4m3fn, any shape and strides), with the others after it.
+    scale: float32, () or (1,) for all of q; (..., 1) for rows; (..., ceil(K / 128)) for 1 x 128 numbers of (..., K);
+    (ceil(M / 128), ceil(K / 128)) for 128 x 128 of (M, K). zero: int32 or int8 of the scale's shape, for int8.
+    dtype: of the result; None is the scale's. Computed in float32 and rounded once. Contiguous, of q's shape; no gradients flow.
+    Raises RidgelineError where shapes, dtypes or devices are none of these, or `impl` cannot run the call.
+    """
+
+def quantize_fp8(x: torch.Tensor, *, block: tuple[int, int] | str = (1, 128), impl: str | None = None) -> tuple[torch.Tensor, torch.Tensor]:
+    """x as floating-point numbers of 8 bits, e4m3: (q, scale), where x is about q times the scale of its block.
+
+    x: (..., K), any strides, floating point. block: what shares a scale: (1, 128) numbers of a row, (128, 128) of a matrix (the last ones
+    may be fewer), "row" or "tensor".
+    Returns q, float8_e4m3fn, of x's shape and contiguous; scale, float32: (..., ceil(K / 128)), (ceil(M / 128), ceil(K / 128)),
+    (..., 1) or (). No gradients flow. The largest number of a block becomes 448 or -448.
+    Quotients x / scale are those of float32, rounded to the nearest number of e4m3, to even between two; a scale is at least
+    2^-126 (of zeros), and infinite where its numbers hold an infinity or NaN: `dequantize` then gives NaN. GPUs without e4m3 get the
+    same codes, slower.
+    Raises RidgelineError on a tensor that is not floating point, another block, or an `impl` that cannot run the call.
+    """
+
+def quantize_int8(
+    x: torch.Tensor, *, granularity: str = "tensor", symmetric: bool = True, impl: str | None = None
+) -> tuple[torch.Tensor, ...]:
+    """x as whole numbers of 8 bits: (q, scale), and with symmetric=False (q, scale, zero); x is about (q - zero) * scale.
+
+    x: any shape and strides, floating point. granularity: "tensor", or "row" for a scale for each row of the last dimension.
+    symmetric: q is -127 to 127 and zero stands for zero; else -128 to 127 are spread over what x spans, 0 included.
+    Returns q, int8, of x's shape and contiguous; scale, float32, () or (..., 1); zero, int32, shaped as scale. No gradients flow.
+    Quotients x / scale are those of float32, rounded to the nearest whole number, to even between two, and saturate; a scale is at least
+    2^-126 (of zeros), and infinite where its numbers hold an infinity or NaN: `dequantize` then gives NaN.
+    Raises RidgelineError on a tensor that is not floating point, another granularity, or an `impl` that cannot run the call.
     """
 
 def add_layer_norm(

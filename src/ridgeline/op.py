@@ -28,7 +28,8 @@ class RidgelineError(ValueError):
 
 @dataclass(frozen=True)
 class Spec:
-    """A tensor of a case: `Spec(4, 8)` is normal random data in the case's dtype; integers are uniform in [0, high)."""
+    """A tensor of a case: `Spec(4, 8)` is normal random data in the case's dtype; integers are uniform in [0, high), and without a
+    `high` those of 8 bits in all they can be."""
 
     shape: tuple[int, ...]
     dtype: str | None = None
@@ -45,7 +46,23 @@ class Spec:
             base = torch.float32 if dtype != torch.float64 else dtype
             tensor = torch.randn(self.shape, dtype=base, device=device, generator=generator).to(dtype)
             return tensor.requires_grad_(self.grad)
-        return torch.randint(max(self.high, 1), self.shape, dtype=dtype, device=device, generator=generator)
+        low, high = (-128, 128) if dtype == torch.int8 and not self.high else (0, max(self.high, 1))
+        return torch.randint(low, high, self.shape, dtype=dtype, device=device, generator=generator)
+
+
+class Columns(Spec):
+    """A matrix whose columns are contiguous, as a transposed one's are."""
+
+    def make(self, *args: Any) -> torch.Tensor:
+        made = super().make(*args)
+        return made.detach().mT.contiguous().mT.requires_grad_(made.requires_grad)
+
+
+class OwnDtype(Spec):
+    """Stands for the case's dtype itself, as an argument such as `out_dtype`."""
+
+    def make(self, dtype: torch.dtype, device: str | torch.device, generator: torch.Generator | None) -> Any:
+        return dtype
 
 
 @dataclass(frozen=True)
@@ -202,14 +219,25 @@ class Op:
         """Registers an implementation in plain PyTorch: a function of the public arguments."""
         self.implementations[name] = Implementation(self, name, idea, kind, call, **facts)
 
-    def compiled(self, idea: str) -> None:
-        """Registers torch.compile of the reference as the rung `compile`."""
+    def compiled(
+        self,
+        idea: str,
+        function: Callable[..., Any] | None = None,
+        supports: Callable[..., str | None] | None = None,
+        options: dict[str, Any] | None = None,
+    ) -> None:
+        """Registers torch.compile of the reference, or of another function of the same arguments, as the rung `compile`.
+
+        options: of Inductor, by the names of its configuration; those that this torch has not are left out."""
 
         @cache
         def compiled() -> Callable[..., Any]:
-            return torch.compile(self.reference, dynamic=False, fullgraph=True)
+            from torch._inductor import list_options
 
-        self.eager("compile", idea, lambda *args, **kwargs: compiled()(*args, **kwargs), kind="compile")
+            known = {k: v for k, v in (options or {}).items() if k in list_options()}
+            return torch.compile(function or self.reference, dynamic=False, fullgraph=True, options=known or None)
+
+        self.eager("compile", idea, lambda *args, **kwargs: compiled()(*args, **kwargs), kind="compile", supports=supports)
 
     def kernel(
         self, name: str, idea: str, *, kind: str, fwd: Callable[..., Any], bwd: Callable[..., Any] | None = None, **facts: Any

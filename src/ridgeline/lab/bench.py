@@ -9,7 +9,7 @@ import sys
 import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from functools import partial
 from typing import TYPE_CHECKING, Any
 
@@ -28,7 +28,7 @@ Row = dict[str, Any]
 ABOVE = 1.03  # a figure this far above its roof's interval is a mistake
 PEERS = ("torch", "compile")
 FULL = "it needs more memory than there is"
-UNTIMED: Row = dict.fromkeys(("seconds", "host_us", "share", "peak_bytes", "law", "ratio", "mhz", "throttled"))
+UNTIMED: Row = dict.fromkeys(("seconds", "host_us", "share", "peak_bytes", "held_bytes", "law", "ratio", "mhz", "throttled"))
 
 
 @dataclass
@@ -68,7 +68,7 @@ class Work:
         if found is None:
             return row
         row |= {"seconds": found.seconds, "host_us": found.host_us, "share": least / found.median, "peak_bytes": found.peak_bytes}
-        row |= {"mhz": found.mhz, "throttled": found.throttled}
+        row |= {"held_bytes": found.held_bytes, "mhz": found.mhz, "throttled": found.throttled}
         if refusal := self._too_good(found.median):
             row |= {"status": "refused", "reason": refusal}
         return row
@@ -269,9 +269,13 @@ def timed(makers: dict[str, Callable[[], Function]], budget: float, timer: Timer
     if not makers:
         return {}
     functions: dict[str, Function] = {}
+    held: dict[str, int | None] = {}
     try:
-        functions = {name: make() for name, make in makers.items()}
-        return dict(measure(functions, budget=budget, timer=timer))
+        for name, make in makers.items():
+            before = torch.cuda.memory_allocated() if device.startswith("cuda") else None
+            functions[name] = make()
+            held[name] = None if before is None else torch.cuda.memory_allocated() - before
+        return {name: replace(m, held_bytes=held[name]) for name, m in measure(functions, budget=budget, timer=timer).items()}
     except torch.OutOfMemoryError:
         if len(makers) == 1:
             return dict.fromkeys(makers)
@@ -394,13 +398,12 @@ def show(rows: list[Row]) -> None:
         if not group:
             continue
         best = min(row["seconds"]["median"] for row in group)
-        made = table(" ".join(work), ["impl"], ["time", "rate", "of roof", "to peer", "host us", "memory", "law"])
+        made = table(" ".join(work), ["impl"], ["time", "rate", "of roof", "to peer", "host us", "memory", "held", "law"])
         for row in group:
             cells = rate(row), units.share(row), figure(row["ratio"], units.times), figure(row["host_us"], units.digits)
             style = "green" if row["seconds"]["median"] == best else ""
-            made.add_row(
-                Text(row["impl"]), timing(row["seconds"]), *cells, units.size(row["peak_bytes"]), units.digits(row["law"]), style=style
-            )
+            sizes = units.size(row["peak_bytes"]), units.size(row.get("held_bytes"))
+            made.add_row(Text(row["impl"]), timing(row["seconds"]), *cells, *sizes, units.digits(row["law"]), style=style)
         out.print(made)
     lost: dict[tuple[str, str, str, str], list[str]] = {}
     for row in bench:

@@ -40,7 +40,8 @@ def median(samples: Sequence[float]) -> float:
 class Measurement:
     """What the clock says of one function. samples: seconds of each run, in the order of the rounds it shared with its group.
 
-    host_us: the host's own time per call (None on a CPU). peak_bytes: memory beyond what was there before, at its peak.
+    host_us: the host's own time per call (None on a CPU). peak_bytes: memory beyond what was there before, at its peak. held_bytes: what
+    the function keeps from call to call, as a backward does what its forward has saved (None on a CPU).
     mhz: the multiprocessors' clock under this load; throttled: whether the GPU held itself back; None where unknown.
     """
 
@@ -48,6 +49,7 @@ class Measurement:
     group: int = -1
     host_us: float | None = None
     peak_bytes: int | None = None
+    held_bytes: int | None = None
     mhz: int | None = None
     throttled: bool | None = None
 

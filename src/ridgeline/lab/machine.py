@@ -138,6 +138,7 @@ def show(machine: Row, runs: dict[str, str | None], roof: Row) -> None:
         made.add_row(name, units.scaled(roof[name]["median"], "B/s"), units.spread(roof[name]))
     for dtype, figure in roof["matmul"].items():
         shape = "x".join(map(str, figure["shape"]))
+        dtype += f", twice {figure['twice']}" if "twice" in figure else ""
         made.add_row(f"matrix product, {dtype}", units.scaled(figure["median"], "FLOP/s"), units.spread(figure), shape)
     made.add_row("an empty kernel", units.seconds(roof["launch_us"] * 1e-6))
     out.print(made)

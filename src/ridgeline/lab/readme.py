@@ -25,11 +25,12 @@ MARKED = re.compile(r"(<!-- (measured|ops) -->\n).*?(?=<!-- /\2 -->)", re.DOTALL
 
 
 def newest(folder: Path) -> list[Row]:
-    """The rows of the newest recorded run of a GPU, and of older ones for the ops that it did not time."""
+    """The rows of the newest recorded run of a GPU, and of older ones for the ops that it did not time; without runs of a grid."""
     rows: list[Row] = []
     for path in sorted(folder.glob("*.jsonl"), reverse=True):
-        timed = {row["op"] for row in verdict.of(rows, "bench")}
-        rows += [row for row in store.load(path) if not timed or (row["type"] == "bench" and row["op"] not in timed)]
+        timed, run = {row["op"] for row in verdict.of(rows, "bench")}, store.load(path)
+        if "--grid" not in verdict.one(run, "run")["command"].split():
+            rows += [row for row in run if not timed or (row["type"] == "bench" and row["op"] not in timed)]
     if not rows:
         raise RidgelineError(f"{folder} holds no recorded run; `ridgeline bench --record` on that GPU writes one")
     return rows
@@ -122,7 +123,8 @@ def header(runs: list[list[Row]]) -> str:
         f"{m['gpu']}, driver {m['driver']}, CUDA {m['cuda']}, PyTorch {m['torch']}, Triton {m['triton']}": None for m in reversed(machines)
     }
     dtypes = list(dict.fromkeys(dtype for roof in roofs for dtype in roof["matmul"]))
-    rates = [f"{d} {between([r['matmul'][d]['median'] for r in roofs if d in r['matmul']], 'FLOP/s')}" for d in dtypes]
+    said = {d: ", twice bfloat16's," for d in dtypes if any("twice" in r["matmul"].get(d, ()) for r in roofs)}
+    rates = [f"{d}{said.get(d, '')} {between([r['matmul'][d]['median'] for r in roofs if d in r['matmul']], 'FLOP/s')}" for d in dtypes]
     dirty = sum(verdict.one(rows, "run")["dirty"] for rows in runs)
     text = f"{'; '.join(names)}. The rows come from {len(runs)} run{'s' * (len(runs) > 1)} in `results/{GPU}`; each is held against "
     text += f"its own run's roof: copy {between([r['copy']['median'] for r in roofs], 'B/s')}, matrix products {', '.join(rates)}."

@@ -14,6 +14,7 @@ from torch import Tensor
 
 from ridgeline.boundary import INTERPRETED, launch
 from ridgeline.lab.clock import Function, Measurement, Timer, device_timer, last_level_cache, measure
+from ridgeline.lab.verdict import CODES
 
 Figure = dict[str, float]
 BLOCKS = ((1024, 4), (2048, 8), (4096, 8), (8192, 16))
@@ -92,6 +93,9 @@ def measure_roof(device: str, quick: bool = False, report: Callable[[str], None]
         report(f"{name} matrix rate")
         with _precision(name):
             roof["matmul"][name] = _matrix_rate(name, timer, dice, 0.6 if quick else 1.5)
+    for name in _codes(device):
+        report(f"{name} matrix rate")
+        roof["matmul"][name] = _rate_of_codes(name, roof["matmul"]["bfloat16"], timer, dice, 0.6 if quick else 1.5)
     report("launch latency")
     one = torch.ones(1, device=device)
     empty = _triton(one, one, one, 0, True)["triton 1024"] if one.is_cuda and not INTERPRETED else lambda: one.add_(1)
@@ -127,9 +131,36 @@ def _precision(name: str) -> Iterator[None]:
         torch.set_float32_matmul_precision(before)
 
 
+def _codes(device: str) -> tuple[str, ...]:
+    """The dtypes of 8 bits that the device's matrix units take."""
+    if not device.startswith("cuda") or torch.version.hip:
+        return ()
+    return CODES if torch.cuda.get_device_capability() >= (8, 9) else CODES[:1]
+
+
+def _rate_of_codes(name: str, half: dict[str, Any], timer: Timer, dice: torch.Generator, budget: float) -> dict[str, Any]:
+    """The best rate of torch's product of 8-bit numbers, and at least twice that of bfloat16, measured just before: the units take two of
+    them for each of its numbers, of which cuBLAS makes 0.6 in int8. `found` then says what torch's product reached itself, and at which
+    shape: a roof that no product has reached is a stricter one, and says so."""
+    found = _matrix_rate(name, timer, dice, budget)
+    if found["median"] >= 2 * half["median"]:
+        return found
+    return {**half, **{end: 2 * half[end] for end in ("median", "low", "high")}, "twice": "bfloat16", "found": found}
+
+
+def _coded(name: str, a: Tensor, b: Tensor) -> Function:
+    """torch's product of a and b in 8 bits."""
+    if name == "int8":
+        return partial(torch._int_mm, a.mul(16).to(torch.int8), b.mT.contiguous().mul(16).to(torch.int8).mT)
+    one = torch.ones((), device=a.device)
+    codes = a.to(torch.float8_e4m3fn), b.mT.contiguous().to(torch.float8_e4m3fn).mT
+    return partial(torch._scaled_mm, *codes, one, one, out_dtype=torch.bfloat16, use_fast_accum=True)
+
+
 def _matrix_rate(name: str, timer: Timer, dice: torch.Generator, budget: float) -> dict[str, Any]:
     """The best rate of torch's matrix product over a search of shapes, smallest first; a shape that would take too long is left out."""
-    dtype = torch.float32 if name == "tf32" else getattr(torch, name)
+    codes = name in CODES
+    dtype = torch.float32 if name == "tf32" else torch.bfloat16 if codes else getattr(torch, name)
     gpu = dice.device.type == "cuda"
     reps = 10 if gpu else 3
     shapes = SHAPES if gpu else [(side, side, side) for side in CPU_SIDES]
@@ -142,6 +173,8 @@ def _matrix_rate(name: str, timer: Timer, dice: torch.Generator, budget: float) 
         b, c = torch.randn(k, n, dtype=dtype, device=dice.device, generator=dice), torch.empty(m, n, dtype=dtype, device=dice.device)
         t = b.T.contiguous().T
         ways: dict[str, Function] = {"nn": partial(torch.mm, a, b, out=c), "nt": partial(torch.mm, a, t, out=c)}
+        if codes:
+            ways = {"nt": _coded(name, a, b)}
         found = measure(ways, budget=budget / len(shapes), min_reps=reps, timer=timer, details=False)
         rate = _rate(work, min(found.values(), key=lambda f: f.median))
         if rate["median"] > best["median"]:

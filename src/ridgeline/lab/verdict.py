@@ -7,6 +7,7 @@ from typing import Any
 from ridgeline.lab import units
 
 Row = dict[str, Any]
+CODES = ("int8", "float8_e4m3fn")  # 8 bits, whose matrix rates stand beside the others'
 LAUNCH = 3.0  # a kernel that takes fewer launch latencies than this mostly waits to be started
 NEAR = 0.9  # from this share on, a kernel is at its roof
 FAR = 0.6  # under this share, a fused kernel is held by something other than its roof

@@ -55,8 +55,8 @@ def _varlen(
     from flash_attn.cute import flash_attn_varlen_func
 
     options = _options(causal, window, scale, softcap, return_lse, q.shape[0] == k.shape[0] and max_seqlen_q == max_seqlen_k)
-    longest = {"max_seqlen_q": max_seqlen_q, "max_seqlen_k": max_seqlen_k}
-    return _tuple(flash_attn_varlen_func(q, k, v, cu_seqlens_q, cu_seqlens_k, **longest, deterministic=deterministic, **options))
+    given = {"cu_seqlens_q": cu_seqlens_q, "cu_seqlens_k": cu_seqlens_k, "max_seqlen_q": max_seqlen_q, "max_seqlen_k": max_seqlen_k}
+    return _tuple(flash_attn_varlen_func(q, k, v, **given, deterministic=deterministic, **options))  # by name: versions differ in order
 
 
 PEERS = {

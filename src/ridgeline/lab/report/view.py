@@ -11,7 +11,7 @@ from ridgeline.lab import ladder as ladders
 from ridgeline.lab import roofline, units, verdict
 from ridgeline.lab.compare import compare
 from ridgeline.lab.tables import figure, timing
-from ridgeline.lab.verdict import WAYS, Row
+from ridgeline.lab.verdict import CODES, WAYS, Row
 
 STATUS = {"wrong": "wrong result", "oom": "out of memory", "refused": "figure refused", "unsupported": "cannot run", "skipped": "skipped"}
 
@@ -124,7 +124,8 @@ def facts(source: Source) -> list[tuple[str, str]]:
 def tiles(source: Source) -> list[tuple[str, str, str]]:
     """The roof in a few large figures: (figure, unit, what it is)."""
     roof = source.roof
-    dtype, rate = max(roof["matmul"].items(), key=lambda item: item[1]["median"])
+    halves = [(d, f) for d, f in roof["matmul"].items() if d not in CODES]
+    dtype, rate = max(halves, key=lambda item: item[1]["median"])
     copy = roof["copy"]["median"]
     spread = ", ".join(f"{name} {units.scaled(roof[name]['median'], 'B/s')}" for name in ("read", "write", "add"))
     shape = " x ".join(str(n) for n in rate["shape"])

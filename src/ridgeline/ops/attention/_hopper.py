@@ -14,97 +14,16 @@ import torch
 import triton
 from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
-from triton.experimental.gluon.language.nvidia.hopper import fence_async_shared, mbarrier, tma, warpgroup_mma, warpgroup_mma_wait
+from triton.experimental.gluon.language.nvidia.hopper import fence_async_shared, tma, warpgroup_mma, warpgroup_mma_wait
 from triton.language.core import _aggregate as aggregate
 from triton.language.extra.cuda import gdc_wait
 
 from ridgeline import device
 from ridgeline.boundary import launch
 from ridgeline.cuda import TensorMap
+from ridgeline.ops.attention._hopper_rings import ROWS, _halves, _in, _pack, _read, _ring, _same, _scores, _store, _write
 from ridgeline.ops.attention._packed import order
-from ridgeline.ops.attention._triton import LOG2E, UNBOUNDED
-
-_load: gl.constexpr = getattr(tma, "async_load", None) or tma.async_copy_global_to_shared
-_store: gl.constexpr = getattr(tma, "async_store", None) or tma.async_copy_shared_to_global
-_barrier: gl.constexpr = getattr(gl, "barrier", None) or gl.thread_barrier
-ROWS = gl.constexpr(64)  # queries of a group of warps: as many as a matrix instruction takes
-FAR = gl.constexpr(TensorMap.FAR)
-
-
-@gluon.constexpr_function
-def _bits(size):
-    return size.bit_length() - 1
-
-
-@gluon.jit
-def _place(n, SIZE: gl.constexpr):
-    """Where in a ring of that size the n-th thing lies, and whether its round is odd."""
-    if SIZE & (SIZE - 1):
-        place, odd = n % SIZE, (n // SIZE) & 1
-    else:  # fewer instructions than for numbers with a sign
-        place, odd = n & (SIZE - 1), (n >> _bits(SIZE)) & 1
-    return place, odd
-
-
-@aggregate
-class Ring:
-    """Tiles in shared memory that one warp fills and others read and free, in turn. A tile (1, 1, rows, D) is read as (rows, D)."""
-
-    tiles: gl.shared_memory_descriptor
-    ready: gl.shared_memory_descriptor
-    free: gl.shared_memory_descriptor
-    SIZE: gl.constexpr
-
-    @gluon.constexpr_function
-    def __init__(self, tiles, ready, free):
-        self.tiles = tiles
-        self.ready = ready
-        self.free = free
-        self.SIZE = gl.constexpr(tiles.type.shape[0])
-
-    @gluon.jit
-    def await_free(self, n):
-        place, odd = _place(n, self.SIZE)
-        mbarrier.wait(self.free.index(place), odd ^ 1)
-
-    @gluon.jit
-    def fill(self, source, n, at):
-        self.await_free(n)
-        place, _ = _place(n, self.SIZE)
-        mbarrier.expect(self.ready.index(place), source.block_type.nbytes)
-        _load(source, at, self.ready.index(place), self.tiles.index(place))
-
-    @gluon.jit
-    def end(self, n):
-        """Says that the n-th tile is there, and leaves it as it is."""
-        place, _ = _place(n, self.SIZE)
-        mbarrier.arrive(self.ready.index(place), count=1)
-
-    @gluon.jit
-    def tile(self, n):
-        place, _ = _place(n, self.SIZE)
-        return self.tiles.index(place).reshape([self.tiles.type.shape[-2], self.tiles.type.shape[-1]])
-
-    @gluon.jit
-    def take(self, n, wanted=True):
-        place, odd = _place(n, self.SIZE)
-        mbarrier.wait(self.ready.index(place), odd, pred=wanted)
-        return self.tile(n)
-
-    @gluon.jit
-    def give(self, n, wanted=True):
-        place, _ = _place(n, self.SIZE)
-        mbarrier.arrive(self.free.index(place), count=1, pred=wanted)
-
-
-@gluon.jit
-def _ring(source, SIZE: gl.constexpr, READERS: gl.constexpr):
-    ready = gl.allocate_shared_memory(gl.int64, [SIZE, 1], mbarrier.MBarrierLayout())
-    free = gl.allocate_shared_memory(gl.int64, [SIZE, 1], mbarrier.MBarrierLayout())
-    for n in gl.static_range(SIZE):
-        mbarrier.init(ready.index(n), count=1)
-        mbarrier.init(free.index(n), count=READERS)
-    return Ring(gl.allocate_shared_memory(source.dtype, [SIZE] + source.block_type.shape, source.layout), ready, free)
+from ridgeline.ops.attention._triton import LOG2E, UNBOUNDED, _parts
 
 
 @aggregate
@@ -184,21 +103,24 @@ class Plan:
     @gluon.jit
     def place(self, t):
         """A tile's head, counted through batches, its first row, and the blocks of keys from and up to which its rows see some."""
-        if self.PAIRS:
-            half = (self.tiles + 1) // 2
-            first = t // 2 // (self.section * half)
-            within = t // 2 - first * (self.section * half)
+        if not self.LEFT and not self.RIGHT:  # a section is one head
+            turn = t // self.tiles
+            tile = self.tiles - 1 - (t - turn * self.tiles)
         else:
-            first = t // (self.section * self.tiles)
-            within = t - first * (self.section * self.tiles)
-        size = gl.minimum(self.section, self.turns - first * self.section)
-        tile = self.tiles - 1 - within // size
-        if self.PAIRS:  # noqa: SIM102  # this one is decided by the compiler
-            if (t & 1) == 1:
-                tile = within // size
+            item, tiles = t, self.tiles
+            if self.PAIRS:
+                item, tiles = t // 2, (tiles + 1) // 2
+            first = item // (self.section * tiles)
+            within = item - first * (self.section * tiles)
+            size = gl.minimum(self.section, self.turns - first * self.section)
+            tile = self.tiles - 1 - within // size
+            if self.PAIRS:  # noqa: SIM102  # this one is decided by the compiler
+                if (t & 1) == 1:
+                    tile = within // size
+            turn = first * self.section + within % size
         row = tile * self.BM
         low, high = self.reach(row, self.columns, self.shift)
-        return first * self.section + within % size, row, low, high
+        return turn, row, low, high
 
     @gluon.jit
     def find(self, listed, t):
@@ -240,15 +162,27 @@ class Plan:
         return low, high
 
     @gluon.jit
+    def hide_last(self, s, row, block, columns, shift):
+        """`hide` for a tile's first block, its last keys: causal ones are never seen by all, else it is the ragged end."""
+        if self.RIGHT:
+            s = self.hide(s, row, block, columns, shift)
+        else:
+            low, high = self.whole(row, 0, columns, shift)
+            if (block >= high) | (block < low):
+                s = self.hide(s, row, block, columns, shift)
+        return s
+
+    @gluon.jit
     def hide(self, s, row, block, columns, shift):
         """Scores of keys that a row does not see become -inf."""
-        i = row + shift + gl.arange(0, s.shape[0], gl.SliceLayout(1, s.type.layout))[:, None]
-        j = block * self.BN + gl.arange(0, s.shape[1], gl.SliceLayout(0, s.type.layout))[None, :]
-        seen = j + 0 * i < columns
+        i = row + shift + gl.arange(0, s.shape[0], gl.SliceLayout(1, s.type.layout))
+        j = gl.arange(0, s.shape[1], gl.SliceLayout(0, s.type.layout))[None, :]
+        last = 0 * i + columns - 1
         if self.RIGHT:
-            seen = seen & (j <= i + self.right)
+            last = gl.minimum(last, i + self.right)
+        seen = j <= (last - block * self.BN)[:, None]
         if self.LEFT:
-            seen = seen & (j >= i - self.left)
+            seen = seen & (j >= (i - self.left - block * self.BN)[:, None])
         return gl.where(seen, s, float("-inf"))
 
 
@@ -270,41 +204,6 @@ def _fetch(queries, keys, values, qs, ks, vs, plan):
             block += 1
         n += 1
         t = plan.step(n)
-
-
-@gluon.jit
-def _same(x):
-    """A number that all threads of a warp have, as the compiler then knows too."""
-    return gl.inline_asm_elementwise("redux.sync.or.b32 $0, $1, 0xffffffff;", "=r,r", [x], dtype=gl.int32, is_pure=False, pack=1)
-
-
-@gluon.jit
-def _in(begin, length, row):
-    """Where a row of a sequence is in a ragged tensor map (`TensorMap`), by its first two coordinates and its last but one."""
-    return FAR, begin + length, FAR - length + row
-
-
-@gluon.jit
-def _write(board, n, head, row, low, high, begin, rows, columns, shift):
-    """What groups of warps must know of the n-th tile; `_read` gives it."""
-    field = gl.arange(0, 8, gl.BlockedLayout([1], [32], [1], [0]))
-    left = gl.where(field == 0, head, gl.where(field == 1, row, gl.where(field == 2, low, high)))
-    right = gl.where(field == 4, begin, gl.where(field == 5, rows, gl.where(field == 6, columns, shift)))
-    board.index(n & 1).store(gl.where(field < 4, left, right))
-    _barrier()
-
-
-@gluon.jit
-def _field(fields, N: gl.constexpr):
-    number = gl.arange(0, 8, fields.type.layout)
-    return _same(gl.sum(gl.where(number == N, fields, 0), 0))
-
-
-@gluon.jit
-def _read(board, n):
-    fields = board.index(n & 1).load(gl.BlockedLayout([8], [32], [4], [0]))
-    head, row, low, high = _field(fields, 0), _field(fields, 1), _field(fields, 2), _field(fields, 3)
-    return head, row, low, high, _field(fields, 4), _field(fields, 5), _field(fields, 6), _field(fields, 7)
 
 
 @gluon.jit
@@ -359,25 +258,6 @@ def _named(ME: gl.constexpr, WAIT: gl.constexpr):
 
 
 @gluon.jit
-def _pack(p, dtype: gl.constexpr):
-    """Neighbours of a row as one register of two: single halves, carried around a loop, take a register each and two moves more."""
-    even, odd = gl.split(gl.reshape(p, [p.shape[0], p.shape[1] // 2, 2]))
-    if dtype == gl.bfloat16:
-        packed = gl.inline_asm_elementwise("cvt.rn.bf16x2.f32 $0, $2, $1;", "=r,f,f", [even, odd], dtype=gl.int32, is_pure=True, pack=1)
-    else:
-        packed = gl.inline_asm_elementwise("cvt.rn.f16x2.f32 $0, $2, $1;", "=r,f,f", [even, odd], dtype=gl.int32, is_pure=True, pack=1)
-    return packed
-
-
-@gluon.jit
-def _halves(packed, dtype: gl.constexpr, layout: gl.constexpr):
-    """Two to a register, as the left side of a product."""
-    even = (packed & 0xFFFF).to(gl.int16).to(dtype, bitcast=True)
-    odd = (packed >> 16).to(gl.int16).to(dtype, bitcast=True)
-    return gl.convert_layout(gl.reshape(gl.join(even, odd), [packed.shape[0], packed.shape[1] * 2]), layout)
-
-
-@gluon.jit
 def _rise(s, top, factor):
     """The running maximum of scores (base 2, scaled), and what sums shrink by."""
     most = gl.maximum(top, gl.max(s, 1) * factor)
@@ -392,15 +272,20 @@ def _soften(s, most, total, factor, dtype: gl.constexpr):
 
 
 @gluon.jit
-def _attend(ME: gl.constexpr, out, lse, qs, ks, vs, plan, board, TURNS: gl.constexpr):
-    """A group of warps: its rows of all tiles of this program."""
+def _attend(ME: gl.constexpr, out, lse, qs, ks, vs, plan, board, TURNS: gl.constexpr, REST: gl.constexpr):
+    """A group of warps: its rows of all tiles of this program. With REST D is half of a tile's columns and at most so many more: o is
+    in two parts. Where q has room for one tile (D > 128) the next tile begins when this one has left it."""
     GROUPS: gl.constexpr = plan.BM // ROWS
+    AHEAD: gl.constexpr = qs.SIZE > GROUPS
     BN: gl.constexpr = plan.BN
-    D: gl.constexpr = out.block_type.shape[-1]
+    WIDE: gl.constexpr = out.block_type.shape[-1]
+    D: gl.constexpr = WIDE // 2 if REST else WIDE
     dtype: gl.constexpr = out.dtype
     s_layout: gl.constexpr = gl.NVMMADistributedLayout(version=[3, 0], warps_per_cta=[4, 1], instr_shape=[16, BN, 16])
     o_layout: gl.constexpr = gl.NVMMADistributedLayout(version=[3, 0], warps_per_cta=[4, 1], instr_shape=[16, D, 16])
     p_layout: gl.constexpr = gl.DotOperandLayout(operand_index=0, parent=o_layout, k_width=2)
+    rest_layout: gl.constexpr = gl.NVMMADistributedLayout(version=[3, 0], warps_per_cta=[4, 1], instr_shape=[16, max(REST, 16), 16])
+    rest_p: gl.constexpr = gl.DotOperandLayout(operand_index=0, parent=rest_layout, k_width=2)
     rows: gl.constexpr = gl.SliceLayout(1, s_layout)
     zero = gl.zeros([ROWS, BN], gl.float32, s_layout)
     nothing = gl.full([ROWS], 0.0, gl.float32, rows)
@@ -422,12 +307,12 @@ def _attend(ME: gl.constexpr, out, lse, qs, ks, vs, plan, board, TURNS: gl.const
     keys = ks.take(0, more)
     if TURNS:
         _named(ME, True)
-    scores = warpgroup_mma(q, keys.permute((1, 0)), zero, use_acc=False, is_async=True)
+    scores = _scores(q, keys, zero, REST)
     if TURNS:
         _named(1 - ME, False)
     s = warpgroup_mma_wait(0, deps=(scores,))
     ks.give(0, more)
-    s = plan.hide(s, row + ME * ROWS, high - 1, columns, shift)
+    s = plan.hide_last(s, row + ME * ROWS, high - 1, columns, shift)
     top, shrink = _rise(s, lowest, plan.factor)
     p, total = _soften(s, top, nothing, plan.factor, dtype)
     while plan.has(t):
@@ -435,6 +320,8 @@ def _attend(ME: gl.constexpr, out, lse, qs, ks, vs, plan, board, TURNS: gl.const
         from_, upto = plan.whole(row, low, columns, shift)
         q = qs.tile(n * GROUPS + ME)
         acc = gl.zeros([ROWS, D], gl.float32, o_layout)
+        if REST:
+            more_acc = gl.zeros([ROWS, REST], gl.float32, rest_layout)
         for past in range(1, high - low):
             here = high - 1 - past
             values = vs.take(block - 1)
@@ -442,63 +329,112 @@ def _attend(ME: gl.constexpr, out, lse, qs, ks, vs, plan, board, TURNS: gl.const
             left = _halves(p, dtype, p_layout)
             if TURNS:
                 _named(ME, True)
-            scores = warpgroup_mma(q, keys.permute((1, 0)), zero, use_acc=False, is_async=True)
-            products = warpgroup_mma(left, values, acc, is_async=True)
+            scores = _scores(q, keys, zero, REST)
+            if REST:
+                products = warpgroup_mma(left, values.slice(0, D, 1), acc, is_async=True)
+                others = warpgroup_mma(_halves(p, dtype, rest_p), values.slice(D, REST, 1), more_acc, is_async=True)
+            else:
+                products = warpgroup_mma(left, values, acc, is_async=True)
             if TURNS:
                 _named(1 - ME, False)
-            s = warpgroup_mma_wait(1, deps=(scores,))
+            s = warpgroup_mma_wait(2 if REST else 1, deps=(scores,))
             if (here >= upto) | (here < from_):
                 s = plan.hide(s, row, here, columns, shift)
             top, shrink = _rise(s, top, plan.factor)
-            acc, s = warpgroup_mma_wait(0, deps=(products, s))  # the next p lies where this product reads the last
+            if REST:
+                acc, more_acc, s = warpgroup_mma_wait(0, deps=(products, others, s))
+            else:
+                acc, s = warpgroup_mma_wait(0, deps=(products, s))  # the next p lies where this product reads the last
             ks.give(block)
             vs.give(block - 1)
             p, total = _soften(s, top, total * shrink, plan.factor, dtype)
             acc = acc * gl.convert_layout(shrink, gl.SliceLayout(1, o_layout))[:, None]
+            if REST:
+                more_acc = more_acc * gl.convert_layout(shrink, gl.SliceLayout(1, rest_layout))[:, None]
             block += 1
         # The next tile's first scores, while this one's last products run.
-        if plan.PACKED:
-            q = qs.take((n + 1) * GROUPS + ME)
-            t, row_next, low, high, begin_next, length_next, columns, shift = _read(board, n + 1)
-            turn_next = t
-        else:
-            t = plan.step(n + 1)
-        more = plan.has(t)
-        if not plan.PACKED:
-            turn_next, row_next, low, high = plan.place(gl.minimum(t, plan.count() - 1))
-            q = qs.take((n + 1) * GROUPS + ME, more)
+        if AHEAD:
+            if plan.PACKED:
+                q = qs.take((n + 1) * GROUPS + ME)
+                t, row_next, low, high, begin_next, length_next, columns, shift = _read(board, n + 1)
+                turn_next = t
+            else:
+                t = plan.step(n + 1)
+            more = plan.has(t)
+            if not plan.PACKED:
+                turn_next, row_next, low, high = plan.place(gl.minimum(t, plan.count() - 1))
+                q = qs.take((n + 1) * GROUPS + ME, more)
+            keys = ks.take(block, more)
         values = vs.take(block - 1)
-        keys = ks.take(block, more)
         left = _halves(p, dtype, p_layout)
         if TURNS:
             _named(ME, True)
-        scores = warpgroup_mma(q, keys.permute((1, 0)), zero, use_acc=False, is_async=True)
-        products = warpgroup_mma(left, values, acc, is_async=True)
+        if AHEAD:
+            scores = _scores(q, keys, zero, REST)
+        if REST:
+            products = warpgroup_mma(left, values.slice(0, D, 1), acc, is_async=True)
+            others = warpgroup_mma(_halves(p, dtype, rest_p), values.slice(D, REST, 1), more_acc, is_async=True)
+        else:
+            products = warpgroup_mma(left, values, acc, is_async=True)
         if TURNS:
             _named(1 - ME, False)
-        s = warpgroup_mma_wait(1, deps=(scores,))
-        s = plan.hide(s, row_next + ME * ROWS, high - 1, columns, shift)
-        top_next, shrink = _rise(s, lowest, plan.factor)
-        acc, s = warpgroup_mma_wait(0, deps=(products, s))
-        ks.give(block, more)
+        if AHEAD:
+            s = warpgroup_mma_wait(2 if REST else 1, deps=(scores,))
+            s = plan.hide_last(s, row_next + ME * ROWS, high - 1, columns, shift)
+            top_next, shrink = _rise(s, lowest, plan.factor)
+        if REST:
+            acc, more_acc, s = warpgroup_mma_wait(0, deps=(products, others, s))
+        else:
+            acc, s = warpgroup_mma_wait(0, deps=(products, s))
         vs.give(block - 1)
-        p, total_next = _soften(s, top_next, nothing, plan.factor, dtype)
+        if AHEAD:
+            ks.give(block, more)
+            p, total_next = _soften(s, top_next, nothing, plan.factor, dtype)
         some = total > 0.0
         total = gl.where(some, total, 1.0)
         i = row + gl.arange(0, ROWS, rows)
         sums = gl.where(some, (top + gl.log2(total)) * 0.6931471805599453, float("-inf"))
         gl.store(lse + turn.to(gl.int64) * plan.rows + begin + i, sums, mask=i < length)
         acc = acc * gl.convert_layout(1.0 / total, gl.SliceLayout(1, o_layout))[:, None]
-        qs.tile(n * GROUPS + ME).store(acc.to(dtype))  # where q was
+        where = qs.tile(n * GROUPS + ME)  # where q was
+        if REST:
+            more_acc = more_acc * gl.convert_layout(1.0 / total, gl.SliceLayout(1, rest_layout))[:, None]
+            where.slice(0, D, 1).store(acc.to(dtype))
+            where.slice(D, REST, 1).store(more_acc.to(dtype))
+        else:
+            where.store(acc.to(dtype))
         fence_async_shared()
         if plan.PACKED:
             far, end, last = _in(begin, length, row)
             _store(out, [far, end, turn, last, 0], qs.tiles.index((n * GROUPS + ME) % qs.SIZE))
-            begin, length = begin_next, length_next
         else:
             _store(out, [turn // plan.heads, turn % plan.heads, row, 0], qs.tiles.index((n * GROUPS + ME) % qs.SIZE))
         tma.store_wait(0)
         qs.give(n * GROUPS + ME)
+        if not AHEAD:
+            if plan.PACKED:
+                q = qs.take((n + 1) * GROUPS + ME)
+                t, row_next, low, high, begin_next, length_next, columns, shift = _read(board, n + 1)
+                turn_next = t
+                more = plan.has(t)
+            else:
+                t = plan.step(n + 1)
+                more = plan.has(t)
+                turn_next, row_next, low, high = plan.place(gl.minimum(t, plan.count() - 1))
+                q = qs.take((n + 1) * GROUPS + ME, more)
+            keys = ks.take(block, more)
+            if TURNS:
+                _named(ME, True)
+            scores = _scores(q, keys, zero, REST)
+            if TURNS:
+                _named(1 - ME, False)
+            s = warpgroup_mma_wait(0, deps=(scores,))
+            ks.give(block, more)
+            s = plan.hide_last(s, row_next + ME * ROWS, high - 1, columns, shift)
+            top_next, shrink = _rise(s, lowest, plan.factor)
+            p, total_next = _soften(s, top_next, nothing, plan.factor, dtype)
+        if plan.PACKED:
+            begin, length = begin_next, length_next
         turn, row, top, total = turn_next, row_next, top_next, total_next
         block += 1
         n += 1
@@ -507,11 +443,11 @@ def _attend(ME: gl.constexpr, out, lse, qs, ks, vs, plan, board, TURNS: gl.const
 
 
 @gluon.jit(do_not_specialize=["turns", "heads", "group", "section", "tiles", "rows", "columns", "shift", "left", "right"])
-def _fwd(lse, listed, queries, keys, values, out, turns, heads, group, section, tiles, rows, columns, shift, left, right, factor, GROUPS: gl.constexpr, STAGES: gl.constexpr, LEFT: gl.constexpr, RIGHT: gl.constexpr, PAIRS: gl.constexpr, BN: gl.constexpr):  # fmt: skip
+def _fwd(lse, listed, queries, keys, values, out, turns, heads, group, section, tiles, rows, columns, shift, left, right, factor, GROUPS: gl.constexpr, STAGES: gl.constexpr, LEFT: gl.constexpr, RIGHT: gl.constexpr, PAIRS: gl.constexpr, BN: gl.constexpr, REST: gl.constexpr):  # fmt: skip
     PACKED: gl.constexpr = listed is not None
     BM: gl.constexpr = GROUPS * ROWS
     plan = Plan(turns, heads, group, section, tiles, rows, columns, shift, left, right, factor, BM, BN, LEFT, RIGHT, PAIRS, PACKED)
-    qs = _ring(queries, 2 * GROUPS, 1)
+    qs = _ring(queries, GROUPS if queries.block_type.shape[-1] > 128 else 2 * GROUPS, 1)
     ks = _ring(keys, STAGES, GROUPS)
     vs = _ring(values, STAGES, GROUPS)
     if PACKED:
@@ -520,8 +456,8 @@ def _fwd(lse, listed, queries, keys, values, out, turns, heads, group, section, 
     if GROUPS == 2:
         gl.warp_specialize(
             [
-                (_attend, (0, out, lse, qs, ks, vs, plan, board if PACKED else None, True)),
-                (_attend, (1, out, lse, qs, ks, vs, plan, board if PACKED else None, True)),
+                (_attend, (0, out, lse, qs, ks, vs, plan, board if PACKED else None, True, REST)),
+                (_attend, (1, out, lse, qs, ks, vs, plan, board if PACKED else None, True, REST)),
                 (_deal, (listed, queries, keys, values, qs, ks, vs, plan, board))
                 if PACKED
                 else (_fetch, (queries, keys, values, qs, ks, vs, plan)),
@@ -532,9 +468,9 @@ def _fwd(lse, listed, queries, keys, values, out, turns, heads, group, section, 
     else:
         gl.warp_specialize(
             [
-                (_attend, (0, out, lse, qs, ks, vs, plan, board if PACKED else None, False)),
-                (_attend, (1, out, lse, qs, ks, vs, plan, board if PACKED else None, False)),
-                (_attend, (2, out, lse, qs, ks, vs, plan, board if PACKED else None, False)),
+                (_attend, (0, out, lse, qs, ks, vs, plan, board if PACKED else None, False, REST)),
+                (_attend, (1, out, lse, qs, ks, vs, plan, board if PACKED else None, False, REST)),
+                (_attend, (2, out, lse, qs, ks, vs, plan, board if PACKED else None, False, REST)),
                 (_deal, (listed, queries, keys, values, qs, ks, vs, plan, board))
                 if PACKED
                 else (_fetch, (queries, keys, values, qs, ks, vs, plan)),
@@ -557,12 +493,23 @@ def refusal(x: torch.Tensor, *rest: Any, mask: Any = None, softcap: Any = None, 
         mask, _cu_q, _cu_k, scale, softcap, *_rest = rest
     if mask is not None or softcap or (scale is not None and scale <= 0):
         return "it takes no mask, no softcap and a scale above 0"
-    if q.shape[-1] > 128 or not (q.numel() and k.numel()):
-        return f"D must be at most 128 and no size 0; q is {tuple(q.shape)} and k {tuple(k.shape)}"
+    if 128 < q.shape[-1] <= 192:  # as tiles of 256 they would be slower than the rung triton's of two parts
+        return f"D must be at most 128 or above 192, and is {q.shape[-1]}"
+    if not (q.numel() and k.numel()):
+        return f"no size may be 0; q is {tuple(q.shape)} and k {tuple(k.shape)}"
     for t in (q, k, v):
         if not whole(t):
             return "it copies whole 16 bytes: q, k and v must begin at multiples of 16 bytes, and so must their rows, and none be expanded"
     return None
+
+
+def _groups(D: int, turns: int, rows: int, ahead: bool, packed: bool, programs: int) -> int:
+    """Groups of warps for a block. At D <= 64 three multiply 1.1 times as fast as two; but the heaviest program may have more rows by tiles
+    of 192 than by tiles of 128, and causal tiles of up to 4096 queries have more that nobody sees."""
+    if D > 64 or (ahead and rows <= 4096) or (packed and rows <= 1536):
+        return 2
+    two, three = (triton.cdiv(turns * triton.cdiv(rows, tile), programs) * tile for tile in (128, 192))
+    return 3 if packed or three < 1.1 * two else 2
 
 
 def fwd(
@@ -574,14 +521,15 @@ def fwd(
     (batch, heads, rows, D), columns = q.shape, k.shape[2]
     ahead, back, packed = right < UNBOUNDED, left < UNBOUNDED, cu_q is not None
     longest = rows if cu_q is None else min(rows, max_q or rows // max(1, cu_q.numel() - 1))
-    groups = 3 if D <= 64 and longest > (4096 if ahead else 1536) else 2
+    groups = _groups(D, batch * heads, longest, ahead, packed, device.of(q).multiprocessors)
     pairs = ahead and not back and columns <= 8192 and not packed  # of longer ones all heads' tiles at once divide better
     turns, tiles = batch * heads, triton.cdiv(rows, 64 * groups)
     listed, group, wide = None, heads // k.shape[1], triton.next_power_of_2(D)
-    facts: dict[str, Any] = {"GROUPS": groups, "STAGES": 4 if D <= 64 else 2, "LEFT": back, "RIGHT": ahead, "PAIRS": pairs, "BN": 128}
+    BN, stages, rest = 64 if D > 128 else 128, 4 if D <= 64 else 2, _parts(D)[1] if 64 < D <= 128 else 0
+    facts: dict[str, Any] = {"GROUPS": groups, "STAGES": stages, "LEFT": back, "RIGHT": ahead, "PAIRS": pairs, "BN": BN, "REST": rest}
     options: dict[str, Any] = {"num_warps": 4, "maxnreg": 128 if groups == 3 else 168}
     if cu_q is not None:
-        listed, most = order(q, k, cu_q, cu_q if cu_k is None else cu_k, bottom, left, right, 64 * groups, 128)
+        listed, most = order(q, k, cu_q, cu_q if cu_k is None else cu_k, bottom, left, right, 64 * groups, BN)
         section = min(heads, 32 * group) if ahead and not back else group
         shift, count = int(bottom), most * heads
         options["launch_pdl"] = True
@@ -591,6 +539,6 @@ def fwd(
         shift, count = columns - rows if bottom else 0, turns * (triton.cdiv(tiles, 2) if pairs else tiles)
     numbers = turns, heads, group, section, tiles, rows, columns, shift, left, right
     box = (1, 1, 1) if packed else (1, 1)
-    maps = [TensorMap(t, (*box, n, wide), min(128, 2 * wide), packed) for t, n in ((q, 64), (k, 128), (v, 128), (o, 64))]
+    maps = [TensorMap(t, (*box, n, wide), min(128, 2 * wide), packed) for t, n in ((q, 64), (k, BN), (v, BN), (o, 64))]
     grid = (min(count, device.of(q).multiprocessors),)
     launch(_fwd, grid, lse, listed, *maps, *numbers, scale * LOG2E, **facts, **options)

@@ -24,21 +24,31 @@ from triton.language.core import _aggregate as aggregate
 from ridgeline import device
 from ridgeline.boundary import launch
 from ridgeline.cuda import TensorMap
-from ridgeline.ops.attention import _packed
-from ridgeline.ops.attention._hopper import ROWS, _halves, _in, _load, _pack, _place, _same, _store, whole
+from ridgeline.ops.attention import _packed, _triton
+from ridgeline.ops.attention._hopper import whole
 from ridgeline.ops.attention._hopper_rings import (
     KEYS,
+    ROWS,
     Memory,
     Tickets,
+    _add,
     _added,
     _await,
     _barriers,
+    _finish,
     _flat,
+    _halves,
+    _held,
+    _in,
+    _load,
     _look,
-    _reduce,
-    _reinterpret,
+    _pack,
+    _place,
     _rows,
+    _same,
+    _scores,
     _singles,
+    _store,
 )
 from ridgeline.ops.attention._triton import UNBOUNDED, _head, _lies, _parts, _save, _start_delta, _steps, _unit
 
@@ -289,16 +299,19 @@ def _piece(here, n, item, call):
 
 
 @gluon.jit
-def _keys(ME: gl.constexpr, dk_out, dv_out, here, call, TIGHT: gl.constexpr):
+def _keys(ME: gl.constexpr, dk_out, dv_out, here, call, TIGHT: gl.constexpr, REST: gl.constexpr):
     """A group of warps: dK and dV of its keys, and dS for dQ. Keys and values are in registers, which spares shared memory half of what
     scores and dP read. With TIGHT registers are few: they stay where they are, and dS is made of the rounded probabilities, which need
-    half the registers."""
-    D: gl.constexpr = dk_out.block_type.shape[-1]
+    half the registers; with REST D is half of a tile's columns and at most so many more, and dK and dV are in two parts."""
+    WIDE: gl.constexpr = dk_out.block_type.shape[-1]
+    D: gl.constexpr = WIDE // 2 if REST else WIDE
     STAGES: gl.constexpr = here.ds.type.shape[0] // KEYS
     dtype: gl.constexpr = dk_out.dtype
     s_layout: gl.constexpr = gl.NVMMADistributedLayout(version=[3, 0], warps_per_cta=[4, 1], instr_shape=[16, ROWS, 16])
     d_layout: gl.constexpr = gl.NVMMADistributedLayout(version=[3, 0], warps_per_cta=[4, 1], instr_shape=[16, D, 16])
     p_layout: gl.constexpr = gl.DotOperandLayout(operand_index=0, parent=d_layout, k_width=2)
+    rest_layout: gl.constexpr = gl.NVMMADistributedLayout(version=[3, 0], warps_per_cta=[4, 1], instr_shape=[16, max(REST, 16), 16])
+    rest_p: gl.constexpr = gl.DotOperandLayout(operand_index=0, parent=rest_layout, k_width=2)
     across: gl.constexpr = gl.SliceLayout(0, s_layout)
     zero = gl.zeros([ROWS, ROWS], gl.float32, s_layout)
     own: gl.constexpr = gl.DotOperandLayout(operand_index=0, parent=s_layout, k_width=2)
@@ -310,6 +323,9 @@ def _keys(ME: gl.constexpr, dk_out, dv_out, here, call, TIGHT: gl.constexpr):
         work = _piece(here, n, item, call)
         dk = gl.zeros([ROWS, D], gl.float32, d_layout)
         dv = gl.zeros([ROWS, D], gl.float32, d_layout)
+        if REST:
+            more_dk = gl.zeros([ROWS, REST], gl.float32, rest_layout)
+            more_dv = gl.zeros([ROWS, REST], gl.float32, rest_layout)
         factor = call.scale * 1.4426950408889634
         mbarrier.wait(here.k_ready, n & 1)
         if not TIGHT:
@@ -321,13 +337,13 @@ def _keys(ME: gl.constexpr, dk_out, dv_out, here, call, TIGHT: gl.constexpr):
             row = work.block(within) * ROWS
             within = gl.where(within + 1 == work.blocks, 0, within + 1)
             q = here.qs.take(done)
-            scores = warpgroup_mma(k if TIGHT else mine, q.permute((1, 0)), zero, use_acc=False, is_async=True)
+            scores = _scores(k if TIGHT else mine, q, zero, REST)
             do = here.dos.take(done)
             top = here.qs.number(done, across)
             s = warpgroup_mma_wait(0, deps=(scores,))
             if TIGHT:
                 mbarrier.wait(here.v_ready, n & 1)
-            products = warpgroup_mma(v if TIGHT else values, do.permute((1, 0)), zero, use_acc=False, is_async=True)
+            products = _scores(v if TIGHT else values, do, zero, REST)
             p = gl.exp2(s * factor - top[None, :])
             if work.edge(row):
                 p = work.hide(p, row, work.first + ME * ROWS)
@@ -338,28 +354,48 @@ def _keys(ME: gl.constexpr, dk_out, dv_out, here, call, TIGHT: gl.constexpr):
                 p = _singles(packed, dtype, s_layout)
             else:
                 half = gl.convert_layout(p.to(dtype), p_layout)
-            dv_next = warpgroup_mma(half, do, dv, is_async=True)
-            dp = warpgroup_mma_wait(1, deps=(products,))
+            if REST:
+                dv_next = warpgroup_mma(half, do.slice(0, D, 1), dv, is_async=True)
+                more_dv_next = warpgroup_mma(gl.convert_layout(half, rest_p), do.slice(D, REST, 1), more_dv, is_async=True)
+            else:
+                dv_next = warpgroup_mma(half, do, dv, is_async=True)
+            dp = warpgroup_mma_wait(2 if REST else 1, deps=(products,))
             ds = (p * (dp - delta[None, :])).to(dtype)
             place, odd = _place(done, STAGES)
             mbarrier.wait(here.ds_free.index(place), odd ^ 1)
             here.ds.index(KEYS * place + ME).store(ds)
             fence_async_shared()
             mbarrier.arrive(here.ds_ready.index(place), count=1)
-            dk_next = warpgroup_mma(gl.convert_layout(ds, p_layout), q, dk, is_async=True)
-            dv = warpgroup_mma_wait(1, deps=(dv_next,))
+            if REST:
+                dk_next = warpgroup_mma(gl.convert_layout(ds, p_layout), q.slice(0, D, 1), dk, is_async=True)
+                more_dk_next = warpgroup_mma(gl.convert_layout(ds, rest_p), q.slice(D, REST, 1), more_dk, is_async=True)
+                dv, more_dv = warpgroup_mma_wait(2, deps=(dv_next, more_dv_next))
+            else:
+                dk_next = warpgroup_mma(gl.convert_layout(ds, p_layout), q, dk, is_async=True)
+                dv = warpgroup_mma_wait(1, deps=(dv_next,))
             here.dos.give(done)
-            dk = warpgroup_mma_wait(0, deps=(dk_next,))
+            if REST:
+                dk, more_dk = warpgroup_mma_wait(0, deps=(dk_next, more_dk_next))
+            else:
+                dk = warpgroup_mma_wait(0, deps=(dk_next,))
             here.qs.give(done)
             done += 1
         mbarrier.wait(here.v_ready, n & 1)  # where there was no block
         mbarrier.arrive(here.k_free, count=1)
         at = work.first + ME * ROWS
-        v.store(dv.to(dtype))  # where v was, which nobody else reads
+        if REST:
+            v.slice(0, D, 1).store(dv.to(dtype))
+            v.slice(D, REST, 1).store(more_dv.to(dtype))
+        else:
+            v.store(dv.to(dtype))  # where v was, which nobody else reads
         fence_async_shared()
         _store(dv_out, work.keys(at), here.vs.index(ME))
         tma.store_wait(0)
-        v.store((dk * call.scale).to(dtype))
+        if REST:
+            v.slice(0, D, 1).store((dk * call.scale).to(dtype))
+            v.slice(D, REST, 1).store((more_dk * call.scale).to(dtype))
+        else:
+            v.store((dk * call.scale).to(dtype))
         fence_async_shared()
         _store(dk_out, work.keys(at), here.vs.index(ME))
         tma.store_wait(0)
@@ -369,47 +405,9 @@ def _keys(ME: gl.constexpr, dk_out, dv_out, here, call, TIGHT: gl.constexpr):
 
 
 @gluon.jit
-def _as_held(sums):
-    """A tile of (64, W) in the order in which the threads hold it, as (2 W, 32): four numbers of a thread lie together, and its warp's
-    threads one after the other, so that no two of them write to one bank. `_in_rows` undoes it."""
-    W: gl.constexpr = sums.shape[1]
-    held = sums.reshape([4, 2, 8, W // 8, 4, 2]).permute((3, 0, 2, 4, 1, 5))  # warp, half, row, eight columns, two, one
-    return held.reshape([2 * W, 32])
-
-
-@gluon.jit
-def _held(sums, rows, like):
-    """What memory holds of a tile, as `_as_held` has laid it, in so many rows; past L1, which may know of something older."""
-    W: gl.constexpr = like.shape[1]
-    layout: gl.constexpr = _as_held(like).type.layout
-    row = gl.arange(0, 2 * W, gl.SliceLayout(1, layout))[:, None]
-    number = gl.arange(0, 32, gl.SliceLayout(0, layout))[None, :]
-    found = gl.load(sums + row * 32 + number, mask=row + 0 * number < rows, other=0.0, cache_modifier=".cg")
-    return gl.convert_layout(found.reshape([W // 8, 4, 8, 4, 2, 2]).permute((1, 4, 2, 0, 3, 5)).reshape([ROWS, W]), like.type.layout)
-
-
-@gluon.jit
-def _add(dq, dq_sums, at, room, before):
-    """A tile of dQ goes to its sums in memory, by way of a room in shared memory."""
-    room.reshape([2 * dq.shape[1], 32]).store(_as_held(dq))
-    fence_async_shared()
-    if before == 0:
-        _store(dq_sums, at, room)
-    else:
-        _reduce(dq_sums, at, room)
-
-
-@gluon.jit
-def _finish(dq, dq_out, at, room):
-    """A tile of dq itself."""
-    room = _reinterpret(room, dq_out.dtype, dq_out.block_type.shape, dq_out.layout)
-    room.reshape(dq.shape).store(dq.to(dq_out.dtype))
-    fence_async_shared()
-    _store(dq_out, at, room)
-
-
-@gluon.jit
-def _queries(OWN: gl.constexpr, sums, dq_sums, dq_out, parts, here, order, call, ORDERED: gl.constexpr, FINISH: gl.constexpr):
+def _queries(
+    OWN: gl.constexpr, sums, dq_sums, dq_out, parts, here, order, call, ORDERED: gl.constexpr, FINISH: gl.constexpr, REST: gl.constexpr
+):
     """A group of warps: dQ of all keys, added to what is in memory: after the piece of work that comes to the block first and finds
     nothing there; with ORDERED after all that are before it. With FINISH the last of them begins with the sum of the others and writes
     dq: for that there are registers at D <= 64. `order` says how many have added.
@@ -422,6 +420,7 @@ def _queries(OWN: gl.constexpr, sums, dq_sums, dq_out, parts, here, order, call,
     PARTS: gl.constexpr = parts.type.shape[0]
     W: gl.constexpr = parts.type.shape[2] // 2
     layout: gl.constexpr = gl.NVMMADistributedLayout(version=[3, 0], warps_per_cta=[4, 1], instr_shape=[16, W, 16])
+    rest_layout: gl.constexpr = gl.NVMMADistributedLayout(version=[3, 0], warps_per_cta=[4, 1], instr_shape=[16, max(REST, 16), 16])
     zero = gl.zeros([ROWS, W], gl.float32, layout)
     one = _flat(here.ks.index(0))
     two = _flat(here.ks.index(1))
@@ -444,15 +443,23 @@ def _queries(OWN: gl.constexpr, sums, dq_sums, dq_out, parts, here, order, call,
                 _await(order + at * call.tiles + number, before if ORDERED else gl.minimum(before, 1), seen)
                 mbarrier.wait(here.ds_ready.index(place), odd)
                 for part in gl.static_range(PARTS):
-                    dq = zero
+                    start = zero
+                    if part > 0 and REST:
+                        start = gl.zeros([ROWS, REST], gl.float32, rest_layout)
                     if FINISH:  # noqa: SIM102  # this one is decided by the compiler
                         if (after == 0) & (before > 0):
                             tile = sums + (at * call.tiles + number).to(gl.int64) * (64 * OWN) + part * 64 * W
-                            dq = _held(tile, 2 * (OWN - part * W), zero)
+                            start = _held(tile, 2 * (OWN - part * W), zero)
                     dq = warpgroup_mma(
-                        here.ds.index(KEYS * place).permute((1, 0)), one.slice(part * W, W, 1), dq, use_acc=FINISH, is_async=True
+                        here.ds.index(KEYS * place).permute((1, 0)),
+                        one.slice(part * W, start.shape[1], 1),
+                        start,
+                        use_acc=FINISH,
+                        is_async=True,
                     )
-                    dq = warpgroup_mma(here.ds.index(KEYS * place + 1).permute((1, 0)), two.slice(part * W, W, 1), dq, is_async=True)
+                    dq = warpgroup_mma(
+                        here.ds.index(KEYS * place + 1).permute((1, 0)), two.slice(part * W, start.shape[1], 1), dq, is_async=True
+                    )
                     if part == 0:
                         next_ = work.block(gl.minimum(t + 1, work.blocks - 1))
                         seen = _look(order + at * call.tiles + work.numbered(next_))
@@ -482,7 +489,7 @@ def _queries(OWN: gl.constexpr, sums, dq_sums, dq_out, parts, here, order, call,
 
 
 @gluon.jit(do_not_specialize=["pieces", "heads", "section", "turns", "tiles", "columns", "shift", "left", "right"])
-def _bwd(order, listed, sums, queries, keys, values, do, dk_out, dv_out, dq_out, dq_sums, tops, deltas, pieces, heads, section, turns, tiles, columns, shift, left, right, scale, LEFT: gl.constexpr, RIGHT: gl.constexpr, GROUP: gl.constexpr, ORDERED: gl.constexpr, TIGHT: gl.constexpr, STAY: gl.constexpr, STAGES: gl.constexpr, OWN: gl.constexpr, FINISH: gl.constexpr):  # fmt: skip
+def _bwd(order, listed, sums, queries, keys, values, do, dk_out, dv_out, dq_out, dq_sums, tops, deltas, pieces, heads, section, turns, tiles, columns, shift, left, right, scale, LEFT: gl.constexpr, RIGHT: gl.constexpr, GROUP: gl.constexpr, ORDERED: gl.constexpr, TIGHT: gl.constexpr, STAY: gl.constexpr, STAGES: gl.constexpr, OWN: gl.constexpr, FINISH: gl.constexpr, REST: gl.constexpr):  # fmt: skip
     PACKED: gl.constexpr = listed is not None
     D: gl.constexpr = queries.block_type.shape[-1]
     W: gl.constexpr = dq_sums.block_type.shape[1] // 2
@@ -505,9 +512,9 @@ def _bwd(order, listed, sums, queries, keys, values, do, dk_out, dv_out, dq_out,
     call = Call(pieces, heads, section, turns, tiles, columns, shift, left, right, scale, LEFT, RIGHT, ORDERED and RIGHT, GROUP, PACKED)
     gl.warp_specialize(
         [
-            (_keys, (0, dk_out, dv_out, here, call, TIGHT)),
-            (_keys, (1, dk_out, dv_out, here, call, TIGHT)),
-            (_queries, (OWN, sums, dq_sums, dq_out, parts, here, order + 1, call, ORDERED, FINISH)),
+            (_keys, (0, dk_out, dv_out, here, call, TIGHT, REST)),
+            (_keys, (1, dk_out, dv_out, here, call, TIGHT, REST)),
+            (_queries, (OWN, sums, dq_sums, dq_out, parts, here, order + 1, call, ORDERED, FINISH, REST)),
             (_fetch, (queries, do, tops, deltas, keys, values, here, order, listed, call)),
         ],
         [4, 4, 1],
@@ -547,6 +554,9 @@ def bwd(
 ) -> None:  # fmt: skip
     """Fills dq, dk and dv; see `attention_bwd` in _attention.py. Packed sequences have numbers of blocks of queries of their own, so that
     none has rows of two: cu // 64 + the sequence's number is its first one's."""
+    if q.shape[-1] > 128:  # sums of dK and dV would not fit the registers
+        options = scale, softcap, left, right, bottom, max_q, max_k, precision, deterministic
+        return _triton.bwd(dq, dk, dv, do, dlse, q, k, v, o, lse, mask, cu_q, cu_k, *options)
     do = do if whole(do) else do.clone(memory_format=torch.contiguous_format)
     (batch, heads, rows, D), (kv, columns) = q.shape, k.shape[1:3]
     turns, group, wide = batch * kv, heads // kv, triton.next_power_of_2(D)
@@ -573,7 +583,7 @@ def bwd(
     shift = int(bottom) if packed else columns - rows if bottom else 0
     numbers = turns * most, heads, section, turns, tiles, columns, shift, left, right, scale
     facts: dict[str, Any] = {"LEFT": back, "RIGHT": ahead, "GROUP": group, "ORDERED": ordered, "STAGES": 2 if wide == 128 else 4}
-    facts |= {"TIGHT": wide == 128, "STAY": wide < 128, "OWN": D if finish else 0, "FINISH": finish}
+    facts |= {"TIGHT": wide == 128, "STAY": wide < 128, "OWN": D if finish else 0, "FINISH": finish, "REST": _parts(D)[1] if D > 64 else 0}
     grid = (turns * most if wide == 128 else min(turns * most, device.of(q).multiprocessors),)  # at 128 there are no registers left to stay
     launch(_bwd, grid, order, listed, sums, *maps, *numbers, **facts, num_warps=4, maxnreg=128)
     if not finish:

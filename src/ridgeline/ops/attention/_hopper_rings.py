@@ -1,17 +1,22 @@
-"""What the backward on Hopper is made of: rings in shared memory and their barriers, pieces of work handed out, additions by the copy
-engine and their order, halves of registers."""
+"""What attention's kernels on Hopper are made of: rings in shared memory and their barriers, ragged tensor maps, halves of registers,
+products in two parts; and, backward, pieces of work handed out, additions by the copy engine and their order."""
 
 from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
 from triton.experimental.gluon.language._core import builtin
-from triton.experimental.gluon.language.nvidia.hopper import mbarrier
+from triton.experimental.gluon.language.nvidia.hopper import fence_async_shared, mbarrier, tma, warpgroup_mma
 from triton.language.core import _aggregate as aggregate
 
-from ridgeline.ops.attention._hopper import ROWS, _barrier, _field, _load, _place, _read, _write
+from ridgeline.cuda import TensorMap
 
+_load: gl.constexpr = getattr(tma, "async_load", None) or tma.async_copy_global_to_shared
+_store: gl.constexpr = getattr(tma, "async_store", None) or tma.async_copy_shared_to_global
 _memory = gl.shared_memory_descriptor
 _reinterpret: gl.constexpr = getattr(_memory, "_reinterpret", None) or _memory.reinterpret  # Triton 3.9 renamed it
-KEYS = gl.constexpr(2)  # groups of warps with 64 keys each
+_barrier: gl.constexpr = getattr(gl, "barrier", None) or gl.thread_barrier
+ROWS = gl.constexpr(64)  # queries of a group of warps: as many as a matrix instruction takes
+FAR = gl.constexpr(TensorMap.FAR)
+KEYS = gl.constexpr(2)  # backward's groups of warps with 64 keys each
 
 
 @builtin
@@ -21,6 +26,117 @@ def _reduce(desc, coord, src, _semantic=None):
 
     coord = _semantic._convert_to_ir_values(coord, require_i64=False)
     _semantic.builder.create_async_tma_reduce(ir.DESCRIPTOR_REDUCE_KIND.ADD, desc.handle, coord, src.handle)
+
+
+@gluon.constexpr_function
+def _bits(size):
+    return size.bit_length() - 1
+
+
+@gluon.jit
+def _place(n, SIZE: gl.constexpr):
+    """Where in a ring of that size the n-th thing lies, and whether its round is odd."""
+    if SIZE & (SIZE - 1):
+        place, odd = n % SIZE, (n // SIZE) & 1
+    else:  # fewer instructions than for numbers with a sign
+        place, odd = n & (SIZE - 1), (n >> _bits(SIZE)) & 1
+    return place, odd
+
+
+@aggregate
+class Ring:
+    """Tiles in shared memory that one warp fills and others read and free, in turn. A tile (1, 1, rows, D) is read as (rows, D)."""
+
+    tiles: gl.shared_memory_descriptor
+    ready: gl.shared_memory_descriptor
+    free: gl.shared_memory_descriptor
+    SIZE: gl.constexpr
+
+    @gluon.constexpr_function
+    def __init__(self, tiles, ready, free):
+        self.tiles = tiles
+        self.ready = ready
+        self.free = free
+        self.SIZE = gl.constexpr(tiles.type.shape[0])
+
+    @gluon.jit
+    def await_free(self, n):
+        place, odd = _place(n, self.SIZE)
+        mbarrier.wait(self.free.index(place), odd ^ 1)
+
+    @gluon.jit
+    def fill(self, source, n, at):
+        self.await_free(n)
+        place, _ = _place(n, self.SIZE)
+        mbarrier.expect(self.ready.index(place), source.block_type.nbytes)
+        _load(source, at, self.ready.index(place), self.tiles.index(place))
+
+    @gluon.jit
+    def end(self, n):
+        """Says that the n-th tile is there, and leaves it as it is."""
+        place, _ = _place(n, self.SIZE)
+        mbarrier.arrive(self.ready.index(place), count=1)
+
+    @gluon.jit
+    def tile(self, n):
+        place, _ = _place(n, self.SIZE)
+        return self.tiles.index(place).reshape([self.tiles.type.shape[-2], self.tiles.type.shape[-1]])
+
+    @gluon.jit
+    def take(self, n, wanted=True):
+        place, odd = _place(n, self.SIZE)
+        mbarrier.wait(self.ready.index(place), odd, pred=wanted)
+        return self.tile(n)
+
+    @gluon.jit
+    def give(self, n, wanted=True):
+        place, _ = _place(n, self.SIZE)
+        mbarrier.arrive(self.free.index(place), count=1, pred=wanted)
+
+
+@gluon.jit
+def _ring(source, SIZE: gl.constexpr, READERS: gl.constexpr):
+    ready = gl.allocate_shared_memory(gl.int64, [SIZE, 1], mbarrier.MBarrierLayout())
+    free = gl.allocate_shared_memory(gl.int64, [SIZE, 1], mbarrier.MBarrierLayout())
+    for n in gl.static_range(SIZE):
+        mbarrier.init(ready.index(n), count=1)
+        mbarrier.init(free.index(n), count=READERS)
+    return Ring(gl.allocate_shared_memory(source.dtype, [SIZE] + source.block_type.shape, source.layout), ready, free)
+
+
+@gluon.jit
+def _same(x):
+    """A number that all threads of a warp have, as the compiler then knows too."""
+    return gl.inline_asm_elementwise("redux.sync.or.b32 $0, $1, 0xffffffff;", "=r,r", [x], dtype=gl.int32, is_pure=False, pack=1)
+
+
+@gluon.jit
+def _in(begin, length, row):
+    """Where a row of a sequence is in a ragged tensor map (`TensorMap`), by its first two coordinates and its last but one."""
+    return FAR, begin + length, FAR - length + row
+
+
+@gluon.jit
+def _write(board, n, head, row, low, high, begin, rows, columns, shift):
+    """What groups of warps must know of the n-th tile; `_read` gives it."""
+    field = gl.arange(0, 8, gl.BlockedLayout([1], [32], [1], [0]))
+    left = gl.where(field == 0, head, gl.where(field == 1, row, gl.where(field == 2, low, high)))
+    right = gl.where(field == 4, begin, gl.where(field == 5, rows, gl.where(field == 6, columns, shift)))
+    board.index(n & 1).store(gl.where(field < 4, left, right))
+    _barrier()
+
+
+@gluon.jit
+def _field(fields, N: gl.constexpr):
+    number = gl.arange(0, 8, fields.type.layout)
+    return _same(gl.sum(gl.where(number == N, fields, 0), 0))
+
+
+@gluon.jit
+def _read(board, n):
+    fields = board.index(n & 1).load(gl.BlockedLayout([8], [32], [4], [0]))
+    head, row, low, high = _field(fields, 0), _field(fields, 1), _field(fields, 2), _field(fields, 3)
+    return head, row, low, high, _field(fields, 4), _field(fields, 5), _field(fields, 6), _field(fields, 7)
 
 
 @gluon.jit
@@ -179,6 +295,25 @@ class Memory:
 
 
 @gluon.jit
+def _pack(p, dtype: gl.constexpr):
+    """Neighbours of a row as one register of two: single halves, carried around a loop, take a register each and two moves more."""
+    even, odd = gl.split(gl.reshape(p, [p.shape[0], p.shape[1] // 2, 2]))
+    if dtype == gl.bfloat16:
+        packed = gl.inline_asm_elementwise("cvt.rn.bf16x2.f32 $0, $2, $1;", "=r,f,f", [even, odd], dtype=gl.int32, is_pure=True, pack=1)
+    else:
+        packed = gl.inline_asm_elementwise("cvt.rn.f16x2.f32 $0, $2, $1;", "=r,f,f", [even, odd], dtype=gl.int32, is_pure=True, pack=1)
+    return packed
+
+
+@gluon.jit
+def _halves(packed, dtype: gl.constexpr, layout: gl.constexpr):
+    """Two to a register, as the left side of a product."""
+    even = (packed & 0xFFFF).to(gl.int16).to(dtype, bitcast=True)
+    odd = (packed >> 16).to(gl.int16).to(dtype, bitcast=True)
+    return gl.convert_layout(gl.reshape(gl.join(even, odd), [packed.shape[0], packed.shape[1] * 2]), layout)
+
+
+@gluon.jit
 def _singles(packed, dtype: gl.constexpr, layout: gl.constexpr):
     """Two to a register, in float32."""
     if dtype == gl.bfloat16:
@@ -188,6 +323,18 @@ def _singles(packed, dtype: gl.constexpr, layout: gl.constexpr):
         even = (packed & 0xFFFF).to(gl.int16).to(dtype, bitcast=True).to(gl.float32)
         odd = (packed >> 16).to(gl.int16).to(dtype, bitcast=True).to(gl.float32)
     return gl.convert_layout(gl.reshape(gl.join(even, odd), [packed.shape[0], packed.shape[1] * 2]), layout)
+
+
+@gluon.jit
+def _scores(q, keys, zero, REST: gl.constexpr):
+    """Starts q K^T; with REST of half of the dimensions and so many more, since what is beyond is zeros."""
+    if REST:
+        HALF: gl.constexpr = q.shape[1] // 2
+        s = warpgroup_mma(q.slice(0, HALF, 1), keys.slice(0, HALF, 1).permute((1, 0)), zero, use_acc=False, is_async=True)
+        s = warpgroup_mma(q.slice(HALF, REST, 1), keys.slice(HALF, REST, 1).permute((1, 0)), s, is_async=True)
+    else:
+        s = warpgroup_mma(q, keys.permute((1, 0)), zero, use_acc=False, is_async=True)
+    return s
 
 
 @gluon.jit
@@ -214,3 +361,43 @@ def _added(BUT: gl.constexpr):
         gl.static_assert(BUT == 2)
         gl.inline_asm_elementwise("cp.async.bulk.wait_group 2; mov.u32 $0, 0;", "=r,r", [0], dtype=gl.int32, is_pure=False, pack=1)
     _barrier()
+
+
+@gluon.jit
+def _as_held(sums):
+    """A tile of (64, W) in the order in which the threads hold it, as (2 W, 32): four numbers of a thread lie together, and its warp's
+    threads one after the other, so that no two of them write to one bank. `_in_rows` undoes it."""
+    W: gl.constexpr = sums.shape[1]
+    held = sums.reshape([4, 2, 8, W // 8, 4, 2]).permute((3, 0, 2, 4, 1, 5))  # warp, half, row, eight columns, two, one
+    return held.reshape([2 * W, 32])
+
+
+@gluon.jit
+def _held(sums, rows, like):
+    """What memory holds of a tile, as `_as_held` has laid it, in so many rows; past L1, which may know of something older."""
+    W: gl.constexpr = like.shape[1]
+    layout: gl.constexpr = _as_held(like).type.layout
+    row = gl.arange(0, 2 * W, gl.SliceLayout(1, layout))[:, None]
+    number = gl.arange(0, 32, gl.SliceLayout(0, layout))[None, :]
+    found = gl.load(sums + row * 32 + number, mask=row + 0 * number < rows, other=0.0, cache_modifier=".cg")
+    return gl.convert_layout(found.reshape([W // 8, 4, 8, 4, 2, 2]).permute((1, 4, 2, 0, 3, 5)).reshape([ROWS, W]), like.type.layout)
+
+
+@gluon.jit
+def _add(dq, dq_sums, at, room, before):
+    """A tile of dQ goes to its sums in memory, by way of a room in shared memory."""
+    room.reshape([room.shape[1], 32]).slice(0, 2 * dq.shape[1], 0).store(_as_held(dq))
+    fence_async_shared()
+    if before == 0:
+        _store(dq_sums, at, room)
+    else:
+        _reduce(dq_sums, at, room)
+
+
+@gluon.jit
+def _finish(dq, dq_out, at, room):
+    """A tile of dq itself."""
+    room = _reinterpret(room, dq_out.dtype, dq_out.block_type.shape, dq_out.layout)
+    room.reshape(dq.shape).store(dq.to(dq_out.dtype))
+    fence_async_shared()
+    _store(dq_out, at, room)

@@ -123,8 +123,18 @@ def _scores(a, a2, b, b2, e, PRECISION: tl.constexpr):
 @triton.jit
 def _add(acc, acc2, p, x, x2, e, PRECISION: tl.constexpr):
     """acc + p x, in both parts."""
-    acc = tl.dot(p.to(x.dtype), x, acc, input_precision=PRECISION)
-    return acc, acc2 if e is None else tl.dot(p.to(x.dtype), x2, acc2, input_precision=PRECISION)
+    acc = _sum(acc, p, x, PRECISION)
+    return acc, acc2 if e is None else _sum(acc2, p, x2, PRECISION)
+
+
+@triton.jit
+def _sum(acc, p, x, PRECISION: tl.constexpr):
+    """acc + p x. In full float32 a block is summed by itself: one chain over all blocks would round its own sum every time."""
+    if x.dtype == tl.float32 and PRECISION == "ieee":
+        acc = tl.fma(tl.dot(p, x, input_precision=PRECISION), 1.0, acc)  # the compiler makes one chain of a plain addition
+    else:
+        acc = tl.dot(p.to(x.dtype), x, acc, input_precision=PRECISION)
+    return acc
 
 
 @triton.jit

@@ -152,6 +152,7 @@ def cost(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, *, mask: Any = None,
 def _case(batch: int, heads: int, length: int, D: int, use: str = "bench", kv: int = 0, **given: Any) -> Case:
     name = f"{batch}x{heads}{f'/{kv}' if kv else ''}x{length}x{D}{' causal' if given.get('causal') else ''}"
     name += f" window {given['window'][0]}" if "window" in given else ""
+    name += " deterministic" if given.get("deterministic") else ""
     keys = Spec(batch, kv or heads, length, D)
     dtypes = {"bench": ("bfloat16",), "quick": ("float32",), "grid": ("bfloat16", "float32")}[use]
     return Case(name, (Spec(batch, heads, length, D), keys, keys), given, dtypes=dtypes, use=use)
@@ -177,11 +178,13 @@ ATTENTION = OPS[False] = Op(
         _small("1x4/2x50x41x32 window, softcap", (1, 4, 50, 32), (1, 2, 41, 32), window=(7, 9), softcap=2.0, scale=0.3),
         _small("1x2x40x17x40 rows without keys", (1, 2, 40, 40), (1, 2, 17, 40), causal="bottom_right", return_lse=True),
         Case("1x2x70x300x40", (Spec(1, 2, 70, 40), *[Spec(1, 2, 300, 40)] * 2), dtypes=("float16",)),  # several pieces of dQ
+        Case("1x2x70x150x80 causal", (Spec(1, 2, 70, 80), *[Spec(1, 2, 150, 80)] * 2), {"causal": True}, ("float16",)),  # D in two parts
+        Case("1x2x100x90x256", (Spec(1, 2, 100, 256), *[Spec(1, 2, 90, 256)] * 2), dtypes=("float16",)),
         Case("2x2x65x97x16 mask", (Spec(2, 2, 65, 16), *[Spec(2, 1, 97, 16)] * 2), {"mask": Spec(2, 1, 65, 97, dtype="bool", high=2)}),
         Case("1x2x80x100x16 bias", (Spec(1, 2, 80, 16), *[Spec(1, 2, 100, 16)] * 2), {"mask": Spec(2, 1, 100, grad=False), "softcap": 5.0}),
         _case(2, 4, 256, 64, "quick"),
         _case(1, 8, 512, 64, "quick", causal=True),
-        *(_case(b, h, s, d, causal=c, deterministic=False) for b, h, s, d, c in GRID),
+        *(_case(b, h, s, d, causal=c, deterministic=fixed) for fixed in (False, True) for b, h, s, d, c in GRID),
         *(_case(b, h, s, d) for b, h, s, d in OFF),
         *(_case(8, 1, s, d, "grid") for d in (16, 32, 64, 128) for s in (256, 1024, 4096, 8192, 16384)),
         *(_case(1, 1, 1 << s, d, "grid", causal=True) for d in (16, 32, 64, 128) for s in range(7, 17)),

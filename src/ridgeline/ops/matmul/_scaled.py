@@ -1,0 +1,135 @@
+"""What the products of 8-bit numbers share: their tiles, their scales' shapes, and what they accept."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+import triton
+import triton.language as tl
+
+from ridgeline import device, tuning
+from ridgeline.op import Spec, dtype_name
+
+BLOCK = 128  # numbers along K, and along N, that share a scale of fp8's blocks
+OUT = (torch.bfloat16, torch.float16, torch.float32)
+
+
+@triton.jit
+def place(M, N, BM: tl.constexpr, BN: tl.constexpr, GROUP: tl.constexpr):
+    """The rows and columns of this program's tile; GROUP rows of tiles go down before the next column, for L2's sake."""
+    pid = tl.program_id(0)
+    across = tl.cdiv(N, BN)
+    first = pid // (GROUP * across) * GROUP
+    size = tl.minimum(tl.cdiv(M, BM) - first, GROUP)
+    m = (first + pid % (GROUP * across) % size) * BM + tl.arange(0, BM)
+    n = pid % (GROUP * across) // size * BN + tl.arange(0, BN)
+    return m, n
+
+
+@triton.jit
+def finish(y, total, bias, m, n, M, N, bias_step):
+    """Adds the bias and stores a tile of float32 sums."""
+    if bias is not None:
+        total += tl.load(bias + n.to(tl.int64) * bias_step, mask=n < N, other=0).to(tl.float32)[None, :]
+    at = y + m[:, None].to(tl.int64) * N + n[None, :]
+    tl.store(at, total.to(y.dtype.element_ty), mask=(m[:, None] < M) & (n[None, :] < N))
+
+
+def grid(M: int, N: int) -> Any:
+    return lambda c: (triton.cdiv(M, c["BM"]) * triton.cdiv(N, c["BN"]),)
+
+
+def config(op: str, a: torch.Tensor, b: torch.Tensor, wide: bool, whole: bool = True) -> dict[str, Any]:
+    """Tiles of bytes. wide: the sums leave room for tiles of 128 x 256 in the registers. whole: bytes are multiplied as they are."""
+    gpu, (M, K), N = device.of(a), a.shape, b.shape[1]
+    odd = not whole or any(1 not in t.stride() or max(t.stride()) % 16 for t in (a, b))  # loads of single bytes, which take registers
+
+    def tile(BM: int, BN: int, threads: int, stages: int, BK: int = BLOCK) -> tuning.Config:
+        return {"BM": BM, "BN": BN, "BK": BK, "GROUP": 8, "num_warps": threads // gpu.warp, "num_stages": stages}
+
+    few, down = M <= 64, max(16, triton.next_power_of_2(M))
+
+    def tiles(BM: int, BN: int) -> int:
+        return triton.cdiv(M, BM) * triton.cdiv(N, BN)
+
+    def rule() -> tuning.Config:
+        stages = 1 if odd or gpu.backend != "cuda" else 4 if gpu.capability >= 90 else 3
+        if few:
+            return tile(down, 64 if odd or tiles(down, 64) >= 2 * gpu.multiprocessors else 32, 256 if odd else 128, stages)
+        if odd:
+            return tile(64, 64, 256, stages)
+        if wide and gpu.capability == 90 and tiles(128, 256) >= gpu.multiprocessors:
+            return tile(128, 256, 256, 3)
+        if gpu.capability == 90 and tiles(128, 128) < gpu.multiprocessors:
+            return tile(64, 128, 128, stages)
+        return tile(128, 128, 256, min(stages, 3) if wide else stages)  # wide: 3 stages leave room for a second program
+
+    def space() -> list[tuning.Config]:
+        if few:
+            return [tile(down, n, threads, s) for n in (32, 64, 128) for threads in (64, 128) for s in (4, 6, 8)]
+        shapes: list[tuple[int, ...]] = [(128, 128, 256, 4), (128, 128, 256, 3), (64, 128, 128, 4), (128, 64, 128, 4)]
+        if wide:
+            shapes += [(128, 128, 128, 4), (64, 256, 128, 4), (256, 128, 256, 3), (128, 256, 256, 3), (128, 256, 256, 2, 256)]
+        return [tile(*shape) | {"GROUP": g} for shape in shapes for g in (4, 8, 16)]
+
+    key = " ".join([dtype_name(a), *(["odd"] * odd), *(str(min(16384, triton.next_power_of_2(d))) for d in (M, N, K))])
+    chosen = tuning.config(gpu, op, "fwd", key, rule, space)
+    return chosen | {"EVEN": K % chosen["BK"] == 0}
+
+
+def along_rows(t: torch.Tensor, M: int) -> bool:
+    """Whether t has one number, or one for each of M rows: (M,) or (M, 1)."""
+    return t.numel() == 1 or tuple(t.shape) in ((M,), (M, 1))
+
+
+def along_columns(t: torch.Tensor, N: int) -> bool:
+    """Whether t has one number, or one for each of N columns: (N,) or (1, N)."""
+    return t.numel() == 1 or tuple(t.shape) in ((N,), (1, N))
+
+
+def step(t: torch.Tensor | None, dim: int) -> int:
+    """From one number to the next along a dimension: 0 where there is but one."""
+    return 0 if t is None or t.numel() == 1 else t.stride(dim)
+
+
+def fault(dtype: torch.dtype, a: Any, b: Any, bias: Any, out_dtype: Any, **others: Any) -> str | None:
+    """What is wrong with the operands, the bias and the result's dtype, or None. others: tensors by their names, None among them."""
+    for name, t in {"a": a, "b": b, **others, "bias": bias}.items():
+        if t is None and name in ("bias", "zero_a"):
+            continue
+        if not isinstance(t, torch.Tensor):
+            return f"{name} must be a tensor, and is {type(t).__name__}"
+        if t.device != a.device:
+            return f"{name} is on {t.device} and a on {a.device}; one device is needed"
+        if name.startswith("scale") and t.dtype not in (torch.float32, torch.float64):
+            return f"{name} must be float32, and is {t.dtype}"
+    if a.dtype != dtype or b.dtype != dtype:
+        return f"a and b must be {dtype}, and are {a.dtype} and {b.dtype}"
+    if a.dim() != 2 or b.dim() != 2 or a.shape[1] != b.shape[0]:
+        return f"a must be (M, K) and b (K, N), and they are {tuple(a.shape)} and {tuple(b.shape)}"
+    if out_dtype not in OUT and not (out_dtype == torch.float64 == others["scale_a"].dtype):  # float64: as the reference computes
+        return f"out_dtype must be torch.bfloat16, float16 or float32, and is {out_dtype!r}"
+    if bias is not None and (tuple(bias.shape) != (b.shape[1],) or not bias.is_floating_point()):
+        return f"bias must be ({b.shape[1]},) and floating point, and is {tuple(bias.shape)} {bias.dtype}"
+    return None
+
+
+def unlike(*tensors: Any) -> str | None:
+    """Why kernels do not take scales of these dtypes, or None: (a, b, scale_a, scale_b, ...)."""
+    other = [t.dtype for t in tensors[2:4] if t.dtype != torch.float32]
+    return f"it takes scales in float32, and one is {other[0]}" if other else None
+
+
+class Scale(Spec):
+    """Random scales about 0.01, in float32."""
+
+    def make(self, dtype: torch.dtype, *rest: Any) -> torch.Tensor:
+        return super().make(torch.float32, *rest).detach().abs() / 64
+
+
+class ScaleColumns(Scale):
+    """The same with contiguous columns, as torch._scaled_mm wants those of blocks: what is timed beside ours is its product alone."""
+
+    def make(self, *args: Any) -> torch.Tensor:
+        return super().make(*args).mT.contiguous().mT

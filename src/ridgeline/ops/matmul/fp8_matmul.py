@@ -1,0 +1,261 @@
+"""fp8_matmul: y = (a * scale_a) @ (b * scale_b) + bias, of floating-point numbers of 8 bits (e4m3) with scales by rows or by blocks.
+
+    rows:     y_mn = s_m t_n sum_k a_mk b_kn              blocks:   y_mn = sum_j s_mj t_jn sum_{k in block j} a_mk b_kn
+
+Hopper's matrix units add 8-bit products with some 14 bits; so sums are taken over into float32 every 128 of K, and with scales by blocks
+multiplied by them on the way. For a result in float32 that is too coarse: its numbers are multiplied as float16, which holds each of
+them, in the units that add in float32, at half the rate or less. The floor is 2 M N K operations at the rate of 8-bit products.
+Source: DeepSeek-AI, DeepSeek-V3 technical report, 2024 (arXiv:2412.19437), section 3.3.2.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+import triton
+import triton.language as tl
+
+from ridgeline import device
+from ridgeline.boundary import INTERPRETED, kernel_op, launch
+from ridgeline.op import Case, Columns, Cost, Op, OwnDtype, RidgelineError, Spec, nbytes
+from ridgeline.ops.matmul._scaled import (
+    BLOCK,
+    Scale,
+    ScaleColumns,
+    along_columns,
+    along_rows,
+    config,
+    fault,
+    finish,
+    grid,
+    place,
+    step,
+    unlike,
+)
+from ridgeline.select import eager, run
+from ridgeline.tiles.float8 import decoded
+
+E4M3 = torch.float8_e4m3fn
+
+
+@triton.jit
+def _fwd(y, a, b, scale_a, scale_b, bias, M, N, K, a_m, a_k, b_k, b_n, a_steps, b_steps, bias_step, WIDE: tl.constexpr, NATIVE: tl.constexpr, DECODE: tl.constexpr, BM: tl.constexpr, BN: tl.constexpr, BK: tl.constexpr, GROUP: tl.constexpr, EVEN: tl.constexpr):  # fmt: skip
+    """WIDE: by blocks of BK of K, how many columns of b share a scale (1, or more than a tile has); 0 for scales by rows.
+    NATIVE: the matrix units of 8 bits multiply; else a and b are codes, and multiplied as the float16 that they are exactly.
+    DECODE: the GPU has an instruction that makes float16 of them."""
+    m, n = place(M, N, BM, BN, GROUP)
+    k = tl.arange(0, BK).to(tl.int64)
+    at_a = a + (m % M)[:, None].to(tl.int64) * a_m + k[None, :] * a_k
+    at_b = b + k[:, None] * b_k + (n % N)[None, :].to(tl.int64) * b_n
+    scale_a += (m % M).to(tl.int64) * a_steps[0]
+    if WIDE > 1:
+        scale_b += tl.min(n, 0).to(tl.int64) // WIDE * b_steps[1]
+    else:
+        scale_b += (n % N).to(tl.int64) * b_steps[1]
+    total = tl.zeros((BM, BN), tl.float32)
+    ahead = tl.full((), BK, tl.int64)  # strides may be so long that BK of them pass 2^31
+    for start in range(0, K, BK):
+        if EVEN:
+            left, right = tl.load(at_a), tl.load(at_b)
+        else:
+            left = tl.load(at_a, mask=k[None, :] < K - start, other=0.0)
+            right = tl.load(at_b, mask=k[:, None] < K - start, other=0.0)
+        if not NATIVE:
+            left, right = decoded(left, DECODE).to(tl.float16), decoded(right, DECODE).to(tl.float16)
+        if WIDE == 0:
+            total = tl.dot(left, right, total, max_num_imprecise_acc=BK if NATIVE else 0)
+        else:
+            rows, columns = tl.load(scale_a), tl.load(scale_b)
+            part = tl.dot(left, right)
+            if WIDE == 1:
+                total += part * (rows[:, None] * columns[None, :])
+            else:
+                total += part * (rows * columns)[:, None]
+            scale_a += a_steps[1]
+            scale_b += b_steps[0]
+        at_a += a_k * ahead
+        at_b += b_k * ahead
+    if WIDE == 0:
+        total = total * tl.load(scale_a)[:, None] * tl.load(scale_b)[None, :]
+    finish(y, total, bias, m, n, M, N, bias_step)
+
+
+def _blocks(a: torch.Tensor, b: torch.Tensor, scale_a: torch.Tensor, scale_b: torch.Tensor) -> int | None:
+    """How many columns of b share a scale of a block: 1 or 128; 0 where scales are by rows, None where they are neither."""
+    (M, K), N = a.shape, b.shape[1]
+    deep = -(-K // BLOCK)
+    if tuple(scale_a.shape) == (M, deep):
+        for wide in (BLOCK, 1):
+            if tuple(scale_b.shape) == (deep, -(-N // wide)):
+                return wide
+    return 0 if along_rows(scale_a, M) and along_columns(scale_b, N) else None
+
+
+def _launch(y: torch.Tensor, a: torch.Tensor, b: torch.Tensor, scale_a: torch.Tensor, scale_b: torch.Tensor, bias: Any, _: Any) -> None:
+    """a (M, K), b (K, N), any strides; y contiguous."""
+    (M, K), N = a.shape, b.shape[1]
+    wide, gpu = _blocks(a, b, scale_a, scale_b) or 0, device.of(a)
+    decode = gpu.backend == "cuda" and not INTERPRETED
+    native = decode and y.dtype != torch.float32
+    codes = (a, b) if native else (a.view(torch.uint8), b.view(torch.uint8))
+    steps = (scale_a.stride(), scale_b.stride()) if wide else ((step(scale_a, 0), 0), (0, step(scale_b, -1)))
+    given = y, *codes, scale_a, scale_b, bias, M, N, K, *a.stride(), *b.stride(), *steps, 0 if bias is None else bias.stride(0)
+    configured: dict[str, Any] = {
+        "config": lambda: config("fp8_matmul", a, b, wide=False, whole=native),
+        "key": (M, N, K, a.stride(), b.stride()),
+    }
+    launch(_fwd, grid(M, N), *given, WIDE=wide, NATIVE=native, DECODE=decode, **configured)
+
+
+@kernel_op("fp8_matmul_fwd(Tensor a, Tensor b, Tensor scale_a, Tensor scale_b, Tensor? bias, ScalarType dtype, str? impl) -> Tensor")
+def _forward(a: torch.Tensor, b: torch.Tensor, *rest: Any) -> torch.Tensor:
+    *given, dtype, impl = rest
+    y = torch.empty((a.shape[0], b.shape[1]), dtype=dtype, device=a.device)
+    run(FP8_MATMUL, "fwd", impl, (y,), a, b, *given, dtype)
+    return y
+
+
+def reference(
+    a: torch.Tensor, b: torch.Tensor, scale_a: torch.Tensor, scale_b: torch.Tensor, *,
+    bias: torch.Tensor | None = None, out_dtype: torch.dtype = torch.bfloat16,
+) -> torch.Tensor:  # fmt: skip
+    wide = _blocks(a, b, scale_a, scale_b)
+    left, right = a.to(scale_a.dtype), b.to(scale_a.dtype)
+    if wide:
+        left = left * scale_a.repeat_interleave(BLOCK, 1)[:, : a.shape[1]]
+        right = right * scale_b.repeat_interleave(BLOCK, 0)[: b.shape[0]].repeat_interleave(wide, 1)[:, : b.shape[1]]
+        y = left @ right
+    else:
+        y = (left @ right) * scale_a.reshape(-1, 1) * scale_b.reshape(1, -1)
+    return (y if bias is None else y + bias).to(out_dtype)
+
+
+def fp8_matmul(
+    a: torch.Tensor,
+    b: torch.Tensor,
+    scale_a: torch.Tensor,
+    scale_b: torch.Tensor,
+    *,
+    bias: torch.Tensor | None = None,
+    out_dtype: torch.dtype = torch.bfloat16,
+    impl: str | None = None,
+) -> torch.Tensor:
+    """The product of quantised matrices, dequantised: (a * scale_a) @ (b * scale_b) + bias. No gradients flow.
+
+    a: (M, K), float8_e4m3fn. b: (K, N), float8_e4m3fn. Any strides; quickest with K contiguous in both: b is q.T of a weight's q, (N, K).
+    Scales, float32, any strides, by rows: scale_a one number, (M, 1) or (M,); scale_b one, (1, N) or (N,).
+    By blocks: scale_a (M, ceil(K / 128)), as `quantize_fp8` gives; scale_b (ceil(K / 128), ceil(N / 128)), the scale.T of a weight
+    quantised in 128 x 128 blocks, or (ceil(K / 128), N), of one quantised in 1 x 128. bias: (N,), floating point, or None.
+    Returns (M, N) in out_dtype: torch.bfloat16, float16 or float32, contiguous. Sums are taken over into float32 every 128 of K;
+    a float32 result is exact to float32's own roundings, and slower.
+    Raises RidgelineError where shapes, dtypes or devices are none of these, or `impl` cannot run the call: on an NVIDIA GPU
+    before sm_89, whose matrix units have no 8-bit floats, no kernel can.
+    """
+    wrong = fault(E4M3, a, b, bias, out_dtype, scale_a=scale_a, scale_b=scale_b)
+    if wrong is None and _blocks(a, b, scale_a, scale_b) is None:
+        (M, K), N = a.shape, b.shape[1]
+        deep = -(-K // BLOCK)
+        wrong = (
+            f"scales must be one number or by rows, ({M}, 1) and (1, {N}), or by blocks, ({M}, {deep}) and ({deep}, {-(-N // BLOCK)}), "
+            f"and are {tuple(scale_a.shape)} and {tuple(scale_b.shape)}"
+        )
+    if wrong:
+        raise RidgelineError(f"fp8_matmul: {wrong}")
+    plain = eager(FP8_MATMUL, impl, a, b)
+    if plain is None and impl is None and unlike(a, b, scale_a, scale_b):
+        plain = FP8_MATMUL.implementations["naive"]
+    if plain is not None and plain.call is not None:
+        return plain.call(a, b, scale_a, scale_b, bias=bias, out_dtype=out_dtype)
+    return _forward(a, b, scale_a.detach(), scale_b.detach(), None if bias is None else bias.detach(), out_dtype, impl)
+
+
+def cost(a: torch.Tensor, b: torch.Tensor, *scales: torch.Tensor, **options: Any) -> tuple[Cost, None]:
+    bias, size = options.get("bias"), a.shape[0] * b.shape[1]
+    given = nbytes(a, b, *scales) + (0 if bias is None else nbytes(bias))
+    return Cost(given, size * options.get("out_dtype", torch.bfloat16).itemsize, 2 * size * a.shape[1]), None
+
+
+def _case(M: int, N: int, K: int, how: str, b: type[Spec] = Columns, bias: bool = False, **facts: Any) -> Case:
+    deep = -(-K // BLOCK)
+    scales = {
+        "rows": (Scale(M, 1), Scale(1, N)),
+        "one": (Scale(), Scale()),
+        "blocks": (Scale(M, deep), Scale(deep, -(-N // BLOCK))),
+        "blocks by columns": (ScaleColumns(M, deep), ScaleColumns(deep, -(-N // BLOCK))),
+        "1x128": (Scale(M, deep), Scale(deep, N)),
+    }[how]
+    options: dict[str, Any] = {"bias": Spec(N, grad=False)} if bias else {}
+    # In benchmarks the dtype is that of the matrix units; the result is bfloat16.
+    options["out_dtype"] = torch.bfloat16 if facts.get("use") == "bench" else OwnDtype()
+    codes = Spec(M, K, dtype="float8_e4m3fn", grad=False), b(K, N, dtype="float8_e4m3fn", grad=False)
+    return Case(f"{M}x{N}x{K} {how}{', bias' * bias}", (*codes, *scales), options, **facts)
+
+
+BENCH = [(n, n, n) for n in (1024, 2048, 4096, 8192)] + [(8192, 14336, 4096), (8192, 4096, 14336), (16384, 2048, 2048)]
+FP8_MATMUL = Op(
+    fp8_matmul,
+    reference=reference,
+    cost=cost,
+    cases=[
+        _case(33, 40, 129, "rows"),
+        _case(33, 40, 129, "rows", bias=True),
+        _case(70, 130, 300, "blocks"),
+        _case(70, 130, 300, "1x128", bias=True),
+        _case(20, 24, 64, "one", b=Spec),
+        _case(1, 1, 1, "rows"),
+        _case(256, 256, 256, "blocks", use="quick"),
+        *(_case(*shape, how, dtypes=("float8_e4m3fn",), use="bench") for how in ("rows", "blocks by columns") for shape in BENCH),
+        _case(4096, 4096, 4096, "blocks", dtypes=("float8_e4m3fn",), use="bench"),  # as quantize_fp8 gives them
+        _case(16, 8192, 8192, "blocks", dtypes=("float8_e4m3fn",), use="bench"),
+        _case(4095, 4093, 4097, "blocks", dtypes=("float8_e4m3fn",), use="bench"),
+    ],
+)
+
+
+def _cublas(a: torch.Tensor, b: torch.Tensor, *_: Any, **__: Any) -> str | None:
+    """Why torch's own product of e4m3 does not take these, or None."""
+    gpu = device.of(a)
+    if gpu.backend != "cuda" or gpu.capability < 89:
+        return f"torch._scaled_mm with these scales needs a GPU with 8-bit floats (sm_89), and this is {gpu.name}"
+    if a.shape[1] % 16 or b.shape[1] % 16 or not a.numel() * b.numel():
+        return f"torch._scaled_mm takes K and N that 16 divides; a is {tuple(a.shape)} and b {tuple(b.shape)}"
+    return None
+
+
+def _torch(a: torch.Tensor, b: torch.Tensor, scale_a: torch.Tensor, scale_b: torch.Tensor, **options: Any) -> torch.Tensor:
+    """torch's scales of activations lie column by column, and its products want K contiguous in both operands."""
+    reason = _cublas(a, b)
+    if reason is None:
+        left, right = scale_a, scale_b
+        if _blocks(a, b, scale_a, scale_b):
+            left, right = left.mT.contiguous().mT, right.mT.contiguous().mT
+        elif scale_a.numel() > 1 or scale_b.numel() > 1:
+            left, right = scale_a.reshape(-1, 1).expand(a.shape[0], 1), scale_b.reshape(1, -1).expand(1, b.shape[1])
+            left, right = left.contiguous(), right.contiguous()
+        given = {"bias": options.get("bias"), "out_dtype": options.get("out_dtype", torch.bfloat16)}
+        try:
+            return torch._scaled_mm(a.contiguous(), b.mT.contiguous().mT, left, right, **given)
+        except RuntimeError as error:
+            reason = f"torch._scaled_mm refuses it: {str(error).splitlines()[0]}"
+    raise RidgelineError(f"fp8_matmul: impl='torch' cannot run this call: {reason}")
+
+
+def _lacks(a: torch.Tensor, *rest: Any) -> str | None:
+    gpu = device.of(a)
+    if gpu.backend == "cuda" and gpu.capability < 89:
+        return f"{gpu.name} ({gpu.arch}) has no matrix units for 8-bit floats; sm_89 and later have"
+    return unlike(a, *rest)
+
+
+FP8_MATMUL.eager("naive", "the formula in eager PyTorch: both matrices dequantised, then a product in float32", reference, served=True)
+FP8_MATMUL.eager("torch", "PyTorch's own (cuBLAS, CUTLASS)", _torch, supports=_cublas)
+FP8_MATMUL.kernel(
+    "triton",
+    "one tile a program on the matrix units of 8 bits; sums taken over into float32, and scaled there, every 128 of K",
+    kind="triton",
+    fwd=_launch,
+    supports=_lacks,
+    dtypes=("float8_e4m3fn",),
+    served=True,
+)

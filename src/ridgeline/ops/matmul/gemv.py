@@ -1,0 +1,251 @@
+"""gemv: y = a @ x, a matrix times a vector, or times each of a few: what every weight of a model does while it decodes.
+
+    y_mn = sum_k a_nk x_mk            backward: dx_mk = sum_n dy_mn a_nk,  da_nk = sum_m dy_mn x_mk
+
+Every number of a is used M times, so the clock is memory's: the floor is a read once. A program takes a few rows of a, each thread
+16 bytes of every one, and all loads of a step are on their way before the first is waited for; x stays in L1. Where the rows are
+too few to fill the chip, K is split, and a second kernel adds up the parts in their order. A transposed a is read along its columns.
+Source: the warp-per-row products of every BLAS; Bell and Garland, Implementing sparse matrix-vector multiplication on
+throughput-oriented processors, SC 2009, for the two orders.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+import torch.nn.functional as F
+import triton
+import triton.language as tl
+
+from ridgeline import device, tuning
+from ridgeline.boundary import Function, differentiate, first_order, kernel_op, launch
+from ridgeline.op import Case, Columns, Cost, Op, RidgelineError, Spec, dtype_name, nbytes
+from ridgeline.ops.matmul.matmul import _matmul
+from ridgeline.select import eager, run
+
+MOST = 16  # rows of x
+ROOM = 1 << 20  # float32 numbers of parts; an allocation depends on no configuration
+
+
+@triton.jit
+def _share(K, STEP: tl.constexpr, SPLITS: tl.constexpr):
+    """Where this program's part of K begins and ends: whole steps, as many for each."""
+    length = tl.cdiv(K, STEP * SPLITS) * STEP
+    start = tl.program_id(1) * length
+    return start, tl.minimum(K, start + length)
+
+
+@triton.jit
+def _put(y, parts, total, m, n, M, N, SPLITS: tl.constexpr):
+    """Stores sums at (m, n): of all K in y, of a part in float32."""
+    inside = (m < M) & (n < N)
+    at = m.to(tl.int64) * N + n
+    if SPLITS == 1:
+        tl.store(y + at, total.to(y.dtype.element_ty), mask=inside)
+    else:
+        tl.store(parts + tl.program_id(1).to(tl.int64) * M * N + at, total, mask=inside)
+
+
+@triton.jit
+def _fwd(y, parts, a, x, M, N, K, a_n, a_k, x_m, x_k, BM: tl.constexpr, BN: tl.constexpr, BK: tl.constexpr, TILES: tl.constexpr, PACK: tl.constexpr, SPLITS: tl.constexpr):  # fmt: skip
+    """A step loads TILES tiles of BN rows and BK columns; PACK neighbours, which a thread has loaded at once, are added before all else."""
+    m = tl.arange(0, BM)[:, None, None]
+    n = (tl.program_id(0).to(tl.int64) * BN + tl.arange(0, BN))[None, :, None]
+    sums = tl.zeros((BM, BN, BK // PACK), tl.float32)
+    begin, end = _share(K, BK * TILES, SPLITS)
+    for start in range(begin, end, BK * TILES):
+        loaded = ()
+        for t in tl.static_range(TILES):
+            k = start + t * BK + tl.arange(0, BK)[None, None, :]
+            left = tl.load(a + n * a_n + k.to(tl.int64) * a_k, mask=(n < N) & (k < K), other=0, eviction_policy="evict_first")
+            loaded = loaded + (left, tl.load(x + m * x_m + k.to(tl.int64) * x_k, mask=(m < M) & (k < K), other=0))
+        for t in tl.static_range(TILES):
+            products = tl.reshape(loaded[2 * t].to(tl.float32) * loaded[2 * t + 1].to(tl.float32), (BM, BN, BK // PACK, PACK))
+            sums += tl.sum(products, 3)
+    _put(y, parts, tl.sum(sums, 2), tl.arange(0, BM)[:, None], tl.reshape(n, (1, BN)), M, N, SPLITS)
+
+
+@triton.jit
+def _few(y, parts, a, x, M, N, K, a_n, a_k, x_m, x_k, BM: tl.constexpr, BN: tl.constexpr, BK: tl.constexpr, SPLITS: tl.constexpr):
+    """The same on the matrix units, in half precision: from five rows of x on, multiplying one by one would take longer than reading."""
+    m = tl.arange(0, BM)[None, :]
+    n = (tl.program_id(0).to(tl.int64) * BN + tl.arange(0, BN))[:, None]
+    total = tl.zeros((BN, BM), tl.float32)
+    begin, end = _share(K, BK, SPLITS)
+    for start in range(begin, end, BK):
+        k = (start + tl.arange(0, BK)).to(tl.int64)
+        left = tl.load(a + n * a_n + k[None, :] * a_k, mask=(n < N) & (k[None, :] < K), other=0)
+        right = tl.load(x + m * x_m + k[:, None] * x_k, mask=(m < M) & (k[:, None] < K), other=0)
+        total = tl.dot(left, right, total)
+    _put(y, parts, total, m, n, M, N, SPLITS)
+
+
+@triton.jit
+def _add(y, parts, size, SPLITS: tl.constexpr, BLOCK: tl.constexpr):
+    """Adds up the parts of K, first to last."""
+    i = tl.program_id(0) * BLOCK + tl.arange(0, BLOCK)
+    total = tl.zeros((BLOCK,), tl.float32)
+    at = parts + i
+    for _ in range(SPLITS):
+        total += tl.load(at, mask=i < size, other=0)
+        at += size
+    tl.store(y + i, total.to(y.dtype.element_ty), mask=i < size)
+
+
+def _launch(y: torch.Tensor, parts: torch.Tensor, a: torch.Tensor, x: torch.Tensor) -> None:
+    """y, x: (M, N) and (M, K), or (N,) and (K,); a: (N, K), any strides."""
+    (N, K), M = a.shape, x.shape[0] if x.dim() == 2 else 1
+    gpu, pack, bm = device.of(a), 16 // a.element_size(), triton.next_power_of_2(max(1, M))
+    columns = a.stride(1) != 1 and a.stride(0) == 1  # what lies side by side
+    whole = not columns and a.stride(0) % pack == 0  # rows begin at 16 bytes
+    few = bm > 4 and a.dtype != torch.float32
+    threads = {"num_warps": 128 // gpu.warp}
+
+    def tile() -> tuning.Config:
+        if few:
+            return {"BN": 64, "BK": 128, **threads, "num_stages": 4 if gpu.backend == "cuda" else 2}
+        if columns:
+            return {"BN": 16 * pack, "BK": 8, "TILES": 4 if bm < 8 else 1, **threads}
+        rows, bk = 4 if whole else max(1, 4 // bm), min(128 * pack, max(16, triton.next_power_of_2(K)))
+        return {"BN": rows * 128 * pack // bk, "BK": bk, "TILES": 1, **threads}
+
+    def rule() -> tuning.Config:
+        """Eight programs a multiprocessor (two of those that hold much shared memory), by parts of K where rows are too few; at most what there is room for."""
+        c = tile()
+        blocks, steps = triton.cdiv(N, c["BN"]), triton.cdiv(K, c["BK"] * c.get("TILES", 1))
+        most = max(1, min((2 if few else 8) * gpu.multiprocessors // max(1, blocks), steps))
+        return c | {"SPLITS": 1 << (most.bit_length() - 1)}
+
+    def config() -> dict[str, Any]:
+        key = " ".join([dtype_name(a), str(bm), "columns" if columns else "rows", *(str(triton.next_power_of_2(n)) for n in (N, K))])
+        chosen = tuning.config(gpu, "gemv", "few" if few else "fwd", key, rule, lambda: _space(rule()))
+        chosen = chosen | {"BM": 16 if few else bm, "SPLITS": max(1, min(chosen["SPLITS"], ROOM // max(1, M * N)))}
+        return chosen if few else chosen | {"PACK": pack if whole and chosen["BK"] % pack == 0 else 1}
+
+    key = M, N, K, columns, whole
+    strides = *a.stride(), x.stride(0) if x.dim() == 2 else 0, x.stride(-1)
+    launch(
+        _few if few else _fwd, lambda c: (triton.cdiv(N, c["BN"]), c["SPLITS"]), y, parts, a, x, M, N, K, *strides, config=config, key=key
+    )
+
+    def adders(c: dict[str, Any]) -> tuple[int]:
+        return (triton.cdiv(M * N, c["BLOCK"]) if c["SPLITS"] > 1 else 0,)
+
+    launch(_add, adders, y, parts, M * N, BLOCK=256, config=lambda: {"SPLITS": config()["SPLITS"]}, key=key)
+
+
+def _space(c: tuning.Config) -> list[tuning.Config]:
+    """The rule's tile with half and twice the rows, warps and parts."""
+    half = (-1, 0, 1)
+    sizes = [(n, w, s) for n in half for w in half for s in half if min(c["BN"], c["num_warps"]) > 1]
+    moved = [c | {k: int(c[k] * 2.0**by) for k, by in zip(("BN", "num_warps", "SPLITS"), some, strict=True)} for some in sizes]
+    return [m for m in moved if m["SPLITS"]]
+
+
+@kernel_op("gemv_fwd(Tensor a, Tensor x, str? impl) -> Tensor")
+def _forward(a: torch.Tensor, x: torch.Tensor, impl: str | None) -> torch.Tensor:
+    y = x.new_empty((*x.shape[:-1], a.shape[0]))
+    run(GEMV, "fwd", impl, (y, x.new_empty(ROOM, dtype=torch.float32)), a, x)
+    return y
+
+
+class _Gemv(Function):
+    @staticmethod
+    def forward(ctx: Any, a: torch.Tensor, x: torch.Tensor, impl: str | None) -> torch.Tensor:
+        ctx.save_for_backward(a, x)
+        ctx.impl = impl
+        return _forward(a, x, impl)
+
+    @staticmethod
+    @first_order
+    def backward(ctx: Any, dy: torch.Tensor) -> Any:
+        a, x = ctx.saved_tensors
+        dx = _forward(a.mT, dy, ctx.impl) if ctx.needs_input_grad[1] else None
+        if not ctx.needs_input_grad[0]:
+            return None, dx, None
+        return dy[:, None] * x if x.dim() == 1 else _matmul(dy.mT, x, ctx.impl), dx, None
+
+
+def reference(a: torch.Tensor, x: torch.Tensor) -> torch.Tensor:
+    return F.linear(x, a)
+
+
+def _naive(a: torch.Tensor, x: torch.Tensor) -> torch.Tensor:
+    wide = a.to(torch.promote_types(a.dtype, torch.float32))
+    rows = [(wide * row).sum(-1) for row in x.reshape(-1, x.shape[-1])]
+    return torch.stack(rows).view(*x.shape[:-1], a.shape[0]).to(a.dtype) if rows else x.new_empty(0, a.shape[0])
+
+
+def gemv(a: torch.Tensor, x: torch.Tensor, *, impl: str | None = None) -> torch.Tensor:
+    """The product of a matrix with a vector, `a @ x`, or with each row of a small matrix, `x @ a.T`. Gradients flow to both.
+
+    a: (N, K), floating point, any strides; quickest where its rows or its columns are contiguous. x: (K,), or (M, K) with M up to 16,
+    any strides, of a's dtype and device. Under autocast both are cast to its dtype first, as for torch's own.
+    Returns (N,) or (M, N) in that dtype; sums are in float32, float32's too (never tf32), and the same bits every time.
+    Raises RidgelineError where shapes, dtypes or devices do not fit, or `impl` cannot run the call.
+    """
+    if not isinstance(a, torch.Tensor) or not isinstance(x, torch.Tensor):
+        raise RidgelineError(f"gemv: a and x must be tensors, and are {type(a).__name__} and {type(x).__name__}")
+    if not a.is_floating_point() or not x.is_floating_point():
+        raise RidgelineError(f"gemv: a and x must be floating point (float32, float16, bfloat16), and are {a.dtype} and {x.dtype}")
+    if a.dim() != 2 or x.dim() not in (1, 2) or a.shape[1] != x.shape[-1]:
+        raise RidgelineError(f"gemv: a must be (N, K) and x (K,) or (M, K), and they are {tuple(a.shape)} and {tuple(x.shape)}")
+    if x.dim() == 2 and x.shape[0] > MOST:
+        raise RidgelineError(f"gemv: x may have {MOST} rows at most, and has {x.shape[0]}; matmul takes more")
+    kind = "cuda" if a.is_cuda else "cpu"
+    if torch.is_autocast_enabled(kind) and a.dtype != torch.float64 != x.dtype:
+        a, x = a.to(torch.get_autocast_dtype(kind)), x.to(torch.get_autocast_dtype(kind))
+    if a.dtype != x.dtype or a.device != x.device:
+        raise RidgelineError(f"gemv: a is {a.dtype} on {a.device} and x {x.dtype} on {x.device}; they must agree")
+    plain = eager(GEMV, impl, a, x)
+    if plain is not None and plain.call is not None:
+        return plain.call(a, x)
+    if torch.is_grad_enabled() and (a.requires_grad or x.requires_grad):
+        return differentiate(_Gemv, a, x, impl)
+    return _forward(a, x, impl)
+
+
+def cost(a: torch.Tensor, x: torch.Tensor) -> tuple[Cost, Cost]:
+    y, flops = x.numel() // max(1, a.shape[1]) * a.shape[0] * a.element_size(), 2 * a.numel() * x.numel() // max(1, a.shape[1])
+    return Cost(nbytes(a, x), y, flops), Cost(y + nbytes(a, x), nbytes(a, x), 2 * flops)
+
+
+def _bench(name: str, a: Spec, *m: int, dtypes: tuple[str, ...] = ("bfloat16",)) -> Case:
+    return Case(name, (a, Spec(*m, a.shape[1], grad=False)), dtypes=dtypes, use="bench")
+
+
+GEMV = Op(
+    gemv,
+    reference=reference,
+    cost=cost,
+    cases=[
+        Case("33x129", (Spec(33, 129), Spec(129))),
+        Case("3 of 40x64", (Spec(40, 64), Spec(3, 64))),
+        Case("16 of 70x300", (Spec(70, 300), Spec(16, 300))),
+        Case("5 of 130x136", (Spec(130, 136), Spec(5, 136))),
+        Case("64x130 by columns", (Columns(64, 130), Spec(130))),
+        Case("6 of 72x40 by columns", (Columns(72, 40), Spec(6, 40))),
+        Case("5x9000 in parts", (Spec(5, 9000), Spec(9000))),
+        Case("1x1", (Spec(1, 1), Spec(1))),
+        Case("2048x2048", (Spec(2048, 2048, grad=False), Spec(2048, grad=False)), use="quick"),
+        *(_bench(f"{m[0] if m else 1} of 14336x4096", Spec(14336, 4096, grad=False), *m) for m in ((), (4,), (16,))),
+        *(_bench(f"{m[0] if m else 1} of 8192x8192", Spec(8192, 8192, grad=False), *m) for m in ((), (2,), (8,), (16,))),
+        _bench("1 of 8192x8192 by columns", Columns(8192, 8192, grad=False)),
+        _bench("1 of 1024x8192", Spec(1024, 8192, grad=False)),
+        _bench("8192x8192", Spec(8192, 8192, grad=False), dtypes=("float32", "float16")),
+        _bench("16 of 8192x4096", Spec(8192, 4096, grad=False), 16, dtypes=("float32",)),
+    ],
+)
+
+GEMV.eager("naive", "a product and a sum a row, in float32: the products are written and read again", _naive)
+GEMV.eager("torch", "PyTorch's own: cuBLAS on an NVIDIA GPU", reference, served=True)
+GEMV.compiled("torch.compile, which hands the product on to cuBLAS or sums in a kernel of its own")
+GEMV.kernel(
+    "triton",
+    "some rows a program, 16 bytes of each a thread before any is used; parts of K, added in order, where rows are few",
+    kind="triton",
+    fwd=_launch,
+    bwd=_launch,
+    served=True,
+)

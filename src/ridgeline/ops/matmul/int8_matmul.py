@@ -1,0 +1,211 @@
+"""int8_matmul: y = (a - zero_a) @ b * scale_a * scale_b + bias, of whole numbers of 8 bits; their sums are exact.
+
+    sum_k (a_mk - z_m) b_kn = sum_k a_mk b_kn - z_m sum_k b_kn
+
+A program multiplies one tile on the matrix units into 32-bit whole numbers and turns them into the result while they are still in
+registers: int32 sums never see memory, where a product and a dequantising pass of its own write and read 4 bytes a number more.
+Where a has zeros, a kernel before it adds up b's columns. The floor is 2 M N K operations at the rate of 8-bit products.
+Source: Jacob et al., 2018 (arXiv:1712.05877), section 2.3; Dettmers et al., LLM.int8(), 2022 (arXiv:2208.07339).
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+import triton
+import triton.language as tl
+
+from ridgeline.boundary import kernel_op, launch
+from ridgeline.op import Case, Columns, Cost, Op, OwnDtype, RidgelineError, Spec, nbytes
+from ridgeline.ops.matmul._scaled import Scale, along_columns, along_rows, config, fault, finish, grid, place, step, unlike
+from ridgeline.select import eager, run
+
+MOST = 65536  # 255 * 128 * 65536 is the largest that 32 bits hold
+
+
+@triton.jit
+def _columns(sums, b, N, K, b_k, b_n, BK: tl.constexpr, BN: tl.constexpr):
+    """The sums of b's columns."""
+    n = (tl.program_id(0) * BN + tl.arange(0, BN)).to(tl.int64)[None, :]
+    total = tl.zeros((BK, BN), tl.int32)
+    for start in range(0, K, BK):
+        k = (start + tl.arange(0, BK)).to(tl.int64)[:, None]
+        total += tl.load(b + k * b_k + n * b_n, mask=(k < K) & (n < N), other=0).to(tl.int32)
+    tl.store(sums + n, tl.sum(total, 0)[None, :], mask=n < N)
+
+
+@triton.jit
+def _fwd(y, a, b, scale_a, scale_b, zero_a, sums, bias, M, N, K, a_m, a_k, b_k, b_n, steps, BM: tl.constexpr, BN: tl.constexpr, BK: tl.constexpr, GROUP: tl.constexpr, EVEN: tl.constexpr):  # fmt: skip
+    m, n = place(M, N, BM, BN, GROUP)
+    k = tl.arange(0, BK).to(tl.int64)
+    at_a = a + (m % M)[:, None].to(tl.int64) * a_m + k[None, :] * a_k
+    at_b = b + k[:, None] * b_k + (n % N)[None, :].to(tl.int64) * b_n
+    total = tl.zeros((BM, BN), tl.int32)
+    ahead = tl.full((), BK, tl.int64)  # strides may be so long that BK of them pass 2^31
+    for start in range(0, K, BK):
+        if EVEN:
+            left, right = tl.load(at_a), tl.load(at_b)
+        else:
+            left = tl.load(at_a, mask=k[None, :] < K - start, other=0)
+            right = tl.load(at_b, mask=k[:, None] < K - start, other=0)
+        total = tl.dot(left, right, total, out_dtype=tl.int32)
+        at_a += a_k * ahead
+        at_b += b_k * ahead
+    if zero_a is not None:
+        zero = tl.load(zero_a + m.to(tl.int64) * steps[2], mask=m < M, other=0).to(tl.int32)
+        total -= zero[:, None] * tl.load(sums + n, mask=n < N, other=0)[None, :]
+    v = total.to(tl.float32) * tl.load(scale_a + m.to(tl.int64) * steps[0], mask=m < M, other=0)[:, None]
+    v *= tl.load(scale_b + n.to(tl.int64) * steps[1], mask=n < N, other=0)[None, :]
+    finish(y, v, bias, m, n, M, N, steps[3])
+
+
+def _launch(y: torch.Tensor, sums: torch.Tensor, a: torch.Tensor, b: torch.Tensor, *rest: Any) -> None:
+    """a (M, K), b (K, N), any strides; y contiguous; sums: (N,) in int32 where there are zeros."""
+    scale_a, scale_b, zero_a, bias, _ = rest
+    (M, K), N = a.shape, b.shape[1]
+    if zero_a is not None:
+        wide: dict[str, Any] = {"BK": 512, "BN": 16} if b.stride(0) == 1 else {"BK": 64, "BN": 128}
+        launch(_columns, (triton.cdiv(N, wide["BN"]),), sums, b, N, K, *b.stride(), **wide)
+    steps = step(scale_a, 0), step(scale_b, -1), step(zero_a, 0), 0 if bias is None else bias.stride(0)
+    given = y, a, b, scale_a, scale_b, zero_a, sums if zero_a is not None else None, bias, M, N, K, *a.stride(), *b.stride(), steps
+    launch(_fwd, grid(M, N), *given, config=lambda: config("int8_matmul", a, b, wide=True), key=(M, N, K, a.stride(), b.stride()))
+
+
+@kernel_op("int8_matmul_fwd(Tensor a, Tensor b, Tensor scale_a, Tensor scale_b, Tensor? zero_a, Tensor? bias, ScalarType dtype, str? impl) -> Tensor")  # fmt: skip
+def _forward(a: torch.Tensor, b: torch.Tensor, *rest: Any) -> torch.Tensor:
+    *given, dtype, impl = rest
+    y = torch.empty((a.shape[0], b.shape[1]), dtype=dtype, device=a.device)
+    sums = torch.empty((0 if given[2] is None else b.shape[1],), dtype=torch.int32, device=a.device)
+    run(INT8_MATMUL, "fwd", impl, (y, sums), a, b, *given, dtype)
+    return y
+
+
+def _finished(sums: torch.Tensor, scale_a: torch.Tensor, scale_b: torch.Tensor, bias: Any, out_dtype: torch.dtype) -> torch.Tensor:
+    """Exact sums, in another dtype, times their scales and with the bias."""
+    y = sums.to(scale_a.dtype) * scale_a.reshape(-1, 1) * scale_b.reshape(1, -1)
+    return (y if bias is None else y + bias).to(out_dtype)
+
+
+def reference(
+    a: torch.Tensor, b: torch.Tensor, scale_a: torch.Tensor, scale_b: torch.Tensor, *, zero_a: torch.Tensor | None = None,
+    bias: torch.Tensor | None = None, out_dtype: torch.dtype = torch.bfloat16,
+) -> torch.Tensor:  # fmt: skip
+    whole = a.double() if zero_a is None else a.double() - zero_a.reshape(-1, 1)
+    return _finished(whole @ b.double(), scale_a, scale_b, bias, out_dtype)
+
+
+def int8_matmul(
+    a: torch.Tensor,
+    b: torch.Tensor,
+    scale_a: torch.Tensor,
+    scale_b: torch.Tensor,
+    *,
+    zero_a: torch.Tensor | None = None,
+    bias: torch.Tensor | None = None,
+    out_dtype: torch.dtype = torch.bfloat16,
+    impl: str | None = None,
+) -> torch.Tensor:
+    """The product of quantised matrices, dequantised: ((a - zero_a) @ b) * scale_a * scale_b + bias. No gradients flow.
+
+    a: (M, K), int8. b: (K, N), int8. Any strides; quickest with K contiguous in both: b is q.T of a weight's q, (N, K). K is at most 65536,
+    so that sums are exact. scale_a: float32, one number, or one a row, (M, 1) or (M,). scale_b: one, or one a column, (1, N) or (N,): the
+    scale.T of a weight quantised by rows. zero_a: int32 or int8, shaped as a scale of a, what stands for zero in a:
+    a number of 8 bits, -128 to 127 (values on a GPU are not looked at; with others sums may pass 32 bits).
+    bias: (N,), floating point, or None. Returns (M, N) in out_dtype: torch.bfloat16, float16 or float32, contiguous. Sums become
+    float32 and are multiplied there; the result is rounded once.
+    Raises RidgelineError where shapes, dtypes or devices are none of these, or `impl` cannot run the call.
+    """
+    wrong = fault(torch.int8, a, b, bias, out_dtype, scale_a=scale_a, scale_b=scale_b, zero_a=zero_a) or _fault(a, b, scale_a, scale_b, zero_a)  # fmt: skip
+    if wrong:
+        raise RidgelineError(f"int8_matmul: {wrong}")
+    plain = eager(INT8_MATMUL, impl, a, b)
+    if plain is None and impl is None and unlike(a, b, scale_a, scale_b):
+        plain = INT8_MATMUL.implementations["naive"]
+    if plain is not None and plain.call is not None:
+        return plain.call(a, b, scale_a, scale_b, zero_a=zero_a, bias=bias, out_dtype=out_dtype)
+    return _forward(a, b, scale_a.detach(), scale_b.detach(), zero_a, None if bias is None else bias.detach(), out_dtype, impl)
+
+
+def _fault(a: torch.Tensor, b: torch.Tensor, scale_a: torch.Tensor, scale_b: torch.Tensor, zero_a: torch.Tensor | None) -> str | None:
+    (M, K), N = a.shape, b.shape[1]
+    if K > MOST:
+        return f"K may be {MOST} at most, for sums in 32 bits to be exact, and is {K}"
+    if not along_rows(scale_a, M):
+        return f"scale_a must be one number or one for each of {M} rows, ({M}, 1), and is {tuple(scale_a.shape)}"
+    if not along_columns(scale_b, N):
+        return f"scale_b must be one number or one for each of {N} columns, (1, {N}), and is {tuple(scale_b.shape)}"
+    if zero_a is not None and (not along_rows(zero_a, M) or zero_a.dtype not in (torch.int8, torch.int32)):
+        return f"zero_a must be int32, one number or one for each of {M} rows, ({M}, 1), and is {zero_a.dtype} {tuple(zero_a.shape)}"
+    return None
+
+
+def cost(a: torch.Tensor, b: torch.Tensor, *scales: torch.Tensor, **options: Any) -> tuple[Cost, None]:
+    extra = [t for t in (options.get("zero_a"), options.get("bias")) if t is not None]
+    size = a.shape[0] * b.shape[1]
+    return Cost(nbytes(a, b, *scales, *extra), size * options.get("out_dtype", torch.bfloat16).itemsize, 2 * size * a.shape[1]), None
+
+
+def _case(M: int, N: int, K: int, what: str = "", b: type[Spec] = Columns, **facts: Any) -> Case:
+    """what: of "zero", "bias" and "one" (scale for all)."""
+    scales = (Scale(1), Scale(1)) if "one" in what else (Scale(M, 1), Scale(1, N))
+    options: dict[str, Any] = {"zero_a": Spec(M, 1, dtype="int32", high=128)} if "zero" in what else {}
+    own = facts.get("use") != "bench"  # in benchmarks the dtype is that of the matrix units; the result is bfloat16
+    options |= {"bias": Spec(N, dtype=None if own else "bfloat16", grad=False)} if "bias" in what else {}
+    args = (Spec(M, K, dtype="int8"), b(K, N, dtype="int8"), *scales)
+    return Case(f"{M}x{N}x{K}{' ' * bool(what)}{what}", args, options | {"out_dtype": OwnDtype() if own else torch.bfloat16}, **facts)
+
+
+BENCH = [(n, n, n) for n in (1024, 2048, 4096, 8192)] + [(8192, 14336, 4096), (8192, 4096, 14336), (16384, 2048, 2048), (16, 8192, 8192)]
+INT8_MATMUL = Op(
+    int8_matmul,
+    reference=reference,
+    cost=cost,
+    cases=[
+        _case(33, 40, 129),
+        _case(33, 40, 129, "zero, bias"),
+        _case(70, 130, 64, "one, bias"),
+        _case(33, 72, 129, b=Spec),
+        _case(1, 1, 1),
+        _case(20, 24, 5000, "zero"),
+        _case(256, 256, 256, use="quick"),
+        *(_case(*shape, dtypes=("int8",), use="bench") for shape in BENCH),
+        _case(4096, 4096, 4096, "zero, bias", dtypes=("int8",), use="bench"),
+        _case(4095, 4093, 4097, dtypes=("int8",), use="bench"),
+    ],
+)
+
+
+def _cublas(a: torch.Tensor, b: torch.Tensor, *_: Any, **__: Any) -> str | None:
+    """Why torch's own product of int8 does not take these, or None."""
+    if a.is_cuda and (a.shape[0] <= 16 or a.shape[1] % 8 or b.shape[1] % 8 or not a.numel() * b.numel()):
+        return f"torch._int_mm takes more than 16 rows, and K and N that 8 divides; a is {tuple(a.shape)} and b {tuple(b.shape)}"
+    return None
+
+
+def _torch(a: torch.Tensor, b: torch.Tensor, scale_a: torch.Tensor, scale_b: torch.Tensor, **options: Any) -> torch.Tensor:
+    reason = _cublas(a, b)
+    if reason:
+        raise RidgelineError(f"int8_matmul: impl='torch' cannot run this call: {reason}")
+    zero, bias, out_dtype = options.get("zero_a"), options.get("bias"), options.get("out_dtype", torch.bfloat16)
+    sums = torch._int_mm(a, b)
+    if zero is not None:
+        sums = sums - zero.reshape(-1, 1) * b.sum(0, dtype=torch.int32)
+    if bias is not None or torch.compiler.is_compiling():
+        return _finished(sums, scale_a, scale_b, bias, out_dtype)
+    y = torch.empty(sums.shape, dtype=out_dtype, device=a.device)  # written by the last of two passes, not by one of its own
+    return torch.mul(sums * scale_a.detach().reshape(-1, 1), scale_b.detach().reshape(1, -1), out=y)
+
+
+INT8_MATMUL.eager("naive", "the formula in eager PyTorch, its product in float64, where it is exact", reference, served=True)
+INT8_MATMUL.eager("torch", "PyTorch's own product (cuBLAS), its int32 sums written and read again to be scaled", _torch, supports=_cublas)
+INT8_MATMUL.compiled("the same product, scaled in one pass of a kernel that torch.compile makes", _torch, supports=_cublas)
+INT8_MATMUL.kernel(
+    "triton",
+    "one tile a program on the matrix units of 8 bits, in grouped order; scaled in registers and written once",
+    kind="triton",
+    fwd=_launch,
+    supports=unlike,
+    dtypes=("int8",),
+    served=True,
+)

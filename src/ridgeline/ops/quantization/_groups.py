@@ -1,0 +1,294 @@
+"""What quantising shares: a group of numbers has one scale, and is one tile, one row or a whole tensor.
+
+    scale = max |x| / 127 (int8) or / 448 (e4m3), at least 2^-126        q = round(x / scale)
+    asymmetric int8: scale = (max - min) / 255, 0 among the two; zero = round(-128 - min / scale); q = round(x / scale) + zero
+
+In float32: a scale is a product with 1 / 127 and the like, rounded to float32, as torch divides by a number on a GPU (on a CPU it does
+not); x / scale is correctly rounded, then to the nearest code, to even between two, and saturates. So any GPU and the CPU give the same
+codes. Where a group holds an infinity or NaN its scale is infinite, and what is read back of it is NaN.
+Tiles and rows of one tile are read once. A tensor is read for its extremes by at most PARTS programs, and again, last part first, as its end is
+still in L2.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+import triton
+import triton.language as tl
+
+from ridgeline import device
+from ridgeline.boundary import INTERPRETED, launch
+from ridgeline.op import RidgelineError
+from ridgeline.tiles.float8 import decoded, encoded
+
+PARTS = 512  # of the extremes of a tensor
+LEAST = 2.0**-126  # what a scale is at least
+TINY = tl.constexpr(LEAST)
+RIGHT: dict[str, Any] = {
+    "eager_numerics.division_rounding": True
+}  # torch.compile's quotients else differ in their last bits, and so codes do
+BLOCK = 128  # numbers along a side of fp8's blocks
+Group = tuple[int, int]  # rows and columns that share a scale; 0 for all
+TENSOR, ROW = (0, 0), (1, 0)
+
+
+@triton.jit
+def _whole(v):
+    """v as a whole number, to even between two; 0 of NaN. Adding 1.5 * 2^23 leaves a float32 no bits below 1."""
+    v = tl.where(v == v, tl.minimum(tl.maximum(v, -1024.0), 1024.0), 0.0)
+    return (v + 12582912.0) - 12582912.0
+
+
+@triton.jit
+def _ends(v, SYMMETRIC: tl.constexpr):
+    """What the least and the largest of a group are taken of: 0 and |v|, or v twice; infinity for NaN, which a maximum would pass over."""
+    if SYMMETRIC:
+        return tl.zeros_like(v), tl.where(v == v, tl.abs(v), float("inf"))
+    else:
+        return tl.where(v == v, v, 0.0), tl.where(v == v, v, float("inf"))
+
+
+@triton.jit
+def _scaled(low, high, FP8: tl.constexpr, SYMMETRIC: tl.constexpr):
+    """The scale and the zero of groups with these extremes, 0 among them."""
+    if SYMMETRIC:
+        scale = high * (1 / 448 if FP8 else 1 / 127)
+    else:
+        scale = (high * 0.5 - low * 0.5) * (2 / 255)  # halves are exact, and their difference is finite
+    scale = tl.where(scale < TINY, TINY, scale)
+    if SYMMETRIC:
+        return scale, tl.zeros_like(scale)
+    else:
+        return scale, tl.minimum(tl.maximum(_whole(-128.0 - tl.div_rn(low, scale)), -128.0), 127.0)
+
+
+@triton.jit
+def _codes(v, scale, zero, FP8: tl.constexpr, NATIVE: tl.constexpr):
+    """v in codes of 8 bits."""
+    quotient = tl.div_rn(v, scale)
+    if FP8:
+        return encoded(quotient, NATIVE)
+    else:
+        return tl.minimum(tl.maximum(_whole(quotient) + zero, -128.0), 127.0).to(tl.int32).to(tl.int8)
+
+
+@triton.jit
+def _tiles(q, scales, x, rows, columns, x_row, x_column, across, GM: tl.constexpr, BM: tl.constexpr, G: tl.constexpr, GK: tl.constexpr, NATIVE: tl.constexpr):  # fmt: skip
+    """Blocks of fp8: a program has BM rows of G blocks of GK columns; BM is GM, or GM is 1."""
+    if GM > 1:  # a grid of two dimensions saves the registers of the division below
+        down, right = tl.program_id(0), tl.program_id(1)
+    else:
+        wide = tl.cdiv(columns, G * GK)  # of 64 bits where columns has them, and so is what follows
+        down, right = tl.program_id(0) // wide, tl.program_id(0) % wide
+    down = down.to(tl.int64)
+    row = (down * BM + tl.arange(0, BM))[:, None, None]
+    group = right * G + tl.arange(0, G)[None, :, None]
+    column = group * GK + tl.arange(0, GK)[None, None, :]
+    inside = (row < rows) & (column < columns)
+    v = tl.load(x + row * x_row + column.to(tl.int64) * x_column, mask=inside, other=0).to(tl.float32)
+    _, sizes = _ends(v, True)
+    high = tl.max(sizes, 2, keep_dims=True)
+    if GM > 1:
+        high = tl.max(high, 0, keep_dims=True)
+    scale, zero = _scaled(high, high, True, True)
+    tl.store(q + row * columns + column, _codes(v, scale, zero, True, NATIVE), mask=inside)
+    first = down * (BM // GM) + tl.arange(0, BM // GM)[:, None, None]
+    tl.store(scales + first * across + group, scale, mask=(first * GM < rows) & (group < across))
+
+
+@triton.jit
+def _rows(q, scales, zeros, x, columns, x_row, x_column, BK: tl.constexpr, ONE: tl.constexpr, FP8: tl.constexpr, SYMMETRIC: tl.constexpr, NATIVE: tl.constexpr):  # fmt: skip
+    """A row a program: in registers where it is ONE tile, else read again from L2."""
+    row = tl.program_id(0).to(tl.int64)
+    x += row * x_row
+    q += row * columns
+    column = tl.arange(0, BK).to(tl.int64)
+    v = tl.load(x + column * x_column, mask=column < columns, other=0).to(tl.float32)
+    lows, highs = _ends(v, SYMMETRIC)
+    if not ONE:
+        for start in range(BK, columns, BK):
+            more = tl.load(x + (start + column) * x_column, mask=start + column < columns, other=0).to(tl.float32)
+            low, high = _ends(more, SYMMETRIC)
+            lows, highs = tl.minimum(lows, low), tl.maximum(highs, high)
+    scale, zero = _scaled(tl.minimum(tl.min(lows, 0), 0.0), tl.maximum(tl.max(highs, 0), 0.0), FP8, SYMMETRIC)
+    tl.store(scales + row, scale)
+    if not SYMMETRIC:
+        tl.store(zeros + row, zero.to(tl.int32))
+    tl.store(q + column, _codes(v, scale, zero, FP8, NATIVE), mask=column < columns)
+    if not ONE:
+        for start in range(BK, columns, BK):
+            more = tl.load(x + (start + column) * x_column, mask=start + column < columns, other=0).to(tl.float32)
+            tl.store(q + start + column, _codes(more, scale, zero, FP8, NATIVE), mask=start + column < columns)
+
+
+@triton.jit
+def _tile(x, tile, rows, columns, x_row, x_column, BM: tl.constexpr, BK: tl.constexpr):
+    """The numbers of a tile, where they go, and which of them there are."""
+    wide = tl.cdiv(columns, BK)
+    row = ((tile // wide).to(tl.int64) * BM + tl.arange(0, BM))[:, None]
+    column = ((tile % wide).to(tl.int64) * BK + tl.arange(0, BK))[None, :]
+    inside = (row < rows) & (column < columns)
+    return tl.load(x + row * x_row + column * x_column, mask=inside, other=0).to(tl.float32), row * columns + column, inside
+
+
+@triton.jit
+def _extremes(parts, x, rows, columns, x_row, x_column, tiles, BM: tl.constexpr, BK: tl.constexpr, SYMMETRIC: tl.constexpr):
+    """The extremes of some tiles: parts (2, programs)."""
+    lows, highs = tl.zeros((BM, BK), tl.float32), tl.zeros((BM, BK), tl.float32)
+    for tile in range(tl.program_id(0), tiles, tl.num_programs(0)):
+        v, _, _ = _tile(x, tile, rows, columns, x_row, x_column, BM, BK)
+        low, high = _ends(v, SYMMETRIC)
+        lows, highs = tl.minimum(lows, low), tl.maximum(highs, high)
+    tl.store(parts + tl.program_id(0), tl.min(tl.min(lows, 1), 0))
+    tl.store(parts + tl.num_programs(0) + tl.program_id(0), tl.max(tl.max(highs, 1), 0))
+
+
+@triton.jit
+def _spread(q, scales, zeros, parts, x, rows, columns, x_row, x_column, tiles, count, PARTS: tl.constexpr, BM: tl.constexpr, BK: tl.constexpr, FP8: tl.constexpr, SYMMETRIC: tl.constexpr, NATIVE: tl.constexpr):  # fmt: skip
+    """Every program finds the tensor's scale in the parts, and writes the codes of some tiles."""
+    part = tl.arange(0, PARTS)
+    low = tl.load(parts + part, mask=part < count, other=0)
+    high = tl.load(parts + count + part, mask=part < count, other=0)
+    scale, zero = _scaled(tl.min(low, 0), tl.max(high, 0), FP8, SYMMETRIC)
+    if tl.program_id(0) == 0:
+        tl.store(scales, scale)
+        if not SYMMETRIC:
+            tl.store(zeros, zero.to(tl.int32))
+    for tile in range(tl.program_id(0), tiles, tl.num_programs(0)):
+        v, at, inside = _tile(x, tiles - 1 - tile, rows, columns, x_row, x_column, BM, BK)
+        tl.store(q + at, _codes(v, scale, zero, FP8, NATIVE), mask=inside)
+
+
+@triton.jit
+def _back(y, q, scales, zeros, rows, columns, q_row, q_column, s_row, s_column, z_row, z_column, GM: tl.constexpr, BM: tl.constexpr, G: tl.constexpr, GK: tl.constexpr, FP8: tl.constexpr, NATIVE: tl.constexpr):  # fmt: skip
+    """(q - zero) * scale of BM rows of G groups of GK columns."""
+    wide = tl.cdiv(columns, G * GK)
+    row = ((tl.program_id(0) // wide).to(tl.int64) * BM + tl.arange(0, BM))[:, None]
+    group = ((tl.program_id(0) % wide).to(tl.int64) * G + tl.arange(0, G))[None, :]
+    known = (row < rows) & (group * GK < columns)
+    scale = tl.load(scales + row // GM * s_row + group * s_column, mask=known, other=0)[:, :, None]
+    column = group[:, :, None] * GK + tl.arange(0, GK)[None, None, :]
+    inside = (row[:, :, None] < rows) & (column < columns)
+    code = tl.load(q + row[:, :, None] * q_row + column * q_column, mask=inside, other=0)
+    if FP8:
+        v = decoded(code, NATIVE)
+    else:
+        v = code.to(tl.float32)
+    if zeros is not None:
+        v -= tl.load(zeros + row // GM * z_row + group * z_column, mask=known, other=0).to(tl.float32)[:, :, None]
+    tl.store(y + row[:, :, None] * columns + column, (v * scale).to(y.dtype.element_ty), mask=inside)
+
+
+def native(t: torch.Tensor) -> bool:
+    """Whether the GPU of a tensor has instructions for e4m3."""
+    gpu = device.of(t)
+    return gpu.backend == "cuda" and gpu.capability >= 89 and not INTERPRETED
+
+
+def plane(x: torch.Tensor) -> torch.Tensor:
+    """x as (rows, columns), rows its last dimension: a view where the others are one stride apart, else a copy."""
+    return x if x.dim() == 2 else x.reshape(-1, x.shape[-1]) if x.dim() else x.reshape(1, 1)
+
+
+def quantize(q: torch.Tensor, scale: torch.Tensor, zero: torch.Tensor | None, parts: torch.Tensor, x: torch.Tensor, group: Group) -> None:
+    """Fills the codes of x, contiguous, with their scales and, of asymmetric ones, zeros; in float32 and int32."""
+    values = plane(x)
+    rows, columns = values.shape
+    gpu, fp8 = device.of(x), q.dtype != torch.int8
+    codes = q.view(torch.uint8) if fp8 else q
+    facts: dict[str, Any] = {"FP8": fp8, "SYMMETRIC": zero is None, "NATIVE": fp8 and native(x)}
+    warps = 256 // gpu.warp
+    given = values, rows, columns, *values.stride()
+    if group == ROW:
+        most = 16384 if x.element_size() == 2 else 8192
+        bk = min(most, max(128, triton.next_power_of_2(columns)))
+        facts |= {"BK": bk, "ONE": columns <= bk, "num_warps": min(16, max(1, bk // 1024)) * 32 // gpu.warp or 1}
+        launch(_rows, (rows,), codes, scale, zero, values, columns, *values.stride(), **facts)
+    elif group == TENSOR:
+        bk = min(4096, triton.next_power_of_2(columns))
+        tile: dict[str, Any] = {"BM": 8192 // bk, "BK": bk, "num_warps": warps}
+        tiles = triton.cdiv(rows, tile["BM"]) * triton.cdiv(columns, bk)
+        count = min(PARTS, tiles)
+        launch(_extremes, (count,), parts, *given, tiles, SYMMETRIC=facts["SYMMETRIC"], **tile)
+        grid = (min(tiles, 8 * gpu.multiprocessors),)
+        launch(_spread, grid, codes, scale, zero, parts, *given, tiles, count, PARTS=PARTS, **tile, **facts)
+    else:
+        gm, across = group[0], triton.cdiv(columns, BLOCK)
+        g = 1 if gm > 1 else min(32, triton.next_power_of_2(across))
+        bm = gm if gm > 1 else 32 // g
+        tile = {"GM": gm, "BM": bm, "G": g, "GK": BLOCK, "NATIVE": facts["NATIVE"], "num_warps": warps // 2}
+        if gm > 1:  # rows that begin anywhere are loaded number by number: fewer a thread, for their addresses' sake
+            tile["num_warps"] = warps * (4 if columns % 16 or values.stride(0) % 16 else 2)
+        down, right = triton.cdiv(rows, bm), triton.cdiv(across, g)
+        launch(_tiles, (down, right) if gm > 1 else (down * right,), codes, scale, *given, across, **tile)
+
+
+def group_of(q: torch.Tensor, scale: torch.Tensor) -> Group | None:
+    """Which numbers of q share a scale, from the shapes alone; None where they do not fit."""
+    if scale.numel() == 1 and scale.dim() <= max(1, q.dim()):
+        return TENSOR
+    if not q.dim() or scale.dim() != q.dim():
+        return None
+    across = -(-q.shape[-1] // BLOCK)
+    for down, wanted in ((1, (*q.shape[:-1], 1)), (1, (*q.shape[:-1], across)), (BLOCK, (-(-q.shape[0] // BLOCK), across))):
+        if tuple(scale.shape) == wanted and (down == 1 or q.dim() == 2):
+            return ROW if wanted[-1] == 1 and down == 1 else (down, BLOCK)
+    return None
+
+
+def dequantize(y: torch.Tensor, q: torch.Tensor, scale: torch.Tensor, zero: torch.Tensor | None, group: Group) -> None:
+    """Fills y, contiguous, with (q - zero) * scale."""
+    values = plane(q.view(torch.uint8) if q.dtype != torch.int8 else q)
+    rows, columns = values.shape
+    strides = []
+    for t in (scale, zero):
+        seen = plane(t) if t is not None and t.numel() > 1 else None
+        strides += [0, 0] if seen is None else [seen.stride(0), seen.stride(1) if group[1] else 0]
+    gk = group[1] if group[1] > 1 else min(4096, triton.next_power_of_2(columns))
+    g = min(32, triton.next_power_of_2(triton.cdiv(columns, gk))) if gk == BLOCK else 1
+    bm, fp8 = max(1, 8192 // (g * gk)), q.dtype != torch.int8
+    tile: dict[str, Any] = {"GM": max(1, group[0]), "BM": bm, "G": g, "GK": gk, "num_warps": 256 // device.of(q).warp}
+    grid = (triton.cdiv(rows, bm) * triton.cdiv(columns, g * gk),)
+    given = y, values, scale, zero, rows, columns, *values.stride(), *strides
+    launch(_back, grid, *given, FP8=fp8, NATIVE=fp8 and native(q), **tile)
+
+
+# --- the reference's side
+
+
+def extremes(x: torch.Tensor, group: Group) -> tuple[torch.Tensor, torch.Tensor]:
+    """The least and the largest number of each group, 0 among them, infinite for NaN; as the scales are shaped."""
+    low, high = (torch.where(x.isnan(), other, x) for other in (0.0, float("inf")))
+    if group == TENSOR:
+        return torch.cat([low.flatten(), low.new_zeros(1)]).amin(), torch.cat([high.flatten(), high.new_zeros(1)]).amax()
+    columns = x.shape[-1]
+    down, across = group[0], group[1] or columns + 1
+    pad = (0, -columns % across if group[1] else 1, *((0, -x.shape[-2] % down) if down > 1 else ()))  # with zeros
+    found = []
+    for t in (-low, high):
+        t = torch.nn.functional.pad(t, pad)
+        t = t.reshape(*t.shape[:-1], t.shape[-1] // across, across).amax(-1)
+        if down > 1:
+            t = t.reshape(*t.shape[:-2], t.shape[-2] // down, down, t.shape[-1]).amax(-2)
+        found.append(t.clamp(min=0))
+    return -found[0], found[1]
+
+
+def spread(scale: torch.Tensor, like: torch.Tensor, group: Group) -> torch.Tensor:
+    """A scale for every number of `like`, or of a shape that broadcasts with it."""
+    if group[1] != BLOCK:
+        return scale
+    if group[0] > 1:
+        scale = scale.repeat_interleave(group[0], -2)[..., : like.shape[-2], :]
+    return scale.repeat_interleave(BLOCK, -1)[..., : like.shape[-1]]
+
+
+def checked(op: str, x: object) -> torch.Tensor:
+    """x, if it is a floating-point tensor."""
+    if not isinstance(x, torch.Tensor):
+        raise RidgelineError(f"{op}: x must be a tensor, and is {type(x).__name__}")
+    if not x.is_floating_point() or x.element_size() < 2:
+        raise RidgelineError(f"{op}: x must be floating point (float32, float16, bfloat16), and is {x.dtype}")
+    return x

@@ -1,0 +1,114 @@
+"""quantize_int8: whole numbers of 8 bits and a scale for them, of a tensor or of each of its rows.
+
+    symmetric:   scale = max |x| / 127             q = round(x / scale)
+    asymmetric:  scale = (max - min) / 255         q = round(x / scale) + zero,   zero = round(-128 - min / scale)
+
+Rows that fit in registers are read once; a tensor's extremes are needed before its first code, so it is read twice, the second time from
+its end, which L2 still holds. The floor is x read and a byte a number written. The kernels are in `_groups.py`.
+Source: Jacob et al., Quantization and training of neural networks for efficient integer-arithmetic-only inference, 2018 (arXiv:1712.05877).
+"""
+
+from __future__ import annotations
+
+import torch
+
+from ridgeline.boundary import kernel_op
+from ridgeline.op import Case, Cost, Op, RidgelineError, Spec, nbytes
+from ridgeline.ops.quantization._groups import LEAST, PARTS, RIGHT, ROW, TENSOR, checked, extremes, quantize
+from ridgeline.select import eager, run
+
+
+def _launch(
+    q: torch.Tensor, scale: torch.Tensor, zero: torch.Tensor, parts: torch.Tensor, x: torch.Tensor, rows: bool, symmetric: bool
+) -> None:
+    quantize(q, scale, None if symmetric else zero, parts, x, ROW if rows else TENSOR)
+
+
+@kernel_op("quantize_int8_fwd(Tensor x, bool rows, bool symmetric, str? impl) -> (Tensor, Tensor, Tensor)")
+def _forward(x: torch.Tensor, rows: bool, symmetric: bool, impl: str | None) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+    q = torch.empty(x.shape, dtype=torch.int8, device=x.device)
+    shape = (*x.shape[:-1], 1) if rows else ()
+    scale = torch.empty(shape, dtype=torch.float32, device=x.device)
+    zero = torch.empty((0,) if symmetric else shape, dtype=torch.int32, device=x.device)
+    if not x.numel():
+        return q, scale.fill_(LEAST), zero.fill_(-128)
+    parts = torch.empty((0 if rows else 2 * PARTS,), dtype=torch.float32, device=x.device)
+    run(QUANTIZE_INT8, "fwd", impl, (q, scale, zero, parts), x, rows, symmetric)
+    return q, scale, zero
+
+
+def reference(x: torch.Tensor, *, granularity: str = "tensor", symmetric: bool = True) -> tuple[torch.Tensor, ...]:
+    v, wide = x.detach().float(), torch.promote_types(x.dtype, torch.float32)
+    low, high = extremes(v.abs() if symmetric else v, ROW if granularity == "row" else TENSOR)
+
+    def whole(t: torch.Tensor) -> torch.Tensor:
+        return torch.where(t.isnan(), 0, t).clamp(-1024, 1024).round()
+
+    if symmetric:
+        scale = (high * (1 / 127)).clamp(min=LEAST)
+        return whole(v / scale).to(torch.int8), scale.to(wide)
+    scale = ((high * 0.5 - low * 0.5) * (2 / 255)).clamp(min=LEAST)
+    zero = whole(-128 - low / scale).clamp(-128, 127)
+    return (whole(v / scale) + zero).clamp(-128, 127).to(torch.int8), scale.to(wide), zero.to(torch.int32)
+
+
+def quantize_int8(
+    x: torch.Tensor, *, granularity: str = "tensor", symmetric: bool = True, impl: str | None = None
+) -> tuple[torch.Tensor, ...]:
+    """x as whole numbers of 8 bits: (q, scale), and with symmetric=False (q, scale, zero); x is about (q - zero) * scale.
+
+    x: any shape and strides, floating point. granularity: "tensor", or "row" for a scale for each row of the last dimension.
+    symmetric: q is -127 to 127 and zero stands for zero; else -128 to 127 are spread over what x spans, 0 included.
+    Returns q, int8, of x's shape and contiguous; scale, float32, () or (..., 1); zero, int32, shaped as scale. No gradients flow.
+    Quotients x / scale are those of float32, rounded to the nearest whole number, to even between two, and saturate; a scale is at least
+    2^-126 (of zeros), and infinite where its numbers hold an infinity or NaN: `dequantize` then gives NaN.
+    Raises RidgelineError on a tensor that is not floating point, another granularity, or an `impl` that cannot run the call.
+    """
+    x = checked("quantize_int8", x)
+    if granularity not in ("tensor", "row") or (granularity == "row" and not x.dim()):
+        raise RidgelineError(f'quantize_int8: granularity must be "tensor", or "row" of a tensor with rows, and is {granularity!r}')
+    if not isinstance(symmetric, bool):
+        raise RidgelineError(f"quantize_int8: symmetric must be True or False, and is {symmetric!r}")
+    plain = eager(QUANTIZE_INT8, impl, x)
+    if plain is not None and plain.call is not None:
+        return plain.call(x.detach(), granularity=granularity, symmetric=symmetric)
+    q, scale, zero = _forward(x.detach(), granularity == "row", symmetric, impl)
+    return (q, scale) if symmetric else (q, scale, zero)
+
+
+def cost(x: torch.Tensor, *, granularity: str = "tensor", symmetric: bool = True) -> tuple[Cost, None]:
+    scales = (x.numel() // max(1, x.shape[-1]) if granularity == "row" else 1) * (4 if symmetric else 8)
+    return Cost(nbytes(x), x.numel() + scales, 4 * x.numel()), None
+
+
+ROWS, ZERO = {"granularity": "row"}, {"symmetric": False}
+QUANTIZE_INT8 = Op(
+    quantize_int8,
+    reference=reference,
+    cost=cost,
+    cases=[
+        Case("33x129", (Spec(33, 129, grad=False),)),
+        Case("33x129 rows", (Spec(33, 129, grad=False),), ROWS),
+        Case("3x5x70 asymmetric", (Spec(3, 5, 70, grad=False),), ZERO),
+        Case("3x5x70 rows asymmetric", (Spec(3, 5, 70, grad=False),), ROWS | ZERO),
+        Case("3x20000 rows", (Spec(3, 20000, grad=False),), ROWS),
+        Case("no rows", (Spec(0, 4, grad=False),), ZERO),
+        Case("1", (Spec(1, grad=False),)),
+        Case("1024x1024 rows", (Spec(1024, 1024, grad=False),), ROWS, use="quick"),
+        *(
+            Case(f"{m}x{n}{name}", (Spec(m, n, grad=False),), options, dtypes=("bfloat16",), use="bench")
+            for m, n in ((16384, 4096), (8192, 14336))
+            for name, options in (("", {}), (" asymmetric", ZERO), (" rows", ROWS))
+        ),
+    ],
+)
+
+QUANTIZE_INT8.eager("naive", "the formula in eager PyTorch: some eight passes over memory", reference, served=True)
+QUANTIZE_INT8.compiled("the formula fused by torch.compile, its quotients correctly rounded", options=RIGHT)
+QUANTIZE_INT8.kernel(
+    "triton",
+    "a row in registers, read once; a tensor's extremes in 512 parts that every program of the second kernel puts together",
+    kind="triton",
+    fwd=_launch,
+    served=True,
+)

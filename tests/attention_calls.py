@@ -1,0 +1,108 @@
+"""What the tests of attention and attention_varlen share: calls, what they give, and a sample of all options together.
+
+The sample is drawn by hypothesis from SEED, which a failure prints; with it in the environment it is drawn again.
+"""
+
+import os
+import random
+from typing import Any
+
+import hypothesis
+import pytest
+import torch
+from hypothesis import strategies as st
+
+from ridgeline.boundary import INTERPRETED
+from ridgeline.lab.law import Law, as_tuple
+from ridgeline.op import get
+from ridgeline.select import why_not
+
+kernels = pytest.mark.kernels
+GPU = torch.cuda.is_available() and not INTERPRETED
+SEED = int(os.environ.get("SEED", random.randrange(1 << 31)))
+EXAMPLES = int(os.environ.get("EXAMPLES", 8 if INTERPRETED else 400))
+IMPLS = [i.name for i in get("attention").implementations.values() if i.is_kernel]
+HERE = ["triton", *(["gluon"] if GPU and torch.cuda.get_device_capability() == (9, 0) else [])]
+DTYPES = (torch.float32, torch.float16) if INTERPRETED else (torch.float32, torch.float16, torch.bfloat16)
+
+
+def make(*shape: int, device: str, dtype: torch.dtype = torch.float32, scale: float = 1.0, dice: int = 3) -> torch.Tensor:
+    generator = torch.Generator(device).manual_seed(dice)
+    return torch.randn(shape, device=device, generator=generator).mul(scale).to(dtype).requires_grad_()
+
+
+def qkv(q: tuple[int, ...], k: tuple[int, ...], device: str, **given: Any) -> list[torch.Tensor]:
+    return [make(*shape, device=device, dice=n, **given) for n, shape in enumerate((q, k, k))]
+
+
+def outcome(call: Any, args: list[torch.Tensor], **given: Any) -> list[torch.Tensor]:
+    """What a call returns, and its gradients for random incoming ones."""
+    outputs = as_tuple(call(*args, **given))
+    incoming = [make(*o.shape, device=o.device.type, dice=9 + n).detach().to(o.dtype) for n, o in enumerate(outputs)]
+    return [*[o.detach() for o in outputs], *torch.autograd.grad(outputs, [a for a in args if a.requires_grad], incoming)]
+
+
+def exact(args: list[torch.Tensor], **given: Any) -> list[torch.Tensor]:
+    return outcome(get("attention").reference, [a.detach().double().requires_grad_() for a in args], **given)
+
+
+def near(found: list[torch.Tensor], expected: list[torch.Tensor], tolerance: float = 2e-5) -> None:
+    for one, other in zip(found, expected, strict=True):
+        torch.testing.assert_close(one, other, check_dtype=False, rtol=tolerance, atol=tolerance)
+
+
+def lawful(name: str, args: list[Any], given: dict[str, Any], impls: list[str]) -> None:
+    """Twice what the law allows, or near to the oracle: in few rows and columns how far the standard is off is luck, and where a query
+    sees one key its gradient is zero."""
+    law = Law(get(name), args, given)
+    for impl in impls:
+        implementation = get(name).implementations[impl]
+        if why_not(implementation, *args, **given):
+            continue
+        outputs, grads = law.run(implementation)
+        assert not any(t.isnan().any() for t in (*outputs, *grads))
+        verdict = law.judge(outputs, grads)
+        if verdict.worst() > 2:
+            oracle = law._oracle(args)
+            try:
+                near([*outputs, *grads], [*oracle[0], *oracle[1]], max(2e-5, 4 * torch.finfo(args[0].dtype).eps))
+            except AssertionError as error:
+                raise AssertionError(f"{impl}: {verdict.reason()}") from error
+
+
+@st.composite
+def options(draw: st.DrawFn) -> dict[str, Any]:
+    edge = st.one_of(st.none(), st.integers(0, 40))
+    return {
+        "causal": draw(st.sampled_from([False, True, "bottom_right"])),
+        "window": draw(st.one_of(st.none(), st.tuples(edge, edge))),
+        "softcap": draw(st.sampled_from([None, None, 0.7, 20.0])),
+        "scale": draw(st.sampled_from([None, None, 0.05, 1.0, -0.3])),
+        "return_lse": draw(st.booleans()),
+        "deterministic": draw(st.sampled_from([None, False])),
+    }
+
+
+@st.composite
+def calls(draw: st.DrawFn) -> dict[str, Any]:
+    length = st.integers(0, 50) if INTERPRETED else st.one_of(st.integers(0, 300), st.sampled_from([64, 128, 512, 1000]))
+    D = st.sampled_from([16, 24, 32, 40] if INTERPRETED else range(16, 257, 8))
+    return {
+        "sizes": (draw(st.integers(1, 2)), draw(st.integers(1, 2)), draw(st.integers(1, 3)), draw(length), draw(length), draw(D)),
+        "dtype": draw(st.sampled_from(DTYPES)),
+        "mask": draw(st.sampled_from([None, None, "bool", "float", "infinite"])),
+        "shape": draw(st.tuples(*[st.booleans()] * 4)),
+        "order": draw(st.booleans()),
+        "options": draw(options()),
+    }
+
+
+def sampled(device: str) -> Any:
+    """Runs a test on hypothesis's examples from SEED."""
+
+    def run(test: Any) -> None:
+        print(f"SEED={SEED}")
+        rules = hypothesis.settings(max_examples=EXAMPLES, deadline=None, database=None, suppress_health_check=list(hypothesis.HealthCheck))
+        hypothesis.seed(SEED)(rules(test))()
+
+    return run
