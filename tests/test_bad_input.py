@@ -111,6 +111,14 @@ BAD: Bad = {
     ),
     "bias_mask_scale_add: a mask of integers": (lambda: ridgeline.bias_mask_scale_add(x, w, whole, 1.0, x), ["mask", "boolean", "int32"]),
     "cross_entropy: shapes": (lambda: ridgeline.cross_entropy(x, labels), ["(4, 6)", "(6,)"]),
+    "linear_cross_entropy: inner sizes": (
+        lambda: ridgeline.linear_cross_entropy(x, square[:, :5], labels[:4]),
+        ["(..., H)", "(4, 6)", "(6, 5)"],
+    ),
+    "linear_cross_entropy: memory": (
+        lambda: ridgeline.linear_cross_entropy(square, square, labels, chunk_memory=-1),
+        ["chunk_memory", "bytes", "-1"],
+    ),
     "attention: D": (lambda: ridgeline.attention(a[..., :12], b[..., :12], b[..., :12]), ["multiple of 8", "16", "256", "12"]),
     "attention: a large D": (lambda: ridgeline.attention(*[torch.ones(1, 1, 2, 264)] * 3), ["multiple of 8", "256", "264"]),
     "attention: heads": (lambda: ridgeline.attention(a[:, :3], b, b), ["multiple", "3", "2"]),
@@ -241,6 +249,7 @@ for name, args in {
     "softmax": (sparse,),
     "log_softmax": (sparse,),
     "cross_entropy": (sparse, labels),
+    "linear_cross_entropy": (square, sparse, labels),
     "masked_softmax": (sparse, torch.ones(6, dtype=torch.bool)),
     "dropout": (sparse,),
     "weighted_sum": (sparse, w),

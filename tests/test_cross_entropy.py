@@ -148,7 +148,7 @@ def test_many_losses_add_up(rows: int, reduction: str, device: str) -> None:
     target[::3] = -100
     loss, saved, none = torch.empty((), device=device), torch.empty(64, device=device), torch.empty(0, device=device)
     options = 0, -100, 0.0, 0.0, 0.0, reduction  # need, ignore_index, label_smoothing, z_loss, softcap
-    module._launch_fwd(lambda losses, *_: losses.copy_(given), loss, none, saved, logits.detach(), target, *options)
+    module._launch_fwd(lambda losses, *_: losses.copy_(given), False, loss, none, saved, logits.detach(), target, *options)
     torch.testing.assert_close(loss, given.sum() / (target != -100).sum() if reduction == "mean" else given.sum())
 
 

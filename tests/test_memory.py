@@ -34,11 +34,21 @@ def chosen(op: Op) -> Case:
     return named[0] if named else max(bench(op), key=lambda case: nbytes(*tensors_of(case.make(dtype(case), "meta")[0])))
 
 
-CALLS = [(op, chosen(op), {}, 0) for op in OPS.values() if not op.mutates]
+LINEAR = OPS["linear_cross_entropy"]
+# Of each case: the logits in memory at a time, in tensors of x's size, 64 MiB; and GiB of all beyond the inputs.
+LOGITS = {
+    "8192x4096x128256": (128256 / 4 / 4096, 1.6),
+    "8192x4096x128256 in 1.25 GiB": (208 / 64, 1.25),
+    "8192x4096x128256 none": (128256 / 4 / 4096, 1.6),
+    "16384x2048x32000": (216 / 64, 0.4),
+}
+CALLS: list[tuple[Op, Case, dict[str, Any], float]]
+CALLS = [(op, chosen(op), {}, 0) for op in OPS.values() if not op.mutates and op is not LINEAR]
 CALLS += [(OPS[name], OPS[name].case(WIDE), {}, 0) for name in ("softmax", "layer_norm")]  # other ops on rows allocate as these do
 CALLS += [  # options that change what is kept; the last number: tensors of x's size beyond the line at the top
     (OPS["rms_norm"], OPS["rms_norm"].case(NARROW), {"memory_efficient": True}, 0),
     (OPS["cross_entropy"], chosen(OPS["cross_entropy"]), {"reduction": "none"}, 0),
+    *[(LINEAR, LINEAR.case(name), {}, share) for name, (share, _) in LOGITS.items()],
     (OPS["masked_softmax"], chosen(OPS["masked_softmax"]), {"dropout_p": 0.1, "seed": 1}, 1),  # probabilities, which dropout hides
 ]
 
@@ -51,7 +61,7 @@ def allowed(op: Op, args: list[Any], outputs: tuple[torch.Tensor, ...]) -> int:
     """dropout draws its mask again in backward, and so is allowed none. A row of group_norm is a group."""
     x, wanted = args[0], leaves(args)
     rows = x.shape[0] * args[1] if op.name == "group_norm" else x.numel() // x.shape[-1]
-    statistics = 2 * 4 * rows if op.family in ("rowwise", "loss") else 0
+    statistics = 40 * rows if op is LINEAR else 2 * 4 * rows if op.family in ("rowwise", "loss") else 0
     weights = sum(t.numel() for t in wanted if t.dim() == 1 and t.numel() < x.numel())
     if op.family == "attention":  # Hopper's kernels add dQ up in float32, and number each packed sequence's blocks of 64 rows apart
         length = x.shape[0] if op.name == "attention_varlen" else x.shape[2]
@@ -85,10 +95,16 @@ def peak(op: Op, call: Callable[..., Any], case: Case, options: dict[str, Any]) 
 @pytest.mark.parametrize(
     ("op", "case", "options", "more"), [pytest.param(*c, id=" ".join([c[0].name, c[1].name, dtype(c[1]), *c[2]])) for c in CALLS]
 )
-def test_forward_and_backward(op: Op, case: Case, options: dict[str, Any], more: int) -> None:
+def test_forward_and_backward(op: Op, case: Case, options: dict[str, Any], more: float) -> None:
     found, limit = peak(op, op.function, case, options)
     limit += more * nbytes(case.make(dtype(case), "meta")[0][0])
     assert found <= limit, f"{found / 2**20:.2f} MiB, and {limit / 2**20:.2f} are allowed"
+
+
+@pytest.mark.parametrize("case", bench(LINEAR), ids=lambda case: case.name)
+def test_linear_cross_entropy_in_all(case: Case) -> None:
+    found, _ = peak(LINEAR, LINEAR.function, case, {})
+    assert found <= LOGITS[case.name][1] * 2**30, f"{found / 2**30:.3f} GiB"
 
 
 WASTEFUL = {

@@ -105,6 +105,62 @@ def test_loose_numbers_are_handed_on(started: Started) -> None:
     assert len(runs) == 4
 
 
+def test_torch_operations_that_write_to_out_are_repeated(started: Started) -> None:
+    """Products and sums on arguments, allocations and views of them, in their order among the kernels."""
+    launch = door(started)
+
+    def launcher(x: torch.Tensor, w: torch.Tensor, bias: torch.Tensor, fault: str) -> tuple[torch.Tensor, torch.Tensor]:
+        memory, dw, db = torch.empty(40), torch.empty_like(w), torch.empty_like(bias)
+        for rows in (slice(0, 4), slice(4, 7)):
+            y = memory[: 5 * x[rows].shape[0]].view(-1, 5)
+            torch.addmm(bias, x[rows], w.mT, out=y)
+            launch((1, 1, 1), y)
+            (torch.addmm if rows.start else torch.mm)(*[dw] * (rows.start > 0), y.mT, x[rows], out=dw)
+            part = torch.sum(y, 0, dtype=torch.float32, out=torch.empty_like(db) if rows.start else db)
+            if rows.start:
+                torch.add(db, part, out=db)
+        if fault == "a tensor of its own":
+            torch.mm(torch.ones(5, 5), dw, out=torch.empty_like(dw))
+        if fault == "no elements":
+            torch.mm(x[:0], w.mT, out=torch.empty(0, 5))
+        if fault == "another dtype":
+            torch.add(db.view(torch.int32), 0, out=torch.empty(5, dtype=torch.int32))
+        return dw, db
+
+    plans, runs = counted(launcher, 3, 4)
+    wide = torch.randn(7, 16)
+    for number in range(5):
+        x = wide[:, 8:] if number % 2 else torch.randn(7, 16)[:, :8]
+        w, bias = torch.randn(5, 8), torch.randn(5)
+        dw, db = plans(x, w, bias, "")
+        y = torch.nn.functional.linear(x, w, bias)
+        torch.testing.assert_close(dw, y.mT @ x)
+        torch.testing.assert_close(db, y.sum(0))
+        assert len(started) == 2 * number + 2
+        assert started[-1][1] == started[-2][1] != (0,)
+    assert len(runs) == 2
+    for fault in ("a tensor of its own", "no elements", "another dtype"):
+        before = len(runs)
+        for _ in range(4):
+            plans(x, w, bias, fault)
+        assert len(runs) == before + 4, fault
+
+
+def test_torch_operations_beside_loose_numbers_are_not_repeated(started: Started) -> None:
+    """What they take of one would be a number of that call."""
+
+    def launcher(x: torch.Tensor, seed: int) -> torch.Tensor:
+        y = torch.empty_like(x)
+        torch.add(x, x, alpha=seed, out=y)
+        door(started)((1, 1, 1), y, seed)
+        return y
+
+    plans, runs = counted(launcher, 1, 2, loose=(1,))
+    for seed in range(4):
+        assert plans(torch.ones(3), seed).tolist() == [1.0 + seed] * 3
+    assert len(runs) == 4
+
+
 def test_new_configurations_are_used(started: Started, monkeypatch: pytest.MonkeyPatch) -> None:
     launch = door(started)
 

@@ -74,6 +74,25 @@ def cross_entropy(
     Raises RidgelineError on shapes, dtypes, devices or options other than these, or an `impl` that cannot run the call.
     """
 
+def linear_cross_entropy(
+    x: torch.Tensor, weight: torch.Tensor, target: torch.Tensor, bias: torch.Tensor | None = None, *, ignore_index: int = -100,
+    label_smoothing: float = 0.0, z_loss: float = 0.0, softcap: float | None = None, reduction: str = "mean",
+    chunk_memory: int | None = None, impl: str | None = None,
+) -> torch.Tensor:  # fmt: skip
+    """cross_entropy(x @ weight.T + bias, target), without all logits in memory. Gradients flow to x, weight and bias.
+
+    x: (..., H); weight: (V, H); bias: (V,) or None; of one dtype, float32, float16 or bfloat16. target: (...), int64.
+    ignore_index, label_smoothing, z_loss, softcap, reduction: as in `cross_entropy`.
+    chunk_memory: bytes of logits that are in memory at a time: by default a fourth of them all, or 216 MiB where that is a fifth or
+    more. With less, a part of the logits is made twice, and a step has up to a third more products. The least is 128 classes of a
+    fourth of the rows and, below a sixteenth of the logits, x's gradient of these rows in float32. Beside it are 40 bytes a row.
+    Products are added up in float32; weight's gradient is rounded to its dtype at most four times, once for each group of rows, and
+    x's at most four times; once more both by an upstream gradient that is no power of two. For "mean" and "sum" forward makes the
+    gradients, so that a step has three products; for "none", and in float16, whose gradients need the scale of the loss, backward
+    makes the logits again. Returns the dtype of x, float32 under autocast, which casts x, weight and bias as it does for `linear`.
+    Raises RidgelineError on shapes, dtypes, devices or options other than these, or an `impl` that cannot run the call.
+    """
+
 def fp8_matmul(
     a: torch.Tensor,
     b: torch.Tensor,

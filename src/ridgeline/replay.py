@@ -4,15 +4,16 @@ A launcher allocates tensors and starts kernels, and what it allocates and start
 the tensors' shapes, strides, dtypes, device and alignment, and the other arguments' values (but `SymInt` ones, such as a seed,
 which are handed on). The second call of a kind is recorded: every allocation, and every kernel's parameters as pointers into arguments
 and allocations, or as tensor maps of these. Later calls allocate and start the same by a few lines of Python, which is a third of the
-host's time. A launcher that does anything else (another torch operation, a copy of a strided input, Triton's own launcher) is not
-recorded and runs each time.
+host's time. So are torch's products and sums into a tensor that is given as `out`, on views of the same arguments and allocations. A
+launcher that does anything else (another torch operation, a copy of a strided input, Triton's own launcher) is not recorded and runs
+each time.
 """
 
 from __future__ import annotations
 
 import threading
 from collections.abc import Callable, Sequence
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from torch.utils._python_dispatch import TorchDispatchMode
@@ -32,6 +33,13 @@ _ALLOCATIONS = frozenset(
         torch.ops.aten.new_empty_strided.default,
     )
 )
+_WRITING: dict[Any, Callable[..., Any]] = {  # by what a recorder sees, the faster way to call it
+    torch.ops.aten.mm.out: torch.mm,
+    torch.ops.aten.addmm.out: torch.addmm,
+    torch.ops.aten.sum.IntList_out: torch.sum,
+    torch.ops.aten.add.out: torch.add,
+}
+_view = torch._C._dynamo.guards._reinterpret_tensor  # type: ignore[attr-defined]  # in half the time of as_strided
 _empty = torch._C._dynamo.guards._empty_strided_cuda  # type: ignore[attr-defined]  # as code that torch.compile makes does
 _KINDS = 4096  # of calls that an op remembers
 
@@ -60,14 +68,24 @@ class Loose(int):
         return loose
 
 
+class _Seen(NamedTuple):
+    """A tensor that a torch operation takes: which of the known ones it is or, with a shape, a view of."""
+
+    number: int
+    shape: tuple[int, ...] | None = None
+    stride: tuple[int, ...] = ()
+    offset: int = 0
+
+
 class Recorder(TorchDispatchMode):
-    """Watches a launcher: the tensors that it allocates, and by `started` the kernels that it starts."""
+    """Watches a launcher: the tensors that it allocates, the torch operations that write to them, and by `started` the kernels that it
+    starts."""
 
     def __init__(self, tensors: Sequence[torch.Tensor | None], loose: Sequence[str] = ()) -> None:
         super().__init__()
         self.known: list[torch.Tensor | None] = list(tensors)  # the arguments, then what is allocated
         self.given, self.loose = len(tensors), loose
-        self.starts: list[tuple[Start, tuple[int, int, int], list[Any]]] = []
+        self.steps: list[tuple[Callable[..., Any], tuple[int, int, int] | None, list[Any], dict[str, Any]]] = []  # a kernel's have a grid
         places = [(t.data_ptr(), t.untyped_storage().data_ptr()) for t in tensors if t is not None and t.numel()]
         pointers, stored = [p for p, _ in places], [s for _, s in places]
         self.repeatable = len(set(pointers)) == len(pointers)  # else these would not say which argument they came from
@@ -77,9 +95,24 @@ class Recorder(TorchDispatchMode):
         result = function(*args, **(kwargs or {}))
         if function in _ALLOCATIONS:
             self.known.append(result)
+        elif function in _WRITING and not self.loose:
+            named = {k: self.seen(v) for k, v in (kwargs or {}).items()}
+            self.steps.append((_WRITING[function], None, [self.seen(a) for a in args], named))
         elif not function.is_view:
             self.repeatable = False
         return result
+
+    def seen(self, arg: Any) -> Any:
+        """What a torch operation takes: a tensor as what it is of the known ones."""
+        if not isinstance(arg, torch.Tensor):
+            return arg
+        number = self.owner(arg) if arg.numel() else None
+        whole = None if number is None else self.known[number]
+        if number is None or whole is None or whole.dtype != arg.dtype:
+            self.repeatable = False
+            return None
+        form, offset = (tuple(arg.shape), arg.stride()), int(arg.storage_offset() - whole.storage_offset())
+        return _Seen(number) if (tuple(whole.shape), whole.stride(), 0) == (*form, offset) else _Seen(number, *form, offset)
 
     def started(self, start: Start | None, grid: tuple[int, int, int], args: Sequence[Any], values: Sequence[Any]) -> None:
         """A kernel was started with these arguments, whose tensors lie at the pointers in `values`."""
@@ -90,7 +123,7 @@ class Recorder(TorchDispatchMode):
         if isinstance(start, Arranged):
             sources = [sources[n] if view is None else (*sources[n], view(values[n])) for n, view in start.takes]
             start = start.starter
-        self.starts.append((start, grid, sources))
+        self.steps.append((start, grid, sources, {}))
 
     def source(self, arg: Any, value: Any) -> Any:
         """The parameter itself; for a tensor (which of the known ones it lies in, bytes from its beginning), and of a tensor map too."""
@@ -101,15 +134,23 @@ class Recorder(TorchDispatchMode):
             return value
         if not arg.numel():
             return 0
+        number = self.owner(arg)
+        whole = None if number is None else self.known[number]
+        if number is None or whole is None:
+            self.repeatable = False
+            return 0, 0
+        return number, value - whole.data_ptr()
+
+    def owner(self, arg: torch.Tensor) -> int | None:
+        """Which of the known tensors it lies in."""
         storage = arg.untyped_storage().data_ptr()
         for number, tensor in enumerate(self.known):
             if tensor is arg or (tensor is not None and storage not in self.shared and tensor.untyped_storage().data_ptr() == storage):
-                return number, value - tensor.data_ptr()
-        self.repeatable = False
-        return 0, 0
+                return number
+        return None
 
     def plan(self, result: Any) -> Callable[..., Any] | None:
-        """A function of the arguments' pointers that repeats all this, or None where something cannot be repeated."""
+        """A function of the tensors and their pointers that repeats all this, or None where something cannot be repeated."""
         made = [t for t in self.known[self.given :] if t is not None]
         kinds = [(tuple(t.shape), t.stride(), t.dtype) for t in made]
         returned = result if isinstance(result, tuple | list) else [] if result is None else [result]
@@ -117,9 +158,9 @@ class Recorder(TorchDispatchMode):
         wanted = [(t.data_ptr(), tuple(t.shape), t.stride(), t.dtype) for t in returned if isinstance(t, torch.Tensor)]
         if not self.repeatable or len(wanted) < len(returned) or any(w not in places for w in wanted):
             return None
-        if set(self.loose) != {v.name for _, _, sources in self.starts for v in sources if type(v) is Loose}:
+        if set(self.loose) != {v.name for _, _, sources, _ in self.steps for v in sources if type(v) is Loose}:
             return None  # a kernel took something else that was made of it
-        names: dict[str, Any] = {"empty": _empty, "stream": torch._C._cuda_getCurrentRawStream, "encoded": encoded}
+        names: dict[str, Any] = {"empty": _empty, "stream": torch._C._cuda_getCurrentRawStream, "encoded": encoded, "view": _view}
 
         def name(value: Any) -> str:
             names[f"n{len(names)}"] = value
@@ -132,13 +173,37 @@ class Recorder(TorchDispatchMode):
                 return f"encoded({pointer}, {name(view[0])})" if view else pointer
             return source.name if type(source) is Loose else name(source)
 
-        lines = [f"    m{n} = empty({', '.join(map(name, kind))}); p{self.given + n} = m{n}.data_ptr()" for n, kind in enumerate(kinds)]
-        lines += ["    s = stream(i)"] if self.starts else []
-        for start, grid, sources in self.starts:
-            lines.append(f"    {name(start)}({', '.join(map(str, grid))}, s, ({', '.join(map(parameter, sources))},))")
+        seen = [s for _, _, sources, named in self.steps for s in (*sources, *named.values()) if isinstance(s, tuple)]
+        used = {s[0] - self.given for s in seen} | {places.index(w) for w in wanted}  # not those of no elements
+        lines = [
+            f"    m{n} = empty({', '.join(map(name, kind))}); p{self.given + n} = m{n}.data_ptr()"
+            for n, kind in enumerate(kinds)
+            if n in used
+        ]
+        views: dict[_Seen, str] = {}
+
+        def operand(value: Any) -> str:
+            """One view of a kind, so that torch sees that what it adds to is what it writes to, and copies nothing."""
+            if type(value) is not _Seen:
+                return name(value)
+            whole = f"t{value.number}" if value.number < self.given else f"m{value.number - self.given}"
+            if value.shape is None:
+                return whole
+            if value not in views:
+                views[value] = f"v{len(views)}"
+                lines.append(f"    {views[value]} = view({whole}, {name(value.shape)}, {name(value.stride)}, {value.offset})")
+            return views[value]
+
+        lines += ["    s = stream(i)"] if any(grid for _, grid, _, _ in self.steps) else []
+        for step, grid, sources, named in self.steps:
+            if grid:
+                taken = f"{', '.join(map(str, grid))}, s, ({', '.join(map(parameter, sources))},)"
+            else:
+                taken = ", ".join([*map(operand, sources), *(f"{k}={operand(v)}" for k, v in named.items())])
+            lines.append(f"    {name(step)}({taken})")
         results = [f"m{places.index(w)}" for w in wanted]
         lines.append(f"    return ({', '.join(results)},)" if isinstance(result, tuple | list) else f"    return {', '.join(results)}")
-        return _function("plan", ["i", *(f"p{n}" for n in range(self.given)), *self.loose], lines, names)
+        return _function("plan", ["i", *(f"{kind}{n}" for kind in "tp" for n in range(self.given)), *self.loose], lines, names)
 
 
 def _function(name: str, parameters: Sequence[str], lines: Sequence[str], names: dict[str, Any]) -> Callable[..., Any]:
@@ -177,7 +242,7 @@ class Plans:
         lines.append(f"    key = {', '.join(f'k{n}' for n in range(self.leading))}, tuning.version, {', '.join(kept)}")
         lines.append("    plan = found(key)")
         lines.append(f"    if plan is None: return learn(key, {whole})")
-        lines.append(f"    return plan({', '.join(['i', *(f'p{n}' for n in range(self.leading)), *self.loose.values()])})")
+        lines.append(f"    return plan({', '.join(['i', *tensors, *(f'p{n}' for n in range(self.leading)), *self.loose.values()])})")
         if failed is not None:
             last = "        " + failed.format(tensors=", ".join(tensors))
             lines[1:] = ["    try:", *["    " + line for line in lines[1:]], "    except RuntimeError:", last, "        raise"]

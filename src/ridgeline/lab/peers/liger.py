@@ -58,6 +58,19 @@ def _gelu_mul(gate: torch.Tensor, up: torch.Tensor, approximate: str = "tanh") -
     return LigerGELUMulFunction.apply(gate, up)
 
 
+def _linear_cross_entropy(
+    x: torch.Tensor, weight: torch.Tensor, target: torch.Tensor, bias: torch.Tensor | None = None, *, ignore_index: int = -100,
+    label_smoothing: float = 0.0, z_loss: float = 0.0, softcap: float | None = None, reduction: str = "mean",
+    chunk_memory: int | None = None,
+) -> torch.Tensor:  # fmt: skip
+    """Its chunks have the size it gives them: chunk_memory says nothing to it."""
+    from liger_kernel.ops.fused_linear_cross_entropy import LigerFusedLinearCrossEntropyFunction
+
+    given = x.reshape(-1, x.shape[-1]), weight, target.flatten(), bias, None, ignore_index, z_loss, label_smoothing, reduction, softcap
+    loss = LigerFusedLinearCrossEntropyFunction.apply(*given)[0].to(x.dtype)
+    return loss.view(target.shape) if reduction == "none" else loss
+
+
 PEERS = {
     "softmax": _softmax,
     "rms_norm": _rms_norm,
@@ -65,4 +78,5 @@ PEERS = {
     "add_rms_norm": _add_rms_norm,
     "silu_mul": _silu_mul,
     "gelu_mul": _gelu_mul,
+    "linear_cross_entropy": _linear_cross_entropy,
 }

@@ -102,14 +102,15 @@ def _slopes(x, column, mask, hit, live, top, scale, factor, spread, pull, cap, C
 
 
 @triton.jit
-def _gradient(d, x, head, body, columns, label, live, top, total, upstream, smoothing, z, cap,
+def _gradient(d, x, head, body, columns, first, classes, label, live, top, total, upstream, smoothing, z, cap,
               Z: tl.constexpr, CAP: tl.constexpr, PEEL: tl.constexpr, VEC: tl.constexpr, K: tl.constexpr, W: tl.constexpr, STAGES: tl.constexpr):  # fmt: skip
-    """Writes a row of the gradient: NaN where the label is no class, 0 where it is ignored."""
-    scale = tl.where(live, tl.where((label >= 0) & (label < columns), upstream, float("nan")), 0.0)
+    """Writes a row of the gradient: NaN where the label is no class, 0 where it is ignored. The columns are those from `first` on of
+    so many classes."""
+    scale = tl.where(live, tl.where((label >= 0) & (label < classes), upstream, float("nan")), 0.0)
     factor = tl.div_rn(1.0, total)
     if Z:
         factor *= 1 + 2 * z * (top + tl.log(total))
-    spread, pull, hit = smoothing / columns, 1 - smoothing, (label - head).to(tl.int32)
+    spread, pull, hit = smoothing / classes, 1 - smoothing, (label - first - head).to(tl.int32)
     tile = tl.arange(0, K)[:, None] * W + tl.arange(0, W)[None, :]
     for start in tl.range(0, body, K * W, num_stages=STAGES):
         column = start + tile
@@ -121,24 +122,17 @@ def _gradient(d, x, head, body, columns, label, live, top, total, upstream, smoo
 
 
 @triton.jit
-def _fwd(losses, stats, d, x, target, counts, rows, columns, inner, x0, x1, t0, t1, ignore, smoothing, z, cap,
-         NEED: tl.constexpr, MEAN: tl.constexpr, FEW: tl.constexpr, SMOOTH: tl.constexpr, Z: tl.constexpr, CAP: tl.constexpr,
-         PEEL: tl.constexpr, VEC: tl.constexpr, K: tl.constexpr, W: tl.constexpr, STAGES: tl.constexpr):  # fmt: skip
-    row = tl.program_id(0).to(tl.int64)
-    label = tl.load(target + row // inner * t0 + row % inner * t1)
-    live, known = label != ignore, (label >= 0) & (label < columns)
-    start, head, body = _peel(row // inner * x0 + row % inner * x1, columns, PEEL, VEC)
-    x += start
+def _stream(x, head, body, columns, base, cap, POLICY: tl.constexpr, SMOOTH: tl.constexpr, CAP: tl.constexpr, PEEL: tl.constexpr,
+            VEC: tl.constexpr, K: tl.constexpr, W: tl.constexpr, STAGES: tl.constexpr):  # fmt: skip
+    """A row's maximum, its sum of exponentials and its sum of differences to `base`."""
     dtype: tl.constexpr = x.dtype.element_ty
-    chosen, _slope = capped(tl.load(x + tl.where(known, label, 0) - head).to(tl.float32), cap, CAP)
-    base = tl.where(tl.abs(chosen) < float("inf"), chosen, 0.0)  # sums are of differences to it, which stay small
     top = tl.full((W,), float("-inf"), tl.float32)
     total = tl.zeros((W,), tl.float32)
     sums = tl.zeros((W,), tl.float32)
     tile = tl.arange(0, K)[:, None] * W + tl.arange(0, W)[None, :]
-    for first in tl.range(0, tl.where(live, body, 0), K * W, num_stages=STAGES):
+    for first in tl.range(0, body, K * W, num_stages=STAGES):
         mask = first + tile < body
-        values, _ = _load(x, first + tile, mask, cap, CAP, "evict_last" if NEED == 2 else "")
+        values, _ = _load(x, first + tile, mask, cap, CAP, POLICY)
         new = tl.maximum(top, tl.max(values, 0))
         near = tl.where(new == float("-inf"), 0.0, new)  # only -inf so far: every exponential is 0, not exp(-inf + inf)
         total = total * exact_exp(top - near, dtype) + tl.sum(exact_exp(values - near[None, :], dtype), 0)
@@ -150,16 +144,41 @@ def _fwd(losses, stats, d, x, target, counts, rows, columns, inner, x0, x1, t0, 
         column, mask = _edges(head, body, columns, VEC)
         values, _ = _load(x, column, mask, cap, CAP, "")
         most = tl.maximum(most, tl.max(values, 0))
-        whole = tl.sum(total * exact_exp(top - most, dtype), 0) + tl.sum(exact_exp(values - most, dtype), 0)
+        near = tl.where(most == float("-inf"), 0.0, most)
+        whole = tl.sum(total * exact_exp(top - near, dtype), 0) + tl.sum(exact_exp(values - near, dtype), 0)
         away += tl.sum(tl.where(mask, values - base, 0.0), 0)
     else:
-        whole = tl.sum(total * exact_exp(top - most, dtype), 0)
-    loss = tl.log(whole) + (most - base) - (1 - smoothing) * (chosen - base)
+        near = tl.where(most == float("-inf"), 0.0, most)
+        whole = tl.sum(total * exact_exp(top - near, dtype), 0)
+    return most, whole, away
+
+
+@triton.jit
+def _loss(most, whole, away, base, chosen, classes, smoothing, z, SMOOTH: tl.constexpr, Z: tl.constexpr):
     if SMOOTH:
-        loss -= smoothing * (away / columns)
+        loss = tl.log(whole) + (most - base) - (1 - smoothing) * (chosen - base) - smoothing * (away / classes)
+    else:  # with two roundings fewer where the base is not the target's logit
+        loss = tl.log(whole) + (most - chosen)
     if Z:
         lse = most + tl.log(whole)
         loss += z * lse * lse
+    return loss
+
+
+@triton.jit
+def _fwd(losses, stats, d, x, target, counts, rows, columns, inner, x0, x1, t0, t1, ignore, smoothing, z, cap,
+         NEED: tl.constexpr, MEAN: tl.constexpr, FEW: tl.constexpr, SMOOTH: tl.constexpr, Z: tl.constexpr, CAP: tl.constexpr,
+         PEEL: tl.constexpr, VEC: tl.constexpr, K: tl.constexpr, W: tl.constexpr, STAGES: tl.constexpr):  # fmt: skip
+    row = tl.program_id(0).to(tl.int64)
+    label = tl.load(target + row // inner * t0 + row % inner * t1)
+    live, known = label != ignore, (label >= 0) & (label < columns)
+    start, head, body = _peel(row // inner * x0 + row % inner * x1, columns, PEEL, VEC)
+    x += start
+    chosen, _slope = capped(tl.load(x + tl.where(known, label, 0) - head).to(tl.float32), cap, CAP)
+    base = tl.where(tl.abs(chosen) < float("inf"), chosen, 0.0)  # sums are of differences to it, which stay small
+    most, whole, away = _stream(x, head, tl.where(live, body, 0), columns, base, cap, "evict_last" if NEED == 2 else "",
+                                SMOOTH, CAP, PEEL, VEC, K, W, STAGES)  # fmt: skip
+    loss = _loss(most, whole, away, base, chosen, columns, smoothing, z, SMOOTH, Z)
     loss = tl.where(live, tl.where(known, loss, float("nan")), 0.0)
     tl.store(losses + row, loss.to(losses.dtype.element_ty))
     most, whole = tl.where(live, most, 0.0), tl.where(live, whole, 1.0)  # of an ignored row, which was not read
@@ -169,15 +188,16 @@ def _fwd(losses, stats, d, x, target, counts, rows, columns, inner, x0, x1, t0, 
     if NEED == 2:
         upstream = tl.div_rn(1.0, _counted(counts, target, rows, inner, t0, t1, ignore, FEW)) if MEAN else 1.0
         out, _, _ = _peel(row * columns, columns, PEEL, VEC)
-        _gradient(d + out, x, head, body, columns, label, live, most, whole, upstream, smoothing, z, cap,
+        _gradient(d + out, x, head, body, columns, 0, columns, label, live, most, whole, upstream, smoothing, z, cap,
                   Z, CAP, PEEL, VEC, K, W, STAGES)  # fmt: skip
 
 
 @triton.jit
-def _bwd(d, x, target, dloss, stats, counts, rows, columns, inner, x0, x1, t0, t1, g0, g1, ignore, smoothing, z, cap,
+def _bwd(d, x, target, dloss, stats, counts, rows, columns, first, classes, inner, x0, x1, t0, t1, g0, g1, ignore, smoothing, z, cap,
          MADE: tl.constexpr, EACH: tl.constexpr, MEAN: tl.constexpr, FEW: tl.constexpr, Z: tl.constexpr, CAP: tl.constexpr,
          PEEL: tl.constexpr, VEC: tl.constexpr, K: tl.constexpr, W: tl.constexpr, STAGES: tl.constexpr):  # fmt: skip
-    """MADE: forward has written the gradient for an upstream one of 1; with that nothing is left to do."""
+    """Of the columns from `first` on of so many classes. MADE: forward has written the gradient for an upstream one of 1; with that
+    nothing is left to do."""
     end = tl.where(tl.load(dloss) == 1, 0, rows) if MADE else rows
     for index in range(tl.program_id(0), end, tl.num_programs(0)):
         row = tl.full((), index, tl.int64)
@@ -188,7 +208,7 @@ def _bwd(d, x, target, dloss, stats, counts, rows, columns, inner, x0, x1, t0, t
         top, total = tl.load(stats + row), tl.load(stats + rows + row)
         start, head, body = _peel(row // inner * x0 + row % inner * x1, columns, PEEL, VEC)
         out, _, _ = _peel(row * columns, columns, PEEL, VEC)
-        _gradient(d + out, x + start, head, body, columns, label, label != ignore, top, total, upstream, smoothing, z, cap,
+        _gradient(d + out, x + start, head, body, columns, first, classes, label, label != ignore, top, total, upstream, smoothing, z, cap,
                   Z, CAP, PEEL, VEC, K, W, STAGES)  # fmt: skip
 
 
@@ -242,16 +262,17 @@ def _split(saved: torch.Tensor, rows: int, reduction: str) -> tuple[torch.Tensor
 
 
 def _launch_fwd(
-    each: Callable[..., None], loss: torch.Tensor, d: torch.Tensor, saved: torch.Tensor, logits: torch.Tensor, target: torch.Tensor,
+    each: Callable[..., None], counts_few: bool, loss: torch.Tensor, d: torch.Tensor, saved: torch.Tensor, logits: torch.Tensor, target: torch.Tensor,
     need: int, ignore: int, smoothing: float, z: float, cap: float, reduction: str,
 ) -> None:  # fmt: skip
+    """counts_few: `each` counts rows itself where they are few, as `_rows` does."""
     x, t = _planes(logits, target)
     rows, inner = t.numel(), t.shape[1]
     losses, options, (counts, stats) = loss, _flags(z, cap, reduction), _split(saved, rows, reduction)
     if reduction != "none":
         losses = torch.empty((rows,), dtype=torch.float32, device=x.device)
     some = rows, inner, *t.stride(), ignore
-    few = FEW if rows <= FEW and each is _rows else 0
+    few = FEW if rows <= FEW and counts_few else 0
     if options["MEAN"] and not few:
         if not counts.numel():
             counts = torch.empty((PARTS.value,), dtype=torch.int32, device=x.device)
@@ -271,7 +292,7 @@ def _rows(
     ignore: int, smoothing: float, z: float, cap: float, need: int, options: dict[str, bool],
 ) -> None:  # fmt: skip
     sizes = t.numel(), x.shape[2], t.shape[1], *x.stride()[:2], *t.stride(), ignore, smoothing, z, cap
-    few = FEW if t.numel() <= FEW else 0
+    few = FEW if t.numel() <= FEW and not counts.numel() else 0  # counts may be of more rows than these
     _launch_rows(_fwd, x, losses, stats, d, x, t, counts, *sizes, NEED=need, FEW=few, SMOOTH=smoothing != 0, **options)
 
 
@@ -282,7 +303,7 @@ def _launch_bwd(
     each = reduction == "none"
     x, t, g = _planes(logits, target, dloss) if each else (*_planes(logits, target), dloss)
     steps = *x.stride()[:2], *t.stride(), *(g.stride() if each else (0, 0))
-    sizes = t.numel(), x.shape[2], t.shape[1], *steps, ignore, smoothing, z, cap
+    sizes = t.numel(), x.shape[2], 0, x.shape[2], t.shape[1], *steps, ignore, smoothing, z, cap
     options, (counts, stats) = _flags(z, cap, reduction), _split(saved, t.numel(), reduction)
     few = FEW if t.numel() <= FEW else 0
     _launch_rows(_bwd, x, d, x, t, g, stats, counts, *sizes, persist=made, MADE=made, EACH=each, FEW=few, **options)
@@ -520,7 +541,7 @@ CROSS_ENTROPY.kernel(
     "triton",
     "an online pass over a row; for a mean or a sum forward writes the gradient while the row is in L2, and backward is a look at dloss",
     kind="triton",
-    fwd=partial(_launch_fwd, _rows),
+    fwd=partial(_launch_fwd, _rows, True),
     bwd=_launch_bwd,
     served=True,
 )
@@ -528,7 +549,7 @@ CROSS_ENTROPY.kernel(
     "cuda_cluster",
     "a row in the shared memory of a cluster of blocks: its loss and its gradient of one reading; backward as before",
     kind="cuda",
-    fwd=partial(_launch_fwd, _cluster.rows),
+    fwd=partial(_launch_fwd, _cluster.rows, False),
     bwd=_launch_bwd,
     supports=_cluster.fits,
     served=True,

@@ -17,9 +17,9 @@ import triton.language as tl  # noqa: F401 - Triton's interpreter looks for it i
 
 from ridgeline.boundary import Function, differentiate, first_order, kernel_op
 from ridgeline.op import Case, Cost, Op, RidgelineError, Spec, nbytes
-from ridgeline.ops.matmul import _hopper
+from ridgeline.ops.matmul import _linear
 from ridgeline.ops.matmul._epilogue import ACTIVATIONS, undo
-from ridgeline.ops.matmul.matmul import HOPPER, PADDED, agree, by_triton, in_autocast, of_any_strides, precision, product, small
+from ridgeline.ops.matmul.matmul import HOPPER, PADDED, agree, by_triton, in_autocast, of_any_strides, precision, product
 from ridgeline.select import eager, run
 
 _Maybe = torch.Tensor | None
@@ -28,47 +28,6 @@ _Maybe = torch.Tensor | None
 def _triton(y: torch.Tensor, z: torch.Tensor, x: torch.Tensor, weight: torch.Tensor, bias: _Maybe, residual: _Maybe, activation: str, how: str) -> None:  # fmt: skip
     """Fills y, and z where it has elements."""
     by_triton(y, x, weight.mT, how, z=z if z.numel() else None, bias=bias, residual=residual, activation=activation)
-
-
-def _gluon(y: torch.Tensor, z: torch.Tensor, x: torch.Tensor, weight: torch.Tensor, bias: _Maybe, residual: _Maybe, activation: str, how: str) -> None:  # fmt: skip
-    _hopper.product(y, x, weight.mT, z=z if z.numel() else None, bias=bias, residual=residual, activation=activation)
-
-
-def _refusal(x: torch.Tensor, weight: torch.Tensor, *rest: Any, **options: Any) -> str | None:
-    """Of public arguments, or of a launcher's inputs."""
-    if any([t.data_ptr() % 16 for t in _residuals(*rest, *options.values())]):
-        return "residual must begin at a multiple of 16 bytes"
-    return _odd(x, weight, *rest, **options) or _hopper.refusal(x, weight.mT)
-
-
-def _residuals(*rest: Any) -> list[torch.Tensor]:
-    return [t for t in rest if isinstance(t, torch.Tensor) and t.dim() > 1]
-
-
-def _odd(x: torch.Tensor, weight: torch.Tensor, *rest: Any, **options: Any) -> str | None:
-    """As `_refusal`, where operands and residual may begin anywhere."""
-    rest = (*rest, *options.values())
-    if weight.shape[0] % 8 and (_residuals(*rest) or any([r in ACTIVATIONS and r for r in rest if isinstance(r, str)])):
-        return (
-            f"with an activation or a residual the engine writes or reads rows of whole 16 bytes, and a row has {weight.shape[0]} elements"
-        )
-    return _hopper.empty(x, weight)
-
-
-def _unless(x: torch.Tensor, weight: torch.Tensor, bias: _Maybe = None, residual: _Maybe = None, *, activation: str | None = None) -> str | None:  # fmt: skip
-    """What was timed on an H100: 0.9 of PyTorch's time with silu or a residual, where that needs a pass over memory more."""
-    N, K = weight.shape
-    if residual is None and activation is None:
-        return "PyTorch's linear is as fast where nothing follows it but a bias"
-    if residual is None and activation != "silu":
-        return f"with {activation!r} it was not seen to be ahead of PyTorch's"
-    return f"it needs N to be a multiple of 8, and that is {N}" if N % 8 else small(x.numel() // K if K else 0, N, K)
-
-
-def _padded(y: torch.Tensor, z: torch.Tensor, x: torch.Tensor, weight: torch.Tensor, bias: _Maybe, residual: _Maybe, activation: str, how: str) -> None:  # fmt: skip
-    if residual is not None and residual.data_ptr() % 16:
-        residual = residual.clone()
-    _gluon(y, z, _hopper.aligned(x), _hopper.aligned(weight), bias, residual, activation, how)
 
 
 @kernel_op("linear_fwd(Tensor x, Tensor weight, Tensor? bias, Tensor? residual, str activation, bool keep, str precision, str? impl) -> (Tensor, Tensor)")  # fmt: skip
@@ -190,13 +149,13 @@ LINEAR = Op(
 LINEAR.eager("torch", "PyTorch's linear (cuBLAS), then a pass over memory for an activation and one for a residual", reference, served=True)
 LINEAR.compiled("the product, then what follows it fused into one pass by torch.compile")
 LINEAR.kernel("triton", "what follows the product works on its sums, in registers", kind="triton", fwd=_triton, bwd=_triton)
-LINEAR.kernel("gluon_padded", PADDED, fwd=_padded, bwd=_padded, supports=_odd, unless=_unless, **HOPPER)
+LINEAR.kernel("gluon_padded", PADDED, fwd=_linear.padded, bwd=_linear.padded, supports=_linear.odd, unless=_linear.unless, **HOPPER)
 LINEAR.kernel(
     "gluon",
     "the same on Hopper: a tile's end runs while the other group multiplies, and the residual comes with the copy engine",
-    fwd=_gluon,
-    bwd=_gluon,
-    supports=_refusal,
-    unless=_unless,
+    fwd=_linear.fwd,
+    bwd=_linear.fwd,
+    supports=_linear.refusal,
+    unless=_linear.unless,
     **HOPPER,
 )

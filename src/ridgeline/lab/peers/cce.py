@@ -1,0 +1,29 @@
+"""Cut Cross-Entropy: a Triton kernel that never writes logits to memory. By default it leaves out gradients too small for the dtype to
+tell; `cce_exact` takes them all."""
+
+from __future__ import annotations
+
+from functools import partial
+from typing import TYPE_CHECKING, Any
+
+from ridgeline.op import RidgelineError
+
+if TYPE_CHECKING:
+    import torch
+
+PACKAGE, INSTALL, KIND = "cut_cross_entropy", "cut-cross-entropy", "triton"
+
+
+def _linear_cross_entropy(
+    filter_eps: str | None, x: torch.Tensor, weight: torch.Tensor, target: torch.Tensor, bias: torch.Tensor | None = None, *,
+    ignore_index: int = -100, softcap: float | None = None, reduction: str = "mean", chunk_memory: int | None = None, **others: Any,
+) -> torch.Tensor:  # fmt: skip
+    from cut_cross_entropy import linear_cross_entropy
+
+    if bias is not None or any(others.values()):
+        raise RidgelineError("cut_cross_entropy has no bias, label smoothing or z-loss here")
+    options = {"ignore_index": ignore_index, "softcap": softcap, "reduction": reduction, "filter_eps": filter_eps}
+    return linear_cross_entropy(x, weight, target, **options).to(x.dtype)
+
+
+PEERS = {"linear_cross_entropy": {"cce": partial(_linear_cross_entropy, "high"), "cce_exact": partial(_linear_cross_entropy, None)}}

@@ -1,0 +1,496 @@
+"""linear_cross_entropy: cross_entropy(x W^T + b, target), the last layer of a language model and its loss, in one.
+
+    logits = x W^T + b,   loss = cross_entropy(logits, target);   dlogits as cross_entropy has it,
+    dx = dlogits W,   dW = dlogits^T x,   db = sum over rows of dlogits
+
+The logits are the largest tensor of a training step: 8192 x 128256 are 2.1 GB in half precision, and their gradient as much again.
+Here a part of them is in memory at a time. dW is added up in its own dtype, so the rows come in at most four groups:
+
+    a group whose logits fit:  logits = x W^T;  the loss, and dlogits in the logits' place;  dx = dlogits W;  dW += dlogits^T x
+    one whose logits do not:   slabs of classes. Each slab's logits go into every row's running maximum and sum; the last slab's, which
+                               are there when the loss is known, turn into their gradient; the others' are made again for theirs
+
+With room for a share m of all logits a step has three products, and where 4m < 1 the share 1 - 4m of one more: of a group's logits all
+but what is in memory when its losses are known are made again, however the rows are dealt to the four.
+Sources: Wijmans et al., Cut Your Losses in Large-Vocabulary Language Models, 2024 (arXiv:2411.09009); Hsu et al., Liger Kernel, 2024
+(arXiv:2410.10989), which takes chunks of rows.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from typing import Any, NamedTuple
+
+import torch
+import torch.nn.functional as F
+import triton
+import triton.language as tl
+
+from ridgeline.boundary import Function, differentiate, first_order, kernel_op, launch
+from ridgeline.op import CHECK, Case, Cost, Op, RidgelineError, Spec, nbytes, readable
+from ridgeline.ops.loss import _cluster, cross_entropy
+from ridgeline.ops.loss.cross_entropy import CROSS_ENTROPY, Ignored, _counted, _gradient, _loss, _peel, _stream
+from ridgeline.select import eager, run, why_not
+from ridgeline.tiles.activations import capped
+from ridgeline.tiles.online_softmax import exact_exp
+
+_OWN = frozenset((torch.Tensor, torch.nn.Parameter))
+ROUNDINGS = 4  # of dW at most, and of dx: a gradient is added up in its own dtype over so many groups or slabs
+LEAST = 216 << 20  # bytes of logits that are taken without a word, so that four groups fit in 864 MiB
+SLAB = 128  # classes that a slab's are a multiple of
+
+
+class Plan(NamedTuple):
+    """How a call is cut up: rows of a group, classes of a slab, and whether dx is added up in float32."""
+
+    rows: int
+    classes: int
+    sums: bool = False
+
+
+def plan(rows: int, classes: int, hidden: int, size: int, memory: int) -> Plan:
+    """The fewest products for so many bytes of memory, elements having `size`. 0 bytes: a fourth of the logits, or LEAST where that is
+    a fifth of them."""
+    row = classes * size
+    memory = memory or (LEAST if 5 * LEAST >= rows * row else -(-rows // ROUNDINGS) * row)
+    fit = memory // row
+    if rows <= ROUNDINGS * fit:
+        groups = -(-rows // max(fit, 1)) or 1
+        return Plan(-(-rows // groups) or 1, classes)
+    group = -(-rows // ROUNDINGS)
+    wide = max(SLAB, memory // (group * size) // SLAB * SLAB)
+    if sums := ROUNDINGS * wide < classes:
+        wide = max(SLAB, (memory // group - 4 * hidden) // size // SLAB * SLAB)
+    return Plan(group, min(wide, classes), sums)
+
+
+@triton.jit
+def _fold(losses, stats, state, x, target, counts, rows, columns, first, classes, t1, ignore, smoothing, z, cap,
+          NEED: tl.constexpr, FIRST: tl.constexpr, LAST: tl.constexpr, MEAN: tl.constexpr, SMOOTH: tl.constexpr, Z: tl.constexpr,
+          CAP: tl.constexpr, PEEL: tl.constexpr, VEC: tl.constexpr, K: tl.constexpr, W: tl.constexpr, STAGES: tl.constexpr):  # fmt: skip
+    """Takes a slab of a row, the columns from `first` on of so many classes, into its maximum and sum of exponentials (`stats`) and the
+    target's logit, a base and the sum of differences to it (`state`). With the LAST one the loss is known, and with NEED 2 this slab
+    turns into its gradient."""
+    row = tl.program_id(0).to(tl.int64)
+    label = tl.load(target + row * t1)
+    live, known = label != ignore, (label >= 0) & (label < classes)
+    here = known & (label >= first) & (label < first + columns)
+    start, head, body = _peel(row * columns, columns, PEEL, VEC)
+    x += start
+    dtype: tl.constexpr = x.dtype.element_ty
+    chosen, _slope = capped(tl.load(x + tl.where(here, label - first, 0) - head).to(tl.float32), cap, CAP)
+    if FIRST:  # the base is any logit of the row; sums are of differences to it, which stay small
+        zeroth, _slope = capped(tl.load(x - head).to(tl.float32), cap, CAP)
+        base = tl.where(tl.abs(zeroth) < float("inf"), zeroth, 0.0)
+        tl.store(state + row, base)
+    else:
+        base = tl.load(state + row)
+        chosen = tl.where(here, chosen, tl.load(state + rows + row))
+    most, whole, away = _stream(x, head, tl.where(live, body, 0), columns, base, cap, "evict_last" if LAST and NEED == 2 else "",
+                                SMOOTH, CAP, PEEL, VEC, K, W, STAGES)  # fmt: skip
+    if not FIRST:
+        top, total = tl.load(stats + row), tl.load(stats + rows + row)
+        new = tl.maximum(most, top)
+        near = tl.where(new == float("-inf"), 0.0, new)
+        whole = whole * exact_exp(most - near, dtype) + total * exact_exp(top - near, dtype)
+        most = new
+        if SMOOTH:
+            away += tl.load(state + 2 * rows + row)
+    if LAST:
+        loss = _loss(most, whole, away, base, chosen, classes, smoothing, z, SMOOTH, Z)
+        loss = tl.where(live, tl.where(known, loss, float("nan")), 0.0)
+        tl.store(losses + row, loss.to(losses.dtype.element_ty))
+        most, whole = tl.where(live, most, 0.0), tl.where(live, whole, 1.0)
+    else:
+        tl.store(state + rows + row, chosen)
+        if SMOOTH:
+            tl.store(state + 2 * rows + row, away)
+    tl.store(stats + row, most)
+    tl.store(stats + rows + row, whole)
+    if LAST and NEED == 2:
+        upstream = tl.div_rn(1.0, _counted(counts, target, rows, 1, 0, t1, ignore, 0)) if MEAN else 1.0
+        _gradient(x, x, head, body, columns, first, classes, label, live, most, whole, upstream, smoothing, z, cap,
+                  Z, CAP, PEEL, VEC, K, W, STAGES)  # fmt: skip
+
+
+def _add(out: torch.Tensor, a: torch.Tensor, b: torch.Tensor, more: bool) -> None:
+    """out = a b or, with `more`, out += a b; out is of their dtype or float32, and the product is rounded once."""
+    if out.dtype != a.dtype and a.is_cuda:
+        torch.addmm(out, a, b, out_dtype=out.dtype, out=out) if more else torch.mm(a, b, out_dtype=out.dtype, out=out)
+        return
+    a, b = a.to(out.dtype), b.to(out.dtype)
+    torch.addmm(out, a, b, out=out) if more else torch.mm(a, b, out=out)
+
+
+class _Work:
+    """A call's groups and slabs: their logits, in memory that the next ones will have, and what they add to the gradients. With one slab
+    a group, all is done by allocations, products, sums and kernels that a plan repeats (`replay.py`)."""
+
+    def __init__(self, x: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None, memory: int, grads: tuple[torch.Tensor, ...]):
+        """grads: dx, dW and, in float32, db; of no elements where not wanted."""
+        self.x, self.weight, self.bias = x, weight, bias
+        self.plan = cut = plan(x.shape[0], weight.shape[0], weight.shape[1], x.element_size(), memory)
+        self.dx, self.dw, self.db = [t if t.numel() else None for t in grads]
+        self.memory = torch.empty((cut.rows, cut.classes), dtype=x.dtype, device=x.device)
+        self.sums = torch.empty((cut.rows, x.shape[1]) if cut.sums and self.dx is not None else (0,), dtype=torch.float32, device=x.device)
+
+    def groups(self) -> Iterator[slice]:
+        rows = self.x.shape[0]
+        return (slice(start, min(start + self.plan.rows, rows)) for start in range(0, rows, self.plan.rows))
+
+    def slabs(self) -> list[slice]:
+        """The first one is what the others, which are of one size, leave."""
+        classes, wide = self.weight.shape[0], self.plan.classes
+        ends = range((classes - 1) % wide + 1, classes + 1, wide)
+        return [slice(max(0, end - wide), end) for end in ends]
+
+    def logits(self, rows: slice, slab: slice) -> torch.Tensor:
+        """x W^T + b, as cross_entropy's kernels take it: (1, rows, classes)."""
+        x, weight = self.x[rows], self.weight[slab]
+        out = self.memory.view(-1)[: x.shape[0] * weight.shape[0]].view(x.shape[0], weight.shape[0])
+        if self.bias is None:
+            torch.mm(x, weight.mT, out=out)
+        else:
+            torch.addmm(self.bias[slab], x, weight.mT, out=out)
+        return out[None]
+
+    def differentiate(self, d: torch.Tensor, rows: slice, slab: slice, more: bool) -> None:
+        """Adds what these logits' gradient gives; more: dx has something of these rows."""
+        if self.dx is not None:
+            sums = self.sums[: d.shape[0]] if self.plan.sums else self.dx[rows]
+            _add(sums, d, self.weight[slab], more)
+        if self.dw is not None:
+            _add(self.dw[slab], d.mT, self.x[rows], rows.start > 0)
+        if self.db is not None:
+            db, first = self.db[slab], rows.start == 0
+            part = torch.sum(d, 0, dtype=torch.float32, out=db if first else torch.empty_like(db))
+            if not first:
+                torch.add(db, part, out=db)
+
+    def finish(self, rows: slice) -> None:
+        if self.dx is not None and self.plan.sums:
+            self.dx[rows] = self.sums[: rows.stop - rows.start]
+
+
+def _fwd(
+    loss: torch.Tensor, dx: torch.Tensor, dw: torch.Tensor, db: torch.Tensor, saved: torch.Tensor, x: torch.Tensor,
+    weight: torch.Tensor, bias: torch.Tensor | None, target: torch.Tensor, need: int, memory: int, *options: Any,
+) -> None:  # fmt: skip
+    """Fills loss, what backward needs of each row and, with need 2, the gradients for an upstream one of 1."""
+    work = _Work(x, weight, bias, memory, (dx, dw, db))
+    *slabs, last = work.slabs()
+
+    def each(losses: Any, stats: Any, _d: Any, _planes: Any, t: Any, counts: Any, *rest: Any) -> None:
+        ignore, smoothing, z, cap, need, flags = rest
+        one = torch.ones((), dtype=torch.float32, device=x.device) if slabs and need == 2 else losses
+        own = torch.empty((5 * work.plan.rows if slabs else 0,), dtype=torch.float32, device=x.device)
+        for rows in work.groups():
+            count, labels = rows.stop - rows.start, t[:, rows]
+            kept = stats[2 * rows.start : 2 * rows.stop] if need else own[3 * work.plan.rows :]
+            if not slabs:
+                logits = work.logits(rows, last)
+                _whole(losses[rows], kept, logits, labels, counts, *rest)
+            for slab in (*slabs, last) if slabs else ():
+                logits = work.logits(rows, slab)
+                sizes = count, logits.shape[2], slab.start, weight.shape[0], labels.stride(1), ignore, smoothing, z, cap
+                ends = {"FIRST": not slab.start, "LAST": slab is last, "SMOOTH": smoothing != 0, "NEED": need}
+                cross_entropy._launch_rows(_fold, logits, losses[rows], kept, own, logits, labels, counts, *sizes, **ends, **flags)
+            if need == 2:
+                work.differentiate(logits[0], rows, last, False)
+                _again(work, rows, slabs, True, labels, one, kept, counts, ignore, smoothing, z, cap, flags)
+                work.finish(rows)
+
+    nothing = torch.empty((0,), dtype=x.dtype, device=x.device)
+    flat = loss if loss.dim() == 0 else loss.view(-1)
+    small = not slabs and work.plan.rows >= x.shape[0] and weight.shape[0] <= _cluster.COLUMNS[0]  # one group, and no clusters for it
+    cross_entropy._launch_fwd(each, small, flat, nothing, saved, x, target, need, *options)
+
+
+def _whole(losses: Any, kept: Any, logits: Any, labels: Any, counts: Any, *rest: Any) -> None:
+    """Rows of all classes: cross_entropy's own, in clusters where they take the call."""
+    ignore, smoothing, z, cap, need, _ = rest
+    options = ignore, smoothing, z, cap, "mean" if losses.dtype == torch.float32 else "none"
+    if why_not(CROSS_ENTROPY.implementations["cuda_cluster"], logits[0], labels[0], need, *options):
+        cross_entropy._rows(losses, kept, logits, logits, labels, counts, *rest)
+    else:
+        _cluster.rows(losses, kept, logits, logits[0], labels[0], counts, *rest)
+
+
+def _again(
+    work: _Work, rows: slice, slabs: list[slice], more: bool, labels: torch.Tensor, upstream: torch.Tensor, kept: torch.Tensor,
+    counts: torch.Tensor, ignore: int, smoothing: float, z: float, cap: float, flags: dict[str, bool],
+) -> None:  # fmt: skip
+    """Makes these slabs' logits again, of them their gradient, and of that the gradients. upstream: (1, rows), or one for all rows."""
+    each = upstream.dim() == 2
+    for slab in slabs:
+        logits = work.logits(rows, slab)
+        steps = *logits.stride()[:2], *labels.stride(), *(upstream.stride() if each else (0, 0))
+        sizes = labels.numel(), logits.shape[2], slab.start, work.weight.shape[0], labels.numel(), *steps, ignore, smoothing, z, cap
+        given = logits, logits, labels, upstream, kept, counts, *sizes
+        cross_entropy._launch_rows(cross_entropy._bwd, logits, *given, MADE=False, EACH=each, FEW=0, **flags)
+        work.differentiate(logits[0], rows, slab, more or slab is not slabs[0])
+
+
+def _bwd(
+    dx: torch.Tensor, dw: torch.Tensor, db: torch.Tensor, x: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None,
+    target: torch.Tensor, dloss: torch.Tensor, saved: torch.Tensor, memory: int, ignore: int, smoothing: float, z: float, cap: float,
+    reduction: str,
+) -> None:  # fmt: skip
+    """Makes all logits again, in forward's groups, and of them the gradients."""
+    work, flags = _Work(x, weight, bias, memory, (dx, dw, db)), cross_entropy._flags(z, cap, reduction)
+    counts, stats = cross_entropy._split(saved, target.numel(), reduction)
+    if flags["MEAN"] and not counts.numel():  # of few rows forward keeps none
+        counts, planes = torch.empty((cross_entropy.PARTS.value,), dtype=torch.int32, device=x.device), target[None]
+        given = planes, target.numel(), target.numel(), *planes.stride(), ignore
+        launch(cross_entropy._count, (counts.numel(),), counts, *given, BLOCK=256, num_warps=4)
+    for rows in work.groups():
+        upstream = dloss.reshape(1, -1)[:, rows] if reduction == "none" else dloss
+        kept = stats[2 * rows.start : 2 * rows.stop]
+        _again(work, rows, work.slabs(), False, target[None, rows], upstream, kept, counts, ignore, smoothing, z, cap, flags)
+        work.finish(rows)
+
+
+@triton.jit
+def _times(x, factor, n, BLOCK: tl.constexpr):
+    for start in range(tl.program_id(0) * BLOCK, tl.cast(n, tl.int64), tl.num_programs(0) * BLOCK):
+        at = start + tl.arange(0, BLOCK)
+        tl.store(x + at, (tl.load(x + at, mask=at < n).to(tl.float32) * factor).to(x.dtype.element_ty), mask=at < n)
+
+
+@triton.jit(do_not_specialize=["nx", "nw", "nb"])
+def _scale(dx, dw, db, dloss, nx, nw, nb, BLOCK: tl.constexpr):
+    """The gradients times dloss; where that is 1, nothing but a look."""
+    factor = tl.load(dloss).to(tl.float32)
+    if factor != 1:
+        _times(dx, factor, nx, BLOCK)
+        _times(dw, factor, nw, BLOCK)
+        _times(db, factor, nb, BLOCK)
+
+
+_OPTIONS = "int ignore_index, float label_smoothing, float z_loss, float softcap, str reduction"
+
+
+@kernel_op(
+    "linear_cross_entropy_fwd(Tensor x, Tensor weight, Tensor? bias, Tensor target, ScalarType dtype, int need, bool[] wanted, int memory, "
+    f"{_OPTIONS}, str? impl) -> (Tensor, Tensor, Tensor, Tensor, Tensor)"
+)
+def _forward(
+    x: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None, target: torch.Tensor, dtype: torch.dtype, need: int, wanted: Sequence[bool],
+    memory: int, *options: Any,
+) -> tuple[torch.Tensor, ...]:  # fmt: skip
+    """need: as cross_entropy's. Returns the loss, the gradients of x, weight and bias (in float32) as far as wanted, and what is kept."""
+    *options, reduction, impl = options
+    loss = torch.empty((target.numel(),) if reduction == "none" else (), dtype=dtype, device=x.device)
+    outputs = loss, *_gradients(x, weight, bias, [w and need == 2 for w in wanted])
+    kept = cross_entropy._parts(target.numel(), reduction) + (2 * target.numel() if need else 0)
+    saved = torch.empty((kept,), dtype=torch.float32, device=x.device)
+    run(LINEAR_CROSS_ENTROPY, "fwd", impl, (*outputs, saved), x, weight, bias, target, need, memory, *options, reduction)
+    return *outputs, saved
+
+
+@kernel_op(
+    "linear_cross_entropy_bwd(Tensor x, Tensor weight, Tensor? bias, Tensor target, Tensor dloss, Tensor saved, bool[] wanted, int memory, "
+    f"{_OPTIONS}, str? impl) -> (Tensor, Tensor, Tensor)"
+)
+def _backward(x: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None, target: torch.Tensor, dloss: torch.Tensor, saved: torch.Tensor, wanted: Sequence[bool], memory: int, *options: Any) -> tuple[torch.Tensor, ...]:  # fmt: skip
+    *options, impl = options
+    grads = _gradients(x, weight, bias, wanted)
+    run(LINEAR_CROSS_ENTROPY, "bwd", impl, grads, x, weight, bias, target, dloss, saved, memory, *options)
+    return grads
+
+
+@kernel_op("linear_cross_entropy_finish(Tensor(a!) dx, Tensor(b!) dw, Tensor(c!) db, Tensor dloss) -> ()")
+def _finish(dx: torch.Tensor, dw: torch.Tensor, db: torch.Tensor, dloss: torch.Tensor) -> None:
+    """Makes of the gradients for an upstream one of 1, which forward has made, those for `dloss`."""
+    sizes = dx.numel(), dw.numel(), db.numel()
+    launch(_scale, (min(4096, triton.cdiv(max(sizes), 4096)),), dx, dw, db, dloss, *sizes, BLOCK=4096, num_warps=8)
+
+
+def _gradients(x: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None, wanted: Sequence[bool]) -> tuple[torch.Tensor, ...]:
+    """Memory for the gradients that are wanted, of no elements for the others."""
+    new = torch.empty if x.shape[0] else torch.zeros  # of no rows nothing is added up
+    dx, dw = (new(t.shape if w else (0,), dtype=t.dtype, device=t.device) for t, w in zip((x, weight), wanted, strict=False))
+    return dx, dw, new(bias.shape if bias is not None and wanted[2] else (0,), dtype=torch.float32, device=x.device)
+
+
+class _LinearCrossEntropy(Function):
+    @staticmethod
+    def forward(ctx: Any, x: torch.Tensor, weight: torch.Tensor, bias: Any, target: torch.Tensor, facts: tuple[Any, ...]) -> torch.Tensor:
+        """facts: a dtype, the memory and the options, in one argument: torch looks at each one."""
+        dtype, memory, *options = facts
+        need = 1 if options[4] == "none" or x.dtype == torch.float16 else 2
+        some = ctx.needs_input_grad
+        wanted = some[0], some[1], some[2]
+        loss, dx, dw, db, saved = _forward(x, weight, bias, target, dtype, need, wanted, memory, *options)
+        ctx.save_for_backward(x, weight, bias, target, saved)
+        ctx.facts = wanted, memory, options
+        ctx.made = (dx, dw, db) if need == 2 else None
+        return loss
+
+    @staticmethod
+    @first_order
+    def backward(ctx: Any, dloss: torch.Tensor) -> Any:
+        x, weight, bias, target, saved = ctx.saved_tensors
+        wanted, memory, options = ctx.facts
+        made, ctx.made = ctx.made, None  # given away once, to be the caller's own; a second backward makes others
+        if made is None:
+            made = _backward(x, weight, bias, target, dloss, saved, wanted, memory, *options)
+        elif torch.compiler.is_compiling():
+            made = [m * dloss for m in made]
+        else:
+            _finish(*made, dloss)
+        dx, dw, db = [m if w else None for m, w in zip(made, wanted, strict=True)]
+        return dx, dw, db if bias is None or db is None else db.to(bias.dtype), None, None
+
+
+def reference(
+    x: torch.Tensor, weight: torch.Tensor, target: torch.Tensor, bias: torch.Tensor | None = None, **options: Any
+) -> torch.Tensor:
+    options.pop("chunk_memory", None)
+    return cross_entropy.reference(F.linear(x, weight, bias), target, **options)
+
+
+def _torch(x: torch.Tensor, weight: torch.Tensor, target: torch.Tensor, bias: torch.Tensor | None = None, **options: Any) -> torch.Tensor:
+    options.pop("chunk_memory", None)
+    return cross_entropy._torch(F.linear(x, weight, bias), target, **options)
+
+
+def _cast(t: Any, dtype: torch.dtype) -> Any:
+    """As autocast does; other things pass, to be refused."""
+    return t.to(dtype) if isinstance(t, torch.Tensor) and t.is_floating_point() and t.dtype != torch.float64 else t
+
+
+def _fault(x: Any, weight: Any, target: Any, bias: Any, chunk_memory: Any) -> str | None:
+    """What is wrong with the layer's part of a call, or None."""
+    for name, t in (("x", x), ("weight", weight), *([("bias", bias)] if bias is not None else [])):
+        if not isinstance(t, torch.Tensor):
+            return f"{name} must be a tensor, and is {type(t).__name__}"
+        if not t.is_floating_point() or t.dtype != x.dtype or t.device != x.device:
+            return f"x, weight and bias must agree in a floating-point dtype and the device; {name} is {t.dtype} on {t.device}, x {x.dtype} on {x.device}"
+    if weight.dim() != 2 or not x.dim() or x.shape[-1] != weight.shape[1]:
+        return f"x must be (..., H) and weight (V, H); they are {tuple(x.shape)} and {tuple(weight.shape)}"
+    if bias is not None and bias.shape != weight.shape[:1]:
+        return f"bias must be ({weight.shape[0]},), and is {tuple(bias.shape)}"
+    if chunk_memory is not None and (type(chunk_memory) is not int or not 0 < chunk_memory < 1 << 63):
+        return f"chunk_memory must be None or a number of bytes above 0, and is {chunk_memory!r}"
+    return None
+
+
+def linear_cross_entropy(
+    x: torch.Tensor, weight: torch.Tensor, target: torch.Tensor, bias: torch.Tensor | None = None, *, ignore_index: int = -100,
+    label_smoothing: float = 0.0, z_loss: float = 0.0, softcap: float | None = None, reduction: str = "mean",
+    chunk_memory: int | None = None, impl: str | None = None,
+) -> torch.Tensor:  # fmt: skip
+    """cross_entropy(x @ weight.T + bias, target), without all logits in memory. Gradients flow to x, weight and bias.
+
+    x: (..., H); weight: (V, H); bias: (V,) or None; of one dtype, float32, float16 or bfloat16. target: (...), int64.
+    ignore_index, label_smoothing, z_loss, softcap, reduction: as in `cross_entropy`.
+    chunk_memory: bytes of logits that are in memory at a time: by default a fourth of them all, or 216 MiB where that is a fifth or
+    more. With less, a part of the logits is made twice, and a step has up to a third more products. The least is 128 classes of a
+    fourth of the rows and, below a sixteenth of the logits, x's gradient of these rows in float32. Beside it are 40 bytes a row.
+    Products are added up in float32; weight's gradient is rounded to its dtype at most four times, once for each group of rows, and
+    x's at most four times; once more both by an upstream gradient that is no power of two. For "mean" and "sum" forward makes the
+    gradients, so that a step has three products; for "none", and in float16, whose gradients need the scale of the loss, backward
+    makes the logits again. Returns the dtype of x, float32 under autocast, which casts x, weight and bias as it does for `linear`.
+    Raises RidgelineError on shapes, dtypes, devices or options other than these, or an `impl` that cannot run the call.
+    """
+    plain = impl is bias is softcap is chunk_memory is None and reduction == "mean" and label_smoothing == 0 == z_loss and not CHECK
+    plain = plain and type(ignore_index) is int and type(x) is type(target) is torch.Tensor and type(weight) in _OWN
+    if plain and x.is_cuda and target.dtype == torch.int64 and x.layout is weight.layout is torch.strided and x.dim() == 2 == weight.dim():
+        alike = x.dtype == weight.dtype and x.dtype in LINEAR_CROSS_ENTROPY.kernel_dtypes and x.get_device() == weight.get_device()
+        alike = alike and weight.shape[0] and x.shape[1] == weight.shape[1] and target.shape == x.shape[:1]
+        if alike and target.get_device() == x.get_device() and not torch.is_autocast_enabled("cuda"):  # nothing more to look at
+            return _call(x, weight, None, target, x.dtype, 0, ignore_index, 0.0, 0.0, 0.0, "mean", None)
+    kind = "cuda" if isinstance(x, torch.Tensor) and x.is_cuda else "cpu"
+    if torch.is_autocast_enabled(kind):
+        x, weight, bias = (_cast(t, torch.get_autocast_dtype(kind)) for t in (x, weight, bias))
+    fault = _fault(x, weight, target, bias, chunk_memory)
+    if fault is None:
+        logits = torch.empty((), dtype=x.dtype, device=x.device).expand(*x.shape[:-1], weight.shape[0])
+        fault = cross_entropy._fault(logits, target, ignore_index, label_smoothing, z_loss, softcap, reduction)
+    if fault:
+        raise RidgelineError(f"linear_cross_entropy: {fault}")
+    found = eager(LINEAR_CROSS_ENTROPY, impl, x, weight, bias)
+    if readable(target) and ((target != ignore_index) & ((target < 0) | (target >= weight.shape[0]))).any():
+        raise RidgelineError(
+            f"linear_cross_entropy: targets must be 0 to {weight.shape[0] - 1} or ignore_index {ignore_index}, and others are given"
+        )
+    if found is not None and found.call is not None:
+        options = {"ignore_index": ignore_index, "label_smoothing": label_smoothing, "reduction": reduction}
+        return found.call(x, weight, target, bias, z_loss=z_loss, softcap=softcap, **options)
+    dtype = torch.float32 if torch.is_autocast_enabled(kind) else x.dtype
+    rows = x.reshape(target.numel(), x.shape[-1])
+    options = ignore_index, float(label_smoothing), float(z_loss), float(softcap or 0), reduction, impl
+    loss = _call(rows, weight, bias, target.reshape(-1), dtype, chunk_memory or 0, *options)
+    return loss.view(target.shape) if reduction == "none" else loss
+
+
+def _call(x: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None, target: torch.Tensor, *facts: Any) -> torch.Tensor:
+    if torch.is_grad_enabled() and (x.requires_grad or weight.requires_grad or (bias is not None and bias.requires_grad)):
+        return differentiate(_LinearCrossEntropy, x, weight, bias, target, facts)
+    dtype, memory, *options = facts
+    return _forward(x, weight, bias, target, dtype, 0, (False,) * 3, memory, *options)[0]
+
+
+def cost(x: torch.Tensor, weight: torch.Tensor, target: torch.Tensor, bias: torch.Tensor | None = None, *, reduction: str = "mean", **_: Any) -> tuple[Cost, Cost | None, Cost | None]:  # fmt: skip
+    """Three products, of which forward alone is one; the logits are not in memory."""
+    given = nbytes(x, weight, target) + (0 if bias is None else nbytes(bias))
+    losses, product = (target.numel() if reduction == "none" else 1) * x.element_size(), 2 * x.numel() * weight.shape[0]
+    grads = nbytes(x, weight) + (0 if bias is None else nbytes(bias))
+    again = product if reduction == "none" else 0
+    return Cost(given, losses, product), Cost(given, grads, 2 * product + again), Cost(given, losses + grads, 3 * product + again)
+
+
+def _labels(*shape: int, high: int, some: type[Spec] = Spec) -> Spec:
+    return some(*shape, dtype="int64", high=high)
+
+
+ALL = {"label_smoothing": 0.1, "z_loss": 1e-2, "softcap": 3.0}
+LARGE: list[tuple[str, int, int, int, dict[str, Any]]] = [
+    ("8192x4096x128256", 8192, 4096, 128256, {}),
+    ("8192x4096x128256 in 1.25 GiB", 8192, 4096, 128256, {"chunk_memory": 208 << 20}),  # with the gradients' 1.04 GiB
+    ("8192x4096x128256 none", 8192, 4096, 128256, {"reduction": "none"}),
+    ("16384x2048x32000", 16384, 2048, 32000, {}),
+]
+# A single loss with smoothing, z-loss and cap is luck: the formula itself breaks the law for a mean of so few rows in a draw of ten or
+# more, in float32 as in float16, on a CPU as on an H100; for a loss a row in none of 60.
+NONE = {"reduction": "none"} | ALL
+LINEAR_CROSS_ENTROPY = Op(
+    linear_cross_entropy,
+    reference=reference,
+    cost=cost,
+    cases=[
+        Case("33x16x129", (Spec(33, 16), Spec(129, 16), _labels(33, high=129))),
+        Case("2x9x24x300 none, bias, all", (Spec(2, 9, 24), Spec(300, 24), _labels(2, 9, high=300, some=Ignored), Spec(300)), NONE),
+        Case("40x16x100 sum, groups", (Spec(40, 16), Spec(100, 16), _labels(40, high=100)), {"reduction": "sum", "chunk_memory": 4400}),
+        Case(
+            "33x16x400 none, bias, slabs, all",  # groups of 9 rows, slabs of 16 and three times 128 classes in float32
+            (Spec(33, 16), Spec(400, 16), _labels(33, high=400, some=Ignored), Spec(400)),
+            {"chunk_memory": 4608} | NONE,
+        ),
+        Case(
+            "33x16x400 bias, slabs",
+            (Spec(33, 16), Spec(400, 16), _labels(33, high=400, some=Ignored), Spec(400)),
+            {"chunk_memory": 2304},
+            ("float16", "bfloat16"),  # in float32 the last bit of a mean is luck
+        ),
+        Case("33x16x900 slabs, sums", (Spec(33, 16), Spec(900, 16), _labels(33, high=900)), {"chunk_memory": 5184}),
+        Case("30x16x300 none", (Spec(30, 16), Spec(300, 16), _labels(30, high=300)), {"reduction": "none", "chunk_memory": 6144}),
+        *(
+            Case(name, (Spec(m, h), Spec(v, h), _labels(m, high=v)), dict(options), ("bfloat16",), "bench")
+            for name, m, h, v, options in LARGE
+        ),
+        Case("256x128x4096", (Spec(256, 128), Spec(4096, 128), _labels(256, high=4096)), use="quick"),
+    ],
+)
+LINEAR_CROSS_ENTROPY.eager("naive", "the layer, then the formula of cross_entropy in eager PyTorch", reference)
+LINEAR_CROSS_ENTROPY.eager("torch", "PyTorch's own layer and loss: logits and their gradient in memory", _torch, served=True)
+LINEAR_CROSS_ENTROPY.compiled("layer and loss fused by torch.compile, as far as it does: the logits are in memory")
+LINEAR_CROSS_ENTROPY.kernel(
+    "triton",
+    "by chunks of rows: cuBLAS for the products, cross_entropy's kernels for the loss and the gradient where the logits were",
+    kind="triton",
+    fwd=_fwd,
+    bwd=_bwd,
+    served=True,
+)

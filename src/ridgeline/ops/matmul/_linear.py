@@ -1,0 +1,52 @@
+"""The rungs of `linear` on Hopper: what they start, which operands they take, and which calls are left to PyTorch."""
+
+from typing import Any
+
+import torch
+
+from ridgeline.ops.matmul import _hopper
+from ridgeline.ops.matmul._epilogue import ACTIVATIONS
+from ridgeline.ops.matmul.matmul import small
+
+_Maybe = torch.Tensor | None
+
+
+def fwd(y: torch.Tensor, z: torch.Tensor, x: torch.Tensor, weight: torch.Tensor, bias: _Maybe, residual: _Maybe, activation: str, how: str) -> None:  # fmt: skip
+    _hopper.product(y, x, weight.mT, z=z if z.numel() else None, bias=bias, residual=residual, activation=activation)
+
+
+def refusal(x: torch.Tensor, weight: torch.Tensor, *rest: Any, **options: Any) -> str | None:
+    """Of public arguments, or of a launcher's inputs."""
+    if any([t.data_ptr() % 16 for t in _residuals(*rest, *options.values())]):
+        return "residual must begin at a multiple of 16 bytes"
+    return odd(x, weight, *rest, **options) or _hopper.refusal(x, weight.mT)
+
+
+def _residuals(*rest: Any) -> list[torch.Tensor]:
+    return [t for t in rest if isinstance(t, torch.Tensor) and t.dim() > 1]
+
+
+def odd(x: torch.Tensor, weight: torch.Tensor, *rest: Any, **options: Any) -> str | None:
+    """As `refusal`, where operands and residual may begin anywhere."""
+    rest = (*rest, *options.values())
+    if weight.shape[0] % 8 and (_residuals(*rest) or any([r in ACTIVATIONS and r for r in rest if isinstance(r, str)])):
+        return (
+            f"with an activation or a residual the engine writes or reads rows of whole 16 bytes, and a row has {weight.shape[0]} elements"
+        )
+    return _hopper.empty(x, weight)
+
+
+def unless(x: torch.Tensor, weight: torch.Tensor, bias: _Maybe = None, residual: _Maybe = None, *, activation: str | None = None) -> str | None:  # fmt: skip
+    """What was timed on an H100: 0.9 of PyTorch's time with silu or a residual, where that needs a pass over memory more."""
+    N, K = weight.shape
+    if residual is None and activation is None:
+        return "PyTorch's linear is as fast where nothing follows it but a bias"
+    if residual is None and activation != "silu":
+        return f"with {activation!r} it was not seen to be ahead of PyTorch's"
+    return f"it needs N to be a multiple of 8, and that is {N}" if N % 8 else small(x.numel() // K if K else 0, N, K)
+
+
+def padded(y: torch.Tensor, z: torch.Tensor, x: torch.Tensor, weight: torch.Tensor, bias: _Maybe, residual: _Maybe, activation: str, how: str) -> None:  # fmt: skip
+    if residual is not None and residual.data_ptr() % 16:
+        residual = residual.clone()
+    fwd(y, z, _hopper.aligned(x), _hopper.aligned(weight), bias, residual, activation, how)
