@@ -38,3 +38,7 @@ def refusal(x: _T, weight: _T, up: _T, *_: Any, **__: Any) -> str | None:
     if _hopper.whole(weight) != _hopper.whole(up):
         return "both weights must have their rows, or both their columns, at multiples of 16 bytes"
     return odd(x, weight) or _hopper.refusal(x, weight.mT) or _hopper.refusal(x, up.mT)
+
+
+WHOLE: dict[str, Any] = {"fwd": fwd, "bwd": fwd, "supports": refusal, "unless": unless}  # facts of the rungs `gluon` and `gluon_padded`
+PADDED: dict[str, Any] = {"fwd": padded, "bwd": padded, "supports": odd, "unless": unless}

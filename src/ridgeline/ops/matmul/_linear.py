@@ -50,3 +50,7 @@ def padded(y: torch.Tensor, z: torch.Tensor, x: torch.Tensor, weight: torch.Tens
     if residual is not None and residual.data_ptr() % 16:
         residual = residual.clone()
     fwd(y, z, _hopper.aligned(x), _hopper.aligned(weight), bias, residual, activation, how)
+
+
+WHOLE: dict[str, Any] = {"fwd": fwd, "bwd": fwd, "supports": refusal, "unless": unless}  # facts of the rungs `gluon` and `gluon_padded`
+PADDED: dict[str, Any] = {"fwd": padded, "bwd": padded, "supports": odd, "unless": unless}

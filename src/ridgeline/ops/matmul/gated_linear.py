@@ -125,13 +125,10 @@ GATED_LINEAR = Op(
 GATED_LINEAR.eager("torch", "two of PyTorch's linears (cuBLAS), an activation and a product: four kernels", reference, served=True)
 GATED_LINEAR.compiled("two products, then one pass fused by torch.compile")
 GATED_LINEAR.kernel("triton", "two products, then one pass", kind="triton", fwd=_triton, bwd=_triton)
-GATED_LINEAR.kernel("gluon_padded", PADDED, fwd=_gated.padded, bwd=_gated.padded, supports=_gated.odd, unless=_gated.unless, **HOPPER)
+GATED_LINEAR.kernel("gluon_padded", PADDED, **_gated.PADDED, **HOPPER)
 GATED_LINEAR.kernel(
     "gluon",
     "on Hopper both products at once: half of each tile is the gate's, and they meet in registers",
-    fwd=_gated.fwd,
-    bwd=_gated.fwd,
-    supports=_gated.refusal,
-    unless=_gated.unless,
+    **_gated.WHOLE,
     **HOPPER,
 )

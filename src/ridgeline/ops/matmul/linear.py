@@ -149,13 +149,10 @@ LINEAR = Op(
 LINEAR.eager("torch", "PyTorch's linear (cuBLAS), then a pass over memory for an activation and one for a residual", reference, served=True)
 LINEAR.compiled("the product, then what follows it fused into one pass by torch.compile")
 LINEAR.kernel("triton", "what follows the product works on its sums, in registers", kind="triton", fwd=_triton, bwd=_triton)
-LINEAR.kernel("gluon_padded", PADDED, fwd=_linear.padded, bwd=_linear.padded, supports=_linear.odd, unless=_linear.unless, **HOPPER)
+LINEAR.kernel("gluon_padded", PADDED, **_linear.PADDED, **HOPPER)
 LINEAR.kernel(
     "gluon",
     "the same on Hopper: a tile's end runs while the other group multiplies, and the residual comes with the copy engine",
-    fwd=_linear.fwd,
-    bwd=_linear.fwd,
-    supports=_linear.refusal,
-    unless=_linear.unless,
+    **_linear.WHOLE,
     **HOPPER,
 )
