@@ -30,7 +30,6 @@ from ridgeline.ops.matmul._epilogue import add_up
 _load: gl.constexpr = getattr(tma, "async_load", None) or tma.async_copy_global_to_shared
 _reinterpret: gl.constexpr = getattr(gl.shared_memory_descriptor, "reinterpret", None) or gl.shared_memory_descriptor._reinterpret
 _store: gl.constexpr = getattr(tma, "async_store", None) or tma.async_copy_shared_to_global
-BK = gl.constexpr(64)  # elements of K a step: a row of 128 bytes, over which the engine swizzles
 GROUPS = gl.constexpr(2)  # of four warps, which multiply
 
 
@@ -110,12 +109,36 @@ class Ring:
     def multiply(self, place, odd, acc, ME: gl.constexpr, ADD: gl.constexpr):
         """Starts the products of a step, once it is there."""
         mbarrier.wait(self.ready.index(place), odd)
+        return warpgroup_mma(self.left(place, ME), self.right(place), acc, use_acc=ADD, is_async=True)
+
+    @gluon.jit
+    def left(self, place, ME: gl.constexpr):
         a = self.a.index(place * GROUPS + ME)
-        b = _reinterpret(self.b, self.b.dtype, _joined(self.b.type.shape, self.STAGES, self.B_BY_K), self.b.type.layout).index(place)
-        a, b = a.reshape([a.shape[1], a.shape[2]]), b.reshape([b.shape[1], b.shape[2]])
-        left = a if self.A_BY_K else a.permute((1, 0))
-        right = b.permute((1, 0)) if self.B_BY_K else b
-        return warpgroup_mma(left, right, acc, use_acc=ADD, is_async=True)
+        a = a.reshape([a.shape[1], a.shape[2]])
+        return a if self.A_BY_K else a.permute((1, 0))
+
+    @gluon.jit
+    def right(self, place, PIECE: gl.constexpr = 0, PIECES: gl.constexpr = 1):
+        """All of a step's columns, or one of so many equal pieces of them."""
+        shape: gl.constexpr = _shared_out(self.b.type.shape, self.STAGES, PIECES, self.B_BY_K)
+        b = _reinterpret(self.b, self.b.dtype, shape, self.b.type.layout).index(place * PIECES + PIECE)
+        b = b.reshape([b.shape[1], b.shape[2]])
+        return b.permute((1, 0)) if self.B_BY_K else b
+
+    @gluon.jit
+    def add_up(self, place, odd, sums, steps, ME: gl.constexpr):
+        """The sums of a tile, of whose steps the first is started, and the place after it."""
+        acc = warpgroup_mma_wait(1, deps=(sums,))
+        for _ in range(1, steps):
+            before = place
+            place, odd = self.after(place, odd)
+            sums = self.multiply(place, odd, acc, ME, True)
+            acc = warpgroup_mma_wait(1, deps=(sums,))
+            self.give(before)
+        acc = warpgroup_mma_wait(0, deps=(acc,))
+        self.give(place)
+        place, odd = self.after(place, odd)
+        return acc, place, odd
 
     @gluon.jit
     def give(self, place):
@@ -123,10 +146,22 @@ class Ring:
 
 
 @gluon.constexpr_function
-def _joined(shape, stages, by_k):
-    """The shape of a ring whose tiles are made of all that its stages have: rows, or columns 128 bytes at a time, lie one after another."""
+def _shared_out(shape, stages, pieces, by_k):
+    """The shape of a ring of which a step's tiles, joined, make so many: rows, or columns 128 bytes at a time, lie one after another."""
     many = shape[0] // stages
-    return [stages, 1, many * shape[2], shape[3]] if by_k else [stages, 1, shape[2], many * shape[3]]
+    return [stages * pieces, 1, many * shape[2] // pieces, shape[3]] if by_k else [stages * pieces, 1, shape[2], many * shape[3] // pieces]
+
+
+@gluon.jit
+def _ring(a, b, up, STAGES: gl.constexpr, A_BY_K: gl.constexpr, B_BY_K: gl.constexpr):
+    ready = gl.allocate_shared_memory(gl.int64, [STAGES, 1], mbarrier.MBarrierLayout())
+    free = gl.allocate_shared_memory(gl.int64, [STAGES, 1], mbarrier.MBarrierLayout())
+    for n in gl.static_range(STAGES):
+        mbarrier.init(ready.index(n), count=1)
+        mbarrier.init(free.index(n), count=GROUPS)
+    a_tiles = gl.allocate_shared_memory(a.dtype, [GROUPS * STAGES] + a.block_type.shape, a.layout)
+    b_tiles = gl.allocate_shared_memory(b.dtype, [(1 if up is None else 2) * STAGES] + b.block_type.shape, b.layout)
+    return Ring(a_tiles, b_tiles, ready, free, A_BY_K, B_BY_K)
 
 
 @gluon.jit
@@ -139,6 +174,7 @@ def _fetch(a, b, up, a_step, b_step, ring, tiles):
     """The warp that fills the ring. A matrix that the whole batch shares has a step of 0."""
     ROWS: gl.constexpr = tiles.BM // GROUPS
     HALVES: gl.constexpr = 1 if up is None else 2
+    BK: gl.constexpr = a.block_type.shape[2 if ring.A_BY_K else 1]  # rows of 128 bytes, over which the engine swizzles
     place, odd = 0, 0
     for t in range(gl.program_id(0), tiles.count(), gl.num_programs(0)):
         m, n, batch, _part, low, high = tiles.place(t)
@@ -234,16 +270,7 @@ def _multiply(ME: gl.constexpr, y, out, z, z_up, bias, residual, ring, boards, a
             mbarrier.expect(arrived.index(ME), CHUNKS * residual.block_type.nbytes)
             for c in gl.static_range(CHUNKS):
                 _load(residual, [batch, m, n + c * CHUNK], arrived.index(ME), boards.index(ME * BOARDS + c))
-        acc = warpgroup_mma_wait(1, deps=(sums,))
-        for _ in range(low + 1, high):
-            before = place
-            place, odd = ring.after(place, odd)
-            sums = ring.multiply(place, odd, acc, ME, True)
-            acc = warpgroup_mma_wait(1, deps=(sums,))
-            ring.give(before)
-        acc = warpgroup_mma_wait(0, deps=(acc,))
-        ring.give(place)
-        place, odd = ring.after(place, odd)
+        acc, place, odd = ring.add_up(place, odd, sums, high - low, ME)
         pieces = _chunks(acc, WIDE // CHUNK)
         if residual is not None:
             mbarrier.wait(arrived.index(ME), n_th & 1)
@@ -281,19 +308,11 @@ def _fwd(y, out, z, z_up, bias, residual, a, b, up, M, N, steps, batch, parts, a
     dtype: gl.constexpr = y.dtype.element_ty
     CHUNK: gl.constexpr = 1024 // dtype.primitive_bitwidth
     tiles = Tiles(M, N, steps, batch, parts, GROUPS * ROWS, BN // 2 if GATED else BN, GROUP)
-    ready = gl.allocate_shared_memory(gl.int64, [STAGES, 1], mbarrier.MBarrierLayout())
-    free = gl.allocate_shared_memory(gl.int64, [STAGES, 1], mbarrier.MBarrierLayout())
     arrived = gl.allocate_shared_memory(gl.int64, [GROUPS, 1], mbarrier.MBarrierLayout())
-    for n in gl.static_range(STAGES):
-        mbarrier.init(ready.index(n), count=1)
-        mbarrier.init(free.index(n), count=GROUPS)
     for n in gl.static_range(GROUPS):
         mbarrier.init(arrived.index(n), count=1)
-    a_tiles = gl.allocate_shared_memory(a.dtype, [GROUPS * STAGES] + a.block_type.shape, a.layout)
-    b_tiles = gl.allocate_shared_memory(b.dtype, [(2 if GATED else 1) * STAGES] + b.block_type.shape, b.layout)
-    ring = Ring(a_tiles, b_tiles, ready, free, A_BY_K, B_BY_K)
-    swizzled: gl.constexpr = gl.NVMMASharedLayout(128, dtype.primitive_bitwidth, 3)
-    boards = gl.allocate_shared_memory(dtype, [GROUPS * BOARDS, 1, ROWS, CHUNK], swizzled)
+    ring = _ring(a, b, up, STAGES, A_BY_K, B_BY_K)
+    boards = gl.allocate_shared_memory(dtype, [GROUPS * BOARDS, 1, ROWS, CHUNK], gl.NVMMASharedLayout(128, dtype.primitive_bitwidth, 3))
     fence_async_shared()
     gl.warp_specialize(
         [
@@ -308,9 +327,9 @@ def _fwd(y, out, z, z_up, bias, residual, a, b, up, M, N, steps, batch, parts, a
 
 def whole(t: torch.Tensor) -> bool:
     """Whether the copy engine can see a tensor, its last dimension contiguous: it begins at a multiple of 16 bytes, its rows too."""
-    steps = [(n, s) for n, s in zip(t.shape, t.stride(), strict=True) if n > 1]
-    last = t.shape[-1] > 1 and steps.pop()[1] != 1
-    return not last and t.data_ptr() % 16 == 0 and not any([s % 8 for _, s in steps]) and (t.shape[-2] == 1 or t.stride(-2) > 0)
+    steps = [(n, s * t.element_size()) for n, s in zip(t.shape, t.stride(), strict=True) if n > 1]
+    last = t.shape[-1] > 1 and steps.pop()[1] != t.element_size()
+    return not last and t.data_ptr() % 16 == 0 and not any([s % 16 for _, s in steps]) and (t.shape[-2] == 1 or t.stride(-2) > 0)
 
 
 def refusal(a: torch.Tensor, b: torch.Tensor, *_: Any, **__: Any) -> str | None:
