@@ -126,10 +126,10 @@ class Ring:
         return b.permute((1, 0)) if self.B_BY_K else b
 
     @gluon.jit
-    def add_up(self, place, odd, sums, steps, ME: gl.constexpr):
-        """The sums of a tile, of whose steps the first is started, and the place after it."""
+    def add_up(self, place, odd, sums, low, high, ME: gl.constexpr):
+        """The sums of steps from `low` up to `high`, of which the first is started, and the place after them."""
         acc = warpgroup_mma_wait(1, deps=(sums,))
-        for _ in range(1, steps):
+        for _ in range(low + 1, high):
             before = place
             place, odd = self.after(place, odd)
             sums = self.multiply(place, odd, acc, ME, True)
@@ -270,7 +270,7 @@ def _multiply(ME: gl.constexpr, y, out, z, z_up, bias, residual, ring, boards, a
             mbarrier.expect(arrived.index(ME), CHUNKS * residual.block_type.nbytes)
             for c in gl.static_range(CHUNKS):
                 _load(residual, [batch, m, n + c * CHUNK], arrived.index(ME), boards.index(ME * BOARDS + c))
-        acc, place, odd = ring.add_up(place, odd, sums, high - low, ME)
+        acc, place, odd = ring.add_up(place, odd, sums, low, high, ME)
         pieces = _chunks(acc, WIDE // CHUNK)
         if residual is not None:
             mbarrier.wait(arrived.index(ME), n_th & 1)
@@ -308,10 +308,10 @@ def _fwd(y, out, z, z_up, bias, residual, a, b, up, M, N, steps, batch, parts, a
     dtype: gl.constexpr = y.dtype.element_ty
     CHUNK: gl.constexpr = 1024 // dtype.primitive_bitwidth
     tiles = Tiles(M, N, steps, batch, parts, GROUPS * ROWS, BN // 2 if GATED else BN, GROUP)
+    ring = _ring(a, b, up, STAGES, A_BY_K, B_BY_K)
     arrived = gl.allocate_shared_memory(gl.int64, [GROUPS, 1], mbarrier.MBarrierLayout())
     for n in gl.static_range(GROUPS):
         mbarrier.init(arrived.index(n), count=1)
-    ring = _ring(a, b, up, STAGES, A_BY_K, B_BY_K)
     boards = gl.allocate_shared_memory(dtype, [GROUPS * BOARDS, 1, ROWS, CHUNK], gl.NVMMASharedLayout(128, dtype.primitive_bitwidth, 3))
     fence_async_shared()
     gl.warp_specialize(
