@@ -402,6 +402,7 @@ def product(
 
 
 TILES = ((64, 256, 4, 2), (128, 128, 4, 1), (64, 128, 6, 2), (64, 64, 8, 1))  # ROWS, BN, STAGES, BOARDS: as much as shared memory holds
+SPLITS = (1, 2, 3, 4, 6, 8, 12, 16, 24, 32)
 
 
 def _tiles(gated: bool) -> tuple[tuple[int, int, int, int], ...]:
@@ -421,7 +422,7 @@ def _tile(rows: int, wide: int, stages: int, boards: int, more: bool, gated: boo
 
 
 def rule(
-    gpu: device.Device, batch: int, M: int, N: int, K: int, gated: bool, more: bool, kept: bool, lines: tuple[float, float] = (1, 1)
+    gpu: device.Device, batch: int, M: int, N: int, K: int, gated: bool, more: bool, kept: bool, lines: tuple[float, float] = (1, 1), splits: tuple[int, ...] = SPLITS
 ) -> tuning.Config:
     """The tile and the parts of K with the least cycles by what was measured on an H100. A step of K takes the matrix units ROWS x BN / 16
     cycles and its loads a cycle for each 50 bytes of the `lines` of L2 that they touch: 85 to 95 bytes a ns and multiprocessor at rows of
@@ -439,7 +440,7 @@ def rule(
         steps = triton.cdiv(triton.cdiv(K, 64), parts)
         return triton.cdiv(count(tile, parts), gpu.multiprocessors) * (steps * step + 3000) + added
 
-    splits = (1,) if gated else (1, 2, 3, 4, 6, 8, 12, 16, 24, 32)
+    splits = (1,) if gated else splits
     ways = [(tile, parts) for tile in _tiles(gated) for parts in splits if parts <= triton.cdiv(K, 64)]
     tile, parts = min(ways, key=lambda way: cycles(*way))
     alone = {"LAG": 0} if count(tile, parts) <= gpu.multiprocessors else {}

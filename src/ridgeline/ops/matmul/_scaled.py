@@ -9,6 +9,7 @@ import triton
 import triton.language as tl
 
 from ridgeline import device, tuning
+from ridgeline.boundary import launch
 from ridgeline.op import Spec, dtype_name
 
 BLOCK = 128  # numbers along K, and along N, that share a scale of fp8's blocks
@@ -34,6 +35,34 @@ def finish(y, total, bias, m, n, M, N, bias_step):
         total += tl.load(bias + n.to(tl.int64) * bias_step, mask=n < N, other=0).to(tl.float32)[None, :]
     at = y + m[:, None].to(tl.int64) * N + n[None, :]
     tl.store(at, total.to(y.dtype.element_ty), mask=(m[:, None] < M) & (n[None, :] < N))
+
+
+@triton.jit
+def _columns(sums, b, N, K, b_k, b_n, BK: tl.constexpr, BN: tl.constexpr):
+    """The sums of b's columns."""
+    n = (tl.program_id(0) * BN + tl.arange(0, BN)).to(tl.int64)[None, :]
+    total = tl.zeros((BK, BN), tl.int32)
+    for start in range(0, K, BK):
+        k = (start + tl.arange(0, BK)).to(tl.int64)[:, None]
+        total += tl.load(b + k * b_k + n * b_n, mask=(k < K) & (n < N), other=0).to(tl.int32)
+    tl.store(sums + n, tl.sum(total, 0)[None, :], mask=n < N)
+
+
+def add_columns(sums: torch.Tensor, b: torch.Tensor) -> None:
+    """sums (N,), int32: of the columns of b (K, N)."""
+    wide: dict[str, Any] = {"BK": 512, "BN": 16} if b.stride(0) == 1 else {"BK": 64, "BN": 128}
+    launch(_columns, (triton.cdiv(b.shape[1], wide["BN"]),), sums, b, *b.shape[::-1], *b.stride(), **wide)
+
+
+def blocks(a: torch.Tensor, b: torch.Tensor, scale_a: torch.Tensor, scale_b: torch.Tensor) -> int | None:
+    """How many columns of b share a scale of a block: 1 or 128; 0 where scales are by rows, None where they are neither."""
+    (M, K), N = a.shape, b.shape[1]
+    deep = -(-K // BLOCK)
+    if tuple(scale_a.shape) == (M, deep):
+        for wide in (BLOCK, 1):
+            if tuple(scale_b.shape) == (deep, -(-N // wide)):
+                return wide
+    return 0 if along_rows(scale_a, M) and along_columns(scale_b, N) else None
 
 
 def grid(M: int, N: int) -> Any:

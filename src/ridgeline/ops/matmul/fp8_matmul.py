@@ -19,12 +19,12 @@ import triton.language as tl
 from ridgeline import device
 from ridgeline.boundary import INTERPRETED, kernel_op, launch
 from ridgeline.op import Case, Columns, Cost, Op, OwnDtype, RidgelineError, Spec, nbytes
+from ridgeline.ops.matmul import _hopper8
 from ridgeline.ops.matmul._scaled import (
     BLOCK,
     Scale,
     ScaleColumns,
-    along_columns,
-    along_rows,
+    blocks,
     config,
     fault,
     finish,
@@ -81,21 +81,10 @@ def _fwd(y, a, b, scale_a, scale_b, bias, M, N, K, a_m, a_k, b_k, b_n, a_steps, 
     finish(y, total, bias, m, n, M, N, bias_step)
 
 
-def _blocks(a: torch.Tensor, b: torch.Tensor, scale_a: torch.Tensor, scale_b: torch.Tensor) -> int | None:
-    """How many columns of b share a scale of a block: 1 or 128; 0 where scales are by rows, None where they are neither."""
-    (M, K), N = a.shape, b.shape[1]
-    deep = -(-K // BLOCK)
-    if tuple(scale_a.shape) == (M, deep):
-        for wide in (BLOCK, 1):
-            if tuple(scale_b.shape) == (deep, -(-N // wide)):
-                return wide
-    return 0 if along_rows(scale_a, M) and along_columns(scale_b, N) else None
-
-
 def _launch(y: torch.Tensor, a: torch.Tensor, b: torch.Tensor, scale_a: torch.Tensor, scale_b: torch.Tensor, bias: Any, _: Any) -> None:
     """a (M, K), b (K, N), any strides; y contiguous."""
     (M, K), N = a.shape, b.shape[1]
-    wide, gpu = _blocks(a, b, scale_a, scale_b) or 0, device.of(a)
+    wide, gpu = blocks(a, b, scale_a, scale_b) or 0, device.of(a)
     decode = gpu.backend == "cuda" and not INTERPRETED
     native = decode and y.dtype != torch.float32
     codes = (a, b) if native else (a.view(torch.uint8), b.view(torch.uint8))
@@ -120,7 +109,7 @@ def reference(
     a: torch.Tensor, b: torch.Tensor, scale_a: torch.Tensor, scale_b: torch.Tensor, *,
     bias: torch.Tensor | None = None, out_dtype: torch.dtype = torch.bfloat16,
 ) -> torch.Tensor:  # fmt: skip
-    wide = _blocks(a, b, scale_a, scale_b)
+    wide = blocks(a, b, scale_a, scale_b)
     left, right = a.to(scale_a.dtype), b.to(scale_a.dtype)
     if wide:
         left = left * scale_a.repeat_interleave(BLOCK, 1)[:, : a.shape[1]]
@@ -153,7 +142,7 @@ def fp8_matmul(
     before sm_89, whose matrix units have no 8-bit floats, no kernel can.
     """
     wrong = fault(E4M3, a, b, bias, out_dtype, scale_a=scale_a, scale_b=scale_b)
-    if wrong is None and _blocks(a, b, scale_a, scale_b) is None:
+    if wrong is None and blocks(a, b, scale_a, scale_b) is None:
         (M, K), N = a.shape, b.shape[1]
         deep = -(-K // BLOCK)
         wrong = (
@@ -228,7 +217,7 @@ def _torch(a: torch.Tensor, b: torch.Tensor, scale_a: torch.Tensor, scale_b: tor
     reason = _cublas(a, b)
     if reason is None:
         left, right = scale_a, scale_b
-        if _blocks(a, b, scale_a, scale_b):
+        if blocks(a, b, scale_a, scale_b):
             left, right = left.mT.contiguous().mT, right.mT.contiguous().mT
         elif scale_a.numel() > 1 or scale_b.numel() > 1:
             left, right = scale_a.reshape(-1, 1).expand(a.shape[0], 1), scale_b.reshape(1, -1).expand(1, b.shape[1])
@@ -258,4 +247,12 @@ FP8_MATMUL.kernel(
     supports=_lacks,
     dtypes=("float8_e4m3fn",),
     served=True,
+)
+FP8_MATMUL.kernel(
+    "gluon",
+    "on Hopper, K contiguous in both: one warp fetches by the copy engine, of two groups one multiplies while the other takes over and scales",
+    fwd=_hopper8.fp8,
+    supports=_hopper8.refusal,
+    dtypes=("float8_e4m3fn",),
+    **_hopper8.HOPPER,
 )

@@ -18,21 +18,11 @@ import triton.language as tl
 
 from ridgeline.boundary import kernel_op, launch
 from ridgeline.op import Case, Columns, Cost, Op, OwnDtype, RidgelineError, Spec, nbytes
-from ridgeline.ops.matmul._scaled import Scale, along_columns, along_rows, config, fault, finish, grid, place, step, unlike
+from ridgeline.ops.matmul import _hopper8
+from ridgeline.ops.matmul._scaled import Scale, add_columns, along_columns, along_rows, config, fault, finish, grid, place, step, unlike
 from ridgeline.select import eager, run
 
 MOST = 65536  # 255 * 128 * 65536 is the largest that 32 bits hold
-
-
-@triton.jit
-def _columns(sums, b, N, K, b_k, b_n, BK: tl.constexpr, BN: tl.constexpr):
-    """The sums of b's columns."""
-    n = (tl.program_id(0) * BN + tl.arange(0, BN)).to(tl.int64)[None, :]
-    total = tl.zeros((BK, BN), tl.int32)
-    for start in range(0, K, BK):
-        k = (start + tl.arange(0, BK)).to(tl.int64)[:, None]
-        total += tl.load(b + k * b_k + n * b_n, mask=(k < K) & (n < N), other=0).to(tl.int32)
-    tl.store(sums + n, tl.sum(total, 0)[None, :], mask=n < N)
 
 
 @triton.jit
@@ -65,8 +55,7 @@ def _launch(y: torch.Tensor, sums: torch.Tensor, a: torch.Tensor, b: torch.Tenso
     scale_a, scale_b, zero_a, bias, _ = rest
     (M, K), N = a.shape, b.shape[1]
     if zero_a is not None:
-        wide: dict[str, Any] = {"BK": 512, "BN": 16} if b.stride(0) == 1 else {"BK": 64, "BN": 128}
-        launch(_columns, (triton.cdiv(N, wide["BN"]),), sums, b, N, K, *b.stride(), **wide)
+        add_columns(sums, b)
     steps = step(scale_a, 0), step(scale_b, -1), step(zero_a, 0), 0 if bias is None else bias.stride(0)
     given = y, a, b, scale_a, scale_b, zero_a, sums if zero_a is not None else None, bias, M, N, K, *a.stride(), *b.stride(), steps
     launch(_fwd, grid(M, N), *given, config=lambda: config("int8_matmul", a, b, wide=True), key=(M, N, K, a.stride(), b.stride()))
@@ -208,4 +197,12 @@ INT8_MATMUL.kernel(
     supports=unlike,
     dtypes=("int8",),
     served=True,
+)
+INT8_MATMUL.kernel(
+    "gluon",
+    "on Hopper, K contiguous in both: one warp fetches by the copy engine, two groups multiply, of which one sends its results off meanwhile",
+    fwd=_hopper8.int8,
+    supports=_hopper8.refusal,
+    dtypes=("int8",),
+    **_hopper8.HOPPER,
 )

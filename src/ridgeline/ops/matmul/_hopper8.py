@@ -1,0 +1,240 @@
+"""The rung `gluon` of the products of 8-bit numbers: `_hopper`'s warps with parts of their own, for what is multiplied by bytes.
+
+A step is 128 of K, the same 128 bytes a row. The units take 8-bit operands by K alone, so rows of both, b's transposed, are along K.
+Whole numbers are added in int32, in the units' own registers over all of K, as `_hopper` adds float32. Sums of 8-bit floats must leave the
+units each step, for those keep some 14 bits: a group multiplies 128 of its columns, takes them over into float32 sums (times the scales of
+their blocks), and then its other 128. Meanwhile the other group's products run; for that the second starts half a step beside the first.
+HELD: rows of a are loaded into registers once a step, where both halves' products would read them from shared memory.
+Source: the promotion is DeepSeek-V3's (arXiv:2412.19437, section 3.3.2), by groups that run apart as in DeepGEMM (DeepSeek-AI, 2025).
+"""
+
+from typing import Any
+
+import torch
+import triton
+from triton.experimental import gluon
+from triton.experimental.gluon import language as gl
+from triton.experimental.gluon.language.nvidia.hopper import fence_async_shared, mbarrier, tma, warpgroup_mma, warpgroup_mma_wait
+
+from ridgeline import device, tuning
+from ridgeline.boundary import launch
+from ridgeline.cuda import TensorMap
+from ridgeline.op import dtype_name
+from ridgeline.ops.matmul import _hopper
+from ridgeline.ops.matmul._hopper import GROUPS, Tiles, _chunks, _fetch, _ring, _send, whole
+from ridgeline.ops.matmul._scaled import BLOCK, add_columns, blocks, step, unlike
+
+HOPPER: dict[str, Any] = {"kind": "gluon", "arch": 90, "newest": 90}
+DEEP = gl.constexpr(BLOCK)
+
+
+@gluon.jit
+def _across(t, at, N, t_step, COUNT: gl.constexpr, LAYOUT: gl.constexpr):
+    """So many numbers from column `at` on, for each row of a tensor; beyond the edge 0."""
+    j = at + gl.arange(0, COUNT, gl.SliceLayout(0, LAYOUT))
+    return gl.load(t + j.to(gl.int64) * t_step, mask=j < N, other=0)[None, :]
+
+
+@gluon.jit
+def _down(t, i, M, t_step):
+    """A number for each row; beyond the edge the last one's, for results that nobody writes."""
+    return gl.load(t + gl.minimum(i, M - 1).to(gl.int64) * t_step)
+
+
+@gluon.jit
+def _add_floats(place, odd, low, high, m, n, scale_a, scale_b, a_row, a_block, b_column, b_block, ring, begun, begins, tiles, ME: gl.constexpr, PIECES: gl.constexpr, BLOCKS: gl.constexpr, HELD: gl.constexpr):  # fmt: skip
+    """The float32 sums of a group's rows of a tile, in pieces by columns, and the ring's next place. BLOCKS: scales are by blocks of 128 of
+    K, and of 128 columns of b. begins: the step whose first products are under way when the other group starts, as `begun` tells it."""
+    ROWS: gl.constexpr = tiles.BM // GROUPS
+    WIDE: gl.constexpr = tiles.BN // PIECES
+    gl.static_assert(WIDE <= DEEP, "a piece of a tile lies in one block of columns")
+    layout: gl.constexpr = gl.NVMMADistributedLayout(version=[3, 0], warps_per_cta=[4, 1], instr_shape=[16, WIDE, 32])
+    none = gl.zeros([ROWS, WIDE], gl.float32, layout)
+    total, other = none, none
+    if BLOCKS:
+        i = gl.minimum(m + gl.arange(0, ROWS, gl.SliceLayout(1, layout)), tiles.M - 1)
+        last = gl.cdiv(tiles.N, DEEP) - 1
+        at_a = scale_a + i.to(gl.int64) * a_row
+        at_b = scale_b + (n // DEEP).to(gl.int64) * b_column
+        at_other = scale_b + gl.minimum(n // DEEP + PIECES - 1, last).to(gl.int64) * b_column
+        rows, column, beside = gl.load(at_a), gl.load(at_b), gl.load(at_other)
+    for k in range(low, high):
+        mbarrier.wait(ring.ready.index(place), odd)
+        left = ring.left(place, ME)
+        if HELD:
+            left = left.load(gl.DotOperandLayout(operand_index=0, parent=layout, k_width=4))
+        part = warpgroup_mma(left, ring.right(place, 0, PIECES), none, use_acc=False, is_async=True)
+        if BLOCKS:  # the next step's come while the products are made
+            scale, scale_beside = rows * column, rows * beside
+            ahead = gl.minimum(k + 1, high - 1).to(gl.int64)
+            rows, column, beside = gl.load(at_a + ahead * a_block), gl.load(at_b + ahead * b_block), gl.load(at_other + ahead * b_block)
+        if ME == 0 and k == begins:
+            mbarrier.arrive(begun.index(0), count=1)
+        part = warpgroup_mma_wait(0, deps=(part,))
+        if PIECES == 1:
+            ring.give(place)
+        if BLOCKS:
+            total += part * scale[:, None]
+        else:
+            total += part
+        if PIECES == 2:
+            part = warpgroup_mma(left, ring.right(place, 1, PIECES), none, use_acc=False, is_async=True)
+            part = warpgroup_mma_wait(0, deps=(part,))
+            ring.give(place)
+            if BLOCKS:
+                other += part * scale_beside[:, None]
+            else:
+                other += part
+        place, odd = ring.after(place, odd)
+    return total, other, place, odd
+
+
+@gluon.jit
+def _add_whole(place, odd, low, high, ring, begun, begins, tiles, ME: gl.constexpr, HELD: gl.constexpr):
+    """The same in int32, in one piece. Held, a step's products are waited for before its rows of a give way to the next one's."""
+    ROWS: gl.constexpr = tiles.BM // GROUPS
+    # Triton has no product of more than 224 whole numbers across
+    layout: gl.constexpr = gl.NVMMADistributedLayout(version=[3, 0], warps_per_cta=[4, 1], instr_shape=[16, min(tiles.BN, 128), 32])
+    acc = gl.zeros([ROWS, tiles.BN], gl.int32, layout)
+    if HELD:
+        for k in range(low, high):
+            mbarrier.wait(ring.ready.index(place), odd)
+            left = ring.left(place, ME).load(gl.DotOperandLayout(operand_index=0, parent=layout, k_width=4))
+            started = warpgroup_mma(left, ring.right(place), acc, is_async=True)
+            if ME == 0 and k == begins:
+                mbarrier.arrive(begun.index(0), count=1)
+            acc = warpgroup_mma_wait(0, deps=(started,))
+            ring.give(place)
+            place, odd = ring.after(place, odd)
+    else:
+        acc, place, odd = ring.add_up(place, odd, ring.multiply(place, odd, acc, ME, False), low, high, ME)
+    return acc, place, odd
+
+
+@gluon.jit
+def _multiply(ME: gl.constexpr, y, out, scale_a, scale_b, zero_a, sums, bias, a_row, a_block, b_column, b_block, zero_step, bias_step, ring, boards, begun, tiles, LAG: gl.constexpr, BLOCKS: gl.constexpr, HELD: gl.constexpr):  # fmt: skip
+    """A group of warps: its rows of all tiles of this program."""
+    ROWS: gl.constexpr = tiles.BM // GROUPS
+    CHUNK: gl.constexpr = boards.type.shape[3]
+    CHUNKS: gl.constexpr = tiles.BN // CHUNK
+    BOARDS: gl.constexpr = boards.type.shape[0] // GROUPS
+    gl.static_assert(CHUNKS % BOARDS == 0, "a tile must end with the last board, for the next one begins with the first")
+    WHOLE: gl.constexpr = ring.a.dtype == gl.int8
+    PIECES: gl.constexpr = 2 if tiles.BN > DEEP and not WHOLE else 1
+    place, odd, n_th = 0, 0, 0
+    for t in range(gl.program_id(0), tiles.count(), gl.num_programs(0)):
+        m, n, batch, _part, low, high = tiles.place(t)
+        m += ME * ROWS
+        if WHOLE and not HELD:
+            if ME * LAG > 0 and n_th == 0:
+                mbarrier.wait(ring.ready.index(gl.minimum(ME * LAG, high - low - 1)), 0)
+        elif ME == 1 and n_th == 0:
+            mbarrier.wait(begun.index(0), 0)
+        begins = gl.where(n_th == 0, gl.minimum(low + LAG, high - 1), -1)
+        if WHOLE:
+            acc, place, odd = _add_whole(place, odd, low, high, ring, begun, begins, tiles, ME, HELD)
+            pieces = _chunks(acc, CHUNKS)
+        else:
+            acc, other, place, odd = _add_floats(place, odd, low, high, m, n, scale_a, scale_b, a_row, a_block, b_column, b_block, ring, begun, begins, tiles, ME, PIECES, BLOCKS, HELD)  # fmt: skip
+            pieces = _chunks(acc, CHUNKS // PIECES)
+            if PIECES == 2:
+                pieces = pieces + _chunks(other, CHUNKS // PIECES)
+        i = m + gl.arange(0, ROWS, gl.SliceLayout(1, pieces[0].type.layout))
+        if not BLOCKS:
+            rows = _down(scale_a, i, tiles.M, a_row)[:, None]
+        if zero_a is not None:
+            zero = _down(zero_a, i, tiles.M, zero_step).to(gl.int32)[:, None]
+        for c in gl.static_range(CHUNKS):
+            at = n + c * CHUNK
+            x = pieces[c]
+            if zero_a is not None:
+                x -= zero * _across(sums, at, tiles.N, 1, CHUNK, x.type.layout)
+            x = x.to(gl.float32)
+            if not BLOCKS:
+                x = x * rows * _across(scale_b, at, tiles.N, b_column, CHUNK, x.type.layout)
+            if bias is not None:
+                x += _across(bias, at, tiles.N, bias_step, CHUNK, x.type.layout).to(gl.float32)
+            _send(out, y, x, boards.index(ME * BOARDS + c % BOARDS), batch, m, at, tiles.M, tiles.N, BOARDS - 1)
+        n_th += 1  # noqa: SIM113  # Gluon knows no enumerate
+    tma.store_wait(0)
+
+
+@gluon.jit(do_not_specialize=["M", "N", "steps", "a_row", "a_block", "b_column", "b_block", "zero_step", "bias_step"])
+def _fwd(y, out, a, b, scale_a, scale_b, zero_a, sums, bias, M, N, steps, a_row, a_block, b_column, b_block, zero_step, bias_step, ROWS: gl.constexpr, BN: gl.constexpr, STAGES: gl.constexpr, BOARDS: gl.constexpr, GROUP: gl.constexpr, LAG: gl.constexpr, BLOCKS: gl.constexpr, HELD: gl.constexpr):  # fmt: skip
+    dtype: gl.constexpr = y.dtype.element_ty
+    CHUNK: gl.constexpr = 1024 // dtype.primitive_bitwidth
+    tiles = Tiles(M, N, steps, gl.to_tensor(1), gl.to_tensor(1), GROUPS * ROWS, BN, GROUP)
+    begun = gl.allocate_shared_memory(gl.int64, [1, 1], mbarrier.MBarrierLayout())
+    mbarrier.init(begun.index(0), count=1)
+    ring = _ring(a, b, None, STAGES, True, True)
+    boards = gl.allocate_shared_memory(dtype, [GROUPS * BOARDS, 1, ROWS, CHUNK], gl.NVMMASharedLayout(128, dtype.primitive_bitwidth, 3))
+    fence_async_shared()
+    gl.warp_specialize(
+        [
+            (_multiply, (0, y, out, scale_a, scale_b, zero_a, sums, bias, a_row, a_block, b_column, b_block, zero_step, bias_step, ring, boards, begun, tiles, LAG, BLOCKS, HELD)),
+            (_multiply, (1, y, out, scale_a, scale_b, zero_a, sums, bias, a_row, a_block, b_column, b_block, zero_step, bias_step, ring, boards, begun, tiles, LAG, BLOCKS, HELD)),
+            (_fetch, (a, b, None, 0, 0, ring, tiles)),
+        ],
+        [4, 1],
+        [240, 24],
+    )  # fmt: skip
+
+
+def refusal(a: torch.Tensor, b: torch.Tensor, scale_a: torch.Tensor, scale_b: torch.Tensor, *rest: Any, **options: Any) -> str | None:
+    """Why these operands are not taken as they are, or None: of public arguments, or of a launcher's inputs."""
+    for name, t, lines in (("a", a, "rows"), ("b", b.mT, "columns")):
+        if not whole(t):
+            return (
+                f"the matrix units take bytes by K, and the copy engine whole 16 of them: {name}'s {lines} must be contiguous and begin at "
+                f"multiples of 16 bytes; it has shape {tuple(t.shape if t is a else b.shape)} and strides {t.stride() if t is a else b.stride()}"
+            )
+    results = [options.get("out_dtype"), *[r for r in rest if isinstance(r, torch.dtype)]]
+    if a.dtype != torch.int8 and torch.float32 in results:
+        return "the units add 8-bit floats in some 14 bits over 128 of K, which is too coarse for a result in float32"
+    if a.dtype != torch.int8 and blocks(a, b, scale_a, scale_b) == 1:
+        return f"it takes b's scales by blocks of {BLOCK} columns, or by rows of a and columns of b for all of K; these are of single columns"
+    return unlike(a, b, scale_a, scale_b) or _hopper.empty(a, b)
+
+
+def rule(gpu: device.Device, M: int, N: int, K: int, held: bool, lines: tuple[float, float] = (1, 1)) -> tuning.Config:
+    """`_hopper.rule`'s: a step is of twice the numbers at twice the rate, and of the same bytes."""
+    made = dict(_hopper.rule(gpu, 1, M, N, triton.cdiv(K, 2), gated=False, more=False, kept=False, lines=lines, splits=(1,)))
+    return {n: v for n, v in made.items() if n != "PARTS"} | {"HELD": held}
+
+
+def space() -> list[tuning.Config]:
+    made = [{n: v for n, v in c.items() if n != "PARTS"} for c in _hopper.space(False, False, False) if c["PARTS"] == 1]
+    return [c | {"HELD": held} for c in made for held in (False, True)]
+
+
+def product(
+    op: str, y: torch.Tensor, a: torch.Tensor, b: torch.Tensor, scale_a: torch.Tensor, scale_b: torch.Tensor, *,
+    zero_a: torch.Tensor | None = None, sums: torch.Tensor | None = None, bias: torch.Tensor | None = None,
+) -> None:  # fmt: skip
+    """y = (a - zero_a) b scale_a scale_b + bias: a (M, K) and b.mT (N, K) `whole`, y (M, N) contiguous; sums: of b's columns, with zero_a."""
+    (M, K), N, gpu = a.shape, b.shape[1], device.of(y)
+    left, right = a[None], b.mT[None]
+    lines = _hopper._lines(left), _hopper._lines(right)
+    sizes = [str(min(16384, triton.next_power_of_2(d))) for d in (M, N, K)]
+    key = " ".join([dtype_name(a), *sizes, *(["straddling"] * (max(lines) > 1))])
+    made = tuning.config(gpu, op, "hopper", key, lambda: rule(gpu, M, N, K, op == "fp8_matmul", lines), space)
+    by_blocks = a.dtype != torch.int8 and bool(blocks(a, b, scale_a, scale_b))
+    steps = (*scale_a.stride(), *scale_b.stride()[::-1]) if by_blocks else (step(scale_a, 0), 0, step(scale_b, -1), 0)
+    more = step(zero_a, 0), 0 if bias is None else bias.stride(0)
+    rows, wide = made["ROWS"], made["BN"]
+    out = TensorMap(y[None], (1, rows, 128 // y.element_size()), 128) if whole(y) and N * y.element_size() % 16 == 0 else None
+    maps = out, TensorMap(left, (1, rows, BLOCK), 128), TensorMap(right, (1, wide, BLOCK), 128)
+    tiles = triton.cdiv(M, 2 * rows) * triton.cdiv(N, wide)
+    given = scale_a, scale_b, zero_a, sums, bias, M, N, triton.cdiv(K, BLOCK), *steps, *more
+    launch(_fwd, (min(tiles, gpu.multiprocessors),), y, *maps, *given, **made, BLOCKS=by_blocks, num_warps=4, maxnreg=168)
+
+
+def fp8(y: torch.Tensor, a: torch.Tensor, b: torch.Tensor, scale_a: torch.Tensor, scale_b: torch.Tensor, bias: Any, _: Any) -> None:
+    product("fp8_matmul", y, a, b, scale_a, scale_b, bias=bias)
+
+
+def int8(y: torch.Tensor, sums: torch.Tensor, a: torch.Tensor, b: torch.Tensor, *rest: Any) -> None:
+    scale_a, scale_b, zero_a, bias, _ = rest
+    if zero_a is not None:
+        add_columns(sums, b)
+    product("int8_matmul", y, a, b, scale_a, scale_b, zero_a=zero_a, sums=sums if zero_a is not None else None, bias=bias)
