@@ -50,41 +50,38 @@ def _add_floats(place, odd, low, high, m, n, scale_a, scale_b, a_row, a_block, b
     gl.static_assert(WIDE <= DEEP, "a piece of a tile lies in one block of columns")
     layout: gl.constexpr = gl.NVMMADistributedLayout(version=[3, 0], warps_per_cta=[4, 1], instr_shape=[16, WIDE, 32])
     none = gl.zeros([ROWS, WIDE], gl.float32, layout)
-    total, other = none, none
+    total, other, part = none, none, none
+    never = tiles.M < 0  # so that both pieces' products have the same registers: a constant would let the compiler give them two sets
     if BLOCKS:
-        i = gl.minimum(m + gl.arange(0, ROWS, gl.SliceLayout(1, layout)), tiles.M - 1)
-        last = gl.cdiv(tiles.N, DEEP) - 1
-        at_a = scale_a + i.to(gl.int64) * a_row
-        at_b = scale_b + (n // DEEP).to(gl.int64) * b_column
-        at_other = scale_b + gl.minimum(n // DEEP + PIECES - 1, last).to(gl.int64) * b_column
-        rows, column, beside = gl.load(at_a), gl.load(at_b), gl.load(at_other)
+        at_a = gl.minimum(m + gl.arange(0, ROWS, gl.SliceLayout(1, layout)), tiles.M - 1) * a_row
+        at_b = n // DEEP * b_column
+        at_other = gl.minimum(n // DEEP + PIECES - 1, gl.cdiv(tiles.N, DEEP) - 1) * b_column
+        rows, column, beside = gl.load(scale_a + at_a), gl.load(scale_b + at_b), gl.load(scale_b + at_other)
     for k in range(low, high):
         mbarrier.wait(ring.ready.index(place), odd)
         left = ring.left(place, ME)
         if HELD:
             left = left.load(gl.DotOperandLayout(operand_index=0, parent=layout, k_width=4))
-        part = warpgroup_mma(left, ring.right(place, 0, PIECES), none, use_acc=False, is_async=True)
-        if BLOCKS:  # the next step's come while the products are made
-            scale, scale_beside = rows * column, rows * beside
-            ahead = gl.minimum(k + 1, high - 1).to(gl.int64)
-            rows, column, beside = gl.load(at_a + ahead * a_block), gl.load(at_b + ahead * b_block), gl.load(at_other + ahead * b_block)
+        part = warpgroup_mma(left, ring.right(place, 0, PIECES), part, use_acc=never, is_async=True)
         if ME == 0 and k == begins:
             mbarrier.arrive(begun.index(0), count=1)
         part = warpgroup_mma_wait(0, deps=(part,))
         if PIECES == 1:
             ring.give(place)
-        if BLOCKS:
-            total += part * scale[:, None]
-        else:
-            total += part
+        total += part * (rows * column)[:, None] if BLOCKS else part
         if PIECES == 2:
-            part = warpgroup_mma(left, ring.right(place, 1, PIECES), none, use_acc=False, is_async=True)
+            # waits for nothing: keeps the compiler from taking over later, when both pieces' products would need registers
+            total, part = warpgroup_mma_wait(0, deps=(total, part))
+            part = warpgroup_mma(left, ring.right(place, 1, PIECES), part, use_acc=never, is_async=True)
+        if BLOCKS:  # the next step's come while products are made
+            scale = rows * beside
+            ahead = gl.minimum(k + 1, high - 1)
+            rows = gl.load(scale_a + (at_a + ahead * a_block))
+            column, beside = gl.load(scale_b + (at_b + ahead * b_block)), gl.load(scale_b + (at_other + ahead * b_block))
+        if PIECES == 2:
             part = warpgroup_mma_wait(0, deps=(part,))
             ring.give(place)
-            if BLOCKS:
-                other += part * scale_beside[:, None]
-            else:
-                other += part
+            other += part * scale[:, None] if BLOCKS else part
         place, odd = ring.after(place, odd)
     return total, other, place, odd
 
@@ -193,6 +190,8 @@ def refusal(a: torch.Tensor, b: torch.Tensor, scale_a: torch.Tensor, scale_b: to
         return "the units add 8-bit floats in some 14 bits over 128 of K, which is too coarse for a result in float32"
     if a.dtype != torch.int8 and blocks(a, b, scale_a, scale_b) == 1:
         return f"it takes b's scales by blocks of {BLOCK} columns, or by rows of a and columns of b for all of K; these are of single columns"
+    if any([sum([(n - 1) * s for n, s in zip(t.shape, t.stride(), strict=True)]) >= 1 << 31 for t in (scale_a, scale_b)]):
+        return "it counts scales in 32 bits, and these are further apart than that"
     return unlike(a, b, scale_a, scale_b) or _hopper.empty(a, b)
 
 
