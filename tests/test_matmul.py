@@ -5,6 +5,7 @@ import subprocess
 import sys
 from itertools import product
 from math import gcd
+from pathlib import Path
 from types import FunctionType, SimpleNamespace
 from typing import Any
 
@@ -339,6 +340,14 @@ def test_parts_are_written_by_the_copy_engine(shape: tuple[int, int, int]) -> No
     assert list(out.block_shape)[-1] == 32
 
 
+def said_of(r: inspect.Resources, folder: Path) -> str:
+    """What ptxas says of a kernel for Hopper."""
+    path = folder / "kernel.ptx"
+    path.write_text(r.texts["ptx"])
+    ptxas = triton.knobs.nvidia.ptxas.path
+    return subprocess.run([ptxas, "-v", "-arch=sm_90a", path, "-o", "/dev/null"], capture_output=True, text=True, check=True).stderr
+
+
 @pytest.mark.compiles
 def test_products_are_not_serialized(tmp_path) -> None:  # type: ignore[no-untyped-def]
     """ptxas lets products run while the next are started, and moves no sums: it says where it cannot."""
@@ -348,10 +357,7 @@ def test_products_are_not_serialized(tmp_path) -> None:  # type: ignore[no-untyp
         for r in inspect.resources(get(name), get(name).implementations["gluon"], case, "bfloat16", "sm_90"):
             if r.kind != "gluon":
                 continue
-            path = tmp_path / "kernel.ptx"
-            path.write_text(r.texts["ptx"])
-            ptxas = triton.knobs.nvidia.ptxas.path
-            said = subprocess.run([ptxas, "-v", "-arch=sm_90a", path, "-o", "/dev/null"], capture_output=True, text=True, check=True).stderr
+            said = said_of(r, tmp_path)
             assert "serial" not in said
             assert "C75" not in said
             assert not r.stack

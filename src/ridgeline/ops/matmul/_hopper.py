@@ -422,7 +422,17 @@ def _tile(rows: int, wide: int, stages: int, boards: int, more: bool, gated: boo
 
 
 def rule(
-    gpu: device.Device, batch: int, M: int, N: int, K: int, gated: bool, more: bool, kept: bool, lines: tuple[float, float] = (1, 1), splits: tuple[int, ...] = SPLITS
+    gpu: device.Device,
+    batch: int,
+    M: int,
+    N: int,
+    K: int,
+    gated: bool,
+    more: bool,
+    kept: bool,
+    lines: tuple[float, float] = (1, 1),
+    tiles: tuple[tuple[int, int, int, int], ...] = TILES,
+    splits: tuple[int, ...] = SPLITS,
 ) -> tuning.Config:
     """The tile and the parts of K with the least cycles by what was measured on an H100. A step of K takes the matrix units ROWS x BN / 16
     cycles and its loads a cycle for each 50 bytes of the `lines` of L2 that they touch: 85 to 95 bytes a ns and multiprocessor at rows of
@@ -441,7 +451,7 @@ def rule(
         return triton.cdiv(count(tile, parts), gpu.multiprocessors) * (steps * step + 3000) + added
 
     splits = (1,) if gated else splits
-    ways = [(tile, parts) for tile in _tiles(gated) for parts in splits if parts <= triton.cdiv(K, 64)]
+    ways = [(tile, parts) for tile in (_tiles(gated) if gated else tiles) for parts in splits if parts <= triton.cdiv(K, 64)]
     tile, parts = min(ways, key=lambda way: cycles(*way))
     alone = {"LAG": 0} if count(tile, parts) <= gpu.multiprocessors else {}
     return {**_tile(*tile, more, gated), **alone, "PARTS": parts}

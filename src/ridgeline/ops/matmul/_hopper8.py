@@ -29,9 +29,9 @@ DEEP = gl.constexpr(BLOCK)
 
 
 @gluon.jit
-def _across(t, at, N, t_step, COUNT: gl.constexpr, LAYOUT: gl.constexpr):
-    """So many numbers from column `at` on, for each row of a tensor; beyond the edge 0."""
-    j = at + gl.arange(0, COUNT, gl.SliceLayout(0, LAYOUT))
+def _across(t, at, N, t_step, x):
+    """Numbers for the columns of a tensor, from column `at` on; beyond the edge 0."""
+    j = at + gl.arange(0, x.shape[1], gl.SliceLayout(0, x.type.layout))
     return gl.load(t + j.to(gl.int64) * t_step, mask=j < N, other=0)[None, :]
 
 
@@ -136,7 +136,8 @@ def _multiply(ME: gl.constexpr, y, out, scale_a, scale_b, zero_a, sums, bias, a_
             pieces = _chunks(acc, CHUNKS // PIECES)
             if PIECES == 2:
                 pieces = pieces + _chunks(other, CHUNKS // PIECES)
-        i = m + gl.arange(0, ROWS, gl.SliceLayout(1, pieces[0].type.layout))
+        x = pieces[0]
+        i = m + gl.arange(0, ROWS, gl.SliceLayout(1, x.type.layout))
         if not BLOCKS:
             rows = _down(scale_a, i, tiles.M, a_row)[:, None]
         if zero_a is not None:
@@ -145,12 +146,12 @@ def _multiply(ME: gl.constexpr, y, out, scale_a, scale_b, zero_a, sums, bias, a_
             at = n + c * CHUNK
             x = pieces[c]
             if zero_a is not None:
-                x -= zero * _across(sums, at, tiles.N, 1, CHUNK, x.type.layout)
+                x -= zero * _across(sums, at, tiles.N, 1, x)
             x = x.to(gl.float32)
             if not BLOCKS:
-                x = x * rows * _across(scale_b, at, tiles.N, b_column, CHUNK, x.type.layout)
+                x = x * rows * _across(scale_b, at, tiles.N, b_column, x)
             if bias is not None:
-                x += _across(bias, at, tiles.N, bias_step, CHUNK, x.type.layout).to(gl.float32)
+                x += _across(bias, at, tiles.N, bias_step, x).to(gl.float32)
             _send(out, y, x, boards.index(ME * BOARDS + c % BOARDS), batch, m, at, tiles.M, tiles.N, BOARDS - 1)
         n_th += 1  # noqa: SIM113  # Gluon knows no enumerate
     tma.store_wait(0)
@@ -177,6 +178,12 @@ def _fwd(y, out, a, b, scale_a, scale_b, zero_a, sums, bias, M, N, steps, a_row,
     )  # fmt: skip
 
 
+def _wide(a: torch.Tensor, b: torch.Tensor, scale_a: torch.Tensor, scale_b: torch.Tensor) -> int | None:
+    """How many columns of b share a scale of a block, 0 where scales are for all of K: so they are also where K is no more than a block."""
+    wide = 0 if a.dtype == torch.int8 else blocks(a, b, scale_a, scale_b)
+    return 0 if wide == 1 and a.shape[1] <= BLOCK else wide
+
+
 def refusal(a: torch.Tensor, b: torch.Tensor, scale_a: torch.Tensor, scale_b: torch.Tensor, *rest: Any, **options: Any) -> str | None:
     """Why these operands are not taken as they are, or None: of public arguments, or of a launcher's inputs."""
     for name, t, lines in (("a", a, "rows"), ("b", b.mT, "columns")):
@@ -188,22 +195,28 @@ def refusal(a: torch.Tensor, b: torch.Tensor, scale_a: torch.Tensor, scale_b: to
     results = [options.get("out_dtype"), *[r for r in rest if isinstance(r, torch.dtype)]]
     if a.dtype != torch.int8 and torch.float32 in results:
         return "the units add 8-bit floats in some 14 bits over 128 of K, which is too coarse for a result in float32"
-    if a.dtype != torch.int8 and blocks(a, b, scale_a, scale_b) == 1:
-        return f"it takes b's scales by blocks of {BLOCK} columns, or by rows of a and columns of b for all of K; these are of single columns"
+    if _wide(a, b, scale_a, scale_b) == 1:
+        return (
+            f"it takes b's scales by blocks of {BLOCK} columns, or by rows of a and columns of b for all of K; these are of single columns"
+        )
     if any([sum([(n - 1) * s for n, s in zip(t.shape, t.stride(), strict=True)]) >= 1 << 31 for t in (scale_a, scale_b)]):
         return "it counts scales in 32 bits, and these are further apart than that"
     return unlike(a, b, scale_a, scale_b) or _hopper.empty(a, b)
 
 
+TILES = tuple([tile for tile in _hopper.TILES if tile[0] == 64])  # 128 x 128 a group are 128 registers of products and as many of sums
+
+
 def rule(gpu: device.Device, M: int, N: int, K: int, held: bool, lines: tuple[float, float] = (1, 1)) -> tuning.Config:
     """`_hopper.rule`'s: a step is of twice the numbers at twice the rate, and of the same bytes."""
-    made = dict(_hopper.rule(gpu, 1, M, N, triton.cdiv(K, 2), gated=False, more=False, kept=False, lines=lines, splits=(1,)))
+    half = triton.cdiv(K, 2)
+    made = _hopper.rule(gpu, 1, M, N, half, gated=False, more=False, kept=False, lines=lines, tiles=TILES, splits=(1,))
     return {n: v for n, v in made.items() if n != "PARTS"} | {"HELD": held}
 
 
 def space() -> list[tuning.Config]:
-    made = [{n: v for n, v in c.items() if n != "PARTS"} for c in _hopper.space(False, False, False) if c["PARTS"] == 1]
-    return [c | {"HELD": held} for c in made for held in (False, True)]
+    made = [{**_hopper._tile(*tile, False), "GROUP": group} for tile in TILES for group in (8, 16)]
+    return [tile | {"LAG": lag, "HELD": held} for tile in made for lag in (0, tile["LAG"]) for held in (False, True)]
 
 
 def product(
@@ -217,7 +230,7 @@ def product(
     sizes = [str(min(16384, triton.next_power_of_2(d))) for d in (M, N, K)]
     key = " ".join([dtype_name(a), *sizes, *(["straddling"] * (max(lines) > 1))])
     made = tuning.config(gpu, op, "hopper", key, lambda: rule(gpu, M, N, K, op == "fp8_matmul", lines), space)
-    by_blocks = a.dtype != torch.int8 and bool(blocks(a, b, scale_a, scale_b))
+    by_blocks = bool(_wide(a, b, scale_a, scale_b))
     steps = (*scale_a.stride(), *scale_b.stride()[::-1]) if by_blocks else (step(scale_a, 0), 0, step(scale_b, -1), 0)
     more = step(zero_a, 0), 0 if bias is None else bias.stride(0)
     rows, wide = made["ROWS"], made["BN"]

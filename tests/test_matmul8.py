@@ -1,0 +1,244 @@
+"""Hopper's products of 8-bit numbers without a GPU: what their launches compute box by box, their barriers' order, what they refuse."""
+
+import random
+from collections.abc import Generator
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+import torch
+import triton
+
+import ridgeline
+from ridgeline import device as devices
+from ridgeline import tuning
+from ridgeline.boundary import Launch, observe
+from ridgeline.lab import inspect
+from ridgeline.op import RidgelineError, get
+from ridgeline.ops.matmul import _hopper, _hopper8
+from ridgeline.ops.matmul._scaled import blocks
+from test_matmul import PLACE, box, put, said_of
+
+E4M3 = torch.float8_e4m3fn
+HELD = pytest.mark.parametrize("held", [False, True])
+
+
+def flat(t: torch.Tensor, at: Any) -> torch.Tensor:
+    """Elements of a tensor by their distances in memory from its first."""
+    return t.as_strided((1 + sum((n - 1) * s for n, s in zip(t.shape, t.stride())),), (1,))[at]
+
+
+def emulate(launch: Launch) -> None:
+    """Does on the CPU what a launch of these kernels would do, tile by tile, step by step and box by box."""
+    if launch.kernel.__name__ == "_columns":
+        sums, b, N, K, b_k, b_n = launch.args
+        sums.copy_(b.as_strided((K, N), (b_k, b_n)).sum(0))
+        return
+    y, out, a, b, scale_a, scale_b, zero_a, sums, bias, M, N, steps, a_row, a_block, b_column, b_block, zero_step, bias_step = launch.args
+    rows, wide = launch.constants["ROWS"], launch.constants["BN"]
+    tiles = SimpleNamespace(M=M, N=N, steps=steps, batch=1, parts=1, BM=2 * rows, BN=wide, GROUP=launch.constants["GROUP"])
+    piece = min(wide, 128)
+    for t in range(triton.cdiv(M, 2 * rows) * triton.cdiv(N, wide)):
+        m, n, batch, _, low, high = PLACE(tiles, t)
+        for first in (m, m + rows):
+            i, j = (first + torch.arange(rows)).clamp(max=M - 1), n + torch.arange(wide)
+            total = torch.zeros(rows, wide, dtype=torch.float32 if a.base.is_floating_point() else torch.int32)
+            for k in range(low, high):
+                part = box(a, [0, first, 128 * k]).to(total.dtype) @ box(b, [0, n, 128 * k]).to(total.dtype).T
+                if launch.constants["BLOCKS"]:
+                    columns = [min(n // 128 + p, triton.cdiv(N, 128) - 1) * b_column + k * b_block for p in range(wide // piece)]
+                    part *= flat(scale_a, i * a_row + k * a_block)[:, None]
+                    part *= flat(scale_b, torch.tensor(columns)).repeat_interleave(piece)
+                total += part
+            inside = j.clamp(max=N - 1)
+            if zero_a is not None:
+                total -= flat(zero_a, i * zero_step)[:, None].int() * sums[inside]
+            x = total.float()
+            if not launch.constants["BLOCKS"]:
+                x = x * flat(scale_a, i * a_row)[:, None] * flat(scale_b, inside * b_column)
+            if bias is not None:
+                x = x + flat(bias, inside * bias_step).float()
+            put(out, y[None], x, int(batch), first, n, N)
+
+
+def operand(lines: int, K: int, whole: bool, dice: random.Random) -> torch.Tensor:
+    """(lines, K), its rows at multiples of 16 bytes, perhaps a slice of more."""
+    room = torch.randint(-128, 128, (lines + 2, triton.cdiv(K, 16) * 16 + 32), dtype=torch.int8)
+    room = room if whole else torch.randn(room.shape).to(E4M3)
+    return dice.choice((room[1 : lines + 1, 16 : 16 + K], room[:lines, :K].contiguous() if K % 16 == 0 else room[:lines, :K]))
+
+
+def scale(rows: int, columns: int, dice: random.Random) -> torch.Tensor:
+    return dice.choice((torch.rand(rows, columns), torch.rand(columns, rows).T, torch.rand(rows, 2 * columns)[:, ::2]))
+
+
+@pytest.mark.parametrize("op", ["fp8 rows", "fp8 blocks", "int8"])
+def test_products_tile_by_tile(op: str) -> None:
+    """The launches that calls would make, done on the CPU: maps, steps, scales' places and edges are right."""
+    dice, made = random.Random(0), []
+    torch.manual_seed(0)
+
+    def see(launch: Launch) -> None:
+        made.append((launch.kernel.__name__, launch.args[1] is None))
+        emulate(launch)
+
+    with devices.pretend("sm_90"), observe(see):
+        for _ in range(25):
+            M, N, K = dice.choice((1, 17, 129, 300)), dice.choice((1, 8, 136, 300, 392)), dice.choice((16, 100, 128, 300, 640))
+            a, b = operand(M, K, op == "int8", dice), operand(N, K, op == "int8", dice).T
+            deep = triton.cdiv(K, 128)
+            scales = scale(M, 1, dice), dice.choice((scale(1, N, dice), torch.rand(1)))
+            if op == "fp8 blocks":
+                scales = scale(M, deep, dice), scale(deep, triton.cdiv(N, 128), dice)
+            bias = dice.choice((None, torch.randn(N), torch.randn(2 * N)[::2]))
+            options: dict[str, Any] = {"bias": bias, "out_dtype": dice.choice((torch.float16, torch.bfloat16))}
+            if op == "int8":
+                options["out_dtype"] = dice.choice((torch.bfloat16, torch.float32))
+                options["zero_a"] = dice.choice((None, *[torch.randint(-128, 128, (rows, 1), dtype=torch.int32) for rows in (M, 1)]))
+            function = ridgeline.int8_matmul if op == "int8" else ridgeline.fp8_matmul
+            tile = {**_hopper._tile(*dice.choice(_hopper8.TILES), False), "HELD": dice.choice((False, True))}
+            with tuning.listen(lambda request, tile=tile: tile if request.kernel == "hopper" else None):
+                y = function(a, b, *scales, **options, impl="gluon")
+            exact = function(a, b, *[s.double() for s in scales], **options | {"out_dtype": torch.float64}, impl="naive")
+            rtol = 8e-3 if y.dtype == torch.bfloat16 else 1e-3
+            torch.testing.assert_close(y.double(), exact, rtol=rtol, atol=1e-5 * float(exact.abs().max()))
+    assert {one for _, one in made} == {True, False}
+
+
+class Barrier:
+    """As `mbarrier`: a phase ends with so many arrivals, and a wait for a parity goes on when the phase of that parity has ended."""
+
+    def __init__(self, count: int):
+        self.count, self.pending, self.phase = count, count, 0
+
+    def arrive(self) -> None:
+        self.pending -= 1
+        assert self.pending >= 0, "more arrivals than a phase has"
+        if not self.pending:
+            self.phase, self.pending = self.phase + 1, self.count
+
+    def over(self, parity: int) -> bool:
+        return self.phase % 2 != parity
+
+
+def program(pipelined: bool, stages: int, steps: int, tiles: int, lag: int, dice: random.Random) -> list[list[Any]]:
+    """Runs the three parts of a program in random order from wait to wait; what each group read of the ring, and should have."""
+    ready, free, begun = [Barrier(1) for _ in range(stages)], [Barrier(2) for _ in range(stages)], Barrier(1)
+    ring: list[Any] = [None] * stages
+    read: list[list[Any]] = [[], []]
+
+    def after(place: int, odd: int) -> tuple[int, int]:
+        return (place + 1) % stages, odd ^ (place + 1 == stages)
+
+    def fetch() -> Generator[Any]:
+        place, odd = 0, 0
+        for t in range(tiles):
+            for k in range(steps):
+                yield free[place], odd ^ 1
+                ring[place] = t, k
+                ready[place].arrive()
+                place, odd = after(place, odd)
+
+    def multiply(me: int) -> Generator[Any]:
+        place, odd = 0, 0
+        for t in range(tiles):
+            if pipelined and me * lag and t == 0:
+                yield ready[min(lag, steps - 1)], 0
+            elif not pipelined and me == 1 and t == 0:
+                yield begun, 0
+            given = None
+            for k in range(steps):
+                yield ready[place], odd
+                if not pipelined and me == 0 and t == 0 and k == min(lag, steps - 1):
+                    begun.arrive()
+                yield None  # products run
+                read[me].append((ring[place], (t, k)))
+                if pipelined and given is not None:
+                    free[given].arrive()
+                if not pipelined:
+                    free[place].arrive()
+                given = place
+                place, odd = after(place, odd)
+            if pipelined:
+                free[given].arrive()
+
+    parts = {part: next(part, "end") for part in (fetch(), multiply(0), multiply(1))}
+    while parts:
+        able = [part for part, wanted in parts.items() if wanted is None or wanted == "end" or wanted[0].over(wanted[1])]
+        assert able, (stages, steps, tiles, lag)
+        part = dice.choice(able)
+        if parts[part] == "end":
+            del parts[part]
+        else:
+            parts[part] = next(part, "end")
+    return read
+
+
+@pytest.mark.parametrize("pipelined", [False, True])
+def test_barriers_in_any_order_of_warps(pipelined: bool) -> None:
+    """None stays waiting, and each multiplies what it should. pipelined: a step is given back while the next one's products run."""
+    for seed in range(300):
+        dice = random.Random(seed)
+        stages, steps, tiles = dice.choice((3, 4, 6, 8)), dice.randint(1, 9), dice.randint(1, 4)
+        for group in program(pipelined, stages, steps, tiles, dice.randint(0, min(2, stages - 2)), dice):
+            assert [found for found, _ in group] == [wanted for _, wanted in group]
+            assert len(group) == steps * tiles
+
+
+def test_what_is_refused() -> None:
+    a, b = torch.zeros(32, 64).to(E4M3), torch.zeros(48, 64).to(E4M3).T
+    one, scales = torch.ones(1), (torch.ones(32, 1), torch.ones(1, 1))
+    rows = b.contiguous()
+    odd = torch.zeros(32, 40).to(E4M3)
+    deep, single = torch.zeros(32, 144).to(E4M3), (torch.ones(32, 2), torch.ones(2, 48))
+    wide = torch.zeros(48, 144).to(E4M3).T
+    assert _hopper8.refusal(a, b, one, one) is None
+    assert _hopper8.refusal(a, b, *scales) is None
+    assert blocks(deep, wide, *single) == 1
+    assert blocks(a, b, scales[0], torch.ones(1, 48)) == 1  # which is as well by columns
+    assert _hopper8.refusal(a, b, scales[0], torch.ones(1, 48)) is None
+    for words, given, options in (
+        ("b's columns must be contiguous", (a, rows, one, one), {}),
+        ("a's rows must be contiguous", (torch.zeros(64, 32).to(E4M3).T, b, one, one), {}),
+        ("begin at multiples of 16 bytes", (odd, torch.zeros(40, 48).to(E4M3).T.contiguous().T, one, one), {}),
+        ("too coarse", (a, b, one, one), {"out_dtype": torch.float32}),
+        ("single columns", (deep, wide, *single), {}),
+        ("size 0", (a[:0], b, one, one), {}),
+    ):
+        reason = _hopper8.refusal(*given, **options)
+        assert words in str(reason), (words, reason)
+        with devices.pretend("sm_90"), pytest.raises(RidgelineError, match="'gluon'"):
+            ridgeline.fp8_matmul(*given, **options, impl="gluon")
+    with devices.pretend("sm_90"), observe(lambda launch: None):
+        whole = torch.zeros(32, 64, dtype=torch.int8)
+        assert ridgeline.int8_matmul(whole, whole.T, one, one, out_dtype=torch.float32, impl="gluon").shape == (32, 32)
+
+
+@HELD
+def test_rules_fit_their_machine(held: bool) -> None:
+    gpu = devices.KNOWN["sm_90"]
+    found = _hopper8.space() + [_hopper8.rule(gpu, *sizes, held) for sizes in ((1, 1, 1), (500, 300, 40), (8192, 8192, 8192))]
+    for choice in found:
+        rows, wide = choice["ROWS"], choice["BN"]
+        assert choice["STAGES"] * 128 * (2 * rows + wide) + 2 * choice["BOARDS"] * rows * 128 + 1024 <= gpu.shared_memory
+        assert choice["LAG"] < choice["STAGES"] - 1
+        assert set(choice) == {"ROWS", "BN", "STAGES", "BOARDS", "GROUP", "LAG", "HELD"}
+    assert found[-1] | {"HELD": held} == found[-1]
+    assert (found[-1]["ROWS"], found[-1]["BN"]) == (64, 256)
+
+
+@pytest.mark.compiles
+@HELD
+@pytest.mark.parametrize("name", ["fp8_matmul", "int8_matmul"])
+def test_products_are_not_serialized(name: str, held: bool, tmp_path) -> None:  # type: ignore[no-untyped-def]
+    """ptxas lets products run while scales come and sums are taken over: it says where it cannot."""
+    op, dtype = get(name), {"fp8_matmul": "float8_e4m3fn", "int8_matmul": "int8"}[name]
+    cases = [c for c in op.cases if c.name in ("4096x4096x4096", "4096x4096x4096 rows", "4096x4096x4096 blocks by columns")]
+    assert cases
+    for case in cases:
+        with tuning.listen(lambda request: {**_hopper._tile(*_hopper.TILES[0], False), "HELD": held}):
+            for r in inspect.resources(op, op.implementations["gluon"], case, dtype, "sm_90"):
+                said = said_of(r, tmp_path)
+                assert "serial" not in said
+                assert "C75" not in said
+                assert not r.stack
