@@ -365,7 +365,7 @@ def product(
     z, z_up and residual are `whole`."""
     y = y[None] if y.dim() == 2 else y
     (batch, M, N), K, gpu = y.shape, a.shape[-1], device.of(y)
-    given = {"gated": up is not None, "more": residual is not None, "kept": z is not None}
+    given: dict[str, Any] = {"gated": up is not None, "more": residual is not None, "kept": z is not None}
     a, a_by_k = _by_k(a)
     b, b_by_k = _by_k(b.mT)
     lines = _lines(a), _lines(b)

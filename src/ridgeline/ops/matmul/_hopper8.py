@@ -238,7 +238,8 @@ def product(
     maps = out, TensorMap(left, (1, rows, BLOCK), 128), TensorMap(right, (1, wide, BLOCK), 128)
     tiles = triton.cdiv(M, 2 * rows) * triton.cdiv(N, wide)
     given = scale_a, scale_b, zero_a, sums, bias, M, N, triton.cdiv(K, BLOCK), *steps, *more
-    launch(_fwd, (min(tiles, gpu.multiprocessors),), y, *maps, *given, **made, BLOCKS=by_blocks, num_warps=4, maxnreg=168)
+    facts: dict[str, Any] = {**made, "BLOCKS": by_blocks, "num_warps": 4, "maxnreg": 168}
+    launch(_fwd, (min(tiles, gpu.multiprocessors),), y, *maps, *given, **facts)
 
 
 def fp8(y: torch.Tensor, a: torch.Tensor, b: torch.Tensor, scale_a: torch.Tensor, scale_b: torch.Tensor, bias: Any, _: Any) -> None:
