@@ -96,11 +96,7 @@ class Ring:
 
 @gluon.jit
 def _ring(source, SIZE: gl.constexpr, READERS: gl.constexpr):
-    ready = gl.allocate_shared_memory(gl.int64, [SIZE, 1], mbarrier.MBarrierLayout())
-    free = gl.allocate_shared_memory(gl.int64, [SIZE, 1], mbarrier.MBarrierLayout())
-    for n in gl.static_range(SIZE):
-        mbarrier.init(ready.index(n), count=1)
-        mbarrier.init(free.index(n), count=READERS)
+    ready, free = _barriers(SIZE, 1, READERS)
     return Ring(gl.allocate_shared_memory(source.dtype, [SIZE] + source.block_type.shape, source.layout), ready, free)
 
 
