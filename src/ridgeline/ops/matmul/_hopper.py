@@ -153,11 +153,12 @@ def _shared_out(shape, stages, pieces, by_k):
 
 
 @gluon.jit
-def _ring(a, b, up, STAGES: gl.constexpr, A_BY_K: gl.constexpr, B_BY_K: gl.constexpr):
+def _ring(a, b, up, STAGES: gl.constexpr, A_BY_K: gl.constexpr, B_BY_K: gl.constexpr, MORE: gl.constexpr = 0):
+    """MORE: arrivals at a step beside the fetching warp's."""
     ready = gl.allocate_shared_memory(gl.int64, [STAGES, 1], mbarrier.MBarrierLayout())
     free = gl.allocate_shared_memory(gl.int64, [STAGES, 1], mbarrier.MBarrierLayout())
     for n in gl.static_range(STAGES):
-        mbarrier.init(ready.index(n), count=1)
+        mbarrier.init(ready.index(n), count=1 + MORE)
         mbarrier.init(free.index(n), count=GROUPS)
     a_tiles = gl.allocate_shared_memory(a.dtype, [GROUPS * STAGES] + a.block_type.shape, a.layout)
     b_tiles = gl.allocate_shared_memory(b.dtype, [(1 if up is None else 2) * STAGES] + b.block_type.shape, b.layout)

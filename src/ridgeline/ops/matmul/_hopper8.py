@@ -4,7 +4,7 @@ A step is 128 of K, the same 128 bytes a row. The units take 8-bit operands by K
 Whole numbers are added in int32, in the units' own registers over all of K, as `_hopper` adds float32. Sums of 8-bit floats must leave the
 units each step, for those keep some 14 bits: a group multiplies 128 of its columns, takes them over into float32 sums (times the scales of
 their blocks), and then its other 128. Meanwhile the other group's products run; for that the second starts half a step beside the first.
-HELD: rows of a are loaded into registers once a step, where both halves' products would read them from shared memory.
+Their scales by blocks come into the ring beside the operands, by a warp of their own.
 Source: the promotion is DeepSeek-V3's (arXiv:2412.19437, section 3.3.2), by groups that run apart as in DeepGEMM (DeepSeek-AI, 2025).
 """
 
@@ -14,6 +14,7 @@ import torch
 import triton
 from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
+from triton.experimental.gluon.language.nvidia.ampere import async_copy
 from triton.experimental.gluon.language.nvidia.hopper import fence_async_shared, mbarrier, tma, warpgroup_mma, warpgroup_mma_wait
 
 from ridgeline import device, tuning
@@ -42,7 +43,28 @@ def _down(t, i, M, t_step):
 
 
 @gluon.jit
-def _add_floats(place, odd, low, high, m, n, scale_a, scale_b, a_row, a_block, b_column, b_block, ring, begun, begins, tiles, ME: gl.constexpr, PIECES: gl.constexpr, BLOCKS: gl.constexpr, HELD: gl.constexpr):  # fmt: skip
+def _weigh(scale_a, scale_b, a_row, a_block, b_column, b_block, ring, left, right, tiles):
+    """The warp that brings each step's scales, of rows of a and of blocks of columns of b: `left` and `right`, in the ring's order."""
+    ROWS: gl.constexpr = left.type.shape[1]
+    PIECES: gl.constexpr = right.type.shape[1]
+    lanes: gl.constexpr = gl.BlockedLayout([1], [32], [1], [0])
+    place, odd = 0, 0
+    for t in range(gl.program_id(0), tiles.count(), gl.num_programs(0)):
+        m, n, _batch, _part, low, high = tiles.place(t)
+        i = gl.minimum(m + gl.arange(0, ROWS, lanes), tiles.M - 1) * a_row
+        other = gl.minimum(m + ROWS + gl.arange(0, ROWS, lanes), tiles.M - 1) * a_row
+        j = gl.minimum(n // DEEP + gl.arange(0, PIECES, lanes), gl.cdiv(tiles.N, DEEP) - 1) * b_column
+        for step in range(low, high):
+            mbarrier.wait(ring.free.index(place), odd ^ 1)
+            async_copy.async_copy_global_to_shared(left.index(place * GROUPS), scale_a + (i + step * a_block))
+            async_copy.async_copy_global_to_shared(left.index(place * GROUPS + 1), scale_a + (other + step * a_block))
+            async_copy.async_copy_global_to_shared(right.index(place), scale_b + (j + step * b_block))
+            async_copy.mbarrier_arrive(ring.ready.index(place), increment_count=False)
+            place, odd = ring.after(place, odd)
+
+
+@gluon.jit
+def _add_floats(place, odd, low, high, left_scales, right_scales, ring, begun, begins, tiles, ME: gl.constexpr, PIECES: gl.constexpr, BLOCKS: gl.constexpr):  # fmt: skip
     """The float32 sums of a group's rows of a tile, in pieces by columns, and the ring's next place. BLOCKS: scales are by blocks of 128 of
     K, and of 128 columns of b. begins: the step whose first products are under way when the other group starts, as `begun` tells it."""
     ROWS: gl.constexpr = tiles.BM // GROUPS
@@ -52,33 +74,25 @@ def _add_floats(place, odd, low, high, m, n, scale_a, scale_b, a_row, a_block, b
     none = gl.zeros([ROWS, WIDE], gl.float32, layout)
     total, other, part = none, none, none
     never = tiles.M < 0  # so that both pieces' products have the same registers: a constant would let the compiler give them two sets
-    if BLOCKS:
-        at_a = gl.minimum(m + gl.arange(0, ROWS, gl.SliceLayout(1, layout)), tiles.M - 1) * a_row
-        at_b = n // DEEP * b_column
-        at_other = gl.minimum(n // DEEP + PIECES - 1, gl.cdiv(tiles.N, DEEP) - 1) * b_column
-        rows, column, beside = gl.load(scale_a + at_a), gl.load(scale_b + at_b), gl.load(scale_b + at_other)
     for k in range(low, high):
         mbarrier.wait(ring.ready.index(place), odd)
         left = ring.left(place, ME)
-        if HELD:
-            left = left.load(gl.DotOperandLayout(operand_index=0, parent=layout, k_width=4))
         part = warpgroup_mma(left, ring.right(place, 0, PIECES), part, use_acc=never, is_async=True)
         if ME == 0 and k == begins:
             mbarrier.arrive(begun.index(0), count=1)
+        if BLOCKS:  # read while products are made
+            rows = left_scales.index(place * GROUPS + ME).load(gl.SliceLayout(1, layout))
+            scale = rows * right_scales.index(place).slice(0, 1).load(gl.SliceLayout(1, layout))
         part = warpgroup_mma_wait(0, deps=(part,))
         if PIECES == 1:
             ring.give(place)
-        total += part * (rows * column)[:, None] if BLOCKS else part
+        total += part * scale[:, None] if BLOCKS else part
         if PIECES == 2:
             # waits for nothing: keeps the compiler from taking over later, when both pieces' products would need registers
             total, part = warpgroup_mma_wait(0, deps=(total, part))
             part = warpgroup_mma(left, ring.right(place, 1, PIECES), part, use_acc=never, is_async=True)
-        if BLOCKS:  # the next step's come while products are made
-            scale = rows * beside
-            ahead = gl.minimum(k + 1, high - 1)
-            rows = gl.load(scale_a + (at_a + ahead * a_block))
-            column, beside = gl.load(scale_b + (at_b + ahead * b_block)), gl.load(scale_b + (at_other + ahead * b_block))
-        if PIECES == 2:
+            if BLOCKS:
+                scale = rows * right_scales.index(place).slice(1, 1).load(gl.SliceLayout(1, layout))
             part = warpgroup_mma_wait(0, deps=(part,))
             ring.give(place)
             other += part * scale[:, None] if BLOCKS else part
@@ -87,29 +101,7 @@ def _add_floats(place, odd, low, high, m, n, scale_a, scale_b, a_row, a_block, b
 
 
 @gluon.jit
-def _add_whole(place, odd, low, high, ring, begun, begins, tiles, ME: gl.constexpr, HELD: gl.constexpr):
-    """The same in int32, in one piece. Held, a step's products are waited for before its rows of a give way to the next one's."""
-    ROWS: gl.constexpr = tiles.BM // GROUPS
-    # Triton has no product of more than 224 whole numbers across
-    layout: gl.constexpr = gl.NVMMADistributedLayout(version=[3, 0], warps_per_cta=[4, 1], instr_shape=[16, min(tiles.BN, 128), 32])
-    acc = gl.zeros([ROWS, tiles.BN], gl.int32, layout)
-    if HELD:
-        for k in range(low, high):
-            mbarrier.wait(ring.ready.index(place), odd)
-            left = ring.left(place, ME).load(gl.DotOperandLayout(operand_index=0, parent=layout, k_width=4))
-            started = warpgroup_mma(left, ring.right(place), acc, is_async=True)
-            if ME == 0 and k == begins:
-                mbarrier.arrive(begun.index(0), count=1)
-            acc = warpgroup_mma_wait(0, deps=(started,))
-            ring.give(place)
-            place, odd = ring.after(place, odd)
-    else:
-        acc, place, odd = ring.add_up(place, odd, ring.multiply(place, odd, acc, ME, False), low, high, ME)
-    return acc, place, odd
-
-
-@gluon.jit
-def _multiply(ME: gl.constexpr, y, out, scale_a, scale_b, zero_a, sums, bias, a_row, a_block, b_column, b_block, zero_step, bias_step, ring, boards, begun, tiles, LAG: gl.constexpr, BLOCKS: gl.constexpr, HELD: gl.constexpr):  # fmt: skip
+def _multiply(ME: gl.constexpr, y, out, scale_a, scale_b, zero_a, sums, bias, a_row, b_column, zero_step, bias_step, left_scales, right_scales, ring, boards, begun, tiles, LAG: gl.constexpr, BLOCKS: gl.constexpr):  # fmt: skip
     """A group of warps: its rows of all tiles of this program."""
     ROWS: gl.constexpr = tiles.BM // GROUPS
     CHUNK: gl.constexpr = boards.type.shape[3]
@@ -122,17 +114,19 @@ def _multiply(ME: gl.constexpr, y, out, scale_a, scale_b, zero_a, sums, bias, a_
     for t in range(gl.program_id(0), tiles.count(), gl.num_programs(0)):
         m, n, batch, _part, low, high = tiles.place(t)
         m += ME * ROWS
-        if WHOLE and not HELD:
+        if WHOLE:
             if ME * LAG > 0 and n_th == 0:
                 mbarrier.wait(ring.ready.index(gl.minimum(ME * LAG, high - low - 1)), 0)
         elif ME == 1 and n_th == 0:
             mbarrier.wait(begun.index(0), 0)
-        begins = gl.where(n_th == 0, gl.minimum(low + LAG, high - 1), -1)
-        if WHOLE:
-            acc, place, odd = _add_whole(place, odd, low, high, ring, begun, begins, tiles, ME, HELD)
+        if WHOLE:  # Triton has no product of more than 224 whole numbers across
+            across: gl.constexpr = gl.NVMMADistributedLayout(version=[3, 0], warps_per_cta=[4, 1], instr_shape=[16, min(tiles.BN, 128), 32])
+            started = ring.multiply(place, odd, gl.zeros([ROWS, tiles.BN], gl.int32, across), ME, False)
+            acc, place, odd = ring.add_up(place, odd, started, low, high, ME)
             pieces = _chunks(acc, CHUNKS)
         else:
-            acc, other, place, odd = _add_floats(place, odd, low, high, m, n, scale_a, scale_b, a_row, a_block, b_column, b_block, ring, begun, begins, tiles, ME, PIECES, BLOCKS, HELD)  # fmt: skip
+            begins = gl.where(n_th == 0, gl.minimum(low + LAG, high - 1), -1)
+            acc, other, place, odd = _add_floats(place, odd, low, high, left_scales, right_scales, ring, begun, begins, tiles, ME, PIECES, BLOCKS)  # fmt: skip
             pieces = _chunks(acc, CHUNKS // PIECES)
             if PIECES == 2:
                 pieces = pieces + _chunks(other, CHUNKS // PIECES)
@@ -158,24 +152,41 @@ def _multiply(ME: gl.constexpr, y, out, scale_a, scale_b, zero_a, sums, bias, a_
 
 
 @gluon.jit(do_not_specialize=["M", "N", "steps", "a_row", "a_block", "b_column", "b_block", "zero_step", "bias_step"])
-def _fwd(y, out, a, b, scale_a, scale_b, zero_a, sums, bias, M, N, steps, a_row, a_block, b_column, b_block, zero_step, bias_step, ROWS: gl.constexpr, BN: gl.constexpr, STAGES: gl.constexpr, BOARDS: gl.constexpr, GROUP: gl.constexpr, LAG: gl.constexpr, BLOCKS: gl.constexpr, HELD: gl.constexpr):  # fmt: skip
+def _fwd(y, out, a, b, scale_a, scale_b, zero_a, sums, bias, M, N, steps, a_row, a_block, b_column, b_block, zero_step, bias_step, ROWS: gl.constexpr, BN: gl.constexpr, STAGES: gl.constexpr, BOARDS: gl.constexpr, GROUP: gl.constexpr, LAG: gl.constexpr, BLOCKS: gl.constexpr):  # fmt: skip
     dtype: gl.constexpr = y.dtype.element_ty
     CHUNK: gl.constexpr = 1024 // dtype.primitive_bitwidth
     tiles = Tiles(M, N, steps, gl.to_tensor(1), gl.to_tensor(1), GROUPS * ROWS, BN, GROUP)
     begun = gl.allocate_shared_memory(gl.int64, [1, 1], mbarrier.MBarrierLayout())
     mbarrier.init(begun.index(0), count=1)
-    ring = _ring(a, b, None, STAGES, True, True)
+    ring = _ring(a, b, None, STAGES, True, True, 32 if BLOCKS else 0)
+    scales: gl.constexpr = gl.SwizzledSharedLayout(1, 1, 1, [0])
+    left, right = None, None
+    if BLOCKS:
+        left = gl.allocate_shared_memory(gl.float32, [GROUPS * STAGES, ROWS], scales)
+        right = gl.allocate_shared_memory(gl.float32, [STAGES, 2 if BN > DEEP else 1], scales)
     boards = gl.allocate_shared_memory(dtype, [GROUPS * BOARDS, 1, ROWS, CHUNK], gl.NVMMASharedLayout(128, dtype.primitive_bitwidth, 3))
     fence_async_shared()
-    gl.warp_specialize(
-        [
-            (_multiply, (0, y, out, scale_a, scale_b, zero_a, sums, bias, a_row, a_block, b_column, b_block, zero_step, bias_step, ring, boards, begun, tiles, LAG, BLOCKS, HELD)),
-            (_multiply, (1, y, out, scale_a, scale_b, zero_a, sums, bias, a_row, a_block, b_column, b_block, zero_step, bias_step, ring, boards, begun, tiles, LAG, BLOCKS, HELD)),
-            (_fetch, (a, b, None, 0, 0, ring, tiles)),
-        ],
-        [4, 1],
-        [240, 24],
-    )  # fmt: skip
+    if BLOCKS:
+        gl.warp_specialize(
+            [
+                (_multiply, (0, y, out, scale_a, scale_b, zero_a, sums, bias, a_row, b_column, zero_step, bias_step, left, right, ring, boards, begun, tiles, LAG, BLOCKS)),
+                (_multiply, (1, y, out, scale_a, scale_b, zero_a, sums, bias, a_row, b_column, zero_step, bias_step, left, right, ring, boards, begun, tiles, LAG, BLOCKS)),
+                (_fetch, (a, b, None, 0, 0, ring, tiles)),
+                (_weigh, (scale_a, scale_b, a_row, a_block, b_column, b_block, ring, left, right, tiles)),
+            ],
+            [4, 1, 1],
+            [240, 24, 24],
+        )  # fmt: skip
+    else:
+        gl.warp_specialize(
+            [
+                (_multiply, (0, y, out, scale_a, scale_b, zero_a, sums, bias, a_row, b_column, zero_step, bias_step, left, right, ring, boards, begun, tiles, LAG, BLOCKS)),
+                (_multiply, (1, y, out, scale_a, scale_b, zero_a, sums, bias, a_row, b_column, zero_step, bias_step, left, right, ring, boards, begun, tiles, LAG, BLOCKS)),
+                (_fetch, (a, b, None, 0, 0, ring, tiles)),
+            ],
+            [4, 1],
+            [240, 24],
+        )  # fmt: skip
 
 
 def _wide(a: torch.Tensor, b: torch.Tensor, scale_a: torch.Tensor, scale_b: torch.Tensor) -> int | None:
@@ -204,19 +215,20 @@ def refusal(a: torch.Tensor, b: torch.Tensor, scale_a: torch.Tensor, scale_b: to
     return unlike(a, b, scale_a, scale_b) or _hopper.empty(a, b)
 
 
-TILES = tuple([tile for tile in _hopper.TILES if tile[0] == 64])  # 128 x 128 a group are 128 registers of products and as many of sums
+# As `_hopper.TILES`: 128 x 128 a group would be 128 registers of products and as many of sums, and scales need room too.
+TILES = ((64, 256, 4, 2), (64, 128, 5, 2), (64, 64, 8, 1))
 
 
-def rule(gpu: device.Device, M: int, N: int, K: int, held: bool, lines: tuple[float, float] = (1, 1)) -> tuning.Config:
+def rule(gpu: device.Device, M: int, N: int, K: int, lines: tuple[float, float] = (1, 1)) -> tuning.Config:
     """`_hopper.rule`'s: a step is of twice the numbers at twice the rate, and of the same bytes."""
     half = triton.cdiv(K, 2)
     made = _hopper.rule(gpu, 1, M, N, half, gated=False, more=False, kept=False, lines=lines, tiles=TILES, splits=(1,))
-    return {n: v for n, v in made.items() if n != "PARTS"} | {"HELD": held}
+    return {n: v for n, v in made.items() if n != "PARTS"}
 
 
 def space() -> list[tuning.Config]:
     made = [{**_hopper._tile(*tile, False), "GROUP": group} for tile in TILES for group in (8, 16)]
-    return [tile | {"LAG": lag, "HELD": held} for tile in made for lag in (0, tile["LAG"]) for held in (False, True)]
+    return [tile | {"LAG": lag} for tile in made for lag in (0, tile["LAG"])]
 
 
 def product(
@@ -229,7 +241,7 @@ def product(
     lines = _hopper._lines(left), _hopper._lines(right)
     sizes = [str(min(16384, triton.next_power_of_2(d))) for d in (M, N, K)]
     key = " ".join([dtype_name(a), *sizes, *(["straddling"] * (max(lines) > 1))])
-    made = tuning.config(gpu, op, "hopper", key, lambda: rule(gpu, M, N, K, op == "fp8_matmul", lines), space)
+    made = tuning.config(gpu, op, "hopper", key, lambda: rule(gpu, M, N, K, lines), space)
     by_blocks = bool(_wide(a, b, scale_a, scale_b))
     steps = (*scale_a.stride(), *scale_b.stride()[::-1]) if by_blocks else (step(scale_a, 0), 0, step(scale_b, -1), 0)
     more = step(zero_a, 0), 0 if bias is None else bias.stride(0)
