@@ -153,8 +153,9 @@ class Implementation:
     call: for eager and compile, a function of the public arguments.
     launchers: for kernels, {"fwd": f(outputs..., inputs...), "bwd": ...}, started from inside the registered torch op.
     supports: f(first tensor, *rest of the inputs) -> None, or the reason why not.
-    unless: of a served kernel, f(public arguments) -> why a call that names no rung is left to plain PyTorch, or None. It looks at sizes
-        and options alone, so that it can be traced. Where it says None, a served kernel must support the call, and its backward.
+    unless: of a served kernel, f(public arguments, or a launcher's inputs) -> why a call that names no rung is left to another rung, plain
+        PyTorch where every served kernel says so, or None. It looks at sizes and options alone, so that it can be traced. Where it says
+        None, a served kernel must support the call, and its backward.
     """
 
     op: Op

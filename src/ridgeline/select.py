@@ -74,9 +74,14 @@ def select(op: Op, impl: str | None, *args: Any, direction: str = "fwd", kernels
         device = devices.of(x)
         candidates = [i for i in _eligible(op, impl, kernels) if never(i, direction, x.dtype, device) is None]
         _candidates[key] = candidates
+    able = None
     for implementation in candidates:
         if implementation.supports is None or implementation.supports(*args) is None:
-            return implementation
+            if impl is not None or implementation.unless is None or implementation.unless(*args) is None:
+                return implementation
+            able = able or implementation
+    if able is not None:
+        return able
     reasons = [f"{i.name}: {why_not(i, *args, direction=direction)}" for i in _eligible(op, impl, kernels)]
     if impl is not None:
         raise RidgelineError(f"{op.name}: impl={impl!r} cannot run this call: {reasons[0].removeprefix(impl + ': ')}")

@@ -16,24 +16,24 @@ ACTIVATIONS: dict[str, Any] = {"": lambda x: x, "silu": F.silu, "gelu": F.gelu, 
 
 
 @triton.jit
-def activate(x, ACTIVATION: tl.constexpr):
+def activate(x, ACTIVATION: tl.constexpr, dtype: tl.constexpr):
     if ACTIVATION == "silu":
-        x = silu(x)
+        x = silu(x, dtype)
     elif ACTIVATION == "gelu":
-        x = gelu(x)
+        x = gelu(x, dtype)
     elif ACTIVATION == "gelu_tanh":
-        x = gelu_tanh(x)
+        x = gelu_tanh(x, dtype)
     return x
 
 
 @triton.jit
-def slope(x, ACTIVATION: tl.constexpr):
+def slope(x, ACTIVATION: tl.constexpr, dtype: tl.constexpr):
     if ACTIVATION == "silu":
-        y, by = silu_slope(x)
+        y, by = silu_slope(x, dtype)
     elif ACTIVATION == "gelu":
-        y, by = gelu_slope(x)
+        y, by = gelu_slope(x, dtype)
     else:
-        y, by = gelu_tanh_slope(x)
+        y, by = gelu_tanh_slope(x, dtype)
     return y, by
 
 
@@ -45,7 +45,7 @@ def finish(x, z, y, bias, residual, m, n, M, N, first, ACTIVATION: tl.constexpr)
     if z is not None:
         at_z = z + first + m[:, None].to(tl.int64) * N + n[None, :]
         tl.store(at_z, x.to(y.dtype.element_ty), mask=(m[:, None] < M) & (n[None, :] < N))
-    x = activate(x, ACTIVATION)
+    x = activate(x, ACTIVATION, y.dtype.element_ty)
     if residual is not None:
         at_r = residual + first + m[:, None].to(tl.int64) * N + n[None, :]
         x += tl.load(at_r, mask=(m[:, None] < M) & (n[None, :] < N), other=0.0).to(tl.float32)
@@ -87,7 +87,7 @@ def add_up(
 @triton.jit
 def _slope(dz, dy, z, size, BLOCK: tl.constexpr, ACTIVATION: tl.constexpr):
     i = tl.program_id(0).to(tl.int64) * BLOCK + tl.arange(0, BLOCK)
-    _, by = slope(tl.load(z + i, mask=i < size).to(tl.float32), ACTIVATION)
+    _, by = slope(tl.load(z + i, mask=i < size).to(tl.float32), ACTIVATION, z.dtype.element_ty)
     d = tl.load(dy + i, mask=i < size).to(tl.float32) * by
     tl.store(dz + i, d.to(dz.dtype.element_ty), mask=i < size)
 
@@ -95,7 +95,8 @@ def _slope(dz, dy, z, size, BLOCK: tl.constexpr, ACTIVATION: tl.constexpr):
 @triton.jit
 def _gate(y, z, up, size, BLOCK: tl.constexpr, ACTIVATION: tl.constexpr):
     i = tl.program_id(0).to(tl.int64) * BLOCK + tl.arange(0, BLOCK)
-    x = activate(tl.load(z + i, mask=i < size).to(tl.float32), ACTIVATION) * tl.load(up + i, mask=i < size).to(tl.float32)
+    x = activate(tl.load(z + i, mask=i < size).to(tl.float32), ACTIVATION, y.dtype.element_ty)
+    x *= tl.load(up + i, mask=i < size).to(tl.float32)
     tl.store(y + i, x.to(y.dtype.element_ty), mask=i < size)
 
 
@@ -103,7 +104,7 @@ def _gate(y, z, up, size, BLOCK: tl.constexpr, ACTIVATION: tl.constexpr):
 def _ungate(dz, dup, dy, z, up, size, BLOCK: tl.constexpr, ACTIVATION: tl.constexpr):
     i = tl.program_id(0).to(tl.int64) * BLOCK + tl.arange(0, BLOCK)
     here = i < size
-    x, by = slope(tl.load(z + i, mask=here).to(tl.float32), ACTIVATION)
+    x, by = slope(tl.load(z + i, mask=here).to(tl.float32), ACTIVATION, z.dtype.element_ty)
     d = tl.load(dy + i, mask=here).to(tl.float32)
     tl.store(dup + i, (d * x).to(dup.dtype.element_ty), mask=here)
     tl.store(dz + i, (d * by * tl.load(up + i, mask=here).to(tl.float32)).to(dz.dtype.element_ty), mask=here)

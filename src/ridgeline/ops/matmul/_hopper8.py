@@ -54,11 +54,11 @@ def _weigh(scale_a, scale_b, a_row, a_block, b_column, b_block, ring, left, righ
         i = gl.minimum(m + gl.arange(0, ROWS, lanes), tiles.M - 1) * a_row
         other = gl.minimum(m + ROWS + gl.arange(0, ROWS, lanes), tiles.M - 1) * a_row
         j = gl.minimum(n // DEEP + gl.arange(0, PIECES, lanes), gl.cdiv(tiles.N, DEEP) - 1) * b_column
-        for step in range(low, high):
+        for k in range(low, high):
             mbarrier.wait(ring.free.index(place), odd ^ 1)
-            async_copy.async_copy_global_to_shared(left.index(place * GROUPS), scale_a + (i + step * a_block))
-            async_copy.async_copy_global_to_shared(left.index(place * GROUPS + 1), scale_a + (other + step * a_block))
-            async_copy.async_copy_global_to_shared(right.index(place), scale_b + (j + step * b_block))
+            async_copy.async_copy_global_to_shared(left.index(place * GROUPS), scale_a + (i + k * a_block))
+            async_copy.async_copy_global_to_shared(left.index(place * GROUPS + 1), scale_a + (other + k * a_block))
+            async_copy.async_copy_global_to_shared(right.index(place), scale_b + (j + k * b_block))
             async_copy.mbarrier_arrive(ring.ready.index(place), increment_count=False)
             place, odd = ring.after(place, odd)
 
@@ -213,6 +213,11 @@ def refusal(a: torch.Tensor, b: torch.Tensor, scale_a: torch.Tensor, scale_b: to
     if any([sum([(n - 1) * s for n, s in zip(t.shape, t.stride(), strict=True)]) >= 1 << 31 for t in (scale_a, scale_b)]):
         return "it counts scales in 32 bits, and these are further apart than that"
     return unlike(a, b, scale_a, scale_b) or _hopper.empty(a, b)
+
+
+def unless(a: torch.Tensor, *_: Any, **__: Any) -> str | None:
+    """A tile has 128 rows."""
+    return f"a has {a.shape[0]} rows, and other rungs' tiles may have as few" if a.shape[0] <= 64 else None
 
 
 # As `_hopper.TILES`: 128 x 128 a group would be 128 registers of products and as many of sums, and scales need room too.

@@ -36,10 +36,10 @@ def odd(x: torch.Tensor, weight: torch.Tensor, *rest: Any, **options: Any) -> st
     return _hopper.empty(x, weight)
 
 
-def unless(x: torch.Tensor, weight: torch.Tensor, bias: _Maybe = None, residual: _Maybe = None, *, activation: str | None = None) -> str | None:  # fmt: skip
+def unless(x: torch.Tensor, weight: torch.Tensor, bias: _Maybe = None, residual: _Maybe = None, activation: str | None = None, *_: Any) -> str | None:  # fmt: skip
     """What was timed on an H100: 0.9 of PyTorch's time with silu or a residual, where that needs a pass over memory more."""
     N, K = weight.shape
-    if residual is None and activation is None:
+    if residual is None and not activation:
         return "PyTorch's linear is as fast where nothing follows it but a bias"
     if residual is None and activation != "silu":
         return f"with {activation!r} it was not seen to be ahead of PyTorch's"

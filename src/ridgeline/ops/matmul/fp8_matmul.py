@@ -254,5 +254,7 @@ FP8_MATMUL.kernel(
     fwd=_hopper8.fp8,
     supports=_hopper8.refusal,
     dtypes=("float8_e4m3fn",),
+    served=True,
+    unless=_hopper8.unless,
     **_hopper8.HOPPER,
 )

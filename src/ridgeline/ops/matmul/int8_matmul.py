@@ -204,5 +204,7 @@ INT8_MATMUL.kernel(
     fwd=_hopper8.int8,
     supports=_hopper8.refusal,
     dtypes=("int8",),
+    served=True,
+    unless=_hopper8.unless,
     **_hopper8.HOPPER,
 )

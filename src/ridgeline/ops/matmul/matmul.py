@@ -16,7 +16,7 @@ import triton.language as tl
 
 from ridgeline import device, tuning
 from ridgeline.boundary import Function, differentiate, first_order, kernel_op, launch
-from ridgeline.op import Case, Cost, Op, RidgelineError, Spec, dtype_name, nbytes
+from ridgeline.op import Case, Columns, Cost, Op, RidgelineError, Spec, dtype_name, nbytes
 from ridgeline.ops.matmul import _hopper
 from ridgeline.ops.matmul._epilogue import finish
 from ridgeline.select import eager, run
@@ -192,7 +192,7 @@ def small(rows: int, N: int, K: int) -> str | None:
     return None
 
 
-def _unless(a: torch.Tensor, b: torch.Tensor) -> str | None:
+def _unless(a: torch.Tensor, b: torch.Tensor, *_: Any) -> str | None:
     """cuBLAS takes rows that are no multiple of 16 bytes at a quarter of its rate."""
     N, K = b.shape[-1] if b.dim() > 1 else 1, a.shape[-1]
     if N % 8 == 0 and K % 8 == 0:
@@ -210,6 +210,14 @@ def _square(n: int, use: str, *dtypes: str) -> Case:
     return Case(f"{n}", (Spec(n, n), Spec(n, n)), dtypes=dtypes, use=use)
 
 
+def _bench(M: int, N: int, K: int, how: str = "") -> Case:
+    """how: which operands are transposed, "t", as BLAS has it; with gradients where none is said."""
+    given = [(Columns if t == "t" else Spec)(*size, grad=not how) for t, size in zip(how or "nn", ((M, K), (K, N)), strict=True)]
+    return Case(" ".join([f"{M}x{N}x{K}", *([how] if how else [])]), tuple(given), dtypes=("bfloat16",), use="bench")
+
+
+SHAPES = (*((n, n, n) for n in (1024, 2048, 4096, 8192)), (8192, 14336, 4096), (8192, 4096, 14336), (16384, 2048, 2048))
+RAGGED = ((4097, 4100, 4104), (8192, 50257, 2048), (1000, 1000, 1000), (5000, 3000, 7000))
 MATMUL = Op(
     matmul,
     reference=reference,
@@ -221,9 +229,10 @@ MATMUL = Op(
         Case("5x32 @ 32", (Spec(5, 32), Spec(32))),
         _square(256, "quick", "float32"),
         _square(1024, "quick", "float32"),
-        *(_square(n, "bench", "bfloat16") for n in (1024, 2048, 8192, 16384)),
-        _square(4096, "bench", "bfloat16", "float16", "float32"),
-        Case("4095x4097 @ 4097x4093", (Spec(4095, 4097), Spec(4097, 4093)), dtypes=("bfloat16",), use="bench"),
+        *(_bench(*shape) for shape in SHAPES),
+        _square(4096, "bench", "float16", "float32"),
+        *(_bench(*shape, how) for shape in SHAPES for how in ("nt", "tn", "tt")),
+        *(_bench(*shape, how) for shape in RAGGED for how in ("nn", "nt")),
     ],
 )
 
