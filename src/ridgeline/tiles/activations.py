@@ -7,38 +7,44 @@ from ridgeline.tiles.online_softmax import exact_exp
 
 
 @triton.jit
-def _sigmoid(x, dtype: tl.constexpr):
-    """For float32 data by an exponential of -|x|, which is exact to the last bit on average: another biases sums of many terms."""
+def _shares(x, dtype: tl.constexpr):
+    """sigmoid(x) and sigmoid(-x). For float32 data neither is a difference, and no rounding leans to one side: sums of many terms would."""
     if dtype == tl.float32:
         e = exact_exp(-tl.abs(x), dtype)
-        return tl.where(x < 0, e, 1.0) / (1 + e)
-    return tl.sigmoid(x)
+        near = tl.div_rn(1.0, 1 + e)
+        p, q = tl.where(x < 0, e * near, near), tl.where(x < 0, near, e * near)
+    else:
+        p = tl.sigmoid(x)
+        q = 1 - p
+    return p, q
 
 
 @triton.jit
 def silu(x, dtype: tl.constexpr = None):
     """dtype, here and below: of the data, where float32 should be had to the last bit."""
-    return x * _sigmoid(x, dtype)
+    p, _ = _shares(x, dtype)
+    return x * p
 
 
 @triton.jit
 def silu_slope(x, dtype: tl.constexpr = None):
     """x sigmoid(x), and its derivative."""
-    p = _sigmoid(x, dtype)
-    return x * p, p * (1 + x * (1 - p))
+    p, q = _shares(x, dtype)
+    return x * p, p * (1 + x * q)
 
 
 @triton.jit
 def gelu_tanh(x, dtype: tl.constexpr = None):
     """x/2 (1 + tanh z) as x sigmoid(2z), which needs one exponential."""
-    return x * _sigmoid(1.5957691216057308 * (x + 0.044715 * x * x * x), dtype)
+    p, _ = _shares(1.5957691216057308 * (x + 0.044715 * x * x * x), dtype)
+    return x * p
 
 
 @triton.jit
 def gelu_tanh_slope(x, dtype: tl.constexpr = None):
     u = 1.5957691216057308 * (x + 0.044715 * x * x * x)
     e = exact_exp(-tl.abs(u), dtype)  # of -|u|, so that neither it overflows nor 1 - sigmoid(u) cancels
-    p = 1 / (1 + e)
+    p = tl.div_rn(1.0, 1 + e) if dtype == tl.float32 else 1 / (1 + e)
     share = tl.where(u > 0, p, e * p)
     return x * share, share + x * e * p * p * (1.5957691216057308 + 0.2140644488177927 * x * x)
 
@@ -47,8 +53,10 @@ def gelu_tanh_slope(x, dtype: tl.constexpr = None):
 def normal(x, dtype: tl.constexpr = None):
     """P(Z <= x), and exp(-x^2/2): the tail beyond |x| is the latter times a polynomial in t = 1 / (1 + |x|/4), fitted by weighted
     least squares to 2e-8 of it. That takes fewer instructions than erf, and backward needs the exponential anyway."""
+    if dtype == tl.float32:
+        return 0.5 + 0.5 * tl.erf(x * 0.7071067811865476), exact_exp(x * x * -0.5, dtype)
     t = 1 / (1 + 0.25 * tl.abs(x))
-    e = exact_exp(x * x * -0.5, dtype) if dtype == tl.float32 else tl.exp2(x * x * -0.7213475204444817)
+    e = tl.exp2(x * x * -0.7213475204444817)
     p = ((-0.09486207038 * t + 0.3564981441) * t - 0.2948817643) * t + 0.3085374243
     tail = (((p * t + 0.009996267251) * t + 0.1163705473) * t + 0.09834144025) * t * e
     return tl.where(x > 0, 1 - tail, tail), e
