@@ -99,9 +99,11 @@ def bench_case(
     import torch
 
     from ridgeline.lab.clock import cache_bytes, device_timer
-    from ridgeline.lab.law import Law
+    from ridgeline.lab.law import Law, leaves
 
     costs = dict(zip(DIRECTIONS, op.cost(*(made := case.make(dtype, "meta"))[0], **made[1]), strict=False))
+    if not leaves([*made[0], *made[1].values()]):  # nothing takes a gradient
+        costs = {"forward": costs["forward"]}
     works = [Work(op.name, case.name, dtype, d, c, roof, cache_bytes(device)) for d, c in costs.items() if c is not None]
     try:
         law = Law.of(op, case.name, dtype, device)
