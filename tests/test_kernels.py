@@ -35,6 +35,8 @@ SPILLS: dict[tuple[str, str, str, str], tuple[int, str]] = {
     ("attention", "triton", "_fwd", "sm_100"): (8, "one register at D 64 without a mask, of tiles untimed there"),
     ("matmul", "triton", "_fwd", "sm_90"): (16, "two registers of float32 in ieee precision at 67x45 @ 45x35, whose 256 threads have 80"),
     ("matmul", "triton", "_fwd", "sm_100"): (16, "as sm_90's"),
+    ("linear", "triton", "_fwd", "sm_80"): (16, "one register of float32 in ieee precision with silu, as matmul's"),
+    ("linear", "triton", "_fwd", "sm_90"): (16, "as sm_80's"),
     ("linear", "triton", "_fwd", "sm_100"): (16, "as matmul's, and one register of a tile with silu, untimed there"),
     ("gated_linear", "triton", "_fwd", "sm_90"): (16, "matmul's kernel, in float32 at 67x45 -> 40"),
     ("gated_linear", "triton", "_fwd", "sm_100"): (16, "as sm_90's"),

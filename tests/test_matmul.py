@@ -257,10 +257,8 @@ def test_what_serves_on_hopper() -> None:
     assert serves("matmul", odd, odd[::-1]) == "gluon_padded"
     assert serves("matmul", odd, odd[::-1], arch="sm_80") == serves("matmul", odd, odd[::-1], arch="sm_100") == "torch"
     assert serves("matmul", (64, 2047), odd[::-1]) == serves("matmul", (2047,), odd[::-1]) == serves("matmul", n, (2048,)) == "torch"
-    assert (
-        serves("linear", n, n) == serves("linear", n, n, activation="gelu") == serves("linear", (8, 2048), n, activation="silu") == "torch"
-    )
-    assert serves("linear", n, n, (2048,), activation="silu") == serves("linear", n, n, residual=n) == "gluon"
+    assert serves("linear", n, n) == serves("linear", (8, 2048), n, activation="silu") == "torch"
+    assert serves("linear", n, n, (2048,), activation="gelu") == serves("linear", n, n, residual=n) == "gluon"
     assert serves("linear", odd, odd, residual=n) == "gluon_padded"
     assert serves("gated_linear", n, n, n) == "gluon"
     assert serves("gated_linear", odd, odd, odd) == "gluon_padded"

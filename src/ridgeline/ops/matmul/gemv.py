@@ -108,7 +108,8 @@ def _launch(y: torch.Tensor, parts: torch.Tensor, a: torch.Tensor, x: torch.Tens
         if columns:
             return {"BN": 16 * pack, "BK": 8, "TILES": 4 if bm < 8 else 1, **threads}
         rows, bk = 4 if whole else max(1, 4 // bm), min(128 * pack, max(16, triton.next_power_of_2(K)))
-        return {"BN": rows * 128 * pack // bk, "BK": bk, "TILES": 1, **threads}
+        tiles = min(rows, triton.next_power_of_2(triton.cdiv(K, bk))) if bm == 1 else 1  # a row by itself is read the quickest
+        return {"BN": rows // tiles * 128 * pack // bk, "BK": bk, "TILES": tiles, **threads}
 
     def rule() -> tuning.Config:
         """Eight programs a multiprocessor (two of those that hold much shared memory), by parts of K where rows are too few; at most what there is room for."""

@@ -99,14 +99,12 @@ def linear(
     float32 products follow `torch.get_float32_matmul_precision()`; under autocast all are cast to its dtype first.
     Raises RidgelineError where shapes, dtypes or devices do not fit, or `impl` cannot run the call.
     """
-    x, weight, bias, residual = in_autocast(x, weight, bias, residual)
+    given = x, weight, bias, residual = in_autocast(x, weight, bias, residual)
     _check(x, weight, bias, activation, residual)
-    plain = eager(LINEAR, impl, x, weight, bias, residual, activation=activation)
+    plain = eager(LINEAR, impl, *given, activation=activation)
     if plain is not None:
         return plain.call(x, weight, bias, activation=activation, residual=residual)  # type: ignore[misc]
-    keep = (
-        activation is not None and torch.is_grad_enabled() and any([t is not None and t.requires_grad for t in (x, weight, bias, residual)])
-    )
+    keep = activation is not None and torch.is_grad_enabled() and any([t is not None and t.requires_grad for t in given])
     flat = None if residual is None else residual.reshape(-1, residual.shape[-1]).contiguous()
     bias = None if bias is None else bias.contiguous()
     rows = x.reshape(-1, x.shape[-1])
