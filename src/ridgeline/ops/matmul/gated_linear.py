@@ -18,7 +18,7 @@ from ridgeline.boundary import Function, differentiate, first_order, kernel_op
 from ridgeline.op import Case, Cost, Op, RidgelineError, Spec, nbytes
 from ridgeline.ops.matmul import _gated
 from ridgeline.ops.matmul._epilogue import ACTIVATIONS, gate, ungate
-from ridgeline.ops.matmul.matmul import HOPPER, PADDED, agree, by_triton, in_autocast, of_any_strides, precision, product
+from ridgeline.ops.matmul.matmul import HOPPER, PADDED, agree, by_triton, in_autocast, of_any_strides, precision, product, rows_of
 from ridgeline.select import eager, run
 
 _T = torch.Tensor
@@ -92,7 +92,7 @@ def gated_linear(
     if plain is not None:
         return plain.call(x, gate, up, activation=activation)  # type: ignore[misc]
     keep = torch.is_grad_enabled() and any([t.requires_grad for t in (x, gate, up)])
-    y = differentiate(_Function, x.reshape(-1, x.shape[-1]), gate, up, activation, keep, impl)
+    y = differentiate(_Function, rows_of(x), gate, up, activation, keep, impl)
     return y.view(*x.shape[:-1], gate.shape[0])
 
 

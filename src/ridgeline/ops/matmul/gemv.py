@@ -21,7 +21,7 @@ import triton.language as tl
 from ridgeline import device, tuning
 from ridgeline.boundary import Function, differentiate, first_order, kernel_op, launch
 from ridgeline.op import Case, Columns, Cost, Op, RidgelineError, Spec, dtype_name, nbytes
-from ridgeline.ops.matmul.matmul import matmul
+from ridgeline.ops.matmul.matmul import matmul, rows_of
 from ridgeline.select import eager, run
 
 MOST = 16  # rows of x
@@ -108,7 +108,7 @@ def _launch(y: torch.Tensor, parts: torch.Tensor, a: torch.Tensor, x: torch.Tens
         if columns:
             return {"BN": 16 * pack, "BK": 8, "TILES": 4 if bm < 8 else 1, **threads}
         rows, bk = 4 if whole else max(1, 4 // bm), min(128 * pack, max(16, triton.next_power_of_2(K)))
-        tiles = min(rows, triton.next_power_of_2(triton.cdiv(K, bk))) if bm == 1 else 1  # a row by itself is read the quickest
+        tiles = min(rows, triton.next_power_of_2(triton.cdiv(max(1, K), bk))) if bm == 1 else 1  # a row by itself is read the quickest
         return {"BN": rows // tiles * 128 * pack // bk, "BK": bk, "TILES": tiles, **threads}
 
     def rule() -> tuning.Config:
@@ -174,7 +174,7 @@ def reference(a: torch.Tensor, x: torch.Tensor) -> torch.Tensor:
 
 def _naive(a: torch.Tensor, x: torch.Tensor) -> torch.Tensor:
     wide = a.to(torch.promote_types(a.dtype, torch.float32))
-    rows = [(wide * row).sum(-1) for row in x.reshape(-1, x.shape[-1])]
+    rows = [(wide * row).sum(-1) for row in rows_of(x)]
     return torch.stack(rows).view(*x.shape[:-1], a.shape[0]).to(a.dtype) if rows else x.new_empty(0, a.shape[0])
 
 

@@ -20,7 +20,7 @@ from ridgeline.op import Case, Cost, Op, RidgelineError, Spec, nbytes
 from ridgeline.ops.matmul import _linear
 from ridgeline.ops.matmul._epilogue import ACTIVATIONS, undo
 from ridgeline.ops.matmul.gemv import gemv
-from ridgeline.ops.matmul.matmul import HOPPER, PADDED, agree, by_triton, in_autocast, of_any_strides, precision, product
+from ridgeline.ops.matmul.matmul import HOPPER, PADDED, agree, by_triton, in_autocast, of_any_strides, precision, product, rows_of
 from ridgeline.select import eager, run
 
 _Maybe = torch.Tensor | None
@@ -105,10 +105,10 @@ def linear(
     if plain is not None:
         return plain.call(x, weight, bias, activation=activation, residual=residual)  # type: ignore[misc]
     keep = activation is not None and torch.is_grad_enabled() and any([t is not None and t.requires_grad for t in given])
-    flat = None if residual is None else residual.reshape(-1, residual.shape[-1]).contiguous()
+    flat = None if residual is None else rows_of(residual).contiguous()
     bias = None if bias is None else bias.contiguous()
-    rows = x.reshape(-1, x.shape[-1])
-    return differentiate(_Function, rows, weight, bias, flat, activation or "", keep, impl).view(*x.shape[:-1], weight.shape[0])
+    y = differentiate(_Function, rows_of(x), weight, bias, flat, activation or "", keep, impl)
+    return y.view(*x.shape[:-1], weight.shape[0])
 
 
 def cost(

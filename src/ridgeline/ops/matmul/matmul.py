@@ -146,6 +146,11 @@ def in_autocast(*given: Any) -> tuple[Any, ...]:
     return tuple([t.to(to) if cast else t for t, cast in zip(given, floats, strict=True)])
 
 
+def rows_of(x: torch.Tensor) -> torch.Tensor:
+    """x as a matrix of rows, also where they have no elements."""
+    return x.flatten(0, -2) if x.dim() > 1 else x[None]
+
+
 def agree(op: str, **tensors: Any) -> None:
     """Raises RidgelineError where one is no tensor, or has not the dtype and device of the first."""
     first, x = next(iter(tensors.items()))
@@ -179,7 +184,7 @@ def matmul(a: torch.Tensor, b: torch.Tensor, *, impl: str | None = None) -> torc
     if b.dim() == 1:
         return matmul(a, b[:, None], impl=impl).squeeze(-1)
     if b.dim() == 2:
-        return differentiate(_Function, a.reshape(-1, a.shape[-1]) if a.dim() > 2 else a, b, impl).view(*a.shape[:-1], b.shape[-1])
+        return differentiate(_Function, rows_of(a), b, impl).view(*a.shape[:-1], b.shape[-1])
     batch = torch.broadcast_shapes(a.shape[:-2], b.shape[:-2])
     left, right = (t.expand(*batch, *t.shape[-2:]).reshape(-1, *t.shape[-2:]) for t in (a, b))
     return differentiate(_Function, left, right, impl).view(*batch, a.shape[-2], b.shape[-1])

@@ -1,0 +1,129 @@
+"""Matrix products at their edges, in every rung: sums of 65536 products, infinities and NaN, sizes of zero, elements past 2^31."""
+
+from typing import Any
+
+import pytest
+import torch
+
+import ridgeline
+from ridgeline.boundary import INTERPRETED
+from ridgeline.lab.law import Law, as_tuple
+from ridgeline.op import get
+from ridgeline.select import why_not
+
+kernels = pytest.mark.kernels
+FLOATS = {"float32": torch.float32, "float16": torch.float16} | ({} if INTERPRETED else {"bfloat16": torch.bfloat16})
+FLOAT_OPS = ("matmul", "linear", "gated_linear", "gemv")
+OPS = (*FLOAT_OPS, "int8_matmul", "fp8_matmul")
+
+
+def operands(name: str, M: int, N: int, K: int, dtype: torch.dtype, device: str, seed: int = 0) -> list[torch.Tensor]:
+    """What the op named takes for a product of those sizes, both with K contiguous; of 8 bits with scales that make results near 1."""
+    dice = torch.Generator(device).manual_seed(seed)
+
+    def draw(*shape: int) -> torch.Tensor:
+        return torch.randn(shape, device=device, generator=dice).to(dtype)
+
+    if name in ("int8_matmul", "fp8_matmul"):
+        a, b = (torch.randint(-127, 128, (n, K), device=device, generator=dice, dtype=torch.int8) for n in (M, N))
+        if name == "fp8_matmul":
+            a, b = ((t.float() / 16).to(torch.float8_e4m3fn) for t in (a, b))
+        scale = (1 / (73 if name == "int8_matmul" else 4.6)) / max(1, K) ** 0.25
+        return [a, b.mT, *(torch.full((n,), scale, device=device).view(shape) for n, shape in ((M, (M, 1)), (N, (1, N))))]
+    x, weight = draw(M, K), draw(N, K)
+    return {"matmul": [x, weight.mT], "linear": [x, weight], "gated_linear": [x, weight, draw(N, K)], "gemv": [weight, x[:16]]}[name]
+
+
+def able(name: str, args: list[Any], **given: Any) -> list[str]:
+    """The op's rungs that take the call."""
+    rungs = get(name).implementations.values()
+    return [r.name for r in rungs if r.kind != "compile" and why_not(r, *args, **given) is None]
+
+
+def call(name: str, args: list[Any], impl: str | None, dtype: torch.dtype) -> torch.Tensor:
+    options = {"out_dtype": dtype} if name in ("int8_matmul", "fp8_matmul") else {}
+    return get(name).function(*args, **options, impl=impl)
+
+
+@kernels
+@pytest.mark.parametrize("dtype", FLOATS)
+@pytest.mark.parametrize("name", FLOAT_OPS)
+def test_sums_of_65536_products(name: str, dtype: str, device: str) -> None:
+    K = 2048 if INTERPRETED else 65536
+    args = operands(name, 72, 40, K, FLOATS[dtype], device)
+    law = Law(get(name), [a.requires_grad_() for a in args])
+    for impl in able(name, args):
+        outputs = as_tuple(get(name).function(*law.args, impl=impl))
+        verdict = law.judge(outputs)
+        assert verdict.ok, f"{impl}: {verdict.reason()}"
+
+
+@kernels
+@pytest.mark.parametrize("name", ["int8_matmul", "fp8_matmul"])
+def test_sums_of_65536_products_of_8_bits(name: str, device: str) -> None:
+    """Whole numbers to a rounding; 8-bit floats as float16's rounding and what the units drop in 128 products allow."""
+    K = 2048 if INTERPRETED else 65536
+    args = operands(name, 72, 48, K, torch.float16, device)
+    exact = (args[0].double() @ args[1].double()) * args[2].double() * args[3].double()
+    for impl in able(name, args):
+        error = (call(name, args, impl, torch.float16).double() - exact).norm() / exact.norm()
+        assert error <= (3e-4 if name == "int8_matmul" else 1e-3), (impl, error)
+
+
+@kernels
+@pytest.mark.parametrize("name", FLOAT_OPS)
+def test_infinities_and_nan(name: str, device: str) -> None:
+    """They reach the rows, or columns, that they are in, and no others."""
+    for place in (0, 1):
+        for value in (float("inf"), float("-inf"), float("nan")):
+            args = operands(name, 9, 40, 136, torch.float16, device)
+            args[place][3, 7] = value
+            wide = [a.double() for a in args]
+            expected = get(name).reference(*wide)
+            for impl in able(name, args):
+                found = get(name).function(*args, impl=impl)
+                assert torch.equal(found.isnan(), expected.isnan()), (impl, place, value)
+                ends = expected.isinf()
+                assert torch.equal(found[ends].double(), expected[ends]), (impl, place, value)
+
+
+@kernels
+@pytest.mark.parametrize("sizes", [(0, 24, 16), (5, 0, 16), (5, 24, 0), (0, 0, 0)], ids=str)
+@pytest.mark.parametrize("name", OPS)
+def test_sizes_of_zero(name: str, sizes: tuple[int, int, int], device: str) -> None:
+    """A sum of nothing is 0, and a product of no rows has none."""
+    args = operands(name, *sizes, torch.float32, device)
+    for impl in (None, *able(name, args)):
+        y = call(name, args, impl, torch.float32)
+        assert tuple(y.shape) == sizes[:2], impl
+        assert not y.count_nonzero(), impl
+
+
+LONG = {"a": ((1 << 31) // 32768 + 40, 24, 32768), "y": (66000, 33000, 64)}
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("long", LONG)
+@pytest.mark.parametrize("name", ["matmul", "linear", "int8_matmul", "fp8_matmul"])
+def test_more_than_two_to_the_31(name: str, long: str) -> None:
+    """Elements of a, or of the result, past 2^31 are where they belong."""
+    M, N, K = LONG[long]
+    args = operands(name, M, N, K, torch.bfloat16, "cuda")
+    piece = slice(M - 70, M)
+    head = [args[0][piece], *args[1:2], *(a[piece] for a in args[2:3]), *args[3:]]
+    expected = call(name, head, "torch" if name in ("matmul", "linear") else "naive", torch.bfloat16)
+    for impl in [i for i in able(name, args) if i not in ("naive", "torch")]:
+        y = call(name, args, impl, torch.bfloat16)
+        torch.testing.assert_close(
+            y[piece], expected, rtol=2e-2, atol=2e-2 * float(expected.abs().max()), msg=lambda m, impl=impl: f"{impl}: {m}"
+        )
+        del y
+
+
+@pytest.mark.gpu
+def test_gemv_of_more_than_two_to_the_31() -> None:
+    a = torch.randn(70000, 32768, device="cuda", dtype=torch.bfloat16)
+    x = torch.randn(2, 32768, device="cuda", dtype=torch.bfloat16)
+    for given in (x[0], x):
+        y = ridgeline.gemv(a, given, impl="triton")
+        torch.testing.assert_close(y[..., -70:], torch.nn.functional.linear(given, a[-70:]), rtol=2e-2, atol=2.0)
