@@ -83,7 +83,7 @@ def _rule(gpu: device.Device, dtype: torch.dtype, precision: str, M: int, N: int
     stages = 3 if gpu.backend == "cuda" else 2
     if dtype == torch.float32 and precision == "ieee":
         return {"BM": 64 if K % 16 or gpu.capability >= 100 else 128, "BN": 64, "BK": 16, "GROUP": 8, "num_warps": 8, "num_stages": stages}
-    if dtype == torch.float32 or gpu.backend != "cuda" or K % 64 or more or M * N < gpu.multiprocessors * 128 * 256:
+    if dtype == torch.float32 or gpu.backend != "cuda" or K % 64 or N % 16 or more or M * N < gpu.multiprocessors * 128 * 256:
         wide = 64 if more and N % 16 else 128  # rows that are no multiple of 32 bytes take an address for each element
         return {"BM": 128, "BN": wide, "BK": 32, "GROUP": 8, "num_warps": 8, "num_stages": stages}
     return {"BM": 128, "BN": 256, "BK": 64 if gpu.capability >= 90 else 32, "GROUP": 8, "num_warps": 8, "num_stages": 3}
