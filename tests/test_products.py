@@ -6,7 +6,8 @@ import pytest
 import torch
 
 import ridgeline
-from ridgeline.boundary import INTERPRETED
+from ridgeline import device as devices
+from ridgeline.boundary import INTERPRETED, observe
 from ridgeline.lab.law import Law, as_tuple
 from ridgeline.op import get
 from ridgeline.select import why_not
@@ -92,11 +93,44 @@ def test_infinities_and_nan(name: str, device: str) -> None:
 @pytest.mark.parametrize("name", OPS)
 def test_sizes_of_zero(name: str, sizes: tuple[int, int, int], device: str) -> None:
     """A sum of nothing is 0, and a product of no rows has none."""
-    args = operands(name, *sizes, torch.float32, device)
+    args = operands(name, *sizes, torch.float16, device)
     for impl in (None, *able(name, args)):
-        y = call(name, args, impl, torch.float32)
+        y = call(name, args, impl, torch.float16)
         assert tuple(y.shape) == sizes[:2], impl
         assert not y.count_nonzero(), impl
+
+
+@kernels
+@pytest.mark.parametrize(
+    "shapes", [((0, 3, 4), (0, 4, 5)), ((2, 0, 4), (2, 4, 5)), ((2, 3, 0), (2, 0, 5)), ((2, 3, 4), (1, 4, 0))], ids=str
+)
+def test_batches_of_zero(shapes: tuple[tuple[int, ...], ...], device: str) -> None:
+    a, b = (torch.ones(shape, device=device, dtype=torch.float16) for shape in shapes)
+    for impl in (None, *able("matmul", [a, b])):
+        y = ridgeline.matmul(a, b, impl=impl)
+        assert y.shape == torch.matmul(a, b).shape, impl
+        assert not y.count_nonzero(), impl
+
+
+def test_nothing_of_no_size_is_left_to_hopper() -> None:
+    """Where a kernel's rule serves a call unasked, a kernel takes it."""
+    with devices.pretend("sm_90"), observe(lambda launch: None):
+        for batch, M, N, K in ((0, 1024, 1025, 1025), (2, 0, 2047, 2047), (2, 2048, 0, 2047), (2, 2048, 2047, 0)):
+            y = ridgeline.matmul(torch.zeros(batch, M, K, dtype=torch.float16), torch.zeros(batch, K, N, dtype=torch.float16))
+            assert tuple(y.shape) == (batch, M, N)
+            for name in ("linear", "gated_linear"):
+                x, weight = torch.zeros(batch, M, K, dtype=torch.float16), torch.zeros(N, K, dtype=torch.float16)
+                args = [x, weight] if name == "linear" else [x, weight, weight]
+                assert tuple(get(name).function(*args, activation="silu").shape) == (batch, M, N)
+
+
+@pytest.mark.gpu
+def test_long_steps_along_k() -> None:
+    """Steps of which a tile's worth passes 2^31."""
+    b = torch.empty(39 * 80_000_000 + 2, dtype=torch.float16, device="cuda").as_strided((40, 2), (80_000_000, 1))
+    b.copy_(torch.randn(40, 2))
+    a = torch.randn(3, 40, device="cuda", dtype=torch.float16)
+    torch.testing.assert_close(ridgeline.matmul(a, b, impl="triton"), a @ b.contiguous(), rtol=1e-2, atol=1e-2)
 
 
 LONG = {"a": ((1 << 31) // 32768 + 40, 24, 32768), "y": (66000, 33000, 64)}

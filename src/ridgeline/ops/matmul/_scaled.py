@@ -133,6 +133,9 @@ def fault(dtype: torch.dtype, a: Any, b: Any, bias: Any, out_dtype: Any, **other
             return f"{name} is on {t.device} and a on {a.device}; one device is needed"
         if name.startswith("scale") and t.dtype not in (torch.float32, torch.float64):
             return f"{name} must be float32, and is {t.dtype}"
+    scales = [t.dtype for name, t in others.items() if name.startswith("scale")]
+    if len(set(scales)) > 1:
+        return f"scale_a and scale_b must be of one dtype, and are {scales[0]} and {scales[1]}"
     if a.dtype != dtype or b.dtype != dtype:
         return f"a and b must be {dtype}, and are {a.dtype} and {b.dtype}"
     if a.dim() != 2 or b.dim() != 2 or a.shape[1] != b.shape[0]:

@@ -83,7 +83,7 @@ def gated_linear(
     """
     x, gate, up = in_autocast(x, gate, up)
     agree("gated_linear", x=x, gate=gate, up=up)
-    if activation not in ACTIVATIONS or not activation:
+    if not isinstance(activation, str) or activation not in ACTIVATIONS or not activation:
         raise RidgelineError(f"gated_linear: activation must be 'silu', 'gelu' or 'gelu_tanh', and is {activation!r}")
     if gate.dim() != 2 or not x.dim() or x.shape[-1] != gate.shape[1] or gate.shape != up.shape:
         shapes = f"{tuple(x.shape)}, {tuple(gate.shape)} and {tuple(up.shape)}"

@@ -62,7 +62,7 @@ class _Function(Function):
     @first_order
     def backward(ctx: Any, dy: torch.Tensor) -> Any:
         x, weight, z = ctx.saved_tensors
-        dz = _bwd_op(dy.contiguous(), z, ctx.activation) if ctx.activation else dy
+        dz = _bwd_op(dy.contiguous(), z, ctx.activation) if ctx.activation and any(ctx.needs_input_grad[:3]) else dy
         dx = product(dz, weight, ctx.impl) if ctx.needs_input_grad[0] else None
         dw = product(dz.mT, x, ctx.impl) if ctx.needs_input_grad[1] else None
         db = gemv(dz.mT, dz.new_ones(dz.shape[0])) if ctx.needs_input_grad[2] else None  # torch's sum takes twice dz's memory
@@ -78,7 +78,7 @@ def reference(
 
 def _check(x: Any, weight: Any, bias: Any, activation: Any, residual: Any) -> None:
     agree("linear", x=x, weight=weight, **{n: t for n, t in (("bias", bias), ("residual", residual)) if t is not None})
-    if activation is not None and (activation not in ACTIVATIONS or not activation):
+    if activation is not None and (not isinstance(activation, str) or activation not in ACTIVATIONS or not activation):
         raise RidgelineError(f"linear: activation must be None, 'silu', 'gelu' or 'gelu_tanh', and is {activation!r}")
     if weight.dim() != 2 or not x.dim() or x.shape[-1] != weight.shape[1]:
         raise RidgelineError(f"linear: x must be (..., K) and weight (N, K); they are {tuple(x.shape)} and {tuple(weight.shape)}")
@@ -104,7 +104,7 @@ def linear(
     plain = eager(LINEAR, impl, *given, activation=activation)
     if plain is not None:
         return plain.call(x, weight, bias, activation=activation, residual=residual)  # type: ignore[misc]
-    keep = activation is not None and torch.is_grad_enabled() and any([t is not None and t.requires_grad for t in given])
+    keep = activation is not None and torch.is_grad_enabled() and any([t is not None and t.requires_grad for t in given[:3]])
     flat = None if residual is None else rows_of(residual).contiguous()
     bias = None if bias is None else bias.contiguous()
     y = differentiate(_Function, rows_of(x), weight, bias, flat, activation or "", keep, impl)

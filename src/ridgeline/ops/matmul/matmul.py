@@ -23,7 +23,9 @@ from ridgeline.select import eager, run
 
 
 @triton.jit
-def _fwd(y, z, a, b, bias, residual, M, N, K, a_batch, a_m, a_k, b_batch, b_k, b_n, BM: tl.constexpr, BN: tl.constexpr, BK: tl.constexpr, GROUP: tl.constexpr, EVEN: tl.constexpr, PRECISION: tl.constexpr, ACTIVATION: tl.constexpr):  # fmt: skip
+def _fwd(y, z, a, b, bias, residual, M, N, K, a_batch, a_m, a_k, b_batch, b_k, b_n, BM: tl.constexpr, BN: tl.constexpr, BK: tl.constexpr, GROUP: tl.constexpr, EVEN: tl.constexpr, LONG: tl.constexpr, PRECISION: tl.constexpr, ACTIVATION: tl.constexpr):  # fmt: skip
+    if LONG:  # steps along K that 32 bits do not hold
+        a_k, b_k = tl.cast(a_k, tl.int64), tl.cast(b_k, tl.int64)
     batch = tl.program_id(1).to(tl.int64)
     pid = tl.program_id(0)
     down, across = tl.cdiv(M, BM), tl.cdiv(N, BN)
@@ -75,7 +77,8 @@ def by_triton(
 
     strides = (a.stride(0) if a.dim() == 3 else 0, *a.stride()[-2:], b.stride(0) if b.dim() == 3 else 0, *b.stride()[-2:])
     numbers = M, N, K, *strides
-    launch(_fwd, grid, y, z, a, b, bias, residual, *numbers, config=config, key=(M, N, K, more), PRECISION=precision, ACTIVATION=activation)
+    facts = {"LONG": max(strides[2], strides[4]) >= 1 << 24, "PRECISION": precision, "ACTIVATION": activation}
+    launch(_fwd, grid, y, z, a, b, bias, residual, *numbers, config=config, key=(M, N, K, more), **facts)
 
 
 def _rule(gpu: device.Device, dtype: torch.dtype, precision: str, M: int, N: int, K: int, more: bool) -> tuning.Config:
@@ -176,6 +179,8 @@ def matmul(a: torch.Tensor, b: torch.Tensor, *, impl: str | None = None) -> torc
     agree("matmul", a=a, b=b)
     if not a.dim() or not b.dim() or a.shape[-1] != b.shape[-2 if b.dim() > 1 else 0]:
         raise RidgelineError(f"matmul: the inner sizes of {tuple(a.shape)} and {tuple(b.shape)} must agree")
+    if any([m != n and 1 not in (m, n) for m, n in zip(a.shape[:-2][::-1], b.shape[:-2][::-1], strict=False)]):
+        raise RidgelineError(f"matmul: the leading sizes of {tuple(a.shape)} and {tuple(b.shape)} must broadcast")
     plain = eager(MATMUL, impl, a, b)
     if plain is not None:
         return plain.call(a, b)  # type: ignore[misc]
@@ -186,7 +191,7 @@ def matmul(a: torch.Tensor, b: torch.Tensor, *, impl: str | None = None) -> torc
     if b.dim() == 2:
         return differentiate(_Function, rows_of(a), b, impl).view(*a.shape[:-1], b.shape[-1])
     batch = torch.broadcast_shapes(a.shape[:-2], b.shape[:-2])
-    left, right = (t.expand(*batch, *t.shape[-2:]).reshape(-1, *t.shape[-2:]) for t in (a, b))
+    left, right = (t.expand(*batch, *t.shape[-2:]).reshape(batch.numel(), *t.shape[-2:]) for t in (a, b))
     return differentiate(_Function, left, right, impl).view(*batch, a.shape[-2], b.shape[-1])
 
 
@@ -194,12 +199,16 @@ def small(rows: int, N: int, K: int) -> str | None:
     """Why products of these sizes are not Hopper's unasked."""
     if rows < 1024 or N < 1024 or K < 1024:
         return f"below 1024 rows, columns or inner elements it is not known to be ahead; the product is of {rows} x {K} and {K} x {N}"
+    if N % 8 == 0 == K % 8 and (N % 64 or K % 64):
+        return f"it is known to be ahead where rows are whole lines of 128 bytes, or no multiples of 16; N is {N} and K {K}"
     return None
 
 
 def _unless(a: torch.Tensor, b: torch.Tensor, *_: Any) -> str | None:
     """cuBLAS takes rows that are no multiple of 16 bytes at a quarter of its rate."""
     N, K = b.shape[-1] if b.dim() > 1 else 1, a.shape[-1]
+    if reason := _hopper.empty(a, b):
+        return reason
     if N % 8 == 0 and K % 8 == 0:
         return f"cuBLAS is as fast where N and K are multiples of 8; they are {N} and {K}"
     return small(a.shape[-2] if b.dim() > 2 else a.numel() // K if K else 0, N, K) if a.dim() > 1 else "one row is not for tiles"
