@@ -154,8 +154,9 @@ class Implementation:
     launchers: for kernels, {"fwd": f(outputs..., inputs...), "bwd": ...}, started from inside the registered torch op.
     supports: f(first tensor, *rest of the inputs) -> None, or the reason why not.
     unless: of a served kernel, f(public arguments, or a launcher's inputs) -> why a call that names no rung is left to another rung, plain
-        PyTorch where every served kernel says so, or None. It looks at sizes and options alone, so that it can be traced. Where it says
-        None, a served kernel must support the call, and its backward.
+        PyTorch where every served kernel says so, or None. It looks at sizes and options alone, and its sentence names no number, so that
+        it can be traced: a size in a sentence would be a graph of its own. Where it says None, a served kernel must support the call, and
+        its backward.
     """
 
     op: Op

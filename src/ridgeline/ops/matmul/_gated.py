@@ -31,7 +31,9 @@ def odd(x: _T, weight: _T, *_: Any, **__: Any) -> str | None:
 def unless(x: _T, weight: _T, *_: Any, **__: Any) -> str | None:
     """Timed on an H100: 0.80 to 0.95 of PyTorch's time, 0.92 to 0.98 of torch.compile's."""
     N, K = weight.shape
-    return odd(x, weight) or small(x.numel() // K, N, K)
+    if N % 8:
+        return "it needs N to be a multiple of 8"
+    return _hopper.empty(x, weight) or small(x.numel() // K, N, K)
 
 
 def refusal(x: _T, weight: _T, up: _T, *_: Any, **__: Any) -> str | None:

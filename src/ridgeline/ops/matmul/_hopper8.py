@@ -217,7 +217,7 @@ def refusal(a: torch.Tensor, b: torch.Tensor, scale_a: torch.Tensor, scale_b: to
 
 def unless(a: torch.Tensor, *_: Any, **__: Any) -> str | None:
     """A tile has 128 rows."""
-    return f"a has {a.shape[0]} rows, and other rungs' tiles may have as few" if a.shape[0] <= 64 else None
+    return "of up to 64 rows other rungs' tiles may have as few" if a.shape[0] <= 64 else None
 
 
 # As `_hopper.TILES`: 128 x 128 a group would be 128 registers of products and as many of sums, and scales need room too.
