@@ -186,6 +186,15 @@ def test_barriers_in_any_order_of_warps(pipelined: bool) -> None:
             assert len(group) == steps * tiles
 
 
+@pytest.mark.parametrize(("rows", "kernel"), [(64, "ridgeline.ops.matmul.int8_matmul"), (65, "ridgeline.ops.matmul._hopper8")])
+def test_few_rows_are_left_to_smaller_tiles(rows: int, kernel: str) -> None:
+    started: list[str] = []
+    a, b, one = torch.zeros(rows, 64, dtype=torch.int8), torch.zeros(48, 64, dtype=torch.int8).T, torch.ones(1)
+    with devices.pretend("sm_90"), observe(lambda launch: started.append(launch.kernel.__module__)):
+        ridgeline.int8_matmul(a, b, one, one)
+    assert started == [kernel]
+
+
 def test_what_is_refused() -> None:
     a, b = torch.zeros(32, 64).to(E4M3), torch.zeros(48, 64).to(E4M3).T
     one, scales = torch.ones(1), (torch.ones(32, 1), torch.ones(1, 1))

@@ -132,7 +132,7 @@ def show(op: Op, answer: Row) -> None:
         elif not row["served"]:
             word, style, why = "can", "", "a rung for teaching and comparing: it runs only when asked for by name"
         elif row["left"]:
-            word, style, why = "can", "", f"left to PyTorch, if not asked for by name: {row['left']}"
+            word, style, why = "can", "", f"left to others, if not asked for by name: {row['left']}"
         else:
             word, style, why = "can", "", "a later rung serves the call"
         made.add_row(row["impl"], row["kind"], Text(word, style=style), Text(why))

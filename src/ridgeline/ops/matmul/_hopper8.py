@@ -4,7 +4,7 @@ A step is 128 of K, the same 128 bytes a row. The units take 8-bit operands by K
 Whole numbers are added in int32, in the units' own registers over all of K, as `_hopper` adds float32. Sums of 8-bit floats must leave the
 units each step, for those keep some 14 bits: a group multiplies 128 of its columns, takes them over into float32 sums (times the scales of
 their blocks), and then its other 128. Meanwhile the other group's products run; for that the second starts half a step beside the first.
-Their scales by blocks come into the ring beside the operands, by a warp of their own.
+Scales of blocks come into the ring beside the operands, by a warp of their own.
 Source: the promotion is DeepSeek-V3's (arXiv:2412.19437, section 3.3.2), by groups that run apart as in DeepGEMM (DeepSeek-AI, 2025).
 """
 
@@ -25,7 +25,6 @@ from ridgeline.ops.matmul import _hopper
 from ridgeline.ops.matmul._hopper import GROUPS, Tiles, _chunks, _fetch, _ring, _send, whole
 from ridgeline.ops.matmul._scaled import BLOCK, add_columns, blocks, step, unlike
 
-HOPPER: dict[str, Any] = {"kind": "gluon", "arch": 90, "newest": 90}
 DEEP = gl.constexpr(BLOCK)
 
 
@@ -268,3 +267,7 @@ def int8(y: torch.Tensor, sums: torch.Tensor, a: torch.Tensor, b: torch.Tensor, 
     if zero_a is not None:
         add_columns(sums, b)
     product("int8_matmul", y, a, b, scale_a, scale_b, zero_a=zero_a, sums=sums if zero_a is not None else None, bias=bias)
+
+
+# Facts of both rungs `gluon`.
+HOPPER: dict[str, Any] = {"kind": "gluon", "arch": 90, "newest": 90, "supports": refusal, "served": True, "unless": unless}

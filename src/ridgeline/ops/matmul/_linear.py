@@ -6,7 +6,7 @@ import torch
 
 from ridgeline.ops.matmul import _hopper
 from ridgeline.ops.matmul._epilogue import ACTIVATIONS
-from ridgeline.ops.matmul.matmul import small
+from ridgeline.ops.matmul.matmul import untimed
 
 _Maybe = torch.Tensor | None
 
@@ -41,7 +41,7 @@ def unless(x: torch.Tensor, weight: torch.Tensor, bias: _Maybe = None, residual:
     N, K = weight.shape
     if residual is None and not activation:
         return "PyTorch's linear is as fast where nothing follows it but a bias"
-    return "it needs N to be a multiple of 8" if N % 8 else small(x.numel() // K if K else 0, N, K)
+    return "it needs N to be a multiple of 8" if N % 8 else untimed(x.numel() // K if K else 0, N, K)
 
 
 def padded(y: torch.Tensor, z: torch.Tensor, x: torch.Tensor, weight: torch.Tensor, bias: _Maybe, residual: _Maybe, activation: str, how: str) -> None:  # fmt: skip

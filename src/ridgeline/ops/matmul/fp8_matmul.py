@@ -252,9 +252,6 @@ FP8_MATMUL.kernel(
     "gluon",
     "on Hopper, K contiguous in both: one warp fetches by the copy engine, of two groups one multiplies while the other takes over and scales",
     fwd=_hopper8.fp8,
-    supports=_hopper8.refusal,
     dtypes=("float8_e4m3fn",),
-    served=True,
-    unless=_hopper8.unless,
     **_hopper8.HOPPER,
 )

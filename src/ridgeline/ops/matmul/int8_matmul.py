@@ -202,9 +202,6 @@ INT8_MATMUL.kernel(
     "gluon",
     "on Hopper, K contiguous in both: one warp fetches by the copy engine, two groups multiply, of which one sends its results off meanwhile",
     fwd=_hopper8.int8,
-    supports=_hopper8.refusal,
     dtypes=("int8",),
-    served=True,
-    unless=_hopper8.unless,
     **_hopper8.HOPPER,
 )

@@ -195,8 +195,8 @@ def matmul(a: torch.Tensor, b: torch.Tensor, *, impl: str | None = None) -> torc
     return differentiate(_Function, left, right, impl).view(*batch, a.shape[-2], b.shape[-1])
 
 
-def small(rows: int, N: int, K: int) -> str | None:
-    """Why products of these sizes are not Hopper's unasked."""
+def untimed(rows: int, N: int, K: int) -> str | None:
+    """Why Hopper's rungs do not serve products of these sizes unasked: they were not seen to be ahead there, on an H100."""
     if rows < 1024 or N < 1024 or K < 1024:
         return "below 1024 rows, columns or inner elements it is not known to be ahead"
     if N % 8 == 0 == K % 8 and (N % 64 or K % 64):
@@ -211,7 +211,7 @@ def _unless(a: torch.Tensor, b: torch.Tensor, *_: Any) -> str | None:
         return reason
     if N % 8 == 0 and K % 8 == 0:
         return "cuBLAS is as fast where N and K are multiples of 8"
-    return small(a.shape[-2] if b.dim() > 2 else a.numel() // K if K else 0, N, K) if a.dim() > 1 else "one row is not for tiles"
+    return untimed(a.shape[-2] if b.dim() > 2 else a.numel() // K if K else 0, N, K) if a.dim() > 1 else "one row is not for tiles"
 
 
 def cost(a: torch.Tensor, b: torch.Tensor) -> tuple[Cost, Cost]:
