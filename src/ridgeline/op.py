@@ -171,6 +171,8 @@ class Implementation:
     unless: Callable[..., str | None] | None = None
     differentiable: bool = True
     deterministic: bool = True
+    gain: float = 0.0  # how many times as fast as the rung before it must be by what it saves, counted, not measured; 0: not said
+    counter: str = ""  # the metric of Nsight Compute that shows the idea at work
     arch: int = 0  # the oldest compute capability that it runs on, as 90
     newest: int = 0  # the newest, where it uses what later ones have not; 0 for any
 
@@ -215,7 +217,7 @@ class Op:
         self.family = function.__module__.removeprefix("ridgeline.ops.").split(".")[0]
         self.implementations: dict[str, Implementation] = {}
         self.kernel_dtypes: set[torch.dtype] = set()  # what served kernels take; calls in others go to plain PyTorch
-        self.always = False  # whether a served kernel has no `unless`
+        self.always = False  # whether Triton, which every GPU and the interpreter run, serves all calls
         _registry[self.name] = self
 
     def __repr__(self) -> str:
@@ -254,7 +256,7 @@ class Op:
         self.implementations[name] = implementation
         if implementation.served:
             self.kernel_dtypes |= {getattr(torch, d) for d in implementation.dtypes}
-            self.always |= implementation.unless is None
+            self.always |= implementation.kind == "triton" and implementation.unless is None
 
     def fresh(self, args: Sequence[Any]) -> list[Any]:
         """The arguments, with copies of what a call changes in place."""

@@ -102,10 +102,10 @@ def _runs_here(op: str, impl: str, dtype: torch.dtype, index: int | None) -> boo
 
 
 def _kernels_serve(op: Op, args: tuple[Any, ...], options: dict[str, Any]) -> bool:
-    """Whether a kernel serves a call that names none, of an op whose served kernels all have an `unless`."""
+    """Whether a kernel serves a call that names none, of an op that Triton does not always serve."""
     dtype, index = args[0].dtype, args[0].device.index if args[0].is_cuda else None
     able = [i for i in op.implementations.values() if i.served and i.is_kernel and _runs_here(op.name, i.name, dtype, index)]
-    return any([i.unless(*args, **options) is None for i in able])  # type: ignore[misc]
+    return any([i.unless is None or i.unless(*args, **options) is None for i in able])
 
 
 def run(op: Op, direction: str, impl: str | None, outputs: tuple[torch.Tensor, ...], *inputs: Any) -> Any:
