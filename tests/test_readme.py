@@ -76,17 +76,24 @@ def test_every_op_and_module_is_listed() -> None:
     assert hasattr(nn, "RMSNorm")
 
 
-def test_runs_of_a_grid_are_not_shown(tmp_path, monkeypatch: pytest.MonkeyPatch) -> None:
-    runs = {"1": ("ridgeline bench mul", "whole"), "2": ("ridgeline bench --grid mul", "small")}
+def test_the_newest_rows_of_each_piece_of_work(tmp_path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A run of one case leaves the others' rows; a grid's are not shown, nor those of cases that are no benchmarks now."""
+    runs = {
+        "1": ("ridgeline bench mul", ["32 Mi", "512 Mi", "gone", "1 Mi"]),
+        "2": ("ridgeline bench --case '32 Mi' mul", ["32 Mi"]),
+        "3": ("ridgeline bench --grid mul", ["512 Mi"]),
+    }
     for name in runs:
         (tmp_path / f"{name}.jsonl").touch()
 
     def load(path) -> list[dict]:
-        command, case = runs[path.stem]
-        return [{"type": "run", "command": command}, {"type": "bench", "op": "mul", "case": case}]
+        command, cases = runs[path.stem]
+        rows = [{"type": "bench", "op": "mul", "case": case, "dtype": "float32", "direction": "forward"} for case in cases]
+        return [{"type": "run", "command": command}] + [row | {"run": path.stem} for row in rows]
 
     monkeypatch.setattr(readme.store, "load", load)
-    assert [row["case"] for row in readme.newest(tmp_path) if row["type"] == "bench"] == ["whole"]
+    found = [(row["run"], row["case"]) for row in readme.newest(tmp_path) if row["type"] == "bench"]
+    assert found == [("2", "32 Mi"), ("1", "512 Mi")]
 
 
 def test_no_run_is_said(tmp_path) -> None:

@@ -25,12 +25,15 @@ MARKED = re.compile(r"(<!-- (measured|ops) -->\n).*?(?=<!-- /\2 -->)", re.DOTALL
 
 
 def newest(folder: Path) -> list[Row]:
-    """The rows of the newest recorded run of a GPU, and of older ones for the ops that it did not time; without runs of a grid."""
+    """The rows of the newest recorded run of a GPU, and of older ones for the work that it did not time: of benchmarks that still are,
+    without those of a grid."""
     rows: list[Row] = []
+    cases = {(op.name, case.name) for op in registry().values() for case in op.cases if case.use == "bench"}
     for path in sorted(folder.glob("*.jsonl"), reverse=True):
-        timed, run = {row["op"] for row in verdict.of(rows, "bench")}, store.load(path)
+        timed, run = {verdict.key(row) for row in verdict.of(rows, "bench")}, store.load(path)
         if "--grid" not in verdict.one(run, "run")["command"].split():
-            rows += [row for row in run if not timed or (row["type"] == "bench" and row["op"] not in timed)]
+            known = [row for row in run if row["type"] != "bench" or (row["op"], row["case"]) in cases]
+            rows += [row for row in known if not rows or (row["type"] == "bench" and verdict.key(row) not in timed)]
     if not rows:
         raise RidgelineError(f"{folder} holds no recorded run; `ridgeline bench --record` on that GPU writes one")
     return rows

@@ -64,9 +64,13 @@ def _sum(y, z, sums, bias, residual, M, N, pitch, parts, size, ROWS: tl.constexp
     here = (m[:, None] < M) & (n[None, :] < N)
     at = sums + batch * M * pitch + m[:, None].to(tl.int64) * pitch + n[None, :]
     x = tl.zeros((ROWS, COLUMNS), tl.float32)
-    for _ in range(parts):
-        x += tl.load(at, mask=here, other=0.0)
-        at += size
+    for part in range(0, parts, 4):  # four loads on their way at once
+        x0 = tl.load(at, mask=here, other=0.0)
+        x1 = tl.load(at + size, mask=here & (part + 1 < parts), other=0.0)
+        x2 = tl.load(at + 2 * size, mask=here & (part + 2 < parts), other=0.0)
+        x3 = tl.load(at + 3 * size, mask=here & (part + 3 < parts), other=0.0)
+        x = x + x0 + x1 + x2 + x3
+        at += 4 * size
     finish(x, z, y, bias, residual, m, n, M, N, batch * M * N, ACTIVATION)
 
 
@@ -77,8 +81,9 @@ def add_up(
     """y (batch, M, N) from the sums (parts, batch, M, pitch) of the parts of K, added in order."""
     parts, batch, M, pitch = sums.shape
     N = y.shape[-1]
-    columns = min(1024, triton.next_power_of_2(N))
-    rows = 2048 // columns
+    tile = 2048 if batch * M * N >= 1 << 20 else 512  # where there is little, so that all processors have some
+    columns = min(tile // 2, triton.next_power_of_2(N))
+    rows = tile // columns
     grid = triton.cdiv(M, rows) * triton.cdiv(N, columns), batch
     facts = {"ROWS": rows, "COLUMNS": columns, "ACTIVATION": activation, "num_warps": 4, **early(device.of(y))}
     launch(_sum, grid, y, z, sums, bias, residual, M, N, pitch, parts, batch * M * pitch, **facts)

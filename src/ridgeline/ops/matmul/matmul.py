@@ -23,7 +23,7 @@ from ridgeline.select import eager, run
 
 
 @triton.jit
-def _fwd(y, z, a, b, bias, residual, M, N, K, a_batch, a_m, a_k, b_batch, b_k, b_n, BM: tl.constexpr, BN: tl.constexpr, BK: tl.constexpr, GROUP: tl.constexpr, EVEN: tl.constexpr, LONG: tl.constexpr, PRECISION: tl.constexpr, ACTIVATION: tl.constexpr):  # fmt: skip
+def _fwd(y, z, a, b, bias, residual, M, N, K, a_batch, a_m, a_k, b_batch, b_k, b_n, BM: tl.constexpr, BN: tl.constexpr, BK: tl.constexpr, GROUP: tl.constexpr, EVEN: tl.constexpr, LONG: tl.constexpr, CHAIN: tl.constexpr, PRECISION: tl.constexpr, ACTIVATION: tl.constexpr):  # fmt: skip
     if LONG:  # steps along K that 32 bits do not hold
         a_k, b_k = tl.cast(a_k, tl.int64), tl.cast(b_k, tl.int64)
     batch = tl.program_id(1).to(tl.int64)
@@ -38,6 +38,7 @@ def _fwd(y, z, a, b, bias, residual, M, N, K, a_batch, a_m, a_k, b_batch, b_k, b
     at_a = a + batch * a_batch + (m % M)[:, None].to(tl.int64) * a_m + k[None, :] * a_k
     at_b = b + batch * b_batch + k[:, None] * b_k + (n % N)[None, :].to(tl.int64) * b_n
     total = tl.zeros((BM, BN), tl.float32)
+    before = total
     for start in range(0, K, BK):
         if EVEN:
             left, right = tl.load(at_a), tl.load(at_b)
@@ -47,6 +48,11 @@ def _fwd(y, z, a, b, bias, residual, M, N, K, a_batch, a_m, a_k, b_batch, b_k, b
         total = tl.dot(left, right, total, input_precision=PRECISION)
         at_a += BK * a_k
         at_b += BK * b_k
+        if CHAIN and (start + BK) % CHAIN == 0:  # a sum of sums: one chain of 65536 additions errs by six times what torch's do
+            before += total
+            total = tl.zeros((BM, BN), tl.float32)
+    if CHAIN:
+        total += before
     finish(total, z, y, bias, residual, m, n, M, N, batch * M * N, ACTIVATION)
 
 
@@ -77,7 +83,9 @@ def by_triton(
 
     strides = (a.stride(0) if a.dim() == 3 else 0, *a.stride()[-2:], b.stride(0) if b.dim() == 3 else 0, *b.stride()[-2:])
     numbers = M, N, K, *strides
-    facts = {"LONG": max(strides[2], strides[4]) >= 1 << 24, "PRECISION": precision, "ACTIVATION": activation}
+    exact = a.dtype == torch.float32 and precision == "ieee"
+    facts = {"LONG": max(strides[2], strides[4]) >= 1 << 24, "CHAIN": 512 if exact and K > 1024 else 0, "PRECISION": precision}
+    facts["ACTIVATION"] = activation
     launch(_fwd, grid, y, z, a, b, bias, residual, *numbers, config=config, key=(M, N, K, more), **facts)
 
 
