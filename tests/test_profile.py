@@ -9,7 +9,7 @@ from xml.etree import ElementTree
 
 import pytest
 
-from ridgeline.lab import flame, nsight, profile
+from ridgeline.lab import counters, flame, ladder, nsight, profile
 from ridgeline.op import RidgelineError
 
 USER = """
@@ -105,6 +105,30 @@ def test_the_figures_of_ncu() -> None:
         {"kernel": "gelu_fwd", "time": "120.5 us", "DRAM": "91.2 %"},
         {"kernel": "gelu_bwd", "registers": "32 register/thread"},
     ]
+
+
+def test_the_counters_of_rungs() -> None:
+    """A kernel that does nothing begins each rung's turn; of several kernels in a turn the longest speaks."""
+    name = "l1tex__data_bank_conflicts_pipe_lsu_mem_shared.sum"
+    table = f"""==PROF== noise
+"ID","Kernel Name","gpu__time_duration.sum","{name}"
+"","","us",""
+"0","empty","1.1","0"
+"1","naive","120.5","4,194,304"
+"2","empty","1.1","0"
+"3","first","2.5","7"
+"4","second(float*)","22.5","8"
+"5","empty","1.1","0"
+"""
+    place = {"op": "transpose", "case": "8192x8192", "dtype": "float32", "direction": "forward", "counter": name}
+    rungs = [place | {"impl": impl} for impl in ("naive", "shared", "idle")]
+    found = list(counters.rows(rungs, table))
+    assert [(row["impl"], row["value"], row["kernel"]) for row in found] == [("naive", 4194304, "naive"), ("shared", 8, "second")]
+    with pytest.raises(ValueError, match="zip"):
+        list(counters.rows(rungs[:2], table))
+    facts = {"type": "bench", "peer": False, "status": "ok", "kind": "cuda", "seconds": {"median": 1e-3}}
+    steps = ladder.ladder([*[place | facts | {"impl": impl} for impl in ("naive", "shared")], *found], "transpose")
+    assert [ladder.counted(step["counted"]) for step in next(iter(steps.values()))] == [f"{name} 4.19 M", f"{name} 8.00"]
 
 
 def event(cat: str, name: str, ts: float, dur: float, tid: Any = 1, **args: Any) -> dict[str, Any]:

@@ -311,15 +311,18 @@ def record(
     dtype: str | None = None,
     record: bool = False,
     box: float | None = None,
+    counters: bool = False,
     report: Callable[[str, int, int], None] = lambda text, done, total: None,
 ) -> Run:
     """One run: the machine, its roof, and every chosen case of the ops checked and timed; each row is written as it comes.
 
     grid: the cases of a grid, such as the sequences and head sizes of attention, for the rungs that `impl` names or all.
     budget: seconds of timing per case, dtype and direction. report: told what runs now, and how many of how many cases are done.
+    counters: also read the counter that each rung names, by Nsight Compute.
     box: seconds after which torch.compile, which takes many of them for every case, is left out, with a row that says so.
     """
     from ridgeline.lab import peers as installed
+    from ridgeline.lab.counters import read as read_counters
     from ridgeline.lab.store import Run
     from ridgeline.op import RidgelineError
 
@@ -347,6 +350,10 @@ def record(
                 candidates += [Candidate(peer, "skipped" if missing else "ok", missing) for peer, missing in installed.of(op)]
             for row in bench_case(op, c, d, device, candidates, roof, budget=budget):
                 run.write(row)
+    if counters:
+        report("the rungs' counters", len(tasks), len(tasks))
+        for row in read_counters(ops, dtype):
+            run.write(row)
     report("done", len(tasks), len(tasks))
     return run
 
@@ -357,12 +364,13 @@ def arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--quick", action="store_true", help="small cases and short timing")
     parser.add_argument("--grid", action="store_true", help="the cases of an op's grid, where it has one")
     parser.add_argument("--record", action="store_true", help="keep the run under results/, not in the cache")
+    parser.add_argument("--counters", action="store_true", help="also read each rung's own counter, by Nsight Compute (ncu)")
     parser.add_argument("--budget", type=float, metavar="SECONDS", help="seconds of timing per case, dtype and direction")
 
 
 def main(options: argparse.Namespace) -> int:
     device = default_device(options.device)
-    chosen = {name: getattr(options, name) for name in ("quick", "grid", "peers", "budget", "impl", "case", "dtype", "record")}
+    chosen = {name: getattr(options, name) for name in ("quick", "grid", "peers", "budget", "impl", "case", "dtype", "record", "counters")}
     with progress() as report:
         run = record(chosen_ops(options.ops), device, **chosen, report=report)
     if options.json:

@@ -17,16 +17,18 @@ Row = dict[str, Any]
 def ladder(rows: list[Row], op: str) -> dict[tuple[str, str, str, str], list[Row]]:
     """Per op, case, dtype and direction: a run's rows of the op, each with its `gain` over the timed rung before.
 
-    In the order of the rows, which is the ladder's; peers from other packages are left out. The first timed rung has no gain.
+    In the order of the rows, which is the ladder's; peers from other packages are left out. The first timed rung has no gain. Where the
+    run read a rung's counter, `counted` is that row.
     """
     climbed: dict[tuple[str, str, str, str], list[Row]] = {}
+    read = {(*key(row), row["impl"]): row for row in rows if row["type"] == "counter" and row["status"] == "ok"}
     for row in rows:
         if row["type"] != "bench" or row["op"] != op or (row["peer"] and row["impl"] not in ("torch", "compile")):
             continue
         steps = climbed.setdefault(key(row), [])
         timed = [step for step in steps if step["status"] == "ok"]
         gain = timed[-1]["seconds"]["median"] / row["seconds"]["median"] if timed and row["status"] == "ok" else None
-        steps.append(row | {"gain": gain})
+        steps.append(row | {"gain": gain, "counted": read.get((*key(row), row["impl"]))})
     return climbed
 
 
@@ -57,7 +59,7 @@ def main(options: argparse.Namespace) -> int:
     rows = store.load(store.find(options.run)) if options.run else newest(op.name, store.slug(facts(default_device(None))["gpu"]))
     wanted = {"case": options.case, "dtype": options.dtype}
     found = [
-        step | {"idea": op.implementations[step["impl"]].idea if step["impl"] in op.implementations else ""}
+        step | ({"idea": rung.idea, "must": rung.gain} if (rung := op.implementations.get(step["impl"])) else {"idea": "", "must": 0})
         for steps in ladder(rows, op.name).values()
         for step in steps
         if all(value in (None, step[name]) for name, value in wanted.items())
@@ -72,6 +74,12 @@ def main(options: argparse.Namespace) -> int:
     return 0
 
 
+def counted(row: Row) -> str:
+    """A counter and its value: "smsp__inst_executed.sum 1.23 M"."""
+    value = units.scaled(row["value"], "") if abs(row["value"]) >= 1e3 else units.digits(row["value"])
+    return f"{row['counter']} {value.strip()} {row['unit']}".strip()
+
+
 def show(found: list[Row], rows: list[Row]) -> None:
     """A table per case, dtype and direction; a rung that was not timed shows why."""
     from rich.text import Text
@@ -79,16 +87,18 @@ def show(found: list[Row], rows: list[Row]) -> None:
     out = console()
     out.print(f"run {rows[0]['run']} on {machine(rows)}", style="dim", markup=False)
     for work in dict.fromkeys(key(row) for row in found):
-        made = table(" ".join(work), ["rung", "idea"], ["time", "gain", "of roof"])
+        made = table(" ".join(work), ["rung", "idea"], ["time", "gain", "predicted", "of roof"])
         for row in found:
             if key(row) != work:
                 continue
             name = Text(row["impl"])
             if row["status"] == "ok":
                 gain = figure(row["gain"], units.times)
-                made.add_row(name, Text(row["idea"]), timing(row["seconds"]), gain, units.share(row))
+                idea = f"{row['idea']} [{counted(row['counted'])}]" if row["counted"] else row["idea"]
+                must = figure(row["must"] or None, units.times)
+                made.add_row(name, Text(idea), timing(row["seconds"]), gain, must, units.share(row))
             else:
-                made.add_row(name, Text(f"{row['status']}: {row['reason']}"), *[units.DASH] * 3, style="dim")
+                made.add_row(name, Text(f"{row['status']}: {row['reason']}"), *[units.DASH] * 4, style="dim")
         out.print(made)
     if any(row["status"] == "ok" and row.get("cached") for row in found):
         out.print(CACHED, style="dim")

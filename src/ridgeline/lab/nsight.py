@@ -57,6 +57,17 @@ def ncu(command: list[str], folder: Path) -> Outcome:
     return Outcome("ncu", True, outcome.said, outcome.files, kernels(table.stdout))
 
 
+def metrics(command: list[str], folder: Path, names: list[str]) -> Outcome:
+    """Reads some metrics of every kernel that a command starts between `cudaProfilerStart` and `Stop`; `said` is ncu's table, in CSV."""
+    report = folder / "ncu.ncu-rep"
+    where = ["--profile-from-start", "off", "--force-overwrite", "--export", str(report)]
+    outcome = _run("ncu", ["--clock-control", "none", "--metrics", ",".join(names), *where], command, report)
+    if not outcome.ok:
+        return outcome
+    table = subprocess.run(["ncu", "--import", str(report), "--page", "raw", "--csv"], capture_output=True, text=True, timeout=PATIENCE)
+    return Outcome("ncu", True, table.stdout)
+
+
 def kernels(table: str) -> list[dict[str, Any]]:
     """Per kernel of ncu's details in CSV, the few metrics that tell most, each with its unit."""
     lines = table.splitlines()

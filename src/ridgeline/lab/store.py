@@ -25,6 +25,7 @@ FIELDS: dict[str, dict[str, Any]] = {
     "bench": dict.fromkeys(("op", "case", "dtype", "direction", "impl", "kind", "status", "bound"), str)
     | dict.fromkeys(("bytes", "read", "write", "flops", "roof_seconds"), NUMBER)
     | {"peer": bool},
+    "counter": {"status": str},
 }
 MACHINE = ("gpu", "arch", "cpu", "cores", "memory_bytes", "driver", "cuda", "torch", "triton", "python", "os")
 HOUSE = Path(__file__).resolve().parents[3]

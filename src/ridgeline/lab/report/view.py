@@ -202,6 +202,7 @@ def ladder(source: Source, op: str, ideas: dict[str, str]) -> dict[str, Any] | N
             gain = row["gain"] or 0
             tone = "" if not gain or 0.98 < gain < 1.02 else "more" if gain > 1 else "less"
             climbed = {"idea": ideas.get(row["impl"], ""), "gain": units.times(gain) if gain else "", "tone": tone}
+            climbed["counted"] = ladders.counted(row["counted"]) if row["counted"] else ""
             steps.append(line(row, source, works[work]) | climbed)
     return {"case": work[1], "dtype": work[2], "direction": work[3], "steps": steps, "out": left_out(works[work])}
 
