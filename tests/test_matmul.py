@@ -217,7 +217,7 @@ def test_the_rule_takes_what_was_fastest() -> None:
 def test_lines_that_rows_lie_in() -> None:
     room = torch.empty(1 << 16, dtype=HALF)
     for pitch, lines in ((64, 1), (128, 1), (32, 1.5), (8, 1.875), (1000, 1.875), (7000, 1.875)):
-        assert _hopper._lines(room[: 4 * pitch].view(1, 4, pitch)) == lines
+        assert _hopper.lines_of(room[: 4 * pitch].view(1, 4, pitch)) == lines
 
 
 class Plain:

@@ -345,14 +345,14 @@ def refusal(a: torch.Tensor, b: torch.Tensor, *_: Any, **__: Any) -> str | None:
     return empty(a, b)
 
 
-def _by_k(t: torch.Tensor) -> tuple[torch.Tensor, bool]:
+def by_k(t: torch.Tensor) -> tuple[torch.Tensor, bool]:
     """A matrix (batch, lines, K) as the copy engine sees it, one for the whole batch if it is shared, and whether its rows are along K."""
     t = t[None] if t.dim() == 2 else t
     t = t[:1] if t.stride(0) == 0 else t
     return (t, True) if whole(t) else (t.mT, False)
 
 
-def _lines(t: torch.Tensor) -> float:
+def lines_of(t: torch.Tensor) -> float:
     """How many lines of 128 bytes of L2 a box's row of 128 bytes lies in, on average; rows of t begin at multiples of their pitch."""
     return 2 - gcd(t.stride(-2) * t.element_size(), 128) / 128 if t.shape[-2] > 1 else 1
 
@@ -367,9 +367,9 @@ def product(
     y = y[None] if y.dim() == 2 else y
     (batch, M, N), K, gpu = y.shape, a.shape[-1], device.of(y)
     given: dict[str, Any] = {"gated": up is not None, "more": residual is not None, "kept": z is not None}
-    a, a_by_k = _by_k(a)
-    b, b_by_k = _by_k(b.mT)
-    lines = _lines(a), _lines(b)
+    a, a_by_k = by_k(a)
+    b, b_by_k = by_k(b.mT)
+    lines = lines_of(a), lines_of(b)
     words = [*(k for k in given if given[k]), *(["straddling"] * (max(lines) > 1))]
     key = " ".join([dtype_name(a), *(str(min(16384, triton.next_power_of_2(d))) for d in (batch, M, N, K)), *words])
     made = dict(
@@ -392,7 +392,7 @@ def product(
 
     left = TensorMap(a, (1, rows, 64) if a_by_k else (1, 64, rows), 128)
     box = (1, wide, 64) if b_by_k else (1, 64, wide)
-    rights = [None if t is None else TensorMap(t, box, 128) for t in (b, None if up is None else _by_k(up.mT)[0])]
+    rights = [None if t is None else TensorMap(t, box, 128) for t in (b, None if up is None else by_k(up.mT)[0])]
     tiles = triton.cdiv(M, 2 * rows) * triton.cdiv(N, wide) * parts * batch
     numbers = M, N, triton.cdiv(K, 64), batch, parts, int(a.shape[0] > 1), int(b.shape[0] > 1)
     facts: dict[str, Any] = {"A_BY_K": a_by_k, "B_BY_K": b_by_k, **made, "ACTIVATION": activation, "num_warps": 4, "maxnreg": 168}

@@ -242,7 +242,7 @@ def product(
     """y = (a - zero_a) b scale_a scale_b + bias: a (M, K) and b.mT (N, K) `whole`, y (M, N) contiguous; sums: of b's columns, with zero_a."""
     (M, K), N, gpu = a.shape, b.shape[1], device.of(y)
     left, right = a[None], b.mT[None]
-    lines = _hopper._lines(left), _hopper._lines(right)
+    lines = _hopper.lines_of(left), _hopper.lines_of(right)
     sizes = [str(min(16384, triton.next_power_of_2(d))) for d in (M, N, K)]
     key = " ".join([dtype_name(a), *sizes, *(["straddling"] * (max(lines) > 1))])
     made = tuning.config(gpu, op, "hopper", key, lambda: rule(gpu, M, N, K, lines), space)

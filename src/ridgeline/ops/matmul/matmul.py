@@ -17,7 +17,7 @@ import triton.language as tl
 from ridgeline import device, tuning
 from ridgeline.boundary import Function, differentiate, first_order, kernel_op, launch
 from ridgeline.op import Case, Columns, Cost, Op, RidgelineError, Spec, dtype_name, nbytes
-from ridgeline.ops.matmul import _hopper
+from ridgeline.ops.matmul import _cluster, _hopper
 from ridgeline.ops.matmul._epilogue import finish
 from ridgeline.select import eager, run
 
@@ -271,4 +271,15 @@ MATMUL.kernel(
     supports=_hopper.refusal,
     unless=_unless,
     **HOPPER,
+)
+MATMUL.kernel(
+    "cuda_cluster",
+    "the same in CUDA C++ by clusters of blocks that load for one another what several need: a third less from L2, or half",
+    kind="cuda",
+    fwd=_cluster.fwd,
+    bwd=_cluster.fwd,
+    supports=_cluster.refusal,
+    dtypes=("float16", "bfloat16"),
+    arch=90,
+    newest=90,
 )

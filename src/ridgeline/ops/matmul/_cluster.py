@@ -1,0 +1,67 @@
+"""matmul on Hopper by clusters of blocks (cluster.cu): each loads a share of what several need, and the copy engine gives it to all of them."""
+
+from __future__ import annotations
+
+from itertools import product
+from pathlib import Path
+from typing import Any
+
+import torch
+import triton
+
+from ridgeline import device, tuning
+from ridgeline.boundary import launch
+from ridgeline.cuda import CudaKernel, TensorMap, resident_clusters
+from ridgeline.op import dtype_name
+from ridgeline.ops.matmul import _hopper
+
+KERNEL = CudaKernel(Path(__file__).with_name("cluster.cu"), "matmul_cluster", "PMMMiiiiii")
+TILES = ((256, 4), (128, 6), (64, 8))  # BN, and as many STAGES as shared memory holds
+
+
+def refusal(a: torch.Tensor, b: torch.Tensor, *_: Any) -> str | None:
+    """Why pairs of blocks do not take these operands, or None."""
+    N = b.shape[-1] if b.dim() > 1 else 1
+    if N % 8:
+        return f"the copy engine writes rows of whole 16 bytes, and a row of the result has {N} elements"
+    return _hopper.refusal(a, b)
+
+
+def rule(gpu: device.Device, batch: int, M: int, N: int, K: int, lines: tuple[float, float]) -> tuning.Config:
+    """The tile and the cluster with the least cycles. lines: of L2, for a row of 128 bytes of a and of b, as `_hopper.lines_of` counts them.
+    A wave is a tile for each block; its ends take 2500 cycles. Clusters of four leave four of an H100's multiprocessors idle."""
+
+    def cycles(way: tuple[tuple[int, int], tuple[int, int]]) -> float:
+        (wide, _), (down, across) = way
+        clusters = gpu.multiprocessors // 2 if down * across == 2 else gpu.multiprocessors // 4 - 1
+        waves = triton.cdiv(triton.cdiv(M, 128 * down) * triton.cdiv(N, wide * across) * batch, clusters)
+        read = 128 / across * lines[0] + wide / down * lines[1]
+        return waves * (triton.cdiv(K, 64) * max(4.25 * wide, 128 * read / 52, 250 + 1.27 * read) + 2500)
+
+    (wide, stages), (down, across) = min(product(TILES, ((2, 1), (2, 2))), key=cycles)
+    return {"BN": wide, "STAGES": stages, "DOWN": down, "ACROSS": across, "GROUP": 8, "LAG": 0}
+
+
+def space() -> list[tuning.Config]:
+    shapes = product(TILES, ((2, 1), (1, 2), (2, 2)), (4, 8, 16), (0, 2))
+    return [{"BN": w, "STAGES": s, "DOWN": d, "ACROSS": a, "GROUP": g, "LAG": lag} for (w, s), (d, a), g, lag in shapes]
+
+
+def fwd(y: torch.Tensor, a: torch.Tensor, b: torch.Tensor, precision: str) -> None:
+    """y = a b: a (B, M, K) or (M, K), b (B, K, N) or (K, N); y contiguous."""
+    y = y[None] if y.dim() == 2 else y
+    (batch, M, N), K, gpu = y.shape, a.shape[-1], device.of(y)
+    (a, a_by_k), (b, b_by_k) = _hopper.by_k(a), _hopper.by_k(b.mT)
+    lines = _hopper.lines_of(a), _hopper.lines_of(b)
+    words = ["straddling"] * (max(lines) > 1)
+    key = " ".join([dtype_name(a), *(str(min(16384, triton.next_power_of_2(d))) for d in (batch, M, N, K)), *words])
+    made = tuning.config(gpu, "matmul", "cluster", key, lambda: rule(gpu, batch, M, N, K, lines), space)
+    wide, stages, down, across = made["BN"], made["STAGES"], made["DOWN"], made["ACROSS"]
+    left = TensorMap(a, (1, 128 // across, 64) if a_by_k else (1, 64 // across, 64), 128)
+    right = TensorMap(b, (1, wide // down, 64) if b_by_k else (1, 64 // down, 64), 128)
+    tiles = triton.cdiv(M, 128 * down), triton.cdiv(N, wide * across), batch
+    clusters = min(tiles[0] * tiles[1] * batch, resident_clusters(gpu, down * across))
+    numbers = *tiles, triton.cdiv(K, 64), int(a.shape[0] > 1), int(b.shape[0] > 1)
+    facts: dict[str, Any] = {"BFLOAT16": int(a.dtype == torch.bfloat16), "A_BY_K": int(a_by_k), "B_BY_K": int(b_by_k), **made}
+    facts |= {"block": 384, "cluster": down * across, "shared": stages * (128 * (128 + wide) + 16) + 4 * 8192 + 1024}
+    launch(KERNEL, (clusters * down * across,), y, TensorMap(y, (1, 64, 64), 128), left, right, *numbers, **facts)

@@ -1,0 +1,204 @@
+// matmul on Hopper by clusters of blocks that share what they load: y = a b in half precision, sums in float32.
+//
+// A block makes tiles of 128 x BN: a warp fetches steps of 64 along K through a ring of STAGES, two groups of four warps multiply, 64 rows
+// each. A cluster is DOWN x ACROSS blocks with a tile each, side by side. Those in a column of it need the same columns of b: each loads its
+// share of them, into all (multicast); so do those in a row with a. A slot of the ring is free once all who share have read it.
+// Macros: BFLOAT16, A_BY_K and B_BY_K (whether a row of a, a column of b, lies together along K), BN, STAGES, GROUP, DOWN, ACROSS, LAG
+// (by how many steps the second group begins later, so that both do not end a tile at once).
+#include "hopper.cuh"
+
+constexpr int BM = 128, BK = 64, CHUNK = 64 * 128;  // a chunk: 64 rows of 128 bytes
+constexpr int A_BYTES = BM * BK * 2, B_BYTES = BN * BK * 2, BOARDS = BN > 64 ? 2 : 1;
+
+struct Shared {
+    alignas(1024) char a[STAGES][A_BYTES];
+    alignas(1024) char b[STAGES][B_BYTES];
+    alignas(1024) char boards[2][BOARDS][CHUNK];
+    Barrier full[STAGES], empty[STAGES];
+};
+
+// A box into the same place of every block whose bit is set in `to_blocks`; the barrier there counts its bytes.
+__device__ inline void load(void* to, const TensorMap& map, int column, int row, int batch, Barrier* barrier, short to_blocks) {
+    asm volatile(
+        "cp.async.bulk.tensor.3d.shared::cluster.global.tile.mbarrier::complete_tx::bytes.multicast::cluster [%0], [%1, {%2, %3, %4}], [%5], %6;" ::"r"(
+            shared_address(to)),
+        "l"(&map), "r"(column), "r"(row), "r"(batch), "r"(shared_address(barrier)), "h"(to_blocks)
+        : "memory");
+}
+
+// One of SHARES of a tile of LINES lines by 64 of K: so many lines where they lie along K, else a part of K of them all, 64 by 64.
+template <int LINES, int SHARES, bool BY_K>
+__device__ inline void load_share(char* tile, const TensorMap& map, int line, int k, int batch, Barrier* barrier, int share, short to_blocks) {
+    if constexpr (BY_K)
+        load(tile + share * (LINES / SHARES) * 128, map, k, line + share * (LINES / SHARES), batch, barrier, to_blocks);
+    else
+        for (int i = 0; i < LINES / 64; i++)
+            load(tile + i * CHUNK + share * (BK / SHARES) * 128, map, line + 64 * i, k + share * (BK / SHARES), batch, barrier, to_blocks);
+}
+
+__device__ inline void store(const TensorMap& map, int column, int row, int batch, const void* from) {
+    asm volatile("cp.async.bulk.tensor.3d.global.shared::cta.tile.bulk_group [%0, {%1, %2, %3}], [%4];" ::"l"(&map), "r"(column), "r"(row),
+                 "r"(batch), "r"(shared_address(from))
+                 : "memory");
+    asm volatile("cp.async.bulk.commit_group;" ::: "memory");
+}
+
+// All but the newest LEFT stores have read their boards.
+template <int LEFT>
+__device__ inline void stores_read() {
+    asm volatile("cp.async.bulk.wait_group.read %0;" ::"n"(LEFT) : "memory");
+}
+
+__device__ inline void arrive_at(Barrier* barrier, unsigned rank) {
+    unsigned there;
+    asm("mapa.shared::cluster.u32 %0, %1, %2;" : "=r"(there) : "r"(shared_address(barrier)), "r"(rank));
+    asm volatile("mbarrier.arrive.shared::cluster.b64 _, [%0];" ::"r"(there) : "memory");
+}
+
+// How wgmma finds a tile whose rows of 128 bytes are swizzled. apart: bytes between chunks, where rows lie across K.
+__device__ inline unsigned long long matrix(const char* tile, unsigned apart) {
+    return (shared_address(tile) & 0x3ffff) >> 4 | (unsigned long long)(apart >> 4) << 16 | (1024ull >> 4) << 32 | 1ull << 62;
+}
+
+#define R8(x, i) "+f"(x[i]), "+f"(x[i + 1]), "+f"(x[i + 2]), "+f"(x[i + 3]), "+f"(x[i + 4]), "+f"(x[i + 5]), "+f"(x[i + 6]), "+f"(x[i + 7])
+#define R32(x, i) R8(x, i), R8(x, i + 8), R8(x, i + 16), R8(x, i + 24)
+#define T32 "%0,%1,%2,%3,%4,%5,%6,%7,%8,%9,%10,%11,%12,%13,%14,%15,%16,%17,%18,%19,%20,%21,%22,%23,%24,%25,%26,%27,%28,%29,%30,%31"
+#define T64 \
+    T32 ",%32,%33,%34,%35,%36,%37,%38,%39,%40,%41,%42,%43,%44,%45,%46,%47,%48,%49,%50,%51,%52,%53,%54,%55,%56,%57,%58,%59,%60,%61,%62,%63"
+#define T128 \
+    T64 ",%64,%65,%66,%67,%68,%69,%70,%71,%72,%73,%74,%75,%76,%77,%78,%79,%80,%81,%82,%83,%84,%85,%86,%87,%88,%89,%90,%91,%92,%93,%94,%95" \
+        ",%96,%97,%98,%99,%100,%101,%102,%103,%104,%105,%106,%107,%108,%109,%110,%111,%112,%113,%114,%115,%116,%117,%118,%119,%120,%121" \
+        ",%122,%123,%124,%125,%126,%127"
+#if BFLOAT16
+#define KIND "f32.bf16.bf16"
+#else
+#define KIND "f32.f16.f16"
+#endif
+#define WGMMA(N, SUMS, A, B, ADD, TA, TB) \
+    "{ .reg .pred p; setp.ne.b32 p, " ADD ", 0; wgmma.mma_async.sync.aligned.m64n" N "k16." KIND " {" SUMS "}, " A ", " B ", p, 1, 1, " TA \
+    ", " TB "; }"
+
+__device__ inline void multiply(float (&x)[BN / 2], unsigned long long a, unsigned long long b, int add) {
+#if BN == 256
+    asm volatile(WGMMA("256", T128, "%128", "%129", "%130", "%131", "%132")
+                 : R32(x, 0), R32(x, 32), R32(x, 64), R32(x, 96)
+                 : "l"(a), "l"(b), "r"(add), "n"(!A_BY_K), "n"(!B_BY_K));
+#elif BN == 128
+    asm volatile(WGMMA("128", T64, "%64", "%65", "%66", "%67", "%68")
+                 : R32(x, 0), R32(x, 32)
+                 : "l"(a), "l"(b), "r"(add), "n"(!A_BY_K), "n"(!B_BY_K));
+#else
+    asm volatile(WGMMA("64", T32, "%32", "%33", "%34", "%35", "%36") : R32(x, 0) : "l"(a), "l"(b), "r"(add), "n"(!A_BY_K), "n"(!B_BY_K));
+#endif
+}
+
+__device__ inline unsigned pack(float low, float high) {
+    unsigned both;
+#if BFLOAT16
+    asm("cvt.rn.bf16x2.f32 %0, %1, %2;" : "=r"(both) : "f"(high), "f"(low));
+#else
+    asm("cvt.rn.f16x2.f32 %0, %1, %2;" : "=r"(both) : "f"(high), "f"(low));
+#endif
+    return both;
+}
+
+// Where this block's tile is of the cluster's tiles number t: bands of GROUP clusters high, so that a wave of tiles is near a square.
+struct Place {
+    int row, column, batch;
+    __device__ Place(int t, int down, int across) {
+        batch = t / (down * across);
+        t %= down * across;
+        const int rank = blockIdx.x % (DOWN * ACROSS), in = t % (GROUP * across);
+        const int first = t / (GROUP * across) * GROUP, high = min(down - first, GROUP);
+        row = ((first + in % high) * DOWN + rank % DOWN) * BM;
+        column = (in / high * ACROSS + rank / DOWN) * BN;
+    }
+};
+
+extern "C" __global__ void __launch_bounds__(384, 1)
+    matmul_cluster(void*, const __grid_constant__ TensorMap y, const __grid_constant__ TensorMap a, const __grid_constant__ TensorMap b,
+                   int down, int across, int batches, int steps, int a_step, int b_step) {
+    extern __shared__ char memory[];
+    Shared& s = *reinterpret_cast<Shared*>((reinterpret_cast<unsigned long long>(memory) + 1023) & ~1023ull);
+    const int rank = blockIdx.x % (DOWN * ACROSS), cluster = blockIdx.x / (DOWN * ACROSS), clusters = gridDim.x / (DOWN * ACROSS);
+    const int tiles = down * across * batches, group = threadIdx.x / 128, row_of_it = rank % DOWN, column_of_it = rank / DOWN;
+    if (threadIdx.x == 0) {
+        for (int i = 0; i < STAGES; i++) {
+            barrier_init(&s.full[i]);
+            barrier_init(&s.empty[i], 2 * (DOWN + ACROSS - 1));  // two groups of each block that it loads for
+        }
+        barrier_init_done();
+    }
+    __syncthreads();
+    cluster_sync<DOWN * ACROSS>();
+    int slot = 0;
+    unsigned odd = 0;
+    if (group == 0) {
+        asm volatile("setmaxnreg.dec.sync.aligned.u32 40;");
+        if (threadIdx.x == 0) {
+            short a_row = 0;
+            for (int i = 0; i < ACROSS; i++) a_row |= 1 << (row_of_it + DOWN * i);
+            const short b_column = ((1 << DOWN) - 1) << (DOWN * column_of_it);
+            for (int t = cluster; t < tiles; t += clusters) {
+                const Place at(t, down, across);
+                for (int k = 0; k < steps * BK; k += BK) {
+                    barrier_wait(&s.empty[slot], odd ^ 1);
+                    Barrier* full = &s.full[slot];
+                    barrier_expect(full, A_BYTES + B_BYTES);
+                    load_share<BM, ACROSS, A_BY_K>(s.a[slot], a, at.row, k, at.batch * a_step, full, column_of_it, a_row);
+                    load_share<BN, DOWN, B_BY_K>(s.b[slot], b, at.column, k, at.batch * b_step, full, row_of_it, b_column);
+                    if (++slot == STAGES) slot = 0, odd ^= 1;
+                }
+            }
+        }
+    } else {
+        asm volatile("setmaxnreg.inc.sync.aligned.u32 232;");
+        const int me = group - 1, thread = threadIdx.x % 128, lane = thread % 32;
+        const int in_chunk = (thread / 32) * 16 + lane % 16;  // the row that this lane gives stmatrix an address of
+        char(&boards)[BOARDS][CHUNK] = s.boards[me];
+        if (LAG && me) barrier_wait(&s.full[min(LAG, steps - 1)], 0);
+        // A thread for each block that loads for this one, in its row or its column of the cluster.
+        const bool tells = thread < DOWN * ACROSS && (thread % DOWN == row_of_it || thread / DOWN == column_of_it);
+        for (int t = cluster; t < tiles; t += clusters) {
+            float sums[BN / 2];
+            int before = 0;
+            for (int step = 0; step < steps; step++) {
+                barrier_wait(&s.full[slot], odd);
+                const unsigned long long left = matrix(s.a[slot] + me * CHUNK, CHUNK), right = matrix(s.b[slot], CHUNK);
+                asm volatile("wgmma.fence.sync.aligned;" ::: "memory");
+#pragma unroll
+                for (int k = 0; k < 4; k++)  // 16 of K: 32 bytes of a row, or 16 rows
+                    multiply(sums, left + k * (A_BY_K ? 2 : 128), right + k * (B_BY_K ? 2 : 128), step > 0 || k > 0);
+                asm volatile("wgmma.commit_group.sync.aligned;" ::: "memory");
+                asm volatile("wgmma.wait_group.sync.aligned 1;" ::: "memory");
+                if (step && tells) arrive_at(&s.empty[before], thread);
+                before = slot;
+                if (++slot == STAGES) slot = 0, odd ^= 1;
+            }
+            asm volatile("wgmma.wait_group.sync.aligned 0;" ::: "memory");
+#pragma unroll
+            for (int i = 0; i < BN / 2; i++) asm volatile("" : "+f"(sums[i])::"memory");  // none is read before the wait
+            if (tells) arrive_at(&s.empty[before], thread);
+            const Place at(t, down, across);
+#pragma unroll
+            for (int chunk = 0; chunk < BN / 64; chunk++) {
+                char* board = boards[chunk % BOARDS];
+                if (thread == 0) stores_read<BOARDS - 1>();
+                asm volatile("bar.sync %0, 128;" ::"r"(group) : "memory");
+#pragma unroll
+                for (int j = 0; j < 8; j += 2) {  // 16 columns: four matrices of 8 x 8
+                    const float* x = sums + 32 * chunk + 4 * j;
+                    const unsigned place = shared_address(board) + in_chunk * 128 + (((j + lane / 16) ^ (in_chunk & 7)) * 16);
+                    asm volatile("stmatrix.sync.aligned.m8n8.x4.shared.b16 [%0], {%1, %2, %3, %4};" ::"r"(place), "r"(pack(x[0], x[1])),
+                                 "r"(pack(x[2], x[3])), "r"(pack(x[4], x[5])), "r"(pack(x[6], x[7]))
+                                 : "memory");
+                }
+                bulk_fence();
+                asm volatile("bar.sync %0, 128;" ::"r"(group) : "memory");
+                if (thread == 0) store(y, at.column + 64 * chunk, at.row + 64 * me, at.batch, board);
+            }
+        }
+        if (thread == 0) asm volatile("cp.async.bulk.wait_group 0;" ::: "memory");
+    }
+    cluster_sync<DOWN * ACROSS>();  // the other block may still write here, and arrive here
+}
