@@ -174,7 +174,7 @@ ATTENTION = OPS[False] = Op(
         _small("3x1x18x16x16", (3, 1, 18, 16), (3, 1, 16, 16)),
         _small("1x2x40x33x24 causal", (1, 2, 40, 24), (1, 2, 33, 24), causal=True),
         _small("1x2x33x45x16 lse", (1, 2, 33, 16), (1, 2, 45, 16), return_lse=True),
-        _small("1x2x35x70x16 bottom right, window", (1, 2, 35, 16), (1, 2, 70, 16), causal="bottom_right", window=(20, None)),
+        _small("1x2x85x170x16 bottom right, window", (1, 2, 85, 16), (1, 2, 170, 16), causal="bottom_right", window=(50, None)),
         _small("1x4/2x50x41x32 window, softcap", (1, 4, 50, 32), (1, 2, 41, 32), window=(7, 9), softcap=2.0, scale=0.3),
         _small("1x2x40x17x40 rows without keys", (1, 2, 40, 40), (1, 2, 17, 40), causal="bottom_right", return_lse=True),
         Case("1x2x70x300x40", (Spec(1, 2, 70, 40), *[Spec(1, 2, 300, 40)] * 2), dtypes=("float16",)),  # several pieces of dQ

@@ -16,7 +16,15 @@ from ridgeline.op import dtype_name
 from ridgeline.ops.matmul import _hopper
 
 KERNEL = CudaKernel(Path(__file__).with_name("cluster.cu"), "matmul_cluster", "PMMMiiiiii")
-TILES = ((256, 4), (128, 6), (64, 8))  # BN, and as many STAGES as shared memory holds
+STAGES = {256: 4, 128: 6, 64: 8}  # as many as shared memory holds, by BN
+# BN, DOWN, ACROSS: cycles of a step of 64 along K on an H100, where rows are whole lines of L2 and where most straddle two.
+STEPS = {
+    (256, 2, 1): (1170, 1365),
+    (256, 2, 2): (1140, 1318),
+    (128, 2, 2): (660, 693),
+    (128, 2, 1): (770, 963),
+    (64, 1, 2): (636, 810),
+}
 
 
 def refusal(a: torch.Tensor, b: torch.Tensor, *_: Any) -> str | None:
@@ -27,24 +35,24 @@ def refusal(a: torch.Tensor, b: torch.Tensor, *_: Any) -> str | None:
     return _hopper.refusal(a, b)
 
 
-def rule(gpu: device.Device, batch: int, M: int, N: int, K: int, lines: tuple[float, float]) -> tuning.Config:
-    """The tile and the cluster with the least cycles. lines: of L2, for a row of 128 bytes of a and of b, as `_hopper.lines_of` counts them.
+def rule(gpu: device.Device, batch: int, M: int, N: int, K: int, lines: float) -> tuning.Config:
+    """The tile and the cluster with the least cycles. lines: of L2, for a row of 128 bytes, as `_hopper.lines_of` counts them: 1 to 2.
     A wave is a tile for each block; its ends take 2500 cycles. Clusters of four leave four of an H100's multiprocessors idle."""
 
-    def cycles(way: tuple[tuple[int, int], tuple[int, int]]) -> float:
-        (wide, _), (down, across) = way
+    def cycles(way: tuple[int, int, int]) -> float:
+        wide, down, across = way
         clusters = gpu.multiprocessors // 2 if down * across == 2 else gpu.multiprocessors // 4 - 1
         waves = triton.cdiv(triton.cdiv(M, 128 * down) * triton.cdiv(N, wide * across) * batch, clusters)
-        read = 128 / across * lines[0] + wide / down * lines[1]
-        return waves * (triton.cdiv(K, 64) * max(4.25 * wide, 128 * read / 52, 250 + 1.27 * read) + 2500)
+        whole, straddling = STEPS[way]
+        return waves * (triton.cdiv(K, 64) * (whole + (straddling - whole) * (lines - 1)) + 2500)
 
-    (wide, stages), (down, across) = min(product(TILES, ((2, 1), (2, 2))), key=cycles)
-    return {"BN": wide, "STAGES": stages, "DOWN": down, "ACROSS": across, "GROUP": 8, "LAG": 0}
+    wide, down, across = min(STEPS, key=cycles)
+    return {"BN": wide, "STAGES": STAGES[wide], "DOWN": down, "ACROSS": across, "GROUP": 8, "LAG": 0}
 
 
 def space() -> list[tuning.Config]:
-    shapes = product(TILES, ((2, 1), (1, 2), (2, 2)), (4, 8, 16), (0, 2))
-    return [{"BN": w, "STAGES": s, "DOWN": d, "ACROSS": a, "GROUP": g, "LAG": lag} for (w, s), (d, a), g, lag in shapes]
+    ways = product(STAGES, ((2, 1), (1, 2), (2, 2)), (4, 8, 16), (0, 2))
+    return [{"BN": w, "STAGES": STAGES[w], "DOWN": d, "ACROSS": a, "GROUP": g, "LAG": lag} for w, (d, a), g, lag in ways]
 
 
 def fwd(y: torch.Tensor, a: torch.Tensor, b: torch.Tensor, precision: str) -> None:
@@ -52,8 +60,8 @@ def fwd(y: torch.Tensor, a: torch.Tensor, b: torch.Tensor, precision: str) -> No
     y = y[None] if y.dim() == 2 else y
     (batch, M, N), K, gpu = y.shape, a.shape[-1], device.of(y)
     (a, a_by_k), (b, b_by_k) = _hopper.by_k(a), _hopper.by_k(b.mT)
-    lines = _hopper.lines_of(a), _hopper.lines_of(b)
-    words = ["straddling"] * (max(lines) > 1)
+    lines = max(_hopper.lines_of(a), _hopper.lines_of(b))
+    words = ["straddling"] * (lines > 1)
     key = " ".join([dtype_name(a), *(str(min(16384, triton.next_power_of_2(d))) for d in (batch, M, N, K)), *words])
     made = tuning.config(gpu, "matmul", "cluster", key, lambda: rule(gpu, batch, M, N, K, lines), space)
     wide, stages, down, across = made["BN"], made["STAGES"], made["DOWN"], made["ACROSS"]

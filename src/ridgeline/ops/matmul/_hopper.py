@@ -436,7 +436,7 @@ def rule(
     splits: tuple[int, ...] = SPLITS,
 ) -> tuning.Config:
     """The tile and the parts of K with the least cycles by what was measured on an H100. A step of K takes the matrix units ROWS x BN / 16
-    cycles and an eighth more, and its loads a cycle for each 52 bytes of the `lines` of L2 that they touch: 85 to 95 bytes a ns and
+    cycles and an eighth more, and its loads a cycle for each 47 bytes of the `lines` of L2 that they touch: 85 to 95 bytes a ns and
     multiprocessor at rows of 6000, 8208 and 14000 bytes; small tiles wait longer: 546 cycles for 128 x 64. A tile's ends take 3000
     cycles, whatever its size; a second kernel 5000, a layer that it reads 500, and one for each 1700 bytes that the parts write
     and it reads and writes. The groups have nothing to gain from starting apart where a program has one tile: it cost 5% at 1024."""
@@ -447,7 +447,7 @@ def rule(
     def cycles(tile: tuple[int, int, int, int], parts: int) -> float:
         rows, wide, *_ = tile
         lines_read = 2 * rows * lines[0] + wide * lines[1]
-        step = max(rows * wide / 14, 128 * lines_read / 52, 300 + 1.27 * lines_read)
+        step = max(rows * wide / 14, 128 * lines_read / 47, 300 + 1.27 * lines_read)
         added = 5000 + 500 * parts + 4 * batch * M * N * (2 * parts + 1) / 1700 if parts > 1 else 0
         steps = triton.cdiv(triton.cdiv(K, 64), parts)
         return triton.cdiv(count(tile, parts), gpu.multiprocessors) * (steps * step + 3000) + added
