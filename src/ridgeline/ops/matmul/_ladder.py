@@ -26,7 +26,9 @@ def product(op: Op, forward: Any, a: torch.Tensor, b: torch.Tensor, impl: str | 
     if plain is not None and plain.call is not None:
         return plain.call(a, b)
     if torch.is_grad_enabled() and (a.requires_grad or b.requires_grad):
-        raise RidgelineError(f"{op.name}: impl={impl!r} has no backward, and a or b requires a gradient; give them detached, or impl='torch'")
+        raise RidgelineError(
+            f"{op.name}: impl={impl!r} has no backward, and a or b requires a gradient; give them detached, or impl='torch'"
+        )
     return forward(a, b, impl)
 
 
@@ -53,9 +55,7 @@ def lines(a: torch.Tensor, b: torch.Tensor) -> str | None:
     return rows(a, b) or (None if aligned(a, b) else "it takes matrices whose rows begin at multiples of 16 bytes")
 
 
-def start(
-    kernel: CudaKernel, tile: tuple[int, int, int], y: torch.Tensor, a: torch.Tensor, b: torch.Tensor, **constants: Any
-) -> None:
+def start(kernel: CudaKernel, tile: tuple[int, int, int], y: torch.Tensor, a: torch.Tensor, b: torch.Tensor, **constants: Any) -> None:
     """A block for each BM x BN tile of y, which walks K in steps of BK."""
     (M, K), N, (BM, BN, BK) = a.shape, b.shape[1], tile
     even = K > 0 and not (M % BM or N % BN or K % BK)

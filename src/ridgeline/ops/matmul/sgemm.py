@@ -89,37 +89,49 @@ SGEMM = Op(
 KERNELS = {v: CudaKernel(FILE, f"sgemm_v{v}", "PPPiiiqq") for v in range(1, 10)}
 
 
-def _whole_strip(*tensors: torch.Tensor) -> None:
+def _strips(*tensors: torch.Tensor) -> None:
     """As much of K as fits: 16 rows of a and 16 columns of b fill a multiprocessor's shared memory."""
     strip = device.of(tensors[0]).shared_memory // (2 * 16 * 4) // 4 * 4
     start(KERNELS[1], (16, 16, strip), *tensors, STRIP=strip, shared=2 * 16 * strip * 4)
 
 
-def _double_buffered(*tensors: torch.Tensor) -> None:
+def _buffers(*tensors: torch.Tensor) -> None:
     """Two blocks a multiprocessor, 128 registers a thread; where edges need some for themselves, those that fit."""
     start(KERNELS[9], (64 * TILE["GM"], 64 * TILE["GN"], TILE["BK"]), *tensors, BLOCKS=lambda even: 1 + even, **TILE)
 
 
-def _tile(v: int, side: int, depth: int) -> Any:
+SECTORS = "l1tex__average_t_sectors_per_request_pipe_lsu_mem_global_op_ld.ratio"
+WARPS = "sm__warps_active.avg.pct_of_peak_sustained_active"
+READS = "smsp__inst_executed_op_shared_ld.sum"
+FETCHES = "smsp__inst_executed_op_global_ld.sum"
+CONFLICTS = "l1tex__data_bank_conflicts_pipe_lsu_mem_shared_op_ld.sum"
+ISSUES = "smsp__issue_active.avg.pct_of_peak_sustained_active"
+
+
+def _rung(v: int, launcher: Any, gain: float, counter: str, idea: str) -> None:
+    facts: dict[str, Any] = {"supports": rows, "dtypes": ("float32",), "gain": gain, "counter": counter}
+    SGEMM.kernel(f"cuda_v{v}", idea, kind="cuda", fwd=launcher, **facts)
+
+
+def _tiles(v: int, side: int, depth: int) -> Any:
     return partial(start, KERNELS[v], (side, side, depth))
 
 
-CONFLICTS = "l1tex__data_bank_conflicts_pipe_lsu_mem_shared_op_ld.sum"
-READS = "smsp__inst_executed_op_shared_ld.sum"
-RUNGS = [  # name, launcher, gain, counter, idea
-    ("v1", _whole_strip, 0.0, "l1tex__average_t_sectors_per_request_pipe_lsu_mem_global_op_ld.ratio", "coalesced reads; strips of a and b as long as fit are read once for 16 x 16 results, from shared memory"),  # fmt: skip
-    ("v2", _tile(2, 16, 16), 2.0, "sm__warps_active.avg.pct_of_peak_sustained_active", "a window of 16 slides along K: shared memory no longer keeps other blocks away"),  # fmt: skip
-    ("v3", _tile(3, 32, 32), 2.0, READS, "2 x 2 results a thread, 16 apart: a number from shared memory is used twice"),
-    ("v4", _tile(4, 32, 32), 1.05, "smsp__inst_executed_op_global_ld.sum", "16 bytes of global memory a read: a quarter of the reads"),
-    ("v5", _tile(5, 64, 16), 1.5, CONFLICTS, "4 x 4 neighbours a thread and dot products of 4 along K: fewer reads, but b's columns lie two to a bank"),
-    ("v6", _tile(6, 128, 8), 1.7, READS, "8 x 8 results as outer products of registers: a quarter of a read for a multiplication"),
-    ("v7", _tile(7, 128, 8), 1.15, READS, "b's numbers read by fours along N: 10 reads for 64 multiplications, not 16"),
-    ("v8", _tile(8, 128, 8), 1.15, READS, "a's tile transposed on its way through registers, so that it is read by fours too: 4 reads"),
-    ("v9", _double_buffered, 1.15, "smsp__issue_active.avg.pct_of_peak_sustained_active", "double buffers: the next tile and the next k's numbers come while this one's are multiplied; tiles for warps"),  # fmt: skip
-]
-
 SGEMM.eager("torch", "PyTorch's own with TF32 off: cuBLAS on an NVIDIA GPU", _torch, served=True)
-for _name, _launcher, _gain, _counter, _idea in RUNGS:
-    SGEMM.kernel(
-        f"cuda_{_name}", _idea, kind="cuda", fwd=_launcher, supports=rows, dtypes=("float32",), gain=_gain, counter=_counter
-    )
+_rung(1, _strips, 0.0, SECTORS, "coalesced reads; strips of a and b as long as fit in shared memory, for 16 x 16 results")
+_rung(2, _tiles(2, 16, 16), 2.0, WARPS, "a window of 16 slides along K: shared memory no longer keeps other blocks away")
+_rung(3, _tiles(3, 32, 32), 2.0, READS, "2 x 2 results a thread, 16 apart: a number from shared memory is used twice")
+_rung(4, _tiles(4, 32, 32), 1.05, FETCHES, "16 bytes of global memory a read: a quarter of the reads")
+_rung(
+    5,
+    _tiles(5, 64, 16),
+    1.5,
+    CONFLICTS,
+    "4 x 4 results, of neighbours along N and dot products of 4 along K: b's columns lie two to a bank",
+)
+_rung(6, _tiles(6, 128, 8), 1.7, READS, "8 x 8 results as outer products of registers: a quarter of a read for a multiplication")
+_rung(7, _tiles(7, 128, 8), 1.15, READS, "b's numbers read by fours along N: 10 reads for 64 multiplications, not 16")
+_rung(8, _tiles(8, 128, 8), 1.15, READS, "a's tile transposed on its way through registers, so that it is read by fours too: 4 reads")
+_rung(
+    9, _buffers, 1.15, ISSUES, "double buffers: the next tile and the next k's numbers come while this one's are multiplied; tiles of warps"
+)
