@@ -26,8 +26,8 @@ from ridgeline.ops.matmul.matmul import cost as matmul_cost
 from ridgeline.select import run
 
 FILE = Path(__file__).with_name("hgemm.cu")
-RING = {"BN": 256, "BK": 32, "STAGES": 4, "BAND": 8}  # of cp.async: tiles of 128 x BN
-HOPPER = {"BN": 256, "BK": 64, "STAGES": 4, "BAND": 8}
+RING: dict[str, Any] = {"BN": 256, "BK": 32, "STAGES": 4, "BAND": 8}  # of cp.async: tiles of 128 x BN
+HOPPER: dict[str, Any] = {"BN": 256, "BK": 64, "STAGES": 4, "BAND": 8}
 
 
 @kernel_op("hgemm_fwd(Tensor a, Tensor b, str? impl) -> Tensor")
@@ -88,7 +88,12 @@ def _hopper(y: torch.Tensor, a: torch.Tensor, b: torch.Tensor) -> None:
     """A block for every multiprocessor, which stays."""
     (M, K), N = a.shape, b.shape[1]
     blocks = min(device.of(a).multiprocessors, -(-M // 128) * -(-N // 256))
-    facts = {"EVEN": int(not (M % 128 or N % 256)), "ALIGNED": 1, "block": 288, "shared": 1024 + HOPPER["STAGES"] * 64 * (128 + 256) * 2}
+    facts: dict[str, Any] = {
+        "EVEN": int(not (M % 128 or N % 256)),
+        "ALIGNED": 1,
+        "block": 288,
+        "shared": 1024 + HOPPER["STAGES"] * 64 * (128 + 256) * 2,
+    }
     launch(WGMMA, (blocks,), y, TensorMap(a, (128, 64), 128), TensorMap(b, (64, 64), 128), M, N, K, **facts, **HOPPER)
 
 

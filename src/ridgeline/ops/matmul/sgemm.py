@@ -25,7 +25,7 @@ from ridgeline.ops.matmul.matmul import cost as matmul_cost
 from ridgeline.select import run
 
 FILE = Path(__file__).with_name("sgemm.cu")
-TILE = {"GM": 2, "GN": 2, "BK": 8, "BAND": 8}  # of v9: 64 GM x 64 GN numbers a block, 4 GM x 4 GN a thread
+TILE: dict[str, Any] = {"GM": 2, "GN": 2, "BK": 8, "BAND": 8}  # of v9: 64 GM x 64 GN numbers a block, 4 GM x 4 GN a thread
 
 
 @kernel_op("sgemm_fwd(Tensor a, Tensor b, str? impl) -> Tensor")
