@@ -1,15 +1,8 @@
 // hgemm: y = a b in float16 with sums in float32, on the matrix units four times, each faster than the one before for one reason.
-// Macros beside those of matrix.cuh: of the last two BN and BK, a tile's columns and its step along K, STAGES tiles on their way, BAND tiles
-// of a band.
+// Macros beside those of matrix.cuh: RUNG, which of them is compiled; of the last two BN and BK, a tile's columns and its step along K,
+// STAGES tiles on their way, BAND tiles of a band.
 #include "matrix.cuh"
 #include "mma.cuh"
-
-#ifndef STAGES
-#define BN 256
-#define BK 32
-#define STAGES 3
-#define BAND 8
-#endif
 
 using Operand = Matrix<__half>;
 using Sums = Result<__half>;
@@ -20,6 +13,7 @@ extern __shared__ __align__(1024) char memory[];
     extern "C" __global__ void __launch_bounds__(THREADS, blocks) \
         name(__half* y, const __half* a, const __half* b, int M, int N, int K, long long a_m, long long b_k)
 
+#if RUNG == 1
 // A warp has 32 x 64 of a tile of 128 x 128: fragments of 16 x 16, loaded from rows that are 16 bytes longer than the tile's, so that they
 // begin in different banks.
 HGEMM(hgemm_wmma, 2) {
@@ -59,6 +53,7 @@ HGEMM(hgemm_wmma, 2) {
             __syncwarp();
         }
 }
+#endif
 
 // A warp's ROWS x COLUMNS of the product of a tile of DEPTH along K, and of tiles of DEPTH x WIDE, both swizzled.
 template <int DEPTH, int WIDE, int ROWS, int COLUMNS>
@@ -98,8 +93,7 @@ __device__ void put_warp(const Sums& y, int row, int column, const float (&sum)[
         for (int j = 0; j < COLUMNS; ++j) put_quad(y, row + 16 * i + lane / 4, column + 8 * j + lane % 4 * 2, sum[i][j]);
 }
 
-#if __CUDA_ARCH__ >= 800
-
+#if RUNG == 2
 // A warp has 64 x 32 of a tile of 128 x 128; nothing is padded.
 HGEMM(hgemm_mma, 2) {
     constexpr int SIDE = 128, WINDOW = 32;
@@ -116,7 +110,9 @@ HGEMM(hgemm_mma, 2) {
     }
     put_warp(Sums{y, M, N}, tile.row + row, tile.column + column, sum);
 }
+#endif
 
+#if RUNG == 3
 // TALL x WIDE of a matrix, from its first element on; what lies beyond it is 0.
 template <int TALL, int WIDE>
 __device__ void ask(__half* to, const Operand& m) {
@@ -157,10 +153,9 @@ HGEMM(hgemm_stages, 1) {
     }
     put_warp(Sums{y, M, N}, tile.row + row, tile.column + column, sum);
 }
-
 #endif
-#ifdef __CUDA_ARCH_FEAT_SM90_ALL
 
+#if RUNG == 4
 // Blocks stay, and take tiles of 128 x 256 in turn. One warp asks the copy engine for STAGES tiles ahead; two groups of four multiply 64 rows
 // each, and say which stages they have read. While they send results off, the next tile's stages fill.
 extern "C" __global__ void __launch_bounds__(288, 1)
@@ -215,5 +210,4 @@ extern "C" __global__ void __launch_bounds__(288, 1)
             put_quad(Sums{y, M, N}, tile.row + warp * 16 + lane / 4, tile.column + 8 * j + lane % 4 * 2, sum + 4 * j);
     }
 }
-
 #endif

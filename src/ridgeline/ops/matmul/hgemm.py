@@ -81,7 +81,7 @@ WGMMA = CudaKernel(FILE, "hgemm_wgmma", "PMMiii")
 
 def _staged(*tensors: torch.Tensor) -> None:
     shared = 2 * RING["STAGES"] * RING["BK"] * (128 + RING["BN"])
-    start(STAGED, (128, RING["BN"], RING["BK"]), *tensors, shared=shared, **RING)
+    start(STAGED, (128, RING["BN"], RING["BK"]), *tensors, RUNG=3, shared=shared, **RING)
 
 
 def _hopper(y: torch.Tensor, a: torch.Tensor, b: torch.Tensor) -> None:
@@ -91,6 +91,7 @@ def _hopper(y: torch.Tensor, a: torch.Tensor, b: torch.Tensor) -> None:
     facts: dict[str, Any] = {
         "EVEN": int(not (M % 128 or N % 256)),
         "ALIGNED": 1,
+        "RUNG": 4,
         "block": 288,
         "shared": 1024 + HOPPER["STAGES"] * 64 * (128 + 256) * 2,
     }
@@ -108,7 +109,7 @@ HGEMM.eager("torch", "PyTorch's own: cuBLAS on an NVIDIA GPU", reference, served
 HGEMM.kernel(
     "cuda_wmma",
     "tiles of 128 x 128 in shared memory, in padded rows, multiplied in fragments of 16 x 16 (wmma)",
-    fwd=partial(start, WMMA, (128, 128, 32)),
+    fwd=partial(start, WMMA, (128, 128, 32), RUNG=1),
     supports=rows,
     counter="sm__inst_executed_pipe_tensor.sum",
     arch=70,
@@ -117,7 +118,7 @@ HGEMM.kernel(
 HGEMM.kernel(
     "cuda_mma",
     "fragments by ldmatrix from swizzled rows, of products of 16 x 8 x 16 (mma): no bank conflicts and no padding",
-    fwd=partial(start, MMA, (128, 128, 32)),
+    fwd=partial(start, MMA, (128, 128, 32), RUNG=2),
     supports=rows,
     gain=1.2,
     counter="l1tex__data_bank_conflicts_pipe_lsu_mem_shared.sum",

@@ -1,18 +1,7 @@
 // sgemm: y = a b in float32 without tensor cores, nine times, each faster than the one before for one reason.
-// Macros beside those of matrix.cuh: STRIP, how much of K v1 holds in shared memory; of v9: GM and GN, a thread's sums are 4 GM x 4 GN;
-// BK, its step along K; BLOCKS that fit a multiprocessor; BAND, tiles of a band.
+// Macros beside those of matrix.cuh: RUNG, which of them is compiled; of v1 STRIP, how much of K is in shared memory; of v9 GM and GN, a
+// thread's sums are 4 GM x 4 GN; BK, its step along K; BLOCKS that fit a multiprocessor; BAND, tiles of a band.
 #include "matrix.cuh"
-
-#ifndef STRIP
-#define STRIP 16
-#endif
-#ifndef BK
-#define GM 2
-#define GN 2
-#define BK 8
-#define BLOCKS 1
-#define BAND 8
-#endif
 
 using Left = Matrix<float>;
 using Right = Matrix<float>;
@@ -50,22 +39,30 @@ __device__ void windows(Left a, Right b, Result<float> y, float* left, float* ri
         for (int j = 0; j < WORK; ++j) y.put(tile.row + ty + 16 * i, tile.column + tx + 16 * j, Pack<float, 1>{sum[i][j]});
 }
 
+#if RUNG == 1
 SGEMM(sgemm_v1, 1) { windows<STRIP, 1, 1>(MATRICES, memory, memory + 16 * STRIP); }
+#endif
 
+#if RUNG == 2
 SGEMM(sgemm_v2, 8) {
     __shared__ float left[16 * 16], right[16 * 16];
     windows<16, 1, 1>(MATRICES, left, right);
 }
+#endif
 
+#if RUNG == 3
 SGEMM(sgemm_v3, 6) {
     __shared__ float left[32 * 32], right[32 * 32];
     windows<32, 2, 1>(MATRICES, left, right);
 }
+#endif
 
+#if RUNG == 4
 SGEMM(sgemm_v4, 6) {
     __shared__ __align__(16) float left[32 * 32], right[32 * 32];
     windows<32, 2, 4>(MATRICES, left, right);
 }
+#endif
 
 // From this thread's pack of a rectangle of WIDE columns on, of which each thread has one; and where the packs lie in shared memory.
 template <int WIDE>
@@ -76,6 +73,7 @@ __device__ Pack<float, 4>* packs(float* tile) { return reinterpret_cast<Pack<flo
 
 // v5. Four neighbours of a row are a thread's, and four numbers along K are read at once. Of b that is a piece of a column, a number at a
 // time, and threads side by side read 4 columns apart: two to a bank.
+#if RUNG == 5
 SGEMM(sgemm_v5, 3) {
     constexpr int SIDE = 64, WINDOW = 16;
     __shared__ __align__(16) float left[SIDE * WINDOW], right[WINDOW * SIDE];
@@ -104,6 +102,7 @@ SGEMM(sgemm_v5, 3) {
 #pragma unroll
     for (int i = 0; i < 4; ++i) Result<float>{y, M, N}.put(tile.row + ty + 16 * i, tile.column + 4 * tx, sum[i]);
 }
+#endif
 
 // COUNT numbers from shared memory, by ones or fours, each STEP after the one before.
 template <int P, int COUNT, int STEP>
@@ -165,12 +164,19 @@ __device__ void outer(Left a, Right b, Result<float> y) {
                   reinterpret_cast<const Pack<float, PB>&>(sum[i][j]));
 }
 
+#if RUNG == 6
 SGEMM(sgemm_v6, 2) { outer<1, 1>(MATRICES); }
+#endif
+#if RUNG == 7
 SGEMM(sgemm_v7, 2) { outer<1, 4>(MATRICES); }
+#endif
+#if RUNG == 8
 SGEMM(sgemm_v8, 2) { outer<4, 4>(MATRICES); }
+#endif
 
 // v9. Two buffers: while one is multiplied, what comes next is on its way to registers, and then to the other; within a tile the next k's
 // numbers are read while this one's are multiplied. A warp has 16 GM rows and 32 GN columns, its threads 4 x 8 groups of 4 x 4 of them.
+#if RUNG == 9
 SGEMM(sgemm_v9, BLOCKS) {
     constexpr int BM = 64 * GM, BN = 64 * GN, PITCH = BM + 4, HIGH = BM / 128, TALL = HIGH * BK / 8, WIDE = BK * BN / 4 / THREADS;
     __shared__ __align__(16) float left[2][BK * PITCH], right[2][BK * BN];
@@ -226,3 +232,4 @@ SGEMM(sgemm_v9, BLOCKS) {
             Result<float>{y, M, N}.put(tile.row + row + i / 4 * 16 + i % 4, tile.column + column + j * 32,
                                        reinterpret_cast<const Pack<float, 4>&>(sum[i][4 * j]));
 }
+#endif

@@ -92,12 +92,12 @@ KERNELS = {v: CudaKernel(FILE, f"sgemm_v{v}", "PPPiiiqq") for v in range(1, 10)}
 def _strips(*tensors: torch.Tensor) -> None:
     """As much of K as fits: 16 rows of a and 16 columns of b fill a multiprocessor's shared memory."""
     strip = device.of(tensors[0]).shared_memory // (2 * 16 * 4) // 4 * 4
-    start(KERNELS[1], (16, 16, strip), *tensors, STRIP=strip, shared=2 * 16 * strip * 4)
+    start(KERNELS[1], (16, 16, strip), *tensors, RUNG=1, STRIP=strip, shared=2 * 16 * strip * 4)
 
 
 def _buffers(*tensors: torch.Tensor) -> None:
     """Two blocks a multiprocessor, 128 registers a thread; where edges need some for themselves, those that fit."""
-    start(KERNELS[9], (64 * TILE["GM"], 64 * TILE["GN"], TILE["BK"]), *tensors, BLOCKS=lambda even: 1 + even, **TILE)
+    start(KERNELS[9], (64 * TILE["GM"], 64 * TILE["GN"], TILE["BK"]), *tensors, RUNG=9, BLOCKS=lambda even: 1 + even, **TILE)
 
 
 SECTORS = "l1tex__average_t_sectors_per_request_pipe_lsu_mem_global_op_ld.ratio"
@@ -114,7 +114,7 @@ def _rung(v: int, launcher: Any, gain: float, counter: str, idea: str) -> None:
 
 
 def _tiles(v: int, side: int, depth: int) -> Any:
-    return partial(start, KERNELS[v], (side, side, depth))
+    return partial(start, KERNELS[v], (side, side, depth), RUNG=v)
 
 
 SGEMM.eager("torch", "PyTorch's own with TF32 off: cuBLAS on an NVIDIA GPU", _torch, served=True)
