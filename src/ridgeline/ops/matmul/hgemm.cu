@@ -16,7 +16,7 @@ extern __shared__ __align__(1024) char memory[];
 #if RUNG == 1
 // A warp has 32 x 64 of a tile of 128 x 128: fragments of 16 x 16, loaded from rows that are 16 bytes longer than the tile's, so that they
 // begin in different banks.
-HGEMM(hgemm_wmma, 2) {
+HGEMM(hgemm_wmma, 1 + EVEN) {
     constexpr int SIDE = 128, WINDOW = 32, A = WINDOW + 8, B = SIDE + 8;
     __shared__ __align__(128) __half left[SIDE * A], right[WINDOW * B];
     const int warp = threadIdx.x / 32, lane = threadIdx.x % 32, row = warp / 2 * 32, column = warp % 2 * 64;
@@ -95,7 +95,7 @@ __device__ void put_warp(const Sums& y, int row, int column, const float (&sum)[
 
 #if RUNG == 2
 // A warp has 64 x 32 of a tile of 128 x 128; nothing is padded.
-HGEMM(hgemm_mma, 2) {
+HGEMM(hgemm_mma, 1 + EVEN) {
     constexpr int SIDE = 128, WINDOW = 32;
     __shared__ __align__(128) __half left[SIDE * WINDOW], right[WINDOW * SIDE];
     const int warp = threadIdx.x / 32, row = warp / 4 * 64, column = warp % 4 * 32;
@@ -158,7 +158,7 @@ HGEMM(hgemm_stages, 1) {
 #if RUNG == 4
 // Blocks stay, and take tiles of 128 x 256 in turn. One warp asks the copy engine for STAGES tiles ahead; two groups of four multiply 64 rows
 // each, and say which stages they have read. While they send results off, the next tile's stages fill.
-extern "C" __global__ void __launch_bounds__(288, 1)
+extern "C" __global__ void __launch_bounds__(THREADS + 32, 1)
     hgemm_wgmma(__half* y, const __grid_constant__ TensorMap a, const __grid_constant__ TensorMap b, int M, int N, int K) {
     constexpr int BM = 128, DEPTH = 64, LEFT = BM * DEPTH, RIGHT = DEPTH * 256, BOX = DEPTH * 64;
     __shared__ Barrier full[STAGES], empty[STAGES];

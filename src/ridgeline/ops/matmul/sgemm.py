@@ -41,8 +41,7 @@ def reference(a: torch.Tensor, b: torch.Tensor) -> torch.Tensor:
 
 def _torch(a: torch.Tensor, b: torch.Tensor) -> torch.Tensor:
     """With TF32 off, whatever the setting; a graph of torch.compile keeps to the setting."""
-    before = torch.get_float32_matmul_precision()
-    if before == "highest" or not a.is_cuda or torch.compiler.is_compiling():
+    if torch.compiler.is_compiling() or not a.is_cuda or (before := torch.get_float32_matmul_precision()) == "highest":
         return torch.matmul(a, b)
     torch.set_float32_matmul_precision("highest")
     try:
@@ -129,8 +128,8 @@ _rung(
     CONFLICTS,
     "4 x 4 results, of neighbours along N and dot products of 4 along K: b's columns lie two to a bank",
 )
-_rung(6, _tiles(6, 128, 8), 1.7, READS, "8 x 8 results as outer products of registers: a quarter of a read for a multiplication")
-_rung(7, _tiles(7, 128, 8), 1.15, READS, "b's numbers read by fours along N: 10 reads for 64 multiplications, not 16")
+_rung(6, _tiles(6, 128, 8), 1.7, READS, "8 x 8 results as outer products of registers: each number read is used eight times")
+_rung(7, _tiles(7, 128, 8), 1.15, READS, "b's numbers read by fours along N: a quarter of the reads of b")
 _rung(8, _tiles(8, 128, 8), 1.15, READS, "a's tile transposed on its way through registers, so that it is read by fours too: 4 reads")
 _rung(
     9, _buffers, 1.15, ISSUES, "double buffers: the next tile and the next k's numbers come while this one's are multiplied; tiles of warps"
