@@ -111,7 +111,7 @@ HGEMM.kernel(
     "tiles of 128 x 128 in shared memory, in padded rows, multiplied in fragments of 16 x 16 (wmma)",
     fwd=partial(start, WMMA, (128, 128, 32), RUNG=1),
     supports=rows,
-    counter="sm__inst_executed_pipe_tensor.sum",
+    counter="sm__pipe_tensor_cycles_active.avg.pct_of_peak_sustained_active",
     arch=70,
     **KERNEL,
 )
@@ -131,7 +131,7 @@ HGEMM.kernel(
     fwd=_staged,
     supports=lines,
     gain=1.8,
-    counter="smsp__warp_issue_stalled_long_scoreboard_per_warp_active.pct",
+    counter="smsp__average_warps_issue_stalled_long_scoreboard_per_issue_active.ratio",
     arch=80,
     **KERNEL,
 )
@@ -141,7 +141,7 @@ HGEMM.kernel(
     fwd=_hopper,
     supports=_boxes,
     gain=1.4,
-    counter="sm__inst_executed_pipe_tensor_op_hmma.avg.pct_of_peak_sustained_active",
+    counter="sm__pipe_tensor_cycles_active.avg.pct_of_peak_sustained_active",
     arch=90,
     newest=90,
     **KERNEL,
