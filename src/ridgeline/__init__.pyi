@@ -135,6 +135,15 @@ def gemv(a: torch.Tensor, x: torch.Tensor, *, impl: str | None = None) -> torch.
     Raises RidgelineError where shapes, dtypes or devices do not fit, or `impl` cannot run the call.
     """
 
+def hgemm(a: torch.Tensor, b: torch.Tensor, *, impl: str | None = None) -> torch.Tensor:
+    """The product of two float16 matrices, summed in float32 and rounded once.
+
+    a: (M, K). b: (K, N), of a's device. Any strides; the kernels take contiguous rows, the quicker ones those that begin at multiples of
+    16 bytes. float16; other floating-point dtypes are multiplied by PyTorch. Returns (M, N), contiguous. Gradients flow through
+    impl="torch", which serves calls that name none; the kernels are for the ladder.
+    Raises RidgelineError where shapes, dtypes or devices do not fit, or `impl` cannot run the call.
+    """
+
 def int8_matmul(
     a: torch.Tensor,
     b: torch.Tensor,
@@ -174,6 +183,15 @@ def matmul(a: torch.Tensor, b: torch.Tensor, *, impl: str | None = None) -> torc
 
     a, b: one dtype, one device, any strides. float32 products follow `torch.get_float32_matmul_precision()`.
     Under autocast a and b are cast to its dtype first, as for torch's own.
+    Raises RidgelineError where shapes, dtypes or devices do not fit, or `impl` cannot run the call.
+    """
+
+def sgemm(a: torch.Tensor, b: torch.Tensor, *, impl: str | None = None) -> torch.Tensor:
+    """The product of two float32 matrices in float32 arithmetic: never tf32, whatever `torch.get_float32_matmul_precision()` says.
+
+    a: (M, K). b: (K, N), of a's device. Any strides; the kernels take contiguous rows, any number of elements apart. float32; other
+    floating-point dtypes are multiplied by PyTorch. Returns (M, N), contiguous. Gradients flow through impl="torch", which serves calls
+    that name none; the kernels are for the ladder.
     Raises RidgelineError where shapes, dtypes or devices do not fit, or `impl` cannot run the call.
     """
 

@@ -1,0 +1,148 @@
+"""hgemm: y = a @ b in float16 with sums in float32, as a ladder from wmma to Hopper's own products: the way to matmul's Gluon rung.
+
+    y_mn = sum_k a_mk b_kn
+
+The matrix units take a product of 16 x 8 x 16 or more at once, so what limits is how fast tiles reach them: through registers, by
+ldmatrix from swizzled rows, by copies that run ahead, and at last straight from shared memory, filled by a warp that does nothing else.
+The roof is their rate: 2 M N K operations.
+Source: NVIDIA's PTX ISA for the fragments; the last two rungs are in the manner of CUTLASS's multistage and warp-specialised kernels.
+"""
+
+from __future__ import annotations
+
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from ridgeline import device
+from ridgeline.boundary import kernel_op, launch
+from ridgeline.cuda import CudaKernel, TensorMap
+from ridgeline.op import Case, Op, Spec
+from ridgeline.ops.matmul._hopper import empty
+from ridgeline.ops.matmul._ladder import lines, product, rows, start
+from ridgeline.ops.matmul.matmul import cost as matmul_cost
+from ridgeline.select import run
+
+FILE = Path(__file__).with_name("hgemm.cu")
+RING: dict[str, Any] = {"BN": 256, "BK": 32, "STAGES": 4, "BAND": 8}  # of cp.async: tiles of 128 x BN
+HOPPER: dict[str, Any] = {"BN": 256, "BK": 64, "STAGES": 4, "BAND": 8}
+
+
+@kernel_op("hgemm_fwd(Tensor a, Tensor b, str? impl) -> Tensor")
+def _forward(a: torch.Tensor, b: torch.Tensor, impl: str | None) -> torch.Tensor:
+    y = a.new_empty((a.shape[0], b.shape[1]))
+    run(HGEMM, "fwd", impl, (y,), a, b)
+    return y
+
+
+def reference(a: torch.Tensor, b: torch.Tensor) -> torch.Tensor:
+    return torch.matmul(a, b)
+
+
+def hgemm(a: torch.Tensor, b: torch.Tensor, *, impl: str | None = None) -> torch.Tensor:
+    """The product of two float16 matrices, summed in float32 and rounded once.
+
+    a: (M, K). b: (K, N), of a's device. Any strides; the kernels take contiguous rows, the quicker ones those that begin at multiples of
+    16 bytes. float16; other floating-point dtypes are multiplied by PyTorch. Returns (M, N), contiguous. Gradients flow through
+    impl="torch", which serves calls that name none; the kernels are for the ladder.
+    Raises RidgelineError where shapes, dtypes or devices do not fit, or `impl` cannot run the call.
+    """
+    return product(HGEMM, _forward, a, b, impl)
+
+
+def _case(M: int, N: int, K: int, use: str = "check") -> Case:
+    name = f"{M}" if M == N == K else f"{M}x{N}x{K}"
+    return Case(name, (Spec(M, K, grad=False), Spec(K, N, grad=False)), dtypes=("float16",), use=use)
+
+
+HGEMM = Op(
+    hgemm,
+    reference=reference,
+    cost=lambda a, b: (matmul_cost(a, b)[0], None),
+    cases=[
+        _case(67, 35, 45),
+        _case(67, 136, 72),
+        _case(1, 1, 1),
+        _case(300, 520, 200),
+        _case(256, 512, 128),
+        _case(33, 128, 0),
+        _case(256, 256, 256, "quick"),
+        _case(1024, 1024, 1024, "quick"),
+        _case(4096, 4096, 4096, "bench"),
+        _case(5120, 4096, 4096, "bench"),
+    ],
+)
+
+WMMA, MMA, STAGED = (CudaKernel(FILE, f"hgemm_{name}", "PPPiiiqq") for name in ("wmma", "mma", "stages"))
+WGMMA = CudaKernel(FILE, "hgemm_wgmma", "PMMiii")
+
+
+def _staged(*tensors: torch.Tensor) -> None:
+    shared = 2 * RING["STAGES"] * RING["BK"] * (128 + RING["BN"])
+    start(STAGED, (128, RING["BN"], RING["BK"]), *tensors, RUNG=3, shared=shared, **RING)
+
+
+def _hopper(y: torch.Tensor, a: torch.Tensor, b: torch.Tensor) -> None:
+    """A block for every multiprocessor, which stays."""
+    (M, K), N = a.shape, b.shape[1]
+    blocks = min(device.of(a).multiprocessors, -(-M // 128) * -(-N // 256))
+    facts: dict[str, Any] = {
+        "EVEN": int(not (M % 128 or N % 256)),
+        "ALIGNED": 1,
+        "RUNG": 4,
+        "block": 288,
+        "shared": 1024 + HOPPER["STAGES"] * 64 * (128 + 256) * 2,
+    }
+    launch(WGMMA, (blocks,), y, TensorMap(a, (128, 64), 128), TensorMap(b, (64, 64), 128), M, N, K, **facts, **HOPPER)
+
+
+def _boxes(a: torch.Tensor, b: torch.Tensor) -> str | None:
+    """Why the copy engine does not take these matrices, or None: besides, it steps from row to row."""
+    fixed = any([t.shape[0] > 1 and t.stride(0) == 0 for t in (a, b)])
+    return lines(a, b) or empty(a, b) or ("it takes no rows expanded from one" if fixed else None)
+
+
+KERNEL: dict[str, Any] = {"kind": "cuda", "dtypes": ("float16",)}
+HGEMM.eager("torch", "PyTorch's own: cuBLAS on an NVIDIA GPU", reference, served=True)
+HGEMM.kernel(
+    "cuda_wmma",
+    "tiles of 128 x 128 in shared memory, in padded rows, multiplied in fragments of 16 x 16 (wmma)",
+    fwd=partial(start, WMMA, (128, 128, 32), RUNG=1),
+    supports=rows,
+    counter="sm__pipe_tensor_cycles_active.avg.pct_of_peak_sustained_active",
+    arch=70,
+    **KERNEL,
+)
+HGEMM.kernel(
+    "cuda_mma",
+    "fragments by ldmatrix from swizzled rows, of products of 16 x 8 x 16 (mma): no bank conflicts and no padding",
+    fwd=partial(start, MMA, (128, 128, 32), RUNG=2),
+    supports=rows,
+    gain=1.2,
+    counter="l1tex__data_bank_conflicts_pipe_lsu_mem_shared.sum",
+    arch=80,
+    **KERNEL,
+)
+HGEMM.kernel(
+    "cuda_stages",
+    "four tiles on their way by cp.async, past the registers; tiles of 128 x 256, in bands that share L2",
+    fwd=_staged,
+    supports=lines,
+    gain=1.8,
+    counter="smsp__average_warps_issue_stalled_long_scoreboard_per_issue_active.ratio",
+    arch=80,
+    **KERNEL,
+)
+HGEMM.kernel(
+    "cuda_wgmma",
+    "on Hopper: one warp fetches by the copy engine, two groups multiply out of shared memory (wgmma); blocks stay",
+    fwd=_hopper,
+    supports=_boxes,
+    gain=1.4,
+    counter="sm__pipe_tensor_cycles_active.avg.pct_of_peak_sustained_active",
+    arch=90,
+    newest=90,
+    **KERNEL,
+)

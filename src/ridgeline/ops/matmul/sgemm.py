@@ -1,0 +1,136 @@
+"""sgemm: y = a @ b in float32 without tensor cores, as a ladder of nine kernels from a shared-memory cache to double buffers.
+
+    y_mn = sum_k a_mk b_kn
+
+Every multiplication is float32's own (never tf32), so the roof is the rate of its units: 2 M N K operations. From rung to rung a number
+that was read once is used more often: out of shared memory, then out of registers, then while the next ones are on their way.
+Source: the ladder of the founding documents (days 6 and 7 of "100 days of GPU"); Volkov and Demmel, Benchmarking GPUs to tune dense
+linear algebra, SC 2008, for the products in registers; the warps' tiles are as in CUTLASS.
+"""
+
+from __future__ import annotations
+
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from ridgeline import device
+from ridgeline.boundary import kernel_op
+from ridgeline.cuda import CudaKernel
+from ridgeline.op import Case, Op, Spec
+from ridgeline.ops.matmul._ladder import product, rows, start
+from ridgeline.ops.matmul.matmul import cost as matmul_cost
+from ridgeline.select import run
+
+FILE = Path(__file__).with_name("sgemm.cu")
+TILE: dict[str, Any] = {"GM": 2, "GN": 2, "BK": 8, "BAND": 8}  # of v9: 64 GM x 64 GN numbers a block, 4 GM x 4 GN a thread
+
+
+@kernel_op("sgemm_fwd(Tensor a, Tensor b, str? impl) -> Tensor")
+def _forward(a: torch.Tensor, b: torch.Tensor, impl: str | None) -> torch.Tensor:
+    y = a.new_empty((a.shape[0], b.shape[1]))
+    run(SGEMM, "fwd", impl, (y,), a, b)
+    return y
+
+
+def reference(a: torch.Tensor, b: torch.Tensor) -> torch.Tensor:
+    return torch.matmul(a, b)
+
+
+def _torch(a: torch.Tensor, b: torch.Tensor) -> torch.Tensor:
+    """With TF32 off, whatever the setting; a graph of torch.compile keeps to the setting."""
+    if torch.compiler.is_compiling() or not a.is_cuda or (before := torch.get_float32_matmul_precision()) == "highest":
+        return torch.matmul(a, b)
+    torch.set_float32_matmul_precision("highest")
+    try:
+        return torch.matmul(a, b)
+    finally:
+        torch.set_float32_matmul_precision(before)
+
+
+def sgemm(a: torch.Tensor, b: torch.Tensor, *, impl: str | None = None) -> torch.Tensor:
+    """The product of two float32 matrices in float32 arithmetic: never tf32, whatever `torch.get_float32_matmul_precision()` says.
+
+    a: (M, K). b: (K, N), of a's device. Any strides; the kernels take contiguous rows, any number of elements apart. float32; other
+    floating-point dtypes are multiplied by PyTorch. Returns (M, N), contiguous. Gradients flow through impl="torch", which serves calls
+    that name none; the kernels are for the ladder.
+    Raises RidgelineError where shapes, dtypes or devices do not fit, or `impl` cannot run the call.
+    """
+    return product(SGEMM, _forward, a, b, impl)
+
+
+def _case(M: int, N: int, K: int, use: str = "check") -> Case:
+    name = f"{M}" if M == N == K else f"{M}x{N}x{K}"
+    return Case(name, (Spec(M, K, grad=False), Spec(K, N, grad=False)), dtypes=("float32",), use=use)
+
+
+SGEMM = Op(
+    sgemm,
+    reference=reference,
+    cost=lambda a, b: (matmul_cost(a, b)[0], None),
+    cases=[
+        _case(67, 35, 45),
+        _case(1, 1, 1),
+        _case(130, 260, 36),
+        _case(256, 128, 64),
+        _case(33, 129, 0),
+        _case(1, 300, 77),
+        _case(256, 256, 256, "quick"),
+        _case(1024, 1024, 1024, "quick"),
+        _case(4096, 4096, 4096, "bench"),
+        _case(5120, 4096, 4096, "bench"),
+    ],
+)
+
+
+KERNELS = {v: CudaKernel(FILE, f"sgemm_v{v}", "PPPiiiqq") for v in range(1, 10)}
+
+
+def _strips(*tensors: torch.Tensor) -> None:
+    """As much of K as fits: 16 rows of a and 16 columns of b fill a multiprocessor's shared memory."""
+    strip = device.of(tensors[0]).shared_memory // (2 * 16 * 4) // 4 * 4
+    start(KERNELS[1], (16, 16, strip), *tensors, RUNG=1, STRIP=strip, shared=2 * 16 * strip * 4)
+
+
+def _buffers(*tensors: torch.Tensor) -> None:
+    """Two blocks a multiprocessor, 128 registers a thread; where edges need some for themselves, those that fit."""
+    start(KERNELS[9], (64 * TILE["GM"], 64 * TILE["GN"], TILE["BK"]), *tensors, RUNG=9, BLOCKS=lambda even: 1 + even, **TILE)
+
+
+SECTORS = "l1tex__average_t_sectors_per_request_pipe_lsu_mem_global_op_ld.ratio"
+WARPS = "sm__warps_active.avg.pct_of_peak_sustained_active"
+READS = "smsp__inst_executed_op_shared_ld.sum"
+FETCHES = "smsp__inst_executed_op_global_ld.sum"
+CONFLICTS = "l1tex__data_bank_conflicts_pipe_lsu_mem_shared_op_ld.sum"
+ISSUES = "smsp__issue_active.avg.pct_of_peak_sustained_active"
+
+
+def _rung(v: int, launcher: Any, gain: float, counter: str, idea: str) -> None:
+    facts: dict[str, Any] = {"supports": rows, "dtypes": ("float32",), "gain": gain, "counter": counter}
+    SGEMM.kernel(f"cuda_v{v}", idea, kind="cuda", fwd=launcher, **facts)
+
+
+def _tiles(v: int, side: int, depth: int) -> Any:
+    return partial(start, KERNELS[v], (side, side, depth), RUNG=v)
+
+
+SGEMM.eager("torch", "PyTorch's own with TF32 off: cuBLAS on an NVIDIA GPU", _torch, served=True)
+_rung(1, _strips, 0.0, SECTORS, "coalesced reads; strips of a and b as long as fit in shared memory, for 16 x 16 results")
+_rung(2, _tiles(2, 16, 16), 2.0, WARPS, "a window of 16 slides along K: shared memory no longer keeps other blocks away")
+_rung(3, _tiles(3, 32, 32), 2.0, READS, "2 x 2 results a thread, 16 apart: a number from shared memory is used twice")
+_rung(4, _tiles(4, 32, 32), 1.05, FETCHES, "16 bytes of global memory a read: a quarter of the reads")
+_rung(
+    5,
+    _tiles(5, 64, 16),
+    1.5,
+    CONFLICTS,
+    "4 x 4 results, of neighbours along N and dot products of 4 along K: b's columns lie two to a bank",
+)
+_rung(6, _tiles(6, 128, 8), 1.7, READS, "8 x 8 results as outer products of registers: each number read is used eight times")
+_rung(7, _tiles(7, 128, 8), 1.15, READS, "b's numbers read by fours along N: a quarter of the reads of b")
+_rung(8, _tiles(8, 128, 8), 1.15, READS, "a's tile transposed on its way through registers, so that it is read by fours too: 4 reads")
+_rung(
+    9, _buffers, 1.15, ISSUES, "double buffers: the next tile and the next k's numbers come while this one's are multiplied; tiles of warps"
+)
