@@ -1,0 +1,85 @@
+"""What sums share: parts of a sum and what adds them up, in CUDA C++ and in Triton, and data whose sum says something."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import torch
+import triton
+import triton.language as tl
+
+from ridgeline import device
+from ridgeline.boundary import early, launch
+from ridgeline.cuda import CTYPE, CudaKernel
+from ridgeline.op import Spec
+
+CTYPES = CTYPE | {torch.int64: "long long", torch.int32: "int"}
+Rule = dict[str, int]
+
+
+def ceil(a: int, b: int) -> int:
+    return -(-a // b)
+
+
+class Positive(Spec):
+    """Numbers from 0 to 1; whole ones from all that there are. A sum of normal ones cancels, and how near it comes to zero decides
+    whether one rounding more is much."""
+
+    def make(self, dtype: torch.dtype, device: str | torch.device, generator: torch.Generator | None) -> torch.Tensor:
+        dtype = getattr(torch, self.dtype) if self.dtype else dtype
+        if dtype.is_floating_point:
+            base = torch.float64 if dtype == torch.float64 else torch.float32
+            return torch.rand(self.shape, dtype=base, device=device, generator=generator).to(dtype).requires_grad_(self.grad)
+        ends = torch.iinfo(dtype)
+        return torch.randint(ends.min, ends.max, self.shape, dtype=dtype, device=device, generator=generator)
+
+
+class Parts:
+    """A CUDA C++ kernel whose blocks leave a part of a sum each, and the one that adds the parts up: kernels `name` and `adder` of a file.
+
+    operands: how many tensors it reads, each contiguous, as far beyond a multiple of 16 bytes as the first. The parts are a block's
+    THREADS x LOADS packs of 16 bytes, `steps` times; of these blocks at most so many as BLOCKS says for each multiprocessor.
+    """
+
+    def __init__(self, file: Path, name: str, adder: str, operands: int):
+        self.kernel, self.adder = CudaKernel(file, name, "PP" + "P" * operands + "qi"), CudaKernel(file, adder, "PPi")
+
+    def start(self, rule: Rule, y: torch.Tensor, *operands: torch.Tensor) -> None:
+        x, gpu = operands[0], device.of(operands[0])
+        whole = ceil(x.numel(), rule["THREADS"] * rule["LOADS"] * (16 // x.element_size()))
+        steps = max(1, whole // (rule["BLOCKS"] * gpu.multiprocessors))
+        blocks = ceil(whole, steps)
+        parts = x.new_empty(blocks, dtype=torch.float64 if x.is_floating_point() else torch.int64)
+        after = early(gpu)
+        facts = {"T": CTYPES[x.dtype], "OUT": CTYPES[y.dtype], "LOADS": rule["LOADS"], "PDL": int(after.pop("PDL"))}
+        launch(self.kernel, (blocks,), y, parts, *operands, x.numel(), steps, **facts, THREADS=rule["THREADS"], block=rule["THREADS"])
+        if blocks > 1:
+            launch(self.adder, (1,), y, parts, blocks, **facts, THREADS=1024, block=1024, **after)
+
+
+@triton.jit
+def _add(y, parts, count, size, DEEP: tl.constexpr, WIDE: tl.constexpr):
+    """Adds up `count` rows of parts, DEEP of them at a time, the same way every time."""
+    at = tl.program_id(0).to(tl.int64) * WIDE + tl.arange(0, WIDE)[None, :]
+    wide: tl.constexpr = tl.float64 if parts.dtype.element_ty == tl.float32 else tl.int64
+    sums = tl.zeros((DEEP, WIDE), wide)
+    for start in range(0, count, DEEP):
+        row = (start + tl.arange(0, DEEP)).to(tl.int64)[:, None]
+        sums += tl.load(parts + row * size + at, mask=(row < count) & (at < size), other=0).to(wide)
+    tl.store(y + at, tl.sum(sums, 0)[None, :].to(y.dtype.element_ty), mask=at < size)
+
+
+def add_up(y: torch.Tensor, parts: torch.Tensor) -> None:
+    """y, contiguous, becomes the sum of the rows of parts."""
+    count, size = parts.shape
+    wide = min(64, triton.next_power_of_2(size))
+    launch(_add, (ceil(size, wide),), y, parts, count, size, DEEP=1024 // wide, WIDE=wide, num_warps=4)
+
+
+def parts_like(x: torch.Tensor, *shape: int) -> torch.Tensor:
+    return x.new_empty(shape, dtype=torch.float32 if x.is_floating_point() else torch.int64)
+
+
+def no_kernel(*_: Any) -> None:
+    """Stands for a backward that plain views or products of the gradient are: no kernel is started for it."""
