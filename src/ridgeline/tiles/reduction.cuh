@@ -26,14 +26,14 @@ __device__ S warp_sum(S sum) {
     return sum;
 }
 
-// The sum of a block's values, in its first thread: warp by warp, then one slot of shared memory a warp. All THREADS come here.
-template <int THREADS, typename S>
+// The sum of a block's values, in its first thread: warp by warp, then one slot of shared memory a warp. All Threads come here.
+template <int Threads, typename S>
 __device__ S block_sum(S sum) {
-    __shared__ S slots[THREADS / 32];
+    __shared__ S slots[Threads / 32];
     sum = warp_sum(sum);
     if (threadIdx.x % 32 == 0) slots[threadIdx.x / 32] = sum;
     __syncthreads();
-    if (threadIdx.x < 32) sum = warp_sum(threadIdx.x < THREADS / 32 ? slots[threadIdx.x] : S(0));
+    if (threadIdx.x < 32) sum = warp_sum(threadIdx.x < Threads / 32 ? slots[threadIdx.x] : S(0));
     return sum;
 }
 
@@ -57,15 +57,15 @@ __device__ void leave(S sum, Y* y, S* parts) {
 }
 
 // One block adds up the parts, in the same order every time. WAIT: it may have started before they were there.
-template <int THREADS, bool WAIT, typename S, typename P, typename Y>
+template <int Threads, bool WAIT, typename S, typename P, typename Y>
 __device__ void add_parts(Y* y, const P* parts, int count) {
 #if defined(__CUDA_ARCH__) && __CUDA_ARCH__ >= 900
     if (WAIT) asm volatile("griddepcontrol.wait;" ::: "memory");
 #endif
     S sum = 0;
 #pragma unroll 4
-    for (int i = threadIdx.x; i < count; i += THREADS) sum += S(parts[i]);
-    sum = block_sum<THREADS>(sum);
+    for (int i = threadIdx.x; i < count; i += Threads) sum += S(parts[i]);
+    sum = block_sum<Threads>(sum);
     if (threadIdx.x == 0) put(sum, *y);
 }
 
@@ -77,38 +77,45 @@ __device__ void let_next_come() {
 #endif
 }
 
-// This thread's sum over a block's share of n elements: `steps` times THREADS * LOADS packs of 16 bytes of each operand, side by side.
-// All loads of a step are on their way before the first is used. add(sum, x) adds one element of each operand. The operands lie as far
+// This thread's sum over a block's share of n elements: `steps` times Threads * Loads packs of 16 bytes of each operand, side by side.
+// The loads of a step wait for nothing, so that many are on their way at once. add(sum, x) adds one element of each operand. The operands lie as far
 // beyond a multiple of 16 bytes as the first; the elements before and behind the packs are the first block's.
-template <int THREADS, int LOADS, typename F, typename T, int COUNT>
+template <int Threads, int Loads, typename F, typename T, int COUNT>
 __device__ typename Sums<T>::Thread share(F add, long long n, int steps, const T* const (&in)[COUNT]) {
     constexpr int N = 16 / sizeof(T);
     using S = typename Sums<T>::Thread;
     S lanes[N] = {};
+    auto use = [&](const uint4 (&found)[COUNT]) {
+#pragma unroll
+        for (int j = 0; j < N; ++j) {
+            T x[COUNT];
+#pragma unroll
+            for (int c = 0; c < COUNT; ++c) x[c] = reinterpret_cast<const T*>(&found[c])[j];
+            lanes[j] = add(lanes[j], x);
+        }
+    };
     const long long before = (16 - ((unsigned long long)in[0] & 15)) % 16 / sizeof(T), head = before < n ? before : n;
-    const long long packs = (n - head) / N;
-    long long first = (long long)blockIdx.x * steps * (THREADS * LOADS);
-    for (int step = 0; step < steps && first < packs; ++step, first += THREADS * LOADS) {
-        uint4 found[COUNT][LOADS];
-        const bool whole = first + THREADS * LOADS <= packs;
+    const long long packs = (n - head) / N, size = Threads * Loads;
+    auto load = [&](int c, long long p) { return __ldcs(reinterpret_cast<const uint4*>(in[c] + head) + p); };
+    long long p = blockIdx.x * size * steps;
+    for (int step = 0; step < steps && p < packs; ++step, p += size) {
+        if (p + size <= packs) {
+            uint4 found[Loads][COUNT];
 #pragma unroll
-        for (int k = 0; k < LOADS; ++k) {
-            const long long p = first + k * THREADS + threadIdx.x;
+            for (int k = 0; k < Loads; ++k)
 #pragma unroll
-            for (int c = 0; c < COUNT; ++c) {
-                found[c][k] = make_uint4(0, 0, 0, 0);
-                if (whole || p < packs) found[c][k] = __ldcs(reinterpret_cast<const uint4*>(in[c] + head) + p);
+                for (int c = 0; c < COUNT; ++c) found[k][c] = load(c, p + k * Threads + threadIdx.x);
+#pragma unroll
+            for (int k = 0; k < Loads; ++k) use(found[k]);
+        } else {
+#pragma unroll 1
+            for (long long q = p + threadIdx.x; q < packs; q += Threads) {
+                uint4 found[COUNT];
+#pragma unroll
+                for (int c = 0; c < COUNT; ++c) found[c] = load(c, q);
+                use(found);
             }
         }
-#pragma unroll
-        for (int k = 0; k < LOADS; ++k)
-#pragma unroll
-            for (int j = 0; j < N; ++j) {
-                T x[COUNT];
-#pragma unroll
-                for (int c = 0; c < COUNT; ++c) x[c] = reinterpret_cast<const T*>(&found[c][k])[j];
-                lanes[j] = add(lanes[j], x);
-            }
     }
     S sum = lanes[0];
 #pragma unroll

@@ -50,23 +50,35 @@ class Parts:
         whole = ceil(x.numel(), rule["THREADS"] * rule["LOADS"] * (16 // x.element_size()))
         steps = max(1, whole // (rule["BLOCKS"] * gpu.multiprocessors))
         blocks = ceil(whole, steps)
-        parts = x.new_empty(blocks, dtype=torch.float64 if x.is_floating_point() else torch.int64)
+        parts = parts_like(x, blocks)
         after = early(gpu)
-        facts = {"T": CTYPES[x.dtype], "OUT": CTYPES[y.dtype], "LOADS": rule["LOADS"], "PDL": int(after.pop("PDL"))}
+        facts = {"DTYPE": CTYPES[x.dtype], "YTYPE": CTYPES[y.dtype], "LOADS": rule["LOADS"], "PDL": int(after.pop("PDL"))}
         launch(self.kernel, (blocks,), y, parts, *operands, x.numel(), steps, **facts, THREADS=rule["THREADS"], block=rule["THREADS"])
         if blocks > 1:
             launch(self.adder, (1,), y, parts, blocks, **facts, THREADS=1024, block=1024, **after)
 
 
 @triton.jit
+def across(tile, FEW: tl.constexpr, ROWS: tl.constexpr):
+    """The sums of a tile's rows (of its columns), which stay a dimension of one: of FEW neighbours in float32, of these in float64."""
+    one: tl.constexpr = tile.shape[0]
+    other: tl.constexpr = tile.shape[1]
+    wide: tl.constexpr = tl.float64 if tile.dtype == tl.float32 else tile.dtype
+    if ROWS:
+        few = tl.sum(tl.reshape(tile, (one, other // FEW, FEW)), 2)
+    else:
+        few = tl.sum(tl.reshape(tile, (one // FEW, FEW, other)), 1)
+    return tl.sum(few.to(wide), 1 if ROWS else 0, keep_dims=True)
+
+
+@triton.jit
 def _add(y, parts, count, size, DEEP: tl.constexpr, WIDE: tl.constexpr):
     """Adds up `count` rows of parts, DEEP of them at a time, the same way every time."""
     at = tl.program_id(0).to(tl.int64) * WIDE + tl.arange(0, WIDE)[None, :]
-    wide: tl.constexpr = tl.float64 if parts.dtype.element_ty == tl.float32 else tl.int64
-    sums = tl.zeros((DEEP, WIDE), wide)
+    sums = tl.zeros((DEEP, WIDE), parts.dtype.element_ty)
     for start in range(0, count, DEEP):
         row = (start + tl.arange(0, DEEP)).to(tl.int64)[:, None]
-        sums += tl.load(parts + row * size + at, mask=(row < count) & (at < size), other=0).to(wide)
+        sums += tl.load(parts + row * size + at, mask=(row < count) & (at < size), other=0)
     tl.store(y + at, tl.sum(sums, 0)[None, :].to(y.dtype.element_ty), mask=at < size)
 
 
@@ -77,8 +89,9 @@ def add_up(y: torch.Tensor, parts: torch.Tensor) -> None:
     launch(_add, (ceil(size, wide),), y, parts, count, size, DEEP=1024 // wide, WIDE=wide, num_warps=4)
 
 
-def parts_like(x: torch.Tensor, *shape: int) -> torch.Tensor:
-    return x.new_empty(shape, dtype=torch.float32 if x.is_floating_point() else torch.int64)
+def parts_like(x: torch.Tensor, *shape: int, dtype: torch.dtype = torch.float64) -> torch.Tensor:
+    """Of sums of x, in float64 or the dtype that is given; of whole numbers in int64."""
+    return x.new_empty(shape, dtype=dtype if x.is_floating_point() else torch.int64)
 
 
 def no_kernel(*_: Any) -> None:

@@ -1,10 +1,10 @@
 // The dot product of two vectors: float16 atomics to one address three times, then sums of blocks, added by atomics and in order.
-// Macros: T an element's type, OUT the result's (T), THREADS of a block, LOADS of 16 bytes of each vector that a thread has on their way, PDL whether `add` may
+// Macros: DTYPE an element's type, YTYPE the result's (DTYPE), THREADS of a block, LOADS of 16 bytes of each vector that a thread has on their way, PDL whether `add` may
 // start before the parts are there.
 #include "reduction.cuh"
 
-using Sum = Sums<T>::Thread;
-using Wide = Sums<T>::Wide;
+using Sum = Sums<DTYPE>::Thread;
+using Wide = Sums<DTYPE>::Wide;
 
 __device__ long long place() { return blockIdx.x * (long long)blockDim.x + threadIdx.x; }
 
@@ -54,28 +54,28 @@ extern "C" __global__ void half_end(__half* y, const __half* sums) {
 }
 
 struct Multiply {
-    __device__ float operator()(float sum, const T (&x)[2]) const { return fmaf(to_float(x[0]), to_float(x[1]), sum); }
+    __device__ float operator()(float sum, const DTYPE (&x)[2]) const { return fmaf(to_float(x[0]), to_float(x[1]), sum); }
 };
 
 extern "C" __global__ void block_zero(float* sum) { zero(sum, 1); }
 
 // A block's sum in registers and shared memory first: one atomic a block, in float32.
-extern "C" __global__ void block_one(float* sum, const T* a, const T* b, long long n) {
+extern "C" __global__ void block_one(float* sum, const DTYPE* a, const DTYPE* b, long long n) {
     float mine = 0;
     for (long long i = place(); i < n; i += gridDim.x * (long long)blockDim.x) mine = fmaf(to_float(a[i]), to_float(b[i]), mine);
     mine = block_sum<THREADS>(mine);
     if (threadIdx.x == 0) atomicAdd(sum, mine);
 }
 
-extern "C" __global__ void block_end(T* y, const float* sum) {
+extern "C" __global__ void block_end(DTYPE* y, const float* sum) {
     if (threadIdx.x == 0) from_float(*sum, *y);
 }
 
 // Each block leaves its part, and `add` adds the parts in their order.
-extern "C" __global__ void __launch_bounds__(THREADS) in_order(OUT* y, Wide* parts, const T* a, const T* b, long long n, int steps) {
+extern "C" __global__ void __launch_bounds__(THREADS) in_order(YTYPE* y, Wide* parts, const DTYPE* a, const DTYPE* b, long long n, int steps) {
     let_next_come<PDL>();
-    const T* const in[2] = {a, b};
+    const DTYPE* const in[2] = {a, b};
     leave(block_sum<THREADS>(Wide(share<THREADS, LOADS>(Multiply(), n, steps, in))), y, parts);
 }
 
-extern "C" __global__ void add(OUT* y, const Wide* parts, int count) { add_parts<THREADS, PDL, Wide>(y, parts, count); }
+extern "C" __global__ void add(YTYPE* y, const Wide* parts, int count) { add_parts<THREADS, PDL, Wide>(y, parts, count); }

@@ -24,7 +24,7 @@ from ridgeline import device
 from ridgeline.boundary import Function, differentiate, first_order, kernel_op, launch
 from ridgeline.cuda import CTYPE, CudaKernel
 from ridgeline.op import FLOATS, Case, Cost, Op, RidgelineError, Spec, nbytes
-from ridgeline.ops.reduction._sums import Parts, Positive, Rule, add_up, ceil, no_kernel, parts_like
+from ridgeline.ops.reduction._sums import Parts, Positive, Rule, across, add_up, ceil, no_kernel, parts_like
 from ridgeline.select import eager, run
 
 FILE = Path(__file__).with_name("dot.cu")
@@ -33,13 +33,13 @@ FILE = Path(__file__).with_name("dot.cu")
 @triton.jit
 def _fwd(parts, a, b, n, steps, a_step, b_step, BLOCK: tl.constexpr):
     """A program's part: `steps` blocks side by side."""
-    sums = tl.zeros((BLOCK,), tl.float32)
-    first = tl.program_id(0).to(tl.int64) * steps * BLOCK + tl.arange(0, BLOCK)
+    sums = tl.zeros((1, BLOCK), tl.float32)
+    first = tl.program_id(0).to(tl.int64) * steps * BLOCK + tl.arange(0, BLOCK)[None, :]
     for _ in range(steps):
         left = tl.load(a + first * a_step, mask=first < n, other=0).to(tl.float32)
         sums += left * tl.load(b + first * b_step, mask=first < n, other=0).to(tl.float32)
         first += BLOCK
-    tl.store(parts + tl.program_id(0), tl.sum(sums, 0))
+    tl.store(parts + tl.program_id(0) + tl.zeros((1, 1), tl.int32), across(sums, 16, True))
 
 
 def _triton(y: torch.Tensor, a: torch.Tensor, b: torch.Tensor) -> None:
@@ -175,7 +175,7 @@ _kernel = cache(partial(CudaKernel, FILE))
 
 def _atomic(names: tuple[str, str, str], each: int, y: torch.Tensor, a: torch.Tensor, b: torch.Tensor) -> None:
     """Clears the sum, adds to it, and puts it into y. each: the elements of a thread; 0: the GPU's threads share all of them."""
-    facts: dict[str, Any] = {"T": CTYPE[a.dtype], "OUT": CTYPE[y.dtype], "THREADS": 256, "LOADS": 1, "PDL": 0}
+    facts: dict[str, Any] = {"DTYPE": CTYPE[a.dtype], "YTYPE": CTYPE[y.dtype], "THREADS": 256, "LOADS": 1, "PDL": 0}
     zero, kernel, end = map(_kernel, names, ("P", "PPPq", "PP"))
     sums, n = a.new_empty(2, dtype=torch.float16 if each else torch.float32), a.numel()
     # A thread more than packs, for an odd element.
@@ -220,6 +220,7 @@ _rung(
     "sums in registers and shared memory first: one atomic a block, in float32",
     partial(_atomic, ("block_zero", "block_one", "block_end"), 0),
     supports=_side_by_side,
+    dtypes=("float16", "bfloat16"),  # of float32 products, so many sums in float32 would err more than the law allows
     deterministic=False,
     gain=1000.0,
     counter=ATOMICS,

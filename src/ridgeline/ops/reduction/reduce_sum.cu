@@ -1,15 +1,15 @@
 // The sum of all elements, nine times as it is taught and once as it should be done. Each block leaves a part; `add` adds the parts up.
-// Macros: T an element's type, OUT the result's, THREADS of a block, LOADS of 16 bytes that a thread has on their way, PDL whether `add`
+// Macros: DTYPE an element's type, YTYPE the result's, THREADS of a block, LOADS of 16 bytes that a thread has on their way, PDL whether `add`
 // may start before the parts are there.
 #include "reduction.cuh"
 
-using Sum = Sums<T>::Thread;
-using Wide = Sums<T>::Wide;
+using Sum = Sums<DTYPE>::Thread;
+using Wide = Sums<DTYPE>::Wide;
 
 __device__ long long place() { return blockIdx.x * (long long)THREADS + threadIdx.x; }
 
 // Neighbours first, then neighbours of neighbours: every second, fourth, ... thread works, and finds itself by a remainder.
-extern "C" __global__ void v0(Sum* parts, const T* x, long long n) {
+extern "C" __global__ void v0(Sum* parts, const DTYPE* x, long long n) {
     __shared__ Sum sums[THREADS];
     const unsigned t = threadIdx.x;
     sums[t] = place() < n ? Sum(x[place()]) : 0;
@@ -22,7 +22,7 @@ extern "C" __global__ void v0(Sum* parts, const T* x, long long n) {
 }
 
 // The same pairs, by the first threads: whole warps work or rest, and no remainder. But the threads of a warp read 2s apart.
-extern "C" __global__ void v1(Sum* parts, const T* x, long long n) {
+extern "C" __global__ void v1(Sum* parts, const DTYPE* x, long long n) {
     __shared__ Sum sums[THREADS];
     const unsigned t = threadIdx.x;
     sums[t] = place() < n ? Sum(x[place()]) : 0;
@@ -44,7 +44,7 @@ __device__ void halve(Sum* sums, unsigned least) {
     }
 }
 
-extern "C" __global__ void v2(Sum* parts, const T* x, long long n) {
+extern "C" __global__ void v2(Sum* parts, const DTYPE* x, long long n) {
     __shared__ Sum sums[THREADS];
     sums[threadIdx.x] = place() < n ? Sum(x[place()]) : 0;
     halve(sums, 0);
@@ -52,12 +52,12 @@ extern "C" __global__ void v2(Sum* parts, const T* x, long long n) {
 }
 
 // The sum of this thread's two elements, THREADS apart: half as many blocks, and no thread whose only work is a load.
-__device__ Sum two(const T* x, long long n) {
+__device__ Sum two(const DTYPE* x, long long n) {
     const long long i = blockIdx.x * (2LL * THREADS) + threadIdx.x;
     return (i < n ? Sum(x[i]) : 0) + (i + THREADS < n ? Sum(x[i + THREADS]) : 0);
 }
 
-extern "C" __global__ void v3(Sum* parts, const T* x, long long n) {
+extern "C" __global__ void v3(Sum* parts, const DTYPE* x, long long n) {
     __shared__ Sum sums[THREADS];
     sums[threadIdx.x] = two(x, n);
     halve(sums, 0);
@@ -79,7 +79,7 @@ __device__ void last_warp(Sum* sums, Sum* part) {
     if (threadIdx.x == 0) *part = sum;
 }
 
-extern "C" __global__ void v4(Sum* parts, const T* x, long long n) {
+extern "C" __global__ void v4(Sum* parts, const DTYPE* x, long long n) {
     __shared__ Sum sums[THREADS];
     sums[threadIdx.x] = two(x, n);
     halve(sums, 32);
@@ -97,35 +97,35 @@ __device__ void halve_all(Sum* sums, Sum* part) {
     last_warp(sums, part);
 }
 
-extern "C" __global__ void v5(Sum* parts, const T* x, long long n) {
+extern "C" __global__ void v5(Sum* parts, const DTYPE* x, long long n) {
     __shared__ Sum sums[THREADS];
     sums[threadIdx.x] = two(x, n);
     halve_all(sums, parts + blockIdx.x);
 }
 
 // This thread's sum of every element that lies a grid's threads further on.
-__device__ Sum many(const T* x, long long n) {
+__device__ Sum many(const DTYPE* x, long long n) {
     Sum sum = 0;
     for (long long i = place(); i < n; i += gridDim.x * (long long)THREADS) sum += Sum(x[i]);
     return sum;
 }
 
-extern "C" __global__ void v6(Sum* parts, const T* x, long long n) {
+extern "C" __global__ void v6(Sum* parts, const DTYPE* x, long long n) {
     __shared__ Sum sums[THREADS];
     sums[threadIdx.x] = many(x, n);
     halve_all(sums, parts + blockIdx.x);
 }
 
-extern "C" __global__ void v7(Sum* parts, const T* x, long long n) {
+extern "C" __global__ void v7(Sum* parts, const DTYPE* x, long long n) {
     const Sum sum = block_sum<THREADS>(many(x, n));
     if (threadIdx.x == 0) parts[blockIdx.x] = sum;
 }
 
-extern "C" __global__ void v8(Sum* parts, const T* x, long long n) {
-    constexpr int N = 16 / sizeof(T);
+extern "C" __global__ void v8(Sum* parts, const DTYPE* x, long long n) {
+    constexpr int N = 16 / sizeof(DTYPE);
     Sum sum = 0;
     for (long long p = place(); p < n / N; p += gridDim.x * (long long)THREADS) {
-        const Pack<T, N> found = reinterpret_cast<const Pack<T, N>*>(x)[p];
+        const Pack<DTYPE, N> found = reinterpret_cast<const Pack<DTYPE, N>*>(x)[p];
 #pragma unroll
         for (int k = 0; k < N; ++k) sum += Sum(found.at[k]);
     }
@@ -140,19 +140,19 @@ extern "C" __global__ void few(Sum* fewer, const Sum* parts, int count, int each
     add_parts<THREADS, false, Wide>(fewer + blockIdx.x, parts + first, left < each ? left : each);
 }
 
-extern "C" __global__ void add(OUT* y, const Sum* parts, int count) { add_parts<THREADS, false, Wide>(y, parts, count); }
+extern "C" __global__ void add(YTYPE* y, const Sum* parts, int count) { add_parts<THREADS, false, Wide>(y, parts, count); }
 
 // As it should be done: short blocks, which the GPU hands out as multiprocessors become free, and all loads of a block on their way at once.
-extern "C" __global__ void __launch_bounds__(THREADS) best(OUT* y, Wide* parts, const T* x, long long n, int steps) {
+extern "C" __global__ void __launch_bounds__(THREADS) best(YTYPE* y, Wide* parts, const DTYPE* x, long long n, int steps) {
     let_next_come<PDL>();
-    auto add = [](Sum sum, const T (&one)[1]) {
+    auto add = [](Sum sum, const DTYPE (&one)[1]) {
         if constexpr (sizeof(Sum) == 8)
             return sum + Sum(one[0]);
         else
             return sum + to_float(one[0]);
     };
-    const T* const in[1] = {x};
+    const DTYPE* const in[1] = {x};
     leave(block_sum<THREADS>(Wide(share<THREADS, LOADS>(add, n, steps, in))), y, parts);
 }
 
-extern "C" __global__ void best_add(OUT* y, const Wide* parts, int count) { add_parts<THREADS, PDL, Wide>(y, parts, count); }
+extern "C" __global__ void best_add(YTYPE* y, const Wide* parts, int count) { add_parts<THREADS, PDL, Wide>(y, parts, count); }

@@ -23,7 +23,7 @@ from ridgeline.boundary import Function, differentiate, first_order, kernel_op, 
 from ridgeline.cuda import CudaKernel
 from ridgeline.op import FLOATS, Case, Cost, Op, RidgelineError, nbytes
 from ridgeline.ops.reduction._layout import groups, left_to_torch, normal, result_dtype, side_by_side
-from ridgeline.ops.reduction._sums import CTYPES, Parts, Positive, Rule, add_up, ceil, no_kernel, parts_like
+from ridgeline.ops.reduction._sums import CTYPES, Parts, Positive, Rule, across, add_up, ceil, no_kernel, parts_like
 from ridgeline.select import eager, find, run
 
 INTS = ("int32", "int64", "int16", "int8", "uint8", "bool")
@@ -40,7 +40,7 @@ def _fwd(y, parts, x, A, R, steps, size, x_outer, x_a, x_far, x_r, y_outer, y_a,
     a, r = (a[:, None], r[None, :]) if ROWS else (a[None, :], r[:, None])
     x += outer * x_outer + a * x_a
     wide: tl.constexpr = tl.float32 if x.dtype.element_ty.is_floating() else tl.int64
-    across = tl.cdiv(R, BR)
+    blocks = tl.cdiv(R, BR)
     length = tl.cdiv(steps, tl.num_programs(1))
     begin = tl.program_id(1) * length
     end = tl.minimum(begin + length, steps)
@@ -48,12 +48,12 @@ def _fwd(y, parts, x, A, R, steps, size, x_outer, x_a, x_far, x_r, y_outer, y_a,
     for some in range(begin, end, RUN):
         part = tl.zeros((BA, BR) if ROWS else (BR, BA), wide)
         for step in range(some, tl.minimum(some + RUN, end)):
-            at = (step % across).to(tl.int64) * BR + r
-            far = (step // across).to(tl.int64) * x_far
+            at = (step % blocks).to(tl.int64) * BR + r
+            far = (step // blocks).to(tl.int64) * x_far
             part += tl.load(x + far + at * x_r, mask=(a < A) & (at < R), other=0).to(wide)
         total += part
     place = outer * y_outer + a * y_a
-    sums = tl.sum(total, 1, keep_dims=True) if ROWS else tl.sum(total, 0, keep_dims=True)
+    sums = across(total, min(16, BR), ROWS)
     if SPLIT:
         tl.store(parts + tl.program_id(1).to(tl.int64) * size + place, sums, mask=a < A)
     else:
@@ -199,12 +199,12 @@ def _teach(kernel: CudaKernel, each: int, blocks: int, y: torch.Tensor, x: torch
     count = ceil(x.numel(), 256 * each)
     if blocks:
         count = min(count, blocks if blocks > 0 else -blocks * device.of(x).multiprocessors)
-    facts = {"T": CTYPES[x.dtype], "OUT": CTYPES[y.dtype], "LOADS": 1, "PDL": 0}
-    parts = parts_like(x, count)
+    facts = {"DTYPE": CTYPES[x.dtype], "YTYPE": CTYPES[y.dtype], "LOADS": 1, "PDL": 0}
+    parts = parts_like(x, count, dtype=x.dtype)
     launch(kernel, (count,), parts, x, x.numel(), **facts, THREADS=256, block=256)
     if count > 1 << 18:  # for one block that would be work
         each = ceil(count, 1024)
-        count, parts, many = ceil(count, each), parts_like(x, ceil(count, each)), parts
+        count, parts, many = ceil(count, each), parts_like(x, ceil(count, each), dtype=x.dtype), parts
         launch(_FEW, (count,), parts, many, many.numel(), each, **facts, THREADS=256, block=256)
     launch(_ADD, (1,), y, parts, count, **facts, THREADS=1024, block=1024)
 
