@@ -52,7 +52,7 @@ class Parts:
         blocks = ceil(whole, steps)
         parts = parts_like(x, blocks)
         after = early(gpu)
-        facts = {"DTYPE": CTYPES[x.dtype], "YTYPE": CTYPES[y.dtype], "LOADS": rule["LOADS"], "PDL": int(after.pop("PDL"))}
+        facts: dict[str, Any] = {"DTYPE": CTYPES[x.dtype], "YTYPE": CTYPES[y.dtype], "LOADS": rule["LOADS"], "PDL": int(after.pop("PDL"))}
         launch(self.kernel, (blocks,), y, parts, *operands, x.numel(), steps, **facts, THREADS=rule["THREADS"], block=rule["THREADS"])
         if blocks > 1:
             launch(self.adder, (1,), y, parts, blocks, **facts, THREADS=1024, block=1024, **after)

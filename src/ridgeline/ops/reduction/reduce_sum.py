@@ -210,7 +210,7 @@ def _teach(kernel: CudaKernel, each: int, blocks: int, y: torch.Tensor, x: torch
     count = ceil(x.numel(), 256 * each)
     if blocks:
         count = min(count, blocks if blocks > 0 else -blocks * device.of(x).multiprocessors)
-    facts = {"DTYPE": CTYPES[x.dtype], "YTYPE": CTYPES[y.dtype], "LOADS": 1, "PDL": 0}
+    facts: dict[str, Any] = {"DTYPE": CTYPES[x.dtype], "YTYPE": CTYPES[y.dtype], "LOADS": 1, "PDL": 0}
     parts = parts_like(x, count, dtype=x.dtype)
     launch(kernel, (count,), parts, x, x.numel(), **facts, THREADS=256, block=256)
     if count > 1 << 18:  # for one block that would be work
