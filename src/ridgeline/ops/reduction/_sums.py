@@ -1,4 +1,4 @@
-"""What sums share: parts of a sum and what adds them up, in CUDA C++ and in Triton, and data whose sum says something."""
+"""What sums share: parts of a sum and what adds them up, in CUDA C++ and in Triton."""
 
 from __future__ import annotations
 
@@ -12,7 +12,6 @@ import triton.language as tl
 from ridgeline import device
 from ridgeline.boundary import early, launch
 from ridgeline.cuda import CTYPE, CudaKernel
-from ridgeline.op import Spec
 
 CTYPES = CTYPE | {torch.int64: "long long", torch.int32: "int"}
 Rule = dict[str, int]
@@ -20,19 +19,6 @@ Rule = dict[str, int]
 
 def ceil(a: int, b: int) -> int:
     return -(-a // b)
-
-
-class Positive(Spec):
-    """Numbers from 0 to 1; whole ones from all that there are. A sum of normal ones cancels, and how near it comes to zero decides
-    whether one rounding more is much."""
-
-    def make(self, dtype: torch.dtype, device: str | torch.device, generator: torch.Generator | None) -> torch.Tensor:
-        dtype = getattr(torch, self.dtype) if self.dtype else dtype
-        if dtype.is_floating_point:
-            base = torch.float64 if dtype == torch.float64 else torch.float32
-            return torch.rand(self.shape, dtype=base, device=device, generator=generator).to(dtype).requires_grad_(self.grad)
-        ends = torch.iinfo(dtype)
-        return torch.randint(ends.min, ends.max, self.shape, dtype=dtype, device=device, generator=generator)
 
 
 class Parts:

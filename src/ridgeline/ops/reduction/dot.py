@@ -12,42 +12,17 @@ Source: PyTorch's KernelUtils.cuh; for the sum in order Mark Harris, Optimizing 
 from __future__ import annotations
 
 from collections.abc import Callable
-from functools import cache, partial
-from pathlib import Path
+from functools import partial
 from typing import Any
 
 import torch
-import triton
-import triton.language as tl
 
-from ridgeline import device
-from ridgeline.boundary import Function, differentiate, first_order, kernel_op, launch
-from ridgeline.cuda import CTYPE, CudaKernel
+from ridgeline.boundary import Function, differentiate, first_order, kernel_op
 from ridgeline.op import FLOATS, Case, Cost, Op, RidgelineError, Spec, nbytes
-from ridgeline.ops.reduction._sums import Parts, Positive, Rule, across, add_up, ceil, no_kernel, parts_like
+from ridgeline.ops.reduction._data import Positive, Signs, Strided
+from ridgeline.ops.reduction._products import atomic, by_programs, in_order, side_by_side, together
+from ridgeline.ops.reduction._sums import no_kernel
 from ridgeline.select import eager, run
-
-FILE = Path(__file__).with_name("dot.cu")
-
-
-@triton.jit
-def _fwd(parts, a, b, n, steps, a_step, b_step, BLOCK: tl.constexpr):
-    """A program's part: `steps` blocks side by side."""
-    sums = tl.zeros((1, BLOCK), tl.float32)
-    first = tl.program_id(0).to(tl.int64) * steps * BLOCK + tl.arange(0, BLOCK)[None, :]
-    for _ in range(steps):
-        left = tl.load(a + first * a_step, mask=first < n, other=0).to(tl.float32)
-        sums += left * tl.load(b + first * b_step, mask=first < n, other=0).to(tl.float32)
-        first += BLOCK
-    tl.store(parts + tl.program_id(0) + tl.zeros((1, 1), tl.int32), across(sums, 16, True))
-
-
-def _triton(y: torch.Tensor, a: torch.Tensor, b: torch.Tensor) -> None:
-    block = 4096
-    steps = max(1, a.numel() // (block * 64 * device.of(a).multiprocessors))
-    parts = parts_like(a, ceil(a.numel(), block * steps), 1)
-    launch(_fwd, (len(parts),), parts, a, b, a.numel(), steps, a.stride(0), b.stride(0), BLOCK=block, num_warps=8)
-    add_up(y, parts)
 
 
 @kernel_op("dot_fwd(Tensor a, Tensor b, str? impl) -> Tensor")
@@ -101,24 +76,6 @@ def cost(a: torch.Tensor, b: torch.Tensor) -> tuple[Cost, Cost]:
     return Cost(nbytes(a, b), a.element_size(), 2 * a.numel()), Cost(nbytes(a, b), nbytes(a, b), 2 * a.numel())
 
 
-class Signs(Spec):
-    """-1 and 1, one element in `high`; the others are 0."""
-
-    def make(self, dtype: torch.dtype, device: str | torch.device, generator: torch.Generator | None) -> torch.Tensor:
-        signs = torch.randint(0, 2, self.shape, dtype=torch.int8, device=device, generator=generator) * 2 - 1
-        if self.high > 1:
-            signs *= torch.randint(0, self.high, self.shape, dtype=torch.int16, device=device, generator=generator) == 0
-        return signs.to(dtype).requires_grad_(self.grad)
-
-
-class Strided(Positive):
-    """Every second element of twice as many."""
-
-    def make(self, *args: Any) -> torch.Tensor:
-        made = super().make(*args).detach()
-        return torch.stack([made, made], -1)[..., 0].requires_grad_(self.grad)
-
-
 def _signs(n: int, use: str = "check", dtypes: tuple[str, ...] = FLOATS) -> Case:
     """As many of a's elements are not 0 as a float16 sum has room for, eight times over: some 2**15."""
     grad = use == "check"
@@ -155,44 +112,6 @@ DOT.compiled(
 )
 
 
-def _side_by_side(a: torch.Tensor, b: torch.Tensor, bytes: int = 1) -> str | None:
-    """Why a kernel that loads so many bytes at once does not take these, or None."""
-    if a.numel() > 1 and not a.stride(0) == b.stride(0) == 1:
-        return f"it takes elements that lie side by side, and the strides are {a.stride(0)} and {b.stride(0)}"
-    if a.data_ptr() % bytes or b.data_ptr() % bytes:
-        return f"its packs begin at multiples of {bytes} bytes, and a and b begin {a.data_ptr() % bytes} and {b.data_ptr() % bytes} beyond"
-    return None
-
-
-def _together(a: torch.Tensor, b: torch.Tensor) -> str | None:
-    if (a.data_ptr() - b.data_ptr()) % 16:
-        return "its packs of 16 bytes begin together, and those of a and b do not"
-    return _side_by_side(a, b)
-
-
-_kernel = cache(partial(CudaKernel, FILE))
-
-
-def _atomic(names: tuple[str, str, str], each: int, y: torch.Tensor, a: torch.Tensor, b: torch.Tensor) -> None:
-    """Clears the sum, adds to it, and puts it into y. each: the elements of a thread; 0: the GPU's threads share all of them."""
-    facts: dict[str, Any] = {"DTYPE": CTYPE[a.dtype], "YTYPE": CTYPE[y.dtype], "THREADS": 256, "LOADS": 1, "PDL": 0}
-    zero, kernel, end = map(_kernel, names, ("P", "PPPq", "PP"))
-    sums, n = a.new_empty(2, dtype=torch.float16 if each else torch.float32), a.numel()
-    # A thread more than packs, for an odd element.
-    blocks = ceil(n // each + 1, 256) if each else min(ceil(n, 256), 8 * device.of(a).multiprocessors)
-    launch(zero, (1,), sums, **facts, block=32)
-    launch(kernel, (blocks,), sums, a, b, n, **facts, block=256)
-    launch(end, (1,), y, sums, **facts, block=32)
-
-
-IN_ORDER = Parts(FILE, "in_order", "add", 2)
-RULE: Rule = {"THREADS": 256, "LOADS": 4, "BLOCKS": 128}
-
-
-def _in_order(y: torch.Tensor, a: torch.Tensor, b: torch.Tensor, *, rule: Rule = RULE) -> None:
-    IN_ORDER.start(rule, y, a, b)
-
-
 def _rung(name: str, idea: str, fwd: Callable[..., None], kind: str = "cuda", **facts: Any) -> None:
     DOT.kernel(name, idea, kind=kind, fwd=fwd, bwd=no_kernel, **facts)
 
@@ -204,12 +123,12 @@ for end, each, gain, idea in (
     ("half2", 2, 4.0, "two elements a thread, an atomic on a pair of halves, which the GPU has: half as many, and each done at once"),
     ("padded", 1, 0.5, "one element a thread again, its half in a pair beside a zero: the quick atomic where there is only one value"),
 ):
-    fwd = partial(_atomic, ("half_zero", f"half_{end}", "half_end"), each)
+    fwd = partial(atomic, ("half_zero", f"half_{end}", "half_end"), each)
     _rung(
         f"atomic_{end}",
         idea,
         fwd,
-        supports=partial(_side_by_side, bytes=2 * each),
+        supports=partial(side_by_side, bytes=2 * each),
         dtypes=("float16",),
         deterministic=False,
         gain=gain,
@@ -218,19 +137,19 @@ for end, each, gain, idea in (
 _rung(
     "atomic_block",
     "sums in registers and shared memory first: one atomic a block, in float32",
-    partial(_atomic, ("block_zero", "block_one", "block_end"), 0),
-    supports=_side_by_side,
+    partial(atomic, ("block_zero", "block_one", "block_end"), 0),
+    supports=side_by_side,
     dtypes=("float16", "bfloat16"),  # of float32 products, so many sums in float32 would err more than the law allows
     deterministic=False,
     gain=1000.0,
     counter=ATOMICS,
 )
-_rung("triton", "any strides: a program's part, and the parts added in their order", _triton, "triton", served=True)
+_rung("triton", "any strides: a program's part, and the parts added in their order", by_programs, "triton", served=True)
 _rung(
     "cuda",
     "16-byte loads, eight on their way a thread; blocks leave parts, and a second kernel that starts early adds them in order",
-    _in_order,
-    supports=_together,
+    in_order,
+    supports=together,
     served=True,
     gain=1.1,
     counter=DRAM,
