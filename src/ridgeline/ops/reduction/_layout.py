@@ -46,6 +46,10 @@ def left_to_torch(x: torch.Tensor, out: torch.dtype) -> str | None:
     return f"kernels take sums of {kinds} in a dtype of the same kind, and this is of {str(x.dtype)[6:]} in {str(out)[6:]}"
 
 
+def takes_dtypes(x: torch.Tensor, dim: Any = None, keepdim: bool = False, dtype: torch.dtype | None = None) -> str | None:
+    return left_to_torch(x, result_dtype(x, dtype))
+
+
 def side_by_side(x: torch.Tensor) -> bool:
     """Whether the elements fill a piece of memory, in any order."""
     room = 1

@@ -52,7 +52,9 @@ def sum_tiles(y: torch.Tensor, x: torch.Tensor, dims: tuple[int, ...], keepdim: 
     x, (outer, x_outer, y_outer), (A, x_a, y_a), (far, x_far), (R, x_r) = groups(x, dims)
     pack = 16 // x.element_size()
     rows = A == 1 or x_r <= x_a
-    most = min(2048 * pack, 16384)  # elements of a tile: 128 bytes a thread
+    gpu = device.of(x)
+    # Elements of a tile: 128 bytes a thread; half of that where more would not stay in registers.
+    most = min((2048 if gpu.capability >= 90 else 1024) * pack, 16384)
     fast = min(triton.next_power_of_2(R if rows else A), most if rows else 64 * pack)
     slow = min(triton.next_power_of_2(A if rows else R), most // fast)
     BA, BR = (slow, fast) if rows else (fast, slow)
@@ -62,7 +64,7 @@ def sum_tiles(y: torch.Tensor, x: torch.Tensor, dims: tuple[int, ...], keepdim: 
     else:  # rows of the tile that a thread comes to
         few = max(1, BA * BR // (32 * warps * pack))
     programs, steps = outer * ceil(A, BA), far * ceil(R, BR)
-    splits = max(1, min(8 * device.of(x).multiprocessors // programs, steps, (1 << 22) // y.numel()))
+    splits = max(1, min(8 * gpu.multiprocessors // programs, steps, (1 << 22) // y.numel()))
     parts = parts_like(x, splits if splits > 1 else 0, y.numel())
     facts = {"BA": BA, "BR": BR, "FEW": min(few, BR), "ROWS": rows, "SPLIT": splits > 1, "RUN": 16, "num_warps": warps}
     launch(_fwd, (programs, splits), y, parts, x, A, R, steps, y.numel(), x_outer, x_a, x_far, x_r, y_outer, y_a, **facts)

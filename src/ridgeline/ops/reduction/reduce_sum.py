@@ -18,7 +18,7 @@ import torch
 from ridgeline.boundary import Function, differentiate, first_order, kernel_op
 from ridgeline.op import FLOATS, Case, Cost, Op, RidgelineError, nbytes
 from ridgeline.ops.reduction._data import Positive
-from ridgeline.ops.reduction._layout import left_to_torch, normal, result_dtype
+from ridgeline.ops.reduction._layout import left_to_torch, normal, result_dtype, takes_dtypes
 from ridgeline.ops.reduction._sums import no_kernel
 from ridgeline.ops.reduction._tiles import sum_tiles
 from ridgeline.ops.reduction._whole import best, takes_whole, teach
@@ -72,12 +72,10 @@ def reduce_sum(
     """
     dims = normal(x, dim, dtype)
     out = result_dtype(x, dtype)
-    if reason := left_to_torch(x, out):
-        rung = find(REDUCE_SUM, impl or "torch")
-        if rung.call is None:
-            raise RidgelineError(f"reduce_sum: impl={impl!r} cannot run this call: {reason}")
-        return rung.call(x, dims, keepdim, dtype)
-    plain = eager(REDUCE_SUM, impl, x)
+    reason = left_to_torch(x, out)
+    plain = find(REDUCE_SUM, impl or "torch") if reason else eager(REDUCE_SUM, impl, x)
+    if reason and plain is not None and plain.is_kernel:
+        raise RidgelineError(f"reduce_sum: impl={impl!r} cannot run this call: {reason}")
     if plain is not None and plain.call is not None:
         return plain.call(x, dims, keepdim, dtype)
     if torch.is_grad_enabled() and x.requires_grad:
@@ -125,59 +123,32 @@ REDUCE_SUM = Op(
     ],
 )
 
-REDUCE_SUM.eager(
-    "torch", "PyTorch's own: four loads a thread on their way, partial sums by blocks, the last block adds them", reference, served=True
-)
+REDUCE_SUM.eager("torch", "PyTorch's own: four loads a thread on their way; the last block adds the blocks' sums", reference, served=True)
 REDUCE_SUM.compiled("torch.compile's: two Triton kernels, sums of blocks and the sum of these")
 
-THREADS, ISSUED = "smsp__thread_inst_executed_per_inst_executed.ratio", "smsp__inst_executed.sum"
-BANKS, BARRIER = (
-    "l1tex__data_bank_conflicts_pipe_lsu_mem_shared.sum",
-    "smsp__average_warps_issue_stalled_barrier_per_issue_active.ratio",
-)
+
+def _rung(name: str, idea: str, fwd: Any, supports: Any, dtypes: tuple[str, ...], kind: str = "cuda", **facts: Any) -> None:
+    REDUCE_SUM.kernel(name, idea, kind=kind, fwd=fwd, bwd=no_kernel, supports=supports, dtypes=dtypes, **facts)
+
+
+ISSUED, STALLED = "smsp__inst_executed.sum", "smsp__average_warps_issue_stalled_barrier_per_issue_active.ratio"
+LANES, BANKS = "smsp__thread_inst_executed_per_inst_executed.ratio", "l1tex__data_bank_conflicts_pipe_lsu_mem_shared.sum"
 SHARED, LOADS = "smsp__inst_executed_pipe_lsu.sum", "l1tex__t_requests_pipe_lsu_mem_global_op_ld.sum"
 DRAM = "dram__throughput.avg.pct_of_peak_sustained_elapsed"
 for name, each, blocks, gain, counter, idea in (
-    ("v0", 1, 0, 0.0, THREADS, "a tree in shared memory, by every second, fourth, ... thread, found by a remainder: one element a thread"),
-    ("v1", 1, 0, 2.0, THREADS, "the same tree by the first threads: whole warps rest, no remainder; strided addresses conflict in banks"),
+    ("v0", 1, 0, 0.0, LANES, "a tree in shared memory, by every second, fourth, ... thread, found by a remainder: one element a thread"),
+    ("v1", 1, 0, 2.0, LANES, "the same tree by the first threads: whole warps rest, no remainder; strided addresses conflict in banks"),
     ("v2", 1, 0, 1.1, BANKS, "the upper half added to the lower: neighbours in neighbouring banks"),
     ("v3", 2, 0, 1.8, ISSUED, "the first addition while loading: half as many blocks, no thread that only loads"),
-    ("v4", 2, 0, 1.3, BARRIER, "the last warp alone, without barriers of the block"),
+    ("v4", 2, 0, 1.3, STALLED, "the last warp alone, without barriers of the block"),
     ("v5", 2, 0, 1.05, ISSUED, "all steps written out: no loop, no test that is known beforehand"),
     ("v6", 1, 1024, 1.3, DRAM, "1024 blocks that go over the whole tensor: one tree for many elements"),
     ("v7", 1, 1024, 1.03, SHARED, "sums handed from register to register in a warp, one slot of shared memory a warp"),
     ("v8", 4, -8, 1.02, LOADS, "16-byte loads, and as many blocks as the GPU holds at once"),
 ):
-    REDUCE_SUM.kernel(
-        name,
-        idea,
-        kind="cuda",
-        fwd=partial(teach, name, each, blocks),
-        bwd=no_kernel,
-        supports=partial(takes_whole, packs=name == "v8"),
-        dtypes=("float32", "int32"),
-        gain=gain,
-        counter=counter,
-    )
-REDUCE_SUM.kernel(
-    "triton",
-    "any strides and dimensions: tiles of sums and their elements, what a thread loads added first; parts where sums are few",
-    kind="triton",
-    fwd=sum_tiles,
-    bwd=no_kernel,
-    supports=lambda x, dim=None, keepdim=False, dtype=None: left_to_torch(x, result_dtype(x, dtype)),
-    dtypes=(*FLOATS, *INTS),
-    served=True,
-)
-REDUCE_SUM.kernel(
-    "cuda_best",
-    "short blocks, handed out as multiprocessors become free, many 16-byte loads a thread on their way; the sum of parts starts early",
-    kind="cuda",
-    fwd=best,
-    bwd=no_kernel,
-    supports=takes_whole,
-    dtypes=(*FLOATS, "int32"),
-    served=True,
-    gain=1.1,
-    counter=DRAM,
-)
+    fits = partial(takes_whole, packs=name == "v8")
+    _rung(name, idea, partial(teach, name, each, blocks), fits, ("float32", "int32"), gain=gain, counter=counter)
+idea = "any strides and dimensions: tiles of sums and their elements, what a thread loads added first; parts where sums are few"
+_rung("triton", idea, sum_tiles, takes_dtypes, (*FLOATS, *INTS), "triton", served=True)
+idea = "short blocks, handed out as multiprocessors become free, many 16-byte loads a thread on their way; the sum of parts starts early"
+_rung("cuda_best", idea, best, takes_whole, ALL, served=True, counter=DRAM)
