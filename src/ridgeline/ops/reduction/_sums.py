@@ -34,7 +34,7 @@ class Parts:
     def start(self, rule: Rule, y: torch.Tensor, *operands: torch.Tensor) -> None:
         x, gpu = operands[0], device.of(operands[0])
         whole = ceil(x.numel(), rule["THREADS"] * rule["LOADS"] * (16 // x.element_size()))
-        steps = max(1, whole // (rule["BLOCKS"] * gpu.multiprocessors))
+        steps = ceil(whole, rule["BLOCKS"] * gpu.multiprocessors)
         blocks = ceil(whole, steps)
         parts = parts_like(x, blocks)
         after = early(gpu)

@@ -98,8 +98,9 @@ REDUCE_SUM = Op(
     reference=reference,
     cost=cost,
     cases=[
-        Case("33x129", (Positive(33, 129),), dtypes=ALL),
-        Case("rows of 33x129", (Positive(33, 129), -1), dtypes=(*ALL, "int8", "uint8")),
+        Case("11x3x129", (Positive(11, 3, 129),), dtypes=ALL),
+        Case("rows of 33x129", (Positive(33, 129, grad=False), -1), dtypes=("float32", "float16", "int32", "int8", "uint8")),
+        Case("rows of 35x130", (Positive(35, 130), -1)),
         Case("1000003", (Positive(1000003),), dtypes=("float32", "bfloat16", "int32")),
         Case("columns of 129x33", (Positive(129, 33), 0), dtypes=ALL),
         Case("middle of 5x70x9", (Positive(5, 70, 9), 1, True), dtypes=ALL),
