@@ -70,6 +70,8 @@ def allowed(op: Op, args: list[Any], wanted: list[torch.Tensor], outputs: tuple[
         statistics = (4 * x.numel() + 3 * 4 * rows) * (length + more) // length
     if op.name == "gemv":
         statistics = 4 << 20  # parts of K, whatever the sizes
+    if op.name in ("reduce_sum", "dot"):
+        statistics = 8 * 128 * device.here().multiprocessors  # a part a block
     return nbytes(*outputs, *wanted) + statistics + 4 * weights * device.here().multiprocessors + SLACK
 
 

@@ -343,6 +343,30 @@ def quantize_int8(
     Raises RidgelineError on a tensor that is not floating point, another granularity, or an `impl` that cannot run the call.
     """
 
+def dot(a: torch.Tensor, b: torch.Tensor, *, impl: str | None = None) -> torch.Tensor:
+    """The dot product of two vectors, as `torch.dot`. Gradients flow to both.
+
+    a, b: (N,), any strides, of one dtype and device. Returns a number, (), in that dtype; sums are in float32, and the same bits
+    every time.
+    Raises RidgelineError where shapes, dtypes or devices do not fit, or `impl` cannot run the call.
+    """
+
+def reduce_sum(
+    x: torch.Tensor,
+    dim: int | tuple[int, ...] | None = None,
+    keepdim: bool = False,
+    dtype: torch.dtype | None = None,
+    *,
+    impl: str | None = None,
+) -> torch.Tensor:
+    """The sum of all elements, or along `dim`, as `torch.sum`. Gradients flow to x.
+
+    x: any shape and strides. dim: a dimension, several, or None for all of them; keepdim leaves them with one element each. dtype: the
+    result's; by default x's, and int64 of whole numbers. Sums are in float32, of whole numbers in 64 bits, whatever the dtype; the
+    same bits every time.
+    Raises RidgelineError on a `dim` that x has not or has twice, a `dtype` that is none, or an `impl` that cannot run the call.
+    """
+
 def add_layer_norm(
     x: torch.Tensor,
     residual: torch.Tensor,

@@ -1,0 +1,96 @@
+"""What a sum's arguments mean: which dimensions are added up, in which dtype, and where their elements lie."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+
+from ridgeline.op import RidgelineError
+
+FLOATS = (torch.float32, torch.float16, torch.bfloat16)
+WHOLE = (torch.int64, torch.int32, torch.int16, torch.int8, torch.uint8)
+
+
+def normal(x: Any, dim: Any, dtype: Any = None) -> tuple[int, ...]:
+    """The dimensions that a sum is over, each from 0 on, in order; raises where there are no such or x is no tensor."""
+    if not isinstance(x, torch.Tensor):
+        raise RidgelineError(f"reduce_sum: x must be a tensor, and is {type(x).__name__}")
+    if dtype is not None and not isinstance(dtype, torch.dtype):
+        raise RidgelineError(f"reduce_sum: dtype must be a dtype such as torch.float32, or None, and is {dtype!r}")
+    most = max(1, x.dim())  # a number has dimension 0 and -1, as in PyTorch
+    given = (dim,) if isinstance(dim, int) else dim
+    if given is None or (isinstance(given, tuple | list) and not given):
+        return tuple(range(x.dim()))
+    if not isinstance(given, tuple | list) or any([type(d) is not int or not -most <= d < most for d in given]):
+        raise RidgelineError(f"reduce_sum: dim must be from {-most} to {most - 1}, several of these, or None, and is {dim!r}")
+    found = sorted({d % most for d in given})
+    if len(found) < len(given):
+        raise RidgelineError(f"reduce_sum: dim must name each dimension once, and is {dim!r}")
+    return tuple(found) if x.dim() else ()
+
+
+def result_dtype(x: torch.Tensor, dtype: torch.dtype | None) -> torch.dtype:
+    if dtype is not None:
+        return dtype
+    if x.is_cuda and x.dtype in (torch.float16, torch.bfloat16) and torch.is_autocast_enabled("cuda"):
+        return torch.float32  # as torch's sum returns there
+    return x.dtype if x.is_floating_point() or x.is_complex() else torch.int64
+
+
+def left_to_torch(x: torch.Tensor, out: torch.dtype) -> str | None:
+    """Why kernels do not take these dtypes, or None."""
+    if (x.dtype in FLOATS and out in FLOATS) or (x.dtype in (*WHOLE, torch.bool) and out in WHOLE):
+        return None
+    kinds = "floating point (float32, float16, bfloat16) or whole numbers (int64 to int8, uint8)"
+    return f"kernels take sums of {kinds} in a dtype of the same kind, and this is of {str(x.dtype)[6:]} in {str(out)[6:]}"
+
+
+def takes_dtypes(x: torch.Tensor, dim: Any = None, keepdim: bool = False, dtype: torch.dtype | None = None) -> str | None:
+    return left_to_torch(x, result_dtype(x, dtype))
+
+
+def side_by_side(x: torch.Tensor) -> bool:
+    """Whether the elements fill a piece of memory, in any order."""
+    room = 1
+    for stride, size in sorted([(s, n) for s, n in zip(x.stride(), x.shape, strict=True) if n != 1]):
+        if stride != room:
+            return False
+        room *= size
+    return True
+
+
+Group = tuple[int, ...]  # a size, and how far apart neighbours lie in x and, of what is kept, in y
+
+
+def _merged(found: list[Group]) -> list[Group]:
+    """Dimensions that can be walked as one are one."""
+    made: list[Group] = []
+    for size, *steps in found:
+        if size == 1:
+            continue
+        if made and all([last == step * size for last, step in zip(made[-1][1:], steps, strict=True)]):
+            made[-1] = (made[-1][0] * size, *steps)
+        else:
+            made.append((size, *steps))
+    return made
+
+
+def groups(x: torch.Tensor, dims: tuple[int, ...]) -> tuple[torch.Tensor, Group, Group, Group, Group]:
+    """x, or a copy of it where its dimensions are too many; then what is kept, an outer group and one whose neighbours lie nearer, and what
+    is added up, likewise. y is contiguous."""
+    kept: list[Group] = []
+    room = 1
+    for d in reversed(range(x.dim())):
+        if d not in dims:
+            kept.insert(0, (x.shape[d], x.stride(d), room))
+            room *= x.shape[d]
+    added: list[Group] = [(x.shape[d], x.stride(d)) for d in dims]
+    kept, added = _merged(kept), _merged(sorted(added, key=lambda group: -group[1]))
+    if len(kept) > 2 or len(added) > 2:
+        order = [d for d in range(x.dim()) if d not in dims]
+        return groups(x.permute(*order, *dims).contiguous().view(*[x.shape[d] for d in order], -1), (len(order),))
+    kept.sort(key=lambda group: -group[1])
+    far: list[Group] = [(1, 0, 0)] * (2 - len(kept)) + kept
+    deep: list[Group] = [(1, 0)] * (2 - len(added)) + added
+    return x, far[0], far[1], deep[0], deep[1]

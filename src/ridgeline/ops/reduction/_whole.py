@@ -1,0 +1,54 @@
+"""Sums of whole tensors, whose elements lie side by side: what starts the kernels of `reduce_sum.cu`."""
+
+from __future__ import annotations
+
+from functools import cache, partial
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from ridgeline import device
+from ridgeline.boundary import launch
+from ridgeline.cuda import CudaKernel
+from ridgeline.ops.reduction._layout import normal, result_dtype, side_by_side
+from ridgeline.ops.reduction._sums import CTYPES, Parts, Rule, ceil, parts_like
+
+FILE = Path(__file__).with_name("reduce_sum.cu")
+RULE: Rule = {"THREADS": 256, "LOADS": 8, "BLOCKS": 128}
+BEST = Parts(FILE, "best", "best_add", 1)
+_kernel = cache(partial(CudaKernel, FILE))
+
+
+def takes_whole(
+    x: torch.Tensor, dim: Any = None, keepdim: bool = False, dtype: torch.dtype | None = None, packs: bool = False
+) -> str | None:
+    """Why a rung that sums whole tensors does not take a call, or None."""
+    if x.dim() > len(normal(x, dim, dtype)):
+        return f"it sums all of a tensor, and is asked for dimension {dim} of {x.dim()}"
+    if result_dtype(x, dtype) not in CTYPES:
+        return f"it leaves a sum in {', '.join(str(d)[6:] for d in CTYPES)}, and {dtype} is wanted"
+    if not side_by_side(x):
+        return f"it takes elements that lie side by side, and the strides are {tuple(x.stride())}"
+    if packs and x.data_ptr() % 16:
+        return f"its packs begin at multiples of 16 bytes, and x begins {x.data_ptr() % 16} beyond"
+    return None
+
+
+def teach(name: str, each: int, blocks: int, y: torch.Tensor, x: torch.Tensor, *_: Any) -> None:
+    """THREADS * each elements a block, or so many blocks (negative: so many a multiprocessor) that go over all of them."""
+    count = ceil(x.numel(), 256 * each)
+    if blocks:
+        count = min(count, blocks if blocks > 0 else -blocks * device.of(x).multiprocessors)
+    facts: dict[str, Any] = {"DTYPE": CTYPES[x.dtype], "YTYPE": CTYPES[y.dtype], "LOADS": 1, "PDL": 0}
+    parts = parts_like(x, count, dtype=x.dtype)
+    launch(_kernel(name, "PPq"), (count,), parts, x, x.numel(), **facts, THREADS=256, block=256)
+    if count > 1 << 18:  # for one block that would be work
+        each = ceil(count, 1024)
+        count, parts, many = ceil(count, each), parts_like(x, ceil(count, each), dtype=x.dtype), parts
+        launch(_kernel("few", "PPii"), (count,), parts, many, many.numel(), each, **facts, THREADS=256, block=256)
+    launch(_kernel("add", "PPi"), (1,), y, parts, count, **facts, THREADS=1024, block=1024)
+
+
+def best(y: torch.Tensor, x: torch.Tensor, *_: Any, rule: Rule = RULE) -> None:
+    BEST.start(rule, y, x)

@@ -1,0 +1,155 @@
+"""reduce_sum: the sum of all elements, or along some dimensions; the ladder on which one learns to write for a GPU.
+
+    y = sum_i x_i          backward: dx_i = dy
+
+x is read once, and nothing else takes time: the floor is its bytes over the bandwidth of memory. v0 to v8 take sums of a whole tensor:
+each block adds up its share in shared memory and leaves a part, and a second kernel adds up the parts. A tree of sums, and the same one
+each time: so the error stays that of a few roundings, and reruns are equal bit for bit.
+Source: Mark Harris, Optimizing Parallel Reduction in CUDA, 2007, as a course on CUDA teaches it, its last warp made safe for Volta.
+"""
+
+from __future__ import annotations
+
+from functools import partial
+from typing import Any
+
+import torch
+
+from ridgeline.boundary import Function, differentiate, first_order, kernel_op
+from ridgeline.op import FLOATS, Case, Cost, Op, RidgelineError, nbytes
+from ridgeline.ops.reduction._data import Positive
+from ridgeline.ops.reduction._layout import left_to_torch, normal, result_dtype, takes_dtypes
+from ridgeline.ops.reduction._sums import no_kernel
+from ridgeline.ops.reduction._tiles import sum_tiles
+from ridgeline.ops.reduction._whole import best, takes_whole, teach
+from ridgeline.select import eager, find, run
+
+INTS = ("int32", "int64", "int16", "int8", "uint8", "bool")
+
+
+@kernel_op("reduce_sum_fwd(Tensor x, int[] dims, bool keepdim, ScalarType dtype, str? impl) -> Tensor")
+def _forward(x: torch.Tensor, dims: tuple[int, ...], keepdim: bool, dtype: torch.dtype, impl: str | None) -> torch.Tensor:
+    shape = [1 if d in dims else n for d, n in enumerate(x.shape) if keepdim or d not in dims]
+    y = x.new_empty(shape, dtype=dtype)
+    if not x.numel():
+        return y.zero_()
+    run(REDUCE_SUM, "fwd", impl, (y,), x, dims, keepdim, dtype)
+    return y
+
+
+class _ReduceSum(Function):
+    @staticmethod
+    def forward(ctx: Any, x: torch.Tensor, dims: tuple[int, ...], keepdim: bool, dtype: torch.dtype, impl: str | None) -> torch.Tensor:
+        ctx.shape, ctx.dtype, ctx.dims = x.shape, x.dtype, () if keepdim else dims
+        return _forward(x, dims, keepdim, dtype, impl)
+
+    @staticmethod
+    @first_order
+    def backward(ctx: Any, dy: torch.Tensor) -> Any:
+        for d in ctx.dims:
+            dy = dy.unsqueeze(d)
+        return dy.to(ctx.dtype).expand(ctx.shape), None, None, None, None
+
+
+def reference(x: torch.Tensor, dim: Any = None, keepdim: bool = False, dtype: torch.dtype | None = None) -> torch.Tensor:
+    return torch.sum(x, dim, keepdim, dtype=dtype)
+
+
+def reduce_sum(
+    x: torch.Tensor,
+    dim: int | tuple[int, ...] | None = None,
+    keepdim: bool = False,
+    dtype: torch.dtype | None = None,
+    *,
+    impl: str | None = None,
+) -> torch.Tensor:
+    """The sum of all elements, or along `dim`, as `torch.sum`. Gradients flow to x.
+
+    x: any shape and strides. dim: a dimension, several, or None for all of them; keepdim leaves them with one element each. dtype: the
+    result's; by default x's, and int64 of whole numbers. Sums are in float32, of whole numbers in 64 bits, whatever the dtype; the
+    same bits every time.
+    Raises RidgelineError on a `dim` that x has not or has twice, a `dtype` that is none, or an `impl` that cannot run the call.
+    """
+    dims = normal(x, dim, dtype)
+    out = result_dtype(x, dtype)
+    reason = left_to_torch(x, out)
+    plain = find(REDUCE_SUM, impl or "torch") if reason else eager(REDUCE_SUM, impl, x)
+    if reason and plain is not None and plain.is_kernel:
+        raise RidgelineError(f"reduce_sum: impl={impl!r} cannot run this call: {reason}")
+    if plain is not None and plain.call is not None:
+        return plain.call(x, dims, keepdim, dtype)
+    if torch.is_grad_enabled() and x.requires_grad:
+        return differentiate(_ReduceSum, x, dims, keepdim, out, impl)
+    return _forward(x, dims, keepdim, out, impl)
+
+
+def cost(x: torch.Tensor, dim: Any = None, keepdim: bool = False, dtype: torch.dtype | None = None) -> tuple[Cost, None]:
+    kept = [n for d, n in enumerate(x.shape) if d not in normal(x, dim, dtype)]
+    return Cost(nbytes(x), torch.Size(kept).numel() * result_dtype(x, dtype).itemsize, x.numel()), None
+
+
+def _bench(name: str, *shape: int, dim: Any = None, dtypes: tuple[str, ...] = ("float32", "bfloat16")) -> Case:
+    return Case(name, (Positive(*shape, grad=False), dim), dtypes=dtypes, use="bench")
+
+
+ALL = (*FLOATS, "int32")
+REDUCE_SUM = Op(
+    reduce_sum,
+    reference=reference,
+    cost=cost,
+    cases=[
+        Case("11x3x129", (Positive(11, 3, 129),), dtypes=ALL),
+        Case("rows of 33x129", (Positive(33, 129, grad=False), -1), dtypes=("float32", "float16", "int32", "int8", "uint8")),
+        Case("rows of 35x130", (Positive(35, 130), -1)),
+        Case("1000003", (Positive(1000003),), dtypes=("float32", "bfloat16", "int32")),
+        Case("columns of 129x33", (Positive(129, 33), 0), dtypes=ALL),
+        Case("middle of 5x70x9", (Positive(5, 70, 9), 1, True), dtypes=ALL),
+        Case("ends of 5x70x9", (Positive(5, 70, 9), (0, -1), True), dtypes=ALL),
+        Case("5x6x7x8", (Positive(5, 6, 7, 8), (0, 2)), dtypes=ALL),
+        Case("3x4x3x4x3", (Positive(3, 4, 3, 4, 3), (0, 2, 4)), dtypes=ALL),
+        Case("rows of 3x9000", (Positive(3, 9000), 1)),
+        Case("columns of 9000x3", (Positive(9000, 3), 0)),
+        Case("to float32", (Positive(33, 129), 1, False, torch.float32), dtypes=("float16", "bfloat16")),
+        Case("to int32", (Positive(4097), None, False, torch.int32), dtypes=("int32",)),
+        Case("one", (Positive(1),), dtypes=ALL),
+        Case("a number", (Positive(),), dtypes=ALL),
+        Case("nothing", (Positive(0),), dtypes=ALL),
+        Case("no rows", (Positive(0, 3), 0), dtypes=ALL),
+        Case("4 Mi", (Positive(1 << 22, grad=False),), dtypes=("float32", "int32"), use="quick"),
+        _bench("32 Mi", 1 << 25, dtypes=("float32",)),
+        _bench("2^30", 1 << 30, dtypes=("int32",)),
+        _bench("rows of 16384x16384", 16384, 16384, dim=1),
+        _bench("columns of 16384x16384", 16384, 16384, dim=0),
+        _bench("middle of 64x4096x1024", 64, 4096, 1024, dim=1),
+    ],
+)
+
+REDUCE_SUM.eager("torch", "PyTorch's own: four loads a thread on their way; the last block adds the blocks' sums", reference, served=True)
+REDUCE_SUM.compiled("torch.compile's: two Triton kernels, sums of blocks and the sum of these")
+
+
+def _rung(name: str, idea: str, fwd: Any, supports: Any, dtypes: tuple[str, ...], kind: str = "cuda", **facts: Any) -> None:
+    REDUCE_SUM.kernel(name, idea, kind=kind, fwd=fwd, bwd=no_kernel, supports=supports, dtypes=dtypes, **facts)
+
+
+ISSUED, STALLED = "smsp__inst_executed.sum", "smsp__average_warps_issue_stalled_barrier_per_issue_active.ratio"
+LANES, BANKS = "smsp__thread_inst_executed_per_inst_executed.ratio", "l1tex__data_bank_conflicts_pipe_lsu_mem_shared.sum"
+SHARED, LOADS = "smsp__inst_executed_pipe_lsu.sum", "l1tex__t_requests_pipe_lsu_mem_global_op_ld.sum"
+DRAM = "dram__throughput.avg.pct_of_peak_sustained_elapsed"
+for name, each, blocks, gain, counter, idea in (
+    ("v0", 1, 0, 0.0, LANES, "a tree in shared memory, by every second, fourth, ... thread, found by a remainder: one element a thread"),
+    ("v1", 1, 0, 2.0, LANES, "the same tree by the first threads: whole warps rest, no remainder; strided addresses conflict in banks"),
+    ("v2", 1, 0, 1.1, BANKS, "the upper half added to the lower: neighbours in neighbouring banks"),
+    ("v3", 2, 0, 1.8, ISSUED, "the first addition while loading: half as many blocks, no thread that only loads"),
+    ("v4", 2, 0, 1.3, STALLED, "the last warp alone, without barriers of the block"),
+    ("v5", 2, 0, 1.05, ISSUED, "all steps written out: no loop, no test that is known beforehand"),
+    ("v6", 1, 1024, 1.3, DRAM, "1024 blocks that go over the whole tensor: one tree for many elements"),
+    ("v7", 1, 1024, 1.03, SHARED, "sums handed from register to register in a warp, one slot of shared memory a warp"),
+    ("v8", 4, -8, 1.02, LOADS, "16-byte loads, and as many blocks as the GPU holds at once"),
+):
+    fits = partial(takes_whole, packs=name == "v8")
+    _rung(name, idea, partial(teach, name, each, blocks), fits, ("float32", "int32"), gain=gain, counter=counter)
+idea = "any strides and dimensions: tiles of sums and their elements, what a thread loads added first; parts where sums are few"
+_rung("triton", idea, sum_tiles, takes_dtypes, (*FLOATS, *INTS), "triton", served=True)
+idea = "short blocks, handed out as multiprocessors become free, many 16-byte loads a thread on their way; the sum of parts starts early"
+_rung("cuda_best", idea, best, takes_whole, ALL, served=True, counter=DRAM)
