@@ -165,10 +165,10 @@ constexpr int BYTES = SQUARES * EDGE * 128, THREADS = SQUARES < 4 ? SQUARES * 64
 
 extern "C" __global__ void __launch_bounds__(THREADS)
     transpose_tma(UNIT*, const __grid_constant__ TensorMap y, const __grid_constant__ TensorMap x, int batches, int rows, int columns) {
-    extern __shared__ char memory[];
+    extern __shared__ char ring[];
     __shared__ Barrier full[STAGES];
     using Tile = Place<HIGH, WIDE>;
-    char* stages = memory + (-shared_address(memory) & 1023);  // the swizzle counts from multiples of 1024
+    char* stages = ring + (-shared_address(ring) & 1023);  // the swizzle counts from multiples of 1024
     char* outs = stages + STAGES * BYTES;
     const long long tiles = batches * Tile::down(rows) * Tile::across(columns);
     const bool first = threadIdx.x == 0;
