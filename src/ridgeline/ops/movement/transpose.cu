@@ -49,7 +49,8 @@ extern "C" __global__ void transpose_naive(UNIT* y, const UNIT* x, int rows, int
 
 // Through shared memory, so that a warp writes neighbours too. There it reads a column: of rows of 32 words all in one bank.
 extern "C" __global__ void transpose_tile(UNIT* y, const UNIT* x, int rows, int columns) {
-    __shared__ UNIT tile[32][LAYOUT == 1 ? 33 : 32];
+    constexpr int WIDTH = LAYOUT == 1 ? 33 : 32;
+    __shared__ UNIT tile[32][WIDTH];
     const Place<32, 32> at(blockIdx.x, rows, columns);
     const long long first = at.batch * rows * columns;
     const int lane = threadIdx.x % 32, line = threadIdx.x / 32;

@@ -179,6 +179,7 @@ def _rung(name: str, idea: str, start: Any, supports: Any = _contiguous, **facts
 
 
 TRANSPOSE.eager("torch", "PyTorch's own: mT and a copy of it", reference, served=True)
+TRANSPOSE.compiled("as torch.compile has it: a tile of Triton, whose layout the compiler turns")
 _rung(
     "cuda", "an element a thread, by squares of 32 x 32: rows of x are read whole, those of y written a sector an element", partial(_small, _NAIVE, 0),
     gain=1.0, counter="l1tex__average_t_sectors_per_request_pipe_lsu_mem_global_op_st.ratio",

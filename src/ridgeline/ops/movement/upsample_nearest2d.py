@@ -78,18 +78,19 @@ def _forward(x: torch.Tensor, scale: list[float], impl: str | None) -> torch.Ten
     return y
 
 
-@kernel_op("upsample_nearest2d_bwd(Tensor dy, float[] scale, int h, int w, str? impl) -> Tensor")
-def _backward(dy: torch.Tensor, scale: list[float], h: int, w: int, impl: str | None) -> torch.Tensor:
-    dx = torch.empty((*dy.shape[:2], h, w), dtype=dy.dtype, device=dy.device, memory_format=_form(dy))
+@kernel_op("upsample_nearest2d_bwd(Tensor dy, float[] scale, int h, int w, bool last, str? impl) -> Tensor")
+def _backward(dy: torch.Tensor, scale: list[float], h: int, w: int, last: bool, impl: str | None) -> torch.Tensor:
+    form = LAST if last else torch.contiguous_format
+    dx = torch.empty((*dy.shape[:2], h, w), dtype=dy.dtype, device=dy.device, memory_format=form)
     if dx.numel():
-        run(UPSAMPLE, "bwd", impl, (dx,), dy, scale, w)
+        run(UPSAMPLE, "bwd", impl, (dx,), dy, scale, w, last)
     return dx
 
 
 class _Upsample(Function):
     @staticmethod
     def forward(ctx: Any, x: torch.Tensor, scale: list[float], impl: str | None) -> torch.Tensor:
-        ctx.facts = scale, x.shape[2], x.shape[3], impl
+        ctx.facts = scale, x.shape[2], x.shape[3], _form(x) is LAST, impl
         return _forward(x, scale, impl)
 
     @staticmethod
@@ -105,6 +106,14 @@ def reference(x: torch.Tensor, scale_factor: Scale) -> torch.Tensor:
         place = (torch.arange(_grown(size, scale), dtype=torch.float32, device=x.device) * step).floor()
         places.append(place.long().clamp(max=size - 1))
     return x.index_select(2, places[0]).index_select(3, places[1])
+
+
+def _naive(x: torch.Tensor, scale_factor: Scale) -> torch.Tensor:
+    return reference(x.to(torch.promote_types(x.dtype, torch.float32)), scale_factor).to(x.dtype)
+
+
+def _torch(x: torch.Tensor, scale_factor: Scale) -> torch.Tensor:
+    return F.interpolate(x, scale_factor=_pair(scale_factor), mode="nearest")
 
 
 def upsample_nearest2d(x: torch.Tensor, scale_factor: Scale, *, impl: str | None = None) -> torch.Tensor:
@@ -137,11 +146,11 @@ def cost(x: torch.Tensor, scale_factor: Scale) -> tuple[Cost, Cost]:
     return Cost(nbytes(x), y * x.element_size(), 0), Cost(y * x.element_size(), nbytes(x), y)
 
 
-def _twice(t: torch.Tensor, scale: Any, width: int | None = None) -> str | None:
-    """What the packed rung takes, of x or, with x's width, of dy."""
+def _twice(t: torch.Tensor, scale: Any, width: int = 0, last: bool | None = None) -> str | None:
+    """What the packed rung takes, of x, or of dy with x's width and layout."""
     if _pair(scale) != [2.0, 2.0]:
         return f"it makes images twice as high and as wide, and scale_factor is {scale}"
-    if _form(t) is LAST:
+    if _form(t) is LAST if last is None else last:
         return None if t.shape[1] * t.element_size() % 16 == 0 else "it takes channels, where they are last, of a multiple of 16 bytes"
     return None if (width or t.shape[3]) * t.element_size() % 8 == 0 else "it takes rows of a multiple of 8 bytes"
 
@@ -156,7 +165,7 @@ class Last(Spec):
 
 def _case(x: Spec, scale: Any, **facts: Any) -> Case:
     last = ", channels last" if isinstance(x, Last) else ""
-    return Case(f"{'x'.join(map(str, x.shape))} by {scale}{last}", (x,), {"scale_factor": scale}, **facts)
+    return Case(f"{'x'.join(map(str, x.shape))} by {scale}{last}", (x, scale), **facts)
 
 
 def _bench(x: Spec, *dtypes: str) -> Case:
@@ -183,9 +192,10 @@ UPSAMPLE = Op(
     ],
 )
 
-UPSAMPLE.eager("naive", "the formula in eager PyTorch: rows are picked, then columns; backward adds up by index", reference)
-UPSAMPLE.eager("torch", "PyTorch's own", lambda x, scale_factor: F.interpolate(x, scale_factor=tuple(_pair(scale_factor)), mode="nearest"), served=True)  # fmt: skip
-UPSAMPLE.compiled("the formula fused by torch.compile")
+# Not deterministic: on a GPU backward adds up by atomics.
+UPSAMPLE.eager("naive", "the formula in eager PyTorch, in float32: rows are picked, then columns; backward adds up by index", _naive, deterministic=False)
+UPSAMPLE.eager("torch", "PyTorch's own", _torch, served=True)
+UPSAMPLE.compiled("PyTorch's own by torch.compile: one gather", _torch)
 UPSAMPLE.kernel(
     "cuda", "a pixel of the result a thread, at any scale; backward looks for a pixel's copies and adds them in float32", kind="cuda", served=True,
     fwd=partial(_start, False), bwd=partial(_start, True), gain=1.0, counter="dram__throughput.avg.pct_of_peak_sustained_elapsed",
