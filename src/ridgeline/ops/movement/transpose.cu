@@ -17,22 +17,20 @@
 
 // Where a tile of HIGH x WIDE begins. Tiles follow each other in bands of GROUP across, row by row in a band: so what blocks do at about
 // the same time lies close together in x and in y.
-template <int HIGH, int WIDE>
+template <unsigned HIGH, unsigned WIDE>
 struct Place {
-    long long batch;
-    int row, column;
+    int batch, row, column;
 
-    static __device__ long long down(int rows) { return (rows + HIGH - 1LL) / HIGH; }
-    static __device__ long long across(int columns) { return (columns + WIDE - 1LL) / WIDE; }
+    static __device__ unsigned down(int rows) { return (rows + HIGH - 1) / HIGH; }
+    static __device__ unsigned across(int columns) { return (columns + WIDE - 1) / WIDE; }
 
-    __device__ Place(long long id, int rows, int columns) {
-        const long long d = down(rows), a = across(columns);
-        batch = id / (d * a);
-        id -= batch * d * a;
-        const long long wide = min(a, (long long)GROUP), band = id / (wide * d), width = min(wide, a - band * wide);
-        id -= band * wide * d;
-        row = (int)(id / width) * HIGH;
-        column = (int)(band * wide + id % width) * WIDE;
+    __device__ Place(unsigned id, int rows, int columns) {
+        const unsigned d = down(rows), a = across(columns), wide = min(a, (unsigned)GROUP);
+        const unsigned b = id / (d * a), mine = id - b * d * a, band = mine / (wide * d), width = min(wide, a - band * wide);
+        const unsigned rest = mine - band * wide * d, line = rest / width;
+        batch = b;
+        row = line * HIGH;
+        column = (band * wide + rest - line * width) * WIDE;
     }
 };
 
@@ -41,7 +39,7 @@ struct Place {
 // A warp reads 32 neighbours and writes them a row apart each.
 extern "C" __global__ void transpose_naive(UNIT* y, const UNIT* x, int rows, int columns) {
     const Place<32, 32> at(blockIdx.x, rows, columns);
-    const long long first = at.batch * rows * columns;
+    const long long first = (long long)at.batch * rows * columns;
     const int c = at.column + threadIdx.x % 32;
     for (int r = at.row + threadIdx.x / 32; r < at.row + 32; r += 8)
         if (r < rows && c < columns) y[first + (long long)c * rows + r] = x[first + (long long)r * columns + c];
@@ -52,7 +50,7 @@ extern "C" __global__ void transpose_tile(UNIT* y, const UNIT* x, int rows, int 
     constexpr int WIDTH = LAYOUT == 1 ? 33 : 32;
     __shared__ UNIT tile[32][WIDTH];
     const Place<32, 32> at(blockIdx.x, rows, columns);
-    const long long first = at.batch * rows * columns;
+    const long long first = (long long)at.batch * rows * columns;
     const int lane = threadIdx.x % 32, line = threadIdx.x / 32;
     const auto place = [](int r, int c) { return LAYOUT == 2 ? c ^ r : c; };
 #pragma unroll
@@ -125,7 +123,7 @@ extern "C" __global__ void __launch_bounds__(256) transpose_packed(UNIT* __restr
     auto* tile = reinterpret_cast<Pack<PACK>*>(memory);
     constexpr int U = SIDE / P, SWIZZLE = U < 128 / PACK ? U : 128 / PACK;  // packs of a side
     const Place<SIDE, SIDE> at(blockIdx.x, rows, columns);
-    const long long first = at.batch * rows * columns;
+    const long long first = (long long)at.batch * rows * columns;
     const int down = rows - at.row, across = columns - at.column;  // what is left of the matrix
     x += first + (long long)at.row * columns + at.column;
     y += first + (long long)at.column * rows + at.row;
@@ -164,32 +162,32 @@ extern "C" __global__ void __launch_bounds__(256) transpose_packed(UNIT* __restr
 constexpr int EDGE = 128 / SIZE, HIGH = DOWN * EDGE, WIDE = ACROSS * EDGE, SQUARES = DOWN * ACROSS;
 constexpr int BYTES = SQUARES * EDGE * 128, THREADS = SQUARES < 4 ? SQUARES * 64 : 256;
 
-extern "C" __global__ void __launch_bounds__(THREADS)
+extern "C" __global__ void __launch_bounds__(THREADS, BLOCKS)
     transpose_tma(UNIT*, const __grid_constant__ TensorMap y, const __grid_constant__ TensorMap x, int batches, int rows, int columns) {
     extern __shared__ char ring[];
     __shared__ Barrier full[STAGES];
     using Tile = Place<HIGH, WIDE>;
     char* stages = ring + (-shared_address(ring) & 1023);  // the swizzle counts from multiples of 1024
     char* outs = stages + STAGES * BYTES;
-    const long long tiles = batches * Tile::down(rows) * Tile::across(columns);
+    const unsigned tiles = batches * Tile::down(rows) * Tile::across(columns);
     const bool first = threadIdx.x == 0;
-    const auto load = [&](long long id, int s) {
-        const Tile at(id, rows, columns);
+    const auto load = [&](const Tile& at, int s) {
         barrier_expect(&full[s], BYTES);
 #pragma unroll
         for (int a = 0; a < ACROSS; ++a)
             tensor_load(stages + s * BYTES + a * HIGH * 128, x, at.batch, at.row, at.column + a * EDGE, &full[s]);
     };
-    long long ahead = blockIdx.x;  // the next tile to ask for
+    unsigned ahead = blockIdx.x;  // the next tile to ask for
     if (first) {
         for (int s = 0; s < STAGES; ++s) barrier_init(&full[s]);
         barrier_init_done();
-        for (int s = 0; s < STAGES && ahead < tiles; ++s, ahead += gridDim.x) load(ahead, s);
+        for (int s = 0; s < STAGES && ahead < tiles; ++s, ahead += gridDim.x) load(Tile(ahead, rows, columns), s);
     }
     __syncthreads();
     int stage = 0, out = 0;
     unsigned phase = 0;
-    for (long long id = blockIdx.x; id < tiles; id += gridDim.x) {
+    for (unsigned id = blockIdx.x; id < tiles; id += gridDim.x) {
+        const Tile at(id, rows, columns), next(ahead, rows, columns);  // divisions, while there is nothing else to do
         const char* from = stages + stage * BYTES;
         char* to = outs + out * BYTES;
         Pack<16> turned[SQUARES * 64 / THREADS][P];
@@ -206,7 +204,7 @@ extern "C" __global__ void __launch_bounds__(THREADS)
         if (first) bulk_stored<OUTS - 1>();  // what was here before has gone
         __syncthreads();                     // and all have read this stage
         if (first && ahead < tiles) {
-            load(ahead, stage);
+            load(next, stage);
             ahead += gridDim.x;
         }
 #pragma unroll
@@ -219,7 +217,6 @@ extern "C" __global__ void __launch_bounds__(THREADS)
         bulk_fence();
         __syncthreads();
         if (first) {
-            const Tile at(id, rows, columns);
 #pragma unroll
             for (int d = 0; d < DOWN; ++d) tensor_store(to + d * WIDE * 128, y, at.batch, at.column, at.row + d * EDGE);
             bulk_commit();
