@@ -177,6 +177,27 @@ def matmul(a: torch.Tensor, b: torch.Tensor, *, impl: str | None = None) -> torc
     Raises RidgelineError where shapes, dtypes or devices do not fit, or `impl` cannot run the call.
     """
 
+def copy(x: torch.Tensor, *, impl: str | None = None) -> torch.Tensor:
+    """A copy of x that is contiguous, as `x.clone(memory_format=torch.contiguous_format)`. Gradients flow to x, as they come.
+
+    x: any shape, strides and dtype. Raises RidgelineError where x is no dense tensor, or `impl` cannot run the call.
+    """
+
+def transpose(x: torch.Tensor, *, impl: str | None = None) -> torch.Tensor:
+    """x with its last two dimensions swapped, in a contiguous tensor of its own. Gradients flow to x.
+
+    x: two dimensions or more, any strides and dtype; contiguous is quickest, and quickest of all with rows of a multiple of 16 bytes.
+    Raises RidgelineError where x is no dense tensor or has fewer dimensions, or `impl` cannot run the call.
+    """
+
+def upsample_nearest2d(x: torch.Tensor, scale_factor: float | tuple[float, float], *, impl: str | None = None) -> torch.Tensor:
+    """Images in another size, each pixel a copy of x's, as `torch.nn.functional.interpolate(x, scale_factor=..., mode="nearest")`.
+
+    x: (N, C, H, W), floating point; row by row and channels last are taken as they are, and y is as x is. scale_factor: a number above
+    0, or one for H and one for W; integer ones and two are quickest. y: (N, C, floor(H scale), floor(W scale)). Gradients flow to x.
+    Raises RidgelineError where x is no such tensor, a scale is none, y would have no pixel, or `impl` cannot run the call.
+    """
+
 def adamw(
     params: torch.Tensor | Sequence[torch.Tensor], grads: torch.Tensor | Sequence[torch.Tensor],
     exp_avgs: torch.Tensor | Sequence[torch.Tensor], exp_avg_sqs: torch.Tensor | Sequence[torch.Tensor],

@@ -69,9 +69,9 @@ def _streams(a: Tensor, b: Tensor, out: Tensor) -> dict[str, tuple[int, dict[str
         for name, reads, write in (("read", 1, False), ("write", 0, True), ("copy", 1, True), ("add", 2, True)):
             ways[name][1].update(_triton(a, b, out, reads, write))
         for op in registry().values():
-            for i in op.implementations.values() if op.roof in ways else ():
-                if i.is_kernel and why_not(i, a) is None:
-                    ways[op.roof][1][f"{op.name} {i.name}"] = partial(i.launchers["fwd"], out, a)
+            if op.roof is not None:
+                able = [i for i in op.implementations.values() if i.is_kernel and why_not(i, a) is None]
+                ways[op.roof][1].update({f"{op.name} {i.name}": partial(i.launchers["fwd"], out, a) for i in able})
     else:
         del ways["write"][1]["arange"]
     return ways

@@ -9,83 +9,15 @@ Source: Ruetsch and Micikevicius, Optimizing matrix transpose in CUDA, NVIDIA 20
 from __future__ import annotations
 
 from functools import partial
-from math import prod
-from pathlib import Path
 from typing import Any
 
 import torch
 
-from ridgeline import device, tuning
-from ridgeline.boundary import Function, differentiate, first_order, kernel_op, launch
-from ridgeline.cuda import CudaKernel, TensorMap
-from ridgeline.op import Case, Cost, Op, RidgelineError, Spec, dtype_name, nbytes
-from ridgeline.ops.movement._bytes import DTYPES, UNITS, aligned, unit_of
+from ridgeline.boundary import Function, differentiate, first_order, kernel_op
+from ridgeline.op import Case, Cost, Op, RidgelineError, Spec, nbytes
+from ridgeline.ops.movement._bytes import DTYPES, aligned
+from ridgeline.ops.movement._transpose import NAIVE, TILE, boxes, packed, small
 from ridgeline.select import eager, run
-
-FILE = Path(__file__).with_name("transpose.cu")
-_NAIVE, _TILE = CudaKernel(FILE, "transpose_naive", "PPii"), CudaKernel(FILE, "transpose_tile", "PPii")
-_PACKED, _TMA = CudaKernel(FILE, "transpose_packed", "PPii"), CudaKernel(FILE, "transpose_tma", "PMMiii")
-GROUP = 16  # tiles across a band
-
-
-def _tiles(x: torch.Tensor, high: int, wide: int) -> int:
-    rows, columns = x.shape[-2:]
-    return prod(x.shape[:-2]) * -(-rows // high) * -(-columns // wide)
-
-
-def _small(kernel: CudaKernel, layout: int, y: torch.Tensor, x: torch.Tensor) -> None:
-    """Tiles of 32 x 32, an element at a time."""
-    launch(kernel, (_tiles(x, 32, 32),), y, x, *x.shape[-2:], block=256, UNIT=UNITS[x.element_size()], LAYOUT=layout)
-
-
-def _packed(y: torch.Tensor, x: torch.Tensor) -> None:
-    """In the widest packs that divide the rows of both; what is strided is made contiguous first, and of a transposed x only copied."""
-    if x.mT.is_contiguous():
-        y.copy_(x.mT)
-        return
-    x = x.contiguous()
-    size, (rows, columns) = x.element_size(), x.shape[-2:]
-    pack = unit_of(rows * size, columns * size, x.data_ptr(), y.data_ptr())
-    pack = pack if pack >= 4 else size  # registers are turned by words
-    side = max(64, 16 * pack // size) if pack < 16 else 256 // size
-    launch(
-        _PACKED, (_tiles(x, side, side),), y, x, rows, columns, block=256, shared=side * side * size, UNIT=UNITS[size], PACK=pack, SIDE=side,
-        GROUP=GROUP,
-    )  # fmt: skip
-
-
-def _rule(size: int) -> tuning.Config:
-    """Tiles of 256 bytes' width, of 16 KB (32 in half precision), six or so a block, and as many blocks as a multiprocessor has room for."""
-    squares = {1: (1, 1), 2: (2, 2), 4: (2, 2), 8: (4, 2)}[size]
-    heavy = size == 2
-    return {"DOWN": squares[0], "ACROSS": squares[1], "STAGES": 4, "OUTS": 2, "BLOCKS": 1 if heavy else 2, "GROUP": GROUP}
-
-
-def _space() -> list[tuning.Config]:
-    """Tiles, rings and orders to try."""
-    tiles, rings, orders = ((1, 1), (1, 2), (2, 1), (2, 2)), ((4, 2, 1), (4, 2, 2), (3, 1, 2), (6, 2, 1), (2, 2, 3)), (1, 8, 16, 1 << 20)
-    names = "DOWN", "ACROSS", "STAGES", "OUTS", "BLOCKS", "GROUP"
-    return [dict(zip(names, (*t, *r, o), strict=True)) for t in tiles for r in rings for o in orders]
-
-
-def _tma(y: torch.Tensor, x: torch.Tensor) -> None:
-    """Persistent blocks; a tile's squares are 128 bytes long and as many rows high."""
-    gpu, size, (rows, columns), batches = device.of(x), x.element_size(), x.shape[-2:], prod(x.shape[:-2])
-    edge = 128 // size
-    views = y.view(batches, columns, rows), x.view(batches, rows, columns)
-    box = {"Y_HIGH": "ACROSS", "X_HIGH": "DOWN"}
-
-    def config() -> dict[str, Any]:
-        c = tuning.config(gpu, "transpose", "tma", dtype_name(x), partial(_rule, size), _space)
-        bytes_, squares = c["DOWN"] * c["ACROSS"] * edge * 128, c["DOWN"] * c["ACROSS"]
-        shared = (c["STAGES"] + c["OUTS"]) * bytes_ + 1024
-        return c | {"block": min(256, 64 * squares), "shared": shared} | {k: c[v] * edge for k, v in box.items()}
-
-    def grid(c: dict[str, Any]) -> tuple[int]:
-        return (min(gpu.multiprocessors * c["BLOCKS"], _tiles(x, c["X_HIGH"], c["Y_HIGH"])),)
-
-    maps = TensorMap(views[0], (1, "Y_HIGH", edge), 128), TensorMap(views[1], (1, "X_HIGH", edge), 128)
-    launch(_TMA, grid, y, *maps, batches, rows, columns, config=config, key=dtype_name(x), UNIT=UNITS[size])
 
 
 @kernel_op("transpose_fwd(Tensor x, str? impl) -> Tensor")
@@ -181,20 +113,20 @@ def _rung(name: str, idea: str, start: Any, supports: Any = _contiguous, **facts
 TRANSPOSE.eager("torch", "PyTorch's own: mT and a copy of it", reference, served=True)
 TRANSPOSE.compiled("as torch.compile has it: a tile of Triton, whose layout the compiler turns")
 _rung(
-    "cuda", "an element a thread, by squares of 32 x 32: rows of x are read whole, those of y written a sector an element", partial(_small, _NAIVE, 0),
+    "cuda", "an element a thread, by squares of 32 x 32: rows of x are read whole, those of y written a sector an element", partial(small, NAIVE, 0),
     gain=1.0, counter="l1tex__average_t_sectors_per_request_pipe_lsu_mem_global_op_st.ratio",
 )  # fmt: skip
 _rung(
-    "cuda_tile", "through a tile of shared memory: rows of both are whole, and a column of the tile lies in one bank", partial(_small, _TILE, 0),
+    "cuda_tile", "through a tile of shared memory: rows of both are whole, and a column of the tile lies in one bank", partial(small, TILE, 0),
     gain=2.0, counter="l1tex__average_t_sectors_per_request_pipe_lsu_mem_global_op_st.ratio",
 )  # fmt: skip
-_rung("cuda_padded", "a 33rd column: a column of the tile lies in 32 banks", partial(_small, _TILE, 1), gain=1.3, counter=_CONFLICTS)
-_rung("cuda_swizzled", "columns swizzled by xor with the row: as free of conflicts, and no shared memory lost", partial(_small, _TILE, 2), gain=1.0, counter=_CONFLICTS)  # fmt: skip
+_rung("cuda_padded", "a 33rd column: a column of the tile lies in 32 banks", partial(small, TILE, 1), gain=1.3, counter=_CONFLICTS)
+_rung("cuda_swizzled", "columns swizzled by xor with the row: as free of conflicts, and no shared memory lost", partial(small, TILE, 2), gain=1.0, counter=_CONFLICTS)  # fmt: skip
 _rung(
-    "cuda_packed", "16 bytes a load and a store in every dtype: threads turn squares of packs in registers, tiles are 256 bytes wide", _packed,
+    "cuda_packed", "16 bytes a load and a store in every dtype: threads turn squares of packs in registers, tiles are 256 bytes wide", packed,
     None, served=True, gain=1.2, counter="smsp__inst_executed.sum",
 )  # fmt: skip
 _rung(
-    "cuda_tma", "the copy engine brings and takes boxes, several on their way in a ring; persistent blocks only turn", _tma, _boxes, served=True, arch=90,
+    "cuda_tma", "the copy engine brings and takes boxes, several on their way in a ring; persistent blocks only turn", boxes, _boxes, served=True, arch=90,
     gain=1.05, counter="dram__throughput.avg.pct_of_peak_sustained_elapsed",
 )  # fmt: skip
