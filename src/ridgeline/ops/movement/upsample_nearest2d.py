@@ -23,34 +23,34 @@ from ridgeline.ops.movement._upsample import LAST, form_of, grown, pair, start, 
 from ridgeline.select import eager, run
 
 
-@kernel_op("upsample_nearest2d_fwd(Tensor x, float[] scale, str? impl) -> Tensor")
-def _forward(x: torch.Tensor, scale: Sequence[float], impl: str | None) -> torch.Tensor:
+@kernel_op("upsample_nearest2d_fwd(Tensor x, float down, float across, str? impl) -> Tensor")
+def _forward(x: torch.Tensor, down: float, across: float, impl: str | None) -> torch.Tensor:
     n, c, h, w = x.shape
-    y = torch.empty((n, c, grown(h, scale[0]), grown(w, scale[1])), dtype=x.dtype, device=x.device, memory_format=form_of(x))
+    y = torch.empty((n, c, grown(h, down), grown(w, across)), dtype=x.dtype, device=x.device, memory_format=form_of(x))
     if y.numel():
-        run(UPSAMPLE, "fwd", impl, (y,), x, scale)
+        run(UPSAMPLE, "fwd", impl, (y,), x, (down, across))
     return y
 
 
-@kernel_op("upsample_nearest2d_bwd(Tensor dy, float[] scale, int h, int w, bool last, str? impl) -> Tensor")
-def _backward(dy: torch.Tensor, scale: Sequence[float], h: int, w: int, last: bool, impl: str | None) -> torch.Tensor:
+@kernel_op("upsample_nearest2d_bwd(Tensor dy, float down, float across, int h, int w, bool last, str? impl) -> Tensor")
+def _backward(dy: torch.Tensor, down: float, across: float, h: int, w: int, last: bool, impl: str | None) -> torch.Tensor:
     form = LAST if last else torch.contiguous_format
     dx = torch.empty((*dy.shape[:2], h, w), dtype=dy.dtype, device=dy.device, memory_format=form)
     if dx.numel():
-        run(UPSAMPLE, "bwd", impl, (dx,), dy, scale, w, last)
+        run(UPSAMPLE, "bwd", impl, (dx,), dy, (down, across), w, last)
     return dx
 
 
 class _Upsample(Function):
     @staticmethod
-    def forward(ctx: Any, x: torch.Tensor, scale: Sequence[float], impl: str | None) -> torch.Tensor:
-        ctx.facts = scale, x.shape[2], x.shape[3], form_of(x) is LAST, impl
-        return _forward(x, scale, impl)
+    def forward(ctx: Any, x: torch.Tensor, down: float, across: float, impl: str | None) -> torch.Tensor:
+        ctx.facts = down, across, x.shape[2], x.shape[3], form_of(x) is LAST, impl
+        return _forward(x, down, across, impl)
 
     @staticmethod
     @first_order
     def backward(ctx: Any, dy: torch.Tensor) -> Any:
-        return _backward(dy, *ctx.facts), None, None
+        return _backward(dy, *ctx.facts), None, None, None
 
 
 def reference(x: torch.Tensor, scale_factor: float | tuple[float, float]) -> torch.Tensor:
@@ -91,7 +91,7 @@ def upsample_nearest2d(x: torch.Tensor, scale_factor: float | tuple[float, float
     plain = eager(UPSAMPLE, impl, x, scale)
     if plain is not None and plain.call is not None:
         return plain.call(x, scale)
-    return differentiate(_Upsample, x, scale, impl) if torch.is_grad_enabled() and x.requires_grad else _forward(x, scale, impl)
+    return differentiate(_Upsample, x, *scale, impl) if torch.is_grad_enabled() and x.requires_grad else _forward(x, *scale, impl)
 
 
 def cost(x: torch.Tensor, scale_factor: float | tuple[float, float]) -> tuple[Cost, Cost]:
