@@ -177,7 +177,8 @@ class Starter:
             _check(code, f"{self.what}, grid {x, y, z}")
 
 
-_ELEMENT = {torch.float16: 6, torch.float32: 7, torch.bfloat16: 9, torch.int32: 3, torch.uint8: 0, torch.int8: 0, torch.float8_e4m3fn: 0}
+_ELEMENT = {torch.float16: 6, torch.float32: 7, torch.bfloat16: 9, torch.float64: 8, torch.int16: 1, torch.int32: 3, torch.int64: 5}
+_ELEMENT |= dict.fromkeys((torch.uint8, torch.int8, torch.bool, torch.float8_e4m3fn, torch.float8_e5m2), 0)
 SWIZZLES = 0, 32, 64, 128  # the driver's names for them are their places
 
 

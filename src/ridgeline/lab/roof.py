@@ -15,6 +15,8 @@ from torch import Tensor
 from ridgeline.boundary import INTERPRETED, launch
 from ridgeline.lab.clock import Function, Measurement, Timer, device_timer, last_level_cache, measure
 from ridgeline.lab.verdict import CODES
+from ridgeline.op import registry
+from ridgeline.select import why_not
 
 Figure = dict[str, float]
 BLOCKS = ((1024, 4), (2048, 8), (4096, 8), (8192, 16))
@@ -56,7 +58,7 @@ def _triton(a: Tensor, b: Tensor, out: Tensor, reads: int, write: bool) -> dict[
 
 
 def _streams(a: Tensor, b: Tensor, out: Tensor) -> dict[str, tuple[int, dict[str, Function]]]:
-    """Per figure: the arrays that one run moves, and the ways to do it."""
+    """Per figure: the arrays that one run moves, and the ways to do it: PyTorch's, Triton's, and the rungs of the op that is this roof."""
     ways: dict[str, tuple[int, dict[str, Function]]] = {
         "read": (1, {"sum": a.sum, "amax": a.amax, "norm": lambda: torch.linalg.vector_norm(a)}),
         "write": (1, {"fill_": lambda: out.fill_(1.5), "zero_": out.zero_, "arange": lambda: torch.arange(out.numel(), out=out)}),
@@ -66,6 +68,10 @@ def _streams(a: Tensor, b: Tensor, out: Tensor) -> dict[str, tuple[int, dict[str
     if a.is_cuda and not INTERPRETED:
         for name, reads, write in (("read", 1, False), ("write", 0, True), ("copy", 1, True), ("add", 2, True)):
             ways[name][1].update(_triton(a, b, out, reads, write))
+        for op in registry().values():
+            if op.roof is not None:
+                able = [i for i in op.implementations.values() if i.is_kernel and why_not(i, a) is None]
+                ways[op.roof][1].update({f"{op.name} {i.name}": partial(i.launchers["fwd"], out, a) for i in able})
     else:
         del ways["write"][1]["arange"]
     return ways

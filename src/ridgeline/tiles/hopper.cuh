@@ -58,6 +58,38 @@ __device__ inline void tensor_load(void* to, const TensorMap& map, int row, int 
                  : "memory");
 }
 
+// The same of a 3-dimensional tensor.
+__device__ inline void tensor_load(void* to, const TensorMap& map, int batch, int row, int column, Barrier* barrier) {
+    asm volatile(
+        "cp.async.bulk.tensor.3d.shared::cluster.global.tile.mbarrier::complete_tx::bytes [%0], [%1, {%2, %3, %4}], [%5];" ::"r"(
+            shared_address(to)),
+        "l"(&map), "r"(column), "r"(row), "r"(batch), "r"(shared_address(barrier))
+        : "memory");
+}
+
+// Shared memory to a box of a 3-dimensional tensor; what lies outside the tensor is not written. A thread's stores up to its
+// `bulk_commit` are one group. What threads wrote to shared memory goes before it by their `bulk_fence` and a meeting.
+__device__ inline void tensor_store(const void* from, const TensorMap& map, int batch, int row, int column) {
+    asm volatile("cp.async.bulk.tensor.3d.global.shared::cta.tile.bulk_group [%0, {%1, %2, %3}], [%4];" ::"l"(&map), "r"(column),
+                 "r"(row), "r"(batch), "r"(shared_address(from))
+                 : "memory");
+}
+
+// Shared to global memory by the copy engine. Addresses and bytes are multiples of 16.
+__device__ inline void bulk_store(void* to, const void* from, unsigned bytes) {
+    asm volatile("cp.async.bulk.global.shared::cta.bulk_group [%0], [%1], %2;" ::"l"(__cvta_generic_to_global(to)),
+                 "r"(shared_address(from)), "r"(bytes)
+                 : "memory");
+}
+
+__device__ inline void bulk_commit() { asm volatile("cp.async.bulk.commit_group;" ::: "memory"); }
+
+// Waits until all but this thread's last LEFT groups of stores have read their shared memory, which may then be written again.
+template <int LEFT>
+__device__ inline void bulk_stored() {
+    asm volatile("cp.async.bulk.wait_group.read %0;" ::"n"(LEFT) : "memory");
+}
+
 // All threads of a cluster of SIZE blocks meet, and see each other's initialised barriers. Relaxed: a releasing arrival is a fence
 // over all of a thread's global memory, and every warp of every block would stand in it.
 template <int SIZE>

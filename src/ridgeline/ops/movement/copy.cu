@@ -1,0 +1,65 @@
+// copy in CUDA C++: the roof of memory, reached in four steps.
+// Macros: UNIT the type that a thread moves at once; LOADS, how many of them before it stores any; CHUNK bytes and STAGES of a ring.
+#include "hopper.cuh"
+
+#ifndef UNIT
+#define UNIT char
+#endif
+#ifndef LOADS
+#define LOADS 1
+#endif
+
+// One unit a thread: an element in `cuda`, 16 bytes in `cuda_packed`.
+extern "C" __global__ void copy_units(UNIT* y, const UNIT* x, long long n) {
+    const long long i = blockIdx.x * (long long)blockDim.x + threadIdx.x;
+    if (i < n) y[i] = x[i];
+}
+
+// LOADS units a thread, all on their way before the first is stored. Neighbours in a warp stay neighbours in memory.
+extern "C" __global__ void copy_loads(UNIT* __restrict__ y, const UNIT* __restrict__ x, long long n) {
+    const long long first = blockIdx.x * (long long)(blockDim.x * LOADS) + threadIdx.x;
+    UNIT kept[LOADS];
+    if (first + (LOADS - 1) * (long long)blockDim.x < n) {
+#pragma unroll
+        for (int k = 0; k < LOADS; ++k) kept[k] = x[first + k * (long long)blockDim.x];
+#pragma unroll
+        for (int k = 0; k < LOADS; ++k) y[first + k * (long long)blockDim.x] = kept[k];
+    } else
+        for (long long i = first; i < n; i += blockDim.x) y[i] = x[i];
+}
+
+#if __CUDA_ARCH__ >= 900 && defined(STAGES)
+// The copy engine alone: one thread a block asks for chunks into a ring in shared memory, and has each stored from there as soon
+// as it has come. No byte goes through a register. Pointers are multiples of 16; the last bytes, fewer than 16, are the others' work.
+extern "C" __global__ void __launch_bounds__(32) copy_bulk(char* y, const char* x, long long bytes) {
+    extern __shared__ __align__(128) char ring[];
+    __shared__ Barrier full[STAGES];
+    const long long whole = bytes / 16 * 16, chunks = (whole + CHUNK - 1) / CHUNK;
+    if (blockIdx.x == 0 && threadIdx.x > 0 && whole + threadIdx.x - 1 < bytes) y[whole + threadIdx.x - 1] = x[whole + threadIdx.x - 1];
+    if (threadIdx.x > 0) return;
+    for (int s = 0; s < STAGES; ++s) barrier_init(&full[s]);
+    barrier_init_done();
+    const auto size = [&](long long chunk) { return (unsigned)min((long long)CHUNK, whole - chunk * CHUNK); };
+    const auto load = [&](long long chunk, int s) {
+        barrier_expect(&full[s], size(chunk));
+        bulk_load(ring + s * CHUNK, x + chunk * CHUNK, size(chunk), &full[s]);
+    };
+    long long ahead = blockIdx.x;  // the next chunk to ask for
+    for (int s = 0; s < STAGES && ahead < chunks; ++s, ahead += gridDim.x) load(ahead, s);
+    int stage = 0, before = STAGES - 1;  // the stages of this chunk and of the one before
+    unsigned phase = 0;
+    for (long long chunk = blockIdx.x; chunk < chunks; chunk += gridDim.x) {
+        barrier_wait(&full[stage], phase);
+        bulk_store(y + chunk * CHUNK, ring + stage * CHUNK, size(chunk));
+        bulk_commit();
+        if (chunk != blockIdx.x && ahead < chunks) {  // the stage of the chunk before is read out, or soon will be: it is filled again
+            bulk_stored<1>();
+            load(ahead, before);
+            ahead += gridDim.x;
+        }
+        before = stage;
+        if (++stage == STAGES) stage = 0, phase ^= 1;
+    }
+    bulk_stored<0>();
+}
+#endif

@@ -1,0 +1,133 @@
+"""copy: y = x in a tensor of its own, row by row. Nothing is computed: this is the roof of memory itself, as a ladder.
+
+What a rung gains is bytes on their way at once: latency times bandwidth asks for some 40 KB a multiprocessor of an H100, and a thread
+that waits for 4 bytes holds 8 KB of it busy at most. `ridgeline doctor` reports the best rung as the copy roof.
+Source: Little's law; McCalpin, STREAM: sustainable memory bandwidth in high performance computers, 1995, for what is measured.
+"""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from ridgeline import device
+from ridgeline.boundary import Function, differentiate, kernel_op, launch
+from ridgeline.cuda import CudaKernel
+from ridgeline.op import Case, Cost, Op, RidgelineError, Spec, nbytes
+from ridgeline.ops.movement._bytes import DTYPES, UNITS, aligned, unit_of
+from ridgeline.select import eager, run
+
+FILE = Path(__file__).with_name("copy.cu")
+_UNITS, _LOADS, _BULK = CudaKernel(FILE, "copy_units", "PPq"), CudaKernel(FILE, "copy_loads", "PPq"), CudaKernel(FILE, "copy_bulk", "PPq")
+LOADS = 4  # of 16 bytes, by each of 256 threads
+CHUNK, STAGES, BLOCKS = 16 << 10, 6, 2  # of a block's ring; blocks a multiprocessor
+
+
+def _scalar(y: torch.Tensor, x: torch.Tensor) -> None:
+    launch(_UNITS, (-(-x.numel() // 256),), y, x, x.numel(), block=256, UNIT=UNITS[x.element_size()])
+
+
+def _packed(y: torch.Tensor, x: torch.Tensor) -> None:
+    n = nbytes(x) // 16
+    launch(_UNITS, (-(-n // 256),), y, x, n, block=256, UNIT="uint4")
+
+
+def _several(y: torch.Tensor, x: torch.Tensor) -> None:
+    """The widest unit that both pointers and the size divide by; what is strided is gathered by PyTorch."""
+    if not x.is_contiguous():
+        y.copy_(x)
+        return
+    unit = unit_of(nbytes(x), x.data_ptr(), y.data_ptr())
+    n = nbytes(x) // unit
+    launch(_LOADS, (-(-n // (256 * LOADS)),), y, x, n, block=256, UNIT=UNITS[unit], LOADS=LOADS)
+
+
+def _bulk(y: torch.Tensor, x: torch.Tensor) -> None:
+    blocks = min(BLOCKS * device.of(x).multiprocessors, max(1, -(-nbytes(x) // CHUNK)))
+    launch(_BULK, (blocks,), y, x, nbytes(x), block=32, shared=CHUNK * STAGES, CHUNK=CHUNK, STAGES=STAGES)
+
+
+@kernel_op("copy_fwd(Tensor x, str? impl) -> Tensor")
+def _forward(x: torch.Tensor, impl: str | None) -> torch.Tensor:
+    y = torch.empty(x.shape, dtype=x.dtype, device=x.device)
+    if x.numel():
+        run(COPY, "fwd", impl, (y,), x)
+    return y
+
+
+class _Copy(Function):
+    @staticmethod
+    def forward(ctx: Any, x: torch.Tensor, impl: str | None) -> torch.Tensor:
+        return _forward(x, impl)
+
+    @staticmethod
+    def backward(ctx: Any, dy: torch.Tensor) -> Any:
+        return dy, None
+
+
+def reference(x: torch.Tensor) -> torch.Tensor:
+    return x.clone(memory_format=torch.contiguous_format)
+
+
+def copy(x: torch.Tensor, *, impl: str | None = None) -> torch.Tensor:
+    """A copy of x that is contiguous, as `x.clone(memory_format=torch.contiguous_format)`. Gradients flow to x, as they come.
+
+    x: any shape, strides and dtype. Raises RidgelineError where x is no dense tensor, or `impl` cannot run the call.
+    """
+    if not isinstance(x, torch.Tensor):
+        raise RidgelineError(f"copy: x must be a tensor, and is {type(x).__name__}")
+    plain = eager(COPY, impl, x)
+    if plain is not None and plain.call is not None:
+        return plain.call(x)
+    return differentiate(_Copy, x, impl) if torch.is_grad_enabled() and x.requires_grad else _forward(x, impl)
+
+
+def cost(x: torch.Tensor) -> tuple[Cost, None]:
+    return Cost(nbytes(x), nbytes(x), 0), None
+
+
+def _contiguous(x: torch.Tensor, *_: Any) -> str | None:
+    return None if x.is_contiguous() else "it takes a contiguous tensor"
+
+
+def _whole_packs(x: torch.Tensor, *_: Any) -> str | None:
+    """Of the rung with one pack a thread, which has no end of single elements."""
+    return aligned(x) or (None if nbytes(x) % 16 == 0 else "it takes tensors of a multiple of 16 bytes")
+
+
+COPY = Op(
+    copy,
+    reference=reference,
+    cost=cost,
+    roof="copy",
+    cases=[
+        Case("33x129", (Spec(33, 129),)),
+        Case("16x40", (Spec(16, 40),)),
+        Case("100003 of int8", (Spec(100003, dtype="int8"),), dtypes=("float32",)),
+        Case("3000 of int64", (Spec(3000, dtype="int64", high=1 << 40),), dtypes=("float32",)),
+        Case("1", (Spec(1),)),
+        Case("0", (Spec(0),)),
+        Case("1024x1024", (Spec(1024, 1024),), use="quick"),
+        Case("16384x16384", (Spec(16384, 16384, grad=False),), dtypes=("float32", "bfloat16"), use="bench"),
+    ],
+)
+
+COPY.eager("torch", "PyTorch's own: clone", reference, served=True)
+COPY.kernel(
+    "cuda", "an element a thread: 8 KB on their way in a multiprocessor full of threads", kind="cuda", fwd=_scalar, supports=_contiguous, dtypes=DTYPES,
+    gain=0.7, counter="dram__throughput.avg.pct_of_peak_sustained_elapsed",
+)  # fmt: skip
+COPY.kernel(
+    "cuda_packed", "16 bytes a thread: a quarter of the instructions of float32, four times the bytes on their way", kind="cuda", fwd=_packed,
+    supports=_whole_packs, dtypes=DTYPES, gain=1.5, counter="smsp__inst_executed.sum",
+)  # fmt: skip
+COPY.kernel(
+    "cuda_loads", "four loads of 16 bytes a thread before its first store: fewer blocks, and each waits once for four", kind="cuda", fwd=_several,
+    dtypes=DTYPES, served=True, gain=1.02, counter="dram__throughput.avg.pct_of_peak_sustained_elapsed",
+)  # fmt: skip
+COPY.kernel(
+    "cuda_bulk", "the copy engine moves 16 KB at a time through a ring in shared memory: no byte in a register, 192 KB on their way", kind="cuda",
+    fwd=_bulk, supports=aligned, dtypes=DTYPES, served=True, arch=90, gain=1.0, counter="smsp__inst_executed.sum",
+)  # fmt: skip

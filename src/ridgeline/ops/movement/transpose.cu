@@ -1,0 +1,229 @@
+// transpose in CUDA C++: y[b][c][r] = x[b][r][c], by squares that a block turns.
+// Macros: UNIT an unsigned type of the element's size; LAYOUT how a small tile lies in shared memory (0 as it is, 1 with a column of
+// padding, 2 with swizzled columns); PACK the bytes that a thread moves at once and SIDE the elements of a side of its tile; GROUP the
+// tiles of a band's width; of the copy engine's kernel DOWN and ACROSS, the squares of 128 bytes a tile has, and STAGES and OUTS.
+#include "hopper.cuh"
+
+#ifndef LAYOUT
+#define LAYOUT 0
+#endif
+#ifndef PACK
+#define PACK 16
+#define SIDE (256 / sizeof(UNIT))
+#endif
+#ifndef GROUP
+#define GROUP (1 << 30)
+#endif
+
+// Where a tile of HIGH x WIDE begins. Tiles follow each other in bands of GROUP across, row by row in a band: so what blocks do at about
+// the same time lies close together in x and in y.
+template <unsigned HIGH, unsigned WIDE>
+struct Place {
+    int batch, row, column;
+
+    static __device__ unsigned down(int rows) { return (rows + HIGH - 1) / HIGH; }
+    static __device__ unsigned across(int columns) { return (columns + WIDE - 1) / WIDE; }
+
+    __device__ Place(unsigned id, int rows, int columns) {
+        const unsigned d = down(rows), a = across(columns), wide = min(a, (unsigned)GROUP);
+        const unsigned b = id / (d * a), mine = id - b * d * a, band = mine / (wide * d), width = min(wide, a - band * wide);
+        const unsigned rest = mine - band * wide * d, line = rest / width;
+        batch = b;
+        row = line * HIGH;
+        column = (band * wide + rest - line * width) * WIDE;
+    }
+};
+
+// --- one element at a time, 32 x 32 a block of 32 x 8 threads
+
+// A warp reads 32 neighbours and writes them a row apart each.
+extern "C" __global__ void transpose_naive(UNIT* y, const UNIT* x, int rows, int columns) {
+    const Place<32, 32> at(blockIdx.x, rows, columns);
+    const long long first = (long long)at.batch * rows * columns;
+    const int c = at.column + threadIdx.x % 32;
+    for (int r = at.row + threadIdx.x / 32; r < at.row + 32; r += 8)
+        if (r < rows && c < columns) y[first + (long long)c * rows + r] = x[first + (long long)r * columns + c];
+}
+
+// Through shared memory, so that a warp writes neighbours too. There it reads a column: of rows of 32 words all in one bank.
+extern "C" __global__ void transpose_tile(UNIT* y, const UNIT* x, int rows, int columns) {
+    constexpr int WIDTH = LAYOUT == 1 ? 33 : 32;
+    __shared__ UNIT tile[32][WIDTH];
+    const Place<32, 32> at(blockIdx.x, rows, columns);
+    const long long first = (long long)at.batch * rows * columns;
+    const int lane = threadIdx.x % 32, line = threadIdx.x / 32;
+    const auto place = [](int r, int c) { return LAYOUT == 2 ? c ^ r : c; };
+#pragma unroll
+    for (int r = line; r < 32; r += 8)
+        if (at.row + r < rows && at.column + lane < columns)
+            tile[r][place(r, lane)] = x[first + (long long)(at.row + r) * columns + at.column + lane];
+    __syncthreads();
+#pragma unroll
+    for (int c = line; c < 32; c += 8)
+        if (at.column + c < columns && at.row + lane < rows)
+            y[first + (long long)(at.column + c) * rows + at.row + lane] = tile[lane][place(lane, c)];
+}
+
+// --- squares of packs: P rows of P elements, which a thread turns in its registers
+
+constexpr int SIZE = sizeof(UNIT), P = PACK / SIZE;
+
+template <int BYTES>
+struct alignas(BYTES) Pack {
+    unsigned at[BYTES / 4];
+};
+template <>
+struct Pack<2> {
+    unsigned short at[1];
+};
+template <>
+struct Pack<1> {
+    unsigned char at[1];
+};
+
+// out[c] becomes column c of the rows in[0] to in[P - 1].
+__device__ inline void turn(const Pack<PACK> (&in)[P], Pack<PACK> (&out)[P]) {
+    if constexpr (P == 1)
+        out[0] = in[0];
+    else if constexpr (SIZE >= 4) {  // words keep their bits: nothing but other names for registers
+        constexpr int N = SIZE / 4;
+#pragma unroll
+        for (int c = 0; c < P; ++c)
+#pragma unroll
+            for (int r = 0; r < P; ++r)
+#pragma unroll
+                for (int n = 0; n < N; ++n) out[c].at[r * N + n] = in[r].at[c * N + n];
+    } else if constexpr (SIZE == 2) {  // a word of two rows: their lower or their upper halves
+#pragma unroll
+        for (int c = 0; c < P; ++c)
+#pragma unroll
+            for (int m = 0; m < P / 2; ++m)
+                out[c].at[m] = __byte_perm(in[2 * m].at[c / 2], in[2 * m + 1].at[c / 2], c % 2 ? 0x7632 : 0x5410);
+    } else {  // squares of 4 x 4 bytes: neighbours first, then pairs of them
+#pragma unroll
+        for (int c = 0; c < P; c += 4)
+#pragma unroll
+            for (int m = 0; m < P / 4; ++m) {
+                const unsigned a = in[4 * m].at[c / 4], b = in[4 * m + 1].at[c / 4];
+                const unsigned d = in[4 * m + 2].at[c / 4], e = in[4 * m + 3].at[c / 4];
+                const unsigned ab = __byte_perm(a, b, 0x5140), de = __byte_perm(d, e, 0x5140);
+                const unsigned AB = __byte_perm(a, b, 0x7362), DE = __byte_perm(d, e, 0x7362);
+                out[c].at[m] = __byte_perm(ab, de, 0x5410);
+                out[c + 1].at[m] = __byte_perm(ab, de, 0x7632);
+                out[c + 2].at[m] = __byte_perm(AB, DE, 0x5410);
+                out[c + 3].at[m] = __byte_perm(AB, DE, 0x7632);
+            }
+    }
+}
+
+// A tile of SIDE x SIDE by 256 threads. Turned squares lie in shared memory as packs of y's rows, their columns swizzled so that the
+// threads of a quarter warp, which write a row each and read neighbours, meet no bank twice. PACK divides x's and y's rows.
+extern "C" __global__ void __launch_bounds__(256) transpose_packed(UNIT* __restrict__ y, const UNIT* __restrict__ x, int rows, int columns) {
+    extern __shared__ uint4 memory[];
+    auto* tile = reinterpret_cast<Pack<PACK>*>(memory);
+    constexpr int U = SIDE / P, SWIZZLE = U < 128 / PACK ? U : 128 / PACK;  // packs of a side
+    const Place<SIDE, SIDE> at(blockIdx.x, rows, columns);
+    const long long first = (long long)at.batch * rows * columns;
+    const int down = rows - at.row, across = columns - at.column;  // what is left of the matrix
+    x += first + (long long)at.row * columns + at.column;
+    y += first + (long long)at.column * rows + at.row;
+    constexpr int N = U * U / 256;  // squares a thread
+    Pack<PACK> in[N][P] = {}, out[P];
+#pragma unroll
+    for (int s = 0; s < N; ++s) {
+        const int q = threadIdx.x + s * 256, i = q / U, j = q % U;
+#pragma unroll
+        for (int k = 0; k < P; ++k)
+            if (i * P + k < down && j * P < across)
+                in[s][k] = *reinterpret_cast<const Pack<PACK>*>(x + (long long)(i * P + k) * columns + j * P);
+    }
+#pragma unroll
+    for (int s = 0; s < N; ++s) {
+        const int q = threadIdx.x + s * 256, i = q / U, j = q % U;
+        turn(in[s], out);
+#pragma unroll
+        for (int k = 0; k < P; ++k) tile[(j * P + k) * U + (i ^ j % SWIZZLE)] = out[k];
+    }
+    __syncthreads();
+#pragma unroll
+    for (int s = 0; s < N * P; ++s) {
+        const int q = threadIdx.x + s * 256, c = q / U, u = q % U;
+        if (c < across && u * P < down)
+            *reinterpret_cast<Pack<PACK>*>(y + (long long)c * rows + u * P) = tile[c * U + (u ^ c / P % SWIZZLE)];
+    }
+}
+
+// --- the copy engine: boxes of 128 bytes' width come and go by themselves
+
+#if __CUDA_ARCH__ >= 900 && defined(STAGES)
+// A block takes every gridDim.x-th tile. Tiles come into a ring of STAGES, several ahead, and leave from one of OUTS. The engine swizzles
+// the 16-byte units of a row by the row's number modulo 8; thread (i, j) of a square takes unit j of rows i P to i P + P - 1, and for
+// eight neighbours j = l and i = l ^ d: then the units that they read, and those that they write, lie in eight different columns.
+constexpr int EDGE = 128 / SIZE, HIGH = DOWN * EDGE, WIDE = ACROSS * EDGE, SQUARES = DOWN * ACROSS;
+constexpr int BYTES = SQUARES * EDGE * 128, THREADS = SQUARES < 4 ? SQUARES * 64 : 256;
+
+extern "C" __global__ void __launch_bounds__(THREADS, BLOCKS)
+    transpose_tma(UNIT*, const __grid_constant__ TensorMap y, const __grid_constant__ TensorMap x, int batches, int rows, int columns) {
+    extern __shared__ char ring[];
+    __shared__ Barrier full[STAGES];
+    using Tile = Place<HIGH, WIDE>;
+    char* stages = ring + (-shared_address(ring) & 1023);  // the swizzle counts from multiples of 1024
+    char* outs = stages + STAGES * BYTES;
+    const unsigned tiles = batches * Tile::down(rows) * Tile::across(columns);
+    const bool first = threadIdx.x == 0;
+    const auto load = [&](const Tile& at, int s) {
+        barrier_expect(&full[s], BYTES);
+#pragma unroll
+        for (int a = 0; a < ACROSS; ++a)
+            tensor_load(stages + s * BYTES + a * HIGH * 128, x, at.batch, at.row, at.column + a * EDGE, &full[s]);
+    };
+    unsigned ahead = blockIdx.x;  // the next tile to ask for
+    if (first) {
+        for (int s = 0; s < STAGES; ++s) barrier_init(&full[s]);
+        barrier_init_done();
+        for (int s = 0; s < STAGES && ahead < tiles; ++s, ahead += gridDim.x) load(Tile(ahead, rows, columns), s);
+    }
+    __syncthreads();
+    int stage = 0, out = 0;
+    unsigned phase = 0;
+    for (unsigned id = blockIdx.x; id < tiles; id += gridDim.x) {
+        const Tile at(id, rows, columns), next(ahead, rows, columns);  // divisions, while there is nothing else to do
+        const char* from = stages + stage * BYTES;
+        char* to = outs + out * BYTES;
+        Pack<16> turned[SQUARES * 64 / THREADS][P];
+        barrier_wait(&full[stage], phase);
+#pragma unroll
+        for (int s = 0; s < SQUARES * 64 / THREADS; ++s) {
+            const int q = threadIdx.x + s * THREADS, square = q / 64, l = q % 8, i = square / ACROSS * 8 + (l ^ q / 8 % 8);
+            const char* box = from + square % ACROSS * HIGH * 128;
+            Pack<16> in[P];
+#pragma unroll
+            for (int k = 0; k < P; ++k) in[k] = *reinterpret_cast<const Pack<16>*>(box + (i * P + k) * 128 + (l ^ (i * P + k) % 8) * 16);
+            turn(in, turned[s]);
+        }
+        if (first) bulk_stored<OUTS - 1>();  // what was here before has gone
+        __syncthreads();                     // and all have read this stage
+        if (first && ahead < tiles) {
+            load(next, stage);
+            ahead += gridDim.x;
+        }
+#pragma unroll
+        for (int s = 0; s < SQUARES * 64 / THREADS; ++s) {
+            const int q = threadIdx.x + s * THREADS, square = q / 64, i = q % 8 ^ q / 8 % 8, j = square % ACROSS * 8 + q % 8;
+            char* box = to + square / ACROSS * WIDE * 128;
+#pragma unroll
+            for (int k = 0; k < P; ++k) *reinterpret_cast<Pack<16>*>(box + (j * P + k) * 128 + (i ^ (j * P + k) % 8) * 16) = turned[s][k];
+        }
+        bulk_fence();
+        __syncthreads();
+        if (first) {
+#pragma unroll
+            for (int d = 0; d < DOWN; ++d) tensor_store(to + d * WIDE * 128, y, at.batch, at.column, at.row + d * EDGE);
+            bulk_commit();
+        }
+        if (++stage == STAGES) stage = 0, phase ^= 1;
+        if (++out == OUTS) out = 0;
+    }
+    if (first) bulk_stored<0>();
+}
+#endif
