@@ -21,6 +21,7 @@ import triton.language as tl
 from ridgeline import device, tuning
 from ridgeline.boundary import Function, differentiate, first_order, kernel_op, launch
 from ridgeline.op import Case, Columns, Cost, Op, RidgelineError, Spec, dtype_name, nbytes
+from ridgeline.ops.matmul import _gemv_cuda
 from ridgeline.ops.matmul.matmul import matmul, rows_of
 from ridgeline.select import eager, run
 
@@ -162,10 +163,11 @@ class _Gemv(Function):
     @first_order
     def backward(ctx: Any, dy: torch.Tensor) -> Any:
         a, x = ctx.saved_tensors
-        dx = _forward(a.mT, dy, ctx.impl) if ctx.needs_input_grad[1] else None
+        impl = "triton" if ctx.impl == "triton" else None  # the others' are for rows of a, and a.mT has columns
+        dx = _forward(a.mT, dy, impl) if ctx.needs_input_grad[1] else None
         if not ctx.needs_input_grad[0]:
             return None, dx, None
-        return dy[:, None] * x if x.dim() == 1 else matmul(dy.mT, x, impl=ctx.impl), dx, None
+        return dy[:, None] * x if x.dim() == 1 else matmul(dy.mT, x, impl=impl), dx, None
 
 
 def reference(a: torch.Tensor, x: torch.Tensor) -> torch.Tensor:
@@ -235,6 +237,8 @@ GEMV = Op(
         _bench("1 of 8192x8192 by columns", Columns(8192, 8192, grad=False)),
         _bench("1 of 1024x8192", Spec(1024, 8192, grad=False)),
         _bench("8192x8192", Spec(8192, 8192, grad=False), dtypes=("float32", "float16")),
+        _bench("16384x16384", Spec(16384, 16384, grad=False), dtypes=("float32", "float16")),
+        _bench("1048576x64", Spec(1 << 20, 64, grad=False), dtypes=("float16",)),
         _bench("16 of 8192x4096", Spec(8192, 4096, grad=False), 16, dtypes=("float32",)),
     ],
 )
@@ -242,6 +246,7 @@ GEMV = Op(
 GEMV.eager("naive", "a product and a sum a row, in float32: the products are written and read again", _naive)
 GEMV.eager("torch", "PyTorch's own: cuBLAS on an NVIDIA GPU", reference, served=True)
 GEMV.compiled("torch.compile, which hands the product on to cuBLAS or sums in a kernel of its own")
+_gemv_cuda.ladder(GEMV, _launch)
 GEMV.kernel(
     "triton",
     "some rows a program, 16 bytes of each a thread before any is used; parts of K, added in order, where rows are few",
@@ -250,3 +255,4 @@ GEMV.kernel(
     bwd=_launch,
     served=True,
 )
+_gemv_cuda.best(GEMV, _launch)

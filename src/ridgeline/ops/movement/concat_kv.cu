@@ -1,5 +1,5 @@
 // concat_kv in CUDA C++: an element or a pack a thread, one tensor a launch; then both tensors in one launch, UNROLL packs a thread.
-// Macros: T what a thread copies at a time, an unsigned type of 1, 2, 4 or 16 bytes, in which sizes and strides count; INDEX the type of
+// Macros: UNIT what a thread copies at a time, an unsigned type of 1, 2, 4 or 16 bytes, in which sizes and strides count; INDEX the type of
 // positions; UNROLL; NUMBER an unsigned type that counts what there is to copy.
 
 // Of a sequence's `rows` new rows, those that fall within the cache's `room`: row s goes to at + s.
@@ -14,7 +14,7 @@ struct Landing {
 };
 
 // Any strides: of sequences, rows, heads and elements.
-extern "C" __global__ void concat_kv_one(T* cache, const T* x, const INDEX* positions, long long step, long long count, long long rows,
+extern "C" __global__ void concat_kv_one(UNIT* cache, const UNIT* x, const INDEX* positions, long long step, long long count, long long rows,
                                          long long heads, long long size, long long room, long long cache_b, long long cache_s,
                                          long long cache_h, long long cache_d, long long x_b, long long x_s, long long x_h, long long x_d) {
     const long long first = blockIdx.x * (long long)blockDim.x + threadIdx.x;
@@ -32,16 +32,16 @@ extern "C" __global__ void concat_kv_one(T* cache, const T* x, const INDEX* posi
 
 // Rows of `width` packs, each sequence's one after the other: what is new of a sequence is one piece of memory, and so is its place.
 // Block (x, y, z): a piece of sequence y, of keys (z = 0) or values.
-extern "C" __global__ void concat_kv_both(T* cache_k, T* cache_v, const T* k, const T* v, const INDEX* positions, long long step,
+extern "C" __global__ void concat_kv_both(UNIT* cache_k, UNIT* cache_v, const UNIT* k, const UNIT* v, const INDEX* positions, long long step,
                                           long long batch, long long rows, long long width, long long room, long long cache_k_b,
                                           long long cache_v_b, long long k_b, long long v_b) {
     for (long long b = blockIdx.y; b < batch; b += gridDim.y) {
         const Landing landing(positions + b * step, rows, room);
-        const T* in = (blockIdx.z ? v + b * v_b : k + b * k_b) + landing.from * width;
-        T* out = (blockIdx.z ? cache_v + b * cache_v_b : cache_k + b * cache_k_b) + (landing.at + landing.from) * width;
+        const UNIT* in = (blockIdx.z ? v + b * v_b : k + b * k_b) + landing.from * width;
+        UNIT* out = (blockIdx.z ? cache_v + b * cache_v_b : cache_k + b * cache_k_b) + (landing.at + landing.from) * width;
         const long long count = (landing.to - landing.from) * width, piece = (long long)blockDim.x * UNROLL;
         for (long long start = blockIdx.x * piece + threadIdx.x; start < count; start += gridDim.x * piece) {
-            T pack[UNROLL];
+            UNIT pack[UNROLL];
 #pragma unroll
             for (int j = 0; j < UNROLL; ++j)
                 if (start + j * blockDim.x < count) pack[j] = in[start + j * blockDim.x];
