@@ -177,6 +177,24 @@ def matmul(a: torch.Tensor, b: torch.Tensor, *, impl: str | None = None) -> torc
     Raises RidgelineError where shapes, dtypes or devices do not fit, or `impl` cannot run the call.
     """
 
+def concat_kv(
+    cache_k: torch.Tensor, cache_v: torch.Tensor, k: torch.Tensor, v: torch.Tensor, positions: torch.Tensor, *, impl: str | None = None
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """Writes k and v into their caches at each sequence's position, in place, and returns the caches. It has no gradients.
+
+    cache_k, cache_v: (B, S_max, H, D). k, v: (B, S, H, D) of their dtype. Any strides, but no expanded cache. positions: (B,), int32 or
+    int64: where row 0 goes. A row that would lie outside the cache is dropped on a GPU, where the host reads no values; on a CPU, and
+    with RIDGELINE_CHECK=1, it raises. Raises RidgelineError where the arguments do not fit together, or `impl` cannot run the call.
+    """
+
+def repeat_kv(x: torch.Tensor, n: int, *, lengths: torch.Tensor | None = None, impl: str | None = None) -> torch.Tensor:
+    """Every head n times, one after the other: (B, H, S, D) becomes a new tensor (B, H n, S, D). Gradients flow to x.
+
+    x: any strides. n: from 1 on. lengths: (B,), int32 or int64: rows from a sequence's length on are zeros, and have no gradient; on a CPU,
+    and with RIDGELINE_CHECK=1, a length outside 0 to S raises. Raises RidgelineError where an argument is none of these, or `impl` cannot
+    run the call.
+    """
+
 def adamw(
     params: torch.Tensor | Sequence[torch.Tensor], grads: torch.Tensor | Sequence[torch.Tensor],
     exp_avgs: torch.Tensor | Sequence[torch.Tensor], exp_avg_sqs: torch.Tensor | Sequence[torch.Tensor],

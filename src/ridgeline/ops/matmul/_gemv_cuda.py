@@ -106,7 +106,12 @@ def ladder(op: Op, by_triton: Callable[..., None]) -> None:
     def rung(name: str, idea: str, launcher: Any, supports: Any, **facts: Any) -> None:
         op.kernel(name, idea, kind="cuda", fwd=launcher, bwd=by_triton, supports=supports, **facts)
 
-    rung("cuda_warp", "a warp per row, an element a lane: neighbouring lanes read neighbouring addresses", partial(_rows, False, False), _in_rows)
+    rung(
+        "cuda_warp",
+        "a warp per row, an element a lane: neighbouring lanes read neighbouring addresses",
+        partial(_rows, False, False),
+        _in_rows,
+    )
     rung("cuda_packed", "16 bytes a load: a quarter of the loads of float32, an eighth in half precision", partial(_rows, True, False), _in_packs, gain=1.1, counter=ISSUED)  # fmt: skip
     rung("cuda_short", "several short rows per warp, so that no lane is idle", partial(_rows, True, True), _short, gain=1.5, counter=FULL)
 

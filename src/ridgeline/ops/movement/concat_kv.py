@@ -15,10 +15,9 @@ from typing import Any
 import torch
 import triton
 
-from ridgeline import device
 from ridgeline.boundary import kernel_op, launch
 from ridgeline.cuda import CudaKernel
-from ridgeline.op import FLOATS, Case, Cost, Op, RidgelineError, Spec, nbytes, readable
+from ridgeline.op import FLOATS, Case, Cost, Op, RidgelineError, Spec, dense_only, nbytes, readable
 from ridgeline.select import eager, run
 
 Pair = tuple[torch.Tensor, torch.Tensor]
@@ -121,6 +120,7 @@ def _check(given: dict[str, torch.Tensor], positions: torch.Tensor) -> None:
     for name, t in [*given.items(), ("positions", positions)]:
         if not isinstance(t, torch.Tensor):
             raise RidgelineError(f"concat_kv: {name} must be a tensor, and is {type(t).__name__}")
+    dense_only("concat_kv", given.values())
     cache, new = given["cache_k"], given["k"]
     for name, t in given.items():
         like = cache if "cache" in name else new
@@ -128,7 +128,9 @@ def _check(given: dict[str, torch.Tensor], positions: torch.Tensor) -> None:
             shapes = ", ".join([f"{n} {tuple(x.shape)}" for n, x in given.items()])
             raise RidgelineError(f"concat_kv: caches must be (B, S_max, H, D) and k and v (B, S, H, D), of one B, H and D; given: {shapes}")
         if t.dtype != cache.dtype or t.device != cache.device:
-            raise RidgelineError(f"concat_kv: {name} is {t.dtype} on {t.device} and cache_k {cache.dtype} on {cache.device}; they must agree")
+            raise RidgelineError(
+                f"concat_kv: {name} is {t.dtype} on {t.device} and cache_k {cache.dtype} on {cache.device}; they must agree"
+            )
         if torch.is_grad_enabled() and t.requires_grad:
             raise RidgelineError(f"concat_kv: it has no gradients, and {name} requires one; give it detached, or under torch.no_grad()")
         if "cache" in name and any([n > 1 and not s for n, s in zip(t.shape, t.stride(), strict=True)]):
@@ -177,5 +179,7 @@ def _cuda(name: str, idea: str, launcher: Any, supports: Any, **facts: Any) -> N
 CONCAT_KV.eager("naive", "a slice of each sequence, whose position the host reads: it waits for the GPU, and starts 2 B copies", _naive)
 CONCAT_KV.eager("torch", "index_put of all sequences at once; what falls outside is found first, which the host waits for", reference, served=True)  # fmt: skip
 _cuda("cuda", "an element a thread, any strides, a launch for keys and one for values; the host waits for nothing", partial(_one, False), None)  # fmt: skip
-_cuda("cuda_packed", "16 bytes a thread: an eighth of the loads, stores and divisions", partial(_one, True), _packs, gain=2.0, counter=ISSUED)
+_cuda(
+    "cuda_packed", "16 bytes a thread: an eighth of the loads, stores and divisions", partial(_one, True), _packs, gain=2.0, counter=ISSUED
+)
 _cuda("cuda_both", "keys and values in one launch, sequences as whole pieces, four loads on their way a thread", _both, _pieces, gain=1.1, counter=DRAM)  # fmt: skip

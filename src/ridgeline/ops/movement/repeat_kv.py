@@ -142,7 +142,11 @@ def repeat_kv(x: torch.Tensor, n: int, *, lengths: torch.Tensor | None = None, i
         raise RidgelineError(f"repeat_kv: n must be a whole number from 1 on, and is {n!r}")
     if lengths is not None:
         if not isinstance(lengths, torch.Tensor) or lengths.dtype not in (torch.int32, torch.int64) or lengths.shape != x.shape[:1] or lengths.device != x.device:  # fmt: skip
-            found = f"{lengths.dtype} {tuple(lengths.shape)} on {lengths.device}" if isinstance(lengths, torch.Tensor) else type(lengths).__name__
+            found = (
+                f"{lengths.dtype} {tuple(lengths.shape)} on {lengths.device}"
+                if isinstance(lengths, torch.Tensor)
+                else type(lengths).__name__
+            )
             raise RidgelineError(f"repeat_kv: lengths must be int32 or int64, ({x.shape[0]},) on {x.device}, and are {found}")
         if readable(lengths) and lengths.numel() and not (0 <= lengths.min() and lengths.max() <= x.shape[2]):
             raise RidgelineError(f"repeat_kv: lengths must be from 0 to {x.shape[2]}, and are from {lengths.min()} to {lengths.max()}")

@@ -5,7 +5,6 @@ Source: the softmax of OneFlow and of FasterTransformer, of which these are the 
 
 from __future__ import annotations
 
-from functools import partial
 from pathlib import Path
 from typing import Any
 
