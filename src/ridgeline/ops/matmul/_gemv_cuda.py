@@ -33,7 +33,7 @@ def _rows(pack: bool, short: bool, y: torch.Tensor, _: torch.Tensor, a: torch.Te
     (N, K), each = a.shape, 16 // a.element_size() if pack else 1
     x = _x_in_packs(x)
     lanes = min(32, triton.next_power_of_2(max(1, K // each))) if short else 32
-    facts = {"XTYPE": CTYPE.get(a.dtype, "__half2"), "PACK": each, "LANES": lanes, "STEPS": 4 if pack else 16, "block": 128}
+    facts: dict[str, Any] = {"XTYPE": CTYPE.get(a.dtype, "__half2"), "PACK": each, "LANES": lanes, "STEPS": 4 if pack else 16, "block": 128}
     grid = triton.cdiv(N, 128 // lanes), x.shape[0] if x.dim() == 2 else 1
     launch(ROWS, grid, y, a, x, N, K // each, a.stride(0), x.stride(0) if x.dim() == 2 else 0, **facts)
 
@@ -69,7 +69,7 @@ def _bulk(y: torch.Tensor, _: torch.Tensor, a: torch.Tensor, x: torch.Tensor) ->
         c = tuning.config(gpu, "gemv", "bulk", key, rule, space)
         return c | {"block": 32 * c["WARPS"], "shared": _shared(c, many, K)}
 
-    facts = {"XTYPE": CTYPE[a.dtype], "PACK": pack, "MANY": many}
+    facts: dict[str, Any] = {"XTYPE": CTYPE[a.dtype], "PACK": pack, "MANY": many}
     grid = (min(gpu.multiprocessors, N),)
     launch(BULK, grid, y, a, x, N, K // pack, a.stride(0), x.stride(0) if x.dim() == 2 else 0, config=config, key=(N, K), **facts)
 

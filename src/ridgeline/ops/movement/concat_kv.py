@@ -34,7 +34,7 @@ def _one(packed: bool, *args: torch.Tensor) -> None:
         (_, rows, heads, size), each = new.shape, 16 // new.element_size() if packed else 1
         steps = [s // each if n < 3 else s for t in (cache, new) for n, s in enumerate(t.stride())]
         count = new.numel() // each
-        facts = {"UNIT": UNIT[each * new.element_size()], "INDEX": INDEX[positions.dtype], "UNROLL": 1}
+        facts: dict[str, Any] = {"UNIT": UNIT[each * new.element_size()], "INDEX": INDEX[positions.dtype], "UNROLL": 1}
         facts["NUMBER"] = "unsigned int" if count < 1 << 32 else "unsigned long long"
         sizes = count, rows, heads, size // each, cache.shape[1]
         launch(ONE, (triton.cdiv(count, 256),), cache, new, positions, positions.stride(0), *sizes, *steps, block=256, **facts)
@@ -46,7 +46,7 @@ def _both(cache_k: torch.Tensor, cache_v: torch.Tensor, k: torch.Tensor, v: torc
     block, unroll = (256, 4) if rows * width > 256 else (128, 1)  # few packs, as of a step of decoding: a warp more rather than a turn
     steps = [t.stride(0) // each for t in (cache_k, cache_v, k, v)]
     grid = triton.cdiv(rows * width, block * unroll), min(batch, 65535), 2
-    facts = {"UNIT": "uint4", "INDEX": INDEX[positions.dtype], "UNROLL": unroll, "NUMBER": "unsigned int", "block": block}
+    facts: dict[str, Any] = {"UNIT": "uint4", "INDEX": INDEX[positions.dtype], "UNROLL": unroll, "NUMBER": "unsigned int", "block": block}
     sizes = batch, rows, width, cache_k.shape[1]
     launch(BOTH, grid if k.numel() else (0,), cache_k, cache_v, k, v, positions, positions.stride(0), *sizes, *steps, **facts)
 

@@ -1,7 +1,7 @@
 // repeat_kv in CUDA C++: a thread for every element or pack of the result; then one for packs of the input, each read once.
-// Macros: XTYPE the element type; PACK elements that a thread takes at a time, in which sizes and strides count; COPIES copies of a head; LENGTH
-// the type of lengths; MASKED whether there are lengths; NUMBER an unsigned type that counts a tensor's packs; UNROLL packs a thread; DENSE whether
-// rows follow each other.
+// Macros: XTYPE the element type; PACK elements that a thread takes at a time, in which sizes and strides count; COPIES of a head; LENGTH
+// the type of lengths, MASKED whether there are any; NUMBER an unsigned type that counts a tensor's packs; UNROLL packs a thread; DENSE
+// whether rows follow each other.
 #include "elementwise.cuh"
 
 using P = Pack<XTYPE, PACK>;

@@ -66,7 +66,7 @@ def _cuda(direction: str, once: bool, pack: bool, out: torch.Tensor, x: torch.Te
     (batch, heads, rows, size), count = small.shape, small.numel() // each
     size //= each
     strides = [s // each for s in x.stride()[:3]]
-    facts = {"XTYPE": CTYPE[x.dtype], "PACK": each, "COPIES": n, "MASKED": int(lengths is not None), "block": 256}
+    facts: dict[str, Any] = {"XTYPE": CTYPE[x.dtype], "PACK": each, "COPIES": n, "MASKED": int(lengths is not None), "block": 256}
     facts |= {"LENGTH": "int" if lengths is not None and lengths.dtype == torch.int32 else "long long"}
     facts |= {"NUMBER": "unsigned int" if count * n < 1 << 32 else "unsigned long long"}
     given = out, x, lengths, 0 if lengths is None else lengths.stride(0)

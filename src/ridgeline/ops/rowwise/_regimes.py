@@ -32,9 +32,9 @@ def _pack(columns: int, *tensors: torch.Tensor) -> int:
     return pack
 
 
-def _start(kernels: dict[str, CudaKernel], direction: str, blocks: int, out: torch.Tensor, *inputs: torch.Tensor, **facts: int) -> None:
+def _start(kernels: dict[str, CudaKernel], direction: str, blocks: int, out: torch.Tensor, *inputs: torch.Tensor, **facts: Any) -> None:
     x, y = (out, inputs[0]) if direction == "bwd" else (inputs[0], out)
-    types = {"XTYPE": CTYPE[x.dtype], "YTYPE": CTYPE[y.dtype], "block": facts["THREADS"]}
+    types: dict[str, Any] = {"XTYPE": CTYPE[x.dtype], "YTYPE": CTYPE[y.dtype], "block": facts["THREADS"]}
     launch(kernels[direction], (blocks,), out, *inputs, *out.shape, *[t.stride(0) for t in inputs], **types, **facts)
 
 
