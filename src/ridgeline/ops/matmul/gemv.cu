@@ -92,15 +92,25 @@ extern "C" __global__ void __launch_bounds__(WARPS * 32, 1)
         barrier_init_done();
         for (int stage = 0; stage < STAGES; ++stage) load(stage);
     }
-    for (int m = 0; m < MANY; ++m)
-#pragma unroll 8
-        for (int p = threadIdx.x; p < packs; p += WARPS * 32) {
-            const P in = reinterpret_cast<const P*>(x + m * x_stride)[p];
+    constexpr int AHEAD = 8;  // loads of x on their way a thread
+    for (int start = threadIdx.x; start < MANY * packs; start += AHEAD * WARPS * 32) {
+        P in[AHEAD];
 #pragma unroll
-            for (int j = 0; j < PLANES; ++j)
-                vector[(m * PLANES + j) * packs + p] = make_float4(to_float(in.at[4 * j]), to_float(in.at[4 * j + 1]),
-                                                                   to_float(in.at[4 * j + 2]), to_float(in.at[4 * j + 3]));
+        for (int u = 0; u < AHEAD; ++u) {
+            const int i = start + u * WARPS * 32, m = i / packs;
+            if (i < MANY * packs) in[u] = reinterpret_cast<const P*>(x + m * x_stride)[i - m * packs];
         }
+#pragma unroll
+        for (int u = 0; u < AHEAD; ++u) {
+            const int i = start + u * WARPS * 32, m = i / packs;
+            const XTYPE* const at = in[u].at;
+            if (i < MANY * packs)
+#pragma unroll
+                for (int j = 0; j < PLANES; ++j)
+                    vector[(m * PLANES + j) * packs + i - m * packs] =
+                        make_float4(to_float(at[4 * j]), to_float(at[4 * j + 1]), to_float(at[4 * j + 2]), to_float(at[4 * j + 3]));
+        }
+    }
     __syncthreads();  // x is there, and all barriers are known to their warps
 
     int stage = 0, phase = 0;

@@ -55,7 +55,7 @@ def block(direction: str, out: torch.Tensor, *inputs: torch.Tensor) -> None:
     gpu, shared = device.of(out), 4 * columns * len(inputs)
     resident = max(1, min(16, gpu.shared_memory // (shared + 1024)))
     threads = next(t for t in (1024, 512, 256, 128) if t * resident <= 2048)
-    _start(BLOCK, direction, rows, out, *inputs, PACK=_pack(columns, out, *inputs), THREADS=threads, shared=shared)
+    _start(BLOCK, direction, rows, out, *inputs, PACK=_pack(columns, out, *inputs), THREADS=threads, EACH=1, shared=shared)
 
 
 def uncached(direction: str, out: torch.Tensor, *inputs: torch.Tensor) -> None:
