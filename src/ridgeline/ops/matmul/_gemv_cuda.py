@@ -38,6 +38,11 @@ def _rows(pack: bool, short: bool, y: torch.Tensor, _: torch.Tensor, a: torch.Te
     launch(ROWS, grid, y, a, x, N, K // each, a.stride(0), x.stride(0) if x.dim() == 2 else 0, **facts)
 
 
+def _complex(y: torch.Tensor, parts: torch.Tensor, a: torch.Tensor, x: torch.Tensor) -> None:
+    """Four numbers a load where rows of a are whole packs, else one."""
+    _rows(_in_packs(a) is None, False, y, parts, a, x)
+
+
 def _shared(c: tuning.Config, many: int, K: int) -> int:
     """Bytes of a block's rings, barriers and x."""
     ring = c["WARPS"] * c["STAGES"] * c["ROWS"] * c["PIECE"]
@@ -114,6 +119,7 @@ def ladder(op: Op, by_triton: Callable[..., None]) -> None:
     )
     rung("cuda_packed", "16 bytes a load: a quarter of the loads of float32, an eighth in half precision", partial(_rows, True, False), _in_packs, gain=1.1, counter=ISSUED)  # fmt: skip
     rung("cuda_short", "several short rows per warp, so that no lane is idle", partial(_rows, True, True), _short, gain=1.5, counter=FULL)
+    rung("cuda_complex", "complex halves: four numbers of two halves in a load of 16 bytes, four multiplications each", _complex, _in_rows, dtypes=("complex32",))  # fmt: skip
 
 
 def best(op: Op, by_triton: Callable[..., None]) -> None:
