@@ -130,7 +130,8 @@ def gemv(a: torch.Tensor, x: torch.Tensor, *, impl: str | None = None) -> torch.
     """The product of a matrix with a vector, `a @ x`, or with each row of a small matrix, `x @ a.T`. Gradients flow to both.
 
     a: (N, K), floating point, any strides; quickest where its rows or its columns are contiguous. x: (K,), or (M, K) with M up to 16,
-    any strides, of a's dtype and device. Under autocast both are cast to its dtype first, as for torch's own.
+    any strides, of a's dtype and device. Complex ones are PyTorch's, complex32 in complex64; impl="cuda_complex" reads complex32 as it is.
+    Under autocast both are cast to its dtype first, as for torch's own.
     Returns (N,) or (M, N) in that dtype; sums are in float32, float32's too (never tf32), and the same bits every time.
     Raises RidgelineError where shapes, dtypes or devices do not fit, or `impl` cannot run the call.
     """
