@@ -9,65 +9,16 @@ place in the cache, so that the best rung copies 2 x B pieces in one launch. Wha
 from __future__ import annotations
 
 from functools import partial
-from pathlib import Path
 from typing import Any
 
 import torch
-import triton
 
-from ridgeline.boundary import kernel_op, launch
-from ridgeline.cuda import CudaKernel
+from ridgeline.boundary import kernel_op
 from ridgeline.op import FLOATS, Case, Cost, Op, RidgelineError, Spec, dense_only, nbytes, readable
+from ridgeline.ops.movement._kv import INDEX, append_both, append_one, appends_packs, appends_pieces
 from ridgeline.select import eager, run
 
 Pair = tuple[torch.Tensor, torch.Tensor]
-FILE = Path(__file__).with_name("concat_kv.cu")
-ONE, BOTH = CudaKernel(FILE, "concat_kv_one", "PPPqqqqqqqqqqqqqq"), CudaKernel(FILE, "concat_kv_both", "PPPPPqqqqqqqqq")
-UNIT = {1: "unsigned char", 2: "unsigned short", 4: "unsigned int", 16: "uint4"}
-INDEX = {torch.int32: "int", torch.int64: "long long"}
-
-
-def _one(packed: bool, *args: torch.Tensor) -> None:
-    """A launch for each tensor, any strides; packed: in 16 bytes."""
-    *_, positions = args
-    for cache, new in zip(args[:2], args[2:4], strict=True):
-        (_, rows, heads, size), each = new.shape, 16 // new.element_size() if packed else 1
-        steps = [s // each if n < 3 else s for t in (cache, new) for n, s in enumerate(t.stride())]
-        count = new.numel() // each
-        facts: dict[str, Any] = {"UNIT": UNIT[each * new.element_size()], "INDEX": INDEX[positions.dtype], "UNROLL": 1}
-        facts["NUMBER"] = "unsigned int" if count < 1 << 32 else "unsigned long long"
-        sizes = count, rows, heads, size // each, cache.shape[1]
-        launch(ONE, (triton.cdiv(count, 256),), cache, new, positions, positions.stride(0), *sizes, *steps, block=256, **facts)
-
-
-def _both(cache_k: torch.Tensor, cache_v: torch.Tensor, k: torch.Tensor, v: torch.Tensor, positions: torch.Tensor) -> None:
-    (batch, rows, heads, size), each = k.shape, 16 // k.element_size()
-    width = heads * size // each
-    block, unroll = (256, 4) if rows * width > 256 else (128, 1)  # few packs, as of a step of decoding: a warp more rather than a turn
-    steps = [t.stride(0) // each for t in (cache_k, cache_v, k, v)]
-    grid = triton.cdiv(rows * width, block * unroll), min(batch, 65535), 2
-    facts: dict[str, Any] = {"UNIT": "uint4", "INDEX": INDEX[positions.dtype], "UNROLL": unroll, "NUMBER": "unsigned int", "block": block}
-    sizes = batch, rows, width, cache_k.shape[1]
-    launch(BOTH, grid if k.numel() else (0,), cache_k, cache_v, k, v, positions, positions.stride(0), *sizes, *steps, **facts)
-
-
-def _packs(*args: Any) -> str | None:
-    """Whether all rows of heads are whole packs of 16 bytes."""
-    for t in args[:4]:
-        each = 16 // t.element_size()
-        steps = [s for n, s in zip(t.shape[:3], t.stride(), strict=False) if n > 1]
-        if t.data_ptr() % 16 or t.shape[3] % each or (t.stride(3) != 1 and t.shape[3] > 1) or any([s % each for s in steps]):
-            return "it copies whole 16 bytes: tensors and their heads must begin and end at multiples of 16 bytes"
-    return None
-
-
-def _pieces(*args: Any) -> str | None:
-    """Whether, besides, what a sequence has of a tensor is one piece of memory."""
-    for t in args[:4]:
-        _, rows, heads, size = t.shape
-        if (heads > 1 and t.stride(2) != size) or (rows > 1 and t.stride(1) != heads * size):
-            return "it copies a sequence's rows as one piece: rows and heads must follow each other in memory"
-    return _packs(*args)
 
 
 @kernel_op("concat_kv_fwd(Tensor(a!) cache_k, Tensor(b!) cache_v, Tensor k, Tensor v, Tensor positions, str? impl) -> ()")
@@ -178,8 +129,13 @@ def _cuda(name: str, idea: str, launcher: Any, supports: Any, **facts: Any) -> N
 
 CONCAT_KV.eager("naive", "a slice of each sequence, whose position the host reads: it waits for the GPU, and starts 2 B copies", _naive)
 CONCAT_KV.eager("torch", "index_put of all sequences at once; what falls outside is found first, which the host waits for", reference, served=True)  # fmt: skip
-_cuda("cuda", "an element a thread, any strides, a launch for keys and one for values; the host waits for nothing", partial(_one, False), None)  # fmt: skip
+_cuda("cuda", "an element a thread, any strides, a launch for keys and one for values; the host waits for nothing", partial(append_one, False), None)  # fmt: skip
 _cuda(
-    "cuda_packed", "16 bytes a thread: an eighth of the loads, stores and divisions", partial(_one, True), _packs, gain=2.0, counter=ISSUED
+    "cuda_packed",
+    "16 bytes a thread: an eighth of the loads, stores and divisions",
+    partial(append_one, True),
+    appends_packs,
+    gain=2.0,
+    counter=ISSUED,
 )
-_cuda("cuda_both", "keys and values in one launch, sequences as whole pieces, four loads on their way a thread", _both, _pieces, gain=1.1, counter=DRAM)  # fmt: skip
+_cuda("cuda_both", "keys and values in one launch, sequences as whole pieces, four loads on their way a thread", append_both, appends_pieces, gain=1.1, counter=DRAM)  # fmt: skip

@@ -10,80 +10,14 @@ Source: the function of that name in Hugging Face's models; Ainslie et al., GQA,
 from __future__ import annotations
 
 from functools import partial
-from pathlib import Path
 from typing import Any
 
 import torch
-import triton
-import triton.language as tl
 
-from ridgeline.boundary import Function, differentiate, first_order, kernel_op, launch
-from ridgeline.cuda import CTYPE, CudaKernel
+from ridgeline.boundary import Function, differentiate, first_order, kernel_op
 from ridgeline.op import Case, Cost, Op, RidgelineError, Spec, nbytes, readable
+from ridgeline.ops.movement._kv import repeat_cuda, repeat_triton, repeats_packs
 from ridgeline.select import eager, run
-
-FILE = Path(__file__).with_name("repeat_kv.cu")
-EACH = {d: CudaKernel(FILE, f"repeat_kv_{d}", "PPPqqqqqqqqq") for d in ("fwd", "bwd")}
-ONCE = {d: CudaKernel(FILE, f"repeat_kv_once_{d}", "PPPqqqqqqqq") for d in ("fwd", "bwd")}
-
-
-@triton.jit
-def _turn(out, x, lengths, step, heads, rows, size, x_b, x_h, x_s, x_d, N: tl.constexpr, BACK: tl.constexpr, BLOCK: tl.constexpr):
-    """A block of a head's elements, read once and stored N times or, with BACK, read of N heads and stored once."""
-    end = tl.cast(rows, tl.int64) * size
-    blocks = tl.cdiv(end, BLOCK)
-    head = tl.program_id(0) // blocks
-    i = tl.program_id(0) % blocks * BLOCK + tl.arange(0, BLOCK)
-    inside = i < end
-    valid = inside
-    if lengths is not None:
-        valid = inside & (i // size < tl.load(lengths + head // heads * step))
-    at = x + head // heads * x_b + head % heads * (N if BACK else 1) * x_h + i // size * x_s + i % size * x_d
-    if BACK:
-        total = tl.zeros((BLOCK,), tl.float32)
-        for j in range(N):
-            total += tl.load(at + j * x_h, mask=valid, other=0).to(tl.float32)
-        tl.store(out + head * end + i, total.to(out.dtype.element_ty), mask=inside)
-    else:
-        value = tl.load(at, mask=valid, other=0)
-        for j in range(N):
-            tl.store(out + (head * N + j) * end + i, value, mask=inside)
-
-
-def _triton(direction: str, out: torch.Tensor, x: torch.Tensor, n: int, lengths: torch.Tensor | None) -> None:
-    back = direction == "bwd"
-    (batch, heads, rows, size), step = (out if back else x).shape, 0 if lengths is None else lengths.stride(0)
-    grid = (triton.cdiv(rows * size, 1024) * batch * heads,)
-    launch(_turn, grid, out, x, lengths, step, heads, rows, size, *x.stride(), N=n, BACK=back, BLOCK=1024, num_warps=4)
-
-
-def _cuda(direction: str, once: bool, pack: bool, out: torch.Tensor, x: torch.Tensor, n: int, lengths: torch.Tensor | None) -> None:
-    """once: a thread for packs of the smaller tensor, in both directions. x: the tensor that is read, copied first where its packs are not whole."""
-    each, small = 16 // x.element_size() if pack else 1, out if direction == "bwd" else x
-    steps = [s for m, s in zip(x.shape[:3], x.stride(), strict=False) if m > 1]
-    if pack and (x.data_ptr() % 16 or (x.stride(3) != 1 and x.shape[3] > 1) or any([s % each for s in steps])):
-        x = x.clone(memory_format=torch.contiguous_format)
-    (batch, heads, rows, size), count = small.shape, small.numel() // each
-    size //= each
-    strides = [s // each for s in x.stride()[:3]]
-    facts: dict[str, Any] = {"XTYPE": CTYPE[x.dtype], "PACK": each, "COPIES": n, "MASKED": int(lengths is not None), "block": 256}
-    facts |= {"LENGTH": "int" if lengths is not None and lengths.dtype == torch.int32 else "long long"}
-    facts |= {"NUMBER": "unsigned int" if count * n < 1 << 32 else "unsigned long long"}
-    given = out, x, lengths, 0 if lengths is None else lengths.stride(0)
-    if once:
-        unroll = 4 if direction == "fwd" else max(1, 4 // n)
-        facts |= {"UNROLL": unroll, "DENSE": int(rows == 1 or strides[2] == size)}
-        grid = triton.cdiv(rows * size, 256 * unroll), min(batch * heads, 65535)
-        launch(ONCE[direction], grid if count else (0,), *given, batch, heads, rows, size, *strides, **facts)
-    else:
-        grid = (triton.cdiv(count * (n if direction == "fwd" else 1), 256),)
-        launch(EACH[direction], grid, *given, count, heads, rows, size, *strides, x.stride(3), UNROLL=1, DENSE=0, **facts)
-
-
-def _packs(x: torch.Tensor, *_: Any) -> str | None:
-    if x.shape[3] * x.element_size() % 16:
-        return "it moves whole 16 bytes: a row of a head must be a multiple of 16 bytes"
-    return "a head has less than 2^31 packs of 16 bytes" if x.shape[2] * x.shape[3] * x.element_size() >> 35 else None
 
 
 @kernel_op("repeat_kv_fwd(Tensor x, Tensor? lengths, int n, str? impl) -> Tensor")
@@ -193,7 +127,7 @@ def _rung(name: str, idea: str, launcher: Any, *given: Any, **facts: Any) -> Non
 REPEAT_KV.eager("naive", "repeat_interleave, and a mask over the result: a pass for each, and an index for the heads", reference)
 REPEAT_KV.eager("torch", "a mask over the input, expand and one copy", _torch, served=True)
 REPEAT_KV.compiled("the copy and the mask in one kernel by torch.compile", _torch)
-_rung("triton", "a block of elements a program, read once and stored n times; any strides", _triton, kind="triton", served=True)
-_rung("cuda", "a thread for every element of the result, which reads it again for every copy", _cuda, False, False, kind="cuda")
-_rung("cuda_packed", "16 bytes a thread: fewer loads, stores and divisions for the same bytes", _cuda, False, True, kind="cuda", supports=_packs, gain=2.0, counter=ISSUED)  # fmt: skip
-_rung("cuda_once", "every 16 bytes read once and stored n times, four of them on their way a thread", _cuda, True, True, kind="cuda", served=True, supports=_packs, gain=1.1, counter=DRAM)  # fmt: skip
+_rung("triton", "a block of elements a program, read once and stored n times; any strides", repeat_triton, kind="triton", served=True)
+_rung("cuda", "a thread for every element of the result, which reads it again for every copy", repeat_cuda, False, False, kind="cuda")
+_rung("cuda_packed", "16 bytes a thread: fewer loads, stores and divisions for the same bytes", repeat_cuda, False, True, kind="cuda", supports=repeats_packs, gain=2.0, counter=ISSUED)  # fmt: skip
+_rung("cuda_once", "every 16 bytes read once and stored n times, four of them on their way a thread", repeat_cuda, True, True, kind="cuda", served=True, supports=repeats_packs, gain=1.1, counter=DRAM)  # fmt: skip
