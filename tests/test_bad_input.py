@@ -19,6 +19,7 @@ zero = torch.tensor([1.0, 1, 0, 1, 1, 1])
 a, b, ends = torch.ones(1, 4, 5, 16), torch.ones(1, 2, 7, 16), torch.tensor([0, 3, 5], dtype=torch.int32)
 packed = torch.ones(5, 2, 16)
 codes, E4M3 = torch.ones(4, 6, dtype=torch.int8), torch.float8_e4m3fn
+cache, new, at = torch.ones(2, 5, 3, 4), torch.ones(2, 2, 3, 4), torch.zeros(2, dtype=torch.int64)
 
 Bad = dict[str, tuple[Callable[[], object], list[str]]]
 BAD: Bad = {
@@ -241,6 +242,32 @@ BAD: Bad = {
         lambda: ridgeline.fp8_matmul(codes.to(E4M3), codes.T.to(E4M3), waway[:1], w[:1]),
         ["scale_a", "meta"],
     ),
+    "concat_kv: another width": (
+        lambda: ridgeline.concat_kv(cache, cache, new[..., :3], new[..., :3], at),
+        ["(2, 5, 3, 4)", "(2, 2, 3, 3)"],
+    ),
+    "concat_kv: another v": (lambda: ridgeline.concat_kv(cache, cache, new, new[:, :1], at), ["(2, 2, 3, 4)", "(2, 1, 3, 4)"]),
+    "concat_kv: two dtypes": (lambda: ridgeline.concat_kv(cache, cache, new, new.half(), at), ["v", "float32", "float16"]),
+    "concat_kv: a cache elsewhere": (lambda: ridgeline.concat_kv(cache, cache.to("meta"), new, new, at), ["cache_v", "cpu", "meta"]),
+    "concat_kv: an expanded cache": (
+        lambda: ridgeline.concat_kv(cache, cache[:1].expand(2, 5, 3, 4), new, new, at),
+        ["cache_v", "expanded"],
+    ),
+    "concat_kv: positions of floats": (lambda: ridgeline.concat_kv(cache, cache, new, new, at.float()), ["positions", "int32", "float32"]),
+    "concat_kv: positions of another shape": (lambda: ridgeline.concat_kv(cache, cache, new, new, at[:1]), ["positions", "(2,)", "(1,)"]),
+    "concat_kv: a row too far": (lambda: ridgeline.concat_kv(cache, cache, new, new, at + 4), ["0 to 3", "4"]),
+    "concat_kv: a row before": (lambda: ridgeline.concat_kv(cache, cache, new, new, at - 1), ["0 to 3", "-1"]),
+    "concat_kv: a gradient": (
+        lambda: ridgeline.concat_kv(cache, cache, new, new.clone().requires_grad_(), at),
+        ["gradients", "v", "detached"],
+    ),
+    "concat_kv: no tensor": (lambda: ridgeline.concat_kv(cache, cache, new, None, at), ["v", "NoneType"]),
+    "repeat_kv: three dimensions": (lambda: ridgeline.repeat_kv(image, 2), ["(B, H, S, D)", "(2, 6, 3)"]),
+    "repeat_kv: no copies": (lambda: ridgeline.repeat_kv(cache, 0), ["n", "from 1 on", "0"]),
+    "repeat_kv: copies that are no number": (lambda: ridgeline.repeat_kv(cache, 2.0), ["n", "2.0"]),
+    "repeat_kv: lengths of another shape": (lambda: ridgeline.repeat_kv(cache, 2, lengths=labels), ["lengths", "(2,)", "(6,)"]),
+    "repeat_kv: a length too far": (lambda: ridgeline.repeat_kv(cache, 2, lengths=at + 4), ["0 to 3", "4"]),
+    "repeat_kv: no tensor": (lambda: ridgeline.repeat_kv(None, 2), ["x", "NoneType"]),
     "adamw: a moment's shape": (lambda: ridgeline.adamw(x, x, x, x[:2], 1), ["(4, 6)", "(2, 6)"]),
     "adamw: a negative eps": (lambda: ridgeline.adamw(x, x, x, x, 1, eps=-1.0), ["eps", "-1.0"]),
     "clip_grad_norm: a negative norm": (lambda: ridgeline.clip_grad_norm([x], -1), ["max_norm", "-1"]),
@@ -295,6 +322,8 @@ for name, args in {
     "quantize_fp8": (sparse,),
     "dequantize": (sparse.to(torch.int8), w[:1]),
     "int8_matmul": (sparse.to(torch.int8), square.to(torch.int8), w[:1], w[:1]),
+    "concat_kv": (cache, cache.to_sparse(), new, new, at),
+    "repeat_kv": (cache.to_sparse(), 2),
     "adamw": (square, sparse, square, square, 1),
     "attention": (a, b.to_sparse(), b),
     "attention_varlen": (packed.to_sparse(), packed, packed, ends, ends),

@@ -233,9 +233,16 @@ def _cast(value: Any, dtype: torch.dtype) -> Any:
     """A floating argument in another dtype, as a leaf of its own; a dtype given as an argument becomes that dtype too."""
     if isinstance(value, Tensor) and value.is_floating_point():
         return value.detach().to(dtype, copy=True, memory_format=torch.contiguous_format).requires_grad_(value.requires_grad)
+    if isinstance(value, Tensor) and value.is_complex():
+        return value.detach().to(dtype.to_complex(), copy=True, memory_format=torch.contiguous_format)
     if isinstance(value, list):
         return [_cast(v, dtype) for v in value]
     return dtype if isinstance(value, torch.dtype) and value.is_floating_point else value
+
+
+def _real(tensor: Tensor) -> Tensor:
+    """A complex tensor as its numbers, real and imaginary parts in turn."""
+    return torch.view_as_real(tensor).flatten(-2) if tensor.is_complex() else tensor
 
 
 def _widen(value: Any) -> Any:
@@ -325,15 +332,15 @@ class Law:
         incoming = [_cast(self._narrow(g), torch.float64) for g in self.incoming]
         if move:
             for exact, given in zip(tensors_of([*args, *incoming]), tensors_of([*small, *self.incoming]), strict=True):
-                if given.is_floating_point() and given.element_size() > 1:  # codes of 8 bits are what they are
-                    _move(exact.detach(), torch.finfo(given.dtype).eps, self.dice)
+                if (given.is_floating_point() or given.is_complex()) and given.element_size() > 1:  # codes of 8 bits are what they are
+                    _move(_real(exact.detach()), torch.finfo(given.dtype).eps, self.dice)
         return self._gradients(self.op.reference, args, kwargs, incoming)
 
     def _results(self, call: Callable[..., Any], args: Sequence[Any], kwargs: dict[str, Any], mutates: bool = True) -> tuple[Tensor, ...]:
         """What a call returns, and then what it changed in place."""
         returned = call(*args, **kwargs)
         changed = tensors_of(args[n] for n in self.op.mutates) if mutates else []
-        return (*as_tuple(returned), *changed)
+        return tuple(map(_real, (*as_tuple(returned), *changed)))
 
     def _gradients(
         self, call: Callable[..., Any], args: list[Any], kwargs: dict[str, Any], incoming: list[Any] | None = None, mutates: bool = True

@@ -21,6 +21,7 @@ import triton.language as tl
 from ridgeline import device, tuning
 from ridgeline.boundary import Function, differentiate, first_order, kernel_op, launch
 from ridgeline.op import Case, Columns, Cost, Op, RidgelineError, Spec, dtype_name, nbytes
+from ridgeline.ops.matmul import _gemv_cuda
 from ridgeline.ops.matmul.matmul import matmul, rows_of
 from ridgeline.select import eager, run
 
@@ -162,14 +163,21 @@ class _Gemv(Function):
     @first_order
     def backward(ctx: Any, dy: torch.Tensor) -> Any:
         a, x = ctx.saved_tensors
-        dx = _forward(a.mT, dy, ctx.impl) if ctx.needs_input_grad[1] else None
+        impl = "triton" if ctx.impl == "triton" else None  # the others' are for rows of a, and a.mT has columns
+        dx = _forward(a.mT, dy, impl) if ctx.needs_input_grad[1] else None
         if not ctx.needs_input_grad[0]:
             return None, dx, None
-        return dy[:, None] * x if x.dim() == 1 else matmul(dy.mT, x, impl=ctx.impl), dx, None
+        return dy[:, None] * x if x.dim() == 1 else matmul(dy.mT, x, impl=impl), dx, None
 
 
 def reference(a: torch.Tensor, x: torch.Tensor) -> torch.Tensor:
     return F.linear(x, a)
+
+
+def _torch(a: torch.Tensor, x: torch.Tensor) -> torch.Tensor:
+    if a.dtype != torch.complex32:
+        return reference(a, x)
+    return reference(a.to(torch.complex64), x.to(torch.complex64)).to(a.dtype)
 
 
 def _naive(a: torch.Tensor, x: torch.Tensor) -> torch.Tensor:
@@ -182,27 +190,34 @@ def gemv(a: torch.Tensor, x: torch.Tensor, *, impl: str | None = None) -> torch.
     """The product of a matrix with a vector, `a @ x`, or with each row of a small matrix, `x @ a.T`. Gradients flow to both.
 
     a: (N, K), floating point, any strides; quickest where its rows or its columns are contiguous. x: (K,), or (M, K) with M up to 16,
-    any strides, of a's dtype and device. Under autocast both are cast to its dtype first, as for torch's own.
+    any strides, of a's dtype and device. Complex ones are PyTorch's, complex32 in complex64; impl="cuda_complex" reads complex32 as it is.
+    Under autocast both are cast to its dtype first, as for torch's own.
     Returns (N,) or (M, N) in that dtype; sums are in float32, float32's too (never tf32), and the same bits every time.
     Raises RidgelineError where shapes, dtypes or devices do not fit, or `impl` cannot run the call.
     """
     if not isinstance(a, torch.Tensor) or not isinstance(x, torch.Tensor):
         raise RidgelineError(f"gemv: a and x must be tensors, and are {type(a).__name__} and {type(x).__name__}")
-    if not a.is_floating_point() or not x.is_floating_point():
-        raise RidgelineError(f"gemv: a and x must be floating point (float32, float16, bfloat16), and are {a.dtype} and {x.dtype}")
+    if not (a.is_floating_point() or a.is_complex()) or not (x.is_floating_point() or x.is_complex()):
+        raise RidgelineError(
+            f"gemv: a and x must be floating point (float32, float16, bfloat16) or complex, and are {a.dtype} and {x.dtype}"
+        )
     if a.dim() != 2 or x.dim() not in (1, 2) or a.shape[1] != x.shape[-1]:
         raise RidgelineError(f"gemv: a must be (N, K) and x (K,) or (M, K), and they are {tuple(a.shape)} and {tuple(x.shape)}")
     if x.dim() == 2 and x.shape[0] > MOST:
         raise RidgelineError(f"gemv: x may have {MOST} rows at most, and has {x.shape[0]}; matmul takes more")
     kind = "cuda" if a.is_cuda else "cpu"
-    if torch.is_autocast_enabled(kind) and a.dtype != torch.float64 != x.dtype:
+    if torch.is_autocast_enabled(kind) and a.is_floating_point() and a.dtype != torch.float64 != x.dtype:
         a, x = a.to(torch.get_autocast_dtype(kind)), x.to(torch.get_autocast_dtype(kind))
     if a.dtype != x.dtype or a.device != x.device:
         raise RidgelineError(f"gemv: a is {a.dtype} on {a.device} and x {x.dtype} on {x.device}; they must agree")
+    if a.is_complex():
+        a, x = a.resolve_conj(), x.resolve_conj()
     plain = eager(GEMV, impl, a, x)
     if plain is not None and plain.call is not None:
         return plain.call(a, x)
     if torch.is_grad_enabled() and (a.requires_grad or x.requires_grad):
+        if a.is_complex():
+            raise RidgelineError(f"gemv: impl={impl!r} has no gradients of {a.dtype}; impl='torch' has, or give a and x detached")
         return differentiate(_Gemv, a, x, impl)
     return _forward(a, x, impl)
 
@@ -210,6 +225,17 @@ def gemv(a: torch.Tensor, x: torch.Tensor, *, impl: str | None = None) -> torch.
 def cost(a: torch.Tensor, x: torch.Tensor) -> tuple[Cost, Cost]:
     y, flops = x.numel() // max(1, a.shape[1]) * a.shape[0] * a.element_size(), 2 * a.numel() * x.numel() // max(1, a.shape[1])
     return Cost(nbytes(a, x), y, flops), Cost(y + nbytes(a, x), nbytes(a, x), 2 * flops)
+
+
+def _real(a: torch.Tensor, *_: Any) -> str | None:
+    return f"it takes real numbers, and a is {a.dtype}" if a.is_complex() else None
+
+
+class Halves(Spec):
+    """Complex numbers of two halves."""
+
+    def make(self, dtype: torch.dtype, device: str | torch.device, generator: torch.Generator | None) -> torch.Tensor:
+        return torch.randn(self.shape, dtype=torch.complex64, device=device, generator=generator).to(torch.complex32)
 
 
 def _bench(name: str, a: Spec, *m: int, dtypes: tuple[str, ...] = ("bfloat16",)) -> Case:
@@ -229,19 +255,30 @@ GEMV = Op(
         Case("6 of 72x40 by columns", (Columns(72, 40), Spec(6, 40))),
         Case("5x9000 in parts", (Spec(5, 9000), Spec(9000))),
         Case("1x1", (Spec(1, 1), Spec(1))),
+        Case(
+            "3 of 1100x1032", (Spec(1100, 1032), Spec(3, 1032)), dtypes=("bfloat16",)
+        ),  # which the interpreter, slow of so many, leaves out
+        Case("1030x1528", (Spec(1030, 1528), Spec(1528)), dtypes=("bfloat16",)),
+        Case("33x132 complex", (Halves(33, 132), Halves(132)), dtypes=("float16",)),
+        Case("3 of 40x65 complex", (Halves(40, 65), Halves(3, 65)), dtypes=("float16",)),
+        Case("8192x8192 complex", (Halves(8192, 8192), Halves(8192)), dtypes=("float16",), use="bench"),
+        Case("70x48", (Spec(70, 48), Spec(48))),
         Case("2048x2048", (Spec(2048, 2048, grad=False), Spec(2048, grad=False)), use="quick"),
         *(_bench(f"{m[0] if m else 1} of 14336x4096", Spec(14336, 4096, grad=False), *m) for m in ((), (4,), (16,))),
         *(_bench(f"{m[0] if m else 1} of 8192x8192", Spec(8192, 8192, grad=False), *m) for m in ((), (2,), (8,), (16,))),
         _bench("1 of 8192x8192 by columns", Columns(8192, 8192, grad=False)),
         _bench("1 of 1024x8192", Spec(1024, 8192, grad=False)),
         _bench("8192x8192", Spec(8192, 8192, grad=False), dtypes=("float32", "float16")),
+        _bench("16384x16384", Spec(16384, 16384, grad=False), dtypes=("float32", "float16")),
+        _bench("1048576x64", Spec(1 << 20, 64, grad=False), dtypes=("float16",)),
         _bench("16 of 8192x4096", Spec(8192, 4096, grad=False), 16, dtypes=("float32",)),
     ],
 )
 
 GEMV.eager("naive", "a product and a sum a row, in float32: the products are written and read again", _naive)
-GEMV.eager("torch", "PyTorch's own: cuBLAS on an NVIDIA GPU", reference, served=True)
-GEMV.compiled("torch.compile, which hands the product on to cuBLAS or sums in a kernel of its own")
+GEMV.eager("torch", "PyTorch's own: cuBLAS on an NVIDIA GPU", _torch, served=True)
+GEMV.compiled("torch.compile, which hands the product on to cuBLAS or sums in a kernel of its own", supports=_real)
+_gemv_cuda.ladder(GEMV, _launch)
 GEMV.kernel(
     "triton",
     "some rows a program, 16 bytes of each a thread before any is used; parts of K, added in order, where rows are few",
@@ -250,3 +287,4 @@ GEMV.kernel(
     bwd=_launch,
     served=True,
 )
+_gemv_cuda.best(GEMV, _launch)

@@ -13,7 +13,8 @@ from typing import Any
 import torch
 import torch.nn.functional as F
 
-from ridgeline.op import Cost, Op, nbytes
+from ridgeline.op import Case, Cost, Op, Spec, nbytes
+from ridgeline.ops.rowwise import _regimes
 from ridgeline.ops.rowwise._softmax import CASES, ROW_LIMIT, Softmax, both, columns_of, full_precision
 
 KERNELS = Softmax("softmax", log=False)
@@ -49,7 +50,8 @@ def _fits_row(x: torch.Tensor, *rest: Any) -> str | None:
     return f"it holds a row in the registers of one block, at most {ROW_LIMIT} columns; this has {columns_of(x, *rest)}"
 
 
-KERNELS.op = SOFTMAX = Op(softmax, reference=reference, cost=cost, cases=CASES)
+SQUARES = [Case(f"32x64x{s}x{s}", (Spec(32, 64, s, s),), dtypes=("float32",), use="bench") for s in (16, 32, 64, 128, 512)]
+KERNELS.op = SOFTMAX = Op(softmax, reference=reference, cost=cost, cases=[*CASES, *SQUARES])
 
 SOFTMAX.eager("naive", "the formula in eager PyTorch: five passes, max, subtract, exp, sum, divide", reference, supports=full_precision)
 SOFTMAX.eager("torch", "PyTorch's own kernel: a row per block", lambda x, dim=-1, dtype=None: F.softmax(x, dim, dtype=dtype), served=True)
@@ -61,4 +63,5 @@ SOFTMAX.kernel(
     supports=_fits_row,
     **both(KERNELS.row),
 )
+_regimes.ladder(SOFTMAX)
 KERNELS.rungs()
