@@ -38,14 +38,14 @@ def _sizes(x: torch.Tensor, dim: int) -> tuple[int, int, int]:
 
 
 def _macros(y: torch.Tensor, x: torch.Tensor, rows: int, n: int, reverse: bool, packed: bool, threads: int) -> dict[str, Any]:
-    """Packs of 16 bytes of the wider type, where rows begin at such, and 32 elements a thread, 16 of 64 bits."""
+    """Packs of 16 bytes of the wider type, where rows begin at such; as many of them as leave a multiprocessor 1024 threads' registers."""
     pack = 16 // max(y.element_size(), x.element_size())
     whole = packed and (n % pack == 0 or (rows == 1 and not reverse))
     pack = pack if whole and not any([t.data_ptr() % (pack * t.element_size()) for t in (y, x)]) else 1
     floating, wide = y.is_floating_point(), y.element_size() == 8
     sums = ("float", "double") if floating else ("unsigned long long" if wide else "unsigned", "unsigned long long")
     macros = {"XTYPE": KINDS[x.dtype], "YTYPE": KINDS[y.dtype], "STYPE": sums[0], "TTYPE": sums[1], "PACK": pack}
-    return macros | {"ITEMS": (16 if wide else 32) // pack, "THREADS": threads, "REVERSE": int(reverse), "PHASE": 0, "block": threads}
+    return macros | {"ITEMS": {8: 4, 4: 6, 2: 8, 1: 16}[pack], "THREADS": threads, "REVERSE": int(reverse), "PHASE": 0, "block": threads}
 
 
 def _tiled(phased: bool, packed: bool, y: torch.Tensor, x: torch.Tensor, dim: int, reverse: bool) -> None:
