@@ -177,6 +177,19 @@ def matmul(a: torch.Tensor, b: torch.Tensor, *, impl: str | None = None) -> torc
     Raises RidgelineError where shapes, dtypes or devices do not fit, or `impl` cannot run the call.
     """
 
+def index_add(
+    x: torch.Tensor, dim: int, index: torch.Tensor, source: torch.Tensor, *, alpha: float = 1, deterministic: bool | None = None,
+    impl: str | None = None,
+) -> torch.Tensor:  # fmt: skip
+    """x with `alpha * source` added to the rows of dimension `dim` that `index` names, as `torch.index_add`. Gradients flow to x and source.
+
+    x: any strides, one dimension or more. index: (n,), int64 or int32; an index may come again, and then all its rows are added. source: x's
+    shape and dtype but for n in dimension `dim`. Sums are in float32, in the order of the source, and the same bits every time.
+    deterministic: False allows packed atomics, whose sums are in x's dtype and in no order, where there are many indices.
+    Returns a contiguous tensor of x's shape. On a GPU an index out of range gives NaN in the nearest row; on a CPU, and everywhere with
+    RIDGELINE_CHECK=1, it raises. Raises RidgelineError where shapes, dtypes or devices do not fit, or `impl` cannot run the call.
+    """
+
 def adamw(
     params: torch.Tensor | Sequence[torch.Tensor], grads: torch.Tensor | Sequence[torch.Tensor],
     exp_avgs: torch.Tensor | Sequence[torch.Tensor], exp_avg_sqs: torch.Tensor | Sequence[torch.Tensor],
@@ -323,6 +336,24 @@ def quantize_int8(
     Quotients x / scale are those of float32, rounded to the nearest whole number, to even between two, and saturate; a scale is at least
     2^-126 (of zeros), and infinite where its numbers hold an infinity or NaN: `dequantize` then gives NaN.
     Raises RidgelineError on a tensor that is not floating point, another granularity, or an `impl` that cannot run the call.
+    """
+
+def cumsum(x: torch.Tensor, dim: int, dtype: torch.dtype | None = None, *, impl: str | None = None) -> torch.Tensor:
+    """The sums of x from the first element along `dim` up to each, as `torch.cumsum`. Gradients flow to x.
+
+    x: any shape and strides, of real numbers. dtype: what x is cast to first, and the result's type; None is x's, or int64 where x holds
+    integers. Integers are exact, and wrap around in their type; halves add in float32; floats give the same bits every time.
+    Returns a contiguous tensor of x's shape. Raises RidgelineError on a `dim` that x does not have, complex numbers, or an `impl` that
+    cannot run the call.
+    """
+
+def histogram(x: torch.Tensor, bins: int, range: tuple[float, float] | None = None, *, impl: str | None = None) -> torch.Tensor:
+    """How many elements of x lie in each of `bins` equal parts of `range`, as `torch.histc` counts, but in int64 and exactly.
+
+    x: any shape and strides, integers or floating point. bins: 1 or more. range: (low, high), or None for x's least and greatest, and one
+    below and above where these are the same. What lies outside, and NaN, counts nowhere; `high` counts in the last bin. An element's
+    bin is what float64 says. Without a range x must be finite: else it raises on a CPU, and everywhere with RIDGELINE_CHECK=1.
+    Returns (bins,) in int64. No gradients flow. Raises RidgelineError on other bins or ranges, or an `impl` that cannot run the call.
     """
 
 def add_layer_norm(

@@ -230,7 +230,11 @@ def _packs(x: torch.Tensor, dim: int, index: Any, source: Any = None, *rest: Any
 
 
 def _slow(x: Any, dim: Any, index: torch.Tensor, source: Any, alpha: Any = 1, deterministic: Any = None) -> str | None:
-    return None if deterministic is False and index.shape[0] > FEW else "its sums have no order: deterministic=False and many indices ask for it"
+    return (
+        None
+        if deterministic is False and index.shape[0] > FEW
+        else "its sums have no order: deterministic=False and many indices ask for it"
+    )
 
 
 def _left(x: Any, dim: Any, index: torch.Tensor, source: Any, alpha: Any = 1, deterministic: Any = None) -> str | None:

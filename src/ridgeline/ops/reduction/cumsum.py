@@ -137,7 +137,9 @@ def cumsum(x: torch.Tensor, dim: int, dtype: torch.dtype | None = None, *, impl:
     cannot run the call.
     """
     if not isinstance(x, torch.Tensor) or x.is_complex():
-        raise RidgelineError(f"cumsum: x must be a tensor of real numbers, and is {x.dtype if isinstance(x, torch.Tensor) else type(x).__name__}")
+        raise RidgelineError(
+            f"cumsum: x must be a tensor of real numbers, and is {x.dtype if isinstance(x, torch.Tensor) else type(x).__name__}"
+        )
     most = max(1, x.dim())
     if not isinstance(dim, int | torch.SymInt) or not -most <= dim < most:
         raise RidgelineError(f"cumsum: dim must be an int from {-most} to {most - 1} for an x of {x.dim()} dimensions, and is {dim!r}")

@@ -19,7 +19,7 @@ import torch
 from ridgeline import device
 from ridgeline.boundary import kernel_op, launch
 from ridgeline.cuda import CTYPE, CudaKernel
-from ridgeline.op import FLOATS, Case, Cost, Op, RidgelineError, Spec, nbytes
+from ridgeline.op import FLOATS, Case, Cost, Op, RidgelineError, Spec, nbytes, readable
 from ridgeline.select import eager, run
 
 FILE = Path(__file__).with_name("histogram.cu")
@@ -35,7 +35,9 @@ def _copies(bins: int) -> int:
     return min(32, 1 << (max(1, ROOM // bins).bit_length() - 1))
 
 
-def _launch(shared: bool, most: int, packed: bool, counts: Any, x: Any, least: Any, greatest: Any, bins: int, low: float, high: float) -> None:
+def _launch(
+    shared: bool, most: int, packed: bool, counts: Any, x: Any, least: Any, greatest: Any, bins: int, low: float, high: float
+) -> None:
     x = x.contiguous()
     pack = 16 // x.element_size() if packed and x.data_ptr() % 16 == 0 else 1
     macros = {"XTYPE": KINDS[x.dtype], "FLOATING": int(x.is_floating_point()), "PACK": pack, "COPIES": min(most, _copies(bins))}
@@ -74,7 +76,7 @@ def histogram(x: torch.Tensor, bins: int, range: tuple[float, float] | None = No
 
     x: any shape and strides, integers or floating point. bins: 1 or more. range: (low, high), or None for x's least and greatest, and one
     below and above where these are the same. What lies outside, and NaN, counts nowhere; `high` counts in the last bin. An element's
-    bin is what float64 says. Where x's own range holds NaN or infinities, all counts are 0 on a GPU, and on a CPU.
+    bin is what float64 says. Without a range x must be finite: else it raises on a CPU, and everywhere with RIDGELINE_CHECK=1.
     Returns (bins,) in int64. No gradients flow. Raises RidgelineError on other bins or ranges, or an `impl` that cannot run the call.
     """
     if not isinstance(x, torch.Tensor) or x.is_complex() or x.dtype == torch.bool:
@@ -84,9 +86,13 @@ def histogram(x: torch.Tensor, bins: int, range: tuple[float, float] | None = No
         raise RidgelineError(f"histogram: bins must be an int of 1 or more, and is {bins!r}")
     if range is not None and not _is_range(range):
         raise RidgelineError(f"histogram: range must be None or (low, high), finite and low below high, and is {range!r}")
+    if range is None and readable(x) and x.is_floating_point() and not x.isfinite().all():
+        raise RidgelineError("histogram: x must be finite where no range is given, and holds NaN or infinities")
     plain = eager(HISTOGRAM, impl, x)
-    if plain is not None and plain.call is not None or not x.numel():
-        return (plain.call if plain is not None and plain.call is not None else reference)(x, bins, range)
+    if plain is not None and plain.call is not None:
+        return plain.call(x, bins, range)
+    if not x.numel():
+        return reference(x, bins, range)
     least, greatest = (None, None) if range else x.detach().aminmax()
     low, high = range or (0.0, 0.0)
     return _forward(x.detach(), least, greatest, bins, float(low), float(high), impl)
