@@ -181,10 +181,10 @@ def index_add(
     x: torch.Tensor, dim: int, index: torch.Tensor, source: torch.Tensor, *, alpha: float = 1, deterministic: bool | None = None,
     impl: str | None = None,
 ) -> torch.Tensor:  # fmt: skip
-    """x with `alpha * source` added to the rows of dimension `dim` that `index` names, as `torch.index_add`. Gradients flow to x and source.
+    """x with `alpha * source` added to the rows of dimension `dim` that `index` names, as `torch.index_add`. Gradients flow to both.
 
-    x: any strides, one dimension or more. index: (n,), int64 or int32; an index may come again, and then all its rows are added. source: x's
-    shape and dtype but for n in dimension `dim`. Sums are in float32, in the order of the source, and the same bits every time.
+    x: any strides, one dimension or more. index: (n,), int64 or int32; one may come again, and then all its rows are added. source: x's
+    shape and dtype but for n in dimension `dim`. Sums are in float32, in the order of the source, the same bits every time.
     deterministic: False allows packed atomics, whose sums are in x's dtype and in no order, where there are many indices.
     Returns a contiguous tensor of x's shape. On a GPU an index out of range gives NaN in the nearest row; on a CPU, and everywhere with
     RIDGELINE_CHECK=1, it raises. Raises RidgelineError where shapes, dtypes or devices do not fit, or `impl` cannot run the call.

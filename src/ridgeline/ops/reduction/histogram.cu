@@ -8,16 +8,17 @@ using Count = unsigned long long;
 
 // Where the bins lie. Float32 gives an element's bin unless it falls next to an edge, nearer than its roundings reach: then float64 says.
 struct Range {
-    double low, high, bins;
+    const double* ends;  // low and high, in shared memory to spare registers: they are seldom asked for
+    int bins;
     float start, scale, reach;
     bool doubling;  // the scale is a power of two, so that float32 errs in the difference alone
 
-    // From the given range, or where `least` is not null from the data's own.
-    __device__ Range(const X* least, const X* most, double from, double to, int count) {
-        low = least ? value(*least) : from;
-        high = most ? value(*most) : to;
+    // From the given range, or where `least` is not null from the data's own. All threads call this.
+    __device__ Range(double* room, const X* least, const X* most, double from, double to, int bins) : ends(room), bins(bins) {
+        double low = least ? value(*least) : from, high = most ? value(*most) : to;
         if (low == high) low -= 1, high += 1;
-        bins = count;
+        if (threadIdx.x == 0) room[0] = low, room[1] = high;
+        __syncthreads();
         start = (float)low;
         scale = (float)(bins / (high - low));
         doubling = !(__float_as_int(scale) & 0x7fffff) && (double)scale * (high - low) == bins && (double)start == low;
@@ -49,10 +50,10 @@ struct Range {
     }
 
     __device__ int exact(X x) const {
-        const double v = value(x);
+        const double v = value(x), low = ends[0], high = ends[1];
         if (!(v >= low && v <= high)) return -1;
         const double bin = (v - low) * bins / (high - low);
-        return bin >= 0 ? (int)fmin(bin, bins - 1) : -1;
+        return bin >= 0 ? (int)fmin(bin, bins - 1.0) : -1;
     }
 };
 
@@ -63,7 +64,8 @@ extern "C" __global__ void histogram_clear(Count* counts, long long bins) {
 
 // Every element is an atomic on memory.
 extern "C" __global__ void histogram_global(Count* counts, const X* x, const X* least, const X* most, long long n, int bins, double low, double high) {
-    const Range range(least, most, low, high, bins);
+    __shared__ double room[2];
+    const Range range(room, least, most, low, high, bins);
     const long long threads = gridDim.x * (long long)blockDim.x;
     for (long long i = blockIdx.x * (long long)blockDim.x + threadIdx.x; i < n; i += threads) {
         int bin = range.bin(x[i]);
@@ -77,7 +79,8 @@ extern "C" __global__ void histogram_global(Count* counts, const X* x, const X* 
 extern "C" __global__ void __launch_bounds__(512, 2)
     histogram_shared(Count* counts, const X* x, const X* least, const X* most, long long n, int bins, double low, double high) {
     extern __shared__ unsigned own[];
-    const Range range(least, most, low, high, bins);
+    __shared__ double room[2];
+    const Range range(room, least, most, low, high, bins);
     for (int i = threadIdx.x; i < bins * COPIES; i += blockDim.x) own[i] = 0;
     __syncthreads();
     unsigned* mine = own + threadIdx.x % COPIES;

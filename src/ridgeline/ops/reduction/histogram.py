@@ -18,15 +18,14 @@ import torch
 
 from ridgeline import device
 from ridgeline.boundary import kernel_op, launch
-from ridgeline.cuda import CTYPE, CudaKernel
+from ridgeline.cuda import CudaKernel
 from ridgeline.op import FLOATS, Case, Cost, Op, RidgelineError, Spec, nbytes, readable
+from ridgeline.ops.reduction._kinds import KINDS, WHOLE
 from ridgeline.select import eager, run
 
 FILE = Path(__file__).with_name("histogram.cu")
 _GLOBAL, _SHARED = (CudaKernel(FILE, f"histogram_{name}", "PPPPqidd") for name in ("global", "shared"))
 _CLEAR = CudaKernel(FILE, "histogram_clear", "Pq")
-WHOLE = {"int32": "int", "int64": "long long", "int16": "short", "int8": "signed char", "uint8": "unsigned char"}
-KINDS = CTYPE | {getattr(torch, name): ctype for name, ctype in WHOLE.items()}
 ROOM = 1 << 14  # counts in a block's shared memory, all copies together, beside three other blocks
 
 
@@ -41,7 +40,7 @@ def _launch(
     x = x.contiguous()
     pack = 16 // x.element_size() if packed and x.data_ptr() % 16 == 0 else 1
     macros = {"XTYPE": KINDS[x.dtype], "FLOATING": int(x.is_floating_point()), "PACK": pack, "COPIES": min(most, _copies(bins))}
-    macros["LOADS"] = {1: 1, 16: 2}.get(pack, 4)
+    macros["LOADS"] = {1: 1, 8: 2, 16: 1}.get(pack, 4)
     launch(_CLEAR, (-(-bins // 256),), counts, bins, **macros)
     size = 4 * bins * macros["COPIES"]
     where = device.of(x)
@@ -107,33 +106,25 @@ def cost(x: torch.Tensor, bins: int, range: tuple[float, float] | None = None) -
     return Cost(nbytes(x) * (1 if range else 2), 8 * bins, 4 * x.numel()), None
 
 
-def _whole(*shape: int, dtype: str, high: int) -> Spec:
-    return Spec(*shape, dtype=dtype, high=high)
-
-
-def _floats(*shape: int) -> Spec:
-    return Spec(*shape, grad=False)
-
-
 MANY = 1 << 28
 HISTOGRAM = Op(
     histogram,
     reference=reference,
     cost=cost,
     cases=[
-        Case("33x129 into 10", (_floats(33, 129), 10)),
-        Case("33x129 into 256 of -2 to 3", (_floats(33, 129), 256, (-2.0, 3.0))),
-        Case("100003 into 64", (_floats(100003), 64, (-1.0, 1.0))),
-        Case("5000 into 1", (_floats(5000), 1)),
-        Case("5000 into 20000", (_floats(5000), 20000, (-3, 3))),
-        Case("5000 into 100000", (_floats(5000), 100000, (-3, 3))),
-        Case("one", (_floats(1), 7)),
-        Case("none", (_floats(0), 7)),
-        Case("40000 int32 into 256", (_whole(40000, dtype="int32", high=1000), 256), dtypes=("int32",)),
-        Case("40001 uint8 into 256", (_whole(40001, dtype="uint8", high=255), 256, (0, 256)), dtypes=("uint8",)),
-        Case("4 Mi into 256", (_floats(1 << 22), 256, (-4.0, 4.0)), use="quick"),
-        Case("256 Mi into 256", (_floats(MANY), 256, (-4.0, 4.0)), dtypes=("float32", "bfloat16"), use="bench"),
-        Case("256 Mi int32 into 256", (_whole(MANY, dtype="int32", high=1 << 20), 256, (0, 1 << 20)), dtypes=("int32",), use="bench"),
+        Case("33x129 into 10", (Spec(33, 129, grad=False), 10)),
+        Case("33x129 into 256 of -2 to 3", (Spec(33, 129, grad=False), 256, (-2.0, 3.0))),
+        Case("100003 into 64", (Spec(100003, grad=False), 64, (-1.0, 1.0))),
+        Case("5000 into 1", (Spec(5000, grad=False), 1)),
+        Case("5000 into 20000", (Spec(5000, grad=False), 20000, (-3, 3))),
+        Case("5000 into 100000", (Spec(5000, grad=False), 100000, (-3, 3))),
+        Case("one", (Spec(1, grad=False), 7)),
+        Case("none", (Spec(0, grad=False), 7)),
+        Case("40000 int32 into 256", (Spec(40000, dtype="int32", high=1000), 256), dtypes=("int32",)),
+        Case("40001 uint8 into 256", (Spec(40001, dtype="uint8", high=255), 256, (0, 256)), dtypes=("uint8",)),
+        Case("4 Mi into 256", (Spec(1 << 22, grad=False), 256, (-4.0, 4.0)), use="quick"),
+        Case("256 Mi into 256", (Spec(MANY, grad=False), 256, (-4.0, 4.0)), dtypes=("float32", "bfloat16"), use="bench"),
+        Case("256 Mi int32 into 256", (Spec(MANY, dtype="int32", high=1 << 20), 256, (0, 1 << 20)), dtypes=("int32",), use="bench"),
     ],
 )
 
