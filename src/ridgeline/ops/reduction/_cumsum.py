@@ -66,7 +66,7 @@ def _columns(y: torch.Tensor, x: torch.Tensor, dim: int, reverse: bool) -> None:
     totals = torch.empty(outer * chunks * inner if chunks > 1 else 0, dtype=torch.int64, device=x.device)
     grid = (-(-outer * chunks * inner // 256),)
     for out in (None, y) if chunks > 1 else (y,):
-        launch(_COLUMNS, grid, *((x, None, x)[1:] if out is None else (y, x)), totals, outer, n, inner, chunk, chunks, **macros)
+        launch(_COLUMNS, grid, x, out, totals, outer, n, inner, chunk, chunks, **macros)
 
 
 def best(y: torch.Tensor, x: torch.Tensor, dim: int, dtype: torch.dtype, reverse: bool) -> None:

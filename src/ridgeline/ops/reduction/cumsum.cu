@@ -251,7 +251,7 @@ extern "C" __global__ void __launch_bounds__(THREADS) cumsum_rows(Y* y, const X*
 // Columns: a thread walks down `chunk` rows of one, eight loads on their way. With y null it writes what they add up to, to `totals` (outer,
 // chunks, inner); else it starts at what the chunks above it add up to.
 extern "C" __global__ void __launch_bounds__(256)
-    cumsum_columns(Y* y, const X* x, TOTAL* totals, long long outer, long long n, long long inner, long long chunk, long long chunks) {
+    cumsum_columns(const X* x, Y* y, TOTAL* totals, long long outer, long long n, long long inner, long long chunk, long long chunks) {
     const long long i = blockIdx.x * (long long)blockDim.x + threadIdx.x;
     if (i >= outer * chunks * inner) return;
     const long long column = i % inner, k = i / inner % chunks, o = i / inner / chunks, end = n < (k + 1) * chunk ? n : (k + 1) * chunk;
