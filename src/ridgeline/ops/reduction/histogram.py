@@ -45,7 +45,7 @@ def _launch(
     size = 4 * bins * macros["COPIES"]
     where = device.of(x)
     values = counts, x, least, greatest, x.numel(), bins, low, high
-    if not shared or size > where.shared_memory:
+    if not shared or size + 1024 > where.shared_memory:
         launch(_GLOBAL, (min(-(-x.numel() // 256), 8 * where.multiprocessors),), *values, block=256, **macros)
         return
     blocks = min(-(-x.numel() // (512 * pack)), max(1, min(2, where.shared_memory // size)) * where.multiprocessors)
