@@ -39,6 +39,8 @@ def transposed(t):
 
 
 COARSE = ("layer_norm", "add_layer_norm")
+LINEAR = ("cumsum", "index_add")  # their gradients do not look at the inputs
+UNORDERED = ("histogram",)  # it counts the same wherever an element stands
 MATRICES = {op: case for op in registry().values() if not op.mutates and op.family != "loss" and (case := matrix(op))}
 CASES = [pytest.param(op, dtype, id=f"{op.name}-{dtype}") for op, case in MATRICES.items() for dtype in case.dtypes]
 
@@ -66,11 +68,13 @@ def test_bent_results_break_the_law(op: Op, dtype: str, device: str) -> None:
 
 @pytest.mark.parametrize(("op", "dtype"), CASES)
 def test_inputs_taken_for_contiguous_break_the_law(op: Op, dtype: str, device: str) -> None:
+    if op.name in UNORDERED:
+        pytest.skip("the elements' order does not count")
     law = law_of(op, dtype, device)
     law.args = [transposed(a) if isinstance(a, torch.Tensor) and a.dim() > 1 else a for a in law.args]
     verdict = law.judge(*law.run(op.implementations["torch"]))
     assert verdict.worst("forward") > 1.5
-    assert verdict.worst("backward") > 1.5 or not law.grads
+    assert verdict.worst("backward") > 1.5 or not law.grads or op.name in LINEAR
 
 
 @pytest.mark.parametrize("dtype", ["float32", "float16", "bfloat16"])

@@ -1,0 +1,138 @@
+"""The launchers of index_add: copies and atomics, or every place of y by one thread; what its rungs take, and what is wrong with a call."""
+
+from __future__ import annotations
+
+import math
+from numbers import Real
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from ridgeline import device
+from ridgeline.boundary import launch
+from ridgeline.cuda import CTYPE, CudaKernel
+from ridgeline.op import readable
+
+FILE = Path(__file__).with_name("index_add.cu")
+_COPY, _BWD = CudaKernel(FILE, "index_add_copy", "PPq"), CudaKernel(FILE, "index_add_bwd", "PPPqqqqf")
+_FEW, _STARTS = CudaKernel(FILE, "index_add_few", "PPPPqqqqf"), CudaKernel(FILE, "index_add_starts", "PPqq")
+_SEGMENTS = CudaKernel(FILE, "index_add_segments", "PPPPPPqqqqf")
+FEW = 1024  # indices that warps look through; more are sorted
+INT = {torch.int32: "int", torch.int64: "long long"}
+
+
+def _facts(y: torch.Tensor, dim: int, index: torch.Tensor, *others: torch.Tensor) -> tuple[tuple[int, ...], dict[str, Any]]:
+    """The sizes (outer, size, n, inner) that y and a source have around `dim`, and the macros: packs of 16 bytes where all lie at such."""
+    inner, pack = math.prod(y.shape[dim + 1 :]), 16 // y.element_size()
+    whole = inner % pack == 0 and not any([t.data_ptr() % 16 for t in (y, *others)])
+    macros = {"DTYPE": CTYPE[y.dtype], "ITYPE": INT[index.dtype], "PACK": pack if whole else 1}
+    return (math.prod(y.shape[:dim]), y.shape[dim], index.shape[0], inner), macros | {"ROWS": 1, "LANES": 32, "BATCH": 8, "OTYPE": "int"}
+
+
+def _copy(y: torch.Tensor, x: torch.Tensor, macros: dict[str, Any]) -> None:
+    """y = x, as the ground to add on."""
+    if not x.is_contiguous():
+        y.copy_(x)
+        return
+    pack = 1 if y.data_ptr() % 16 or x.data_ptr() % 16 else 16 // y.element_size()
+    launch(_COPY, (-(-y.numel() // (1024 * pack)),), y, x, y.numel(), block=256, **macros | {"PACK": pack})
+
+
+def _blocks(threads: int, block: int = 256) -> tuple[int]:
+    return (min(-(-threads // block), (1 << 31) - 1),)
+
+
+def unordered(kernel: CudaKernel, most: int, y: Any, x: Any, dim: int, index: Any, source: Any, alpha: float, deterministic: bool) -> None:
+    """The copy, then a kernel that adds to it. most: blocks a multiprocessor, of a grid that walks; 0 for as many as there is work."""
+    index, source = index.contiguous(), source.contiguous()
+    sizes, macros = _facts(y, dim, index, source)
+    _copy(y, x, macros)
+    count = y.numel() // max(1, sizes[1]) if kernel.name.endswith("small") else source.numel()
+    blocks = _blocks(count // (macros["PACK"] if kernel.name.endswith("packed") else 1), 128)[0]
+    blocks = min(blocks, most * device.of(y).multiprocessors) if most else blocks
+    launch(kernel, (blocks,), y, index, source, *sizes, alpha, block=128, **macros)
+
+
+def ordered(y: Any, x: Any, dim: int, index: Any, source: Any, alpha: float, deterministic: bool) -> None:
+    """Every place of y by one thread. Rows that no index names are copied by the same kernel, or where they are most by one before."""
+    index, source = index.contiguous(), source.contiguous()
+    if not x.is_contiguous():
+        y.copy_(x)
+        x = y  # a thread reads what it then writes
+    sizes, macros = _facts(y, dim, index, x, source)
+    outer, size, n, inner = sizes
+    rows = size <= 4 * n or (n <= 64 and inner * y.element_size() >= 512)
+    if not rows and x is not y:
+        _copy(y, x, macros)
+    macros["ROWS"], items = int(rows), size if rows else n
+    if n <= FEW:
+        pieces = -(-inner // (128 * macros["PACK"]))
+        launch(_FEW, _blocks(outer * items * pieces * 32), y, x, index, source, *sizes, alpha, block=256, **macros)
+        return
+    if size < (1 << 31) - 1:  # half the passes; what is out of range stays so
+        index, macros["ITYPE"] = index.clamp(-1, size).to(torch.int32), "int"
+    sorted_, order = torch.sort(index, stable=True)
+    starts = torch.empty(size + 1 if rows else 0, dtype=torch.int32, device=y.device)
+    if rows:
+        launch(_STARTS, _blocks(size + 1), starts, sorted_, size, n, block=256, **macros)
+    packs = inner // macros["PACK"]
+    lanes = min(32, 1 << (max(1, packs) - 1).bit_length())
+    threads = outer * items * -(-packs // lanes) * lanes
+    macros |= {"LANES": lanes, "OTYPE": INT[order.dtype]}
+    launch(_SEGMENTS, _blocks(threads), y, x, sorted_, order, starts, source, *sizes, alpha, block=256, **macros)
+
+
+def launch_bwd(dsource: Any, dy: Any, dim: int, index: Any, source: None, alpha: float, deterministic: bool) -> None:
+    dy, index = dy.contiguous(), index.contiguous()
+    sizes, macros = _facts(dy, dim, index, dsource)
+    launch(_BWD, _blocks(dsource.numel() // macros["PACK"]), dsource, dy, index, *sizes, alpha, block=256, **macros)
+
+
+def fault_of(x: Any, dim: Any, index: Any, source: Any, alpha: Any, deterministic: Any) -> str | None:
+    """What is wrong with a call, or None."""
+    for name, t in (("x", x), ("index", index), ("source", source)):
+        if not isinstance(t, torch.Tensor):
+            return f"{name} must be a tensor, and is {type(t).__name__}"
+        if t.device != x.device:
+            return f"{name} is on {t.device} and x on {x.device}; one device is needed"
+    if not isinstance(dim, int | torch.SymInt) or not -x.dim() <= dim < x.dim():
+        return f"dim must be an int from {-x.dim()} to {x.dim() - 1} for an x of {x.dim()} dimensions, and is {dim!r}"
+    if index.dtype not in INT or index.dim() != 1:
+        return f"index must be a vector of int64 or int32, and is {index.dtype} of shape {tuple(index.shape)}"
+    dim %= x.dim()
+    if source.dtype != x.dtype or source.shape != (*x.shape[:dim], index.shape[0], *x.shape[dim + 1 :]):
+        return (
+            f"source must be x with {index.shape[0]} rows, as many as there are indices, in dimension {dim}; "
+            f"x is {x.dtype} {tuple(x.shape)} and source {source.dtype} {tuple(source.shape)}"
+        )
+    if not isinstance(alpha, Real | torch.SymInt | torch.SymFloat):
+        return f"alpha must be a number, and is {type(alpha).__name__}"
+    if deterministic not in (None, True, False):
+        return f"deterministic must be None, True or False, and is {deterministic!r}"
+    if readable(index) and index.numel() and not (index.min() >= 0 and index.max() < x.shape[dim]):
+        return f"index must be in 0 to {x.shape[dim] - 1}, and holds {index.min()} to {index.max()}"
+    return None
+
+
+def small(x: Any, dim: int, index: torch.Tensor, *rest: Any) -> str | None:
+    return None if index.shape[0] <= 16 else f"it takes 16 indices at most, and these are {index.shape[0]}"
+
+
+def packs(x: torch.Tensor, dim: int, index: Any, source: Any = None, *rest: Any) -> str | None:
+    """A launcher's y and copies of strided inputs begin at 16 bytes, as all that PyTorch allocates."""
+    size, pack = math.prod(x.shape[dim % max(1, x.dim()) + 1 :]), 16 // x.element_size()
+    lies = source is None or source.data_ptr() % 16 == 0 or not source.is_contiguous()
+    return None if size % pack == 0 and lies else f"it adds {pack} neighbours at once, and these rows of {size} are not made of such"
+
+
+def slow(x: Any, dim: Any, index: torch.Tensor, source: Any, alpha: Any = 1, deterministic: Any = None) -> str | None:
+    return (
+        None
+        if deterministic is False and index.shape[0] > FEW
+        else "its sums have no order: deterministic=False and many indices ask for it"
+    )
+
+
+def left(x: Any, dim: Any, index: torch.Tensor, source: Any, alpha: Any = 1, deterministic: Any = None) -> str | None:
+    return "deterministic=False asks for atomics" if deterministic is False and index.shape[0] > FEW else None

@@ -1,0 +1,253 @@
+// index_add in CUDA C++. x and y are (outer, size, inner) and source (outer, n, inner), all contiguous; row index[k] of y takes source's k.
+// Macros: DTYPE the elements, ITYPE the indices (int or long long), PACK the elements of a load (inner divides by it), ROWS 0 or 1.
+// An index that is out of range is read as the nearest that is not, and gives NaN there.
+#include "elementwise.cuh"
+
+using T = DTYPE;
+using I = ITYPE;
+using Packed = Pack<T, PACK>;
+
+__device__ inline long long nearest(long long row, long long size) { return row < 0 ? 0 : row < size ? row : size - 1; }
+
+__device__ inline float nan_if(bool bad, float value) { return bad ? __int_as_float(0x7fffffff) : value; }
+
+// Where a unit of work lies: a pack or some of them at `column` of row `item` (of `items`) of slice `o`.
+struct Unit {
+    long long o, item, column;
+    __device__ Unit(long long unit, long long items, long long pieces, long long wide) {
+        column = unit % pieces * wide;
+        item = unit / pieces % items;
+        o = unit / pieces / items;
+    }
+};
+
+// The copy that the rungs with atomics add to: four packs a thread on their way.
+extern "C" __global__ void index_add_copy(T* y, const T* x, long long n) {
+    const long long first = blockIdx.x * 4LL * blockDim.x + threadIdx.x;
+    Packed pack[4];
+#pragma unroll
+    for (int u = 0; u < 4; ++u) {
+        const long long p = first + u * blockDim.x;
+        if (p < n / PACK) pack[u] = reinterpret_cast<const Packed*>(x)[p];
+    }
+#pragma unroll
+    for (int u = 0; u < 4; ++u) {
+        const long long p = first + u * blockDim.x;
+        if (p < n / PACK) reinterpret_cast<Packed*>(y)[p] = pack[u];
+    }
+    if (PACK > 1 && first < n % PACK) y[n / PACK * PACK + first] = x[n / PACK * PACK + first];
+}
+
+// At most 16 indices: a thread has a place in a row and adds every source row there, one after the other, so that no two threads meet.
+extern "C" __global__ void index_add_small(
+    T* y, const I* index, const T* source, long long outer, long long size, long long n, long long inner, float alpha) {
+    const long long threads = gridDim.x * (long long)blockDim.x;
+    for (long long i = blockIdx.x * (long long)blockDim.x + threadIdx.x; i < outer * inner; i += threads) {
+        const long long o = i / inner, column = i % inner;
+        for (long long k = 0; k < n; ++k) {
+            const long long row = index[k], to = (o * size + nearest(row, size)) * inner + column;
+            const float value = alpha * to_float(source[(o * n + k) * inner + column]);
+            from_float(to_float(y[to]) + nan_if(row < 0 || row >= size, value), y[to]);
+        }
+    }
+}
+
+__device__ inline void add_one(T* y, long long i, const I* index, const T* source, long long size, long long n, long long inner, float alpha) {
+    const Unit unit(i, n, inner, 1);
+    const long long row = index[unit.item];
+    T value;
+    from_float(nan_if(row < 0 || row >= size, alpha * to_float(source[i])), value);
+    atomicAdd(y + (unit.o * size + nearest(row, size)) * inner + unit.column, value);
+}
+
+// More indices: a grid that the GPU holds at once walks over the source's elements.
+extern "C" __global__ void index_add_large(
+    T* y, const I* index, const T* source, long long outer, long long size, long long n, long long inner, float alpha) {
+    const long long threads = gridDim.x * (long long)blockDim.x, count = outer * n * inner;
+    for (long long i = blockIdx.x * (long long)blockDim.x + threadIdx.x; i < count; i += threads)
+        add_one(y, i, index, source, size, n, inner, alpha);
+}
+
+// A thread for each element of the source.
+extern "C" __global__ void index_add_atomic(
+    T* y, const I* index, const T* source, long long outer, long long size, long long n, long long inner, float alpha) {
+    const long long i = blockIdx.x * (long long)blockDim.x + threadIdx.x;
+    if (i < outer * n * inner) add_one(y, i, index, source, size, n, inner, alpha);
+}
+
+// Adds 16 bytes: one request from Hopper on, before it four of float or of two halves. No order, as with every atomic.
+__device__ inline void add_packed(float* y, const Pack<float, 4>& v) {
+#if __CUDA_ARCH__ >= 900
+    asm volatile("red.global.add.v4.f32 [%0], {%1, %2, %3, %4};" ::"l"(__cvta_generic_to_global(y)), "f"(v.at[0]), "f"(v.at[1]), "f"(v.at[2]),
+                 "f"(v.at[3])
+                 : "memory");
+#else
+    for (int j = 0; j < 4; ++j) atomicAdd(y + j, v.at[j]);
+#endif
+}
+
+template <typename Half>
+__device__ void add_packed(Half* y, const Pack<Half, 8>& v) {
+#if __CUDA_ARCH__ >= 900
+    const uint4 w = reinterpret_cast<const uint4&>(v);
+    if constexpr (is_half<Half>)
+        asm volatile("red.global.add.noftz.v4.f16x2 [%0], {%1, %2, %3, %4};" ::"l"(__cvta_generic_to_global(y)), "r"(w.x), "r"(w.y), "r"(w.z),
+                     "r"(w.w)
+                     : "memory");
+    else
+        asm volatile("red.global.add.noftz.v4.bf16x2 [%0], {%1, %2, %3, %4};" ::"l"(__cvta_generic_to_global(y)), "r"(w.x), "r"(w.y),
+                     "r"(w.z), "r"(w.w)
+                     : "memory");
+#else
+    if constexpr (is_half<Half>)
+        for (int j = 0; j < 8; j += 2) atomicAdd(reinterpret_cast<__half2*>(y + j), reinterpret_cast<const __half2&>(v.at[j]));
+    else
+        for (int j = 0; j < 8; j += 2) atomicAdd(reinterpret_cast<__nv_bfloat162*>(y + j), reinterpret_cast<const __nv_bfloat162&>(v.at[j]));
+#endif
+}
+
+#if PACK * 2 >= 8
+extern "C" __global__ void index_add_packed(
+    T* y, const I* index, const T* source, long long outer, long long size, long long n, long long inner, float alpha) {
+    const long long threads = gridDim.x * (long long)blockDim.x, packs = inner / PACK, count = outer * n * packs;
+    for (long long i = blockIdx.x * (long long)blockDim.x + threadIdx.x; i < count; i += threads) {
+        const Unit unit(i, n, packs, 1);
+        const long long row = index[unit.item];
+        Packed pack = reinterpret_cast<const Packed*>(source)[i];
+#pragma unroll
+        for (int j = 0; j < PACK; ++j) from_float(nan_if(row < 0 || row >= size, alpha * to_float(pack.at[j])), pack.at[j]);
+        add_packed(y + (unit.o * size + nearest(row, size)) * inner + unit.column * PACK, pack);
+    }
+}
+#endif
+
+// A pack of a row as it adds up in float32, in the order of the source.
+struct Sum {
+    float at[PACK];
+    __device__ void take(const T* from) {
+        const Packed pack = *reinterpret_cast<const Packed*>(from);
+#pragma unroll
+        for (int j = 0; j < PACK; ++j) at[j] = to_float(pack.at[j]);
+    }
+    __device__ void add(const Packed& pack, float alpha) {
+#pragma unroll
+        for (int j = 0; j < PACK; ++j) at[j] = fmaf(alpha, to_float(pack.at[j]), at[j]);
+    }
+    __device__ void put(T* to, bool bad) const {
+        Packed pack;
+#pragma unroll
+        for (int j = 0; j < PACK; ++j) from_float(nan_if(bad, at[j]), pack.at[j]);
+        *reinterpret_cast<Packed*>(to) = pack;
+    }
+};
+
+// Few indices: a warp looks through all of them, 32 at once, for those of its row, and adds their source rows in order. Nothing is sorted.
+// ROWS 1: a warp has a part of any row, so that this is the copy as well. ROWS 0: of the row of index[item], where that is the first such
+// index; the others were copied.
+extern "C" __global__ void __launch_bounds__(256) index_add_few(
+    T* y, const T* x, const I* index, const T* source, long long outer, long long size, long long n, long long inner, float alpha) {
+    constexpr int PACKS = 4;  // of a thread
+    const int lane = threadIdx.x % 32;
+    const long long wide = 32 * PACK * PACKS, pieces = (inner + wide - 1) / wide, items = ROWS ? size : n;
+    const long long warps = gridDim.x * (long long)(blockDim.x / 32);
+    for (long long w = (blockIdx.x * (long long)blockDim.x + threadIdx.x) / 32; w < outer * items * pieces; w += warps) {
+        const Unit unit(w, items, pieces, wide);
+        const long long row = ROWS ? unit.item : nearest(index[unit.item], size), column = unit.column + lane * PACK;
+        const long long to = (unit.o * size + row) * inner + column;
+        Sum sum[PACKS];
+#pragma unroll
+        for (int u = 0; u < PACKS; ++u)
+            if (column + u * 32 * PACK < inner) sum[u].take(x + to + u * 32 * PACK);
+        bool bad = false, first = true, mine = true;
+        for (long long base = 0; mine && base < n; base += 32) {
+            const long long k = base + lane, given = k < n ? (long long)index[k] : 0;
+            const bool hit = k < n && nearest(given, size) == row;
+            unsigned hits = __ballot_sync(~0u, hit);
+            bad |= __any_sync(~0u, hit && given != row);
+            if (!ROWS && first && hits) {
+                first = false;
+                mine = base + __ffs(hits) - 1 == unit.item;
+            }
+            for (; mine && hits; hits &= hits - 1) {
+                const T* from = source + (unit.o * n + base + __ffs(hits) - 1) * inner + column;
+                Packed pack[PACKS];
+#pragma unroll
+                for (int u = 0; u < PACKS; ++u)
+                    if (column + u * 32 * PACK < inner) pack[u] = *reinterpret_cast<const Packed*>(from + u * 32 * PACK);
+#pragma unroll
+                for (int u = 0; u < PACKS; ++u)
+                    if (column + u * 32 * PACK < inner) sum[u].add(pack[u], alpha);
+            }
+        }
+#pragma unroll
+        for (int u = 0; u < PACKS; ++u)
+            if (mine && column + u * 32 * PACK < inner) sum[u].put(y + to + u * 32 * PACK, bad);
+    }
+}
+
+// The first of the sorted indices from `begin` on that lies at `row` or beyond, for the nearest row of each.
+__device__ inline long long first_at(const I* sorted, long long begin, long long n, long long size, long long row) {
+    for (long long end = n; begin < end;) {
+        const long long middle = (begin + end) / 2;
+        if (nearest(sorted[middle], size) < row)
+            begin = middle + 1;
+        else
+            end = middle;
+    }
+    return begin;
+}
+
+// Where each row's indices begin among the sorted ones; one place more for where the last row's end.
+extern "C" __global__ void index_add_starts(int* starts, const I* sorted, long long size, long long n) {
+    const long long row = blockIdx.x * (long long)blockDim.x + threadIdx.x;
+    if (row <= size) starts[row] = (int)first_at(sorted, 0, n, size, row);
+}
+
+// Many indices, sorted: LANES threads have a piece of a row, and add the source rows of its segment in their order, BATCH on their way.
+// ROWS 1: of any row, whose segment `starts` says, so that this is the copy as well. ROWS 0: of the rows that have a segment; the others
+// were copied.
+extern "C" __global__ void __launch_bounds__(256) index_add_segments(
+    T* y, const T* x, const I* sorted, const OTYPE* order, const int* starts, const T* source, long long outer, long long size, long long n,
+    long long inner, float alpha) {
+    const long long wide = LANES * PACK, pieces = (inner + wide - 1) / wide, items = ROWS ? size : n;
+    const long long groups = gridDim.x * (long long)(blockDim.x / LANES);
+    for (long long g = (blockIdx.x * (long long)blockDim.x + threadIdx.x) / LANES; g < outer * items * pieces; g += groups) {
+        const Unit unit(g, items, pieces, wide);
+        const long long column = unit.column + threadIdx.x % LANES * PACK;
+        if (column >= inner) continue;
+        const long long row = ROWS ? unit.item : nearest(sorted[unit.item], size);
+        if (!ROWS && unit.item && nearest(sorted[unit.item - 1], size) == row) continue;
+        const long long begin = ROWS ? starts[row] : unit.item;
+        const long long end = ROWS ? starts[row + 1] : first_at(sorted, begin + 1, n, size, row + 1);
+        const long long to = (unit.o * size + row) * inner + column;
+        const bool bad = begin < end && (sorted[begin] < 0 || sorted[end - 1] >= size);
+        Sum sum;
+        sum.take(x + to);
+        const T* from = source + unit.o * n * inner + column;
+        for (long long k = begin; k < end; k += BATCH) {
+            Packed pack[BATCH];
+#pragma unroll
+            for (int b = 0; b < BATCH; ++b)
+                if (k + b < end) pack[b] = *reinterpret_cast<const Packed*>(from + (long long)order[k + b] * inner);
+#pragma unroll
+            for (int b = 0; b < BATCH; ++b)
+                if (k + b < end) sum.add(pack[b], alpha);
+        }
+        sum.put(y + to, bad);
+    }
+}
+
+// The source's gradient: alpha times the rows of dy that the source was added to.
+extern "C" __global__ void index_add_bwd(
+    T* dsource, const T* dy, const I* index, long long outer, long long size, long long n, long long inner, float alpha) {
+    const long long threads = gridDim.x * (long long)blockDim.x, packs = inner / PACK, count = outer * n * packs;
+    for (long long i = blockIdx.x * (long long)blockDim.x + threadIdx.x; i < count; i += threads) {
+        const Unit unit(i, n, packs, 1);
+        const long long row = index[unit.item];
+        Sum sum;
+        sum.take(dy + (unit.o * size + nearest(row, size)) * inner + unit.column * PACK);
+#pragma unroll
+        for (int j = 0; j < PACK; ++j) sum.at[j] *= alpha;
+        sum.put(dsource + i * PACK, row < 0 || row >= size);
+    }
+}

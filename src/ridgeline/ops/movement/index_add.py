@@ -1,0 +1,147 @@
+"""index_add: y = x, and y[index[k]] += alpha * source[k] for every k, along one dimension.
+
+    backward: dx = dy,  dsource[k] = alpha dy[index[k]]
+
+Rows that an index names twice take both, so that either additions must be atomic, or one thread must make all of a place. Served is the
+second: few indices are looked through by every warp, many are sorted first, and a row's sources are added in order, in float32.
+Source: PyTorch's and OneFlow's kernels for the teaching rungs (documents of index_add); sorting by destination is the embedding
+gradient's old way.
+"""
+
+from __future__ import annotations
+
+from functools import partial
+from typing import Any
+
+import torch
+
+from ridgeline.boundary import Function, differentiate, first_order, kernel_op
+from ridgeline.cuda import CudaKernel
+from ridgeline.op import Case, Cost, Op, RidgelineError, Spec, nbytes
+from ridgeline.ops.movement._index_add import FILE, INT, fault_of, launch_bwd, left, ordered, packs, slow, small, unordered
+from ridgeline.select import eager, run
+
+
+@kernel_op("index_add_fwd(Tensor x, Tensor index, Tensor source, int dim, float alpha, bool deterministic, str? impl) -> Tensor")
+def _forward(x: Any, index: Any, source: Any, dim: int, alpha: float, deterministic: bool, impl: str | None) -> torch.Tensor:
+    y = x.new_empty(x.shape)
+    if y.numel():
+        run(INDEX_ADD, "fwd", impl, (y,), x, dim, index, source, alpha, deterministic)
+    return y
+
+
+@kernel_op("index_add_bwd(Tensor dy, Tensor index, int dim, float alpha, str? impl) -> Tensor")
+def _backward(dy: torch.Tensor, index: torch.Tensor, dim: int, alpha: float, impl: str | None) -> torch.Tensor:
+    dsource = dy.new_empty((*dy.shape[:dim], index.shape[0], *dy.shape[dim + 1 :]))
+    if dsource.numel():
+        run(INDEX_ADD, "bwd", impl, (dsource,), dy, dim, index, None, alpha, True)
+    return dsource
+
+
+class _IndexAdd(Function):
+    @staticmethod
+    def forward(ctx: Any, x: Any, index: Any, source: Any, dim: int, alpha: float, deterministic: bool, impl: str | None) -> torch.Tensor:
+        ctx.save_for_backward(index)
+        ctx.facts = dim, alpha, impl
+        return _forward(x, index, source, dim, alpha, deterministic, impl)
+
+    @staticmethod
+    @first_order
+    def backward(ctx: Any, dy: torch.Tensor) -> Any:
+        dsource = _backward(dy, *ctx.saved_tensors, *ctx.facts) if ctx.needs_input_grad[2] else None
+        return dy if ctx.needs_input_grad[0] else None, None, dsource, None, None, None, None
+
+
+def reference(x: Any, dim: int, index: Any, source: Any, *, alpha: float = 1, deterministic: bool | None = None) -> torch.Tensor:
+    return torch.index_add(x, dim, index, source, alpha=alpha)
+
+
+def index_add(
+    x: torch.Tensor, dim: int, index: torch.Tensor, source: torch.Tensor, *, alpha: float = 1, deterministic: bool | None = None,
+    impl: str | None = None,
+) -> torch.Tensor:  # fmt: skip
+    """x with `alpha * source` added to the rows of dimension `dim` that `index` names, as `torch.index_add`. Gradients flow to both.
+
+    x: any strides, one dimension or more. index: (n,), int64 or int32; one may come again, and then all its rows are added. source: x's
+    shape and dtype but for n in dimension `dim`. Sums are in float32, in the order of the source, the same bits every time.
+    deterministic: False allows packed atomics, whose sums are in x's dtype and in no order, where there are many indices.
+    Returns a contiguous tensor of x's shape. On a GPU an index out of range gives NaN in the nearest row; on a CPU, and everywhere with
+    RIDGELINE_CHECK=1, it raises. Raises RidgelineError where shapes, dtypes or devices do not fit, or `impl` cannot run the call.
+    """
+    fault = fault_of(x, dim, index, source, alpha, deterministic)
+    if fault:
+        raise RidgelineError(f"index_add: {fault}")
+    plain = eager(INDEX_ADD, impl, x, dim, index, source, alpha, deterministic)
+    if plain is not None and plain.call is not None:
+        return plain.call(x, dim, index, source, alpha=alpha)
+    same = deterministic is not False or torch.are_deterministic_algorithms_enabled()
+    given = x, index, source, dim % x.dim(), float(alpha), same, impl
+    if torch.is_grad_enabled() and (x.requires_grad or source.requires_grad):
+        return differentiate(_IndexAdd, *given)
+    return _forward(*given)
+
+
+def cost(x: Any, dim: int, index: Any, source: Any, *, alpha: float = 1, deterministic: bool | None = None) -> tuple[Cost, Cost]:
+    forward = Cost(nbytes(x, index, source), nbytes(x), 2 * source.numel())
+    return forward, Cost(min(nbytes(x), nbytes(source)) + nbytes(index), nbytes(source), source.numel())
+
+
+def _case(shape: tuple[int, ...], dim: int, n: int, use: str, dtype: str = "int64", **facts: Any) -> Case:
+    grad = use == "check"
+    source = Spec(*shape[:dim], n, *shape[dim + 1 :], grad=grad)
+    name = f"{n} into {'x'.join(map(str, shape))}{f' dim {dim}' if dim else ''}{' alpha' if facts.get('kwargs') else ''}"
+    return Case(name, (Spec(*shape, grad=grad), dim, Spec(n, dtype=dtype, high=shape[dim]), source), use=use, **facts)
+
+
+INDEX_ADD = Op(
+    index_add,
+    reference=reference,
+    cost=cost,
+    cases=[
+        _case((33, 129), 1, 65, "check"),
+        _case((40, 64), 0, 15, "check", kwargs={"alpha": -0.5}),
+        _case((9, 300), 0, 1, "check", dtype="int32"),
+        _case((5, 7, 24), 1, 1500, "check", dtype="int32"),
+        _case((9000,), 0, 2000, "check"),
+        _case((300, 72), 0, 1100, "check", kwargs={"alpha": 2.0}),
+        _case((3, 5), 0, 0, "check"),
+        _case((4096, 256), 0, 32768, "quick"),
+        *(
+            _case(shape, 0, n, "bench", dtypes=("float32",))
+            for n in (15, 1024)
+            for shape in ((1 << 25,), (1 << 15, 1 << 10), (1 << 5, 1 << 10, 1 << 10))
+            if n == 15 or len(shape) < 3
+        ),
+        _case((50000, 256), 0, 1 << 20, "bench", dtypes=("float16",)),
+    ],
+)  # fmt: skip
+
+
+INDEX_ADD.eager("torch", "PyTorch's own: a copy, then atomics", reference, served=True)
+INDEX_ADD.kernel_dtypes |= set(INT)  # the indices'; that x is of floats each rung's own dtypes say
+ATOMICS = "l1tex__t_set_accesses_pipe_lsu_mem_global_op_red.sum"
+
+
+def _atomic(name: str, idea: str, most: int, **facts: Any) -> None:
+    kernel = CudaKernel(FILE, f"index_add_{name}", "PPPqqqqf")
+    INDEX_ADD.kernel(f"cuda_{name}", idea, kind="cuda", fwd=partial(unordered, kernel, most), bwd=launch_bwd, **facts)
+
+
+_atomic("small", "at most 16 indices: a loop over them inside, so that no two threads meet and nothing is atomic", 8, supports=small)
+# The three that follow add by atomics, whose order differs from run to run, and with it the rounding.
+_atomic("large", "threads over the source's elements, as many as the GPU holds, an atomic each", 8, deterministic=False, counter=ATOMICS)
+_atomic("atomic", "a thread for each element of the source, as in OneFlow: no loop, and the GPU keeps itself full", 0, deterministic=False,
+        gain=1.0, counter="sm__warps_active.avg.pct_of_peak_sustained_active")  # fmt: skip
+_atomic("packed", "16 bytes an atomic (two halves at once before Hopper): an eighth of the requests", 0, deterministic=False,
+        supports=packs, served=True, unless=slow, gain=4.0, counter=ATOMICS)  # fmt: skip
+INDEX_ADD.kernel(
+    "cuda",
+    "no atomics: indices looked through or sorted, each row made by the threads that own it, read once, in order, in float32",
+    kind="cuda",
+    fwd=ordered,
+    bwd=launch_bwd,
+    served=True,
+    unless=left,
+    gain=1.5,
+    counter="dram__throughput.avg.pct_of_peak_sustained_elapsed",
+)

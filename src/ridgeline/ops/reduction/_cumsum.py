@@ -1,0 +1,93 @@
+"""The launchers of cumsum: rows by tiles, rows by blocks, columns."""
+
+from __future__ import annotations
+
+import math
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from ridgeline import device
+from ridgeline.boundary import launch
+from ridgeline.cuda import CudaKernel
+from ridgeline.ops.reduction._kinds import KINDS
+
+FILE = Path(__file__).with_name("cumsum.cu")
+_TILES, _TOTALS = CudaKernel(FILE, "cumsum_tiles", "PPPqqq"), CudaKernel(FILE, "cumsum_totals", "Pq")
+_ROWS, _COLUMNS = CudaKernel(FILE, "cumsum_rows", "PPq"), CudaKernel(FILE, "cumsum_columns", "PPPqqqqq")
+_CLEAR = CudaKernel(FILE, "cumsum_clear", "Pq")
+GROUP = 32  # tiles, in cumsum.cu
+FEW = 32  # columns that are turned into rows where they are long, and bytes of a row by thread, four times
+
+
+def _sizes(x: torch.Tensor, dim: int) -> tuple[int, int, int]:
+    shape = x.shape or (1,)
+    return math.prod(shape[:dim]), shape[dim], math.prod(shape[dim + 1 :])
+
+
+def _macros(y: torch.Tensor, x: torch.Tensor, rows: int, n: int, reverse: bool, packed: bool, threads: int) -> dict[str, Any]:
+    """Packs of 16 bytes of the wider type, where rows begin at such; as many of them as leave a multiprocessor 1024 threads' registers."""
+    pack = 16 // max(y.element_size(), x.element_size())
+    whole = packed and (n % pack == 0 or (rows == 1 and not reverse))
+    pack = pack if whole and not any([t.data_ptr() % (pack * t.element_size()) for t in (y, x)]) else 1
+    floating, wide = y.is_floating_point(), y.element_size() == 8
+    sums = ("float", "double") if floating else ("unsigned long long" if wide else "unsigned", "unsigned long long")
+    macros = {"XTYPE": KINDS[x.dtype], "YTYPE": KINDS[y.dtype], "STYPE": sums[0], "TTYPE": sums[1], "PACK": pack}
+    return macros | {"ITEMS": {8: 4, 4: 6, 2: 8, 1: 16}[pack], "THREADS": threads, "REVERSE": int(reverse), "PHASE": 0, "block": threads}
+
+
+def _tiled(phased: bool, packed: bool, y: torch.Tensor, x: torch.Tensor, dim: int, reverse: bool) -> None:
+    """Rows by tiles: in one pass, or in three."""
+    x = x.contiguous()
+    rows, n, _ = _sizes(x, dim)
+    macros = _macros(y, x, rows, n, reverse, packed, 256)
+    tiles = -(-n // (256 * macros["PACK"] * macros["ITEMS"]))
+    every = rows * tiles
+    state = torch.empty(2 * (1 + every + rows * -(-tiles // GROUP)), dtype=torch.int64, device=x.device)
+    if phased:
+        for phase in (1, 2):
+            launch(_TILES, (every,), y, x, state, rows, n, tiles, **macros | {"PHASE": phase})
+            if phase == 1:
+                launch(_TOTALS, (rows,), state, tiles, **macros | {"block": 1024})
+        return
+    launch(_CLEAR, (-(-state.numel() // 256),), state, state.numel(), **macros | {"block": 256})
+    launch(_TILES, (every,), y, x, state, rows, n, tiles, **macros)
+
+
+def _columns(y: torch.Tensor, x: torch.Tensor, dim: int, reverse: bool) -> None:
+    """A thread a column, or where these are few a thread a chunk of one, in two passes."""
+    outer, n, inner = _sizes(x, dim)
+    macros = _macros(y, x, 1, 1, reverse, False, 256)
+    many = 2048 * device.of(x).multiprocessors
+    chunks = 1 if n < 256 else max(1, min(256, n // 64, many // (outer * inner)))
+    chunk = -(-n // chunks)
+    chunks = -(-n // chunk)
+    totals = torch.empty(outer * chunks * inner if chunks > 1 else 0, dtype=torch.int64, device=x.device)
+    grid = (-(-outer * chunks * inner // 256),)
+    for out in (None, y) if chunks > 1 else (y,):
+        launch(_COLUMNS, grid, x, out, totals, outer, n, inner, chunk, chunks, **macros)
+
+
+def best(y: torch.Tensor, x: torch.Tensor, dim: int, dtype: torch.dtype, reverse: bool) -> None:
+    x = x.contiguous()
+    outer, n, inner = _sizes(x, dim)
+    if inner > 1 and n >= 1024 and inner < FEW and outer * inner < 1 << 14:
+        turned = x.view(outer, n, inner).mT.contiguous()
+        made = torch.empty_like(turned, dtype=y.dtype)
+        best(made, turned, 2, dtype, reverse)
+        y.view(outer, n, inner).copy_(made.mT)
+    elif inner > 1 or n * y.element_size() <= 4 * FEW:
+        _columns(y, x, dim, reverse)
+    else:
+        macros = _macros(y, x, outer, n, reverse, True, 256)
+        warps = -(-n // (32 * macros["PACK"] * macros["ITEMS"]))
+        if warps > 8 and outer < 2 * device.of(x).multiprocessors:
+            _tiled(False, True, y, x, dim, reverse)
+        else:
+            threads = min(256, 32 << (warps - 1).bit_length())
+            launch(_ROWS, (outer,), y, x, n, **macros | {"THREADS": threads, "block": threads})
+
+
+def by_tiles(phased: bool, y: torch.Tensor, x: torch.Tensor, dim: int, dtype: torch.dtype, reverse: bool) -> None:
+    _tiled(phased, False, y, x, dim, reverse)

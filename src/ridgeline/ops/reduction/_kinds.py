@@ -1,0 +1,8 @@
+"""The element types that reductions over integers take too, as CUDA C++ calls them."""
+
+import torch
+
+from ridgeline.cuda import CTYPE
+
+WHOLE = {"int32": "int", "int64": "long long", "int16": "short", "int8": "signed char", "uint8": "unsigned char"}
+KINDS = CTYPE | {getattr(torch, name): ctype for name, ctype in WHOLE.items()}

@@ -1,0 +1,276 @@
+// cumsum in CUDA C++ of x (outer, n, inner), contiguous. Along rows (inner 1) a tile of a block's registers at a time: each warp has a
+// stretch of it in packs, sums its packs by shuffles, and the warps' totals give the tile's. Along columns a thread walks down.
+// Macros: XTYPE and YTYPE the elements, STYPE what a tile adds in and TTYPE what tiles add in (float and double, or unsigned integers, which
+// wrap around), PACK the elements of a load, ITEMS the packs of a thread, THREADS, REVERSE 1 for sums from the end, PHASE of the tiles:
+// 0 looks back, 1 writes the tiles' totals, 2 starts at what was made of these.
+#include "elementwise.cuh"
+
+using X = XTYPE;
+using Y = YTYPE;
+using SUM = STYPE;
+using TOTAL = TTYPE;
+using Word = unsigned long long;
+constexpr bool FLOATING = TOTAL(0.5) != 0;
+constexpr int WARPS = THREADS / 32, GROUP = 32;
+constexpr long long STRETCH = 32 * PACK * ITEMS, TILE = WARPS * STRETCH;
+
+template <typename T>
+__device__ inline SUM widen(T x) {
+    if constexpr (FLOATING)
+        return to_float(x);
+    else
+        return (SUM)x;
+}
+
+template <typename S>
+__device__ inline Y narrow(S s) {
+    Y y;
+    if constexpr (FLOATING)
+        from_float(s, y);
+    else
+        y = (Y)s;
+    return y;
+}
+
+// Element i of a row of n, counted from the end where sums go backward.
+__device__ inline long long place(long long i, long long n) { return REVERSE ? n - 1 - i : i; }
+
+// A thread's packs of a tile: the first at element `first`, the others 32 packs apart.
+struct Tile {
+    SUM at[ITEMS][PACK];
+
+    __device__ void load(const X* x, long long first, long long n) {
+#pragma unroll
+        for (int i = 0; i < ITEMS; ++i) {
+            const long long p = first + i * 32 * PACK;
+            if (p + PACK <= n) {
+                const Pack<X, PACK> pack = *reinterpret_cast<const Pack<X, PACK>*>(x + (REVERSE ? n - PACK - p : p));
+#pragma unroll
+                for (int j = 0; j < PACK; ++j) at[i][j] = widen(pack.at[REVERSE ? PACK - 1 - j : j]);
+            } else {
+#pragma unroll
+                for (int j = 0; j < PACK; ++j) at[i][j] = p + j < n ? widen(x[place(p + j, n)]) : SUM(0);
+            }
+        }
+    }
+
+    // Sums from the warp's first element on; returns the last.
+    __device__ SUM scan() {
+        const int lane = threadIdx.x % 32;
+        SUM upto[ITEMS], running = 0;
+#pragma unroll
+        for (int i = 0; i < ITEMS; ++i) {
+#pragma unroll
+            for (int j = 1; j < PACK; ++j) at[i][j] += at[i][j - 1];
+            upto[i] = at[i][PACK - 1];
+        }
+#pragma unroll
+        for (int step = 1; step < 32; step *= 2)
+#pragma unroll
+            for (int i = 0; i < ITEMS; ++i) {
+                const SUM other = __shfl_up_sync(~0u, upto[i], step);
+                if (lane >= step) upto[i] += other;
+            }
+#pragma unroll
+        for (int i = 0; i < ITEMS; ++i) {
+            const SUM before = __shfl_up_sync(~0u, upto[i], 1), start = lane ? running + before : running;
+#pragma unroll
+            for (int j = 0; j < PACK; ++j) at[i][j] += start;
+            running += __shfl_sync(~0u, upto[i], 31);
+        }
+        return running;
+    }
+
+    __device__ void store(Y* y, long long first, long long n, SUM start) const {
+#pragma unroll
+        for (int i = 0; i < ITEMS; ++i) {
+            const long long p = first + i * 32 * PACK;
+            Pack<Y, PACK> pack;
+#pragma unroll
+            for (int j = 0; j < PACK; ++j) pack.at[REVERSE ? PACK - 1 - j : j] = narrow(start + at[i][j]);
+            if (p + PACK <= n)
+                *reinterpret_cast<Pack<Y, PACK>*>(y + (REVERSE ? n - PACK - p : p)) = pack;
+            else
+#pragma unroll
+                for (int j = 0; j < PACK; ++j)
+                    if (p + j < n) y[place(p + j, n)] = pack.at[REVERSE ? PACK - 1 - j : j];
+        }
+    }
+};
+
+// A total as it is handed to other blocks: 1 what a tile or group adds up to, 2 what all up to it do. Each of its two words holds the
+// state beside half of the value, so that a reader knows two halves of different values apart, and no fence is needed.
+struct Entry {
+    volatile Word word[2];
+
+    __device__ void put(TOTAL value, Word state) {
+        const Word bits = reinterpret_cast<const Word&>(value);
+        word[0] = state << 32 | (bits & 0xffffffff);
+        word[1] = state << 32 | bits >> 32;
+    }
+    __device__ int get(TOTAL& value) const {
+        const Word low = word[0], high = word[1], bits = high << 32 | (low & 0xffffffff);
+        value = reinterpret_cast<const TOTAL&>(bits);
+        return low >> 32 == high >> 32 ? (int)(low >> 32) : 0;
+    }
+};
+
+extern "C" __global__ void cumsum_clear(Word* state, long long words) {
+    const long long i = blockIdx.x * (long long)blockDim.x + threadIdx.x;
+    if (i < words) state[i] = 0;
+}
+
+// One warp finds what all tiles before this one of its row add up to. Tiles stand in groups of 32: what the group's earlier tiles add up
+// to is their own totals, summed by one fixed tree; what all groups before add up to is what the nearest group says that knows, and then
+// the totals of the groups since, one after the other. Whoever knows first, the additions are the same ones, so floats get the same bits.
+__device__ inline TOTAL look_back(Entry* tiles, Entry* groups, long long tile, TOTAL mine) {
+    const int lane = threadIdx.x % 32, within = (int)(tile % GROUP);
+    const long long group = tile / GROUP;
+    if (lane == 0) tiles[tile].put(mine, 1);
+    TOTAL earlier = 0;
+    if (lane < within)
+        while (!tiles[tile - within + lane].get(earlier)) __nanosleep(20);
+    if (lane >= within) earlier = 0;
+    __syncwarp();
+#pragma unroll
+    for (int step = 16; step; step /= 2) earlier += __shfl_xor_sync(~0u, earlier, step);
+    const bool last = within == GROUP - 1 && lane == 0;
+    if (last) groups[group].put(earlier + mine, 1);
+    TOTAL base = 0;
+    if (group) {
+        for (;;) {
+            TOTAL value = 0;
+            const long long other = group - 1 - lane;
+            const int state = other >= 0 ? groups[other].get(value) : 2;
+            if (other < 0) value = 0;
+            const unsigned known = __ballot_sync(~0u, state == 2), open = __ballot_sync(~0u, state == 0);
+            const int nearest = __ffs(known) - 1;
+            if (known && !(open & ((1u << nearest) - 1))) {
+                base = __shfl_sync(~0u, value, nearest);
+                for (int l = nearest - 1; l >= 0; --l) base += __shfl_sync(~0u, value, l);
+                break;
+            }
+            __nanosleep(20);
+        }
+    }
+    if (last) groups[group].put(base + (earlier + mine), 2);
+    return base + earlier;
+}
+
+// One pass over rows of `tiles` tiles, of which a block has one, in the order in which blocks ask for them: so those before it have begun.
+extern "C" __global__ void __launch_bounds__(THREADS)
+    cumsum_tiles(Y* y, const X* x, Word* state, long long outer, long long n, long long tiles) {
+    __shared__ SUM totals[WARPS];
+    __shared__ TOTAL begin;
+    __shared__ long long ticket;
+    const int warp = threadIdx.x / 32;
+    if (PHASE == 0) {
+        if (threadIdx.x == 0) ticket = (long long)atomicAdd(state, 1ULL);
+        __syncthreads();
+    }
+    const long long all = PHASE == 0 ? ticket : (long long)blockIdx.x, row = all / tiles, tile = all % tiles;
+    const long long groups = (tiles + GROUP - 1) / GROUP, first = tile * TILE + warp * STRETCH + threadIdx.x % 32 * PACK;
+    Tile mine;
+    mine.load(x + row * n, first, n);
+    const SUM total = mine.scan();
+    if (threadIdx.x % 32 == 0) totals[warp] = total;
+    __syncthreads();
+    SUM before = 0, sum = 0;
+#pragma unroll
+    for (int w = 0; w < WARPS; ++w) {
+        if (w == warp) before = sum;
+        sum += totals[w];
+    }
+    if (PHASE == 1) {
+        if (threadIdx.x == 0) reinterpret_cast<TOTAL*>(state)[all] = sum;
+        return;
+    }
+    if (PHASE == 0 && warp == 0) {
+        Entry* entries = reinterpret_cast<Entry*>(state + 2);
+        const TOTAL found = look_back(entries + row * tiles, entries + outer * tiles + row * groups, tile, sum);
+        if (threadIdx.x == 0) begin = found;
+    }
+    if (PHASE == 2 && threadIdx.x == 0) begin = reinterpret_cast<const TOTAL*>(state)[all];
+    __syncthreads();
+    mine.store(y + row * n, first, n, (SUM)(begin + (TOTAL)before));
+}
+
+// Of each row's tiles' totals, what all before each add up to: a block a row.
+extern "C" __global__ void cumsum_totals(Word* state, long long tiles) {
+    __shared__ TOTAL parts[32];
+    TOTAL* totals = reinterpret_cast<TOTAL*>(state) + blockIdx.x * tiles;
+    const int lane = threadIdx.x % 32, warp = threadIdx.x / 32;
+    TOTAL carry = 0;
+    for (long long start = 0; start < tiles; start += blockDim.x) {
+        const long long i = start + threadIdx.x;
+        const TOTAL own = i < tiles ? totals[i] : TOTAL(0);
+        TOTAL upto = own;
+        for (int step = 1; step < 32; step *= 2) {
+            const TOTAL other = __shfl_up_sync(~0u, upto, step);
+            if (lane >= step) upto += other;
+        }
+        const TOTAL before = __shfl_up_sync(~0u, upto, 1);
+        if (lane == 31) parts[warp] = upto;
+        __syncthreads();
+        TOTAL base = carry;
+        for (int w = 0; w < (int)blockDim.x / 32; ++w) {
+            if (w == warp) base = carry;
+            carry += parts[w];
+        }
+        if (i < tiles) totals[i] = lane ? base + before : base;
+        __syncthreads();
+    }
+}
+
+// Many rows, or short ones: a block a row, tile after tile.
+extern "C" __global__ void __launch_bounds__(THREADS) cumsum_rows(Y* y, const X* x, long long n) {
+    __shared__ SUM totals[2][WARPS];
+    const int warp = threadIdx.x / 32;
+    const X* from = x + blockIdx.x * n;
+    TOTAL carry = 0;
+    for (long long tile = 0, first = warp * STRETCH + threadIdx.x % 32 * PACK; tile * TILE < n; ++tile, first += TILE) {
+        Tile mine;
+        mine.load(from, first, n);
+        const SUM total = mine.scan();
+        SUM before = 0, sum = total;
+        if (WARPS > 1) {
+            if (threadIdx.x % 32 == 0) totals[tile % 2][warp] = total;
+            __syncthreads();
+            sum = 0;
+#pragma unroll
+            for (int w = 0; w < WARPS; ++w) {
+                if (w == warp) before = sum;
+                sum += totals[tile % 2][w];
+            }
+        }
+        mine.store(y + blockIdx.x * n, first, n, (SUM)(carry + (TOTAL)before));
+        carry += sum;
+    }
+}
+
+// Columns: a thread walks down `chunk` rows of one, eight loads on their way. With y null it writes what they add up to, to `totals` (outer,
+// chunks, inner); else it starts at what the chunks above it add up to.
+extern "C" __global__ void __launch_bounds__(256)
+    cumsum_columns(const X* x, Y* y, TOTAL* totals, long long outer, long long n, long long inner, long long chunk, long long chunks) {
+    const long long i = blockIdx.x * (long long)blockDim.x + threadIdx.x;
+    if (i >= outer * chunks * inner) return;
+    const long long column = i % inner, k = i / inner % chunks, o = i / inner / chunks, end = n < (k + 1) * chunk ? n : (k + 1) * chunk;
+    TOTAL start = 0;
+    if (y)
+        for (long long j = 0; j < k; ++j) start += totals[(o * chunks + j) * inner + column];
+    SUM sum = (SUM)start;
+    const long long to = o * n * inner + column;
+    for (long long r = k * chunk; r < end; r += 8) {
+        SUM at[8];
+#pragma unroll
+        for (int u = 0; u < 8; ++u)
+            if (r + u < end) at[u] = widen(x[to + place(r + u, n) * inner]);
+#pragma unroll
+        for (int u = 0; u < 8; ++u)
+            if (r + u < end) {
+                sum += at[u];
+                if (y) y[to + place(r + u, n) * inner] = narrow(sum);
+            }
+    }
+    if (!y) totals[i] = sum;
+}
