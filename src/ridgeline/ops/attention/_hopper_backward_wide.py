@@ -153,9 +153,9 @@ def _bwd_wide(order, listed, queries, keys, values, do, dk_out, dv_out, dq_out, 
         [
             (_values, (dv_out, here, given, call)),
             (_slopes, (dk_out, here, given, call)),
-            (_queries, (OWN, 128, None, dq_sums, dq_out, parts, here, order + 1, call, ORDERED, False, 0)),
+            (_queries, (OWN, 64, None, dq_sums, dq_out, parts, here, order + 1, call, ORDERED, False, 0)),
             (_fetch, (queries, do, tops, deltas, keys, values, here, order, listed, call)),
         ],
         [4, 4, 1],
-        [192, 104, 24],
+        [208, 72, 24],
     )
