@@ -243,11 +243,11 @@ def bwd(
     maps += [TensorMap(tops, (1, 64)), TensorMap(deltas, (1, 64))]
     shift = int(bottom) if packed else columns - rows if bottom else 0
     numbers = turns * most, heads, section, turns, tiles, columns, shift, left, right, scale
-    facts: dict[str, Any] = {"LEFT": back, "RIGHT": ahead, "GROUP": group, "ORDERED": ordered, "OWN": D if finish or wide > 128 else wide}
+    facts: dict[str, Any] = {"LEFT": back, "RIGHT": ahead, "GROUP": group, "ORDERED": ordered}
     if wide > 128:
         launch(_bwd_wide, (turns * most,), order, listed, *maps, *numbers, **facts, num_warps=4, maxnreg=128)
     else:
-        facts |= {"TIGHT": wide == 128, "STAY": wide < 128, "STAGES": 2 if wide == 128 else 4, "FINISH": finish}
+        facts |= {"TIGHT": wide == 128, "STAY": wide < 128, "STAGES": 2 if wide == 128 else 4, "OWN": D if finish else 0, "FINISH": finish}
         grid = (turns * most if wide == 128 else min(turns * most, device.of(q).multiprocessors),)  # at 128 there are no registers left to stay
         launch(_bwd, grid, order, listed, sums, *maps, *numbers, **facts, REST=_parts(D)[1] if D > 64 else 0, num_warps=4, maxnreg=128)
     if not finish:

@@ -270,19 +270,18 @@ def _by_keys(here, place, COLUMN: gl.constexpr, dq, USED: gl.constexpr):
 
 
 @gluon.jit
-def _leave(dq, dq_sums, number, COLUMN: gl.constexpr, END: gl.constexpr, parts, before):
-    """Columns of a tile of dQ, from one on, are added to memory, by as many rooms as they need, one after the other; none from END on."""
+def _leave(dq, dq_sums, number, COLUMN: gl.constexpr, parts, before):
+    """Columns of a tile of dQ, from one on, are added to memory, by as many rooms as they need, one after the other."""
     ROOMS: gl.constexpr = parts.type.shape[0]
     ROOM: gl.constexpr = parts.type.shape[2] // 2
     W: gl.constexpr = dq.shape[1]
-    if COLUMN < END:
-        if W <= ROOM:
-            tma.store_wait(ROOMS - 1)
-            _add(dq, dq_sums, [number, COLUMN * 2, 0], parts.index(COLUMN // ROOM % ROOMS), before)
-        else:
-            left, right = gl.split(dq.reshape([ROWS, 2, W // 2]).permute((0, 2, 1)))
-            _leave(left, dq_sums, number, COLUMN, END, parts, before)
-            _leave(right, dq_sums, number, COLUMN + W // 2, END, parts, before)
+    if W <= ROOM:
+        tma.store_wait(ROOMS - 1)
+        _add(dq, dq_sums, [number, COLUMN * 2, 0], parts.index(COLUMN // ROOM % ROOMS), before)
+    else:
+        left, right = gl.split(dq.reshape([ROWS, 2, W // 2]).permute((0, 2, 1)))
+        _leave(left, dq_sums, number, COLUMN, parts, before)
+        _leave(right, dq_sums, number, COLUMN + W // 2, parts, before)
 
 
 @gluon.jit
@@ -347,7 +346,7 @@ def _queries(
                         else:
                             _add(dq, dq_sums, [at * call.tiles + number, part * 2 * W, 0], parts.index(part), before)
                     else:
-                        _leave(dq, dq_sums, at * call.tiles + number, part * W, OWN, parts, before)
+                        _leave(dq, dq_sums, at * call.tiles + number, part * W, parts, before)
                     if part == TELLS:  # noqa: SIM102  # this one is decided by the compiler
                         if tell:  # the block before this one is in memory by now
                             _added((TELLS + 1) * NEED)
