@@ -1,4 +1,4 @@
-"""Backward of the rung `gluon` of attention: one pass on Hopper, five products.
+"""Backward of the rung `gluon` of attention: one pass on Hopper, five products. (Heads of more than 128: _hopper_backward_wide.py.)
 
 A piece of work is 128 keys. Two groups of four warps have 64 of them each, with the sums of dK and dV in registers; tiles of 64 queries come
 by the copy engine. Scores stand on their side, keys down, so that the probabilities and their gradients dS go from registers into the
@@ -172,7 +172,9 @@ def _bwd(order, listed, sums, queries, keys, values, do, dk_out, dv_out, dq_out,
     tickets = Tickets(board, drawn, taken, STAY, PACKED)
     here = Memory(qs, dos, ks, vs, k_ready.index(0), k_free.index(0), v_ready.index(0), v_free.index(0), ds, ds_ready, ds_free, tickets)
     fence_async_shared()
-    call = Call(pieces, heads, section, turns, tiles, columns, shift, left, right, scale, LEFT, RIGHT, ORDERED and RIGHT, GROUP, PACKED, KEYS * ROWS)
+    call = Call(
+        pieces, heads, section, turns, tiles, columns, shift, left, right, scale, LEFT, RIGHT, ORDERED and RIGHT, GROUP, PACKED, KEYS * ROWS
+    )
     gl.warp_specialize(
         [
             (_keys, (0, dk_out, dv_out, here, call, TIGHT, REST)),
@@ -248,8 +250,10 @@ def bwd(
         launch(_bwd_wide, (turns * most,), order, listed, *maps, *numbers, **facts, num_warps=4, maxnreg=128)
     else:
         facts |= {"TIGHT": wide == 128, "STAY": wide < 128, "STAGES": 2 if wide == 128 else 4, "OWN": D if finish else 0, "FINISH": finish}
-        grid = (turns * most if wide == 128 else min(turns * most, device.of(q).multiprocessors),)  # at 128 there are no registers left to stay
-        launch(_bwd, grid, order, listed, sums, *maps, *numbers, **facts, REST=_parts(D)[1] if D > 64 else 0, num_warps=4, maxnreg=128)
+        programs = turns * most if wide == 128 else min(turns * most, device.of(q).multiprocessors)  # at 128 no registers are left to stay
+        launch(
+            _bwd, (programs,), order, listed, sums, *maps, *numbers, **facts, REST=_parts(D)[1] if D > 64 else 0, num_warps=4, maxnreg=128
+        )
     if not finish:
         unit, (part, rest), given = _unit((dq,)), _parts(D), (dq, sums, order, cu_q)
         steps = tuple(s // unit for s in _steps(dq)[:3])

@@ -148,7 +148,9 @@ def _bwd_wide(order, listed, queries, keys, values, do, dk_out, dv_out, dq_out, 
     here = Memory(qs, dos, ks, vs, k_ready.index(0), k_free.index(0), v_ready.index(0), v_free.index(0), ds, ds_ready, ds_free, tickets)
     given = Ring(pairs, given_ready, given_free)
     fence_async_shared()
-    call = Call(pieces, heads, section, turns, tiles, columns, shift, left, right, scale, LEFT, RIGHT, ORDERED and RIGHT, GROUP, PACKED, ROWS)
+    call = Call(
+        pieces, heads, section, turns, tiles, columns, shift, left, right, scale, LEFT, RIGHT, ORDERED and RIGHT, GROUP, PACKED, ROWS
+    )
     gl.warp_specialize(
         [
             (_values, (dv_out, here, given, call)),
