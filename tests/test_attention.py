@@ -1,17 +1,21 @@
 """attention beyond the law's cases: all options together, rows without keys, large logits, strides, capture."""
 
+import random
 from functools import partial
+from types import FunctionType, SimpleNamespace
 from typing import Any
 
 import hypothesis
 import pytest
 import torch
+import triton
 
 import ridgeline
 from attention_calls import EXAMPLES, HERE, IMPLS, calls, exact, kernels, lawful, make, near, outcome, qkv, sampled
 from ridgeline.boundary import INTERPRETED
 from ridgeline.lab.law import Law
 from ridgeline.op import RidgelineError, get
+from ridgeline.ops.attention import _hopper_pieces
 from ridgeline.select import why_not
 
 
@@ -59,11 +63,11 @@ def test_all_options_on_hopper() -> None:
 
 
 @pytest.mark.gpu
-@pytest.mark.parametrize("D", [16, 40, 64, 72, 80, 96, 128, 200, 256])
+@pytest.mark.parametrize("D", [16, 40, 64, 72, 80, 96, 128, 200, 232, 256])
 @pytest.mark.parametrize("same", [None, False])
 def test_sums_of_queries_gradients_on_hopper(D: int, same: bool | None) -> None:
-    """Up to D 128 dQ is written by the last piece of work or by a kernel afterwards, above by the rung triton; blocks that no key is seen
-    from; in memory that begins as NaN. o and lse too."""
+    """dQ is written by the last piece of work or by a kernel afterwards; blocks that no key is seen from; in memory that begins as NaN. o
+    and lse too."""
     if "gluon" not in HERE:
         pytest.skip("needs a Hopper GPU")
     long = [(70, 4200, {}), (4200, 4200, {"causal": True})] if D == 64 else []
@@ -333,6 +337,49 @@ def test_pieces_are_the_whole(monkeypatch: pytest.MonkeyPatch) -> None:
         whole = exact(args, **given, return_lse=True)
         monkeypatch.setattr(_attention, "PIECE", 200)
         near(exact(args, **given, return_lse=True), whole, 1e-12)
+
+
+class Piece(SimpleNamespace):
+    """`_hopper_pieces.Work` as Python."""
+
+    def __init__(self, call: Any, batch: int, head: int, first: int, low: int, blocks: int, *_: Any):
+        super().__init__(call=call, place=(batch, head), first=first, low=low, blocks=blocks)
+
+    def __getattr__(self, name: str) -> Any:
+        return partial(python(getattr(_hopper_pieces.Work, name)), self)
+
+
+def python(jitted: Any) -> Any:
+    gl = SimpleNamespace(cdiv=triton.cdiv, minimum=min, maximum=max)
+    return FunctionType(jitted.fn.__code__, {"gl": gl, "ROWS": 64, "Work": Piece})
+
+
+def test_pieces_of_backward_on_hopper() -> None:
+    """Each piece of work comes up once, has all blocks of queries that see its keys, masks those that do not see all, and knows how many
+    pieces with lower numbers add to each, and with higher ones."""
+    dice = random.Random(0)
+    for _ in range(60):
+        span, rows, columns, kv, group = (dice.choice(c) for c in ((64, 128), range(1, 500), range(1, 500), (1, 2), (1, 2)))
+        left, right = dice.choice([(None, None), (None, 0), (200, 0), (3, 2), (70, None), (None, 150)])
+        shift, turns = dice.choice((0, columns - rows)), 2 * kv
+        facts = {"LEFT": left is not None, "RIGHT": right is not None, "DOWN": right is not None and dice.random() < 0.7, "PACKED": False}
+        sizes = {"heads": kv * group, "section": dice.randint(1, turns), "turns": turns, "tiles": -(-rows // 64), "columns": columns}
+        call = SimpleNamespace(**facts, **sizes, GROUP=group, SPAN=span, shift=shift, left=left, right=right)
+        pieces = [python(_hopper_pieces.Call.work)(call, n, 0, 0, 0, 0) for n in range(turns * -(-columns // span))]
+        assert len({(*p.place, p.first) for p in pieces}) == len(pieces)
+        apart = torch.arange(columns) - torch.arange(rows)[:, None] - shift
+        seen = (apart <= (columns + rows if right is None else right)) & (apart >= -(columns + rows if left is None else left))
+        adders: dict[Any, list[Piece]] = {}
+        for p in pieces:
+            unseen = seen[:, p.first : p.first + span].clone()
+            for block in (p.block(n) for n in range(p.blocks)):
+                tile = unseen[block * 64 : block * 64 + 64]
+                assert p.edge(block * 64) or (tile.shape[1] == span and tile.all())
+                tile[:] = False
+                adders.setdefault((*p.place, block), []).append(p)
+            assert not unseen.any()
+        for (*_, block), those in adders.items():
+            assert [p.others(block) for p in those] == [(n, len(those) - 1 - n) for n in range(len(those))]
 
 
 def test_cost_counts_what_is_seen() -> None:

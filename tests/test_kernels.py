@@ -48,6 +48,7 @@ SPILLS: dict[tuple[str, str, str, str], tuple[int, str]] = {
         352,
         "D 128 with a window; 212 with shared heads, 172 and less else: dK, dV and two tiles are 192 of 208 registers; 104 at D 64",
     ),
+    ("attention", "gluon", "_bwd_wide", "sm_90"): (112, "before and after loops, but for one register: dV or dK and a tile are 160 of 208"),
     ("quantize_fp8", "triton", "_tiles", "sm_80"): (
         192,
         "blocks of 128 x 128 whose rows begin anywhere, encoded without an instruction for it",
@@ -55,6 +56,7 @@ SPILLS: dict[tuple[str, str, str, str], tuple[int, str]] = {
     ("attention_varlen", "triton", "_bwd", "sm_90"): (24, "as attention's"),
     ("attention_varlen", "triton", "_bwd_dq", "sm_90"): (40, "as attention's"),
     ("attention_varlen", "gluon", "_bwd", "sm_90"): (256, "as attention's, with shared heads; 184 without"),
+    ("attention_varlen", "gluon", "_bwd_wide", "sm_90"): (160, "as attention's, and what a piece is"),
 }
 OWN = "3.7.1"  # the Triton of requirements.lock; the others' compilers may move a few registers more, and of Gluon's kernels more yet:
 # 3.9's spills up to 2164 bytes, out and in, in attention's forward at D 64 with three groups of warps, and 1016 in its backward.

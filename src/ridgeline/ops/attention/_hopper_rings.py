@@ -159,6 +159,11 @@ class Rows:
         self.SIZE = gl.constexpr(tiles.type.shape[0])
 
     @gluon.jit
+    def await_free(self, n):
+        place, odd = _place(n, self.SIZE)
+        mbarrier.wait(self.free.index(place), odd ^ 1)
+
+    @gluon.jit
     def fill(self, source, numbers, n, rows, at):
         place, odd = _place(n, self.SIZE)
         mbarrier.wait(self.free.index(place), odd ^ 1)
@@ -346,16 +351,16 @@ def _await(place, count, seen):
     gl.inline_asm_elementwise(code, "=&r,l,r,r", [place.to(gl.int64), count, seen], dtype=gl.int32, is_pure=False, pack=1)
 
 
+@gluon.constexpr_function
+def _awaiting(but):
+    return f"cp.async.bulk.wait_group {but}; mov.u32 $0, 0;"
+
+
 @gluon.jit
 def _added(BUT: gl.constexpr):
     """Until all but the last so many things that the copy engine was told to write are written, and others see them."""
-    if BUT == 0:
-        gl.inline_asm_elementwise("cp.async.bulk.wait_group 0; mov.u32 $0, 0;", "=r,r", [0], dtype=gl.int32, is_pure=False, pack=1)
-    elif BUT == 1:
-        gl.inline_asm_elementwise("cp.async.bulk.wait_group 1; mov.u32 $0, 0;", "=r,r", [0], dtype=gl.int32, is_pure=False, pack=1)
-    else:
-        gl.static_assert(BUT == 2)
-        gl.inline_asm_elementwise("cp.async.bulk.wait_group 2; mov.u32 $0, 0;", "=r,r", [0], dtype=gl.int32, is_pure=False, pack=1)
+    code: gl.constexpr = _awaiting(BUT)
+    gl.inline_asm_elementwise(code, "=r,r", [0], dtype=gl.int32, is_pure=False, pack=1)
     _barrier()
 
 

@@ -186,6 +186,7 @@ ATTENTION = OPS[False] = Op(
         _case(1, 8, 512, 64, "quick", causal=True),
         *(_case(b, h, s, d, causal=c, deterministic=fixed) for fixed in (False, True) for b, h, s, d, c in GRID),
         *(_case(b, h, s, d) for b, h, s, d in OFF),
+        *(_case(4, h, 4096, d, causal=True) for h, d in ((10, 200), (8, 256))),
         *(_case(8, 1, s, d, "grid") for d in (16, 32, 64, 128) for s in (256, 1024, 4096, 8192, 16384)),
         *(_case(1, 1, 1 << s, d, "grid", causal=True) for d in (16, 32, 64, 128) for s in range(7, 17)),
         _case(4, 32, 4096, 128, kv=8, causal=True),

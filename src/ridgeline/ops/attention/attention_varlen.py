@@ -206,6 +206,7 @@ OPS[True] = ATTENTION_VARLEN = Op(
         _case("16x16384x128 causal", 16, 16, 128, LENGTHS, use="bench", causal=True),
         _case("32/8x16384x128 causal", 32, 8, 128, LENGTHS, use="bench", causal=True),
         _case("32x16384x64", 32, 32, 64, LENGTHS, use="bench"),
+        _case("8x16384x256 causal", 8, 8, 256, LENGTHS, use="bench", causal=True),
     ],
 )
 
