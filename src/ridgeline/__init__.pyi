@@ -130,7 +130,8 @@ def gemv(a: torch.Tensor, x: torch.Tensor, *, impl: str | None = None) -> torch.
     """The product of a matrix with a vector, `a @ x`, or with each row of a small matrix, `x @ a.T`. Gradients flow to both.
 
     a: (N, K), floating point, any strides; quickest where its rows or its columns are contiguous. x: (K,), or (M, K) with M up to 16,
-    any strides, of a's dtype and device. Under autocast both are cast to its dtype first, as for torch's own.
+    any strides, of a's dtype and device. Complex ones are PyTorch's, complex32 in complex64; impl="cuda_complex" reads complex32 as it is.
+    Under autocast both are cast to its dtype first, as for torch's own.
     Returns (N,) or (M, N) in that dtype; sums are in float32, float32's too (never tf32), and the same bits every time.
     Raises RidgelineError where shapes, dtypes or devices do not fit, or `impl` cannot run the call.
     """
@@ -193,6 +194,58 @@ def sgemm(a: torch.Tensor, b: torch.Tensor, *, impl: str | None = None) -> torch
     floating-point dtypes are multiplied by PyTorch. Returns (M, N), contiguous. Gradients flow through impl="torch", which serves calls
     that name none; the kernels are for the ladder.
     Raises RidgelineError where shapes, dtypes or devices do not fit, or `impl` cannot run the call.
+    """
+
+def concat_kv(
+    cache_k: torch.Tensor, cache_v: torch.Tensor, k: torch.Tensor, v: torch.Tensor, positions: torch.Tensor, *, impl: str | None = None
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """Writes k and v into their caches at each sequence's position, in place, and returns the caches. It has no gradients.
+
+    cache_k, cache_v: (B, S_max, H, D). k, v: (B, S, H, D) of their dtype. Any strides, but no expanded cache. positions: (B,), int32 or
+    int64: where row 0 goes. A row that would lie outside the cache is dropped on a GPU, where the host reads no values; on a CPU, and
+    with RIDGELINE_CHECK=1, it raises. Raises RidgelineError where the arguments do not fit together, or `impl` cannot run the call.
+    """
+
+def copy(x: torch.Tensor, *, impl: str | None = None) -> torch.Tensor:
+    """A copy of x that is contiguous, as `x.clone(memory_format=torch.contiguous_format)`. Gradients flow to x, as they come.
+
+    x: any shape, strides and dtype. Raises RidgelineError where x is no dense tensor, or `impl` cannot run the call.
+    """
+
+def index_add(
+    x: torch.Tensor, dim: int, index: torch.Tensor, source: torch.Tensor, *, alpha: float = 1, deterministic: bool | None = None,
+    impl: str | None = None,
+) -> torch.Tensor:  # fmt: skip
+    """x with `alpha * source` added to the rows of dimension `dim` that `index` names, as `torch.index_add`. Gradients flow to both.
+
+    x: any strides, one dimension or more. index: (n,), int64 or int32; one may come again, and then all its rows are added. source: x's
+    shape and dtype but for n in dimension `dim`. Sums are in float32, in the order of the source, the same bits every time.
+    deterministic: False allows packed atomics, whose sums are in x's dtype and in no order, where there are many indices.
+    Returns a contiguous tensor of x's shape. On a GPU an index out of range gives NaN in the nearest row; on a CPU, and everywhere with
+    RIDGELINE_CHECK=1, it raises. Raises RidgelineError where shapes, dtypes or devices do not fit, or `impl` cannot run the call.
+    """
+
+def repeat_kv(x: torch.Tensor, n: int, *, lengths: torch.Tensor | None = None, impl: str | None = None) -> torch.Tensor:
+    """Every head n times, one after the other: (B, H, S, D) becomes a new tensor (B, H n, S, D). Gradients flow to x.
+
+    x: any strides. n: from 1 on. lengths: (B,), int32 or int64: rows from a sequence's length on are zeros, and have no gradient; on a CPU,
+    and with RIDGELINE_CHECK=1, a length outside 0 to S raises. Raises RidgelineError where an argument is none of these, or `impl` cannot
+    run the call.
+    """
+
+def transpose(x: torch.Tensor, *, impl: str | None = None) -> torch.Tensor:
+    """x with its last two dimensions swapped, in a contiguous tensor of its own. Gradients flow to x.
+
+    x: two dimensions or more, any strides and dtype; contiguous is quickest, and quickest of all with rows of a multiple of 16 bytes.
+    Raises RidgelineError where x is no dense tensor or has fewer dimensions, or `impl` cannot run the call.
+    """
+
+def upsample_nearest2d(x: torch.Tensor, scale_factor: float | tuple[float, float], *, impl: str | None = None) -> torch.Tensor:
+    """Images in another size, each pixel a copy of x's, as `torch.nn.functional.interpolate(x, scale_factor=..., mode="nearest")`.
+
+    x: (N, C, H, W), floating point; row by row and channels last are taken as they are, and y is as x is. scale_factor: a number above
+    0, or one for H and one for W; integer ones and two are quickest. y: (N, C, floor(H scale), floor(W scale)). Gradients flow to x.
+    Raises RidgelineError where x is no such tensor, a scale is none, y would have no pixel, or `impl` cannot run the call.
     """
 
 def adamw(
@@ -343,12 +396,30 @@ def quantize_int8(
     Raises RidgelineError on a tensor that is not floating point, another granularity, or an `impl` that cannot run the call.
     """
 
+def cumsum(x: torch.Tensor, dim: int, dtype: torch.dtype | None = None, *, impl: str | None = None) -> torch.Tensor:
+    """The sums of x from the first element along `dim` up to each, as `torch.cumsum`. Gradients flow to x.
+
+    x: any shape and strides, of real numbers. dtype: what x is cast to first, and the result's type; None is x's, or int64 where x holds
+    integers. Integers are exact, and wrap around in their type; halves add in float32; floats give the same bits every time.
+    Returns a contiguous tensor of x's shape. Raises RidgelineError on a `dim` that x does not have, complex numbers, or an `impl` that
+    cannot run the call.
+    """
+
 def dot(a: torch.Tensor, b: torch.Tensor, *, impl: str | None = None) -> torch.Tensor:
     """The dot product of two vectors, as `torch.dot`. Gradients flow to both.
 
     a, b: (N,), any strides, of one dtype and device. Returns a number, (), in that dtype; sums are in float32, and the same bits
     every time.
     Raises RidgelineError where shapes, dtypes or devices do not fit, or `impl` cannot run the call.
+    """
+
+def histogram(x: torch.Tensor, bins: int, range: tuple[float, float] | None = None, *, impl: str | None = None) -> torch.Tensor:
+    """How many elements of x lie in each of `bins` equal parts of `range`, as `torch.histc` counts, but in int64 and exactly.
+
+    x: any shape and strides, integers or floating point. bins: 1 or more. range: (low, high), or None for x's least and greatest, and one
+    below and above where these are the same. What lies outside, and NaN, counts nowhere; `high` counts in the last bin. An element's
+    bin is what float64 says. Without a range x must be finite: else it raises on a CPU, and everywhere with RIDGELINE_CHECK=1.
+    Returns (bins,) in int64. No gradients flow. Raises RidgelineError on other bins or ranges, or an `impl` that cannot run the call.
     """
 
 def reduce_sum(
