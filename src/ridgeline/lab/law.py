@@ -348,7 +348,7 @@ class Law:
         """Outputs, and gradients of the arguments that require them; the incoming gradients are made at the first call."""
         outputs = self._results(call, args, kwargs, mutates)
         if incoming is None:
-            differentiable = not self.op.mutates
+            differentiable = not self.op.mutates and bool(leaves(args))
             self.incoming = [self._random(o) if differentiable and o.is_floating_point() else None for o in outputs]
             incoming = [self._narrow(g) for g in self.incoming]
         pairs = [(o, g.to(o.dtype)) for o, g in zip(outputs, incoming, strict=True) if g is not None and o.requires_grad]
