@@ -104,8 +104,21 @@ def _runs_here(op: str, impl: str, dtype: torch.dtype, index: int | None) -> boo
 def _kernels_serve(op: Op, args: tuple[Any, ...], options: dict[str, Any]) -> bool:
     """Whether a kernel serves a call that names none, of an op that Triton does not always serve."""
     dtype, index = args[0].dtype, args[0].device.index if args[0].is_cuda else None
-    able = [i for i in op.implementations.values() if i.served and i.is_kernel and _runs_here(op.name, i.name, dtype, index)]
-    return any([i.unless is None or i.unless(*args, **options) is None for i in able])
+    able = _able_here(op, dtype, index) if torch.compiler.is_compiling() else _able(op, dtype, index, devices._pretended)
+    for i in able:
+        if i.unless is None or i.unless(*args, **options) is None:
+            return True
+    return False
+
+
+def _able_here(op: Op, dtype: torch.dtype, index: int | None) -> list[Implementation]:
+    return [i for i in op.implementations.values() if i.served and i.is_kernel and _runs_here(op.name, i.name, dtype, index)]
+
+
+@cache
+def _able(op: Op, dtype: torch.dtype, index: int | None, pretended: devices.Device | None) -> list[Implementation]:
+    """As `_able_here`, which looks at what is pretended too."""
+    return _able_here(op, dtype, index)
 
 
 def run(op: Op, direction: str, impl: str | None, outputs: tuple[torch.Tensor, ...], *inputs: Any) -> Any:

@@ -21,7 +21,7 @@ from ridgeline.select import eager, run
 
 FILE = Path(__file__).with_name("copy.cu")
 _UNITS, _LOADS, _BULK = CudaKernel(FILE, "copy_units", "PPq"), CudaKernel(FILE, "copy_loads", "PPq"), CudaKernel(FILE, "copy_bulk", "PPq")
-LOADS = 4  # of 16 bytes, by each of 256 threads
+LOADS = 2  # of 16 bytes, by each of 256 threads
 CHUNK, STAGES, BLOCKS = 16 << 10, 6, 2  # of a block's ring; blocks a multiprocessor
 
 
@@ -129,5 +129,5 @@ COPY.kernel(
 )  # fmt: skip
 COPY.kernel(
     "cuda_bulk", "the copy engine moves 16 KB at a time through a ring in shared memory: no byte in a register, 192 KB on their way", kind="cuda",
-    fwd=_bulk, supports=aligned, dtypes=DTYPES, served=True, arch=90, gain=1.0, counter="smsp__inst_executed.sum",
+    fwd=_bulk, supports=aligned, dtypes=DTYPES, arch=90, gain=1.0, counter="smsp__inst_executed.sum",
 )  # fmt: skip

@@ -117,7 +117,7 @@ INDEX_ADD = Op(
 )  # fmt: skip
 
 
-INDEX_ADD.eager("torch", "PyTorch's own: a copy, then atomics", reference, served=True)
+INDEX_ADD.eager("torch", "PyTorch's own: a copy, then atomics", reference, served=True, deterministic=False)  # in no order, on a GPU
 INDEX_ADD.kernel_dtypes |= set(INT)  # the indices'; that x is of floats each rung's own dtypes say
 ATOMICS = "l1tex__t_set_accesses_pipe_lsu_mem_global_op_red.sum"
 

@@ -81,13 +81,14 @@ struct Tile {
         return running;
     }
 
-    __device__ void store(Y* y, long long first, long long n, SUM start) const {
+    // `start` is added last, in what tiles add in: rounded before, its error would be that of a whole tile.
+    __device__ void store(Y* y, long long first, long long n, TOTAL start) const {
 #pragma unroll
         for (int i = 0; i < ITEMS; ++i) {
             const long long p = first + i * 32 * PACK;
             Pack<Y, PACK> pack;
 #pragma unroll
-            for (int j = 0; j < PACK; ++j) pack.at[REVERSE ? PACK - 1 - j : j] = narrow(start + at[i][j]);
+            for (int j = 0; j < PACK; ++j) pack.at[REVERSE ? PACK - 1 - j : j] = narrow((SUM)(start + (TOTAL)at[i][j]));
             if (p + PACK <= n)
                 *reinterpret_cast<Pack<Y, PACK>*>(y + (REVERSE ? n - PACK - p : p)) = pack;
             else
@@ -192,7 +193,7 @@ extern "C" __global__ void __launch_bounds__(THREADS)
     }
     if (PHASE == 2 && threadIdx.x == 0) begin = reinterpret_cast<const TOTAL*>(state)[all];
     __syncthreads();
-    mine.store(y + row * n, first, n, (SUM)(begin + (TOTAL)before));
+    mine.store(y + row * n, first, n, begin + (TOTAL)before);
 }
 
 // Of each row's tiles' totals, what all before each add up to: a block a row.
@@ -243,7 +244,7 @@ extern "C" __global__ void __launch_bounds__(THREADS) cumsum_rows(Y* y, const X*
                 sum += totals[tile % 2][w];
             }
         }
-        mine.store(y + blockIdx.x * n, first, n, (SUM)(carry + (TOTAL)before));
+        mine.store(y + blockIdx.x * n, first, n, carry + (TOTAL)before);
         carry += sum;
     }
 }
@@ -258,7 +259,7 @@ extern "C" __global__ void __launch_bounds__(256)
     TOTAL start = 0;
     if (y)
         for (long long j = 0; j < k; ++j) start += totals[(o * chunks + j) * inner + column];
-    SUM sum = (SUM)start;
+    SUM sum = 0;
     const long long to = o * n * inner + column;
     for (long long r = k * chunk; r < end; r += 8) {
         SUM at[8];
@@ -269,7 +270,7 @@ extern "C" __global__ void __launch_bounds__(256)
         for (int u = 0; u < 8; ++u)
             if (r + u < end) {
                 sum += at[u];
-                if (y) y[to + place(r + u, n) * inner] = narrow(sum);
+                if (y) y[to + place(r + u, n) * inner] = narrow((SUM)(start + (TOTAL)sum));
             }
     }
     if (!y) totals[i] = sum;
