@@ -131,7 +131,6 @@ def best(op: Op, by_triton: Callable[..., None]) -> None:
         fwd=_bulk,
         bwd=by_triton,
         supports=_fits_bulk,
-        served=True,
         arch=90,
         gain=1.1,
         counter=DRAM,

@@ -26,7 +26,7 @@ from ridgeline.ops.matmul.matmul import cost as matmul_cost
 from ridgeline.select import run
 
 FILE = Path(__file__).with_name("hgemm.cu")
-RING: dict[str, Any] = {"BN": 256, "BK": 32, "STAGES": 4, "BAND": 8}  # of cp.async: tiles of 128 x BN
+RING: dict[str, Any] = {"BN": 256, "BK": 64, "STAGES": 3, "BAND": 8}  # of cp.async: tiles of 128 x BN
 HOPPER: dict[str, Any] = {"BN": 256, "BK": 64, "STAGES": 4, "BAND": 8}
 
 
@@ -127,7 +127,7 @@ HGEMM.kernel(
 )
 HGEMM.kernel(
     "cuda_stages",
-    "four tiles on their way by cp.async, past the registers; tiles of 128 x 256, in bands that share L2",
+    "three tiles on their way by cp.async, past the registers; tiles of 128 x 256, in bands that share L2",
     fwd=_staged,
     supports=lines,
     gain=1.8,

@@ -16,7 +16,7 @@ FILE = Path(__file__).with_name("upsample_nearest2d.cu")
 _FWD, _BWD = CudaKernel(FILE, "upsample_fwd", "PPqiiiiiff"), CudaKernel(FILE, "upsample_bwd", "PPqiiiiiff")
 _FWD2, _BWD2 = CudaKernel(FILE, "upsample2_fwd", "PPqii"), CudaKernel(FILE, "upsample2_bwd", "PPqii")
 LAST = torch.channels_last
-ITEMS = (4, 2), (2, 1)  # units of a thread: forward and backward, of rows and of channels
+ITEMS = (1, 1), (1, 1)  # units of a thread: forward and backward, of rows and of channels
 
 
 def pair(scale: Any) -> tuple[float, ...]:

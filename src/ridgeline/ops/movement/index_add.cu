@@ -147,12 +147,15 @@ struct Sum {
 extern "C" __global__ void __launch_bounds__(256) index_add_few(
     T* y, const T* x, const I* index, const T* source, long long outer, long long size, long long n, long long inner, float alpha) {
     constexpr int PACKS = 4;  // of a thread
+    __shared__ I all[1024];   // what the launcher calls few
+    for (int k = threadIdx.x; k < n; k += blockDim.x) all[k] = index[k];
+    __syncthreads();
     const int lane = threadIdx.x % 32;
     const long long wide = 32 * PACK * PACKS, pieces = (inner + wide - 1) / wide, items = ROWS ? size : n;
     const long long warps = gridDim.x * (long long)(blockDim.x / 32);
     for (long long w = (blockIdx.x * (long long)blockDim.x + threadIdx.x) / 32; w < outer * items * pieces; w += warps) {
         const Unit unit(w, items, pieces, wide);
-        const long long row = ROWS ? unit.item : nearest(index[unit.item], size), column = unit.column + lane * PACK;
+        const long long row = ROWS ? unit.item : nearest(all[unit.item], size), column = unit.column + lane * PACK;
         const long long to = (unit.o * size + row) * inner + column;
         Sum sum[PACKS];
 #pragma unroll
@@ -160,7 +163,7 @@ extern "C" __global__ void __launch_bounds__(256) index_add_few(
             if (column + u * 32 * PACK < inner) sum[u].take(x + to + u * 32 * PACK);
         bool bad = false, first = true, mine = true;
         for (long long base = 0; mine && base < n; base += 32) {
-            const long long k = base + lane, given = k < n ? (long long)index[k] : 0;
+            const long long k = base + lane, given = k < n ? (long long)all[k] : 0;
             const bool hit = k < n && nearest(given, size) == row;
             unsigned hits = __ballot_sync(~0u, hit);
             bad |= __any_sync(~0u, hit && given != row);

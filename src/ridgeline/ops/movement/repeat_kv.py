@@ -129,5 +129,5 @@ REPEAT_KV.eager("torch", "a mask over the input, expand and one copy", _torch, s
 REPEAT_KV.compiled("the copy and the mask in one kernel by torch.compile", _torch)
 _rung("triton", "a block of elements a program, read once and stored n times; any strides", repeat_triton, kind="triton", served=True)
 _rung("cuda", "a thread for every element of the result, which reads it again for every copy", repeat_cuda, False, False, kind="cuda")
-_rung("cuda_packed", "16 bytes a thread: fewer loads, stores and divisions for the same bytes", repeat_cuda, False, True, kind="cuda", supports=repeats_packs, gain=2.0, counter=ISSUED)  # fmt: skip
-_rung("cuda_once", "every 16 bytes read once and stored n times, four of them on their way a thread", repeat_cuda, True, True, kind="cuda", served=True, supports=repeats_packs, gain=1.1, counter=DRAM)  # fmt: skip
+_rung("cuda_packed", "16 bytes a thread: fewer loads, stores and divisions for the same bytes", repeat_cuda, False, True, kind="cuda", served=True, supports=repeats_packs, gain=2.0, counter=ISSUED)  # fmt: skip
+_rung("cuda_once", "every 16 bytes read once and stored n times, four of them on their way a thread", repeat_cuda, True, True, kind="cuda", supports=repeats_packs, gain=1.1, counter=DRAM)  # fmt: skip

@@ -123,10 +123,10 @@ _rung(
 _rung("cuda_padded", "a 33rd column: a column of the tile lies in 32 banks", partial(small, TILE, 1), gain=1.3, counter=_CONFLICTS)
 _rung("cuda_swizzled", "columns swizzled by xor with the row: as free of conflicts, and no shared memory lost", partial(small, TILE, 2), gain=1.0, counter=_CONFLICTS)  # fmt: skip
 _rung(
-    "cuda_packed", "16 bytes a load and a store in every dtype: threads turn squares of packs in registers, tiles are 256 bytes wide", packed,
-    None, served=True, gain=1.2, counter="smsp__inst_executed.sum",
+    "cuda_tma", "the copy engine brings and takes boxes, several on their way in a ring; persistent blocks only turn", boxes, _boxes, arch=90,
+    gain=1.2, counter="dram__throughput.avg.pct_of_peak_sustained_elapsed",
 )  # fmt: skip
 _rung(
-    "cuda_tma", "the copy engine brings and takes boxes, several on their way in a ring; persistent blocks only turn", boxes, _boxes, served=True, arch=90,
-    gain=1.05, counter="dram__throughput.avg.pct_of_peak_sustained_elapsed",
+    "cuda_packed", "16 bytes a load and a store in every dtype: threads turn squares of packs in registers, tiles are 256 bytes wide", packed,
+    None, served=True, gain=1.05, counter="smsp__inst_executed.sum",
 )  # fmt: skip

@@ -10,7 +10,6 @@ Source: PyTorch's `interpolate(mode="nearest")`, whose rounding it keeps: floor 
 from __future__ import annotations
 
 import math
-from collections.abc import Sequence
 from functools import partial
 from typing import Any
 

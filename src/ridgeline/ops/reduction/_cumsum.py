@@ -34,15 +34,16 @@ def _macros(y: torch.Tensor, x: torch.Tensor, rows: int, n: int, reverse: bool, 
     floating, wide = y.is_floating_point(), y.element_size() == 8
     sums = ("float", "double") if floating else ("unsigned long long" if wide else "unsigned", "unsigned long long")
     macros = {"XTYPE": KINDS[x.dtype], "YTYPE": KINDS[y.dtype], "STYPE": sums[0], "TTYPE": sums[1], "PACK": pack}
-    return macros | {"ITEMS": {8: 4, 4: 6, 2: 8, 1: 16}[pack], "THREADS": threads, "REVERSE": int(reverse), "PHASE": 0, "block": threads}
+    return macros | {"ITEMS": {8: 4, 4: 10, 2: 8, 1: 16}[pack], "THREADS": threads, "REVERSE": int(reverse), "PHASE": 0, "block": threads}
 
 
 def _tiled(phased: bool, packed: bool, y: torch.Tensor, x: torch.Tensor, dim: int, reverse: bool) -> None:
     """Rows by tiles: in one pass, or in three."""
     x = x.contiguous()
     rows, n, _ = _sizes(x, dim)
-    macros = _macros(y, x, rows, n, reverse, packed, 256)
-    tiles = -(-n // (256 * macros["PACK"] * macros["ITEMS"]))
+    threads = 128  # with ten packs each: 2.54 TB/s of 2^30 int32 on an H100, 2.34 with 256 and six
+    macros = _macros(y, x, rows, n, reverse, packed, threads)
+    tiles = -(-n // (threads * macros["PACK"] * macros["ITEMS"]))
     every = rows * tiles
     state = torch.empty(2 * (1 + every + rows * -(-tiles // GROUP)), dtype=torch.int64, device=x.device)
     if phased:
@@ -63,7 +64,7 @@ def _columns(y: torch.Tensor, x: torch.Tensor, dim: int, reverse: bool) -> None:
     chunks = 1 if n < 256 else max(1, min(256, n // 64, many // (outer * inner)))
     chunk = -(-n // chunks)
     chunks = -(-n // chunk)
-    totals = torch.empty(outer * chunks * inner if chunks > 1 else 0, dtype=torch.int64, device=x.device)
+    totals = torch.empty(outer * chunks * inner, dtype=torch.int64, device=x.device) if chunks > 1 else None
     grid = (-(-outer * chunks * inner // 256),)
     for out in (None, y) if chunks > 1 else (y,):
         launch(_COLUMNS, grid, x, out, totals, outer, n, inner, chunk, chunks, **macros)

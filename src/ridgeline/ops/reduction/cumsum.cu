@@ -14,6 +14,17 @@ constexpr bool FLOATING = TOTAL(0.5) != 0;
 constexpr int WARPS = THREADS / 32, GROUP = 32;
 constexpr long long STRETCH = 32 * PACK * ITEMS, TILE = WARPS * STRETCH;
 
+template <bool FIRST, typename A, typename B>
+struct Choice {
+    using Type = A;
+};
+template <typename A, typename B>
+struct Choice<false, A, B> {
+    using Type = B;
+};
+template <bool FIRST, typename A, typename B>
+using Either = typename Choice<FIRST, A, B>::Type;
+
 template <typename T>
 __device__ inline SUM widen(T x) {
     if constexpr (FLOATING)
@@ -81,14 +92,16 @@ struct Tile {
         return running;
     }
 
-    // `start` is added last, in what tiles add in: rounded before, its error would be that of a whole tile.
-    __device__ void store(Y* y, long long first, long long n, TOTAL start) const {
+    // `start` is added last, and of floats in what tiles add in: rounded before, its error would be that of a whole tile.
+    __device__ void store(Y* y, long long first, long long n, TOTAL given) const {
+        using Last = Either<FLOATING, TOTAL, SUM>;
+        const Last start = (Last)given;
 #pragma unroll
         for (int i = 0; i < ITEMS; ++i) {
             const long long p = first + i * 32 * PACK;
             Pack<Y, PACK> pack;
 #pragma unroll
-            for (int j = 0; j < PACK; ++j) pack.at[REVERSE ? PACK - 1 - j : j] = narrow((SUM)(start + (TOTAL)at[i][j]));
+            for (int j = 0; j < PACK; ++j) pack.at[REVERSE ? PACK - 1 - j : j] = narrow((SUM)(start + (Last)at[i][j]));
             if (p + PACK <= n)
                 *reinterpret_cast<Pack<Y, PACK>*>(y + (REVERSE ? n - PACK - p : p)) = pack;
             else
@@ -176,7 +189,7 @@ extern "C" __global__ void __launch_bounds__(THREADS)
     const SUM total = mine.scan();
     if (threadIdx.x % 32 == 0) totals[warp] = total;
     __syncthreads();
-    SUM before = 0, sum = 0;
+    TOTAL before = 0, sum = 0;
 #pragma unroll
     for (int w = 0; w < WARPS; ++w) {
         if (w == warp) before = sum;
@@ -193,7 +206,7 @@ extern "C" __global__ void __launch_bounds__(THREADS)
     }
     if (PHASE == 2 && threadIdx.x == 0) begin = reinterpret_cast<const TOTAL*>(state)[all];
     __syncthreads();
-    mine.store(y + row * n, first, n, begin + (TOTAL)before);
+    mine.store(y + row * n, first, n, begin + before);
 }
 
 // Of each row's tiles' totals, what all before each add up to: a block a row.
@@ -233,7 +246,7 @@ extern "C" __global__ void __launch_bounds__(THREADS) cumsum_rows(Y* y, const X*
         Tile mine;
         mine.load(from, first, n);
         const SUM total = mine.scan();
-        SUM before = 0, sum = total;
+        TOTAL before = 0, sum = total;
         if (WARPS > 1) {
             if (threadIdx.x % 32 == 0) totals[tile % 2][warp] = total;
             __syncthreads();
@@ -244,7 +257,7 @@ extern "C" __global__ void __launch_bounds__(THREADS) cumsum_rows(Y* y, const X*
                 sum += totals[tile % 2][w];
             }
         }
-        mine.store(y + blockIdx.x * n, first, n, carry + (TOTAL)before);
+        mine.store(y + blockIdx.x * n, first, n, carry + before);
         carry += sum;
     }
 }
