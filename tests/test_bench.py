@@ -214,6 +214,17 @@ def test_a_run_is_recorded_compared_and_climbed(monkeypatch, capsys):
         assert len(json.loads(capsys.readouterr().out)) == 4
 
 
+def test_patterns_of_cases_and_rungs_left_out(monkeypatch):
+    monkeypatch.setattr(bench, "measure_roof", lambda *args: ROOF)
+    with fake_op(naive=lambda x: torch.softmax(x, -1)) as op:
+        rows = bench.record([op], "cpu", case="256x*", without="naive", dtype="float32", budget=0.01).rows
+        assert {(row["case"], row["impl"]) for row in bench_rows(rows)} == {("256x512", "torch")}
+        with pytest.raises(RidgelineError, match="--without nope: none of fake_softmax has that implementation"):
+            bench.record([op], "cpu", quick=True, without="nope")
+        with pytest.raises(RidgelineError, match="nothing has case '7x"):
+            bench.record([op], "cpu", case="7x*")
+
+
 def test_changes_are_judged_by_their_intervals():
     was = {"median": 1.0, "low": 0.98, "high": 1.02}
     for scale, word in ((1.01, "same"), (1.1, "slower"), (0.9, "faster")):

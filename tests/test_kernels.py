@@ -27,6 +27,13 @@ SPILLS: dict[tuple[str, str, str, str], tuple[int, str]] = {
     ("log_softmax", "triton", "_bwd", "sm_90"): (8, "one register at 33x129 in bfloat16, of a tile that the rule makes of short rows"),
     ("softmax", "triton", "_bwd", "sm_80"): (8, "one register at 8192 columns in bfloat16"),
     ("add_layer_norm", "triton", "_fwd", "sm_80"): (16, "two registers at 1024 columns in bfloat16, of tiles that an H100 is best with"),
+    **{
+        ("hgemm", "cuda_stages", "hgemm_stages", arch): (
+            16,
+            "two registers where edges need some; 373 TFLOP/s at 4096, with half the depth 329",
+        )
+        for arch in ("sm_80", "sm_90", "sm_100")
+    },
     ("attention", "triton", "_bwd", "sm_90"): (
         100,
         "D 128 where a length is no multiple of the tile's: dK and dV are 128 registers; the tile that was fastest on an H100",

@@ -307,6 +307,7 @@ def record(
     peers: bool = False,
     budget: float | None = None,
     impl: str | None = None,
+    without: str | None = None,
     case: str | None = None,
     dtype: str | None = None,
     record: bool = False,
@@ -317,6 +318,7 @@ def record(
     """One run: the machine, its roof, and every chosen case of the ops checked and timed; each row is written as it comes.
 
     grid: the cases of a grid, such as the sequences and head sizes of attention, for the rungs that `impl` names or all.
+    without: rungs that are left out of every op that has them.
     budget: seconds of timing per case, dtype and direction. report: told what runs now, and how many of how many cases are done.
     counters: also read the counter that each rung names, by Nsight Compute.
     box: seconds after which torch.compile, which takes many of them for every case, is left out, with a row that says so.
@@ -334,6 +336,8 @@ def record(
     tasks = chosen_work(ops, uses, case, dtype)
     for op in ops:
         chosen_implementations(op, impl)  # a wrong name is an error now, before anything is measured
+    if without and (unknown := {*without.split(",")} - {name for op in ops for name in op.implementations}):
+        raise RidgelineError(f"--without {', '.join(sorted(unknown))}: none of {', '.join(op.name for op in ops)} has that implementation")
     run = Run(facts(device), record)
     report("the roof", 0, len(tasks))
     roof = measure_roof(device, quick, lambda text: report(f"the roof: {text}", 0, len(tasks)))
@@ -342,7 +346,7 @@ def record(
     with compiling():
         for done, (op, c, d) in enumerate(tasks):
             report(f"{op.name} {c.name} {d}", done, len(tasks))
-            candidates = [untimed(rung) or Candidate(rung) for rung in chosen_implementations(op, impl)]
+            candidates = [untimed(rung) or Candidate(rung) for rung in chosen_implementations(op, impl, without)]
             if box is not None and time.monotonic() - start > box:
                 late = f"the {box:.0f} seconds of this report's time box were over; ridgeline bench {op.name} times it"
                 candidates = [Candidate(c.rung, "skipped", late) if c.rung.kind == "compile" else c for c in candidates]
@@ -364,13 +368,17 @@ def arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--quick", action="store_true", help="small cases and short timing")
     parser.add_argument("--grid", action="store_true", help="the cases of an op's grid, where it has one")
     parser.add_argument("--record", action="store_true", help="keep the run under results/, not in the cache")
+    parser.add_argument("--without", metavar="NAMES", help="leave these implementations out, with commas between")
     parser.add_argument("--counters", action="store_true", help="also read each rung's own counter, by Nsight Compute (ncu)")
     parser.add_argument("--budget", type=float, metavar="SECONDS", help="seconds of timing per case, dtype and direction")
 
 
 def main(options: argparse.Namespace) -> int:
     device = default_device(options.device)
-    chosen = {name: getattr(options, name) for name in ("quick", "grid", "peers", "budget", "impl", "case", "dtype", "record", "counters")}
+    chosen = {
+        name: getattr(options, name)
+        for name in ("quick", "grid", "peers", "budget", "impl", "without", "case", "dtype", "record", "counters")
+    }
     with progress() as report:
         run = record(chosen_ops(options.ops), device, **chosen, report=report)
     if options.json:

@@ -6,6 +6,7 @@ import argparse
 import json
 from collections.abc import Iterable, Iterator
 from contextlib import contextmanager
+from fnmatch import fnmatchcase
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
@@ -83,13 +84,16 @@ def chosen_ops(names: Iterable[str]) -> list[Op]:
 
 
 def chosen_cases(op: Op, uses: Iterable[str], case: str | None, dtype: str | None) -> Iterator[tuple[Case, str]]:
-    """The op's cases and dtypes that a verb goes through: of those uses, or the named case, in every dtype or the named one."""
+    """The op's cases and dtypes that a verb goes through: of those uses, or the named case, in every dtype or the named one.
+
+    case: a name, or a pattern with * for any text."""
     from ridgeline.op import FLOATS, RidgelineError
 
     known = (*FLOATS, *(d for c in op.cases for d in c.dtypes))
     if dtype is not None and dtype not in known:
         raise RidgelineError(f"{op.name} has no case in {dtype!r}; its dtypes are {', '.join(dict.fromkeys(known))}")
-    for one in [op.case(case)] if case else [c for c in op.cases if c.use in uses]:
+    cases = [c for c in op.cases if fnmatchcase(c.name, case) if "*" in case] if case else [c for c in op.cases if c.use in uses]
+    for one in cases or ([op.case(case)] if case and "*" not in case else []):
         for name in one.dtypes:
             if dtype in (None, name):
                 yield one, name
@@ -108,18 +112,19 @@ def chosen_work(ops: list[Op], uses: Iterable[str], case: str | None, dtype: str
     return found
 
 
-def chosen_implementations(op: Op, impl: str | None) -> list[Implementation]:
-    """The op's ladder, or the rungs of it that are named, with commas between."""
+def chosen_implementations(op: Op, impl: str | None, without: str | None = None) -> list[Implementation]:
+    """The op's ladder, or the rungs of it that are named, with commas between; less those named in `without`, as far as it has them."""
     from ridgeline.select import find
 
-    return [find(op, name) for name in impl.split(",")] if impl else list(op.implementations.values())
+    left_out = (without or "").split(",")
+    return [i for i in ([find(op, name) for name in impl.split(",")] if impl else op.implementations.values()) if i.name not in left_out]
 
 
 def choice(parser: argparse.ArgumentParser) -> None:
     """The options by which check and bench choose what to go through."""
     parser.add_argument("ops", nargs="*", metavar="OP", help="ops; all of them by default")
     parser.add_argument("--impl", help="some implementations only, by their names, with commas between")
-    parser.add_argument("--case", help="one case only, by its name")
+    parser.add_argument("--case", help="one case only, by its name; with * for any text, those of such names")
     parser.add_argument("--dtype", help="one dtype only: float32, float16, bfloat16")
     parser.add_argument("--device", help="cpu or cuda; the GPU where there is one by default")
     parser.add_argument("--json", action="store_true", help="print the rows as JSON")
