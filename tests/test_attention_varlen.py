@@ -79,7 +79,7 @@ def test_nothing_comes_over_from_other_sequences(impl: str, device: str) -> None
 @pytest.mark.parametrize("given", [{"causal": True}, {}, {"causal": "bottom_right", "window": (300, None)}], ids=str)
 @pytest.mark.parametrize("impl", HERE)
 def test_reruns_of_packed_sequences_are_equal(impl: str, given: dict[str, Any], device: str) -> None:
-    for D in (16,) if INTERPRETED else (64, 128):
+    for D in (16,) if INTERPRETED else (64, 128, 256):
         lengths, times = ((13, 0, 20, 7), 2) if INTERPRETED else ((1500, 0, 130, 3000, 64, 700, 2100, 1, 505), 500)
         cu = torch.tensor([0, *lengths], device=device, dtype=torch.int32).cumsum(0, dtype=torch.int32)
         args = [*qkv((sum(lengths), 4, D), (sum(lengths), 2, D), device, dtype=torch.float16), cu, cu]
@@ -90,10 +90,11 @@ def test_reruns_of_packed_sequences_are_equal(impl: str, given: dict[str, Any], 
 
 
 @pytest.mark.gpu
+@pytest.mark.parametrize("D", [64, 256])
 @pytest.mark.parametrize("impl", HERE)
-def test_wrong_lengths_touch_nothing_else(impl: str) -> None:
+def test_wrong_lengths_touch_nothing_else(impl: str, D: int) -> None:
     """Values of cu_seqlens that make no sense: no illegal address, and what lies around the results stays."""
-    q, k, v = qkv((300, 4, 64), (300, 4, 64), "cuda", dtype=torch.bfloat16)
+    q, k, v = qkv((300, 4, D), (300, 4, D), "cuda", dtype=torch.bfloat16)
     for ends in ([5, -7, 1 << 30], [0, 200, 100], [0, 900, 1200], [-5, -5, -5], [300, 0, 300], [1 - (1 << 31), -(1 << 31), 300]):
         cu = torch.tensor(ends, dtype=torch.int32, device="cuda")
         for same in (None, False):

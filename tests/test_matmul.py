@@ -21,9 +21,10 @@ from ridgeline import tuning
 from ridgeline.boundary import Launch, observe
 from ridgeline.lab import catalogue, inspect
 from ridgeline.op import Case, Spec, get
-from ridgeline.ops.matmul import _hopper
+from ridgeline.ops.matmul import _cluster, _hopper
 from ridgeline.ops.matmul._epilogue import add_up
 from ridgeline.ops.matmul._hopper import aligned, whole
+from ridgeline.select import why_not
 
 HALF = torch.bfloat16
 PLACE = FunctionType(_hopper.Tiles.place.fn.__code__, {"gl": SimpleNamespace(cdiv=triton.cdiv, minimum=min)})
@@ -212,6 +213,38 @@ def test_the_rule_takes_what_was_fastest() -> None:
             made = _hopper.rule(gpu, 1, *sizes, False, False, False, lines=lines)
             assert (made["ROWS"], made["BN"], made["PARTS"]) == (64, 256, 1), sizes
             assert made["LAG"] == (0 if sizes[0] * sizes[1] <= 132 * 128 * 256 else 2), sizes
+
+
+def test_clusters_fit_their_machine(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(_cluster, "resident_clusters", lambda gpu, size: {2: 66, 4: 30}[size])  # of an H100
+    gpu = devices.KNOWN["sm_90"]
+    found = [_cluster.rule(gpu, 1, *sizes, lines) for sizes in ((8, 8, 8), (1000,) * 3, (8192,) * 3) for lines in (1, 1.875)]
+    assert found[0]["BN"] == 64
+    assert (found[3]["BN"], found[3]["DOWN"], found[3]["ACROSS"]) == (128, 2, 2)  # what was fastest on an H100
+    assert (found[4]["BN"], found[4]["DOWN"], found[4]["ACROSS"]) == (256, 2, 1)
+    for choice in found + _cluster.space():
+        assert choice["STAGES"] * (128 * (128 + choice["BN"]) + 16) + 4 * 8192 + 1024 <= gpu.shared_memory, choice
+        assert choice["LAG"] < choice["STAGES"]
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("layout", ["nn", "nt", "tn", "tt"])
+@pytest.mark.parametrize("batch", [None, 3, "shared"])
+def test_clusters_of_blocks(batch: int | str | None, layout: str) -> None:
+    """Every tile, cluster, band and lag: as near to float64 as torch's, and the same bits again; edges, and tails of K."""
+    rung = get("matmul").implementations["cuda_cluster"]
+    sizes = (() if batch is None else (3,), () if batch in (None, "shared") else (3,))
+    for M, N, K in ((520, 648, 200), (1304, 776, 72), (8, 1032, 4104)):
+        shapes = [(*s, *(m[::-1] if t == "t" else m)) for s, m, t in zip(sizes, ((M, K), (K, N)), layout, strict=True)]
+        a, b = [x.mT if t == "t" else x for x, t in zip([torch.randn(s, device="cuda", dtype=HALF) for s in shapes], layout, strict=True)]
+        if reason := why_not(rung, a, b):
+            pytest.skip(reason)
+        exact, theirs = a.double() @ b.double(), torch.matmul(a, b)
+        for config in [None, *_cluster.space()]:
+            with tuning.listen(lambda request, config=config: config and dict(config)):
+                y, again = rung(a, b), rung(a, b)
+            assert torch.equal(y, again), config
+            assert (y - exact).norm() <= 1.5 * (theirs - exact).norm(), config
 
 
 def test_lines_that_rows_lie_in() -> None:

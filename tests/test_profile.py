@@ -120,9 +120,19 @@ def test_the_counters_of_rungs() -> None:
 "4","second(float*)","22.5","8"
 "5","empty","1.1","0"
 """
-    place = {"op": "transpose", "case": "8192x8192", "dtype": "float32", "direction": "forward", "counter": name}
+    place = {
+        "type": "counter",
+        "status": "ok",
+        "op": "transpose",
+        "case": "8192x8192",
+        "dtype": "float32",
+        "direction": "forward",
+        "counter": name,
+    }
     rungs = [place | {"impl": impl} for impl in ("naive", "shared", "idle")]
     found = list(counters.rows(rungs, table))
+    refused = place | {"status": "unsupported", "reason": "it is too old", "impl": "tma"}
+    assert list(counters.rows([rungs[0], refused, *rungs[1:]], table)) == [refused, *found]
     assert [(row["impl"], row["value"], row["kernel"]) for row in found] == [("naive", 4194304, "naive"), ("shared", 8, "second")]
     with pytest.raises(ValueError, match="zip"):
         list(counters.rows(rungs[:2], table))

@@ -82,7 +82,9 @@ def kernel_op(schema: str) -> Callable[[Callable[..., Any]], Any]:
             "transforms": torch._C._are_functorch_transforms_active,
         }
         watched = ["modes()", "transforms()"]  # somebody traces, intercepts or transforms torch's operations
-        watched += [f"((type(t{n}) not in own or t{n}.is_meta) and t{n} is not None)" for n in range(leading)]
+        # Of a tensor whose sign or conjugate is a bit, the dispatcher makes what the bit says.
+        odd = "type(t{n}) not in own or t{n}.is_meta or t{n}.is_neg() or t{n}.is_conj()"
+        watched += [f"(t{n} is not None and ({odd.replace('{n}', str(n))}))" for n in range(leading)]
         before = [
             "if compiling(): return registered({args})",
             "if forward._current_level >= 0: no_tangents({args})",

@@ -336,8 +336,12 @@ def record(
     tasks = chosen_work(ops, uses, case, dtype)
     for op in ops:
         chosen_implementations(op, impl)  # a wrong name is an error now, before anything is measured
+        if not chosen_implementations(op, impl, without):
+            raise RidgelineError(f"{op.name}: --without {without} leaves no implementation")
     if without and (unknown := {*without.split(",")} - {name for op in ops for name in op.implementations}):
         raise RidgelineError(f"--without {', '.join(sorted(unknown))}: none of {', '.join(op.name for op in ops)} has that implementation")
+    if counters and not gpu:
+        raise RidgelineError("--counters needs a GPU: they are its own")
     run = Run(facts(device), record)
     report("the roof", 0, len(tasks))
     roof = measure_roof(device, quick, lambda text: report(f"the roof: {text}", 0, len(tasks)))
@@ -356,7 +360,7 @@ def record(
                 run.write(row)
     if counters:
         report("the rungs' counters", len(tasks), len(tasks))
-        for row in read_counters(ops, dtype):
+        for row in read_counters(tasks, lambda op: chosen_implementations(op, impl, without)):
             run.write(row)
     report("done", len(tasks), len(tasks))
     return run

@@ -86,14 +86,18 @@ def chosen_ops(names: Iterable[str]) -> list[Op]:
 def chosen_cases(op: Op, uses: Iterable[str], case: str | None, dtype: str | None) -> Iterator[tuple[Case, str]]:
     """The op's cases and dtypes that a verb goes through: of those uses, or the named case, in every dtype or the named one.
 
-    case: a name, or a pattern with * for any text."""
+    case: a name, or a pattern with * for any text among the cases of those uses."""
     from ridgeline.op import FLOATS, RidgelineError
 
     known = (*FLOATS, *(d for c in op.cases for d in c.dtypes))
     if dtype is not None and dtype not in known:
         raise RidgelineError(f"{op.name} has no case in {dtype!r}; its dtypes are {', '.join(dict.fromkeys(known))}")
-    cases = [c for c in op.cases if fnmatchcase(c.name, case) if "*" in case] if case else [c for c in op.cases if c.use in uses]
-    for one in cases or ([op.case(case)] if case and "*" not in case else []):
+    cases = [c for c in op.cases if c.use in uses]
+    if case and (case in [c.name for c in op.cases] or "*" not in case):
+        cases = [op.case(case)]
+    elif case:
+        cases = [c for c in cases if fnmatchcase(c.name, case)]
+    for one in cases:
         for name in one.dtypes:
             if dtype in (None, name):
                 yield one, name

@@ -11,7 +11,7 @@ import io
 import json
 import sys
 import tempfile
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -25,33 +25,32 @@ BETWEEN = "empty"
 TIME = "gpu__time_duration.sum"
 
 
-def counted(op: Op, dtype: str | None = None) -> tuple[Case, str] | None:
-    """The case and dtype that an op's counters are read in: its first benchmark."""
-    for case in op.cases:
-        if case.use == "bench" and dtype in (None, *case.dtypes):
-            return case, dtype or case.dtypes[0]
-    return None
+def read(tasks: list[tuple[Op, Case, str]], chosen: Callable[[Op], list[Implementation]]) -> Iterator[Row]:
+    """Of each op's first case a row for every chosen rung that names a counter: its value, or why there is none. Where ncu fails one
+    row says so.
 
-
-def read(ops: list[Op], dtype: str | None = None) -> Iterator[Row]:
-    """A row for every rung that names a counter, or one row that says why there are none. Nothing where no rung names one."""
-    work = [(op, *found) for op in ops if any(r.counter for r in op.implementations.values()) and (found := counted(op, dtype))]
+    tasks: what a run goes through: op, case, dtype. chosen: the rungs of an op that it goes through."""
+    first: dict[str, tuple[Op, Case, str]] = {}
+    for op, case, dtype in tasks:
+        first.setdefault(op.name, (op, case, dtype))
+    work = [[op.name, case.name, dtype, [r.name for r in chosen(op) if r.counter]] for op, case, dtype in first.values()]
+    work = [one for one in work if one[3]]
     if not work:
         return
-    metrics = sorted({r.counter for op, *_ in work for r in op.implementations.values() if r.counter})
+    names = {rung for one in work for rung in one[3]}
+    wanted = sorted({r.counter for op, *_ in first.values() for r in op.implementations.values() if r.counter and r.name in names})
     with tempfile.TemporaryDirectory() as folder:
         told = Path(folder, "rungs.json")
-        calls = [word for op, case, name in work for word in (op.name, case.name, name)]
-        command = [sys.executable, "-m", "ridgeline.lab.counters", str(told), *calls]
-        outcome = nsight.metrics(command, Path(folder), [TIME, *metrics])
-        if not outcome.ok:
+        told.write_text(json.dumps(work))
+        outcome = nsight.metrics([sys.executable, "-m", "ridgeline.lab.counters", str(told)], Path(folder), [TIME, *wanted])
+        if outcome.ok:
+            yield from rows(json.loads(told.read_text()), outcome.said)
+        else:
             yield {"type": "counter", "status": "failed", "reason": outcome.said}
-            return
-        yield from rows(json.loads(told.read_text()), outcome.said)
 
 
 def rows(rungs: list[Row], table: str) -> Iterator[Row]:
-    """The rungs, in the order in which they ran, each with its counter's value by ncu's raw table."""
+    """The rungs, in the order in which they ran, each with its counter's value by ncu's raw table; those that did not run as they are."""
     lines = table.splitlines()
     start = next((n for n, line in enumerate(lines) if line.startswith('"ID"')), len(lines))
     units, *kernels = list(csv.DictReader(io.StringIO("\n".join(lines[start:])))) or [{}]
@@ -61,19 +60,20 @@ def rows(rungs: list[Row], table: str) -> Iterator[Row]:
             turns.append([])
         elif turns:
             turns[-1].append(kernel)
-    for rung, turn in zip(rungs, turns, strict=True):
+    yield from (rung for rung in rungs if rung["status"] != "ok")
+    for rung, turn in zip([rung for rung in rungs if rung["status"] == "ok"], turns, strict=True):
         if turn:
             slowest = max(turn, key=lambda kernel: _number(kernel[TIME]))
             value, unit = _number(slowest[rung["counter"]]), units[rung["counter"]]
-            yield {"type": "counter", "status": "ok", **rung, "value": value, "unit": unit, "kernel": slowest["Kernel Name"].split("(")[0]}
+            yield rung | {"value": value, "unit": unit, "kernel": slowest["Kernel Name"].split("(")[0]}
 
 
 def _number(text: str) -> float:
     return float(text.replace(",", "") or "nan")
 
 
-def main(words: list[str]) -> None:
-    """Under ncu: runs every rung that names a counter, each in its turn."""
+def main(path: Path) -> None:
+    """Under ncu: runs every rung of the work in that file, each in its turn, and leaves a row for each there."""
     import torch
 
     from ridgeline import cuda
@@ -81,11 +81,14 @@ def main(words: list[str]) -> None:
 
     start = cuda._EMPTY.load({"block": 32}, torch.cuda.current_device())
     told: list[Row] = []
-    for name, case, dtype in zip(words[1::3], words[2::3], words[3::3], strict=True):
+    for name, case, dtype, rungs in json.loads(path.read_text()):
         op = get(name)
         args, kwargs = op.case(case).make(dtype, "cuda")
-        for rung in op.implementations.values():
-            if rung.counter and _runs(rung, args, kwargs):
+        for rung in [op.implementations[r] for r in rungs]:
+            row = {"type": "counter", "status": "ok", "op": name, "case": case, "dtype": dtype, "direction": "forward", "impl": rung.name}
+            reason = _refusal(rung, args, kwargs)
+            told.append(row | {"counter": rung.counter} | ({"status": "unsupported", "reason": reason} if reason else {}))
+            if not reason:
                 torch.cuda.synchronize()
                 torch.cuda.profiler.start()
                 start(1, 1, 1, torch.cuda.current_stream().cuda_stream, ())
@@ -93,20 +96,19 @@ def main(words: list[str]) -> None:
                     rung(*op.fresh(args), **kwargs)
                 torch.cuda.synchronize()
                 torch.cuda.profiler.stop()
-                told.append({"op": name, "case": case, "dtype": dtype, "direction": "forward", "impl": rung.name, "counter": rung.counter})
-    Path(words[0]).write_text(json.dumps(told))
+    path.write_text(json.dumps(told))
 
 
-def _runs(rung: Implementation, args: list[Any], kwargs: dict[str, Any]) -> bool:
-    """Whether a rung takes the call, which is made once, so that its kernels are compiled."""
+def _refusal(rung: Implementation, args: list[Any], kwargs: dict[str, Any]) -> str | None:
+    """Why a rung does not take the call, which is made once, so that its kernels are compiled; or None."""
     from ridgeline.op import RidgelineError
 
     try:
         rung(*rung.op.fresh(args), **kwargs)
-    except RidgelineError:
-        return False
-    return True
+    except RidgelineError as error:
+        return str(error)
+    return None
 
 
 if __name__ == "__main__":
-    main(sys.argv[1:])
+    main(Path(sys.argv[1]))

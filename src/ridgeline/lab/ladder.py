@@ -100,5 +100,8 @@ def show(found: list[Row], rows: list[Row]) -> None:
             else:
                 made.add_row(name, Text(f"{row['status']}: {row['reason']}"), *[units.DASH] * 4, style="dim")
         out.print(made)
+    for row in rows:
+        if row["type"] == "counter" and row["status"] == "failed":
+            out.print(f"counters: {row['reason']}", style="red", markup=False)
     if any(row["status"] == "ok" and row.get("cached") for row in found):
         out.print(CACHED, style="dim")

@@ -53,8 +53,8 @@ def ncu(command: list[str], folder: Path) -> Outcome:
     outcome = _run("ncu", ["--clock-control", "none", "--set", "detailed", *where], command, report)
     if not outcome.ok:
         return outcome
-    table = subprocess.run(["ncu", "--import", str(report), "--page", "details", "--csv"], capture_output=True, text=True, timeout=PATIENCE)
-    return Outcome("ncu", True, outcome.said, outcome.files, kernels(table.stdout))
+    table = _table(report, "details")
+    return Outcome("ncu", True, outcome.said, outcome.files, kernels(table.said)) if table.ok else table
 
 
 def metrics(command: list[str], folder: Path, names: list[str]) -> Outcome:
@@ -62,10 +62,18 @@ def metrics(command: list[str], folder: Path, names: list[str]) -> Outcome:
     report = folder / "ncu.ncu-rep"
     where = ["--profile-from-start", "off", "--force-overwrite", "--export", str(report)]
     outcome = _run("ncu", ["--clock-control", "none", "--metrics", ",".join(names), *where], command, report)
-    if not outcome.ok:
-        return outcome
-    table = subprocess.run(["ncu", "--import", str(report), "--page", "raw", "--csv"], capture_output=True, text=True, timeout=PATIENCE)
-    return Outcome("ncu", True, table.stdout)
+    return _table(report, "raw") if outcome.ok else outcome
+
+
+def _table(report: Path, page: str) -> Outcome:
+    """A page of ncu's report, in CSV."""
+    try:
+        done = subprocess.run(["ncu", "--import", str(report), "--page", page, "--csv"], capture_output=True, text=True, timeout=PATIENCE)
+    except subprocess.TimeoutExpired:
+        return Outcome("ncu", False, f"ncu took longer than {PATIENCE} s to read its report")
+    if done.returncode:
+        return Outcome("ncu", False, f"ncu could not read its report: {(done.stderr or done.stdout).strip()[-200:]}")
+    return Outcome("ncu", True, done.stdout)
 
 
 def kernels(table: str) -> list[dict[str, Any]]:

@@ -62,6 +62,7 @@ def _sum(y, z, sums, bias, residual, M, N, pitch, parts, size, ROWS: tl.constexp
     n = tl.program_id(0) % across * COLUMNS + tl.arange(0, COLUMNS)
     batch = tl.program_id(1).to(tl.int64)
     here = (m[:, None] < M) & (n[None, :] < N)
+    size = tl.cast(size, tl.int64)
     at = sums + batch * M * pitch + m[:, None].to(tl.int64) * pitch + n[None, :]
     x = tl.zeros((ROWS, COLUMNS), tl.float32)
     for part in range(0, parts, 4):  # four loads on their way at once

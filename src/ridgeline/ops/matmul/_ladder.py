@@ -24,7 +24,8 @@ def product(op: Op, forward: Any, a: torch.Tensor, b: torch.Tensor, impl: str | 
         raise RidgelineError(f"{op.name}: a must be (M, K) and b (K, N), and they are {tuple(a.shape)} and {tuple(b.shape)}")
     plain = eager(op, impl, a, b)
     if plain is not None and plain.call is not None:
-        return plain.call(a, b)
+        with torch.autocast(a.device.type, enabled=False):  # these are products in one dtype, whatever is on
+            return plain.call(a, b)
     if torch.is_grad_enabled() and (a.requires_grad or b.requires_grad):
         raise RidgelineError(
             f"{op.name}: impl={impl!r} has no backward, and a or b requires a gradient; give them detached, or impl='torch'"

@@ -8,6 +8,7 @@
 #include "hopper.cuh"
 
 constexpr int BM = 128, BK = 64, CHUNK = 64 * 128;  // a chunk: 64 rows of 128 bytes
+static_assert(LAG < STAGES, "the second group waits for a step that the first leaves in the ring");
 constexpr int A_BYTES = BM * BK * 2, B_BYTES = BN * BK * 2, BOARDS = BN > 64 ? 2 : 1;
 
 struct Shared {
@@ -141,7 +142,8 @@ extern "C" __global__ void __launch_bounds__(384, 1)
             const short b_column = ((1 << DOWN) - 1) << (DOWN * column_of_it);
             for (int t = cluster; t < tiles; t += clusters) {
                 const Place at(t, down, across);
-                for (int k = 0; k < steps * BK; k += BK) {
+                for (int step = 0; step < steps; step++) {
+                    const int k = step * BK;
                     barrier_wait(&s.empty[slot], odd ^ 1);
                     Barrier* full = &s.full[slot];
                     barrier_expect(full, A_BYTES + B_BYTES);

@@ -126,7 +126,7 @@ def product(a: torch.Tensor, b: torch.Tensor, impl: str | None) -> torch.Tensor:
 
 def of_any_strides(impl: str | None) -> str | None:
     """The rung for the products of a backward, whose incoming gradient may lie otherwise than what forward was given."""
-    return "gluon_padded" if impl == "gluon" else impl
+    return "gluon_padded" if impl in ("gluon", "cuda_cluster") else impl
 
 
 class _Function(Function):
@@ -249,6 +249,7 @@ MATMUL = Op(
         Case("1x1 @ 1x1", (Spec(1, 1), Spec(1, 1))),
         Case("2x3x33x64 @ 3x64x17", (Spec(2, 3, 33, 64), Spec(3, 64, 17))),
         Case("5x32 @ 32", (Spec(5, 32), Spec(32))),
+        Case("2x72x40 @ 40x136", (Spec(2, 72, 40), Spec(40, 136)), dtypes=("float16", "bfloat16")),
         _square(256, "quick", "float32"),
         _square(1024, "quick", "float32"),
         *(_bench(*shape) for shape in SHAPES),
@@ -277,7 +278,7 @@ MATMUL.kernel(
     "the same in CUDA C++ by clusters of blocks that load for one another what several need: a third less from L2, or half",
     kind="cuda",
     fwd=_cluster.fwd,
-    bwd=_cluster.fwd,
+    bwd=_hopper.padded,
     supports=_cluster.refusal,
     dtypes=("float16", "bfloat16"),
     arch=90,
