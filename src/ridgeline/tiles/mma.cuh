@@ -88,10 +88,18 @@ __device__ inline unsigned long long wgmma_tile(const void* tile, unsigned far) 
 __device__ inline void wgmma_begin() { asm volatile("wgmma.fence.sync.aligned;" ::: "memory"); }
 __device__ inline void wgmma_group() { asm volatile("wgmma.commit_group.sync.aligned;" ::: "memory"); }
 
-#define FLOATS_4(x, i) "+f"(x[i]), "+f"(x[i + 1]), "+f"(x[i + 2]), "+f"(x[i + 3])
-#define FLOATS_32(x, i) \
-    FLOATS_4(x, i), FLOATS_4(x, i + 4), FLOATS_4(x, i + 8), FLOATS_4(x, i + 12), FLOATS_4(x, i + 16), FLOATS_4(x, i + 20), FLOATS_4(x, i + 24), FLOATS_4(x, i + 28)
+#define FLOATS_8(x, i) \
+    "+f"(x[i]), "+f"(x[i + 1]), "+f"(x[i + 2]), "+f"(x[i + 3]), "+f"(x[i + 4]), "+f"(x[i + 5]), "+f"(x[i + 6]), "+f"(x[i + 7])
+#define FLOATS_32(x, i) FLOATS_8(x, i), FLOATS_8(x, i + 8), FLOATS_8(x, i + 16), FLOATS_8(x, i + 24)
 #define FLOATS_128(x) FLOATS_32(x, 0), FLOATS_32(x, 32), FLOATS_32(x, 64), FLOATS_32(x, 96)
+#define NAMES_32 "%0,%1,%2,%3,%4,%5,%6,%7,%8,%9,%10,%11,%12,%13,%14,%15,%16,%17,%18,%19,%20,%21,%22,%23,%24,%25,%26,%27,%28,%29,%30,%31"
+#define NAMES_64 \
+    NAMES_32 ",%32,%33,%34,%35,%36,%37,%38,%39,%40,%41,%42,%43,%44,%45,%46,%47,%48,%49,%50,%51,%52,%53,%54,%55,%56,%57,%58,%59,%60,%61" \
+             ",%62,%63"
+#define NAMES_128 \
+    NAMES_64 ",%64,%65,%66,%67,%68,%69,%70,%71,%72,%73,%74,%75,%76,%77,%78,%79,%80,%81,%82,%83,%84,%85,%86,%87,%88,%89,%90,%91,%92,%93" \
+             ",%94,%95,%96,%97,%98,%99,%100,%101,%102,%103,%104,%105,%106,%107,%108,%109,%110,%111,%112,%113,%114,%115,%116,%117,%118" \
+             ",%119,%120,%121,%122,%123,%124,%125,%126,%127"
 
 // All but the newest LEFT groups are done; the sums may be read after a wait for all.
 template <int LEFT>
@@ -102,22 +110,28 @@ __device__ inline void wgmma_wait(float (&sum)[128]) {
         asm volatile("wgmma.wait_group.sync.aligned %0;" ::"n"(LEFT) : "memory");
 }
 
-// sum = a b, or with `more` sum += a b: 64 x 16, K side by side, by 16 x 256, columns side by side. Warp w has rows 16 w and on, its lanes
+// The instruction for N columns of halves of a KIND, with the names of its operands after the sums; the sums come last.
+#define WGMMA(N, KIND, NAMES, A, B, MORE, ACROSS_A, ACROSS_B, ...) \
+    asm volatile("{ .reg .pred p; setp.ne.b32 p, " MORE ", 0; wgmma.mma_async.sync.aligned.m64n" N "k16.f32." KIND "." KIND " {" NAMES \
+                 "}, " A ", " B ", p, 1, 1, " ACROSS_A ", " ACROSS_B "; }" \
+                 : __VA_ARGS__ \
+                 : "l"(a), "l"(b), "r"(more), "n"(!LEFT_BY_K), "n"(!RIGHT_BY_K))
+#define WGMMA_OF(KIND) \
+    if constexpr (N == 256) \
+        WGMMA("256", KIND, NAMES_128, "%128", "%129", "%130", "%131", "%132", FLOATS_128(sum)); \
+    else if constexpr (N == 128) \
+        WGMMA("128", KIND, NAMES_64, "%64", "%65", "%66", "%67", "%68", FLOATS_32(sum, 0), FLOATS_32(sum, 32)); \
+    else \
+        WGMMA("64", KIND, NAMES_32, "%32", "%33", "%34", "%35", "%36", FLOATS_32(sum, 0))
+
+// sum = a b, or with `more` sum += a b: 64 x 16 by 16 x N, whose lines lie along K (BY_K) or across it. Warp w has rows 16 w and on, its lanes
 // columns as mma's, 8 on for every four sums.
-__device__ inline void wgmma(float (&sum)[128], unsigned long long a, unsigned long long b, int more) {
-    asm volatile(
-        "{ .reg .pred p; setp.ne.b32 p, %130, 0;\n"
-        "wgmma.mma_async.sync.aligned.m64n256k16.f32.f16.f16 {"
-        "%0, %1, %2, %3, %4, %5, %6, %7, %8, %9, %10, %11, %12, %13, %14, %15, "
-        "%16, %17, %18, %19, %20, %21, %22, %23, %24, %25, %26, %27, %28, %29, %30, %31, "
-        "%32, %33, %34, %35, %36, %37, %38, %39, %40, %41, %42, %43, %44, %45, %46, %47, "
-        "%48, %49, %50, %51, %52, %53, %54, %55, %56, %57, %58, %59, %60, %61, %62, %63, "
-        "%64, %65, %66, %67, %68, %69, %70, %71, %72, %73, %74, %75, %76, %77, %78, %79, "
-        "%80, %81, %82, %83, %84, %85, %86, %87, %88, %89, %90, %91, %92, %93, %94, %95, "
-        "%96, %97, %98, %99, %100, %101, %102, %103, %104, %105, %106, %107, %108, %109, %110, %111, "
-        "%112, %113, %114, %115, %116, %117, %118, %119, %120, %121, %122, %123, %124, %125, %126, %127"
-        "}, %128, %129, p, 1, 1, 0, 1; }"
-        : FLOATS_128(sum)
-        : "l"(a), "l"(b), "r"(more)
-        : "memory");
+template <int N, bool BFLOAT, bool LEFT_BY_K, bool RIGHT_BY_K>
+__device__ inline void wgmma(float (&sum)[N / 2], unsigned long long a, unsigned long long b, int more) {
+    static_assert(N == 256 || N == 128 || N == 64);
+    if constexpr (BFLOAT) {
+        WGMMA_OF("bf16");
+    } else {
+        WGMMA_OF("f16");
+    }
 }

@@ -1,4 +1,4 @@
-"""Backward of the rung `gluon` of attention: one pass on Hopper, five products. (Heads of more than 128: _hopper_backward_wide.py.)
+"""Backward of the rung `gluon` of attention: one pass on Hopper, five products. (Heads of 200 and more: _hopper_backward_wide.py.)
 
 A piece of work is 128 keys. Two groups of four warps have 64 of them each, with the sums of dK and dV in registers; tiles of 64 queries come
 by the copy engine. Scores stand on their side, keys down, so that the probabilities and their gradients dS go from registers into the

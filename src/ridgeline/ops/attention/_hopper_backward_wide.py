@@ -1,4 +1,4 @@
-"""Backward of the rung `gluon` of attention for heads of more than 128 dimensions: three groups of warps with one sum each.
+"""Backward of the rung `gluon` of attention for heads of 200 to 256 dimensions: three groups of warps with one sum each.
 
 A piece of work is 64 keys, and dK and dV are 128 registers a thread each, so that no group can have both. The first group makes the scores,
 the probabilities and dV; the second, which is handed the probabilities in shared memory, dP, dS and dK; the third, as for narrower heads,

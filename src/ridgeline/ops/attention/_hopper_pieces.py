@@ -171,8 +171,8 @@ class Work:
     @gluon.jit
     def others(self, block):
         """How many pieces add to a block of queries before this one does, and how many after it. Those before have lower numbers, so that
-        they have been begun, and come to the block earlier: with DOWN, where the last keys come first, it is two blocks for each piece
-        between."""
+        they have been begun, and come to the block earlier: with DOWN, where the last keys come first, it is a block for every 64
+        keys between."""
         me = self.first // self.call.SPAN
         low, high = 0, gl.cdiv(self.call.columns, self.call.SPAN) - 1
         if self.call.LEFT:
@@ -295,7 +295,7 @@ def _queries(
 
     Three things are taken for granted. What the copy engine has added is in L2, where all look, when it says so: the count is told by a
     relaxed addition, since a release waits for what nobody needs here (the whole takes up to 1.4 times as long). Ordinary loads past L1
-    find it there too. And where a piece is a program (D 128) those with lower numbers begin first.
+    find it there too. And where a piece is a program (D 128 and from 200 on) those with lower numbers begin first.
     """
     TILES: gl.constexpr = here.ks.type.shape[0]
     STAGES: gl.constexpr = here.ds.type.shape[0] // TILES

@@ -16,7 +16,7 @@ _reinterpret: gl.constexpr = getattr(_memory, "_reinterpret", None) or _memory.r
 _barrier: gl.constexpr = getattr(gl, "barrier", None) or gl.thread_barrier
 ROWS = gl.constexpr(64)  # queries of a group of warps: as many as a matrix instruction takes
 FAR = gl.constexpr(TensorMap.FAR)
-KEYS = gl.constexpr(2)  # backward's groups of warps with 64 keys each
+KEYS = gl.constexpr(2)  # backward's groups of warps that read keys' tiles: with 64 keys each to D 128, with the same 64 beyond
 
 
 @builtin

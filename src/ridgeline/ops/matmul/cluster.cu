@@ -5,7 +5,7 @@
 // share of them, into all (multicast); so do those in a row with a. A slot of the ring is free once all who share have read it.
 // Macros: BFLOAT16, A_BY_K and B_BY_K (whether a row of a, a column of b, lies together along K), BN, STAGES, GROUP, DOWN, ACROSS, LAG
 // (by how many steps the second group begins later, so that both do not end a tile at once).
-#include "hopper.cuh"
+#include "mma.cuh"
 
 constexpr int BM = 128, BK = 64, CHUNK = 64 * 128;  // a chunk: 64 rows of 128 bytes
 static_assert(LAG < STAGES, "the second group waits for a step that the first leaves in the ring");
@@ -35,62 +35,6 @@ __device__ inline void load_share(char* tile, const TensorMap& map, int line, in
     else
         for (int i = 0; i < LINES / 64; i++)
             load(tile + i * CHUNK + share * (BK / SHARES) * 128, map, line + 64 * i, k + share * (BK / SHARES), batch, barrier, to_blocks);
-}
-
-__device__ inline void store(const TensorMap& map, int column, int row, int batch, const void* from) {
-    asm volatile("cp.async.bulk.tensor.3d.global.shared::cta.tile.bulk_group [%0, {%1, %2, %3}], [%4];" ::"l"(&map), "r"(column), "r"(row),
-                 "r"(batch), "r"(shared_address(from))
-                 : "memory");
-    asm volatile("cp.async.bulk.commit_group;" ::: "memory");
-}
-
-// All but the newest LEFT stores have read their boards.
-template <int LEFT>
-__device__ inline void stores_read() {
-    asm volatile("cp.async.bulk.wait_group.read %0;" ::"n"(LEFT) : "memory");
-}
-
-__device__ inline void arrive_at(Barrier* barrier, unsigned rank) {
-    unsigned there;
-    asm("mapa.shared::cluster.u32 %0, %1, %2;" : "=r"(there) : "r"(shared_address(barrier)), "r"(rank));
-    asm volatile("mbarrier.arrive.shared::cluster.b64 _, [%0];" ::"r"(there) : "memory");
-}
-
-// How wgmma finds a tile whose rows of 128 bytes are swizzled. apart: bytes between chunks, where rows lie across K.
-__device__ inline unsigned long long matrix(const char* tile, unsigned apart) {
-    return (shared_address(tile) & 0x3ffff) >> 4 | (unsigned long long)(apart >> 4) << 16 | (1024ull >> 4) << 32 | 1ull << 62;
-}
-
-#define R8(x, i) "+f"(x[i]), "+f"(x[i + 1]), "+f"(x[i + 2]), "+f"(x[i + 3]), "+f"(x[i + 4]), "+f"(x[i + 5]), "+f"(x[i + 6]), "+f"(x[i + 7])
-#define R32(x, i) R8(x, i), R8(x, i + 8), R8(x, i + 16), R8(x, i + 24)
-#define T32 "%0,%1,%2,%3,%4,%5,%6,%7,%8,%9,%10,%11,%12,%13,%14,%15,%16,%17,%18,%19,%20,%21,%22,%23,%24,%25,%26,%27,%28,%29,%30,%31"
-#define T64 \
-    T32 ",%32,%33,%34,%35,%36,%37,%38,%39,%40,%41,%42,%43,%44,%45,%46,%47,%48,%49,%50,%51,%52,%53,%54,%55,%56,%57,%58,%59,%60,%61,%62,%63"
-#define T128 \
-    T64 ",%64,%65,%66,%67,%68,%69,%70,%71,%72,%73,%74,%75,%76,%77,%78,%79,%80,%81,%82,%83,%84,%85,%86,%87,%88,%89,%90,%91,%92,%93,%94,%95" \
-        ",%96,%97,%98,%99,%100,%101,%102,%103,%104,%105,%106,%107,%108,%109,%110,%111,%112,%113,%114,%115,%116,%117,%118,%119,%120,%121" \
-        ",%122,%123,%124,%125,%126,%127"
-#if BFLOAT16
-#define KIND "f32.bf16.bf16"
-#else
-#define KIND "f32.f16.f16"
-#endif
-#define WGMMA(N, SUMS, A, B, ADD, TA, TB) \
-    "{ .reg .pred p; setp.ne.b32 p, " ADD ", 0; wgmma.mma_async.sync.aligned.m64n" N "k16." KIND " {" SUMS "}, " A ", " B ", p, 1, 1, " TA \
-    ", " TB "; }"
-
-__device__ inline void multiply(float (&x)[BN / 2], unsigned long long a, unsigned long long b, int add) {
-#if BN == 256
-    asm volatile(WGMMA("256", T128, "%128", "%129", "%130", "%131", "%132")
-                 : R32(x, 0), R32(x, 32), R32(x, 64), R32(x, 96)
-                 : "l"(a), "l"(b), "r"(add), "n"(!A_BY_K), "n"(!B_BY_K));
-#elif BN == 128
-    asm volatile(WGMMA("128", T64, "%64", "%65", "%66", "%67", "%68")
-                 : R32(x, 0), R32(x, 32)
-                 : "l"(a), "l"(b), "r"(add), "n"(!A_BY_K), "n"(!B_BY_K));
-#else
-    asm volatile(WGMMA("64", T32, "%32", "%33", "%34", "%35", "%36") : R32(x, 0) : "l"(a), "l"(b), "r"(add), "n"(!A_BY_K), "n"(!B_BY_K));
-#endif
 }
 
 __device__ inline unsigned pack(float low, float high) {
@@ -166,26 +110,26 @@ extern "C" __global__ void __launch_bounds__(384, 1)
             int before = 0;
             for (int step = 0; step < steps; step++) {
                 barrier_wait(&s.full[slot], odd);
-                const unsigned long long left = matrix(s.a[slot] + me * CHUNK, CHUNK), right = matrix(s.b[slot], CHUNK);
-                asm volatile("wgmma.fence.sync.aligned;" ::: "memory");
+                const unsigned long long left = wgmma_tile(s.a[slot] + me * CHUNK, CHUNK), right = wgmma_tile(s.b[slot], CHUNK);
+                wgmma_begin();
 #pragma unroll
                 for (int k = 0; k < 4; k++)  // 16 of K: 32 bytes of a row, or 16 rows
-                    multiply(sums, left + k * (A_BY_K ? 2 : 128), right + k * (B_BY_K ? 2 : 128), step > 0 || k > 0);
-                asm volatile("wgmma.commit_group.sync.aligned;" ::: "memory");
+                    wgmma<BN, BFLOAT16, A_BY_K, B_BY_K>(sums, left + k * (A_BY_K ? 2 : 128), right + k * (B_BY_K ? 2 : 128), step > 0 || k > 0);
+                wgmma_group();
                 asm volatile("wgmma.wait_group.sync.aligned 1;" ::: "memory");
-                if (step && tells) arrive_at(&s.empty[before], thread);
+                if (step && tells) barrier_arrive_at(&s.empty[before], thread);
                 before = slot;
                 if (++slot == STAGES) slot = 0, odd ^= 1;
             }
             asm volatile("wgmma.wait_group.sync.aligned 0;" ::: "memory");
 #pragma unroll
             for (int i = 0; i < BN / 2; i++) asm volatile("" : "+f"(sums[i])::"memory");  // none is read before the wait
-            if (tells) arrive_at(&s.empty[before], thread);
+            if (tells) barrier_arrive_at(&s.empty[before], thread);
             const Place at(t, down, across);
 #pragma unroll
             for (int chunk = 0; chunk < BN / 64; chunk++) {
                 char* board = boards[chunk % BOARDS];
-                if (thread == 0) stores_read<BOARDS - 1>();
+                if (thread == 0) bulk_stored<BOARDS - 1>();
                 asm volatile("bar.sync %0, 128;" ::"r"(group) : "memory");
 #pragma unroll
                 for (int j = 0; j < 8; j += 2) {  // 16 columns: four matrices of 8 x 8
@@ -197,7 +141,10 @@ extern "C" __global__ void __launch_bounds__(384, 1)
                 }
                 bulk_fence();
                 asm volatile("bar.sync %0, 128;" ::"r"(group) : "memory");
-                if (thread == 0) store(y, at.column + 64 * chunk, at.row + 64 * me, at.batch, board);
+                if (thread == 0) {
+                    tensor_store(board, y, at.batch, at.row + 64 * me, at.column + 64 * chunk);
+                    bulk_commit();
+                }
             }
         }
         if (thread == 0) asm volatile("cp.async.bulk.wait_group 0;" ::: "memory");

@@ -197,7 +197,8 @@ extern "C" __global__ void __launch_bounds__(THREADS + 32, 1)
             barrier_wait(full + stage, turn / STAGES & 1);
             wgmma_begin();
 #pragma unroll
-            for (int j = 0; j < DEPTH / 16; ++j) wgmma(sum, left + j * 2, right + j * 128, k + j);  // 32 bytes along a's rows, 16 rows of b
+            for (int j = 0; j < DEPTH / 16; ++j)  // 32 bytes along a's rows, 16 rows of b
+                wgmma<256, false, true, false>(sum, left + j * 2, right + j * 128, k + j);
             wgmma_group();
             wgmma_wait<1>(sum);
             if (k && lane == 0) barrier_arrive(empty + (turn - 1) % STAGES);
