@@ -188,7 +188,9 @@ def matmul(a: torch.Tensor, b: torch.Tensor, *, impl: str | None = None) -> torc
     """
 
 def sgemm(a: torch.Tensor, b: torch.Tensor, *, impl: str | None = None) -> torch.Tensor:
-    """The product of two float32 matrices in float32 arithmetic: never tf32, whatever `torch.get_float32_matmul_precision()` says.
+    """The product of two float32 matrices in float32 arithmetic: not tf32, whatever `torch.get_float32_matmul_precision()` or autocast says.
+
+    Under torch.compile, and in the gradients, that setting of PyTorch's rules, as everywhere in its graphs.
 
     a: (M, K). b: (K, N), of a's device. Any strides; the kernels take contiguous rows, any number of elements apart. float32; other
     floating-point dtypes are multiplied by PyTorch. Returns (M, N), contiguous. Gradients flow through impl="torch", which serves calls
