@@ -33,7 +33,7 @@ def test_parameters_lie_where_the_driver_says() -> None:
     ("tensor", "box", "swizzle", "message"),
     [
         (torch.randn(8), (8,), 0, "2 to 5 dimensions"),
-        (torch.randn(8, 8, dtype=torch.float64), (8, 8), 0, "of float16, float32"),
+        (torch.randn(8, 8, dtype=torch.complex64), (8, 8), 0, "of float16, float32"),
         (torch.randn(8, 8), (8,), 0, "a box of 1"),
         (torch.randn(8, 8), (8, 8), 48, "swizzle 48"),
         (torch.randn(8, 8).t(), (8, 8), 0, "last dimension is contiguous"),
