@@ -1,4 +1,4 @@
-"""The ladders' ends: calls that kernels' integers do not count or PyTorch does better, which are left to it; by sizes alone, so on no device."""
+"""The ladders' ends: calls that kernels' integers do not count, or that PyTorch does better, are left to it, by sizes alone."""
 
 from typing import Any
 
