@@ -49,7 +49,8 @@ def left_to_torch(x: torch.Tensor, out: torch.dtype) -> str | None:
 
 def tiny(x: torch.Tensor, dim: Any = None, *_: Any) -> str | None:
     """Why a call is left to PyTorch: what is added up lies between kept dimensions, and the outer ones are very many."""
-    dims, kept, last = normal(x, dim), [], -2
+    dims, last = normal(x, dim), -2
+    kept: list[int] = []
     for d, size in enumerate(x.shape):
         if d not in dims:
             if d == last + 1:
