@@ -402,7 +402,8 @@ def cumsum(x: torch.Tensor, dim: int, dtype: torch.dtype | None = None, *, impl:
     """The sums of x from the first element along `dim` up to each, as `torch.cumsum`. Gradients flow to x.
 
     x: any shape and strides, of real numbers. dtype: what x is cast to first, and the result's type; None is x's, or int64 where x holds
-    integers. Integers are exact, and wrap around in their type; halves add in float32; floats give the same bits every time.
+    integers, or float32 of halves under autocast. Integers are exact, and wrap around in their type; halves add in float32; floats give
+    the same bits every time.
     Returns a contiguous tensor of x's shape. Raises RidgelineError on a `dim` that x does not have, complex numbers, or an `impl` that
     cannot run the call.
     """
@@ -410,8 +411,8 @@ def cumsum(x: torch.Tensor, dim: int, dtype: torch.dtype | None = None, *, impl:
 def dot(a: torch.Tensor, b: torch.Tensor, *, impl: str | None = None) -> torch.Tensor:
     """The dot product of two vectors, as `torch.dot`. Gradients flow to both.
 
-    a, b: (N,), any strides, of one dtype and device. Returns a number, (), in that dtype; sums are in float32, and the same bits
-    every time.
+    a, b: (N,), any strides, of one device and dtype: float32, float16, bfloat16 or float64. Returns a number, (), in that dtype; sums
+    are in float32 (of float64 in it), and the same bits every time.
     Raises RidgelineError where shapes, dtypes or devices do not fit, or `impl` cannot run the call.
     """
 

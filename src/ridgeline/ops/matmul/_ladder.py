@@ -12,7 +12,7 @@ from ridgeline.op import Op, RidgelineError
 from ridgeline.ops.matmul.matmul import agree
 from ridgeline.select import eager
 
-MOST = (1 << 31) - 1
+MOST = (1 << 31) - 256  # a tile may reach beyond a side
 
 
 def product(op: Op, forward: Any, a: torch.Tensor, b: torch.Tensor, impl: str | None) -> torch.Tensor:
@@ -38,7 +38,11 @@ def rows(a: torch.Tensor, b: torch.Tensor) -> str | None:
     for name, t in (("a", a), ("b", b)):
         if t.shape[1] > 1 and t.stride(1) != 1:
             return f"it takes matrices whose rows are contiguous, and {name} has the strides {t.stride()}; give its contiguous()"
-    return f"it takes sizes below 2^31, and a has {tuple(a.shape)}" if max(*a.shape, b.shape[1]) > MOST else None
+    return (
+        f"it takes sizes of at most 2^31 - 256, and a is {tuple(a.shape)} and b {tuple(b.shape)}"
+        if max(*a.shape, b.shape[1]) > MOST
+        else None
+    )
 
 
 def pitch(t: torch.Tensor) -> int:

@@ -96,6 +96,8 @@ def fault_of(x: Any, dim: Any, index: Any, source: Any, alpha: Any, deterministi
             return f"{name} must be a tensor, and is {type(t).__name__}"
         if t.device != x.device:
             return f"{name} is on {t.device} and x on {x.device}; one device is needed"
+    if x.dim() == 0:
+        return "x must have one dimension or more, and is a number"
     if not isinstance(dim, int | torch.SymInt) or not -x.dim() <= dim < x.dim():
         return f"dim must be an int from {-x.dim()} to {x.dim() - 1} for an x of {x.dim()} dimensions, and is {dim!r}"
     if index.dtype not in INT or index.dim() != 1:
@@ -106,6 +108,8 @@ def fault_of(x: Any, dim: Any, index: Any, source: Any, alpha: Any, deterministi
             f"source must be x with {index.shape[0]} rows, as many as there are indices, in dimension {dim}; "
             f"x is {x.dtype} {tuple(x.shape)} and source {source.dtype} {tuple(source.shape)}"
         )
+    if x.shape[dim] == 0 and index.shape[0] > 0:
+        return f"index must be empty where x has no rows in dimension {dim}, and holds {index.shape[0]}"
     if not isinstance(alpha, Real | torch.SymInt | torch.SymFloat):
         return f"alpha must be a number, and is {type(alpha).__name__}"
     if deterministic not in (None, True, False):
@@ -135,4 +139,10 @@ def slow(x: Any, dim: Any, index: torch.Tensor, source: Any, alpha: Any = 1, det
 
 
 def left(x: Any, dim: Any, index: torch.Tensor, source: Any, alpha: Any = 1, deterministic: Any = None) -> str | None:
+    if index.shape[0] >= 1 << 31:
+        return "its places in the order are int, and the indices are more"
     return "deterministic=False asks for atomics" if deterministic is False and index.shape[0] > FEW else None
+
+
+def countable(x: Any, dim: Any, index: torch.Tensor, *rest: Any) -> str | None:
+    return None if index.shape[0] < 1 << 31 else f"it takes less than 2^31 indices, and these are {index.shape[0]}"

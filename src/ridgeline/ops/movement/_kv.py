@@ -121,4 +121,4 @@ def repeat_cuda(direction: str, once: bool, pack: bool, out: torch.Tensor, x: to
 def repeats_packs(x: torch.Tensor, *_: Any) -> str | None:
     if x.shape[3] * x.element_size() % 16:
         return "it moves whole 16 bytes: a row of a head must be a multiple of 16 bytes"
-    return "a head has less than 2^31 packs of 16 bytes" if x.shape[2] * x.shape[3] * x.element_size() >> 35 else None
+    return "it takes heads of less than 2^31 packs of 16 bytes" if x.shape[2] * x.shape[3] * x.element_size() >> 35 else None

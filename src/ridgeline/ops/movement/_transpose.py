@@ -26,6 +26,13 @@ def _tiles(x: torch.Tensor, high: int, wide: int) -> int:
     return prod(x.shape[:-2]) * -(-rows // high) * -(-columns // wide)
 
 
+def too_large(x: torch.Tensor, *_: Any) -> str | None:
+    """Why kernels do not take a tensor, by its sizes: a tile may reach beyond a side, and a block is a tile."""
+    if max(x.shape[-2:]) <= (1 << 31) - 256 and _tiles(x, 32, 32) < 1 << 31:
+        return None
+    return "a side or the number of tiles is beyond what its integers count"
+
+
 def small(kernel: CudaKernel, layout: int, y: torch.Tensor, x: torch.Tensor) -> None:
     """Tiles of 32 x 32, an element at a time."""
     launch(kernel, (_tiles(x, 32, 32),), y, x, *x.shape[-2:], block=256, UNIT=UNITS[x.element_size()], LAYOUT=layout)
@@ -48,7 +55,7 @@ def packed(y: torch.Tensor, x: torch.Tensor) -> None:
 
 
 def _rule(size: int) -> tuning.Config:
-    """Tiles of 256 bytes' width, of 16 KB (32 in half precision), six or so a block, and as many blocks as a multiprocessor has room for."""
+    """Squares of 128 bytes' width, so many that a tile has 16 KB (32 of 2 bytes an element), six tiles a block, and one or two blocks."""
     squares = {1: (1, 1), 2: (2, 2), 4: (2, 2), 8: (4, 2)}[size]
     heavy = size == 2
     return {"DOWN": squares[0], "ACROSS": squares[1], "STAGES": 4, "OUTS": 2, "BLOCKS": 1 if heavy else 2, "GROUP": GROUP}

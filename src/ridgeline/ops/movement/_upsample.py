@@ -32,6 +32,14 @@ def grown(size: int, scale: float) -> int:
     return size * int(scale) if scale == int(scale) else math.floor(size * scale)
 
 
+def too_large(t: torch.Tensor, scale: Any, width: int = 0, *_: Any) -> str | None:
+    """Why kernels do not take x, by its sizes and y's, or dy, which is given with x's width."""
+    sides = list(t.shape[1:]) if width else [*t.shape[1:], *map(grown, t.shape[2:], pair(scale))]
+    if max(sides) < 1 << 31 and t.shape[0] * t.shape[1] * max(sides[1], sides[-2]) * max(sides[2], sides[-1]) < 1 << 39:
+        return None
+    return "its sides, or the pixels of all images, are beyond what its integers count"
+
+
 def start(back: bool, out: torch.Tensor, given: torch.Tensor, scale: Sequence[float], *_: Any) -> None:
     """A number of the result a thread, y of x or dx of dy. What is strided is laid out as the result first."""
     given = given.contiguous(memory_format=form_of(out))

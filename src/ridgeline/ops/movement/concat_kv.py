@@ -71,7 +71,7 @@ def _check(given: dict[str, torch.Tensor], positions: torch.Tensor) -> None:
     for name, t in [*given.items(), ("positions", positions)]:
         if not isinstance(t, torch.Tensor):
             raise RidgelineError(f"concat_kv: {name} must be a tensor, and is {type(t).__name__}")
-    dense_only("concat_kv", given.values())
+    dense_only("concat_kv", [*given.values(), positions])
     cache, new = given["cache_k"], given["k"]
     for name, t in given.items():
         like = cache if "cache" in name else new

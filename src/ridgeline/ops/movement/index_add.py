@@ -18,7 +18,7 @@ import torch
 from ridgeline.boundary import Function, differentiate, first_order, kernel_op
 from ridgeline.cuda import CudaKernel
 from ridgeline.op import Case, Cost, Op, RidgelineError, Spec, nbytes
-from ridgeline.ops.movement._index_add import FILE, INT, fault_of, launch_bwd, left, ordered, packs, slow, small, unordered
+from ridgeline.ops.movement._index_add import FILE, INT, countable, fault_of, launch_bwd, left, ordered, packs, slow, small, unordered
 from ridgeline.select import eager, run
 
 
@@ -140,6 +140,7 @@ INDEX_ADD.kernel(
     kind="cuda",
     fwd=ordered,
     bwd=launch_bwd,
+    supports=countable,
     served=True,
     unless=left,
     gain=1.5,

@@ -111,6 +111,8 @@ REPEAT_KV = Op(
         Case("2x3x7x5 by 2", (Spec(2, 3, 7, 5), 2)),
         Case("5x2x9x8 by 4, lengths", (Spec(5, 2, 9, 8), 4), {"lengths": Spec(5, dtype="int64", high=10)}),
         Case("3x1x70x24 by 1, lengths", (Spec(3, 1, 70, 24), 1), {"lengths": Spec(3, dtype="int32", high=71)}),
+        Case("4x2x1x64 by 4", (Spec(4, 2, 1, 64), 4)),
+        Case("3x2x1x24 by 3, lengths", (Spec(3, 2, 1, 24), 3), {"lengths": Spec(3, dtype="int64", high=2)}),
         Case("2x4x256x64 by 4", (Spec(2, 4, 256, 64), 4), use="quick"),
         _bench("64x8x8192x128 by 4", 64, 8, 8192, 128, grad=False),
         _bench("16x8x8192x128 by 4", 16, 8, 8192, 128),

@@ -2,7 +2,7 @@
 
 A warp that reads along a row of x writes along a column of y, a sector a number; so tiles go through shared memory, where they are
 turned. There a column lies in one bank unless rows are padded or swizzled. What is left is to have enough on the way, in pieces long
-enough for memory: squares of 16-byte packs that threads turn in their registers, then boxes that the copy engine brings and takes.
+enough for memory: boxes that the copy engine brings and takes, then squares of 16-byte packs that threads turn in their registers.
 Source: Ruetsch and Micikevicius, Optimizing matrix transpose in CUDA, NVIDIA 2009.
 """
 
@@ -16,7 +16,7 @@ import torch
 from ridgeline.boundary import Function, differentiate, first_order, kernel_op
 from ridgeline.op import Case, Cost, Op, RidgelineError, Spec, nbytes
 from ridgeline.ops.movement._bytes import DTYPES, aligned
-from ridgeline.ops.movement._transpose import NAIVE, TILE, boxes, packed, small
+from ridgeline.ops.movement._transpose import NAIVE, TILE, boxes, packed, small, too_large
 from ridgeline.select import eager, run
 
 
@@ -65,14 +65,14 @@ def cost(x: torch.Tensor) -> tuple[Cost, Cost]:
 
 
 def _contiguous(x: torch.Tensor, *_: Any) -> str | None:
-    return None if x.is_contiguous() else "it takes a contiguous tensor"
+    return too_large(x) if x.is_contiguous() else "it takes a contiguous tensor"
 
 
 def _boxes(x: torch.Tensor, *_: Any) -> str | None:
     """What tensor maps take, of x and of its transpose."""
     if any(n * x.element_size() % 16 for n in x.shape[-2:]):
         return "it takes matrices whose sides are multiples of 16 bytes"
-    return aligned(x)
+    return too_large(x) or aligned(x)
 
 
 def _bench(name: str, *shape: int, dtypes: tuple[str, ...] = ("float32",)) -> Case:
@@ -127,6 +127,6 @@ _rung(
     gain=1.2, counter="dram__throughput.avg.pct_of_peak_sustained_elapsed",
 )  # fmt: skip
 _rung(
-    "cuda_packed", "16 bytes a load and a store in every dtype: threads turn squares of packs in registers, tiles are 256 bytes wide", packed,
-    None, served=True, gain=1.05, counter="smsp__inst_executed.sum",
+    "cuda_packed", "16 bytes a load and a store in every dtype: threads turn squares of packs in registers, tiles are 256 bytes wide; "
+    "what is strided PyTorch copies first", packed, too_large, served=True, unless=too_large, gain=1.05, counter="smsp__inst_executed.sum",
 )  # fmt: skip

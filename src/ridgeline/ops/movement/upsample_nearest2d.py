@@ -18,7 +18,7 @@ import torch.nn.functional as F
 
 from ridgeline.boundary import Function, differentiate, first_order, kernel_op
 from ridgeline.op import Case, Cost, Op, RidgelineError, Spec, nbytes
-from ridgeline.ops.movement._upsample import LAST, form_of, grown, pair, start, start_twice
+from ridgeline.ops.movement._upsample import LAST, form_of, grown, pair, start, start_twice, too_large
 from ridgeline.select import eager, run
 
 
@@ -101,6 +101,8 @@ def cost(x: torch.Tensor, scale_factor: float | tuple[float, float]) -> tuple[Co
 
 def _twice(t: torch.Tensor, scale: Any, width: int = 0, last: bool | None = None) -> str | None:
     """What the packed rung takes, of x, or of dy with x's width and layout."""
+    if too_large(t, scale, width):
+        return too_large(t, scale, width)
     if pair(scale) != (2.0, 2.0):
         return f"it makes images twice as high and as wide, and scale_factor is {scale}"
     if form_of(t) is LAST if last is None else last:
@@ -157,9 +159,10 @@ UPSAMPLE.eager("torch", "PyTorch's own", _torch, served=True)
 UPSAMPLE.compiled("PyTorch's own by torch.compile: one gather", _torch)
 UPSAMPLE.kernel(
     "cuda", "a pixel of the result a thread, at any scale; backward looks for a pixel's copies and adds them in float32", kind="cuda", served=True,
-    fwd=partial(start, False), bwd=partial(start, True), gain=1.0, counter="dram__throughput.avg.pct_of_peak_sustained_elapsed",
+    fwd=partial(start, False), bwd=partial(start, True), supports=too_large, unless=too_large, gain=1.0, counter="dram__throughput.avg.pct_of_peak_sustained_elapsed",
 )  # fmt: skip
 UPSAMPLE.kernel(
-    "cuda_packed", "twice: 8 bytes of x become 16 in each of two rows (of channels that are last 16, in four pixels), several on their way a thread",
-    kind="cuda", fwd=partial(start_twice, False), bwd=partial(start_twice, True), supports=_twice, served=True, gain=2.0, counter="smsp__inst_executed.sum",
+    "cuda_packed", "twice: 8 bytes of x become 16 in each of two rows (of channels that are last 16, in four pixels)",
+    kind="cuda", fwd=partial(start_twice, False), bwd=partial(start_twice, True), supports=_twice, served=True, unless=too_large,
+    gain=2.0, counter="smsp__inst_executed.sum",
 )  # fmt: skip

@@ -31,10 +31,11 @@ def normal(x: Any, dim: Any, dtype: Any = None) -> tuple[int, ...]:
 
 
 def result_dtype(x: torch.Tensor, dtype: torch.dtype | None) -> torch.dtype:
+    """Of a sum or of sums on the way."""
     if dtype is not None:
         return dtype
     if x.is_cuda and x.dtype in (torch.float16, torch.bfloat16) and torch.is_autocast_enabled("cuda"):
-        return torch.float32  # as torch's sum returns there
+        return torch.float32  # as torch's sum and cumsum return there
     return x.dtype if x.is_floating_point() or x.is_complex() else torch.int64
 
 
@@ -44,6 +45,22 @@ def left_to_torch(x: torch.Tensor, out: torch.dtype) -> str | None:
         return None
     kinds = "floating point (float32, float16, bfloat16) or whole numbers (int64 to int8, uint8)"
     return f"kernels take sums of {kinds} in a dtype of the same kind, and this is of {str(x.dtype)[6:]} in {str(out)[6:]}"
+
+
+def tiny(x: torch.Tensor, dim: Any = None, *_: Any) -> str | None:
+    """Why a call is left to PyTorch: what is added up lies between kept dimensions, and the outer ones are very many."""
+    dims, last = normal(x, dim), -2
+    kept: list[int] = []
+    for d, size in enumerate(x.shape):
+        if d not in dims:
+            if d == last + 1:
+                kept[-1] *= size
+            else:
+                kept.append(size)
+            last = d
+    if len(kept) == 2 and kept[0] > 1 << 16 and x.numel() < 256 * kept[0]:
+        return "its outer slices are very many and small, and a program for each takes longer than PyTorch's kernel"
+    return None
 
 
 def takes_dtypes(x: torch.Tensor, dim: Any = None, keepdim: bool = False, dtype: torch.dtype | None = None) -> str | None:

@@ -19,6 +19,7 @@ from ridgeline.boundary import Function, differentiate, first_order, kernel_op
 from ridgeline.op import FLOATS, Case, Cost, Op, RidgelineError, Spec, nbytes
 from ridgeline.ops.reduction._cumsum import best, by_tiles
 from ridgeline.ops.reduction._kinds import KINDS, WHOLE
+from ridgeline.ops.reduction._layout import result_dtype
 from ridgeline.select import eager, run
 
 
@@ -50,7 +51,8 @@ def cumsum(x: torch.Tensor, dim: int, dtype: torch.dtype | None = None, *, impl:
     """The sums of x from the first element along `dim` up to each, as `torch.cumsum`. Gradients flow to x.
 
     x: any shape and strides, of real numbers. dtype: what x is cast to first, and the result's type; None is x's, or int64 where x holds
-    integers. Integers are exact, and wrap around in their type; halves add in float32; floats give the same bits every time.
+    integers, or float32 of halves under autocast. Integers are exact, and wrap around in their type; halves add in float32; floats give
+    the same bits every time.
     Returns a contiguous tensor of x's shape. Raises RidgelineError on a `dim` that x does not have, complex numbers, or an `impl` that
     cannot run the call.
     """
@@ -63,7 +65,7 @@ def cumsum(x: torch.Tensor, dim: int, dtype: torch.dtype | None = None, *, impl:
         raise RidgelineError(f"cumsum: dim must be an int from {-most} to {most - 1} for an x of {x.dim()} dimensions, and is {dim!r}")
     if dtype is not None and (not isinstance(dtype, torch.dtype) or dtype.is_complex):
         raise RidgelineError(f"cumsum: dtype must be None or a real one (torch.float32, int32, ...), and is {dtype!r}")
-    result = dtype or (x.dtype if x.is_floating_point() else torch.int64)
+    result = result_dtype(x, dtype)
     if x.dtype not in KINDS or result.is_floating_point or x.is_floating_point() or result.itemsize < x.dtype.itemsize:
         x = x.to(result)
     plain = eager(CUMSUM, impl, x)
@@ -75,7 +77,7 @@ def cumsum(x: torch.Tensor, dim: int, dtype: torch.dtype | None = None, *, impl:
 
 
 def cost(x: torch.Tensor, dim: int, dtype: torch.dtype | None = None) -> tuple[Cost, Cost]:
-    size = (dtype or (x.dtype if x.is_floating_point() else torch.int64)).itemsize
+    size = result_dtype(x, dtype).itemsize
     return Cost(nbytes(x), size * x.numel(), x.numel()), Cost(size * x.numel(), nbytes(x), x.numel())
 
 

@@ -34,6 +34,9 @@ def _forward(a: torch.Tensor, b: torch.Tensor, impl: str | None) -> torch.Tensor
     return y
 
 
+TAKEN = (torch.float32, torch.float16, torch.bfloat16, torch.float64)
+
+
 class _Dot(Function):
     @staticmethod
     def forward(ctx: Any, a: torch.Tensor, b: torch.Tensor, impl: str | None) -> torch.Tensor:
@@ -54,8 +57,8 @@ def reference(a: torch.Tensor, b: torch.Tensor) -> torch.Tensor:
 def dot(a: torch.Tensor, b: torch.Tensor, *, impl: str | None = None) -> torch.Tensor:
     """The dot product of two vectors, as `torch.dot`. Gradients flow to both.
 
-    a, b: (N,), any strides, of one dtype and device. Returns a number, (), in that dtype; sums are in float32, and the same bits
-    every time.
+    a, b: (N,), any strides, of one device and dtype: float32, float16, bfloat16 or float64. Returns a number, (), in that dtype; sums
+    are in float32 (of float64 in it), and the same bits every time.
     Raises RidgelineError where shapes, dtypes or devices do not fit, or `impl` cannot run the call.
     """
     if not isinstance(a, torch.Tensor) or not isinstance(b, torch.Tensor):
@@ -64,6 +67,8 @@ def dot(a: torch.Tensor, b: torch.Tensor, *, impl: str | None = None) -> torch.T
         raise RidgelineError(f"dot: a and b must be vectors of one length, and are {tuple(a.shape)} and {tuple(b.shape)}")
     if a.dtype != b.dtype or a.device != b.device:
         raise RidgelineError(f"dot: a is {a.dtype} on {a.device} and b {b.dtype} on {b.device}; they must agree")
+    if a.dtype not in TAKEN:
+        raise RidgelineError(f"dot: a and b must be {', '.join(str(d)[6:] for d in TAKEN)}, and are {str(a.dtype)[6:]}")
     plain = eager(DOT, impl, a, b)
     if plain is not None and plain.call is not None:
         return plain.call(a, b)

@@ -9,7 +9,7 @@ Source: Podlozhnyuk, Histogram calculation in CUDA, 2007, for copies of the coun
 
 from __future__ import annotations
 
-import math
+import sys
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -26,6 +26,7 @@ from ridgeline.select import eager, run
 FILE = Path(__file__).with_name("histogram.cu")
 _GLOBAL, _SHARED = (CudaKernel(FILE, f"histogram_{name}", "PPPPqidd") for name in ("global", "shared"))
 _CLEAR = CudaKernel(FILE, "histogram_clear", "Pq")
+MOST = 1 << 24  # bins that float32 tells apart
 ROOM = 1 << 14  # counts in a block's shared memory, all copies together, beside three other blocks
 
 
@@ -34,8 +35,13 @@ def _copies(bins: int) -> int:
     return min(32, 1 << (max(1, ROOM // bins).bit_length() - 1))
 
 
+def _room(x: torch.Tensor) -> int:
+    """Bytes of a block's shared memory for counts."""
+    return device.of(x).shared_memory - 1024
+
+
 def _launch(
-    shared: bool, most: int, packed: bool, counts: Any, x: Any, least: Any, greatest: Any, bins: int, low: float, high: float
+    shared: bool, most: int, packed: bool, counts: Any, x: Any, bins: int, least: Any, greatest: Any, low: float, high: float
 ) -> None:
     x = x.contiguous()
     pack = 16 // x.element_size() if packed and x.data_ptr() % 16 == 0 else 1
@@ -45,17 +51,17 @@ def _launch(
     size = 4 * bins * macros["COPIES"]
     where = device.of(x)
     values = counts, x, least, greatest, x.numel(), bins, low, high
-    if not shared or size + 1024 > where.shared_memory:
+    if not shared or size > _room(x):
         launch(_GLOBAL, (min(-(-x.numel() // 256), 8 * where.multiprocessors),), *values, block=256, **macros)
         return
     blocks = min(-(-x.numel() // (512 * pack)), max(1, min(2, where.shared_memory // size)) * where.multiprocessors)
     launch(_SHARED, (blocks,), *values, block=512, shared=size, **macros)
 
 
-@kernel_op("histogram_fwd(Tensor x, Tensor? least, Tensor? greatest, int bins, float low, float high, str? impl) -> Tensor")
-def _forward(x: Any, least: Any, greatest: Any, bins: int, low: float, high: float, impl: str | None) -> torch.Tensor:
+@kernel_op("histogram_fwd(Tensor x, int bins, Tensor? least, Tensor? greatest, float low, float high, str? impl) -> Tensor")
+def _forward(x: Any, bins: int, least: Any, greatest: Any, low: float, high: float, impl: str | None) -> torch.Tensor:
     counts = torch.empty(bins, dtype=torch.int64, device=x.device)
-    run(HISTOGRAM, "fwd", impl, (counts,), x, least, greatest, bins, low, high)
+    run(HISTOGRAM, "fwd", impl, (counts,), x, bins, least, greatest, low, high)
     return counts
 
 
@@ -87,19 +93,19 @@ def histogram(x: torch.Tensor, bins: int, range: tuple[float, float] | None = No
         raise RidgelineError(f"histogram: range must be None or (low, high), finite and low below high, and is {range!r}")
     if range is None and readable(x) and x.is_floating_point() and not x.isfinite().all():
         raise RidgelineError("histogram: x must be finite where no range is given, and holds NaN or infinities")
-    plain = eager(HISTOGRAM, impl, x)
+    plain = eager(HISTOGRAM, impl, x, bins, range)
     if plain is not None and plain.call is not None:
         return plain.call(x, bins, range)
     if not x.numel():
         return reference(x, bins, range)
     least, greatest = (None, None) if range else x.detach().aminmax()
     low, high = range or (0.0, 0.0)
-    return _forward(x.detach(), least, greatest, bins, float(low), float(high), impl)
+    return _forward(x.detach(), bins, least, greatest, float(low), float(high), impl)
 
 
 def _is_range(given: Any) -> bool:
     pair = isinstance(given, tuple | list) and len(given) == 2 and all([isinstance(end, int | float) for end in given])
-    return pair and all(map(math.isfinite, given)) and given[0] < given[1]
+    return pair and all([abs(end) <= sys.float_info.max for end in given]) and given[0] < given[1]
 
 
 def cost(x: torch.Tensor, bins: int, range: tuple[float, float] | None = None) -> tuple[Cost, None]:
@@ -131,9 +137,22 @@ HISTOGRAM = Op(
 HISTOGRAM.eager("torch", "torch.histc of each element's bin in float64: exact, in many passes", reference, served=True)
 
 
+def _supports(copies: int, x: torch.Tensor, bins: int, *_: Any) -> str | None:
+    """copies: 0 for counts that may lie anywhere; else in a block's shared memory, as many times at least."""
+    if bins > MOST:
+        return f"it takes {MOST} bins at most, which float32 tells apart, and {bins} are asked for"
+    if copies and (4 * bins > _room(x) or _copies(bins) < copies):
+        return f"it counts in shared memory, where {bins} bins have no room{' for copies' if copies > 1 else ''}"
+    return None
+
+
+def _unless(x: torch.Tensor, bins: int, *_: Any) -> str | None:
+    return "float32, in which the kernels find bins, does not tell so many apart" if bins > MOST else None
+
+
 def _rung(name: str, idea: str, shared: bool, most: int, packed: bool, **facts: Any) -> None:
-    start = partial(_launch, shared, most, packed)
-    HISTOGRAM.kernel(name, idea, kind="cuda", fwd=start, dtypes=(*FLOATS, *WHOLE), **facts)
+    start, fits = partial(_launch, shared, most, packed), partial(_supports, 0 if packed or not shared else min(most, 2))
+    HISTOGRAM.kernel(name, idea, kind="cuda", fwd=start, supports=fits, dtypes=(*FLOATS, *WHOLE), **facts)
 
 
 REQUESTS = "l1tex__t_set_accesses_pipe_lsu_mem_global_op_red.sum"
@@ -142,5 +161,5 @@ _rung("cuda_global", "an atomic on memory for each element: all meet at few addr
 _rung("cuda_shared", "a block counts in shared memory, and adds up to memory once", True, 1, False, gain=4.0, counter=REQUESTS)
 _rung("cuda_copies", "a copy of the counts for each lane, in its own bank: a warp's lanes never meet", True, 32, False,
       gain=1.5, counter=CONFLICTS)  # fmt: skip
-_rung("cuda", "16-byte loads, four of a thread on their way", True, 32, True, served=True,
-      gain=1.5, counter="dram__throughput.avg.pct_of_peak_sustained_elapsed")  # fmt: skip
+_rung("cuda", "16-byte loads, four of a thread on their way (of halves two, of bytes one); copies while there is room", True, 32, True,
+      served=True, unless=_unless, gain=1.5, counter="dram__throughput.avg.pct_of_peak_sustained_elapsed")  # fmt: skip

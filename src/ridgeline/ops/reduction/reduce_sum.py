@@ -16,9 +16,9 @@ from typing import Any
 import torch
 
 from ridgeline.boundary import Function, differentiate, first_order, kernel_op
-from ridgeline.op import FLOATS, Case, Cost, Op, RidgelineError, nbytes
+from ridgeline.op import FLOATS, Case, Cost, Op, RidgelineError, dense_only, nbytes
 from ridgeline.ops.reduction._data import Positive
-from ridgeline.ops.reduction._layout import left_to_torch, normal, result_dtype, takes_dtypes
+from ridgeline.ops.reduction._layout import left_to_torch, normal, result_dtype, takes_dtypes, tiny
 from ridgeline.ops.reduction._sums import no_kernel
 from ridgeline.ops.reduction._tiles import sum_tiles
 from ridgeline.ops.reduction._whole import best, takes_whole, teach
@@ -73,7 +73,9 @@ def reduce_sum(
     dims = normal(x, dim, dtype)
     out = result_dtype(x, dtype)
     reason = left_to_torch(x, out)
-    plain = find(REDUCE_SUM, impl or "torch") if reason else eager(REDUCE_SUM, impl, x)
+    if reason:
+        dense_only("reduce_sum", [x])
+    plain = find(REDUCE_SUM, impl or "torch") if reason else eager(REDUCE_SUM, impl, x, dims)
     if reason and plain is not None and plain.is_kernel:
         raise RidgelineError(f"reduce_sum: impl={impl!r} cannot run this call: {reason}")
     if plain is not None and plain.call is not None:
@@ -150,6 +152,6 @@ for name, each, blocks, gain, counter, idea in (
     fits = partial(takes_whole, packs=name == "v8")
     _rung(name, idea, partial(teach, name, each, blocks), fits, ("float32", "int32"), gain=gain, counter=counter)
 idea = "any strides and dimensions: tiles of sums and their elements, what a thread loads added first; parts where sums are few"
-_rung("triton", idea, sum_tiles, takes_dtypes, (*FLOATS, *INTS), "triton", served=True)
+_rung("triton", idea, sum_tiles, takes_dtypes, (*FLOATS, *INTS), "triton", served=True, unless=tiny)
 idea = "short blocks, handed out as multiprocessors become free, many 16-byte loads a thread on their way; the sum of parts starts early"
-_rung("cuda_best", idea, best, takes_whole, ALL, served=True, counter=DRAM)
+_rung("cuda_best", idea, best, takes_whole, ALL, served=True, unless=tiny, counter=DRAM)

@@ -1,0 +1,98 @@
+"""The ladders' ends: calls that kernels' integers do not count, or that PyTorch does better, are left to it, by sizes alone."""
+
+from typing import Any
+
+import pytest
+import torch
+
+import ridgeline
+from ridgeline import device
+from ridgeline.op import RidgelineError, get
+from ridgeline.select import eager, why_not
+
+FAR = 1 << 31
+
+
+def meta(*shape: int, dtype: torch.dtype = torch.float32) -> torch.Tensor:
+    return torch.empty(shape, dtype=dtype, device="meta")
+
+
+def indices(n: int) -> tuple[Any, ...]:
+    return meta(5, 1), 0, meta(n, dtype=torch.int64), meta(n, 1)
+
+
+# An op: a call that kernels serve, one that is left to PyTorch, and the rungs that refuse the second by name.
+LEFT = {
+    "histogram, bins": ("histogram", (meta(9), 1 << 24), (meta(9), (1 << 24) + 1), ["cuda_global", "cuda"]),
+    "transpose, columns": ("transpose", (meta(4, 1 << 30),), (meta(4, FAR),), ["cuda", "cuda_padded", "cuda_packed", "cuda_tma"]),
+    "transpose, rows": ("transpose", (meta(1 << 30, 4),), (meta(FAR, 4),), ["cuda", "cuda_packed", "cuda_tma"]),
+    "transpose, matrices": ("transpose", (meta(FAR - 1, 4, 4),), (meta(FAR, 4, 4),), ["cuda", "cuda_packed", "cuda_tma"]),
+    "upsample, columns of x": ("upsample_nearest2d", (meta(1, 1, 2, 1 << 29), 2), (meta(1, 1, 2, FAR), 0.5), ["cuda"]),
+    "upsample, columns of y": ("upsample_nearest2d", (meta(1, 1, 2, 1 << 29), 2), (meta(1, 1, 2, 1 << 30), 2), ["cuda", "cuda_packed"]),
+    "upsample, all pixels": ("upsample_nearest2d", (meta(1 << 30, 2, 4, 4), 2), (meta(1 << 30, 8, 4, 4), 2), ["cuda", "cuda_packed"]),
+    "index_add, indices": ("index_add", indices(FAR - 1), indices(FAR), ["cuda"]),
+    "reduce_sum, slices": ("reduce_sum", (meta(1000, 3, 4), 1), (meta(1000000, 3, 4), 1), []),
+    "reduce_sum, slices of larger ones": ("reduce_sum", (meta(1000000, 3, 400), 1), (meta(1000, 1000, 3, 2, 4), (2, 3)), []),
+}
+
+
+@pytest.mark.parametrize("name", LEFT)
+def test_left_to_pytorch(name: str) -> None:
+    op, served, left, refusing = get(LEFT[name][0]), *LEFT[name][1:]
+    with device.pretend("sm_90"):
+        assert eager(op, None, *served) is None
+        plain = eager(op, None, *left)
+        assert plain is not None
+        assert plain.name == "torch"
+        for rung in refusing:
+            assert why_not(op.implementations[rung], *left), rung
+            assert why_not(op.implementations[rung], *served) is None, rung
+        for rung in op.implementations.values():
+            reason = rung.unless(*left) if rung.unless else None
+            assert reason is None or not any(c.isdigit() for c in reason.replace("float32", "")), reason
+
+
+def test_whole_sums_and_ends_are_left_to_kernels() -> None:
+    op = get("reduce_sum")
+    with device.pretend("sm_90"):
+        for x, dim in ((meta(1000000, 3, 4), None), (meta(1000000, 3, 4), (1, 2)), (meta(1000000, 3, 4), 0), (meta(3, 4, 1000000), 1)):
+            assert eager(op, None, x, dim) is None
+
+
+def test_counts_in_shared_memory_only_where_they_have_room() -> None:
+    rungs, x = get("histogram").implementations, meta(9)
+    with device.pretend("sm_90"):
+        assert why_not(rungs["cuda_shared"], x, 50000) is None
+        assert "shared memory" in str(why_not(rungs["cuda_shared"], x, 100000))
+        assert why_not(rungs["cuda_copies"], x, 8192) is None
+        assert "copies" in str(why_not(rungs["cuda_copies"], x, 8193))
+        assert why_not(rungs["cuda"], x, 100000) is None
+
+
+def test_products_refuse_sides_whose_tiles_reach_too_far() -> None:
+    rung, n = next(i for i in get("sgemm").implementations.values() if i.kind == "cuda"), FAR - 256
+    with device.pretend("sm_90"):
+        assert why_not(rung, meta(n, 1), meta(1, 3)) is None
+        assert "2^31" in str(why_not(rung, meta(n + 1, 1), meta(1, 3)))
+        assert "2^31" in str(why_not(rung, meta(3, 1), meta(1, n + 1)))
+
+
+def test_no_row_can_be_added_where_there_is_none() -> None:
+    """By shapes alone: on a GPU the index is not read, and backward would read what is not there."""
+    x, index = meta(4, 0), meta(3, dtype=torch.int64)
+    with pytest.raises(RidgelineError, match="index must be empty where x has no rows"):
+        ridgeline.index_add(x, 1, index, meta(4, 3))
+    assert ridgeline.index_add(x, 1, meta(0, dtype=torch.int64), meta(4, 0)).shape == (4, 0)
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("impl", [None, "torch", "cuda"])
+def test_cumsum_under_autocast(impl: str | None) -> None:
+    x = torch.randn(7, 300, device="cuda", dtype=torch.float16, requires_grad=True)
+    with torch.autocast("cuda", dtype=torch.float16):
+        found, expected = ridgeline.cumsum(x, 1, impl=impl), torch.cumsum(x, 1)
+        assert ridgeline.cumsum(x, 1, torch.float16, impl=impl).dtype == torch.float16
+    assert found.dtype == expected.dtype == torch.float32
+    torch.testing.assert_close(found, expected)
+    dy = torch.randn_like(found)
+    torch.testing.assert_close(*(torch.autograd.grad(y, x, dy)[0] for y in (found, expected)), rtol=1e-3, atol=1e-3)
