@@ -36,7 +36,7 @@ SPILLS: dict[tuple[str, str, str, str], tuple[int, str]] = {
     },
     ("attention", "triton", "_bwd", "sm_90"): (
         216,
-        "causal at D 200 and 256, which are Gluon's there; 100 at D 128 where a length is no multiple of the tile's: dK and dV are 128 registers",
+        "causal at D 200 and 256, which are Gluon's there; 100 at D 128 where a length is no multiple of the tile's",
     ),
     ("attention", "triton", "_bwd_dq", "sm_90"): (76, "a window's third loop at D 128, 56 causal; the tile that was fastest on an H100"),
     ("attention", "triton", "_fwd", "sm_90"): (24, "causal at D 200 and 256, which are Gluon's there"),

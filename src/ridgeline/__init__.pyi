@@ -188,7 +188,7 @@ def matmul(a: torch.Tensor, b: torch.Tensor, *, impl: str | None = None) -> torc
     """
 
 def sgemm(a: torch.Tensor, b: torch.Tensor, *, impl: str | None = None) -> torch.Tensor:
-    """The product of two float32 matrices in float32 arithmetic: not tf32, whatever `torch.get_float32_matmul_precision()` or autocast says.
+    """The product of two float32 matrices in float32 arithmetic: not tf32, whatever the setting for it or autocast says.
 
     Under torch.compile, and in the gradients, that setting of PyTorch's rules, as everywhere in its graphs.
 
