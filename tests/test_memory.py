@@ -74,6 +74,8 @@ def allowed(op: Op, args: list[Any], wanted: list[torch.Tensor], outputs: tuple[
         statistics = 8 * 128 * device.here().multiprocessors  # a part a block
     if op.name == "cumsum":
         statistics = 16 * (x.numel() // 4096 + 2)  # two words a tile
+    if op.name == "radix_sort":
+        statistics = 24 * x.numel()  # torch.sort's keys and indices between passes
     if op.name == "index_add":
         statistics = 40 * args[2].numel()  # the index in order, by torch.sort, and its own copies
     return nbytes(*outputs, *wanted) + statistics + 4 * weights * device.here().multiprocessors + SLACK
