@@ -23,6 +23,11 @@ DIGITS, HEAD, THREADS = 256, 8 * 256 + 8, 384  # HEAD: State's words of 64 bits 
 MATCH, LOOK = 1, 4
 
 
+def _word(n: int) -> int:
+    """The bytes of a count beside its state, that of the last tile too, which counts places beyond the last key."""
+    return 4 if n < 1 << 29 else 8
+
+
 def _macros(keys: torch.Tensor, value: int, descending: bool) -> dict[str, Any]:
     """value: the bytes that go with a key."""
     n, size = keys.shape[0], keys.element_size()
@@ -31,7 +36,7 @@ def _macros(keys: torch.Tensor, value: int, descending: bool) -> dict[str, Any]:
         items //= 2
     kind = 2 if keys.is_floating_point() else int(keys.dtype != torch.uint8)
     macros = {"KTYPE": UNITS[size], "KIND": kind, "INFINITE": INFINITE.get(keys.dtype, 0), "DESCENDING": int(descending)}
-    macros |= {"VTYPE": UNITS[value], "WORD": UNITS[4 if n < 1 << 30 else 8], "THREADS": THREADS, "ITEMS": items}
+    macros |= {"VTYPE": UNITS[value], "WORD": UNITS[_word(n)], "THREADS": THREADS, "ITEMS": items}
     return macros | {"PACK": 1 if keys.data_ptr() % 16 else 16 // size, "COPIES": 4, "LOOK": LOOK, "MATCH": MATCH}
 
 
@@ -42,8 +47,9 @@ def sort(onesweep: bool, ordered: Any, moved: Any, keys: torch.Tensor, values: t
     value = 4 + 4 * (n > 1 << 32) if values is None else values.element_size()
     macros = _macros(keys, value, descending)
     tiles = -(-n // (THREADS * macros["ITEMS"]))
-    state = torch.empty(HEAD + tiles * DIGITS // (1 if n >= 1 << 30 else 2), dtype=torch.int64, device=where)
-    spare = torch.empty_like(keys), torch.empty(n, dtype=torch.int32 if value == 4 else torch.int64, device=where)
+    state = torch.empty(HEAD + tiles * DIGITS * _word(n) // 8, dtype=torch.int64, device=where)
+    some = n if passes > 1 else 0
+    spare = keys.new_empty(some), torch.empty(some, dtype=torch.int32 if value == 4 else torch.int64, device=where)
     if onesweep:
         launch(_CLEAR, (-(-state.numel() // 256),), state, state.numel(), block=256, **macros)
         counting = min(-(-n // (1024 * macros["PACK"])), 6 * device.of(keys).multiprocessors)
