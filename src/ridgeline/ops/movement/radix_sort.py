@@ -30,9 +30,7 @@ def _forward(keys: torch.Tensor, values: torch.Tensor | None, descending: bool, 
     return made
 
 
-def reference(
-    keys: torch.Tensor, values: torch.Tensor | None = None, *, descending: bool = False
-) -> tuple[torch.Tensor, torch.Tensor]:
+def reference(keys: torch.Tensor, values: torch.Tensor | None = None, *, descending: bool = False) -> tuple[torch.Tensor, torch.Tensor]:
     made, order = torch.sort(keys.detach(), stable=True, descending=descending)
     return made, order if values is None else values.detach()[order]
 
