@@ -31,7 +31,7 @@ def _word(n: int) -> int:
 def _macros(keys: torch.Tensor, value: int, descending: bool) -> dict[str, Any]:
     """value: the bytes that go with a key."""
     n, size = keys.shape[0], keys.element_size()
-    items = 18 if size + value <= 8 else 13 if size + value <= 12 else 11  # registers for two blocks a multiprocessor
+    items = 16 if size + value <= 8 else 10 if size + value <= 12 else 8  # registers for two blocks a multiprocessor
     while THREADS * items * (size + value) + (20 << 10) > device.of(keys).shared_memory:
         items //= 2
     kind = 2 if keys.is_floating_point() else int(keys.dtype != torch.uint8)
