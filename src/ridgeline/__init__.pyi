@@ -227,6 +227,18 @@ def index_add(
     RIDGELINE_CHECK=1, it raises. Raises RidgelineError where shapes, dtypes or devices do not fit, or `impl` cannot run the call.
     """
 
+def radix_sort(
+    keys: torch.Tensor, values: torch.Tensor | None = None, *, descending: bool = False, impl: str | None = None
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """The keys in order, and the values in the order of their keys, as `torch.sort(keys, stable=True)` and its indices give them.
+
+    keys: (n,), any stride, of float32, float16, bfloat16, float64, int64, int32, int16, int8 or uint8. values: (n,), elements of 4 or 8
+    bytes of any dtype; None stands for 0, 1, ..., n - 1 in int64. descending: the greatest first. Equal keys keep their order, also when
+    descending; NaN is greater than all numbers, and -0 equals 0.
+    Returns (sorted keys, values), both contiguous. No gradients flow. Raises RidgelineError on other shapes, dtypes or devices, or an
+    `impl` that cannot run the call.
+    """
+
 def repeat_kv(x: torch.Tensor, n: int, *, lengths: torch.Tensor | None = None, impl: str | None = None) -> torch.Tensor:
     """Every head n times, one after the other: (B, H, S, D) becomes a new tensor (B, H n, S, D). Gradients flow to x.
 
