@@ -73,14 +73,10 @@ def allowed(op: Op, args: list[Any], wanted: list[torch.Tensor], outputs: tuple[
     if op.name in ("reduce_sum", "dot"):
         statistics = 8 * 128 * device.here().multiprocessors  # a part a block
     if op.name == "cumsum":
-<<<<<<< HEAD
         tiles = x.numel() // 5120
         statistics = 16 * (tiles + tiles // 32 + 3)  # two words for a tile, and for 32 of them
-=======
-        statistics = 16 * (x.numel() // 4096 + 2)  # two words a tile
     if op.name == "radix_sort":
         statistics = 24 * x.numel()  # torch.sort's keys and indices between passes
->>>>>>> ladder-sort
     if op.name == "index_add":
         statistics = 40 * args[2].numel()  # the index in order, by torch.sort, and its own copies
     return nbytes(*outputs, *wanted) + statistics + 4 * weights * device.here().multiprocessors + SLACK
