@@ -8,8 +8,9 @@ import torch
 
 from ridgeline.boundary import launch
 from ridgeline.cuda import CudaKernel
-from ridgeline.op import Op, RidgelineError
+from ridgeline.op import Case, Cost, Op, RidgelineError, Spec
 from ridgeline.ops.matmul.matmul import agree
+from ridgeline.ops.matmul.matmul import cost as matmul_cost
 from ridgeline.select import eager
 
 MOST = (1 << 31) - 256  # a tile may reach beyond a side
@@ -31,6 +32,16 @@ def product(op: Op, forward: Any, a: torch.Tensor, b: torch.Tensor, impl: str | 
             f"{op.name}: impl={impl!r} has no backward, and a or b requires a gradient; give them detached, or impl='torch'"
         )
     return forward(a, b, impl)
+
+
+def cost(a: torch.Tensor, b: torch.Tensor) -> tuple[Cost, None]:
+    """matmul's forward; the ladders have no backward."""
+    return matmul_cost(a, b)[0], None
+
+
+def case(dtype: str, M: int, N: int, K: int, use: str = "check") -> Case:
+    name = f"{M}" if M == N == K else f"{M}x{N}x{K}"
+    return Case(name, (Spec(M, K, grad=False), Spec(K, N, grad=False)), dtypes=(dtype,), use=use)
 
 
 def rows(a: torch.Tensor, b: torch.Tensor) -> str | None:

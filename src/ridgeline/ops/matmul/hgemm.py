@@ -19,10 +19,9 @@ import torch
 from ridgeline import device
 from ridgeline.boundary import kernel_op, launch
 from ridgeline.cuda import CudaKernel, TensorMap
-from ridgeline.op import Case, Op, Spec
+from ridgeline.op import Op
 from ridgeline.ops.matmul._hopper import empty
-from ridgeline.ops.matmul._ladder import lines, product, rows, start
-from ridgeline.ops.matmul.matmul import cost as matmul_cost
+from ridgeline.ops.matmul._ladder import case, cost, lines, product, rows, start
 from ridgeline.select import run
 
 FILE = Path(__file__).with_name("hgemm.cu")
@@ -52,15 +51,11 @@ def hgemm(a: torch.Tensor, b: torch.Tensor, *, impl: str | None = None) -> torch
     return product(HGEMM, _forward, a, b, impl)
 
 
-def _case(M: int, N: int, K: int, use: str = "check") -> Case:
-    name = f"{M}" if M == N == K else f"{M}x{N}x{K}"
-    return Case(name, (Spec(M, K, grad=False), Spec(K, N, grad=False)), dtypes=("float16",), use=use)
-
-
+_case = partial(case, "float16")
 HGEMM = Op(
     hgemm,
     reference=reference,
-    cost=lambda a, b: (matmul_cost(a, b)[0], None),
+    cost=cost,
     cases=[
         _case(67, 35, 45),
         _case(67, 136, 72),

@@ -19,9 +19,8 @@ import torch
 from ridgeline import device
 from ridgeline.boundary import kernel_op
 from ridgeline.cuda import CudaKernel
-from ridgeline.op import Case, Op, Spec
-from ridgeline.ops.matmul._ladder import product, rows, start
-from ridgeline.ops.matmul.matmul import cost as matmul_cost
+from ridgeline.op import Op
+from ridgeline.ops.matmul._ladder import case, cost, product, rows, start
 from ridgeline.select import run
 
 FILE = Path(__file__).with_name("sgemm.cu")
@@ -63,15 +62,11 @@ def sgemm(a: torch.Tensor, b: torch.Tensor, *, impl: str | None = None) -> torch
     return product(SGEMM, _forward, a, b, impl)
 
 
-def _case(M: int, N: int, K: int, use: str = "check") -> Case:
-    name = f"{M}" if M == N == K else f"{M}x{N}x{K}"
-    return Case(name, (Spec(M, K, grad=False), Spec(K, N, grad=False)), dtypes=("float32",), use=use)
-
-
+_case = partial(case, "float32")
 SGEMM = Op(
     sgemm,
     reference=reference,
-    cost=lambda a, b: (matmul_cost(a, b)[0], None),
+    cost=cost,
     cases=[
         _case(67, 35, 45),
         _case(1, 1, 1),
