@@ -4,7 +4,7 @@ Inputs are made on the CPU and results are judged there, so that next to none of
 allowed is then set by the errors of torch's CPU kernels, which add up in other orders: a result is called wrong from TIMES what
 the law allows. Of a case's dtypes one is run, by turns, or with --dtype that one. The exit code is 1 where a result is wrong.
 
-    python tests/sanitize.py [OP ...] [--impl NAME] [--without NAME] [--dtype NAME]  TRITON_INTERPRET=1: on the CPU, Triton's kernels alone
+    python tests/sanitize.py [OP ...] [--impl NAME] [--without NAMES] [--dtype NAME]  TRITON_INTERPRET=1: on the CPU, Triton's kernels alone
 """
 
 from __future__ import annotations
@@ -17,7 +17,7 @@ import torch
 
 from ridgeline.boundary import INTERPRETED
 from ridgeline.lab.check import chosen_ops
-from ridgeline.lab.law import Law, as_tuple, leaves
+from ridgeline.lab.law import Law, as_tuple, leaves, real
 from ridgeline.op import Implementation, Op, RidgelineError, tensors_of
 
 TIMES = 10
@@ -27,7 +27,9 @@ DEVICE = "cpu" if INTERPRETED else "cuda"
 def moved(value: Any) -> Any:
     """An argument on the device: a tensor as a leaf of its own, with the strides it has."""
     if isinstance(value, torch.Tensor):
-        return value.detach().to(DEVICE).requires_grad_(value.requires_grad)
+        whole = torch.empty(0, dtype=value.dtype).set_(value.untyped_storage()).to(DEVICE)
+        there = whole.as_strided(value.shape, value.stride(), value.storage_offset())
+        return there.detach().requires_grad_(value.requires_grad)
     return type(value)(moved(v) for v in value) if isinstance(value, list | tuple) else value
 
 
@@ -40,16 +42,17 @@ def outcome(law: Law, implementation: Implementation) -> str | None:
     grads: tuple[Any, ...] = ()
     if implementation.differentiable and pairs and leaves(args):
         grads = torch.autograd.grad([o for o, _ in pairs], leaves(args), [g for _, g in pairs], allow_unused=True)
-    verdict = law.judge([o.detach().cpu() for o in outputs], [g if g is None else g.cpu() for g in grads])
+    verdict = law.judge([real(o.detach().cpu()) for o in outputs], [g if g is None else g.cpu() for g in grads])
     wrong = {name: finding for name, finding in verdict.findings().items() if finding.worst > TIMES}
     return ", ".join(f"{name} ({f.worst:.3g} times what is allowed, {f.where})" for name, f in wrong.items()) or None
 
 
-def sweep(ops: list[Op], impl: str | None, without: str | None, dtype: str | None) -> tuple[int, int]:
+def sweep(ops: list[Op], impl: str | None, without: str, dtype: str | None) -> tuple[int, int]:
     """Runs all that is asked for; returns how many calls ran and how many were wrong."""
     ran = wrong = 0
     for op in ops:
-        rungs = [i for i in op.implementations.values() if i.is_kernel and impl in (None, i.name) and i.name != without]
+        left = [i for i in op.implementations.values() if not {i.name, f"{op.name}.{i.name}"} & {*without.split(",")}]
+        rungs = [i for i in left if i.is_kernel and impl in (None, i.name)]
         kernels = [i for i in rungs if i.kind == "triton" or not INTERPRETED]
         refused = {i.name: "no small case" for i in kernels}
         for number, case in enumerate(c for c in op.cases if c.use == "check"):
@@ -80,7 +83,7 @@ def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("ops", nargs="*", metavar="OP", help="ops; all of them by default")
     parser.add_argument("--impl", help="one implementation only")
-    parser.add_argument("--without", metavar="IMPL", help="all implementations but this one")
+    parser.add_argument("--without", metavar="NAMES", default="", help="leave these out, of all ops or as OP.NAME, with commas between")
     parser.add_argument("--dtype", help="one dtype only: float32, float16, bfloat16")
     options = parser.parse_args()
     if not INTERPRETED and not torch.cuda.is_available():

@@ -12,7 +12,7 @@ from ridgeline.lab import bench, compare, ladder, machine, store
 from ridgeline.op import RidgelineError
 
 FIGURE = {"median": 1e10, "low": 0.9e10, "high": 1.1e10}
-ROOF = {name: dict(FIGURE) for name in ("read", "write", "copy", "add")} | {"launch_us": 5.0}
+ROOF = {name: dict(FIGURE) for name in ("read", "write", "copy", "spread", "add")} | {"launch_us": 5.0}
 ROOF["matmul"] = {d: {**FIGURE, "shape": [8, 8, 8]} for d in ("float32", "float16", "bfloat16")}
 
 
@@ -20,9 +20,10 @@ class Steady:
     """A timer that runs everything and says what it is told."""
 
     def __init__(self, seconds=1e-3):
-        self.seconds = seconds
+        self.seconds, self.writes = seconds, set()
 
-    def round(self, functions):
+    def round(self, functions, writes=None):
+        self.writes.add(writes)
         for function in functions:
             function()
         return [self.seconds for _ in functions]
@@ -242,11 +243,20 @@ def test_a_wrong_name_is_an_error_before_anything_is_measured(monkeypatch):
     assert not store.runs()
 
 
+def test_the_timer_knows_what_is_written():
+    timer = Steady()
+    with fake_op() as op:
+        rows_of(op, timer)
+    assert timer.writes == {64 * 96 * 4}
+
+
 def test_the_roof_between_the_measured_mixes():
     roof = {n: {"median": v} for n, v in (("read", 4.0), ("add", 3.0), ("copy", 2.0), ("write", 1.0))}
     for read, write, value in ((1, 0, 4.0), (2, 1, 3.0), (1, 1, 2.0), (0, 1, 1.0)):
         assert machine.bandwidth(roof, read, write) == pytest.approx(value)
     assert 1 < machine.bandwidth(roof, 1, 3) < 2
+    roof["spread"] = {"median": 1.9}
+    assert machine.bandwidth(roof, 1, 4) == pytest.approx(1.9)
 
 
 def test_measuring_the_roof(monkeypatch):
@@ -255,7 +265,7 @@ def test_measuring_the_roof(monkeypatch):
     monkeypatch.setattr(roof, "last_level_cache", lambda: 1 << 20)
     monkeypatch.setattr(roof, "CPU_SIDES", (32,))
     found = machine.measure_roof("cpu", quick=True)
-    assert set(found) == {"read", "write", "copy", "add", "matmul", "launch_us"}
+    assert set(found) == {"read", "write", "copy", "spread", "add", "matmul", "launch_us"}
     assert set(found["matmul"]) == {"float32", "float16", "bfloat16"}
     for figure in (found["read"], found["copy"], *found["matmul"].values()):
         assert 0 < figure["low"] <= figure["median"] <= figure["high"]

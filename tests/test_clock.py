@@ -18,7 +18,7 @@ class NoisyTimer:
     def __init__(self, seconds, seed):
         self.seconds, self.dice, self.rounds, self.orders = seconds, random.Random(seed), 0, set()
 
-    def round(self, functions):
+    def round(self, functions, writes=None):
         self.rounds += 1
         self.orders.add(tuple(functions))
         drift = 1 + 0.03 * math.sin(self.rounds / 17)
@@ -164,6 +164,19 @@ def test_a_function_that_waits_for_the_gpu_is_timed_all_the_same(gpu_timer):
     gpu, timer = gpu_timer
     assert timer.round([gpu.kernel(host=1e-4, seconds=1e-3, waits=True)]) == pytest.approx([1e-3 + 1e-4], rel=0.2)
     assert gpu.delays[-1] == timer.LONGEST
+
+
+def test_what_a_function_does_not_write_it_finds_read(gpu_timer):
+    class Clean:
+        def __getitem__(self, where):
+            read.append(4 * where.stop)
+            return torch.zeros(1)
+
+    _, timer = gpu_timer
+    timer.cache, timer.clean, read = 1000, Clean(), []
+    for writes in (None, 0, 600, 1000, 5000):
+        timer.cool(writes)
+    assert read == [2000, 800]
 
 
 @pytest.mark.gpu

@@ -95,4 +95,5 @@ def test_cumsum_under_autocast(impl: str | None) -> None:
     assert found.dtype == expected.dtype == torch.float32
     torch.testing.assert_close(found, expected)
     dy = torch.randn_like(found)
-    torch.testing.assert_close(*(torch.autograd.grad(y, x, dy)[0] for y in (found, expected)), rtol=1e-3, atol=1e-3)
+    exact = dy.double().flip(1).cumsum(1).flip(1)  # torch's own gradient is summed in float16 here
+    torch.testing.assert_close(torch.autograd.grad(found, x, dy)[0].double(), exact, rtol=1e-3, atol=1e-3)

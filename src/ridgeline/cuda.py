@@ -347,7 +347,9 @@ class CudaKernel:
         if layout is None:
             raise CudaError(f"{self} takes parameters of (offset, bytes) {real}, and is declared with {self.arguments!r}")
         block, cluster, shared, pdl = (int(constants.get(o, d)) for o, d in zip(LAUNCH_OPTIONS, (256, 1, 0, 0), strict=True))
-        if shared > 48 << 10:
+        static = ctypes.c_int()
+        _check(driver.cuFuncGetAttribute(ctypes.byref(static), 1, function), f"asking for {self}'s own shared memory")
+        if shared + static.value > 48 << 10:
             _check(driver.cuFuncSetAttribute(function, 8, shared), f"{self} with {shared} bytes of shared memory")
         if cluster > 8:
             _check(driver.cuFuncSetAttribute(function, 14, 1), f"{self} with a cluster of {cluster}")

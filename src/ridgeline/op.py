@@ -192,7 +192,7 @@ class Op:
     reference: plain PyTorch with the function's arguments; in float64 it is the oracle.
     cost: f(*args, **kwargs) -> (forward Cost, backward Cost or None), without touching data (meta tensors will do); a third Cost is of
         forward and backward in one step, where together they need less than each alone.
-    roof: "copy" for an op that is itself a roof of the machine.
+    roof: "copy", "int8" or "float8_e4m3fn" for an op whose kernels are among what measures that roof of the machine.
     standards: the rungs whose errors set what the law of tolerance allows: the first of them that takes a call.
     residue: what a row that is zero by cancelling may hold, as a share of the largest row.
     mutates: positions of the arguments (tensors, or lists of them) that the function changes in place: they count as results

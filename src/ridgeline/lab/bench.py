@@ -195,7 +195,7 @@ def _timed(work: Work, law: Law, candidates: list[Candidate], budget: float, tim
                 rows[rung.name] = work.row(rung, "wrong", reason, law=worst)
             else:
                 makers[rung.name] = make
-    found = timed(makers, budget, timer, device)
+    found = timed(makers, budget, timer, device, work.cost.write)
     for candidate in candidates:
         name, worst = candidate.rung.name, candidate.law.get(work.direction)
         if name in found:
@@ -262,7 +262,9 @@ CALLS = {"forward": forward, "backward": backward, "both": both}
 DIRECTIONS = tuple(CALLS)
 
 
-def timed(makers: dict[str, Callable[[], Function]], budget: float, timer: Timer, device: str) -> dict[str, Measurement | None]:
+def timed(
+    makers: dict[str, Callable[[], Function]], budget: float, timer: Timer, device: str, writes: int | None = None
+) -> dict[str, Measurement | None]:
     """Times functions together; where they do not fit into memory together, in smaller groups. None where one alone does not fit."""
     import torch
 
@@ -277,7 +279,8 @@ def timed(makers: dict[str, Callable[[], Function]], budget: float, timer: Timer
             before = torch.cuda.memory_allocated() if device.startswith("cuda") else None
             functions[name] = make()
             held[name] = None if before is None else torch.cuda.memory_allocated() - before
-        return {name: replace(m, held_bytes=held[name]) for name, m in measure(functions, budget=budget, timer=timer).items()}
+        found = measure(functions, budget=budget, timer=timer, writes=writes)
+        return {name: replace(m, held_bytes=held[name]) for name, m in found.items()}
     except torch.OutOfMemoryError:
         if len(makers) == 1:
             return dict.fromkeys(makers)
@@ -285,8 +288,8 @@ def timed(makers: dict[str, Callable[[], Function]], budget: float, timer: Timer
     release(device)
     names = list(makers)
     halves = names[: len(names) // 2], names[len(names) // 2 :]
-    found = [timed({name: makers[name] for name in half}, budget / 2, timer, device) for half in halves]
-    return found[0] | found[1]
+    first, second = (timed({name: makers[name] for name in half}, budget / 2, timer, device, writes) for half in halves)
+    return first | second
 
 
 def release(device: str) -> None:

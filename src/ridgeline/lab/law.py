@@ -240,7 +240,7 @@ def _cast(value: Any, dtype: torch.dtype) -> Any:
     return dtype if isinstance(value, torch.dtype) and value.is_floating_point else value
 
 
-def _real(tensor: Tensor) -> Tensor:
+def real(tensor: Tensor) -> Tensor:
     """A complex tensor as its numbers, real and imaginary parts in turn."""
     return torch.view_as_real(tensor).flatten(-2) if tensor.is_complex() else tensor
 
@@ -333,14 +333,14 @@ class Law:
         if move:
             for exact, given in zip(tensors_of([*args, *incoming]), tensors_of([*small, *self.incoming]), strict=True):
                 if (given.is_floating_point() or given.is_complex()) and given.element_size() > 1:  # codes of 8 bits are what they are
-                    _move(_real(exact.detach()), torch.finfo(given.dtype).eps, self.dice)
+                    _move(real(exact.detach()), torch.finfo(given.dtype).eps, self.dice)
         return self._gradients(self.op.reference, args, kwargs, incoming)
 
     def _results(self, call: Callable[..., Any], args: Sequence[Any], kwargs: dict[str, Any], mutates: bool = True) -> tuple[Tensor, ...]:
         """What a call returns, and then what it changed in place."""
         returned = call(*args, **kwargs)
         changed = tensors_of(args[n] for n in self.op.mutates) if mutates else []
-        return tuple(map(_real, (*as_tuple(returned), *changed)))
+        return tuple(map(real, (*as_tuple(returned), *changed)))
 
     def _gradients(
         self, call: Callable[..., Any], args: list[Any], kwargs: dict[str, Any], incoming: list[Any] | None = None, mutates: bool = True

@@ -14,7 +14,8 @@ from typing import Any
 
 Row = dict[str, Any]
 KINDS = {"eager": "plain PyTorch", "compile": "torch.compile", "cuda": "CUDA C++", "triton": "Triton", "gluon": "Gluon"}
-SEGMENTS = ((0.0, "read"), (1 / 3, "add"), (1 / 2, "copy"), (1.0, "write"))  # by the share of writes in the bytes moved
+# Bandwidths by the share of writes in the bytes moved. Runs before 2026-11-22 have no "spread".
+SEGMENTS = ((0.0, "read"), (1 / 3, "add"), (1 / 2, "copy"), (4 / 5, "spread"), (1.0, "write"))
 
 
 @cache
@@ -75,7 +76,7 @@ def bandwidth(roof: Row, read: float, write: float, end: str = "median") -> floa
     end: "median", or "low" or "high" of the measured intervals.
     """
     share = write / (read + write)
-    for (left, before), (right, after) in pairwise(SEGMENTS):
+    for (left, before), (right, after) in pairwise([(at, name) for at, name in SEGMENTS if name in roof]):
         if share <= right:
             part = (share - left) / (right - left)
             return 1 / ((1 - part) / roof[before][end] + part / roof[after][end])
@@ -134,7 +135,7 @@ def show(machine: Row, runs: dict[str, str | None], roof: Row) -> None:
         can.add_row(KINDS[kind], Text("runs", style="green") if reason is None else Text(reason, style="yellow"))
     out.print(can)
     made = table(None, ["roof"], ["measured", "interval", "at"])
-    for name in ("read", "write", "copy", "add"):
+    for name in [name for _, name in SEGMENTS if name in roof]:
         made.add_row(name, units.scaled(roof[name]["median"], "B/s"), units.spread(roof[name]))
     for dtype, figure in roof["matmul"].items():
         shape = "x".join(map(str, figure["shape"]))

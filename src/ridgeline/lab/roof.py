@@ -15,10 +15,11 @@ from torch import Tensor
 from ridgeline.boundary import INTERPRETED, launch
 from ridgeline.lab.clock import Function, Measurement, Timer, device_timer, last_level_cache, measure
 from ridgeline.lab.verdict import CODES
-from ridgeline.op import registry
+from ridgeline.op import Implementation, registry
 from ridgeline.select import why_not
 
 Figure = dict[str, float]
+CHUNKS = (1, 16, 128, 512)  # blocks of 16 KiB
 BLOCKS = ((1024, 4), (2048, 8), (4096, 8), (8192, 16))
 SHAPES = (
     (4096, 4096, 4096),
@@ -49,6 +50,15 @@ def _stream(a, b, out, n, READS: tl.constexpr, WRITE: tl.constexpr, BLOCK: tl.co
         tl.store(out + program, tl.sum(x, 0))
 
 
+@triton.jit
+def _spread(a, out, COPIES: tl.constexpr, CHUNK: tl.constexpr, BLOCK: tl.constexpr):  # type: ignore[no-untyped-def]
+    """Writes COPIES copies of an array, one after the other of each CHUNK blocks: L2 reads these once, all others are served by it."""
+    program = tl.program_id(0).to(tl.int64)
+    source = program // (COPIES * CHUNK) * CHUNK + program % CHUNK
+    i = tl.arange(0, BLOCK)
+    tl.store(out + program * BLOCK + i, tl.load(a + source * BLOCK + i))
+
+
 def _triton(a: Tensor, b: Tensor, out: Tensor, reads: int, write: bool) -> dict[str, Function]:
     def start(block: int, warps: int) -> None:
         grid = (triton.cdiv(a.numel(), block),)
@@ -57,24 +67,38 @@ def _triton(a: Tensor, b: Tensor, out: Tensor, reads: int, write: bool) -> dict[
     return {f"triton {block}": partial(start, block, warps) for block, warps in BLOCKS}
 
 
-def _streams(a: Tensor, b: Tensor, out: Tensor) -> dict[str, tuple[int, dict[str, Function]]]:
+def _spreads(a: Tensor, out: Tensor) -> dict[str, Function]:
+    def start(chunk: int) -> None:
+        launch(_spread, (out.numel() // 4096,), a, out, COPIES=4, CHUNK=chunk, BLOCK=4096, num_warps=8)
+
+    return {f"triton {chunk}": partial(start, chunk) for chunk in CHUNKS}
+
+
+def _streams(a: Tensor, b: Tensor, out: Tensor) -> dict[str, tuple[float, dict[str, Function]]]:
     """Per figure: the arrays that one run moves, and the ways to do it: PyTorch's, Triton's, and the rungs of the op that is this roof."""
-    ways: dict[str, tuple[int, dict[str, Function]]] = {
+    quarter = a[: a.numel() // 4]
+    ways: dict[str, tuple[float, dict[str, Function]]] = {
         "read": (1, {"sum": a.sum, "amax": a.amax, "norm": lambda: torch.linalg.vector_norm(a)}),
         "write": (1, {"fill_": lambda: out.fill_(1.5), "zero_": out.zero_, "arange": lambda: torch.arange(out.numel(), out=out)}),
         "copy": (2, {"copy_": lambda: out.copy_(a), "neg": lambda: torch.neg(a, out=out)}),
+        "spread": (1.25, {"copy_": lambda: out.view(4, -1).copy_(quarter)}),
         "add": (3, {"add": lambda: torch.add(a, b, out=out), "mul": lambda: torch.mul(a, b, out=out)}),
     }
     if a.is_cuda and not INTERPRETED:
         for name, reads, write in (("read", 1, False), ("write", 0, True), ("copy", 1, True), ("add", 2, True)):
             ways[name][1].update(_triton(a, b, out, reads, write))
-        for op in registry().values():
-            if op.roof is not None:
-                able = [i for i in op.implementations.values() if i.is_kernel and why_not(i, a) is None]
-                ways[op.roof][1].update({f"{op.name} {i.name}": partial(i.launchers["fwd"], out, a) for i in able})
+        ways["spread"][1].update(_spreads(quarter, out))
+        for rung in _rungs("copy", a):
+            ways["copy"][1][f"{rung.op.name} {rung.name}"] = partial(rung.launchers["fwd"], out, a)
     else:
         del ways["write"][1]["arange"]
     return ways
+
+
+def _rungs(roof: str, *args: Tensor) -> list[Implementation]:
+    """The kernels, among those of the op that is this roof, that take such a call."""
+    ops = [op for op in registry().values() if op.roof == roof]
+    return [i for op in ops for i in op.implementations.values() if i.is_kernel and why_not(i, *args) is None]
 
 
 def _rate(work: float, found: Measurement) -> Figure:
@@ -116,12 +140,13 @@ def _bandwidths(timer: Timer, dice: torch.Generator, quick: bool) -> Iterator[tu
         size = min(2 << 30, torch.cuda.get_device_properties(torch.cuda.current_device()).total_memory // 16)
     else:
         size = min(max(64 << 20, 4 * last_level_cache()), 256 << 20)
-    a, b = (torch.randn(size // 4 // 8192 * 8192, device=dice.device, generator=dice) for _ in range(2))
+    a, b = (torch.randn(size >> 25 << 23, device=dice.device, generator=dice) for _ in range(2))
     for name, (arrays, ways) in _streams(a, b, torch.empty_like(a)).items():
 
-        def figure(arrays: int = arrays, ways: dict[str, Function] = ways) -> Figure:
-            found = measure(ways, budget=0.3 if quick else 0.8, min_reps=10 if gpu else 5, timer=timer, details=False)
-            return _rate(arrays * a.numel() * 4, min(found.values(), key=lambda m: m.median))
+        def figure(arrays: float = arrays, ways: dict[str, Function] = ways, writes: int | None = 0 if name == "read" else None) -> Figure:
+            budget = 0.3 if quick else 0.8
+            found = measure(ways, budget=budget, min_reps=10 if gpu else 5, timer=timer, details=False, writes=writes)
+            return _rate(arrays * a.nbytes, min(found.values(), key=lambda m: m.median))
 
         yield name, figure
 
@@ -145,22 +170,22 @@ def _codes(device: str) -> tuple[str, ...]:
 
 
 def _rate_of_codes(name: str, half: dict[str, Any], timer: Timer, dice: torch.Generator, budget: float) -> dict[str, Any]:
-    """The best rate of torch's product of 8-bit numbers, and at least twice that of bfloat16, measured just before: the units take two of
-    them for each of its numbers, of which cuBLAS makes 0.6 in int8. `found` then says what torch's product reached itself, and at which
-    shape: a roof that no product has reached is a stricter one, and says so."""
+    """The best rate of a product of 8-bit numbers, torch's or that of the op that is this roof, and at least twice that of bfloat16,
+    measured just before: the units take two of them for each of its numbers. `found` then says what the products reached themselves,
+    and at which shape: a roof that no product has reached is a stricter one, and says so."""
     found = _matrix_rate(name, timer, dice, budget)
     if found["median"] >= 2 * half["median"]:
         return found
     return {**half, **{end: 2 * half[end] for end in ("median", "low", "high")}, "twice": "bfloat16", "found": found}
 
 
-def _coded(name: str, a: Tensor, b: Tensor) -> Function:
-    """torch's product of a and b in 8 bits."""
-    if name == "int8":
-        return partial(torch._int_mm, a.mul(16).to(torch.int8), b.mT.contiguous().mul(16).to(torch.int8).mT)
-    one = torch.ones((), device=a.device)
-    codes = a.to(torch.float8_e4m3fn), b.mT.contiguous().to(torch.float8_e4m3fn).mT
-    return partial(torch._scaled_mm, *codes, one, one, out_dtype=torch.bfloat16, use_fast_accum=True)
+def _coded(name: str, a: Tensor, b: Tensor) -> dict[str, Function]:
+    """Products of a and b in 8 bits: torch's, and that of the op that is this roof."""
+    one, whole = torch.ones((), device=a.device), name == "int8"
+    codes = [(16 * t if whole else t).to(getattr(torch, name)) for t in (a, b.mT.contiguous())]
+    call = codes[0], codes[1].mT, one, one
+    torchs = partial(torch._int_mm, *call[:2]) if whole else partial(torch._scaled_mm, *call, out_dtype=torch.bfloat16, use_fast_accum=True)
+    return {"torch": torchs} | {rung.name: partial(rung, *call) for rung in _rungs(name, *call)}
 
 
 def _matrix_rate(name: str, timer: Timer, dice: torch.Generator, budget: float) -> dict[str, Any]:
@@ -180,8 +205,8 @@ def _matrix_rate(name: str, timer: Timer, dice: torch.Generator, budget: float) 
         t = b.T.contiguous().T
         ways: dict[str, Function] = {"nn": partial(torch.mm, a, b, out=c), "nt": partial(torch.mm, a, t, out=c)}
         if codes:
-            ways = {"nt": _coded(name, a, b)}
-        found = measure(ways, budget=budget / len(shapes), min_reps=reps, timer=timer, details=False)
+            ways = _coded(name, a, b)
+        found = measure(ways, budget=budget / len(shapes), min_reps=reps, timer=timer, details=False, writes=c.nbytes)
         rate = _rate(work, min(found.values(), key=lambda f: f.median))
         if rate["median"] > best["median"]:
             best = {**rate, "shape": [m, n, k]}

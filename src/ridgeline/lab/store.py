@@ -138,7 +138,7 @@ def _fault(row: Row) -> str | None:
         return next((name for name in MACHINE if name not in row["machine"]), None)
     figures = {}
     if kind == "roof":
-        figures = {name: row[name] for name in ("read", "write", "copy", "add")} | row["matmul"]
+        figures = {name: row[name] for name in ("read", "write", "copy", "add", "spread") if name in row} | row["matmul"]
     elif kind == "bench" and row["status"] == "ok":
         figures = {"seconds": row.get("seconds")}
         if not isinstance(row.get("share"), NUMBER):

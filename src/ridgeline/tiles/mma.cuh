@@ -69,10 +69,9 @@ __device__ inline void mma(float (&sum)[4], const unsigned (&a)[4], unsigned b0,
                  : "r"(a[0]), "r"(a[1]), "r"(a[2]), "r"(a[3]), "r"(b0), "r"(b1));
 }
 
-// 16 bytes, of which `bytes` are read and the others 0.
-__device__ inline void copy_ahead(void* to, const void* from, int bytes) {
-    asm volatile("cp.async.cg.shared.global [%0], [%1], 16, %2;" ::"r"(shared_address(to)), "l"(__cvta_generic_to_global(from)), "r"(bytes)
-                 : "memory");
+// 16 bytes.
+__device__ inline void copy_ahead(void* to, const void* from) {
+    asm volatile("cp.async.cg.shared.global [%0], [%1], 16;" ::"r"(shared_address(to)), "l"(__cvta_generic_to_global(from)) : "memory");
 }
 __device__ inline void copy_group() { asm volatile("cp.async.commit_group;" ::: "memory"); }
 template <int LEFT>

@@ -1,4 +1,4 @@
-"""quack: row kernels in the CuTe DSL, for Hopper and later. They take matrices, and work along the last dimension."""
+"""quack: row kernels and matrix products in the CuTe DSL, for Hopper and later. Row kernels work along the last dimension of a matrix."""
 
 from __future__ import annotations
 
@@ -43,4 +43,13 @@ def _cross_entropy(logits: torch.Tensor, target: torch.Tensor, *, ignore_index: 
     return cross_entropy(rows, labels, ignore_index=ignore_index, reduction=reduction).to(logits.dtype)
 
 
-PEERS = {"softmax": _softmax, "rms_norm": _rms_norm, "add_rms_norm": _add_rms_norm, "cross_entropy": _cross_entropy}
+def _matmul(a: torch.Tensor, b: torch.Tensor) -> torch.Tensor:
+    """In the configuration that quack takes by rule: its search would compile some dozens for every shape."""
+    from quack.gemm_interface import gemm
+
+    if a.dtype.itemsize != 2 or a.requires_grad or b.requires_grad:
+        raise RidgelineError("quack's gemm is timed in half precision, and has no gradients")
+    return gemm(a, b, tuned=False)
+
+
+PEERS = {"matmul": _matmul, "softmax": _softmax, "rms_norm": _rms_norm, "add_rms_norm": _add_rms_norm, "cross_entropy": _cross_entropy}

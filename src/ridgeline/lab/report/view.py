@@ -10,6 +10,7 @@ from typing import Any
 from ridgeline.lab import ladder as ladders
 from ridgeline.lab import roofline, units, verdict
 from ridgeline.lab.compare import compare
+from ridgeline.lab.machine import SEGMENTS
 from ridgeline.lab.tables import figure, timing
 from ridgeline.lab.verdict import CODES, WAYS, Row
 
@@ -127,7 +128,7 @@ def tiles(source: Source) -> list[tuple[str, str, str]]:
     halves = [(d, f) for d, f in roof["matmul"].items() if d not in CODES]
     dtype, rate = max(halves, key=lambda item: item[1]["median"])
     copy = roof["copy"]["median"]
-    spread = ", ".join(f"{name} {units.scaled(roof[name]['median'], 'B/s')}" for name in ("read", "write", "add"))
+    spread = ", ".join(f"{name} {units.scaled(roof[name]['median'], 'B/s')}" for _, name in SEGMENTS if name in roof and name != "copy")
     shape = " x ".join(str(n) for n in rate["shape"])
     shown = [
         (units.scaled(copy, "B/s"), f"memory, as a copy ({spread})"),

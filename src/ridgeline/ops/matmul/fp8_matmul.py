@@ -186,6 +186,7 @@ FP8_MATMUL = Op(
     fp8_matmul,
     reference=reference,
     cost=cost,
+    roof="float8_e4m3fn",
     cases=[
         _case(33, 40, 129, "rows"),
         _case(33, 40, 129, "rows", bias=True),

@@ -119,8 +119,14 @@ __device__ void ask(__half* to, const Operand& m) {
 #pragma unroll
     for (int i = 0; i < TALL * WIDE / 8 / THREADS; ++i) {
         const int piece = i * THREADS + threadIdx.x, row = piece / (WIDE / 8), column = piece % (WIDE / 8) * 8;
-        const int bytes = EVEN ? 16 : row < m.rows ? 2 * max(0, min(8, m.columns - column)) : 0;
-        copy_ahead(to + Swizzled<WIDE>::at(row, column), bytes ? m.at + row * m.stride + column : m.at, bytes);
+        const int inside = EVEN ? 8 : row < m.rows ? max(0, min(8, m.columns - column)) : 0;
+        __half *const there = to + Swizzled<WIDE>::at(row, column);
+        const __half *const here = m.at + row * m.stride + column;
+        if (inside == 8)
+            copy_ahead(there, here);
+        else
+#pragma unroll
+            for (int j = 0; j < 8; ++j) there[j] = j < inside ? here[j] : __half(0.0f);
     }
 }
 

@@ -150,6 +150,7 @@ INT8_MATMUL = Op(
     int8_matmul,
     reference=reference,
     cost=cost,
+    roof="int8",
     cases=[
         _case(33, 40, 129),
         _case(33, 40, 129, "zero, bias"),
