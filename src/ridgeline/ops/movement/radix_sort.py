@@ -17,7 +17,7 @@ import torch
 
 from ridgeline.boundary import kernel_op
 from ridgeline.op import FLOATS, Case, Cost, Op, RidgelineError, Spec, nbytes
-from ridgeline.ops.movement._radix_sort import DTYPES, fault_of, sort
+from ridgeline.ops.movement._radix_sort import DTYPES, fault_of, few, sort
 from ridgeline.select import eager, run
 
 
@@ -99,7 +99,6 @@ def _rung(name: str, idea: str, onesweep: bool, **facts: Any) -> None:
     RADIX_SORT.kernel(name, idea, kind="cuda", fwd=partial(sort, onesweep), dtypes=DTYPES, **facts)
 
 
-# Neither is served before a GPU has run it.
 _rung("cuda_passes", "a digit of 8 bits: tiles' counts, their sums, and keys written where they belong, each alone", False)
 _rung("cuda", "digits counted once, a kernel a digit that looks back, a tile put in order in shared memory before it is written", True,
-      gain=1.5, counter="l1tex__average_t_sectors_per_request_pipe_lsu_mem_global_op_st.ratio")  # fmt: skip
+      served=True, unless=few, gain=1.5, counter="l1tex__average_t_sectors_per_request_pipe_lsu_mem_global_op_st.ratio")  # fmt: skip
