@@ -1,17 +1,18 @@
 // histogram in CUDA C++. An element's bin is floor((v - low) * bins / (high - low)) in float64, and `high` itself counts in the last.
-// Macros: XTYPE the elements, FLOATING whether these are floats, PACK those of a load, LOADS of a thread on their
-// way (at most 32 elements), COPIES of the counts in a block's shared memory (a power of two, at most 32).
+// Macros: XTYPE the elements, FLOATING whether these are floats, PACK those of a load, LOADS of a thread on their way (at most 32
+// elements), COPIES of the counts in a block's shared memory (a power of two, at most 32), THREADS of such a block.
 #include "elementwise.cuh"
 
 using X = XTYPE;
 using Count = unsigned long long;
 
-// Where the bins lie. Float32 gives an element's bin unless it falls next to an edge, nearer than its roundings reach: then float64 says.
+// Where the bins lie. One fused multiply-add, rounded down, makes of an element a number in fixed point: bins and, below these, `fraction`, in
+// the mantissa's bits. It gives the bin unless it falls next to an edge, nearer than roundings reach: then float64 says.
 struct Range {
     const double* ends;  // low and high, in shared memory to spare registers: they are seldom asked for
-    int bins;
-    float start, scale, reach;
-    bool doubling;  // the scale is a power of two, so that float32 errs in the difference alone
+    int bins, shift;     // bits of the fraction
+    float scale, offset;
+    unsigned zero, end, limit, fraction, near;  // of fixed point; fractions below `near` are next to an edge, and so is all from `end` to `limit`
 
     // From the given range, or where `least` is not null from the data's own. All threads call this.
     __device__ Range(double* room, const X* least, const X* most, double from, double to, int bins) : ends(room), bins(bins) {
@@ -19,10 +20,21 @@ struct Range {
         if (low == high) low -= 1, high += 1;
         if (threadIdx.x == 0) room[0] = low, room[1] = high;
         __syncthreads();
-        start = (float)low;
+        shift = max(__clz((bins - 1) | 1) - 9, 0);  // 23 bits hold the bins and the fraction
+        const double one = 1u << shift, base = 8388608.0 / one, largest = fmax(fabs(low), fabs(high));
         scale = (float)(bins / (high - low));
-        doubling = !(__float_as_int(scale) & 0x7fffff) && (double)scale * (high - low) == bins && (double)start == low;
-        reach = 5e-7f * ((float)bins + scale * fmaxf(fabsf((float)low), fabsf((float)high)));
+        // A power of two times a number, and its place in fixed point, are exact: then only float64 itself rounds, next to an edge from below.
+        offset = (float)(base - low * scale + 1 / one);
+        const bool exact = !(__float_as_int(scale) & 0x7fffff) && (double)scale * (high - low) == bins &&
+                           (double)offset - base - 1 / one == -low * scale && (FLOATING || largest <= 16777216);
+        const double reach = 2 + one * scale * largest * 2.5e-7;
+        if (!exact) offset = (float)(base - low * scale + reach / one);
+        fraction = (unsigned)one - 1;
+        zero = __float_as_uint((float)base);
+        end = (unsigned)bins << shift;
+        near = exact ? 1 : 2 * (unsigned)fmin(reach, one) + 2;
+        limit = end + near;
+        if (!(scale > 1e-30f && reach < one / 4)) near = limit = ~0u;  // float32 tells nothing
     }
 
     static __device__ double value(float x) { return x; }
@@ -31,24 +43,23 @@ struct Range {
     static __device__ double value(int x) { return x; }
     static __device__ double value(long long x) { return (double)x; }
 
-    // The bin, -1 for what lies outside, or -2 where `exact` must say. 1.5 * 2^23 added, and taken away, rounds a number to a whole one, whose bits
-    // are then at the low end: conversions would take four times as long.
-    __device__ int bin(X x) const {
+    // An element in fixed point: its bin and, where that is `sure`, no more; where float32 does not tell, `unsure`; else it lies outside.
+    struct Place {
+        unsigned bin;
+        bool sure, unsure;
+    };
+    __device__ Place place(X x) const {
         float given;
         if constexpr (FLOATING)
             given = to_float(x);
         else
             given = (float)x;
-        const float difference = given - start, near = difference * scale;
-        const float shifted = (near - 0.5f) + 12582912.0f, over = near - (shifted - 12582912.0f);
-        if (over > reach && over < 1.0f - reach) return near > 0 && near < (float)bins ? __float_as_int(shifted) - 0x4b400000 : -1;
-        if (doubling && (FLOATING || (long long)given == (long long)value(x))) {
-            const float back = difference - given, lost = (given - (difference - back)) + (-start - back);
-            if (lost == 0) return near >= 0 && near <= (float)bins ? (int)fminf(floorf(near), (float)bins - 1) : -1;
-        }
-        return -2;
+        const unsigned bits = __float_as_uint(__fmaf_rd(given, scale, offset)), at = bits - zero;
+        const bool sure = at < end && (bits & fraction) >= near;
+        return {at >> shift, sure, at <= limit && !sure};
     }
 
+    // The bin, or -1 for what lies outside, by float64.
     __device__ int exact(X x) const {
         const double v = value(x), low = ends[0], high = ends[1];
         if (!(v >= low && v <= high)) return -1;
@@ -68,50 +79,59 @@ extern "C" __global__ void histogram_global(Count* counts, const X* x, const X* 
     const Range range(room, least, most, low, high, bins);
     const long long threads = gridDim.x * (long long)blockDim.x;
     for (long long i = blockIdx.x * (long long)blockDim.x + threadIdx.x; i < n; i += threads) {
-        int bin = range.bin(x[i]);
-        if (bin == -2) bin = range.exact(x[i]);
+        const Range::Place place = range.place(x[i]);
+        const int bin = place.sure ? (int)place.bin : place.unsure ? range.exact(x[i]) : -1;
         if (bin >= 0) atomicAdd(counts + bin, 1ULL);
     }
 }
 
 // A block counts in shared memory, in COPIES copies side by side, so that lanes of a warp that meet in a bin meet in different banks; at
 // the end it adds what it counted to memory.
-extern "C" __global__ void __launch_bounds__(512, 2)
+extern "C" __global__ void __launch_bounds__(THREADS, 2)
     histogram_shared(Count* counts, const X* x, const X* least, const X* most, long long n, int bins, double low, double high) {
     extern __shared__ unsigned own[];
     __shared__ double room[2];
     const Range range(room, least, most, low, high, bins);
-    for (int i = threadIdx.x; i < bins * COPIES; i += blockDim.x) own[i] = 0;
+    for (int i = threadIdx.x; i < (bins + 1) * COPIES; i += THREADS) own[i] = 0;
     __syncthreads();
-    unsigned* mine = own + threadIdx.x % COPIES;
-    const auto count = [&](int bin) {
-        if (bin >= 0) atomicAdd(mine + bin * COPIES, 1u);
+    unsigned mine;  // this thread's count of bin 0; `volatile`, for the compiler would find it anew for each element
+    asm volatile("mov.u32 %0, %1;" : "=r"(mine) : "r"((unsigned)__cvta_generic_to_shared(own + threadIdx.x % COPIES)));
+    // What does not count goes to the bin behind the last: a branch around each addition would take longer than finding the bin.
+    const auto count = [&](int bin, bool there) {
+        asm volatile("red.shared.add.u32 [%0], 1;" ::"r"(mine + (there ? bin : bins) * (4 * COPIES)) : "memory");
     };
-    const long long step = blockDim.x * (long long)LOADS, packs = n / PACK;
-    for (long long start = blockIdx.x * step + threadIdx.x; start < packs; start += gridDim.x * step) {
+    const auto count_exactly = [&](X x) {
+        const int bin = range.exact(x);
+        count(bin, bin >= 0);
+    };
+    const long long packs = n / PACK, step = gridDim.x * (long long)(THREADS * LOADS);
+    long long left = packs - blockIdx.x * (long long)(THREADS * LOADS) - threadIdx.x;  // packs from the thread's first one on
+    const Pack<X, PACK>* from = reinterpret_cast<const Pack<X, PACK>*>(x) + (packs - left);
+    for (; left > 0; left -= step, from += step) {
+        const int here = (int)min(left, (long long)(THREADS * LOADS));
         Pack<X, PACK> pack[LOADS];
+#pragma unroll
+        for (int u = 0; u < LOADS; ++u)
+            if (u * THREADS < here) pack[u] = from[u * THREADS];
         unsigned unsure = 0;  // a bit for each element that float64 must look at, which is read again
 #pragma unroll
         for (int u = 0; u < LOADS; ++u)
-            if (start + u * blockDim.x < packs) pack[u] = reinterpret_cast<const Pack<X, PACK>*>(x)[start + u * blockDim.x];
-#pragma unroll
-        for (int u = 0; u < LOADS; ++u)
-            if (start + u * blockDim.x < packs) {
+            if (u * THREADS < here) {
 #pragma unroll
                 for (int j = 0; j < PACK; ++j) {
-                    const int bin = range.bin(pack[u].at[j]);
-                    count(bin);
-                    if (bin == -2) unsure |= 1u << (u * PACK + j);
+                    const Range::Place place = range.place(pack[u].at[j]);
+                    count(place.bin, place.sure);
+                    unsure |= (unsigned)place.unsure << (u * PACK + j);
                 }
             }
         for (; unsure; unsure &= unsure - 1) {
             const int k = __ffs(unsure) - 1;
-            count(range.exact(x[(start + k / PACK * blockDim.x) * PACK + k % PACK]));
+            count_exactly(from[k / PACK * THREADS].at[k % PACK]);
         }
     }
-    if (PACK > 1 && blockIdx.x == 0 && threadIdx.x < n % PACK) count(range.exact(x[packs * PACK + threadIdx.x]));
+    if (PACK > 1 && blockIdx.x == 0 && threadIdx.x < n % PACK) count_exactly(x[packs * PACK + threadIdx.x]);
     __syncthreads();
-    for (int bin = threadIdx.x; bin < bins; bin += blockDim.x) {
+    for (int bin = threadIdx.x; bin < bins; bin += THREADS) {
         unsigned sum = 0;
         for (int c = 0; c < COPIES; ++c) sum += own[bin * COPIES + (c + threadIdx.x) % COPIES];
         if (sum) atomicAdd(counts + bin, (Count)sum);

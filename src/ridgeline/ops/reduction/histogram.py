@@ -27,6 +27,7 @@ FILE = Path(__file__).with_name("histogram.cu")
 _GLOBAL, _SHARED = (CudaKernel(FILE, f"histogram_{name}", "PPPPqidd") for name in ("global", "shared"))
 _CLEAR = CudaKernel(FILE, "histogram_clear", "Pq")
 MOST = 1 << 24  # bins that float32 tells apart
+THREADS = 512  # of a block that counts in shared memory, two a multiprocessor
 ROOM = 1 << 14  # counts in a block's shared memory, all copies together, beside three other blocks
 
 
@@ -46,16 +47,16 @@ def _launch(
     x = x.contiguous()
     pack = 16 // x.element_size() if packed and x.data_ptr() % 16 == 0 else 1
     macros = {"XTYPE": KINDS[x.dtype], "FLOATING": int(x.is_floating_point()), "PACK": pack, "COPIES": min(most, _copies(bins))}
-    macros["LOADS"] = {1: 1, 8: 2, 16: 1}.get(pack, 4)
+    macros |= {"LOADS": {1: 1, 8: 2, 16: 1}.get(pack, 4), "THREADS": THREADS}
     launch(_CLEAR, (-(-bins // 256),), counts, bins, **macros)
-    size = 4 * bins * macros["COPIES"]
+    size = 4 * (bins + 1) * macros["COPIES"]
     where = device.of(x)
     values = counts, x, least, greatest, x.numel(), bins, low, high
     if not shared or size > _room(x):
         launch(_GLOBAL, (min(-(-x.numel() // 256), 8 * where.multiprocessors),), *values, block=256, **macros)
         return
-    blocks = min(-(-x.numel() // (512 * pack)), max(1, min(2, where.shared_memory // size)) * where.multiprocessors)
-    launch(_SHARED, (blocks,), *values, block=512, shared=size, **macros)
+    blocks = min(-(-x.numel() // (THREADS * pack)), max(1, min(2, where.shared_memory // size)) * where.multiprocessors)
+    launch(_SHARED, (blocks,), *values, block=THREADS, shared=size, **macros)
 
 
 @kernel_op("histogram_fwd(Tensor x, int bins, Tensor? least, Tensor? greatest, float low, float high, str? impl) -> Tensor")
@@ -141,7 +142,7 @@ def _supports(copies: int, x: torch.Tensor, bins: int, *_: Any) -> str | None:
     """copies: 0 for counts that may lie anywhere; else in a block's shared memory, as many times at least."""
     if bins > MOST:
         return f"it takes {MOST} bins at most, which float32 tells apart, and {bins} are asked for"
-    if copies and (4 * bins > _room(x) or _copies(bins) < copies):
+    if copies and (4 * bins + 4 > _room(x) or _copies(bins) < copies):
         return f"it counts in shared memory, where {bins} bins have no room{' for copies' if copies > 1 else ''}"
     return None
 
