@@ -8,8 +8,10 @@ import torch
 
 from ridgeline import replay, tuning
 from ridgeline.boundary import kernel_op
-from ridgeline.op import RidgelineError
+from ridgeline.device import pretend
+from ridgeline.op import RidgelineError, dense_only
 from ridgeline.replay import Plans, recorder
+from ridgeline.select import by_kind
 
 Started = list[tuple[tuple[int, int, int], tuple[Any, ...]]]
 
@@ -281,3 +283,48 @@ def test_matmul_replays_in_the_precision_of_the_call(started: Started, monkeypat
                 assert started[-1][1][1] == rounded
     finally:
         torch.set_float32_matmul_precision(before)
+
+
+@pytest.mark.filterwarnings("ignore:The PyTorch API of nested tensors")
+def test_a_call_like_one_before_is_not_looked_at_again(started: Started, monkeypatch: pytest.MonkeyPatch) -> None:
+    looks: list[Any] = []
+
+    @by_kind(2)
+    def look(x: torch.Tensor, w: torch.Tensor, dim: Any, alpha: float) -> tuple[str | None, int]:
+        looks.append(dim)
+        dense_only("toy", [x, w])
+        if isinstance(dim, bool) or dim == 7:
+            raise RidgelineError("toy: no such dim")
+        return "plain" if alpha == 0 else None, len(looks)
+
+    x, w = torch.randn(3, 4), torch.randn(4)
+    with monkeypatch.context() as gpu:
+        gpu.setattr(torch.Tensor, "is_cuda", True)
+        assert look(x, w, 1, 2.0) == look(x.clone(), w.clone(), 1, 2.0) == (None, 1)
+        assert look(x, w, (0, 1), 2.0) == look(x, w, (0, 1), 2.0) == (None, 2)
+        kinds = {
+            "another shape": (x[:2], w, 1, 2.0),
+            "another dtype": (x, w.half(), 1, 2.0),
+            "another number": (x, w, 0, 2.0),
+            "an int for a float": (x, w, 1, 2),
+            "a bool in a tuple": (x, w, (False, 1), 2.0),
+        }
+        for what, given in kinds.items():
+            before = len(looks)
+            assert look(*given) == look(*given) == (None, before + 1), what
+        every_time = {"a list": ([0, 1], 2.0), "left to PyTorch": (1, 0.0)}
+        for what, rest in every_time.items():
+            before = len(looks)
+            assert look(x, w, *rest)[1] == before + 1 == look(x, w, *rest)[1] - 1, what
+        for dim in (True, 7, 7):
+            with pytest.raises(RidgelineError, match="no such dim"):
+                look(x, w, dim, 2.0)
+        for bad in (OTHERS["sparse_coo"](x), OTHERS["nested"](x)):
+            with pytest.raises(RidgelineError, match="^toy: it takes dense tensors"):
+                look(bad, w, 1, 2.0)
+        before = len(looks)
+        with pretend("sm_90"):
+            assert look(x, w, 1, 2.0) == (None, before + 1)
+        monkeypatch.setitem(look.__globals__, "autocast", lambda: True)
+        assert look(x, w, 1, 2.0) == look(x, w, 1, 2.0) == (None, before + 2)
+    assert look(x, w, 1, 2.0) == (None, before + 3)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import shutil
+from collections.abc import Callable
 from functools import cache
 from typing import Any
 
@@ -10,8 +11,9 @@ import torch
 
 from ridgeline import cuda
 from ridgeline import device as devices
-from ridgeline.boundary import INTERPRETED, tracing
-from ridgeline.op import Implementation, Op, RidgelineError, _registry, dense_only
+from ridgeline.boundary import _OWN, INTERPRETED, tracing
+from ridgeline.op import CHECK, Implementation, Op, RidgelineError, _registry, dense_only
+from ridgeline.replay import _KINDS, _function
 
 
 @cache
@@ -153,3 +155,46 @@ def eager(op: Op, impl: str | None, *args: Any, **options: Any) -> Implementatio
         return None
     plain = [i for i in reversed(op.implementations.values()) if i.served and not i.is_kernel]
     return next((i for i in plain[:-1] if i.supports is None or i.supports(*args, **options) is None), plain[-1])
+
+
+def by_kind(leading: int) -> Callable[[Callable[..., Any]], Callable[..., Any]]:
+    """Of a function that looks at an op's arguments: it remembers what it found, and looks at a call like one before no more.
+
+    The first `leading` of its arguments are tensors. It returns a tuple whose first is what `eager` gave, or raises. What it found is
+    remembered where kernels serve the call on a GPU, for tensors of the same shapes, dtypes and layouts there and other arguments that
+    are equal and of the same types: so it may look at nothing else, but whether autocast is on.
+    """
+
+    def remember(look: Callable[..., tuple[Any, ...]]) -> Callable[..., Any]:
+        if CHECK:
+            return look
+        tensors = [f"t{n}" for n in range(leading)]
+        others = [f"a{n}" for n in range(look.__code__.co_argcount - leading)]
+        args = ", ".join([*tensors, *others])
+        seen = [f"{t}.shape, {t}.dtype, {t}.layout, {t}.get_device()" for t in tensors]
+        seen += [f"{a}, type({a}) if type({a}) is not tuple else tuple(map(type, {a}))" for a in others]
+        known: dict[Any, tuple[Any, ...]] = {}
+
+        def learn(key: Any, *args: Any) -> tuple[Any, ...]:
+            found = look(*args)
+            if found[0] is None:
+                if len(known) >= _KINDS:
+                    known.clear()
+                known[key] = found
+            return found
+
+        lines = [
+            f"    if compiling() or {' or '.join([f'type({t}) not in own' for t in tensors])}: return look({args})",
+            f"    if not t0.is_cuda or devices._pretended is not None: return look({args})",
+            "    try:",
+            f"        key = {', '.join(seen)}, autocast()",  # the GPU's
+            "        found = get(key)",
+            "    except (RuntimeError, TypeError):",  # a nested tensor has no shape, and a list no hash
+            f"        return look({args})",
+            f"    return found or learn(key, {args})",
+        ]
+        names: dict[str, Any] = {"look": look, "learn": learn, "get": known.get, "own": _OWN, "devices": devices}
+        names |= {"compiling": torch.compiler.is_compiling, "autocast": torch.is_autocast_enabled}
+        return _function("looked", [*tensors, *others], lines, names)
+
+    return remember

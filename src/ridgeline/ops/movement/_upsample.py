@@ -25,7 +25,7 @@ def pair(scale: Any) -> tuple[float, ...]:
 
 def form_of(x: torch.Tensor) -> torch.memory_format:
     """Channels last where x is so and not row by row."""
-    return LAST if x.is_contiguous(memory_format=LAST) and not x.is_contiguous() else torch.contiguous_format
+    return LAST if not x.is_contiguous() and x.is_contiguous(memory_format=LAST) else torch.contiguous_format
 
 
 def grown(size: int, scale: float) -> int:

@@ -17,9 +17,9 @@ import torch
 
 from ridgeline.boundary import Function, differentiate, first_order, kernel_op
 from ridgeline.cuda import CudaKernel
-from ridgeline.op import Case, Cost, Op, RidgelineError, Spec, nbytes
+from ridgeline.op import Case, Cost, Implementation, Op, RidgelineError, Spec, nbytes
 from ridgeline.ops.movement._index_add import FILE, INT, countable, fault_of, launch_bwd, left, ordered, packs, slow, small, unordered
-from ridgeline.select import eager, run
+from ridgeline.select import by_kind, eager, run
 
 
 @kernel_op("index_add_fwd(Tensor x, Tensor index, Tensor source, int dim, float alpha, bool deterministic, str? impl) -> Tensor")
@@ -56,6 +56,16 @@ def reference(x: Any, dim: int, index: Any, source: Any, *, alpha: float = 1, de
     return torch.index_add(x, dim, index, source, alpha=alpha)
 
 
+@by_kind(3)
+def _look(
+    x: torch.Tensor, index: torch.Tensor, source: torch.Tensor, dim: int, alpha: float, deterministic: bool | None, impl: str | None
+) -> tuple[Implementation | None, int]:
+    fault = fault_of(x, dim, index, source, alpha, deterministic)
+    if fault:
+        raise RidgelineError(f"index_add: {fault}")
+    return eager(INDEX_ADD, impl, x, dim, index, source, alpha, deterministic), dim % x.dim()
+
+
 def index_add(
     x: torch.Tensor, dim: int, index: torch.Tensor, source: torch.Tensor, *, alpha: float = 1, deterministic: bool | None = None,
     impl: str | None = None,
@@ -68,14 +78,11 @@ def index_add(
     Returns a contiguous tensor of x's shape. On a GPU an index out of range gives NaN in the nearest row; on a CPU, and everywhere with
     RIDGELINE_CHECK=1, it raises. Raises RidgelineError where shapes, dtypes or devices do not fit, or `impl` cannot run the call.
     """
-    fault = fault_of(x, dim, index, source, alpha, deterministic)
-    if fault:
-        raise RidgelineError(f"index_add: {fault}")
-    plain = eager(INDEX_ADD, impl, x, dim, index, source, alpha, deterministic)
+    plain, along = _look(x, index, source, dim, alpha, deterministic, impl)
     if plain is not None and plain.call is not None:
         return plain.call(x, dim, index, source, alpha=alpha)
     same = deterministic is not False or torch.are_deterministic_algorithms_enabled()
-    given = x, index, source, dim % x.dim(), float(alpha), same, impl
+    given = x, index, source, along, float(alpha), same, impl
     if torch.is_grad_enabled() and (x.requires_grad or source.requires_grad):
         return differentiate(_IndexAdd, *given)
     return _forward(*given)

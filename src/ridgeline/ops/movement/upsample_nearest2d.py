@@ -17,9 +17,9 @@ import torch
 import torch.nn.functional as F
 
 from ridgeline.boundary import Function, differentiate, first_order, kernel_op
-from ridgeline.op import Case, Cost, Op, RidgelineError, Spec, nbytes
+from ridgeline.op import Case, Cost, Implementation, Op, RidgelineError, Spec, nbytes
 from ridgeline.ops.movement._upsample import LAST, form_of, grown, pair, start, start_twice, too_large
-from ridgeline.select import eager, run
+from ridgeline.select import by_kind, eager, run
 
 
 @kernel_op("upsample_nearest2d_fwd(Tensor x, float down, float across, str? impl) -> Tensor")
@@ -69,13 +69,8 @@ def _torch(x: torch.Tensor, scale_factor: float | tuple[float, float]) -> torch.
     return F.interpolate(x, scale_factor=pair(scale_factor), mode="nearest")
 
 
-def upsample_nearest2d(x: torch.Tensor, scale_factor: float | tuple[float, float], *, impl: str | None = None) -> torch.Tensor:
-    """Images in another size, each pixel a copy of x's, as `torch.nn.functional.interpolate(x, scale_factor=..., mode="nearest")`.
-
-    x: (N, C, H, W), floating point; row by row and channels last are taken as they are, and y is as x is. scale_factor: a number above
-    0, or one for H and one for W; integer ones and two are quickest. y: (N, C, floor(H scale), floor(W scale)). Gradients flow to x.
-    Raises RidgelineError where x is no such tensor, a scale is none, y would have no pixel, or `impl` cannot run the call.
-    """
+@by_kind(1)
+def _look(x: torch.Tensor, scale_factor: Any, impl: str | None) -> tuple[Implementation | None, tuple[float, ...]]:
     if not isinstance(x, torch.Tensor):
         raise RidgelineError(f"upsample_nearest2d: x must be a tensor, and is {type(x).__name__}")
     if x.dim() != 4 or not x.is_floating_point():
@@ -87,7 +82,17 @@ def upsample_nearest2d(x: torch.Tensor, scale_factor: float | tuple[float, float
     scale = pair(scale_factor)
     if grown(x.shape[2], scale[0]) < 1 or grown(x.shape[3], scale[1]) < 1:
         raise RidgelineError(f"upsample_nearest2d: y must have a pixel; x is {tuple(x.shape)} and scale_factor {scale_factor}")
-    plain = eager(UPSAMPLE, impl, x, scale)
+    return eager(UPSAMPLE, impl, x, scale), scale
+
+
+def upsample_nearest2d(x: torch.Tensor, scale_factor: float | tuple[float, float], *, impl: str | None = None) -> torch.Tensor:
+    """Images in another size, each pixel a copy of x's, as `torch.nn.functional.interpolate(x, scale_factor=..., mode="nearest")`.
+
+    x: (N, C, H, W), floating point; row by row and channels last are taken as they are, and y is as x is. scale_factor: a number above
+    0, or one for H and one for W; integer ones and two are quickest. y: (N, C, floor(H scale), floor(W scale)). Gradients flow to x.
+    Raises RidgelineError where x is no such tensor, a scale is none, y would have no pixel, or `impl` cannot run the call.
+    """
+    plain, scale = _look(x, scale_factor, impl)
     if plain is not None and plain.call is not None:
         return plain.call(x, scale)
     return differentiate(_Upsample, x, *scale, impl) if torch.is_grad_enabled() and x.requires_grad else _forward(x, *scale, impl)

@@ -36,7 +36,7 @@ class Parts:
         whole = ceil(x.numel(), rule["THREADS"] * rule["LOADS"] * (16 // x.element_size()))
         steps = ceil(whole, rule["BLOCKS"] * gpu.multiprocessors)
         blocks = ceil(whole, steps)
-        parts = parts_like(x, blocks)
+        parts = parts_like(x, blocks if blocks > 1 else 0)
         after = early(gpu)
         facts: dict[str, Any] = {"DTYPE": CTYPES[x.dtype], "YTYPE": CTYPES[y.dtype], "LOADS": rule["LOADS"], "PDL": int(after.pop("PDL"))}
         launch(self.kernel, (blocks,), y, parts, *operands, x.numel(), steps, **facts, THREADS=rule["THREADS"], block=rule["THREADS"])

@@ -18,11 +18,11 @@ from typing import Any
 import torch
 
 from ridgeline.boundary import Function, differentiate, first_order, kernel_op
-from ridgeline.op import FLOATS, Case, Cost, Op, RidgelineError, Spec, nbytes
+from ridgeline.op import FLOATS, Case, Cost, Implementation, Op, RidgelineError, Spec, nbytes
 from ridgeline.ops.reduction._data import Positive, Signs, Strided
 from ridgeline.ops.reduction._products import atomic, by_programs, in_order, side_by_side, together
 from ridgeline.ops.reduction._sums import no_kernel
-from ridgeline.select import eager, run
+from ridgeline.select import by_kind, eager, run
 
 
 @kernel_op("dot_fwd(Tensor a, Tensor b, str? impl) -> Tensor")
@@ -54,13 +54,8 @@ def reference(a: torch.Tensor, b: torch.Tensor) -> torch.Tensor:
     return torch.dot(a, b)
 
 
-def dot(a: torch.Tensor, b: torch.Tensor, *, impl: str | None = None) -> torch.Tensor:
-    """The dot product of two vectors, as `torch.dot`. Gradients flow to both.
-
-    a, b: (N,), any strides, of one device and dtype: float32, float16, bfloat16 or float64. Returns a number, (), in that dtype; sums
-    are in float32 (of float64 in it), and the same bits every time.
-    Raises RidgelineError where shapes, dtypes or devices do not fit, or `impl` cannot run the call.
-    """
+@by_kind(2)
+def _look(a: torch.Tensor, b: torch.Tensor, impl: str | None) -> tuple[Implementation | None]:
     if not isinstance(a, torch.Tensor) or not isinstance(b, torch.Tensor):
         raise RidgelineError(f"dot: a and b must be tensors, and are {type(a).__name__} and {type(b).__name__}")
     if a.dim() != 1 or a.shape != b.shape:
@@ -69,7 +64,17 @@ def dot(a: torch.Tensor, b: torch.Tensor, *, impl: str | None = None) -> torch.T
         raise RidgelineError(f"dot: a is {a.dtype} on {a.device} and b {b.dtype} on {b.device}; they must agree")
     if a.dtype not in TAKEN:
         raise RidgelineError(f"dot: a and b must be {', '.join(str(d)[6:] for d in TAKEN)}, and are {str(a.dtype)[6:]}")
-    plain = eager(DOT, impl, a, b)
+    return (eager(DOT, impl, a, b),)
+
+
+def dot(a: torch.Tensor, b: torch.Tensor, *, impl: str | None = None) -> torch.Tensor:
+    """The dot product of two vectors, as `torch.dot`. Gradients flow to both.
+
+    a, b: (N,), any strides, of one device and dtype: float32, float16, bfloat16 or float64. Returns a number, (), in that dtype; sums
+    are in float32 (of float64 in it), and the same bits every time.
+    Raises RidgelineError where shapes, dtypes or devices do not fit, or `impl` cannot run the call.
+    """
+    (plain,) = _look(a, b, impl)
     if plain is not None and plain.call is not None:
         return plain.call(a, b)
     if torch.is_grad_enabled() and (a.requires_grad or b.requires_grad):

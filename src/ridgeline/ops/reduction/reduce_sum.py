@@ -16,13 +16,13 @@ from typing import Any
 import torch
 
 from ridgeline.boundary import Function, differentiate, first_order, kernel_op
-from ridgeline.op import FLOATS, Case, Cost, Op, RidgelineError, dense_only, nbytes
+from ridgeline.op import FLOATS, Case, Cost, Implementation, Op, RidgelineError, dense_only, nbytes
 from ridgeline.ops.reduction._data import Positive
 from ridgeline.ops.reduction._layout import left_to_torch, normal, result_dtype, takes_dtypes, tiny
 from ridgeline.ops.reduction._sums import no_kernel
 from ridgeline.ops.reduction._tiles import sum_tiles
 from ridgeline.ops.reduction._whole import best, takes_whole, teach
-from ridgeline.select import eager, find, run
+from ridgeline.select import by_kind, eager, find, run
 
 INTS = ("int32", "int64", "int16", "int8", "uint8", "bool")
 
@@ -55,6 +55,21 @@ def reference(x: torch.Tensor, dim: Any = None, keepdim: bool = False, dtype: to
     return torch.sum(x, dim, keepdim, dtype=dtype)
 
 
+@by_kind(1)
+def _look(
+    x: torch.Tensor, dim: Any, dtype: torch.dtype | None, impl: str | None
+) -> tuple[Implementation | None, tuple[int, ...], torch.dtype]:
+    dims = normal(x, dim, dtype)
+    out = result_dtype(x, dtype)
+    reason = left_to_torch(x, out)
+    if reason:
+        dense_only("reduce_sum", [x])
+    plain = find(REDUCE_SUM, impl or "torch") if reason else eager(REDUCE_SUM, impl, x, dims)
+    if reason and plain is not None and plain.is_kernel:
+        raise RidgelineError(f"reduce_sum: impl={impl!r} cannot run this call: {reason}")
+    return plain, dims, out
+
+
 def reduce_sum(
     x: torch.Tensor,
     dim: int | tuple[int, ...] | None = None,
@@ -70,14 +85,7 @@ def reduce_sum(
     same bits every time.
     Raises RidgelineError on a `dim` that x has not or has twice, a `dtype` that is none, or an `impl` that cannot run the call.
     """
-    dims = normal(x, dim, dtype)
-    out = result_dtype(x, dtype)
-    reason = left_to_torch(x, out)
-    if reason:
-        dense_only("reduce_sum", [x])
-    plain = find(REDUCE_SUM, impl or "torch") if reason else eager(REDUCE_SUM, impl, x, dims)
-    if reason and plain is not None and plain.is_kernel:
-        raise RidgelineError(f"reduce_sum: impl={impl!r} cannot run this call: {reason}")
+    plain, dims, out = _look(x, dim, dtype, impl)
     if plain is not None and plain.call is not None:
         return plain.call(x, dims, keepdim, dtype)
     if torch.is_grad_enabled() and x.requires_grad:
