@@ -28,6 +28,15 @@ def exact_exp(x, dtype: tl.constexpr):
 
 
 @triton.jit
+def exp_below(x, columns: tl.constexpr, dtype: tl.constexpr):
+    """exp of what is below a row's maximum, where one pass has the row. The largest term, exp(0) = 1, has no bias: among the terms of a short
+    row it would stand out; in a long one all share theirs."""
+    if columns <= 512:
+        return exact_exp(x, dtype)
+    return exp(x, dtype)
+
+
+@triton.jit
 def log(x):
     """The natural logarithm of a positive normal float32, to about an ulp, where the chip's own is off by up to 2**-22 of it:
     x = m 2**k with m in [1/sqrt 2, sqrt 2), and log m = 2 artanh s, s = (m - 1) / (m + 1), by its series. A NaN stays."""

@@ -93,9 +93,9 @@ def repeat_kv(x: torch.Tensor, n: int, *, lengths: torch.Tensor | None = None, i
 
 
 def cost(x: torch.Tensor, n: int, *, lengths: torch.Tensor | None = None) -> tuple[Cost, Cost]:
-    """Of all rows: how many are valid, the shapes do not say."""
-    more = 0 if lengths is None else nbytes(lengths)
-    return Cost(nbytes(x) + more, n * nbytes(x), 0), Cost(n * nbytes(x) + more, nbytes(x), (n - 1) * x.numel())
+    """With lengths, what is read at the least, which is none of a tensor's rows: how many are valid, the shapes do not say."""
+    once, copies = (nbytes(x), n * nbytes(x)) if lengths is None else (nbytes(lengths),) * 2
+    return Cost(once, n * nbytes(x), 0), Cost(copies, nbytes(x), (n - 1) * x.numel())
 
 
 def _bench(name: str, *shape: int, grad: bool = True, **kwargs: Any) -> Case:

@@ -27,7 +27,7 @@ def _sizes(x: torch.Tensor, dim: int) -> tuple[int, int, int]:
 
 
 def _macros(y: torch.Tensor, x: torch.Tensor, rows: int, n: int, reverse: bool, packed: bool, threads: int) -> dict[str, Any]:
-    """Packs of 16 bytes of the wider type, where rows begin at such, and how many a thread has: of four elements ten, the best measured."""
+    """Packs of 16 bytes of the wider type, where rows begin at such, and how many a thread has."""
     pack = 16 // max(y.element_size(), x.element_size())
     whole = packed and (n % pack == 0 or (rows == 1 and not reverse))
     pack = pack if whole and not any([t.data_ptr() % (pack * t.element_size()) for t in (y, x)]) else 1
@@ -41,9 +41,11 @@ def _tiled(phased: bool, packed: bool, y: torch.Tensor, x: torch.Tensor, dim: in
     """Rows by tiles: in one pass, or in three."""
     x = x.contiguous()
     rows, n, _ = _sizes(x, dim)
-    threads = 128  # with ten packs each: 2.54 TB/s of 2^30 int32 on an H100, 2.34 with 256 and six
-    macros = _macros(y, x, rows, n, reverse, packed, threads)
-    tiles = -(-n // (threads * macros["PACK"] * macros["ITEMS"]))
+    macros = _macros(y, x, rows, n, reverse, packed, 128)
+    # The longer the tiles, the fewer wait for each other: so 512 threads and 64 numbers each, where that leaves tiles enough.
+    if macros["PACK"] > 2 and rows * n > (1 << 17) * device.of(x).multiprocessors:
+        macros |= {"ITEMS": 64 // macros["PACK"], "THREADS": 512, "block": 512}
+    tiles = -(-n // (macros["THREADS"] * macros["PACK"] * macros["ITEMS"]))
     every = rows * tiles
     state = torch.empty(2 * (1 + every + rows * -(-tiles // GROUP)), dtype=torch.int64, device=x.device)
     if phased:

@@ -69,7 +69,7 @@ def atomic(names: tuple[str, str, str], each: int, y: torch.Tensor, a: torch.Ten
 
 
 IN_ORDER = Parts(FILE, "in_order", "add", 2)
-RULE: Rule = {"THREADS": 256, "LOADS": 4, "BLOCKS": 128}
+RULE: Rule = {"THREADS": 1024, "LOADS": 2, "BLOCKS": 128}
 
 
 def in_order(y: torch.Tensor, a: torch.Tensor, b: torch.Tensor, *, rule: Rule = RULE) -> None:

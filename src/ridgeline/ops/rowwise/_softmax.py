@@ -21,7 +21,7 @@ from ridgeline.op import Case, Op, RidgelineError, Spec
 from ridgeline.ops.rowwise._rows import BENCH, TILE_LIMIT, as_rows, ceil, empty_rows, key_of, power, tiles
 from ridgeline.select import eager, run
 from ridgeline.tiles import cluster_rows
-from ridgeline.tiles.online_softmax import divide, exact_exp, exp, log, merge, update
+from ridgeline.tiles.online_softmax import divide, exact_exp, exp, exp_below, log, merge, update
 
 
 @triton.jit
@@ -32,7 +32,7 @@ def _fwd(y, x, rows, columns, x_stride, LOG: tl.constexpr, BM: tl.constexpr, BN:
         mask = (row < rows) & (column < columns)
         values = tl.load(x + row * x_stride + column, mask=mask, other=float("-inf")).to(tl.float32)
         below = values - tl.max(values, 1)[:, None]
-        e = exp(below, x.dtype.element_ty)
+        e = exp_below(below, BN, x.dtype.element_ty)
         total = tl.sum(e, 1)[:, None]
         if LOG:
             result = (below - log(total)).to(y.dtype.element_ty)

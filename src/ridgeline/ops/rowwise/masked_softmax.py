@@ -21,7 +21,7 @@ from ridgeline.op import Case, Cost, Op, RidgelineError, Spec, dense_only, nbyte
 from ridgeline.ops.rowwise._rows import TILE_LIMIT, as_rows, empty_rows, power, tiles
 from ridgeline.ops.rowwise._softmax import full_precision
 from ridgeline.select import eager, run
-from ridgeline.tiles.online_softmax import divide, exact_exp, exp, update
+from ridgeline.tiles.online_softmax import divide, exact_exp, exp_below, update
 from ridgeline.tiles.philox import keep, kept, threshold
 
 INF = math.inf
@@ -70,7 +70,7 @@ def _fwd(y, p, x, mask, bias, seed, rows, columns, x_stride, scale, fill, least,
         biases = bias if bias is None else bias + _offset(row, sizes, bias_strides[1:])
         z = _scores(x + row.to(tl.int64) * x_stride, masks, biases, mask_strides[0], bias_strides[0], column, inside, scale, fill)
         most = tl.max(z, 1)[:, None]
-        e = exp(z - tl.where(most == float("-inf"), 0.0, most), x.dtype.element_ty)
+        e = exp_below(z - tl.where(most == float("-inf"), 0.0, most), BN, x.dtype.element_ty)
         total = tl.sum(e, 1)[:, None]
         probability = divide(e, tl.where(total == 0, 1.0, total), y.dtype.element_ty)
         at = row.to(tl.int64) * columns
