@@ -55,7 +55,7 @@ def _gradient(slope, p, total, LOG: tl.constexpr):
     """dx, of dy, softmax and the row's sum of dy or, for softmax, of dy times softmax."""
     if LOG:
         return slope - p * total
-    return p * (slope - total)
+    return tl.fma(-total, p, slope * p)  # not p * (slope - total): where one p is nearly 1, that cancels before it is rounded
 
 
 @triton.jit

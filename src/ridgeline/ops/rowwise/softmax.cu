@@ -58,7 +58,7 @@ extern "C" __global__ void __launch_bounds__(THREADS, BLOCKS)
 #pragma unroll
             for (int j = 0; j < N; ++j) {
                 const float slope = to_float(a.at[j]), value = to_float(b.at[j]);
-                from_float(LOG ? slope - exp_from(value, 0.0f) * total : value * (slope - total), pack.at[j]);
+                from_float(LOG ? slope - exp_from(value, 0.0f) * total : fmaf(-total, value, slope * value), pack.at[j]);
             }
             store_streaming(c.of(out), pack);
         });

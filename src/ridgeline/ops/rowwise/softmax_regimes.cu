@@ -15,6 +15,9 @@ __device__ inline float share_of(float e, float total, float reciprocal) {
     return fmaf(fmaf(-q, total, e), reciprocal, q);
 }
 
+// y (dy - total), its largest terms multiplied before they cancel.
+__device__ inline float gradient(float dy, float y, float total) { return fmaf(-total, y, dy * y); }
+
 __device__ inline float larger(float a, float b) { return fmaxf(a, b); }
 __device__ inline float added(float a, float b) { return a + b; }
 
@@ -121,7 +124,7 @@ extern "C" __global__ void softmax_warp_bwd(X* dx, const Y* dy, const Y* y, long
         for (int k = 0; k < PACKS * PACK; ++k) total += slope.at[r][k] * row.at[r][k];
         total = over_lanes<LANES>(total, added);
 #pragma unroll
-        for (int k = 0; k < PACKS * PACK; ++k) slope.at[r][k] = row.at[r][k] * (slope.at[r][k] - total);
+        for (int k = 0; k < PACKS * PACK; ++k) slope.at[r][k] = gradient(slope.at[r][k], row.at[r][k], total);
     }
     slope.store(dx, first_row(), rows, columns);
 }
@@ -166,7 +169,7 @@ extern "C" __global__ void softmax_block_bwd(X* dx, const Y* dy, const Y* y, lon
     for_packs(columns, [&](int p) {
         Pack<X, PACK> pack;
 #pragma unroll
-        for (int k = 0; k < PACK; ++k) from_float(values[k * packs + p] * (slopes[k * packs + p] - total), pack.at[k]);
+        for (int k = 0; k < PACK; ++k) from_float(gradient(slopes[k * packs + p], values[k * packs + p], total), pack.at[k]);
         pack_at(dx + blockIdx.x * (long long)columns, p) = pack;
     });
 }
@@ -212,7 +215,7 @@ __device__ void uncached_gradient(X* out, const Y* dy, const Y* y, int columns) 
         const Pack<Y, PACK> a = pack_at(dy, p), b = pack_at(y, p);
         Pack<X, PACK> pack;
 #pragma unroll
-        for (int k = 0; k < PACK; ++k) from_float(to_float(b.at[k]) * (to_float(a.at[k]) - total), pack.at[k]);
+        for (int k = 0; k < PACK; ++k) from_float(gradient(to_float(a.at[k]), to_float(b.at[k]), total), pack.at[k]);
         pack_at(out, p) = pack;
     });
 }
