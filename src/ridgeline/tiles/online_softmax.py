@@ -29,8 +29,8 @@ def exact_exp(x, dtype: tl.constexpr):
 
 @triton.jit
 def exp_below(x, columns: tl.constexpr, dtype: tl.constexpr):
-    """exp of what is below a row's maximum, where one pass has the row. The largest term, exp(0) = 1, has no bias: among the terms of a short
-    row it would stand out; in a long one all share theirs."""
+    """exp of what is below a row's maximum, where one pass has the row. The largest term, exp(0) = 1, has no bias: in a short row it would
+    stand out; in a long one the others share theirs."""
     if columns <= 512:
         return exact_exp(x, dtype)
     return exp(x, dtype)

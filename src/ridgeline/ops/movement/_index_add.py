@@ -19,6 +19,13 @@ _COPY, _BWD = CudaKernel(FILE, "index_add_copy", "PPq"), CudaKernel(FILE, "index
 _FEW, _STARTS = CudaKernel(FILE, "index_add_few", "PPPPqqqqf"), CudaKernel(FILE, "index_add_starts", "PPqq")
 _SEGMENTS = CudaKernel(FILE, "index_add_segments", "PPPPPPqqqqf")
 FEW = 1024  # indices that warps look through; more are sorted
+_PASS = CudaKernel(FILE, "index_add_pass", "PPPPqqqqf")
+LOADS, AHEAD, THREADS = (
+    4,
+    16,
+    256,
+)  # of a block of it: loads of x and elements of source rows that a thread has on their way; threads at most
+_PLAIN = {"ROWS": 1, "LANES": 32, "BATCH": 8, "OTYPE": "int", "COPY": 1, "LOADS": 1, "THREADS": 256}
 INT = {torch.int32: "int", torch.int64: "long long"}
 
 
@@ -27,7 +34,7 @@ def _facts(y: torch.Tensor, dim: int, index: torch.Tensor, *others: torch.Tensor
     inner, pack = math.prod(y.shape[dim + 1 :]), 16 // y.element_size()
     whole = inner % pack == 0 and not any([t.data_ptr() % 16 for t in (y, *others)])
     macros = {"DTYPE": CTYPE[y.dtype], "ITYPE": INT[index.dtype], "PACK": pack if whole else 1}
-    return (math.prod(y.shape[:dim]), y.shape[dim], index.shape[0], inner), macros | {"ROWS": 1, "LANES": 32, "BATCH": 8, "OTYPE": "int"}
+    return (math.prod(y.shape[:dim]), y.shape[dim], index.shape[0], inner), macros | _PLAIN
 
 
 def _copy(y: torch.Tensor, x: torch.Tensor, macros: dict[str, Any]) -> None:
@@ -54,13 +61,31 @@ def unordered(kernel: CudaKernel, most: int, y: Any, x: Any, dim: int, index: An
     launch(kernel, (blocks,), y, index, source, *sizes, alpha, block=128, **macros)
 
 
-def ordered(y: Any, x: Any, dim: int, index: Any, source: Any, alpha: float, deterministic: bool) -> None:
-    """Every place of y by one thread. Rows that no index names are copied by the same kernel, or where they are most by one before."""
+def _given(y: Any, x: Any, dim: int, index: Any, source: Any) -> tuple[Any, Any, Any, tuple[int, ...], dict[str, Any]]:
+    """x, index and source as kernels take them, the sizes, and the macros."""
     index, source = index.contiguous(), source.contiguous()
     if not x.is_contiguous():
         y.copy_(x)
         x = y  # a thread reads what it then writes
-    sizes, macros = _facts(y, dim, index, x, source)
+    return x, index, source, *_facts(y, dim, index, x, source)
+
+
+def passed(y: Any, x: Any, dim: int, index: Any, source: Any, alpha: float, deterministic: bool) -> None:
+    """The copy and the sums in one kernel, whose blocks have the same part of every slice."""
+    x, index, source, sizes, macros = _given(y, x, dim, index, source)
+    (outer, size, _, inner), pack = sizes, 16 // y.element_size()
+    part = size * inner
+    copy = pack if x.data_ptr() % 16 == 0 and (outer == 1 or part % pack == 0) else 1
+    loads = LOADS if y.numel() > 2048 * copy * device.of(y).multiprocessors else 1  # small ones: more blocks
+    threads = min(THREADS, max(32, 1 << (-(-part // (copy * loads)) - 1).bit_length()))
+    macros |= {"COPY": copy, "LOADS": loads, "THREADS": threads, "BATCH": min(8, AHEAD // macros["PACK"])}
+    grid = -(-part // (threads * loads * copy)), min(outer, 65535)
+    launch(_PASS, grid, y, x, index, source, *sizes, alpha, block=threads, **macros)
+
+
+def ordered(y: Any, x: Any, dim: int, index: Any, source: Any, alpha: float, deterministic: bool) -> None:
+    """Every place of y by one thread. Rows that no index names are copied by the same kernel, or where they are most by one before."""
+    x, index, source, sizes, macros = _given(y, x, dim, index, source)
     outer, size, n, inner = sizes
     rows = size <= 4 * n or (n <= 64 and inner * y.element_size() >= 512)
     if not rows and x is not y:
@@ -142,6 +167,10 @@ def left(x: Any, dim: Any, index: torch.Tensor, source: Any, alpha: Any = 1, det
     if index.shape[0] >= 1 << 31:
         return "its places in the order are int, and the indices are more"
     return "deterministic=False asks for atomics" if deterministic is False and index.shape[0] > FEW else None
+
+
+def few(x: Any, dim: Any, index: torch.Tensor, *rest: Any) -> str | None:
+    return None if index.shape[0] <= FEW else f"it takes {FEW} indices at most, and these are {index.shape[0]}"
 
 
 def countable(x: Any, dim: Any, index: torch.Tensor, *rest: Any) -> str | None:

@@ -1,5 +1,6 @@
 // index_add in CUDA C++. x and y are (outer, size, inner) and source (outer, n, inner), all contiguous; row index[k] of y takes source's k.
-// Macros: DTYPE the elements, ITYPE the indices (int or long long), PACK the elements of a load (inner divides by it), ROWS 0 or 1.
+// Macros: DTYPE the elements, ITYPE the indices (int or long long), PACK the elements of a load (inner divides by it), ROWS 0 or 1; others
+// beside their kernels.
 // An index that is out of range is read as the nearest that is not, and gives NaN there.
 #include "elementwise.cuh"
 
@@ -140,6 +141,114 @@ struct Sum {
         *reinterpret_cast<Packed*>(to) = pack;
     }
 };
+
+// At most 1024 indices, in one pass. A block copies the same part of some slices of x, and looks for the indices whose rows reach into it.
+// Where there are any, equal ones are linked in order, and a thread for each pack of such a row makes it anew: x's value, then the source's.
+// THREADS: a power of 2; COPY: elements of a load of the copy; LOADS: such loads of a thread; BATCH: source rows on their way.
+extern "C" __global__ void __launch_bounds__(THREADS, 1024 / THREADS) index_add_pass(
+    T* y, const T* x, const I* __restrict__ index, const T* source, long long outer, long long size, long long n, long long inner, float alpha) {
+    using Copied = Pack<T, COPY>;
+    constexpr int MOST = 1024, WARPS = THREADS / 32, PART = THREADS * LOADS * COPY;
+    __shared__ unsigned found[MOST / 32];                 // a bit for each index
+    __shared__ short item[MOST], spot[MOST], next[MOST];  // of those found: which it is, where its row begins here, the next equal one or 0
+    const int lane = threadIdx.x % 32, warp = threadIdx.x / 32, words = ((int)n + 31) / 32;
+    const long long slice = size * inner, begin = blockIdx.x * (long long)PART;
+    const int count = (int)min((long long)PART, slice - begin), moved = x == y ? 0 : count;  // a strided x was copied before
+    const auto start_of = [&](long long row) { return nearest(row, size) * inner - begin; };
+
+    Copied copied[LOADS];
+    const auto load = [&](long long o) {
+        const Copied* from = reinterpret_cast<const Copied*>(x + o * slice + begin) + threadIdx.x;
+#pragma unroll
+        for (int u = 0; u < LOADS; ++u)
+            copied[u] = u * THREADS + threadIdx.x < moved / COPY ? from[u * THREADS] : Copied{};
+    };
+    const auto store = [&](long long o) {
+        Copied* to = reinterpret_cast<Copied*>(y + o * slice + begin) + threadIdx.x;
+#pragma unroll
+        for (int u = 0; u < LOADS; ++u)
+            if (u * THREADS + threadIdx.x < moved / COPY) to[u * THREADS] = copied[u];
+        const long long rest = o * slice + begin + moved / COPY * COPY + threadIdx.x;
+        if (COPY > 1 && threadIdx.x < moved % COPY) y[rest] = x[rest];
+    };
+    load(blockIdx.y);
+
+    bool any = false;
+    for (int first = warp; first < words; first += 4 * WARPS) {
+        I given[4];
+#pragma unroll
+        for (int u = 0; u < 4; ++u) given[u] = index[min((first + u * WARPS) * 32 + lane, (int)n - 1)];
+#pragma unroll
+        for (int u = 0; u < 4; ++u) {
+            const int word = first + u * WARPS;
+            const long long start = start_of(given[u]);
+            const unsigned hits = __ballot_sync(~0u, word * 32 + lane < n && start < count && start > -inner);
+            if (lane == 0 && word < words) found[word] = hits;
+            any |= hits != 0;
+        }
+    }
+    any = __syncthreads_or(any);
+
+    int total = 0;
+    if (any) {
+#pragma unroll 1
+        for (int word = 0; word < words; ++word) {
+            const unsigned hits = found[word];
+            if (word % WARPS == warp && hits >> lane & 1) {
+                const int k = word * 32 + lane, i = total + __popc(hits & ((1u << lane) - 1));
+                item[i] = k;
+                spot[i] = max(start_of(index[k]), -1LL);  // one row at most begins before
+            }
+            total += __popc(hits);
+        }
+        __syncthreads();
+        for (int i = threadIdx.x; i < total; i += THREADS) {
+            int after = 0;
+#pragma unroll 8
+            for (int j = total - 1; j > i; --j)
+                if (spot[j] == spot[i]) after = j;
+            next[i] = after;
+            if (after) item[after] = ~item[after];  // it has no pack of its own
+        }
+    }
+
+    const int wide = (int)min(inner, (long long)count) / PACK;
+    for (long long o = blockIdx.y;;) {
+        store(o);
+        if (any) __syncthreads();
+        for (int p = threadIdx.x; p < total * wide; p += THREADS) {
+            int i = p / wide;
+            if (item[i] < 0) continue;
+            const long long start = start_of(index[item[i]]);
+            const int at = (int)max(start, 0LL) + p % wide * PACK;
+            if (at >= min(start + inner, (long long)count)) continue;
+            const T* from = source + o * n * inner + (at - start);
+            Sum sum;
+            sum.take(x + o * slice + begin + at);
+            bool bad = false;
+            do {
+                Packed pack[BATCH];
+                int taken = 0;
+#pragma unroll
+                for (int a = 0; a < BATCH; ++a)
+                    if (a == 0 || i) {
+                        const int k = item[i] < 0 ? ~item[i] : item[i];
+                        bad |= index[k] < 0 || index[k] >= size;
+                        pack[a] = *reinterpret_cast<const Packed*>(from + k * inner);
+                        i = next[i];
+                        ++taken;
+                    }
+#pragma unroll
+                for (int a = 0; a < BATCH; ++a)
+                    if (a < taken) sum.add(pack[a], alpha);
+            } while (i);
+            sum.put(y + o * slice + begin + at, bad);
+        }
+        o += gridDim.y;
+        if (o >= outer) break;
+        load(o);
+    }
+}
 
 // Few indices: a warp looks through all of them, 32 at once, for those of its row, and adds their source rows in order. Nothing is sorted.
 // ROWS 1: a warp has a part of any row, so that this is the copy as well. ROWS 0: of the row of index[item], where that is the first such

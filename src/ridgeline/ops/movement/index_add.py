@@ -18,7 +18,21 @@ import torch
 from ridgeline.boundary import Function, differentiate, first_order, kernel_op
 from ridgeline.cuda import CudaKernel
 from ridgeline.op import Case, Cost, Implementation, Op, RidgelineError, Spec, nbytes
-from ridgeline.ops.movement._index_add import FILE, INT, countable, fault_of, launch_bwd, left, ordered, packs, slow, small, unordered
+from ridgeline.ops.movement._index_add import (
+    FILE,
+    INT,
+    countable,
+    fault_of,
+    few,
+    launch_bwd,
+    left,
+    ordered,
+    packs,
+    passed,
+    slow,
+    small,
+    unordered,
+)
 from ridgeline.select import by_kind, eager, run
 
 
@@ -141,6 +155,14 @@ _atomic("atomic", "a thread for each element of the source, as in OneFlow: no lo
         gain=1.0, counter="sm__warps_active.avg.pct_of_peak_sustained_active")  # fmt: skip
 _atomic("packed", "16 bytes an atomic (two halves at once before Hopper): an eighth of the requests", 0, deterministic=False,
         supports=packs, served=True, unless=slow, gain=4.0, counter=ATOMICS)  # fmt: skip
+INDEX_ADD.kernel(  # Not served: it has run in an emulator, and not yet on a GPU.
+    "cuda_pass",
+    "at most 1024 indices: one pass, in which a block looks through them while its part of x is on its way, and makes the named rows anew",
+    kind="cuda",
+    fwd=passed,
+    bwd=launch_bwd,
+    supports=few,
+)
 INDEX_ADD.kernel(
     "cuda",
     "no atomics: indices looked through or sorted, each row made by the threads that own it, read once, in order, in float32",
