@@ -133,12 +133,19 @@ def test_the_counters_of_rungs() -> None:
     found = list(counters.rows(rungs, table))
     refused = place | {"status": "unsupported", "reason": "it is too old", "impl": "tma"}
     assert list(counters.rows([rungs[0], refused, *rungs[1:]], table)) == [refused, *found]
-    assert [(row["impl"], row["value"], row["kernel"]) for row in found] == [("naive", 4194304, "naive"), ("shared", 8, "second")]
+    assert [(row["impl"], row["value"], row.get("before"), row["kernel"]) for row in found] == [
+        ("naive", 4194304, None, "naive"),
+        ("shared", 8, 4194304, "second"),
+    ]
+    unnamed = rungs[0] | {"counter": None}  # it runs for the rung after it
+    assert list(counters.rows([unnamed, *rungs[1:]], table)) == found[1:]
+    other = rungs[0] | {"op": "copy"}
+    assert "before" not in list(counters.rows([other, *rungs[1:]], table))[1]
     with pytest.raises(ValueError, match="zip"):
         list(counters.rows(rungs[:2], table))
     facts = {"type": "bench", "peer": False, "status": "ok", "kind": "cuda", "seconds": {"median": 1e-3}}
     steps = ladder.ladder([*[place | facts | {"impl": impl} for impl in ("naive", "shared")], *found], "transpose")
-    assert [ladder.counted(step["counted"]) for step in next(iter(steps.values()))] == [f"{name} 4.19 M", f"{name} 8.00"]
+    assert [ladder.counted(step["counted"]) for step in next(iter(steps.values()))] == [f"{name} 4.19 M", f"{name} 8.00, before 4.19 M"]
 
 
 def event(cat: str, name: str, ts: float, dur: float, tid: Any = 1, **args: Any) -> dict[str, Any]:

@@ -1,7 +1,8 @@
 """What a GPU's own counters say of each rung of a ladder, by Nsight Compute: the figure that shows a rung's idea at work.
 
 ncu watches one process that runs every rung once. Between rungs a kernel that does nothing starts, so that each kernel that ncu
-tells of is the rung's whose turn it was. Of a rung with several kernels the longest speaks.
+tells of is the rung's whose turn it was. Of a rung with several kernels the longest speaks. A rung's counter is read of the kernel before
+it in the ladder too, so that one sees it move.
 """
 
 from __future__ import annotations
@@ -33,7 +34,7 @@ def read(tasks: list[tuple[Op, Case, str]], chosen: Callable[[Op], list[Implemen
     first: dict[str, tuple[Op, Case, str]] = {}
     for op, case, dtype in tasks:
         first.setdefault(op.name, (op, case, dtype))
-    work = [[op.name, case.name, dtype, [r.name for r in chosen(op) if r.counter]] for op, case, dtype in first.values()]
+    work = [[op.name, case.name, dtype, [r.name for r in _watched(chosen(op))]] for op, case, dtype in first.values()]
     work = [one for one in work if one[3]]
     if not work:
         return
@@ -49,8 +50,16 @@ def read(tasks: list[tuple[Op, Case, str]], chosen: Callable[[Op], list[Implemen
             yield {"type": "counter", "status": "failed", "reason": outcome.said}
 
 
+def _watched(rungs: list[Implementation]) -> list[Implementation]:
+    """Those that name a counter, and the kernel before each."""
+    return [
+        rung for rung, after in zip(rungs, [*rungs[1:], None], strict=True) if rung.counter or (rung.is_kernel and after and after.counter)
+    ]
+
+
 def rows(rungs: list[Row], table: str) -> Iterator[Row]:
-    """The rungs, in the order in which they ran, each with its counter's value by ncu's raw table; those that did not run as they are."""
+    """The rungs that name a counter, in the order in which they ran, each with its value by ncu's raw table, and `before` that of the rung
+    that ran before; those that did not run as they are."""
     lines = table.splitlines()
     start = next((n for n, line in enumerate(lines) if line.startswith('"ID"')), len(lines))
     units, *kernels = list(csv.DictReader(io.StringIO("\n".join(lines[start:])))) or [{}]
@@ -60,12 +69,14 @@ def rows(rungs: list[Row], table: str) -> Iterator[Row]:
             turns.append([])
         elif turns:
             turns[-1].append(kernel)
-    yield from (rung for rung in rungs if rung["status"] != "ok")
+    yield from (rung for rung in rungs if rung["status"] != "ok" and rung["counter"])
+    last: tuple[str, dict[str, str]] | None = None
     for rung, turn in zip([rung for rung in rungs if rung["status"] == "ok"], turns, strict=True):
-        if turn:
-            slowest = max(turn, key=lambda kernel: _number(kernel[TIME]))
-            value, unit = _number(slowest[rung["counter"]]), units[rung["counter"]]
-            yield rung | {"value": value, "unit": unit, "kernel": slowest["Kernel Name"].split("(")[0]}
+        slowest = max(turn, key=lambda kernel: _number(kernel[TIME]), default=None)
+        if slowest and (name := rung["counter"]):
+            before = {"before": _number(last[1][name])} if last and last[0] == rung["op"] else {}
+            yield rung | {"value": _number(slowest[name]), **before, "unit": units[name], "kernel": slowest["Kernel Name"].split("(")[0]}
+        last = (rung["op"], slowest) if slowest else None
 
 
 def _number(text: str) -> float:

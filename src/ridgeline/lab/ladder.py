@@ -75,9 +75,13 @@ def main(options: argparse.Namespace) -> int:
 
 
 def counted(row: Row) -> str:
-    """A counter and its value: "smsp__inst_executed.sum 1.23 M"."""
-    value = units.scaled(row["value"], "") if abs(row["value"]) >= 1e3 else units.digits(row["value"])
-    return f"{row['counter']} {value.strip()} {row['unit']}".strip()
+    """A counter, its value, and that of the rung before: "smsp__inst_executed.sum 1.23 M inst, before 4.56 M"."""
+
+    def short(value: float) -> str:
+        return (units.scaled(value, "") if abs(value) >= 1e3 else units.digits(value)).strip()
+
+    before = f", before {short(row['before'])}" if "before" in row else ""
+    return f"{row['counter']} {short(row['value'])} {row['unit']}".strip() + before
 
 
 def show(found: list[Row], rows: list[Row]) -> None:
