@@ -2,6 +2,7 @@
 
 import argparse
 import json
+from dataclasses import replace
 
 import pytest
 import torch
@@ -9,6 +10,8 @@ import torch
 from fake import fake_op
 from ridgeline import op as ops
 from ridgeline.lab import bench, compare, ladder, machine, store
+from ridgeline.lab.check import check_row
+from ridgeline.lab.law import Law
 from ridgeline.op import RidgelineError
 
 FIGURE = {"median": 1e10, "low": 0.9e10, "high": 1.1e10}
@@ -241,6 +244,20 @@ def test_a_wrong_name_is_an_error_before_anything_is_measured(monkeypatch):
             with pytest.raises(RidgelineError, match=r"has|budget"):
                 bench.record([op], "cpu", **wrong)
     assert not store.runs()
+
+
+def test_what_has_no_order_is_drawn_again_for_its_scale_alone():
+    """One draw in three that leans is luck; a wrong one, or one of sums that have an order, is not."""
+
+    def once(factor):
+        draws = iter([factor, 1.0, 1.0])
+        return lambda x: (torch.softmax(x, -1).double() * next(draws)).float()
+
+    lean, wrong = 1 + 5e-8, torch.cat([torch.full((1, 96), 1.1), torch.ones(63, 96)])
+    with fake_op(leans=once(lean), breaks=once(wrong), ordered=once(lean)) as op:
+        law = Law.of(op, "64x96", "float32", "cpu")
+        rungs = [replace(op.implementations[name], deterministic=name == "ordered") for name in ("leans", "breaks", "ordered")]
+        assert [check_row(law, rung, "64x96", "float32", "cpu", False)[0]["ok"] for rung in rungs] == [True, False, False]
 
 
 def test_the_timer_knows_what_is_written():

@@ -62,7 +62,6 @@ SPILLS: dict[tuple[str, str, str, str], tuple[int, str]] = {
         "blocks of 128 x 128 whose rows begin anywhere, encoded without an instruction for it",
     ),
     ("softmax", "triton", "_fwd", "sm_90"): (8, "one register at 16 columns in float32, of a tile that the rule makes of short rows"),
-    ("cumsum", "cuda", "cumsum_tiles", "sm_100"): (176, "the long tiles of float32, which an H100 is best with; untimed there"),
     ("radix_sort", "cuda", "radix_onesweep", "sm_100"): (8, "one register of pairs of 4 bytes; untimed there"),
     ("attention_varlen", "triton", "_bwd", "sm_80"): (12, "a register at D 256"),
     ("attention_varlen", "triton", "_bwd", "sm_90"): (528, "D 256, which is Gluon's there; 24 at D 128, as attention's"),

@@ -31,6 +31,7 @@ LEFT = {
     "upsample, columns of y": ("upsample_nearest2d", (meta(1, 1, 2, 1 << 29), 2), (meta(1, 1, 2, 1 << 30), 2), ["cuda", "cuda_packed"]),
     "upsample, all pixels": ("upsample_nearest2d", (meta(1 << 30, 2, 4, 4), 2), (meta(1 << 30, 8, 4, 4), 2), ["cuda", "cuda_packed"]),
     "index_add, indices": ("index_add", indices(FAR - 1), indices(FAR), ["cuda"]),
+    "radix_sort, keys": ("radix_sort", (meta(1 << 14), None), (meta((1 << 14) - 1), None), []),
     "reduce_sum, slices": ("reduce_sum", (meta(1000, 3, 4), 1), (meta(1000000, 3, 4), 1), []),
     "reduce_sum, slices of larger ones": ("reduce_sum", (meta(1000000, 3, 400), 1), (meta(1000, 1000, 3, 2, 4), (2, 3)), []),
 }
@@ -97,3 +98,14 @@ def test_cumsum_under_autocast(impl: str | None) -> None:
     dy = torch.randn_like(found)
     exact = dy.double().flip(1).cumsum(1).flip(1)  # torch's own gradient is summed in float16 here
     torch.testing.assert_close(torch.autograd.grad(found, x, dy)[0].double(), exact, rtol=1e-3, atol=1e-3)
+
+
+def test_whole_numbers_below_a_histogram(device: str) -> None:
+    """Beyond 2^24 float32 rounds a whole number onto the range's end, which it lies outside of."""
+    x = torch.tensor([-(2**24) - 1, -(2**24), 0, 2**24, 2**24 + 1], dtype=torch.int32, device=device)
+    expected = [0] * 256
+    expected[0], expected[128], expected[255] = 1, 1, 1
+    for rung in get("histogram").implementations.values():
+        if (rung.is_kernel and device == "cpu") or rung.kind == "compile":
+            continue
+        assert ridgeline.histogram(x, 256, (-(2**24), 2**24), impl=rung.name).tolist() == expected, rung.name

@@ -172,7 +172,7 @@ def by_kind(leading: int) -> Callable[[Callable[..., Any]], Callable[..., Any]]:
         others = [f"a{n}" for n in range(look.__code__.co_argcount - leading)]
         args = ", ".join([*tensors, *others])
         seen = [f"{t}.shape, {t}.dtype, {t}.layout, {t}.get_device()" for t in tensors]
-        seen += [f"{a}, type({a}) if type({a}) is not tuple else tuple(map(type, {a}))" for a in others]
+        seen += [f"{a}, (type({a}), *map(type, {a})) if isinstance({a}, tuple) else type({a})" for a in others]
         known: dict[Any, tuple[Any, ...]] = {}
 
         def learn(key: Any, *args: Any) -> tuple[Any, ...]:

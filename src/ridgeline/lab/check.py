@@ -27,7 +27,7 @@ def check(op: Op, impl: str, case: str, dtype: str, device: str = "cpu", law: La
     return check_row(law or Law.of(op, case, dtype, device), find(op, impl), case, dtype, device, backward)[0]
 
 
-DRAWS = 3  # of sums that have no order: one may lean twice as much as torch's by luck, and three hardly do
+DRAWS = 3  # of sums that have no order: the scale of one may lean twice as much as torch's by luck, and of three hardly
 
 
 def check_row(
@@ -43,7 +43,7 @@ def check_row(
         try:
             for _ in range(1 if implementation.deterministic else DRAWS):
                 verdict = law.judge(*law.run(implementation, backward and implementation.differentiable))
-                if verdict.ok:
+                if {f.where for f in verdict.findings().values() if f.worst > 1} != {"scale"}:
                     break
         except RidgelineError as error:
             reason = plain(error)

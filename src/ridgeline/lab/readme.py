@@ -131,7 +131,7 @@ def header(runs: list[list[Row]]) -> str:
         f"{m['gpu']}, driver {m['driver']}, CUDA {m['cuda']}, PyTorch {m['torch']}, Triton {m['triton']}": None for m in reversed(machines)
     }
     dtypes = list(dict.fromkeys(dtype for roof in roofs for dtype in roof["matmul"]))
-    said = {d: ", twice bfloat16's," for d in dtypes if any("twice" in r["matmul"].get(d, ()) for r in roofs)}
+    said = {d: ", at least twice bfloat16's," for d in dtypes if any("twice" in r["matmul"].get(d, ()) for r in roofs)}
     rates = [f"{d}{said.get(d, '')} {between([r['matmul'][d]['median'] for r in roofs if d in r['matmul']], 'FLOP/s')}" for d in dtypes]
     dirty = sum(verdict.one(rows, "run")["dirty"] for rows in runs)
     text = f"{'; '.join(names)}. The rows come from {len(runs)} run{'s' * (len(runs) > 1)} in `results/{GPU}`; each is held against "

@@ -189,7 +189,8 @@ def _coded(name: str, a: Tensor, b: Tensor) -> dict[str, Function]:
 
 
 def _matrix_rate(name: str, timer: Timer, dice: torch.Generator, budget: float) -> dict[str, Any]:
-    """The best rate of torch's matrix product over a search of shapes, smallest first; a shape that would take too long is left out."""
+    """The best rate of a matrix product (torch's, and of 8 bits the op's that is this roof) over a search of shapes, smallest first; one
+    that would take too long is left out."""
     codes = name in CODES
     dtype = torch.float32 if name == "tf32" else torch.bfloat16 if codes else getattr(torch, name)
     gpu = dice.device.type == "cuda"

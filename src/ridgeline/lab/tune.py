@@ -125,10 +125,10 @@ def label(config: Config) -> str:
     return " ".join(f"{name}={value}" for name, value in config.items())
 
 
-def search(call: Call, request: Request, measure: Measure, budget: float) -> Found:
+def search(call: Call, request: Request, measure: Measure, budget: float, writes: int | None = None) -> Found:
     """Measures every candidate for one question: all of them briefly, then the best few against the one in force.
 
-    budget: seconds of timing for each of the two rounds.
+    budget: seconds of timing for each of the two rounds. writes: as in `clock.measure`.
     """
     from ridgeline.lab.clock import differs
 
@@ -142,9 +142,9 @@ def search(call: Call, request: Request, measure: Measure, budget: float) -> Fou
         else:
             refused[name] = reason
     now = answered(call.run, request, None)
-    first = measure({"now": now} | functions, budget=budget, min_reps=3, details=False)
+    first = measure({"now": now} | functions, budget=budget, min_reps=3, details=False, writes=writes)
     best = sorted(functions, key=lambda name: first[name].median)[:FINALISTS]
-    last = measure({"now": now} | {name: functions[name] for name in best}, budget=budget, details=False)
+    last = measure({"now": now} | {name: functions[name] for name in best}, budget=budget, details=False, writes=writes)
     before, wrong = last["now"], {}
     winner = "now"
     for name in sorted(best, key=lambda name: last[name].median):
@@ -217,6 +217,8 @@ def tune(
     reasons = [] if pairs else [f"no case takes {dtype}; they take {', '.join(dict.fromkeys(d for c in cases for d in c.dtypes))}"]
     for case, name in pairs:
         data = Data(op, case, name, device)
+        args, kwargs = case.make(name, "meta")
+        costs = dict(zip(DIRECTIONS, op.cost(*args, **kwargs), strict=False))
         for rung, direction in product(rungs, directions):
             if {"forward": "fwd", "backward": "bwd"}[direction] not in rung.launchers:
                 reasons.append(f"{rung.name} has no {direction} kernels")
@@ -229,7 +231,8 @@ def tune(
                 continue
             for request in asked:
                 if (request.kernel, request.key) not in found:
-                    result = search(call, request, measure or clock, budget)
+                    cost = costs[direction]
+                    result = search(call, request, measure or clock, budget, None if cost is None else cost.write)
                     found[request.kernel, request.key] = result
                     if result.config is not None:
                         place = {} if configs is None else {"configs": configs}

@@ -17,14 +17,10 @@ from ridgeline.op import readable
 FILE = Path(__file__).with_name("index_add.cu")
 _COPY, _BWD = CudaKernel(FILE, "index_add_copy", "PPq"), CudaKernel(FILE, "index_add_bwd", "PPPqqqqf")
 _FEW, _STARTS = CudaKernel(FILE, "index_add_few", "PPPPqqqqf"), CudaKernel(FILE, "index_add_starts", "PPqq")
-_SEGMENTS = CudaKernel(FILE, "index_add_segments", "PPPPPPqqqqf")
+_SEGMENTS, _PASS = CudaKernel(FILE, "index_add_segments", "PPPPPPqqqqf"), CudaKernel(FILE, "index_add_pass", "PPPPqqqqf")
 FEW = 1024  # indices that warps look through; more are sorted
-_PASS = CudaKernel(FILE, "index_add_pass", "PPPPqqqqf")
-LOADS, AHEAD, THREADS = (
-    4,
-    16,
-    256,
-)  # of a block of it: loads of x and elements of source rows that a thread has on their way; threads at most
+# Of a block of index_add_pass: loads of x and elements of source rows that a thread has on their way, and threads at most.
+LOADS, AHEAD, THREADS = 4, 16, 256
 _PLAIN = {"ROWS": 1, "LANES": 32, "BATCH": 8, "OTYPE": "int", "COPY": 1, "LOADS": 1, "THREADS": 256}
 INT = {torch.int32: "int", torch.int64: "long long"}
 

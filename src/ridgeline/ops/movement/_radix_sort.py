@@ -41,7 +41,7 @@ def _macros(keys: torch.Tensor, value: int, descending: bool) -> dict[str, Any]:
 
 
 def few(keys: torch.Tensor, *_: Any) -> str | None:
-    return f"torch.sort is as soon for fewer than {FEW} keys" if keys.shape[0] < FEW else None
+    return "torch.sort is as soon for few keys" if keys.shape[0] < FEW else None
 
 
 def sort(onesweep: bool, ordered: Any, moved: Any, keys: torch.Tensor, values: torch.Tensor | None, descending: bool) -> None:

@@ -26,7 +26,7 @@ struct Range {
         // A power of two times a number, and its place in fixed point, are exact: then only float64 itself rounds, next to an edge from below.
         offset = (float)(base - low * scale + 1 / one);
         const bool exact = !(__float_as_int(scale) & 0x7fffff) && (double)scale * (high - low) == bins &&
-                           (double)offset - base - 1 / one == -low * scale && (FLOATING || largest <= 16777216);
+                           (double)offset - base - 1 / one == -low * scale && (FLOATING || largest < 16777216);
         const double reach = 2 + one * scale * largest * 2.5e-7;
         if (!exact) offset = (float)(base - low * scale + reach / one);
         fraction = (unsigned)one - 1;

@@ -28,7 +28,7 @@ _GLOBAL, _SHARED = (CudaKernel(FILE, f"histogram_{name}", "PPPPqidd") for name i
 _CLEAR = CudaKernel(FILE, "histogram_clear", "Pq")
 MOST = 1 << 24  # bins that float32 tells apart
 THREADS = 512  # of a block that counts in shared memory, two a multiprocessor
-ROOM = 1 << 14  # counts in a block's shared memory, all copies together, beside three other blocks
+ROOM = 1 << 14  # counts in a block's shared memory, all copies together, beside another block's
 
 
 def _copies(bins: int) -> int:
