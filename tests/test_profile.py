@@ -9,8 +9,10 @@ from xml.etree import ElementTree
 
 import pytest
 
+from ridgeline import device
 from ridgeline.lab import counters, flame, ladder, nsight, profile
-from ridgeline.op import RidgelineError
+from ridgeline.op import RidgelineError, registry
+from ridgeline.select import why_not
 
 USER = """
 import torch
@@ -139,13 +141,42 @@ def test_the_counters_of_rungs() -> None:
     ]
     unnamed = rungs[0] | {"counter": None}  # it runs for the rung after it
     assert list(counters.rows([unnamed, *rungs[1:]], table)) == found[1:]
-    other = rungs[0] | {"op": "copy"}
-    assert "before" not in list(counters.rows([other, *rungs[1:]], table))[1]
+    for other in ({"op": "copy"}, {"case": "32768x32768"}, {"dtype": "bfloat16"}):
+        assert "before" not in list(counters.rows([rungs[0] | other, *rungs[1:]], table))[1]
     with pytest.raises(ValueError, match="zip"):
         list(counters.rows(rungs[:2], table))
     facts = {"type": "bench", "peer": False, "status": "ok", "kind": "cuda", "seconds": {"median": 1e-3}}
     steps = ladder.ladder([*[place | facts | {"impl": impl} for impl in ("naive", "shared")], *found], "transpose")
     assert [ladder.counted(step["counted"]) for step in next(iter(steps.values()))] == [f"{name} 4.19 M", f"{name} 8.00, before 4.19 M"]
+
+
+def test_a_rung_has_its_turn_in_the_first_case_that_it_takes() -> None:
+    """Beside the rung before it, and one that takes none says why not of the first."""
+    takes = {"warp": ["long", "short"], "packed": ["long", "short"], "short": ["short"], "complex": [], "plain": [], "bulk": ["long"]}
+
+    def refusal(op: str, case: str, dtype: str, rung: str) -> str | None:
+        return None if case in takes[rung] else f"{rung} takes no {case} {dtype}"
+
+    rungs = [("warp", ""), ("packed", "issued"), ("short", "lanes"), ("complex", "dram"), ("plain", ""), ("bulk", "dram")]
+    found = list(counters.turns([["gemv", [["long", "float32"], ["short", "float16"]], rungs]], refusal))
+    assert [(r["impl"], r["case"], r["dtype"], r["counter"], r.get("reason")) for r in found] == [
+        ("warp", "long", "float32", "", None),
+        ("packed", "long", "float32", "issued", None),
+        ("packed", "short", "float16", "", None),
+        ("short", "short", "float16", "lanes", None),
+        ("complex", "long", "float32", "dram", "complex takes no long float32"),
+        ("bulk", "long", "float32", "dram", None),
+    ]
+
+
+@pytest.mark.parametrize("name", [name for name, op in registry().items() if any(rung.counter for rung in op.implementations.values())])
+def test_every_rung_with_a_counter_takes_a_benchmark(name: str) -> None:
+    """Else its counter would never be read."""
+    op = registry()[name]
+    with device.pretend("sm_90"):
+        for rung in [rung for rung in op.implementations.values() if rung.counter]:
+            calls = [case.make(dtype, "meta")[0] for case in op.cases if case.use == "bench" for dtype in case.dtypes]
+            assert any(why_not(rung, *args) is None for args in calls), rung.name
 
 
 def event(cat: str, name: str, ts: float, dur: float, tid: Any = 1, **args: Any) -> dict[str, Any]:

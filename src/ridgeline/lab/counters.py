@@ -2,7 +2,7 @@
 
 ncu watches one process that runs every rung once. Between rungs a kernel that does nothing starts, so that each kernel that ncu
 tells of is the rung's whose turn it was. Of a rung with several kernels the longest speaks. A rung's counter is read of the kernel before
-it in the ladder too, so that one sees it move.
+it in the ladder too, so that one sees it move. A rung that does not take an op's first case has its turn in the first one that it takes.
 """
 
 from __future__ import annotations
@@ -13,6 +13,7 @@ import json
 import sys
 import tempfile
 from collections.abc import Callable, Iterator
+from functools import lru_cache
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -27,19 +28,20 @@ TIME = "gpu__time_duration.sum"
 
 
 def read(tasks: list[tuple[Op, Case, str]], chosen: Callable[[Op], list[Implementation]]) -> Iterator[Row]:
-    """Of each op's first case a row for every chosen rung that names a counter: its value, or why there is none. Where ncu fails one
-    row says so.
+    """Of each op a row for every chosen rung that names a counter, of the first case that the rung takes: its value, or why there is none.
+    Where ncu fails one row says so.
 
     tasks: what a run goes through: op, case, dtype. chosen: the rungs of an op that it goes through."""
-    first: dict[str, tuple[Op, Case, str]] = {}
+    cases: dict[str, list[tuple[str, str]]] = {}
+    rungs: dict[str, list[Implementation]] = {}
     for op, case, dtype in tasks:
-        first.setdefault(op.name, (op, case, dtype))
-    work = [[op.name, case.name, dtype, [r.name for r in _watched(chosen(op))]] for op, case, dtype in first.values()]
-    work = [one for one in work if one[3]]
+        cases.setdefault(op.name, []).append((case.name, dtype))
+        if op.name not in rungs:
+            rungs[op.name] = _watched(chosen(op))
+    work = [[name, cases[name], [(r.name, r.counter) for r in watched]] for name, watched in rungs.items() if watched]
     if not work:
         return
-    names = {rung for one in work for rung in one[3]}
-    wanted = sorted({r.counter for op, *_ in first.values() for r in op.implementations.values() if r.counter and r.name in names})
+    wanted = sorted({r.counter for watched in rungs.values() for r in watched if r.counter})
     with tempfile.TemporaryDirectory() as folder:
         told = Path(folder, "rungs.json")
         told.write_text(json.dumps(work))
@@ -59,28 +61,55 @@ def _watched(rungs: list[Implementation]) -> list[Implementation]:
 
 def rows(rungs: list[Row], table: str) -> Iterator[Row]:
     """The rungs that name a counter, in the order in which they ran, each with its value by ncu's raw table, and `before` that of the rung
-    that ran before; those that did not run as they are."""
+    that ran before, if that was in the same case; those that did not run as they are."""
     lines = table.splitlines()
     start = next((n for n, line in enumerate(lines) if line.startswith('"ID"')), len(lines))
     units, *kernels = list(csv.DictReader(io.StringIO("\n".join(lines[start:])))) or [{}]
-    turns: list[list[dict[str, str]]] = []
+    kernels_of: list[list[dict[str, str]]] = []
     for kernel in kernels:
         if kernel["Kernel Name"].split("(")[0] == BETWEEN:
-            turns.append([])
-        elif turns:
-            turns[-1].append(kernel)
+            kernels_of.append([])
+        elif kernels_of:
+            kernels_of[-1].append(kernel)
     yield from (rung for rung in rungs if rung["status"] != "ok" and rung["counter"])
-    last: tuple[str, dict[str, str]] | None = None
-    for rung, turn in zip([rung for rung in rungs if rung["status"] == "ok"], turns, strict=True):
+    last: tuple[Any, dict[str, str]] | None = None
+    for rung, turn in zip([rung for rung in rungs if rung["status"] == "ok"], kernels_of, strict=True):
         slowest = max(turn, key=lambda kernel: _number(kernel[TIME]), default=None)
+        call = [rung[fact] for fact in ("op", "case", "dtype")]
         if slowest and (name := rung["counter"]):
-            before = {"before": _number(last[1][name])} if last and last[0] == rung["op"] else {}
+            before = {"before": _number(last[1][name])} if last and last[0] == call else {}
             yield rung | {"value": _number(slowest[name]), **before, "unit": units[name], "kernel": slowest["Kernel Name"].split("(")[0]}
-        last = (rung["op"], slowest) if slowest else None
+        last = (call, slowest) if slowest else None
 
 
 def _number(text: str) -> float:
     return float(text.replace(",", "") or "nan")
+
+
+def turns(work: list[Any], refusal: Callable[..., str | None]) -> Iterator[Row]:
+    """A row for each turn that a rung has, in order, and for each rung with a counter that has none, with the reason.
+
+    A rung runs in the first case that it takes. Where the rung before ran in another, it has a turn in this one too, to compare with.
+    work: of each op its name, its cases with their dtypes, and its rungs with their counters. refusal: why a rung does not take a call (op,
+    case, dtype, rung), or None."""
+    for op, cases, rungs in work:
+        last = None
+        for n, (rung, counter) in enumerate(rungs):
+            refused: list[str | None] = []
+            for place in cases:
+                refused.append(refusal(op, *place, rung))
+                if refused[-1] is None:
+                    break
+            place = cases[0] if refused[-1] else place
+            row = {"type": "counter", "status": "ok", "op": op, "case": place[0], "dtype": place[1], "direction": "forward"}
+            if refused[-1]:
+                if counter:
+                    yield row | {"impl": rung, "counter": counter, "status": "unsupported", "reason": refused[0]}
+                continue
+            if last not in (None, place) and refusal(op, *place, rungs[n - 1][0]) is None:
+                yield row | {"impl": rungs[n - 1][0], "counter": ""}
+            yield row | {"impl": rung, "counter": counter}
+            last = place
 
 
 def main(path: Path) -> None:
@@ -88,37 +117,38 @@ def main(path: Path) -> None:
     import torch
 
     from ridgeline import cuda
-    from ridgeline.op import get
+    from ridgeline.op import RidgelineError, get
 
     start = cuda._EMPTY.load({"block": 32}, torch.cuda.current_device())
+
+    @lru_cache(1)
+    def made(op: str, case: str, dtype: str) -> Any:
+        return get(op).case(case).make(dtype, "cuda")
+
+    def run(op: str, case: str, dtype: str, rung: str) -> None:
+        args, kwargs = made(op, case, dtype)
+        get(op).implementations[rung](*get(op).fresh(args), **kwargs)
+
+    def refusal(*call: str) -> str | None:
+        """The call is made once, so that its kernels are compiled."""
+        try:
+            run(*call)
+        except RidgelineError as error:
+            return str(error)
+        return None
+
     told: list[Row] = []
-    for name, case, dtype, rungs in json.loads(path.read_text()):
-        op = get(name)
-        args, kwargs = op.case(case).make(dtype, "cuda")
-        for rung in [op.implementations[r] for r in rungs]:
-            row = {"type": "counter", "status": "ok", "op": name, "case": case, "dtype": dtype, "direction": "forward", "impl": rung.name}
-            reason = _refusal(rung, args, kwargs)
-            told.append(row | {"counter": rung.counter} | ({"status": "unsupported", "reason": reason} if reason else {}))
-            if not reason:
-                torch.cuda.synchronize()
-                torch.cuda.profiler.start()
-                start(1, 1, 1, torch.cuda.current_stream().cuda_stream, ())
-                with torch.no_grad():
-                    rung(*op.fresh(args), **kwargs)
-                torch.cuda.synchronize()
-                torch.cuda.profiler.stop()
+    for row in turns(json.loads(path.read_text()), refusal):
+        told.append(row)
+        if row["status"] == "ok":
+            torch.cuda.synchronize()
+            torch.cuda.profiler.start()
+            start(1, 1, 1, torch.cuda.current_stream().cuda_stream, ())
+            with torch.no_grad():
+                run(row["op"], row["case"], row["dtype"], row["impl"])
+            torch.cuda.synchronize()
+            torch.cuda.profiler.stop()
     path.write_text(json.dumps(told))
-
-
-def _refusal(rung: Implementation, args: list[Any], kwargs: dict[str, Any]) -> str | None:
-    """Why a rung does not take the call, which is made once, so that its kernels are compiled; or None."""
-    from ridgeline.op import RidgelineError
-
-    try:
-        rung(*rung.op.fresh(args), **kwargs)
-    except RidgelineError as error:
-        return str(error)
-    return None
 
 
 if __name__ == "__main__":
