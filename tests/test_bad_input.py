@@ -71,6 +71,8 @@ BAD: Bad = {
     "upsample_nearest2d: three scales": (lambda: ridgeline.upsample_nearest2d(image[None], (2, 2, 2)), ["pair", "(2, 2, 2)"]),
     "upsample_nearest2d: a scale that is none": (lambda: ridgeline.upsample_nearest2d(image[None], "2"), ["scale_factor", "'2'"]),
     "upsample_nearest2d: a scale without end": (lambda: ridgeline.upsample_nearest2d(image[None], float("inf")), ["scale_factor", "inf"]),
+    "upsample_nearest2d: a scale beyond all pixels": (lambda: ridgeline.upsample_nearest2d(image[None], 1e300), ["scale_factor", "1e+300"]),
+    "upsample_nearest2d: a scale beyond all floats": (lambda: ridgeline.upsample_nearest2d(image[None], 10**400), ["scale_factor", "2^31"]),
     "upsample_nearest2d: no pixel left": (lambda: ridgeline.upsample_nearest2d(image[None], 0.1), ["pixel", "0.1"]),
     "rms_norm: no dimension": (lambda: ridgeline.rms_norm(torch.ones(())), ["one dimension"]),
     "add_rms_norm: no weight": (lambda: ridgeline.add_rms_norm(x, x, None), ["weight", "NoneType"]),
@@ -91,6 +93,7 @@ BAD: Bad = {
     "reduce_sum: a dimension twice": (lambda: ridgeline.reduce_sum(x, (0, -2)), ["once", "(0, -2)"]),
     "reduce_sum: a dim that is no int": (lambda: ridgeline.reduce_sum(x, 1.0), ["1.0", "-2 to 1"]),
     "reduce_sum: a dtype's name": (lambda: ridgeline.reduce_sum(x, dtype="float32"), ["'float32'", "torch.float32"]),
+    "reduce_sum: a dtype in keepdim's place": (lambda: ridgeline.reduce_sum(x, 0, torch.float32), ["keepdim", "torch.float32"]),
     "reduce_sum: no tensor": (lambda: ridgeline.reduce_sum([1.0]), ["list", "tensor"]),
     "reduce_sum: sparse float64": (lambda: ridgeline.reduce_sum(sparse.double()), ["sparse", "dense"]),
     "reduce_sum: a float64 kernel": (lambda: ridgeline.reduce_sum(x.double(), impl="v0"), ["'v0'", "float32", "float64"]),
@@ -279,6 +282,11 @@ BAD: Bad = {
         ["(2, 5, 3, 4)", "(2, 2, 3, 3)"],
     ),
     "concat_kv: another v": (lambda: ridgeline.concat_kv(cache, cache, new, new[:, :1], at), ["(2, 2, 3, 4)", "(2, 1, 3, 4)"]),
+    "concat_kv: numbers": (lambda: ridgeline.concat_kv(cache, cache, new[0, 0, 0, 0], new[0, 0, 0, 0], at), ["(B, S, H, D)", "k ()"]),
+    "concat_kv: more rows than the cache has": (
+        lambda: ridgeline.concat_kv(new, new, cache, cache, at),
+        ["at most", "2 rows", "have 5"],
+    ),
     "concat_kv: two dtypes": (lambda: ridgeline.concat_kv(cache, cache, new, new.half(), at), ["v", "float32", "float16"]),
     "concat_kv: a cache elsewhere": (lambda: ridgeline.concat_kv(cache, cache.to("meta"), new, new, at), ["cache_v", "cpu", "meta"]),
     "concat_kv: an expanded cache": (

@@ -258,7 +258,8 @@ def upsample_nearest2d(x: torch.Tensor, scale_factor: float | tuple[float, float
     """Images in another size, each pixel a copy of x's, as `torch.nn.functional.interpolate(x, scale_factor=..., mode="nearest")`.
 
     x: (N, C, H, W), floating point; row by row and channels last are taken as they are, and y is as x is. scale_factor: a number above
-    0, or one for H and one for W; integer ones and two are quickest. y: (N, C, floor(H scale), floor(W scale)). Gradients flow to x.
+    0 and below 2^31, or one for H and one for W; integers and two are quickest.
+    y: (N, C, floor(H scale), floor(W scale)). Gradients flow to x.
     Raises RidgelineError where x is no such tensor, a scale is none, y would have no pixel, or `impl` cannot run the call.
     """
 
@@ -450,7 +451,7 @@ def reduce_sum(
     x: any shape and strides. dim: a dimension, several, or None for all of them; keepdim leaves them with one element each. dtype: the
     result's; by default x's, and int64 of whole numbers. Sums are in float32, of whole numbers in 64 bits, whatever the dtype; the
     same bits every time.
-    Raises RidgelineError on a `dim` that x has not or has twice, a `dtype` that is none, or an `impl` that cannot run the call.
+    Raises RidgelineError on a `dim` that x has not or has twice, a `keepdim` or `dtype` that is none, or an `impl` that cannot run it.
     """
 
 def add_layer_norm(

@@ -75,7 +75,7 @@ def _check(given: dict[str, torch.Tensor], positions: torch.Tensor) -> None:
     cache, new = given["cache_k"], given["k"]
     for name, t in given.items():
         like = cache if "cache" in name else new
-        if t.dim() != 4 or t.shape != like.shape or (t.shape[0], t.shape[2:]) != (new.shape[0], new.shape[2:]):
+        if t.dim() != 4 or t.shape != like.shape or (t.shape[:1], t.shape[2:]) != (new.shape[:1], new.shape[2:]):
             shapes = ", ".join([f"{n} {tuple(x.shape)}" for n, x in given.items()])
             raise RidgelineError(f"concat_kv: caches must be (B, S_max, H, D) and k and v (B, S, H, D), of one B, H and D; given: {shapes}")
         if t.dtype != cache.dtype or t.device != cache.device:
@@ -90,6 +90,8 @@ def _check(given: dict[str, torch.Tensor], positions: torch.Tensor) -> None:
         found = f"{positions.dtype} {tuple(positions.shape)} on {positions.device}"
         raise RidgelineError(f"concat_kv: positions must be int32 or int64, ({cache.shape[0]},) on {cache.device}, and are {found}")
     most = cache.shape[1] - new.shape[1]
+    if readable(positions) and positions.numel() and most < 0:
+        raise RidgelineError(f"concat_kv: k and v must have at most the cache's {cache.shape[1]} rows, and have {new.shape[1]}")
     if readable(positions) and positions.numel() and not (0 <= positions.min() and positions.max() <= most):
         raise RidgelineError(f"concat_kv: positions must be from 0 to {most} for {new.shape[1]} new rows in {cache.shape[1]}, and are from {positions.min()} to {positions.max()}")  # fmt: skip
 

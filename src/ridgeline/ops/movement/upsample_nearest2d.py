@@ -76,9 +76,11 @@ def _look(x: torch.Tensor, scale_factor: Any, impl: str | None) -> tuple[Impleme
     if x.dim() != 4 or not x.is_floating_point():
         raise RidgelineError(f"upsample_nearest2d: x must be (N, C, H, W) of floating point, and is {tuple(x.shape)} of {x.dtype}")
     given = scale_factor if isinstance(scale_factor, tuple | list) else [scale_factor] * 2
-    known = all([isinstance(s, int | float) and not isinstance(s, bool) and 0 < s < math.inf for s in given])
+    known = all([isinstance(s, int | float) and not isinstance(s, bool) and 0 < s < 1 << 31 for s in given])
     if len(given) != 2 or not known:
-        raise RidgelineError(f"upsample_nearest2d: scale_factor must be a number above 0 or a pair of such, and is {scale_factor!r}")
+        raise RidgelineError(
+            f"upsample_nearest2d: scale_factor must be a number above 0 and below 2^31, or a pair of such, and is {scale_factor!r}"
+        )
     scale = pair(scale_factor)
     if grown(x.shape[2], scale[0]) < 1 or grown(x.shape[3], scale[1]) < 1:
         raise RidgelineError(f"upsample_nearest2d: y must have a pixel; x is {tuple(x.shape)} and scale_factor {scale_factor}")
@@ -89,7 +91,8 @@ def upsample_nearest2d(x: torch.Tensor, scale_factor: float | tuple[float, float
     """Images in another size, each pixel a copy of x's, as `torch.nn.functional.interpolate(x, scale_factor=..., mode="nearest")`.
 
     x: (N, C, H, W), floating point; row by row and channels last are taken as they are, and y is as x is. scale_factor: a number above
-    0, or one for H and one for W; integer ones and two are quickest. y: (N, C, floor(H scale), floor(W scale)). Gradients flow to x.
+    0 and below 2^31, or one for H and one for W; integers and two are quickest.
+    y: (N, C, floor(H scale), floor(W scale)). Gradients flow to x.
     Raises RidgelineError where x is no such tensor, a scale is none, y would have no pixel, or `impl` cannot run the call.
     """
     plain, scale = _look(x, scale_factor, impl)

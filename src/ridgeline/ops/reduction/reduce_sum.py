@@ -83,8 +83,10 @@ def reduce_sum(
     x: any shape and strides. dim: a dimension, several, or None for all of them; keepdim leaves them with one element each. dtype: the
     result's; by default x's, and int64 of whole numbers. Sums are in float32, of whole numbers in 64 bits, whatever the dtype; the
     same bits every time.
-    Raises RidgelineError on a `dim` that x has not or has twice, a `dtype` that is none, or an `impl` that cannot run the call.
+    Raises RidgelineError on a `dim` that x has not or has twice, a `keepdim` or `dtype` that is none, or an `impl` that cannot run it.
     """
+    if keepdim is not False and keepdim is not True:
+        raise RidgelineError(f"reduce_sum: keepdim must be True or False, and is {keepdim!r}")
     plain, dims, out = _look(x, dim, dtype, impl)
     if plain is not None and plain.call is not None:
         return plain.call(x, dims, keepdim, dtype)
@@ -143,7 +145,7 @@ def _rung(name: str, idea: str, fwd: Any, supports: Any, dtypes: tuple[str, ...]
 
 
 ISSUED, STALLED = "smsp__inst_executed.sum", "smsp__average_warps_issue_stalled_barrier_per_issue_active.ratio"
-LANES, BANKS = "smsp__thread_inst_executed_per_inst_executed.ratio", "l1tex__data_bank_conflicts_pipe_lsu_mem_shared.sum"
+LANES, BANKS = "smsp__thread_inst_executed_pred_on_per_inst_executed.ratio", "l1tex__data_bank_conflicts_pipe_lsu_mem_shared.sum"
 SHARED, LOADS = "smsp__inst_executed_pipe_lsu.sum", "l1tex__t_requests_pipe_lsu_mem_global_op_ld.sum"
 DRAM = "dram__throughput.avg.pct_of_peak_sustained_elapsed"
 for name, each, blocks, gain, counter, idea in (
