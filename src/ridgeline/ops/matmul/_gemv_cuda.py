@@ -102,7 +102,7 @@ def _fits_bulk(a: torch.Tensor, x: torch.Tensor) -> str | None:
 
 
 DRAM, ISSUED = "dram__throughput.avg.pct_of_peak_sustained_elapsed", "smsp__inst_executed.sum"
-FULL = "smsp__thread_inst_executed_per_inst_executed.ratio"
+FULL = "smsp__thread_inst_executed_pred_on_per_inst_executed.ratio"
 
 
 def ladder(op: Op, by_triton: Callable[..., None]) -> None:
