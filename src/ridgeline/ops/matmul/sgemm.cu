@@ -72,7 +72,7 @@ __device__ Matrix<float> own(const Matrix<float>& m) {
 __device__ Pack<float, 4>* packs(float* tile) { return reinterpret_cast<Pack<float, 4>*>(tile) + threadIdx.x; }
 
 // v5. Four neighbours of a row are a thread's, and four numbers along K are read at once. Of b that is a piece of a column, a number at a
-// time, and threads side by side read 4 columns apart: two to a bank.
+// time, and threads side by side read 4 columns apart: two to a bank. `volatile`, for the compiler would join neighbours, as v7 does.
 #if RUNG == 5
 SGEMM(sgemm_v5, 3) {
     constexpr int SIDE = 64, WINDOW = 16;
@@ -88,15 +88,21 @@ SGEMM(sgemm_v5, 3) {
         as = as.from(0, WINDOW), bs = bs.from(WINDOW, 0);
         __syncthreads();
 #pragma unroll 1
-        for (int k = 0; k < WINDOW; k += 4)
+        for (int k = 0; k < WINDOW; k += 4) {
+            float piece[4][4];
+#pragma unroll
+            for (int l = 0; l < 4; ++l)
+#pragma unroll
+                for (int j = 0; j < 4; ++j) piece[l][j] = static_cast<const volatile float*>(right)[(k + l) * SIDE + 4 * tx + j];
 #pragma unroll
             for (int i = 0; i < 4; ++i) {
                 const auto row = reinterpret_cast<const Pack<float, 4>&>(left[(ty + 16 * i) * WINDOW + k]);
 #pragma unroll
                 for (int j = 0; j < 4; ++j)
 #pragma unroll
-                    for (int l = 0; l < 4; ++l) sum[i].at[j] += row.at[l] * right[(k + l) * SIDE + 4 * tx + j];
+                    for (int l = 0; l < 4; ++l) sum[i].at[j] += row.at[l] * piece[l][j];
             }
+        }
         __syncthreads();
     }
 #pragma unroll
