@@ -75,7 +75,7 @@ OWN = "3.7.1"  # the Triton of requirements.lock; the others' compilers may move
 # 3.6's 328 in that forward, and 120 in quantize_int8 of 33x129 for sm_100.
 MORE = {OWN: {}, "3.6.0": {"gluon": 128, "triton": 128}, "3.9.0": {"gluon": 2048}}.get(triton.__version__, {})
 MOVED = 0 if triton.__version__ == OWN else 64
-REGISTERS = 65536  # of a multiprocessor, each thread's by eights
+REGISTERS = 65536  # of a multiprocessor, each thread's by eights: a block that asks for more does not start
 REFUSED = {("fp8_matmul", "sm_80")}  # whose matrix units have no 8-bit floats
 CHECKS = 2  # of an op's small cases, beside its benchmarks
 # Ops whose kernels take seconds each to compile: one of each kind is, on sm_90 of small cases too; all are with --every-kernel.
@@ -160,7 +160,7 @@ def test_kernels_fit(implementation: Implementation, arch: str, request: pytest.
             faults.append(f"{what} takes {r.shared:,} bytes of shared memory, and {arch} has {device.KNOWN[arch].shared_memory:,}")
         if r.threads > 1024:
             faults.append(f"{what} has {r.threads} threads per block; 1024 is the most")
-        if r.kind == "cuda" and -(-r.registers // 8) * 8 * r.threads > REGISTERS:  # else it does not start, unasked for by __launch_bounds__
+        if r.kind == "cuda" and -(-r.registers // 8) * 8 * r.threads > REGISTERS:
             faults.append(f"{what} has {r.threads} threads of {r.registers} registers; a multiprocessor has {REGISTERS:,}")
         if "packed" in implementation.name and implementation.op.case(r.case).use == "bench" and r.widest_load < 16:
             faults.append(f"{what} has no load of 16 bytes")

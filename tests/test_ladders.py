@@ -78,6 +78,16 @@ def test_products_refuse_sides_whose_tiles_reach_too_far() -> None:
         assert "2^31" in str(why_not(rung, meta(3, 1), meta(1, n + 1)))
 
 
+def test_regimes_of_softmax_refuse_rows_that_they_cannot_hold_or_count() -> None:
+    rungs = get("softmax").implementations
+    with device.pretend("sm_90"):
+        for name, most in (("cuda_bh", 1024), ("cuda_warp", 1024), ("cuda_uncached", FAR - 1024)):
+            assert why_not(rungs[name], meta(3, most)) is None
+            assert str(most + 1) in str(why_not(rungs[name], meta(3, most + 1)))
+        assert why_not(rungs["cuda_block"], meta(3, 20000)) is None
+        assert "shared memory" in str(why_not(rungs["cuda_block"], meta(3, 30000)))
+
+
 def test_no_row_can_be_added_where_there_is_none() -> None:
     """By shapes alone: on a GPU the index is not read, and backward would read what is not there."""
     x, index = meta(4, 0), meta(3, dtype=torch.int64)

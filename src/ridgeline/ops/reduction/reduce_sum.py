@@ -163,5 +163,5 @@ for name, each, blocks, gain, counter, idea in (
     _rung(name, idea, partial(teach, name, each, blocks), fits, ("float32", "int32"), gain=gain, counter=counter)
 idea = "any strides and dimensions: tiles of sums and their elements, what a thread loads added first; parts where sums are few"
 _rung("triton", idea, sum_tiles, takes_dtypes, (*FLOATS, *INTS), "triton", served=True, unless=tiny)
-idea = "short blocks, handed out as multiprocessors become free, many 16-byte loads a thread on their way; the sum of parts starts early"
+idea = "short blocks, handed out as multiprocessors become free, two 16-byte loads a thread on their way; the sum of parts starts early"
 _rung("cuda_best", idea, best, takes_whole, ALL, served=True, unless=tiny, counter=DRAM)

@@ -21,6 +21,7 @@ FILE = Path(__file__).with_name("softmax_regimes.cu")
 CODES = {"fwd": "PPqiq", "bwd": "PPPqiqq"}
 WARP, BLOCK, UNCACHED = ({d: CudaKernel(FILE, f"softmax_{name}_{d}", codes) for d, codes in CODES.items()} for name in ("warp", "block", "uncached"))  # fmt: skip
 WARP_COLUMNS = 1024  # what a warp holds in registers
+MOST = (1 << 31) - 1024  # columns that an int counts, and a block's threads beyond them
 FEW = 120  # (batch, head) pairs, of which FasterTransformer gives each row a block
 
 
@@ -76,9 +77,15 @@ def _narrow(x: torch.Tensor, *rest: Any) -> str | None:
     return None if columns_of(x, *rest) <= WARP_COLUMNS else f"it takes rows of at most {WARP_COLUMNS} columns, and these have {columns_of(x, *rest)}"  # fmt: skip
 
 
+def _countable(x: torch.Tensor, *rest: Any) -> str | None:
+    return None if columns_of(x, *rest) <= MOST else f"it counts columns up to 2^31 - 1024, and these rows have {columns_of(x, *rest)}"
+
+
 def _fits_shared(x: torch.Tensor, *rest: Any) -> str | None:
     most = (device.of(x).shared_memory - 2048) // 8
-    return None if columns_of(x, *rest) <= most else f"backward it keeps two rows in shared memory: of at most {most} columns"
+    if columns_of(x, *rest) <= most:
+        return None
+    return f"it keeps a row in shared memory, and backward two: at most {most} columns, and these rows have {columns_of(x, *rest)}"
 
 
 SYNCED, READ = "smsp__average_warps_issue_stalled_barrier_per_issue_active.ratio", "lts__t_sectors_op_read.sum"
@@ -91,6 +98,6 @@ def ladder(op: Op) -> None:
         op.kernel(name, idea, kind="cuda", supports=supports, **both(launcher), **facts)
 
     rung("cuda_bh", "as FasterTransformer: a block per (batch, head), a thread per column, row after row", heads, _narrow)
-    rung("cuda_uncached", "a block per row and 16 bytes a load; any length; the row is read three times, backward twice", uncached, None, gain=1.2, counter=SYNCED)  # fmt: skip
+    rung("cuda_uncached", "a block per row and 16 bytes a load; any length; the row is read three times, backward twice", uncached, _countable, gain=1.2, counter=SYNCED)  # fmt: skip
     rung("cuda_block", "the row kept in shared memory, [pack][packs] against bank conflicts, and read once", block, _fits_shared, gain=1.2, counter=READ)  # fmt: skip
     rung("cuda_warp", "rows of up to 1024 columns in the registers of a warp, or of a part of one: no barrier, no shared memory", warp, _narrow, gain=1.5, counter=SYNCED)  # fmt: skip
