@@ -21,6 +21,7 @@ from ridgeline.op import Case, Cost, Implementation, Op, RidgelineError, Spec, n
 from ridgeline.ops.movement._index_add import (
     FILE,
     INT,
+    apart,
     countable,
     fault_of,
     few,
@@ -155,14 +156,6 @@ _atomic("atomic", "a thread for each element of the source, as in OneFlow: no lo
         gain=1.0, counter="sm__warps_active.avg.pct_of_peak_sustained_active")  # fmt: skip
 _atomic("packed", "16 bytes an atomic (two halves at once before Hopper): an eighth of the requests", 0, deterministic=False,
         supports=packs, served=True, unless=slow, gain=4.0, counter=ATOMICS)  # fmt: skip
-INDEX_ADD.kernel(  # Not served: it has run in an emulator, and not yet on a GPU.
-    "cuda_pass",
-    "at most 1024 indices: one pass, in which a block looks through them while its part of x is on its way, and makes the named rows anew",
-    kind="cuda",
-    fwd=passed,
-    bwd=launch_bwd,
-    supports=few,
-)
 INDEX_ADD.kernel(
     "cuda",
     "no atomics: indices looked through or sorted, each row made by the threads that own it, read once, in order, in float32",
@@ -173,5 +166,17 @@ INDEX_ADD.kernel(
     served=True,
     unless=left,
     gain=1.5,
+    counter="dram__throughput.avg.pct_of_peak_sustained_elapsed",
+)
+INDEX_ADD.kernel(
+    "cuda_pass",
+    "at most 1024 indices: one pass, in which a block looks through them while its part of x is on its way, and makes the named rows anew",
+    kind="cuda",
+    fwd=passed,
+    bwd=launch_bwd,
+    supports=few,
+    served=True,
+    unless=apart,
+    gain=1.1,
     counter="dram__throughput.avg.pct_of_peak_sustained_elapsed",
 )
