@@ -86,8 +86,17 @@ struct Tile {
         }
     }
 
-    // Sums within each pack, and of a warp's 32 packs up to each; returns what all of them add up to.
+    // Sums within each pack, and of a warp's 32 packs up to each. Returns what all of them add up to, of floats as if added in double:
+    // all that comes after starts from it, so that it would carry on an error of one side.
     __device__ TOTAL scan() {
+        Start own(0);
+#pragma unroll
+        for (int i = 0; i < ITEMS; ++i)
+#pragma unroll
+            for (int j = 0; j < PACK; ++j) own.add(at[i][j]);
+        TOTAL total = (TOTAL)own.sum + (TOTAL)own.rest;
+#pragma unroll
+        for (int step = 16; step; step /= 2) total += __shfl_xor_sync(~0u, total, step);
 #pragma unroll
         for (int i = 0; i < ITEMS; ++i) {
 #pragma unroll
@@ -101,9 +110,6 @@ struct Tile {
                 const SUM other = __shfl_up_sync(~0u, upto[i], step);
                 if (threadIdx.x % 32 >= step) upto[i] += other;
             }
-        TOTAL total = 0;
-#pragma unroll
-        for (int i = 0; i < ITEMS; ++i) total += (TOTAL)__shfl_sync(~0u, upto[i], 31);
         return total;
     }
 
@@ -232,24 +238,25 @@ extern "C" __global__ void __launch_bounds__(THREADS)
 #if __CUDA_ARCH__ >= 900 && defined(STAGES)
 // The ring. A block for each multiprocessor stays, and has every gridDim.x-th tile of all rows. The copy engine brings its tiles into
 // shared memory, STAGES ahead, and takes their sums away, so that memory is never idle for a wait. GROUPS groups of warps have a tile each
-// in turn, and tell its total as soon as it has come. As many other warps, in turn too, find what is before a tile: what was before the
-// block's last one, and the totals since, of one tile of each block, all told by then or soon. So nobody waits for another's waiting, and
+// in turn: they tell its total as soon as it has come, and wait to be told what is before it. The first block tells them: as many warps of
+// it, in turn too, read the totals of a round, a tile of each block, and add them up. So one block alone looks at what all tell, and
 // additions have one order. Blocks wait for each other, so all must run: a cooperative launch.
 extern "C" __global__ void __launch_bounds__(GROUPS * THREADS + 32 * GROUPS + 32, 1)
     cumsum_ring(Y* y, const X* x, Word* state, long long outer, long long n, long long tiles) {
-    constexpr int WIDE = sizeof(Y) > sizeof(X) ? sizeof(Y) : sizeof(X), POLLS = 5;
+    constexpr int WIDE = sizeof(Y) > sizeof(X) ? sizeof(Y) : sizeof(X), MOST = 5;
     extern __shared__ __align__(128) char ring[];
-    __shared__ Barrier full[STAGES], known[STAGES], done[STAGES];
-    __shared__ TOTAL begin[STAGES], totals[2][GROUPS][WARPS];
+    __shared__ Barrier full[STAGES], done[STAGES], carried[GROUPS];
+    __shared__ TOTAL carry[GROUPS], begin[GROUPS], totals[2][GROUPS][WARPS];
     Entry* told = reinterpret_cast<Entry*>(state);
     const int group = threadIdx.x / THREADS, thread = threadIdx.x % THREADS, warp = thread / 32, lane = threadIdx.x % 32;
-    const int other = (int)threadIdx.x / 32 - GROUPS * WARPS;  // the warps behind the groups': those that look, and one that moves
+    const int other = (int)threadIdx.x / 32 - GROUPS * WARPS;  // the warps behind the groups': those that add up, and one that moves
     const long long all = outer * tiles, count = blockIdx.x < all ? (all - 1 - blockIdx.x) / gridDim.x + 1 : 0;
     const auto tile = [&](long long i) { return blockIdx.x + i * gridDim.x; };
     const auto place_of = [&](long long t) { return t / tiles * n + (REVERSE ? n - (t % tiles + 1) * TILE : t % tiles * TILE); };
     const auto whole = [&](long long t) { return (t % tiles + 1) * TILE <= n; };  // the rest of a row goes through registers alone
     if (threadIdx.x == 0) {
-        for (int s = 0; s < STAGES; ++s) barrier_init(&full[s]), barrier_init(&known[s]), barrier_init(&done[s], WARPS);
+        for (int s = 0; s < STAGES; ++s) barrier_init(&full[s]), barrier_init(&done[s], WARPS);
+        for (int g = 0; g < GROUPS; ++g) barrier_init(&carried[g]);
         barrier_init_done();
     }
     __syncthreads();
@@ -275,46 +282,64 @@ extern "C" __global__ void __launch_bounds__(GROUPS * THREADS + 32 * GROUPS + 32
                 if (w == warp) before = sum;
                 sum += totals[turn][group][w];
             }
-            if (thread == 0) told[t].put(sum, 1);
-            barrier_wait(&known[stage], phase);
+            if (thread == 0) {
+                told[t].put(sum, 1);
+                TOTAL found;
+                while (told[t].get(found) != 2) {}
+                begin[group] = found;
+            }
+            __syncwarp();
+            asm volatile("bar.sync %0, %1;" ::"r"(group + 1), "n"(THREADS) : "memory");
             if (whole(t)) {
-                mine.store(reinterpret_cast<Y*>(kept), inside, TILE, begin[stage] + before);
+                mine.store(reinterpret_cast<Y*>(kept), inside, TILE, begin[group] + before);
                 bulk_fence();
             } else
-                mine.store(y + row, first, n, begin[stage] + before);
+                mine.store(y + row, first, n, begin[group] + before);
             __syncwarp();
             if (lane == 0) barrier_arrive(&done[stage]);
         }
     } else if (other < GROUPS) {
-        for (long long i = other; i < count; i += GROUPS) {
-            const int stage = (int)(i % STAGES);
-            const long long t = tile(i), row = t / tiles * tiles, last = t - gridDim.x;
-            TOTAL since = 0;
-            for (long long k = (last < row ? row : last) + lane; k - lane < t; k += 32 * POLLS) {
-                TOTAL value[POLLS];
+        for (long long i = other; blockIdx.x == 0 && i < count; i += GROUPS) {
+            const int before = (int)((i + GROUPS - 1) % GROUPS);
+            const long long round = tile(i), end = min(round + gridDim.x, all);
+            TOTAL value = 0;  // what the row has had
+            for (long long first = round; first < end; first += 32 * MOST) {
+                TOTAL upto[MOST];
+                long long within[MOST];
                 bool open;
                 do {
                     open = false;
 #pragma unroll
-                    for (int u = 0; u < POLLS; ++u) {
-                        const bool there = k + u * 32 < t;
-                        open |= told[there ? k + u * 32 : t - 1].get(value[u]) == 0 && there;
-                        if (!there) value[u] = 0;
-                    }
+                    for (int u = 0; u < MOST; ++u) open |= told[min(first + u * 32 + lane, end - 1)].get(upto[u]) == 0;
                 } while (open);
 #pragma unroll
-                for (int u = 0; u < POLLS; ++u) since += value[u];
-            }
+                for (int u = 0; u < MOST; ++u) {  // a row starts anew
+                    within[u] = first + u * 32 + lane;
+                    if (within[u] >= tiles) within[u] %= tiles;
+                }
 #pragma unroll
-            for (int step = 16; step; step /= 2) since += __shfl_xor_sync(~0u, since, step);
-            if (last >= row) {
-                barrier_wait(&known[(i - 1) % STAGES], (unsigned)((i - 1) / STAGES % 2));
-                since += begin[(i - 1) % STAGES];
+                for (int step = 1; step < 32; step *= 2)
+#pragma unroll
+                    for (int u = 0; u < MOST; ++u) {
+                        const TOTAL lower = __shfl_up_sync(~0u, upto[u], step);
+                        if (lane >= step && within[u] >= step) upto[u] += lower;
+                    }
+                if (first == round && i) {
+                    barrier_wait(&carried[before], (unsigned)((i - 1) / GROUPS % 2));
+                    value = carry[before];
+                }
+#pragma unroll
+                for (int u = 0; u < MOST; ++u) {
+                    const TOTAL lower = __shfl_up_sync(~0u, upto[u], 1), base = within[u] > lane ? value : TOTAL(0);
+                    const long long t = first + u * 32 + lane;
+                    if (t < end) told[t].put(within[u] == 0 ? TOTAL(0) : lane ? base + lower : base, 2);
+                    const long long last = min(31LL, max(0LL, end - 1 - (t - lane)));
+                    if (t - lane < end) value = __shfl_sync(~0u, base + upto[u], (int)last);
+                }
             }
-            if (i >= STAGES) barrier_wait(&done[stage], (unsigned)(i / STAGES - 1) % 2);
             if (lane == 0) {
-                begin[stage] = since;
-                barrier_arrive(&known[stage]);
+                carry[i % GROUPS] = value;
+                barrier_arrive(&carried[i % GROUPS]);
             }
         }
     } else if (lane == 0) {
