@@ -106,7 +106,7 @@ format: $(READY) ## write the code in its style
 pyi: $(READY) ## write src/ridgeline/__init__.pyi, which tells editors of every op
 	$(PY) -m ridgeline.lab.stubs
 
-readme: $(READY) ## write README.md's tables, docs/measured.md and docs/roofline.svg from the rows in results/h100
+readme: $(READY) ## write README.md's tables, docs/measured.md and docs/roofline.svg from the rows in results/
 	$(PY) -m ridgeline.lab.readme
 
 hooks: $(READY) ## run lint, types and the stub's check before each commit

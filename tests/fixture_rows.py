@@ -32,28 +32,30 @@ def _around(value: float, noise: float, dice: random.Random) -> dict[str, float]
     return {"median": median, "low": median * (1 - noise), "high": median * (1 + noise)}
 
 
-def _machine(gpu: bool) -> dict:
+def _machine(gpu: bool, name: str) -> dict:
     common = {"python": "3.12.3", "os": "Linux 6.8", "memory_bytes": 128 << 30 if gpu else 8 << 30}
     if gpu:
-        return {"gpu": "NVIDIA H100 80GB HBM3", "arch": "sm_90", "cpu": "Intel Xeon Platinum 8480C", "cores": 16, "driver": "580.65",
+        return {"gpu": name, "arch": "sm_90", "cpu": "Intel Xeon Platinum 8480C", "cores": 16, "driver": "580.65",
                 "cuda": "13.0", "torch": "2.11.0+cu130", "triton": "3.6.0", **common}  # fmt: skip
     return {"gpu": None, "arch": "cpu", "cpu": "AMD EPYC 7R13", "cores": 2, "driver": None, "cuda": None, "torch": "2.13.0+cpu",
             "triton": "3.7.1", **common}  # fmt: skip
 
 
-def rows(gpu: bool = True, seed: int = 0, hostile: bool = False, slower: float = 1.0) -> list[dict]:
-    """A whole run. hostile: names with markup in them; slower: every kernel's time is multiplied by it."""
+def rows(
+    gpu: bool = True, seed: int = 0, hostile: bool = False, slower: float = 1.0, name: str = "NVIDIA H100 80GB HBM3", ops: tuple = ()
+) -> list[dict]:
+    """A whole run. hostile: names with markup in them; slower: every kernel's time is multiplied by it; ops: those alone."""
     dice = random.Random(seed)
     bandwidth, rates = (H100, H100_RATES) if gpu else (LAPTOP, LAPTOP_RATES)
     run = f"2026112{seed}-021500-abc1234"
-    machine = _machine(gpu) | ({"cpu": HOSTILE} if hostile else {})
+    machine = _machine(gpu, name) | ({"cpu": HOSTILE} if hostile else {})
     out = [
         {"type": "run", "time": f"2026-11-2{seed}T02:15:00+00:00", "commit": "abc1234", "dirty": False,
          "command": "bench", "machine": machine},
         {"type": "roof", **{k: _around(v, 0.002, dice) for k, v in bandwidth.items()}, "launch_us": 2.3 if gpu else 0.0,
          "matmul": {d: {**_around(v, 0.01, dice), "shape": [8192, 8192, 8192]} for d, v in rates.items()}},
     ]  # fmt: skip
-    for op, rungs in RUNGS.items():
+    for op, rungs in ((op, rungs) for op, rungs in RUNGS.items() if not ops or op in ops):
         for case, count in CASES[op]:
             for dtype in rates:
                 for direction in ("forward", "backward") if op in ("gelu", "softmax") else ("forward",):

@@ -14,7 +14,7 @@ from ridgeline import device as devices
 from ridgeline.boundary import Launch, observe
 from ridgeline.lab.law import Law, as_tuple, leaves
 from ridgeline.op import Op, RidgelineError, _copy, registry
-from ridgeline.select import never
+from ridgeline.select import never, why_not
 
 pytestmark = pytest.mark.kernels
 
@@ -142,11 +142,12 @@ def _called(op: Op, impl: str, device: str) -> tuple[Callable[..., Any], torch.T
 
 
 def kernel_of(op: Op, device: str) -> str:
-    """Triton's rung, or of an op that has none the last that is served, where it runs here."""
-    name = "triton" if "triton" in op.implementations else [i.name for i in op.implementations.values() if i.served and i.is_kernel][-1]
-    if reason := never(op.implementations[name], "fwd", torch.float32, devices.of(torch.empty(0, device=device))):
-        pytest.skip(reason)
-    return name
+    """Triton's rung, or of an op that has none the last that is served and takes the op's first case, where it runs here."""
+    served = [i for i in op.implementations.values() if i.name == "triton" or (i.served and i.is_kernel)]
+    chosen = sorted(served, key=lambda i: i.name == "triton")[::-1]
+    args, kwargs = FIRST[op.name].make("float32", device)
+    reasons = [why_not(i, *args, *kwargs.values()) for i in chosen]
+    return next((i.name for i, reason in zip(chosen, reasons, strict=True) if reason is None), None) or pytest.skip(str(reasons[0]))
 
 
 @pytest.mark.parametrize("name", OPS)

@@ -1,7 +1,10 @@
 """What `make readme` writes: the rung that users get, the runs that the figures come from, and every op."""
 
+import json
+
 import pytest
 
+import fixture_rows
 from ridgeline import nn
 from ridgeline.lab import readme
 from ridgeline.op import RidgelineError, get, registry
@@ -98,4 +101,81 @@ def test_the_newest_rows_of_each_piece_of_work(tmp_path, monkeypatch: pytest.Mon
 
 def test_no_run_is_said(tmp_path) -> None:
     with pytest.raises(RidgelineError, match="no recorded run"):
-        readme.newest(tmp_path)
+        readme.pages(tmp_path, "")
+
+
+@pytest.fixture
+def house(tmp_path, monkeypatch: pytest.MonkeyPatch):
+    """A source tree with a recorded H100 and pages that are current."""
+    monkeypatch.setattr(readme.store, "HOUSE", tmp_path)
+    monkeypatch.setattr(readme.roofline, "render", lambda rows, folder: (folder / "roofline.svg").write_text(rows[0]["machine"]["gpu"]))
+    (tmp_path / "README.md").write_text("<!-- measured -->\n<!-- /measured -->\n<!-- ops -->\n<!-- /ops -->\n")
+    fixture_rows.write(tmp_path / "results/h100/20261120-021500-abc1234.jsonl")
+    assert verb(monkeypatch) == 0
+    return tmp_path
+
+
+def verb(monkeypatch: pytest.MonkeyPatch, *arguments: str) -> int:
+    monkeypatch.setattr(readme.sys, "argv", ["readme", *arguments])
+    return readme.main()
+
+
+def h200(house, name: str = "20261121-021500-abc1234", **facts):
+    """A run of an H200 that timed some of the ops."""
+    return fixture_rows.write(house / f"results/h200/{name}.jsonl", name="NVIDIA H200", seed=1, ops=("softmax", "mul"), **facts)
+
+
+def test_every_recorded_gpu_has_a_section(house, monkeypatch: pytest.MonkeyPatch) -> None:
+    front, measured = house / "README.md", house / "docs/measured.md"
+    before = front.read_text(), measured.read_text()
+    h200(house)
+    assert verb(monkeypatch) == 0
+    assert (house / "docs/roofline.svg").read_text() == "NVIDIA H100 80GB HBM3"
+    assert front.read_text() == before[0].replace(
+        "[docs/measured.md](docs/measured.md).", "[docs/measured.md](docs/measured.md). Other GPUs: [NVIDIA H200](docs/measured.md#h200)."
+    )
+    assert front.read_text() != before[0]
+    first, second = measured.read_text().split("\n## H200\n\n")
+    assert first == before[1]
+    assert "\n## H100\n\nNVIDIA H100 80GB HBM3, driver" in first
+    assert second.startswith("NVIDIA H200, driver")
+    assert "The rows come from 1 run in `results/h200`" in second
+    ops = {line.split("`")[1] for line in second.splitlines() if line.startswith("| `")}
+    assert ops == {"softmax", "mul"}
+    rows = [row for row in readme.newest(house / "results/h200") if row["type"] == "bench"]
+    shares = [row["share"] for row in rows if (row["op"], row["impl"]) == ("softmax", "cuda_cluster")]
+    assert shares
+    assert all(f"**{share:.2f}**" in second for share in shares)
+
+
+def test_a_page_that_lacks_a_gpu_s_newest_rows_is_stale(house, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
+    def check() -> str:
+        status, said = verb(monkeypatch, "--check"), capsys.readouterr().out
+        assert status == ("not current" in said)
+        return said
+
+    assert "the pages are current" in check()
+    h200(house)
+    assert "not current: README.md, measured.md;" in check()
+    assert verb(monkeypatch) == 0
+    assert "the pages are current" in check()
+    h200(house, "20261122-021500-abc1234", slower=1.5)
+    assert "not current: measured.md;" in check()
+    assert verb(monkeypatch) == 0
+    assert "the pages are current" in check()
+    for path in (house / "results/h200").iterdir():
+        path.unlink()
+    assert "not current: README.md, measured.md;" in check()
+
+
+def test_gpus_in_order_and_only_those_with_figures(house) -> None:
+    """Not a CPU, nor a GPU of which a run has only begun, or of whose runs each was a grid's."""
+    h200(house)
+    for folder in ("a100", "b200", "cpu"):
+        path = fixture_rows.write(house / f"results/{folder}/20261120-021500-abc1234.jsonl", gpu=folder != "cpu")
+        rows = [json.loads(line) for line in path.read_text().splitlines()]
+        if folder == "a100":
+            rows[0]["command"] = "ridgeline bench --grid --record"
+        path.write_text("".join(json.dumps(row) + "\n" for row in (rows[:2] if folder == "b200" else rows)))
+    fixture_rows.write(house / "results/a10/20261120-021500-abc1234.jsonl", name="NVIDIA A10")
+    assert [folder.name for folder in readme.gpus(house / "results")] == ["h100", "a10", "h200"]

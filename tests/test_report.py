@@ -25,16 +25,18 @@ def options(module, *arguments):
 
 @pytest.fixture(scope="module")
 def pages(tmp_path_factory):
-    """A laptop's report beside a recorded run, one with hostile names, and one of a run that timed nothing."""
+    """A laptop's report beside recorded runs, one with hostile names, and one of a run that timed nothing."""
     folder = tmp_path_factory.mktemp("report")
     laptop, recorded = view.Source(LAPTOP), view.Source(H100, recorded=True)
     changes = view.changes(recorded, view.Source(fixture_rows.rows(seed=1, slower=1.1)))
     hostile = view.Source(fixture_rows.rows(hostile=True))
     row = {"impl": fixture_rows.HOSTILE, "group": "cuda", "arch": "gfx942", "reason": fixture_rows.HOSTILE}
     kernels = [{"op": fixture_rows.HOSTILE, "case": "1", "dtype": "float32", "spills": 0, "rows": [], "not_built": [row]}]
+    other = view.Source(fixture_rows.rows(name="NVIDIA H200", seed=1, ops=("softmax",)), recorded=True)
     empty = view.Source([r for r in LAPTOP if r["type"] in ("run", "roof")])
     made = {
         "two": page.render([laptop, recorded], changes=changes, notes=["a note"]),
+        "three": page.render([laptop, recorded, other]),
         "hostile": page.render([hostile], kernels=kernels, checks=[{"title": "here", "note": "", **view.checked(hostile.checks)}]),
         "empty": page.render([empty]),
     }
@@ -57,10 +59,11 @@ def width(opened):
     return opened.js("Math.max(document.documentElement.scrollWidth, innerWidth)")
 
 
-def test_charts_are_drawn_and_nothing_is_asked_for(chromium, pages):
-    opened = chromium.open(pages / "two.html")
+@pytest.mark.parametrize(("name", "charts"), [("two", 2), ("three", 3)])
+def test_charts_are_drawn_and_nothing_is_asked_for(chromium, pages, name, charts):
+    opened = chromium.open(pages / f"{name}.html")
     marks = opened.js("[...document.querySelectorAll('[data-chart]')].map(c => c.querySelectorAll('.mark-symbol path').length)")
-    assert len(marks) == 2
+    assert len(marks) == charts
     assert min(marks) > 20
     assert opened.said() == []
     assert opened.asked() == []
@@ -188,6 +191,8 @@ def test_the_verb_shows_recorded_runs(tmp_path, monkeypatch, capsys):
 def test_without_a_gpu_recorded_figures_stand_beside(tmp_path, monkeypatch):
     """The measuring is left to the tests of bench, check and inspect; here, what is gathered around it."""
     fixture_rows.write(tmp_path / "results/h100/20261120-021500-abc1234.jsonl")
+    fixture_rows.write(tmp_path / "results/h200/20261121-021500-abc1234.jsonl", name="NVIDIA H200", seed=1, ops=("softmax",))
+    fixture_rows.write(tmp_path / "results/b200/20261121-021500-abc1234.jsonl", name="NVIDIA B200", ops=("none",))
     monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "cache"))
     monkeypatch.setattr(command.store, "recorded", lambda: tmp_path / "results")
     monkeypatch.setattr(command.measure, "bench", lambda quick: LAPTOP)
@@ -198,12 +203,17 @@ def test_without_a_gpu_recorded_figures_stand_beside(tmp_path, monkeypatch):
     for words in (
         "AMD EPYC 7R13",
         "this machine",
-        "NVIDIA H100 80GB HBM3",
+        "one NVIDIA H100 80GB HBM3 and run",
         "recorded 2026-11-20, commit abc1234",
+        "one NVIDIA H200 and run",
+        "recorded 2026-11-21, commit abc1234",
         "3 passed",
         "left out: nothing",
     ):
         assert words in text
+    assert text.index("of one NVIDIA H100") < text.index("of one NVIDIA H200")
+    assert [text.count(f"All that was timed on NVIDIA {name}") for name in ("H100 80GB HBM3", "H200")] == [4, 1]
+    assert "NVIDIA B200" not in text
 
 
 def test_kernels_are_compiled_until_the_time_box_ends():
@@ -223,6 +233,14 @@ def test_a_folder_that_cannot_be_written_is_named(tmp_path):
     with pytest.raises(RidgelineError, match="cannot write"):
         report.main(options(report, "--run", fixture_rows.write(tmp_path / "run.jsonl"), "--out", tmp_path / "file"))
     assert sorted(p.name for p in tmp_path.iterdir()) == ["file", "run.jsonl"]
+
+
+def test_whole_numbers_alone_stand_under_float32_s_roof():
+    """No matrix product has been timed in int32."""
+    rows = [row | ({"dtype": "int32"} if row["type"] == "bench" else {}) for row in H100]
+    (flat,) = roofline.ceilings(verdict.one(rows, "roof"), {"int32"})
+    assert flat["roof"].startswith("float32: 5")
+    assert page._source(view.Source(rows))["chart"]
 
 
 def test_the_roofline_verb_writes_pictures(tmp_path, capsys):

@@ -10,7 +10,7 @@ import time
 import pytest
 
 import fixture_rows
-from ridgeline.lab import store
+from ridgeline.lab import ladder, store
 from ridgeline.op import RidgelineError
 
 MACHINE = dict.fromkeys(store.MACHINE) | {"cpu": "a cpu"}
@@ -123,6 +123,14 @@ def test_finding_runs():
         store.find("19990101")
     with pytest.raises(RidgelineError, match="several runs"):
         store.find("2")
+
+
+def test_a_ladder_is_this_machine_s_else_the_newest_of_any_gpu(tmp_path):
+    h100, h200 = ([BENCH | {"run": name, "op": op} for op in ops] for name, ops in (("1", ("gelu", "mul")), ("2", ("gelu",))))
+    store.append(tmp_path / "results/h100/1.jsonl", h100)
+    store.append(tmp_path / "results/h200/2.jsonl", h200)
+    assert [ladder.newest("gelu", here) for here in ("h100", "h200", "cpu")] == [h100, h200, h200]
+    assert ladder.newest("mul", "h200") == h100
 
 
 @pytest.mark.parametrize(

@@ -20,7 +20,7 @@ from ridgeline.op import RidgelineError
 
 CTYPE = {torch.float32: "float", torch.float16: "__half", torch.bfloat16: "__nv_bfloat16"}
 TILES = Path(__file__).with_name("tiles")
-LAUNCH_OPTIONS = ("block", "cluster", "shared", "launch_pdl")
+LAUNCH_OPTIONS = ("block", "cluster", "shared", "launch_pdl", "cooperative")
 
 
 class CudaError(RuntimeError):
@@ -144,12 +144,22 @@ class Starter:
     INVALID_CONTEXT = 201
 
     def __init__(
-        self, function: int, layout: str, threads: int, shared: int, index: int, cluster: int = 1, pdl: bool = False, what: str = "a kernel"
+        self,
+        function: int,
+        layout: str,
+        threads: int,
+        shared: int,
+        index: int,
+        cluster: int = 1,
+        pdl: bool = False,
+        cooperative: bool = False,
+        what: str = "a kernel",
     ):
         self.what = f"{what} with {threads} threads and {shared} bytes of shared memory"
         self.facts, self.index = (threads, 1, 1, shared), index
-        # CUlaunchAttribute: an id (4: the cluster's size; 6: programmatic dependent launch), padding, and a union of 64 bytes.
-        wanted = [struct.pack("@I4x3I52x", 4, cluster, 1, 1)] * (cluster > 1) + [struct.pack("@I4xI60x", 6, 1)] * pdl
+        # CUlaunchAttribute: an id (2: cooperative; 4: the cluster's size; 6: programmatic dependent launch), padding, a union of 64 bytes.
+        wanted = [struct.pack("@I4x3I52x", 4, cluster, 1, 1)] * (cluster > 1)
+        wanted += [struct.pack("@I4xI60x", code, 1) for code, asked in ((6, pdl), (2, cooperative)) if asked]
         self.attribute = ctypes.create_string_buffer(b"".join(wanted))
         self.attributes = ctypes.addressof(self.attribute), len(wanted)
         size = struct.calcsize("@" + layout)
@@ -322,7 +332,8 @@ class CudaKernel:
 
     arguments: one code per argument, as in `struct`: P a pointer (a tensor, or None), i int, q long long, f float; M a `TensorMap`.
     Started with macros and the options `block` (threads), `cluster` (blocks along x), `shared` (bytes of dynamic shared
-    memory) and `launch_pdl` (see `boundary.early`) as constants of `boundary.launch`.
+    memory), `launch_pdl` (see `boundary.early`) and `cooperative` (all blocks run at once, so that they may wait for each
+    other) as constants of `boundary.launch`.
     """
 
     def __init__(self, path: Path, name: str, arguments: str):
@@ -346,14 +357,16 @@ class CudaKernel:
         layout = _layout(self.arguments, real)
         if layout is None:
             raise CudaError(f"{self} takes parameters of (offset, bytes) {real}, and is declared with {self.arguments!r}")
-        block, cluster, shared, pdl = (int(constants.get(o, d)) for o, d in zip(LAUNCH_OPTIONS, (256, 1, 0, 0), strict=True))
+        block, cluster, shared, pdl, cooperative = (
+            int(constants.get(o, d)) for o, d in zip(LAUNCH_OPTIONS, (256, 1, 0, 0, 0), strict=True)
+        )
         static = ctypes.c_int()
         _check(driver.cuFuncGetAttribute(ctypes.byref(static), 1, function), f"asking for {self}'s own shared memory")
         if shared + static.value > 48 << 10:
             _check(driver.cuFuncSetAttribute(function, 8, shared), f"{self} with {shared} bytes of shared memory")
         if cluster > 8:
             _check(driver.cuFuncSetAttribute(function, 14, 1), f"{self} with a cluster of {cluster}")
-        return Starter(function.value or 0, layout, block, shared, index, cluster, bool(pdl), str(self))
+        return Starter(function.value or 0, layout, block, shared, index, cluster, bool(pdl), bool(cooperative), str(self))
 
     def start(self, constants: dict[str, Any], values: Sequence[Any], index: int) -> Starter | Arranged:
         """What starts the kernel with such values on a GPU."""

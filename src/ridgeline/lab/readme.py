@@ -1,6 +1,6 @@
-"""writes what the README and docs/ show of a recorded GPU, its roofline and the measured tables; and the README's list of the ops
+"""writes what the README and docs/ show of recorded GPUs, a roofline and the measured tables; and the README's list of the ops
 
-python -m ridgeline.lab.readme            writes README.md, docs/measured.md and docs/roofline.svg from results/h100 and the registry
+python -m ridgeline.lab.readme            writes README.md, docs/measured.md and docs/roofline.svg from results/ and the registry
 python -m ridgeline.lab.readme --check    exit code 1 where the pages are not those of the newest rows and of the registry
 """
 
@@ -19,14 +19,14 @@ from ridgeline.op import Op, RidgelineError, registry
 
 Row = dict[str, Any]
 Work = tuple[str, str, str, str]
-GPU = "h100"
+GPU = "h100"  # whose table and roofline the README shows
 KERNELS = ("cuda", "triton", "gluon")
 MARKED = re.compile(r"(<!-- (measured|ops) -->\n).*?(?=<!-- /\2 -->)", re.DOTALL)
 
 
 def newest(folder: Path) -> list[Row]:
     """The rows of the newest recorded run of a GPU, and of older ones for the work that it did not time: of benchmarks that still are,
-    without those of a grid."""
+    without those of a grid. Empty where no run is recorded."""
     rows: list[Row] = []
     cases = {(op.name, case.name) for op in registry().values() for case in op.cases if case.use == "bench"}
     for path in sorted(folder.glob("*.jsonl"), reverse=True):
@@ -34,9 +34,14 @@ def newest(folder: Path) -> list[Row]:
         if "--grid" not in verdict.one(run, "run")["command"].split():
             known = [row for row in run if row["type"] != "bench" or (row["op"], row["case"]) in cases]
             rows += [row for row in known if not rows or (row["type"] == "bench" and verdict.key(row) not in timed)]
-    if not rows:
-        raise RidgelineError(f"{folder} holds no recorded run; `ridgeline bench --record` on that GPU writes one")
     return rows
+
+
+def gpus(results: Path) -> dict[Path, list[Row]]:
+    """The newest rows of every GPU on which anything was timed, by its folder, the README's GPU first."""
+    folders = sorted(results.glob("*/"), key=lambda folder: (folder.name != GPU, folder.name))
+    found = {folder: newest(folder) for folder in folders if folder.name != "cpu"}
+    return {folder: rows for folder, rows in found.items() if works(rows)}
 
 
 def works(rows: list[Row]) -> dict[Work, list[Row]]:
@@ -134,7 +139,8 @@ def header(runs: list[list[Row]]) -> str:
     said = {d: ", at least twice bfloat16's," for d in dtypes if any("twice" in r["matmul"].get(d, ()) for r in roofs)}
     rates = [f"{d}{said.get(d, '')} {between([r['matmul'][d]['median'] for r in roofs if d in r['matmul']], 'FLOP/s')}" for d in dtypes]
     dirty = sum(verdict.one(rows, "run")["dirty"] for rows in runs)
-    text = f"{'; '.join(names)}. The rows come from {len(runs)} run{'s' * (len(runs) > 1)} in `results/{GPU}`; each is held against "
+    text = f"{'; '.join(names)}. The rows come from {len(runs)} run{'s' * (len(runs) > 1)} in "
+    text += f"`results/{store.slug(machines[0]['gpu'])}`; each is held against "
     text += f"its own run's roof: copy {between([r['copy']['median'] for r in roofs], 'B/s')}, matrix products {', '.join(rates)}."
     if dirty:
         text += f" {dirty} of these runs {'is' if dirty == 1 else 'are'} marked `dirty`: the GPU's machine had a copy of the work tree "
@@ -162,35 +168,45 @@ def contents(ops: dict[str, Op]) -> str:
     return "\n".join(lines[:-1]) + "\n"
 
 
-def pages(folder: Path, readme: str) -> tuple[str, str]:
-    """The text of README.md and of docs/measured.md."""
-    rows, ops = newest(folder), registry()
+def about(folder: Path, rows: list[Row]) -> str:
+    """The header of the runs that a GPU's rows come from."""
     timed = {row["run"] for row in verdict.of(rows, "bench")}
-    runs = [loaded for path in sorted(folder.glob("*.jsonl")) if (loaded := store.load(path))[0]["run"] in timed]
-    head, found = header(runs), works(rows)
+    return header([run for path in sorted(folder.glob("*.jsonl")) if (run := store.load(path))[0]["run"] in timed])
+
+
+def pages(results: Path, readme: str) -> tuple[str, str]:
+    """The text of README.md, of one GPU, and of docs/measured.md, with a section for each that is recorded."""
+    recorded, ops, first = gpus(results), registry(), results / GPU
+    if first not in recorded:
+        raise RidgelineError(f"{first} holds no recorded run; `ridgeline bench --record` on that GPU writes one")
+    heads = {folder: about(folder, rows) for folder, rows in recorded.items()}
+    names = {folder: verdict.one(rows, "run")["machine"]["gpu"] for folder, rows in recorded.items()}
+    others = ", ".join(f"[{name}](docs/measured.md#{folder.name})" for folder, name in names.items() if folder != first)
     body = (
-        "# Measured\n\nWritten by `make readme` from the newest rows in `results/`; the clock is described in [design.md](design.md). "
-        "*Served* is the rung that a call gets unless it names another: the last of the ladder's served ones, of those that the run "
-        "timed; where that is PyTorch's own, the fastest kernel stands beside it.\n\n"
+        "# Measured\n\nWritten by `make readme` from the newest rows in `results/`, a section for each GPU; the clock is described in "
+        "[design.md](design.md). *Served* is the rung that a call gets unless it names another: the last of the ladder's served ones, of "
+        "those that the run timed; where that is PyTorch's own, the fastest kernel stands beside it.\n\n"
     )
     parts = {
-        "measured": f"{head}\n{short(found, ops)}\nEvery case: [docs/measured.md](docs/measured.md).\n",
+        "measured": f"{heads[first]}\n{short(works(recorded[first]), ops)}\nEvery case: [docs/measured.md](docs/measured.md)."
+        + (f" Other GPUs: {others}.\n" if others else "\n"),
         "ops": contents(ops),
     }
-    return MARKED.sub(lambda match: match[1] + parts[match[2]], readme), body + head + "\n" + table(found, ops)
+    sections = [f"## {folder.name.upper()}\n\n{heads[folder]}\n{table(works(rows), ops)}" for folder, rows in recorded.items()]
+    return MARKED.sub(lambda match: match[1] + parts[match[2]], readme), body + "\n".join(sections)
 
 
 def main() -> int:
     """Writes the pages and the picture, or with --check says whether the pages are current."""
-    folder, readme, measured = store.HOUSE / "results" / GPU, store.HOUSE / "README.md", store.HOUSE / "docs/measured.md"
-    texts = dict(zip((readme, measured), pages(folder, readme.read_text()), strict=True))
+    results, readme, measured = store.HOUSE / "results", store.HOUSE / "README.md", store.HOUSE / "docs/measured.md"
+    texts = dict(zip((readme, measured), pages(results, readme.read_text()), strict=True))
     if "--check" in sys.argv:
         stale = [path.name for path, text in texts.items() if not path.exists() or path.read_text() != text]
         print(f"not current: {', '.join(stale)}; write them with: make readme" if stale else "the pages are current")
         return bool(stale)
     for path, text in texts.items():
         roofline.write(path, text.encode())
-    roofline.render(newest(folder), measured.parent)
+    roofline.render(newest(results / GPU), measured.parent)
     print(f"wrote {readme}, {measured} and {measured.parent}/roofline.svg")
     return 0
 

@@ -63,8 +63,12 @@ def rate(row: Row) -> str:
 
 
 def ceilings(roof: Row, dtypes: set[str]) -> list[dict[str, Any]]:
-    """The matrix rates of the dtypes, those within 8% of each other as one roof, with the ridge point of each."""
-    rates = sorted(((f["median"], d) for d, f in roof["matmul"].items() if d in dtypes), reverse=True)
+    """The matrix rates of the dtypes (float32's for one that has none, as of int32), with the ridge point of each.
+
+    Those within 8% of each other are one roof.
+    """
+    wanted = {d if d in roof["matmul"] else "float32" for d in dtypes}
+    rates = sorted(((f["median"], d) for d, f in roof["matmul"].items() if d in wanted), reverse=True)
     merged: list[tuple[float, list[str]]] = []
     for value, dtype in rates:
         if merged and merged[-1][0] < value * 1.08:

@@ -42,12 +42,12 @@ def _recorded(runs: list[str]) -> dict[str, Any]:
 
 
 def _measured(quick: bool) -> dict[str, Any]:
-    """Measures this machine; beside it, where it has no GPU, the recorded figures of one."""
+    """Measures this machine; beside it, where it has no GPU, the recorded figures of every GPU."""
     from ridgeline.op import registry
 
     scale = QUICK if quick else 1.0
     mine = Source(measure.bench(quick))
-    beside = [] if mine.gpu else [Source(rows, recorded=True) for rows in map(readme.newest, _gpus()) if rows]
+    beside = [] if mine.gpu else [Source(rows, recorded=True) for rows in readme.gpus(store.recorded()).values()]
     checks = [{"title": f"On {mine.name}", "note": "", **view.checked(mine.checks)}]
     if not mine.gpu:
         rows, note = measure.interpreted(60 * MINUTES["interpreter"] * scale)
@@ -55,11 +55,6 @@ def _measured(quick: bool) -> dict[str, Any]:
     tables, left_out = measure.kernels(registry(), time.monotonic() + 60 * MINUTES["kernels"] * scale, say)
     say("")
     return {"sources": [mine, *beside], "kernels": tables, "checks": checks, "changes": _changes(mine), "notes": left_out}
-
-
-def _gpus() -> list[Path]:
-    """The folders of recorded runs, but for CPUs'."""
-    return sorted(path for path in store.recorded().glob("*/") if path.name != "cpu" and any(path.glob("*.jsonl")))
 
 
 def _changes(now: Source) -> dict[str, Any] | None:

@@ -83,7 +83,7 @@ def ordered(y: Any, x: Any, dim: int, index: Any, source: Any, alpha: float, det
     """Every place of y by one thread. Rows that no index names are copied by the same kernel, or where they are most by one before."""
     x, index, source, sizes, macros = _given(y, x, dim, index, source)
     outer, size, n, inner = sizes
-    rows = size <= 4 * n or (n <= 64 and inner * y.element_size() >= 512)
+    rows = size <= 4 * n or _apart(n, inner, y)
     if not rows and x is not y:
         _copy(y, x, macros)
     macros["ROWS"], items = int(rows), size if rows else n
@@ -167,6 +167,18 @@ def left(x: Any, dim: Any, index: torch.Tensor, source: Any, alpha: Any = 1, det
 
 def few(x: Any, dim: Any, index: torch.Tensor, *rest: Any) -> str | None:
     return None if index.shape[0] <= FEW else f"it takes {FEW} indices at most, and these are {index.shape[0]}"
+
+
+def _apart(n: int, inner: int, x: torch.Tensor) -> bool:
+    return n <= 64 and inner * x.element_size() >= 512
+
+
+def apart(x: Any, dim: int, index: torch.Tensor, *rest: Any) -> str | None:
+    """Few indices of long rows: each row made by threads of its own is sooner done, 84 us for 94 of 15 into 32x1024x1024 on an H200."""
+    inner = math.prod(x.shape[dim % max(1, x.dim()) + 1 :])
+    if _apart(index.shape[0], inner, x):
+        return "its rows are long, and the indices few"
+    return "its indices are many" if index.shape[0] > FEW else None
 
 
 def countable(x: Any, dim: Any, index: torch.Tensor, *rest: Any) -> str | None:

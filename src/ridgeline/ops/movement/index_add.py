@@ -21,6 +21,7 @@ from ridgeline.op import Case, Cost, Implementation, Op, RidgelineError, Spec, n
 from ridgeline.ops.movement._index_add import (
     FILE,
     INT,
+    apart,
     countable,
     fault_of,
     few,
@@ -168,13 +169,15 @@ INDEX_ADD.kernel(
     gain=1.5,
     counter=DRAM,
 )
-INDEX_ADD.kernel(  # Not served: it has run in an emulator, and not yet on a GPU.
+INDEX_ADD.kernel(
     "cuda_pass",
     "at most 1024 indices: one pass, in which a block looks through them while its part of x is on its way, and makes the named rows anew",
     kind="cuda",
     fwd=passed,
     bwd=launch_bwd,
     supports=few,
+    served=True,
+    unless=apart,
     gain=1.1,
     counter=DRAM,
 )

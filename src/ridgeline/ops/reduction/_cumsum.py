@@ -1,4 +1,4 @@
-"""The launchers of cumsum: rows by tiles, rows by blocks, columns."""
+"""The launchers of cumsum: rows by tiles, in blocks of their own or by a ring, rows by blocks, columns."""
 
 from __future__ import annotations
 
@@ -16,8 +16,11 @@ from ridgeline.ops.reduction._kinds import KINDS
 FILE = Path(__file__).with_name("cumsum.cu")
 _TILES, _TOTALS = CudaKernel(FILE, "cumsum_tiles", "PPPqqq"), CudaKernel(FILE, "cumsum_totals", "Pq")
 _ROWS, _COLUMNS = CudaKernel(FILE, "cumsum_rows", "PPq"), CudaKernel(FILE, "cumsum_columns", "PPPqqqqq")
-_CLEAR = CudaKernel(FILE, "cumsum_clear", "Pq")
+_CLEAR, _RING = CudaKernel(FILE, "cumsum_clear", "Pq"), CudaKernel(FILE, "cumsum_ring", "PPPqqq")
 GROUP = 32  # tiles, in cumsum.cu
+# Of the ring: threads of a group, groups, and its bytes.
+RING, RING_BYTES = {"THREADS": 256, "GROUPS": 3}, 192 << 10
+LONG = 1 << 15  # elements for each multiprocessor, from which on the ring serves
 FEW = 32  # columns that are turned into rows where they are long, and bytes of a row by thread, four times
 
 
@@ -89,6 +92,35 @@ def best(y: torch.Tensor, x: torch.Tensor, dim: int, dtype: torch.dtype, reverse
         else:
             threads = min(256, 32 << (warps - 1).bit_length())
             launch(_ROWS, (outer,), y, x, n, **macros | {"THREADS": threads, "block": threads})
+
+
+def by_ring(y: torch.Tensor, x: torch.Tensor, dim: int, dtype: torch.dtype, reverse: bool) -> None:
+    x = x.contiguous()
+    rows, n, _ = _sizes(x, dim)
+    macros = _macros(y, x, rows, n, reverse, True, RING["THREADS"])
+    macros |= RING | {"ITEMS": 3 if macros["PACK"] == 8 else 6}
+    packs = RING["THREADS"] * macros["ITEMS"]  # of a tile
+    tiles, macros["STAGES"] = -(-n // (packs * macros["PACK"])), RING_BYTES // (16 * packs)
+    state = torch.empty(2 * rows * tiles, dtype=torch.int64, device=x.device)
+    launch(_CLEAR, (-(-state.numel() // 256),), state, state.numel(), **macros | {"block": 256})
+    macros |= {"shared": macros["STAGES"] * 16 * packs, "block": RING["GROUPS"] * (RING["THREADS"] + 32) + 32}
+    launch(_RING, (min(device.of(x).multiprocessors, rows * tiles),), y, x, state, rows, n, tiles, cooperative=1, **macros)
+
+
+def whole(x: torch.Tensor, dim: int, *rest: Any) -> str | None:
+    """What the copy engine needs: rows of whole packs of 16 bytes, that begin at such."""
+    _, n, inner = _sizes(x, dim % max(1, x.dim()))
+    if inner > 1:
+        return "it takes the last dimension, and what follows this has sizes"
+    begins = x.data_ptr() % 16 == 0 or not x.is_contiguous()
+    return None if begins and n * x.element_size() % 16 == 0 else "it takes rows of whole 16 bytes, which begin at multiples of 16"
+
+
+def short(x: torch.Tensor, dim: int, *rest: Any) -> str | None:
+    """Rows that a block has each, and few tiles, which are sooner done without a ring."""
+    rows, n, _ = _sizes(x, dim % max(1, x.dim()))
+    many = device.of(x).multiprocessors
+    return "its rows are many, or short" if rows >= 2 * many or rows * n < LONG * many else None
 
 
 def by_tiles(phased: bool, y: torch.Tensor, x: torch.Tensor, dim: int, dtype: torch.dtype, reverse: bool) -> None:

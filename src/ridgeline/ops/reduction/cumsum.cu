@@ -2,8 +2,9 @@
 // stretch of it in packs, sums its packs by shuffles, and the warps' totals give the tile's. Along columns a thread walks down.
 // Macros: XTYPE and YTYPE the elements, STYPE what a tile adds in and TTYPE what tiles add in (float and double, or unsigned integers, which
 // wrap around), PACK the elements of a load, ITEMS the packs of a thread, THREADS, REVERSE 1 for sums from the end, PHASE of the tiles:
-// 0 looks back, 1 writes the tiles' totals, 2 starts at what was made of these.
+// 0 looks back, 1 writes the tiles' totals, 2 starts at what was made of these; of the ring (Hopper on) GROUPS of THREADS each, STAGES tiles.
 #include "elementwise.cuh"
+#include "hopper.cuh"
 
 using X = XTYPE;
 using Y = YTYPE;
@@ -46,9 +47,29 @@ __device__ inline Y narrow(S s) {
 // Element i of a row of n, counted from the end where sums go backward.
 __device__ inline long long place(long long i, long long n) { return REVERSE ? n - 1 - i : i; }
 
+// Where sums go on from: of floats in two, what a float holds of it and the rest, so that adding to it many times loses nothing.
+struct Start {
+    SUM sum, rest;
+
+    __device__ explicit Start(TOTAL given) : sum((SUM)given), rest(FLOATING ? (SUM)(given - (TOTAL)sum) : 0) { check(); }
+    __device__ void check() {
+        if (FLOATING && sum - sum != 0) rest = 0;  // of infinity nothing is left over
+    }
+    __device__ void add(SUM x) {
+        const SUM before = sum;
+        sum += x;
+        if constexpr (FLOATING) {  // Knuth's two-sum
+            const SUM added = sum - before;
+            rest += (before - (sum - added)) + (x - added);
+            check();
+        }
+    }
+    __device__ SUM operator+(SUM x) const { return FLOATING ? sum + (rest + x) : sum + x; }
+};
+
 // A thread's packs of a tile: the first at element `first`, the others 32 packs apart.
 struct Tile {
-    SUM at[ITEMS][PACK];
+    SUM at[ITEMS][PACK], upto[ITEMS];
 
     __device__ void load(const X* x, long long first, long long n) {
 #pragma unroll
@@ -65,10 +86,17 @@ struct Tile {
         }
     }
 
-    // Sums from the warp's first element on; returns the last.
-    __device__ SUM scan() {
-        const int lane = threadIdx.x % 32;
-        SUM upto[ITEMS], running = 0;
+    // Sums within each pack, and of a warp's 32 packs up to each. Returns what all of them add up to, of floats as if added in double:
+    // all that comes after starts from it, so that it would carry on an error of one side.
+    __device__ TOTAL scan() {
+        Start own(0);
+#pragma unroll
+        for (int i = 0; i < ITEMS; ++i)
+#pragma unroll
+            for (int j = 0; j < PACK; ++j) own.add(at[i][j]);
+        TOTAL total = (TOTAL)own.sum + (TOTAL)own.rest;
+#pragma unroll
+        for (int step = 16; step; step /= 2) total += __shfl_xor_sync(~0u, total, step);
 #pragma unroll
         for (int i = 0; i < ITEMS; ++i) {
 #pragma unroll
@@ -80,28 +108,24 @@ struct Tile {
 #pragma unroll
             for (int i = 0; i < ITEMS; ++i) {
                 const SUM other = __shfl_up_sync(~0u, upto[i], step);
-                if (lane >= step) upto[i] += other;
+                if (threadIdx.x % 32 >= step) upto[i] += other;
             }
-#pragma unroll
-        for (int i = 0; i < ITEMS; ++i) {
-            const SUM before = __shfl_up_sync(~0u, upto[i], 1), start = lane ? running + before : running;
-#pragma unroll
-            for (int j = 0; j < PACK; ++j) at[i][j] += start;
-            running += __shfl_sync(~0u, upto[i], 31);
-        }
-        return running;
+        return total;
     }
 
-    // `start` is added last, and of floats in what tiles add in: rounded before, its error would be that of a whole tile.
-    __device__ void store(Y* y, long long first, long long n, TOTAL given) const {
-        using Last = Either<FLOATING, TOTAL, SUM>;
-        const Last start = (Last)given;
+    // What is before the warp's first element is added last: rounded before, its error would be that of a whole tile.
+    __device__ void store(Y* y, long long first, long long n, TOTAL before) const {
+        Start start(before);
 #pragma unroll
         for (int i = 0; i < ITEMS; ++i) {
             const long long p = first + i * 32 * PACK;
+            const SUM lower = __shfl_up_sync(~0u, upto[i], 1);
+            Start here = start;
+            here.add(threadIdx.x % 32 ? lower : SUM(0));
+            start.add(__shfl_sync(~0u, upto[i], 31));
             Pack<Y, PACK> pack;
 #pragma unroll
-            for (int j = 0; j < PACK; ++j) pack.at[REVERSE ? PACK - 1 - j : j] = narrow((SUM)(start + (Last)at[i][j]));
+            for (int j = 0; j < PACK; ++j) pack.at[REVERSE ? PACK - 1 - j : j] = narrow(here + at[i][j]);
             if (p + PACK <= n)
                 *reinterpret_cast<Pack<Y, PACK>*>(y + (REVERSE ? n - PACK - p : p)) = pack;
             else
@@ -114,16 +138,19 @@ struct Tile {
 
 // A total as it is handed to other blocks: 1 what a tile or group adds up to, 2 what all up to it do. Each of its two words holds the
 // state beside half of the value, so that a reader knows two halves of different values apart, and no fence is needed.
-struct Entry {
-    volatile Word word[2];
+struct alignas(16) Entry {
+    Word word[2];
 
     __device__ void put(TOTAL value, Word state) {
         const Word bits = reinterpret_cast<const Word&>(value);
-        word[0] = state << 32 | (bits & 0xffffffff);
-        word[1] = state << 32 | bits >> 32;
+        asm volatile("st.volatile.global.v2.u64 [%0], {%1, %2};" ::"l"(__cvta_generic_to_global(word)),
+                     "l"(state << 32 | (bits & 0xffffffff)), "l"(state << 32 | bits >> 32)
+                     : "memory");
     }
     __device__ int get(TOTAL& value) const {
-        const Word low = word[0], high = word[1], bits = high << 32 | (low & 0xffffffff);
+        Word low, high;
+        asm volatile("ld.volatile.global.v2.u64 {%0, %1}, [%2];" : "=l"(low), "=l"(high) : "l"(__cvta_generic_to_global(word)));
+        const Word bits = high << 32 | (low & 0xffffffff);
         value = reinterpret_cast<const TOTAL&>(bits);
         return low >> 32 == high >> 32 ? (int)(low >> 32) : 0;
     }
@@ -174,8 +201,7 @@ __device__ inline TOTAL look_back(Entry* tiles, Entry* groups, long long tile, T
 // One pass over rows of `tiles` tiles, of which a block has one, in the order in which blocks ask for them: so those before it have begun.
 extern "C" __global__ void __launch_bounds__(THREADS)
     cumsum_tiles(Y* y, const X* x, Word* state, long long outer, long long n, long long tiles) {
-    __shared__ SUM totals[WARPS];
-    __shared__ TOTAL begin;
+    __shared__ TOTAL totals[WARPS], begin;
     __shared__ long long ticket;
     const int warp = threadIdx.x / 32;
     if (PHASE == 0) {
@@ -186,7 +212,7 @@ extern "C" __global__ void __launch_bounds__(THREADS)
     const long long groups = (tiles + GROUP - 1) / GROUP, first = tile * TILE + warp * STRETCH + threadIdx.x % 32 * PACK;
     Tile mine;
     mine.load(x + row * n, first, n);
-    const SUM total = mine.scan();
+    const TOTAL total = mine.scan();
     if (threadIdx.x % 32 == 0) totals[warp] = total;
     __syncthreads();
     TOTAL before = 0, sum = 0;
@@ -208,6 +234,137 @@ extern "C" __global__ void __launch_bounds__(THREADS)
     __syncthreads();
     mine.store(y + row * n, first, n, begin + before);
 }
+
+#if __CUDA_ARCH__ >= 900 && defined(STAGES)
+// The ring. A block for each multiprocessor stays, and has every gridDim.x-th tile of all rows. The copy engine brings its tiles into
+// shared memory, STAGES ahead, and takes their sums away, so that memory is never idle for a wait. GROUPS groups of warps have a tile each
+// in turn: they tell its total as soon as it has come, and wait to be told what is before it. The first block tells them: as many warps of
+// it, in turn too, read the totals of a round, a tile of each block, and add them up. So one block alone looks at what all tell, and
+// additions have one order. Blocks wait for each other, so all must run: a cooperative launch.
+extern "C" __global__ void __launch_bounds__(GROUPS * THREADS + 32 * GROUPS + 32, 1)
+    cumsum_ring(Y* y, const X* x, Word* state, long long outer, long long n, long long tiles) {
+    constexpr int WIDE = sizeof(Y) > sizeof(X) ? sizeof(Y) : sizeof(X), MOST = 5;
+    extern __shared__ __align__(128) char ring[];
+    __shared__ Barrier full[STAGES], done[STAGES], carried[GROUPS];
+    __shared__ TOTAL carry[GROUPS], begin[GROUPS], totals[2][GROUPS][WARPS];
+    Entry* told = reinterpret_cast<Entry*>(state);
+    const int group = threadIdx.x / THREADS, thread = threadIdx.x % THREADS, warp = thread / 32, lane = threadIdx.x % 32;
+    const int other = (int)threadIdx.x / 32 - GROUPS * WARPS;  // the warps behind the groups': those that add up, and one that moves
+    const long long all = outer * tiles, count = blockIdx.x < all ? (all - 1 - blockIdx.x) / gridDim.x + 1 : 0;
+    const auto tile = [&](long long i) { return blockIdx.x + i * gridDim.x; };
+    const auto place_of = [&](long long t) { return t / tiles * n + (REVERSE ? n - (t % tiles + 1) * TILE : t % tiles * TILE); };
+    const auto whole = [&](long long t) { return (t % tiles + 1) * TILE <= n; };  // the rest of a row goes through registers alone
+    if (threadIdx.x == 0) {
+        for (int s = 0; s < STAGES; ++s) barrier_init(&full[s]), barrier_init(&done[s], WARPS);
+        for (int g = 0; g < GROUPS; ++g) barrier_init(&carried[g]);
+        barrier_init_done();
+    }
+    __syncthreads();
+
+    if (group < GROUPS) {
+        for (long long i = group; i < count; i += GROUPS) {
+            const int stage = (int)(i % STAGES), turn = (int)(i / GROUPS % 2);
+            const unsigned phase = (unsigned)(i / STAGES % 2);
+            const long long t = tile(i), row = t / tiles * n, inside = warp * STRETCH + lane * PACK, first = t % tiles * TILE + inside;
+            char* kept = ring + stage * (TILE * WIDE);
+            Tile mine;
+            barrier_wait(&full[stage], phase);
+            if (whole(t))
+                mine.load(reinterpret_cast<const X*>(kept), inside, TILE);
+            else
+                mine.load(x + row, first, n);
+            const TOTAL total = mine.scan();
+            if (lane == 0) totals[turn][group][warp] = total;
+            asm volatile("bar.sync %0, %1;" ::"r"(group + 1), "n"(THREADS) : "memory");
+            TOTAL before = 0, sum = 0;
+#pragma unroll
+            for (int w = 0; w < WARPS; ++w) {
+                if (w == warp) before = sum;
+                sum += totals[turn][group][w];
+            }
+            if (thread == 0) {
+                told[t].put(sum, 1);
+                TOTAL found;
+                while (told[t].get(found) != 2) {}
+                begin[group] = found;
+            }
+            __syncwarp();
+            asm volatile("bar.sync %0, %1;" ::"r"(group + 1), "n"(THREADS) : "memory");
+            if (whole(t)) {
+                mine.store(reinterpret_cast<Y*>(kept), inside, TILE, begin[group] + before);
+                bulk_fence();
+            } else
+                mine.store(y + row, first, n, begin[group] + before);
+            __syncwarp();
+            if (lane == 0) barrier_arrive(&done[stage]);
+        }
+    } else if (other < GROUPS) {
+        for (long long i = other; blockIdx.x == 0 && i < count; i += GROUPS) {
+            const int before = (int)((i + GROUPS - 1) % GROUPS);
+            const long long round = tile(i), end = min(round + gridDim.x, all);
+            TOTAL value = 0;  // what the row has had
+            for (long long first = round; first < end; first += 32 * MOST) {
+                TOTAL upto[MOST];
+                long long within[MOST];
+                bool open;
+                do {
+                    open = false;
+#pragma unroll
+                    for (int u = 0; u < MOST; ++u) open |= told[min(first + u * 32 + lane, end - 1)].get(upto[u]) == 0;
+                } while (open);
+#pragma unroll
+                for (int u = 0; u < MOST; ++u) {  // a row starts anew
+                    within[u] = first + u * 32 + lane;
+                    if (within[u] >= tiles) within[u] %= tiles;
+                }
+#pragma unroll
+                for (int step = 1; step < 32; step *= 2)
+#pragma unroll
+                    for (int u = 0; u < MOST; ++u) {
+                        const TOTAL lower = __shfl_up_sync(~0u, upto[u], step);
+                        if (lane >= step && within[u] >= step) upto[u] += lower;
+                    }
+                if (first == round && i) {
+                    barrier_wait(&carried[before], (unsigned)((i - 1) / GROUPS % 2));
+                    value = carry[before];
+                }
+#pragma unroll
+                for (int u = 0; u < MOST; ++u) {
+                    const TOTAL lower = __shfl_up_sync(~0u, upto[u], 1), base = within[u] > lane ? value : TOTAL(0);
+                    const long long t = first + u * 32 + lane;
+                    if (t < end) told[t].put(within[u] == 0 ? TOTAL(0) : lane ? base + lower : base, 2);
+                    const long long last = min(31LL, max(0LL, end - 1 - (t - lane)));
+                    if (t - lane < end) value = __shfl_sync(~0u, base + upto[u], (int)last);
+                }
+            }
+            if (lane == 0) {
+                carry[i % GROUPS] = value;
+                barrier_arrive(&carried[i % GROUPS]);
+            }
+        }
+    } else if (lane == 0) {
+        const auto load = [&](long long i) {
+            Barrier* barrier = &full[i % STAGES];
+            if (whole(tile(i))) {
+                barrier_expect(barrier, TILE * sizeof(X));
+                bulk_load(ring + i % STAGES * (TILE * WIDE), x + place_of(tile(i)), TILE * sizeof(X), barrier);
+            } else
+                barrier_arrive(barrier);
+        };
+        for (long long i = 0; i < count && i < STAGES; ++i) load(i);
+        for (long long i = 0; i < count; ++i) {
+            barrier_wait(&done[i % STAGES], (unsigned)(i / STAGES % 2));
+            if (whole(tile(i))) bulk_store(y + place_of(tile(i)), ring + i % STAGES * (TILE * WIDE), TILE * sizeof(Y));
+            bulk_commit();
+            if (i > 0 && i - 1 + STAGES < count) {  // the stage of the tile before is read out, or soon will be: it is filled again
+                bulk_stored<1>();
+                load(i - 1 + STAGES);
+            }
+        }
+        bulk_stored<0>();
+    }
+}
+#endif
 
 // Of each row's tiles' totals, what all before each add up to: a block a row.
 extern "C" __global__ void cumsum_totals(Word* state, long long tiles) {
@@ -238,14 +395,14 @@ extern "C" __global__ void cumsum_totals(Word* state, long long tiles) {
 
 // Many rows, or short ones: a block a row, tile after tile.
 extern "C" __global__ void __launch_bounds__(THREADS) cumsum_rows(Y* y, const X* x, long long n) {
-    __shared__ SUM totals[2][WARPS];
+    __shared__ TOTAL totals[2][WARPS];
     const int warp = threadIdx.x / 32;
     const X* from = x + blockIdx.x * n;
     TOTAL carry = 0;
     for (long long tile = 0, first = warp * STRETCH + threadIdx.x % 32 * PACK; tile * TILE < n; ++tile, first += TILE) {
         Tile mine;
         mine.load(from, first, n);
-        const SUM total = mine.scan();
+        const TOTAL total = mine.scan();
         TOTAL before = 0, sum = total;
         if (WARPS > 1) {
             if (threadIdx.x % 32 == 0) totals[tile % 2][warp] = total;

@@ -17,7 +17,7 @@ import torch
 
 from ridgeline.boundary import Function, differentiate, first_order, kernel_op
 from ridgeline.op import FLOATS, Case, Cost, Op, RidgelineError, Spec, nbytes
-from ridgeline.ops.reduction._cumsum import best, by_tiles
+from ridgeline.ops.reduction._cumsum import best, by_ring, by_tiles, short, whole
 from ridgeline.ops.reduction._kinds import KINDS, WHOLE
 from ridgeline.ops.reduction._layout import result_dtype
 from ridgeline.select import eager, run
@@ -130,3 +130,5 @@ _rung("cuda_lookback", "one pass: a tile looks back at the totals of those befor
       supports=_last, gain=1.5, counter="dram__bytes_read.sum")  # fmt: skip
 _rung("cuda", "16-byte loads; a block a row where they are many, a thread a column along other dimensions", best, served=True,
       gain=1.1, counter="smsp__inst_executed.sum")  # fmt: skip
+_rung("cuda_ring", "the copy engine brings tiles ahead and takes sums away; totals are told a round before they are needed", by_ring,
+      served=True, arch=90, supports=whole, unless=short, gain=1.1, counter="dram__throughput.avg.pct_of_peak_sustained_elapsed")  # fmt: skip
