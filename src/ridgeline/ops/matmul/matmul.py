@@ -16,7 +16,7 @@ import triton.language as tl
 
 from ridgeline import device, tuning
 from ridgeline.boundary import Function, differentiate, first_order, kernel_op, launch
-from ridgeline.op import Case, Columns, Cost, Op, RidgelineError, Spec, dtype_name, nbytes
+from ridgeline.op import Case, Columns, Cost, Op, RidgelineError, Spec, dense_only, dtype_name, nbytes
 from ridgeline.ops.matmul import _cluster, _hopper
 from ridgeline.ops.matmul._epilogue import finish
 from ridgeline.select import eager, run
@@ -168,6 +168,8 @@ def agree(op: str, **tensors: Any) -> None:
     for name, t in tensors.items():
         if not isinstance(t, torch.Tensor):
             raise RidgelineError(f"{op}: {name} must be a tensor, and is {type(t).__name__}")
+        if t.is_nested:  # it has no shape
+            dense_only(op, (t,))
         if t.dtype != x.dtype or t.device != x.device:
             raise RidgelineError(f"{op}: {first} is {x.dtype} on {x.device} and {name} {t.dtype} on {t.device}; they must agree")
 
