@@ -189,3 +189,17 @@ def test_each_of_torchs_libraries(library: str, monkeypatch: pytest.MonkeyPatch)
     (peer,) = [p for p, missing in peers.of(get("matmul")) if p.name == library and missing is None]
     with pytest.raises(RidgelineError, match=f"{library} .* cpu"):
         peer(a, b)
+
+
+def test_the_formula_of_a_product() -> None:
+    """`naive` takes what torch.matmul takes, vectors and batches that broadcast among it, up to so many products."""
+    shapes: list[tuple[tuple[int, ...], tuple[int, ...]]] = [((4,), (4,)), ((3, 4), (4,)), ((4,), (4, 5)), ((2, 1, 3, 4), (6, 4, 5))]
+    for left, right in [*shapes, ((2, 3, 4), (4,)), ((4,), (2, 4, 3)), ((3, 0), (0, 4)), ((0,), (0,))]:
+        a, b = torch.randn(left, requires_grad=True), torch.randn(right, requires_grad=True)
+        y, expected = ridgeline.matmul(a, b, impl="naive"), torch.matmul(a, b)
+        torch.testing.assert_close(y, expected)
+        for found, wanted in zip(*(torch.autograd.grad(t.sum(), (a, b)) for t in (y, expected)), strict=True):
+            torch.testing.assert_close(found, wanted)
+    big = torch.ones(1024, 1).expand(1024, 1024)
+    with pytest.raises(RidgelineError, match="every product in memory"):
+        ridgeline.matmul(big, big, impl="naive")
