@@ -132,7 +132,7 @@ def refusal(x: torch.Tensor, *rest: Any, **_: Any) -> str | None:
     D = x.shape[-1]
     if D % 8 or not HEAD_DIMS[0] <= D <= HEAD_DIMS[1]:
         return f"D must be a multiple of 8 from {HEAD_DIMS[0]} to {HEAD_DIMS[1]}, and is {D}"
-    if any([isinstance(t, torch.Tensor) and t.dim() == x.dim() and t.stride(-1) != 1 for t in (x, *rest[:2])]):
+    if any([isinstance(t, torch.Tensor) and t.dim() == x.dim() and t.stride(-1) != 1 and t.numel() for t in (x, *rest[:2])]):
         return "the last dimension of q, k and v must be contiguous"
     return None
 
