@@ -146,6 +146,19 @@ def test_no_keys_at_all(device: str) -> None:
 
 
 @kernels
+def test_a_sum_of_no_queries(device: str) -> None:
+    """Its gradient comes expanded, and no copy of nothing makes it contiguous."""
+    for q, k in (((2, 2, 0, 16), (2, 1, 5, 16)), ((0, 2, 5, 16), (0, 1, 5, 16)), ((1, 0, 5, 16), (1, 0, 5, 16))):
+        args = qkv(q, k, device)
+        grads = torch.autograd.grad(ridgeline.attention(*args, impl="triton").sum(), args)
+        assert [g.shape for g in grads] == [a.shape for a in args]
+        assert not any(g.any() for g in grads)
+    cu = torch.zeros(2, dtype=torch.int32, device=device)
+    args = qkv((0, 2, 16), (0, 1, 16), device)
+    torch.autograd.grad(ridgeline.attention_varlen(*args, cu, cu, impl="triton").sum(), args)
+
+
+@kernels
 @pytest.mark.parametrize("size", [100.0, 1e4])
 def test_large_logits(size: float, device: str) -> None:
     """Scores up to `size`, of which float32 keeps what it can; nothing overflows."""

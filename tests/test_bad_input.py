@@ -189,6 +189,10 @@ BAD: Bad = {
     "attention: heads": (lambda: ridgeline.attention(a[:, :3], b, b), ["multiple", "3", "2"]),
     "attention: two dtypes": (lambda: ridgeline.attention(a, b.half(), b), ["float32", "float16", "one"]),
     "attention: integers": (lambda: ridgeline.attention(a.int(), b.int(), b.int()), ["floating", "int32"]),
+    "attention: 8 bits": (lambda: ridgeline.attention(*[t.to(E4M3) for t in (a, b, b)]), ["float8_e4m3fn", "bfloat16"]),
+    "attention: no tensor beside two dtypes": (lambda: ridgeline.attention(a, b.half(), None), ["float16", "NoneType"]),
+    "attention: causal as a tensor": (lambda: ridgeline.attention(a, b, b, causal=yes[0]), ["causal", "bottom_right", "tensor"]),
+    "attention: deterministic as a tensor": (lambda: ridgeline.attention(a, b, b, deterministic=yes[0]), ["deterministic", "tensor"]),
     "attention: strides": (lambda: ridgeline.attention(a.mT.contiguous().mT, b, b), ["contiguous", "q", "5"]),
     "attention: shapes of k and v": (lambda: ridgeline.attention(a, b, b[:, :, 1:]), ["k", "v", "(1, 2, 7, 16)", "(1, 2, 6, 16)"]),
     "attention: three dimensions": (lambda: ridgeline.attention(a[0], b[0], b[0]), ["(batch, heads, tokens, D)", "(4, 5, 16)"]),
@@ -370,6 +374,21 @@ for name, args in {
     "attention_varlen": (packed.to_sparse(), packed, packed, ends, ends),
 }.items():
     BAD[f"{name}: a sparse tensor"] = partial(getattr(ridgeline, name), *args), ["sparse", "dense"]
+nested = torch.nested.nested_tensor([x, x[:2]])
+for name, args in {
+    "matmul": (nested, x.T),
+    "sgemm": (nested, x.T),
+    "linear": (x, nested),
+    "gated_linear": (x, square, nested),
+    "gemv": (nested, w),
+    "quantize_int8": (nested,),
+    "quantize_fp8": (nested,),
+    "dequantize": (nested, w[:1]),
+    "int8_matmul": (codes, nested, w[:1], w[:1]),
+    "fp8_matmul": (nested, nested, w[:1], w[:1]),
+    "attention": (nested, b, b),
+}.items():
+    BAD[f"{name}: a nested tensor"] = partial(getattr(ridgeline, name), *args), ["nested", "dense", "to_padded_tensor"]
 
 
 @pytest.mark.parametrize("name", BAD)
@@ -420,3 +439,12 @@ def test_rms_norm_without_an_eps_takes_torchs(dtype: torch.dtype) -> None:
 def test_a_zero_weight_is_no_matter_without_gradients() -> None:
     with torch.no_grad():
         assert torch.equal(ridgeline.rms_norm(x, zero, memory_efficient=True), ridgeline.rms_norm(x, zero))
+
+
+def test_autocast_mends_no_dtype() -> None:
+    """Whole numbers and complex ones are refused under autocast too, which casts floating-point numbers alone: not cut to what it has."""
+    with torch.autocast("cpu", dtype=torch.bfloat16):
+        with pytest.raises(RidgelineError, match="int32"):
+            ridgeline.attention(a.int(), b.int(), b.int())
+        with pytest.raises(RidgelineError, match="complex64"):
+            ridgeline.gemv(x, w.to(torch.complex64))

@@ -195,6 +195,25 @@ def test_few_rows_are_left_to_smaller_tiles(rows: int, kernel: str) -> None:
     assert started == [kernel]
 
 
+@pytest.mark.parametrize(
+    ("rows", "columns", "how", "kernel"),
+    [
+        (16, 8192, "blocks", "_hopper8"),
+        (15, 8192, "blocks", "fp8_matmul"),
+        (16, 8064, "blocks", "fp8_matmul"),
+        (16, 8192, "rows", "fp8_matmul"),
+    ],
+)
+def test_few_rows_by_blocks(rows: int, columns: int, how: str, kernel: str) -> None:
+    """Of a wide weight in blocks 16 rows were seen to be quicker by tiles of 128."""
+    started: list[str] = []
+    a, b = torch.zeros(rows, 256).to(E4M3), torch.zeros(columns, 256).to(E4M3).T
+    deep, wide = (2, columns // 128) if how == "blocks" else (1, columns)
+    with devices.pretend("sm_90"), observe(lambda launch: started.append(launch.kernel.__module__.rsplit(".", 1)[1])):
+        ridgeline.fp8_matmul(a, b, torch.ones(rows, deep), torch.ones(deep, wide))
+    assert started == [kernel]
+
+
 def test_what_is_refused() -> None:
     a, b = torch.zeros(32, 64).to(E4M3), torch.zeros(48, 64).to(E4M3).T
     one, scales = torch.ones(1), (torch.ones(32, 1), torch.ones(1, 1))

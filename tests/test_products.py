@@ -9,7 +9,7 @@ import ridgeline
 from ridgeline import device as devices
 from ridgeline.boundary import INTERPRETED, observe
 from ridgeline.lab.law import Law, as_tuple
-from ridgeline.op import get
+from ridgeline.op import RidgelineError, get
 from ridgeline.select import why_not
 
 kernels = pytest.mark.kernels
@@ -161,3 +161,45 @@ def test_gemv_of_more_than_two_to_the_31() -> None:
     for given in (x[0], x):
         y = ridgeline.gemv(a, given, impl="triton")
         torch.testing.assert_close(y[..., -70:], torch.nn.functional.linear(given, a[-70:]), rtol=2e-2, atol=2.0)
+
+
+@pytest.mark.parametrize("library", ["cublas", "cublaslt"])
+def test_each_of_torchs_libraries(library: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The peers of matmul: the switch is thrown for forward's product and for backward's two, and put back even where one fails."""
+    from ridgeline.lab import peers
+    from ridgeline.lab.peers import blas
+
+    said: list[str] = ["default"]
+
+    def prefer(library: str | None = None) -> str:
+        said.extend([library] if library else [])
+        return said[-1]
+
+    monkeypatch.setattr(torch.backends.cuda, "preferred_blas_library", prefer)
+    a, b = torch.randn(3, 4, dtype=torch.float64, requires_grad=True), torch.randn(4, 5, dtype=torch.float64, requires_grad=True)
+    y = blas._function().apply(library, a, b)
+    assert torch.equal(y, a @ b)
+    dy = torch.randn(3, 5, dtype=torch.float64)
+    for found, expected in zip(torch.autograd.grad(y, (a, b), dy), torch.autograd.grad(a @ b, (a, b), dy), strict=True):
+        torch.testing.assert_close(found, expected)
+    assert said == ["default", *[library, "default"] * 3]
+    with pytest.raises(RuntimeError):
+        blas._product(library, a, a)
+    assert said[-1] == "default"
+    (peer,) = [p for p, missing in peers.of(get("matmul")) if p.name == library and missing is None]
+    with pytest.raises(RidgelineError, match=f"{library} .* cpu"):
+        peer(a, b)
+
+
+def test_the_formula_of_a_product() -> None:
+    """`naive` takes what torch.matmul takes, vectors and batches that broadcast among it, up to so many products."""
+    shapes: list[tuple[tuple[int, ...], tuple[int, ...]]] = [((4,), (4,)), ((3, 4), (4,)), ((4,), (4, 5)), ((2, 1, 3, 4), (6, 4, 5))]
+    for left, right in [*shapes, ((2, 3, 4), (4,)), ((4,), (2, 4, 3)), ((3, 0), (0, 4)), ((0,), (0,))]:
+        a, b = torch.randn(left, requires_grad=True), torch.randn(right, requires_grad=True)
+        y, expected = ridgeline.matmul(a, b, impl="naive"), torch.matmul(a, b)
+        torch.testing.assert_close(y, expected)
+        for found, wanted in zip(*(torch.autograd.grad(t.sum(), (a, b)) for t in (y, expected)), strict=True):
+            torch.testing.assert_close(found, wanted)
+    big = torch.ones(1024, 1).expand(1024, 1024)
+    with pytest.raises(RidgelineError, match="every product in memory"):
+        ridgeline.matmul(big, big, impl="naive")

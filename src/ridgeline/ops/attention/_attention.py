@@ -68,8 +68,9 @@ def fault(
         form = "(batch, heads, tokens, D)" if dims == 4 else "(tokens, heads, D)"
         if t.dim() != dims:
             return f"{name} must have the shape {form}, and has {tuple(t.shape)}"
-        if t.dtype != q.dtype or not t.is_floating_point():
-            return f"q, k and v must have one floating-point dtype; they are {q.dtype}, {k.dtype} and {v.dtype}"
+        if t.dtype != q.dtype or not t.is_floating_point() or t.element_size() < 2:
+            kinds = ", ".join([str(x.dtype) if isinstance(x, torch.Tensor) else type(x).__name__ for x in (q, k, v)])
+            return f"q, k and v must have one floating-point dtype, float32, float16 or bfloat16; they are {kinds}"
         if t.device != q.device:
             return f"{name} is on {t.device} and q on {q.device}; one device is needed"
     heads, D = (q.shape[1], k.shape[1]), q.shape[-1]
@@ -83,7 +84,7 @@ def fault(
     for name, t in (("q", q), ("k", k), ("v", v)):
         if t.layout is torch.strided and t.stride(-1) != 1:
             return f"the last dimension of {name} must be contiguous (stride 1), and has stride {t.stride(-1)}; {name}.contiguous() has it"
-    if causal not in (False, True, "bottom_right"):
+    if isinstance(causal, torch.Tensor) or causal not in (False, True, "bottom_right"):
         return f'causal must be False, True (aligned at the top left) or "bottom_right", and is {causal!r}'
     if scale is not None and not (isinstance(scale, int | float) and math.isfinite(scale)):
         return f"scale must be None for 1/sqrt(D) or a finite number, and is {scale!r}"
@@ -93,7 +94,8 @@ def fault(
         pair = isinstance(window, tuple | list) and len(window) == 2
         if not pair or any(w is not None and (type(w) is not int or w < -1) for w in window):
             return f"window must be None or (left, right), each 0 or more, or None or -1 for unbounded; it is {window!r}"
-    return None if deterministic in (None, True, False) else f"deterministic must be None, True or False, and is {deterministic!r}"
+    wrong = isinstance(deterministic, torch.Tensor) or deterministic not in (None, True, False)
+    return f"deterministic must be None, True or False, and is {deterministic!r}" if wrong else None
 
 
 def usual(kernels: set[torch.dtype], dims: int, q: Any, k: Any, v: Any, causal: Any, deterministic: Any) -> Options | None:
@@ -109,7 +111,7 @@ def usual(kernels: set[torch.dtype], dims: int, q: Any, k: Any, v: Any, causal: 
         return None
     if not (q.dtype is k.dtype is v.dtype and q.stride(-1) == k.stride(-1) == v.stride(-1) == 1):
         return None
-    if type(causal) is not bool or deterministic not in (None, True, False) or torch.is_autocast_enabled("cuda"):
+    if type(causal) is not bool or type(deterministic) not in (bool, type(None)) or torch.is_autocast_enabled("cuda"):
         return None
     return Options(D**-0.5, 0.0, UNBOUNDED, 0 if causal else UNBOUNDED, False)
 
@@ -121,7 +123,8 @@ def in_autocast(*tensors: torch.Tensor) -> tuple[torch.Tensor, ...]:
     kind = "cuda" if tensors[0].is_cuda else "cpu"
     if not torch.is_autocast_enabled(kind) or tensors[0].device.type != kind:
         return tensors
-    return tuple([t.to(torch.get_autocast_dtype(kind)) if t.dtype != torch.float64 else t for t in tensors])
+    dtype = torch.get_autocast_dtype(kind)
+    return tuple([t.to(dtype) if t.is_floating_point() and t.dtype != torch.float64 else t for t in tensors])
 
 
 def refusal(x: torch.Tensor, *rest: Any, **_: Any) -> str | None:
@@ -129,7 +132,7 @@ def refusal(x: torch.Tensor, *rest: Any, **_: Any) -> str | None:
     D = x.shape[-1]
     if D % 8 or not HEAD_DIMS[0] <= D <= HEAD_DIMS[1]:
         return f"D must be a multiple of 8 from {HEAD_DIMS[0]} to {HEAD_DIMS[1]}, and is {D}"
-    if any([isinstance(t, torch.Tensor) and t.dim() == x.dim() and t.stride(-1) != 1 for t in (x, *rest[:2])]):
+    if any([isinstance(t, torch.Tensor) and t.dim() == x.dim() and t.stride(-1) != 1 and t.numel() for t in (x, *rest[:2])]):
         return "the last dimension of q, k and v must be contiguous"
     return None
 

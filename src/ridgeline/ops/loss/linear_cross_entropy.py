@@ -27,7 +27,7 @@ import triton
 import triton.language as tl
 
 from ridgeline.boundary import Function, differentiate, first_order, kernel_op, launch
-from ridgeline.op import CHECK, Case, Cost, Op, RidgelineError, Spec, nbytes, readable
+from ridgeline.op import CHECK, Case, Cost, Op, RidgelineError, Spec, dense_only, nbytes, readable
 from ridgeline.ops.loss import _cluster, cross_entropy
 from ridgeline.ops.loss.cross_entropy import CROSS_ENTROPY, Ignored, _counted, _gradient, _loss, _peel, _stream
 from ridgeline.select import eager, run, why_not
@@ -365,10 +365,16 @@ def _fault(x: Any, weight: Any, target: Any, bias: Any, chunk_memory: Any) -> st
     for name, t in (("x", x), ("weight", weight), *([("bias", bias)] if bias is not None else [])):
         if not isinstance(t, torch.Tensor):
             return f"{name} must be a tensor, and is {type(t).__name__}"
-        if not t.is_floating_point() or t.dtype != x.dtype or t.device != x.device:
-            return f"x, weight and bias must agree in a floating-point dtype and the device; {name} is {t.dtype} on {t.device}, x {x.dtype} on {x.device}"
+        if t.is_nested:
+            dense_only("linear_cross_entropy", (t,))
+        if not t.is_floating_point() or t.element_size() < 2:
+            return f"x, weight and bias must be floating point (float32, float16, bfloat16), and {name} is {t.dtype}"
+        if t.dtype != x.dtype or t.device != x.device:
+            return f"x, weight and bias must agree in dtype and device; {name} is {t.dtype} on {t.device}, x {x.dtype} on {x.device}"
     if weight.dim() != 2 or not x.dim() or x.shape[-1] != weight.shape[1]:
         return f"x must be (..., H) and weight (V, H); they are {tuple(x.shape)} and {tuple(weight.shape)}"
+    if not weight.shape[0]:
+        return f"weight must have a class at least, and is {tuple(weight.shape)}"
     if bias is not None and bias.shape != weight.shape[:1]:
         return f"bias must be ({weight.shape[0]},), and is {tuple(bias.shape)}"
     if chunk_memory is not None and (type(chunk_memory) is not int or not 0 < chunk_memory < 1 << 63):

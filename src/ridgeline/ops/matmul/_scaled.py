@@ -129,6 +129,8 @@ def fault(dtype: torch.dtype, a: Any, b: Any, bias: Any, out_dtype: Any, **other
             continue
         if not isinstance(t, torch.Tensor):
             return f"{name} must be a tensor, and is {type(t).__name__}"
+        if t.is_nested:
+            return f"it takes dense tensors, and {name} is nested; give its to_padded_tensor(0)"
         if t.device != a.device:
             return f"{name} is on {t.device} and a on {a.device}; one device is needed"
         if name.startswith("scale") and t.dtype not in (torch.float32, torch.float64):

@@ -20,7 +20,7 @@ import triton.language as tl
 
 from ridgeline import device, tuning
 from ridgeline.boundary import Function, differentiate, first_order, kernel_op, launch
-from ridgeline.op import Case, Columns, Cost, Op, RidgelineError, Spec, dtype_name, nbytes
+from ridgeline.op import Case, Columns, Cost, Op, RidgelineError, Spec, dense_only, dtype_name, nbytes
 from ridgeline.ops.matmul import _gemv_cuda
 from ridgeline.ops.matmul.matmul import matmul, rows_of
 from ridgeline.select import eager, run
@@ -201,12 +201,14 @@ def gemv(a: torch.Tensor, x: torch.Tensor, *, impl: str | None = None) -> torch.
         raise RidgelineError(
             f"gemv: a and x must be floating point (float32, float16, bfloat16) or complex, and are {a.dtype} and {x.dtype}"
         )
+    if a.is_nested or x.is_nested:
+        dense_only("gemv", (a, x))
     if a.dim() != 2 or x.dim() not in (1, 2) or a.shape[1] != x.shape[-1]:
         raise RidgelineError(f"gemv: a must be (N, K) and x (K,) or (M, K), and they are {tuple(a.shape)} and {tuple(x.shape)}")
     if x.dim() == 2 and x.shape[0] > MOST:
         raise RidgelineError(f"gemv: x may have {MOST} rows at most, and has {x.shape[0]}; matmul takes more")
     kind = "cuda" if a.is_cuda else "cpu"
-    if torch.is_autocast_enabled(kind) and a.is_floating_point() and a.dtype != torch.float64 != x.dtype:
+    if torch.is_autocast_enabled(kind) and a.is_floating_point() and x.is_floating_point() and a.dtype != torch.float64 != x.dtype:
         a, x = a.to(torch.get_autocast_dtype(kind)), x.to(torch.get_autocast_dtype(kind))
     if a.dtype != x.dtype or a.device != x.device:
         raise RidgelineError(f"gemv: a is {a.dtype} on {a.device} and x {x.dtype} on {x.device}; they must agree")

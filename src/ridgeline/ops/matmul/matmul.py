@@ -16,7 +16,7 @@ import triton.language as tl
 
 from ridgeline import device, tuning
 from ridgeline.boundary import Function, differentiate, first_order, kernel_op, launch
-from ridgeline.op import Case, Columns, Cost, Op, RidgelineError, Spec, dtype_name, nbytes
+from ridgeline.op import Case, Columns, Cost, Op, RidgelineError, Spec, dense_only, dtype_name, nbytes
 from ridgeline.ops.matmul import _cluster, _hopper
 from ridgeline.ops.matmul._epilogue import finish
 from ridgeline.select import eager, run
@@ -168,12 +168,33 @@ def agree(op: str, **tensors: Any) -> None:
     for name, t in tensors.items():
         if not isinstance(t, torch.Tensor):
             raise RidgelineError(f"{op}: {name} must be a tensor, and is {type(t).__name__}")
+        if t.is_nested:  # it has no shape
+            dense_only(op, (t,))
         if t.dtype != x.dtype or t.device != x.device:
             raise RidgelineError(f"{op}: {first} is {x.dtype} on {x.device} and {name} {t.dtype} on {t.device}; they must agree")
 
 
 def reference(a: torch.Tensor, b: torch.Tensor) -> torch.Tensor:
     return torch.matmul(a, b)
+
+
+PRODUCTS = 1 << 28  # that `naive` holds on a CPU; on a GPU eight times as many
+
+
+def _naive(a: torch.Tensor, b: torch.Tensor) -> torch.Tensor:
+    rows, columns = a if a.dim() > 1 else a[None], b if b.dim() > 1 else b[:, None]
+    wide = torch.promote_types(a.dtype, torch.float32) if a.is_floating_point() else a.dtype
+    y = (rows.to(wide)[..., :, :, None] * columns.to(wide)[..., None, :, :]).sum(-2, dtype=wide).to(a.dtype)
+    y = y if b.dim() > 1 else y.squeeze(-1)
+    return y if a.dim() > 1 else y.squeeze(-1 if b.dim() == 1 else -2)
+
+
+def _many(a: torch.Tensor, b: torch.Tensor, *_: Any) -> str | None:
+    """Why the formula in eager PyTorch does not take a call, or None."""
+    batch = torch.broadcast_shapes(a.shape[:-2], b.shape[:-2]).numel()
+    count = batch * (a.shape[-2] if a.dim() > 1 else 1) * a.shape[-1] * (b.shape[-1] if b.dim() > 1 else 1)
+    most = 8 * PRODUCTS if a.is_cuda else PRODUCTS
+    return f"it holds every product in memory, {most} at most on {a.device.type}, and these are {count}" if count > most else None
 
 
 def matmul(a: torch.Tensor, b: torch.Tensor, *, impl: str | None = None) -> torch.Tensor:
@@ -259,6 +280,7 @@ MATMUL = Op(
     ],
 )
 
+MATMUL.eager("naive", "every product in memory, in float32, then their sums", _naive, supports=_many)
 MATMUL.eager("torch", "PyTorch's own: cuBLAS on an NVIDIA GPU", torch.matmul, served=True)
 MATMUL.kernel("triton", "one tile per program on the matrix units, in grouped order", kind="triton", fwd=by_triton, bwd=by_triton)
 HOPPER: dict[str, Any] = {"kind": "gluon", "dtypes": ("float16", "bfloat16"), "arch": 90, "newest": 90, "served": True}

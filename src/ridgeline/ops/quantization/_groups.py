@@ -20,7 +20,7 @@ import triton.language as tl
 
 from ridgeline import device
 from ridgeline.boundary import INTERPRETED, launch
-from ridgeline.op import RidgelineError
+from ridgeline.op import RidgelineError, dense_only
 from ridgeline.tiles.float8 import decoded, encoded
 
 PARTS = 512  # of the extremes of a tensor
@@ -289,6 +289,8 @@ def checked(op: str, x: object) -> torch.Tensor:
     """x, if it is a floating-point tensor."""
     if not isinstance(x, torch.Tensor):
         raise RidgelineError(f"{op}: x must be a tensor, and is {type(x).__name__}")
+    if x.is_nested:  # it has no shape
+        dense_only(op, (x,))
     if not x.is_floating_point() or x.element_size() < 2:
         raise RidgelineError(f"{op}: x must be floating point (float32, float16, bfloat16), and is {x.dtype}")
     return x

@@ -43,6 +43,8 @@ def _fault(q: Any, scale: Any, zero: Any, dtype: Any) -> str | None:
     for name, t in (("q", q), ("scale", scale), *(() if zero is None else (("zero", zero),))):
         if not isinstance(t, torch.Tensor):
             return f"{name} must be a tensor, and is {type(t).__name__}"
+        if t.is_nested:
+            return f"it takes dense tensors, and {name} is nested; give its to_padded_tensor(0)"
         if t.device != q.device:
             return f"{name} is on {t.device} and q on {q.device}; one device is needed"
     if q.dtype not in (torch.int8, FP8):
