@@ -69,7 +69,7 @@ struct Start {
 
 // A thread's packs of a tile: the first at element `first`, the others 32 packs apart.
 struct Tile {
-    SUM at[ITEMS][PACK], upto[ITEMS];
+    SUM at[ITEMS][PACK];
 
     __device__ void load(const X* x, long long first, long long n) {
 #pragma unroll
@@ -86,17 +86,21 @@ struct Tile {
         }
     }
 
-    // Sums within each pack, and of a warp's 32 packs up to each. Returns what all of them add up to, of floats as if added in double:
-    // all that comes after starts from it, so that it would carry on an error of one side.
+    // Sums from the warp's first element on. Returns what all of them add up to, of floats as if added in double: all that comes after
+    // starts from it, so that it would carry on an error of one side.
     __device__ TOTAL scan() {
-        Start own(0);
+        TOTAL total = 0;
+        if constexpr (FLOATING) {
+            Start own(0);
 #pragma unroll
-        for (int i = 0; i < ITEMS; ++i)
+            for (int i = 0; i < ITEMS; ++i)
 #pragma unroll
-            for (int j = 0; j < PACK; ++j) own.add(at[i][j]);
-        TOTAL total = (TOTAL)own.sum + (TOTAL)own.rest;
+                for (int j = 0; j < PACK; ++j) own.add(at[i][j]);
+            total = (TOTAL)own.sum + (TOTAL)own.rest;
 #pragma unroll
-        for (int step = 16; step; step /= 2) total += __shfl_xor_sync(~0u, total, step);
+            for (int step = 16; step; step /= 2) total += __shfl_xor_sync(~0u, total, step);
+        }
+        SUM upto[ITEMS];
 #pragma unroll
         for (int i = 0; i < ITEMS; ++i) {
 #pragma unroll
@@ -110,22 +114,28 @@ struct Tile {
                 const SUM other = __shfl_up_sync(~0u, upto[i], step);
                 if (threadIdx.x % 32 >= step) upto[i] += other;
             }
-        return total;
+        Start start(0);
+#pragma unroll
+        for (int i = 0; i < ITEMS; ++i) {
+            const SUM lower = __shfl_up_sync(~0u, upto[i], 1);
+            Start here = start;
+            here.add(threadIdx.x % 32 ? lower : SUM(0));
+#pragma unroll
+            for (int j = 0; j < PACK; ++j) at[i][j] = here + at[i][j];
+            start.add(__shfl_sync(~0u, upto[i], 31));
+        }
+        return FLOATING ? total : (TOTAL)start.sum;
     }
 
     // What is before the warp's first element is added last: rounded before, its error would be that of a whole tile.
     __device__ void store(Y* y, long long first, long long n, TOTAL before) const {
-        Start start(before);
+        const Start start(before);
 #pragma unroll
         for (int i = 0; i < ITEMS; ++i) {
             const long long p = first + i * 32 * PACK;
-            const SUM lower = __shfl_up_sync(~0u, upto[i], 1);
-            Start here = start;
-            here.add(threadIdx.x % 32 ? lower : SUM(0));
-            start.add(__shfl_sync(~0u, upto[i], 31));
             Pack<Y, PACK> pack;
 #pragma unroll
-            for (int j = 0; j < PACK; ++j) pack.at[REVERSE ? PACK - 1 - j : j] = narrow(here + at[i][j]);
+            for (int j = 0; j < PACK; ++j) pack.at[REVERSE ? PACK - 1 - j : j] = narrow(start + at[i][j]);
             if (p + PACK <= n)
                 *reinterpret_cast<Pack<Y, PACK>*>(y + (REVERSE ? n - PACK - p : p)) = pack;
             else
