@@ -490,10 +490,13 @@ def copied(t: torch.Tensor) -> torch.Tensor:
     """A copy whose rows begin at multiples of 16 bytes; of 128, which are lines of L2, where that adds little."""
     t = t[None] if t.dim() == 2 else t[:1] if t.stride(0) == 0 else t
     batch, rows, columns = t.shape
-    whole_of = 64 if columns > 512 else 8
+    size = t.element_size()
+    whole_of = (128 if columns * size > 1024 else 16) // size
     copy = t.new_empty((batch, rows, triton.cdiv(columns, whole_of) * whole_of))
-    grid = (triton.cdiv(rows, 16) * triton.cdiv(columns, 128) * batch,)
-    launch(_align, grid, copy, t, rows, columns, copy.shape[-1], *t.stride(), ROWS=16, COLUMNS=128, num_warps=4)
+    turned = t.stride(1) == 1 and t.stride(2) != 1  # read by columns: whole sectors of them too
+    tile: dict[str, Any] = {"ROWS": 64, "COLUMNS": 128, "num_warps": 8} if turned else {"ROWS": 16, "COLUMNS": 128, "num_warps": 4}
+    grid = (triton.cdiv(rows, tile["ROWS"]) * triton.cdiv(columns, tile["COLUMNS"]) * batch,)
+    launch(_align, grid, copy, t, rows, columns, copy.shape[-1], *t.stride(), **tile)
     return copy[..., :columns]
 
 
