@@ -476,9 +476,9 @@ def _align(out, t, rows, columns, pitch, t_batch, t_row, t_column, ROWS: tl.cons
     i = (tl.program_id(0) // across % down * ROWS + tl.arange(0, ROWS))[:, None].to(tl.int64)
     j = (tl.program_id(0) % across * COLUMNS + tl.arange(0, COLUMNS))[None, :].to(tl.int64)
     batch = (tl.program_id(0) // (down * across)).to(tl.int64)
-    here = (i < rows) & (j < columns)
-    x = tl.load(t + batch * t_batch + i * t_row + j * t_column, mask=here)
-    tl.store(out + (batch * rows + i) * pitch + j, x, mask=here)
+    x = tl.load(t + batch * t_batch + i * t_row + j * t_column, mask=(i < rows) & (j < columns), other=0)
+    # Zeros up to the pitch, which no product reads: a mask that ends there lets a store be of 16 bytes, whatever the number of columns.
+    tl.store(out + (batch * rows + i) * pitch + j, x, mask=(i < rows) & (j < pitch))
 
 
 def aligned(t: torch.Tensor) -> torch.Tensor:
