@@ -23,7 +23,7 @@ from ridgeline.lab import catalogue, inspect
 from ridgeline.op import Case, Spec, get
 from ridgeline.ops.matmul import _cluster, _hopper
 from ridgeline.ops.matmul._epilogue import add_up
-from ridgeline.ops.matmul._hopper import aligned, whole
+from ridgeline.ops.matmul._hopper import aligned, copied, whole
 from ridgeline.select import why_not
 
 HALF = torch.bfloat16
@@ -342,6 +342,17 @@ def test_copies_that_the_copy_engine_takes(shape: tuple[int, ...], device: str) 
         assert torch.equal(copy.expand(one.shape) if copy.dim() == one.dim() else copy[0], one)
     fine = torch.randn(16, 24, device=device).half()
     assert aligned(fine) is fine
+
+
+@pytest.mark.kernels
+@pytest.mark.parametrize("shape", [(33, 45), (70, 1100), (2, 19, 130)])
+def test_copies_of_bytes(shape: tuple[int, ...], device: str) -> None:
+    """By rows, by columns, by neither."""
+    t = torch.randint(-128, 128, shape, dtype=torch.int8, device=device)
+    for one in (t, t.mT.contiguous().mT, torch.stack([t, t], -1)[..., 0], t[..., :1, :].expand(shape)):
+        copy = copied(one)
+        assert whole(copy)
+        assert torch.equal(copy.view(shape), one)
 
 
 @pytest.mark.kernels

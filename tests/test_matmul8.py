@@ -18,6 +18,7 @@ from ridgeline.op import RidgelineError, get
 from ridgeline.ops.matmul import _hopper, _hopper8
 from ridgeline.ops.matmul._scaled import blocks
 from test_matmul import PLACE, box, put, said_of
+from test_matmul import emulate as emulate_copy
 
 E4M3 = torch.float8_e4m3fn
 
@@ -29,6 +30,10 @@ def flat(t: torch.Tensor, at: Any) -> torch.Tensor:
 
 def emulate(launch: Launch) -> None:
     """Does on the CPU what a launch of these kernels would do, tile by tile, step by step and box by box."""
+    if launch.kernel.__name__ == "_align":
+        launch.args[0].fill_(77)  # what lies behind a copy's columns must not count
+        emulate_copy(launch)
+        return
     if launch.kernel.__name__ == "_columns":
         sums, b, N, K, b_k, b_n = launch.args
         sums.copy_(b.as_strided((K, N), (b_k, b_n)).sum(0))
@@ -67,13 +72,22 @@ def operand(lines: int, K: int, whole: bool, dice: random.Random) -> torch.Tenso
     return dice.choice((room[1 : lines + 1, 16 : 16 + K], room[:lines, :K].contiguous() if K % 16 == 0 else room[:lines, :K]))
 
 
+def anyhow(lines: int, K: int, whole: bool, dice: random.Random) -> torch.Tensor:
+    """(lines, K): its rows anywhere, every second element, or its columns; one row for all, or one as `operand` gives it."""
+    room = torch.randint(-128, 128, (lines + 1, 2 * K + 3), dtype=torch.int8)
+    room = room if whole else torch.randn(room.shape).to(E4M3)
+    pieces = [room[1:, 1 : K + 1], room[1:, :K].contiguous(), room[1:, 1 : 2 * K : 2], room[1:, :K].T.contiguous().T]
+    return dice.choice((*pieces, *pieces, room[:1, 1 : K + 1].expand(lines, K), operand(lines, K, whole, dice)))
+
+
 def scale(rows: int, columns: int, dice: random.Random) -> torch.Tensor:
     return dice.choice((torch.rand(rows, columns), torch.rand(columns, rows).T, torch.rand(rows, 2 * columns)[:, ::2]))
 
 
+@pytest.mark.parametrize("impl", ["gluon", "gluon_padded"])
 @pytest.mark.parametrize("op", ["fp8 rows", "fp8 blocks", "int8"])
-def test_products_tile_by_tile(op: str) -> None:
-    """The launches that calls would make, done on the CPU: maps, steps, scales' places and edges are right."""
+def test_products_tile_by_tile(op: str, impl: str) -> None:
+    """The launches that calls would make, done on the CPU: maps, steps, scales' places, edges and copies are right."""
     dice, made = random.Random(0), []
     torch.manual_seed(0)
 
@@ -84,7 +98,10 @@ def test_products_tile_by_tile(op: str) -> None:
     with devices.pretend("sm_90"), observe(see):
         for _ in range(25):
             M, N, K = dice.choice((1, 17, 129, 300)), dice.choice((1, 8, 136, 300, 392)), dice.choice((16, 100, 128, 300, 640))
-            a, b = operand(M, K, op == "int8", dice), operand(N, K, op == "int8", dice).T
+            lie = operand
+            if impl == "gluon_padded":
+                N, K, lie = dice.choice((N, 1, 37, 261)), dice.choice((K, 1, 129, 257, 1101)), anyhow
+            a, b = lie(M, K, op == "int8", dice), lie(N, K, op == "int8", dice).T
             deep = triton.cdiv(K, 128)
             scales = scale(M, 1, dice), dice.choice((scale(1, N, dice), torch.rand(1)))
             if op == "fp8 blocks":
@@ -97,11 +114,12 @@ def test_products_tile_by_tile(op: str) -> None:
             function = ridgeline.int8_matmul if op == "int8" else ridgeline.fp8_matmul
             tile = _hopper._tile(*dice.choice(_hopper8.TILES), False)
             with tuning.listen(lambda request, tile=tile: tile if request.kernel == "hopper" else None):
-                y = function(a, b, *scales, **options, impl="gluon")
+                y = function(a, b, *scales, **options, impl=impl)
             exact = function(a, b, *[s.double() for s in scales], **options | {"out_dtype": torch.float64}, impl="naive")
             rtol = 8e-3 if y.dtype == torch.bfloat16 else 1e-3
             torch.testing.assert_close(y.double(), exact, rtol=rtol, atol=1e-5 * float(exact.abs().max()))
-    assert {one for _, one in made} == {True, False}
+    assert {one for name, one in made if name == "_fwd"} == {True, False}
+    assert ("_align" in {name for name, _ in made}) == (impl == "gluon_padded")
 
 
 class Barrier:
@@ -214,6 +232,64 @@ def test_few_rows_by_blocks(rows: int, columns: int, how: str, kernel: str) -> N
     assert started == [kernel]
 
 
+LAID = {
+    "as they are": lambda t: t,
+    "rows": lambda t: t[:, :-1].contiguous(),
+    "beginning": lambda t: t[:, 1:],
+    "columns": lambda t: t.T.contiguous().T,
+}
+KEPT = torch.zeros(1024, 1024, dtype=torch.int8)
+
+
+@pytest.mark.parametrize("how", LAID)
+@pytest.mark.parametrize("name", ["int8_matmul", "fp8_matmul"])
+def test_what_serves_operands_that_lie_anyhow(name: str, how: str) -> None:
+    """Copies where operands need them and there is enough to do; nothing is copied that need not be."""
+    codes = KEPT if name == "int8_matmul" else KEPT.view(E4M3)
+
+    def kernels(a: torch.Tensor, b: torch.Tensor) -> list[str]:
+        seen: list[Any] = []
+        with devices.pretend("sm_90"), observe(lambda launch: seen.append(launch.kernel)):
+            get(name).function(a, b.T, torch.ones(1), torch.ones(1))
+        return [f"{kernel.__module__.rsplit('.', 1)[1]}.{kernel.__name__}" for kernel in seen]
+
+    laid, copy, product = LAID[how](codes), ["_hopper._align"], ["_hopper8._fwd"]
+    assert kernels(laid, laid) == copy * (0 if how == "as they are" else 2) + product
+    if how != "as they are":
+        fine = torch.zeros(1024, 1024, dtype=torch.int8).view(codes.dtype)[:, : laid.shape[1]]
+        assert kernels(laid, fine) == kernels(fine, laid) == copy + product
+        for M, N, K in ((64, 1024, 1024), (512, 512, 512)):
+            a, b = LAID[how](codes[:M, :K]), LAID[how](codes[:N, :K])
+            assert kernels(a, b) == [f"{name}._fwd"]
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("how", list(LAID)[1:])
+@pytest.mark.parametrize("op", ["fp8 rows", "fp8 blocks", "int8"])
+def test_copies_change_no_bit(op: str, how: str) -> None:
+    """What `gluon` makes of the same numbers where it takes them as they lie, in every result's last bit."""
+    if torch.cuda.get_device_capability() != (9, 0):
+        pytest.skip("the rungs are Hopper's")
+    function = ridgeline.int8_matmul if op == "int8" else ridgeline.fp8_matmul
+    for M, N, K in ((300, 264, 642), (129, 137, 1106), (1024, 1032, 1042)):
+        a, b = (torch.randint(-128, 128, (lines, K), dtype=torch.int8, device="cuda") for lines in (M, N))
+        if op != "int8":
+            a, b = (t.float().div(32).to(E4M3) for t in (a, b))
+        moved = [LAID[how](t) for t in (a, b)]
+        K = moved[0].shape[1]
+        fine = [t.new_empty(t.shape[0], 2048)[:, :K].copy_(t) for t in moved]
+        assert all(_hopper.whole(t) for t in fine)
+        assert not any(_hopper.whole(t) for t in moved)
+        deep, wide = (triton.cdiv(K, 128), triton.cdiv(N, 128)) if op == "fp8 blocks" else (1, N)
+        given = torch.rand(M, deep, device="cuda"), torch.rand(deep, wide, device="cuda")
+        options: dict[str, Any] = {"bias": torch.randn(N, device="cuda")}
+        if op == "int8":
+            options["zero_a"] = torch.randint(-128, 128, (M, 1), dtype=torch.int32, device="cuda")
+        wanted = function(fine[0], fine[1].T, *given, **options, impl="gluon")
+        for _ in range(3):  # the third is replayed
+            assert torch.equal(function(moved[0], moved[1].T, *given, **options, impl="gluon_padded"), wanted)
+
+
 def test_what_is_refused() -> None:
     a, b = torch.zeros(32, 64).to(E4M3), torch.zeros(48, 64).to(E4M3).T
     one, scales = torch.ones(1), (torch.ones(32, 1), torch.ones(1, 1))
@@ -238,6 +314,8 @@ def test_what_is_refused() -> None:
         assert words in str(reason), (words, reason)
         with devices.pretend("sm_90"), pytest.raises(RidgelineError, match="'gluon'"):
             ridgeline.fp8_matmul(*given, **options, impl="gluon")
+        copied = words.startswith(("b's", "a's", "begin"))
+        assert _hopper8.odd(*given, **options) == (None if copied else reason)
     with devices.pretend("sm_90"), observe(lambda launch: None):
         whole = torch.zeros(32, 64, dtype=torch.int8)
         assert ridgeline.int8_matmul(whole, whole.T, one, one, out_dtype=torch.float32, impl="gluon").shape == (32, 32)

@@ -476,9 +476,9 @@ def _align(out, t, rows, columns, pitch, t_batch, t_row, t_column, ROWS: tl.cons
     i = (tl.program_id(0) // across % down * ROWS + tl.arange(0, ROWS))[:, None].to(tl.int64)
     j = (tl.program_id(0) % across * COLUMNS + tl.arange(0, COLUMNS))[None, :].to(tl.int64)
     batch = (tl.program_id(0) // (down * across)).to(tl.int64)
-    here = (i < rows) & (j < columns)
-    x = tl.load(t + batch * t_batch + i * t_row + j * t_column, mask=here)
-    tl.store(out + (batch * rows + i) * pitch + j, x, mask=here)
+    x = tl.load(t + batch * t_batch + i * t_row + j * t_column, mask=(i < rows) & (j < columns), other=0)
+    # Zeros up to the pitch, which no product reads: a mask that ends there lets a store be of 16 bytes, whatever the number of columns.
+    tl.store(out + (batch * rows + i) * pitch + j, x, mask=(i < rows) & (j < pitch))
 
 
 def aligned(t: torch.Tensor) -> torch.Tensor:
@@ -490,10 +490,13 @@ def copied(t: torch.Tensor) -> torch.Tensor:
     """A copy whose rows begin at multiples of 16 bytes; of 128, which are lines of L2, where that adds little."""
     t = t[None] if t.dim() == 2 else t[:1] if t.stride(0) == 0 else t
     batch, rows, columns = t.shape
-    whole_of = 64 if columns > 512 else 8
+    size = t.element_size()
+    whole_of = (128 if columns * size > 1024 else 16) // size
     copy = t.new_empty((batch, rows, triton.cdiv(columns, whole_of) * whole_of))
-    grid = (triton.cdiv(rows, 16) * triton.cdiv(columns, 128) * batch,)
-    launch(_align, grid, copy, t, rows, columns, copy.shape[-1], *t.stride(), ROWS=16, COLUMNS=128, num_warps=4)
+    turned = t.stride(1) == 1 and t.stride(2) != 1  # read by columns: whole sectors of them too
+    tile: dict[str, Any] = {"ROWS": 64, "COLUMNS": 128, "num_warps": 8} if turned else {"ROWS": 16, "COLUMNS": 128, "num_warps": 4}
+    grid = (triton.cdiv(rows, tile["ROWS"]) * triton.cdiv(columns, tile["COLUMNS"]) * batch,)
+    launch(_align, grid, copy, t, rows, columns, copy.shape[-1], *t.stride(), **tile)
     return copy[..., :columns]
 
 

@@ -202,6 +202,11 @@ def refusal(a: torch.Tensor, b: torch.Tensor, scale_a: torch.Tensor, scale_b: to
                 f"the matrix units take bytes by K, and the copy engine whole 16 of them: {name}'s {lines} must be contiguous and begin at "
                 f"multiples of 16 bytes; it has shape {tuple(t.shape if t is a else b.shape)} and strides {t.stride() if t is a else b.stride()}"
             )
+    return odd(a, b, scale_a, scale_b, *rest, **options)
+
+
+def odd(a: torch.Tensor, b: torch.Tensor, scale_a: torch.Tensor, scale_b: torch.Tensor, *rest: Any, **options: Any) -> str | None:
+    """As `refusal`, where operands may lie anyhow."""
     results = [options.get("out_dtype"), *[r for r in rest if isinstance(r, torch.dtype)]]
     if a.dtype != torch.int8 and torch.float32 in results:
         return "the units add 8-bit floats in some 14 bits over 128 of K, which is too coarse for a result in float32"
@@ -214,13 +219,26 @@ def refusal(a: torch.Tensor, b: torch.Tensor, scale_a: torch.Tensor, scale_b: to
     return unlike(a, b, scale_a, scale_b) or _hopper.empty(a, b)
 
 
+FEW = "of so few rows other rungs' tiles may have as few"
+
+
 def unless(a: torch.Tensor, b: torch.Tensor, *scales: Any, **_: Any) -> str | None:
     """A tile has 128 rows. Recorded for 16 x 8192 x 8192: by blocks of fp8 33 us for the rung triton's 39, of int8 33 for 31."""
     if a.shape[0] > 64:
         return None
     if a.shape[0] >= 16 and b.shape[1] >= 8192 and a.dtype != torch.int8 and len(scales) > 1 and _wide(a, b, *scales[:2]):
         return None
-    return "of so few rows other rungs' tiles may have as few"
+    return FEW
+
+
+def padded_unless(a: torch.Tensor, b: torch.Tensor, *_: Any, **__: Any) -> str | None:
+    """The rung triton takes single bytes in tiles of 64 x 64, one a multiprocessor, and 1.33 us a step of 128 of K by what was recorded on an
+    H100, whose 132 multiprocessors are meant here; two copies start in some 5 us, and `gluon` takes 9 of 1024^3: that is 16 steps."""
+    (M, K), N = a.shape, b.shape[1]
+    if M <= 64:
+        return FEW
+    steps = triton.cdiv(triton.cdiv(M, 64) * triton.cdiv(N, 64), 132) * triton.cdiv(K, BLOCK)
+    return "for so little work the copies take as long as they save" if steps < 16 else None
 
 
 # As `_hopper.TILES`: 128 x 128 a group would be 128 registers of products and as many of sums, and scales need room too.
@@ -273,5 +291,23 @@ def int8(y: torch.Tensor, sums: torch.Tensor, a: torch.Tensor, b: torch.Tensor, 
     product("int8_matmul", y, a, b, scale_a, scale_b, zero_a=zero_a, sums=sums if zero_a is not None else None, bias=bias)
 
 
-# Facts of both rungs `gluon`.
-HOPPER: dict[str, Any] = {"kind": "gluon", "arch": 90, "newest": 90, "supports": refusal, "served": True, "unless": unless}
+def _along_k(t: torch.Tensor) -> torch.Tensor:
+    """(lines, K) as it is where the copy engine takes its lines; else a copy of its bytes. What lies behind K in the copy is never read: the
+    engine gives zeros there."""
+    return t if whole(t) else _hopper.copied(t.view(torch.int8))[0].view(t.dtype)
+
+
+def fp8_padded(y: torch.Tensor, a: torch.Tensor, b: torch.Tensor, *rest: Any) -> None:
+    """`fp8` of any strides."""
+    fp8(y, _along_k(a), _along_k(b.mT).mT, *rest)
+
+
+def int8_padded(y: torch.Tensor, sums: torch.Tensor, a: torch.Tensor, b: torch.Tensor, *rest: Any) -> None:
+    """`int8` of any strides."""
+    int8(y, sums, _along_k(a), _along_k(b.mT).mT, *rest)
+
+
+HOPPER: dict[str, Any] = {"kind": "gluon", "arch": 90, "newest": 90, "served": True}
+WHOLE: dict[str, Any] = {**HOPPER, "supports": refusal, "unless": unless}  # facts of the rungs `gluon` and `gluon_padded`
+PADDED: dict[str, Any] = {**HOPPER, "supports": odd, "unless": padded_unless}
+IDEA = "the next rung, after a copy of operands whose bytes do not lie along K in rows that the copy engine takes"

@@ -167,3 +167,13 @@ class ScaleColumns(Scale):
 
     def make(self, *args: Any) -> torch.Tensor:
         return super().make(*args).mT.contiguous().mT
+
+
+class Inside(Spec):
+    """A matrix inside a larger one: it begins at an odd address, and so do most of its rows."""
+
+    def make(self, *args: Any) -> torch.Tensor:
+        made = super().make(*args)
+        rows, columns = made.shape
+        room = made.new_empty((rows + 1, columns + 1 + columns % 2))[1:, 1 : columns + 1]
+        return room.copy_(made.detach())

@@ -22,6 +22,7 @@ from ridgeline.op import Case, Columns, Cost, Op, OwnDtype, RidgelineError, Spec
 from ridgeline.ops.matmul import _hopper8
 from ridgeline.ops.matmul._scaled import (
     BLOCK,
+    Inside,
     Scale,
     ScaleColumns,
     blocks,
@@ -165,7 +166,7 @@ def cost(a: torch.Tensor, b: torch.Tensor, *scales: torch.Tensor, **options: Any
     return Cost(given, size * options.get("out_dtype", torch.bfloat16).itemsize, 2 * size * a.shape[1]), None
 
 
-def _case(M: int, N: int, K: int, how: str, b: type[Spec] = Columns, bias: bool = False, **facts: Any) -> Case:
+def _case(M: int, N: int, K: int, how: str, a: type[Spec] = Spec, b: type[Spec] = Columns, bias: bool = False, **facts: Any) -> Case:
     deep = -(-K // BLOCK)
     scales = {
         "rows": (Scale(M, 1), Scale(1, N)),
@@ -177,7 +178,7 @@ def _case(M: int, N: int, K: int, how: str, b: type[Spec] = Columns, bias: bool 
     options: dict[str, Any] = {"bias": Spec(N, grad=False)} if bias else {}
     # In benchmarks the dtype is that of the matrix units; the result is bfloat16.
     options["out_dtype"] = torch.bfloat16 if facts.get("use") == "bench" else OwnDtype()
-    codes = Spec(M, K, dtype="float8_e4m3fn", grad=False), b(K, N, dtype="float8_e4m3fn", grad=False)
+    codes = a(M, K, dtype="float8_e4m3fn", grad=False), b(K, N, dtype="float8_e4m3fn", grad=False)
     return Case(f"{M}x{N}x{K} {how}{', bias' * bias}", (*codes, *scales), options, **facts)
 
 
@@ -193,6 +194,8 @@ FP8_MATMUL = Op(
         _case(70, 130, 300, "blocks"),
         _case(70, 130, 300, "1x128", bias=True),
         _case(20, 24, 64, "one", b=Spec),
+        _case(70, 131, 257, "rows", a=Inside, bias=True),
+        _case(150, 131, 257, "blocks", a=Inside, b=Inside),
         _case(1, 1, 1, "rows"),
         _case(256, 256, 256, "blocks", use="quick"),
         *(_case(*shape, how, dtypes=("float8_e4m3fn",), use="bench") for how in ("rows", "blocks by columns") for shape in BENCH),
@@ -249,10 +252,11 @@ FP8_MATMUL.kernel(
     dtypes=("float8_e4m3fn",),
     served=True,
 )
+FP8_MATMUL.kernel("gluon_padded", _hopper8.IDEA, fwd=_hopper8.fp8_padded, dtypes=("float8_e4m3fn",), **_hopper8.PADDED)
 FP8_MATMUL.kernel(
     "gluon",
     "on Hopper, K contiguous in both: one warp fetches by the copy engine, of two groups one multiplies while the other takes over and scales",
     fwd=_hopper8.fp8,
     dtypes=("float8_e4m3fn",),
-    **_hopper8.HOPPER,
+    **_hopper8.WHOLE,
 )

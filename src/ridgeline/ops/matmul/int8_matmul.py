@@ -19,7 +19,20 @@ import triton.language as tl
 from ridgeline.boundary import kernel_op, launch
 from ridgeline.op import Case, Columns, Cost, Op, OwnDtype, RidgelineError, Spec, nbytes
 from ridgeline.ops.matmul import _hopper8
-from ridgeline.ops.matmul._scaled import Scale, add_columns, along_columns, along_rows, config, fault, finish, grid, place, step, unlike
+from ridgeline.ops.matmul._scaled import (
+    Inside,
+    Scale,
+    add_columns,
+    along_columns,
+    along_rows,
+    config,
+    fault,
+    finish,
+    grid,
+    place,
+    step,
+    unlike,
+)
 from ridgeline.select import eager, run
 
 MOST = 65536  # 255 * 128 * 65536 is the largest that 32 bits hold
@@ -135,13 +148,13 @@ def cost(a: torch.Tensor, b: torch.Tensor, *scales: torch.Tensor, **options: Any
     return Cost(nbytes(a, b, *scales, *extra), size * options.get("out_dtype", torch.bfloat16).itemsize, 2 * size * a.shape[1]), None
 
 
-def _case(M: int, N: int, K: int, what: str = "", b: type[Spec] = Columns, **facts: Any) -> Case:
+def _case(M: int, N: int, K: int, what: str = "", a: type[Spec] = Spec, b: type[Spec] = Columns, **facts: Any) -> Case:
     """what: of "zero", "bias" and "one" (scale for all)."""
     scales = (Scale(1), Scale(1)) if "one" in what else (Scale(M, 1), Scale(1, N))
     options: dict[str, Any] = {"zero_a": Spec(M, 1, dtype="int32", high=128)} if "zero" in what else {}
     own = facts.get("use") != "bench"  # in benchmarks the dtype is that of the matrix units; the result is bfloat16
     options |= {"bias": Spec(N, dtype=None if own else "bfloat16", grad=False)} if "bias" in what else {}
-    args = (Spec(M, K, dtype="int8"), b(K, N, dtype="int8"), *scales)
+    args = (a(M, K, dtype="int8"), b(K, N, dtype="int8"), *scales)
     return Case(f"{M}x{N}x{K}{' ' * bool(what)}{what}", args, options | {"out_dtype": OwnDtype() if own else torch.bfloat16}, **facts)
 
 
@@ -156,6 +169,8 @@ INT8_MATMUL = Op(
         _case(33, 40, 129, "zero, bias"),
         _case(70, 130, 64, "one, bias"),
         _case(33, 72, 129, b=Spec),
+        _case(70, 131, 257, "zero, bias", a=Inside),
+        _case(150, 40, 256, "zero", a=Inside, b=Inside),
         _case(1, 1, 1),
         _case(20, 24, 5000, "zero"),
         _case(256, 256, 256, use="quick"),
@@ -199,10 +214,11 @@ INT8_MATMUL.kernel(
     dtypes=("int8",),
     served=True,
 )
+INT8_MATMUL.kernel("gluon_padded", _hopper8.IDEA, fwd=_hopper8.int8_padded, dtypes=("int8",), **_hopper8.PADDED)
 INT8_MATMUL.kernel(
     "gluon",
     "on Hopper, K contiguous in both: one warp fetches by the copy engine, two groups multiply, of which one sends its results off meanwhile",
     fwd=_hopper8.int8,
     dtypes=("int8",),
-    **_hopper8.HOPPER,
+    **_hopper8.WHOLE,
 )
