@@ -4,6 +4,7 @@ There are as many programs as multiprocessors, and each computes every so many-t
 engine (TMA) fetches tiles from places that descriptors name and brings results back; no thread computes an address, and edges are
 the engine's. The loop over tiles and the one over K are flattened into one, so that a tile's first loads are on their way while the
 one before is still multiplied and stored. Unlike in `gluon`, all warps do everything.
+Source: the scheme is that of CUTLASS's persistent kernels (NVIDIA, 2023); what runs beside what is left to Triton's compiler.
 """
 
 from __future__ import annotations
@@ -78,7 +79,8 @@ def fwd(y: torch.Tensor, a: torch.Tensor, b: torch.Tensor, precision: str) -> No
     out = TensorMap(y, (1, made["BM"], made["BN"] // made["PIECES"])) if whole else None
     tiles = triton.cdiv(M, made["BM"]) * triton.cdiv(N, made["BN"]) * batch
     numbers = M, N, K, batch, int(a.shape[0] > 1), int(b.shape[0] > 1)
-    launch(_stay, (min(tiles, gpu.multiprocessors),), y, out, left, right, *numbers, A_BY_K=a_by_k, B_BY_K=b_by_k, **made)
+    facts: dict[str, Any] = {"A_BY_K": a_by_k, "B_BY_K": b_by_k, **made}
+    launch(_stay, (min(tiles, gpu.multiprocessors),), y, out, left, right, *numbers, **facts)
 
 
 def refusal(a: torch.Tensor, b: torch.Tensor, precision: str = "", *_: Any) -> str | None:
