@@ -457,10 +457,13 @@ def test_more_than_two_to_the_31(impl: str, order: str) -> None:
         one = [t[b : b + 1, n : n + 1] for t, n in ((q, h), (k, h // (H // 8)), (v, h // (H // 8)))]
         assert torch.equal(o[b, h], ridgeline.attention(*[t.contiguous() for t in one], impl=impl)[0, 0])
     del o
-    q.requires_grad_()
-    (dq,) = torch.autograd.grad(ridgeline.attention(q, k, v, impl=impl)[B - 1, H - 1].float().sum(), q)
-    assert dq[B - 1, H - 1].any()
-    assert not dq[0].any()
+    inputs = [q.requires_grad_(), k.detach().clone().requires_grad_(), v.detach().clone().requires_grad_()]
+    grads = torch.autograd.grad(ridgeline.attention(*inputs, impl=impl)[B - 1, H - 1].float().sum(), inputs)
+    last = [t.detach()[B - 1 :, -1:].contiguous().requires_grad_() for t in inputs]
+    alone = torch.autograd.grad(ridgeline.attention(*last, impl=impl).float().sum(), last)
+    for grad, expected in zip(grads, alone, strict=True):
+        torch.testing.assert_close(grad[B - 1, -1], expected[0, 0])
+        assert not grad[0].any()
 
 
 @pytest.mark.gpu

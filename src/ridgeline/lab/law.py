@@ -6,6 +6,7 @@ For each output and each gradient, against the reference in float64,
 
 for the whole tensor, its worst row and its worst column; the scale of the result is off by at most twice theirs plus
 eps/16 + eps/sqrt(n); non-finite values stand in the same places. Rows are the last dimension, columns run over all rows.
+Of few elements one run's error is luck: there torch's is the worst of several runs, on inputs that lie next to the given ones.
 """
 
 from __future__ import annotations
@@ -24,6 +25,7 @@ from ridgeline.op import Op, RidgelineError, tensors_of
 CHUNK = 1 << 24
 SLICED = 1 << 31
 FEW = 16
+SMALL, RUNS = 1 << 14, 4  # up to so many elements in each tensor torch runs so often
 HOPELESS = 1e12  # stands for infinity, which JSON does not have
 Result = tuple[list[Tensor], list[Tensor | None]]
 
@@ -112,6 +114,10 @@ class _Errors:
     def whole(self) -> float:
         return self.row.square().sum().sqrt().item()
 
+    def worst(self, other: _Errors) -> _Errors:
+        row, column = torch.maximum(self.row, other.row), torch.maximum(self.column, other.column)
+        return _Errors(row, column, max(self.scale, other.scale), max(self.wander, other.wander))
+
 
 class Standard:
     """One tensor of the oracle, and what is allowed around it."""
@@ -150,11 +156,15 @@ class Standard:
             errors.wander = along.norm().item() / self.norm.whole**2
         return errors
 
-    def allow(self, theirs: Tensor, moved: Tensor) -> None:
-        """Sets what is allowed, from torch's own result and from the oracle's when the inputs moved half an ulp."""
+    def allow(self, theirs: Tensor, moved: Tensor, nearby: Sequence[tuple[Tensor, Tensor]] = ()) -> None:
+        """Sets what is allowed, from torch's own result and from the oracle's when the inputs moved half an ulp.
+
+        nearby: of other inputs, torch's result and the oracle's."""
         if not self.dtype.is_floating_point or not self.oracle.numel():
             return
         own, change = self._reduce(_plane(theirs)), self._reduce(_plane(moved))
+        for another, exact in nearby:
+            own = own.worst(self._reduce(self.oracle + (_plane(another).double() - _plane(exact))))
         rows, columns = self.oracle.shape
         self.row = self._allowed(torch.maximum(own.row, change.row), self.norm.row, columns)
         self.column = self._allowed(torch.maximum(own.column, change.column), self.norm.column, rows)
@@ -280,9 +290,12 @@ class Law:
         self.grads = [None if e is None else Standard(e, a.dtype, op.residue) for e, a in zip(exact[1], leaves(small), strict=False)]
         del exact
         moved = self._oracle(small, move=True)
-        for standard, own, change in zip(self.outputs + self.grads, theirs[0] + theirs[1], moved[0] + moved[1], strict=True):
-            if standard is not None and own is not None and change is not None:
-                standard.allow(own, change)
+        few = max(t.numel() for t in [*tensors_of(small), *theirs[0]]) <= SMALL
+        nearby = [self._nearby(small) for _ in range(RUNS - 1 if few else 0)]
+        standards, own, changed = self.outputs + self.grads, theirs[0] + theirs[1], moved[0] + moved[1]
+        for k, (standard, one, change) in enumerate(zip(standards, own, changed, strict=True)):
+            if standard is not None and one is not None and change is not None:
+                standard.allow(one, change, [(another[k], exact[k]) for another, exact in nearby])
         names = list(inspect.signature(op.reference).parameters)
         self.grad_names = [f"grad_{name}" for name, a in zip(names, self.args, strict=False) if isinstance(a, Tensor) and a.requires_grad]
         self.shared = [self.rows is not None and a.shape == s.shape for a, s in zip(leaves(self.args), leaves(small), strict=True)]
@@ -309,12 +322,27 @@ class Law:
             return value
         return value.detach()[self.rows].requires_grad_(value.requires_grad)
 
-    def _torch(self, small: list[Any]) -> Result:
+    def _nearby(self, small: list[Any]) -> tuple[list[Any], list[Any]]:
+        """What torch and the oracle give, outputs and gradients, of inputs that lie an ulp from the given ones."""
+        near = [self._near(a) for a in small]
+        theirs, exact = self._torch(near, [self._narrow(g) for g in self.incoming]), self._oracle(near)
+        return theirs[0] + theirs[1], exact[0] + exact[1]
+
+    def _near(self, value: Any) -> Any:
+        if isinstance(value, list):
+            return [self._near(v) for v in value]
+        if not isinstance(value, Tensor) or not value.is_floating_point() or value.element_size() == 1:
+            return value
+        exact = value.detach().to(torch.float64, copy=True, memory_format=torch.contiguous_format)
+        _move(exact, 2 * torch.finfo(value.dtype).eps, self.dice)
+        return torch.empty_like(value).copy_(exact).detach().requires_grad_(value.requires_grad)
+
+    def _torch(self, small: list[Any], incoming: list[Any] | None = None) -> Result:
         """What torch's own op, or the op's standard where torch's has not a call's options, gives in this dtype; where there is
-        none, the reference with float32 inside."""
+        none, the reference with float32 inside. The incoming gradients are made where none are given."""
         for name in [n for n in self.op.standards if n in self.op.implementations]:
             try:
-                return self._gradients(self.op.implementations[name], self.op.fresh(small), self.kwargs)
+                return self._gradients(self.op.implementations[name], self.op.fresh(small), self.kwargs, incoming)
             except RidgelineError:  # it does not take this call; the next one may
                 continue
         dtypes = [o.dtype for o in self._results(self.op.reference, self.op.fresh(small), self.kwargs)]
@@ -323,7 +351,7 @@ class Law:
             found = self._results(self.op.reference, [_widen(a) for a in self.op.fresh(args)], kwargs)
             return tuple(o.to(d) for o, d in zip(found, dtypes, strict=True))
 
-        return self._gradients(inside, small, self.kwargs, mutates=False)
+        return self._gradients(inside, small, self.kwargs, incoming, mutates=False)
 
     def _oracle(self, small: list[Any], move: bool = False) -> Result:
         """The reference in float64; move: with every input, and the incoming gradients, moved half an ulp."""

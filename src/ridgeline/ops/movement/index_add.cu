@@ -212,38 +212,46 @@ extern "C" __global__ void __launch_bounds__(THREADS, 1024 / THREADS) index_add_
         }
     }
 
-    const int wide = (int)min(inner, (long long)count) / PACK;
+    const int wide = (int)min(inner, (long long)count) / PACK, packs = total * wide;
+    Sum sum;
+    bool bad;
+    T* to;
+    const auto make = [&](int p, long long o) {  // pack p of the named rows; false where it is none
+        int i = p / wide;
+        if (item[i] < 0) return false;
+        const long long start = start_of(index[item[i]]);
+        const int at = (int)max(start, 0LL) + p % wide * PACK;
+        if (at >= min(start + inner, (long long)count)) return false;
+        const T* from = source + o * n * inner + (at - start);
+        to = y + o * slice + begin + at;
+        sum.take(x + o * slice + begin + at);
+        bad = false;
+        do {
+            Packed pack[BATCH];
+            int taken = 0;
+#pragma unroll
+            for (int a = 0; a < BATCH; ++a)
+                if (a == 0 || i) {
+                    const int k = item[i] < 0 ? ~item[i] : item[i];
+                    bad |= index[k] < 0 || index[k] >= size;
+                    pack[a] = *reinterpret_cast<const Packed*>(from + k * inner);
+                    i = next[i];
+                    ++taken;
+                }
+#pragma unroll
+            for (int a = 0; a < BATCH; ++a)
+                if (a < taken) sum.add(pack[a], alpha);
+        } while (i);
+        return true;
+    };
+    if (any) __syncthreads();
     for (long long o = blockIdx.y;;) {
+        const bool first = (int)threadIdx.x < packs && make(threadIdx.x, o);  // its reads wait beside the copy's
         store(o);
         if (any) __syncthreads();
-        for (int p = threadIdx.x; p < total * wide; p += THREADS) {
-            int i = p / wide;
-            if (item[i] < 0) continue;
-            const long long start = start_of(index[item[i]]);
-            const int at = (int)max(start, 0LL) + p % wide * PACK;
-            if (at >= min(start + inner, (long long)count)) continue;
-            const T* from = source + o * n * inner + (at - start);
-            Sum sum;
-            sum.take(x + o * slice + begin + at);
-            bool bad = false;
-            do {
-                Packed pack[BATCH];
-                int taken = 0;
-#pragma unroll
-                for (int a = 0; a < BATCH; ++a)
-                    if (a == 0 || i) {
-                        const int k = item[i] < 0 ? ~item[i] : item[i];
-                        bad |= index[k] < 0 || index[k] >= size;
-                        pack[a] = *reinterpret_cast<const Packed*>(from + k * inner);
-                        i = next[i];
-                        ++taken;
-                    }
-#pragma unroll
-                for (int a = 0; a < BATCH; ++a)
-                    if (a < taken) sum.add(pack[a], alpha);
-            } while (i);
-            sum.put(y + o * slice + begin + at, bad);
-        }
+        if (first) sum.put(to, bad);
+        for (int p = threadIdx.x + THREADS; p < packs; p += THREADS)
+            if (make(p, o)) sum.put(to, bad);
         o += gridDim.y;
         if (o >= outer) break;
         load(o);

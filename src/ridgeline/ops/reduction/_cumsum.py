@@ -37,7 +37,7 @@ def _macros(y: torch.Tensor, x: torch.Tensor, rows: int, n: int, reverse: bool, 
     floating, wide = y.is_floating_point(), y.element_size() == 8
     sums = ("float", "double") if floating else ("unsigned long long" if wide else "unsigned", "unsigned long long")
     macros = {"XTYPE": KINDS[x.dtype], "YTYPE": KINDS[y.dtype], "STYPE": sums[0], "TTYPE": sums[1], "PACK": pack}
-    return macros | {"ITEMS": {8: 4, 4: 10, 2: 8, 1: 16}[pack], "THREADS": threads, "REVERSE": int(reverse), "PHASE": 0, "block": threads}
+    return macros | {"ITEMS": {8: 4, 4: 10, 2: 8, 1: 12}[pack], "THREADS": threads, "REVERSE": int(reverse), "PHASE": 0, "block": threads}
 
 
 def _tiled(phased: bool, packed: bool, y: torch.Tensor, x: torch.Tensor, dim: int, reverse: bool) -> None:
@@ -98,7 +98,7 @@ def by_ring(y: torch.Tensor, x: torch.Tensor, dim: int, dtype: torch.dtype, reve
     x = x.contiguous()
     rows, n, _ = _sizes(x, dim)
     macros = _macros(y, x, rows, n, reverse, True, RING["THREADS"])
-    macros |= RING | {"ITEMS": 3 if macros["PACK"] == 8 else 6}
+    macros |= RING | {"ITEMS": {8: 3, 4: 6, 2: 4}[macros["PACK"]]}
     packs = RING["THREADS"] * macros["ITEMS"]  # of a tile
     tiles, macros["STAGES"] = -(-n // (packs * macros["PACK"])), RING_BYTES // (16 * packs)
     state = torch.empty(2 * rows * tiles, dtype=torch.int64, device=x.device)
@@ -108,7 +108,9 @@ def by_ring(y: torch.Tensor, x: torch.Tensor, dim: int, dtype: torch.dtype, reve
 
 
 def whole(x: torch.Tensor, dim: int, *rest: Any) -> str | None:
-    """What the copy engine needs: rows of whole packs of 16 bytes, that begin at such."""
+    """What the copy engine needs: rows of whole packs of 16 bytes, that begin at such, and room for the ring."""
+    if device.of(x).shared_memory < RING_BYTES + (2 << 10):
+        return f"its ring takes {RING_BYTES >> 10} KiB of shared memory, more than a block has here"
     _, n, inner = _sizes(x, dim % max(1, x.dim()))
     if inner > 1:
         return "it takes the last dimension, and what follows this has sizes"

@@ -265,14 +265,15 @@ extern "C" __global__ void __launch_bounds__(GROUPS * THREADS + 32 * GROUPS + 32
         for (long long i = group; i < count; i += GROUPS) {
             const int stage = (int)(i % STAGES), turn = (int)(i / GROUPS % 2);
             const unsigned phase = (unsigned)(i / STAGES % 2);
-            const long long t = tile(i), row = t / tiles * n, inside = warp * STRETCH + lane * PACK, first = t % tiles * TILE + inside;
+            const long long t = tile(i), row = t / tiles * n, inside = warp * STRETCH + lane * PACK;
+            const auto first = [&] { return t % tiles * TILE + inside; };
             char* kept = ring + stage * (TILE * WIDE);
             Tile mine;
             barrier_wait(&full[stage], phase);
             if (whole(t))
                 mine.load(reinterpret_cast<const X*>(kept), inside, TILE);
             else
-                mine.load(x + row, first, n);
+                mine.load(x + row, first(), n);
             const TOTAL total = mine.scan();
             if (lane == 0) totals[turn][group][warp] = total;
             asm volatile("bar.sync %0, %1;" ::"r"(group + 1), "n"(THREADS) : "memory");
@@ -294,7 +295,7 @@ extern "C" __global__ void __launch_bounds__(GROUPS * THREADS + 32 * GROUPS + 32
                 mine.store(reinterpret_cast<Y*>(kept), inside, TILE, begin[group] + before);
                 bulk_fence();
             } else
-                mine.store(y + row, first, n, begin[group] + before);
+                mine.store(y + row, first(), n, begin[group] + before);
             __syncwarp();
             if (lane == 0) barrier_arrive(&done[stage]);
         }
@@ -305,7 +306,7 @@ extern "C" __global__ void __launch_bounds__(GROUPS * THREADS + 32 * GROUPS + 32
             TOTAL value = 0;  // what the row has had
             for (long long first = round; first < end; first += 32 * MOST) {
                 TOTAL upto[MOST];
-                long long within[MOST];
+                int within[MOST];  // tiles of its row before it, as far as they matter
                 bool open;
                 do {
                     open = false;
@@ -313,10 +314,7 @@ extern "C" __global__ void __launch_bounds__(GROUPS * THREADS + 32 * GROUPS + 32
                     for (int u = 0; u < MOST; ++u) open |= told[min(first + u * 32 + lane, end - 1)].get(upto[u]) == 0;
                 } while (open);
 #pragma unroll
-                for (int u = 0; u < MOST; ++u) {  // a row starts anew
-                    within[u] = first + u * 32 + lane;
-                    if (within[u] >= tiles) within[u] %= tiles;
-                }
+                for (int u = 0; u < MOST; ++u) within[u] = (int)min((first + u * 32 + lane) % tiles, 32LL);
 #pragma unroll
                 for (int step = 1; step < 32; step *= 2)
 #pragma unroll
