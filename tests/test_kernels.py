@@ -88,7 +88,7 @@ RUNGS = [
     for o in op.registry().values()
     for i in o.implementations.values()
     for arch in inspect.ARCHES
-    if i.is_kernel and not (i.kind in ("cuda", "gluon") and arch == "gfx942") and (o.name, arch) not in REFUSED
+    if i.is_kernel and not ((i.arch or i.kind in ("cuda", "gluon")) and arch == "gfx942") and (o.name, arch) not in REFUSED
     if i.arch <= (device.KNOWN[arch].capability or 10**9) <= (i.newest or 10**9)
 ]
 

@@ -3,6 +3,7 @@
 import random
 import subprocess
 import sys
+from dataclasses import replace
 from itertools import product
 from math import gcd
 from pathlib import Path
@@ -18,10 +19,10 @@ from torch._dynamo.testing import CompileCounterWithBackend
 import ridgeline
 from ridgeline import device as devices
 from ridgeline import tuning
-from ridgeline.boundary import Launch, observe
+from ridgeline.boundary import INTERPRETED, Launch, observe
 from ridgeline.lab import catalogue, inspect
 from ridgeline.op import Case, Spec, get
-from ridgeline.ops.matmul import _cluster, _hopper
+from ridgeline.ops.matmul import _cluster, _hopper, _persistent
 from ridgeline.ops.matmul._epilogue import add_up
 from ridgeline.ops.matmul._hopper import aligned, copied, whole
 from ridgeline.select import why_not
@@ -247,6 +248,76 @@ def test_clusters_of_blocks(batch: int | str | None, layout: str) -> None:
             assert (y - exact).norm() <= 1.5 * (theirs - exact).norm(), config
 
 
+def test_persistent_tiles_fit_their_machine() -> None:
+    for arch, size, wholes in product(("sm_90", "sm_100"), (2, 4), (True, False)):
+        gpu = devices.KNOWN[arch]
+        for choice in _persistent.space(gpu, size, wholes):
+            stage, results = choice["BK"] * size * (128 + choice["BN"]), 128 * choice["BN"] // choice["PIECES"] * size
+            assert choice["num_stages"] * stage + results + 1024 <= gpu.shared_memory, choice
+            assert choice["num_stages"] > 3, choice
+            assert choice["BK"] * size == 128, choice
+    h100, small = devices.KNOWN["sm_90"], replace(devices.KNOWN["sm_90"], arch="sm_120", shared_memory=101_376)
+    widths = {M: _persistent.rule(h100, 2, 1, M, M, M, True)["BN"] for M in (1024, 2048, 4096, 8192)}
+    assert widths == {1024: 64, 2048: 256, 4096: 256, 8192: 256}  # one tile for each program; one of 128 x 256 in the place of two
+    assert _persistent.rule(h100, 2, 1, 4096, 4097, 4096, False)["BN"] == 128
+    assert _persistent.rule(small, 2, 1, 8192, 8192, 8192, True)["BN"] == 64
+
+
+def test_what_persistent_programs_take() -> None:
+    rung, a = get("matmul").implementations["triton_persistent"], torch.zeros(16, 24, dtype=HALF)
+    with devices.pretend("sm_90"):
+        assert why_not(rung, a, a.mT) is None
+        assert why_not(rung, a.float(), a.mT.float(), "tf32") is None
+        assert "TF32" in str(why_not(rung, a.float(), a.mT.float(), "ieee"))
+        assert "a must begin at a multiple of 16 bytes" in str(why_not(rung, a[:, 1:], a.mT[1:]))
+        assert "b must begin at a multiple of 16 bytes" in str(why_not(rung, a, torch.zeros(24, 17, dtype=HALF)))
+        assert "size 0" in str(why_not(rung, a[:0], a.mT))
+    with devices.pretend("sm_80"):
+        assert "sm_90" in str(why_not(rung, a, a.mT))
+
+
+@pytest.mark.kernels
+@pytest.mark.parametrize("layout", ["nn", "nt", "tn", "tt"])
+@pytest.mark.parametrize("batch", [None, 3, "shared"])
+def test_persistent_programs(batch: int | str | None, layout: str, device: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Every tile, and a program for each of several: the edges, results that threads store, batches, and the same bits again."""
+    rung, dtype = get("matmul").implementations["triton_persistent"], torch.float16 if INTERPRETED else HALF
+    monkeypatch.setattr(devices, "CPU", replace(devices.CPU, multiprocessors=3, shared_memory=232_448))
+    sizes = (() if batch is None else (3,), () if batch in (None, "shared") else (3,))
+    for M, N, K in ((264, 520, 72), (136, 8, 200), (8, 77, 64), (200, 200, 8)):
+        pitches = (M, K)[layout[0] == "n"], (K, N)[layout[1] == "n"]
+        if any(p % 8 for p in pitches):
+            continue
+        shapes = [(*s, *(m[::-1] if t == "t" else m)) for s, m, t in zip(sizes, ((M, K), (K, N)), layout, strict=True)]
+        a, b = [x.mT if t == "t" else x for x, t in zip([torch.randn(s, device=device).to(dtype) for s in shapes], layout, strict=True)]
+        if reason := why_not(rung, a, b):
+            pytest.skip(reason)
+        exact, theirs = a.double() @ b.double(), torch.matmul(a, b)
+        configs = _persistent.space(devices.of(a), 2, N % 8 == 0)
+        if INTERPRETED:  # where loops are not flattened; bands of 2 end within these few tiles
+            configs = [{**one, "GROUP": 2} for one in configs if one["FLAT"] and one["GROUP"] == 8]
+        for config in configs:
+            with tuning.listen(lambda request, config=config: dict(config)):
+                y = rung(a, b)
+                assert INTERPRETED or torch.equal(y, rung(a, b)), config
+            assert (y - exact).norm() <= 1.5 * (theirs - exact).norm() + 1e-4 * exact.norm(), config
+
+
+@pytest.mark.kernels
+@pytest.mark.parametrize("columns", [40, 45])
+def test_gradients_by_descriptors(columns: int, device: str) -> None:
+    """Gradients that lie anyhow, an expanded one and one whose rows are odd, are copied for the copy engine."""
+    dtype = torch.float16 if INTERPRETED else HALF
+    a, b = (torch.randn(n, 72, device=device).to(dtype).requires_grad_() for n in (64, columns))
+    if reason := why_not(get("matmul").implementations["triton_persistent"], a, b.mT):
+        pytest.skip(reason)
+    for dy in (torch.ones((), device=device, dtype=dtype).expand(64, columns), torch.randn(columns, 64, device=device).to(dtype).mT):
+        mine = torch.autograd.grad(ridgeline.matmul(a, b.mT, impl="triton_persistent"), (a, b), dy)
+        exact = dy.double() @ b.detach().double(), dy.double().mT @ a.detach().double()
+        for one, wanted in zip(mine, exact, strict=True):
+            assert (one - wanted).norm() <= 2 * torch.finfo(dtype).eps * wanted.norm()
+
+
 def test_lines_that_rows_lie_in() -> None:
     room = torch.empty(1 << 16, dtype=HALF)
     for pitch, lines in ((64, 1), (128, 1), (32, 1.5), (8, 1.875), (1000, 1.875), (7000, 1.875)):
@@ -393,11 +464,14 @@ def said_of(r: inspect.Resources, folder: Path) -> str:
 @pytest.mark.compiles
 def test_products_are_not_serialized(tmp_path) -> None:  # type: ignore[no-untyped-def]
     """ptxas lets products run while the next are started, and moves no sums: it says where it cannot."""
-    ops = [("matmul", Case("", (Spec(512, 512), Spec(512, 2048)), dtypes=("bfloat16",)))]
-    ops += [(name, next(c for c in get(name).cases if c.use == "bench")) for name in ("linear", "gated_linear")]
-    for name, case in ops:
-        for r in inspect.resources(get(name), get(name).implementations["gluon"], case, "bfloat16", "sm_90"):
-            if r.kind != "gluon":
+    ops = [("matmul", impl, Case("", (Spec(512, 512), Spec(512, 2048)), dtypes=("bfloat16",))) for impl in ("gluon", "triton_persistent")]
+    ops += [
+        ("matmul", "triton_persistent", next(c for c in get("matmul").cases if c.name == f"8192x14336x4096{how}")) for how in ("", " tt")
+    ]
+    ops += [(name, "gluon", next(c for c in get(name).cases if c.use == "bench")) for name in ("linear", "gated_linear")]
+    for name, impl, case in ops:
+        for r in inspect.resources(get(name), get(name).implementations[impl], case, "bfloat16", "sm_90"):
+            if r.kind == "triton" and r.kernel != "_stay":
                 continue
             said = said_of(r, tmp_path)
             assert "serial" not in said

@@ -35,7 +35,7 @@ def never(implementation: Implementation, direction: str, dtype: torch.dtype, de
     if implementation.kind == "eager":
         return None
     reason = cannot_run(implementation.kind, device)
-    if reason is None and implementation.arch > device.capability:
+    if reason is None and implementation.arch > device.capability and device.backend != "cpu":  # there Triton is interpreted
         reason = f"it needs sm_{implementation.arch} or later, and {device.name} is {device.arch}"
     if reason is None and 0 < implementation.newest < device.capability:
         reason = f"it is written for sm_{implementation.newest}, and {device.name} is {device.arch}"

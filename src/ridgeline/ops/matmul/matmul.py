@@ -17,7 +17,7 @@ import triton.language as tl
 from ridgeline import device, tuning
 from ridgeline.boundary import Function, differentiate, first_order, kernel_op, launch
 from ridgeline.op import Case, Columns, Cost, Op, RidgelineError, Spec, dense_only, dtype_name, nbytes
-from ridgeline.ops.matmul import _cluster, _hopper
+from ridgeline.ops.matmul import _cluster, _hopper, _persistent
 from ridgeline.ops.matmul._epilogue import finish
 from ridgeline.select import eager, run
 
@@ -129,6 +129,12 @@ def of_any_strides(impl: str | None) -> str | None:
     return "gluon_padded" if impl in ("gluon", "cuda_cluster") else impl
 
 
+def in_lines(dy: torch.Tensor) -> torch.Tensor:
+    """A gradient that lies anyhow, in rows of whole 16 bytes: as it is, or a copy."""
+    pitch = -(-dy.shape[-1] // 8) * 8
+    return dy if dy.is_contiguous() and dy.shape[-1] == pitch else dy.new_empty((*dy.shape[:-1], pitch))[..., : dy.shape[-1]].copy_(dy)
+
+
 class _Function(Function):
     @staticmethod
     def forward(ctx: Any, a: torch.Tensor, b: torch.Tensor, impl: str | None) -> torch.Tensor:
@@ -141,6 +147,7 @@ class _Function(Function):
     def backward(ctx: Any, dy: torch.Tensor) -> Any:
         a, b = ctx.saved_tensors
         impl = of_any_strides(ctx.impl)
+        dy = in_lines(dy) if impl == "triton_persistent" else dy
         da = product(dy, b.mT, impl) if ctx.needs_input_grad[0] else None
         db = product(a.mT, dy, impl) if ctx.needs_input_grad[1] else None
         return da, db, None
@@ -283,6 +290,17 @@ MATMUL = Op(
 MATMUL.eager("naive", "every product in memory, in float32, then their sums", _naive, supports=_many)
 MATMUL.eager("torch", "PyTorch's own: cuBLAS on an NVIDIA GPU", torch.matmul, served=True)
 MATMUL.kernel("triton", "one tile per program on the matrix units, in grouped order", kind="triton", fwd=by_triton, bwd=by_triton)
+MATMUL.kernel(
+    "triton_persistent",
+    "programs stay; the copy engine moves tiles, as tensor descriptors say, and fetches for the next one while one ends",
+    kind="triton",
+    fwd=_persistent.fwd,
+    bwd=_persistent.fwd,
+    supports=_persistent.refusal,
+    arch=90,
+    gain=1.02,
+    counter="smsp__inst_executed_pipe_lsu.sum",
+)
 HOPPER: dict[str, Any] = {"kind": "gluon", "dtypes": ("float16", "bfloat16"), "arch": 90, "newest": 90, "served": True}
 PADDED = "the next rung, after a copy of operands whose rows the copy engine cannot take"
 MATMUL.kernel("gluon_padded", PADDED, fwd=_hopper.padded, bwd=_hopper.padded, supports=_hopper.empty, unless=_unless, **HOPPER)
