@@ -247,26 +247,26 @@ extern "C" __global__ void __launch_bounds__(THREADS)
 
 #if __CUDA_ARCH__ >= 900 && defined(STAGES)
 // The ring. A block for each multiprocessor stays, and has every gridDim.x-th tile of all rows. The copy engine brings its tiles into
-// shared memory, STAGES ahead, and takes their sums away, so that memory is never idle for a wait. GROUPS groups of warps have a tile each
-// in turn: they tell its total as soon as it has come, and wait to be told what is before it. The first block tells them: as many warps of
-// it, in turn too, read the totals of a round, a tile of each block, and add them up. So one block alone looks at what all tell, and
-// additions have one order. Blocks wait for each other, so all must run: a cooperative launch.
-extern "C" __global__ void __launch_bounds__(GROUPS * THREADS + 32 * GROUPS + 32, 1)
+// shared memory and takes their sums away, so that memory is never idle for a wait. GROUPS groups of warps have a tile each in turn, and
+// tell its total as soon as it has come. One more warp finds what is before the block's next tile: what was before its last one, and the
+// totals since, of one tile of each block, all told by then or soon. So nobody waits for another's waiting, and additions have one order.
+// STAGES, which is how far loads go ahead, is small: what is told waits in the same queues. Blocks wait for each other, so all must run: a
+// cooperative launch.
+extern "C" __global__ void __launch_bounds__(GROUPS * THREADS + 64, 1)
     cumsum_ring(Y* y, const X* x, Word* state, long long outer, long long n, long long tiles) {
     constexpr int WIDE = sizeof(Y) > sizeof(X) ? sizeof(Y) : sizeof(X), MOST = 5;
     extern __shared__ __align__(128) char ring[];
-    __shared__ Barrier full[STAGES], done[STAGES], carried[GROUPS];
-    __shared__ TOTAL carry[GROUPS], begin[GROUPS], totals[2][GROUPS][WARPS];
+    __shared__ Barrier full[STAGES], done[STAGES], known[STAGES];
+    __shared__ TOTAL begin[STAGES], totals[2][GROUPS][WARPS];
     Entry* told = reinterpret_cast<Entry*>(state);
     const int group = threadIdx.x / THREADS, thread = threadIdx.x % THREADS, warp = thread / 32, lane = threadIdx.x % 32;
-    const int other = (int)threadIdx.x / 32 - GROUPS * WARPS;  // the warps behind the groups': those that add up, and one that moves
+    const int other = (int)threadIdx.x / 32 - GROUPS * WARPS;  // the warps behind the groups': one that looks, one that moves
     const long long all = outer * tiles, count = blockIdx.x < all ? (all - 1 - blockIdx.x) / gridDim.x + 1 : 0;
     const auto tile = [&](long long i) { return blockIdx.x + i * gridDim.x; };
     const auto place_of = [&](long long t) { return t / tiles * n + (REVERSE ? n - (t % tiles + 1) * TILE : t % tiles * TILE); };
     const auto whole = [&](long long t) { return (t % tiles + 1) * TILE <= n; };  // the rest of a row goes through registers alone
     if (threadIdx.x == 0) {
-        for (int s = 0; s < STAGES; ++s) barrier_init(&full[s]), barrier_init(&done[s], WARPS);
-        for (int g = 0; g < GROUPS; ++g) barrier_init(&carried[g]);
+        for (int s = 0; s < STAGES; ++s) barrier_init(&full[s]), barrier_init(&known[s]), barrier_init(&done[s], WARPS);
         barrier_init_done();
     }
     __syncthreads();
@@ -293,61 +293,44 @@ extern "C" __global__ void __launch_bounds__(GROUPS * THREADS + 32 * GROUPS + 32
                 if (w == warp) before = sum;
                 sum += totals[turn][group][w];
             }
-            if (thread == 0) {
-                told[t].put(sum, 1);
-                TOTAL found;
-                while (told[t].get(found) != 2) {}
-                begin[group] = found;
-            }
-            __syncwarp();
-            asm volatile("bar.sync %0, %1;" ::"r"(group + 1), "n"(THREADS) : "memory");
+            if (thread == 0) told[t].put(sum, 1);
+            barrier_wait(&known[stage], phase);
             if (whole(t)) {
-                mine.store(reinterpret_cast<Y*>(kept), inside, TILE, begin[group] + before);
+                mine.store(reinterpret_cast<Y*>(kept), inside, TILE, begin[stage] + before);
                 bulk_fence();
             } else
-                mine.store(y + row, first(), n, begin[group] + before);
+                mine.store(y + row, first(), n, begin[stage] + before);
             __syncwarp();
             if (lane == 0) barrier_arrive(&done[stage]);
         }
-    } else if (other < GROUPS) {
-        for (long long i = other; blockIdx.x == 0 && i < count; i += GROUPS) {
-            const int before = (int)((i + GROUPS - 1) % GROUPS);
-            const long long round = tile(i), end = min(round + gridDim.x, all);
-            TOTAL value = 0;  // what the row has had
-            for (long long first = round; first < end; first += 32 * MOST) {
-                TOTAL upto[MOST];
-                int within[MOST];  // tiles of its row before it, as far as they matter
+    } else if (other == 0) {
+        TOTAL base = 0;
+        for (long long i = 0; i < count; ++i) {
+            const int stage = (int)(i % STAGES);
+            const long long t = tile(i), row = t / tiles * tiles, last = t - gridDim.x;
+            TOTAL since = 0;
+            for (long long k = (last < row ? row : last) + lane; k - lane < t; k += 32 * MOST) {
+                TOTAL value[MOST];
                 bool open;
                 do {
                     open = false;
 #pragma unroll
-                    for (int u = 0; u < MOST; ++u) open |= told[min(first + u * 32 + lane, end - 1)].get(upto[u]) == 0;
+                    for (int u = 0; u < MOST; ++u) {
+                        const bool there = k + u * 32 < t;
+                        open |= told[there ? k + u * 32 : t - 1].get(value[u]) == 0 && there;
+                        if (!there) value[u] = 0;
+                    }
                 } while (open);
 #pragma unroll
-                for (int u = 0; u < MOST; ++u) within[u] = (int)min((first + u * 32 + lane) % tiles, 32LL);
-#pragma unroll
-                for (int step = 1; step < 32; step *= 2)
-#pragma unroll
-                    for (int u = 0; u < MOST; ++u) {
-                        const TOTAL lower = __shfl_up_sync(~0u, upto[u], step);
-                        if (lane >= step && within[u] >= step) upto[u] += lower;
-                    }
-                if (first == round && i) {
-                    barrier_wait(&carried[before], (unsigned)((i - 1) / GROUPS % 2));
-                    value = carry[before];
-                }
-#pragma unroll
-                for (int u = 0; u < MOST; ++u) {
-                    const TOTAL lower = __shfl_up_sync(~0u, upto[u], 1), base = within[u] > lane ? value : TOTAL(0);
-                    const long long t = first + u * 32 + lane;
-                    if (t < end) told[t].put(within[u] == 0 ? TOTAL(0) : lane ? base + lower : base, 2);
-                    const long long last = min(31LL, max(0LL, end - 1 - (t - lane)));
-                    if (t - lane < end) value = __shfl_sync(~0u, base + upto[u], (int)last);
-                }
+                for (int u = 0; u < MOST; ++u) since += value[u];
             }
+#pragma unroll
+            for (int step = 16; step; step /= 2) since += __shfl_xor_sync(~0u, since, step);
+            base = (last < row ? TOTAL(0) : base) + since;
+            if (i >= STAGES) barrier_wait(&done[stage], (unsigned)(i / STAGES - 1) % 2);
             if (lane == 0) {
-                carry[i % GROUPS] = value;
-                barrier_arrive(&carried[i % GROUPS]);
+                begin[stage] = base;
+                barrier_arrive(&known[stage]);
             }
         }
     } else if (lane == 0) {
