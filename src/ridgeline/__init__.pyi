@@ -259,7 +259,7 @@ def upsample_nearest2d(x: torch.Tensor, scale_factor: float | tuple[float, float
 
     x: (N, C, H, W), floating point; row by row and channels last are taken as they are, and y is as x is. scale_factor: a number above
     0 and below 2^31, or one for H and one for W; integers and two are quickest.
-    y: (N, C, floor(H scale), floor(W scale)). Gradients flow to x.
+    y: (N, C, floor(H scale), floor(W scale)); of halves under autocast float32, as torch's. Gradients flow to x.
     Raises RidgelineError where x is no such tensor, a scale is none, y would have no pixel, or `impl` cannot run the call.
     """
 

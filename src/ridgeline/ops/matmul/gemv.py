@@ -69,7 +69,7 @@ def _fwd(y, parts, a, x, M, N, K, a_n, a_k, x_m, x_k, BM: tl.constexpr, BN: tl.c
 
 @triton.jit
 def _few(y, parts, a, x, M, N, K, a_n, a_k, x_m, x_k, BM: tl.constexpr, BN: tl.constexpr, BK: tl.constexpr, SPLITS: tl.constexpr):
-    """The same on the matrix units, in half precision: from five rows of x on, multiplying one by one would take longer than reading."""
+    """The same on the matrix units, in half precision: from three rows of x on, multiplying one by one takes longer than reading."""
     m = tl.arange(0, BM)[None, :]
     n = (tl.program_id(0).to(tl.int64) * BN + tl.arange(0, BN))[:, None]
     total = tl.zeros((BN, BM), tl.float32)
@@ -100,7 +100,7 @@ def _launch(y: torch.Tensor, parts: torch.Tensor, a: torch.Tensor, x: torch.Tens
     gpu, pack, bm = device.of(a), 16 // a.element_size(), triton.next_power_of_2(max(1, M))
     columns = a.stride(1) != 1 and a.stride(0) == 1  # what lies side by side
     whole = not columns and a.stride(0) % pack == 0  # rows begin at 16 bytes
-    few = bm > 4 and a.dtype != torch.float32
+    few = bm > 2 and a.dtype != torch.float32
     threads = {"num_warps": 128 // gpu.warp}
 
     def tile() -> tuning.Config:

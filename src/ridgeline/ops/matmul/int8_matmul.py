@@ -185,6 +185,8 @@ def _cublas(a: torch.Tensor, b: torch.Tensor, *_: Any, **__: Any) -> str | None:
     """Why torch's own product of int8 does not take these, or None."""
     if a.is_cuda and (a.shape[0] <= 16 or a.shape[1] % 8 or b.shape[1] % 8 or not a.numel() * b.numel()):
         return f"torch._int_mm takes more than 16 rows, and K and N that 8 divides; a is {tuple(a.shape)} and b {tuple(b.shape)}"
+    if a.is_cuda and any([t.data_ptr() % 4 or max(t.stride()) % 4 for t in (a, b)]):
+        return f"torch._int_mm takes rows that begin at multiples of 4 bytes; the strides are {a.stride()} and {b.stride()}"
     return None
 
 

@@ -19,7 +19,7 @@ _ROWS, _COLUMNS = CudaKernel(FILE, "cumsum_rows", "PPq"), CudaKernel(FILE, "cums
 _CLEAR, _RING = CudaKernel(FILE, "cumsum_clear", "Pq"), CudaKernel(FILE, "cumsum_ring", "PPPqqq")
 GROUP = 32  # tiles, in cumsum.cu
 # Of the ring: threads of a group, groups, tiles in shared memory; and the packs of a thread, by the elements of a pack.
-RING = {"THREADS": 256, "GROUPS": 3, "STAGES": 4}
+RING = {"THREADS": 256, "GROUPS": 3, "STAGES": 8}
 RING_ITEMS = {8: 3, 4: 6, 2: 4}
 LONG = 1 << 15  # elements for each multiprocessor, from which on the ring serves
 FEW = 32  # columns that are turned into rows where they are long, and bytes of a row by thread, four times
