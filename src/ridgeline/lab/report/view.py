@@ -99,7 +99,7 @@ def beneath(source: Source) -> str:
     *most, last = names([source]) or ["nothing"]
     text = f"{over} {', '.join(most)}{' and ' if most else ''}{last}."
     text += f" {timed} timings, each of a result that had passed the check."
-    return f"{text} {wrong} results were wrong and were not timed." if wrong else text
+    return f"{text} {wrong} result{'s were' if wrong > 1 else ' was'} wrong and not timed." if wrong else text
 
 
 def facts(source: Source) -> list[tuple[str, str]]:

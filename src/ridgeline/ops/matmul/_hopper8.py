@@ -25,6 +25,8 @@ from ridgeline.ops.matmul import _hopper
 from ridgeline.ops.matmul._hopper import GROUPS, Tiles, _chunks, _fetch, _ring, _send, whole
 from ridgeline.ops.matmul._scaled import BLOCK, add_columns, blocks, step, unlike
 
+_gather: gl.constexpr = getattr(async_copy, "async_load", None) or async_copy.async_copy_global_to_shared  # Triton 3.9 renamed it
+
 DEEP = gl.constexpr(BLOCK)
 
 
@@ -55,9 +57,9 @@ def _weigh(scale_a, scale_b, a_row, a_block, b_column, b_block, ring, left, righ
         j = gl.minimum(n // DEEP + gl.arange(0, PIECES, lanes), gl.cdiv(tiles.N, DEEP) - 1) * b_column
         for k in range(low, high):
             mbarrier.wait(ring.free.index(place), odd ^ 1)
-            async_copy.async_copy_global_to_shared(left.index(place * GROUPS), scale_a + (i + k * a_block))
-            async_copy.async_copy_global_to_shared(left.index(place * GROUPS + 1), scale_a + (other + k * a_block))
-            async_copy.async_copy_global_to_shared(right.index(place), scale_b + (j + k * b_block))
+            _gather(left.index(place * GROUPS), scale_a + (i + k * a_block))
+            _gather(left.index(place * GROUPS + 1), scale_a + (other + k * a_block))
+            _gather(right.index(place), scale_b + (j + k * b_block))
             async_copy.mbarrier_arrive(ring.ready.index(place), increment_count=False)
             place, odd = ring.after(place, odd)
 
