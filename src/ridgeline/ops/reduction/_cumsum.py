@@ -31,8 +31,8 @@ def _sizes(x: torch.Tensor, dim: int) -> tuple[int, int, int]:
 
 
 def _macros(y: torch.Tensor, x: torch.Tensor, rows: int, n: int, reverse: bool, packed: bool, threads: int) -> dict[str, Any]:
-    """Packs of 16 bytes of the wider type, where rows begin at such, and how many a thread has."""
-    pack = 16 // max(y.element_size(), x.element_size())
+    """Packs of 16 bytes of the wider type, or of 8 bytes of single ones, where rows begin at such, and how many a thread has."""
+    pack = min(8, 16 // max(y.element_size(), x.element_size()))
     whole = packed and (n % pack == 0 or (rows == 1 and not reverse))
     pack = pack if whole and not any([t.data_ptr() % (pack * t.element_size()) for t in (y, x)]) else 1
     floating, wide = y.is_floating_point(), y.element_size() == 8

@@ -15,17 +15,6 @@ constexpr bool FLOATING = TOTAL(0.5) != 0;
 constexpr int WARPS = THREADS / 32, GROUP = 32;
 constexpr long long STRETCH = 32 * PACK * ITEMS, TILE = WARPS * STRETCH;
 
-template <bool FIRST, typename A, typename B>
-struct Choice {
-    using Type = A;
-};
-template <typename A, typename B>
-struct Choice<false, A, B> {
-    using Type = B;
-};
-template <bool FIRST, typename A, typename B>
-using Either = typename Choice<FIRST, A, B>::Type;
-
 template <typename T>
 __device__ inline SUM widen(T x) {
     if constexpr (FLOATING)

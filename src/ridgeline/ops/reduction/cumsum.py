@@ -103,6 +103,7 @@ CUMSUM = Op(
         Case("70000 int32", (_whole(70000, high=1 << 30), 0), dtypes=ONE),
         Case("70001 int32 to int32", (_whole(70001, high=1 << 30), 0), INT32, dtypes=ONE),
         Case("600000 uint8", (Spec(600000, dtype="uint8", high=255), 0), dtypes=("uint8",)),
+        Case("600000 uint8 to uint8", (Spec(600000, dtype="uint8", high=255), 0), {"dtype": torch.uint8}, dtypes=("uint8",)),
         Case("2^20 int32", (_whole(1 << 20), 0), INT32, dtypes=ONE, use="quick"),
         Case("1024x4096", (Spec(1024, 4096), 1), use="quick"),
         Case("2^30 int32 to int32", (_whole(1 << 30), 0), INT32, dtypes=ONE, use="bench"),
