@@ -1,5 +1,6 @@
 """What `cuda.py` passes to kernels: the layout of their parameters, and tensor maps."""
 
+import re
 import struct
 from pathlib import Path
 from typing import Any
@@ -11,6 +12,8 @@ from ridgeline import cuda
 from ridgeline.boundary import launch
 from ridgeline.cuda import CudaError, CudaKernel, TensorMap
 from ridgeline.op import RidgelineError
+from ridgeline.ops.movement import _index_add
+from ridgeline.ops.reduction import _cumsum
 
 TRANSPOSE = CudaKernel(Path(__file__).with_name("tensor_map.cu"), "transpose", "PMii")
 
@@ -57,6 +60,32 @@ def test_maps_where_the_kernel_has_them() -> None:
 @pytest.mark.compiles
 def test_the_kernel_with_a_tensor_map_compiles() -> None:
     assert ".tile" in TRANSPOSE.compile("sm_90", {"ROWS": 16, "COLUMNS": 32}).ptx
+
+
+def _stores(kernel: CudaKernel, **macros: Any) -> tuple[int, int]:
+    """How many stores of 16 bytes to global memory a kernel has, and how many narrower ones."""
+    ptx = kernel.compile("sm_90", macros).ptx
+    body = ptx[ptx.index(f".entry {kernel.name}(") :]
+    found = re.findall(r"\bst\.global\S*", body[: body.index("\n}\n")])
+    wide = [s for s in found if re.search(r"v4\.[buf]32", s)]
+    return len(wide), len(found) - len(wide)
+
+
+@pytest.mark.compiles
+def test_packs_leave_by_one_store() -> None:
+    """Assigned, the first pack of a thread was taken apart into stores of its elements."""
+    kinds = {torch.float32: ("float", 4), torch.bfloat16: ("__nv_bfloat16", 8)}
+    for name, pack in kinds.values():
+        macros = _index_add._PLAIN | {"DTYPE": name, "ITYPE": "long long", "PACK": pack}
+        for rows in (0, 1):
+            assert _stores(_index_add._FEW, **macros | {"ROWS": rows}) == (4, 0)
+        assert _stores(_index_add._SEGMENTS, **macros) == (1, 0)
+    for dtype, (_, pack) in kinds.items():
+        x = torch.empty(4096, dtype=dtype)
+        for reverse in (False, True):
+            macros = _cumsum._macros(x, x, 1, 4096, reverse, True, 256)
+            # Twice: where a warp's elements are all inside, and where some are not, which has stores of single ones as well.
+            assert _stores(_cumsum._ROWS, **macros) == (2 * macros["ITEMS"], pack * macros["ITEMS"])
 
 
 @pytest.mark.gpu

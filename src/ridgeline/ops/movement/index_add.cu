@@ -138,7 +138,7 @@ struct Sum {
         Packed pack;
 #pragma unroll
         for (int j = 0; j < PACK; ++j) from_float(nan_if(bad, at[j]), pack.at[j]);
-        *reinterpret_cast<Packed*>(to) = pack;
+        store_global(to, pack);
     }
 };
 

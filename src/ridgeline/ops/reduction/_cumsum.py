@@ -20,7 +20,7 @@ _CLEAR, _RING = CudaKernel(FILE, "cumsum_clear", "Pq"), CudaKernel(FILE, "cumsum
 GROUP = 32  # tiles, in cumsum.cu
 # Of the ring: threads of a group, groups, tiles in shared memory; and the packs of a thread, by the elements of a pack.
 RING = {"THREADS": 256, "GROUPS": 3, "STAGES": 8}
-RING_ITEMS = {8: 3, 4: 6, 2: 4}
+RING_ITEMS = {8: 4, 4: 6, 2: 4}
 LONG = 1 << 15  # elements for each multiprocessor, from which on the ring serves
 FEW = 32  # columns that are turned into rows where they are long, and bytes of a row by thread, four times
 
@@ -46,8 +46,8 @@ def _tiled(phased: bool, packed: bool, y: torch.Tensor, x: torch.Tensor, dim: in
     x = x.contiguous()
     rows, n, _ = _sizes(x, dim)
     macros = _macros(y, x, rows, n, reverse, packed, 128)
-    if macros["PACK"] == 4:  # the longer the tiles, the fewer wait for each other: 2.63 TB/s of 2^30 int32 on an H100, with ten packs 2.43
-        macros["ITEMS"] = 20
+    # The longer the tiles, the fewer wait for each other: 2.63 TB/s of 2^30 int32 on an H100, with ten packs 2.43.
+    macros["ITEMS"] = {8: 8, 4: 20}.get(macros["PACK"], macros["ITEMS"])
     tiles = -(-n // (128 * macros["PACK"] * macros["ITEMS"]))
     every = rows * tiles
     state = torch.empty(2 * (1 + every + rows * -(-tiles // GROUP)), dtype=torch.int64, device=x.device)
@@ -87,6 +87,8 @@ def best(y: torch.Tensor, x: torch.Tensor, dim: int, dtype: torch.dtype, reverse
         _columns(y, x, dim, reverse)
     else:
         macros = _macros(y, x, outer, n, reverse, True, 256)
+        if macros["PACK"] == 8 and n >= 256 * 64:
+            macros["ITEMS"] = 8
         warps = -(-n // (32 * macros["PACK"] * macros["ITEMS"]))
         if warps > 8 and outer < 2 * device.of(x).multiprocessors:
             _tiled(False, True, y, x, dim, reverse)

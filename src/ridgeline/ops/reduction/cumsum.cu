@@ -12,6 +12,7 @@ using SUM = STYPE;
 using TOTAL = TTYPE;
 using Word = unsigned long long;
 constexpr bool FLOATING = TOTAL(0.5) != 0;
+constexpr bool EXACT = FLOATING && sizeof(Y) == 4;  // half results hide what a tile's float32 sums lose
 constexpr int WARPS = THREADS / 32, GROUP = 32;
 constexpr long long STRETCH = 32 * PACK * ITEMS, TILE = WARPS * STRETCH;
 
@@ -40,31 +41,37 @@ __device__ inline long long place(long long i, long long n) { return REVERSE ? n
 struct Start {
     SUM sum, rest;
 
-    __device__ explicit Start(TOTAL given) : sum((SUM)given), rest(FLOATING ? (SUM)(given - (TOTAL)sum) : 0) { check(); }
+    __device__ explicit Start(TOTAL given) : sum((SUM)given), rest(EXACT ? (SUM)(given - (TOTAL)sum) : 0) { check(); }
     __device__ void check() {
-        if (FLOATING && sum - sum != 0) rest = 0;  // of infinity nothing is left over
+        if (EXACT && sum - sum != 0) rest = 0;  // of infinity nothing is left over
     }
     __device__ void add(SUM x) {
         const SUM before = sum;
         sum += x;
-        if constexpr (FLOATING) {  // Knuth's two-sum
+        if constexpr (EXACT) {  // Knuth's two-sum
             const SUM added = sum - before;
             rest += (before - (sum - added)) + (x - added);
             check();
         }
     }
-    __device__ SUM operator+(SUM x) const { return FLOATING ? sum + (rest + x) : sum + x; }
+    __device__ SUM operator+(SUM x) const { return EXACT ? sum + (rest + x) : sum + x; }
 };
 
 // A thread's packs of a tile: the first at element `first`, the others 32 packs apart.
 struct Tile {
     SUM at[ITEMS][PACK];
 
-    __device__ void load(const X* x, long long first, long long n) {
+    // Whether all of the warp's elements are inside of n: asked once for all of them.
+    static __device__ bool inside(long long first, long long n) { return first - threadIdx.x % 32 * PACK + STRETCH <= n; }
+
+    __device__ void load(const X* x, long long first, long long n) { inside(first, n) ? read<true>(x, first, n) : read<false>(x, first, n); }
+
+    template <bool INSIDE>
+    __device__ void read(const X* x, long long first, long long n) {
 #pragma unroll
         for (int i = 0; i < ITEMS; ++i) {
             const long long p = first + i * 32 * PACK;
-            if (p + PACK <= n) {
+            if (INSIDE || p + PACK <= n) {
                 const Pack<X, PACK> pack = *reinterpret_cast<const Pack<X, PACK>*>(x + (REVERSE ? n - PACK - p : p));
 #pragma unroll
                 for (int j = 0; j < PACK; ++j) at[i][j] = widen(pack.at[REVERSE ? PACK - 1 - j : j]);
@@ -79,7 +86,7 @@ struct Tile {
     // starts from it, so that it would carry on an error of one side.
     __device__ TOTAL scan() {
         TOTAL total = 0;
-        if constexpr (FLOATING) {
+        if constexpr (EXACT) {
             Start own(0);
 #pragma unroll
             for (int i = 0; i < ITEMS; ++i)
@@ -113,11 +120,17 @@ struct Tile {
             for (int j = 0; j < PACK; ++j) at[i][j] = here + at[i][j];
             start.add(__shfl_sync(~0u, upto[i], 31));
         }
-        return FLOATING ? total : (TOTAL)start.sum;
+        return EXACT ? total : (TOTAL)start.sum;
     }
 
     // What is before the warp's first element is added last: rounded before, its error would be that of a whole tile.
     __device__ void store(Y* y, long long first, long long n, TOTAL before) const {
+        const auto to_global = [](Y* at, const Pack<Y, PACK>& pack) { store_global(at, pack); };
+        inside(first, n) ? write<true>(y, first, n, before, to_global) : write<false>(y, first, n, before, to_global);
+    }
+
+    template <bool INSIDE>
+    __device__ void write(Y* y, long long first, long long n, TOTAL before, auto put) const {
         const Start start(before);
 #pragma unroll
         for (int i = 0; i < ITEMS; ++i) {
@@ -125,8 +138,8 @@ struct Tile {
             Pack<Y, PACK> pack;
 #pragma unroll
             for (int j = 0; j < PACK; ++j) pack.at[REVERSE ? PACK - 1 - j : j] = narrow(start + at[i][j]);
-            if (p + PACK <= n)
-                *reinterpret_cast<Pack<Y, PACK>*>(y + (REVERSE ? n - PACK - p : p)) = pack;
+            if (INSIDE || p + PACK <= n)
+                put(y + (REVERSE ? n - PACK - p : p), pack);
             else
 #pragma unroll
                 for (int j = 0; j < PACK; ++j)
@@ -270,7 +283,7 @@ extern "C" __global__ void __launch_bounds__(GROUPS * THREADS + 64, 1)
             Tile mine;
             barrier_wait(&full[stage], phase);
             if (whole(t))
-                mine.load(reinterpret_cast<const X*>(kept), inside, TILE);
+                mine.read<true>(reinterpret_cast<const X*>(kept), inside, TILE);
             else
                 mine.load(x + row, first(), n);
             const TOTAL total = mine.scan();
@@ -285,7 +298,8 @@ extern "C" __global__ void __launch_bounds__(GROUPS * THREADS + 64, 1)
             if (thread == 0) told[t].put(sum, 1);
             barrier_wait(&known[stage], phase);
             if (whole(t)) {
-                mine.store(reinterpret_cast<Y*>(kept), inside, TILE, begin[stage] + before);
+                const auto to_ring = [](Y* at, const Pack<Y, PACK>& pack) { reinterpret_cast<Pack<Y, PACK>&>(*at) = pack; };
+                mine.write<true>(reinterpret_cast<Y*>(kept), inside, TILE, begin[stage] + before, to_ring);
                 bulk_fence();
             } else
                 mine.store(y + row, first(), n, begin[stage] + before);
