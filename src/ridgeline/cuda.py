@@ -343,7 +343,8 @@ class CudaKernel:
         return f"{self.path.name}:{self.name}"
 
     def compile(self, arch: str, constants: dict[str, Any]) -> Compiled:
-        return compile_source(self.path, arch, tuple((k, v) for k, v in constants.items() if k not in LAUNCH_OPTIONS))
+        macros = [(k, int(v) if isinstance(v, bool) else v) for k, v in constants.items() if k not in LAUNCH_OPTIONS]
+        return compile_source(self.path, arch, tuple(macros))
 
     def load(self, constants: dict[str, Any], index: int) -> Starter:
         """Compiles the kernel for a GPU and loads it there."""
@@ -360,6 +361,8 @@ class CudaKernel:
         block, cluster, shared, pdl, cooperative = (
             int(constants.get(o, d)) for o, d in zip(LAUNCH_OPTIONS, (256, 1, 0, 0, 0), strict=True)
         )
+        if pdl and devices.gpu(index).capability < 90:
+            raise CudaError(f"{self} is to start early (launch_pdl), which {devices.gpu(index).name} cannot: that is for sm_90 and later")
         static = ctypes.c_int()
         _check(driver.cuFuncGetAttribute(ctypes.byref(static), 1, function), f"asking for {self}'s own shared memory")
         if shared + static.value > 48 << 10:

@@ -1,6 +1,7 @@
 // Sums over many elements: in a thread's registers, then across a warp, a block and the grid.
 // A thread adds in float32 (whole numbers: in 64 bits); from a warp on sums are float64, so that the last, largest ones are not rounded.
 #pragma once
+#include "early.cuh"
 #include "elementwise.cuh"
 
 template <typename T>
@@ -56,25 +57,15 @@ __device__ void leave(S sum, Y* y, S* parts) {
         parts[blockIdx.x] = sum;
 }
 
-// One block adds up the parts, in the same order every time. WAIT: it may have started before they were there.
-template <int Threads, bool WAIT, typename S, typename P, typename Y>
+// One block adds up the parts, in the same order every time. With PDL it may have started before they were there.
+template <int Threads, typename S, typename P, typename Y>
 __device__ void add_parts(Y* y, const P* parts, int count) {
-#if defined(__CUDA_ARCH__) && __CUDA_ARCH__ >= 900
-    if (WAIT) asm volatile("griddepcontrol.wait;" ::: "memory");
-#endif
+    wait_for_before();
     S sum = 0;
 #pragma unroll 4
     for (int i = threadIdx.x; i < count; i += Threads) sum += S(parts[i]);
     sum = block_sum<Threads>(sum);
     if (threadIdx.x == 0) put(sum, *y);
-}
-
-// The kernel that waits for this one's end may take its place from now on.
-template <bool WAIT>
-__device__ void let_next_come() {
-#if defined(__CUDA_ARCH__) && __CUDA_ARCH__ >= 900
-    if (WAIT) asm volatile("griddepcontrol.launch_dependents;");
-#endif
 }
 
 // This thread's sum over a block's share of n elements: `steps` times Threads * Loads packs of 16 bytes of each operand, side by side.

@@ -1,10 +1,15 @@
-"""What ops that only move bytes share: the dtypes they take, and the widest unit that a call's addresses allow."""
+"""What ops that move bytes share: the dtypes they take, the widest unit that a call's addresses allow, and the copy that they begin with."""
 
 from __future__ import annotations
 
+from pathlib import Path
 from typing import Any
 
 import torch
+
+from ridgeline.boundary import launch
+from ridgeline.cuda import CudaKernel
+from ridgeline.op import nbytes
 
 UNITS = {1: "unsigned char", 2: "unsigned short", 4: "unsigned", 8: "unsigned long long", 16: "uint4"}  # CUDA's types by their bytes
 DTYPES = (
@@ -23,3 +28,17 @@ def aligned(x: torch.Tensor, *_: Any) -> str | None:
     if not x.is_contiguous():
         return "it takes a contiguous tensor"
     return None if x.data_ptr() % 16 == 0 else "it takes a tensor that begins at a multiple of 16 bytes"
+
+
+_LOADS = CudaKernel(Path(__file__).with_name("copy.cu"), "copy_loads", "PPq")
+LOADS = 2  # of 16 bytes, by each of 256 threads
+
+
+def copied(y: torch.Tensor, x: torch.Tensor, **options: Any) -> None:
+    """y, contiguous, becomes x, by the widest unit that both pointers and the size divide by; what is strided is gathered by PyTorch."""
+    if not x.is_contiguous():
+        y.copy_(x)
+        return
+    unit = unit_of(nbytes(x), x.data_ptr(), y.data_ptr())
+    n = nbytes(x) // unit
+    launch(_LOADS, (-(-n // (256 * LOADS)),), y, x, n, block=256, UNIT=UNITS[unit], LOADS=LOADS, **options)

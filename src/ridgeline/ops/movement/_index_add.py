@@ -10,12 +10,13 @@ from typing import Any
 import torch
 
 from ridgeline import device
-from ridgeline.boundary import launch
+from ridgeline.boundary import early, launch
 from ridgeline.cuda import CTYPE, CudaKernel
 from ridgeline.op import readable
+from ridgeline.ops.movement._bytes import copied
 
 FILE = Path(__file__).with_name("index_add.cu")
-_COPY, _BWD = CudaKernel(FILE, "index_add_copy", "PPq"), CudaKernel(FILE, "index_add_bwd", "PPPqqqqf")
+_BWD = CudaKernel(FILE, "index_add_bwd", "PPPqqqqf")
 _FEW, _STARTS = CudaKernel(FILE, "index_add_few", "PPPPqqqqf"), CudaKernel(FILE, "index_add_starts", "PPqq")
 _SEGMENTS, _PASS = CudaKernel(FILE, "index_add_segments", "PPPPPPqqqqf"), CudaKernel(FILE, "index_add_pass", "PPPPqqqqf")
 FEW = 1024  # indices that warps look through; more are sorted
@@ -33,15 +34,6 @@ def _facts(y: torch.Tensor, dim: int, index: torch.Tensor, *others: torch.Tensor
     return (math.prod(y.shape[:dim]), y.shape[dim], index.shape[0], inner), macros | _PLAIN
 
 
-def _copy(y: torch.Tensor, x: torch.Tensor, macros: dict[str, Any]) -> None:
-    """y = x, as the ground to add on."""
-    if not x.is_contiguous():
-        y.copy_(x)
-        return
-    pack = 1 if y.data_ptr() % 16 or x.data_ptr() % 16 else 16 // y.element_size()
-    launch(_COPY, (-(-y.numel() // (1024 * pack)),), y, x, y.numel(), block=256, **macros | {"PACK": pack})
-
-
 def _blocks(threads: int, block: int = 256) -> tuple[int]:
     return (min(-(-threads // block), (1 << 31) - 1),)
 
@@ -50,7 +42,7 @@ def unordered(kernel: CudaKernel, most: int, y: Any, x: Any, dim: int, index: An
     """The copy, then a kernel that adds to it. most: blocks a multiprocessor, of a grid that walks; 0 for as many as there is work."""
     index, source = index.contiguous(), source.contiguous()
     sizes, macros = _facts(y, dim, index, source)
-    _copy(y, x, macros)
+    copied(y, x)
     count = y.numel() // max(1, sizes[1]) if kernel.name.endswith("small") else source.numel()
     blocks = _blocks(count // (macros["PACK"] if kernel.name.endswith("packed") else 1), 128)[0]
     blocks = min(blocks, most * device.of(y).multiprocessors) if most else blocks
@@ -80,16 +72,19 @@ def passed(y: Any, x: Any, dim: int, index: Any, source: Any, alpha: float, dete
 
 
 def ordered(y: Any, x: Any, dim: int, index: Any, source: Any, alpha: float, deterministic: bool) -> None:
-    """Every place of y by one thread. Rows that no index names are copied by the same kernel, or where they are most by one before."""
+    """Every place of y by one thread. Rows that no index names are copied by the same kernel, or where they are most by one before; few
+    indices are looked through, and their rows made, while that one still runs."""
     x, index, source, sizes, macros = _given(y, x, dim, index, source)
     outer, size, n, inner = sizes
     rows = size <= 4 * n or _apart(n, inner, y)
-    if not rows and x is not y:
-        _copy(y, x, macros)
     macros["ROWS"], items = int(rows), size if rows else n
+    copies = not rows and x is not y
+    after = early(device.of(y)) if copies and n <= FEW else {"PDL": False}
+    if copies:
+        copied(y, x, PDL=after["PDL"])
     if n <= FEW:
         pieces = -(-inner // (128 * macros["PACK"]))
-        launch(_FEW, _blocks(outer * items * pieces * 32), y, x, index, source, *sizes, alpha, block=256, **macros)
+        launch(_FEW, _blocks(outer * items * pieces * 32), y, x, index, source, *sizes, alpha, block=256, **macros, **after)
         return
     if size < (1 << 31) - 1:  # half the passes; what is out of range stays so
         index, macros["ITYPE"] = index.clamp(-1, size).to(torch.int32), "int"

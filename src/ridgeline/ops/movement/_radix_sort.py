@@ -8,7 +8,7 @@ from typing import Any
 import torch
 
 from ridgeline import device
-from ridgeline.boundary import launch
+from ridgeline.boundary import early, launch
 from ridgeline.cuda import CudaKernel
 from ridgeline.ops.movement._bytes import UNITS
 
@@ -55,17 +55,18 @@ def sort(onesweep: bool, ordered: Any, moved: Any, keys: torch.Tensor, values: t
     some = n if passes > 1 else 0
     spare = keys.new_empty(some), torch.empty(some, dtype=torch.int32 if value == 4 else torch.int64, device=where)
     if onesweep:
-        launch(_CLEAR, (-(-state.numel() // 256),), state, state.numel(), block=256, **macros)
+        after = early(device.of(keys))
+        launch(_CLEAR, (-(-state.numel() // 256),), state, state.numel(), block=256, PDL=after["PDL"], **macros)
         counting = min(-(-n // (1024 * macros["PACK"])), 6 * device.of(keys).multiprocessors)
-        launch(_COUNTS, (counting,), state, keys, n, block=256, **macros)
-        launch(_BASES, (passes,), state, 0, block=DIGITS, **macros)
+        launch(_COUNTS, (counting,), state, keys, n, block=256, **macros, **after)
+        launch(_BASES, (passes,), state, 0, block=DIGITS, **macros, **after)
     for p in range(passes):
         last = p == passes - 1
         to = (ordered, moved) if (passes - p) % 2 else spare
         wide = int(last and moved.element_size() > value)
         if onesweep:
             shared = THREADS * macros["ITEMS"] * (keys.element_size() + value)
-            launch(_ONESWEEP, (tiles,), *to, keys, values, state, n, p, wide, block=THREADS, shared=shared, **macros)
+            launch(_ONESWEEP, (tiles,), *to, keys, values, state, n, p, wide, block=THREADS, shared=shared, **macros, **after)
         else:
             launch(_TILES, (tiles,), state, keys, n, p, block=THREADS, **macros)
             launch(_ROWS, (DIGITS,), state, tiles, p, block=DIGITS, **macros)

@@ -1,5 +1,7 @@
 // copy in CUDA C++: the roof of memory, reached in four steps.
-// Macros: UNIT the type that a thread moves at once; LOADS, how many of them before it stores any; CHUNK bytes and STAGES of a ring.
+// Macros: UNIT the type that a thread moves at once; LOADS, how many of them before it stores any; CHUNK bytes and STAGES of a ring; PDL where
+// a kernel that comes early follows `copy_loads`.
+#include "early.cuh"
 #include "hopper.cuh"
 
 #ifndef UNIT
@@ -17,6 +19,7 @@ extern "C" __global__ void copy_units(UNIT* y, const UNIT* x, long long n) {
 
 // LOADS units a thread, all on their way before the first is stored. Neighbours in a warp stay neighbours in memory.
 extern "C" __global__ void copy_loads(UNIT* __restrict__ y, const UNIT* __restrict__ x, long long n) {
+    let_next_come();
     const long long first = blockIdx.x * (long long)(blockDim.x * LOADS) + threadIdx.x;
     UNIT kept[LOADS];
     if (first + (LOADS - 1) * (long long)blockDim.x < n) {

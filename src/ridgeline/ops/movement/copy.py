@@ -16,12 +16,11 @@ from ridgeline import device
 from ridgeline.boundary import Function, differentiate, kernel_op, launch
 from ridgeline.cuda import CudaKernel
 from ridgeline.op import Case, Cost, Op, RidgelineError, Spec, nbytes
-from ridgeline.ops.movement._bytes import DTYPES, UNITS, aligned, unit_of
+from ridgeline.ops.movement._bytes import DTYPES, UNITS, aligned, copied
 from ridgeline.select import eager, run
 
 FILE = Path(__file__).with_name("copy.cu")
-_UNITS, _LOADS, _BULK = CudaKernel(FILE, "copy_units", "PPq"), CudaKernel(FILE, "copy_loads", "PPq"), CudaKernel(FILE, "copy_bulk", "PPq")
-LOADS = 2  # of 16 bytes, by each of 256 threads
+_UNITS, _BULK = CudaKernel(FILE, "copy_units", "PPq"), CudaKernel(FILE, "copy_bulk", "PPq")
 CHUNK, STAGES, BLOCKS = 16 << 10, 6, 2  # of a block's ring; blocks a multiprocessor
 
 
@@ -32,16 +31,6 @@ def _scalar(y: torch.Tensor, x: torch.Tensor) -> None:
 def _packed(y: torch.Tensor, x: torch.Tensor) -> None:
     n = nbytes(x) // 16
     launch(_UNITS, (-(-n // 256),), y, x, n, block=256, UNIT="uint4")
-
-
-def _several(y: torch.Tensor, x: torch.Tensor) -> None:
-    """The widest unit that both pointers and the size divide by; what is strided is gathered by PyTorch."""
-    if not x.is_contiguous():
-        y.copy_(x)
-        return
-    unit = unit_of(nbytes(x), x.data_ptr(), y.data_ptr())
-    n = nbytes(x) // unit
-    launch(_LOADS, (-(-n // (256 * LOADS)),), y, x, n, block=256, UNIT=UNITS[unit], LOADS=LOADS)
 
 
 def _bulk(y: torch.Tensor, x: torch.Tensor) -> None:
@@ -125,7 +114,7 @@ COPY.kernel(
 )  # fmt: skip
 COPY.kernel(
     "cuda_loads", "two loads of 16 bytes a thread before its first store: half the blocks, and each waits once for two; what is strided PyTorch copies",
-    kind="cuda", fwd=_several, dtypes=DTYPES, served=True, gain=1.02, counter="dram__throughput.avg.pct_of_peak_sustained_elapsed",
+    kind="cuda", fwd=copied, dtypes=DTYPES, served=True, gain=1.02, counter="dram__throughput.avg.pct_of_peak_sustained_elapsed",
 )  # fmt: skip
 COPY.kernel(
     "cuda_bulk", "the copy engine moves 16 KB at a time through a ring in shared memory: no byte in a register, 192 KB on their way", kind="cuda",

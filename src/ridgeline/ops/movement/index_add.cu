@@ -2,6 +2,7 @@
 // Macros: DTYPE the elements, ITYPE the indices (int or long long), PACK the elements of a load (inner divides by it), ROWS 0 or 1; others
 // beside their kernels.
 // An index that is out of range is read as the nearest that is not, and gives NaN there.
+#include "early.cuh"
 #include "elementwise.cuh"
 
 using T = DTYPE;
@@ -21,23 +22,6 @@ struct Unit {
         o = unit / pieces / items;
     }
 };
-
-// The copy that the rungs with atomics add to: four packs a thread on their way.
-extern "C" __global__ void index_add_copy(T* y, const T* x, long long n) {
-    const long long first = blockIdx.x * 4LL * blockDim.x + threadIdx.x;
-    Packed pack[4];
-#pragma unroll
-    for (int u = 0; u < 4; ++u) {
-        const long long p = first + u * blockDim.x;
-        if (p < n / PACK) pack[u] = reinterpret_cast<const Packed*>(x)[p];
-    }
-#pragma unroll
-    for (int u = 0; u < 4; ++u) {
-        const long long p = first + u * blockDim.x;
-        if (p < n / PACK) reinterpret_cast<Packed*>(y)[p] = pack[u];
-    }
-    if (PACK > 1 && first < n % PACK) y[n / PACK * PACK + first] = x[n / PACK * PACK + first];
-}
 
 // At most 16 indices: a thread has a place in a row and adds every source row there, one after the other, so that no two threads meet.
 extern "C" __global__ void index_add_small(
@@ -260,7 +244,7 @@ extern "C" __global__ void __launch_bounds__(THREADS, 1024 / THREADS) index_add_
 
 // Few indices: a warp looks through all of them, 32 at once, for those of its row, and adds their source rows in order. Nothing is sorted.
 // ROWS 1: a warp has a part of any row, so that this is the copy as well. ROWS 0: of the row of index[item], where that is the first such
-// index; the others were copied.
+// index; the others are copied by the kernel before. With PDL that may still be at work: all but the writing is done by then.
 extern "C" __global__ void __launch_bounds__(256) index_add_few(
     T* y, const T* x, const I* index, const T* source, long long outer, long long size, long long n, long long inner, float alpha) {
     constexpr int PACKS = 4;  // of a thread
@@ -299,6 +283,7 @@ extern "C" __global__ void __launch_bounds__(256) index_add_few(
                     if (column + u * 32 * PACK < inner) sum[u].add(pack[u], alpha);
             }
         }
+        wait_for_before();
 #pragma unroll
         for (int u = 0; u < PACKS; ++u)
             if (mine && column + u * 32 * PACK < inner) sum[u].put(y + to + u * 32 * PACK, bad);

@@ -2,7 +2,9 @@
 // 32 keys side by side at a time, so that a key's place in the tile grows with warp, item and lane.
 // Macros: KTYPE the unsigned integer of a key's bits, KIND what it stands for (0 unsigned, 1 signed, 2 a float, INFINITE the bits of whose
 // infinity), DESCENDING, VTYPE the unsigned integer that goes with a key, WORD the unsigned integer of counts (two bits of which are a
-// state), THREADS (256 or more) and ITEMS, the keys of a thread, PACK the keys of a load that counts.
+// state), THREADS (256 or more) and ITEMS, the keys of a thread, PACK the keys of a load that counts, PDL where each kernel lets the next one come
+// early.
+#include "early.cuh"
 #include "elementwise.cuh"
 
 using Key = KTYPE;
@@ -155,6 +157,8 @@ extern "C" __global__ void radix_rows(State* state, long long tiles, int pass) {
 
 // Of the totals from pass `first` on, a block a pass, what all smaller digits have.
 extern "C" __global__ void radix_bases(State* state, int first) {
+    let_next_come();
+    wait_for_before();
     Count* totals = state->totals[first + blockIdx.x];
     Count all;
     totals[threadIdx.x] = sum_before(totals[threadIdx.x], all);
@@ -185,12 +189,14 @@ extern "C" __global__ void __launch_bounds__(THREADS)
 // ---- all digits counted once, then a kernel a digit ----
 
 extern "C" __global__ void radix_clear(Count* state, long long words) {
+    let_next_come();
     const long long i = blockIdx.x * (long long)blockDim.x + threadIdx.x;
     if (i < words) state[i] = 0;
 }
 
 // How many keys have each digit of every pass: one read of the keys.
 extern "C" __global__ void __launch_bounds__(256) radix_counts(State* state, const Key* keys, long long n) {
+    let_next_come();
     constexpr int LOADS = 4;
     __shared__ unsigned own[PASSES * DIGITS * COPIES];
     for (int i = threadIdx.x; i < PASSES * DIGITS * COPIES; i += blockDim.x) own[i] = 0;
@@ -216,6 +222,7 @@ extern "C" __global__ void __launch_bounds__(256) radix_counts(State* state, con
     }
     if (PACK > 1 && blockIdx.x == 0 && threadIdx.x < n % PACK) count(keys[packs * PACK + threadIdx.x]);
     __syncthreads();
+    wait_for_before();
     for (int i = threadIdx.x; i < PASSES * DIGITS; i += blockDim.x) {
         unsigned sum = 0;
         for (int c = 0; c < COPIES; ++c) sum += own[i * COPIES + c];
@@ -259,6 +266,8 @@ extern "C" __global__ void __launch_bounds__(THREADS, 2) radix_onesweep(
     __shared__ Word to[DIGITS];
     __shared__ long long ticket;
     const int shift = 8 * pass, turn = pass % 2 * 2, warp = threadIdx.x / 32;
+    let_next_come();
+    wait_for_before();
     if (threadIdx.x == 0) ticket = (long long)atomicAdd(state->tickets + pass, 1ULL);  // so that the tiles before have begun
     __syncthreads();
     const long long number = ticket, first = number * TILE;

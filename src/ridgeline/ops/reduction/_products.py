@@ -58,7 +58,7 @@ _kernel = cache(partial(CudaKernel, FILE))
 
 def atomic(names: tuple[str, str, str], each: int, y: torch.Tensor, a: torch.Tensor, b: torch.Tensor) -> None:
     """Clears the sum, adds to it, and puts it into y. each: the elements of a thread; 0: the GPU's threads share all of them."""
-    facts: dict[str, Any] = {"DTYPE": CTYPE[a.dtype], "YTYPE": CTYPE[y.dtype], "THREADS": 256, "LOADS": 1, "PDL": 0}
+    facts: dict[str, Any] = {"DTYPE": CTYPE[a.dtype], "YTYPE": CTYPE[y.dtype], "THREADS": 256, "LOADS": 1}
     zero, kernel, end = map(_kernel, names, ("P", "PPPq", "PP"))
     sums, n = a.new_empty(2, dtype=torch.float16 if each else torch.float32), a.numel()
     # A thread more than packs, for an odd element.

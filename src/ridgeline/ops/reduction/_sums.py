@@ -37,11 +37,11 @@ class Parts:
         steps = ceil(whole, rule["BLOCKS"] * gpu.multiprocessors)
         blocks = ceil(whole, steps)
         parts = parts_like(x, blocks if blocks > 1 else 0)
-        after = early(gpu)
-        facts: dict[str, Any] = {"DTYPE": CTYPES[x.dtype], "YTYPE": CTYPES[y.dtype], "LOADS": rule["LOADS"], "PDL": int(after.pop("PDL"))}
-        launch(self.kernel, (blocks,), y, parts, *operands, x.numel(), steps, **facts, THREADS=rule["THREADS"], block=rule["THREADS"])
+        facts: dict[str, Any] = {"DTYPE": CTYPES[x.dtype], "YTYPE": CTYPES[y.dtype], "LOADS": rule["LOADS"]}
+        first = {"THREADS": rule["THREADS"], "block": rule["THREADS"], "PDL": early(gpu)["PDL"]}
+        launch(self.kernel, (blocks,), y, parts, *operands, x.numel(), steps, **facts, **first)
         if blocks > 1:
-            launch(self.adder, (1,), y, parts, blocks, **facts, THREADS=1024, block=1024, **after)
+            launch(self.adder, (1,), y, parts, blocks, **facts, THREADS=1024, block=1024, **early(gpu))
 
 
 @triton.jit

@@ -40,7 +40,7 @@ def teach(name: str, each: int, blocks: int, y: torch.Tensor, x: torch.Tensor, *
     count = ceil(x.numel(), 256 * each)
     if blocks:
         count = min(count, blocks if blocks > 0 else -blocks * device.of(x).multiprocessors)
-    facts: dict[str, Any] = {"DTYPE": CTYPES[x.dtype], "YTYPE": CTYPES[y.dtype], "LOADS": 1, "PDL": 0}
+    facts: dict[str, Any] = {"DTYPE": CTYPES[x.dtype], "YTYPE": CTYPES[y.dtype], "LOADS": 1}
     parts = parts_like(x, count, dtype=x.dtype)
     launch(_kernel(name, "PPq"), (count,), parts, x, x.numel(), **facts, THREADS=256, block=256)
     if count > 1 << 18:  # for one block that would be work

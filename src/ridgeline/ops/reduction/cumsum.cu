@@ -2,7 +2,9 @@
 // stretch of it in packs, sums its packs by shuffles, and the warps' totals give the tile's. Along columns a thread walks down.
 // Macros: XTYPE and YTYPE the elements, STYPE what a tile adds in and TTYPE what tiles add in (float and double, or unsigned integers, which
 // wrap around), PACK the elements of a load, ITEMS the packs of a thread, THREADS, REVERSE 1 for sums from the end, PHASE of the tiles:
-// 0 looks back, 1 writes the tiles' totals, 2 starts at what was made of these; of the ring (Hopper on) GROUPS of THREADS each, STAGES tiles.
+// 0 looks back, 1 writes the tiles' totals, 2 starts at what was made of these; of the ring (Hopper on) GROUPS of THREADS each, STAGES tiles; PDL
+// where the kernel after `cumsum_clear` comes early.
+#include "early.cuh"
 #include "elementwise.cuh"
 #include "hopper.cuh"
 
@@ -169,6 +171,7 @@ struct alignas(16) Entry {
 };
 
 extern "C" __global__ void cumsum_clear(Word* state, long long words) {
+    let_next_come();
     const long long i = blockIdx.x * (long long)blockDim.x + threadIdx.x;
     if (i < words) state[i] = 0;
 }
@@ -217,6 +220,7 @@ extern "C" __global__ void __launch_bounds__(THREADS)
     __shared__ long long ticket;
     const int warp = threadIdx.x / 32;
     if (PHASE == 0) {
+        wait_for_before();
         if (threadIdx.x == 0) ticket = (long long)atomicAdd(state, 1ULL);
         __syncthreads();
     }
@@ -295,7 +299,10 @@ extern "C" __global__ void __launch_bounds__(GROUPS * THREADS + 64, 1)
                 if (w == warp) before = sum;
                 sum += totals[turn][group][w];
             }
-            if (thread == 0) told[t].put(sum, 1);
+            if (thread == 0) {
+                wait_for_before();
+                told[t].put(sum, 1);
+            }
             barrier_wait(&known[stage], phase);
             if (whole(t)) {
                 const auto to_ring = [](Y* at, const Pack<Y, PACK>& pack) { reinterpret_cast<Pack<Y, PACK>&>(*at) = pack; };
@@ -307,6 +314,7 @@ extern "C" __global__ void __launch_bounds__(GROUPS * THREADS + 64, 1)
             if (lane == 0) barrier_arrive(&done[stage]);
         }
     } else if (other == 0) {
+        wait_for_before();
         TOTAL base = 0;
         for (long long i = 0; i < count; ++i) {
             const int stage = (int)(i % STAGES);

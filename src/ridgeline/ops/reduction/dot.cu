@@ -1,6 +1,6 @@
 // The dot product of two vectors: float16 atomics to one address three times, then sums of blocks, added by atomics and in order.
-// Macros: DTYPE an element's type, YTYPE the result's (DTYPE), THREADS of a block, LOADS of 16 bytes of each vector that a thread has on their way, PDL whether `add` may
-// start before the parts are there.
+// Macros: DTYPE an element's type, YTYPE the result's (DTYPE), THREADS of a block, LOADS of 16 bytes of each vector that a thread has on their way; PDL of the last
+// two.
 #include "reduction.cuh"
 
 using Sum = Sums<DTYPE>::Thread;
@@ -73,9 +73,9 @@ extern "C" __global__ void block_end(DTYPE* y, const float* sum) {
 
 // Each block leaves its part, and `add` adds the parts in their order.
 extern "C" __global__ void __launch_bounds__(THREADS) in_order(YTYPE* y, Wide* parts, const DTYPE* a, const DTYPE* b, long long n, int steps) {
-    let_next_come<PDL>();
+    let_next_come();
     const DTYPE* const in[2] = {a, b};
     leave(block_sum<THREADS>(Wide(share<THREADS, LOADS>(Multiply(), n, steps, in))), y, parts);
 }
 
-extern "C" __global__ void add(YTYPE* y, const Wide* parts, int count) { add_parts<THREADS, PDL, Wide>(y, parts, count); }
+extern "C" __global__ void add(YTYPE* y, const Wide* parts, int count) { add_parts<THREADS, Wide>(y, parts, count); }

@@ -1,6 +1,5 @@
 // The sum of all elements, nine times as it is taught and once as it should be done. Each block leaves a part; `add` adds the parts up.
-// Macros: DTYPE an element's type, YTYPE the result's, THREADS of a block, LOADS of 16 bytes that a thread has on their way, PDL whether `add`
-// may start before the parts are there.
+// Macros: DTYPE an element's type, YTYPE the result's, THREADS of a block, LOADS of 16 bytes that a thread has on their way; PDL of the last two.
 #include "reduction.cuh"
 
 using Sum = Sums<DTYPE>::Thread;
@@ -137,14 +136,14 @@ extern "C" __global__ void v8(Sum* parts, const DTYPE* x, long long n) {
 // Parts of parts, where one block would have too many: block b adds `each` from b * each on.
 extern "C" __global__ void few(Sum* fewer, const Sum* parts, int count, int each) {
     const int first = blockIdx.x * each, left = count - first;
-    add_parts<THREADS, false, Wide>(fewer + blockIdx.x, parts + first, left < each ? left : each);
+    add_parts<THREADS, Wide>(fewer + blockIdx.x, parts + first, left < each ? left : each);
 }
 
-extern "C" __global__ void add(YTYPE* y, const Sum* parts, int count) { add_parts<THREADS, false, Wide>(y, parts, count); }
+extern "C" __global__ void add(YTYPE* y, const Sum* parts, int count) { add_parts<THREADS, Wide>(y, parts, count); }
 
 // As it should be done: short blocks, which the GPU hands out as multiprocessors become free, and all loads of a block on their way at once.
 extern "C" __global__ void __launch_bounds__(THREADS) best(YTYPE* y, Wide* parts, const DTYPE* x, long long n, int steps) {
-    let_next_come<PDL>();
+    let_next_come();
     auto add = [](Sum sum, const DTYPE (&one)[1]) {
         if constexpr (sizeof(Sum) == 8)
             return sum + Sum(one[0]);
@@ -155,4 +154,4 @@ extern "C" __global__ void __launch_bounds__(THREADS) best(YTYPE* y, Wide* parts
     leave(block_sum<THREADS>(Wide(share<THREADS, LOADS>(add, n, steps, in))), y, parts);
 }
 
-extern "C" __global__ void best_add(YTYPE* y, const Wide* parts, int count) { add_parts<THREADS, PDL, Wide>(y, parts, count); }
+extern "C" __global__ void best_add(YTYPE* y, const Wide* parts, int count) { add_parts<THREADS, Wide>(y, parts, count); }

@@ -6,6 +6,7 @@
 // Macros: XTYPE of x and dx, YTYPE of y and dy, WTYPE and BTYPE of weight and bias, void where there is none; LAST; WIDTH channels of
 // a group, CHANNELS of a band; CLUSTER; WARPS of a block; ITEMS packs of a thread; BLOCKS that fit a multiprocessor; BACKWARD; PDL, whether
 // a kernel waits for this one's end.
+#include "early.cuh"
 #include "elementwise.cuh"
 #include "hopper.cuh"
 
@@ -240,7 +241,7 @@ extern "C" __global__ void __launch_bounds__(THREADS, BLOCKS)
 extern "C" __global__ void __launch_bounds__(THREADS, BLOCKS)
     group_bwd(const Y* dy, X* dx, float* sums, const X* x, const WTYPE* w, const float* mean, const float* rstd, int images, int groups,
               int size, long long dx_image, long long dx_step, long long dy_image, long long dy_step, long long x_image, long long x_step) {
-    if (PDL) asm volatile("griddepcontrol.launch_dependents;");
+    let_next_come();
     Place place(groups, size);
     Shared& shared = place.shared;
     const int before = place.band * CHANNELS, channels = groups * WIDTH;

@@ -5,6 +5,7 @@
 // a residual (forward) or a gradient of the sum (backward); WEIGHT, whether there is one; forward: BIAS; BACKWARD: which kernel, and
 // for it DW and DB, which gradients are wanted, and PDL, whether a kernel that adds up parts of them waits for this one's end.
 #include "cluster_rows.cuh"
+#include "early.cuh"
 
 using W = WTYPE;
 constexpr bool KEEP = ITEMS * PACK <= 16 && sizeof(X) == 2;  // backward, whether a row stays in registers between its two readings
@@ -221,7 +222,7 @@ extern "C" __global__ void __launch_bounds__(THREADS* GROUPS, BLOCKS)
         }
     }
     if (!DW && !DB) return;
-    if (PDL) asm volatile("griddepcontrol.launch_dependents;");  // for the kernel that adds up what clusters write
+    let_next_come();  // for the kernel that adds up what clusters write
     // The groups' sums, one group after the other, in the shared memory that rows have left.
     constexpr int PACKS = THREADS * ITEMS + 2 * SHIFTED;
     float* sums = reinterpret_cast<float*>(memory);

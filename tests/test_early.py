@@ -1,0 +1,170 @@
+"""Programmatic dependent launch of CUDA C++: which kernels may start early, that they wait before they write, and that results are right
+in streams and captured graphs, right after kernels that write the inputs."""
+
+from collections.abc import Callable, Iterator
+from itertools import groupby, pairwise
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+import ridgeline
+from ridgeline.boundary import Launch, early, launch
+from ridgeline.cuda import CudaError, CudaKernel
+from ridgeline.device import gpu, pretend
+from ridgeline.lab import inspect
+from ridgeline.op import Implementation, RidgelineError, registry
+
+FILE = Path(__file__).with_name("early.cu")
+FIRST, SECOND = CudaKernel(FILE, "early_first", "Pi"), CudaKernel(FILE, "early_second", "PPP")
+CUDA = [pytest.param(i, id=f"{o.name}-{i.name}") for o in registry().values() for i in o.implementations.values() if i.kind == "cuda"]
+
+
+def chains(implementation: Implementation, arch: str) -> Iterator[list[Launch]]:
+    """What each call of the op's cases starts, in order."""
+    o = implementation.op
+    for case in o.cases:
+        for dtype in case.dtypes:
+            try:
+                found = inspect.launches(o, implementation, case, dtype, arch)
+            except RidgelineError:
+                continue
+            for _, some in groupby(found, lambda one: one[0]):
+                yield [launch for _, launch in some]
+
+
+@pytest.mark.parametrize("implementation", CUDA)
+def test_who_is_early(implementation: Implementation) -> None:
+    """Nobody below sm_90; and on it nobody but after a kernel of the same call, which says when."""
+    for started in chains(implementation, "sm_80"):
+        assert not any([one.constants.get("PDL") or one.constants.get("launch_pdl") for one in started])
+    for started in chains(implementation, "sm_90"):
+        assert not started[0].constants.get("launch_pdl"), f"{started[0].kernel} would not wait for what wrote its inputs"
+        for before, one in pairwise(started):
+            if one.constants.get("launch_pdl"):
+                assert one.constants["PDL"]
+                assert before.constants["PDL"], f"{one.kernel} follows none that lets it come"
+
+
+def test_early_is_off_below_hopper() -> None:
+    for arch, expected in (("sm_80", {"PDL": False}), ("sm_90", {"PDL": True, "launch_pdl": True}), ("gfx942", {"PDL": False})):
+        with pretend(arch) as device:
+            assert early(device) == expected
+
+
+EARLY = {"dot": "cuda", "reduce_sum": "cuda_best", "index_add": "cuda", "cumsum": "cuda", "radix_sort": "cuda"}
+WRITES = "st.global", "red.global", "atom.global"
+
+
+@pytest.mark.compiles
+@pytest.mark.parametrize("name", EARLY)
+def test_early_kernels_wait_before_they_write(name: str) -> None:
+    """In the order of the PTX, in which a loop's body comes once. Without PDL nothing is left of either."""
+    seen = set()
+    for started in chains(registry()[name].implementations[EARLY[name]], "sm_90"):
+        for one in started:
+            if not one.constants.get("launch_pdl") or one.kernel.name in seen:
+                continue
+            seen.add(one.kernel.name)
+            ptx = body(one.kernel.compile("sm_90", one.constants).ptx, one.kernel.name)
+            wait = ptx.find("griddepcontrol.wait")
+            assert 0 < wait < min([at for kind in WRITES if (at := ptx.find(kind)) >= 0]), f"{one.kernel} writes before it waits"
+            plain = one.kernel.compile("sm_90", one.constants | {"PDL": False})
+            assert "griddepcontrol" not in body(plain.ptx, one.kernel.name)
+    assert seen, f"no kernel of {name} is early"
+
+
+def body(ptx: str, name: str) -> str:
+    return ptx.split(f".entry {name}(")[1].split(".entry ")[0]
+
+
+@pytest.mark.compiles
+def test_no_early_kernel_compiles_below_hopper() -> None:
+    assert "griddepcontrol" not in SECOND.compile("sm_80", {"PDL": False, "WAITS": 1}).ptx
+    with pytest.raises(CudaError, match="PDL is for sm_90 and later"):
+        SECOND.compile("sm_80", {"PDL": True, "WAITS": 1})
+
+
+@pytest.fixture
+def hopper() -> None:
+    if gpu(torch.cuda.current_device()).capability < 90:
+        pytest.skip("needs sm_90 or later")
+
+
+def captured(work: Callable[[], Any]) -> Callable[[], Any]:
+    """Runs the work by a graph. Returns what replays it and gives its result."""
+    stream = torch.cuda.Stream()
+    stream.wait_stream(torch.cuda.current_stream())
+    with torch.cuda.stream(stream):
+        work()
+    torch.cuda.current_stream().wait_stream(stream)
+    graph = torch.cuda.CUDAGraph()
+    with torch.cuda.graph(graph):
+        result = work()
+    return lambda: (graph.replay(), result)[1]
+
+
+@pytest.mark.gpu
+@pytest.mark.usefixtures("hopper")
+@pytest.mark.parametrize("graph", [False, True])
+def test_the_second_kernel_starts_early_and_waits(graph: bool) -> None:
+    """One that does not wait reads what was there before: so the two do run side by side, and the wait is what makes it right."""
+    made, given = torch.empty(32, dtype=torch.int32, device="cuda"), torch.arange(32, dtype=torch.int32, device="cuda")
+
+    def work(waits: int) -> torch.Tensor:
+        made.fill_(-100)
+        total = torch.empty_like(made)
+        launch(FIRST, (1,), made, 7, block=32, WAITS=waits, PDL=True)
+        launch(SECOND, (1,), total, made, given, block=32, WAITS=waits, **early(gpu(0)))
+        return total
+
+    for waits, there in ((1, 7), (0, -100)):
+        run = captured(lambda waits=waits: work(waits)) if graph else lambda waits=waits: work(waits)
+        run()  # what is compiled here comes too late
+        for _ in range(3):
+            assert torch.equal(run(), given + there)
+
+
+N = 1 << 24
+
+
+def ops() -> dict[str, tuple[Callable[..., torch.Tensor], Callable[..., torch.Tensor]]]:
+    """By name what is run of a vector x and what it is, x of whole numbers from -8 to 8. The rows that index_add names are the last ones,
+    which its copy writes last."""
+    index = torch.arange(N - 1, N - 1001, -1, device="cuda").repeat_interleave(2)[:1000]
+    return {
+        "dot": (lambda x: ridgeline.dot(x, x, impl="cuda"), lambda x: (x.double() * x.double()).sum().float()),
+        "reduce_sum": (lambda x: ridgeline.reduce_sum(x, impl="cuda_best"), lambda x: x.double().sum().float()),
+        "cumsum": (lambda x: ridgeline.cumsum(x, 0, impl="cuda"), lambda x: x.double().cumsum(0).float()),
+        "radix_sort": (lambda x: ridgeline.radix_sort(x[:300000], impl="cuda")[0], lambda x: x[:300000].sort().values),
+        "index_add": (
+            lambda x: ridgeline.index_add(x, 0, index, x[:1000], impl="cuda"),
+            lambda x: torch.index_add(x.double(), 0, index, x[:1000].double()).float(),
+        ),
+    }
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("graph", [False, True])
+@pytest.mark.parametrize("name", EARLY)
+def test_right_after_kernels_that_write_the_inputs(name: str, graph: bool) -> None:
+    """Whole numbers, so that every order of additions gives the same bits. In a stream of its own, or a graph, several times over."""
+    run, expected = ops()[name]
+    data = [torch.randint(-8, 9, (N,), device="cuda").float() for _ in range(4)]
+    given = torch.empty_like(data[0])
+    source = torch.empty_like(given)
+
+    def work() -> torch.Tensor:
+        given.copy_(source)
+        y = run(given)
+        given.zero_()  # which waits for both of the op's kernels
+        return y
+
+    stream = torch.cuda.Stream()
+    replay = captured(work) if graph else work
+    torch.cuda.synchronize()
+    with torch.cuda.stream(stream):
+        for x in data:
+            source.copy_(x)
+            assert torch.equal(replay(), expected(x))
