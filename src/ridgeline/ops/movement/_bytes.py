@@ -31,14 +31,14 @@ def aligned(x: torch.Tensor, *_: Any) -> str | None:
 
 
 _LOADS = CudaKernel(Path(__file__).with_name("copy.cu"), "copy_loads", "PPq")
-LOADS = 2  # of 16 bytes, by each of 256 threads
 
 
-def copied(y: torch.Tensor, x: torch.Tensor, **options: Any) -> None:
-    """y, contiguous, becomes x, by the widest unit that both pointers and the size divide by; what is strided is gathered by PyTorch."""
+def copied(y: torch.Tensor, x: torch.Tensor, loads: int = 1, **options: Any) -> None:
+    """y, contiguous, becomes x, by the widest unit that both pointers and the size divide by; what is strided is gathered by PyTorch.
+    loads: of a thread before its first store."""
     if not x.is_contiguous():
         y.copy_(x)
         return
     unit = unit_of(nbytes(x), x.data_ptr(), y.data_ptr())
     n = nbytes(x) // unit
-    launch(_LOADS, (-(-n // (256 * LOADS)),), y, x, n, block=256, UNIT=UNITS[unit], LOADS=LOADS, **options)
+    launch(_LOADS, (-(-n // (256 * loads)),), y, x, n, block=256, UNIT=UNITS[unit], LOADS=loads, **options)

@@ -17,9 +17,10 @@ from ridgeline.ops.movement._bytes import copied
 
 FILE = Path(__file__).with_name("index_add.cu")
 _BWD = CudaKernel(FILE, "index_add_bwd", "PPPqqqqf")
-_FEW, _STARTS = CudaKernel(FILE, "index_add_few", "PPPPqqqqf"), CudaKernel(FILE, "index_add_starts", "PPqq")
+_FEW, _NAMED = CudaKernel(FILE, "index_add_few", "PPPPqqqqf"), CudaKernel(FILE, "index_add_named", "PPPPqqqqf")
+_STARTS = CudaKernel(FILE, "index_add_starts", "PPqq")
 _SEGMENTS, _PASS = CudaKernel(FILE, "index_add_segments", "PPPPPPqqqqf"), CudaKernel(FILE, "index_add_pass", "PPPPqqqqf")
-FEW = 1024  # indices that warps look through; more are sorted
+FEW = 1024  # indices that blocks look through or sort by themselves; for more all are sorted first
 # Of a block of index_add_pass: loads of x and elements of source rows that a thread has on their way, and threads at most.
 LOADS, AHEAD, THREADS = 4, 8, 256
 _PLAIN = {"ROWS": 1, "LANES": 32, "BATCH": 8, "OTYPE": "int", "COPY": 1, "LOADS": 1, "THREADS": 256}
@@ -73,7 +74,7 @@ def passed(y: Any, x: Any, dim: int, index: Any, source: Any, alpha: float, dete
 
 def ordered(y: Any, x: Any, dim: int, index: Any, source: Any, alpha: float, deterministic: bool) -> None:
     """Every place of y by one thread. Rows that no index names are copied by the same kernel, or where they are most by one before; few
-    indices are looked through, and their rows made, while that one still runs."""
+    indices are sorted, and their rows made, while that one still runs."""
     x, index, source, sizes, macros = _given(y, x, dim, index, source)
     outer, size, n, inner = sizes
     rows = size <= 4 * n or _apart(n, inner, y)
@@ -82,9 +83,13 @@ def ordered(y: Any, x: Any, dim: int, index: Any, source: Any, alpha: float, det
     after = early(device.of(y)) if copies and n <= FEW else {"PDL": False}
     if copies:
         copied(y, x, PDL=after["PDL"])
+    packs = inner // macros["PACK"]
+    if n <= FEW and rows:
+        launch(_FEW, _blocks(outer * size * -(-packs // 128) * 32), y, x, index, source, *sizes, alpha, block=256, **macros)
+        return
     if n <= FEW:
-        pieces = -(-inner // (128 * macros["PACK"]))
-        launch(_FEW, _blocks(outer * items * pieces * 32), y, x, index, source, *sizes, alpha, block=256, **macros, **after)
+        blocks = min(-(-outer * n * packs // 512), 3 * device.of(y).multiprocessors)
+        launch(_NAMED, (blocks,), y, x, index, source, *sizes, alpha, block=512, **macros, **after)
         return
     if size < (1 << 31) - 1:  # half the passes; what is out of range stays so
         index, macros["ITYPE"] = index.clamp(-1, size).to(torch.int32), "int"
@@ -92,7 +97,6 @@ def ordered(y: Any, x: Any, dim: int, index: Any, source: Any, alpha: float, det
     starts = torch.empty(size + 1 if rows else 0, dtype=torch.int32, device=y.device)
     if rows:
         launch(_STARTS, _blocks(size + 1), starts, sorted_, size, n, block=256, **macros)
-    packs = inner // macros["PACK"]
     lanes = min(32, 1 << (max(1, packs) - 1).bit_length())
     threads = outer * items * -(-packs // lanes) * lanes
     macros |= {"LANES": lanes, "OTYPE": INT[order.dtype]}

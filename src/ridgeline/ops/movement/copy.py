@@ -7,6 +7,7 @@ Source: Little's law; McCalpin, STREAM: sustainable memory bandwidth in high per
 
 from __future__ import annotations
 
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -26,11 +27,6 @@ CHUNK, STAGES, BLOCKS = 16 << 10, 6, 2  # of a block's ring; blocks a multiproce
 
 def _scalar(y: torch.Tensor, x: torch.Tensor) -> None:
     launch(_UNITS, (-(-x.numel() // 256),), y, x, x.numel(), block=256, UNIT=UNITS[x.element_size()])
-
-
-def _packed(y: torch.Tensor, x: torch.Tensor) -> None:
-    n = nbytes(x) // 16
-    launch(_UNITS, (-(-n // 256),), y, x, n, block=256, UNIT="uint4")
 
 
 def _bulk(y: torch.Tensor, x: torch.Tensor) -> None:
@@ -81,11 +77,6 @@ def _contiguous(x: torch.Tensor, *_: Any) -> str | None:
     return None if x.is_contiguous() else "it takes a contiguous tensor"
 
 
-def _whole_packs(x: torch.Tensor, *_: Any) -> str | None:
-    """Of the rung with one pack a thread, which has no end of single elements."""
-    return aligned(x) or (None if nbytes(x) % 16 == 0 else "it takes tensors of a multiple of 16 bytes")
-
-
 COPY = Op(
     copy,
     reference=reference,
@@ -109,12 +100,13 @@ COPY.kernel(
     gain=0.7, counter="dram__throughput.avg.pct_of_peak_sustained_elapsed",
 )  # fmt: skip
 COPY.kernel(
-    "cuda_packed", "16 bytes a thread: a quarter of the instructions of float32, four times the bytes on their way", kind="cuda", fwd=_packed,
-    supports=_whole_packs, dtypes=DTYPES, gain=1.5, counter="smsp__inst_executed.sum",
+    "cuda_packed",
+    "16 bytes a thread: a quarter of the instructions of float32, four times the bytes on their way; what is strided PyTorch copies",
+    kind="cuda", fwd=copied, dtypes=DTYPES, served=True, gain=1.5, counter="smsp__inst_executed.sum",
 )  # fmt: skip
 COPY.kernel(
-    "cuda_loads", "two loads of 16 bytes a thread before its first store: half the blocks, and each waits once for two; what is strided PyTorch copies",
-    kind="cuda", fwd=copied, dtypes=DTYPES, served=True, gain=1.02, counter="dram__throughput.avg.pct_of_peak_sustained_elapsed",
+    "cuda_loads", "two loads of 16 bytes a thread before its first store: half the blocks, and each waits once for two", kind="cuda",
+    fwd=partial(copied, loads=2), supports=_contiguous, dtypes=DTYPES, gain=1.02, counter="dram__throughput.avg.pct_of_peak_sustained_elapsed",
 )  # fmt: skip
 COPY.kernel(
     "cuda_bulk", "the copy engine moves 16 KB at a time through a ring in shared memory: no byte in a register, 192 KB on their way", kind="cuda",

@@ -21,8 +21,6 @@ GROUP = 32  # tiles, in cumsum.cu
 # Of the ring: threads of a group, groups, tiles in shared memory; and the packs of a thread, by the elements of a pack.
 RING = {"THREADS": 256, "GROUPS": 3, "STAGES": 8}
 RING_ITEMS = {8: 4, 4: 6, 2: 4}
-# Whether the ring starts while its state is cleared. Off: no GPU has yet started a cooperative kernel early.
-EARLY_RING = False
 LONG = 1 << 15  # elements for each multiprocessor, from which on the ring serves
 FEW = 32  # columns that are turned into rows where they are long, and bytes of a row by thread, four times
 
@@ -108,10 +106,9 @@ def by_ring(y: torch.Tensor, x: torch.Tensor, dim: int, dtype: torch.dtype, reve
     packs = RING["THREADS"] * macros["ITEMS"]  # of a tile
     tiles = -(-n // (packs * macros["PACK"]))
     state = torch.empty(2 * rows * tiles, dtype=torch.int64, device=x.device)
-    after = early(device.of(x)) if EARLY_RING else {"PDL": False}
-    launch(_CLEAR, (-(-state.numel() // 256),), state, state.numel(), **macros | {"block": 256, "PDL": after["PDL"]})
+    launch(_CLEAR, (-(-state.numel() // 256),), state, state.numel(), **macros | {"block": 256})
     macros |= {"shared": RING["STAGES"] * 16 * packs, "block": RING["GROUPS"] * RING["THREADS"] + 64}
-    launch(_RING, (min(device.of(x).multiprocessors, rows * tiles),), y, x, state, rows, n, tiles, cooperative=1, **macros, **after)
+    launch(_RING, (min(device.of(x).multiprocessors, rows * tiles),), y, x, state, rows, n, tiles, cooperative=1, **macros)
 
 
 def whole(x: torch.Tensor, dim: int, *rest: Any) -> str | None:

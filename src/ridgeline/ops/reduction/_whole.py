@@ -15,7 +15,7 @@ from ridgeline.ops.reduction._layout import normal, result_dtype, side_by_side
 from ridgeline.ops.reduction._sums import CTYPES, Parts, Rule, ceil, parts_like
 
 FILE = Path(__file__).with_name("reduce_sum.cu")
-RULE: Rule = {"THREADS": 1024, "LOADS": 2, "BLOCKS": 128}
+RULE: Rule = {"THREADS": 512, "LOADS": 4, "BLOCKS": 128}
 BEST = Parts(FILE, "best", "best_add", 1)
 _kernel = cache(partial(CudaKernel, FILE))
 

@@ -299,10 +299,7 @@ extern "C" __global__ void __launch_bounds__(GROUPS * THREADS + 64, 1)
                 if (w == warp) before = sum;
                 sum += totals[turn][group][w];
             }
-            if (thread == 0) {
-                wait_for_before();
-                told[t].put(sum, 1);
-            }
+            if (thread == 0) told[t].put(sum, 1);
             barrier_wait(&known[stage], phase);
             if (whole(t)) {
                 const auto to_ring = [](Y* at, const Pack<Y, PACK>& pack) { reinterpret_cast<Pack<Y, PACK>&>(*at) = pack; };
@@ -314,7 +311,6 @@ extern "C" __global__ void __launch_bounds__(GROUPS * THREADS + 64, 1)
             if (lane == 0) barrier_arrive(&done[stage]);
         }
     } else if (other == 0) {
-        wait_for_before();
         TOTAL base = 0;
         for (long long i = 0; i < count; ++i) {
             const int stage = (int)(i % STAGES);
