@@ -17,13 +17,12 @@ from ridgeline.ops.movement._bytes import copied
 
 FILE = Path(__file__).with_name("index_add.cu")
 _BWD = CudaKernel(FILE, "index_add_bwd", "PPPqqqqf")
-_FEW, _NAMED = CudaKernel(FILE, "index_add_few", "PPPPqqqqf"), CudaKernel(FILE, "index_add_named", "PPPPqqqqf")
-_STARTS = CudaKernel(FILE, "index_add_starts", "PPqq")
+_FEW, _STARTS = CudaKernel(FILE, "index_add_few", "PPPPqqqqf"), CudaKernel(FILE, "index_add_starts", "PPqq")
 _SEGMENTS, _PASS = CudaKernel(FILE, "index_add_segments", "PPPPPPqqqqf"), CudaKernel(FILE, "index_add_pass", "PPPPqqqqf")
-FEW = 1024  # indices that blocks look through or sort by themselves; for more all are sorted first
-# Of a block of index_add_pass: loads of x and elements of source rows that a thread has on their way, and threads at most.
-LOADS, AHEAD, THREADS = 4, 8, 256
-_PLAIN = {"ROWS": 1, "LANES": 32, "BATCH": 8, "OTYPE": "int", "COPY": 1, "LOADS": 1, "THREADS": 256}
+FEW = 1024  # indices that warps look through; more are sorted
+# Of a block of index_add_pass: loads of x and elements of source rows that a thread has on their way, threads and turns at most.
+LOADS, AHEAD, THREADS, TURNS = 4, 8, 256, 4
+_PLAIN = {"ROWS": 1, "LANES": 32, "BATCH": 8, "OTYPE": "int", "COPY": 1, "LOADS": 1, "TURNS": 1, "THREADS": 256}
 INT = {torch.int32: "int", torch.int64: "long long"}
 
 
@@ -67,14 +66,16 @@ def passed(y: Any, x: Any, dim: int, index: Any, source: Any, alpha: float, dete
     copy = pack if x.data_ptr() % 16 == 0 and (outer == 1 or part % pack == 0) else 1
     loads = LOADS if y.numel() > 2048 * copy * device.of(y).multiprocessors else 1  # small ones: more blocks
     threads = min(THREADS, max(32, 1 << (-(-part // (copy * loads)) - 1).bit_length()))
-    macros |= {"COPY": copy, "LOADS": loads, "THREADS": threads, "BATCH": min(4, AHEAD // macros["PACK"])}
-    grid = -(-part // (threads * loads * copy)), min(outer, 65535)
+    parts = -(-part // (threads * loads * copy))
+    turns = max(1, min(TURNS, 1 << (parts // (8 * device.of(y).multiprocessors)).bit_length() >> 1))
+    macros |= {"COPY": copy, "LOADS": loads, "TURNS": turns, "THREADS": threads, "BATCH": min(4, AHEAD // macros["PACK"])}
+    grid = -(-parts // turns), min(outer, 65535)
     launch(_PASS, grid, y, x, index, source, *sizes, alpha, block=threads, **macros)
 
 
 def ordered(y: Any, x: Any, dim: int, index: Any, source: Any, alpha: float, deterministic: bool) -> None:
     """Every place of y by one thread. Rows that no index names are copied by the same kernel, or where they are most by one before; few
-    indices are sorted, and their rows made, while that one still runs."""
+    indices are looked through, and their rows made, while that one still runs."""
     x, index, source, sizes, macros = _given(y, x, dim, index, source)
     outer, size, n, inner = sizes
     rows = size <= 4 * n or _apart(n, inner, y)
@@ -84,12 +85,8 @@ def ordered(y: Any, x: Any, dim: int, index: Any, source: Any, alpha: float, det
     if copies:
         copied(y, x, PDL=after["PDL"])
     packs = inner // macros["PACK"]
-    if n <= FEW and rows:
-        launch(_FEW, _blocks(outer * size * -(-packs // 128) * 32), y, x, index, source, *sizes, alpha, block=256, **macros)
-        return
     if n <= FEW:
-        blocks = min(-(-outer * n * packs // 512), 3 * device.of(y).multiprocessors)
-        launch(_NAMED, (blocks,), y, x, index, source, *sizes, alpha, block=512, **macros, **after)
+        launch(_FEW, _blocks(outer * items * -(-packs // 128) * 32), y, x, index, source, *sizes, alpha, block=256, **macros, **after)
         return
     if size < (1 << 31) - 1:  # half the passes; what is out of range stays so
         index, macros["ITYPE"] = index.clamp(-1, size).to(torch.int32), "int"
@@ -173,10 +170,11 @@ def _apart(n: int, inner: int, x: torch.Tensor) -> bool:
 
 
 def apart(x: Any, dim: int, index: torch.Tensor, *rest: Any) -> str | None:
-    """Few indices of long rows: each row made by threads of its own is sooner done, 84 us for 94 of 15 into 32x1024x1024 on an H200."""
-    inner = math.prod(x.shape[dim % max(1, x.dim()) + 1 :])
-    if _apart(index.shape[0], inner, x):
-        return "its rows are long, and the indices few"
+    """Few indices of long rows, each of which is sooner made by threads of its own (84 us for 94 of 15 into 32x1024x1024 on an H200), or of
+    much to copy, which by itself is copied sooner (69.3 for 71.0 of 15 into 32 Mi)."""
+    n, inner = index.shape[0], math.prod(x.shape[dim % max(1, x.dim()) + 1 :])
+    if _apart(n, inner, x) or (n <= 128 and x.numel() * x.element_size() >= 1 << 24):
+        return "its indices are few, and its rows long or many"
     return "its indices are many" if index.shape[0] > FEW else None
 
 

@@ -128,11 +128,12 @@ struct Sum {
 
 // At most 1024 indices, in one pass. A block copies the same part of some slices of x, and looks for the indices whose rows reach into it.
 // Where there are any, equal ones are linked in order, and a thread for each pack of such a row makes it anew: x's value, then the source's.
-// THREADS: a power of 2; COPY: elements of a load of the copy; LOADS: such loads of a thread; BATCH: source rows on their way.
+// THREADS: a power of 2; COPY: elements of a load of the copy; LOADS: such loads of a thread, TURNS times one after the other; BATCH: source
+// rows on their way.
 extern "C" __global__ void __launch_bounds__(THREADS, 1024 / THREADS) index_add_pass(
     T* y, const T* x, const I* __restrict__ index, const T* source, long long outer, long long size, long long n, long long inner, float alpha) {
     using Copied = Pack<T, COPY>;
-    constexpr int MOST = 1024, WARPS = THREADS / 32, PART = THREADS * LOADS * COPY;
+    constexpr int MOST = 1024, WARPS = THREADS / 32, TURN = THREADS * LOADS, PART = TURNS * TURN * COPY;
     __shared__ unsigned found[MOST / 32];                 // a bit for each index
     __shared__ short item[MOST], spot[MOST], next[MOST];  // of those found: which it is, where its row begins here, the next equal one or 0
     const int lane = threadIdx.x % 32, warp = threadIdx.x / 32, words = ((int)n + 31) / 32;
@@ -141,21 +142,26 @@ extern "C" __global__ void __launch_bounds__(THREADS, 1024 / THREADS) index_add_
     const auto start_of = [&](long long row) { return nearest(row, size) * inner - begin; };
 
     Copied copied[LOADS];
-    const auto load = [&](long long o) {
-        const Copied* from = reinterpret_cast<const Copied*>(x + o * slice + begin) + threadIdx.x;
+    const auto load = [&](long long o, int turn) {
+        const Copied* from = reinterpret_cast<const Copied*>(x + o * slice + begin);
 #pragma unroll
-        for (int u = 0; u < LOADS; ++u)
-            copied[u] = u * THREADS + threadIdx.x < moved / COPY ? from[u * THREADS] : Copied{};
+        for (int u = 0; u < LOADS; ++u) {
+            const int p = turn * TURN + u * THREADS + threadIdx.x;
+            copied[u] = p < moved / COPY ? from[p] : Copied{};
+        }
     };
-    const auto store = [&](long long o) {
-        Copied* to = reinterpret_cast<Copied*>(y + o * slice + begin) + threadIdx.x;
+    const auto store = [&](long long o, int turn) {
+        Copied* to = reinterpret_cast<Copied*>(y + o * slice + begin);
 #pragma unroll
-        for (int u = 0; u < LOADS; ++u)
-            if (u * THREADS + threadIdx.x < moved / COPY) to[u * THREADS] = copied[u];
+        for (int u = 0; u < LOADS; ++u) {
+            const int p = turn * TURN + u * THREADS + threadIdx.x;
+            if (p < moved / COPY) to[p] = copied[u];
+        }
+        if (turn) return;
         const long long rest = o * slice + begin + moved / COPY * COPY + threadIdx.x;
         if (COPY > 1 && threadIdx.x < moved % COPY) y[rest] = x[rest];
     };
-    load(blockIdx.y);
+    load(blockIdx.y, 0);
 
     bool any = false;
     for (int first = warp; first < words; first += 4 * WARPS) {
@@ -231,19 +237,21 @@ extern "C" __global__ void __launch_bounds__(THREADS, 1024 / THREADS) index_add_
     if (any) __syncthreads();
     for (long long o = blockIdx.y;;) {
         const bool first = (int)threadIdx.x < packs && make(threadIdx.x, o);  // its reads wait beside the copy's
-        store(o);
+        store(o, 0);
+        for (int turn = 1; turn < TURNS; ++turn) load(o, turn), store(o, turn);
         if (any) __syncthreads();
         if (first) sum.put(to, bad);
         for (int p = threadIdx.x + THREADS; p < packs; p += THREADS)
             if (make(p, o)) sum.put(to, bad);
         o += gridDim.y;
         if (o >= outer) break;
-        load(o);
+        load(o, 0);
     }
 }
 
-// Few indices: a warp has a part of any row, looks through all indices, 32 at once, for those of its row, and adds their source rows in
-// order. Nothing is sorted, and what no index names is copied.
+// Few indices: a warp looks through all of them, 32 at once, for those of its row, and adds their source rows in order. Nothing is sorted.
+// ROWS 1: a warp has a part of any row, so that this is the copy as well. ROWS 0: of the row of index[item], where that is the first such
+// index; the others are copied by the kernel before. With PDL that may still be at work: all but the writing is done by then.
 extern "C" __global__ void __launch_bounds__(256) index_add_few(
     T* y, const T* x, const I* index, const T* source, long long outer, long long size, long long n, long long inner, float alpha) {
     constexpr int PACKS = 4;  // of a thread
@@ -251,21 +259,27 @@ extern "C" __global__ void __launch_bounds__(256) index_add_few(
     for (int k = threadIdx.x; k < n; k += blockDim.x) all[k] = index[k];
     __syncthreads();
     const int lane = threadIdx.x % 32;
-    const long long wide = 32 * PACK * PACKS, pieces = (inner + wide - 1) / wide;
+    const long long wide = 32 * PACK * PACKS, pieces = (inner + wide - 1) / wide, items = ROWS ? size : n;
     const long long warps = gridDim.x * (long long)(blockDim.x / 32);
-    for (long long w = (blockIdx.x * (long long)blockDim.x + threadIdx.x) / 32; w < outer * size * pieces; w += warps) {
-        const Unit unit(w, size, pieces, wide);
-        const long long row = unit.item, column = unit.column + lane * PACK, to = (unit.o * size + row) * inner + column;
+    for (long long w = (blockIdx.x * (long long)blockDim.x + threadIdx.x) / 32; w < outer * items * pieces; w += warps) {
+        const Unit unit(w, items, pieces, wide);
+        const long long row = ROWS ? unit.item : nearest(all[unit.item], size), column = unit.column + lane * PACK;
+        const long long to = (unit.o * size + row) * inner + column;
         Sum sum[PACKS];
 #pragma unroll
         for (int u = 0; u < PACKS; ++u)
             if (column + u * 32 * PACK < inner) sum[u].take(x + to + u * 32 * PACK);
-        bool bad = false;
-        for (long long base = 0; base < n; base += 32) {
+        bool bad = false, first = true, mine = true;
+        for (long long base = 0; mine && base < n; base += 32) {
             const long long k = base + lane, given = k < n ? (long long)all[k] : 0;
             const bool hit = k < n && nearest(given, size) == row;
+            unsigned hits = __ballot_sync(~0u, hit);
             bad |= __any_sync(~0u, hit && given != row);
-            for (unsigned hits = __ballot_sync(~0u, hit); hits; hits &= hits - 1) {
+            if (!ROWS && first && hits) {
+                first = false;
+                mine = base + __ffs(hits) - 1 == unit.item;
+            }
+            for (; mine && hits; hits &= hits - 1) {
                 const T* from = source + (unit.o * n + base + __ffs(hits) - 1) * inner + column;
                 Packed pack[PACKS];
 #pragma unroll
@@ -276,60 +290,10 @@ extern "C" __global__ void __launch_bounds__(256) index_add_few(
                     if (column + u * 32 * PACK < inner) sum[u].add(pack[u], alpha);
             }
         }
+        wait_for_before();
 #pragma unroll
         for (int u = 0; u < PACKS; ++u)
-            if (column + u * 32 * PACK < inner) sum[u].put(y + to + u * 32 * PACK, bad);
-    }
-}
-
-// Few indices of many rows, which the kernel before copies. Each block sorts all indices in shared memory, so that equal ones lie together, in
-// the source's order; a thread has a pack of a named row, which is made at the first of its indices. With PDL the copy may still be at work:
-// all but the writing is done by then.
-extern "C" __global__ void __launch_bounds__(512) index_add_named(
-    T* y, const T* x, const I* index, const T* source, long long outer, long long size, long long n, long long inner, float alpha) {
-    constexpr int AHEAD = 4;             // source rows of a thread on their way
-    __shared__ long long named[1024];    // of each index its row, its number (ten bits), and whether it was out of range
-    const int count = (int)n, length = max(2, 1 << (32 - __clz(count - 1)));
-    for (int k = threadIdx.x; k < length; k += blockDim.x) {
-        const long long row = k < count ? (long long)index[k] : 0;
-        named[k] = k < count ? nearest(row, size) << 11 | k << 1 | (row < 0 || row >= size) : ~0ull >> 1;
-    }
-    __syncthreads();
-    for (int run = 2; run <= length; run *= 2)  // Batcher's bitonic sort
-        for (int apart = run / 2; apart; apart /= 2) {
-            for (int t = threadIdx.x; t < length / 2; t += blockDim.x) {
-                const int low = 2 * t - t % apart, high = low + apart;
-                const long long a = named[low], b = named[high];
-                if ((a > b) == !(low & run)) named[low] = b, named[high] = a;
-            }
-            __syncthreads();
-        }
-    const long long packs = inner / PACK, threads = gridDim.x * (long long)blockDim.x;
-    for (long long i = blockIdx.x * (long long)blockDim.x + threadIdx.x; i < outer * n * packs; i += threads) {
-        const Unit unit(i, n, packs, PACK);
-        const int first = (int)unit.item;
-        const long long row = named[first] >> 11, to = (unit.o * size + row) * inner + unit.column;
-        if (first && named[first - 1] >> 11 == row) continue;
-        const T* from = source + unit.o * n * inner + unit.column;
-        Sum sum;
-        sum.take(x + to);
-        bool bad = false;
-        for (int k = first; k < count && named[k] >> 11 == row; k += AHEAD) {
-            Packed pack[AHEAD];
-            bool there[AHEAD];
-#pragma unroll
-            for (int u = 0; u < AHEAD; ++u) {
-                there[u] = k + u < count && named[k + u] >> 11 == row;
-                if (!there[u]) continue;
-                bad |= named[k + u] & 1;
-                pack[u] = *reinterpret_cast<const Packed*>(from + (named[k + u] >> 1 & 1023) * inner);
-            }
-#pragma unroll
-            for (int u = 0; u < AHEAD; ++u)
-                if (there[u]) sum.add(pack[u], alpha);
-        }
-        wait_for_before();
-        sum.put(y + to, bad);
+            if (mine && column + u * 32 * PACK < inner) sum[u].put(y + to + u * 32 * PACK, bad);
     }
 }
 
