@@ -20,9 +20,9 @@ _BWD = CudaKernel(FILE, "index_add_bwd", "PPPqqqqf")
 _FEW, _STARTS = CudaKernel(FILE, "index_add_few", "PPPPqqqqf"), CudaKernel(FILE, "index_add_starts", "PPqq")
 _SEGMENTS, _PASS = CudaKernel(FILE, "index_add_segments", "PPPPPPqqqqf"), CudaKernel(FILE, "index_add_pass", "PPPPqqqqf")
 FEW = 1024  # indices that warps look through; more are sorted
-# Of a block of index_add_pass: loads of x and elements of source rows that a thread has on their way, threads and turns at most.
-LOADS, AHEAD, THREADS, TURNS = 4, 8, 256, 4
-_PLAIN = {"ROWS": 1, "LANES": 32, "BATCH": 8, "OTYPE": "int", "COPY": 1, "LOADS": 1, "TURNS": 1, "THREADS": 256}
+# Of a block of index_add_pass: loads of x and elements of source rows that a thread has on their way, and threads at most.
+LOADS, AHEAD, THREADS = 4, 8, 256
+_PLAIN = {"ROWS": 1, "LANES": 32, "BATCH": 8, "OTYPE": "int", "COPY": 1, "LOADS": 1, "THREADS": 256}
 INT = {torch.int32: "int", torch.int64: "long long"}
 
 
@@ -66,10 +66,8 @@ def passed(y: Any, x: Any, dim: int, index: Any, source: Any, alpha: float, dete
     copy = pack if x.data_ptr() % 16 == 0 and (outer == 1 or part % pack == 0) else 1
     loads = LOADS if y.numel() > 2048 * copy * device.of(y).multiprocessors else 1  # small ones: more blocks
     threads = min(THREADS, max(32, 1 << (-(-part // (copy * loads)) - 1).bit_length()))
-    parts = -(-part // (threads * loads * copy))
-    turns = max(1, min(TURNS, 1 << (parts // (8 * device.of(y).multiprocessors)).bit_length() >> 1))
-    macros |= {"COPY": copy, "LOADS": loads, "TURNS": turns, "THREADS": threads, "BATCH": min(4, AHEAD // macros["PACK"])}
-    grid = -(-parts // turns), min(outer, 65535)
+    macros |= {"COPY": copy, "LOADS": loads, "THREADS": threads, "BATCH": min(4, AHEAD // macros["PACK"])}
+    grid = -(-part // (threads * loads * copy)), min(outer, 65535)
     launch(_PASS, grid, y, x, index, source, *sizes, alpha, block=threads, **macros)
 
 

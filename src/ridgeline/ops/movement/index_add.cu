@@ -128,12 +128,11 @@ struct Sum {
 
 // At most 1024 indices, in one pass. A block copies the same part of some slices of x, and looks for the indices whose rows reach into it.
 // Where there are any, equal ones are linked in order, and a thread for each pack of such a row makes it anew: x's value, then the source's.
-// THREADS: a power of 2; COPY: elements of a load of the copy; LOADS: such loads of a thread, TURNS times one after the other; BATCH: source
-// rows on their way.
+// THREADS: a power of 2; COPY: elements of a load of the copy; LOADS: such loads of a thread; BATCH: source rows on their way.
 extern "C" __global__ void __launch_bounds__(THREADS, 1024 / THREADS) index_add_pass(
     T* y, const T* x, const I* __restrict__ index, const T* source, long long outer, long long size, long long n, long long inner, float alpha) {
     using Copied = Pack<T, COPY>;
-    constexpr int MOST = 1024, WARPS = THREADS / 32, TURN = THREADS * LOADS, PART = TURNS * TURN * COPY;
+    constexpr int MOST = 1024, WARPS = THREADS / 32, PART = THREADS * LOADS * COPY;
     __shared__ unsigned found[MOST / 32];                 // a bit for each index
     __shared__ short item[MOST], spot[MOST], next[MOST];  // of those found: which it is, where its row begins here, the next equal one or 0
     const int lane = threadIdx.x % 32, warp = threadIdx.x / 32, words = ((int)n + 31) / 32;
@@ -142,26 +141,21 @@ extern "C" __global__ void __launch_bounds__(THREADS, 1024 / THREADS) index_add_
     const auto start_of = [&](long long row) { return nearest(row, size) * inner - begin; };
 
     Copied copied[LOADS];
-    const auto load = [&](long long o, int turn) {
-        const Copied* from = reinterpret_cast<const Copied*>(x + o * slice + begin);
+    const auto load = [&](long long o) {
+        const Copied* from = reinterpret_cast<const Copied*>(x + o * slice + begin) + threadIdx.x;
 #pragma unroll
-        for (int u = 0; u < LOADS; ++u) {
-            const int p = turn * TURN + u * THREADS + threadIdx.x;
-            copied[u] = p < moved / COPY ? from[p] : Copied{};
-        }
+        for (int u = 0; u < LOADS; ++u)
+            copied[u] = u * THREADS + threadIdx.x < moved / COPY ? from[u * THREADS] : Copied{};
     };
-    const auto store = [&](long long o, int turn) {
-        Copied* to = reinterpret_cast<Copied*>(y + o * slice + begin);
+    const auto store = [&](long long o) {
+        Copied* to = reinterpret_cast<Copied*>(y + o * slice + begin) + threadIdx.x;
 #pragma unroll
-        for (int u = 0; u < LOADS; ++u) {
-            const int p = turn * TURN + u * THREADS + threadIdx.x;
-            if (p < moved / COPY) to[p] = copied[u];
-        }
-        if (turn) return;
+        for (int u = 0; u < LOADS; ++u)
+            if (u * THREADS + threadIdx.x < moved / COPY) to[u * THREADS] = copied[u];
         const long long rest = o * slice + begin + moved / COPY * COPY + threadIdx.x;
         if (COPY > 1 && threadIdx.x < moved % COPY) y[rest] = x[rest];
     };
-    load(blockIdx.y, 0);
+    load(blockIdx.y);
 
     bool any = false;
     for (int first = warp; first < words; first += 4 * WARPS) {
@@ -237,50 +231,61 @@ extern "C" __global__ void __launch_bounds__(THREADS, 1024 / THREADS) index_add_
     if (any) __syncthreads();
     for (long long o = blockIdx.y;;) {
         const bool first = (int)threadIdx.x < packs && make(threadIdx.x, o);  // its reads wait beside the copy's
-        store(o, 0);
-        for (int turn = 1; turn < TURNS; ++turn) load(o, turn), store(o, turn);
+        store(o);
         if (any) __syncthreads();
         if (first) sum.put(to, bad);
         for (int p = threadIdx.x + THREADS; p < packs; p += THREADS)
             if (make(p, o)) sum.put(to, bad);
         o += gridDim.y;
         if (o >= outer) break;
-        load(o, 0);
+        load(o);
     }
 }
 
-// Few indices: a warp looks through all of them, 32 at once, for those of its row, and adds their source rows in order. Nothing is sorted.
+// Few indices: a warp looks through all of them for those of its row, and adds their source rows in order. Nothing is sorted.
 // ROWS 1: a warp has a part of any row, so that this is the copy as well. ROWS 0: of the row of index[item], where that is the first such
 // index; the others are copied by the kernel before. With PDL that may still be at work: all but the writing is done by then.
 extern "C" __global__ void __launch_bounds__(256) index_add_few(
     T* y, const T* x, const I* index, const T* source, long long outer, long long size, long long n, long long inner, float alpha) {
-    constexpr int PACKS = 4;  // of a thread
-    __shared__ I all[1024];   // what the launcher calls few
-    for (int k = threadIdx.x; k < n; k += blockDim.x) all[k] = index[k];
+    constexpr int PACKS = 4;      // of a thread
+    __shared__ long long all[1024];  // the rows of what the launcher calls few; ~row for an index that is out of range
+    for (int k = threadIdx.x; k < n; k += blockDim.x) {
+        const long long given = index[k], row = nearest(given, size);
+        all[k] = given == row ? row : ~row;
+    }
     __syncthreads();
-    const int lane = threadIdx.x % 32;
+    const int lane = threadIdx.x % 32, words = ((int)n + 31) / 32;
+    const auto row_of = [](long long named) { return named < 0 ? ~named : named; };
     const long long wide = 32 * PACK * PACKS, pieces = (inner + wide - 1) / wide, items = ROWS ? size : n;
     const long long warps = gridDim.x * (long long)(blockDim.x / 32);
     for (long long w = (blockIdx.x * (long long)blockDim.x + threadIdx.x) / 32; w < outer * items * pieces; w += warps) {
         const Unit unit(w, items, pieces, wide);
-        const long long row = ROWS ? unit.item : nearest(all[unit.item], size), column = unit.column + lane * PACK;
+        const long long row = ROWS ? unit.item : row_of(all[unit.item]), column = unit.column + lane * PACK;
         const long long to = (unit.o * size + row) * inner + column;
+        unsigned hits = 0;  // bit i: index 32 i + lane names the row
+        bool bad = false;
+#pragma unroll 8
+        for (int i = 0; i < words; ++i) {
+            const int k = 32 * i + lane;
+            const long long named = all[min(k, (int)n - 1)];
+            const bool hit = k < n && row_of(named) == row;
+            hits |= (unsigned)hit << i;
+            bad |= hit && named < 0;
+        }
+        bad = __any_sync(~0u, bad);
+        unsigned left = hits;  // words in which there are any
+#pragma unroll
+        for (int step = 16; step; step /= 2) left |= __shfl_xor_sync(~0u, left, step);
+        // The first index of a row makes it.
+        if (!ROWS && 32 * (__ffs(left) - 1) + __ffs(__ballot_sync(~0u, hits >> (__ffs(left) - 1) & 1)) - 1 != unit.item) continue;
         Sum sum[PACKS];
 #pragma unroll
         for (int u = 0; u < PACKS; ++u)
             if (column + u * 32 * PACK < inner) sum[u].take(x + to + u * 32 * PACK);
-        bool bad = false, first = true, mine = true;
-        for (long long base = 0; mine && base < n; base += 32) {
-            const long long k = base + lane, given = k < n ? (long long)all[k] : 0;
-            const bool hit = k < n && nearest(given, size) == row;
-            unsigned hits = __ballot_sync(~0u, hit);
-            bad |= __any_sync(~0u, hit && given != row);
-            if (!ROWS && first && hits) {
-                first = false;
-                mine = base + __ffs(hits) - 1 == unit.item;
-            }
-            for (; mine && hits; hits &= hits - 1) {
-                const T* from = source + (unit.o * n + base + __ffs(hits) - 1) * inner + column;
+        for (; left; left &= left - 1) {
+            const int i = __ffs(left) - 1;
+            for (unsigned lanes = __ballot_sync(~0u, hits >> i & 1); lanes; lanes &= lanes - 1) {
+                const T* from = source + (unit.o * n + 32 * i + __ffs(lanes) - 1) * inner + column;
                 Packed pack[PACKS];
 #pragma unroll
                 for (int u = 0; u < PACKS; ++u)
@@ -293,7 +298,7 @@ extern "C" __global__ void __launch_bounds__(256) index_add_few(
         wait_for_before();
 #pragma unroll
         for (int u = 0; u < PACKS; ++u)
-            if (mine && column + u * 32 * PACK < inner) sum[u].put(y + to + u * 32 * PACK, bad);
+            if (column + u * 32 * PACK < inner) sum[u].put(y + to + u * 32 * PACK, bad);
     }
 }
 
