@@ -167,7 +167,7 @@ def _apart(n: int, inner: int, x: torch.Tensor) -> bool:
     return n <= 64 and inner * x.element_size() >= 512
 
 
-def apart(x: Any, dim: int, index: torch.Tensor, *rest: Any) -> str | None:
+def apart(x: Any, dim: int, index: torch.Tensor, *rest: Any, **named: Any) -> str | None:
     """Few indices of long rows, each of which is sooner made by threads of its own (84 us for 94 of 15 into 32x1024x1024 on an H200), or of
     much to copy, which by itself is sooner copied (70.3 for 71.5 of 15 into 32 Mi, 73.0 for 73.7 of 512 into 32768x1024)."""
     n, inner = index.shape[0], math.prod(x.shape[dim % max(1, x.dim()) + 1 :])

@@ -123,7 +123,7 @@ def whole(x: torch.Tensor, dim: int, *rest: Any) -> str | None:
     return None if begins and n * x.element_size() % 16 == 0 else "it takes rows of whole 16 bytes, which begin at multiples of 16"
 
 
-def short(x: torch.Tensor, dim: int, *rest: Any) -> str | None:
+def short(x: torch.Tensor, dim: int, *rest: Any, **named: Any) -> str | None:
     """Rows that a block has each, and few tiles, which are sooner done without a ring."""
     rows, n, _ = _sizes(x, dim % max(1, x.dim()))
     many = device.of(x).multiprocessors
