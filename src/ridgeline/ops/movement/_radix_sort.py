@@ -21,7 +21,7 @@ _CLEAR, _COUNTS = CudaKernel(FILE, "radix_clear", "Pq"), CudaKernel(FILE, "radix
 _ONESWEEP = CudaKernel(FILE, "radix_onesweep", "PPPPPqii")
 DIGITS, HEAD, THREADS = 256, 8 * 256 + 8, 384  # HEAD: State's words of 64 bits before its words a tile, in radix_sort.cu
 FEW = 1 << 14  # keys that torch sorts as soon: 61 us on an H100
-EARLY = 1 << 19  # keys from which on kernels start early: 86 for 92 us of 2^20 on an H200, but 64 for 58 of 2^18
+EARLY = range(1 << 19, 1 << 24)  # keys of which kernels start early: 86 for 92 us of 2^20 on an H200, but 64 for 58 of 2^18, and 2% more at 2^26
 
 
 def _word(n: int) -> int:
@@ -56,7 +56,7 @@ def sort(onesweep: bool, ordered: Any, moved: Any, keys: torch.Tensor, values: t
     some = n if passes > 1 else 0
     spare = keys.new_empty(some), torch.empty(some, dtype=torch.int32 if value == 4 else torch.int64, device=where)
     if onesweep:
-        after = early(device.of(keys)) if n >= EARLY else {"PDL": False}
+        after = early(device.of(keys)) if n in EARLY else {"PDL": False}
         launch(_CLEAR, (-(-state.numel() // 256),), state, state.numel(), block=256, PDL=after["PDL"], **macros)
         counting = min(-(-n // (1024 * macros["PACK"])), 6 * device.of(keys).multiprocessors)
         launch(_COUNTS, (counting,), state, keys, n, block=256, **macros, **after)
