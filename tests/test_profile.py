@@ -110,7 +110,7 @@ def test_the_figures_of_ncu() -> None:
 
 
 def test_the_counters_of_rungs() -> None:
-    """A kernel that does nothing begins each rung's turn; of several kernels in a turn the longest speaks."""
+    """A kernel that does nothing begins each rung's turn; of several in a turn sums are added up, else the longest one's counts."""
     name = "l1tex__data_bank_conflicts_pipe_lsu_mem_shared.sum"
     table = f"""==PROF== noise
 "ID","Kernel Name","gpu__time_duration.sum","{name}"
@@ -137,8 +137,11 @@ def test_the_counters_of_rungs() -> None:
     assert list(counters.rows([rungs[0], refused, *rungs[1:]], table)) == [refused, *found]
     assert [(row["impl"], row["value"], row.get("before"), row["kernel"]) for row in found] == [
         ("naive", 4194304, None, "naive"),
-        ("shared", 8, 4194304, "second"),
+        ("shared", 15, 4194304, "second"),
     ]
+    rate = "sm__warps_active.avg.pct_of_peak_sustained_active"
+    rates = list(counters.rows([rung | {"counter": rate} for rung in rungs], table.replace(name, rate)))
+    assert [(row["impl"], row["value"], row.get("before")) for row in rates] == [("naive", 4194304, None), ("shared", 8, 4194304)]
     unnamed = rungs[0] | {"counter": None}  # it runs for the rung after it
     assert list(counters.rows([unnamed, *rungs[1:]], table)) == found[1:]
     for other in ({"op": "copy"}, {"case": "32768x32768"}, {"dtype": "bfloat16"}):
@@ -147,7 +150,7 @@ def test_the_counters_of_rungs() -> None:
         list(counters.rows(rungs[:2], table))
     facts = {"type": "bench", "peer": False, "status": "ok", "kind": "cuda", "seconds": {"median": 1e-3}}
     steps = ladder.ladder([*[place | facts | {"impl": impl} for impl in ("naive", "shared")], *found], "transpose")
-    assert [ladder.counted(step["counted"]) for step in next(iter(steps.values()))] == [f"{name} 4.19 M", f"{name} 8.00, before 4.19 M"]
+    assert [ladder.counted(step["counted"]) for step in next(iter(steps.values()))] == [f"{name} 4.19 M", f"{name} 15.0, before 4.19 M"]
 
 
 def test_a_rung_has_its_turn_in_the_first_case_that_it_takes() -> None:

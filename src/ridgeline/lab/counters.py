@@ -1,8 +1,9 @@
 """What a GPU's own counters say of each rung of a ladder, by Nsight Compute: the figure that shows a rung's idea at work.
 
 ncu watches one process that runs every rung once. Between rungs a kernel that does nothing starts, so that each kernel that ncu
-tells of is the rung's whose turn it was. Of a rung with several kernels the longest speaks. A rung's counter is read of the kernel before
-it in the ladder too, so that one sees it move. A rung that does not take an op's first case has its turn in the first one that it takes.
+tells of is the rung's whose turn it was. Of a rung with several kernels sums are added up; of all else the longest speaks. A rung's
+counter is read of the rung before it in the ladder too, so that one sees it move. A rung that does not take an op's first case has its
+turn in the first one that it takes.
 """
 
 from __future__ import annotations
@@ -72,14 +73,25 @@ def rows(rungs: list[Row], table: str) -> Iterator[Row]:
         elif kernels_of:
             kernels_of[-1].append(kernel)
     yield from (rung for rung in rungs if rung["status"] != "ok" and rung["counter"])
-    last: tuple[Any, dict[str, str]] | None = None
+    last: tuple[Any, list[dict[str, str]]] | None = None
     for rung, turn in zip([rung for rung in rungs if rung["status"] == "ok"], kernels_of, strict=True):
-        slowest = max(turn, key=lambda kernel: _number(kernel[TIME]), default=None)
         call = [rung[fact] for fact in ("op", "case", "dtype")]
-        if slowest and (name := rung["counter"]):
-            before = {"before": _number(last[1][name])} if last and last[0] == call else {}
-            yield rung | {"value": _number(slowest[name]), **before, "unit": units[name], "kernel": slowest["Kernel Name"].split("(")[0]}
-        last = (call, slowest) if slowest else None
+        if turn and (name := rung["counter"]):
+            before = {"before": _of_all(last[1], name)} if last and last[0] == call else {}
+            kernel = _longest(turn)["Kernel Name"].split("(")[0]
+            yield rung | {"value": _of_all(turn, name), **before, "unit": units[name], "kernel": kernel}
+        last = (call, turn) if turn else None
+
+
+def _longest(turn: list[dict[str, str]]) -> dict[str, str]:
+    return max(turn, key=lambda kernel: _number(kernel[TIME]))
+
+
+def _of_all(turn: list[dict[str, str]], counter: str) -> float:
+    """A counter of a rung's kernels: a sum is that of all, any other the longest one's."""
+    if counter.endswith(".sum"):
+        return sum([_number(kernel[counter]) for kernel in turn])
+    return _number(_longest(turn)[counter])
 
 
 def _number(text: str) -> float:
