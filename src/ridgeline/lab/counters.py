@@ -78,8 +78,8 @@ def rows(rungs: list[Row], table: str) -> Iterator[Row]:
         call = [rung[fact] for fact in ("op", "case", "dtype")]
         if turn and (name := rung["counter"]):
             before = {"before": _of_all(last[1], name)} if last and last[0] == call else {}
-            kernel = _longest(turn)["Kernel Name"].split("(")[0]
-            yield rung | {"value": _of_all(turn, name), **before, "unit": units[name], "kernel": kernel}
+            longest = _longest(turn)["Kernel Name"].split("(")[0]
+            yield rung | {"value": _of_all(turn, name), **before, "unit": units[name], "kernel": longest}
         last = (call, turn) if turn else None
 
 
