@@ -11,7 +11,8 @@ import torch
 from ridgeline import cuda
 from ridgeline.boundary import launch
 from ridgeline.cuda import CudaError, CudaKernel, TensorMap
-from ridgeline.op import RidgelineError
+from ridgeline.lab import inspect
+from ridgeline.op import RidgelineError, registry
 from ridgeline.ops.movement import _index_add
 from ridgeline.ops.reduction import _cumsum
 
@@ -85,7 +86,16 @@ def test_packs_leave_by_one_store() -> None:
         for reverse in (False, True):
             macros = _cumsum._macros(x, x, 1, 4096, reverse, True, 256)
             # Twice: where a warp's elements are all inside, and where some are not, which has stores of single ones as well.
-            assert _stores(_cumsum._ROWS, **macros) == (2 * macros["ITEMS"], pack * macros["ITEMS"])
+            for items in {macros["ITEMS"], 8}:
+                assert _stores(_cumsum._ROWS, **macros | {"ITEMS": items}) == (2 * items, pack * items)
+
+
+def test_copies_take_whole_units() -> None:
+    """Of 100003 bytes too, whose last three are the first block's."""
+    copy = registry()["copy"]
+    for name in ("cuda_packed", "cuda_loads"):
+        launches = inspect.launches(copy, copy.implementations[name], copy.case("100003 of int8"), "float32", "sm_90")
+        assert [one.constants["UNIT"] for _, one in launches] == ["uint4"]
 
 
 @pytest.mark.gpu

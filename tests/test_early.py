@@ -1,6 +1,7 @@
 """Programmatic dependent launch of CUDA C++: which kernels may start early, that they wait before they write, and that results are right
 in streams and captured graphs, right after kernels that write the inputs."""
 
+import re
 from collections.abc import Callable, Iterator
 from itertools import groupby, pairwise
 from pathlib import Path
@@ -10,11 +11,12 @@ import pytest
 import torch
 
 import ridgeline
-from ridgeline.boundary import Launch, early, launch
+from ridgeline.boundary import Launch, early, launch, observe
 from ridgeline.cuda import CudaError, CudaKernel
 from ridgeline.device import gpu, pretend
 from ridgeline.lab import inspect
 from ridgeline.op import Implementation, RidgelineError, registry
+from ridgeline.ops.movement import _radix_sort
 
 FILE = Path(__file__).with_name("early.cu")
 FIRST, SECOND = CudaKernel(FILE, "early_first", "Pi"), CudaKernel(FILE, "early_second", "PPP")
@@ -54,7 +56,9 @@ def test_early_is_off_below_hopper() -> None:
 
 
 EARLY = {"dot": "cuda", "reduce_sum": "cuda_best", "index_add": "cuda", "cumsum": "cuda", "radix_sort": "cuda"}
-WRITES = "st.global", "red.global", "atom.global"
+WRITES = re.compile(r"\b(?:st|red|atom)\.[\w.:]*global")
+READS = re.compile(r"\bld\.[\w.:]*global")
+AHEAD = "index_add_few", "radix_counts"  # read the op's inputs before they wait
 
 
 @pytest.mark.compiles
@@ -69,7 +73,10 @@ def test_early_kernels_wait_before_they_write(name: str) -> None:
             seen.add(one.kernel.name)
             ptx = body(one.kernel.compile("sm_90", one.constants).ptx, one.kernel.name)
             wait = ptx.find("griddepcontrol.wait")
-            assert 0 < wait < min([at for kind in WRITES if (at := ptx.find(kind)) >= 0]), f"{one.kernel} writes before it waits"
+            written, read = WRITES.search(ptx), READS.search(ptx)
+            assert written, f"{one.kernel} writes nothing"
+            assert 0 < wait < written.start(), f"{one.kernel} writes before it waits"
+            assert one.kernel.name in AHEAD or not read or wait < read.start(), f"{one.kernel} reads before it waits"
             plain = one.kernel.compile("sm_90", one.constants | {"PDL": False})
             assert "griddepcontrol" not in body(plain.ptx, one.kernel.name)
     assert seen, f"no kernel of {name} is early"
@@ -124,9 +131,11 @@ def test_the_second_kernel_starts_early_and_waits(graph: bool) -> None:
         run()  # what is compiled here comes too late
         for _ in range(3):
             assert torch.equal(run(), given + there)
+            torch.cuda.synchronize()  # the first may still run where the second did not wait
 
 
 N = 1 << 24
+KEYS = _radix_sort.EARLY.start
 
 
 def ops() -> dict[str, tuple[Callable[..., torch.Tensor], Callable[..., torch.Tensor]]]:
@@ -137,7 +146,7 @@ def ops() -> dict[str, tuple[Callable[..., torch.Tensor], Callable[..., torch.Te
         "dot": (lambda x: ridgeline.dot(x, x, impl="cuda"), lambda x: (x.double() * x.double()).sum().float()),
         "reduce_sum": (lambda x: ridgeline.reduce_sum(x, impl="cuda_best"), lambda x: x.double().sum().float()),
         "cumsum": (lambda x: ridgeline.cumsum(x, 0, impl="cuda"), lambda x: x.double().cumsum(0).float()),
-        "radix_sort": (lambda x: ridgeline.radix_sort(x[:300000], impl="cuda")[0], lambda x: x[:300000].sort().values),
+        "radix_sort": (lambda x: ridgeline.radix_sort(x[:KEYS], impl="cuda")[0], lambda x: x[:KEYS].sort().values),
         "index_add": (
             lambda x: ridgeline.index_add(x, 0, index, x[:1000], impl="cuda"),
             lambda x: torch.index_add(x.double(), 0, index, x[:1000].double()).float(),
@@ -150,7 +159,11 @@ def ops() -> dict[str, tuple[Callable[..., torch.Tensor], Callable[..., torch.Te
 @pytest.mark.parametrize("name", EARLY)
 def test_right_after_kernels_that_write_the_inputs(name: str, graph: bool) -> None:
     """Whole numbers, so that every order of additions gives the same bits. In a stream of its own, or a graph, several times over."""
+    started: list[Launch] = []
     run, expected = ops()[name]
+    with observe(lambda one: started.append(one)):
+        run(torch.ones(N, device="cuda"))
+    assert any([one.constants.get("launch_pdl") for one in started]), "nothing starts early"
     data = [torch.randint(-8, 9, (N,), device="cuda").float() for _ in range(4)]
     given = torch.empty_like(data[0])
     source = torch.empty_like(given)

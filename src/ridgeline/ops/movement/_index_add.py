@@ -175,7 +175,8 @@ def apart(x: Any, dim: int, index: torch.Tensor, *rest: Any, **named: Any) -> st
     much to copy, which by itself is sooner copied (70.3 for 71.5 of 15 into 32 Mi, 73.0 for 73.7 of 512 into 32768x1024)."""
     n, inner = index.shape[0], math.prod(x.shape[dim % max(1, x.dim()) + 1 :])
     most = 512 if inner * x.element_size() >= 512 else 64
-    if _apart(n, inner, x) or (n <= most and x.numel() * x.element_size() >= 1 << 24):
+    copied = x.shape[dim] > 4 * n and x.numel() * x.element_size() >= 1 << 24
+    if _apart(n, inner, x) or (n <= most and copied):
         return "its indices are few, and its rows long or many"
     return "its indices are many" if index.shape[0] > FEW else None
 

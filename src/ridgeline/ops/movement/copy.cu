@@ -11,15 +11,18 @@
 #define LOADS 1
 #endif
 
-// One unit a thread: an element in `cuda`, 16 bytes in `cuda_packed`.
+// An element a thread.
 extern "C" __global__ void copy_units(UNIT* y, const UNIT* x, long long n) {
     const long long i = blockIdx.x * (long long)blockDim.x + threadIdx.x;
     if (i < n) y[i] = x[i];
 }
 
-// LOADS units a thread, all on their way before the first is stored. Neighbours in a warp stay neighbours in memory.
-extern "C" __global__ void copy_loads(UNIT* __restrict__ y, const UNIT* __restrict__ x, long long n) {
+// LOADS units of 16 bytes (or what addresses allow) a thread, all on their way before the first is stored. Neighbours in a warp stay
+// neighbours in memory. The first block has the bytes behind the last whole unit.
+extern "C" __global__ void copy_loads(UNIT* __restrict__ y, const UNIT* __restrict__ x, long long bytes) {
     let_next_come();
+    const long long n = bytes / (long long)sizeof(UNIT), rest = n * sizeof(UNIT) + threadIdx.x;
+    if (blockIdx.x == 0 && rest < bytes) reinterpret_cast<char*>(y)[rest] = reinterpret_cast<const char*>(x)[rest];
     const long long first = blockIdx.x * (long long)(blockDim.x * LOADS) + threadIdx.x;
     UNIT kept[LOADS];
     if (first + (LOADS - 1) * (long long)blockDim.x < n) {

@@ -39,7 +39,7 @@ __device__ inline Y narrow(S s) {
 // Element i of a row of n, counted from the end where sums go backward.
 __device__ inline long long place(long long i, long long n) { return REVERSE ? n - 1 - i : i; }
 
-// Where sums go on from: of floats in two, what a float holds of it and the rest, so that adding to it many times loses nothing.
+// Where sums go on from: of float32 results in two, what a float holds of it and the rest, so that adding to it many times loses nothing.
 struct Start {
     SUM sum, rest;
 
@@ -84,8 +84,8 @@ struct Tile {
         }
     }
 
-    // Sums from the warp's first element on. Returns what all of them add up to, of floats as if added in double: all that comes after
-    // starts from it, so that it would carry on an error of one side.
+    // Sums from the warp's first element on. Returns what all of them add up to, of float32 results as if added in double: all that comes
+    // after starts from it, so that it would carry on an error of one side.
     __device__ TOTAL scan() {
         TOTAL total = 0;
         if constexpr (EXACT) {
@@ -214,7 +214,7 @@ __device__ inline TOTAL look_back(Entry* tiles, Entry* groups, long long tile, T
 }
 
 // One pass over rows of `tiles` tiles, of which a block has one, in the order in which blocks ask for them: so those before it have begun.
-extern "C" __global__ void __launch_bounds__(THREADS)
+extern "C" __global__ void __launch_bounds__(THREADS, 512 / THREADS)
     cumsum_tiles(Y* y, const X* x, Word* state, long long outer, long long n, long long tiles) {
     __shared__ TOTAL totals[WARPS], begin;
     __shared__ long long ticket;
