@@ -214,7 +214,8 @@ __device__ inline TOTAL look_back(Entry* tiles, Entry* groups, long long tile, T
 }
 
 // One pass over rows of `tiles` tiles, of which a block has one, in the order in which blocks ask for them: so those before it have begun.
-extern "C" __global__ void __launch_bounds__(THREADS, 512 / THREADS)
+// On Hopper 128 registers are just enough for four blocks of 128 threads a multiprocessor; elsewhere some would be spilled.
+extern "C" __global__ void __launch_bounds__(THREADS, __CUDA_ARCH__ == 900 ? 512 / THREADS : 1)
     cumsum_tiles(Y* y, const X* x, Word* state, long long outer, long long n, long long tiles) {
     __shared__ TOTAL totals[WARPS], begin;
     __shared__ long long ticket;
