@@ -73,6 +73,11 @@ SPILLS: dict[tuple[str, str, str, str], tuple[int, str]] = {
 OWN = "3.7.1"  # the Triton of requirements.lock; the others' compilers may move a few registers more, and of Gluon's kernels more yet:
 # 3.9's spills up to 2164 bytes, out and in, in attention's forward at D 64 with three groups of warps, and 1016 in its backward.
 # 3.6's 328 in that forward, and 120 in quantize_int8 of 33x129 for sm_100.
+if triton.__version__ == "3.6.0":
+    SPILLS |= {
+        ("attention", "triton", "_fwd", "sm_90"): (512, "a mask or a bias at D 16, whose tiles are in shared memory as often as the keys'"),
+        ("reduce_sum", "triton", "_fwd", "gfx942"): (136, "rows of 33x129 single bytes"),
+    }
 if triton.__version__ == "3.9.0":
     wide = "D 200 and 256, which are Gluon's there: a mask, a cap or the rung by name come here"
     SPILLS |= {
