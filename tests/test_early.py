@@ -5,12 +5,12 @@ import re
 from collections.abc import Callable, Iterator
 from itertools import groupby, pairwise
 from pathlib import Path
-from typing import Any
 
 import pytest
 import torch
 
 import ridgeline
+from graphs import captured
 from ridgeline.boundary import Launch, early, launch, observe
 from ridgeline.cuda import CudaError, CudaKernel
 from ridgeline.device import gpu, pretend
@@ -97,19 +97,6 @@ def test_no_early_kernel_compiles_below_hopper() -> None:
 def hopper() -> None:
     if gpu(torch.cuda.current_device()).capability < 90:
         pytest.skip("needs sm_90 or later")
-
-
-def captured(work: Callable[[], Any]) -> Callable[[], Any]:
-    """Runs the work by a graph. Returns what replays it and gives its result."""
-    stream = torch.cuda.Stream()
-    stream.wait_stream(torch.cuda.current_stream())
-    with torch.cuda.stream(stream):
-        work()
-    torch.cuda.current_stream().wait_stream(stream)
-    graph = torch.cuda.CUDAGraph()
-    with torch.cuda.graph(graph):
-        result = work()
-    return lambda: (graph.replay(), result)[1]
 
 
 @pytest.mark.gpu

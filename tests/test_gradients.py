@@ -9,6 +9,7 @@ import torch
 import torch.nn.functional as F
 from torch.autograd import forward_ad
 
+from graphs import captured
 from ridgeline import bias_mask_scale_add, dropout, gemv, matmul, rope
 from ridgeline import device as devices
 from ridgeline.boundary import Launch, observe
@@ -185,18 +186,10 @@ def test_replays_of_dropout_draw_anew(impl: str) -> None:
         y = dropout(x, 0.5, impl=impl)
         return y.detach(), *torch.autograd.grad(y, x, dy)
 
-    aside = torch.cuda.Stream()
-    aside.wait_stream(torch.cuda.current_stream())
-    with torch.cuda.stream(aside):
-        for _ in range(3):
-            step()
-    torch.cuda.current_stream().wait_stream(aside)
-    graph = torch.cuda.CUDAGraph()
-    with torch.cuda.graph(graph):
-        y, dx = step()
+    replay = captured(step, 3)
     seen = []
     for _ in range(2):
-        graph.replay()
+        y, dx = replay()
         assert torch.equal(y, dx)
         assert 300 < (y == 0).sum() < 700
         seen.append(y.clone())

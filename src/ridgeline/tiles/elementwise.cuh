@@ -18,7 +18,7 @@ struct alignas(sizeof(T) * N) Pack {
 };
 
 // A pack to global memory by one store. Assigned beside stores of single elements, the compiler may take a pack apart into such
-// (NVRTC 13.0, cumsum's first pack of a thread: eight stores of two bytes, a quarter of the time).
+// (NVRTC 13.0, the first pack of a thread: eight stores of two bytes; docs/notes/cumsum.md).
 template <typename T, int N>
 __device__ inline void store_global(T* to, const Pack<T, N>& pack) {
     if constexpr (sizeof(pack) == 16) {

@@ -108,10 +108,8 @@ def _launch(y: torch.Tensor, parts: torch.Tensor, a: torch.Tensor, x: torch.Tens
             return {"BN": 64, "BK": 128, **threads, "num_stages": 4 if gpu.backend == "cuda" else 2}
         if columns:
             return {"BN": 16 * pack, "BK": 8, "TILES": 4 if bm < 8 else 1, **threads}
-        rows, bk = (
-            (2 if bm == 1 and K > 128 * pack else 4) if whole else max(1, 4 // bm),
-            min(128 * pack, max(16, triton.next_power_of_2(K))),
-        )
+        rows = (2 if bm == 1 and K > 128 * pack else 4) if whole else max(1, 4 // bm)
+        bk = min(128 * pack, max(16, triton.next_power_of_2(K)))
         tiles = min(rows, triton.next_power_of_2(triton.cdiv(max(1, K), bk))) if bm == 1 else 1  # a row by itself is read the quickest
         return {"BN": rows // tiles * 128 * pack // bk, "BK": bk, "TILES": tiles, **threads}
 

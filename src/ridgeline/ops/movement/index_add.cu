@@ -247,7 +247,7 @@ extern "C" __global__ void __launch_bounds__(THREADS, 1024 / THREADS) index_add_
 // index; the others are copied by the kernel before. With PDL that may still be at work: all but the writing is done by then.
 extern "C" __global__ void __launch_bounds__(256) index_add_few(
     T* y, const T* x, const I* index, const T* source, long long outer, long long size, long long n, long long inner, float alpha) {
-    constexpr int PACKS = 4;      // of a thread
+    constexpr int PACKS = 4;         // of a thread
     __shared__ long long all[1024];  // the rows of what the launcher calls few; ~row for an index that is out of range
     for (int k = threadIdx.x; k < n; k += blockDim.x) {
         const long long given = index[k], row = nearest(given, size);

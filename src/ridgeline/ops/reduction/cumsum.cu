@@ -257,8 +257,7 @@ extern "C" __global__ void __launch_bounds__(THREADS, __CUDA_ARCH__ == 900 ? 512
 // shared memory and takes their sums away, so that memory is never idle for a wait. GROUPS groups of warps have a tile each in turn, and
 // tell its total as soon as it has come. One more warp finds what is before the block's next tile: what was before its last one, and the
 // totals since, of one tile of each block, all told by then or soon. So nobody waits for another's waiting, and additions have one order.
-// STAGES, which is how far loads go ahead, is small: what is told waits in the same queues. Blocks wait for each other, so all must run: a
-// cooperative launch.
+// Loads go STAGES tiles ahead, as many as shared memory holds. Blocks wait for each other, so all must run: a cooperative launch.
 extern "C" __global__ void __launch_bounds__(GROUPS * THREADS + 64, 1)
     cumsum_ring(Y* y, const X* x, Word* state, long long outer, long long n, long long tiles) {
     constexpr int WIDE = sizeof(Y) > sizeof(X) ? sizeof(Y) : sizeof(X), MOST = 5;
