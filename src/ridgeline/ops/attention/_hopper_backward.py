@@ -4,8 +4,8 @@ A piece of work is 128 keys. Two groups of four warps have 64 of them each, with
 by the copy engine. Scores stand on their side, keys down, so that the probabilities and their gradients dS go from registers into the
 products for dV and dK. dS also goes through shared memory to a third group, which multiplies it with K for all 128 keys and has the copy
 engine add the result to dQ, in float32 in memory. No group waits for another in step: the tensor cores have work from three.
-By default additions to a tile of dQ come in the order of the pieces' numbers, each waiting for the one before, so that reruns give the
-same bits; at D <= 64 the last piece adds what memory holds to its own and writes dq, else a kernel makes dq of the sums afterwards.
+By default additions to a tile of dQ come in the order of the pieces' numbers, each waiting for the one before, of which a warp of its own
+tells, so that reruns give the same bits; at D <= 64 the last piece adds what memory holds to its own and writes dq, else a kernel makes dq of the sums afterwards.
 `deterministic=False` adds as they come, but for short sequences at D <= 64, where the order costs nothing and spares that kernel.
 Packed sequences' pieces come from a list (_packed.py), the heaviest sequences first.
 Source: Dao, FlashAttention-2, 2023 (arXiv:2307.08691), algorithm 2; Shah et al., FlashAttention-3, 2024 (arXiv:2407.08608), section 3.
@@ -26,7 +26,7 @@ from ridgeline.cuda import TensorMap
 from ridgeline.ops.attention import _packed
 from ridgeline.ops.attention._hopper import whole
 from ridgeline.ops.attention._hopper_backward_wide import _bwd_wide
-from ridgeline.ops.attention._hopper_pieces import Call, _fetch, _piece, _queries
+from ridgeline.ops.attention._hopper_pieces import Call, _fetch, _piece, _queries, _tell
 from ridgeline.ops.attention._hopper_rings import (
     KEYS,
     ROWS,
@@ -41,6 +41,7 @@ from ridgeline.ops.attention._hopper_rings import (
     _scores,
     _singles,
     _store,
+    _told,
 )
 from ridgeline.ops.attention._triton import UNBOUNDED, _head, _lies, _parts, _save, _start_delta, _steps, _unit
 
@@ -152,7 +153,7 @@ def _keys(ME: gl.constexpr, dk_out, dv_out, here, call, TIGHT: gl.constexpr, RES
 
 
 @gluon.jit(do_not_specialize=["pieces", "heads", "section", "turns", "tiles", "columns", "shift", "left", "right"])
-def _bwd(order, listed, sums, queries, keys, values, do, dk_out, dv_out, dq_out, dq_sums, tops, deltas, pieces, heads, section, turns, tiles, columns, shift, left, right, scale, LEFT: gl.constexpr, RIGHT: gl.constexpr, GROUP: gl.constexpr, ORDERED: gl.constexpr, TIGHT: gl.constexpr, STAY: gl.constexpr, STAGES: gl.constexpr, OWN: gl.constexpr, FINISH: gl.constexpr, REST: gl.constexpr):  # fmt: skip
+def _bwd(order, listed, sums, queries, keys, values, do, dk_out, dv_out, dq_out, dq_sums, tops, deltas, pieces, heads, section, turns, tiles, columns, shift, left, right, scale, LEFT: gl.constexpr, RIGHT: gl.constexpr, DOWN: gl.constexpr, GROUP: gl.constexpr, ORDERED: gl.constexpr, TIGHT: gl.constexpr, STAY: gl.constexpr, STAGES: gl.constexpr, OWN: gl.constexpr, FINISH: gl.constexpr, REST: gl.constexpr):  # fmt: skip
     PACKED: gl.constexpr = listed is not None
     D: gl.constexpr = queries.block_type.shape[-1]
     W: gl.constexpr = dq_sums.block_type.shape[1] // 2
@@ -170,20 +171,21 @@ def _bwd(order, listed, sums, queries, keys, values, do, dk_out, dv_out, dq_out,
     drawn, taken = _barriers(2, 1, KEYS + 1)
     board = gl.allocate_shared_memory(gl.int32, [2, 8 if PACKED else 1], gl.SwizzledSharedLayout(1, 1, 1, [0]))
     tickets = Tickets(board, drawn, taken, STAY, PACKED)
-    here = Memory(qs, dos, ks, vs, k_ready.index(0), k_free.index(0), v_ready.index(0), v_free.index(0), ds, ds_ready, ds_free, tickets)
-    fence_async_shared()
-    call = Call(
-        pieces, heads, section, turns, tiles, columns, shift, left, right, scale, LEFT, RIGHT, ORDERED and RIGHT, GROUP, PACKED, KEYS * ROWS
+    here = Memory(
+        qs, dos, ks, vs, k_ready.index(0), k_free.index(0), v_ready.index(0), v_free.index(0), ds, ds_ready, ds_free, tickets, _told()
     )
+    fence_async_shared()
+    call = Call(pieces, heads, section, turns, tiles, columns, shift, left, right, scale, LEFT, RIGHT, DOWN, GROUP, PACKED, KEYS * ROWS)
     gl.warp_specialize(
         [
             (_keys, (0, dk_out, dv_out, here, call, TIGHT, REST)),
             (_keys, (1, dk_out, dv_out, here, call, TIGHT, REST)),
             (_queries, (OWN, W, sums, dq_sums, dq_out, parts, here, order + 1, call, ORDERED, FINISH, REST)),
             (_fetch, (queries, do, tops, deltas, keys, values, here, order, listed, call)),
+            (_tell, (order + 1, here.told)),
         ],
-        [4, 4, 1],
-        [208, 72, 24],
+        [4, 4, 1, 1],
+        [208, 72, 24, 24],
     )
 
 
@@ -211,6 +213,31 @@ def _narrow(dq, sums, order, cu, dq_steps, rows, tiles, heads, batch, scale, D: 
     _save(_head(dq, dq_steps, turn // heads[1], turn % heads[1], start, UNIT), one, two, m, dq_steps[2], d, e, limit, D, UNIT)
 
 
+def _section(
+    q: torch.Tensor, k: torch.Tensor, longest: int, span: int, ordered: bool, ahead: bool, back: bool, packed: bool
+) -> tuple[int, bool]:  # fmt: skip
+    """How many heads' pieces come together, and whether of causal ones the lightest come first (`Call.work`).
+
+    In order the lightest first is best, since nobody waits, in sections of heads that L2 holds; but the longest pieces are then the last,
+    and where one of them is more than a seventh of what a program has, as with shared heads, that costs more than to wait. With the
+    heaviest first, sections are long: four to eight programs at a head keep in step, and find in L2 what one of them has fetched.
+    """
+    (batch, heads, _, D), (kv, columns) = q.shape, k.shape[1:3]
+    turns, group, programs = batch * kv, heads // kv, device.of(q).multiprocessors
+    share = 2 * programs / (turns * (triton.cdiv(columns, span) + 1))  # the longest causal piece, of what a program has
+    down = ordered and ahead and (back or packed or share < 1 / 7)
+    shared = 8 * max(1, longest) * D * group  # bytes of q, do and dq's sums that the programs of a head share
+    section = 4 if D > 128 and not packed else (24 << 20) // shared
+    if not down and not back:
+        if D > 128:
+            section = 8 if ahead or not ordered else 4
+        elif D > 64 or ahead:
+            section = 32 if group > 1 else 16
+        elif group > 1:
+            section = 8
+    return max(1, min(turns, section)), down
+
+
 def bwd(
     dq: torch.Tensor, dk: torch.Tensor, dv: torch.Tensor, do: torch.Tensor, dlse: torch.Tensor | None, q: torch.Tensor,
     k: torch.Tensor, v: torch.Tensor, o: torch.Tensor, lse: torch.Tensor, mask: None, cu_q: torch.Tensor | None,
@@ -225,7 +252,7 @@ def bwd(
     span = 64 if wide > 128 else 128  # keys of a piece
     ahead, back, packed = right < UNBOUNDED, left < UNBOUNDED, cu_q is not None
     sequences = None if cu_q is None else cu_q.numel() - 1
-    longest = rows if sequences is None else min(rows, max_q or rows // max(1, sequences))
+    longest = rows if sequences is None else min(rows, max_q or 4 * rows // max(1, sequences))
     tiles = triton.cdiv(rows, 64) if sequences is None else rows // 64 + sequences + 1
     listed, most = None, triton.cdiv(columns, span)
     if cu_q is not None:  # seen from keys, what is to the left is to the right
@@ -237,15 +264,14 @@ def bwd(
     ordered = deterministic or (wide < 128 and columns <= 4096 and not packed)  # there faster than out of order: dq needs no other kernel
     finish = ordered and wide < 128 and not packed
     _start_delta(deltas, tops, o, do, dlse, lse, order, cu_q, dq=dq if finish else None)
-    shared = 8 * max(1, longest) * D * group  # bytes of q, do and dq's sums that the programs of a head share
-    section = max(1, min(turns, (24 << 20) // shared))
+    section, down = _section(q, k, longest, span, ordered, ahead, back, packed)
     box, width, room = (1, 1, 1) if packed else (1, 1), min(wide, 64), 32 if wide > 128 else min(wide, 64)
     maps = [TensorMap(t, (*box, 64, wide), min(128, 2 * wide), packed) for t in (q, k, v, do, dk, dv)]
     maps += [TensorMap(dq, (*box, 64, width), min(128, 2 * width), packed), TensorMap(sums, (1, 2 * room, 32), 128)]
     maps += [TensorMap(tops, (1, 64)), TensorMap(deltas, (1, 64))]
     shift = int(bottom) if packed else columns - rows if bottom else 0
     numbers = turns * most, heads, section, turns, tiles, columns, shift, left, right, scale
-    facts: dict[str, Any] = {"LEFT": back, "RIGHT": ahead, "GROUP": group, "ORDERED": ordered}
+    facts: dict[str, Any] = {"LEFT": back, "RIGHT": ahead, "DOWN": down, "GROUP": group, "ORDERED": ordered}
     if wide > 128:
         launch(_bwd_wide, (turns * most,), order, listed, *maps, *numbers, **facts, num_warps=4, maxnreg=128)
     else:

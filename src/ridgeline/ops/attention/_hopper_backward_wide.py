@@ -10,7 +10,7 @@ from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
 from triton.experimental.gluon.language.nvidia.hopper import fence_async_shared, mbarrier, tma, warpgroup_mma, warpgroup_mma_wait
 
-from ridgeline.ops.attention._hopper_pieces import Call, _fetch, _piece, _queries
+from ridgeline.ops.attention._hopper_pieces import Call, _fetch, _piece, _queries, _tell
 from ridgeline.ops.attention._hopper_rings import (
     KEYS,
     ROWS,
@@ -26,6 +26,7 @@ from ridgeline.ops.attention._hopper_rings import (
     _scores,
     _singles,
     _store,
+    _told,
 )
 
 
@@ -128,7 +129,7 @@ def _slopes(dk_out, here, given, call):
 
 
 @gluon.jit(do_not_specialize=["pieces", "heads", "section", "turns", "tiles", "columns", "shift", "left", "right"])
-def _bwd_wide(order, listed, queries, keys, values, do, dk_out, dv_out, dq_out, dq_sums, tops, deltas, pieces, heads, section, turns, tiles, columns, shift, left, right, scale, LEFT: gl.constexpr, RIGHT: gl.constexpr, GROUP: gl.constexpr, ORDERED: gl.constexpr):  # fmt: skip
+def _bwd_wide(order, listed, queries, keys, values, do, dk_out, dv_out, dq_out, dq_sums, tops, deltas, pieces, heads, section, turns, tiles, columns, shift, left, right, scale, LEFT: gl.constexpr, RIGHT: gl.constexpr, DOWN: gl.constexpr, GROUP: gl.constexpr, ORDERED: gl.constexpr):  # fmt: skip
     PACKED: gl.constexpr = listed is not None
     dtype: gl.constexpr = queries.dtype
     qs = _rows(queries, tops, 2)
@@ -145,19 +146,20 @@ def _bwd_wide(order, listed, queries, keys, values, do, dk_out, dv_out, dq_out, 
     drawn, taken = _barriers(2, 1, KEYS + 1)
     board = gl.allocate_shared_memory(gl.int32, [2, 8 if PACKED else 1], gl.SwizzledSharedLayout(1, 1, 1, [0]))
     tickets = Tickets(board, drawn, taken, False, PACKED)
-    here = Memory(qs, dos, ks, vs, k_ready.index(0), k_free.index(0), v_ready.index(0), v_free.index(0), ds, ds_ready, ds_free, tickets)
+    here = Memory(
+        qs, dos, ks, vs, k_ready.index(0), k_free.index(0), v_ready.index(0), v_free.index(0), ds, ds_ready, ds_free, tickets, _told()
+    )
     given = Ring(pairs, given_ready, given_free)
     fence_async_shared()
-    call = Call(
-        pieces, heads, section, turns, tiles, columns, shift, left, right, scale, LEFT, RIGHT, ORDERED and RIGHT, GROUP, PACKED, ROWS
-    )
+    call = Call(pieces, heads, section, turns, tiles, columns, shift, left, right, scale, LEFT, RIGHT, DOWN, GROUP, PACKED, ROWS)
     gl.warp_specialize(
         [
             (_values, (dv_out, here, given, call)),
             (_slopes, (dk_out, here, given, call)),
             (_queries, (0, 64, None, dq_sums, dq_out, parts, here, order + 1, call, ORDERED, False, 0)),
             (_fetch, (queries, do, tops, deltas, keys, values, here, order, listed, call)),
+            (_tell, (order + 1, here.told)),
         ],
-        [4, 4, 1],
-        [208, 72, 24],
+        [4, 4, 1, 1],
+        [208, 72, 24, 24],
     )

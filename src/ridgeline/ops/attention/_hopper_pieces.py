@@ -7,7 +7,7 @@ from triton.experimental.gluon import language as gl
 from triton.experimental.gluon.language.nvidia.hopper import mbarrier, tma, warpgroup_mma, warpgroup_mma_wait
 from triton.language.core import _aggregate as aggregate
 
-from ridgeline.ops.attention._hopper_rings import ROWS, _add, _added, _await, _finish, _flat, _held, _in, _load, _look, _place, _same
+from ridgeline.ops.attention._hopper_rings import ROWS, _add, _await, _finish, _flat, _held, _in, _load, _look, _place, _same
 
 
 @aggregate
@@ -293,25 +293,26 @@ def _queries(
     dq: for that there are registers at D <= 64. `order` says how many have added. W columns are multiplied at a time, and leave by as many
     rooms as they need.
 
-    Three things are taken for granted. What the copy engine has added is in L2, where all look, when it says so: the count is told by a
-    relaxed addition, since a release waits for what nobody needs here (the whole takes up to 1.4 times as long). Ordinary loads past L1
-    find it there too. And where a piece is a program (D 128 and from 200 on) those with lower numbers begin first.
+    A block is told of when all that the copy engine was told to add to it is written, by `_tell`. Two things are taken for granted:
+    ordinary loads past L1 find there what others have told of; and where a piece is a program (D 128 and from 200 on) those with lower
+    numbers begin first.
     """
     TILES: gl.constexpr = here.ks.type.shape[0]
     STAGES: gl.constexpr = here.ds.type.shape[0] // TILES
     ROOMS: gl.constexpr = parts.type.shape[0]
     PARTS: gl.constexpr = here.ks.type.shape[-1] // W
     NEED: gl.constexpr = 2 * W // parts.type.shape[2]  # rooms of a part
-    TELLS: gl.constexpr = PARTS - 1 if NEED == 1 else 0  # after which part of a block the one before it is told of
+    EARLY: gl.constexpr = NEED > 1 or (call.RIGHT and not call.DOWN)  # where pieces come one block after another
+    TELLS: gl.constexpr = 0 if EARLY else PARTS - 1  # after which part of a block the one before it is told of
     layout: gl.constexpr = gl.NVMMADistributedLayout(version=[3, 0], warps_per_cta=[4, 1], instr_shape=[16, W, 16])
     rest_layout: gl.constexpr = gl.NVMMADistributedLayout(version=[3, 0], warps_per_cta=[4, 1], instr_shape=[16, max(REST, 16), 16])
     zero = gl.zeros([ROWS, W], gl.float32, layout)
-    n, done = 0, 0
+    n, done, said = 0, 0, 0
     item = here.tickets.take(0)
     while item < call.pieces:
         work = _piece(here, n, item, call)
         mbarrier.wait(here.k_ready, n & 1)
-        last, tell = order, False
+        last, tell = 0, False
         for g in range(call.GROUP):
             at = work.turn(g)
             seen = -1
@@ -349,14 +350,28 @@ def _queries(
                         _leave(dq, dq_sums, at * call.tiles + number, part * W, parts, before)
                     if part == TELLS:  # noqa: SIM102  # this one is decided by the compiler
                         if tell:  # the block before this one is in memory by now
-                            _added((TELLS + 1) * NEED)
-                            gl.atomic_add(last, 1, sem="relaxed", scope="gpu")
+                            here.told.say(said, last, (TELLS + 1) * NEED)
+                            said += 1
                 tell = ORDERED or before == 0
-                last = order + at * call.tiles + number
+                last = at * call.tiles + number
                 done += 1
         mbarrier.arrive(here.k_free, count=1)
-        _added(0)
         if tell:
-            gl.atomic_add(last, 1, sem="relaxed", scope="gpu")
+            here.told.say(said, last, 0)
+            said += 1
         n += 1
         item = here.tickets.take(n) if here.tickets.STAY else call.pieces
+    here.told.say(said, -1, 0)
+
+
+@gluon.jit
+def _tell(order, told):
+    """The warp that tells other programs of blocks of dQ that have been added to. Its word must be a release: the copy engine says that it
+    has written before all others see it, and a relaxed word came first once in a hundred calls at D 256. A release waits until they do,
+    for a third of a block's time or more, and of this program nobody waits for this warp."""
+    n = 0
+    number = told.hear(0)
+    while number >= 0:
+        gl.atomic_add(order + number, 1, sem="release", scope="gpu")
+        n += 1
+        number = told.hear(n)

@@ -263,8 +263,45 @@ class Tickets:
 
 
 @aggregate
+class Told:
+    """Numbers of blocks of queries, from the group of warps that adds to dQ to the warp that tells other programs of it."""
+
+    numbers: gl.shared_memory_descriptor
+    ready: gl.shared_memory_descriptor
+    free: gl.shared_memory_descriptor
+
+    @gluon.constexpr_function
+    def __init__(self, numbers, ready, free):
+        self.numbers = numbers
+        self.ready = ready
+        self.free = free
+
+    @gluon.jit
+    def say(self, n, number, BUT: gl.constexpr):
+        """The n-th number, once all but the last so many things that the copy engine was told to write are written."""
+        mbarrier.wait(self.free.index(n & 1), ((n >> 1) & 1) ^ 1)
+        self.numbers.index(n & 1).store(gl.full([1], number, gl.int32, gl.BlockedLayout([1], [32], [4], [0])))
+        _added(BUT)
+        mbarrier.arrive(self.ready.index(n & 1), count=1)
+
+    @gluon.jit
+    def hear(self, n):
+        mbarrier.wait(self.ready.index(n & 1), (n >> 1) & 1)
+        number = gl.max(self.numbers.index(n & 1).load(gl.BlockedLayout([1], [32], [1], [0])), 0)
+        mbarrier.arrive(self.free.index(n & 1), count=1)
+        return number
+
+
+@gluon.jit
+def _told():
+    ready, free = _barriers(2, 1, 1)
+    return Told(gl.allocate_shared_memory(gl.int32, [2, 1], gl.SwizzledSharedLayout(1, 1, 1, [0])), ready, free)
+
+
+@aggregate
 class Memory:
-    """Shared memory: rings of q and do, a tile of k and of v for each group of warps, rings of dS, and the numbers of pieces."""
+    """Shared memory: rings of q and do, a tile of k and of v for each group of warps, rings of dS, the numbers of pieces, and what of dQ
+    has been added to."""
 
     qs: Rows
     dos: Rows
@@ -278,9 +315,10 @@ class Memory:
     ds_ready: gl.shared_memory_descriptor
     ds_free: gl.shared_memory_descriptor
     tickets: Tickets
+    told: Told
 
     @gluon.constexpr_function
-    def __init__(self, qs, dos, ks, vs, k_ready, k_free, v_ready, v_free, ds, ds_ready, ds_free, tickets):
+    def __init__(self, qs, dos, ks, vs, k_ready, k_free, v_ready, v_free, ds, ds_ready, ds_free, tickets, told):
         self.qs = qs
         self.dos = dos
         self.ks = ks
@@ -293,6 +331,7 @@ class Memory:
         self.ds_ready = ds_ready
         self.ds_free = ds_free
         self.tickets = tickets
+        self.told = told
 
 
 @gluon.jit

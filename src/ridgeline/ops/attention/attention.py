@@ -20,6 +20,7 @@ from ridgeline.op import Case, Cost, Op, RidgelineError, Spec, dense_only, nbyte
 from ridgeline.ops.attention import _hopper, _hopper_backward, _triton
 from ridgeline.ops.attention._attention import (
     OPS,
+    ORDERS,
     by_kernels,
     check,
     formula,
@@ -150,9 +151,10 @@ def cost(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, *, mask: Any = None,
 
 
 def _case(batch: int, heads: int, length: int, D: int, use: str = "bench", kv: int = 0, **given: Any) -> Case:
+    note = given.pop("note", "")
     name = f"{batch}x{heads}{f'/{kv}' if kv else ''}x{length}x{D}{' causal' if given.get('causal') else ''}"
     name += f" window {given['window'][0]}" if "window" in given else ""
-    name += " deterministic" if given.get("deterministic") else ""
+    name += " deterministic" if given.get("deterministic") else note
     keys = Spec(batch, kv or heads, length, D)
     dtypes = {"bench": ("bfloat16",), "quick": ("float32",), "grid": ("bfloat16", "float32")}[use]
     return Case(name, (Spec(batch, heads, length, D), keys, keys), given, dtypes=dtypes, use=use)
@@ -185,12 +187,13 @@ ATTENTION = OPS[False] = Op(
         _case(2, 4, 256, 64, "quick"),
         _case(1, 8, 512, 64, "quick", causal=True),
         *(_case(b, h, s, d, causal=c, deterministic=fixed) for fixed in (False, True) for b, h, s, d, c in GRID),
-        *(_case(b, h, s, d) for b, h, s, d in OFF),
-        *(_case(4, h, 4096, d, causal=True) for h, d in ((10, 200), (8, 256))),
+        *(_case(b, h, s, d, **order) for order in ORDERS for b, h, s, d in OFF),
+        *(_case(4, h, 4096, d, causal=True, **order) for order in ORDERS for h, d in ((10, 200), (8, 256))),
         *(_case(8, 1, s, d, "grid") for d in (16, 32, 64, 128) for s in (256, 1024, 4096, 8192, 16384)),
         *(_case(1, 1, 1 << s, d, "grid", causal=True) for d in (16, 32, 64, 128) for s in range(7, 17)),
-        _case(4, 32, 4096, 128, kv=8, causal=True),
-        _case(1, 16, 16384, 128, causal=True, window=(1024, 0)),
+        *(_case(4, 32, 4096, d, kv=8, causal=True, **order) for order in ORDERS for d in (64, 128)),
+        *(_case(4, 32, 4096, 128, kv=8, **order) for order in ORDERS),
+        *(_case(1, 16, 16384, 128, causal=True, window=(1024, 0), **order) for order in ORDERS),
     ],
 )
 

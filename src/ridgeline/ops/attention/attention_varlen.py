@@ -19,6 +19,7 @@ from ridgeline.op import Case, Cost, Op, RidgelineError, Spec, dense_only, nbyte
 from ridgeline.ops.attention import _hopper, _hopper_backward, _triton
 from ridgeline.ops.attention._attention import (
     OPS,
+    ORDERS,
     Options,
     by_kernels,
     check,
@@ -182,7 +183,7 @@ def cost(
 
 
 def _case(name: str, heads: int, kv: int, D: int, parts: tuple[int, ...], keys: tuple[int, ...] = (), use: str = "check", **given: Any) -> Case:  # fmt: skip
-    keys = keys or parts
+    keys, name = keys or parts, name + given.pop("note", "")
     k = Spec(sum(keys), kv, D)
     if use == "bench":  # peers need them
         given |= {"max_seqlen_q": max(parts), "max_seqlen_k": max(keys)}
@@ -203,10 +204,16 @@ OPS[True] = ATTENTION_VARLEN = Op(
         _case("60 tokens, bottom right, window", 2, 1, 16, (1, 40, 19), (8, 30, 40), causal="bottom_right", window=(12, 0)),
         _case("50 tokens, softcap, lse", 2, 2, 32, (17, 33), (25, 20), softcap=3.0, return_lse=True),
         _case("1024 tokens", 4, 4, 64, (600, 24, 400), use="quick", causal=True),
-        _case("16x16384x128 causal", 16, 16, 128, LENGTHS, use="bench", causal=True),
-        _case("32/8x16384x128 causal", 32, 8, 128, LENGTHS, use="bench", causal=True),
-        _case("32x16384x64", 32, 32, 64, LENGTHS, use="bench"),
-        _case("8x16384x256 causal", 8, 8, 256, LENGTHS, use="bench", causal=True),
+        *(
+            _case(name, heads, kv, D, LENGTHS, use="bench", causal="causal" in name, **order)
+            for order in ORDERS
+            for name, heads, kv, D in (
+                ("16x16384x128 causal", 16, 16, 128),
+                ("32/8x16384x128 causal", 32, 8, 128),
+                ("32x16384x64", 32, 32, 64),
+                ("8x16384x256 causal", 8, 8, 256),
+            )
+        ),
     ],
 )
 

@@ -18,9 +18,10 @@ _TILES, _TOTALS = CudaKernel(FILE, "cumsum_tiles", "PPPqqq"), CudaKernel(FILE, "
 _ROWS, _COLUMNS = CudaKernel(FILE, "cumsum_rows", "PPq"), CudaKernel(FILE, "cumsum_columns", "PPPqqqqq")
 _CLEAR, _RING = CudaKernel(FILE, "cumsum_clear", "Pq"), CudaKernel(FILE, "cumsum_ring", "PPPqqq")
 GROUP = 32  # tiles, in cumsum.cu
-# Of the ring: threads of a group, groups, tiles in shared memory; and the packs of a thread, by the elements of a pack.
-RING = {"THREADS": 256, "GROUPS": 3, "STAGES": 8}
-RING_ITEMS = {8: 4, 4: 6, 2: 4}
+# Of the ring: threads of a group, and groups; the packs of a thread, by the elements of a pack; the most bytes of shared memory.
+RING = {"THREADS": 192, "GROUPS": 3}
+RING_ITEMS = {8: 6, 4: 10, 2: 8}
+RING_BYTES = 215 << 10
 LONG = 1 << 15  # elements for each multiprocessor, from which on the ring serves
 FEW = 32  # columns that are turned into rows where they are long, and bytes of a row by thread, four times
 
@@ -104,18 +105,17 @@ def by_ring(y: torch.Tensor, x: torch.Tensor, dim: int, dtype: torch.dtype, reve
     macros = _macros(y, x, rows, n, reverse, True, RING["THREADS"])
     macros |= RING | {"ITEMS": RING_ITEMS[macros["PACK"]]}
     packs = RING["THREADS"] * macros["ITEMS"]  # of a tile
-    tiles = -(-n // (packs * macros["PACK"]))
+    tiles, macros["STAGES"] = -(-n // (packs * macros["PACK"])), RING_BYTES // (16 * packs)
     state = torch.empty(2 * rows * tiles, dtype=torch.int64, device=x.device)
     launch(_CLEAR, (-(-state.numel() // 256),), state, state.numel(), **macros | {"block": 256})
-    macros |= {"shared": RING["STAGES"] * 16 * packs, "block": RING["GROUPS"] * RING["THREADS"] + 64}
+    macros |= {"shared": macros["STAGES"] * 16 * packs, "block": RING["GROUPS"] * RING["THREADS"] + 64}
     launch(_RING, (min(device.of(x).multiprocessors, rows * tiles),), y, x, state, rows, n, tiles, cooperative=1, **macros)
 
 
 def whole(x: torch.Tensor, dim: int, *rest: Any) -> str | None:
     """What the copy engine needs: rows of whole packs of 16 bytes, that begin at such, and room for the ring."""
-    size = RING["STAGES"] * 16 * RING["THREADS"] * max(RING_ITEMS.values())
-    if device.of(x).shared_memory < size + (2 << 10):
-        return f"its ring takes {size >> 10} KiB of shared memory, more than a block has here"
+    if device.of(x).shared_memory < RING_BYTES + (2 << 10):
+        return f"its ring takes {RING_BYTES >> 10} KiB of shared memory, more than a block has here"
     _, n, inner = _sizes(x, dim % max(1, x.dim()))
     if inner > 1:
         return "it takes the last dimension, and what follows this has sizes"

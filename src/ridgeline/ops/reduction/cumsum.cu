@@ -43,20 +43,17 @@ __device__ inline long long place(long long i, long long n) { return REVERSE ? n
 struct Start {
     SUM sum, rest;
 
-    __device__ explicit Start(TOTAL given) : sum((SUM)given), rest(EXACT ? (SUM)(given - (TOTAL)sum) : 0) { check(); }
-    __device__ void check() {
-        if (EXACT && sum - sum != 0) rest = 0;  // of infinity nothing is left over
-    }
+    __device__ explicit Start(TOTAL given) : sum((SUM)given), rest(EXACT ? (SUM)(given - (TOTAL)sum) : 0) {}
+    __device__ SUM left() const { return EXACT && sum - sum != 0 ? SUM(0) : rest; }  // of infinity nothing is left over
     __device__ void add(SUM x) {
         const SUM before = sum;
         sum += x;
         if constexpr (EXACT) {  // Knuth's two-sum
             const SUM added = sum - before;
             rest += (before - (sum - added)) + (x - added);
-            check();
         }
     }
-    __device__ SUM operator+(SUM x) const { return EXACT ? sum + (rest + x) : sum + x; }
+    __device__ SUM operator+(SUM x) const { return EXACT ? sum + (left() + x) : sum + x; }
 };
 
 // A thread's packs of a tile: the first at element `first`, the others 32 packs apart.
@@ -94,7 +91,7 @@ struct Tile {
             for (int i = 0; i < ITEMS; ++i)
 #pragma unroll
                 for (int j = 0; j < PACK; ++j) own.add(at[i][j]);
-            total = (TOTAL)own.sum + (TOTAL)own.rest;
+            total = (TOTAL)own.sum + (TOTAL)own.left();
 #pragma unroll
             for (int step = 16; step; step /= 2) total += __shfl_xor_sync(~0u, total, step);
         }
@@ -127,12 +124,11 @@ struct Tile {
 
     // What is before the warp's first element is added last: rounded before, its error would be that of a whole tile.
     __device__ void store(Y* y, long long first, long long n, TOTAL before) const {
-        const auto to_global = [](Y* at, const Pack<Y, PACK>& pack) { store_global(at, pack); };
-        inside(first, n) ? write<true>(y, first, n, before, to_global) : write<false>(y, first, n, before, to_global);
+        inside(first, n) ? write<true>(y, first, n, before) : write<false>(y, first, n, before);
     }
 
     template <bool INSIDE>
-    __device__ void write(Y* y, long long first, long long n, TOTAL before, auto put) const {
+    __device__ void write(Y* y, long long first, long long n, TOTAL before) const {
         const Start start(before);
 #pragma unroll
         for (int i = 0; i < ITEMS; ++i) {
@@ -141,7 +137,7 @@ struct Tile {
 #pragma unroll
             for (int j = 0; j < PACK; ++j) pack.at[REVERSE ? PACK - 1 - j : j] = narrow(start + at[i][j]);
             if (INSIDE || p + PACK <= n)
-                put(y + (REVERSE ? n - PACK - p : p), pack);
+                store_global(y + (REVERSE ? n - PACK - p : p), pack);
             else
 #pragma unroll
                 for (int j = 0; j < PACK; ++j)
@@ -254,42 +250,42 @@ extern "C" __global__ void __launch_bounds__(THREADS, __CUDA_ARCH__ == 900 ? 512
 
 #if __CUDA_ARCH__ >= 900 && defined(STAGES)
 // The ring. A block for each multiprocessor stays, and has every gridDim.x-th tile of all rows. The copy engine brings its tiles into
-// shared memory and takes their sums away, so that memory is never idle for a wait. GROUPS groups of warps have a tile each in turn, and
-// tell its total as soon as it has come. One more warp finds what is before the block's next tile: what was before its last one, and the
-// totals since, of one tile of each block, all told by then or soon. So nobody waits for another's waiting, and additions have one order.
-// Loads go STAGES tiles ahead, as many as shared memory holds. Blocks wait for each other, so all must run: a cooperative launch.
+// shared memory, STAGES ahead. GROUPS groups of warps take a tile each in turn into their registers, whose place is then filled again, and
+// tell its total. One more warp finds what is before the block's next tile: what was before its last one, and the totals since, of one
+// tile of each block, all told by then or soon. So nobody waits for another's waiting, and additions have one order. Sums leave from the
+// registers. Blocks wait for each other, so all must run: a cooperative launch.
 extern "C" __global__ void __launch_bounds__(GROUPS * THREADS + 64, 1)
-    cumsum_ring(Y* y, const X* x, Word* state, long long outer, long long n, long long tiles) {
-    constexpr int WIDE = sizeof(Y) > sizeof(X) ? sizeof(Y) : sizeof(X), MOST = 5;
+    cumsum_ring(Y* y, const X* x, Word* state, long long outer, long long n, long long each) {
+    constexpr int MOST = 5, SEEN = 2 * GROUPS;
+    constexpr unsigned BYTES = TILE * sizeof(X);
     extern __shared__ __align__(128) char ring[];
-    __shared__ Barrier full[STAGES], done[STAGES], known[STAGES];
-    __shared__ TOTAL begin[STAGES], totals[2][GROUPS][WARPS];
+    __shared__ Barrier full[STAGES], read[STAGES], known[SEEN], taken[SEEN];
+    __shared__ TOTAL begin[SEEN], totals[2][GROUPS][WARPS];
     Entry* told = reinterpret_cast<Entry*>(state);
     const int group = threadIdx.x / THREADS, thread = threadIdx.x % THREADS, warp = thread / 32, lane = threadIdx.x % 32;
-    const int other = (int)threadIdx.x / 32 - GROUPS * WARPS;  // the warps behind the groups': one that looks, one that moves
-    const long long all = outer * tiles, count = blockIdx.x < all ? (all - 1 - blockIdx.x) / gridDim.x + 1 : 0;
-    const auto tile = [&](long long i) { return blockIdx.x + i * gridDim.x; };
-    const auto place_of = [&](long long t) { return t / tiles * n + (REVERSE ? n - (t % tiles + 1) * TILE : t % tiles * TILE); };
-    const auto whole = [&](long long t) { return (t % tiles + 1) * TILE <= n; };  // the rest of a row goes through registers alone
+    const int other = (int)threadIdx.x / 32 - GROUPS * WARPS;  // the warps behind the groups': one that looks, one that fetches
+    const unsigned tiles = (unsigned)each, all = (unsigned)outer * tiles, count = blockIdx.x < all ? (all - 1 - blockIdx.x) / gridDim.x + 1 : 0;
+    const auto tile = [&](unsigned i) { return blockIdx.x + i * gridDim.x; };
+    const auto whole = [&](unsigned t) { return (t % tiles + 1) * TILE <= n; };  // the rest of a row is read by the groups themselves
     if (threadIdx.x == 0) {
-        for (int s = 0; s < STAGES; ++s) barrier_init(&full[s]), barrier_init(&known[s]), barrier_init(&done[s], WARPS);
+        for (int s = 0; s < STAGES; ++s) barrier_init(&full[s]), barrier_init(&read[s], WARPS);
+        for (int s = 0; s < SEEN; ++s) barrier_init(&known[s]), barrier_init(&taken[s], WARPS);
         barrier_init_done();
     }
     __syncthreads();
 
     if (group < GROUPS) {
-        for (long long i = group; i < count; i += GROUPS) {
-            const int stage = (int)(i % STAGES), turn = (int)(i / GROUPS % 2);
-            const unsigned phase = (unsigned)(i / STAGES % 2);
-            const long long t = tile(i), row = t / tiles * n, inside = warp * STRETCH + lane * PACK;
-            const auto first = [&] { return t % tiles * TILE + inside; };
-            char* kept = ring + stage * (TILE * WIDE);
+        for (unsigned i = group; i < count; i += GROUPS) {
+            const unsigned stage = i % STAGES, place = i % SEEN, turn = i / GROUPS % 2, t = tile(i);
+            const long long row = t / tiles * n, inside = warp * STRETCH + lane * PACK, first = t % tiles * TILE + inside;
             Tile mine;
-            barrier_wait(&full[stage], phase);
+            barrier_wait(&full[stage], i / STAGES % 2);
             if (whole(t))
-                mine.read<true>(reinterpret_cast<const X*>(kept), inside, TILE);
+                mine.read<true>(reinterpret_cast<const X*>(ring + stage * BYTES), inside, TILE);
             else
-                mine.load(x + row, first(), n);
+                mine.load(x + row, first, n);
+            __syncwarp();
+            if (lane == 0) barrier_arrive(&read[stage]);
             const TOTAL total = mine.scan();
             if (lane == 0) totals[turn][group][warp] = total;
             asm volatile("bar.sync %0, %1;" ::"r"(group + 1), "n"(THREADS) : "memory");
@@ -300,23 +296,19 @@ extern "C" __global__ void __launch_bounds__(GROUPS * THREADS + 64, 1)
                 sum += totals[turn][group][w];
             }
             if (thread == 0) told[t].put(sum, 1);
-            barrier_wait(&known[stage], phase);
-            if (whole(t)) {
-                const auto to_ring = [](Y* at, const Pack<Y, PACK>& pack) { reinterpret_cast<Pack<Y, PACK>&>(*at) = pack; };
-                mine.write<true>(reinterpret_cast<Y*>(kept), inside, TILE, begin[stage] + before, to_ring);
-                bulk_fence();
-            } else
-                mine.store(y + row, first(), n, begin[stage] + before);
+            barrier_wait(&known[place], i / SEEN % 2);
+            before += begin[place];
             __syncwarp();
-            if (lane == 0) barrier_arrive(&done[stage]);
+            if (lane == 0) barrier_arrive(&taken[place]);
+            mine.store(y + row, first, n, before);
         }
     } else if (other == 0) {
         TOTAL base = 0;
-        for (long long i = 0; i < count; ++i) {
-            const int stage = (int)(i % STAGES);
-            const long long t = tile(i), row = t / tiles * tiles, last = t - gridDim.x;
+        for (unsigned i = 0; i < count; ++i) {
+            const unsigned place = i % SEEN, t = tile(i), row = t / tiles * tiles;
+            const bool new_row = t < row + gridDim.x;  // the block's last tile was of another
             TOTAL since = 0;
-            for (long long k = (last < row ? row : last) + lane; k - lane < t; k += 32 * MOST) {
+            for (unsigned k = (new_row ? row : t - gridDim.x) + lane; k - lane < t; k += 32 * MOST) {
                 TOTAL value[MOST];
                 bool open;
                 do {
@@ -333,33 +325,24 @@ extern "C" __global__ void __launch_bounds__(GROUPS * THREADS + 64, 1)
             }
 #pragma unroll
             for (int step = 16; step; step /= 2) since += __shfl_xor_sync(~0u, since, step);
-            base = (last < row ? TOTAL(0) : base) + since;
-            if (i >= STAGES) barrier_wait(&done[stage], (unsigned)(i / STAGES - 1) % 2);
+            base = (new_row ? TOTAL(0) : base) + since;
+            if (i >= SEEN) barrier_wait(&taken[place], (i / SEEN - 1) % 2);
             if (lane == 0) {
-                begin[stage] = base;
-                barrier_arrive(&known[stage]);
+                begin[place] = base;
+                barrier_arrive(&known[place]);
             }
         }
     } else if (lane == 0) {
-        const auto load = [&](long long i) {
-            Barrier* barrier = &full[i % STAGES];
-            if (whole(tile(i))) {
-                barrier_expect(barrier, TILE * sizeof(X));
-                bulk_load(ring + i % STAGES * (TILE * WIDE), x + place_of(tile(i)), TILE * sizeof(X), barrier);
+        for (unsigned i = 0; i < count; ++i) {
+            const unsigned stage = i % STAGES, t = tile(i);
+            const long long within = t % tiles * TILE;
+            if (i >= STAGES) barrier_wait(&read[stage], (i / STAGES - 1) % 2);
+            if (whole(t)) {
+                barrier_expect(&full[stage], BYTES);
+                bulk_load(ring + stage * BYTES, x + t / tiles * n + (REVERSE ? n - within - TILE : within), BYTES, &full[stage]);
             } else
-                barrier_arrive(barrier);
-        };
-        for (long long i = 0; i < count && i < STAGES; ++i) load(i);
-        for (long long i = 0; i < count; ++i) {
-            barrier_wait(&done[i % STAGES], (unsigned)(i / STAGES % 2));
-            if (whole(tile(i))) bulk_store(y + place_of(tile(i)), ring + i % STAGES * (TILE * WIDE), TILE * sizeof(Y));
-            bulk_commit();
-            if (i > 0 && i - 1 + STAGES < count) {  // the stage of the tile before is read out, or soon will be: it is filled again
-                bulk_stored<1>();
-                load(i - 1 + STAGES);
-            }
+                barrier_arrive(&full[stage]);
         }
-        bulk_stored<0>();
     }
 }
 #endif
