@@ -219,13 +219,13 @@ def _section(
     """How many heads' pieces come together, and whether of causal ones the lightest come first (`Call.work`).
 
     In order the lightest first is best, since nobody waits, in sections of heads that L2 holds; but the longest pieces are then the last,
-    and where one of them is more than a seventh of what a program has, as with shared heads, that costs more than to wait. With the
+    and where one of them is more than an eighth of what a program has, as with shared heads, that costs more than to wait. With the
     heaviest first, sections are long: four to eight programs at a head keep in step, and find in L2 what one of them has fetched.
     """
     (batch, heads, _, D), (kv, columns) = q.shape, k.shape[1:3]
     turns, group, programs = batch * kv, heads // kv, device.of(q).multiprocessors
     share = 2 * programs / (turns * (triton.cdiv(columns, span) + 1))  # the longest causal piece, of what a program has
-    down = ordered and ahead and (back or packed or share < 1 / 7)
+    down = ordered and ahead and (back or packed or share <= 1 / 8)
     shared = 8 * max(1, longest) * D * group  # bytes of q, do and dq's sums that the programs of a head share
     section = 4 if D > 128 and not packed else (24 << 20) // shared
     if not down and not back:
