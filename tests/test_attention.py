@@ -12,10 +12,11 @@ import triton
 
 import ridgeline
 from attention_calls import EXAMPLES, HERE, IMPLS, calls, exact, kernels, lawful, make, near, outcome, qkv, sampled
+from ridgeline import device
 from ridgeline.boundary import INTERPRETED
 from ridgeline.lab.law import Law
 from ridgeline.op import RidgelineError, get
-from ridgeline.ops.attention import _hopper_pieces
+from ridgeline.ops.attention import _hopper_backward, _hopper_pieces
 from ridgeline.select import why_not
 
 
@@ -261,6 +262,40 @@ def test_reruns_are_equal(impl: str, D: int, given: dict[str, Any], device: str)
     for _ in range(times):
         again = outcome(ridgeline.attention, args, **given, return_lse=True, impl=impl)
         assert all(torch.equal(a, b) for a, b in zip(first, again, strict=True))
+
+
+@pytest.mark.gpu
+def test_what_is_told_of_is_there(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Pieces one close behind another, as the rule would not have them: told of by a relaxed word, one rerun in a hundred lost lines."""
+    if "gluon" not in HERE:
+        pytest.skip("needs a Hopper GPU")
+    monkeypatch.setattr(_hopper_backward, "_section", lambda *_: (8, True))
+    args = qkv((2, 8, 4096, 256), (2, 2, 4096, 256), "cuda", dtype=torch.bfloat16)
+    first = outcome(ridgeline.attention, args, causal=True, impl="gluon")
+    for _ in range(600):
+        assert all(torch.equal(a, b) for a, b in zip(first, outcome(ridgeline.attention, args, causal=True, impl="gluon"), strict=True))
+
+
+def test_which_pieces_come_first() -> None:
+    """Heads of a section, and whether the lightest pieces come first, as they were timed on an H200."""
+    cases: list[tuple[tuple[int, ...], bool, bool, tuple[int, bool]]] = [  # batch, heads, shared by, length, D; causal; in order
+        ((4, 8, 4, 4096, 128), True, True, (32, False)),
+        ((4, 8, 4, 4096, 128), True, False, (32, False)),
+        ((4, 16, 1, 4096, 128), True, True, (6, True)),
+        ((4, 16, 1, 4096, 128), True, False, (16, False)),
+        ((4, 16, 1, 4096, 128), False, True, (16, False)),
+        ((1, 16, 1, 16384, 128), True, True, (16, False)),
+        ((4, 2, 4, 4096, 256), True, True, (8, False)),
+        ((4, 8, 1, 4096, 256), True, True, (4, True)),
+        ((4, 8, 1, 4096, 256), False, True, (4, False)),
+        ((4, 8, 4, 4096, 64), False, True, (8, False)),
+        ((4, 32, 1, 4096, 64), True, True, (12, True)),
+    ]
+    with device.pretend("sm_90"):
+        for (batch, heads, group, length, D), causal, ordered, expected in cases:
+            q, k = (torch.empty(batch, n, length, D, device="meta") for n in (heads * group, heads))
+            found = _hopper_backward._section(q, k, length, 64 if D > 128 else 128, ordered, causal, False, False)
+            assert found == expected, (batch, heads, group, length, D, causal, ordered)
 
 
 @pytest.mark.gpu

@@ -55,7 +55,7 @@ SPILLS: dict[tuple[str, str, str, str], tuple[int, str]] = {
     ),
     ("attention", "gluon", "_bwd", "sm_90"): (
         512,
-        "D 128 with a window, out of order; 292 with shared heads, 280 and less else: dK, dV and two tiles are 192 of 208 registers; 104 at D 64",
+        "D 128 with a window out of order; 292 and less else: dK, dV and two tiles are 192 of 208 registers; 104 at D 64",
     ),
     ("attention", "gluon", "_bwd_wide", "sm_90"): (208, "before and after loops, but for some of dQ's: dV or dK and a tile are 160 of 208"),
     ("quantize_fp8", "triton", "_tiles", "sm_80"): (

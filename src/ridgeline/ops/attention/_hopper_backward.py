@@ -216,23 +216,25 @@ def _narrow(dq, sums, order, cu, dq_steps, rows, tiles, heads, batch, scale, D: 
 def _section(
     q: torch.Tensor, k: torch.Tensor, longest: int, span: int, ordered: bool, ahead: bool, back: bool, packed: bool
 ) -> tuple[int, bool]:  # fmt: skip
-    """How many heads' pieces come together, and whether of causal ones the lightest come first (`Call.work`).
+    """How many heads' pieces come together, and whether of causal ones the lightest come first (`Call.work`); all as measured on an H200
+    (docs/notes/attention.md).
 
-    In order the lightest first is best, since nobody waits, in sections of heads that L2 holds; but the longest pieces are then the last,
-    and where one of them is more than an eighth of what a program has, as with shared heads, that costs more than to wait. With the
-    heaviest first, sections are long: four to eight programs at a head keep in step, and find in L2 what one of them has fetched.
+    In order, causal pieces with the lightest first wait least, in sections whose q, do and sums L2 holds (at D 256, 4 heads). But the
+    longest come last then, and where one of them is more than an eighth of what a program has (at D 256 a fourth), as with shared heads, that
+    costs more than to wait. All other sections are longer than L2: four programs at a head or more (eight at D 256) keep in step, and find there what one
+    of them has fetched. Windows and D <= 64 without shared heads, in full attention, gain nothing by it.
     """
     (batch, heads, _, D), (kv, columns) = q.shape, k.shape[1:3]
     turns, group, programs = batch * kv, heads // kv, device.of(q).multiprocessors
     share = 2 * programs / (turns * (triton.cdiv(columns, span) + 1))  # the longest causal piece, of what a program has
-    down = ordered and ahead and (back or packed or share <= 1 / 8)
+    down = ordered and ahead and (back or packed or share <= (1 / 4 if D > 128 else 1 / 8))
     shared = 8 * max(1, longest) * D * group  # bytes of q, do and dq's sums that the programs of a head share
     section = 4 if D > 128 and not packed else (24 << 20) // shared
     if not down and not back:
         if D > 128:
             section = 8 if ahead or not ordered else 4
         elif D > 64 or ahead:
-            section = 32 if group > 1 else 16
+            section = 32 if group > 1 or (ordered and ahead) else 16
         elif group > 1:
             section = 8
     return max(1, min(turns, section)), down
@@ -252,7 +254,7 @@ def bwd(
     span = 64 if wide > 128 else 128  # keys of a piece
     ahead, back, packed = right < UNBOUNDED, left < UNBOUNDED, cu_q is not None
     sequences = None if cu_q is None else cu_q.numel() - 1
-    longest = rows if sequences is None else min(rows, max_q or 4 * rows // max(1, sequences))
+    longest = rows if sequences is None else min(rows, max_q or 4 * rows // max(1, sequences))  # some are longer than the average
     tiles = triton.cdiv(rows, 64) if sequences is None else rows // 64 + sequences + 1
     listed, most = None, triton.cdiv(columns, span)
     if cu_q is not None:  # seen from keys, what is to the left is to the right

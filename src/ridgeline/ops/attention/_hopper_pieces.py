@@ -171,8 +171,8 @@ class Work:
     @gluon.jit
     def others(self, block):
         """How many pieces add to a block of queries before this one does, and how many after it. Those before have lower numbers, so that
-        they have been begun, and come to the block earlier: with DOWN, where the last keys come first, it is a block for every 64
-        keys between."""
+        they have been begun, and come to the block earlier: with DOWN, where the last keys come first, by a block for every 64 keys
+        between; else all of a head begin at its last block, and the first waits make them follow each other."""
         me = self.first // self.call.SPAN
         low, high = 0, gl.cdiv(self.call.columns, self.call.SPAN) - 1
         if self.call.LEFT:
@@ -293,16 +293,19 @@ def _queries(
     dq: for that there are registers at D <= 64. `order` says how many have added. W columns are multiplied at a time, and leave by as many
     rooms as they need.
 
-    A block is told of when all that the copy engine was told to add to it is written, by `_tell`. Two things are taken for granted:
-    ordinary loads past L1 find there what others have told of; and where a piece is a program (D 128 and from 200 on) those with lower
-    numbers begin first.
+    A block is told of when all that the copy engine was told to add to it is written, by `_tell`. Three things are taken for granted.
+    Ordinary loads past L1 find what others have told of. What the engine adds after a relaxed look (`seen`) that found the word comes
+    after what the word tells of: the look decides whether it is asked to at all. And where a piece is a program (D 128 and from 200 on)
+    those with lower numbers begin first.
     """
     TILES: gl.constexpr = here.ks.type.shape[0]
     STAGES: gl.constexpr = here.ds.type.shape[0] // TILES
     ROOMS: gl.constexpr = parts.type.shape[0]
     PARTS: gl.constexpr = here.ks.type.shape[-1] // W
     NEED: gl.constexpr = 2 * W // parts.type.shape[2]  # rooms of a part
-    EARLY: gl.constexpr = NEED > 1 or (call.RIGHT and not call.DOWN)  # where pieces come one block after another
+    # A block is told of a part into the next one where the pieces after this are as close as they can be: those of 64 keys, and causal
+    # ones of which the heaviest come first. Elsewhere a block later, when the engine is sooner done: measured.
+    EARLY: gl.constexpr = NEED > 1 or (call.RIGHT and not call.DOWN)
     TELLS: gl.constexpr = 0 if EARLY else PARTS - 1  # after which part of a block the one before it is told of
     layout: gl.constexpr = gl.NVMMADistributedLayout(version=[3, 0], warps_per_cta=[4, 1], instr_shape=[16, W, 16])
     rest_layout: gl.constexpr = gl.NVMMADistributedLayout(version=[3, 0], warps_per_cta=[4, 1], instr_shape=[16, max(REST, 16), 16])
@@ -368,7 +371,7 @@ def _queries(
 def _tell(order, told):
     """The warp that tells other programs of blocks of dQ that have been added to. Its word must be a release: the copy engine says that it
     has written before all others see it, and a relaxed word came first once in a hundred calls at D 256. A release waits until they do,
-    for a third of a block's time or more, and of this program nobody waits for this warp."""
+    for a third of a block's time or more, and nobody here waits for this warp unless it is two blocks behind."""
     n = 0
     number = told.hear(0)
     while number >= 0:

@@ -397,7 +397,7 @@ def _awaiting(but):
 
 @gluon.jit
 def _added(BUT: gl.constexpr):
-    """Until all but the last so many things that the copy engine was told to write are written, and others see them."""
+    """Until all but the last so many things that the copy engine was told to write are written, as this program sees it."""
     code: gl.constexpr = _awaiting(BUT)
     gl.inline_asm_elementwise(code, "=r,r", [0], dtype=gl.int32, is_pure=False, pack=1)
     _barrier()

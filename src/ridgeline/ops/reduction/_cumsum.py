@@ -105,10 +105,11 @@ def by_ring(y: torch.Tensor, x: torch.Tensor, dim: int, dtype: torch.dtype, reve
     macros = _macros(y, x, rows, n, reverse, True, RING["THREADS"])
     macros |= RING | {"ITEMS": RING_ITEMS[macros["PACK"]]}
     packs = RING["THREADS"] * macros["ITEMS"]  # of a tile
-    tiles, macros["STAGES"] = -(-n // (packs * macros["PACK"])), RING_BYTES // (16 * packs)
+    size = packs * macros["PACK"] * x.element_size()  # of a tile, bytes
+    tiles, macros["STAGES"] = -(-n // (packs * macros["PACK"])), min(16, RING_BYTES // size)
     state = torch.empty(2 * rows * tiles, dtype=torch.int64, device=x.device)
     launch(_CLEAR, (-(-state.numel() // 256),), state, state.numel(), **macros | {"block": 256})
-    macros |= {"shared": macros["STAGES"] * 16 * packs, "block": RING["GROUPS"] * RING["THREADS"] + 64}
+    macros |= {"shared": macros["STAGES"] * size, "block": RING["GROUPS"] * RING["THREADS"] + 64}
     launch(_RING, (min(device.of(x).multiprocessors, rows * tiles),), y, x, state, rows, n, tiles, cooperative=1, **macros)
 
 

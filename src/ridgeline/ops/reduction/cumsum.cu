@@ -210,8 +210,9 @@ __device__ inline TOTAL look_back(Entry* tiles, Entry* groups, long long tile, T
 }
 
 // One pass over rows of `tiles` tiles, of which a block has one, in the order in which blocks ask for them: so those before it have begun.
-// On Hopper 128 registers are just enough for four blocks of 128 threads a multiprocessor; elsewhere some would be spilled.
-extern "C" __global__ void __launch_bounds__(THREADS, __CUDA_ARCH__ == 900 ? 512 / THREADS : 1)
+// On Hopper 128 registers are just enough for four blocks of 128 threads a multiprocessor where sums are exact (others need fewer, and so
+// held would take more); elsewhere some would be spilled.
+extern "C" __global__ void __launch_bounds__(THREADS, __CUDA_ARCH__ == 900 && EXACT && PACK > 1 ? 512 / THREADS : 0)
     cumsum_tiles(Y* y, const X* x, Word* state, long long outer, long long n, long long tiles) {
     __shared__ TOTAL totals[WARPS], begin;
     __shared__ long long ticket;
@@ -255,7 +256,7 @@ extern "C" __global__ void __launch_bounds__(THREADS, __CUDA_ARCH__ == 900 ? 512
 // tile of each block, all told by then or soon. So nobody waits for another's waiting, and additions have one order. Sums leave from the
 // registers. Blocks wait for each other, so all must run: a cooperative launch.
 extern "C" __global__ void __launch_bounds__(GROUPS * THREADS + 64, 1)
-    cumsum_ring(Y* y, const X* x, Word* state, long long outer, long long n, long long each) {
+    cumsum_ring(Y* y, const X* x, Word* state, long long outer, long long n, long long row_tiles) {
     constexpr int MOST = 5, SEEN = 2 * GROUPS;
     constexpr unsigned BYTES = TILE * sizeof(X);
     extern __shared__ __align__(128) char ring[];
@@ -264,7 +265,7 @@ extern "C" __global__ void __launch_bounds__(GROUPS * THREADS + 64, 1)
     Entry* told = reinterpret_cast<Entry*>(state);
     const int group = threadIdx.x / THREADS, thread = threadIdx.x % THREADS, warp = thread / 32, lane = threadIdx.x % 32;
     const int other = (int)threadIdx.x / 32 - GROUPS * WARPS;  // the warps behind the groups': one that looks, one that fetches
-    const unsigned tiles = (unsigned)each, all = (unsigned)outer * tiles, count = blockIdx.x < all ? (all - 1 - blockIdx.x) / gridDim.x + 1 : 0;
+    const unsigned tiles = (unsigned)row_tiles, all = (unsigned)outer * tiles, count = blockIdx.x < all ? (all - 1 - blockIdx.x) / gridDim.x + 1 : 0;
     const auto tile = [&](unsigned i) { return blockIdx.x + i * gridDim.x; };
     const auto whole = [&](unsigned t) { return (t % tiles + 1) * TILE <= n; };  // the rest of a row is read by the groups themselves
     if (threadIdx.x == 0) {
@@ -288,6 +289,7 @@ extern "C" __global__ void __launch_bounds__(GROUPS * THREADS + 64, 1)
             if (lane == 0) barrier_arrive(&read[stage]);
             const TOTAL total = mine.scan();
             if (lane == 0) totals[turn][group][warp] = total;
+            __syncwarp();  // the barrier wants whole warps
             asm volatile("bar.sync %0, %1;" ::"r"(group + 1), "n"(THREADS) : "memory");
             TOTAL before = 0, sum = 0;
 #pragma unroll

@@ -131,5 +131,5 @@ _rung("cuda_lookback", "one pass: a tile looks back at the totals of those befor
       supports=_last, gain=1.5, counter="dram__bytes_read.sum")  # fmt: skip
 _rung("cuda", "16-byte loads; a block a row where they are many, a thread a column along other dimensions", best, served=True,
       gain=1.1, counter="smsp__inst_executed.sum")  # fmt: skip
-_rung("cuda_ring", "the copy engine brings tiles ahead and takes sums away; a block looks at one total of each other, none of them waited for long", by_ring,
+_rung("cuda_ring", "the copy engine brings tiles ahead, sums leave from registers; a block looks at one total of each other, none of them waited for long", by_ring,
       served=True, arch=90, supports=whole, unless=short, gain=1.1, counter="dram__throughput.avg.pct_of_peak_sustained_elapsed")  # fmt: skip
