@@ -220,9 +220,9 @@ def _section(
     (docs/notes/attention.md).
 
     In order, causal pieces with the lightest first wait least, in sections whose q, do and sums L2 holds (at D 256, 4 heads). But the
-    longest come last then, and where one of them is more than an eighth of what a program has (at D 256 a fourth), as with shared heads, that
-    costs more than to wait. All other sections are longer than L2: four programs at a head or more (eight at D 256) keep in step, and find there what one
-    of them has fetched. Windows and D <= 64 without shared heads, in full attention, gain nothing by it.
+    longest come last then, and where one of them is more than an eighth of what a program has (at D 256 a fourth), as with shared heads,
+    that costs more than to wait. All other sections are longer than L2: four programs at a head or more (eight at D 256) keep in step,
+    and find there what one of them has fetched. Windows and D <= 64 without shared heads, in full attention, gain nothing by it.
     """
     (batch, heads, _, D), (kv, columns) = q.shape, k.shape[1:3]
     turns, group, programs = batch * kv, heads // kv, device.of(q).multiprocessors
