@@ -4,8 +4,9 @@ A piece of work is 128 keys. Two groups of four warps have 64 of them each, with
 by the copy engine. Scores stand on their side, keys down, so that the probabilities and their gradients dS go from registers into the
 products for dV and dK. dS also goes through shared memory to a third group, which multiplies it with K for all 128 keys and has the copy
 engine add the result to dQ, in float32 in memory. No group waits for another in step: the tensor cores have work from three.
-By default additions to a tile of dQ come in the order of the pieces' numbers, each waiting for the one before, of which a warp of its own
-tells, so that reruns give the same bits; at D <= 64 the last piece adds what memory holds to its own and writes dq, else a kernel makes dq of the sums afterwards.
+By default additions to a tile of dQ come in the order of the pieces' numbers, each waiting for the one before, of which a warp of its
+own tells, so that reruns give the same bits; at D <= 64 the last piece adds what memory holds to its own and writes dq, else a kernel
+makes dq of the sums afterwards.
 `deterministic=False` adds as they come, but for short sequences at D <= 64, where the order costs nothing and spares that kernel.
 Packed sequences' pieces come from a list (_packed.py), the heaviest sequences first.
 Source: Dao, FlashAttention-2, 2023 (arXiv:2307.08691), algorithm 2; Shah et al., FlashAttention-3, 2024 (arXiv:2407.08608), section 3.
