@@ -1,6 +1,7 @@
 """attention beyond the law's cases: all options together, rows without keys, large logits, strides, capture."""
 
 import random
+from dataclasses import replace
 from functools import partial
 from types import FunctionType, SimpleNamespace
 from typing import Any
@@ -276,26 +277,34 @@ def test_what_is_told_of_is_there(monkeypatch: pytest.MonkeyPatch) -> None:
         assert all(torch.equal(a, b) for a, b in zip(first, outcome(ridgeline.attention, args, causal=True, impl="gluon"), strict=True))
 
 
-def test_which_pieces_come_first() -> None:
-    """Heads of a section, and whether the lightest pieces come first, as they were timed on an H200."""
-    cases: list[tuple[tuple[int, ...], bool, bool, tuple[int, bool]]] = [  # batch, heads, shared by, length, D; causal; in order
-        ((4, 8, 4, 4096, 128), True, True, (32, False)),
-        ((4, 8, 4, 4096, 128), True, False, (32, False)),
-        ((4, 16, 1, 4096, 128), True, True, (6, True)),
-        ((4, 16, 1, 4096, 128), True, False, (16, False)),
-        ((4, 16, 1, 4096, 128), False, True, (16, False)),
-        ((1, 16, 1, 16384, 128), True, True, (16, False)),
-        ((4, 2, 4, 4096, 256), True, True, (8, False)),
-        ((4, 8, 1, 4096, 256), True, True, (4, True)),
-        ((4, 8, 1, 4096, 256), False, True, (4, False)),
-        ((4, 8, 4, 4096, 64), False, True, (8, False)),
-        ((4, 32, 1, 4096, 64), True, True, (12, True)),
+@pytest.mark.parametrize("l2", [50, 60])
+def test_which_pieces_come_first(l2: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Heads of a section, and whether the lightest pieces come first, as they were timed on an H100 and on an H200."""
+    # Batch, heads, shared by, length, D; causal; in order; packed; on an H100; on an H200.
+    cases: list[tuple[tuple[int, ...], bool, bool, bool, tuple[int, bool], tuple[int, bool]]] = [
+        ((4, 8, 4, 4096, 128), True, True, False, (16, False), (32, False)),
+        ((4, 8, 4, 4096, 128), True, False, False, (16, False), (32, False)),
+        ((4, 8, 4, 4096, 128), False, True, False, (8, False), (32, False)),
+        ((4, 16, 1, 4096, 128), True, True, False, (6, True), (6, True)),
+        ((4, 16, 1, 4096, 128), True, False, False, (8, False), (16, False)),
+        ((4, 16, 1, 4096, 128), False, True, False, (8, False), (16, False)),
+        ((2, 16, 1, 8192, 128), True, True, False, (3, True), (32, False)),
+        ((1, 16, 1, 16384, 128), True, True, False, (16, False), (16, False)),
+        ((4, 2, 4, 4096, 256), True, True, False, (4, False), (8, False)),
+        ((4, 8, 1, 4096, 256), True, True, False, (4, True), (4, True)),
+        ((4, 8, 1, 4096, 256), True, False, False, (4, False), (8, False)),
+        ((4, 8, 1, 4096, 256), False, True, False, (4, False), (4, False)),
+        ((4, 8, 4, 4096, 64), False, True, False, (8, False), (8, False)),
+        ((4, 8, 4, 4096, 64), True, True, False, (32, False), (32, False)),
+        ((4, 32, 1, 4096, 64), True, True, False, (12, True), (12, True)),
+        ((1, 8, 4, 8192, 128), True, True, True, (8, False), (1, True)),
+        ((1, 16, 1, 8192, 128), True, True, True, (3, True), (3, True)),
     ]
-    with device.pretend("sm_90"):
-        for (batch, heads, group, length, D), causal, ordered, expected in cases:
-            q, k = (torch.empty(batch, n, length, D, device="meta") for n in (heads * group, heads))
-            found = _hopper_backward._section(q, k, length, 64 if D > 128 else 128, ordered, causal, False, False)
-            assert found == expected, (batch, heads, group, length, D, causal, ordered)
+    monkeypatch.setattr(device, "_pretended", replace(device.KNOWN["sm_90"], l2=l2 << 20))
+    for (batch, heads, group, length, D), causal, ordered, packed, *expected in cases:
+        q, k = (torch.empty(batch, n, length, D, device="meta") for n in (heads * group, heads))
+        found = _hopper_backward._section(q, k, length, 64 if D > 128 else 128, ordered, causal, False, packed)
+        assert found == expected[l2 > 50], (batch, heads, group, length, D, causal, ordered, packed)
 
 
 @pytest.mark.gpu

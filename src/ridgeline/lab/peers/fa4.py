@@ -32,14 +32,18 @@ def _tuple(result: Any) -> torch.Tensor:
     return result[0] if isinstance(result, tuple) else result
 
 
+def _wanted(ordered: bool, deterministic: bool | None) -> None:
+    if ordered and deterministic is False:
+        raise RidgelineError("the call asks for gradients that need not be the same each time")
+
+
 def _attention(
     ordered: bool, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, *, mask: Any = None, causal: Any = False, scale: Any = None,
     window: Any = None, softcap: Any = None, return_lse: bool = False, deterministic: bool | None = None,
 ) -> torch.Tensor:  # fmt: skip
     from flash_attn.cute import flash_attn_func
 
-    if ordered and deterministic is False:
-        raise RidgelineError("the call asks for gradients that need not be the same each time")
+    _wanted(ordered, deterministic)
     if mask is not None:
         raise RidgelineError("FlashAttention 4 takes no mask")
     options = _options(causal, window, scale, softcap, return_lse, q.shape[2] == k.shape[2])
@@ -48,15 +52,16 @@ def _attention(
 
 
 def _varlen(
-    deterministic: bool, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, cu_seqlens_q: torch.Tensor, cu_seqlens_k: torch.Tensor, *,
+    ordered: bool, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, cu_seqlens_q: torch.Tensor, cu_seqlens_k: torch.Tensor, *,
     max_seqlen_q: Any = None, max_seqlen_k: Any = None, causal: Any = False, scale: Any = None, window: Any = None, softcap: Any = None,
-    return_lse: bool = False, **_: Any,
+    return_lse: bool = False, deterministic: bool | None = None,
 ) -> torch.Tensor:  # fmt: skip
     from flash_attn.cute import flash_attn_varlen_func
 
+    _wanted(ordered, deterministic)
     options = _options(causal, window, scale, softcap, return_lse, q.shape[0] == k.shape[0] and max_seqlen_q == max_seqlen_k)
     given = {"cu_seqlens_q": cu_seqlens_q, "cu_seqlens_k": cu_seqlens_k, "max_seqlen_q": max_seqlen_q, "max_seqlen_k": max_seqlen_k}
-    return _tuple(flash_attn_varlen_func(q, k, v, **given, deterministic=deterministic, **options))  # by name: versions differ in order
+    return _tuple(flash_attn_varlen_func(q, k, v, **given, deterministic=ordered, **options))  # by name: versions differ in order
 
 
 PEERS = {

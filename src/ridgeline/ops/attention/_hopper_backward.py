@@ -218,24 +218,29 @@ def _section(
     q: torch.Tensor, k: torch.Tensor, longest: int, span: int, ordered: bool, ahead: bool, back: bool, packed: bool
 ) -> tuple[int, bool]:  # fmt: skip
     """How many heads' pieces come together, and whether of causal ones the lightest come first (`Call.work`); all as measured on an H200
-    (docs/notes/attention.md).
+    and an H100 (docs/notes/attention.md).
 
     In order, causal pieces with the lightest first wait least, in sections whose q, do and sums L2 holds (at D 256, 4 heads). But the
     longest come last then, and where one of them is more than an eighth of what a program has (at D 256 a fourth), as with shared heads,
     that costs more than to wait. All other sections are longer than L2: four programs at a head or more (eight at D 256) keep in step,
-    and find there what one of them has fetched. Windows and D <= 64 without shared heads, in full attention, gain nothing by it.
+    and find there what one of them has fetched. Windows and D <= 64 without shared heads, in full attention, gain nothing by it. An H100,
+    whose L2 is smaller and whose memory is slower, wants twice as many programs at a head of D > 64.
     """
     (batch, heads, _, D), (kv, columns) = q.shape, k.shape[1:3]
-    turns, group, programs = batch * kv, heads // kv, device.of(q).multiprocessors
-    share = 2 * programs / (turns * (triton.cdiv(columns, span) + 1))  # the longest causal piece, of what a program has
-    down = ordered and ahead and (back or packed or share <= (1 / 4 if D > 128 else 1 / 8))
+    turns, group, gpu = batch * kv, heads // kv, device.of(q)
+    large = gpu.l2 > 55 << 20  # an H200's
+    share = 2 * gpu.multiprocessors / (turns * (triton.cdiv(columns, span) + 1))  # the longest causal piece, of what a program has
+    light = share <= (1 / 4 if D > 128 else 1 / 8 if large else 0.127)
+    down = ordered and ahead and (back or (large or group == 1 if packed else light))
     shared = 8 * max(1, longest) * D * group  # bytes of q, do and dq's sums that the programs of a head share
     section = 4 if D > 128 and not packed else (24 << 20) // shared
     if not down and not back:
         if D > 128:
-            section = 8 if ahead or not ordered else 4
+            section = 8 if large and (ahead or not ordered) else 4
         elif D > 64 or ahead:
-            section = 32 if group > 1 or (ordered and ahead) else 16
+            section = 16 if large or D <= 64 else 8
+            if (group > 1 and (large or ahead)) or (ordered and ahead):
+                section *= 2
         elif group > 1:
             section = 8
     return max(1, min(turns, section)), down

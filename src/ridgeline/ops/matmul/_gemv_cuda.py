@@ -33,7 +33,8 @@ def _rows(pack: bool, short: bool, y: torch.Tensor, _: torch.Tensor, a: torch.Te
     (N, K), each = a.shape, 16 // a.element_size() if pack else 1
     x = _x_in_packs(x)
     lanes = min(32, triton.next_power_of_2(max(1, K // each))) if short else 32
-    facts: dict[str, Any] = {"XTYPE": CTYPE.get(a.dtype, "__half2"), "PACK": each, "LANES": lanes, "STEPS": 4 if pack else 16, "block": 128}
+    steps = 16 if not pack else 4 if short else 8
+    facts: dict[str, Any] = {"XTYPE": CTYPE.get(a.dtype, "__half2"), "PACK": each, "LANES": lanes, "STEPS": steps, "block": 128}
     grid = triton.cdiv(N, 128 // lanes), x.shape[0] if x.dim() == 2 else 1
     launch(ROWS, grid, y, a, x, N, K // each, a.stride(0), x.stride(0) if x.dim() == 2 else 0, **facts)
 
