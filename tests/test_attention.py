@@ -288,6 +288,7 @@ def test_which_pieces_come_first(l2: int, monkeypatch: pytest.MonkeyPatch) -> No
         ((4, 16, 1, 4096, 128), True, True, False, (6, True), (6, True)),
         ((4, 16, 1, 4096, 128), True, False, False, (8, False), (16, False)),
         ((4, 16, 1, 4096, 128), False, True, False, (8, False), (16, False)),
+        ((16, 16, 1, 1024, 128), False, True, False, (16, False), (16, False)),
         ((2, 16, 1, 8192, 128), True, True, False, (3, True), (32, False)),
         ((1, 16, 1, 16384, 128), True, True, False, (16, False), (16, False)),
         ((4, 2, 4, 4096, 256), True, True, False, (4, False), (8, False)),

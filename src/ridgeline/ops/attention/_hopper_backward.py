@@ -224,12 +224,12 @@ def _section(
     longest come last then, and where one of them is more than an eighth of what a program has (at D 256 a fourth), as with shared heads,
     that costs more than to wait. All other sections are longer than L2: four programs at a head or more (eight at D 256) keep in step,
     and find there what one of them has fetched. Windows and D <= 64 without shared heads, in full attention, gain nothing by it. An H100,
-    whose L2 is smaller and whose memory is slower, wants twice as many programs at a head of D > 64.
+    whose L2 is smaller and whose memory is slower, wants twice as many programs at a head of D > 64, where a head has so many.
     """
     (batch, heads, _, D), (kv, columns) = q.shape, k.shape[1:3]
-    turns, group, gpu = batch * kv, heads // kv, device.of(q)
+    turns, group, gpu, pieces = batch * kv, heads // kv, device.of(q), triton.cdiv(columns, span)  # pieces: of a head
     large = gpu.l2 > 55 << 20  # an H200's
-    share = 2 * gpu.multiprocessors / (turns * (triton.cdiv(columns, span) + 1))  # the longest causal piece, of what a program has
+    share = 2 * gpu.multiprocessors / (turns * (pieces + 1))  # the longest causal piece, of what a program has
     light = share <= (1 / 4 if D > 128 else 1 / 8 if large else 0.127)
     down = ordered and ahead and (back or (large or group == 1 if packed else light))
     shared = 8 * max(1, longest) * D * group  # bytes of q, do and dq's sums that the programs of a head share
@@ -238,7 +238,7 @@ def _section(
         if D > 128:
             section = 8 if large and (ahead or not ordered) else 4
         elif D > 64 or ahead:
-            section = 16 if large or D <= 64 else 8
+            section = 16 if large or D <= 64 else max(8, gpu.multiprocessors // max(1, pieces))
             if (group > 1 and (large or ahead)) or (ordered and ahead):
                 section *= 2
         elif group > 1:
