@@ -16,6 +16,7 @@ from torch.utils.checkpoint import checkpoint
 
 from ridgeline.boundary import Function, differentiate, first_order, kernel_op
 from ridgeline.op import Op, RidgelineError, dense_only
+from ridgeline.ops.attention import _hopper, _hopper_backward, _triton
 from ridgeline.ops.attention._triton import UNBOUNDED
 from ridgeline.select import run
 
@@ -284,3 +285,17 @@ def pairs(sq: int, sk: int, chosen: Options) -> int:
         return sq * sk
     i = torch.arange(sq)
     return int(((i + band[1]).clamp(max=sk - 1) - (i + band[0]).clamp(min=0) + 1).clamp(min=0).sum())
+
+
+# Facts of the rungs that both ops have.
+TRITON: dict[str, Any] = {"kind": "triton", "fwd": _triton.fwd, "bwd": _triton.bwd, "supports": refusal, "served": True}
+GLUON: dict[str, Any] = {
+    "kind": "gluon",
+    "dtypes": ("float16", "bfloat16"),
+    "arch": 90,
+    "newest": 90,
+    "fwd": _hopper.fwd,
+    "bwd": _hopper_backward.bwd,
+    "supports": _hopper.refusal,
+    "served": True,
+}

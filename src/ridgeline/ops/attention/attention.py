@@ -17,10 +17,11 @@ import torch
 import torch.nn.functional as F
 
 from ridgeline.op import Case, Cost, Op, RidgelineError, Spec, dense_only, nbytes
-from ridgeline.ops.attention import _hopper, _hopper_backward, _triton
 from ridgeline.ops.attention._attention import (
+    GLUON,
     OPS,
     ORDERS,
+    TRITON,
     by_kernels,
     check,
     formula,
@@ -28,7 +29,6 @@ from ridgeline.ops.attention._attention import (
     in_pieces,
     options,
     pairs,
-    refusal,
     rounds_scores,
     usual,
 )
@@ -213,23 +213,10 @@ ATTENTION.eager(
 )
 ATTENTION.eager("compile", "the formula fused by torch.compile: scores in memory, fewer times", _compile, kind="compile", supports=rounds_scores)  # fmt: skip
 ATTENTION.kernel(
-    "triton",
-    "the tiles in registers: a program per tile, blocks that need no mask apart; backward in two passes without atomics",
-    kind="triton",
-    fwd=_triton.fwd,
-    bwd=_triton.bwd,
-    supports=refusal,
-    served=True,
+    "triton", "the tiles in registers: a program per tile, blocks that need no mask apart; backward in two passes without atomics", **TRITON
 )
 ATTENTION.kernel(
     "gluon",
     "on Hopper: one warp fetches, groups of four take turns at products and exponentials; backward in one pass, dQ added up in memory",
-    kind="gluon",
-    dtypes=("float16", "bfloat16"),
-    arch=90,
-    newest=90,
-    fwd=_hopper.fwd,
-    bwd=_hopper_backward.bwd,
-    supports=_hopper.refusal,
-    served=True,
+    **GLUON,
 )

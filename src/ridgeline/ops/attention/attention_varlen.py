@@ -16,10 +16,11 @@ import torch
 import torch.nn.functional as F
 
 from ridgeline.op import Case, Cost, Op, RidgelineError, Spec, dense_only, nbytes, readable
-from ridgeline.ops.attention import _hopper, _hopper_backward, _triton
 from ridgeline.ops.attention._attention import (
+    GLUON,
     OPS,
     ORDERS,
+    TRITON,
     Options,
     by_kernels,
     check,
@@ -28,7 +29,6 @@ from ridgeline.ops.attention._attention import (
     in_pieces,
     options,
     pairs,
-    refusal,
     rounds_scores,
 )
 from ridgeline.ops.attention._tiled import tiled
@@ -228,24 +228,9 @@ ATTENTION_VARLEN.eager(
 ATTENTION_VARLEN.eager(
     "torch", "PyTorch's own, with a mask of tokens by tokens that keeps sequences apart", _torch, supports=_torch_refuses, served=True
 )
-ATTENTION_VARLEN.kernel(
-    "triton",
-    "attention's kernels: a program finds its tile's sequence by itself, so that nothing is padded",
-    kind="triton",
-    fwd=_triton.fwd,
-    bwd=_triton.bwd,
-    supports=refusal,
-    served=True,
-)
+ATTENTION_VARLEN.kernel("triton", "attention's kernels: a program finds its tile's sequence by itself, so that nothing is padded", **TRITON)
 ATTENTION_VARLEN.kernel(
     "gluon",
     "attention's kernels for Hopper: programs take tiles from a list with the heaviest sequences first, forward and backward",
-    kind="gluon",
-    dtypes=("float16", "bfloat16"),
-    arch=90,
-    newest=90,
-    fwd=_hopper.fwd,
-    bwd=_hopper_backward.bwd,
-    supports=_hopper.refusal,
-    served=True,
+    **GLUON,
 )
