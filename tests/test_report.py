@@ -12,7 +12,7 @@ import browser
 import fixture_rows
 from ridgeline.lab import report, roofline, verdict
 from ridgeline.lab.report import command, measure, page, view
-from ridgeline.op import RidgelineError
+from ridgeline.op import RidgelineError, get
 
 H100, LAPTOP = fixture_rows.rows(), fixture_rows.rows(gpu=False)
 
@@ -31,7 +31,7 @@ def pages(tmp_path_factory):
     changes = view.changes(recorded, view.Source(fixture_rows.rows(seed=1, slower=1.1)))
     hostile = view.Source(fixture_rows.rows(hostile=True))
     row = {"impl": fixture_rows.HOSTILE, "group": "cuda", "arch": "gfx942", "reason": fixture_rows.HOSTILE}
-    kernels = [{"op": fixture_rows.HOSTILE, "case": "1", "dtype": "float32", "spills": 0, "rows": [], "not_built": [row]}]
+    kernels = [{"op": fixture_rows.HOSTILE, "left": 1, "spills": 0, "rows": [], "not_built": [row]}]
     other = view.Source(fixture_rows.rows(name="NVIDIA H200", seed=1, ops=("softmax",)), recorded=True)
     empty = view.Source([r for r in LAPTOP if r["type"] in ("run", "roof")])
     made = {
@@ -219,13 +219,34 @@ def test_without_a_gpu_recorded_figures_stand_beside(tmp_path, monkeypatch):
 def test_kernels_are_compiled_until_the_time_box_ends():
     tables, notes = measure.kernels(["gelu"], 0.0, lambda text: None)
     assert tables[0]["rows"] == []
-    assert "gelu triton for sm_90" in notes[0]
+    assert "16 of 16" in notes[0]
+    assert tables[0]["left"] == 16
     tables, notes = measure.kernels(["gelu"], time.monotonic() + 120, lambda text: None)
     found = {(row["impl"], row["arch"]): row for row in tables[0]["rows"]}
     assert notes == []
     assert found["cuda_packed", "sm_90"]["loads"].split(",")[0].endswith("x 16")
     assert found["triton", "gfx942"]["registers"] > 0
     assert {(row["impl"], row["arch"]) for row in tables[0]["not_built"]} == {(i, "gfx942") for i in ("cuda_double", "cuda", "cuda_packed")}
+
+
+def test_ladders_are_compiled_first():
+    """Each ladder's last rung for Hopper before anything else, and rungs that refuse an op's first case by one that they take."""
+    ops = [get(name) for name in ("gelu", "index_add", "softmax")]
+    order = [(op.name, rung.name, arch) for op, rung, arch in measure._order(ops)]
+    last = ("gelu", "cuda_packed"), ("index_add", "cuda_pass"), ("softmax", "cuda_cluster"), ("gelu", "cuda")
+    assert order[:4] == [(*rung, "sm_90") for rung in last]
+    cuda = [n for n, (op, rung, arch) in enumerate(order) if get(op).implementations[rung].kind == "cuda" and arch == "sm_90"]
+    assert cuda == list(range(len(cuda)))
+    assert len(order) == len(set(order)) == 4 * sum(rung.is_kernel for op in ops for rung in op.implementations.values())
+
+
+@pytest.mark.filterwarnings("ignore:ComplexHalf")
+@pytest.mark.parametrize("rung", ["index_add cuda_small", "gemv cuda_complex", "dot atomic_half"])
+def test_a_rung_that_refuses_an_ops_first_case_is_compiled_by_one_that_it_takes(rung: str) -> None:
+    op, impl = rung.split()
+    rows, reason = measure._built(get(op), get(op).implementations[impl], "sm_90")
+    assert {row["kernel"] for row in rows}
+    assert reason == ""
 
 
 def test_a_folder_that_cannot_be_written_is_named(tmp_path):

@@ -8,10 +8,14 @@ import subprocess
 import sys
 import time
 from collections.abc import Callable, Iterable
-from typing import Any
+from itertools import product
+from typing import TYPE_CHECKING, Any
 
 from ridgeline.lab import units
 from ridgeline.lab.verdict import Row
+
+if TYPE_CHECKING:
+    from ridgeline.op import Implementation, Op
 
 ARCHES = ("sm_80", "sm_90", "sm_100", "gfx942")
 
@@ -49,37 +53,65 @@ def interpreted(seconds: float) -> tuple[list[Row], str]:
 
 
 def kernels(ops: Iterable[str], until: float, report: Callable[[str], None]) -> tuple[list[dict[str, Any]], list[str]]:
-    """Every op's kernels compiled for every known GPU: (a table per op, notes on what was left out).
+    """Every op's kernels compiled for every known GPU: (a table per op, a note on what was left out).
 
-    until: the `time.monotonic()` after which no further kernel is compiled.
+    until: the `time.monotonic()` after which no further kernel is compiled. What is quickest to compile and most looked at comes first:
+    CUDA C++ for Hopper, whose figures are recorded, each ladder's last rung before any ladder's last but one.
     """
-    from ridgeline.lab import inspect
-    from ridgeline.op import RidgelineError, get
+    from ridgeline.op import get
 
-    tables, left_out = [], []
-    for op in map(get, ops):
-        case, dtype = inspect.default_case(op, None, None)
-        table: dict[str, Any] = {"op": op.name, "case": case.name, "dtype": dtype, "rows": [], "not_built": []}
-        for implementation in (i for i in op.implementations.values() if i.is_kernel):
-            for arch in ARCHES:
-                place = {"impl": implementation.name, "group": implementation.kind, "arch": arch}
-                if time.monotonic() > until:
-                    left_out.append(f"{op.name} {implementation.name} for {arch}")
-                    continue
-                report(f"compiling {op.name} {implementation.name} for {arch}")
-                try:
-                    found = inspect.resources(op, implementation, case, dtype, arch)
-                except RidgelineError as error:
-                    table["not_built"].append(place | {"reason": str(error).split("cannot run this call: ")[-1]})
-                    continue
-                rows = [place | _resources(r) for r in found]
-                table["rows"] += [row for i, row in enumerate(rows) if row not in rows[:i]]
-        order = list(op.implementations)
-        table["rows"].sort(key=lambda row: (order.index(row["impl"]), row["direction"] != "forward", row["kernel"]))
+    known = [get(name) for name in ops]
+    tables: dict[str, dict[str, Any]] = {op.name: {"op": op.name, "rows": [], "not_built": [], "left": 0} for op in known}
+    pieces = _order(known)
+    for op, implementation, arch in pieces:
+        table, place = tables[op.name], {"impl": implementation.name, "group": implementation.kind, "arch": arch}
+        if time.monotonic() > until:
+            table["left"] += 1
+            continue
+        report(f"compiling {op.name} {implementation.name} for {arch}")
+        rows, reason = _built(op, implementation, arch)
+        table["not_built"] += [place | {"reason": reason}] if reason else []
+        for row in rows:
+            if place | row not in table["rows"]:
+                table["rows"].append(place | row)
+    for op in known:
+        rungs, table = list(op.implementations), tables[op.name]
+        table["rows"].sort(key=lambda r: (rungs.index(r["impl"]), r["direction"] != "forward", r["kernel"], ARCHES.index(r["arch"])))
+        table["not_built"].sort(key=lambda r: (rungs.index(r["impl"]), ARCHES.index(r["arch"])))
         table["spills"] = sum(row["spilled"] for row in table["rows"])
-        tables.append(table)
-    notes = [f"The time box left no time to compile {', '.join(left_out)}; `ridgeline inspect` does it."] if left_out else []
-    return tables, notes
+    left = sum(table["left"] for table in tables.values())
+    note = f"The time box left no time to compile {left} of {len(pieces)}, each a rung for a GPU; `ridgeline inspect` compiles any."
+    return list(tables.values()), [note] if left else []
+
+
+def _order(ops: list[Op]) -> list[tuple[Op, Implementation, str]]:
+    """Every rung in kernels for every known GPU, in the order in which they are compiled."""
+
+    def place(piece: tuple[Op, Implementation, str]) -> tuple[bool, bool, int]:
+        op, rung, arch = piece
+        alike = [r for r in op.implementations.values() if r.kind == rung.kind]
+        return arch != "sm_90", rung.kind != "cuda", len(alike) - alike.index(rung)
+
+    rungs = [(op, rung) for op in ops for rung in op.implementations.values() if rung.is_kernel]
+    return sorted([(*rung, arch) for rung, arch in product(rungs, ARCHES)], key=place)
+
+
+def _built(op: Op, implementation: Implementation, arch: str) -> tuple[list[dict[str, Any]], str]:
+    """What the kernels of a rung take in the op's first case that it runs; where it runs none, why not the first."""
+    from ridgeline.lab import inspect
+    from ridgeline.op import RidgelineError
+
+    first, _ = inspect.default_case(op, None, None)
+    reason = ""
+    for case in (first, *(c for c in op.cases if c is not first)):
+        dtype = min(case.dtypes, key=lambda d: (d not in implementation.dtypes, d != "bfloat16"))
+        try:
+            found = inspect.resources(op, implementation, case, dtype, arch)
+        except RidgelineError as error:
+            reason = reason or str(error).split("cannot run this call: ")[-1]
+        else:
+            return [_resources(r) | {"case": case.name, "dtype": dtype} for r in found], ""
+    return [], reason
 
 
 def _resources(r: Any) -> dict[str, Any]:
