@@ -148,7 +148,7 @@ def test_the_counters_of_rungs() -> None:
         assert "before" not in list(counters.rows([rungs[0] | other, *rungs[1:]], table))[1]
     with pytest.raises(ValueError, match="zip"):
         list(counters.rows(rungs[:2], table))
-    facts = {"type": "bench", "peer": False, "status": "ok", "kind": "cuda", "seconds": {"median": 1e-3}}
+    facts = {"type": "bench", "run": "1", "peer": False, "status": "ok", "kind": "cuda", "seconds": {"median": 1e-3}}
     steps = ladder.ladder([*[place | facts | {"impl": impl} for impl in ("naive", "shared")], *found], "transpose")
     assert [ladder.counted(step["counted"]) for step in next(iter(steps.values()))] == [f"{name} 4.19 M", f"{name} 15.0, before 4.19 M"]
 

@@ -6,7 +6,7 @@ import pytest
 
 import fixture_rows
 from ridgeline import nn
-from ridgeline.lab import readme
+from ridgeline.lab import readme, results
 from ridgeline.op import RidgelineError, get, registry
 
 
@@ -49,7 +49,7 @@ def test_one_line_an_op() -> None:
         for d in ("float32", "bfloat16")
         for b in (8, 16)
     ]
-    text = readme.short(readme.works(rows), registry())
+    text = readme.short(results.works(rows), registry())
     assert text.splitlines()[2:] == ["| `softmax` | 16 B, bfloat16 | `triton` | 1.00 s | **0.50** |  | 1.00 s | **0.50** |  |"]
 
 
@@ -80,23 +80,36 @@ def test_every_op_and_module_is_listed() -> None:
 
 
 def test_the_newest_rows_of_each_piece_of_work(tmp_path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """A run of one case leaves the others' rows; a grid's are not shown, nor those of cases that are no benchmarks now."""
+    """A run of one case leaves the others' rows; a grid's are not shown, nor those of cases that are no benchmarks now. Of rungs that the
+    newest run left out older rows are for ladders alone, and counters are those that rungs still name."""
+    counter = registry()["reduce_sum"].implementations["v3"].counter
     runs = {
-        "1": ("ridgeline bench mul", ["32 Mi", "512 Mi", "gone", "1 Mi"]),
-        "2": ("ridgeline bench --case '32 Mi' mul", ["32 Mi"]),
-        "3": ("ridgeline bench --grid mul", ["512 Mi"]),
+        "1": ("ridgeline bench reduce_sum", ["32 Mi", "2^30", "gone", "1"], ["torch", "v2", "v3", "no more"], {"v3": "old"}),
+        "2": ("ridgeline bench reduce_sum --counters", ["32 Mi"], ["torch", "v2", "v3"], {"v3": counter}),
+        "3": ("ridgeline bench --case '32 Mi' reduce_sum --impl torch,v2", ["32 Mi"], ["torch", "v2"], {}),
+        "4": ("ridgeline bench --grid reduce_sum", ["2^30"], ["torch"], {}),
     }
     for name in runs:
         (tmp_path / f"{name}.jsonl").touch()
 
     def load(path) -> list[dict]:
-        command, cases = runs[path.stem]
-        rows = [{"type": "bench", "op": "mul", "case": case, "dtype": "float32", "direction": "forward"} for case in cases]
+        command, cases, rungs, counted = runs[path.stem]
+        facts = {"op": "reduce_sum", "dtype": "float32", "direction": "forward", "status": "ok"}
+        rows = [facts | {"type": "bench", "case": case, "impl": impl} for case in cases for impl in rungs]
+        rows += [facts | {"type": "counter", "case": cases[0], "impl": impl, "counter": name} for impl, name in counted.items()]
         return [{"type": "run", "command": command}] + [row | {"run": path.stem} for row in rows]
 
-    monkeypatch.setattr(readme.store, "load", load)
-    found = [(row["run"], row["case"]) for row in readme.newest(tmp_path) if row["type"] == "bench"]
-    assert found == [("2", "32 Mi"), ("1", "512 Mi")]
+    monkeypatch.setattr(results.store, "load", load)
+    rows = results.newest(tmp_path)
+    found = {
+        kind: [(row["run"], row["case"], row["impl"]) for row in rows if row["type"] == kind] for kind in ("bench", "older", "counter")
+    }
+    assert found["bench"] == [
+        *(("3", "32 Mi", impl) for impl in ("torch", "v2")),
+        *(("1", "2^30", impl) for impl in ("torch", "v2", "v3", "no more")),
+    ]
+    assert found["older"] == [("2", "32 Mi", "v3")]
+    assert found["counter"] == [("2", "32 Mi", "v3")]
 
 
 def test_no_run_is_said(tmp_path) -> None:
@@ -142,7 +155,7 @@ def test_every_recorded_gpu_has_a_section(house, monkeypatch: pytest.MonkeyPatch
     assert "The rows come from 1 run in `results/h200`" in second
     ops = {line.split("`")[1] for line in second.splitlines() if line.startswith("| `")}
     assert ops == {"softmax", "mul"}
-    rows = [row for row in readme.newest(house / "results/h200") if row["type"] == "bench"]
+    rows = [row for row in results.newest(house / "results/h200") if row["type"] == "bench"]
     shares = [row["share"] for row in rows if (row["op"], row["impl"]) == ("softmax", "cuda_cluster")]
     assert shares
     assert all(f"**{share:.2f}**" in second for share in shares)
@@ -178,4 +191,4 @@ def test_gpus_in_order_and_only_those_with_figures(house) -> None:
             rows[0]["command"] = "ridgeline bench --grid --record"
         path.write_text("".join(json.dumps(row) + "\n" for row in (rows[:2] if folder == "b200" else rows)))
     fixture_rows.write(house / "results/a10/20261120-021500-abc1234.jsonl", name="NVIDIA A10")
-    assert [folder.name for folder in readme.gpus(house / "results")] == ["h100", "a10", "h200"]
+    assert [folder.name for folder in results.gpus(house / "results")] == ["h100", "a10", "h200"]

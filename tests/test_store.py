@@ -10,7 +10,7 @@ import time
 import pytest
 
 import fixture_rows
-from ridgeline.lab import ladder, store
+from ridgeline.lab import ladder, store, verdict
 from ridgeline.op import RidgelineError
 
 MACHINE = dict.fromkeys(store.MACHINE) | {"cpu": "a cpu"}
@@ -125,12 +125,30 @@ def test_finding_runs():
         store.find("2")
 
 
-def test_a_ladder_is_this_machine_s_else_the_newest_of_any_gpu(tmp_path):
-    h100, h200 = ([BENCH | {"run": name, "op": op} for op in ops] for name, ops in (("1", ("gelu", "mul")), ("2", ("gelu",))))
-    store.append(tmp_path / "results/h100/1.jsonl", h100)
-    store.append(tmp_path / "results/h200/2.jsonl", h200)
-    assert [ladder.newest("gelu", here) for here in ("h100", "h200", "cpu")] == [h100, h200, h200]
-    assert ladder.newest("mul", "h200") == h100
+def test_a_ladder_is_of_this_gpu_else_of_what_is_recorded(tmp_path):
+    fixture_rows.write(tmp_path / "results/h100/20261120-021500-abc1234.jsonl")
+    fixture_rows.write(tmp_path / "results/h200/20261121-021500-abc1234.jsonl", name="NVIDIA H200", seed=1, ops=("softmax",))
+
+    def timed(op, here, gpu=None):
+        return store.slug(verdict.one(ladder.newest(op, here, gpu), "run")["machine"]["gpu"])
+
+    assert [timed("softmax", here) for here in ("h100", "h200", "cpu", "b200")] == ["h100", "h200", "h100", "h100"]
+    assert [timed("softmax", "h100", "h200"), timed("mul", "h200")] == ["h200", "h100"]
+    with pytest.raises(RidgelineError, match="no recorded run on h200 has timed mul"):
+        ladder.newest("mul", "cpu", "h200")
+    with pytest.raises(RidgelineError, match="nothing is recorded of 'b200'; of these GPUs something is: h100, h200"):
+        ladder.newest("softmax", "cpu", "b200")
+
+
+def test_a_gain_is_between_two_times_of_one_run():
+    rows = [
+        BENCH | {"impl": impl, "run": run, "type": kind}
+        for impl, run, kind in (("cuda_packed", "2", "bench"), ("torch", "2", "bench"), ("cuda", "1", "older"))
+    ]
+    (steps,) = ladder.ladder(rows, "gelu").values()
+    assert [(step["impl"], step["gain"]) for step in steps] == [("torch", None), ("cuda", None), ("cuda_packed", None)]
+    (steps,) = ladder.ladder([row for row in rows if row["run"] == "2"], "gelu").values()
+    assert [(step["impl"], step["gain"]) for step in steps] == [("torch", None), ("cuda_packed", 1.0)]
 
 
 @pytest.mark.parametrize(

@@ -6,45 +6,61 @@ import argparse
 import json
 from typing import Any
 
-from ridgeline.lab import store, units
+from ridgeline.lab import results, store, units
 from ridgeline.lab.compare import machine
 from ridgeline.lab.tables import CACHED, console, figure, table, timing
-from ridgeline.lab.verdict import key
+from ridgeline.lab.verdict import key, of
 
 Row = dict[str, Any]
 
 
 def ladder(rows: list[Row], op: str) -> dict[tuple[str, str, str, str], list[Row]]:
-    """Per op, case, dtype and direction: a run's rows of the op, each with its `gain` over the timed rung before.
+    """Per op, case, dtype and direction: the rows of the op, each with its `gain` over the timed rung before, if one run timed both.
 
-    In the order of the rows, which is the ladder's; peers from other packages are left out. The first timed rung has no gain. Where the
-    run read a rung's counter, `counted` is that row.
+    In the registry's order, or of an op that is no more in the rows' order; peers from other packages are left out. The first timed rung
+    has no gain. Where a rung's counter was read, `counted` is that row.
     """
+    from ridgeline.op import get, op_modules
+
+    order = list(get(op).implementations) if op in op_modules() else []
     climbed: dict[tuple[str, str, str, str], list[Row]] = {}
     read = {(*key(row), row["impl"]): row for row in rows if row["type"] == "counter" and row["status"] == "ok"}
-    for row in rows:
-        if row["type"] != "bench" or row["op"] != op or (row["peer"] and row["impl"] not in ("torch", "compile")):
+    of_op = [row for row in rows if row["type"] in ("bench", "older") and row["op"] == op]
+    for row in sorted(of_op, key=lambda row: order.index(row["impl"]) if row["impl"] in order else len(order)):
+        if row["peer"] and row["impl"] not in ("torch", "compile"):
             continue
         steps = climbed.setdefault(key(row), [])
-        timed = [step for step in steps if step["status"] == "ok"]
-        gain = timed[-1]["seconds"]["median"] / row["seconds"]["median"] if timed and row["status"] == "ok" else None
+        below = [step for step in steps if step["status"] == "ok"][-1:]
+        timed = row["status"] == "ok" and [step["run"] for step in below] == [row["run"]]
+        gain = below[0]["seconds"]["median"] / row["seconds"]["median"] if timed else None
         steps.append(row | {"gain": gain, "counted": read.get((*key(row), row["impl"]))})
     return climbed
 
 
-def newest(op: str, here: str) -> list[Row]:
-    """The newest run that timed the op: on this machine if there is one, else on any."""
+def newest(op: str, here: str, gpu: str | None = None) -> list[Row]:
+    """What was timed of an op: by the newest run on this machine's GPU (`here`), else what is recorded of a GPU, else by the newest run on
+    any machine. gpu: what is recorded of that one, by its folder's name."""
     from ridgeline.op import RidgelineError
 
-    path = store.latest(here, op) or store.latest(None, op)
+    mine = None if gpu or here == "cpu" else store.latest(here, op)
+    if mine:
+        return store.load(mine)
+    recorded = {folder.name: rows for folder, rows in results.gpus(store.recorded()).items()}
+    if gpu and gpu not in recorded:
+        raise RidgelineError(f"nothing is recorded of {gpu!r}; of these GPUs something is: {', '.join(recorded) or 'none'}")
+    for name, rows in recorded.items():
+        if gpu in (None, name) and any(row["op"] == op for row in of(rows, "bench")):
+            return rows
+    path = None if gpu else store.latest(None, op)
     if path is None:
-        raise RidgelineError(f"no recorded run has timed {op}; ridgeline bench {op} makes one")
+        raise RidgelineError(f"no recorded run{f' on {gpu}' if gpu else ''} has timed {op}; ridgeline bench {op} makes one")
     return store.load(path)
 
 
 def arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("op", metavar="OP")
-    parser.add_argument("--run", help="a run: its file, its name, or how its name starts; the newest that timed the op by default")
+    parser.add_argument("--run", help="a run: its file, its name, or how its name starts; this GPU's newest that timed the op by default")
+    parser.add_argument("--gpu", help="all that is recorded of a GPU, such as h100: the default where there is none here")
     parser.add_argument("--case", help="one case only")
     parser.add_argument("--dtype", help="one dtype only")
     parser.add_argument("--json", action="store_true", help="print the rows as JSON")
@@ -56,7 +72,10 @@ def main(options: argparse.Namespace) -> int:
     from ridgeline.op import RidgelineError, get
 
     op = get(options.op)
-    rows = store.load(store.find(options.run)) if options.run else newest(op.name, store.slug(facts(default_device(None))["gpu"]))
+    if options.run and options.gpu:
+        raise RidgelineError("--run is one run, --gpu all that is recorded of a GPU: give one of them")
+    here = store.slug(facts(default_device(None))["gpu"])
+    rows = store.load(store.find(options.run)) if options.run else newest(op.name, here, options.gpu)
     wanted = {"case": options.case, "dtype": options.dtype}
     found = [
         step | ({"idea": rung.idea, "must": rung.gain} if (rung := op.implementations.get(step["impl"])) else {"idea": "", "must": 0})
@@ -66,12 +85,18 @@ def main(options: argparse.Namespace) -> int:
     ]
     if not found:
         chosen = " ".join(value for value in wanted.values() if value)
-        raise RidgelineError(f"run {rows[0]['run']} has not timed {op.name}{' in ' + chosen if chosen else ''}")
+        raise RidgelineError(f"{source(rows)} has not timed {op.name}{' in ' + chosen if chosen else ''}")
     if options.json:
         print(json.dumps(found))
     else:
         show(found, rows)
     return 0
+
+
+def source(rows: list[Row]) -> str:
+    """Which runs rows are of: "run 20261123-045822-c1d9ede", or "runs A, B"."""
+    runs = sorted({row["run"] for row in rows})
+    return f"run{'s' * (len(runs) > 1)} {', '.join(runs)}"
 
 
 def counted(row: Row) -> str:
@@ -89,7 +114,7 @@ def show(found: list[Row], rows: list[Row]) -> None:
     from rich.text import Text
 
     out = console()
-    out.print(f"run {rows[0]['run']} on {machine(rows)}", style="dim", markup=False)
+    out.print(f"{source(found)} on {machine(rows)}", style="dim", markup=False)
     for work in dict.fromkeys(key(row) for row in found):
         made = table(" ".join(work), ["rung", "idea"], ["time", "gain", "predicted", "of roof"])
         for row in found:
@@ -99,6 +124,7 @@ def show(found: list[Row], rows: list[Row]) -> None:
             if row["status"] == "ok":
                 gain = figure(row["gain"], units.times)
                 idea = f"{row['idea']} [{counted(row['counted'])}]" if row["counted"] else row["idea"]
+                idea += " (of an older run)" if row["type"] == "older" else ""
                 must = figure(row["must"] or None, units.times)
                 made.add_row(name, Text(idea), timing(row["seconds"]), gain, must, units.share(row))
             else:

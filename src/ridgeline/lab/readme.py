@@ -15,42 +15,12 @@ from typing import Any
 
 from ridgeline import nn, optim
 from ridgeline.lab import roofline, store, units, verdict
+from ridgeline.lab.results import GPU, Work, gpus, newest, works
 from ridgeline.op import Op, RidgelineError, registry
 
 Row = dict[str, Any]
-Work = tuple[str, str, str, str]
-GPU = "h100"  # whose table and roofline the README shows
 KERNELS = ("cuda", "triton", "gluon")
 MARKED = re.compile(r"(<!-- (measured|ops) -->\n).*?(?=<!-- /\2 -->)", re.DOTALL)
-
-
-def newest(folder: Path) -> list[Row]:
-    """The rows of the newest recorded run of a GPU, and of older ones for the work that it did not time: of benchmarks that still are,
-    without those of a grid. Empty where no run is recorded."""
-    rows: list[Row] = []
-    cases = {(op.name, case.name) for op in registry().values() for case in op.cases if case.use == "bench"}
-    for path in sorted(folder.glob("*.jsonl"), reverse=True):
-        timed, run = {verdict.key(row) for row in verdict.of(rows, "bench")}, store.load(path)
-        if "--grid" not in verdict.one(run, "run")["command"].split():
-            known = [row for row in run if row["type"] != "bench" or (row["op"], row["case"]) in cases]
-            rows += [row for row in known if not rows or (row["type"] == "bench" and verdict.key(row) not in timed)]
-    return rows
-
-
-def gpus(results: Path) -> dict[Path, list[Row]]:
-    """The newest rows of every GPU on which anything was timed, by its folder, the README's GPU first."""
-    folders = sorted(results.glob("*/"), key=lambda folder: (folder.name != GPU, folder.name))
-    found = {folder: newest(folder) for folder in folders if folder.name != "cpu"}
-    return {folder: rows for folder, rows in found.items() if works(rows)}
-
-
-def works(rows: list[Row]) -> dict[Work, list[Row]]:
-    """The timed rungs of each piece of work, fastest first."""
-    found: dict[Work, list[Row]] = {}
-    for row in verdict.of(rows, "bench"):
-        if row["status"] == "ok":
-            found.setdefault(verdict.key(row), []).append(row)
-    return {work: sorted(rungs, key=lambda r: r["seconds"]["median"]) for work, rungs in found.items()}
 
 
 def serving(op: Op, rungs: list[Row]) -> Row | None:

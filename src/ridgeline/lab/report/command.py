@@ -8,7 +8,7 @@ from importlib import import_module
 from pathlib import Path
 from typing import Any
 
-from ridgeline.lab import readme, roofline, store
+from ridgeline.lab import results, roofline, store
 from ridgeline.lab.report import measure, page, view
 from ridgeline.lab.report.measure import say
 from ridgeline.lab.report.view import Source
@@ -47,7 +47,7 @@ def _measured(quick: bool) -> dict[str, Any]:
 
     scale = QUICK if quick else 1.0
     mine = Source(measure.bench(quick))
-    beside = [] if mine.gpu else [Source(rows, recorded=True) for rows in readme.gpus(store.recorded()).values()]
+    beside = [] if mine.gpu else [Source(rows, recorded=True) for rows in results.gpus(store.recorded()).values()]
     checks = [{"title": f"On {mine.name}", "note": "", **view.checked(mine.checks)}]
     if not mine.gpu:
         rows, note = measure.interpreted(60 * MINUTES["interpreter"] * scale)

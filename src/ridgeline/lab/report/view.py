@@ -187,14 +187,14 @@ def tables(source: Source, op: str) -> list[dict[str, Any]]:
 
 
 def ladder(source: Source, op: str, ideas: dict[str, str]) -> dict[str, Any] | None:
-    """The op's rungs on its largest work, each with what it gained over the one before; and what was left out."""
+    """The op's rungs on the work of which most were timed, then counted, each with its gain over the one before; and what was left out."""
     works = {work: rows for work, rows in ladders.ladder(source.rows, op).items() if best(rows)}
     if not works:
         return None
 
     def worth(work: tuple[str, str, str, str]) -> tuple[Any, ...]:
-        timed = sum(row["status"] == "ok" for row in works[work])
-        return work[3] == "forward", timed, works[work][0]["bytes"], work[2] == "bfloat16"
+        timed, counted = (sum(map(bool, found)) for found in zip(*[(r["status"] == "ok", r["counted"]) for r in works[work]], strict=True))
+        return work[3] == "forward", timed, counted, works[work][0]["bytes"], work[2] == "bfloat16"
 
     work = max(works, key=worth)
     steps = []
@@ -204,6 +204,7 @@ def ladder(source: Source, op: str, ideas: dict[str, str]) -> dict[str, Any] | N
             tone = "" if not gain or 0.98 < gain < 1.02 else "more" if gain > 1 else "less"
             climbed = {"idea": ideas.get(row["impl"], ""), "gain": units.times(gain) if gain else "", "tone": tone}
             climbed["counted"] = ladders.counted(row["counted"]) if row["counted"] else ""
+            climbed["older"] = row["run"] if row["type"] == "older" else ""
             steps.append(line(row, source, works[work]) | climbed)
     return {"case": work[1], "dtype": work[2], "direction": work[3], "steps": steps, "out": left_out(works[work])}
 
