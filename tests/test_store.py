@@ -131,6 +131,8 @@ def test_a_ladder_is_this_machine_s_else_the_newest_of_any_gpu(tmp_path):
     store.append(tmp_path / "results/h200/2.jsonl", h200)
     assert [ladder.newest("gelu", here) for here in ("h100", "h200", "cpu")] == [h100, h200, h200]
     assert ladder.newest("mul", "h200") == h100
+    assert ladder.elsewhere("gelu") == ["1 (h100)", "2 (h200)"]
+    assert ladder.elsewhere("mul") == ["1 (h100)"]
 
 
 @pytest.mark.parametrize(

@@ -71,7 +71,15 @@ def main(options: argparse.Namespace) -> int:
         print(json.dumps(found))
     else:
         show(found, rows)
+        if not options.run and default_device(None) == "cpu" and (others := elsewhere(op.name)):
+            console().print(f"GPUs that timed it: --run {' or '.join(others)}", style="dim", markup=False)
     return 0
+
+
+def elsewhere(op: str) -> list[str]:
+    """The newest committed run of each GPU that timed the op, by its name and the GPU's folder: "20261122-082959-d0b7641 (h100)"."""
+    folders = sorted(folder.name for folder in store.recorded().glob("*/") if folder.name != "cpu")
+    return [f"{path.stem} ({folder})" for folder in folders if (path := store.latest(folder, op))]
 
 
 def counted(row: Row) -> str:
