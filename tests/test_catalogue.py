@@ -6,7 +6,7 @@ import json
 import pytest
 
 from ridgeline.lab import catalogue, check, machine
-from ridgeline.op import RidgelineError, get
+from ridgeline.op import RidgelineError, get, op_modules
 
 
 def served(answer):
@@ -34,6 +34,19 @@ def test_plain_pytorch_serves_the_cpu():
     answer = explain("softmax", "cpu")
     assert served(answer) == ["torch"]
     assert all(rung["reason"] for rung in answer["rungs"] if rung["kind"] in ("cuda", "triton", "gluon"))
+
+
+@pytest.mark.parametrize("op", op_modules())
+def test_every_case_is_explained(op):
+    """What says whether a rung takes a call is given the call's options, whatever the case's are."""
+    found = get(op)
+    for case in found.cases:
+        if case.use == "check":
+            assert served(catalogue.explain(found, case, case.dtypes[0], "sm_90")), case.name
+
+
+def test_lists_of_tensors_on_the_cpu():
+    assert served(explain("clip_grad_norm", "cpu", case="lists")) == ["torch"]
 
 
 @pytest.mark.parametrize(

@@ -89,6 +89,7 @@ BAD = [
     (["inspect", "gelu", "--impl", "triton", "--arch", NOWHERE], [NOWHERE, "sm_90"]),
     (["check", "matmul", "--case", "256", "--dtype", "bfloat16"], ["bfloat16", "256", "float32"]),
     (["bench", "matmul", "--case", "256", "--dtype", "bfloat16"], ["bfloat16", "256", "float32"]),
+    (["bench", "gelu", "--grid"], ["gelu", "grid"]),
     (["bench", "gelu", "--budget", "nan"], ["--budget", "nan", "seconds"]),
     (["tune", "gelu", "--budget", "-1"], ["--budget", "-1", "seconds"]),
     (["explain", "gelu", "--device", NOWHERE], [NOWHERE, "sm_90", "cpu"]),

@@ -228,6 +228,14 @@ def test_an_ignored_target_may_be_no_class() -> None:
     assert ridgeline.cross_entropy(x, y - 1, ignore_index=-1, reduction="sum") == 0
 
 
+def test_a_target_that_is_no_class_is_named() -> None:
+    bad = torch.tensor([0, 7, -100])
+    with pytest.raises(RidgelineError, match="targets must be 0 to 4 or ignore_index -100, and one is 7"):
+        ridgeline.cross_entropy(torch.ones(3, 5), bad)
+    with pytest.raises(RidgelineError, match="linear_cross_entropy: targets must be 0 to 4 or ignore_index -100, and one is 7"):
+        ridgeline.linear_cross_entropy(torch.ones(3, 2), torch.ones(5, 2), bad)
+
+
 @pytest.mark.gpu
 @pytest.mark.parametrize("check", ["0", "1"])
 def test_values_on_a_gpu_are_read_where_asked_for(check: str) -> None:
@@ -238,7 +246,7 @@ def test_values_on_a_gpu_are_read_where_asked_for(check: str) -> None:
     done = subprocess.run(
         [sys.executable, "-c", code], env=os.environ | {"RIDGELINE_CHECK": check}, capture_output=True, text=True, check=True
     )
-    assert ("others are given" in done.stdout) if check == "1" else done.stdout.strip() == "nan"
+    assert ("and one is 5" in done.stdout) if check == "1" else done.stdout.strip() == "nan"
 
 
 @pytest.mark.gpu

@@ -146,7 +146,7 @@ def test_the_same_bits_each_time(memory: int | None, device: str) -> None:
 @pytest.mark.parametrize("memory", [MEMORY["groups"], MEMORY["slabs"]])
 def test_a_target_that_is_no_class(memory: int, reduction: str, device: str, monkeypatch: pytest.MonkeyPatch) -> None:
     """In a kernel it makes its row NaN; the host does not look. (The interpreter's tensors are on a CPU, where it would raise.)"""
-    monkeypatch.setattr(MODULE, "readable", lambda target: False)
+    monkeypatch.setattr(MODULE.cross_entropy, "readable", lambda target: False)
     leaves, target = make(device)
     target[1], target[9] = CLASSES, -(2**40)
     loss = ours(leaves, target, reduction=reduction, chunk_memory=memory)

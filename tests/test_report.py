@@ -256,6 +256,21 @@ def test_a_folder_that_cannot_be_written_is_named(tmp_path):
     assert sorted(p.name for p in tmp_path.iterdir()) == ["file", "run.jsonl"]
 
 
+def test_work_next_to_no_arithmetic_is_not_drawn():
+    """A few rows added into a large tensor would stretch the axis by decades; the op's other work stays."""
+    rows = [row | ({"flops": row["bytes"] // 10**5} if row["type"] == "bench" and row["op"] == "gelu" else {}) for row in H100]
+    assert "gelu" in {point["op"] for point in roofline.points(verdict.of(H100, "bench"))}
+    assert min(point["x"] for point in roofline.points(verdict.of(rows, "bench"))) > roofline.LEAST
+    assert page._source(view.Source(rows))["flat"] == "gelu"
+
+
+def test_whose_results_were_wrong_is_said():
+    rows = [row | {"status": "wrong"} if row["type"] == "bench" and row["impl"] in ("torch", "triton") else row for row in H100]
+    wrong = [row["peer"] for row in rows if row["type"] == "bench" and row["status"] == "wrong"]
+    assert f"not timed: {wrong.count(False)} of Ridgeline's, {wrong.count(True)} of peers." in view.beneath(view.Source(rows))
+    assert "Wrong" not in view.beneath(view.Source([row for row in H100 if row.get("status") != "wrong"]))
+
+
 def test_whole_numbers_alone_stand_under_float32_s_roof():
     """No matrix product has been timed in int32."""
     rows = [row | ({"dtype": "int32"} if row["type"] == "bench" else {}) for row in H100]

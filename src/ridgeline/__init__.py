@@ -24,7 +24,9 @@ def __getattr__(name: str) -> Any:
     if name in _SUBMODULES:
         return import_module(f"ridgeline.{name}")
     op = import_module("ridgeline.op")
-    ops = {**op.op_modules(), "RidgelineError": "ridgeline.op"}
+    if name == "RidgelineError":
+        return op.RidgelineError
+    ops = op.op_modules()
     if name not in ops:
         raise AttributeError(f"ridgeline has no {name!r}; its ops are {', '.join(ops)}, its modules {', '.join(_SUBMODULES)}")
     found = globals()[name] = getattr(import_module(ops[name]), name)

@@ -152,7 +152,7 @@ class Implementation:
     kind: "eager" (plain PyTorch), "compile" (torch.compile), "cuda", "triton" or "gluon".
     call: for eager and compile, a function of the public arguments.
     launchers: for kernels, {"fwd": f(outputs..., inputs...), "bwd": ...}, started from inside the registered torch op.
-    supports: f(first tensor, *rest of the inputs) -> None, or the reason why not.
+    supports: f(first tensor, *rest of the inputs, and of eager and compile the options by keyword) -> None, or the reason why not.
     unless: of a served kernel, f(public arguments, or a launcher's inputs) -> why a call that names no rung is left to another rung, plain
         PyTorch where every served kernel says so, or None. It looks at sizes and options alone, and its sentence names no number, so that
         it can be traced: a size in a sentence would be a graph of its own. Where it says None, a served kernel must support the call, and

@@ -80,7 +80,7 @@ def explain(op: Op, case: Case, dtype: str, device: str | None = None) -> Row:
     """
     from ridgeline import device as devices
     from ridgeline.lab.check import default_device
-    from ridgeline.op import RidgelineError
+    from ridgeline.op import RidgelineError, tensors_of
 
     if device not in (None, "cpu", "cuda", *devices.KNOWN):
         raise RidgelineError(f"there is no device {device!r}; the devices are cpu, cuda, {', '.join(devices.KNOWN)}")
@@ -91,7 +91,7 @@ def explain(op: Op, case: Case, dtype: str, device: str | None = None) -> Row:
     else:
         device = default_device(device)
         args, kwargs = case.make(dtype, device)
-        target = devices.of(args[0])
+        target = devices.of(tensors_of(args)[0])
         reasons = {name: why_not(i, args, kwargs) for name, i in op.implementations.items()}
     backward = op.cost(*args, **kwargs)[1] is not None
     left = {name: i.unless(*args, **kwargs) if i.unless else None for name, i in op.implementations.items()}

@@ -116,7 +116,9 @@ def chosen_work(ops: list[Op], uses: Iterable[str], case: str | None, dtype: str
     found = [(op, *work) for op in ops for work in chosen_cases(op, uses, case, dtype)]
     if not found:
         cases = [c for op in ops for c in op.cases if c.use in uses or c.name == case]
-        taken = ", ".join(dict.fromkeys(f"{c.name!r} in {', '.join(c.dtypes)}" for c in cases)) or "none"
+        if not cases:
+            raise RidgelineError(f"{', '.join(op.name for op in ops)}: no cases for {' or '.join(uses)}")
+        taken = ", ".join(dict.fromkeys(f"{c.name!r} in {', '.join(c.dtypes)}" for c in cases))
         chosen = " and ".join(f"{name} {value!r}" for name, value in (("case", case), ("dtype", dtype)) if value)
         raise RidgelineError(f"{', '.join(op.name for op in ops)}: nothing has {chosen or 'a case for this'}; the cases are {taken}")
     return found

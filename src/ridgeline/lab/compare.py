@@ -67,7 +67,7 @@ def show(rows: list[Row], before: list[Row], after: list[Row]) -> None:
     for row in rows:
         work = " ".join(key(row))
         times = [units.DASH if row[end] is None else timing(row[end]) for end in ("before", "after")]
-        gain = units.DASH if row["gain"] is None else units.times(row["gain"])
+        gain = units.DASH if row["gain"] is None else f"{row['gain']:.3f}x"
         word = Text(row["change"], style=STYLES[row["change"]])
         made.add_row(Text(work if work != last else ""), Text(row["impl"]), word, *times, gain)
         last = work

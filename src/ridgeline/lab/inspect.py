@@ -321,7 +321,7 @@ def _triton_for(arch: str) -> Iterator[None]:
 
 
 def arguments(parser: argparse.ArgumentParser) -> None:
-    parser.add_argument("op")
+    parser.add_argument("op", metavar="OP")
     parser.add_argument("--impl", required=True, help="the implementation, as `ridgeline list` names it")
     parser.add_argument("--arch", default="sm_90", help=f"what to compile for: {', '.join(ARCHES)} (default: sm_90)")
     parser.add_argument("--case", help="a case of the op (default: its first benchmark)")
@@ -375,14 +375,11 @@ def _write(found: list[Resources], folder: Path) -> None:
 
 
 def _print(found: list[Resources]) -> None:
-    from rich.console import Console
-    from rich.table import Table
+    from ridgeline.lab.tables import console, table
 
     first = found[0]
-    table = Table(title=f"{first.op} {first.implementation}, {first.case} {first.dtype}, compiled for {first.arch}", show_header=True)
-    table.add_column("")
-    for r in found:
-        table.add_column(f"{r.kernel}\n{r.direction}", justify="right")
+    title = f"{first.op} {first.implementation}, {first.case} {first.dtype}, compiled for {first.arch}"
+    made = table(title, [""], [f"{r.kernel}\n{r.direction}" for r in found])
     facts = {
         "threads per block": lambda r: f"{r.threads}",
         "registers per thread": lambda r: f"{r.registers}",
@@ -396,5 +393,5 @@ def _print(found: list[Resources]) -> None:
         "constants": lambda r: "\n".join(f"{k}={v}" for k, v in r.constants.items()),
     }
     for what, say in facts.items():
-        table.add_row(what, *(say(r) for r in found))
-    Console().print(table)
+        made.add_row(what, *(say(r) for r in found))
+    console().print(made)

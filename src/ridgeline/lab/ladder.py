@@ -85,7 +85,8 @@ def main(options: argparse.Namespace) -> int:
     ]
     if not found:
         chosen = " ".join(value for value in wanted.values() if value)
-        raise RidgelineError(f"{source(rows)} has not timed {op.name}{' in ' + chosen if chosen else ''}")
+        where = source(rows) if options.run else f"what is recorded of {machine(rows)}"
+        raise RidgelineError(f"{where} has no times of {op.name}{' in ' + chosen if chosen else ''}")
     if options.json:
         print(json.dumps(found))
     else:

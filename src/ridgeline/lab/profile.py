@@ -279,24 +279,23 @@ def _again(options: argparse.Namespace, count: int) -> list[str]:
 
 
 def _print(what: Target, lines: list[Line], files: dict[str, str], tools: list[Any]) -> None:
-    from rich.console import Console
-    from rich.table import Table
+    from rich.text import Text
 
-    console = Console()
+    from ridgeline.lab.tables import console, table
+
+    out = console()
     for where, title in (("gpu", "kernels on the GPU"), ("cpu", "on the host")):
         some = [line for line in lines if line.where == where][:20]
         if some:
-            table = Table("name", "calls", "us", "", title=f"{what.name}: {title}, own time per step", title_justify="left")
-            for column in table.columns[1:]:
-                column.justify = "right"
+            made = table(f"{what.name}: {title}, own time per step", ["name"], ["calls", "us", ""])
             total = sum(line.gpu_us + line.cpu_us for line in lines if line.where == where) or 1.0
             for line in some:
                 us = line.gpu_us + line.cpu_us
-                table.add_row(line.name[:90], f"{line.calls:g}", f"{us:.1f}", f"{us / total:.0%}")
-            console.print(table)
+                made.add_row(Text(line.name[:90]), f"{line.calls:g}", f"{us:.1f}", f"{us / total:.0%}")
+            out.print(made)
     for name, path in files.items():
-        console.print(f"{name.replace('_', ' ')}: {path}", soft_wrap=True, highlight=False)
+        out.print(f"{name.replace('_', ' ')}: {path}", soft_wrap=True, highlight=False)
     for tool in tools:
-        console.print(f"{tool.name}: {tool.said}", soft_wrap=True, highlight=False)
+        out.print(f"{tool.name}: {tool.said}", soft_wrap=True, highlight=False)
         for row in tool.rows:
-            console.print("  " + ", ".join(f"{k} {v}" for k, v in row.items()), soft_wrap=True, highlight=False)
+            out.print("  " + ", ".join(f"{k} {v}" for k, v in row.items()), soft_wrap=True, highlight=False)

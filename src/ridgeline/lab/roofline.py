@@ -26,6 +26,7 @@ PAPER = {
     "dark": {"ink": "#e6e9f0", "quiet": "#a2aabb", "grid": "#2b3342", "paper": "#12161f"},
 }
 SHORT = {"bfloat16": "bf16", "float16": "f16", "float32": "f32"}
+LEAST = 0.01  # FLOP per byte under which a point is not drawn: it would lie decades to the left of all others
 NARROW = "width < 480"  # a phone: the chart's words get shorter
 FONT = "system-ui, -apple-system, Segoe UI, Roboto, Liberation Sans, sans-serif"
 
@@ -35,11 +36,16 @@ def group(row: Row) -> str:
     return "peer" if row["peer"] else row["kind"] if row["kind"] in GROUPS else "plain"
 
 
+def computes(row: Row) -> bool:
+    """Whether a row's work has arithmetic to speak of: a copy has none, nor has an addition of a few rows into a large tensor."""
+    return row["flops"] > LEAST * row["bytes"]
+
+
 def points(bench: list[Row]) -> list[dict[str, Any]]:
     """Every timed rung that computes anything, as a point: FLOP per byte across, FLOP/s up."""
     found = []
     for row in bench:
-        if row["status"] != "ok" or not row["flops"]:
+        if row["status"] != "ok" or not computes(row):
             continue
         median = row["seconds"]["median"]
         found.append(

@@ -10,7 +10,7 @@ if TYPE_CHECKING:
     from rich.table import Table
 
 CACHED = "* the work is under four times the cache, which helps"
-LONG = ("work", "idea", "why")
+LONG = ("work", "idea", "why", "name")
 
 
 def console() -> Console:
@@ -28,6 +28,7 @@ def table(title: str | None, words: Sequence[str], figures: Sequence[str] = ()) 
     from rich.text import Text
 
     made = Table(box=SIMPLE_HEAD, padding=(0, 1), title=Text(title, style="bold") if title else None, title_justify="left")
+    made.min_width = len(title or "")
     for header in words:
         made.add_column(header, overflow="fold", no_wrap=header not in LONG)
     for header in figures:

@@ -245,7 +245,7 @@ def tune(
 
 
 def arguments(parser: argparse.ArgumentParser) -> None:
-    parser.add_argument("op")
+    parser.add_argument("op", metavar="OP")
     parser.add_argument("--impl", help="tune this implementation (default: every one in kernels)")
     parser.add_argument("--case", help="a case of the op (default: all its benchmarks)")
     parser.add_argument("--dtype", help="default: every dtype of the case")

@@ -54,13 +54,14 @@ def render(
 
 def _source(source: Source) -> dict[str, Any]:
     found = roofline.points(source.bench)
-    flat = sorted({row["op"] for row in source.bench if row["status"] == "ok" and not row["flops"]})
+    flat = sorted({row["op"] for row in source.bench if row["status"] == "ok"} - {point["op"] for point in found})
     return {
         "name": source.name,
         "label": source.label,
         "recorded": source.recorded,
         "date": source.run["time"][:10],
         "commit": source.run["commit"],
+        "runs": len({row["run"] for row in source.bench}),
         "headline": view.headline(source),
         "beneath": view.beneath(source),
         "tiles": view.tiles(source),

@@ -93,13 +93,12 @@ def _climb(source: Source, op: str) -> float:
 
 def beneath(source: Source) -> str:
     """What the headline's figures are taken over."""
-    found = champions(source)
-    timed, wrong = (sum(r["status"] == status for r in source.bench) for status in ("ok", "wrong"))
+    found, count = champions(source), len(names([source]))
+    timed, wrong = ([r for r in source.bench if r["status"] == status] for status in ("ok", "wrong"))
     over = f"Medians over {len(found)} pieces of work from" if any(ours(r) for r in found) else "Measured on"
-    *most, last = names([source]) or ["nothing"]
-    text = f"{over} {', '.join(most)}{' and ' if most else ''}{last}."
-    text += f" {timed} timings, each of a result that had passed the check."
-    return f"{text} {wrong} result{'s were' if wrong > 1 else ' was'} wrong and not timed." if wrong else text
+    text = f"{over} {count} operation{'s' * (count != 1)}: {len(timed)} timings, each of a result that had passed the check."
+    peers = sum(r["peer"] for r in wrong)
+    return f"{text} Wrong, or raised an error, and not timed: {len(wrong) - peers} of Ridgeline's, {peers} of peers." if wrong else text
 
 
 def facts(source: Source) -> list[tuple[str, str]]:

@@ -429,6 +429,12 @@ def _fault(logits: Any, target: Any, ignore_index: Any, label_smoothing: Any, z_
     return None if reduction in ("none", "mean", "sum") else f'reduction must be "none", "mean" or "sum", and is {reduction!r}'
 
 
+def _all_classes(op: str, target: torch.Tensor, classes: int, ignore_index: int) -> None:
+    """Raises where a target that the host may read is no class."""
+    if readable(target) and (wrong := (target != ignore_index) & ((target < 0) | (target >= classes))).any():
+        raise RidgelineError(f"{op}: targets must be 0 to {classes - 1} or ignore_index {ignore_index}, and one is {target[wrong][0]}")
+
+
 def cross_entropy(
     logits: torch.Tensor, target: torch.Tensor, *, ignore_index: int = -100, label_smoothing: float = 0.0, z_loss: float = 0.0,
     softcap: float | None = None, reduction: str = "mean", impl: str | None = None,
@@ -453,10 +459,7 @@ def cross_entropy(
     if fault:
         raise RidgelineError(f"cross_entropy: {fault}")
     found = eager(CROSS_ENTROPY, impl, logits)
-    if readable(target) and ((target != ignore_index) & ((target < 0) | (target >= logits.shape[-1]))).any():
-        raise RidgelineError(
-            f"cross_entropy: targets must be 0 to {logits.shape[-1] - 1} or ignore_index {ignore_index}, and others are given"
-        )
+    _all_classes("cross_entropy", target, logits.shape[-1], ignore_index)
     if found is not None and found.call is not None:
         options = {"ignore_index": ignore_index, "label_smoothing": label_smoothing, "reduction": reduction}
         return found.call(logits, target, z_loss=z_loss, softcap=softcap, **options)

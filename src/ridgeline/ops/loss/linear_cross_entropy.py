@@ -27,7 +27,7 @@ import triton
 import triton.language as tl
 
 from ridgeline.boundary import Function, differentiate, first_order, kernel_op, launch
-from ridgeline.op import CHECK, Case, Cost, Op, RidgelineError, Spec, dense_only, nbytes, readable
+from ridgeline.op import CHECK, Case, Cost, Op, RidgelineError, Spec, dense_only, nbytes
 from ridgeline.ops.loss import _cluster, cross_entropy
 from ridgeline.ops.loss.cross_entropy import CROSS_ENTROPY, Ignored, _counted, _gradient, _loss, _peel, _stream
 from ridgeline.select import eager, run, why_not
@@ -417,10 +417,7 @@ def linear_cross_entropy(
     if fault:
         raise RidgelineError(f"linear_cross_entropy: {fault}")
     found = eager(LINEAR_CROSS_ENTROPY, impl, x, weight, bias)
-    if readable(target) and ((target != ignore_index) & ((target < 0) | (target >= weight.shape[0]))).any():
-        raise RidgelineError(
-            f"linear_cross_entropy: targets must be 0 to {weight.shape[0] - 1} or ignore_index {ignore_index}, and others are given"
-        )
+    cross_entropy._all_classes("linear_cross_entropy", target, weight.shape[0], ignore_index)
     if found is not None and found.call is not None:
         options = {"ignore_index": ignore_index, "label_smoothing": label_smoothing, "reduction": reduction}
         return found.call(x, weight, target, bias, z_loss=z_loss, softcap=softcap, **options)

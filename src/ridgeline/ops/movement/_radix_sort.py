@@ -42,7 +42,7 @@ def _macros(keys: torch.Tensor, value: int, descending: bool) -> dict[str, Any]:
     return macros | {"PACK": 1 if keys.data_ptr() % 16 else 16 // size}
 
 
-def few(keys: torch.Tensor, *_: Any) -> str | None:
+def few(keys: torch.Tensor, *_: Any, **__: Any) -> str | None:
     return "torch.sort is as soon for few keys" if keys.shape[0] < FEW else None
 
 

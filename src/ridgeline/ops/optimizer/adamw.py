@@ -295,7 +295,7 @@ ADAMW = Op(
 )
 
 
-def _full_precision(*args: Any) -> str | None:
+def _full_precision(*args: Any, **_: Any) -> str | None:
     narrow = any([t.dtype in (torch.float16, torch.bfloat16) for t in tensors_of(args)])
     return "rounding after every pass breaks the law in half precision" if narrow else None
 

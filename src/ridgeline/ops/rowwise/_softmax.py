@@ -302,7 +302,7 @@ def _fits_cluster(x: torch.Tensor, *rest: Any) -> str | None:
     return cluster_rows.refusal(columns, (low, high), CLUSTER_BYTES, [x, *[t for t in rest if isinstance(t, torch.Tensor)]])
 
 
-def full_precision(x: torch.Tensor, *_: Any) -> str | None:
+def full_precision(x: torch.Tensor, *_: Any, **__: Any) -> str | None:
     """What the formula in eager PyTorch supports."""
     return "rounding after every pass breaks the law in half precision" if x.dtype in (torch.float16, torch.bfloat16) else None
 
