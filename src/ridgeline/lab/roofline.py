@@ -95,7 +95,8 @@ def ceilings(roof: Row, dtypes: set[str]) -> list[dict[str, Any]]:
 
 
 def chart(rows: list[Row], interactive: bool = True, width: int | str = "container", height: int = 430) -> altair.LayerChart:
-    """The roofline of a run's rows. interactive: with a legend that filters and menus for op, dtype and direction.
+    """The roofline of a run's rows. interactive: with all rungs, a legend that filters and menus for op, dtype and direction; else with the
+    fastest of each colour.
 
     Colours are left to the configuration (see `theme`), so that one chart serves light and dark paper.
     """
@@ -103,9 +104,10 @@ def chart(rows: list[Row], interactive: bool = True, width: int | str = "contain
 
     roof = verdict.one(rows, "roof")
     found = points(verdict.of(rows, "bench"))
+    found = found if interactive else _fastest(found, ("op", "case", "dtype", "direction", "group"))
     flats = ceilings(roof, {p["dtype"] for p in found})
     spots = found + [{"x": c["ridge"], "y": c["rate"]} for c in flats]
-    left, right = min(p["x"] for p in spots) / 3, max(p["x"] for p in spots) * 4
+    left, right = min(p["x"] for p in spots) / 3, max(p["x"] for p in spots) * 40  # there names stand
     low = min([p["y"] for p in found] + [roof["copy"]["median"] * left]) / 2
     high = max(p["y"] for p in spots) * 3
     wide, tall = alt.Scale(type="log", domain=[left, right]), alt.Scale(type="log", domain=[low, high])
@@ -113,14 +115,16 @@ def chart(rows: list[Row], interactive: bool = True, width: int | str = "contain
     up = _decades(low, high, titleAngle=0, titleAlign="left", titleAnchor="end", titleX=0, titleY=-12)
     y = alt.Y("y:Q", title="FLOP/s reached", axis=up, scale=tall)
     rungs = _rungs(found, interactive).encode(x, y)
-    best = _best(found)
+    best = _fastest(found, ("op",))
     ridge, least = max((c["ridge"] for c in flats), default=right), min((c["rate"] for c in flats), default=high)
-    step = (high / low) ** (15 / height)  # a line of text
-    bound = [p for p in best if p["x"] < ridge]
-    _column(bound, max([low * step ** len(bound), *(p["y"] for p in bound)]), step)
-    _column([p for p in best if p["x"] >= ridge], least / step**2, step)
+    bound, others = [p for p in best if p["x"] < ridge], [p for p in best if p["x"] >= ridge]
+    room = height * math.log(least / low) / math.log(high / low)  # beneath the lowest roof, which names would cover
+    line = min(15.0, (room - 6) / max(len(bound), len(others), 1))
+    step = (high / low) ** (line / height)
+    _column(bound, min(max([low * step ** len(bound), *(p["y"] for p in bound)]), least / step), step)
+    _column(others, least / step, step)
     named = _on(best).encode(alt.X("column:Q", scale=wide), alt.Y("line:Q", scale=tall), text="op:N")
-    place = {"align": "left", "baseline": "middle", "dx": 4, "fontSize": 13, "fontWeight": 600}
+    place = {"align": "left", "baseline": "middle", "dx": 4, "fontSize": min(13.0, line - 1), "fontWeight": 600}
     halo = {"stroke": alt.ExprRef("paper"), "strokeWidth": 4, "opacity": 0.8}
     lines = _on(best).mark_rule(color=alt.ExprRef("ink"), strokeWidth=0.7, opacity=0.5).encode(x, y, x2="column:Q", y2="line:Q")
     names = [lines, named.mark_text(**place, **halo), named.mark_text(**place, color=alt.ExprRef("ink"))]
@@ -131,7 +135,7 @@ def chart(rows: list[Row], interactive: bool = True, width: int | str = "contain
 def _column(named: list[dict[str, Any]], top: float, step: float) -> None:
     """Gives points places for their names to the right of all of them, one below the other from `top` down."""
     for n, p in enumerate(sorted(named, key=lambda p: -p["y"])):
-        p["column"], p["line"] = 4 * max(q["x"] for q in named), top / step**n
+        p["column"], p["line"] = 2.5 * max(q["x"] for q in named), top / step**n
 
 
 def _decades(low: float, high: float, **options: Any) -> altair.Axis:
@@ -264,12 +268,13 @@ def _menu(field: str, values: list[str]) -> Any:
     )
 
 
-def _best(found: list[dict[str, Any]]) -> list[dict[str, Any]]:
-    """For each op the highest point, which carries its name."""
-    best: dict[str, dict[str, Any]] = {}
+def _fastest(found: list[dict[str, Any]], of: tuple[str, ...]) -> list[dict[str, Any]]:
+    """The highest point of those that are alike in some fields."""
+    best: dict[tuple[str, ...], dict[str, Any]] = {}
     for point in found:
-        if point["op"] not in best or point["y"] > best[point["op"]]["y"]:
-            best[point["op"]] = point
+        alike = tuple([point[name] for name in of])
+        if alike not in best or point["y"] > best[alike]["y"]:
+            best[alike] = point
     return list(best.values())
 
 
