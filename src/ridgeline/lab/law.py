@@ -25,7 +25,7 @@ from ridgeline.op import Op, RidgelineError, tensors_of
 CHUNK = 1 << 24
 SLICED = 1 << 31
 FEW = 16
-SMALL, RUNS = 1 << 14, 4  # up to so many elements in each tensor torch runs so often
+SMALL, RUNS = 1 << 18, 4  # up to so many elements in each tensor torch runs so often
 HOPELESS = 1e12  # stands for infinity, which JSON does not have
 Result = tuple[list[Tensor], list[Tensor | None]]
 
