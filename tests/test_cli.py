@@ -14,6 +14,7 @@ import torch
 
 import fixture_rows
 from ridgeline import cli
+from ridgeline.op import RidgelineError, get
 
 GPU = torch.cuda.is_available()
 NOWHERE = "nowhere"
@@ -179,3 +180,13 @@ def test_a_missing_package_is_named(monkeypatch: pytest.MonkeyPatch, capsys: pyt
 def test_json_is_json(folder: Path, capsys: pytest.CaptureFixture[str]) -> None:
     assert run("list", "--json") == 0
     assert {"gelu", "mul", "softmax", "matmul"} <= {row["op"] for row in json.loads(capsys.readouterr().out)}
+
+
+def test_a_named_rung_that_could_not_be_checked_is_a_failure() -> None:
+    only = ["check", "gelu", "--case", "33x129", "--dtype", "float32", "--device", "cpu", "--impl"]
+    assert [cli.main([*only, impl]) for impl in ("naive", "cuda_packed", "naive,cuda_packed")] == [0, 1, 1]
+
+
+def test_an_op_s_name_that_is_nearly_right() -> None:
+    with pytest.raises(RidgelineError, match=r"no op 'sofmax' \(perhaps softmax or \w+ is meant\); the ops are "):
+        get("sofmax")

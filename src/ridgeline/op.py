@@ -10,6 +10,7 @@ import importlib
 import os
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, field
+from difflib import get_close_matches
 from functools import cache
 from pathlib import Path
 from typing import Any
@@ -285,7 +286,9 @@ def get(name: str) -> Op:
     """The op of that name, its module imported."""
     modules = op_modules()
     if name not in modules:
-        raise RidgelineError(f"there is no op {name!r}; the ops are {', '.join(modules)}")
+        alike = get_close_matches(name, modules)
+        meant = f" (perhaps {' or '.join(alike)} is meant)" if alike else ""
+        raise RidgelineError(f"there is no op {name!r}{meant}; the ops are {', '.join(modules)}")
     importlib.import_module(modules[name])
     return _registry[name]
 

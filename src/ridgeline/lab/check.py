@@ -147,7 +147,7 @@ def arguments(parser: argparse.ArgumentParser) -> None:
 
 
 def main(options: argparse.Namespace) -> int:
-    """Prints a table of verdicts; the exit code is 1 where an implementation is wrong."""
+    """Prints a table of verdicts; the exit code is 1 where an implementation is wrong, or where one that is named could not be checked."""
     device = default_device(options.device)
     with compiling():
         rows = list(sweep(chosen_ops(options.ops), device, options))
@@ -155,7 +155,8 @@ def main(options: argparse.Namespace) -> int:
         print(json.dumps(rows))
     else:
         show(rows)
-    return int(any(row["ok"] is False for row in rows))
+    unchecked = options.impl and {row["impl"] for row in rows} - {row["impl"] for row in rows if row["ok"] is not None}
+    return int(bool(unchecked) or any(row["ok"] is False for row in rows))
 
 
 @contextmanager

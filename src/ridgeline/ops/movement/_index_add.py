@@ -130,7 +130,8 @@ def fault_of(x: Any, dim: Any, index: Any, source: Any, alpha: Any, deterministi
     if deterministic not in (None, True, False):
         return f"deterministic must be None, True or False, and is {deterministic!r}"
     if readable(index) and index.numel() and not (index.min() >= 0 and index.max() < x.shape[dim]):
-        return f"index must be in 0 to {x.shape[dim] - 1}, and holds {index.min()} to {index.max()}"
+        wrong = index.min() if index.min() < 0 else index.max()
+        return f"index must be in 0 to {x.shape[dim] - 1}, and holds {wrong}"
     return None
 
 
