@@ -25,9 +25,9 @@ def indices(n: int) -> tuple[Any, ...]:
 # An op: a call that kernels serve, one that is left to PyTorch, and the rungs that refuse the second by name.
 LEFT = {
     "histogram, bins": ("histogram", (meta(9), 1 << 24), (meta(9), (1 << 24) + 1), ["cuda_global", "cuda"]),
-    "transpose, columns": ("transpose", (meta(4, 1 << 30),), (meta(4, FAR),), ["cuda", "cuda_padded", "cuda_packed", "cuda_tma"]),
-    "transpose, rows": ("transpose", (meta(1 << 30, 4),), (meta(FAR, 4),), ["cuda", "cuda_packed", "cuda_tma"]),
-    "transpose, matrices": ("transpose", (meta(FAR - 1, 4, 4),), (meta(FAR, 4, 4),), ["cuda", "cuda_packed", "cuda_tma"]),
+    "transpose, columns": ("transpose", (meta(4, 1 << 30),), (meta(4, FAR),), ["cuda", "cuda_padded", "cuda_packed", "cuda_tma", "gluon"]),
+    "transpose, rows": ("transpose", (meta(1 << 30, 4),), (meta(FAR, 4),), ["cuda", "cuda_packed", "cuda_tma", "gluon"]),
+    "transpose, matrices": ("transpose", (meta(FAR - 1, 4, 4),), (meta(FAR, 4, 4),), ["cuda", "cuda_packed", "cuda_tma", "gluon"]),
     "upsample, columns of x": ("upsample_nearest2d", (meta(1, 1, 2, 1 << 29), 2), (meta(1, 1, 2, FAR), 0.5), ["cuda"]),
     "upsample, columns of y": ("upsample_nearest2d", (meta(1, 1, 2, 1 << 29), 2), (meta(1, 1, 2, 1 << 30), 2), ["cuda", "cuda_packed"]),
     "upsample, all pixels": ("upsample_nearest2d", (meta(1 << 30, 2, 4, 4), 2), (meta(1 << 30, 8, 4, 4), 2), ["cuda", "cuda_packed"]),
