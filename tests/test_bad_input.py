@@ -7,6 +7,7 @@ import pytest
 import torch
 
 import ridgeline
+from ridgeline import device
 from ridgeline.op import RidgelineError, registry
 
 x, half, whole = torch.ones(4, 6), torch.ones(4, 6, dtype=torch.float16), torch.ones(4, 6, dtype=torch.int32)
@@ -19,7 +20,7 @@ zero = torch.tensor([1.0, 1, 0, 1, 1, 1])
 a, b, ends = torch.ones(1, 4, 5, 16), torch.ones(1, 2, 7, 16), torch.tensor([0, 3, 5], dtype=torch.int32)
 packed = torch.ones(5, 2, 16)
 codes, E4M3 = torch.ones(4, 6, dtype=torch.int8), torch.float8_e4m3fn
-cache, new, at = torch.ones(2, 5, 3, 4), torch.ones(2, 2, 3, 4), torch.zeros(2, dtype=torch.int64)
+cache, new, at = torch.ones(2, 5, 3, 4), torch.full((2, 2, 3, 4), 2.0), torch.zeros(2, dtype=torch.int64)
 
 Bad = dict[str, tuple[Callable[[], object], list[str]]]
 BAD: Bad = {
@@ -394,8 +395,11 @@ for name, args in {
 @pytest.mark.parametrize("name", BAD)
 def test_is_refused(name: str) -> None:
     call, named = BAD[name]
+    given = (x, w, square, cache, new) if registry()[name.split(":")[0]].mutates else ()
+    before = [t.clone() for t in given]
     with pytest.raises(RidgelineError) as error:
         call()
+    assert all(torch.equal(now, was) for now, was in zip(given, before, strict=True)), "something was written"
     said = str(error.value)
     assert said.startswith(name.split(":")[0]), said
     assert "\n" not in said
@@ -423,6 +427,15 @@ def test_an_implementation_that_this_machine_cannot_run(name: str) -> None:
     for impl in [i for i in op.implementations.values() if i.is_kernel]:
         with pytest.raises(RidgelineError, match=f"{name}: impl='{impl.name}' cannot run this call: .*GPU"):
             impl(*args, **kwargs)
+
+
+@pytest.mark.parametrize("scale", [3, 1.5, (2, 3)])
+def test_packs_of_twice_refuse_other_scales(scale: object) -> None:
+    with device.pretend("sm_90"), pytest.raises(RidgelineError) as error:
+        ridgeline.upsample_nearest2d(torch.empty(1, 2, 4, 8, device="meta"), scale, impl="cuda_packed")
+    pair = scale if isinstance(scale, tuple) else (scale, scale)
+    said = "upsample_nearest2d: impl='cuda_packed' cannot run this call: it makes images twice as high and as wide, and scale_factor is "
+    assert str(error.value) in (said + str(pair), said + str(tuple(map(float, pair))))
 
 
 def test_a_name_that_is_no_op() -> None:

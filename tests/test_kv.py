@@ -29,14 +29,26 @@ def test_rows_outside_are_dropped(form: str, impl: str | None) -> None:
     expected = [t.clone() for t in caches]
     get("concat_kv").reference(*expected, positions)
     if (form, impl) in REFUSED:
+        before = [t.clone() for t in caches]
         with pytest.raises(RidgelineError, match=f"impl='{impl}' cannot run this call: it copies"):
             ridgeline.concat_kv(*caches, positions, impl=impl)
+        torch.testing.assert_close(caches, before, rtol=0, atol=0)
         return
     returned = ridgeline.concat_kv(*caches, positions, impl=impl)
     assert returned[0] is caches[0]
     assert returned[1] is caches[1]
     for one, other in zip(caches, expected, strict=True):
         torch.testing.assert_close(one, other, rtol=0, atol=0)
+
+
+@pytest.mark.parametrize("impl", ["cuda", "cuda_packed", "cuda_both", "nowhere"])
+def test_a_rung_that_cannot_run_writes_nothing(impl: str) -> None:
+    caches = given("cpu")
+    before, version = [t.clone() for t in caches], caches[0]._version
+    with pytest.raises(RidgelineError, match=impl):
+        ridgeline.concat_kv(*caches, torch.zeros(len(FAR), dtype=torch.int64), impl=impl)
+    torch.testing.assert_close(caches, before, rtol=0, atol=0)
+    assert caches[0]._version == version
 
 
 @pytest.mark.parametrize("impl", ["naive", "torch"])

@@ -1,5 +1,6 @@
 """The ladders' ends: calls that kernels' integers do not count, or that PyTorch does better, are left to it, by sizes alone."""
 
+from dataclasses import replace
 from typing import Any
 
 import pytest
@@ -8,7 +9,7 @@ import torch
 import ridgeline
 from ridgeline import device
 from ridgeline.op import RidgelineError, get
-from ridgeline.select import eager, why_not
+from ridgeline.select import eager, select, why_not
 
 FAR = 1 << 31
 
@@ -24,9 +25,9 @@ def indices(n: int) -> tuple[Any, ...]:
 # An op: a call that kernels serve, one that is left to PyTorch, and the rungs that refuse the second by name.
 LEFT = {
     "histogram, bins": ("histogram", (meta(9), 1 << 24), (meta(9), (1 << 24) + 1), ["cuda_global", "cuda"]),
-    "transpose, columns": ("transpose", (meta(4, 1 << 30),), (meta(4, FAR),), ["cuda", "cuda_padded", "cuda_packed", "cuda_tma"]),
-    "transpose, rows": ("transpose", (meta(1 << 30, 4),), (meta(FAR, 4),), ["cuda", "cuda_packed", "cuda_tma"]),
-    "transpose, matrices": ("transpose", (meta(FAR - 1, 4, 4),), (meta(FAR, 4, 4),), ["cuda", "cuda_packed", "cuda_tma"]),
+    "transpose, columns": ("transpose", (meta(4, 1 << 30),), (meta(4, FAR),), ["cuda", "cuda_padded", "cuda_packed", "cuda_tma", "gluon"]),
+    "transpose, rows": ("transpose", (meta(1 << 30, 4),), (meta(FAR, 4),), ["cuda", "cuda_packed", "cuda_tma", "gluon"]),
+    "transpose, matrices": ("transpose", (meta(FAR - 1, 4, 4),), (meta(FAR, 4, 4),), ["cuda", "cuda_packed", "cuda_tma", "gluon"]),
     "upsample, columns of x": ("upsample_nearest2d", (meta(1, 1, 2, 1 << 29), 2), (meta(1, 1, 2, FAR), 0.5), ["cuda"]),
     "upsample, columns of y": ("upsample_nearest2d", (meta(1, 1, 2, 1 << 29), 2), (meta(1, 1, 2, 1 << 30), 2), ["cuda", "cuda_packed"]),
     "upsample, all pixels": ("upsample_nearest2d", (meta(1 << 30, 2, 4, 4), 2), (meta(1 << 30, 8, 4, 4), 2), ["cuda", "cuda_packed"]),
@@ -86,6 +87,23 @@ def test_regimes_of_softmax_refuse_rows_that_they_cannot_hold_or_count() -> None
             assert str(most + 1) in str(why_not(rungs[name], meta(3, most + 1)))
         assert why_not(rungs["cuda_block"], meta(3, 20000)) is None
         assert "shared memory" in str(why_not(rungs["cuda_block"], meta(3, 30000)))
+
+
+@pytest.mark.parametrize(("l2", "dtype", "n", "allowed", "expected"), [
+    (60, torch.float16, 1025, False, "cuda_packed"),  # an H200
+    (60, torch.bfloat16, 1025, False, "cuda_packed"),
+    (50, torch.float16, 1025, False, "cuda"),  # an H100
+    (60, torch.float16, 1025, None, "cuda"),
+    (60, torch.float32, 1025, False, "cuda"),
+    (60, torch.float16, 1024, False, "cuda_pass"),
+])  # fmt: skip
+def test_atomics_where_they_are_quicker(
+    l2: int, dtype: torch.dtype, n: int, allowed: bool | None, expected: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    x, index, source = meta(3000, 256, dtype=dtype), meta(n, dtype=torch.int64), meta(n, 256, dtype=dtype)
+    monkeypatch.setitem(device.KNOWN, "sm_90", replace(device.KNOWN["sm_90"], l2=l2 << 20))
+    with device.pretend("sm_90"):
+        assert select(get("index_add"), None, x, 0, index, source, 1.0, allowed).name == expected
 
 
 def test_no_row_can_be_added_where_there_is_none() -> None:

@@ -222,7 +222,8 @@ def index_add(
 
     x: any strides, one dimension or more. index: (n,), int64 or int32; one may come again, and then all its rows are added. source: x's
     shape and dtype but for n in dimension `dim`. Sums are in float32, in the order of the source, the same bits every time.
-    deterministic: False allows packed atomics, whose sums are in x's dtype and in no order, where indices are many and x is of halves.
+    deterministic: False allows packed atomics, whose sums are in x's dtype and in no order, where indices are many and x is of halves, on a
+    GPU with more L2 than an H100.
     Returns a contiguous tensor of x's shape. On a GPU an index out of range gives NaN in the nearest row; on a CPU, and everywhere with
     RIDGELINE_CHECK=1, it raises. Raises RidgelineError where shapes, dtypes or devices do not fit, or `impl` cannot run the call.
     """

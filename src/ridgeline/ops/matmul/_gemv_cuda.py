@@ -117,10 +117,11 @@ def ladder(op: Op, by_triton: Callable[..., None]) -> None:
         "a warp per row, an element a lane: neighbouring lanes read neighbouring addresses",
         partial(_rows, False, False),
         _in_rows,
+        counter=ISSUED,
     )
     rung("cuda_packed", "16 bytes a load: a quarter of the loads of float32, an eighth in half precision", partial(_rows, True, False), _in_packs, gain=1.1, counter=ISSUED)  # fmt: skip
     rung("cuda_short", "several short rows per warp, so that no lane is idle", partial(_rows, True, True), _short, gain=1.5, counter=FULL)
-    rung("cuda_complex", "complex halves: four numbers of two halves in a load of 16 bytes, four multiplications each", _complex, _in_rows, dtypes=("complex32",))  # fmt: skip
+    rung("cuda_complex", "complex halves: four numbers of two halves in a load of 16 bytes, four multiplications each", _complex, _in_rows, dtypes=("complex32",), counter=DRAM)  # fmt: skip
 
 
 def best(op: Op, by_triton: Callable[..., None]) -> None:

@@ -99,6 +99,8 @@ def _rung(name: str, idea: str, onesweep: bool, **facts: Any) -> None:
     RADIX_SORT.kernel(name, idea, kind="cuda", fwd=partial(sort, onesweep), dtypes=DTYPES, **facts)
 
 
-_rung("cuda_passes", "a digit of 8 bits: tiles' counts, their sums, and keys written where they belong, each alone", False)
+SECTORS = "l1tex__average_t_sectors_per_request_pipe_lsu_mem_global_op_st.ratio"
+_rung("cuda_passes", "a digit of 8 bits: tiles' counts, their sums, and keys written where they belong, each alone", False,
+      counter=SECTORS)  # fmt: skip
 _rung("cuda", "digits counted once, a kernel a digit that looks back, a tile put in order in shared memory before it is written", True,
-      served=True, unless=few, gain=1.5, counter="l1tex__average_t_sectors_per_request_pipe_lsu_mem_global_op_st.ratio")  # fmt: skip
+      served=True, unless=few, gain=1.5, counter=SECTORS)  # fmt: skip

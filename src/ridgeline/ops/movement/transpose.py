@@ -75,6 +75,12 @@ def _boxes(x: torch.Tensor, *_: Any) -> str | None:
     return too_large(x) or aligned(x)
 
 
+def _gluon(y: torch.Tensor, x: torch.Tensor) -> None:
+    from ridgeline.ops.movement._transpose_hopper import fwd
+
+    fwd(y, x)
+
+
 def _bench(name: str, *shape: int, dtypes: tuple[str, ...] = ("float32",)) -> Case:
     return Case(name, (Spec(*shape, grad=False),), dtypes=dtypes, use="bench")
 
@@ -107,7 +113,7 @@ _CONFLICTS = "l1tex__data_bank_conflicts_pipe_lsu_mem_shared.sum"
 
 
 def _rung(name: str, idea: str, start: Any, supports: Any = _contiguous, **facts: Any) -> None:
-    TRANSPOSE.kernel(name, idea, kind="cuda", fwd=start, bwd=start, supports=supports, dtypes=DTYPES, **facts)
+    TRANSPOSE.kernel(name, idea, fwd=start, bwd=start, supports=supports, **{"kind": "cuda", "dtypes": DTYPES, **facts})
 
 
 TRANSPOSE.eager("torch", "PyTorch's own: mT and a copy of it", reference, served=True)
@@ -125,6 +131,11 @@ _rung("cuda_swizzled", "columns swizzled by xor with the row: as free of conflic
 _rung(
     "cuda_tma", "the copy engine brings and takes boxes, several on their way in a ring; persistent blocks only turn", boxes, _boxes, arch=90,
     gain=1.2, counter="dram__throughput.avg.pct_of_peak_sustained_elapsed",
+)  # fmt: skip
+_rung(
+    "gluon", "as cuda_tma in Gluon: who turns which square is a layout, and loads, turns and stores are a line each", _gluon, _boxes,
+    kind="gluon", dtypes=("float32", "float16", "bfloat16", "int32", "int16"), arch=90, newest=90, gain=1.0,
+    counter="dram__throughput.avg.pct_of_peak_sustained_elapsed",
 )  # fmt: skip
 _rung(
     "cuda_packed", "16 bytes a load and a store in every dtype: threads turn squares of packs in registers, tiles are 256 bytes wide; "

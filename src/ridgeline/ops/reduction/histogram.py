@@ -158,7 +158,7 @@ def _rung(name: str, idea: str, shared: bool, most: int, packed: bool, **facts: 
 
 REQUESTS = "l1tex__t_set_accesses_pipe_lsu_mem_global_op_red.sum"
 CONFLICTS = "l1tex__data_bank_conflicts_pipe_lsu_mem_shared.sum"
-_rung("cuda_global", "an atomic on memory for each element: all meet at few addresses", False, 1, False)
+_rung("cuda_global", "an atomic on memory for each element: all meet at few addresses", False, 1, False, counter=REQUESTS)
 _rung("cuda_shared", "a block counts in shared memory, and adds up to memory once", True, 1, False, gain=4.0, counter=REQUESTS)
 _rung("cuda_copies", "a copy of the counts for each lane, in its own bank: a warp's lanes never meet", True, 32, False,
       gain=1.5, counter=CONFLICTS)  # fmt: skip

@@ -97,7 +97,7 @@ def ladder(op: Op) -> None:
     def rung(name: str, idea: str, launcher: Any, supports: Any, **facts: Any) -> None:
         op.kernel(name, idea, kind="cuda", supports=supports, **both(launcher), **facts)
 
-    rung("cuda_bh", "as FasterTransformer: a block per (batch, head), a thread per column, row after row", heads, _narrow)
+    rung("cuda_bh", "as FasterTransformer: a block per (batch, head), a thread per column, row after row", heads, _narrow, counter=SYNCED)
     rung("cuda_uncached", "a block per row and 16 bytes a load; any length; the row is read three times, backward twice", uncached, _countable, gain=1.2, counter=SYNCED)  # fmt: skip
     rung("cuda_block", "the row kept in shared memory, [pack][packs] against bank conflicts, and read once", block, _fits_shared, gain=1.2, counter=READ)  # fmt: skip
     rung("cuda_warp", "rows of up to 1024 columns in the registers of a warp, or of a part of one: no barrier, no shared memory", warp, _narrow, gain=1.5, counter=SYNCED)  # fmt: skip

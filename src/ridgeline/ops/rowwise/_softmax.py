@@ -278,6 +278,8 @@ class Softmax:
             served=True,
             arch=90,
             supports=_fits_cluster,
+            gain=1.5,  # of rows too long for registers, which are read once and not twice: two passes for three
+            counter="dram__bytes_read.sum",
             **both(self.cluster),
         )
 
