@@ -23,6 +23,11 @@ class Device:
     l2: int = 0
     warp: int = 32
 
+    @property
+    def large_l2(self) -> bool:
+        """Whether its L2 is larger than an H100's 50 MiB, as an H200's 60 are: what rules tell the two apart by."""
+        return self.l2 > 55 << 20
+
 
 CPU = Device("CPU", "cpu", "cpu")
 KNOWN = {

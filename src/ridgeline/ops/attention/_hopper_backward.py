@@ -228,18 +228,17 @@ def _section(
     """
     (batch, heads, _, D), (kv, columns) = q.shape, k.shape[1:3]
     turns, group, gpu, pieces = batch * kv, heads // kv, device.of(q), triton.cdiv(columns, span)  # pieces: of a head
-    large = gpu.l2 > 55 << 20  # an H200's
     share = 2 * gpu.multiprocessors / (turns * (pieces + 1))  # the longest causal piece, of what a program has
-    light = share <= (1 / 4 if D > 128 else 1 / 8 if large else 0.127)
-    down = ordered and ahead and (back or (large or group == 1 if packed else light))
+    light = share <= (1 / 4 if D > 128 else 1 / 8 if gpu.large_l2 else 0.127)
+    down = ordered and ahead and (back or (gpu.large_l2 or group == 1 if packed else light))
     shared = 8 * max(1, longest) * D * group  # bytes of q, do and dq's sums that the programs of a head share
     section = 4 if D > 128 and not packed else (24 << 20) // shared
     if not down and not back:
         if D > 128:
-            section = 8 if large and (ahead or not ordered) else 4
+            section = 8 if gpu.large_l2 and (ahead or not ordered) else 4
         elif D > 64 or ahead:
-            section = 16 if large or D <= 64 else max(8, gpu.multiprocessors // max(1, pieces))
-            if (group > 1 and (large or ahead)) or (ordered and ahead):
+            section = 16 if gpu.large_l2 or D <= 64 else max(8, gpu.multiprocessors // max(1, pieces))
+            if (group > 1 and (gpu.large_l2 or ahead)) or (ordered and ahead):
                 section *= 2
         elif group > 1:
             section = 8
