@@ -204,13 +204,18 @@ def test_barriers_in_any_order_of_warps(pipelined: bool) -> None:
             assert len(group) == steps * tiles
 
 
-@pytest.mark.parametrize(("rows", "kernel"), [(64, "ridgeline.ops.matmul.int8_matmul"), (65, "ridgeline.ops.matmul._hopper8")])
-def test_few_rows_are_left_to_smaller_tiles(rows: int, kernel: str) -> None:
+@pytest.mark.parametrize(
+    ("rows", "columns", "K", "kernel"), [(64, 48, 64, ""), (65, 48, 64, "_hopper8"), (16, 8192, 1024, ""), (64, 8192, 1024, "")]
+)
+@pytest.mark.parametrize("name", ["int8_matmul", "fp8_matmul"])
+def test_few_rows_are_left_to_smaller_tiles(name: str, rows: int, columns: int, K: int, kernel: str) -> None:
+    """However much there is to do, where nothing needs a copy."""
     started: list[str] = []
-    a, b, one = torch.zeros(rows, 64, dtype=torch.int8), torch.zeros(48, 64, dtype=torch.int8).T, torch.ones(1)
-    with devices.pretend("sm_90"), observe(lambda launch: started.append(launch.kernel.__module__)):
-        ridgeline.int8_matmul(a, b, one, one)
-    assert started == [kernel]
+    a, b = (torch.zeros(lines, K, dtype=torch.int8) for lines in (rows, columns))
+    a, b = (a, b) if name == "int8_matmul" else (a.view(E4M3), b.view(E4M3))
+    with devices.pretend("sm_90"), observe(lambda launch: started.append(launch.kernel.__module__.rsplit(".", 1)[1])):
+        get(name).function(a, b.T, torch.ones(1), torch.ones(1))
+    assert started == [kernel or name]
 
 
 @pytest.mark.parametrize(
@@ -225,8 +230,8 @@ def test_few_rows_are_left_to_smaller_tiles(rows: int, kernel: str) -> None:
 def test_few_rows_by_blocks(rows: int, columns: int, how: str, kernel: str) -> None:
     """Of a wide weight in blocks 16 rows were seen to be quicker by tiles of 128."""
     started: list[str] = []
-    a, b = torch.zeros(rows, 256).to(E4M3), torch.zeros(columns, 256).to(E4M3).T
-    deep, wide = (2, columns // 128) if how == "blocks" else (1, columns)
+    a, b = torch.zeros(rows, 1024).to(E4M3), torch.zeros(columns, 1024).to(E4M3).T
+    deep, wide = (8, columns // 128) if how == "blocks" else (1, columns)
     with devices.pretend("sm_90"), observe(lambda launch: started.append(launch.kernel.__module__.rsplit(".", 1)[1])):
         ridgeline.fp8_matmul(a, b, torch.ones(rows, deep), torch.ones(deep, wide))
     assert started == [kernel]
