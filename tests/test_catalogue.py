@@ -2,11 +2,14 @@
 
 import argparse
 import json
+from contextlib import suppress
 
 import pytest
 
+from ridgeline import device as devices
+from ridgeline import select
 from ridgeline.lab import catalogue, check, machine
-from ridgeline.op import RidgelineError, get, op_modules
+from ridgeline.op import Case, Columns, RidgelineError, Spec, get, op_modules, tensors_of
 
 
 def served(answer):
@@ -47,6 +50,62 @@ def test_every_case_is_explained(op):
 
 def test_lists_of_tensors_on_the_cpu():
     assert served(explain("clip_grad_norm", "cpu", case="lists")) == ["torch"]
+
+
+@pytest.mark.parametrize("name", op_modules())
+def test_the_answer_is_what_a_call_does(name, monkeypatch):
+    """For every check case on GPUs that are not here: the kernel that is said to serve is chosen, and none where none is said to."""
+    op, real, chosen = get(name), select.select, []
+
+    def watched(asked, impl, *args, direction="fwd", **more):
+        found = real(asked, impl, *args, direction=direction, **more)
+        chosen.extend([found.name] if asked is op and direction == "fwd" else [])
+        return found
+
+    monkeypatch.setattr(select, "select", watched)
+    for arch in devices.KNOWN:
+        for case, dtype in check.chosen_cases(op, ("check",), None, None):
+            args, kwargs = case.make(dtype, "meta")
+            if not tensors_of(args)[0].numel():  # of which an op may choose nothing
+                continue
+            (serves,) = served(catalogue.explain(op, case, dtype, arch)) or (None,)
+            with devices.pretend(arch):
+                del chosen[:]
+                if serves is None:
+                    with pytest.raises(RidgelineError, match="no implementation serves"):
+                        op.function(*args, **kwargs)
+                elif op.implementations[serves].is_kernel:
+                    op.function(*args, **kwargs)
+                    assert chosen[:1] == [serves]
+                else:
+                    with suppress(RuntimeError):  # of a meta tensor in plain PyTorch
+                        op.function(*args, **kwargs)
+                    assert not chosen
+
+
+def test_no_8_bit_floats_on_an_a100(capsys):
+    """The formula is not what a call gets there that names no implementation: it raises."""
+    answer = explain("fp8_matmul", "sm_80")
+    assert not served(answer)
+    rungs = {rung["impl"]: rung for rung in answer["rungs"]}
+    assert "for kernels alone" in rungs["naive"]["left"]
+    assert "no matrix units for 8-bit floats" in rungs["triton"]["reason"]
+    catalogue.show(get("fp8_matmul"), answer)
+    assert "Nothing serves this call" in capsys.readouterr().out
+
+
+@pytest.mark.parametrize("name", ["matmul", "linear", "gated_linear", "int8_matmul", "fp8_matmul"])
+def test_rows_that_the_copy_engine_does_not_take(name):
+    """Of K = 2047, or 4097 of single bytes: `explain` says so of each rung that wants whole 16 bytes, and another one serves."""
+    x, square = Spec(1024, 2047), Columns(2047, 1024)
+    made = {"matmul": (x, square), "linear": (x, x), "gated_linear": (x, x, x)}.get(name)
+    wanted = {"case": "4095x4093x4097"} if name == "int8_matmul" else {"case": "4095x4093x4097 blocks"}
+    answer = catalogue.explain(get(name), Case("", made), "bfloat16", "sm_90") if made else explain(name, "sm_90", **wanted)
+    reasons = {rung["impl"]: rung["reason"] for rung in answer["rungs"]}
+    assert "16 bytes" in reasons["gluon"]
+    assert "strides" in reasons["gluon"]
+    assert reasons["gluon_padded"] is None
+    assert served(answer) == ["torch" if name == "linear" else "gluon_padded"]  # a linear layer alone is PyTorch's
 
 
 @pytest.mark.parametrize(

@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import argparse
 import json
+from collections.abc import Callable
+from contextlib import nullcontext
 from typing import TYPE_CHECKING, Any
 
 from ridgeline.lab.tables import console, table
@@ -84,18 +86,17 @@ def explain(op: Op, case: Case, dtype: str, device: str | None = None) -> Row:
 
     if device not in (None, "cpu", "cuda", *devices.KNOWN):
         raise RidgelineError(f"there is no device {device!r}; the devices are cpu, cuda, {', '.join(devices.KNOWN)}")
-    if device in devices.KNOWN:
-        with devices.pretend(device) as target:
-            args, kwargs = case.make(dtype, "meta")
-            reasons = {name: why_not(i, args, kwargs) for name, i in op.implementations.items()}
-    else:
-        device = default_device(device)
-        args, kwargs = case.make(dtype, device)
+    known = device in devices.KNOWN
+    with devices.pretend(str(device)) if known else nullcontext():
+        args, kwargs = case.make(dtype, "meta" if known else default_device(device))
         target = devices.of(tensors_of(args)[0])
         reasons = {name: why_not(i, args, kwargs) for name, i in op.implementations.items()}
+        left = {name: i.unless(*args, **kwargs) if i.unless else None for name, i in op.implementations.items()}
+        usable = [i for name, i in op.implementations.items() if i.served and reasons[name] is None and left[name] is None]
+        if op.always and target.backend != "cpu" and usable and not usable[-1].is_kernel and refusal(op.function, args, kwargs):
+            left |= {i.name: "on a GPU this op is for kernels alone" for i in usable}
+            usable = []
     backward = op.cost(*args, **kwargs)[1] is not None
-    left = {name: i.unless(*args, **kwargs) if i.unless else None for name, i in op.implementations.items()}
-    usable = [i for name, i in op.implementations.items() if i.served and reasons[name] is None and left[name] is None]
     able = [i for i in usable if i.differentiable or not backward]
     found = {
         name: {"reason": reasons[name], "left": left[name], "serves": bool(able) and i is able[-1]}
@@ -108,13 +109,19 @@ def explain(op: Op, case: Case, dtype: str, device: str | None = None) -> Row:
 def why_not(implementation: Implementation, args: list[Any], kwargs: Row) -> str | None:
     """Why an implementation cannot run a call, or None. A kernel is asked by calling it."""
     from ridgeline import select
-    from ridgeline.lab.check import plain
-    from ridgeline.op import RidgelineError
 
     if not implementation.is_kernel:
         return select.why_not(implementation, *args, **(kwargs if implementation.supports else {}))
+    return refusal(implementation, args, kwargs)
+
+
+def refusal(function: Callable[..., Any], args: list[Any], kwargs: Row) -> str | None:
+    """What a call says where it is refused, or None."""
+    from ridgeline.lab.check import plain
+    from ridgeline.op import RidgelineError
+
     try:
-        implementation(*args, **kwargs)
+        function(*args, **kwargs)
     except RidgelineError as error:
         return plain(error)
     return None
@@ -137,3 +144,5 @@ def show(op: Op, answer: Row) -> None:
             word, style, why = "can", "", "a later rung serves the call"
         made.add_row(row["impl"], row["kind"], Text(word, style=style), Text(why))
     console().print(made)
+    if not any(row["serves"] for row in answer["rungs"]):
+        console().print("Nothing serves this call: it raises where no implementation is named.")
