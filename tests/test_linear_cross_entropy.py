@@ -10,7 +10,8 @@ import torch
 import torch.nn.functional as F
 
 import ridgeline
-from ridgeline.boundary import Launch, observe
+from graphs import captured
+from ridgeline.boundary import INTERPRETED, Launch, observe
 from ridgeline.op import RidgelineError, get
 
 kernels = pytest.mark.kernels
@@ -139,6 +140,27 @@ def test_the_same_bits_each_time(memory: int | None, device: str) -> None:
             loss = ours(leaves, target, chunk_memory=memory)
             found.append([loss, *grads(loss * 1.5, some, keep=True), *grads(loss, some)])
         assert all(torch.equal(a, b) for other in found[1:] for a, b in zip(found[0], other, strict=True))
+
+
+@kernels
+@pytest.mark.parametrize("reduction", ["mean", "none"])
+@memories
+def test_replays_of_a_graph(memory: int | None, reduction: str, device: str) -> None:
+    """Forward and backward in a CUDA graph, of new numbers where the first ones were. Without a GPU the calls are made again."""
+    leaves, target = make(device)
+
+    def work() -> list[torch.Tensor]:
+        loss = ours(leaves, target, reduction=reduction, chunk_memory=memory)
+        return [loss.detach(), *grads(loss.sum() * 1.5, leaves)]
+
+    replay = captured(work, 3) if device == "cuda" else work
+    for seed in range(1 if INTERPRETED else 3):
+        dice = torch.Generator(device).manual_seed(seed)
+        for t in leaves:
+            t.detach().normal_(generator=dice)
+        target.random_(CLASSES, generator=dice)[seed] = -100
+        expected = theirs(leaves, target, reduction=reduction)
+        same(replay(), [expected, *grads(expected.sum() * 1.5, leaves)])
 
 
 @kernels

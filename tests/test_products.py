@@ -6,6 +6,7 @@ import pytest
 import torch
 
 import ridgeline
+from graphs import captured
 from ridgeline import device as devices
 from ridgeline.boundary import INTERPRETED, observe
 from ridgeline.lab.law import Law, as_tuple
@@ -122,6 +123,35 @@ def test_nothing_of_no_size_is_left_to_hopper() -> None:
                 x, weight = torch.zeros(batch, M, K, dtype=torch.float16), torch.zeros(N, K, dtype=torch.float16)
                 args = [x, weight] if name == "linear" else [x, weight, weight]
                 assert tuple(get(name).function(*args, activation="silu").shape) == (batch, M, N)
+
+
+GRAPHED = {"rows of whole 16 bytes": (72, 264, 136), "others": (70, 261, 137), "short rows": (2, 264, 64)}
+GRAPHED |= {"one row": (1, 72, 40) if INTERPRETED else (1, 1056, 1032)}
+
+
+@kernels
+@pytest.mark.parametrize("sizes", GRAPHED)
+@pytest.mark.parametrize("name", OPS)
+def test_replays_of_a_graph(name: str, sizes: str, device: str) -> None:
+    """A call that a CUDA graph holds gives what it gives outside, forward and backward, of new numbers where the first ones were. Without a
+    GPU the call is made again."""
+    args = operands(name, *GRAPHED[sizes], torch.float16, device)
+    leaves = [a.requires_grad_() for a in args] if name in FLOAT_OPS else []
+    dy = torch.randn_like(call(name, args, None, torch.float16))
+
+    def work(args: list[torch.Tensor], impl: str) -> list[torch.Tensor]:
+        y = call(name, args, impl, torch.float16)
+        return [y.detach(), *(torch.autograd.grad(y, args, dy) if leaves else ())]
+
+    for rung in [get(name).implementations[i] for i in able(name, args)]:
+        if rung.is_kernel:
+            replay = captured(lambda impl=rung.name: work(args, impl), 3) if device == "cuda" else lambda impl=rung.name: work(args, impl)
+            for seed in range(1, 2 if INTERPRETED else 4):
+                others = operands(name, *GRAPHED[sizes], torch.float16, device, seed)
+                for a, other in zip(args, others, strict=True):
+                    a.detach().copy_(other)
+                expected = work([o.requires_grad_(bool(leaves)) for o in others], rung.name)
+                assert all(torch.equal(one, other) for one, other in zip(replay(), expected, strict=True)), rung.name
 
 
 @pytest.mark.gpu
