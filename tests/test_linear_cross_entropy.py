@@ -181,6 +181,26 @@ def test_a_target_that_is_no_class(memory: int, reduction: str, device: str, mon
 
 
 @kernels
+@pytest.mark.parametrize("value", [float("inf"), float("-inf"), float("nan")])
+@pytest.mark.parametrize("place", [0, 1], ids=["x", "weight"])
+@memories
+def test_infinities_and_nan(memory: int | None, place: int, value: float, device: str) -> None:
+    """Of x in its row, of a weight in every row's logits: losses and gradients are not finite where the formula's are not."""
+    leaves, target = make(device)
+    target[:] = torch.where(target == 600, 5, target)
+    with torch.no_grad():
+        leaves[place][(3, 600)[place], 7] = value
+    loss = ours(leaves, target, reduction="none", chunk_memory=memory)
+    expected = theirs(leaves, target, reduction="none")
+    assert expected.isfinite().any() == (value == value or not place)
+    mine, exact = grads(loss.sum(), leaves), grads(expected.sum(), leaves)
+    for one, other in zip([loss, *mine], [expected, *exact], strict=True):
+        assert torch.equal(one.isfinite(), other.isfinite())
+        assert torch.equal(one.isnan(), other.isnan())
+        torch.testing.assert_close(one.double(), other.double(), rtol=1e-4, atol=1e-5, equal_nan=True)
+
+
+@kernels
 @pytest.mark.parametrize("memory", [None, MEMORY["slabs"], MEMORY["sums"]])
 def test_classes_that_are_ruled_out(memory: int | None, device: str) -> None:
     """A bias of -inf in whole slabs, the first ones or the last."""

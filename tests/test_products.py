@@ -1,5 +1,6 @@
 """Matrix products at their edges, in every rung: sums of 65536 products, infinities and NaN, sizes of zero, elements past 2^31."""
 
+from contextlib import nullcontext
 from typing import Any
 
 import pytest
@@ -8,13 +9,14 @@ import torch
 import ridgeline
 from graphs import captured
 from ridgeline import device as devices
-from ridgeline.boundary import INTERPRETED, observe
+from ridgeline.boundary import INTERPRETED, Launch, observe
 from ridgeline.lab.law import Law, as_tuple
 from ridgeline.op import RidgelineError, get
 from ridgeline.select import why_not
 
 kernels = pytest.mark.kernels
 FLOATS = {"float32": torch.float32, "float16": torch.float16} | ({} if INTERPRETED else {"bfloat16": torch.bfloat16})
+HALVES = {name: dtype for name, dtype in FLOATS.items() if dtype.itemsize == 2}
 FLOAT_OPS = ("matmul", "linear", "gated_linear", "gemv")
 OPS = (*FLOAT_OPS, "int8_matmul", "fp8_matmul")
 
@@ -73,12 +75,13 @@ def test_sums_of_65536_products_of_8_bits(name: str, device: str) -> None:
 
 
 @kernels
+@pytest.mark.parametrize("dtype", HALVES)
 @pytest.mark.parametrize("name", FLOAT_OPS)
-def test_infinities_and_nan(name: str, device: str) -> None:
+def test_infinities_and_nan(name: str, dtype: str, device: str) -> None:
     """They reach the rows, or columns, that they are in, and no others."""
     for place in (0, 1):
         for value in (float("inf"), float("-inf"), float("nan")):
-            args = operands(name, 9, 40, 136, torch.float16, device)
+            args = operands(name, 9, 40, 136, HALVES[dtype], device)
             args[place][3, 7] = value
             wide = [a.double() for a in args]
             expected = get(name).reference(*wide)
@@ -87,6 +90,43 @@ def test_infinities_and_nan(name: str, device: str) -> None:
                 assert torch.equal(found.isnan(), expected.isnan()), (impl, place, value)
                 ends = expected.isinf()
                 assert torch.equal(found[ends].double(), expected[ends]), (impl, place, value)
+
+
+@kernels
+@pytest.mark.parametrize("how", ["int8", "fp8 rows", "fp8 blocks", "fp8 1x128"])
+def test_infinities_and_nan_of_8_bits(how: str, device: str) -> None:
+    """In scales, and NaN in codes (e4m3 has no infinity): in the rows, columns or blocks that they are of, and no others."""
+    name, (M, N, K) = "int8_matmul" if how == "int8" else "fp8_matmul", (9, 264, 272)
+    for place, where in ((0, (3, 7)), (1, (7, 3)), (2, (3, -1)), (3, (-1, 1))):
+        for value in (float("inf"), float("-inf"), float("nan")):
+            args = operands(name, M, N, K, torch.float16, device)
+            if how in ("fp8 blocks", "fp8 1x128"):
+                args[2:] = torch.rand(M, 3, device=device), torch.rand(3, 3 if how == "fp8 blocks" else N, device=device)
+            if place < 2 and (value == value or name == "int8_matmul"):
+                continue
+            args[place][where] = value
+            expected = get(name).reference(*args[:2], *[t.double() for t in args[2:]], out_dtype=torch.float64)
+            assert expected.isfinite().any()
+            for impl in able(name, args):
+                found = call(name, args, impl, torch.float16).double()
+                assert torch.equal(found.isfinite(), expected.isfinite()), (impl, place, value)
+                if how in ("int8", "fp8 rows"):  # of an infinite block the formula has the sum of infinities, which are of both signs
+                    torch.testing.assert_close(found, expected, rtol=1e-2, atol=1e-2, equal_nan=True)
+
+
+@kernels
+@pytest.mark.parametrize("zero", [None, -128, 127])
+@pytest.mark.parametrize("sizes", [(2, 3, 2048), (24, 16, 4096), (70, 37, 1111)], ids=str)
+def test_whole_numbers_are_exact(sizes: tuple[int, int, int], zero: int | None, device: str) -> None:
+    """In every rung: sums that 32 bits hold, rounded once to float32."""
+    a, b, *_ = operands("int8_matmul", *sizes, torch.float32, device)
+    a[0], b[:, 0] = -128, 127 if zero is None else -128  # the largest sums
+    one = torch.ones(1, device=device)
+    zeros = None if zero is None else torch.full((sizes[0], 1), zero, dtype=torch.int32, device=device)
+    exact = (a.double() - (zero or 0)) @ b.double()
+    for impl in able("int8_matmul", [a, b, one, one]):
+        y = ridgeline.int8_matmul(a, b, one, one, zero_a=zeros, out_dtype=torch.float32, impl=impl)
+        assert torch.equal(y, exact.float()), impl
 
 
 @kernels
@@ -152,6 +192,29 @@ def test_replays_of_a_graph(name: str, sizes: str, device: str) -> None:
                     a.detach().copy_(other)
                 expected = work([o.requires_grad_(bool(leaves)) for o in others], rung.name)
                 assert all(torch.equal(one, other) for one, other in zip(replay(), expected, strict=True)), rung.name
+
+
+SPLIT = (72, 520, 8328)
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("sizes", [(1000, 1032, 520), (1000, 1032, 521), SPLIT], ids=str)
+@pytest.mark.parametrize("dtype", HALVES)
+@pytest.mark.parametrize("name", ["matmul", "linear", "gated_linear"])
+def test_the_same_bits_each_time(name: str, dtype: str, sizes: tuple[int, int, int]) -> None:
+    """Forward and backward in half precision, of every rung: of what is launched anew, and of what is replayed."""
+    args = [a.requires_grad_() for a in operands(name, *sizes, HALVES[dtype], "cuda")]
+    dy = torch.randn(sizes[:2], device="cuda", dtype=HALVES[dtype])
+    for impl in [i for i in able(name, args) if get(name).implementations[i].is_kernel]:
+        started: list[Launch] = []
+        found = []
+        for n in range(5):
+            with observe(started.append) if n == 0 else nullcontext():
+                y = get(name).function(*args, impl=impl)
+            found.append([y.detach(), *torch.autograd.grad(y, args, dy)])
+        assert all(torch.equal(one, other) for again in found[1:] for one, other in zip(found[0], again, strict=True)), impl
+        if sizes == SPLIT and impl == "gluon" and name != "gated_linear":
+            assert len(started) == 2, started  # the parts along K, and their sums
 
 
 @pytest.mark.gpu
