@@ -22,6 +22,14 @@ def device() -> str:
     return "cuda" if GPU else "cpu"
 
 
+@pytest.fixture
+def roomy() -> None:
+    """For tests of tensors of more than 2^31 elements, and what they are made of."""
+    torch.cuda.empty_cache()
+    if torch.cuda.mem_get_info()[0] < 60 << 30:
+        pytest.skip("needs 60 GiB of the GPU's memory")
+
+
 def pytest_addoption(parser: pytest.Parser) -> None:
     parser.addoption("--every-kernel", action="store_true", help="test_kernels: compile all kernels of large ops, not one of each kind")
 

@@ -18,7 +18,8 @@ kernels = pytest.mark.kernels
 FLOATS = {"float32": torch.float32, "float16": torch.float16} | ({} if INTERPRETED else {"bfloat16": torch.bfloat16})
 HALVES = {name: dtype for name, dtype in FLOATS.items() if dtype.itemsize == 2}
 FLOAT_OPS = ("matmul", "linear", "gated_linear", "gemv")
-OPS = (*FLOAT_OPS, "int8_matmul", "fp8_matmul")
+SCALED = ("int8_matmul", "fp8_matmul")
+OPS = (*FLOAT_OPS, *SCALED)
 
 
 def operands(name: str, M: int, N: int, K: int, dtype: torch.dtype, device: str, seed: int = 0) -> list[torch.Tensor]:
@@ -28,7 +29,7 @@ def operands(name: str, M: int, N: int, K: int, dtype: torch.dtype, device: str,
     def draw(*shape: int) -> torch.Tensor:
         return torch.randn(shape, device=device, generator=dice).to(dtype)
 
-    if name in ("int8_matmul", "fp8_matmul"):
+    if name in SCALED:
         a, b = (torch.randint(-127, 128, (n, K), device=device, generator=dice, dtype=torch.int8) for n in (M, N))
         if name == "fp8_matmul":
             a, b = ((t.float() / 16).to(torch.float8_e4m3fn) for t in (a, b))
@@ -45,7 +46,7 @@ def able(name: str, args: list[Any], **given: Any) -> list[str]:
 
 
 def call(name: str, args: list[Any], impl: str | None, dtype: torch.dtype) -> torch.Tensor:
-    options = {"out_dtype": dtype} if name in ("int8_matmul", "fp8_matmul") else {}
+    options = {"out_dtype": dtype} if name in SCALED else {}
     return get(name).function(*args, **options, impl=impl)
 
 
@@ -63,7 +64,7 @@ def test_sums_of_65536_products(name: str, dtype: str, device: str) -> None:
 
 
 @kernels
-@pytest.mark.parametrize("name", ["int8_matmul", "fp8_matmul"])
+@pytest.mark.parametrize("name", SCALED)
 def test_sums_of_65536_products_of_8_bits(name: str, device: str) -> None:
     """Whole numbers to a rounding; 8-bit floats as float16's rounding and what the units drop in 128 products allow."""
     K = 2048 if INTERPRETED else 65536
@@ -226,19 +227,21 @@ def test_long_steps_along_k() -> None:
     torch.testing.assert_close(ridgeline.matmul(a, b, impl="triton"), a @ b.contiguous(), rtol=1e-2, atol=1e-2)
 
 
-LONG = {"a": ((1 << 31) // 32768 + 40, 24, 32768), "y": (66000, 33000, 64)}
+LONG = {"a": ((1 << 31) // 32768 + 40, 24, 32768), "b": (24, (1 << 31) // 32768 + 40, 32768), "y": (66000, 33000, 64)}
 
 
 @pytest.mark.gpu
+@pytest.mark.usefixtures("roomy")
 @pytest.mark.parametrize("long", LONG)
-@pytest.mark.parametrize("name", ["matmul", "linear", "int8_matmul", "fp8_matmul"])
+@pytest.mark.parametrize("name", ["matmul", "linear", "gated_linear", "int8_matmul", "fp8_matmul"])
 def test_more_than_two_to_the_31(name: str, long: str) -> None:
-    """Elements of a, or of the result, past 2^31 are where they belong."""
-    M, N, K = LONG[long]
-    args = operands(name, M, N, K, torch.bfloat16, "cuda")
-    piece = slice(M - 70, M)
-    head = [args[0][piece], *args[1:2], *(a[piece] for a in args[2:3]), *args[3:]]
-    expected = call(name, head, "torch" if name in ("matmul", "linear") else "naive", torch.bfloat16)
+    """Elements of a, of b or of the result, past 2^31 are where they belong."""
+    args = operands(name, *LONG[long], torch.bfloat16, "cuda")
+    rows, columns = (slice(-70, None),), (slice(None), slice(-70, None))
+    piece, of_b = (columns if long == "b" else rows), (rows if "linear" in name else columns)  # b is a weight turned
+    own = {0, 2} if name in SCALED else {0}  # of a, its scales among them
+    head = [t[of_b if long == "b" else rows] if (n in own) == (long != "b") else t for n, t in enumerate(args)]
+    expected = call(name, head, "naive" if name in SCALED else "torch", torch.bfloat16)
     for impl in [i for i in able(name, args) if i not in ("naive", "torch")]:
         y = call(name, args, impl, torch.bfloat16)
         torch.testing.assert_close(
@@ -248,12 +251,21 @@ def test_more_than_two_to_the_31(name: str, long: str) -> None:
 
 
 @pytest.mark.gpu
-def test_gemv_of_more_than_two_to_the_31() -> None:
-    a = torch.randn(70000, 32768, device="cuda", dtype=torch.bfloat16)
-    x = torch.randn(2, 32768, device="cuda", dtype=torch.bfloat16)
+@pytest.mark.usefixtures("roomy")
+@pytest.mark.parametrize("shape", [(70000, 32768), ((1 << 25) + 1000, 64)], ids=["long rows", "short rows"])
+@pytest.mark.parametrize("dtype", ["bfloat16", "complex32"])
+def test_gemv_of_more_than_two_to_the_31(dtype: str, shape: tuple[int, int]) -> None:
+    def draw(*shape: int) -> torch.Tensor:
+        if dtype == "bfloat16":
+            return torch.randn(shape, device="cuda", dtype=torch.bfloat16)
+        return torch.view_as_complex(torch.randn(*shape, 2, device="cuda", dtype=torch.float16) / 8)
+
+    a, x = draw(*shape), draw(2, shape[1])
     for given in (x[0], x):
-        y = ridgeline.gemv(a, given, impl="triton")
-        torch.testing.assert_close(y[..., -70:], torch.nn.functional.linear(given, a[-70:]), rtol=2e-2, atol=2.0)
+        expected = ridgeline.gemv(a[-70:], given, impl="torch")
+        for impl in [i for i in able("gemv", [a, given]) if i not in ("naive", "torch")]:
+            y = ridgeline.gemv(a, given, impl=impl)[..., -70:]
+            torch.testing.assert_close(y, expected, rtol=2e-2, atol=2.0, msg=lambda m, impl=impl: f"{impl}: {m}")
 
 
 @pytest.mark.parametrize("library", ["cublas", "cublaslt"])

@@ -180,6 +180,22 @@ def test_grids_of_long_rows() -> None:
         assert all(n <= 65535 for n in launch.grid[1:])
 
 
+@pytest.mark.gpu
+@pytest.mark.usefixtures("roomy")
+@pytest.mark.parametrize("op", ["quantize_int8", "quantize_fp8"])
+def test_more_than_two_to_the_31(op: str) -> None:
+    """The last 128 rows' codes, scales and numbers come out as of those rows alone, in which the extremes of all lie."""
+    x = torch.randn(66048, 33000, device="cuda", dtype=torch.bfloat16)
+    x[-1, :2] = torch.tensor([100.0, -100.0])
+    for options in INT8 if op == "quantize_int8" else [{"block": block} for block in BLOCKS]:
+        found = registry()[op].function(x, **options, impl="triton")
+        expected = registry()[op].reference(x[-128:], **options)
+        same(tuple(t[-e.shape[0] :] if e.dim() else t for t, e in zip(found, expected, strict=True)), expected)
+        back = dequantize(found, impl="triton")[-128:]
+        torch.testing.assert_close(back, registry()["dequantize"].reference(*expected), rtol=0, atol=0)
+        del found, back
+
+
 def test_no_gradients_flow(device: str) -> None:
     x = torch.randn(4, 6, device=device, requires_grad=True)
     assert not any(t.requires_grad for t in (*quantize_int8(x), *quantize_fp8(x), dequantize(quantize_int8(x))))
