@@ -394,10 +394,12 @@ def linear_cross_entropy(
     chunk_memory: bytes of logits that are in memory at a time: by default a fourth of them all, or 216 MiB where that is a fifth or
     more. With less, a part of the logits is made twice, and a step has up to a third more products. The least is 128 classes of a
     fourth of the rows and, below a sixteenth of the logits, x's gradient of these rows in float32. Beside it are 40 bytes a row.
-    Products are added up in float32; weight's gradient is rounded to its dtype at most four times, once for each group of rows, and
-    x's at most four times; once more both by an upstream gradient that is no power of two. For "mean" and "sum" forward makes the
-    gradients, so that a step has three products; for "none", and in float16, whose gradients need the scale of the loss, backward
-    makes the logits again. Returns the dtype of x, float32 under autocast, which casts x, weight and bias as it does for `linear`.
+    Products are torch's, added up in float32; where cuBLAS splits a sum among blocks it may add their parts in half precision, unless
+    torch.backends.cuda.matmul.allow_bf16_reduced_precision_reduction (allow_fp16_...) is False. Weight's gradient is rounded to its
+    dtype at most four times, once for each group of rows, and x's at most four times; once more both by an upstream gradient that is
+    no power of two. For "mean" and "sum" forward makes the gradients, so that a step has three products; for "none", and in float16,
+    whose gradients need the scale of the loss, backward makes the logits again. Returns the dtype of x, float32 under autocast, which
+    casts x, weight and bias as it does for `linear`.
     Raises RidgelineError on shapes, dtypes, devices or options other than these, or an `impl` that cannot run the call.
     """
     plain = impl is bias is softcap is chunk_memory is None and reduction == "mean" and label_smoothing == 0 == z_loss and not CHECK
