@@ -284,6 +284,7 @@ MATMUL = Op(
         _square(4096, "bench", "float16", "float32"),
         *(_bench(*shape, how) for shape in SHAPES for how in ("nt", "tn", "tt")),
         *(_bench(*shape, how) for shape in RAGGED for how in ("nn", "nt")),
+        *(_bench(rows, 4096, 14336, "nt") for rows in (1, 16, 64)),  # a decode step's
     ],
 )
 
