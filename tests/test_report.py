@@ -240,7 +240,6 @@ def test_ladders_are_compiled_first():
     assert len(order) == len(set(order)) == 4 * sum(rung.is_kernel for op in ops for rung in op.implementations.values())
 
 
-@pytest.mark.filterwarnings("ignore:ComplexHalf")
 @pytest.mark.parametrize("rung", ["index_add cuda_small", "gemv cuda_complex", "dot atomic_half"])
 def test_a_rung_that_refuses_an_ops_first_case_is_compiled_by_one_that_it_takes(rung: str) -> None:
     op, impl = rung.split()
