@@ -1,6 +1,7 @@
 """linear_cross_entropy beyond the law: how calls are cut up, that every way of cutting gives the same, who owns the gradients, bad
 targets, infinity, loss scales and autocast."""
 
+import itertools
 import sys
 from collections.abc import Callable
 from typing import Any
@@ -11,6 +12,7 @@ import torch.nn.functional as F
 
 import ridgeline
 from graphs import captured
+from ridgeline import tuning
 from ridgeline.boundary import INTERPRETED, Launch, observe
 from ridgeline.op import RidgelineError, get
 
@@ -22,6 +24,7 @@ ROWS, HIDDEN, CLASSES = 14, 16, 700  # four groups of at most 4 rows; slabs of 1
 # bytes in float32: all at once; groups of whole rows; slabs; slabs with sums of dx in float32
 MEMORY = {"whole": None, "groups": 4 * CLASSES * 4, "slabs": 4 * 256 * 4, "sums": 4 * (128 + HIDDEN) * 4}
 memories = pytest.mark.parametrize("memory", MEMORY.values(), ids=MEMORY)
+UNUSED = itertools.count(1 << 20)  # versions of the configurations under which no call has a plan yet
 ALL = {"label_smoothing": 0.1, "z_loss": 1e-3, "softcap": 5.0}
 
 
@@ -140,6 +143,31 @@ def test_the_same_bits_each_time(memory: int | None, device: str) -> None:
             loss = ours(leaves, target, chunk_memory=memory)
             found.append([loss, *grads(loss * 1.5, some, keep=True), *grads(loss, some)])
         assert all(torch.equal(a, b) for other in found[1:] for a, b in zip(found[0], other, strict=True))
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
+@pytest.mark.parametrize("reduction", ["mean", "none"])
+@memories
+def test_a_third_call_is_replayed(memory: int | None, reduction: str, dtype: torch.dtype, monkeypatch: pytest.MonkeyPatch) -> None:
+    """However a call is cut up, its third works nothing out again; of other numbers it gives the bits of a first call."""
+    monkeypatch.setattr(tuning, "version", next(UNUSED))
+    worked: list[Any] = []
+    init = MODULE._Work.__init__
+    monkeypatch.setattr(MODULE._Work, "__init__", lambda self, *args: (worked.append(args), init(self, *args))[1])
+
+    def step(scale: float) -> tuple[list[torch.Tensor], int]:
+        leaves, target = make("cuda", dtype)
+        leaves = [(t.detach() * scale).requires_grad_() for t in leaves]
+        before = len(worked)
+        loss = ours(leaves, target, reduction=reduction, chunk_memory=memory)
+        return [loss, *grads(loss.sum() * 1.5, leaves)], len(worked) - before
+
+    each = 2 if reduction == "none" else 1
+    found = [step(scale) for scale in (1.0, 2.0, 3.0, 0.5)]
+    assert [n for _, n in found] == [each, each, 0, 0]
+    monkeypatch.setattr(tuning, "version", next(UNUSED))
+    assert all(torch.equal(a, b) for a, b in zip(found[-1][0], step(0.5)[0], strict=True))
 
 
 @kernels

@@ -108,10 +108,10 @@ def test_loose_numbers_are_handed_on(started: Started) -> None:
 
 
 def test_torch_operations_that_write_to_out_are_repeated(started: Started) -> None:
-    """Products and sums on arguments, allocations and views of them, in their order among the kernels."""
+    """Products, sums, copies and numbers on arguments, allocations and views of them, in their order among the kernels."""
     launch = door(started)
 
-    def launcher(x: torch.Tensor, w: torch.Tensor, bias: torch.Tensor, fault: str) -> tuple[torch.Tensor, torch.Tensor]:
+    def launcher(x: torch.Tensor, w: torch.Tensor, bias: torch.Tensor, fault: str) -> tuple[torch.Tensor, ...]:
         memory, dw, db = torch.empty(40), torch.empty_like(w), torch.empty_like(bias)
         for rows in (slice(0, 4), slice(4, 7)):
             y = memory[: 5 * x[rows].shape[0]].view(-1, 5)
@@ -121,25 +121,29 @@ def test_torch_operations_that_write_to_out_are_repeated(started: Started) -> No
             part = torch.sum(y, 0, dtype=torch.float32, out=torch.empty_like(db) if rows.start else db)
             if rows.start:
                 torch.add(db, part, out=db)
+        first = torch.empty((2, 8)).fill_(0.5)
+        first[1] = x[6]
+        launch((1, 1, 1), first)
         if fault == "a tensor of its own":
             torch.mm(torch.ones(5, 5), dw, out=torch.empty_like(dw))
         if fault == "no elements":
             torch.mm(x[:0], w.mT, out=torch.empty(0, 5))
         if fault == "another dtype":
             torch.add(db.view(torch.int32), 0, out=torch.empty(5, dtype=torch.int32))
-        return dw, db
+        return dw, db, first
 
     plans, runs = counted(launcher, 3, 4)
     wide = torch.randn(7, 16)
     for number in range(5):
         x = wide[:, 8:] if number % 2 else torch.randn(7, 16)[:, :8]
         w, bias = torch.randn(5, 8), torch.randn(5)
-        dw, db = plans(x, w, bias, "")
+        dw, db, first = plans(x, w, bias, "")
         y = torch.nn.functional.linear(x, w, bias)
         torch.testing.assert_close(dw, y.mT @ x)
         torch.testing.assert_close(db, y.sum(0))
-        assert len(started) == 2 * number + 2
-        assert started[-1][1] == started[-2][1] != (0,)
+        assert len(started) == 3 * number + 3
+        assert started[-2][1] == started[-3][1] != (0,)
+        assert torch.equal(first, torch.stack([torch.full((8,), 0.5), x[6]]))
     assert len(runs) == 2
     for fault in ("a tensor of its own", "no elements", "another dtype"):
         before = len(runs)

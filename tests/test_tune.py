@@ -3,6 +3,7 @@
 import argparse
 import json
 from collections.abc import Callable
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -46,6 +47,23 @@ def test_the_fastest_is_saved(tmp_path: Path, device: str) -> None:
     assert [(f.kernel, f.key, f.config, f.tried, f.refused, f.wrong) for f in found] == [("fwd", "float32", toy.SPACE[1], 3, {}, {})]
     assert found[0].gain == pytest.approx(2, rel=0.02)
     assert json.loads((tmp_path / "sm_00/twice.json").read_text()) == {"fwd": {"float32": toy.SPACE[1]}}
+
+
+def test_a_sample_is_measured_and_not_saved(tmp_path: Path, device: str) -> None:
+    """Every case asks for itself, also where the kernels' keys are the same."""
+    cases = [replace(toy.OP.case("small"), name=name) for name in ("one", "two")]
+    measure = clock({"now": 2.0, NAMES[0]: 2.0, NAMES[1]: 1.0, NAMES[2]: 1.5})
+    facts: dict[str, Any] = {
+        "dtype": "float32",
+        "implementation": "triton",
+        "measure": measure,
+        "configs": tmp_path,
+        "directions": ("forward",),
+    }
+    found = tune.tune(toy.OP, cases, device=device, arch="sm_00", save=False, **facts)
+    assert [(f.case, f.key, f.config) for f in found] == [("one", "float32", toy.SPACE[1]), ("two", "float32", toy.SPACE[1])]
+    assert not list(tmp_path.iterdir())
+    assert len(tune.tune(toy.OP, cases, **facts)) == 1
 
 
 def test_noise_changes_nothing(tmp_path: Path, device: str) -> None:

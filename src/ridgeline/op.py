@@ -69,7 +69,8 @@ class OwnDtype(Spec):
 @dataclass(frozen=True)
 class Case:
     """One call of an op. `use` says what for: "check" (small, awkward), "bench" (recorded on a GPU), "quick" (timed on a laptop),
-    "grid" (timed when asked for: many sizes, for a picture of how time and memory grow).
+    "grid" (timed when asked for: many sizes, for a picture of how time and memory grow), "sample" (sizes that no configuration was made
+    for: `tune --sample` tries the rules on them).
 
     args, kwargs: the public arguments; a `Spec`, or a list of them, stands for random tensors."""
 

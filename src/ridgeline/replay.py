@@ -4,9 +4,9 @@ A launcher allocates tensors and starts kernels, and what it allocates and start
 the tensors' shapes, strides, dtypes, device and alignment, and the other arguments' values (but `SymInt` ones, such as a seed,
 which are handed on). The second call of a kind is recorded: every allocation, and every kernel's parameters as pointers into arguments
 and allocations, or as tensor maps of these. Later calls allocate and start the same by a few lines of Python, which is a third of the
-host's time. So are torch's products and sums into a tensor that is given as `out`, on views of the same arguments and allocations. A
-launcher that does anything else (another torch operation, a copy of a strided input, Triton's own launcher) is not recorded and runs
-each time.
+host's time. So are torch's products and sums into a tensor that is given as `out`, its copies into a tensor and numbers put into one,
+on views of the same arguments and allocations. A launcher that does anything else (another torch operation, a copy of a strided input,
+Triton's own launcher) is not recorded and runs each time.
 """
 
 from __future__ import annotations
@@ -38,6 +38,10 @@ _WRITING: dict[Any, Callable[..., Any]] = {  # by what a recorder sees, the fast
     torch.ops.aten.addmm.out: torch.addmm,
     torch.ops.aten.sum.IntList_out: torch.sum,
     torch.ops.aten.add.out: torch.add,
+    torch.ops.aten.mm.dtype_out: torch.mm,
+    torch.ops.aten.addmm.dtype_out: torch.addmm,
+    torch.ops.aten.copy_.default: torch.Tensor.copy_,
+    torch.ops.aten.fill_.Scalar: torch.Tensor.fill_,
 }
 _view = torch._C._dynamo.guards._reinterpret_tensor  # type: ignore[attr-defined]  # in half the time of as_strided
 _empty = torch._C._dynamo.guards._empty_strided_cuda  # type: ignore[attr-defined]  # as code that torch.compile makes does

@@ -24,6 +24,7 @@ if TYPE_CHECKING:
 
 DIRECTIONS = ("forward", "backward")
 FINALISTS = 4
+NEAR = 1.1  # of the best of a search: as far as a rule may be from it
 Measure = Callable[..., "dict[str, Measurement]"]
 
 
@@ -200,11 +201,13 @@ def tune(
     measure: Measure | None = None,
     budget: float = 1.0,
     configs: Path | None = None,
+    save: bool = True,
     tell: Callable[[Found], None] = lambda found: None,
 ) -> list[Found]:
     """Tunes every kernel that these calls ask a configuration for, and saves each winner as it is found; every question once.
 
-    measure: as `clock.measure`. configs: the folder to write to, instead of the package's own. tell: hears each result.
+    measure: as `clock.measure`. configs: the folder to write to, instead of the package's own. save: if not, nothing is written, and
+    every case asks for itself. tell: hears each result.
     """
     from ridgeline import tuning
     from ridgeline.lab.clock import measure as clock
@@ -213,7 +216,7 @@ def tune(
 
     rungs = [find(op, implementation)] if implementation else [i for i in op.implementations.values() if i.is_kernel]
     pairs = [(case, name) for case in cases for name in case.dtypes if dtype in (None, name)]
-    found: dict[tuple[str, str], Found] = {}
+    found: dict[tuple[str, ...], Found] = {}
     reasons = [] if pairs else [f"no case takes {dtype}; they take {', '.join(dict.fromkeys(d for c in cases for d in c.dtypes))}"]
     for case, name in pairs:
         data = Data(op, case, name, device)
@@ -230,11 +233,12 @@ def tune(
                 reasons.append(str(error))
                 continue
             for request in asked:
-                if (request.kernel, request.key) not in found:
+                question = request.kernel, request.key, *(() if save else (case.name, name))
+                if question not in found:
                     cost = costs[direction]
                     result = search(call, request, measure or clock, budget, None if cost is None else cost.write)
-                    found[request.kernel, request.key] = result
-                    if result.config is not None:
+                    found[question] = result
+                    if save and result.config is not None:
                         place = {} if configs is None else {"configs": configs}
                         tuning.save(arch, request.op, {request.kernel: {request.key: result.config}}, **place)
                     tell(result)
@@ -251,6 +255,7 @@ def arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--dtype", help="default: every dtype of the case")
     parser.add_argument("--direction", choices=DIRECTIONS, help="default: both")
     parser.add_argument("--budget", type=float, default=1.0, metavar="SECONDS", help="of timing per round and question (default: 1)")
+    parser.add_argument("--sample", action="store_true", help="write nothing: how far from a search's best is what is used for new shapes")
     parser.add_argument("--json", action="store_true", help="print figures as JSON")
 
 
@@ -263,13 +268,16 @@ def main(options: argparse.Namespace) -> int:
     op = get(options.op)
     if not 0 < options.budget < 86400:
         raise RidgelineError(f"--budget is in seconds, above 0 and under a day, and is {options.budget}")
-    cases = [op.case(options.case)] if options.case else [c for c in op.cases if c.use == "bench"]
+    use = "sample" if options.sample else "bench"
+    cases = [op.case(options.case)] if options.case else [c for c in op.cases if c.use == use]
+    if not cases:
+        raise RidgelineError(f"tune: {op.name} has no cases for {'--sample' if options.sample else 'benchmarks'}; name one by --case")
     here = device.here()
     if here.backend == "cpu":
         raise RidgelineError("tune measures on the GPU that it tunes for, and this machine has none that PyTorch can use")
     folder = tuning.CONFIGS / here.arch
     nearest = next(p for p in (folder, *folder.parents) if p.exists())
-    if not os.access(nearest, os.W_OK):
+    if not options.sample and not os.access(nearest, os.W_OK):
         raise RidgelineError(f"tune writes its findings to {folder}, and {nearest} cannot be written")
     found = tune(
         op,
@@ -280,10 +288,14 @@ def main(options: argparse.Namespace) -> int:
         implementation=options.impl,
         directions=(options.direction,) if options.direction else DIRECTIONS,
         budget=options.budget,
+        save=not options.sample,
         tell=lambda result: None if options.json else _tell(result),
     )
     if options.json:
         print(json.dumps([f.to_dict() for f in found], indent=1))
+    elif options.sample:
+        near = sum(f.gain <= NEAR for f in found)
+        print(f"within {NEAR - 1:.0%} of the best of a search at {near} of {len(found)}; {max(f.gain for f in found):.2f} x at most")
     elif any(f.config for f in found):
         print(f"written to {folder / (op.name + '.json')}")
     else:

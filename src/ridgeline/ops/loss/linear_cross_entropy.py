@@ -123,8 +123,8 @@ def _add(out: torch.Tensor, a: torch.Tensor, b: torch.Tensor, more: bool) -> Non
 
 
 class _Work:
-    """A call's groups and slabs: their logits, in memory that the next ones will have, and what they add to the gradients. With one slab
-    a group, all is done by allocations, products, sums and kernels that a plan repeats (`replay.py`)."""
+    """A call's groups and slabs: their logits, in memory that the next ones will have, and what they add to the gradients: all by what a
+    plan repeats (`replay.py`)."""
 
     def __init__(self, x: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None, memory: int, grads: tuple[torch.Tensor, ...]):
         """grads: dx, dW and, in float32, db; of no elements where not wanted."""
@@ -182,7 +182,7 @@ def _fwd(
 
     def each(losses: Any, stats: Any, _d: Any, _planes: Any, t: Any, counts: Any, *rest: Any) -> None:
         ignore, smoothing, z, cap, need, flags = rest
-        one = torch.ones((), dtype=torch.float32, device=x.device) if slabs and need == 2 else losses
+        one = torch.empty((), dtype=torch.float32, device=x.device).fill_(1) if slabs and need == 2 else losses
         own = torch.empty((5 * work.plan.rows if slabs else 0,), dtype=torch.float32, device=x.device)
         for rows in work.groups():
             count, labels = rows.stop - rows.start, t[:, rows]

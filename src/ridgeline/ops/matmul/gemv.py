@@ -115,11 +115,13 @@ def _launch(y: torch.Tensor, parts: torch.Tensor, a: torch.Tensor, x: torch.Tens
         return {"BN": rows // tiles * 128 * pack // bk, "BK": bk, "TILES": tiles, **threads}
 
     def rule() -> tuning.Config:
-        """Eight programs a multiprocessor (two of those that hold much shared memory), by parts of K where rows are too few; at most what there is room for."""
+        """Parts of K for eight programs a multiprocessor, where rows are too few. On the matrix units programs hold much shared memory: for one
+        a multiprocessor, and only where that saves a program 20 steps, which is as long as the parts' own kernel takes (timed on an H100)."""
         c = tile()
-        blocks, steps = triton.cdiv(N, c["BN"]), triton.cdiv(K, c["BK"] * c.get("TILES", 1))
-        most = max(1, min((2 if few else 8) * gpu.multiprocessors // max(1, blocks), steps))
-        return c | {"SPLITS": 1 << (most.bit_length() - 1)}
+        blocks, steps = max(1, triton.cdiv(N, c["BN"])), triton.cdiv(K, c["BK"] * c.get("TILES", 1))
+        most = max(1, min((1 if few else 8) * gpu.multiprocessors // blocks, steps))
+        most = 1 << (most.bit_length() - 1)
+        return c | {"SPLITS": 1 if few and steps - steps // most < 20 else most}
 
     def config() -> dict[str, Any]:
         key = " ".join([dtype_name(a), str(bm), "columns" if columns else "rows", *(str(triton.next_power_of_2(n)) for n in (N, K))])

@@ -8,6 +8,9 @@ Source: Tillet, Kung and Cox, Triton, MAPL 2019; the grouped order is that of St
 
 from __future__ import annotations
 
+import math
+import random
+from collections.abc import Iterator
 from typing import Any
 
 import torch
@@ -260,10 +263,18 @@ def _square(n: int, use: str, *dtypes: str) -> Case:
     return Case(f"{n}", (Spec(n, n), Spec(n, n)), dtypes=dtypes, use=use)
 
 
-def _bench(M: int, N: int, K: int, how: str = "") -> Case:
+def _sample(count: int = 30) -> Iterator[Case]:
+    """Sizes drawn evenly by their logarithms, in whole rows of 16 bytes: what a rule that saw the others' makes of them."""
+    dice = random.Random(count)
+    for _ in range(count):
+        M, N, K = (round(math.exp(dice.uniform(math.log(low), math.log(16384))) / 8) * 8 for low in (64, 512, 512))
+        yield _bench(M, N, K, "nn", use="sample")
+
+
+def _bench(M: int, N: int, K: int, how: str = "", use: str = "bench") -> Case:
     """how: which operands are transposed, "t", as BLAS has it; with gradients where none is said."""
     given = [(Columns if t == "t" else Spec)(*size, grad=not how) for t, size in zip(how or "nn", ((M, K), (K, N)), strict=True)]
-    return Case(" ".join([f"{M}x{N}x{K}", *([how] if how else [])]), tuple(given), dtypes=("bfloat16",), use="bench")
+    return Case(" ".join([f"{M}x{N}x{K}", *([how] if how else [])]), tuple(given), dtypes=("bfloat16",), use=use)
 
 
 SHAPES = (*((n, n, n) for n in (1024, 2048, 4096, 8192)), (8192, 14336, 4096), (8192, 4096, 14336), (16384, 2048, 2048))
@@ -285,6 +296,7 @@ MATMUL = Op(
         *(_bench(*shape, how) for shape in SHAPES for how in ("nt", "tn", "tt")),
         *(_bench(*shape, how) for shape in RAGGED for how in ("nn", "nt")),
         *(_bench(rows, 4096, 14336, "nt") for rows in (1, 16, 64)),  # a decode step's
+        *_sample(),
     ],
 )
 
