@@ -207,13 +207,13 @@ def test_rules_fit_their_machine(more: bool) -> None:
 def test_the_rule_takes_what_was_fastest() -> None:
     gpu = devices.KNOWN["sm_90"]
     for sizes in ((1024, 1024, 1024), (1000, 1000, 1000)):
-        small = _hopper.rule(gpu, 1, *sizes, False, False, False, lines=(2 - gcd(2 * sizes[0], 128) / 128,) * 2)
+        small = _hopper.rule(gpu, 1, *sizes, False, False, False, starts=(gcd(2 * sizes[0], 128),) * 2)
         assert (small["ROWS"], small["BN"], small["LAG"], small["PARTS"]) == (64, 64, 0, 1)
     for sizes in ((2048, 2048, 2048), (2048, 2048, 8192), (8192, 8192, 8192), (16384, 2048, 2048), (4096, 1024, 4096), (5000, 3000, 7000)):
-        for lines in ((1, 1), (1.875, 1.875)):
-            made = _hopper.rule(gpu, 1, *sizes, False, False, False, lines=lines)
+        for start in (128, 16):
+            made = _hopper.rule(gpu, 1, *sizes, False, False, False, starts=(start, start))
             assert (made["ROWS"], made["BN"], made["PARTS"]) == (64, 256, 1), sizes
-            assert made["LAG"] == (0 if sizes[0] * sizes[1] <= 132 * 128 * 256 else 2), sizes
+            assert made["LAG"] == (0 if start < 128 or sizes[0] * sizes[1] <= 132 * 128 * 256 else 2), sizes
 
 
 def test_clusters_fit_their_machine(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -318,10 +318,11 @@ def test_gradients_by_descriptors(columns: int, device: str) -> None:
             assert (one - wanted).norm() <= 2 * torch.finfo(dtype).eps * wanted.norm()
 
 
-def test_lines_that_rows_lie_in() -> None:
+def test_where_rows_begin() -> None:
     room = torch.empty(1 << 16, dtype=HALF)
-    for pitch, lines in ((64, 1), (128, 1), (32, 1.5), (8, 1.875), (1000, 1.875), (7000, 1.875)):
-        assert _hopper.lines_of(room[: 4 * pitch].view(1, 4, pitch)) == lines
+    for pitch, start in ((64, 128), (128, 128), (32, 64), (16, 32), (8, 16), (1000, 16), (7000, 16)):
+        assert _hopper.begins(room[: 4 * pitch].view(1, 4, pitch)) == start
+    assert _hopper.begins(room[:8].view(1, 1, 8)) == 128
 
 
 class Plain:

@@ -36,7 +36,7 @@ def refusal(a: torch.Tensor, b: torch.Tensor, *_: Any) -> str | None:
 
 
 def rule(gpu: device.Device, batch: int, M: int, N: int, K: int, lines: float) -> tuning.Config:
-    """The tile and the cluster with the least cycles. lines: of L2, for a row of 128 bytes, as `_hopper.lines_of` counts them: 1 to 2.
+    """The tile and the cluster with the least cycles. lines: of L2 that a row of 128 bytes lies in on average, 1 to 2.
     A wave is a tile for each block that runs at once, of clusters of four 30 times four on an H100; its ends take 2500 cycles."""
 
     def cycles(way: tuple[int, int, int]) -> float:
@@ -60,7 +60,7 @@ def fwd(y: torch.Tensor, a: torch.Tensor, b: torch.Tensor, precision: str) -> No
     y = y[None] if y.dim() == 2 else y
     (batch, M, N), K, gpu = y.shape, a.shape[-1], device.of(y)
     (a, a_by_k), (b, b_by_k) = _hopper.by_k(a), _hopper.by_k(b.mT)
-    lines = max(_hopper.lines_of(a), _hopper.lines_of(b))
+    lines = 2 - min(_hopper.begins(a), _hopper.begins(b)) / 128
     words = ["straddling"] * (lines > 1)
     key = " ".join([dtype_name(a), *(str(min(16384, triton.next_power_of_2(d))) for d in (batch, M, N, K)), *words])
     made = tuning.config(gpu, "matmul", "cluster", key, lambda: rule(gpu, batch, M, N, K, lines), space)

@@ -352,9 +352,9 @@ def by_k(t: torch.Tensor) -> tuple[torch.Tensor, bool]:
     return (t, True) if whole(t) else (t.mT, False)
 
 
-def lines_of(t: torch.Tensor) -> float:
-    """How many lines of 128 bytes of L2 a box's row of 128 bytes lies in, on average; rows of t begin at multiples of their pitch."""
-    return 2 - gcd(t.stride(-2) * t.element_size(), 128) / 128 if t.shape[-2] > 1 else 1
+def begins(t: torch.Tensor) -> int:
+    """Bytes that every row of t begins at a multiple of, up to 128: rows of 128 that begin at less lie in two lines of L2 each."""
+    return gcd(t.stride(-2) * t.element_size(), 128) if t.shape[-2] > 1 else 128
 
 
 def product(
@@ -369,11 +369,11 @@ def product(
     given: dict[str, Any] = {"gated": up is not None, "more": residual is not None, "kept": z is not None}
     a, a_by_k = by_k(a)
     b, b_by_k = by_k(b.mT)
-    lines = lines_of(a), lines_of(b)
-    words = [*(k for k in given if given[k]), *(["straddling"] * (max(lines) > 1))]
+    starts = begins(a), begins(b)
+    words = [*(k for k in given if given[k]), *(["straddling"] * (min(starts) < 128))]
     key = " ".join([dtype_name(a), *(str(min(16384, triton.next_power_of_2(d))) for d in (batch, M, N, K)), *words])
     made = dict(
-        tuning.config(gpu, "matmul", "hopper", key, lambda: rule(gpu, batch, M, N, K, **given, lines=lines), lambda: space(**given))
+        tuning.config(gpu, "matmul", "hopper", key, lambda: rule(gpu, batch, M, N, K, **given, starts=starts), lambda: space(**given))
     )
     parts = min(made.pop("PARTS"), triton.cdiv(K, 64))
     result = y
@@ -422,6 +422,11 @@ def _tile(rows: int, wide: int, stages: int, boards: int, more: bool, gated: boo
     return {**made, "LAG": min(2, stages - more - 2), "GROUP": 16 if wide > 2 * rows else 8}
 
 
+# Cycles that a multiprocessor waits for a row of 128 bytes from L2 while all of them load, by what rows begin at multiples of: its lines,
+# its sectors of 32 bytes, or 16.
+ROW = {16: 4.4, 32: 4.1, 64: 4.1, 128: 2.4}
+
+
 def rule(
     gpu: device.Device,
     batch: int,
@@ -431,36 +436,42 @@ def rule(
     gated: bool,
     more: bool,
     kept: bool,
-    lines: tuple[float, float] = (1, 1),
+    starts: tuple[int, int] = (128, 128),
     tiles: tuple[tuple[int, int, int, int], ...] = TILES,
     splits: tuple[int, ...] = SPLITS,
 ) -> tuning.Config:
-    """The tile and the parts of K with the least cycles by what was measured on an H100. A step of K takes the matrix units ROWS x BN / 16
-    cycles and an eighth more, and its loads a cycle for each 47 bytes of the `lines` of L2 that they touch: 85 to 95 bytes a ns and
-    multiprocessor at rows of 6000, 8208 and 14000 bytes; small tiles wait longer: 546 cycles for 128 x 64. A tile's ends take 3000
-    cycles, whatever its size; a second kernel 5000, a layer that it reads 500, and one for each 1700 bytes that the parts write
-    and it reads and writes. The groups have nothing to gain from starting apart where a program has one tile: it cost 5% at 1024."""
+    """The tile and the parts of K with the least cycles, as fitted to 5568 timings on an H100 (docs/notes/matmul.md). A step of K takes the
+    matrix units ROWS x BN / 16 cycles and an eighth more, its loads a ROW for each of their rows (`starts`: of a's and of b's), and
+    a small tile's wait for them 300 and more. Where a share of the multiprocessors loads, as in a last wave, L2 has more for each, by its power 0.4.
+    A tile's ends take 3000 cycles, whatever its size; a second kernel 3000, a layer that it reads 500, and one for each 2200 bytes that the
+    parts write and it reads and writes. The groups have nothing to gain from starting apart where a program has one tile (it cost 5% at 1024),
+    nor where rows straddle lines (1%), and there bands of 8 tiles are up to 10% quicker than those of 16."""
 
     def count(tile: tuple[int, int, int, int], parts: int) -> int:
         return triton.cdiv(M, 2 * tile[0]) * triton.cdiv(N * (2 if gated else 1), tile[1]) * batch * parts
 
     def cycles(tile: tuple[int, int, int, int], parts: int) -> float:
         rows, wide, *_ = tile
-        lines_read = 2 * rows * lines[0] + wide * lines[1]
-        step = max(rows * wide / 14, 128 * lines_read / 47, 300 + 1.27 * lines_read)
-        added = 5000 + 500 * parts + 4 * batch * M * N * (2 * parts + 1) / 1700 if parts > 1 else 0
         steps = triton.cdiv(triton.cdiv(K, 64), parts)
-        return triton.cdiv(count(tile, parts), gpu.multiprocessors) * (steps * step + 3000) + added
+
+        def wave(share: float) -> float:
+            loads = sum(n * max(ROW[128], ROW[start] * share**0.4) for n, start in zip((2 * rows, wide), starts, strict=True))
+            return steps * max(rows * wide / 14, loads, 300 + 1.27 * (2 * rows + wide)) + 3000
+
+        whole, left = divmod(count(tile, parts), gpu.multiprocessors)
+        added = 3000 + 500 * parts + 4 * batch * M * N * (2 * parts + 1) / 2200 if parts > 1 else 0
+        return whole * wave(1) + (wave(left / gpu.multiprocessors) if left else 0) + added
 
     splits = (1,) if gated else splits
     ways = [(tile, parts) for tile in (_tiles(gated) if gated else tiles) for parts in splits if parts <= triton.cdiv(K, 64)]
     tile, parts = min(ways, key=lambda way: cycles(*way))
     alone = {"LAG": 0} if count(tile, parts) <= gpu.multiprocessors else {}
-    return {**_tile(*tile, more, gated), **alone, "PARTS": parts}
+    straddling = {"LAG": 0, "GROUP": 8} if min(starts) < 128 else {}
+    return {**_tile(*tile, more, gated), **alone, **straddling, "PARTS": parts}
 
 
 def space(gated: bool, more: bool, kept: bool) -> list[tuning.Config]:
-    splits = (1,) if gated else (1, 2, 4)
+    splits = (1,) if gated else (1, 2, 3, 4, 8)
     tiles = [{**_tile(*tile, more, gated), "GROUP": g} for tile in _tiles(gated) for g in (8, 16)]
     return [{**tile, "LAG": lag, "PARTS": p} for tile in tiles for lag in (0, tile["LAG"]) for p in splits]
 

@@ -248,10 +248,10 @@ def padded_unless(a: torch.Tensor, b: torch.Tensor, *scales: Any, **options: Any
 TILES = ((64, 256, 4, 2), (64, 128, 5, 2), (64, 64, 8, 1))
 
 
-def rule(gpu: device.Device, M: int, N: int, K: int, lines: tuple[float, float] = (1, 1)) -> tuning.Config:
+def rule(gpu: device.Device, M: int, N: int, K: int, starts: tuple[int, int] = (128, 128)) -> tuning.Config:
     """`_hopper.rule`'s: a step is of twice the numbers at twice the rate, and of the same bytes."""
     half = triton.cdiv(K, 2)
-    made = _hopper.rule(gpu, 1, M, N, half, gated=False, more=False, kept=False, lines=lines, tiles=TILES, splits=(1,))
+    made = _hopper.rule(gpu, 1, M, N, half, gated=False, more=False, kept=False, starts=starts, tiles=TILES, splits=(1,))
     return {n: v for n, v in made.items() if n != "PARTS"}
 
 
@@ -267,10 +267,10 @@ def product(
     """y = (a - zero_a) b scale_a scale_b + bias: a (M, K) and b.mT (N, K) `whole`, y (M, N) contiguous; sums: of b's columns, with zero_a."""
     (M, K), N, gpu = a.shape, b.shape[1], device.of(y)
     left, right = a[None], b.mT[None]
-    lines = _hopper.lines_of(left), _hopper.lines_of(right)
+    starts = _hopper.begins(left), _hopper.begins(right)
     sizes = [str(min(16384, triton.next_power_of_2(d))) for d in (M, N, K)]
-    key = " ".join([dtype_name(a), *sizes, *(["straddling"] * (max(lines) > 1))])
-    made = tuning.config(gpu, op, "hopper", key, lambda: rule(gpu, M, N, K, lines), space)
+    key = " ".join([dtype_name(a), *sizes, *(["straddling"] * (min(starts) < 128))])
+    made = tuning.config(gpu, op, "hopper", key, lambda: rule(gpu, M, N, K, starts), space)
     by_blocks = bool(_wide(a, b, scale_a, scale_b))
     steps = (*scale_a.stride(), *scale_b.stride()[::-1]) if by_blocks else (step(scale_a, 0), 0, step(scale_b, -1), 0)
     more = step(zero_a, 0), 0 if bias is None else bias.stride(0)
