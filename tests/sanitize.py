@@ -11,6 +11,8 @@ from __future__ import annotations
 
 import argparse
 import sys
+from dataclasses import replace
+from itertools import chain
 from typing import Any
 
 import torch
@@ -18,7 +20,7 @@ import torch
 from ridgeline.boundary import INTERPRETED
 from ridgeline.lab.check import chosen_ops
 from ridgeline.lab.law import Law, as_tuple, leaves, real
-from ridgeline.op import Implementation, Op, RidgelineError, tensors_of
+from ridgeline.op import Implementation, Op, RidgelineError, registry, tensors_of
 
 TIMES = 10
 DEVICE = "cpu" if INTERPRETED else "cuda"
@@ -50,9 +52,15 @@ def outcome(law: Law, implementation: Implementation) -> str | None:
 def sweep(ops: list[Op], impl: str | None, without: str, dtype: str | None) -> tuple[int, int]:
     """Runs all that is asked for; returns how many calls ran and how many were wrong."""
     ran = wrong = 0
+    names = {*without.split(",")}
+    left = {
+        op.name: [i for i in op.implementations.values() if names & {i.name, i.kind, f"{op.name}.{i.name}"}] for op in registry().values()
+    }
+    for i in chain(*left.values()):  # nor do they serve a call, such as the product in another op's backward
+        i.op.implementations[i.name] = replace(i, served=False)
     for op in ops:
-        left = [i for i in op.implementations.values() if not {i.name, f"{op.name}.{i.name}"} & {*without.split(",")}]
-        rungs = [i for i in left if i.is_kernel and impl in (None, i.name)]
+        out = {i.name for i in left[op.name]}
+        rungs = [i for i in op.implementations.values() if i.is_kernel and i.name not in out and impl in (None, i.name)]
         kernels = [i for i in rungs if i.kind == "triton" or not INTERPRETED]
         refused = {i.name: "no small case" for i in kernels}
         for number, case in enumerate(c for c in op.cases if c.use == "check"):
@@ -83,7 +91,7 @@ def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("ops", nargs="*", metavar="OP", help="ops; all of them by default")
     parser.add_argument("--impl", help="one implementation only")
-    parser.add_argument("--without", metavar="NAMES", default="", help="leave these out, of all ops or as OP.NAME, with commas between")
+    parser.add_argument("--without", metavar="NAMES", default="", help="leave out kinds, rungs of all ops, or OP.NAME, with commas between")
     parser.add_argument("--dtype", help="one dtype only: float32, float16, bfloat16")
     options = parser.parse_args()
     if not INTERPRETED and not torch.cuda.is_available():

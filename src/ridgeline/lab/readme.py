@@ -37,10 +37,11 @@ def serving(op: Op, rungs: list[Row]) -> Row | None:
 
 
 def chosen(found: dict[Work, list[Row]]) -> dict[tuple[str, str, str], dict[str, list[Row]]]:
-    """Of each op one case and dtype with all its directions: bfloat16 where it is timed, the case of the most bytes."""
+    """Of each op one case and dtype with all its directions: bfloat16 where it is timed, the first case of those of the most bytes, in two
+    digits."""
     best: dict[str, tuple[bool, float, str, str]] = {}
     for (op, case, dtype, _), rungs in found.items():
-        size = dtype == "bfloat16", rungs[0]["bytes"]
+        size = dtype == "bfloat16", float(f"{rungs[0]['bytes']:.2g}")
         if op not in best or size > best[op][:2]:
             best[op] = *size, case, dtype
     works: dict[tuple[str, str, str], dict[str, list[Row]]] = {(op, case, dtype): {} for op, (_, _, case, dtype) in best.items()}

@@ -438,12 +438,11 @@ def _call(x: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None, targ
 
 
 def cost(x: torch.Tensor, weight: torch.Tensor, target: torch.Tensor, bias: torch.Tensor | None = None, *, reduction: str = "mean", **_: Any) -> tuple[Cost, Cost | None, Cost | None]:  # fmt: skip
-    """Three products, of which forward alone is one; the logits are not in memory."""
+    """Three products, of which forward alone is one; the logits are not in memory. (In memory they would not be made again for a loss a row.)"""
     given = nbytes(x, weight, target) + (0 if bias is None else nbytes(bias))
     losses, product = (target.numel() if reduction == "none" else 1) * x.element_size(), 2 * x.numel() * weight.shape[0]
     grads = nbytes(x, weight) + (0 if bias is None else nbytes(bias))
-    again = product if reduction == "none" else 0
-    return Cost(given, losses, product), Cost(given, grads, 2 * product + again), Cost(given, losses + grads, 3 * product + again)
+    return Cost(given, losses, product), Cost(given, grads, 2 * product), Cost(given, losses + grads, 3 * product)
 
 
 def _labels(*shape: int, high: int, some: type[Spec] = Spec) -> Spec:
