@@ -295,6 +295,29 @@ def test_copies_change_no_bit(op: str, how: str) -> None:
             assert torch.equal(function(moved[0], moved[1].T, *given, **options, impl="gluon_padded"), wanted)
 
 
+@pytest.mark.gpu
+@pytest.mark.parametrize("op", ["fp8_matmul", "int8_matmul"])
+@pytest.mark.parametrize("sizes", [(4097, 2048, 1040), (300, 520, 4096), (130, 4104, 256), (77, 45, 160)], ids=str)
+def test_scales_asked_for_ahead_change_no_bit(op: str, sizes: tuple[int, int, int]) -> None:
+    """In shared memory from a tile's beginning, or read at its end: several tiles a program, edges, results that threads write."""
+    if torch.cuda.get_device_capability() != (9, 0):
+        pytest.skip("the rung is Hopper's")
+    M, N, K = sizes
+    dice = torch.Generator("cuda").manual_seed(M)
+    dtype = torch.int8 if op == "int8_matmul" else torch.float8_e4m3fn
+    a, b = ((torch.randn(n, K, device="cuda", generator=dice) * 20).clamp(-100, 100).to(dtype) for n in (M, N))
+    scales = torch.rand(M, 1, device="cuda", generator=dice), torch.rand(1, N, device="cuda", generator=dice)
+    bias = torch.randn(N, device="cuda", generator=dice).bfloat16()
+    for tile in _hopper8.TILES:
+        for options in ({}, {"bias": bias}):
+            found = []
+            for ahead in (0, 1, 1):
+                with tuning.listen(lambda request, a=ahead, t=tile: _hopper._tile(*t, False) | {"AHEAD": a}):
+                    found.append(getattr(ridgeline, op)(a, b.T, *scales, impl="gluon", **options))
+            assert torch.equal(found[0], found[1])
+            assert torch.equal(found[1], found[2])
+
+
 def test_what_is_refused() -> None:
     a, b = torch.zeros(32, 64).to(E4M3), torch.zeros(48, 64).to(E4M3).T
     one, scales = torch.ones(1), (torch.ones(32, 1), torch.ones(1, 1))
@@ -333,20 +356,23 @@ def test_rules_fit_their_machine() -> None:
         rows, wide = choice["ROWS"], choice["BN"]
         stage = 128 * (2 * rows + wide) + 4 * (2 * rows + 2)  # operands and scales
         assert choice["STAGES"] * stage + 2 * choice["BOARDS"] * rows * 128 + 640 <= gpu.shared_memory
+        ahead = 8 * (rows + wide) * choice["AHEAD"]  # both groups' scales, of rows and columns
+        assert choice["STAGES"] * 128 * (2 * rows + wide) + 2 * choice["BOARDS"] * rows * 128 + ahead + 512 <= gpu.shared_memory
         assert choice["LAG"] < choice["STAGES"] - 1
-        assert set(choice) == {"ROWS", "BN", "STAGES", "BOARDS", "GROUP", "LAG"}
+        assert set(choice) == {"ROWS", "BN", "STAGES", "BOARDS", "GROUP", "LAG", "AHEAD"}
     assert (found[-1]["ROWS"], found[-1]["BN"]) == (64, 256)
 
 
 @pytest.mark.compiles
+@pytest.mark.parametrize("ahead", [0, 1])
 @pytest.mark.parametrize("name", ["fp8_matmul", "int8_matmul"])
-def test_products_are_not_serialized(name: str, tmp_path) -> None:  # type: ignore[no-untyped-def]
+def test_products_are_not_serialized(name: str, ahead: int, tmp_path) -> None:  # type: ignore[no-untyped-def]
     """ptxas lets products run while scales come and sums are taken over: it says where it cannot."""
     op, dtype = get(name), {"fp8_matmul": "float8_e4m3fn", "int8_matmul": "int8"}[name]
     cases = [c for c in op.cases if c.name in ("4096x4096x4096", "4096x4096x4096 rows", "4096x4096x4096 blocks by columns")]
     assert cases
     for case in cases:
-        with tuning.listen(lambda request: _hopper._tile(*_hopper8.TILES[0], False)):
+        with tuning.listen(lambda request: _hopper._tile(*_hopper8.TILES[0], False) | {"AHEAD": ahead}):
             for r in inspect.resources(op, op.implementations["gluon"], case, dtype, "sm_90"):
                 said = said_of(r, tmp_path)
                 assert "serial" not in said

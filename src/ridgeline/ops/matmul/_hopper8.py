@@ -102,8 +102,9 @@ def _add_floats(place, odd, low, high, left_scales, right_scales, ring, begun, b
 
 
 @gluon.jit
-def _multiply(ME: gl.constexpr, y, out, scale_a, scale_b, zero_a, sums, bias, a_row, b_column, zero_step, bias_step, left_scales, right_scales, ring, boards, begun, tiles, LAG: gl.constexpr, BLOCKS: gl.constexpr):  # fmt: skip
-    """A group of warps: its rows of all tiles of this program."""
+def _multiply(ME: gl.constexpr, y, out, scale_a, scale_b, zero_a, sums, bias, a_row, b_column, zero_step, bias_step, left_scales, right_scales, ring, boards, begun, tiles, LAG: gl.constexpr, BLOCKS: gl.constexpr, AHEAD: gl.constexpr):  # fmt: skip
+    """A group of warps: its rows of all tiles of this program. AHEAD: scales of rows and columns are asked for as a tile begins, a number or
+    two a thread, and lie in shared memory as it ends; else each chunk's columns are read when its turn comes, number by number."""
     ROWS: gl.constexpr = tiles.BM // GROUPS
     CHUNK: gl.constexpr = boards.type.shape[3]
     CHUNKS: gl.constexpr = tiles.BN // CHUNK
@@ -115,6 +116,10 @@ def _multiply(ME: gl.constexpr, y, out, scale_a, scale_b, zero_a, sums, bias, a_
     for t in range(gl.program_id(0), tiles.count(), gl.num_programs(0)):
         m, n, batch, _part, low, high = tiles.place(t)
         m += ME * ROWS
+        if AHEAD:
+            j = n + gl.arange(0, tiles.BN, gl.BlockedLayout([max(1, tiles.BN // 128)], [32], [4], [0]))
+            columns = gl.load(scale_b + j.to(gl.int64) * b_column, mask=j < tiles.N, other=0)
+            lines = _down(scale_a, m + gl.arange(0, ROWS, gl.BlockedLayout([1], [32], [4], [0])), tiles.M, a_row)
         if WHOLE:
             if ME * LAG > 0 and n_th == 0:
                 mbarrier.wait(ring.ready.index(gl.minimum(ME * LAG, high - low - 1)), 0)
@@ -133,7 +138,11 @@ def _multiply(ME: gl.constexpr, y, out, scale_a, scale_b, zero_a, sums, bias, a_
                 pieces = pieces + _chunks(other, CHUNKS // PIECES)
         x = pieces[0]
         i = m + gl.arange(0, ROWS, gl.SliceLayout(1, x.type.layout))
-        if not BLOCKS:
+        if AHEAD:
+            left_scales.index(ME).store(lines)
+            right_scales.index(ME).store(columns)
+            rows = left_scales.index(ME).load(gl.SliceLayout(1, x.type.layout))[:, None]
+        elif not BLOCKS:
             rows = _down(scale_a, i, tiles.M, a_row)[:, None]
         if zero_a is not None:
             zero = _down(zero_a, i, tiles.M, zero_step).to(gl.int32)[:, None]
@@ -143,7 +152,9 @@ def _multiply(ME: gl.constexpr, y, out, scale_a, scale_b, zero_a, sums, bias, a_
             if zero_a is not None:
                 x -= zero * _across(sums, at, tiles.N, 1, x)
             x = x.to(gl.float32)
-            if not BLOCKS:
+            if AHEAD:
+                x = x * rows * right_scales.index(ME).slice(c * CHUNK, CHUNK).load(gl.SliceLayout(0, x.type.layout))[None, :]
+            elif not BLOCKS:
                 x = x * rows * _across(scale_b, at, tiles.N, b_column, x)
             if bias is not None:
                 x += _across(bias, at, tiles.N, bias_step, x).to(gl.float32)
@@ -153,7 +164,7 @@ def _multiply(ME: gl.constexpr, y, out, scale_a, scale_b, zero_a, sums, bias, a_
 
 
 @gluon.jit(do_not_specialize=["M", "N", "steps", "a_row", "a_block", "b_column", "b_block", "zero_step", "bias_step"])
-def _fwd(y, out, a, b, scale_a, scale_b, zero_a, sums, bias, M, N, steps, a_row, a_block, b_column, b_block, zero_step, bias_step, ROWS: gl.constexpr, BN: gl.constexpr, STAGES: gl.constexpr, BOARDS: gl.constexpr, GROUP: gl.constexpr, LAG: gl.constexpr, BLOCKS: gl.constexpr):  # fmt: skip
+def _fwd(y, out, a, b, scale_a, scale_b, zero_a, sums, bias, M, N, steps, a_row, a_block, b_column, b_block, zero_step, bias_step, ROWS: gl.constexpr, BN: gl.constexpr, STAGES: gl.constexpr, BOARDS: gl.constexpr, GROUP: gl.constexpr, LAG: gl.constexpr, BLOCKS: gl.constexpr, AHEAD: gl.constexpr):  # fmt: skip
     dtype: gl.constexpr = y.dtype.element_ty
     CHUNK: gl.constexpr = 1024 // dtype.primitive_bitwidth
     tiles = Tiles(M, N, steps, gl.to_tensor(1), gl.to_tensor(1), GROUPS * ROWS, BN, GROUP)
@@ -165,13 +176,16 @@ def _fwd(y, out, a, b, scale_a, scale_b, zero_a, sums, bias, M, N, steps, a_row,
     if BLOCKS:
         left = gl.allocate_shared_memory(gl.float32, [GROUPS * STAGES, ROWS], scales)
         right = gl.allocate_shared_memory(gl.float32, [STAGES, 2 if BN > DEEP else 1], scales)
+    if AHEAD:
+        left = gl.allocate_shared_memory(gl.float32, [GROUPS, ROWS], scales)
+        right = gl.allocate_shared_memory(gl.float32, [GROUPS, BN], scales)
     boards = gl.allocate_shared_memory(dtype, [GROUPS * BOARDS, 1, ROWS, CHUNK], gl.NVMMASharedLayout(128, dtype.primitive_bitwidth, 3))
     fence_async_shared()
     if BLOCKS:
         gl.warp_specialize(
             [
-                (_multiply, (0, y, out, scale_a, scale_b, zero_a, sums, bias, a_row, b_column, zero_step, bias_step, left, right, ring, boards, begun, tiles, LAG, BLOCKS)),
-                (_multiply, (1, y, out, scale_a, scale_b, zero_a, sums, bias, a_row, b_column, zero_step, bias_step, left, right, ring, boards, begun, tiles, LAG, BLOCKS)),
+                (_multiply, (0, y, out, scale_a, scale_b, zero_a, sums, bias, a_row, b_column, zero_step, bias_step, left, right, ring, boards, begun, tiles, LAG, BLOCKS, AHEAD)),
+                (_multiply, (1, y, out, scale_a, scale_b, zero_a, sums, bias, a_row, b_column, zero_step, bias_step, left, right, ring, boards, begun, tiles, LAG, BLOCKS, AHEAD)),
                 (_fetch, (a, b, None, 0, 0, ring, tiles)),
                 (_weigh, (scale_a, scale_b, a_row, a_block, b_column, b_block, ring, left, right, tiles)),
             ],
@@ -181,8 +195,8 @@ def _fwd(y, out, a, b, scale_a, scale_b, zero_a, sums, bias, M, N, steps, a_row,
     else:
         gl.warp_specialize(
             [
-                (_multiply, (0, y, out, scale_a, scale_b, zero_a, sums, bias, a_row, b_column, zero_step, bias_step, left, right, ring, boards, begun, tiles, LAG, BLOCKS)),
-                (_multiply, (1, y, out, scale_a, scale_b, zero_a, sums, bias, a_row, b_column, zero_step, bias_step, left, right, ring, boards, begun, tiles, LAG, BLOCKS)),
+                (_multiply, (0, y, out, scale_a, scale_b, zero_a, sums, bias, a_row, b_column, zero_step, bias_step, left, right, ring, boards, begun, tiles, LAG, BLOCKS, AHEAD)),
+                (_multiply, (1, y, out, scale_a, scale_b, zero_a, sums, bias, a_row, b_column, zero_step, bias_step, left, right, ring, boards, begun, tiles, LAG, BLOCKS, AHEAD)),
                 (_fetch, (a, b, None, 0, 0, ring, tiles)),
             ],
             [4, 1],
@@ -252,12 +266,12 @@ def rule(gpu: device.Device, M: int, N: int, K: int, starts: tuple[int, int] = (
     """`_hopper.rule`'s: a step is of twice the numbers at twice the rate, and of the same bytes."""
     half = triton.cdiv(K, 2)
     made = _hopper.rule(gpu, 1, M, N, half, gated=False, more=False, kept=False, starts=starts, tiles=TILES, splits=(1,))
-    return {n: v for n, v in made.items() if n != "PARTS"}
+    return {n: v for n, v in made.items() if n != "PARTS"} | {"AHEAD": 0}
 
 
 def space() -> list[tuning.Config]:
     made = [{**_hopper._tile(*tile, False), "GROUP": group} for tile in TILES for group in (8, 16)]
-    return [tile | {"LAG": lag} for tile in made for lag in (0, tile["LAG"])]
+    return [tile | {"LAG": lag, "AHEAD": ahead} for tile in made for lag in (0, tile["LAG"]) for ahead in (0, 1)]
 
 
 def product(
@@ -279,7 +293,9 @@ def product(
     maps = out, TensorMap(left, (1, rows, BLOCK), 128), TensorMap(right, (1, wide, BLOCK), 128)
     tiles = triton.cdiv(M, 2 * rows) * triton.cdiv(N, wide)
     given = scale_a, scale_b, zero_a, sums, bias, M, N, triton.cdiv(K, BLOCK), *steps, *more
-    facts: dict[str, Any] = {**made, "BLOCKS": by_blocks, "num_warps": 4, "maxnreg": 168}
+    facts: dict[str, Any] = {"AHEAD": 0, **made, "BLOCKS": by_blocks, "num_warps": 4, "maxnreg": 168}
+    if by_blocks:
+        facts["AHEAD"] = 0  # their scales come into the ring
     launch(_fwd, (min(tiles, gpu.multiprocessors),), y, *maps, *given, **facts)
 
 
