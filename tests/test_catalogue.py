@@ -9,7 +9,7 @@ import pytest
 from ridgeline import device as devices
 from ridgeline import select
 from ridgeline.lab import catalogue, check, machine
-from ridgeline.op import Case, Columns, RidgelineError, Spec, get, op_modules, tensors_of
+from ridgeline.op import Case, Columns, RidgelineError, Spec, get, op_modules, registry, tensors_of
 
 
 def served(answer):
@@ -125,6 +125,15 @@ def test_the_verbs_print_json(capsys):
     assert [row["ok"] for row in rows] == [True] * 3
     assert check.main(argparse.Namespace(**options, json=False)) == 0
     assert "3 checked, 0 broken" in capsys.readouterr().out
+
+
+def test_a_list_of_an_op_names_its_cases(capsys):
+    assert catalogue.list_main(argparse.Namespace(ops=["matmul"], json=False)) == 0
+    told = " ".join(capsys.readouterr().out.split())
+    assert all(case.name in told for case in get("matmul").cases)
+    assert {case.use for op in registry().values() for case in op.cases} <= {*catalogue.USES}
+    assert catalogue.list_main(argparse.Namespace(ops=[], json=False)) == 0
+    assert "cases, " not in capsys.readouterr().out
 
 
 def test_the_facts_of_this_machine():

@@ -278,6 +278,8 @@ def adamw(
     any strides, float32, float16 or bfloat16 each (moments may be float32 beside a narrower parameter): what is computed is float32
     and rounded to nearest. step: the number of this step, from 1; a 0-d float32 tensor, or a list of one per parameter, is read on
     the device, so that a CUDA graph can be replayed with other values; lr likewise. Nothing waits for the GPU.
+    betas: how much of each average is kept, both in [0, 1). eps: added to the root of the second average, 0 or more. weight_decay:
+    taken off as lr * weight_decay * param (decoupled), 0 or more. maximize: up the gradient instead of down.
     Raises RidgelineError on lists that do not fit together, tensors that are sparse, expanded or not floating point, a number out of
     range, or an `impl` that cannot run the call.
     """
@@ -470,7 +472,8 @@ def add_layer_norm(
 
     x, residual: one shape (at least one dimension) and floating dtype, any strides. weight, bias: (columns,), of that dtype or
     another floating one; the bias may be None. y and sum have x's shape and dtype; y is made of the float32 sum, not of the
-    rounded one that is returned. Gradients flow to all inputs, from either result; backward keeps the sum and two float32 per row.
+    rounded one that is returned. eps is added to the variance, as in `layer_norm`.
+    Gradients flow to all inputs, from either result; backward keeps the sum and two float32 per row.
     Raises RidgelineError on shapes, dtypes or devices that do not fit together, or an `impl` that cannot run the call.
     """
 
@@ -480,7 +483,7 @@ def add_rms_norm(
     """`rms_norm` of x + residual over the last dimension, and the sum itself: (y, sum).
 
     x, residual: one shape (at least one dimension) and floating dtype, any strides. weight: (columns,), of that dtype or another
-    floating one. y and sum have x's shape and dtype; y is made of the float32 sum, not of the rounded one that is returned.
+    floating one. eps is added to the mean square. y and sum have x's shape and dtype; y is made of the float32 sum, not of the rounded one.
     Gradients flow to x, residual and weight, from either result; backward keeps the sum and a float32 per row.
     Raises RidgelineError on shapes, dtypes or devices that do not fit together, or an `impl` that cannot run the call.
     """
@@ -498,6 +501,7 @@ def group_norm(
 
     x: (images, channels, ...), floating point, in NCHW or channels_last memory without a copy; the result has x's shape, dtype and
     memory format. weight, bias: (channels,), also of another dtype than x. num_groups: a divisor of channels.
+    eps: added to a group's variance.
     Gradients flow to x, weight and bias. Under autocast the result is float32, as torch's is.
     Raises RidgelineError on shapes, dtypes or devices that do not fit, or an `impl` that cannot run the call.
     """

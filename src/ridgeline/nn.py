@@ -1,7 +1,8 @@
 """`torch.nn`'s modules over Ridgeline's functions: the same names, arguments, parameters, state_dicts and printed form.
 
-They are subclasses of torch's own, so whatever looks for an `nn.LayerNorm` finds one; only `forward` differs. One rule is
-Ridgeline's own: the classes of `CrossEntropyLoss` are the last dimension, where torch's are dimension 1.
+They are subclasses of torch's own, so whatever looks for an `nn.LayerNorm` finds one, and torch's page of a module says what its
+arguments mean; only `forward` differs. One rule is Ridgeline's own: the classes of `CrossEntropyLoss` are the last dimension, where
+torch's are dimension 1.
 """
 
 from __future__ import annotations

@@ -6,6 +6,7 @@ import argparse
 import json
 from collections.abc import Callable
 from contextlib import nullcontext
+from itertools import groupby
 from typing import TYPE_CHECKING, Any
 
 from ridgeline.lab.tables import console, table
@@ -14,10 +15,11 @@ if TYPE_CHECKING:
     from ridgeline.op import Case, Implementation, Op
 
 Row = dict[str, Any]
+USES = ("bench", "quick", "check", "grid", "sample")
 
 
 def list_arguments(parser: argparse.ArgumentParser) -> None:
-    parser.add_argument("ops", nargs="*", metavar="OP", help="ops; all of them by default")
+    parser.add_argument("ops", nargs="*", metavar="OP", help="ops, with the names of their cases; all ops by default")
     parser.add_argument("--json", action="store_true", help="print the implementations as JSON")
 
 
@@ -40,6 +42,9 @@ def list_main(options: argparse.Namespace) -> int:
             dtypes = ", ".join(d.replace("float", "f") for d in row["dtypes"])
             made.add_row(row["impl"], row["kind"], Text(row["idea"]), dtypes, ", ".join(marks))
         out.print(made)
+        if options.ops:
+            for use, cases in groupby(sorted(op.cases, key=lambda c: USES.index(c.use)), lambda c: c.use):
+                out.print(Text(f"  cases, {use}: {', '.join(c.name for c in cases)}\n"))
     return 0
 
 

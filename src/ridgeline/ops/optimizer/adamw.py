@@ -206,6 +206,8 @@ def adamw(
     any strides, float32, float16 or bfloat16 each (moments may be float32 beside a narrower parameter): what is computed is float32
     and rounded to nearest. step: the number of this step, from 1; a 0-d float32 tensor, or a list of one per parameter, is read on
     the device, so that a CUDA graph can be replayed with other values; lr likewise. Nothing waits for the GPU.
+    betas: how much of each average is kept, both in [0, 1). eps: added to the root of the second average, 0 or more. weight_decay:
+    taken off as lr * weight_decay * param (decoupled), 0 or more. maximize: up the gradient instead of down.
     Raises RidgelineError on lists that do not fit together, tensors that are sparse, expanded or not floating point, a number out of
     range, or an `impl` that cannot run the call.
     """

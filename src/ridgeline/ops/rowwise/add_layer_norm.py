@@ -42,7 +42,8 @@ def add_layer_norm(
 
     x, residual: one shape (at least one dimension) and floating dtype, any strides. weight, bias: (columns,), of that dtype or
     another floating one; the bias may be None. y and sum have x's shape and dtype; y is made of the float32 sum, not of the
-    rounded one that is returned. Gradients flow to all inputs, from either result; backward keeps the sum and two float32 per row.
+    rounded one that is returned. eps is added to the variance, as in `layer_norm`.
+    Gradients flow to all inputs, from either result; backward keeps the sum and two float32 per row.
     Raises RidgelineError on shapes, dtypes or devices that do not fit together, or an `impl` that cannot run the call.
     """
     return NORM(impl, x, residual, weight, bias, eps)

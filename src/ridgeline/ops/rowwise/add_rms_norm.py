@@ -34,7 +34,7 @@ def add_rms_norm(
     """`rms_norm` of x + residual over the last dimension, and the sum itself: (y, sum).
 
     x, residual: one shape (at least one dimension) and floating dtype, any strides. weight: (columns,), of that dtype or another
-    floating one. y and sum have x's shape and dtype; y is made of the float32 sum, not of the rounded one that is returned.
+    floating one. eps is added to the mean square. y and sum have x's shape and dtype; y is made of the float32 sum, not of the rounded one.
     Gradients flow to x, residual and weight, from either result; backward keeps the sum and a float32 per row.
     Raises RidgelineError on shapes, dtypes or devices that do not fit together, or an `impl` that cannot run the call.
     """

@@ -462,6 +462,7 @@ def group_norm(
 
     x: (images, channels, ...), floating point, in NCHW or channels_last memory without a copy; the result has x's shape, dtype and
     memory format. weight, bias: (channels,), also of another dtype than x. num_groups: a divisor of channels.
+    eps: added to a group's variance.
     Gradients flow to x, weight and bias. Under autocast the result is float32, as torch's is.
     Raises RidgelineError on shapes, dtypes or devices that do not fit, or an `impl` that cannot run the call.
     """
