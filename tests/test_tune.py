@@ -31,9 +31,9 @@ def clock(seconds: dict[str, float], noise: float = 0.01) -> Callable[..., dict[
     return measure
 
 
-def run(tmp_path: Path, measure: Callable[..., Any], device: str, **options: Any) -> list[tune.Found]:
-    case = toy.OP.case("small")
-    return tune.tune(toy.OP, [case], device=device, arch="sm_00", dtype="float32", measure=measure, configs=tmp_path, **options)
+def run(tmp_path: Path, measure: Callable[..., Any], device: str, names: tuple[str, ...] = ("small",), **options: Any) -> list[tune.Found]:
+    cases = [replace(toy.OP.case("small"), name=name) for name in names]
+    return tune.tune(toy.OP, cases, device=device, arch="sm_00", dtype="float32", measure=measure, configs=tmp_path, **options)
 
 
 NAMES = [tune.label(c) for c in toy.SPACE]
@@ -51,19 +51,12 @@ def test_the_fastest_is_saved(tmp_path: Path, device: str) -> None:
 
 def test_a_sample_is_measured_and_not_saved(tmp_path: Path, device: str) -> None:
     """Every case asks for itself, also where the kernels' keys are the same."""
-    cases = [replace(toy.OP.case("small"), name=name) for name in ("one", "two")]
     measure = clock({"now": 2.0, NAMES[0]: 2.0, NAMES[1]: 1.0, NAMES[2]: 1.5})
-    facts: dict[str, Any] = {
-        "dtype": "float32",
-        "implementation": "triton",
-        "measure": measure,
-        "configs": tmp_path,
-        "directions": ("forward",),
-    }
-    found = tune.tune(toy.OP, cases, device=device, arch="sm_00", save=False, **facts)
+    facts: dict[str, Any] = {"names": ("one", "two"), "implementation": "triton", "directions": ("forward",)}
+    found = run(tmp_path, measure, device, save=False, **facts)
     assert [(f.case, f.key, f.config) for f in found] == [("one", "float32", toy.SPACE[1]), ("two", "float32", toy.SPACE[1])]
     assert not list(tmp_path.iterdir())
-    assert len(tune.tune(toy.OP, cases, **facts)) == 1
+    assert len(run(tmp_path, measure, device, **facts)) == 1
 
 
 def test_noise_changes_nothing(tmp_path: Path, device: str) -> None:
