@@ -77,7 +77,7 @@ sanitize: ## run compute-sanitizer's memcheck and, but for Gluon's, initcheck an
 		echo "compute-sanitizer $$check ($$tool)"; log=build/sanitize-$$check.log; \
 		options="--tool $$check --error-exitcode 3 --target-processes application-only --print-limit 20"; \
 		case $$check in memcheck) options+=" --report-api-errors no";; initcheck) options+=" --check-api-memory-access no";; racecheck) options+=" --kernel-name-exclude kns=2at6native";; esac; \
-		case $$check in memcheck) rungs=;; initcheck) rungs="--without gluon,matmul.cuda_cluster,cuda_bulk,cuda_tma,cuda_ring";; *) rungs="--without gluon,matmul.cuda_cluster";; esac; \
+		case $$check in memcheck) rungs=;; initcheck) rungs="--without kind=gluon,matmul.cuda_cluster,cuda_bulk,cuda_tma,cuda_ring";; *) rungs="--without kind=gluon,matmul.cuda_cluster";; esac; \
 		if [ -e "$$lib/libsanitizer-collection.so" ]; then options+=" --injection-path $$lib"; fi; \
 		PYTORCH_NO_CUDA_MEMORY_CACHING=1 PYTHONPATH=src $(ONE_THREAD) "$$tool" $$options $(PYTHON) tests/sanitize.py $(OPS) $$rungs 2>&1 | tee $$log \
 			&& grep -q " calls, 0 wrong" $$log || failed+=" $$check"; \

@@ -53,9 +53,11 @@ def sweep(ops: list[Op], impl: str | None, without: str, dtype: str | None) -> t
     """Runs all that is asked for; returns how many calls ran and how many were wrong."""
     ran = wrong = 0
     names = {*without.split(",")}
-    left = {
-        op.name: [i for i in op.implementations.values() if names & {i.name, i.kind, f"{op.name}.{i.name}"}] for op in registry().values()
-    }
+
+    def is_out(i: Implementation) -> bool:
+        return bool(names & {i.name, f"kind={i.kind}", f"{i.op.name}.{i.name}"})
+
+    left = {op.name: [i for i in op.implementations.values() if is_out(i)] for op in registry().values()}
     for i in chain(*left.values()):  # nor do they serve a call, such as the product in another op's backward
         i.op.implementations[i.name] = replace(i, served=False)
     for op in ops:
@@ -91,7 +93,7 @@ def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("ops", nargs="*", metavar="OP", help="ops; all of them by default")
     parser.add_argument("--impl", help="one implementation only")
-    parser.add_argument("--without", metavar="NAMES", default="", help="leave out kinds, rungs of all ops, or OP.NAME, with commas between")
+    parser.add_argument("--without", metavar="NAMES", default="", help="leave out rungs, OP.NAME or kind=KIND, with commas between")
     parser.add_argument("--dtype", help="one dtype only: float32, float16, bfloat16")
     options = parser.parse_args()
     if not INTERPRETED and not torch.cuda.is_available():

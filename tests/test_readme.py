@@ -53,6 +53,14 @@ def test_one_line_an_op() -> None:
     assert text.splitlines()[2:] == ["| `softmax` | 16 B, bfloat16 | `triton` | 1.00 s | **0.50** |  | 1.00 s | **0.50** |  |"]
 
 
+def test_of_the_largest_the_first_of_the_op() -> None:
+    """Whichever was recorded last; a hundredth more bytes is no larger."""
+    first, *_, last = [c.name for c in get("softmax").cases]
+    rows = [timed("triton", 1.0, bytes=b) | {"case": name} for name, b in ((last, 1004), ("small", 8), (first, 1000))]
+    for some in (rows, rows[::-1]):
+        assert list(readme.chosen(results.works(some))) == [("softmax", first, "float32")]
+
+
 def test_the_header_gives_all_runs() -> None:
     text = readme.header([run(3.0e12, False), run(3.02e12, True)])
     assert "2 runs" in text

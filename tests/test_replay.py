@@ -130,6 +130,11 @@ def test_torch_operations_that_write_to_out_are_repeated(started: Started) -> No
             torch.mm(x[:0], w.mT, out=torch.empty(0, 5))
         if fault == "another dtype":
             torch.add(db.view(torch.int32), 0, out=torch.empty(5, dtype=torch.int32))
+        if fault == "a negated view":
+            torch.empty_like(bias).copy_(torch._neg_view(bias))
+        if fault == "too many steps":
+            for _ in range(1001):
+                db.fill_(1)
         return dw, db, first
 
     plans, runs = counted(launcher, 3, 4)
@@ -145,7 +150,7 @@ def test_torch_operations_that_write_to_out_are_repeated(started: Started) -> No
         assert started[-2][1] == started[-3][1] != (0,)
         assert torch.equal(first, torch.stack([torch.full((8,), 0.5), x[6]]))
     assert len(runs) == 2
-    for fault in ("a tensor of its own", "no elements", "another dtype"):
+    for fault in ("a tensor of its own", "no elements", "another dtype", "a negated view", "too many steps"):
         before = len(runs)
         for _ in range(4):
             plans(x, w, bias, fault)

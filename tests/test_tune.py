@@ -13,7 +13,7 @@ import torch
 import toy
 from ridgeline.lab import tune
 from ridgeline.lab.clock import Measurement
-from ridgeline.op import RidgelineError
+from ridgeline.op import RidgelineError, Spec
 
 pytestmark = pytest.mark.kernels
 
@@ -91,6 +91,13 @@ def refusal(function: Callable[[], Any]) -> str | None:
 def test_nothing_to_tune(tmp_path: Path, device: str) -> None:
     with pytest.raises(RidgelineError, match="nothing to tune"):
         run(tmp_path, clock({}), device, implementation="dot")
+
+
+def test_a_case_without_gradients_has_no_backward(device: str) -> None:
+    data = tune.Data(toy.OP, replace(toy.OP.case("small"), args=(Spec(64, grad=False),)), "float32", device)
+    tune.Call(toy.OP.implementations["triton"], data, "forward")
+    with pytest.raises(RidgelineError, match="nothing in small takes a gradient"):
+        tune.Call(toy.OP.implementations["triton"], data, "backward")
 
 
 def test_without_a_gpu(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -46,6 +46,7 @@ _WRITING: dict[Any, Callable[..., Any]] = {  # by what a recorder sees, the fast
 _view = torch._C._dynamo.guards._reinterpret_tensor  # type: ignore[attr-defined]  # in half the time of as_strided
 _empty = torch._C._dynamo.guards._empty_strided_cuda  # type: ignore[attr-defined]  # as code that torch.compile makes does
 _KINDS = 4096  # of calls that an op remembers
+_STEPS = 1000  # of a plan, at most: it keeps some 6 KiB of each
 
 
 class _Local(threading.local):
@@ -97,6 +98,9 @@ class Recorder(TorchDispatchMode):
 
     def __torch_dispatch__(self, function: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         result = function(*args, **(kwargs or {}))
+        self.repeatable &= len(self.steps) <= _STEPS
+        if not self.repeatable:
+            return result
         if function in _ALLOCATIONS:
             self.known.append(result)
         elif function in _WRITING and not self.loose:
@@ -112,7 +116,7 @@ class Recorder(TorchDispatchMode):
             return arg
         number = self.owner(arg) if arg.numel() else None
         whole = None if number is None else self.known[number]
-        if number is None or whole is None or whole.dtype != arg.dtype:
+        if number is None or whole is None or whole.dtype != arg.dtype or arg.is_conj() or arg.is_neg():
             self.repeatable = False
             return None
         form, offset = (tuple(arg.shape), arg.stride()), int(arg.storage_offset() - whole.storage_offset())
@@ -120,7 +124,7 @@ class Recorder(TorchDispatchMode):
 
     def started(self, start: Start | None, grid: tuple[int, int, int], args: Sequence[Any], values: Sequence[Any]) -> None:
         """A kernel was started with these arguments, whose tensors lie at the pointers in `values`."""
-        if start is None:
+        if start is None or not self.repeatable:
             self.repeatable = False
             return
         sources = [self.source(a, v) for a, v in zip(_leaves(args), values, strict=True)]

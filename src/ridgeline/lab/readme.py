@@ -16,7 +16,7 @@ from typing import Any
 from ridgeline import nn, optim
 from ridgeline.lab import roofline, store, units, verdict
 from ridgeline.lab.results import GPU, Work, gpus, newest, works
-from ridgeline.op import Op, RidgelineError, registry
+from ridgeline.op import Op, RidgelineError, get, registry
 
 Row = dict[str, Any]
 KERNELS = ("cuda", "triton", "gluon")
@@ -37,14 +37,15 @@ def serving(op: Op, rungs: list[Row]) -> Row | None:
 
 
 def chosen(found: dict[Work, list[Row]]) -> dict[tuple[str, str, str], dict[str, list[Row]]]:
-    """Of each op one case and dtype with all its directions: bfloat16 where it is timed, the first case of those of the most bytes, in two
-    digits."""
-    best: dict[str, tuple[bool, float, str, str]] = {}
+    """Of each op one case and dtype with all its directions: bfloat16 where it is timed, and of the cases of the most bytes, in two digits,
+    the op's first."""
+    best: dict[str, tuple[tuple[bool, float, int], str, str]] = {}
     for (op, case, dtype, _), rungs in found.items():
-        size = dtype == "bfloat16", float(f"{rungs[0]['bytes']:.2g}")
-        if op not in best or size > best[op][:2]:
-            best[op] = *size, case, dtype
-    works: dict[tuple[str, str, str], dict[str, list[Row]]] = {(op, case, dtype): {} for op, (_, _, case, dtype) in best.items()}
+        place = next((n for n, c in enumerate(get(op).cases) if c.name == case), 0)
+        size = dtype == "bfloat16", float(f"{rungs[0]['bytes']:.2g}"), -place
+        if op not in best or size > best[op][0]:
+            best[op] = size, case, dtype
+    works: dict[tuple[str, str, str], dict[str, list[Row]]] = {(op, case, dtype): {} for op, (_, case, dtype) in best.items()}
     for (op, case, dtype, direction), rungs in found.items():
         if (op, case, dtype) in works:
             works[op, case, dtype][direction] = rungs

@@ -79,10 +79,13 @@ class Call:
         import torch
 
         from ridgeline.lab.law import as_tuple, leaves
+        from ridgeline.op import RidgelineError
 
         self.implementation, self.data, self.direction = implementation, data, direction
         if direction == "forward":
             self.run: Callable[[], Any] = lambda: implementation(*data.args, **data.kwargs)
+        elif not leaves(data.args):
+            raise RidgelineError(f"nothing in {data.case.name} takes a gradient")
         else:
             outputs = [o for o in as_tuple(implementation(*data.args, **data.kwargs)) if o.requires_grad]
             incoming = [torch.randn_like(o) for o in outputs]

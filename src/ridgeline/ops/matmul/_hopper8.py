@@ -269,9 +269,10 @@ def rule(gpu: device.Device, M: int, N: int, K: int, starts: tuple[int, int] = (
     return {n: v for n, v in made.items() if n != "PARTS"} | {"AHEAD": 0}
 
 
-def space() -> list[tuning.Config]:
+def space(by_blocks: bool) -> list[tuning.Config]:
+    """Scales of blocks come into the ring, and none is there to be asked for ahead."""
     made = [{**_hopper._tile(*tile, False), "GROUP": group} for tile in TILES for group in (8, 16)]
-    return [tile | {"LAG": lag, "AHEAD": ahead} for tile in made for lag in (0, tile["LAG"]) for ahead in (0, 1)]
+    return [tile | {"LAG": lag, "AHEAD": ahead} for tile in made for lag in (0, tile["LAG"]) for ahead in ((0,) if by_blocks else (0, 1))]
 
 
 def product(
@@ -283,9 +284,10 @@ def product(
     left, right = a[None], b.mT[None]
     starts = _hopper.begins(left), _hopper.begins(right)
     sizes = [str(min(16384, triton.next_power_of_2(d))) for d in (M, N, K)]
-    key = " ".join([dtype_name(a), *sizes, *(["straddling"] * (min(starts) < 128))])
-    made = tuning.config(gpu, op, "hopper", key, lambda: rule(gpu, M, N, K, starts), space)
     by_blocks = bool(_wide(a, b, scale_a, scale_b))
+    words = [word for word, on in (("straddling", min(starts) < 128), ("blocks", by_blocks)) if on]
+    key = " ".join([dtype_name(a), *sizes, *words])
+    made = tuning.config(gpu, op, "hopper", key, lambda: rule(gpu, M, N, K, starts), lambda: space(by_blocks))
     steps = (*scale_a.stride(), *scale_b.stride()[::-1]) if by_blocks else (step(scale_a, 0), 0, step(scale_b, -1), 0)
     more = step(zero_a, 0), 0 if bias is None else bias.stride(0)
     rows, wide = made["ROWS"], made["BN"]
@@ -294,8 +296,6 @@ def product(
     tiles = triton.cdiv(M, 2 * rows) * triton.cdiv(N, wide)
     given = scale_a, scale_b, zero_a, sums, bias, M, N, triton.cdiv(K, BLOCK), *steps, *more
     facts: dict[str, Any] = {"AHEAD": 0, **made, "BLOCKS": by_blocks, "num_warps": 4, "maxnreg": 168}
-    if by_blocks:
-        facts["AHEAD"] = 0  # their scales come into the ring
     launch(_fwd, (min(tiles, gpu.multiprocessors),), y, *maps, *given, **facts)
 
 
