@@ -216,6 +216,17 @@ def test_the_rule_takes_what_was_fastest() -> None:
             assert made["LAG"] == (0 if start < 128 or sizes[0] * sizes[1] <= 132 * 128 * 256 else 2), sizes
 
 
+@pytest.mark.parametrize(
+    ("N", "K", "parts"), [(8192, 8192, 1), (6144, 4096, 1), (4096, 4096, 1), (2048, 2048, 1), (4096, 14336, 2), (1024, 8192, 8)]
+)
+def test_gemv_of_few_rows_takes_the_parts_that_were_fastest(N: int, K: int, parts: int) -> None:
+    launches: list[Launch] = []
+    a, x = (torch.empty(rows, K, dtype=torch.bfloat16, device="meta") for rows in (N, 8))
+    with devices.pretend("sm_90"), observe(launches.append):
+        ridgeline.gemv(a, x, impl="triton")
+    assert launches[0].grid == (N // 64, parts)
+
+
 def test_clusters_fit_their_machine(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(_cluster, "resident_clusters", lambda gpu, size: {2: 66, 4: 30}[size])  # of an H100
     gpu = devices.KNOWN["sm_90"]

@@ -438,7 +438,8 @@ def _call(x: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None, targ
 
 
 def cost(x: torch.Tensor, weight: torch.Tensor, target: torch.Tensor, bias: torch.Tensor | None = None, *, reduction: str = "mean", **_: Any) -> tuple[Cost, Cost | None, Cost | None]:  # fmt: skip
-    """Three products, of which forward alone is one; the logits are not in memory. (In memory they would not be made again for a loss a row.)"""
+    """Three products, of which forward alone is one; the logits are not in memory. A loss a row needs no fourth: torch, which keeps all
+    logits, makes none again."""
     given = nbytes(x, weight, target) + (0 if bias is None else nbytes(bias))
     losses, product = (target.numel() if reduction == "none" else 1) * x.element_size(), 2 * x.numel() * weight.shape[0]
     grads = nbytes(x, weight) + (0 if bias is None else nbytes(bias))

@@ -442,7 +442,8 @@ def rule(
 ) -> tuning.Config:
     """The tile and the parts of K with the least cycles, as fitted to 5568 timings on an H100 (docs/notes/matmul.md). A step of K takes the
     matrix units ROWS x BN / 16 cycles and an eighth more, its loads a ROW for each of their rows (`starts`: of a's and of b's), and
-    a small tile's wait for them 300 and more. Where a share of the multiprocessors loads, as in a last wave, L2 has more for each, by its power 0.4.
+    a small tile's wait for them 300 and more. Where a share of the multiprocessors loads, as in a last wave, L2 has more for each: a ROW
+    times that share to the power 0.4.
     A tile's ends take 3000 cycles, whatever its size; a second kernel 3000, a layer that it reads 500, and one for each 2200 bytes that the
     parts write and it reads and writes. The groups have nothing to gain from starting apart where a program has one tile (it cost 5% at 1024),
     nor where rows straddle lines (1%), and there bands of 8 tiles are up to 10% quicker than those of 16."""

@@ -263,10 +263,11 @@ def _square(n: int, use: str, *dtypes: str) -> Case:
     return Case(f"{n}", (Spec(n, n), Spec(n, n)), dtypes=dtypes, use=use)
 
 
-def _sample(count: int = 30) -> Iterator[Case]:
-    """Sizes drawn evenly by their logarithms, in whole rows of 16 bytes: what a rule that saw the others' makes of them."""
-    dice = random.Random(count)
-    for _ in range(count):
+def _sample() -> Iterator[Case]:
+    """30 sizes for `tune --sample`, drawn evenly by their logarithms, rows of whole 16 bytes. `_hopper.rule` was fitted to those of seeds
+    30 and 31, so these are others."""
+    dice = random.Random(32)
+    for _ in range(30):
         M, N, K = (round(math.exp(dice.uniform(math.log(low), math.log(16384))) / 8) * 8 for low in (64, 512, 512))
         yield _bench(M, N, K, "nn", use="sample")
 
