@@ -1,10 +1,9 @@
 """What the tests of attention and attention_varlen share: calls, what they give, and a sample of all options together.
 
-The sample is drawn by hypothesis from SEED, which a failure prints; with it in the environment it is drawn again.
+The sample is drawn by hypothesis from SEED in the environment, which a failure prints.
 """
 
 import os
-import random
 from typing import Any
 
 import hypothesis
@@ -19,7 +18,7 @@ from ridgeline.select import why_not
 
 kernels = pytest.mark.kernels
 GPU = torch.cuda.is_available() and not INTERPRETED
-SEED = int(os.environ.get("SEED", random.randrange(1 << 31)))
+SEED = int(os.environ.get("SEED", 0))
 EXAMPLES = int(os.environ.get("EXAMPLES", 8 if INTERPRETED else 400))
 IMPLS = [i.name for i in get("attention").implementations.values() if i.is_kernel]
 HERE = ["triton", *(["gluon"] if GPU and torch.cuda.get_device_capability() == (9, 0) else [])]

@@ -3,9 +3,11 @@
 Triton chooses between compiling and interpreting when it is imported, so one pytest process does one of the two:
 with TRITON_INTERPRET=1 the tests marked `kernels` run in the interpreter, without it all others do.
 On a GPU the tests marked `kernels` run there, without the interpreter, beside those marked `gpu`.
+Each test draws the same numbers in every run and any order; SEED=7 in the environment draws others.
 """
 
 import os
+import zlib
 from pathlib import Path
 
 import pytest
@@ -14,12 +16,18 @@ import torch
 INTERPRETED = os.environ.get("TRITON_INTERPRET") == "1"
 os.environ["PYTHONPATH"] = os.pathsep.join([str(Path(__file__).parents[1] / "src"), *filter(None, [os.environ.get("PYTHONPATH")])])
 GPU = torch.cuda.is_available() and not INTERPRETED
+SEED = int(os.environ.get("SEED", 0))
 
 
 @pytest.fixture(scope="session")
 def device() -> str:
     """Where a test's tensors live: "cuda" where there is a GPU and Triton compiles, else "cpu"."""
     return "cuda" if GPU else "cpu"
+
+
+@pytest.fixture(autouse=True)
+def dice(request: pytest.FixtureRequest) -> None:
+    torch.manual_seed(zlib.crc32(request.node.nodeid.encode()) + SEED)
 
 
 @pytest.fixture
