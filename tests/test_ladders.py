@@ -115,6 +115,22 @@ def test_no_row_can_be_added_where_there_is_none() -> None:
 
 
 @pytest.mark.gpu
+@pytest.mark.parametrize("inner", [1, 3, 40, 200])
+@pytest.mark.parametrize(("size", "n"), [(70, 15), (2000, 15), (2000, 400), (700, 1024), (9000, 1024), (900, 3000)])
+def test_rows_that_indices_out_of_range_name(size: int, n: int, inner: int) -> None:
+    """NaN in the nearest row, whatever else it is given, and nowhere else. Rows are named many times over, and sums are whole numbers."""
+    x, source = (torch.randint(-8, 9, (2, rows, inner), device="cuda").float() for rows in (size, n))
+    index = torch.randint(1, size - 1, (n,), device="cuda") // 7 * 7  # so that some are 0
+    index[[3, n // 2, n - 1]] = torch.tensor([-5, size, -(1 << 40)], device="cuda")
+    expected = x.double().index_add(1, index.clamp(0, size - 1), source.double()).float()
+    expected[:, [0, -1]] = float("nan")
+    for rung in get("index_add").implementations.values():
+        if rung.is_kernel and why_not(rung, x, 1, index, source, 1.0, True) is None:
+            found = ridgeline.index_add(x, 1, index, source, impl=rung.name)
+            torch.testing.assert_close(found, expected, rtol=0, atol=0, equal_nan=True, msg=lambda m, name=rung.name: f"{name}: {m}")
+
+
+@pytest.mark.gpu
 @pytest.mark.parametrize("impl", [None, "torch", "cuda"])
 def test_cumsum_under_autocast(impl: str | None) -> None:
     x = torch.randn(7, 300, device="cuda", dtype=torch.float16, requires_grad=True)

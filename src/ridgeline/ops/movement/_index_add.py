@@ -17,9 +17,10 @@ from ridgeline.ops.movement._bytes import copied
 
 FILE = Path(__file__).with_name("index_add.cu")
 _BWD = CudaKernel(FILE, "index_add_bwd", "PPPqqqqf")
-_FEW, _STARTS = CudaKernel(FILE, "index_add_few", "PPPPqqqqf"), CudaKernel(FILE, "index_add_starts", "PPqq")
-_SEGMENTS, _PASS = CudaKernel(FILE, "index_add_segments", "PPPPPPqqqqf"), CudaKernel(FILE, "index_add_pass", "PPPPqqqqf")
-FEW = 1024  # indices that warps look through; more are sorted
+_FEW, _PASS = CudaKernel(FILE, "index_add_few", "PPPPqqqqf"), CudaKernel(FILE, "index_add_pass", "PPPPqqqqf")
+_COPY, _NAMED = CudaKernel(FILE, "index_add_copy", "PPPPqqq"), CudaKernel(FILE, "index_add_named", "PPPPqqqqf")
+_STARTS, _SEGMENTS = CudaKernel(FILE, "index_add_starts", "PPqq"), CudaKernel(FILE, "index_add_segments", "PPPPPPqqqqf")
+FEW = 1024  # indices that a block looks through or sorts; more are torch's to sort
 # Of a block of index_add_pass: loads of x and elements of source rows that a thread has on their way, and threads at most.
 LOADS, AHEAD, THREADS = 4, 8, 256
 _PLAIN = {"ROWS": 1, "LANES": 32, "BATCH": 8, "OTYPE": "int", "COPY": 1, "LOADS": 1, "THREADS": 256}
@@ -72,29 +73,33 @@ def passed(y: Any, x: Any, dim: int, index: Any, source: Any, alpha: float, dete
 
 
 def ordered(y: Any, x: Any, dim: int, index: Any, source: Any, alpha: float, deterministic: bool) -> None:
-    """Every place of y by one thread. Rows that no index names are copied by the same kernel, or where they are most by one before; few
-    indices are looked through, and their rows made, while that one still runs."""
+    """Every place of y by one thread. Rows that no index names are copied by the same kernel, or where they are most by one before; of few
+    indices that one has the order as well, and the rows that they name are made while it still runs."""
     x, index, source, sizes, macros = _given(y, x, dim, index, source)
     outer, size, n, inner = sizes
     rows = size <= 4 * n or _apart(n, inner, y)
-    macros["ROWS"], items = int(rows), size if rows else n
-    copies = not rows and x is not y
-    after = early(device.of(y)) if copies and n <= FEW else {"PDL": False}
-    if copies:
-        copied(y, x, PDL=after["PDL"])
-    packs = inner // macros["PACK"]
-    if n <= FEW:
-        launch(_FEW, _blocks(outer * items * -(-packs // 128) * 32), y, x, index, source, *sizes, alpha, block=256, **macros, **after)
+    packs, macros["ROWS"] = inner // macros["PACK"], int(rows)
+    if n <= FEW and rows:
+        launch(_FEW, _blocks(outer * size * -(-packs // 128) * 32), y, x, index, source, *sizes, alpha, block=256, **macros)
         return
+    macros["LANES"] = lanes = min(32, 1 << (max(1, packs) - 1).bit_length())
+    threads = outer * (size if rows else n) * -(-packs // lanes) * lanes
+    if n <= FEW:
+        copy = 16 // y.element_size() if x.data_ptr() % 16 == 0 else 1
+        named, after = torch.empty((n, 4), dtype=torch.int32, device=y.device), early(device.of(y))
+        blocks = 1 if x is y else 1 + _blocks(-(-y.numel() // copy))[0]
+        launch(_COPY, (blocks,), y, x, index, named, y.numel(), size, n, block=256, **macros | {"COPY": copy, "PDL": after["PDL"]})
+        launch(_NAMED, _blocks(threads), y, x, named, source, *sizes, alpha, block=256, **macros, **after)
+        return
+    if not rows and x is not y:
+        copied(y, x)
     if size < (1 << 31) - 1:  # half the passes; what is out of range stays so
         index, macros["ITYPE"] = index.clamp(-1, size).to(torch.int32), "int"
     sorted_, order = torch.sort(index, stable=True)
     starts = torch.empty(size + 1 if rows else 0, dtype=torch.int32, device=y.device)
     if rows:
         launch(_STARTS, _blocks(size + 1), starts, sorted_, size, n, block=256, **macros)
-    lanes = min(32, 1 << (max(1, packs) - 1).bit_length())
-    threads = outer * items * -(-packs // lanes) * lanes
-    macros |= {"LANES": lanes, "OTYPE": INT[order.dtype]}
+    macros |= {"OTYPE": INT[order.dtype]}
     launch(_SEGMENTS, _blocks(threads), y, x, sorted_, order, starts, source, *sizes, alpha, block=256, **macros)
 
 

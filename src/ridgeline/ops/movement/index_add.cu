@@ -242,9 +242,8 @@ extern "C" __global__ void __launch_bounds__(THREADS, 1024 / THREADS) index_add_
     }
 }
 
-// Few indices: a warp looks through all of them for those of its row, and adds their source rows in order. Nothing is sorted.
-// ROWS 1: a warp has a part of any row, so that this is the copy as well. ROWS 0: of the row of index[item], where that is the first such
-// index; the others are copied by the kernel before. With PDL that may still be at work: all but the writing is done by then.
+// Few indices of which each row is some warp's: it has a part of any row, so that this is the copy as well. It looks through all of the indices for
+// those of its row, and adds their source rows in order. Nothing is sorted.
 extern "C" __global__ void __launch_bounds__(256) index_add_few(
     T* y, const T* x, const I* index, const T* source, long long outer, long long size, long long n, long long inner, float alpha) {
     constexpr int PACKS = 4;         // of a thread
@@ -255,20 +254,18 @@ extern "C" __global__ void __launch_bounds__(256) index_add_few(
     }
     __syncthreads();
     const int lane = threadIdx.x % 32, words = ((int)n + 31) / 32;
-    const auto row_of = [](long long named) { return named < 0 ? ~named : named; };
-    const long long wide = 32 * PACK * PACKS, pieces = (inner + wide - 1) / wide, items = ROWS ? size : n;
+    const long long wide = 32 * PACK * PACKS, pieces = (inner + wide - 1) / wide;
     const long long warps = gridDim.x * (long long)(blockDim.x / 32);
-    for (long long w = (blockIdx.x * (long long)blockDim.x + threadIdx.x) / 32; w < outer * items * pieces; w += warps) {
-        const Unit unit(w, items, pieces, wide);
-        const long long row = ROWS ? unit.item : row_of(all[unit.item]), column = unit.column + lane * PACK;
-        const long long to = (unit.o * size + row) * inner + column;
+    for (long long w = (blockIdx.x * (long long)blockDim.x + threadIdx.x) / 32; w < outer * size * pieces; w += warps) {
+        const Unit unit(w, size, pieces, wide);
+        const long long row = unit.item, column = unit.column + lane * PACK, to = (unit.o * size + row) * inner + column;
         unsigned hits = 0;  // bit i: index 32 i + lane names the row
         bool bad = false;
 #pragma unroll 8
         for (int i = 0; i < words; ++i) {
             const int k = 32 * i + lane;
             const long long named = all[min(k, (int)n - 1)];
-            const bool hit = k < n && row_of(named) == row;
+            const bool hit = k < n && (named < 0 ? ~named : named) == row;
             hits |= (unsigned)hit << i;
             bad |= hit && named < 0;
         }
@@ -276,8 +273,6 @@ extern "C" __global__ void __launch_bounds__(256) index_add_few(
         unsigned left = hits;  // words in which there are any
 #pragma unroll
         for (int step = 16; step; step /= 2) left |= __shfl_xor_sync(~0u, left, step);
-        // The first index of a row makes it.
-        if (!ROWS && 32 * (__ffs(left) - 1) + __ffs(__ballot_sync(~0u, hits >> (__ffs(left) - 1) & 1)) - 1 != unit.item) continue;
         Sum sum[PACKS];
 #pragma unroll
         for (int u = 0; u < PACKS; ++u)
@@ -295,10 +290,103 @@ extern "C" __global__ void __launch_bounds__(256) index_add_few(
                     if (column + u * 32 * PACK < inner) sum[u].add(pack[u], alpha);
             }
         }
-        wait_for_before();
 #pragma unroll
         for (int u = 0; u < PACKS; ++u)
             if (column + u * 32 * PACK < inner) sum[u].put(y + to + u * 32 * PACK, bad);
+    }
+}
+
+// An index among the sorted ones: its row, which index it is (~item where it is out of range) and, for the first one of a row, how many it has.
+struct __align__(16) Named {
+    long long row;
+    int item, times;
+};
+
+// Few indices, and much to copy: the first block sorts them meanwhile (Batcher's bitonic network, by row and then by their order).
+// COPY: elements of a load of the copy, one a thread.
+extern "C" __global__ void __launch_bounds__(256) index_add_copy(
+    T* y, const T* x, const I* index, Named* named, long long count, long long size, long long n) {
+    using Copied = Pack<T, COPY>;
+    if (blockIdx.x) {
+        let_next_come();
+        const long long i = (blockIdx.x - 1) * (long long)blockDim.x + threadIdx.x, rest = count / COPY * COPY + i;
+        if (i < count / COPY) reinterpret_cast<Copied*>(y)[i] = reinterpret_cast<const Copied*>(x)[i];
+        if (COPY > 1 && rest < count) y[rest] = x[rest];
+        return;
+    }
+    __shared__ long long keys[1024];  // a row, which index, and whether it is in range
+    const int width = n < 2 ? 1 : 1 << (32 - __clz((int)n - 1));
+    for (int k = threadIdx.x; k < width; k += blockDim.x) {
+        const long long given = k < n ? (long long)index[k] : 0, row = nearest(given, size);
+        keys[k] = k < n ? row << 11 | k << 1 | (given == row) : 0x7fffffffffffffffLL;
+    }
+    for (int sorted = 2; sorted <= width; sorted *= 2)
+        for (int apart = sorted / 2; apart; apart /= 2) {
+            __syncthreads();
+            for (int i = threadIdx.x; i < width / 2; i += blockDim.x) {
+                const int low = 2 * i - (i & (apart - 1)), high = low + apart;
+                const long long a = keys[low], b = keys[high];
+                if (a > b == !(low & sorted)) keys[low] = b, keys[high] = a;
+            }
+        }
+    __syncthreads();
+    const auto row_of = [&](int k) { return keys[k] >> 11; };
+    for (int k = threadIdx.x; k < n; k += blockDim.x) {
+        const long long row = row_of(k);
+        int end = k + 1;
+        if (k && row_of(k - 1) == row)
+            end = k;
+        else
+            for (int past = (int)n; end < past;) {
+                const int middle = (end + past) / 2;
+                if (row_of(middle) == row)
+                    end = middle + 1;
+                else
+                    past = middle;
+            }
+        const int item = (int)(keys[k] >> 1) & 1023;
+        named[k] = Named{row, keys[k] & 1 ? item : ~item, end - k};
+    }
+    __threadfence();
+    __syncthreads();
+    let_next_come();  // after which all that is named can be read: what comes next reads it before this kernel ends
+}
+
+// The rows that these name, which the kernel before has copied, or with PDL is still copying: all but the writing is done by then. LANES threads
+// have a piece of a row, and add its source rows in order, BATCH on their way.
+extern "C" __global__ void __launch_bounds__(256) index_add_named(
+    T* y, const T* x, const Named* named, const T* source, long long outer, long long size, long long n, long long inner, float alpha) {
+    const auto look = [&](long long k) {  // in L2: what the kernel before wrote while this one may have begun
+        const uint4 words = __ldcg(reinterpret_cast<const uint4*>(named + k));
+        return reinterpret_cast<const Named&>(words);
+    };
+    const long long wide = LANES * PACK, pieces = (inner + wide - 1) / wide;
+    const long long groups = gridDim.x * (long long)(blockDim.x / LANES);
+    for (long long g = (blockIdx.x * (long long)blockDim.x + threadIdx.x) / LANES; g < outer * n * pieces; g += groups) {
+        const Unit unit(g, n, pieces, wide);
+        const long long column = unit.column + threadIdx.x % LANES * PACK;
+        const Named first = look(unit.item);
+        if (column >= inner || !first.times) continue;
+        const long long to = (unit.o * size + first.row) * inner + column;
+        bool bad = false;
+        Sum sum;
+        sum.take(x + to);
+        const T* from = source + unit.o * n * inner + column;
+        for (int k = 0; k < first.times; k += BATCH) {
+            Packed pack[BATCH];
+#pragma unroll
+            for (int b = 0; b < BATCH; ++b)
+                if (k + b < first.times) {
+                    const int item = k + b ? look(unit.item + k + b).item : first.item;
+                    bad |= item < 0;
+                    pack[b] = *reinterpret_cast<const Packed*>(from + (item < 0 ? ~item : item) * inner);
+                }
+#pragma unroll
+            for (int b = 0; b < BATCH; ++b)
+                if (k + b < first.times) sum.add(pack[b], alpha);
+        }
+        wait_for_before();
+        sum.put(y + to, bad);
     }
 }
 

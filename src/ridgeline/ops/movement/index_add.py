@@ -3,7 +3,7 @@
     backward: dx = dy,  dsource[k] = alpha dy[index[k]]
 
 Rows that an index names twice take both, so that either additions must be atomic, or one thread must make all of a place. Served is the
-second: few indices are looked through by every warp, many are sorted first, and a row's sources are added in order, in float32.
+second: few indices are looked through or sorted by one block, many are torch's to sort, and a row's sources are added in order, in float32.
 Source: PyTorch's and OneFlow's kernels for the teaching rungs (documents of index_add); sorting by destination is the embedding
 gradient's old way.
 """
@@ -127,6 +127,8 @@ INDEX_ADD = Op(
         _case((5, 7, 24), 1, 1500, "check", dtype="int32"),
         _case((9000,), 0, 2000, "check"),
         _case((300, 72), 0, 1100, "check", kwargs={"alpha": 2.0}),
+        _case((2, 1300, 40), 1, 300, "check"),
+        _case((5003,), 0, 1024, "check", dtype="int32"),
         _case((3, 5), 0, 0, "check"),
         _case((4096, 256), 0, 32768, "quick"),
         # Counters are read of the first: in the others a copy takes the longest. An atomic on a half is a loop, which is no reduction to them.
