@@ -2,9 +2,10 @@
 
 One warp fetches tiles of q, k and v by the copy engine (TMA) into rings of shared memory; two or three groups of four warps have 64 rows
 of queries each, keep their sums in registers and share the keys. A group starts the products for a block's scores and, with the
-probabilities of the block before, those for its output, and takes the exponentials when both are there, into the registers that the
-second one read; meanwhile other groups have the matrix units. Two groups take turns at starting products. Programs stay: each takes
-tiles of queries in an order that gives all as much to do, and starts the next tile's scores before it ends a tile.
+probabilities of the block before, those for its output, and takes the exponentials when both are there, or with OVER while the second
+still run; they are packed into the registers that these read. Meanwhile other groups have the matrix units. Two groups take turns at
+starting products. Programs stay: each takes tiles of queries in an order that gives all as much to do, and starts the next tile's scores
+before it ends a tile.
 Source: Shah et al., FlashAttention-3, 2024 (arXiv:2407.08608). Backward is in _hopper_backward.py.
 """
 
@@ -22,8 +23,13 @@ from ridgeline import device
 from ridgeline.boundary import launch
 from ridgeline.cuda import TensorMap
 from ridgeline.ops.attention._hopper_rings import ROWS, _halves, _in, _pack, _read, _ring, _same, _scores, _store, _write
+from ridgeline.ops.attention._hopper_softmax import _after, _rise, _shrunk, _soften
 from ridgeline.ops.attention._packed import order
 from ridgeline.ops.attention._triton import LOG2E, UNBOUNDED, _parts
+
+# Exponentials over the products of the block before, and sums that shrink only where a maximum has risen far. Compiled, and run as Python
+# (tests/test_attention_hopper.py), but not on a GPU: so not served.
+OVER, LAZY = False, False
 
 
 @aggregate
@@ -52,9 +58,10 @@ class Plan:
     RIGHT: gl.constexpr
     PAIRS: gl.constexpr
     PACKED: gl.constexpr
+    MASKS: gl.constexpr  # which blocks may hold keys that some of a group's rows do not see: 0 none, 1 its first alone, 2 any
 
     @gluon.constexpr_function
-    def __init__(self, turns, heads, group, section, tiles, rows, columns, shift, left, right, factor, BM, BN, LEFT, RIGHT, PAIRS, PACKED):
+    def __init__(self, turns, heads, group, section, tiles, rows, columns, shift, left, right, factor, BM, BN, LEFT, RIGHT, PAIRS, PACKED, MASKS):  # fmt: skip
         self.turns = turns
         self.heads = heads
         self.group = group
@@ -72,6 +79,7 @@ class Plan:
         self.RIGHT = gl.constexpr(RIGHT)
         self.PAIRS = gl.constexpr(PAIRS)
         self.PACKED = gl.constexpr(PACKED)
+        self.MASKS = gl.constexpr(MASKS)
 
     @gluon.jit
     def count(self):
@@ -152,6 +160,14 @@ class Plan:
         return gl.minimum(low, high - 1), high
 
     @gluon.jit
+    def own(self, row, low, high, shift):
+        """The block up to which the rows of a group see some, of its tile's."""
+        if self.MASKS == 1 and self.RIGHT and self.BM > self.BN:
+            own = gl.maximum(row + ROWS - 1 + shift + self.right + self.BN, 0) // self.BN
+            high = gl.minimum(gl.maximum(own, low + 1), high)
+        return high
+
+    @gluon.jit
     def whole(self, row, low, columns, shift):
         """The blocks from and up to which all of a group's rows see every key."""
         high = columns // self.BN
@@ -164,7 +180,9 @@ class Plan:
     @gluon.jit
     def hide_last(self, s, row, block, columns, shift):
         """`hide` for a tile's first block, its last keys: causal ones are never seen by all, else it is the ragged end."""
-        if self.RIGHT:
+        if self.MASKS == 0:
+            pass
+        elif self.MASKS == 1 or self.RIGHT:
             s = self.hide(s, row, block, columns, shift)
         else:
             low, high = self.whole(row, 0, columns, shift)
@@ -258,21 +276,25 @@ def _named(ME: gl.constexpr, WAIT: gl.constexpr):
 
 
 @gluon.jit
-def _rise(s, top, factor):
-    """The running maximum of scores (base 2, scaled), and what sums shrink by."""
-    most = gl.maximum(top, gl.max(s, 1) * factor)
-    return most, gl.exp2(top - most)
+def _begin(ME: gl.constexpr, ks, vs, plan, block, row, low, high, shift, more, TURNS: gl.constexpr):
+    """Gives back a tile's last blocks, if their keys are seen by none of this group's rows. Returns the next block's number, and its place
+    among the tile's, plus one."""
+    own = plan.own(row + ME * ROWS, low, high, shift)
+    if more:
+        for _ in range(high - own):
+            ks.take(block)
+            vs.take(block)
+            if TURNS:
+                _named(ME, True)
+                _named(1 - ME, False)
+            ks.give(block)
+            vs.give(block)
+            block += 1
+    return block, own
 
 
 @gluon.jit
-def _soften(s, most, total, factor, dtype: gl.constexpr):
-    """Exponentials of scores, packed, and their running sum."""
-    p = gl.exp2(s * factor - most[:, None])
-    return _pack(p, dtype), total + gl.sum(p, 1)
-
-
-@gluon.jit
-def _attend(ME: gl.constexpr, out, lse, qs, ks, vs, plan, board, TURNS: gl.constexpr, REST: gl.constexpr):
+def _attend(ME: gl.constexpr, out, lse, qs, ks, vs, plan, board, TURNS: gl.constexpr, REST: gl.constexpr, LAZY: gl.constexpr):
     """A group of warps: its rows of all tiles of this program. With REST D is half of a tile's columns and at most so many more: o is
     in two parts. Where q has room for one tile (D > 128) the next tile begins when this one has left it."""
     GROUPS: gl.constexpr = plan.BM // ROWS
@@ -290,7 +312,7 @@ def _attend(ME: gl.constexpr, out, lse, qs, ks, vs, plan, board, TURNS: gl.const
     zero = gl.zeros([ROWS, BN], gl.float32, s_layout)
     nothing = gl.full([ROWS], 0.0, gl.float32, rows)
     lowest = gl.full([ROWS], -1.0e30, gl.float32, rows)  # no -inf: their difference would be NaN
-    n, block = 0, 1
+    n, block = 0, 0
     if TURNS and ME == 1:
         _named(0, False)
     if plan.PACKED:  # a turn is a head, and -1 says that there are no more
@@ -304,17 +326,20 @@ def _attend(ME: gl.constexpr, out, lse, qs, ks, vs, plan, board, TURNS: gl.const
         begin, length, columns, shift = 0, plan.rows, plan.columns, plan.shift
         more = True
         q = qs.take(ME)
-    keys = ks.take(0, more)
+    block, high = _begin(ME, ks, vs, plan, block, row, low, high, shift, more, TURNS)
+    keys = ks.take(block, more)
     if TURNS:
         _named(ME, True)
     scores = _scores(q, keys, zero, REST)
     if TURNS:
         _named(1 - ME, False)
     s = warpgroup_mma_wait(0, deps=(scores,))
-    ks.give(0, more)
+    ks.give(block, more)
     s = plan.hide_last(s, row + ME * ROWS, high - 1, columns, shift)
-    top, shrink = _rise(s, lowest, plan.factor)
-    p, total = _soften(s, top, nothing, plan.factor, dtype)
+    top, shrink = _rise(s, lowest, plan.factor, False)
+    s = _soften(s, top, plan.factor)
+    p, total = _pack(s, dtype), nothing + gl.sum(s, 1)
+    block += 1
     while plan.has(t):
         row += ME * ROWS
         from_, upto = plan.whole(row, low, columns, shift)
@@ -338,21 +363,31 @@ def _attend(ME: gl.constexpr, out, lse, qs, ks, vs, plan, board, TURNS: gl.const
             if TURNS:
                 _named(1 - ME, False)
             s = warpgroup_mma_wait(2 if REST else 1, deps=(scores,))
-            if (here >= upto) | (here < from_):
-                s = plan.hide(s, row, here, columns, shift)
-            top, shrink = _rise(s, top, plan.factor)
+            if plan.MASKS == 2:  # noqa: SIM102  # this one is decided by the compiler; where the other ends ptxas waits for all products
+                if (here >= upto) | (here < from_):
+                    s = plan.hide(s, row, here, columns, shift)
+            top, shrink = _rise(s, top, plan.factor, LAZY)
+            total *= shrink
+            if plan.MASKS < 2:
+                s = _soften(s, top, plan.factor)
+                total = _after(total + gl.sum(s, 1))
             if REST:
                 acc, more_acc, s = warpgroup_mma_wait(0, deps=(products, others, s))
             else:
                 acc, s = warpgroup_mma_wait(0, deps=(products, s))  # the next p lies where this product reads the last
             ks.give(block)
             vs.give(block - 1)
-            p, total = _soften(s, top, total * shrink, plan.factor, dtype)
-            acc = acc * gl.convert_layout(shrink, gl.SliceLayout(1, o_layout))[:, None]
+            if plan.MASKS == 2:
+                s = _soften(s, top, plan.factor)
+            p = _pack(s, dtype)
+            if plan.MASKS == 2:
+                total += gl.sum(s, 1)
+            acc = _shrunk(acc, shrink, LAZY)
             if REST:
-                more_acc = more_acc * gl.convert_layout(shrink, gl.SliceLayout(1, rest_layout))[:, None]
+                more_acc = _shrunk(more_acc, shrink, LAZY)
             block += 1
         # The next tile's first scores, while this one's last products run.
+        last = block - 1
         if AHEAD:
             if plan.PACKED:
                 q = qs.take((n + 1) * GROUPS + ME)
@@ -364,8 +399,9 @@ def _attend(ME: gl.constexpr, out, lse, qs, ks, vs, plan, board, TURNS: gl.const
             if not plan.PACKED:
                 turn_next, row_next, low, high = plan.place(gl.minimum(t, plan.count() - 1))
                 q = qs.take((n + 1) * GROUPS + ME, more)
+            block, high = _begin(ME, ks, vs, plan, block, row_next, low, high, shift, more, TURNS)
             keys = ks.take(block, more)
-        values = vs.take(block - 1)
+        values = vs.take(last)
         left = _halves(p, dtype, p_layout)
         if TURNS:
             _named(ME, True)
@@ -381,15 +417,22 @@ def _attend(ME: gl.constexpr, out, lse, qs, ks, vs, plan, board, TURNS: gl.const
         if AHEAD:
             s = warpgroup_mma_wait(2 if REST else 1, deps=(scores,))
             s = plan.hide_last(s, row_next + ME * ROWS, high - 1, columns, shift)
-            top_next, shrink = _rise(s, lowest, plan.factor)
+            top_next, shrink = _rise(s, lowest, plan.factor, False)
+            if plan.MASKS < 2:
+                s = _soften(s, top_next, plan.factor)
+                total_next = _after(gl.sum(s, 1))
         if REST:
             acc, more_acc, s = warpgroup_mma_wait(0, deps=(products, others, s))
         else:
             acc, s = warpgroup_mma_wait(0, deps=(products, s))
-        vs.give(block - 1)
+        vs.give(last)
         if AHEAD:
             ks.give(block, more)
-            p, total_next = _soften(s, top_next, nothing, plan.factor, dtype)
+            if plan.MASKS == 2:
+                s = _soften(s, top_next, plan.factor)
+            p = _pack(s, dtype)
+            if plan.MASKS == 2:
+                total_next = nothing + gl.sum(s, 1)
         some = total > 0.0
         total = gl.where(some, total, 1.0)
         i = row + gl.arange(0, ROWS, rows)
@@ -422,6 +465,7 @@ def _attend(ME: gl.constexpr, out, lse, qs, ks, vs, plan, board, TURNS: gl.const
                 more = plan.has(t)
                 turn_next, row_next, low, high = plan.place(gl.minimum(t, plan.count() - 1))
                 q = qs.take((n + 1) * GROUPS + ME, more)
+            block, high = _begin(ME, ks, vs, plan, block, row_next, low, high, shift, more, TURNS)
             keys = ks.take(block, more)
             if TURNS:
                 _named(ME, True)
@@ -431,8 +475,9 @@ def _attend(ME: gl.constexpr, out, lse, qs, ks, vs, plan, board, TURNS: gl.const
             s = warpgroup_mma_wait(0, deps=(scores,))
             ks.give(block, more)
             s = plan.hide_last(s, row_next + ME * ROWS, high - 1, columns, shift)
-            top_next, shrink = _rise(s, lowest, plan.factor)
-            p, total_next = _soften(s, top_next, nothing, plan.factor, dtype)
+            top_next, shrink = _rise(s, lowest, plan.factor, False)
+            s = _soften(s, top_next, plan.factor)
+            p, total_next = _pack(s, dtype), nothing + gl.sum(s, 1)
         if plan.PACKED:
             begin, length = begin_next, length_next
         turn, row, top, total = turn_next, row_next, top_next, total_next
@@ -443,10 +488,10 @@ def _attend(ME: gl.constexpr, out, lse, qs, ks, vs, plan, board, TURNS: gl.const
 
 
 @gluon.jit(do_not_specialize=["turns", "heads", "group", "section", "tiles", "rows", "columns", "shift", "left", "right"])
-def _fwd(lse, listed, queries, keys, values, out, turns, heads, group, section, tiles, rows, columns, shift, left, right, factor, GROUPS: gl.constexpr, STAGES: gl.constexpr, LEFT: gl.constexpr, RIGHT: gl.constexpr, PAIRS: gl.constexpr, BN: gl.constexpr, REST: gl.constexpr):  # fmt: skip
+def _fwd(lse, listed, queries, keys, values, out, turns, heads, group, section, tiles, rows, columns, shift, left, right, factor, GROUPS: gl.constexpr, STAGES: gl.constexpr, LEFT: gl.constexpr, RIGHT: gl.constexpr, PAIRS: gl.constexpr, BN: gl.constexpr, REST: gl.constexpr, MASKS: gl.constexpr, LAZY: gl.constexpr):  # fmt: skip
     PACKED: gl.constexpr = listed is not None
     BM: gl.constexpr = GROUPS * ROWS
-    plan = Plan(turns, heads, group, section, tiles, rows, columns, shift, left, right, factor, BM, BN, LEFT, RIGHT, PAIRS, PACKED)
+    plan = Plan(turns, heads, group, section, tiles, rows, columns, shift, left, right, factor, BM, BN, LEFT, RIGHT, PAIRS, PACKED, MASKS)  # fmt: skip
     qs = _ring(queries, GROUPS if queries.block_type.shape[-1] > 128 else 2 * GROUPS, 1)
     ks = _ring(keys, STAGES, GROUPS)
     vs = _ring(values, STAGES, GROUPS)
@@ -456,8 +501,8 @@ def _fwd(lse, listed, queries, keys, values, out, turns, heads, group, section, 
     if GROUPS == 2:
         gl.warp_specialize(
             [
-                (_attend, (0, out, lse, qs, ks, vs, plan, board if PACKED else None, True, REST)),
-                (_attend, (1, out, lse, qs, ks, vs, plan, board if PACKED else None, True, REST)),
+                (_attend, (0, out, lse, qs, ks, vs, plan, board if PACKED else None, True, REST, LAZY)),
+                (_attend, (1, out, lse, qs, ks, vs, plan, board if PACKED else None, True, REST, LAZY)),
                 (_deal, (listed, queries, keys, values, qs, ks, vs, plan, board))
                 if PACKED
                 else (_fetch, (queries, keys, values, qs, ks, vs, plan)),
@@ -468,9 +513,9 @@ def _fwd(lse, listed, queries, keys, values, out, turns, heads, group, section, 
     else:
         gl.warp_specialize(
             [
-                (_attend, (0, out, lse, qs, ks, vs, plan, board if PACKED else None, False, REST)),
-                (_attend, (1, out, lse, qs, ks, vs, plan, board if PACKED else None, False, REST)),
-                (_attend, (2, out, lse, qs, ks, vs, plan, board if PACKED else None, False, REST)),
+                (_attend, (0, out, lse, qs, ks, vs, plan, board if PACKED else None, False, REST, LAZY)),
+                (_attend, (1, out, lse, qs, ks, vs, plan, board if PACKED else None, False, REST, LAZY)),
+                (_attend, (2, out, lse, qs, ks, vs, plan, board if PACKED else None, False, REST, LAZY)),
                 (_deal, (listed, queries, keys, values, qs, ks, vs, plan, board))
                 if PACKED
                 else (_fetch, (queries, keys, values, qs, ks, vs, plan)),
@@ -512,6 +557,15 @@ def _groups(D: int, turns: int, rows: int, ahead: bool, packed: bool, programs: 
     return 3 if packed or three < 1.1 * two else 2
 
 
+def _masks(BM: int, BN: int, columns: int, shift: int, right: int, back: bool, ahead: bool, bottom: bool, packed: bool) -> int:
+    """`Plan.MASKS`. A group's rows see keys up to one that a block ends with, or one of its second half: then none but its first has an end."""
+    if not OVER or back or (ahead and packed and bottom):  # of packed sequences shifts differ
+        return 2
+    if ahead:
+        return 2 if (shift + right) % (ROWS.value if BM > BN else BN) else 1
+    return 1 if packed or columns % BN else 0
+
+
 def fwd(
     o: torch.Tensor, lse: torch.Tensor, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, mask: None, cu_q: torch.Tensor | None,
     cu_k: torch.Tensor | None, scale: float, softcap: float, left: int, right: int, bottom: bool, max_q: int, max_k: int, precision: str,
@@ -537,6 +591,7 @@ def fwd(
         shared = 4 * columns * D * k.shape[1] // heads  # bytes of keys and values for each head of queries
         section = max(1, min(turns, (24 << 20) // max(1, shared))) if pairs or back else turns if ahead else 1
         shift, count = columns - rows if bottom else 0, turns * (triton.cdiv(tiles, 2) if pairs else tiles)
+    facts |= {"MASKS": _masks(64 * groups, BN, columns, shift, right, back, ahead, bottom, packed), "LAZY": LAZY}
     numbers = turns, heads, group, section, tiles, rows, columns, shift, left, right
     box = (1, 1, 1) if packed else (1, 1)
     maps = [TensorMap(t, (*box, n, wide), min(128, 2 * wide), packed) for t, n in ((q, 64), (k, BN), (v, BN), (o, 64))]

@@ -1,0 +1,360 @@
+"""attention's forward kernel for Hopper, run as Python: each group of warps is a thread, and they take turns at random.
+
+What a matrix instruction reads is read when its end is awaited, so that whoever gives a tile away early, or packs probabilities over those
+of a product under way, is found; and all waiting at once is found too. What Gluon makes of the source (layouts, registers) is not seen.
+"""
+
+import inspect
+import random
+import re
+import textwrap
+import threading
+from collections.abc import Callable
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+import torch
+import triton
+
+import ridgeline
+from ridgeline import device
+from ridgeline.boundary import Launch, observe
+from ridgeline.lab import inspect as lab_inspect
+from ridgeline.ops.attention import _hopper, _hopper_rings, _hopper_softmax
+from ridgeline.ops.attention._attention import seen
+
+
+class Turns:
+    """Threads of which one runs at a time; `until` hands over to one whose wait is over, chosen at random."""
+
+    def __init__(self, dice: random.Random):
+        self.dice, self.change, self.waits, self.now, self.failed = dice, threading.Condition(), {}, -1, None  # type: ignore[var-annotated]
+
+    def run(self, works: list[Callable[[], None]]) -> None:
+        self.waits = {n: lambda: True for n in range(len(works))}
+        threads = [threading.Thread(target=self._one, args=(n, work), daemon=True) for n, work in enumerate(works)]
+        for t in threads:
+            t.start()
+        with self.change:
+            self._next()
+        for t in threads:
+            t.join()
+        if self.failed is not None:
+            raise self.failed
+
+    def _next(self) -> None:
+        able = [n for n, over in self.waits.items() if over()]
+        if not able and self.waits:
+            self.failed = self.failed or AssertionError("all wait for one another")
+        self.now = self.dice.choice(able) if able else -1
+        self.change.notify_all()
+
+    def _enter(self, n: int) -> None:
+        self.change.wait_for(lambda: self.now == n or self.failed)
+        if self.failed:
+            raise SystemExit
+
+    def _one(self, n: int, work: Callable[[], None]) -> None:
+        self.me = threading.local() if not hasattr(self, "me") else self.me
+        with self.change:
+            try:
+                self._enter(n)
+                self.me.number, self.me.products = n, []
+                work()
+            except BaseException as error:
+                if not isinstance(error, SystemExit):
+                    self.failed = self.failed or error
+            self.waits.pop(n, None)
+            self._next()
+
+    def until(self, over: Callable[[], bool]) -> None:
+        n = self.me.number
+        self.waits[n] = over
+        self._next()
+        self._enter(n)
+        self.waits[n] = lambda: True
+
+
+class Registers(torch.Tensor):
+    """A tensor with what kernels ask of one."""
+
+    type = SimpleNamespace(layout=None)  # type: ignore[assignment]
+
+
+def registers(t: torch.Tensor) -> Registers:
+    return t.as_subclass(Registers)
+
+
+class Shared:
+    """Shared memory: a view of a tensor, or of barriers."""
+
+    def __init__(self, held: Any):
+        self.held, self.dtype = held, getattr(held, "dtype", None)
+        self.shape = list(held.shape) if isinstance(held, torch.Tensor) else [len(held)]
+        self.type = SimpleNamespace(shape=self.shape)
+
+    def index(self, n: int) -> Any:
+        return Shared(self.held[n]) if isinstance(self.held, torch.Tensor) else self.held[n]
+
+    def reshape(self, shape: list[int]) -> "Shared":
+        return Shared(self.held.view(shape))
+
+    def permute(self, order: tuple[int, ...]) -> "Shared":
+        return Shared(self.held.permute(order))
+
+    def slice(self, start: int, length: int, axis: int) -> "Shared":
+        return Shared(self.held.narrow(axis, start, length))
+
+    def store(self, x: torch.Tensor) -> None:
+        self.held.copy_(x)
+
+
+class Barrier:
+    def __init__(self, count: int):
+        self.count, self.left, self.bytes, self.phase = count, count, 0, 0
+
+    def come(self, n: int = 0, more: int = 0) -> None:
+        self.left, self.bytes = self.left - n, self.bytes + more
+        assert self.left >= 0, "more have come than were expected"
+        if not self.left and not self.bytes:
+            self.left, self.phase = self.count, self.phase + 1
+
+
+class Product:
+    """A matrix instruction under way."""
+
+    def __init__(self, a: Any, b: Any, c: Any, use_acc: bool = True, is_async: bool = True):
+        self.given, self.made = (a, b, c if use_acc else None), None
+
+    def end(self) -> torch.Tensor:
+        if self.made is None:
+            a, b, c = self.given
+            a, b = (x.held if isinstance(x, Shared) else x for x in (a, b))
+            c = c.end() if isinstance(c, Product) else c
+            self.made = registers(a.float() @ b.float() + (0 if c is None else c))
+        return self.made
+
+
+class Pointer:
+    def __init__(self, t: torch.Tensor, at: Any = 0):
+        self.t, self.at = t.view(-1), at
+
+    def __add__(self, more: Any) -> "Pointer":
+        return Pointer(self.t, self.at + more)
+
+
+class Kernel:
+    """One program of a launch."""
+
+    def __init__(self, launch: Launch, program: int, dice: random.Random):
+        self.facts, self.turns, self.named = launch.constants, Turns(dice), {0: 0, 1: 0}
+        self.lse, _, self.queries, self.keys, self.values, self.out, *self.numbers = launch.args
+        self.program, self.programs = program, launch.grid[0]
+
+    def names(self) -> dict[str, Any]:
+        """What the source finds under its names."""
+        turns = self.turns
+
+        def wait(count: int, deps: tuple[Any, ...]) -> Any:
+            under_way = turns.me.products
+            while len(under_way) > count:
+                under_way.pop(0).end()
+            found = [x.made if isinstance(x, Product) else x for x in deps]
+            assert not any(x is None for x in found), "what is under way is used"
+            return found[0] if len(found) == 1 else tuple(found)
+
+        def start(*args: Any, **facts: Any) -> Product:
+            turns.me.products.append(Product(*args, **facts))
+            return turns.me.products[-1]
+
+        def load(source: Any, at: list[int], ready: Barrier, tile: Shared) -> None:
+            t = source.base.as_strided(source.shape, source.strides)
+            tile.held.zero_()
+            here = t[tuple([slice(i, i + n) for i, n in zip(at, source.block_shape)])]
+            tile.held[tuple([slice(n) for n in here.shape])] = here
+            turns.until(lambda: True)
+            ready.come(0, -nbytes(source))
+
+        def put(target: Any, at: list[int], tile: Shared) -> None:
+            t = target.base.as_strided(target.shape, target.strides)
+            there = t[tuple([slice(i, i + n) for i, n in zip(at, target.block_shape)])]
+            there.copy_(tile.held[tuple([slice(n) for n in there.shape])])
+
+        def store(to: Pointer, x: torch.Tensor, mask: torch.Tensor) -> None:
+            to.t[to.at[mask]] = x[mask]
+
+        def named(me: int, waits: bool) -> None:
+            if waits:
+                turns.until(lambda: self.named[me] > 0)
+                self.named[me] -= 1
+            else:
+                assert not self.named[me], "a group is let go twice"
+                self.named[me] += 1
+
+        def arrive(barrier: Barrier, count: int = 1, pred: bool = True) -> None:
+            if pred:
+                barrier.come(count)
+
+        def pack(p: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
+            """In the registers of the last: those have no place of their own."""
+            old = getattr(turns.me, "packed", None)
+            if old is None:
+                turns.me.packed = old = p.to(dtype)
+            return old.copy_(p)
+
+        def either(f: Callable[..., Any], whole: Callable[..., Any]) -> Callable[..., Any]:
+            return lambda a, b: whole(a, b) if isinstance(a, int) and isinstance(b, int) else f(*map(torch.as_tensor, (a, b)))
+
+        def far(most: torch.Tensor, top: torch.Tensor) -> torch.Tensor:
+            risen = ((most - top).view(4, 16) > 8).any(1)
+            return torch.where(risen.repeat_interleave(16), most, top)
+
+        nobody = lambda *_, **__: None  # noqa: E731
+        gl = SimpleNamespace(
+            float32=torch.float32, num_programs=lambda _: self.programs, program_id=lambda _: self.program, static_range=range,
+            zeros=lambda shape, dtype, layout: registers(torch.zeros(shape)), arange=lambda a, b, layout: registers(torch.arange(a, b)),
+            full=lambda shape, x, dtype, layout: registers(torch.full(shape, x)), convert_layout=lambda x, layout: x, store=store,
+            minimum=either(torch.minimum, min), maximum=either(torch.maximum, max),
+            max=lambda x, axis: x.amax(axis), sum=lambda x, axis: x.sum(axis), exp2=torch.exp2, log2=torch.log2, cdiv=triton.cdiv,
+            where=lambda c, x, y: torch.where(c, *(torch.as_tensor(v, dtype=torch.float32) for v in (x, y))),
+            NVMMADistributedLayout=nobody, DotOperandLayout=nobody, SliceLayout=nobody,
+        )  # fmt: skip
+        mbarrier = SimpleNamespace(
+            wait=lambda b, parity, pred=True: pred and turns.until(lambda: b.phase & 1 != parity),
+            expect=lambda b, size: b.come(1, size), arrive=arrive,
+        )  # fmt: skip
+        return {
+            "gl": gl, "mbarrier": mbarrier, "ROWS": 64, "_load": load, "_store": put, "_named": named, "_pack": pack, "_after": lambda x: x,
+            "_far": far, "_shrunk": lambda sums, shrink, lazy: sums * shrink[:, None],
+            "_halves": lambda p, dtype, layout: p, "warpgroup_mma": start, "warpgroup_mma_wait": wait, "fence_async_shared": nobody,
+            "tma": SimpleNamespace(store_wait=nobody),
+        }  # fmt: skip
+
+    def run(self) -> None:
+        names, facts = self.names(), self.facts
+        sources = {f: inspect.getsource(getattr(_hopper_rings, f).fn) for f in ("_place", "_scores")}
+        sources |= {f: inspect.getsource(getattr(_hopper, f).fn) for f in ("_fetch", "_begin", "_attend")}
+        sources |= {f: inspect.getsource(getattr(_hopper_softmax, f).fn) for f in ("_rise", "_soften")}
+        names["_bits"] = lambda size: size.bit_length() - 1
+        for source in sources.values():
+            exec(_plain(source), names)
+        groups, wide = facts["GROUPS"], self.queries.block_shape[-1]
+        plan = _methods(_hopper.Plan, names)
+        turn = ("turns", "heads", "group", "section", "tiles", "rows", "columns", "shift", "left", "right", "factor")
+        plan.__dict__.update(zip(turn, self.numbers, strict=True), BM=64 * groups, PACKED=False)
+        plan.__dict__.update({name: facts[name] for name in ("BN", "LEFT", "RIGHT", "PAIRS", "MASKS")})
+
+        def ring(source: Any, size: int, readers: int) -> Any:
+            made = _methods(_hopper_rings.Ring, names)
+            made.tiles = Shared(torch.full((size, *source.block_shape), float("nan"), dtype=source.base.dtype))
+            made.ready, made.free = (Shared([Barrier(count) for _ in range(size)]) for count in (1, readers))
+            made.SIZE = size
+            return made
+
+        for desc in (self.queries, self.keys, self.values, self.out):
+            desc.block_type = SimpleNamespace(shape=desc.block_shape, nbytes=nbytes(desc))
+            desc.dtype = desc.base.dtype
+        qs = ring(self.queries, groups if wide > 128 else 2 * groups, 1)
+        ks, vs = (ring(source, facts["STAGES"], groups) for source in (self.keys, self.values))
+        args = self.out, Pointer(self.lse), qs, ks, vs, plan, None, groups == 2, facts["REST"], facts["LAZY"]
+        works = [lambda g=g: names["_attend"](g, *args) for g in range(groups)]
+        self.turns.run([*works, lambda: names["_fetch"](self.queries, self.keys, self.values, qs, ks, vs, plan)])
+
+
+def nbytes(desc: Any) -> int:
+    size = desc.base.element_size()
+    for n in desc.block_shape:
+        size *= n
+    return size
+
+
+def _plain(source: str) -> str:
+    """Without decorators, annotations of arguments, and what only tensors have."""
+    text = textwrap.dedent(source)
+    text = text[text.index("def ") :]
+    return text.replace(": gl.constexpr", "").replace("turn.to(gl.int64)", "turn")
+
+
+def _methods(kind: Any, names: dict[str, Any]) -> Any:
+    made = type(kind.__name__, (), {})
+    for name, method in vars(kind).items():
+        if hasattr(method, "fn"):
+            exec(_plain(inspect.getsource(method.fn)), names, local := {})
+            setattr(made, name, local[name])
+    return made()
+
+
+def calls(dice: random.Random) -> tuple[tuple[int, ...], dict[str, Any]]:
+    D = dice.choice((16, 64, 64, 72, 96, 128, 200, 256))
+    kv, group = dice.choice((1, 2)), dice.choice((1, 1, 3))
+    step = dice.choice((1, 64, 128))
+    rows, columns = (step * dice.randint(1, 640 // step) for _ in range(2))
+    given: dict[str, Any] = {"causal": dice.choice((False, True, "bottom_right"))}
+    if dice.random() < 0.2:
+        given["window"] = dice.choice(((100, None), (70, 64), (None, 128), (200, 3), (300, 0)))
+    return (dice.choice((1, 2)), kv, group, rows, columns, D), given
+
+
+@pytest.mark.parametrize(("over", "lazy"), [(False, False), (True, False), (True, True)])
+@pytest.mark.parametrize("seed", range(4))
+def test_every_row_of_random_calls(seed: int, over: bool, lazy: bool, monkeypatch: pytest.MonkeyPatch) -> None:
+    """o and lse of calls of all kinds, with two groups of warps and three, and more tiles than programs."""
+    from ridgeline.ops.attention._attention import options
+
+    monkeypatch.setattr(_hopper, "OVER", over)
+    monkeypatch.setattr(_hopper, "LAZY", lazy)
+    dice = random.Random(seed)
+    torch.manual_seed(seed)
+    for _ in range(10):
+        (B, kv, group, rows, columns, D), given = calls(dice)
+        shapes = (B, kv * group, rows, D), (B, kv, columns, D), (B, kv, columns, D)
+        q, k, v = (torch.randn(shape).to(torch.bfloat16) for shape in shapes)
+        q *= dice.choice((1, 8))
+        launched: list[Launch] = []
+        groups = 2 if D > 64 else dice.choice((2, 3))
+        monkeypatch.setattr(_hopper, "_groups", lambda *_, groups=groups: groups)
+        with device.pretend("sm_90"), observe(launched.append):
+            o, lse = ridgeline.attention(q, k, v, return_lse=True, impl="gluon", **given)
+        (launch,) = [one for one in launched if one.kernel is _hopper._fwd]
+        o.fill_(float("nan")), lse.fill_(float("nan"))
+        programs = min(launch.grid[0], dice.randint(1, 4))
+        launch = Launch(launch.kernel, (programs,), launch.args, launch.constants, launch.device)
+        for program in range(programs):
+            Kernel(launch, program, dice).run()
+        band = options(D, **given).band(rows, columns)
+        scores = q.double() @ k.double().repeat_interleave(group, 1).mT * D**-0.5
+        if band is not None:
+            scores = scores.masked_fill(~seen(rows, columns, band, torch.device("cpu")), -torch.inf)
+        expected = scores.softmax(-1).nan_to_num(0) @ v.double().repeat_interleave(group, 1)
+        what = f"{tuple(q.shape)} {columns} {given} {groups} groups, {programs} programs"
+        torch.testing.assert_close(o.double(), expected, atol=2e-2, rtol=2e-2, msg=lambda m, what=what: f"{what}: {m}")
+        torch.testing.assert_close(lse.double(), scores.logsumexp(-1), atol=1e-4, rtol=1e-4, msg=lambda m, what=what: f"{what}: lse: {m}")
+
+
+@pytest.mark.compiles
+@pytest.mark.parametrize(("D", "causal", "lazy"), [(128, False, True), (128, True, False), (64, False, False)])
+def test_exponentials_come_before_the_wait(D: int, causal: bool, lazy: bool, monkeypatch: pytest.MonkeyPatch) -> None:
+    """In the machine code of the loop over blocks: scores are awaited, all exponentials taken, and only then the other products awaited."""
+    monkeypatch.setattr(_hopper, "OVER", True)
+    monkeypatch.setattr(_hopper, "LAZY", lazy)
+    launched: list[Launch] = []
+    with device.pretend("sm_90"), observe(launched.append):
+        q = torch.empty(4, 32, 4096, D, dtype=torch.bfloat16, device="meta")
+        ridgeline.attention(q, q, q, causal=causal, impl="gluon")
+    found = lab_inspect.of_launch(launched[0], True)
+    assert found.spill_loads == found.spill_stores == 0
+    code = re.findall(r"^\s*(?:(\.L_x_\d+):|/\*\w{4,}\*/\s+(.*?) *;)", found.texts["sass"], re.M)
+    labels = {label: n for n, (label, _) in enumerate(code) if label}
+    loops = []
+    for n, (_, line) in enumerate(code):
+        back = re.search(r"BRA `\((\.L_x_\d+)\)", line)
+        if back and labels[back[1]] < n:
+            body = [text for _, text in code[labels[back[1]] : n]]
+            loops.append([re.findall(r"HGMMA|MUFU.EX2|WARPGROUP.DEPBAR", text)[:1] for text in body])
+    order = [[what[0] for what in body if what] for body in loops]
+    wanted = [o for o in order if o.count("MUFU.EX2") == 66 and o[-1] == "WARPGROUP.DEPBAR"]
+    assert wanted, order
+    for o in wanted:
+        first = o.index("WARPGROUP.DEPBAR")
+        assert o[:first] + o[first + 1 : -1] == ["HGMMA"] * first + ["MUFU.EX2"] * 66
