@@ -164,6 +164,9 @@ def _roofs(roof: Row, flats: list[dict[str, Any]], left: float, right: float) ->
     ends = [(memory, u, u * bandwidth) for u in (left, max(c["ridge"] for c in flats))]
     ends += [(c["roof"], u, c["rate"]) for c in flats for u in (c["ridge"], right)]
     middle = left**0.3 * min(c["ridge"] for c in flats) ** 0.7
+    name: dict[str, Any] = {"align": "right", "baseline": "bottom", "dx": -8, "dy": -4}
+    if math.log(middle / left) < 0.2 * math.log(right / left):  # above the line it would reach over the axis
+        name = {"align": "left", "baseline": "top", "dx": 8, "dy": 4}
     bold = {
         "color": ink,
         "fontSize": alt.ExprRef(f"{NARROW} ? 11 : 12.5"),
@@ -176,9 +179,7 @@ def _roofs(roof: Row, flats: list[dict[str, Any]], left: float, right: float) ->
         .mark_line(color=ink, strokeWidth=2)
         .encode(detail="roof:N", tooltip=["roof:N"]),
         _on([{"x": right, "y": c["rate"], **c} for c in flats]).mark_text(align="right", baseline="bottom", dx=-4, dy=-5, **bold),
-        _on([{"x": middle, "y": middle * bandwidth, "roof": memory, "short": units.scaled(bandwidth, "B/s")}]).mark_text(
-            align="right", baseline="bottom", dx=-8, dy=-4, **bold
-        ),
+        _on([{"x": middle, "y": middle * bandwidth, "roof": memory, "short": units.scaled(bandwidth, "B/s")}]).mark_text(**name, **bold),
         ridges.mark_point(shape="diamond", size=90, fill=alt.ExprRef("paper"), stroke=ink, opacity=1).encode(tooltip=["label:N"]),
         ridges.mark_text(
             align="right",
