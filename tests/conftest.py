@@ -3,7 +3,7 @@
 Triton chooses between compiling and interpreting when it is imported, so one pytest process does one of the two:
 with TRITON_INTERPRET=1 the tests marked `kernels` run in the interpreter, without it all others do.
 On a GPU the tests marked `kernels` run there, without the interpreter, beside those marked `gpu`.
-Each test draws the same numbers in every run and any order; SEED=7 in the environment draws others.
+In each test torch draws the same numbers in every run and any order; SEED=7 in the environment draws others.
 """
 
 import os

@@ -79,7 +79,7 @@ def test_packs_leave_by_one_store() -> None:
     for name, pack in kinds.values():
         macros = _index_add._PLAIN | {"DTYPE": name, "ITYPE": "long long", "PACK": pack}
         assert _stores(_index_add._FEW, **macros) == (4, 0)
-        assert _stores(_index_add._NAMED, **macros) == _stores(_index_add._SEGMENTS, **macros) == (1, 0)
+        assert _stores(_index_add._SORTED, **macros) == _stores(_index_add._SEGMENTS, **macros) == (1, 0)
     for dtype, (_, pack) in kinds.items():
         x = torch.empty(4096, dtype=dtype)
         for reverse in (False, True):

@@ -58,7 +58,7 @@ def test_early_is_off_below_hopper() -> None:
 EARLY = {"dot": "cuda", "reduce_sum": "cuda_best", "index_add": "cuda", "cumsum": "cuda", "radix_sort": "cuda"}
 WRITES = re.compile(r"\b(?:st|red|atom)\.[\w.:]*global")
 READS = re.compile(r"\bld\.[\w.:]*global")
-AHEAD = "index_add_named", "radix_counts"  # read the op's inputs before they wait, or what is told them before they come
+AHEAD = "index_add_sorted", "radix_counts"  # read the op's inputs before they wait, or what is told them before they come
 
 
 @pytest.mark.compiles
@@ -80,6 +80,22 @@ def test_early_kernels_wait_before_they_write(name: str) -> None:
             plain = one.kernel.compile("sm_90", one.constants | {"PDL": False})
             assert "griddepcontrol" not in body(plain.ptx, one.kernel.name)
     assert seen, f"no kernel of {name} is early"
+
+
+@pytest.mark.compiles
+def test_what_is_read_before_the_wait_lies_in_l2() -> None:
+    """The order that a block of index_add's copy leaves: stored, fenced, all of its threads met, and only then the next kernel let come,
+    which reads it past the caches that are a multiprocessor's own."""
+    names, found = ["index_add_copy", "index_add_sorted"], chains(registry()["index_add"].implementations["cuda"], "sm_90")
+    pairs = [some for some in found if [one.kernel.name for one in some] == names]
+    assert pairs
+    for pair in pairs:
+        first, second = (body(one.kernel.compile("sm_90", one.constants).ptx, one.kernel.name) for one in pair)
+        places = [first.rfind(what) for what in ("st.global", "membar.gl", "bar.sync", "griddepcontrol.launch_dependents")]
+        assert -1 < places[0] < places[1] < places[2] < places[3], places
+        before = second[: second.index("griddepcontrol.wait")]
+        looks = re.findall(r"ld\.global\.cg\S*v4", before)  # at a row's first index, and at each that is added
+        assert len(looks) == 1 + pair[1].constants["BATCH"]
 
 
 def body(ptx: str, name: str) -> str:
@@ -126,17 +142,20 @@ KEYS = _radix_sort.EARLY.start
 
 
 def ops() -> dict[str, tuple[Callable[..., torch.Tensor], Callable[..., torch.Tensor]]]:
-    """By name what is run of a vector x and what it is, x of whole numbers from -8 to 8. The rows that index_add names are the last ones,
-    which its copy writes last."""
-    index = torch.arange(N - 1, N - 1001, -1, device="cuda").repeat_interleave(2)[:1000]
+    """By name what is run of a vector x and what it is, x of whole numbers from -8 to 8. The rows that index_add names are among the last
+    ones, which its copy writes last, and others for each x: what a call before had sorted is no help."""
+
+    def index(x: torch.Tensor) -> torch.Tensor:
+        return N - 1 - (torch.arange(1000, device="cuda") * 7 + x[:1000].long() * 11 + 88) % 997
+
     return {
         "dot": (lambda x: ridgeline.dot(x, x, impl="cuda"), lambda x: (x.double() * x.double()).sum().float()),
         "reduce_sum": (lambda x: ridgeline.reduce_sum(x, impl="cuda_best"), lambda x: x.double().sum().float()),
         "cumsum": (lambda x: ridgeline.cumsum(x, 0, impl="cuda"), lambda x: x.double().cumsum(0).float()),
         "radix_sort": (lambda x: ridgeline.radix_sort(x[:KEYS], impl="cuda")[0], lambda x: x[:KEYS].sort().values),
         "index_add": (
-            lambda x: ridgeline.index_add(x, 0, index, x[:1000], impl="cuda"),
-            lambda x: torch.index_add(x.double(), 0, index, x[:1000].double()).float(),
+            lambda x: ridgeline.index_add(x, 0, index(x), x[:1000], impl="cuda"),
+            lambda x: torch.index_add(x.double(), 0, index(x), x[:1000].double()).float(),
         ),
     }
 

@@ -2,7 +2,7 @@
 
 One warp fetches tiles of q, k and v by the copy engine (TMA) into rings of shared memory; two or three groups of four warps have 64 rows
 of queries each, keep their sums in registers and share the keys. A group starts the products for a block's scores and, with the
-probabilities of the block before, those for its output, and takes the exponentials when both are there, or with OVER while the second
+probabilities of the block before, those for its output, and takes the exponentials when both are there, or with OVERLAP while the second
 still run; they are packed into the registers that these read. Meanwhile other groups have the matrix units. Two groups take turns at
 starting products. Programs stay: each takes tiles of queries in an order that gives all as much to do, and starts the next tile's scores
 before it ends a tile.
@@ -23,13 +23,13 @@ from ridgeline import device
 from ridgeline.boundary import launch
 from ridgeline.cuda import TensorMap
 from ridgeline.ops.attention._hopper_rings import ROWS, _halves, _in, _pack, _read, _ring, _same, _scores, _store, _write
-from ridgeline.ops.attention._hopper_softmax import _after, _rise, _shrunk, _soften
+from ridgeline.ops.attention._hopper_softmax import _after, _rescale, _rise, _soften
 from ridgeline.ops.attention._packed import order
 from ridgeline.ops.attention._triton import LOG2E, UNBOUNDED, _parts
 
-# Exponentials over the products of the block before, and sums that shrink only where a maximum has risen far. Compiled, and run as Python
-# (tests/test_attention_hopper.py), but not on a GPU: so not served.
-OVER, LAZY = False, False
+# Exponentials while the block before is multiplied by v (FlashAttention-3's overlap inside a group), and sums rescaled only where a maximum has
+# risen far (FlashAttention-4's). Compiled, and run as Python (tests/test_attention_hopper.py), but not on a GPU: so not served.
+OVERLAP, LAZY = False, False
 
 
 @aggregate
@@ -160,11 +160,11 @@ class Plan:
         return gl.minimum(low, high - 1), high
 
     @gluon.jit
-    def own(self, row, low, high, shift):
-        """The block up to which the rows of a group see some, of its tile's."""
+    def seen_by(self, row, low, high, shift):
+        """One past the last block of keys that a group's rows see, of its tile's; it has one at least."""
         if self.MASKS == 1 and self.RIGHT and self.BM > self.BN:
-            own = gl.maximum(row + ROWS - 1 + shift + self.right + self.BN, 0) // self.BN
-            high = gl.minimum(gl.maximum(own, low + 1), high)
+            last = gl.maximum(row + ROWS - 1 + shift + self.right + self.BN, 0) // self.BN
+            high = gl.minimum(gl.maximum(last, low + 1), high)
         return high
 
     @gluon.jit
@@ -276,12 +276,11 @@ def _named(ME: gl.constexpr, WAIT: gl.constexpr):
 
 
 @gluon.jit
-def _begin(ME: gl.constexpr, ks, vs, plan, block, row, low, high, shift, more, TURNS: gl.constexpr):
-    """Gives back a tile's last blocks, if their keys are seen by none of this group's rows. Returns the next block's number, and its place
-    among the tile's, plus one."""
-    own = plan.own(row + ME * ROWS, low, high, shift)
+def _skip_unseen(ME: gl.constexpr, ks, vs, plan, block, row, low, high, shift, more, TURNS: gl.constexpr):
+    """Gives back a tile's last blocks, whose keys none of this group's rows sees. Returns the number of the next, and `Plan.seen_by`."""
+    seen = plan.seen_by(row + ME * ROWS, low, high, shift)
     if more:
-        for _ in range(high - own):
+        for _ in range(high - seen):
             ks.take(block)
             vs.take(block)
             if TURNS:
@@ -290,7 +289,7 @@ def _begin(ME: gl.constexpr, ks, vs, plan, block, row, low, high, shift, more, T
             ks.give(block)
             vs.give(block)
             block += 1
-    return block, own
+    return block, seen
 
 
 @gluon.jit
@@ -326,7 +325,7 @@ def _attend(ME: gl.constexpr, out, lse, qs, ks, vs, plan, board, TURNS: gl.const
         begin, length, columns, shift = 0, plan.rows, plan.columns, plan.shift
         more = True
         q = qs.take(ME)
-    block, high = _begin(ME, ks, vs, plan, block, row, low, high, shift, more, TURNS)
+    block, high = _skip_unseen(ME, ks, vs, plan, block, row, low, high, shift, more, TURNS)
     keys = ks.take(block, more)
     if TURNS:
         _named(ME, True)
@@ -382,9 +381,9 @@ def _attend(ME: gl.constexpr, out, lse, qs, ks, vs, plan, board, TURNS: gl.const
             p = _pack(s, dtype)
             if plan.MASKS == 2:
                 total += gl.sum(s, 1)
-            acc = _shrunk(acc, shrink, LAZY)
+            acc = _rescale(acc, shrink, LAZY)
             if REST:
-                more_acc = _shrunk(more_acc, shrink, LAZY)
+                more_acc = _rescale(more_acc, shrink, LAZY)
             block += 1
         # The next tile's first scores, while this one's last products run.
         last = block - 1
@@ -399,7 +398,7 @@ def _attend(ME: gl.constexpr, out, lse, qs, ks, vs, plan, board, TURNS: gl.const
             if not plan.PACKED:
                 turn_next, row_next, low, high = plan.place(gl.minimum(t, plan.count() - 1))
                 q = qs.take((n + 1) * GROUPS + ME, more)
-            block, high = _begin(ME, ks, vs, plan, block, row_next, low, high, shift, more, TURNS)
+            block, high = _skip_unseen(ME, ks, vs, plan, block, row_next, low, high, shift, more, TURNS)
             keys = ks.take(block, more)
         values = vs.take(last)
         left = _halves(p, dtype, p_layout)
@@ -465,7 +464,7 @@ def _attend(ME: gl.constexpr, out, lse, qs, ks, vs, plan, board, TURNS: gl.const
                 more = plan.has(t)
                 turn_next, row_next, low, high = plan.place(gl.minimum(t, plan.count() - 1))
                 q = qs.take((n + 1) * GROUPS + ME, more)
-            block, high = _begin(ME, ks, vs, plan, block, row_next, low, high, shift, more, TURNS)
+            block, high = _skip_unseen(ME, ks, vs, plan, block, row_next, low, high, shift, more, TURNS)
             keys = ks.take(block, more)
             if TURNS:
                 _named(ME, True)
@@ -558,8 +557,8 @@ def _groups(D: int, turns: int, rows: int, ahead: bool, packed: bool, programs: 
 
 
 def _masks(BM: int, BN: int, columns: int, shift: int, right: int, back: bool, ahead: bool, bottom: bool, packed: bool) -> int:
-    """`Plan.MASKS`. A group's rows see keys up to one that a block ends with, or one of its second half: then none but its first has an end."""
-    if not OVER or back or (ahead and packed and bottom):  # of packed sequences shifts differ
+    """`Plan.MASKS`. 1: a group's causal edge, or the ragged end of the keys, lies within the first block that it sees; the others need no mask."""
+    if not OVERLAP or back or (ahead and packed and bottom):  # of packed sequences shifts differ
         return 2
     if ahead:
         return 2 if (shift + right) % (ROWS.value if BM > BN else BN) else 1

@@ -11,13 +11,13 @@ def _far(most, top):
         "{ .reg .pred far, any; .reg .f32 one, two; sub.f32 one, $2, $4; sub.f32 two, $3, $5; max.f32 one, one, two; "
         "setp.gt.f32 far, one, 0f41000000; vote.sync.any.pred any, far, -1; selp.f32 $0, $2, $4, any; selp.f32 $1, $3, $5, any; }"
     )
-    return gl.inline_asm_elementwise(text, "=f,=f,f,f,f,f", [most, top], dtype=gl.float32, is_pure=True, pack=2)
+    return gl.inline_asm_elementwise(text, "=&f,=&f,f,f,f,f", [most, top], dtype=gl.float32, is_pure=True, pack=2)
 
 
 @gluon.jit
 def _rise(s, top, factor, LAZY: gl.constexpr):
     """The running maximum of scores (base 2, scaled), and what sums shrink by. With LAZY it may lie up to 8 below: probabilities are then
-    up to 2^8, which changes no bit of what they are divided into, and sums seldom shrink."""
+    up to 2^8, o and its divisor alike, and sums seldom shrink."""
     most = gl.maximum(top, gl.max(s, 1) * factor)
     if LAZY:
         most = _far(most, top)
@@ -38,7 +38,7 @@ def _operands(n):
 
 
 @gluon.jit
-def _shrunk(sums, shrink, LAZY: gl.constexpr):
+def _rescale(sums, shrink, LAZY: gl.constexpr):
     """Sums times a number a row."""
     factors = gl.convert_layout(shrink, gl.SliceLayout(1, sums.type.layout))[:, None]
     if LAZY:
@@ -58,7 +58,7 @@ def _soften(s, most, factor):
 
 @gluon.jit
 def _after(total):
-    """Keeps what follows in the source behind these sums, which are below 2^127, in the machine code: else ptxas waits for the products
-    before the exponentials, though only the packing has to (docs/notes/attention.md)."""
+    """Keeps what follows in the source behind these sums in the machine code: else ptxas waits for the products before the exponentials,
+    though only the packing has to (docs/notes/attention.md). Sums below 2^127 let nobody arrive, and for others' arrival nobody waits."""
     never: gl.constexpr = "{ .reg .pred never; setp.gt.f32 never, $1, 0f7F000000; @never bar.arrive 15, 256; mov.f32 $0, $1; }"
     return gl.inline_asm_elementwise(never, "=f,f", [total], dtype=gl.float32, is_pure=False, pack=1)

@@ -33,11 +33,11 @@ def aligned(x: torch.Tensor, *_: Any) -> str | None:
 _LOADS = CudaKernel(Path(__file__).with_name("copy.cu"), "copy_loads", "PPq")
 
 
-def copied(y: torch.Tensor, x: torch.Tensor, loads: int = 1, **options: Any) -> None:
+def copied(y: torch.Tensor, x: torch.Tensor, loads: int = 1) -> None:
     """y, contiguous, becomes x, by the widest unit that both pointers divide by; what is strided is gathered by PyTorch.
     loads: of a thread before its first store."""
     if not x.is_contiguous():
         y.copy_(x)
         return
     unit = unit_of(x.data_ptr(), y.data_ptr())
-    launch(_LOADS, (-(-nbytes(x) // (256 * loads * unit)),), y, x, nbytes(x), block=256, UNIT=UNITS[unit], LOADS=loads, **options)
+    launch(_LOADS, (-(-nbytes(x) // (256 * loads * unit)),), y, x, nbytes(x), block=256, UNIT=UNITS[unit], LOADS=loads)

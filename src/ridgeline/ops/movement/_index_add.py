@@ -18,7 +18,7 @@ from ridgeline.ops.movement._bytes import copied
 FILE = Path(__file__).with_name("index_add.cu")
 _BWD = CudaKernel(FILE, "index_add_bwd", "PPPqqqqf")
 _FEW, _PASS = CudaKernel(FILE, "index_add_few", "PPPPqqqqf"), CudaKernel(FILE, "index_add_pass", "PPPPqqqqf")
-_COPY, _NAMED = CudaKernel(FILE, "index_add_copy", "PPPPqqq"), CudaKernel(FILE, "index_add_named", "PPPPqqqqf")
+_COPY, _SORTED = CudaKernel(FILE, "index_add_copy", "PPPPqqq"), CudaKernel(FILE, "index_add_sorted", "PPPPqqqqf")
 _STARTS, _SEGMENTS = CudaKernel(FILE, "index_add_starts", "PPqq"), CudaKernel(FILE, "index_add_segments", "PPPPPPqqqqf")
 FEW = 1024  # indices that a block looks through or sorts; more are torch's to sort
 # Of a block of index_add_pass: loads of x and elements of source rows that a thread has on their way, and threads at most.
@@ -78,7 +78,7 @@ def ordered(y: Any, x: Any, dim: int, index: Any, source: Any, alpha: float, det
     x, index, source, sizes, macros = _given(y, x, dim, index, source)
     outer, size, n, inner = sizes
     rows = size <= 4 * n or _apart(n, inner, y)
-    packs, macros["ROWS"] = inner // macros["PACK"], int(rows)
+    packs = inner // macros["PACK"]
     if n <= FEW and rows:
         launch(_FEW, _blocks(outer * size * -(-packs // 128) * 32), y, x, index, source, *sizes, alpha, block=256, **macros)
         return
@@ -86,10 +86,11 @@ def ordered(y: Any, x: Any, dim: int, index: Any, source: Any, alpha: float, det
     threads = outer * (size if rows else n) * -(-packs // lanes) * lanes
     if n <= FEW:
         copy = 16 // y.element_size() if x.data_ptr() % 16 == 0 else 1
-        named, after = torch.empty((n, 4), dtype=torch.int32, device=y.device), early(device.of(y))
+        order, after = torch.empty((n, 4), dtype=torch.int32, device=y.device), early(device.of(y))
         blocks = 1 if x is y else 1 + _blocks(-(-y.numel() // copy))[0]
-        launch(_COPY, (blocks,), y, x, index, named, y.numel(), size, n, block=256, **macros | {"COPY": copy, "PDL": after["PDL"]})
-        launch(_NAMED, _blocks(threads), y, x, named, source, *sizes, alpha, block=256, **macros, **after)
+        own = macros | {"PACK": 1, "LANES": 32, "COPY": copy, "PDL": after["PDL"]}  # what it does not use is the same in all calls
+        launch(_COPY, (blocks,), y, x, index, order, y.numel(), size, n, block=256, **own)
+        launch(_SORTED, _blocks(threads), y, x, order, source, *sizes, alpha, block=256, **macros, **after)
         return
     if not rows and x is not y:
         copied(y, x)
@@ -99,7 +100,7 @@ def ordered(y: Any, x: Any, dim: int, index: Any, source: Any, alpha: float, det
     starts = torch.empty(size + 1 if rows else 0, dtype=torch.int32, device=y.device)
     if rows:
         launch(_STARTS, _blocks(size + 1), starts, sorted_, size, n, block=256, **macros)
-    macros |= {"OTYPE": INT[order.dtype]}
+    macros |= {"ROWS": int(rows), "OTYPE": INT[order.dtype]}
     launch(_SEGMENTS, _blocks(threads), y, x, sorted_, order, starts, source, *sizes, alpha, block=256, **macros)
 
 

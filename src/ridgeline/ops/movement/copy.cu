@@ -1,7 +1,5 @@
 // copy in CUDA C++: the roof of memory, reached in four steps.
-// Macros: UNIT the type that a thread moves at once; LOADS, how many of them before it stores any; CHUNK bytes and STAGES of a ring; PDL where
-// a kernel that comes early follows `copy_loads`.
-#include "early.cuh"
+// Macros: UNIT the type that a thread moves at once; LOADS, how many of them before it stores any; CHUNK bytes and STAGES of a ring.
 #include "hopper.cuh"
 
 #ifndef UNIT
@@ -20,7 +18,6 @@ extern "C" __global__ void copy_units(UNIT* y, const UNIT* x, long long n) {
 // LOADS units of 16 bytes (or what addresses allow) a thread, all on their way before the first is stored. Neighbours in a warp stay
 // neighbours in memory. The first block has the bytes behind the last whole unit.
 extern "C" __global__ void copy_loads(UNIT* __restrict__ y, const UNIT* __restrict__ x, long long bytes) {
-    let_next_come();
     const long long n = bytes / (long long)sizeof(UNIT), rest = n * sizeof(UNIT) + threadIdx.x;
     if (blockIdx.x == 0 && rest < bytes) reinterpret_cast<char*>(y)[rest] = reinterpret_cast<const char*>(x)[rest];
     const long long first = blockIdx.x * (long long)(blockDim.x * LOADS) + threadIdx.x;

@@ -242,8 +242,8 @@ extern "C" __global__ void __launch_bounds__(THREADS, 1024 / THREADS) index_add_
     }
 }
 
-// Few indices of which each row is some warp's: it has a part of any row, so that this is the copy as well. It looks through all of the indices for
-// those of its row, and adds their source rows in order. Nothing is sorted.
+// Few indices, rows without one no more than those with: this is the copy as well. A warp has a part of a row, looks through all of the indices
+// for those that name it, and adds their source rows in order. Nothing is sorted.
 extern "C" __global__ void __launch_bounds__(256) index_add_few(
     T* y, const T* x, const I* index, const T* source, long long outer, long long size, long long n, long long inner, float alpha) {
     constexpr int PACKS = 4;         // of a thread
@@ -297,7 +297,7 @@ extern "C" __global__ void __launch_bounds__(256) index_add_few(
 }
 
 // An index among the sorted ones: its row, which index it is (~item where it is out of range) and, for the first one of a row, how many it has.
-struct __align__(16) Named {
+struct __align__(16) SortedIndex {
     long long row;
     int item, times;
 };
@@ -305,7 +305,7 @@ struct __align__(16) Named {
 // Few indices, and much to copy: the first block sorts them meanwhile (Batcher's bitonic network, by row and then by their order).
 // COPY: elements of a load of the copy, one a thread.
 extern "C" __global__ void __launch_bounds__(256) index_add_copy(
-    T* y, const T* x, const I* index, Named* named, long long count, long long size, long long n) {
+    T* y, const T* x, const I* index, SortedIndex* sorted, long long count, long long size, long long n) {
     using Copied = Pack<T, COPY>;
     if (blockIdx.x) {
         let_next_come();
@@ -320,13 +320,13 @@ extern "C" __global__ void __launch_bounds__(256) index_add_copy(
         const long long given = k < n ? (long long)index[k] : 0, row = nearest(given, size);
         keys[k] = k < n ? row << 11 | k << 1 | (given == row) : 0x7fffffffffffffffLL;
     }
-    for (int sorted = 2; sorted <= width; sorted *= 2)
-        for (int apart = sorted / 2; apart; apart /= 2) {
+    for (int run = 2; run <= width; run *= 2)
+        for (int apart = run / 2; apart; apart /= 2) {
             __syncthreads();
             for (int i = threadIdx.x; i < width / 2; i += blockDim.x) {
                 const int low = 2 * i - (i & (apart - 1)), high = low + apart;
                 const long long a = keys[low], b = keys[high];
-                if (a > b == !(low & sorted)) keys[low] = b, keys[high] = a;
+                if (a > b == !(low & run)) keys[low] = b, keys[high] = a;
             }
         }
     __syncthreads();
@@ -345,27 +345,27 @@ extern "C" __global__ void __launch_bounds__(256) index_add_copy(
                     past = middle;
             }
         const int item = (int)(keys[k] >> 1) & 1023;
-        named[k] = Named{row, keys[k] & 1 ? item : ~item, end - k};
+        sorted[k] = SortedIndex{row, keys[k] & 1 ? item : ~item, end - k};
     }
     __threadfence();
     __syncthreads();
-    let_next_come();  // after which all that is named can be read: what comes next reads it before this kernel ends
+    let_next_come();  // only now: the next kernel reads `sorted` before this one has ended
 }
 
 // The rows that these name, which the kernel before has copied, or with PDL is still copying: all but the writing is done by then. LANES threads
 // have a piece of a row, and add its source rows in order, BATCH on their way.
-extern "C" __global__ void __launch_bounds__(256) index_add_named(
-    T* y, const T* x, const Named* named, const T* source, long long outer, long long size, long long n, long long inner, float alpha) {
+extern "C" __global__ void __launch_bounds__(256) index_add_sorted(
+    T* y, const T* x, const SortedIndex* sorted, const T* source, long long outer, long long size, long long n, long long inner, float alpha) {
     const auto look = [&](long long k) {  // in L2: what the kernel before wrote while this one may have begun
-        const uint4 words = __ldcg(reinterpret_cast<const uint4*>(named + k));
-        return reinterpret_cast<const Named&>(words);
+        const uint4 words = __ldcg(reinterpret_cast<const uint4*>(sorted + k));
+        return reinterpret_cast<const SortedIndex&>(words);
     };
     const long long wide = LANES * PACK, pieces = (inner + wide - 1) / wide;
     const long long groups = gridDim.x * (long long)(blockDim.x / LANES);
     for (long long g = (blockIdx.x * (long long)blockDim.x + threadIdx.x) / LANES; g < outer * n * pieces; g += groups) {
         const Unit unit(g, n, pieces, wide);
         const long long column = unit.column + threadIdx.x % LANES * PACK;
-        const Named first = look(unit.item);
+        const SortedIndex first = look(unit.item);
         if (column >= inner || !first.times) continue;
         const long long to = (unit.o * size + first.row) * inner + column;
         bool bad = false;

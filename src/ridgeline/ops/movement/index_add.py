@@ -3,7 +3,8 @@
     backward: dx = dy,  dsource[k] = alpha dy[index[k]]
 
 Rows that an index names twice take both, so that either additions must be atomic, or one thread must make all of a place. Served is the
-second: few indices are looked through or sorted by one block, many are torch's to sort, and a row's sources are added in order, in float32.
+second: few indices are looked through by each warp, or sorted by a block of the copy, many are torch's to sort, and a row's sources are
+added in order, in float32.
 Source: PyTorch's and OneFlow's kernels for the teaching rungs (documents of index_add); sorting by destination is the embedding
 gradient's old way.
 """
