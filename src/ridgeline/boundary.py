@@ -182,9 +182,9 @@ def observe(observer: Callable[[Launch], None]) -> Iterator[None]:
 def early(device: devices.Device) -> dict[str, Any]:
     """Constants of a kernel whose blocks take their places while the kernel before it in the launcher still runs, so that no time
     goes by between the two (programmatic dependent launch). Where PDL is true, the kernel before says when they may come
-    (`gdc_launch_dependents`), and this one waits for its end (`gdc_wait`) before it reads what that one wrote since, or writes; CUDA C++
-    has both in `early.cuh`. Only a launcher's second kernel or a later one may be early: what others left in the stream has ended
-    when the first one starts."""
+    (`gdc_launch_dependents`), and this one waits for its end (`gdc_wait`) before it reads what that one writes after saying so, or
+    writes itself; CUDA C++ has both in `early.cuh`. Only a launcher's second kernel or a later one may be early: what others left in
+    the stream has ended when the first one starts."""
     return {"PDL": True, "launch_pdl": True} if device.capability >= 90 and not INTERPRETED else {"PDL": False}
 
 

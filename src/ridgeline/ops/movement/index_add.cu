@@ -1,6 +1,6 @@
 // index_add in CUDA C++. x and y are (outer, size, inner) and source (outer, n, inner), all contiguous; row index[k] of y takes source's k.
-// Macros: DTYPE the elements, ITYPE the indices (int or long long), PACK the elements of a load (inner divides by it), ROWS 0 or 1; others
-// beside their kernels.
+// Macros: DTYPE the elements, ITYPE the indices (int or long long), PACK the elements of a load (inner divides by it); others beside their
+// kernels.
 // An index that is out of range is read as the nearest that is not, and gives NaN there.
 #include "early.cuh"
 #include "elementwise.cuh"
@@ -242,8 +242,8 @@ extern "C" __global__ void __launch_bounds__(THREADS, 1024 / THREADS) index_add_
     }
 }
 
-// Few indices, rows without one no more than those with: this is the copy as well. A warp has a part of a row, looks through all of the indices
-// for those that name it, and adds their source rows in order. Nothing is sorted.
+// Few indices, and not much to copy: a warp has a part of any row of y, named or not, so that this is the copy as well. It looks through all
+// of the indices for those that name its row, and adds their source rows in order. Nothing is sorted.
 extern "C" __global__ void __launch_bounds__(256) index_add_few(
     T* y, const T* x, const I* index, const T* source, long long outer, long long size, long long n, long long inner, float alpha) {
     constexpr int PACKS = 4;         // of a thread
