@@ -173,6 +173,29 @@ def test_large_logits(size: float, device: str) -> None:
 
 
 @kernels
+@pytest.mark.parametrize("given", [{}, {"causal": True}, {"window": (300, 0)}], ids=str)
+@pytest.mark.parametrize("D", [16] if INTERPRETED else [64, 80, 128, 256])
+@pytest.mark.parametrize("dtype", [torch.float16] if INTERPRETED else [torch.float16, torch.bfloat16], ids=str)
+def test_maxima_that_rise_from_block_to_block(dtype: torch.dtype, D: int, given: dict[str, Any], device: str) -> None:
+    """Scores grow from the last key to the first, the order in which blocks are taken: exponentials below the first block's maxima would be
+    beyond the dtype's largest number, and beyond float32's."""
+    for length in (40, 90) if INTERPRETED else (500, 1030):
+        q, k, v = (t.detach() for t in qkv((1, 3, length, D), (1, 3, length, D), device, dtype=dtype))
+        k = k * torch.linspace(60, 0, length, device=device)[:, None].to(dtype)
+        o, lse = get("attention").reference(*(t.double() for t in (q, k, v)), return_lse=True, **given)
+        cu = torch.tensor([0, length // 3, length], device=device, dtype=torch.int32)
+        packed = [torch.cat([t.transpose(1, 2)[0, : length // 3], t.transpose(1, 2)[0]]) for t in (q, k, v)]
+        cu[2] += length // 3
+        for impl in HERE:
+            found = ridgeline.attention(q, k, v, return_lse=True, impl=impl, **given)
+            near([found[0]], [o], 1e-2)
+            near([found[1]], [lse], 1e-4)
+            both = ridgeline.attention_varlen(*packed, cu, cu, return_lse=True, impl=impl, **given)
+            near([both[0][length // 3 :].transpose(0, 1)[None]], [o], 1e-2)
+            near([both[1][:, length // 3 :][None]], [lse], 1e-4)
+
+
+@kernels
 def test_smallest_numbers_as_a_mask(device: str) -> None:
     """A mask of float32's smallest number hides keys from rows that see others; a row that it hides all of is their average, as in torch.
     Such a row's lse cannot hold its sum, so that a gradient must not come in there."""

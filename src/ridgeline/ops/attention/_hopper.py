@@ -2,9 +2,9 @@
 
 One warp fetches tiles of q, k and v by the copy engine (TMA) into rings of shared memory; two or three groups of four warps have 64 rows
 of queries each, keep their sums in registers and share the keys. A group starts the products for a block's scores and, with the
-probabilities of the block before, those for its output, and takes the exponentials when both are there, or with OVERLAP while the second
-still run; they are packed into the registers that these read. Meanwhile other groups have the matrix units. Two groups take turns at
-starting products. Programs stay: each takes tiles of queries in an order that gives all as much to do, and starts the next tile's scores
+probabilities of the block before, those for its output, and takes the exponentials while the second still run; then they are packed into the
+registers that these read. Meanwhile other groups have the matrix units, and two groups take turns at starting products. Only a tile's first
+block is asked for its maxima (_hopper_softmax.py). Programs stay: each takes tiles of queries in an order that gives all as much to do, and starts the next tile's scores
 before it ends a tile.
 Source: Shah et al., FlashAttention-3, 2024 (arXiv:2407.08608). Backward is in _hopper_backward.py.
 """
@@ -23,13 +23,9 @@ from ridgeline import device
 from ridgeline.boundary import launch
 from ridgeline.cuda import TensorMap
 from ridgeline.ops.attention._hopper_rings import ROWS, _halves, _in, _pack, _read, _ring, _same, _scores, _store, _write
-from ridgeline.ops.attention._hopper_softmax import _after, _rescale, _rise, _soften
+from ridgeline.ops.attention._hopper_softmax import _beyond, _declare, _rise, _shrink, _soften, _sums, _watch
 from ridgeline.ops.attention._packed import order
 from ridgeline.ops.attention._triton import LOG2E, UNBOUNDED, _parts
-
-# Exponentials while the block before is multiplied by v (FlashAttention-3's overlap inside a group), and sums rescaled only where a maximum has
-# risen far (FlashAttention-4's). Compiled, and run as Python (tests/test_attention_hopper.py), but not on a GPU: so not served.
-OVERLAP, LAZY = False, False
 
 
 @aggregate
@@ -260,19 +256,15 @@ def _deal(listed, queries, keys, values, qs, ks, vs, plan, board):
         qs.end(n * GROUPS + g)
 
 
+@gluon.constexpr_function
+def _line(ME, WAIT):
+    return f"bar.{'sync' if WAIT else 'arrive'} {13 + ME}, 256; mov.u32 $0, 0;"
+
+
 @gluon.jit
 def _named(ME: gl.constexpr, WAIT: gl.constexpr):
     """A barrier of two groups: to wait at it, or to say that the other need not."""
-    if WAIT:
-        if ME == 0:
-            gl.inline_asm_elementwise("bar.sync 13, 256; mov.u32 $0, 0;", "=r,r", [0], dtype=gl.int32, is_pure=False, pack=1)
-        else:
-            gl.inline_asm_elementwise("bar.sync 14, 256; mov.u32 $0, 0;", "=r,r", [0], dtype=gl.int32, is_pure=False, pack=1)
-    else:
-        if ME == 0:
-            gl.inline_asm_elementwise("bar.arrive 13, 256; mov.u32 $0, 0;", "=r,r", [0], dtype=gl.int32, is_pure=False, pack=1)
-        else:
-            gl.inline_asm_elementwise("bar.arrive 14, 256; mov.u32 $0, 0;", "=r,r", [0], dtype=gl.int32, is_pure=False, pack=1)
+    gl.inline_asm_elementwise(_line(ME, WAIT), "=r,r", [0], dtype=gl.int32, is_pure=False, pack=1)
 
 
 @gluon.jit
@@ -293,7 +285,7 @@ def _skip_unseen(ME: gl.constexpr, ks, vs, plan, block, row, low, high, shift, m
 
 
 @gluon.jit
-def _attend(ME: gl.constexpr, out, lse, qs, ks, vs, plan, board, TURNS: gl.constexpr, REST: gl.constexpr, LAZY: gl.constexpr):
+def _attend(ME: gl.constexpr, out, lse, qs, ks, vs, plan, board, TURNS: gl.constexpr, REST: gl.constexpr):
     """A group of warps: its rows of all tiles of this program. With REST D is half of a tile's columns and at most so many more: o is
     in two parts. Where q has room for one tile (D > 128) the next tile begins when this one has left it."""
     GROUPS: gl.constexpr = plan.BM // ROWS
@@ -309,7 +301,6 @@ def _attend(ME: gl.constexpr, out, lse, qs, ks, vs, plan, board, TURNS: gl.const
     rest_p: gl.constexpr = gl.DotOperandLayout(operand_index=0, parent=rest_layout, k_width=2)
     rows: gl.constexpr = gl.SliceLayout(1, s_layout)
     zero = gl.zeros([ROWS, BN], gl.float32, s_layout)
-    nothing = gl.full([ROWS], 0.0, gl.float32, rows)  # a sum added to it spills fewer registers than the sum alone
     lowest = gl.full([ROWS], -1.0e30, gl.float32, rows)  # no -inf: their difference would be NaN
     n, block = 0, 0
     if TURNS and ME == 1:
@@ -335,9 +326,10 @@ def _attend(ME: gl.constexpr, out, lse, qs, ks, vs, plan, board, TURNS: gl.const
     s = warpgroup_mma_wait(0, deps=(scores,))
     ks.give(block, more)
     s = plan.hide_last(s, row + ME * ROWS, high - 1, columns, shift)
-    top, shrink = _rise(s, lowest, plan.factor, False)
+    top, _ = _rise(s, lowest, plan.factor)
     s = _soften(s, top, plan.factor)
-    p, total = _pack(s, dtype), nothing + gl.sum(s, 1)
+    p, total = _pack(s, dtype), _sums(s)
+    _declare(ME)
     block += 1
     while plan.has(t):
         row += ME * ROWS
@@ -365,25 +357,26 @@ def _attend(ME: gl.constexpr, out, lse, qs, ks, vs, plan, board, TURNS: gl.const
             if plan.MASKS == 2:  # noqa: SIM102  # this one is decided by the compiler; where the other ends ptxas waits for all products
                 if (here >= upto) | (here < from_):
                     s = plan.hide(s, row, here, columns, shift)
-            top, shrink = _rise(s, top, plan.factor, LAZY)
-            total *= shrink
-            if plan.MASKS < 2:
-                s = _soften(s, top, plan.factor)
-                total = _after(total + gl.sum(s, 1))
+            s = _soften(s, top, plan.factor)
+            sums = _watch(ME, _sums(s))
             if REST:
                 acc, more_acc, s = warpgroup_mma_wait(0, deps=(products, others, s))
             else:
                 acc, s = warpgroup_mma_wait(0, deps=(products, s))  # the next p lies where this product reads the last
+            if _beyond(ME):
+                scores = _scores(q, keys, zero, REST)
+                s = warpgroup_mma_wait(0, deps=(scores,))
+                if plan.MASKS == 2:
+                    s = plan.hide(s, row, here, columns, shift)
+                top, less = _rise(s, top, plan.factor)
+                s = _soften(s, top, plan.factor)
+                sums, total, acc = _sums(s), _shrink(total, less), _shrink(acc, less)
+                if REST:
+                    more_acc = _shrink(more_acc, less)
             ks.give(block)
             vs.give(block - 1)
-            if plan.MASKS == 2:
-                s = _soften(s, top, plan.factor)
             p = _pack(s, dtype)
-            if plan.MASKS == 2:
-                total += gl.sum(s, 1)
-            acc = _rescale(acc, shrink, LAZY)
-            if REST:
-                more_acc = _rescale(more_acc, shrink, LAZY)
+            total += sums
             block += 1
         # The next tile's first scores, while this one's last products run.
         last = block - 1
@@ -416,10 +409,9 @@ def _attend(ME: gl.constexpr, out, lse, qs, ks, vs, plan, board, TURNS: gl.const
         if AHEAD:
             s = warpgroup_mma_wait(2 if REST else 1, deps=(scores,))
             s = plan.hide_last(s, row_next + ME * ROWS, high - 1, columns, shift)
-            top_next, shrink = _rise(s, lowest, plan.factor, False)
-            if plan.MASKS < 2:
-                s = _soften(s, top_next, plan.factor)
-                total_next = _after(gl.sum(s, 1))
+            top_next, _ = _rise(s, lowest, plan.factor)
+            s = _soften(s, top_next, plan.factor)
+            total_next = _sums(s)
         if REST:
             acc, more_acc, s = warpgroup_mma_wait(0, deps=(products, others, s))
         else:
@@ -427,20 +419,17 @@ def _attend(ME: gl.constexpr, out, lse, qs, ks, vs, plan, board, TURNS: gl.const
         vs.give(last)
         if AHEAD:
             ks.give(block, more)
-            if plan.MASKS == 2:
-                s = _soften(s, top_next, plan.factor)
             p = _pack(s, dtype)
-            if plan.MASKS == 2:
-                total_next = nothing + gl.sum(s, 1)
-        some = total > 0.0
-        total = gl.where(some, total, 1.0)
+        divisor = gl.convert_layout(gl.sum(total, 1), rows)
+        some = divisor > 0.0
+        divisor = gl.where(some, divisor, 1.0)
         i = row + gl.arange(0, ROWS, rows)
-        sums = gl.where(some, (top + gl.log2(total)) * 0.6931471805599453, float("-inf"))
+        sums = gl.where(some, (top + gl.log2(divisor)) * 0.6931471805599453, float("-inf"))
         gl.store(lse + turn.to(gl.int64) * plan.rows + begin + i, sums, mask=i < length)
-        acc = acc * gl.convert_layout(1.0 / total, gl.SliceLayout(1, o_layout))[:, None]
+        acc = _shrink(acc, 1.0 / divisor)
         where = qs.tile(n * GROUPS + ME)  # where q was
         if REST:
-            more_acc = more_acc * gl.convert_layout(1.0 / total, gl.SliceLayout(1, rest_layout))[:, None]
+            more_acc = _shrink(more_acc, 1.0 / divisor)
             where.slice(0, D, 1).store(acc.to(dtype))
             where.slice(D, REST, 1).store(more_acc.to(dtype))
         else:
@@ -474,9 +463,9 @@ def _attend(ME: gl.constexpr, out, lse, qs, ks, vs, plan, board, TURNS: gl.const
             s = warpgroup_mma_wait(0, deps=(scores,))
             ks.give(block, more)
             s = plan.hide_last(s, row_next + ME * ROWS, high - 1, columns, shift)
-            top_next, shrink = _rise(s, lowest, plan.factor, False)
+            top_next, _ = _rise(s, lowest, plan.factor)
             s = _soften(s, top_next, plan.factor)
-            p, total_next = _pack(s, dtype), nothing + gl.sum(s, 1)
+            p, total_next = _pack(s, dtype), _sums(s)
         if plan.PACKED:
             begin, length = begin_next, length_next
         turn, row, top, total = turn_next, row_next, top_next, total_next
@@ -487,7 +476,7 @@ def _attend(ME: gl.constexpr, out, lse, qs, ks, vs, plan, board, TURNS: gl.const
 
 
 @gluon.jit(do_not_specialize=["turns", "heads", "group", "section", "tiles", "rows", "columns", "shift", "left", "right"])
-def _fwd(lse, listed, queries, keys, values, out, turns, heads, group, section, tiles, rows, columns, shift, left, right, factor, GROUPS: gl.constexpr, STAGES: gl.constexpr, LEFT: gl.constexpr, RIGHT: gl.constexpr, PAIRS: gl.constexpr, BN: gl.constexpr, REST: gl.constexpr, MASKS: gl.constexpr, LAZY: gl.constexpr):  # fmt: skip
+def _fwd(lse, listed, queries, keys, values, out, turns, heads, group, section, tiles, rows, columns, shift, left, right, factor, GROUPS: gl.constexpr, TURNS: gl.constexpr, STAGES: gl.constexpr, LEFT: gl.constexpr, RIGHT: gl.constexpr, PAIRS: gl.constexpr, BN: gl.constexpr, REST: gl.constexpr, MASKS: gl.constexpr):  # fmt: skip
     PACKED: gl.constexpr = listed is not None
     BM: gl.constexpr = GROUPS * ROWS
     plan = Plan(turns, heads, group, section, tiles, rows, columns, shift, left, right, factor, BM, BN, LEFT, RIGHT, PAIRS, PACKED, MASKS)  # fmt: skip
@@ -500,8 +489,8 @@ def _fwd(lse, listed, queries, keys, values, out, turns, heads, group, section, 
     if GROUPS == 2:
         gl.warp_specialize(
             [
-                (_attend, (0, out, lse, qs, ks, vs, plan, board if PACKED else None, True, REST, LAZY)),
-                (_attend, (1, out, lse, qs, ks, vs, plan, board if PACKED else None, True, REST, LAZY)),
+                (_attend, (0, out, lse, qs, ks, vs, plan, board if PACKED else None, TURNS, REST)),
+                (_attend, (1, out, lse, qs, ks, vs, plan, board if PACKED else None, TURNS, REST)),
                 (_deal, (listed, queries, keys, values, qs, ks, vs, plan, board))
                 if PACKED
                 else (_fetch, (queries, keys, values, qs, ks, vs, plan)),
@@ -512,9 +501,9 @@ def _fwd(lse, listed, queries, keys, values, out, turns, heads, group, section, 
     else:
         gl.warp_specialize(
             [
-                (_attend, (0, out, lse, qs, ks, vs, plan, board if PACKED else None, False, REST, LAZY)),
-                (_attend, (1, out, lse, qs, ks, vs, plan, board if PACKED else None, False, REST, LAZY)),
-                (_attend, (2, out, lse, qs, ks, vs, plan, board if PACKED else None, False, REST, LAZY)),
+                (_attend, (0, out, lse, qs, ks, vs, plan, board if PACKED else None, TURNS, REST)),
+                (_attend, (1, out, lse, qs, ks, vs, plan, board if PACKED else None, TURNS, REST)),
+                (_attend, (2, out, lse, qs, ks, vs, plan, board if PACKED else None, TURNS, REST)),
                 (_deal, (listed, queries, keys, values, qs, ks, vs, plan, board))
                 if PACKED
                 else (_fetch, (queries, keys, values, qs, ks, vs, plan)),
@@ -548,9 +537,9 @@ def refusal(x: torch.Tensor, *rest: Any, mask: Any = None, softcap: Any = None, 
 
 
 def _groups(D: int, turns: int, rows: int, ahead: bool, packed: bool, programs: int) -> int:
-    """Groups of warps for a block. At D <= 64 three multiply 1.1 times as fast as two; but the heaviest program may have more rows by tiles
-    of 192 than by tiles of 128, and causal tiles of up to 4096 queries have more that nobody sees."""
-    if D > 64 or (ahead and rows <= 4096) or (packed and rows <= 1536):
+    """Groups of warps for a block. At D <= 96 three multiply 1.1 times as fast as two (beyond 64 by 64 keys, for their registers); but the
+    heaviest program may have more rows by tiles of 192 than by tiles of 128, and causal ones of up to 4096 queries see fewer of their keys."""
+    if D > 96 or (ahead and rows <= 4096) or (packed and rows <= 1536):
         return 2
     two, three = (triton.cdiv(turns * triton.cdiv(rows, tile), programs) * tile for tile in (128, 192))
     return 3 if packed or three < 1.1 * two else 2
@@ -558,7 +547,7 @@ def _groups(D: int, turns: int, rows: int, ahead: bool, packed: bool, programs: 
 
 def _masks(BM: int, BN: int, columns: int, shift: int, right: int, back: bool, ahead: bool, bottom: bool, packed: bool) -> int:
     """`Plan.MASKS`. 1: a group's causal edge, or the ragged end of the keys, lies within the first block that it sees; the others need no mask."""
-    if not OVERLAP or back or (ahead and packed and bottom):  # of packed sequences shifts differ
+    if back or (ahead and packed and bottom):  # of packed sequences shifts differ
         return 2
     if ahead:
         return 2 if (shift + right) % (ROWS.value if BM > BN else BN) else 1
@@ -578,8 +567,21 @@ def fwd(
     pairs = ahead and not back and columns <= 8192 and not packed  # of longer ones all heads' tiles at once divide better
     turns, tiles = batch * heads, triton.cdiv(rows, 64 * groups)
     listed, group, wide = None, heads // k.shape[1], triton.next_power_of_2(D)
-    BN, stages, rest = 64 if D > 128 else 128, 4 if D <= 64 else 2, _parts(D)[1] if 64 < D <= 128 else 0
-    facts: dict[str, Any] = {"GROUPS": groups, "STAGES": stages, "LEFT": back, "RIGHT": ahead, "PAIRS": pairs, "BN": BN, "REST": rest}
+    BN = 64 if D > 128 or (D > 64 and groups == 3) else 128
+    stages, rest = 4 if wide * BN <= 8192 else 2, _parts(D)[1] if 64 < D <= 128 else 0
+    by_turns = (
+        groups == 2 and D > 64 and not (ahead and columns > 8192)
+    )  # 3% quicker for 1024 queries, level at 8192; else slower, by 2 and 5%
+    facts: dict[str, Any] = {
+        "GROUPS": groups,
+        "TURNS": by_turns,
+        "STAGES": stages,
+        "LEFT": back,
+        "RIGHT": ahead,
+        "PAIRS": pairs,
+        "BN": BN,
+        "REST": rest,
+    }
     options: dict[str, Any] = {"num_warps": 4, "maxnreg": 128 if groups == 3 else 168}
     if cu_q is not None:
         listed, most = order(q, k, cu_q, cu_q if cu_k is None else cu_k, bottom, left, right, 64 * groups, BN)
@@ -590,7 +592,7 @@ def fwd(
         shared = 4 * columns * D * k.shape[1] // heads  # bytes of keys and values for each head of queries
         section = max(1, min(turns, (24 << 20) // max(1, shared))) if pairs or back else turns if ahead else 1
         shift, count = columns - rows if bottom else 0, turns * (triton.cdiv(tiles, 2) if pairs else tiles)
-    facts |= {"MASKS": _masks(64 * groups, BN, columns, shift, right, back, ahead, bottom, packed), "LAZY": LAZY}
+    facts |= {"MASKS": _masks(64 * groups, BN, columns, shift, right, back, ahead, bottom, packed)}
     numbers = turns, heads, group, section, tiles, rows, columns, shift, left, right
     box = (1, 1, 1) if packed else (1, 1)
     maps = [TensorMap(t, (*box, n, wide), min(128, 2 * wide), packed) for t, n in ((q, 64), (k, BN), (v, BN), (o, 64))]
