@@ -17,7 +17,7 @@ from ridgeline import device
 from ridgeline.boundary import INTERPRETED
 from ridgeline.lab.law import Law
 from ridgeline.op import RidgelineError, get
-from ridgeline.ops.attention import _hopper_backward, _hopper_pieces
+from ridgeline.ops.attention import _hopper, _hopper_backward, _hopper_pieces
 from ridgeline.select import why_not
 
 
@@ -173,26 +173,31 @@ def test_large_logits(size: float, device: str) -> None:
 
 
 @kernels
-@pytest.mark.parametrize("given", [{}, {"causal": True}, {"window": (300, 0)}], ids=str)
-@pytest.mark.parametrize("D", [16] if INTERPRETED else [64, 80, 128, 256])
+@pytest.mark.parametrize("given", [{}, {"causal": True}, {"causal": "bottom_right"}, {"window": (300, 0)}], ids=str)
+@pytest.mark.parametrize(("D", "groups"), [(16, 0)] if INTERPRETED else [(64, 2), (64, 3), (80, 2), (80, 3), (128, 2), (256, 2)])
 @pytest.mark.parametrize("dtype", [torch.float16] if INTERPRETED else [torch.float16, torch.bfloat16], ids=str)
-def test_maxima_that_rise_from_block_to_block(dtype: torch.dtype, D: int, given: dict[str, Any], device: str) -> None:
+def test_maxima_that_rise_from_block_to_block(
+    dtype: torch.dtype, D: int, groups: int, given: dict[str, Any], device: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
     """Scores grow from the last key to the first, the order in which blocks are taken: exponentials below the first block's maxima would be
     beyond the dtype's largest number, and beyond float32's."""
+    monkeypatch.setattr(_hopper, "_groups", lambda *_: groups)
     for length in (40, 90) if INTERPRETED else (500, 1030):
-        q, k, v = (t.detach() for t in qkv((1, 3, length, D), (1, 3, length, D), device, dtype=dtype))
-        k = k * torch.linspace(60, 0, length, device=device)[:, None].to(dtype)
-        o, lse = get("attention").reference(*(t.double() for t in (q, k, v)), return_lse=True, **given)
-        cu = torch.tensor([0, length // 3, length], device=device, dtype=torch.int32)
-        packed = [torch.cat([t.transpose(1, 2)[0, : length // 3], t.transpose(1, 2)[0]]) for t in (q, k, v)]
-        cu[2] += length // 3
+        shapes = (1, 3, length, D), (1, 3, length + 5, D)
+        q, k, v = (t.detach() for t in qkv(*shapes, device, dtype=dtype))
+        k = k * torch.linspace(60, 0, length + 5, device=device)[:, None].to(dtype)
+        first = length // 3  # a sequence of so many queries and keys, and all as another
+        parts = [[t[:, :, :first] for t in (q, k, v)], [q, k, v]]
+        packed = [torch.cat([t[0].transpose(0, 1) for t in ts]) for ts in zip(*parts, strict=True)]
+        cu = [torch.tensor([0, first, first + n], device=device, dtype=torch.int32) for n in (length, length + 5)]
+        exact = [get("attention").reference(*(t.double() for t in part), return_lse=True, **given) for part in parts]
         for impl in HERE:
-            found = ridgeline.attention(q, k, v, return_lse=True, impl=impl, **given)
-            near([found[0]], [o], 1e-2)
-            near([found[1]], [lse], 1e-4)
-            both = ridgeline.attention_varlen(*packed, cu, cu, return_lse=True, impl=impl, **given)
-            near([both[0][length // 3 :].transpose(0, 1)[None]], [o], 1e-2)
-            near([both[1][:, length // 3 :][None]], [lse], 1e-4)
+            both = ridgeline.attention_varlen(*packed, *cu, return_lse=True, impl=impl, **given)
+            found = [(both[0][rows].transpose(0, 1)[None], both[1][:, rows][None]) for rows in (slice(first), slice(first, None))]
+            found.append(ridgeline.attention(q, k, v, return_lse=True, impl=impl, **given))
+            for (o, lse), (o_exact, lse_exact) in zip(found, [*exact, exact[1]], strict=True):
+                near([o], [o_exact], 1e-2)
+                near([lse], [lse_exact], 1e-4)
 
 
 @kernels

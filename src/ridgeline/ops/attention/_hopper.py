@@ -2,10 +2,10 @@
 
 One warp fetches tiles of q, k and v by the copy engine (TMA) into rings of shared memory; two or three groups of four warps have 64 rows
 of queries each, keep their sums in registers and share the keys. A group starts the products for a block's scores and, with the
-probabilities of the block before, those for its output, and takes the exponentials while the second still run; then they are packed into the
-registers that these read. Meanwhile other groups have the matrix units, and two groups take turns at starting products. Only a tile's first
-block is asked for its maxima (_hopper_softmax.py). Programs stay: each takes tiles of queries in an order that gives all as much to do, and starts the next tile's scores
-before it ends a tile.
+probabilities of the block before, those for its output, and takes the exponentials while the second still run; then they are packed into
+the registers that these read. After a tile's first block only those whose sums get too large are asked for maxima (_hopper_softmax.py).
+Meanwhile other groups have the matrix units, and two groups may take turns at starting products. Programs stay: each takes tiles of queries
+in an order that gives all as much to do, and starts the next tile's scores before it ends a tile.
 Source: Shah et al., FlashAttention-3, 2024 (arXiv:2407.08608). Backward is in _hopper_backward.py.
 """
 
@@ -23,7 +23,7 @@ from ridgeline import device
 from ridgeline.boundary import launch
 from ridgeline.cuda import TensorMap
 from ridgeline.ops.attention._hopper_rings import ROWS, _halves, _in, _pack, _read, _ring, _same, _scores, _store, _write
-from ridgeline.ops.attention._hopper_softmax import _beyond, _declare, _rise, _shrink, _soften, _sums, _watch
+from ridgeline.ops.attention._hopper_softmax import NONE, _begin, _beyond, _declare, _rise, _shrink, _soften, _sums, _watch
 from ridgeline.ops.attention._packed import order
 from ridgeline.ops.attention._triton import LOG2E, UNBOUNDED, _parts
 
@@ -158,7 +158,7 @@ class Plan:
     @gluon.jit
     def seen_by(self, row, low, high, shift):
         """One past the last block of keys that a group's rows see, of its tile's; it has one at least."""
-        if self.MASKS == 1 and self.RIGHT and self.BM > self.BN:
+        if self.RIGHT and (self.MASKS == 2 or self.BM > self.BN):
             last = gl.maximum(row + ROWS - 1 + shift + self.right + self.BN, 0) // self.BN
             high = gl.minimum(gl.maximum(last, low + 1), high)
         return high
@@ -301,7 +301,7 @@ def _attend(ME: gl.constexpr, out, lse, qs, ks, vs, plan, board, TURNS: gl.const
     rest_p: gl.constexpr = gl.DotOperandLayout(operand_index=0, parent=rest_layout, k_width=2)
     rows: gl.constexpr = gl.SliceLayout(1, s_layout)
     zero = gl.zeros([ROWS, BN], gl.float32, s_layout)
-    lowest = gl.full([ROWS], -1.0e30, gl.float32, rows)  # no -inf: their difference would be NaN
+    none = gl.full([ROWS], NONE, gl.float32, rows)
     n, block = 0, 0
     if TURNS and ME == 1:
         _named(0, False)
@@ -326,7 +326,7 @@ def _attend(ME: gl.constexpr, out, lse, qs, ks, vs, plan, board, TURNS: gl.const
     s = warpgroup_mma_wait(0, deps=(scores,))
     ks.give(block, more)
     s = plan.hide_last(s, row + ME * ROWS, high - 1, columns, shift)
-    top, _ = _rise(s, lowest, plan.factor)
+    top = _rise(s, none, plan.factor)
     s = _soften(s, top, plan.factor)
     p, total = _pack(s, dtype), _sums(s)
     _declare(ME)
@@ -355,10 +355,11 @@ def _attend(ME: gl.constexpr, out, lse, qs, ks, vs, plan, board, TURNS: gl.const
                 _named(1 - ME, False)
             s = warpgroup_mma_wait(2 if REST else 1, deps=(scores,))
             if plan.MASKS == 2:  # noqa: SIM102  # this one is decided by the compiler; where the other ends ptxas waits for all products
-                if (here >= upto) | (here < from_):
+                if (here >= upto - 1) | (here < from_):
                     s = plan.hide(s, row, here, columns, shift)
+                    top = _begin(s, top, plan.factor)
             s = _soften(s, top, plan.factor)
-            sums = _watch(ME, _sums(s))
+            sums = _watch(ME, _sums(s), dtype)
             if REST:
                 acc, more_acc, s = warpgroup_mma_wait(0, deps=(products, others, s))
             else:
@@ -368,7 +369,8 @@ def _attend(ME: gl.constexpr, out, lse, qs, ks, vs, plan, board, TURNS: gl.const
                 s = warpgroup_mma_wait(0, deps=(scores,))
                 if plan.MASKS == 2:
                     s = plan.hide(s, row, here, columns, shift)
-                top, less = _rise(s, top, plan.factor)
+                old, top = top, _rise(s, top, plan.factor)
+                less = gl.exp2(old - top)
                 s = _soften(s, top, plan.factor)
                 sums, total, acc = _sums(s), _shrink(total, less), _shrink(acc, less)
                 if REST:
@@ -409,7 +411,7 @@ def _attend(ME: gl.constexpr, out, lse, qs, ks, vs, plan, board, TURNS: gl.const
         if AHEAD:
             s = warpgroup_mma_wait(2 if REST else 1, deps=(scores,))
             s = plan.hide_last(s, row_next + ME * ROWS, high - 1, columns, shift)
-            top_next, _ = _rise(s, lowest, plan.factor)
+            top_next = _rise(s, none, plan.factor)
             s = _soften(s, top_next, plan.factor)
             total_next = _sums(s)
         if REST:
@@ -421,7 +423,7 @@ def _attend(ME: gl.constexpr, out, lse, qs, ks, vs, plan, board, TURNS: gl.const
             ks.give(block, more)
             p = _pack(s, dtype)
         divisor = gl.convert_layout(gl.sum(total, 1), rows)
-        some = divisor > 0.0
+        some = divisor != 0.0
         divisor = gl.where(some, divisor, 1.0)
         i = row + gl.arange(0, ROWS, rows)
         sums = gl.where(some, (top + gl.log2(divisor)) * 0.6931471805599453, float("-inf"))
@@ -463,7 +465,7 @@ def _attend(ME: gl.constexpr, out, lse, qs, ks, vs, plan, board, TURNS: gl.const
             s = warpgroup_mma_wait(0, deps=(scores,))
             ks.give(block, more)
             s = plan.hide_last(s, row_next + ME * ROWS, high - 1, columns, shift)
-            top_next, _ = _rise(s, lowest, plan.factor)
+            top_next = _rise(s, none, plan.factor)
             s = _soften(s, top_next, plan.factor)
             p, total_next = _pack(s, dtype), _sums(s)
         if plan.PACKED:
@@ -569,19 +571,9 @@ def fwd(
     listed, group, wide = None, heads // k.shape[1], triton.next_power_of_2(D)
     BN = 64 if D > 128 or (D > 64 and groups == 3) else 128
     stages, rest = 4 if wide * BN <= 8192 else 2, _parts(D)[1] if 64 < D <= 128 else 0
-    by_turns = (
-        groups == 2 and D > 64 and not (ahead and columns > 8192)
-    )  # 3% quicker for 1024 queries, level at 8192; else slower, by 2 and 5%
-    facts: dict[str, Any] = {
-        "GROUPS": groups,
-        "TURNS": by_turns,
-        "STAGES": stages,
-        "LEFT": back,
-        "RIGHT": ahead,
-        "PAIRS": pairs,
-        "BN": BN,
-        "REST": rest,
-    }
+    # timed: with turns up to 2048 queries 1 to 3% quicker, later level; but at D 64 causal 2% slower, and causal at 16384 5%
+    by_turns = groups == 2 and D > 64 and not (ahead and not back and longest > 8192)
+    facts: dict[str, Any] = {"GROUPS": groups, "TURNS": by_turns, "STAGES": stages, "LEFT": back, "RIGHT": ahead, "PAIRS": pairs, "BN": BN}
     options: dict[str, Any] = {"num_warps": 4, "maxnreg": 128 if groups == 3 else 168}
     if cu_q is not None:
         listed, most = order(q, k, cu_q, cu_q if cu_k is None else cu_k, bottom, left, right, 64 * groups, BN)
@@ -592,7 +584,7 @@ def fwd(
         shared = 4 * columns * D * k.shape[1] // heads  # bytes of keys and values for each head of queries
         section = max(1, min(turns, (24 << 20) // max(1, shared))) if pairs or back else turns if ahead else 1
         shift, count = columns - rows if bottom else 0, turns * (triton.cdiv(tiles, 2) if pairs else tiles)
-    facts |= {"MASKS": _masks(64 * groups, BN, columns, shift, right, back, ahead, bottom, packed)}
+    facts |= {"REST": rest, "MASKS": _masks(64 * groups, BN, columns, shift, right, back, ahead, bottom, packed)}
     numbers = turns, heads, group, section, tiles, rows, columns, shift, left, right
     box = (1, 1, 1) if packed else (1, 1)
     maps = [TensorMap(t, (*box, n, wide), min(128, 2 * wide), packed) for t, n in ((q, 64), (k, BN), (v, BN), (o, 64))]

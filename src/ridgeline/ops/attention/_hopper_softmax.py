@@ -1,19 +1,27 @@
 """Softmax of a group of warps in attention's forward kernel for Hopper: a block's exponentials, and what is subtracted from their scores.
 
 Softmax is the same whatever number is subtracted from all scores of a row, as long as no exponential overflows. So that number is the maximum
-of the first block that the row sees, and stays: exponentials of later blocks begin as their scores arrive, without maxima, and no sum shrinks.
-A group looks at each block's sums. Only where one is beyond 2^15 are that block's scores made again, for new maxima (`_rise`).
+of the first block of which the row sees a key, and stays: exponentials of later blocks begin as their scores arrive, without maxima, and no
+sum shrinks. A group looks at each block's sums. Only where one is beyond what the dtype may hold are that block's scores made again, for new
+maxima of all of the group's rows.
 """
 
 from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
 
+NONE = gl.constexpr(-1.0e30)  # of a row that has seen no key: no -inf, for their difference would be NaN
+
 
 @gluon.jit
 def _rise(s, top, factor):
-    """The maximum of each row so far (base 2, scaled), and what its sums are to shrink by."""
-    most = gl.maximum(top, gl.max(s, 1) * factor)
-    return most, gl.exp2(top - most)
+    """What is subtracted from now on (base 2, scaled): where this block has a larger score, that."""
+    return gl.maximum(top, gl.max(s, 1) * factor)
+
+
+@gluon.jit
+def _begin(s, top, factor):
+    """`_rise` of the rows alone that have seen no key, whose sums are 0."""
+    return gl.where(top > NONE, top, _rise(s, top, factor))
 
 
 @gluon.jit
@@ -36,12 +44,14 @@ def _shrink(sums, factors):
 
 
 # What `_watch` finds is a number of the group's, and Gluon makes such a number of a tensor by way of shared memory. So it lies in a register of
-# PTX with a name, which `_declare` declares and `_beyond` reads.
+# PTX with a name, which `_declare` declares and `_beyond` reads. A sum that is not a number is beyond, too.
 @gluon.constexpr_function
-def _lines(ME):
+def _lines(ME, dtype=None):
+    most = (
+        "0f47000000" if dtype == gl.float16 else "0f5D800000"
+    )  # 2^15, float16's end is 65504; else 2^60: o's sums are as much larger than v
     declare = f".reg .pred beyond{ME}; setp.ne.s32 beyond{ME}, 0, 0; mov.u32 $0, 0;"
-    # 0f47000000 is 2^15, below float16's largest number; a sum that is not a number is beyond it
-    above = [f"setp.gtu{'.or' if n else ''}.f32 beyond{ME}, ${n}, 0f47000000{f', beyond{ME}' if n else ''};" for n in range(4)]
+    above = [f"setp.gtu{'.or' if n else ''}.f32 beyond{ME}, ${n}, {most}{f', beyond{ME}' if n else ''};" for n in range(4)]
     watch = f"{' '.join(above)} barrier.cta.red.or.pred beyond{ME}, {10 + ME}, 128, beyond{ME};"
     return declare, watch, f"selp.s32 $0, 1, 0, beyond{ME};"
 
@@ -52,10 +62,11 @@ def _declare(ME: gl.constexpr):
 
 
 @gluon.jit
-def _watch(ME: gl.constexpr, sums):
-    """Sums as they are; `_beyond` then tells whether any of the group's is beyond 2^15. Being a barrier of the group it also keeps what
-    follows in the source behind the exponentials: else ptxas waits for products before them, though only their packing has to."""
-    return gl.inline_asm_elementwise(_lines(ME)[1], "=f,=f,=f,=f,0,1,2,3", [sums], dtype=gl.float32, is_pure=False, pack=4)
+def _watch(ME: gl.constexpr, sums, dtype: gl.constexpr):
+    """Sums as they are; `_beyond` then tells whether any of the group's is too large for its probabilities to be of that dtype. Being a barrier
+    of the group it also keeps what follows in the source behind the exponentials: else ptxas waits for products before them, though only
+    their packing has to."""
+    return gl.inline_asm_elementwise(_lines(ME, dtype)[1], "=f,=f,=f,=f,0,1,2,3", [sums], dtype=gl.float32, is_pure=False, pack=4)
 
 
 @gluon.jit

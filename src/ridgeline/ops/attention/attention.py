@@ -3,7 +3,8 @@
     backward: P from lse,  delta = rowsum(o do) - dlse,  dV = P^T do,  dS = P (do v^T - delta),  dQ = scale dS k,  dK = scale dS^T q
 
 Tiles of queries walk tiles of keys and keep a running maximum and sum of each row (`gluon`: the first tile's maximum), so that the work is
-that of the matrix products and memory is read and written once. What it shares with attention_varlen stands in `_attention.py`, the Triton kernels in `_triton.py`.
+that of the matrix products and memory is read and written once. What it shares with attention_varlen stands in `_attention.py`, the Triton
+kernels in `_triton.py`.
 Source: Dao, FlashAttention-2, 2023 (arXiv:2307.08691); Rabe and Staats, Self-attention does not need O(n^2) memory, 2021
 (arXiv:2112.05682); Milakov and Gimelshein, Online normalizer calculation for softmax, 2018 (arXiv:1805.02867).
 """
