@@ -15,6 +15,7 @@ import torch
 import torch.nn.functional as F
 import triton
 from torch._dynamo.testing import CompileCounterWithBackend
+from triton.backends.nvidia import compiler
 
 import ridgeline
 from ridgeline import device as devices
@@ -469,7 +470,7 @@ def said_of(r: inspect.Resources, folder: Path) -> str:
     """What ptxas says of a kernel for Hopper."""
     path = folder / "kernel.ptx"
     path.write_text(r.texts["ptx"])
-    ptxas = triton.knobs.nvidia.ptxas.path
+    ptxas = compiler.get_ptxas(90).path
     return subprocess.run([ptxas, "-v", "-arch=sm_90a", path, "-o", "/dev/null"], capture_output=True, text=True, check=True).stderr
 
 

@@ -102,9 +102,9 @@ def _add_floats(place, odd, low, high, left_scales, right_scales, ring, begun, b
 
 
 @gluon.jit
-def _multiply(ME: gl.constexpr, y, out, scale_a, scale_b, zero_a, sums, bias, a_row, b_column, zero_step, bias_step, left_scales, right_scales, ring, boards, begun, tiles, LAG: gl.constexpr, BLOCKS: gl.constexpr, AHEAD: gl.constexpr):  # fmt: skip
-    """A group of warps: its rows of all tiles of this program. AHEAD: scales of rows and columns are asked for as a tile begins, a number or
-    two a thread, and lie in shared memory as it ends; else each chunk's columns are read when its turn comes, number by number."""
+def _multiply(ME: gl.constexpr, y, out, scale_a, scale_b, zero_a, sums, bias, a_row, b_column, zero_step, bias_step, left_scales, right_scales, ring, boards, begun, tiles, LAG: gl.constexpr, BLOCKS: gl.constexpr):  # fmt: skip
+    """A group of warps: its rows of all tiles of this program. Scales of rows and columns are asked for as a tile begins, a number or two a
+    thread, and lie in shared memory as it ends."""
     ROWS: gl.constexpr = tiles.BM // GROUPS
     CHUNK: gl.constexpr = boards.type.shape[3]
     CHUNKS: gl.constexpr = tiles.BN // CHUNK
@@ -116,7 +116,7 @@ def _multiply(ME: gl.constexpr, y, out, scale_a, scale_b, zero_a, sums, bias, a_
     for t in range(gl.program_id(0), tiles.count(), gl.num_programs(0)):
         m, n, batch, _part, low, high = tiles.place(t)
         m += ME * ROWS
-        if AHEAD:
+        if not BLOCKS:
             j = n + gl.arange(0, tiles.BN, gl.BlockedLayout([max(1, tiles.BN // 128)], [32], [4], [0]))
             columns = gl.load(scale_b + j.to(gl.int64) * b_column, mask=j < tiles.N, other=0)
             lines = _down(scale_a, m + gl.arange(0, ROWS, gl.BlockedLayout([1], [32], [4], [0])), tiles.M, a_row)
@@ -138,12 +138,10 @@ def _multiply(ME: gl.constexpr, y, out, scale_a, scale_b, zero_a, sums, bias, a_
                 pieces = pieces + _chunks(other, CHUNKS // PIECES)
         x = pieces[0]
         i = m + gl.arange(0, ROWS, gl.SliceLayout(1, x.type.layout))
-        if AHEAD:
+        if not BLOCKS:
             left_scales.index(ME).store(lines)
             right_scales.index(ME).store(columns)
             rows = left_scales.index(ME).load(gl.SliceLayout(1, x.type.layout))[:, None]
-        elif not BLOCKS:
-            rows = _down(scale_a, i, tiles.M, a_row)[:, None]
         if zero_a is not None:
             zero = _down(zero_a, i, tiles.M, zero_step).to(gl.int32)[:, None]
         for c in gl.static_range(CHUNKS):
@@ -152,10 +150,8 @@ def _multiply(ME: gl.constexpr, y, out, scale_a, scale_b, zero_a, sums, bias, a_
             if zero_a is not None:
                 x -= zero * _across(sums, at, tiles.N, 1, x)
             x = x.to(gl.float32)
-            if AHEAD:
+            if not BLOCKS:
                 x = x * rows * right_scales.index(ME).slice(c * CHUNK, CHUNK).load(gl.SliceLayout(0, x.type.layout))[None, :]
-            elif not BLOCKS:
-                x = x * rows * _across(scale_b, at, tiles.N, b_column, x)
             if bias is not None:
                 x += _across(bias, at, tiles.N, bias_step, x).to(gl.float32)
             _send(out, y, x, boards.index(ME * BOARDS + c % BOARDS), batch, m, at, tiles.M, tiles.N, BOARDS - 1)
@@ -164,7 +160,7 @@ def _multiply(ME: gl.constexpr, y, out, scale_a, scale_b, zero_a, sums, bias, a_
 
 
 @gluon.jit(do_not_specialize=["M", "N", "steps", "a_row", "a_block", "b_column", "b_block", "zero_step", "bias_step"])
-def _fwd(y, out, a, b, scale_a, scale_b, zero_a, sums, bias, M, N, steps, a_row, a_block, b_column, b_block, zero_step, bias_step, ROWS: gl.constexpr, BN: gl.constexpr, STAGES: gl.constexpr, BOARDS: gl.constexpr, GROUP: gl.constexpr, LAG: gl.constexpr, BLOCKS: gl.constexpr, AHEAD: gl.constexpr):  # fmt: skip
+def _fwd(y, out, a, b, scale_a, scale_b, zero_a, sums, bias, M, N, steps, a_row, a_block, b_column, b_block, zero_step, bias_step, ROWS: gl.constexpr, BN: gl.constexpr, STAGES: gl.constexpr, BOARDS: gl.constexpr, GROUP: gl.constexpr, LAG: gl.constexpr, BLOCKS: gl.constexpr):  # fmt: skip
     dtype: gl.constexpr = y.dtype.element_ty
     CHUNK: gl.constexpr = 1024 // dtype.primitive_bitwidth
     tiles = Tiles(M, N, steps, gl.to_tensor(1), gl.to_tensor(1), GROUPS * ROWS, BN, GROUP)
@@ -172,11 +168,10 @@ def _fwd(y, out, a, b, scale_a, scale_b, zero_a, sums, bias, M, N, steps, a_row,
     mbarrier.init(begun.index(0), count=1)
     ring = _ring(a, b, None, STAGES, True, True, 32 if BLOCKS else 0)
     scales: gl.constexpr = gl.SwizzledSharedLayout(1, 1, 1, [0])
-    left, right = None, None
     if BLOCKS:
         left = gl.allocate_shared_memory(gl.float32, [GROUPS * STAGES, ROWS], scales)
         right = gl.allocate_shared_memory(gl.float32, [STAGES, 2 if BN > DEEP else 1], scales)
-    if AHEAD:
+    else:
         left = gl.allocate_shared_memory(gl.float32, [GROUPS, ROWS], scales)
         right = gl.allocate_shared_memory(gl.float32, [GROUPS, BN], scales)
     boards = gl.allocate_shared_memory(dtype, [GROUPS * BOARDS, 1, ROWS, CHUNK], gl.NVMMASharedLayout(128, dtype.primitive_bitwidth, 3))
@@ -184,8 +179,8 @@ def _fwd(y, out, a, b, scale_a, scale_b, zero_a, sums, bias, M, N, steps, a_row,
     if BLOCKS:
         gl.warp_specialize(
             [
-                (_multiply, (0, y, out, scale_a, scale_b, zero_a, sums, bias, a_row, b_column, zero_step, bias_step, left, right, ring, boards, begun, tiles, LAG, BLOCKS, AHEAD)),
-                (_multiply, (1, y, out, scale_a, scale_b, zero_a, sums, bias, a_row, b_column, zero_step, bias_step, left, right, ring, boards, begun, tiles, LAG, BLOCKS, AHEAD)),
+                (_multiply, (0, y, out, scale_a, scale_b, zero_a, sums, bias, a_row, b_column, zero_step, bias_step, left, right, ring, boards, begun, tiles, LAG, BLOCKS)),
+                (_multiply, (1, y, out, scale_a, scale_b, zero_a, sums, bias, a_row, b_column, zero_step, bias_step, left, right, ring, boards, begun, tiles, LAG, BLOCKS)),
                 (_fetch, (a, b, None, 0, 0, ring, tiles)),
                 (_weigh, (scale_a, scale_b, a_row, a_block, b_column, b_block, ring, left, right, tiles)),
             ],
@@ -195,8 +190,8 @@ def _fwd(y, out, a, b, scale_a, scale_b, zero_a, sums, bias, M, N, steps, a_row,
     else:
         gl.warp_specialize(
             [
-                (_multiply, (0, y, out, scale_a, scale_b, zero_a, sums, bias, a_row, b_column, zero_step, bias_step, left, right, ring, boards, begun, tiles, LAG, BLOCKS, AHEAD)),
-                (_multiply, (1, y, out, scale_a, scale_b, zero_a, sums, bias, a_row, b_column, zero_step, bias_step, left, right, ring, boards, begun, tiles, LAG, BLOCKS, AHEAD)),
+                (_multiply, (0, y, out, scale_a, scale_b, zero_a, sums, bias, a_row, b_column, zero_step, bias_step, left, right, ring, boards, begun, tiles, LAG, BLOCKS)),
+                (_multiply, (1, y, out, scale_a, scale_b, zero_a, sums, bias, a_row, b_column, zero_step, bias_step, left, right, ring, boards, begun, tiles, LAG, BLOCKS)),
                 (_fetch, (a, b, None, 0, 0, ring, tiles)),
             ],
             [4, 1],
@@ -266,13 +261,12 @@ def rule(gpu: device.Device, M: int, N: int, K: int, starts: tuple[int, int] = (
     """`_hopper.rule`'s: a step is of twice the numbers at twice the rate, and of the same bytes."""
     half = triton.cdiv(K, 2)
     made = _hopper.rule(gpu, 1, M, N, half, gated=False, more=False, kept=False, starts=starts, tiles=TILES, splits=(1,))
-    return {n: v for n, v in made.items() if n != "PARTS"} | {"AHEAD": 0}
+    return {n: v for n, v in made.items() if n != "PARTS"}
 
 
-def space(by_blocks: bool) -> list[tuning.Config]:
-    """Scales of blocks come into the ring, and none is there to be asked for ahead."""
+def space() -> list[tuning.Config]:
     made = [{**_hopper._tile(*tile, False), "GROUP": group} for tile in TILES for group in (8, 16)]
-    return [tile | {"LAG": lag, "AHEAD": ahead} for tile in made for lag in (0, tile["LAG"]) for ahead in ((0,) if by_blocks else (0, 1))]
+    return [tile | {"LAG": lag} for tile in made for lag in (0, tile["LAG"])]
 
 
 def product(
@@ -287,7 +281,7 @@ def product(
     by_blocks = bool(_wide(a, b, scale_a, scale_b))
     words = [word for word, on in (("straddling", min(starts) < 128), ("blocks", by_blocks)) if on]
     key = " ".join([dtype_name(a), *sizes, *words])
-    made = tuning.config(gpu, op, "hopper", key, lambda: rule(gpu, M, N, K, starts), lambda: space(by_blocks))
+    made = tuning.config(gpu, op, "hopper", key, lambda: rule(gpu, M, N, K, starts), space)
     steps = (*scale_a.stride(), *scale_b.stride()[::-1]) if by_blocks else (step(scale_a, 0), 0, step(scale_b, -1), 0)
     more = step(zero_a, 0), 0 if bias is None else bias.stride(0)
     rows, wide = made["ROWS"], made["BN"]
@@ -295,7 +289,7 @@ def product(
     maps = out, TensorMap(left, (1, rows, BLOCK), 128), TensorMap(right, (1, wide, BLOCK), 128)
     tiles = triton.cdiv(M, 2 * rows) * triton.cdiv(N, wide)
     given = scale_a, scale_b, zero_a, sums, bias, M, N, triton.cdiv(K, BLOCK), *steps, *more
-    facts: dict[str, Any] = {"AHEAD": 0, **made, "BLOCKS": by_blocks, "num_warps": 4, "maxnreg": 168}
+    facts: dict[str, Any] = {**made, "BLOCKS": by_blocks, "num_warps": 4, "maxnreg": 168}
     launch(_fwd, (min(tiles, gpu.multiprocessors),), y, *maps, *given, **facts)
 
 
