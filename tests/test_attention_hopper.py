@@ -11,6 +11,7 @@ import re
 import textwrap
 import threading
 from collections.abc import Callable
+from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
@@ -25,6 +26,7 @@ from ridgeline.lab import inspect as lab_inspect
 from ridgeline.ops.attention import _hopper, _hopper_rings, _hopper_softmax
 from ridgeline.ops.attention._attention import seen
 from test_kernels import OWN
+from test_matmul import said_of
 
 
 class Turns:
@@ -351,20 +353,39 @@ def test_every_row_of_random_calls(seed: int, monkeypatch: pytest.MonkeyPatch) -
 
 
 @pytest.mark.compiles
-@pytest.mark.parametrize(("D", "causal"), [(128, False), (128, True), (64, False), (80, False), (256, False)])
-def test_exponentials_come_before_the_wait(D: int, causal: bool) -> None:
+@pytest.mark.parametrize("given", [{"causal": "bottom_right"}, {"window": (1000, 0)}, {"window": (100, None)}], ids=str)
+@pytest.mark.parametrize("D", [64, 128])
+def test_products_with_masks_are_not_serialized(D: int, given: dict[str, Any], tmp_path: Path) -> None:
+    """Where blocks in the loop may have a mask ptxas waits early, but lets products run beside each other: it says where it cannot."""
+    launched: list[Launch] = []
+    with device.pretend("sm_90"), observe(launched.append):
+        q, k = (torch.empty(4, 32, n, D, dtype=torch.bfloat16, device="meta") for n in (4096, 4101))
+        ridgeline.attention(q, k, k, impl="gluon", **given)
+    assert launched[0].constants["MASKS"] == 2
+    said = said_of(lab_inspect.of_launch(launched[0], True), tmp_path)
+    assert "serial" not in said
+    assert "C75" not in said
+
+
+@pytest.mark.compiles
+@pytest.mark.parametrize(("D", "causal", "dtype"), [
+    (128, False, torch.bfloat16), (128, True, torch.float16), (64, False, torch.bfloat16), (80, False, torch.bfloat16),
+    (256, False, torch.bfloat16),
+])  # fmt: skip
+def test_exponentials_come_before_the_wait(D: int, causal: bool, dtype: torch.dtype) -> None:
     """In the machine code of the loop over blocks: scores are awaited, all exponentials taken, and only then the other products awaited.
     Each group of warps has a register and a barrier of its own to say that sums are too large."""
     launched: list[Launch] = []
     with device.pretend("sm_90"), observe(launched.append):
-        q = torch.empty(4, 32, 4096, D, dtype=torch.bfloat16, device="meta")
+        q = torch.empty(4, 32, 4096, D, dtype=dtype, device="meta")
         ridgeline.attention(q, q, q, causal=causal, impl="gluon")
     found, facts = lab_inspect.of_launch(launched[0], True), launched[0].constants
     assert triton.__version__ != OWN or found.spill_loads == found.spill_stores == 0
+    most = {torch.float16: "47000000", torch.bfloat16: "5D800000"}[dtype]
     for group in range(facts["GROUPS"]):
         assert found.texts["ptx"].count(f".reg .pred beyond{group};") == 1
         assert found.texts["ptx"].count(f"barrier.cta.red.or.pred beyond{group}, {10 + group}, 128, beyond{group};") == 1
-        above = re.findall(rf"setp.gtu(.*).f32 beyond{group}, %r?f?\d+, 0f5D800000(.*);$", found.texts["ptx"].replace("; ", ";\n"), re.M)
+        above = re.findall(rf"setp.gtu(.*).f32 beyond{group}, %r?f?\d+, 0f{most}(.*);$", found.texts["ptx"].replace("; ", ";\n"), re.M)
         assert above == [("", "")] + [(".or", f", beyond{group}")] * 3
     code = re.findall(r"^\s*(?:(\.L_x_\d+):|/\*\w{4,}\*/\s+(.*?) *;)", found.texts["sass"], re.M)
     labels = {label: n for n, (label, _) in enumerate(code) if label}
