@@ -180,7 +180,7 @@ def _apart(n: int, inner: int, x: torch.Tensor) -> bool:
 
 def apart(x: Any, dim: int, index: torch.Tensor, *rest: Any, **named: Any) -> str | None:
     """Few indices of long rows, each of which is sooner made by threads of its own (114 us for 120 of 15 into 32x1024x1024 on an H100), or of
-    much to copy, which by itself is sooner copied, or no more than 1% later (94.4 us for 96.4 of 1024 into 32 Mi, 94.1 for 93.4 of 15, 99.8
+    much to copy, which by itself is sooner copied, or at most 1.3% later (94.4 us for 96.4 of 1024 into 32 Mi, 94.1 for 93.4 of 15, 99.8
     for 98.5 of 1024 into 32768x1024)."""
     n, inner = index.shape[0], math.prod(x.shape[dim % max(1, x.dim()) + 1 :])
     copied = x.shape[dim] > 4 * n and x.numel() * x.element_size() >= 1 << 24
