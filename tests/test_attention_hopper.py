@@ -6,6 +6,7 @@ makes of the source (layouts, registers), and the lines of PTX: `_watch` and `_b
 """
 
 import inspect
+import math
 import random
 import re
 import textwrap
@@ -224,6 +225,17 @@ class Kernel:
             self.again += turns.me.beyond
             return turns.me.beyond
 
+        def where(c: Any, x: Any, y: Any) -> Any:
+            if isinstance(c, bool):
+                return x if c else y
+            return torch.where(c, *(torch.as_tensor(v, dtype=torch.float32) for v in (x, y)))
+
+        def write(board: list[Any], n: int, *fields: int) -> None:
+            board[n & 1] = fields
+
+        def cut(s: torch.Tensor, last: torch.Tensor) -> torch.Tensor:
+            return registers(s.masked_fill(torch.arange(s.shape[1]) > last[:, None], -torch.inf))
+
         nobody = lambda *_, **__: None  # noqa: E731
         gl = SimpleNamespace(
             float32=torch.float32, num_programs=lambda _: self.programs, program_id=lambda _: self.program, static_range=range,
@@ -231,7 +243,7 @@ class Kernel:
             full=lambda shape, x, dtype, layout: registers(torch.full(shape, x)), convert_layout=lambda x, layout: x, store=store,
             minimum=either(torch.minimum, min), maximum=either(torch.maximum, max), reshape=lambda x, shape: x.reshape(shape),
             max=lambda x, axis: x.amax(axis), sum=lambda x, axis: x.sum(axis), exp2=torch.exp2, log2=torch.log2, cdiv=triton.cdiv,
-            where=lambda c, x, y: torch.where(c, *(torch.as_tensor(v, dtype=torch.float32) for v in (x, y))),
+            where=where,
             NVMMADistributedLayout=nobody, DotOperandLayout=nobody, SliceLayout=nobody,
         )  # fmt: skip
         mbarrier = SimpleNamespace(
@@ -240,7 +252,8 @@ class Kernel:
         )  # fmt: skip
         return {
             "gl": gl, "mbarrier": mbarrier, "ROWS": 64, "NONE": -1e30, "_load": load, "_store": put, "_named": named, "_pack": pack,
-            "_declare": nobody, "_watch": watch, "_beyond": beyond, "_halves": lambda p, dtype, layout: p,
+            "_write": write, "_read": lambda board, n, ALL: board[n & 1],
+            "_cut": cut, "_declare": nobody, "_watch": watch, "_beyond": beyond, "_halves": lambda p, dtype, layout: p,
             "warpgroup_mma": start, "warpgroup_mma_wait": wait, "fence_async_shared": nobody,
             "tma": SimpleNamespace(store_wait=stored),
         }  # fmt: skip
@@ -255,9 +268,9 @@ class Kernel:
             exec(_plain(source), names)
         groups, wide = facts["GROUPS"], self.queries.block_shape[-1]
         plan = _methods(_hopper.Plan, names)
-        turn = ("turns", "heads", "group", "section", "tiles", "rows", "columns", "shift", "left", "right", "factor")
+        turn = ("turns", "heads", "group", "couples", "section", "tiles", "rows", "columns", "shift", "left", "right", "factor")
         plan.__dict__.update(zip(turn, self.numbers, strict=True), BM=64 * groups, PACKED=False)
-        plan.__dict__.update({name: facts[name] for name in ("BN", "LEFT", "RIGHT", "PAIRS", "MASKS")})
+        plan.__dict__.update({name: facts[name] for name in ("BN", "LEFT", "RIGHT", "MASKS")})
 
         def ring(source: Any, size: int, readers: int) -> Any:
             made = _methods(_hopper_rings.Ring, names)
@@ -271,9 +284,10 @@ class Kernel:
             desc.dtype = desc.base.dtype
         qs = ring(self.queries, groups if wide > 128 else 2 * groups, 1)
         ks, vs = (ring(source, facts["STAGES"], groups) for source in (self.keys, self.values))
-        args = self.out, Pointer(self.lse), qs, ks, vs, plan, None, facts["TURNS"], facts["REST"]
+        board: list[Any] = [None, None]
+        args = self.out, Pointer(self.lse), qs, ks, vs, plan, board, facts["TURNS"], facts["REST"]
         works = [lambda g=g: names["_attend"](g, *args) for g in range(groups)]
-        self.turns.run([*works, lambda: names["_fetch"](self.queries, self.keys, self.values, qs, ks, vs, plan)])
+        self.turns.run([*works, lambda: names["_fetch"](None, self.queries, self.keys, self.values, qs, ks, vs, plan, board)])
 
 
 def nbytes(desc: Any) -> int:
@@ -287,7 +301,7 @@ def _plain(source: str) -> str:
     """Without decorators, annotations of arguments, and what only tensors have."""
     text = textwrap.dedent(source)
     text = text[text.index("def ") :]
-    return text.replace(": gl.constexpr", "").replace("turn.to(gl.int64)", "turn")
+    return text.replace(": gl.constexpr", "").replace(".to(gl.int64)", "")
 
 
 def _methods(kind: Any, names: dict[str, Any]) -> Any:
@@ -328,8 +342,9 @@ def test_every_row_of_random_calls(seed: int, monkeypatch: pytest.MonkeyPatch) -
         if grown:
             k *= torch.linspace(dice.choice((4, 30)), 0, columns)[:, None].to(dtype)
         launched: list[Launch] = []
-        groups = 2 if D > 96 else dice.choice((2, 3))
+        groups, couples = 2 if D > 96 else dice.choice((2, 3)), dice.randint(0, B * kv * group // 2)
         monkeypatch.setattr(_hopper, "_groups", lambda *_, groups=groups: groups)
+        monkeypatch.setattr(_hopper, "_couples", lambda *_, couples=couples: couples)
         with device.pretend("sm_90"), observe(launched.append):
             o, lse = ridgeline.attention(q, k, v, return_lse=True, impl="gluon", **given)
         (launch,) = [one for one in launched if one.kernel is _hopper._fwd]
@@ -350,6 +365,48 @@ def test_every_row_of_random_calls(seed: int, monkeypatch: pytest.MonkeyPatch) -
         torch.testing.assert_close(o.double(), expected, atol=2e-2, rtol=2e-2, msg=lambda m, what=what: f"{what}: {m}")
         torch.testing.assert_close(lse.double(), scores.logsumexp(-1), atol=1e-4, rtol=1e-4, msg=lambda m, what=what: f"{what}: lse: {m}")
     assert again, "no block's exponentials were beyond what is kept"
+
+
+def loads(heads: int, tiles: int, couples: int, section: int, programs: int) -> list[float]:
+    """What each program has to do: blocks of keys, and 1.5 for a tile. Every tile of every head is taken once."""
+    names: dict[str, Any] = {"gl": SimpleNamespace(num_programs=lambda _: programs, minimum=min, where=lambda c, x, y: x if c else y)}
+    plan, taken, found = _methods(_hopper.Plan, names), set(), []
+    facts = {"turns": heads, "tiles": tiles, "couples": couples, "section": section, "BM": 128, "LEFT": False, "RIGHT": True}
+    plan.__dict__.update(facts)
+    for program in range(programs):
+        names["gl"].program_id = lambda _, program=program: program
+        n, load = 0, 0.0
+        while (t := plan.step(n)) < heads * tiles:
+            head, row = plan.place(t)
+            assert 0 <= head < heads
+            assert 0 <= row < tiles * 128
+            assert (head, row) not in taken
+            taken.add((head, row))
+            n, load = n + 1, load + row / 128 + 2.5
+        found.append(load)
+    assert len(taken) == heads * tiles
+    return found
+
+
+def test_every_tile_is_taken_once() -> None:
+    dice = random.Random(0)
+    for _ in range(200):
+        heads, tiles, programs = dice.randint(1, 40), dice.randint(1, 20), dice.randint(1, 30)
+        couples = dice.randint(0, heads // 2)
+        loads(heads, tiles, couples, dice.randint(1, max(1, heads - 2 * couples)), programs)
+
+
+@pytest.mark.parametrize(("heads", "tiles", "programs", "least"), [
+    (256, 8, 132, 0.985), (128, 16, 132, 0.99), (64, 32, 132, 0.99), (64, 33, 132, 0.99), (16, 128, 132, 0.99), (80, 24, 132, 0.99),
+    (32, 64, 114, 0.99), (128, 16, 78, 0.99), (1000, 4, 132, 0.985),
+])  # fmt: skip
+def test_causal_programs_end_together(heads: int, tiles: int, programs: int, least: float) -> None:
+    """Programs are busy for that share of the longest's time. Pairs alone keep 132 busy for 0.970 of it where tiles are a power of two."""
+    couples = _hopper._couples(heads, tiles, programs, 1000)
+    found = loads(heads, tiles, couples, heads - 2 * couples, programs)
+    assert sum(found) / programs / max(found) > least
+    assert 0.9 * programs < (heads - 2 * couples) * tiles / 2 < 2.1 * programs
+    assert heads - 2 * _hopper._couples(heads, tiles, programs, 0) <= math.ceil(2 * programs / tiles) + 1
 
 
 @pytest.mark.compiles

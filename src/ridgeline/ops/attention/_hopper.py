@@ -9,6 +9,8 @@ in an order that gives all as much to do, and starts the next tile's scores befo
 Source: Shah et al., FlashAttention-3, 2024 (arXiv:2407.08608). Backward is in _hopper_backward.py.
 """
 
+import math
+from functools import lru_cache
 from typing import Any
 
 import torch
@@ -23,7 +25,7 @@ from ridgeline import device
 from ridgeline.boundary import launch
 from ridgeline.cuda import TensorMap
 from ridgeline.ops.attention._hopper_rings import ROWS, _halves, _in, _pack, _read, _ring, _same, _scores, _store, _write
-from ridgeline.ops.attention._hopper_softmax import NONE, _begin, _beyond, _declare, _rise, _shrink, _soften, _sums, _watch
+from ridgeline.ops.attention._hopper_softmax import NONE, _begin, _beyond, _cut, _declare, _rise, _shrink, _soften, _sums, _watch
 from ridgeline.ops.attention._packed import order
 from ridgeline.ops.attention._triton import LOG2E, UNBOUNDED, _parts
 
@@ -32,14 +34,16 @@ from ridgeline.ops.attention._triton import LOG2E, UNBOUNDED, _parts
 class Plan:
     """Which tiles of queries a program takes in which order, and what each sees.
 
-    Tiles of a section of heads come before the next section's, so that the heads that run share the L2 cache, the heaviest first. PAIRS:
-    a program takes the heaviest and the lightest tile of a head, then the next such pair; else it takes every so many-th tile, from left
-    to right and then from right to left. Either gives all programs as much to do.
+    Causal: of the first `couples` of heads a program takes a heavy tile of one and the other's that is as light, for all such pairs have as
+    many blocks; neighbours' pairs are of the same heads, which the L2 cache then holds. The tiles that remain, a round or two, go around
+    the programs from left to right and back, the heaviest first, so that all end together; a program with a pair more sits out the first
+    time. Without such pairs that is the order of all tiles, those of a section of heads before the next section's.
     """
 
     turns: gl.tensor
     heads: gl.tensor
     group: gl.tensor
+    couples: gl.tensor
     section: gl.tensor
     tiles: gl.tensor
     rows: gl.tensor
@@ -52,15 +56,15 @@ class Plan:
     BN: gl.constexpr
     LEFT: gl.constexpr
     RIGHT: gl.constexpr
-    PAIRS: gl.constexpr
     PACKED: gl.constexpr
     MASKS: gl.constexpr  # which blocks may hold keys that some of a group's rows do not see: 0 none, 1 its first alone, 2 any
 
     @gluon.constexpr_function
-    def __init__(self, turns, heads, group, section, tiles, rows, columns, shift, left, right, factor, BM, BN, LEFT, RIGHT, PAIRS, PACKED, MASKS):  # fmt: skip
+    def __init__(self, turns, heads, group, couples, section, tiles, rows, columns, shift, left, right, factor, BM, BN, LEFT, RIGHT, PACKED, MASKS):  # fmt: skip
         self.turns = turns
         self.heads = heads
         self.group = group
+        self.couples = couples
         self.section = section
         self.tiles = tiles
         self.rows = rows
@@ -73,62 +77,49 @@ class Plan:
         self.BN = gl.constexpr(BN)
         self.LEFT = gl.constexpr(LEFT)
         self.RIGHT = gl.constexpr(RIGHT)
-        self.PAIRS = gl.constexpr(PAIRS)
         self.PACKED = gl.constexpr(PACKED)
         self.MASKS = gl.constexpr(MASKS)
 
     @gluon.jit
-    def count(self):
-        tiles = self.tiles
-        if self.PAIRS:
-            tiles = (tiles + 1) // 2 * 2
-        return self.turns * tiles
-
-    @gluon.jit
-    def has(self, t):
-        if self.PACKED:
-            some = t >= 0
-        else:
-            some = t < self.count()
-        return some
-
-    @gluon.jit
     def step(self, n):
-        """The number of this program's n-th tile."""
-        program = gl.program_id(0)
-        if self.PAIRS:
-            t = ((n // 2) * gl.num_programs(0) + program) * 2 + (n & 1)
+        """The number of this program's n-th tile: first those of pairs, two by two."""
+        program, programs = gl.program_id(0), gl.num_programs(0)
+        pairs = self.couples * self.tiles
+        rounds, more = pairs // programs, pairs % programs
+        extra = gl.where(program < more, 1, 0)
+        if n < 2 * (rounds + extra):
+            t = 2 * (program + n // 2 * programs) + (n & 1)
         else:
-            if (n & 1) == 1:
-                program = gl.num_programs(0) - 1 - program
-            t = n * gl.num_programs(0) + program
+            time = n - 2 * rounds - extra
+            place = gl.where((time & 1) == 1, programs - 1 - program, program)
+            t = 2 * pairs + time * programs + place - more
         return t
 
     @gluon.jit
     def place(self, t):
-        """A tile's head, counted through batches, its first row, and the blocks of keys from and up to which its rows see some."""
+        """A tile's head, counted through batches, and its first row."""
         if not self.LEFT and not self.RIGHT:  # a section is one head
             turn = t // self.tiles
-            tile = self.tiles - 1 - (t - turn * self.tiles)
+            tile = self.tiles - 1 - t % self.tiles
         else:
-            item, tiles = t, self.tiles
-            if self.PAIRS:
-                item, tiles = t // 2, (tiles + 1) // 2
-            first = item // (self.section * tiles)
-            within = item - first * (self.section * tiles)
-            size = gl.minimum(self.section, self.turns - first * self.section)
-            tile = self.tiles - 1 - within // size
-            if self.PAIRS:  # noqa: SIM102  # this one is decided by the compiler
-                if (t & 1) == 1:
-                    tile = within // size
-            turn = first * self.section + within % size
-        row = tile * self.BM
-        low, high = self.reach(row, self.columns, self.shift)
-        return turn, row, low, high
+            pairs = self.couples * self.tiles
+            if t < 2 * pairs:
+                turn = t // 2 // self.tiles * 2 + (t & 1)
+                tile = t // 2 % self.tiles
+                if (t & 1) == 0:
+                    tile = self.tiles - 1 - tile
+            else:
+                t -= 2 * pairs
+                first = t // (self.section * self.tiles) * self.section
+                within = t - first * self.tiles
+                size = gl.minimum(self.section, self.turns - 2 * self.couples - first)
+                turn = 2 * self.couples + first + within % size
+                tile = self.tiles - 1 - within // size
+        return turn, tile * self.BM
 
     @gluon.jit
     def find(self, listed, t):
-        """Of packed sequences: a tile's head and first row, where its sequence's queries begin and how many they are, and the same of
+        """`place` for packed sequences: a tile's head and first row, where its sequence's queries begin and how many they are, and the same of
         its keys. A sequence's tiles come by sections of heads."""
         at = listed + 8 + t // self.heads * 8
         base, tiles = gl.load(at), gl.load(at + 1)
@@ -144,6 +135,16 @@ class Plan:
         return first + within % size, tile * self.BM, begin, rows, begins, columns
 
     @gluon.jit
+    def at(self, head, row, begin, length):
+        """A row in a tensor map: of a batch's head, or of the sequence that begins there."""
+        if self.PACKED:
+            far, end, last = _in(begin, length, row)
+            at = (far, end, head, last, 0)
+        else:
+            at = (begin, head, row, 0)
+        return at
+
+    @gluon.jit
     def reach(self, row, columns, shift):
         """The blocks of keys from and up to which the rows of a tile see some; one at least."""
         high = gl.cdiv(columns, self.BN)
@@ -154,6 +155,14 @@ class Plan:
             low = gl.maximum(row + shift - self.left, 0) // self.BN
         high = gl.maximum(high, 1)
         return gl.minimum(low, high - 1), high
+
+    @gluon.jit
+    def read(self, board, n):
+        """What the board says of a program's n-th tile."""
+        head, row, low, high, begin, length, columns, shift = _read(board, n, self.PACKED)
+        if not self.PACKED:
+            length, columns, shift = self.rows, self.columns, self.shift
+        return head, row, low, high, begin, length, columns, shift
 
     @gluon.jit
     def seen_by(self, row, low, high, shift):
@@ -190,65 +199,59 @@ class Plan:
     def hide(self, s, row, block, columns, shift):
         """Scores of keys that a row does not see become -inf."""
         i = row + shift + gl.arange(0, s.shape[0], gl.SliceLayout(1, s.type.layout))
-        j = gl.arange(0, s.shape[1], gl.SliceLayout(0, s.type.layout))[None, :]
         last = 0 * i + columns - 1
         if self.RIGHT:
             last = gl.minimum(last, i + self.right)
-        seen = j <= (last - block * self.BN)[:, None]
+        s = _cut(s, last - block * self.BN)
         if self.LEFT:
-            seen = seen & (j >= (i - self.left - block * self.BN)[:, None])
-        return gl.where(seen, s, float("-inf"))
+            j = gl.arange(0, s.shape[1], gl.SliceLayout(0, s.type.layout))[None, :]
+            s = gl.where(j >= (i - self.left - block * self.BN)[:, None], s, float("-inf"))
+        return s
 
 
 @gluon.jit
-def _fetch(queries, keys, values, qs, ks, vs, plan):
-    """The warp that fills the rings."""
+def _fetch(listed, queries, keys, values, qs, ks, vs, plan, board):
+    """The warp that fills the rings, and writes what a tile is on the board, whose places are ready and free with those of q: its head (-1:
+    there are no more) and first row, the blocks of keys from and up to which it sees some, and its batch. Of packed sequences it takes the
+    next tile of the list that no program has taken, and writes where its sequence begins and how long it is."""
     GROUPS: gl.constexpr = plan.BM // ROWS
     n, block = 0, 0
-    t = plan.step(0)
-    while t < plan.count():
-        turn, row, low, high = plan.place(t)
-        b, h = turn // plan.heads, turn % plan.heads
-        for g in gl.static_range(GROUPS):
-            qs.fill(queries, n * GROUPS + g, [b, h, row + g * ROWS, 0])
-        for past in range(high - low):
-            start = (high - 1 - past) * plan.BN
-            ks.fill(keys, block, [b, h // plan.group, start, 0])
-            vs.fill(values, block, [b, h // plan.group, start, 0])
-            block += 1
-        n += 1
-        t = plan.step(n)
-
-
-@gluon.jit
-def _deal(listed, queries, keys, values, qs, ks, vs, plan, board):
-    """`_fetch` for packed sequences: takes the next tile of the list that no program has taken, and writes what it is on the board,
-    whose places are ready and free with those of q."""
-    GROUPS: gl.constexpr = plan.BM // ROWS
-    gdc_wait()  # for the list; nothing is written before it is there
-    lane = gl.arange(0, 32, gl.BlockedLayout([1], [32], [1], [0]))
-    count = gl.load(listed + 1) * plan.heads
-    n, block = 0, 0
-    t = gl.program_id(0)
+    if plan.PACKED:
+        gdc_wait()  # for the list; nothing is written before it is there
+        lane = gl.arange(0, 32, gl.BlockedLayout([1], [32], [1], [0]))
+        count = gl.load(listed + 1) * plan.heads
+        t = gl.program_id(0)
+    else:
+        count = plan.turns * plan.tiles
+        t = plan.step(0)
     while t < count:
-        taken = gl.atomic_add(listed + 0 * lane, 0 * lane + 1, mask=lane == 0, sem="relaxed")
-        h, row, begin, rows, begins, columns = plan.find(listed, t)
-        shift = plan.shift * (columns - rows)
+        if plan.PACKED:
+            taken = gl.atomic_add(listed + 0 * lane, 0 * lane + 1, mask=lane == 0, sem="relaxed")
+            h, row, begin, rows, begins, columns = plan.find(listed, t)
+            shift = plan.shift * (columns - rows)
+        else:
+            turn, row = plan.place(t)
+            begin, rows, columns, shift = turn // plan.heads, plan.rows, plan.columns, plan.shift
+            h, begins = turn - begin * plan.heads, begin
         low, high = plan.reach(row, columns, shift)
         for g in gl.static_range(GROUPS):
             qs.await_free(n * GROUPS + g)
-        _write(board, n, h, row, low, high, begin, rows, columns, shift)
-        far, end, last = _in(begin, rows, row)
+        if plan.PACKED:
+            _write(board, n, h, row, low, high, begin, rows, columns, shift)
+        else:
+            _write(board, n, h, row, low, high, begin, 0, 0, 0)
         for g in gl.static_range(GROUPS):
-            qs.fill(queries, n * GROUPS + g, [far, end, h, last + g * ROWS, 0])
-        far, end, last = _in(begins, columns, 0)
+            qs.fill(queries, n * GROUPS + g, plan.at(h, row + g * ROWS, begin, rows))
         for past in range(high - low):
-            start = last + (high - 1 - past) * plan.BN
-            ks.fill(keys, block, [far, end, h // plan.group, start, 0])
-            vs.fill(values, block, [far, end, h // plan.group, start, 0])
+            at = plan.at(h // plan.group, (high - 1 - past) * plan.BN, begins, columns)
+            ks.fill(keys, block, at)
+            vs.fill(values, block, at)
             block += 1
         n += 1
-        t = gl.num_programs(0) + _same(gl.sum(gl.where(lane == 0, taken, 0), 0))
+        if plan.PACKED:
+            t = gl.num_programs(0) + _same(gl.sum(gl.where(lane == 0, taken, 0), 0))
+        else:
+            t = plan.step(n)
     for g in gl.static_range(GROUPS):
         qs.await_free(n * GROUPS + g)
     _write(board, n, -1, 0, 0, 1, 0, 0, 0, 0)
@@ -302,20 +305,15 @@ def _attend(ME: gl.constexpr, out, lse, qs, ks, vs, plan, board, TURNS: gl.const
     rows: gl.constexpr = gl.SliceLayout(1, s_layout)
     zero = gl.zeros([ROWS, BN], gl.float32, s_layout)
     none = gl.full([ROWS], NONE, gl.float32, rows)
+    acc = gl.zeros([ROWS, D], gl.float32, o_layout)
+    if REST:
+        more_acc = gl.zeros([ROWS, REST], gl.float32, rest_layout)
     n, block = 0, 0
     if TURNS and ME == 1:
         _named(0, False)
-    if plan.PACKED:  # a turn is a head, and -1 says that there are no more
-        q = qs.take(ME)
-        t, row, low, high, begin, length, columns, shift = _read(board, 0)
-        turn = t
-        more = t >= 0
-    else:
-        t = plan.step(0)
-        turn, row, low, high = plan.place(t)
-        begin, length, columns, shift = 0, plan.rows, plan.columns, plan.shift
-        more = True
-        q = qs.take(ME)
+    q = qs.take(ME)
+    head, row, low, high, begin, length, columns, shift = plan.read(board, 0)
+    more = head >= 0
     block, high = _skip_unseen(ME, ks, vs, plan, block, row, low, high, shift, more, TURNS)
     keys = ks.take(block, more)
     if TURNS:
@@ -331,13 +329,10 @@ def _attend(ME: gl.constexpr, out, lse, qs, ks, vs, plan, board, TURNS: gl.const
     p, total = _pack(s, dtype), _sums(s)
     _declare(ME)
     block += 1
-    while plan.has(t):
+    while head >= 0:
         row += ME * ROWS
         from_, upto = plan.whole(row, low, columns, shift)
         q = qs.tile(n * GROUPS + ME)
-        acc = gl.zeros([ROWS, D], gl.float32, o_layout)
-        if REST:
-            more_acc = gl.zeros([ROWS, REST], gl.float32, rest_layout)
         for past in range(1, high - low):
             here = high - 1 - past
             values = vs.take(block - 1)
@@ -347,10 +342,10 @@ def _attend(ME: gl.constexpr, out, lse, qs, ks, vs, plan, board, TURNS: gl.const
                 _named(ME, True)
             scores = _scores(q, keys, zero, REST)
             if REST:
-                products = warpgroup_mma(left, values.slice(0, D, 1), acc, is_async=True)
-                others = warpgroup_mma(_halves(p, dtype, rest_p), values.slice(D, REST, 1), more_acc, is_async=True)
+                products = warpgroup_mma(left, values.slice(0, D, 1), acc, use_acc=past > 1, is_async=True)
+                others = warpgroup_mma(_halves(p, dtype, rest_p), values.slice(D, REST, 1), more_acc, use_acc=past > 1, is_async=True)
             else:
-                products = warpgroup_mma(left, values, acc, is_async=True)
+                products = warpgroup_mma(left, values, acc, use_acc=past > 1, is_async=True)
             if TURNS:
                 _named(1 - ME, False)
             s = warpgroup_mma_wait(2 if REST else 1, deps=(scores,))
@@ -381,18 +376,11 @@ def _attend(ME: gl.constexpr, out, lse, qs, ks, vs, plan, board, TURNS: gl.const
             total += sums
             block += 1
         # The next tile's first scores, while this one's last products run.
-        last = block - 1
+        last, many = block - 1, high - low > 1
         if AHEAD:
-            if plan.PACKED:
-                q = qs.take((n + 1) * GROUPS + ME)
-                t, row_next, low, high, begin_next, length_next, columns, shift = _read(board, n + 1)
-                turn_next = t
-            else:
-                t = plan.step(n + 1)
-            more = plan.has(t)
-            if not plan.PACKED:
-                turn_next, row_next, low, high = plan.place(gl.minimum(t, plan.count() - 1))
-                q = qs.take((n + 1) * GROUPS + ME, more)
+            q = qs.take((n + 1) * GROUPS + ME)
+            head_next, row_next, low, high, begin_next, length_next, columns, shift = plan.read(board, n + 1)
+            more = head_next >= 0
             block, high = _skip_unseen(ME, ks, vs, plan, block, row_next, low, high, shift, more, TURNS)
             keys = ks.take(block, more)
         values = vs.take(last)
@@ -402,10 +390,10 @@ def _attend(ME: gl.constexpr, out, lse, qs, ks, vs, plan, board, TURNS: gl.const
         if AHEAD:
             scores = _scores(q, keys, zero, REST)
         if REST:
-            products = warpgroup_mma(left, values.slice(0, D, 1), acc, is_async=True)
-            others = warpgroup_mma(_halves(p, dtype, rest_p), values.slice(D, REST, 1), more_acc, is_async=True)
+            products = warpgroup_mma(left, values.slice(0, D, 1), acc, use_acc=many, is_async=True)
+            others = warpgroup_mma(_halves(p, dtype, rest_p), values.slice(D, REST, 1), more_acc, use_acc=many, is_async=True)
         else:
-            products = warpgroup_mma(left, values, acc, is_async=True)
+            products = warpgroup_mma(left, values, acc, use_acc=many, is_async=True)
         if TURNS:
             _named(1 - ME, False)
         if AHEAD:
@@ -427,7 +415,11 @@ def _attend(ME: gl.constexpr, out, lse, qs, ks, vs, plan, board, TURNS: gl.const
         divisor = gl.where(some, divisor, 1.0)
         i = row + gl.arange(0, ROWS, rows)
         sums = gl.where(some, (top + gl.log2(divisor)) * 0.6931471805599453, float("-inf"))
-        gl.store(lse + turn.to(gl.int64) * plan.rows + begin + i, sums, mask=i < length)
+        if plan.PACKED:
+            first = head.to(gl.int64) * plan.rows + begin
+        else:
+            first = (begin * plan.heads + head).to(gl.int64) * plan.rows
+        gl.store(lse + first + i, sums, mask=i < length)
         acc = _shrink(acc, 1.0 / divisor)
         where = qs.tile(n * GROUPS + ME)  # where q was
         if REST:
@@ -437,24 +429,13 @@ def _attend(ME: gl.constexpr, out, lse, qs, ks, vs, plan, board, TURNS: gl.const
         else:
             where.store(acc.to(dtype))
         fence_async_shared()
-        if plan.PACKED:
-            far, end, last = _in(begin, length, row)
-            _store(out, [far, end, turn, last, 0], qs.tiles.index((n * GROUPS + ME) % qs.SIZE))
-        else:
-            _store(out, [turn // plan.heads, turn % plan.heads, row, 0], qs.tiles.index((n * GROUPS + ME) % qs.SIZE))
+        _store(out, plan.at(head, row, begin, length), qs.tiles.index((n * GROUPS + ME) % qs.SIZE))
         tma.store_wait(0)
         qs.give(n * GROUPS + ME)
         if not AHEAD:
-            if plan.PACKED:
-                q = qs.take((n + 1) * GROUPS + ME)
-                t, row_next, low, high, begin_next, length_next, columns, shift = _read(board, n + 1)
-                turn_next = t
-                more = plan.has(t)
-            else:
-                t = plan.step(n + 1)
-                more = plan.has(t)
-                turn_next, row_next, low, high = plan.place(gl.minimum(t, plan.count() - 1))
-                q = qs.take((n + 1) * GROUPS + ME, more)
+            q = qs.take((n + 1) * GROUPS + ME)
+            head_next, row_next, low, high, begin_next, length_next, columns, shift = plan.read(board, n + 1)
+            more = head_next >= 0
             block, high = _skip_unseen(ME, ks, vs, plan, block, row_next, low, high, shift, more, TURNS)
             keys = ks.take(block, more)
             if TURNS:
@@ -468,34 +449,29 @@ def _attend(ME: gl.constexpr, out, lse, qs, ks, vs, plan, board, TURNS: gl.const
             top_next = _rise(s, none, plan.factor)
             s = _soften(s, top_next, plan.factor)
             p, total_next = _pack(s, dtype), _sums(s)
-        if plan.PACKED:
-            begin, length = begin_next, length_next
-        turn, row, top, total = turn_next, row_next, top_next, total_next
+        head, row, begin, length, top, total = head_next, row_next, begin_next, length_next, top_next, total_next
         block += 1
         n += 1
     if TURNS and ME == 0:
         _named(0, True)
 
 
-@gluon.jit(do_not_specialize=["turns", "heads", "group", "section", "tiles", "rows", "columns", "shift", "left", "right"])
-def _fwd(lse, listed, queries, keys, values, out, turns, heads, group, section, tiles, rows, columns, shift, left, right, factor, GROUPS: gl.constexpr, TURNS: gl.constexpr, STAGES: gl.constexpr, LEFT: gl.constexpr, RIGHT: gl.constexpr, PAIRS: gl.constexpr, BN: gl.constexpr, REST: gl.constexpr, MASKS: gl.constexpr):  # fmt: skip
+@gluon.jit(do_not_specialize=["turns", "heads", "group", "couples", "section", "tiles", "rows", "columns", "shift", "left", "right"])
+def _fwd(lse, listed, queries, keys, values, out, turns, heads, group, couples, section, tiles, rows, columns, shift, left, right, factor, GROUPS: gl.constexpr, TURNS: gl.constexpr, STAGES: gl.constexpr, LEFT: gl.constexpr, RIGHT: gl.constexpr, BN: gl.constexpr, REST: gl.constexpr, MASKS: gl.constexpr):  # fmt: skip
     PACKED: gl.constexpr = listed is not None
     BM: gl.constexpr = GROUPS * ROWS
-    plan = Plan(turns, heads, group, section, tiles, rows, columns, shift, left, right, factor, BM, BN, LEFT, RIGHT, PAIRS, PACKED, MASKS)  # fmt: skip
+    plan = Plan(turns, heads, group, couples, section, tiles, rows, columns, shift, left, right, factor, BM, BN, LEFT, RIGHT, PACKED, MASKS)  # fmt: skip
     qs = _ring(queries, GROUPS if queries.block_type.shape[-1] > 128 else 2 * GROUPS, 1)
     ks = _ring(keys, STAGES, GROUPS)
     vs = _ring(values, STAGES, GROUPS)
-    if PACKED:
-        board = gl.allocate_shared_memory(gl.int32, [2, 8], gl.SwizzledSharedLayout(1, 1, 1, [0]))
+    board = gl.allocate_shared_memory(gl.int32, [2, 8], gl.SwizzledSharedLayout(1, 1, 1, [0]))
     fence_async_shared()
     if GROUPS == 2:
         gl.warp_specialize(
             [
-                (_attend, (0, out, lse, qs, ks, vs, plan, board if PACKED else None, TURNS, REST)),
-                (_attend, (1, out, lse, qs, ks, vs, plan, board if PACKED else None, TURNS, REST)),
-                (_deal, (listed, queries, keys, values, qs, ks, vs, plan, board))
-                if PACKED
-                else (_fetch, (queries, keys, values, qs, ks, vs, plan)),
+                (_attend, (0, out, lse, qs, ks, vs, plan, board, TURNS, REST)),
+                (_attend, (1, out, lse, qs, ks, vs, plan, board, TURNS, REST)),
+                (_fetch, (listed, queries, keys, values, qs, ks, vs, plan, board)),
             ],
             [4, 1],
             [240, 24],
@@ -503,12 +479,10 @@ def _fwd(lse, listed, queries, keys, values, out, turns, heads, group, section, 
     else:
         gl.warp_specialize(
             [
-                (_attend, (0, out, lse, qs, ks, vs, plan, board if PACKED else None, TURNS, REST)),
-                (_attend, (1, out, lse, qs, ks, vs, plan, board if PACKED else None, TURNS, REST)),
-                (_attend, (2, out, lse, qs, ks, vs, plan, board if PACKED else None, TURNS, REST)),
-                (_deal, (listed, queries, keys, values, qs, ks, vs, plan, board))
-                if PACKED
-                else (_fetch, (queries, keys, values, qs, ks, vs, plan)),
+                (_attend, (0, out, lse, qs, ks, vs, plan, board, TURNS, REST)),
+                (_attend, (1, out, lse, qs, ks, vs, plan, board, TURNS, REST)),
+                (_attend, (2, out, lse, qs, ks, vs, plan, board, TURNS, REST)),
+                (_fetch, (listed, queries, keys, values, qs, ks, vs, plan, board)),
             ],
             [4, 4, 1],
             [160, 160, 32],
@@ -541,10 +515,29 @@ def refusal(x: torch.Tensor, *rest: Any, mask: Any = None, softcap: Any = None, 
 def _groups(D: int, turns: int, rows: int, ahead: bool, packed: bool, programs: int) -> int:
     """Groups of warps for a block. At D <= 96 three multiply 1.1 times as fast as two (beyond 64 by 64 keys, for their registers); but the
     heaviest program may have more rows by tiles of 192 than by tiles of 128, and causal ones of up to 4096 queries see fewer of their keys."""
-    if D > 96 or (ahead and rows <= 4096) or (packed and rows <= 1536):
+    if D > 96 or (ahead and rows <= (4096 if D <= 64 else 1024)) or (packed and rows <= 1536):
         return 2
     two, three = (triton.cdiv(turns * triton.cdiv(rows, tile), programs) * tile for tile in (128, 192))
     return 3 if packed or three < 1.1 * two else 2
+
+
+@lru_cache(1024)
+def _couples(heads: int, tiles: int, programs: int, most: int) -> int:
+    """Of causal heads, how many twos go by pairs of tiles (`Plan`), so that the programs end together: by trying what leaves one or two rounds
+    of pairs, and at most so many heads. A tile costs as many blocks as it sees, and 1.5."""
+    least = 2 * programs / tiles
+    first = math.ceil(max(0, heads - max(least, min(2 * least, most))) / 2)
+    last = max(first, int((heads - least) / 2))
+    ends = {}
+    for couples in range(first, last + 1, max(1, (last - first) // 16)):
+        rounds, more = divmod(couples * tiles, programs)
+        busy = [rounds * (tiles + 4.0)] * programs
+        rest = [tile + 1.5 for tile in range(tiles, 0, -1) for _ in range(heads - 2 * couples)]
+        for n, cost in enumerate([tiles + 4.0] * more + rest):
+            turn, program = divmod(n, programs)
+            busy[programs - 1 - program if turn % 2 else program] += cost
+        ends[couples] = max(busy)
+    return min(ends, key=lambda couples: (ends[couples], -couples))
 
 
 def _masks(BM: int, BN: int, columns: int, shift: int, right: int, back: bool, ahead: bool, bottom: bool, packed: bool) -> int:
@@ -566,14 +559,13 @@ def fwd(
     ahead, back, packed = right < UNBOUNDED, left < UNBOUNDED, cu_q is not None
     longest = rows if cu_q is None else min(rows, max_q or rows // max(1, cu_q.numel() - 1))
     groups = _groups(D, batch * heads, longest, ahead, packed, device.of(q).multiprocessors)
-    pairs = ahead and not back and columns <= 8192 and not packed  # of longer ones all heads' tiles at once divide better
     turns, tiles = batch * heads, triton.cdiv(rows, 64 * groups)
-    listed, group, wide = None, heads // k.shape[1], triton.next_power_of_2(D)
+    listed, group, wide, couples = None, heads // k.shape[1], triton.next_power_of_2(D), 0
     BN = 64 if D > 128 or (D > 64 and groups == 3) else 128
     stages, rest = 4 if wide * BN <= 8192 else 2, _parts(D)[1] if 64 < D <= 128 else 0
     # timed: with turns up to 2048 queries 1 to 3% quicker, later level; but at D 64 causal 2% slower, and causal at 16384 5%
     by_turns = groups == 2 and D > 64 and not (ahead and not back and longest > 8192)
-    facts: dict[str, Any] = {"GROUPS": groups, "TURNS": by_turns, "STAGES": stages, "LEFT": back, "RIGHT": ahead, "PAIRS": pairs, "BN": BN}
+    facts: dict[str, Any] = {"GROUPS": groups, "TURNS": by_turns, "STAGES": stages, "LEFT": back, "RIGHT": ahead, "BN": BN}
     options: dict[str, Any] = {"num_warps": 4, "maxnreg": 128 if groups == 3 else 168}
     if cu_q is not None:
         listed, most = order(q, k, cu_q, cu_q if cu_k is None else cu_k, bottom, left, right, 64 * groups, BN)
@@ -582,10 +574,12 @@ def fwd(
         options["launch_pdl"] = True
     else:
         shared = 4 * columns * D * k.shape[1] // heads  # bytes of keys and values for each head of queries
-        section = max(1, min(turns, (24 << 20) // max(1, shared))) if pairs or back else turns if ahead else 1
-        shift, count = columns - rows if bottom else 0, turns * (triton.cdiv(tiles, 2) if pairs else tiles)
+        if ahead and not back:
+            couples = _couples(turns, tiles, device.of(q).multiprocessors, (32 << 20) // max(1, shared))
+        section = max(1, min(turns, (24 << 20) // max(1, shared)) if back else turns - 2 * couples)
+        shift, count = columns - rows if bottom else 0, turns * tiles
     facts |= {"REST": rest, "MASKS": _masks(64 * groups, BN, columns, shift, right, back, ahead, bottom, packed)}
-    numbers = turns, heads, group, section, tiles, rows, columns, shift, left, right
+    numbers = turns, heads, group, couples, section, tiles, rows, columns, shift, left, right
     box = (1, 1, 1) if packed else (1, 1)
     maps = [TensorMap(t, (*box, n, wide), min(128, 2 * wide), packed) for t, n in ((q, 64), (k, BN), (v, BN), (o, 64))]
     grid = (min(count, device.of(q).multiprocessors),)

@@ -129,10 +129,13 @@ def _field(fields, N: gl.constexpr):
 
 
 @gluon.jit
-def _read(board, n):
+def _read(board, n, ALL: gl.constexpr = True):
     fields = board.index(n & 1).load(gl.BlockedLayout([8], [32], [4], [0]))
-    head, row, low, high = _field(fields, 0), _field(fields, 1), _field(fields, 2), _field(fields, 3)
-    return head, row, low, high, _field(fields, 4), _field(fields, 5), _field(fields, 6), _field(fields, 7)
+    head, row, low, high, begin = _field(fields, 0), _field(fields, 1), _field(fields, 2), _field(fields, 3), _field(fields, 4)
+    rows, columns, shift = 0, 0, 0
+    if ALL:
+        rows, columns, shift = _field(fields, 5), _field(fields, 6), _field(fields, 7)
+    return head, row, low, high, begin, rows, columns, shift
 
 
 @gluon.jit

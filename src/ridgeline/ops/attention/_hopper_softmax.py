@@ -43,6 +43,34 @@ def _shrink(sums, factors):
     return sums * gl.convert_layout(factors, gl.SliceLayout(1, LAYOUT))[:, None]
 
 
+@gluon.constexpr_function
+def _cutting(N):
+    """Of a thread's N numbers, in the layout of a matrix instruction two rows': a bit for each column that a row sees, so that a machine
+    instruction makes eight predicates of them. `room` is the last column seen, counted from the thread's first."""
+    lines = [
+        "{ .reg .b32 first, room, part, mask; .reg .pred seen; mov.u32 first, %laneid; and.b32 first, first, 3; shl.b32 first, first, 1;"
+    ]
+    for row in (0, 1):
+        lines.append(f"sub.s32 room, ${2 * N + 2 * row}, first; and.b32 part, room, 7; min.s32 part, part, 1; shr.s32 room, room, 3;")
+        lines.append(
+            "shl.b32 room, room, 1; add.s32 room, room, part; add.s32 room, room, 1; max.s32 room, room, 0; min.s32 room, room, 32;"
+        )
+        lines.append("bmsk.clamp.b32 mask, 0, room;")
+        for k in range(N // 2):  # two of every eight columns
+            n = 4 * (k // 2) + 2 * row + k % 2
+            lines.append(f"and.b32 part, mask, {1 << k}; setp.ne.b32 seen, part, 0; selp.f32 ${n}, ${n}, 0fFF800000, seen;")
+    return " ".join(lines) + " }", ",".join(["=f"] * N + [str(n) for n in range(N)] + ["r"] * N)
+
+
+@gluon.jit
+def _cut(s, last):
+    """Scores of columns beyond each row's last become -inf."""
+    N: gl.constexpr = s.shape[1] // 2
+    LAYOUT: gl.constexpr = s.type.layout
+    lasts = last[:, None] + gl.zeros(s.shape, gl.int32, LAYOUT)
+    return gl.inline_asm_elementwise(_cutting(N)[0], _cutting(N)[1], [s, lasts], dtype=gl.float32, is_pure=True, pack=N)
+
+
 # What `_watch` finds is a number of the group's, and Gluon makes such a number of a tensor by way of shared memory. So it lies in a register of
 # PTX with a name, which `_declare` declares and `_beyond` reads. A sum that is not a number is beyond, too.
 @gluon.constexpr_function
