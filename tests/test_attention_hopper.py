@@ -394,6 +394,8 @@ def test_every_tile_is_taken_once() -> None:
         heads, tiles, programs = dice.randint(1, 40), dice.randint(1, 20), dice.randint(1, 30)
         couples = dice.randint(0, heads // 2)
         loads(heads, tiles, couples, dice.randint(1, max(1, heads - 2 * couples)), programs)
+        couples = _hopper._couples(heads, tiles * dice.choice((1, 10)), programs, dice.randint(0, 10))
+        assert 0 <= 2 * couples <= heads
 
 
 @pytest.mark.parametrize(("heads", "tiles", "programs", "least"), [

@@ -514,7 +514,8 @@ def refusal(x: torch.Tensor, *rest: Any, mask: Any = None, softcap: Any = None, 
 
 def _groups(D: int, turns: int, rows: int, ahead: bool, packed: bool, programs: int) -> int:
     """Groups of warps for a block. At D <= 96 three multiply 1.1 times as fast as two (beyond 64 by 64 keys, for their registers); but the
-    heaviest program may have more rows by tiles of 192 than by tiles of 128, and causal ones of up to 4096 queries see fewer of their keys."""
+    heaviest program may have more rows by tiles of 192 than by tiles of 128, and causal ones of up to 4096 queries (1024 beyond D 64) see fewer
+    of their keys."""
     if D > 96 or (ahead and rows <= (4096 if D <= 64 else 1024)) or (packed and rows <= 1536):
         return 2
     two, three = (triton.cdiv(turns * triton.cdiv(rows, tile), programs) * tile for tile in (128, 192))
@@ -526,7 +527,7 @@ def _couples(heads: int, tiles: int, programs: int, most: int) -> int:
     """Of causal heads, how many twos go by pairs of tiles (`Plan`), so that the programs end together: by trying what leaves one or two rounds
     of pairs, and at most so many heads. A tile costs as many blocks as it sees, and 1.5."""
     least = 2 * programs / tiles
-    first = math.ceil(max(0, heads - max(least, min(2 * least, most))) / 2)
+    first = min(heads // 2, math.ceil(max(0, heads - max(least, min(2 * least, most))) / 2))
     last = max(first, int((heads - least) / 2))
     ends = {}
     for couples in range(first, last + 1, max(1, (last - first) // 16)):
