@@ -35,7 +35,7 @@ class Plan:
     """Which tiles of queries a program takes in which order, and what each sees.
 
     Causal: of the first `couples` of heads a program takes a heavy tile of one and the other's that is as light, for all such pairs have as
-    many blocks; neighbours' pairs are of the same heads, which the L2 cache then holds. The tiles that remain, a round or two, go around
+    many blocks; neighbours' pairs are of the same heads, which the L2 cache then holds. The tiles that remain, two to four rounds, go around
     the programs from left to right and back, the heaviest first, so that all end together; a program with a pair more sits out the first
     time. Without such pairs that is the order of all tiles, those of a section of heads before the next section's.
     """
@@ -523,18 +523,20 @@ def _groups(D: int, turns: int, rows: int, ahead: bool, packed: bool, programs: 
 
 
 @lru_cache(1024)
-def _couples(heads: int, tiles: int, programs: int, most: int) -> int:
+def _couples(heads: int, tiles: int, programs: int, most: int, more: int) -> int:
     """Of causal heads, how many twos go by pairs of tiles (`Plan`), so that the programs end together: by trying what leaves one or two rounds
-    of pairs, and at most so many heads. A tile costs as many blocks as it sees, and 1.5."""
+    of pairs, and at most so many heads where that is a round; and none, of few tiles. A tile costs what it is high, as many tiles of keys as
+    all see (`more`), and what its ends take, 1.5."""
     least = 2 * programs / tiles
     first = min(heads // 2, math.ceil(max(0, heads - max(least, min(2 * least, most))) / 2))
     last = max(first, int((heads - least) / 2))
-    ends = {}
-    for couples in range(first, last + 1, max(1, (last - first) // 16)):
-        rounds, more = divmod(couples * tiles, programs)
-        busy = [rounds * (tiles + 4.0)] * programs
-        rest = [tile + 1.5 for tile in range(tiles, 0, -1) for _ in range(heads - 2 * couples)]
-        for n, cost in enumerate([tiles + 4.0] * more + rest):
+    few = heads * tiles <= 8 * programs
+    pair, ends = tiles + 4.0 + 2 * more, {}
+    for couples in {*range(first, last + 1, max(1, (last - first) // 16)), 0 if few else first}:
+        rounds, extra = divmod(couples * tiles, programs)
+        busy = [rounds * pair] * programs
+        rest = [tile + 1.5 + more for tile in range(tiles, 0, -1) for _ in range(heads - 2 * couples)]
+        for n, cost in enumerate([pair] * extra + rest):
             turn, program = divmod(n, programs)
             busy[programs - 1 - program if turn % 2 else program] += cost
         ends[couples] = max(busy)
@@ -575,10 +577,12 @@ def fwd(
         options["launch_pdl"] = True
     else:
         shared = 4 * columns * D * k.shape[1] // heads  # bytes of keys and values for each head of queries
-        if ahead and not back:
-            couples = _couples(turns, tiles, device.of(q).multiprocessors, (32 << 20) // max(1, shared))
+        shift, programs, high = columns - rows if bottom else 0, device.of(q).multiprocessors, 64 * groups
+        if ahead and not back and 0 <= shift + right <= columns - rows + high:  # else pairs are not alike
+            most = min((32 << 20) // max(1, shared), triton.cdiv(4 * programs, tiles))
+            couples = _couples(turns, tiles, programs, most, min((shift + right) // high, 8 * tiles))
         section = max(1, min(turns, (24 << 20) // max(1, shared)) if back else turns - 2 * couples)
-        shift, count = columns - rows if bottom else 0, turns * tiles
+        count = turns * tiles
     facts |= {"REST": rest, "MASKS": _masks(64 * groups, BN, columns, shift, right, back, ahead, bottom, packed)}
     numbers = turns, heads, group, couples, section, tiles, rows, columns, shift, left, right
     box = (1, 1, 1) if packed else (1, 1)
