@@ -415,6 +415,31 @@ def test_causal_programs_end_together(heads: int, tiles: int, programs: int, mor
         assert heads - 2 * _hopper._couples(heads, tiles, programs, 0, 0) <= math.ceil(2 * programs / tiles) + 1
 
 
+@pytest.mark.parametrize("columns", [64, 128])
+def test_masks_by_bits(columns: int) -> None:
+    """The lines of PTX that make scores beyond a row's last column -inf, read one by one, for each of the threads that share a row."""
+    operations: dict[str, Callable[..., int]] = {
+        "and": lambda a, b: a & b, "shl": lambda a, b: a << b, "shr": lambda a, b: a >> b, "sub": lambda a, b: a - b,
+        "add": lambda a, b: a + b, "min": min, "max": max, "setp": lambda a, b: a != b, "mov": lambda a: a,
+        "bmsk": lambda at, n: ((1 << n) - 1) << at, "selp": lambda a, b, keep: a if keep else b,
+    }  # fmt: skip
+    N = columns // 2
+    text, operands = _hopper_softmax._cutting(N)
+    assert operands == ",".join(["=f"] * N + [str(n) for n in range(N)] + ["r"] * N)
+    lines = [line.strip() for line in text.strip("{} ").split(";") if line.strip() and ".reg" not in line]
+    for thread in range(4):
+        where = [(n % 4 // 2, n // 4 * 8 + 2 * thread + n % 2) for n in range(N)]  # row, column
+        for last in (*range(-9, 137), -(10**6), 10**6):
+            lasts = last, 3 - last  # the two rows'
+            held: dict[str, Any] = {"%laneid": thread + 4, "0fFF800000": None} | {f"${n}": column for n, (_, column) in enumerate(where)}
+            held |= {f"${2 * N + n}": lasts[row] for n, (row, _) in enumerate(where)}
+            for line in lines:
+                name, to, *sources = line.replace(",", "").split()
+                values = [held[x] if x in held else int(x) for x in sources]
+                held[to] = operations[name.split(".")[0]](*values)
+            assert [held[f"${n}"] for n in range(N)] == [column if column <= lasts[row] else None for row, column in where]
+
+
 @pytest.mark.compiles
 @pytest.mark.parametrize("given", [{"causal": "bottom_right"}, {"window": (1000, 0)}, {"window": (100, None)}], ids=str)
 @pytest.mark.parametrize("D", [64, 128])
