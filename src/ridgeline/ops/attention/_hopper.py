@@ -566,7 +566,7 @@ def fwd(
     listed, group, wide, couples = None, heads // k.shape[1], triton.next_power_of_2(D), 0
     BN = 64 if D > 128 or (D > 64 and groups == 3) else 128
     stages, rest = 4 if wide * BN <= 8192 else 2, _parts(D)[1] if 64 < D <= 128 else 0
-    # timed: with turns up to 2048 queries 1 to 3% quicker, later level; but at D 64 causal 2% slower, and causal at 16384 5%
+    # timed: with turns up to 2048 queries 1 to 3% quicker, later level; but at D 64 causal 2% slower, and causal at 16384 1.5%
     by_turns = groups == 2 and D > 64 and not (ahead and not back and longest > 8192)
     facts: dict[str, Any] = {"GROUPS": groups, "TURNS": by_turns, "STAGES": stages, "LEFT": back, "RIGHT": ahead, "BN": BN}
     options: dict[str, Any] = {"num_warps": 4, "maxnreg": 128 if groups == 3 else 168}

@@ -130,6 +130,7 @@ def _field(fields, N: gl.constexpr):
 
 @gluon.jit
 def _read(board, n, ALL: gl.constexpr = True):
+    """What `_write` wrote; without ALL the last three, which a dense call has as arguments, are 0."""
     fields = board.index(n & 1).load(gl.BlockedLayout([8], [32], [4], [0]))
     head, row, low, high, begin = _field(fields, 0), _field(fields, 1), _field(fields, 2), _field(fields, 3), _field(fields, 4)
     rows, columns, shift = 0, 0, 0
