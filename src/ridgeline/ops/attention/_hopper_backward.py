@@ -7,7 +7,7 @@ engine add the result to dQ, in float32 in memory. No group waits for another in
 By default additions to a tile of dQ come in the order of the pieces' numbers, each waiting for the one before, of which a warp of its
 own tells, so that reruns give the same bits; at D <= 64 the last piece adds what memory holds to its own and writes dq, else a kernel
 makes dq of the sums afterwards.
-`deterministic=False` adds as they come, but for short sequences at D <= 64, where the order costs nothing and spares that kernel.
+`deterministic=False` adds as they come.
 Packed sequences' pieces come from a list (_packed.py), the heaviest sequences first.
 Source: Dao, FlashAttention-2, 2023 (arXiv:2307.08691), algorithm 2; Shah et al., FlashAttention-3, 2024 (arXiv:2407.08608), section 3.
 """
@@ -32,6 +32,7 @@ from ridgeline.ops.attention._hopper_rings import (
     KEYS,
     ROWS,
     Memory,
+    Rows,
     Tickets,
     _barriers,
     _flat,
@@ -44,7 +45,7 @@ from ridgeline.ops.attention._hopper_rings import (
     _store,
     _told,
 )
-from ridgeline.ops.attention._triton import UNBOUNDED, _head, _lies, _parts, _save, _start_delta, _steps, _unit
+from ridgeline.ops.attention._triton import LOG2E, UNBOUNDED, _head, _lies, _parts, _save, _start_delta, _steps, _unit
 
 
 @gluon.jit
@@ -75,25 +76,26 @@ def _keys(ME: gl.constexpr, dk_out, dv_out, here, call, TIGHT: gl.constexpr, RES
         if REST:
             more_dk = gl.zeros([ROWS, REST], gl.float32, rest_layout)
             more_dv = gl.zeros([ROWS, REST], gl.float32, rest_layout)
-        factor = call.scale * 1.4426950408889634
         mbarrier.wait(here.k_ready, n & 1)
         if not TIGHT:
             mine = k.load(own)
             mbarrier.wait(here.v_ready, n & 1)
             values = v.load(own)
-        within = 0
-        for _ in range(call.GROUP * work.blocks):
-            row = work.block(within) * ROWS
-            within = gl.where(within + 1 == work.blocks, 0, within + 1)
-            q = here.qs.take(done)
+        count = call.GROUP * work.blocks
+        top = gl.zeros([ROWS], gl.float32, across)
+        if count > 0:
+            here.qs.take(done)
+            top = here.qs.number(done, across)
+        for t in range(count):
+            row = work.block(t if call.GROUP == 1 else t % work.blocks) * ROWS
+            q = here.qs.taken(done)
             scores = _scores(k if TIGHT else mine, q, zero, REST)
             do = here.dos.take(done)
-            top = here.qs.number(done, across)
             s = warpgroup_mma_wait(0, deps=(scores,))
             if TIGHT:
                 mbarrier.wait(here.v_ready, n & 1)
             products = _scores(v if TIGHT else values, do, zero, REST)
-            p = gl.exp2(s * factor - top[None, :])
+            p = gl.exp2(s * call.factor - top[None, :])
             if work.edge(row):
                 p = work.hide(p, row, work.first + ME * ROWS)
             delta = here.dos.number(done, across)
@@ -113,16 +115,20 @@ def _keys(ME: gl.constexpr, dk_out, dv_out, here, call, TIGHT: gl.constexpr, RES
             place, odd = _place(done, STAGES)
             mbarrier.wait(here.ds_free.index(place), odd ^ 1)
             here.ds.index(KEYS * place + ME).store(ds)
-            fence_async_shared()
-            mbarrier.arrive(here.ds_ready.index(place), count=1)
             if REST:
                 dk_next = warpgroup_mma(gl.convert_layout(ds, p_layout), q.slice(0, D, 1), dk, is_async=True)
                 more_dk_next = warpgroup_mma(gl.convert_layout(ds, rest_p), q.slice(D, REST, 1), more_dk, is_async=True)
-                dv, more_dv = warpgroup_mma_wait(2, deps=(dv_next, more_dv_next))
             else:
                 dk_next = warpgroup_mma(gl.convert_layout(ds, p_layout), q, dk, is_async=True)
+            fence_async_shared()  # under that product: it waits for the stores, and they for the product before
+            mbarrier.arrive(here.ds_ready.index(place), count=1)
+            if REST:
+                dv, more_dv = warpgroup_mma_wait(2, deps=(dv_next, more_dv_next))
+            else:
                 dv = warpgroup_mma_wait(1, deps=(dv_next,))
-            here.dos.give(done)
+            ahead = gl.where(t + 1 < count, done + 1, done)
+            here.qs.take(ahead)
+            top = here.qs.number(ahead, across)
             if REST:
                 dk, more_dk = warpgroup_mma_wait(0, deps=(dk_next, more_dk_next))
             else:
@@ -154,13 +160,14 @@ def _keys(ME: gl.constexpr, dk_out, dv_out, here, call, TIGHT: gl.constexpr, RES
 
 
 @gluon.jit(do_not_specialize=["pieces", "heads", "section", "turns", "tiles", "columns", "shift", "left", "right"])
-def _bwd(order, listed, sums, queries, keys, values, do, dk_out, dv_out, dq_out, dq_sums, tops, deltas, pieces, heads, section, turns, tiles, columns, shift, left, right, scale, LEFT: gl.constexpr, RIGHT: gl.constexpr, DOWN: gl.constexpr, GROUP: gl.constexpr, ORDERED: gl.constexpr, TIGHT: gl.constexpr, STAY: gl.constexpr, STAGES: gl.constexpr, OWN: gl.constexpr, FINISH: gl.constexpr, REST: gl.constexpr):  # fmt: skip
+def _bwd(order, listed, sums, queries, keys, values, do, dk_out, dv_out, dq_out, dq_sums, tops, deltas, pieces, heads, section, turns, tiles, columns, shift, left, right, scale, factor, LEFT: gl.constexpr, RIGHT: gl.constexpr, DOWN: gl.constexpr, GROUP: gl.constexpr, ORDERED: gl.constexpr, TIGHT: gl.constexpr, STAY: gl.constexpr, STAGES: gl.constexpr, OWN: gl.constexpr, FINISH: gl.constexpr, REST: gl.constexpr):  # fmt: skip
     PACKED: gl.constexpr = listed is not None
     D: gl.constexpr = queries.block_type.shape[-1]
     W: gl.constexpr = dq_sums.block_type.shape[1] // 2
     dtype: gl.constexpr = queries.dtype
     qs = _rows(queries, tops, STAGES)
     dos = _rows(do, deltas, STAGES)
+    dos = Rows(dos.tiles, dos.numbers, dos.ready, qs.free)  # given back together
     ks = gl.allocate_shared_memory(dtype, [KEYS] + keys.block_type.shape, keys.layout)
     vs = gl.allocate_shared_memory(dtype, [KEYS] + keys.block_type.shape, keys.layout)
     ds_layout: gl.constexpr = gl.NVMMASharedLayout.get_default_for([ROWS, ROWS], dtype)
@@ -176,7 +183,9 @@ def _bwd(order, listed, sums, queries, keys, values, do, dk_out, dv_out, dq_out,
         qs, dos, ks, vs, k_ready.index(0), k_free.index(0), v_ready.index(0), v_free.index(0), ds, ds_ready, ds_free, tickets, _told()
     )
     fence_async_shared()
-    call = Call(pieces, heads, section, turns, tiles, columns, shift, left, right, scale, LEFT, RIGHT, DOWN, GROUP, PACKED, KEYS * ROWS)
+    call = Call(
+        pieces, heads, section, turns, tiles, columns, shift, left, right, scale, factor, LEFT, RIGHT, DOWN, GROUP, PACKED, KEYS * ROWS
+    )
     gl.warp_specialize(
         [
             (_keys, (0, dk_out, dv_out, here, call, TIGHT, REST)),
@@ -224,12 +233,13 @@ def _section(
     longest come last then, and where one of them is more than an eighth of what a program has (at D 256 a fourth), as with shared heads,
     that costs more than to wait. All other sections are longer than L2: four programs at a head or more (eight at D 256) keep in step,
     and find there what one of them has fetched. Windows and D <= 64 without shared heads, in full attention, gain nothing by it. An H100,
-    whose L2 is smaller and whose memory is slower, wants twice as many programs at a head of D > 64, where a head has so many.
+    whose L2 is smaller and whose memory is slower, wants twice as many programs at a head of D > 64, where a head has so many, and of long
+    sequences in order, in full attention, four times as many.
     """
     (batch, heads, _, D), (kv, columns) = q.shape, k.shape[1:3]
     turns, group, gpu, pieces = batch * kv, heads // kv, device.of(q), triton.cdiv(columns, span)  # pieces: of a head
     share = 2 * gpu.multiprocessors / (turns * (pieces + 1))  # the longest causal piece, of what a program has
-    light = share <= (1 / 4 if D > 128 else 1 / 8 if gpu.large_l2 else 0.127)
+    light = share <= (1 / 4 if D > 128 else 1 / 8 if gpu.large_l2 else 0.128)
     down = ordered and ahead and (back or (gpu.large_l2 or group == 1 if packed else light))
     shared = 8 * max(1, longest) * D * group  # bytes of q, do and dq's sums that the programs of a head share
     section = 4 if D > 128 and not packed else (24 << 20) // shared
@@ -237,7 +247,8 @@ def _section(
         if D > 128:
             section = 8 if gpu.large_l2 and (ahead or not ordered) else 4
         elif D > 64 or ahead:
-            section = 16 if gpu.large_l2 or D <= 64 else max(8, gpu.multiprocessors // max(1, pieces))
+            few = 4 if ordered and not ahead and pieces >= 64 else 8
+            section = 16 if gpu.large_l2 or D <= 64 else max(few, gpu.multiprocessors // max(1, pieces))
             if (group > 1 and (gpu.large_l2 or ahead)) or (ordered and ahead):
                 section *= 2
         elif group > 1:
@@ -268,17 +279,16 @@ def bwd(
     deltas = torch.empty((batch * heads * tiles, 64), dtype=torch.float32, device=q.device)
     sums = torch.empty((batch * heads * tiles, 2 * D, 32), dtype=torch.float32, device=q.device)  # as `_as_held` has them
     order = torch.empty((1 + batch * heads * tiles,), dtype=torch.int32, device=q.device)
-    ordered = deterministic or (wide < 128 and columns <= 4096 and not packed)  # there faster than out of order: dq needs no other kernel
-    finish = ordered and wide < 128 and not packed
+    finish = deterministic and wide < 128 and not packed
     _start_delta(deltas, tops, o, do, dlse, lse, order, cu_q, dq=dq if finish else None)
-    section, down = _section(q, k, longest, span, ordered, ahead, back, packed)
+    section, down = _section(q, k, longest, span, deterministic, ahead, back, packed)
     box, width, room = (1, 1, 1) if packed else (1, 1), min(wide, 64), 32 if wide > 128 else min(wide, 64)
     maps = [TensorMap(t, (*box, 64, wide), min(128, 2 * wide), packed) for t in (q, k, v, do, dk, dv)]
     maps += [TensorMap(dq, (*box, 64, width), min(128, 2 * width), packed), TensorMap(sums, (1, 2 * room, 32), 128)]
     maps += [TensorMap(tops, (1, 64)), TensorMap(deltas, (1, 64))]
     shift = int(bottom) if packed else columns - rows if bottom else 0
-    numbers = turns * most, heads, section, turns, tiles, columns, shift, left, right, scale
-    facts: dict[str, Any] = {"LEFT": back, "RIGHT": ahead, "DOWN": down, "GROUP": group, "ORDERED": ordered}
+    numbers = turns * most, heads, section, turns, tiles, columns, shift, left, right, scale, scale * LOG2E
+    facts: dict[str, Any] = {"LEFT": back, "RIGHT": ahead, "DOWN": down, "GROUP": group, "ORDERED": deterministic}
     if wide > 128:
         launch(_bwd_wide, (turns * most,), order, listed, *maps, *numbers, **facts, num_warps=4, maxnreg=128)
     else:

@@ -55,7 +55,6 @@ def _values(dv_out, here, given, call):
     if item < call.pieces:
         work = _piece(here, 0, item, call)
         dv = gl.zeros([ROWS, D], gl.float32, d_layout)
-        factor = call.scale * 1.4426950408889634
         mbarrier.wait(here.k_ready, 0)
         within = 0
         for done in range(call.GROUP * work.blocks):
@@ -65,7 +64,7 @@ def _values(dv_out, here, given, call):
             scores = _scores(k, q, zero, 0)
             top = here.qs.number(done, gl.SliceLayout(0, s_layout))
             s = warpgroup_mma_wait(0, deps=(scores,))
-            p = gl.exp2(s * factor - top[None, :])
+            p = gl.exp2(s * call.factor - top[None, :])
             if work.edge(row):
                 p = work.hide(p, row, work.first)
             packed = _pack(p, dtype)
@@ -129,7 +128,7 @@ def _slopes(dk_out, here, given, call):
 
 
 @gluon.jit(do_not_specialize=["pieces", "heads", "section", "turns", "tiles", "columns", "shift", "left", "right"])
-def _bwd_wide(order, listed, queries, keys, values, do, dk_out, dv_out, dq_out, dq_sums, tops, deltas, pieces, heads, section, turns, tiles, columns, shift, left, right, scale, LEFT: gl.constexpr, RIGHT: gl.constexpr, DOWN: gl.constexpr, GROUP: gl.constexpr, ORDERED: gl.constexpr):  # fmt: skip
+def _bwd_wide(order, listed, queries, keys, values, do, dk_out, dv_out, dq_out, dq_sums, tops, deltas, pieces, heads, section, turns, tiles, columns, shift, left, right, scale, factor, LEFT: gl.constexpr, RIGHT: gl.constexpr, DOWN: gl.constexpr, GROUP: gl.constexpr, ORDERED: gl.constexpr):  # fmt: skip
     PACKED: gl.constexpr = listed is not None
     dtype: gl.constexpr = queries.dtype
     qs = _rows(queries, tops, 2)
@@ -151,7 +150,7 @@ def _bwd_wide(order, listed, queries, keys, values, do, dk_out, dv_out, dq_out, 
     )
     given = Ring(pairs, given_ready, given_free)
     fence_async_shared()
-    call = Call(pieces, heads, section, turns, tiles, columns, shift, left, right, scale, LEFT, RIGHT, DOWN, GROUP, PACKED, ROWS)
+    call = Call(pieces, heads, section, turns, tiles, columns, shift, left, right, scale, factor, LEFT, RIGHT, DOWN, GROUP, PACKED, ROWS)
     gl.warp_specialize(
         [
             (_values, (dv_out, here, given, call)),

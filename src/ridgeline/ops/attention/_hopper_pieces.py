@@ -24,6 +24,7 @@ class Call:
     left: gl.tensor
     right: gl.tensor
     scale: gl.tensor
+    factor: gl.tensor  # scale, for exponentials of base 2: of an argument, it is made anew for every use where registers are few
     LEFT: gl.constexpr
     RIGHT: gl.constexpr
     DOWN: gl.constexpr
@@ -32,7 +33,9 @@ class Call:
     SPAN: gl.constexpr  # keys of a piece
 
     @gluon.constexpr_function
-    def __init__(self, pieces, heads, section, turns, tiles, columns, shift, left, right, scale, LEFT, RIGHT, DOWN, GROUP, PACKED, SPAN):
+    def __init__(
+        self, pieces, heads, section, turns, tiles, columns, shift, left, right, scale, factor, LEFT, RIGHT, DOWN, GROUP, PACKED, SPAN
+    ):
         self.pieces = pieces
         self.heads = heads
         self.section = section
@@ -43,6 +46,7 @@ class Call:
         self.left = left
         self.right = right
         self.scale = scale
+        self.factor = factor
         self.LEFT = gl.constexpr(LEFT)
         self.RIGHT = gl.constexpr(RIGHT)
         self.DOWN = gl.constexpr(DOWN)
@@ -53,7 +57,7 @@ class Call:
     @gluon.jit
     def of(self, tiles, columns, shift):
         """This of a packed sequence of so many blocks of queries, keys, and keys more than queries where that matters."""
-        return Call(self.pieces, self.heads, self.section, self.turns, tiles, columns, shift, self.left, self.right, self.scale, self.LEFT, self.RIGHT, self.DOWN, self.GROUP, self.PACKED, self.SPAN)  # fmt: skip
+        return Call(self.pieces, self.heads, self.section, self.turns, tiles, columns, shift, self.left, self.right, self.scale, self.factor, self.LEFT, self.RIGHT, self.DOWN, self.GROUP, self.PACKED, self.SPAN)  # fmt: skip
 
     @gluon.jit
     def find(self, item, listed):
@@ -189,12 +193,16 @@ class Work:
     def hide(self, p, row, first):
         """Probabilities of keys (down, from `first`) that a query (across) does not see become 0."""
         j = first + gl.arange(0, p.shape[0], gl.SliceLayout(1, p.type.layout))[:, None]
-        i = row + self.call.shift + gl.arange(0, p.shape[1], gl.SliceLayout(0, p.type.layout))[None, :]
-        seen = j + 0 * i < self.call.columns
-        if self.call.RIGHT:
-            seen = seen & (j <= i + self.call.right)
+        i = row + gl.arange(0, p.shape[1], gl.SliceLayout(0, p.type.layout))[None, :]
         if self.call.LEFT:
-            seen = seen & (j >= i - self.call.left)
+            i += self.call.shift
+            seen = (j + 0 * i < self.call.columns) & (j >= i - self.call.left)
+            if self.call.RIGHT:
+                seen = seen & (j <= i + self.call.right)
+        elif self.call.RIGHT:
+            seen = i >= gl.where(j < self.call.columns, j - self.call.right - self.call.shift, 0x7FFFFFFF)
+        else:
+            seen = j < self.call.columns
         return gl.where(seen, p, 0.0)
 
     @gluon.jit

@@ -182,6 +182,12 @@ class Rows:
         return _flat(self.tiles.index(place))
 
     @gluon.jit
+    def taken(self, n):
+        """The n-th tile, that was waited for before."""
+        place, _ = _place(n, self.SIZE)
+        return _flat(self.tiles.index(place))
+
+    @gluon.jit
     def number(self, n, layout: gl.constexpr):
         place, _ = _place(n, self.SIZE)
         return self.numbers.index(place).reshape([ROWS]).load(layout)
