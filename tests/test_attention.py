@@ -347,8 +347,12 @@ def test_which_pieces_come_first(l2: int, monkeypatch: pytest.MonkeyPatch) -> No
         ((4, 8, 4, 4096, 64), False, True, False, (8, False), (8, False)),
         ((4, 8, 4, 4096, 64), True, True, False, (32, False), (32, False)),
         ((4, 32, 1, 4096, 64), True, True, False, (12, True), (12, True)),
+        ((4, 32, 1, 4096, 64), True, False, False, (16, False), (16, False)),
+        ((4, 32, 1, 4096, 64), False, False, False, (12, False), (12, False)),
+        ((4, 2, 8, 16384, 128), False, True, False, (8, False), (8, False)),
         ((1, 8, 4, 8192, 128), True, True, True, (8, False), (1, True)),
         ((1, 16, 1, 8192, 128), True, True, True, (3, True), (3, True)),
+        ((1, 16, 1, 16384, 128), False, True, True, (8, False), (16, False)),
     ]
     monkeypatch.setattr(device, "_pretended", replace(device.KNOWN["sm_90"], l2=l2 << 20))
     for (batch, heads, group, length, D), causal, ordered, packed, *expected in cases:

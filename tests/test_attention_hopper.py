@@ -1,17 +1,12 @@
-"""attention's forward kernel for Hopper, run as Python: each group of warps is a thread, and they take turns at random.
+"""attention's forward kernel for Hopper, run as Python (warps.py): who packs probabilities over those of a product under way is found too.
 
-What a matrix instruction or the copy engine reads is read when its end is awaited, so that whoever gives a tile away early, or packs
-probabilities over those of a product under way, is found; and all waiting at once is found too. Not seen are packed sequences, what Gluon
-makes of the source (layouts, registers), and the lines of PTX: `_watch`, `_beyond` and `_cut` are models here,
-as is the board.
+Not seen are packed sequences, what Gluon makes of the source, and the lines of PTX: `_watch`, `_beyond` and `_cut` are models here, as is
+the board.
 """
 
-import inspect
 import math
 import random
 import re
-import textwrap
-import threading
 from collections.abc import Callable
 from pathlib import Path
 from types import SimpleNamespace
@@ -29,125 +24,7 @@ from ridgeline.ops.attention import _hopper, _hopper_rings, _hopper_softmax
 from ridgeline.ops.attention._attention import seen
 from test_kernels import OWN
 from test_matmul import said_of
-
-
-class Turns:
-    """Threads of which one runs at a time; `until` hands over to one whose wait is over, chosen at random."""
-
-    def __init__(self, dice: random.Random):
-        self.dice, self.change, self.waits, self.now, self.failed = dice, threading.Condition(), {}, -1, None  # type: ignore[var-annotated]
-        self.me = threading.local()
-
-    def run(self, works: list[Callable[[], None]]) -> None:
-        self.waits = {n: lambda: True for n in range(len(works))}
-        threads = [threading.Thread(target=self._one, args=(n, work), daemon=True) for n, work in enumerate(works)]
-        for t in threads:
-            t.start()
-        with self.change:
-            self._next()
-        for t in threads:
-            t.join()
-        if self.failed is not None:
-            raise self.failed
-
-    def _next(self) -> None:
-        able = [n for n, over in self.waits.items() if over()]
-        if not able and self.waits:
-            self.failed = self.failed or AssertionError("all wait for one another")
-        self.now = self.dice.choice(able) if able else -1
-        self.change.notify_all()
-
-    def _enter(self, n: int) -> None:
-        self.change.wait_for(lambda: self.now == n or self.failed)
-        if self.failed:
-            raise SystemExit
-
-    def _one(self, n: int, work: Callable[[], None]) -> None:
-        with self.change:
-            try:
-                self._enter(n)
-                self.me.number, self.me.products, self.me.stores = n, [], []
-                work()
-            except BaseException as error:
-                if not isinstance(error, SystemExit):
-                    self.failed = self.failed or error
-            self.waits.pop(n, None)
-            self._next()
-
-    def until(self, over: Callable[[], bool]) -> None:
-        n = self.me.number
-        self.waits[n] = over
-        self._next()
-        self._enter(n)
-        self.waits[n] = lambda: True
-
-
-class Registers(torch.Tensor):
-    """A tensor with what kernels ask of one."""
-
-    type = SimpleNamespace(layout=None)  # type: ignore[assignment]
-
-
-def registers(t: torch.Tensor) -> Registers:
-    return t.as_subclass(Registers)
-
-
-class Shared:
-    """Shared memory: a view of a tensor, or of barriers."""
-
-    def __init__(self, held: Any):
-        self.held, self.dtype = held, getattr(held, "dtype", None)
-        self.shape = list(held.shape) if isinstance(held, torch.Tensor) else [len(held)]
-        self.type = SimpleNamespace(shape=self.shape)
-
-    def index(self, n: int) -> Any:
-        return Shared(self.held[n]) if isinstance(self.held, torch.Tensor) else self.held[n]
-
-    def reshape(self, shape: list[int]) -> "Shared":
-        return Shared(self.held.view(shape))
-
-    def permute(self, order: tuple[int, ...]) -> "Shared":
-        return Shared(self.held.permute(order))
-
-    def slice(self, start: int, length: int, axis: int) -> "Shared":
-        return Shared(self.held.narrow(axis, start, length))
-
-    def store(self, x: torch.Tensor) -> None:
-        self.held.copy_(x)
-
-
-class Barrier:
-    def __init__(self, count: int):
-        self.count, self.left, self.bytes, self.phase = count, count, 0, 0
-
-    def come(self, n: int = 0, more: int = 0) -> None:
-        self.left, self.bytes = self.left - n, self.bytes + more
-        assert self.left >= 0, "more have come than were expected"
-        if not self.left and not self.bytes:
-            self.left, self.phase = self.count, self.phase + 1
-
-
-class Product:
-    """A matrix instruction under way."""
-
-    def __init__(self, a: Any, b: Any, c: Any, use_acc: bool = True, is_async: bool = True):
-        self.given, self.made = (a, b, c if use_acc else None), None
-
-    def end(self) -> torch.Tensor:
-        if self.made is None:
-            a, b, c = self.given
-            a, b = (x.held if isinstance(x, Shared) else x for x in (a, b))
-            c = c.end() if isinstance(c, Product) else c
-            self.made = registers(a.float() @ b.float() + (0 if c is None else c))
-        return self.made
-
-
-class Pointer:
-    def __init__(self, t: torch.Tensor, at: Any = 0):
-        self.t, self.at = t.view(-1), at
-
-    def __add__(self, more: Any) -> "Pointer":
-        return Pointer(self.t, self.at + more)
+from warps import Barrier, Pointer, Shared, Turns, define, language, nbytes, registers
 
 
 class Kernel:
@@ -161,36 +38,8 @@ class Kernel:
     def names(self) -> dict[str, Any]:
         """What the source finds under its names."""
         turns = self.turns
-
-        def wait(count: int, deps: tuple[Any, ...]) -> Any:
-            under_way = turns.me.products
-            while len(under_way) > count:
-                under_way.pop(0).end()
-            found = [x.made if isinstance(x, Product) else x for x in deps]
-            assert not any(x is None for x in found), "what is under way is used"
-            return found[0] if len(found) == 1 else tuple(found)
-
-        def start(*args: Any, **facts: Any) -> Product:
-            turns.me.products.append(Product(*args, **facts))
-            return turns.me.products[-1]
-
-        def load(source: Any, at: list[int], ready: Barrier, tile: Shared) -> None:
-            t = source.base.as_strided(source.shape, source.strides)
-            tile.held.zero_()
-            here = t[tuple([slice(i, i + n) for i, n in zip(at, source.block_shape)])]
-            tile.held[tuple([slice(n) for n in here.shape])] = here
-            turns.until(lambda: True)
-            ready.come(0, -nbytes(source))
-
-        def put(target: Any, at: list[int], tile: Shared) -> None:
-            t = target.base.as_strided(target.shape, target.strides)
-            there = t[tuple([slice(i, i + n) for i, n in zip(at, target.block_shape)])]
-            turns.me.stores.append(lambda: there.copy_(tile.held[tuple([slice(n) for n in there.shape])]))
-
-        def stored(count: int) -> None:
-            turns.until(lambda: True)
-            while len(turns.me.stores) > count:
-                turns.me.stores.pop(0)()
+        names = language(turns)
+        define(names, _hopper_rings, _hopper_softmax, _hopper)
 
         def store(to: Pointer, x: torch.Tensor, mask: torch.Tensor) -> None:
             to.t[to.at[mask]] = x[mask]
@@ -203,19 +52,12 @@ class Kernel:
                 assert not self.named[me], "a group is let go twice"
                 self.named[me] += 1
 
-        def arrive(barrier: Barrier, count: int = 1, pred: bool = True) -> None:
-            if pred:
-                barrier.come(count)
-
         def pack(p: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
             """In the registers of the last: those have no place of their own."""
             old = getattr(turns.me, "packed", None)
             if old is None:
                 turns.me.packed = old = p.to(dtype)
             return old.copy_(p)
-
-        def either(f: Callable[..., Any], whole: Callable[..., Any]) -> Callable[..., Any]:
-            return lambda a, b: whole(a, b) if isinstance(a, int) and isinstance(b, int) else f(*map(torch.as_tensor, (a, b)))
 
         def watch(me: int, sums: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
             turns.me.beyond = not bool((sums <= 2 ** (15 if dtype == torch.float16 else 60)).all())
@@ -226,55 +68,30 @@ class Kernel:
             self.again += turns.me.beyond
             return turns.me.beyond
 
-        def where(c: Any, x: Any, y: Any) -> Any:
-            if isinstance(c, bool):
-                return x if c else y
-            return torch.where(c, *(torch.as_tensor(v, dtype=torch.float32) for v in (x, y)))
-
         def write(board: list[Any], n: int, *fields: int) -> None:
             board[n & 1] = fields
 
         def cut(s: torch.Tensor, last: torch.Tensor) -> torch.Tensor:
             return registers(s.masked_fill(torch.arange(s.shape[1]) > last[:, None], -torch.inf))
 
-        nobody = lambda *_, **__: None  # noqa: E731
-        gl = SimpleNamespace(
-            float32=torch.float32, num_programs=lambda _: self.programs, program_id=lambda _: self.program, static_range=range,
-            zeros=lambda shape, dtype, layout: registers(torch.zeros(shape)), arange=lambda a, b, layout: registers(torch.arange(a, b)),
-            full=lambda shape, x, dtype, layout: registers(torch.full(shape, x)), convert_layout=lambda x, layout: x, store=store,
-            minimum=either(torch.minimum, min), maximum=either(torch.maximum, max), reshape=lambda x, shape: x.reshape(shape),
-            max=lambda x, axis: x.amax(axis), sum=lambda x, axis: x.sum(axis), exp2=torch.exp2, log2=torch.log2, cdiv=triton.cdiv,
-            where=where,
-            NVMMADistributedLayout=nobody, DotOperandLayout=nobody, SliceLayout=nobody,
-        )  # fmt: skip
-        mbarrier = SimpleNamespace(
-            wait=lambda b, parity, pred=True: pred and turns.until(lambda: b.phase & 1 != parity),
-            expect=lambda b, size: b.come(1, size), arrive=arrive,
-        )  # fmt: skip
-        return {
-            "gl": gl, "mbarrier": mbarrier, "ROWS": 64, "NONE": -1e30, "_load": load, "_store": put, "_named": named, "_pack": pack,
-            "_write": write, "_read": lambda board, n, ALL: board[n & 1],
-            "_cut": cut, "_declare": nobody, "_watch": watch, "_beyond": beyond, "_halves": lambda p, dtype, layout: p,
-            "warpgroup_mma": start, "warpgroup_mma_wait": wait, "fence_async_shared": nobody,
-            "tma": SimpleNamespace(store_wait=stored),
+        gl = names["gl"]
+        gl.num_programs, gl.program_id, gl.store = lambda _: self.programs, lambda _: self.program, store
+        names |= {
+            "NONE": -1e30, "_named": named, "_pack": pack, "_write": write, "_read": lambda board, n, ALL: board[n & 1], "_cut": cut,
+            "_declare": lambda *_: None, "_watch": watch, "_beyond": beyond, "_halves": lambda p, dtype, layout: p,
         }  # fmt: skip
+        return names
 
     def run(self) -> None:
         names, facts = self.names(), self.facts
-        sources = {f: inspect.getsource(getattr(_hopper_rings, f).fn) for f in ("_place", "_scores")}
-        sources |= {f: inspect.getsource(getattr(_hopper, f).fn) for f in ("_fetch", "_skip_unseen", "_attend")}
-        sources |= {f: inspect.getsource(getattr(_hopper_softmax, f).fn) for f in ("_rise", "_begin", "_soften", "_sums", "_shrink")}
-        names["_bits"] = lambda size: size.bit_length() - 1
-        for source in sources.values():
-            exec(_plain(source), names)
         groups, wide = facts["GROUPS"], self.queries.block_shape[-1]
-        plan = _methods(_hopper.Plan, names)
+        plan = object.__new__(names["Plan"])
         turn = ("turns", "heads", "group", "couples", "section", "tiles", "rows", "columns", "shift", "left", "right", "factor")
         plan.__dict__.update(zip(turn, self.numbers, strict=True), BM=64 * groups, PACKED=False)
         plan.__dict__.update({name: facts[name] for name in ("BN", "LEFT", "RIGHT", "MASKS")})
 
         def ring(source: Any, size: int, readers: int) -> Any:
-            made = _methods(_hopper_rings.Ring, names)
+            made = object.__new__(names["Ring"])
             made.tiles = Shared(torch.full((size, *source.block_shape), float("nan"), dtype=source.base.dtype))
             made.ready, made.free = (Shared([Barrier(count) for _ in range(size)]) for count in (1, readers))
             made.SIZE = size
@@ -289,29 +106,6 @@ class Kernel:
         args = self.out, Pointer(self.lse), qs, ks, vs, plan, board, facts["TURNS"], facts["REST"]
         works = [lambda g=g: names["_attend"](g, *args) for g in range(groups)]
         self.turns.run([*works, lambda: names["_fetch"](None, self.queries, self.keys, self.values, qs, ks, vs, plan, board)])
-
-
-def nbytes(desc: Any) -> int:
-    size = desc.base.element_size()
-    for n in desc.block_shape:
-        size *= n
-    return size
-
-
-def _plain(source: str) -> str:
-    """Without decorators, annotations of arguments, and what only tensors have."""
-    text = textwrap.dedent(source)
-    text = text[text.index("def ") :]
-    return text.replace(": gl.constexpr", "").replace(".to(gl.int64)", "")
-
-
-def _methods(kind: Any, names: dict[str, Any]) -> Any:
-    made = type(kind.__name__, (), {})
-    for name, method in vars(kind).items():
-        if hasattr(method, "fn"):
-            exec(_plain(inspect.getsource(method.fn)), names, local := {})
-            setattr(made, name, local[name])
-    return made()
 
 
 def calls(dice: random.Random) -> tuple[tuple[int, ...], dict[str, Any]]:
@@ -371,7 +165,8 @@ def test_every_row_of_random_calls(seed: int, monkeypatch: pytest.MonkeyPatch) -
 def loads(heads: int, tiles: int, couples: int, section: int, programs: int, more: int = 0) -> list[float]:
     """What each program has to do: blocks of keys, `more` for all tiles, and 1.5 for a tile. Every tile of every head is taken once."""
     names: dict[str, Any] = {"gl": SimpleNamespace(num_programs=lambda _: programs, minimum=min, where=lambda c, x, y: x if c else y)}
-    plan, taken, found = _methods(_hopper.Plan, names), set(), []
+    define(names, _hopper)
+    plan, taken, found = object.__new__(names["Plan"]), set(), []
     facts = {"turns": heads, "tiles": tiles, "couples": couples, "section": section, "BM": 128, "LEFT": False, "RIGHT": True}
     plan.__dict__.update(facts)
     for program in range(programs):

@@ -32,7 +32,6 @@ from ridgeline.ops.attention._hopper_rings import (
     KEYS,
     ROWS,
     Memory,
-    Rows,
     Tickets,
     _barriers,
     _flat,
@@ -126,9 +125,9 @@ def _keys(ME: gl.constexpr, dk_out, dv_out, here, call, TIGHT: gl.constexpr, RES
                 dv, more_dv = warpgroup_mma_wait(2, deps=(dv_next, more_dv_next))
             else:
                 dv = warpgroup_mma_wait(1, deps=(dv_next,))
-            ahead = gl.where(t + 1 < count, done + 1, done)
-            here.qs.take(ahead)
-            top = here.qs.number(ahead, across)
+            following = gl.where(t + 1 < count, done + 1, done)  # after the last there may be none: of itself, for nothing
+            here.qs.take(following)
+            top = here.qs.number(following, across)
             if REST:
                 dk, more_dk = warpgroup_mma_wait(0, deps=(dk_next, more_dk_next))
             else:
@@ -166,8 +165,7 @@ def _bwd(order, listed, sums, queries, keys, values, do, dk_out, dv_out, dq_out,
     W: gl.constexpr = dq_sums.block_type.shape[1] // 2
     dtype: gl.constexpr = queries.dtype
     qs = _rows(queries, tops, STAGES)
-    dos = _rows(do, deltas, STAGES)
-    dos = Rows(dos.tiles, dos.numbers, dos.ready, qs.free)  # given back together
+    dos = _rows(do, deltas, STAGES, qs.free)  # given back with q
     ks = gl.allocate_shared_memory(dtype, [KEYS] + keys.block_type.shape, keys.layout)
     vs = gl.allocate_shared_memory(dtype, [KEYS] + keys.block_type.shape, keys.layout)
     ds_layout: gl.constexpr = gl.NVMMASharedLayout.get_default_for([ROWS, ROWS], dtype)
@@ -230,8 +228,8 @@ def _section(
     and an H100 (docs/notes/attention.md).
 
     In order, causal pieces with the lightest first wait least, in sections whose q, do and sums L2 holds (at D 256, 4 heads). But the
-    longest come last then, and where one of them is more than an eighth of what a program has (at D 256 a fourth), as with shared heads,
-    that costs more than to wait. All other sections are longer than L2: four programs at a head or more (eight at D 256) keep in step,
+    longest come last then, and where one of them is more than an eighth of what a program has (a hair more on an H100, at D 256 a fourth),
+    as with shared heads, that costs more than to wait. All other sections are longer than L2: four programs at a head or more (eight at D 256) keep in step,
     and find there what one of them has fetched. Windows and D <= 64 without shared heads, in full attention, gain nothing by it. An H100,
     whose L2 is smaller and whose memory is slower, wants twice as many programs at a head of D > 64, where a head has so many, and of long
     sequences in order, in full attention, four times as many.
@@ -247,7 +245,7 @@ def _section(
         if D > 128:
             section = 8 if gpu.large_l2 and (ahead or not ordered) else 4
         elif D > 64 or ahead:
-            few = 4 if ordered and not ahead and pieces >= 64 else 8
+            few = 4 if ordered and not ahead and not packed and group == 1 and pieces >= 64 else 8
             section = 16 if gpu.large_l2 or D <= 64 else max(few, gpu.multiprocessors // max(1, pieces))
             if (group > 1 and (gpu.large_l2 or ahead)) or (ordered and ahead):
                 section *= 2

@@ -24,7 +24,7 @@ class Call:
     left: gl.tensor
     right: gl.tensor
     scale: gl.tensor
-    factor: gl.tensor  # scale, for exponentials of base 2: of an argument, it is made anew for every use where registers are few
+    factor: gl.tensor  # scale for exponentials of base 2; if it were computed here, ptxas would do so anew for every use of it
     LEFT: gl.constexpr
     RIGHT: gl.constexpr
     DOWN: gl.constexpr

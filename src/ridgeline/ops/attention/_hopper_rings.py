@@ -199,20 +199,27 @@ class Rows:
 
 
 @gluon.jit
-def _rows(source, numbers, SIZE: gl.constexpr):
-    ready, free = _barriers(SIZE, 1, KEYS)
+def _rows(source, numbers, SIZE: gl.constexpr, free=None):
+    """With `free` given, another ring's, places of both are given back together, by that one's `give`."""
+    ready = _counters(SIZE, 1)
+    if free is None:
+        free = _counters(SIZE, KEYS)
     tiles = gl.allocate_shared_memory(source.dtype, [SIZE] + source.block_type.shape, source.layout)
     return Rows(tiles, gl.allocate_shared_memory(gl.float32, [SIZE] + numbers.block_type.shape, numbers.layout), ready, free)
 
 
 @gluon.jit
-def _barriers(SIZE: gl.constexpr, FILLS: gl.constexpr, READERS: gl.constexpr):
-    ready = gl.allocate_shared_memory(gl.int64, [SIZE, 1], mbarrier.MBarrierLayout())
-    free = gl.allocate_shared_memory(gl.int64, [SIZE, 1], mbarrier.MBarrierLayout())
+def _counters(SIZE: gl.constexpr, COUNT: gl.constexpr):
+    """As many barriers, each of so many arrivals."""
+    made = gl.allocate_shared_memory(gl.int64, [SIZE, 1], mbarrier.MBarrierLayout())
     for n in gl.static_range(SIZE):
-        mbarrier.init(ready.index(n), count=FILLS)
-        mbarrier.init(free.index(n), count=READERS)
-    return ready, free
+        mbarrier.init(made.index(n), count=COUNT)
+    return made
+
+
+@gluon.jit
+def _barriers(SIZE: gl.constexpr, FILLS: gl.constexpr, READERS: gl.constexpr):
+    return _counters(SIZE, FILLS), _counters(SIZE, READERS)
 
 
 @aggregate
