@@ -64,6 +64,7 @@ def _keys(ME: gl.constexpr, dk_out, dv_out, here, call, TIGHT: gl.constexpr, RES
     across: gl.constexpr = gl.SliceLayout(0, s_layout)
     zero = gl.zeros([ROWS, ROWS], gl.float32, s_layout)
     own: gl.constexpr = gl.DotOperandLayout(operand_index=0, parent=s_layout, k_width=2)
+    LATE: gl.constexpr = TIGHT and (call.LEFT or call.RIGHT)  # lse is loaded under dK's product, but where masks leave no registers for it
     k = _flat(here.ks.index(ME))
     v = _flat(here.vs.index(ME))
     n, done = 0, 0
@@ -83,8 +84,7 @@ def _keys(ME: gl.constexpr, dk_out, dv_out, here, call, TIGHT: gl.constexpr, RES
         count = call.GROUP * work.blocks
         top = gl.zeros([ROWS], gl.float32, across)
         if count > 0:
-            here.qs.take(done)
-            top = here.qs.number(done, across)
+            top = here.qs.take_number(done, across)
         for t in range(count):
             row = work.block(t if call.GROUP == 1 else t % work.blocks) * ROWS
             q = here.qs.taken(done)
@@ -126,12 +126,14 @@ def _keys(ME: gl.constexpr, dk_out, dv_out, here, call, TIGHT: gl.constexpr, RES
             else:
                 dv = warpgroup_mma_wait(1, deps=(dv_next,))
             following = gl.where(t + 1 < count, done + 1, done)  # after the last there may be none: of itself, for nothing
-            here.qs.take(following)
-            top = here.qs.number(following, across)
+            if not LATE:
+                top = here.qs.take_number(following, across)
             if REST:
                 dk, more_dk = warpgroup_mma_wait(0, deps=(dk_next, more_dk_next))
             else:
                 dk = warpgroup_mma_wait(0, deps=(dk_next,))
+            if LATE:
+                top = here.qs.take_number(following, across)
             here.qs.give(done)
             done += 1
         mbarrier.wait(here.v_ready, n & 1)  # where there was no block

@@ -193,6 +193,11 @@ class Rows:
         return self.numbers.index(place).reshape([ROWS]).load(layout)
 
     @gluon.jit
+    def take_number(self, n, layout: gl.constexpr):
+        self.take(n)
+        return self.number(n, layout)
+
+    @gluon.jit
     def give(self, n):
         place, _ = _place(n, self.SIZE)
         mbarrier.arrive(self.free.index(place), count=1)
