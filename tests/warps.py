@@ -21,6 +21,7 @@ class Turns:
     """Threads of which one runs at a time; `until` hands over to one whose wait is over, chosen at random."""
 
     def __init__(self, dice: random.Random):
+        dice = random.Random(dice.random())  # of its own: what is drawn elsewhere does not hang on who took turns
         self.dice, self.change, self.waits, self.now, self.failed = dice, threading.Condition(), {}, -1, None  # type: ignore[var-annotated]
         self.me = threading.local()
 
