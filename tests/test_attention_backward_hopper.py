@@ -30,9 +30,6 @@ class Fenced(Shared):
         values = x.clone().to(self.held.dtype)
         self.turns.me.stored.append(lambda: self.held.copy_(values))
 
-    def load(self, layout: Any) -> Any:
-        return registers(self.held.clone())
-
 
 class Kernel:
     """One program of a launch."""

@@ -175,7 +175,7 @@ def _code(module: Any) -> CodeType:
 
 
 def define(names: dict[str, Any], *modules: Any) -> None:
-    """A namespace gets the functions and classes of modules as Python."""
+    """A namespace gets the functions and classes of modules as Python; put models in it afterwards, for these look names up there."""
     for module in modules:
         exec(_code(module), names)
 

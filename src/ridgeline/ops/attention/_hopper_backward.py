@@ -87,7 +87,7 @@ def _keys(ME: gl.constexpr, dk_out, dv_out, here, call, TIGHT: gl.constexpr, RES
             top = here.qs.take_number(done, across)
         for t in range(count):
             row = work.block(t if call.GROUP == 1 else t % work.blocks) * ROWS
-            q = here.qs.taken(done)
+            q = here.qs.tile(done)
             scores = _scores(k if TIGHT else mine, q, zero, REST)
             do = here.dos.take(done)
             s = warpgroup_mma_wait(0, deps=(scores,))
@@ -231,10 +231,10 @@ def _section(
 
     In order, causal pieces with the lightest first wait least, in sections whose q, do and sums L2 holds (at D 256, 4 heads). But the
     longest come last then, and where one of them is more than an eighth of what a program has (a hair more on an H100, at D 256 a fourth),
-    as with shared heads, that costs more than to wait. All other sections are longer than L2: four programs at a head or more (eight at D 256) keep in step,
-    and find there what one of them has fetched. Windows and D <= 64 without shared heads, in full attention, gain nothing by it. An H100,
-    whose L2 is smaller and whose memory is slower, wants twice as many programs at a head of D > 64, where a head has so many, and of long
-    sequences in order, in full attention, four times as many.
+    as with shared heads, that costs more than to wait. All other sections are longer than L2: four programs at a head or more (eight at
+    D 256) keep in step, and find there what one of them has fetched. Windows and D <= 64 without shared heads, in full attention, gain
+    nothing by it. An H100, whose L2 is smaller and whose memory is slower, wants twice as many programs at a head of D > 64, where a head
+    has so many, and of long sequences in order, in full attention without shared heads, four times as many.
     """
     (batch, heads, _, D), (kv, columns) = q.shape, k.shape[1:3]
     turns, group, gpu, pieces = batch * kv, heads // kv, device.of(q), triton.cdiv(columns, span)  # pieces: of a head

@@ -199,7 +199,7 @@ class Work:
             seen = (j + 0 * i < self.call.columns) & (j >= i - self.call.left)
             if self.call.RIGHT:
                 seen = seen & (j <= i + self.call.right)
-        elif self.call.RIGHT:
+        elif self.call.RIGHT:  # one comparison for each, with a key's first query; of a window's two such limits registers spill
             seen = i >= gl.where(j < self.call.columns, j - self.call.right - self.call.shift, 0x7FFFFFFF)
         else:
             seen = j < self.call.columns

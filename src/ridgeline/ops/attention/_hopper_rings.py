@@ -179,10 +179,10 @@ class Rows:
     def take(self, n):
         place, odd = _place(n, self.SIZE)
         mbarrier.wait(self.ready.index(place), odd)
-        return _flat(self.tiles.index(place))
+        return self.tile(n)
 
     @gluon.jit
-    def taken(self, n):
+    def tile(self, n):
         """The n-th tile, that was waited for before."""
         place, _ = _place(n, self.SIZE)
         return _flat(self.tiles.index(place))
@@ -194,6 +194,7 @@ class Rows:
 
     @gluon.jit
     def take_number(self, n, layout: gl.constexpr):
+        """The numbers of the n-th tile's rows, once both are there."""
         self.take(n)
         return self.number(n, layout)
 
