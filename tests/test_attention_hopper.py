@@ -71,8 +71,8 @@ class Kernel:
         def write(board: list[Any], n: int, *fields: int) -> None:
             board[n & 1] = fields
 
-        def cut(s: torch.Tensor, last: torch.Tensor) -> torch.Tensor:
-            return registers(s.masked_fill(torch.arange(s.shape[1]) > last[:, None], -torch.inf))
+        def cut(s: torch.Tensor, last: torch.Tensor, keep: bool = True) -> torch.Tensor:
+            return registers(s.masked_fill((torch.arange(s.shape[1]) > last[:, None]) == keep, -torch.inf))
 
         gl = names["gl"]
         gl.num_programs, gl.program_id, gl.store = lambda _: self.programs, lambda _: self.program, store
@@ -212,16 +212,19 @@ def test_causal_programs_end_together(heads: int, tiles: int, programs: int, mor
         assert heads - 2 * _hopper._couples(heads, tiles, programs, 0, 0) <= math.ceil(2 * programs / tiles) + 1
 
 
+@pytest.mark.parametrize("keep", [True, False])
 @pytest.mark.parametrize("columns", [64, 128])
-def test_masks_by_bits(columns: int) -> None:
-    """The lines of PTX that make scores beyond a row's last column -inf, read one by one, for each of the threads that share a row."""
+def test_masks_by_bits(columns: int, keep: bool) -> None:
+    """The lines of PTX that make scores beyond a row's last column -inf, or those up to it, read one by one, for each of the threads that share
+    a row."""
     operations: dict[str, Callable[..., int]] = {
         "and": lambda a, b: a & b, "shl": lambda a, b: a << b, "shr": lambda a, b: a >> b, "sub": lambda a, b: a - b,
-        "add": lambda a, b: a + b, "min": min, "max": max, "setp": lambda a, b: a != b, "mov": lambda a: a,
+        "add": lambda a, b: a + b, "min": min, "max": max, "setp": lambda a, b: (a != b) == keep, "mov": lambda a: a,
         "bmsk": lambda at, n: ((1 << n) - 1) << at, "selp": lambda a, b, keep: a if keep else b,
     }  # fmt: skip
     N = columns // 2
-    text, operands = _hopper_softmax._cutting(N)
+    text, operands = _hopper_softmax._cutting(N, keep)
+    assert text.count("setp.ne" if keep else "setp.eq") == N
     assert operands == ",".join(["=f"] * N + [str(n) for n in range(N)] + ["r"] * N)
     lines = [line.strip() for line in text.strip("{} ").split(";") if line.strip() and ".reg" not in line]
     for thread in range(4):
@@ -234,19 +237,21 @@ def test_masks_by_bits(columns: int) -> None:
                 name, to, *sources = line.replace(",", "").split()
                 values = [held[x] if x in held else int(x) for x in sources]
                 held[to] = operations[name.split(".")[0]](*values)
-            assert [held[f"${n}"] for n in range(N)] == [column if column <= lasts[row] else None for row, column in where]
+            assert [held[f"${n}"] for n in range(N)] == [column if (column <= lasts[row]) == keep else None for row, column in where]
 
 
 @pytest.mark.compiles
-@pytest.mark.parametrize("given", [{"causal": "bottom_right"}, {"window": (1000, 0)}, {"window": (100, None)}], ids=str)
+@pytest.mark.parametrize(
+    ("given", "masks"), [({"causal": "bottom_right"}, 2), ({"window": (100, None)}, 2), ({"window": (1000, 0)}, 3)], ids=str
+)
 @pytest.mark.parametrize("D", [64, 128])
-def test_products_with_masks_are_not_serialized(D: int, given: dict[str, Any], tmp_path: Path) -> None:
+def test_products_with_masks_are_not_serialized(D: int, given: dict[str, Any], masks: int, tmp_path: Path) -> None:
     """Where blocks in the loop may have a mask ptxas waits early, but lets products run beside each other: it says where it cannot."""
     launched: list[Launch] = []
     with device.pretend("sm_90"), observe(launched.append):
         q, k = (torch.empty(4, 32, n, D, dtype=torch.bfloat16, device="meta") for n in (4096, 4101))
         ridgeline.attention(q, k, k, impl="gluon", **given)
-    assert launched[0].constants["MASKS"] == 2
+    assert launched[0].constants["MASKS"] == masks
     said = said_of(lab_inspect.of_launch(launched[0], True), tmp_path)
     assert "serial" not in said
     assert "C75" not in said

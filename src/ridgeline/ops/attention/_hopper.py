@@ -57,7 +57,8 @@ class Plan:
     LEFT: gl.constexpr
     RIGHT: gl.constexpr
     PACKED: gl.constexpr
-    MASKS: gl.constexpr  # which blocks may hold keys that some of a group's rows do not see: 0 none, 1 its first alone, 2 any
+    MASKS: gl.constexpr  # which blocks may hold keys that some of a group's rows do not see: 0 none, 1 its first alone, 2 any, 3 its first
+    # and, of a window, those at the left edge
 
     @gluon.constexpr_function
     def __init__(self, turns, heads, group, couples, section, tiles, rows, columns, shift, left, right, factor, BM, BN, LEFT, RIGHT, PACKED, MASKS):  # fmt: skip
@@ -204,9 +205,14 @@ class Plan:
             last = gl.minimum(last, i + self.right)
         s = _cut(s, last - block * self.BN)
         if self.LEFT:
-            j = gl.arange(0, s.shape[1], gl.SliceLayout(0, s.type.layout))[None, :]
-            s = gl.where(j >= (i - self.left - block * self.BN)[:, None], s, float("-inf"))
+            s = self.hide_left(s, row, block, shift)
         return s
+
+    @gluon.jit
+    def hide_left(self, s, row, block, shift):
+        """`hide` of the keys before a window alone."""
+        i = row + shift + gl.arange(0, s.shape[0], gl.SliceLayout(1, s.type.layout))
+        return _cut(s, i - self.left - 1 - block * self.BN, False)
 
 
 @gluon.jit
@@ -353,6 +359,9 @@ def _attend(ME: gl.constexpr, out, lse, qs, ks, vs, plan, board, TURNS: gl.const
                 if (here >= upto - 1) | (here < from_):
                     s = plan.hide(s, row, here, columns, shift)
                     top = _begin(s, top, plan.factor)
+            elif plan.MASKS == 3:  # noqa: SIM102
+                if here < from_:  # whose rows have all seen a key in the first block
+                    s = plan.hide_left(s, row, here, shift)
             s = _soften(s, top, plan.factor)
             sums = _watch(ME, _sums(s), dtype)
             if REST:
@@ -364,6 +373,8 @@ def _attend(ME: gl.constexpr, out, lse, qs, ks, vs, plan, board, TURNS: gl.const
                 s = warpgroup_mma_wait(0, deps=(scores,))
                 if plan.MASKS == 2:
                     s = plan.hide(s, row, here, columns, shift)
+                elif plan.MASKS == 3:
+                    s = plan.hide_left(s, row, here, shift)
                 old, top = top, _rise(s, top, plan.factor)
                 less = gl.exp2(old - top)
                 s = _soften(s, top, plan.factor)
@@ -544,11 +555,11 @@ def _couples(heads: int, tiles: int, programs: int, most: int, more: int) -> int
 
 
 def _masks(BM: int, BN: int, columns: int, shift: int, right: int, back: bool, ahead: bool, bottom: bool, packed: bool) -> int:
-    """`Plan.MASKS`. 1: a group's causal edge, or the ragged end of the keys, lies within the first block that it sees; the others need no mask."""
-    if back or (ahead and packed and bottom):  # of packed sequences shifts differ
+    """`Plan.MASKS`. 1 and 3: a group's causal edge, or the ragged end of the keys, lies within the first block that it sees."""
+    if ahead and not (packed and bottom):  # of packed sequences shifts differ
+        return 2 if (shift + right) % (ROWS.value if BM > BN else BN) else 3 if back else 1
+    if ahead or back:
         return 2
-    if ahead:
-        return 2 if (shift + right) % (ROWS.value if BM > BN else BN) else 1
     return 1 if packed or columns % BN else 0
 
 

@@ -44,9 +44,9 @@ def _shrink(sums, factors):
 
 
 @gluon.constexpr_function
-def _cutting(N):
-    """Of a thread's N numbers, in the layout of a matrix instruction two rows': a bit for each column that a row sees, so that a machine
-    instruction makes eight predicates of them. `room` is the last column seen, counted from the thread's first."""
+def _cutting(N, KEEP):
+    """Of a thread's N numbers, in the layout of a matrix instruction two rows': a bit for each column up to a row's last, so that a machine
+    instruction makes eight predicates of them. `room` is the last one, counted from the thread's first."""
     lines = [
         "{ .reg .b32 first, room, part, mask; .reg .pred seen; mov.u32 first, %laneid; and.b32 first, first, 3; shl.b32 first, first, 1;"
     ]
@@ -58,17 +58,17 @@ def _cutting(N):
         lines.append("bmsk.clamp.b32 mask, 0, room;")
         for k in range(N // 2):  # two of every eight columns
             n = 4 * (k // 2) + 2 * row + k % 2
-            lines.append(f"and.b32 part, mask, {1 << k}; setp.ne.b32 seen, part, 0; selp.f32 ${n}, ${n}, 0fFF800000, seen;")
+            lines.append(f"and.b32 part, mask, {1 << k}; setp.{'ne' if KEEP else 'eq'}.b32 seen, part, 0; selp.f32 ${n}, ${n}, 0fFF800000, seen;")
     return " ".join(lines) + " }", ",".join(["=f"] * N + [str(n) for n in range(N)] + ["r"] * N)
 
 
 @gluon.jit
-def _cut(s, last):
-    """Scores of columns beyond each row's last become -inf."""
+def _cut(s, last, KEEP: gl.constexpr = True):
+    """Scores of columns beyond each row's last become -inf; or else, those up to it."""
     N: gl.constexpr = s.shape[1] // 2
     LAYOUT: gl.constexpr = s.type.layout
     lasts = last[:, None] + gl.zeros(s.shape, gl.int32, LAYOUT)
-    return gl.inline_asm_elementwise(_cutting(N)[0], _cutting(N)[1], [s, lasts], dtype=gl.float32, is_pure=True, pack=N)
+    return gl.inline_asm_elementwise(_cutting(N, KEEP)[0], _cutting(N, KEEP)[1], [s, lasts], dtype=gl.float32, is_pure=True, pack=N)
 
 
 # What `_watch` finds is a number of the group's, and Gluon makes such a number of a tensor by way of shared memory. So it lies in a register of
