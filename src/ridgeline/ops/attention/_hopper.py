@@ -355,7 +355,7 @@ def _attend(ME: gl.constexpr, out, lse, qs, ks, vs, plan, board, TURNS: gl.const
             if TURNS:
                 _named(1 - ME, False)
             s = warpgroup_mma_wait(2 if REST else 1, deps=(scores,))
-            if plan.MASKS == 2:  # noqa: SIM102  # this one is decided by the compiler; where the other ends ptxas waits for all products
+            if plan.MASKS == 2:  # this one is decided by the compiler; where the other ends ptxas waits for all products
                 if (here >= upto - 1) | (here < from_):
                     s = plan.hide(s, row, here, columns, shift)
                     top = _begin(s, top, plan.factor)

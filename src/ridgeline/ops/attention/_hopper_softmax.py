@@ -58,7 +58,9 @@ def _cutting(N, KEEP):
         lines.append("bmsk.clamp.b32 mask, 0, room;")
         for k in range(N // 2):  # two of every eight columns
             n = 4 * (k // 2) + 2 * row + k % 2
-            lines.append(f"and.b32 part, mask, {1 << k}; setp.{'ne' if KEEP else 'eq'}.b32 seen, part, 0; selp.f32 ${n}, ${n}, 0fFF800000, seen;")
+            lines.append(
+                f"and.b32 part, mask, {1 << k}; setp.{'ne' if KEEP else 'eq'}.b32 seen, part, 0; selp.f32 ${n}, ${n}, 0fFF800000, seen;"
+            )
     return " ".join(lines) + " }", ",".join(["=f"] * N + [str(n) for n in range(N)] + ["r"] * N)
 
 
