@@ -99,9 +99,16 @@ class Plan:
     @gluon.jit
     def place(self, t):
         """A tile's head, counted through batches, and its first row."""
-        if not self.LEFT and not self.RIGHT:  # a section is one head
-            turn = t // self.tiles
-            tile = self.tiles - 1 - t % self.tiles
+        if not self.LEFT and not self.RIGHT:  # a section is one head; heads' last tiles come last, where they leave a group without rows
+            whole = self.tiles
+            if self.rows <= self.tiles * self.BM - ROWS:
+                whole -= 1
+            if t < self.turns * whole:
+                turn = t // whole
+                tile = whole - 1 - t % whole
+            else:
+                turn = t - self.turns * whole
+                tile = whole
         else:
             pairs = self.couples * self.tiles
             if t < 2 * pairs:
@@ -277,19 +284,25 @@ def _named(ME: gl.constexpr, WAIT: gl.constexpr):
 
 
 @gluon.jit
+def _pass_on(ME: gl.constexpr, ks, vs, block, LAG: gl.constexpr, TURNS: gl.constexpr):
+    """Gives back a block's keys, and the values LAG blocks before."""
+    ks.take(block)
+    vs.take(block - LAG)
+    if TURNS:
+        _named(ME, True)
+        _named(1 - ME, False)
+    ks.give(block)
+    vs.give(block - LAG)
+    return block + 1
+
+
+@gluon.jit
 def _skip_unseen(ME: gl.constexpr, ks, vs, plan, block, row, low, high, shift, more, TURNS: gl.constexpr):
     """Gives back a tile's last blocks, whose keys none of this group's rows sees. Returns the number of the next, and `Plan.seen_by`."""
     seen = plan.seen_by(row + ME * ROWS, low, high, shift)
     if more:
         for _ in range(high - seen):
-            ks.take(block)
-            vs.take(block)
-            if TURNS:
-                _named(ME, True)
-                _named(1 - ME, False)
-            ks.give(block)
-            vs.give(block)
-            block += 1
+            block = _pass_on(ME, ks, vs, block, 0, TURNS)
     return block, seen
 
 
@@ -339,6 +352,10 @@ def _attend(ME: gl.constexpr, out, lse, qs, ks, vs, plan, board, TURNS: gl.const
         row += ME * ROWS
         from_, upto = plan.whole(row, low, columns, shift)
         q = qs.tile(n * GROUPS + ME)
+        if row >= length:  # this group has no rows: of the tile's blocks it does the first alone, with the values of the last
+            for _ in range(1, high - low):
+                block = _pass_on(ME, ks, vs, block, 1, TURNS)
+            low = high - 1
         for past in range(1, high - low):
             here = high - 1 - past
             values = vs.take(block - 1)
