@@ -215,7 +215,7 @@ def test_causal_programs_end_together(heads: int, tiles: int, programs: int, mor
 @pytest.mark.parametrize("keep", [True, False])
 @pytest.mark.parametrize("columns", [64, 128])
 def test_masks_by_bits(columns: int, keep: bool) -> None:
-    """The lines of PTX that make scores beyond a row's last column, or up to it, -inf: read one by one, for each thread that shares a row."""
+    """The lines of PTX that make scores beyond a row's last column, or up to it, -inf: one by one, for each thread that shares a row."""
     operations: dict[str, Callable[..., int]] = {
         "and": lambda a, b: a & b, "shl": lambda a, b: a << b, "shr": lambda a, b: a >> b, "sub": lambda a, b: a - b,
         "add": lambda a, b: a + b, "min": min, "max": max, "setp": lambda a, b: (a != b) == keep, "mov": lambda a: a,

@@ -99,9 +99,11 @@ class Plan:
     @gluon.jit
     def place(self, t):
         """A tile's head, counted through batches, and its first row."""
-        if not self.LEFT and not self.RIGHT:  # a section is one head; heads' last tiles come last, where they leave a group without rows
+        if (
+            not self.LEFT and not self.RIGHT
+        ):  # a section is one head; of three groups ragged tiles come last, where a group has no rows there
             whole = self.tiles
-            if self.rows <= self.tiles * self.BM - ROWS:
+            if (self.BM > 2 * ROWS) & (self.rows <= self.tiles * self.BM - ROWS):
                 whole -= 1
             if t < self.turns * whole:
                 turn = t // whole

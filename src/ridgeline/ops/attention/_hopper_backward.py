@@ -234,7 +234,7 @@ def _section(
     as with shared heads, that costs more than to wait. All other sections are longer than L2: four programs at a head or more (eight at
     D 256) keep in step, and find there what one of them has fetched. Windows and D <= 64 without shared heads, in full attention, gain
     nothing by it. An H100, whose L2 is smaller and whose memory is slower, wants twice as many programs at a head of D > 64, where a head
-    has so many, and of long sequences in order, in full attention without shared heads, four times as many.
+    has so many, and of long sequences without shared heads four times as many.
     """
     (batch, heads, _, D), (kv, columns) = q.shape, k.shape[1:3]
     turns, group, gpu, pieces = batch * kv, heads // kv, device.of(q), triton.cdiv(columns, span)  # pieces: of a head
@@ -247,7 +247,8 @@ def _section(
         if D > 128:
             section = 8 if gpu.large_l2 and (ahead or not ordered) else 4
         elif D > 64 or ahead:
-            few = 4 if ordered and not ahead and not packed and group == 1 and pieces >= 64 else 8
+            long = pieces >= (64 if ordered else 128) and not (ordered and ahead) and not packed
+            few = 4 if long and group == 1 else 8
             section = 16 if gpu.large_l2 or D <= 64 else max(few, gpu.multiprocessors // max(1, pieces))
             if (group > 1 and (gpu.large_l2 or ahead)) or (ordered and ahead):
                 section *= 2
