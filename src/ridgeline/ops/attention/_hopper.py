@@ -37,7 +37,7 @@ class Plan:
     Causal: of the first `couples` of heads a program takes a heavy tile of one and the other's that is as light, for all such pairs have as
     many blocks; neighbours' pairs are of the same heads, which the L2 cache then holds. The tiles that remain, two to four rounds, go around
     the programs from left to right and back, the heaviest first, so that all end together; a program with a pair more sits out the first
-    time. Without such pairs that is the order of all tiles, those of a section of heads before the next section's.
+    time. Without such pairs that is the order of all tiles, those of a section of heads before the next section's; but see `place`.
     """
 
     turns: gl.tensor
@@ -287,7 +287,7 @@ def _named(ME: gl.constexpr, WAIT: gl.constexpr):
 
 @gluon.jit
 def _pass_on(ME: gl.constexpr, ks, vs, block, LAG: gl.constexpr, TURNS: gl.constexpr):
-    """Gives back a block's keys, and the values LAG blocks before."""
+    """Gives back a block's keys, and the values LAG blocks before. Returns the number of the next block."""
     ks.take(block)
     vs.take(block - LAG)
     if TURNS:
@@ -354,10 +354,11 @@ def _attend(ME: gl.constexpr, out, lse, qs, ks, vs, plan, board, TURNS: gl.const
         row += ME * ROWS
         from_, upto = plan.whole(row, low, columns, shift)
         q = qs.tile(n * GROUPS + ME)
-        if row >= length:  # this group has no rows: of the tile's blocks it does the first alone, with the values of the last
-            for _ in range(1, high - low):
-                block = _pass_on(ME, ks, vs, block, 1, TURNS)
-            low = high - 1
+        if GROUPS == 3:  # noqa: SIM102  # this one is decided by the compiler; of two groups there is nothing to gain
+            if row >= length:  # this group has no rows: of the tile's blocks it does the first alone, with the values of the last
+                for _ in range(1, high - low):
+                    block = _pass_on(ME, ks, vs, block, 1, TURNS)
+                low = high - 1
         for past in range(1, high - low):
             here = high - 1 - past
             values = vs.take(block - 1)

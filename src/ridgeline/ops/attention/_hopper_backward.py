@@ -234,7 +234,7 @@ def _section(
     as with shared heads, that costs more than to wait. All other sections are longer than L2: four programs at a head or more (eight at
     D 256) keep in step, and find there what one of them has fetched. Windows and D <= 64 without shared heads, in full attention, gain
     nothing by it. An H100, whose L2 is smaller and whose memory is slower, wants twice as many programs at a head of D > 64, where a head
-    has so many, and of long sequences without shared heads four times as many.
+    has so many; and four times as many where heads are long and not shared: 8192 keys in full attention in order, 16384 out of order.
     """
     (batch, heads, _, D), (kv, columns) = q.shape, k.shape[1:3]
     turns, group, gpu, pieces = batch * kv, heads // kv, device.of(q), triton.cdiv(columns, span)  # pieces: of a head
