@@ -22,7 +22,7 @@ import ridgeline
 from ridgeline import device
 from ridgeline.boundary import Launch, observe
 from ridgeline.lab import inspect as lab_inspect
-from ridgeline.ops.attention import _hopper, _hopper_rings, _hopper_softmax
+from ridgeline.ops.attention import _hopper, _hopper_plan, _hopper_rings, _hopper_softmax
 from ridgeline.ops.attention._attention import seen
 from test_kernels import OWN
 from test_matmul import said_of
@@ -41,7 +41,7 @@ class Kernel:
         """What the source finds under its names."""
         turns = self.turns
         names = language(turns)
-        define(names, _hopper_rings, _hopper_softmax, _hopper)
+        define(names, _hopper_rings, _hopper_softmax, _hopper_plan, _hopper)
 
         def store(to: Pointer, x: torch.Tensor, mask: torch.Tensor) -> None:
             to.t[to.at[mask]] = x[mask]
@@ -192,7 +192,7 @@ def test_groups_without_rows(monkeypatch: pytest.MonkeyPatch) -> None:
 def test_ragged_tiles_of_full_attention(groups: int) -> None:
     """Every tile once: of three groups, tiles with a group without rows come after all others; else a head's last tile is its first."""
     dice, names = random.Random(groups), {"ROWS": 64, "gl": SimpleNamespace()}
-    define(names, _hopper)
+    define(names, _hopper_plan)
     for _ in range(200):
         heads, rows, high = dice.randint(1, 9), dice.randint(1, 2000), 64 * groups
         tiles, plan = -(-rows // high), object.__new__(names["Plan"])
@@ -207,7 +207,7 @@ def test_ragged_tiles_of_full_attention(groups: int) -> None:
 def loads(heads: int, tiles: int, couples: int, section: int, programs: int, more: int = 0) -> list[float]:
     """What each program has to do: blocks of keys, `more` for all tiles, and 1.5 for a tile. Every tile of every head is taken once."""
     names: dict[str, Any] = {"gl": SimpleNamespace(num_programs=lambda _: programs, minimum=min, where=lambda c, x, y: x if c else y)}
-    define(names, _hopper)
+    define(names, _hopper_plan)
     plan, taken, found = object.__new__(names["Plan"]), set(), []
     facts = {"turns": heads, "tiles": tiles, "couples": couples, "section": section, "BM": 128, "LEFT": False, "RIGHT": True}
     plan.__dict__.update(facts)
@@ -232,7 +232,7 @@ def test_every_tile_is_taken_once() -> None:
         heads, tiles, programs = dice.randint(1, 40), dice.randint(1, 20), dice.randint(1, 30)
         couples = dice.randint(0, heads // 2)
         loads(heads, tiles, couples, dice.randint(1, max(1, heads - 2 * couples)), programs)
-        couples = _hopper._couples(heads, tiles * dice.choice((1, 10)), programs, dice.randint(0, 10), dice.randint(0, 9))
+        couples = _hopper_plan._couples(heads, tiles * dice.choice((1, 10)), programs, dice.randint(0, 10), dice.randint(0, 9))
         assert 0 <= 2 * couples <= heads
 
 
@@ -244,12 +244,12 @@ def test_every_tile_is_taken_once() -> None:
 def test_causal_programs_end_together(heads: int, tiles: int, programs: int, more: int, least: float) -> None:
     """Programs are busy for that share of the longest's time. Pairs alone keep 132 busy for 0.970 of it where tiles are a power of two; of
     chunks at the end of long keys (`more`) all tiles are nearly alike, and it is their number that must be."""
-    couples = _hopper._couples(heads, tiles, programs, 1000, more)
+    couples = _hopper_plan._couples(heads, tiles, programs, 1000, more)
     found = loads(heads, tiles, couples, heads - 2 * couples, programs, more)
     assert sum(found) / programs / max(found) > least
     if not more:
         assert 0.9 * programs < (heads - 2 * couples) * tiles / 2 < 2.1 * programs
-        assert heads - 2 * _hopper._couples(heads, tiles, programs, 0, 0) <= math.ceil(2 * programs / tiles) + 1
+        assert heads - 2 * _hopper_plan._couples(heads, tiles, programs, 0, 0) <= math.ceil(2 * programs / tiles) + 1
 
 
 @pytest.mark.parametrize("keep", [True, False])

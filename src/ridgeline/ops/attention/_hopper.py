@@ -5,12 +5,10 @@ of queries each, keep their sums in registers and share the keys. A group starts
 probabilities of the block before, those for its output, and takes the exponentials while the second still run; then they are packed into
 the registers that these read. After a tile's first block only those whose sums get too large are asked for maxima (_hopper_softmax.py).
 Meanwhile other groups have the matrix units, and two groups may take turns at starting products. Programs stay: each takes tiles of queries
-in an order that gives all as much to do, and starts the next tile's scores before it ends a tile.
+in an order that gives all as much to do (_hopper_plan.py), and starts the next tile's scores before it ends a tile.
 Source: Shah et al., FlashAttention-3, 2024 (arXiv:2407.08608). Backward is in _hopper_backward.py.
 """
 
-import math
-from functools import lru_cache
 from typing import Any
 
 import torch
@@ -18,210 +16,16 @@ import triton
 from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
 from triton.experimental.gluon.language.nvidia.hopper import fence_async_shared, tma, warpgroup_mma, warpgroup_mma_wait
-from triton.language.core import _aggregate as aggregate
 from triton.language.extra.cuda import gdc_wait
 
 from ridgeline import device
 from ridgeline.boundary import launch
 from ridgeline.cuda import TensorMap
-from ridgeline.ops.attention._hopper_rings import ROWS, _halves, _in, _pack, _read, _ring, _same, _scores, _store, _write
-from ridgeline.ops.attention._hopper_softmax import NONE, _begin, _beyond, _cut, _declare, _rise, _shrink, _soften, _sums, _watch
+from ridgeline.ops.attention._hopper_plan import Plan, _couples, _groups, _masks
+from ridgeline.ops.attention._hopper_rings import ROWS, _halves, _pack, _ring, _same, _scores, _store, _write
+from ridgeline.ops.attention._hopper_softmax import NONE, _begin, _beyond, _declare, _rise, _shrink, _soften, _sums, _watch
 from ridgeline.ops.attention._packed import order
 from ridgeline.ops.attention._triton import LOG2E, UNBOUNDED, _parts
-
-
-@aggregate
-class Plan:
-    """Which tiles of queries a program takes in which order, and what each sees.
-
-    Causal: of the first `couples` of heads a program takes a heavy tile of one and the other's that is as light, for all such pairs have as
-    many blocks; neighbours' pairs are of the same heads, which the L2 cache then holds. The tiles that remain, two to four rounds, go around
-    the programs from left to right and back, the heaviest first, so that all end together; a program with a pair more sits out the first
-    time. Without such pairs that is the order of all tiles, those of a section of heads before the next section's; but see `place`.
-    """
-
-    turns: gl.tensor
-    heads: gl.tensor
-    group: gl.tensor
-    couples: gl.tensor
-    section: gl.tensor
-    tiles: gl.tensor
-    rows: gl.tensor
-    columns: gl.tensor
-    shift: gl.tensor
-    left: gl.tensor
-    right: gl.tensor
-    factor: gl.tensor
-    BM: gl.constexpr
-    BN: gl.constexpr
-    LEFT: gl.constexpr
-    RIGHT: gl.constexpr
-    PACKED: gl.constexpr
-    MASKS: gl.constexpr  # which blocks may hold keys that some of a group's rows do not see: 0 none, 1 its first alone, 2 any, 3 its first
-    # and, of a window, those at the left edge
-
-    @gluon.constexpr_function
-    def __init__(self, turns, heads, group, couples, section, tiles, rows, columns, shift, left, right, factor, BM, BN, LEFT, RIGHT, PACKED, MASKS):  # fmt: skip
-        self.turns = turns
-        self.heads = heads
-        self.group = group
-        self.couples = couples
-        self.section = section
-        self.tiles = tiles
-        self.rows = rows
-        self.columns = columns
-        self.shift = shift
-        self.left = left
-        self.right = right
-        self.factor = factor
-        self.BM = gl.constexpr(BM)
-        self.BN = gl.constexpr(BN)
-        self.LEFT = gl.constexpr(LEFT)
-        self.RIGHT = gl.constexpr(RIGHT)
-        self.PACKED = gl.constexpr(PACKED)
-        self.MASKS = gl.constexpr(MASKS)
-
-    @gluon.jit
-    def step(self, n):
-        """The number of this program's n-th tile: first those of pairs, two by two."""
-        program, programs = gl.program_id(0), gl.num_programs(0)
-        pairs = self.couples * self.tiles
-        rounds, more = pairs // programs, pairs % programs
-        extra = gl.where(program < more, 1, 0)
-        if n < 2 * (rounds + extra):
-            t = 2 * (program + n // 2 * programs) + (n & 1)
-        else:
-            time = n - 2 * rounds - extra
-            place = gl.where((time & 1) == 1, programs - 1 - program, program)
-            t = 2 * pairs + time * programs + place - more
-        return t
-
-    @gluon.jit
-    def place(self, t):
-        """A tile's head, counted through batches, and its first row."""
-        if (
-            not self.LEFT and not self.RIGHT
-        ):  # a section is one head; of three groups ragged tiles come last, where a group has no rows there
-            whole = self.tiles
-            if (self.BM > 2 * ROWS) & (self.rows <= self.tiles * self.BM - ROWS):
-                whole -= 1
-            if t < self.turns * whole:
-                turn = t // whole
-                tile = whole - 1 - t % whole
-            else:
-                turn = t - self.turns * whole
-                tile = whole
-        else:
-            pairs = self.couples * self.tiles
-            if t < 2 * pairs:
-                turn = t // 2 // self.tiles * 2 + (t & 1)
-                tile = t // 2 % self.tiles
-                if (t & 1) == 0:
-                    tile = self.tiles - 1 - tile
-            else:
-                t -= 2 * pairs
-                first = t // (self.section * self.tiles) * self.section
-                within = t - first * self.tiles
-                size = gl.minimum(self.section, self.turns - 2 * self.couples - first)
-                turn = 2 * self.couples + first + within % size
-                tile = self.tiles - 1 - within // size
-        return turn, tile * self.BM
-
-    @gluon.jit
-    def find(self, listed, t):
-        """`place` for packed sequences: a tile's head and first row, where its sequence's queries begin and how many they are, and the same of
-        its keys. A sequence's tiles come by sections of heads."""
-        at = listed + 8 + t // self.heads * 8
-        base, tiles = gl.load(at), gl.load(at + 1)
-        begin, rows = gl.load(at + 2), gl.load(at + 3)
-        begins, columns = gl.load(at + 4), gl.load(at + 5)
-        within = t - base * self.heads
-        first = within // (self.section * tiles) * self.section
-        within -= first * tiles
-        size = gl.minimum(self.section, self.heads - first)
-        tile = within // size
-        if self.RIGHT:
-            tile = tiles - 1 - tile
-        return first + within % size, tile * self.BM, begin, rows, begins, columns
-
-    @gluon.jit
-    def at(self, head, row, begin, length):
-        """A row in a tensor map: of a batch's head, or of the sequence that begins there."""
-        if self.PACKED:
-            far, end, last = _in(begin, length, row)
-            at = (far, end, head, last, 0)
-        else:
-            at = (begin, head, row, 0)
-        return at
-
-    @gluon.jit
-    def reach(self, row, columns, shift):
-        """The blocks of keys from and up to which the rows of a tile see some; one at least."""
-        high = gl.cdiv(columns, self.BN)
-        if self.RIGHT:
-            high = gl.minimum(high, gl.maximum(row + self.BM - 1 + shift + self.right + self.BN, 0) // self.BN)
-        low = 0
-        if self.LEFT:
-            low = gl.maximum(row + shift - self.left, 0) // self.BN
-        high = gl.maximum(high, 1)
-        return gl.minimum(low, high - 1), high
-
-    @gluon.jit
-    def read(self, board, n):
-        """What the board says of a program's n-th tile."""
-        head, row, low, high, begin, length, columns, shift = _read(board, n, self.PACKED)
-        if not self.PACKED:
-            length, columns, shift = self.rows, self.columns, self.shift
-        return head, row, low, high, begin, length, columns, shift
-
-    @gluon.jit
-    def seen_by(self, row, low, high, shift):
-        """One past the last block of keys that a group's rows see, of its tile's; it has one at least."""
-        if self.RIGHT and (self.MASKS == 2 or self.BM > self.BN):
-            last = gl.maximum(row + ROWS - 1 + shift + self.right + self.BN, 0) // self.BN
-            high = gl.minimum(gl.maximum(last, low + 1), high)
-        return high
-
-    @gluon.jit
-    def whole(self, row, low, columns, shift):
-        """The blocks from and up to which all of a group's rows see every key."""
-        high = columns // self.BN
-        if self.RIGHT:
-            high = gl.minimum(high, gl.maximum(row + shift + self.right + 1, 0) // self.BN)
-        if self.LEFT:
-            low = gl.cdiv(gl.maximum(row + ROWS - 1 + shift - self.left, 0), self.BN)
-        return low, high
-
-    @gluon.jit
-    def hide_last(self, s, row, block, columns, shift):
-        """`hide` for a tile's first block, its last keys: causal ones are never seen by all, else it is the ragged end."""
-        if self.MASKS == 0:
-            pass
-        elif self.MASKS == 1 or self.RIGHT:
-            s = self.hide(s, row, block, columns, shift)
-        else:
-            low, high = self.whole(row, 0, columns, shift)
-            if (block >= high) | (block < low):
-                s = self.hide(s, row, block, columns, shift)
-        return s
-
-    @gluon.jit
-    def hide(self, s, row, block, columns, shift):
-        """Scores of keys that a row does not see become -inf."""
-        i = row + shift + gl.arange(0, s.shape[0], gl.SliceLayout(1, s.type.layout))
-        last = 0 * i + columns - 1
-        if self.RIGHT:
-            last = gl.minimum(last, i + self.right)
-        s = _cut(s, last - block * self.BN)
-        if self.LEFT:
-            s = self.hide_left(s, row, block, shift)
-        return s
-
-    @gluon.jit
-    def hide_left(self, s, row, block, shift):
-        """`hide` of the keys before a window alone."""
-        i = row + shift + gl.arange(0, s.shape[0], gl.SliceLayout(1, s.type.layout))
-        return _cut(s, i - self.left - 1 - block * self.BN, False)
 
 
 @gluon.jit
@@ -541,46 +345,6 @@ def refusal(x: torch.Tensor, *rest: Any, mask: Any = None, softcap: Any = None, 
         if not whole(t):
             return "it copies whole 16 bytes: q, k and v must begin at multiples of 16 bytes, and so must their rows, and none be expanded"
     return None
-
-
-def _groups(D: int, turns: int, rows: int, ahead: bool, packed: bool, programs: int) -> int:
-    """Groups of warps for a block. At D <= 96 three multiply 1.1 times as fast as two (beyond 64 by 64 keys, for their registers); but the
-    heaviest program may have more rows by tiles of 192 than by tiles of 128, and causal ones of up to 4096 queries (1024 beyond D 64) see fewer
-    of their keys."""
-    if D > 96 or (ahead and rows <= (4096 if D <= 64 else 1024)) or (packed and rows <= 1536):
-        return 2
-    two, three = (triton.cdiv(turns * triton.cdiv(rows, tile), programs) * tile for tile in (128, 192))
-    return 3 if packed or three < 1.1 * two else 2
-
-
-@lru_cache(1024)
-def _couples(heads: int, tiles: int, programs: int, most: int, more: int) -> int:
-    """Of causal heads, how many twos go by pairs of tiles (`Plan`), so that the programs end together: by trying what leaves one or two rounds
-    of pairs, and at most so many heads where that is a round; and none, of few tiles. A tile costs what it is high, as many tiles of keys as
-    all see (`more`), and what its ends take, 1.5."""
-    least = 2 * programs / tiles
-    first = min(heads // 2, math.ceil(max(0, heads - max(least, min(2 * least, most))) / 2))
-    last = max(first, int((heads - least) / 2))
-    few = heads * tiles <= 8 * programs
-    pair, ends = tiles + 4.0 + 2 * more, {}
-    for couples in {*range(first, last + 1, max(1, (last - first) // 16)), 0 if few else first}:
-        rounds, extra = divmod(couples * tiles, programs)
-        busy = [rounds * pair] * programs
-        rest = [tile + 1.5 + more for tile in range(tiles, 0, -1) for _ in range(heads - 2 * couples)]
-        for n, cost in enumerate([pair] * extra + rest):
-            turn, program = divmod(n, programs)
-            busy[programs - 1 - program if turn % 2 else program] += cost
-        ends[couples] = max(busy)
-    return min(ends, key=lambda couples: (ends[couples], -couples))
-
-
-def _masks(BM: int, BN: int, columns: int, shift: int, right: int, back: bool, ahead: bool, bottom: bool, packed: bool) -> int:
-    """`Plan.MASKS`. 1 and 3: a group's causal edge, or the ragged end of the keys, lies within the first block that it sees."""
-    if ahead and not (packed and bottom):  # of packed sequences shifts differ
-        return 2 if (shift + right) % (ROWS.value if BM > BN else BN) else 3 if back else 1
-    if ahead or back:
-        return 2
-    return 1 if packed or columns % BN else 0
 
 
 def fwd(
