@@ -1,5 +1,5 @@
-"""The plan of attention's forward on Hopper: which tiles of queries a program takes in which order, what each sees, and by which rules of the
-host's."""
+"""The plan of attention's forward on Hopper: which tiles of queries a program takes in which order, and what each sees; and the host's rules
+for both."""
 
 import math
 from functools import lru_cache
@@ -40,8 +40,8 @@ class Plan:
     LEFT: gl.constexpr
     RIGHT: gl.constexpr
     PACKED: gl.constexpr
-    MASKS: gl.constexpr  # which blocks may hold keys that some of a group's rows do not see: 0 none, 1 its first alone, 2 any, 3 its first
-    # and, of a window, those at the left edge
+    # Which blocks may hold keys that some of a group's rows do not see: 0 none, 1 its first, 2 any, 3 its first and those at a window's left edge.
+    MASKS: gl.constexpr
 
     @gluon.constexpr_function
     def __init__(self, turns, heads, group, couples, section, tiles, rows, columns, shift, left, right, factor, BM, BN, LEFT, RIGHT, PACKED, MASKS):  # fmt: skip
@@ -82,18 +82,17 @@ class Plan:
     @gluon.jit
     def place(self, t):
         """A tile's head, counted through batches, and its first row."""
-        if (
-            not self.LEFT and not self.RIGHT
-        ):  # a section is one head; of three groups ragged tiles come last, where a group has no rows there
-            whole = self.tiles
+        if not self.LEFT and not self.RIGHT:
+            # A section is one head. Of three groups, tiles that leave a group without rows come after all others.
+            early = self.tiles
             if (self.BM > 2 * ROWS) & (self.rows <= self.tiles * self.BM - ROWS):
-                whole -= 1
-            if t < self.turns * whole:
-                turn = t // whole
-                tile = whole - 1 - t % whole
+                early -= 1
+            if t < self.turns * early:
+                turn = t // early
+                tile = early - 1 - t % early
             else:
-                turn = t - self.turns * whole
-                tile = whole
+                turn = t - self.turns * early
+                tile = early
         else:
             pairs = self.couples * self.tiles
             if t < 2 * pairs:
