@@ -1,24 +1,20 @@
 """attention beyond the law's cases: all options together, rows without keys, large logits, strides, capture."""
 
-import random
-from dataclasses import replace
 from functools import partial
 from itertools import pairwise
-from types import FunctionType, SimpleNamespace
 from typing import Any
 
 import hypothesis
 import pytest
 import torch
-import triton
 
 import ridgeline
 from attention_calls import EXAMPLES, HERE, IMPLS, calls, exact, kernels, lawful, make, near, outcome, qkv, sampled
-from ridgeline import device, tuning
+from ridgeline import tuning
 from ridgeline.boundary import INTERPRETED, Launch, observe
 from ridgeline.lab.law import Law
 from ridgeline.op import RidgelineError, get
-from ridgeline.ops.attention import _hopper, _hopper_backward, _hopper_pieces
+from ridgeline.ops.attention import _hopper, _hopper_backward
 from ridgeline.select import why_not
 
 
@@ -324,45 +320,6 @@ def test_what_is_told_of_is_there(monkeypatch: pytest.MonkeyPatch) -> None:
         assert all(torch.equal(a, b) for a, b in zip(first, outcome(ridgeline.attention, args, causal=True, impl="gluon"), strict=True))
 
 
-@pytest.mark.parametrize("l2", [50, 60])
-def test_which_pieces_come_first(l2: int, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Heads of a section, and whether the lightest pieces come first, as they were timed on an H100 and on an H200."""
-    # Batch, heads, shared by, length, D; causal; in order; packed; on an H100; on an H200.
-    cases: list[tuple[tuple[int, ...], bool, bool, bool, tuple[int, bool], tuple[int, bool]]] = [
-        ((4, 8, 4, 4096, 128), True, True, False, (16, False), (32, False)),
-        ((4, 8, 4, 4096, 128), True, False, False, (16, False), (32, False)),
-        ((4, 8, 4, 4096, 128), False, True, False, (8, False), (32, False)),
-        ((4, 16, 1, 4096, 128), True, True, False, (6, True), (6, True)),
-        ((4, 16, 1, 4096, 128), True, False, False, (8, False), (16, False)),
-        ((4, 16, 1, 4096, 128), False, True, False, (8, False), (16, False)),
-        ((16, 16, 1, 1024, 128), False, True, False, (16, False), (16, False)),
-        ((2, 16, 1, 8192, 128), True, True, False, (3, True), (32, False)),
-        ((1, 16, 1, 16384, 128), True, True, False, (1, True), (16, False)),
-        ((1, 16, 1, 16384, 128), False, True, False, (4, False), (16, False)),
-        ((1, 16, 1, 16384, 128), False, False, False, (4, False), (16, False)),
-        ((1, 16, 1, 16384, 128), True, False, False, (4, False), (16, False)),
-        ((2, 16, 1, 8192, 128), False, False, False, (8, False), (16, False)),
-        ((4, 2, 4, 4096, 256), True, True, False, (4, False), (8, False)),
-        ((4, 8, 1, 4096, 256), True, True, False, (4, True), (4, True)),
-        ((4, 8, 1, 4096, 256), True, False, False, (4, False), (8, False)),
-        ((4, 8, 1, 4096, 256), False, True, False, (4, False), (4, False)),
-        ((4, 8, 4, 4096, 64), False, True, False, (8, False), (8, False)),
-        ((4, 8, 4, 4096, 64), True, True, False, (32, False), (32, False)),
-        ((4, 32, 1, 4096, 64), True, True, False, (12, True), (12, True)),
-        ((4, 32, 1, 4096, 64), True, False, False, (16, False), (16, False)),
-        ((4, 32, 1, 4096, 64), False, False, False, (12, False), (12, False)),
-        ((4, 2, 8, 16384, 128), False, True, False, (8, False), (8, False)),
-        ((1, 8, 4, 8192, 128), True, True, True, (8, False), (1, True)),
-        ((1, 16, 1, 8192, 128), True, True, True, (3, True), (3, True)),
-        ((1, 16, 1, 16384, 128), False, True, True, (8, False), (16, False)),
-    ]
-    monkeypatch.setattr(device, "_pretended", replace(device.KNOWN["sm_90"], l2=l2 << 20))
-    for (batch, heads, group, length, D), causal, ordered, packed, *expected in cases:
-        q, k = (torch.empty(batch, n, length, D, device="meta") for n in (heads * group, heads))
-        found = _hopper_backward._section(q, k, length, 64 if D > 128 else 128, ordered, causal, False, packed)
-        assert found == expected[l2 > 50], (batch, heads, group, length, D, causal, ordered, packed)
-
-
 @pytest.mark.gpu
 @pytest.mark.parametrize("given", [{}, {"causal": True}, {"window": (200, 0)}, {"causal": "bottom_right", "window": (None, 100)}], ids=str)
 @pytest.mark.parametrize("D", [40, 80, 128, 256])
@@ -373,6 +330,18 @@ def test_more_tiles_than_programs(D: int, given: dict[str, Any]) -> None:
     cu = [torch.tensor([0, 300, 310, 1000, n], device="cuda", dtype=torch.int32) for n in (2100, 1950)]
     args = [*(t.detach().transpose(1, 2).flatten(0, 1).requires_grad_() for t in args), *cu]
     lawful("attention_varlen", args, given, HERE)
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("given", [{}, {"causal": True}, {"window": (200, 0)}], ids=str)
+@pytest.mark.parametrize("D", [40, 64, 80, 128])
+@pytest.mark.parametrize("deterministic", [False, True])
+def test_pieces_in_parts(deterministic: bool, D: int, given: dict[str, Any], monkeypatch: pytest.MonkeyPatch) -> None:
+    """Gradients of keys whose queries several programs go through."""
+    args = qkv((2, 8, 1500, D), (2, 4, 1450, D), "cuda", dtype=torch.bfloat16)
+    for whole, parts in ((0, 3), (50, 2), (95, 7)):  # of 2 x 4 x 12 pieces
+        monkeypatch.setattr(_hopper_backward, "_share_out", lambda *_, shared=(whole, parts): shared)
+        lawful("attention", args, given | {"deterministic": deterministic}, HERE)
 
 
 @pytest.mark.gpu
@@ -450,49 +419,6 @@ def test_pieces_are_the_whole(monkeypatch: pytest.MonkeyPatch) -> None:
         whole = exact(args, **given, return_lse=True)
         monkeypatch.setattr(_attention, "PIECE", 200)
         near(exact(args, **given, return_lse=True), whole, 1e-12)
-
-
-class Piece(SimpleNamespace):
-    """`_hopper_pieces.Work` as Python."""
-
-    def __init__(self, call: Any, batch: int, head: int, first: int, low: int, blocks: int, *_: Any):
-        super().__init__(call=call, place=(batch, head), first=first, low=low, blocks=blocks)
-
-    def __getattr__(self, name: str) -> Any:
-        return partial(python(getattr(_hopper_pieces.Work, name)), self)
-
-
-def python(jitted: Any) -> Any:
-    gl = SimpleNamespace(cdiv=triton.cdiv, minimum=min, maximum=max)
-    return FunctionType(jitted.fn.__code__, {"gl": gl, "ROWS": 64, "Work": Piece})
-
-
-def test_pieces_of_backward_on_hopper() -> None:
-    """Each piece of work comes up once, has all blocks of queries that see its keys, masks those that do not see all, and knows how many
-    pieces with lower numbers add to each, and with higher ones."""
-    dice = random.Random(0)
-    for _ in range(60):
-        span, rows, columns, kv, group = (dice.choice(c) for c in ((64, 128), range(1, 500), range(1, 500), (1, 2), (1, 2)))
-        left, right = dice.choice([(None, None), (None, 0), (200, 0), (3, 2), (70, None), (None, 150)])
-        shift, turns = dice.choice((0, columns - rows)), 2 * kv
-        facts = {"LEFT": left is not None, "RIGHT": right is not None, "DOWN": right is not None and dice.random() < 0.7, "PACKED": False}
-        sizes = {"heads": kv * group, "section": dice.randint(1, turns), "turns": turns, "tiles": -(-rows // 64), "columns": columns}
-        call = SimpleNamespace(**facts, **sizes, GROUP=group, SPAN=span, shift=shift, left=left, right=right)
-        pieces = [python(_hopper_pieces.Call.work)(call, n, 0, 0, 0, 0) for n in range(turns * -(-columns // span))]
-        assert len({(*p.place, p.first) for p in pieces}) == len(pieces)
-        apart = torch.arange(columns) - torch.arange(rows)[:, None] - shift
-        seen = (apart <= (columns + rows if right is None else right)) & (apart >= -(columns + rows if left is None else left))
-        adders: dict[Any, list[Piece]] = {}
-        for p in pieces:
-            unseen = seen[:, p.first : p.first + span].clone()
-            for block in (p.block(n) for n in range(p.blocks)):
-                tile = unseen[block * 64 : block * 64 + 64]
-                assert p.edge(block * 64) or (tile.shape[1] == span and tile.all())
-                tile[:] = False
-                adders.setdefault((*p.place, block), []).append(p)
-            assert not unseen.any()
-        for (*_, block), those in adders.items():
-            assert [p.others(block) for p in those] == [(n, len(those) - 1 - n) for n in range(len(those))]
 
 
 def test_cost_counts_what_is_seen() -> None:

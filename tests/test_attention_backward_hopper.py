@@ -6,11 +6,14 @@ for words in memory; not seen are packed sequences.
 """
 
 import random
-from types import SimpleNamespace
+from dataclasses import replace
+from functools import partial
+from types import FunctionType, SimpleNamespace
 from typing import Any
 
 import pytest
 import torch
+import triton
 from torch.nn.functional import pad
 
 from ridgeline import device
@@ -84,6 +87,9 @@ class Kernel:
             found[: rows * 32] = sums.t[sums.at : sums.at + min(found.numel(), rows * 32)]
             return registers(found.view(-1, 64).T)
 
+        def hand_in(me: int, shares: Pointer, n: int, x: torch.Tensor, column: int, wide: int) -> None:
+            shares.t.view(-1, 2, 64, wide)[n, me, :, column : column + x.shape[1]] = x
+
         def cell(x: torch.Tensor, axis: int) -> int:
             return int(x.max())
 
@@ -97,7 +103,7 @@ class Kernel:
             "_pack": lambda p, dtype: p.to(dtype), "_halves": lambda p, *_: p, "_singles": lambda p, *_: p.float(),
             "_lain": lambda pairs: pairs, "_stood": lambda pairs, like: pairs,
             "_look": lambda place: int(place.t[place.at]), "_await": await_word, "_added": names["tma"].store_wait,
-            "_add": add, "_finish": finish, "_held": held,
+            "_add": add, "_finish": finish, "_held": held, "_hand_in": hand_in,
         }  # fmt: skip
         turns.me.stored = []
         args = [Pointer(a) if isinstance(a, torch.Tensor) else a for a in launch.args]
@@ -126,6 +132,13 @@ def calls(dice: random.Random) -> tuple[tuple[int, ...], dict[str, Any]]:
     return (dice.choice((1, 2)), dice.choice((1, 2)), dice.choice((1, 1, 2)), rows, columns, D), given
 
 
+def lies(n: int, heads: int, blocks: int, section: int, down: bool) -> tuple[int, int]:
+    """The head of the n-th piece, and its first key."""
+    head = n // (section * blocks) * section
+    many, n = min(section, heads - head), n % (section * blocks)
+    return head + n % many, (blocks - 1 - n // many if down else n // many) * 128
+
+
 @pytest.mark.parametrize("seed", range(6))
 def test_gradients_of_random_calls(seed: int, monkeypatch: pytest.MonkeyPatch) -> None:
     """dq, dk and dv of calls of all kinds, in order and not, some programs at a time."""
@@ -150,6 +163,9 @@ def test_gradients_of_random_calls(seed: int, monkeypatch: pytest.MonkeyPatch) -
         few, section = dice.randint(1, 3), dice.randint(1, B * kv)
         down = deterministic and given["causal"] is not False and dice.random() < 0.7
         monkeypatch.setattr(_hopper_backward, "_section", lambda *_, s=section, down=down: (s, down))
+        pieces, split = B * kv * -(-columns // 128), dice.randint(1, 3)
+        entire = pieces if split == 1 else dice.randint(0, pieces - 1)
+        monkeypatch.setattr(_hopper_backward, "_share_out", lambda *_, shared=(entire, split): shared)
         chosen = options(D, **given)
         with device.pretend("sm_90"), observe(launched.append):
             _hopper_backward.bwd(*found, do, None, q, k, v, o, lse, None, None, None, *chosen, 0, 0, "ieee", deterministic)
@@ -171,7 +187,139 @@ def test_gradients_of_random_calls(seed: int, monkeypatch: pytest.MonkeyPatch) -
         if not launch.constants.get("FINISH"):
             parts = torch.where((order[1:] > 0)[:, None, None], sums.view(-1, D, 64), 0.0).mT * D**-0.5
             found[0].copy_(parts.reshape(B, kv * group, -1, D)[:, :, :rows])
+        shares, blocks = launch.args[3], -(-columns // 128)
+        if launch.kernel is _hopper_backward._bwd and shares is not None:
+            joined = shares.view(pieces - entire, split, 2, 128, -1)[..., :D].sum(1)
+            for n in range(entire, pieces):
+                head, first = lies(n, B * kv, blocks, section, down)
+                for to, sums in zip(found[1:], joined[n - entire] * torch.tensor([D**-0.5, 1])[:, None, None], strict=True):
+                    to.flatten(0, 1)[head, first : first + 128] = sums[: columns - first]
         what = f"{tuple(q.shape)} {columns} {given} {deterministic=} {few} programs, sections of {section}, {down=}"
         for name, one, other in zip("qkv", found, expected, strict=True):
             said = lambda m, what=f"{what}: d{name}": f"{what}: {m}"  # noqa: E731
             torch.testing.assert_close(one.double(), other, atol=3e-2, rtol=3e-2, msg=said)
+
+
+@pytest.mark.parametrize("l2", [50, 60])
+def test_which_pieces_come_first(l2: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Heads of a section, and whether the lightest pieces come first, as they were timed on an H100 and on an H200."""
+    # Batch, heads, shared by, length, D; causal; in order; packed; on an H100; on an H200.
+    cases: list[tuple[tuple[int, ...], bool, bool, bool, tuple[int, bool], tuple[int, bool]]] = [
+        ((4, 8, 4, 4096, 128), True, True, False, (16, False), (32, False)),
+        ((4, 8, 4, 4096, 128), True, False, False, (16, False), (32, False)),
+        ((4, 8, 4, 4096, 128), False, True, False, (8, False), (32, False)),
+        ((4, 16, 1, 4096, 128), True, True, False, (6, True), (6, True)),
+        ((4, 16, 1, 4096, 128), True, False, False, (8, False), (16, False)),
+        ((4, 16, 1, 4096, 128), False, True, False, (8, False), (16, False)),
+        ((16, 16, 1, 1024, 128), False, True, False, (16, False), (16, False)),
+        ((2, 16, 1, 8192, 128), True, True, False, (3, True), (32, False)),
+        ((1, 16, 1, 16384, 128), True, True, False, (1, True), (16, False)),
+        ((1, 16, 1, 16384, 128), False, True, False, (4, False), (16, False)),
+        ((1, 16, 1, 16384, 128), False, False, False, (4, False), (16, False)),
+        ((1, 16, 1, 16384, 128), True, False, False, (4, False), (16, False)),
+        ((2, 16, 1, 8192, 128), False, False, False, (8, False), (16, False)),
+        ((4, 2, 4, 4096, 256), True, True, False, (4, False), (8, False)),
+        ((4, 8, 1, 4096, 256), True, True, False, (4, True), (4, True)),
+        ((4, 8, 1, 4096, 256), True, False, False, (4, False), (8, False)),
+        ((4, 8, 1, 4096, 256), False, True, False, (4, False), (4, False)),
+        ((4, 8, 4, 4096, 64), False, True, False, (8, False), (8, False)),
+        ((4, 8, 4, 4096, 64), True, True, False, (32, False), (32, False)),
+        ((4, 32, 1, 4096, 64), True, True, False, (12, True), (12, True)),
+        ((4, 32, 1, 4096, 64), True, False, False, (16, False), (16, False)),
+        ((4, 32, 1, 4096, 64), False, False, False, (12, False), (12, False)),
+        ((4, 2, 8, 16384, 128), False, True, False, (8, False), (8, False)),
+        ((1, 8, 4, 8192, 128), True, True, True, (8, False), (1, True)),
+        ((1, 16, 1, 8192, 128), True, True, True, (3, True), (3, True)),
+        ((1, 16, 1, 16384, 128), False, True, True, (8, False), (16, False)),
+    ]
+    monkeypatch.setattr(device, "_pretended", replace(device.KNOWN["sm_90"], l2=l2 << 20))
+    for (batch, heads, group, length, D), causal, ordered, packed, *expected in cases:
+        q, k = (torch.empty(batch, n, length, D, device="meta") for n in (heads * group, heads))
+        found = _hopper_backward._section(q, k, length, 64 if D > 128 else 128, ordered, causal, False, packed)
+        assert found == expected[l2 > 50], (batch, heads, group, length, D, causal, ordered, packed)
+
+
+class Piece(SimpleNamespace):
+    """`_hopper_pieces.Work` as Python."""
+
+    def __init__(self, call: Any, batch: int, head: int, first: int, low: int, blocks: int, share: int, *_: Any):
+        super().__init__(call=call, place=(batch, head), first=first, low=low, blocks=blocks, share=share)
+
+    def __getattr__(self, name: str) -> Any:
+        return partial(python(getattr(_hopper_pieces.Work, name)), self)
+
+
+def python(jitted: Any) -> Any:
+    gl = SimpleNamespace(cdiv=triton.cdiv, minimum=min, maximum=max, where=lambda c, x, y: x if c else y)
+    return FunctionType(jitted.fn.__code__, {"gl": gl, "ROWS": 64, "Work": Piece})
+
+
+def test_pieces_of_backward_on_hopper() -> None:
+    """Each piece of work comes up once, whole or in parts, has all blocks of queries that see its keys, masks those that do not see all,
+    and knows how many pieces with lower numbers add to each, and with higher ones; parts are numbered as `_join` finds them."""
+    dice = random.Random(0)
+    for _ in range(60):
+        span, rows, columns, kv, group = (dice.choice(c) for c in ((64, 128), range(1, 500), range(1, 500), (1, 2), (1, 2)))
+        left, right = dice.choice([(None, None), (None, 0), (200, 0), (3, 2), (70, None), (None, 150)])
+        shift, turns = dice.choice((0, columns - rows)), 2 * kv
+        facts = {"LEFT": left is not None, "RIGHT": right is not None, "DOWN": right is not None and dice.random() < 0.7, "PACKED": False}
+        sizes = {"heads": kv * group, "section": dice.randint(1, turns), "turns": turns, "tiles": -(-rows // 64), "columns": columns}
+        pieces, parts = turns * -(-columns // span), dice.choice((1, 1, 2, 5))
+        sizes |= {"whole": pieces if parts == 1 else dice.randint(0, pieces - 1), "parts": parts, "SPLIT": parts > 1}
+        call = SimpleNamespace(**facts, **sizes, GROUP=group, SPAN=span, shift=shift, left=left, right=right)
+        items = call.whole + parts * (pieces - call.whole)
+        works = [python(_hopper_pieces.Call.work)(call, n, 0, 0, 0, 0) for n in range(items)]
+        apart = torch.arange(columns) - torch.arange(rows)[:, None] - shift
+        seen = (apart <= (columns + rows if right is None else right)) & (apart >= -(columns + rows if left is None else left))
+        adders: dict[Any, list[Piece]] = {}
+        unseen: dict[Any, torch.Tensor] = {}
+        for n, p in enumerate(works):
+            number = n if n < call.whole else call.whole + (n - call.whole) // parts
+            assert (p.share < 0) if n < call.whole else (p.share == n - call.whole)
+            mine = unseen.setdefault(number, seen[:, p.first : p.first + span].clone())
+            head, first = lies(number, turns, -(-columns // span), call.section, call.DOWN)
+            assert (divmod(head, kv), first // 128 * span) == (p.place, p.first)
+            for block in (p.block(n) for n in range(p.blocks)):
+                tile = mine[block * 64 : block * 64 + 64]
+                assert p.edge(block * 64) or (tile.shape[1] == span and tile.all())
+                tile[:] = False
+                adders.setdefault((*p.place, block), []).append(p)
+        assert len({(*p.place, p.first) for p in works}) == pieces == len(unseen)
+        assert not any(mine.any() for mine in unseen.values())
+        for (*_, block), those in adders.items():
+            assert [p.others(block) for p in those] == [(n, len(those) - 1 - n) for n in range(len(those))]
+
+
+def test_which_pieces_go_in_parts() -> None:
+    """Pieces that stay whole, and parts of the others, as they were timed on an H100; none where nothing is gained."""
+    for given, expected in {
+        (64, 128, 132, 128, True): (0, 2),  # 16 heads, 4 of keys, 2048
+        (64, 128, 132, 128, False): (0, 3),
+        (64, 1024, 132, 128, False): (0, 6),  # 8 heads, 1 of keys, 8192
+        (128, 64, 132, 128, True): (128, 1),  # 4 heads, 4096
+        (128, 64, 132, 128, False): (128, 1),
+        (4096, 256, 132, 64, True): (4092, 8),  # 32 heads, 16384: 31.03 rounds
+        (2048, 256, 132, 128, True): (2048, 1),
+        (2048, 256, 132, 128, False): (2048, 1),
+        (132, 64, 132, 64, True): (132, 1),
+        (0, 1, 132, 64, True): (0, 1),
+    }.items():
+        assert _hopper_backward._share_out(*given) == expected, given
+
+
+@pytest.mark.kernels
+@pytest.mark.parametrize(("D", "down", "entire", "parts"), [(64, False, 5, 3), (80, True, 0, 2), (128, False, 16, 4)])
+def test_parts_are_added_up(D: int, down: bool, entire: int, parts: int, device: str) -> None:
+    B, kv, columns, section, wide = 2, 3, 300, 2, -(-D // 64) * 64
+    shares = torch.randn(18 - entire, parts, 2, 128, wide, device=device)
+    dk, dv = (torch.full((B, columns, kv, D), float("nan"), device=device).transpose(1, 2) for _ in range(2))
+    steps, numbers = [t.stride()[:3] for t in (dk, dv)], (columns, entire, parts, section, B * kv, 3, kv, 0.5)
+    _hopper_backward._join[18 - entire, 8](dk, dv, shares, *steps, *numbers, DOWN=down, W=wide, D=D, UNIT=1)
+    for n, left in zip(range(entire, 18), shares.sum(1), strict=True):
+        head, first = lies(n, B * kv, 3, section, down)
+        for found, sums in zip((dk, dv), left * torch.tensor([0.5, 1.0], device=device)[:, None, None], strict=True):
+            mine = found[head // kv, head % kv, first : first + 128]
+            torch.testing.assert_close(mine, sums[: columns - first, :D])
+            mine.fill_(float("nan"))
+    assert dk.isnan().all()
+    assert dv.isnan().all()

@@ -12,6 +12,7 @@ Packed sequences' pieces come from a list (_packed.py), the heaviest sequences f
 Source: Dao, FlashAttention-2, 2023 (arXiv:2307.08691), algorithm 2; Shah et al., FlashAttention-3, 2024 (arXiv:2407.08608), section 3.
 """
 
+from functools import lru_cache
 from typing import Any
 
 import torch
@@ -48,7 +49,30 @@ from ridgeline.ops.attention._triton import LOG2E, UNBOUNDED, _head, _lies, _par
 
 
 @gluon.jit
-def _keys(ME: gl.constexpr, dk_out, dv_out, here, call, TIGHT: gl.constexpr, REST: gl.constexpr):
+def _put(ME: gl.constexpr, out, x, rest, here, work, REST: gl.constexpr):
+    """dK or dV of a group's keys, by way of the room of its values, which nobody else reads."""
+    D: gl.constexpr = x.shape[1]
+    room = _flat(here.vs.index(ME))
+    if REST:
+        room.slice(0, D, 1).store(x.to(out.dtype))
+        room.slice(D, REST, 1).store(rest.to(out.dtype))
+    else:
+        room.store(x.to(out.dtype))
+    fence_async_shared()
+    _store(out, work.keys(work.first + ME * ROWS), here.vs.index(ME))
+    tma.store_wait(0)
+
+
+@gluon.jit
+def _hand_in(ME: gl.constexpr, shares, n, x, COLUMN: gl.constexpr, WIDE: gl.constexpr):
+    """Columns of a group's sums over a part, from one on: the n-th of what parts leave in float32, (keys, WIDE) each."""
+    i = gl.arange(0, ROWS, gl.SliceLayout(1, x.type.layout))[:, None]
+    j = gl.arange(0, x.shape[1], gl.SliceLayout(0, x.type.layout))[None, :]
+    gl.store(shares + (n.to(gl.int64) * KEYS + ME) * (ROWS * WIDE) + (i * WIDE + j + COLUMN), x)
+
+
+@gluon.jit
+def _keys(ME: gl.constexpr, dk_out, dv_out, shares, here, call, TIGHT: gl.constexpr, REST: gl.constexpr):
     """A group of warps: dK and dV of its keys, and dS for dQ. Keys and values are in registers, which spares shared memory half of what
     scores and dP read. With TIGHT registers are few: they stay where they are, and dS is made of the rounded probabilities, which need
     half the registers; with REST D is half of a tile's columns and at most so many more, and dK and dV are in two parts."""
@@ -138,30 +162,25 @@ def _keys(ME: gl.constexpr, dk_out, dv_out, here, call, TIGHT: gl.constexpr, RES
             done += 1
         mbarrier.wait(here.v_ready, n & 1)  # where there was no block
         mbarrier.arrive(here.k_free, count=1)
-        at = work.first + ME * ROWS
-        if REST:
-            v.slice(0, D, 1).store(dv.to(dtype))
-            v.slice(D, REST, 1).store(more_dv.to(dtype))
-        else:
-            v.store(dv.to(dtype))  # where v was, which nobody else reads
-        fence_async_shared()
-        _store(dv_out, work.keys(at), here.vs.index(ME))
-        tma.store_wait(0)
-        if REST:
-            v.slice(0, D, 1).store((dk * call.scale).to(dtype))
-            v.slice(D, REST, 1).store((more_dk * call.scale).to(dtype))
-        else:
-            v.store((dk * call.scale).to(dtype))
-        fence_async_shared()
-        _store(dk_out, work.keys(at), here.vs.index(ME))
-        tma.store_wait(0)
+        if not REST:
+            more_dk, more_dv = dk, dv
+        if call.SPLIT:  # noqa: SIM102  # this one is decided by the compiler
+            if work.share >= 0:
+                _hand_in(ME, shares, 2 * work.share, dk, 0, WIDE)
+                _hand_in(ME, shares, 2 * work.share + 1, dv, 0, WIDE)
+                if REST:
+                    _hand_in(ME, shares, 2 * work.share, more_dk, D, WIDE)
+                    _hand_in(ME, shares, 2 * work.share + 1, more_dv, D, WIDE)
+        if work.share < 0:
+            _put(ME, dv_out, dv, more_dv, here, work, REST)
+            _put(ME, dk_out, dk * call.scale, more_dk * call.scale, here, work, REST)
         mbarrier.arrive(here.v_free, count=1)
         n += 1
         item = here.tickets.take(n) if here.tickets.STAY else call.pieces
 
 
-@gluon.jit(do_not_specialize=["pieces", "heads", "section", "turns", "tiles", "columns", "shift", "left", "right"])
-def _bwd(order, listed, sums, queries, keys, values, do, dk_out, dv_out, dq_out, dq_sums, tops, deltas, pieces, heads, section, turns, tiles, columns, shift, left, right, scale, factor, LEFT: gl.constexpr, RIGHT: gl.constexpr, DOWN: gl.constexpr, GROUP: gl.constexpr, ORDERED: gl.constexpr, TIGHT: gl.constexpr, STAY: gl.constexpr, STAGES: gl.constexpr, OWN: gl.constexpr, FINISH: gl.constexpr, REST: gl.constexpr):  # fmt: skip
+@gluon.jit(do_not_specialize=["pieces", "whole", "split", "heads", "section", "turns", "tiles", "columns", "shift", "left", "right"])
+def _bwd(order, listed, sums, shares, queries, keys, values, do, dk_out, dv_out, dq_out, dq_sums, tops, deltas, pieces, whole, split, heads, section, turns, tiles, columns, shift, left, right, scale, factor, LEFT: gl.constexpr, RIGHT: gl.constexpr, DOWN: gl.constexpr, GROUP: gl.constexpr, ORDERED: gl.constexpr, TIGHT: gl.constexpr, STAY: gl.constexpr, STAGES: gl.constexpr, OWN: gl.constexpr, FINISH: gl.constexpr, REST: gl.constexpr):  # fmt: skip
     PACKED: gl.constexpr = listed is not None
     D: gl.constexpr = queries.block_type.shape[-1]
     W: gl.constexpr = dq_sums.block_type.shape[1] // 2
@@ -184,12 +203,12 @@ def _bwd(order, listed, sums, queries, keys, values, do, dk_out, dv_out, dq_out,
     )
     fence_async_shared()
     call = Call(
-        pieces, heads, section, turns, tiles, columns, shift, left, right, scale, factor, LEFT, RIGHT, DOWN, GROUP, PACKED, KEYS * ROWS
-    )
+        pieces, whole, split, heads, section, turns, tiles, columns, shift, left, right, scale, factor, LEFT, RIGHT, DOWN, GROUP, PACKED, KEYS * ROWS, shares is not None
+    )  # fmt: skip
     gl.warp_specialize(
         [
-            (_keys, (0, dk_out, dv_out, here, call, TIGHT, REST)),
-            (_keys, (1, dk_out, dv_out, here, call, TIGHT, REST)),
+            (_keys, (0, dk_out, dv_out, shares, here, call, TIGHT, REST)),
+            (_keys, (1, dk_out, dv_out, shares, here, call, TIGHT, REST)),
             (_queries, (OWN, W, sums, dq_sums, dq_out, parts, here, order + 1, call, ORDERED, FINISH, REST)),
             (_fetch, (queries, do, tops, deltas, keys, values, here, order, listed, call)),
             (_tell, (order + 1, here.told)),
@@ -221,6 +240,52 @@ def _narrow(dq, sums, order, cu, dq_steps, rows, tiles, heads, batch, scale, D: 
     if BE:
         two = tl.where(some, _in_rows(sums + number * 64 * D, BD, D, BE) * scale, 0.0)
     _save(_head(dq, dq_steps, turn // heads[1], turn % heads[1], start, UNIT), one, two, m, dq_steps[2], d, e, limit, D, UNIT)
+
+
+@triton.jit(do_not_specialize=["columns", "whole", "parts", "section", "turns", "blocks"])
+def _join(dk, dv, shares, dk_steps, dv_steps, columns, whole, parts, section, turns, blocks, heads, scale, DOWN: tl.constexpr, W: tl.constexpr, D: tl.constexpr, UNIT: tl.constexpr):  # fmt: skip
+    """dk and dv of pieces that are in parts, numbered as `Call.work` has them: the sums over the parts, first to last."""
+    SPAN: tl.constexpr = 128
+    row, d = tl.program_id(1) * 16 + tl.arange(0, 16), tl.arange(0, W)
+    at = shares + tl.program_id(0).to(tl.int64) * parts * (2 * SPAN * W) + row[:, None] * W + d[None, :]
+    keys, values = tl.zeros((16, W), tl.float32), tl.zeros((16, W), tl.float32)
+    for _ in range(parts):
+        keys += tl.load(at)
+        values += tl.load(at + SPAN * W)
+        at += 2 * SPAN * W
+    item = whole + tl.program_id(0)
+    first = item // (section * blocks) * section
+    within = item - first * blocks
+    size = tl.minimum(section, turns - first)
+    turn, begin = first + within % size, (blocks - 1 - within // size if DOWN else within // size) * SPAN
+    limit = columns - begin
+    at_k, at_v = (
+        _head(dk, dk_steps, turn // heads, turn % heads, begin, UNIT),
+        _head(dv, dv_steps, turn // heads, turn % heads, begin, UNIT),
+    )
+    _save(at_k, keys * scale, None, row, dk_steps[2], d, None, limit, D, UNIT)
+    _save(at_v, values, None, row, dv_steps[2], d, None, limit, D, UNIT)
+
+
+@lru_cache(1024)
+def _share_out(pieces: int, blocks: int, programs: int, wide: int, even: bool) -> tuple[int, int]:
+    """How many pieces stay whole, and into how many parts each of the others goes, where that saves time (docs/notes/attention.md): of
+    pieces that are as long (`even`) those of a last round of programs, else all, of which the longest has so many blocks of queries and
+    the average half. In blocks, a part costs as much as 256 / wide beside its own, what it leaves and is added up of it a twelfth for the
+    whole machine, and the kernel that does that 320 / wide."""
+    whole = pieces // programs if even else 0  # rounds
+    rest = pieces - whole * programs
+
+    def end(parts: int) -> float:
+        own = blocks / parts + 256 / wide
+        average = blocks / parts / 2 + 256 / wide
+        spent = triton.cdiv(rest * parts, programs) * own if even else max(own, rest * parts * average / programs + own / 4)
+        return spent + (rest * parts / 12 + 320 / wide if parts > 1 else 0)
+
+    parts = min(range(1, 9), key=end)
+    least = 0.05 if wide == 128 else 0.01  # where programs do not stay, a last round that is not full costs less
+    gains = end(1) - end(parts) > least * (whole * (blocks + 256 / wide) + end(1))
+    return (whole * programs, parts) if gains else (pieces, 1)
 
 
 def _section(
@@ -288,16 +353,28 @@ def bwd(
     maps += [TensorMap(dq, (*box, 64, width), min(128, 2 * width), packed), TensorMap(sums, (1, 2 * room, 32), 128)]
     maps += [TensorMap(tops, (1, 64)), TensorMap(deltas, (1, 64))]
     shift = int(bottom) if packed else columns - rows if bottom else 0
-    numbers = turns * most, heads, section, turns, tiles, columns, shift, left, right, scale, scale * LOG2E
+    entire, parts, shares = turns * most, 1, None  # pieces that stay whole
+    if not packed and wide <= 128:
+        seen = min(tiles, triton.cdiv(span + left + right, 64)) if ahead and back else tiles  # blocks of queries of the longest
+        entire, parts = _share_out(turns * most, group * seen, device.of(q).multiprocessors, wide, back or not ahead)
+    left_over = turns * most - entire
+    pieces = entire + left_over * parts
+    if left_over:
+        shares = torch.empty((left_over * parts, 2, span, wide), dtype=torch.float32, device=q.device)
+    numbers = heads, section, turns, tiles, columns, shift, left, right, scale, scale * LOG2E
     facts: dict[str, Any] = {"LEFT": back, "RIGHT": ahead, "DOWN": down, "GROUP": group, "ORDERED": deterministic}
     if wide > 128:
-        launch(_bwd_wide, (turns * most,), order, listed, *maps, *numbers, **facts, num_warps=4, maxnreg=128)
+        launch(_bwd_wide, (turns * most,), order, listed, *maps, turns * most, *numbers, **facts, num_warps=4, maxnreg=128)
     else:
         facts |= {"TIGHT": wide == 128, "STAY": wide < 128, "STAGES": 2 if wide == 128 else 4, "OWN": D if finish else 0, "FINISH": finish}
-        programs = turns * most if wide == 128 else min(turns * most, device.of(q).multiprocessors)  # at 128 no registers are left to stay
-        launch(
-            _bwd, (programs,), order, listed, sums, *maps, *numbers, **facts, REST=_parts(D)[1] if D > 64 else 0, num_warps=4, maxnreg=128
-        )
+        programs = pieces if wide == 128 else min(pieces, device.of(q).multiprocessors)  # at 128 no registers are left to stay
+        facts |= {"REST": _parts(D)[1] if D > 64 else 0, "num_warps": 4, "maxnreg": 128}
+        launch(_bwd, (programs,), order, listed, sums, shares, *maps, pieces, entire, parts, *numbers, **facts)
+    if shares is not None:
+        unit = _unit((dk, dv))
+        key_steps = [tuple(s // unit for s in _steps(t)[:3]) for t in (dk, dv)]
+        numbers = columns, entire, parts, section, turns, most, kv, scale
+        launch(_join, (left_over, 8), dk, dv, shares, *key_steps, *numbers, DOWN=down, W=wide, D=D, UNIT=unit)
     if not finish:
         unit, (part, rest), given = _unit((dq,)), _parts(D), (dq, sums, order, cu_q)
         steps = tuple(s // unit for s in _steps(dq)[:3])

@@ -15,6 +15,8 @@ class Call:
     """What is the same for all pieces of work; of packed sequences, for those of one."""
 
     pieces: gl.tensor
+    whole: gl.tensor  # with SPLIT, as many pieces are whole; those after them are in `parts`
+    parts: gl.tensor
     heads: gl.tensor
     section: gl.tensor
     turns: gl.tensor
@@ -31,12 +33,15 @@ class Call:
     GROUP: gl.constexpr
     PACKED: gl.constexpr
     SPAN: gl.constexpr  # keys of a piece
+    SPLIT: gl.constexpr
 
     @gluon.constexpr_function
     def __init__(
-        self, pieces, heads, section, turns, tiles, columns, shift, left, right, scale, factor, LEFT, RIGHT, DOWN, GROUP, PACKED, SPAN
-    ):
+        self, pieces, whole, parts, heads, section, turns, tiles, columns, shift, left, right, scale, factor, LEFT, RIGHT, DOWN, GROUP, PACKED, SPAN, SPLIT
+    ):  # fmt: skip
         self.pieces = pieces
+        self.whole = whole
+        self.parts = parts
         self.heads = heads
         self.section = section
         self.turns = turns
@@ -53,11 +58,12 @@ class Call:
         self.GROUP = gl.constexpr(GROUP)
         self.PACKED = gl.constexpr(PACKED)
         self.SPAN = gl.constexpr(SPAN)
+        self.SPLIT = gl.constexpr(SPLIT)
 
     @gluon.jit
     def of(self, tiles, columns, shift):
         """This of a packed sequence of so many blocks of queries, keys, and keys more than queries where that matters."""
-        return Call(self.pieces, self.heads, self.section, self.turns, tiles, columns, shift, self.left, self.right, self.scale, self.factor, self.LEFT, self.RIGHT, self.DOWN, self.GROUP, self.PACKED, self.SPAN)  # fmt: skip
+        return Call(self.pieces, self.whole, self.parts, self.heads, self.section, self.turns, tiles, columns, shift, self.left, self.right, self.scale, self.factor, self.LEFT, self.RIGHT, self.DOWN, self.GROUP, self.PACKED, self.SPAN, self.SPLIT)  # fmt: skip
 
     @gluon.jit
     def find(self, item, listed):
@@ -78,7 +84,12 @@ class Call:
     @gluon.jit
     def work(self, item, base, begin, rows, begins):
         """The piece of that number, of packed sequences among a sequence's: tiles of keys of a section of heads come before the next
-        section's, so that the heads at work share the L2 cache; of causal calls the heaviest first, but with DOWN the lightest."""
+        section's, so that the heads at work share the L2 cache; of causal calls the heaviest first, but with DOWN the lightest. With SPLIT
+        the last pieces are in parts: each has some of the blocks of queries."""
+        share = 0 * item - 1
+        if self.SPLIT:
+            share = item - self.whole
+            item = gl.where(share >= 0, self.whole + share // self.parts, item)
         blocks = gl.cdiv(self.columns, self.SPAN)
         first = item // (self.section * blocks) * self.section
         within = item - first * blocks
@@ -93,8 +104,14 @@ class Call:
             low = gl.minimum(gl.maximum(n - self.right - self.shift, 0) // ROWS, self.tiles)
         if self.LEFT:
             high = gl.minimum(high, gl.maximum(n + self.SPAN - 1 + self.left - self.shift + ROWS, 0) // ROWS)
+        many = gl.maximum(high - low, 0)
+        if self.SPLIT:
+            part = share % self.parts if self.DOWN else self.parts - 1 - share % self.parts  # as a whole piece goes through its blocks
+            end = gl.where(share >= 0, (part + 1) * many // self.parts, many)
+            skipped = gl.where(share >= 0, part * many // self.parts, 0)
+            low, many = low + skipped, end - skipped
         shared = self.heads // self.GROUP
-        return Work(self, turn // shared, turn % shared, n, low, gl.maximum(high - low, 0), base, begin, rows, begins)
+        return Work(self, turn // shared, turn % shared, n, low, many, share, base, begin, rows, begins)
 
     @gluon.jit
     def count(self, listed):
@@ -114,6 +131,7 @@ class Work:
     first: gl.tensor  # of its keys
     low: gl.tensor  # block of queries
     blocks: gl.tensor
+    share: gl.tensor  # the number of a part, among all; else less than 0
     # Of packed sequences:
     base: gl.tensor  # the number of the sequence's first block of queries
     begin: gl.tensor  # where the sequence's queries begin
@@ -121,13 +139,14 @@ class Work:
     begins: gl.tensor  # where its keys begin
 
     @gluon.constexpr_function
-    def __init__(self, call, batch, head, first, low, blocks, base, begin, rows, begins):
+    def __init__(self, call, batch, head, first, low, blocks, share, base, begin, rows, begins):
         self.call = call
         self.batch = batch
         self.head = head
         self.first = first
         self.low = low
         self.blocks = blocks
+        self.share = share
         self.base = base
         self.begin = begin
         self.rows = rows
@@ -260,7 +279,7 @@ def _piece(here, n, item, call):
     """The program's n-th piece of work; of packed sequences without where its queries lie, which the warp that fetches knows."""
     if call.PACKED:
         head, first, low, blocks, base, begins, columns, shift = here.tickets.read(n)
-        work = Work(call.of(call.tiles, columns, shift), 0 * head, head, first, low, blocks, base, head, head, begins)
+        work = Work(call.of(call.tiles, columns, shift), 0 * head, head, first, low, blocks, 0 * head - 1, base, head, head, begins)
     else:
         work = call.find(item, None)
     return work
