@@ -195,6 +195,7 @@ ATTENTION = OPS[False] = Op(
         *(_case(4, 32, 4096, d, kv=8, causal=True, **order) for order in ORDERS for d in (64, 128)),
         *(_case(4, 32, 4096, 128, kv=8, **order) for order in ORDERS),
         *(_case(1, 16, 16384, 128, causal=True, window=(1024, 0), **order) for order in ORDERS),
+        *(_case(1, h, s, 128, kv=kv, causal=True, **order) for order in ORDERS for h, kv, s in ((32, 8, 2048), (8, 1, 8192))),
     ],
 )
 
