@@ -150,7 +150,7 @@ def _bwd_wide(order, listed, queries, keys, values, do, dk_out, dv_out, dq_out, 
     )
     given = Ring(pairs, given_ready, given_free)
     fence_async_shared()
-    call = Call(pieces, pieces, 1, heads, section, turns, tiles, columns, shift, left, right, scale, factor, LEFT, RIGHT, DOWN, GROUP, PACKED, ROWS, False)  # fmt: skip
+    call = Call(pieces, pieces, pieces, heads, section, turns, tiles, columns, shift, left, right, scale, factor, LEFT, RIGHT, DOWN, GROUP, PACKED, ROWS, False)  # fmt: skip
     gl.warp_specialize(
         [
             (_values, (dv_out, here, given, call)),
