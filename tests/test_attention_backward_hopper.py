@@ -21,7 +21,7 @@ from ridgeline.boundary import Launch, observe
 from ridgeline.ops.attention import _hopper_backward, _hopper_backward_wide, _hopper_pieces, _hopper_rings
 from ridgeline.ops.attention._attention import options, seen
 from ridgeline.ops.attention._triton import LOG2E
-from warps import Barrier, Pointer, Shared, Turns, define, language, nbytes, registers
+from warps import Barrier, Pointer, Shared, Turns, define, language, nbytes
 
 
 class Fenced(Shared):
@@ -78,15 +78,6 @@ class Kernel:
             held = room.held.view(-1, 32)[: len(there)]
             turns.me.stores.append(lambda: there.copy_(held) if before == 0 else there.add_(held))
 
-        def finish(dq: torch.Tensor, dq_out: Any, at: tuple[int, ...], room: Shared) -> None:
-            names["_store"](dq_out, at, Shared(dq.to(dq_out.dtype)))
-
-        def held(sums: Pointer, rows: int, like: torch.Tensor) -> torch.Tensor:
-            turns.until(lambda: True)
-            found = torch.zeros(like.shape[1], 64).view(-1)
-            found[: rows * 32] = sums.t[sums.at : sums.at + min(found.numel(), rows * 32)]
-            return registers(found.view(-1, 64).T)
-
         def hand_in(me: int, shares: Pointer, n: int, x: torch.Tensor, column: int, wide: int) -> None:
             shares.t.view(-1, 2, 64, wide)[n, me, :, column : column + x.shape[1]] = x
 
@@ -103,7 +94,7 @@ class Kernel:
             "_pack": lambda p, dtype: p.to(dtype), "_halves": lambda p, *_: p, "_singles": lambda p, *_: p.float(),
             "_lain": lambda pairs: pairs, "_stood": lambda pairs, like: pairs,
             "_look": lambda place: int(place.t[place.at]), "_await": await_word, "_added": names["tma"].store_wait,
-            "_add": add, "_finish": finish, "_held": held, "_hand_in": hand_in,
+            "_add": add, "_hand_in": hand_in,
         }  # fmt: skip
         turns.me.stored = []
         args = [Pointer(a) if isinstance(a, torch.Tensor) else a for a in launch.args]
@@ -176,18 +167,15 @@ def test_gradients_of_random_calls(seed: int, monkeypatch: pytest.MonkeyPatch) -
         tops.copy_(pad(lse.masked_fill(lse == -torch.inf, torch.inf) * LOG2E, beyond, value=torch.inf).view(-1, 64))
         deltas.copy_(pad((o.float() * do.float()).sum(-1), beyond).view(-1, 64))
         order.zero_(), sums.fill_(float("nan"))
-        if launch.constants.get("FINISH"):
-            found[0].zero_()  # of rows that see nothing, by the kernel before
 
         programs = few if launch.constants.get("STAY") else launch.grid[0]
         for first in range(0, programs, few):
             turns = Turns(dice)
             kernels = [Kernel(launch, program, turns) for program in range(first, min(first + few, programs))]
             turns.run([work for kernel in kernels for work in kernel.groups()])
-        if not launch.constants.get("FINISH"):
-            parts = torch.where((order[1:] > 0)[:, None, None], sums.view(-1, D, 64), 0.0).mT * D**-0.5
-            found[0].copy_(parts.reshape(B, kv * group, -1, D)[:, :, :rows])
-        shares, blocks = launch.args[3], -(-columns // 128)
+        parts = torch.where((order[1:] > 0)[:, None, None], sums.view(-1, D, 64), 0.0).mT * D**-0.5
+        found[0].copy_(parts.reshape(B, kv * group, -1, D)[:, :, :rows])
+        shares, blocks = launch.args[2], -(-columns // 128)
         if launch.kernel is _hopper_backward._bwd and shares is not None:
             joined = shares.view(pieces - entire, split, 2, 128, -1)[..., :D].sum(1)
             for n in range(entire, pieces):
@@ -256,7 +244,7 @@ def python(jitted: Any) -> Any:
 
 def test_pieces_of_backward_on_hopper() -> None:
     """Each piece of work comes up once, whole or in parts, has all blocks of queries that see its keys, masks those that do not see all,
-    and knows how many pieces with lower numbers add to each, and with higher ones; parts are numbered as `_join` finds them."""
+    and knows how many pieces with lower numbers add to each; parts are numbered as `_join` finds them."""
     dice = random.Random(0)
     for _ in range(60):
         span, rows, columns, kv, group = (dice.choice(c) for c in ((64, 128), range(1, 500), range(1, 500), (1, 2), (1, 2)))
@@ -287,7 +275,7 @@ def test_pieces_of_backward_on_hopper() -> None:
         assert len({(*p.place, p.first) for p in works}) == pieces == len(unseen)
         assert not any(mine.any() for mine in unseen.values())
         for (*_, block), those in adders.items():
-            assert [p.others(block) for p in those] == [(n, len(those) - 1 - n) for n in range(len(those))]
+            assert [p.before(block) for p in those] == list(range(len(those)))
 
 
 def test_which_pieces_go_in_parts() -> None:

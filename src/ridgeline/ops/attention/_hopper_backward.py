@@ -5,9 +5,8 @@ by the copy engine. Scores stand on their side, keys down, so that the probabili
 products for dV and dK. dS also goes through shared memory to a third group, which multiplies it with K for all 128 keys and has the copy
 engine add the result to dQ, in float32 in memory. No group waits for another in step: the tensor cores have work from three.
 By default additions to a tile of dQ come in the order of the pieces' numbers, each waiting for the one before, of which a warp of its
-own tells, so that reruns give the same bits; at D <= 64 the last piece adds what memory holds to its own and writes dq, else a kernel
-makes dq of the sums afterwards.
-`deterministic=False` adds as they come.
+own tells, so that reruns give the same bits; `deterministic=False` adds as they come. A kernel makes dq of the sums afterwards.
+Where pieces are too few for the machine, some or all go in parts: each program has some of the queries, and a kernel adds up dK and dV.
 Packed sequences' pieces come from a list (_packed.py), the heaviest sequences first.
 Source: Dao, FlashAttention-2, 2023 (arXiv:2307.08691), algorithm 2; Shah et al., FlashAttention-3, 2024 (arXiv:2407.08608), section 3.
 """
@@ -180,7 +179,7 @@ def _keys(ME: gl.constexpr, dk_out, dv_out, shares, here, call, TIGHT: gl.conste
 
 
 @gluon.jit(do_not_specialize=["pieces", "whole", "split", "heads", "section", "turns", "tiles", "columns", "shift", "left", "right"])
-def _bwd(order, listed, sums, shares, queries, keys, values, do, dk_out, dv_out, dq_out, dq_sums, tops, deltas, pieces, whole, split, heads, section, turns, tiles, columns, shift, left, right, scale, factor, LEFT: gl.constexpr, RIGHT: gl.constexpr, DOWN: gl.constexpr, GROUP: gl.constexpr, ORDERED: gl.constexpr, TIGHT: gl.constexpr, STAY: gl.constexpr, STAGES: gl.constexpr, OWN: gl.constexpr, FINISH: gl.constexpr, REST: gl.constexpr):  # fmt: skip
+def _bwd(order, listed, shares, queries, keys, values, do, dk_out, dv_out, dq_sums, tops, deltas, pieces, whole, split, heads, section, turns, tiles, columns, shift, left, right, scale, factor, LEFT: gl.constexpr, RIGHT: gl.constexpr, DOWN: gl.constexpr, GROUP: gl.constexpr, ORDERED: gl.constexpr, TIGHT: gl.constexpr, STAY: gl.constexpr, STAGES: gl.constexpr, REST: gl.constexpr):  # fmt: skip
     PACKED: gl.constexpr = listed is not None
     D: gl.constexpr = queries.block_type.shape[-1]
     W: gl.constexpr = dq_sums.block_type.shape[1] // 2
@@ -209,7 +208,7 @@ def _bwd(order, listed, sums, shares, queries, keys, values, do, dk_out, dv_out,
         [
             (_keys, (0, dk_out, dv_out, shares, here, call, TIGHT, REST)),
             (_keys, (1, dk_out, dv_out, shares, here, call, TIGHT, REST)),
-            (_queries, (OWN, W, sums, dq_sums, dq_out, parts, here, order + 1, call, ORDERED, FINISH, REST)),
+            (_queries, (W, dq_sums, parts, here, order + 1, call, ORDERED, REST)),
             (_fetch, (queries, do, tops, deltas, keys, values, here, order, listed, call)),
             (_tell, (order + 1, here.told)),
         ],
@@ -345,13 +344,11 @@ def bwd(
     deltas = torch.empty((batch * heads * tiles, 64), dtype=torch.float32, device=q.device)
     sums = torch.empty((batch * heads * tiles, 2 * D, 32), dtype=torch.float32, device=q.device)  # as `_as_held` has them
     order = torch.empty((1 + batch * heads * tiles,), dtype=torch.int32, device=q.device)
-    finish = deterministic and wide < 128 and not packed
-    _start_delta(deltas, tops, o, do, dlse, lse, order, cu_q, dq=dq if finish else None)
+    _start_delta(deltas, tops, o, do, dlse, lse, order, cu_q)
     section, down = _section(q, k, longest, span, deterministic, ahead, back, packed)
-    box, width, room = (1, 1, 1) if packed else (1, 1), min(wide, 64), 32 if wide > 128 else min(wide, 64)
+    box, room = (1, 1, 1) if packed else (1, 1), 32 if wide > 128 else min(wide, 64)
     maps = [TensorMap(t, (*box, 64, wide), min(128, 2 * wide), packed) for t in (q, k, v, do, dk, dv)]
-    maps += [TensorMap(dq, (*box, 64, width), min(128, 2 * width), packed), TensorMap(sums, (1, 2 * room, 32), 128)]
-    maps += [TensorMap(tops, (1, 64)), TensorMap(deltas, (1, 64))]
+    maps += [TensorMap(sums, (1, 2 * room, 32), 128), TensorMap(tops, (1, 64)), TensorMap(deltas, (1, 64))]
     shift = int(bottom) if packed else columns - rows if bottom else 0
     entire, parts, shares = turns * most, 1, None  # pieces that stay whole
     if not packed and wide <= 128:
@@ -366,17 +363,16 @@ def bwd(
     if wide > 128:
         launch(_bwd_wide, (turns * most,), order, listed, *maps, turns * most, *numbers, **facts, num_warps=4, maxnreg=128)
     else:
-        facts |= {"TIGHT": wide == 128, "STAY": wide < 128, "STAGES": 2 if wide == 128 else 4, "OWN": D if finish else 0, "FINISH": finish}
+        facts |= {"TIGHT": wide == 128, "STAY": wide < 128, "STAGES": 2 if wide == 128 else 4}
         programs = pieces if wide == 128 else min(pieces, device.of(q).multiprocessors)  # at 128 no registers are left to stay
         facts |= {"REST": _parts(D)[1] if D > 64 else 0, "num_warps": 4, "maxnreg": 128}
-        launch(_bwd, (programs,), order, listed, sums, shares, *maps, pieces, entire, parts, *numbers, **facts)
+        launch(_bwd, (programs,), order, listed, shares, *maps, pieces, entire, parts, *numbers, **facts)
     if shares is not None:
         unit = _unit((dk, dv))
         key_steps = [tuple(s // unit for s in _steps(t)[:3]) for t in (dk, dv)]
         numbers = columns, entire, parts, section, turns, most, kv, scale
         launch(_join, (left_over, 8), dk, dv, shares, *key_steps, *numbers, DOWN=down, W=wide, D=D, UNIT=unit)
-    if not finish:
-        unit, (part, rest), given = _unit((dq,)), _parts(D), (dq, sums, order, cu_q)
-        steps = tuple(s // unit for s in _steps(dq)[:3])
-        shape: dict[str, Any] = {"D": D, "BD": part, "BE": rest, "UNIT": unit, "num_warps": 8 if wide >= 128 else 4}
-        launch(_narrow, (tiles * batch * heads,), *given, steps, rows, tiles, (batch * heads, heads), sequences, scale, **shape)
+    unit, (part, rest), given = _unit((dq,)), _parts(D), (dq, sums, order, cu_q)
+    steps = tuple(s // unit for s in _steps(dq)[:3])
+    shape: dict[str, Any] = {"D": D, "BD": part, "BE": rest, "UNIT": unit, "num_warps": 8 if wide >= 128 else 4}
+    launch(_narrow, (tiles * batch * heads,), *given, steps, rows, tiles, (batch * heads, heads), sequences, scale, **shape)

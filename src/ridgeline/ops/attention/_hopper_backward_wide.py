@@ -128,7 +128,7 @@ def _slopes(dk_out, here, given, call):
 
 
 @gluon.jit(do_not_specialize=["pieces", "heads", "section", "turns", "tiles", "columns", "shift", "left", "right"])
-def _bwd_wide(order, listed, queries, keys, values, do, dk_out, dv_out, dq_out, dq_sums, tops, deltas, pieces, heads, section, turns, tiles, columns, shift, left, right, scale, factor, LEFT: gl.constexpr, RIGHT: gl.constexpr, DOWN: gl.constexpr, GROUP: gl.constexpr, ORDERED: gl.constexpr):  # fmt: skip
+def _bwd_wide(order, listed, queries, keys, values, do, dk_out, dv_out, dq_sums, tops, deltas, pieces, heads, section, turns, tiles, columns, shift, left, right, scale, factor, LEFT: gl.constexpr, RIGHT: gl.constexpr, DOWN: gl.constexpr, GROUP: gl.constexpr, ORDERED: gl.constexpr):  # fmt: skip
     PACKED: gl.constexpr = listed is not None
     dtype: gl.constexpr = queries.dtype
     qs = _rows(queries, tops, 2)
@@ -155,7 +155,7 @@ def _bwd_wide(order, listed, queries, keys, values, do, dk_out, dv_out, dq_out, 
         [
             (_values, (dv_out, here, given, call)),
             (_slopes, (dk_out, here, given, call)),
-            (_queries, (0, 64, None, dq_sums, dq_out, parts, here, order + 1, call, ORDERED, False, 0)),
+            (_queries, (64, dq_sums, parts, here, order + 1, call, ORDERED, 0)),
             (_fetch, (queries, do, tops, deltas, keys, values, here, order, listed, call)),
             (_tell, (order + 1, here.told)),
         ],

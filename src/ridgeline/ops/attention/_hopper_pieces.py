@@ -1,5 +1,5 @@
 """What attention's backward on Hopper has for heads of all widths: pieces of work, some keys and the blocks of 64 queries that see any of
-them; in which order programs take them, and how many others add to a block of dQ before and after; the warp that fetches, and the group
+them; in which order programs take them, and how many add to a block of dQ before one does; the warp that fetches, and the group
 of warps that makes dQ."""
 
 from triton.experimental import gluon
@@ -7,7 +7,7 @@ from triton.experimental.gluon import language as gl
 from triton.experimental.gluon.language.nvidia.hopper import mbarrier, tma, warpgroup_mma, warpgroup_mma_wait
 from triton.language.core import _aggregate as aggregate
 
-from ridgeline.ops.attention._hopper_rings import ROWS, _add, _await, _finish, _flat, _held, _in, _load, _look, _place, _same
+from ridgeline.ops.attention._hopper_rings import ROWS, _add, _await, _flat, _in, _load, _look, _place, _same
 
 
 @aggregate
@@ -153,13 +153,13 @@ class Work:
         self.begins = begins
 
     @gluon.jit
-    def queries(self, g, block, column=0):
+    def queries(self, g, block):
         """Where a block of queries lies."""
         if self.call.PACKED:
             far, end, last = _in(self.begin, self.rows, block * ROWS)
-            at = far, end, self.head * self.call.GROUP + g, last, column
+            at = far, end, self.head * self.call.GROUP + g, last, 0
         else:
-            at = self.batch, self.head * self.call.GROUP + g, block * ROWS, column
+            at = self.batch, self.head * self.call.GROUP + g, block * ROWS, 0
         return at
 
     @gluon.jit
@@ -192,21 +192,23 @@ class Work:
         return self.batch * self.call.heads + self.head * self.call.GROUP + g
 
     @gluon.jit
-    def others(self, block):
-        """How many pieces add to a block of queries before this one does, and how many after it. Those before have lower numbers, so that
-        they have been begun, and come to the block earlier: with DOWN, where the last keys come first, by a block for every 64 keys
-        between; else all of a head begin at its last block, and the first waits make them follow each other."""
+    def before(self, block):
+        """How many pieces add to a block of queries before this one does. They have lower numbers, so that they have been begun, and come
+        to the block earlier: with DOWN, where the last keys come first, by a block for every 64 keys between; else all of a head begin at
+        its last block, and the first waits make them follow each other."""
         me = self.first // self.call.SPAN
-        low, high = 0, gl.cdiv(self.call.columns, self.call.SPAN) - 1
-        if self.call.LEFT:
-            unseen = block * ROWS - self.call.SPAN + 1 - self.call.left + self.call.shift
-            low = gl.minimum(gl.cdiv(gl.maximum(unseen, 0), self.call.SPAN), me)
-        if self.call.RIGHT:
-            high = gl.minimum(high, ((block + 1) * ROWS - 1 + self.call.shift + self.call.right) // self.call.SPAN)
-        before, after = me - low, high - me
         if self.call.DOWN:
-            before, after = after, before
-        return before, after
+            high = gl.cdiv(self.call.columns, self.call.SPAN) - 1
+            if self.call.RIGHT:
+                high = gl.minimum(high, ((block + 1) * ROWS - 1 + self.call.shift + self.call.right) // self.call.SPAN)
+            found = high - me
+        else:
+            low = 0
+            if self.call.LEFT:
+                unseen = block * ROWS - self.call.SPAN + 1 - self.call.left + self.call.shift
+                low = gl.minimum(gl.cdiv(gl.maximum(unseen, 0), self.call.SPAN), me)
+            found = me - low
+        return found
 
     @gluon.jit
     def hide(self, p, row, first):
@@ -286,13 +288,14 @@ def _piece(here, n, item, call):
 
 
 @gluon.jit
-def _by_keys(here, place, COLUMN: gl.constexpr, dq, USED: gl.constexpr):
-    """Starts dS^T K for the columns of dQ from one on, of what there is already if that is USED."""
+def _by_keys(here, place, COLUMN: gl.constexpr, zero):
+    """Starts dS^T K for the columns of dQ from one on."""
     TILES: gl.constexpr = here.ks.type.shape[0]
-    COLUMNS: gl.constexpr = dq.shape[1]
+    COLUMNS: gl.constexpr = zero.shape[1]
+    dq = zero
     for w in gl.static_range(TILES):
         ds, keys = here.ds.index(TILES * place + w).permute((1, 0)), _flat(here.ks.index(w))
-        dq = warpgroup_mma(ds, keys.slice(COLUMN, COLUMNS, 1), dq, use_acc=USED or w > 0, is_async=True)
+        dq = warpgroup_mma(ds, keys.slice(COLUMN, COLUMNS, 1), dq, use_acc=w > 0, is_async=True)
     return dq
 
 
@@ -312,22 +315,17 @@ def _leave(dq, dq_sums, number, COLUMN: gl.constexpr, parts, before):
 
 
 @gluon.jit
-def _queries(
-    OWN: gl.constexpr, W: gl.constexpr, sums, dq_sums, dq_out, parts, here, order, call, ORDERED: gl.constexpr, FINISH: gl.constexpr, REST: gl.constexpr
-):  # fmt: skip
+def _queries(W: gl.constexpr, dq_sums, parts, here, order, call, ORDERED: gl.constexpr, REST: gl.constexpr):
     """A group of warps: dQ of all keys, added to what is in memory: after the piece of work that comes to the block first and finds
-    nothing there; with ORDERED after all that are before it. With FINISH the last of them begins with the sum of the others and writes
-    dq: for that there are registers at D <= 64. `order` says how many have added. W columns are multiplied at a time, and leave by as many
-    rooms as they need.
+    nothing there; with ORDERED after all that are before it. `order` says how many have added. W columns are multiplied at a time, and
+    leave by as many rooms as they need.
 
-    A block is told of when all that the copy engine was told to add to it is written, by `_tell`. Three things are taken for granted.
-    Ordinary loads past L1 find what others have told of. What the engine adds after a relaxed look (`seen`) that found the word comes
-    after what the word tells of: the look decides whether it is asked to at all. And where a piece is a program (D 128 and from 200 on)
-    those with lower numbers begin first.
+    A block is told of when all that the copy engine was told to add to it is written, by `_tell`. Two things are taken for granted. What the
+    engine adds after a relaxed look (`seen`) that found the word comes after what the word tells of: the look decides whether it is asked
+    to at all. And where a piece is a program (D 128 and from 200 on) those with lower numbers begin first.
     """
     TILES: gl.constexpr = here.ks.type.shape[0]
     STAGES: gl.constexpr = here.ds.type.shape[0] // TILES
-    ROOMS: gl.constexpr = parts.type.shape[0]
     PARTS: gl.constexpr = here.ks.type.shape[-1] // W
     NEED: gl.constexpr = 2 * W // parts.type.shape[2]  # rooms of a part
     # A block is told of a part into the next one where the pieces after this are as close as they can be: those of 64 keys, and causal
@@ -349,35 +347,22 @@ def _queries(
             for t in range(work.blocks):
                 block = work.block(t)
                 place, odd = _place(done, STAGES)
-                before, after = work.others(block)
+                before = work.before(block)
                 number = work.numbered(block)
-                if FINISH:  # what others have added is read, not added to: their word for it must be acquired
-                    seen = gl.where(after == 0, -1, seen)
                 _await(order + at * call.tiles + number, before if ORDERED else gl.minimum(before, 1), seen)
                 mbarrier.wait(here.ds_ready.index(place), odd)
                 for part in gl.static_range(PARTS):
                     start = zero
                     if part > 0 and REST:
                         start = gl.zeros([ROWS, REST], gl.float32, rest_layout)
-                    if FINISH:  # noqa: SIM102  # this one is decided by the compiler
-                        if (after == 0) & (before > 0):
-                            tile = sums + (at * call.tiles + number).to(gl.int64) * (64 * OWN) + part * 64 * W
-                            start = _held(tile, 2 * (OWN - part * W), zero)
-                    dq = _by_keys(here, place, part * W, start, FINISH)
+                    dq = _by_keys(here, place, part * W, start)
                     if part == 0:
                         next_ = work.block(gl.minimum(t + 1, work.blocks - 1))
                         seen = _look(order + at * call.tiles + work.numbered(next_))
                     dq = warpgroup_mma_wait(0, deps=(dq,))
                     if part == PARTS - 1:
                         mbarrier.arrive(here.ds_free.index(place), count=1)
-                    if FINISH:
-                        tma.store_wait(ROOMS - 1)
-                        if after == 0:
-                            _finish(dq * call.scale, dq_out, work.queries(g, block, part * W), parts.index(part))
-                        else:
-                            _add(dq, dq_sums, [at * call.tiles + number, part * 2 * W, 0], parts.index(part), before)
-                    else:
-                        _leave(dq, dq_sums, at * call.tiles + number, part * W, parts, before)
+                    _leave(dq, dq_sums, at * call.tiles + number, part * W, parts, before)
                     if part == TELLS:  # noqa: SIM102  # this one is decided by the compiler
                         if tell:  # the block before this one is in memory by now
                             here.told.say(said, last, (TELLS + 1) * NEED)

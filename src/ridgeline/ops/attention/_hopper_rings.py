@@ -11,8 +11,6 @@ from ridgeline.cuda import TensorMap
 
 _load: gl.constexpr = getattr(tma, "async_load", None) or tma.async_copy_global_to_shared
 _store: gl.constexpr = getattr(tma, "async_store", None) or tma.async_copy_shared_to_global
-_memory = gl.shared_memory_descriptor
-_reinterpret: gl.constexpr = getattr(_memory, "_reinterpret", None) or _memory.reinterpret  # Triton 3.9 renamed it
 _barrier: gl.constexpr = getattr(gl, "barrier", None) or gl.thread_barrier
 ROWS = gl.constexpr(64)  # queries of a group of warps: as many as a matrix instruction takes
 FAR = gl.constexpr(TensorMap.FAR)
@@ -436,17 +434,6 @@ def _as_held(sums):
 
 
 @gluon.jit
-def _held(sums, rows, like):
-    """What memory holds of a tile, as `_as_held` has laid it, in so many rows; past L1, which may know of something older."""
-    W: gl.constexpr = like.shape[1]
-    layout: gl.constexpr = _as_held(like).type.layout
-    row = gl.arange(0, 2 * W, gl.SliceLayout(1, layout))[:, None]
-    number = gl.arange(0, 32, gl.SliceLayout(0, layout))[None, :]
-    found = gl.load(sums + row * 32 + number, mask=row + 0 * number < rows, other=0.0, cache_modifier=".cg")
-    return gl.convert_layout(found.reshape([W // 8, 4, 8, 4, 2, 2]).permute((1, 4, 2, 0, 3, 5)).reshape([ROWS, W]), like.type.layout)
-
-
-@gluon.jit
 def _add(dq, dq_sums, at, room, before):
     """A tile of dQ goes to its sums in memory, by way of a room in shared memory."""
     room.reshape([room.shape[1], 32]).slice(0, 2 * dq.shape[1], 0).store(_as_held(dq))
@@ -455,12 +442,3 @@ def _add(dq, dq_sums, at, room, before):
         _store(dq_sums, at, room)
     else:
         _reduce(dq_sums, at, room)
-
-
-@gluon.jit
-def _finish(dq, dq_out, at, room):
-    """A tile of dq itself."""
-    room = _reinterpret(room, dq_out.dtype, dq_out.block_type.shape, dq_out.layout)
-    room.reshape(dq.shape).store(dq.to(dq_out.dtype))
-    fence_async_shared()
-    _store(dq_out, at, room)

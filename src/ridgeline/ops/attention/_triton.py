@@ -256,10 +256,10 @@ def _lies(m0, rows, cu, batch, BM: tl.constexpr):
 
 
 @triton.jit(do_not_specialize=(*LOOSE, "padded"))
-def _delta(delta, power, o, do, dlse, lse, order, dq, cu, o_steps, do_steps, dq_steps, rows, padded, heads, batch, APART: tl.constexpr, D: tl.constexpr, BD: tl.constexpr, BE: tl.constexpr, UNIT: tl.constexpr, BM: tl.constexpr):  # fmt: skip
+def _delta(delta, power, o, do, dlse, lse, order, cu, o_steps, do_steps, rows, padded, heads, batch, APART: tl.constexpr, D: tl.constexpr, BD: tl.constexpr, BE: tl.constexpr, UNIT: tl.constexpr, BM: tl.constexpr):  # fmt: skip
     """delta = rowsum(o do) - dlse, and lse in base 2 or, with APART, as it is. A row that sees nothing, as one of those after the last is,
-    up to `padded`, has an infinite one, so that its probabilities are 0; what dq has of it becomes 0. So does `order`. With `cu` tiles do
-    not go beyond a packed sequence's end, and what is made of them lies by their numbers."""
+    up to `padded`, has an infinite one, so that its probabilities are 0. `order` becomes 0. With `cu` tiles do not go beyond a packed
+    sequence's end, and what is made of them lies by their numbers."""
     turn = tl.program_id(0) % heads[0]
     m0 = tl.program_id(0) // heads[0] * BM
     b, h = turn // heads[1], turn % heads[1]
@@ -280,12 +280,6 @@ def _delta(delta, power, o, do, dlse, lse, order, dq, cu, o_steps, do_steps, dq_
     at = turn.to(tl.int64) * padded + m0
     tl.store(delta + at + m, products, mask=m < padded - m0)
     tl.store(power + at + m, tl.where(top == float("-inf"), float("inf"), top), mask=m < padded - m0)
-    if dq is not None:
-        unseen = (top == float("-inf")) & inside
-        zeros = _head(dq, dq_steps, b, h, start, UNIT) + m[:, None] * (dq_steps[2] * UNIT)
-        tl.store(zeros + d[None, :], 0.0, mask=unseen[:, None] & (d[None, :] < D))
-        if e is not None:
-            tl.store(zeros + BD + e[None, :], 0.0, mask=unseen[:, None] & (e[None, :] < D - BD))
     if order is not None:
         tl.store(order + 1 + at // 64 + m // 64, 0, mask=m < padded - m0)
         tl.store(order, 0, mask=tl.program_id(0) == 0)
@@ -542,18 +536,18 @@ def fwd(
 
 def _start_delta(
     delta: torch.Tensor, power: torch.Tensor, o: torch.Tensor, do: torch.Tensor, dlse: torch.Tensor | None, lse: torch.Tensor,
-    order: torch.Tensor | None = None, cu: torch.Tensor | None = None, apart: bool = False, dq: torch.Tensor | None = None,
+    order: torch.Tensor | None = None, cu: torch.Tensor | None = None, apart: bool = False,
 ) -> None:  # fmt: skip
-    """Fills delta and power, of as many rows a head or some more; zeroes order, a number and one for each 64 rows, and dq of rows that see
-    nothing, where given. With cu by 64 rows of a packed sequence, numbered as `_sequence` has them."""
+    """Fills delta and power, of as many rows a head or some more; zeroes order, a number and one for each 64 rows, where given.
+    With cu by 64 rows of a packed sequence, numbered as `_sequence` has them."""
     (batch, heads, rows, D), (width, rest) = o.shape, _parts(o.shape[-1])
-    padded, unit, size = delta.numel() // max(batch * heads, 1), _unit((o, do) if dq is None else (o, do, dq)), max(16, 4096 // width)
+    padded, unit, size = delta.numel() // max(batch * heads, 1), _unit((o, do)), max(16, 4096 // width)
     if cu is not None:
         size = 64
-    steps, warps = [tuple(s // unit for s in _steps(t)[:3]) for t in (o, do, o if dq is None else dq)], 8 if size * width > 4096 else 4
+    steps, warps = [tuple(s // unit for s in _steps(t)[:3]) for t in (o, do)], 8 if size * width > 4096 else 4
     facts: dict[str, Any] = {"APART": apart, "D": D, "BD": width, "BE": rest, "UNIT": unit, "BM": size, "num_warps": warps}
     numbers = rows, padded, (batch * heads, heads), None if cu is None else cu.numel() - 1
-    given = delta, power, o, do, dlse, lse, order, dq, cu, *steps, *numbers
+    given = delta, power, o, do, dlse, lse, order, cu, *steps, *numbers
     launch(_delta, (triton.cdiv(padded, size) * batch * heads,), *given, **facts)
 
 
