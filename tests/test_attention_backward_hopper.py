@@ -200,6 +200,7 @@ def test_which_pieces_come_first(l2: int, monkeypatch: pytest.MonkeyPatch) -> No
         ((4, 16, 1, 4096, 128), True, False, False, (8, False), (16, False)),
         ((4, 16, 1, 4096, 128), False, True, False, (8, False), (16, False)),
         ((16, 16, 1, 1024, 128), False, True, False, (16, False), (16, False)),
+        ((16, 16, 1, 1024, 128), True, True, False, (16, True), (24, True)),
         ((2, 16, 1, 8192, 128), True, True, False, (3, True), (32, False)),
         ((1, 16, 1, 16384, 128), True, True, False, (1, True), (16, False)),
         ((1, 16, 1, 16384, 128), False, True, False, (4, False), (16, False)),

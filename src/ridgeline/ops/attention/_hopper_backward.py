@@ -293,8 +293,8 @@ def _section(
     """How many heads' pieces come together, and whether of causal ones the lightest come first (`Call.work`); all as measured on an H200
     and an H100 (docs/notes/attention.md).
 
-    In order, causal pieces with the lightest first wait least, in sections whose q, do and sums L2 holds (at D 256, 4 heads). But the
-    longest come last then, and where one of them is more than an eighth of what a program has (a hair more on an H100, at D 256 a fourth),
+    In order, causal pieces with the lightest first wait least, in sections whose q, do and sums L2 holds (at D 256, 4 heads; at
+    D > 64 on an H100 no more than 16). But the longest come last then, and where one of them is more than an eighth of what a program has (a hair more on an H100, at D 256 a fourth),
     as with shared heads, that costs more than to wait. All other sections are longer than L2: four programs at a head or more (eight at
     D 256) keep in step, and find there what one of them has fetched. Windows and D <= 64 without shared heads, in full attention, gain
     nothing by it. An H100, whose L2 is smaller and whose memory is slower, wants twice as many programs at a head of D > 64, where a head
@@ -307,6 +307,8 @@ def _section(
     down = ordered and ahead and (back or (gpu.large_l2 or group == 1 if packed else light))
     shared = 8 * max(1, longest) * D * group  # bytes of q, do and dq's sums that the programs of a head share
     section = 4 if D > 128 and not packed else (24 << 20) // shared
+    if down and D > 64 and not gpu.large_l2:
+        section = min(section, 16)
     if not down and not back:
         if D > 128:
             section = 8 if gpu.large_l2 and (ahead or not ordered) else 4
