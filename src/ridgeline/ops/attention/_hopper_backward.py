@@ -293,12 +293,13 @@ def _section(
     """How many heads' pieces come together, and whether of causal ones the lightest come first (`Call.work`); all as measured on an H200
     and an H100 (docs/notes/attention.md).
 
-    In order, causal pieces with the lightest first wait least, in sections whose q, do and sums L2 holds (at D 256, 4 heads; at
-    D > 64 on an H100 no more than 16). But the longest come last then, and where one of them is more than an eighth of what a program has (a hair more on an H100, at D 256 a fourth),
-    as with shared heads, that costs more than to wait. All other sections are longer than L2: four programs at a head or more (eight at
-    D 256) keep in step, and find there what one of them has fetched. Windows and D <= 64 without shared heads, in full attention, gain
-    nothing by it. An H100, whose L2 is smaller and whose memory is slower, wants twice as many programs at a head of D > 64, where a head
-    has so many; and four times as many where heads are long and not shared: 8192 keys in full attention in order, 16384 out of order.
+    In order, causal pieces with the lightest first wait least, in sections whose q, do and sums L2 holds (at D 256, 4 heads; above D 64
+    on an H100 no more than 16). But the longest come last then, and where one of them is more than an eighth of what a program has (a hair
+    more on an H100, at D 256 a fourth), as with shared heads, that costs more than to wait. All other sections are longer than L2: four
+    programs at a head or more (eight at D 256) keep in step, and find there what one of them has fetched. Windows and D <= 64 without
+    shared heads, in full attention, gain nothing by it. An H100, whose L2 is smaller and whose memory is slower, wants twice as many
+    programs at a head of D > 64, where a head has so many; and four times as many where heads are long and not shared: 8192 keys in full
+    attention in order, 16384 out of order.
     """
     (batch, heads, _, D), (kv, columns) = q.shape, k.shape[1:3]
     turns, group, gpu, pieces = batch * kv, heads // kv, device.of(q), triton.cdiv(columns, span)  # pieces: of a head
