@@ -65,8 +65,7 @@ def test_all_options_on_hopper() -> None:
 @pytest.mark.parametrize("D", [16, 40, 64, 72, 80, 96, 128, 200, 232, 256])
 @pytest.mark.parametrize("same", [None, False])
 def test_sums_of_queries_gradients_on_hopper(D: int, same: bool | None) -> None:
-    """dQ is written by the last piece of work or by a kernel afterwards; blocks that no key is seen from; in memory that begins as NaN. o
-    and lse too."""
+    """Blocks of queries that see no key, and that many pieces of work add to, in memory that begins as NaN. o and lse too."""
     if "gluon" not in HERE:
         pytest.skip("needs a Hopper GPU")
     long = [(70, 4200, {}), (4200, 4200, {"causal": True})] if D == 64 else []
@@ -342,6 +341,8 @@ def test_pieces_in_parts(deterministic: bool, D: int, given: dict[str, Any], mon
     for whole, parts in ((0, 3), (50, 2), (95, 7)):  # of 2 x 4 x 12 pieces
         monkeypatch.setattr(_hopper_backward, "_share_out", lambda *_, shared=(whole, parts): shared)
         lawful("attention", args, given | {"deterministic": deterministic}, HERE)
+    args = qkv((1, 4, 70, D), (1, 2, 1450, D), "cuda", dtype=torch.float16)  # parts without queries
+    lawful("attention", args, given | {"causal": given.get("causal") and "bottom_right", "deterministic": deterministic}, HERE)
 
 
 @pytest.mark.gpu

@@ -20,7 +20,7 @@ from ridgeline import device
 from ridgeline.boundary import Launch, observe
 from ridgeline.ops.attention import _hopper_backward, _hopper_backward_wide, _hopper_pieces, _hopper_rings
 from ridgeline.ops.attention._attention import options, seen
-from ridgeline.ops.attention._triton import LOG2E
+from ridgeline.ops.attention._triton import LOG2E, UNBOUNDED
 from warps import Barrier, Pointer, Shared, Turns, define, language, nbytes
 
 
@@ -123,11 +123,11 @@ def calls(dice: random.Random) -> tuple[tuple[int, ...], dict[str, Any]]:
     return (dice.choice((1, 2)), dice.choice((1, 2)), dice.choice((1, 1, 2)), rows, columns, D), given
 
 
-def lies(n: int, heads: int, blocks: int, section: int, down: bool) -> tuple[int, int]:
+def lies(n: int, heads: int, blocks: int, section: int, down: bool, span: int) -> tuple[int, int]:
     """The head of the n-th piece, and its first key."""
     head = n // (section * blocks) * section
     many, n = min(section, heads - head), n % (section * blocks)
-    return head + n % many, (blocks - 1 - n // many if down else n // many) * 128
+    return head + n % many, (blocks - 1 - n // many if down else n // many) * span
 
 
 @pytest.mark.parametrize("seed", range(6))
@@ -167,6 +167,8 @@ def test_gradients_of_random_calls(seed: int, monkeypatch: pytest.MonkeyPatch) -
         tops.copy_(pad(lse.masked_fill(lse == -torch.inf, torch.inf) * LOG2E, beyond, value=torch.inf).view(-1, 64))
         deltas.copy_(pad((o.float() * do.float()).sum(-1), beyond).view(-1, 64))
         order.zero_(), sums.fill_(float("nan"))
+        if launch.kernel is _hopper_backward._bwd and launch.args[2] is not None:
+            launch.args[2].fill_(float("nan"))  # what parts leave
 
         programs = few if launch.constants.get("STAY") else launch.grid[0]
         for first in range(0, programs, few):
@@ -175,13 +177,16 @@ def test_gradients_of_random_calls(seed: int, monkeypatch: pytest.MonkeyPatch) -
             turns.run([work for kernel in kernels for work in kernel.groups()])
         parts = torch.where((order[1:] > 0)[:, None, None], sums.view(-1, D, 64), 0.0).mT * D**-0.5
         found[0].copy_(parts.reshape(B, kv * group, -1, D)[:, :, :rows])
-        shares, blocks = launch.args[2], -(-columns // 128)
-        if launch.kernel is _hopper_backward._bwd and shares is not None:
-            joined = shares.view(pieces - entire, split, 2, 128, -1)[..., :D].sum(1)
-            for n in range(entire, pieces):
-                head, first = lies(n, B * kv, blocks, section, down)
-                for to, sums in zip(found[1:], joined[n - entire] * torch.tensor([D**-0.5, 1])[:, None, None], strict=True):
-                    to.flatten(0, 1)[head, first : first + 128] = sums[: columns - first]
+        if split > 1 and launch.kernel is _hopper_backward._bwd:
+            (join,) = [one for one in launched if one.kernel is _hopper_backward._join]
+            *to, shares, dk_steps, dv_steps, length, whole, parts, heads, turns, blocks, shared, scale = join.args
+            assert (join.grid, join.constants["W"], join.constants["D"]) == ((pieces - entire, 8), shares.shape[-1], D)
+            for steps in (dk_steps, dv_steps):
+                assert all(k.shape[n] == 1 or steps[n] * join.constants["UNIT"] == k.stride(n) for n in range(3))
+            for n, left in enumerate(shares.unflatten(0, (-1, parts))[..., :D].sum(1), whole):
+                turn, start = lies(n, turns, blocks, heads, join.constants["DOWN"], 128)
+                for t, keys, factor in zip(to, left, (scale, 1), strict=True):
+                    t[divmod(turn, shared)][start : start + 128] = keys[: length - start] * factor
         what = f"{tuple(q.shape)} {columns} {given} {deterministic=} {few} programs, sections of {section}, {down=}"
         for name, one, other in zip("qkv", found, expected, strict=True):
             said = lambda m, what=f"{what}: d{name}": f"{what}: {m}"  # noqa: E731
@@ -254,20 +259,20 @@ def test_pieces_of_backward_on_hopper() -> None:
         facts = {"LEFT": left is not None, "RIGHT": right is not None, "DOWN": right is not None and dice.random() < 0.7, "PACKED": False}
         sizes = {"heads": kv * group, "section": dice.randint(1, turns), "turns": turns, "tiles": -(-rows // 64), "columns": columns}
         pieces, parts = turns * -(-columns // span), dice.choice((1, 1, 2, 5))
-        sizes |= {"whole": pieces if parts == 1 else dice.randint(0, pieces - 1), "parts": parts, "SPLIT": parts > 1}
+        sizes |= {"entire": pieces if parts == 1 else dice.randint(0, pieces - 1), "parts": parts, "SPLIT": parts > 1}
         call = SimpleNamespace(**facts, **sizes, GROUP=group, SPAN=span, shift=shift, left=left, right=right)
-        items = call.whole + parts * (pieces - call.whole)
+        items = call.entire + parts * (pieces - call.entire)
         works = [python(_hopper_pieces.Call.work)(call, n, 0, 0, 0, 0) for n in range(items)]
         apart = torch.arange(columns) - torch.arange(rows)[:, None] - shift
         seen = (apart <= (columns + rows if right is None else right)) & (apart >= -(columns + rows if left is None else left))
         adders: dict[Any, list[Piece]] = {}
         unseen: dict[Any, torch.Tensor] = {}
         for n, p in enumerate(works):
-            number = n if n < call.whole else call.whole + (n - call.whole) // parts
-            assert (p.share < 0) if n < call.whole else (p.share == n - call.whole)
+            number = n if n < call.entire else call.entire + (n - call.entire) // parts
+            assert (p.share < 0) if n < call.entire else (p.share == n - call.entire)
             mine = unseen.setdefault(number, seen[:, p.first : p.first + span].clone())
-            head, first = lies(number, turns, -(-columns // span), call.section, call.DOWN)
-            assert (divmod(head, kv), first // 128 * span) == (p.place, p.first)
+            head, first = lies(number, turns, -(-columns // span), call.section, call.DOWN, span)
+            assert (divmod(head, kv), first) == (p.place, p.first)
             for block in (p.block(n) for n in range(p.blocks)):
                 tile = mine[block * 64 : block * 64 + 64]
                 assert p.edge(block * 64) or (tile.shape[1] == span and tile.all())
@@ -280,20 +285,28 @@ def test_pieces_of_backward_on_hopper() -> None:
 
 
 def test_which_pieces_go_in_parts() -> None:
-    """Pieces that stay whole, and parts of the others, as they were timed on an H100; none where nothing is gained."""
-    for given, expected in {
-        (64, 128, 132, 128, True): (0, 2),  # 16 heads, 4 of keys, 2048
-        (64, 128, 132, 128, False): (0, 3),
-        (64, 1024, 132, 128, False): (0, 6),  # 8 heads, 1 of keys, 8192
-        (128, 64, 132, 128, True): (128, 1),  # 4 heads, 4096
-        (128, 64, 132, 128, False): (128, 1),
-        (4096, 256, 132, 64, True): (4092, 8),  # 32 heads, 16384: 31.03 rounds
-        (2048, 256, 132, 128, True): (2048, 1),
-        (2048, 256, 132, 128, False): (2048, 1),
-        (132, 64, 132, 64, True): (132, 1),
-        (0, 1, 132, 64, True): (0, 1),
-    }.items():
-        assert _hopper_backward._share_out(*given) == expected, given
+    """Pieces that stay whole, and parts of the others, where they were timed on an H100, and where the costs that were found say so."""
+    # Heads of keys, shared by, queries, keys, D; left, right.
+    full, causal = (UNBOUNDED, UNBOUNDED), (UNBOUNDED, 0)
+    cases: list[tuple[tuple[int, ...], tuple[int, int], tuple[int, int]]] = [
+        ((4, 4, 2048, 2048, 128), full, (0, 2)),  # 334 to 521 TFLOP/s
+        ((4, 4, 2048, 2048, 128), causal, (0, 3)),  # 162 to 235 in two, 301 in four
+        ((1, 8, 8192, 8192, 128), causal, (0, 6)),  # 179 to 529, in four parts 462
+        ((8, 4, 2048, 2048, 64), causal, (0, 2)),
+        ((4, 1, 4096, 4096, 128), full, (128, 1)),
+        ((4, 1, 4096, 4096, 128), causal, (128, 1)),  # 307 in two parts 275
+        ((8, 1, 1024, 1024, 128), full, (64, 1)),
+        ((32, 1, 16384, 16384, 64), full, (4092, 8)),  # 31.03 rounds
+        ((16, 1, 16384, 16384, 128), full, (2048, 1)),
+        ((4, 8, 8192, 8192, 128), causal, (256, 1)),  # a heavy piece and a light one for each program
+        ((8, 8, 64, 4096, 128), full, (256, 1)),  # one block of queries has no parts
+        ((16, 1, 8192, 128, 128), full, (0, 8)),
+        ((16, 1, 8192, 128, 128), (UNBOUNDED, 128 - 8192), (16, 1)),  # the last queries alone see anything
+    ]
+    for (turns, group, rows, columns, D), (left, right), expected in cases:
+        most, tiles = -(-columns // 128), -(-rows // 64)
+        found = _hopper_backward._share_out(most, turns, False, group, tiles, 0, left, right, D, 132)
+        assert found == expected, (turns, group, rows, columns, D, left, right, found)
 
 
 @pytest.mark.kernels
@@ -305,7 +318,7 @@ def test_parts_are_added_up(D: int, down: bool, entire: int, parts: int, device:
     steps, numbers = [t.stride()[:3] for t in (dk, dv)], (columns, entire, parts, section, B * kv, 3, kv, 0.5)
     _hopper_backward._join[18 - entire, 8](dk, dv, shares, *steps, *numbers, DOWN=down, W=wide, D=D, UNIT=1)
     for n, left in zip(range(entire, 18), shares.sum(1), strict=True):
-        head, first = lies(n, B * kv, 3, section, down)
+        head, first = lies(n, B * kv, 3, section, down, 128)
         for found, sums in zip((dk, dv), left * torch.tensor([0.5, 1.0], device=device)[:, None, None], strict=True):
             mine = found[head // kv, head % kv, first : first + 128]
             torch.testing.assert_close(mine, sums[: columns - first, :D])

@@ -11,6 +11,7 @@ Packed sequences' pieces come from a list (_packed.py), the heaviest sequences f
 Source: Dao, FlashAttention-2, 2023 (arXiv:2307.08691), algorithm 2; Shah et al., FlashAttention-3, 2024 (arXiv:2407.08608), section 3.
 """
 
+import heapq
 from functools import lru_cache
 from typing import Any
 
@@ -178,8 +179,8 @@ def _keys(ME: gl.constexpr, dk_out, dv_out, shares, here, call, TIGHT: gl.conste
         item = here.tickets.take(n) if here.tickets.STAY else call.pieces
 
 
-@gluon.jit(do_not_specialize=["pieces", "whole", "split", "heads", "section", "turns", "tiles", "columns", "shift", "left", "right"])
-def _bwd(order, listed, shares, queries, keys, values, do, dk_out, dv_out, dq_sums, tops, deltas, pieces, whole, split, heads, section, turns, tiles, columns, shift, left, right, scale, factor, LEFT: gl.constexpr, RIGHT: gl.constexpr, DOWN: gl.constexpr, GROUP: gl.constexpr, ORDERED: gl.constexpr, TIGHT: gl.constexpr, STAY: gl.constexpr, STAGES: gl.constexpr, REST: gl.constexpr):  # fmt: skip
+@gluon.jit(do_not_specialize=["pieces", "entire", "parts", "heads", "section", "turns", "tiles", "columns", "shift", "left", "right"])
+def _bwd(order, listed, shares, queries, keys, values, do, dk_out, dv_out, dq_sums, tops, deltas, pieces, entire, parts, heads, section, turns, tiles, columns, shift, left, right, scale, factor, LEFT: gl.constexpr, RIGHT: gl.constexpr, DOWN: gl.constexpr, GROUP: gl.constexpr, ORDERED: gl.constexpr, TIGHT: gl.constexpr, STAY: gl.constexpr, STAGES: gl.constexpr, REST: gl.constexpr):  # fmt: skip
     PACKED: gl.constexpr = listed is not None
     D: gl.constexpr = queries.block_type.shape[-1]
     W: gl.constexpr = dq_sums.block_type.shape[1] // 2
@@ -190,7 +191,7 @@ def _bwd(order, listed, shares, queries, keys, values, do, dk_out, dv_out, dq_su
     vs = gl.allocate_shared_memory(dtype, [KEYS] + keys.block_type.shape, keys.layout)
     ds_layout: gl.constexpr = gl.NVMMASharedLayout.get_default_for([ROWS, ROWS], dtype)
     ds = gl.allocate_shared_memory(dtype, [KEYS * STAGES, ROWS, ROWS], ds_layout)
-    parts = gl.allocate_shared_memory(gl.float32, [D // W] + dq_sums.block_type.shape, dq_sums.layout)
+    rooms = gl.allocate_shared_memory(gl.float32, [D // W] + dq_sums.block_type.shape, dq_sums.layout)
     ds_ready, ds_free = _barriers(STAGES, KEYS, 1)
     k_ready, k_free = _barriers(1, 1, KEYS + 1)
     v_ready, v_free = _barriers(1, 1, KEYS)
@@ -202,13 +203,13 @@ def _bwd(order, listed, shares, queries, keys, values, do, dk_out, dv_out, dq_su
     )
     fence_async_shared()
     call = Call(
-        pieces, whole, split, heads, section, turns, tiles, columns, shift, left, right, scale, factor, LEFT, RIGHT, DOWN, GROUP, PACKED, KEYS * ROWS, shares is not None
+        pieces, entire, parts, heads, section, turns, tiles, columns, shift, left, right, scale, factor, LEFT, RIGHT, DOWN, GROUP, PACKED, KEYS * ROWS, shares is not None
     )  # fmt: skip
     gl.warp_specialize(
         [
             (_keys, (0, dk_out, dv_out, shares, here, call, TIGHT, REST)),
             (_keys, (1, dk_out, dv_out, shares, here, call, TIGHT, REST)),
-            (_queries, (W, dq_sums, parts, here, order + 1, call, ORDERED, REST)),
+            (_queries, (W, dq_sums, rooms, here, order + 1, call, ORDERED, REST)),
             (_fetch, (queries, do, tops, deltas, keys, values, here, order, listed, call)),
             (_tell, (order + 1, here.told)),
         ],
@@ -241,8 +242,8 @@ def _narrow(dq, sums, order, cu, dq_steps, rows, tiles, heads, batch, scale, D: 
     _save(_head(dq, dq_steps, turn // heads[1], turn % heads[1], start, UNIT), one, two, m, dq_steps[2], d, e, limit, D, UNIT)
 
 
-@triton.jit(do_not_specialize=["columns", "whole", "parts", "section", "turns", "blocks"])
-def _join(dk, dv, shares, dk_steps, dv_steps, columns, whole, parts, section, turns, blocks, heads, scale, DOWN: tl.constexpr, W: tl.constexpr, D: tl.constexpr, UNIT: tl.constexpr):  # fmt: skip
+@triton.jit(do_not_specialize=["columns", "entire", "parts", "section", "turns", "blocks"])
+def _join(dk, dv, shares, dk_steps, dv_steps, columns, entire, parts, section, turns, blocks, heads, scale, DOWN: tl.constexpr, W: tl.constexpr, D: tl.constexpr, UNIT: tl.constexpr):  # fmt: skip
     """dk and dv of pieces that are in parts, numbered as `Call.work` has them: the sums over the parts, first to last."""
     SPAN: tl.constexpr = 128
     row, d = tl.program_id(1) * 16 + tl.arange(0, 16), tl.arange(0, W)
@@ -252,7 +253,7 @@ def _join(dk, dv, shares, dk_steps, dv_steps, columns, whole, parts, section, tu
         keys += tl.load(at)
         values += tl.load(at + SPAN * W)
         at += 2 * SPAN * W
-    item = whole + tl.program_id(0)
+    item = entire + tl.program_id(0)
     first = item // (section * blocks) * section
     within = item - first * blocks
     size = tl.minimum(section, turns - first)
@@ -267,24 +268,36 @@ def _join(dk, dv, shares, dk_steps, dv_steps, columns, whole, parts, section, tu
 
 
 @lru_cache(1024)
-def _share_out(pieces: int, blocks: int, programs: int, wide: int, even: bool) -> tuple[int, int]:
-    """How many pieces stay whole, and into how many parts each of the others goes, where that saves time (docs/notes/attention.md): of
-    pieces that are as long (`even`) those of a last round of programs, else all, of which the longest has so many blocks of queries and
-    the average half. In blocks, a part costs as much as 256 / wide beside its own, what it leaves and is added up of it a twelfth for the
-    whole machine, and the kernel that does that 320 / wide."""
-    whole = pieces // programs if even else 0  # rounds
-    rest = pieces - whole * programs
+def _share_out(most: int, turns: int, down: bool, group: int, tiles: int, shift: int, left: int, right: int, wide: int, programs: int) -> tuple[int, int]:  # fmt: skip
+    """How many pieces, of `most` a head, stay whole, and into how many parts each of the others goes, where that saves time: of pieces that
+    are equally long those of a last round of programs; else all, if heads share keys and there are at most two pieces a program. (Pieces of
+    one head that are not equally long wait for each other's parts longer than is gained.) Costs in blocks of queries, as timed on an H100
+    (docs/notes/attention.md): a part has 256 / wide beside its own; what it leaves is a twelfth for the whole machine, and the kernel that
+    adds it up 320 / wide. At most eight parts a program bound the memory."""
+    ends = [(n * 128 - right - shift, n * 128 + 127 + left - shift + 64) for n in range(most)]  # of what is seen: `Call.work`
+    lengths = [max(0, min(tiles, high // 64) - max(low, 0) // 64) for low, high in ends]
+    even, pieces = min(lengths) == max(lengths), most * turns
+    rounds = pieces // programs if even else 0
+    rest = pieces - rounds * programs
+    if not even and (group == 1 or pieces > 2 * programs):
+        return pieces, 1
 
     def end(parts: int) -> float:
-        own = blocks / parts + 256 / wide
-        average = blocks / parts / 2 + 256 / wide
-        spent = triton.cdiv(rest * parts, programs) * own if even else max(own, rest * parts * average / programs + own / 4)
-        return spent + (rest * parts / 12 + 320 / wide if parts > 1 else 0)
+        own = group * triton.cdiv(max(lengths), parts) + 256 / wide  # of the longest
+        if parts > 1:
+            mean = turns * (group * sum(lengths) + parts * most * 256 / wide) / programs
+            spent = triton.cdiv(rest * parts, programs) * own if even else max(own, mean + own / 4)
+            return spent + rest * parts / 12 + 320 / wide
+        busy = [0.0] * programs
+        for n in range(rest):  # the longest first, or the shortest
+            length = lengths[(most - 1 - n // turns) if down else n // turns]
+            heapq.heapreplace(busy, busy[0] + group * length + 256 / wide)
+        return max(busy)
 
-    parts = min(range(1, 9), key=end)
+    parts = min((n for n in range(1, min(8, max(lengths)) + 1) if n == 1 or rest * n <= 8 * programs), key=end)
     least = 0.05 if wide == 128 else 0.01  # where programs do not stay, a last round that is not full costs less
-    gains = end(1) - end(parts) > least * (whole * (blocks + 256 / wide) + end(1))
-    return (whole * programs, parts) if gains else (pieces, 1)
+    gains = end(1) - end(parts) > least * (rounds * (group * tiles + 256 / wide) + end(1))
+    return (rounds * programs, parts) if gains else (pieces, 1)
 
 
 def _section(
@@ -355,8 +368,7 @@ def bwd(
     shift = int(bottom) if packed else columns - rows if bottom else 0
     entire, parts, shares = turns * most, 1, None  # pieces that stay whole
     if not packed and wide <= 128:
-        seen = min(tiles, triton.cdiv(span + left + right, 64)) if ahead and back else tiles  # blocks of queries of the longest
-        entire, parts = _share_out(turns * most, group * seen, device.of(q).multiprocessors, wide, back or not ahead)
+        entire, parts = _share_out(most, turns, down, group, tiles, shift, left, right, wide, device.of(q).multiprocessors)
     left_over = turns * most - entire
     pieces = entire + left_over * parts
     if left_over:
@@ -364,7 +376,7 @@ def bwd(
     numbers = heads, section, turns, tiles, columns, shift, left, right, scale, scale * LOG2E
     facts: dict[str, Any] = {"LEFT": back, "RIGHT": ahead, "DOWN": down, "GROUP": group, "ORDERED": deterministic}
     if wide > 128:
-        launch(_bwd_wide, (turns * most,), order, listed, *maps, turns * most, *numbers, **facts, num_warps=4, maxnreg=128)
+        launch(_bwd_wide, (pieces,), order, listed, *maps, pieces, *numbers, **facts, num_warps=4, maxnreg=128)
     else:
         facts |= {"TIGHT": wide == 128, "STAY": wide < 128, "STAGES": 2 if wide == 128 else 4}
         programs = pieces if wide == 128 else min(pieces, device.of(q).multiprocessors)  # at 128 no registers are left to stay

@@ -137,7 +137,7 @@ def _bwd_wide(order, listed, queries, keys, values, do, dk_out, dv_out, dq_sums,
     vs = gl.allocate_shared_memory(dtype, [1] + values.block_type.shape, values.layout)
     ds = gl.allocate_shared_memory(dtype, [1, ROWS, ROWS], gl.NVMMASharedLayout.get_default_for([ROWS, ROWS], dtype))
     pairs = gl.allocate_shared_memory(gl.int32, [1, ROWS, ROWS // 2], gl.SwizzledSharedLayout(1, 1, 1, [1, 0]))
-    parts = gl.allocate_shared_memory(gl.float32, [2] + dq_sums.block_type.shape, dq_sums.layout)
+    rooms = gl.allocate_shared_memory(gl.float32, [2] + dq_sums.block_type.shape, dq_sums.layout)
     ds_ready, ds_free = _barriers(1, 1, 1)
     given_ready, given_free = _barriers(1, 1, 1)
     k_ready, k_free = _barriers(1, 1, 2)
@@ -155,7 +155,7 @@ def _bwd_wide(order, listed, queries, keys, values, do, dk_out, dv_out, dq_sums,
         [
             (_values, (dv_out, here, given, call)),
             (_slopes, (dk_out, here, given, call)),
-            (_queries, (64, dq_sums, parts, here, order + 1, call, ORDERED, 0)),
+            (_queries, (64, dq_sums, rooms, here, order + 1, call, ORDERED, 0)),
             (_fetch, (queries, do, tops, deltas, keys, values, here, order, listed, call)),
             (_tell, (order + 1, here.told)),
         ],

@@ -15,7 +15,7 @@ class Call:
     """What is the same for all pieces of work; of packed sequences, for those of one."""
 
     pieces: gl.tensor
-    whole: gl.tensor  # with SPLIT, as many pieces are whole; those after them are in `parts`
+    entire: gl.tensor  # with SPLIT, so many pieces are whole; those after them are in `parts`
     parts: gl.tensor
     heads: gl.tensor
     section: gl.tensor
@@ -37,10 +37,10 @@ class Call:
 
     @gluon.constexpr_function
     def __init__(
-        self, pieces, whole, parts, heads, section, turns, tiles, columns, shift, left, right, scale, factor, LEFT, RIGHT, DOWN, GROUP, PACKED, SPAN, SPLIT
+        self, pieces, entire, parts, heads, section, turns, tiles, columns, shift, left, right, scale, factor, LEFT, RIGHT, DOWN, GROUP, PACKED, SPAN, SPLIT
     ):  # fmt: skip
         self.pieces = pieces
-        self.whole = whole
+        self.entire = entire
         self.parts = parts
         self.heads = heads
         self.section = section
@@ -63,11 +63,11 @@ class Call:
     @gluon.jit
     def of(self, tiles, columns, shift):
         """This of a packed sequence of so many blocks of queries, keys, and keys more than queries where that matters."""
-        return Call(self.pieces, self.whole, self.parts, self.heads, self.section, self.turns, tiles, columns, shift, self.left, self.right, self.scale, self.factor, self.LEFT, self.RIGHT, self.DOWN, self.GROUP, self.PACKED, self.SPAN, self.SPLIT)  # fmt: skip
+        return Call(self.pieces, self.entire, self.parts, self.heads, self.section, self.turns, tiles, columns, shift, self.left, self.right, self.scale, self.factor, self.LEFT, self.RIGHT, self.DOWN, self.GROUP, self.PACKED, self.SPAN, self.SPLIT)  # fmt: skip
 
     @gluon.jit
     def find(self, item, listed):
-        """The piece of that number."""
+        """The piece, or part of one, of that number."""
         if self.PACKED:
             item = _same(item)
             at = listed + 8 + item // self.turns * 8
@@ -83,13 +83,13 @@ class Call:
 
     @gluon.jit
     def work(self, item, base, begin, rows, begins):
-        """The piece of that number, of packed sequences among a sequence's: tiles of keys of a section of heads come before the next
+        """The piece, or part of one, of that number, of packed sequences among a sequence's: tiles of keys of a section of heads come before the next
         section's, so that the heads at work share the L2 cache; of causal calls the heaviest first, but with DOWN the lightest. With SPLIT
         the last pieces are in parts: each has some of the blocks of queries."""
         share = 0 * item - 1
         if self.SPLIT:
-            share = item - self.whole
-            item = gl.where(share >= 0, self.whole + share // self.parts, item)
+            share = item - self.entire
+            item = gl.where(share >= 0, self.entire + share // self.parts, item)
         blocks = gl.cdiv(self.columns, self.SPAN)
         first = item // (self.section * blocks) * self.section
         within = item - first * blocks
@@ -123,7 +123,8 @@ class Call:
 
 @aggregate
 class Work:
-    """A piece of work: 128 keys or 64, and the blocks of queries that see some of them, of all heads of queries that share them."""
+    """A piece of work: 128 keys or 64, and the blocks of queries that see some of them, or a part of those, of all heads of queries that
+    share the keys."""
 
     call: Call
     batch: gl.tensor
@@ -194,8 +195,8 @@ class Work:
     @gluon.jit
     def before(self, block):
         """How many pieces add to a block of queries before this one does. They have lower numbers, so that they have been begun, and come
-        to the block earlier: with DOWN, where the last keys come first, by a block for every 64 keys between; else all of a head begin at
-        its last block, and the first waits make them follow each other."""
+        to the block earlier: with DOWN, where the last keys come first, by a block for every 64 keys between; else all of a head, or
+        all parts of the same number, begin at one block or near, and the first waits make them follow each other."""
         me = self.first // self.call.SPAN
         if self.call.DOWN:
             high = gl.cdiv(self.call.columns, self.call.SPAN) - 1
@@ -300,22 +301,22 @@ def _by_keys(here, place, COLUMN: gl.constexpr, zero):
 
 
 @gluon.jit
-def _leave(dq, dq_sums, number, COLUMN: gl.constexpr, parts, before):
+def _leave(dq, dq_sums, number, COLUMN: gl.constexpr, rooms, before):
     """Columns of a tile of dQ, from one on, are added to memory, by as many rooms as they need, one after the other."""
-    ROOMS: gl.constexpr = parts.type.shape[0]
-    ROOM: gl.constexpr = parts.type.shape[2] // 2
+    ROOMS: gl.constexpr = rooms.type.shape[0]
+    ROOM: gl.constexpr = rooms.type.shape[2] // 2
     W: gl.constexpr = dq.shape[1]
     if W <= ROOM:
         tma.store_wait(ROOMS - 1)
-        _add(dq, dq_sums, [number, COLUMN * 2, 0], parts.index(COLUMN // ROOM % ROOMS), before)
+        _add(dq, dq_sums, [number, COLUMN * 2, 0], rooms.index(COLUMN // ROOM % ROOMS), before)
     else:
         left, right = gl.split(dq.reshape([ROWS, 2, W // 2]).permute((0, 2, 1)))
-        _leave(left, dq_sums, number, COLUMN, parts, before)
-        _leave(right, dq_sums, number, COLUMN + W // 2, parts, before)
+        _leave(left, dq_sums, number, COLUMN, rooms, before)
+        _leave(right, dq_sums, number, COLUMN + W // 2, rooms, before)
 
 
 @gluon.jit
-def _queries(W: gl.constexpr, dq_sums, parts, here, order, call, ORDERED: gl.constexpr, REST: gl.constexpr):
+def _queries(W: gl.constexpr, dq_sums, rooms, here, order, call, ORDERED: gl.constexpr, REST: gl.constexpr):
     """A group of warps: dQ of all keys, added to what is in memory: after the piece of work that comes to the block first and finds
     nothing there; with ORDERED after all that are before it. `order` says how many have added. W columns are multiplied at a time, and
     leave by as many rooms as they need.
@@ -327,14 +328,14 @@ def _queries(W: gl.constexpr, dq_sums, parts, here, order, call, ORDERED: gl.con
     TILES: gl.constexpr = here.ks.type.shape[0]
     STAGES: gl.constexpr = here.ds.type.shape[0] // TILES
     PARTS: gl.constexpr = here.ks.type.shape[-1] // W
-    NEED: gl.constexpr = 2 * W // parts.type.shape[2]  # rooms of a part
+    NEED: gl.constexpr = 2 * W // rooms.type.shape[2]  # rooms of a part
     # A block is told of a part into the next one where the pieces after this are as close as they can be: those of 64 keys, and causal
     # ones of which the heaviest come first. Elsewhere a block later, when the engine is sooner done: measured.
     EARLY: gl.constexpr = NEED > 1 or (call.RIGHT and not call.DOWN)
     TELLS: gl.constexpr = 0 if EARLY else PARTS - 1  # after which part of a block the one before it is told of
     layout: gl.constexpr = gl.NVMMADistributedLayout(version=[3, 0], warps_per_cta=[4, 1], instr_shape=[16, W, 16])
     rest_layout: gl.constexpr = gl.NVMMADistributedLayout(version=[3, 0], warps_per_cta=[4, 1], instr_shape=[16, max(REST, 16), 16])
-    zero = gl.zeros([ROWS, W], gl.float32, layout)
+    zero, rest_zero = gl.zeros([ROWS, W], gl.float32, layout), gl.zeros([ROWS, max(REST, 16)], gl.float32, rest_layout)
     n, done, said = 0, 0, 0
     item = here.tickets.take(0)
     while item < call.pieces:
@@ -342,33 +343,28 @@ def _queries(W: gl.constexpr, dq_sums, parts, here, order, call, ORDERED: gl.con
         mbarrier.wait(here.k_ready, n & 1)
         last, tell = 0, False
         for g in range(call.GROUP):
-            at = work.turn(g)
-            seen = -1
+            first, seen = work.turn(g) * call.tiles, -1
             for t in range(work.blocks):
                 block = work.block(t)
                 place, odd = _place(done, STAGES)
-                before = work.before(block)
-                number = work.numbered(block)
-                _await(order + at * call.tiles + number, before if ORDERED else gl.minimum(before, 1), seen)
+                before, number = work.before(block), first + work.numbered(block)
+                _await(order + number, before if ORDERED else gl.minimum(before, 1), seen)
                 mbarrier.wait(here.ds_ready.index(place), odd)
                 for part in gl.static_range(PARTS):
-                    start = zero
-                    if part > 0 and REST:
-                        start = gl.zeros([ROWS, REST], gl.float32, rest_layout)
-                    dq = _by_keys(here, place, part * W, start)
+                    dq = _by_keys(here, place, part * W, zero if part == 0 or not REST else rest_zero)
                     if part == 0:
                         next_ = work.block(gl.minimum(t + 1, work.blocks - 1))
-                        seen = _look(order + at * call.tiles + work.numbered(next_))
+                        seen = _look(order + first + work.numbered(next_))
                     dq = warpgroup_mma_wait(0, deps=(dq,))
                     if part == PARTS - 1:
                         mbarrier.arrive(here.ds_free.index(place), count=1)
-                    _leave(dq, dq_sums, at * call.tiles + number, part * W, parts, before)
+                    _leave(dq, dq_sums, number, part * W, rooms, before)
                     if part == TELLS:  # noqa: SIM102  # this one is decided by the compiler
                         if tell:  # the block before this one is in memory by now
                             here.told.say(said, last, (TELLS + 1) * NEED)
                             said += 1
                 tell = ORDERED or before == 0
-                last = at * call.tiles + number
+                last = number
                 done += 1
         mbarrier.arrive(here.k_free, count=1)
         if tell:
