@@ -270,33 +270,33 @@ def _join(dk, dv, shares, dk_steps, dv_steps, columns, entire, parts, section, t
 @lru_cache(1024)
 def _share_out(most: int, turns: int, down: bool, group: int, tiles: int, shift: int, left: int, right: int, wide: int, programs: int) -> tuple[int, int]:  # fmt: skip
     """How many pieces, of `most` a head, stay whole, and into how many parts each of the others goes, where that saves time: of pieces that
-    are equally long those of a last round of programs; else all, if heads share keys and there are at most two pieces a program. (Pieces of
-    one head that are not equally long wait for each other's parts longer than is gained.) Costs in blocks of queries, as timed on an H100
-    (docs/notes/attention.md): a part has 256 / wide beside its own; what it leaves is a twelfth for the whole machine, and the kernel that
-    adds it up 320 / wide. At most eight parts a program bound the memory."""
+    are equally long those of a last round of programs; of others all, if heads share keys and there are at most two pieces a program.
+    (With `group` 1 those lose: a part waits for the head's first piece, whose parts end elsewhere.) Costs in blocks of queries, as timed on
+    an H100 (docs/notes/attention.md): a piece or part has 256 / wide beside its own; what a part leaves is a twelfth for the whole machine,
+    and the kernel that adds it up 320 / wide. At most eight parts a program bound the memory."""
     ends = [(n * 128 - right - shift, n * 128 + 127 + left - shift + 64) for n in range(most)]  # of what is seen: `Call.work`
     lengths = [max(0, min(tiles, high // 64) - max(low, 0) // 64) for low, high in ends]
-    even, pieces = min(lengths) == max(lengths), most * turns
+    longest, even, pieces = max(lengths), min(lengths) == max(lengths), most * turns
     rounds = pieces // programs if even else 0
     rest = pieces - rounds * programs
     if not even and (group == 1 or pieces > 2 * programs):
         return pieces, 1
 
     def end(parts: int) -> float:
-        own = group * triton.cdiv(max(lengths), parts) + 256 / wide  # of the longest
-        if parts > 1:
-            mean = turns * (group * sum(lengths) + parts * most * 256 / wide) / programs
-            spent = triton.cdiv(rest * parts, programs) * own if even else max(own, mean + own / 4)
-            return spent + rest * parts / 12 + 320 / wide
-        busy = [0.0] * programs
-        for n in range(rest):  # the longest first, or the shortest
-            length = lengths[(most - 1 - n // turns) if down else n // turns]
-            heapq.heapreplace(busy, busy[0] + group * length + 256 / wide)
-        return max(busy)
+        beside = rest * parts / 12 + 320 / wide if parts > 1 else 0
+        own = group * triton.cdiv(longest, parts) + 256 / wide
+        if even:
+            return triton.cdiv(rest * parts, programs) * own + beside
+        busy = [0.0] * programs  # in the order of their numbers; where parts are many, longer than this: they wait for each other
+        for length in lengths[::-1] if down else lengths:
+            costs = [group * ((n + 1) * length // parts - n * length // parts) + 256 / wide for n in range(parts)]
+            for cost in costs * turns:
+                heapq.heapreplace(busy, busy[0] + cost)
+        return max(*busy, sum(busy) / programs + own / 4 if parts > 1 else 0) + beside
 
-    parts = min((n for n in range(1, min(8, max(lengths)) + 1) if n == 1 or rest * n <= 8 * programs), key=end)
+    parts = min((n for n in range(1, min(8, longest) + 1) if n == 1 or rest * n <= 8 * programs), key=end, default=1)
     least = 0.05 if wide == 128 else 0.01  # where programs do not stay, a last round that is not full costs less
-    gains = end(1) - end(parts) > least * (rounds * (group * tiles + 256 / wide) + end(1))
+    gains = end(1) - end(parts) > least * (rounds * (group * longest + 256 / wide) + end(1))
     return (rounds * programs, parts) if gains else (pieces, 1)
 
 

@@ -317,13 +317,13 @@ def _leave(dq, dq_sums, number, COLUMN: gl.constexpr, rooms, before):
 
 @gluon.jit
 def _queries(W: gl.constexpr, dq_sums, rooms, here, order, call, ORDERED: gl.constexpr, REST: gl.constexpr):
-    """A group of warps: dQ of all keys, added to what is in memory: after the piece of work that comes to the block first and finds
-    nothing there; with ORDERED after all that are before it. `order` says how many have added. W columns are multiplied at a time, and
-    leave by as many rooms as they need.
+    """A group of warps: dQ of all keys, added to what is in memory by way of `rooms` in shared memory. The piece of work that is the first
+    of all that add to a block stores instead, and others come after it; with ORDERED after all that are before them. `order` says how many
+    have added. W columns are multiplied at a time (REST of the last), and leave by as many rooms as they need.
 
     A block is told of when all that the copy engine was told to add to it is written, by `_tell`. Two things are taken for granted. What the
     engine adds after a relaxed look (`seen`) that found the word comes after what the word tells of: the look decides whether it is asked
-    to at all. And where a piece is a program (D 128 and from 200 on) those with lower numbers begin first.
+    to at all. And where a piece is a program (from D 72 on) those with lower numbers begin first.
     """
     TILES: gl.constexpr = here.ks.type.shape[0]
     STAGES: gl.constexpr = here.ds.type.shape[0] // TILES
