@@ -45,7 +45,7 @@ from ridgeline.ops.attention._hopper_rings import (
     _store,
     _told,
 )
-from ridgeline.ops.attention._triton import LOG2E, UNBOUNDED, _head, _lies, _parts, _save, _start_delta, _steps, _unit
+from ridgeline.ops.attention._triton import LOG2E, UNBOUNDED, _head, _lies, _parts, _save, _start_delta, _steps, _turn, _unit
 
 
 @gluon.jit
@@ -164,16 +164,15 @@ def _keys(ME: gl.constexpr, dk_out, dv_out, shares, here, call, TIGHT: gl.conste
         mbarrier.arrive(here.k_free, count=1)
         if not REST:
             more_dk, more_dv = dk, dv
-        if call.SPLIT:  # noqa: SIM102  # this one is decided by the compiler
-            if work.share >= 0:
-                _hand_in(ME, shares, 2 * work.share, dk, 0, WIDE)
-                _hand_in(ME, shares, 2 * work.share + 1, dv, 0, WIDE)
-                if REST:
-                    _hand_in(ME, shares, 2 * work.share, more_dk, D, WIDE)
-                    _hand_in(ME, shares, 2 * work.share + 1, more_dv, D, WIDE)
         if work.share < 0:
             _put(ME, dv_out, dv, more_dv, here, work, REST)
             _put(ME, dk_out, dk * call.scale, more_dk * call.scale, here, work, REST)
+        elif call.SPLIT:
+            _hand_in(ME, shares, 2 * work.share, dk, 0, WIDE)
+            _hand_in(ME, shares, 2 * work.share + 1, dv, 0, WIDE)
+            if REST:
+                _hand_in(ME, shares, 2 * work.share, more_dk, D, WIDE)
+                _hand_in(ME, shares, 2 * work.share + 1, more_dv, D, WIDE)
         mbarrier.arrive(here.v_free, count=1)
         n += 1
         item = here.tickets.take(n) if here.tickets.STAY else call.pieces
@@ -253,18 +252,11 @@ def _join(dk, dv, shares, dk_steps, dv_steps, columns, entire, parts, section, t
         keys += tl.load(at)
         values += tl.load(at + SPAN * W)
         at += 2 * SPAN * W
-    item = entire + tl.program_id(0)
-    first = item // (section * blocks) * section
-    within = item - first * blocks
-    size = tl.minimum(section, turns - first)
-    turn, begin = first + within % size, (blocks - 1 - within // size if DOWN else within // size) * SPAN
+    tile, turn = _turn(entire + tl.program_id(0), blocks, turns, section, DOWN)
+    begin, b, h = tile * SPAN, turn // heads, turn % heads
     limit = columns - begin
-    at_k, at_v = (
-        _head(dk, dk_steps, turn // heads, turn % heads, begin, UNIT),
-        _head(dv, dv_steps, turn // heads, turn % heads, begin, UNIT),
-    )
-    _save(at_k, keys * scale, None, row, dk_steps[2], d, None, limit, D, UNIT)
-    _save(at_v, values, None, row, dv_steps[2], d, None, limit, D, UNIT)
+    _save(_head(dk, dk_steps, b, h, begin, UNIT), keys * scale, None, row, dk_steps[2], d, None, limit, D, UNIT)
+    _save(_head(dv, dv_steps, b, h, begin, UNIT), values, None, row, dv_steps[2], d, None, limit, D, UNIT)
 
 
 @lru_cache(1024)
@@ -366,7 +358,7 @@ def bwd(
     maps = [TensorMap(t, (*box, 64, wide), min(128, 2 * wide), packed) for t in (q, k, v, do, dk, dv)]
     maps += [TensorMap(sums, (1, 2 * room, 32), 128), TensorMap(tops, (1, 64)), TensorMap(deltas, (1, 64))]
     shift = int(bottom) if packed else columns - rows if bottom else 0
-    entire, parts, shares = turns * most, 1, None  # pieces that stay whole
+    entire, parts, shares = turns * most, 1, None  # pieces that stay whole; those of the others; dK and dV of each part, in float32
     if not packed and wide <= 128:
         entire, parts = _share_out(most, turns, down, group, tiles, shift, left, right, wide, device.of(q).multiprocessors)
     left_over = turns * most - entire
@@ -385,8 +377,8 @@ def bwd(
     if shares is not None:
         unit = _unit((dk, dv))
         key_steps = [tuple(s // unit for s in _steps(t)[:3]) for t in (dk, dv)]
-        numbers = columns, entire, parts, section, turns, most, kv, scale
-        launch(_join, (left_over, 8), dk, dv, shares, *key_steps, *numbers, DOWN=down, W=wide, D=D, UNIT=unit)
+        places = columns, entire, parts, section, turns, most, kv, scale
+        launch(_join, (left_over, 8), dk, dv, shares, *key_steps, *places, DOWN=down, W=wide, D=D, UNIT=unit)
     unit, (part, rest), given = _unit((dq,)), _parts(D), (dq, sums, order, cu_q)
     steps = tuple(s // unit for s in _steps(dq)[:3])
     shape: dict[str, Any] = {"D": D, "BD": part, "BE": rest, "UNIT": unit, "num_warps": 8 if wide >= 128 else 4}

@@ -83,9 +83,9 @@ class Call:
 
     @gluon.jit
     def work(self, item, base, begin, rows, begins):
-        """The piece, or part of one, of that number, of packed sequences among a sequence's: tiles of keys of a section of heads come before the next
-        section's, so that the heads at work share the L2 cache; of causal calls the heaviest first, but with DOWN the lightest. With SPLIT
-        the last pieces are in parts: each has some of the blocks of queries."""
+        """The piece, or part of one, of that number, of packed sequences among a sequence's: tiles of keys of a section of heads come before
+        the next section's, so that the heads at work share the L2 cache; of causal calls the heaviest first, but with DOWN the lightest.
+        With SPLIT the last pieces are in parts: each has some of the blocks of queries."""
         share = 0 * item - 1
         if self.SPLIT:
             share = item - self.entire
@@ -321,8 +321,8 @@ def _queries(W: gl.constexpr, dq_sums, rooms, here, order, call, ORDERED: gl.con
     of all that add to a block stores instead, and others come after it; with ORDERED after all that are before them. `order` says how many
     have added. W columns are multiplied at a time (REST of the last), and leave by as many rooms as they need.
 
-    A block is told of when all that the copy engine was told to add to it is written, by `_tell`. Two things are taken for granted. What the
-    engine adds after a relaxed look (`seen`) that found the word comes after what the word tells of: the look decides whether it is asked
+    A block is told of when all that the copy engine was told to add to it is written, by `_tell`. Two things are taken for granted. What
+    the engine adds after a relaxed look (`seen`) that found the word comes after what the word tells of: the look decides whether it is asked
     to at all. And where a piece is a program (from D 72 on) those with lower numbers begin first.
     """
     TILES: gl.constexpr = here.ks.type.shape[0]

@@ -35,11 +35,11 @@ def _count(length, batch, cu, SIZE: tl.constexpr):
 
 
 @triton.jit
-def _turn(tiles, heads, section, REVERSED: tl.constexpr):
-    """Which tile of which head this program takes: all tiles of a section of heads come before the next section's."""
+def _turn(item, tiles, heads, section, REVERSED: tl.constexpr):
+    """Which tile of which head an item of work is: all tiles of a section of heads come before the next section's."""
     whole = section * tiles
-    first = tl.program_id(0) // whole * section
-    within = tl.program_id(0) % whole
+    first = item // whole * section
+    within = item % whole
     size = min(heads - first, section)
     tile = within // size
     return tiles - 1 - tile if REVERSED else tile, first + within % size
@@ -208,7 +208,9 @@ def _absorb(acc, acc2, total, top, q, q2, k, v, start, i, n, d, e, rows, columns
 
 @triton.jit(do_not_specialize=LOOSE)
 def _fwd(o, lse, q, k, v, mask, cu_q, cu_k, o_steps, q_steps, k_steps, v_steps, mask_steps, rows, columns, heads, group, batch, section, scale, factor, cap, left, right, LEFT: tl.constexpr, RIGHT: tl.constexpr, BOTTOM: tl.constexpr, CAP: tl.constexpr, APART: tl.constexpr, D: tl.constexpr, BD: tl.constexpr, BE: tl.constexpr, UNIT: tl.constexpr, PRECISION: tl.constexpr, TAIL: tl.constexpr, BM: tl.constexpr, BN: tl.constexpr):  # fmt: skip
-    tile, turn = _turn(_count(rows, batch, cu_q, BM), batch * heads if cu_q is None else heads, section, RIGHT and cu_q is None)
+    tile, turn = _turn(
+        tl.program_id(0), _count(rows, batch, cu_q, BM), batch * heads if cu_q is None else heads, section, RIGHT and cu_q is None
+    )
     b, h = turn // heads, turn % heads
     lse += turn.to(tl.int64) * rows
     begin, begins = 0, 0
@@ -319,7 +321,7 @@ def _add_keys(dk, dk2, dv, dv2, k, k2, v, v2, q, do, power, delta, t, first, blo
 @triton.jit(do_not_specialize=LOOSE)
 def _bwd(dk, dv, q, k, v, do, power, delta, mask, cu_q, cu_k, dk_steps, dv_steps, q_steps, k_steps, v_steps, do_steps, mask_steps, rows, columns, heads, group, batch, section, scale, factor, cap, left, right, LEFT: tl.constexpr, RIGHT: tl.constexpr, BOTTOM: tl.constexpr, CAP: tl.constexpr, APART: tl.constexpr, D: tl.constexpr, BD: tl.constexpr, BE: tl.constexpr, UNIT: tl.constexpr, PRECISION: tl.constexpr, TAIL: tl.constexpr, BM: tl.constexpr, BN: tl.constexpr):  # fmt: skip
     """dK and dV: a program per tile of keys and values, over all queries of its group's heads that see it."""
-    tile, turn = _turn(_count(columns, batch, cu_k, BN), batch * heads if cu_q is None else heads, section, False)
+    tile, turn = _turn(tl.program_id(0), _count(columns, batch, cu_k, BN), batch * heads if cu_q is None else heads, section, False)
     b, h = turn // heads, turn % heads
     whole = rows
     begin, begins = 0, 0
@@ -378,7 +380,9 @@ def _add_queries(dq, dq2, q, q2, do, do2, top, deltas, k, v, start, i, n, d, e, 
 
 @triton.jit(do_not_specialize=LOOSE)
 def _bwd_dq(dq, q, k, v, do, power, delta, mask, cu_q, cu_k, dq_steps, q_steps, k_steps, v_steps, do_steps, mask_steps, rows, columns, heads, group, batch, section, scale, factor, cap, left, right, LEFT: tl.constexpr, RIGHT: tl.constexpr, BOTTOM: tl.constexpr, CAP: tl.constexpr, APART: tl.constexpr, D: tl.constexpr, BD: tl.constexpr, BE: tl.constexpr, UNIT: tl.constexpr, PRECISION: tl.constexpr, TAIL: tl.constexpr, BM: tl.constexpr, BN: tl.constexpr):  # fmt: skip
-    tile, turn = _turn(_count(rows, batch, cu_q, BM), batch * heads if cu_q is None else heads, section, RIGHT and cu_q is None)
+    tile, turn = _turn(
+        tl.program_id(0), _count(rows, batch, cu_q, BM), batch * heads if cu_q is None else heads, section, RIGHT and cu_q is None
+    )
     b, h = turn // heads, turn % heads
     power += turn.to(tl.int64) * rows
     delta += turn.to(tl.int64) * rows
