@@ -341,7 +341,8 @@ def test_pieces_in_parts(deterministic: bool, D: int, given: dict[str, Any], mon
     for whole, parts in ((0, 3), (50, 2), (95, 7)):  # of 2 x 4 x 12 pieces
         monkeypatch.setattr(_hopper_backward, "_share_out", lambda *_, shared=(whole, parts): shared)
         lawful("attention", args, given | {"deterministic": deterministic}, HERE)
-    args = qkv((1, 4, 70, D), (1, 2, 1450, D), "cuda", dtype=torch.float16)  # parts without queries
+    monkeypatch.setattr(_hopper_backward, "_share_out", lambda *_: (10, 3))  # of 2 x 12, whose two blocks of queries leave a part none
+    args = qkv((1, 4, 70, D), (1, 2, 1450, D), "cuda", dtype=torch.float16)
     lawful("attention", args, given | {"causal": given.get("causal") and "bottom_right", "deterministic": deterministic}, HERE)
 
 
