@@ -343,7 +343,7 @@ def test_pieces_in_parts(deterministic: bool, D: int, given: dict[str, Any], mon
         lawful("attention", args, given | {"deterministic": deterministic}, HERE)
     monkeypatch.setattr(_hopper_backward, "_share_out", lambda *_: (10, 3))  # of 2 x 12, whose two blocks of queries leave a part none
     args = qkv((1, 4, 70, D), (1, 2, 1450, D), "cuda", dtype=torch.float16)
-    lawful("attention", args, given | {"causal": given.get("causal") and "bottom_right", "deterministic": deterministic}, HERE)
+    lawful("attention", args, given | {"causal": "causal" in given and "bottom_right", "deterministic": deterministic}, HERE)
 
 
 @pytest.mark.gpu
