@@ -443,12 +443,11 @@ def rule(
     """The tile and the parts of K with the least cycles, as fitted to 5568 timings on an H100 (docs/notes/matmul.md). A step of K takes the
     matrix units ROWS x BN / 16 cycles and an eighth more, its loads a ROW for each of their rows (`starts`: of a's and of b's), and
     a small tile's wait for them 300 and more. Where a share of the multiprocessors loads, as in a last wave, L2 has more for each: a ROW
-    times that share to the power 0.4. All tiles together take no less than memory needs for operands and result, at 1700 bytes a cycle.
+    times that share to the power 0.4. All tiles together take no less than memory needs for operands and result, at 1700 bytes a cycle,
+    half a line more of b for each tile whose rows straddle lines.
     A tile's ends take 3000 cycles, whatever its size; a second kernel 3000, a layer that it reads 500, and one for each 2200 bytes that the
     parts write and it reads and writes. The groups have nothing to gain from starting apart where a program has one tile (it cost 5% at 1024),
     nor where rows straddle lines (1%), and there bands of 8 tiles are up to 10% quicker than those of 16."""
-
-    least = 2 * batch * (M * K + K * N * (2 if gated else 1) + M * N) / 1700
 
     def count(tile: tuple[int, int, int, int], parts: int) -> int:
         return triton.cdiv(M, 2 * tile[0]) * triton.cdiv(N * (2 if gated else 1), tile[1]) * batch * parts
@@ -461,6 +460,8 @@ def rule(
             loads = sum(n * max(ROW[128], ROW[start] * share**0.4) for n, start in zip((2 * rows, wide), starts, strict=True))
             return steps * max(rows * wide / 14, loads, 300 + 1.27 * (2 * rows + wide)) + 3000
 
+        columns = N * (2 if gated else 1) * (1 + 32 / wide if starts[1] < 128 else 1)
+        least = 2 * batch * (M * K + K * columns + M * N) / 1700
         whole, left = divmod(count(tile, parts), gpu.multiprocessors)
         added = 3000 + 500 * parts + 4 * batch * M * N * (2 * parts + 1) / 2200 if parts > 1 else 0
         return max(whole * wave(1) + (wave(left / gpu.multiprocessors) if left else 0), least) + added
