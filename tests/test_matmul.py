@@ -229,10 +229,12 @@ def test_gemv_of_few_rows_takes_the_parts_that_were_fastest(N: int, K: int, part
 
 
 def test_clusters_fit_their_machine(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(_cluster, "resident_clusters", lambda gpu, size: {2: 66, 4: 30}[size])  # of an H100
+    monkeypatch.setattr(_cluster, "resident_clusters", lambda gpu, size: {1: 132, 2: 66, 4: 30}[size])  # of an H100
     gpu = devices.KNOWN["sm_90"]
     found = [_cluster.rule(gpu, 1, *sizes, lines) for sizes in ((8, 8, 8), (1000,) * 3, (8192,) * 3) for lines in (1, 1.875)]
     assert found[0]["BN"] == 64
+    alone = _cluster.rule(gpu, 1, 1024, 1024, 1024, 1)
+    assert (alone["BN"], alone["DOWN"], alone["ACROSS"]) == (64, 1, 1)
     assert (found[3]["BN"], found[3]["DOWN"], found[3]["ACROSS"]) == (128, 2, 2)  # what was fastest on an H100
     assert (found[4]["BN"], found[4]["DOWN"], found[4]["ACROSS"]) == (256, 2, 1)
     for choice in found + _cluster.space():

@@ -57,6 +57,9 @@ struct alignas(64) TensorMap {
     char opaque[128];
 };
 
+// Fetches the map itself, whose first use otherwise waits for it.
+__device__ inline void tensor_map_ahead(const TensorMap& map) { asm volatile("prefetch.tensormap [%0];" ::"l"(&map) : "memory"); }
+
 // A box of a 2-dimensional tensor, its first element at (row, column), by the copy engine. What lies outside the tensor is 0.
 __device__ inline void tensor_load(void* to, const TensorMap& map, int row, int column, Barrier* barrier) {
     asm volatile("cp.async.bulk.tensor.2d.shared::cluster.global.tile.mbarrier::complete_tx::bytes [%0], [%1, {%2, %3}], [%4];" ::"r"(

@@ -24,6 +24,7 @@ STEPS = {
     (128, 2, 2): (660, 693),
     (128, 2, 1): (770, 963),
     (64, 1, 2): (636, 810),
+    (64, 1, 1): (560, 870),
 }
 
 
@@ -51,7 +52,7 @@ def rule(gpu: device.Device, batch: int, M: int, N: int, K: int, lines: float) -
 
 
 def space() -> list[tuning.Config]:
-    ways = product(STAGES, ((2, 1), (1, 2), (2, 2)), (4, 8, 16), (0, 2))
+    ways = product(STAGES, ((1, 1), (2, 1), (1, 2), (2, 2)), (4, 8, 16), (0, 2))
     return [{"BN": w, "STAGES": STAGES[w], "DOWN": d, "ACROSS": a, "GROUP": g, "LAG": lag} for w, (d, a), g, lag in ways]
 
 

@@ -2,7 +2,8 @@
 //
 // A block makes tiles of 128 x BN: a warp fetches steps of 64 along K through a ring of STAGES, two groups of four warps multiply, 64 rows
 // each. A cluster is DOWN x ACROSS blocks with a tile each, side by side. Those in a column of it need the same columns of b: each loads its
-// share of them, into all (multicast); so do those in a row with a. A slot of the ring is free once all who share have read it.
+// share of them, into all (multicast); so do those in a row with a. A slot of the ring is free once all who share have read it. Where a
+// block has one short tile, as at 1024 x 1024 x 1024, a cluster of one is the quickest: nobody waits for another.
 // Macros: BFLOAT16, A_BY_K and B_BY_K (whether a row of a, a column of b, lies together along K), BN, STAGES, GROUP, DOWN, ACROSS, LAG
 // (by how many steps the second group begins later, so that both do not end a tile at once).
 #include "mma.cuh"
@@ -50,6 +51,7 @@ __device__ inline unsigned pack(float low, float high) {
 // Where this block's tile is of the cluster's tiles number t: bands of GROUP clusters high, so that a wave of tiles is near a square.
 struct Place {
     int row, column, batch;
+    Place() = default;
     __device__ Place(int t, int down, int across) {
         batch = t / (down * across);
         t %= down * across;
@@ -67,6 +69,7 @@ extern "C" __global__ void __launch_bounds__(384, 1)
     Shared& s = *reinterpret_cast<Shared*>((reinterpret_cast<unsigned long long>(memory) + 1023) & ~1023ull);
     const int rank = blockIdx.x % (DOWN * ACROSS), cluster = blockIdx.x / (DOWN * ACROSS), clusters = gridDim.x / (DOWN * ACROSS);
     const int tiles = down * across * batches, group = threadIdx.x / 128, row_of_it = rank % DOWN, column_of_it = rank / DOWN;
+    const bool fetches = threadIdx.x == 32;
     if (threadIdx.x == 0) {
         for (int i = 0; i < STAGES; i++) {
             barrier_init(&s.full[i]);
@@ -74,18 +77,23 @@ extern "C" __global__ void __launch_bounds__(384, 1)
         }
         barrier_init_done();
     }
+    Place at;
+    if (fetches) {  // meanwhile
+        tensor_map_ahead(a), tensor_map_ahead(b), tensor_map_ahead(y);
+        at = Place(cluster, down, across);
+        asm volatile("" : "+r"(at.row), "+r"(at.column), "+r"(at.batch));
+    }
     __syncthreads();
     cluster_sync<DOWN * ACROSS>();
     int slot = 0;
     unsigned odd = 0;
     if (group == 0) {
         asm volatile("setmaxnreg.dec.sync.aligned.u32 40;");
-        if (threadIdx.x == 0) {
+        if (fetches) {
             short a_row = 0;
             for (int i = 0; i < ACROSS; i++) a_row |= 1 << (row_of_it + DOWN * i);
             const short b_column = ((1 << DOWN) - 1) << (DOWN * column_of_it);
-            for (int t = cluster; t < tiles; t += clusters) {
-                const Place at(t, down, across);
+            for (int t = cluster; t < tiles; at = Place(t += clusters, down, across)) {
                 for (int step = 0; step < steps; step++) {
                     const int k = step * BK;
                     barrier_wait(&s.empty[slot], odd ^ 1);
@@ -116,6 +124,7 @@ extern "C" __global__ void __launch_bounds__(384, 1)
                 for (int k = 0; k < 4; k++)  // 16 of K: 32 bytes of a row, or 16 rows
                     wgmma<BN, BFLOAT16, A_BY_K, B_BY_K>(sums, left + k * (A_BY_K ? 2 : 128), right + k * (B_BY_K ? 2 : 128), step > 0 || k > 0);
                 wgmma_group();
+                if (step == 0) at = Place(t, down, across);  // meanwhile
                 asm volatile("wgmma.wait_group.sync.aligned 1;" ::: "memory");
                 if (step && tells) barrier_arrive_at(&s.empty[before], thread);
                 before = slot;
@@ -125,7 +134,6 @@ extern "C" __global__ void __launch_bounds__(384, 1)
 #pragma unroll
             for (int i = 0; i < BN / 2; i++) asm volatile("" : "+f"(sums[i])::"memory");  // none is read before the wait
             if (tells) barrier_arrive_at(&s.empty[before], thread);
-            const Place at(t, down, across);
 #pragma unroll
             for (int chunk = 0; chunk < BN / 64; chunk++) {
                 char* board = boards[chunk % BOARDS];
@@ -147,7 +155,7 @@ extern "C" __global__ void __launch_bounds__(384, 1)
                 }
             }
         }
-        if (thread == 0) asm volatile("cp.async.bulk.wait_group 0;" ::: "memory");
+        if (thread == 0) bulk_stored<0>();
     }
-    cluster_sync<DOWN * ACROSS>();  // the other block may still write here, and arrive here
+    if (DOWN * ACROSS > 1) cluster_sync<DOWN * ACROSS>();  // the other block may still write here, and arrive here
 }
