@@ -125,7 +125,7 @@ def few(q: torch.Tensor, k: torch.Tensor, packed: bool = False) -> bool:
 def aside(q: torch.Tensor, k: torch.Tensor, *rest: Any, **_: Any) -> str | None:
     """Why forward is left to this rung, of public arguments or of a launcher's inputs, or None."""
     packed = q.dim() == 3 or (len(rest) > 2 and rest[2] is not None)
-    return "of few queries of many keys the forward of `triton`, which splits the keys, is served; backward is not" if few(q, k, packed) else None
+    return "the forward of few queries of many keys is the rung triton's, which splits the keys" if few(q, k, packed) else None
 
 
 @cache
@@ -138,12 +138,15 @@ def _split(multiprocessors: int, turns: int, rows: int, columns: int, left: int,
     return triton.cdiv(blocks, triton.cdiv(blocks, parts))
 
 
-def _rule(gpu: device.Device, dtype: torch.dtype, width: int) -> tuning.Config:
-    """Tiles of keys of 16 KiB, of which two programs have three stages of an H100's shared memory, or two of an A100's."""
+def _rule(gpu: device.Device, dtype: torch.dtype, rows: int, width: int) -> tuning.Config:
+    """Tiles of keys of up to 16 KiB, of which two programs have three stages of an H100's shared memory, or two of an A100's; eight warps
+    where four would have too few registers. Not timed."""
     if gpu.backend == "cpu":
         return {"BN": 16, "num_warps": 4, "num_stages": 1}
-    most = 16384 // dtype.itemsize // width
-    return {"BN": max(16, min(128, 1 << most.bit_length() - 1)), "num_warps": 4, "num_stages": 3 if gpu.capability >= 90 else 2}
+    most = min(16384 // dtype.itemsize // width, 4096 // rows, 128)
+    deep = gpu.capability >= 90 and (dtype != torch.float32)
+    warps = 8 if rows * width * dtype.itemsize >= 10240 else 4
+    return {"BN": max(16, 1 << most.bit_length() - 1), "num_warps": warps, "num_stages": 3 if deep else 2}
 
 
 def _space() -> list[tuning.Config]:
@@ -160,20 +163,21 @@ def fwd(
         return _triton.fwd(o, lse, q, k, v, mask, cu_q, cu_k, scale, softcap, left, right, bottom, max_q, max_k, precision)
     (batch, heads, rows, D), shared, columns = q.shape, k.shape[1], k.shape[2]
     gpu, unit, (width, rest), group = device.of(q), _unit((o, q, k, v)), _parts(D), heads // shared
+    BM = max(16, triton.next_power_of_2(rows * group))
     apart = _apart(q, mask, scale, softcap)
     parts = _split(gpu.multiprocessors, batch * shared, rows, columns, left, right, bottom)
     pieces = q.new_empty(parts * batch * heads * rows * (D + 2), dtype=torch.float32) if parts > 1 else None
 
     def config() -> dict[str, Any]:
-        key = f"{dtype_name(q)}{'' if q.dtype != torch.float32 else ' ' + precision} {width + rest}"
-        return tuning.config(gpu, "attention", "few", key, partial(_rule, gpu, q.dtype, width + rest), _space)
+        key = f"{dtype_name(q)}{'' if q.dtype != torch.float32 else ' ' + precision} {BM}x{width + rest}"
+        return tuning.config(gpu, "attention", "few", key, partial(_rule, gpu, q.dtype, BM, width + rest), _space)
 
     o_steps, *steps = [tuple(s // unit for s in _steps(t)[:3]) for t in (o, q, k, v)]
     mask = _masked(mask, q, k)
     hidden = None if mask is None else _steps(mask)
     numbers = rows, columns, shared, group, parts, scale, rounded_off(scale) if apart else scale * LOG2E, softcap, left, right
     flags = {"LEFT": left < UNBOUNDED, "RIGHT": right < UNBOUNDED, "BOTTOM": bottom, "CAP": softcap > 0, "APART": apart}
-    facts = {"D": D, "BD": width, "BE": rest, "UNIT": unit, "PRECISION": precision, "BM": max(16, triton.next_power_of_2(rows * group))}
+    facts = {"D": D, "BD": width, "BE": rest, "UNIT": unit, "PRECISION": precision, "BM": BM}
     second = early(gpu)
     flags["PDL"] = parts > 1 and second["PDL"]
     given = o, lse, pieces, q, k, v, mask, o_steps, *steps, hidden, *numbers
