@@ -198,7 +198,7 @@ def test_what_is_said_of_it() -> None:
 @pytest.mark.compiles
 @pytest.mark.parametrize("arch", inspect.ARCHES)
 def test_kernels_fit(arch: str) -> None:
-    """Tiles of 16, 32 and 64 rows, in each dtype, with each option: no spills but a few registers of the widest, and memory that there is."""
+    """Tiles of 16, 32 and 64 rows, in each dtype, with each option: no spills but of the widest, and memory that there is."""
     half, whole, bias = torch.bfloat16, torch.float32, torch.empty(1, 64, 8, 1024, device="meta")
     seen = []
     with devices.pretend(arch), observe(seen.append):
@@ -209,7 +209,7 @@ def test_kernels_fit(arch: str) -> None:
         ):  # fmt: skip
             q, k = (torch.empty(1, h, n, D, dtype=dtype, device="meta") for h, n in ((heads, rows), (8, 1024)))
             ridgeline.attention(q, k, k, impl="triton", **given)
-    assert len(seen) == 24
+    assert [one.kernel for one in seen].count(_few._join) == 9  # a window leaves one part
     inspect.compile_side_by_side(seen, arch)
     for one in seen:
         found = inspect.of_launch(one)
