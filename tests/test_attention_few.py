@@ -198,14 +198,14 @@ def test_what_is_said_of_it() -> None:
 @pytest.mark.compiles
 @pytest.mark.parametrize("arch", inspect.ARCHES)
 def test_kernels_fit(arch: str) -> None:
-    """Tiles of 16, 32 and 64 rows, in each dtype, with each option: no spills but of the widest, and memory that there is."""
+    """Tiles of 16, 32 and 64 rows, in each dtype, with each option: no spills (some registers on sm_100), and memory that there is."""
     half, whole, bias = torch.bfloat16, torch.float32, torch.empty(1, 64, 8, 1024, device="meta")
     seen = []
     with devices.pretend(arch), observe(seen.append):
         for heads, rows, D, dtype, given in (
             (32, 1, 16, half, {}), (32, 1, 128, half, DECODE), (32, 8, 128, half, DECODE), (64, 8, 64, torch.float16, BAND),
             (64, 8, 80, half, {"softcap": 3.0}), (16, 4, 256, half, DECODE), (64, 8, 256, half, BAND), (64, 8, 256, half, {"mask": bias}),
-            (64, 8, 64, half, {"mask": bias > 0}), (32, 1, 256, whole, DECODE), (64, 8, 128, whole, {}), (64, 8, 256, whole, BAND),
+            (64, 8, 64, half, {"mask": bias > 0}), (32, 1, 256, whole, DECODE), (64, 8, 128, whole, {}), (32, 8, 256, whole, BAND),
         ):  # fmt: skip
             q, k = (torch.empty(1, h, n, D, dtype=dtype, device="meta") for h, n in ((heads, rows), (8, 1024)))
             ridgeline.attention(q, k, k, impl="triton", **given)
@@ -214,9 +214,9 @@ def test_kernels_fit(arch: str) -> None:
     for one in seen:
         found = inspect.of_launch(one)
         spilled = found.spill_loads + found.spill_stores if found.stack else 0
-        assert spilled <= (256 if one.constants["D"] == 256 else 64), (found.kernel, one.constants, spilled)
+        assert spilled <= (64 if arch == "sm_100" else 0), (found.kernel, one.constants, spilled)
         assert found.shared <= devices.KNOWN[arch].shared_memory
-        assert found.widest_load == 16
+        assert found.widest_load == 16 or one.kernel is _few._join
 
 
 # --- on a GPU alone

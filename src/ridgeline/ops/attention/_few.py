@@ -43,7 +43,7 @@ from ridgeline.ops.attention._triton import (
     rounded_off,
 )
 
-ROWS, KEYS = 64, 512  # the most rows of a tile, and the fewest keys that are split
+ROWS, TILE, KEYS = 64, 32768, 512  # the most rows of a tile, and its bytes; the fewest keys that are split
 BUSY = 264  # heads that keep a GPU busy, two for each of an H100's multiprocessors
 GRAIN, LEAST, MOST = 128, 256, 128  # keys that parts are a multiple of; the fewest keys of a part, and the most parts
 
@@ -116,10 +116,11 @@ def _join(o, lse, pieces, o_steps, rows, heads, group, parts, APART: tl.constexp
 def few(q: torch.Tensor, k: torch.Tensor, packed: bool = False) -> bool:
     """Whether a call has few queries of many keys. By sizes alone: the rows of a key head fit a tile, and either heads share keys, which
     a tile for each head would read and multiply anew, or the heads are too few to keep a GPU busy."""
-    if packed:
+    if packed or not k.shape[1]:
         return False
-    (batch, heads, rows, _), (_, shared, columns, _) = q.shape, k.shape
-    return columns >= KEYS and 0 < batch * rows * heads and rows * heads <= ROWS * shared and (heads > shared or batch * heads < BUSY)
+    (batch, heads, rows, D), (_, shared, columns, _) = q.shape, k.shape
+    most = min(ROWS, TILE // (D * q.element_size())) * shared
+    return columns >= KEYS and 0 < batch * rows * heads and rows * heads <= most and (heads > shared or batch * heads < BUSY)
 
 
 def aside(q: torch.Tensor, k: torch.Tensor, *rest: Any, **_: Any) -> str | None:
