@@ -2,11 +2,13 @@
 
 from typing import Any
 
+import hypothesis
 import pytest
 import torch
+from hypothesis import strategies as st
 
 import ridgeline
-from attention_calls import exact, kernels, lawful, make, near, outcome, qkv
+from attention_calls import calls, exact, kernels, lawful, lawful_call, make, near, outcome, qkv, sampled
 from ridgeline import device as devices
 from ridgeline import tuning
 from ridgeline.boundary import Launch, observe
@@ -57,6 +59,18 @@ def test_the_law(
     found = launches(ridgeline.attention, *args, impl="triton", **given)
     assert [one.kernel for one in found] == [_few._fwd] + [_few._join] * (many > 1)
     assert found[0].grid == (many * k[0] * k[1],)
+
+
+@kernels
+def test_all_options_together(parts: list[int], device: str) -> None:
+    """The sample of test_attention, with few queries."""
+
+    @sampled(device)
+    @hypothesis.given(call=calls(), rows=st.integers(1, 20), many=st.integers(1, 4))
+    def _(call: dict[str, Any], rows: int, many: int) -> None:
+        parts[:] = [many]
+        B, Hkv, G, _, sk, D = call["sizes"]
+        lawful_call(call | {"sizes": (B, Hkv, G, rows, sk, D)}, device, ["triton"])
 
 
 @kernels
