@@ -105,3 +105,17 @@ def sampled(device: str) -> Any:
         hypothesis.seed(SEED)(rules(test))()
 
     return run
+
+
+def lawful_call(call: dict[str, Any], device: str, impls: list[str]) -> None:
+    """Holds one of `calls` to the law."""
+    B, Hkv, G, sq, sk, D = call["sizes"]
+    shapes = (B, Hkv * G, sq, D), (B, Hkv, sk, D), (B, Hkv, sk, D)
+    args = [make(*shape, device=device, dtype=call["dtype"], dice=n) for n, shape in enumerate(shapes)]
+    if call["order"]:
+        args = [t.detach().transpose(1, 2).contiguous().transpose(1, 2).requires_grad_() for t in args]
+    mask = None
+    if call["mask"] is not None:
+        whole = make(*(n if kept else 1 for n, kept in zip((B, Hkv * G, sq, sk), call["shape"], strict=True)), device=device).detach()
+        mask = whole > -0.5 if call["mask"] == "bool" else whole if call["mask"] == "float" else whole.masked_fill(whole < 0, -torch.inf)
+    lawful("attention", args, call["options"] | {"mask": mask}, impls)

@@ -9,7 +9,7 @@ import pytest
 import torch
 
 import ridgeline
-from attention_calls import EXAMPLES, HERE, IMPLS, calls, exact, kernels, lawful, make, near, outcome, qkv, sampled
+from attention_calls import EXAMPLES, HERE, IMPLS, calls, exact, kernels, lawful, lawful_call, make, near, outcome, qkv, sampled
 from ridgeline import tuning
 from ridgeline.boundary import INTERPRETED, Launch, observe
 from ridgeline.lab.law import Law
@@ -23,18 +23,7 @@ def test_all_options_together(device: str) -> None:
     @sampled(device)
     @hypothesis.given(call=calls())
     def _(call: dict[str, Any]) -> None:
-        B, Hkv, G, sq, sk, D = call["sizes"]
-        shapes = (B, Hkv * G, sq, D), (B, Hkv, sk, D), (B, Hkv, sk, D)
-        args = [make(*shape, device=device, dtype=call["dtype"], dice=n) for n, shape in enumerate(shapes)]
-        if call["order"]:
-            args = [t.detach().transpose(1, 2).contiguous().transpose(1, 2).requires_grad_() for t in args]
-        mask = None
-        if call["mask"] is not None:
-            whole = make(*(n if kept else 1 for n, kept in zip((B, Hkv * G, sq, sk), call["shape"], strict=True)), device=device).detach()
-            mask = (
-                whole > -0.5 if call["mask"] == "bool" else whole if call["mask"] == "float" else whole.masked_fill(whole < 0, -torch.inf)
-            )
-        lawful("attention", args, call["options"] | {"mask": mask}, IMPLS)
+        lawful_call(call, device, IMPLS)
 
 
 @pytest.mark.gpu

@@ -159,6 +159,7 @@ class Implementation:
         PyTorch where every served kernel says so, or None. It looks at sizes and options alone, and its sentence names no number, so that
         it can be traced: a size in a sentence would be a graph of its own. Where it says None, a served kernel must support the call, and
         its backward.
+    leaves: the directions in which `unless` is asked.
     """
 
     op: Op
@@ -171,6 +172,7 @@ class Implementation:
     dtypes: tuple[str, ...] = FLOATS
     served: bool = False
     unless: Callable[..., str | None] | None = None
+    leaves: tuple[str, ...] = ("fwd", "bwd")
     differentiable: bool = True
     deterministic: bool = True
     gain: float = 0.0  # how many times as fast as the rung before it must be by what it saves, counted, not measured; 0: not said
@@ -181,6 +183,10 @@ class Implementation:
     @property
     def is_kernel(self) -> bool:
         return self.call is None
+
+    def left(self, direction: str, *args: Any, **options: Any) -> str | None:
+        """Why a call that names no rung is left to another in this direction, "fwd" or "bwd", or None."""
+        return self.unless(*args, **options) if self.unless and direction in self.leaves else None
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
         """Runs this implementation on the op's public arguments, or raises with the reason why it cannot."""

@@ -79,7 +79,7 @@ def select(op: Op, impl: str | None, *args: Any, direction: str = "fwd", kernels
     able = None
     for implementation in candidates:
         if implementation.supports is None or implementation.supports(*args) is None:
-            if impl is not None or implementation.unless is None or implementation.unless(*args) is None:
+            if impl is not None or implementation.unless is None or implementation.left(direction, *args) is None:
                 return implementation
             able = able or implementation
     if able is not None:
@@ -108,7 +108,7 @@ def _kernels_serve(op: Op, args: tuple[Any, ...], options: dict[str, Any]) -> bo
     dtype, index = args[0].dtype, args[0].device.index if args[0].is_cuda else None
     able = _able_here(op, dtype, index) if torch.compiler.is_compiling() else _able(op, dtype, index, devices._pretended)
     for i in able:
-        if i.unless is None or i.unless(*args, **options) is None:
+        if i.left("fwd", *args, **options) is None:
             return True
     return False
 

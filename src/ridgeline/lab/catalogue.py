@@ -81,7 +81,7 @@ def explain_main(options: argparse.Namespace) -> int:
 
 
 def explain(op: Op, case: Case, dtype: str, device: str | None = None) -> Row:
-    """Which implementations support a call on a device, which one serves it, and why the others do not.
+    """Which implementations support a call on a device, which one serves it (forward), and why the others do not.
 
     device: "cpu", "cuda", or the architecture of a known GPU, which need not be here; the GPU, else the CPU, by default.
     """
@@ -96,7 +96,7 @@ def explain(op: Op, case: Case, dtype: str, device: str | None = None) -> Row:
         args, kwargs = case.make(dtype, "meta" if known else default_device(device))
         target = devices.of(tensors_of(args)[0])
         reasons = {name: why_not(i, args, kwargs) for name, i in op.implementations.items()}
-        left = {name: i.unless(*args, **kwargs) if i.unless else None for name, i in op.implementations.items()}
+        left = {name: i.left("fwd", *args, **kwargs) for name, i in op.implementations.items()}
         usable = [i for name, i in op.implementations.items() if i.served and reasons[name] is None and left[name] is None]
         if op.always and target.backend != "cpu" and usable and not usable[-1].is_kernel and refusal(op.function, args, kwargs):
             left |= {i.name: "on a GPU this op is for kernels alone" for i in usable}

@@ -26,12 +26,13 @@ MARKED = re.compile(r"(<!-- (measured|ops) -->\n).*?(?=<!-- /\2 -->)", re.DOTALL
 def serving(op: Op, rungs: list[Row]) -> Row | None:
     """Of the timed rungs of a piece of work the one that users get: the last of the ladder that is served.
 
-    That it was timed shows that it took the call; whether such calls are left to plain PyTorch, its sizes and options say."""
+    That it was timed shows that it took the call; whether such calls are left to another rung, their direction, sizes and options say."""
     timed = {row["impl"]: row for row in rungs}
     for rung in reversed(op.implementations.values()):
         if rung.served and rung.name in timed:
             args, kwargs = op.case(rungs[0]["case"]).make(rungs[0]["dtype"], "meta") if rung.unless else ([], {})
-            if rung.unless is None or rung.unless(*args, **kwargs) is None:
+            direction = "bwd" if rungs[0]["direction"] == "backward" else "fwd"
+            if rung.unless is None or rung.left(direction, *args, **kwargs) is None:
                 return timed[rung.name]
     return None
 

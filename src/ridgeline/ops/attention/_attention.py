@@ -16,7 +16,7 @@ from torch.utils.checkpoint import checkpoint
 
 from ridgeline.boundary import Function, differentiate, first_order, kernel_op
 from ridgeline.op import Op, RidgelineError, dense_only
-from ridgeline.ops.attention import _hopper, _hopper_backward, _triton
+from ridgeline.ops.attention import _few, _hopper, _hopper_backward, _triton
 from ridgeline.ops.attention._triton import UNBOUNDED
 from ridgeline.select import run
 
@@ -288,7 +288,7 @@ def pairs(sq: int, sk: int, chosen: Options) -> int:
 
 
 # Facts of the rungs that both ops have.
-TRITON: dict[str, Any] = {"kind": "triton", "fwd": _triton.fwd, "bwd": _triton.bwd, "supports": refusal, "served": True}
+TRITON: dict[str, Any] = {"kind": "triton", "fwd": _few.fwd, "bwd": _triton.bwd, "supports": refusal, "served": True}
 GLUON: dict[str, Any] = {
     "kind": "gluon",
     "dtypes": ("float16", "bfloat16"),
@@ -298,4 +298,6 @@ GLUON: dict[str, Any] = {
     "bwd": _hopper_backward.bwd,
     "supports": _hopper.refusal,
     "served": True,
+    "unless": _few.aside,
+    "leaves": ("fwd",),
 }

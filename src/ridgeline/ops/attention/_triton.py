@@ -206,6 +206,13 @@ def _absorb(acc, acc2, total, top, q, q2, k, v, start, i, n, d, e, rows, columns
     return acc, acc2, total * shrink + tl.sum(p, 1), most
 
 
+@triton.jit
+def _end(top, total, APART: tl.constexpr):
+    """What rows' sums of values are multiplied by in the end, and lse; -inf where nothing was seen."""
+    total = tl.where(total == 0, 1.0, total)
+    return 1.0 / total, top + log(total) if APART else (top + tl.log2(total)) * 0.6931471805599453
+
+
 @triton.jit(do_not_specialize=LOOSE)
 def _fwd(o, lse, q, k, v, mask, cu_q, cu_k, o_steps, q_steps, k_steps, v_steps, mask_steps, rows, columns, heads, group, batch, section, scale, factor, cap, left, right, LEFT: tl.constexpr, RIGHT: tl.constexpr, BOTTOM: tl.constexpr, CAP: tl.constexpr, APART: tl.constexpr, D: tl.constexpr, BD: tl.constexpr, BE: tl.constexpr, UNIT: tl.constexpr, PRECISION: tl.constexpr, TAIL: tl.constexpr, BM: tl.constexpr, BN: tl.constexpr):  # fmt: skip
     tile, turn = _turn(
@@ -239,10 +246,9 @@ def _fwd(o, lse, q, k, v, mask, cu_q, cu_k, o_steps, q_steps, k_steps, v_steps, 
     if TAIL:
         for start in range(tl.maximum(full, edge), high, BN):
             acc, acc2, total, top = _absorb(acc, acc2, total, top, q, q2, k, v, start, i, n, d, e, rows, columns, k_steps[2], v_steps[2], mask, mask_steps, scale, factor, cap, back, ahead, True, LEFT, RIGHT, CAP, APART, D, UNIT, PRECISION)  # fmt: skip
-    total = tl.where(total == 0, 1.0, total)
-    share = (1.0 / total)[:, None]
+    share, top = _end(top, total, APART)
+    share = share[:, None]
     _save(_head(o, o_steps, b, h, begin + m0, UNIT), acc * share, acc2 * share, m, o_steps[2], d, e, rows - m0, D, UNIT)
-    top = top + log(total) if APART else (top + tl.log2(total)) * 0.6931471805599453
     tl.store(lse + begin + i, top, mask=i < rows)
 
 
@@ -507,11 +513,16 @@ def _start(kernel: Any, name: str, given: tuple[Any, ...], tensors: tuple[torch.
 
     steps = [tuple(s // unit for s in _steps(t)[:3]) for t in tensors]
     hidden = None if mask is None else _steps(mask)
-    factor = scale - c_float(scale).value if apart else scale * LOG2E
+    factor = rounded_off(scale) if apart else scale * LOG2E
     numbers = rows, columns, turns, group, sequences, section, scale, factor, softcap, left, right
     flags = {"LEFT": left < UNBOUNDED, "RIGHT": right < UNBOUNDED, "BOTTOM": bottom, "CAP": softcap > 0, "APART": apart}
     flags |= {"D": D, "BD": width, "BE": rest, "UNIT": unit, "PRECISION": precision}
     launch(kernel, grid, *given, *steps, hidden, *numbers, config=config, key=(name, rows, columns), **flags)
+
+
+def rounded_off(scale: float) -> float:
+    """What float32 loses of it."""
+    return scale - c_float(scale).value
 
 
 def _apart(q: torch.Tensor, mask: torch.Tensor | None, scale: float, softcap: float) -> bool:

@@ -4,7 +4,7 @@
 
 Tiles of queries walk tiles of keys and keep a running maximum and sum of each row (`gluon`: the first tile's maximum), so that the work is
 that of the matrix products and memory is read and written once. What it shares with attention_varlen stands in `_attention.py`, the Triton
-kernels in `_triton.py`.
+kernels in `_triton.py` and, forward of few queries of many keys, `_few.py`.
 Source: Dao, FlashAttention-2, 2023 (arXiv:2307.08691); Rabe and Staats, Self-attention does not need O(n^2) memory, 2021
 (arXiv:2112.05682); Milakov and Gimelshein, Online normalizer calculation for softmax, 2018 (arXiv:1805.02867).
 """
@@ -165,6 +165,13 @@ def _small(name: str, q: tuple[int, ...], k: tuple[int, ...], **given: Any) -> C
     return Case(name, (Spec(*q), Spec(*k), Spec(*k)), given)
 
 
+def _decode(batch: int, rows: int, columns: int, **given: Any) -> Case:
+    """A step of a decoder with a cache: forward alone."""
+    q, keys = Spec(batch, 32, rows, 128, grad=False), Spec(batch, 8, columns, 128, grad=False)
+    name = f"{batch}x32/8x{rows} of {columns}x128{' bottom right' if given else ''}"
+    return Case(name, (q, keys, keys), given, dtypes=("bfloat16",), use="bench")
+
+
 GRID = [(16384 // s, 2048 // d, s, d, c) for d in (64, 128) for s in (1024, 2048, 4096, 8192, 16384) for c in (False, True)]
 OFF = [(4, 25, 4096, 80), (4, 21, 4096, 96), (4, 8, 4096, 256), (16, 16, 1000, 128), (5, 16, 3000, 128), (4, 16, 4097, 128)]
 ATTENTION = OPS[False] = Op(
@@ -196,6 +203,8 @@ ATTENTION = OPS[False] = Op(
         *(_case(4, 32, 4096, 128, kv=8, **order) for order in ORDERS),
         *(_case(1, 16, 16384, 128, causal=True, window=(1024, 0), **order) for order in ORDERS),
         *(_case(1, h, s, 128, kv=kv, causal=True, **order) for order in ORDERS for h, kv, s in ((32, 8, 2048), (8, 1, 8192))),
+        *(_decode(b, 1, s) for b, s in ((1, 8192), (1, 32768), (16, 8192))),
+        _decode(4, 8, 8192, causal="bottom_right"),
     ],
 )
 
