@@ -230,7 +230,11 @@ def test_kernels_fit(arch: str) -> None:
     for one in seen:
         found = inspect.of_launch(one)
         spilled = found.spill_loads + found.spill_stores if found.stack else 0
-        assert spilled <= (0 if arch != "sm_100" and triton.__version__ == OWN else 64), (found.kernel, one.constants, spilled)
+        assert spilled <= (64 if arch == "sm_100" else 0) + (0 if triton.__version__ == OWN else 320), (
+            found.kernel,
+            one.constants,
+            spilled,
+        )
         assert found.shared <= devices.KNOWN[arch].shared_memory
         assert found.widest_load == 16 or one.kernel is _few._join
 
