@@ -11,7 +11,7 @@ Source: Dao, Haziza, Massa and Sizov, Flash-Decoding for long-context inference,
 
 from __future__ import annotations
 
-from functools import cache, partial
+from functools import lru_cache, partial
 from typing import Any
 
 import torch
@@ -129,13 +129,15 @@ def aside(q: torch.Tensor, k: torch.Tensor, *rest: Any, **_: Any) -> str | None:
     return "the forward of few queries of many keys is the rung triton's, which splits the keys" if few(q, k, packed) else None
 
 
-@cache
+@lru_cache(1 << 10)
 def _split(multiprocessors: int, turns: int, rows: int, columns: int, left: int, right: int, bottom: bool) -> int:
-    """How many parts the keys of a head are split into: about two programs a multiprocessor, in one wave."""
+    """How many parts the keys of a head are split into: about a program a multiprocessor, or two where the heads are too many for two parts
+    each. Two everywhere took 2 to 4% longer on an H100 (docs/notes/attention.md)."""
     shift = columns - rows if bottom else 0
     low, high = max(shift - left, 0), min(columns, rows + shift + right)
     blocks = triton.cdiv(max(high - low, 1), GRAIN)
-    parts = max(1, min(2 * multiprocessors // turns, blocks * GRAIN // LEAST, MOST))
+    share = multiprocessors // turns
+    parts = max(1, min(share if share > 1 else 2 * multiprocessors // turns, blocks * GRAIN // LEAST, MOST))
     return triton.cdiv(blocks, triton.cdiv(blocks, parts))
 
 
