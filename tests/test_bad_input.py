@@ -47,6 +47,7 @@ BAD: Bad = {
     "matmul: two dtypes": (lambda: ridgeline.matmul(x, half.T), ["float32", "float16"]),
     "matmul: two devices": (lambda: ridgeline.matmul(x, away.T), ["cpu", "meta"]),
     "matmul: no tensor": (lambda: ridgeline.matmul(x, 3), ["int", "tensor"]),
+    "matmul: no numbers": (lambda: ridgeline.matmul(x > 0, x.T > 0), ["numbers", "bool"]),
     "sgemm: inner sizes": (lambda: ridgeline.sgemm(x, x), ["(M, K)", "(4, 6)"]),
     "sgemm: a vector": (lambda: ridgeline.sgemm(x, w), ["(K, N)", "(6,)"]),
     "sgemm: integers": (lambda: ridgeline.sgemm(whole, whole.T), ["floating", "int32"]),

@@ -24,7 +24,7 @@ from triton.language.core import _aggregate as aggregate
 from ridgeline import device, tuning
 from ridgeline.boundary import launch
 from ridgeline.cuda import TensorMap
-from ridgeline.op import dtype_name
+from ridgeline.op import dtype_name, nbytes
 from ridgeline.ops.matmul._epilogue import add_up
 
 _load: gl.constexpr = getattr(tma, "async_load", None) or tma.async_copy_global_to_shared
@@ -372,9 +372,13 @@ def product(
     starts = begins(a), begins(b)
     words = [*(k for k in given if given[k]), *(["straddling"] * (min(starts) < 128))]
     key = " ".join([dtype_name(a), *(str(min(16384, triton.next_power_of_2(d))) for d in (batch, M, N, K)), *words])
-    made = dict(
-        tuning.config(gpu, "matmul", "hopper", key, lambda: rule(gpu, batch, M, N, K, **given, starts=starts), lambda: space(**given))
-    )
+
+    def chosen() -> tuning.Config:
+        memory = nbytes(*[t for t in (a, b, up, y, z, z_up, residual) if t is not None])
+        torn = 0 if b_by_k or starts[1] == 128 else nbytes(b) if up is None else nbytes(b, up)
+        return rule(gpu, batch, M, N, K, **given, starts=starts, memory=memory, torn=torn)
+
+    made = dict(tuning.config(gpu, "matmul", "hopper", key, chosen, lambda: space(**given)))
     parts = min(made.pop("PARTS"), triton.cdiv(K, 64))
     result = y
     if parts > 1:
@@ -439,12 +443,15 @@ def rule(
     starts: tuple[int, int] = (128, 128),
     tiles: tuple[tuple[int, int, int, int], ...] = TILES,
     splits: tuple[int, ...] = SPLITS,
+    memory: int = 0,
+    torn: int = 0,
 ) -> tuning.Config:
-    """The tile and the parts of K with the least cycles, as fitted to 5568 timings on an H100 (docs/notes/matmul.md). A step of K takes the
+    """The tile and the parts of K with the least cycles, as fitted to timings on an H100 (docs/notes/matmul.md). A step of K takes the
     matrix units ROWS x BN / 16 cycles and an eighth more, its loads a ROW for each of their rows (`starts`: of a's and of b's), and
     a small tile's wait for them 300 and more. Where a share of the multiprocessors loads, as in a last wave, L2 has more for each: a ROW
-    times that share to the power 0.4. All tiles together take no less than memory needs for operands and result, at 1700 bytes a cycle,
-    half a line more of b for each tile whose rows straddle lines.
+    times that share to the power 0.4. All tiles together take no less than `memory`, bytes of operands and results, at 1700 a cycle (an H200's
+    2400); of the `torn` bytes, b's where its rows lie along N and straddle lines, a tile reads half a line more. A twentieth of the lesser of
+    the two comes on top.
     A tile's ends take 3000 cycles, whatever its size; a second kernel 3000, a layer that it reads 500, and one for each 2200 bytes that the
     parts write and it reads and writes. The groups have nothing to gain from starting apart where a program has one tile (it cost 5% at 1024),
     nor where rows straddle lines (1%), and there bands of 8 tiles are up to 10% quicker than those of 16."""
@@ -460,11 +467,11 @@ def rule(
             loads = sum(n * max(ROW[128], ROW[start] * share**0.4) for n, start in zip((2 * rows, wide), starts, strict=True))
             return steps * max(rows * wide / 14, loads, 300 + 1.27 * (2 * rows + wide)) + 3000
 
-        columns = N * (2 if gated else 1) * (1 + 32 / wide if starts[1] < 128 else 1)
-        least = 2 * batch * (M * K + K * columns + M * N) / 1700
+        least = (memory + torn * (64 if gated else 32) / wide) / (2400 if gpu.large_l2 else 1700)
         whole, left = divmod(count(tile, parts), gpu.multiprocessors)
         added = 3000 + 500 * parts + 4 * batch * M * N * (2 * parts + 1) / 2200 if parts > 1 else 0
-        return max(whole * wave(1) + (wave(left / gpu.multiprocessors) if left else 0), least) + added
+        waves = whole * wave(1) + (wave(left / gpu.multiprocessors) if left else 0)
+        return max(waves, least) + min(waves, least) / 20 + added
 
     splits = (1,) if gated else splits
     ways = [(tile, parts) for tile in (_tiles(gated) if gated else tiles) for parts in splits if parts <= triton.cdiv(K, 64)]

@@ -259,8 +259,8 @@ TILES = ((64, 256, 4, 2), (64, 128, 5, 2), (64, 64, 8, 1))
 
 def rule(gpu: device.Device, M: int, N: int, K: int, starts: tuple[int, int] = (128, 128)) -> tuning.Config:
     """`_hopper.rule`'s: a step is of twice the numbers at twice the rate, and of the same bytes."""
-    half = triton.cdiv(K, 2)
-    made = _hopper.rule(gpu, 1, M, N, half, gated=False, more=False, kept=False, starts=starts, tiles=TILES, splits=(1,))
+    half, memory = triton.cdiv(K, 2), M * K + K * N + 2 * M * N
+    made = _hopper.rule(gpu, 1, M, N, half, gated=False, more=False, kept=False, starts=starts, tiles=TILES, splits=(1,), memory=memory)
     return {n: v for n, v in made.items() if n != "PARTS"}
 
 
