@@ -25,7 +25,9 @@ HERE = ["triton", *(["gluon"] if GPU and torch.cuda.get_device_capability() == (
 DTYPES = (torch.float32, torch.float16) if INTERPRETED else (torch.float32, torch.float16, torch.bfloat16)
 
 
-def make(*shape: int, device: str, dtype: torch.dtype = torch.float32, scale: float = 1.0, dice: int = 3) -> torch.Tensor:
+def make(
+    *shape: int, device: str, dtype: torch.dtype = torch.float32, scale: float = 1.0, dice: int = 3
+) -> torch.Tensor:
     generator = torch.Generator(device).manual_seed(dice)
     return torch.randn(shape, device=device, generator=generator).mul(scale).to(dtype).requires_grad_()
 
@@ -38,7 +40,10 @@ def outcome(call: Any, args: list[torch.Tensor], **given: Any) -> list[torch.Ten
     """What a call returns, and its gradients for random incoming ones."""
     outputs = as_tuple(call(*args, **given))
     incoming = [make(*o.shape, device=o.device.type, dice=9 + n).detach().to(o.dtype) for n, o in enumerate(outputs)]
-    return [*[o.detach() for o in outputs], *torch.autograd.grad(outputs, [a for a in args if a.requires_grad], incoming)]
+    return [
+        *[o.detach() for o in outputs],
+        *torch.autograd.grad(outputs, [a for a in args if a.requires_grad], incoming),
+    ]
 
 
 def exact(args: list[torch.Tensor], **given: Any) -> list[torch.Tensor]:
@@ -84,10 +89,19 @@ def options(draw: st.DrawFn) -> dict[str, Any]:
 
 @st.composite
 def calls(draw: st.DrawFn) -> dict[str, Any]:
-    length = st.integers(0, 50) if INTERPRETED else st.one_of(st.integers(0, 300), st.sampled_from([64, 128, 512, 1000]))
+    length = (
+        st.integers(0, 50) if INTERPRETED else st.one_of(st.integers(0, 300), st.sampled_from([64, 128, 512, 1000]))
+    )
     D = st.sampled_from([16, 24, 32, 40] if INTERPRETED else range(16, 257, 8))
     return {
-        "sizes": (draw(st.integers(1, 2)), draw(st.integers(1, 2)), draw(st.integers(1, 3)), draw(length), draw(length), draw(D)),
+        "sizes": (
+            draw(st.integers(1, 2)),
+            draw(st.integers(1, 2)),
+            draw(st.integers(1, 3)),
+            draw(length),
+            draw(length),
+            draw(D),
+        ),
         "dtype": draw(st.sampled_from(DTYPES)),
         "mask": draw(st.sampled_from([None, None, "bool", "float", "infinite"])),
         "shape": draw(st.tuples(*[st.booleans()] * 4)),
@@ -101,7 +115,9 @@ def sampled(device: str) -> Any:
 
     def run(test: Any) -> None:
         print(f"SEED={SEED}")
-        rules = hypothesis.settings(max_examples=EXAMPLES, deadline=None, database=None, suppress_health_check=list(hypothesis.HealthCheck))
+        rules = hypothesis.settings(
+            max_examples=EXAMPLES, deadline=None, database=None, suppress_health_check=list(hypothesis.HealthCheck)
+        )
         hypothesis.seed(SEED)(rules(test))()
 
     return run
@@ -116,6 +132,14 @@ def lawful_call(call: dict[str, Any], device: str, impls: list[str]) -> None:
         args = [t.detach().transpose(1, 2).contiguous().transpose(1, 2).requires_grad_() for t in args]
     mask = None
     if call["mask"] is not None:
-        whole = make(*(n if kept else 1 for n, kept in zip((B, Hkv * G, sq, sk), call["shape"], strict=True)), device=device).detach()
-        mask = whole > -0.5 if call["mask"] == "bool" else whole if call["mask"] == "float" else whole.masked_fill(whole < 0, -torch.inf)
+        whole = make(
+            *(n if kept else 1 for n, kept in zip((B, Hkv * G, sq, sk), call["shape"], strict=True)), device=device
+        ).detach()
+        mask = (
+            whole > -0.5
+            if call["mask"] == "bool"
+            else whole
+            if call["mask"] == "float"
+            else whole.masked_fill(whole < 0, -torch.inf)
+        )
     lawful("attention", args, call["options"] | {"mask": mask}, impls)

@@ -49,7 +49,9 @@ class Browser:
             os.dup2(answers, 4)
 
         command = [executable() or "", *FLAGS, f"--user-data-dir={self.profile}", "about:blank"]
-        self.process = subprocess.Popen(command, preexec_fn=wire, close_fds=False, stderr=subprocess.DEVNULL, stdout=subprocess.DEVNULL)
+        self.process = subprocess.Popen(
+            command, preexec_fn=wire, close_fds=False, stderr=subprocess.DEVNULL, stdout=subprocess.DEVNULL
+        )
         os.close(to_read)
         os.close(from_write)
         self.number, self.rest, self.events = 0, b"", []
@@ -73,7 +75,9 @@ class Browser:
 
     def call(self, method: str, session: str | None = None, **parameters: Any) -> dict[str, Any]:
         self.number += 1
-        request = {"id": self.number, "method": method, "params": parameters} | ({"sessionId": session} if session else {})
+        request = {"id": self.number, "method": method, "params": parameters} | (
+            {"sessionId": session} if session else {}
+        )
         data = json.dumps(request).encode() + b"\0"
         while data:
             data = data[os.write(self.to, data) :]
@@ -92,7 +96,9 @@ class Browser:
         page = Page(self, session)
         for domain in ("Page", "Runtime", "Network", "Log"):
             page.call(f"{domain}.enable")
-        page.call("Emulation.setDeviceMetricsOverride", width=width, height=height, deviceScaleFactor=1, mobile=width < 600)
+        page.call(
+            "Emulation.setDeviceMetricsOverride", width=width, height=height, deviceScaleFactor=1, mobile=width < 600
+        )
         page.dark(dark)
         page.call("Page.navigate", url=path.resolve().as_uri())
         page.drawn()
@@ -110,10 +116,15 @@ class Page:
 
     def js(self, expression: str) -> Any:
         """The value of an expression in the page."""
-        return self.call("Runtime.evaluate", expression=expression, returnByValue=True, awaitPromise=True)["result"].get("value")
+        return self.call("Runtime.evaluate", expression=expression, returnByValue=True, awaitPromise=True)[
+            "result"
+        ].get("value")
 
     def dark(self, on: bool) -> None:
-        self.call("Emulation.setEmulatedMedia", features=[{"name": "prefers-color-scheme", "value": "dark" if on else "light"}])
+        self.call(
+            "Emulation.setEmulatedMedia",
+            features=[{"name": "prefers-color-scheme", "value": "dark" if on else "light"}],
+        )
 
     def until(self, condition: str, seconds: float = 20) -> bool:
         """Waits until an expression is true in the page; whether it became so in time."""
@@ -138,7 +149,9 @@ class Page:
                 continue
             method, facts = event["method"], event["params"]
             if method == "Runtime.exceptionThrown":
-                found.append(facts["exceptionDetails"].get("exception", {}).get("description", facts["exceptionDetails"]["text"]))
+                found.append(
+                    facts["exceptionDetails"].get("exception", {}).get("description", facts["exceptionDetails"]["text"])
+                )
             elif method == "Runtime.consoleAPICalled" and facts["type"] in ("error", "warning"):
                 found.append(" ".join(str(a.get("value", a.get("description"))) for a in facts["args"]))
             elif method == "Log.entryAdded" and facts["entry"]["level"] == "error":

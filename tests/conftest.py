@@ -14,7 +14,9 @@ import pytest
 import torch
 
 INTERPRETED = os.environ.get("TRITON_INTERPRET") == "1"
-os.environ["PYTHONPATH"] = os.pathsep.join([str(Path(__file__).parents[1] / "src"), *filter(None, [os.environ.get("PYTHONPATH")])])
+os.environ["PYTHONPATH"] = os.pathsep.join(
+    [str(Path(__file__).parents[1] / "src"), *filter(None, [os.environ.get("PYTHONPATH")])]
+)
 GPU = torch.cuda.is_available() and not INTERPRETED
 SEED = int(os.environ.get("SEED", 0))
 
@@ -39,7 +41,11 @@ def roomy() -> None:
 
 
 def pytest_addoption(parser: pytest.Parser) -> None:
-    parser.addoption("--every-kernel", action="store_true", help="test_kernels: compile all kernels of large ops, not one of each kind")
+    parser.addoption(
+        "--every-kernel",
+        action="store_true",
+        help="test_kernels: compile all kernels of large ops, not one of each kind",
+    )
 
 
 def pytest_report_header() -> str:

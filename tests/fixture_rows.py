@@ -11,13 +11,31 @@ H100_RATES = {"float32": 5.1e13, "float16": 7.3e14, "bfloat16": 7.5e14}
 LAPTOP_RATES = {"float32": 1.4e11, "bfloat16": 4.0e10}
 WIDTH = {"float32": 4, "float16": 2, "bfloat16": 2}
 RUNGS = {
-    "gelu": [("naive", "eager", 0.094), ("torch", "eager", 0.975), ("compile", "compile", 0.965), ("cuda_double", "cuda", 0.31),
-             ("cuda", "cuda", 0.90), ("cuda_packed", "cuda", 0.984), ("triton", "triton", 0.979)],
-    "softmax": [("naive", "eager", 0.19), ("torch", "eager", 0.71), ("compile", "compile", 0.82), ("triton_row", "triton", 0.86),
-                ("triton", "triton", 0.955), ("cuda_cluster", "cuda", 0.972)],
-    "mul": [("torch", "eager", 0.968), ("cuda", "cuda", 0.93), ("cuda_packed", "cuda", 0.985), ("triton", "triton", 0.98)],
+    "gelu": [
+        ("naive", "eager", 0.094),
+        ("torch", "eager", 0.975),
+        ("compile", "compile", 0.965),
+        ("cuda_double", "cuda", 0.31),
+        ("cuda", "cuda", 0.90),
+        ("cuda_packed", "cuda", 0.984),
+        ("triton", "triton", 0.979),
+    ],
+    "softmax": [
+        ("naive", "eager", 0.19),
+        ("torch", "eager", 0.71),
+        ("compile", "compile", 0.82),
+        ("triton_row", "triton", 0.86),
+        ("triton", "triton", 0.955),
+        ("cuda_cluster", "cuda", 0.972),
+    ],
+    "mul": [
+        ("torch", "eager", 0.968),
+        ("cuda", "cuda", 0.93),
+        ("cuda_packed", "cuda", 0.985),
+        ("triton", "triton", 0.98),
+    ],
     "matmul": [("torch", "eager", 0.97), ("triton", "triton", 0.83)],
-}  # fmt: skip
+}
 CASES = {
     "gelu": [("16384x16384", 16384 * 16384), ("1024x1024", 1 << 20)],
     "softmax": [("16384x16384", 16384 * 16384), ("32768x1024", 1 << 25), ("1024x262144", 1 << 28)],
@@ -37,12 +55,26 @@ def _machine(gpu: bool, name: str) -> dict:
     if gpu:
         return {"gpu": name, "arch": "sm_90", "cpu": "Intel Xeon Platinum 8480C", "cores": 16, "driver": "580.65",
                 "cuda": "13.0", "torch": "2.11.0+cu130", "triton": "3.6.0", **common}  # fmt: skip
-    return {"gpu": None, "arch": "cpu", "cpu": "AMD EPYC 7R13", "cores": 2, "driver": None, "cuda": None, "torch": "2.13.0+cpu",
-            "triton": "3.7.1", **common}  # fmt: skip
+    return {
+        "gpu": None,
+        "arch": "cpu",
+        "cpu": "AMD EPYC 7R13",
+        "cores": 2,
+        "driver": None,
+        "cuda": None,
+        "torch": "2.13.0+cpu",
+        "triton": "3.7.1",
+        **common,
+    }
 
 
 def rows(
-    gpu: bool = True, seed: int = 0, hostile: bool = False, slower: float = 1.0, name: str = "NVIDIA H100 80GB HBM3", ops: tuple = ()
+    gpu: bool = True,
+    seed: int = 0,
+    hostile: bool = False,
+    slower: float = 1.0,
+    name: str = "NVIDIA H100 80GB HBM3",
+    ops: tuple = (),
 ) -> list[dict]:
     """A whole run. hostile: names with markup in them; slower: every kernel's time is multiplied by it; ops: those alone."""
     dice = random.Random(seed)
@@ -71,13 +103,32 @@ def rows(
                     roof = max(memory, compute)
                     best = None
                     for impl, kind, share in rungs:
-                        row = {"type": "bench", "op": op, "case": case, "dtype": dtype, "direction": direction, "impl": impl, "kind": kind,
-                               "peer": impl in ("torch", "compile"), "status": "ok", "reason": None, "read": read, "write": write,
-                               "bytes": read + write, "flops": flops, "roof_seconds": roof,
-                               "bound": "memory" if roof == memory else "compute",
-                               "cached": (read + write) < 200e6, "mhz": 1980.0, "throttled": False}  # fmt: skip
+                        row = {
+                            "type": "bench",
+                            "op": op,
+                            "case": case,
+                            "dtype": dtype,
+                            "direction": direction,
+                            "impl": impl,
+                            "kind": kind,
+                            "peer": impl in ("torch", "compile"),
+                            "status": "ok",
+                            "reason": None,
+                            "read": read,
+                            "write": write,
+                            "bytes": read + write,
+                            "flops": flops,
+                            "roof_seconds": roof,
+                            "bound": "memory" if roof == memory else "compute",
+                            "cached": (read + write) < 200e6,
+                            "mhz": 1980.0,
+                            "throttled": False,
+                        }
                         if not gpu and kind in ("cuda", "triton"):
-                            row |= {"status": "unsupported", "reason": "CUDA C++ runs on an NVIDIA GPU, and this is CPU"}
+                            row |= {
+                                "status": "unsupported",
+                                "reason": "CUDA C++ runs on an NVIDIA GPU, and this is CPU",
+                            }
                         elif impl == "compile" and not gpu:
                             row |= {
                                 "status": "unsupported",
@@ -85,8 +136,14 @@ def rows(
                             }
                         else:
                             seconds = _around(roof / share * (slower if kind != "eager" else 1) + 2e-6, 0.004, dice)
-                            row |= {"seconds": seconds, "host_us": dice.uniform(9, 30), "peak_bytes": write * (6 if impl == "naive" else 1),
-                                    "law": dice.uniform(0.2, 0.7), "share": roof / seconds["median"], "ratio": None}  # fmt: skip
+                            row |= {
+                                "seconds": seconds,
+                                "host_us": dice.uniform(9, 30),
+                                "peak_bytes": write * (6 if impl == "naive" else 1),
+                                "law": dice.uniform(0.2, 0.7),
+                                "share": roof / seconds["median"],
+                                "ratio": None,
+                            }
                             if row["peer"]:
                                 best = min(best or 1e9, seconds["median"])
                         out.append(row)
@@ -94,16 +151,33 @@ def rows(
                         if row["status"] == "ok" and best:
                             row["ratio"] = best / row["seconds"]["median"]
                     out += [
-                        {"type": "check", "op": op, "case": case, "dtype": dtype, "impl": impl, "ok": True, "reason": None,
-                         "outputs": {"y": {"error": 1e-3, "allowed": 3e-3, "worst": 0.4, "where": "row"}}}
-                        for impl, kind, _ in rungs if gpu or kind != "cuda"
-                    ]  # fmt: skip
+                        {
+                            "type": "check",
+                            "op": op,
+                            "case": case,
+                            "dtype": dtype,
+                            "impl": impl,
+                            "ok": True,
+                            "reason": None,
+                            "outputs": {"y": {"error": 1e-3, "allowed": 3e-3, "worst": 0.4, "where": "row"}},
+                        }
+                        for impl, kind, _ in rungs
+                        if gpu or kind != "cuda"
+                    ]
     timed = [row for row in out if row["type"] == "bench" and row["kind"] == "cuda" and row["direction"] == "forward"]
     place = ("op", "case", "dtype", "direction", "impl")
     out += [
-        {"type": "counter", **{name: row[name] for name in place}, "status": "ok", "counter": "smsp__inst_executed.sum", "value": 1.25e6,
-         "unit": "inst", "kernel": f"{row['op']}_fwd"} for row in timed
-    ]  # fmt: skip
+        {
+            "type": "counter",
+            **{name: row[name] for name in place},
+            "status": "ok",
+            "counter": "smsp__inst_executed.sum",
+            "value": 1.25e6,
+            "unit": "inst",
+            "kernel": f"{row['op']}_fwd",
+        }
+        for row in timed
+    ]
     if hostile:
         out.append(out[2] | {"op": HOSTILE, "impl": f"evil{HOSTILE}", "case": '"><img src=x onerror=alert(2)>'})
         out.append(out[2] | {"impl": "</script><script>alert(3)</script>", "status": "wrong", "reason": HOSTILE})

@@ -93,11 +93,15 @@ def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("ops", nargs="*", metavar="OP", help="ops; all of them by default")
     parser.add_argument("--impl", help="one implementation only")
-    parser.add_argument("--without", metavar="NAMES", default="", help="leave out rungs, OP.NAME or kind=KIND, with commas between")
+    parser.add_argument(
+        "--without", metavar="NAMES", default="", help="leave out rungs, OP.NAME or kind=KIND, with commas between"
+    )
     parser.add_argument("--dtype", help="one dtype only: float32, float16, bfloat16")
     options = parser.parse_args()
     if not INTERPRETED and not torch.cuda.is_available():
-        print("sanitize: PyTorch sees no GPU here; TRITON_INTERPRET=1 runs Triton's kernels on the CPU", file=sys.stderr)
+        print(
+            "sanitize: PyTorch sees no GPU here; TRITON_INTERPRET=1 runs Triton's kernels on the CPU", file=sys.stderr
+        )
         return 2
     try:
         ops = chosen_ops(options.ops)

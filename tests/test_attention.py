@@ -9,7 +9,21 @@ import pytest
 import torch
 
 import ridgeline
-from attention_calls import EXAMPLES, HERE, IMPLS, calls, exact, kernels, lawful, lawful_call, make, near, outcome, qkv, sampled
+from attention_calls import (
+    EXAMPLES,
+    HERE,
+    IMPLS,
+    calls,
+    exact,
+    kernels,
+    lawful,
+    lawful_call,
+    make,
+    near,
+    outcome,
+    qkv,
+    sampled,
+)
 from ridgeline import tuning
 from ridgeline.boundary import INTERPRETED, Launch, observe
 from ridgeline.lab.law import Law
@@ -67,7 +81,13 @@ def test_sums_of_queries_gradients_on_hopper(D: int, same: bool | None) -> None:
         args = qkv((1, 4, rows, D), (1, 2, columns, D), "cuda", dtype=torch.float16)
         torch.full((1 << 27,), torch.nan, device="cuda")
         found = outcome(ridgeline.attention, args, **given, return_lse=True, deterministic=same, impl="gluon")
-        expected = outcome(ridgeline.attention, [t.detach().float().requires_grad_() for t in args], **given, return_lse=True, impl="tiled")
+        expected = outcome(
+            ridgeline.attention,
+            [t.detach().float().requires_grad_() for t in args],
+            **given,
+            return_lse=True,
+            impl="tiled",
+        )
         nothing = expected[1] == -torch.inf
         assert torch.equal(found[1] == -torch.inf, nothing)
         found[1], expected[1] = (lse.masked_fill(nothing, 0.0) for lse in (found[1], expected[1]))
@@ -91,7 +111,10 @@ def test_an_incoming_gradient_that_begins_anywhere(impl: str) -> None:
     args = qkv((1, 2, 70, 64), (1, 1, 90, 64), "cuda", dtype=torch.float16)
     do = torch.randn(1 + 2 * 70 * 64, device="cuda", dtype=torch.float16)
     o = ridgeline.attention(*args, impl=impl)
-    found = [torch.autograd.grad(o, args, g, retain_graph=True) for g in (do[1:].view(1, 2, 70, 64), do[1:].clone().view(1, 2, 70, 64))]
+    found = [
+        torch.autograd.grad(o, args, g, retain_graph=True)
+        for g in (do[1:].view(1, 2, 70, 64), do[1:].clone().view(1, 2, 70, 64))
+    ]
     for a, b in zip(*found, strict=True):
         assert torch.equal(a, b)
 
@@ -102,7 +125,10 @@ def test_rows_that_see_nothing(impl: str, device: str) -> None:
     """Zeros, lse of -inf and no gradient, whichever option hides the keys; and no NaN from an infinite or a hidden part."""
     dtype = torch.float32 if impl == "triton" else torch.float16
     args = qkv((1, 2, 20, 16), (1, 1, 9, 16), device, dtype=dtype)
-    nothing, some = torch.zeros(20, 9, dtype=torch.bool, device=device), torch.ones(20, 9, dtype=torch.bool, device=device)
+    nothing, some = (
+        torch.zeros(20, 9, dtype=torch.bool, device=device),
+        torch.ones(20, 9, dtype=torch.bool, device=device),
+    )
     some[3:7] = False
     bias = torch.zeros(20, 9, device=device).masked_fill(~some, -torch.inf)
     for hidden, given in (
@@ -152,14 +178,18 @@ def test_large_logits(size: float, device: str) -> None:
     q, k, v = qkv((1, 2, 33, 16), (1, 2, 40, 16), device)
     args = [t.detach().mul(size**0.5 / 2).requires_grad_() for t in (q, k)] + [v]
     near(outcome(ridgeline.attention, args, causal=True, impl="triton"), exact(args, causal=True), size * 4e-6)
-    _, lse, *_ = found = outcome(ridgeline.attention, args, mask=torch.full((40,), -size, device=device), return_lse=True, impl="triton")
+    _, lse, *_ = found = outcome(
+        ridgeline.attention, args, mask=torch.full((40,), -size, device=device), return_lse=True, impl="triton"
+    )
     assert all(t.isfinite().all() for t in found)
     near([lse / size], [exact(args, mask=torch.full((40,), -size, device=device).double(), return_lse=True)[1] / size])
 
 
 @kernels
 @pytest.mark.parametrize("given", [{}, {"causal": True}, {"causal": "bottom_right"}, {"window": (300, 0)}], ids=str)
-@pytest.mark.parametrize(("D", "groups"), [(16, 0)] if INTERPRETED else [(64, 2), (64, 3), (80, 2), (80, 3), (128, 2), (256, 2)])
+@pytest.mark.parametrize(
+    ("D", "groups"), [(16, 0)] if INTERPRETED else [(64, 2), (64, 3), (80, 2), (80, 3), (128, 2), (256, 2)]
+)
 @pytest.mark.parametrize("dtype", [torch.float16] if INTERPRETED else [torch.float16, torch.bfloat16], ids=str)
 def test_maxima_that_rise_from_block_to_block(
     dtype: torch.dtype, D: int, groups: int, given: dict[str, Any], device: str, monkeypatch: pytest.MonkeyPatch
@@ -179,11 +209,17 @@ def test_maxima_that_rise_from_block_to_block(
         exact = [get("attention").reference(*(t.double() for t in part), return_lse=True, **given) for part in parts]
         for impl in HERE:
             launched: list[Launch] = []
-            with tuning.listen(lambda request: None), observe(launched.append):  # else the third call of a kind is a replay of the second
+            with (
+                tuning.listen(lambda request: None),
+                observe(launched.append),
+            ):  # else the third call of a kind is a replay of the second
                 all_, lses = ridgeline.attention_varlen(*packed, *cu, return_lse=True, impl=impl, **given)
                 found = [(all_[a:b].transpose(0, 1)[None], lses[:, a:b][None]) for a, b in pairwise(ends[0])]
                 found.append(ridgeline.attention(q, k, v, return_lse=True, impl=impl, **given))
-            assert impl != "gluon" or [one.constants["GROUPS"] for one in launched if one.kernel is _hopper._fwd] == [groups] * 2
+            assert (
+                impl != "gluon"
+                or [one.constants["GROUPS"] for one in launched if one.kernel is _hopper._fwd] == [groups] * 2
+            )
             for (o, lse), (o_exact, lse_exact) in zip(found, [*exact, exact[1]], strict=True):
                 near([o], [o_exact], 1e-2)
                 near([lse], [lse_exact], 1e-4)
@@ -222,7 +258,10 @@ def test_lse_alone_has_a_gradient(device: str) -> None:
     args = qkv((1, 4, 18, 16), (1, 2, 20, 16), device)
     lse = partial(lambda call, *a: call(*a, causal=True, softcap=2.0, return_lse=True)[1])
     found = outcome(partial(lse, partial(ridgeline.attention, impl="triton")), args[:2] + [args[2].detach()])
-    expected = outcome(partial(lse, get("attention").reference), [t.detach().double().requires_grad_(n < 2) for n, t in enumerate(args)])
+    expected = outcome(
+        partial(lse, get("attention").reference),
+        [t.detach().double().requires_grad_(n < 2) for n, t in enumerate(args)],
+    )
     near(found, expected)
 
 
@@ -266,7 +305,9 @@ def test_tokens_before_heads(impl: str, device: str) -> None:
     views = [t.transpose(1, 2).requires_grad_() for t in (q, k, v)]
     copies = [t.detach().contiguous().requires_grad_() for t in views]
     assert not views[0].is_contiguous()
-    one, other = (outcome(ridgeline.attention, args, causal=True, return_lse=True, impl=impl) for args in (views, copies))
+    one, other = (
+        outcome(ridgeline.attention, args, causal=True, return_lse=True, impl=impl) for args in (views, copies)
+    )
     for a, b in zip(one, other, strict=True):
         assert torch.equal(a, b)
     for t in (one[0], *one[2:]):
@@ -305,11 +346,16 @@ def test_what_is_told_of_is_there(monkeypatch: pytest.MonkeyPatch) -> None:
     args = qkv((2, 8, 4096, 256), (2, 2, 4096, 256), "cuda", dtype=torch.bfloat16)
     first = outcome(ridgeline.attention, args, causal=True, impl="gluon")
     for _ in range(600):
-        assert all(torch.equal(a, b) for a, b in zip(first, outcome(ridgeline.attention, args, causal=True, impl="gluon"), strict=True))
+        assert all(
+            torch.equal(a, b)
+            for a, b in zip(first, outcome(ridgeline.attention, args, causal=True, impl="gluon"), strict=True)
+        )
 
 
 @pytest.mark.gpu
-@pytest.mark.parametrize("given", [{}, {"causal": True}, {"window": (200, 0)}, {"causal": "bottom_right", "window": (None, 100)}], ids=str)
+@pytest.mark.parametrize(
+    "given", [{}, {"causal": True}, {"window": (200, 0)}, {"causal": "bottom_right", "window": (None, 100)}], ids=str
+)
 @pytest.mark.parametrize("D", [40, 80, 128, 256])
 def test_more_tiles_than_programs(D: int, given: dict[str, Any]) -> None:
     """A program has several tiles, and begins the next one before, or after, it has left one."""
@@ -330,9 +376,16 @@ def test_pieces_in_parts(deterministic: bool, D: int, given: dict[str, Any], mon
     for whole, parts in ((0, 3), (50, 2), (95, 7)):  # of 2 x 4 x 12 pieces
         monkeypatch.setattr(_hopper_backward, "_share_out", lambda *_, shared=(whole, parts): shared)
         lawful("attention", args, given | {"deterministic": deterministic}, HERE)
-    monkeypatch.setattr(_hopper_backward, "_share_out", lambda *_: (10, 3))  # of 2 x 12, whose two blocks of queries leave a part none
+    monkeypatch.setattr(
+        _hopper_backward, "_share_out", lambda *_: (10, 3)
+    )  # of 2 x 12, whose two blocks of queries leave a part none
     args = qkv((1, 4, 70, D), (1, 2, 1450, D), "cuda", dtype=torch.float16)
-    lawful("attention", args, given | {"causal": "causal" in given and "bottom_right", "deterministic": deterministic}, HERE)
+    lawful(
+        "attention",
+        args,
+        given | {"causal": "causal" in given and "bottom_right", "deterministic": deterministic},
+        HERE,
+    )
 
 
 @pytest.mark.gpu
@@ -383,7 +436,11 @@ def test_what_serves_a_cpu() -> None:
     """Torch's own where it has the options, else the loop over tiles; float64 goes the same ways."""
     for dtype in (torch.float32, torch.float64, torch.bfloat16):
         args = qkv((1, 2, 18, 16), (1, 1, 20, 16), "cpu", dtype=dtype)
-        for given, impl in (({"causal": True}, "torch"), ({"softcap": 2.0, "return_lse": True}, "tiled"), ({"window": (3, 3)}, "tiled")):
+        for given, impl in (
+            ({"causal": True}, "torch"),
+            ({"softcap": 2.0, "return_lse": True}, "tiled"),
+            ({"window": (3, 3)}, "tiled"),
+        ):
             found = outcome(ridgeline.attention, args, **given)
             for a, b in zip(found, outcome(ridgeline.attention, args, **given, impl=impl), strict=True):
                 assert torch.equal(a, b)
@@ -394,7 +451,11 @@ def test_what_serves_a_cpu() -> None:
 def test_tiles_are_the_formula() -> None:
     """The rung that sets the law's allowance for windows, caps and lse, over several of its tiles, against the formula in float64."""
     args = qkv((1, 2, 300, 16), (1, 1, 270, 16), "cpu", dtype=torch.float64)
-    for given in ({"causal": "bottom_right", "window": (140, None)}, {"causal": True, "softcap": 2.0}, {"window": (9, 150)}):
+    for given in (
+        {"causal": "bottom_right", "window": (140, None)},
+        {"causal": True, "softcap": 2.0},
+        {"window": (9, 150)},
+    ):
         found = outcome(partial(ridgeline.attention, impl="tiled"), args, **given, return_lse=True)
         near(found, exact(args, **given, return_lse=True), 1e-11)
 
@@ -425,7 +486,9 @@ def test_cost_counts_what_is_seen() -> None:
         ):
             chosen = options(16, **given)
             band = chosen.band(sq, sk)
-            assert pairs(sq, sk, chosen) == (sq * sk if band is None else int(seen(sq, sk, band, torch.device("cpu")).sum()))
+            assert pairs(sq, sk, chosen) == (
+                sq * sk if band is None else int(seen(sq, sk, band, torch.device("cpu")).sum())
+            )
 
 
 # --- on a GPU alone

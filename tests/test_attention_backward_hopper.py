@@ -159,9 +159,14 @@ def test_gradients_of_random_calls(seed: int, monkeypatch: pytest.MonkeyPatch) -
         monkeypatch.setattr(_hopper_backward, "_share_out", lambda *_, shared=(entire, split): shared)
         chosen = options(D, **given)
         with device.pretend("sm_90"), observe(launched.append):
-            _hopper_backward.bwd(*found, do, None, q, k, v, o, lse, None, None, None, *chosen, 0, 0, "ieee", deterministic)
+            _hopper_backward.bwd(
+                *found, do, None, q, k, v, o, lse, None, None, None, *chosen, 0, 0, "ieee", deterministic
+            )
         (launch,) = [one for one in launched if one.kernel.__name__.startswith("_bwd")]
-        order, sums, tops, deltas = launch.args[0], *(a.base for a in [a for a in launch.args if hasattr(a, "block_shape")][-3:])
+        order, sums, tops, deltas = (
+            launch.args[0],
+            *(a.base for a in [a for a in launch.args if hasattr(a, "block_shape")][-3:]),
+        )
         tiles = -(-rows // 64)
         beyond = (0, tiles * 64 - rows)
         tops.copy_(pad(lse.masked_fill(lse == -torch.inf, torch.inf) * LOG2E, beyond, value=torch.inf).view(-1, 64))
@@ -253,18 +258,33 @@ def test_pieces_of_backward_on_hopper() -> None:
     and knows how many pieces with lower numbers add to each; parts are numbered as `_join` finds them."""
     dice = random.Random(0)
     for _ in range(60):
-        span, rows, columns, kv, group = (dice.choice(c) for c in ((64, 128), range(1, 500), range(1, 500), (1, 2), (1, 2)))
+        span, rows, columns, kv, group = (
+            dice.choice(c) for c in ((64, 128), range(1, 500), range(1, 500), (1, 2), (1, 2))
+        )
         left, right = dice.choice([(None, None), (None, 0), (200, 0), (3, 2), (70, None), (None, 150)])
         shift, turns = dice.choice((0, columns - rows)), 2 * kv
-        facts = {"LEFT": left is not None, "RIGHT": right is not None, "DOWN": right is not None and dice.random() < 0.7, "PACKED": False}
-        sizes = {"heads": kv * group, "section": dice.randint(1, turns), "turns": turns, "tiles": -(-rows // 64), "columns": columns}
+        facts = {
+            "LEFT": left is not None,
+            "RIGHT": right is not None,
+            "DOWN": right is not None and dice.random() < 0.7,
+            "PACKED": False,
+        }
+        sizes = {
+            "heads": kv * group,
+            "section": dice.randint(1, turns),
+            "turns": turns,
+            "tiles": -(-rows // 64),
+            "columns": columns,
+        }
         pieces, parts = turns * -(-columns // span), dice.choice((1, 1, 2, 5))
         sizes |= {"entire": pieces if parts == 1 else dice.randint(0, pieces - 1), "parts": parts, "SPLIT": parts > 1}
         call = SimpleNamespace(**facts, **sizes, GROUP=group, SPAN=span, shift=shift, left=left, right=right)
         items = call.entire + parts * (pieces - call.entire)
         works = [python(_hopper_pieces.Call.work)(call, n, 0, 0, 0, 0) for n in range(items)]
         apart = torch.arange(columns) - torch.arange(rows)[:, None] - shift
-        seen = (apart <= (columns + rows if right is None else right)) & (apart >= -(columns + rows if left is None else left))
+        seen = (apart <= (columns + rows if right is None else right)) & (
+            apart >= -(columns + rows if left is None else left)
+        )
         adders: dict[Any, list[Piece]] = {}
         unseen: dict[Any, torch.Tensor] = {}
         for n, p in enumerate(works):

@@ -52,11 +52,19 @@ def launches(call: Any, *args: Any, **given: Any) -> list[Launch]:
     ((1, 4, 7, 16), (1, 1, 5, 16), 2, {**DECODE, "return_lse": True}),
 ], ids=str)  # fmt: skip
 def test_the_law(
-    parts: list[int], q: tuple[int, ...], k: tuple[int, ...], many: int, given: dict[str, Any], dtype: torch.dtype, device: str
+    parts: list[int],
+    q: tuple[int, ...],
+    k: tuple[int, ...],
+    many: int,
+    given: dict[str, Any],
+    dtype: torch.dtype,
+    device: str,
 ) -> None:
     """Forward by parts, and backward from what it saves, with views of strides of their own."""
     parts[:] = [many]
-    args = [t.detach().transpose(1, 2).contiguous().transpose(1, 2).requires_grad_() for t in qkv(q, k, device, dtype=dtype)]
+    args = [
+        t.detach().transpose(1, 2).contiguous().transpose(1, 2).requires_grad_() for t in qkv(q, k, device, dtype=dtype)
+    ]
     lawful("attention", args, given, ["triton"])
     found = launches(ridgeline.attention, *args, impl="triton", **given)
     assert [one.kernel for one in found] == [_few._fwd] + [_few._join] * (many > 1)
@@ -93,7 +101,11 @@ def test_rows_and_parts_that_see_nothing(parts: list[int], device: str) -> None:
     mask = torch.ones(9, 90, dtype=torch.bool, device=device)
     mask[2] = mask[:, 30:60] = mask[5, :60] = False
     few = qkv((1, 4, 9, 16), (1, 2, 6, 16), device)
-    for some, given, hidden in ((args, {"mask": mask}, slice(2, 3)), (few, DECODE, slice(0, 3)), (few, {"window": (1, 0)}, slice(7, 9))):
+    for some, given, hidden in (
+        (args, {"mask": mask}, slice(2, 3)),
+        (few, DECODE, slice(0, 3)),
+        (few, {"window": (1, 0)}, slice(7, 9)),
+    ):
         o, lse, dq, *_ = found = outcome(ridgeline.attention, some, impl="triton", return_lse=True, **given)
         near(found, exact(some, return_lse=True, **given))
         assert not o[:, :, hidden].any()
@@ -194,7 +206,9 @@ def test_packed_sequences_stay() -> None:
     cu = torch.empty(2, dtype=torch.int32, device="meta")
     with devices.pretend("sm_90"):
         for impl, kernel in ((None, _hopper._fwd), ("triton", _triton._fwd)):
-            assert kernel in [one.kernel for one in launches(ridgeline.attention_varlen, q, k, k, cu, cu.clone(), impl=impl)]
+            assert kernel in [
+                one.kernel for one in launches(ridgeline.attention_varlen, q, k, k, cu, cu.clone(), impl=impl)
+            ]
 
 
 def test_what_is_said_of_it() -> None:
@@ -205,7 +219,10 @@ def test_what_is_said_of_it() -> None:
     assert rungs["triton"]["serves"]
     assert "splits the keys" in rungs["gluon"]["left"]
     for direction, expected in (("forward", "triton"), ("backward", "gluon")):
-        rows = [{"impl": impl, "case": case.name, "dtype": "bfloat16", "direction": direction} for impl in ("gluon", "triton", "torch")]
+        rows = [
+            {"impl": impl, "case": case.name, "dtype": "bfloat16", "direction": direction}
+            for impl in ("gluon", "triton", "torch")
+        ]
         found = readme.serving(op, rows)
         assert found is not None
         assert found["impl"] == expected
@@ -219,10 +236,19 @@ def test_kernels_fit(arch: str) -> None:
     seen = []
     with devices.pretend(arch), observe(seen.append):
         for heads, rows, D, dtype, given in (
-            (32, 1, 16, half, {}), (32, 1, 128, half, DECODE), (32, 8, 128, half, DECODE), (64, 8, 64, torch.float16, BAND),
-            (64, 8, 80, half, {"softcap": 3.0}), (16, 4, 256, half, DECODE), (64, 8, 256, half, BAND), (64, 8, 256, half, {"mask": bias}),
-            (64, 8, 64, half, {"mask": bias > 0}), (32, 1, 256, whole, DECODE), (64, 8, 128, whole, {}), (32, 8, 256, whole, BAND),
-        ):  # fmt: skip
+            (32, 1, 16, half, {}),
+            (32, 1, 128, half, DECODE),
+            (32, 8, 128, half, DECODE),
+            (64, 8, 64, torch.float16, BAND),
+            (64, 8, 80, half, {"softcap": 3.0}),
+            (16, 4, 256, half, DECODE),
+            (64, 8, 256, half, BAND),
+            (64, 8, 256, half, {"mask": bias}),
+            (64, 8, 64, half, {"mask": bias > 0}),
+            (32, 1, 256, whole, DECODE),
+            (64, 8, 128, whole, {}),
+            (32, 8, 256, whole, BAND),
+        ):
             q, k = (torch.empty(1, h, n, D, dtype=dtype, device="meta") for h, n in ((heads, rows), (8, 1024)))
             ridgeline.attention(q, k, k, impl="triton", **given)
     assert [one.kernel for one in seen].count(_few._join) == 9  # a window leaves one part

@@ -33,7 +33,13 @@ class Kernel:
     """One program of a launch."""
 
     def __init__(self, launch: Launch, program: int, dice: random.Random):
-        self.facts, self.turns, self.named, self.again, self.scores = launch.constants, Turns(dice), {0: 0, 1: 0}, 0, Counter[int]()
+        self.facts, self.turns, self.named, self.again, self.scores = (
+            launch.constants,
+            Turns(dice),
+            {0: 0, 1: 0},
+            0,
+            Counter[int](),
+        )
         self.lse, _, self.queries, self.keys, self.values, self.out, *self.numbers = launch.args
         self.program, self.programs = program, launch.grid[0]
 
@@ -85,16 +91,38 @@ class Kernel:
         gl = names["gl"]
         gl.num_programs, gl.program_id, gl.store = lambda _: self.programs, lambda _: self.program, store
         names |= {
-            "NONE": -1e30, "_named": named, "_pack": pack, "_write": write, "_read": lambda board, n, ALL: board[n & 1], "_cut": cut,
-            "_declare": lambda *_: None, "_watch": watch, "_beyond": beyond, "_halves": lambda p, dtype, layout: p, "_scores": scores,
-        }  # fmt: skip
+            "NONE": -1e30,
+            "_named": named,
+            "_pack": pack,
+            "_write": write,
+            "_read": lambda board, n, ALL: board[n & 1],
+            "_cut": cut,
+            "_declare": lambda *_: None,
+            "_watch": watch,
+            "_beyond": beyond,
+            "_halves": lambda p, dtype, layout: p,
+            "_scores": scores,
+        }
         return names
 
     def run(self) -> None:
         names, facts = self.names(), self.facts
         groups, wide = facts["GROUPS"], self.queries.block_shape[-1]
         plan = object.__new__(names["Plan"])
-        turn = ("turns", "heads", "group", "couples", "section", "tiles", "rows", "columns", "shift", "left", "right", "factor")
+        turn = (
+            "turns",
+            "heads",
+            "group",
+            "couples",
+            "section",
+            "tiles",
+            "rows",
+            "columns",
+            "shift",
+            "left",
+            "right",
+            "factor",
+        )
         plan.__dict__.update(zip(turn, self.numbers, strict=True), BM=64 * groups, PACKED=False)
         plan.__dict__.update({name: facts[name] for name in ("BN", "LEFT", "RIGHT", "MASKS")})
 
@@ -113,7 +141,9 @@ class Kernel:
         board: list[Any] = [None, None]
         args = self.out, Pointer(self.lse), qs, ks, vs, plan, board, facts["TURNS"], facts["REST"]
         works = [lambda g=g: names["_attend"](g, *args) for g in range(groups)]
-        self.turns.run([*works, lambda: names["_fetch"](None, self.queries, self.keys, self.values, qs, ks, vs, plan, board)])
+        self.turns.run(
+            [*works, lambda: names["_fetch"](None, self.queries, self.keys, self.values, qs, ks, vs, plan, board)]
+        )
 
 
 def calls(dice: random.Random) -> tuple[tuple[int, ...], dict[str, Any]]:
@@ -171,7 +201,9 @@ def test_every_row_of_random_calls(seed: int, monkeypatch: pytest.MonkeyPatch) -
         expected = scores.softmax(-1).nan_to_num(0) @ v.double().repeat_interleave(group, 1)
         what = f"{tuple(q.shape)} {columns} {given} {groups} groups, {programs} programs"
         torch.testing.assert_close(o.double(), expected, atol=2e-2, rtol=2e-2, msg=lambda m, what=what: f"{what}: {m}")
-        torch.testing.assert_close(lse.double(), scores.logsumexp(-1), atol=1e-4, rtol=1e-4, msg=lambda m, what=what: f"{what}: lse: {m}")
+        torch.testing.assert_close(
+            lse.double(), scores.logsumexp(-1), atol=1e-4, rtol=1e-4, msg=lambda m, what=what: f"{what}: lse: {m}"
+        )
     assert set(again.elements()) >= {1, 3}, "no block's exponentials were beyond what is kept"
 
 
@@ -201,15 +233,27 @@ def test_ragged_tiles_of_full_attention(groups: int) -> None:
         assert sorted(places) == [(head, tile * high) for head in range(heads) for tile in range(tiles)]
         ends = [n for n, (_, row) in enumerate(places) if row == (tiles - 1) * high]
         late = groups == 3 and rows <= tiles * high - 64
-        assert ends == (list(range(heads * (tiles - 1), heads * tiles)) if late else list(range(0, heads * tiles, tiles)))
+        assert ends == (
+            list(range(heads * (tiles - 1), heads * tiles)) if late else list(range(0, heads * tiles, tiles))
+        )
 
 
 def loads(heads: int, tiles: int, couples: int, section: int, programs: int, more: int = 0) -> list[float]:
     """What each program has to do: blocks of keys, `more` for all tiles, and 1.5 for a tile. Every tile of every head is taken once."""
-    names: dict[str, Any] = {"gl": SimpleNamespace(num_programs=lambda _: programs, minimum=min, where=lambda c, x, y: x if c else y)}
+    names: dict[str, Any] = {
+        "gl": SimpleNamespace(num_programs=lambda _: programs, minimum=min, where=lambda c, x, y: x if c else y)
+    }
     define(names, _hopper_plan)
     plan, taken, found = object.__new__(names["Plan"]), set(), []
-    facts = {"turns": heads, "tiles": tiles, "couples": couples, "section": section, "BM": 128, "LEFT": False, "RIGHT": True}
+    facts = {
+        "turns": heads,
+        "tiles": tiles,
+        "couples": couples,
+        "section": section,
+        "BM": 128,
+        "LEFT": False,
+        "RIGHT": True,
+    }
     plan.__dict__.update(facts)
     for program in range(programs):
         names["gl"].program_id = lambda _, program=program: program
@@ -232,15 +276,29 @@ def test_every_tile_is_taken_once() -> None:
         heads, tiles, programs = dice.randint(1, 40), dice.randint(1, 20), dice.randint(1, 30)
         couples = dice.randint(0, heads // 2)
         loads(heads, tiles, couples, dice.randint(1, max(1, heads - 2 * couples)), programs)
-        couples = _hopper_plan._couples(heads, tiles * dice.choice((1, 10)), programs, dice.randint(0, 10), dice.randint(0, 9))
+        couples = _hopper_plan._couples(
+            heads, tiles * dice.choice((1, 10)), programs, dice.randint(0, 10), dice.randint(0, 9)
+        )
         assert 0 <= 2 * couples <= heads
 
 
-@pytest.mark.parametrize(("heads", "tiles", "programs", "more", "least"), [
-    (256, 8, 132, 0, 0.985), (128, 16, 132, 0, 0.99), (64, 32, 132, 0, 0.99), (64, 33, 132, 0, 0.99), (16, 128, 132, 0, 0.99),
-    (80, 24, 132, 0, 0.99), (32, 64, 114, 0, 0.99), (128, 16, 78, 0, 0.99), (1000, 4, 132, 0, 0.985),
-    (160, 2, 132, 16, 0.8), (96, 4, 132, 32, 0.96), (64, 32, 132, 32, 0.97),
-])  # fmt: skip
+@pytest.mark.parametrize(
+    ("heads", "tiles", "programs", "more", "least"),
+    [
+        (256, 8, 132, 0, 0.985),
+        (128, 16, 132, 0, 0.99),
+        (64, 32, 132, 0, 0.99),
+        (64, 33, 132, 0, 0.99),
+        (16, 128, 132, 0, 0.99),
+        (80, 24, 132, 0, 0.99),
+        (32, 64, 114, 0, 0.99),
+        (128, 16, 78, 0, 0.99),
+        (1000, 4, 132, 0, 0.985),
+        (160, 2, 132, 16, 0.8),
+        (96, 4, 132, 32, 0.96),
+        (64, 32, 132, 32, 0.97),
+    ],
+)
 def test_causal_programs_end_together(heads: int, tiles: int, programs: int, more: int, least: float) -> None:
     """Programs are busy for that share of the longest's time. Pairs alone keep 132 busy for 0.970 of it where tiles are a power of two; of
     chunks at the end of long keys (`more`) all tiles are nearly alike, and it is their number that must be."""
@@ -270,13 +328,17 @@ def test_masks_by_bits(columns: int, keep: bool) -> None:
         where = [(n % 4 // 2, n // 4 * 8 + 2 * thread + n % 2) for n in range(N)]  # row, column
         for last in (*range(-9, 137), -(10**6), 10**6):
             lasts = last, 3 - last  # the two rows'
-            held: dict[str, Any] = {"%laneid": thread + 4, "0fFF800000": None} | {f"${n}": column for n, (_, column) in enumerate(where)}
+            held: dict[str, Any] = {"%laneid": thread + 4, "0fFF800000": None} | {
+                f"${n}": column for n, (_, column) in enumerate(where)
+            }
             held |= {f"${2 * N + n}": lasts[row] for n, (row, _) in enumerate(where)}
             for line in lines:
                 name, to, *sources = line.replace(",", "").split()
                 values = [held[x] if x in held else int(x) for x in sources]
                 held[to] = operations[name.split(".")[0]](*values)
-            assert [held[f"${n}"] for n in range(N)] == [column if (column <= lasts[row]) == keep else None for row, column in where]
+            assert [held[f"${n}"] for n in range(N)] == [
+                column if (column <= lasts[row]) == keep else None for row, column in where
+            ]
 
 
 @pytest.mark.compiles
@@ -316,12 +378,20 @@ def test_exponentials_come_before_the_wait(D: int, causal: bool, dtype: torch.dt
     most = {torch.float16: "47000000", torch.bfloat16: "5D800000"}[dtype]
     for group in range(facts["GROUPS"]):
         assert found.texts["ptx"].count(f".reg .pred beyond{group};") == 1
-        assert found.texts["ptx"].count(f"barrier.cta.red.or.pred beyond{group}, {10 + group}, 128, beyond{group};") == 1
-        above = re.findall(rf"setp.gtu(.*).f32 beyond{group}, %r?f?\d+, 0f{most}(.*);$", found.texts["ptx"].replace("; ", ";\n"), re.M)
+        assert (
+            found.texts["ptx"].count(f"barrier.cta.red.or.pred beyond{group}, {10 + group}, 128, beyond{group};") == 1
+        )
+        above = re.findall(
+            rf"setp.gtu(.*).f32 beyond{group}, %r?f?\d+, 0f{most}(.*);$", found.texts["ptx"].replace("; ", ";\n"), re.M
+        )
         assert above == [("", "")] + [(".or", f", beyond{group}")] * 3
     code = re.findall(r"^\s*(?:(\.L_x_\d+):|/\*\w{4,}\*/\s+(.*?) *;)", found.texts["sass"], re.M)
     labels = {label: n for n, (label, _) in enumerate(code) if label}
-    tokens = [(n, what[0]) for n, (_, line) in enumerate(code) if (what := re.findall(r"HGMMA|MUFU.EX2|WARPGROUP.DEPBAR", line))]
+    tokens = [
+        (n, what[0])
+        for n, (_, line) in enumerate(code)
+        if (what := re.findall(r"HGMMA|MUFU.EX2|WARPGROUP.DEPBAR", line))
+    ]
     orders = {}  # of what follows the first product of a loop
     for n, (_, line) in enumerate(code):
         back = re.search(r"BRA `\((\.L_x_\d+)\)", line)
@@ -330,6 +400,8 @@ def test_exponentials_come_before_the_wait(D: int, causal: bool, dtype: torch.dt
             if inside:
                 orders[inside[0]] = [what for _, what in tokens[inside[0] :]]
     firsts = [o.index("WARPGROUP.DEPBAR") for o in orders.values()]
-    wanted = [["HGMMA"] * n + ["WARPGROUP.DEPBAR"] + ["MUFU.EX2"] * (facts["BN"] // 2) + ["WARPGROUP.DEPBAR"] for n in firsts]
+    wanted = [
+        ["HGMMA"] * n + ["WARPGROUP.DEPBAR"] + ["MUFU.EX2"] * (facts["BN"] // 2) + ["WARPGROUP.DEPBAR"] for n in firsts
+    ]
     kept = [o[: len(w)] == w and n > D // 16 for o, w, n in zip(orders.values(), wanted, firsts, strict=True)]
     assert sum(kept) == facts["GROUPS"], orders

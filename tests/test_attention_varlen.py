@@ -15,14 +15,23 @@ from ridgeline.boundary import INTERPRETED
 @kernels
 def test_all_options_of_packed_sequences(device: str) -> None:
     """Against the law; and against attention, sequence by sequence."""
-    lengths = st.lists(st.tuples(*[st.integers(0, 30 if INTERPRETED else 400)] * 2), min_size=1, max_size=3 if INTERPRETED else 9)
+    lengths = st.lists(
+        st.tuples(*[st.integers(0, 30 if INTERPRETED else 400)] * 2), min_size=1, max_size=3 if INTERPRETED else 9
+    )
 
     @sampled(device)
     @hypothesis.given(
-        lengths, st.integers(1, 2), st.integers(1, 2), st.sampled_from([16, 24] if INTERPRETED else [16, 64, 80, 128]), options()
+        lengths,
+        st.integers(1, 2),
+        st.integers(1, 2),
+        st.sampled_from([16, 24] if INTERPRETED else [16, 64, 80, 128]),
+        options(),
     )
     def _(sizes: list[tuple[int, int]], Hkv: int, G: int, D: int, chosen: dict[str, Any]) -> None:
-        cu = [torch.tensor([0, *n], device=device, dtype=torch.int32).cumsum(0, dtype=torch.int32) for n in zip(*sizes, strict=True)]
+        cu = [
+            torch.tensor([0, *n], device=device, dtype=torch.int32).cumsum(0, dtype=torch.int32)
+            for n in zip(*sizes, strict=True)
+        ]
         q, k, v = qkv((int(cu[0][-1]), Hkv * G, D), (int(cu[1][-1]), Hkv, D), device)
         packed = outcome(ridgeline.attention_varlen, [q, k, v, *cu], **chosen | {"return_lse": True}, impl="triton")
         single = []
@@ -39,13 +48,18 @@ def test_all_options_of_packed_sequences(device: str) -> None:
 @kernels
 def test_packed_sequences_in_half_precision(device: str) -> None:
     """Against the law; among these, sequences of one side alone."""
-    lengths = st.lists(st.tuples(*[st.integers(0, 30 if INTERPRETED else 700)] * 2), min_size=1, max_size=3 if INTERPRETED else 9)
+    lengths = st.lists(
+        st.tuples(*[st.integers(0, 30 if INTERPRETED else 700)] * 2), min_size=1, max_size=3 if INTERPRETED else 9
+    )
     D = st.sampled_from([16, 24] if INTERPRETED else [16, 40, 64, 80, 96, 128, 200, 256])
 
     @sampled(device)
     @hypothesis.given(lengths, st.integers(1, 2), st.integers(1, 3), D, st.sampled_from(DTYPES[1:]), options())
     def _(sizes: list[tuple[int, int]], Hkv: int, G: int, D: int, dtype: torch.dtype, chosen: dict[str, Any]) -> None:
-        cu = [torch.tensor([0, *n], device=device, dtype=torch.int32).cumsum(0, dtype=torch.int32) for n in zip(*sizes, strict=True)]
+        cu = [
+            torch.tensor([0, *n], device=device, dtype=torch.int32).cumsum(0, dtype=torch.int32)
+            for n in zip(*sizes, strict=True)
+        ]
         args = qkv((int(cu[0][-1]), Hkv * G, D), (int(cu[1][-1]), Hkv, D), device, dtype=dtype)
         lawful("attention_varlen", [*args, *cu], chosen, HERE)
 
@@ -55,12 +69,24 @@ def test_packed_sequences_in_half_precision(device: str) -> None:
 def test_nothing_comes_over_from_other_sequences(impl: str, device: str) -> None:
     """NaN in one sequence, and in what lies after the last, stays there, forward and backward."""
     size, dtype = (10, torch.float16) if INTERPRETED else (100, torch.bfloat16)
-    cu = torch.tensor([0, 2, 3, 5] + [6] * INTERPRETED, dtype=torch.int32, device=device) * size  # a CPU holds it to the tokens
-    wide = [(False, 128, None), (True, 128, False), (True, 64, None), (False, 64, False), (True, 80, None), (True, 256, None)]
+    cu = (
+        torch.tensor([0, 2, 3, 5] + [6] * INTERPRETED, dtype=torch.int32, device=device) * size
+    )  # a CPU holds it to the tokens
+    wide = [
+        (False, 128, None),
+        (True, 128, False),
+        (True, 64, None),
+        (False, 64, False),
+        (True, 80, None),
+        (True, 256, None),
+    ]
     for causal, D, same in ((False, 16, None), (True, 16, None), *wide * (not INTERPRETED)):
         q, k, v, do = (
             t.detach()
-            for t in [*qkv((6 * size, 2, D), (6 * size, 1, D), device, dtype=dtype), make(6 * size, 2, D, device=device, dtype=dtype)]
+            for t in [
+                *qkv((6 * size, 2, D), (6 * size, 1, D), device, dtype=dtype),
+                make(6 * size, 2, D, device=device, dtype=dtype),
+            ]
         )
         bad = [t.clone() for t in (q, k, v, do)]
         for t in bad:
@@ -95,7 +121,14 @@ def test_reruns_of_packed_sequences_are_equal(impl: str, given: dict[str, Any], 
 def test_wrong_lengths_touch_nothing_else(impl: str, D: int) -> None:
     """Values of cu_seqlens that make no sense: no illegal address, and what lies around the results stays."""
     q, k, v = qkv((300, 4, D), (300, 4, D), "cuda", dtype=torch.bfloat16)
-    for ends in ([5, -7, 1 << 30], [0, 200, 100], [0, 900, 1200], [-5, -5, -5], [300, 0, 300], [1 - (1 << 31), -(1 << 31), 300]):
+    for ends in (
+        [5, -7, 1 << 30],
+        [0, 200, 100],
+        [0, 900, 1200],
+        [-5, -5, -5],
+        [300, 0, 300],
+        [1 - (1 << 31), -(1 << 31), 300],
+    ):
         cu = torch.tensor(ends, dtype=torch.int32, device="cuda")
         for same in (None, False):
             ridgeline.attention_varlen(q, k, v, cu, cu, causal=True, deterministic=same, impl=impl).sum().backward()

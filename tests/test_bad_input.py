@@ -67,14 +67,35 @@ BAD: Bad = {
     "transpose: no tensor": (lambda: ridgeline.transpose([1.0]), ["list", "tensor"]),
     "transpose: another layout": (lambda: ridgeline.transpose(sparse), ["sparse", "dense"]),
     "copy: no tensor": (lambda: ridgeline.copy(3), ["int", "tensor"]),
-    "upsample_nearest2d: three dimensions": (lambda: ridgeline.upsample_nearest2d(image, 2), ["(N, C, H, W)", "(2, 6, 3)"]),
+    "upsample_nearest2d: three dimensions": (
+        lambda: ridgeline.upsample_nearest2d(image, 2),
+        ["(N, C, H, W)", "(2, 6, 3)"],
+    ),
     "upsample_nearest2d: integers": (lambda: ridgeline.upsample_nearest2d(image[None].int(), 2), ["floating", "int32"]),
-    "upsample_nearest2d: a scale of 0": (lambda: ridgeline.upsample_nearest2d(image[None], 0), ["scale_factor", "above 0", "0"]),
-    "upsample_nearest2d: three scales": (lambda: ridgeline.upsample_nearest2d(image[None], (2, 2, 2)), ["pair", "(2, 2, 2)"]),
-    "upsample_nearest2d: a scale that is none": (lambda: ridgeline.upsample_nearest2d(image[None], "2"), ["scale_factor", "'2'"]),
-    "upsample_nearest2d: a scale without end": (lambda: ridgeline.upsample_nearest2d(image[None], float("inf")), ["scale_factor", "inf"]),
-    "upsample_nearest2d: a scale beyond all pixels": (lambda: ridgeline.upsample_nearest2d(image[None], 1e300), ["scale_factor", "1e+300"]),
-    "upsample_nearest2d: a scale beyond all floats": (lambda: ridgeline.upsample_nearest2d(image[None], 10**400), ["scale_factor", "2^31"]),
+    "upsample_nearest2d: a scale of 0": (
+        lambda: ridgeline.upsample_nearest2d(image[None], 0),
+        ["scale_factor", "above 0", "0"],
+    ),
+    "upsample_nearest2d: three scales": (
+        lambda: ridgeline.upsample_nearest2d(image[None], (2, 2, 2)),
+        ["pair", "(2, 2, 2)"],
+    ),
+    "upsample_nearest2d: a scale that is none": (
+        lambda: ridgeline.upsample_nearest2d(image[None], "2"),
+        ["scale_factor", "'2'"],
+    ),
+    "upsample_nearest2d: a scale without end": (
+        lambda: ridgeline.upsample_nearest2d(image[None], float("inf")),
+        ["scale_factor", "inf"],
+    ),
+    "upsample_nearest2d: a scale beyond all pixels": (
+        lambda: ridgeline.upsample_nearest2d(image[None], 1e300),
+        ["scale_factor", "1e+300"],
+    ),
+    "upsample_nearest2d: a scale beyond all floats": (
+        lambda: ridgeline.upsample_nearest2d(image[None], 10**400),
+        ["scale_factor", "2^31"],
+    ),
     "upsample_nearest2d: no pixel left": (lambda: ridgeline.upsample_nearest2d(image[None], 0.1), ["pixel", "0.1"]),
     "rms_norm: no dimension": (lambda: ridgeline.rms_norm(torch.ones(())), ["one dimension"]),
     "add_rms_norm: no weight": (lambda: ridgeline.add_rms_norm(x, x, None), ["weight", "NoneType"]),
@@ -82,7 +103,10 @@ BAD: Bad = {
     "add_layer_norm: another dtype": (lambda: ridgeline.add_layer_norm(x, half, w), ["residual", "float32", "float16"]),
     "add_layer_norm: a residual elsewhere": (lambda: ridgeline.add_layer_norm(x, away, w), ["residual", "cpu", "meta"]),
     "layer_norm: a long bias": (lambda: ridgeline.layer_norm(x, w, torch.ones(7)), ["bias", "(6,)", "(7,)"]),
-    "rms_norm: a zero weight, memory_efficient": (lambda: ridgeline.rms_norm(x, zero, memory_efficient=True), ["memory_efficient", "zero"]),
+    "rms_norm: a zero weight, memory_efficient": (
+        lambda: ridgeline.rms_norm(x, zero, memory_efficient=True),
+        ["memory_efficient", "zero"],
+    ),
     "layer_norm: a zero weight, memory_efficient": (
         lambda: ridgeline.layer_norm(x, torch.nn.Parameter(zero), memory_efficient=True),
         ["memory_efficient", "zero"],
@@ -95,10 +119,16 @@ BAD: Bad = {
     "reduce_sum: a dimension twice": (lambda: ridgeline.reduce_sum(x, (0, -2)), ["once", "(0, -2)"]),
     "reduce_sum: a dim that is no int": (lambda: ridgeline.reduce_sum(x, 1.0), ["1.0", "-2 to 1"]),
     "reduce_sum: a dtype's name": (lambda: ridgeline.reduce_sum(x, dtype="float32"), ["'float32'", "torch.float32"]),
-    "reduce_sum: a dtype in keepdim's place": (lambda: ridgeline.reduce_sum(x, 0, torch.float32), ["keepdim", "torch.float32"]),
+    "reduce_sum: a dtype in keepdim's place": (
+        lambda: ridgeline.reduce_sum(x, 0, torch.float32),
+        ["keepdim", "torch.float32"],
+    ),
     "reduce_sum: no tensor": (lambda: ridgeline.reduce_sum([1.0]), ["list", "tensor"]),
     "reduce_sum: sparse float64": (lambda: ridgeline.reduce_sum(sparse.double()), ["sparse", "dense"]),
-    "reduce_sum: a float64 kernel": (lambda: ridgeline.reduce_sum(x.double(), impl="v0"), ["'v0'", "float32", "float64"]),
+    "reduce_sum: a float64 kernel": (
+        lambda: ridgeline.reduce_sum(x.double(), impl="v0"),
+        ["'v0'", "float32", "float64"],
+    ),
     "dot: a matrix": (lambda: ridgeline.dot(x, x), ["vectors", "(4, 6)"]),
     "dot: two lengths": (lambda: ridgeline.dot(w, w5), ["(6,)", "(5,)"]),
     "dot: two dtypes": (lambda: ridgeline.dot(w, w.half()), ["float32", "float16"]),
@@ -109,15 +139,33 @@ BAD: Bad = {
     "weighted_sum: a weight elsewhere": (lambda: ridgeline.weighted_sum(x, waway), ["cpu", "meta"]),
     "weighted_sum: integers": (lambda: ridgeline.weighted_sum(x, wint), ["weight", "int32", "float32"]),
     "masked_softmax: a mask of floats": (lambda: ridgeline.masked_softmax(x, x), ["torch.bool", "float32"]),
-    "masked_softmax: a mask that does not broadcast": (lambda: ridgeline.masked_softmax(x, yes[:, :5]), ["mask", "(4, 6)", "(4, 5)"]),
-    "masked_softmax: a mask that is larger": (lambda: ridgeline.masked_softmax(x[:1], yes), ["mask", "(1, 6)", "(4, 6)"]),
+    "masked_softmax: a mask that does not broadcast": (
+        lambda: ridgeline.masked_softmax(x, yes[:, :5]),
+        ["mask", "(4, 6)", "(4, 5)"],
+    ),
+    "masked_softmax: a mask that is larger": (
+        lambda: ridgeline.masked_softmax(x[:1], yes),
+        ["mask", "(1, 6)", "(4, 6)"],
+    ),
     "masked_softmax: a mask elsewhere": (lambda: ridgeline.masked_softmax(x, yes.to("meta")), ["mask", "cpu", "meta"]),
-    "masked_softmax: a bias that does not broadcast": (lambda: ridgeline.masked_softmax(x, yes, bias=w5), ["bias", "(4, 6)", "(5,)"]),
+    "masked_softmax: a bias that does not broadcast": (
+        lambda: ridgeline.masked_softmax(x, yes, bias=w5),
+        ["bias", "(4, 6)", "(5,)"],
+    ),
     "masked_softmax: an integer tensor": (lambda: ridgeline.masked_softmax(whole, yes), ["int32", "floating"]),
     "masked_softmax: a scale that is none": (lambda: ridgeline.masked_softmax(x, yes, "1"), ["scale", "str"]),
-    "masked_softmax: p above 1": (lambda: ridgeline.masked_softmax(x, yes, dropout_p=1.5), ["dropout_p", "1.5", "between 0 and 1"]),
-    "masked_softmax: p below 0": (lambda: ridgeline.masked_softmax(x, yes, dropout_p=-0.1), ["dropout_p", "-0.1", "between 0 and 1"]),
-    "masked_softmax: a seed that is none": (lambda: ridgeline.masked_softmax(x, yes, dropout_p=0.5, seed="7"), ["seed", "str"]),
+    "masked_softmax: p above 1": (
+        lambda: ridgeline.masked_softmax(x, yes, dropout_p=1.5),
+        ["dropout_p", "1.5", "between 0 and 1"],
+    ),
+    "masked_softmax: p below 0": (
+        lambda: ridgeline.masked_softmax(x, yes, dropout_p=-0.1),
+        ["dropout_p", "-0.1", "between 0 and 1"],
+    ),
+    "masked_softmax: a seed that is none": (
+        lambda: ridgeline.masked_softmax(x, yes, dropout_p=0.5, seed="7"),
+        ["seed", "str"],
+    ),
     "masked_softmax: a sparse mask": (lambda: ridgeline.masked_softmax(square, sparse.bool()), ["sparse", "dense"]),
     "dropout: p above 1": (lambda: ridgeline.dropout(x, 1.5), ["1.5", "0 to 1"]),
     "dropout: p below 0": (lambda: ridgeline.dropout(x, -0.5), ["-0.5", "0 to 1"]),
@@ -133,11 +181,26 @@ BAD: Bad = {
     "rope: a table elsewhere": (lambda: ridgeline.rope(q, q, table, table.to("meta")), ["sin", "cpu", "meta"]),
     "rope: integers": (lambda: ridgeline.rope(q, q, table.int(), table), ["cos", "int32"]),
     "rope: an angle's gradient": (lambda: ridgeline.rope(q, q, table.clone().requires_grad_(), table), ["detached"]),
-    "rope: positions of another shape": (lambda: ridgeline.rope(q, q, table, table, positions=labels), ["positions", "(1, 3)", "(6,)"]),
-    "rope: positions out of range": (lambda: ridgeline.rope(q, q, table, table, positions=labels[:3] + 5), ["0 to 4", "5"]),
-    "bias_mask_scale_add: a short bias": (lambda: ridgeline.bias_mask_scale_add(x, torch.ones(1), yes, 1.0, x), ["bias", "(4, 6)", "(1,)"]),
-    "bias_mask_scale_add: a matrix as bias": (lambda: ridgeline.bias_mask_scale_add(x, x, yes, 1.0, x), ["bias", "(4, 6)"]),
-    "bias_mask_scale_add: a scale that is none": (lambda: ridgeline.bias_mask_scale_add(x, w, yes, "1", x), ["scale", "str"]),
+    "rope: positions of another shape": (
+        lambda: ridgeline.rope(q, q, table, table, positions=labels),
+        ["positions", "(1, 3)", "(6,)"],
+    ),
+    "rope: positions out of range": (
+        lambda: ridgeline.rope(q, q, table, table, positions=labels[:3] + 5),
+        ["0 to 4", "5"],
+    ),
+    "bias_mask_scale_add: a short bias": (
+        lambda: ridgeline.bias_mask_scale_add(x, torch.ones(1), yes, 1.0, x),
+        ["bias", "(4, 6)", "(1,)"],
+    ),
+    "bias_mask_scale_add: a matrix as bias": (
+        lambda: ridgeline.bias_mask_scale_add(x, x, yes, 1.0, x),
+        ["bias", "(4, 6)"],
+    ),
+    "bias_mask_scale_add: a scale that is none": (
+        lambda: ridgeline.bias_mask_scale_add(x, w, yes, "1", x),
+        ["scale", "str"],
+    ),
     "bias_mask_scale_add: a mask's gradient": (
         lambda: ridgeline.bias_mask_scale_add(x, w, x.clone().requires_grad_(), 1.0, x),
         ["mask", "detach"],
@@ -146,7 +209,10 @@ BAD: Bad = {
         lambda: ridgeline.bias_mask_scale_add(square, w, sparse.bool(), 1.0, square),
         ["sparse", "dense"],
     ),
-    "bias_mask_scale_add: a mask of integers": (lambda: ridgeline.bias_mask_scale_add(x, w, whole, 1.0, x), ["mask", "boolean", "int32"]),
+    "bias_mask_scale_add: a mask of integers": (
+        lambda: ridgeline.bias_mask_scale_add(x, w, whole, 1.0, x),
+        ["mask", "boolean", "int32"],
+    ),
     "index_add: no tensor": (lambda: ridgeline.index_add(x, 0, [0, 1], x), ["index", "list"]),
     "index_add: a dim that is not there": (lambda: ridgeline.index_add(x, 2, labels[:4], x), ["dim", "-2", "2"]),
     "index_add: an index of floats": (lambda: ridgeline.index_add(x, 0, w, x), ["index", "int64", "float32"]),
@@ -158,7 +224,10 @@ BAD: Bad = {
     "index_add: a number": (lambda: ridgeline.index_add(torch.ones(()), 0, labels, w), ["x", "one dimension or more"]),
     "index_add: no rows": (lambda: ridgeline.index_add(x[:0], 0, labels, square), ["index", "empty", "6"]),
     "index_add: alpha": (lambda: ridgeline.index_add(x, 1, labels, x, alpha="2"), ["alpha", "str"]),
-    "index_add: deterministic": (lambda: ridgeline.index_add(x, 1, labels, x, deterministic="no"), ["deterministic", "'no'"]),
+    "index_add: deterministic": (
+        lambda: ridgeline.index_add(x, 1, labels, x, deterministic="no"),
+        ["deterministic", "'no'"],
+    ),
     "cumsum: a dim that is not there": (lambda: ridgeline.cumsum(x, 2), ["dim", "-2", "2"]),
     "cumsum: no tensor": (lambda: ridgeline.cumsum([1.0], 0), ["list", "tensor"]),
     "cumsum: a dtype's name": (lambda: ridgeline.cumsum(x, 0, "int32"), ["dtype", "'int32'", "torch.float32"]),
@@ -186,42 +255,84 @@ BAD: Bad = {
         lambda: ridgeline.linear_cross_entropy(square, square, labels, chunk_memory=-1),
         ["chunk_memory", "bytes", "-1"],
     ),
-    "attention: D": (lambda: ridgeline.attention(a[..., :12], b[..., :12], b[..., :12]), ["multiple of 8", "16", "256", "12"]),
-    "attention: a large D": (lambda: ridgeline.attention(*[torch.ones(1, 1, 2, 264)] * 3), ["multiple of 8", "256", "264"]),
+    "attention: D": (
+        lambda: ridgeline.attention(a[..., :12], b[..., :12], b[..., :12]),
+        ["multiple of 8", "16", "256", "12"],
+    ),
+    "attention: a large D": (
+        lambda: ridgeline.attention(*[torch.ones(1, 1, 2, 264)] * 3),
+        ["multiple of 8", "256", "264"],
+    ),
     "attention: heads": (lambda: ridgeline.attention(a[:, :3], b, b), ["multiple", "3", "2"]),
     "attention: two dtypes": (lambda: ridgeline.attention(a, b.half(), b), ["float32", "float16", "one"]),
     "attention: integers": (lambda: ridgeline.attention(a.int(), b.int(), b.int()), ["floating", "int32"]),
     "attention: 8 bits": (lambda: ridgeline.attention(*[t.to(E4M3) for t in (a, b, b)]), ["float8_e4m3fn", "bfloat16"]),
     "attention: no tensor beside two dtypes": (lambda: ridgeline.attention(a, b.half(), None), ["float16", "NoneType"]),
-    "attention: causal as a tensor": (lambda: ridgeline.attention(a, b, b, causal=yes[0]), ["causal", "bottom_right", "tensor"]),
-    "attention: deterministic as a tensor": (lambda: ridgeline.attention(a, b, b, deterministic=yes[0]), ["deterministic", "tensor"]),
+    "attention: causal as a tensor": (
+        lambda: ridgeline.attention(a, b, b, causal=yes[0]),
+        ["causal", "bottom_right", "tensor"],
+    ),
+    "attention: deterministic as a tensor": (
+        lambda: ridgeline.attention(a, b, b, deterministic=yes[0]),
+        ["deterministic", "tensor"],
+    ),
     "attention: strides": (lambda: ridgeline.attention(a.mT.contiguous().mT, b, b), ["contiguous", "q", "5"]),
-    "attention: shapes of k and v": (lambda: ridgeline.attention(a, b, b[:, :, 1:]), ["k", "v", "(1, 2, 7, 16)", "(1, 2, 6, 16)"]),
-    "attention: three dimensions": (lambda: ridgeline.attention(a[0], b[0], b[0]), ["(batch, heads, tokens, D)", "(4, 5, 16)"]),
+    "attention: shapes of k and v": (
+        lambda: ridgeline.attention(a, b, b[:, :, 1:]),
+        ["k", "v", "(1, 2, 7, 16)", "(1, 2, 6, 16)"],
+    ),
+    "attention: three dimensions": (
+        lambda: ridgeline.attention(a[0], b[0], b[0]),
+        ["(batch, heads, tokens, D)", "(4, 5, 16)"],
+    ),
     "attention: no tensor": (lambda: ridgeline.attention(a, b, None), ["v", "tensor", "NoneType"]),
     "attention: two devices": (lambda: ridgeline.attention(a, b.to("meta"), b), ["cpu", "meta"]),
     "attention: a mask that does not broadcast": (
         lambda: ridgeline.attention(a, b, b, mask=torch.ones(5, 6)),
         ["mask", "(1, 4, 5, 7)", "(5, 6)"],
     ),
-    "attention: a mask's gradient": (lambda: ridgeline.attention(a, b, b, mask=torch.ones(7, requires_grad=True)), ["mask", "detach"]),
+    "attention: a mask's gradient": (
+        lambda: ridgeline.attention(a, b, b, mask=torch.ones(7, requires_grad=True)),
+        ["mask", "detach"],
+    ),
     "attention: a mask of integers": (lambda: ridgeline.attention(a, b, b, mask=labels[:1]), ["mask", "bool", "int64"]),
-    "attention: a mask elsewhere": (lambda: ridgeline.attention(a, b, b, mask=torch.ones(7, device="meta")), ["mask", "cpu", "meta"]),
-    "attention: another word": (lambda: ridgeline.attention(a, b, b, causal="top_right"), ["causal", "bottom_right", "top_right"]),
+    "attention: a mask elsewhere": (
+        lambda: ridgeline.attention(a, b, b, mask=torch.ones(7, device="meta")),
+        ["mask", "cpu", "meta"],
+    ),
+    "attention: another word": (
+        lambda: ridgeline.attention(a, b, b, causal="top_right"),
+        ["causal", "bottom_right", "top_right"],
+    ),
     "attention: a window": (lambda: ridgeline.attention(a, b, b, window=(3, -2)), ["window", "(3, -2)", "left"]),
     "attention: a window of one": (lambda: ridgeline.attention(a, b, b, window=3), ["window", "3", "left"]),
     "attention: a softcap of 0": (lambda: ridgeline.attention(a, b, b, softcap=0), ["softcap", "above 0"]),
     "attention: a scale that is none": (lambda: ridgeline.attention(a, b, b, scale="1"), ["scale", "'1'"]),
     "attention: deterministic": (lambda: ridgeline.attention(a, b, b, deterministic="yes"), ["deterministic", "yes"]),
-    "attention: what torch has not": (lambda: ridgeline.attention(a, b, b, softcap=1.0, impl="torch"), ["impl='torch'", "softcap"]),
+    "attention: what torch has not": (
+        lambda: ridgeline.attention(a, b, b, softcap=1.0, impl="torch"),
+        ["impl='torch'", "softcap"],
+    ),
     "attention_varlen: a long dtype": (
         lambda: ridgeline.attention_varlen(*[packed] * 3, ends.long(), ends),
         ["cu_seqlens_q", "int32", "int64"],
     ),
-    "attention_varlen: a list": (lambda: ridgeline.attention_varlen(*[packed] * 3, ends, [0, 5]), ["cu_seqlens_k", "int32", "list"]),
-    "attention_varlen: lengths": (lambda: ridgeline.attention_varlen(*[packed] * 3, ends, ends[:2]), ["as many", "3", "2"]),
-    "attention_varlen: a matrix": (lambda: ridgeline.attention_varlen(*[packed] * 3, ends[None], ends), ["(sequences + 1,)", "(1, 3)"]),
-    "attention_varlen: a short end": (lambda: ridgeline.attention_varlen(*[packed] * 3, ends - 1, ends), ["rise from 0", "5"]),
+    "attention_varlen: a list": (
+        lambda: ridgeline.attention_varlen(*[packed] * 3, ends, [0, 5]),
+        ["cu_seqlens_k", "int32", "list"],
+    ),
+    "attention_varlen: lengths": (
+        lambda: ridgeline.attention_varlen(*[packed] * 3, ends, ends[:2]),
+        ["as many", "3", "2"],
+    ),
+    "attention_varlen: a matrix": (
+        lambda: ridgeline.attention_varlen(*[packed] * 3, ends[None], ends),
+        ["(sequences + 1,)", "(1, 3)"],
+    ),
+    "attention_varlen: a short end": (
+        lambda: ridgeline.attention_varlen(*[packed] * 3, ends - 1, ends),
+        ["rise from 0", "5"],
+    ),
     "attention_varlen: backwards": (
         lambda: ridgeline.attention_varlen(*[packed] * 3, ends, ends[[0, 2, 1]]),
         ["cu_seqlens_k", "rise", "5"],
@@ -230,7 +341,10 @@ BAD: Bad = {
         lambda: ridgeline.attention_varlen(*[packed] * 3, ends, ends, max_seqlen_k=2),
         ["max_seqlen_k", "2", "longer"],
     ),
-    "attention_varlen: four dimensions": (lambda: ridgeline.attention_varlen(a, b, b, ends, ends), ["(tokens, heads, D)", "(1, 4, 5, 16)"]),
+    "attention_varlen: four dimensions": (
+        lambda: ridgeline.attention_varlen(a, b, b, ends, ends),
+        ["(tokens, heads, D)", "(1, 4, 5, 16)"],
+    ),
     "gemv: inner sizes": (lambda: ridgeline.gemv(x, w5), ["(4, 6)", "(5,)"]),
     "gemv: many rows": (lambda: ridgeline.gemv(x, torch.ones(17, 6)), ["16", "17", "matmul"]),
     "gemv: two dtypes": (lambda: ridgeline.gemv(x, w.half()), ["float32", "float16"]),
@@ -239,27 +353,54 @@ BAD: Bad = {
     "gemv: no tensor": (lambda: ridgeline.gemv(x, 3), ["int", "tensor"]),
     "quantize_int8: integers": (lambda: ridgeline.quantize_int8(whole), ["int32", "float32"]),
     "quantize_int8: no tensor": (lambda: ridgeline.quantize_int8([1.0]), ["list", "tensor"]),
-    "quantize_int8: another granularity": (lambda: ridgeline.quantize_int8(x, granularity="column"), ["column", '"row"', '"tensor"']),
-    "quantize_int8: rows of a number": (lambda: ridgeline.quantize_int8(torch.ones(()), granularity="row"), ["rows", "'row'"]),
+    "quantize_int8: another granularity": (
+        lambda: ridgeline.quantize_int8(x, granularity="column"),
+        ["column", '"row"', '"tensor"'],
+    ),
+    "quantize_int8: rows of a number": (
+        lambda: ridgeline.quantize_int8(torch.ones(()), granularity="row"),
+        ["rows", "'row'"],
+    ),
     "quantize_int8: symmetric": (lambda: ridgeline.quantize_int8(x, symmetric=None), ["symmetric", "None"]),
     "quantize_fp8: 8 bits": (lambda: ridgeline.quantize_fp8(x.to(E4M3)), ["float8_e4m3fn", "float32"]),
-    "quantize_fp8: another block": (lambda: ridgeline.quantize_fp8(x, block=(1, 64)), ["(1, 64)", "(1, 128)", "(128, 128)"]),
+    "quantize_fp8: another block": (
+        lambda: ridgeline.quantize_fp8(x, block=(1, 64)),
+        ["(1, 64)", "(1, 128)", "(128, 128)"],
+    ),
     "quantize_fp8: a block that is none": (lambda: ridgeline.quantize_fp8(x, block=128), ["128", "(1, 128)"]),
     "quantize_fp8: squares of a vector": (lambda: ridgeline.quantize_fp8(w, block=(128, 128)), ["matrix", "(6,)"]),
     "dequantize: floats": (lambda: ridgeline.dequantize(x, w), ["int8", "float8_e4m3fn", "float32"]),
     "dequantize: a tuple of one": (lambda: ridgeline.dequantize((codes,)), ["(q, scale)", "1"]),
     "dequantize: no scale": (lambda: ridgeline.dequantize(codes), ["scale", "NoneType"]),
     "dequantize: a scale's shape": (lambda: ridgeline.dequantize(codes, w5), ["(5,)", "(4, 6)"]),
-    "dequantize: a scale's dtype": (lambda: ridgeline.dequantize(codes, torch.ones(4, 1).half()), ["float32", "float16"]),
+    "dequantize: a scale's dtype": (
+        lambda: ridgeline.dequantize(codes, torch.ones(4, 1).half()),
+        ["float32", "float16"],
+    ),
     "dequantize: a zero of e4m3": (lambda: ridgeline.dequantize(codes.to(E4M3), w[:1], wint[:1]), ["zero", "int8"]),
     "dequantize: a dtype": (lambda: ridgeline.dequantize(codes, w[:1], dtype=torch.int8), ["dtype", "int8", "float32"]),
     "int8_matmul: floats": (lambda: ridgeline.int8_matmul(x, square, w[:1], w[:1]), ["int8", "float32"]),
     "int8_matmul: inner sizes": (lambda: ridgeline.int8_matmul(codes, codes, w[:1], w[:1]), ["(M, K)", "(4, 6)"]),
-    "int8_matmul: a row's scale": (lambda: ridgeline.int8_matmul(codes, codes.T, w5, w[:1]), ["scale_a", "(4, 1)", "(5,)"]),
-    "int8_matmul: a column's scale": (lambda: ridgeline.int8_matmul(codes, codes.T, w[:1], w[:4, None]), ["scale_b", "(1, 4)", "(4, 1)"]),
-    "int8_matmul: a scale's dtype": (lambda: ridgeline.int8_matmul(codes, codes.T, w[:1].half(), w[:1]), ["scale_a", "float32", "float16"]),
-    "int8_matmul: zeros": (lambda: ridgeline.int8_matmul(codes, codes.T, w[:1], w[:1], zero_a=w[:4]), ["zero_a", "int32", "float32"]),
-    "int8_matmul: a bias": (lambda: ridgeline.int8_matmul(codes, codes.T, w[:1], w[:1], bias=w5), ["bias", "(4,)", "(5,)"]),
+    "int8_matmul: a row's scale": (
+        lambda: ridgeline.int8_matmul(codes, codes.T, w5, w[:1]),
+        ["scale_a", "(4, 1)", "(5,)"],
+    ),
+    "int8_matmul: a column's scale": (
+        lambda: ridgeline.int8_matmul(codes, codes.T, w[:1], w[:4, None]),
+        ["scale_b", "(1, 4)", "(4, 1)"],
+    ),
+    "int8_matmul: a scale's dtype": (
+        lambda: ridgeline.int8_matmul(codes, codes.T, w[:1].half(), w[:1]),
+        ["scale_a", "float32", "float16"],
+    ),
+    "int8_matmul: zeros": (
+        lambda: ridgeline.int8_matmul(codes, codes.T, w[:1], w[:1], zero_a=w[:4]),
+        ["zero_a", "int32", "float32"],
+    ),
+    "int8_matmul: a bias": (
+        lambda: ridgeline.int8_matmul(codes, codes.T, w[:1], w[:1], bias=w5),
+        ["bias", "(4,)", "(5,)"],
+    ),
     "int8_matmul: a result's dtype": (
         lambda: ridgeline.int8_matmul(codes, codes.T, w[:1], w[:1], out_dtype=torch.int32),
         ["int32", "float16"],
@@ -273,8 +414,14 @@ BAD: Bad = {
         ["65536", "65537"],
     ),
     "fp8_matmul: floats": (lambda: ridgeline.fp8_matmul(x, square, w[:1], w[:1]), ["float8_e4m3fn", "float32"]),
-    "fp8_matmul: inner sizes": (lambda: ridgeline.fp8_matmul(*[codes.to(E4M3)] * 2, w[:1], w[:1]), ["(K, N)", "(4, 6)"]),
-    "fp8_matmul: scales": (lambda: ridgeline.fp8_matmul(codes.to(E4M3), codes.T.to(E4M3), w5, w[:1]), ["(4, 1)", "(1, 4)", "(5,)"]),
+    "fp8_matmul: inner sizes": (
+        lambda: ridgeline.fp8_matmul(*[codes.to(E4M3)] * 2, w[:1], w[:1]),
+        ["(K, N)", "(4, 6)"],
+    ),
+    "fp8_matmul: scales": (
+        lambda: ridgeline.fp8_matmul(codes.to(E4M3), codes.T.to(E4M3), w5, w[:1]),
+        ["(4, 1)", "(1, 4)", "(5,)"],
+    ),
     "fp8_matmul: blocks of columns": (
         lambda: ridgeline.fp8_matmul(codes.to(E4M3), codes.T.to(E4M3), w[:4, None], torch.ones(2, 1)),
         ["(4, 1)", "(1, 1)", "(2, 1)"],
@@ -287,21 +434,42 @@ BAD: Bad = {
         lambda: ridgeline.concat_kv(cache, cache, new[..., :3], new[..., :3], at),
         ["(2, 5, 3, 4)", "(2, 2, 3, 3)"],
     ),
-    "concat_kv: another v": (lambda: ridgeline.concat_kv(cache, cache, new, new[:, :1], at), ["(2, 2, 3, 4)", "(2, 1, 3, 4)"]),
-    "concat_kv: numbers": (lambda: ridgeline.concat_kv(cache, cache, new[0, 0, 0, 0], new[0, 0, 0, 0], at), ["(B, S, H, D)", "k ()"]),
+    "concat_kv: another v": (
+        lambda: ridgeline.concat_kv(cache, cache, new, new[:, :1], at),
+        ["(2, 2, 3, 4)", "(2, 1, 3, 4)"],
+    ),
+    "concat_kv: numbers": (
+        lambda: ridgeline.concat_kv(cache, cache, new[0, 0, 0, 0], new[0, 0, 0, 0], at),
+        ["(B, S, H, D)", "k ()"],
+    ),
     "concat_kv: more rows than the cache has": (
         lambda: ridgeline.concat_kv(new, new, cache, cache, at),
         ["at most", "2 rows", "have 5"],
     ),
-    "concat_kv: two dtypes": (lambda: ridgeline.concat_kv(cache, cache, new, new.half(), at), ["v", "float32", "float16"]),
-    "concat_kv: a cache elsewhere": (lambda: ridgeline.concat_kv(cache, cache.to("meta"), new, new, at), ["cache_v", "cpu", "meta"]),
+    "concat_kv: two dtypes": (
+        lambda: ridgeline.concat_kv(cache, cache, new, new.half(), at),
+        ["v", "float32", "float16"],
+    ),
+    "concat_kv: a cache elsewhere": (
+        lambda: ridgeline.concat_kv(cache, cache.to("meta"), new, new, at),
+        ["cache_v", "cpu", "meta"],
+    ),
     "concat_kv: an expanded cache": (
         lambda: ridgeline.concat_kv(cache, cache[:1].expand(2, 5, 3, 4), new, new, at),
         ["cache_v", "expanded"],
     ),
-    "concat_kv: positions of floats": (lambda: ridgeline.concat_kv(cache, cache, new, new, at.float()), ["positions", "int32", "float32"]),
-    "concat_kv: positions of another shape": (lambda: ridgeline.concat_kv(cache, cache, new, new, at[:1]), ["positions", "(2,)", "(1,)"]),
-    "concat_kv: sparse positions": (lambda: ridgeline.concat_kv(cache, cache, new, new, at.to_sparse()), ["sparse", "dense"]),
+    "concat_kv: positions of floats": (
+        lambda: ridgeline.concat_kv(cache, cache, new, new, at.float()),
+        ["positions", "int32", "float32"],
+    ),
+    "concat_kv: positions of another shape": (
+        lambda: ridgeline.concat_kv(cache, cache, new, new, at[:1]),
+        ["positions", "(2,)", "(1,)"],
+    ),
+    "concat_kv: sparse positions": (
+        lambda: ridgeline.concat_kv(cache, cache, new, new, at.to_sparse()),
+        ["sparse", "dense"],
+    ),
     "concat_kv: a row too far": (lambda: ridgeline.concat_kv(cache, cache, new, new, at + 4), ["0 to 3", "4"]),
     "concat_kv: a row before": (lambda: ridgeline.concat_kv(cache, cache, new, new, at - 1), ["0 to 3", "-1"]),
     "concat_kv: a gradient": (
@@ -312,7 +480,10 @@ BAD: Bad = {
     "repeat_kv: three dimensions": (lambda: ridgeline.repeat_kv(image, 2), ["(B, H, S, D)", "(2, 6, 3)"]),
     "repeat_kv: no copies": (lambda: ridgeline.repeat_kv(cache, 0), ["n", "from 1 on", "0"]),
     "repeat_kv: copies that are no number": (lambda: ridgeline.repeat_kv(cache, 2.0), ["n", "2.0"]),
-    "repeat_kv: lengths of another shape": (lambda: ridgeline.repeat_kv(cache, 2, lengths=labels), ["lengths", "(2,)", "(6,)"]),
+    "repeat_kv: lengths of another shape": (
+        lambda: ridgeline.repeat_kv(cache, 2, lengths=labels),
+        ["lengths", "(2,)", "(6,)"],
+    ),
     "repeat_kv: a length too far": (lambda: ridgeline.repeat_kv(cache, 2, lengths=at + 4), ["0 to 3", "4"]),
     "repeat_kv: no tensor": (lambda: ridgeline.repeat_kv(None, 2), ["x", "NoneType"]),
     "adamw: a moment's shape": (lambda: ridgeline.adamw(x, x, x, x[:2], 1), ["(4, 6)", "(2, 6)"]),
@@ -448,7 +619,9 @@ def test_a_name_that_is_no_op() -> None:
 @pytest.mark.parametrize("dtype", [torch.float64, torch.float32, torch.float16, torch.bfloat16])
 def test_rms_norm_without_an_eps_takes_torchs(dtype: torch.dtype) -> None:
     small = (torch.arange(24.0).view(4, 6) / 2**14).to(dtype)
-    torch.testing.assert_close(ridgeline.rms_norm(small, w.to(dtype), None), torch.nn.functional.rms_norm(small, (6,), w.to(dtype)))
+    torch.testing.assert_close(
+        ridgeline.rms_norm(small, w.to(dtype), None), torch.nn.functional.rms_norm(small, (6,), w.to(dtype))
+    )
 
 
 def test_a_zero_weight_is_no_matter_without_gradients() -> None:

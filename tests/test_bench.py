@@ -256,8 +256,15 @@ def test_what_has_no_order_is_drawn_again_for_its_scale_alone():
     lean, wrong = 1 + 5e-8, torch.cat([torch.full((1, 96), 1.1), torch.ones(63, 96)])
     with fake_op(leans=once(lean), breaks=once(wrong), ordered=once(lean)) as op:
         law = Law.of(op, "64x96", "float32", "cpu")
-        rungs = [replace(op.implementations[name], deterministic=name == "ordered") for name in ("leans", "breaks", "ordered")]
-        assert [check_row(law, rung, "64x96", "float32", "cpu", False)[0]["ok"] for rung in rungs] == [True, False, False]
+        rungs = [
+            replace(op.implementations[name], deterministic=name == "ordered")
+            for name in ("leans", "breaks", "ordered")
+        ]
+        assert [check_row(law, rung, "64x96", "float32", "cpu", False)[0]["ok"] for rung in rungs] == [
+            True,
+            False,
+            False,
+        ]
 
 
 def test_the_timer_knows_what_is_written():

@@ -100,7 +100,9 @@ def test_rows_that_the_copy_engine_does_not_take(name):
     x, square = Spec(1024, 2047), Columns(2047, 1024)
     made = {"matmul": (x, square), "linear": (x, x), "gated_linear": (x, x, x)}.get(name)
     wanted = {"case": "4095x4093x4097"} if name == "int8_matmul" else {"case": "4095x4093x4097 blocks"}
-    answer = catalogue.explain(get(name), Case("", made), "bfloat16", "sm_90") if made else explain(name, "sm_90", **wanted)
+    answer = (
+        catalogue.explain(get(name), Case("", made), "bfloat16", "sm_90") if made else explain(name, "sm_90", **wanted)
+    )
     reasons = {rung["impl"]: rung["reason"] for rung in answer["rungs"]}
     assert "16 bytes" in reasons["gluon"]
     assert "strides" in reasons["gluon"]
@@ -109,7 +111,8 @@ def test_rows_that_the_copy_engine_does_not_take(name):
 
 
 @pytest.mark.parametrize(
-    "wrong", [{"device": "sm_1"}, {"device": "tpu"}, {"device": "cpu", "case": "none"}, {"device": "cpu", "dtype": "int3"}]
+    "wrong",
+    [{"device": "sm_1"}, {"device": "tpu"}, {"device": "cpu", "case": "none"}, {"device": "cpu", "dtype": "int3"}],
 )
 def test_wrong_words_are_one_sentence(wrong):
     with pytest.raises(RidgelineError, match=r"no device|no case"):
@@ -138,7 +141,19 @@ def test_a_list_of_an_op_names_its_cases(capsys):
 
 def test_the_facts_of_this_machine():
     facts = machine.facts("cpu")
-    assert set(facts) == {"gpu", "arch", "cpu", "cores", "memory_bytes", "driver", "cuda", "torch", "triton", "python", "os"}
+    assert set(facts) == {
+        "gpu",
+        "arch",
+        "cpu",
+        "cores",
+        "memory_bytes",
+        "driver",
+        "cuda",
+        "torch",
+        "triton",
+        "python",
+        "os",
+    }
     assert facts["gpu"] is None
     assert machine.what_runs("cpu")["eager"] is None
     assert "GPU" in machine.what_runs("cpu")["gluon"]

@@ -61,7 +61,8 @@ def test_the_list_of_verbs(capsys: pytest.CaptureFixture[str]) -> None:
 
 
 @pytest.mark.parametrize(
-    "verb", ["doctor", "list", "explain", "check", "bench", "compare", "ladder", "roofline", "profile", "inspect", "tune"]
+    "verb",
+    ["doctor", "list", "explain", "check", "bench", "compare", "ladder", "roofline", "profile", "inspect", "tune"],
 )
 def test_every_verb_with_figures_prints_json(verb: str, capsys: pytest.CaptureFixture[str]) -> None:
     assert run(verb, "--help") == 0
@@ -73,7 +74,10 @@ BAD = [
     (["nowhere"], [NOWHERE, *cli.VERBS]),
     (["bench", "--nowhere"], ["--nowhere"]),
     (["compare", "good.jsonl"], ["RUN"]),
-    *((verb, [NOWHERE, "gelu", "softmax"]) for verb in (["explain", NOWHERE], ["check", NOWHERE], ["bench", NOWHERE], ["tune", NOWHERE])),
+    *(
+        (verb, [NOWHERE, "gelu", "softmax"])
+        for verb in (["explain", NOWHERE], ["check", NOWHERE], ["bench", NOWHERE], ["tune", NOWHERE])
+    ),
     (["ladder", NOWHERE, "--run", "good.jsonl"], [NOWHERE, "gelu"]),
     (["roofline", NOWHERE, "--run", "good.jsonl"], [NOWHERE, "gelu"]),
     (["profile", NOWHERE], [NOWHERE, "gelu"]),
@@ -161,7 +165,9 @@ def test_an_interrupt(folder: Path) -> None:
         "import sys, time; from ridgeline import cli; "
         "cli.run = lambda *_: (print('on', flush=True), time.sleep(60)); sys.exit(cli.main(['list']))"
     )
-    process = subprocess.Popen([sys.executable, "-c", waiting], stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True)
+    process = subprocess.Popen(
+        [sys.executable, "-c", waiting], stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True
+    )
     assert process.stdout
     assert process.stdout.readline() == "on\n"
     process.send_signal(signal.SIGINT)

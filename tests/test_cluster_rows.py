@@ -19,7 +19,9 @@ def refused(*tensors: torch.Tensor) -> str | None:
 
 def apart(rows: int, columns: int, gap: int, begin: int = 0) -> torch.Tensor:
     """Rows that far apart, the first `begin` elements after a multiple of 16 bytes."""
-    return torch.empty(begin + rows * (columns + gap), dtype=torch.bfloat16)[begin:].as_strided((rows, columns), (columns + gap, 1))
+    return torch.empty(begin + rows * (columns + gap), dtype=torch.bfloat16)[begin:].as_strided(
+        (rows, columns), (columns + gap, 1)
+    )
 
 
 @pytest.mark.parametrize("columns", [2048, 2049, 2052, 5001])
@@ -49,11 +51,20 @@ def plans(columns: int, size: int) -> list[dict]:
     row = cluster_rows.whole(columns, size) * size
     found = [cluster_rows.plan(columns, 1, size, size, **loss.rule(row))]
     for inputs, backward in ((1, False), (2, True)):
-        found.append(cluster_rows.plan(columns, inputs, size, size, **softmax.cluster_rule(row * inputs, backward, row < columns * size)))
+        found.append(
+            cluster_rows.plan(
+                columns, inputs, size, size, **softmax.cluster_rule(row * inputs, backward, row < columns * size)
+            )
+        )
     for inputs in (1, 2):
-        found += [cluster_rows.plan(columns, inputs, size, size, **norms.forward_rule(row * inputs, centred)) for centred in (False, True)]
+        found += [
+            cluster_rows.plan(columns, inputs, size, size, **norms.forward_rule(row * inputs, centred))
+            for centred in (False, True)
+        ]
     for inputs in (2, 3):
-        found.append(cluster_rows.plan(columns, inputs, size, size, **norms.backward_rule(row // size, row * inputs, True)))
+        found.append(
+            cluster_rows.plan(columns, inputs, size, size, **norms.backward_rule(row // size, row * inputs, True))
+        )
     return found
 
 
@@ -66,7 +77,9 @@ def test_plans_fit(columns: int, size: int) -> None:
         assert plan["BLOCKS"] * (plan["shared"] + 1024) <= HOPPER.shared_memory + 1024
         assert plan["block"] <= 1024
         assert plan["BLOCKS"] * plan["block"] <= 2048
-        assert plan["ITEMS"] * plan["THREADS"] >= part // (16 // size) - plan["SHIFTED"], "every whole pack has a thread"
+        assert plan["ITEMS"] * plan["THREADS"] >= part // (16 // size) - plan["SHIFTED"], (
+            "every whole pack has a thread"
+        )
         assert (plan["ITEMS"] - 1) * plan["THREADS"] < part // (16 // size), "and no thread comes in vain"
         assert plan["SHIFTED"] == (columns * size % 16 != 0)
 

@@ -111,7 +111,10 @@ def test_nan_and_infinity_travel_as_in_torch(columns: int, smoothing: float, dev
         logits[7] = torch.finfo(torch.float32).max / 4
         target[3], target[4] = 1, 0
     options = {"label_smoothing": smoothing, "reduction": "none"}
-    loss, expected = ridgeline.cross_entropy(logits, target, **options, impl=IMPL), F.cross_entropy(logits, target, **options)
+    loss, expected = (
+        ridgeline.cross_entropy(logits, target, **options, impl=IMPL),
+        F.cross_entropy(logits, target, **options),
+    )
     torch.testing.assert_close(loss, expected, equal_nan=True)
     torch.testing.assert_close(grad(loss.sum(), logits), grad(expected.sum(), logits), equal_nan=True)
 
@@ -132,7 +135,9 @@ def test_ignored_rows(reduction: str, device: str) -> None:
     assert not dlogits[::2].any()
     torch.testing.assert_close(dlogits, grad(kept.sum(), logits))
     nothing = ridgeline.cross_entropy(logits, torch.full_like(target, -100), reduction=reduction, impl=IMPL)
-    torch.testing.assert_close(nothing, F.cross_entropy(logits, torch.full_like(target, -100), reduction=reduction), equal_nan=True)
+    torch.testing.assert_close(
+        nothing, F.cross_entropy(logits, torch.full_like(target, -100), reduction=reduction), equal_nan=True
+    )
     assert not grad(nothing.sum(), logits).any()
 
 
@@ -148,7 +153,9 @@ def test_many_losses_add_up(rows: int, reduction: str, device: str) -> None:
     target[::3] = -100
     loss, saved, none = torch.empty((), device=device), torch.empty(64, device=device), torch.empty(0, device=device)
     options = 0, -100, 0.0, 0.0, 0.0, reduction  # need, ignore_index, label_smoothing, z_loss, softcap
-    module._launch_fwd(lambda losses, *_: losses.copy_(given), False, loss, none, saved, logits.detach(), target, *options)
+    module._launch_fwd(
+        lambda losses, *_: losses.copy_(given), False, loss, none, saved, logits.detach(), target, *options
+    )
     torch.testing.assert_close(loss, given.sum() / (target != -100).sum() if reduction == "mean" else given.sum())
 
 
@@ -158,7 +165,9 @@ def test_many_losses_add_up(rows: int, reduction: str, device: str) -> None:
 def test_many_rows(rows: int, reduction: str, device: str) -> None:
     logits, target = make(rows, 8, device)
     target[::3] = -100
-    loss, expected = (f(logits, target, reduction=reduction) for f in (partial(ridgeline.cross_entropy, impl=IMPL), F.cross_entropy))
+    loss, expected = (
+        f(logits, target, reduction=reduction) for f in (partial(ridgeline.cross_entropy, impl=IMPL), F.cross_entropy)
+    )
     torch.testing.assert_close(loss, expected, rtol=1e-5, atol=0)
     of_a_row = rows if reduction == "mean" else 1
     torch.testing.assert_close(grad(loss, logits) * of_a_row, grad(expected, logits) * of_a_row)
@@ -186,7 +195,9 @@ def test_autocast(device: str) -> None:
     with torch.autocast(device, dtype=torch.bfloat16):
         loss, expected = ridgeline.cross_entropy(logits, target, impl=IMPL), F.cross_entropy(logits, target)
         assert loss.dtype == expected.dtype == torch.float32
-    torch.testing.assert_close(loss, F.cross_entropy(logits.float(), target))  # on a GPU torch's own rounds rows to half precision
+    torch.testing.assert_close(
+        loss, F.cross_entropy(logits.float(), target)
+    )  # on a GPU torch's own rounds rows to half precision
     assert grad(loss, logits).dtype == torch.float16
 
 
@@ -201,9 +212,15 @@ BAD = {
     "no tensor": (lambda: ridgeline.cross_entropy(x, 3), ["int", "tensor"]),
     "two devices": (lambda: ridgeline.cross_entropy(x, y.to("meta")), ["cpu", "meta"]),
     "another reduction": (lambda: ridgeline.cross_entropy(x, y, reduction="max"), ["max", "mean"]),
-    "a part of a class to ignore": (lambda: ridgeline.cross_entropy(x, y, ignore_index=1.5), ["ignore_index", "1.5", "int"]),
+    "a part of a class to ignore": (
+        lambda: ridgeline.cross_entropy(x, y, ignore_index=1.5),
+        ["ignore_index", "1.5", "int"],
+    ),
     "no class to ignore": (lambda: ridgeline.cross_entropy(x, y, ignore_index=None), ["ignore_index", "None", "int"]),
-    "smooth in words": (lambda: ridgeline.cross_entropy(x, y, label_smoothing="a"), ["label_smoothing", "'a'", "number"]),
+    "smooth in words": (
+        lambda: ridgeline.cross_entropy(x, y, label_smoothing="a"),
+        ["label_smoothing", "'a'", "number"],
+    ),
     "no z-loss": (lambda: ridgeline.cross_entropy(x, y, z_loss=None), ["z_loss", "None", "number"]),
     "a cap in words": (lambda: ridgeline.cross_entropy(x, y, softcap="5"), ["softcap", "'5'", "number"]),
     "too smooth": (lambda: ridgeline.cross_entropy(x, y, label_smoothing=1.5), ["1.5", "between 0 and 1"]),
@@ -232,7 +249,9 @@ def test_a_target_that_is_no_class_is_named() -> None:
     bad = torch.tensor([0, 7, -100])
     with pytest.raises(RidgelineError, match="targets must be 0 to 4 or ignore_index -100, and one is 7"):
         ridgeline.cross_entropy(torch.ones(3, 5), bad)
-    with pytest.raises(RidgelineError, match="linear_cross_entropy: targets must be 0 to 4 or ignore_index -100, and one is 7"):
+    with pytest.raises(
+        RidgelineError, match="linear_cross_entropy: targets must be 0 to 4 or ignore_index -100, and one is 7"
+    ):
         ridgeline.linear_cross_entropy(torch.ones(3, 2), torch.ones(5, 2), bad)
 
 
@@ -244,7 +263,11 @@ def test_values_on_a_gpu_are_read_where_asked_for(check: str) -> None:
         "try: print(ridgeline.cross_entropy(x, y).item())\nexcept ridgeline.op.RidgelineError as error: print(error)"
     )
     done = subprocess.run(
-        [sys.executable, "-c", code], env=os.environ | {"RIDGELINE_CHECK": check}, capture_output=True, text=True, check=True
+        [sys.executable, "-c", code],
+        env=os.environ | {"RIDGELINE_CHECK": check},
+        capture_output=True,
+        text=True,
+        check=True,
     )
     assert ("and one is 5" in done.stdout) if check == "1" else done.stdout.strip() == "nan"
 

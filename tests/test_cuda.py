@@ -26,7 +26,9 @@ def test_parameters_lie_where_the_driver_says() -> None:
     packed = struct.pack("@" + layout, 1, bytes(range(128)), 2, 3, 4)
     assert packed == struct.pack("@P56x128siiP", 1, bytes(range(128)), 2, 3, 4)
     triton = [(0, 8), (64, 128), (192, 4), (196, 4), (200, 4), (208, 8), (216, 8), (224, 8), (232, 1), (240, 8)]
-    assert cuda._layout(["P", "M3", "?", "8x"], triton) == "0xP56x168s0x?7x8x"  # three sizes and three strides follow the map
+    assert (
+        cuda._layout(["P", "M3", "?", "8x"], triton) == "0xP56x168s0x?7x8x"
+    )  # three sizes and three strides follow the map
     assert cuda._layout(["P", "M2", "?", "8x"], triton) is None
     assert cuda._layout("PP", [(0, 8), (8, 4)]) is None
     assert cuda._layout("PP", [(0, 8)]) is None

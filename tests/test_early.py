@@ -20,7 +20,12 @@ from ridgeline.ops.movement import _radix_sort
 
 FILE = Path(__file__).with_name("early.cu")
 FIRST, SECOND = CudaKernel(FILE, "early_first", "Pi"), CudaKernel(FILE, "early_second", "PPP")
-CUDA = [pytest.param(i, id=f"{o.name}-{i.name}") for o in registry().values() for i in o.implementations.values() if i.kind == "cuda"]
+CUDA = [
+    pytest.param(i, id=f"{o.name}-{i.name}")
+    for o in registry().values()
+    for i in o.implementations.values()
+    if i.kind == "cuda"
+]
 
 
 def chains(implementation: Implementation, arch: str) -> Iterator[list[Launch]]:
@@ -42,7 +47,9 @@ def test_who_is_early(implementation: Implementation) -> None:
     for started in chains(implementation, "sm_80"):
         assert not any([one.constants.get("PDL") or one.constants.get("launch_pdl") for one in started])
     for started in chains(implementation, "sm_90"):
-        assert not started[0].constants.get("launch_pdl"), f"{started[0].kernel} would not wait for what wrote its inputs"
+        assert not started[0].constants.get("launch_pdl"), (
+            f"{started[0].kernel} would not wait for what wrote its inputs"
+        )
         for before, one in pairwise(started):
             if one.constants.get("launch_pdl"):
                 assert one.constants["PDL"]
@@ -50,7 +57,11 @@ def test_who_is_early(implementation: Implementation) -> None:
 
 
 def test_early_is_off_below_hopper() -> None:
-    for arch, expected in (("sm_80", {"PDL": False}), ("sm_90", {"PDL": True, "launch_pdl": True}), ("gfx942", {"PDL": False})):
+    for arch, expected in (
+        ("sm_80", {"PDL": False}),
+        ("sm_90", {"PDL": True, "launch_pdl": True}),
+        ("gfx942", {"PDL": False}),
+    ):
         with pretend(arch) as device:
             assert early(device) == expected
 
@@ -58,7 +69,10 @@ def test_early_is_off_below_hopper() -> None:
 EARLY = {"dot": "cuda", "reduce_sum": "cuda_best", "index_add": "cuda", "cumsum": "cuda", "radix_sort": "cuda"}
 WRITES = re.compile(r"\b(?:st|red|atom)\.[\w.:]*global")
 READS = re.compile(r"\bld\.[\w.:]*global")
-AHEAD = "index_add_sorted", "radix_counts"  # read the op's inputs before they wait, or what is told them before they come
+AHEAD = (
+    "index_add_sorted",
+    "radix_counts",
+)  # read the op's inputs before they wait, or what is told them before they come
 
 
 @pytest.mark.compiles
@@ -86,12 +100,17 @@ def test_early_kernels_wait_before_they_write(name: str) -> None:
 def test_what_is_read_before_the_wait_lies_in_l2() -> None:
     """The order that a block of index_add's copy leaves: stored, fenced, all of its threads met, and only then the next kernel let come,
     which reads it past the caches that are a multiprocessor's own."""
-    names, found = ["index_add_copy", "index_add_sorted"], chains(registry()["index_add"].implementations["cuda"], "sm_90")
+    names, found = (
+        ["index_add_copy", "index_add_sorted"],
+        chains(registry()["index_add"].implementations["cuda"], "sm_90"),
+    )
     pairs = [some for some in found if [one.kernel.name for one in some] == names]
     assert pairs
     for pair in pairs:
         first, second = (body(one.kernel.compile("sm_90", one.constants).ptx, one.kernel.name) for one in pair)
-        places = [first.rfind(what) for what in ("st.global", "membar.gl", "bar.sync", "griddepcontrol.launch_dependents")]
+        places = [
+            first.rfind(what) for what in ("st.global", "membar.gl", "bar.sync", "griddepcontrol.launch_dependents")
+        ]
         assert -1 < places[0] < places[1] < places[2] < places[3], places
         before = second[: second.index("griddepcontrol.wait")]
         looks = re.findall(r"ld\.global\.cg\S*v4", before)  # at a row's first index, and at each that is added

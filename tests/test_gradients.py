@@ -19,7 +19,11 @@ from ridgeline.select import never, why_not
 
 pytestmark = pytest.mark.kernels
 
-OPS = {name: op for name, op in registry().items() if any(i.is_kernel and i.differentiable for i in op.implementations.values())}
+OPS = {
+    name: op
+    for name, op in registry().items()
+    if any(i.is_kernel and i.differentiable for i in op.implementations.values())
+}
 OPS = {name: op for name, op in OPS.items() if not op.mutates}
 FIRST = {name: next(c for c in op.cases if c.use == "check") for name, op in OPS.items()}
 
@@ -75,7 +79,9 @@ def test_a_gradient_passed_on(shape: tuple[int, ...], device: str) -> None:
 
 
 @pytest.mark.parametrize("impl", [None, *OPS["matmul"].implementations])
-@pytest.mark.parametrize("dtypes", [(torch.float16, torch.float32), (torch.float32, torch.float32), (torch.float64, torch.float64)])
+@pytest.mark.parametrize(
+    "dtypes", [(torch.float16, torch.float32), (torch.float32, torch.float32), (torch.float64, torch.float64)]
+)
 def test_matmul_under_autocast(impl: str | None, dtypes: tuple[torch.dtype, ...], device: str) -> None:
     """The dtypes and values of torch.matmul, of gradients too; without autocast two dtypes are refused."""
     if impl is not None and (rung := OPS["matmul"].implementations[impl]).is_kernel:
@@ -99,7 +105,9 @@ def test_matmul_under_autocast(impl: str | None, dtypes: tuple[torch.dtype, ...]
 
 OWN = {  # of torch itself, where the rung `torch` rounds what torch returns to the input's dtype
     "layer_norm": lambda x, w, b: F.layer_norm(x, w.shape, w, b),
-    "rms_norm": lambda x, w: F.rms_norm(x.float(), w.shape, w.float(), 1e-6),  # torch 2.11 has it not on autocast's list, as later ones do
+    "rms_norm": lambda x, w: F.rms_norm(
+        x.float(), w.shape, w.float(), 1e-6
+    ),  # torch 2.11 has it not on autocast's list, as later ones do
     "add_layer_norm": lambda x, residual, w, b: (F.layer_norm(x + residual, w.shape, w, b), x + residual),
     "add_rms_norm": lambda x, residual, w: (F.rms_norm((x + residual).float(), w.shape, w.float(), 1e-6), x + residual),
     "group_norm": F.group_norm,
@@ -148,7 +156,9 @@ def kernel_of(op: Op, device: str) -> str:
     chosen = sorted(served, key=lambda i: i.name == "triton")[::-1]
     args, kwargs = FIRST[op.name].make("float32", device)
     reasons = [why_not(i, *args, *kwargs.values()) for i in chosen]
-    return next((i.name for i, reason in zip(chosen, reasons, strict=True) if reason is None), None) or pytest.skip(str(reasons[0]))
+    return next((i.name for i, reason in zip(chosen, reasons, strict=True) if reason is None), None) or pytest.skip(
+        str(reasons[0])
+    )
 
 
 @pytest.mark.parametrize("name", OPS)

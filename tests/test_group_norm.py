@@ -19,7 +19,9 @@ LAYOUTS = {
 }
 
 
-def both(x: torch.Tensor, groups: int, *parameters: torch.Tensor | None, dy: torch.Tensor | None = None) -> torch.Tensor:
+def both(
+    x: torch.Tensor, groups: int, *parameters: torch.Tensor | None, dy: torch.Tensor | None = None
+) -> torch.Tensor:
     """The kernel's output, which like its gradients is what torch gives for a contiguous copy."""
     dy = torch.randn(x.shape, device=x.device) if dy is None else dy
     results = []
@@ -125,7 +127,10 @@ def test_clusters(case: str, dtype: torch.dtype) -> None:
         results = []
         for impl in (own, "torch", "oracle"):
             oracle = impl == "oracle"
-            inputs = [None if t is None else t.detach().to(torch.float64 if oracle else t.dtype).requires_grad_() for t in (x, *given)]
+            inputs = [
+                None if t is None else t.detach().to(torch.float64 if oracle else t.dtype).requires_grad_()
+                for t in (x, *given)
+            ]
             y = (
                 torch.group_norm(inputs[0], groups, *inputs[1:])
                 if oracle
@@ -134,7 +139,9 @@ def test_clusters(case: str, dtype: torch.dtype) -> None:
             wanted = [t for t in inputs if t is not None]
             results.append((y.detach(), *torch.autograd.grad(y, wanted, dy.to(y.dtype))))
         for ours, theirs, exact in zip(*results, strict=True):
-            allowed = 2 * (theirs - exact).norm() + torch.finfo(ours.dtype).eps * exact.norm()  # few groups: a scale each, and its luck
+            allowed = (
+                2 * (theirs - exact).norm() + torch.finfo(ours.dtype).eps * exact.norm()
+            )  # few groups: a scale each, and its luck
             assert (ours - exact).norm() <= allowed, (given, tuple(ours.shape))
         assert torch.equal(results[0][0], ridgeline.group_norm(x, groups, *given, impl=own))
     y = ridgeline.group_norm(x, groups, impl=own)
@@ -150,7 +157,9 @@ def test_clusters_with_a_large_mean_and_under_autocast() -> None:
     x = torch.randn(4, 64, 32, 64, device="cuda") * 0.01 + 1000
     for given in (x, x.to(memory_format=LAST)):
         exact = torch.group_norm(given.double(), 4)
-        mine, theirs = ((ridgeline.group_norm(given, 4, impl=impl) - exact).norm() for impl in ("cuda_cluster", "torch"))
+        mine, theirs = (
+            (ridgeline.group_norm(given, 4, impl=impl) - exact).norm() for impl in ("cuda_cluster", "torch")
+        )
         assert mine <= theirs
     x = torch.randn_like(x).bfloat16()
     for given in (x, x.to(memory_format=LAST)):

@@ -21,7 +21,9 @@ pytestmark = pytest.mark.compiles
 def test_triton_is_compiled_forward_and_backward(arch: str) -> None:
     before = driver._active
     found = toy.resources("triton", "bfloat16", arch)
-    assert [(r.kernel, r.direction, r.kind, r.arch) for r in found] == [("_fwd", d, "triton", arch) for d in inspect.DIRECTIONS]
+    assert [(r.kernel, r.direction, r.kind, r.arch) for r in found] == [
+        ("_fwd", d, "triton", arch) for d in inspect.DIRECTIONS
+    ]
     for r in found:
         assert r.registers > 0
         assert (r.stack, r.spill_loads, r.spill_stores, r.shared) == (0, 0, 0, 0)
@@ -32,7 +34,9 @@ def test_triton_is_compiled_forward_and_backward(arch: str) -> None:
     assert device.pretended() is None
 
 
-@pytest.mark.parametrize(("arch", "instruction"), [("sm_80", "HMMA"), ("sm_90", "HGMMA"), ("sm_100", "UTCHMMA"), ("gfx942", "v_mfma")])
+@pytest.mark.parametrize(
+    ("arch", "instruction"), [("sm_80", "HMMA"), ("sm_90", "HGMMA"), ("sm_100", "UTCHMMA"), ("gfx942", "v_mfma")]
+)
 def test_matrix_instructions(arch: str, instruction: str) -> None:
     (r,) = toy.resources("dot", "bfloat16", arch, disassemble=True)
     assert [name for name in r.matrix if name.startswith(instruction)]
@@ -42,7 +46,14 @@ def test_matrix_instructions(arch: str, instruction: str) -> None:
 @pytest.mark.parametrize("arch", ["sm_80", "sm_90", "sm_100"])
 def test_cuda_is_compiled(arch: str) -> None:
     (r,) = toy.resources("cuda", "float32", arch)
-    assert (r.kernel, r.kind, r.threads, r.shared_static, r.loads, r.stores) == ("toy_twice", "cuda", 256, 1024, {"16": 1}, {"16": 1})
+    assert (r.kernel, r.kind, r.threads, r.shared_static, r.loads, r.stores) == (
+        "toy_twice",
+        "cuda",
+        256,
+        1024,
+        {"16": 1},
+        {"16": 1},
+    )
     assert ".entry toy_twice(" in r.texts["ptx"]
     assert "toy_local" not in r.texts["ptx"]
 
@@ -56,7 +67,10 @@ def test_local_memory_is_seen() -> None:
 
 def test_sass_and_ptx_agree() -> None:
     for impl, dtype in (("cuda", "float32"), ("triton", "float16")):
-        (sass, *_), (ptx, *_) = toy.resources(impl, dtype, "sm_90", disassemble=True), toy.resources(impl, dtype, "sm_90")
+        (sass, *_), (ptx, *_) = (
+            toy.resources(impl, dtype, "sm_90", disassemble=True),
+            toy.resources(impl, dtype, "sm_90"),
+        )
         assert (sass.loads, sass.stores) == (ptx.loads, ptx.stores)
         assert "LDG" in sass.texts["sass"]
 

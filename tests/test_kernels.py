@@ -24,10 +24,19 @@ SPILLS: dict[tuple[str, str, str, str], tuple[int, str]] = {
         8,
         "one register at 65536 columns, for a third block a multiprocessor: 2991 GB/s against 2925",
     ),
-    ("adamw", "triton", "_step", "sm_100"): (8, "one register of four tensors in half precision; the kernel waits for memory"),
-    ("log_softmax", "triton", "_bwd", "sm_90"): (8, "one register at 33x129 in bfloat16, of a tile that the rule makes of short rows"),
+    ("adamw", "triton", "_step", "sm_100"): (
+        8,
+        "one register of four tensors in half precision; the kernel waits for memory",
+    ),
+    ("log_softmax", "triton", "_bwd", "sm_90"): (
+        8,
+        "one register at 33x129 in bfloat16, of a tile that the rule makes of short rows",
+    ),
     ("softmax", "triton", "_bwd", "sm_80"): (8, "one register at 8192 columns in bfloat16"),
-    ("add_layer_norm", "triton", "_fwd", "sm_80"): (16, "two registers at 1024 columns in bfloat16, of tiles that an H100 is best with"),
+    ("add_layer_norm", "triton", "_fwd", "sm_80"): (
+        16,
+        "two registers at 1024 columns in bfloat16, of tiles that an H100 is best with",
+    ),
     **{
         ("hgemm", "cuda_stages", "hgemm_stages", arch): (
             16,
@@ -39,30 +48,48 @@ SPILLS: dict[tuple[str, str, str, str], tuple[int, str]] = {
         404,
         "causal at D 200 and 256, which are Gluon's there; 100 at D 128 where a length is no multiple of the tile's",
     ),
-    ("attention", "triton", "_bwd_dq", "sm_90"): (76, "a window's third loop at D 128, 56 causal; the tile that was fastest on an H100"),
+    ("attention", "triton", "_bwd_dq", "sm_90"): (
+        76,
+        "a window's third loop at D 128, 56 causal; the tile that was fastest on an H100",
+    ),
     ("attention", "triton", "_fwd", "sm_90"): (36, "causal at D 200 and 256, which are Gluon's there"),
     ("attention", "triton", "_fwd", "sm_100"): (8, "one register at D 64 without a mask, of tiles untimed there"),
-    ("matmul", "triton", "_fwd", "sm_90"): (16, "two registers of float32 in ieee precision at 67x45 @ 45x35, whose 256 threads have 80"),
+    ("matmul", "triton", "_fwd", "sm_90"): (
+        16,
+        "two registers of float32 in ieee precision at 67x45 @ 45x35, whose 256 threads have 80",
+    ),
     ("matmul", "triton", "_fwd", "sm_100"): (16, "as sm_90's"),
     ("linear", "triton", "_fwd", "sm_80"): (16, "one register of float32 in ieee precision with silu, as matmul's"),
     ("linear", "triton", "_fwd", "sm_90"): (16, "as sm_80's"),
     ("linear", "triton", "_fwd", "sm_100"): (16, "as matmul's, and one register of a tile with silu, untimed there"),
     ("gated_linear", "triton", "_fwd", "sm_90"): (16, "matmul's kernel, in float32 at 67x45 -> 40"),
     ("gated_linear", "triton", "_fwd", "sm_100"): (16, "as sm_90's"),
-    ("attention", "gluon", "_fwd", "sm_90"): (88, "a window at D 128, masks in the loop; 48 causal at D 256, between tiles"),
+    ("attention", "gluon", "_fwd", "sm_90"): (
+        88,
+        "a window at D 128, masks in the loop; 48 causal at D 256, between tiles",
+    ),
     ("attention", "gluon", "_bwd", "sm_90"): (
         384,
         "D 128 with a window; 252 and less else: dK, dV and two tiles are 192 of 208 registers; 64 at D 64",
     ),
-    ("attention", "gluon", "_bwd_wide", "sm_90"): (208, "before and after loops, but for some of dQ's: dV or dK and a tile are 160 of 208"),
+    ("attention", "gluon", "_bwd_wide", "sm_90"): (
+        208,
+        "before and after loops, but for some of dQ's: dV or dK and a tile are 160 of 208",
+    ),
     ("quantize_fp8", "triton", "_tiles", "sm_80"): (
         192,
         "blocks of 128 x 128 whose rows begin anywhere, encoded without an instruction for it",
     ),
-    ("softmax", "triton", "_fwd", "sm_90"): (8, "one register at 16 columns in float32, of a tile that the rule makes of short rows"),
+    ("softmax", "triton", "_fwd", "sm_90"): (
+        8,
+        "one register at 16 columns in float32, of a tile that the rule makes of short rows",
+    ),
     ("radix_sort", "cuda", "radix_onesweep", "sm_100"): (8, "one register of pairs of 4 bytes; untimed there"),
     ("attention_varlen", "triton", "_bwd", "sm_80"): (12, "a register at D 256"),
-    ("attention_varlen", "triton", "_bwd", "sm_90"): (528, "D 256, which is Gluon's there; 24 at D 128, as attention's"),
+    ("attention_varlen", "triton", "_bwd", "sm_90"): (
+        528,
+        "D 256, which is Gluon's there; 24 at D 128, as attention's",
+    ),
     ("attention_varlen", "triton", "_bwd_dq", "sm_90"): (40, "as attention's"),
     ("attention_varlen", "gluon", "_fwd", "sm_90"): (12, "as attention's"),
     ("attention_varlen", "gluon", "_bwd", "sm_90"): (256, "as attention's"),
@@ -73,7 +100,10 @@ OWN = "3.7.1"  # the Triton of requirements.lock; the others' compilers may move
 # 3.6's 120 in quantize_int8 of 33x129 for sm_100.
 if triton.__version__ == "3.6.0":
     SPILLS |= {
-        ("attention", "triton", "_fwd", "sm_90"): (512, "a mask or a bias at D 16, whose tiles are in shared memory as often as the keys'"),
+        ("attention", "triton", "_fwd", "sm_90"): (
+            512,
+            "a mask or a bias at D 16, whose tiles are in shared memory as often as the keys'",
+        ),
         ("reduce_sum", "triton", "_fwd", "gfx942"): (136, "rows of 33x129 single bytes"),
     }
 if triton.__version__ == "3.9.0":
@@ -100,12 +130,16 @@ RUNGS = [
     for o in op.registry().values()
     for i in o.implementations.values()
     for arch in inspect.ARCHES
-    if i.is_kernel and not ((i.arch or i.kind in ("cuda", "gluon")) and arch == "gfx942") and (o.name, arch) not in REFUSED
+    if i.is_kernel
+    and not ((i.arch or i.kind in ("cuda", "gluon")) and arch == "gfx942")
+    and (o.name, arch) not in REFUSED
     if i.arch <= (device.KNOWN[arch].capability or 10**9) <= (i.newest or 10**9)
 ]
 
 
-def calls(implementation: Implementation, arch: str, small: int | None = CHECKS) -> Iterator[tuple[Launch, dict[str, Any]]]:
+def calls(
+    implementation: Implementation, arch: str, small: int | None = CHECKS
+) -> Iterator[tuple[Launch, dict[str, Any]]]:
     """The launches, and of what call each is, of benchmarks and of so many small cases (None: all); bfloat16 first."""
     o = implementation.op
     bench = [case for case in o.cases if case.use == "bench"]
@@ -153,7 +187,9 @@ def kernels(implementation: Implementation, arch: str, every: bool) -> list[insp
     made = []
     for launch, facts in different:
         whose = {"op": implementation.op.name, "implementation": implementation.name}
-        made.append(replace(inspect.of_launch(launch), **whose, **{k: facts[k] for k in ("case", "dtype", "direction")}))
+        made.append(
+            replace(inspect.of_launch(launch), **whose, **{k: facts[k] for k in ("case", "dtype", "direction")})
+        )
     return made
 
 
@@ -169,11 +205,15 @@ def test_kernels_fit(implementation: Implementation, arch: str, request: pytest.
         if r.stack and r.spill_loads + r.spill_stores > allowed:
             faults.append(f"{what} spills {r.spill_stores} bytes out and {r.spill_loads} in; {allowed} allowed")
         if r.shared > device.KNOWN[arch].shared_memory:
-            faults.append(f"{what} takes {r.shared:,} bytes of shared memory, and {arch} has {device.KNOWN[arch].shared_memory:,}")
+            faults.append(
+                f"{what} takes {r.shared:,} bytes of shared memory, and {arch} has {device.KNOWN[arch].shared_memory:,}"
+            )
         if r.threads > 1024:
             faults.append(f"{what} has {r.threads} threads per block; 1024 is the most")
         if r.kind == "cuda" and -(-r.registers // 8) * 8 * r.threads > REGISTERS:
-            faults.append(f"{what} has {r.threads} threads of {r.registers} registers; a multiprocessor has {REGISTERS:,}")
+            faults.append(
+                f"{what} has {r.threads} threads of {r.registers} registers; a multiprocessor has {REGISTERS:,}"
+            )
         if "packed" in implementation.name and implementation.op.case(r.case).use == "bench" and r.widest_load < 16:
             faults.append(f"{what} has no load of 16 bytes")
     assert not faults, "\n".join(faults)
@@ -184,7 +224,11 @@ def test_kernels_fit(implementation: Implementation, arch: str, request: pytest.
 def test_masks_of_wide_heads_fit(D: int, arch: str) -> None:
     """A mask's tiles lie in shared memory beside those of keys and values."""
     attention = op.registry()["attention"]
-    case = Case("mask", (Spec(1, 2, 300, D), *[Spec(1, 2, 200, D)] * 2), {"mask": Spec(1, 2, 300, 200, dtype="float32", grad=False)})
+    case = Case(
+        "mask",
+        (Spec(1, 2, 300, D), *[Spec(1, 2, 200, D)] * 2),
+        {"mask": Spec(1, 2, 300, 200, dtype="float32", grad=False)},
+    )
     for r in inspect.resources(attention, attention.implementations["triton"], case, "bfloat16", arch):
         assert r.shared <= device.KNOWN[arch].shared_memory, f"{r.kernel} takes {r.shared:,} bytes"
 

@@ -67,7 +67,10 @@ def test_plain_pytorch_drops_them_too(impl: str) -> None:
 @pytest.mark.gpu
 @pytest.mark.parametrize("impl", [None, "triton", "cuda", "cuda_packed", "cuda_once"])
 def test_lengths_that_are_none(impl: str | None) -> None:
-    x, lengths = torch.randn(4, 2, 9, 8, device="cuda", requires_grad=True), torch.tensor([-5, 0, 400, 9], device="cuda")
+    x, lengths = (
+        torch.randn(4, 2, 9, 8, device="cuda", requires_grad=True),
+        torch.tensor([-5, 0, 400, 9], device="cuda"),
+    )
     expected = get("repeat_kv").reference(x, 3, lengths=lengths)
     found = ridgeline.repeat_kv(x, 3, lengths=lengths, impl=impl)
     torch.testing.assert_close(found, expected, rtol=0, atol=0)

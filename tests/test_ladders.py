@@ -25,16 +25,46 @@ def indices(n: int) -> tuple[Any, ...]:
 # An op: a call that kernels serve, one that is left to PyTorch, and the rungs that refuse the second by name.
 LEFT = {
     "histogram, bins": ("histogram", (meta(9), 1 << 24), (meta(9), (1 << 24) + 1), ["cuda_global", "cuda"]),
-    "transpose, columns": ("transpose", (meta(4, 1 << 30),), (meta(4, FAR),), ["cuda", "cuda_padded", "cuda_packed", "cuda_tma", "gluon"]),
-    "transpose, rows": ("transpose", (meta(1 << 30, 4),), (meta(FAR, 4),), ["cuda", "cuda_packed", "cuda_tma", "gluon"]),
-    "transpose, matrices": ("transpose", (meta(FAR - 1, 4, 4),), (meta(FAR, 4, 4),), ["cuda", "cuda_packed", "cuda_tma", "gluon"]),
+    "transpose, columns": (
+        "transpose",
+        (meta(4, 1 << 30),),
+        (meta(4, FAR),),
+        ["cuda", "cuda_padded", "cuda_packed", "cuda_tma", "gluon"],
+    ),
+    "transpose, rows": (
+        "transpose",
+        (meta(1 << 30, 4),),
+        (meta(FAR, 4),),
+        ["cuda", "cuda_packed", "cuda_tma", "gluon"],
+    ),
+    "transpose, matrices": (
+        "transpose",
+        (meta(FAR - 1, 4, 4),),
+        (meta(FAR, 4, 4),),
+        ["cuda", "cuda_packed", "cuda_tma", "gluon"],
+    ),
     "upsample, columns of x": ("upsample_nearest2d", (meta(1, 1, 2, 1 << 29), 2), (meta(1, 1, 2, FAR), 0.5), ["cuda"]),
-    "upsample, columns of y": ("upsample_nearest2d", (meta(1, 1, 2, 1 << 29), 2), (meta(1, 1, 2, 1 << 30), 2), ["cuda", "cuda_packed"]),
-    "upsample, all pixels": ("upsample_nearest2d", (meta(1 << 30, 2, 4, 4), 2), (meta(1 << 30, 8, 4, 4), 2), ["cuda", "cuda_packed"]),
+    "upsample, columns of y": (
+        "upsample_nearest2d",
+        (meta(1, 1, 2, 1 << 29), 2),
+        (meta(1, 1, 2, 1 << 30), 2),
+        ["cuda", "cuda_packed"],
+    ),
+    "upsample, all pixels": (
+        "upsample_nearest2d",
+        (meta(1 << 30, 2, 4, 4), 2),
+        (meta(1 << 30, 8, 4, 4), 2),
+        ["cuda", "cuda_packed"],
+    ),
     "index_add, indices": ("index_add", indices(FAR - 1), indices(FAR), ["cuda"]),
     "radix_sort, keys": ("radix_sort", (meta(1 << 14), None), (meta((1 << 14) - 1), None), []),
     "reduce_sum, slices": ("reduce_sum", (meta(1000, 3, 4), 1), (meta(1000000, 3, 4), 1), []),
-    "reduce_sum, slices of larger ones": ("reduce_sum", (meta(1000000, 3, 400), 1), (meta(1000, 1000, 3, 2, 4), (2, 3)), []),
+    "reduce_sum, slices of larger ones": (
+        "reduce_sum",
+        (meta(1000000, 3, 400), 1),
+        (meta(1000, 1000, 3, 2, 4), (2, 3)),
+        [],
+    ),
 }
 
 
@@ -57,7 +87,12 @@ def test_left_to_pytorch(name: str) -> None:
 def test_whole_sums_and_ends_are_left_to_kernels() -> None:
     op = get("reduce_sum")
     with device.pretend("sm_90"):
-        for x, dim in ((meta(1000000, 3, 4), None), (meta(1000000, 3, 4), (1, 2)), (meta(1000000, 3, 4), 0), (meta(3, 4, 1000000), 1)):
+        for x, dim in (
+            (meta(1000000, 3, 4), None),
+            (meta(1000000, 3, 4), (1, 2)),
+            (meta(1000000, 3, 4), 0),
+            (meta(3, 4, 1000000), 1),
+        ):
             assert eager(op, None, x, dim) is None
 
 
@@ -127,7 +162,9 @@ def test_rows_that_indices_out_of_range_name(size: int, n: int, inner: int) -> N
     for rung in get("index_add").implementations.values():
         if rung.is_kernel and why_not(rung, x, 1, index, source, 1.0, True) is None:
             found = ridgeline.index_add(x, 1, index, source, impl=rung.name)
-            torch.testing.assert_close(found, expected, rtol=0, atol=0, equal_nan=True, msg=lambda m, name=rung.name: f"{name}: {m}")
+            torch.testing.assert_close(
+                found, expected, rtol=0, atol=0, equal_nan=True, msg=lambda m, name=rung.name: f"{name}: {m}"
+            )
 
 
 @pytest.mark.gpu

@@ -82,7 +82,11 @@ def test_dot() -> None:
 
 @pytest.mark.parametrize("shape", ["long", "odd", "many"])
 def test_transpose(shape: str) -> None:
-    sides = {"long": (FAR // 32768 + 24, 32768), "odd": (FAR // 32768 + 1, 32769), "many": ((FAR >> 20) + 1, 1024, 1024)}[shape]
+    sides = {
+        "long": (FAR // 32768 + 24, 32768),
+        "odd": (FAR // 32768 + 1, 32769),
+        "many": ((FAR >> 20) + 1, 1024, 1024),
+    }[shape]
     room(5)
     x = torch.randn(sides, device=WHERE, dtype=torch.bfloat16)
     for impl in rungs("transpose", x, gigabytes=5):
@@ -128,7 +132,11 @@ def test_index_add_from() -> None:
 def test_upsample_nearest2d(form: torch.memory_format) -> None:
     room(13)
     images = (FAR >> 20) + 2
-    x = torch.randn(images, 16, 128, 128, device=WHERE, dtype=torch.float16).contiguous(memory_format=form).requires_grad_()
+    x = (
+        torch.randn(images, 16, 128, 128, device=WHERE, dtype=torch.float16)
+        .contiguous(memory_format=form)
+        .requires_grad_()
+    )
     dy = torch.randn(images, 16, 256, 256, device=WHERE, dtype=torch.float16).contiguous(memory_format=form)
     for impl in rungs("upsample_nearest2d", x, 2, gigabytes=6):
         y = ridgeline.upsample_nearest2d(x, 2, impl=impl)
@@ -136,7 +144,9 @@ def test_upsample_nearest2d(form: torch.memory_format) -> None:
         for p in pieces(images, 2):
             same(y[p], torch.nn.functional.interpolate(x[p], scale_factor=2, mode="nearest"), impl)
             exact = dy[p].double().unflatten(3, (128, 2)).unflatten(2, (128, 2)).sum((3, 5))
-            torch.testing.assert_close(dx[p], exact.half(), rtol=2e-3, atol=1e-3, msg=lambda m, impl=impl: f"{impl}: {m}")
+            torch.testing.assert_close(
+                dx[p], exact.half(), rtol=2e-3, atol=1e-3, msg=lambda m, impl=impl: f"{impl}: {m}"
+            )
         del y, dx
 
 

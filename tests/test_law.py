@@ -88,7 +88,9 @@ def test_mutants_fail(dtype, mutant):
 
 @pytest.mark.parametrize("dtype", DTYPES)
 def test_without_a_rung_of_torch_the_reference_in_float32_is_the_yardstick(dtype):
-    with fake_op(naive=lambda x: torch.softmax(x.float(), -1).to(x.dtype), scaled=lambda x: torch.softmax(x, -1) * 1.01) as op:
+    with fake_op(
+        naive=lambda x: torch.softmax(x.float(), -1).to(x.dtype), scaled=lambda x: torch.softmax(x, -1) * 1.01
+    ) as op:
         del op.implementations["torch"]
         assert check(op, "naive", "64x96", dtype)["ok"]
         assert not check(op, "scaled", "64x96", dtype)["ok"]
@@ -174,7 +176,10 @@ def test_chunks_add_up(monkeypatch):
 
 
 def test_a_reference_that_rounds_is_no_oracle():
-    with fake_op(reference=lambda x: torch.softmax(x.float(), -1)) as op, pytest.raises(RidgelineError, match="float64"):
+    with (
+        fake_op(reference=lambda x: torch.softmax(x.float(), -1)) as op,
+        pytest.raises(RidgelineError, match="float64"),
+    ):
         Law.of(op, "64x96", "float32")
 
 

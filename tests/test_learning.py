@@ -61,11 +61,24 @@ OURS = Ops(ridgeline.rms_norm, ridgeline.rope, ridgeline.silu_mul, ridgeline.cro
 
 def weights(size: Size, device: str) -> Weights:
     dice = torch.Generator().manual_seed(0)
-    w, shapes = size.width, {"embed": (size.classes, size.width), "head": (size.classes, size.width), "norm": (size.width,)}
+    w, shapes = (
+        size.width,
+        {"embed": (size.classes, size.width), "head": (size.classes, size.width), "norm": (size.width,)},
+    )
     for layer in range(size.layers):
-        own = {"norm1": (w,), "qkv": (3 * w, w), "out": (w, w), "norm2": (w,), "gate": (2 * w, w), "up": (2 * w, w), "down": (w, 2 * w)}
+        own = {
+            "norm1": (w,),
+            "qkv": (3 * w, w),
+            "out": (w, w),
+            "norm2": (w,),
+            "gate": (2 * w, w),
+            "up": (2 * w, w),
+            "down": (w, 2 * w),
+        }
         shapes |= {f"{layer}.{name}": shape for name, shape in own.items()}
-    made = {n: torch.randn(s, generator=dice) * s[-1] ** -0.5 if len(s) > 1 else torch.ones(s) for n, s in shapes.items()}
+    made = {
+        n: torch.randn(s, generator=dice) * s[-1] ** -0.5 if len(s) > 1 else torch.ones(s) for n, s in shapes.items()
+    }
     return {name: t.to(device) for name, t in made.items()}
 
 
@@ -90,7 +103,9 @@ def text(size: Size, device: str) -> torch.Tensor:
     return torch.stack(found, -1).to(device)
 
 
-def logits(ops: Ops, p: Weights, tokens: torch.Tensor, size: Size, turn: tuple[torch.Tensor, torch.Tensor]) -> torch.Tensor:
+def logits(
+    ops: Ops, p: Weights, tokens: torch.Tensor, size: Size, turn: tuple[torch.Tensor, torch.Tensor]
+) -> torch.Tensor:
     x = F.embedding(tokens, p["embed"])
     for layer in range(size.layers):
         own = {name.partition(".")[2]: t for name, t in p.items() if name.startswith(f"{layer}.")}
@@ -109,7 +124,9 @@ def train(ops: Ops, start: Weights, data: torch.Tensor, size: Size, dtype: torch
     master = {name: t.clone().requires_grad_() for name, t in start.items()}
     optimizer = ops.adamw(list(master.values()), lr=size.rate, weight_decay=0.1)
     half = size.width // size.heads // 2
-    angle = torch.arange(size.length, device=data.device)[:, None] * 1e4 ** -(torch.arange(half, device=data.device) / half)
+    angle = torch.arange(size.length, device=data.device)[:, None] * 1e4 ** -(
+        torch.arange(half, device=data.device) / half
+    )
     turn = angle.cos(), angle.sin()
     losses = []
     for tokens in data:
@@ -132,7 +149,9 @@ def check(ours: Ops, size: Size, dtype: torch.dtype, device: str) -> float:
     envelope = (runs - base).abs().amax(0).cummax(0).values + ulps
     used = (run(ours, start) - base).abs() / (2 * envelope)
     worst = int(used.argmax())
-    assert used[worst] <= 1, f"at step {worst} the loss {base[worst]:.6f} is off by {used[worst]:.2f} times twice the envelope"
+    assert used[worst] <= 1, (
+        f"at step {worst} the loss {base[worst]:.6f} is off by {used[worst]:.2f} times twice the envelope"
+    )
     return float(used[worst])
 
 

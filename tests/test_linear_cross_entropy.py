@@ -46,7 +46,9 @@ def theirs(leaves: list[Any], target: torch.Tensor, **options: Any) -> torch.Ten
     return get("cross_entropy").reference(F.linear(x, weight, bias), target, **options)
 
 
-def grads(loss: torch.Tensor, leaves: list[Any], *upstream: torch.Tensor, keep: bool = False) -> tuple[torch.Tensor, ...]:
+def grads(
+    loss: torch.Tensor, leaves: list[Any], *upstream: torch.Tensor, keep: bool = False
+) -> tuple[torch.Tensor, ...]:
     return torch.autograd.grad(loss, [t for t in leaves if t is not None], *upstream, retain_graph=keep)
 
 
@@ -149,7 +151,9 @@ def test_the_same_bits_each_time(memory: int | None, device: str) -> None:
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
 @pytest.mark.parametrize("reduction", ["mean", "none"])
 @memories
-def test_a_third_call_is_replayed(memory: int | None, reduction: str, dtype: torch.dtype, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_third_call_is_replayed(
+    memory: int | None, reduction: str, dtype: torch.dtype, monkeypatch: pytest.MonkeyPatch
+) -> None:
     """However a call is cut up, its third works nothing out again; of other numbers it gives the bits of a first call."""
     monkeypatch.setattr(tuning, "version", next(UNUSED))
     worked: list[Any] = []
@@ -342,8 +346,16 @@ BAD = {
     "a bias of another length": (lambda x, w, y: (x, w, y, w[0]), {}, ["bias", "(7,)", "(5,)"]),
     "no tensor": (lambda x, w, y: (x, None, y), {}, ["weight", "tensor", "NoneType"]),
     "no classes": (lambda x, w, y: (x, w[:0], y), {}, ["weight", "class", "(0, 5)"]),
-    "8 bits": (lambda x, w, y: (x.to(torch.float8_e4m3fn), w.to(torch.float8_e4m3fn), y), {}, ["x", "float8_e4m3fn", "float32"]),
-    "two lengths in one": (lambda x, w, y: (torch.nested.nested_tensor([x[0], x[1, :2]]), w, y), {}, ["nested", "dense"]),
+    "8 bits": (
+        lambda x, w, y: (x.to(torch.float8_e4m3fn), w.to(torch.float8_e4m3fn), y),
+        {},
+        ["x", "float8_e4m3fn", "float32"],
+    ),
+    "two lengths in one": (
+        lambda x, w, y: (torch.nested.nested_tensor([x[0], x[1, :2]]), w, y),
+        {},
+        ["nested", "dense"],
+    ),
     "targets in int32": (lambda x, w, y: (x, w, y.int()), {}, ["int64", "int32"]),
     "a class too many": (lambda x, w, y: (x, w, y + 7), {}, ["0 to 6", "-100"]),
     "no memory": (lambda x, w, y: (x, w, y), {"chunk_memory": 0}, ["chunk_memory", "above 0", "0"]),
@@ -358,7 +370,9 @@ BAD = {
 def test_bad_input(name: str) -> None:
     change, options, named = BAD[name]
     with pytest.raises(RidgelineError) as error:
-        ridgeline.linear_cross_entropy(*change(torch.ones(2, 3, 5), torch.ones(7, 5), torch.zeros(2, 3, dtype=torch.int64)), **options)
+        ridgeline.linear_cross_entropy(
+            *change(torch.ones(2, 3, 5), torch.ones(7, 5), torch.zeros(2, 3, dtype=torch.int64)), **options
+        )
     said = str(error.value)
     assert said.startswith("linear_cross_entropy: ")
     assert "\n" not in said
@@ -371,7 +385,10 @@ def test_more_than_two_to_the_31() -> None:
     rows, hidden, classes = 65536 + 8, 64, 131072 + 128
     torch.manual_seed(0)
     x, weight = (torch.randn(n, hidden, device="cuda", dtype=torch.bfloat16) for n in (rows, classes))
-    x, weight = x.requires_grad_(), (weight / 8).requires_grad_()  # logits about as far apart as 1: no row's gradient cancels to little
+    x, weight = (
+        x.requires_grad_(),
+        (weight / 8).requires_grad_(),
+    )  # logits about as far apart as 1: no row's gradient cancels to little
     target = torch.randint(classes, (rows,), device="cuda")
     for memory in (None, 5 << 29):
         loss = ridgeline.linear_cross_entropy(x, weight, target, reduction="none", chunk_memory=memory, impl=IMPL)

@@ -70,7 +70,9 @@ def test_every_tile_is_computed_once() -> None:
         tiles = SimpleNamespace(M=M, N=N, steps=steps, batch=batch, parts=parts, BM=BM, BN=BN, GROUP=GROUP)
         count = triton.cdiv(M, BM) * triton.cdiv(N, BN) * parts * batch
         found = [PLACE(tiles, t) for t in range(count)]
-        wanted = {(m, n, b, p) for m in range(0, M, BM) for n in range(0, N, BN) for b in range(batch) for p in range(parts)}
+        wanted = {
+            (m, n, b, p) for m in range(0, M, BM) for n in range(0, N, BN) for b in range(batch) for p in range(parts)
+        }
         assert {f[:4] for f in found} == wanted
         for b in range(batch):
             ends = sorted({f[4:] for f in found if f[2] == b})
@@ -113,7 +115,9 @@ def emulate(launch: Launch) -> None:
         return
     y, out, z, z_up, bias, residual, a, b, up, M, N, steps, batches, parts, a_step, b_step = args
     rows, wide = facts["ROWS"], facts["BN"] // (1 if up is None else 2)
-    tiles = SimpleNamespace(M=M, N=N, steps=steps, batch=batches, parts=parts, BM=2 * rows, BN=wide, GROUP=facts["GROUP"])
+    tiles = SimpleNamespace(
+        M=M, N=N, steps=steps, batch=batches, parts=parts, BM=2 * rows, BN=wide, GROUP=facts["GROUP"]
+    )
     for t in range(triton.cdiv(M, 2 * rows) * triton.cdiv(N, wide) * parts * batches):
         m, n, batch, part, low, high = PLACE(tiles, t)
         for first in (m, m + rows):
@@ -121,7 +125,9 @@ def emulate(launch: Launch) -> None:
             for k in range(64 * low, 64 * high, 64):
                 left = box(a, [batch * a_step, first, k]) if facts["A_BY_K"] else box(a, [batch * a_step, k, first]).T
                 for total, right in zip(sums, (b, up)):
-                    side = box(right, [batch * b_step, n, k]).T if facts["B_BY_K"] else box(right, [batch * b_step, k, n])
+                    side = (
+                        box(right, [batch * b_step, n, k]).T if facts["B_BY_K"] else box(right, [batch * b_step, k, n])
+                    )
                     total += left.float() @ side.float()
             x = sums[0] if bias is None else sums[0] + F.pad(bias[n : n + wide], (0, max(0, n + wide - N)))
             for kept, value in ((z, x), (z_up, sums[-1])):
@@ -154,7 +160,14 @@ def test_products_tile_by_tile() -> None:
     torch.manual_seed(0)
 
     def see(launch: Launch) -> None:
-        made.append((launch.kernel.__name__, launch.constants.get("A_BY_K"), launch.constants.get("B_BY_K"), launch.args[1] is None))
+        made.append(
+            (
+                launch.kernel.__name__,
+                launch.constants.get("A_BY_K"),
+                launch.constants.get("B_BY_K"),
+                launch.args[1] is None,
+            )
+        )
         emulate(launch)
 
     with devices.pretend("sm_90"), observe(see):
@@ -165,7 +178,9 @@ def test_products_tile_by_tile() -> None:
             if batch and dice.random() < 0.5:
                 a = a[:1].expand_as(a)
             tile = dice.choice(_hopper.TILES)
-            with tuning.listen(lambda request, tile=tile: {**_hopper._tile(*tile, False), "PARTS": dice.choice((1, 1, 3))}):
+            with tuning.listen(
+                lambda request, tile=tile: {**_hopper._tile(*tile, False), "PARTS": dice.choice((1, 1, 3))}
+            ):
                 y = torch.full((*batch, M, N), float("nan"), dtype=torch.float16)
                 _hopper.padded(y, a, b.mT, "ieee")
             close(y, a.double() @ b.double().mT)
@@ -193,7 +208,9 @@ def test_products_tile_by_tile() -> None:
 def test_rules_fit_their_machine(more: bool) -> None:
     gpu = devices.KNOWN["sm_90"]
     for gated in (False, True):
-        for choice in _hopper.space(gated, more, False) + [_hopper.rule(gpu, 1, m, 4096, 4096, gated, more, False) for m in (1, 500, 9000)]:
+        for choice in _hopper.space(gated, more, False) + [
+            _hopper.rule(gpu, 1, m, 4096, 4096, gated, more, False) for m in (1, 500, 9000)
+        ]:
             rows, wide = choice["ROWS"], choice["BN"]
             shared = choice["STAGES"] * 128 * (2 * rows + wide) + 2 * choice["BOARDS"] * rows * 128
             assert shared + 1024 <= gpu.shared_memory, choice
@@ -210,7 +227,14 @@ def test_the_rule_takes_what_was_fastest() -> None:
     for sizes in ((1024, 1024, 1024), (1000, 1000, 1000)):
         small = _hopper.rule(gpu, 1, *sizes, False, False, False, starts=(gcd(2 * sizes[0], 128),) * 2)
         assert (small["ROWS"], small["BN"], small["LAG"], small["PARTS"]) == (64, 64, 0, 1)
-    for sizes in ((2048, 2048, 2048), (2048, 2048, 8192), (8192, 8192, 8192), (16384, 2048, 2048), (4096, 1024, 4096), (5000, 3000, 7000)):
+    for sizes in (
+        (2048, 2048, 2048),
+        (2048, 2048, 8192),
+        (8192, 8192, 8192),
+        (16384, 2048, 2048),
+        (4096, 1024, 4096),
+        (5000, 3000, 7000),
+    ):
         for start in (128, 16):
             made = _hopper.rule(gpu, 1, *sizes, False, False, False, starts=(start, start))
             assert (made["ROWS"], made["BN"], made["PARTS"]) == (64, 256, 1), sizes
@@ -218,7 +242,8 @@ def test_the_rule_takes_what_was_fastest() -> None:
 
 
 @pytest.mark.parametrize(
-    ("N", "K", "parts"), [(8192, 8192, 1), (6144, 4096, 1), (4096, 4096, 1), (2048, 2048, 1), (4096, 14336, 2), (1024, 8192, 8)]
+    ("N", "K", "parts"),
+    [(8192, 8192, 1), (6144, 4096, 1), (4096, 4096, 1), (2048, 2048, 1), (4096, 14336, 2), (1024, 8192, 8)],
 )
 def test_gemv_of_few_rows_takes_the_parts_that_were_fastest(N: int, K: int, parts: int) -> None:
     launches: list[Launch] = []
@@ -231,7 +256,9 @@ def test_gemv_of_few_rows_takes_the_parts_that_were_fastest(N: int, K: int, part
 def test_clusters_fit_their_machine(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(_cluster, "resident_clusters", lambda gpu, size: {1: 132, 2: 66, 4: 30}[size])  # of an H100
     gpu = devices.KNOWN["sm_90"]
-    found = [_cluster.rule(gpu, 1, *sizes, lines) for sizes in ((8, 8, 8), (1000,) * 3, (8192,) * 3) for lines in (1, 1.875)]
+    found = [
+        _cluster.rule(gpu, 1, *sizes, lines) for sizes in ((8, 8, 8), (1000,) * 3, (8192,) * 3) for lines in (1, 1.875)
+    ]
     assert found[0]["BN"] == 64
     alone = _cluster.rule(gpu, 1, 1024, 1024, 1024, 1)
     assert (alone["BN"], alone["DOWN"], alone["ACROSS"]) == (64, 1, 1)
@@ -251,7 +278,10 @@ def test_clusters_of_blocks(batch: int | str | None, layout: str) -> None:
     sizes = (() if batch is None else (3,), () if batch in (None, "shared") else (3,))
     for M, N, K in ((520, 648, 200), (1304, 776, 72), (1304, 776, 40), (8, 1032, 4104)):
         shapes = [(*s, *(m[::-1] if t == "t" else m)) for s, m, t in zip(sizes, ((M, K), (K, N)), layout, strict=True)]
-        a, b = [x.mT if t == "t" else x for x, t in zip([torch.randn(s, device="cuda", dtype=HALF) for s in shapes], layout, strict=True)]
+        a, b = [
+            x.mT if t == "t" else x
+            for x, t in zip([torch.randn(s, device="cuda", dtype=HALF) for s in shapes], layout, strict=True)
+        ]
         if reason := why_not(rung, a, b):
             pytest.skip(reason)
         exact, theirs = a.double() @ b.double(), torch.matmul(a, b)
@@ -272,7 +302,12 @@ def test_persistent_tiles_fit_their_machine() -> None:
             assert choice["BK"] * size == 128, choice
     h100, small = devices.KNOWN["sm_90"], replace(devices.KNOWN["sm_90"], arch="sm_120", shared_memory=101_376)
     widths = {M: _persistent.rule(h100, 2, 1, M, M, M, True)["BN"] for M in (1024, 2048, 4096, 8192)}
-    assert widths == {1024: 64, 2048: 256, 4096: 256, 8192: 256}  # one tile for each program; one of 128 x 256 in the place of two
+    assert widths == {
+        1024: 64,
+        2048: 256,
+        4096: 256,
+        8192: 256,
+    }  # one tile for each program; one of 128 x 256 in the place of two
     assert _persistent.rule(h100, 2, 1, 4096, 4097, 4096, False)["BN"] == 128
     assert _persistent.rule(small, 2, 1, 8192, 8192, 8192, True)["BN"] == 64
 
@@ -293,7 +328,9 @@ def test_what_persistent_programs_take() -> None:
 @pytest.mark.kernels
 @pytest.mark.parametrize("layout", ["nn", "nt", "tn", "tt"])
 @pytest.mark.parametrize("batch", [None, 3, "shared"])
-def test_persistent_programs(batch: int | str | None, layout: str, device: str, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_persistent_programs(
+    batch: int | str | None, layout: str, device: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
     """Every tile, and a program for each of several: the edges, results that threads store, batches, and the same bits again."""
     rung, dtype = get("matmul").implementations["triton_persistent"], torch.float16 if INTERPRETED else HALF
     monkeypatch.setattr(devices, "CPU", replace(devices.CPU, multiprocessors=3, shared_memory=232_448))
@@ -303,7 +340,10 @@ def test_persistent_programs(batch: int | str | None, layout: str, device: str, 
         if any(p % 8 for p in pitches):
             continue
         shapes = [(*s, *(m[::-1] if t == "t" else m)) for s, m, t in zip(sizes, ((M, K), (K, N)), layout, strict=True)]
-        a, b = [x.mT if t == "t" else x for x, t in zip([torch.randn(s, device=device).to(dtype) for s in shapes], layout, strict=True)]
+        a, b = [
+            x.mT if t == "t" else x
+            for x, t in zip([torch.randn(s, device=device).to(dtype) for s in shapes], layout, strict=True)
+        ]
         if reason := why_not(rung, a, b):
             pytest.skip(reason)
         exact, theirs = a.double() @ b.double(), torch.matmul(a, b)
@@ -325,7 +365,10 @@ def test_gradients_by_descriptors(columns: int, device: str) -> None:
     a, b = (torch.randn(n, 72, device=device).to(dtype).requires_grad_() for n in (64, columns))
     if reason := why_not(get("matmul").implementations["triton_persistent"], a, b.mT):
         pytest.skip(reason)
-    for dy in (torch.ones((), device=device, dtype=dtype).expand(64, columns), torch.randn(columns, 64, device=device).to(dtype).mT):
+    for dy in (
+        torch.ones((), device=device, dtype=dtype).expand(64, columns),
+        torch.randn(columns, 64, device=device).to(dtype).mT,
+    ):
         mine = torch.autograd.grad(ridgeline.matmul(a, b.mT, impl="triton_persistent"), (a, b), dy)
         exact = dy.double() @ b.detach().double(), dy.double().mT @ a.detach().double()
         for one, wanted in zip(mine, exact, strict=True):
@@ -354,7 +397,9 @@ def test_activations_of_16_bits(activation: str, dtype: torch.dtype) -> None:
     exact, own = ENDS[activation](x.double()), ENDS[activation](x)
     mine = Plain.activate(x.float(), activation).to(dtype)
     moved = ENDS[activation](torch.nextafter(x, torch.full_like(x, -99)).double())
-    allowed = 2 * torch.maximum((own - exact).norm(dim=1), (moved - exact).norm(dim=1) / 2) + torch.finfo(dtype).eps / 2 * exact.norm(dim=1)
+    allowed = 2 * torch.maximum((own - exact).norm(dim=1), (moved - exact).norm(dim=1) / 2) + torch.finfo(
+        dtype
+    ).eps / 2 * exact.norm(dim=1)
     allowed += 1e-15 * x.double().norm(dim=1)  # the oracle's own: it takes 1 + tanh
     assert ((mine - exact).norm(dim=1) <= allowed).all()
     assert abs(float((mine.double() * exact).sum() / (exact * exact).sum()) - 1) < torch.finfo(dtype).eps / 16
@@ -375,7 +420,12 @@ def test_what_serves_on_hopper() -> None:
     assert serves("matmul", n, n) == "torch"
     assert serves("matmul", odd, odd[::-1]) == "gluon_padded"
     assert serves("matmul", odd, odd[::-1], arch="sm_80") == serves("matmul", odd, odd[::-1], arch="sm_100") == "torch"
-    assert serves("matmul", (64, 2047), odd[::-1]) == serves("matmul", (2047,), odd[::-1]) == serves("matmul", n, (2048,)) == "torch"
+    assert (
+        serves("matmul", (64, 2047), odd[::-1])
+        == serves("matmul", (2047,), odd[::-1])
+        == serves("matmul", n, (2048,))
+        == "torch"
+    )
     assert serves("linear", n, n) == serves("linear", (8, 2048), n, activation="silu") == "torch"
     assert serves("linear", n, n, (2048,), activation="gelu") == serves("linear", n, n, residual=n) == "gluon"
     assert serves("linear", odd, odd, residual=n) == "gluon_padded"
@@ -408,7 +458,9 @@ def test_whatever_is_served_is_taken(how: str) -> None:
 
 def test_the_choice_is_traced(monkeypatch: pytest.MonkeyPatch) -> None:
     """By sizes alone, so that torch.compile can follow: one graph for each answer."""
-    monkeypatch.setattr(sys.modules[get("matmul").function.__module__], "run", lambda *_: None)  # no kernel takes a fake tensor's address
+    monkeypatch.setattr(
+        sys.modules[get("matmul").function.__module__], "run", lambda *_: None
+    )  # no kernel takes a fake tensor's address
     counter = CompileCounterWithBackend("aot_eager")
     compiled = torch.compile(lambda a, b: ridgeline.matmul(a, b) + 1, backend=counter, fullgraph=True, dynamic=True)
     with devices.pretend("sm_90"):
@@ -421,7 +473,13 @@ def test_the_choice_is_traced(monkeypatch: pytest.MonkeyPatch) -> None:
 @pytest.mark.parametrize("shape", [(33, 45), (2, 19, 130)])
 def test_copies_that_the_copy_engine_takes(shape: tuple[int, ...], device: str) -> None:
     t = torch.randn(shape, device=device).half()
-    kinds = [t, t.mT.contiguous().mT, torch.stack([t, t], -1)[..., 0], t[..., :1].expand(shape), t[..., :1, :].expand(shape)]
+    kinds = [
+        t,
+        t.mT.contiguous().mT,
+        torch.stack([t, t], -1)[..., 0],
+        t[..., :1].expand(shape),
+        t[..., :1, :].expand(shape),
+    ]
     for one in [*kinds, t[None, 0].expand(3, *t.shape[1:]) if t.dim() == 3 else t]:
         copy = aligned(one)
         assert whole(copy) or whole(copy.mT)
@@ -459,7 +517,10 @@ def test_parts_are_written_by_the_copy_engine(shape: tuple[int, int, int]) -> No
     M, N, K = shape
     case = Case("", (Spec(M, K), Spec(N, K)), dtypes=("bfloat16",))
     made = [
-        one for _, one in inspect.launches(get("linear"), get("linear").implementations["gluon"], case, "bfloat16", "sm_90", ("forward",))
+        one
+        for _, one in inspect.launches(
+            get("linear"), get("linear").implementations["gluon"], case, "bfloat16", "sm_90", ("forward",)
+        )
     ]
     assert len(made) == 2
     sums, out = made[0].args[:2]
@@ -473,17 +534,25 @@ def said_of(r: inspect.Resources, folder: Path) -> str:
     path = folder / "kernel.ptx"
     path.write_text(r.texts["ptx"])
     ptxas = compiler.get_ptxas(90).path
-    return subprocess.run([ptxas, "-v", "-arch=sm_90a", path, "-o", "/dev/null"], capture_output=True, text=True, check=True).stderr
+    return subprocess.run(
+        [ptxas, "-v", "-arch=sm_90a", path, "-o", "/dev/null"], capture_output=True, text=True, check=True
+    ).stderr
 
 
 @pytest.mark.compiles
 def test_products_are_not_serialized(tmp_path) -> None:  # type: ignore[no-untyped-def]
     """ptxas lets products run while the next are started, and moves no sums: it says where it cannot."""
-    ops = [("matmul", impl, Case("", (Spec(512, 512), Spec(512, 2048)), dtypes=("bfloat16",))) for impl in ("gluon", "triton_persistent")]
-    ops += [
-        ("matmul", "triton_persistent", next(c for c in get("matmul").cases if c.name == f"8192x14336x4096{how}")) for how in ("", " tt")
+    ops = [
+        ("matmul", impl, Case("", (Spec(512, 512), Spec(512, 2048)), dtypes=("bfloat16",)))
+        for impl in ("gluon", "triton_persistent")
     ]
-    ops += [(name, "gluon", next(c for c in get(name).cases if c.use == "bench")) for name in ("linear", "gated_linear")]
+    ops += [
+        ("matmul", "triton_persistent", next(c for c in get("matmul").cases if c.name == f"8192x14336x4096{how}"))
+        for how in ("", " tt")
+    ]
+    ops += [
+        (name, "gluon", next(c for c in get(name).cases if c.use == "bench")) for name in ("linear", "gated_linear")
+    ]
     for name, impl, case in ops:
         for r in inspect.resources(get(name), get(name).implementations[impl], case, "bfloat16", "sm_90"):
             if r.kind == "triton" and r.kernel != "_stay":

@@ -38,9 +38,30 @@ def emulate(launch: Launch) -> None:
         sums, b, N, K, b_k, b_n = launch.args
         sums.copy_(b.as_strided((K, N), (b_k, b_n)).sum(0))
         return
-    y, out, a, b, scale_a, scale_b, zero_a, sums, bias, M, N, steps, a_row, a_block, b_column, b_block, zero_step, bias_step = launch.args
+    (
+        y,
+        out,
+        a,
+        b,
+        scale_a,
+        scale_b,
+        zero_a,
+        sums,
+        bias,
+        M,
+        N,
+        steps,
+        a_row,
+        a_block,
+        b_column,
+        b_block,
+        zero_step,
+        bias_step,
+    ) = launch.args
     rows, wide = launch.constants["ROWS"], launch.constants["BN"]
-    tiles = SimpleNamespace(M=M, N=N, steps=steps, batch=1, parts=1, BM=2 * rows, BN=wide, GROUP=launch.constants["GROUP"])
+    tiles = SimpleNamespace(
+        M=M, N=N, steps=steps, batch=1, parts=1, BM=2 * rows, BN=wide, GROUP=launch.constants["GROUP"]
+    )
     piece = min(wide, 128)
     for t in range(triton.cdiv(M, 2 * rows) * triton.cdiv(N, wide)):
         m, n, batch, _, low, high = PLACE(tiles, t)
@@ -50,7 +71,10 @@ def emulate(launch: Launch) -> None:
             for k in range(low, high):
                 part = box(a, [0, first, 128 * k]).to(total.dtype) @ box(b, [0, n, 128 * k]).to(total.dtype).T
                 if launch.constants["BLOCKS"]:
-                    columns = [min(n // 128 + p, triton.cdiv(N, 128) - 1) * b_column + k * b_block for p in range(wide // piece)]
+                    columns = [
+                        min(n // 128 + p, triton.cdiv(N, 128) - 1) * b_column + k * b_block
+                        for p in range(wide // piece)
+                    ]
                     part *= flat(scale_a, i * a_row + k * a_block)[:, None]
                     part *= flat(scale_b, torch.tensor(columns)).repeat_interleave(piece)
                 total += part
@@ -69,7 +93,9 @@ def operand(lines: int, K: int, whole: bool, dice: random.Random) -> torch.Tenso
     """(lines, K), its rows at multiples of 16 bytes, perhaps a slice of more."""
     room = torch.randint(-128, 128, (lines + 2, triton.cdiv(K, 16) * 16 + 32), dtype=torch.int8)
     room = room if whole else torch.randn(room.shape).to(E4M3)
-    return dice.choice((room[1 : lines + 1, 16 : 16 + K], room[:lines, :K].contiguous() if K % 16 == 0 else room[:lines, :K]))
+    return dice.choice(
+        (room[1 : lines + 1, 16 : 16 + K], room[:lines, :K].contiguous() if K % 16 == 0 else room[:lines, :K])
+    )
 
 
 def anyhow(lines: int, K: int, whole: bool, dice: random.Random) -> torch.Tensor:
@@ -97,7 +123,11 @@ def test_products_tile_by_tile(op: str, impl: str) -> None:
 
     with devices.pretend("sm_90"), observe(see):
         for _ in range(25):
-            M, N, K = dice.choice((1, 17, 129, 300)), dice.choice((1, 8, 136, 300, 392)), dice.choice((16, 100, 128, 300, 640))
+            M, N, K = (
+                dice.choice((1, 17, 129, 300)),
+                dice.choice((1, 8, 136, 300, 392)),
+                dice.choice((16, 100, 128, 300, 640)),
+            )
             lie = operand
             if impl == "gluon_padded":
                 N, K, lie = dice.choice((N, 1, 37, 261)), dice.choice((K, 1, 129, 257, 1101)), anyhow
@@ -110,12 +140,16 @@ def test_products_tile_by_tile(op: str, impl: str) -> None:
             options: dict[str, Any] = {"bias": bias, "out_dtype": dice.choice((torch.float16, torch.bfloat16))}
             if op == "int8":
                 options["out_dtype"] = dice.choice((torch.bfloat16, torch.float32))
-                options["zero_a"] = dice.choice((None, *[torch.randint(-128, 128, (rows, 1), dtype=torch.int32) for rows in (M, 1)]))
+                options["zero_a"] = dice.choice(
+                    (None, *[torch.randint(-128, 128, (rows, 1), dtype=torch.int32) for rows in (M, 1)])
+                )
             function = ridgeline.int8_matmul if op == "int8" else ridgeline.fp8_matmul
             tile = _hopper._tile(*dice.choice(_hopper8.TILES), False)
             with tuning.listen(lambda request, tile=tile: tile if request.kernel == "hopper" else None):
                 y = function(a, b, *scales, **options, impl=impl)
-            exact = function(a, b, *[s.double() for s in scales], **options | {"out_dtype": torch.float64}, impl="naive")
+            exact = function(
+                a, b, *[s.double() for s in scales], **options | {"out_dtype": torch.float64}, impl="naive"
+            )
             rtol = 8e-3 if y.dtype == torch.bfloat16 else 1e-3
             torch.testing.assert_close(y.double(), exact, rtol=rtol, atol=1e-5 * float(exact.abs().max()))
     assert {one for name, one in made if name == "_fwd"} == {True, False}
@@ -183,7 +217,9 @@ def program(pipelined: bool, stages: int, steps: int, tiles: int, lag: int, dice
 
     parts = {part: next(part, "end") for part in (*map(fetch, range(sources)), multiply(0), multiply(1))}
     while parts:
-        able = [part for part, wanted in parts.items() if wanted is None or wanted == "end" or wanted[0].over(wanted[1])]
+        able = [
+            part for part, wanted in parts.items() if wanted is None or wanted == "end" or wanted[0].over(wanted[1])
+        ]
         assert able, (stages, steps, tiles, lag)
         part = dice.choice(able)
         if parts[part] == "end":
@@ -205,7 +241,8 @@ def test_barriers_in_any_order_of_warps(pipelined: bool) -> None:
 
 
 @pytest.mark.parametrize(
-    ("rows", "columns", "K", "kernel"), [(64, 48, 64, ""), (65, 48, 64, "_hopper8"), (16, 8192, 1024, ""), (64, 8192, 1024, "")]
+    ("rows", "columns", "K", "kernel"),
+    [(64, 48, 64, ""), (65, 48, 64, "_hopper8"), (16, 8192, 1024, ""), (64, 8192, 1024, "")],
 )
 @pytest.mark.parametrize("name", ["int8_matmul", "fp8_matmul"])
 def test_few_rows_are_left_to_smaller_tiles(name: str, rows: int, columns: int, K: int, kernel: str) -> None:
@@ -317,7 +354,9 @@ def test_scales_of_rows_and_columns(op: str, sizes: tuple[int, int, int]) -> Non
             with tuning.listen(lambda request, t=tile: _hopper._tile(*t, False)):
                 first, again = (getattr(ridgeline, op)(a, b.T, *scales, impl="gluon", **options) for _ in range(2))
             assert torch.equal(first, again)
-            exact = (a.double() - options.get("zero_a", 0)) @ b.double().T * scales[0] * scales[1] + options.get("bias", 0)
+            exact = (a.double() - options.get("zero_a", 0)) @ b.double().T * scales[0] * scales[1] + options.get(
+                "bias", 0
+            )
             near = 1e-5 if first.dtype == torch.float32 else 8e-3
             torch.testing.assert_close(first.double(), exact, rtol=near, atol=near / 8 * exact.abs().max().item())
 
@@ -361,7 +400,10 @@ def test_rules_fit_their_machine() -> None:
         stage = 128 * (2 * rows + wide) + 4 * (2 * rows + 2)  # operands and scales
         assert choice["STAGES"] * stage + 2 * choice["BOARDS"] * rows * 128 + 640 <= gpu.shared_memory
         alone = 8 * (rows + wide)  # both groups' scales, of rows and columns
-        assert choice["STAGES"] * 128 * (2 * rows + wide) + 2 * choice["BOARDS"] * rows * 128 + alone + 512 <= gpu.shared_memory
+        assert (
+            choice["STAGES"] * 128 * (2 * rows + wide) + 2 * choice["BOARDS"] * rows * 128 + alone + 512
+            <= gpu.shared_memory
+        )
         assert choice["LAG"] < choice["STAGES"] - 1
         assert set(choice) == {"ROWS", "BN", "STAGES", "BOARDS", "GROUP", "LAG"}
     assert (ruled[-1]["ROWS"], ruled[-1]["BN"]) == (64, 256)
@@ -372,7 +414,9 @@ def test_rules_fit_their_machine() -> None:
 def test_products_are_not_serialized(name: str, tmp_path) -> None:  # type: ignore[no-untyped-def]
     """ptxas lets products run while scales come and sums are taken over: it says where it cannot."""
     op, dtype = get(name), {"fp8_matmul": "float8_e4m3fn", "int8_matmul": "int8"}[name]
-    cases = [c for c in op.cases if c.name in ("4096x4096x4096", "4096x4096x4096 rows", "4096x4096x4096 blocks by columns")]
+    cases = [
+        c for c in op.cases if c.name in ("4096x4096x4096", "4096x4096x4096 rows", "4096x4096x4096 blocks by columns")
+    ]
     assert cases
     for case in cases:
         with tuning.listen(lambda request: _hopper._tile(*_hopper8.TILES[0], False)):

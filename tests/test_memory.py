@@ -31,7 +31,9 @@ def dtype(case: Case) -> str:
 def chosen(op: Op) -> Case:
     """Rows that are many times as long together as the partial sums of their columns; else the op's largest case."""
     named = [case for case in bench(op) if case.name == NARROW]
-    return named[0] if named else max(bench(op), key=lambda case: nbytes(*tensors_of(case.make(dtype(case), "meta")[0])))
+    return (
+        named[0] if named else max(bench(op), key=lambda case: nbytes(*tensors_of(case.make(dtype(case), "meta")[0])))
+    )
 
 
 LINEAR = OPS["linear_cross_entropy"]
@@ -45,12 +47,19 @@ LOGITS = {
 CALLS: list[tuple[Op, Case, dict[str, Any], float]]
 MORE = {"gated_linear": 4 * 14336 / 4096}  # both products, kept, and their gradients
 CALLS = [(op, chosen(op), {}, MORE.get(op.name, 0)) for op in OPS.values() if not op.mutates and op is not LINEAR]
-CALLS += [(OPS[name], OPS[name].case(WIDE), {}, 0) for name in ("softmax", "layer_norm")]  # other ops on rows allocate as these do
+CALLS += [
+    (OPS[name], OPS[name].case(WIDE), {}, 0) for name in ("softmax", "layer_norm")
+]  # other ops on rows allocate as these do
 CALLS += [  # options that change what is kept; the last number: tensors of x's size beyond the line at the top
     (OPS["rms_norm"], OPS["rms_norm"].case(NARROW), {"memory_efficient": True}, 0),
     (OPS["cross_entropy"], chosen(OPS["cross_entropy"]), {"reduction": "none"}, 0),
     *[(LINEAR, LINEAR.case(name), {}, share) for name, (share, _) in LOGITS.items()],
-    (OPS["masked_softmax"], chosen(OPS["masked_softmax"]), {"dropout_p": 0.1, "seed": 1}, 1),  # probabilities, which dropout hides
+    (
+        OPS["masked_softmax"],
+        chosen(OPS["masked_softmax"]),
+        {"dropout_p": 0.1, "seed": 1},
+        1,
+    ),  # probabilities, which dropout hides
 ]
 
 
@@ -64,7 +73,9 @@ def allowed(op: Op, args: list[Any], wanted: list[torch.Tensor], outputs: tuple[
     rows = x.shape[0] * args[1] if op.name == "group_norm" else x.numel() // x.shape[-1]
     statistics = 40 * rows if op is LINEAR else 2 * 4 * rows if op.family in ("rowwise", "loss") else 0
     weights = sum(t.numel() for t in wanted if t.dim() == 1 and t.numel() < x.numel())
-    if op.family == "attention":  # Hopper's kernels add dQ up in float32, and number each packed sequence's blocks of 64 rows apart
+    if (
+        op.family == "attention"
+    ):  # Hopper's kernels add dQ up in float32, and number each packed sequence's blocks of 64 rows apart
         length = x.shape[0] if op.name == "attention_varlen" else x.shape[2]
         more = 64 * args[3].numel() if op.name == "attention_varlen" else -length % 64  # for each sequence, and one
         statistics = (4 * x.numel() + 3 * 4 * rows) * (length + more) // length
@@ -103,7 +114,8 @@ def peak(op: Op, call: Callable[..., Any], case: Case, options: dict[str, Any]) 
 
 
 @pytest.mark.parametrize(
-    ("op", "case", "options", "more"), [pytest.param(*c, id=" ".join([c[0].name, c[1].name, dtype(c[1]), *c[2]])) for c in CALLS]
+    ("op", "case", "options", "more"),
+    [pytest.param(*c, id=" ".join([c[0].name, c[1].name, dtype(c[1]), *c[2]])) for c in CALLS],
 )
 def test_forward_and_backward(op: Op, case: Case, options: dict[str, Any], more: float) -> None:
     found, limit = peak(op, op.function, case, options)
@@ -129,7 +141,9 @@ def test_waste_is_seen(name: str) -> None:
     assert found > limit
 
 
-@pytest.mark.parametrize(("op", "case"), [pytest.param(o, c, id=f"{o.name} {c.name}") for o in OPS.values() if o.mutates for c in bench(o)])
+@pytest.mark.parametrize(
+    ("op", "case"), [pytest.param(o, c, id=f"{o.name} {c.name}") for o in OPS.values() if o.mutates for c in bench(o)]
+)
 def test_in_place(op: Op, case: Case) -> None:
     """For a chunk of 8192 elements 4 bytes of a table and 4 of a partial sum, the first time too."""
     args, kwargs = case.make(dtype(case), "cuda")

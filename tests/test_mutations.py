@@ -15,7 +15,11 @@ pytestmark = pytest.mark.kernels
 
 def matrix(op: Op) -> Case | None:
     """The op's first small case with a matrix of more than a few rows and columns, or None."""
-    specs = [(c, c.args[0]) for c in op.cases if c.use == "check" and isinstance(c.args[0], Spec) and "torch" in op.implementations]
+    specs = [
+        (c, c.args[0])
+        for c in op.cases
+        if c.use == "check" and isinstance(c.args[0], Spec) and "torch" in op.implementations
+    ]
     return next((c for c, first in specs if len(first.shape) == 2 and min(first.shape) > 8), None)
 
 

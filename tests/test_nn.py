@@ -83,7 +83,9 @@ def test_constructors(name: str, args: tuple, kwargs: dict, shape: tuple) -> Non
     assert all(p.kind is p.KEYWORD_ONLY for p in mine.values() if p.name not in theirs)
 
 
-@pytest.mark.parametrize("options", [{}, {"ignore_index": 3}, {"label_smoothing": 0.1, "reduction": "sum"}, {"reduction": "none"}])
+@pytest.mark.parametrize(
+    "options", [{}, {"ignore_index": 3}, {"label_smoothing": 0.1, "reduction": "sum"}, {"reduction": "none"}]
+)
 def test_cross_entropy(options: dict, device: str) -> None:
     """Torch's losses of two dimensions; of more, torch's with its classes moved last."""
     mine, theirs = ours.CrossEntropyLoss(**options), nn.CrossEntropyLoss(**options)
@@ -93,7 +95,10 @@ def test_cross_entropy(options: dict, device: str) -> None:
     x, target = torch.randn(4, 6, 33, device=device), torch.randint(33, (4, 6), device=device)
     for logits, labels in ((x, target), (x[0], target[0])):
         leaves = [logits.detach().clone().to(d).requires_grad_() for d in (torch.float32, torch.float32, torch.float64)]
-        losses = [mine(leaves[0], labels), *(theirs(leaf.movedim(-1, 1) if leaf.dim() > 2 else leaf, labels) for leaf in leaves[1:])]
+        losses = [
+            mine(leaves[0], labels),
+            *(theirs(leaf.movedim(-1, 1) if leaf.dim() > 2 else leaf, labels) for leaf in leaves[1:]),
+        ]
         close(*losses)
         close(*(torch.autograd.grad(loss.sum(), leaf)[0] for loss, leaf in zip(losses, leaves, strict=True)))
 
@@ -110,9 +115,13 @@ def test_submodules_of_the_package() -> None:
     """`import ridgeline` is enough for what the guide names, and still imports no torch."""
     code = "import sys, ridgeline; assert 'torch' not in sys.modules; ridgeline.{}; print('ridgeline.{}'.split('.')[1] in dir(ridgeline))"
     for name in ("nn.RMSNorm", "optim.AdamW", "lab.benchmark", "op.RidgelineError", "RidgelineError"):
-        said = subprocess.run([sys.executable, "-c", code.format(name, name)], check=True, capture_output=True, text=True).stdout.strip()
+        said = subprocess.run(
+            [sys.executable, "-c", code.format(name, name)], check=True, capture_output=True, text=True
+        ).stdout.strip()
         assert said == "True", name
-    with pytest.raises(AttributeError, match="ridgeline has no 'nothing'; its ops are .*gelu.*, its modules nn, optim, lab, op"):
+    with pytest.raises(
+        AttributeError, match="ridgeline has no 'nothing'; its ops are .*gelu.*, its modules nn, optim, lab, op"
+    ):
         _ = ridgeline.nothing
 
 
@@ -167,11 +176,15 @@ def test_refusals() -> None:
 def test_imports_no_op() -> None:
     """`import ridgeline.nn` reads no op's file; each is loaded at its first call."""
     code = "import sys, ridgeline.nn; print([m for m in sys.modules if m.startswith('ridgeline.ops.')])"
-    assert subprocess.run([sys.executable, "-c", code], check=True, capture_output=True, text=True).stdout.strip() == "[]"
+    assert (
+        subprocess.run([sys.executable, "-c", code], check=True, capture_output=True, text=True).stdout.strip() == "[]"
+    )
 
 
 def test_one_graph(device: str) -> None:
     """A block of these modules compiles without a break."""
-    block = nn.Sequential(ours.RMSNorm(48), nn.Linear(48, 48), ours.GELU("tanh"), ours.LayerNorm(48), ours.Softmax(-1)).to(device)
+    block = nn.Sequential(
+        ours.RMSNorm(48), nn.Linear(48, 48), ours.GELU("tanh"), ours.LayerNorm(48), ours.Softmax(-1)
+    ).to(device)
     x = torch.randn(5, 48, device=device)
     torch.testing.assert_close(torch.compile(block, backend="aot_eager", fullgraph=True)(x), block(x))

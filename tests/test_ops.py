@@ -26,11 +26,27 @@ OPS = registry()
 SMALL = [(op, case) for op in OPS.values() for case in op.cases if case.use == "check"]
 RUNGS = [(op, i) for op in OPS.values() for i in op.implementations.values() if i.kind != "compile"]
 KERNELS = [(op, i) for op, i in RUNGS if i.is_kernel]
-PURE = {name: op for name, op in OPS.items() if not op.mutates}  # the others, optimizers, have tests of their own beside the law
+PURE = {
+    name: op for name, op in OPS.items() if not op.mutates
+}  # the others, optimizers, have tests of their own beside the law
 FIRST = {op.name: next(c for c in op.cases if c.use == "check") for op in OPS.values()}
 # Of the ladders of CUDA C++, rungs that do not take their op's first case in float32.
-LADDERS = ("dot", "transpose", "sgemm", "hgemm", "gemv", "softmax", "index_add", "upsample_nearest2d", "repeat_kv", "cumsum", "copy")
-WITH_GRADIENTS = {name: op for name, op in PURE.items() if any(i.is_kernel and i.differentiable for i in op.implementations.values())}
+LADDERS = (
+    "dot",
+    "transpose",
+    "sgemm",
+    "hgemm",
+    "gemv",
+    "softmax",
+    "index_add",
+    "upsample_nearest2d",
+    "repeat_kv",
+    "cumsum",
+    "copy",
+)
+WITH_GRADIENTS = {
+    name: op for name, op in PURE.items() if any(i.is_kernel and i.differentiable for i in op.implementations.values())
+}
 
 
 def named(value: object) -> str | None:
@@ -102,7 +118,11 @@ def test_a_second_gpu(op: Op, implementation: Implementation) -> None:
     given, kwargs = call(op, implementation, FIRST[op.name], dtype, "cuda:0")
 
     def moved(value: object) -> object:
-        return value.detach().to("cuda:1").requires_grad_(value.requires_grad) if isinstance(value, torch.Tensor) else value
+        return (
+            value.detach().to("cuda:1").requires_grad_(value.requires_grad)
+            if isinstance(value, torch.Tensor)
+            else value
+        )
 
     same = {"rtol": 0, "atol": 0} if implementation.deterministic else {}
     there = [moved(a) for a in given], {k: moved(v) for k, v in kwargs.items()}
@@ -115,7 +135,9 @@ def test_a_second_gpu(op: Op, implementation: Implementation) -> None:
     if outputs:
         incoming = [d for d in dice if d is not None]
         mine = torch.autograd.grad(outputs, leaves(given), incoming)
-        others = torch.autograd.grad([o for o in as_tuple(other) if o.requires_grad], leaves(there[0]), [d.to("cuda:1") for d in incoming])
+        others = torch.autograd.grad(
+            [o for o in as_tuple(other) if o.requires_grad], leaves(there[0]), [d.to("cuda:1") for d in incoming]
+        )
         torch.testing.assert_close(list(mine), [g.to("cuda:0") for g in others], equal_nan=True, **same)
 
 
@@ -136,7 +158,10 @@ def laid_out(op: Op, rungs: list[Implementation], case: Case, dtype: str, layout
     law = Law(op, args, kwargs)
     for implementation in able:
         if layout == "expanded":
-            copies = [a.detach().contiguous().requires_grad_(a.requires_grad) if isinstance(a, torch.Tensor) else a for a in args]
+            copies = [
+                a.detach().contiguous().requires_grad_(a.requires_grad) if isinstance(a, torch.Tensor) else a
+                for a in args
+            ]
             one, other = implementation(*args, **kwargs), implementation(*copies, **kwargs)
             torch.testing.assert_close(uncoded(one), uncoded(other))
             torch.testing.assert_close(gradients(one, args), gradients(other, copies))
@@ -155,7 +180,9 @@ def test_layouts(op: Op, layout: str, device: str) -> None:
 
 @pytest.mark.parametrize("layout", LAYOUTS)
 @pytest.mark.parametrize(("op", "implementation", "case", "dtype"), OWN, ids=named)
-def test_layouts_in_its_own_dtype(op: Op, implementation: Implementation, case: Case, dtype: str, layout: str, device: str) -> None:
+def test_layouts_in_its_own_dtype(
+    op: Op, implementation: Implementation, case: Case, dtype: str, layout: str, device: str
+) -> None:
     call(op, implementation, case, dtype, device)
     if not laid_out(op, [implementation], case, dtype, layout, device):
         pytest.skip("it refuses this layout")
@@ -180,10 +207,18 @@ SIZES = {
 @pytest.mark.parametrize("name", SIZES)
 def test_empty_and_odd_sizes(name: str, device: str) -> None:
     """Shapes with a zero or a one in them, and no dimension at all: PyTorch's own results and gradients."""
-    own = {"gelu": torch.nn.functional.gelu, "mul": torch.mul, "softmax": lambda x: torch.softmax(x, -1), "matmul": torch.matmul}[name]
+    own = {
+        "gelu": torch.nn.functional.gelu,
+        "mul": torch.mul,
+        "softmax": lambda x: torch.softmax(x, -1),
+        "matmul": torch.matmul,
+    }[name]
     for shapes in SIZES[name]:
         args = [torch.randn(shape, device=device, requires_grad=True) for shape in shapes]
-        for impl in (None, *(i.name for i in OPS[name].implementations.values() if i.is_kernel and why_not(i, *args) is None)):
+        for impl in (
+            None,
+            *(i.name for i in OPS[name].implementations.values() if i.is_kernel and why_not(i, *args) is None),
+        ):
             y, expected = getattr(ridgeline, name)(*args, impl=impl), own(*args)
             assert y.shape == expected.shape, (shapes, impl)
             torch.testing.assert_close(y, expected)
@@ -200,7 +235,13 @@ def resized(arg: object, old: int, new: int) -> object:
     return other
 
 
-ODD = {"no rows": (0, None), "one row": (1, None), "7 rows": (7, None), "one column": (None, 1), "131 columns": (None, 131)}
+ODD = {
+    "no rows": (0, None),
+    "one row": (1, None),
+    "7 rows": (7, None),
+    "one column": (None, 1),
+    "131 columns": (None, 131),
+}
 
 
 def resized_case(op: Op, rungs: list[Implementation], case: Case, dtype: str, size: str, device: str) -> int:
@@ -213,16 +254,25 @@ def resized_case(op: Op, rungs: list[Implementation], case: Case, dtype: str, si
     old, new = (first[-1], columns) if columns else (first[0], rows)
     args, kwargs = Case("", tuple(resized(a, old, new) for a in case.args), case.kwargs).make(dtype, device)
     exact = [
-        a.detach().double().requires_grad_(a.requires_grad) if isinstance(a, torch.Tensor) and a.is_floating_point() else a for a in args
+        a.detach().double().requires_grad_(a.requires_grad)
+        if isinstance(a, torch.Tensor) and a.is_floating_point()
+        else a
+        for a in args
     ]
     able = [i for i in rungs if i.is_kernel and why_not(i, *args, *kwargs.values()) is None]
-    rtol, atol, of_gradients = (1e-5, 1e-5, 1e-4) if dtype == "float32" else (1e-2, 1e-2, 1e-2)  # of one column, a rounding times rstd
+    rtol, atol, of_gradients = (
+        (1e-5, 1e-5, 1e-4) if dtype == "float32" else (1e-2, 1e-2, 1e-2)
+    )  # of one column, a rounding times rstd
     for implementation in able:
         if rows != 0 and (law := Law(op, args, kwargs)).judge(*law.run(implementation)).ok:
             continue
         one, expected = implementation(*args, **kwargs), op.reference(*exact, **kwargs)
-        torch.testing.assert_close(uncoded(one), uncoded(expected), equal_nan=True, check_dtype=False, rtol=rtol, atol=atol)
-        torch.testing.assert_close(gradients(one, args), gradients(expected, exact), check_dtype=False, rtol=rtol, atol=of_gradients)
+        torch.testing.assert_close(
+            uncoded(one), uncoded(expected), equal_nan=True, check_dtype=False, rtol=rtol, atol=atol
+        )
+        torch.testing.assert_close(
+            gradients(one, args), gradients(expected, exact), check_dtype=False, rtol=rtol, atol=of_gradients
+        )
     return len(able)
 
 
@@ -255,7 +305,9 @@ def test_gradient_layouts(op: Op, implementation: Implementation, device: str) -
     except RidgelineError as error:
         assert "contiguous" in str(error)
         return
-    for one, other in zip(expanded, torch.autograd.grad(y, leaves(args), [i.contiguous() for i in incoming]), strict=True):
+    for one, other in zip(
+        expanded, torch.autograd.grad(y, leaves(args), [i.contiguous() for i in incoming]), strict=True
+    ):
         torch.testing.assert_close(one, other)
 
 
@@ -265,7 +317,9 @@ def test_again(op: Op, implementation: Implementation, device: str) -> None:
     args, kwargs = call(op, implementation, FIRST[op.name], "float32", device)
     before = [a.detach().clone() for a in args if isinstance(a, torch.Tensor)]
     first, second = (implementation(*args, **kwargs) for _ in range(2))
-    for one, other in zip([*as_tuple(first), *gradients(first, args)], [*as_tuple(second), *gradients(second, args)], strict=True):
+    for one, other in zip(
+        [*as_tuple(first), *gradients(first, args)], [*as_tuple(second), *gradients(second, args)], strict=True
+    ):
         assert torch.equal(one, other) or not implementation.deterministic
     for was, now in zip(before, [a for a in args if isinstance(a, torch.Tensor)], strict=True):
         assert torch.equal(was, now)
@@ -291,9 +345,13 @@ def test_compile(op: Op, impl: str | None, device: str) -> None:
     torch._dynamo.reset()
     counter = CompileCounterWithBackend("aot_eager")
     kwargs = FIRST[op.name].make("float32", device)[1]
-    compiled = torch.compile(lambda *a: op.function(*a, **kwargs, impl=impl), backend=counter, fullgraph=True, dynamic=True)
+    compiled = torch.compile(
+        lambda *a: op.function(*a, **kwargs, impl=impl), backend=counter, fullgraph=True, dynamic=True
+    )
     case = FIRST[op.name]
-    rows = next(a for a in case.args if isinstance(a, Spec)).shape[0]  # what varies: the first tensor's first size, wherever it stands
+    rows = next(a for a in case.args if isinstance(a, Spec)).shape[
+        0
+    ]  # what varies: the first tensor's first size, wherever it stands
     for size in (5, 9, 16, 24, 33):
         args, _ = Case("", tuple(resized(a, rows, size) for a in case.args)).make("float32", device)
         one, other = compiled(*args), op.function(*args, **kwargs, impl=impl)
@@ -325,7 +383,11 @@ def test_opcheck(op: Op, device: str) -> None:
     for func, given in registered.calls.items():
         given = tuple(a.detach() if isinstance(a, torch.Tensor) else a for a in given)
         coded = any(isinstance(a, torch.Tensor) and a.dtype == torch.float8_e4m3fn for a in given)
-        utils = ("test_autograd_registration", "test_faketensor", "test_aot_dispatch_dynamic")  # the schema's test would multiply them
+        utils = (
+            "test_autograd_registration",
+            "test_faketensor",
+            "test_aot_dispatch_dynamic",
+        )  # the schema's test would multiply them
         results = torch.library.opcheck(func, given, **({"test_utils": utils} if coded else {}))
         assert set(results.values()) == {"SUCCESS"}, f"{func}: {results}"
 
@@ -361,7 +423,9 @@ def test_refusals(op: Op, device: str) -> None:
         if implementation.is_kernel and "float64" not in implementation.dtypes:
             with pytest.raises(RidgelineError, match=f"impl='{implementation.name}' cannot run this call: "):
                 op.function(*double, impl=implementation.name)
-    assert as_tuple(op.function(*double))[0].dtype == as_tuple(op.reference(*double))[0].dtype  # unasked, PyTorch serves it
+    assert (
+        as_tuple(op.function(*double))[0].dtype == as_tuple(op.reference(*double))[0].dtype
+    )  # unasked, PyTorch serves it
     assert torch.float64 in op.kernel_dtypes or not select(op, None, *double).is_kernel
 
 
@@ -369,7 +433,11 @@ def test_autocast(device: str) -> None:
     """matmul and softmax take the dtypes under autocast that torch's own take."""
     x = torch.randn(8, 8, device=device)
     with torch.autocast(device, dtype=torch.bfloat16):
-        for name, own in (("matmul", torch.matmul), ("softmax", torch.nn.functional.softmax), ("gelu", torch.nn.functional.gelu)):
+        for name, own in (
+            ("matmul", torch.matmul),
+            ("softmax", torch.nn.functional.softmax),
+            ("gelu", torch.nn.functional.gelu),
+        ):
             args = (x, x) if name == "matmul" else (x.bfloat16(), -1) if name == "softmax" else (x,)
             assert getattr(ridgeline, name)(*args).dtype == own(*args).dtype, name
 
@@ -429,7 +497,9 @@ def test_host_time(op: Op) -> None:
     and forward without gradients, where forward makes the gradients."""
     from ridgeline.lab.clock import device_timer
 
-    case = FIRST[op.name] if op.name in WITH_GRADIENTS else next(c for c in op.cases if c.use == "bench")  # torch's refuse odd sizes
+    case = (
+        FIRST[op.name] if op.name in WITH_GRADIENTS else next(c for c in op.cases if c.use == "bench")
+    )  # torch's refuse odd sizes
     given, kwargs = case.make(case.dtypes[0] if case.use == "bench" else "float32", "cuda")
     args = leaves(given)
     host = partial(device_timer("cuda").host, seconds=5e-6)

@@ -57,7 +57,11 @@ def test_ten_steps(options: dict, device: str) -> None:
 
     Torch's are not capturable: it then counts in float32, and beside float64 parameters too 1 - 0.999^t comes out 1e-5 too small."""
     theirs = {k: v for k, v in options.items() if k != "capturable"}
-    ours, own, exact = parameters(device), parameters(device), [torch.nn.Parameter(p.detach().double()) for p in parameters(device)]
+    ours, own, exact = (
+        parameters(device),
+        parameters(device),
+        [torch.nn.Parameter(p.detach().double()) for p in parameters(device)],
+    )
     for p, twin in zip(exact, ours, strict=True):
         assert torch.equal(p, twin.double())
     train(AdamW(ours, lr=0.03, **options), ours, range(10))
@@ -131,7 +135,9 @@ def test_torch_states_keep_wide_moments(device: str) -> None:
     wide = [torch.nn.Parameter(p.detach().float()) for p in params]
     one = torch.optim.AdamW(wide)
     train(one, wide, range(1))
-    ours = AdamW([{"params": params[:3], "moment_dtype": torch.float64}, {"params": params[3:]}], moment_dtype=torch.float32)
+    ours = AdamW(
+        [{"params": params[:3], "moment_dtype": torch.float64}, {"params": params[3:]}], moment_dtype=torch.float32
+    )
     state = one.state_dict()
     state["param_groups"] = copy.deepcopy(ours.state_dict()["param_groups"])
     for group in state["param_groups"]:
@@ -147,7 +153,9 @@ def test_steps_in_two_places() -> None:
     params = [torch.nn.Parameter(torch.ones(4, device="meta")) for _ in range(3)]
     optimizer, seen = AdamW(params), []
     optimizer._function = lambda *args, **_: seen.append(args[4])
-    for p, step in zip(params, (torch.zeros(()), torch.zeros((), device="meta"), torch.zeros((), dtype=torch.int64)), strict=True):
+    for p, step in zip(
+        params, (torch.zeros(()), torch.zeros((), device="meta"), torch.zeros((), dtype=torch.int64)), strict=True
+    ):
         p.grad = torch.ones_like(p)
         optimizer.state[p].update(step=step, exp_avg=torch.zeros_like(p), exp_avg_sq=torch.zeros_like(p))
     optimizer.step()
@@ -168,7 +176,9 @@ def test_copies_go_their_own_way(device: str) -> None:
 
 def test_parameters_that_move(device: str) -> None:
     """New memory for a parameter, a gradient of another layout at the same address: what counts is where things lie now."""
-    p, q = (torch.nn.Parameter(torch.randn(6, 6, generator=torch.Generator().manual_seed(0)).to(device)) for _ in range(2))
+    p, q = (
+        torch.nn.Parameter(torch.randn(6, 6, generator=torch.Generator().manual_seed(0)).to(device)) for _ in range(2)
+    )
     ours, theirs = AdamW([p], lr=0.1), torch.optim.AdamW([q], lr=0.1)
     g = torch.randn(6, 6, device=device)
     for step in range(4):
@@ -263,7 +273,10 @@ def test_refusals(device: str) -> None:
         ({"lr": "a"}, "lr must be a number, and is 'a'"),
         ({"lr": torch.ones(2)}, "lr must be a number, and is a tensor of 2 elements"),
         *(({"lr": lr}, f"lr must be finite and at least 0, and is {lr}") for lr in (-1.0, math.nan, math.inf)),
-        *(({"eps": eps}, f"eps and weight_decay finite and at least 0, and are .*, {eps} and 0.01") for eps in (-1.0, math.nan, math.inf)),
+        *(
+            ({"eps": eps}, f"eps and weight_decay finite and at least 0, and are .*, {eps} and 0.01")
+            for eps in (-1.0, math.nan, math.inf)
+        ),
         ({"eps": None}, "eps must be a number, and is None"),
         ({"weight_decay": math.inf}, "weight_decay finite and at least 0"),
     ):
@@ -304,7 +317,9 @@ def test_clip_grad_norm(norm_type: float, max_norm: float, device: str) -> None:
     for number, (p, w) in enumerate(zip(params, own, strict=True)):
         p.grad, w.grad = gradient(p, 3, number), gradient(p, 3, number)  # one has none
     norm = ridgeline.clip_grad_norm(iter(params), max_norm, norm_type)
-    theirs = torch.nn.utils.clip_grad_norm_([w for w in own if w.numel()], max_norm, norm_type)  # it cannot take empty ones
+    theirs = torch.nn.utils.clip_grad_norm_(
+        [w for w in own if w.numel()], max_norm, norm_type
+    )  # it cannot take empty ones
     torch.testing.assert_close(norm, theirs)
     for p, w in zip(params, own, strict=True):
         torch.testing.assert_close(p.grad, w.grad)
@@ -358,7 +373,9 @@ def test_the_same_bits_again(name: str, device: str) -> None:
 def test_opcheck(name: str, device: str) -> None:
     some = [torch.rand(33, 17, device=device), torch.rand(9000, device=device)]
     lists = [[t.clone() for t in some] for _ in range(4)]
-    given = (*lists, [], 3, None, 0.1, 0.9, 0.999, 1e-8, 0.01, False, None) if name == "adamw" else (some, 1.0, False, None)
+    given = (
+        (*lists, [], 3, None, 0.1, 0.9, 0.999, 1e-8, 0.01, False, None) if name == "adamw" else (some, 1.0, False, None)
+    )
     results = torch.library.opcheck(getattr(torch.ops.ridgeline, name).default, given)
     assert set(results.values()) == {"SUCCESS"}, results
 
@@ -379,7 +396,12 @@ def test_tensors_of_another_kind_at_the_same_addresses(device: str) -> None:
     square = lambda: [torch.rand(16, 16, device=device) for _ in range(4)]  # noqa: E731
     p, g, m, v = square()
     narrow = g.view(torch.float16)[:8].view(16, 16)  # half precision where float32 lies
-    for others in ([p, narrow, m, v], [p.t(), g, m, v], [p, g, m.t(), v], [p, g.flatten().as_strided((16, 16), (1, 16)), m, v]):
+    for others in (
+        [p, narrow, m, v],
+        [p.t(), g, m, v],
+        [p, g, m.t(), v],
+        [p, g.flatten().as_strided((16, 16), (1, 16)), m, v],
+    ):
         ridgeline.adamw(p, g, m, v, 1, lr=0.1)
         others[1].copy_(torch.rand(16, 16))
         twins = [t.double() for t in others]
@@ -403,7 +425,9 @@ def test_compiles_in_one_graph(name: str, device: str) -> None:
     for case in ("33x129", "lists"):
         args, kwargs = op.case(case).make("float32", device)
         ours, theirs = op.fresh(args), op.fresh(args)
-        call = torch.compile(lambda args, kwargs=kwargs: op.function(*args, **kwargs, impl="triton"), backend="aot_eager", fullgraph=True)
+        call = torch.compile(
+            lambda args, kwargs=kwargs: op.function(*args, **kwargs, impl="triton"), backend="aot_eager", fullgraph=True
+        )
         torch.testing.assert_close(call(ours), op.function(*theirs, **kwargs, impl="triton"))
         for a, b in zip(tensors_of(ours), tensors_of(theirs), strict=True):
             assert torch.equal(a, b)

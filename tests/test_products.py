@@ -34,9 +34,18 @@ def operands(name: str, M: int, N: int, K: int, dtype: torch.dtype, device: str,
         if name == "fp8_matmul":
             a, b = ((t.float() / 16).to(torch.float8_e4m3fn) for t in (a, b))
         scale = (1 / (73 if name == "int8_matmul" else 4.6)) / max(1, K) ** 0.25
-        return [a, b.mT, *(torch.full((n,), scale, device=device).view(shape) for n, shape in ((M, (M, 1)), (N, (1, N))))]
+        return [
+            a,
+            b.mT,
+            *(torch.full((n,), scale, device=device).view(shape) for n, shape in ((M, (M, 1)), (N, (1, N)))),
+        ]
     x, weight = draw(M, K), draw(N, K)
-    return {"matmul": [x, weight.mT], "linear": [x, weight], "gated_linear": [x, weight, draw(N, K)], "gemv": [weight, x[:16]]}[name]
+    return {
+        "matmul": [x, weight.mT],
+        "linear": [x, weight],
+        "gated_linear": [x, weight, draw(N, K)],
+        "gemv": [weight, x[:16]],
+    }[name]
 
 
 def able(name: str, args: list[Any], **given: Any) -> list[str]:
@@ -102,7 +111,10 @@ def test_infinities_and_nan_of_8_bits(how: str, device: str) -> None:
         for value in (float("inf"), float("-inf"), float("nan")):
             args = operands(name, M, N, K, torch.float16, device)
             if how in ("fp8 blocks", "fp8 1x128"):
-                args[2:] = torch.rand(M, 3, device=device), torch.rand(3, 3 if how == "fp8 blocks" else N, device=device)
+                args[2:] = (
+                    torch.rand(M, 3, device=device),
+                    torch.rand(3, 3 if how == "fp8 blocks" else N, device=device),
+                )
             if place < 2 and (value == value or name == "int8_matmul"):
                 continue
             args[place][where] = value
@@ -111,7 +123,10 @@ def test_infinities_and_nan_of_8_bits(how: str, device: str) -> None:
             for impl in able(name, args):
                 found = call(name, args, impl, torch.float16).double()
                 assert torch.equal(found.isfinite(), expected.isfinite()), (impl, place, value)
-                if how in ("int8", "fp8 rows"):  # of an infinite block the formula has the sum of infinities, which are of both signs
+                if how in (
+                    "int8",
+                    "fp8 rows",
+                ):  # of an infinite block the formula has the sum of infinities, which are of both signs
                     torch.testing.assert_close(found, expected, rtol=1e-2, atol=1e-2, equal_nan=True)
 
 
@@ -158,7 +173,9 @@ def test_nothing_of_no_size_is_left_to_hopper() -> None:
     """Where a kernel's rule serves a call unasked, a kernel takes it."""
     with devices.pretend("sm_90"), observe(lambda launch: None):
         for batch, M, N, K in ((0, 1024, 1025, 1025), (2, 0, 2047, 2047), (2, 2048, 0, 2047), (2, 2048, 2047, 0)):
-            y = ridgeline.matmul(torch.zeros(batch, M, K, dtype=torch.float16), torch.zeros(batch, K, N, dtype=torch.float16))
+            y = ridgeline.matmul(
+                torch.zeros(batch, M, K, dtype=torch.float16), torch.zeros(batch, K, N, dtype=torch.float16)
+            )
             assert tuple(y.shape) == (batch, M, N)
             for name in ("linear", "gated_linear"):
                 x, weight = torch.zeros(batch, M, K, dtype=torch.float16), torch.zeros(N, K, dtype=torch.float16)
@@ -186,7 +203,11 @@ def test_replays_of_a_graph(name: str, sizes: str, device: str) -> None:
 
     for rung in [get(name).implementations[i] for i in able(name, args)]:
         if rung.is_kernel:
-            replay = captured(lambda impl=rung.name: work(args, impl), 3) if device == "cuda" else lambda impl=rung.name: work(args, impl)
+            replay = (
+                captured(lambda impl=rung.name: work(args, impl), 3)
+                if device == "cuda"
+                else lambda impl=rung.name: work(args, impl)
+            )
             for seed in range(1, 2 if INTERPRETED else 4):
                 others = operands(name, *GRAPHED[sizes], torch.float16, device, seed)
                 for a, other in zip(args, others, strict=True):
@@ -213,7 +234,9 @@ def test_the_same_bits_each_time(name: str, dtype: str, sizes: tuple[int, int, i
             with observe(started.append) if n == 0 else nullcontext():
                 y = get(name).function(*args, impl=impl)
             found.append([y.detach(), *torch.autograd.grad(y, args, dy)])
-        assert all(torch.equal(one, other) for again in found[1:] for one, other in zip(found[0], again, strict=True)), impl
+        assert all(
+            torch.equal(one, other) for again in found[1:] for one, other in zip(found[0], again, strict=True)
+        ), impl
         if sizes == SPLIT and impl == "gluon" and name != "gated_linear":
             assert len(started) == 2, started  # the parts along K, and their sums
 
@@ -245,7 +268,11 @@ def test_more_than_two_to_the_31(name: str, long: str) -> None:
     for impl in [i for i in able(name, args) if i not in ("naive", "torch")]:
         y = call(name, args, impl, torch.bfloat16)
         torch.testing.assert_close(
-            y[piece], expected, rtol=2e-2, atol=2e-2 * float(expected.abs().max()), msg=lambda m, impl=impl: f"{impl}: {m}"
+            y[piece],
+            expected,
+            rtol=2e-2,
+            atol=2e-2 * float(expected.abs().max()),
+            msg=lambda m, impl=impl: f"{impl}: {m}",
         )
         del y
 
@@ -281,7 +308,10 @@ def test_each_of_torchs_libraries(library: str, monkeypatch: pytest.MonkeyPatch)
         return said[-1]
 
     monkeypatch.setattr(torch.backends.cuda, "preferred_blas_library", prefer)
-    a, b = torch.randn(3, 4, dtype=torch.float64, requires_grad=True), torch.randn(4, 5, dtype=torch.float64, requires_grad=True)
+    a, b = (
+        torch.randn(3, 4, dtype=torch.float64, requires_grad=True),
+        torch.randn(4, 5, dtype=torch.float64, requires_grad=True),
+    )
     y = blas._function().apply(library, a, b)
     assert torch.equal(y, a @ b)
     dy = torch.randn(3, 5, dtype=torch.float64)
@@ -298,7 +328,12 @@ def test_each_of_torchs_libraries(library: str, monkeypatch: pytest.MonkeyPatch)
 
 def test_the_formula_of_a_product() -> None:
     """`naive` takes what torch.matmul takes, vectors and batches that broadcast among it, up to so many products."""
-    shapes: list[tuple[tuple[int, ...], tuple[int, ...]]] = [((4,), (4,)), ((3, 4), (4,)), ((4,), (4, 5)), ((2, 1, 3, 4), (6, 4, 5))]
+    shapes: list[tuple[tuple[int, ...], tuple[int, ...]]] = [
+        ((4,), (4,)),
+        ((3, 4), (4,)),
+        ((4,), (4, 5)),
+        ((2, 1, 3, 4), (6, 4, 5)),
+    ]
     for left, right in [*shapes, ((2, 3, 4), (4,)), ((4,), (2, 4, 3)), ((3, 0), (0, 4)), ((0,), (0,))]:
         a, b = torch.randn(left, requires_grad=True), torch.randn(right, requires_grad=True)
         y, expected = ridgeline.matmul(a, b, impl="naive"), torch.matmul(a, b)

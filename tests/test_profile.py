@@ -80,7 +80,9 @@ def test_the_table_is_printed(user: Path, tmp_path: Path, capsys: pytest.Capture
     assert "flame-cpu.svg" in out
 
 
-def test_nsight_is_driven_or_said_to_be_missing(user: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: Any) -> None:
+def test_nsight_is_driven_or_said_to_be_missing(
+    user: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: Any
+) -> None:
     monkeypatch.setenv("PATH", str(tmp_path))
     told = figures(capsys, f"{user}:step", "--steps", 1, "--out", tmp_path, "--nsys", "--ncu")
     assert [(t["name"], t["ok"]) for t in told["tools"]] == [("nsys", False), ("ncu", False)]
@@ -141,7 +143,10 @@ def test_the_counters_of_rungs() -> None:
     ]
     rate = "sm__warps_active.avg.pct_of_peak_sustained_active"
     rates = list(counters.rows([rung | {"counter": rate} for rung in rungs], table.replace(name, rate)))
-    assert [(row["impl"], row["value"], row.get("before")) for row in rates] == [("naive", 4194304, None), ("shared", 8, 4194304)]
+    assert [(row["impl"], row["value"], row.get("before")) for row in rates] == [
+        ("naive", 4194304, None),
+        ("shared", 8, 4194304),
+    ]
     unnamed = rungs[0] | {"counter": None}  # it runs for the rung after it
     assert list(counters.rows([unnamed, *rungs[1:]], table)) == found[1:]
     for other in ({"op": "copy"}, {"case": "32768x32768"}, {"dtype": "bfloat16"}):
@@ -150,17 +155,34 @@ def test_the_counters_of_rungs() -> None:
         list(counters.rows(rungs[:2], table))
     facts = {"type": "bench", "run": "1", "peer": False, "status": "ok", "kind": "cuda", "seconds": {"median": 1e-3}}
     steps = ladder.ladder([*[place | facts | {"impl": impl} for impl in ("naive", "shared")], *found], "transpose")
-    assert [ladder.counted(step["counted"]) for step in next(iter(steps.values()))] == [f"{name} 4.19 M", f"{name} 15.0, before 4.19 M"]
+    assert [ladder.counted(step["counted"]) for step in next(iter(steps.values()))] == [
+        f"{name} 4.19 M",
+        f"{name} 15.0, before 4.19 M",
+    ]
 
 
 def test_a_rung_has_its_turn_in_the_first_case_that_it_takes() -> None:
     """Beside the rung before it, and one that takes none says why not of the first."""
-    takes = {"warp": ["long", "short"], "packed": ["long", "short"], "short": ["short"], "complex": [], "plain": [], "bulk": ["long"]}
+    takes = {
+        "warp": ["long", "short"],
+        "packed": ["long", "short"],
+        "short": ["short"],
+        "complex": [],
+        "plain": [],
+        "bulk": ["long"],
+    }
 
     def refusal(op: str, case: str, dtype: str, rung: str) -> str | None:
         return None if case in takes[rung] else f"{rung} takes no {case} {dtype}"
 
-    rungs = [("warp", ""), ("packed", "issued"), ("short", "lanes"), ("complex", "dram"), ("plain", ""), ("bulk", "dram")]
+    rungs = [
+        ("warp", ""),
+        ("packed", "issued"),
+        ("short", "lanes"),
+        ("complex", "dram"),
+        ("plain", ""),
+        ("bulk", "dram"),
+    ]
     found = list(counters.turns([["gemv", [["long", "float32"], ["short", "float16"]], rungs]], refusal))
     assert [(r["impl"], r["case"], r["dtype"], r["counter"], r.get("reason")) for r in found] == [
         ("warp", "long", "float32", "", None),
@@ -172,7 +194,9 @@ def test_a_rung_has_its_turn_in_the_first_case_that_it_takes() -> None:
     ]
 
 
-@pytest.mark.parametrize("name", [name for name, op in registry().items() if any(rung.counter for rung in op.implementations.values())])
+@pytest.mark.parametrize(
+    "name", [name for name, op in registry().items() if any(rung.counter for rung in op.implementations.values())]
+)
 def test_every_rung_with_a_counter_takes_a_benchmark(name: str) -> None:
     """Else its counter would never be read."""
     op = registry()[name]

@@ -68,7 +68,9 @@ def test_special_numbers(name: str, device: str) -> None:
     """The reference's codes and scales; a group that holds an infinity or NaN comes back as NaN, and others know nothing of it."""
     x = torch.randn(4, 300, device=device)
     x[1] = torch.tensor(SPECIAL[name], device=device).repeat(100)
-    made = [both("quantize_int8", x, **options) for options in INT8] + [both("quantize_fp8", x, block=block) for block in BLOCKS]
+    made = [both("quantize_int8", x, **options) for options in INT8] + [
+        both("quantize_fp8", x, block=block) for block in BLOCKS
+    ]
     for found in made:
         back = dequantize(found, impl="triton")
         torch.testing.assert_close(back, registry()["dequantize"].reference(*found), equal_nan=True, rtol=0, atol=0)
@@ -102,7 +104,10 @@ def test_layouts_of_every_group(layout: str, device: str) -> None:
         "expanded": lambda: torch.randn(130, 1, device=device).expand(130, 140),
     }[layout]()
     for options in INT8:
-        same((dequantize(both("quantize_int8", x, **options), impl="triton"),), (dequantize(quantize_int8(x, **options), impl="naive"),))
+        same(
+            (dequantize(both("quantize_int8", x, **options), impl="triton"),),
+            (dequantize(quantize_int8(x, **options), impl="naive"),),
+        )
     for block in BLOCKS:
         q, scale = both("quantize_fp8", x, block=block)
         turned = q.mT.contiguous().mT, scale.mT.contiguous().mT if scale.dim() else scale  # neither is contiguous
@@ -126,12 +131,16 @@ def test_a_layer_in_int8(granularity: str, device: str) -> None:
     x, weight, bias = (torch.rand(*shape, device=device) for shape in ((40, 96), (24, 96), (24,)))
     qx, sx, zx = quantize_int8(x, granularity=granularity, symmetric=False)
     qw, sw = quantize_int8(weight - 0.5, granularity=granularity)
-    y = int8_matmul(qx, qw.mT, sx, sw.mT if sw.dim() else sw, zero_a=zx, bias=bias, out_dtype=torch.float32, impl="triton")
+    y = int8_matmul(
+        qx, qw.mT, sx, sw.mT if sw.dim() else sw, zero_a=zx, bias=bias, out_dtype=torch.float32, impl="triton"
+    )
     expected = dequantize((qx, sx, zx)) @ dequantize((qw, sw)).mT + bias
     torch.testing.assert_close(y, expected)
 
 
-@pytest.mark.parametrize(("left", "right"), [((1, 128), (128, 128)), ((1, 128), (1, 128)), ("row", "row"), ("tensor", "tensor")])
+@pytest.mark.parametrize(
+    ("left", "right"), [((1, 128), (128, 128)), ((1, 128), (1, 128)), ("row", "row"), ("tensor", "tensor")]
+)
 def test_a_layer_in_fp8(left: object, right: object, device: str) -> None:
     x, weight, bias = (torch.randn(*shape, device=device) for shape in ((40, 300), (150, 300), (150,)))
     x[:, :128] *= 100
@@ -208,5 +217,8 @@ def test_e4m3_before_sm_89(impl: str | None, device: str) -> None:
 
     a, one = torch.ones(4, 16, device="meta").to(E4M3), torch.ones(1, device="meta")
     if device == "cpu":
-        with pretend("sm_80"), pytest.raises(RidgelineError, match="sm_80.* has no matrix units for 8-bit floats; sm_89 and later have"):
+        with (
+            pretend("sm_80"),
+            pytest.raises(RidgelineError, match="sm_80.* has no matrix units for 8-bit floats; sm_89 and later have"),
+        ):
             fp8_matmul(a, a.mT, one, one, impl=impl)

@@ -22,7 +22,13 @@ def keys_of(dtype: torch.dtype, n: int) -> torch.Tensor:
         info = torch.iinfo(dtype)
         return torch.randint(info.min, info.max, (n,), generator=dice, dtype=dtype)
     keys = torch.randn(n, generator=dice, dtype=torch.float64).to(dtype)
-    keys[::17], keys[1::19], keys[2::23], keys[3::29], keys[5::31] = float("nan"), -0.0, 0.0, float("inf"), -float("inf")
+    keys[::17], keys[1::19], keys[2::23], keys[3::29], keys[5::31] = (
+        float("nan"),
+        -0.0,
+        0.0,
+        float("inf"),
+        -float("inf"),
+    )
     keys[::34] = keys[::34].copysign(torch.tensor(-1.0, dtype=dtype))
     return keys
 

@@ -10,10 +10,27 @@ from ridgeline.lab import readme, results
 from ridgeline.op import RidgelineError, get, registry
 
 
-def timed(impl: str, median: float, peer: bool = False, direction: str = "forward", dtype: str = "float32", bytes: int = 8) -> dict:
+def timed(
+    impl: str, median: float, peer: bool = False, direction: str = "forward", dtype: str = "float32", bytes: int = 8
+) -> dict:
     kind = "eager" if peer else "triton"
-    what = {"op": "softmax", "case": f"{bytes} B", "dtype": dtype, "direction": direction, "impl": impl, "peer": peer, "kind": kind}
-    return what | {"type": "bench", "status": "ok", "bound": "memory", "bytes": bytes, "share": 0.5, "seconds": {"median": median}}
+    what = {
+        "op": "softmax",
+        "case": f"{bytes} B",
+        "dtype": dtype,
+        "direction": direction,
+        "impl": impl,
+        "peer": peer,
+        "kind": kind,
+    }
+    return what | {
+        "type": "bench",
+        "status": "ok",
+        "bound": "memory",
+        "bytes": bytes,
+        "share": 0.5,
+        "seconds": {"median": median},
+    }
 
 
 def run(copy: float, dirty: bool) -> list[dict]:
@@ -50,7 +67,9 @@ def test_one_line_an_op() -> None:
         for b in (8, 16)
     ]
     text = readme.short(results.works(rows), registry())
-    assert text.splitlines()[2:] == ["| `softmax` | 16 B, bfloat16 | `triton` | 1.00 s | **0.50** |  | 1.00 s | **0.50** |  |"]
+    assert text.splitlines()[2:] == [
+        "| `softmax` | 16 B, bfloat16 | `triton` | 1.00 s | **0.50** |  | 1.00 s | **0.50** |  |"
+    ]
 
 
 def test_of_the_largest_the_first_of_the_op() -> None:
@@ -71,7 +90,8 @@ def test_the_header_gives_all_runs() -> None:
 
 
 @pytest.mark.parametrize(
-    ("values", "text"), [([1e12], "1.00 TB/s"), ([9e11, 1.1e12], "900 GB/s to 1.10 TB/s"), ([2e12, 1e12], "1.00 to 2.00 TB/s")]
+    ("values", "text"),
+    [([1e12], "1.00 TB/s"), ([9e11, 1.1e12], "900 GB/s to 1.10 TB/s"), ([2e12, 1e12], "1.00 to 2.00 TB/s")],
 )
 def test_between(values: list[float], text: str) -> None:
     assert readme.between(values, "B/s") == text
@@ -92,7 +112,12 @@ def test_the_newest_rows_of_each_piece_of_work(tmp_path, monkeypatch: pytest.Mon
     newest run left out older rows are for ladders alone, and counters are those that rungs still name."""
     counter = registry()["reduce_sum"].implementations["v3"].counter
     runs = {
-        "1": ("ridgeline bench reduce_sum", ["32 Mi", "2^30", "gone", "1"], ["torch", "v2", "v3", "no more"], {"v3": "old"}),
+        "1": (
+            "ridgeline bench reduce_sum",
+            ["32 Mi", "2^30", "gone", "1"],
+            ["torch", "v2", "v3", "no more"],
+            {"v3": "old"},
+        ),
         "2": ("ridgeline bench reduce_sum --counters", ["32 Mi"], ["torch", "v2", "v3"], {"v3": counter}),
         "3": ("ridgeline bench --case '32 Mi' reduce_sum --impl torch,v2", ["32 Mi"], ["torch", "v2"], {}),
         "4": ("ridgeline bench --grid reduce_sum", ["2^30"], ["torch"], {}),
@@ -104,13 +129,17 @@ def test_the_newest_rows_of_each_piece_of_work(tmp_path, monkeypatch: pytest.Mon
         command, cases, rungs, counted = runs[path.stem]
         facts = {"op": "reduce_sum", "dtype": "float32", "direction": "forward", "status": "ok"}
         rows = [facts | {"type": "bench", "case": case, "impl": impl} for case in cases for impl in rungs]
-        rows += [facts | {"type": "counter", "case": cases[0], "impl": impl, "counter": name} for impl, name in counted.items()]
+        rows += [
+            facts | {"type": "counter", "case": cases[0], "impl": impl, "counter": name}
+            for impl, name in counted.items()
+        ]
         return [{"type": "run", "command": command}] + [row | {"run": path.stem} for row in rows]
 
     monkeypatch.setattr(results.store, "load", load)
     rows = results.newest(tmp_path)
     found = {
-        kind: [(row["run"], row["case"], row["impl"]) for row in rows if row["type"] == kind] for kind in ("bench", "older", "counter")
+        kind: [(row["run"], row["case"], row["impl"]) for row in rows if row["type"] == kind]
+        for kind in ("bench", "older", "counter")
     }
     assert found["bench"] == [
         *(("3", "32 Mi", impl) for impl in ("torch", "v2")),
@@ -129,7 +158,9 @@ def test_no_run_is_said(tmp_path) -> None:
 def house(tmp_path, monkeypatch: pytest.MonkeyPatch):
     """A source tree with a recorded H100 and pages that are current."""
     monkeypatch.setattr(readme.store, "HOUSE", tmp_path)
-    monkeypatch.setattr(readme.roofline, "render", lambda rows, folder: (folder / "roofline.svg").write_text(rows[0]["machine"]["gpu"]))
+    monkeypatch.setattr(
+        readme.roofline, "render", lambda rows, folder: (folder / "roofline.svg").write_text(rows[0]["machine"]["gpu"])
+    )
     (tmp_path / "README.md").write_text("<!-- measured -->\n<!-- /measured -->\n<!-- ops -->\n<!-- /ops -->\n")
     fixture_rows.write(tmp_path / "results/h100/20261120-021500-abc1234.jsonl")
     assert verb(monkeypatch) == 0
@@ -143,7 +174,9 @@ def verb(monkeypatch: pytest.MonkeyPatch, *arguments: str) -> int:
 
 def h200(house, name: str = "20261121-021500-abc1234", **facts):
     """A run of an H200 that timed some of the ops."""
-    return fixture_rows.write(house / f"results/h200/{name}.jsonl", name="NVIDIA H200", seed=1, ops=("softmax", "mul"), **facts)
+    return fixture_rows.write(
+        house / f"results/h200/{name}.jsonl", name="NVIDIA H200", seed=1, ops=("softmax", "mul"), **facts
+    )
 
 
 def test_every_recorded_gpu_has_a_section(house, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -153,7 +186,8 @@ def test_every_recorded_gpu_has_a_section(house, monkeypatch: pytest.MonkeyPatch
     assert verb(monkeypatch) == 0
     assert (house / "docs/roofline.svg").read_text() == "NVIDIA H100 80GB HBM3"
     assert front.read_text() == before[0].replace(
-        "[docs/measured.md](docs/measured.md).", "[docs/measured.md](docs/measured.md). Other GPUs: [NVIDIA H200](docs/measured.md#h200)."
+        "[docs/measured.md](docs/measured.md).",
+        "[docs/measured.md](docs/measured.md). Other GPUs: [NVIDIA H200](docs/measured.md#h200).",
     )
     assert front.read_text() != before[0]
     first, second = measured.read_text().split("\n## H200\n\n")
@@ -169,7 +203,9 @@ def test_every_recorded_gpu_has_a_section(house, monkeypatch: pytest.MonkeyPatch
     assert all(f"**{share:.2f}**" in second for share in shares)
 
 
-def test_a_page_that_lacks_a_gpu_s_newest_rows_is_stale(house, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
+def test_a_page_that_lacks_a_gpu_s_newest_rows_is_stale(
+    house, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
     def check() -> str:
         status, said = verb(monkeypatch, "--check"), capsys.readouterr().out
         assert status == ("not current" in said)

@@ -41,7 +41,9 @@ def door(started: Started) -> Callable[..., None]:
     return launch
 
 
-def counted(launcher: Callable[..., Any], leading: int, count: int, loose: tuple[int, ...] = ()) -> tuple[Callable[..., Any], list[int]]:
+def counted(
+    launcher: Callable[..., Any], leading: int, count: int, loose: tuple[int, ...] = ()
+) -> tuple[Callable[..., Any], list[int]]:
     runs: list[int] = []
 
     def counting(*args: Any) -> Any:
@@ -212,7 +214,9 @@ def test_one_tensor_given_twice(started: Started) -> None:
     assert started[-1][1] == (y.data_ptr(), a.data_ptr(), a.data_ptr())
 
 
-@pytest.mark.parametrize("what", ["another operation", "a copy", "writes", "returns its argument", "a slow start", "a tensor map"])
+@pytest.mark.parametrize(
+    "what", ["another operation", "a copy", "writes", "returns its argument", "a slow start", "a tensor map"]
+)
 def test_what_cannot_be_repeated_runs(started: Started, what: str) -> None:
     launch = door(started)
 
@@ -282,7 +286,9 @@ def test_matmul_replays_in_the_precision_of_the_call(started: Started, monkeypat
 
     monkeypatch.setattr(matmul, "run", run)
     monkeypatch.setattr(matmul, "_fwd_op", Plans(matmul._fwd_op.__globals__["launcher"], 2).front(4))
-    monkeypatch.setattr(matmul, "launch", lambda kernel, grid, y, *args, PRECISION, **_: launch((1, 1, 1), y, int(PRECISION == "tf32")))
+    monkeypatch.setattr(
+        matmul, "launch", lambda kernel, grid, y, *args, PRECISION, **_: launch((1, 1, 1), y, int(PRECISION == "tf32"))
+    )
     before = torch.get_float32_matmul_precision()
     try:
         for precision, rounded in (("highest", 0), ("high", 1), ("highest", 0), ("medium", 1)):

@@ -37,7 +37,9 @@ def pages(tmp_path_factory):
     made = {
         "two": page.render([laptop, recorded], changes=changes, notes=["a note"]),
         "three": page.render([laptop, recorded, other]),
-        "hostile": page.render([hostile], kernels=kernels, checks=[{"title": "here", "note": "", **view.checked(hostile.checks)}]),
+        "hostile": page.render(
+            [hostile], kernels=kernels, checks=[{"title": "here", "note": "", **view.checked(hostile.checks)}]
+        ),
         "empty": page.render([empty]),
     }
     for name, text in made.items():
@@ -62,7 +64,9 @@ def width(opened):
 @pytest.mark.parametrize(("name", "charts"), [("two", 2), ("three", 3)])
 def test_charts_are_drawn_and_nothing_is_asked_for(chromium, pages, name, charts):
     opened = chromium.open(pages / f"{name}.html")
-    marks = opened.js("[...document.querySelectorAll('[data-chart]')].map(c => c.querySelectorAll('.mark-symbol path').length)")
+    marks = opened.js(
+        "[...document.querySelectorAll('[data-chart]')].map(c => c.querySelectorAll('.mark-symbol path').length)"
+    )
     assert len(marks) == charts
     assert min(marks) > 20
     assert opened.said() == []
@@ -125,8 +129,15 @@ def test_tables_can_be_heard(chromium, pages):
     """Every table has headers with a scope, every picture a name, and the words stand out from their ground."""
     opened = chromium.open(pages / "two.html")
     assert opened.js("document.querySelectorAll('th:not([scope])').length") == 0
-    assert opened.js("[...document.querySelectorAll('[role=img], [role=region]')].filter(e => !e.getAttribute('aria-label')).length") == 0
-    assert opened.js("[...document.querySelectorAll('h1, h2, h3')].map(h => +h.tagName[1]).every((n, i, all) => !i || n - all[i - 1] <= 1)")
+    assert (
+        opened.js(
+            "[...document.querySelectorAll('[role=img], [role=region]')].filter(e => !e.getAttribute('aria-label')).length"
+        )
+        == 0
+    )
+    assert opened.js(
+        "[...document.querySelectorAll('h1, h2, h3')].map(h => +h.tagName[1]).every((n, i, all) => !i || n - all[i - 1] <= 1)"
+    )
     for dark in (False, True):
         opened.dark(dark)
         assert opened.js(CONTRAST) >= 4.5
@@ -150,13 +161,16 @@ CONTRAST = """(() => {
 
 def test_headline_says_the_main_result():
     assert re.search(
-        r"kernels reach 9\d% of the measured roof of one NVIDIA H100 80GB HBM3 and run 1\.\d+x", view.headline(view.Source(H100))
+        r"kernels reach 9\d% of the measured roof of one NVIDIA H100 80GB HBM3 and run 1\.\d+x",
+        view.headline(view.Source(H100)),
     )
     assert re.search(r"On this AMD EPYC 7R13, .* up to \d+x as fast", view.headline(view.Source(LAPTOP)))
 
 
 def test_verdicts_name_the_bound_and_what_would_help():
-    said = {(v["op"], v["case"], v["impl"], v["direction"]): v for v in verdict.judged(H100) if v["dtype"] == "bfloat16"}
+    said = {
+        (v["op"], v["case"], v["impl"], v["direction"]): v for v in verdict.judged(H100) if v["dtype"] == "bfloat16"
+    }
     naive = said["gelu", "16384x16384", "naive", "forward"]["verdict"]
     assert "Bounded by memory" in naive
     assert "11x the bytes" in naive
@@ -191,12 +205,16 @@ def test_the_verb_shows_recorded_runs(tmp_path, monkeypatch, capsys):
 def test_without_a_gpu_recorded_figures_stand_beside(tmp_path, monkeypatch):
     """The measuring is left to the tests of bench, check and inspect; here, what is gathered around it."""
     fixture_rows.write(tmp_path / "results/h100/20261120-021500-abc1234.jsonl")
-    fixture_rows.write(tmp_path / "results/h200/20261121-021500-abc1234.jsonl", name="NVIDIA H200", seed=1, ops=("softmax",))
+    fixture_rows.write(
+        tmp_path / "results/h200/20261121-021500-abc1234.jsonl", name="NVIDIA H200", seed=1, ops=("softmax",)
+    )
     fixture_rows.write(tmp_path / "results/b200/20261121-021500-abc1234.jsonl", name="NVIDIA B200", ops=("none",))
     monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "cache"))
     monkeypatch.setattr(command.store, "recorded", lambda: tmp_path / "results")
     monkeypatch.setattr(command.measure, "bench", lambda quick: LAPTOP)
-    monkeypatch.setattr(command.measure, "interpreted", lambda seconds: ([r for r in LAPTOP if r["type"] == "check"][:3], ""))
+    monkeypatch.setattr(
+        command.measure, "interpreted", lambda seconds: ([r for r in LAPTOP if r["type"] == "check"][:3], "")
+    )
     monkeypatch.setattr(command.measure, "kernels", lambda ops, until, report: ([], ["left out: nothing"]))
     assert report.main(options(report, "--quick", "--out", tmp_path / "out")) == 0
     text = (tmp_path / "out/index.html").read_text()
@@ -226,7 +244,9 @@ def test_kernels_are_compiled_until_the_time_box_ends():
     assert notes == []
     assert found["cuda_packed", "sm_90"]["loads"].split(",")[0].endswith("x 16")
     assert found["triton", "gfx942"]["registers"] > 0
-    assert {(row["impl"], row["arch"]) for row in tables[0]["not_built"]} == {(i, "gfx942") for i in ("cuda_double", "cuda", "cuda_packed")}
+    assert {(row["impl"], row["arch"]) for row in tables[0]["not_built"]} == {
+        (i, "gfx942") for i in ("cuda_double", "cuda", "cuda_packed")
+    }
 
 
 def test_ladders_are_compiled_first():
@@ -235,9 +255,15 @@ def test_ladders_are_compiled_first():
     order = [(op.name, rung.name, arch) for op, rung, arch in measure._order(ops)]
     last = ("gelu", "cuda_packed"), ("index_add", "cuda_pass"), ("softmax", "cuda_cluster"), ("gelu", "cuda")
     assert order[:4] == [(*rung, "sm_90") for rung in last]
-    cuda = [n for n, (op, rung, arch) in enumerate(order) if get(op).implementations[rung].kind == "cuda" and arch == "sm_90"]
+    cuda = [
+        n
+        for n, (op, rung, arch) in enumerate(order)
+        if get(op).implementations[rung].kind == "cuda" and arch == "sm_90"
+    ]
     assert cuda == list(range(len(cuda)))
-    assert len(order) == len(set(order)) == 4 * sum(rung.is_kernel for op in ops for rung in op.implementations.values())
+    assert (
+        len(order) == len(set(order)) == 4 * sum(rung.is_kernel for op in ops for rung in op.implementations.values())
+    )
 
 
 @pytest.mark.parametrize("rung", ["index_add cuda_small", "gemv cuda_complex", "dot atomic_half"])
@@ -257,16 +283,24 @@ def test_a_folder_that_cannot_be_written_is_named(tmp_path):
 
 def test_work_next_to_no_arithmetic_is_not_drawn():
     """A few rows added into a large tensor would stretch the axis by decades; the op's other work stays."""
-    rows = [row | ({"flops": row["bytes"] // 10**5} if row["type"] == "bench" and row["op"] == "gelu" else {}) for row in H100]
+    rows = [
+        row | ({"flops": row["bytes"] // 10**5} if row["type"] == "bench" and row["op"] == "gelu" else {})
+        for row in H100
+    ]
     assert "gelu" in {point["op"] for point in roofline.points(verdict.of(H100, "bench"))}
     assert min(point["x"] for point in roofline.points(verdict.of(rows, "bench"))) > roofline.LEAST
     assert page._source(view.Source(rows))["flat"] == "gelu"
 
 
 def test_whose_results_were_wrong_is_said():
-    rows = [row | {"status": "wrong"} if row["type"] == "bench" and row["impl"] in ("torch", "triton") else row for row in H100]
+    rows = [
+        row | {"status": "wrong"} if row["type"] == "bench" and row["impl"] in ("torch", "triton") else row
+        for row in H100
+    ]
     wrong = [row["peer"] for row in rows if row["type"] == "bench" and row["status"] == "wrong"]
-    assert f"not timed: {wrong.count(False)} of Ridgeline's, {wrong.count(True)} of peers." in view.beneath(view.Source(rows))
+    assert f"not timed: {wrong.count(False)} of Ridgeline's, {wrong.count(True)} of peers." in view.beneath(
+        view.Source(rows)
+    )
     assert "Wrong" not in view.beneath(view.Source([row for row in H100 if row.get("status") != "wrong"]))
 
 

@@ -38,7 +38,9 @@ def house(tmp_path, monkeypatch):
 
 
 def writer(path, name, count):
-    return subprocess.Popen([sys.executable, "-c", WRITER, str(path), name, str(count)], stdout=subprocess.PIPE, text=True)
+    return subprocess.Popen(
+        [sys.executable, "-c", WRITER, str(path), name, str(count)], stdout=subprocess.PIPE, text=True
+    )
 
 
 def test_two_writers_lose_nothing(tmp_path):
@@ -127,7 +129,9 @@ def test_finding_runs():
 
 def test_a_ladder_is_of_this_gpu_else_of_what_is_recorded(tmp_path):
     fixture_rows.write(tmp_path / "results/h100/20261120-021500-abc1234.jsonl")
-    fixture_rows.write(tmp_path / "results/h200/20261121-021500-abc1234.jsonl", name="NVIDIA H200", seed=1, ops=("softmax",))
+    fixture_rows.write(
+        tmp_path / "results/h200/20261121-021500-abc1234.jsonl", name="NVIDIA H200", seed=1, ops=("softmax",)
+    )
 
     def timed(op, here, gpu=None):
         return store.slug(verdict.one(ladder.newest(op, here, gpu), "run")["machine"]["gpu"])
@@ -196,7 +200,12 @@ def test_what_is_not_a_number_is_refused_before_anything_is_written(tmp_path):
 
 @pytest.mark.parametrize(
     ("gpu", "slug"),
-    [("NVIDIA H100 80GB HBM3", "h100"), ("NVIDIA H200", "h200"), ("NVIDIA GeForce RTX 4090", "geforce-rtx-4090"), (None, "cpu")],
+    [
+        ("NVIDIA H100 80GB HBM3", "h100"),
+        ("NVIDIA H200", "h200"),
+        ("NVIDIA GeForce RTX 4090", "geforce-rtx-4090"),
+        (None, "cpu"),
+    ],
 )
 def test_slugs(gpu, slug):
     assert store.slug(gpu) == slug

@@ -77,11 +77,18 @@ class Driver:
         version._obj.value = self.version
         return 0
 
-    def cuTensorMapEncodeTiled(self, at: Any, element: int, dims: int, pointer: Any, shape: Any, steps: Any, box: Any, *rest: Any) -> int:
+    def cuTensorMapEncodeTiled(
+        self, at: Any, element: int, dims: int, pointer: Any, shape: Any, steps: Any, box: Any, *rest: Any
+    ) -> int:
         if not self.context:
             return 201
         self.encoded += 1
-        said = struct.pack("<Q2B2s2B", pointer.value, element, dims, b"\xff\xff", rest[2], 0) + bytes(box) + bytes(shape) + bytes(steps)
+        said = (
+            struct.pack("<Q2B2s2B", pointer.value, element, dims, b"\xff\xff", rest[2], 0)
+            + bytes(box)
+            + bytes(shape)
+            + bytes(steps)
+        )
         ctypes.memmove(at.value, (said + b"\xff" * 128)[:128], 128)
         return 0
 
@@ -105,7 +112,9 @@ def driver(monkeypatch: pytest.MonkeyPatch) -> Iterator[Driver]:
 def declared(ptx: str) -> list[tuple[int, int]]:
     """The offset and size of every parameter of the one kernel in a PTX, as the driver says."""
     found, end = [], 0
-    for align, kind, count in re.findall(r"\.param (?:\.align (\d+) )?\.[a-z](\d+)(?: [^\[,\n)]*(?:\[(\d+)\])?)", ptx.split(".entry")[1]):
+    for align, kind, count in re.findall(
+        r"\.param (?:\.align (\d+) )?\.[a-z](\d+)(?: [^\[,\n)]*(?:\[(\d+)\])?)", ptx.split(".entry")[1]
+    ):
         size = int(kind) // 8 * int(count or 1)
         offset = -(-end // int(align or size)) * int(align or size)
         found.append((offset, size))
@@ -123,7 +132,9 @@ def compiled(kernel: Any, args: tuple[Any, ...], constants: dict[str, Any]) -> A
 
 @pytest.mark.compiles
 @pytest.mark.parametrize("kernel", [_boxes, _tiles], ids=["triton", "gluon"])
-def test_parameters_lie_where_the_compiled_kernel_has_them(driver: Driver, monkeypatch: pytest.MonkeyPatch, kernel: Any) -> None:
+def test_parameters_lie_where_the_compiled_kernel_has_them(
+    driver: Driver, monkeypatch: pytest.MonkeyPatch, kernel: Any
+) -> None:
     dtype, dims, wide = (torch.float32, 3, 32) if kernel is _boxes else (torch.bfloat16, 2, 128)
     x, y = (torch.zeros((3, 40, 256)[-dims:], dtype=dtype) for _ in range(2))
     maps = [TensorMap(t, (1, 16, wide)[-dims:], 128) for t in (x, y)]
@@ -146,7 +157,9 @@ def test_parameters_lie_where_the_compiled_kernel_has_them(driver: Driver, monke
         if kernel is _tiles:  # a row of 256 bytes is two boxes of the swizzle's width
             assert (box, swizzle) == ((16, 64), 3)
         sizes = [struct.unpack_from("i", packed, offset)[0] for offset in offsets[first + 1 : first + 1 + dims]]
-        steps = [struct.unpack_from("q", packed, offset)[0] for offset in offsets[first + 1 + dims : first + 1 + 2 * dims]]
+        steps = [
+            struct.unpack_from("q", packed, offset)[0] for offset in offsets[first + 1 + dims : first + 1 + 2 * dims]
+        ]
         assert (tuple(sizes), tuple(steps)) == (t.shape, t.stride())
     assert struct.unpack_from("i", packed, offsets[-3]) == (7,)
     assert packed[offsets[-2] :] == bytes(16)  # scratch memory
@@ -174,7 +187,14 @@ def test_what_a_kernel_is_found_by() -> None:
         return found
 
     x = torch.zeros(64, 64)
-    kinds = [(x, (16, 32)), (x, (32, 16)), (x.half(), (16, 32)), (x, (16, 32), 64), (x, ("R", 32)), (x[None], (1, 16, 32))]
+    kinds = [
+        (x, (16, 32)),
+        (x, (32, 16)),
+        (x.half(), (16, 32)),
+        (x, (16, 32), 64),
+        (x, ("R", 32)),
+        (x[None], (1, 16, 32)),
+    ]
     keys = [key(TensorMap(*kind)) for kind in kinds]
     assert all(a not in keys[:n] for n, a in enumerate(keys))
     assert key(TensorMap(x, (16, 32))) == key(TensorMap(torch.ones(3, 8), (16, 32)))
@@ -229,7 +249,9 @@ def test_plans_make_maps_of_new_tensors(driver: Driver, monkeypatch: pytest.Monk
     monkeypatch.setattr(torch._C, "_cuda_getDevice", lambda: 0, raising=False)
     monkeypatch.setattr(torch._C, "_cuda_getCurrentRawStream", lambda index: 0, raising=False)
     monkeypatch.setattr(torch.Tensor, "get_device", lambda self: 0)
-    start = Arranged(Starter(1, "128si128s", 32, 0, 0), [(1, lambda m: m.view({"R": 8})), (2, None), (0, lambda m: m.view({}))])
+    start = Arranged(
+        Starter(1, "128si128s", 32, 0, 0), [(1, lambda m: m.view({"R": 8})), (2, None), (0, lambda m: m.view({}))]
+    )
     runs = []
 
     def launcher(x: torch.Tensor, n: int) -> torch.Tensor:
@@ -291,7 +313,13 @@ def starts(monkeypatch: pytest.MonkeyPatch) -> list[Any]:
     return made
 
 
-KINDS = [(torch.bfloat16, 16, 32), (torch.bfloat16, 64, 128), (torch.float32, 16, 32), (torch.float16, 16, 32), (torch.float16, 64, 16)]
+KINDS = [
+    (torch.bfloat16, 16, 32),
+    (torch.bfloat16, 64, 128),
+    (torch.float32, 16, 32),
+    (torch.float16, 16, 32),
+    (torch.float16, 64, 16),
+]
 
 
 @pytest.mark.gpu

@@ -31,9 +31,13 @@ def clock(seconds: dict[str, float], noise: float = 0.01) -> Callable[..., dict[
     return measure
 
 
-def run(tmp_path: Path, measure: Callable[..., Any], device: str, names: tuple[str, ...] = ("small",), **options: Any) -> list[tune.Found]:
+def run(
+    tmp_path: Path, measure: Callable[..., Any], device: str, names: tuple[str, ...] = ("small",), **options: Any
+) -> list[tune.Found]:
     cases = [replace(toy.OP.case("small"), name=name) for name in names]
-    return tune.tune(toy.OP, cases, device=device, arch="sm_00", dtype="float32", measure=measure, configs=tmp_path, **options)
+    return tune.tune(
+        toy.OP, cases, device=device, arch="sm_00", dtype="float32", measure=measure, configs=tmp_path, **options
+    )
 
 
 NAMES = [tune.label(c) for c in toy.SPACE]
@@ -44,7 +48,9 @@ def test_the_fastest_is_saved(tmp_path: Path, device: str) -> None:
     times = {"now": 2.0, NAMES[0]: 2.0, NAMES[1]: 1.0, NAMES[2]: 1.5}
     found = run(tmp_path, clock(times), device, implementation="triton", tell=heard.append)
     assert found == heard
-    assert [(f.kernel, f.key, f.config, f.tried, f.refused, f.wrong) for f in found] == [("fwd", "float32", toy.SPACE[1], 3, {}, {})]
+    assert [(f.kernel, f.key, f.config, f.tried, f.refused, f.wrong) for f in found] == [
+        ("fwd", "float32", toy.SPACE[1], 3, {}, {})
+    ]
     assert found[0].gain == pytest.approx(2, rel=0.02)
     assert json.loads((tmp_path / "sm_00/twice.json").read_text()) == {"fwd": {"float32": toy.SPACE[1]}}
 
@@ -54,18 +60,25 @@ def test_a_sample_is_measured_and_not_saved(tmp_path: Path, device: str) -> None
     measure = clock({"now": 2.0, NAMES[0]: 2.0, NAMES[1]: 1.0, NAMES[2]: 1.5})
     facts: dict[str, Any] = {"names": ("one", "two"), "implementation": "triton", "directions": ("forward",)}
     found = run(tmp_path, measure, device, save=False, **facts)
-    assert [(f.case, f.key, f.config) for f in found] == [("one", "float32", toy.SPACE[1]), ("two", "float32", toy.SPACE[1])]
+    assert [(f.case, f.key, f.config) for f in found] == [
+        ("one", "float32", toy.SPACE[1]),
+        ("two", "float32", toy.SPACE[1]),
+    ]
     assert not list(tmp_path.iterdir())
     assert len(run(tmp_path, measure, device, **facts)) == 1
 
 
 def test_noise_changes_nothing(tmp_path: Path, device: str) -> None:
-    found = run(tmp_path, clock({"now": 1.0, NAMES[0]: 1.0, NAMES[1]: 1.001, NAMES[2]: 1.0}), device, implementation="triton")
+    found = run(
+        tmp_path, clock({"now": 1.0, NAMES[0]: 1.0, NAMES[1]: 1.001, NAMES[2]: 1.0}), device, implementation="triton"
+    )
     assert found[0].config is None
     assert not list(tmp_path.iterdir())
 
 
-def test_a_wrong_or_refused_candidate_does_not_win(tmp_path: Path, device: str, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_wrong_or_refused_candidate_does_not_win(
+    tmp_path: Path, device: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
     def one_is_wrong(y: torch.Tensor, x: torch.Tensor) -> None:
         config = toy._tuned(x, "fwd")()
         if config == toy.SPACE[2]:
@@ -74,7 +87,13 @@ def test_a_wrong_or_refused_candidate_does_not_win(tmp_path: Path, device: str, 
 
     monkeypatch.setattr(tune, "_refusal", lambda function: refusal(function))
     monkeypatch.setitem(toy.OP.implementations["triton"].launchers, "fwd", one_is_wrong)
-    found = run(tmp_path, clock({"now": 2.0, NAMES[0]: 1.5, NAMES[1]: 1.0}), device, implementation="triton", directions=("forward",))
+    found = run(
+        tmp_path,
+        clock({"now": 2.0, NAMES[0]: 1.5, NAMES[1]: 1.0}),
+        device,
+        implementation="triton",
+        directions=("forward",),
+    )
     assert found[0].config == toy.SPACE[0]
     assert list(found[0].wrong) == [NAMES[1]]
     assert found[0].refused == {NAMES[2]: "too much"}

@@ -33,7 +33,9 @@ def _dot(x, y, n):
 
 def _tuned(x: torch.Tensor, kernel: str) -> Any:
     key = str(x.dtype)[6:]
-    return lambda: tuning.config(device.of(x), "twice", kernel, key, lambda: dict(SPACE[0]), lambda: [dict(c) for c in SPACE])
+    return lambda: tuning.config(
+        device.of(x), "twice", kernel, key, lambda: dict(SPACE[0]), lambda: [dict(c) for c in SPACE]
+    )
 
 
 def _triton(y: torch.Tensor, x: torch.Tensor) -> None:

@@ -164,13 +164,17 @@ class _Plain(ast.NodeTransformer):
 
     def visit_Call(self, node: ast.Call) -> ast.AST:
         self.generic_visit(node)
-        wide = isinstance(node.func, ast.Attribute) and node.func.attr == "to" and ast.unparse(node.args[0]) == "gl.int64"
+        wide = (
+            isinstance(node.func, ast.Attribute) and node.func.attr == "to" and ast.unparse(node.args[0]) == "gl.int64"
+        )
         return node.func.value if wide else node  # type: ignore[union-attr,attr-defined]
 
 
 @cache
 def _code(module: Any) -> CodeType:
-    kept = [node for node in ast.parse(inspect.getsource(module)).body if isinstance(node, ast.FunctionDef | ast.ClassDef)]
+    kept = [
+        node for node in ast.parse(inspect.getsource(module)).body if isinstance(node, ast.FunctionDef | ast.ClassDef)
+    ]
     return compile(ast.fix_missing_locations(_Plain().visit(ast.Module(kept, []))), str(module.__file__), "exec")
 
 
@@ -220,7 +224,9 @@ def language(turns: Turns) -> dict[str, Any]:
             turns.until(lambda: True)
 
     def either(f: Callable[..., Any], whole: Callable[..., Any]) -> Callable[..., Any]:
-        return lambda a, b: whole(a, b) if isinstance(a, int) and isinstance(b, int) else f(*map(torch.as_tensor, (a, b)))
+        return lambda a, b: (
+            whole(a, b) if isinstance(a, int) and isinstance(b, int) else f(*map(torch.as_tensor, (a, b)))
+        )
 
     def where(c: Any, x: Any, y: Any) -> Any:
         if isinstance(c, bool):
@@ -231,20 +237,42 @@ def language(turns: Turns) -> dict[str, Any]:
     nobody.get_default_for = nobody  # type: ignore[attr-defined]
     dtypes = {name: getattr(torch, name) for name in ("float32", "int32", "int64")}
     gl = SimpleNamespace(
-        **dtypes, constexpr=lambda x: x, static_range=range, cdiv=triton.cdiv, where=where, exp2=torch.exp2, log2=torch.log2,
-        minimum=either(torch.minimum, min), maximum=either(torch.maximum, max), reshape=lambda x, shape: x.reshape(shape),
+        **dtypes,
+        constexpr=lambda x: x,
+        static_range=range,
+        cdiv=triton.cdiv,
+        where=where,
+        exp2=torch.exp2,
+        log2=torch.log2,
+        minimum=either(torch.minimum, min),
+        maximum=either(torch.maximum, max),
+        reshape=lambda x, shape: x.reshape(shape),
         zeros=lambda shape, dtype, layout: registers(torch.zeros(shape, dtype=dtype)),
         full=lambda shape, x, dtype, layout: registers(torch.full(shape, x, dtype=dtype)),
-        arange=lambda a, b, layout: registers(torch.arange(a, b)), convert_layout=lambda x, layout: x,
-        max=lambda x, axis: x.amax(axis), sum=lambda x, axis: x.sum(axis),
-        NVMMADistributedLayout=nobody, DotOperandLayout=nobody, SliceLayout=nobody, BlockedLayout=nobody, SwizzledSharedLayout=nobody,
+        arange=lambda a, b, layout: registers(torch.arange(a, b)),
+        convert_layout=lambda x, layout: x,
+        max=lambda x, axis: x.amax(axis),
+        sum=lambda x, axis: x.sum(axis),
+        NVMMADistributedLayout=nobody,
+        DotOperandLayout=nobody,
+        SliceLayout=nobody,
+        BlockedLayout=nobody,
+        SwizzledSharedLayout=nobody,
         NVMMASharedLayout=nobody,
-    )  # fmt: skip
+    )
     mbarrier = SimpleNamespace(
         wait=lambda b, parity, pred=True: pred and turns.until(lambda: b.phase & 1 != parity),
         expect=lambda b, size: b.come(1, size), arrive=arrive, MBarrierLayout=nobody,
     )  # fmt: skip
     return {
-        "gl": gl, "mbarrier": mbarrier, "tma": SimpleNamespace(store_wait=stored), "ROWS": 64, "_load": load, "_store": put,
-        "_bits": lambda size: size.bit_length() - 1, "warpgroup_mma": start, "warpgroup_mma_wait": wait, "fence_async_shared": nobody,
-    }  # fmt: skip
+        "gl": gl,
+        "mbarrier": mbarrier,
+        "tma": SimpleNamespace(store_wait=stored),
+        "ROWS": 64,
+        "_load": load,
+        "_store": put,
+        "_bits": lambda size: size.bit_length() - 1,
+        "warpgroup_mma": start,
+        "warpgroup_mma_wait": wait,
+        "fence_async_shared": nobody,
+    }

@@ -28,7 +28,9 @@ def __getattr__(name: str) -> Any:
         return op.RidgelineError
     ops = op.op_modules()
     if name not in ops:
-        raise AttributeError(f"ridgeline has no {name!r}; its ops are {', '.join(ops)}, its modules {', '.join(_SUBMODULES)}")
+        raise AttributeError(
+            f"ridgeline has no {name!r}; its ops are {', '.join(ops)}, its modules {', '.join(_SUBMODULES)}"
+        )
     found = globals()[name] = getattr(import_module(ops[name]), name)
     return found
 

@@ -43,9 +43,9 @@ def attention(
 
 def attention_varlen(
     q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, cu_seqlens_q: torch.Tensor, cu_seqlens_k: torch.Tensor, *,
-    max_seqlen_q: int | None = None, max_seqlen_k: int | None = None, causal: bool | str = False, scale: float | None = None,
-    window: tuple[int | None, int | None] | None = None, softcap: float | None = None, return_lse: bool = False,
-    deterministic: bool | None = None, impl: str | None = None,
+    max_seqlen_q: int | None = None, max_seqlen_k: int | None = None, causal: bool | str = False,
+    scale: float | None = None, window: tuple[int | None, int | None] | None = None, softcap: float | None = None,
+    return_lse: bool = False, deterministic: bool | None = None, impl: str | None = None
 ) -> torch.Tensor | tuple[torch.Tensor, torch.Tensor]:  # fmt: skip
     """`attention` within sequences that are packed one after the other. Gradients flow to q, k and v.
 
@@ -60,8 +60,8 @@ def attention_varlen(
     """
 
 def cross_entropy(
-    logits: torch.Tensor, target: torch.Tensor, *, ignore_index: int = -100, label_smoothing: float = 0.0, z_loss: float = 0.0,
-    softcap: float | None = None, reduction: str = "mean", impl: str | None = None,
+    logits: torch.Tensor, target: torch.Tensor, *, ignore_index: int = -100, label_smoothing: float = 0.0,
+    z_loss: float = 0.0, softcap: float | None = None, reduction: str = "mean", impl: str | None = None
 ) -> torch.Tensor:  # fmt: skip
     """-log softmax(logits)[target], as `torch.nn.functional.cross_entropy` but with the classes last. Gradients flow to logits.
 
@@ -75,9 +75,9 @@ def cross_entropy(
     """
 
 def linear_cross_entropy(
-    x: torch.Tensor, weight: torch.Tensor, target: torch.Tensor, bias: torch.Tensor | None = None, *, ignore_index: int = -100,
-    label_smoothing: float = 0.0, z_loss: float = 0.0, softcap: float | None = None, reduction: str = "mean",
-    chunk_memory: int | None = None, impl: str | None = None,
+    x: torch.Tensor, weight: torch.Tensor, target: torch.Tensor, bias: torch.Tensor | None = None, *,
+    ignore_index: int = -100, label_smoothing: float = 0.0, z_loss: float = 0.0, softcap: float | None = None,
+    reduction: str = "mean", chunk_memory: int | None = None, impl: str | None = None
 ) -> torch.Tensor:  # fmt: skip
     """cross_entropy(x @ weight.T + bias, target), without all logits in memory. Gradients flow to x, weight and bias.
 
@@ -201,7 +201,13 @@ def sgemm(a: torch.Tensor, b: torch.Tensor, *, impl: str | None = None) -> torch
     """
 
 def concat_kv(
-    cache_k: torch.Tensor, cache_v: torch.Tensor, k: torch.Tensor, v: torch.Tensor, positions: torch.Tensor, *, impl: str | None = None
+    cache_k: torch.Tensor,
+    cache_v: torch.Tensor,
+    k: torch.Tensor,
+    v: torch.Tensor,
+    positions: torch.Tensor,
+    *,
+    impl: str | None = None,
 ) -> tuple[torch.Tensor, torch.Tensor]:
     """Writes k and v into their caches at each sequence's position, in place, and returns the caches. It has no gradients.
 
@@ -217,8 +223,8 @@ def copy(x: torch.Tensor, *, impl: str | None = None) -> torch.Tensor:
     """
 
 def index_add(
-    x: torch.Tensor, dim: int, index: torch.Tensor, source: torch.Tensor, *, alpha: float = 1, deterministic: bool | None = None,
-    impl: str | None = None,
+    x: torch.Tensor, dim: int, index: torch.Tensor, source: torch.Tensor, *, alpha: float = 1,
+    deterministic: bool | None = None, impl: str | None = None
 ) -> torch.Tensor:  # fmt: skip
     """x with `alpha * source` added to the rows of dimension `dim` that `index` names, as `torch.index_add`. Gradients flow to both.
 
@@ -257,7 +263,9 @@ def transpose(x: torch.Tensor, *, impl: str | None = None) -> torch.Tensor:
     Raises RidgelineError where x is no dense tensor or has fewer dimensions, or `impl` cannot run the call.
     """
 
-def upsample_nearest2d(x: torch.Tensor, scale_factor: float | tuple[float, float], *, impl: str | None = None) -> torch.Tensor:
+def upsample_nearest2d(
+    x: torch.Tensor, scale_factor: float | tuple[float, float], *, impl: str | None = None
+) -> torch.Tensor:
     """Images in another size, each pixel a copy of x's, as `torch.nn.functional.interpolate(x, scale_factor=..., mode="nearest")`.
 
     x: (N, C, H, W), floating point; row by row and channels last are taken as they are, and y is as x is. scale_factor: a number above
@@ -269,8 +277,9 @@ def upsample_nearest2d(x: torch.Tensor, scale_factor: float | tuple[float, float
 def adamw(
     params: torch.Tensor | Sequence[torch.Tensor], grads: torch.Tensor | Sequence[torch.Tensor],
     exp_avgs: torch.Tensor | Sequence[torch.Tensor], exp_avg_sqs: torch.Tensor | Sequence[torch.Tensor],
-    step: int | torch.Tensor | Sequence[torch.Tensor], *, lr: float | torch.Tensor = 1e-3, betas: tuple[float, float] = (0.9, 0.999),
-    eps: float = 1e-8, weight_decay: float = 1e-2, maximize: bool = False, impl: str | None = None,
+    step: int | torch.Tensor | Sequence[torch.Tensor], *, lr: float | torch.Tensor = 1e-3,
+    betas: tuple[float, float] = (0.9, 0.999), eps: float = 1e-8, weight_decay: float = 1e-2, maximize: bool = False,
+    impl: str | None = None
 ) -> None:  # fmt: skip
     """A step of AdamW in place, as `torch.optim.AdamW` takes it.
 
@@ -307,7 +316,12 @@ def bias_mask_scale_add(
     """
 
 def dropout(
-    x: torch.Tensor, p: float = 0.5, *, training: bool = True, seed: int | torch.Tensor | None = None, impl: str | None = None
+    x: torch.Tensor,
+    p: float = 0.5,
+    *,
+    training: bool = True,
+    seed: int | torch.Tensor | None = None,
+    impl: str | None = None,
 ) -> torch.Tensor:
     """x with each element dropped (set to 0) with probability p, and the others divided by 1 - p.
 
@@ -325,7 +339,9 @@ def gelu(x: torch.Tensor, approximate: str = "none", *, impl: str | None = None)
     Raises RidgelineError on another `approximate`, a tensor that is not floating point, or an `impl` that cannot run the call.
     """
 
-def gelu_mul(gate: torch.Tensor, up: torch.Tensor, approximate: str = "tanh", *, impl: str | None = None) -> torch.Tensor:
+def gelu_mul(
+    gate: torch.Tensor, up: torch.Tensor, approximate: str = "tanh", *, impl: str | None = None
+) -> torch.Tensor:
     """`gelu(gate) * up`, element by element.
 
     gate, up: floating-point tensors on one device whose shapes broadcast together; the result has PyTorch's promoted dtype.
@@ -390,7 +406,9 @@ def dequantize(
     Raises RidgelineError where shapes, dtypes or devices are none of these, or `impl` cannot run the call.
     """
 
-def quantize_fp8(x: torch.Tensor, *, block: tuple[int, int] | str = (1, 128), impl: str | None = None) -> tuple[torch.Tensor, torch.Tensor]:
+def quantize_fp8(
+    x: torch.Tensor, *, block: tuple[int, int] | str = (1, 128), impl: str | None = None
+) -> tuple[torch.Tensor, torch.Tensor]:
     """x as floating-point numbers of 8 bits, e4m3: (q, scale), where x is about q times the scale of its block.
 
     x: (..., K), any strides, floating point. block: what shares a scale: (1, 128) numbers of a row, (128, 128) of a matrix (the last ones
@@ -434,7 +452,9 @@ def dot(a: torch.Tensor, b: torch.Tensor, *, impl: str | None = None) -> torch.T
     Raises RidgelineError where shapes, dtypes or devices do not fit, or `impl` cannot run the call.
     """
 
-def histogram(x: torch.Tensor, bins: int, range: tuple[float, float] | None = None, *, impl: str | None = None) -> torch.Tensor:
+def histogram(
+    x: torch.Tensor, bins: int, range: tuple[float, float] | None = None, *, impl: str | None = None
+) -> torch.Tensor:
     """How many elements of x lie in each of `bins` equal parts of `range`, as `torch.histc` counts, but in int64 and exactly.
 
     x: any shape and strides, integers or floating point. bins: 1 or more. range: (low, high), or None for x's least and greatest, and one
@@ -525,7 +545,9 @@ def layer_norm(
     Raises RidgelineError on a weight or bias of another length or on another device, an eps below 0, or an `impl` that cannot run the call.
     """
 
-def log_softmax(x: torch.Tensor, dim: int = -1, dtype: torch.dtype | None = None, *, impl: str | None = None) -> torch.Tensor:
+def log_softmax(
+    x: torch.Tensor, dim: int = -1, dtype: torch.dtype | None = None, *, impl: str | None = None
+) -> torch.Tensor:
     """The logarithm of softmax along `dim`, as `torch.nn.functional.log_softmax`. Gradients flow to x.
 
     x: any shape and strides, floating point. dtype: what x is cast to first, and the result's type; float32 of a half-precision
@@ -535,8 +557,9 @@ def log_softmax(x: torch.Tensor, dim: int = -1, dtype: torch.dtype | None = None
     """
 
 def masked_softmax(
-    x: torch.Tensor, mask: torch.Tensor, scale: float = 1.0, fill: float = float("-inf"), bias: torch.Tensor | None = None, *,
-    dropout_p: float = 0.0, seed: int | torch.Tensor | None = None, impl: str | None = None,
+    x: torch.Tensor, mask: torch.Tensor, scale: float = 1.0, fill: float = float("-inf"),
+    bias: torch.Tensor | None = None, *, dropout_p: float = 0.0, seed: int | torch.Tensor | None = None,
+    impl: str | None = None
 ) -> torch.Tensor:  # fmt: skip
     """softmax along the last dimension of scale * x + bias where `mask` is True and of `fill` elsewhere. Gradients flow to x and bias.
 
@@ -565,7 +588,9 @@ def rms_norm(
     Raises RidgelineError on a weight of another length or on another device, another eps, or an `impl` that cannot run the call.
     """
 
-def softmax(x: torch.Tensor, dim: int = -1, dtype: torch.dtype | None = None, *, impl: str | None = None) -> torch.Tensor:
+def softmax(
+    x: torch.Tensor, dim: int = -1, dtype: torch.dtype | None = None, *, impl: str | None = None
+) -> torch.Tensor:
     """exp(x) scaled to sum to 1 along `dim`, as `torch.nn.functional.softmax`. Gradients flow to x.
 
     x: any shape and strides, floating point. dtype: what x is cast to first, and the result's type; float32 of a half-precision

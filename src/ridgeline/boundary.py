@@ -104,7 +104,9 @@ def differentiate(function: Any, *args: Any) -> Any:
     if forward_ad._current_level >= 0:
         _no_tangents(*args)
     if torch._C._are_functorch_transforms_active():
-        raise RidgelineError("Ridgeline's kernels are not differentiated inside torch.func's transforms; impl='torch' or 'naive' is")
+        raise RidgelineError(
+            "Ridgeline's kernels are not differentiated inside torch.func's transforms; impl='torch' or 'naive' is"
+        )
     return function.quick_apply(*args)
 
 
@@ -132,7 +134,9 @@ class _FirstOrderOnly(torch.autograd.Function):
 
     @staticmethod
     def backward(ctx: Any, *_: Any) -> Any:
-        raise RuntimeError("Ridgeline's gradients cannot be differentiated again; for second derivatives use impl='torch'")
+        raise RuntimeError(
+            "Ridgeline's gradients cannot be differentiated again; for second derivatives use impl='torch'"
+        )
 
 
 def first_order(backward: Callable[..., Any]) -> Callable[..., Any]:
@@ -192,7 +196,12 @@ _started: dict[Any, tuple[Start | None, Callable[..., None] | None, dict[str, An
 
 
 def launch(
-    kernel: Any, grid: Any, *args: Any, config: Callable[[], dict[str, Any]] | None = None, key: Any = None, **constants: Any
+    kernel: Any,
+    grid: Any,
+    *args: Any,
+    config: Callable[[], dict[str, Any]] | None = None,
+    key: Any = None,
+    **constants: Any,
 ) -> None:
     """Starts a kernel: Triton, Gluon or CUDA C++.
 
@@ -232,7 +241,9 @@ def launch(
             kernel[grid](*made, **{k: v for k, v in constants.items() if k not in options})
             return
     if (config is None) != (key is None):
-        raise TypeError(f"launch of {kernel}: config and key go together; the key holds what the configuration depends on")
+        raise TypeError(
+            f"launch of {kernel}: config and key go together; the key holds what the configuration depends on"
+        )
     if config is not None and tuning.listening():
         constants |= config()
         config = None
@@ -311,14 +322,18 @@ def _read(args: tuple[Any, ...], values: list[Any], key: list[Any]) -> None:
             values.append(arg)
             key.append(kind)
         else:
-            raise TypeError(f"launch takes tensors, TensorMaps (for tensor descriptors), numbers, None and tuples of these; given: {kind}")
+            raise TypeError(
+                f"launch takes tensors, TensorMaps (for tensor descriptors), numbers, None and tuples of these; given: {kind}"
+            )
 
 
 def _made(kernel: Any, args: tuple[Any, ...], constants: dict[str, Any]) -> tuple[Any, ...]:
     """The arguments as Triton's compiler and interpreter take them."""
     if isinstance(kernel, CudaKernel):
         return args
-    return tuple([_descriptor(kernel, a, constants) if type(a) is TensorMap else int(a) if type(a) is Loose else a for a in args])
+    return tuple(
+        [_descriptor(kernel, a, constants) if type(a) is TensorMap else int(a) if type(a) is Loose else a for a in args]
+    )
 
 
 def _descriptor(kernel: Any, seen: TensorMap, constants: dict[str, Any]) -> Any:
@@ -330,13 +345,17 @@ def _descriptor(kernel: Any, seen: TensorMap, constants: dict[str, Any]) -> Any:
     from triton.experimental.gluon.language import NVMMASharedLayout
     from triton.experimental.gluon.nvidia import hopper
 
-    return hopper.TensorDescriptor(*facts, NVMMASharedLayout(seen.swizzle, 8 * seen.tensor.element_size(), len(view.box)))
+    return hopper.TensorDescriptor(
+        *facts, NVMMASharedLayout(seen.swizzle, 8 * seen.tensor.element_size(), len(view.box))
+    )
 
 
 _CODES = {"i1": "?", "u1": "?", "i32": "i", "u32": "I", "i64": "q", "u64": "Q", "fp32": "f"}
 
 
-def _triton_start(kernel: Any, args: tuple[Any, ...], constants: dict[str, Any], count: int, index: int) -> tuple[Start | None, Any]:
+def _triton_start(
+    kernel: Any, args: tuple[Any, ...], constants: dict[str, Any], count: int, index: int
+) -> tuple[Start | None, Any]:
     """Compiles the kernel for these arguments. Returns what starts it by the driver, where its parameters are pointers, numbers and
     tensor maps laid out as we pack them; else None, and what starts it by Triton's own launcher, which takes 5 to 15 us more.
     A kernel with tensor maps, for which that takes 150 us more, is started by the driver or not at all."""
@@ -345,7 +364,10 @@ def _triton_start(kernel: Any, args: tuple[Any, ...], constants: dict[str, Any],
     types = list(_leaves(compiled.src.signature.values()))[:count]
     maps = _views(kernel, types, metadata)
     passed = [n for n, t in enumerate(types) if t != "constexpr"]  # a 1 or a None is compiled in
-    codes = [f"M{len(maps[n].keywords['box'])}" if n in maps else "P" if types[n][0] == "*" else _CODES.get(types[n], "") for n in passed]
+    codes = [
+        f"M{len(maps[n].keywords['box'])}" if n in maps else "P" if types[n][0] == "*" else _CODES.get(types[n], "")
+        for n in passed
+    ]
     plain = metadata.num_ctas == 1 and not (metadata.launch_cooperative_grid or metadata.global_scratch_size)
     if plain and all(codes) and not torch.version.hip:
         # Two pointers to scratch memory end the parameters of every Triton kernel; these kernels use none.
@@ -364,7 +386,9 @@ def _triton_start(kernel: Any, args: tuple[Any, ...], constants: dict[str, Any],
     defaults = {p.name: p.default for p in kernel.params if p.has_default}
     trailing = tuple([constants[n] if n in constants else defaults[n] for n in kernel.arg_names[len(args) :]])
     packed = compiled.packed_metadata
-    return None, lambda x, y, z, stream, args: run(x, y, z, stream, function, packed, None, None, None, *args, *trailing)
+    return None, lambda x, y, z, stream, args: run(
+        x, y, z, stream, function, packed, None, None, None, *args, *trailing
+    )
 
 
 def _views(kernel: Any, types: list[str], metadata: Any) -> dict[int, partial[View]]:
@@ -372,9 +396,14 @@ def _views(kernel: Any, types: list[str], metadata: Any) -> dict[int, partial[Vi
     places = [n for n, t in enumerate(types) if t.startswith("tensordesc")]
     wanted = getattr(metadata, "tensordesc_meta", None) or [None] * len(places)
     if places and None in wanted:
-        raise RidgelineError(f"{kernel.__name__} takes tensor maps, and Triton compiled it for a GPU without their copy engine (sm_90)")
+        raise RidgelineError(
+            f"{kernel.__name__} takes tensor maps, and Triton compiled it for a GPU without their copy engine (sm_90)"
+        )
     boxes = [(tuple(w["block_size"]), SWIZZLES[w["swizzle"]]) for w in wanted]
-    return {n: partial(TensorMap.view_as, box=box, swizzle=swizzle, sizes=True) for n, (box, swizzle) in zip(places, boxes, strict=True)}
+    return {
+        n: partial(TensorMap.view_as, box=box, swizzle=swizzle, sizes=True)
+        for n, (box, swizzle) in zip(places, boxes, strict=True)
+    }
 
 
 def _leaves(types: Any) -> Iterator[str]:

@@ -16,11 +16,17 @@ VERBS = {
     "list": ("catalogue", "every op and its implementations"),
     "explain": ("catalogue", "which implementation serves a call, and why not the others"),
     "check": ("check", "hold implementations against the law of tolerance"),
-    "bench": ("bench", "time implementations against each other and against the roof, after they have passed the check"),
+    "bench": (
+        "bench",
+        "time implementations against each other and against the roof, after they have passed the check",
+    ),
     "compare": ("compare", "two recorded runs side by side, each difference judged against its interval"),
     "ladder": ("ladder", "an op's rungs in order, with what each gained over the one before"),
     "roofline": ("roofline", "every rung on the machine's roofline, with a verdict"),
-    "profile": ("profile", "where the time of an op or of your own function goes: a table, a Chrome trace, flame graphs; nsys and ncu"),
+    "profile": (
+        "profile",
+        "where the time of an op or of your own function goes: a table, a Chrome trace, flame graphs; nsys and ncu",
+    ),
     "inspect": (
         "inspect",
         "what the compilers made of a kernel: PTX, SASS, registers, spills, shared memory, access widths; without a GPU",
@@ -98,4 +104,6 @@ def missing(verb: str, error: ModuleNotFoundError) -> NoReturn:
     package = (error.name or "").split(".")[0]
     if package not in (*EXTRA, "torch", "triton"):
         raise error
-    fail(f"{verb} needs the package {package}, which is not installed; the lab's packages come with: pip install 'ridgeline[lab]'")
+    fail(
+        f"{verb} needs the package {package}, which is not installed; the lab's packages come with: pip install 'ridgeline[lab]'"
+    )

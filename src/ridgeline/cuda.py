@@ -71,7 +71,15 @@ def compile_source(path: Path, arch: str, macros: tuple[tuple[str, Any], ...]) -
     from triton.runtime.cache import get_cache_manager
 
     arch = {"sm_90": "sm_90a", "sm_100": "sm_100a"}.get(arch, arch)
-    options = [f"-arch={arch}", "-std=c++20", "-default-device", "-lineinfo", "--ptxas-options=-v", f"-I{_include()}", f"-I{TILES}"]
+    options = [
+        f"-arch={arch}",
+        "-std=c++20",
+        "-default-device",
+        "-lineinfo",
+        "--ptxas-options=-v",
+        f"-I{_include()}",
+        f"-I{TILES}",
+    ]
     options += [f"-D{name}={value}" for name, value in macros]
     source, file = path.read_bytes(), f"{path.stem}.pickle"
     made_of = source, _headers(), repr((path.name, options, nvrtc.nvrtcVersion())).encode()
@@ -187,7 +195,15 @@ class Starter:
             _check(code, f"{self.what}, grid {x, y, z}")
 
 
-_ELEMENT = {torch.float16: 6, torch.float32: 7, torch.bfloat16: 9, torch.float64: 8, torch.int16: 1, torch.int32: 3, torch.int64: 5}
+_ELEMENT = {
+    torch.float16: 6,
+    torch.float32: 7,
+    torch.bfloat16: 9,
+    torch.float64: 8,
+    torch.int16: 1,
+    torch.int32: 3,
+    torch.int64: 5,
+}
 _ELEMENT |= dict.fromkeys((torch.uint8, torch.int8, torch.bool, torch.float8_e4m3fn, torch.float8_e5m2), 0)
 SWIZZLES = 0, 32, 64, 128  # the driver's names for them are their places
 
@@ -226,8 +242,13 @@ class TensorMap:
         shape, stride = t.shape, t.stride()
         if self.ragged:
             if t.dim() != 4 or shape[0] != 1 or shape[2] > self.FAR or t.element_size() not in (1, 2, 4):
-                raise RidgelineError(f"a ragged tensor map takes a tensor (1, n, rows, size) of 2**30 rows at most; given: {tuple(shape)}")
-            most, row = (1 << 31) - (1 << 16), stride[2] if shape[2] > 1 else 16 // t.element_size()  # of one row there is no next
+                raise RidgelineError(
+                    f"a ragged tensor map takes a tensor (1, n, rows, size) of 2**30 rows at most; given: {tuple(shape)}"
+                )
+            most, row = (
+                (1 << 31) - (1 << 16),
+                stride[2] if shape[2] > 1 else 16 // t.element_size(),
+            )  # of one row there is no next
             shape = torch.Size((most, most, shape[1], self.FAR, shape[3]))
             stride = (1 << 34) - row, row, stride[1], row, stride[3]
         return _view(t.dtype, shape, stride, box, swizzle, sizes)
@@ -237,7 +258,13 @@ class View:
     """A tensor map but for where its tensor begins. With `sizes` the shape and the strides follow it, as Triton's kernels take them."""
 
     def __init__(
-        self, dtype: torch.dtype, shape: tuple[int, ...], stride: tuple[int, ...], box: tuple[int, ...], swizzle: int, sizes: bool
+        self,
+        dtype: torch.dtype,
+        shape: tuple[int, ...],
+        stride: tuple[int, ...],
+        box: tuple[int, ...],
+        swizzle: int,
+        sizes: bool,
     ):
         dims, size = len(shape), dtype.itemsize
         if not 2 <= dims <= 5 or len(box) != dims or dtype not in _ELEMENT or swizzle not in SWIZZLES:
@@ -248,7 +275,9 @@ class View:
             )
         if not all([0 < n < 1 << 31 for n in shape]):
             raise RidgelineError(f"a tensor map takes sizes from 1 to 2^31 - 1; given: {tuple(shape)}")
-        *outer, last = [16 // size if n == 1 else s for n, s in zip(shape, stride, strict=True)]  # of one element there is no next
+        *outer, last = [
+            16 // size if n == 1 else s for n, s in zip(shape, stride, strict=True)
+        ]  # of one element there is no next
         if (shape[-1] > 1 and last != 1) or any([s * size % 16 for s in outer]):
             raise RidgelineError(
                 f"a tensor map takes a tensor whose last dimension is contiguous and whose rows start at multiples of 16 bytes; "
@@ -256,7 +285,10 @@ class View:
             )
         self.shape, self.stride, self.box = tuple(shape), (*outer, 1), box
         self.what = f"a tensor map of {self.shape} {dtype}, strides {self.stride}, box {box}, swizzle {swizzle}"
-        bounds, steps = (ctypes.c_uint64 * dims)(*shape[::-1]), (ctypes.c_uint64 * dims)(*[s * size for s in outer[::-1]])
+        bounds, steps = (
+            (ctypes.c_uint64 * dims)(*shape[::-1]),
+            (ctypes.c_uint64 * dims)(*[s * size for s in outer[::-1]]),
+        )
         sides, ones = (ctypes.c_uint32 * dims)(*box[::-1]), (ctypes.c_uint32 * dims)(*[1] * dims)
         # Not interleaved, fetched into L2 by 128 bytes, zeros beyond the edges.
         self.before = _ELEMENT[dtype], dims
@@ -273,9 +305,13 @@ class View:
         if code == Starter.INVALID_CONTEXT:
             ensure_context(torch.cuda.current_device())
             code = _driver().cuTensorMapEncodeTiled(*facts)
-        _check(code, f"{self.what} (a box's sides are at most 256, and with a swizzle its rows at most that many bytes)")
+        _check(
+            code, f"{self.what} (a box's sides are at most 256, and with a swizzle its rows at most that many bytes)"
+        )
         made = bytearray(ctypes.string_at(at, 128))
-        if self.bytes + 1 < 128 << 10 and _driver_version() <= 13010:  # whose encoding of small tensors is wrong: so CUTLASS and Triton
+        if (
+            self.bytes + 1 < 128 << 10 and _driver_version() <= 13010
+        ):  # whose encoding of small tensors is wrong: so CUTLASS and Triton
             made[10] &= 0xDF
         return bytes(made) + self.sizes
 
@@ -304,7 +340,10 @@ class Arranged:
         self.starter, self.takes = starter, tuple(takes)
 
     def __call__(self, x: int, y: int, z: int, stream: int, values: Sequence[Any]) -> None:
-        given = [values[n] if view is None else encoded(values[n].tensor.data_ptr(), view(values[n])) for n, view in self.takes]
+        given = [
+            values[n] if view is None else encoded(values[n].tensor.data_ptr(), view(values[n]))
+            for n, view in self.takes
+        ]
         self.starter(x, y, z, stream, given)
 
 
@@ -357,26 +396,34 @@ class CudaKernel:
         real = parameters(function.value or 0)  # a tensor map's offset is the architecture's to choose
         layout = _layout(self.arguments, real)
         if layout is None:
-            raise CudaError(f"{self} takes parameters of (offset, bytes) {real}, and is declared with {self.arguments!r}")
+            raise CudaError(
+                f"{self} takes parameters of (offset, bytes) {real}, and is declared with {self.arguments!r}"
+            )
         block, cluster, shared, pdl, cooperative = (
             int(constants.get(o, d)) for o, d in zip(LAUNCH_OPTIONS, (256, 1, 0, 0, 0), strict=True)
         )
         if pdl and devices.gpu(index).capability < 90:
-            raise CudaError(f"{self} is to start early (launch_pdl), which {devices.gpu(index).name} cannot: that is for sm_90 and later")
+            raise CudaError(
+                f"{self} is to start early (launch_pdl), which {devices.gpu(index).name} cannot: that is for sm_90 and later"
+            )
         static = ctypes.c_int()
         _check(driver.cuFuncGetAttribute(ctypes.byref(static), 1, function), f"asking for {self}'s own shared memory")
         if shared + static.value > 48 << 10:
             _check(driver.cuFuncSetAttribute(function, 8, shared), f"{self} with {shared} bytes of shared memory")
         if cluster > 8:
             _check(driver.cuFuncSetAttribute(function, 14, 1), f"{self} with a cluster of {cluster}")
-        return Starter(function.value or 0, layout, block, shared, index, cluster, bool(pdl), bool(cooperative), str(self))
+        return Starter(
+            function.value or 0, layout, block, shared, index, cluster, bool(pdl), bool(cooperative), str(self)
+        )
 
     def start(self, constants: dict[str, Any], values: Sequence[Any], index: int) -> Starter | Arranged:
         """What starts the kernel with such values on a GPU."""
         maps = [type(v) is TensorMap for v in values]
         if maps != [code == "M" for code in self.arguments]:
             given = ", ".join([type(v).__name__ for v in values])
-            raise TypeError(f"{self} is declared with {self.arguments!r}, where a TensorMap is given for each M alone; given: {given}")
+            raise TypeError(
+                f"{self} is declared with {self.arguments!r}, where a TensorMap is given for each M alone; given: {given}"
+            )
         starter = self.load(constants, index)
         takes = [(n, (lambda seen: seen.view(constants)) if seen else None) for n, seen in enumerate(maps)]
         return Arranged(starter, takes) if any(maps) else starter

@@ -17,16 +17,22 @@ import ridgeline
 from ridgeline.op import RidgelineError
 
 
-def _normalised(norm: Any, function: Callable[..., Any], inputs: tuple[torch.Tensor, ...], *parameters: Any, eps: float) -> Any:
+def _normalised(
+    norm: Any, function: Callable[..., Any], inputs: tuple[torch.Tensor, ...], *parameters: Any, eps: float
+) -> Any:
     """`function` over the dimensions of the module's normalized_shape, taken as one."""
     shape = norm.normalized_shape
     many = len(shape)
     for x in inputs:
         if x.shape[-many:] != shape:
-            raise RidgelineError(f"{type(norm).__name__}: the last dimensions must be {shape}, and the input is {tuple(x.shape)}")
+            raise RidgelineError(
+                f"{type(norm).__name__}: the last dimensions must be {shape}, and the input is {tuple(x.shape)}"
+            )
     if many == 1:
         return function(*inputs, *parameters, eps=eps)
-    result = function(*[x.flatten(-many) for x in inputs], *[p if p is None else p.flatten() for p in parameters], eps=eps)
+    result = function(
+        *[x.flatten(-many) for x in inputs], *[p if p is None else p.flatten() for p in parameters], eps=eps
+    )
     return tuple(y.unflatten(-1, shape) for y in result) if isinstance(result, tuple) else result.unflatten(-1, shape)
 
 
@@ -34,7 +40,11 @@ class RMSNorm(nn.RMSNorm):
     """`torch.nn.RMSNorm`, by `ridgeline.rms_norm`. Without an eps it takes torch's: that of float32, also for half precision."""
 
     def _eps(self, x: torch.Tensor) -> float:
-        return self.eps if self.eps is not None else torch.finfo(torch.float64 if x.dtype == torch.float64 else torch.float32).eps
+        return (
+            self.eps
+            if self.eps is not None
+            else torch.finfo(torch.float64 if x.dtype == torch.float64 else torch.float32).eps
+        )
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
         return _normalised(self, ridgeline.rms_norm, (x,), self.weight, eps=self._eps(x))
@@ -119,7 +129,9 @@ class LogSoftmax(nn.LogSoftmax):
 
 def _dim(module: Any) -> int:
     if module.dim is None:
-        raise RidgelineError(f"{type(module).__name__}: dim is None; give the dimension, such as {type(module).__name__}(dim=-1)")
+        raise RidgelineError(
+            f"{type(module).__name__}: dim is None; give the dimension, such as {type(module).__name__}(dim=-1)"
+        )
     return module.dim
 
 
@@ -128,7 +140,9 @@ class Dropout(nn.Dropout):
 
     def __init__(self, p: float = 0.5, inplace: bool = False) -> None:
         if inplace:
-            raise RidgelineError("Dropout: inplace=True is not offered; the output is a tensor of its own (inplace=False)")
+            raise RidgelineError(
+                "Dropout: inplace=True is not offered; the output is a tensor of its own (inplace=False)"
+            )
         super().__init__(p)
 
     def forward(self, input: torch.Tensor) -> torch.Tensor:
@@ -156,7 +170,9 @@ class CrossEntropyLoss(nn.CrossEntropyLoss):
         softcap: float | None = None,
     ) -> None:
         if weight is not None:
-            raise RidgelineError("CrossEntropyLoss: class weights are not offered (torch's has them); weight must be None")
+            raise RidgelineError(
+                "CrossEntropyLoss: class weights are not offered (torch's has them); weight must be None"
+            )
         super().__init__(None, size_average, ignore_index, reduce, reduction, label_smoothing)
         self.z_loss, self.softcap = z_loss, softcap
 

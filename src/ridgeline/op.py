@@ -175,7 +175,9 @@ class Implementation:
     leaves: tuple[str, ...] = ("fwd", "bwd")
     differentiable: bool = True
     deterministic: bool = True
-    gain: float = 0.0  # how many times as fast as the rung before it must be by what it saves, counted, not measured; 0: not said
+    gain: float = (
+        0.0  # how many times as fast as the rung before it must be by what it saves, counted, not measured; 0: not said
+    )
     counter: str = ""  # the metric of Nsight Compute that shows the idea at work
     arch: int = 0  # the oldest compute capability that it runs on, as 90
     newest: int = 0  # the newest, where it uses what later ones have not; 0 for any
@@ -253,14 +255,25 @@ class Op:
             known = {k: v for k, v in (options or {}).items() if k in list_options()}
             return torch.compile(function or self.reference, dynamic=False, fullgraph=True, options=known or None)
 
-        self.eager("compile", idea, lambda *args, **kwargs: compiled()(*args, **kwargs), kind="compile", supports=supports)
+        self.eager(
+            "compile", idea, lambda *args, **kwargs: compiled()(*args, **kwargs), kind="compile", supports=supports
+        )
 
     def kernel(
-        self, name: str, idea: str, *, kind: str, fwd: Callable[..., Any], bwd: Callable[..., Any] | None = None, **facts: Any
+        self,
+        name: str,
+        idea: str,
+        *,
+        kind: str,
+        fwd: Callable[..., Any],
+        bwd: Callable[..., Any] | None = None,
+        **facts: Any,
     ) -> None:
         """Registers an implementation in kernels: launchers that fill given outputs."""
         launchers = {"fwd": fwd} | ({"bwd": bwd} if bwd else {})
-        implementation = Implementation(self, name, idea, kind, launchers=launchers, differentiable=bwd is not None, **facts)
+        implementation = Implementation(
+            self, name, idea, kind, launchers=launchers, differentiable=bwd is not None, **facts
+        )
         self.implementations[name] = implementation
         if implementation.served:
             self.kernel_dtypes |= {getattr(torch, d) for d in implementation.dtypes}

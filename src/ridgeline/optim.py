@@ -21,7 +21,14 @@ class AdamW(torch.optim.AdamW):
     Raises RidgelineError on amsgrad, differentiable, sparse gradients and complex parameters.
     """
 
-    def __init__(self, params: Any, lr: float | torch.Tensor = 1e-3, *args: Any, moment_dtype: torch.dtype | None = None, **kwargs: Any):
+    def __init__(
+        self,
+        params: Any,
+        lr: float | torch.Tensor = 1e-3,
+        *args: Any,
+        moment_dtype: torch.dtype | None = None,
+        **kwargs: Any,
+    ):
         if moment_dtype is not None and not moment_dtype.is_floating_point:
             raise RidgelineError(f"AdamW: moment_dtype must be floating point, and is {moment_dtype}")
         super().__init__(params, lr, *args, **kwargs)
@@ -51,7 +58,9 @@ class AdamW(torch.optim.AdamW):
                 raise RidgelineError(f"AdamW: {option}=True is not supported; torch.optim.AdamW has it")
         for p in group["params"]:
             if p.is_complex():
-                raise RidgelineError(f"AdamW: parameters must be real, and one is {str(p.dtype)[6:]}; torch.optim.AdamW takes it")
+                raise RidgelineError(
+                    f"AdamW: parameters must be real, and one is {str(p.dtype)[6:]}; torch.optim.AdamW takes it"
+                )
 
     def add_param_group(self, param_group: dict[str, Any]) -> None:
         super().add_param_group(param_group)
@@ -89,7 +98,9 @@ class AdamW(torch.optim.AdamW):
         if torch.cuda.is_available() and torch.cuda.is_current_stream_capturing():
             for group in self.param_groups:
                 if not (group["capturable"] or group["fused"]):
-                    raise RidgelineError("AdamW: a step in a CUDA graph needs capturable=True, else its number is recorded for good")
+                    raise RidgelineError(
+                        "AdamW: a step in a CUDA graph needs capturable=True, else its number is recorded for good"
+                    )
 
     def _step(self, group: dict[str, Any], params: list[torch.Tensor]) -> None:
         grads: list[Any] = [p.grad for p in params]
@@ -97,8 +108,12 @@ class AdamW(torch.optim.AdamW):
         for p, g, state in zip(params, grads, states, strict=True):
             if not state:
                 if g.layout != torch.strided:
-                    raise RidgelineError("AdamW: gradients must be dense, and one is sparse; torch.optim.SparseAdam takes sparse ones")
-                state["step"] = torch.zeros((), dtype=torch.float32, device=p.device if group["capturable"] or group["fused"] else "cpu")
+                    raise RidgelineError(
+                        "AdamW: gradients must be dense, and one is sparse; torch.optim.SparseAdam takes sparse ones"
+                    )
+                state["step"] = torch.zeros(
+                    (), dtype=torch.float32, device=p.device if group["capturable"] or group["fused"] else "cpu"
+                )
                 for name in ("exp_avg", "exp_avg_sq"):
                     state[name] = torch.zeros_like(p, dtype=group["moment_dtype"], memory_format=torch.preserve_format)
         lists = params, grads, [s["exp_avg"] for s in states], [s["exp_avg_sq"] for s in states]

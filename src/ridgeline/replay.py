@@ -90,11 +90,15 @@ class Recorder(TorchDispatchMode):
         super().__init__()
         self.known: list[torch.Tensor | None] = list(tensors)  # the arguments, then what is allocated
         self.given, self.loose = len(tensors), loose
-        self.steps: list[tuple[Callable[..., Any], tuple[int, int, int] | None, list[Any], dict[str, Any]]] = []  # a kernel's have a grid
+        self.steps: list[
+            tuple[Callable[..., Any], tuple[int, int, int] | None, list[Any], dict[str, Any]]
+        ] = []  # a kernel's have a grid
         places = [(t.data_ptr(), t.untyped_storage().data_ptr()) for t in tensors if t is not None and t.numel()]
         pointers, stored = [p for p, _ in places], [s for _, s in places]
         self.repeatable = len(set(pointers)) == len(pointers)  # else these would not say which argument they came from
-        self.shared = {s for s in stored if stored.count(s) > 1}  # by arguments, such as q, k and v of one packed tensor
+        self.shared = {
+            s for s in stored if stored.count(s) > 1
+        }  # by arguments, such as q, k and v of one packed tensor
 
     def __torch_dispatch__(self, function: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         result = function(*args, **(kwargs or {}))
@@ -120,9 +124,15 @@ class Recorder(TorchDispatchMode):
             self.repeatable = False
             return None
         form, offset = (tuple(arg.shape), arg.stride()), int(arg.storage_offset() - whole.storage_offset())
-        return _Seen(number) if (tuple(whole.shape), whole.stride(), 0) == (*form, offset) else _Seen(number, *form, offset)
+        return (
+            _Seen(number)
+            if (tuple(whole.shape), whole.stride(), 0) == (*form, offset)
+            else _Seen(number, *form, offset)
+        )
 
-    def started(self, start: Start | None, grid: tuple[int, int, int], args: Sequence[Any], values: Sequence[Any]) -> None:
+    def started(
+        self, start: Start | None, grid: tuple[int, int, int], args: Sequence[Any], values: Sequence[Any]
+    ) -> None:
         """A kernel was started with these arguments, whose tensors lie at the pointers in `values`."""
         if start is None or not self.repeatable:
             self.repeatable = False
@@ -153,7 +163,9 @@ class Recorder(TorchDispatchMode):
         """Which of the known tensors it lies in."""
         storage = arg.untyped_storage().data_ptr()
         for number, tensor in enumerate(self.known):
-            if tensor is arg or (tensor is not None and storage not in self.shared and tensor.untyped_storage().data_ptr() == storage):
+            if tensor is arg or (
+                tensor is not None and storage not in self.shared and tensor.untyped_storage().data_ptr() == storage
+            ):
                 return number
         return None
 
@@ -168,7 +180,12 @@ class Recorder(TorchDispatchMode):
             return None
         if set(self.loose) != {v.name for _, _, sources, _ in self.steps for v in sources if type(v) is Loose}:
             return None  # a kernel took something else that was made of it
-        names: dict[str, Any] = {"empty": _empty, "stream": torch._C._cuda_getCurrentRawStream, "encoded": encoded, "view": _view}
+        names: dict[str, Any] = {
+            "empty": _empty,
+            "stream": torch._C._cuda_getCurrentRawStream,
+            "encoded": encoded,
+            "view": _view,
+        }
 
         def name(value: Any) -> str:
             names[f"n{len(names)}"] = value
@@ -199,7 +216,9 @@ class Recorder(TorchDispatchMode):
                 return whole
             if value not in views:
                 views[value] = f"v{len(views)}"
-                lines.append(f"    {views[value]} = view({whole}, {name(value.shape)}, {name(value.stride)}, {value.offset})")
+                lines.append(
+                    f"    {views[value]} = view({whole}, {name(value.shape)}, {name(value.stride)}, {value.offset})"
+                )
             return views[value]
 
         lines += ["    s = stream(i)"] if any(grid for _, grid, _, _ in self.steps) else []
@@ -210,8 +229,14 @@ class Recorder(TorchDispatchMode):
                 taken = ", ".join([*map(operand, sources), *(f"{k}={operand(v)}" for k, v in named.items())])
             lines.append(f"    {name(step)}({taken})")
         results = [f"m{places.index(w)}" for w in wanted]
-        lines.append(f"    return ({', '.join(results)},)" if isinstance(result, tuple | list) else f"    return {', '.join(results)}")
-        return _function("plan", ["i", *(f"{kind}{n}" for kind in "tp" for n in range(self.given)), *self.loose], lines, names)
+        lines.append(
+            f"    return ({', '.join(results)},)"
+            if isinstance(result, tuple | list)
+            else f"    return {', '.join(results)}"
+        )
+        return _function(
+            "plan", ["i", *(f"{kind}{n}" for kind in "tp" for n in range(self.given)), *self.loose], lines, names
+        )
 
 
 def _function(name: str, parameters: Sequence[str], lines: Sequence[str], names: dict[str, Any]) -> Callable[..., Any]:
@@ -250,11 +275,25 @@ class Plans:
         lines.append(f"    key = {', '.join(f'k{n}' for n in range(self.leading))}, tuning.version, {', '.join(kept)}")
         lines.append("    plan = found(key)")
         lines.append(f"    if plan is None: return learn(key, {whole})")
-        lines.append(f"    return plan({', '.join(['i', *tensors, *(f'p{n}' for n in range(self.leading)), *self.loose.values()])})")
+        lines.append(
+            f"    return plan({', '.join(['i', *tensors, *(f'p{n}' for n in range(self.leading)), *self.loose.values()])})"
+        )
         if failed is not None:
             last = "        " + failed.format(tensors=", ".join(tensors))
-            lines[1:] = ["    try:", *["    " + line for line in lines[1:]], "    except RuntimeError:", last, "        raise"]
-        names = {"launcher": self.launcher, "learn": self.learn, "found": self.found.get, "tuning": tuning, **(names or {})}
+            lines[1:] = [
+                "    try:",
+                *["    " + line for line in lines[1:]],
+                "    except RuntimeError:",
+                last,
+                "        raise",
+            ]
+        names = {
+            "launcher": self.launcher,
+            "learn": self.learn,
+            "found": self.found.get,
+            "tuning": tuning,
+            **(names or {}),
+        }
         names["current"] = getattr(torch._C, "_cuda_getDevice", None)  # of a build without CUDA nothing is on a GPU
         return _function("call", args, lines, names)
 

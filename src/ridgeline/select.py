@@ -19,12 +19,20 @@ from ridgeline.replay import _KINDS, _function
 @cache
 def cannot_run(kind: str, device: devices.Device) -> str | None:
     """Why this machine cannot run implementations of a kind on this device, or None."""
-    if kind == "compile" and device.backend == "cpu" and not (shutil.which("c++") or shutil.which("g++") or shutil.which("clang++")):
+    if (
+        kind == "compile"
+        and device.backend == "cpu"
+        and not (shutil.which("c++") or shutil.which("g++") or shutil.which("clang++"))
+    ):
         return "torch.compile on a CPU needs a C++ compiler (g++), and none is installed"
     if kind in ("eager", "compile"):
         return None
     if kind == "triton":
-        return None if device.backend != "cpu" or INTERPRETED else "Triton runs on a GPU; on a CPU only with TRITON_INTERPRET=1"
+        return (
+            None
+            if device.backend != "cpu" or INTERPRETED
+            else "Triton runs on a GPU; on a CPU only with TRITON_INTERPRET=1"
+        )
     if device.backend != "cuda":
         return f"{'CUDA C++' if kind == 'cuda' else 'Gluon'} runs on an NVIDIA GPU, and this is {device.name}"
     return cuda.unavailable() if kind == "cuda" else None
@@ -35,7 +43,9 @@ def never(implementation: Implementation, direction: str, dtype: torch.dtype, de
     if implementation.kind == "eager":
         return None
     reason = cannot_run(implementation.kind, device)
-    if reason is None and implementation.arch > device.capability and device.backend != "cpu":  # there Triton is interpreted
+    if (
+        reason is None and implementation.arch > device.capability and device.backend != "cpu"
+    ):  # there Triton is interpreted
         reason = f"it needs sm_{implementation.arch} or later, and {device.name} is {device.arch}"
     if reason is None and 0 < implementation.newest < device.capability:
         reason = f"it is written for sm_{implementation.newest}, and {device.name} is {device.arch}"
@@ -106,7 +116,9 @@ def _runs_here(op: str, impl: str, dtype: torch.dtype, index: int | None) -> boo
 def _kernels_serve(op: Op, args: tuple[Any, ...], options: dict[str, Any]) -> bool:
     """Whether a kernel serves a call that names none, of an op that Triton does not always serve."""
     dtype, index = args[0].dtype, args[0].device.index if args[0].is_cuda else None
-    able = _able_here(op, dtype, index) if torch.compiler.is_compiling() else _able(op, dtype, index, devices._pretended)
+    able = (
+        _able_here(op, dtype, index) if torch.compiler.is_compiling() else _able(op, dtype, index, devices._pretended)
+    )
     for i in able:
         if i.left("fwd", *args, **options) is None:
             return True
@@ -114,7 +126,9 @@ def _kernels_serve(op: Op, args: tuple[Any, ...], options: dict[str, Any]) -> bo
 
 
 def _able_here(op: Op, dtype: torch.dtype, index: int | None) -> list[Implementation]:
-    return [i for i in op.implementations.values() if i.served and i.is_kernel and _runs_here(op.name, i.name, dtype, index)]
+    return [
+        i for i in op.implementations.values() if i.served and i.is_kernel and _runs_here(op.name, i.name, dtype, index)
+    ]
 
 
 @cache
@@ -151,7 +165,11 @@ def eager(op: Op, impl: str | None, *args: Any, **options: Any) -> Implementatio
         if reason:
             raise RidgelineError(f"{op.name}: impl={impl!r} cannot run this call: {reason}")
         return implementation
-    if known and (args[0].is_cuda or INTERPRETED or devices._pretended is not None) and (op.always or _kernels_serve(op, args, options)):
+    if (
+        known
+        and (args[0].is_cuda or INTERPRETED or devices._pretended is not None)
+        and (op.always or _kernels_serve(op, args, options))
+    ):
         return None
     plain = [i for i in reversed(op.implementations.values()) if i.served and not i.is_kernel]
     return next((i for i in plain[:-1] if i.supports is None or i.supports(*args, **options) is None), plain[-1])

@@ -40,7 +40,12 @@ def _table(arch: str, op: str) -> dict[str, dict[str, Config]]:
 
 
 def config(
-    device: Device, op: str, kernel: str, key: str, rule: Callable[[], Config], space: Callable[[], list[Config]] | None = None
+    device: Device,
+    op: str,
+    kernel: str,
+    key: str,
+    rule: Callable[[], Config],
+    space: Callable[[], list[Config]] | None = None,
 ) -> Config:
     """The configuration of `kernel` for `key` (a bucket such as "float32 16384") on this device.
 

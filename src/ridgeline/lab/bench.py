@@ -14,7 +14,15 @@ from functools import partial
 from typing import TYPE_CHECKING, Any
 
 from ridgeline.lab import units
-from ridgeline.lab.check import check_row, choice, chosen_implementations, chosen_ops, chosen_work, compiling, default_device
+from ridgeline.lab.check import (
+    check_row,
+    choice,
+    chosen_implementations,
+    chosen_ops,
+    chosen_work,
+    compiling,
+    default_device,
+)
 from ridgeline.lab.machine import facts, measure_roof, roof_seconds
 from ridgeline.lab.tables import CACHED, console, figure, table, timing
 
@@ -28,7 +36,9 @@ Row = dict[str, Any]
 ABOVE = 1.03  # a figure this far above its roof's interval is a mistake
 PEERS = ("torch", "compile")
 FULL = "it needs more memory than there is"
-UNTIMED: Row = dict.fromkeys(("seconds", "host_us", "share", "peak_bytes", "held_bytes", "law", "ratio", "mhz", "throttled"))
+UNTIMED: Row = dict.fromkeys(
+    ("seconds", "host_us", "share", "peak_bytes", "held_bytes", "law", "ratio", "mhz", "throttled")
+)
 
 
 @dataclass
@@ -49,7 +59,12 @@ class Work:
         return self.cost.bytes < 4 * self.cache
 
     def row(
-        self, rung: Implementation, status: str, reason: str | None = None, found: Measurement | None = None, law: float | None = None
+        self,
+        rung: Implementation,
+        status: str,
+        reason: str | None = None,
+        found: Measurement | None = None,
+        law: float | None = None,
     ) -> Row:
         from ridgeline.lab.peers import Peer
 
@@ -67,7 +82,12 @@ class Work:
         row |= {"roof_seconds": least, "bound": bound, "cached": self.cached} | UNTIMED | {"law": law}
         if found is None:
             return row
-        row |= {"seconds": found.seconds, "host_us": found.host_us, "share": least / found.median, "peak_bytes": found.peak_bytes}
+        row |= {
+            "seconds": found.seconds,
+            "host_us": found.host_us,
+            "share": least / found.median,
+            "peak_bytes": found.peak_bytes,
+        }
         row |= {"held_bytes": found.held_bytes, "mhz": found.mhz, "throttled": found.throttled}
         if refusal := self._too_good(found.median):
             row |= {"status": "refused", "reason": refusal}
@@ -93,7 +113,15 @@ class Candidate:
 
 
 def bench_case(
-    op: Op, case: Case, dtype: str, device: str, candidates: list[Candidate], roof: Row, *, budget: float, timer: Timer | None = None
+    op: Op,
+    case: Case,
+    dtype: str,
+    device: str,
+    candidates: list[Candidate],
+    roof: Row,
+    *,
+    budget: float,
+    timer: Timer | None = None,
 ) -> Iterator[Row]:
     """Checks, then times, every candidate on one case in one dtype, forward and backward. Yields check and bench rows as they come."""
     import torch
@@ -104,13 +132,17 @@ def bench_case(
     costs = dict(zip(DIRECTIONS, op.cost(*(made := case.make(dtype, "meta"))[0], **made[1]), strict=False))
     if not leaves([*made[0], *made[1].values()]):  # nothing takes a gradient
         costs = {"forward": costs["forward"]}
-    works = [Work(op.name, case.name, dtype, d, c, roof, cache_bytes(device)) for d, c in costs.items() if c is not None]
+    works = [
+        Work(op.name, case.name, dtype, d, c, roof, cache_bytes(device)) for d, c in costs.items() if c is not None
+    ]
     try:
         law = Law.of(op, case.name, dtype, device)
     except torch.OutOfMemoryError:
         release(device)
         for work in works:
-            yield from (work.row(c.rung, "oom", "the oracle in float64 needs more memory than there is") for c in candidates)
+            yield from (
+                work.row(c.rung, "oom", "the oracle in float64 needs more memory than there is") for c in candidates
+            )
         return
     for candidate in candidates:
         if candidate.status == "ok" and (row := judge(law, candidate, case.name, dtype, device)):
@@ -148,7 +180,9 @@ def untimed(rung: Implementation) -> Candidate | None:
     """A kernel in Triton's interpreter computes what it should, at no speed worth telling."""
     from ridgeline.boundary import INTERPRETED
 
-    return Candidate(rung, "unsupported", "Triton's interpreter is not timed") if INTERPRETED and rung.is_kernel else None
+    return (
+        Candidate(rung, "unsupported", "Triton's interpreter is not timed") if INTERPRETED and rung.is_kernel else None
+    )
 
 
 def blame(candidate: Candidate, error: Exception) -> str:
@@ -158,7 +192,9 @@ def blame(candidate: Candidate, error: Exception) -> str:
     text = str(error).strip().splitlines() or [""]
     reason = f"it raised {type(error).__name__}: {text[0]}"
     if "CUDA error" in str(error):
-        raise RidgelineError(f"{candidate.rung.op.name} {candidate.rung.name} broke the GPU's context: {reason}") from error
+        raise RidgelineError(
+            f"{candidate.rung.op.name} {candidate.rung.name} broke the GPU's context: {reason}"
+        ) from error
     return reason
 
 
@@ -177,7 +213,9 @@ def stumbles(candidate: Candidate, make: Callable[[], Function]) -> str | None:
     return None
 
 
-def _timed(work: Work, law: Law, candidates: list[Candidate], budget: float, timer: Timer, device: str) -> Iterator[Row]:
+def _timed(
+    work: Work, law: Law, candidates: list[Candidate], budget: float, timer: Timer, device: str
+) -> Iterator[Row]:
     """One direction: a row per candidate, in their order."""
     rows: dict[str, Row] = {}
     makers: dict[str, Callable[[], Function]] = {}
@@ -202,7 +240,9 @@ def _timed(work: Work, law: Law, candidates: list[Candidate], budget: float, tim
             full = found[name] is None
             reason = FULL if full else None
             rows[name] = work.row(candidate.rung, "oom" if full else "ok", reason, found[name], worst)
-    best = min((row["seconds"]["median"] for row in rows.values() if row["peer"] and row["status"] == "ok"), default=None)
+    best = min(
+        (row["seconds"]["median"] for row in rows.values() if row["peer"] and row["status"] == "ok"), default=None
+    )
     for candidate in candidates:
         row = rows[candidate.rung.name]
         if best is not None and row["status"] == "ok":
@@ -235,7 +275,9 @@ def backward(law: Law, rung: Implementation) -> Function:
     from ridgeline.lab.law import as_tuple, leaves
 
     pairs = [
-        (o, g) for o, g in zip(as_tuple(rung(*law.args, **law.kwargs)), law.incoming, strict=True) if g is not None and o.requires_grad
+        (o, g)
+        for o, g in zip(as_tuple(rung(*law.args, **law.kwargs)), law.incoming, strict=True)
+        if g is not None and o.requires_grad
     ]
     outputs = [o for o, _ in pairs]
     incoming = [g if g.stride() == o.stride() else torch.empty_like(o, requires_grad=False).copy_(g) for o, g in pairs]
@@ -342,7 +384,9 @@ def record(
         if not chosen_implementations(op, impl, without):
             raise RidgelineError(f"{op.name}: --without {without} leaves no implementation")
     if without and (unknown := {*without.split(",")} - {name for op in ops for name in op.implementations}):
-        raise RidgelineError(f"--without {', '.join(sorted(unknown))}: none of {', '.join(op.name for op in ops)} has that implementation")
+        raise RidgelineError(
+            f"--without {', '.join(sorted(unknown))}: none of {', '.join(op.name for op in ops)} has that implementation"
+        )
     if counters and not gpu:
         raise RidgelineError("--counters needs a GPU: they are its own")
     run = Run(facts(device), record)
@@ -358,7 +402,9 @@ def record(
                 late = f"the {box:.0f} seconds of this report's time box were over; ridgeline bench {op.name} times it"
                 candidates = [Candidate(c.rung, "skipped", late) if c.rung.kind == "compile" else c for c in candidates]
             if peers:
-                candidates += [Candidate(peer, "skipped" if missing else "ok", missing) for peer, missing in installed.of(op)]
+                candidates += [
+                    Candidate(peer, "skipped" if missing else "ok", missing) for peer, missing in installed.of(op)
+                ]
             for row in bench_case(op, c, d, device, candidates, roof, budget=budget):
                 run.write(row)
     if counters:
@@ -376,8 +422,12 @@ def arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--grid", action="store_true", help="the cases of an op's grid, where it has one")
     parser.add_argument("--record", action="store_true", help="keep the run under results/, not in the cache")
     parser.add_argument("--without", metavar="NAMES", help="leave these implementations out, with commas between")
-    parser.add_argument("--counters", action="store_true", help="also read each rung's own counter, by Nsight Compute (ncu)")
-    parser.add_argument("--budget", type=float, metavar="SECONDS", help="seconds of timing per case, dtype and direction")
+    parser.add_argument(
+        "--counters", action="store_true", help="also read each rung's own counter, by Nsight Compute (ncu)"
+    )
+    parser.add_argument(
+        "--budget", type=float, metavar="SECONDS", help="seconds of timing per case, dtype and direction"
+    )
 
 
 def main(options: argparse.Namespace) -> int:
@@ -423,12 +473,16 @@ def show(rows: list[Row]) -> None:
         if not group:
             continue
         best = min(row["seconds"]["median"] for row in group)
-        made = table(" ".join(work), ["impl"], ["time", "rate", "of roof", "to peer", "host us", "memory", "held", "law"])
+        made = table(
+            " ".join(work), ["impl"], ["time", "rate", "of roof", "to peer", "host us", "memory", "held", "law"]
+        )
         for row in group:
             cells = rate(row), units.share(row), figure(row["ratio"], units.times), figure(row["host_us"], units.digits)
             style = "green" if row["seconds"]["median"] == best else ""
             sizes = units.size(row["peak_bytes"]), units.size(row.get("held_bytes"))
-            made.add_row(Text(row["impl"]), timing(row["seconds"]), *cells, *sizes, units.digits(row["law"]), style=style)
+            made.add_row(
+                Text(row["impl"]), timing(row["seconds"]), *cells, *sizes, units.digits(row["law"]), style=style
+            )
         out.print(made)
     lost: dict[tuple[str, str, str, str], list[str]] = {}
     for row in bench:

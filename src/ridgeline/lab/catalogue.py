@@ -51,7 +51,9 @@ def list_main(options: argparse.Namespace) -> int:
 def rung(implementation: Implementation) -> Row:
     """What an implementation says of itself."""
     facts = ("kind", "idea", "dtypes", "served", "differentiable", "deterministic", "arch")
-    return {"op": implementation.op.name, "impl": implementation.name} | {fact: getattr(implementation, fact) for fact in facts}
+    return {"op": implementation.op.name, "impl": implementation.name} | {
+        fact: getattr(implementation, fact) for fact in facts
+    }
 
 
 def explain_arguments(parser: argparse.ArgumentParser) -> None:
@@ -71,7 +73,9 @@ def explain_main(options: argparse.Namespace) -> int:
     call = next(chosen_cases(op, uses, options.case, options.dtype), None)
     if call is None:
         case = op.case(options.case) if options.case else op.cases[0]
-        raise RidgelineError(f"{op.name}, case {case.name!r} has no dtype {options.dtype!r}; it has {', '.join(case.dtypes)}")
+        raise RidgelineError(
+            f"{op.name}, case {case.name!r} has no dtype {options.dtype!r}; it has {', '.join(case.dtypes)}"
+        )
     answer = explain(op, *call, options.device)
     if options.json:
         print(json.dumps(answer))
@@ -97,8 +101,16 @@ def explain(op: Op, case: Case, dtype: str, device: str | None = None) -> Row:
         target = devices.of(tensors_of(args)[0])
         reasons = {name: why_not(i, args, kwargs) for name, i in op.implementations.items()}
         left = {name: i.left("fwd", *args, **kwargs) for name, i in op.implementations.items()}
-        usable = [i for name, i in op.implementations.items() if i.served and reasons[name] is None and left[name] is None]
-        if op.always and target.backend != "cpu" and usable and not usable[-1].is_kernel and refusal(op.function, args, kwargs):
+        usable = [
+            i for name, i in op.implementations.items() if i.served and reasons[name] is None and left[name] is None
+        ]
+        if (
+            op.always
+            and target.backend != "cpu"
+            and usable
+            and not usable[-1].is_kernel
+            and refusal(op.function, args, kwargs)
+        ):
             left |= {i.name: "on a GPU this op is for kernels alone" for i in usable}
             usable = []
     backward = op.cost(*args, **kwargs)[1] is not None
@@ -108,7 +120,14 @@ def explain(op: Op, case: Case, dtype: str, device: str | None = None) -> Row:
         for name, i in op.implementations.items()
     }
     rungs = [rung(i) | found[name] for name, i in op.implementations.items()]
-    return {"op": op.name, "case": case.name, "dtype": dtype, "device": target.name, "arch": target.arch, "rungs": rungs}
+    return {
+        "op": op.name,
+        "case": case.name,
+        "dtype": dtype,
+        "device": target.name,
+        "arch": target.arch,
+        "rungs": rungs,
+    }
 
 
 def why_not(implementation: Implementation, args: list[Any], kwargs: Row) -> str | None:
@@ -135,10 +154,16 @@ def refusal(function: Callable[..., Any], args: list[Any], kwargs: Row) -> str |
 def show(op: Op, answer: Row) -> None:
     from rich.text import Text
 
-    made = table(f"{op.name}, {answer['case']} in {answer['dtype']}, on {answer['device']}", ["impl", "kind", "", "why"])
+    made = table(
+        f"{op.name}, {answer['case']} in {answer['dtype']}, on {answer['device']}", ["impl", "kind", "", "why"]
+    )
     for row in answer["rungs"]:
         if row["serves"]:
-            word, style, why = "serves", "bold green", "the last rung of the ladder that is served and supports the call"
+            word, style, why = (
+                "serves",
+                "bold green",
+                "the last rung of the ladder that is served and supports the call",
+            )
         elif row["reason"]:
             word, style, why = "cannot", "yellow", row["reason"]
         elif not row["served"]:

@@ -16,7 +16,9 @@ if TYPE_CHECKING:
 Row = dict[str, Any]
 
 
-def check(op: Op, impl: str, case: str, dtype: str, device: str = "cpu", law: Law | None = None, backward: bool = True) -> Row:
+def check(
+    op: Op, impl: str, case: str, dtype: str, device: str = "cpu", law: Law | None = None, backward: bool = True
+) -> Row:
     """One implementation of one case against the law, forward and (where it and the case have gradients) backward.
 
     Returns a row of type "check"; its `ok` is None where the implementation cannot run the call. law: the case's, where it is made already.
@@ -120,7 +122,9 @@ def chosen_work(ops: list[Op], uses: Iterable[str], case: str | None, dtype: str
             raise RidgelineError(f"{', '.join(op.name for op in ops)}: no cases for {' or '.join(uses)}")
         taken = ", ".join(dict.fromkeys(f"{c.name!r} in {', '.join(c.dtypes)}" for c in cases))
         chosen = " and ".join(f"{name} {value!r}" for name, value in (("case", case), ("dtype", dtype)) if value)
-        raise RidgelineError(f"{', '.join(op.name for op in ops)}: nothing has {chosen or 'a case for this'}; the cases are {taken}")
+        raise RidgelineError(
+            f"{', '.join(op.name for op in ops)}: nothing has {chosen or 'a case for this'}; the cases are {taken}"
+        )
     return found
 
 
@@ -129,7 +133,11 @@ def chosen_implementations(op: Op, impl: str | None, without: str | None = None)
     from ridgeline.select import find
 
     left_out = (without or "").split(",")
-    return [i for i in ([find(op, name) for name in impl.split(",")] if impl else op.implementations.values()) if i.name not in left_out]
+    return [
+        i
+        for i in ([find(op, name) for name in impl.split(",")] if impl else op.implementations.values())
+        if i.name not in left_out
+    ]
 
 
 def choice(parser: argparse.ArgumentParser) -> None:
@@ -165,7 +173,11 @@ def compiling() -> Iterator[None]:
     import torch._dynamo.config
     import torch._functorch.config
 
-    limits: dict[str, Any] = {"recompile_limit": 1 << 20, "accumulated_recompile_limit": 1 << 20, "fail_on_recompile_limit_hit": True}
+    limits: dict[str, Any] = {
+        "recompile_limit": 1 << 20,
+        "accumulated_recompile_limit": 1 << 20,
+        "fail_on_recompile_limit_hit": True,
+    }
     with torch._dynamo.config.patch(**limits), torch._functorch.config.patch(donated_buffer=False):
         yield
 
@@ -208,7 +220,9 @@ def show(rows: list[Row]) -> None:
         out.print(f"{op} {impl}: not run: {reason}", style="dim", markup=False)
     broken = [row for row in rows if row["ok"] is False]
     for row in broken:
-        out.print(f"{row['op']} {row['impl']}, {row['case']} {row['dtype']}: {row['reason']}", style="red", markup=False)
+        out.print(
+            f"{row['op']} {row['impl']}, {row['case']} {row['dtype']}: {row['reason']}", style="red", markup=False
+        )
     out.print(f"{sum(row['ok'] is not None for row in rows)} checked, {len(broken)} broken")
 
 

@@ -30,7 +30,9 @@ def compare(before: list[Row], after: list[Row]) -> list[Row]:
 
 
 def _timed(rows: list[Row]) -> dict[tuple[str, ...], dict[str, float]]:
-    return {(*key(row), row["impl"]): row["seconds"] for row in rows if row["type"] == "bench" and row["status"] == "ok"}
+    return {
+        (*key(row), row["impl"]): row["seconds"] for row in rows if row["type"] == "bench" and row["status"] == "ok"
+    }
 
 
 def change(was: dict[str, float] | None, now: dict[str, float] | None) -> str:
@@ -43,7 +45,9 @@ def change(was: dict[str, float] | None, now: dict[str, float] | None) -> str:
 
 
 def arguments(parser: argparse.ArgumentParser) -> None:
-    parser.add_argument("before", metavar="RUN", help='a run: its file, its name, or how its name starts; "latest" is the newest')
+    parser.add_argument(
+        "before", metavar="RUN", help='a run: its file, its name, or how its name starts; "latest" is the newest'
+    )
     parser.add_argument("after", metavar="RUN", help="the run to compare it with")
     parser.add_argument("--json", action="store_true", help="print the rows as JSON")
 
@@ -74,7 +78,9 @@ def show(rows: list[Row], before: list[Row], after: list[Row]) -> None:
     out = console()
     out.print(made)
     counts = {word: sum(row["change"] == word for row in rows) for word in STYLES}
-    out.print(", ".join(f"{count} {word}" for word, count in counts.items() if count) or "nothing was timed in either run")
+    out.print(
+        ", ".join(f"{count} {word}" for word, count in counts.items() if count) or "nothing was timed in either run"
+    )
 
 
 def machine(rows: list[Row]) -> str:

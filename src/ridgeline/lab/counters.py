@@ -46,7 +46,9 @@ def read(tasks: list[tuple[Op, Case, str]], chosen: Callable[[Op], list[Implemen
     with tempfile.TemporaryDirectory() as folder:
         told = Path(folder, "rungs.json")
         told.write_text(json.dumps(work))
-        outcome = nsight.metrics([sys.executable, "-m", "ridgeline.lab.counters", str(told)], Path(folder), [TIME, *wanted])
+        outcome = nsight.metrics(
+            [sys.executable, "-m", "ridgeline.lab.counters", str(told)], Path(folder), [TIME, *wanted]
+        )
         if outcome.ok:
             yield from rows(json.loads(told.read_text()), outcome.said)
         else:
@@ -56,7 +58,9 @@ def read(tasks: list[tuple[Op, Case, str]], chosen: Callable[[Op], list[Implemen
 def _watched(rungs: list[Implementation]) -> list[Implementation]:
     """Those that name a counter, and the kernel before each."""
     return [
-        rung for rung, after in zip(rungs, [*rungs[1:], None], strict=True) if rung.counter or (rung.is_kernel and after and after.counter)
+        rung
+        for rung, after in zip(rungs, [*rungs[1:], None], strict=True)
+        if rung.counter or (rung.is_kernel and after and after.counter)
     ]
 
 
@@ -113,7 +117,14 @@ def turns(work: list[Any], refusal: Callable[..., str | None]) -> Iterator[Row]:
                 if refused[-1] is None:
                     break
             place = cases[0] if refused[-1] else place
-            row = {"type": "counter", "status": "ok", "op": op, "case": place[0], "dtype": place[1], "direction": "forward"}
+            row = {
+                "type": "counter",
+                "status": "ok",
+                "op": op,
+                "case": place[0],
+                "dtype": place[1],
+                "direction": "forward",
+            }
             if refused[-1]:
                 if counter:
                     yield row | {"impl": rung, "counter": counter, "status": "unsupported", "reason": refused[0]}

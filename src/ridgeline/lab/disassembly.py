@@ -87,7 +87,9 @@ def read_ptx(text: str) -> Instructions:
         elif opcode in ("mma", "wgmma", "tcgen05", "wmma") and suffixes[0] in ("mma", "mma_async", "sync"):
             shape = [s for s in suffixes if re.match(r"m\d+n\d+k\d+", s)]
             if shape or opcode == "tcgen05":
-                found.matrix[".".join([opcode, *shape, *(s for s in suffixes if re.match(r"(b?f|tf|s|u|kind)\w*\d|kind", s))])] += 1
+                found.matrix[
+                    ".".join([opcode, *shape, *(s for s in suffixes if re.match(r"(b?f|tf|s|u|kind)\w*\d|kind", s))])
+                ] += 1
     return found
 
 

@@ -67,7 +67,11 @@ def trees(trace: dict[str, Any], step: str) -> tuple[Node, Node]:
     GPU time stands under the path that launched it.
     """
     events = [e for e in trace["traceEvents"] if e.get("ph") == "X" and "dur" in e]
-    steps = [(e["ts"], e["ts"] + e["dur"], e["tid"]) for e in events if e.get("cat") == "user_annotation" and e["name"].startswith(step)]
+    steps = [
+        (e["ts"], e["ts"] + e["dur"], e["tid"])
+        for e in events
+        if e.get("cat") == "user_annotation" and e["name"].startswith(step)
+    ]
     host, gpu = Node("host", "range"), Node("GPU", "range")
     launched: dict[Any, Path] = {}
     by_thread = defaultdict(list)
@@ -78,7 +82,11 @@ def trees(trace: dict[str, Any], step: str) -> tuple[Node, Node]:
         for path, event, own in _walk(those):
             if not any(begin <= event["ts"] < end for begin, end, _ in steps):
                 continue
-            below = _below(path, step) if any(thread == home for _, _, home in steps) else (("other thread", "range"), *path)
+            below = (
+                _below(path, step)
+                if any(thread == home for _, _, home in steps)
+                else (("other thread", "range"), *path)
+            )
             if below:
                 node = host.at(below)
                 node.own += own

@@ -196,7 +196,9 @@ def of_launch(launch: Launch, disassemble: bool = False) -> Resources:
         texts["sass"] = sass(cubin, facts["kernel"])
     code = next(READERS[kind](texts[kind]) for kind in ("sass", "ptx", "amdgcn") if kind in texts)
     nobody: dict[str, Any] = dict.fromkeys(("op", "implementation", "case", "dtype", "direction"), "")
-    share, limit = occupancy(launch.device, facts["threads"], facts["registers"], facts["shared_static"] + facts["shared_dynamic"])
+    share, limit = occupancy(
+        launch.device, facts["threads"], facts["registers"], facts["shared_static"] + facts["shared_dynamic"]
+    )
     _compiled_ones[key] = Resources(
         **nobody,
         **facts,
@@ -226,7 +228,11 @@ def compile_side_by_side(launches: Iterable[Launch], arch: str) -> None:
     from ridgeline.cuda import CudaKernel
 
     kernels = {signature(launch): launch for launch in launches if not isinstance(launch.kernel, CudaKernel)}
-    with _triton_for(arch), ThreadPoolExecutor(min(4, len(os.sched_getaffinity(0)))) as threads, AsyncCompileMode(threads):
+    with (
+        _triton_for(arch),
+        ThreadPoolExecutor(min(4, len(os.sched_getaffinity(0)))) as threads,
+        AsyncCompileMode(threads),
+    ):
         for launch in kernels.values():
             launch.kernel.warmup(*launch.args, grid=(1,), **launch.constants)
 
@@ -260,7 +266,10 @@ def _triton(launch: Launch) -> Facts:
     texts = {kind: asm[kind] for kind in TEXTS if kind in asm}
     threads = compiled.metadata.num_warps * launch.device.warp
     if "amdgcn" in texts:
-        numbers = {what: int(number) for what, number in re.findall(r"^\s+(?:- )?\.(\w+):\s+(\d+)$", texts["amdgcn"], re.MULTILINE)}
+        numbers = {
+            what: int(number)
+            for what, number in re.findall(r"^\s+(?:- )?\.(\w+):\s+(\d+)$", texts["amdgcn"], re.MULTILINE)
+        }
         registers, stack = numbers["vgpr_count"], numbers["private_segment_fixed_size"]
     else:
         registers, stack = usage(asm["cubin"], name)
@@ -298,7 +307,11 @@ class _NoGpu:
     def get_current_target(self) -> Any:
         from triton.backends.compiler import GPUTarget
 
-        return GPUTarget("cuda", int(self.arch[3:]), 32) if self.arch.startswith("sm_") else GPUTarget("hip", self.arch, 64)
+        return (
+            GPUTarget("cuda", int(self.arch[3:]), 32)
+            if self.arch.startswith("sm_")
+            else GPUTarget("hip", self.arch, 64)
+        )
 
     def get_current_device(self) -> str:
         return self.arch
@@ -349,7 +362,9 @@ def main(options: argparse.Namespace) -> int:
     directions = (options.direction,) if options.direction else DIRECTIONS
     found = resources(op, find(op, options.impl), case, dtype, options.arch, directions, disassemble=True)
     if options.show and not any(options.show in r.texts for r in found):
-        raise RidgelineError(f"{op.name} {options.impl} has no {options.show} for {options.arch}; it has {', '.join(found[0].texts)}")
+        raise RidgelineError(
+            f"{op.name} {options.impl} has no {options.show} for {options.arch}; it has {', '.join(found[0].texts)}"
+        )
     if options.out:
         _write(found, options.out)
     if options.json:
@@ -369,7 +384,9 @@ def _write(found: list[Resources], folder: Path) -> None:
         folder.mkdir(parents=True, exist_ok=True)
         for index, r in enumerate(found):
             for kind, text in r.texts.items():
-                (folder / f"{index}-{r.op}-{r.implementation}-{r.kernel}-{r.direction}.{r.arch}.{kind}").write_text(text)
+                (folder / f"{index}-{r.op}-{r.implementation}-{r.kernel}-{r.direction}.{r.arch}.{kind}").write_text(
+                    text
+                )
     except OSError as error:
         raise RidgelineError(f"--out {folder} cannot be written: {error.strerror}") from error
 

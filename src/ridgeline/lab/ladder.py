@@ -47,20 +47,29 @@ def newest(op: str, here: str, gpu: str | None = None) -> list[Row]:
         return store.load(mine)
     recorded = {folder.name: rows for folder, rows in results.gpus(store.recorded()).items()}
     if gpu and gpu not in recorded:
-        raise RidgelineError(f"nothing is recorded of {gpu!r}; of these GPUs something is: {', '.join(recorded) or 'none'}")
+        raise RidgelineError(
+            f"nothing is recorded of {gpu!r}; of these GPUs something is: {', '.join(recorded) or 'none'}"
+        )
     for name, rows in recorded.items():
         if gpu in (None, name) and any(row["op"] == op for row in of(rows, "bench")):
             return rows
     path = None if gpu else store.latest(None, op)
     if path is None:
-        raise RidgelineError(f"no recorded run{f' on {gpu}' if gpu else ''} has timed {op}; ridgeline bench {op} makes one")
+        raise RidgelineError(
+            f"no recorded run{f' on {gpu}' if gpu else ''} has timed {op}; ridgeline bench {op} makes one"
+        )
     return store.load(path)
 
 
 def arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("op", metavar="OP")
-    parser.add_argument("--run", help="a run: its file, its name, or how its name starts; this GPU's newest that timed the op by default")
-    parser.add_argument("--gpu", help="all that is recorded of a GPU, such as h100: the default where there is none here")
+    parser.add_argument(
+        "--run",
+        help="a run: its file, its name, or how its name starts; this GPU's newest that timed the op by default",
+    )
+    parser.add_argument(
+        "--gpu", help="all that is recorded of a GPU, such as h100: the default where there is none here"
+    )
     parser.add_argument("--case", help="one case only")
     parser.add_argument("--dtype", help="one dtype only")
     parser.add_argument("--json", action="store_true", help="print the rows as JSON")
@@ -78,7 +87,12 @@ def main(options: argparse.Namespace) -> int:
     rows = store.load(store.find(options.run)) if options.run else newest(op.name, here, options.gpu)
     wanted = {"case": options.case, "dtype": options.dtype}
     found = [
-        step | ({"idea": rung.idea, "must": rung.gain} if (rung := op.implementations.get(step["impl"])) else {"idea": "", "must": 0})
+        step
+        | (
+            {"idea": rung.idea, "must": rung.gain}
+            if (rung := op.implementations.get(step["impl"]))
+            else {"idea": "", "must": 0}
+        )
         for steps in ladder(rows, op.name).values()
         for step in steps
         if all(value in (None, step[name]) for name, value in wanted.items())

@@ -124,10 +124,14 @@ class Standard:
 
     def __init__(self, oracle: Tensor, dtype: torch.dtype, residue: float = 0.0):
         self.given = dtype
-        if dtype.itemsize == 1 and dtype.is_floating_point and oracle.dtype == dtype:  # codes, as whole numbers are: to be met exactly
+        if (
+            dtype.itemsize == 1 and dtype.is_floating_point and oracle.dtype == dtype
+        ):  # codes, as whole numbers are: to be met exactly
             oracle, dtype = oracle.view(torch.uint8), torch.uint8
         if dtype.is_floating_point and oracle.dtype != torch.float64:
-            raise RidgelineError(f"the reference leaves float64: it gives {oracle.dtype} for float64 inputs, and so is no oracle")
+            raise RidgelineError(
+                f"the reference leaves float64: it gives {oracle.dtype} for float64 inputs, and so is no oracle"
+            )
         self.shape, self.dtype, self.oracle, self.residue = oracle.shape, dtype, _plane(oracle), residue
         self.theirs: Tensor | None = None
         if dtype.is_floating_point:
@@ -169,7 +173,9 @@ class Standard:
         self.row = self._allowed(torch.maximum(own.row, change.row), self.norm.row, columns)
         self.column = self._allowed(torch.maximum(own.column, change.column), self.norm.column, rows)
         self.whole = 2 * max(own.whole, change.whole) + self.eps / 2 * self.norm.whole
-        self.scale = 2 * max(own.scale, own.wander, change.scale) + self.eps / 16 + self.eps / math.sqrt(self.oracle.numel())
+        self.scale = (
+            2 * max(own.scale, own.wander, change.scale) + self.eps / 16 + self.eps / math.sqrt(self.oracle.numel())
+        )
         if not theirs.isfinite().all():
             self.theirs = _codes(_plane(theirs))
 
@@ -242,7 +248,11 @@ def leaves(args: Sequence[Any]) -> list[Tensor]:
 def _cast(value: Any, dtype: torch.dtype) -> Any:
     """A floating argument in another dtype, as a leaf of its own; a dtype given as an argument becomes that dtype too."""
     if isinstance(value, Tensor) and value.is_floating_point():
-        return value.detach().to(dtype, copy=True, memory_format=torch.contiguous_format).requires_grad_(value.requires_grad)
+        return (
+            value.detach()
+            .to(dtype, copy=True, memory_format=torch.contiguous_format)
+            .requires_grad_(value.requires_grad)
+        )
     if isinstance(value, Tensor) and value.is_complex():
         return value.detach().to(dtype.to_complex(), copy=True, memory_format=torch.contiguous_format)
     if isinstance(value, list):
@@ -287,7 +297,10 @@ class Law:
         theirs = self._torch(small)
         exact = self._oracle(small)
         self.outputs = [Standard(e, t.dtype, op.residue) for e, t in zip(exact[0], theirs[0], strict=True)]
-        self.grads = [None if e is None else Standard(e, a.dtype, op.residue) for e, a in zip(exact[1], leaves(small), strict=False)]
+        self.grads = [
+            None if e is None else Standard(e, a.dtype, op.residue)
+            for e, a in zip(exact[1], leaves(small), strict=False)
+        ]
         del exact
         moved = self._oracle(small, move=True)
         few = max(t.numel() for t in [*tensors_of(small), *theirs[0]]) <= SMALL
@@ -297,8 +310,14 @@ class Law:
             if standard is not None and one is not None and change is not None:
                 standard.allow(one, change, [(another[k], exact[k]) for another, exact in nearby])
         names = list(inspect.signature(op.reference).parameters)
-        self.grad_names = [f"grad_{name}" for name, a in zip(names, self.args, strict=False) if isinstance(a, Tensor) and a.requires_grad]
-        self.shared = [self.rows is not None and a.shape == s.shape for a, s in zip(leaves(self.args), leaves(small), strict=True)]
+        self.grad_names = [
+            f"grad_{name}"
+            for name, a in zip(names, self.args, strict=False)
+            if isinstance(a, Tensor) and a.requires_grad
+        ]
+        self.shared = [
+            self.rows is not None and a.shape == s.shape for a, s in zip(leaves(self.args), leaves(small), strict=True)
+        ]
 
     @classmethod
     def of(cls, op: Op, case: str, dtype: str, device: str = "cpu", seed: int = 0) -> Law:
@@ -360,18 +379,27 @@ class Law:
         incoming = [_cast(self._narrow(g), torch.float64) for g in self.incoming]
         if move:
             for exact, given in zip(tensors_of([*args, *incoming]), tensors_of([*small, *self.incoming]), strict=True):
-                if (given.is_floating_point() or given.is_complex()) and given.element_size() > 1:  # codes of 8 bits are what they are
+                if (
+                    given.is_floating_point() or given.is_complex()
+                ) and given.element_size() > 1:  # codes of 8 bits are what they are
                     _move(real(exact.detach()), torch.finfo(given.dtype).eps, self.dice)
         return self._gradients(self.op.reference, args, kwargs, incoming)
 
-    def _results(self, call: Callable[..., Any], args: Sequence[Any], kwargs: dict[str, Any], mutates: bool = True) -> tuple[Tensor, ...]:
+    def _results(
+        self, call: Callable[..., Any], args: Sequence[Any], kwargs: dict[str, Any], mutates: bool = True
+    ) -> tuple[Tensor, ...]:
         """What a call returns, and then what it changed in place."""
         returned = call(*args, **kwargs)
         changed = tensors_of(args[n] for n in self.op.mutates) if mutates else []
         return tuple(map(real, (*as_tuple(returned), *changed)))
 
     def _gradients(
-        self, call: Callable[..., Any], args: list[Any], kwargs: dict[str, Any], incoming: list[Any] | None = None, mutates: bool = True
+        self,
+        call: Callable[..., Any],
+        args: list[Any],
+        kwargs: dict[str, Any],
+        incoming: list[Any] | None = None,
+        mutates: bool = True,
     ) -> Result:
         """Outputs, and gradients of the arguments that require them; the incoming gradients are made at the first call."""
         outputs = self._results(call, args, kwargs, mutates)
@@ -379,7 +407,9 @@ class Law:
             differentiable = not self.op.mutates and bool(leaves(args))
             self.incoming = [self._random(o) if differentiable and o.is_floating_point() else None for o in outputs]
             incoming = [self._narrow(g) for g in self.incoming]
-        pairs = [(o, g.to(o.dtype)) for o, g in zip(outputs, incoming, strict=True) if g is not None and o.requires_grad]
+        pairs = [
+            (o, g.to(o.dtype)) for o, g in zip(outputs, incoming, strict=True) if g is not None and o.requires_grad
+        ]
         wanted = leaves(args)
         grads: list[Tensor | None] = []
         if pairs and wanted:

@@ -137,7 +137,9 @@ def show(machine: Row, runs: dict[str, str | None], roof: Row) -> None:
     made = table(None, ["roof"], ["measured", "interval", "at"])
     for share, name in SEGMENTS:
         if name in roof:
-            made.add_row(name, units.scaled(roof[name]["median"], "B/s"), units.spread(roof[name]), f"{share:.0%} writes")
+            made.add_row(
+                name, units.scaled(roof[name]["median"], "B/s"), units.spread(roof[name]), f"{share:.0%} writes"
+            )
     for dtype, figure in roof["matmul"].items():
         shape = "x".join(map(str, figure["shape"]))
         dtype += f", twice {figure['twice']}" if "twice" in figure else ""

@@ -39,7 +39,15 @@ def nsys(command: list[str], folder: Path) -> Outcome:
     """Records a timeline of what a command does between `cudaProfilerStart` and `Stop`: CUDA calls, kernels, NVTX ranges."""
     report = folder / "nsys.nsys-rep"
     between = ["--capture-range=cudaProfilerApi", "--capture-range-end=stop"]
-    flags = ["profile", "--trace=cuda,nvtx", "--sample=none", "--cpuctxsw=none", *between, "--force-overwrite=true", f"--output={report}"]
+    flags = [
+        "profile",
+        "--trace=cuda,nvtx",
+        "--sample=none",
+        "--cpuctxsw=none",
+        *between,
+        "--force-overwrite=true",
+        f"--output={report}",
+    ]
     return _run("nsys", flags, command, report)
 
 
@@ -68,7 +76,9 @@ def metrics(command: list[str], folder: Path, names: list[str]) -> Outcome:
 def _table(report: Path, page: str) -> Outcome:
     """A page of ncu's report, in CSV."""
     try:
-        done = subprocess.run(["ncu", "--import", str(report), "--page", page, "--csv"], capture_output=True, text=True, timeout=PATIENCE)
+        done = subprocess.run(
+            ["ncu", "--import", str(report), "--page", page, "--csv"], capture_output=True, text=True, timeout=PATIENCE
+        )
     except subprocess.TimeoutExpired:
         return Outcome("ncu", False, f"ncu took longer than {PATIENCE} s to read its report")
     if done.returncode:
@@ -100,5 +110,7 @@ def _run(tool: str, flags: list[str], command: list[str], report: Path) -> Outco
     if done.returncode == 0 and report.exists():
         return Outcome(tool, True, f"written to {report}", [str(report)])
     words = [line for line in (done.stdout + done.stderr).splitlines() if line.strip()]
-    reason = next((line for line in words if "ERR_" in line or "==ERROR==" in line), words[-1] if words else "no output")
+    reason = next(
+        (line for line in words if "ERR_" in line or "==ERROR==" in line), words[-1] if words else "no output"
+    )
     return Outcome(tool, False, f"{tool} failed with exit code {done.returncode}: {reason.strip()}")

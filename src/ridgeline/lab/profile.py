@@ -75,7 +75,9 @@ def user_function(path: Path, name: str) -> Callable[[], Any]:
     try:
         inspect.signature(function).bind()
     except TypeError as error:
-        raise RidgelineError(f"{path}:{name} cannot be called without arguments ({error}); profile gives none") from error
+        raise RidgelineError(
+            f"{path}:{name} cannot be called without arguments ({error}); profile gives none"
+        ) from error
     return function
 
 
@@ -230,9 +232,13 @@ def arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--case", help="a case of the op (default: its first benchmark; on a CPU its first quick one)")
     parser.add_argument("--dtype")
     parser.add_argument("--steps", type=int, default=10, help="how many steps to profile (default: 10)")
-    parser.add_argument("--out", type=Path, default=Path("profile"), metavar="FOLDER", help="where files go (default: profile)")
+    parser.add_argument(
+        "--out", type=Path, default=Path("profile"), metavar="FOLDER", help="where files go (default: profile)"
+    )
     parser.add_argument("--nsys", action="store_true", help="also record with Nsight Systems")
-    parser.add_argument("--ncu", action="store_true", help="also measure every kernel with Nsight Compute, at the clocks as they are")
+    parser.add_argument(
+        "--ncu", action="store_true", help="also measure every kernel with Nsight Compute, at the clocks as they are"
+    )
     parser.add_argument("--bare", action="store_true", help=argparse.SUPPRESS)  # only steps: what nsys and ncu run
     parser.add_argument("--json", action="store_true", help="print figures as JSON")
 
@@ -263,7 +269,12 @@ def main(options: argparse.Namespace) -> int:
     if options.ncu:
         tools.append(nsight.ncu(_again(options, 1), options.out))
     if options.json:
-        figures = {"target": what.name, "steps": options.steps, "lines": [asdict(line) for line in lines], "files": files}
+        figures = {
+            "target": what.name,
+            "steps": options.steps,
+            "lines": [asdict(line) for line in lines],
+            "files": files,
+        }
         print(json.dumps(figures | {"tools": [asdict(tool) for tool in tools]}, indent=1))
     else:
         _print(what, lines, files, tools)

@@ -46,7 +46,9 @@ def chosen(found: dict[Work, list[Row]]) -> dict[tuple[str, str, str], dict[str,
         size = dtype == "bfloat16", float(f"{rungs[0]['bytes']:.2g}"), -place
         if op not in best or size > best[op][0]:
             best[op] = size, case, dtype
-    works: dict[tuple[str, str, str], dict[str, list[Row]]] = {(op, case, dtype): {} for op, (_, case, dtype) in best.items()}
+    works: dict[tuple[str, str, str], dict[str, list[Row]]] = {
+        (op, case, dtype): {} for op, (_, case, dtype) in best.items()
+    }
     for (op, case, dtype, direction), rungs in found.items():
         if (op, case, dtype) in works:
             works[op, case, dtype][direction] = rungs
@@ -63,7 +65,11 @@ def short(found: dict[Work, list[Row]], ops: dict[str, Op]) -> str:
     for op, case, dtype in sorted(works, key=lambda w: (ops[w[0]].family, w[0])):
         directions = works[op, case, dtype]
         names, cells = [], []
-        for rungs in [directions["both"]] if "both" in directions else [directions.get("forward", []), directions.get("backward", [])]:
+        for rungs in (
+            [directions["both"]]
+            if "both" in directions
+            else [directions.get("forward", []), directions.get("backward", [])]
+        ):
             ours, peer = serving(ops[op], rungs), next((r for r in rungs if r["peer"]), None)
             names += [f"`{ours['impl']}`"] if ours else []
             cells += [units.seconds(ours["seconds"]["median"]), f"**{ours['share']:.2f}**"] if ours else ["", ""]
@@ -88,7 +94,12 @@ def table(found: dict[Work, list[Row]], ops: dict[str, Op]) -> str:
         if ours is None or ours["kind"] not in KERNELS:
             shown += [(row, ", if named") for row in rungs if row["kind"] in KERNELS and not row["peer"]][:1]
         for row, when in shown:
-            figures = [f"`{row['impl']}`{when}", units.seconds(row["seconds"]["median"]), roofline.rate(row), f"**{row['share']:.2f}**"]
+            figures = [
+                f"`{row['impl']}`{when}",
+                units.seconds(row["seconds"]["median"]),
+                roofline.rate(row),
+                f"**{row['share']:.2f}**",
+            ]
             lines.append("| " + " | ".join([f"`{op}`", case, f"{dtype} {direction}", *figures, *beside]) + " |")
     return "\n".join(lines) + "\n"
 
@@ -106,11 +117,15 @@ def header(runs: list[list[Row]]) -> str:
     machines = [verdict.one(rows, "run")["machine"] for rows in runs]
     roofs = [verdict.one(rows, "roof") for rows in runs]
     names = {
-        f"{m['gpu']}, driver {m['driver']}, CUDA {m['cuda']}, PyTorch {m['torch']}, Triton {m['triton']}": None for m in reversed(machines)
+        f"{m['gpu']}, driver {m['driver']}, CUDA {m['cuda']}, PyTorch {m['torch']}, Triton {m['triton']}": None
+        for m in reversed(machines)
     }
     dtypes = list(dict.fromkeys(dtype for roof in roofs for dtype in roof["matmul"]))
     said = {d: ", at least twice bfloat16's," for d in dtypes if any("twice" in r["matmul"].get(d, ()) for r in roofs)}
-    rates = [f"{d}{said.get(d, '')} {between([r['matmul'][d]['median'] for r in roofs if d in r['matmul']], 'FLOP/s')}" for d in dtypes]
+    rates = [
+        f"{d}{said.get(d, '')} {between([r['matmul'][d]['median'] for r in roofs if d in r['matmul']], 'FLOP/s')}"
+        for d in dtypes
+    ]
     dirty = sum(verdict.one(rows, "run")["dirty"] for rows in runs)
     text = f"{'; '.join(names)}. The rows come from {len(runs)} run{'s' * (len(runs) > 1)} in "
     text += f"`results/{store.slug(machines[0]['gpu'])}`; each is held against "
@@ -126,7 +141,12 @@ def contents(ops: dict[str, Op]) -> str:
     lines = ["| family | op | what it computes | implementations, from the naive one on |", "|---|---|---|---|"]
     for family, members in groupby(sorted(ops.values(), key=lambda op: (op.family, op.name)), lambda op: op.family):
         for op in members:
-            said = (import_module(op.function.__module__).__doc__ or "").splitlines()[0].removeprefix(f"{op.name}: ").rstrip(".:")
+            said = (
+                (import_module(op.function.__module__).__doc__ or "")
+                .splitlines()[0]
+                .removeprefix(f"{op.name}: ")
+                .rstrip(".:")
+            )
             ladder = [f"**{r.name}**" if r.served else r.name for r in op.implementations.values()]
             lines.append(f"| {family} | `{op.name}` | {said.replace('|', '&#124;')} | {', '.join(ladder)} |")
             family = ""
@@ -136,7 +156,11 @@ def contents(ops: dict[str, Op]) -> str:
         optim: "torch's constructor and state_dict",
     }
     for module, what in like_torch.items():
-        own = [f"`{n}`" for n, c in vars(module).items() if isinstance(c, type) and c.__module__ == module.__name__ and n[0] != "_"]
+        own = [
+            f"`{n}`"
+            for n, c in vars(module).items()
+            if isinstance(c, type) and c.__module__ == module.__name__ and n[0] != "_"
+        ]
         lines += [f"`{module.__name__}`, {what}: {', '.join(own)}.", ""]
     return "\n".join(lines[:-1]) + "\n"
 
@@ -165,7 +189,9 @@ def pages(results: Path, readme: str) -> tuple[str, str]:
         + (f" Other GPUs: {others}.\n" if others else "\n"),
         "ops": contents(ops),
     }
-    sections = [f"## {folder.name.upper()}\n\n{heads[folder]}\n{table(works(rows), ops)}" for folder, rows in recorded.items()]
+    sections = [
+        f"## {folder.name.upper()}\n\n{heads[folder]}\n{table(works(rows), ops)}" for folder, rows in recorded.items()
+    ]
     return MARKED.sub(lambda match: match[1] + parts[match[2]], readme), body + "\n".join(sections)
 
 

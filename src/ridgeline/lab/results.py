@@ -34,12 +34,20 @@ def newest(folder: Path) -> list[Row]:
             rows += known
             continue
         timed = {verdict.key(row) for row in verdict.of(rows, "bench")}
-        told = {(row["type"] == "counter", *verdict.key(row), row["impl"]) for row in rows if "impl" in row and "direction" in row}
+        told = {
+            (row["type"] == "counter", *verdict.key(row), row["impl"])
+            for row in rows
+            if "impl" in row and "direction" in row
+        }
         for row in known:
             counter = row["type"] == "counter"
             if row["type"] == "bench" and verdict.key(row) not in timed:
                 rows.append(row)
-            elif (row["type"] == "bench" or counter) and row["status"] == "ok" and (counter, *verdict.key(row), row["impl"]) not in told:
+            elif (
+                (row["type"] == "bench" or counter)
+                and row["status"] == "ok"
+                and (counter, *verdict.key(row), row["impl"]) not in told
+            ):
                 rung = rungs.get((row["op"], row["impl"]))
                 if rung and (not counter or rung.counter == row["counter"]):
                     rows.append(row | {"type": "counter" if counter else "older"})

@@ -79,7 +79,10 @@ def _streams(a: Tensor, b: Tensor, out: Tensor) -> dict[str, tuple[float, dict[s
     quarter = a[: a.numel() // 4]
     ways: dict[str, tuple[float, dict[str, Function]]] = {
         "read": (1, {"sum": a.sum, "amax": a.amax, "norm": lambda: torch.linalg.vector_norm(a)}),
-        "write": (1, {"fill_": lambda: out.fill_(1.5), "zero_": out.zero_, "arange": lambda: torch.arange(out.numel(), out=out)}),
+        "write": (
+            1,
+            {"fill_": lambda: out.fill_(1.5), "zero_": out.zero_, "arange": lambda: torch.arange(out.numel(), out=out)},
+        ),
         "copy": (2, {"copy_": lambda: out.copy_(a), "neg": lambda: torch.neg(a, out=out)}),
         "spread": (1.25, {"copy_": lambda: out.view(4, -1).copy_(quarter)}),
         "add": (3, {"add": lambda: torch.add(a, b, out=out), "mul": lambda: torch.mul(a, b, out=out)}),
@@ -119,7 +122,9 @@ def measure_roof(device: str, quick: bool = False, report: Callable[[str], None]
         report(f"{name} bandwidth")
         roof[name] = figure()
     roof["matmul"] = {}
-    for name in ("float32", "tf32", "float16", "bfloat16") if device.startswith("cuda") else ("float32", "float16", "bfloat16"):
+    for name in (
+        ("float32", "tf32", "float16", "bfloat16") if device.startswith("cuda") else ("float32", "float16", "bfloat16")
+    ):
         report(f"{name} matrix rate")
         with _precision(name):
             roof["matmul"][name] = _matrix_rate(name, timer, dice, 0.6 if quick else 1.5)
@@ -143,7 +148,9 @@ def _bandwidths(timer: Timer, dice: torch.Generator, quick: bool) -> Iterator[tu
     a, b = (torch.randn(size >> 25 << 23, device=dice.device, generator=dice) for _ in range(2))
     for name, (arrays, ways) in _streams(a, b, torch.empty_like(a)).items():
 
-        def figure(arrays: float = arrays, ways: dict[str, Function] = ways, writes: int | None = 0 if name == "read" else None) -> Figure:
+        def figure(
+            arrays: float = arrays, ways: dict[str, Function] = ways, writes: int | None = 0 if name == "read" else None
+        ) -> Figure:
             budget = 0.3 if quick else 0.8
             found = measure(ways, budget=budget, min_reps=10 if gpu else 5, timer=timer, details=False, writes=writes)
             return _rate(arrays * a.nbytes, min(found.values(), key=lambda m: m.median))
@@ -169,7 +176,9 @@ def _codes(device: str) -> tuple[str, ...]:
     return CODES if torch.cuda.get_device_capability() >= (8, 9) else CODES[:1]
 
 
-def _rate_of_codes(name: str, half: dict[str, Any], timer: Timer, dice: torch.Generator, budget: float) -> dict[str, Any]:
+def _rate_of_codes(
+    name: str, half: dict[str, Any], timer: Timer, dice: torch.Generator, budget: float
+) -> dict[str, Any]:
     """The best rate of a product of 8-bit numbers, torch's or that of the op that is this roof, and at least twice that of bfloat16,
     measured just before: the units take two of them for each of its numbers. `found` then says what the products reached themselves,
     and at which shape: a roof that no product has reached is a stricter one, and says so."""
@@ -184,7 +193,11 @@ def _coded(name: str, a: Tensor, b: Tensor) -> dict[str, Function]:
     one, whole = torch.ones((), device=a.device), name == "int8"
     codes = [(16 * t if whole else t).to(getattr(torch, name)) for t in (a, b.mT.contiguous())]
     call = codes[0], codes[1].mT, one, one
-    torchs = partial(torch._int_mm, *call[:2]) if whole else partial(torch._scaled_mm, *call, out_dtype=torch.bfloat16, use_fast_accum=True)
+    torchs = (
+        partial(torch._int_mm, *call[:2])
+        if whole
+        else partial(torch._scaled_mm, *call, out_dtype=torch.bfloat16, use_fast_accum=True)
+    )
     return {"torch": torchs} | {rung.name: partial(rung, *call) for rung in _rungs(name, *call)}
 
 
@@ -202,7 +215,10 @@ def _matrix_rate(name: str, timer: Timer, dice: torch.Generator, budget: float) 
         if best["median"] and 2 * (reps + 4) * work / best["median"] > budget:
             continue
         a = torch.randn(m, k, dtype=dtype, device=dice.device, generator=dice)
-        b, c = torch.randn(k, n, dtype=dtype, device=dice.device, generator=dice), torch.empty(m, n, dtype=dtype, device=dice.device)
+        b, c = (
+            torch.randn(k, n, dtype=dtype, device=dice.device, generator=dice),
+            torch.empty(m, n, dtype=dtype, device=dice.device),
+        )
         t = b.T.contiguous().T
         ways: dict[str, Function] = {"nn": partial(torch.mm, a, b, out=c), "nt": partial(torch.mm, a, t, out=c)}
         if codes:

@@ -65,7 +65,11 @@ def points(bench: list[Row]) -> list[dict[str, Any]]:
 def rate(row: Row) -> str:
     """The figure that people compare: TFLOP/s of compute-bound work, GB/s of the rest."""
     median = row["seconds"]["median"]
-    return units.scaled(row["flops"] / median, "FLOP/s") if row["bound"] == "compute" else units.scaled(row["bytes"] / median, "B/s")
+    return (
+        units.scaled(row["flops"] / median, "FLOP/s")
+        if row["bound"] == "compute"
+        else units.scaled(row["bytes"] / median, "B/s")
+    )
 
 
 def ceilings(roof: Row, dtypes: set[str]) -> list[dict[str, Any]]:
@@ -94,7 +98,9 @@ def ceilings(roof: Row, dtypes: set[str]) -> list[dict[str, Any]]:
     ]
 
 
-def chart(rows: list[Row], interactive: bool = True, width: int | str = "container", height: int = 430) -> altair.LayerChart:
+def chart(
+    rows: list[Row], interactive: bool = True, width: int | str = "container", height: int = 430
+) -> altair.LayerChart:
     """The roofline of a run's rows. interactive: with all rungs, a legend that filters and menus for op, dtype and direction; else with the
     fastest of each colour.
 
@@ -126,7 +132,11 @@ def chart(rows: list[Row], interactive: bool = True, width: int | str = "contain
     named = _on(best).encode(alt.X("column:Q", scale=wide), alt.Y("line:Q", scale=tall), text="op:N")
     place = {"align": "left", "baseline": "middle", "dx": 4, "fontSize": min(13.0, line - 1), "fontWeight": 600}
     halo = {"stroke": alt.ExprRef("paper"), "strokeWidth": 4, "opacity": 0.8}
-    lines = _on(best).mark_rule(color=alt.ExprRef("ink"), strokeWidth=0.7, opacity=0.5).encode(x, y, x2="column:Q", y2="line:Q")
+    lines = (
+        _on(best)
+        .mark_rule(color=alt.ExprRef("ink"), strokeWidth=0.7, opacity=0.5)
+        .encode(x, y, x2="column:Q", y2="line:Q")
+    )
     names = [lines, named.mark_text(**place, **halo), named.mark_text(**place, color=alt.ExprRef("ink"))]
     layers = [layer.encode(x, y) for layer in _roofs(roof, flats, left, right)]
     return alt.layer(*layers, rungs, *names).properties(width=width, height=height)
@@ -144,7 +154,10 @@ def _decades(low: float, high: float, **options: Any) -> altair.Axis:
 
     powers = [10.0**power for power in range(math.ceil(math.log10(low)), math.floor(math.log10(high)) + 1)]
     return alt.Axis(
-        values=powers, labelExpr="datum.value < 1 ? format(datum.value, '~g') : format(datum.value, '~s')", labelOverlap=True, **options
+        values=powers,
+        labelExpr="datum.value < 1 ? format(datum.value, '~g') : format(datum.value, '~s')",
+        labelOverlap=True,
+        **options,
     )
 
 
@@ -178,9 +191,15 @@ def _roofs(roof: Row, flats: list[dict[str, Any]], left: float, right: float) ->
         _on([{"roof": name, "x": u, "y": v} for name, u, v in ends])
         .mark_line(color=ink, strokeWidth=2)
         .encode(detail="roof:N", tooltip=["roof:N"]),
-        _on([{"x": right, "y": c["rate"], **c} for c in flats]).mark_text(align="right", baseline="bottom", dx=-4, dy=-5, **bold),
-        _on([{"x": middle, "y": middle * bandwidth, "roof": memory, "short": units.scaled(bandwidth, "B/s")}]).mark_text(**name, **bold),
-        ridges.mark_point(shape="diamond", size=90, fill=alt.ExprRef("paper"), stroke=ink, opacity=1).encode(tooltip=["label:N"]),
+        _on([{"x": right, "y": c["rate"], **c} for c in flats]).mark_text(
+            align="right", baseline="bottom", dx=-4, dy=-5, **bold
+        ),
+        _on(
+            [{"x": middle, "y": middle * bandwidth, "roof": memory, "short": units.scaled(bandwidth, "B/s")}]
+        ).mark_text(**name, **bold),
+        ridges.mark_point(shape="diamond", size=90, fill=alt.ExprRef("paper"), stroke=ink, opacity=1).encode(
+            tooltip=["label:N"]
+        ),
         ridges.mark_text(
             align="right",
             baseline="bottom",
@@ -199,14 +218,21 @@ def _rungs(found: list[dict[str, Any]], interactive: bool) -> altair.Chart:
 
     present = [name for name in GROUPS.values() if any(p["group"] == name for p in found)]
     directions = sorted({p["direction"] for p in found}, reverse=True)
-    legend = alt.Legend(values=present, orient="top", offset=36, columns=alt.ExprRef(f"{NARROW} ? 2 : 5"), symbolOpacity=1)
+    legend = alt.Legend(
+        values=present, orient="top", offset=36, columns=alt.ExprRef(f"{NARROW} ? 2 : 5"), symbolOpacity=1
+    )
     dots = _on(found).mark_point(filled=True, size=70, opacity=0.85)
     dots = dots.encode(
         color=alt.Color("group:N", title=None, legend=legend).scale(domain=list(GROUPS.values())),
         shape=alt.Shape(
-            "direction:N", title=None, legend=None if interactive or len(directions) < 2 else alt.Legend(orient="top", offset=36)
+            "direction:N",
+            title=None,
+            legend=None if interactive or len(directions) < 2 else alt.Legend(orient="top", offset=36),
         ).scale(domain=["forward", "backward"], range=["circle", "triangle-down"]),
-        tooltip=[alt.Tooltip(f"{name}:N") for name in ("op", "impl", "case", "dtype", "direction", "time", "rate", "of the roof")],
+        tooltip=[
+            alt.Tooltip(f"{name}:N")
+            for name in ("op", "impl", "case", "dtype", "direction", "time", "rate", "of the roof")
+        ],
     )
     if not interactive:
         return dots
@@ -221,13 +247,31 @@ def _rungs(found: list[dict[str, Any]], interactive: bool) -> altair.Chart:
 def theme(paper: str) -> dict[str, Any]:
     """The chart's colours on "light" or "dark" paper, as a Vega configuration."""
     tones = PAPER[paper]
-    axis = {"labelColor": tones["quiet"], "titleColor": tones["quiet"], "gridColor": tones["grid"], "domain": False, "ticks": False}
+    axis = {
+        "labelColor": tones["quiet"],
+        "titleColor": tones["quiet"],
+        "gridColor": tones["grid"],
+        "domain": False,
+        "ticks": False,
+    }
     return {
         "font": FONT,
         "background": None,
         "view": {"stroke": None},
-        "axis": axis | {"titleFontWeight": "normal", "labelFontSize": 12, "titleFontSize": 13, "titlePadding": 10, "labelPadding": 6},
-        "legend": {"labelColor": tones["ink"], "labelFontSize": 13, "symbolSize": 90, "symbolBaseFillColor": tones["quiet"]},
+        "axis": axis
+        | {
+            "titleFontWeight": "normal",
+            "labelFontSize": 12,
+            "titleFontSize": 13,
+            "titlePadding": 10,
+            "labelPadding": 6,
+        },
+        "legend": {
+            "labelColor": tones["ink"],
+            "labelFontSize": 13,
+            "symbolSize": 90,
+            "symbolBaseFillColor": tones["quiet"],
+        },
         "range": {"category": list(INKS[paper].values())},
         "params": [{"name": name, "value": tones[name]} for name in ("ink", "quiet", "paper")],
     }
@@ -240,7 +284,9 @@ def render(rows: list[Row], folder: Path, name: str = "roofline", papers: tuple[
     spec = chart(rows, interactive=False, width=860, height=470).to_dict()
     written = []
     for paper in papers:
-        picture = vl_convert.vegalite_to_svg(spec | {"config": theme(paper) | {"background": PAPER[paper]["paper"], "padding": 20}})
+        picture = vl_convert.vegalite_to_svg(
+            spec | {"config": theme(paper) | {"background": PAPER[paper]["paper"], "padding": 20}}
+        )
         stem = folder / (name if paper == "light" else f"{name}-{paper}")
         written += [stem.with_suffix(".svg"), stem.with_suffix(".png")]
         write(written[-2], picture.encode())
@@ -258,14 +304,18 @@ def write(path: Path, content: bytes) -> None:
         fresh.write_bytes(content)
         fresh.replace(path)
     except OSError as error:
-        raise RidgelineError(f"cannot write to {path.parent}: {error.strerror}; name a folder that can be written") from error
+        raise RidgelineError(
+            f"cannot write to {path.parent}: {error.strerror}; name a folder that can be written"
+        ) from error
 
 
 def _menu(field: str, values: list[str]) -> Any:
     import altair as alt
 
     return alt.selection_point(
-        fields=[field], name=f"only_{field}", bind=alt.binding_select(options=[None, *values], labels=["all", *values], name=field)
+        fields=[field],
+        name=f"only_{field}",
+        bind=alt.binding_select(options=[None, *values], labels=["all", *values], name=field),
     )
 
 
@@ -282,7 +332,9 @@ def _fastest(found: list[dict[str, Any]], of: tuple[str, ...]) -> list[dict[str,
 def arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("ops", nargs="*", metavar="OP", help="only these ops (default: all that the run timed)")
     parser.add_argument("--run", default="latest", help="a run's file or name (default: the newest)")
-    parser.add_argument("--out", type=Path, metavar="FOLDER", help="write roofline.svg and roofline.png there, and both on dark paper")
+    parser.add_argument(
+        "--out", type=Path, metavar="FOLDER", help="write roofline.svg and roofline.png there, and both on dark paper"
+    )
     parser.add_argument("--json", action="store_true", help="print figures as JSON")
 
 
@@ -296,7 +348,9 @@ def main(options: argparse.Namespace) -> int:
     timed = sorted({row["op"] for row in verdict.of(rows, "bench")})
     unknown = [op for op in options.ops if op not in timed]
     if unknown:
-        raise RidgelineError(f"{', '.join(unknown)} is not in run {rows[0]['run']}, which timed {', '.join(timed) or 'nothing'}")
+        raise RidgelineError(
+            f"{', '.join(unknown)} is not in run {rows[0]['run']}, which timed {', '.join(timed) or 'nothing'}"
+        )
     rows = [row for row in rows if row["type"] != "bench" or not options.ops or row["op"] in options.ops]
     judged = verdict.judged(rows)
     written = render(rows, options.out, papers=("light", "dark")) if options.out else []
@@ -305,7 +359,14 @@ def main(options: argparse.Namespace) -> int:
         flats = ceilings(roof, set(roof["matmul"]))
         print(
             json.dumps(
-                {"run": rows[0]["run"], "roof": roof, "ceilings": flats, "rungs": judged, "files": [str(p) for p in written]}, indent=1
+                {
+                    "run": rows[0]["run"],
+                    "roof": roof,
+                    "ceilings": flats,
+                    "rungs": judged,
+                    "files": [str(p) for p in written],
+                },
+                indent=1,
             )
         )
         return 0

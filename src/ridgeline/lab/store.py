@@ -115,7 +115,9 @@ def load(path: Path | str) -> list[Row]:
             schema = int(row["schema"])
             known = isinstance(row["type"], str) and isinstance(row["run"], str)
         except (ValueError, TypeError, KeyError) as error:
-            raise _refuse(f"{path} is not a results file of Ridgeline, or is corrupt: line {number} is not a row") from error
+            raise _refuse(
+                f"{path} is not a results file of Ridgeline, or is corrupt: line {number} is not a row"
+            ) from error
         if schema > SCHEMA:
             raise _refuse(f"{path} was written by a newer Ridgeline (schema {schema}); this one reads schema {SCHEMA}")
         if not known:
@@ -138,7 +140,9 @@ def _fault(row: Row) -> str | None:
         return next((name for name in MACHINE if name not in row["machine"]), None)
     figures = {}
     if kind == "roof":
-        figures = {name: row[name] for name in ("read", "write", "copy", "add", "spread") if name in row} | row["matmul"]
+        figures = {name: row[name] for name in ("read", "write", "copy", "add", "spread") if name in row} | row[
+            "matmul"
+        ]
     elif kind == "bench" and row["status"] == "ok":
         figures = {"seconds": row.get("seconds")}
         if not isinstance(row.get("share"), NUMBER):
@@ -148,7 +152,9 @@ def _fault(row: Row) -> str | None:
 
 def _measured(figure: Any) -> bool:
     """Whether this is a median above zero with its interval."""
-    return isinstance(figure, dict) and all(isinstance(figure.get(end), NUMBER) and figure[end] > 0 for end in ("median", "low", "high"))
+    return isinstance(figure, dict) and all(
+        isinstance(figure.get(end), NUMBER) and figure[end] > 0 for end in ("median", "low", "high")
+    )
 
 
 class Run:
@@ -162,7 +168,14 @@ class Run:
         self.rows: list[Row] = []
         command = command or " ".join(["ridgeline", *sys.argv[1:]])
         self.write(
-            {"type": "run", "time": f"{now:%Y-%m-%dT%H:%M:%SZ}", "commit": digits, "dirty": dirty, "command": command, "machine": machine}
+            {
+                "type": "run",
+                "time": f"{now:%Y-%m-%dT%H:%M:%SZ}",
+                "commit": digits,
+                "dirty": dirty,
+                "command": command,
+                "machine": machine,
+            }
         )
 
     def _claim(self, folder: Path, name: str) -> str:
@@ -223,4 +236,6 @@ def find(run: str) -> Path:
     if len(exact or found) == 1:
         return (exact or found)[0]
     names = ", ".join(p.stem for p in (found or runs())[-5:]) or "none yet"
-    raise _refuse(f"{'several runs start' if found else 'no run or file is called or starts'} with {run!r}; the newest are {names}")
+    raise _refuse(
+        f"{'several runs start' if found else 'no run or file is called or starts'} with {run!r}; the newest are {names}"
+    )

@@ -33,7 +33,10 @@ def stub() -> str:
     bound: dict[str, list[str]] = {}
     for module, name in sorted(imports):
         bound.setdefault(module, []).append(name)
-    lines = [f"from {module} import {', '.join(names)}" if names != [""] else f"import {module}" for module, names in bound.items()]
+    lines = [
+        f"from {module} import {', '.join(names)}" if names != [""] else f"import {module}"
+        for module, names in bound.items()
+    ]
     own = [f"from ridgeline import {name} as {name}" for name in sorted(vars(ridgeline)["_SUBMODULES"])]
     lines.append("\n".join([*own, "from ridgeline.op import RidgelineError as RidgelineError"]))
     return "\n\n".join([head, *lines, "__version__: str", *functions]) + "\n"
@@ -46,7 +49,9 @@ def declaration(source: str, name: str) -> tuple[str, set[tuple[str, str]]]:
         if isinstance(node, ast.FunctionDef) and node.name == name and ast.get_docstring(node):
             signature = [n for part in (node.args, node.returns) if part for n in ast.walk(part)]
             names = {n.id for n in signature if isinstance(n, ast.Name)}
-            return "\n".join(source.splitlines()[node.lineno - 1 : node.body[0].end_lineno]), set(imports_of(tree, names))
+            return "\n".join(source.splitlines()[node.lineno - 1 : node.body[0].end_lineno]), set(
+                imports_of(tree, names)
+            )
     raise RidgelineError(f"the file of {name} has no function of that name with a docstring")
 
 

@@ -27,7 +27,9 @@ def table(title: str | None, words: Sequence[str], figures: Sequence[str] = ()) 
     from rich.table import Table
     from rich.text import Text
 
-    made = Table(box=SIMPLE_HEAD, padding=(0, 1), title=Text(title, style="bold") if title else None, title_justify="left")
+    made = Table(
+        box=SIMPLE_HEAD, padding=(0, 1), title=Text(title, style="bold") if title else None, title_justify="left"
+    )
     made.min_width = len(title or "")
     for header in words:
         made.add_column(header, overflow="fold", no_wrap=header not in LONG)

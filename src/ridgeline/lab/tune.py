@@ -89,7 +89,9 @@ class Call:
         else:
             outputs = [o for o in as_tuple(implementation(*data.args, **data.kwargs)) if o.requires_grad]
             incoming = [torch.randn_like(o) for o in outputs]
-            self.run = lambda: torch.autograd.grad(outputs, leaves(data.args), incoming, retain_graph=True, allow_unused=True)
+            self.run = lambda: torch.autograd.grad(
+                outputs, leaves(data.args), incoming, retain_graph=True, allow_unused=True
+            )
 
     def fault(self) -> str | None:
         """Why what it computes now breaks the law, or None."""
@@ -116,7 +118,11 @@ def answered(call: Callable[[], Any], request: Request, config: Config | None) -
     from ridgeline import tuning
 
     def listener(asked: Request) -> Config | None:
-        return dict(config) if config and (asked.kernel, asked.key, asked.op) == (request.kernel, request.key, request.op) else None
+        return (
+            dict(config)
+            if config and (asked.kernel, asked.key, asked.op) == (request.kernel, request.key, request.op)
+            else None
+        )
 
     def run() -> Any:
         with tuning.listen(listener):
@@ -220,7 +226,11 @@ def tune(
     rungs = [find(op, implementation)] if implementation else [i for i in op.implementations.values() if i.is_kernel]
     pairs = [(case, name) for case in cases for name in case.dtypes if dtype in (None, name)]
     found: dict[tuple[str, ...], Found] = {}
-    reasons = [] if pairs else [f"no case takes {dtype}; they take {', '.join(dict.fromkeys(d for c in cases for d in c.dtypes))}"]
+    reasons = (
+        []
+        if pairs
+        else [f"no case takes {dtype}; they take {', '.join(dict.fromkeys(d for c in cases for d in c.dtypes))}"]
+    )
     for case, name in pairs:
         data = Data(op, case, name, device)
         args, kwargs = case.make(name, "meta")
@@ -257,8 +267,14 @@ def arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--case", help="a case of the op (default: all its benchmarks)")
     parser.add_argument("--dtype", help="default: every dtype of the case")
     parser.add_argument("--direction", choices=DIRECTIONS, help="default: both")
-    parser.add_argument("--budget", type=float, default=1.0, metavar="SECONDS", help="of timing per round and question (default: 1)")
-    parser.add_argument("--sample", action="store_true", help="write nothing: how far from a search's best is what is used for new shapes")
+    parser.add_argument(
+        "--budget", type=float, default=1.0, metavar="SECONDS", help="of timing per round and question (default: 1)"
+    )
+    parser.add_argument(
+        "--sample",
+        action="store_true",
+        help="write nothing: how far from a search's best is what is used for new shapes",
+    )
     parser.add_argument("--json", action="store_true", help="print figures as JSON")
 
 
@@ -274,10 +290,14 @@ def main(options: argparse.Namespace) -> int:
     use = "sample" if options.sample else "bench"
     cases = [op.case(options.case)] if options.case else [c for c in op.cases if c.use == use]
     if not cases:
-        raise RidgelineError(f"tune: {op.name} has no cases for {'--sample' if options.sample else 'benchmarks'}; name one by --case")
+        raise RidgelineError(
+            f"tune: {op.name} has no cases for {'--sample' if options.sample else 'benchmarks'}; name one by --case"
+        )
     here = device.here()
     if here.backend == "cpu":
-        raise RidgelineError("tune measures on the GPU that it tunes for, and this machine has none that PyTorch can use")
+        raise RidgelineError(
+            "tune measures on the GPU that it tunes for, and this machine has none that PyTorch can use"
+        )
     folder = tuning.CONFIGS / here.arch
     nearest = next(p for p in (folder, *folder.parents) if p.exists())
     if not options.sample and not os.access(nearest, os.W_OK):
@@ -298,7 +318,9 @@ def main(options: argparse.Namespace) -> int:
         print(json.dumps([f.to_dict() for f in found], indent=1))
     elif options.sample:
         near = sum(f.gain <= NEAR for f in found)
-        print(f"within {NEAR - 1:.0%} of the best of a search at {near} of {len(found)}; {max(f.gain for f in found):.2f} x at most")
+        print(
+            f"within {NEAR - 1:.0%} of the best of a search at {near} of {len(found)}; {max(f.gain for f in found):.2f} x at most"
+        )
     elif any(f.config for f in found):
         print(f"written to {folder / (op.name + '.json')}")
     else:

@@ -80,11 +80,15 @@ def capped(x, cap, CAP: tl.constexpr):
     slope = 1.0
     if CAP:
         share = 1.0 / cap
-        low = share * tl.fma(-cap, share, 1.0)  # what 1 / cap was rounded by, which would move all of a row's scores one way
+        low = share * tl.fma(
+            -cap, share, 1.0
+        )  # what 1 / cap was rounded by, which would move all of a row's scores one way
         u = tl.where(tl.abs(x) == float("inf"), x, tl.fma(x, share, x * low))
         e = tl.exp2(tl.abs(u) * -2.8853900817779268)
         z = u * u
-        near = ((((-0.00663104431 * z + 0.021320804) * z - 0.0539113669) * z + 0.133331241) * z - 0.333333321) * z * u + u
+        near = (
+            (((-0.00663104431 * z + 0.021320804) * z - 0.0539113669) * z + 0.133331241) * z - 0.333333321
+        ) * z * u + u
         far = (1 - e) / (1 + e)
         x = cap * tl.where(z < 0.25, near, tl.where(u < 0, -far, far))
         slope = 4 * e / ((1 + e) * (1 + e))

@@ -43,7 +43,14 @@ def plan(columns: int, inputs: int, read: int, written: int, **found: int) -> di
     shared = groups * (_ceil(own, 16) * 16)
     if groups > 1:
         shared = max(shared, 4 * (threads * items + 2 * shift) * pack)  # the groups' sums of columns
-    return {**found, "ITEMS": items, "SHIFTED": int(shift), "block": threads * groups, "cluster": cluster, "shared": shared}
+    return {
+        **found,
+        "ITEMS": items,
+        "SHIFTED": int(shift),
+        "block": threads * groups,
+        "cluster": cluster,
+        "shared": shared,
+    }
 
 
 def refusal(

@@ -18,8 +18,12 @@ def encoded(v, NATIVE: tl.constexpr):
     else:
         bits = v.to(tl.uint32, bitcast=True)
         size = bits & 0x7FFFFFFF
-        normal = ((size + 0x7FFFF + ((size >> 20) & 1)) >> 20) - 960  # 20 bits of mantissa go; the exponent's bias falls by 120
-        small = (size.to(tl.float32, bitcast=True) + 16384.0).to(tl.uint32, bitcast=True) - 0x46800000  # the last bit of 2^14 is 2^-9
+        normal = (
+            (size + 0x7FFFF + ((size >> 20) & 1)) >> 20
+        ) - 960  # 20 bits of mantissa go; the exponent's bias falls by 120
+        small = (size.to(tl.float32, bitcast=True) + 16384.0).to(
+            tl.uint32, bitcast=True
+        ) - 0x46800000  # the last bit of 2^14 is 2^-9
         code = tl.minimum(tl.where(size < 0x3C800000, small, normal), 0x7E)  # below 2^-6 all codes are as far apart
         code = (tl.where(size > 0x7F800000, 0x7F, code) | ((bits >> 24) & 0x80)).to(tl.uint8)
     return code

@@ -37,7 +37,9 @@ def philox(c0, c1, k0, k1):
 def keep(seed, row, start, threshold, BN: tl.constexpr):
     """Which of the columns from `start` on (a multiple of 8) stay: booleans (BM, BN) for int32 rows (BM, 1). BN is 8 or more."""
     group = row * 0 + (start // 8 + tl.arange(0, BN // 8))[None, :]
-    a, b, c, d = philox(group.to(tl.uint32), (row + group * 0).to(tl.uint32), seed.to(tl.uint32), (seed >> 32).to(tl.uint32))
+    a, b, c, d = philox(
+        group.to(tl.uint32), (row + group * 0).to(tl.uint32), seed.to(tl.uint32), (seed >> 32).to(tl.uint32)
+    )
     words = tl.join(tl.join(a, c), tl.join(b, d))  # ..., high bit of the word's number, low bit
     bits = tl.join(words & 0xFFFF, words >> 16)
     return tl.reshape(bits.to(tl.int32), (row.shape[0], BN)) >= threshold

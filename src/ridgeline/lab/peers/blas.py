@@ -51,7 +51,9 @@ def _matmul(library: str, a: torch.Tensor, b: torch.Tensor) -> torch.Tensor:
     if not a.is_cuda or torch.version.hip:
         raise RidgelineError(f"{library} is NVIDIA's, for a GPU, and a is on {a.device}")
     if a.dim() != 2 or b.dim() != 2:
-        raise RidgelineError(f"products by {library} are timed of matrices; a is {tuple(a.shape)} and b {tuple(b.shape)}")
+        raise RidgelineError(
+            f"products by {library} are timed of matrices; a is {tuple(a.shape)} and b {tuple(b.shape)}"
+        )
     return _function().apply(library, a, b)
 
 

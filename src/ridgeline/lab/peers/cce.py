@@ -15,8 +15,9 @@ PACKAGE, INSTALL, KIND = "cut_cross_entropy", "cut-cross-entropy", "triton"
 
 
 def _linear_cross_entropy(
-    filter_eps: str | None, x: torch.Tensor, weight: torch.Tensor, target: torch.Tensor, bias: torch.Tensor | None = None, *,
-    ignore_index: int = -100, softcap: float | None = None, reduction: str = "mean", chunk_memory: int | None = None, **others: Any,
+    filter_eps: str | None, x: torch.Tensor, weight: torch.Tensor, target: torch.Tensor,
+    bias: torch.Tensor | None = None, *, ignore_index: int = -100, softcap: float | None = None,
+    reduction: str = "mean", chunk_memory: int | None = None, **others: Any
 ) -> torch.Tensor:  # fmt: skip
     from cut_cross_entropy import linear_cross_entropy
 
@@ -26,4 +27,9 @@ def _linear_cross_entropy(
     return linear_cross_entropy(x, weight, target, **options).to(x.dtype)
 
 
-PEERS = {"linear_cross_entropy": {"cce": partial(_linear_cross_entropy, "high"), "cce_exact": partial(_linear_cross_entropy, None)}}
+PEERS = {
+    "linear_cross_entropy": {
+        "cce": partial(_linear_cross_entropy, "high"),
+        "cce_exact": partial(_linear_cross_entropy, None),
+    }
+}

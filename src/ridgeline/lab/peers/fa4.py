@@ -13,7 +13,9 @@ if TYPE_CHECKING:
 PACKAGE, INSTALL, KIND = "flash_attn.cute", "flash-attn-4", "cuda"
 
 
-def _options(causal: Any, window: Any, scale: float | None, softcap: Any, return_lse: bool, same: bool) -> dict[str, Any]:
+def _options(
+    causal: Any, window: Any, scale: float | None, softcap: Any, return_lse: bool, same: bool
+) -> dict[str, Any]:
     """What its functions call the options. `same`: whether queries and keys are as many, so that top left is bottom right."""
     if return_lse or softcap is not None:
         raise RidgelineError("FlashAttention 4 has no gradient of lse and none with a softcap")
@@ -38,8 +40,9 @@ def _wanted(ordered: bool, deterministic: bool | None) -> None:
 
 
 def _attention(
-    ordered: bool, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, *, mask: Any = None, causal: Any = False, scale: Any = None,
-    window: Any = None, softcap: Any = None, return_lse: bool = False, deterministic: bool | None = None,
+    ordered: bool, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, *, mask: Any = None, causal: Any = False,
+    scale: Any = None, window: Any = None, softcap: Any = None, return_lse: bool = False,
+    deterministic: bool | None = None
 ) -> torch.Tensor:  # fmt: skip
     from flash_attn.cute import flash_attn_func
 
@@ -52,16 +55,26 @@ def _attention(
 
 
 def _varlen(
-    ordered: bool, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, cu_seqlens_q: torch.Tensor, cu_seqlens_k: torch.Tensor, *,
-    max_seqlen_q: Any = None, max_seqlen_k: Any = None, causal: Any = False, scale: Any = None, window: Any = None, softcap: Any = None,
-    return_lse: bool = False, deterministic: bool | None = None,
+    ordered: bool, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, cu_seqlens_q: torch.Tensor,
+    cu_seqlens_k: torch.Tensor, *, max_seqlen_q: Any = None, max_seqlen_k: Any = None, causal: Any = False,
+    scale: Any = None, window: Any = None, softcap: Any = None, return_lse: bool = False,
+    deterministic: bool | None = None
 ) -> torch.Tensor:  # fmt: skip
     from flash_attn.cute import flash_attn_varlen_func
 
     _wanted(ordered, deterministic)
-    options = _options(causal, window, scale, softcap, return_lse, q.shape[0] == k.shape[0] and max_seqlen_q == max_seqlen_k)
-    given = {"cu_seqlens_q": cu_seqlens_q, "cu_seqlens_k": cu_seqlens_k, "max_seqlen_q": max_seqlen_q, "max_seqlen_k": max_seqlen_k}
-    return _tuple(flash_attn_varlen_func(q, k, v, **given, deterministic=ordered, **options))  # by name: versions differ in order
+    options = _options(
+        causal, window, scale, softcap, return_lse, q.shape[0] == k.shape[0] and max_seqlen_q == max_seqlen_k
+    )
+    given = {
+        "cu_seqlens_q": cu_seqlens_q,
+        "cu_seqlens_k": cu_seqlens_k,
+        "max_seqlen_q": max_seqlen_q,
+        "max_seqlen_k": max_seqlen_k,
+    }
+    return _tuple(
+        flash_attn_varlen_func(q, k, v, **given, deterministic=ordered, **options)
+    )  # by name: versions differ in order
 
 
 PEERS = {

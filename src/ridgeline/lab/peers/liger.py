@@ -20,7 +20,9 @@ def _softmax(x: torch.Tensor, dim: int = -1, dtype: torch.dtype | None = None) -
     return LigerSoftmaxFunction.apply(x)
 
 
-def _rms_norm(x: torch.Tensor, weight: torch.Tensor | None = None, eps: float = 1e-6, *, memory_efficient: bool = False) -> torch.Tensor:
+def _rms_norm(
+    x: torch.Tensor, weight: torch.Tensor | None = None, eps: float = 1e-6, *, memory_efficient: bool = False
+) -> torch.Tensor:
     from liger_kernel.ops.rms_norm import LigerRMSNormFunction
 
     if memory_efficient:
@@ -59,14 +61,25 @@ def _gelu_mul(gate: torch.Tensor, up: torch.Tensor, approximate: str = "tanh") -
 
 
 def _linear_cross_entropy(
-    x: torch.Tensor, weight: torch.Tensor, target: torch.Tensor, bias: torch.Tensor | None = None, *, ignore_index: int = -100,
-    label_smoothing: float = 0.0, z_loss: float = 0.0, softcap: float | None = None, reduction: str = "mean",
-    chunk_memory: int | None = None,
+    x: torch.Tensor, weight: torch.Tensor, target: torch.Tensor, bias: torch.Tensor | None = None, *,
+    ignore_index: int = -100, label_smoothing: float = 0.0, z_loss: float = 0.0, softcap: float | None = None,
+    reduction: str = "mean", chunk_memory: int | None = None
 ) -> torch.Tensor:  # fmt: skip
     """Its chunks have the size it gives them: chunk_memory says nothing to it."""
     from liger_kernel.ops.fused_linear_cross_entropy import LigerFusedLinearCrossEntropyFunction
 
-    given = x.reshape(-1, x.shape[-1]), weight, target.flatten(), bias, None, ignore_index, z_loss, label_smoothing, reduction, softcap
+    given = (
+        x.reshape(-1, x.shape[-1]),
+        weight,
+        target.flatten(),
+        bias,
+        None,
+        ignore_index,
+        z_loss,
+        label_smoothing,
+        reduction,
+        softcap,
+    )
     loss = LigerFusedLinearCrossEntropyFunction.apply(*given)[0].to(x.dtype)
     return loss.view(target.shape) if reduction == "none" else loss
 

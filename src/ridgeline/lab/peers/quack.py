@@ -20,7 +20,9 @@ def _softmax(x: torch.Tensor, dim: int = -1, dtype: torch.dtype | None = None) -
     return softmax(x.reshape(-1, x.shape[-1])).view(x.shape)
 
 
-def _rms_norm(x: torch.Tensor, weight: torch.Tensor | None = None, eps: float = 1e-6, *, memory_efficient: bool = False) -> torch.Tensor:
+def _rms_norm(
+    x: torch.Tensor, weight: torch.Tensor | None = None, eps: float = 1e-6, *, memory_efficient: bool = False
+) -> torch.Tensor:
     from quack.rmsnorm import rmsnorm
 
     if memory_efficient:
@@ -34,7 +36,9 @@ def _add_rms_norm(x: torch.Tensor, residual: torch.Tensor, weight: torch.Tensor,
     return rmsnorm(x, weight, residual=residual, eps=eps, prenorm=True)
 
 
-def _cross_entropy(logits: torch.Tensor, target: torch.Tensor, *, ignore_index: int = -100, reduction: str = "mean", **others: Any) -> Any:
+def _cross_entropy(
+    logits: torch.Tensor, target: torch.Tensor, *, ignore_index: int = -100, reduction: str = "mean", **others: Any
+) -> Any:
     from quack.cross_entropy import cross_entropy
 
     if any(others.values()):
@@ -52,4 +56,10 @@ def _matmul(a: torch.Tensor, b: torch.Tensor) -> torch.Tensor:
     return gemm(a, b, tuned=False)
 
 
-PEERS = {"matmul": _matmul, "softmax": _softmax, "rms_norm": _rms_norm, "add_rms_norm": _add_rms_norm, "cross_entropy": _cross_entropy}
+PEERS = {
+    "matmul": _matmul,
+    "softmax": _softmax,
+    "rms_norm": _rms_norm,
+    "add_rms_norm": _add_rms_norm,
+    "cross_entropy": _cross_entropy,
+}

@@ -14,20 +14,26 @@ PACKAGE, INSTALL, KIND = "torch", "torch", "cuda"
 
 
 def _attention(
-    backend: str, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, *, causal: bool | str = False, scale: float | None = None,
-    **others: Any,
+    backend: str, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, *, causal: bool | str = False,
+    scale: float | None = None, **others: Any
 ) -> torch.Tensor:  # fmt: skip
     """Only the backend named: what it does not take, raises. Its backward is its own too."""
     from torch.nn.attention import SDPBackend, sdpa_kernel
     from torch.nn.functional import scaled_dot_product_attention
 
-    if any(others[name] is not None for name in ("window", "softcap", "mask") if name in others) or others.get("return_lse"):
-        raise RidgelineError("scaled_dot_product_attention has no window, no softcap and no lse, and these kernels no mask")
+    if any(others[name] is not None for name in ("window", "softcap", "mask") if name in others) or others.get(
+        "return_lse"
+    ):
+        raise RidgelineError(
+            "scaled_dot_product_attention has no window, no softcap and no lse, and these kernels no mask"
+        )
     if causal == "bottom_right" and q.shape[2] != k.shape[2]:
         raise RidgelineError("scaled_dot_product_attention is causal at the top left")
     try:
         with sdpa_kernel([getattr(SDPBackend, backend)]):
-            return scaled_dot_product_attention(q, k, v, is_causal=bool(causal), scale=scale, enable_gqa=q.shape[1] != k.shape[1])
+            return scaled_dot_product_attention(
+                q, k, v, is_causal=bool(causal), scale=scale, enable_gqa=q.shape[1] != k.shape[1]
+            )
     except RuntimeError as error:
         if "No available kernel" in str(error):
             raise RidgelineError(f"PyTorch's {backend} does not take this call on {q.device.type}") from error
@@ -44,17 +50,24 @@ def _varlen(
     from torch.nn.attention.varlen import varlen_attn
 
     if not q.is_cuda or max_seqlen_q is None or max_seqlen_k is None or any(others.values()):
-        raise RidgelineError("PyTorch's varlen_attn is for a GPU, needs the longest lengths, and has no window, softcap, scale or lse here")
+        raise RidgelineError(
+            "PyTorch's varlen_attn is for a GPU, needs the longest lengths, and has no window, softcap, scale or lse here"
+        )
     if causal is True and cu_seqlens_q is not cu_seqlens_k and max_seqlen_q != max_seqlen_k:
         raise RidgelineError("PyTorch's varlen_attn is causal at the bottom right")
     named = signature(varlen_attn).parameters
-    given: dict[str, Any] = {"is_causal": bool(causal)} if "is_causal" in named else {"window_size": (-1, 0 if causal else -1)}
+    given: dict[str, Any] = (
+        {"is_causal": bool(causal)} if "is_causal" in named else {"window_size": (-1, 0 if causal else -1)}
+    )
     if "enable_gqa" in named:
         given["enable_gqa"] = q.shape[1] != k.shape[1]
     return varlen_attn(q, k, v, cu_seqlens_q, cu_seqlens_k, max_seqlen_q, max_seqlen_k, **given)  # type: ignore[return-value]
 
 
 PEERS = {
-    "attention": {"sdpa_fa2": partial(_attention, "FLASH_ATTENTION"), "sdpa_cudnn": partial(_attention, "CUDNN_ATTENTION")},
+    "attention": {
+        "sdpa_fa2": partial(_attention, "FLASH_ATTENTION"),
+        "sdpa_cudnn": partial(_attention, "CUDNN_ATTENTION"),
+    },
     "attention_varlen": {"sdpa_fa2": _varlen},
 }

@@ -51,10 +51,18 @@ def _measured(quick: bool) -> dict[str, Any]:
     checks = [{"title": f"On {mine.name}", "note": "", **view.checked(mine.checks)}]
     if not mine.gpu:
         rows, note = measure.interpreted(60 * MINUTES["interpreter"] * scale)
-        checks.append({"title": "Triton's kernels, in Triton's interpreter on this CPU", "note": note, **view.checked(rows)})
+        checks.append(
+            {"title": "Triton's kernels, in Triton's interpreter on this CPU", "note": note, **view.checked(rows)}
+        )
     tables, left_out = measure.kernels(registry(), time.monotonic() + 60 * MINUTES["kernels"] * scale, say)
     say("")
-    return {"sources": [mine, *beside], "kernels": tables, "checks": checks, "changes": _changes(mine), "notes": left_out}
+    return {
+        "sources": [mine, *beside],
+        "kernels": tables,
+        "checks": checks,
+        "changes": _changes(mine),
+        "notes": left_out,
+    }
 
 
 def _changes(now: Source) -> dict[str, Any] | None:

@@ -23,7 +23,13 @@ def _size(case: Case) -> int:
 def main(seconds: float) -> None:
     """Prints a check row for every rung, case and dtype that fits into the time, then {"left": how many did not}."""
     until = time.monotonic() + seconds
-    work = [(op, case, dtype) for op in registry().values() for case in op.cases if case.use == "check" for dtype in case.dtypes]
+    work = [
+        (op, case, dtype)
+        for op in registry().values()
+        for case in op.cases
+        if case.use == "check"
+        for dtype in case.dtypes
+    ]
     left = 0
     for op, case, dtype in sorted(work, key=lambda w: _size(w[1])):
         rungs = [rung for rung in op.implementations.values() if rung.kind == "triton" and dtype != "bfloat16"]

@@ -33,7 +33,9 @@ def bench(quick: bool) -> list[Row]:
     from ridgeline.op import registry
 
     with bench.progress() as report:
-        return bench.record(list(registry().values()), default_device(None), quick=quick, box=30 if quick else 90, report=report).rows
+        return bench.record(
+            list(registry().values()), default_device(None), quick=quick, box=30 if quick else 90, report=report
+        ).rows
 
 
 def interpreted(seconds: float) -> tuple[list[Row], str]:
@@ -44,12 +46,21 @@ def interpreted(seconds: float) -> tuple[list[Row], str]:
     from ridgeline.op import RidgelineError
 
     command = [sys.executable, "-W", "ignore::RuntimeWarning", "-m", "ridgeline.lab.report.interpreter", str(seconds)]
-    done = subprocess.run(command, env=os.environ | {"TRITON_INTERPRET": "1"}, stdout=subprocess.PIPE, text=True, timeout=seconds + 240)
+    done = subprocess.run(
+        command, env=os.environ | {"TRITON_INTERPRET": "1"}, stdout=subprocess.PIPE, text=True, timeout=seconds + 240
+    )
     rows = [json.loads(line) for line in done.stdout.splitlines()]
     if done.returncode or not rows:
-        raise RidgelineError(f"checking in Triton's interpreter broke off with exit code {done.returncode}; its words are above")
+        raise RidgelineError(
+            f"checking in Triton's interpreter broke off with exit code {done.returncode}; its words are above"
+        )
     left = rows.pop()["left"]
-    return rows, f"{left} more did not fit into the time box; `TRITON_INTERPRET=1 ridgeline check` goes through all." if left else ""
+    return (
+        rows,
+        f"{left} more did not fit into the time box; `TRITON_INTERPRET=1 ridgeline check` goes through all."
+        if left
+        else "",
+    )
 
 
 def kernels(ops: Iterable[str], until: float, report: Callable[[str], None]) -> tuple[list[dict[str, Any]], list[str]]:
@@ -61,7 +72,9 @@ def kernels(ops: Iterable[str], until: float, report: Callable[[str], None]) -> 
     from ridgeline.op import get
 
     known = [get(name) for name in ops]
-    tables: dict[str, dict[str, Any]] = {op.name: {"op": op.name, "rows": [], "not_built": [], "left": 0} for op in known}
+    tables: dict[str, dict[str, Any]] = {
+        op.name: {"op": op.name, "rows": [], "not_built": [], "left": 0} for op in known
+    }
     pieces = _order(known)
     for op, implementation, arch in pieces:
         table, place = tables[op.name], {"impl": implementation.name, "group": implementation.kind, "arch": arch}
@@ -76,7 +89,9 @@ def kernels(ops: Iterable[str], until: float, report: Callable[[str], None]) -> 
                 table["rows"].append(place | row)
     for op in known:
         rungs, table = list(op.implementations), tables[op.name]
-        table["rows"].sort(key=lambda r: (rungs.index(r["impl"]), r["direction"] != "forward", r["kernel"], ARCHES.index(r["arch"])))
+        table["rows"].sort(
+            key=lambda r: (rungs.index(r["impl"]), r["direction"] != "forward", r["kernel"], ARCHES.index(r["arch"]))
+        )
         table["not_built"].sort(key=lambda r: (rungs.index(r["impl"]), ARCHES.index(r["arch"])))
         table["spills"] = sum(row["spilled"] for row in table["rows"])
     left = sum(table["left"] for table in tables.values())

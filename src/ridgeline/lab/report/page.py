@@ -48,7 +48,9 @@ def render(
         css=(HERE / "page.css").read_text(),
         bundle=bundle,
         js=js,
-        hashes=" ".join(f"'sha256-{b64encode(hashlib.sha256(text.encode()).digest()).decode()}'" for text in (bundle, js)),
+        hashes=" ".join(
+            f"'sha256-{b64encode(hashlib.sha256(text.encode()).digest()).decode()}'" for text in (bundle, js)
+        ),
     )
 
 

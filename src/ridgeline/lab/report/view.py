@@ -14,7 +14,13 @@ from ridgeline.lab.machine import SEGMENTS
 from ridgeline.lab.tables import figure, timing
 from ridgeline.lab.verdict import CODES, WAYS, Row
 
-STATUS = {"wrong": "wrong result", "oom": "out of memory", "refused": "figure refused", "unsupported": "cannot run", "skipped": "skipped"}
+STATUS = {
+    "wrong": "wrong result",
+    "oom": "out of memory",
+    "refused": "figure refused",
+    "unsupported": "cannot run",
+    "skipped": "skipped",
+}
 
 MOST = 20  # differences from the last run that are listed
 
@@ -98,7 +104,11 @@ def beneath(source: Source) -> str:
     over = f"Medians over {len(found)} pieces of work from" if any(ours(r) for r in found) else "Measured on"
     text = f"{over} {count} operation{'s' * (count != 1)}: {len(timed)} timings, each of a result that had passed the check."
     peers = sum(r["peer"] for r in wrong)
-    return f"{text} Wrong, or raised an error, and not timed: {len(wrong) - peers} of Ridgeline's, {peers} of peers." if wrong else text
+    return (
+        f"{text} Wrong, or raised an error, and not timed: {len(wrong) - peers} of Ridgeline's, {peers} of peers."
+        if wrong
+        else text
+    )
 
 
 def facts(source: Source) -> list[tuple[str, str]]:
@@ -127,13 +137,18 @@ def tiles(source: Source) -> list[tuple[str, str, str]]:
     halves = [(d, f) for d, f in roof["matmul"].items() if d not in CODES]
     dtype, rate = max(halves, key=lambda item: item[1]["median"])
     copy = roof["copy"]["median"]
-    spread = ", ".join(f"{name} {units.scaled(roof[name]['median'], 'B/s')}" for _, name in SEGMENTS if name in roof and name != "copy")
+    spread = ", ".join(
+        f"{name} {units.scaled(roof[name]['median'], 'B/s')}" for _, name in SEGMENTS if name in roof and name != "copy"
+    )
     shape = " x ".join(str(n) for n in rate["shape"])
     shown = [
         (units.scaled(copy, "B/s"), f"memory, as a copy ({spread})"),
         (units.scaled(rate["median"], "FLOP/s"), f"{dtype} matrix product of {shape}"),
         (f"{units.digits(rate['median'] / copy)} FLOP/B", "ridge point: below it memory bounds, above it arithmetic"),
-        (units.seconds(roof["launch_us"] / 1e6), "to launch an empty kernel" if source.gpu else "to call an operation that does nothing"),
+        (
+            units.seconds(roof["launch_us"] / 1e6),
+            "to launch an empty kernel" if source.gpu else "to call an operation that does nothing",
+        ),
     ]
     return [(text.split()[0], text.split()[1], what) for text, what in shown]
 
@@ -171,7 +186,9 @@ def left_out(rows: list[Row]) -> list[dict[str, str]]:
         if row["status"] != "ok":
             status: str = row["status"]
             found.setdefault((STATUS.get(status, status), row["reason"] or "no reason given"), []).append(row["impl"])
-    return [{"impls": ", ".join(impls), "status": status, "reason": reason} for (status, reason), impls in found.items()]
+    return [
+        {"impls": ", ".join(impls), "status": status, "reason": reason} for (status, reason), impls in found.items()
+    ]
 
 
 def tables(source: Source, op: str) -> list[dict[str, Any]]:
@@ -180,7 +197,13 @@ def tables(source: Source, op: str) -> list[dict[str, Any]]:
     for (_, case, dtype, direction), rows in source.works(op).items():
         lines = {row["impl"]: line(row, source, rows) for row in rows if row["status"] == "ok"}
         top = best(rows)
-        table = {"case": case, "dtype": dtype, "direction": direction, "rows": list(lines.values()), "out": left_out(rows)}
+        table = {
+            "case": case,
+            "dtype": dtype,
+            "direction": direction,
+            "rows": list(lines.values()),
+            "out": left_out(rows),
+        }
         found.append(table | {"best": lines[top["impl"]] if top else None})
     return found
 
@@ -192,7 +215,10 @@ def ladder(source: Source, op: str, ideas: dict[str, str]) -> dict[str, Any] | N
         return None
 
     def worth(work: tuple[str, str, str, str]) -> tuple[Any, ...]:
-        timed, counted = (sum(map(bool, found)) for found in zip(*[(r["status"] == "ok", r["counted"]) for r in works[work]], strict=True))
+        timed, counted = (
+            sum(map(bool, found))
+            for found in zip(*[(r["status"] == "ok", r["counted"]) for r in works[work]], strict=True)
+        )
         return work[3] == "forward", timed, counted, works[work][0]["bytes"], work[2] == "bfloat16"
 
     work = max(works, key=worth)
@@ -213,12 +239,17 @@ def checked(rows: list[Row]) -> dict[str, Any]:
     done = [row for row in rows if row["ok"] is not None]
     failed = [row for row in done if not row["ok"]]
     shown = [
-        {name: row[name] for name in ("op", "case", "dtype", "impl")} | {"reason": row["reason"] or "no reason given"} for row in failed
+        {name: row[name] for name in ("op", "case", "dtype", "impl")} | {"reason": row["reason"] or "no reason given"}
+        for row in failed
     ]
     unable: dict[str, list[str]] = {}
     for impl, reason in sorted({(row["impl"], row["reason"]) for row in rows if row["ok"] is None}):
         unable.setdefault(reason, []).append(impl)
-    return {"passed": len(done) - len(failed), "failed": shown, "unable": [f"{', '.join(impls)}: {why}" for why, impls in unable.items()]}
+    return {
+        "passed": len(done) - len(failed),
+        "failed": shown,
+        "unable": [f"{', '.join(impls)}: {why}" for why, impls in unable.items()],
+    }
 
 
 def changes(now: Source, before: Source) -> dict[str, Any]:

@@ -48,7 +48,9 @@ def options(
 ) -> Options:  # fmt: skip
     left, right = [UNBOUNDED if w is None or w < 0 else min(w, UNBOUNDED) for w in window or (None, None)]
     right = min(right, 0) if causal else right
-    return Options(D**-0.5 if scale is None else float(scale), float(softcap or 0), left, right, causal == "bottom_right")
+    return Options(
+        D**-0.5 if scale is None else float(scale), float(softcap or 0), left, right, causal == "bottom_right"
+    )
 
 
 def precision() -> str:
@@ -96,21 +98,43 @@ def fault(
     if window is not None:
         pair = isinstance(window, tuple | list) and len(window) == 2
         if not pair or any(w is not None and (type(w) is not int or w < -1) for w in window):
-            return f"window must be None or (left, right), each 0 or more, or None or -1 for unbounded; it is {window!r}"
+            return (
+                f"window must be None or (left, right), each 0 or more, or None or -1 for unbounded; it is {window!r}"
+            )
     wrong = isinstance(deterministic, torch.Tensor) or deterministic not in (None, True, False)
     return f"deterministic must be None, True or False, and is {deterministic!r}" if wrong else None
 
 
-def usual(kernels: set[torch.dtype], dims: int, q: Any, k: Any, v: Any, causal: Any, deterministic: Any) -> Options | None:
+def usual(
+    kernels: set[torch.dtype], dims: int, q: Any, k: Any, v: Any, causal: Any, deterministic: Any
+) -> Options | None:
     """The options of a call that has no others than these, if kernels serve it and there is nothing to look at more closely: the quick
     way to say so."""
-    if not (type(q) is type(k) is type(v) is torch.Tensor and q.is_cuda and q.layout is k.layout is v.layout is torch.strided):
+    if not (
+        type(q) is type(k) is type(v) is torch.Tensor
+        and q.is_cuda
+        and q.layout is k.layout is v.layout is torch.strided
+    ):
         return None
     device, shape, other = q.get_device(), q.shape, k.shape
-    if len(shape) != dims or q.dtype not in kernels or k.get_device() != device or v.get_device() != device or other != v.shape:
+    if (
+        len(shape) != dims
+        or q.dtype not in kernels
+        or k.get_device() != device
+        or v.get_device() != device
+        or other != v.shape
+    ):
         return None
     D, first = shape[-1], shape[0] == other[0] or dims == 3
-    if not first or len(other) != dims or other[-1] != D or D & 7 or not 16 <= D <= 256 or not other[1] or shape[1] % other[1]:
+    if (
+        not first
+        or len(other) != dims
+        or other[-1] != D
+        or D & 7
+        or not 16 <= D <= 256
+        or not other[1]
+        or shape[1] % other[1]
+    ):
         return None
     if not (q.dtype is k.dtype is v.dtype and q.stride(-1) == k.stride(-1) == v.stride(-1) == 1):
         return None
@@ -135,7 +159,9 @@ def refusal(x: torch.Tensor, *rest: Any, **_: Any) -> str | None:
     D = x.shape[-1]
     if D % 8 or not HEAD_DIMS[0] <= D <= HEAD_DIMS[1]:
         return f"D must be a multiple of 8 from {HEAD_DIMS[0]} to {HEAD_DIMS[1]}, and is {D}"
-    if any([isinstance(t, torch.Tensor) and t.dim() == x.dim() and t.stride(-1) != 1 and t.numel() for t in (x, *rest[:2])]):
+    if any(
+        [isinstance(t, torch.Tensor) and t.dim() == x.dim() and t.stride(-1) != 1 and t.numel() for t in (x, *rest[:2])]
+    ):
         return "the last dimension of q, k and v must be contiguous"
     return None
 
@@ -150,11 +176,19 @@ def rounds_scores(q: torch.Tensor, *_: Any, return_lse: bool = False, **__: Any)
 
 
 def formula(
-    q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, mask: torch.Tensor | None, band: tuple[int, int] | None, scale: float, softcap: float
+    q: torch.Tensor,
+    k: torch.Tensor,
+    v: torch.Tensor,
+    mask: torch.Tensor | None,
+    band: tuple[int, int] | None,
+    scale: float,
+    softcap: float,
 ) -> tuple[torch.Tensor, torch.Tensor]:
     """o and lse, by scores that lie in memory. A row that sees no key is 0, its lse -inf."""
     (batch, heads, rows, D), groups, columns = q.shape, k.shape[1], k.shape[2]
-    folded = q.reshape(batch, groups, heads // max(groups, 1) * rows, D)  # queries that share keys as more rows of one head
+    folded = q.reshape(
+        batch, groups, heads // max(groups, 1) * rows, D
+    )  # queries that share keys as more rows of one head
     s = (folded @ k.mT).view(batch, heads, rows, columns) * scale
     s = s.to(torch.promote_types(s.dtype, torch.float32))
     if softcap:
@@ -180,7 +214,13 @@ def seen(rows: int, columns: int, band: tuple[int, int], device: torch.device) -
 
 
 def in_pieces(
-    q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, mask: torch.Tensor | None, band: tuple[int, int] | None, scale: float, softcap: float
+    q: torch.Tensor,
+    k: torch.Tensor,
+    v: torch.Tensor,
+    mask: torch.Tensor | None,
+    band: tuple[int, int] | None,
+    scale: float,
+    softcap: float,
 ) -> tuple[torch.Tensor, torch.Tensor]:
     """`formula`, where its scores would take too much memory by heads and rows of queries, whose scores backward makes again."""
     (batch, heads, rows, _), groups, columns = q.shape, k.shape[1], k.shape[2]
@@ -210,13 +250,17 @@ def in_pieces(
 
 def _like(t: torch.Tensor) -> torch.Tensor:
     """Memory for a result, in t's order of dimensions: heads inside of tokens where they are so in t."""
-    return torch.empty_permuted(t.shape, (0, 2, 1, 3) if t.stride(1) < t.stride(2) else (0, 1, 2, 3), dtype=t.dtype, device=t.device)
+    return torch.empty_permuted(
+        t.shape, (0, 2, 1, 3) if t.stride(1) < t.stride(2) else (0, 1, 2, 3), dtype=t.dtype, device=t.device
+    )
 
 
 _OPTIONS = "float scale, float softcap, int left, int right, bool bottom, int max_q, int max_k, str precision"
 
 
-@kernel_op(f"attention_fwd(Tensor q, Tensor k, Tensor v, Tensor? mask, Tensor? cu_q, Tensor? cu_k, {_OPTIONS}, str? impl) -> (Tensor, Tensor)")  # fmt: skip
+@kernel_op(
+    f"attention_fwd(Tensor q, Tensor k, Tensor v, Tensor? mask, Tensor? cu_q, Tensor? cu_k, {_OPTIONS}, str? impl) -> (Tensor, Tensor)"
+)
 def _forward(
     q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, mask: Any, cu_q: Any, cu_k: Any, *rest: Any
 ) -> tuple[torch.Tensor, torch.Tensor]:
@@ -230,7 +274,10 @@ def _forward(
     "attention_bwd(Tensor do, Tensor? dlse, Tensor q, Tensor k, Tensor v, Tensor o, Tensor lse, Tensor? mask, Tensor? cu_q, Tensor? cu_k, "
     f"{_OPTIONS}, bool deterministic, str? impl) -> (Tensor, Tensor, Tensor)"
 )
-def _backward(do: torch.Tensor, dlse: Any, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, o: torch.Tensor, lse: torch.Tensor, mask: Any, cu_q: Any, cu_k: Any, *rest: Any) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:  # fmt: skip
+def _backward(
+    do: torch.Tensor, dlse: Any, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, o: torch.Tensor, lse: torch.Tensor,
+    mask: Any, cu_q: Any, cu_k: Any, *rest: Any
+) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:  # fmt: skip
     do = do if do.stride(-1) == 1 else do.contiguous()
     dlse = dlse if dlse is None or dlse.is_contiguous() else dlse.contiguous()
     grads = _like(q), _like(k), _like(v)
@@ -241,7 +288,16 @@ def _backward(do: torch.Tensor, dlse: Any, q: torch.Tensor, k: torch.Tensor, v: 
 class _Attention(Function):
     @staticmethod
     def forward(
-        ctx: Any, q: Any, k: Any, v: Any, mask: Any, cu_q: Any, cu_k: Any, numbers: tuple[Any, ...], deterministic: bool, impl: Any
+        ctx: Any,
+        q: Any,
+        k: Any,
+        v: Any,
+        mask: Any,
+        cu_q: Any,
+        cu_k: Any,
+        numbers: tuple[Any, ...],
+        deterministic: bool,
+        impl: Any,
     ) -> Any:
         o, lse = _forward(q, k, v, mask, cu_q, cu_k, *numbers, impl)
         ctx.save_for_backward(q, k, v, o, lse, mask, cu_q, cu_k)
@@ -259,8 +315,8 @@ class _Attention(Function):
 
 
 def by_kernels(
-    q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, mask: Any, cu_q: Any, cu_k: Any, chosen: Options, longest: tuple[int, int],
-    deterministic: bool | None, impl: str | None,
+    q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, mask: Any, cu_q: Any, cu_k: Any, chosen: Options,
+    longest: tuple[int, int], deterministic: bool | None, impl: str | None
 ) -> tuple[torch.Tensor, torch.Tensor]:  # fmt: skip
     """o and lse, both differentiable."""
     numbers = *chosen, *longest, precision()

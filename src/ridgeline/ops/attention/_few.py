@@ -49,7 +49,12 @@ GRAIN, LEAST, MOST = 128, 256, 128  # keys that parts are a multiple of; the few
 
 
 @triton.jit(do_not_specialize=(*LOOSE, "group", "parts"))
-def _fwd(o, lse, pieces, q, k, v, mask, o_steps, q_steps, k_steps, v_steps, mask_steps, rows, columns, heads, group, parts, scale, factor, cap, left, right, LEFT: tl.constexpr, RIGHT: tl.constexpr, BOTTOM: tl.constexpr, CAP: tl.constexpr, APART: tl.constexpr, D: tl.constexpr, BD: tl.constexpr, BE: tl.constexpr, UNIT: tl.constexpr, PRECISION: tl.constexpr, PDL: tl.constexpr, BM: tl.constexpr, BN: tl.constexpr):  # fmt: skip
+def _fwd(
+    o, lse, pieces, q, k, v, mask, o_steps, q_steps, k_steps, v_steps, mask_steps, rows, columns, heads, group, parts,
+    scale, factor, cap, left, right, LEFT: tl.constexpr, RIGHT: tl.constexpr, BOTTOM: tl.constexpr, CAP: tl.constexpr,
+    APART: tl.constexpr, D: tl.constexpr, BD: tl.constexpr, BE: tl.constexpr, UNIT: tl.constexpr,
+    PRECISION: tl.constexpr, PDL: tl.constexpr, BM: tl.constexpr, BN: tl.constexpr
+):  # fmt: skip
     """Row r of a tile is query r // group of the key head's head r % group."""
     part, turn = tl.program_id(0) % parts, tl.program_id(0) // parts
     b, h = turn // heads, turn % heads
@@ -68,12 +73,56 @@ def _fwd(o, lse, pieces, q, k, v, mask, o_steps, q_steps, k_steps, v_steps, mask
     total = tl.zeros((BM,), tl.float32)
     top = tl.full((BM,), float("-inf"), tl.float32)
     for start in range(low, tl.minimum(low + share, high), BN):
-        acc, acc2, total, top = _absorb(acc, acc2, total, top, q, q2, k, v, start, i, n, d, e, rows, columns, k_steps[2], v_steps[2], mask, mask_steps, scale, factor, cap, back, ahead, True, LEFT, RIGHT, CAP, APART, D, UNIT, PRECISION)  # fmt: skip
+        acc, acc2, total, top = _absorb(
+            acc,
+            acc2,
+            total,
+            top,
+            q,
+            q2,
+            k,
+            v,
+            start,
+            i,
+            n,
+            d,
+            e,
+            rows,
+            columns,
+            k_steps[2],
+            v_steps[2],
+            mask,
+            mask_steps,
+            scale,
+            factor,
+            cap,
+            back,
+            ahead,
+            True,
+            LEFT,
+            RIGHT,
+            CAP,
+            APART,
+            D,
+            UNIT,
+            PRECISION,
+        )
     if PDL:
         gdc_launch_dependents()
     if pieces is None:
         scaled, sums = _end(top, total, APART)
-        _save(_head(o, o_steps, b, own, i, UNIT)[:, None], acc * scaled[:, None], acc2 * scaled[:, None], r, 0, d, e, size, D, UNIT)
+        _save(
+            _head(o, o_steps, b, own, i, UNIT)[:, None],
+            acc * scaled[:, None],
+            acc2 * scaled[:, None],
+            r,
+            0,
+            d,
+            e,
+            size,
+            D,
+            UNIT,
+        )
         tl.store(lse + (turn.to(tl.int64) * group + r % group) * rows + i, sums, mask=r < size)
     else:
         count = tl.num_programs(0) * size
@@ -84,7 +133,10 @@ def _fwd(o, lse, pieces, q, k, v, mask, o_steps, q_steps, k_steps, v_steps, mask
 
 
 @triton.jit(do_not_specialize=(*LOOSE, "group", "parts"))
-def _join(o, lse, pieces, o_steps, rows, heads, group, parts, APART: tl.constexpr, D: tl.constexpr, BD: tl.constexpr, UNIT: tl.constexpr, PDL: tl.constexpr, SOME: tl.constexpr):  # fmt: skip
+def _join(
+    o, lse, pieces, o_steps, rows, heads, group, parts, APART: tl.constexpr, D: tl.constexpr, BD: tl.constexpr,
+    UNIT: tl.constexpr, PDL: tl.constexpr, SOME: tl.constexpr
+):  # fmt: skip
     """A row's o and lse from its parts, SOME at a time."""
     size = rows * group
     turn, r = tl.program_id(0) // size, tl.program_id(0) % size
@@ -120,13 +172,22 @@ def few(q: torch.Tensor, k: torch.Tensor, packed: bool = False) -> bool:
         return False
     (batch, heads, rows, D), (_, shared, columns, _) = q.shape, k.shape
     most = min(ROWS, TILE // (D * q.element_size())) * shared
-    return columns >= KEYS and 0 < batch * rows * heads and rows * heads <= most and (heads > shared or batch * heads < BUSY)
+    return (
+        columns >= KEYS
+        and 0 < batch * rows * heads
+        and rows * heads <= most
+        and (heads > shared or batch * heads < BUSY)
+    )
 
 
 def aside(q: torch.Tensor, k: torch.Tensor, *rest: Any, **_: Any) -> str | None:
     """Why forward is left to this rung, of public arguments or of a launcher's inputs, or None."""
     packed = q.dim() == 3 or (len(rest) > 2 and rest[2] is not None)
-    return "the forward of few queries of many keys is the rung triton's, which splits the keys" if few(q, k, packed) else None
+    return (
+        "the forward of few queries of many keys is the rung triton's, which splits the keys"
+        if few(q, k, packed)
+        else None
+    )
 
 
 @lru_cache(1 << 10)
@@ -153,17 +214,24 @@ def _rule(gpu: device.Device, dtype: torch.dtype, rows: int, width: int) -> tuni
 
 
 def _space() -> list[tuning.Config]:
-    return [{"BN": bn, "num_warps": warps, "num_stages": stages} for bn in (32, 64, 128) for warps in (4, 8) for stages in (2, 3, 4)]
+    return [
+        {"BN": bn, "num_warps": warps, "num_stages": stages}
+        for bn in (32, 64, 128)
+        for warps in (4, 8)
+        for stages in (2, 3, 4)
+    ]
 
 
 def fwd(
     o: torch.Tensor, lse: torch.Tensor, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, mask: torch.Tensor | None,
-    cu_q: torch.Tensor | None, cu_k: torch.Tensor | None, scale: float, softcap: float, left: int, right: int, bottom: bool,
-    max_q: int, max_k: int, precision: str,
+    cu_q: torch.Tensor | None, cu_k: torch.Tensor | None, scale: float, softcap: float, left: int, right: int,
+    bottom: bool, max_q: int, max_k: int, precision: str
 ) -> None:  # fmt: skip
     """Fills o and lse, as `_triton.fwd`, which has all calls of more queries."""
     if not few(q, k, cu_q is not None):
-        return _triton.fwd(o, lse, q, k, v, mask, cu_q, cu_k, scale, softcap, left, right, bottom, max_q, max_k, precision)
+        return _triton.fwd(
+            o, lse, q, k, v, mask, cu_q, cu_k, scale, softcap, left, right, bottom, max_q, max_k, precision
+        )
     (batch, heads, rows, D), shared, columns = q.shape, k.shape[1], k.shape[2]
     gpu, unit, (width, rest), group = device.of(q), _unit((o, q, k, v)), _parts(D), heads // shared
     BM = max(16, triton.next_power_of_2(rows * group))
@@ -178,7 +246,18 @@ def fwd(
     o_steps, *steps = [tuple(s // unit for s in _steps(t)[:3]) for t in (o, q, k, v)]
     mask = _masked(mask, q, k)
     hidden = None if mask is None else _steps(mask)
-    numbers = rows, columns, shared, group, parts, scale, rounded_off(scale) if apart else scale * LOG2E, softcap, left, right
+    numbers = (
+        rows,
+        columns,
+        shared,
+        group,
+        parts,
+        scale,
+        rounded_off(scale) if apart else scale * LOG2E,
+        softcap,
+        left,
+        right,
+    )
     flags = {"LEFT": left < UNBOUNDED, "RIGHT": right < UNBOUNDED, "BOTTOM": bottom, "CAP": softcap > 0, "APART": apart}
     facts = {"D": D, "BD": width, "BE": rest, "UNIT": unit, "PRECISION": precision, "BM": BM}
     second = early(gpu)
@@ -187,5 +266,12 @@ def fwd(
     launch(_fwd, (parts * batch * shared,), *given, config=config, key=("few",), **flags, **facts)
     if pieces is None:
         return None
-    joined: dict[str, Any] = {"APART": apart, "D": D, "BD": triton.next_power_of_2(D), "UNIT": unit, "SOME": 32, "num_warps": 4}
+    joined: dict[str, Any] = {
+        "APART": apart,
+        "D": D,
+        "BD": triton.next_power_of_2(D),
+        "UNIT": unit,
+        "SOME": 32,
+        "num_warps": 4,
+    }
     launch(_join, (batch * heads * rows,), o, lse, pieces, o_steps, rows, shared, group, parts, **joined, **second)

@@ -23,7 +23,17 @@ from ridgeline.boundary import launch
 from ridgeline.cuda import TensorMap
 from ridgeline.ops.attention._hopper_plan import Plan, _couples, _groups, _masks
 from ridgeline.ops.attention._hopper_rings import ROWS, _halves, _pack, _ring, _same, _scores, _store, _write
-from ridgeline.ops.attention._hopper_softmax import NONE, _begin, _beyond, _declare, _rise, _shrink, _soften, _sums, _watch
+from ridgeline.ops.attention._hopper_softmax import (
+    NONE,
+    _begin,
+    _beyond,
+    _declare,
+    _rise,
+    _shrink,
+    _soften,
+    _sums,
+    _watch,
+)
 from ridgeline.ops.attention._packed import order
 from ridgeline.ops.attention._triton import LOG2E, UNBOUNDED, _parts
 
@@ -125,7 +135,9 @@ def _attend(ME: gl.constexpr, out, lse, qs, ks, vs, plan, board, TURNS: gl.const
     s_layout: gl.constexpr = gl.NVMMADistributedLayout(version=[3, 0], warps_per_cta=[4, 1], instr_shape=[16, BN, 16])
     o_layout: gl.constexpr = gl.NVMMADistributedLayout(version=[3, 0], warps_per_cta=[4, 1], instr_shape=[16, D, 16])
     p_layout: gl.constexpr = gl.DotOperandLayout(operand_index=0, parent=o_layout, k_width=2)
-    rest_layout: gl.constexpr = gl.NVMMADistributedLayout(version=[3, 0], warps_per_cta=[4, 1], instr_shape=[16, max(REST, 16), 16])
+    rest_layout: gl.constexpr = gl.NVMMADistributedLayout(
+        version=[3, 0], warps_per_cta=[4, 1], instr_shape=[16, max(REST, 16), 16]
+    )
     rest_p: gl.constexpr = gl.DotOperandLayout(operand_index=0, parent=rest_layout, k_width=2)
     rows: gl.constexpr = gl.SliceLayout(1, s_layout)
     zero = gl.zeros([ROWS, BN], gl.float32, s_layout)
@@ -159,7 +171,9 @@ def _attend(ME: gl.constexpr, out, lse, qs, ks, vs, plan, board, TURNS: gl.const
         from_, upto = plan.whole(row, low, columns, shift)
         q = qs.tile(n * GROUPS + ME)
         if GROUPS == 3:  # noqa: SIM102  # this one is decided by the compiler; of two groups there is nothing to gain
-            if row >= length:  # this group has no rows: of the tile's blocks it does the first alone, with the values of the last
+            if (
+                row >= length
+            ):  # this group has no rows: of the tile's blocks it does the first alone, with the values of the last
                 for _ in range(1, high - low):
                     block = _pass_on(ME, ks, vs, block, 1, TURNS)
                 low = high - 1
@@ -173,13 +187,17 @@ def _attend(ME: gl.constexpr, out, lse, qs, ks, vs, plan, board, TURNS: gl.const
             scores = _scores(q, keys, zero, REST)
             if REST:
                 products = warpgroup_mma(left, values.slice(0, D, 1), acc, use_acc=past > 1, is_async=True)
-                others = warpgroup_mma(_halves(p, dtype, rest_p), values.slice(D, REST, 1), more_acc, use_acc=past > 1, is_async=True)
+                others = warpgroup_mma(
+                    _halves(p, dtype, rest_p), values.slice(D, REST, 1), more_acc, use_acc=past > 1, is_async=True
+                )
             else:
                 products = warpgroup_mma(left, values, acc, use_acc=past > 1, is_async=True)
             if TURNS:
                 _named(1 - ME, False)
             s = warpgroup_mma_wait(2 if REST else 1, deps=(scores,))
-            if plan.MASKS == 2:  # this one is decided by the compiler; where the other ends ptxas waits for all products
+            if (
+                plan.MASKS == 2
+            ):  # this one is decided by the compiler; where the other ends ptxas waits for all products
                 if (here >= upto - 1) | (here < from_):
                     s = plan.hide(s, row, here, columns, shift)
                     top = _begin(s, top, plan.factor)
@@ -226,7 +244,9 @@ def _attend(ME: gl.constexpr, out, lse, qs, ks, vs, plan, board, TURNS: gl.const
             scores = _scores(q, keys, zero, REST)
         if REST:
             products = warpgroup_mma(left, values.slice(0, D, 1), acc, use_acc=many, is_async=True)
-            others = warpgroup_mma(_halves(p, dtype, rest_p), values.slice(D, REST, 1), more_acc, use_acc=many, is_async=True)
+            others = warpgroup_mma(
+                _halves(p, dtype, rest_p), values.slice(D, REST, 1), more_acc, use_acc=many, is_async=True
+            )
         else:
             products = warpgroup_mma(left, values, acc, use_acc=many, is_async=True)
         if TURNS:
@@ -291,11 +311,48 @@ def _attend(ME: gl.constexpr, out, lse, qs, ks, vs, plan, board, TURNS: gl.const
         _named(0, True)
 
 
-@gluon.jit(do_not_specialize=["turns", "heads", "group", "couples", "section", "tiles", "rows", "columns", "shift", "left", "right"])
-def _fwd(lse, listed, queries, keys, values, out, turns, heads, group, couples, section, tiles, rows, columns, shift, left, right, factor, GROUPS: gl.constexpr, TURNS: gl.constexpr, STAGES: gl.constexpr, LEFT: gl.constexpr, RIGHT: gl.constexpr, BN: gl.constexpr, REST: gl.constexpr, MASKS: gl.constexpr):  # fmt: skip
+@gluon.jit(
+    do_not_specialize=[
+        "turns",
+        "heads",
+        "group",
+        "couples",
+        "section",
+        "tiles",
+        "rows",
+        "columns",
+        "shift",
+        "left",
+        "right",
+    ]
+)
+def _fwd(
+    lse, listed, queries, keys, values, out, turns, heads, group, couples, section, tiles, rows, columns, shift, left,
+    right, factor, GROUPS: gl.constexpr, TURNS: gl.constexpr, STAGES: gl.constexpr, LEFT: gl.constexpr,
+    RIGHT: gl.constexpr, BN: gl.constexpr, REST: gl.constexpr, MASKS: gl.constexpr
+):  # fmt: skip
     PACKED: gl.constexpr = listed is not None
     BM: gl.constexpr = GROUPS * ROWS
-    plan = Plan(turns, heads, group, couples, section, tiles, rows, columns, shift, left, right, factor, BM, BN, LEFT, RIGHT, PACKED, MASKS)  # fmt: skip
+    plan = Plan(
+        turns,
+        heads,
+        group,
+        couples,
+        section,
+        tiles,
+        rows,
+        columns,
+        shift,
+        left,
+        right,
+        factor,
+        BM,
+        BN,
+        LEFT,
+        RIGHT,
+        PACKED,
+        MASKS,
+    )
     qs = _ring(queries, GROUPS if queries.block_type.shape[-1] > 128 else 2 * GROUPS, 1)
     ks = _ring(keys, STAGES, GROUPS)
     vs = _ring(values, STAGES, GROUPS)
@@ -326,10 +383,14 @@ def _fwd(lse, listed, queries, keys, values, out, turns, heads, group, couples, 
 
 def whole(t: torch.Tensor) -> bool:
     """Whether the copy engine can see a tensor: it begins at a multiple of 16 bytes, its rows too, and it is not expanded."""
-    return t.data_ptr() % 16 == 0 and not any([n > 1 and (step % 8 or not step) for n, step in zip(t.shape[:-1], t.stride(), strict=False)])
+    return t.data_ptr() % 16 == 0 and not any(
+        [n > 1 and (step % 8 or not step) for n, step in zip(t.shape[:-1], t.stride(), strict=False)]
+    )
 
 
-def refusal(x: torch.Tensor, *rest: Any, mask: Any = None, softcap: Any = None, scale: Any = None, **_: Any) -> str | None:
+def refusal(
+    x: torch.Tensor, *rest: Any, mask: Any = None, softcap: Any = None, scale: Any = None, **_: Any
+) -> str | None:
     """Why these kernels do not take a call, of public arguments or of a launcher's inputs (backward's begin with do and dlse), or None."""
     q, *rest = rest[1:] if len(rest) > 15 else (x, *rest)
     k, v, *rest = rest[:2] + rest[4:] if len(rest) > 13 else rest
@@ -348,8 +409,9 @@ def refusal(x: torch.Tensor, *rest: Any, mask: Any = None, softcap: Any = None, 
 
 
 def fwd(
-    o: torch.Tensor, lse: torch.Tensor, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, mask: None, cu_q: torch.Tensor | None,
-    cu_k: torch.Tensor | None, scale: float, softcap: float, left: int, right: int, bottom: bool, max_q: int, max_k: int, precision: str,
+    o: torch.Tensor, lse: torch.Tensor, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, mask: None,
+    cu_q: torch.Tensor | None, cu_k: torch.Tensor | None, scale: float, softcap: float, left: int, right: int,
+    bottom: bool, max_q: int, max_k: int, precision: str
 ) -> None:  # fmt: skip
     """Fills o and lse; see `attention_fwd` in _attention.py. Of packed sequences max_q, or else their average length, says how high tiles
     should be."""
@@ -363,7 +425,14 @@ def fwd(
     stages, rest = 4 if wide * BN <= 8192 else 2, _parts(D)[1] if 64 < D <= 128 else 0
     # timed: with turns up to 2048 queries 1 to 3% quicker, later level; but at D 64 causal 2% slower, and causal at 16384 1.5%
     by_turns = groups == 2 and D > 64 and not (ahead and not back and longest > 8192)
-    facts: dict[str, Any] = {"GROUPS": groups, "TURNS": by_turns, "STAGES": stages, "LEFT": back, "RIGHT": ahead, "BN": BN}
+    facts: dict[str, Any] = {
+        "GROUPS": groups,
+        "TURNS": by_turns,
+        "STAGES": stages,
+        "LEFT": back,
+        "RIGHT": ahead,
+        "BN": BN,
+    }
     options: dict[str, Any] = {"num_warps": 4, "maxnreg": 128 if groups == 3 else 168}
     if cu_q is not None:
         listed, most = order(q, k, cu_q, cu_q if cu_k is None else cu_k, bottom, left, right, 64 * groups, BN)

@@ -20,7 +20,13 @@ import triton
 import triton.language as tl
 from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
-from triton.experimental.gluon.language.nvidia.hopper import fence_async_shared, mbarrier, tma, warpgroup_mma, warpgroup_mma_wait
+from triton.experimental.gluon.language.nvidia.hopper import (
+    fence_async_shared,
+    mbarrier,
+    tma,
+    warpgroup_mma,
+    warpgroup_mma_wait,
+)
 
 from ridgeline import device
 from ridgeline.boundary import launch
@@ -45,7 +51,18 @@ from ridgeline.ops.attention._hopper_rings import (
     _store,
     _told,
 )
-from ridgeline.ops.attention._triton import LOG2E, UNBOUNDED, _head, _lies, _parts, _save, _start_delta, _steps, _turn, _unit
+from ridgeline.ops.attention._triton import (
+    LOG2E,
+    UNBOUNDED,
+    _head,
+    _lies,
+    _parts,
+    _save,
+    _start_delta,
+    _steps,
+    _turn,
+    _unit,
+)
 
 
 @gluon.jit
@@ -83,12 +100,16 @@ def _keys(ME: gl.constexpr, dk_out, dv_out, shares, here, call, TIGHT: gl.conste
     s_layout: gl.constexpr = gl.NVMMADistributedLayout(version=[3, 0], warps_per_cta=[4, 1], instr_shape=[16, ROWS, 16])
     d_layout: gl.constexpr = gl.NVMMADistributedLayout(version=[3, 0], warps_per_cta=[4, 1], instr_shape=[16, D, 16])
     p_layout: gl.constexpr = gl.DotOperandLayout(operand_index=0, parent=d_layout, k_width=2)
-    rest_layout: gl.constexpr = gl.NVMMADistributedLayout(version=[3, 0], warps_per_cta=[4, 1], instr_shape=[16, max(REST, 16), 16])
+    rest_layout: gl.constexpr = gl.NVMMADistributedLayout(
+        version=[3, 0], warps_per_cta=[4, 1], instr_shape=[16, max(REST, 16), 16]
+    )
     rest_p: gl.constexpr = gl.DotOperandLayout(operand_index=0, parent=rest_layout, k_width=2)
     across: gl.constexpr = gl.SliceLayout(0, s_layout)
     zero = gl.zeros([ROWS, ROWS], gl.float32, s_layout)
     own: gl.constexpr = gl.DotOperandLayout(operand_index=0, parent=s_layout, k_width=2)
-    LATE: gl.constexpr = TIGHT and (call.LEFT or call.RIGHT)  # lse is loaded under dK's product, but where masks leave no registers for it
+    LATE: gl.constexpr = TIGHT and (
+        call.LEFT or call.RIGHT
+    )  # lse is loaded under dK's product, but where masks leave no registers for it
     k = _flat(here.ks.index(ME))
     v = _flat(here.vs.index(ME))
     n, done = 0, 0
@@ -130,7 +151,9 @@ def _keys(ME: gl.constexpr, dk_out, dv_out, shares, here, call, TIGHT: gl.conste
                 half = gl.convert_layout(p.to(dtype), p_layout)
             if REST:
                 dv_next = warpgroup_mma(half, do.slice(0, D, 1), dv, is_async=True)
-                more_dv_next = warpgroup_mma(gl.convert_layout(half, rest_p), do.slice(D, REST, 1), more_dv, is_async=True)
+                more_dv_next = warpgroup_mma(
+                    gl.convert_layout(half, rest_p), do.slice(D, REST, 1), more_dv, is_async=True
+                )
             else:
                 dv_next = warpgroup_mma(half, do, dv, is_async=True)
             dp = warpgroup_mma_wait(2 if REST else 1, deps=(products,))
@@ -149,7 +172,9 @@ def _keys(ME: gl.constexpr, dk_out, dv_out, shares, here, call, TIGHT: gl.conste
                 dv, more_dv = warpgroup_mma_wait(2, deps=(dv_next, more_dv_next))
             else:
                 dv = warpgroup_mma_wait(1, deps=(dv_next,))
-            following = gl.where(t + 1 < count, done + 1, done)  # after the last there may be none: of itself, for nothing
+            following = gl.where(
+                t + 1 < count, done + 1, done
+            )  # after the last there may be none: of itself, for nothing
             if not LATE:
                 top = here.qs.take_number(following, across)
             if REST:
@@ -178,8 +203,27 @@ def _keys(ME: gl.constexpr, dk_out, dv_out, shares, here, call, TIGHT: gl.conste
         item = here.tickets.take(n) if here.tickets.STAY else call.pieces
 
 
-@gluon.jit(do_not_specialize=["pieces", "entire", "parts", "heads", "section", "turns", "tiles", "columns", "shift", "left", "right"])
-def _bwd(order, listed, shares, queries, keys, values, do, dk_out, dv_out, dq_sums, tops, deltas, pieces, entire, parts, heads, section, turns, tiles, columns, shift, left, right, scale, factor, LEFT: gl.constexpr, RIGHT: gl.constexpr, DOWN: gl.constexpr, GROUP: gl.constexpr, ORDERED: gl.constexpr, TIGHT: gl.constexpr, STAY: gl.constexpr, STAGES: gl.constexpr, REST: gl.constexpr):  # fmt: skip
+@gluon.jit(
+    do_not_specialize=[
+        "pieces",
+        "entire",
+        "parts",
+        "heads",
+        "section",
+        "turns",
+        "tiles",
+        "columns",
+        "shift",
+        "left",
+        "right",
+    ]
+)
+def _bwd(
+    order, listed, shares, queries, keys, values, do, dk_out, dv_out, dq_sums, tops, deltas, pieces, entire, parts,
+    heads, section, turns, tiles, columns, shift, left, right, scale, factor, LEFT: gl.constexpr, RIGHT: gl.constexpr,
+    DOWN: gl.constexpr, GROUP: gl.constexpr, ORDERED: gl.constexpr, TIGHT: gl.constexpr, STAY: gl.constexpr,
+    STAGES: gl.constexpr, REST: gl.constexpr
+):  # fmt: skip
     PACKED: gl.constexpr = listed is not None
     D: gl.constexpr = queries.block_type.shape[-1]
     W: gl.constexpr = dq_sums.block_type.shape[1] // 2
@@ -198,12 +242,43 @@ def _bwd(order, listed, shares, queries, keys, values, do, dk_out, dv_out, dq_su
     board = gl.allocate_shared_memory(gl.int32, [2, 8 if PACKED else 1], gl.SwizzledSharedLayout(1, 1, 1, [0]))
     tickets = Tickets(board, drawn, taken, STAY, PACKED)
     here = Memory(
-        qs, dos, ks, vs, k_ready.index(0), k_free.index(0), v_ready.index(0), v_free.index(0), ds, ds_ready, ds_free, tickets, _told()
+        qs,
+        dos,
+        ks,
+        vs,
+        k_ready.index(0),
+        k_free.index(0),
+        v_ready.index(0),
+        v_free.index(0),
+        ds,
+        ds_ready,
+        ds_free,
+        tickets,
+        _told(),
     )
     fence_async_shared()
     call = Call(
-        pieces, entire, parts, heads, section, turns, tiles, columns, shift, left, right, scale, factor, LEFT, RIGHT, DOWN, GROUP, PACKED, KEYS * ROWS, shares is not None
-    )  # fmt: skip
+        pieces,
+        entire,
+        parts,
+        heads,
+        section,
+        turns,
+        tiles,
+        columns,
+        shift,
+        left,
+        right,
+        scale,
+        factor,
+        LEFT,
+        RIGHT,
+        DOWN,
+        GROUP,
+        PACKED,
+        KEYS * ROWS,
+        shares is not None,
+    )
     gl.warp_specialize(
         [
             (_keys, (0, dk_out, dv_out, shares, here, call, TIGHT, REST)),
@@ -226,7 +301,10 @@ def _in_rows(at, place, D: tl.constexpr, W: tl.constexpr):
 
 
 @triton.jit(do_not_specialize=["rows", "tiles", "batch"])
-def _narrow(dq, sums, order, cu, dq_steps, rows, tiles, heads, batch, scale, D: tl.constexpr, BD: tl.constexpr, BE: tl.constexpr, UNIT: tl.constexpr):  # fmt: skip
+def _narrow(
+    dq, sums, order, cu, dq_steps, rows, tiles, heads, batch, scale, D: tl.constexpr, BD: tl.constexpr,
+    BE: tl.constexpr, UNIT: tl.constexpr
+):  # fmt: skip
     """dq of its sums in float32. What nobody has added to is 0."""
     turn = tl.program_id(0) % heads[0]
     tile = tl.program_id(0) // heads[0]
@@ -238,11 +316,25 @@ def _narrow(dq, sums, order, cu, dq_steps, rows, tiles, heads, batch, scale, D: 
     two = None
     if BE:
         two = tl.where(some, _in_rows(sums + number * 64 * D, BD, D, BE) * scale, 0.0)
-    _save(_head(dq, dq_steps, turn // heads[1], turn % heads[1], start, UNIT), one, two, m, dq_steps[2], d, e, limit, D, UNIT)
+    _save(
+        _head(dq, dq_steps, turn // heads[1], turn % heads[1], start, UNIT),
+        one,
+        two,
+        m,
+        dq_steps[2],
+        d,
+        e,
+        limit,
+        D,
+        UNIT,
+    )
 
 
 @triton.jit(do_not_specialize=["columns", "entire", "parts", "section", "turns", "blocks"])
-def _join(dk, dv, shares, dk_steps, dv_steps, columns, entire, parts, section, turns, blocks, heads, scale, DOWN: tl.constexpr, W: tl.constexpr, D: tl.constexpr, UNIT: tl.constexpr):  # fmt: skip
+def _join(
+    dk, dv, shares, dk_steps, dv_steps, columns, entire, parts, section, turns, blocks, heads, scale,
+    DOWN: tl.constexpr, W: tl.constexpr, D: tl.constexpr, UNIT: tl.constexpr
+):  # fmt: skip
     """dk and dv of pieces that are in parts, numbered as `Call.work` has them: the sums over the parts, first to last."""
     SPAN: tl.constexpr = 128
     row, d = tl.program_id(1) * 16 + tl.arange(0, 16), tl.arange(0, W)
@@ -260,13 +352,18 @@ def _join(dk, dv, shares, dk_steps, dv_steps, columns, entire, parts, section, t
 
 
 @lru_cache(1024)
-def _share_out(most: int, turns: int, down: bool, group: int, tiles: int, shift: int, left: int, right: int, wide: int, programs: int) -> tuple[int, int]:  # fmt: skip
+def _share_out(
+    most: int, turns: int, down: bool, group: int, tiles: int, shift: int, left: int, right: int, wide: int,
+    programs: int
+) -> tuple[int, int]:  # fmt: skip
     """How many pieces, of `most` a head, stay whole, and into how many parts each of the others goes, where that saves time: of pieces that
     are equally long those of a last round of programs; of others all, if heads share keys and there are at most two pieces a program.
     (With `group` 1 those lose: a part waits for the head's first piece, whose parts end elsewhere.) Costs in blocks of queries, as timed on
     an H100 (docs/notes/attention.md): a piece or part has 256 / wide beside its own; what a part leaves is a twelfth for the whole machine,
     and the kernel that adds it up 320 / wide. At most eight parts a program bound the memory."""
-    ends = [(n * 128 - right - shift, n * 128 + 127 + left - shift + 64) for n in range(most)]  # of what is seen: `Call.work`
+    ends = [
+        (n * 128 - right - shift, n * 128 + 127 + left - shift + 64) for n in range(most)
+    ]  # of what is seen: `Call.work`
     lengths = [max(0, min(tiles, high // 64) - max(low, 0) // 64) for low, high in ends]
     longest, even, pieces = max(lengths), min(lengths) == max(lengths), most * turns
     rounds = pieces // programs if even else 0
@@ -279,7 +376,9 @@ def _share_out(most: int, turns: int, down: bool, group: int, tiles: int, shift:
         own = group * triton.cdiv(longest, parts) + 256 / wide
         if even:
             return triton.cdiv(rest * parts, programs) * own + beside
-        busy = [0.0] * programs  # in the order of their numbers; where parts are many, longer than this: they wait for each other
+        busy = [
+            0.0
+        ] * programs  # in the order of their numbers; where parts are many, longer than this: they wait for each other
         for length in lengths[::-1] if down else lengths:
             costs = [group * ((n + 1) * length // parts - n * length // parts) + 256 / wide for n in range(parts)]
             for cost in costs * turns:
@@ -332,8 +431,8 @@ def _section(
 def bwd(
     dq: torch.Tensor, dk: torch.Tensor, dv: torch.Tensor, do: torch.Tensor, dlse: torch.Tensor | None, q: torch.Tensor,
     k: torch.Tensor, v: torch.Tensor, o: torch.Tensor, lse: torch.Tensor, mask: None, cu_q: torch.Tensor | None,
-    cu_k: torch.Tensor | None, scale: float, softcap: float, left: int, right: int, bottom: bool, max_q: int, max_k: int,
-    precision: str, deterministic: bool,
+    cu_k: torch.Tensor | None, scale: float, softcap: float, left: int, right: int, bottom: bool, max_q: int,
+    max_k: int, precision: str, deterministic: bool
 ) -> None:  # fmt: skip
     """Fills dq, dk and dv; see `attention_bwd` in _attention.py. Packed sequences have numbers of blocks of queries of their own, so that
     none has rows of two: cu // 64 + the sequence's number is its first one's."""
@@ -343,14 +442,18 @@ def bwd(
     span = 64 if wide > 128 else 128  # keys of a piece
     ahead, back, packed = right < UNBOUNDED, left < UNBOUNDED, cu_q is not None
     sequences = None if cu_q is None else cu_q.numel() - 1
-    longest = rows if sequences is None else min(rows, max_q or 4 * rows // max(1, sequences))  # some are longer than the average
+    longest = (
+        rows if sequences is None else min(rows, max_q or 4 * rows // max(1, sequences))
+    )  # some are longer than the average
     tiles = triton.cdiv(rows, 64) if sequences is None else rows // 64 + sequences + 1
     listed, most = None, triton.cdiv(columns, span)
     if cu_q is not None:  # seen from keys, what is to the left is to the right
         listed, most = _packed.order(k, q, cu_q if cu_k is None else cu_k, cu_q, bottom, right, left, span, 64)
     tops = torch.empty((batch * heads * tiles, 64), dtype=torch.float32, device=q.device)
     deltas = torch.empty((batch * heads * tiles, 64), dtype=torch.float32, device=q.device)
-    sums = torch.empty((batch * heads * tiles, 2 * D, 32), dtype=torch.float32, device=q.device)  # as `_as_held` has them
+    sums = torch.empty(
+        (batch * heads * tiles, 2 * D, 32), dtype=torch.float32, device=q.device
+    )  # as `_as_held` has them
     order = torch.empty((1 + batch * heads * tiles,), dtype=torch.int32, device=q.device)
     _start_delta(deltas, tops, o, do, dlse, lse, order, cu_q)
     section, down = _section(q, k, longest, span, deterministic, ahead, back, packed)
@@ -358,9 +461,15 @@ def bwd(
     maps = [TensorMap(t, (*box, 64, wide), min(128, 2 * wide), packed) for t in (q, k, v, do, dk, dv)]
     maps += [TensorMap(sums, (1, 2 * room, 32), 128), TensorMap(tops, (1, 64)), TensorMap(deltas, (1, 64))]
     shift = int(bottom) if packed else columns - rows if bottom else 0
-    entire, parts, shares = turns * most, 1, None  # pieces that stay whole; those of the others; dK and dV of each part, in float32
+    entire, parts, shares = (
+        turns * most,
+        1,
+        None,
+    )  # pieces that stay whole; those of the others; dK and dV of each part, in float32
     if not packed and wide <= 128:
-        entire, parts = _share_out(most, turns, down, group, tiles, shift, left, right, wide, device.of(q).multiprocessors)
+        entire, parts = _share_out(
+            most, turns, down, group, tiles, shift, left, right, wide, device.of(q).multiprocessors
+        )
     left_over = turns * most - entire
     pieces = entire + left_over * parts
     if left_over:
@@ -371,7 +480,9 @@ def bwd(
         launch(_bwd_wide, (pieces,), order, listed, *maps, pieces, *numbers, **facts, num_warps=4, maxnreg=128)
     else:
         facts |= {"TIGHT": wide == 128, "STAY": wide < 128, "STAGES": 2 if wide == 128 else 4}
-        programs = pieces if wide == 128 else min(pieces, device.of(q).multiprocessors)  # at 128 no registers are left to stay
+        programs = (
+            pieces if wide == 128 else min(pieces, device.of(q).multiprocessors)
+        )  # at 128 no registers are left to stay
         facts |= {"REST": _parts(D)[1] if D > 64 else 0, "num_warps": 4, "maxnreg": 128}
         launch(_bwd, (programs,), order, listed, shares, *maps, pieces, entire, parts, *numbers, **facts)
     if shares is not None:
@@ -382,4 +493,6 @@ def bwd(
     unit, (part, rest), given = _unit((dq,)), _parts(D), (dq, sums, order, cu_q)
     steps = tuple(s // unit for s in _steps(dq)[:3])
     shape: dict[str, Any] = {"D": D, "BD": part, "BE": rest, "UNIT": unit, "num_warps": 8 if wide >= 128 else 4}
-    launch(_narrow, (tiles * batch * heads,), *given, steps, rows, tiles, (batch * heads, heads), sequences, scale, **shape)
+    launch(
+        _narrow, (tiles * batch * heads,), *given, steps, rows, tiles, (batch * heads, heads), sequences, scale, **shape
+    )

@@ -8,7 +8,13 @@ behind it, counted by a barrier that every reader waits for, and free again when
 
 from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
-from triton.experimental.gluon.language.nvidia.hopper import fence_async_shared, mbarrier, tma, warpgroup_mma, warpgroup_mma_wait
+from triton.experimental.gluon.language.nvidia.hopper import (
+    fence_async_shared,
+    mbarrier,
+    tma,
+    warpgroup_mma,
+    warpgroup_mma_wait,
+)
 
 from ridgeline.ops.attention._hopper_pieces import Call, _fetch, _piece, _queries, _tell
 from ridgeline.ops.attention._hopper_rings import (
@@ -39,7 +45,9 @@ def _lain(pairs):
 
 @gluon.jit
 def _stood(lain, like):
-    return gl.convert_layout(lain.reshape([4, 4, 8, 4, 2, 2]).permute((1, 5, 2, 0, 4, 3)).reshape([ROWS, ROWS // 2]), like.type.layout)
+    return gl.convert_layout(
+        lain.reshape([4, 4, 8, 4, 2, 2]).permute((1, 5, 2, 0, 4, 3)).reshape([ROWS, ROWS // 2]), like.type.layout
+    )
 
 
 @gluon.jit
@@ -48,7 +56,9 @@ def _values(dv_out, here, given, call):
     D: gl.constexpr = dv_out.block_type.shape[-1]
     dtype: gl.constexpr = dv_out.dtype
     s_layout: gl.constexpr = gl.NVMMADistributedLayout(version=[3, 0], warps_per_cta=[4, 1], instr_shape=[16, ROWS, 16])
-    d_layout: gl.constexpr = gl.NVMMADistributedLayout(version=[3, 0], warps_per_cta=[4, 1], instr_shape=[16, D // 2, 16])
+    d_layout: gl.constexpr = gl.NVMMADistributedLayout(
+        version=[3, 0], warps_per_cta=[4, 1], instr_shape=[16, D // 2, 16]
+    )
     zero = gl.zeros([ROWS, ROWS], gl.float32, s_layout)
     k = _flat(here.ks.index(0))
     item = here.tickets.take(0)
@@ -93,7 +103,9 @@ def _slopes(dk_out, here, given, call):
     STAGES: gl.constexpr = here.ds.type.shape[0]
     dtype: gl.constexpr = dk_out.dtype
     s_layout: gl.constexpr = gl.NVMMADistributedLayout(version=[3, 0], warps_per_cta=[4, 1], instr_shape=[16, ROWS, 16])
-    d_layout: gl.constexpr = gl.NVMMADistributedLayout(version=[3, 0], warps_per_cta=[4, 1], instr_shape=[16, D // 2, 16])
+    d_layout: gl.constexpr = gl.NVMMADistributedLayout(
+        version=[3, 0], warps_per_cta=[4, 1], instr_shape=[16, D // 2, 16]
+    )
     zero = gl.zeros([ROWS, ROWS], gl.float32, s_layout)
     pairs = _pack(zero, dtype)
     lain: gl.constexpr = _lain(pairs).type.layout
@@ -128,7 +140,11 @@ def _slopes(dk_out, here, given, call):
 
 
 @gluon.jit(do_not_specialize=["pieces", "heads", "section", "turns", "tiles", "columns", "shift", "left", "right"])
-def _bwd_wide(order, listed, queries, keys, values, do, dk_out, dv_out, dq_sums, tops, deltas, pieces, heads, section, turns, tiles, columns, shift, left, right, scale, factor, LEFT: gl.constexpr, RIGHT: gl.constexpr, DOWN: gl.constexpr, GROUP: gl.constexpr, ORDERED: gl.constexpr):  # fmt: skip
+def _bwd_wide(
+    order, listed, queries, keys, values, do, dk_out, dv_out, dq_sums, tops, deltas, pieces, heads, section, turns,
+    tiles, columns, shift, left, right, scale, factor, LEFT: gl.constexpr, RIGHT: gl.constexpr, DOWN: gl.constexpr,
+    GROUP: gl.constexpr, ORDERED: gl.constexpr
+):  # fmt: skip
     PACKED: gl.constexpr = listed is not None
     dtype: gl.constexpr = queries.dtype
     qs = _rows(queries, tops, 2)
@@ -146,11 +162,44 @@ def _bwd_wide(order, listed, queries, keys, values, do, dk_out, dv_out, dq_sums,
     board = gl.allocate_shared_memory(gl.int32, [2, 8 if PACKED else 1], gl.SwizzledSharedLayout(1, 1, 1, [0]))
     tickets = Tickets(board, drawn, taken, False, PACKED)
     here = Memory(
-        qs, dos, ks, vs, k_ready.index(0), k_free.index(0), v_ready.index(0), v_free.index(0), ds, ds_ready, ds_free, tickets, _told()
+        qs,
+        dos,
+        ks,
+        vs,
+        k_ready.index(0),
+        k_free.index(0),
+        v_ready.index(0),
+        v_free.index(0),
+        ds,
+        ds_ready,
+        ds_free,
+        tickets,
+        _told(),
     )
     given = Ring(pairs, given_ready, given_free)
     fence_async_shared()
-    call = Call(pieces, pieces, pieces, heads, section, turns, tiles, columns, shift, left, right, scale, factor, LEFT, RIGHT, DOWN, GROUP, PACKED, ROWS, False)  # fmt: skip
+    call = Call(
+        pieces,
+        pieces,
+        pieces,
+        heads,
+        section,
+        turns,
+        tiles,
+        columns,
+        shift,
+        left,
+        right,
+        scale,
+        factor,
+        LEFT,
+        RIGHT,
+        DOWN,
+        GROUP,
+        PACKED,
+        ROWS,
+        False,
+    )
     gl.warp_specialize(
         [
             (_values, (dv_out, here, given, call)),

@@ -26,7 +26,9 @@ class Call:
     left: gl.tensor
     right: gl.tensor
     scale: gl.tensor
-    factor: gl.tensor  # scale for exponentials of base 2; if it were computed here, ptxas would do so anew for every use of it
+    factor: (
+        gl.tensor
+    )  # scale for exponentials of base 2; if it were computed here, ptxas would do so anew for every use of it
     LEFT: gl.constexpr
     RIGHT: gl.constexpr
     DOWN: gl.constexpr
@@ -37,7 +39,8 @@ class Call:
 
     @gluon.constexpr_function
     def __init__(
-        self, pieces, entire, parts, heads, section, turns, tiles, columns, shift, left, right, scale, factor, LEFT, RIGHT, DOWN, GROUP, PACKED, SPAN, SPLIT
+        self, pieces, entire, parts, heads, section, turns, tiles, columns, shift, left, right, scale, factor, LEFT,
+        RIGHT, DOWN, GROUP, PACKED, SPAN, SPLIT
     ):  # fmt: skip
         self.pieces = pieces
         self.entire = entire
@@ -63,7 +66,28 @@ class Call:
     @gluon.jit
     def of(self, tiles, columns, shift):
         """This of a packed sequence of so many blocks of queries, keys, and keys more than queries where that matters."""
-        return Call(self.pieces, self.entire, self.parts, self.heads, self.section, self.turns, tiles, columns, shift, self.left, self.right, self.scale, self.factor, self.LEFT, self.RIGHT, self.DOWN, self.GROUP, self.PACKED, self.SPAN, self.SPLIT)  # fmt: skip
+        return Call(
+            self.pieces,
+            self.entire,
+            self.parts,
+            self.heads,
+            self.section,
+            self.turns,
+            tiles,
+            columns,
+            shift,
+            self.left,
+            self.right,
+            self.scale,
+            self.factor,
+            self.LEFT,
+            self.RIGHT,
+            self.DOWN,
+            self.GROUP,
+            self.PACKED,
+            self.SPAN,
+            self.SPLIT,
+        )
 
     @gluon.jit
     def find(self, item, listed):
@@ -76,7 +100,9 @@ class Call:
             item -= _same(tile) * self.turns
             begins, columns, begin, rows = _same(begins), _same(columns), _same(begin), _same(rows)
             base = begin // ROWS + _same(number)
-            work = self.of(gl.cdiv(rows, ROWS), columns, self.shift * (columns - rows)).work(item, base, begin, rows, begins)
+            work = self.of(gl.cdiv(rows, ROWS), columns, self.shift * (columns - rows)).work(
+                item, base, begin, rows, begins
+            )
         else:
             work = self.work(item, item, item, item, item)  # the last four are of packed sequences alone
         return work
@@ -106,7 +132,9 @@ class Call:
             high = gl.minimum(high, gl.maximum(n + self.SPAN - 1 + self.left - self.shift + ROWS, 0) // ROWS)
         many = gl.maximum(high - low, 0)
         if self.SPLIT:
-            part = share % self.parts if self.DOWN else self.parts - 1 - share % self.parts  # as a whole piece goes through its blocks
+            part = (
+                share % self.parts if self.DOWN else self.parts - 1 - share % self.parts
+            )  # as a whole piece goes through its blocks
             end = gl.where(share >= 0, (part + 1) * many // self.parts, many)
             skipped = gl.where(share >= 0, part * many // self.parts, 0)
             low, many = low + skipped, end - skipped
@@ -221,7 +249,9 @@ class Work:
             seen = (j + 0 * i < self.call.columns) & (j >= i - self.call.left)
             if self.call.RIGHT:
                 seen = seen & (j <= i + self.call.right)
-        elif self.call.RIGHT:  # one comparison for each, with a key's first query; of a window's two such limits registers spill
+        elif (
+            self.call.RIGHT
+        ):  # one comparison for each, with a key's first query; of a window's two such limits registers spill
             seen = i >= gl.where(j < self.call.columns, j - self.call.right - self.call.shift, 0x7FFFFFFF)
         else:
             seen = j < self.call.columns
@@ -249,7 +279,9 @@ def _fetch(queries, do, tops, deltas, keys, values, here, counter, listed, call)
         work = call.find(item, listed)
         if call.PACKED:
             own = work.call
-            here.tickets.write(n, work.head, work.first, work.low, work.blocks, work.base, work.begins, own.columns, own.shift)
+            here.tickets.write(
+                n, work.head, work.first, work.low, work.blocks, work.base, work.begins, own.columns, own.shift
+            )
         some = work.blocks > 0
         block = work.block(0)
         if some:
@@ -282,7 +314,19 @@ def _piece(here, n, item, call):
     """The program's n-th piece of work; of packed sequences without where its queries lie, which the warp that fetches knows."""
     if call.PACKED:
         head, first, low, blocks, base, begins, columns, shift = here.tickets.read(n)
-        work = Work(call.of(call.tiles, columns, shift), 0 * head, head, first, low, blocks, 0 * head - 1, base, head, head, begins)
+        work = Work(
+            call.of(call.tiles, columns, shift),
+            0 * head,
+            head,
+            first,
+            low,
+            blocks,
+            0 * head - 1,
+            base,
+            head,
+            head,
+            begins,
+        )
     else:
         work = call.find(item, None)
     return work
@@ -334,7 +378,9 @@ def _queries(W: gl.constexpr, dq_sums, rooms, here, order, call, ORDERED: gl.con
     EARLY: gl.constexpr = NEED > 1 or (call.RIGHT and not call.DOWN)
     TELLS: gl.constexpr = 0 if EARLY else PARTS - 1  # after which part of a block the one before it is told of
     layout: gl.constexpr = gl.NVMMADistributedLayout(version=[3, 0], warps_per_cta=[4, 1], instr_shape=[16, W, 16])
-    rest_layout: gl.constexpr = gl.NVMMADistributedLayout(version=[3, 0], warps_per_cta=[4, 1], instr_shape=[16, max(REST, 16), 16])
+    rest_layout: gl.constexpr = gl.NVMMADistributedLayout(
+        version=[3, 0], warps_per_cta=[4, 1], instr_shape=[16, max(REST, 16), 16]
+    )
     zero, rest_zero = gl.zeros([ROWS, W], gl.float32, layout), gl.zeros([ROWS, max(REST, 16)], gl.float32, rest_layout)
     n, done, said = 0, 0, 0
     item = here.tickets.take(0)

@@ -44,7 +44,10 @@ class Plan:
     MASKS: gl.constexpr
 
     @gluon.constexpr_function
-    def __init__(self, turns, heads, group, couples, section, tiles, rows, columns, shift, left, right, factor, BM, BN, LEFT, RIGHT, PACKED, MASKS):  # fmt: skip
+    def __init__(
+        self, turns, heads, group, couples, section, tiles, rows, columns, shift, left, right, factor, BM, BN, LEFT,
+        RIGHT, PACKED, MASKS
+    ):  # fmt: skip
         self.turns = turns
         self.heads = heads
         self.group = group
@@ -237,7 +240,9 @@ def _couples(heads: int, tiles: int, programs: int, most: int, more: int) -> int
     return min(ends, key=lambda couples: (ends[couples], -couples))
 
 
-def _masks(BM: int, BN: int, columns: int, shift: int, right: int, back: bool, ahead: bool, bottom: bool, packed: bool) -> int:
+def _masks(
+    BM: int, BN: int, columns: int, shift: int, right: int, back: bool, ahead: bool, bottom: bool, packed: bool
+) -> int:
     """`Plan.MASKS`. 1 and 3: a group's causal edge, or the ragged end of the keys, lies within the first block that it sees."""
     if ahead and not (packed and bottom):  # of packed sequences shifts differ
         return 2 if (shift + right) % (ROWS.value if BM > BN else BN) else 3 if back else 1

@@ -14,7 +14,9 @@ _store: gl.constexpr = getattr(tma, "async_store", None) or tma.async_copy_share
 _barrier: gl.constexpr = getattr(gl, "barrier", None) or gl.thread_barrier
 ROWS = gl.constexpr(64)  # queries of a group of warps: as many as a matrix instruction takes
 FAR = gl.constexpr(TensorMap.FAR)
-KEYS = gl.constexpr(2)  # backward's groups of warps that read keys' tiles: with 64 keys each to D 128, with the same 64 beyond
+KEYS = gl.constexpr(
+    2
+)  # backward's groups of warps that read keys' tiles: with 64 keys each to D 128, with the same 64 beyond
 
 
 @builtin
@@ -101,7 +103,9 @@ def _ring(source, SIZE: gl.constexpr, READERS: gl.constexpr):
 @gluon.jit
 def _same(x):
     """A number that all threads of a warp have, as the compiler then knows too."""
-    return gl.inline_asm_elementwise("redux.sync.or.b32 $0, $1, 0xffffffff;", "=r,r", [x], dtype=gl.int32, is_pure=False, pack=1)
+    return gl.inline_asm_elementwise(
+        "redux.sync.or.b32 $0, $1, 0xffffffff;", "=r,r", [x], dtype=gl.int32, is_pure=False, pack=1
+    )
 
 
 @gluon.jit
@@ -130,7 +134,13 @@ def _field(fields, N: gl.constexpr):
 def _read(board, n, ALL: gl.constexpr = True):
     """What `_write` wrote; without ALL the last three, which a dense call has as arguments, are 0."""
     fields = board.index(n & 1).load(gl.BlockedLayout([8], [32], [4], [0]))
-    head, row, low, high, begin = _field(fields, 0), _field(fields, 1), _field(fields, 2), _field(fields, 3), _field(fields, 4)
+    head, row, low, high, begin = (
+        _field(fields, 0),
+        _field(fields, 1),
+        _field(fields, 2),
+        _field(fields, 3),
+        _field(fields, 4),
+    )
     rows, columns, shift = 0, 0, 0
     if ALL:
         rows, columns, shift = _field(fields, 5), _field(fields, 6), _field(fields, 7)
@@ -209,7 +219,9 @@ def _rows(source, numbers, SIZE: gl.constexpr, free=None):
     if free is None:
         free = _counters(SIZE, KEYS)
     tiles = gl.allocate_shared_memory(source.dtype, [SIZE] + source.block_type.shape, source.layout)
-    return Rows(tiles, gl.allocate_shared_memory(gl.float32, [SIZE] + numbers.block_type.shape, numbers.layout), ready, free)
+    return Rows(
+        tiles, gl.allocate_shared_memory(gl.float32, [SIZE] + numbers.block_type.shape, numbers.layout), ready, free
+    )
 
 
 @gluon.jit
@@ -360,9 +372,13 @@ def _pack(p, dtype: gl.constexpr):
     """Neighbours of a row as one register of two: single halves, carried around a loop, take a register each and two moves more."""
     even, odd = gl.split(gl.reshape(p, [p.shape[0], p.shape[1] // 2, 2]))
     if dtype == gl.bfloat16:
-        packed = gl.inline_asm_elementwise("cvt.rn.bf16x2.f32 $0, $2, $1;", "=r,f,f", [even, odd], dtype=gl.int32, is_pure=True, pack=1)
+        packed = gl.inline_asm_elementwise(
+            "cvt.rn.bf16x2.f32 $0, $2, $1;", "=r,f,f", [even, odd], dtype=gl.int32, is_pure=True, pack=1
+        )
     else:
-        packed = gl.inline_asm_elementwise("cvt.rn.f16x2.f32 $0, $2, $1;", "=r,f,f", [even, odd], dtype=gl.int32, is_pure=True, pack=1)
+        packed = gl.inline_asm_elementwise(
+            "cvt.rn.f16x2.f32 $0, $2, $1;", "=r,f,f", [even, odd], dtype=gl.int32, is_pure=True, pack=1
+        )
     return packed
 
 
@@ -391,7 +407,9 @@ def _scores(q, keys, zero, REST: gl.constexpr):
     """Starts q K^T; with REST of half of the dimensions and so many more, since what is beyond is zeros."""
     if REST:
         HALF: gl.constexpr = q.shape[1] // 2
-        s = warpgroup_mma(q.slice(0, HALF, 1), keys.slice(0, HALF, 1).permute((1, 0)), zero, use_acc=False, is_async=True)
+        s = warpgroup_mma(
+            q.slice(0, HALF, 1), keys.slice(0, HALF, 1).permute((1, 0)), zero, use_acc=False, is_async=True
+        )
         s = warpgroup_mma(q.slice(HALF, REST, 1), keys.slice(HALF, REST, 1).permute((1, 0)), s, is_async=True)
     else:
         s = warpgroup_mma(q, keys.permute((1, 0)), zero, use_acc=False, is_async=True)
@@ -401,14 +419,18 @@ def _scores(q, keys, zero, REST: gl.constexpr):
 @gluon.jit
 def _look(place):
     """A number in memory, as it may have been some time ago."""
-    return gl.inline_asm_elementwise("ld.relaxed.gpu.global.s32 $0, [$1];", "=r,l", [place.to(gl.int64)], dtype=gl.int32, is_pure=False, pack=1)  # fmt: skip
+    return gl.inline_asm_elementwise(
+        "ld.relaxed.gpu.global.s32 $0, [$1];", "=r,l", [place.to(gl.int64)], dtype=gl.int32, is_pure=False, pack=1
+    )
 
 
 @gluon.jit
 def _await(place, count, seen):
     """Until a number in memory, that was `seen` before, is at least `count`."""
-    code: gl.constexpr = "{ .reg .pred p; setp.ge.s32 p, $3, $2; @p bra past; again: ld.acquire.gpu.global.s32 $0, [$1]; setp.lt.s32 p, $0, $2; @p bra again; past: }"  # fmt: skip
-    gl.inline_asm_elementwise(code, "=&r,l,r,r", [place.to(gl.int64), count, seen], dtype=gl.int32, is_pure=False, pack=1)
+    code: gl.constexpr = "{ .reg .pred p; setp.ge.s32 p, $3, $2; @p bra past; again: ld.acquire.gpu.global.s32 $0, [$1]; setp.lt.s32 p, $0, $2; @p bra again; past: }"
+    gl.inline_asm_elementwise(
+        code, "=&r,l,r,r", [place.to(gl.int64), count, seen], dtype=gl.int32, is_pure=False, pack=1
+    )
 
 
 @gluon.constexpr_function

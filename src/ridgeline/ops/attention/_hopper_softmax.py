@@ -51,7 +51,9 @@ def _cutting(N, KEEP):
         "{ .reg .b32 first, room, part, mask; .reg .pred seen; mov.u32 first, %laneid; and.b32 first, first, 3; shl.b32 first, first, 1;"
     ]
     for row in (0, 1):
-        lines.append(f"sub.s32 room, ${2 * N + 2 * row}, first; and.b32 part, room, 7; min.s32 part, part, 1; shr.s32 room, room, 3;")
+        lines.append(
+            f"sub.s32 room, ${2 * N + 2 * row}, first; and.b32 part, room, 7; min.s32 part, part, 1; shr.s32 room, room, 3;"
+        )
         lines.append(
             "shl.b32 room, room, 1; add.s32 room, room, part; add.s32 room, room, 1; max.s32 room, room, 0; min.s32 room, room, 32;"
         )
@@ -70,7 +72,9 @@ def _cut(s, last, KEEP: gl.constexpr = True):
     N: gl.constexpr = s.shape[1] // 2
     LAYOUT: gl.constexpr = s.type.layout
     lasts = last[:, None] + gl.zeros(s.shape, gl.int32, LAYOUT)
-    return gl.inline_asm_elementwise(_cutting(N, KEEP)[0], _cutting(N, KEEP)[1], [s, lasts], dtype=gl.float32, is_pure=True, pack=N)
+    return gl.inline_asm_elementwise(
+        _cutting(N, KEEP)[0], _cutting(N, KEEP)[1], [s, lasts], dtype=gl.float32, is_pure=True, pack=N
+    )
 
 
 # What `_watch` finds is a number of the group's, and Gluon makes such a number of a tensor by way of shared memory. So it lies in a register of
@@ -81,7 +85,9 @@ def _lines(ME, dtype=None):
         "0f47000000" if dtype == gl.float16 else "0f5D800000"
     )  # 2^15, float16's end is 65504; else 2^60: o's sums are as much larger than v
     declare = f".reg .pred beyond{ME}; setp.ne.s32 beyond{ME}, 0, 0; mov.u32 $0, 0;"
-    above = [f"setp.gtu{'.or' if n else ''}.f32 beyond{ME}, ${n}, {most}{f', beyond{ME}' if n else ''};" for n in range(4)]
+    above = [
+        f"setp.gtu{'.or' if n else ''}.f32 beyond{ME}, ${n}, {most}{f', beyond{ME}' if n else ''};" for n in range(4)
+    ]
     watch = f"{' '.join(above)} barrier.cta.red.or.pred beyond{ME}, {10 + ME}, 128, beyond{ME};"
     return declare, watch, f"selp.s32 $0, 1, 0, beyond{ME};"
 
@@ -96,7 +102,9 @@ def _watch(ME: gl.constexpr, sums, dtype: gl.constexpr):
     """Sums as they are; `_beyond` then tells whether any of the group's is too large for its probabilities to be of that dtype. Being a barrier
     of the group it also keeps what follows in the source behind the exponentials: else ptxas waits for products before them, though only
     their packing has to."""
-    return gl.inline_asm_elementwise(_lines(ME, dtype)[1], "=f,=f,=f,=f,0,1,2,3", [sums], dtype=gl.float32, is_pure=False, pack=4)
+    return gl.inline_asm_elementwise(
+        _lines(ME, dtype)[1], "=f,=f,=f,=f,0,1,2,3", [sums], dtype=gl.float32, is_pure=False, pack=4
+    )
 
 
 @gluon.jit

@@ -30,7 +30,10 @@ def _bounds(cu, n, batch, tokens, LAST: tl.constexpr):
 
 
 @triton.jit
-def _weights(cu_q, cu_k, n, batch, tokens, others, bottom, left, right, LEFT: tl.constexpr, RIGHT: tl.constexpr, BM: tl.constexpr, BN: tl.constexpr):  # fmt: skip
+def _weights(
+    cu_q, cu_k, n, batch, tokens, others, bottom, left, right, LEFT: tl.constexpr, RIGHT: tl.constexpr,
+    BM: tl.constexpr, BN: tl.constexpr
+):  # fmt: skip
     """Sequences' tiles, and the most blocks of keys that one of these sees."""
     _, rows = _bounds(cu_q, n, batch, tokens, True)
     _, seen = _bounds(cu_k, n, batch, others, False)
@@ -42,7 +45,10 @@ def _weights(cu_q, cu_k, n, batch, tokens, others, bottom, left, right, LEFT: tl
 
 
 @triton.jit(do_not_specialize=["batch", "tokens", "others", "most", "bottom", "left", "right"])
-def _order(listed, cu_q, cu_k, batch, tokens, others, most, bottom, left, right, LEFT: tl.constexpr, RIGHT: tl.constexpr, BM: tl.constexpr, BN: tl.constexpr, PDL: tl.constexpr):  # fmt: skip
+def _order(
+    listed, cu_q, cu_k, batch, tokens, others, most, bottom, left, right, LEFT: tl.constexpr, RIGHT: tl.constexpr,
+    BM: tl.constexpr, BN: tl.constexpr, PDL: tl.constexpr
+):  # fmt: skip
     """Lists every tile by seven of eight numbers: the place of its sequence's first tile in the list and how many these are; where the
     sequence's queries begin and how many they are; the same of its keys; and the sequence's number."""
     if PDL:
@@ -77,7 +83,8 @@ def _order(listed, cu_q, cu_k, batch, tokens, others, most, bottom, left, right,
 
 
 def order(
-    q: torch.Tensor, k: torch.Tensor, cu_q: torch.Tensor, cu_k: torch.Tensor, bottom: bool, left: int, right: int, BM: int, BN: int
+    q: torch.Tensor, k: torch.Tensor, cu_q: torch.Tensor, cu_k: torch.Tensor, bottom: bool, left: int, right: int,
+    BM: int, BN: int
 ) -> tuple[torch.Tensor, int]:  # fmt: skip
     """The list for tiles of BM queries and BN keys, to which `early` applies, and how many tiles there are at the most. Backward, whose
     tiles are of keys, gives both sides for each other, and left for right."""
@@ -85,6 +92,12 @@ def order(
     most = tokens // BM + sequences + 1
     listed = torch.empty(HEAD + 8 * most, dtype=torch.int32, device=q.device)
     numbers = sequences, tokens, k.shape[2], most, int(bottom), left, right
-    flags = {"LEFT": left < UNBOUNDED, "RIGHT": right < UNBOUNDED, "BM": BM, "BN": BN, "PDL": early(device.of(q))["PDL"]}
+    flags = {
+        "LEFT": left < UNBOUNDED,
+        "RIGHT": right < UNBOUNDED,
+        "BM": BM,
+        "BN": BN,
+        "PDL": early(device.of(q))["PDL"],
+    }
     launch(_order, (triton.cdiv(sequences + 1, SOME.value),), listed, cu_q, cu_k, *numbers, **flags, num_warps=4)
     return listed, most

@@ -21,7 +21,9 @@ class _Tiled(Function):
     """q and the mask come as (B, Hkv, G, ...), for the G heads that share a head of k and v."""
 
     @staticmethod
-    def forward(ctx: Any, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, mask: Any, band: Any, scale: float, softcap: float) -> Any:
+    def forward(
+        ctx: Any, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, mask: Any, band: Any, scale: float, softcap: float
+    ) -> Any:
         rest = mask, band, scale, softcap
         o, lse = torch.empty_like(q), q.new_empty(q.shape[:-1], dtype=torch.promote_types(q.dtype, torch.float32))
         for i in _tiles(q):
@@ -71,7 +73,8 @@ def _meet(i: slice, j: slice, band: tuple[int, int] | None) -> bool:
 
 
 def _scores(
-    q: torch.Tensor, k: torch.Tensor, i: slice, j: slice, mask: torch.Tensor | None, band: tuple[int, int] | None, scale: float, softcap: float
+    q: torch.Tensor, k: torch.Tensor, i: slice, j: slice, mask: torch.Tensor | None, band: tuple[int, int] | None,
+    scale: float, softcap: float
 ) -> tuple[torch.Tensor, Any]:  # fmt: skip
     """The scores of a tile, -inf where nothing is seen, and the cap's slope."""
     precise, slope = torch.promote_types(q.dtype, torch.float32), 1.0
@@ -88,7 +91,8 @@ def _scores(
 
 
 def tiled(
-    q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, mask: torch.Tensor | None, band: tuple[int, int] | None, scale: float, softcap: float
+    q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, mask: torch.Tensor | None, band: tuple[int, int] | None,
+    scale: float, softcap: float
 ) -> tuple[torch.Tensor, torch.Tensor]:  # fmt: skip
     """o and lse, as `formula`."""
     sizes = k.shape[1], q.shape[1] // max(k.shape[1], 1)

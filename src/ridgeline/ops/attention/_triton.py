@@ -25,7 +25,15 @@ from ridgeline.tiles.online_softmax import exact_exp, log
 
 LOG2E = 1.4426950408889634
 UNBOUNDED = 1 << 30
-LOOSE = ("rows", "columns", "heads", "batch", "section", "left", "right")  # numbers that are worth no kernels of their own
+LOOSE = (
+    "rows",
+    "columns",
+    "heads",
+    "batch",
+    "section",
+    "left",
+    "right",
+)  # numbers that are worth no kernels of their own
 
 
 @triton.jit
@@ -66,7 +74,9 @@ def _sequence(tile, cu, other_cu, tokens, others, batch, SIZE: tl.constexpr):
 
 
 @triton.jit
-def _span(first, last, end, back, ahead, BACK: tl.constexpr, AHEAD: tl.constexpr, BLOCK: tl.constexpr, MASK: tl.constexpr):
+def _span(
+    first, last, end, back, ahead, BACK: tl.constexpr, AHEAD: tl.constexpr, BLOCK: tl.constexpr, MASK: tl.constexpr
+):
     """Of positions p below `end`, those with x - back <= p <= x + ahead for some x of first..last, in blocks: where they begin, from
     and up to where all x see whole blocks, and where they end."""
     low, full = 0, 0
@@ -131,7 +141,9 @@ def _add(acc, acc2, p, x, x2, e, PRECISION: tl.constexpr):
 def _sum(acc, p, x, PRECISION: tl.constexpr):
     """acc + p x. In full float32 a block is summed by itself: one chain over all blocks would round its own sum every time."""
     if x.dtype == tl.float32 and PRECISION == "ieee":
-        acc = tl.fma(tl.dot(p, x, input_precision=PRECISION), 1.0, acc)  # the compiler makes one chain of a plain addition
+        acc = tl.fma(
+            tl.dot(p, x, input_precision=PRECISION), 1.0, acc
+        )  # the compiler makes one chain of a plain addition
     else:
         acc = tl.dot(p.to(x.dtype), x, acc, input_precision=PRECISION)
     return acc
@@ -145,7 +157,11 @@ def _zeros(ROWS: tl.constexpr, BD: tl.constexpr, BE: tl.constexpr):
 @triton.jit
 def _head(x, steps, batch, head, row, UNIT: tl.constexpr):
     """Where a row of a head lies."""
-    return x + (tl.cast(batch, tl.int64) * steps[0] + tl.cast(head, tl.int64) * steps[1] + tl.cast(row, tl.int64) * steps[2]) * UNIT
+    return (
+        x
+        + (tl.cast(batch, tl.int64) * steps[0] + tl.cast(head, tl.int64) * steps[1] + tl.cast(row, tl.int64) * steps[2])
+        * UNIT
+    )
 
 
 @triton.jit
@@ -155,7 +171,10 @@ def _scaled(x, scale, factor, APART: tl.constexpr):
 
 
 @triton.jit
-def _score(s, i, j, rows, columns, mask, mask_steps, scale, factor, cap, back, ahead, MASKED: tl.constexpr, BACK: tl.constexpr, AHEAD: tl.constexpr, CAP: tl.constexpr, APART: tl.constexpr):  # fmt: skip
+def _score(
+    s, i, j, rows, columns, mask, mask_steps, scale, factor, cap, back, ahead, MASKED: tl.constexpr, BACK: tl.constexpr,
+    AHEAD: tl.constexpr, CAP: tl.constexpr, APART: tl.constexpr
+):  # fmt: skip
     """The scores of products s of queries i and keys j: with APART scaled, which else `_power` does, and capped; -inf where nothing is
     seen. And the cap's slope."""
     slope = 1.0
@@ -170,7 +189,9 @@ def _score(s, i, j, rows, columns, mask, mask_steps, scale, factor, cap, back, a
         if AHEAD:
             seen = seen & (j <= i + ahead)
         if mask is not None:
-            bias = tl.load(mask + i.to(tl.int64) * mask_steps[2] + j.to(tl.int64) * mask_steps[3], mask=seen & (i < rows), other=0)
+            bias = tl.load(
+                mask + i.to(tl.int64) * mask_steps[2] + j.to(tl.int64) * mask_steps[3], mask=seen & (i < rows), other=0
+            )
             if bias.dtype == tl.uint8:
                 seen = seen & (bias != 0)
             else:
@@ -186,13 +207,35 @@ def _power(s, top, factor, APART: tl.constexpr, dtype: tl.constexpr):
 
 
 @triton.jit
-def _absorb(acc, acc2, total, top, q, q2, k, v, start, i, n, d, e, rows, columns, k_step, v_step, mask, mask_steps, scale, factor, cap, back, ahead, MASKED: tl.constexpr, BACK: tl.constexpr, AHEAD: tl.constexpr, CAP: tl.constexpr, APART: tl.constexpr, D: tl.constexpr, UNIT: tl.constexpr, PRECISION: tl.constexpr):  # fmt: skip
+def _absorb(
+    acc, acc2, total, top, q, q2, k, v, start, i, n, d, e, rows, columns, k_step, v_step, mask, mask_steps, scale,
+    factor, cap, back, ahead, MASKED: tl.constexpr, BACK: tl.constexpr, AHEAD: tl.constexpr, CAP: tl.constexpr,
+    APART: tl.constexpr, D: tl.constexpr, UNIT: tl.constexpr, PRECISION: tl.constexpr
+):  # fmt: skip
     """Takes a block of keys and values into the running sums."""
     at = tl.cast(start, tl.int64) * UNIT
     keys, keys2 = _tiles(k + at * k_step, n, k_step, d, e, columns - start, D, UNIT, not MASKED)
     s = _scores(q, q2, keys, keys2, e, PRECISION)
     j = start + n[None, :]
-    s, _ = _score(s, i[:, None], j, rows, columns, mask, mask_steps, scale, factor, cap, back, ahead, MASKED, BACK, AHEAD, CAP, APART)
+    s, _ = _score(
+        s,
+        i[:, None],
+        j,
+        rows,
+        columns,
+        mask,
+        mask_steps,
+        scale,
+        factor,
+        cap,
+        back,
+        ahead,
+        MASKED,
+        BACK,
+        AHEAD,
+        CAP,
+        APART,
+    )
     most = tl.max(s, 1) if APART else tl.max(s, 1) * factor
     most = tl.maximum(top, most)
     base = tl.where(most == float("-inf"), 0.0, most) if MASKED else most  # a row that has seen nothing yet
@@ -214,9 +257,18 @@ def _end(top, total, APART: tl.constexpr):
 
 
 @triton.jit(do_not_specialize=LOOSE)
-def _fwd(o, lse, q, k, v, mask, cu_q, cu_k, o_steps, q_steps, k_steps, v_steps, mask_steps, rows, columns, heads, group, batch, section, scale, factor, cap, left, right, LEFT: tl.constexpr, RIGHT: tl.constexpr, BOTTOM: tl.constexpr, CAP: tl.constexpr, APART: tl.constexpr, D: tl.constexpr, BD: tl.constexpr, BE: tl.constexpr, UNIT: tl.constexpr, PRECISION: tl.constexpr, TAIL: tl.constexpr, BM: tl.constexpr, BN: tl.constexpr):  # fmt: skip
+def _fwd(
+    o, lse, q, k, v, mask, cu_q, cu_k, o_steps, q_steps, k_steps, v_steps, mask_steps, rows, columns, heads, group,
+    batch, section, scale, factor, cap, left, right, LEFT: tl.constexpr, RIGHT: tl.constexpr, BOTTOM: tl.constexpr,
+    CAP: tl.constexpr, APART: tl.constexpr, D: tl.constexpr, BD: tl.constexpr, BE: tl.constexpr, UNIT: tl.constexpr,
+    PRECISION: tl.constexpr, TAIL: tl.constexpr, BM: tl.constexpr, BN: tl.constexpr
+):  # fmt: skip
     tile, turn = _turn(
-        tl.program_id(0), _count(rows, batch, cu_q, BM), batch * heads if cu_q is None else heads, section, RIGHT and cu_q is None
+        tl.program_id(0),
+        _count(rows, batch, cu_q, BM),
+        batch * heads if cu_q is None else heads,
+        section,
+        RIGHT and cu_q is None,
     )
     b, h = turn // heads, turn % heads
     lse += turn.to(tl.int64) * rows
@@ -233,19 +285,120 @@ def _fwd(o, lse, q, k, v, mask, cu_q, cu_k, o_steps, q_steps, k_steps, v_steps, 
         mask += b.to(tl.int64) * mask_steps[0] + h.to(tl.int64) * mask_steps[1]
     shift = columns - rows if BOTTOM else 0
     back, ahead = left - shift, right + shift
-    low, full, edge, high = _span(m0, tl.minimum(m0 + BM, rows) - 1, columns, back, ahead, LEFT, RIGHT, BN, mask is not None)
+    low, full, edge, high = _span(
+        m0, tl.minimum(m0 + BM, rows) - 1, columns, back, ahead, LEFT, RIGHT, BN, mask is not None
+    )
     acc, acc2 = _zeros(BM, BD, BE)
     total = tl.zeros((BM,), tl.float32)
     top = tl.full((BM,), float("-inf"), tl.float32)
     if LEFT:
         for start in range(low, tl.minimum(full, high), BN):
-            acc, acc2, total, top = _absorb(acc, acc2, total, top, q, q2, k, v, start, i, n, d, e, rows, columns, k_steps[2], v_steps[2], mask, mask_steps, scale, factor, cap, back, ahead, True, LEFT, RIGHT, CAP, APART, D, UNIT, PRECISION)  # fmt: skip
+            acc, acc2, total, top = _absorb(
+                acc,
+                acc2,
+                total,
+                top,
+                q,
+                q2,
+                k,
+                v,
+                start,
+                i,
+                n,
+                d,
+                e,
+                rows,
+                columns,
+                k_steps[2],
+                v_steps[2],
+                mask,
+                mask_steps,
+                scale,
+                factor,
+                cap,
+                back,
+                ahead,
+                True,
+                LEFT,
+                RIGHT,
+                CAP,
+                APART,
+                D,
+                UNIT,
+                PRECISION,
+            )
     if mask is None:
         for start in range(full, edge, BN):
-            acc, acc2, total, top = _absorb(acc, acc2, total, top, q, q2, k, v, start, i, n, d, e, rows, columns, k_steps[2], v_steps[2], mask, mask_steps, scale, factor, cap, back, ahead, False, LEFT, RIGHT, CAP, APART, D, UNIT, PRECISION)  # fmt: skip
+            acc, acc2, total, top = _absorb(
+                acc,
+                acc2,
+                total,
+                top,
+                q,
+                q2,
+                k,
+                v,
+                start,
+                i,
+                n,
+                d,
+                e,
+                rows,
+                columns,
+                k_steps[2],
+                v_steps[2],
+                mask,
+                mask_steps,
+                scale,
+                factor,
+                cap,
+                back,
+                ahead,
+                False,
+                LEFT,
+                RIGHT,
+                CAP,
+                APART,
+                D,
+                UNIT,
+                PRECISION,
+            )
     if TAIL:
         for start in range(tl.maximum(full, edge), high, BN):
-            acc, acc2, total, top = _absorb(acc, acc2, total, top, q, q2, k, v, start, i, n, d, e, rows, columns, k_steps[2], v_steps[2], mask, mask_steps, scale, factor, cap, back, ahead, True, LEFT, RIGHT, CAP, APART, D, UNIT, PRECISION)  # fmt: skip
+            acc, acc2, total, top = _absorb(
+                acc,
+                acc2,
+                total,
+                top,
+                q,
+                q2,
+                k,
+                v,
+                start,
+                i,
+                n,
+                d,
+                e,
+                rows,
+                columns,
+                k_steps[2],
+                v_steps[2],
+                mask,
+                mask_steps,
+                scale,
+                factor,
+                cap,
+                back,
+                ahead,
+                True,
+                LEFT,
+                RIGHT,
+                CAP,
+                APART,
+                D,
+                UNIT,
+                PRECISION,
+            )
     share, top = _end(top, total, APART)
     share = share[:, None]
     _save(_head(o, o_steps, b, h, begin + m0, UNIT), acc * share, acc2 * share, m, o_steps[2], d, e, rows - m0, D, UNIT)
@@ -264,7 +417,10 @@ def _lies(m0, rows, cu, batch, BM: tl.constexpr):
 
 
 @triton.jit(do_not_specialize=(*LOOSE, "padded"))
-def _delta(delta, power, o, do, dlse, lse, order, cu, o_steps, do_steps, rows, padded, heads, batch, APART: tl.constexpr, D: tl.constexpr, BD: tl.constexpr, BE: tl.constexpr, UNIT: tl.constexpr, BM: tl.constexpr):  # fmt: skip
+def _delta(
+    delta, power, o, do, dlse, lse, order, cu, o_steps, do_steps, rows, padded, heads, batch, APART: tl.constexpr,
+    D: tl.constexpr, BD: tl.constexpr, BE: tl.constexpr, UNIT: tl.constexpr, BM: tl.constexpr
+):  # fmt: skip
     """delta = rowsum(o do) - dlse, and lse in base 2 or, with APART, as it is. A row that sees nothing, as one of those after the last is,
     up to `padded`, has an infinite one, so that its probabilities are 0. `order` becomes 0. With `cu` tiles do not go beyond a packed
     sequence's end, and what is made of them lies by their numbers."""
@@ -294,14 +450,23 @@ def _delta(delta, power, o, do, dlse, lse, order, cu, o_steps, do_steps, rows, p
 
 
 @triton.jit
-def _add_keys(dk, dk2, dv, dv2, k, k2, v, v2, q, do, power, delta, t, first, blocks, whole, m, j, d, e, rows, columns, q_steps, do_steps, mask, mask_steps, scale, factor, cap, back, ahead, MASKED: tl.constexpr, BACK: tl.constexpr, AHEAD: tl.constexpr, CAP: tl.constexpr, APART: tl.constexpr, D: tl.constexpr, UNIT: tl.constexpr, PRECISION: tl.constexpr):  # fmt: skip
+def _add_keys(
+    dk, dk2, dv, dv2, k, k2, v, v2, q, do, power, delta, t, first, blocks, whole, m, j, d, e, rows, columns, q_steps,
+    do_steps, mask, mask_steps, scale, factor, cap, back, ahead, MASKED: tl.constexpr, BACK: tl.constexpr,
+    AHEAD: tl.constexpr, CAP: tl.constexpr, APART: tl.constexpr, D: tl.constexpr, UNIT: tl.constexpr,
+    PRECISION: tl.constexpr
+):  # fmt: skip
     """Adds to dK and dV what block t of queries says, of `blocks` for each head of the group from row `first` on; scores stand on their
     side, keys down and queries across."""
-    blocks = tl.maximum(blocks, 1)  # of a loop that does not run the pipeliner computes the first addresses all the same
+    blocks = tl.maximum(
+        blocks, 1
+    )  # of a loop that does not run the pipeliner computes the first addresses all the same
     g = tl.cast(t // blocks, tl.int64)
     start = first + t % blocks * m.shape[0]
     i = start + m
-    queries, queries2 = _tiles(_head(q, q_steps, 0, g, start, UNIT), m, q_steps[2], d, e, rows - start, D, UNIT, not MASKED)
+    queries, queries2 = _tiles(
+        _head(q, q_steps, 0, g, start, UNIT), m, q_steps[2], d, e, rows - start, D, UNIT, not MASKED
+    )
     power += g * whole + start
     delta += g * whole + start
     if MASKED:
@@ -313,9 +478,29 @@ def _add_keys(dk, dk2, dv, dv2, k, k2, v, v2, q, do, power, delta, t, first, blo
     if mask is not None:
         mask += g * mask_steps[1]
     s = _scores(k, k2, queries, queries2, e, PRECISION)
-    s, slope = _score(s, i[None, :], j[:, None], rows, columns, mask, mask_steps, scale, factor, cap, back, ahead, MASKED, BACK, AHEAD, CAP, APART)  # fmt: skip
+    s, slope = _score(
+        s,
+        i[None, :],
+        j[:, None],
+        rows,
+        columns,
+        mask,
+        mask_steps,
+        scale,
+        factor,
+        cap,
+        back,
+        ahead,
+        MASKED,
+        BACK,
+        AHEAD,
+        CAP,
+        APART,
+    )
     p = _power(s, top[None, :], factor, APART, k.dtype)
-    slopes, slopes2 = _tiles(_head(do, do_steps, 0, g, start, UNIT), m, do_steps[2], d, e, rows - start, D, UNIT, not MASKED)
+    slopes, slopes2 = _tiles(
+        _head(do, do_steps, 0, g, start, UNIT), m, do_steps[2], d, e, rows - start, D, UNIT, not MASKED
+    )
     dv, dv2 = _add(dv, dv2, p, slopes, slopes2, e, PRECISION)
     ds = p * (_scores(v, v2, slopes, slopes2, e, PRECISION) - deltas[None, :])
     if CAP:
@@ -325,9 +510,17 @@ def _add_keys(dk, dk2, dv, dv2, k, k2, v, v2, q, do, power, delta, t, first, blo
 
 
 @triton.jit(do_not_specialize=LOOSE)
-def _bwd(dk, dv, q, k, v, do, power, delta, mask, cu_q, cu_k, dk_steps, dv_steps, q_steps, k_steps, v_steps, do_steps, mask_steps, rows, columns, heads, group, batch, section, scale, factor, cap, left, right, LEFT: tl.constexpr, RIGHT: tl.constexpr, BOTTOM: tl.constexpr, CAP: tl.constexpr, APART: tl.constexpr, D: tl.constexpr, BD: tl.constexpr, BE: tl.constexpr, UNIT: tl.constexpr, PRECISION: tl.constexpr, TAIL: tl.constexpr, BM: tl.constexpr, BN: tl.constexpr):  # fmt: skip
+def _bwd(
+    dk, dv, q, k, v, do, power, delta, mask, cu_q, cu_k, dk_steps, dv_steps, q_steps, k_steps, v_steps, do_steps,
+    mask_steps, rows, columns, heads, group, batch, section, scale, factor, cap, left, right, LEFT: tl.constexpr,
+    RIGHT: tl.constexpr, BOTTOM: tl.constexpr, CAP: tl.constexpr, APART: tl.constexpr, D: tl.constexpr,
+    BD: tl.constexpr, BE: tl.constexpr, UNIT: tl.constexpr, PRECISION: tl.constexpr, TAIL: tl.constexpr,
+    BM: tl.constexpr, BN: tl.constexpr
+):  # fmt: skip
     """dK and dV: a program per tile of keys and values, over all queries of its group's heads that see it."""
-    tile, turn = _turn(tl.program_id(0), _count(columns, batch, cu_k, BN), batch * heads if cu_q is None else heads, section, False)
+    tile, turn = _turn(
+        tl.program_id(0), _count(columns, batch, cu_k, BN), batch * heads if cu_q is None else heads, section, False
+    )
     b, h = turn // heads, turn % heads
     whole = rows
     begin, begins = 0, 0
@@ -337,10 +530,14 @@ def _bwd(dk, dv, q, k, v, do, power, delta, mask, cu_q, cu_k, dk_steps, dv_steps
     m, n, d, e = tl.arange(0, BM), tl.arange(0, BN), tl.arange(0, BD), tl.arange(0, BE) if BE else None
     j = n0 + n
     keys, keys2 = _tiles(_head(k, k_steps, b, h, begins + n0, UNIT), n, k_steps[2], d, e, columns - n0, D, UNIT, False)
-    values, values2 = _tiles(_head(v, v_steps, b, h, begins + n0, UNIT), n, v_steps[2], d, e, columns - n0, D, UNIT, False)
+    values, values2 = _tiles(
+        _head(v, v_steps, b, h, begins + n0, UNIT), n, v_steps[2], d, e, columns - n0, D, UNIT, False
+    )
     shift = columns - rows if BOTTOM else 0
     back, ahead = left - shift, right + shift
-    low, full, edge, high = _span(n0, tl.minimum(n0 + BN, columns) - 1, rows, ahead, back, RIGHT, LEFT, BM, mask is not None)
+    low, full, edge, high = _span(
+        n0, tl.minimum(n0 + BN, columns) - 1, rows, ahead, back, RIGHT, LEFT, BM, mask is not None
+    )
     q = _head(q, q_steps, b, h * group, begin, UNIT)
     do = _head(do, do_steps, b, h * group, begin, UNIT)
     at = (b * heads + h).to(tl.int64) * group * whole + begin
@@ -353,30 +550,172 @@ def _bwd(dk, dv, q, k, v, do, power, delta, mask, cu_q, cu_k, dk_steps, dv_steps
     if RIGHT:
         blocks = tl.cdiv(tl.maximum(tl.minimum(full, high) - low, 0), BM)
         for t in range(group * blocks):
-            dks, dks2, dvs, dvs2 = _add_keys(dks, dks2, dvs, dvs2, keys, keys2, values, values2, q, do, power, delta, t, low, blocks, whole, m, j, d, e, rows, columns, q_steps, do_steps, mask, mask_steps, scale, factor, cap, back, ahead, True, LEFT, RIGHT, CAP, APART, D, UNIT, PRECISION)  # fmt: skip
+            dks, dks2, dvs, dvs2 = _add_keys(
+                dks,
+                dks2,
+                dvs,
+                dvs2,
+                keys,
+                keys2,
+                values,
+                values2,
+                q,
+                do,
+                power,
+                delta,
+                t,
+                low,
+                blocks,
+                whole,
+                m,
+                j,
+                d,
+                e,
+                rows,
+                columns,
+                q_steps,
+                do_steps,
+                mask,
+                mask_steps,
+                scale,
+                factor,
+                cap,
+                back,
+                ahead,
+                True,
+                LEFT,
+                RIGHT,
+                CAP,
+                APART,
+                D,
+                UNIT,
+                PRECISION,
+            )
     if mask is None:
         blocks = tl.maximum(edge - full, 0) // BM
         for t in range(group * blocks):
-            dks, dks2, dvs, dvs2 = _add_keys(dks, dks2, dvs, dvs2, keys, keys2, values, values2, q, do, power, delta, t, full, blocks, whole, m, j, d, e, rows, columns, q_steps, do_steps, mask, mask_steps, scale, factor, cap, back, ahead, False, LEFT, RIGHT, CAP, APART, D, UNIT, PRECISION)  # fmt: skip
+            dks, dks2, dvs, dvs2 = _add_keys(
+                dks,
+                dks2,
+                dvs,
+                dvs2,
+                keys,
+                keys2,
+                values,
+                values2,
+                q,
+                do,
+                power,
+                delta,
+                t,
+                full,
+                blocks,
+                whole,
+                m,
+                j,
+                d,
+                e,
+                rows,
+                columns,
+                q_steps,
+                do_steps,
+                mask,
+                mask_steps,
+                scale,
+                factor,
+                cap,
+                back,
+                ahead,
+                False,
+                LEFT,
+                RIGHT,
+                CAP,
+                APART,
+                D,
+                UNIT,
+                PRECISION,
+            )
     if TAIL:
         last = tl.maximum(full, edge)
         blocks = tl.cdiv(tl.maximum(high - last, 0), BM)
         for t in range(group * blocks):
-            dks, dks2, dvs, dvs2 = _add_keys(dks, dks2, dvs, dvs2, keys, keys2, values, values2, q, do, power, delta, t, last, blocks, whole, m, j, d, e, rows, columns, q_steps, do_steps, mask, mask_steps, scale, factor, cap, back, ahead, True, LEFT, RIGHT, CAP, APART, D, UNIT, PRECISION)  # fmt: skip
+            dks, dks2, dvs, dvs2 = _add_keys(
+                dks,
+                dks2,
+                dvs,
+                dvs2,
+                keys,
+                keys2,
+                values,
+                values2,
+                q,
+                do,
+                power,
+                delta,
+                t,
+                last,
+                blocks,
+                whole,
+                m,
+                j,
+                d,
+                e,
+                rows,
+                columns,
+                q_steps,
+                do_steps,
+                mask,
+                mask_steps,
+                scale,
+                factor,
+                cap,
+                back,
+                ahead,
+                True,
+                LEFT,
+                RIGHT,
+                CAP,
+                APART,
+                D,
+                UNIT,
+                PRECISION,
+            )
     dks, dks2 = _scaled(dks, scale, factor, APART), _scaled(dks2, scale, factor, APART)
     _save(_head(dk, dk_steps, b, h, begins + n0, UNIT), dks, dks2, n, dk_steps[2], d, e, columns - n0, D, UNIT)
     _save(_head(dv, dv_steps, b, h, begins + n0, UNIT), dvs, dvs2, n, dv_steps[2], d, e, columns - n0, D, UNIT)
 
 
 @triton.jit
-def _add_queries(dq, dq2, q, q2, do, do2, top, deltas, k, v, start, i, n, d, e, rows, columns, k_step, v_step, mask, mask_steps, scale, factor, cap, back, ahead, MASKED: tl.constexpr, BACK: tl.constexpr, AHEAD: tl.constexpr, CAP: tl.constexpr, APART: tl.constexpr, D: tl.constexpr, UNIT: tl.constexpr, PRECISION: tl.constexpr):  # fmt: skip
+def _add_queries(
+    dq, dq2, q, q2, do, do2, top, deltas, k, v, start, i, n, d, e, rows, columns, k_step, v_step, mask, mask_steps,
+    scale, factor, cap, back, ahead, MASKED: tl.constexpr, BACK: tl.constexpr, AHEAD: tl.constexpr, CAP: tl.constexpr,
+    APART: tl.constexpr, D: tl.constexpr, UNIT: tl.constexpr, PRECISION: tl.constexpr
+):  # fmt: skip
     """Adds to dQ what a block of keys says."""
     at = tl.cast(start, tl.int64) * UNIT
     keys, keys2 = _tiles(k + at * k_step, n, k_step, d, e, columns - start, D, UNIT, not MASKED)
     values, values2 = _tiles(v + at * v_step, n, v_step, d, e, columns - start, D, UNIT, not MASKED)
     s = _scores(q, q2, keys, keys2, e, PRECISION)
     j = start + n[None, :]
-    s, slope = _score(s, i[:, None], j, rows, columns, mask, mask_steps, scale, factor, cap, back, ahead, MASKED, BACK, AHEAD, CAP, APART)
+    s, slope = _score(
+        s,
+        i[:, None],
+        j,
+        rows,
+        columns,
+        mask,
+        mask_steps,
+        scale,
+        factor,
+        cap,
+        back,
+        ahead,
+        MASKED,
+        BACK,
+        AHEAD,
+        CAP,
+        APART,
+    )
     p = _power(s, top[:, None], factor, APART, q.dtype)
     ds = p * (_scores(do, do2, values, values2, e, PRECISION) - deltas[:, None])
     if CAP:
@@ -385,9 +724,18 @@ def _add_queries(dq, dq2, q, q2, do, do2, top, deltas, k, v, start, i, n, d, e, 
 
 
 @triton.jit(do_not_specialize=LOOSE)
-def _bwd_dq(dq, q, k, v, do, power, delta, mask, cu_q, cu_k, dq_steps, q_steps, k_steps, v_steps, do_steps, mask_steps, rows, columns, heads, group, batch, section, scale, factor, cap, left, right, LEFT: tl.constexpr, RIGHT: tl.constexpr, BOTTOM: tl.constexpr, CAP: tl.constexpr, APART: tl.constexpr, D: tl.constexpr, BD: tl.constexpr, BE: tl.constexpr, UNIT: tl.constexpr, PRECISION: tl.constexpr, TAIL: tl.constexpr, BM: tl.constexpr, BN: tl.constexpr):  # fmt: skip
+def _bwd_dq(
+    dq, q, k, v, do, power, delta, mask, cu_q, cu_k, dq_steps, q_steps, k_steps, v_steps, do_steps, mask_steps, rows,
+    columns, heads, group, batch, section, scale, factor, cap, left, right, LEFT: tl.constexpr, RIGHT: tl.constexpr,
+    BOTTOM: tl.constexpr, CAP: tl.constexpr, APART: tl.constexpr, D: tl.constexpr, BD: tl.constexpr, BE: tl.constexpr,
+    UNIT: tl.constexpr, PRECISION: tl.constexpr, TAIL: tl.constexpr, BM: tl.constexpr, BN: tl.constexpr
+):  # fmt: skip
     tile, turn = _turn(
-        tl.program_id(0), _count(rows, batch, cu_q, BM), batch * heads if cu_q is None else heads, section, RIGHT and cu_q is None
+        tl.program_id(0),
+        _count(rows, batch, cu_q, BM),
+        batch * heads if cu_q is None else heads,
+        section,
+        RIGHT and cu_q is None,
     )
     b, h = turn // heads, turn % heads
     power += turn.to(tl.int64) * rows
@@ -408,17 +756,124 @@ def _bwd_dq(dq, q, k, v, do, power, delta, mask, cu_q, cu_k, dq_steps, q_steps, 
         mask += b.to(tl.int64) * mask_steps[0] + h.to(tl.int64) * mask_steps[1]
     shift = columns - rows if BOTTOM else 0
     back, ahead = left - shift, right + shift
-    low, full, edge, high = _span(m0, tl.minimum(m0 + BM, rows) - 1, columns, back, ahead, LEFT, RIGHT, BN, mask is not None)
+    low, full, edge, high = _span(
+        m0, tl.minimum(m0 + BM, rows) - 1, columns, back, ahead, LEFT, RIGHT, BN, mask is not None
+    )
     acc, acc2 = _zeros(BM, BD, BE)
     if LEFT:
         for start in range(low, tl.minimum(full, high), BN):
-            acc, acc2 = _add_queries(acc, acc2, q, q2, do, do2, top, deltas, k, v, start, i, n, d, e, rows, columns, k_steps[2], v_steps[2], mask, mask_steps, scale, factor, cap, back, ahead, True, LEFT, RIGHT, CAP, APART, D, UNIT, PRECISION)  # fmt: skip
+            acc, acc2 = _add_queries(
+                acc,
+                acc2,
+                q,
+                q2,
+                do,
+                do2,
+                top,
+                deltas,
+                k,
+                v,
+                start,
+                i,
+                n,
+                d,
+                e,
+                rows,
+                columns,
+                k_steps[2],
+                v_steps[2],
+                mask,
+                mask_steps,
+                scale,
+                factor,
+                cap,
+                back,
+                ahead,
+                True,
+                LEFT,
+                RIGHT,
+                CAP,
+                APART,
+                D,
+                UNIT,
+                PRECISION,
+            )
     if mask is None:
         for start in range(full, edge, BN):
-            acc, acc2 = _add_queries(acc, acc2, q, q2, do, do2, top, deltas, k, v, start, i, n, d, e, rows, columns, k_steps[2], v_steps[2], mask, mask_steps, scale, factor, cap, back, ahead, False, LEFT, RIGHT, CAP, APART, D, UNIT, PRECISION)  # fmt: skip
+            acc, acc2 = _add_queries(
+                acc,
+                acc2,
+                q,
+                q2,
+                do,
+                do2,
+                top,
+                deltas,
+                k,
+                v,
+                start,
+                i,
+                n,
+                d,
+                e,
+                rows,
+                columns,
+                k_steps[2],
+                v_steps[2],
+                mask,
+                mask_steps,
+                scale,
+                factor,
+                cap,
+                back,
+                ahead,
+                False,
+                LEFT,
+                RIGHT,
+                CAP,
+                APART,
+                D,
+                UNIT,
+                PRECISION,
+            )
     if TAIL:
         for start in range(tl.maximum(full, edge), high, BN):
-            acc, acc2 = _add_queries(acc, acc2, q, q2, do, do2, top, deltas, k, v, start, i, n, d, e, rows, columns, k_steps[2], v_steps[2], mask, mask_steps, scale, factor, cap, back, ahead, True, LEFT, RIGHT, CAP, APART, D, UNIT, PRECISION)  # fmt: skip
+            acc, acc2 = _add_queries(
+                acc,
+                acc2,
+                q,
+                q2,
+                do,
+                do2,
+                top,
+                deltas,
+                k,
+                v,
+                start,
+                i,
+                n,
+                d,
+                e,
+                rows,
+                columns,
+                k_steps[2],
+                v_steps[2],
+                mask,
+                mask_steps,
+                scale,
+                factor,
+                cap,
+                back,
+                ahead,
+                True,
+                LEFT,
+                RIGHT,
+                CAP,
+                APART,
+                D,
+                UNIT,
+                PRECISION,
+            )
     acc, acc2 = _scaled(acc, scale, factor, APART), _scaled(acc2, scale, factor, APART)
     _save(_head(dq, dq_steps, b, h, begin + m0, UNIT), acc, acc2, m, dq_steps[2], d, e, rows - m0, D, UNIT)
 
@@ -440,7 +895,9 @@ def _parts(D: int) -> tuple[int, int]:
     return (whole // 2, rest) if 16 <= whole // 2 and whole // 2 + rest < whole else (whole, 0)
 
 
-def _rule(gpu: device.Device, kernel: str, dtype: torch.dtype, precision: str, width: int, masked: bool) -> tuning.Config:
+def _rule(
+    gpu: device.Device, kernel: str, dtype: torch.dtype, precision: str, width: int, masked: bool
+) -> tuning.Config:
     """Tiles of a kernel for heads of `width` dimensions: rows of queries BM, of keys BN. A mask's tiles are in shared memory beside those
     of keys and values, in float32 too: with one they are smaller."""
     found = _half(gpu, kernel, width) if dtype != torch.float32 else _single(gpu, kernel, width, precision)
@@ -481,11 +938,27 @@ def _single(gpu: device.Device, kernel: str, width: int, precision: str) -> tupl
 
 
 def _space() -> list[tuning.Config]:
-    sizes = [(128, 128, 8), (128, 64, 8), (128, 64, 4), (64, 128, 8), (64, 128, 4), (64, 64, 4), (64, 32, 4), (32, 64, 4)]
-    return [{"BM": bm, "BN": bn, "num_warps": warps, "num_stages": stages} for bm, bn, warps in sizes for stages in (1, 2, 3, 4)]
+    sizes = [
+        (128, 128, 8),
+        (128, 64, 8),
+        (128, 64, 4),
+        (64, 128, 8),
+        (64, 128, 4),
+        (64, 64, 4),
+        (64, 32, 4),
+        (32, 64, 4),
+    ]
+    return [
+        {"BM": bm, "BN": bn, "num_warps": warps, "num_stages": stages}
+        for bm, bn, warps in sizes
+        for stages in (1, 2, 3, 4)
+    ]
 
 
-def _start(kernel: Any, name: str, given: tuple[Any, ...], tensors: tuple[torch.Tensor, ...], tail: bool, q: torch.Tensor, k: torch.Tensor, mask: torch.Tensor | None, cu: torch.Tensor | None, options: tuple[Any, ...]) -> None:  # fmt: skip
+def _start(
+    kernel: Any, name: str, given: tuple[Any, ...], tensors: tuple[torch.Tensor, ...], tail: bool, q: torch.Tensor,
+    k: torch.Tensor, mask: torch.Tensor | None, cu: torch.Tensor | None, options: tuple[Any, ...]
+) -> None:  # fmt: skip
     """Starts a kernel of one program per tile: of queries, or where its name is "bwd" of keys. given: its pointers; tensors: those of
     them with strides; tail: whether the last blocks that it walks need a comparison whatever the sizes."""
     scale, softcap, left, right, bottom, precision = options
@@ -502,7 +975,9 @@ def _start(kernel: Any, name: str, given: tuple[Any, ...], tensors: tuple[torch.
 
     def config() -> dict[str, Any]:
         key = f"{dtype_name(q)}{'' if q.dtype != torch.float32 else ' ' + precision} {width + rest}{' causal' if right < UNBOUNDED else ''}{' mask' if masked else ''}"
-        chosen = tuning.config(gpu, "attention", name, key, partial(_rule, gpu, name, q.dtype, precision, width + rest, masked), _space)
+        chosen = tuning.config(
+            gpu, "attention", name, key, partial(_rule, gpu, name, q.dtype, precision, width + rest, masked), _space
+        )
         ragged = packed or along % chosen["BM" if keys else "BN"] != 0
         return chosen | {"TAIL": tail or masked or ragged}
 
@@ -540,8 +1015,8 @@ def _masked(mask: torch.Tensor | None, q: torch.Tensor, k: torch.Tensor) -> torc
 
 def fwd(
     o: torch.Tensor, lse: torch.Tensor, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, mask: torch.Tensor | None,
-    cu_q: torch.Tensor | None, cu_k: torch.Tensor | None, scale: float, softcap: float, left: int, right: int, bottom: bool,
-    max_q: int, max_k: int, precision: str,
+    cu_q: torch.Tensor | None, cu_k: torch.Tensor | None, scale: float, softcap: float, left: int, right: int,
+    bottom: bool, max_q: int, max_k: int, precision: str
 ) -> None:  # fmt: skip
     """Fills o and lse; see `attention_fwd` in _attention.py. The longest sequence's lengths are of no use here."""
     cu_k = cu_q if cu_k is None else cu_k
@@ -550,8 +1025,8 @@ def fwd(
 
 
 def _start_delta(
-    delta: torch.Tensor, power: torch.Tensor, o: torch.Tensor, do: torch.Tensor, dlse: torch.Tensor | None, lse: torch.Tensor,
-    order: torch.Tensor | None = None, cu: torch.Tensor | None = None, apart: bool = False,
+    delta: torch.Tensor, power: torch.Tensor, o: torch.Tensor, do: torch.Tensor, dlse: torch.Tensor | None,
+    lse: torch.Tensor, order: torch.Tensor | None = None, cu: torch.Tensor | None = None, apart: bool = False
 ) -> None:  # fmt: skip
     """Fills delta and power, of as many rows a head or some more; zeroes order, a number and one for each 64 rows, where given.
     With cu by 64 rows of a packed sequence, numbered as `_sequence` has them."""
@@ -560,7 +1035,15 @@ def _start_delta(
     if cu is not None:
         size = 64
     steps, warps = [tuple(s // unit for s in _steps(t)[:3]) for t in (o, do)], 8 if size * width > 4096 else 4
-    facts: dict[str, Any] = {"APART": apart, "D": D, "BD": width, "BE": rest, "UNIT": unit, "BM": size, "num_warps": warps}
+    facts: dict[str, Any] = {
+        "APART": apart,
+        "D": D,
+        "BD": width,
+        "BE": rest,
+        "UNIT": unit,
+        "BM": size,
+        "num_warps": warps,
+    }
     numbers = rows, padded, (batch * heads, heads), None if cu is None else cu.numel() - 1
     given = delta, power, o, do, dlse, lse, order, cu, *steps, *numbers
     launch(_delta, (triton.cdiv(padded, size) * batch * heads,), *given, **facts)
@@ -568,9 +1051,9 @@ def _start_delta(
 
 def bwd(
     dq: torch.Tensor, dk: torch.Tensor, dv: torch.Tensor, do: torch.Tensor, dlse: torch.Tensor | None, q: torch.Tensor,
-    k: torch.Tensor, v: torch.Tensor, o: torch.Tensor, lse: torch.Tensor, mask: torch.Tensor | None, cu_q: torch.Tensor | None,
-    cu_k: torch.Tensor | None, scale: float, softcap: float, left: int, right: int, bottom: bool, max_q: int, max_k: int,
-    precision: str, deterministic: bool,
+    k: torch.Tensor, v: torch.Tensor, o: torch.Tensor, lse: torch.Tensor, mask: torch.Tensor | None,
+    cu_q: torch.Tensor | None, cu_k: torch.Tensor | None, scale: float, softcap: float, left: int, right: int,
+    bottom: bool, max_q: int, max_k: int, precision: str, deterministic: bool
 ) -> None:  # fmt: skip
     """Fills dq, dk and dv; see `attention_bwd` in _attention.py. It is deterministic, asked or not."""
     delta, power = torch.empty_like(lse), torch.empty_like(lse)

@@ -38,7 +38,13 @@ from ridgeline.select import eager
 
 
 def _formula(
-    how: Any, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, mask: torch.Tensor | None = None, return_lse: bool = False, **given: Any
+    how: Any,
+    q: torch.Tensor,
+    k: torch.Tensor,
+    v: torch.Tensor,
+    mask: torch.Tensor | None = None,
+    return_lse: bool = False,
+    **given: Any,
 ) -> Any:
     chosen = options(q.shape[-1], **given)
     o, lse = how(q, k, v, mask, chosen.band(q.shape[2], k.shape[2]), chosen.scale, chosen.softcap)
@@ -71,12 +77,14 @@ def _torch(
 ) -> torch.Tensor:  # fmt: skip
     if mask is not None:
         mask = (mask if mask.dtype == torch.bool else mask.to(q.dtype)).expand(*q.shape[:3], k.shape[2])
-    return F.scaled_dot_product_attention(q, k, v, mask, is_causal=bool(causal), scale=scale, enable_gqa=q.shape[1] != k.shape[1])
+    return F.scaled_dot_product_attention(
+        q, k, v, mask, is_causal=bool(causal), scale=scale, enable_gqa=q.shape[1] != k.shape[1]
+    )
 
 
 def _torch_refuses(
-    q: torch.Tensor, k: Any = None, v: Any = None, *, mask: Any = None, causal: Any = False, window: Any = None, softcap: Any = None,
-    return_lse: bool = False, **_: Any,
+    q: torch.Tensor, k: Any = None, v: Any = None, *, mask: Any = None, causal: Any = False, window: Any = None,
+    softcap: Any = None, return_lse: bool = False, **_: Any
 ) -> str | None:  # fmt: skip
     if causal == "bottom_right" or window not in (None, (None, None), (-1, -1)) or softcap is not None or return_lse:
         return "scaled_dot_product_attention has no window, no softcap, no lse and no causal='bottom_right'"
@@ -95,7 +103,9 @@ def _check_mask(mask: Any, q: torch.Tensor, k: torch.Tensor) -> str | None:
     if mask.device != q.device:
         return f"mask is on {mask.device} and q on {q.device}; one device is needed"
     if mask.dim() > 4 or any([n not in (1, m) for n, m in zip(reversed(mask.shape), reversed(shape), strict=False)]):
-        return f"mask must broadcast to (batch, heads, queries, keys), here {shape}, and has the shape {tuple(mask.shape)}"
+        return (
+            f"mask must broadcast to (batch, heads, queries, keys), here {shape}, and has the shape {tuple(mask.shape)}"
+        )
     if mask.requires_grad and torch.is_grad_enabled():
         return "mask has no gradient here, and requires one; give mask.detach()"
     return None
@@ -132,7 +142,14 @@ def attention(
         wrong = _check_mask(mask, q, k)
         if wrong:
             raise RidgelineError(f"attention: {wrong}")
-    given = {"mask": mask, "causal": causal, "scale": scale, "window": window, "softcap": softcap, "return_lse": return_lse}
+    given = {
+        "mask": mask,
+        "causal": causal,
+        "scale": scale,
+        "window": window,
+        "softcap": softcap,
+        "return_lse": return_lse,
+    }
     plain = eager(ATTENTION, impl, q, k, v, **given)
     if plain is not None:
         return plain.call(q, k, v, **given)  # type: ignore[misc]
@@ -141,7 +158,9 @@ def attention(
     return (o, lse) if return_lse else o
 
 
-def cost(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, *, mask: Any = None, return_lse: bool = False, **given: Any) -> tuple[Cost, Cost]:  # fmt: skip
+def cost(
+    q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, *, mask: Any = None, return_lse: bool = False, **given: Any
+) -> tuple[Cost, Cost]:
     """Backward is five products for forward's two; it reads do, q, k, v, o and lse. A mask counts as all pairs, and as its own bytes."""
     chosen = options(q.shape[-1], **given)
     count = q.shape[2] * k.shape[2] if mask is not None else pairs(q.shape[2], k.shape[2], chosen)
@@ -172,8 +191,17 @@ def _decode(batch: int, rows: int, columns: int, **given: Any) -> Case:
     return Case(name, (q, keys, keys), given, dtypes=("bfloat16",), use="bench")
 
 
-GRID = [(16384 // s, 2048 // d, s, d, c) for d in (64, 128) for s in (1024, 2048, 4096, 8192, 16384) for c in (False, True)]
-OFF = [(4, 25, 4096, 80), (4, 21, 4096, 96), (4, 8, 4096, 256), (16, 16, 1000, 128), (5, 16, 3000, 128), (4, 16, 4097, 128)]
+GRID = [
+    (16384 // s, 2048 // d, s, d, c) for d in (64, 128) for s in (1024, 2048, 4096, 8192, 16384) for c in (False, True)
+]
+OFF = [
+    (4, 25, 4096, 80),
+    (4, 21, 4096, 96),
+    (4, 8, 4096, 256),
+    (16, 16, 1000, 128),
+    (5, 16, 3000, 128),
+    (4, 16, 4097, 128),
+]
 ATTENTION = OPS[False] = Op(
     attention,
     reference=reference,
@@ -184,14 +212,34 @@ ATTENTION = OPS[False] = Op(
         _small("3x1x18x16x16", (3, 1, 18, 16), (3, 1, 16, 16)),
         _small("1x2x40x33x24 causal", (1, 2, 40, 24), (1, 2, 33, 24), causal=True),
         _small("1x2x33x45x16 lse", (1, 2, 33, 16), (1, 2, 45, 16), return_lse=True),
-        _small("1x2x85x170x16 bottom right, window", (1, 2, 85, 16), (1, 2, 170, 16), causal="bottom_right", window=(50, None)),
+        _small(
+            "1x2x85x170x16 bottom right, window",
+            (1, 2, 85, 16),
+            (1, 2, 170, 16),
+            causal="bottom_right",
+            window=(50, None),
+        ),
         _small("1x4/2x50x41x32 window, softcap", (1, 4, 50, 32), (1, 2, 41, 32), window=(7, 9), softcap=2.0, scale=0.3),
-        _small("1x2x40x17x40 rows without keys", (1, 2, 40, 40), (1, 2, 17, 40), causal="bottom_right", return_lse=True),
-        Case("1x2x70x300x40", (Spec(1, 2, 70, 40), *[Spec(1, 2, 300, 40)] * 2), dtypes=("float16",)),  # several pieces of dQ
-        Case("1x2x70x150x80 causal", (Spec(1, 2, 70, 80), *[Spec(1, 2, 150, 80)] * 2), {"causal": True}, ("float16",)),  # D in two parts
+        _small(
+            "1x2x40x17x40 rows without keys", (1, 2, 40, 40), (1, 2, 17, 40), causal="bottom_right", return_lse=True
+        ),
+        Case(
+            "1x2x70x300x40", (Spec(1, 2, 70, 40), *[Spec(1, 2, 300, 40)] * 2), dtypes=("float16",)
+        ),  # several pieces of dQ
+        Case(
+            "1x2x70x150x80 causal", (Spec(1, 2, 70, 80), *[Spec(1, 2, 150, 80)] * 2), {"causal": True}, ("float16",)
+        ),  # D in two parts
         Case("1x2x100x90x256", (Spec(1, 2, 100, 256), *[Spec(1, 2, 90, 256)] * 2), dtypes=("float16",)),
-        Case("2x2x65x97x16 mask", (Spec(2, 2, 65, 16), *[Spec(2, 1, 97, 16)] * 2), {"mask": Spec(2, 1, 65, 97, dtype="bool", high=2)}),
-        Case("1x2x80x100x16 bias", (Spec(1, 2, 80, 16), *[Spec(1, 2, 100, 16)] * 2), {"mask": Spec(2, 1, 100, grad=False), "softcap": 5.0}),
+        Case(
+            "2x2x65x97x16 mask",
+            (Spec(2, 2, 65, 16), *[Spec(2, 1, 97, 16)] * 2),
+            {"mask": Spec(2, 1, 65, 97, dtype="bool", high=2)},
+        ),
+        Case(
+            "1x2x80x100x16 bias",
+            (Spec(1, 2, 80, 16), *[Spec(1, 2, 100, 16)] * 2),
+            {"mask": Spec(2, 1, 100, grad=False), "softcap": 5.0},
+        ),
         _case(2, 4, 256, 64, "quick"),
         _case(1, 8, 512, 64, "quick", causal=True),
         *(_case(b, h, s, d, causal=c, deterministic=fixed) for fixed in (False, True) for b, h, s, d, c in GRID),
@@ -202,13 +250,19 @@ ATTENTION = OPS[False] = Op(
         *(_case(4, 32, 4096, d, kv=8, causal=True, **order) for order in ORDERS for d in (64, 128)),
         *(_case(4, 32, 4096, 128, kv=8, **order) for order in ORDERS),
         *(_case(1, 16, 16384, 128, causal=True, window=(1024, 0), **order) for order in ORDERS),
-        *(_case(1, h, s, 128, kv=kv, causal=True, **order) for order in ORDERS for h, kv, s in ((32, 8, 2048), (8, 1, 8192))),
+        *(
+            _case(1, h, s, 128, kv=kv, causal=True, **order)
+            for order in ORDERS
+            for h, kv, s in ((32, 8, 2048), (8, 1, 8192))
+        ),
         *(_decode(b, 1, s) for b, s in ((1, 8192), (1, 32768), (16, 8192))),
         _decode(4, 8, 8192, causal="bottom_right"),
     ],
 )
 
-ATTENTION.eager("naive", "the formula in eager PyTorch: every score in memory, several times", NAIVE, supports=rounds_scores)
+ATTENTION.eager(
+    "naive", "the formula in eager PyTorch: every score in memory, several times", NAIVE, supports=rounds_scores
+)
 ATTENTION.eager(
     "tiled",
     "the loop of the paper in eager PyTorch: tiles of queries walk tiles of keys, and backward makes the scores again from lse",
@@ -222,9 +276,17 @@ ATTENTION.eager(
     supports=_torch_refuses,
     served=True,
 )
-ATTENTION.eager("compile", "the formula fused by torch.compile: scores in memory, fewer times", _compile, kind="compile", supports=rounds_scores)  # fmt: skip
+ATTENTION.eager(
+    "compile",
+    "the formula fused by torch.compile: scores in memory, fewer times",
+    _compile,
+    kind="compile",
+    supports=rounds_scores,
+)
 ATTENTION.kernel(
-    "triton", "the tiles in registers: a program per tile, blocks that need no mask apart; backward in two passes without atomics", **TRITON
+    "triton",
+    "the tiles in registers: a program per tile, blocks that need no mask apart; backward in two passes without atomics",
+    **TRITON,
 )
 ATTENTION.kernel(
     "gluon",

@@ -57,7 +57,8 @@ def _sees(cu_q: torch.Tensor, cu_k: torch.Tensor, queries: int, keys: int, chose
 
 
 def _formula(
-    how: Any, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, cu_q: torch.Tensor, cu_k: torch.Tensor, *, return_lse: bool = False, **given: Any
+    how: Any, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, cu_q: torch.Tensor, cu_k: torch.Tensor, *,
+    return_lse: bool = False, **given: Any
 ) -> Any:  # fmt: skip
     chosen = options(q.shape[-1], **given)
     mask = _sees(cu_q, cu_k, q.shape[0], k.shape[0], chosen)
@@ -67,21 +68,36 @@ def _formula(
 
 def reference(
     q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, cu_seqlens_q: torch.Tensor, cu_seqlens_k: torch.Tensor, *,
-    max_seqlen_q: int | None = None, max_seqlen_k: int | None = None, causal: bool | str = False, scale: float | None = None,
-    window: tuple[int | None, int | None] | None = None, softcap: float | None = None, return_lse: bool = False,
-    deterministic: bool | None = None,
+    max_seqlen_q: int | None = None, max_seqlen_k: int | None = None, causal: bool | str = False,
+    scale: float | None = None, window: tuple[int | None, int | None] | None = None, softcap: float | None = None,
+    return_lse: bool = False, deterministic: bool | None = None
 ) -> Any:  # fmt: skip
-    given: dict[str, Any] = {"causal": causal, "scale": scale, "window": window, "softcap": softcap, "return_lse": return_lse}
+    given: dict[str, Any] = {
+        "causal": causal,
+        "scale": scale,
+        "window": window,
+        "softcap": softcap,
+        "return_lse": return_lse,
+    }
     return _formula(in_pieces, q, k, v, cu_seqlens_q, cu_seqlens_k, **given)
 
 
 def _torch(
-    q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, cu_q: torch.Tensor, cu_k: torch.Tensor, *, return_lse: bool = False, **given: Any
+    q: torch.Tensor,
+    k: torch.Tensor,
+    v: torch.Tensor,
+    cu_q: torch.Tensor,
+    cu_k: torch.Tensor,
+    *,
+    return_lse: bool = False,
+    **given: Any,
 ) -> torch.Tensor:
     chosen = options(q.shape[-1], **given)
     mask = _sees(cu_q, cu_k, q.shape[0], k.shape[0], chosen).expand(1, q.shape[1], -1, -1)
     queries, keys, values = _heads(q), _heads(k), _heads(v)
-    o = F.scaled_dot_product_attention(queries, keys, values, mask, scale=chosen.scale, enable_gqa=q.shape[1] != k.shape[1])
+    o = F.scaled_dot_product_attention(
+        queries, keys, values, mask, scale=chosen.scale, enable_gqa=q.shape[1] != k.shape[1]
+    )
     return o.squeeze(0).transpose(0, 1)
 
 
@@ -107,9 +123,7 @@ def _faults(cu: dict[str, Any], q: torch.Tensor, k: torch.Tensor, longest: dict[
         if readable(t) and not q.is_meta:
             ends = t.tolist()
             if ends[0] or ends[-1] != x.shape[0] or sorted(ends) != ends:
-                return (
-                    f"{name} must rise from 0 to the number of tokens, {x.shape[0]}; it is {ends if len(ends) < 9 else [*ends[:8], '...']}"
-                )
+                return f"{name} must rise from 0 to the number of tokens, {x.shape[0]}; it is {ends if len(ends) < 9 else [*ends[:8], '...']}"
             if most is not None and most < max([b - a for a, b in pairwise(ends)], default=0):
                 return f"max_seqlen_{name[-1]} is {most}, and a sequence of {name} is longer"
     return None
@@ -117,9 +131,9 @@ def _faults(cu: dict[str, Any], q: torch.Tensor, k: torch.Tensor, longest: dict[
 
 def attention_varlen(
     q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, cu_seqlens_q: torch.Tensor, cu_seqlens_k: torch.Tensor, *,
-    max_seqlen_q: int | None = None, max_seqlen_k: int | None = None, causal: bool | str = False, scale: float | None = None,
-    window: tuple[int | None, int | None] | None = None, softcap: float | None = None, return_lse: bool = False,
-    deterministic: bool | None = None, impl: str | None = None,
+    max_seqlen_q: int | None = None, max_seqlen_k: int | None = None, causal: bool | str = False,
+    scale: float | None = None, window: tuple[int | None, int | None] | None = None, softcap: float | None = None,
+    return_lse: bool = False, deterministic: bool | None = None, impl: str | None = None
 ) -> torch.Tensor | tuple[torch.Tensor, torch.Tensor]:  # fmt: skip
     """`attention` within sequences that are packed one after the other. Gradients flow to q, k and v.
 
@@ -170,7 +184,14 @@ class Packed(Spec):
 
 
 def cost(
-    q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, cu_q: torch.Tensor, cu_k: torch.Tensor, *, return_lse: bool = False, **given: Any
+    q: torch.Tensor,
+    k: torch.Tensor,
+    v: torch.Tensor,
+    cu_q: torch.Tensor,
+    cu_k: torch.Tensor,
+    *,
+    return_lse: bool = False,
+    **given: Any,
 ) -> tuple[Cost, Cost]:
     """As attention's, by the lengths: those that a case's tensor without data says of itself, else its values."""
     chosen = options(q.shape[-1], **given)
@@ -182,7 +203,10 @@ def cost(
     return forward, Cost(3 * nbytes(q) + nbytes(k, v, cu_q, cu_k) + rows, nbytes(q, k, v), flops * 5 // 2)
 
 
-def _case(name: str, heads: int, kv: int, D: int, parts: tuple[int, ...], keys: tuple[int, ...] = (), use: str = "check", **given: Any) -> Case:  # fmt: skip
+def _case(
+    name: str, heads: int, kv: int, D: int, parts: tuple[int, ...], keys: tuple[int, ...] = (), use: str = "check",
+    **given: Any
+) -> Case:  # fmt: skip
     keys, name = keys or parts, name + given.pop("note", "")
     k = Spec(sum(keys), kv, D)
     if use == "bench":  # peers need them
@@ -201,7 +225,9 @@ OPS[True] = ATTENTION_VARLEN = Op(
     cases=[
         _case("130 tokens", 2, 1, 16, (33, 97), (80, 47)),
         _case("70 tokens, one empty, causal", 2, 2, 24, (33, 0, 37), causal=True),
-        _case("60 tokens, bottom right, window", 2, 1, 16, (1, 40, 19), (8, 30, 40), causal="bottom_right", window=(12, 0)),
+        _case(
+            "60 tokens, bottom right, window", 2, 1, 16, (1, 40, 19), (8, 30, 40), causal="bottom_right", window=(12, 0)
+        ),
         _case("50 tokens, softcap, lse", 2, 2, 32, (17, 33), (25, 20), softcap=3.0, return_lse=True),
         _case("1024 tokens", 4, 4, 64, (600, 24, 400), use="quick", causal=True),
         *(
@@ -219,16 +245,27 @@ OPS[True] = ATTENTION_VARLEN = Op(
 
 
 ATTENTION_VARLEN.eager(
-    "naive", "the formula in eager PyTorch: every token's score with every other, those of other sequences masked",
-    partial(_formula, formula), supports=rounds_scores,
-)  # fmt: skip
-ATTENTION_VARLEN.eager(
-    "tiled", "attention's loop over tiles in eager PyTorch, with a mask that keeps sequences apart", partial(_formula, tiled), served=True
+    "naive",
+    "the formula in eager PyTorch: every token's score with every other, those of other sequences masked",
+    partial(_formula, formula),
+    supports=rounds_scores,
 )
 ATTENTION_VARLEN.eager(
-    "torch", "PyTorch's own, with a mask of tokens by tokens that keeps sequences apart", _torch, supports=_torch_refuses, served=True
+    "tiled",
+    "attention's loop over tiles in eager PyTorch, with a mask that keeps sequences apart",
+    partial(_formula, tiled),
+    served=True,
 )
-ATTENTION_VARLEN.kernel("triton", "attention's kernels: a program finds its tile's sequence by itself, so that nothing is padded", **TRITON)
+ATTENTION_VARLEN.eager(
+    "torch",
+    "PyTorch's own, with a mask of tokens by tokens that keeps sequences apart",
+    _torch,
+    supports=_torch_refuses,
+    served=True,
+)
+ATTENTION_VARLEN.kernel(
+    "triton", "attention's kernels: a program finds its tile's sequence by itself, so that nothing is padded", **TRITON
+)
 ATTENTION_VARLEN.kernel(
     "gluon",
     "attention's kernels for Hopper: programs take tiles from a list with the heaviest sequences first, forward and backward",

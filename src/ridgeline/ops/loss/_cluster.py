@@ -24,12 +24,17 @@ def rule(size: int) -> tuning.Config:
     cluster = 1 if size <= 32768 else min(16, triton.next_power_of_2(-(-size // 65536)))
     part = -(-size // cluster)
     threads = min(512 if cluster > 1 else 1024, max(64, -(-part // 1024) * 32))
-    return {"CLUSTER": cluster, "THREADS": threads, "BLOCKS": max(1, min(4, 2048 // threads, 221184 // (part + 1024))), "STAGES": 1}
+    return {
+        "CLUSTER": cluster,
+        "THREADS": threads,
+        "BLOCKS": max(1, min(4, 2048 // threads, 221184 // (part + 1024))),
+        "STAGES": 1,
+    }
 
 
 def rows(
-    losses: torch.Tensor, stats: torch.Tensor, d: torch.Tensor, logits: torch.Tensor, target: torch.Tensor, counts: torch.Tensor,
-    ignore: int, smoothing: float, z: float, cap: float, need: int, options: dict[str, bool],
+    losses: torch.Tensor, stats: torch.Tensor, d: torch.Tensor, logits: torch.Tensor, target: torch.Tensor,
+    counts: torch.Tensor, ignore: int, smoothing: float, z: float, cap: float, need: int, options: dict[str, bool]
 ) -> None:  # fmt: skip
     """The rows' losses, and what `need` says. What `fits` takes has no smoothing and no cap."""
     x = logits.view(-1, logits.shape[-1])
@@ -44,7 +49,15 @@ def rows(
         return cluster_rows.plan(columns, 1, x.itemsize, x.itemsize, **found) | kind
 
     values = losses, stats, d, x, target, counts, count, columns, x.stride(0), ignore, z
-    launch(KERNEL, lambda c: (c["CLUSTER"] * count,), *values, config=config, key=columns, NEED=need, MEAN=int(options["MEAN"]))
+    launch(
+        KERNEL,
+        lambda c: (c["CLUSTER"] * count,),
+        *values,
+        config=config,
+        key=columns,
+        NEED=need,
+        MEAN=int(options["MEAN"]),
+    )
 
 
 def fits(logits: torch.Tensor, target: torch.Tensor | None = None, *rest: Any) -> str | None:

@@ -55,7 +55,21 @@ def _counted(counts, target, rows, inner, t0, t1, ignore, FEW: tl.constexpr):
 
 
 @triton.jit
-def _total(out, values, n, counts, target, rows, inner, t0, t1, ignore, MEAN: tl.constexpr, FEW: tl.constexpr, BLOCK: tl.constexpr):
+def _total(
+    out,
+    values,
+    n,
+    counts,
+    target,
+    rows,
+    inner,
+    t0,
+    t1,
+    ignore,
+    MEAN: tl.constexpr,
+    FEW: tl.constexpr,
+    BLOCK: tl.constexpr,
+):
     """Sums n losses, one part a program; with MEAN divides by the count of rows."""
     sums = tl.zeros((BLOCK,), tl.float32)
     for start in range(tl.program_id(0) * BLOCK, n, tl.num_programs(0) * BLOCK):
@@ -70,7 +84,9 @@ def _total(out, values, n, counts, target, rows, inner, t0, t1, ignore, MEAN: tl
 @triton.jit
 def _load(x, column, mask, cap, CAP: tl.constexpr, POLICY: tl.constexpr):
     """Logits, capped, as float32, and the cap's slope; -inf where there are none."""
-    values, slope = capped(tl.load(x + column, mask=mask, other=float("-inf"), eviction_policy=POLICY).to(tl.float32), cap, CAP)
+    values, slope = capped(
+        tl.load(x + column, mask=mask, other=float("-inf"), eviction_policy=POLICY).to(tl.float32), cap, CAP
+    )
     return (tl.where(mask, values, float("-inf")) if CAP else values), slope
 
 
@@ -102,8 +118,10 @@ def _slopes(x, column, mask, hit, live, top, scale, factor, spread, pull, cap, C
 
 
 @triton.jit
-def _gradient(d, x, head, body, columns, first, classes, label, live, top, total, upstream, smoothing, z, cap,
-              Z: tl.constexpr, CAP: tl.constexpr, PEEL: tl.constexpr, VEC: tl.constexpr, K: tl.constexpr, W: tl.constexpr, STAGES: tl.constexpr):  # fmt: skip
+def _gradient(
+    d, x, head, body, columns, first, classes, label, live, top, total, upstream, smoothing, z, cap, Z: tl.constexpr,
+    CAP: tl.constexpr, PEEL: tl.constexpr, VEC: tl.constexpr, K: tl.constexpr, W: tl.constexpr, STAGES: tl.constexpr
+):  # fmt: skip
     """Writes a row of the gradient: NaN where the label is no class, 0 where it is ignored. The columns are those from `first` on of
     so many classes."""
     scale = tl.where(live, tl.where((label >= 0) & (label < classes), upstream, float("nan")), 0.0)
@@ -122,8 +140,10 @@ def _gradient(d, x, head, body, columns, first, classes, label, live, top, total
 
 
 @triton.jit
-def _stream(x, head, body, columns, base, cap, POLICY: tl.constexpr, SMOOTH: tl.constexpr, CAP: tl.constexpr, PEEL: tl.constexpr,
-            VEC: tl.constexpr, K: tl.constexpr, W: tl.constexpr, STAGES: tl.constexpr):  # fmt: skip
+def _stream(
+    x, head, body, columns, base, cap, POLICY: tl.constexpr, SMOOTH: tl.constexpr, CAP: tl.constexpr,
+    PEEL: tl.constexpr, VEC: tl.constexpr, K: tl.constexpr, W: tl.constexpr, STAGES: tl.constexpr
+):  # fmt: skip
     """A row's maximum, its sum of exponentials and its sum of differences to `base`."""
     dtype: tl.constexpr = x.dtype.element_ty
     top = tl.full((W,), float("-inf"), tl.float32)
@@ -166,9 +186,11 @@ def _loss(most, whole, away, base, chosen, classes, smoothing, z, SMOOTH: tl.con
 
 
 @triton.jit
-def _fwd(losses, stats, d, x, target, counts, rows, columns, inner, x0, x1, t0, t1, ignore, smoothing, z, cap,
-         NEED: tl.constexpr, MEAN: tl.constexpr, FEW: tl.constexpr, SMOOTH: tl.constexpr, Z: tl.constexpr, CAP: tl.constexpr,
-         PEEL: tl.constexpr, VEC: tl.constexpr, K: tl.constexpr, W: tl.constexpr, STAGES: tl.constexpr):  # fmt: skip
+def _fwd(
+    losses, stats, d, x, target, counts, rows, columns, inner, x0, x1, t0, t1, ignore, smoothing, z, cap,
+    NEED: tl.constexpr, MEAN: tl.constexpr, FEW: tl.constexpr, SMOOTH: tl.constexpr, Z: tl.constexpr, CAP: tl.constexpr,
+    PEEL: tl.constexpr, VEC: tl.constexpr, K: tl.constexpr, W: tl.constexpr, STAGES: tl.constexpr
+):  # fmt: skip
     row = tl.program_id(0).to(tl.int64)
     label = tl.load(target + row // inner * t0 + row % inner * t1)
     live, known = label != ignore, (label >= 0) & (label < columns)
@@ -176,8 +198,22 @@ def _fwd(losses, stats, d, x, target, counts, rows, columns, inner, x0, x1, t0, 
     x += start
     chosen, _slope = capped(tl.load(x + tl.where(known, label, 0) - head).to(tl.float32), cap, CAP)
     base = tl.where(tl.abs(chosen) < float("inf"), chosen, 0.0)  # sums are of differences to it, which stay small
-    most, whole, away = _stream(x, head, tl.where(live, body, 0), columns, base, cap, "evict_last" if NEED == 2 else "",
-                                SMOOTH, CAP, PEEL, VEC, K, W, STAGES)  # fmt: skip
+    most, whole, away = _stream(
+        x,
+        head,
+        tl.where(live, body, 0),
+        columns,
+        base,
+        cap,
+        "evict_last" if NEED == 2 else "",
+        SMOOTH,
+        CAP,
+        PEEL,
+        VEC,
+        K,
+        W,
+        STAGES,
+    )
     loss = _loss(most, whole, away, base, chosen, columns, smoothing, z, SMOOTH, Z)
     loss = tl.where(live, tl.where(known, loss, float("nan")), 0.0)
     tl.store(losses + row, loss.to(losses.dtype.element_ty))
@@ -188,14 +224,38 @@ def _fwd(losses, stats, d, x, target, counts, rows, columns, inner, x0, x1, t0, 
     if NEED == 2:
         upstream = tl.div_rn(1.0, _counted(counts, target, rows, inner, t0, t1, ignore, FEW)) if MEAN else 1.0
         out, _, _ = _peel(row * columns, columns, PEEL, VEC)
-        _gradient(d + out, x, head, body, columns, 0, columns, label, live, most, whole, upstream, smoothing, z, cap,
-                  Z, CAP, PEEL, VEC, K, W, STAGES)  # fmt: skip
+        _gradient(
+            d + out,
+            x,
+            head,
+            body,
+            columns,
+            0,
+            columns,
+            label,
+            live,
+            most,
+            whole,
+            upstream,
+            smoothing,
+            z,
+            cap,
+            Z,
+            CAP,
+            PEEL,
+            VEC,
+            K,
+            W,
+            STAGES,
+        )
 
 
 @triton.jit
-def _bwd(d, x, target, dloss, stats, counts, rows, columns, first, classes, inner, x0, x1, t0, t1, g0, g1, ignore, smoothing, z, cap,
-         MADE: tl.constexpr, EACH: tl.constexpr, MEAN: tl.constexpr, FEW: tl.constexpr, Z: tl.constexpr, CAP: tl.constexpr,
-         PEEL: tl.constexpr, VEC: tl.constexpr, K: tl.constexpr, W: tl.constexpr, STAGES: tl.constexpr):  # fmt: skip
+def _bwd(
+    d, x, target, dloss, stats, counts, rows, columns, first, classes, inner, x0, x1, t0, t1, g0, g1, ignore, smoothing,
+    z, cap, MADE: tl.constexpr, EACH: tl.constexpr, MEAN: tl.constexpr, FEW: tl.constexpr, Z: tl.constexpr,
+    CAP: tl.constexpr, PEEL: tl.constexpr, VEC: tl.constexpr, K: tl.constexpr, W: tl.constexpr, STAGES: tl.constexpr
+):  # fmt: skip
     """Of the columns from `first` on of so many classes. MADE: forward has written the gradient for an upstream one of 1; with that
     nothing is left to do."""
     end = tl.where(tl.load(dloss) == 1, 0, rows) if MADE else rows
@@ -208,8 +268,30 @@ def _bwd(d, x, target, dloss, stats, counts, rows, columns, first, classes, inne
         top, total = tl.load(stats + row), tl.load(stats + rows + row)
         start, head, body = _peel(row // inner * x0 + row % inner * x1, columns, PEEL, VEC)
         out, _, _ = _peel(row * columns, columns, PEEL, VEC)
-        _gradient(d + out, x + start, head, body, columns, first, classes, label, label != ignore, top, total, upstream, smoothing, z, cap,
-                  Z, CAP, PEEL, VEC, K, W, STAGES)  # fmt: skip
+        _gradient(
+            d + out,
+            x + start,
+            head,
+            body,
+            columns,
+            first,
+            classes,
+            label,
+            label != ignore,
+            top,
+            total,
+            upstream,
+            smoothing,
+            z,
+            cap,
+            Z,
+            CAP,
+            PEEL,
+            VEC,
+            K,
+            W,
+            STAGES,
+        )
 
 
 _SPACE = [{"K": k, "num_warps": w, "STAGES": s} for k in (1, 2, 4, 8) for w in (8, 16, 32) for s in (1, 2, 3)]
@@ -233,7 +315,11 @@ def _launch_rows(kernel: Any, x: torch.Tensor, *args: Any, persist: bool = False
         """16 warps, 2 loads of 16 bytes a thread at a time; rows wider than 128 KiB take 32 warps: then few enough of them are
         under way to lie in L2 still when they are read again."""
         most = min(32 if bucket * size > 131072 else 16, 1024 // where.warp)
-        return {"K": 2 if bucket > 4096 else 1, "num_warps": max(1, min(most, bucket // (where.warp * vec))), "STAGES": 1}
+        return {
+            "K": 2 if bucket > 4096 else 1,
+            "num_warps": max(1, min(most, bucket // (where.warp * vec))),
+            "STAGES": 1,
+        }
 
     def config() -> dict[str, Any]:
         key = f"{dtype_name(x)} {bucket}"
@@ -262,8 +348,9 @@ def _split(saved: torch.Tensor, rows: int, reduction: str) -> tuple[torch.Tensor
 
 
 def _launch_fwd(
-    each: Callable[..., None], counts_few: bool, loss: torch.Tensor, d: torch.Tensor, saved: torch.Tensor, logits: torch.Tensor, target: torch.Tensor,
-    need: int, ignore: int, smoothing: float, z: float, cap: float, reduction: str,
+    each: Callable[..., None], counts_few: bool, loss: torch.Tensor, d: torch.Tensor, saved: torch.Tensor,
+    logits: torch.Tensor, target: torch.Tensor, need: int, ignore: int, smoothing: float, z: float, cap: float,
+    reduction: str
 ) -> None:  # fmt: skip
     """counts_few: `each` counts rows itself where they are few, as `_rows` does."""
     x, t = _planes(logits, target)
@@ -282,7 +369,9 @@ def _launch_fwd(
         return
     if rows > 65536:
         parts = torch.empty((PARTS.value,), dtype=torch.float32, device=x.device)
-        launch(_total, (PARTS.value,), parts, losses, rows, counts, t, *some, MEAN=False, FEW=0, BLOCK=1024, num_warps=4)
+        launch(
+            _total, (PARTS.value,), parts, losses, rows, counts, t, *some, MEAN=False, FEW=0, BLOCK=1024, num_warps=4
+        )
         losses, rows = parts, PARTS.value
     launch(_total, (1,), loss, losses, rows, counts, t, *some, MEAN=options["MEAN"], FEW=few, BLOCK=4096, num_warps=16)
 
@@ -328,7 +417,9 @@ def _forward(
     return loss, d, saved
 
 
-@kernel_op(f"cross_entropy_bwd(Tensor logits, Tensor target, Tensor dloss, Tensor saved, {_OPTIONS}, str? impl) -> Tensor")
+@kernel_op(
+    f"cross_entropy_bwd(Tensor logits, Tensor target, Tensor dloss, Tensor saved, {_OPTIONS}, str? impl) -> Tensor"
+)
 def _backward(logits: torch.Tensor, *rest: Any) -> torch.Tensor:
     *inputs, ignore, smoothing, z, cap, reduction, impl = rest
     d = torch.empty(logits.shape, dtype=logits.dtype, device=logits.device)
@@ -336,7 +427,9 @@ def _backward(logits: torch.Tensor, *rest: Any) -> torch.Tensor:
     return d
 
 
-@kernel_op(f"cross_entropy_finish(Tensor(a!) made, Tensor logits, Tensor target, Tensor dloss, Tensor saved, {_OPTIONS}, str? impl) -> ()")
+@kernel_op(
+    f"cross_entropy_finish(Tensor(a!) made, Tensor logits, Tensor target, Tensor dloss, Tensor saved, {_OPTIONS}, str? impl) -> ()"
+)
 def _finish(made: torch.Tensor, logits: torch.Tensor, *rest: Any) -> None:
     """Makes of the gradient for an upstream one of 1, which forward has written, that for `dloss`: where it is 1, of nothing but a look."""
     *inputs, ignore, smoothing, z, cap, reduction, impl = rest
@@ -345,7 +438,9 @@ def _finish(made: torch.Tensor, logits: torch.Tensor, *rest: Any) -> None:
 
 class _CrossEntropy(Function):
     @staticmethod
-    def forward(ctx: Any, logits: torch.Tensor, target: torch.Tensor, dtype: torch.dtype, need: int, *options: Any) -> torch.Tensor:
+    def forward(
+        ctx: Any, logits: torch.Tensor, target: torch.Tensor, dtype: torch.dtype, need: int, *options: Any
+    ) -> torch.Tensor:
         loss, made, saved = _forward(logits, target, dtype, need, *options)
         ctx.save_for_backward(logits, target, saved)
         ctx.facts = need, options
@@ -359,7 +454,9 @@ class _CrossEntropy(Function):
         logits, target, saved = ctx.saved_tensors
         need, options = ctx.facts
         nothing = (None,) * (3 + len(options))
-        if need == 2 and ctx.made is not None:  # given away once, to be the caller's own; a second backward makes another
+        if (
+            need == 2 and ctx.made is not None
+        ):  # given away once, to be the caller's own; a second backward makes another
             made, ctx.made = ctx.made, None
             _finish(made, logits, target, dloss, saved, *options)
             return made, *nothing
@@ -367,8 +464,8 @@ class _CrossEntropy(Function):
 
 
 def reference(
-    logits: torch.Tensor, target: torch.Tensor, *, ignore_index: int = -100, label_smoothing: float = 0.0, z_loss: float = 0.0,
-    softcap: float | None = None, reduction: str = "mean",
+    logits: torch.Tensor, target: torch.Tensor, *, ignore_index: int = -100, label_smoothing: float = 0.0,
+    z_loss: float = 0.0, softcap: float | None = None, reduction: str = "mean"
 ) -> torch.Tensor:  # fmt: skip
     ignored = target == ignore_index
     known = (target >= 0) & (target < logits.shape[-1])
@@ -391,18 +488,26 @@ def _torch(
     logits: torch.Tensor, target: torch.Tensor, *, z_loss: float = 0.0, softcap: float | None = None, **options: Any
 ) -> torch.Tensor:
     """PyTorch's own; what it has not, the cap and the z-loss, beside it."""
-    rows, labels, reduction = logits.reshape(target.numel(), logits.shape[-1]), target.reshape(-1), options.get("reduction", "mean")
+    rows, labels, reduction = (
+        logits.reshape(target.numel(), logits.shape[-1]),
+        target.reshape(-1),
+        options.get("reduction", "mean"),
+    )
     if softcap is not None:
         rows = softcap * torch.tanh(rows / softcap)
     loss = F.cross_entropy(rows, labels, **options)
     if z_loss:
         ignored = labels == options.get("ignore_index", -100)
         extra = (z_loss * rows.logsumexp(-1) ** 2).masked_fill(ignored, 0.0)
-        loss = loss + (extra if reduction == "none" else extra.sum() / (~ignored).sum() if reduction == "mean" else extra.sum())
+        loss = loss + (
+            extra if reduction == "none" else extra.sum() / (~ignored).sum() if reduction == "mean" else extra.sum()
+        )
     return loss.reshape(target.shape) if reduction == "none" else loss
 
 
-def _fault(logits: Any, target: Any, ignore_index: Any, label_smoothing: Any, z_loss: Any, softcap: Any, reduction: Any) -> str | None:
+def _fault(
+    logits: Any, target: Any, ignore_index: Any, label_smoothing: Any, z_loss: Any, softcap: Any, reduction: Any
+) -> str | None:
     """What is wrong with a call, or None."""
     for name, t in (("logits", logits), ("target", target)):
         if not isinstance(t, torch.Tensor):
@@ -417,7 +522,11 @@ def _fault(logits: Any, target: Any, ignore_index: Any, label_smoothing: Any, z_
         return f"target is on {target.device} and logits on {logits.device}; one device is needed"
     if not isinstance(ignore_index, int):
         return f"ignore_index must be an int, and is {ignore_index!r}"
-    for name, value in (("label_smoothing", label_smoothing), ("z_loss", z_loss), ("softcap", 0.0 if softcap is None else softcap)):
+    for name, value in (
+        ("label_smoothing", label_smoothing),
+        ("z_loss", z_loss),
+        ("softcap", 0.0 if softcap is None else softcap),
+    ):
         if not isinstance(value, int | float):
             return f"{name} must be a number, and is {value!r}"
     if not 0 <= label_smoothing <= 1:
@@ -426,18 +535,24 @@ def _fault(logits: Any, target: Any, ignore_index: Any, label_smoothing: Any, z_
         return f"z_loss must be 0 or more and finite, and is {z_loss}"
     if softcap is not None and not 0 < softcap < float("inf"):
         return f"softcap must be None or a finite number above 0, and is {softcap}"
-    return None if reduction in ("none", "mean", "sum") else f'reduction must be "none", "mean" or "sum", and is {reduction!r}'
+    return (
+        None
+        if reduction in ("none", "mean", "sum")
+        else f'reduction must be "none", "mean" or "sum", and is {reduction!r}'
+    )
 
 
 def _all_classes(op: str, target: torch.Tensor, classes: int, ignore_index: int) -> None:
     """Raises where a target that the host may read is no class."""
     if readable(target) and (wrong := (target != ignore_index) & ((target < 0) | (target >= classes))).any():
-        raise RidgelineError(f"{op}: targets must be 0 to {classes - 1} or ignore_index {ignore_index}, and one is {target[wrong][0]}")
+        raise RidgelineError(
+            f"{op}: targets must be 0 to {classes - 1} or ignore_index {ignore_index}, and one is {target[wrong][0]}"
+        )
 
 
 def cross_entropy(
-    logits: torch.Tensor, target: torch.Tensor, *, ignore_index: int = -100, label_smoothing: float = 0.0, z_loss: float = 0.0,
-    softcap: float | None = None, reduction: str = "mean", impl: str | None = None,
+    logits: torch.Tensor, target: torch.Tensor, *, ignore_index: int = -100, label_smoothing: float = 0.0,
+    z_loss: float = 0.0, softcap: float | None = None, reduction: str = "mean", impl: str | None = None
 ) -> torch.Tensor:  # fmt: skip
     """-log softmax(logits)[target], as `torch.nn.functional.cross_entropy` but with the classes last. Gradients flow to logits.
 
@@ -450,10 +565,22 @@ def cross_entropy(
     Raises RidgelineError on shapes, dtypes, devices or options other than these, or an `impl` that cannot run the call.
     """
     plain = impl is None and reduction == "mean" and softcap is None and label_smoothing == 0 == z_loss and not CHECK
-    plain = plain and type(ignore_index) is int and type(logits) is type(target) is torch.Tensor and logits.layout is torch.strided
+    plain = (
+        plain
+        and type(ignore_index) is int
+        and type(logits) is type(target) is torch.Tensor
+        and logits.layout is torch.strided
+    )
     if plain and logits.is_cuda and target.dtype == torch.int64:
-        alike = logits.dtype in CROSS_ENTROPY.kernel_dtypes and logits.dim() and logits.shape[-1] and target.shape == logits.shape[:-1]
-        if alike and target.get_device() == logits.get_device() and not torch.is_autocast_enabled("cuda"):  # nothing more to look at
+        alike = (
+            logits.dtype in CROSS_ENTROPY.kernel_dtypes
+            and logits.dim()
+            and logits.shape[-1]
+            and target.shape == logits.shape[:-1]
+        )
+        if (
+            alike and target.get_device() == logits.get_device() and not torch.is_autocast_enabled("cuda")
+        ):  # nothing more to look at
             return _call(logits, target, logits.dtype, ignore_index, 0.0, 0.0, 0.0, reduction, None)
     fault = _fault(logits, target, ignore_index, label_smoothing, z_loss, softcap, reduction)
     if fault:
@@ -464,7 +591,9 @@ def cross_entropy(
         options = {"ignore_index": ignore_index, "label_smoothing": label_smoothing, "reduction": reduction}
         return found.call(logits, target, z_loss=z_loss, softcap=softcap, **options)
     dtype = torch.float32 if torch.is_autocast_enabled("cuda" if logits.is_cuda else "cpu") else logits.dtype
-    return _call(logits, target, dtype, ignore_index, float(label_smoothing), float(z_loss), float(softcap or 0), reduction, impl)
+    return _call(
+        logits, target, dtype, ignore_index, float(label_smoothing), float(z_loss), float(softcap or 0), reduction, impl
+    )
 
 
 def _call(logits: torch.Tensor, target: torch.Tensor, dtype: torch.dtype, *options: Any) -> torch.Tensor:
@@ -474,13 +603,19 @@ def _call(logits: torch.Tensor, target: torch.Tensor, dtype: torch.dtype, *optio
     return differentiate(_CrossEntropy, logits, target, dtype, need, *options)
 
 
-def cost(logits: torch.Tensor, target: torch.Tensor, *, reduction: str = "mean", **_: Any) -> tuple[Cost, Cost | None, Cost | None]:
+def cost(
+    logits: torch.Tensor, target: torch.Tensor, *, reduction: str = "mean", **_: Any
+) -> tuple[Cost, Cost | None, Cost | None]:
     """Forward alone, backward alone from the logits, and both in a step, which need the logits but once."""
     losses = (target.numel() if reduction == "none" else 1) * logits.element_size()
     given, count = nbytes(logits, target), logits.numel()
     if not logits.requires_grad:
         return Cost(given, losses, 5 * count), None, None
-    return Cost(given, losses, 5 * count), Cost(given, nbytes(logits), 5 * count), Cost(given, losses + nbytes(logits), 8 * count)
+    return (
+        Cost(given, losses, 5 * count),
+        Cost(given, nbytes(logits), 5 * count),
+        Cost(given, losses + nbytes(logits), 8 * count),
+    )
 
 
 class Extreme(Spec):
@@ -518,7 +653,11 @@ CROSS_ENTROPY = Op(
         Case("33x129", (Spec(33, 129), _labels(33, high=129))),
         Case("2x9x907 all", (Spec(2, 9, 907), _labels(2, 9, high=907, some=Ignored)), ALL),
         Case("17x1008 sum, ignored", (Spec(17, 1008), _labels(17, high=1008, some=Ignored)), {"reduction": "sum"}),
-        Case("2x9x1000 none, all", (Spec(2, 9, 1000), _labels(2, 9, high=1000, some=Ignored)), {"reduction": "none"} | ALL),
+        Case(
+            "2x9x1000 none, all",
+            (Spec(2, 9, 1000), _labels(2, 9, high=1000, some=Ignored)),
+            {"reduction": "none"} | ALL,
+        ),
         Case("7x1", (Spec(7, 1), _labels(7, high=1)), {"label_smoothing": 0.5}),
         Case("129", (Spec(129), _labels(high=129)), {"softcap": 30.0}),
         Case("no rows", (Spec(0, 4), _labels(0, high=4)), {"reduction": "sum"}),
@@ -531,14 +670,18 @@ CROSS_ENTROPY = Op(
         Case("64x8192", (Spec(64, 8192), _labels(64, high=8192)), use="quick"),
         *(Case(f"{m}x{n}", (Spec(m, n), _labels(m, high=n)), dtypes=("bfloat16",), use="bench") for m, n in WIDE),
         *(
-            Case(f"{m}x{n} no gradient", (Spec(m, n, grad=False), _labels(m, high=n)), dtypes=("bfloat16",), use="bench")
+            Case(
+                f"{m}x{n} no gradient", (Spec(m, n, grad=False), _labels(m, high=n)), dtypes=("bfloat16",), use="bench"
+            )
             for m, n in WIDE[:3]
         ),
     ],
 )
 
 CROSS_ENTROPY.eager("naive", "the formula in eager PyTorch: log_softmax, then gather, both in memory", reference)
-CROSS_ENTROPY.eager("torch", "PyTorch's own: log_softmax written in forward, read again in backward", _torch, served=True)
+CROSS_ENTROPY.eager(
+    "torch", "PyTorch's own: log_softmax written in forward, read again in backward", _torch, served=True
+)
 CROSS_ENTROPY.compiled("the formula fused by torch.compile: logits read twice forward and once backward")
 CROSS_ENTROPY.kernel(
     "triton",

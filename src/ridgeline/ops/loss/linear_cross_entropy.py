@@ -65,9 +65,12 @@ def plan(rows: int, classes: int, hidden: int, size: int, memory: int) -> Plan:
 
 
 @triton.jit
-def _fold(losses, stats, state, x, target, counts, rows, columns, first, classes, t1, ignore, smoothing, z, cap,
-          NEED: tl.constexpr, FIRST: tl.constexpr, LAST: tl.constexpr, MEAN: tl.constexpr, SMOOTH: tl.constexpr, Z: tl.constexpr,
-          CAP: tl.constexpr, PEEL: tl.constexpr, VEC: tl.constexpr, K: tl.constexpr, W: tl.constexpr, STAGES: tl.constexpr):  # fmt: skip
+def _fold(
+    losses, stats, state, x, target, counts, rows, columns, first, classes, t1, ignore, smoothing, z, cap,
+    NEED: tl.constexpr, FIRST: tl.constexpr, LAST: tl.constexpr, MEAN: tl.constexpr, SMOOTH: tl.constexpr,
+    Z: tl.constexpr, CAP: tl.constexpr, PEEL: tl.constexpr, VEC: tl.constexpr, K: tl.constexpr, W: tl.constexpr,
+    STAGES: tl.constexpr
+):  # fmt: skip
     """Takes a slab of a row, the columns from `first` on of so many classes, into its maximum and sum of exponentials (`stats`) and the
     target's logit, a base and the sum of differences to it (`state`). With the LAST one the loss is known, and with NEED 2 this slab
     turns into its gradient."""
@@ -86,8 +89,22 @@ def _fold(losses, stats, state, x, target, counts, rows, columns, first, classes
     else:
         base = tl.load(state + row)
         chosen = tl.where(here, chosen, tl.load(state + rows + row))
-    most, whole, away = _stream(x, head, tl.where(live, body, 0), columns, base, cap, "evict_last" if LAST and NEED == 2 else "",
-                                SMOOTH, CAP, PEEL, VEC, K, W, STAGES)  # fmt: skip
+    most, whole, away = _stream(
+        x,
+        head,
+        tl.where(live, body, 0),
+        columns,
+        base,
+        cap,
+        "evict_last" if LAST and NEED == 2 else "",
+        SMOOTH,
+        CAP,
+        PEEL,
+        VEC,
+        K,
+        W,
+        STAGES,
+    )
     if not FIRST:
         top, total = tl.load(stats + row), tl.load(stats + rows + row)
         new = tl.maximum(most, top)
@@ -109,8 +126,30 @@ def _fold(losses, stats, state, x, target, counts, rows, columns, first, classes
     tl.store(stats + rows + row, whole)
     if LAST and NEED == 2:
         upstream = tl.div_rn(1.0, _counted(counts, target, rows, 1, 0, t1, ignore, 0)) if MEAN else 1.0
-        _gradient(x, x, head, body, columns, first, classes, label, live, most, whole, upstream, smoothing, z, cap,
-                  Z, CAP, PEEL, VEC, K, W, STAGES)  # fmt: skip
+        _gradient(
+            x,
+            x,
+            head,
+            body,
+            columns,
+            first,
+            classes,
+            label,
+            live,
+            most,
+            whole,
+            upstream,
+            smoothing,
+            z,
+            cap,
+            Z,
+            CAP,
+            PEEL,
+            VEC,
+            K,
+            W,
+            STAGES,
+        )
 
 
 def _add(out: torch.Tensor, a: torch.Tensor, b: torch.Tensor, more: bool) -> None:
@@ -126,13 +165,22 @@ class _Work:
     """A call's groups and slabs: their logits, in memory that the next ones will have, and what they add to the gradients: all by what a
     plan repeats (`replay.py`)."""
 
-    def __init__(self, x: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None, memory: int, grads: tuple[torch.Tensor, ...]):
+    def __init__(
+        self,
+        x: torch.Tensor,
+        weight: torch.Tensor,
+        bias: torch.Tensor | None,
+        memory: int,
+        grads: tuple[torch.Tensor, ...],
+    ):
         """grads: dx, dW and, in float32, db; of no elements where not wanted."""
         self.x, self.weight, self.bias = x, weight, bias
         self.plan = cut = plan(x.shape[0], weight.shape[0], weight.shape[1], x.element_size(), memory)
         self.dx, self.dw, self.db = [t if t.numel() else None for t in grads]
         self.memory = torch.empty((cut.rows, cut.classes), dtype=x.dtype, device=x.device)
-        self.sums = torch.empty((cut.rows, x.shape[1]) if cut.sums and self.dx is not None else (0,), dtype=torch.float32, device=x.device)
+        self.sums = torch.empty(
+            (cut.rows, x.shape[1]) if cut.sums and self.dx is not None else (0,), dtype=torch.float32, device=x.device
+        )
 
     def groups(self) -> Iterator[slice]:
         rows = self.x.shape[0]
@@ -194,7 +242,9 @@ def _fwd(
                 logits = work.logits(rows, slab)
                 sizes = count, logits.shape[2], slab.start, weight.shape[0], labels.stride(1), ignore, smoothing, z, cap
                 ends = {"FIRST": not slab.start, "LAST": slab is last, "SMOOTH": smoothing != 0, "NEED": need}
-                cross_entropy._launch_rows(_fold, logits, losses[rows], kept, own, logits, labels, counts, *sizes, **ends, **flags)
+                cross_entropy._launch_rows(
+                    _fold, logits, losses[rows], kept, own, logits, labels, counts, *sizes, **ends, **flags
+                )
             if need == 2:
                 work.differentiate(logits[0], rows, last, False)
                 _again(work, rows, slabs, True, labels, one, kept, counts, ignore, smoothing, z, cap, flags)
@@ -202,7 +252,9 @@ def _fwd(
 
     nothing = torch.empty((0,), dtype=x.dtype, device=x.device)
     flat = loss if loss.dim() == 0 else loss.view(-1)
-    small = not slabs and work.plan.rows >= x.shape[0] and weight.shape[0] <= _cluster.COLUMNS[0]  # one group, and no clusters for it
+    small = (
+        not slabs and work.plan.rows >= x.shape[0] and weight.shape[0] <= _cluster.COLUMNS[0]
+    )  # one group, and no clusters for it
     cross_entropy._launch_fwd(each, small, flat, nothing, saved, x, target, need, *options)
 
 
@@ -217,24 +269,36 @@ def _whole(losses: Any, kept: Any, logits: Any, labels: Any, counts: Any, *rest:
 
 
 def _again(
-    work: _Work, rows: slice, slabs: list[slice], more: bool, labels: torch.Tensor, upstream: torch.Tensor, kept: torch.Tensor,
-    counts: torch.Tensor, ignore: int, smoothing: float, z: float, cap: float, flags: dict[str, bool],
+    work: _Work, rows: slice, slabs: list[slice], more: bool, labels: torch.Tensor, upstream: torch.Tensor,
+    kept: torch.Tensor, counts: torch.Tensor, ignore: int, smoothing: float, z: float, cap: float,
+    flags: dict[str, bool]
 ) -> None:  # fmt: skip
     """Makes these slabs' logits again, of them their gradient, and of that the gradients. upstream: (1, rows), or one for all rows."""
     each = upstream.dim() == 2
     for slab in slabs:
         logits = work.logits(rows, slab)
         steps = *logits.stride()[:2], *labels.stride(), *(upstream.stride() if each else (0, 0))
-        sizes = labels.numel(), logits.shape[2], slab.start, work.weight.shape[0], labels.numel(), *steps, ignore, smoothing, z, cap
+        sizes = (
+            labels.numel(),
+            logits.shape[2],
+            slab.start,
+            work.weight.shape[0],
+            labels.numel(),
+            *steps,
+            ignore,
+            smoothing,
+            z,
+            cap,
+        )
         given = logits, logits, labels, upstream, kept, counts, *sizes
         cross_entropy._launch_rows(cross_entropy._bwd, logits, *given, MADE=False, EACH=each, FEW=0, **flags)
         work.differentiate(logits[0], rows, slab, more or slab is not slabs[0])
 
 
 def _bwd(
-    dx: torch.Tensor, dw: torch.Tensor, db: torch.Tensor, x: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None,
-    target: torch.Tensor, dloss: torch.Tensor, saved: torch.Tensor, memory: int, ignore: int, smoothing: float, z: float, cap: float,
-    reduction: str,
+    dx: torch.Tensor, dw: torch.Tensor, db: torch.Tensor, x: torch.Tensor, weight: torch.Tensor,
+    bias: torch.Tensor | None, target: torch.Tensor, dloss: torch.Tensor, saved: torch.Tensor, memory: int, ignore: int,
+    smoothing: float, z: float, cap: float, reduction: str
 ) -> None:  # fmt: skip
     """Makes all logits again, in forward's groups, and of them the gradients."""
     work, flags = _Work(x, weight, bias, memory, (dx, dw, db)), cross_entropy._flags(z, cap, reduction)
@@ -246,7 +310,21 @@ def _bwd(
     for rows in work.groups():
         upstream = dloss.reshape(1, -1)[:, rows] if reduction == "none" else dloss
         kept = stats[2 * rows.start : 2 * rows.stop]
-        _again(work, rows, work.slabs(), False, target[None, rows], upstream, kept, counts, ignore, smoothing, z, cap, flags)
+        _again(
+            work,
+            rows,
+            work.slabs(),
+            False,
+            target[None, rows],
+            upstream,
+            kept,
+            counts,
+            ignore,
+            smoothing,
+            z,
+            cap,
+            flags,
+        )
         work.finish(rows)
 
 
@@ -275,8 +353,8 @@ _OPTIONS = "int ignore_index, float label_smoothing, float z_loss, float softcap
     f"{_OPTIONS}, str? impl) -> (Tensor, Tensor, Tensor, Tensor, Tensor)"
 )
 def _forward(
-    x: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None, target: torch.Tensor, dtype: torch.dtype, need: int, wanted: Sequence[bool],
-    memory: int, *options: Any,
+    x: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None, target: torch.Tensor, dtype: torch.dtype,
+    need: int, wanted: Sequence[bool], memory: int, *options: Any
 ) -> tuple[torch.Tensor, ...]:  # fmt: skip
     """need: as cross_entropy's. Returns the loss, the gradients of x, weight and bias (in float32) as far as wanted, and what is kept."""
     *options, reduction, impl = options
@@ -284,7 +362,9 @@ def _forward(
     outputs = loss, *_gradients(x, weight, bias, [w and need == 2 for w in wanted])
     kept = cross_entropy._parts(target.numel(), reduction) + (2 * target.numel() if need else 0)
     saved = torch.empty((kept,), dtype=torch.float32, device=x.device)
-    run(LINEAR_CROSS_ENTROPY, "fwd", impl, (*outputs, saved), x, weight, bias, target, need, memory, *options, reduction)
+    run(
+        LINEAR_CROSS_ENTROPY, "fwd", impl, (*outputs, saved), x, weight, bias, target, need, memory, *options, reduction
+    )
     return *outputs, saved
 
 
@@ -292,7 +372,10 @@ def _forward(
     "linear_cross_entropy_bwd(Tensor x, Tensor weight, Tensor? bias, Tensor target, Tensor dloss, Tensor saved, bool[] wanted, int memory, "
     f"{_OPTIONS}, str? impl) -> (Tensor, Tensor, Tensor)"
 )
-def _backward(x: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None, target: torch.Tensor, dloss: torch.Tensor, saved: torch.Tensor, wanted: Sequence[bool], memory: int, *options: Any) -> tuple[torch.Tensor, ...]:  # fmt: skip
+def _backward(
+    x: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None, target: torch.Tensor, dloss: torch.Tensor,
+    saved: torch.Tensor, wanted: Sequence[bool], memory: int, *options: Any
+) -> tuple[torch.Tensor, ...]:  # fmt: skip
     *options, impl = options
     grads = _gradients(x, weight, bias, wanted)
     run(LINEAR_CROSS_ENTROPY, "bwd", impl, grads, x, weight, bias, target, dloss, saved, memory, *options)
@@ -306,16 +389,22 @@ def _finish(dx: torch.Tensor, dw: torch.Tensor, db: torch.Tensor, dloss: torch.T
     launch(_scale, (min(4096, triton.cdiv(max(sizes), 4096)),), dx, dw, db, dloss, *sizes, BLOCK=4096, num_warps=8)
 
 
-def _gradients(x: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None, wanted: Sequence[bool]) -> tuple[torch.Tensor, ...]:
+def _gradients(
+    x: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None, wanted: Sequence[bool]
+) -> tuple[torch.Tensor, ...]:
     """Memory for the gradients that are wanted, of no elements for the others."""
     new = torch.empty if x.shape[0] else torch.zeros  # of no rows nothing is added up
-    dx, dw = (new(t.shape if w else (0,), dtype=t.dtype, device=t.device) for t, w in zip((x, weight), wanted, strict=False))
+    dx, dw = (
+        new(t.shape if w else (0,), dtype=t.dtype, device=t.device) for t, w in zip((x, weight), wanted, strict=False)
+    )
     return dx, dw, new(bias.shape if bias is not None and wanted[2] else (0,), dtype=torch.float32, device=x.device)
 
 
 class _LinearCrossEntropy(Function):
     @staticmethod
-    def forward(ctx: Any, x: torch.Tensor, weight: torch.Tensor, bias: Any, target: torch.Tensor, facts: tuple[Any, ...]) -> torch.Tensor:
+    def forward(
+        ctx: Any, x: torch.Tensor, weight: torch.Tensor, bias: Any, target: torch.Tensor, facts: tuple[Any, ...]
+    ) -> torch.Tensor:
         """facts: a dtype, the memory and the options, in one argument: torch looks at each one."""
         dtype, memory, *options = facts
         need = 1 if options[4] == "none" or x.dtype == torch.float16 else 2
@@ -350,7 +439,9 @@ def reference(
     return cross_entropy.reference(F.linear(x, weight, bias), target, **options)
 
 
-def _torch(x: torch.Tensor, weight: torch.Tensor, target: torch.Tensor, bias: torch.Tensor | None = None, **options: Any) -> torch.Tensor:
+def _torch(
+    x: torch.Tensor, weight: torch.Tensor, target: torch.Tensor, bias: torch.Tensor | None = None, **options: Any
+) -> torch.Tensor:
     options.pop("chunk_memory", None)
     return cross_entropy._torch(F.linear(x, weight, bias), target, **options)
 
@@ -383,9 +474,9 @@ def _fault(x: Any, weight: Any, target: Any, bias: Any, chunk_memory: Any) -> st
 
 
 def linear_cross_entropy(
-    x: torch.Tensor, weight: torch.Tensor, target: torch.Tensor, bias: torch.Tensor | None = None, *, ignore_index: int = -100,
-    label_smoothing: float = 0.0, z_loss: float = 0.0, softcap: float | None = None, reduction: str = "mean",
-    chunk_memory: int | None = None, impl: str | None = None,
+    x: torch.Tensor, weight: torch.Tensor, target: torch.Tensor, bias: torch.Tensor | None = None, *,
+    ignore_index: int = -100, label_smoothing: float = 0.0, z_loss: float = 0.0, softcap: float | None = None,
+    reduction: str = "mean", chunk_memory: int | None = None, impl: str | None = None
 ) -> torch.Tensor:  # fmt: skip
     """cross_entropy(x @ weight.T + bias, target), without all logits in memory. Gradients flow to x, weight and bias.
 
@@ -402,12 +493,29 @@ def linear_cross_entropy(
     casts x, weight and bias as it does for `linear`.
     Raises RidgelineError on shapes, dtypes, devices or options other than these, or an `impl` that cannot run the call.
     """
-    plain = impl is bias is softcap is chunk_memory is None and reduction == "mean" and label_smoothing == 0 == z_loss and not CHECK
+    plain = (
+        impl is bias is softcap is chunk_memory is None
+        and reduction == "mean"
+        and label_smoothing == 0 == z_loss
+        and not CHECK
+    )
     plain = plain and type(ignore_index) is int and type(x) is type(target) is torch.Tensor and type(weight) in _OWN
-    if plain and x.is_cuda and target.dtype == torch.int64 and x.layout is weight.layout is torch.strided and x.dim() == 2 == weight.dim():
-        alike = x.dtype == weight.dtype and x.dtype in LINEAR_CROSS_ENTROPY.kernel_dtypes and x.get_device() == weight.get_device()
+    if (
+        plain
+        and x.is_cuda
+        and target.dtype == torch.int64
+        and x.layout is weight.layout is torch.strided
+        and x.dim() == 2 == weight.dim()
+    ):
+        alike = (
+            x.dtype == weight.dtype
+            and x.dtype in LINEAR_CROSS_ENTROPY.kernel_dtypes
+            and x.get_device() == weight.get_device()
+        )
         alike = alike and weight.shape[0] and x.shape[1] == weight.shape[1] and target.shape == x.shape[:1]
-        if alike and target.get_device() == x.get_device() and not torch.is_autocast_enabled("cuda"):  # nothing more to look at
+        if (
+            alike and target.get_device() == x.get_device() and not torch.is_autocast_enabled("cuda")
+        ):  # nothing more to look at
             return _call(x, weight, None, target, x.dtype, 0, ignore_index, 0.0, 0.0, 0.0, "mean", None)
     kind = "cuda" if isinstance(x, torch.Tensor) and x.is_cuda else "cpu"
     if torch.is_autocast_enabled(kind):
@@ -430,14 +538,21 @@ def linear_cross_entropy(
     return loss.view(target.shape) if reduction == "none" else loss
 
 
-def _call(x: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None, target: torch.Tensor, *facts: Any) -> torch.Tensor:
-    if torch.is_grad_enabled() and (x.requires_grad or weight.requires_grad or (bias is not None and bias.requires_grad)):
+def _call(
+    x: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None, target: torch.Tensor, *facts: Any
+) -> torch.Tensor:
+    if torch.is_grad_enabled() and (
+        x.requires_grad or weight.requires_grad or (bias is not None and bias.requires_grad)
+    ):
         return differentiate(_LinearCrossEntropy, x, weight, bias, target, facts)
     dtype, memory, *options = facts
     return _forward(x, weight, bias, target, dtype, 0, (False,) * 3, memory, *options)[0]
 
 
-def cost(x: torch.Tensor, weight: torch.Tensor, target: torch.Tensor, bias: torch.Tensor | None = None, *, reduction: str = "mean", **_: Any) -> tuple[Cost, Cost | None, Cost | None]:  # fmt: skip
+def cost(
+    x: torch.Tensor, weight: torch.Tensor, target: torch.Tensor, bias: torch.Tensor | None = None, *,
+    reduction: str = "mean", **_: Any
+) -> tuple[Cost, Cost | None, Cost | None]:  # fmt: skip
     """Three products, of which forward alone is one; the logits are not in memory. A loss a row needs no fourth: torch, which keeps all
     logits, makes none again."""
     given = nbytes(x, weight, target) + (0 if bias is None else nbytes(bias))
@@ -466,8 +581,16 @@ LINEAR_CROSS_ENTROPY = Op(
     cost=cost,
     cases=[
         Case("33x16x129", (Spec(33, 16), Spec(129, 16), _labels(33, high=129))),
-        Case("2x9x24x300 none, bias, all", (Spec(2, 9, 24), Spec(300, 24), _labels(2, 9, high=300, some=Ignored), Spec(300)), NONE),
-        Case("40x16x100 sum, groups", (Spec(40, 16), Spec(100, 16), _labels(40, high=100)), {"reduction": "sum", "chunk_memory": 4400}),
+        Case(
+            "2x9x24x300 none, bias, all",
+            (Spec(2, 9, 24), Spec(300, 24), _labels(2, 9, high=300, some=Ignored), Spec(300)),
+            NONE,
+        ),
+        Case(
+            "40x16x100 sum, groups",
+            (Spec(40, 16), Spec(100, 16), _labels(40, high=100)),
+            {"reduction": "sum", "chunk_memory": 4400},
+        ),
         Case(
             "33x16x400 none, bias, slabs, all",  # groups of 9 rows, slabs of 16 and three times 128 classes in float32
             (Spec(33, 16), Spec(400, 16), _labels(33, high=400, some=Ignored), Spec(400)),
@@ -480,7 +603,11 @@ LINEAR_CROSS_ENTROPY = Op(
             ("float16", "bfloat16"),  # in float32 the last bit of a mean is luck
         ),
         Case("33x16x900 slabs, sums", (Spec(33, 16), Spec(900, 16), _labels(33, high=900)), {"chunk_memory": 5184}),
-        Case("30x16x300 none", (Spec(30, 16), Spec(300, 16), _labels(30, high=300)), {"reduction": "none", "chunk_memory": 6144}),
+        Case(
+            "30x16x300 none",
+            (Spec(30, 16), Spec(300, 16), _labels(30, high=300)),
+            {"reduction": "none", "chunk_memory": 6144},
+        ),
         *(
             Case(name, (Spec(m, h), Spec(v, h), _labels(m, high=v)), dict(options), ("bfloat16",), "bench")
             for name, m, h, v, options in LARGE
@@ -489,7 +616,9 @@ LINEAR_CROSS_ENTROPY = Op(
     ],
 )
 LINEAR_CROSS_ENTROPY.eager("naive", "the layer, then the formula of cross_entropy in eager PyTorch", reference)
-LINEAR_CROSS_ENTROPY.eager("torch", "PyTorch's own layer and loss: logits and their gradient in memory", _torch, served=True)
+LINEAR_CROSS_ENTROPY.eager(
+    "torch", "PyTorch's own layer and loss: logits and their gradient in memory", _torch, served=True
+)
 LINEAR_CROSS_ENTROPY.compiled("layer and loss fused by torch.compile, as far as it does: the logits are in memory")
 LINEAR_CROSS_ENTROPY.kernel(
     "triton",

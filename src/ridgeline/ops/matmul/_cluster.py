@@ -53,7 +53,9 @@ def rule(gpu: device.Device, batch: int, M: int, N: int, K: int, lines: float) -
 
 def space() -> list[tuning.Config]:
     ways = product(STAGES, ((1, 1), (2, 1), (1, 2), (2, 2)), (4, 8, 16), (0, 2))
-    return [{"BN": w, "STAGES": STAGES[w], "DOWN": d, "ACROSS": a, "GROUP": g, "LAG": lag} for w, (d, a), g, lag in ways]
+    return [
+        {"BN": w, "STAGES": STAGES[w], "DOWN": d, "ACROSS": a, "GROUP": g, "LAG": lag} for w, (d, a), g, lag in ways
+    ]
 
 
 def fwd(y: torch.Tensor, a: torch.Tensor, b: torch.Tensor, precision: str) -> None:
@@ -69,8 +71,15 @@ def fwd(y: torch.Tensor, a: torch.Tensor, b: torch.Tensor, precision: str) -> No
     left = TensorMap(a, (1, 128 // across, 64) if a_by_k else (1, 64 // across, 64), 128)
     right = TensorMap(b, (1, wide // down, 64) if b_by_k else (1, 64 // down, 64), 128)
     tiles = triton.cdiv(M, 128 * down), triton.cdiv(N, wide * across), batch
-    clusters = max(1, min(tiles[0] * tiles[1] * batch, resident_clusters(gpu, down * across)))  # of none the driver says why
+    clusters = max(
+        1, min(tiles[0] * tiles[1] * batch, resident_clusters(gpu, down * across))
+    )  # of none the driver says why
     numbers = *tiles, triton.cdiv(K, 64), int(a.shape[0] > 1), int(b.shape[0] > 1)
-    facts: dict[str, Any] = {"BFLOAT16": int(a.dtype == torch.bfloat16), "A_BY_K": int(a_by_k), "B_BY_K": int(b_by_k), **made}
+    facts: dict[str, Any] = {
+        "BFLOAT16": int(a.dtype == torch.bfloat16),
+        "A_BY_K": int(a_by_k),
+        "B_BY_K": int(b_by_k),
+        **made,
+    }
     facts |= {"block": 384, "cluster": down * across, "shared": stages * (128 * (128 + wide) + 16) + 4 * 8192 + 1024}
     launch(KERNEL, (clusters * down * across,), y, TensorMap(y, (1, 64, 64), 128), left, right, *numbers, **facts)

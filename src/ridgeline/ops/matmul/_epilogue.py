@@ -12,7 +12,12 @@ from ridgeline import device
 from ridgeline.boundary import early, launch
 from ridgeline.tiles.activations import gelu, gelu_slope, gelu_tanh, gelu_tanh_slope, silu, silu_slope
 
-ACTIVATIONS: dict[str, Any] = {"": lambda x: x, "silu": F.silu, "gelu": F.gelu, "gelu_tanh": lambda x: F.gelu(x, approximate="tanh")}
+ACTIVATIONS: dict[str, Any] = {
+    "": lambda x: x,
+    "silu": F.silu,
+    "gelu": F.gelu,
+    "gelu_tanh": lambda x: F.gelu(x, approximate="tanh"),
+}
 
 
 @triton.jit
@@ -54,7 +59,10 @@ def finish(x, z, y, bias, residual, m, n, M, N, first, ACTIVATION: tl.constexpr)
 
 
 @triton.jit(do_not_specialize=["parts"])
-def _sum(y, z, sums, bias, residual, M, N, pitch, parts, size, ROWS: tl.constexpr, COLUMNS: tl.constexpr, ACTIVATION: tl.constexpr, PDL: tl.constexpr):  # fmt: skip
+def _sum(
+    y, z, sums, bias, residual, M, N, pitch, parts, size, ROWS: tl.constexpr, COLUMNS: tl.constexpr,
+    ACTIVATION: tl.constexpr, PDL: tl.constexpr
+):  # fmt: skip
     if PDL:
         gdc_wait()
     across = tl.cdiv(N, COLUMNS)
@@ -121,11 +129,27 @@ def gate(y: torch.Tensor, z: torch.Tensor, up: torch.Tensor, activation: str) ->
     launch(_gate, (triton.cdiv(z.numel(), 1024),), y, z, up, z.numel(), BLOCK=1024, ACTIVATION=activation, num_warps=4)
 
 
-def ungate(dz: torch.Tensor, dup: torch.Tensor, dy: torch.Tensor, z: torch.Tensor, up: torch.Tensor, activation: str) -> None:
+def ungate(
+    dz: torch.Tensor, dup: torch.Tensor, dy: torch.Tensor, z: torch.Tensor, up: torch.Tensor, activation: str
+) -> None:
     """dup = dy activation(z), dz = dy up times the activation's slope at z; all contiguous."""
-    launch(_ungate, (triton.cdiv(z.numel(), 1024),), dz, dup, dy, z, up, z.numel(), BLOCK=1024, ACTIVATION=activation, num_warps=4)
+    launch(
+        _ungate,
+        (triton.cdiv(z.numel(), 1024),),
+        dz,
+        dup,
+        dy,
+        z,
+        up,
+        z.numel(),
+        BLOCK=1024,
+        ACTIVATION=activation,
+        num_warps=4,
+    )
 
 
 def undo(dz: torch.Tensor, dy: torch.Tensor, z: torch.Tensor, activation: str) -> None:
     """dz = dy times the activation's slope at z; all contiguous."""
-    launch(_slope, (triton.cdiv(z.numel(), 1024),), dz, dy, z, z.numel(), BLOCK=1024, ACTIVATION=activation, num_warps=4)
+    launch(
+        _slope, (triton.cdiv(z.numel(), 1024),), dz, dy, z, z.numel(), BLOCK=1024, ACTIVATION=activation, num_warps=4
+    )

@@ -40,5 +40,10 @@ def refusal(x: _T, weight: _T, up: _T, *_: Any, **__: Any) -> str | None:
     return odd(x, weight) or _hopper.refusal(x, weight.mT) or _hopper.refusal(x, up.mT)
 
 
-WHOLE: dict[str, Any] = {"fwd": fwd, "bwd": fwd, "supports": refusal, "unless": unless}  # facts of the rungs `gluon` and `gluon_padded`
+WHOLE: dict[str, Any] = {
+    "fwd": fwd,
+    "bwd": fwd,
+    "supports": refusal,
+    "unless": unless,
+}  # facts of the rungs `gluon` and `gluon_padded`
 PADDED: dict[str, Any] = {"fwd": padded, "bwd": padded, "supports": odd, "unless": unless}

@@ -19,7 +19,10 @@ from ridgeline.op import Op, dtype_name
 FILE = Path(__file__).with_name("gemv.cu")
 ROWS, BULK = CudaKernel(FILE, "gemv_rows", "PPPqqqq"), CudaKernel(FILE, "gemv_bulk", "PPPqiqq")
 MANY, VECTOR = 4, 128 << 10  # rows of x at most, and bytes of them in float32
-FEWEST, SHORTEST = 1024, 2048  # rows of a, and bytes of a row, from which a block for every multiprocessor has enough to do
+FEWEST, SHORTEST = (
+    1024,
+    2048,
+)  # rows of a, and bytes of a row, from which a block for every multiprocessor has enough to do
 
 
 def _x_in_packs(x: torch.Tensor) -> torch.Tensor:
@@ -34,7 +37,13 @@ def _rows(pack: bool, short: bool, y: torch.Tensor, _: torch.Tensor, a: torch.Te
     x = _x_in_packs(x)
     lanes = min(32, triton.next_power_of_2(max(1, K // each))) if short else 32
     steps = 16 if not pack else 4 if short else 8
-    facts: dict[str, Any] = {"XTYPE": CTYPE.get(a.dtype, "__half2"), "PACK": each, "LANES": lanes, "STEPS": steps, "block": 128}
+    facts: dict[str, Any] = {
+        "XTYPE": CTYPE.get(a.dtype, "__half2"),
+        "PACK": each,
+        "LANES": lanes,
+        "STEPS": steps,
+        "block": 128,
+    }
     grid = triton.cdiv(N, 128 // lanes), x.shape[0] if x.dim() == 2 else 1
     launch(ROWS, grid, y, a, x, N, K // each, a.stride(0), x.stride(0) if x.dim() == 2 else 0, **facts)
 
@@ -77,7 +86,20 @@ def _bulk(y: torch.Tensor, _: torch.Tensor, a: torch.Tensor, x: torch.Tensor) ->
 
     facts: dict[str, Any] = {"XTYPE": CTYPE[a.dtype], "PACK": pack, "MANY": many}
     grid = (min(gpu.multiprocessors, N),)
-    launch(BULK, grid, y, a, x, N, K // pack, a.stride(0), x.stride(0) if x.dim() == 2 else 0, config=config, key=(N, K), **facts)
+    launch(
+        BULK,
+        grid,
+        y,
+        a,
+        x,
+        N,
+        K // pack,
+        a.stride(0),
+        x.stride(0) if x.dim() == 2 else 0,
+        config=config,
+        key=(N, K),
+        **facts,
+    )
 
 
 def _in_rows(a: torch.Tensor, *_: Any) -> str | None:
@@ -86,11 +108,17 @@ def _in_rows(a: torch.Tensor, *_: Any) -> str | None:
 
 def _in_packs(a: torch.Tensor, *_: Any) -> str | None:
     whole = not any([n * a.element_size() % 16 for n in (a.shape[1], *a.stride()[: a.shape[0] > 1])])
-    return _in_rows(a) or (None if whole and a.data_ptr() % 16 == 0 else "it reads whole 16 bytes: rows of a must begin and end at multiples of 16 bytes")  # fmt: skip
+    return _in_rows(a) or (
+        None
+        if whole and a.data_ptr() % 16 == 0
+        else "it reads whole 16 bytes: rows of a must begin and end at multiples of 16 bytes"
+    )
 
 
 def _short(a: torch.Tensor, *_: Any) -> str | None:
-    return _in_packs(a) or (None if a.shape[1] * a.element_size() <= 256 else "it is for rows of at most 256 bytes, half a warp's or less")
+    return _in_packs(a) or (
+        None if a.shape[1] * a.element_size() <= 256 else "it is for rows of at most 256 bytes, half a warp's or less"
+    )
 
 
 def _fits_bulk(a: torch.Tensor, x: torch.Tensor) -> str | None:
@@ -119,9 +147,30 @@ def ladder(op: Op, by_triton: Callable[..., None]) -> None:
         _in_rows,
         counter=ISSUED,
     )
-    rung("cuda_packed", "16 bytes a load: a quarter of the loads of float32, an eighth in half precision", partial(_rows, True, False), _in_packs, gain=1.1, counter=ISSUED)  # fmt: skip
-    rung("cuda_short", "several short rows per warp, so that no lane is idle", partial(_rows, True, True), _short, gain=1.5, counter=FULL)
-    rung("cuda_complex", "complex halves: four numbers of two halves in a load of 16 bytes, four multiplications each", _complex, _in_rows, dtypes=("complex32",), counter=DRAM)  # fmt: skip
+    rung(
+        "cuda_packed",
+        "16 bytes a load: a quarter of the loads of float32, an eighth in half precision",
+        partial(_rows, True, False),
+        _in_packs,
+        gain=1.1,
+        counter=ISSUED,
+    )
+    rung(
+        "cuda_short",
+        "several short rows per warp, so that no lane is idle",
+        partial(_rows, True, True),
+        _short,
+        gain=1.5,
+        counter=FULL,
+    )
+    rung(
+        "cuda_complex",
+        "complex halves: four numbers of two halves in a load of 16 bytes, four multiplications each",
+        _complex,
+        _in_rows,
+        dtypes=("complex32",),
+        counter=DRAM,
+    )
 
 
 def best(op: Op, by_triton: Callable[..., None]) -> None:

@@ -18,7 +18,13 @@ import triton
 import triton.language as tl
 from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
-from triton.experimental.gluon.language.nvidia.hopper import fence_async_shared, mbarrier, tma, warpgroup_mma, warpgroup_mma_wait
+from triton.experimental.gluon.language.nvidia.hopper import (
+    fence_async_shared,
+    mbarrier,
+    tma,
+    warpgroup_mma,
+    warpgroup_mma_wait,
+)
 from triton.language.core import _aggregate as aggregate
 
 from ridgeline import device, tuning
@@ -28,7 +34,9 @@ from ridgeline.op import dtype_name, nbytes
 from ridgeline.ops.matmul._epilogue import add_up
 
 _load: gl.constexpr = getattr(tma, "async_load", None) or tma.async_copy_global_to_shared
-_reinterpret: gl.constexpr = getattr(gl.shared_memory_descriptor, "reinterpret", None) or gl.shared_memory_descriptor._reinterpret
+_reinterpret: gl.constexpr = (
+    getattr(gl.shared_memory_descriptor, "reinterpret", None) or gl.shared_memory_descriptor._reinterpret
+)
 _store: gl.constexpr = getattr(tma, "async_store", None) or tma.async_copy_shared_to_global
 GROUPS = gl.constexpr(2)  # of four warps, which multiply
 
@@ -149,7 +157,11 @@ class Ring:
 def _shared_out(shape, stages, pieces, by_k):
     """The shape of a ring of which a step's tiles, joined, make so many: rows, or columns 128 bytes at a time, lie one after another."""
     many = shape[0] // stages
-    return [stages * pieces, 1, many * shape[2] // pieces, shape[3]] if by_k else [stages * pieces, 1, shape[2], many * shape[3] // pieces]
+    return (
+        [stages * pieces, 1, many * shape[2] // pieces, shape[3]]
+        if by_k
+        else [stages * pieces, 1, shape[2], many * shape[3] // pieces]
+    )
 
 
 @gluon.jit
@@ -184,7 +196,12 @@ def _fetch(a, b, up, a_step, b_step, ring, tiles):
             ready = ring.ready.index(place)
             mbarrier.expect(ready, GROUPS * a.block_type.nbytes + HALVES * b.block_type.nbytes)
             for g in gl.static_range(GROUPS):
-                _load(a, _at(batch * a_step, m + g * ROWS, step * BK, ring.A_BY_K), ready, ring.a.index(place * GROUPS + g))
+                _load(
+                    a,
+                    _at(batch * a_step, m + g * ROWS, step * BK, ring.A_BY_K),
+                    ready,
+                    ring.a.index(place * GROUPS + g),
+                )
             _load(b, _at(batch * b_step, n, step * BK, ring.B_BY_K), ready, ring.b.index(place * HALVES))
             if up is not None:
                 _load(up, _at(batch * b_step, n, step * BK, ring.B_BY_K), ready, ring.b.index(place * HALVES + 1))
@@ -245,7 +262,10 @@ def _send(out, y, x, board, batch, m, n, M, N, PENDING: gl.constexpr):
 
 
 @gluon.jit
-def _multiply(ME: gl.constexpr, y, out, z, z_up, bias, residual, ring, boards, arrived, tiles, ACTIVATION: gl.constexpr, LAG: gl.constexpr, GATED: gl.constexpr):  # fmt: skip
+def _multiply(
+    ME: gl.constexpr, y, out, z, z_up, bias, residual, ring, boards, arrived, tiles, ACTIVATION: gl.constexpr,
+    LAG: gl.constexpr, GATED: gl.constexpr
+):  # fmt: skip
     """A group of warps: its rows of all tiles of this program. On `boards`, some for each group, results wait for the engine."""
     ROWS: gl.constexpr = tiles.BM // GROUPS
     WIDE: gl.constexpr = tiles.BN * (2 if GATED else 1)
@@ -253,7 +273,9 @@ def _multiply(ME: gl.constexpr, y, out, z, z_up, bias, residual, ring, boards, a
     CHUNKS: gl.constexpr = tiles.BN // CHUNK
     BOARDS: gl.constexpr = boards.type.shape[0] // GROUPS
     KEPT: gl.constexpr = 0 if z is None else 2 if GATED else 1
-    gl.static_assert(CHUNKS * (KEPT + 1) % BOARDS == 0, "a tile must end with the last board, for the next one begins with the first")
+    gl.static_assert(
+        CHUNKS * (KEPT + 1) % BOARDS == 0, "a tile must end with the last board, for the next one begins with the first"
+    )
     PENDING: gl.constexpr = 0 if KEPT > 0 and residual is not None else BOARDS - 1
     layout: gl.constexpr = gl.NVMMADistributedLayout(version=[3, 0], warps_per_cta=[4, 1], instr_shape=[16, WIDE, 16])
     M, N = tiles.M, tiles.N
@@ -304,7 +326,11 @@ def _multiply(ME: gl.constexpr, y, out, z, z_up, bias, residual, ring, boards, a
 
 
 @gluon.jit(do_not_specialize=["M", "N", "steps", "batch", "parts", "a_step", "b_step"])
-def _fwd(y, out, z, z_up, bias, residual, a, b, up, M, N, steps, batch, parts, a_step, b_step, A_BY_K: gl.constexpr, B_BY_K: gl.constexpr, ROWS: gl.constexpr, BN: gl.constexpr, STAGES: gl.constexpr, BOARDS: gl.constexpr, GROUP: gl.constexpr, LAG: gl.constexpr, ACTIVATION: gl.constexpr):  # fmt: skip
+def _fwd(
+    y, out, z, z_up, bias, residual, a, b, up, M, N, steps, batch, parts, a_step, b_step, A_BY_K: gl.constexpr,
+    B_BY_K: gl.constexpr, ROWS: gl.constexpr, BN: gl.constexpr, STAGES: gl.constexpr, BOARDS: gl.constexpr,
+    GROUP: gl.constexpr, LAG: gl.constexpr, ACTIVATION: gl.constexpr
+):  # fmt: skip
     GATED: gl.constexpr = up is not None
     dtype: gl.constexpr = y.dtype.element_ty
     CHUNK: gl.constexpr = 1024 // dtype.primitive_bitwidth
@@ -313,7 +339,9 @@ def _fwd(y, out, z, z_up, bias, residual, a, b, up, M, N, steps, batch, parts, a
     arrived = gl.allocate_shared_memory(gl.int64, [GROUPS, 1], mbarrier.MBarrierLayout())
     for n in gl.static_range(GROUPS):
         mbarrier.init(arrived.index(n), count=1)
-    boards = gl.allocate_shared_memory(dtype, [GROUPS * BOARDS, 1, ROWS, CHUNK], gl.NVMMASharedLayout(128, dtype.primitive_bitwidth, 3))
+    boards = gl.allocate_shared_memory(
+        dtype, [GROUPS * BOARDS, 1, ROWS, CHUNK], gl.NVMMASharedLayout(128, dtype.primitive_bitwidth, 3)
+    )
     fence_async_shared()
     gl.warp_specialize(
         [
@@ -330,7 +358,12 @@ def whole(t: torch.Tensor) -> bool:
     """Whether the copy engine can see a tensor, its last dimension contiguous: it begins at a multiple of 16 bytes, its rows too."""
     steps = [(n, s * t.element_size()) for n, s in zip(t.shape, t.stride(), strict=True) if n > 1]
     last = t.shape[-1] > 1 and steps.pop()[1] != t.element_size()
-    return not last and t.data_ptr() % 16 == 0 and not any([s % 16 for _, s in steps]) and (t.shape[-2] == 1 or t.stride(-2) > 0)
+    return (
+        not last
+        and t.data_ptr() % 16 == 0
+        and not any([s % 16 for _, s in steps])
+        and (t.shape[-2] == 1 or t.stride(-2) > 0)
+    )
 
 
 def refusal(a: torch.Tensor, b: torch.Tensor, *_: Any, **__: Any) -> str | None:
@@ -359,7 +392,8 @@ def begins(t: torch.Tensor) -> int:
 
 def product(
     y: torch.Tensor, a: torch.Tensor, b: torch.Tensor, *, up: torch.Tensor | None = None, z: torch.Tensor | None = None,
-    z_up: torch.Tensor | None = None, bias: torch.Tensor | None = None, residual: torch.Tensor | None = None, activation: str = "",
+    z_up: torch.Tensor | None = None, bias: torch.Tensor | None = None, residual: torch.Tensor | None = None,
+    activation: str = ""
 ) -> None:  # fmt: skip
     """y = activation(a b + bias) + residual, or activation(a b) (a up): a (batch, M, K), b and up (batch, K, N), all or each without batch,
     `whole` as they are or transposed, b and up alike; y, residual, z (what the activation is taken of) and z_up (a up) contiguous (batch, M, N).
@@ -390,7 +424,9 @@ def product(
     rows, wide = made["ROWS"], made["BN"] // (2 if up is not None else 1)
 
     def board(t: torch.Tensor | None) -> TensorMap | None:
-        if t is None or not whole(t) or t.shape[-1] * t.element_size() % 16:  # of a row alone the engine would write whole 16 bytes
+        if (
+            t is None or not whole(t) or t.shape[-1] * t.element_size() % 16
+        ):  # of a row alone the engine would write whole 16 bytes
             return None
         return TensorMap(t[None] if t.dim() == 2 else t, (1, rows, 128 // t.element_size()), 128)
 
@@ -399,14 +435,26 @@ def product(
     rights = [None if t is None else TensorMap(t, box, 128) for t in (b, None if up is None else by_k(up.mT)[0])]
     tiles = triton.cdiv(M, 2 * rows) * triton.cdiv(N, wide) * parts * batch
     numbers = M, N, triton.cdiv(K, 64), batch, parts, int(a.shape[0] > 1), int(b.shape[0] > 1)
-    facts: dict[str, Any] = {"A_BY_K": a_by_k, "B_BY_K": b_by_k, **made, "ACTIVATION": activation, "num_warps": 4, "maxnreg": 168}
+    facts: dict[str, Any] = {
+        "A_BY_K": a_by_k,
+        "B_BY_K": b_by_k,
+        **made,
+        "ACTIVATION": activation,
+        "num_warps": 4,
+        "maxnreg": 168,
+    }
     maps = board(result), board(z), board(z_up), bias, board(residual), left, *rights
     launch(_fwd, (min(tiles, gpu.multiprocessors),), result, *maps, *numbers, **facts)
     if parts > 1:
         add_up(y, sums, **epilogue)
 
 
-TILES = ((64, 256, 4, 2), (128, 128, 4, 1), (64, 128, 6, 2), (64, 64, 8, 1))  # ROWS, BN, STAGES, BOARDS: as much as shared memory holds
+TILES = (
+    (64, 256, 4, 2),
+    (128, 128, 4, 1),
+    (64, 128, 6, 2),
+    (64, 64, 8, 1),
+)  # ROWS, BN, STAGES, BOARDS: as much as shared memory holds
 SPLITS = (1, 2, 3, 4, 6, 8, 12, 16, 24, 32)
 
 
@@ -464,7 +512,9 @@ def rule(
         steps = triton.cdiv(triton.cdiv(K, 64), parts)
 
         def wave(share: float) -> float:
-            loads = sum(n * max(ROW[128], ROW[start] * share**0.4) for n, start in zip((2 * rows, wide), starts, strict=True))
+            loads = sum(
+                n * max(ROW[128], ROW[start] * share**0.4) for n, start in zip((2 * rows, wide), starts, strict=True)
+            )
             return steps * max(rows * wide / 14, loads, 300 + 1.27 * (2 * rows + wide)) + 3000
 
         least = (memory + torn * (64 if gated else 32) / wide) / (2400 if gpu.large_l2 else 1700)
@@ -474,7 +524,9 @@ def rule(
         return max(waves, least) + min(waves, least) / 20 + added
 
     splits = (1,) if gated else splits
-    ways = [(tile, parts) for tile in (_tiles(gated) if gated else tiles) for parts in splits if parts <= triton.cdiv(K, 64)]
+    ways = [
+        (tile, parts) for tile in (_tiles(gated) if gated else tiles) for parts in splits if parts <= triton.cdiv(K, 64)
+    ]
     tile, parts = min(ways, key=lambda way: cycles(*way))
     alone = {"LAG": 0} if count(tile, parts) <= gpu.multiprocessors else {}
     straddling = {"LAG": 0, "GROUP": 8} if min(starts) < 128 else {}
@@ -516,7 +568,9 @@ def copied(t: torch.Tensor) -> torch.Tensor:
     whole_of = (128 if columns * size > 1024 else 16) // size
     copy = t.new_empty((batch, rows, triton.cdiv(columns, whole_of) * whole_of))
     turned = t.stride(1) == 1 and t.stride(2) != 1  # read by columns: whole sectors of them too
-    tile: dict[str, Any] = {"ROWS": 64, "COLUMNS": 128, "num_warps": 8} if turned else {"ROWS": 16, "COLUMNS": 128, "num_warps": 4}
+    tile: dict[str, Any] = (
+        {"ROWS": 64, "COLUMNS": 128, "num_warps": 8} if turned else {"ROWS": 16, "COLUMNS": 128, "num_warps": 4}
+    )
     grid = (triton.cdiv(rows, tile["ROWS"]) * triton.cdiv(columns, tile["COLUMNS"]) * batch,)
     launch(_align, grid, copy, t, rows, columns, copy.shape[-1], *t.stride(), **tile)
     return copy[..., :columns]

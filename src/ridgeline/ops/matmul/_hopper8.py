@@ -15,7 +15,13 @@ import triton
 from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
 from triton.experimental.gluon.language.nvidia.ampere import async_copy
-from triton.experimental.gluon.language.nvidia.hopper import fence_async_shared, mbarrier, tma, warpgroup_mma, warpgroup_mma_wait
+from triton.experimental.gluon.language.nvidia.hopper import (
+    fence_async_shared,
+    mbarrier,
+    tma,
+    warpgroup_mma,
+    warpgroup_mma_wait,
+)
 
 from ridgeline import device, tuning
 from ridgeline.boundary import launch
@@ -25,7 +31,9 @@ from ridgeline.ops.matmul import _hopper
 from ridgeline.ops.matmul._hopper import GROUPS, Tiles, _chunks, _fetch, _ring, _send, whole
 from ridgeline.ops.matmul._scaled import BLOCK, add_columns, blocks, step, unlike
 
-_gather: gl.constexpr = getattr(async_copy, "async_load", None) or async_copy.async_copy_global_to_shared  # Triton 3.9 renamed it
+_gather: gl.constexpr = (
+    getattr(async_copy, "async_load", None) or async_copy.async_copy_global_to_shared
+)  # Triton 3.9 renamed it
 
 DEEP = gl.constexpr(BLOCK)
 
@@ -65,7 +73,10 @@ def _weigh(scale_a, scale_b, a_row, a_block, b_column, b_block, ring, left, righ
 
 
 @gluon.jit
-def _add_floats(place, odd, low, high, left_scales, right_scales, ring, begun, begins, tiles, ME: gl.constexpr, PIECES: gl.constexpr, BLOCKS: gl.constexpr):  # fmt: skip
+def _add_floats(
+    place, odd, low, high, left_scales, right_scales, ring, begun, begins, tiles, ME: gl.constexpr,
+    PIECES: gl.constexpr, BLOCKS: gl.constexpr
+):  # fmt: skip
     """The float32 sums of a group's rows of a tile, in pieces by columns, and the ring's next place. BLOCKS: scales are by blocks of 128 of
     K, and of 128 columns of b. begins: the step whose first products are under way when the other group starts, as `begun` tells it."""
     ROWS: gl.constexpr = tiles.BM // GROUPS
@@ -74,7 +85,9 @@ def _add_floats(place, odd, low, high, left_scales, right_scales, ring, begun, b
     layout: gl.constexpr = gl.NVMMADistributedLayout(version=[3, 0], warps_per_cta=[4, 1], instr_shape=[16, WIDE, 32])
     none = gl.zeros([ROWS, WIDE], gl.float32, layout)
     total, other, part = none, none, none
-    never = tiles.M < 0  # so that both pieces' products have the same registers: a constant would let the compiler give them two sets
+    never = (
+        tiles.M < 0
+    )  # so that both pieces' products have the same registers: a constant would let the compiler give them two sets
     for k in range(low, high):
         mbarrier.wait(ring.ready.index(place), odd)
         left = ring.left(place, ME)
@@ -102,14 +115,19 @@ def _add_floats(place, odd, low, high, left_scales, right_scales, ring, begun, b
 
 
 @gluon.jit
-def _multiply(ME: gl.constexpr, y, out, scale_a, scale_b, zero_a, sums, bias, a_row, b_column, zero_step, bias_step, left_scales, right_scales, ring, boards, begun, tiles, LAG: gl.constexpr, BLOCKS: gl.constexpr):  # fmt: skip
+def _multiply(
+    ME: gl.constexpr, y, out, scale_a, scale_b, zero_a, sums, bias, a_row, b_column, zero_step, bias_step, left_scales,
+    right_scales, ring, boards, begun, tiles, LAG: gl.constexpr, BLOCKS: gl.constexpr
+):  # fmt: skip
     """A group of warps: its rows of all tiles of this program. Scales of rows and columns are asked for as a tile begins, a number or two a
     thread, and lie in shared memory as it ends."""
     ROWS: gl.constexpr = tiles.BM // GROUPS
     CHUNK: gl.constexpr = boards.type.shape[3]
     CHUNKS: gl.constexpr = tiles.BN // CHUNK
     BOARDS: gl.constexpr = boards.type.shape[0] // GROUPS
-    gl.static_assert(CHUNKS % BOARDS == 0, "a tile must end with the last board, for the next one begins with the first")
+    gl.static_assert(
+        CHUNKS % BOARDS == 0, "a tile must end with the last board, for the next one begins with the first"
+    )
     WHOLE: gl.constexpr = ring.a.dtype == gl.int8
     PIECES: gl.constexpr = 2 if tiles.BN > DEEP and not WHOLE else 1
     place, odd, n_th = 0, 0, 0
@@ -126,13 +144,17 @@ def _multiply(ME: gl.constexpr, y, out, scale_a, scale_b, zero_a, sums, bias, a_
         elif ME == 1 and n_th == 0:
             mbarrier.wait(begun.index(0), 0)
         if WHOLE:  # Triton has no product of more than 224 whole numbers across
-            across: gl.constexpr = gl.NVMMADistributedLayout(version=[3, 0], warps_per_cta=[4, 1], instr_shape=[16, min(tiles.BN, 128), 32])
+            across: gl.constexpr = gl.NVMMADistributedLayout(
+                version=[3, 0], warps_per_cta=[4, 1], instr_shape=[16, min(tiles.BN, 128), 32]
+            )
             started = ring.multiply(place, odd, gl.zeros([ROWS, tiles.BN], gl.int32, across), ME, False)
             acc, place, odd = ring.add_up(place, odd, started, low, high, ME)
             pieces = _chunks(acc, CHUNKS)
         else:
             begins = gl.where(n_th == 0, gl.minimum(low + LAG, high - 1), -1)
-            acc, other, place, odd = _add_floats(place, odd, low, high, left_scales, right_scales, ring, begun, begins, tiles, ME, PIECES, BLOCKS)  # fmt: skip
+            acc, other, place, odd = _add_floats(
+                place, odd, low, high, left_scales, right_scales, ring, begun, begins, tiles, ME, PIECES, BLOCKS
+            )
             pieces = _chunks(acc, CHUNKS // PIECES)
             if PIECES == 2:
                 pieces = pieces + _chunks(other, CHUNKS // PIECES)
@@ -151,7 +173,11 @@ def _multiply(ME: gl.constexpr, y, out, scale_a, scale_b, zero_a, sums, bias, a_
                 x -= zero * _across(sums, at, tiles.N, 1, x)
             x = x.to(gl.float32)
             if not BLOCKS:
-                x = x * rows * right_scales.index(ME).slice(c * CHUNK, CHUNK).load(gl.SliceLayout(0, x.type.layout))[None, :]
+                x = (
+                    x
+                    * rows
+                    * right_scales.index(ME).slice(c * CHUNK, CHUNK).load(gl.SliceLayout(0, x.type.layout))[None, :]
+                )
             if bias is not None:
                 x += _across(bias, at, tiles.N, bias_step, x).to(gl.float32)
             _send(out, y, x, boards.index(ME * BOARDS + c % BOARDS), batch, m, at, tiles.M, tiles.N, BOARDS - 1)
@@ -160,7 +186,11 @@ def _multiply(ME: gl.constexpr, y, out, scale_a, scale_b, zero_a, sums, bias, a_
 
 
 @gluon.jit(do_not_specialize=["M", "N", "steps", "a_row", "a_block", "b_column", "b_block", "zero_step", "bias_step"])
-def _fwd(y, out, a, b, scale_a, scale_b, zero_a, sums, bias, M, N, steps, a_row, a_block, b_column, b_block, zero_step, bias_step, ROWS: gl.constexpr, BN: gl.constexpr, STAGES: gl.constexpr, BOARDS: gl.constexpr, GROUP: gl.constexpr, LAG: gl.constexpr, BLOCKS: gl.constexpr):  # fmt: skip
+def _fwd(
+    y, out, a, b, scale_a, scale_b, zero_a, sums, bias, M, N, steps, a_row, a_block, b_column, b_block, zero_step,
+    bias_step, ROWS: gl.constexpr, BN: gl.constexpr, STAGES: gl.constexpr, BOARDS: gl.constexpr, GROUP: gl.constexpr,
+    LAG: gl.constexpr, BLOCKS: gl.constexpr
+):  # fmt: skip
     dtype: gl.constexpr = y.dtype.element_ty
     CHUNK: gl.constexpr = 1024 // dtype.primitive_bitwidth
     tiles = Tiles(M, N, steps, gl.to_tensor(1), gl.to_tensor(1), GROUPS * ROWS, BN, GROUP)
@@ -174,29 +204,127 @@ def _fwd(y, out, a, b, scale_a, scale_b, zero_a, sums, bias, M, N, steps, a_row,
     else:
         left = gl.allocate_shared_memory(gl.float32, [GROUPS, ROWS], scales)
         right = gl.allocate_shared_memory(gl.float32, [GROUPS, BN], scales)
-    boards = gl.allocate_shared_memory(dtype, [GROUPS * BOARDS, 1, ROWS, CHUNK], gl.NVMMASharedLayout(128, dtype.primitive_bitwidth, 3))
+    boards = gl.allocate_shared_memory(
+        dtype, [GROUPS * BOARDS, 1, ROWS, CHUNK], gl.NVMMASharedLayout(128, dtype.primitive_bitwidth, 3)
+    )
     fence_async_shared()
     if BLOCKS:
         gl.warp_specialize(
             [
-                (_multiply, (0, y, out, scale_a, scale_b, zero_a, sums, bias, a_row, b_column, zero_step, bias_step, left, right, ring, boards, begun, tiles, LAG, BLOCKS)),
-                (_multiply, (1, y, out, scale_a, scale_b, zero_a, sums, bias, a_row, b_column, zero_step, bias_step, left, right, ring, boards, begun, tiles, LAG, BLOCKS)),
+                (
+                    _multiply,
+                    (
+                        0,
+                        y,
+                        out,
+                        scale_a,
+                        scale_b,
+                        zero_a,
+                        sums,
+                        bias,
+                        a_row,
+                        b_column,
+                        zero_step,
+                        bias_step,
+                        left,
+                        right,
+                        ring,
+                        boards,
+                        begun,
+                        tiles,
+                        LAG,
+                        BLOCKS,
+                    ),
+                ),
+                (
+                    _multiply,
+                    (
+                        1,
+                        y,
+                        out,
+                        scale_a,
+                        scale_b,
+                        zero_a,
+                        sums,
+                        bias,
+                        a_row,
+                        b_column,
+                        zero_step,
+                        bias_step,
+                        left,
+                        right,
+                        ring,
+                        boards,
+                        begun,
+                        tiles,
+                        LAG,
+                        BLOCKS,
+                    ),
+                ),
                 (_fetch, (a, b, None, 0, 0, ring, tiles)),
                 (_weigh, (scale_a, scale_b, a_row, a_block, b_column, b_block, ring, left, right, tiles)),
             ],
             [4, 1, 1],
             [240, 24, 24],
-        )  # fmt: skip
+        )
     else:
         gl.warp_specialize(
             [
-                (_multiply, (0, y, out, scale_a, scale_b, zero_a, sums, bias, a_row, b_column, zero_step, bias_step, left, right, ring, boards, begun, tiles, LAG, BLOCKS)),
-                (_multiply, (1, y, out, scale_a, scale_b, zero_a, sums, bias, a_row, b_column, zero_step, bias_step, left, right, ring, boards, begun, tiles, LAG, BLOCKS)),
+                (
+                    _multiply,
+                    (
+                        0,
+                        y,
+                        out,
+                        scale_a,
+                        scale_b,
+                        zero_a,
+                        sums,
+                        bias,
+                        a_row,
+                        b_column,
+                        zero_step,
+                        bias_step,
+                        left,
+                        right,
+                        ring,
+                        boards,
+                        begun,
+                        tiles,
+                        LAG,
+                        BLOCKS,
+                    ),
+                ),
+                (
+                    _multiply,
+                    (
+                        1,
+                        y,
+                        out,
+                        scale_a,
+                        scale_b,
+                        zero_a,
+                        sums,
+                        bias,
+                        a_row,
+                        b_column,
+                        zero_step,
+                        bias_step,
+                        left,
+                        right,
+                        ring,
+                        boards,
+                        begun,
+                        tiles,
+                        LAG,
+                        BLOCKS,
+                    ),
+                ),
                 (_fetch, (a, b, None, 0, 0, ring, tiles)),
             ],
             [4, 1],
             [240, 24],
-        )  # fmt: skip
+        )
 
 
 def _wide(a: torch.Tensor, b: torch.Tensor, scale_a: torch.Tensor, scale_b: torch.Tensor) -> int | None:
@@ -205,7 +333,9 @@ def _wide(a: torch.Tensor, b: torch.Tensor, scale_a: torch.Tensor, scale_b: torc
     return 0 if wide == 1 and a.shape[1] <= BLOCK else wide
 
 
-def refusal(a: torch.Tensor, b: torch.Tensor, scale_a: torch.Tensor, scale_b: torch.Tensor, *rest: Any, **options: Any) -> str | None:
+def refusal(
+    a: torch.Tensor, b: torch.Tensor, scale_a: torch.Tensor, scale_b: torch.Tensor, *rest: Any, **options: Any
+) -> str | None:
     """Why these operands are not taken as they are, or None: of public arguments, or of a launcher's inputs."""
     for name, t, lines in (("a", a, "rows"), ("b", b.mT, "columns")):
         if not whole(t):
@@ -216,16 +346,18 @@ def refusal(a: torch.Tensor, b: torch.Tensor, scale_a: torch.Tensor, scale_b: to
     return odd(a, b, scale_a, scale_b, *rest, **options)
 
 
-def odd(a: torch.Tensor, b: torch.Tensor, scale_a: torch.Tensor, scale_b: torch.Tensor, *rest: Any, **options: Any) -> str | None:
+def odd(
+    a: torch.Tensor, b: torch.Tensor, scale_a: torch.Tensor, scale_b: torch.Tensor, *rest: Any, **options: Any
+) -> str | None:
     """As `refusal`, where operands may lie anyhow."""
     results = [options.get("out_dtype"), *[r for r in rest if isinstance(r, torch.dtype)]]
     if a.dtype != torch.int8 and torch.float32 in results:
         return "the units add 8-bit floats in some 14 bits over 128 of K, which is too coarse for a result in float32"
     if _wide(a, b, scale_a, scale_b) == 1:
-        return (
-            f"it takes b's scales by blocks of {BLOCK} columns, or by rows of a and columns of b for all of K; these are of single columns"
-        )
-    if any([sum([(n - 1) * s for n, s in zip(t.shape, t.stride(), strict=True)]) >= 1 << 31 for t in (scale_a, scale_b)]):
+        return f"it takes b's scales by blocks of {BLOCK} columns, or by rows of a and columns of b for all of K; these are of single columns"
+    if any(
+        [sum([(n - 1) * s for n, s in zip(t.shape, t.stride(), strict=True)]) >= 1 << 31 for t in (scale_a, scale_b)]
+    ):
         return "it counts scales in 32 bits, and these are further apart than that"
     return unlike(a, b, scale_a, scale_b) or _hopper.empty(a, b)
 
@@ -237,7 +369,13 @@ def unless(a: torch.Tensor, b: torch.Tensor, *scales: Any, **_: Any) -> str | No
     """A tile has 128 rows. Recorded for 16 x 8192 x 8192: by blocks of fp8 33 us for the rung triton's 39, of int8 33 for 31."""
     if a.shape[0] > 64:
         return None
-    if a.shape[0] >= 16 and b.shape[1] >= 8192 and a.dtype != torch.int8 and len(scales) > 1 and _wide(a, b, *scales[:2]):
+    if (
+        a.shape[0] >= 16
+        and b.shape[1] >= 8192
+        and a.dtype != torch.int8
+        and len(scales) > 1
+        and _wide(a, b, *scales[:2])
+    ):
         return None
     return FEW
 
@@ -260,7 +398,9 @@ TILES = ((64, 256, 4, 2), (64, 128, 5, 2), (64, 64, 8, 1))
 def rule(gpu: device.Device, M: int, N: int, K: int, starts: tuple[int, int] = (128, 128)) -> tuning.Config:
     """`_hopper.rule`'s: a step is of twice the numbers at twice the rate, and of the same bytes."""
     half, memory = triton.cdiv(K, 2), M * K + K * N + 2 * M * N
-    made = _hopper.rule(gpu, 1, M, N, half, gated=False, more=False, kept=False, starts=starts, tiles=TILES, splits=(1,), memory=memory)
+    made = _hopper.rule(
+        gpu, 1, M, N, half, gated=False, more=False, kept=False, starts=starts, tiles=TILES, splits=(1,), memory=memory
+    )
     return {n: v for n, v in made.items() if n != "PARTS"}
 
 
@@ -285,7 +425,11 @@ def product(
     steps = (*scale_a.stride(), *scale_b.stride()[::-1]) if by_blocks else (step(scale_a, 0), 0, step(scale_b, -1), 0)
     more = step(zero_a, 0), 0 if bias is None else bias.stride(0)
     rows, wide = made["ROWS"], made["BN"]
-    out = TensorMap(y[None], (1, rows, 128 // y.element_size()), 128) if whole(y) and N * y.element_size() % 16 == 0 else None
+    out = (
+        TensorMap(y[None], (1, rows, 128 // y.element_size()), 128)
+        if whole(y) and N * y.element_size() % 16 == 0
+        else None
+    )
     maps = out, TensorMap(left, (1, rows, BLOCK), 128), TensorMap(right, (1, wide, BLOCK), 128)
     tiles = triton.cdiv(M, 2 * rows) * triton.cdiv(N, wide)
     given = scale_a, scale_b, zero_a, sums, bias, M, N, triton.cdiv(K, BLOCK), *steps, *more
@@ -293,7 +437,9 @@ def product(
     launch(_fwd, (min(tiles, gpu.multiprocessors),), y, *maps, *given, **facts)
 
 
-def fp8(y: torch.Tensor, a: torch.Tensor, b: torch.Tensor, scale_a: torch.Tensor, scale_b: torch.Tensor, bias: Any, _: Any) -> None:
+def fp8(
+    y: torch.Tensor, a: torch.Tensor, b: torch.Tensor, scale_a: torch.Tensor, scale_b: torch.Tensor, bias: Any, _: Any
+) -> None:
     product("fp8_matmul", y, a, b, scale_a, scale_b, bias=bias)
 
 
@@ -301,7 +447,9 @@ def int8(y: torch.Tensor, sums: torch.Tensor, a: torch.Tensor, b: torch.Tensor, 
     scale_a, scale_b, zero_a, bias, _ = rest
     if zero_a is not None:
         add_columns(sums, b)
-    product("int8_matmul", y, a, b, scale_a, scale_b, zero_a=zero_a, sums=sums if zero_a is not None else None, bias=bias)
+    product(
+        "int8_matmul", y, a, b, scale_a, scale_b, zero_a=zero_a, sums=sums if zero_a is not None else None, bias=bias
+    )
 
 
 def _along_k(t: torch.Tensor) -> torch.Tensor:
@@ -321,6 +469,10 @@ def int8_padded(y: torch.Tensor, sums: torch.Tensor, a: torch.Tensor, b: torch.T
 
 
 HOPPER: dict[str, Any] = {"kind": "gluon", "arch": 90, "newest": 90, "served": True}
-WHOLE: dict[str, Any] = {**HOPPER, "supports": refusal, "unless": unless}  # facts of the rungs `gluon` and `gluon_padded`
+WHOLE: dict[str, Any] = {
+    **HOPPER,
+    "supports": refusal,
+    "unless": unless,
+}  # facts of the rungs `gluon` and `gluon_padded`
 PADDED: dict[str, Any] = {**HOPPER, "supports": odd, "unless": padded_unless}
 IDEA = "the next rung, after a copy of operands whose bytes do not lie along K in rows that the copy engine takes"

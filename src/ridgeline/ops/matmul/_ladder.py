@@ -22,7 +22,9 @@ def product(op: Op, forward: Any, a: torch.Tensor, b: torch.Tensor, impl: str | 
     if not a.is_floating_point():
         raise RidgelineError(f"{op.name}: a and b must be floating point, and are {a.dtype}")
     if a.dim() != 2 or b.dim() != 2 or a.shape[1] != b.shape[0]:
-        raise RidgelineError(f"{op.name}: a must be (M, K) and b (K, N), and they are {tuple(a.shape)} and {tuple(b.shape)}")
+        raise RidgelineError(
+            f"{op.name}: a must be (M, K) and b (K, N), and they are {tuple(a.shape)} and {tuple(b.shape)}"
+        )
     plain = eager(op, impl, a, b)
     if plain is not None and plain.call is not None:
         with torch.autocast(a.device.type, enabled=False):  # these are products in one dtype, whatever is on
@@ -71,10 +73,14 @@ def lines(a: torch.Tensor, b: torch.Tensor) -> str | None:
     return rows(a, b) or (None if aligned(a, b) else "it takes matrices whose rows begin at multiples of 16 bytes")
 
 
-def start(kernel: CudaKernel, tile: tuple[int, int, int], y: torch.Tensor, a: torch.Tensor, b: torch.Tensor, **constants: Any) -> None:
+def start(
+    kernel: CudaKernel, tile: tuple[int, int, int], y: torch.Tensor, a: torch.Tensor, b: torch.Tensor, **constants: Any
+) -> None:
     """A block for each BM x BN tile of y, which walks K in steps of BK."""
     (M, K), N, (BM, BN, BK) = a.shape, b.shape[1], tile
     even = K > 0 and not (M % BM or N % BN or K % BK)
     constants = {k: v(even) if callable(v) else v for k, v in constants.items()}
     blocks = -(-M // BM) * -(-N // BN)
-    launch(kernel, (blocks,), y, a, b, M, N, K, pitch(a), pitch(b), EVEN=int(even), ALIGNED=int(aligned(a, b)), **constants)
+    launch(
+        kernel, (blocks,), y, a, b, M, N, K, pitch(a), pitch(b), EVEN=int(even), ALIGNED=int(aligned(a, b)), **constants
+    )

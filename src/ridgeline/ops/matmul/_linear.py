@@ -11,7 +11,10 @@ from ridgeline.ops.matmul.matmul import untimed
 _Maybe = torch.Tensor | None
 
 
-def fwd(y: torch.Tensor, z: torch.Tensor, x: torch.Tensor, weight: torch.Tensor, bias: _Maybe, residual: _Maybe, activation: str, how: str) -> None:  # fmt: skip
+def fwd(
+    y: torch.Tensor, z: torch.Tensor, x: torch.Tensor, weight: torch.Tensor, bias: _Maybe, residual: _Maybe,
+    activation: str, how: str
+) -> None:  # fmt: skip
     _hopper.product(y, x, weight.mT, z=z if z.numel() else None, bias=bias, residual=residual, activation=activation)
 
 
@@ -30,13 +33,14 @@ def odd(x: torch.Tensor, weight: torch.Tensor, *rest: Any, **options: Any) -> st
     """As `refusal`, where operands and residual may begin anywhere."""
     rest = (*rest, *options.values())
     if weight.shape[0] % 8 and (_residuals(*rest) or any([r in ACTIVATIONS and r for r in rest if isinstance(r, str)])):
-        return (
-            f"with an activation or a residual the engine writes or reads rows of whole 16 bytes, and a row has {weight.shape[0]} elements"
-        )
+        return f"with an activation or a residual the engine writes or reads rows of whole 16 bytes, and a row has {weight.shape[0]} elements"
     return _hopper.empty(x, weight)
 
 
-def unless(x: torch.Tensor, weight: torch.Tensor, bias: _Maybe = None, residual: _Maybe = None, activation: str | None = None, *_: Any) -> str | None:  # fmt: skip
+def unless(
+    x: torch.Tensor, weight: torch.Tensor, bias: _Maybe = None, residual: _Maybe = None, activation: str | None = None,
+    *_: Any
+) -> str | None:  # fmt: skip
     """What was timed on an H100: 0.87 to 0.97 of PyTorch's time with an activation or a residual, which need a pass over memory there."""
     N, K = weight.shape
     if residual is None and not activation:
@@ -44,11 +48,19 @@ def unless(x: torch.Tensor, weight: torch.Tensor, bias: _Maybe = None, residual:
     return "it needs N to be a multiple of 8" if N % 8 else untimed(x.numel() // K if K else 0, N, K)
 
 
-def padded(y: torch.Tensor, z: torch.Tensor, x: torch.Tensor, weight: torch.Tensor, bias: _Maybe, residual: _Maybe, activation: str, how: str) -> None:  # fmt: skip
+def padded(
+    y: torch.Tensor, z: torch.Tensor, x: torch.Tensor, weight: torch.Tensor, bias: _Maybe, residual: _Maybe,
+    activation: str, how: str
+) -> None:  # fmt: skip
     if residual is not None and residual.data_ptr() % 16:
         residual = residual.clone()
     fwd(y, z, _hopper.aligned(x), _hopper.aligned(weight), bias, residual, activation, how)
 
 
-WHOLE: dict[str, Any] = {"fwd": fwd, "bwd": fwd, "supports": refusal, "unless": unless}  # facts of the rungs `gluon` and `gluon_padded`
+WHOLE: dict[str, Any] = {
+    "fwd": fwd,
+    "bwd": fwd,
+    "supports": refusal,
+    "unless": unless,
+}  # facts of the rungs `gluon` and `gluon_padded`
 PADDED: dict[str, Any] = {"fwd": padded, "bwd": padded, "supports": odd, "unless": unless}

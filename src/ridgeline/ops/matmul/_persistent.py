@@ -44,7 +44,10 @@ def _keep(y, out, x, batch, m, n, M, N):
 
 
 @triton.jit(do_not_specialize=["M", "N", "K", "batches", "a_step", "b_step"])
-def _stay(y, out, a, b, M, N, K, batches, a_step, b_step, A_BY_K: tl.constexpr, B_BY_K: tl.constexpr, BM: tl.constexpr, BN: tl.constexpr, BK: tl.constexpr, GROUP: tl.constexpr, PIECES: tl.constexpr, FLAT: tl.constexpr):  # fmt: skip
+def _stay(
+    y, out, a, b, M, N, K, batches, a_step, b_step, A_BY_K: tl.constexpr, B_BY_K: tl.constexpr, BM: tl.constexpr,
+    BN: tl.constexpr, BK: tl.constexpr, GROUP: tl.constexpr, PIECES: tl.constexpr, FLAT: tl.constexpr
+):  # fmt: skip
     down, across = tl.cdiv(M, BM), tl.cdiv(N, BN)
     for t in tl.range(tl.program_id(0), down * across * batches, tl.num_programs(0), flatten=FLAT):
         batch, place = t // (down * across), t % (down * across)
@@ -72,8 +75,21 @@ def fwd(y: torch.Tensor, a: torch.Tensor, b: torch.Tensor, precision: str) -> No
     (a, a_by_k), (b, b_by_k) = _hopper.by_k(a), _hopper.by_k(b.mT)
     size = y.element_size()
     whole = N * size % 16 == 0
-    key = " ".join([dtype_name(a), *(str(min(16384, triton.next_power_of_2(d))) for d in (batch, M, N, K)), *(["threads"] * (not whole))])
-    made = tuning.config(gpu, "matmul", "persistent", key, lambda: rule(gpu, size, batch, M, N, K, whole), lambda: space(gpu, size, whole))
+    key = " ".join(
+        [
+            dtype_name(a),
+            *(str(min(16384, triton.next_power_of_2(d))) for d in (batch, M, N, K)),
+            *(["threads"] * (not whole)),
+        ]
+    )
+    made = tuning.config(
+        gpu,
+        "matmul",
+        "persistent",
+        key,
+        lambda: rule(gpu, size, batch, M, N, K, whole),
+        lambda: space(gpu, size, whole),
+    )
     left = TensorMap(a, (1, "BM", "BK") if a_by_k else (1, "BK", "BM"))
     right = TensorMap(b, (1, "BN", "BK") if b_by_k else (1, "BK", "BN"))
     out = TensorMap(y, (1, made["BM"], made["BN"] // made["PIECES"])) if whole else None
@@ -99,7 +115,16 @@ def _tile(gpu: device.Device, size: int, wide: int) -> tuning.Config:
     pieces = 2 if wide == 256 else 1
     room = (gpu.shared_memory - 1024 - 128 * wide // pieces * size) // (128 * (128 + wide))
     stages = max(2, min(room, 8 if size == 2 else 4))
-    return {"BM": 128, "BN": wide, "BK": 128 // size, "GROUP": 8, "PIECES": pieces, "FLAT": 1, "num_warps": 8, "num_stages": stages}
+    return {
+        "BM": 128,
+        "BN": wide,
+        "BK": 128 // size,
+        "GROUP": 8,
+        "PIECES": pieces,
+        "FLAT": 1,
+        "num_warps": 8,
+        "num_stages": stages,
+    }
 
 
 def _tiles(gpu: device.Device, size: int, whole: bool) -> list[tuning.Config]:
@@ -119,4 +144,9 @@ def rule(gpu: device.Device, size: int, batch: int, M: int, N: int, K: int, whol
 
 
 def space(gpu: device.Device, size: int, whole: bool) -> list[tuning.Config]:
-    return [{**tile, "GROUP": group, "FLAT": flat} for tile in _tiles(gpu, size, whole) for group in (8, 16) for flat in (0, 1)]
+    return [
+        {**tile, "GROUP": group, "FLAT": flat}
+        for tile in _tiles(gpu, size, whole)
+        for group in (8, 16)
+        for flat in (0, 1)
+    ]

@@ -72,7 +72,9 @@ def grid(M: int, N: int) -> Any:
 def config(op: str, a: torch.Tensor, b: torch.Tensor, wide: bool, whole: bool = True) -> dict[str, Any]:
     """Tiles of bytes. wide: the sums leave room for tiles of 128 x 256 in the registers. whole: bytes are multiplied as they are."""
     gpu, (M, K), N = device.of(a), a.shape, b.shape[1]
-    odd = not whole or any(1 not in t.stride() or max(t.stride()) % 16 for t in (a, b))  # loads of single bytes, which take registers
+    odd = not whole or any(
+        1 not in t.stride() or max(t.stride()) % 16 for t in (a, b)
+    )  # loads of single bytes, which take registers
 
     def tile(BM: int, BN: int, threads: int, stages: int, BK: int = BLOCK) -> tuning.Config:
         return {"BM": BM, "BN": BN, "BK": BK, "GROUP": 8, "num_warps": threads // gpu.warp, "num_stages": stages}
@@ -85,7 +87,9 @@ def config(op: str, a: torch.Tensor, b: torch.Tensor, wide: bool, whole: bool = 
     def rule() -> tuning.Config:
         stages = 1 if odd or gpu.backend != "cuda" else 4 if gpu.capability >= 90 else 3
         if few:
-            return tile(down, 64 if odd or tiles(down, 64) >= 2 * gpu.multiprocessors else 32, 256 if odd else 128, stages)
+            return tile(
+                down, 64 if odd or tiles(down, 64) >= 2 * gpu.multiprocessors else 32, 256 if odd else 128, stages
+            )
         if odd:
             return tile(64, 64, 256, stages)
         if wide and gpu.capability == 90 and tiles(128, 256) >= gpu.multiprocessors:
@@ -99,7 +103,13 @@ def config(op: str, a: torch.Tensor, b: torch.Tensor, wide: bool, whole: bool = 
             return [tile(down, n, threads, s) for n in (32, 64, 128) for threads in (64, 128) for s in (4, 6, 8)]
         shapes: list[tuple[int, ...]] = [(128, 128, 256, 4), (128, 128, 256, 3), (64, 128, 128, 4), (128, 64, 128, 4)]
         if wide:
-            shapes += [(128, 128, 128, 4), (64, 256, 128, 4), (256, 128, 256, 3), (128, 256, 256, 3), (128, 256, 256, 2, 256)]
+            shapes += [
+                (128, 128, 128, 4),
+                (64, 256, 128, 4),
+                (256, 128, 256, 3),
+                (128, 256, 256, 3),
+                (128, 256, 256, 2, 256),
+            ]
         return [tile(*shape) | {"GROUP": g} for shape in shapes for g in (4, 8, 16)]
 
     key = " ".join([dtype_name(a), *(["odd"] * odd), *(str(min(16384, triton.next_power_of_2(d))) for d in (M, N, K))])
@@ -142,7 +152,9 @@ def fault(dtype: torch.dtype, a: Any, b: Any, bias: Any, out_dtype: Any, **other
         return f"a and b must be {dtype}, and are {a.dtype} and {b.dtype}"
     if a.dim() != 2 or b.dim() != 2 or a.shape[1] != b.shape[0]:
         return f"a must be (M, K) and b (K, N), and they are {tuple(a.shape)} and {tuple(b.shape)}"
-    if out_dtype not in OUT and not (out_dtype == torch.float64 == others["scale_a"].dtype):  # float64: as the reference computes
+    if out_dtype not in OUT and not (
+        out_dtype == torch.float64 == others["scale_a"].dtype
+    ):  # float64: as the reference computes
         return f"out_dtype must be torch.bfloat16, float16 or float32, and is {out_dtype!r}"
     if bias is not None and (tuple(bias.shape) != (b.shape[1],) or not bias.is_floating_point()):
         return f"bias must be ({b.shape[1]},) and floating point, and is {tuple(bias.shape)} {bias.dtype}"

@@ -41,7 +41,11 @@ E4M3 = torch.float8_e4m3fn
 
 
 @triton.jit
-def _fwd(y, a, b, scale_a, scale_b, bias, M, N, K, a_m, a_k, b_k, b_n, a_steps, b_steps, bias_step, WIDE: tl.constexpr, NATIVE: tl.constexpr, DECODE: tl.constexpr, BM: tl.constexpr, BN: tl.constexpr, BK: tl.constexpr, GROUP: tl.constexpr, EVEN: tl.constexpr):  # fmt: skip
+def _fwd(
+    y, a, b, scale_a, scale_b, bias, M, N, K, a_m, a_k, b_k, b_n, a_steps, b_steps, bias_step, WIDE: tl.constexpr,
+    NATIVE: tl.constexpr, DECODE: tl.constexpr, BM: tl.constexpr, BN: tl.constexpr, BK: tl.constexpr,
+    GROUP: tl.constexpr, EVEN: tl.constexpr
+):  # fmt: skip
     """WIDE: by blocks of BK of K, how many columns of b share a scale (1, or more than a tile has); 0 for scales by rows.
     NATIVE: the matrix units of 8 bits multiply; else a and b are codes, and multiplied as the float16 that they are exactly.
     DECODE: the GPU has an instruction that makes float16 of them."""
@@ -82,7 +86,9 @@ def _fwd(y, a, b, scale_a, scale_b, bias, M, N, K, a_m, a_k, b_k, b_n, a_steps, 
     finish(y, total, bias, m, n, M, N, bias_step)
 
 
-def _launch(y: torch.Tensor, a: torch.Tensor, b: torch.Tensor, scale_a: torch.Tensor, scale_b: torch.Tensor, bias: Any, _: Any) -> None:
+def _launch(
+    y: torch.Tensor, a: torch.Tensor, b: torch.Tensor, scale_a: torch.Tensor, scale_b: torch.Tensor, bias: Any, _: Any
+) -> None:
     """a (M, K), b (K, N), any strides; y contiguous."""
     (M, K), N = a.shape, b.shape[1]
     wide, gpu = blocks(a, b, scale_a, scale_b) or 0, device.of(a)
@@ -90,7 +96,20 @@ def _launch(y: torch.Tensor, a: torch.Tensor, b: torch.Tensor, scale_a: torch.Te
     native = decode and y.dtype != torch.float32
     codes = (a, b) if native else (a.view(torch.uint8), b.view(torch.uint8))
     steps = (scale_a.stride(), scale_b.stride()) if wide else ((step(scale_a, 0), 0), (0, step(scale_b, -1)))
-    given = y, *codes, scale_a, scale_b, bias, M, N, K, *a.stride(), *b.stride(), *steps, 0 if bias is None else bias.stride(0)
+    given = (
+        y,
+        *codes,
+        scale_a,
+        scale_b,
+        bias,
+        M,
+        N,
+        K,
+        *a.stride(),
+        *b.stride(),
+        *steps,
+        0 if bias is None else bias.stride(0),
+    )
     configured: dict[str, Any] = {
         "config": lambda: config("fp8_matmul", a, b, wide=False, whole=native),
         "key": (M, N, K, a.stride(), b.stride()),
@@ -98,7 +117,9 @@ def _launch(y: torch.Tensor, a: torch.Tensor, b: torch.Tensor, scale_a: torch.Te
     launch(_fwd, grid(M, N), *given, WIDE=wide, NATIVE=native, DECODE=decode, **configured)
 
 
-@kernel_op("fp8_matmul_fwd(Tensor a, Tensor b, Tensor scale_a, Tensor scale_b, Tensor? bias, ScalarType dtype, str? impl) -> Tensor")
+@kernel_op(
+    "fp8_matmul_fwd(Tensor a, Tensor b, Tensor scale_a, Tensor scale_b, Tensor? bias, ScalarType dtype, str? impl) -> Tensor"
+)
 def _forward(a: torch.Tensor, b: torch.Tensor, *rest: Any) -> torch.Tensor:
     *given, dtype, impl = rest
     y = torch.empty((a.shape[0], b.shape[1]), dtype=dtype, device=a.device)
@@ -166,7 +187,9 @@ def cost(a: torch.Tensor, b: torch.Tensor, *scales: torch.Tensor, **options: Any
     return Cost(given, size * options.get("out_dtype", torch.bfloat16).itemsize, 2 * size * a.shape[1]), None
 
 
-def _case(M: int, N: int, K: int, how: str, a: type[Spec] = Spec, b: type[Spec] = Columns, bias: bool = False, **facts: Any) -> Case:
+def _case(
+    M: int, N: int, K: int, how: str, a: type[Spec] = Spec, b: type[Spec] = Columns, bias: bool = False, **facts: Any
+) -> Case:
     deep = -(-K // BLOCK)
     scales = {
         "rows": (Scale(M, 1), Scale(1, N)),
@@ -198,7 +221,11 @@ FP8_MATMUL = Op(
         _case(150, 131, 257, "blocks", a=Inside, b=Inside),
         _case(1, 1, 1, "rows"),
         _case(256, 256, 256, "blocks", use="quick"),
-        *(_case(*shape, how, dtypes=("float8_e4m3fn",), use="bench") for how in ("rows", "blocks by columns") for shape in BENCH),
+        *(
+            _case(*shape, how, dtypes=("float8_e4m3fn",), use="bench")
+            for how in ("rows", "blocks by columns")
+            for shape in BENCH
+        ),
         _case(4096, 4096, 4096, "blocks", dtypes=("float8_e4m3fn",), use="bench"),  # as quantize_fp8 gives them
         _case(16, 8192, 8192, "blocks", dtypes=("float8_e4m3fn",), use="bench"),
         _case(4095, 4093, 4097, "blocks", dtypes=("float8_e4m3fn",), use="bench"),
@@ -216,7 +243,9 @@ def _cublas(a: torch.Tensor, b: torch.Tensor, *_: Any, **__: Any) -> str | None:
     return None
 
 
-def _torch(a: torch.Tensor, b: torch.Tensor, scale_a: torch.Tensor, scale_b: torch.Tensor, **options: Any) -> torch.Tensor:
+def _torch(
+    a: torch.Tensor, b: torch.Tensor, scale_a: torch.Tensor, scale_b: torch.Tensor, **options: Any
+) -> torch.Tensor:
     """torch's scales of activations lie column by column, and its products want K contiguous in both operands."""
     reason = _cublas(a, b)
     if reason is None:
@@ -241,7 +270,12 @@ def _lacks(a: torch.Tensor, *rest: Any) -> str | None:
     return unlike(a, *rest)
 
 
-FP8_MATMUL.eager("naive", "the formula in eager PyTorch: both matrices dequantised, then a product in float32", reference, served=True)
+FP8_MATMUL.eager(
+    "naive",
+    "the formula in eager PyTorch: both matrices dequantised, then a product in float32",
+    reference,
+    served=True,
+)
 FP8_MATMUL.eager("torch", "PyTorch's own (cuBLAS, CUTLASS)", _torch, supports=_cublas)
 FP8_MATMUL.kernel(
     "triton",

@@ -18,7 +18,17 @@ from ridgeline.boundary import Function, differentiate, first_order, kernel_op
 from ridgeline.op import Case, Cost, Op, RidgelineError, Spec, nbytes
 from ridgeline.ops.matmul import _gated
 from ridgeline.ops.matmul._epilogue import ACTIVATIONS, gate, ungate
-from ridgeline.ops.matmul.matmul import HOPPER, PADDED, agree, by_triton, in_autocast, of_any_strides, precision, product, rows_of
+from ridgeline.ops.matmul.matmul import (
+    HOPPER,
+    PADDED,
+    agree,
+    by_triton,
+    in_autocast,
+    of_any_strides,
+    precision,
+    product,
+    rows_of,
+)
 from ridgeline.select import eager, run
 
 _T = torch.Tensor
@@ -33,7 +43,9 @@ def _triton(y: _T, z: _T, z_up: _T, x: _T, weight: _T, up: _T, activation: str, 
     gate(y, z, z_up, activation)
 
 
-@kernel_op("gated_linear_fwd(Tensor x, Tensor gate, Tensor up, str activation, bool keep, str precision, str? impl) -> (Tensor, Tensor, Tensor)")  # fmt: skip
+@kernel_op(
+    "gated_linear_fwd(Tensor x, Tensor gate, Tensor up, str activation, bool keep, str precision, str? impl) -> (Tensor, Tensor, Tensor)"
+)
 def _fwd_op(x: _T, weight: _T, up: _T, activation: str, keep: bool, how: str, impl: str | None) -> tuple[_T, _T, _T]:
     shape = x.shape[0], weight.shape[0]
     y, z, z_up = x.new_empty(shape), x.new_empty(shape if keep else (0,)), x.new_empty(shape if keep else (0,))
@@ -105,7 +117,13 @@ def cost(x: _T, gate: _T, up: _T, *, activation: str = "silu") -> tuple[Cost, Co
 def _case(rows: int, N: int, K: int, use: str, **options: Any) -> Case:
     dtypes = {"bench": ("bfloat16",), "quick": ("float32",), "check": ("float32", "float16", "bfloat16")}[use]
     weight = Spec(N, K)
-    return Case(" ".join([f"{rows}x{K} -> {N}", *options.values()]), (Spec(rows, K), weight, weight), options, dtypes=dtypes, use=use)
+    return Case(
+        " ".join([f"{rows}x{K} -> {N}", *options.values()]),
+        (Spec(rows, K), weight, weight),
+        options,
+        dtypes=dtypes,
+        use=use,
+    )
 
 
 GATED_LINEAR = Op(
@@ -122,7 +140,9 @@ GATED_LINEAR = Op(
     ],
 )
 
-GATED_LINEAR.eager("torch", "two of PyTorch's linears (cuBLAS), an activation and a product: four kernels", reference, served=True)
+GATED_LINEAR.eager(
+    "torch", "two of PyTorch's linears (cuBLAS), an activation and a product: four kernels", reference, served=True
+)
 GATED_LINEAR.compiled("two products, then one pass fused by torch.compile")
 GATED_LINEAR.kernel("triton", "two products, then one pass", kind="triton", fwd=_triton, bwd=_triton)
 GATED_LINEAR.kernel("gluon_padded", PADDED, **_gated.PADDED, **HOPPER)

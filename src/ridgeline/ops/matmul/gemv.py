@@ -50,7 +50,10 @@ def _put(y, parts, total, m, n, M, N, SPLITS: tl.constexpr):
 
 
 @triton.jit
-def _fwd(y, parts, a, x, M, N, K, a_n, a_k, x_m, x_k, BM: tl.constexpr, BN: tl.constexpr, BK: tl.constexpr, TILES: tl.constexpr, PACK: tl.constexpr, SPLITS: tl.constexpr):  # fmt: skip
+def _fwd(
+    y, parts, a, x, M, N, K, a_n, a_k, x_m, x_k, BM: tl.constexpr, BN: tl.constexpr, BK: tl.constexpr,
+    TILES: tl.constexpr, PACK: tl.constexpr, SPLITS: tl.constexpr
+):  # fmt: skip
     """A step loads TILES tiles of BN rows and BK columns; PACK neighbours, which a thread has loaded at once, are added before all else."""
     m = tl.arange(0, BM)[:, None, None]
     n = (tl.program_id(0).to(tl.int64) * BN + tl.arange(0, BN))[None, :, None]
@@ -60,16 +63,36 @@ def _fwd(y, parts, a, x, M, N, K, a_n, a_k, x_m, x_k, BM: tl.constexpr, BN: tl.c
         loaded = ()
         for t in tl.static_range(TILES):
             k = start + t * BK + tl.arange(0, BK)[None, None, :]
-            left = tl.load(a + n * a_n + k.to(tl.int64) * a_k, mask=(n < N) & (k < K), other=0, eviction_policy="evict_first")
+            left = tl.load(
+                a + n * a_n + k.to(tl.int64) * a_k, mask=(n < N) & (k < K), other=0, eviction_policy="evict_first"
+            )
             loaded = loaded + (left, tl.load(x + m * x_m + k.to(tl.int64) * x_k, mask=(m < M) & (k < K), other=0))
         for t in tl.static_range(TILES):
-            products = tl.reshape(loaded[2 * t].to(tl.float32) * loaded[2 * t + 1].to(tl.float32), (BM, BN, BK // PACK, PACK))
+            products = tl.reshape(
+                loaded[2 * t].to(tl.float32) * loaded[2 * t + 1].to(tl.float32), (BM, BN, BK // PACK, PACK)
+            )
             sums += tl.sum(products, 3)
     _put(y, parts, tl.sum(sums, 2), tl.arange(0, BM)[:, None], tl.reshape(n, (1, BN)), M, N, SPLITS)
 
 
 @triton.jit
-def _few(y, parts, a, x, M, N, K, a_n, a_k, x_m, x_k, BM: tl.constexpr, BN: tl.constexpr, BK: tl.constexpr, SPLITS: tl.constexpr):
+def _few(
+    y,
+    parts,
+    a,
+    x,
+    M,
+    N,
+    K,
+    a_n,
+    a_k,
+    x_m,
+    x_k,
+    BM: tl.constexpr,
+    BN: tl.constexpr,
+    BK: tl.constexpr,
+    SPLITS: tl.constexpr,
+):
     """The same on the matrix units, in half precision: from three rows of x on, multiplying one by one takes longer than reading."""
     m = tl.arange(0, BM)[None, :]
     n = (tl.program_id(0).to(tl.int64) * BN + tl.arange(0, BN))[:, None]
@@ -111,7 +134,9 @@ def _launch(y: torch.Tensor, parts: torch.Tensor, a: torch.Tensor, x: torch.Tens
             return {"BN": 16 * pack, "BK": 8, "TILES": 4 if bm < 8 else 1, **threads}
         rows = (2 if bm == 1 and K > 128 * pack else 4) if whole else max(1, 4 // bm)
         bk = min(128 * pack, max(16, triton.next_power_of_2(K)))
-        tiles = min(rows, triton.next_power_of_2(triton.cdiv(max(1, K), bk))) if bm == 1 else 1  # a row by itself is read the quickest
+        tiles = (
+            min(rows, triton.next_power_of_2(triton.cdiv(max(1, K), bk))) if bm == 1 else 1
+        )  # a row by itself is read the quickest
         return {"BN": rows // tiles * 128 * pack // bk, "BK": bk, "TILES": tiles, **threads}
 
     def rule() -> tuning.Config:
@@ -124,7 +149,14 @@ def _launch(y: torch.Tensor, parts: torch.Tensor, a: torch.Tensor, x: torch.Tens
         return c | {"SPLITS": 1 if few and steps - steps // most < 20 else most}
 
     def config() -> dict[str, Any]:
-        key = " ".join([dtype_name(a), str(bm), "columns" if columns else "rows", *(str(triton.next_power_of_2(n)) for n in (N, K))])
+        key = " ".join(
+            [
+                dtype_name(a),
+                str(bm),
+                "columns" if columns else "rows",
+                *(str(triton.next_power_of_2(n)) for n in (N, K)),
+            ]
+        )
         chosen = tuning.config(gpu, "gemv", "few" if few else "fwd", key, rule, lambda: _space(rule()))
         chosen = chosen | {"BM": 16 if few else bm, "SPLITS": max(1, min(chosen["SPLITS"], ROOM // max(1, M * N)))}
         return chosen if few else chosen | {"PACK": pack if whole and chosen["BK"] % pack == 0 else 1}
@@ -132,7 +164,18 @@ def _launch(y: torch.Tensor, parts: torch.Tensor, a: torch.Tensor, x: torch.Tens
     key = M, N, K, columns, whole
     strides = *a.stride(), x.stride(0) if x.dim() == 2 else 0, x.stride(-1)
     launch(
-        _few if few else _fwd, lambda c: (triton.cdiv(N, c["BN"]), c["SPLITS"]), y, parts, a, x, M, N, K, *strides, config=config, key=key
+        _few if few else _fwd,
+        lambda c: (triton.cdiv(N, c["BN"]), c["SPLITS"]),
+        y,
+        parts,
+        a,
+        x,
+        M,
+        N,
+        K,
+        *strides,
+        config=config,
+        key=key,
     )
 
     def adders(c: dict[str, Any]) -> tuple[int]:
@@ -145,7 +188,10 @@ def _space(c: tuning.Config) -> list[tuning.Config]:
     """The rule's tile with half and twice the rows, warps and parts."""
     half = (-1, 0, 1)
     sizes = [(n, w, s) for n in half for w in half for s in half if min(c["BN"], c["num_warps"]) > 1]
-    moved = [c | {k: int(c[k] * 2.0**by) for k, by in zip(("BN", "num_warps", "SPLITS"), some, strict=True)} for some in sizes]
+    moved = [
+        c | {k: int(c[k] * 2.0**by) for k, by in zip(("BN", "num_warps", "SPLITS"), some, strict=True)}
+        for some in sizes
+    ]
     return [m for m in moved if m["SPLITS"]]
 
 
@@ -208,11 +254,18 @@ def gemv(a: torch.Tensor, x: torch.Tensor, *, impl: str | None = None) -> torch.
     if a.is_nested or x.is_nested:
         dense_only("gemv", (a, x))
     if a.dim() != 2 or x.dim() not in (1, 2) or a.shape[1] != x.shape[-1]:
-        raise RidgelineError(f"gemv: a must be (N, K) and x (K,) or (M, K), and they are {tuple(a.shape)} and {tuple(x.shape)}")
+        raise RidgelineError(
+            f"gemv: a must be (N, K) and x (K,) or (M, K), and they are {tuple(a.shape)} and {tuple(x.shape)}"
+        )
     if x.dim() == 2 and x.shape[0] > MOST:
         raise RidgelineError(f"gemv: x may have {MOST} rows at most, and has {x.shape[0]}; matmul takes more")
     kind = "cuda" if a.is_cuda else "cpu"
-    if torch.is_autocast_enabled(kind) and a.is_floating_point() and x.is_floating_point() and a.dtype != torch.float64 != x.dtype:
+    if (
+        torch.is_autocast_enabled(kind)
+        and a.is_floating_point()
+        and x.is_floating_point()
+        and a.dtype != torch.float64 != x.dtype
+    ):
         a, x = a.to(torch.get_autocast_dtype(kind)), x.to(torch.get_autocast_dtype(kind))
     if a.dtype != x.dtype or a.device != x.device:
         raise RidgelineError(f"gemv: a is {a.dtype} on {a.device} and x {x.dtype} on {x.device}; they must agree")
@@ -223,13 +276,18 @@ def gemv(a: torch.Tensor, x: torch.Tensor, *, impl: str | None = None) -> torch.
         return plain.call(a, x)
     if torch.is_grad_enabled() and (a.requires_grad or x.requires_grad):
         if a.is_complex():
-            raise RidgelineError(f"gemv: impl={impl!r} has no gradients of {a.dtype}; impl='torch' has, or give a and x detached")
+            raise RidgelineError(
+                f"gemv: impl={impl!r} has no gradients of {a.dtype}; impl='torch' has, or give a and x detached"
+            )
         return differentiate(_Gemv, a, x, impl)
     return _forward(a, x, impl)
 
 
 def cost(a: torch.Tensor, x: torch.Tensor) -> tuple[Cost, Cost]:
-    y, flops = x.numel() // max(1, a.shape[1]) * a.shape[0] * a.element_size(), 2 * a.numel() * x.numel() // max(1, a.shape[1])
+    y, flops = (
+        x.numel() // max(1, a.shape[1]) * a.shape[0] * a.element_size(),
+        2 * a.numel() * x.numel() // max(1, a.shape[1]),
+    )
     return Cost(nbytes(a, x), y, flops), Cost(y + nbytes(a, x), nbytes(a, x), 2 * flops)
 
 
@@ -243,7 +301,9 @@ class Halves(Spec):
     def make(self, dtype: torch.dtype, device: str | torch.device, generator: torch.Generator | None) -> torch.Tensor:
         with warnings.catch_warnings():
             warnings.filterwarnings("ignore", "ComplexHalf support is experimental")
-            return torch.randn(self.shape, dtype=torch.complex64, device=device, generator=generator).to(torch.complex32)
+            return torch.randn(self.shape, dtype=torch.complex64, device=device, generator=generator).to(
+                torch.complex32
+            )
 
 
 def _bench(name: str, a: Spec, *m: int, dtypes: tuple[str, ...] = ("bfloat16",)) -> Case:
@@ -272,8 +332,14 @@ GEMV = Op(
         Case("8192x8192 complex", (Halves(8192, 8192), Halves(8192)), dtypes=("float16",), use="bench"),
         Case("70x48", (Spec(70, 48), Spec(48))),
         Case("2048x2048", (Spec(2048, 2048, grad=False), Spec(2048, grad=False)), use="quick"),
-        *(_bench(f"{m[0] if m else 1} of 14336x4096", Spec(14336, 4096, grad=False), *m) for m in ((), (2,), (4,), (8,), (16,))),
-        *(_bench(f"{m[0] if m else 1} of 8192x8192", Spec(8192, 8192, grad=False), *m) for m in ((), (2,), (4,), (8,), (16,))),
+        *(
+            _bench(f"{m[0] if m else 1} of 14336x4096", Spec(14336, 4096, grad=False), *m)
+            for m in ((), (2,), (4,), (8,), (16,))
+        ),
+        *(
+            _bench(f"{m[0] if m else 1} of 8192x8192", Spec(8192, 8192, grad=False), *m)
+            for m in ((), (2,), (4,), (8,), (16,))
+        ),
         _bench("1 of 8192x8192 by columns", Columns(8192, 8192, grad=False)),
         _bench("1 of 1024x8192", Spec(1024, 8192, grad=False)),
         _bench("8192x8192", Spec(8192, 8192, grad=False), dtypes=("float32", "float16")),

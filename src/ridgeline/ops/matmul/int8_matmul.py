@@ -39,7 +39,10 @@ MOST = 65536  # 255 * 128 * 65536 is the largest that 32 bits hold
 
 
 @triton.jit
-def _fwd(y, a, b, scale_a, scale_b, zero_a, sums, bias, M, N, K, a_m, a_k, b_k, b_n, steps, BM: tl.constexpr, BN: tl.constexpr, BK: tl.constexpr, GROUP: tl.constexpr, EVEN: tl.constexpr):  # fmt: skip
+def _fwd(
+    y, a, b, scale_a, scale_b, zero_a, sums, bias, M, N, K, a_m, a_k, b_k, b_n, steps, BM: tl.constexpr,
+    BN: tl.constexpr, BK: tl.constexpr, GROUP: tl.constexpr, EVEN: tl.constexpr
+):  # fmt: skip
     m, n = place(M, N, BM, BN, GROUP)
     k = tl.arange(0, BK).to(tl.int64)
     at_a = a + (m % M)[:, None].to(tl.int64) * a_m + k[None, :] * a_k
@@ -70,11 +73,34 @@ def _launch(y: torch.Tensor, sums: torch.Tensor, a: torch.Tensor, b: torch.Tenso
     if zero_a is not None:
         add_columns(sums, b)
     steps = step(scale_a, 0), step(scale_b, -1), step(zero_a, 0), 0 if bias is None else bias.stride(0)
-    given = y, a, b, scale_a, scale_b, zero_a, sums if zero_a is not None else None, bias, M, N, K, *a.stride(), *b.stride(), steps
-    launch(_fwd, grid(M, N), *given, config=lambda: config("int8_matmul", a, b, wide=True), key=(M, N, K, a.stride(), b.stride()))
+    given = (
+        y,
+        a,
+        b,
+        scale_a,
+        scale_b,
+        zero_a,
+        sums if zero_a is not None else None,
+        bias,
+        M,
+        N,
+        K,
+        *a.stride(),
+        *b.stride(),
+        steps,
+    )
+    launch(
+        _fwd,
+        grid(M, N),
+        *given,
+        config=lambda: config("int8_matmul", a, b, wide=True),
+        key=(M, N, K, a.stride(), b.stride()),
+    )
 
 
-@kernel_op("int8_matmul_fwd(Tensor a, Tensor b, Tensor scale_a, Tensor scale_b, Tensor? zero_a, Tensor? bias, ScalarType dtype, str? impl) -> Tensor")  # fmt: skip
+@kernel_op(
+    "int8_matmul_fwd(Tensor a, Tensor b, Tensor scale_a, Tensor scale_b, Tensor? zero_a, Tensor? bias, ScalarType dtype, str? impl) -> Tensor"
+)
 def _forward(a: torch.Tensor, b: torch.Tensor, *rest: Any) -> torch.Tensor:
     *given, dtype, impl = rest
     y = torch.empty((a.shape[0], b.shape[1]), dtype=dtype, device=a.device)
@@ -83,15 +109,17 @@ def _forward(a: torch.Tensor, b: torch.Tensor, *rest: Any) -> torch.Tensor:
     return y
 
 
-def _finished(sums: torch.Tensor, scale_a: torch.Tensor, scale_b: torch.Tensor, bias: Any, out_dtype: torch.dtype) -> torch.Tensor:
+def _finished(
+    sums: torch.Tensor, scale_a: torch.Tensor, scale_b: torch.Tensor, bias: Any, out_dtype: torch.dtype
+) -> torch.Tensor:
     """Exact sums, in another dtype, times their scales and with the bias."""
     y = sums.to(scale_a.dtype) * scale_a.reshape(-1, 1) * scale_b.reshape(1, -1)
     return (y if bias is None else y + bias).to(out_dtype)
 
 
 def reference(
-    a: torch.Tensor, b: torch.Tensor, scale_a: torch.Tensor, scale_b: torch.Tensor, *, zero_a: torch.Tensor | None = None,
-    bias: torch.Tensor | None = None, out_dtype: torch.dtype = torch.bfloat16,
+    a: torch.Tensor, b: torch.Tensor, scale_a: torch.Tensor, scale_b: torch.Tensor, *,
+    zero_a: torch.Tensor | None = None, bias: torch.Tensor | None = None, out_dtype: torch.dtype = torch.bfloat16
 ) -> torch.Tensor:  # fmt: skip
     whole = a.double() if zero_a is None else a.double() - zero_a.reshape(-1, 1)
     return _finished(whole @ b.double(), scale_a, scale_b, bias, out_dtype)
@@ -118,7 +146,9 @@ def int8_matmul(
     float32 and are multiplied there; the result is rounded once.
     Raises RidgelineError where shapes, dtypes or devices are none of these, or `impl` cannot run the call.
     """
-    wrong = fault(torch.int8, a, b, bias, out_dtype, scale_a=scale_a, scale_b=scale_b, zero_a=zero_a) or _fault(a, b, scale_a, scale_b, zero_a)  # fmt: skip
+    wrong = fault(torch.int8, a, b, bias, out_dtype, scale_a=scale_a, scale_b=scale_b, zero_a=zero_a) or _fault(
+        a, b, scale_a, scale_b, zero_a
+    )
     if wrong:
         raise RidgelineError(f"int8_matmul: {wrong}")
     plain = eager(INT8_MATMUL, impl, a, b)
@@ -126,10 +156,14 @@ def int8_matmul(
         plain = INT8_MATMUL.implementations["naive"]
     if plain is not None and plain.call is not None:
         return plain.call(a, b, scale_a, scale_b, zero_a=zero_a, bias=bias, out_dtype=out_dtype)
-    return _forward(a, b, scale_a.detach(), scale_b.detach(), zero_a, None if bias is None else bias.detach(), out_dtype, impl)
+    return _forward(
+        a, b, scale_a.detach(), scale_b.detach(), zero_a, None if bias is None else bias.detach(), out_dtype, impl
+    )
 
 
-def _fault(a: torch.Tensor, b: torch.Tensor, scale_a: torch.Tensor, scale_b: torch.Tensor, zero_a: torch.Tensor | None) -> str | None:
+def _fault(
+    a: torch.Tensor, b: torch.Tensor, scale_a: torch.Tensor, scale_b: torch.Tensor, zero_a: torch.Tensor | None
+) -> str | None:
     (M, K), N = a.shape, b.shape[1]
     if K > MOST:
         return f"K may be {MOST} at most, for sums in 32 bits to be exact, and is {K}"
@@ -145,7 +179,9 @@ def _fault(a: torch.Tensor, b: torch.Tensor, scale_a: torch.Tensor, scale_b: tor
 def cost(a: torch.Tensor, b: torch.Tensor, *scales: torch.Tensor, **options: Any) -> tuple[Cost, None]:
     extra = [t for t in (options.get("zero_a"), options.get("bias")) if t is not None]
     size = a.shape[0] * b.shape[1]
-    return Cost(nbytes(a, b, *scales, *extra), size * options.get("out_dtype", torch.bfloat16).itemsize, 2 * size * a.shape[1]), None
+    return Cost(
+        nbytes(a, b, *scales, *extra), size * options.get("out_dtype", torch.bfloat16).itemsize, 2 * size * a.shape[1]
+    ), None
 
 
 def _case(M: int, N: int, K: int, what: str = "", a: type[Spec] = Spec, b: type[Spec] = Columns, **facts: Any) -> Case:
@@ -155,10 +191,20 @@ def _case(M: int, N: int, K: int, what: str = "", a: type[Spec] = Spec, b: type[
     own = facts.get("use") != "bench"  # in benchmarks the dtype is that of the matrix units; the result is bfloat16
     options |= {"bias": Spec(N, dtype=None if own else "bfloat16", grad=False)} if "bias" in what else {}
     args = (a(M, K, dtype="int8"), b(K, N, dtype="int8"), *scales)
-    return Case(f"{M}x{N}x{K}{' ' * bool(what)}{what}", args, options | {"out_dtype": OwnDtype() if own else torch.bfloat16}, **facts)
+    return Case(
+        f"{M}x{N}x{K}{' ' * bool(what)}{what}",
+        args,
+        options | {"out_dtype": OwnDtype() if own else torch.bfloat16},
+        **facts,
+    )
 
 
-BENCH = [(n, n, n) for n in (1024, 2048, 4096, 8192)] + [(8192, 14336, 4096), (8192, 4096, 14336), (16384, 2048, 2048), (16, 8192, 8192)]
+BENCH = [(n, n, n) for n in (1024, 2048, 4096, 8192)] + [
+    (8192, 14336, 4096),
+    (8192, 4096, 14336),
+    (16384, 2048, 2048),
+    (16, 8192, 8192),
+]
 INT8_MATMUL = Op(
     int8_matmul,
     reference=reference,
@@ -190,7 +236,9 @@ def _cublas(a: torch.Tensor, b: torch.Tensor, *_: Any, **__: Any) -> str | None:
     return None
 
 
-def _torch(a: torch.Tensor, b: torch.Tensor, scale_a: torch.Tensor, scale_b: torch.Tensor, **options: Any) -> torch.Tensor:
+def _torch(
+    a: torch.Tensor, b: torch.Tensor, scale_a: torch.Tensor, scale_b: torch.Tensor, **options: Any
+) -> torch.Tensor:
     reason = _cublas(a, b)
     if reason:
         raise RidgelineError(f"int8_matmul: impl='torch' cannot run this call: {reason}")
@@ -200,13 +248,24 @@ def _torch(a: torch.Tensor, b: torch.Tensor, scale_a: torch.Tensor, scale_b: tor
         sums = sums - zero.reshape(-1, 1) * b.sum(0, dtype=torch.int32)
     if bias is not None or torch.compiler.is_compiling():
         return _finished(sums, scale_a, scale_b, bias, out_dtype)
-    y = torch.empty(sums.shape, dtype=out_dtype, device=a.device)  # written by the last of two passes, not by one of its own
+    y = torch.empty(
+        sums.shape, dtype=out_dtype, device=a.device
+    )  # written by the last of two passes, not by one of its own
     return torch.mul(sums * scale_a.detach().reshape(-1, 1), scale_b.detach().reshape(1, -1), out=y)
 
 
-INT8_MATMUL.eager("naive", "the formula in eager PyTorch, its product in float64, where it is exact", reference, served=True)
-INT8_MATMUL.eager("torch", "PyTorch's own product (cuBLAS), its int32 sums written and read again to be scaled", _torch, supports=_cublas)
-INT8_MATMUL.compiled("the same product, scaled in one pass of a kernel that torch.compile makes", _torch, supports=_cublas)
+INT8_MATMUL.eager(
+    "naive", "the formula in eager PyTorch, its product in float64, where it is exact", reference, served=True
+)
+INT8_MATMUL.eager(
+    "torch",
+    "PyTorch's own product (cuBLAS), its int32 sums written and read again to be scaled",
+    _torch,
+    supports=_cublas,
+)
+INT8_MATMUL.compiled(
+    "the same product, scaled in one pass of a kernel that torch.compile makes", _torch, supports=_cublas
+)
 INT8_MATMUL.kernel(
     "triton",
     "one tile a program on the matrix units of 8 bits, in grouped order; scaled in registers and written once",

@@ -20,20 +20,42 @@ from ridgeline.op import Case, Cost, Op, RidgelineError, Spec, nbytes
 from ridgeline.ops.matmul import _linear
 from ridgeline.ops.matmul._epilogue import ACTIVATIONS, undo
 from ridgeline.ops.matmul.gemv import gemv
-from ridgeline.ops.matmul.matmul import HOPPER, PADDED, agree, by_triton, in_autocast, of_any_strides, precision, product, rows_of
+from ridgeline.ops.matmul.matmul import (
+    HOPPER,
+    PADDED,
+    agree,
+    by_triton,
+    in_autocast,
+    of_any_strides,
+    precision,
+    product,
+    rows_of,
+)
 from ridgeline.select import eager, run
 
 _Maybe = torch.Tensor | None
 
 
-def _triton(y: torch.Tensor, z: torch.Tensor, x: torch.Tensor, weight: torch.Tensor, bias: _Maybe, residual: _Maybe, activation: str, how: str) -> None:  # fmt: skip
+def _triton(
+    y: torch.Tensor, z: torch.Tensor, x: torch.Tensor, weight: torch.Tensor, bias: _Maybe, residual: _Maybe,
+    activation: str, how: str
+) -> None:  # fmt: skip
     """Fills y, and z where it has elements."""
     by_triton(y, x, weight.mT, how, z=z if z.numel() else None, bias=bias, residual=residual, activation=activation)
 
 
-@kernel_op("linear_fwd(Tensor x, Tensor weight, Tensor? bias, Tensor? residual, str activation, bool keep, str precision, str? impl) -> (Tensor, Tensor)")  # fmt: skip
+@kernel_op(
+    "linear_fwd(Tensor x, Tensor weight, Tensor? bias, Tensor? residual, str activation, bool keep, str precision, str? impl) -> (Tensor, Tensor)"
+)
 def _fwd_op(
-    x: torch.Tensor, weight: torch.Tensor, bias: _Maybe, residual: _Maybe, activation: str, keep: bool, how: str, impl: str | None
+    x: torch.Tensor,
+    weight: torch.Tensor,
+    bias: _Maybe,
+    residual: _Maybe,
+    activation: str,
+    keep: bool,
+    how: str,
+    impl: str | None,
 ) -> tuple[torch.Tensor, torch.Tensor]:
     shape = x.shape[0], weight.shape[0]
     y, z = x.new_empty(shape), x.new_empty(shape if keep else (0,))
@@ -51,7 +73,14 @@ def _bwd_op(dy: torch.Tensor, z: torch.Tensor, activation: str) -> torch.Tensor:
 class _Function(Function):
     @staticmethod
     def forward(
-        ctx: Any, x: torch.Tensor, weight: torch.Tensor, bias: _Maybe, residual: _Maybe, activation: str, keep: bool, impl: str | None
+        ctx: Any,
+        x: torch.Tensor,
+        weight: torch.Tensor,
+        bias: _Maybe,
+        residual: _Maybe,
+        activation: str,
+        keep: bool,
+        impl: str | None,
     ) -> torch.Tensor:
         y, z = _fwd_op(x, weight, bias, residual, activation, keep, precision(), impl)
         ctx.save_for_backward(x, weight, z)
@@ -65,12 +94,19 @@ class _Function(Function):
         dz = _bwd_op(dy.contiguous(), z, ctx.activation) if ctx.activation and any(ctx.needs_input_grad[:3]) else dy
         dx = product(dz, weight, ctx.impl) if ctx.needs_input_grad[0] else None
         dw = product(dz.mT, x, ctx.impl) if ctx.needs_input_grad[1] else None
-        db = gemv(dz.mT, dz.new_ones(dz.shape[0])) if ctx.needs_input_grad[2] else None  # torch's sum takes twice dz's memory
+        db = (
+            gemv(dz.mT, dz.new_ones(dz.shape[0])) if ctx.needs_input_grad[2] else None
+        )  # torch's sum takes twice dz's memory
         return dx, dw, db, dy if ctx.needs_input_grad[3] else None, None, None, None
 
 
 def reference(
-    x: torch.Tensor, weight: torch.Tensor, bias: _Maybe = None, *, activation: str | None = None, residual: _Maybe = None
+    x: torch.Tensor,
+    weight: torch.Tensor,
+    bias: _Maybe = None,
+    *,
+    activation: str | None = None,
+    residual: _Maybe = None,
 ) -> torch.Tensor:
     y = ACTIVATIONS[activation or ""](F.linear(x, weight, bias))
     return y if residual is None else y + residual
@@ -81,11 +117,15 @@ def _check(x: Any, weight: Any, bias: Any, activation: Any, residual: Any) -> No
     if activation is not None and (not isinstance(activation, str) or activation not in ACTIVATIONS or not activation):
         raise RidgelineError(f"linear: activation must be None, 'silu', 'gelu' or 'gelu_tanh', and is {activation!r}")
     if weight.dim() != 2 or not x.dim() or x.shape[-1] != weight.shape[1]:
-        raise RidgelineError(f"linear: x must be (..., K) and weight (N, K); they are {tuple(x.shape)} and {tuple(weight.shape)}")
+        raise RidgelineError(
+            f"linear: x must be (..., K) and weight (N, K); they are {tuple(x.shape)} and {tuple(weight.shape)}"
+        )
     if bias is not None and bias.shape != weight.shape[:1]:
         raise RidgelineError(f"linear: bias must have the shape {tuple(weight.shape[:1])}, and has {tuple(bias.shape)}")
     if residual is not None and residual.shape != (*x.shape[:-1], weight.shape[0]):
-        raise RidgelineError(f"linear: residual must have y's shape {(*x.shape[:-1], weight.shape[0])}, and has {tuple(residual.shape)}")
+        raise RidgelineError(
+            f"linear: residual must have y's shape {(*x.shape[:-1], weight.shape[0])}, and has {tuple(residual.shape)}"
+        )
 
 
 def linear(
@@ -104,7 +144,11 @@ def linear(
     plain = eager(LINEAR, impl, *given, activation=activation)
     if plain is not None:
         return plain.call(x, weight, bias, activation=activation, residual=residual)  # type: ignore[misc]
-    keep = activation is not None and torch.is_grad_enabled() and any([t is not None and t.requires_grad for t in given[:3]])
+    keep = (
+        activation is not None
+        and torch.is_grad_enabled()
+        and any([t is not None and t.requires_grad for t in given[:3]])
+    )
     flat = None if residual is None else rows_of(residual).contiguous()
     bias = None if bias is None else bias.contiguous()
     y = differentiate(_Function, rows_of(x), weight, bias, flat, activation or "", keep, impl)
@@ -112,21 +156,32 @@ def linear(
 
 
 def cost(
-    x: torch.Tensor, weight: torch.Tensor, bias: _Maybe = None, *, activation: str | None = None, residual: _Maybe = None
+    x: torch.Tensor,
+    weight: torch.Tensor,
+    bias: _Maybe = None,
+    *,
+    activation: str | None = None,
+    residual: _Maybe = None,
 ) -> tuple[Cost, Cost]:
     """An activation's pre-image is written forward and read backward where gradients are wanted: counted backward."""
     rows = x.numel() // max(1, x.shape[-1])
     flops, y = 2 * rows * weight.numel(), rows * weight.shape[0] * x.element_size()
     extra = sum([nbytes(t) for t in (bias, residual) if t is not None])
     inputs, kept = nbytes(x, weight), y if activation else 0
-    return Cost(inputs + extra, y, flops), Cost(y + inputs + kept, inputs + (nbytes(bias) if bias is not None else 0), 2 * flops)
+    return Cost(inputs + extra, y, flops), Cost(
+        y + inputs + kept, inputs + (nbytes(bias) if bias is not None else 0), 2 * flops
+    )
 
 
-def _case(rows: int, N: int, K: int, use: str = "bench", bias: bool = False, residual: bool = False, **options: Any) -> Case:
+def _case(
+    rows: int, N: int, K: int, use: str = "bench", bias: bool = False, residual: bool = False, **options: Any
+) -> Case:
     dtypes = {"bench": ("bfloat16",), "quick": ("float32",), "check": ("float32", "float16", "bfloat16")}[use]
     what = [f"{rows}x{K} -> {N}", *(["bias"] * bias), *options.values(), *(["residual"] * residual)]
     more = {"residual": Spec(rows, N)} if residual else {}
-    return Case(" ".join(what), (Spec(rows, K), Spec(N, K), *([Spec(N)] * bias)), more | options, dtypes=dtypes, use=use)
+    return Case(
+        " ".join(what), (Spec(rows, K), Spec(N, K), *([Spec(N)] * bias)), more | options, dtypes=dtypes, use=use
+    )
 
 
 LINEAR = Op(
@@ -146,9 +201,16 @@ LINEAR = Op(
     ],
 )
 
-LINEAR.eager("torch", "PyTorch's linear (cuBLAS), then a pass over memory for an activation and one for a residual", reference, served=True)
+LINEAR.eager(
+    "torch",
+    "PyTorch's linear (cuBLAS), then a pass over memory for an activation and one for a residual",
+    reference,
+    served=True,
+)
 LINEAR.compiled("the product, then what follows it fused into one pass by torch.compile")
-LINEAR.kernel("triton", "what follows the product works on its sums, in registers", kind="triton", fwd=_triton, bwd=_triton)
+LINEAR.kernel(
+    "triton", "what follows the product works on its sums, in registers", kind="triton", fwd=_triton, bwd=_triton
+)
 LINEAR.kernel("gluon_padded", PADDED, **_linear.PADDED, **HOPPER)
 LINEAR.kernel(
     "gluon",

@@ -26,7 +26,11 @@ from ridgeline.select import eager, run
 
 
 @triton.jit
-def _fwd(y, z, a, b, bias, residual, M, N, K, a_batch, a_m, a_k, b_batch, b_k, b_n, BM: tl.constexpr, BN: tl.constexpr, BK: tl.constexpr, GROUP: tl.constexpr, EVEN: tl.constexpr, LONG: tl.constexpr, CHAIN: tl.constexpr, PRECISION: tl.constexpr, ACTIVATION: tl.constexpr):  # fmt: skip
+def _fwd(
+    y, z, a, b, bias, residual, M, N, K, a_batch, a_m, a_k, b_batch, b_k, b_n, BM: tl.constexpr, BN: tl.constexpr,
+    BK: tl.constexpr, GROUP: tl.constexpr, EVEN: tl.constexpr, LONG: tl.constexpr, CHAIN: tl.constexpr,
+    PRECISION: tl.constexpr, ACTIVATION: tl.constexpr
+):  # fmt: skip
     if LONG:  # steps along K that 32 bits do not hold
         a_k, b_k = tl.cast(a_k, tl.int64), tl.cast(b_k, tl.int64)
     batch = tl.program_id(1).to(tl.int64)
@@ -51,7 +55,9 @@ def _fwd(y, z, a, b, bias, residual, M, N, K, a_batch, a_m, a_k, b_batch, b_k, b
         total = tl.dot(left, right, total, input_precision=PRECISION)
         at_a += BK * a_k
         at_b += BK * b_k
-        if CHAIN and (start + BK) % CHAIN == 0:  # a sum of sums: one chain of 65536 additions errs by six times what torch's do
+        if (
+            CHAIN and (start + BK) % CHAIN == 0
+        ):  # a sum of sums: one chain of 65536 additions errs by six times what torch's do
             before += total
             total = tl.zeros((BM, BN), tl.float32)
     if CHAIN:
@@ -63,8 +69,8 @@ GRID_Y = 65535  # blocks along y at most, one for each matrix of a batch
 
 
 def by_triton(
-    y: torch.Tensor, a: torch.Tensor, b: torch.Tensor, precision: str, *, z: torch.Tensor | None = None, bias: torch.Tensor | None = None,
-    residual: torch.Tensor | None = None, activation: str = "",
+    y: torch.Tensor, a: torch.Tensor, b: torch.Tensor, precision: str, *, z: torch.Tensor | None = None,
+    bias: torch.Tensor | None = None, residual: torch.Tensor | None = None, activation: str = ""
 ) -> None:  # fmt: skip
     """y = activation(a b + bias) + residual, z = a b + bias: a (B, M, K) or (M, K), b (B, K, N) or (K, N), any strides; y, z and residual
     contiguous, those two without a batch. precision: of float32, "ieee" or "tf32"."""
@@ -76,18 +82,31 @@ def by_triton(
     more = z is not None or residual is not None or activation != ""
 
     def config() -> dict[str, Any]:
-        key = " ".join([dtype_name(a), *(str(min(16384, triton.next_power_of_2(d))) for d in (M, N, K)), *(["more"] * more)])
+        key = " ".join(
+            [dtype_name(a), *(str(min(16384, triton.next_power_of_2(d))) for d in (M, N, K)), *(["more"] * more)]
+        )
         gpu = device.of(a)
-        chosen = tuning.config(gpu, "matmul", "fwd", key, lambda: _rule(gpu, a.dtype, precision, M, N, K, more), lambda: _SPACE)
+        chosen = tuning.config(
+            gpu, "matmul", "fwd", key, lambda: _rule(gpu, a.dtype, precision, M, N, K, more), lambda: _SPACE
+        )
         return chosen | {"EVEN": K % chosen["BK"] == 0}
 
     def grid(c: dict[str, Any]) -> tuple[int, ...]:
         return triton.cdiv(M, c["BM"]) * triton.cdiv(N, c["BN"]), a.shape[0] if a.dim() == 3 else 1
 
-    strides = (a.stride(0) if a.dim() == 3 else 0, *a.stride()[-2:], b.stride(0) if b.dim() == 3 else 0, *b.stride()[-2:])
+    strides = (
+        a.stride(0) if a.dim() == 3 else 0,
+        *a.stride()[-2:],
+        b.stride(0) if b.dim() == 3 else 0,
+        *b.stride()[-2:],
+    )
     numbers = M, N, K, *strides
     exact = a.dtype == torch.float32 and precision == "ieee"
-    facts = {"LONG": max(strides[2], strides[4]) >= 1 << 24, "CHAIN": 512 if exact and K > 1024 else 0, "PRECISION": precision}
+    facts = {
+        "LONG": max(strides[2], strides[4]) >= 1 << 24,
+        "CHAIN": 512 if exact and K > 1024 else 0,
+        "PRECISION": precision,
+    }
     facts["ACTIVATION"] = activation
     launch(_fwd, grid, y, z, a, b, bias, residual, *numbers, config=config, key=(M, N, K, more), **facts)
 
@@ -96,8 +115,22 @@ def _rule(gpu: device.Device, dtype: torch.dtype, precision: str, M: int, N: int
     """more: work on the sums, for which a thread with 128 of them has no registers."""
     stages = 3 if gpu.backend == "cuda" else 2
     if dtype == torch.float32 and precision == "ieee":
-        return {"BM": 64 if K % 16 or gpu.capability >= 100 else 128, "BN": 64, "BK": 16, "GROUP": 8, "num_warps": 8, "num_stages": stages}
-    if dtype == torch.float32 or gpu.backend != "cuda" or K % 64 or N % 16 or more or M * N < gpu.multiprocessors * 128 * 256:
+        return {
+            "BM": 64 if K % 16 or gpu.capability >= 100 else 128,
+            "BN": 64,
+            "BK": 16,
+            "GROUP": 8,
+            "num_warps": 8,
+            "num_stages": stages,
+        }
+    if (
+        dtype == torch.float32
+        or gpu.backend != "cuda"
+        or K % 64
+        or N % 16
+        or more
+        or M * N < gpu.multiprocessors * 128 * 256
+    ):
         wide = 64 if more and N % 16 else 128  # rows that are no multiple of 32 bytes take an address for each element
         return {"BM": 128, "BN": wide, "BK": 32, "GROUP": 8, "num_warps": 8, "num_stages": stages}
     return {"BM": 128, "BN": 256, "BK": 64 if gpu.capability >= 90 else 32, "GROUP": 8, "num_warps": 8, "num_stages": 3}
@@ -135,7 +168,11 @@ def of_any_strides(impl: str | None) -> str | None:
 def in_lines(dy: torch.Tensor) -> torch.Tensor:
     """A gradient that lies anyhow, in rows of whole 16 bytes: as it is, or a copy."""
     pitch = -(-dy.shape[-1] // 8) * 8
-    return dy if dy.is_contiguous() and dy.shape[-1] == pitch else dy.new_empty((*dy.shape[:-1], pitch))[..., : dy.shape[-1]].copy_(dy)
+    return (
+        dy
+        if dy.is_contiguous() and dy.shape[-1] == pitch
+        else dy.new_empty((*dy.shape[:-1], pitch))[..., : dy.shape[-1]].copy_(dy)
+    )
 
 
 class _Function(Function):
@@ -181,7 +218,9 @@ def agree(op: str, **tensors: Any) -> None:
         if t.is_nested:  # it has no shape
             dense_only(op, (t,))
         if t.dtype != x.dtype or t.device != x.device:
-            raise RidgelineError(f"{op}: {first} is {x.dtype} on {x.device} and {name} {t.dtype} on {t.device}; they must agree")
+            raise RidgelineError(
+                f"{op}: {first} is {x.dtype} on {x.device} and {name} {t.dtype} on {t.device}; they must agree"
+            )
 
 
 def reference(a: torch.Tensor, b: torch.Tensor) -> torch.Tensor:
@@ -204,7 +243,11 @@ def _many(a: torch.Tensor, b: torch.Tensor, *_: Any) -> str | None:
     batch = torch.broadcast_shapes(a.shape[:-2], b.shape[:-2]).numel()
     count = batch * (a.shape[-2] if a.dim() > 1 else 1) * a.shape[-1] * (b.shape[-1] if b.dim() > 1 else 1)
     most = 8 * PRODUCTS if a.is_cuda else PRODUCTS
-    return f"it holds every product in memory, {most} at most on {a.device.type}, and these are {count}" if count > most else None
+    return (
+        f"it holds every product in memory, {most} at most on {a.device.type}, and these are {count}"
+        if count > most
+        else None
+    )
 
 
 def matmul(a: torch.Tensor, b: torch.Tensor, *, impl: str | None = None) -> torch.Tensor:
@@ -252,7 +295,11 @@ def _unless(a: torch.Tensor, b: torch.Tensor, *_: Any) -> str | None:
         return reason
     if N % 8 == 0 and K % 8 == 0:
         return "cuBLAS is as fast where N and K are multiples of 8"
-    return untimed(a.shape[-2] if b.dim() > 2 else a.numel() // K if K else 0, N, K) if a.dim() > 1 else "one row is not for tiles"
+    return (
+        untimed(a.shape[-2] if b.dim() > 2 else a.numel() // K if K else 0, N, K)
+        if a.dim() > 1
+        else "one row is not for tiles"
+    )
 
 
 def cost(a: torch.Tensor, b: torch.Tensor) -> tuple[Cost, Cost]:
@@ -276,7 +323,10 @@ def _sample() -> Iterator[Case]:
 
 def _bench(M: int, N: int, K: int, how: str = "", use: str = "bench") -> Case:
     """how: which operands are transposed, "t", as BLAS has it; with gradients where none is said."""
-    given = [(Columns if t == "t" else Spec)(*size, grad=not how) for t, size in zip(how or "nn", ((M, K), (K, N)), strict=True)]
+    given = [
+        (Columns if t == "t" else Spec)(*size, grad=not how)
+        for t, size in zip(how or "nn", ((M, K), (K, N)), strict=True)
+    ]
     return Case(" ".join([f"{M}x{N}x{K}", *([how] if how else [])]), tuple(given), dtypes=("bfloat16",), use=use)
 
 
@@ -305,7 +355,9 @@ MATMUL = Op(
 
 MATMUL.eager("naive", "every product in memory, in float32, then their sums", _naive, supports=_many)
 MATMUL.eager("torch", "PyTorch's own: cuBLAS on an NVIDIA GPU", torch.matmul, served=True)
-MATMUL.kernel("triton", "one tile per program on the matrix units, in grouped order", kind="triton", fwd=by_triton, bwd=by_triton)
+MATMUL.kernel(
+    "triton", "one tile per program on the matrix units, in grouped order", kind="triton", fwd=by_triton, bwd=by_triton
+)
 MATMUL.kernel(
     "triton_persistent",
     "programs stay; the copy engine moves tiles, as tensor descriptors say, and fetches for the next one while one ends",
@@ -319,7 +371,9 @@ MATMUL.kernel(
 )
 HOPPER: dict[str, Any] = {"kind": "gluon", "dtypes": ("float16", "bfloat16"), "arch": 90, "newest": 90, "served": True}
 PADDED = "the next rung, after a copy of operands whose rows the copy engine cannot take"
-MATMUL.kernel("gluon_padded", PADDED, fwd=_hopper.padded, bwd=_hopper.padded, supports=_hopper.empty, unless=_unless, **HOPPER)
+MATMUL.kernel(
+    "gluon_padded", PADDED, fwd=_hopper.padded, bwd=_hopper.padded, supports=_hopper.empty, unless=_unless, **HOPPER
+)
 MATMUL.kernel(
     "gluon",
     "on Hopper: one warp fetches by the copy engine, two groups multiply, of which one sends its results off meanwhile; programs stay",

@@ -24,7 +24,12 @@ from ridgeline.ops.matmul._ladder import case, cost, product, rows, start
 from ridgeline.select import run
 
 FILE = Path(__file__).with_name("sgemm.cu")
-TILE: dict[str, Any] = {"GM": 2, "GN": 2, "BK": 8, "BAND": 8}  # of v9: 64 GM x 64 GN numbers a block, 4 GM x 4 GN a thread
+TILE: dict[str, Any] = {
+    "GM": 2,
+    "GN": 2,
+    "BK": 8,
+    "BAND": 8,
+}  # of v9: 64 GM x 64 GN numbers a block, 4 GM x 4 GN a thread
 
 
 @kernel_op("sgemm_fwd(Tensor a, Tensor b, str? impl) -> Tensor")
@@ -93,7 +98,14 @@ def _strips(*tensors: torch.Tensor) -> None:
 
 def _buffers(*tensors: torch.Tensor) -> None:
     """Two blocks a multiprocessor, 128 registers a thread; where edges need some for themselves, those that fit."""
-    start(KERNELS[9], (64 * TILE["GM"], 64 * TILE["GN"], TILE["BK"]), *tensors, RUNG=9, BLOCKS=lambda even: 1 + even, **TILE)
+    start(
+        KERNELS[9],
+        (64 * TILE["GM"], 64 * TILE["GN"], TILE["BK"]),
+        *tensors,
+        RUNG=9,
+        BLOCKS=lambda even: 1 + even,
+        **TILE,
+    )
 
 
 SECTORS = "l1tex__average_t_sectors_per_request_pipe_lsu_mem_global_op_ld.ratio"
@@ -114,8 +126,12 @@ def _tiles(v: int, side: int, depth: int) -> Any:
 
 
 SGEMM.eager("torch", "PyTorch's own with TF32 off: cuBLAS on an NVIDIA GPU", _torch, served=True)
-_rung(1, _strips, 0.0, SECTORS, "coalesced reads; strips of a and b as long as fit in shared memory, for 16 x 16 results")
-_rung(2, _tiles(2, 16, 16), 2.0, WARPS, "a window of 16 slides along K: shared memory no longer keeps other blocks away")
+_rung(
+    1, _strips, 0.0, SECTORS, "coalesced reads; strips of a and b as long as fit in shared memory, for 16 x 16 results"
+)
+_rung(
+    2, _tiles(2, 16, 16), 2.0, WARPS, "a window of 16 slides along K: shared memory no longer keeps other blocks away"
+)
 _rung(3, _tiles(3, 32, 32), 2.0, READS, "2 x 2 results a thread, 16 apart: a number from shared memory is used twice")
 _rung(4, _tiles(4, 32, 32), 1.05, FETCHES, "16 bytes of global memory a read: a quarter of the reads")
 _rung(
@@ -125,9 +141,25 @@ _rung(
     CONFLICTS,
     "4 x 4 results, of neighbours along N and dot products of 4 along K: b's columns lie two to a bank",
 )
-_rung(6, _tiles(6, 128, 8), 1.7, READS, "8 x 8 results as outer products of registers: each number read is used eight times")
-_rung(7, _tiles(7, 128, 8), 1.15, READS, "b's numbers read by fours along N: a quarter of the reads of b")
-_rung(8, _tiles(8, 128, 8), 1.15, READS, "a's tile transposed on its way through registers, so that it is read by fours too: 4 reads")
 _rung(
-    9, _buffers, 1.15, ISSUES, "double buffers: the next tile and the next k's numbers come while this one's are multiplied; tiles of warps"
+    6,
+    _tiles(6, 128, 8),
+    1.7,
+    READS,
+    "8 x 8 results as outer products of registers: each number read is used eight times",
+)
+_rung(7, _tiles(7, 128, 8), 1.15, READS, "b's numbers read by fours along N: a quarter of the reads of b")
+_rung(
+    8,
+    _tiles(8, 128, 8),
+    1.15,
+    READS,
+    "a's tile transposed on its way through registers, so that it is read by fours too: 4 reads",
+)
+_rung(
+    9,
+    _buffers,
+    1.15,
+    ISSUES,
+    "double buffers: the next tile and the next k's numbers come while this one's are multiplied; tiles of warps",
 )

@@ -11,7 +11,13 @@ from ridgeline.boundary import launch
 from ridgeline.cuda import CudaKernel
 from ridgeline.op import nbytes
 
-UNITS = {1: "unsigned char", 2: "unsigned short", 4: "unsigned", 8: "unsigned long long", 16: "uint4"}  # CUDA's types by their bytes
+UNITS = {
+    1: "unsigned char",
+    2: "unsigned short",
+    4: "unsigned",
+    8: "unsigned long long",
+    16: "uint4",
+}  # CUDA's types by their bytes
 DTYPES = (
     *("float32", "float16", "bfloat16", "float64", "float8_e4m3fn", "float8_e5m2"),
     *("int8", "uint8", "int16", "int32", "int64", "bool"),

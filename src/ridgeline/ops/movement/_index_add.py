@@ -27,7 +27,9 @@ _PLAIN = {"ROWS": 1, "LANES": 32, "BATCH": 8, "OTYPE": "int", "COPY": 1, "LOADS"
 INT = {torch.int32: "int", torch.int64: "long long"}
 
 
-def _facts(y: torch.Tensor, dim: int, index: torch.Tensor, *others: torch.Tensor) -> tuple[tuple[int, ...], dict[str, Any]]:
+def _facts(
+    y: torch.Tensor, dim: int, index: torch.Tensor, *others: torch.Tensor
+) -> tuple[tuple[int, ...], dict[str, Any]]:
     """The sizes (outer, size, n, inner) that y and a source have around `dim`, and the macros: packs of 16 bytes where all lie at such."""
     inner, pack = math.prod(y.shape[dim + 1 :]), 16 // y.element_size()
     whole = inner % pack == 0 and not any([t.data_ptr() % 16 for t in (y, *others)])
@@ -39,7 +41,9 @@ def _blocks(threads: int, block: int = 256) -> tuple[int]:
     return (min(-(-threads // block), (1 << 31) - 1),)
 
 
-def unordered(kernel: CudaKernel, most: int, y: Any, x: Any, dim: int, index: Any, source: Any, alpha: float, deterministic: bool) -> None:
+def unordered(
+    kernel: CudaKernel, most: int, y: Any, x: Any, dim: int, index: Any, source: Any, alpha: float, deterministic: bool
+) -> None:
     """The copy, then a kernel that adds to it. most: blocks a multiprocessor, of a grid that walks; 0 for as many as there is work."""
     index, source = index.contiguous(), source.contiguous()
     sizes, macros = _facts(y, dim, index, source)
@@ -80,7 +84,9 @@ def ordered(y: Any, x: Any, dim: int, index: Any, source: Any, alpha: float, det
     rows = size <= 4 * n or _apart(n, inner, y)
     packs = inner // macros["PACK"]
     if n <= FEW and rows:
-        launch(_FEW, _blocks(outer * size * -(-packs // 128) * 32), y, x, index, source, *sizes, alpha, block=256, **macros)
+        launch(
+            _FEW, _blocks(outer * size * -(-packs // 128) * 32), y, x, index, source, *sizes, alpha, block=256, **macros
+        )
         return
     macros["LANES"] = lanes = min(32, 1 << (max(1, packs) - 1).bit_length())
     threads = outer * (size if rows else n) * -(-packs // lanes) * lanes
@@ -88,7 +94,12 @@ def ordered(y: Any, x: Any, dim: int, index: Any, source: Any, alpha: float, det
         copy = 16 // y.element_size() if x.data_ptr() % 16 == 0 else 1
         order, after = torch.empty((n, 4), dtype=torch.int32, device=y.device), early(device.of(y))
         blocks = 1 if x is y else 1 + _blocks(-(-y.numel() // copy))[0]
-        own = macros | {"PACK": 1, "LANES": 32, "COPY": copy, "PDL": after["PDL"]}  # what it does not use is the same in all calls
+        own = macros | {
+            "PACK": 1,
+            "LANES": 32,
+            "COPY": copy,
+            "PDL": after["PDL"],
+        }  # what it does not use is the same in all calls
         launch(_COPY, (blocks,), y, x, index, order, y.numel(), size, n, block=256, **own)
         launch(_SORTED, _blocks(threads), y, x, order, source, *sizes, alpha, block=256, **macros, **after)
         return
@@ -149,7 +160,11 @@ def packs(x: torch.Tensor, dim: int, index: Any, source: Any = None, *rest: Any)
     """A launcher's y and copies of strided inputs begin at 16 bytes, as all that PyTorch allocates."""
     size, pack = math.prod(x.shape[dim % max(1, x.dim()) + 1 :]), 16 // x.element_size()
     lies = source is None or source.data_ptr() % 16 == 0 or not source.is_contiguous()
-    return None if size % pack == 0 and lies else f"it adds {pack} neighbours at once, and these rows of {size} are not made of such"
+    return (
+        None
+        if size % pack == 0 and lies
+        else f"it adds {pack} neighbours at once, and these rows of {size} are not made of such"
+    )
 
 
 def _in_no_order(x: torch.Tensor, index: torch.Tensor, deterministic: Any) -> bool:

@@ -13,7 +13,10 @@ from ridgeline.boundary import launch
 from ridgeline.cuda import CTYPE, CudaKernel
 
 CONCAT, REPEAT = (Path(__file__).with_name(name) for name in ("concat_kv.cu", "repeat_kv.cu"))
-ONE, BOTH = CudaKernel(CONCAT, "concat_kv_one", "PPPqqqqqqqqqqqqqq"), CudaKernel(CONCAT, "concat_kv_both", "PPPPPqqqqqqqqq")
+ONE, BOTH = (
+    CudaKernel(CONCAT, "concat_kv_one", "PPPqqqqqqqqqqqqqq"),
+    CudaKernel(CONCAT, "concat_kv_both", "PPPPPqqqqqqqqq"),
+)
 UNIT = {1: "unsigned char", 2: "unsigned short", 4: "unsigned int", 16: "uint4"}
 INDEX = {torch.int32: "int", torch.int64: "long long"}
 
@@ -28,18 +31,51 @@ def append_one(packed: bool, *args: torch.Tensor) -> None:
         facts: dict[str, Any] = {"UNIT": UNIT[each * new.element_size()], "INDEX": INDEX[positions.dtype], "UNROLL": 1}
         facts["NUMBER"] = "unsigned int" if count < 1 << 32 else "unsigned long long"
         sizes = count, rows, heads, size // each, cache.shape[1]
-        launch(ONE, (triton.cdiv(count, 256),), cache, new, positions, positions.stride(0), *sizes, *steps, block=256, **facts)
+        launch(
+            ONE,
+            (triton.cdiv(count, 256),),
+            cache,
+            new,
+            positions,
+            positions.stride(0),
+            *sizes,
+            *steps,
+            block=256,
+            **facts,
+        )
 
 
-def append_both(cache_k: torch.Tensor, cache_v: torch.Tensor, k: torch.Tensor, v: torch.Tensor, positions: torch.Tensor) -> None:
+def append_both(
+    cache_k: torch.Tensor, cache_v: torch.Tensor, k: torch.Tensor, v: torch.Tensor, positions: torch.Tensor
+) -> None:
     (batch, rows, heads, size), each = k.shape, 16 // k.element_size()
     width = heads * size // each
-    block, unroll = (256, 4) if rows * width > 256 else (128, 1)  # few packs, as of a step of decoding: a warp more rather than a turn
+    block, unroll = (
+        (256, 4) if rows * width > 256 else (128, 1)
+    )  # few packs, as of a step of decoding: a warp more rather than a turn
     steps = [t.stride(0) // each for t in (cache_k, cache_v, k, v)]
     grid = triton.cdiv(rows * width, block * unroll), min(batch, 65535), 2
-    facts: dict[str, Any] = {"UNIT": "uint4", "INDEX": INDEX[positions.dtype], "UNROLL": unroll, "NUMBER": "unsigned int", "block": block}
+    facts: dict[str, Any] = {
+        "UNIT": "uint4",
+        "INDEX": INDEX[positions.dtype],
+        "UNROLL": unroll,
+        "NUMBER": "unsigned int",
+        "block": block,
+    }
     sizes = batch, rows, width, cache_k.shape[1]
-    launch(BOTH, grid if k.numel() else (0,), cache_k, cache_v, k, v, positions, positions.stride(0), *sizes, *steps, **facts)
+    launch(
+        BOTH,
+        grid if k.numel() else (0,),
+        cache_k,
+        cache_v,
+        k,
+        v,
+        positions,
+        positions.stride(0),
+        *sizes,
+        *steps,
+        **facts,
+    )
 
 
 def appends_packs(*args: Any) -> str | None:
@@ -47,7 +83,12 @@ def appends_packs(*args: Any) -> str | None:
     for t in args[:4]:
         each = 16 // t.element_size()
         steps = [s for n, s in zip(t.shape[:3], t.stride(), strict=False) if n > 1]
-        if t.data_ptr() % 16 or t.shape[3] % each or (t.stride(3) != 1 and t.shape[3] > 1) or any([s % each for s in steps]):
+        if (
+            t.data_ptr() % 16
+            or t.shape[3] % each
+            or (t.stride(3) != 1 and t.shape[3] > 1)
+            or any([s % each for s in steps])
+        ):
             return "it copies whole 16 bytes: tensors and their heads must begin and end at multiples of 16 bytes"
     return None
 
@@ -66,7 +107,22 @@ ONCE = {d: CudaKernel(REPEAT, f"repeat_kv_once_{d}", "PPPqqqqqqqq") for d in ("f
 
 
 @triton.jit
-def _turn(out, x, lengths, step, heads, rows, size, x_b, x_h, x_s, x_d, N: tl.constexpr, BACK: tl.constexpr, BLOCK: tl.constexpr):
+def _turn(
+    out,
+    x,
+    lengths,
+    step,
+    heads,
+    rows,
+    size,
+    x_b,
+    x_h,
+    x_s,
+    x_d,
+    N: tl.constexpr,
+    BACK: tl.constexpr,
+    BLOCK: tl.constexpr,
+):
     """A block of a head's elements, read once and stored N times or, with BACK, read of N heads and stored once."""
     end = tl.cast(rows, tl.int64) * size
     blocks = tl.cdiv(end, BLOCK)
@@ -95,7 +151,9 @@ def repeat_triton(direction: str, out: torch.Tensor, x: torch.Tensor, n: int, le
     launch(_turn, grid, out, x, lengths, step, heads, rows, size, *x.stride(), N=n, BACK=back, BLOCK=1024, num_warps=4)
 
 
-def repeat_cuda(direction: str, once: bool, pack: bool, out: torch.Tensor, x: torch.Tensor, n: int, lengths: torch.Tensor | None) -> None:
+def repeat_cuda(
+    direction: str, once: bool, pack: bool, out: torch.Tensor, x: torch.Tensor, n: int, lengths: torch.Tensor | None
+) -> None:
     """once: a thread for packs of the smaller tensor, in both directions. x: the tensor that is read, copied first where its packs are not whole."""
     each, small = 16 // x.element_size() if pack else 1, out if direction == "bwd" else x
     steps = [s for m, s in zip(x.shape[:3], x.stride(), strict=False) if m > 1]
@@ -104,7 +162,13 @@ def repeat_cuda(direction: str, once: bool, pack: bool, out: torch.Tensor, x: to
     (batch, heads, rows, size), count = small.shape, small.numel() // each
     size //= each
     strides = [s // each for s in x.stride()[:3]]
-    facts: dict[str, Any] = {"XTYPE": CTYPE[x.dtype], "PACK": each, "COPIES": n, "MASKED": int(lengths is not None), "block": 256}
+    facts: dict[str, Any] = {
+        "XTYPE": CTYPE[x.dtype],
+        "PACK": each,
+        "COPIES": n,
+        "MASKED": int(lengths is not None),
+        "block": 256,
+    }
     facts |= {"LENGTH": "int" if lengths is not None and lengths.dtype == torch.int32 else "long long"}
     facts |= {"NUMBER": "unsigned int" if count * n < 1 << 32 else "unsigned long long"}
     given = out, x, lengths, 0 if lengths is None else lengths.stride(0)
@@ -115,10 +179,16 @@ def repeat_cuda(direction: str, once: bool, pack: bool, out: torch.Tensor, x: to
         launch(ONCE[direction], grid if count else (0,), *given, batch, heads, rows, size, *strides, **facts)
     else:
         grid = (triton.cdiv(count * (n if direction == "fwd" else 1), 256),)
-        launch(EACH[direction], grid, *given, count, heads, rows, size, *strides, x.stride(3), UNROLL=1, DENSE=0, **facts)
+        launch(
+            EACH[direction], grid, *given, count, heads, rows, size, *strides, x.stride(3), UNROLL=1, DENSE=0, **facts
+        )
 
 
 def repeats_packs(x: torch.Tensor, *_: Any) -> str | None:
     if x.shape[3] * x.element_size() % 16:
         return "it moves whole 16 bytes: a row of a head must be a multiple of 16 bytes"
-    return "it takes heads of less than 2^31 packs of 16 bytes" if x.shape[2] * x.shape[3] * x.element_size() >> 35 else None
+    return (
+        "it takes heads of less than 2^31 packs of 16 bytes"
+        if x.shape[2] * x.shape[3] * x.element_size() >> 35
+        else None
+    )

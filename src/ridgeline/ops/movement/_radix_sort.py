@@ -13,13 +13,22 @@ from ridgeline.cuda import CudaKernel
 from ridgeline.ops.movement._bytes import UNITS
 
 FILE = Path(__file__).with_name("radix_sort.cu")
-INFINITE = {torch.float32: 0x7F800000, torch.float16: 0x7C00, torch.bfloat16: 0x7F80, torch.float64: 0x7FF << 52}  # the bits of infinity
+INFINITE = {
+    torch.float32: 0x7F800000,
+    torch.float16: 0x7C00,
+    torch.bfloat16: 0x7F80,
+    torch.float64: 0x7FF << 52,
+}  # the bits of infinity
 DTYPES = ("float32", "float16", "bfloat16", "float64", "int32", "int64", "int16", "int8", "uint8")
 _TILES, _ROWS = CudaKernel(FILE, "radix_tiles", "PPqi"), CudaKernel(FILE, "radix_rows", "Pqi")
 _BASES, _SCATTER = CudaKernel(FILE, "radix_bases", "Pi"), CudaKernel(FILE, "radix_scatter", "PPPPPqii")
 _CLEAR, _COUNTS = CudaKernel(FILE, "radix_clear", "Pq"), CudaKernel(FILE, "radix_counts", "PPq")
 _ONESWEEP = CudaKernel(FILE, "radix_onesweep", "PPPPPqii")
-DIGITS, HEAD, THREADS = 256, 8 * 256 + 8, 384  # HEAD: State's words of 64 bits before its words a tile, in radix_sort.cu
+DIGITS, HEAD, THREADS = (
+    256,
+    8 * 256 + 8,
+    384,
+)  # HEAD: State's words of 64 bits before its words a tile, in radix_sort.cu
 FEW = 1 << 14  # keys that torch sorts as soon: 61 us on an H100
 # Keys of which kernels start early: 86 for 92 us of 2^20 on an H200, but 64 for 58 of 2^18, and 2% more at 2^26.
 EARLY = range(1 << 19, 1 << 24)
@@ -37,7 +46,12 @@ def _macros(keys: torch.Tensor, value: int, descending: bool) -> dict[str, Any]:
     while THREADS * items * (size + value) + (20 << 10) > device.of(keys).shared_memory:
         items //= 2
     kind = 2 if keys.is_floating_point() else int(keys.dtype != torch.uint8)
-    macros = {"KTYPE": UNITS[size], "KIND": kind, "INFINITE": INFINITE.get(keys.dtype, 0), "DESCENDING": int(descending)}
+    macros = {
+        "KTYPE": UNITS[size],
+        "KIND": kind,
+        "INFINITE": INFINITE.get(keys.dtype, 0),
+        "DESCENDING": int(descending),
+    }
     macros |= {"VTYPE": UNITS[value], "WORD": UNITS[_word(n)], "THREADS": THREADS, "ITEMS": items}
     return macros | {"PACK": 1 if keys.data_ptr() % 16 else 16 // size}
 
@@ -46,7 +60,9 @@ def few(keys: torch.Tensor, *_: Any, **__: Any) -> str | None:
     return "torch.sort is as soon for few keys" if keys.shape[0] < FEW else None
 
 
-def sort(onesweep: bool, ordered: Any, moved: Any, keys: torch.Tensor, values: torch.Tensor | None, descending: bool) -> None:
+def sort(
+    onesweep: bool, ordered: Any, moved: Any, keys: torch.Tensor, values: torch.Tensor | None, descending: bool
+) -> None:
     """Indices have 4 bytes on their way where that is enough, and 8 in the end."""
     keys, values = keys.contiguous(), values if values is None else values.contiguous()
     n, passes, where = keys.shape[0], keys.element_size(), keys.device
@@ -68,7 +84,21 @@ def sort(onesweep: bool, ordered: Any, moved: Any, keys: torch.Tensor, values: t
         wide = int(last and moved.element_size() > value)
         if onesweep:
             shared = THREADS * macros["ITEMS"] * (keys.element_size() + value)
-            launch(_ONESWEEP, (tiles,), *to, keys, values, state, n, p, wide, block=THREADS, shared=shared, **macros, **after)
+            launch(
+                _ONESWEEP,
+                (tiles,),
+                *to,
+                keys,
+                values,
+                state,
+                n,
+                p,
+                wide,
+                block=THREADS,
+                shared=shared,
+                **macros,
+                **after,
+            )
         else:
             launch(_TILES, (tiles,), state, keys, n, p, block=THREADS, **macros)
             launch(_ROWS, (DIGITS,), state, tiles, p, block=DIGITS, **macros)
@@ -93,4 +123,8 @@ def fault_of(keys: Any, values: Any, descending: Any) -> str | None:
             f"values must be a vector of elements of 4 or 8 bytes, as long as keys; keys is {tuple(keys.shape)} "
             f"and values {values.dtype} {tuple(values.shape)}"
         )
-    return None if values.device == keys.device else f"values is on {values.device} and keys on {keys.device}; one device is needed"
+    return (
+        None
+        if values.device == keys.device
+        else f"values is on {values.device} and keys on {keys.device}; one device is needed"
+    )

@@ -49,16 +49,33 @@ def packed(y: torch.Tensor, x: torch.Tensor) -> None:
     pack = pack if pack >= 4 else size  # registers are turned by words
     side = max(64, 16 * pack // size) if pack < 16 else 256 // size
     launch(
-        _PACKED, (_tiles(x, side, side),), y, x, rows, columns, block=256, shared=side * side * size, UNIT=UNITS[size], PACK=pack, SIDE=side,
+        _PACKED,
+        (_tiles(x, side, side),),
+        y,
+        x,
+        rows,
+        columns,
+        block=256,
+        shared=side * side * size,
+        UNIT=UNITS[size],
+        PACK=pack,
+        SIDE=side,
         GROUP=GROUP,
-    )  # fmt: skip
+    )
 
 
 def _rule(size: int) -> tuning.Config:
     """Squares of 128 bytes' width, so many that a tile has 16 KB (32 of 2 bytes an element), six tiles a block, and one or two blocks."""
     squares = {1: (1, 1), 2: (2, 2), 4: (2, 2), 8: (4, 2)}[size]
     heavy = size == 2
-    return {"DOWN": squares[0], "ACROSS": squares[1], "STAGES": 4, "OUTS": 2, "BLOCKS": 1 if heavy else 2, "GROUP": GROUP}
+    return {
+        "DOWN": squares[0],
+        "ACROSS": squares[1],
+        "STAGES": 4,
+        "OUTS": 2,
+        "BLOCKS": 1 if heavy else 2,
+        "GROUP": GROUP,
+    }
 
 
 def _bytes(c: dict[str, int]) -> int:
@@ -68,7 +85,11 @@ def _bytes(c: dict[str, int]) -> int:
 
 def _space(edge: int) -> list[tuning.Config]:
     """Tiles, rings and orders to try, as far as a multiprocessor has room."""
-    tiles, rings, orders = ((1, 1), (1, 2), (2, 1), (2, 2)), ((4, 2, 1), (4, 2, 2), (3, 1, 2), (6, 2, 1), (2, 2, 3)), (1, 8, 16, 1 << 20)
+    tiles, rings, orders = (
+        ((1, 1), (1, 2), (2, 1), (2, 2)),
+        ((4, 2, 1), (4, 2, 2), (3, 1, 2), (6, 2, 1), (2, 2, 3)),
+        (1, 8, 16, 1 << 20),
+    )
     names = "DOWN", "ACROSS", "STAGES", "OUTS", "BLOCKS", "GROUP"
     found = [dict(zip(names, (*t, *r, o), strict=True)) for t in tiles for r in rings for o in orders]
     return [c for c in found if c["BLOCKS"] * (_bytes(c | {"EDGE": edge}) + 1024) <= 228 << 10]

@@ -53,7 +53,10 @@ def _fetch(x, ring, ready, t, tiles, stage, rows, columns, SIDE: gl.constexpr, G
 
 
 @gluon.jit(do_not_specialize=["batches", "rows", "columns"])
-def _fwd(y, out, x, batches, rows, columns, SIDE: gl.constexpr, STAGES: gl.constexpr, OUTS: gl.constexpr, GROUP: gl.constexpr, num_warps: gl.constexpr):  # fmt: skip
+def _fwd(
+    y, out, x, batches, rows, columns, SIDE: gl.constexpr, STAGES: gl.constexpr, OUTS: gl.constexpr,
+    GROUP: gl.constexpr, num_warps: gl.constexpr
+):  # fmt: skip
     layout: gl.constexpr = _threads(x.dtype.primitive_bitwidth // 8, num_warps)
     ring = gl.allocate_shared_memory(x.dtype, [STAGES] + x.block_type.shape, x.layout)
     outs = gl.allocate_shared_memory(x.dtype, [OUTS] + x.block_type.shape, x.layout)
@@ -70,7 +73,9 @@ def _fwd(y, out, x, batches, rows, columns, SIDE: gl.constexpr, STAGES: gl.const
         batch, row, column = _place(t, rows, columns, SIDE, GROUP)
         mbarrier.wait(ready.index(stage), odd)
         turned = ring.index(stage).reshape([SIDE, SIDE]).permute((1, 0)).load(layout)
-        tma.store_wait(OUTS - 1)  # what was on this board before has gone (and a barrier, which the compiler adds: all have read the stage)
+        tma.store_wait(
+            OUTS - 1
+        )  # what was on this board before has gone (and a barrier, which the compiler adds: all have read the stage)
         _fetch(x, ring, ready, t + STAGES * step, tiles, stage, rows, columns, SIDE, GROUP)
         board = outs.index(place)
         board.reshape([SIDE, SIDE]).store(turned)
@@ -88,6 +93,8 @@ def fwd(y: torch.Tensor, x: torch.Tensor) -> None:
     gpu, size, (rows, columns), batches = device.of(x), x.element_size(), x.shape[-2:], prod(x.shape[:-2])
     side = 256 // size
     tiles = batches * -(-rows // side) * -(-columns // side)
-    boxes = [TensorMap(t, (1, side, side), 128) for t in (y.view(batches, columns, rows), x.view(batches, rows, columns))]
+    boxes = [
+        TensorMap(t, (1, side, side), 128) for t in (y.view(batches, columns, rows), x.view(batches, rows, columns))
+    ]
     facts: dict[str, Any] = {"SIDE": side, "STAGES": 4, "OUTS": 2, "GROUP": 16, "num_warps": 8}
     launch(_fwd, (min(tiles, gpu.multiprocessors * (size // 2)),), y, *boxes, batches, rows, columns, **facts)

@@ -45,7 +45,16 @@ def start(back: bool, out: torch.Tensor, given: torch.Tensor, scale: Sequence[fl
     given = given.contiguous(memory_format=form_of(out))
     x, y = (out, given) if back else (given, out)
     sizes = *x.shape[2:], *y.shape[2:], x.shape[1], *[1 / s for s in scale]
-    launch(_BWD if back else _FWD, (-(-out.numel() // 256),), out, given, out.numel(), *sizes, block=256, **_macros(out, given))
+    launch(
+        _BWD if back else _FWD,
+        (-(-out.numel() // 256),),
+        out,
+        given,
+        out.numel(),
+        *sizes,
+        block=256,
+        **_macros(out, given),
+    )
 
 
 def start_twice(back: bool, out: torch.Tensor, given: torch.Tensor, *_: Any) -> None:

@@ -21,13 +21,20 @@ from ridgeline.select import eager, run
 Pair = tuple[torch.Tensor, torch.Tensor]
 
 
-@kernel_op("concat_kv_fwd(Tensor(a!) cache_k, Tensor(b!) cache_v, Tensor k, Tensor v, Tensor positions, str? impl) -> ()")
-def _append(cache_k: torch.Tensor, cache_v: torch.Tensor, k: torch.Tensor, v: torch.Tensor, positions: torch.Tensor, impl: str | None) -> None:  # fmt: skip
+@kernel_op(
+    "concat_kv_fwd(Tensor(a!) cache_k, Tensor(b!) cache_v, Tensor k, Tensor v, Tensor positions, str? impl) -> ()"
+)
+def _append(
+    cache_k: torch.Tensor, cache_v: torch.Tensor, k: torch.Tensor, v: torch.Tensor, positions: torch.Tensor,
+    impl: str | None
+) -> None:  # fmt: skip
     run(CONCAT_KV, "fwd", impl, (), cache_k, cache_v, k, v, positions)
 
 
 @torch.no_grad()
-def reference(cache_k: torch.Tensor, cache_v: torch.Tensor, k: torch.Tensor, v: torch.Tensor, positions: torch.Tensor) -> Pair:
+def reference(
+    cache_k: torch.Tensor, cache_v: torch.Tensor, k: torch.Tensor, v: torch.Tensor, positions: torch.Tensor
+) -> Pair:
     rows = positions.long()[:, None] + torch.arange(k.shape[1], device=k.device)
     b, s = ((rows >= 0) & (rows < cache_k.shape[1])).nonzero(as_tuple=True)
     for cache, new in ((cache_k, k), (cache_v, v)):
@@ -36,7 +43,9 @@ def reference(cache_k: torch.Tensor, cache_v: torch.Tensor, k: torch.Tensor, v: 
 
 
 @torch.no_grad()
-def _naive(cache_k: torch.Tensor, cache_v: torch.Tensor, k: torch.Tensor, v: torch.Tensor, positions: torch.Tensor) -> Pair:
+def _naive(
+    cache_k: torch.Tensor, cache_v: torch.Tensor, k: torch.Tensor, v: torch.Tensor, positions: torch.Tensor
+) -> Pair:
     for b, at in enumerate(positions.tolist()):
         first, last = max(0, -at), max(0, min(k.shape[1], cache_k.shape[1] - at))
         if first < last:
@@ -46,7 +55,13 @@ def _naive(cache_k: torch.Tensor, cache_v: torch.Tensor, k: torch.Tensor, v: tor
 
 
 def concat_kv(
-    cache_k: torch.Tensor, cache_v: torch.Tensor, k: torch.Tensor, v: torch.Tensor, positions: torch.Tensor, *, impl: str | None = None
+    cache_k: torch.Tensor,
+    cache_v: torch.Tensor,
+    k: torch.Tensor,
+    v: torch.Tensor,
+    positions: torch.Tensor,
+    *,
+    impl: str | None = None,
 ) -> tuple[torch.Tensor, torch.Tensor]:
     """Writes k and v into their caches at each sequence's position, in place, and returns the caches. It has no gradients.
 
@@ -77,26 +92,40 @@ def _check(given: dict[str, torch.Tensor], positions: torch.Tensor) -> None:
         like = cache if "cache" in name else new
         if t.dim() != 4 or t.shape != like.shape or (t.shape[:1], t.shape[2:]) != (new.shape[:1], new.shape[2:]):
             shapes = ", ".join([f"{n} {tuple(x.shape)}" for n, x in given.items()])
-            raise RidgelineError(f"concat_kv: caches must be (B, S_max, H, D) and k and v (B, S, H, D), of one B, H and D; given: {shapes}")
+            raise RidgelineError(
+                f"concat_kv: caches must be (B, S_max, H, D) and k and v (B, S, H, D), of one B, H and D; given: {shapes}"
+            )
         if t.dtype != cache.dtype or t.device != cache.device:
             raise RidgelineError(
                 f"concat_kv: {name} is {t.dtype} on {t.device} and cache_k {cache.dtype} on {cache.device}; they must agree"
             )
         if torch.is_grad_enabled() and t.requires_grad:
-            raise RidgelineError(f"concat_kv: it has no gradients, and {name} requires one; give it detached, or under torch.no_grad()")
+            raise RidgelineError(
+                f"concat_kv: it has no gradients, and {name} requires one; give it detached, or under torch.no_grad()"
+            )
         if "cache" in name and any([n > 1 and not s for n, s in zip(t.shape, t.stride(), strict=True)]):
-            raise RidgelineError(f"concat_kv: {name} is expanded and cannot be changed in place; it must have its own elements")
+            raise RidgelineError(
+                f"concat_kv: {name} is expanded and cannot be changed in place; it must have its own elements"
+            )
     if positions.dtype not in INDEX or positions.shape != cache.shape[:1] or positions.device != cache.device:
         found = f"{positions.dtype} {tuple(positions.shape)} on {positions.device}"
-        raise RidgelineError(f"concat_kv: positions must be int32 or int64, ({cache.shape[0]},) on {cache.device}, and are {found}")
+        raise RidgelineError(
+            f"concat_kv: positions must be int32 or int64, ({cache.shape[0]},) on {cache.device}, and are {found}"
+        )
     most = cache.shape[1] - new.shape[1]
     if readable(positions) and positions.numel() and most < 0:
-        raise RidgelineError(f"concat_kv: k and v must have at most the cache's {cache.shape[1]} rows, and have {new.shape[1]}")
+        raise RidgelineError(
+            f"concat_kv: k and v must have at most the cache's {cache.shape[1]} rows, and have {new.shape[1]}"
+        )
     if readable(positions) and positions.numel() and not (0 <= positions.min() and positions.max() <= most):
-        raise RidgelineError(f"concat_kv: positions must be from 0 to {most} for {new.shape[1]} new rows in {cache.shape[1]}, and are from {positions.min()} to {positions.max()}")  # fmt: skip
+        raise RidgelineError(
+            f"concat_kv: positions must be from 0 to {most} for {new.shape[1]} new rows in {cache.shape[1]}, and are from {positions.min()} to {positions.max()}"
+        )
 
 
-def cost(cache_k: torch.Tensor, cache_v: torch.Tensor, k: torch.Tensor, v: torch.Tensor, positions: torch.Tensor) -> tuple[Cost, None]:
+def cost(
+    cache_k: torch.Tensor, cache_v: torch.Tensor, k: torch.Tensor, v: torch.Tensor, positions: torch.Tensor
+) -> tuple[Cost, None]:
     return Cost(nbytes(k, v, positions), nbytes(k, v), 0), None
 
 
@@ -129,9 +158,23 @@ def _cuda(name: str, idea: str, launcher: Any, supports: Any, **facts: Any) -> N
     CONCAT_KV.kernel(name, idea, kind="cuda", fwd=launcher, supports=supports, dtypes=COPIED, served=True, **facts)
 
 
-CONCAT_KV.eager("naive", "a slice of each sequence, whose position the host reads: it waits for the GPU, and starts 2 B copies", _naive)
-CONCAT_KV.eager("torch", "index_put of all sequences at once; what falls outside is found first, which the host waits for", reference, served=True)  # fmt: skip
-_cuda("cuda", "an element a thread, any strides, a launch for keys and one for values; the host waits for nothing", partial(append_one, False), None)  # fmt: skip
+CONCAT_KV.eager(
+    "naive",
+    "a slice of each sequence, whose position the host reads: it waits for the GPU, and starts 2 B copies",
+    _naive,
+)
+CONCAT_KV.eager(
+    "torch",
+    "index_put of all sequences at once; what falls outside is found first, which the host waits for",
+    reference,
+    served=True,
+)
+_cuda(
+    "cuda",
+    "an element a thread, any strides, a launch for keys and one for values; the host waits for nothing",
+    partial(append_one, False),
+    None,
+)
 _cuda(
     "cuda_packed",
     "16 bytes a thread: an eighth of the loads, stores and divisions",
@@ -140,4 +183,11 @@ _cuda(
     gain=2.0,
     counter=ISSUED,
 )
-_cuda("cuda_both", "keys and values in one launch, sequences as whole pieces, four loads on their way a thread", append_both, appends_pieces, gain=1.1, counter=DRAM)  # fmt: skip
+_cuda(
+    "cuda_both",
+    "keys and values in one launch, sequences as whole pieces, four loads on their way a thread",
+    append_both,
+    appends_pieces,
+    gain=1.1,
+    counter=DRAM,
+)

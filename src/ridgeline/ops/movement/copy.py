@@ -96,19 +96,43 @@ COPY = Op(
 
 COPY.eager("torch", "PyTorch's own: clone", reference, served=True)
 COPY.kernel(
-    "cuda", "an element a thread: 8 KB on their way in a multiprocessor full of threads", kind="cuda", fwd=_scalar, supports=_contiguous, dtypes=DTYPES,
-    gain=0.7, counter="dram__throughput.avg.pct_of_peak_sustained_elapsed",
-)  # fmt: skip
+    "cuda",
+    "an element a thread: 8 KB on their way in a multiprocessor full of threads",
+    kind="cuda",
+    fwd=_scalar,
+    supports=_contiguous,
+    dtypes=DTYPES,
+    gain=0.7,
+    counter="dram__throughput.avg.pct_of_peak_sustained_elapsed",
+)
 COPY.kernel(
     "cuda_packed",
     "16 bytes a thread: a quarter of the instructions of float32, four times the bytes on their way; what is strided PyTorch copies",
-    kind="cuda", fwd=copied, dtypes=DTYPES, served=True, gain=1.5, counter="smsp__inst_executed.sum",
-)  # fmt: skip
+    kind="cuda",
+    fwd=copied,
+    dtypes=DTYPES,
+    served=True,
+    gain=1.5,
+    counter="smsp__inst_executed.sum",
+)
 COPY.kernel(
-    "cuda_loads", "two loads of 16 bytes a thread before its first store: half the blocks, and each waits once for two", kind="cuda",
-    fwd=partial(copied, loads=2), supports=_contiguous, dtypes=DTYPES, gain=1.02, counter="dram__throughput.avg.pct_of_peak_sustained_elapsed",
-)  # fmt: skip
+    "cuda_loads",
+    "two loads of 16 bytes a thread before its first store: half the blocks, and each waits once for two",
+    kind="cuda",
+    fwd=partial(copied, loads=2),
+    supports=_contiguous,
+    dtypes=DTYPES,
+    gain=1.02,
+    counter="dram__throughput.avg.pct_of_peak_sustained_elapsed",
+)
 COPY.kernel(
-    "cuda_bulk", "the copy engine moves 16 KB at a time through a ring in shared memory: no byte in a register, 192 KB on their way", kind="cuda",
-    fwd=_bulk, supports=aligned, dtypes=DTYPES, arch=90, gain=1.0, counter="smsp__inst_executed.sum",
-)  # fmt: skip
+    "cuda_bulk",
+    "the copy engine moves 16 KB at a time through a ring in shared memory: no byte in a register, 192 KB on their way",
+    kind="cuda",
+    fwd=_bulk,
+    supports=aligned,
+    dtypes=DTYPES,
+    arch=90,
+    gain=1.0,
+    counter="smsp__inst_executed.sum",
+)

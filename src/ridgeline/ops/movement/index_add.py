@@ -38,8 +38,12 @@ from ridgeline.ops.movement._index_add import (
 from ridgeline.select import by_kind, eager, run
 
 
-@kernel_op("index_add_fwd(Tensor x, Tensor index, Tensor source, int dim, float alpha, bool deterministic, str? impl) -> Tensor")
-def _forward(x: Any, index: Any, source: Any, dim: int, alpha: float, deterministic: bool, impl: str | None) -> torch.Tensor:
+@kernel_op(
+    "index_add_fwd(Tensor x, Tensor index, Tensor source, int dim, float alpha, bool deterministic, str? impl) -> Tensor"
+)
+def _forward(
+    x: Any, index: Any, source: Any, dim: int, alpha: float, deterministic: bool, impl: str | None
+) -> torch.Tensor:
     y = x.new_empty(x.shape)
     if y.numel():
         run(INDEX_ADD, "fwd", impl, (y,), x, dim, index, source, alpha, deterministic)
@@ -56,7 +60,9 @@ def _backward(dy: torch.Tensor, index: torch.Tensor, dim: int, alpha: float, imp
 
 class _IndexAdd(Function):
     @staticmethod
-    def forward(ctx: Any, x: Any, index: Any, source: Any, dim: int, alpha: float, deterministic: bool, impl: str | None) -> torch.Tensor:
+    def forward(
+        ctx: Any, x: Any, index: Any, source: Any, dim: int, alpha: float, deterministic: bool, impl: str | None
+    ) -> torch.Tensor:
         ctx.save_for_backward(index)
         ctx.facts = dim, alpha, impl
         return _forward(x, index, source, dim, alpha, deterministic, impl)
@@ -68,13 +74,21 @@ class _IndexAdd(Function):
         return dy if ctx.needs_input_grad[0] else None, None, dsource, None, None, None, None
 
 
-def reference(x: Any, dim: int, index: Any, source: Any, *, alpha: float = 1, deterministic: bool | None = None) -> torch.Tensor:
+def reference(
+    x: Any, dim: int, index: Any, source: Any, *, alpha: float = 1, deterministic: bool | None = None
+) -> torch.Tensor:
     return torch.index_add(x, dim, index, source, alpha=alpha)
 
 
 @by_kind(3)
 def _look(
-    x: torch.Tensor, index: torch.Tensor, source: torch.Tensor, dim: int, alpha: float, deterministic: bool | None, impl: str | None
+    x: torch.Tensor,
+    index: torch.Tensor,
+    source: torch.Tensor,
+    dim: int,
+    alpha: float,
+    deterministic: bool | None,
+    impl: str | None,
 ) -> tuple[Implementation | None, int]:
     fault = fault_of(x, dim, index, source, alpha, deterministic)
     if fault:
@@ -83,8 +97,8 @@ def _look(
 
 
 def index_add(
-    x: torch.Tensor, dim: int, index: torch.Tensor, source: torch.Tensor, *, alpha: float = 1, deterministic: bool | None = None,
-    impl: str | None = None,
+    x: torch.Tensor, dim: int, index: torch.Tensor, source: torch.Tensor, *, alpha: float = 1,
+    deterministic: bool | None = None, impl: str | None = None
 ) -> torch.Tensor:  # fmt: skip
     """x with `alpha * source` added to the rows of dimension `dim` that `index` names, as `torch.index_add`. Gradients flow to both.
 
@@ -105,7 +119,9 @@ def index_add(
     return _forward(*given)
 
 
-def cost(x: Any, dim: int, index: Any, source: Any, *, alpha: float = 1, deterministic: bool | None = None) -> tuple[Cost, Cost]:
+def cost(
+    x: Any, dim: int, index: Any, source: Any, *, alpha: float = 1, deterministic: bool | None = None
+) -> tuple[Cost, Cost]:
     forward = Cost(nbytes(x, index, source), nbytes(x), 2 * source.numel())
     return forward, Cost(min(nbytes(x), nbytes(source)) + nbytes(index), nbytes(source), source.numel())
 
@@ -113,7 +129,9 @@ def cost(x: Any, dim: int, index: Any, source: Any, *, alpha: float = 1, determi
 def _case(shape: tuple[int, ...], dim: int, n: int, use: str, dtype: str = "int64", **facts: Any) -> Case:
     grad = use == "check"
     source = Spec(*shape[:dim], n, *shape[dim + 1 :], grad=grad)
-    name = f"{n} into {'x'.join(map(str, shape))}{f' dim {dim}' if dim else ''}{' alpha' if facts.get('kwargs') else ''}"
+    name = (
+        f"{n} into {'x'.join(map(str, shape))}{f' dim {dim}' if dim else ''}{' alpha' if facts.get('kwargs') else ''}"
+    )
     return Case(name, (Spec(*shape, grad=grad), dim, Spec(n, dtype=dtype, high=shape[dim]), source), use=use, **facts)
 
 
@@ -141,12 +159,17 @@ INDEX_ADD = Op(
             if n == 15 or len(shape) < 3
         ),
     ],
-)  # fmt: skip
+)
 
 
-INDEX_ADD.eager("torch", "PyTorch's own: a copy, then atomics", reference, served=True, deterministic=False)  # in no order, on a GPU
+INDEX_ADD.eager(
+    "torch", "PyTorch's own: a copy, then atomics", reference, served=True, deterministic=False
+)  # in no order, on a GPU
 INDEX_ADD.kernel_dtypes |= set(INT)  # the indices'; that x is of floats each rung's own dtypes say
-ATOMICS, DRAM = "l1tex__t_set_accesses_pipe_lsu_mem_global_op_red.sum", "dram__throughput.avg.pct_of_peak_sustained_elapsed"
+ATOMICS, DRAM = (
+    "l1tex__t_set_accesses_pipe_lsu_mem_global_op_red.sum",
+    "dram__throughput.avg.pct_of_peak_sustained_elapsed",
+)
 
 
 def _atomic(name: str, idea: str, most: int, **facts: Any) -> None:
@@ -154,13 +177,39 @@ def _atomic(name: str, idea: str, most: int, **facts: Any) -> None:
     INDEX_ADD.kernel(f"cuda_{name}", idea, kind="cuda", fwd=partial(unordered, kernel, most), bwd=launch_bwd, **facts)
 
 
-_atomic("small", "at most 16 indices: a loop over them inside, so that no two threads meet and nothing is atomic", 8, supports=small)
+_atomic(
+    "small",
+    "at most 16 indices: a loop over them inside, so that no two threads meet and nothing is atomic",
+    8,
+    supports=small,
+)
 # The three that follow add by atomics, whose order differs from run to run, and with it the rounding.
-_atomic("large", "threads over the source's elements, as many as the GPU holds, an atomic each", 8, deterministic=False, counter=ATOMICS)
-_atomic("atomic", "a thread for each element of the source, as in OneFlow: no loop, and the GPU keeps itself full", 0, deterministic=False,
-        gain=1.0, counter="sm__warps_active.avg.pct_of_peak_sustained_active")  # fmt: skip
-_atomic("packed", "16 bytes an atomic (two halves at once before Hopper): an eighth of the requests", 0, deterministic=False,
-        supports=packs, served=True, unless=slow, gain=4.0, counter=ATOMICS)  # fmt: skip
+_atomic(
+    "large",
+    "threads over the source's elements, as many as the GPU holds, an atomic each",
+    8,
+    deterministic=False,
+    counter=ATOMICS,
+)
+_atomic(
+    "atomic",
+    "a thread for each element of the source, as in OneFlow: no loop, and the GPU keeps itself full",
+    0,
+    deterministic=False,
+    gain=1.0,
+    counter="sm__warps_active.avg.pct_of_peak_sustained_active",
+)
+_atomic(
+    "packed",
+    "16 bytes an atomic (two halves at once before Hopper): an eighth of the requests",
+    0,
+    deterministic=False,
+    supports=packs,
+    served=True,
+    unless=slow,
+    gain=4.0,
+    counter=ATOMICS,
+)
 INDEX_ADD.kernel(
     "cuda",
     "no atomics: indices looked through or sorted, each row made by the threads that own it, read once, in order, in float32",

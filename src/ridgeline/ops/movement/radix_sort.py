@@ -22,7 +22,9 @@ from ridgeline.select import eager, run
 
 
 @kernel_op("radix_sort_fwd(Tensor keys, Tensor? values, bool descending, str? impl) -> (Tensor, Tensor)")
-def _forward(keys: torch.Tensor, values: torch.Tensor | None, descending: bool, impl: str | None) -> tuple[torch.Tensor, torch.Tensor]:
+def _forward(
+    keys: torch.Tensor, values: torch.Tensor | None, descending: bool, impl: str | None
+) -> tuple[torch.Tensor, torch.Tensor]:
     dtype = torch.int64 if values is None else values.dtype
     made = keys.new_empty(keys.shape), torch.empty(keys.shape, dtype=dtype, device=keys.device)
     if keys.numel():
@@ -30,7 +32,9 @@ def _forward(keys: torch.Tensor, values: torch.Tensor | None, descending: bool, 
     return made
 
 
-def reference(keys: torch.Tensor, values: torch.Tensor | None = None, *, descending: bool = False) -> tuple[torch.Tensor, torch.Tensor]:
+def reference(
+    keys: torch.Tensor, values: torch.Tensor | None = None, *, descending: bool = False
+) -> tuple[torch.Tensor, torch.Tensor]:
     made, order = torch.sort(keys.detach(), stable=True, descending=descending)
     return made, order if values is None else values.detach()[order]
 
@@ -65,8 +69,12 @@ def _case(n: int, dtype: str = "", value: str = "", use: str = "check", high: in
     """dtype: of integer keys, below `high`; floats of every kind if none is said. value: the values' dtype; if none is said, indices."""
     keys = Spec(n, dtype=dtype or None, grad=False, high=high)
     args = (keys, Spec(n, dtype=value, high=(1 << 31) - 1)) if value else (keys,)
-    name = " ".join([f"{n >> 20} Mi" if n >= 1 << 20 else str(n), dtype, f"with {value}" if value else "", *kwargs]).split()
-    return Case(" ".join(name), args, kwargs, dtypes=(dtype,) if dtype else FLOATS if use == "check" else ("float32",), use=use)
+    name = " ".join(
+        [f"{n >> 20} Mi" if n >= 1 << 20 else str(n), dtype, f"with {value}" if value else "", *kwargs]
+    ).split()
+    return Case(
+        " ".join(name), args, kwargs, dtypes=(dtype,) if dtype else FLOATS if use == "check" else ("float32",), use=use
+    )
 
 
 RADIX_SORT = Op(
@@ -100,7 +108,18 @@ def _rung(name: str, idea: str, onesweep: bool, **facts: Any) -> None:
 
 
 SECTORS = "l1tex__average_t_sectors_per_request_pipe_lsu_mem_global_op_st.ratio"
-_rung("cuda_passes", "a digit of 8 bits: tiles' counts, their sums, and keys written where they belong, each alone", False,
-      counter=SECTORS)  # fmt: skip
-_rung("cuda", "digits counted once, a kernel a digit that looks back, a tile put in order in shared memory before it is written", True,
-      served=True, unless=few, gain=1.5, counter=SECTORS)  # fmt: skip
+_rung(
+    "cuda_passes",
+    "a digit of 8 bits: tiles' counts, their sums, and keys written where they belong, each alone",
+    False,
+    counter=SECTORS,
+)
+_rung(
+    "cuda",
+    "digits counted once, a kernel a digit that looks back, a tile put in order in shared memory before it is written",
+    True,
+    served=True,
+    unless=few,
+    gain=1.5,
+    counter=SECTORS,
+)

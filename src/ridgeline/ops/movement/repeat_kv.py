@@ -71,19 +71,30 @@ def repeat_kv(x: torch.Tensor, n: int, *, lengths: torch.Tensor | None = None, i
     run the call.
     """
     if not isinstance(x, torch.Tensor) or x.dim() != 4:
-        raise RidgelineError(f"repeat_kv: x must be a tensor (B, H, S, D), and is {tuple(x.shape) if isinstance(x, torch.Tensor) else type(x).__name__}")  # fmt: skip
+        raise RidgelineError(
+            f"repeat_kv: x must be a tensor (B, H, S, D), and is {tuple(x.shape) if isinstance(x, torch.Tensor) else type(x).__name__}"
+        )
     if not isinstance(n, int) or isinstance(n, bool) or n < 1:
         raise RidgelineError(f"repeat_kv: n must be a whole number from 1 on, and is {n!r}")
     if lengths is not None:
-        if not isinstance(lengths, torch.Tensor) or lengths.dtype not in (torch.int32, torch.int64) or lengths.shape != x.shape[:1] or lengths.device != x.device:  # fmt: skip
+        if (
+            not isinstance(lengths, torch.Tensor)
+            or lengths.dtype not in (torch.int32, torch.int64)
+            or lengths.shape != x.shape[:1]
+            or lengths.device != x.device
+        ):
             found = (
                 f"{lengths.dtype} {tuple(lengths.shape)} on {lengths.device}"
                 if isinstance(lengths, torch.Tensor)
                 else type(lengths).__name__
             )
-            raise RidgelineError(f"repeat_kv: lengths must be int32 or int64, ({x.shape[0]},) on {x.device}, and are {found}")
+            raise RidgelineError(
+                f"repeat_kv: lengths must be int32 or int64, ({x.shape[0]},) on {x.device}, and are {found}"
+            )
         if readable(lengths) and lengths.numel() and not (0 <= lengths.min() and lengths.max() <= x.shape[2]):
-            raise RidgelineError(f"repeat_kv: lengths must be from 0 to {x.shape[2]}, and are from {lengths.min()} to {lengths.max()}")
+            raise RidgelineError(
+                f"repeat_kv: lengths must be from 0 to {x.shape[2]}, and are from {lengths.min()} to {lengths.max()}"
+            )
     plain = eager(REPEAT_KV, impl, x)
     if plain is not None and plain.call is not None:
         return plain.call(x, n, lengths=lengths)
@@ -126,10 +137,46 @@ def _rung(name: str, idea: str, launcher: Any, *given: Any, **facts: Any) -> Non
     REPEAT_KV.kernel(name, idea, fwd=partial(launcher, "fwd", *given), bwd=partial(launcher, "bwd", *given), **facts)
 
 
-REPEAT_KV.eager("naive", "repeat_interleave, and a mask over the result: a pass for each, and an index for the heads", reference)
+REPEAT_KV.eager(
+    "naive", "repeat_interleave, and a mask over the result: a pass for each, and an index for the heads", reference
+)
 REPEAT_KV.eager("torch", "a mask over the input, expand and one copy", _torch, served=True)
 REPEAT_KV.compiled("the copy and the mask in one kernel by torch.compile", _torch)
-_rung("triton", "a block of elements a program, read once and stored n times; any strides", repeat_triton, kind="triton", served=True)
-_rung("cuda", "a thread for every element of the result, which reads it again for every copy", repeat_cuda, False, False, kind="cuda")
-_rung("cuda_packed", "16 bytes a thread: fewer loads, stores and divisions for the same bytes", repeat_cuda, False, True, kind="cuda", served=True, supports=repeats_packs, gain=2.0, counter=ISSUED)  # fmt: skip
-_rung("cuda_once", "every 16 bytes read once and stored n times, four of them on their way a thread", repeat_cuda, True, True, kind="cuda", supports=repeats_packs, gain=1.1, counter=DRAM)  # fmt: skip
+_rung(
+    "triton",
+    "a block of elements a program, read once and stored n times; any strides",
+    repeat_triton,
+    kind="triton",
+    served=True,
+)
+_rung(
+    "cuda",
+    "a thread for every element of the result, which reads it again for every copy",
+    repeat_cuda,
+    False,
+    False,
+    kind="cuda",
+)
+_rung(
+    "cuda_packed",
+    "16 bytes a thread: fewer loads, stores and divisions for the same bytes",
+    repeat_cuda,
+    False,
+    True,
+    kind="cuda",
+    served=True,
+    supports=repeats_packs,
+    gain=2.0,
+    counter=ISSUED,
+)
+_rung(
+    "cuda_once",
+    "every 16 bytes read once and stored n times, four of them on their way a thread",
+    repeat_cuda,
+    True,
+    True,
+    kind="cuda",
+    supports=repeats_packs,
+    gain=1.1,
+    counter=DRAM,
+)

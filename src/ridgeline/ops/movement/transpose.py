@@ -119,25 +119,62 @@ def _rung(name: str, idea: str, start: Any, supports: Any = _contiguous, **facts
 TRANSPOSE.eager("torch", "PyTorch's own: mT and a copy of it", reference, served=True)
 TRANSPOSE.compiled("as torch.compile has it: a tile of Triton, whose layout the compiler turns")
 _rung(
-    "cuda", "an element a thread, by squares of 32 x 32: rows of x are read whole, those of y written a sector an element", partial(small, NAIVE, 0),
-    gain=1.0, counter="l1tex__average_t_sectors_per_request_pipe_lsu_mem_global_op_st.ratio",
-)  # fmt: skip
+    "cuda",
+    "an element a thread, by squares of 32 x 32: rows of x are read whole, those of y written a sector an element",
+    partial(small, NAIVE, 0),
+    gain=1.0,
+    counter="l1tex__average_t_sectors_per_request_pipe_lsu_mem_global_op_st.ratio",
+)
 _rung(
-    "cuda_tile", "through a tile of shared memory: rows of both are whole, and a column of the tile lies in one bank", partial(small, TILE, 0),
-    gain=2.0, counter="l1tex__average_t_sectors_per_request_pipe_lsu_mem_global_op_st.ratio",
-)  # fmt: skip
-_rung("cuda_padded", "a 33rd column: a column of the tile lies in 32 banks", partial(small, TILE, 1), gain=1.3, counter=_CONFLICTS)
-_rung("cuda_swizzled", "columns swizzled by xor with the row: as free of conflicts, and no shared memory lost", partial(small, TILE, 2), gain=1.0, counter=_CONFLICTS)  # fmt: skip
+    "cuda_tile",
+    "through a tile of shared memory: rows of both are whole, and a column of the tile lies in one bank",
+    partial(small, TILE, 0),
+    gain=2.0,
+    counter="l1tex__average_t_sectors_per_request_pipe_lsu_mem_global_op_st.ratio",
+)
 _rung(
-    "cuda_tma", "the copy engine brings and takes boxes, several on their way in a ring; persistent blocks only turn", boxes, _boxes, arch=90,
-    gain=1.2, counter="dram__throughput.avg.pct_of_peak_sustained_elapsed",
-)  # fmt: skip
+    "cuda_padded",
+    "a 33rd column: a column of the tile lies in 32 banks",
+    partial(small, TILE, 1),
+    gain=1.3,
+    counter=_CONFLICTS,
+)
 _rung(
-    "gluon", "as cuda_tma in Gluon: who turns which square is a layout, and loads, turns and stores are a line each", _gluon, _boxes,
-    kind="gluon", dtypes=("float32", "float16", "bfloat16", "int32", "int16"), arch=90, newest=90, gain=1.0,
+    "cuda_swizzled",
+    "columns swizzled by xor with the row: as free of conflicts, and no shared memory lost",
+    partial(small, TILE, 2),
+    gain=1.0,
+    counter=_CONFLICTS,
+)
+_rung(
+    "cuda_tma",
+    "the copy engine brings and takes boxes, several on their way in a ring; persistent blocks only turn",
+    boxes,
+    _boxes,
+    arch=90,
+    gain=1.2,
     counter="dram__throughput.avg.pct_of_peak_sustained_elapsed",
-)  # fmt: skip
+)
 _rung(
-    "cuda_packed", "16 bytes a load and a store in every dtype: threads turn squares of packs in registers, tiles are 256 bytes wide; "
-    "what is strided PyTorch copies first", packed, too_large, served=True, unless=too_large, gain=1.05, counter="smsp__inst_executed.sum",
-)  # fmt: skip
+    "gluon",
+    "as cuda_tma in Gluon: who turns which square is a layout, and loads, turns and stores are a line each",
+    _gluon,
+    _boxes,
+    kind="gluon",
+    dtypes=("float32", "float16", "bfloat16", "int32", "int16"),
+    arch=90,
+    newest=90,
+    gain=1.0,
+    counter="dram__throughput.avg.pct_of_peak_sustained_elapsed",
+)
+_rung(
+    "cuda_packed",
+    "16 bytes a load and a store in every dtype: threads turn squares of packs in registers, tiles are 256 bytes wide; "
+    "what is strided PyTorch copies first",
+    packed,
+    too_large,
+    served=True,
+    unless=too_large,
+    gain=1.05,
+    counter="smsp__inst_executed.sum",
+)

@@ -32,7 +32,9 @@ def _forward(x: torch.Tensor, down: float, across: float, impl: str | None) -> t
 
 
 @kernel_op("upsample_nearest2d_bwd(Tensor dy, float down, float across, int h, int w, bool last, str? impl) -> Tensor")
-def _backward(dy: torch.Tensor, down: float, across: float, h: int, w: int, last: bool, impl: str | None) -> torch.Tensor:
+def _backward(
+    dy: torch.Tensor, down: float, across: float, h: int, w: int, last: bool, impl: str | None
+) -> torch.Tensor:
     form = LAST if last else torch.contiguous_format
     dx = torch.empty((*dy.shape[:2], h, w), dtype=dy.dtype, device=dy.device, memory_format=form)
     if dx.numel():
@@ -74,7 +76,9 @@ def _look(x: torch.Tensor, scale_factor: Any, impl: str | None) -> tuple[Impleme
     if not isinstance(x, torch.Tensor):
         raise RidgelineError(f"upsample_nearest2d: x must be a tensor, and is {type(x).__name__}")
     if x.dim() != 4 or not x.is_floating_point():
-        raise RidgelineError(f"upsample_nearest2d: x must be (N, C, H, W) of floating point, and is {tuple(x.shape)} of {x.dtype}")
+        raise RidgelineError(
+            f"upsample_nearest2d: x must be (N, C, H, W) of floating point, and is {tuple(x.shape)} of {x.dtype}"
+        )
     given = scale_factor if isinstance(scale_factor, tuple | list) else [scale_factor] * 2
     known = all([isinstance(s, int | float) and not isinstance(s, bool) and 0 < s < 1 << 31 for s in given])
     if len(given) != 2 or not known:
@@ -83,11 +87,15 @@ def _look(x: torch.Tensor, scale_factor: Any, impl: str | None) -> tuple[Impleme
         )
     scale = pair(scale_factor)
     if grown(x.shape[2], scale[0]) < 1 or grown(x.shape[3], scale[1]) < 1:
-        raise RidgelineError(f"upsample_nearest2d: y must have a pixel; x is {tuple(x.shape)} and scale_factor {scale_factor}")
+        raise RidgelineError(
+            f"upsample_nearest2d: y must have a pixel; x is {tuple(x.shape)} and scale_factor {scale_factor}"
+        )
     return eager(UPSAMPLE, impl, x, scale), scale
 
 
-def upsample_nearest2d(x: torch.Tensor, scale_factor: float | tuple[float, float], *, impl: str | None = None) -> torch.Tensor:
+def upsample_nearest2d(
+    x: torch.Tensor, scale_factor: float | tuple[float, float], *, impl: str | None = None
+) -> torch.Tensor:
     """Images in another size, each pixel a copy of x's, as `torch.nn.functional.interpolate(x, scale_factor=..., mode="nearest")`.
 
     x: (N, C, H, W), floating point; row by row and channels last are taken as they are, and y is as x is. scale_factor: a number above
@@ -95,12 +103,21 @@ def upsample_nearest2d(x: torch.Tensor, scale_factor: float | tuple[float, float
     y: (N, C, floor(H scale), floor(W scale)); of halves under autocast float32, as torch's. Gradients flow to x.
     Raises RidgelineError where x is no such tensor, a scale is none, y would have no pixel, or `impl` cannot run the call.
     """
-    if isinstance(x, torch.Tensor) and x.is_cuda and x.dtype in (torch.float16, torch.bfloat16) and torch.is_autocast_enabled("cuda"):
+    if (
+        isinstance(x, torch.Tensor)
+        and x.is_cuda
+        and x.dtype in (torch.float16, torch.bfloat16)
+        and torch.is_autocast_enabled("cuda")
+    ):
         x = x.float()
     plain, scale = _look(x, scale_factor, impl)
     if plain is not None and plain.call is not None:
         return plain.call(x, scale)
-    return differentiate(_Upsample, x, *scale, impl) if torch.is_grad_enabled() and x.requires_grad else _forward(x, *scale, impl)
+    return (
+        differentiate(_Upsample, x, *scale, impl)
+        if torch.is_grad_enabled() and x.requires_grad
+        else _forward(x, *scale, impl)
+    )
 
 
 def cost(x: torch.Tensor, scale_factor: float | tuple[float, float]) -> tuple[Cost, Cost]:
@@ -116,7 +133,11 @@ def _twice(t: torch.Tensor, scale: Any, width: int = 0, last: bool | None = None
     if pair(scale) != (2.0, 2.0):
         return f"it makes images twice as high and as wide, and scale_factor is {scale}"
     if form_of(t) is LAST if last is None else last:
-        return None if t.shape[1] * t.element_size() % 16 == 0 else "it takes channels, where they are last, of a multiple of 16 bytes"
+        return (
+            None
+            if t.shape[1] * t.element_size() % 16 == 0
+            else "it takes channels, where they are last, of a multiple of 16 bytes"
+        )
     return None if (width or t.shape[3]) * t.element_size() % 8 == 0 else "it takes rows of a multiple of 8 bytes"
 
 
@@ -168,11 +189,26 @@ UPSAMPLE.eager(
 UPSAMPLE.eager("torch", "PyTorch's own", _torch, served=True)
 UPSAMPLE.compiled("PyTorch's own by torch.compile: one gather", _torch)
 UPSAMPLE.kernel(
-    "cuda", "a pixel of the result a thread, at any scale; backward looks for a pixel's copies and adds them in float32", kind="cuda", served=True,
-    fwd=partial(start, False), bwd=partial(start, True), supports=too_large, unless=too_large, gain=1.0, counter="dram__throughput.avg.pct_of_peak_sustained_elapsed",
-)  # fmt: skip
+    "cuda",
+    "a pixel of the result a thread, at any scale; backward looks for a pixel's copies and adds them in float32",
+    kind="cuda",
+    served=True,
+    fwd=partial(start, False),
+    bwd=partial(start, True),
+    supports=too_large,
+    unless=too_large,
+    gain=1.0,
+    counter="dram__throughput.avg.pct_of_peak_sustained_elapsed",
+)
 UPSAMPLE.kernel(
-    "cuda_packed", "twice: 8 bytes of x become 16 in each of two rows (of channels that are last 16, in four pixels)",
-    kind="cuda", fwd=partial(start_twice, False), bwd=partial(start_twice, True), supports=_twice, served=True, unless=too_large,
-    gain=2.0, counter="smsp__inst_executed.sum",
-)  # fmt: skip
+    "cuda_packed",
+    "twice: 8 bytes of x become 16 in each of two rows (of channels that are last 16, in four pixels)",
+    kind="cuda",
+    fwd=partial(start_twice, False),
+    bwd=partial(start_twice, True),
+    supports=_twice,
+    served=True,
+    unless=too_large,
+    gain=2.0,
+    counter="smsp__inst_executed.sum",
+)

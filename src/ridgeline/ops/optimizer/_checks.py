@@ -17,7 +17,9 @@ def checked(op: str, names: Sequence[str], lists: Sequence[Sequence[torch.Tensor
     """Raises RidgelineError unless the lists are equally long, and hold plain floating-point tensors that fit together."""
     counts = [len(some) for some in lists]
     if len(set(counts)) > 1:
-        raise RidgelineError(f"{op}: {', '.join(names)} must be equally long lists, and have {', '.join(map(str, counts))} tensors")
+        raise RidgelineError(
+            f"{op}: {', '.join(names)} must be equally long lists, and have {', '.join(map(str, counts))} tensors"
+        )
     for name, some in zip(names, lists, strict=True):
         for n, t in enumerate(some):
             first = lists[0][n]
@@ -28,9 +30,13 @@ def checked(op: str, names: Sequence[str], lists: Sequence[Sequence[torch.Tensor
             if not t.is_floating_point():
                 raise RidgelineError(f"{op}: {name} must be floating point, and number {n} is {str(t.dtype)[6:]}")
             if t.shape != first.shape:
-                raise RidgelineError(f"{op}: number {n} of {name} is {tuple(t.shape)}, and of {names[0]} {tuple(first.shape)}")
+                raise RidgelineError(
+                    f"{op}: number {n} of {name} is {tuple(t.shape)}, and of {names[0]} {tuple(first.shape)}"
+                )
             if t.device != first.device:
-                raise RidgelineError(f"{op}: number {n} of {name} is on {t.device}, and of {names[0]} on {first.device}")
+                raise RidgelineError(
+                    f"{op}: number {n} of {name} is on {t.device}, and of {names[0]} on {first.device}"
+                )
 
 
 def listed(op: str, name: str, given: Any) -> Sequence[torch.Tensor]:
@@ -38,7 +44,9 @@ def listed(op: str, name: str, given: Any) -> Sequence[torch.Tensor]:
     if isinstance(given, list | tuple):
         return given
     if isinstance(given, torch.Tensor | str) or not isinstance(given, Iterable):
-        raise RidgelineError(f"{op}: {name} must be a list of tensors, or a tensor where all are, and is {type(given).__name__}")
+        raise RidgelineError(
+            f"{op}: {name} must be a list of tensors, or a tensor where all are, and is {type(given).__name__}"
+        )
     return list(given)
 
 

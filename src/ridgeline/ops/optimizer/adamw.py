@@ -24,7 +24,18 @@ from ridgeline import tuning
 from ridgeline.boundary import LIBRARY, launch
 from ridgeline.op import Case, Cost, Op, RidgelineError, Spec, nbytes, tensors_of
 from ridgeline.ops.optimizer._checks import checked, listed, number
-from ridgeline.ops.optimizer._tensors import CHUNK, TL, Table, address_key, chunk_of, dense, narrow, pointer, remember, tabled
+from ridgeline.ops.optimizer._tensors import (
+    CHUNK,
+    TL,
+    Table,
+    address_key,
+    chunk_of,
+    dense,
+    narrow,
+    pointer,
+    remember,
+    tabled,
+)
 from ridgeline.select import eager, run, select
 
 Tensors = torch.Tensor | Sequence[torch.Tensor]
@@ -35,7 +46,9 @@ NAMES = "params", "grads", "exp_avgs", "exp_avg_sqs"
 @triton.jit
 def _one_less(x):
     """1 - exp(x) of x <= 0, precise near 0 too."""
-    small = x * (1 + x * (0.5 + x * (0.16666667 + x * (0.041666668 + x * (0.008333334 + x * (0.0013888889 + x * 1.984127e-4))))))
+    small = x * (
+        1 + x * (0.5 + x * (0.16666667 + x * (0.041666668 + x * (0.008333334 + x * (0.0013888889 + x * 1.984127e-4)))))
+    )
     return tl.where(x > -0.5, -small, 1 - tl.exp(x))
 
 
@@ -54,8 +67,11 @@ def _update(p, g, m, v, i, mask, rate, decay, one, two, eps, correct, MAXIMIZE: 
 
 
 @triton.jit
-def _step(table, owners, lr_at, lr, decay, one, two, first, second, eps, P: tl.constexpr, G: tl.constexpr, M: tl.constexpr, V: tl.constexpr,
-          ALIGNED: tl.constexpr, STEPS: tl.constexpr, MAXIMIZE: tl.constexpr, CHUNK: tl.constexpr, BLOCK: tl.constexpr):  # fmt: skip
+def _step(
+    table, owners, lr_at, lr, decay, one, two, first, second, eps, P: tl.constexpr, G: tl.constexpr, M: tl.constexpr,
+    V: tl.constexpr, ALIGNED: tl.constexpr, STEPS: tl.constexpr, MAXIMIZE: tl.constexpr, CHUNK: tl.constexpr,
+    BLOCK: tl.constexpr
+):  # fmt: skip
     """lr_at: the rate's address, or None for the number lr. one, two: 1 - b1, 1 - b2. first, second: 1 / (1 - b1^t) and
     1 / sqrt(1 - b2^t); with STEPS, where each tensor's step lies in memory, log b1 and log b2."""
     entry, start, size = chunk_of(table, owners, tl.program_id(0), CHUNK)
@@ -84,7 +100,9 @@ def _launch_triton(like: torch.Tensor, table: Table, steps: bool, numbers: tuple
         return {"BLOCK": 4096 // max([d.itemsize for d in table.dtypes]), "num_warps": 8}
 
     def config() -> tuning.Config:
-        space = [{"BLOCK": b, "num_warps": w} for b in (512, 1024, 2048, 4096) for w in (4, 8, 16) if 2 <= b // w // 32 <= 16]
+        space = [
+            {"BLOCK": b, "num_warps": w} for b in (512, 1024, 2048, 4096) for w in (4, 8, 16) if 2 <= b // w // 32 <= 16
+        ]
         return tuning.config(devices.of(like), "adamw", "step", key, rule, lambda: space)
 
     key = " ".join([str(d)[6:] for d in table.dtypes])
@@ -99,7 +117,9 @@ def _in_layout(row: tuple[torch.Tensor, ...]) -> tuple[torch.Tensor, ...]:
     if all([t.is_contiguous() for t in row]):
         return row
     if any(size > 1 and not step for t in (p, *row[2:]) for size, step in zip(t.shape, t.stride(), strict=True)):
-        raise RidgelineError("adamw: an expanded tensor cannot be changed in place; params and moments must have their own elements")
+        raise RidgelineError(
+            "adamw: an expanded tensor cannot be changed in place; params and moments must have their own elements"
+        )
     like = p if dense(p) else torch.empty_like(p, memory_format=torch.contiguous_format)
     return tuple([t if t.stride() == like.stride() else torch.empty_like(like, dtype=t.dtype).copy_(t) for t in row])
 
@@ -107,9 +127,12 @@ def _in_layout(row: tuple[torch.Tensor, ...]) -> tuple[torch.Tensor, ...]:
 _tables: dict[Any, list[Table]] = {}
 
 
-def _run(params: Sequence[torch.Tensor], grads: Sequence[torch.Tensor], exp_avgs: Sequence[torch.Tensor], exp_avg_sqs: Sequence[torch.Tensor],
-         steps: Sequence[torch.Tensor], step: int, lr_at: torch.Tensor | None, lr: float, beta1: float, beta2: float, eps: float,
-         weight_decay: float, maximize: bool, impl: str | None, tables: list[Table] | None = None) -> None:  # fmt: skip
+def _run(
+    params: Sequence[torch.Tensor], grads: Sequence[torch.Tensor], exp_avgs: Sequence[torch.Tensor],
+    exp_avg_sqs: Sequence[torch.Tensor], steps: Sequence[torch.Tensor], step: int, lr_at: torch.Tensor | None,
+    lr: float, beta1: float, beta2: float, eps: float, weight_decay: float, maximize: bool, impl: str | None,
+    tables: list[Table] | None = None
+) -> None:  # fmt: skip
     """A step by kernels. steps: a tensor for each parameter, or empty where `step` is the number of them all.
     tables: of exactly these tensors, where they are known."""
     keep, copies = False, []
@@ -117,7 +140,12 @@ def _run(params: Sequence[torch.Tensor], grads: Sequence[torch.Tensor], exp_avgs
         select(ADAMW, impl, params[0], kernels=True)  # raises here, before anything is started
         own = list(zip(params, grads, exp_avgs, exp_avg_sqs, strict=True))
         rows = [_in_layout(row) for row in own]
-        pairs = [(n, t, c) for o, r in zip(own, rows, strict=True) for n, (t, c) in enumerate(zip(o, r, strict=True)) if c is not t]
+        pairs = [
+            (n, t, c)
+            for o, r in zip(own, rows, strict=True)
+            for n, (t, c) in enumerate(zip(o, r, strict=True))
+            if c is not t
+        ]
         copies = [(t, c) for n, t, c in pairs if n != 1]  # the gradients are only read
         tables = tabled(rows, steps)
         keep = not pairs
@@ -145,9 +173,9 @@ torch.library.register_fake("ridgeline::adamw", lambda *args: None, lib=LIBRARY)
 
 @torch.no_grad()
 def reference(
-    params: Tensors, grads: Tensors, exp_avgs: Tensors, exp_avg_sqs: Tensors, step: int | torch.Tensor | Sequence[torch.Tensor], *,
-    lr: float | torch.Tensor = 1e-3, betas: tuple[float, float] = (0.9, 0.999), eps: float = 1e-8, weight_decay: float = 1e-2,
-    maximize: bool = False,
+    params: Tensors, grads: Tensors, exp_avgs: Tensors, exp_avg_sqs: Tensors,
+    step: int | torch.Tensor | Sequence[torch.Tensor], *, lr: float | torch.Tensor = 1e-3,
+    betas: tuple[float, float] = (0.9, 0.999), eps: float = 1e-8, weight_decay: float = 1e-2, maximize: bool = False
 ) -> None:  # fmt: skip
     lists = [[a] if isinstance(a, torch.Tensor) else a for a in (params, grads, exp_avgs, exp_avg_sqs)]
     steps = step if isinstance(step, list | tuple) else [step] * len(lists[0])
@@ -159,8 +187,10 @@ def reference(
         p.sub_(lr * (m / (1 - betas[0] ** t)) / ((v / (1 - betas[1] ** t)).sqrt() + eps))
 
 
-def _torch(params: Tensors, grads: Tensors, exp_avgs: Tensors, exp_avg_sqs: Tensors, step: Any, *, lr: Any = 1e-3,
-           betas: tuple[float, float] = (0.9, 0.999), eps: float = 1e-8, weight_decay: float = 1e-2, maximize: bool = False) -> None:  # fmt: skip
+def _torch(
+    params: Tensors, grads: Tensors, exp_avgs: Tensors, exp_avg_sqs: Tensors, step: Any, *, lr: Any = 1e-3,
+    betas: tuple[float, float] = (0.9, 0.999), eps: float = 1e-8, weight_decay: float = 1e-2, maximize: bool = False
+) -> None:  # fmt: skip
     """torch._fused_adamw_ takes tensors of one dtype: where a parameter and its moments differ, float32 copies."""
     lists = [[a] if isinstance(a, torch.Tensor) else a for a in (params, grads, exp_avgs, exp_avg_sqs)]
     steps = step if isinstance(step, list | tuple) else [step] * len(lists[0])
@@ -197,8 +227,9 @@ def _torch(params: Tensors, grads: Tensors, exp_avgs: Tensors, exp_avg_sqs: Tens
 def adamw(
     params: torch.Tensor | Sequence[torch.Tensor], grads: torch.Tensor | Sequence[torch.Tensor],
     exp_avgs: torch.Tensor | Sequence[torch.Tensor], exp_avg_sqs: torch.Tensor | Sequence[torch.Tensor],
-    step: int | torch.Tensor | Sequence[torch.Tensor], *, lr: float | torch.Tensor = 1e-3, betas: tuple[float, float] = (0.9, 0.999),
-    eps: float = 1e-8, weight_decay: float = 1e-2, maximize: bool = False, impl: str | None = None,
+    step: int | torch.Tensor | Sequence[torch.Tensor], *, lr: float | torch.Tensor = 1e-3,
+    betas: tuple[float, float] = (0.9, 0.999), eps: float = 1e-8, weight_decay: float = 1e-2, maximize: bool = False,
+    impl: str | None = None
 ) -> None:  # fmt: skip
     """A step of AdamW in place, as `torch.optim.AdamW` takes it.
 
@@ -223,8 +254,12 @@ def adamw(
             f"adamw: betas must be in [0, 1), eps and weight_decay finite and at least 0, and are {betas}, {eps} and {weight_decay}"
         )
     lr_at = lr if isinstance(lr, torch.Tensor) and not lr.is_cpu else None
-    if lr_at is not None and (lr_at.numel() != 1 or (lists[0] and lr_at.device != getattr(lists[0][0], "device", None))):
-        raise RidgelineError(f"adamw: lr must be a number or one element beside the params, and has {lr_at.numel()} on {lr_at.device}")
+    if lr_at is not None and (
+        lr_at.numel() != 1 or (lists[0] and lr_at.device != getattr(lists[0][0], "device", None))
+    ):
+        raise RidgelineError(
+            f"adamw: lr must be a number or one element beside the params, and has {lr_at.numel()} on {lr_at.device}"
+        )
     rate = 0.0 if lr_at is not None else number("adamw", "lr", lr)
     if not 0 <= rate < math.inf:
         raise RidgelineError(f"adamw: lr must be finite and at least 0, and is {rate}")
@@ -236,7 +271,9 @@ def adamw(
         for t, p in zip(steps, lists[0], strict=False):
             if not isinstance(t, torch.Tensor) or t.dim() or t.dtype != torch.float32 or t.device != p.device:
                 found = f"{t.dtype} {tuple(t.shape)} on {t.device}" if isinstance(t, torch.Tensor) else repr(t)
-                raise RidgelineError(f"adamw: steps in memory must be 0-d float32 tensors on {p.device}, their param's device, and one is {found}")  # fmt: skip
+                raise RidgelineError(
+                    f"adamw: steps in memory must be 0-d float32 tensors on {p.device}, their param's device, and one is {found}"
+                )
         if not lists[0]:
             return
         plain = eager(ADAMW, impl, *chain(*lists))
@@ -261,7 +298,9 @@ def _steps(step: Any, count: int) -> tuple[Sequence[torch.Tensor], int]:
     return (), int(step)
 
 
-def cost(params: Tensors, grads: Tensors, exp_avgs: Tensors, exp_avg_sqs: Tensors, *_: Any, **__: Any) -> tuple[Cost, None]:
+def cost(
+    params: Tensors, grads: Tensors, exp_avgs: Tensors, exp_avg_sqs: Tensors, *_: Any, **__: Any
+) -> tuple[Cost, None]:
     p, g, m, v = (nbytes(*tensors_of([a])) for a in (params, grads, exp_avgs, exp_avg_sqs))
     return Cost(p + g + m + v, p + m + v, 16 * sum(t.numel() for t in tensors_of([params]))), None
 
@@ -275,7 +314,10 @@ class Squares(Spec):
 
 def _specs(*shapes: tuple[int, ...], moments: str | None = None) -> tuple[Any, ...]:
     return tuple(
-        [[kind(*s, dtype=d, grad=False) for s in shapes] for kind, d in ((Spec, None), (Spec, None), (Spec, moments), (Squares, moments))]
+        [
+            [kind(*s, dtype=d, grad=False) for s in shapes]
+            for kind, d in ((Spec, None), (Spec, None), (Spec, moments), (Squares, moments))
+        ]
     )
 
 
@@ -288,11 +330,23 @@ ADAMW = Op(
     cases=[
         Case("33x129", (*(a[0] for a in _specs((33, 129))), 3), {"lr": 0.1}),
         Case("lists", (*_specs((5,), (), (0, 3), (40, 257), (9000,)), 1), {"lr": 0.1, "maximize": True}),
-        Case("float32 moments", (*_specs((33, 129), (9000,), moments="float32"), 7), {"lr": 0.1}, dtypes=("float16", "bfloat16")),
-        Case("no decay", (*(a[0] for a in _specs((8200,))), 1000), {"lr": 0.1, "weight_decay": 0.0, "betas": (0.8, 0.95)}),
+        Case(
+            "float32 moments",
+            (*_specs((33, 129), (9000,), moments="float32"), 7),
+            {"lr": 0.1},
+            dtypes=("float16", "bfloat16"),
+        ),
+        Case(
+            "no decay", (*(a[0] for a in _specs((8200,))), 1000), {"lr": 0.1, "weight_decay": 0.0, "betas": (0.8, 0.95)}
+        ),
         Case("4 x 1 Mi", (*_specs(*[(1 << 20,)] * 4), 10), use="quick"),
         Case("4 x 64 Mi", (*LARGE, 10), dtypes=("float32", "bfloat16"), use="bench"),
-        Case("4 x 64 Mi float32 moments", (*_specs(*[(1 << 26,)] * 4, moments="float32"), 10), dtypes=("bfloat16",), use="bench"),
+        Case(
+            "4 x 64 Mi float32 moments",
+            (*_specs(*[(1 << 26,)] * 4, moments="float32"), 10),
+            dtypes=("bfloat16",),
+            use="bench",
+        ),
     ],
 )
 
@@ -302,8 +356,12 @@ def _full_precision(*args: Any, **_: Any) -> str | None:
     return "rounding after every pass breaks the law in half precision" if narrow else None
 
 
-ADAMW.eager("naive", "the formula in eager PyTorch: a dozen passes for every tensor", reference, supports=_full_precision)
-ADAMW.eager("torch", "torch's fused kernel, its addresses passed as parameters, in float64 arithmetic", _torch, served=True)
+ADAMW.eager(
+    "naive", "the formula in eager PyTorch: a dozen passes for every tensor", reference, supports=_full_precision
+)
+ADAMW.eager(
+    "torch", "torch's fused kernel, its addresses passed as parameters, in float64 arithmetic", _torch, served=True
+)
 ADAMW.kernel(
     "triton",
     "one launch over chunks of all tensors, whose addresses lie in a table that is kept; 16-byte accesses, float32 arithmetic",

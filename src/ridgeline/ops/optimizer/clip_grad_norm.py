@@ -21,7 +21,18 @@ import triton.language as tl
 from ridgeline.boundary import LIBRARY, launch
 from ridgeline.op import Case, Cost, Op, RidgelineError, Spec, nbytes, tensors_of
 from ridgeline.ops.optimizer._checks import checked, listed, number
-from ridgeline.ops.optimizer._tensors import CHUNK, TL, Table, address_key, chunk_of, dense, narrow, pointer, remember, tabled
+from ridgeline.ops.optimizer._tensors import (
+    CHUNK,
+    TL,
+    Table,
+    address_key,
+    chunk_of,
+    dense,
+    narrow,
+    pointer,
+    remember,
+    tabled,
+)
 from ridgeline.select import eager, run, select
 
 
@@ -42,7 +53,14 @@ def _whole(total, LARGEST: tl.constexpr):
 
 @triton.jit
 def _partial(
-    table, owners, sums, DTYPE: tl.constexpr, ALIGNED: tl.constexpr, LARGEST: tl.constexpr, CHUNK: tl.constexpr, BLOCK: tl.constexpr
+    table,
+    owners,
+    sums,
+    DTYPE: tl.constexpr,
+    ALIGNED: tl.constexpr,
+    LARGEST: tl.constexpr,
+    CHUNK: tl.constexpr,
+    BLOCK: tl.constexpr,
 ):
     chunk = tl.program_id(0)
     entry, start, size = chunk_of(table, owners, chunk, CHUNK)
@@ -69,7 +87,9 @@ def _norm(norm, sums, count, LARGEST: tl.constexpr, BLOCK: tl.constexpr):
 
 
 @triton.jit
-def _scale(table, owners, norm, most, DTYPE: tl.constexpr, ALIGNED: tl.constexpr, CHUNK: tl.constexpr, BLOCK: tl.constexpr):
+def _scale(
+    table, owners, norm, most, DTYPE: tl.constexpr, ALIGNED: tl.constexpr, CHUNK: tl.constexpr, BLOCK: tl.constexpr
+):
     factor = most / (tl.load(norm) + 1e-6)
     if not (factor >= 1):  # a factor of NaN is written
         entry, start, size = chunk_of(table, owners, tl.num_programs(0) - 1 - tl.program_id(0), CHUNK)
@@ -83,14 +103,18 @@ def _scale(table, owners, norm, most, DTYPE: tl.constexpr, ALIGNED: tl.constexpr
             tl.store(x + j, (tl.load(x + j, mask=j < size).to(tl.float32) * factor).to(DTYPE), mask=j < size)
 
 
-def _launch_triton(norm: torch.Tensor, like: torch.Tensor, tables: Sequence[Table], max_norm: float, largest: bool) -> None:
+def _launch_triton(
+    norm: torch.Tensor, like: torch.Tensor, tables: Sequence[Table], max_norm: float, largest: bool
+) -> None:
     """`like` is of the first table's dtype: the choice of this rung goes by it."""
     count = sum(t.chunks for t in tables)
     sums = torch.empty(count, dtype=torch.float32, device=norm.device)
     common: list[dict[str, Any]] = []
     for table in tables:
         block = 256 * 16 // table.dtypes[0].itemsize
-        common.append({"DTYPE": TL[table.dtypes[0]], "ALIGNED": table.aligned, "CHUNK": CHUNK, "BLOCK": block, "num_warps": 8})
+        common.append(
+            {"DTYPE": TL[table.dtypes[0]], "ALIGNED": table.aligned, "CHUNK": CHUNK, "BLOCK": block, "num_warps": 8}
+        )
     at = 0
     for table, facts in zip(tables, common, strict=True):
         launch(_partial, (table.chunks,), table.table, table.owners, sums[at:], LARGEST=largest, **facts)
@@ -129,7 +153,9 @@ def _run(
 
 LIBRARY.define("clip_grad_norm(Tensor(a!)[] tensors, float max_norm, bool largest, str? impl) -> Tensor")
 LIBRARY.impl("clip_grad_norm", _run, "CompositeExplicitAutograd")
-torch.library.register_fake("ridgeline::clip_grad_norm", lambda tensors, *_: tensors[0].new_empty((), dtype=torch.float32), lib=LIBRARY)
+torch.library.register_fake(
+    "ridgeline::clip_grad_norm", lambda tensors, *_: tensors[0].new_empty((), dtype=torch.float32), lib=LIBRARY
+)
 
 
 @torch.no_grad()
@@ -241,7 +267,9 @@ CLIP_GRAD_NORM = Op(
 
 
 CLIP_GRAD_NORM.eager("naive", "a norm for every tensor, their norm, and a product for every tensor", reference)
-CLIP_GRAD_NORM.eager("torch", "torch's foreach kernels: norms of many tensors, and their products with the factor", _torch, served=True)
+CLIP_GRAD_NORM.eager(
+    "torch", "torch's foreach kernels: norms of many tensors, and their products with the factor", _torch, served=True
+)
 CLIP_GRAD_NORM.kernel(
     "triton",
     "partial sums over chunks of all tensors, and a scaling that does nothing where nothing is to be clipped",

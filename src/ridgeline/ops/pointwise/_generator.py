@@ -68,7 +68,10 @@ def _offsets(row, column, sizes, strides):
 
 
 @triton.jit
-def _rows(outs, ins, scalars, rows, columns, sizes, out_strides, in_strides, FN: tl.constexpr, NEED: tl.constexpr, BM: tl.constexpr, BN: tl.constexpr):  # fmt: skip
+def _rows(
+    outs, ins, scalars, rows, columns, sizes, out_strides, in_strides, FN: tl.constexpr, NEED: tl.constexpr,
+    BM: tl.constexpr, BN: tl.constexpr
+):  # fmt: skip
     across = tl.cdiv(columns, BN)
     pid = tl.program_id(0)
     row = ((pid // across).to(tl.int64) * BM + tl.arange(0, BM))[:, None]
@@ -84,7 +87,10 @@ def _rows(outs, ins, scalars, rows, columns, sizes, out_strides, in_strides, FN:
 
 
 @triton.jit
-def _columns(outs, ins, scalars, rows, columns, strides, FN: tl.constexpr, NEED: tl.constexpr, SUMS: tl.constexpr, WIDE: tl.constexpr, PDL: tl.constexpr, BM: tl.constexpr, BN: tl.constexpr, TILES: tl.constexpr):  # fmt: skip
+def _columns(
+    outs, ins, scalars, rows, columns, strides, FN: tl.constexpr, NEED: tl.constexpr, SUMS: tl.constexpr,
+    WIDE: tl.constexpr, PDL: tl.constexpr, BM: tl.constexpr, BN: tl.constexpr, TILES: tl.constexpr
+):  # fmt: skip
     """Of matrices: output k is written whole, or where bit k of SUMS is set, its sum over the rows that this program sees.
 
     A step takes TILES tiles: all their loads, then all their stores. WIDE: offsets inside a tile need 64 bits.
@@ -161,7 +167,9 @@ def collapse(shape: Sequence[int], strides: list[Sequence[int]]) -> tuple[list[i
     return sizes or [1], [t or [1] for t in steps]
 
 
-def _launch(op: str, direction: str, fn: Any, outs: Tensors, ins: Tensors, scalars: tuple[float, ...], need: int = 1) -> None:
+def _launch(
+    op: str, direction: str, fn: Any, outs: Tensors, ins: Tensors, scalars: tuple[float, ...], need: int = 1
+) -> None:
     """Starts `_flat` where all tensors lie in memory alike, else `_rows` over the inputs expanded to the output's shape."""
     y = outs[0] if need & 1 else next(o for k, o in enumerate(outs) if need >> k & 1)
     n = y.numel()
@@ -180,7 +188,9 @@ def _launch(op: str, direction: str, fn: Any, outs: Tensors, ins: Tensors, scala
 
     def config() -> tuning.Config:
         each = _each(y, outs, ins)
-        return tuning.config(device.of(y), op, direction, dtype_name(y), lambda: {"BLOCK": 256 * each, "num_warps": 8}, lambda: _SPACE)
+        return tuning.config(
+            device.of(y), op, direction, dtype_name(y), lambda: {"BLOCK": 256 * each, "num_warps": 8}, lambda: _SPACE
+        )
 
     launch(_flat, lambda c: (-(-n // c["BLOCK"]),), outs, ins, scalars, n, FN=fn, NEED=need, config=config, key=op)
 
@@ -214,23 +224,49 @@ def _launch_rows(
         elements = 256 * _each(first, outs, ins)
         rule = {"BM": max(1, min(elements // bn, most)), "BN": min(bn, elements), "num_warps": 8}
         return tuning.config(
-            device.of(first), op, f"{direction} rows", f"{dtype_name(first)} {bn} {min(most, 16)}", lambda: rule, lambda: _TILES
+            device.of(first),
+            op,
+            f"{direction} rows",
+            f"{dtype_name(first)} {bn} {min(most, 16)}",
+            lambda: rule,
+            lambda: _TILES,
         )
 
     def grid(c: tuning.Config) -> tuple[int]:
         return (triton.cdiv(rows, c["BM"]) * triton.cdiv(columns, c["BN"]),)
 
-    launch(_rows, grid, outs, ins, scalars, rows, columns, outer, y, tuple(xs), FN=fn, NEED=need, config=config, key=(op, bn, most))
+    launch(
+        _rows,
+        grid,
+        outs,
+        ins,
+        scalars,
+        rows,
+        columns,
+        outer,
+        y,
+        tuple(xs),
+        FN=fn,
+        NEED=need,
+        config=config,
+        key=(op, bn, most),
+    )
 
 
-def _launch_columns(op: str, fn: Any, outs: Tensors, ins: Tensors, scalars: tuple[float, ...], need: int, sums: int) -> None:
+def _launch_columns(
+    op: str, fn: Any, outs: Tensors, ins: Tensors, scalars: tuple[float, ...], need: int, sums: int
+) -> None:
     """Starts `_columns` and adds up what its programs found, as many down a column as there are multiprocessors."""
     shape = ins[0].shape
     columns, where = shape[-1], device.of(ins[0])
     rows, parts = ins[0].numel() // columns, max(16, where.multiprocessors)  # short sums, in Triton's interpreter too
     flat = tuple([t.expand(shape).reshape(rows, columns) for t in ins])
-    found = tuple([ins[0].new_empty((parts, columns), dtype=torch.float32) if sums >> k & 1 else o for k, o in enumerate(outs)])
-    few = len(ins) == 2 and columns % 16 == 0  # registers: programs of four warps, with four vectors of each input a thread
+    found = tuple(
+        [ins[0].new_empty((parts, columns), dtype=torch.float32) if sums >> k & 1 else o for k, o in enumerate(outs)]
+    )
+    few = (
+        len(ins) == 2 and columns % 16 == 0
+    )  # registers: programs of four warps, with four vectors of each input a thread
     bn = min(1024, max(128, triton.next_power_of_2(columns) // (1 if few else 4)))
     last = early(where)
 
@@ -242,17 +278,47 @@ def _launch_columns(op: str, fn: Any, outs: Tensors, ins: Tensors, scalars: tupl
             "TILES": 4 if few else 1,
         }
         key = f"{dtype_name(ins[0])} {bn}{'' if few else ' many'}"
-        return tuning.config(where, op, "columns", key, lambda: rule, lambda: [{**c, "TILES": t} for c in _TILES for t in (1, 2, 4)])
+        return tuning.config(
+            where, op, "columns", key, lambda: rule, lambda: [{**c, "TILES": t} for c in _TILES for t in (1, 2, 4)]
+        )
 
     def grid(c: tuning.Config) -> tuple[int, int]:
         return triton.cdiv(columns, c["BN"]), parts
 
     strides = tuple([t.stride() for t in flat])
-    facts = {"FN": fn, "NEED": need, "SUMS": sums, "WIDE": 32 * columns + max([32 * a + columns * b for a, b in strides]) >= 2**31}
-    launch(_columns, grid, found, flat, scalars, rows, columns, strides, **facts, PDL=last["PDL"], config=config, key=(op, bn))
+    facts = {
+        "FN": fn,
+        "NEED": need,
+        "SUMS": sums,
+        "WIDE": 32 * columns + max([32 * a + columns * b for a, b in strides]) >= 2**31,
+    }
+    launch(
+        _columns,
+        grid,
+        found,
+        flat,
+        scalars,
+        rows,
+        columns,
+        strides,
+        **facts,
+        PDL=last["PDL"],
+        config=config,
+        key=(op, bn),
+    )
     for k, out in enumerate(outs):
         if sums >> k & 1:
-            launch(_sum, (triton.cdiv(columns, 32),), out, found[k], parts, columns, BM=triton.next_power_of_2(parts), BN=32, **last)
+            launch(
+                _sum,
+                (triton.cdiv(columns, 32),),
+                out,
+                found[k],
+                parts,
+                columns,
+                BM=triton.next_power_of_2(parts),
+                BN=32,
+                **last,
+            )
 
 
 _TILES = [
@@ -288,9 +354,16 @@ class Pointwise:
         fixed: Sequence[str] = (),
         floating: bool = False,
     ):
-        self.name, self.inputs, self.count, self.functions = name, inputs, len(inputs), {"fwd": forward, "bwd": backward}
+        self.name, self.inputs, self.count, self.functions = (
+            name,
+            inputs,
+            len(inputs),
+            {"fwd": forward, "bwd": backward},
+        )
         self.fixed, self.floating = fixed, floating
-        made = [k for k, i in enumerate(inputs) if i not in passes and i not in fixed]  # whose gradients the kernel writes
+        made = [
+            k for k, i in enumerate(inputs) if i not in passes and i not in fixed
+        ]  # whose gradients the kernel writes
         self.made = len(made)
         passed = [k for k, i in enumerate(inputs) if i in passes]
         kept = None if saves is None else [k for k, i in enumerate(inputs) if i in saves]
@@ -303,7 +376,9 @@ class Pointwise:
 
         class Differentiable(Function):
             @staticmethod
-            def forward(ctx: Any, impl: str | None, mode: str, scalars: tuple[float, ...], *tensors: torch.Tensor) -> torch.Tensor:
+            def forward(
+                ctx: Any, impl: str | None, mode: str, scalars: tuple[float, ...], *tensors: torch.Tensor
+            ) -> torch.Tensor:
                 if kept is None:
                     ctx.save_for_backward(*tensors)
                     ctx.facts = impl, mode, scalars, None
@@ -329,14 +404,20 @@ class Pointwise:
                     bit <<= 1
                 dtypes = None
                 if kinds is not None:
-                    own = [kinds[k][1] if kinds[k][0] == shape or sums >> j & 1 else dy.dtype for j, k in enumerate(made)]
+                    own = [
+                        kinds[k][1] if kinds[k][0] == shape or sums >> j & 1 else dy.dtype for j, k in enumerate(made)
+                    ]
                     dtypes = " ".join([str(d)[6:] for d in own])
                 grads: list[torch.Tensor | None] = [None] * count
                 if need:
                     for k, g in zip(made, bwd(dy, *tensors, scalars, mode, need, sums, dtypes, impl), strict=True):
                         if wanted[k]:
-                            grads[k] = _reduced(g, *((tensors[k].shape, tensors[k].dtype) if kinds is None else kinds[k]))
-                for k in passed:  # dy itself or a copy, never a view: the engine takes a view for new memory and writes into it
+                            grads[k] = _reduced(
+                                g, *((tensors[k].shape, tensors[k].dtype) if kinds is None else kinds[k])
+                            )
+                for k in (
+                    passed
+                ):  # dy itself or a copy, never a view: the engine takes a view for new memory and writes into it
                     if wanted[k]:
                         mine, dtype = (tensors[k].shape, tensors[k].dtype) if kinds is None else kinds[k]
                         grads[k] = (dy if mine == shape else dy.sum_to_size(mine)).to(dtype)
@@ -357,16 +438,22 @@ class Pointwise:
                 if t is not x and ((t.shape != x.shape and t.shape != x.shape[-1:]) or t.device != x.device):
                     break
             else:  # nothing to look at more closely
-                if not self.fixed or not any([t.requires_grad for i, t in zip(self.inputs, tensors) if i in self.fixed]):
+                if not self.fixed or not any(
+                    [t.requires_grad for i, t in zip(self.inputs, tensors) if i in self.fixed]
+                ):
                     return None
         for name, t in zip(self.inputs, tensors, strict=True):
             if not isinstance(t, torch.Tensor):
                 raise RidgelineError(f"{self.name}: {name} must be a tensor, and is {type(t).__name__}")
             if t.device != x.device:
-                raise RidgelineError(f"{self.name}: {name} is on {t.device} and {self.inputs[0]} on {x.device}; one device is needed")
+                raise RidgelineError(
+                    f"{self.name}: {name} is on {t.device} and {self.inputs[0]} on {x.device}; one device is needed"
+                )
             if self.floating and not t.is_floating_point() and not (name in self.fixed and t.dtype == torch.bool):
                 also = " or boolean" if name in self.fixed else ""
-                raise RidgelineError(f"{self.name}: {name} must be floating point{also} (float32, float16, bfloat16), and is {t.dtype}")
+                raise RidgelineError(
+                    f"{self.name}: {name} must be floating point{also} (float32, float16, bfloat16), and is {t.dtype}"
+                )
             if name in self.fixed and t.requires_grad and torch.is_grad_enabled():
                 raise RidgelineError(f"{self.name}: {name} has no gradient, and requires one; give {name}.detach()")
         dense_only(self.name, tensors)
@@ -375,11 +462,15 @@ class Pointwise:
             try:
                 torch.broadcast_shapes(*shapes)
             except RuntimeError as error:
-                raise RidgelineError(f"{self.name}: shapes must broadcast together, and are {', '.join(map(str, shapes))}") from error
+                raise RidgelineError(
+                    f"{self.name}: shapes must broadcast together, and are {', '.join(map(str, shapes))}"
+                ) from error
         found = eager(self.op, impl, *[t for t in tensors if not self.fixed or t.dtype != torch.bool])
         return None if found is None else found.call
 
-    def __call__(self, impl: str | None, *tensors: torch.Tensor, scalars: tuple[float, ...] = (), mode: str = "") -> torch.Tensor:
+    def __call__(
+        self, impl: str | None, *tensors: torch.Tensor, scalars: tuple[float, ...] = (), mode: str = ""
+    ) -> torch.Tensor:
         """Runs what serves the call: `impl`, or the best there is."""
         if torch.is_grad_enabled():
             for t in tensors:
@@ -408,7 +499,12 @@ class Pointwise:
             dtypes = [t.dtype if t.shape == dy.shape or sums >> k & 1 else dy.dtype for k, t in enumerate(tensors)]
         else:
             dtypes = [getattr(torch, name) for name in dtypes.split()]
-        grads = tuple([_gradient(dy, dtype, alike, sums >> k & 1) if need >> k & 1 else dy.new_empty(0) for k, dtype in enumerate(dtypes)])
+        grads = tuple(
+            [
+                _gradient(dy, dtype, alike, sums >> k & 1) if need >> k & 1 else dy.new_empty(0)
+                for k, dtype in enumerate(dtypes)
+            ]
+        )
         run(self.op, "bwd", impl, grads, dy, *tensors, scalars, mode)
         return grads
 
@@ -437,7 +533,12 @@ def _output(tensors: Sequence[torch.Tensor]) -> torch.Tensor:
     """An empty result of several inputs: PyTorch's broadcast shape and promoted dtype, in the inputs' own layout where they agree."""
     x = tensors[0]
     dtype = x.dtype
-    if len(tensors) == 2 and tensors[1].dtype == dtype and tensors[1].shape == x.shape and tensors[1].stride() == x.stride():
+    if (
+        len(tensors) == 2
+        and tensors[1].dtype == dtype
+        and tensors[1].shape == x.shape
+        and tensors[1].stride() == x.stride()
+    ):
         return torch.empty_like(x)
     for t in tensors[1:]:
         if t.dtype != dtype:

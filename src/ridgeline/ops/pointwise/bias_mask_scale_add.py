@@ -30,9 +30,15 @@ def _bwd(dy, mask, scale):
 
 
 KERNELS = Pointwise(
-    "bias_mask_scale_add", ["x", "bias", "mask", "add"], {"": _fwd}, {"": _bwd},
-    saves=["mask"], passes=["add"], fixed=["mask"], floating=True,
-)  # fmt: skip
+    "bias_mask_scale_add",
+    ["x", "bias", "mask", "add"],
+    {"": _fwd},
+    {"": _bwd},
+    saves=["mask"],
+    passes=["add"],
+    fixed=["mask"],
+    floating=True,
+)
 
 
 def reference(x: torch.Tensor, bias: torch.Tensor, mask: torch.Tensor, scale: float, add: torch.Tensor) -> torch.Tensor:
@@ -87,6 +93,12 @@ KERNELS.op = BIAS_MASK_SCALE_ADD = Op(
     ],
 )
 
-BIAS_MASK_SCALE_ADD.eager("naive", "the formula in eager PyTorch: four kernels, each a pass over memory", reference, served=True)
-BIAS_MASK_SCALE_ADD.compiled("the formula fused into one Triton kernel by torch.compile, and in backward another for the sum")
-KERNELS.triton("one pass; in backward the kernel that writes dx adds up the bias's gradient, two tiles of loads at a time")
+BIAS_MASK_SCALE_ADD.eager(
+    "naive", "the formula in eager PyTorch: four kernels, each a pass over memory", reference, served=True
+)
+BIAS_MASK_SCALE_ADD.compiled(
+    "the formula fused into one Triton kernel by torch.compile, and in backward another for the sum"
+)
+KERNELS.triton(
+    "one pass; in backward the kernel that writes dx adds up the bias's gradient, two tiles of loads at a time"
+)

@@ -50,7 +50,9 @@ def _fwd(y, x, seed, low, high, least, gain, n, BLOCK: tl.constexpr, EACH: tl.co
 _SPACE = [{"BLOCK": 32 * warps * each, "num_warps": warps} for warps in (4, 8, 16) for each in (4, 8, 16, 32)]
 
 
-def _launch(direction: str, y: torch.Tensor, x: torch.Tensor, seed: torch.Tensor | None, low: int, high: int, p: float) -> None:
+def _launch(
+    direction: str, y: torch.Tensor, x: torch.Tensor, seed: torch.Tensor | None, low: int, high: int, p: float
+) -> None:
     n = x.numel()
 
     def config() -> tuning.Config:
@@ -60,7 +62,17 @@ def _launch(direction: str, y: torch.Tensor, x: torch.Tensor, seed: torch.Tensor
     least, gain = threshold(p)
     numbers = low, high, _signed(least), gain, n
     each = max(4, 16 // x.element_size())
-    launch(_fwd, lambda c: (triton.cdiv(n, c["BLOCK"]),), y, x.contiguous(), seed, *numbers, EACH=each, config=config, key=direction)
+    launch(
+        _fwd,
+        lambda c: (triton.cdiv(n, c["BLOCK"]),),
+        y,
+        x.contiguous(),
+        seed,
+        *numbers,
+        EACH=each,
+        config=config,
+        key=direction,
+    )
 
 
 def threshold(p: float) -> tuple[int, float]:
@@ -74,7 +86,9 @@ def _signed(bits: int) -> int:
 
 
 @kernel_op("dropout_apply(Tensor x, Tensor? seed, SymInt low, SymInt high, float p, bool back, str? impl) -> Tensor")
-def _apply(x: torch.Tensor, seed: torch.Tensor | None, low: int, high: int, p: float, back: bool, impl: str | None) -> torch.Tensor:
+def _apply(
+    x: torch.Tensor, seed: torch.Tensor | None, low: int, high: int, p: float, back: bool, impl: str | None
+) -> torch.Tensor:
     y = torch.empty_like(x, memory_format=torch.contiguous_format)
     run(DROPOUT, "bwd" if back else "fwd", impl, (y,), x, seed, low, high, p)
     return y
@@ -94,7 +108,9 @@ class _Dropout(Function):
         return _apply(dy, *ctx.saved_tensors, low, high, p, True, impl), None, None, None, None, None
 
 
-def reference(x: torch.Tensor, p: float = 0.5, *, training: bool = True, seed: int | torch.Tensor | None = None) -> torch.Tensor:
+def reference(
+    x: torch.Tensor, p: float = 0.5, *, training: bool = True, seed: int | torch.Tensor | None = None
+) -> torch.Tensor:
     if not training or p == 0:
         return x
     least, gain = threshold(p)
@@ -113,7 +129,12 @@ def _draw() -> int:
 
 
 def dropout(
-    x: torch.Tensor, p: float = 0.5, *, training: bool = True, seed: int | torch.Tensor | None = None, impl: str | None = None
+    x: torch.Tensor,
+    p: float = 0.5,
+    *,
+    training: bool = True,
+    seed: int | torch.Tensor | None = None,
+    impl: str | None = None,
 ) -> torch.Tensor:
     """x with each element dropped (set to 0) with probability p, and the others divided by 1 - p.
 
@@ -128,17 +149,23 @@ def dropout(
             raise RidgelineError(f"dropout: p must be a number from 0 to 1, and is {p!r}")
         p = float(p)
     if not isinstance(x, torch.Tensor) or not x.is_floating_point():
-        raise RidgelineError(f"dropout: x must be a floating-point tensor, and is {getattr(x, 'dtype', type(x).__name__)}")
+        raise RidgelineError(
+            f"dropout: x must be a floating-point tensor, and is {getattr(x, 'dtype', type(x).__name__)}"
+        )
     if isinstance(seed, torch.Tensor):
         if seed.dim() or seed.dtype != torch.int64 or not (seed.device == x.device or seed.is_cpu):
-            raise RidgelineError(f"dropout: a tensor as seed must be 0-d int64 on {x.device} or the CPU, and is {seed.dtype} {tuple(seed.shape)} on {seed.device}")  # fmt: skip
+            raise RidgelineError(
+                f"dropout: a tensor as seed must be 0-d int64 on {x.device} or the CPU, and is {seed.dtype} {tuple(seed.shape)} on {seed.device}"
+            )
     elif seed is not None and (not isinstance(seed, int) or not -(2**63) <= seed < 2**63):
         raise RidgelineError(f"dropout: seed must be an int of 64 bits, a 0-d int64 tensor or None, and is {seed!r}")
     plain = eager(DROPOUT, impl, x)
     if not training or p == 0:
         return x
     if seed is None and (torch.compiler.is_compiling() or (x.is_cuda and torch.cuda.is_current_stream_capturing())):
-        seed = torch.randint(-(2**63), 2**63 - 1, (), device=x.device)  # each run of what is recorded draws one of its own
+        seed = torch.randint(
+            -(2**63), 2**63 - 1, (), device=x.device
+        )  # each run of what is recorded draws one of its own
     if plain is not None and plain.call is not None:
         return plain.call(x, p, training=training, seed=seed)
     where, low, high = _place(seed, x)
@@ -152,7 +179,13 @@ def _place(seed: int | torch.Tensor | None, x: torch.Tensor) -> tuple[torch.Tens
     if seed is None:
         seed = _draw()
     if torch.compiler.is_compiling():
-        return seed.to(x.device) if isinstance(seed, torch.Tensor) else torch.full((), seed, dtype=torch.int64, device=x.device), 0, 0
+        return (
+            seed.to(x.device)
+            if isinstance(seed, torch.Tensor)
+            else torch.full((), seed, dtype=torch.int64, device=x.device),
+            0,
+            0,
+        )
     if isinstance(seed, torch.Tensor):
         if x.is_cuda == seed.is_cuda:
             return seed, 0, 0
@@ -179,7 +212,9 @@ DROPOUT = Op(
     ],
 )
 
-DROPOUT.eager("naive", "the generator and the formula in eager PyTorch: some two hundred kernels", reference, served=True)
+DROPOUT.eager(
+    "naive", "the generator and the formula in eager PyTorch: some two hundred kernels", reference, served=True
+)
 DROPOUT.compiled("the generator and the formula fused by torch.compile, in 64-bit integers")
 DROPOUT.kernel(
     "triton",

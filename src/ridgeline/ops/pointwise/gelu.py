@@ -78,7 +78,12 @@ KERNELS.op = GELU = Op(
 )
 
 GELU.eager("naive", "the formula in eager PyTorch: nine kernels, each a pass over memory", reference)
-GELU.eager("torch", "PyTorch's own kernel: one pass", lambda x, approximate="none": F.gelu(x, approximate=approximate), served=True)
+GELU.eager(
+    "torch",
+    "PyTorch's own kernel: one pass",
+    lambda x, approximate="none": F.gelu(x, approximate=approximate),
+    served=True,
+)
 GELU.compiled("the formula fused into one Triton kernel by torch.compile")
 
 FILE = Path(__file__).with_name("gelu.cu")
@@ -94,7 +99,14 @@ def _cuda(name: str, suffix: str, packed: bool, idea: str) -> None:
     GELU.kernel(name, idea, kind="cuda", fwd=partial(start, fwd), bwd=partial(start, bwd), supports=alike)
 
 
-_cuda("cuda_double", "_double", False, "one element per thread, as in the lecture: double literals make it compute in float64")
+_cuda(
+    "cuda_double",
+    "_double",
+    False,
+    "one element per thread, as in the lecture: double literals make it compute in float64",
+)
 _cuda("cuda", "", False, "float literals: float32 arithmetic throughout")
 _cuda("cuda_packed", "", True, "16-byte loads and stores: fewer instructions for the same bytes")
-KERNELS.triton("a block of elements per program, wide loads and the layout left to the compiler; strides and broadcasting")
+KERNELS.triton(
+    "a block of elements per program, wide loads and the layout left to the compiler; strides and broadcasting"
+)

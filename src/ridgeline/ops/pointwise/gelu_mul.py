@@ -52,7 +52,9 @@ def reference(gate: torch.Tensor, up: torch.Tensor, approximate: str = "tanh") -
     return 0.5 * gate * (1 + torch.erf(gate / math.sqrt(2))) * up
 
 
-def gelu_mul(gate: torch.Tensor, up: torch.Tensor, approximate: str = "tanh", *, impl: str | None = None) -> torch.Tensor:
+def gelu_mul(
+    gate: torch.Tensor, up: torch.Tensor, approximate: str = "tanh", *, impl: str | None = None
+) -> torch.Tensor:
     """`gelu(gate) * up`, element by element.
 
     gate, up: floating-point tensors on one device whose shapes broadcast together; the result has PyTorch's promoted dtype.

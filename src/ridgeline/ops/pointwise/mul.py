@@ -73,7 +73,9 @@ def _cuda(name: str, packed: bool, idea: str) -> None:
     kernel = CudaKernel(FILE, "mul_fwd", "PPPq")
 
     def fwd(y: torch.Tensor, a: torch.Tensor, b: torch.Tensor, *_: Any) -> None:
-        start_cuda(kernel, (y,), (a, b), packed=packed, RESULT=CTYPE[y.dtype], LEFT=CTYPE[a.dtype], RIGHT=CTYPE[b.dtype])
+        start_cuda(
+            kernel, (y,), (a, b), packed=packed, RESULT=CTYPE[y.dtype], LEFT=CTYPE[a.dtype], RIGHT=CTYPE[b.dtype]
+        )
 
     def bwd(da: torch.Tensor, db: torch.Tensor, dy: torch.Tensor, a: torch.Tensor, b: torch.Tensor, *_: Any) -> None:
         for gradient, other in ((da, b), (db, a)):
@@ -86,4 +88,6 @@ def _cuda(name: str, packed: bool, idea: str) -> None:
 MUL.eager("torch", "PyTorch's own kernel", torch.mul, served=True)
 _cuda("cuda", False, "one element per thread; its backward is the same kernel twice")
 _cuda("cuda_packed", True, "packs of up to 128 bits, a grid-stride loop, halves two at a time")
-KERNELS.triton("blocks of one dense order, or tiles of rows where operands are strided or broadcast; backward in one pass")
+KERNELS.triton(
+    "blocks of one dense order, or tiles of rows where operands are strided or broadcast; backward in one pass"
+)

@@ -58,6 +58,8 @@ KERNELS.op = QUICK_GELU = Op(
     ],
 )
 
-QUICK_GELU.eager("naive", "the formula in eager PyTorch: three kernels, each a pass over memory", reference, served=True)
+QUICK_GELU.eager(
+    "naive", "the formula in eager PyTorch: three kernels, each a pass over memory", reference, served=True
+)
 QUICK_GELU.compiled("the formula fused into one Triton kernel by torch.compile")
 KERNELS.triton("a block of elements per program, wide loads and the layout left to the compiler; backward in one pass")

@@ -26,7 +26,11 @@ Pair = tuple[torch.Tensor, torch.Tensor]
 
 
 @triton.jit
-def _turned(y, x, cos, sin, at, place, fault, seq, batch, head, y_strides, x_strides, cos_strides, sin_strides, HEADS: tl.constexpr, D: tl.constexpr, R: tl.constexpr, INTERLEAVED: tl.constexpr, BACK: tl.constexpr, BH: tl.constexpr, BR: tl.constexpr, BP: tl.constexpr):  # fmt: skip
+def _turned(
+    y, x, cos, sin, at, place, fault, seq, batch, head, y_strides, x_strides, cos_strides, sin_strides,
+    HEADS: tl.constexpr, D: tl.constexpr, R: tl.constexpr, INTERLEAVED: tl.constexpr, BACK: tl.constexpr,
+    BH: tl.constexpr, BR: tl.constexpr, BP: tl.constexpr
+):  # fmt: skip
     """Turns heads from `head` on at positions `at` by the angles in rows `place`; fault: (BS,), 0 or NaN, or None.
 
     Loads of all heads come first, then those of the angles, then what waits for them.
@@ -74,10 +78,17 @@ def _turned(y, x, cos, sin, at, place, fault, seq, batch, head, y_strides, x_str
 
 
 @triton.jit
-def _fwd(yq, yk, q, k, cos, sin, positions, batches, seq, length, yq_strides, yk_strides, q_strides, k_strides, cos_strides, sin_strides, position_strides, Q: tl.constexpr, K: tl.constexpr, D: tl.constexpr, R: tl.constexpr, INTERLEAVED: tl.constexpr, BACK: tl.constexpr, BR: tl.constexpr, BP: tl.constexpr, BH: tl.constexpr, BS: tl.constexpr):  # fmt: skip
+def _fwd(
+    yq, yk, q, k, cos, sin, positions, batches, seq, length, yq_strides, yk_strides, q_strides, k_strides, cos_strides,
+    sin_strides, position_strides, Q: tl.constexpr, K: tl.constexpr, D: tl.constexpr, R: tl.constexpr,
+    INTERLEAVED: tl.constexpr, BACK: tl.constexpr, BR: tl.constexpr, BP: tl.constexpr, BH: tl.constexpr,
+    BS: tl.constexpr
+):  # fmt: skip
     of_q: tl.constexpr = tl.cdiv(Q, BH)
     tiles = tl.cdiv(seq, BS)
-    group = tl.program_id(0) // tiles  # one group's positions after another: programs that run together read memory in order
+    group = (
+        tl.program_id(0) // tiles
+    )  # one group's positions after another: programs that run together read memory in order
     at = (tl.program_id(0) % tiles).to(tl.int64) * BS + tl.arange(0, BS)
     batch = (tl.program_id(2) * tl.num_programs(1) + tl.program_id(1)).to(tl.int64)
     seq = tl.where(batch < batches, seq, 0)
@@ -88,9 +99,55 @@ def _fwd(yq, yk, q, k, cos, sin, positions, batches, seq, length, yq_strides, yk
         fault = tl.where((place >= 0) & (place < length), 0.0, float("nan"))
         place = tl.minimum(tl.maximum(place, 0), length - 1)
     if group < of_q:
-        _turned(yq, q, cos, sin, at, place, fault, seq, batch, group * BH, yq_strides, q_strides, cos_strides, sin_strides, Q, D, R, INTERLEAVED, BACK, BH, BR, BP)  # fmt: skip
+        _turned(
+            yq,
+            q,
+            cos,
+            sin,
+            at,
+            place,
+            fault,
+            seq,
+            batch,
+            group * BH,
+            yq_strides,
+            q_strides,
+            cos_strides,
+            sin_strides,
+            Q,
+            D,
+            R,
+            INTERLEAVED,
+            BACK,
+            BH,
+            BR,
+            BP,
+        )
     else:
-        _turned(yk, k, cos, sin, at, place, fault, seq, batch, (group - of_q) * BH, yk_strides, k_strides, cos_strides, sin_strides, K, D, R, INTERLEAVED, BACK, BH, BR, BP)  # fmt: skip
+        _turned(
+            yk,
+            k,
+            cos,
+            sin,
+            at,
+            place,
+            fault,
+            seq,
+            batch,
+            (group - of_q) * BH,
+            yk_strides,
+            k_strides,
+            cos_strides,
+            sin_strides,
+            K,
+            D,
+            R,
+            INTERLEAVED,
+            BACK,
+            BH,
+            BR,
+            BP,
+        )
 
 
 _SPACE = [{"BH": h, "BS": s, "num_warps": w} for h in (1, 2, 4, 8, 16) for s in (1, 2, 4, 8, 16, 32) for w in (2, 4, 8)]
@@ -105,7 +162,9 @@ def _launch(back: bool, yq: torch.Tensor, yk: torch.Tensor, *args: Any) -> None:
     q, k, cos, sin, positions, interleaved = args
     (batch, q_heads, seq, d), k_heads, (length, r) = q.shape, k.shape[1], cos.shape
     br = triton.next_power_of_2(r)
-    row = max(1, br * q.element_size() * (1 + interleaved) // 16)  # threads for a row, with 16 bytes each of its halves, or of its pairs
+    row = max(
+        1, br * q.element_size() * (1 + interleaved) // 16
+    )  # threads for a row, with 16 bytes each of its halves, or of its pairs
     most = min(8, triton.next_power_of_2(seq))
 
     def config() -> tuning.Config:
@@ -125,10 +184,30 @@ def _launch(back: bool, yq: torch.Tensor, yk: torch.Tensor, *args: Any) -> None:
     strides = [t.stride() for t in (yq, yk, q, k, cos, sin)]
     shape = {"Q": q_heads, "K": k_heads, "D": d, "R": r, "INTERLEAVED": interleaved, "BACK": back, "BR": br}
     shape["BP"] = triton.next_power_of_2(d - 2 * r) if d > 2 * r else 0
-    launch(_fwd, grid, yq, yk, q, k, cos, sin, positions, batch, seq, length, *strides, steps, config=config, key=(br, most), **shape)
+    launch(
+        _fwd,
+        grid,
+        yq,
+        yk,
+        q,
+        k,
+        cos,
+        sin,
+        positions,
+        batch,
+        seq,
+        length,
+        *strides,
+        steps,
+        config=config,
+        key=(br, most),
+        **shape,
+    )
 
 
-@kernel_op("rope_turn(Tensor q, Tensor k, Tensor cos, Tensor sin, Tensor? positions, bool interleaved, bool back, str? impl) -> (Tensor, Tensor)")  # fmt: skip
+@kernel_op(
+    "rope_turn(Tensor q, Tensor k, Tensor cos, Tensor sin, Tensor? positions, bool interleaved, bool back, str? impl) -> (Tensor, Tensor)"
+)
 def _turn(q: torch.Tensor, k: torch.Tensor, *args: Any) -> Pair:
     *rest, back, impl = args
     out = torch.empty_like(q), torch.empty_like(k)
@@ -201,22 +280,32 @@ def rope(
     return _turn(q, k, cos, sin, positions, interleaved, False, impl)
 
 
-def _check(q: torch.Tensor, k: torch.Tensor, cos: torch.Tensor, sin: torch.Tensor, positions: torch.Tensor | None) -> None:
+def _check(
+    q: torch.Tensor, k: torch.Tensor, cos: torch.Tensor, sin: torch.Tensor, positions: torch.Tensor | None
+) -> None:
     """Raises where the inputs do not fit together."""
     for name, t in (("q", q), ("k", k), ("cos", cos), ("sin", sin)):
         if not isinstance(t, torch.Tensor) or not t.is_floating_point():
-            raise RidgelineError(f"rope: {name} must be a floating-point tensor, and is {getattr(t, 'dtype', type(t).__name__)}")
+            raise RidgelineError(
+                f"rope: {name} must be a floating-point tensor, and is {getattr(t, 'dtype', type(t).__name__)}"
+            )
         if t.device != q.device:
             raise RidgelineError(f"rope: {name} is on {t.device} and q on {q.device}; one device is needed")
     shape, other = q.shape, k.shape
     if len(shape) != 4 or len(other) != 4 or shape[0] != other[0] or shape[2:] != other[2:]:
-        raise RidgelineError(f"rope: q must be (b, hq, s, d) and k (b, hk, s, d), and they are {tuple(shape)} and {tuple(other)}")
+        raise RidgelineError(
+            f"rope: q must be (b, hq, s, d) and k (b, hk, s, d), and they are {tuple(shape)} and {tuple(other)}"
+        )
     batch, _, seq, d = shape
     if cos.dim() != 2 or cos.shape != sin.shape:
-        raise RidgelineError(f"rope: cos and sin must be (max_seq, r) both, and are {tuple(cos.shape)} and {tuple(sin.shape)}")
+        raise RidgelineError(
+            f"rope: cos and sin must be (max_seq, r) both, and are {tuple(cos.shape)} and {tuple(sin.shape)}"
+        )
     length, r = cos.shape
     if d % 2 or not 0 < 2 * r <= d:
-        raise RidgelineError(f"rope: head dimensions must be even, with a column of cos for each of at most d/2 pairs; d is {d}, and cos has {r}")  # fmt: skip
+        raise RidgelineError(
+            f"rope: head dimensions must be even, with a column of cos for each of at most d/2 pairs; d is {d}, and cos has {r}"
+        )
     if torch.is_grad_enabled() and (cos.requires_grad or sin.requires_grad):
         raise RidgelineError("rope: cos and sin have no gradients, and require them; give them detached")
     if positions is None:
@@ -224,11 +313,15 @@ def _check(q: torch.Tensor, k: torch.Tensor, cos: torch.Tensor, sin: torch.Tenso
             raise RidgelineError(f"rope: cos has rows for {length} positions, and the sequence is {seq} long")
         return
     if positions.dtype != torch.int64 or positions.shape not in ((seq,), (batch, seq)):
-        raise RidgelineError(f"rope: positions must be int64, ({seq}) or ({batch}, {seq}), and are {positions.dtype} {tuple(positions.shape)}")  # fmt: skip
+        raise RidgelineError(
+            f"rope: positions must be int64, ({seq}) or ({batch}, {seq}), and are {positions.dtype} {tuple(positions.shape)}"
+        )
     if positions.device != q.device:
         raise RidgelineError(f"rope: positions are on {positions.device} and q on {q.device}; one device is needed")
     if readable(positions) and positions.numel() and not (0 <= positions.min() and positions.max() < length):
-        raise RidgelineError(f"rope: positions must be from 0 to {length - 1}, and are from {positions.min()} to {positions.max()}")
+        raise RidgelineError(
+            f"rope: positions must be from 0 to {length - 1}, and are from {positions.min()} to {positions.max()}"
+        )
 
 
 def cost(q: torch.Tensor, k: torch.Tensor, cos: torch.Tensor, sin: torch.Tensor, **options: Any) -> tuple[Cost, Cost]:
@@ -239,7 +332,9 @@ def cost(q: torch.Tensor, k: torch.Tensor, cos: torch.Tensor, sin: torch.Tensor,
     return both, both
 
 
-def _case(name: str, q: tuple[int, ...], heads: int, table: tuple[int, int], dtype: str | None = None, **facts: Any) -> Case:
+def _case(
+    name: str, q: tuple[int, ...], heads: int, table: tuple[int, int], dtype: str | None = None, **facts: Any
+) -> Case:
     tables = (Spec(*table, dtype=dtype, grad=False), Spec(*table, dtype=dtype, grad=False))
     return Case(name, (Spec(*q), Spec(q[0], heads, *q[2:]), *tables), **facts)
 
@@ -260,15 +355,27 @@ ROPE = Op(
             (50, 12),
             kwargs=INTERLEAVED | {"positions": Spec(2, 9, dtype="int64", high=50)},
         ),
-        _case("2x2x9x16 at positions", (2, 2, 9, 16), 1, (50, 8), kwargs={"positions": Spec(9, dtype="int64", high=50)}),
+        _case(
+            "2x2x9x16 at positions", (2, 2, 9, 16), 1, (50, 8), kwargs={"positions": Spec(9, dtype="int64", high=50)}
+        ),
         _case("1x8x256x64", (1, 8, 256, 64), 2, (256, 32), use="quick"),
         _case("4x32x4096x128", (4, 32, 4096, 128), 8, (4096, 64), dtypes=("bfloat16",), use="bench"),
-        _case("4x32x4096x128 interleaved", (4, 32, 4096, 128), 8, (4096, 64), kwargs=INTERLEAVED, dtypes=("bfloat16",), use="bench"),
+        _case(
+            "4x32x4096x128 interleaved",
+            (4, 32, 4096, 128),
+            8,
+            (4096, 64),
+            kwargs=INTERLEAVED,
+            dtypes=("bfloat16",),
+            use="bench",
+        ),
         _case("4x32x4096x128 partial", (4, 32, 4096, 128), 8, (4096, 32), dtypes=("bfloat16",), use="bench"),
     ],
 )
 
-ROPE.eager("naive", "the formula in eager PyTorch: some twenty kernels, each a pass over memory", reference, served=True)
+ROPE.eager(
+    "naive", "the formula in eager PyTorch: some twenty kernels, each a pass over memory", reference, served=True
+)
 ROPE.compiled("the formula fused by torch.compile, a kernel for q and one for k")
 ROPE.kernel(
     "triton",

@@ -75,7 +75,10 @@ def _codes(v, scale, zero, FP8: tl.constexpr, NATIVE: tl.constexpr):
 
 
 @triton.jit
-def _tiles(q, scales, x, rows, columns, x_row, x_column, across, GM: tl.constexpr, BM: tl.constexpr, G: tl.constexpr, GK: tl.constexpr, NATIVE: tl.constexpr):  # fmt: skip
+def _tiles(
+    q, scales, x, rows, columns, x_row, x_column, across, GM: tl.constexpr, BM: tl.constexpr, G: tl.constexpr,
+    GK: tl.constexpr, NATIVE: tl.constexpr
+):  # fmt: skip
     """Blocks of fp8: a program has BM rows of G blocks of GK columns; BM is GM, or GM is 1."""
     if GM > 1:  # a grid of two dimensions saves the registers of the division below
         down, right = tl.program_id(0), tl.program_id(1)
@@ -99,7 +102,10 @@ def _tiles(q, scales, x, rows, columns, x_row, x_column, across, GM: tl.constexp
 
 
 @triton.jit
-def _rows(q, scales, zeros, x, columns, x_row, x_column, BK: tl.constexpr, ONE: tl.constexpr, FP8: tl.constexpr, SYMMETRIC: tl.constexpr, NATIVE: tl.constexpr):  # fmt: skip
+def _rows(
+    q, scales, zeros, x, columns, x_row, x_column, BK: tl.constexpr, ONE: tl.constexpr, FP8: tl.constexpr,
+    SYMMETRIC: tl.constexpr, NATIVE: tl.constexpr
+):  # fmt: skip
     """A row a program: in registers where it is ONE tile, else read again from L2."""
     row = tl.program_id(0).to(tl.int64)
     x += row * x_row
@@ -130,11 +136,17 @@ def _tile(x, tile, rows, columns, x_row, x_column, BM: tl.constexpr, BK: tl.cons
     row = ((tile // wide).to(tl.int64) * BM + tl.arange(0, BM))[:, None]
     column = ((tile % wide).to(tl.int64) * BK + tl.arange(0, BK))[None, :]
     inside = (row < rows) & (column < columns)
-    return tl.load(x + row * x_row + column * x_column, mask=inside, other=0).to(tl.float32), row * columns + column, inside
+    return (
+        tl.load(x + row * x_row + column * x_column, mask=inside, other=0).to(tl.float32),
+        row * columns + column,
+        inside,
+    )
 
 
 @triton.jit
-def _extremes(parts, x, rows, columns, x_row, x_column, tiles, BM: tl.constexpr, BK: tl.constexpr, SYMMETRIC: tl.constexpr):
+def _extremes(
+    parts, x, rows, columns, x_row, x_column, tiles, BM: tl.constexpr, BK: tl.constexpr, SYMMETRIC: tl.constexpr
+):
     """The extremes of some tiles: parts (2, programs)."""
     lows, highs = tl.zeros((BM, BK), tl.float32), tl.zeros((BM, BK), tl.float32)
     for tile in range(tl.program_id(0), tiles, tl.num_programs(0)):
@@ -146,7 +158,10 @@ def _extremes(parts, x, rows, columns, x_row, x_column, tiles, BM: tl.constexpr,
 
 
 @triton.jit
-def _spread(q, scales, zeros, parts, x, rows, columns, x_row, x_column, tiles, count, PARTS: tl.constexpr, BM: tl.constexpr, BK: tl.constexpr, FP8: tl.constexpr, SYMMETRIC: tl.constexpr, NATIVE: tl.constexpr):  # fmt: skip
+def _spread(
+    q, scales, zeros, parts, x, rows, columns, x_row, x_column, tiles, count, PARTS: tl.constexpr, BM: tl.constexpr,
+    BK: tl.constexpr, FP8: tl.constexpr, SYMMETRIC: tl.constexpr, NATIVE: tl.constexpr
+):  # fmt: skip
     """Every program finds the tensor's scale in the parts, and writes the codes of some tiles."""
     part = tl.arange(0, PARTS)
     low = tl.load(parts + part, mask=part < count, other=0)
@@ -162,7 +177,10 @@ def _spread(q, scales, zeros, parts, x, rows, columns, x_row, x_column, tiles, c
 
 
 @triton.jit
-def _back(y, q, scales, zeros, rows, columns, q_row, q_column, s_row, s_column, z_row, z_column, GM: tl.constexpr, BM: tl.constexpr, G: tl.constexpr, GK: tl.constexpr, FP8: tl.constexpr, NATIVE: tl.constexpr):  # fmt: skip
+def _back(
+    y, q, scales, zeros, rows, columns, q_row, q_column, s_row, s_column, z_row, z_column, GM: tl.constexpr,
+    BM: tl.constexpr, G: tl.constexpr, GK: tl.constexpr, FP8: tl.constexpr, NATIVE: tl.constexpr
+):  # fmt: skip
     """(q - zero) * scale of BM rows of G groups of GK columns."""
     wide = tl.cdiv(columns, G * GK)
     row = ((tl.program_id(0) // wide).to(tl.int64) * BM + tl.arange(0, BM))[:, None]
@@ -192,7 +210,9 @@ def plane(x: torch.Tensor) -> torch.Tensor:
     return x if x.dim() == 2 else x.reshape(-1, x.shape[-1]) if x.dim() else x.reshape(1, 1)
 
 
-def quantize(q: torch.Tensor, scale: torch.Tensor, zero: torch.Tensor | None, parts: torch.Tensor, x: torch.Tensor, group: Group) -> None:
+def quantize(
+    q: torch.Tensor, scale: torch.Tensor, zero: torch.Tensor | None, parts: torch.Tensor, x: torch.Tensor, group: Group
+) -> None:
     """Fills the codes of x, contiguous, with their scales and, of asymmetric ones, zeros; in float32 and int32."""
     values = plane(x)
     rows, columns = values.shape
@@ -232,7 +252,11 @@ def group_of(q: torch.Tensor, scale: torch.Tensor) -> Group | None:
     if not q.dim() or scale.dim() != q.dim():
         return None
     across = -(-q.shape[-1] // BLOCK)
-    for down, wanted in ((1, (*q.shape[:-1], 1)), (1, (*q.shape[:-1], across)), (BLOCK, (-(-q.shape[0] // BLOCK), across))):
+    for down, wanted in (
+        (1, (*q.shape[:-1], 1)),
+        (1, (*q.shape[:-1], across)),
+        (BLOCK, (-(-q.shape[0] // BLOCK), across)),
+    ):
         if tuple(scale.shape) == wanted and (down == 1 or q.dim() == 2):
             return ROW if wanted[-1] == 1 and down == 1 else (down, BLOCK)
     return None
@@ -262,7 +286,9 @@ def extremes(x: torch.Tensor, group: Group) -> tuple[torch.Tensor, torch.Tensor]
     """The least and the largest number of each group, 0 among them, infinite for NaN; as the scales are shaped."""
     low, high = (torch.where(x.isnan(), other, x) for other in (0.0, float("inf")))
     if group == TENSOR:
-        return torch.cat([low.flatten(), low.new_zeros(1)]).amin(), torch.cat([high.flatten(), high.new_zeros(1)]).amax()
+        return torch.cat([low.flatten(), low.new_zeros(1)]).amin(), torch.cat(
+            [high.flatten(), high.new_zeros(1)]
+        ).amax()
     columns = x.shape[-1]
     down, across = group[0], group[1] or columns + 1
     pad = (0, -columns % across if group[1] else 1, *((0, -x.shape[-2] % down) if down > 1 else ()))  # with zeros

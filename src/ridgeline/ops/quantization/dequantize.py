@@ -20,19 +20,25 @@ from ridgeline.select import eager, run
 FP8 = torch.float8_e4m3fn
 
 
-def _launch(y: torch.Tensor, q: torch.Tensor, scale: torch.Tensor, zero: torch.Tensor | None, dtype: torch.dtype) -> None:
+def _launch(
+    y: torch.Tensor, q: torch.Tensor, scale: torch.Tensor, zero: torch.Tensor | None, dtype: torch.dtype
+) -> None:
     _groups.dequantize(y, q, scale, zero, group_of(q, scale) or (0, 0))
 
 
 @kernel_op("dequantize_fwd(Tensor q, Tensor scale, Tensor? zero, ScalarType dtype, str? impl) -> Tensor")
-def _forward(q: torch.Tensor, scale: torch.Tensor, zero: torch.Tensor | None, dtype: torch.dtype, impl: str | None) -> torch.Tensor:
+def _forward(
+    q: torch.Tensor, scale: torch.Tensor, zero: torch.Tensor | None, dtype: torch.dtype, impl: str | None
+) -> torch.Tensor:
     y = torch.empty(q.shape, dtype=dtype, device=q.device)
     if q.numel():
         run(DEQUANTIZE, "fwd", impl, (y,), q, scale, zero, dtype)
     return y
 
 
-def reference(q: torch.Tensor, scale: torch.Tensor, zero: torch.Tensor | None = None, *, dtype: torch.dtype | None = None) -> torch.Tensor:
+def reference(
+    q: torch.Tensor, scale: torch.Tensor, zero: torch.Tensor | None = None, *, dtype: torch.dtype | None = None
+) -> torch.Tensor:
     group = group_of(q, scale) or (0, 0)
     v = q.to(scale.dtype) if zero is None else q.to(scale.dtype) - zero.to(scale.dtype)
     return (v * spread(scale.detach(), q, group)).to(dtype or scale.dtype)
@@ -51,8 +57,10 @@ def _fault(q: Any, scale: Any, zero: Any, dtype: Any) -> str | None:
         return f"q must be int8 or float8_e4m3fn, and is {q.dtype}"
     if scale.dtype not in (torch.float32, torch.float64):
         return f"scale must be float32, and is {scale.dtype}"
-    if zero is not None and (q.dtype == FP8 or zero.shape != scale.shape or zero.dtype not in (torch.int8, torch.int32)):
-        return f"zero is for int8, is int32 and has the scale's shape {tuple(scale.shape)}; it is {zero.dtype} {tuple(zero.shape)}, and q {q.dtype}"  # fmt: skip
+    if zero is not None and (
+        q.dtype == FP8 or zero.shape != scale.shape or zero.dtype not in (torch.int8, torch.int32)
+    ):
+        return f"zero is for int8, is int32 and has the scale's shape {tuple(scale.shape)}; it is {zero.dtype} {tuple(zero.shape)}, and q {q.dtype}"
     if group_of(q, scale) is None:
         return (
             f"scale must be (), a number for each row, for each 1 x 128 or for each 128 x 128 numbers of q, "
@@ -81,7 +89,9 @@ def dequantize(
     """
     if isinstance(q, tuple | list):
         if scale is not None or zero is not None or len(q) not in (2, 3):
-            raise RidgelineError(f"dequantize: q is (q, scale) or (q, scale, zero), or a tensor beside them; {len(q)} are in it")
+            raise RidgelineError(
+                f"dequantize: q is (q, scale) or (q, scale, zero), or a tensor beside them; {len(q)} are in it"
+            )
         q, scale, zero = (*q, None)[:3]
     fault = _fault(q, scale, zero, dtype)
     if fault or not isinstance(scale, torch.Tensor) or not isinstance(q, torch.Tensor):
@@ -98,7 +108,9 @@ def _unlike(q: torch.Tensor, scale: torch.Tensor, *_: Any) -> str | None:
     return None if scale.dtype == torch.float32 else f"it takes scales in float32, and these are {scale.dtype}"
 
 
-def cost(q: torch.Tensor, scale: torch.Tensor, zero: torch.Tensor | None = None, *, dtype: torch.dtype | None = None) -> tuple[Cost, None]:
+def cost(
+    q: torch.Tensor, scale: torch.Tensor, zero: torch.Tensor | None = None, *, dtype: torch.dtype | None = None
+) -> tuple[Cost, None]:
     given = nbytes(q, scale) + (0 if zero is None else nbytes(zero))
     return Cost(given, q.numel() * (dtype or scale.dtype).itemsize, 2 * q.numel()), None
 
@@ -131,7 +143,9 @@ DEQUANTIZE = Op(
     ],
 )
 
-DEQUANTIZE.eager("naive", "the formula in eager PyTorch: scales spread to q's shape, then a product", reference, served=True)
+DEQUANTIZE.eager(
+    "naive", "the formula in eager PyTorch: scales spread to q's shape, then a product", reference, served=True
+)
 DEQUANTIZE.compiled("the formula fused by torch.compile")
 DEQUANTIZE.kernel(
     "triton",

@@ -15,7 +15,19 @@ import torch
 
 from ridgeline.boundary import kernel_op
 from ridgeline.op import Case, Cost, Op, RidgelineError, Spec, nbytes
-from ridgeline.ops.quantization._groups import BLOCK, LEAST, PARTS, RIGHT, ROW, TENSOR, Group, checked, extremes, quantize, spread
+from ridgeline.ops.quantization._groups import (
+    BLOCK,
+    LEAST,
+    PARTS,
+    RIGHT,
+    ROW,
+    TENSOR,
+    Group,
+    checked,
+    extremes,
+    quantize,
+    spread,
+)
 from ridgeline.select import eager, run
 
 GROUPS: dict[Any, Group] = {"tensor": TENSOR, "row": ROW, (1, BLOCK): (1, BLOCK), (BLOCK, BLOCK): (BLOCK, BLOCK)}
@@ -50,7 +62,9 @@ def reference(x: torch.Tensor, *, block: tuple[int, int] | str = (1, 128)) -> tu
     return (v / spread(scale, v, group)).to(torch.float8_e4m3fn), scale.to(torch.promote_types(x.dtype, torch.float32))
 
 
-def quantize_fp8(x: torch.Tensor, *, block: tuple[int, int] | str = (1, 128), impl: str | None = None) -> tuple[torch.Tensor, torch.Tensor]:
+def quantize_fp8(
+    x: torch.Tensor, *, block: tuple[int, int] | str = (1, 128), impl: str | None = None
+) -> tuple[torch.Tensor, torch.Tensor]:
     """x as floating-point numbers of 8 bits, e4m3: (q, scale), where x is about q times the scale of its block.
 
     x: (..., K), any strides, floating point. block: what shares a scale: (1, 128) numbers of a row, (128, 128) of a matrix (the last ones
@@ -67,7 +81,9 @@ def quantize_fp8(x: torch.Tensor, *, block: tuple[int, int] | str = (1, 128), im
     if not isinstance(block, str | tuple) or block not in GROUPS:
         raise RidgelineError(f'quantize_fp8: block must be (1, 128), (128, 128), "row" or "tensor", and is {block!r}')
     if (block != "tensor" and not x.dim()) or (block == (BLOCK, BLOCK) and x.dim() != 2):
-        raise RidgelineError(f"quantize_fp8: block {block} needs {'a matrix' if block[0] == BLOCK else 'rows'}, and x is {tuple(x.shape)}")
+        raise RidgelineError(
+            f"quantize_fp8: block {block} needs {'a matrix' if block[0] == BLOCK else 'rows'}, and x is {tuple(x.shape)}"
+        )
     plain = eager(QUANTIZE_FP8, impl, x)
     if plain is not None and plain.call is not None:
         return plain.call(x.detach(), block=block)

@@ -19,13 +19,21 @@ from ridgeline.select import eager, run
 
 
 def _launch(
-    q: torch.Tensor, scale: torch.Tensor, zero: torch.Tensor, parts: torch.Tensor, x: torch.Tensor, rows: bool, symmetric: bool
+    q: torch.Tensor,
+    scale: torch.Tensor,
+    zero: torch.Tensor,
+    parts: torch.Tensor,
+    x: torch.Tensor,
+    rows: bool,
+    symmetric: bool,
 ) -> None:
     quantize(q, scale, None if symmetric else zero, parts, x, ROW if rows else TENSOR)
 
 
 @kernel_op("quantize_int8_fwd(Tensor x, bool rows, bool symmetric, str? impl) -> (Tensor, Tensor, Tensor)")
-def _forward(x: torch.Tensor, rows: bool, symmetric: bool, impl: str | None) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+def _forward(
+    x: torch.Tensor, rows: bool, symmetric: bool, impl: str | None
+) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
     q = torch.empty(x.shape, dtype=torch.int8, device=x.device)
     shape = (*x.shape[:-1], 1) if rows else ()
     scale = torch.empty(shape, dtype=torch.float32, device=x.device)
@@ -66,7 +74,9 @@ def quantize_int8(
     """
     x = checked("quantize_int8", x)
     if granularity not in ("tensor", "row") or (granularity == "row" and not x.dim()):
-        raise RidgelineError(f'quantize_int8: granularity must be "tensor", or "row" of a tensor with rows, and is {granularity!r}')
+        raise RidgelineError(
+            f'quantize_int8: granularity must be "tensor", or "row" of a tensor with rows, and is {granularity!r}'
+        )
     if not isinstance(symmetric, bool):
         raise RidgelineError(f"quantize_int8: symmetric must be True or False, and is {symmetric!r}")
     plain = eager(QUANTIZE_INT8, impl, x)

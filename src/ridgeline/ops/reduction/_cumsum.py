@@ -31,7 +31,9 @@ def _sizes(x: torch.Tensor, dim: int) -> tuple[int, int, int]:
     return math.prod(shape[:dim]), shape[dim], math.prod(shape[dim + 1 :])
 
 
-def _macros(y: torch.Tensor, x: torch.Tensor, rows: int, n: int, reverse: bool, packed: bool, threads: int) -> dict[str, Any]:
+def _macros(
+    y: torch.Tensor, x: torch.Tensor, rows: int, n: int, reverse: bool, packed: bool, threads: int
+) -> dict[str, Any]:
     """Packs of 16 bytes of the wider type, or of 8 bytes of single ones, where rows begin at such, and how many a thread has."""
     pack = min(8, 16 // max(y.element_size(), x.element_size()))
     whole = packed and (n % pack == 0 or (rows == 1 and not reverse))
@@ -39,7 +41,13 @@ def _macros(y: torch.Tensor, x: torch.Tensor, rows: int, n: int, reverse: bool, 
     floating, wide = y.is_floating_point(), y.element_size() == 8
     sums = ("float", "double") if floating else ("unsigned long long" if wide else "unsigned", "unsigned long long")
     macros = {"XTYPE": KINDS[x.dtype], "YTYPE": KINDS[y.dtype], "STYPE": sums[0], "TTYPE": sums[1], "PACK": pack}
-    return macros | {"ITEMS": {8: 4, 4: 10, 2: 8, 1: 12}[pack], "THREADS": threads, "REVERSE": int(reverse), "PHASE": 0, "block": threads}
+    return macros | {
+        "ITEMS": {8: 4, 4: 10, 2: 8, 1: 12}[pack],
+        "THREADS": threads,
+        "REVERSE": int(reverse),
+        "PHASE": 0,
+        "block": threads,
+    }
 
 
 def _tiled(phased: bool, packed: bool, y: torch.Tensor, x: torch.Tensor, dim: int, reverse: bool) -> None:
@@ -94,7 +102,9 @@ def best(y: torch.Tensor, x: torch.Tensor, dim: int, dtype: torch.dtype, reverse
             _tiled(False, True, y, x, dim, reverse)
         else:
             threads = min(256, 32 << (warps - 1).bit_length())
-            if macros["PACK"] == 8 and n >= 64 * 256:  # as many for all threads of a block: 262 us for 269 of 16384x16384 on an H200
+            if (
+                macros["PACK"] == 8 and n >= 64 * 256
+            ):  # as many for all threads of a block: 262 us for 269 of 16384x16384 on an H200
                 macros["ITEMS"] = 8
             launch(_ROWS, (outer,), y, x, n, **macros | {"THREADS": threads, "block": threads})
 
@@ -110,7 +120,9 @@ def by_ring(y: torch.Tensor, x: torch.Tensor, dim: int, dtype: torch.dtype, reve
     state = torch.empty(2 * rows * tiles, dtype=torch.int64, device=x.device)
     launch(_CLEAR, (-(-state.numel() // 256),), state, state.numel(), **macros | {"block": 256})
     macros |= {"shared": macros["STAGES"] * size, "block": RING["GROUPS"] * RING["THREADS"] + 64}
-    launch(_RING, (min(device.of(x).multiprocessors, rows * tiles),), y, x, state, rows, n, tiles, cooperative=1, **macros)
+    launch(
+        _RING, (min(device.of(x).multiprocessors, rows * tiles),), y, x, state, rows, n, tiles, cooperative=1, **macros
+    )
 
 
 def whole(x: torch.Tensor, dim: int, *rest: Any) -> str | None:
@@ -121,7 +133,11 @@ def whole(x: torch.Tensor, dim: int, *rest: Any) -> str | None:
     if inner > 1:
         return "it takes the last dimension, and what follows this has sizes"
     begins = x.data_ptr() % 16 == 0 or not x.is_contiguous()
-    return None if begins and n * x.element_size() % 16 == 0 else "it takes rows of whole 16 bytes, which begin at multiples of 16"
+    return (
+        None
+        if begins and n * x.element_size() % 16 == 0
+        else "it takes rows of whole 16 bytes, which begin at multiples of 16"
+    )
 
 
 def short(x: torch.Tensor, dim: int, *rest: Any, **named: Any) -> str | None:

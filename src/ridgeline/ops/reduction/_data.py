@@ -17,7 +17,11 @@ class Positive(Spec):
         dtype = getattr(torch, self.dtype) if self.dtype else dtype
         if dtype.is_floating_point:
             base = torch.float64 if dtype == torch.float64 else torch.float32
-            return torch.rand(self.shape, dtype=base, device=device, generator=generator).to(dtype).requires_grad_(self.grad)
+            return (
+                torch.rand(self.shape, dtype=base, device=device, generator=generator)
+                .to(dtype)
+                .requires_grad_(self.grad)
+            )
         ends = torch.iinfo(dtype)
         return torch.randint(ends.min, ends.max, self.shape, dtype=dtype, device=device, generator=generator)
 

@@ -23,7 +23,9 @@ def normal(x: Any, dim: Any, dtype: Any = None) -> tuple[int, ...]:
     if given is None or (isinstance(given, tuple | list) and not given):
         return tuple(range(x.dim()))
     if not isinstance(given, tuple | list) or any([type(d) is not int or not -most <= d < most for d in given]):
-        raise RidgelineError(f"reduce_sum: dim must be from {-most} to {most - 1}, several of these, or None, and is {dim!r}")
+        raise RidgelineError(
+            f"reduce_sum: dim must be from {-most} to {most - 1}, several of these, or None, and is {dim!r}"
+        )
     found = sorted({d % most for d in given})
     if len(found) < len(given):
         raise RidgelineError(f"reduce_sum: dim must name each dimension once, and is {dim!r}")
@@ -44,7 +46,9 @@ def left_to_torch(x: torch.Tensor, out: torch.dtype) -> str | None:
     if (x.dtype in FLOATS and out in FLOATS) or (x.dtype in (*WHOLE, torch.bool) and out in WHOLE):
         return None
     kinds = "floating point (float32, float16, bfloat16) or whole numbers (int64 to int8, uint8)"
-    return f"kernels take sums of {kinds} in a dtype of the same kind, and this is of {str(x.dtype)[6:]} in {str(out)[6:]}"
+    return (
+        f"kernels take sums of {kinds} in a dtype of the same kind, and this is of {str(x.dtype)[6:]} in {str(out)[6:]}"
+    )
 
 
 def tiny(x: torch.Tensor, dim: Any = None, *_: Any) -> str | None:
@@ -63,7 +67,9 @@ def tiny(x: torch.Tensor, dim: Any = None, *_: Any) -> str | None:
     return None
 
 
-def takes_dtypes(x: torch.Tensor, dim: Any = None, keepdim: bool = False, dtype: torch.dtype | None = None) -> str | None:
+def takes_dtypes(
+    x: torch.Tensor, dim: Any = None, keepdim: bool = False, dtype: torch.dtype | None = None
+) -> str | None:
     return left_to_torch(x, result_dtype(x, dtype))
 
 

@@ -13,7 +13,10 @@ from ridgeline.ops.reduction._sums import across, add_up, ceil, parts_like
 
 
 @triton.jit
-def _fwd(y, parts, x, A, R, steps, size, x_outer, x_a, x_far, x_r, y_outer, y_a, BA: tl.constexpr, BR: tl.constexpr, FEW: tl.constexpr, ROWS: tl.constexpr, SPLIT: tl.constexpr, RUN: tl.constexpr):  # fmt: skip
+def _fwd(
+    y, parts, x, A, R, steps, size, x_outer, x_a, x_far, x_r, y_outer, y_a, BA: tl.constexpr, BR: tl.constexpr,
+    FEW: tl.constexpr, ROWS: tl.constexpr, SPLIT: tl.constexpr, RUN: tl.constexpr
+):  # fmt: skip
     """A tile is BA sums and BR elements of each; where they lie side by side comes last. FEW elements, which one thread has loaded, are
     added before all else, and RUN tiles by themselves."""
     tiles = tl.cdiv(A, BA)
@@ -67,6 +70,8 @@ def sum_tiles(y: torch.Tensor, x: torch.Tensor, dims: tuple[int, ...], keepdim: 
     splits = max(1, min(8 * gpu.multiprocessors // programs, steps, (1 << 22) // y.numel()))
     parts = parts_like(x, splits if splits > 1 else 0, y.numel())
     facts = {"BA": BA, "BR": BR, "FEW": min(few, BR), "ROWS": rows, "SPLIT": splits > 1, "RUN": 16, "num_warps": warps}
-    launch(_fwd, (programs, splits), y, parts, x, A, R, steps, y.numel(), x_outer, x_a, x_far, x_r, y_outer, y_a, **facts)
+    launch(
+        _fwd, (programs, splits), y, parts, x, A, R, steps, y.numel(), x_outer, x_a, x_far, x_r, y_outer, y_a, **facts
+    )
     if splits > 1:
         add_up(y, parts)

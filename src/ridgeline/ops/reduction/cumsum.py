@@ -62,7 +62,9 @@ def cumsum(x: torch.Tensor, dim: int, dtype: torch.dtype | None = None, *, impl:
         )
     most = max(1, x.dim())
     if not isinstance(dim, int | torch.SymInt) or not -most <= dim < most:
-        raise RidgelineError(f"cumsum: dim must be an int from {-most} to {most - 1} for an x of {x.dim()} dimensions, and is {dim!r}")
+        raise RidgelineError(
+            f"cumsum: dim must be an int from {-most} to {most - 1} for an x of {x.dim()} dimensions, and is {dim!r}"
+        )
     if dtype is not None and (not isinstance(dtype, torch.dtype) or dtype.is_complex):
         raise RidgelineError(f"cumsum: dtype must be None or a real one (torch.float32, int32, ...), and is {dtype!r}")
     result = result_dtype(x, dtype)
@@ -103,7 +105,12 @@ CUMSUM = Op(
         Case("70000 int32", (_whole(70000, high=1 << 30), 0), dtypes=ONE),
         Case("70001 int32 to int32", (_whole(70001, high=1 << 30), 0), INT32, dtypes=ONE),
         Case("600000 uint8", (Spec(600000, dtype="uint8", high=255), 0), dtypes=("uint8",)),
-        Case("600000 uint8 to uint8", (Spec(600000, dtype="uint8", high=255), 0), {"dtype": torch.uint8}, dtypes=("uint8",)),
+        Case(
+            "600000 uint8 to uint8",
+            (Spec(600000, dtype="uint8", high=255), 0),
+            {"dtype": torch.uint8},
+            dtypes=("uint8",),
+        ),
         Case("2^20 int32", (_whole(1 << 20), 0), INT32, dtypes=ONE, use="quick"),
         Case("1024x4096", (Spec(1024, 4096), 1), use="quick"),
         Case("2^30 int32 to int32", (_whole(1 << 30), 0), INT32, dtypes=ONE, use="bench"),
@@ -119,18 +126,48 @@ CUMSUM.compiled("torch.compile's scan, where it makes one")
 
 def _last(x: torch.Tensor, dim: int = 0, *rest: Any) -> str | None:
     shape = x.shape or (1,)
-    return None if math.prod(shape[dim % len(shape) + 1 :]) == 1 else "it takes the last dimension, and what follows this has sizes"
+    return (
+        None
+        if math.prod(shape[dim % len(shape) + 1 :]) == 1
+        else "it takes the last dimension, and what follows this has sizes"
+    )
 
 
 def _rung(name: str, idea: str, start: Any, **facts: Any) -> None:
     CUMSUM.kernel(name, idea, kind="cuda", fwd=start, bwd=start, dtypes=(*FLOATS, *WHOLE), **facts)
 
 
-_rung("cuda_phases", "tiles' totals, their sums, then the tiles again: x is read twice", partial(by_tiles, True), supports=_last,
-      counter="dram__bytes_read.sum")  # fmt: skip
-_rung("cuda_lookback", "one pass: a tile looks back at the totals of those before it, in a fixed order", partial(by_tiles, False),
-      supports=_last, gain=1.5, counter="dram__bytes_read.sum")  # fmt: skip
-_rung("cuda", "16-byte loads; a block a row where they are many, a thread a column along other dimensions", best, served=True,
-      gain=1.1, counter="smsp__inst_executed.sum")  # fmt: skip
-_rung("cuda_ring", "the copy engine brings tiles ahead, sums leave from registers; a block looks at one total of each other, none of them waited for long", by_ring,
-      served=True, arch=90, supports=whole, unless=short, gain=1.1, counter="dram__throughput.avg.pct_of_peak_sustained_elapsed")  # fmt: skip
+_rung(
+    "cuda_phases",
+    "tiles' totals, their sums, then the tiles again: x is read twice",
+    partial(by_tiles, True),
+    supports=_last,
+    counter="dram__bytes_read.sum",
+)
+_rung(
+    "cuda_lookback",
+    "one pass: a tile looks back at the totals of those before it, in a fixed order",
+    partial(by_tiles, False),
+    supports=_last,
+    gain=1.5,
+    counter="dram__bytes_read.sum",
+)
+_rung(
+    "cuda",
+    "16-byte loads; a block a row where they are many, a thread a column along other dimensions",
+    best,
+    served=True,
+    gain=1.1,
+    counter="smsp__inst_executed.sum",
+)
+_rung(
+    "cuda_ring",
+    "the copy engine brings tiles ahead, sums leave from registers; a block looks at one total of each other, none of them waited for long",
+    by_ring,
+    served=True,
+    arch=90,
+    supports=whole,
+    unless=short,
+    gain=1.1,
+    counter="dram__throughput.avg.pct_of_peak_sustained_elapsed",
+)

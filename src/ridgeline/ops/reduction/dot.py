@@ -59,7 +59,9 @@ def _look(a: torch.Tensor, b: torch.Tensor, impl: str | None) -> tuple[Implement
     if not isinstance(a, torch.Tensor) or not isinstance(b, torch.Tensor):
         raise RidgelineError(f"dot: a and b must be tensors, and are {type(a).__name__} and {type(b).__name__}")
     if a.dim() != 1 or a.shape != b.shape:
-        raise RidgelineError(f"dot: a and b must be vectors of one length, and are {tuple(a.shape)} and {tuple(b.shape)}")
+        raise RidgelineError(
+            f"dot: a and b must be vectors of one length, and are {tuple(a.shape)} and {tuple(b.shape)}"
+        )
     if a.dtype != b.dtype or a.device != b.device:
         raise RidgelineError(f"dot: a is {a.dtype} on {a.device} and b {b.dtype} on {b.device}; they must agree")
     if a.dtype not in TAKEN:
@@ -90,10 +92,18 @@ def _signs(n: int, use: str = "check", dtypes: tuple[str, ...] = FLOATS) -> Case
     """As many of a's elements are not 0 as a float16 sum has room for, eight times over: some 2**15."""
     grad = use == "check"
     name = f"{n >> 20} Mi" if n >> 20 else str(n)
-    return Case(name + " signs", (Signs(n, high=max(2, n >> 15), grad=grad), Signs(n, grad=grad)), dtypes=dtypes, use=use)
+    return Case(
+        name + " signs", (Signs(n, high=max(2, n >> 15), grad=grad), Signs(n, grad=grad)), dtypes=dtypes, use=use
+    )
 
 
-def _case(name: str, n: int, kind: type[Spec] = Positive, dtypes: tuple[str, ...] = ("float32", "bfloat16"), use: str = "check") -> Case:
+def _case(
+    name: str,
+    n: int,
+    kind: type[Spec] = Positive,
+    dtypes: tuple[str, ...] = ("float32", "bfloat16"),
+    use: str = "check",
+) -> Case:
     return Case(name, (kind(n, grad=use == "check"), kind(n, grad=use == "check")), dtypes=dtypes, use=use)
 
 
@@ -126,13 +136,31 @@ def _rung(name: str, idea: str, fwd: Callable[..., None], kind: str = "cuda", **
     DOT.kernel(name, idea, kind=kind, fwd=fwd, bwd=no_kernel, **facts)
 
 
-ATOMICS, DRAM = "l1tex__t_set_accesses_pipe_lsu_mem_global_op_atom.sum", "dram__throughput.avg.pct_of_peak_sustained_elapsed"
+ATOMICS, DRAM = (
+    "l1tex__t_set_accesses_pipe_lsu_mem_global_op_atom.sum",
+    "dram__throughput.avg.pct_of_peak_sustained_elapsed",
+)
 # What atomics add they add in the order in which the threads come, so that reruns differ, but for whole numbers.
 unordered: dict[str, Any] = {"deterministic": False, "counter": ATOMICS}
 for end, each, gain, idea in (
-    ("half", 1, 0.0, "an atomic a thread on one half, which the GPU does by reading, adding and swapping, until nobody was quicker"),
-    ("half2", 2, 6.0, "two elements a thread, an atomic on a pair of halves, which the GPU has: half as many, and each done at once"),
-    ("padded", 1, 0.5, "one element a thread again, its half in a pair beside a zero: the quick atomic where there is only one value"),
+    (
+        "half",
+        1,
+        0.0,
+        "an atomic a thread on one half, which the GPU does by reading, adding and swapping, until nobody was quicker",
+    ),
+    (
+        "half2",
+        2,
+        6.0,
+        "two elements a thread, an atomic on a pair of halves, which the GPU has: half as many, and each done at once",
+    ),
+    (
+        "padded",
+        1,
+        0.5,
+        "one element a thread again, its half in a pair beside a zero: the quick atomic where there is only one value",
+    ),
 ):
     fwd, fits = partial(atomic, ("half_zero", f"half_{end}", "half_end"), each), partial(side_by_side, bytes=2 * each)
     _rung(f"atomic_{end}", idea, fwd, supports=fits, dtypes=("float16",), gain=gain, **unordered)

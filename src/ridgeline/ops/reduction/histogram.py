@@ -42,11 +42,25 @@ def _room(x: torch.Tensor) -> int:
 
 
 def _launch(
-    shared: bool, most: int, packed: bool, counts: Any, x: Any, bins: int, least: Any, greatest: Any, low: float, high: float
+    shared: bool,
+    most: int,
+    packed: bool,
+    counts: Any,
+    x: Any,
+    bins: int,
+    least: Any,
+    greatest: Any,
+    low: float,
+    high: float,
 ) -> None:
     x = x.contiguous()
     pack = 16 // x.element_size() if packed and x.data_ptr() % 16 == 0 else 1
-    macros = {"XTYPE": KINDS[x.dtype], "FLOATING": int(x.is_floating_point()), "PACK": pack, "COPIES": min(most, _copies(bins))}
+    macros = {
+        "XTYPE": KINDS[x.dtype],
+        "FLOATING": int(x.is_floating_point()),
+        "PACK": pack,
+        "COPIES": min(most, _copies(bins)),
+    }
     macros |= {"LOADS": {1: 1, 8: 2, 16: 1}.get(pack, 4), "THREADS": THREADS}
     launch(_CLEAR, (-(-bins // 256),), counts, bins, **macros)
     size = 4 * (bins + 1) * macros["COPIES"]
@@ -59,7 +73,9 @@ def _launch(
     launch(_SHARED, (blocks,), *values, block=THREADS, shared=size, **macros)
 
 
-@kernel_op("histogram_fwd(Tensor x, int bins, Tensor? least, Tensor? greatest, float low, float high, str? impl) -> Tensor")
+@kernel_op(
+    "histogram_fwd(Tensor x, int bins, Tensor? least, Tensor? greatest, float low, float high, str? impl) -> Tensor"
+)
 def _forward(x: Any, bins: int, least: Any, greatest: Any, low: float, high: float, impl: str | None) -> torch.Tensor:
     counts = torch.empty(bins, dtype=torch.int64, device=x.device)
     run(HISTOGRAM, "fwd", impl, (counts,), x, bins, least, greatest, low, high)
@@ -77,7 +93,9 @@ def reference(x: torch.Tensor, bins: int, range: tuple[float, float] | None = No
     return torch.histc(torch.where(inside, part + 0.5, -1.0), bins, 0, bins).long()
 
 
-def histogram(x: torch.Tensor, bins: int, range: tuple[float, float] | None = None, *, impl: str | None = None) -> torch.Tensor:
+def histogram(
+    x: torch.Tensor, bins: int, range: tuple[float, float] | None = None, *, impl: str | None = None
+) -> torch.Tensor:
     """How many elements of x lie in each of `bins` equal parts of `range`, as `torch.histc` counts, but in int64 and exactly.
 
     x: any shape and strides, integers or floating point. bins: 1 or more. range: (low, high), or None for x's least and greatest, and one
@@ -91,7 +109,9 @@ def histogram(x: torch.Tensor, bins: int, range: tuple[float, float] | None = No
     if not isinstance(bins, int) or isinstance(bins, bool) or not 1 <= bins < 1 << 31:
         raise RidgelineError(f"histogram: bins must be an int of 1 or more, and is {bins!r}")
     if range is not None and not _is_range(range):
-        raise RidgelineError(f"histogram: range must be None or (low, high), finite and low below high, and is {range!r}")
+        raise RidgelineError(
+            f"histogram: range must be None or (low, high), finite and low below high, and is {range!r}"
+        )
     if range is None and readable(x) and x.is_floating_point() and not x.isfinite().all():
         raise RidgelineError("histogram: x must be finite where no range is given, and holds NaN or infinities")
     plain = eager(HISTOGRAM, impl, x, bins, range)
@@ -130,8 +150,15 @@ HISTOGRAM = Op(
         Case("40000 int32 into 256", (Spec(40000, dtype="int32", high=1000), 256), dtypes=("int32",)),
         Case("40001 uint8 into 256", (Spec(40001, dtype="uint8", high=255), 256, (0, 256)), dtypes=("uint8",)),
         Case("4 Mi into 256", (Spec(1 << 22, grad=False), 256, (-4.0, 4.0)), use="quick"),
-        Case("256 Mi into 256", (Spec(MANY, grad=False), 256, (-4.0, 4.0)), dtypes=("float32", "bfloat16"), use="bench"),
-        Case("256 Mi int32 into 256", (Spec(MANY, dtype="int32", high=1 << 20), 256, (0, 1 << 20)), dtypes=("int32",), use="bench"),
+        Case(
+            "256 Mi into 256", (Spec(MANY, grad=False), 256, (-4.0, 4.0)), dtypes=("float32", "bfloat16"), use="bench"
+        ),
+        Case(
+            "256 Mi int32 into 256",
+            (Spec(MANY, dtype="int32", high=1 << 20), 256, (0, 1 << 20)),
+            dtypes=("int32",),
+            use="bench",
+        ),
     ],
 )
 
@@ -152,15 +179,44 @@ def _unless(x: torch.Tensor, bins: int, *_: Any) -> str | None:
 
 
 def _rung(name: str, idea: str, shared: bool, most: int, packed: bool, **facts: Any) -> None:
-    start, fits = partial(_launch, shared, most, packed), partial(_supports, 0 if packed or not shared else min(most, 2))
+    start, fits = (
+        partial(_launch, shared, most, packed),
+        partial(_supports, 0 if packed or not shared else min(most, 2)),
+    )
     HISTOGRAM.kernel(name, idea, kind="cuda", fwd=start, supports=fits, dtypes=(*FLOATS, *WHOLE), **facts)
 
 
 REQUESTS = "l1tex__t_set_accesses_pipe_lsu_mem_global_op_red.sum"
 CONFLICTS = "l1tex__data_bank_conflicts_pipe_lsu_mem_shared.sum"
-_rung("cuda_global", "an atomic on memory for each element: all meet at few addresses", False, 1, False, counter=REQUESTS)
-_rung("cuda_shared", "a block counts in shared memory, and adds up to memory once", True, 1, False, gain=4.0, counter=REQUESTS)
-_rung("cuda_copies", "a copy of the counts for each lane, in its own bank: a warp's lanes never meet", True, 32, False,
-      gain=1.5, counter=CONFLICTS)  # fmt: skip
-_rung("cuda", "16-byte loads, four of a thread on their way (of halves two, of bytes one); copies while there is room", True, 32, True,
-      served=True, unless=_unless, gain=1.5, counter="dram__throughput.avg.pct_of_peak_sustained_elapsed")  # fmt: skip
+_rung(
+    "cuda_global", "an atomic on memory for each element: all meet at few addresses", False, 1, False, counter=REQUESTS
+)
+_rung(
+    "cuda_shared",
+    "a block counts in shared memory, and adds up to memory once",
+    True,
+    1,
+    False,
+    gain=4.0,
+    counter=REQUESTS,
+)
+_rung(
+    "cuda_copies",
+    "a copy of the counts for each lane, in its own bank: a warp's lanes never meet",
+    True,
+    32,
+    False,
+    gain=1.5,
+    counter=CONFLICTS,
+)
+_rung(
+    "cuda",
+    "16-byte loads, four of a thread on their way (of halves two, of bytes one); copies while there is room",
+    True,
+    32,
+    True,
+    served=True,
+    unless=_unless,
+    gain=1.5,
+    counter="dram__throughput.avg.pct_of_peak_sustained_elapsed",
+)

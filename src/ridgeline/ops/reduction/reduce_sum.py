@@ -28,7 +28,9 @@ INTS = ("int32", "int64", "int16", "int8", "uint8", "bool")
 
 
 @kernel_op("reduce_sum_fwd(Tensor x, int[] dims, bool keepdim, ScalarType dtype, str? impl) -> Tensor")
-def _forward(x: torch.Tensor, dims: tuple[int, ...], keepdim: bool, dtype: torch.dtype, impl: str | None) -> torch.Tensor:
+def _forward(
+    x: torch.Tensor, dims: tuple[int, ...], keepdim: bool, dtype: torch.dtype, impl: str | None
+) -> torch.Tensor:
     shape = [1 if d in dims else n for d, n in enumerate(x.shape) if keepdim or d not in dims]
     y = x.new_empty(shape, dtype=dtype)
     if not x.numel():
@@ -39,7 +41,9 @@ def _forward(x: torch.Tensor, dims: tuple[int, ...], keepdim: bool, dtype: torch
 
 class _ReduceSum(Function):
     @staticmethod
-    def forward(ctx: Any, x: torch.Tensor, dims: tuple[int, ...], keepdim: bool, dtype: torch.dtype, impl: str | None) -> torch.Tensor:
+    def forward(
+        ctx: Any, x: torch.Tensor, dims: tuple[int, ...], keepdim: bool, dtype: torch.dtype, impl: str | None
+    ) -> torch.Tensor:
         ctx.shape, ctx.dtype, ctx.dims = x.shape, x.dtype, () if keepdim else dims
         return _forward(x, dims, keepdim, dtype, impl)
 
@@ -51,7 +55,9 @@ class _ReduceSum(Function):
         return dy.to(ctx.dtype).expand(ctx.shape), None, None, None, None
 
 
-def reference(x: torch.Tensor, dim: Any = None, keepdim: bool = False, dtype: torch.dtype | None = None) -> torch.Tensor:
+def reference(
+    x: torch.Tensor, dim: Any = None, keepdim: bool = False, dtype: torch.dtype | None = None
+) -> torch.Tensor:
     return torch.sum(x, dim, keepdim, dtype=dtype)
 
 
@@ -95,7 +101,9 @@ def reduce_sum(
     return _forward(x, dims, keepdim, out, impl)
 
 
-def cost(x: torch.Tensor, dim: Any = None, keepdim: bool = False, dtype: torch.dtype | None = None) -> tuple[Cost, None]:
+def cost(
+    x: torch.Tensor, dim: Any = None, keepdim: bool = False, dtype: torch.dtype | None = None
+) -> tuple[Cost, None]:
     kept = [n for d, n in enumerate(x.shape) if d not in normal(x, dim, dtype)]
     return Cost(nbytes(x), torch.Size(kept).numel() * result_dtype(x, dtype).itemsize, x.numel()), None
 
@@ -111,7 +119,11 @@ REDUCE_SUM = Op(
     cost=cost,
     cases=[
         Case("11x3x129", (Positive(11, 3, 129),), dtypes=ALL),
-        Case("rows of 33x129", (Positive(33, 129, grad=False), -1), dtypes=("float32", "float16", "int32", "int8", "uint8")),
+        Case(
+            "rows of 33x129",
+            (Positive(33, 129, grad=False), -1),
+            dtypes=("float32", "float16", "int32", "int8", "uint8"),
+        ),
         Case("rows of 35x130", (Positive(35, 130), -1)),
         Case("1000003", (Positive(1000003),), dtypes=("float32", "bfloat16", "int32")),
         Case("columns of 129x33", (Positive(129, 33), 0), dtypes=ALL),
@@ -136,21 +148,45 @@ REDUCE_SUM = Op(
     ],
 )
 
-REDUCE_SUM.eager("torch", "PyTorch's own: four loads a thread on their way; the last block adds the blocks' sums", reference, served=True)
+REDUCE_SUM.eager(
+    "torch",
+    "PyTorch's own: four loads a thread on their way; the last block adds the blocks' sums",
+    reference,
+    served=True,
+)
 REDUCE_SUM.compiled("torch.compile's: two Triton kernels, sums of blocks and the sum of these")
 
 
-def _rung(name: str, idea: str, fwd: Any, supports: Any, dtypes: tuple[str, ...], kind: str = "cuda", **facts: Any) -> None:
+def _rung(
+    name: str, idea: str, fwd: Any, supports: Any, dtypes: tuple[str, ...], kind: str = "cuda", **facts: Any
+) -> None:
     REDUCE_SUM.kernel(name, idea, kind=kind, fwd=fwd, bwd=no_kernel, supports=supports, dtypes=dtypes, **facts)
 
 
 ISSUED, STALLED = "smsp__inst_executed.sum", "smsp__average_warps_issue_stalled_barrier_per_issue_active.ratio"
-LANES, BANKS = "smsp__thread_inst_executed_pred_on_per_inst_executed.ratio", "l1tex__data_bank_conflicts_pipe_lsu_mem_shared.sum"
+LANES, BANKS = (
+    "smsp__thread_inst_executed_pred_on_per_inst_executed.ratio",
+    "l1tex__data_bank_conflicts_pipe_lsu_mem_shared.sum",
+)
 SHARED, LOADS = "smsp__inst_executed_pipe_lsu.sum", "l1tex__t_requests_pipe_lsu_mem_global_op_ld.sum"
 DRAM = "dram__throughput.avg.pct_of_peak_sustained_elapsed"
 for name, each, blocks, gain, counter, idea in (
-    ("v0", 1, 0, 0.0, LANES, "a tree in shared memory, by every second, fourth, ... thread, found by a remainder: one element a thread"),
-    ("v1", 1, 0, 2.0, LANES, "the same tree by the first threads: whole warps rest, no remainder; strided addresses conflict in banks"),
+    (
+        "v0",
+        1,
+        0,
+        0.0,
+        LANES,
+        "a tree in shared memory, by every second, fourth, ... thread, found by a remainder: one element a thread",
+    ),
+    (
+        "v1",
+        1,
+        0,
+        2.0,
+        LANES,
+        "the same tree by the first threads: whole warps rest, no remainder; strided addresses conflict in banks",
+    ),
     ("v2", 1, 0, 1.1, BANKS, "the upper half added to the lower: neighbours in neighbouring banks"),
     ("v3", 2, 0, 1.8, ISSUED, "the first addition while loading: half as many blocks, no thread that only loads"),
     ("v4", 2, 0, 1.3, STALLED, "the last warp alone, without barriers of the block"),
@@ -164,4 +200,6 @@ for name, each, blocks, gain, counter, idea in (
 idea = "any strides and dimensions: tiles of sums and their elements, what a thread loads added first; parts where sums are few"
 _rung("triton", idea, sum_tiles, takes_dtypes, (*FLOATS, *INTS), "triton", served=True, unless=tiny)
 idea = "short blocks, handed out as multiprocessors become free, two 16-byte loads a thread on their way; the sum of parts starts early"
-_rung("cuda_best", idea, best, takes_whole, ALL, served=True, unless=tiny, gain=1.04, counter=DRAM)  # 2 us of a second start, of 48
+_rung(
+    "cuda_best", idea, best, takes_whole, ALL, served=True, unless=tiny, gain=1.04, counter=DRAM
+)  # 2 us of a second start, of 48

@@ -48,7 +48,13 @@ def backward_rule(columns: int, size: int, heavy: bool) -> tuning.Config:
     part = ceil(size, cluster)
     threads = min(512 if heavy else 1024, ceil(columns, cluster * 512) * 32)
     groups = max(1, min(512 // threads, _SHARED // (2 * part), 16 if threads == 32 else 15))
-    return {"CLUSTER": cluster, "THREADS": threads, "GROUPS": groups, "STAGES": max(1, min(3, _SHARED // (groups * part))), "BLOCKS": 1}
+    return {
+        "CLUSTER": cluster,
+        "THREADS": threads,
+        "GROUPS": groups,
+        "STAGES": max(1, min(3, _SHARED // (groups * part))),
+        "BLOCKS": 1,
+    }
 
 
 def backward_space(columns: int, size: int, where: device.Device) -> list[tuning.Config]:
@@ -67,7 +73,17 @@ def _types(x: torch.dtype, weights: torch.dtype) -> dict[str, str]:
 
 
 def launch_fwd(
-    op: str, centred: bool, y: Any, sum: Any, mean: Any, rstd: Any, x: torch.Tensor, residual: Any, weight: Any, bias: Any, eps: float
+    op: str,
+    centred: bool,
+    y: Any,
+    sum: Any,
+    mean: Any,
+    rstd: Any,
+    x: torch.Tensor,
+    residual: Any,
+    weight: Any,
+    bias: Any,
+    eps: float,
 ) -> None:
     rows, columns = x.shape
     where, inputs = device.of(x), 1 + (residual is not None)
@@ -80,14 +96,34 @@ def launch_fwd(
         found = tuning.config(where, op, "norm_fwd", key, rule, space)
         return cluster_rows.plan(columns, inputs, x.itemsize, x.itemsize, **found) | _types(x.dtype, weights)
 
-    flags = {"BACKWARD": 0, "MEAN": int(centred), "ADD": inputs - 1, "WEIGHT": int(weight is not None), "BIAS": int(bias is not None)}
-    values = y, sum, mean, rstd, x, residual, weight, bias, rows, columns, x.stride(0), 0 if residual is None else residual.stride(0), eps
+    flags = {
+        "BACKWARD": 0,
+        "MEAN": int(centred),
+        "ADD": inputs - 1,
+        "WEIGHT": int(weight is not None),
+        "BIAS": int(bias is not None),
+    }
+    values = (
+        y,
+        sum,
+        mean,
+        rstd,
+        x,
+        residual,
+        weight,
+        bias,
+        rows,
+        columns,
+        x.stride(0),
+        0 if residual is None else residual.stride(0),
+        eps,
+    )
     launch(_FWD, lambda c: (c["CLUSTER"] * rows,), *values, config=config, key=(op, columns), **flags)
 
 
 def launch_bwd(
-    op: str, centred: bool, dx: Any, dweight: Any, dbias: Any, parts: Any, dy: torch.Tensor, dsum: Any, saved: torch.Tensor, weight: Any,
-    bias: Any, mean: Any, rstd: Any, from_output: bool,
+    op: str, centred: bool, dx: Any, dweight: Any, dbias: Any, parts: Any, dy: torch.Tensor, dsum: Any,
+    saved: torch.Tensor, weight: Any, bias: Any, mean: Any, rstd: Any, from_output: bool
 ) -> None:  # fmt: skip
     rows, columns = saved.shape
     where, inputs = device.of(saved), 2 + (dsum is not None)
@@ -118,8 +154,14 @@ def launch_bwd(
 
 
 NARROWEST = 1024  # columns up to which clusters are never asked
-TILED = {False: (8192, 1.4), True: (4096, 1.25)}  # tiles are faster forward up to so many columns, which they round up to a power of
-TILED_BACKWARD = 8192, 2.0  # two, at most so many times as many; True where the mean is subtracted. Backward they are so in any case
+TILED = {
+    False: (8192, 1.4),
+    True: (4096, 1.25),
+}  # tiles are faster forward up to so many columns, which they round up to a power of
+TILED_BACKWARD = (
+    8192,
+    2.0,
+)  # two, at most so many times as many; True where the mean is subtracted. Backward they are so in any case
 
 
 def in_tiles(columns: int, size: int, limits: tuple[int, float]) -> bool:
@@ -134,7 +176,10 @@ def fits(centred: bool, x: torch.Tensor, *rest: Any) -> str | None:
     if any(value is True for value in rest):
         return "it makes the gradient from the input, and memory_efficient=True keeps the output"
     tensors = [t for t in rest if isinstance(t, torch.Tensor)]
-    rows = [x, *(t for t in (rest[:2] if backward else tensors) if t is not None and t.shape == x.shape and t.dim() > 1)]
+    rows = [
+        x,
+        *(t for t in (rest[:2] if backward else tensors) if t is not None and t.shape == x.shape and t.dim() > 1),
+    ]
     vectors = [t for t in (rest[2:4] if backward else tensors) if t is not None and t.dim() == 1]
     columns = x.shape[-1] if x.dim() else 1
     reason = cluster_rows.refusal(columns, (NARROWEST, 16 * _PART), 16 * _SHARED, rows, vectors)

@@ -56,7 +56,10 @@ def _scale(squares, columns, eps, dtype: tl.constexpr):
 
 
 @triton.jit
-def _fwd(y, total, mean, rstd, x, residual, weight, bias, rows, units, x_stride, r_stride, eps, MEAN: tl.constexpr, UNIT: tl.constexpr, BM: tl.constexpr, BN: tl.constexpr, STAGES: tl.constexpr):  # fmt: skip
+def _fwd(
+    y, total, mean, rstd, x, residual, weight, bias, rows, units, x_stride, r_stride, eps, MEAN: tl.constexpr,
+    UNIT: tl.constexpr, BM: tl.constexpr, BN: tl.constexpr, STAGES: tl.constexpr
+):  # fmt: skip
     columns = units * UNIT
     column = tl.arange(0, BN)[None, :]
     if weight is not None and BN <= 8192:  # beyond, registers are short: later
@@ -91,7 +94,10 @@ def _fwd(y, total, mean, rstd, x, residual, weight, bias, rows, units, x_stride,
 
 
 @triton.jit
-def _fwd_wide(y, total, mean, rstd, x, residual, weight, bias, rows, units, x_stride, r_stride, eps, MEAN: tl.constexpr, UNIT: tl.constexpr, BN: tl.constexpr):  # fmt: skip
+def _fwd_wide(
+    y, total, mean, rstd, x, residual, weight, bias, rows, units, x_stride, r_stride, eps, MEAN: tl.constexpr,
+    UNIT: tl.constexpr, BN: tl.constexpr
+):  # fmt: skip
     """A row per program, in chunks: each lane's mean and sum of squares around it by Welford's update, merged as Chan does."""
     columns = units * UNIT
     lane = tl.arange(0, BN)
@@ -161,7 +167,11 @@ def _vectors(weight, bias, column, mask, FROM_OUTPUT: tl.constexpr):
 
 
 @triton.jit
-def _bwd(dx, parts, dots, dy, dsum, saved, weight, bias, mean, rstd, rows, units, dy_stride, dsum_stride, saved_stride, MEAN: tl.constexpr, FROM_OUTPUT: tl.constexpr, DW: tl.constexpr, DB: tl.constexpr, UNIT: tl.constexpr, BM: tl.constexpr, BN: tl.constexpr, STAGES: tl.constexpr, PDL: tl.constexpr):  # fmt: skip
+def _bwd(
+    dx, parts, dots, dy, dsum, saved, weight, bias, mean, rstd, rows, units, dy_stride, dsum_stride, saved_stride,
+    MEAN: tl.constexpr, FROM_OUTPUT: tl.constexpr, DW: tl.constexpr, DB: tl.constexpr, UNIT: tl.constexpr,
+    BM: tl.constexpr, BN: tl.constexpr, STAGES: tl.constexpr, PDL: tl.constexpr
+):  # fmt: skip
     """Tiles of BM rows and a block of BN columns: all of them, or where `dots` holds the rows' averages some of them."""
     columns = units * UNIT
     column = (tl.program_id(1) * BN + tl.arange(0, BN))[None, :]
@@ -206,7 +216,10 @@ def _bwd(dx, parts, dots, dy, dsum, saved, weight, bias, mean, rstd, rows, units
 
 
 @triton.jit
-def _dots(dots, dy, saved, weight, bias, mean, rstd, rows, units, dy_stride, saved_stride, MEAN: tl.constexpr, FROM_OUTPUT: tl.constexpr, UNIT: tl.constexpr, BN: tl.constexpr):  # fmt: skip
+def _dots(
+    dots, dy, saved, weight, bias, mean, rstd, rows, units, dy_stride, saved_stride, MEAN: tl.constexpr,
+    FROM_OUTPUT: tl.constexpr, UNIT: tl.constexpr, BN: tl.constexpr
+):  # fmt: skip
     """A row's average(g x_hat) into `dots`, and average(g) where it has a mean."""
     columns = units * UNIT
     row = tl.program_id(0).to(tl.int64)
@@ -223,7 +236,9 @@ def _dots(dots, dy, saved, weight, bias, mean, rstd, rows, units, dy_stride, sav
         mask = column < columns
         w, b, inverse = _vectors(weight, bias, column, mask, FROM_OUTPUT)
         g = tl.load(dy + column, mask=mask, other=0).to(tl.float32) * w
-        turn += g * _x_hat(tl.load(saved + column, mask=mask, other=0).to(tl.float32), center, scale, b, inverse, FROM_OUTPUT)
+        turn += g * _x_hat(
+            tl.load(saved + column, mask=mask, other=0).to(tl.float32), center, scale, b, inverse, FROM_OUTPUT
+        )
         along += g
     tl.store(dots + row, tl.sum(turn, 0) / columns)
     if MEAN:
@@ -231,7 +246,9 @@ def _dots(dots, dy, saved, weight, bias, mean, rstd, rows, units, dy_stride, sav
 
 
 @triton.jit
-def _reduce(parts, dweight, dbias, count, units, BM: tl.constexpr, BN: tl.constexpr, UNIT: tl.constexpr, PDL: tl.constexpr):
+def _reduce(
+    parts, dweight, dbias, count, units, BM: tl.constexpr, BN: tl.constexpr, UNIT: tl.constexpr, PDL: tl.constexpr
+):
     """The programs' parts added up, a block of columns each: of dweight by the first row of programs, of dbias by the last."""
     if PDL:
         gdc_wait()
@@ -239,12 +256,20 @@ def _reduce(parts, dweight, dbias, count, units, BM: tl.constexpr, BN: tl.conste
     which = tl.program_id(1)
     part = tl.arange(0, BM)[:, None]
     column = (tl.program_id(0) * BN + tl.arange(0, BN))[None, :]
-    found = tl.load(parts + (part * tl.num_programs(1) + which) * columns + column, mask=(part < count) & (column < columns), other=0)
+    found = tl.load(
+        parts + (part * tl.num_programs(1) + which) * columns + column,
+        mask=(part < count) & (column < columns),
+        other=0,
+    )
     total = tl.sum(found, 0)[None, :]
     if dweight is not None:
         tl.store(dweight + column, total.to(dweight.dtype.element_ty), mask=(column < columns) & (which == 0))
     if dbias is not None:
-        tl.store(dbias + column, total.to(dbias.dtype.element_ty), mask=(column < columns) & (which == tl.num_programs(1) - 1))
+        tl.store(
+            dbias + column,
+            total.to(dbias.dtype.element_ty),
+            mask=(column < columns) & (which == tl.num_programs(1) - 1),
+        )
 
 
 # Launchers. Tensors are (rows, columns) with contiguous rows, the statistics float32 (rows,), outputs contiguous; `name` and
@@ -274,7 +299,9 @@ def _launch_fwd(
         return
     if narrow and bn < 8192:  # loads are of single elements, whose addresses take registers: tiles half as large
         inputs *= 2
-    each = 64 if center and x.element_size() < 4 else 32  # what a thread does for its row takes as long as several elements
+    each = (
+        64 if center and x.element_size() < 4 else 32
+    )  # what a thread does for its row takes as long as several elements
     config, grid = tiles(name, _fwd, rows, bn, *inputs, each=each)
     launch(_fwd, grid, *args, MEAN=center, UNIT=unit, config=config, key=(name, bn, narrow))
 
@@ -299,19 +326,28 @@ def bwd_rule(where: device.Device, bn: int, columns: int, size: int, wide: bool,
 @cache
 def bwd_space(where: device.Device, bn: int, size: int) -> list[tuning.Config]:
     """Tiles whose stages fit shared memory, of 8 to 64 elements a thread."""
-    found = [{"BM": m, "num_warps": w, "STAGES": s} for m in (1, 2, 4, 8, 16, 32) for w in (4, 8, 16, 32) for s in (2, 3, 4, 5)]
+    found = [
+        {"BM": m, "num_warps": w, "STAGES": s}
+        for m in (1, 2, 4, 8, 16, 32)
+        for w in (4, 8, 16, 32)
+        for s in (2, 3, 4, 5)
+    ]
     room, most = where.shared_memory - 8192, 1024 // where.warp
 
     def fits(c: tuning.Config) -> bool:
         tile = c["BM"] * bn
-        return c["num_warps"] <= most and tile * size * (c["STAGES"] - 1) <= room and 8 <= tile // (where.warp * c["num_warps"]) <= 64
+        return (
+            c["num_warps"] <= most
+            and tile * size * (c["STAGES"] - 1) <= room
+            and 8 <= tile // (where.warp * c["num_warps"]) <= 64
+        )
 
     return [c for c in found if fits(c)]
 
 
 def _launch_bwd(
-    name: str, center: bool, dx: torch.Tensor, dweight: Maybe, dbias: Maybe, parts: Maybe, dy: torch.Tensor, dsum: Maybe,
-    saved: torch.Tensor, weight: Maybe, bias: Maybe, mean: Maybe, rstd: torch.Tensor, from_output: bool,
+    name: str, center: bool, dx: torch.Tensor, dweight: Maybe, dbias: Maybe, parts: Maybe, dy: torch.Tensor,
+    dsum: Maybe, saved: torch.Tensor, weight: Maybe, bias: Maybe, mean: Maybe, rstd: torch.Tensor, from_output: bool
 ) -> None:  # fmt: skip
     rows, columns = dx.shape
     unit, steps = strides(columns, dy, dsum, saved)
@@ -352,7 +388,20 @@ def add_up(dweight: Maybe, dbias: Maybe, parts: torch.Tensor, count: int, unit: 
     columns, bm = parts.shape[2], power(count)
     bn = max(32, 8192 // bm)
     grid = ceil(columns, bn), parts.shape[1]
-    launch(_reduce, grid, parts, dweight, dbias, count, columns // unit, BM=bm, BN=bn, UNIT=unit, num_warps=8, **early(device.of(parts)))
+    launch(
+        _reduce,
+        grid,
+        parts,
+        dweight,
+        dbias,
+        count,
+        columns // unit,
+        BM=bm,
+        BN=bn,
+        UNIT=unit,
+        num_warps=8,
+        **early(device.of(parts)),
+    )
 
 
 class Norm:
@@ -366,9 +415,9 @@ class Norm:
     def __init__(self, name: str, *, center: bool, add: bool):
         self.name, self.center, self.add = name, center, add
         tensors = "Tensor? weight, Tensor? bias"
-        self.fwd = fwd = kernel_op(f"{name}_fwd(Tensor x, Tensor? residual, {tensors}, float eps, int stats, str? impl) -> Tensor[]")(
-            self._forward
-        )
+        self.fwd = fwd = kernel_op(
+            f"{name}_fwd(Tensor x, Tensor? residual, {tensors}, float eps, int stats, str? impl) -> Tensor[]"
+        )(self._forward)
         self.bwd = bwd = kernel_op(
             f"{name}_bwd(Tensor dy, Tensor? dsum, Tensor saved, {tensors}, Tensor? mean, Tensor rstd, "
             "bool from_output, int need, str? impl) -> Tensor[]"
@@ -377,7 +426,10 @@ class Norm:
 
         class Differentiable(Function):
             @staticmethod
-            def forward(ctx: Any, x: torch.Tensor, residual: Maybe, weight: Maybe, bias: Maybe, eps: float, thrifty: bool, impl: str | None) -> Any:  # fmt: skip
+            def forward(
+                ctx: Any, x: torch.Tensor, residual: Maybe, weight: Maybe, bias: Maybe, eps: float, thrifty: bool,
+                impl: str | None
+            ) -> Any:  # fmt: skip
                 made = fwd(x, residual, weight, bias, eps, 1 if thrifty else stats, impl)
                 saved = made[0] if thrifty else made[1] if add else x
                 ctx.save_for_backward(saved, weight, bias, made[-2] if center and not thrifty else None, made[-1])
@@ -398,13 +450,28 @@ class Norm:
                 _, _, scaled, shifted, *_ = ctx.needs_input_grad
                 made = bwd(dy, dsum, saved, weight, bias, mean, rstd, thrifty, scaled + 2 * shifted, impl)
                 dx = made[0]
-                return dx, dx if add else None, made[1] if scaled else None, made[-1] if shifted else None, None, None, None
+                return (
+                    dx,
+                    dx if add else None,
+                    made[1] if scaled else None,
+                    made[-1] if shifted else None,
+                    None,
+                    None,
+                    None,
+                )
 
         Differentiable.__name__ = Differentiable.__qualname__ = name
         self.function = Differentiable
 
     def __call__(
-        self, impl: str | None, x: torch.Tensor, residual: Maybe, weight: Maybe, bias: Maybe, eps: float | None, thrifty: bool = False
+        self,
+        impl: str | None,
+        x: torch.Tensor,
+        residual: Maybe,
+        weight: Maybe,
+        bias: Maybe,
+        eps: float | None,
+        thrifty: bool = False,
     ) -> Any:
         """Runs what serves the call: `impl`, or the best there is. thrifty: keeps the output for backward, not the input."""
         if not (impl is None and type(eps) is float and eps >= 0 and self._usual(x, residual, weight, bias)):
@@ -413,7 +480,9 @@ class Norm:
                 eps = torch.finfo(torch.promote_types(x.dtype, torch.float32)).eps
             eps = known_eps(self.name, eps)
             if thrifty and weight is not None and torch.is_grad_enabled() and readable(weight) and not weight.all():
-                raise RidgelineError(f"{self.name}: memory_efficient=True divides by the weight in backward, and the weight has a zero")
+                raise RidgelineError(
+                    f"{self.name}: memory_efficient=True divides by the weight in backward, and the weight has a zero"
+                )
             if x.is_cuda and torch.is_autocast_enabled("cuda") and x.dtype in (torch.float16, torch.bfloat16):
                 # as torch's own: normalised in float32, added in the given dtype
                 made = self(impl, x.float(), None if residual is None else residual.float(), weight, bias, eps, thrifty)
@@ -431,32 +500,51 @@ class Norm:
     def _usual(self, x: torch.Tensor, residual: Maybe, weight: Maybe, bias: Maybe) -> bool:
         """Whether kernels take the call without a closer look."""
         known = self.op.kernel_dtypes
-        if CHECK or type(x) is not torch.Tensor or not x.is_cuda or x.dtype not in known or x.layout is not torch.strided:
+        if (
+            CHECK
+            or type(x) is not torch.Tensor
+            or not x.is_cuda
+            or x.dtype not in known
+            or x.layout is not torch.strided
+        ):
             return False
         if not x.dim() or torch.is_autocast_enabled("cuda"):
             return False
         at, last = x.get_device(), x.shape[-1:]
         for t in (weight, bias):
-            if t is not None and (type(t) not in _OWN or t.shape != last or t.get_device() != at or t.dtype not in known):
+            if t is not None and (
+                type(t) not in _OWN or t.shape != last or t.get_device() != at or t.dtype not in known
+            ):
                 return False
         if residual is None:
             return not self.add
-        return type(residual) is torch.Tensor and residual.shape == x.shape and residual.dtype == x.dtype and residual.get_device() == at
+        return (
+            type(residual) is torch.Tensor
+            and residual.shape == x.shape
+            and residual.dtype == x.dtype
+            and residual.get_device() == at
+        )
 
-    def _plain(self, impl: str | None, x: torch.Tensor, residual: Maybe, weight: Maybe, bias: Maybe) -> Callable[..., Any] | None:
+    def _plain(
+        self, impl: str | None, x: torch.Tensor, residual: Maybe, weight: Maybe, bias: Maybe
+    ) -> Callable[..., Any] | None:
         """The plain-PyTorch implementation that serves a call, or None where kernels do. Raises where the inputs do not fit."""
         named = {"x": x, "residual": residual, "weight": weight, "bias": bias}
         for name, t in named.items():
             optional = not (name == "x" or (name == "residual" and self.add) or (name == "weight" and self.add))
             if not isinstance(t, torch.Tensor) and not (t is None and optional):
-                raise RidgelineError(f"{self.name}: {name} must be a tensor{' or None' if optional else ''}, and is {type(t).__name__}")
+                raise RidgelineError(
+                    f"{self.name}: {name} must be a tensor{' or None' if optional else ''}, and is {type(t).__name__}"
+                )
         if not x.dim():
             raise RidgelineError(f"{self.name}: x must have at least one dimension, and has none")
         for name, t in named.items():
             if t is None:
                 continue
             if not t.is_floating_point():
-                raise RidgelineError(f"{self.name}: {name} must be floating point (float32, float16, bfloat16), and is {t.dtype}")
+                raise RidgelineError(
+                    f"{self.name}: {name} must be floating point (float32, float16, bfloat16), and is {t.dtype}"
+                )
             if t.device != x.device:
                 raise RidgelineError(f"{self.name}: {name} is on {t.device} and x on {x.device}; one device is needed")
             if name in ("weight", "bias") and t.shape != x.shape[-1:]:
@@ -485,12 +573,14 @@ class Norm:
         return [t for t in (y, total, mean, rstd) if t is not None]
 
     def _backward(
-        self, dy: torch.Tensor, dsum: Maybe, saved: torch.Tensor, weight: Maybe, bias: Maybe, mean: Maybe, rstd: torch.Tensor,
-        from_output: bool, need: int, impl: str | None,
+        self, dy: torch.Tensor, dsum: Maybe, saved: torch.Tensor, weight: Maybe, bias: Maybe, mean: Maybe,
+        rstd: torch.Tensor, from_output: bool, need: int, impl: str | None
     ) -> list[torch.Tensor]:  # fmt: skip
         """dx, and dweight and dbias by the bits of `need`."""
         dx = empty_rows(saved, -1, None)
-        dweight = torch.empty(weight.shape, dtype=weight.dtype, device=dy.device) if need & 1 and weight is not None else None
+        dweight = (
+            torch.empty(weight.shape, dtype=weight.dtype, device=dy.device) if need & 1 and weight is not None else None
+        )
         dbias = torch.empty(bias.shape, dtype=bias.dtype, device=dy.device) if need & 2 and bias is not None else None
         made = [t for t in (dx, dweight, dbias) if t is not None]
         if tracing():
@@ -501,7 +591,15 @@ class Norm:
         if len(made) > 1:
             size = (device.of(dy).multiprocessors, len(made) - 1, dy.shape[-1])
             parts = torch.empty(size, dtype=torch.float32, device=dy.device)
-        inputs = (as_rows(dy, -1), _rows(dsum), as_rows(saved, -1), _vector(weight), _vector(bias), _flat(mean), rstd.view(-1))
+        inputs = (
+            as_rows(dy, -1),
+            _rows(dsum),
+            as_rows(saved, -1),
+            _vector(weight),
+            _vector(bias),
+            _flat(mean),
+            rstd.view(-1),
+        )
         outs: Any = as_rows(dx, -1), dweight, dbias, parts
         run(self.op, "bwd", impl, outs, *inputs, from_output)
         return made

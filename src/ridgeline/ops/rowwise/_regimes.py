@@ -19,7 +19,10 @@ from ridgeline.ops.rowwise._softmax import both, columns_of
 
 FILE = Path(__file__).with_name("softmax_regimes.cu")
 CODES = {"fwd": "PPqiq", "bwd": "PPPqiqq"}
-WARP, BLOCK, UNCACHED = ({d: CudaKernel(FILE, f"softmax_{name}_{d}", codes) for d, codes in CODES.items()} for name in ("warp", "block", "uncached"))  # fmt: skip
+WARP, BLOCK, UNCACHED = (
+    {d: CudaKernel(FILE, f"softmax_{name}_{d}", codes) for d, codes in CODES.items()}
+    for name in ("warp", "block", "uncached")
+)
 WARP_COLUMNS = 1024  # what a warp holds in registers
 MOST = (1 << 31) - 1024  # columns that an int counts, and a block's threads beyond them
 FEW = 120  # (batch, head) pairs, of which FasterTransformer gives each row a block
@@ -28,12 +31,20 @@ FEW = 120  # (batch, head) pairs, of which FasterTransformer gives each row a bl
 def _pack(columns: int, *tensors: torch.Tensor) -> int:
     """Elements of a load: 16 bytes of the widest where all rows are aligned to them, or half as many, or less."""
     pack = 16 // max([t.element_size() for t in tensors])
-    while any([n % (pack * t.element_size()) for t in tensors for n in (t.data_ptr(), (columns | t.stride(0)) * t.element_size())]):
+    while any(
+        [
+            n % (pack * t.element_size())
+            for t in tensors
+            for n in (t.data_ptr(), (columns | t.stride(0)) * t.element_size())
+        ]
+    ):
         pack //= 2
     return pack
 
 
-def _start(kernels: dict[str, CudaKernel], direction: str, blocks: int, out: torch.Tensor, *inputs: torch.Tensor, **facts: Any) -> None:
+def _start(
+    kernels: dict[str, CudaKernel], direction: str, blocks: int, out: torch.Tensor, *inputs: torch.Tensor, **facts: Any
+) -> None:
     x, y = (out, inputs[0]) if direction == "bwd" else (inputs[0], out)
     types: dict[str, Any] = {"XTYPE": CTYPE[x.dtype], "YTYPE": CTYPE[y.dtype], "block": facts["THREADS"]}
     launch(kernels[direction], (blocks,), out, *inputs, *out.shape, *[t.stride(0) for t in inputs], **types, **facts)
@@ -56,7 +67,9 @@ def block(direction: str, out: torch.Tensor, *inputs: torch.Tensor) -> None:
     gpu, shared = device.of(out), 4 * columns * len(inputs)
     resident = max(1, min(16, gpu.shared_memory // (shared + 1024)))
     threads = next(t for t in (1024, 512, 256, 128) if t * resident <= 2048)
-    _start(BLOCK, direction, rows, out, *inputs, PACK=_pack(columns, out, *inputs), THREADS=threads, EACH=1, shared=shared)
+    _start(
+        BLOCK, direction, rows, out, *inputs, PACK=_pack(columns, out, *inputs), THREADS=threads, EACH=1, shared=shared
+    )
 
 
 def uncached(direction: str, out: torch.Tensor, *inputs: torch.Tensor) -> None:
@@ -74,11 +87,19 @@ def heads(direction: str, out: torch.Tensor, *inputs: torch.Tensor) -> None:
 
 
 def _narrow(x: torch.Tensor, *rest: Any) -> str | None:
-    return None if columns_of(x, *rest) <= WARP_COLUMNS else f"it takes rows of at most {WARP_COLUMNS} columns, and these have {columns_of(x, *rest)}"  # fmt: skip
+    return (
+        None
+        if columns_of(x, *rest) <= WARP_COLUMNS
+        else f"it takes rows of at most {WARP_COLUMNS} columns, and these have {columns_of(x, *rest)}"
+    )
 
 
 def _countable(x: torch.Tensor, *rest: Any) -> str | None:
-    return None if columns_of(x, *rest) <= MOST else f"it counts columns up to 2^31 - 1024, and these rows have {columns_of(x, *rest)}"
+    return (
+        None
+        if columns_of(x, *rest) <= MOST
+        else f"it counts columns up to 2^31 - 1024, and these rows have {columns_of(x, *rest)}"
+    )
 
 
 def _fits_shared(x: torch.Tensor, *rest: Any) -> str | None:
@@ -97,7 +118,34 @@ def ladder(op: Op) -> None:
     def rung(name: str, idea: str, launcher: Any, supports: Any, **facts: Any) -> None:
         op.kernel(name, idea, kind="cuda", supports=supports, **both(launcher), **facts)
 
-    rung("cuda_bh", "as FasterTransformer: a block per (batch, head), a thread per column, row after row", heads, _narrow, counter=SYNCED)
-    rung("cuda_uncached", "a block per row and 16 bytes a load; any length; the row is read three times, backward twice", uncached, _countable, gain=1.2, counter=SYNCED)  # fmt: skip
-    rung("cuda_block", "the row kept in shared memory, [pack][packs] against bank conflicts, and read once", block, _fits_shared, gain=1.2, counter=READ)  # fmt: skip
-    rung("cuda_warp", "rows of up to 1024 columns in the registers of a warp, or of a part of one: no barrier, no shared memory", warp, _narrow, gain=1.5, counter=SYNCED)  # fmt: skip
+    rung(
+        "cuda_bh",
+        "as FasterTransformer: a block per (batch, head), a thread per column, row after row",
+        heads,
+        _narrow,
+        counter=SYNCED,
+    )
+    rung(
+        "cuda_uncached",
+        "a block per row and 16 bytes a load; any length; the row is read three times, backward twice",
+        uncached,
+        _countable,
+        gain=1.2,
+        counter=SYNCED,
+    )
+    rung(
+        "cuda_block",
+        "the row kept in shared memory, [pack][packs] against bank conflicts, and read once",
+        block,
+        _fits_shared,
+        gain=1.2,
+        counter=READ,
+    )
+    rung(
+        "cuda_warp",
+        "rows of up to 1024 columns in the registers of a warp, or of a part of one: no barrier, no shared memory",
+        warp,
+        _narrow,
+        gain=1.5,
+        counter=SYNCED,
+    )

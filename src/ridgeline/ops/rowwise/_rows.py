@@ -11,7 +11,12 @@ import torch
 from ridgeline import device, tuning
 
 TILE_LIMIT = 131072  # bytes of a row, all inputs in float32, that a block holds in registers
-_TILES = [{"BM": m, "num_warps": w, "STAGES": s} for m in (1, 2, 4, 8, 16, 32) for w in (1, 2, 4, 8, 16, 32) for s in (1, 2, 3)]
+_TILES = [
+    {"BM": m, "num_warps": w, "STAGES": s}
+    for m in (1, 2, 4, 8, 16, 32)
+    for w in (1, 2, 4, 8, 16, 32)
+    for s in (1, 2, 3)
+]
 # Shapes of benchmarks: short rows to wide ones, then some whose width is no power of two, or no multiple of 16 bytes.
 BENCH = [
     (32768, 1024),
@@ -70,11 +75,19 @@ def tiles(
     def rule() -> tuning.Config:
         """16 KiB a program."""
         bm = max(1, 16384 // (bn * dtype.itemsize * count))
-        return {"BM": bm, "num_warps": min(1024 // where.warp, max(4, bm * bn * count // (each * where.warp))), "STAGES": 1}
+        return {
+            "BM": bm,
+            "num_warps": min(1024 // where.warp, max(4, bm * bn * count // (each * where.warp))),
+            "STAGES": 1,
+        }
 
     def space() -> list[tuning.Config]:
         most = 1024 // where.warp
-        return [c for c in _TILES if c["num_warps"] <= most and 8 <= c["BM"] * bn * count // (where.warp * c["num_warps"]) <= 64]
+        return [
+            c
+            for c in _TILES
+            if c["num_warps"] <= most and 8 <= c["BM"] * bn * count // (where.warp * c["num_warps"]) <= 64
+        ]
 
     def config() -> dict[str, Any]:
         return {"BN": bn, **tuning.config(where, op, kernel.__name__[1:], key_of(dtype, bn), rule, space)}

@@ -55,11 +55,25 @@ def _gradient(slope, p, total, LOG: tl.constexpr):
     """dx, of dy, softmax and the row's sum of dy or, for softmax, of dy times softmax."""
     if LOG:
         return slope - p * total
-    return tl.fma(-total, p, slope * p)  # not p * (slope - total): where one p is nearly 1, that cancels before it is rounded
+    return tl.fma(
+        -total, p, slope * p
+    )  # not p * (slope - total): where one p is nearly 1, that cancels before it is rounded
 
 
 @triton.jit
-def _bwd(dx, dy, y, rows, columns, dy_stride, y_stride, LOG: tl.constexpr, BM: tl.constexpr, BN: tl.constexpr, STAGES: tl.constexpr):
+def _bwd(
+    dx,
+    dy,
+    y,
+    rows,
+    columns,
+    dy_stride,
+    y_stride,
+    LOG: tl.constexpr,
+    BM: tl.constexpr,
+    BN: tl.constexpr,
+    STAGES: tl.constexpr,
+):
     column = tl.arange(0, BN)[None, :]
     for tile in tl.range(tl.program_id(0), tl.cdiv(rows, BM), tl.num_programs(0), num_stages=STAGES):
         row = (tile * BM + tl.arange(0, BM)).to(tl.int64)[:, None]
@@ -120,7 +134,9 @@ TILED, WIDE = {"fwd": _fwd, "bwd": _bwd}, {"fwd": _fwd_wide, "bwd": _bwd_wide}
 ROW_LIMIT = 16384  # columns of a row per program at most: then 64 values of every input a thread
 CLUSTER_BYTES = 2 << 20  # of a row's inputs at most: 128 KiB for each of 16 blocks
 CLUSTER_COLUMNS = 1024, 1 << 19  # more than these; at most 32 for each of 16 x 1024 threads
-CLUSTER_FORWARD = 2048  # columns up to which tiles are as fast forward, but where rows begin anywhere: then they load single elements
+CLUSTER_FORWARD = (
+    2048  # columns up to which tiles are as fast forward, but where rows begin anywhere: then they load single elements
+)
 CLUSTER_BACKWARD = {False: 16384, True: 8192}  # the same backward: of log_softmax a tile holds exponentials besides
 TILE_WASTE = 1.25  # backward tiles are a power of two wide: clusters are faster where that is so many times the columns
 
@@ -157,12 +173,18 @@ class Softmax:
 
     def __init__(self, name: str, log: bool):
         self.name, self.log = name, log
-        fwd = self.fwd = kernel_op(f"{name}_fwd(Tensor x, int dim, ScalarType? dtype, str? impl) -> Tensor")(self._forward)
-        bwd = kernel_op(f"{name}_bwd(Tensor dy, Tensor y, int dim, ScalarType dtype, str? impl) -> Tensor")(self._backward)
+        fwd = self.fwd = kernel_op(f"{name}_fwd(Tensor x, int dim, ScalarType? dtype, str? impl) -> Tensor")(
+            self._forward
+        )
+        bwd = kernel_op(f"{name}_bwd(Tensor dy, Tensor y, int dim, ScalarType dtype, str? impl) -> Tensor")(
+            self._backward
+        )
 
         class Differentiable(Function):
             @staticmethod
-            def forward(ctx: Any, x: torch.Tensor, dim: int, dtype: torch.dtype | None, impl: str | None) -> torch.Tensor:
+            def forward(
+                ctx: Any, x: torch.Tensor, dim: int, dtype: torch.dtype | None, impl: str | None
+            ) -> torch.Tensor:
                 y = fwd(x, dim, dtype, impl)
                 ctx.save_for_backward(y)
                 ctx.facts = dim, x.dtype, impl
@@ -178,19 +200,41 @@ class Softmax:
         self.function = Differentiable
 
     def __call__(self, x: torch.Tensor, dim: int, dtype: torch.dtype | None, impl: str | None) -> torch.Tensor:
-        usual = impl is None and dtype is None and type(x) is torch.Tensor and x.is_cuda and x.dtype in self.op.kernel_dtypes
-        if usual and x.layout is torch.strided and type(dim) is int and -x.dim() <= dim < x.dim() and not torch.is_autocast_enabled("cuda"):
-            return differentiate(self.function, x, dim, None, None) if torch.is_grad_enabled() and x.requires_grad else self.fwd(x, dim, None, None)  # fmt: skip
+        usual = (
+            impl is None
+            and dtype is None
+            and type(x) is torch.Tensor
+            and x.is_cuda
+            and x.dtype in self.op.kernel_dtypes
+        )
+        if (
+            usual
+            and x.layout is torch.strided
+            and type(dim) is int
+            and -x.dim() <= dim < x.dim()
+            and not torch.is_autocast_enabled("cuda")
+        ):
+            return (
+                differentiate(self.function, x, dim, None, None)
+                if torch.is_grad_enabled() and x.requires_grad
+                else self.fwd(x, dim, None, None)
+            )
         name = self.name
         if not isinstance(x, torch.Tensor):
             raise RidgelineError(f"{name}: x must be a tensor, and is {type(x).__name__}")
         if dtype is not None and not isinstance(dtype, torch.dtype):
-            raise RidgelineError(f"{name}: dtype must be a torch.dtype such as torch.float32, or None, and is {dtype!r}")
+            raise RidgelineError(
+                f"{name}: dtype must be a torch.dtype such as torch.float32, or None, and is {dtype!r}"
+            )
         if not (dtype or x.dtype).is_floating_point:
-            raise RidgelineError(f"{name}: the result must be floating point, and would be {dtype or x.dtype}; give dtype=torch.float32")
+            raise RidgelineError(
+                f"{name}: the result must be floating point, and would be {dtype or x.dtype}; give dtype=torch.float32"
+            )
         many = max(x.dim(), 1)
         if not isinstance(dim, int) or not -many <= dim < many:
-            raise RidgelineError(f"{name}: dim must be between {-many} and {many - 1} for a tensor of {x.dim()} dimensions, and is {dim!r}")
+            raise RidgelineError(
+                f"{name}: dim must be between {-many} and {many - 1} for a tensor of {x.dim()} dimensions, and is {dim!r}"
+            )
         if dtype is None and x.is_cuda and torch.is_autocast_enabled("cuda"):
             dtype = torch.promote_types(x.dtype, torch.float32)  # as autocast does with torch's own
         if dtype is not None and (dtype != torch.float32 or x.dtype not in (torch.float16, torch.bfloat16)):
@@ -207,12 +251,16 @@ class Softmax:
         self._fill("fwd", impl, y, (x,), dim)
         return y
 
-    def _backward(self, dy: torch.Tensor, y: torch.Tensor, dim: int, dtype: torch.dtype, impl: str | None) -> torch.Tensor:
+    def _backward(
+        self, dy: torch.Tensor, y: torch.Tensor, dim: int, dtype: torch.dtype, impl: str | None
+    ) -> torch.Tensor:
         dx = empty_rows(y, dim, dtype)
         self._fill("bwd", impl, dx, (dy, y), dim)
         return dx
 
-    def _fill(self, direction: str, impl: str | None, out: torch.Tensor, inputs: tuple[torch.Tensor, ...], dim: int) -> None:
+    def _fill(
+        self, direction: str, impl: str | None, out: torch.Tensor, inputs: tuple[torch.Tensor, ...], dim: int
+    ) -> None:
         """Has what serves the call fill `out`."""
         if out.numel() and not tracing():
             run(self.op, direction, impl, (as_rows(out, dim),), *[as_rows(t, dim) for t in inputs])
@@ -222,7 +270,20 @@ class Softmax:
         rows, columns = out.shape
         bn, warps = power(columns), 4 * len(inputs) * (1 + power(columns) // ROW_LIMIT)
         strides = [t.stride(0) for t in inputs]
-        launch(TILED[direction], (rows,), out, *inputs, rows, columns, *strides, LOG=self.log, BM=1, BN=bn, STAGES=1, num_warps=warps)
+        launch(
+            TILED[direction],
+            (rows,),
+            out,
+            *inputs,
+            rows,
+            columns,
+            *strides,
+            LOG=self.log,
+            BM=1,
+            BN=bn,
+            STAGES=1,
+            num_warps=warps,
+        )
 
     def tiled(self, direction: str, out: torch.Tensor, *inputs: torch.Tensor) -> None:
         """Tiles of whole rows where they fit a block's registers, else chunks of a row."""
@@ -260,7 +321,18 @@ class Softmax:
             return (c["CLUSTER"] * min(rows, max(resident, ceil(rows, c["ROWS"]))),)
 
         strides = [t.stride(0) for t in inputs]
-        launch(kernel, grid, out, *inputs, rows, columns, *strides, LOG=int(self.log), config=config, key=(self.name, columns))
+        launch(
+            kernel,
+            grid,
+            out,
+            *inputs,
+            rows,
+            columns,
+            *strides,
+            LOG=int(self.log),
+            config=config,
+            key=(self.name, columns),
+        )
 
     def rungs(self) -> None:
         """Registers the kernels that are served: `triton` and `cuda_cluster`."""
@@ -301,12 +373,18 @@ def _fits_cluster(x: torch.Tensor, *rest: Any) -> str | None:
         low = 4 * CLUSTER_FORWARD  # a row's maximum is agreed upon before its sum
     elif not cluster_rows.shifted(columns, x.element_size()):
         low = CLUSTER_FORWARD
-    return cluster_rows.refusal(columns, (low, high), CLUSTER_BYTES, [x, *[t for t in rest if isinstance(t, torch.Tensor)]])
+    return cluster_rows.refusal(
+        columns, (low, high), CLUSTER_BYTES, [x, *[t for t in rest if isinstance(t, torch.Tensor)]]
+    )
 
 
 def full_precision(x: torch.Tensor, *_: Any, **__: Any) -> str | None:
     """What the formula in eager PyTorch supports."""
-    return "rounding after every pass breaks the law in half precision" if x.dtype in (torch.float16, torch.bfloat16) else None
+    return (
+        "rounding after every pass breaks the law in half precision"
+        if x.dtype in (torch.float16, torch.bfloat16)
+        else None
+    )
 
 
 class Infinite(Spec):

@@ -22,7 +22,9 @@ NORM = Norm("add_layer_norm", center=True, add=True)
 Pair = tuple[torch.Tensor, torch.Tensor]
 
 
-def reference(x: torch.Tensor, residual: torch.Tensor, weight: torch.Tensor, bias: Maybe = None, eps: float = 1e-5) -> Pair:
+def reference(
+    x: torch.Tensor, residual: torch.Tensor, weight: torch.Tensor, bias: Maybe = None, eps: float = 1e-5
+) -> Pair:
     total = widened(x) + widened(residual)
     v = total - total.mean(-1, keepdim=True)
     y = v * torch.rsqrt(v.square().mean(-1, keepdim=True) + eps) * weight
@@ -49,13 +51,17 @@ def add_layer_norm(
     return NORM(impl, x, residual, weight, bias, eps)
 
 
-def _torch(x: torch.Tensor, residual: torch.Tensor, weight: torch.Tensor, bias: Maybe = None, eps: float = 1e-5) -> Pair:
+def _torch(
+    x: torch.Tensor, residual: torch.Tensor, weight: torch.Tensor, bias: Maybe = None, eps: float = 1e-5
+) -> Pair:
     total = x + residual
     v, w, b = alike(total, weight, bias)
     return F.layer_norm(v, x.shape[-1:], w, b, eps).to(x.dtype), total
 
 
-def cost(x: torch.Tensor, residual: torch.Tensor, weight: torch.Tensor, bias: Maybe = None, eps: float = 1e-5) -> tuple[Cost, Cost]:
+def cost(
+    x: torch.Tensor, residual: torch.Tensor, weight: torch.Tensor, bias: Maybe = None, eps: float = 1e-5
+) -> tuple[Cost, Cost]:
     return NORM.cost(x, residual, weight, bias)
 
 
@@ -75,9 +81,14 @@ NORM.op = ADD_LAYER_NORM = Op(
         Case("7x8200", (Spec(7, 8200), Spec(7, 8200), Spec(8200), Spec(8200))),
         Case("64x10007", (Spec(64, 10007), Spec(64, 10007), Spec(10007), Spec(10007)), dtypes=("float16", "bfloat16")),
         Case("33x17000", (Spec(33, 17000), Spec(33, 17000), Spec(17000), Spec(17000)), dtypes=HALF),
-        Case("3x40000 frozen weight", (Spec(3, 40000), Spec(3, 40000), Spec(40000, grad=False), Spec(40000, grad=False))),
+        Case(
+            "3x40000 frozen weight", (Spec(3, 40000), Spec(3, 40000), Spec(40000, grad=False), Spec(40000, grad=False))
+        ),
         Case("1024x1024", (Spec(1024, 1024), Spec(1024, 1024), Spec(1024), Spec(1024)), use="quick"),
-        *(Case(f"{m}x{n}", (Spec(m, n), Spec(m, n), Spec(n), Spec(n)), dtypes=("bfloat16",), use="bench") for m, n in BENCH),
+        *(
+            Case(f"{m}x{n}", (Spec(m, n), Spec(m, n), Spec(n), Spec(n)), dtypes=("bfloat16",), use="bench")
+            for m, n in BENCH
+        ),
     ],
 )
 

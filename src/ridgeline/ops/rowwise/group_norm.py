@@ -58,7 +58,10 @@ def _of(parameter, channel, mask, default: tl.constexpr):
 
 
 @triton.jit
-def _fwd(y, mean, rstd, x, w, b, groups, width, size, eps, y_steps, x_steps, FAR: tl.constexpr, BC: tl.constexpr, BS: tl.constexpr, STAGES: tl.constexpr):  # fmt: skip
+def _fwd(
+    y, mean, rstd, x, w, b, groups, width, size, eps, y_steps, x_steps, FAR: tl.constexpr, BC: tl.constexpr,
+    BS: tl.constexpr, STAGES: tl.constexpr
+):  # fmt: skip
     group = tl.program_id(0).to(tl.int64)
     image, first = group // groups, group % groups * width
     c, place = _grid(BC, BS, FAR)
@@ -76,7 +79,10 @@ def _fwd(y, mean, rstd, x, w, b, groups, width, size, eps, y_steps, x_steps, FAR
 
 
 @triton.jit
-def _fwd_wide(y, mean, rstd, x, w, b, groups, width, size, eps, y_steps, x_steps, FAR: tl.constexpr, BC: tl.constexpr, BS: tl.constexpr, STAGES: tl.constexpr):  # fmt: skip
+def _fwd_wide(
+    y, mean, rstd, x, w, b, groups, width, size, eps, y_steps, x_steps, FAR: tl.constexpr, BC: tl.constexpr,
+    BS: tl.constexpr, STAGES: tl.constexpr
+):  # fmt: skip
     group = tl.program_id(0).to(tl.int64)
     image, first = group // groups, group % groups * width
     c, place = _grid(BC, BS, FAR)
@@ -109,7 +115,10 @@ def _fwd_wide(y, mean, rstd, x, w, b, groups, width, size, eps, y_steps, x_steps
 
 
 @triton.jit
-def _bwd(dy, dx, sums, x, w, mean, rstd, images, groups, width, size, dx_steps, dy_steps, x_steps, FAR: tl.constexpr, BC: tl.constexpr, BS: tl.constexpr, STAGES: tl.constexpr, PDL: tl.constexpr):  # fmt: skip
+def _bwd(
+    dy, dx, sums, x, w, mean, rstd, images, groups, width, size, dx_steps, dy_steps, x_steps, FAR: tl.constexpr,
+    BC: tl.constexpr, BS: tl.constexpr, STAGES: tl.constexpr, PDL: tl.constexpr
+):  # fmt: skip
     if PDL:
         gdc_launch_dependents()
     slot, first = tl.program_id(0) // groups, (tl.program_id(0) % groups).to(tl.int64) * width
@@ -139,7 +148,10 @@ def _bwd(dy, dx, sums, x, w, mean, rstd, images, groups, width, size, dx_steps, 
 
 
 @triton.jit
-def _bwd_wide(dy, dx, sums, x, w, mean, rstd, images, groups, width, size, dx_steps, dy_steps, x_steps, FAR: tl.constexpr, BC: tl.constexpr, BS: tl.constexpr, STAGES: tl.constexpr, PDL: tl.constexpr):  # fmt: skip
+def _bwd_wide(
+    dy, dx, sums, x, w, mean, rstd, images, groups, width, size, dx_steps, dy_steps, x_steps, FAR: tl.constexpr,
+    BC: tl.constexpr, BS: tl.constexpr, STAGES: tl.constexpr, PDL: tl.constexpr
+):  # fmt: skip
     if PDL:
         gdc_launch_dependents()
     slot, first = tl.program_id(0) // groups, (tl.program_id(0) % groups).to(tl.int64) * width
@@ -156,8 +168,12 @@ def _bwd_wide(dy, dx, sums, x, w, mean, rstd, images, groups, width, size, dx_st
             c0, s0 = (tile // across * BC).to(tl.int64), (tile % across * BS).to(tl.int64)
             channel, inside = first + c0 + c, c0 + c < width
             mask = inside & (s0 + place < size)
-            value = tl.load(_at(x, x_steps, image, first + c0, s0, c, place), mask=mask, other=0, eviction_policy="evict_last")
-            slope = tl.load(_at(dy, dy_steps, image, first + c0, s0, c, place), mask=mask, other=0, eviction_policy="evict_last")
+            value = tl.load(
+                _at(x, x_steps, image, first + c0, s0, c, place), mask=mask, other=0, eviction_policy="evict_last"
+            )
+            slope = tl.load(
+                _at(dy, dy_steps, image, first + c0, s0, c, place), mask=mask, other=0, eviction_policy="evict_last"
+            )
             value, slope = (value.to(tl.float32) - middle) * scale, slope.to(tl.float32)
             some_dw, some_db = tl.sum(slope * value, 1)[:, None], tl.sum(slope, 1)[:, None]
             dw, db = tl.where(s0 == 0, some_dw, dw + some_dw), tl.where(s0 == 0, some_db, db + some_db)
@@ -177,8 +193,15 @@ def _bwd_wide(dy, dx, sums, x, w, mean, rstd, images, groups, width, size, dx_st
                 c0, s0 = (tile // across * BC).to(tl.int64), (tile % across * BS).to(tl.int64)
                 channel, inside = first + c0 + c, c0 + c < width
                 mask = inside & (s0 + place < size)
-                value = tl.load(_at(x, x_steps, image, first + c0, s0, c, place), mask=mask, other=0, eviction_policy="evict_first")
-                slope = tl.load(_at(dy, dy_steps, image, first + c0, s0, c, place), mask=mask, other=0, eviction_policy="evict_first")
+                value = tl.load(
+                    _at(x, x_steps, image, first + c0, s0, c, place), mask=mask, other=0, eviction_policy="evict_first"
+                )
+                slope = tl.load(
+                    _at(dy, dy_steps, image, first + c0, s0, c, place),
+                    mask=mask,
+                    other=0,
+                    eviction_policy="evict_first",
+                )
                 value = (value.to(tl.float32) - middle) * scale
                 result = scale * (slope.to(tl.float32) * _of(w, channel, inside, 1.0) - height - value * along)
                 tl.store(_at(dx, dx_steps, image, first + c0, s0, c, place), result.to(dx.dtype.element_ty), mask=mask)
@@ -203,7 +226,10 @@ def _bwd_weights(sums, dw, db, slots, channels, BM: tl.constexpr, BN: tl.constex
         tl.store(db + channel, tl.sum(whole_db, 0)[None, :].to(db.dtype.element_ty), mask=channel < channels)
 
 
-WHOLE = {_fwd: 16384, _bwd: 8192}  # elements of a group, its sides rounded up to powers of two, that a block holds in registers
+WHOLE = {
+    _fwd: 16384,
+    _bwd: 8192,
+}  # elements of a group, its sides rounded up to powers of two, that a block holds in registers
 FAR = 65535  # of a step, in elements: beyond it a tile of 32768 elements may span 2**31
 
 
@@ -221,7 +247,10 @@ def _dense(parameter: torch.Tensor | None) -> torch.Tensor | None:
     return parameter if parameter is None or parameter.is_contiguous() else parameter.contiguous()
 
 
-def _launch(kernel: Any, wide: Any, x: torch.Tensor, groups: int, grid: int, args: tuple[Any, ...], facts: tuple[float, ...], *planes: Any, **flags: bool) -> None:  # fmt: skip
+def _launch(
+    kernel: Any, wide: Any, x: torch.Tensor, groups: int, grid: int, args: tuple[Any, ...], facts: tuple[float, ...],
+    *planes: Any, **flags: bool
+) -> None:  # fmt: skip
     """A program per image (backward: images at once) and group: tiles of BC channels by BS places, in the order of x's memory."""
     _, channels, size = x.shape
     width, last, dtype, where = channels // groups, _last(x), x.dtype, device.of(x)
@@ -231,14 +260,24 @@ def _launch(kernel: Any, wide: Any, x: torch.Tensor, groups: int, grid: int, arg
     def space() -> list[tuning.Config]:
         sizes, stages = ((bc * bs,), (1,)) if whole else ((2048, 4096, 8192, 16384, 32768), (1, 2, 3))
         found = [{"TILE": t, "num_warps": w, "STAGES": s} for t in sizes for w in (1, 2, 4, 8, 16, 32) for s in stages]
-        return [c for c in found if c["num_warps"] * where.warp <= 1024 and 4 <= c["TILE"] * inputs // (c["num_warps"] * where.warp) <= 64]
+        return [
+            c
+            for c in found
+            if c["num_warps"] * where.warp <= 1024 and 4 <= c["TILE"] * inputs // (c["num_warps"] * where.warp) <= 64
+        ]
 
     def rule() -> tuning.Config:
         """16 values a thread. Chunks are large, so that few programs fill a multiprocessor and the cache keeps what they read
         again (half as large where rows are not aligned, which takes more registers); backward, which adds up after each, has the
         next on its way meanwhile."""
-        tile, ahead = (bc * bs, False) if whole else (16384 // inputs // (1 + odd), inputs == 2 and where.backend == "cuda")
-        return {"TILE": tile, "num_warps": min(1024 // where.warp, max(1, tile // (16 * where.warp))), "STAGES": 1 + ahead}
+        tile, ahead = (
+            (bc * bs, False) if whole else (16384 // inputs // (1 + odd), inputs == 2 and where.backend == "cuda")
+        )
+        return {
+            "TILE": tile,
+            "num_warps": min(1024 // where.warp, max(1, tile // (16 * where.warp))),
+            "STAGES": 1 + ahead,
+        }
 
     def config() -> dict[str, Any]:
         key = key_of(dtype, bc, bs, "last" if last else "first", *["odd"] * odd)
@@ -254,7 +293,9 @@ def _launch(kernel: Any, wide: Any, x: torch.Tensor, groups: int, grid: int, arg
     launch(chosen, (grid,), *args, groups, width, size, *facts, *steps, config=config, key=key, FAR=far, **flags)
 
 
-def _launch_fwd(y: torch.Tensor, mean: torch.Tensor, rstd: torch.Tensor, x: torch.Tensor, w: Any, b: Any, groups: int, eps: float) -> None:
+def _launch_fwd(
+    y: torch.Tensor, mean: torch.Tensor, rstd: torch.Tensor, x: torch.Tensor, w: Any, b: Any, groups: int, eps: float
+) -> None:
     x, y = _planes(x), _planes(y)
     _launch(_fwd, _fwd_wide, x, groups, x.shape[0] * groups, (y, mean, rstd, x, _dense(w), _dense(b)), (eps,), y, x)
 
@@ -273,10 +314,25 @@ def _add_up(sums: torch.Tensor | None, dw: Any, db: Any, need: int) -> None:
     if sums is not None:
         slots, _, channels = sums.shape
         dw, db = dw if need & 2 else None, db if need & 4 else None
-        launch(_bwd_weights, (ceil(channels, 32),), sums, dw, db, slots, channels, BM=64, BN=32, num_warps=4, **early(device.of(sums)))
+        launch(
+            _bwd_weights,
+            (ceil(channels, 32),),
+            sums,
+            dw,
+            db,
+            slots,
+            channels,
+            BM=64,
+            BN=32,
+            num_warps=4,
+            **early(device.of(sums)),
+        )
 
 
-def _launch_bwd(dx: Any, dw: Any, db: Any, dy: torch.Tensor, x: torch.Tensor, w: Any, b: Any, mean: Any, rstd: Any, groups: int, need: int) -> None:  # fmt: skip
+def _launch_bwd(
+    dx: Any, dw: Any, db: Any, dy: torch.Tensor, x: torch.Tensor, w: Any, b: Any, mean: Any, rstd: Any, groups: int,
+    need: int
+) -> None:  # fmt: skip
     """need: bit 0 for dx, 1 for dw, 2 for db; the others are empty and stay so."""
     x, dy, dx = _planes(x), _planes(dy), _planes(dx) if need & 1 else None
     slots, sums, pdl = _slots(x, need)
@@ -300,7 +356,9 @@ def _bands(last: bool, itemsize: int, width: int, channels: int) -> list[int]:
 
 
 @cache
-def _plan(last: bool, itemsize: int, slope: int, width: int, size: int, limit: int, **found: int) -> dict[str, Any] | None:
+def _plan(
+    last: bool, itemsize: int, slope: int, width: int, size: int, limit: int, **found: int
+) -> dict[str, Any] | None:
     """What a configuration makes of groups of `width` channels: macros and the launch's options; None where no cluster holds a band
     in `limit` bytes a block. slope: backward the bytes of dy's elements, forward 0."""
     channels, items, pack = found["CHANNELS"], found["ITEMS"], 16 // itemsize
@@ -312,17 +370,30 @@ def _plan(last: bool, itemsize: int, slope: int, width: int, size: int, limit: i
     if cluster > 16 or warps > 32 or shared > limit:
         return None
     blocks = max(1, min(limit // (shared + 1024), (24 if slope else 40) // warps))
-    facts = {"LAST": int(last), "WIDTH": width, "BACKWARD": int(slope > 0), "CLUSTER": cluster, "WARPS": warps, "BLOCKS": blocks}
+    facts = {
+        "LAST": int(last),
+        "WIDTH": width,
+        "BACKWARD": int(slope > 0),
+        "CLUSTER": cluster,
+        "WARPS": warps,
+        "BLOCKS": blocks,
+    }
     return {**found, **facts, "block": 32 * warps, "cluster": cluster, "shared": shared}
 
 
 @cache
-def _cluster_space(last: bool, itemsize: int, slope: int, width: int, channels: int, size: int, limit: int) -> list[tuning.Config]:
+def _cluster_space(
+    last: bool, itemsize: int, slope: int, width: int, channels: int, size: int, limit: int
+) -> list[tuning.Config]:
     """The configurations that fit, the rule's first: three blocks a multiprocessor or more, bands of 128 bytes or more, 8 warps a block
     and 8 packs a thread, where that is possible."""
-    even = ceil(size * itemsize, 512 * ceil(size * itemsize, 4096))  # in NCHW, packs that share a channel between warps evenly
+    even = ceil(
+        size * itemsize, 512 * ceil(size * itemsize, 4096)
+    )  # in NCHW, packs that share a channel between warps evenly
     found: list[Any] = []
-    for c, w, i in product(_bands(last, itemsize, width, channels), (8, 16, 24, 32, 4), dict.fromkeys((8 if last else even, 8, 12, 16, 4))):
+    for c, w, i in product(
+        _bands(last, itemsize, width, channels), (8, 16, 24, 32, 4), dict.fromkeys((8 if last else even, 8, 12, 16, 4))
+    ):
         config = {"CHANNELS": c, "ITEMS": i, "WARPS": w}
         plan = _plan(last, itemsize, slope, width, size, limit, **config)
         if plan:
@@ -336,7 +407,10 @@ def _shape(x: torch.Tensor, groups: int, slope: int) -> tuple[bool, int, int, in
     return _last(x), x.element_size(), slope, channels // groups, channels, size, device.of(x).shared_memory
 
 
-def _cluster_launch(kernel: CudaKernel, x: torch.Tensor, groups: int, images: int, slope: int, args: tuple[Any, ...], planes: tuple[Any, ...], *facts: float, **flags: Any) -> None:  # fmt: skip
+def _cluster_launch(
+    kernel: CudaKernel, x: torch.Tensor, groups: int, images: int, slope: int, args: tuple[Any, ...],
+    planes: tuple[Any, ...], *facts: float, **flags: Any
+) -> None:  # fmt: skip
     """A cluster per image (backward: images at once) and band. planes: the tensors whose steps the kernel takes."""
     shape = last, itemsize, _, width, channels, size, limit = _shape(x, groups, slope)
 
@@ -347,20 +421,29 @@ def _cluster_launch(kernel: CudaKernel, x: torch.Tensor, groups: int, images: in
 
     steps = [step for t in planes for step in ((0, 0) if t is None else (t.stride(0), t.stride(2 if last else 1)))]
     grid = lambda c: (c["CLUSTER"] * images * channels // c["CHANNELS"],)  # noqa: E731
-    launch(kernel, grid, *args, groups, size, *steps, *facts, config=config, key=(last, groups, channels, size), **flags)
+    launch(
+        kernel, grid, *args, groups, size, *steps, *facts, config=config, key=(last, groups, channels, size), **flags
+    )
 
 
 def _ctype(t: torch.Tensor | None) -> str:
     return "void" if t is None else CTYPE[t.dtype]
 
 
-def _cluster_fwd(y: torch.Tensor, mean: torch.Tensor, rstd: torch.Tensor, x: torch.Tensor, w: Any, b: Any, groups: int, eps: float) -> None:
+def _cluster_fwd(
+    y: torch.Tensor, mean: torch.Tensor, rstd: torch.Tensor, x: torch.Tensor, w: Any, b: Any, groups: int, eps: float
+) -> None:
     x, y = _planes(x), _planes(y)
     types = {"YTYPE": _ctype(y), "WTYPE": _ctype(w), "BTYPE": _ctype(b)}
-    _cluster_launch(_GROUP_FWD, x, groups, x.shape[0], 0, (y, mean, rstd, x, _dense(w), _dense(b)), (y, x), eps, **types)
+    _cluster_launch(
+        _GROUP_FWD, x, groups, x.shape[0], 0, (y, mean, rstd, x, _dense(w), _dense(b)), (y, x), eps, **types
+    )
 
 
-def _cluster_bwd(dx: Any, dw: Any, db: Any, dy: torch.Tensor, x: torch.Tensor, w: Any, b: Any, mean: Any, rstd: Any, groups: int, need: int) -> None:  # fmt: skip
+def _cluster_bwd(
+    dx: Any, dw: Any, db: Any, dy: torch.Tensor, x: torch.Tensor, w: Any, b: Any, mean: Any, rstd: Any, groups: int,
+    need: int
+) -> None:  # fmt: skip
     """As `_launch_bwd`, which takes what is too large for clusters with dy beside it. A dy that does not lie as x does is copied."""
     plane = _planes(x)
     if not _cluster_space(*_shape(plane, groups, dy.element_size())):
@@ -378,7 +461,11 @@ def _cluster_bwd(dx: Any, dw: Any, db: Any, dy: torch.Tensor, x: torch.Tensor, w
 def _unfit(plane: torch.Tensor, last: bool) -> bool:
     """Whether a thread cannot copy 16 bytes at a time: of places, or in channels_last memory of channels."""
     steps = plane.stride(0), plane.stride(2 if last else 1)
-    return plane.stride(1 if last else 2) != 1 or plane.data_ptr() % 16 > 0 or any([s * plane.element_size() % 16 for s in steps])
+    return (
+        plane.stride(1 if last else 2) != 1
+        or plane.data_ptr() % 16 > 0
+        or any([s * plane.element_size() % 16 for s in steps])
+    )
 
 
 def fits(x: torch.Tensor, *rest: Any) -> str | None:
@@ -397,19 +484,31 @@ def fits(x: torch.Tensor, *rest: Any) -> str | None:
     shape = _shape(plane, groups, 0)
     if _unfit(plane, shape[0]) or (not shape[0] and plane.shape[2] * x.element_size() % 16):
         return "it copies 16 bytes at a time: channels (in channels_last memory places) must begin and end at multiples of that"
-    return None if _cluster_space(*shape) else "16 blocks do not hold a group, or in channels_last memory whole groups in whole 16 bytes"
+    return (
+        None
+        if _cluster_space(*shape)
+        else "16 blocks do not hold a group, or in channels_last memory whole groups in whole 16 bytes"
+    )
 
 
-@kernel_op("group_norm_fwd(Tensor x, Tensor? w, Tensor? b, int groups, float eps, ScalarType? dtype, str? impl) -> (Tensor, Tensor, Tensor)")  # fmt: skip
-def _forward(x: torch.Tensor, w: Any, b: Any, groups: int, eps: float, dtype: Any, impl: str | None) -> tuple[torch.Tensor, ...]:
+@kernel_op(
+    "group_norm_fwd(Tensor x, Tensor? w, Tensor? b, int groups, float eps, ScalarType? dtype, str? impl) -> (Tensor, Tensor, Tensor)"
+)
+def _forward(
+    x: torch.Tensor, w: Any, b: Any, groups: int, eps: float, dtype: Any, impl: str | None
+) -> tuple[torch.Tensor, ...]:
     y = _alike(x, dtype)
     mean, rstd = [torch.empty((x.shape[0], groups), dtype=torch.float32, device=x.device) for _ in range(2)]
     run(GROUP_NORM, "fwd", impl, (y, mean, rstd), x, w, b, groups, eps)
     return y, mean, rstd
 
 
-@kernel_op("group_norm_bwd(Tensor dy, Tensor x, Tensor? w, Tensor? b, Tensor mean, Tensor rstd, int groups, int need, str? impl) -> (Tensor, Tensor, Tensor)")  # fmt: skip
-def _backward(dy: torch.Tensor, x: torch.Tensor, w: Any, b: Any, mean: Any, rstd: Any, groups: int, need: int, impl: str | None) -> Any:
+@kernel_op(
+    "group_norm_bwd(Tensor dy, Tensor x, Tensor? w, Tensor? b, Tensor mean, Tensor rstd, int groups, int need, str? impl) -> (Tensor, Tensor, Tensor)"
+)
+def _backward(
+    dy: torch.Tensor, x: torch.Tensor, w: Any, b: Any, mean: Any, rstd: Any, groups: int, need: int, impl: str | None
+) -> Any:
     dx = _alike(x) if need & 1 else x.new_empty(0)
     dw, db = [x.new_empty(p.shape, dtype=p.dtype) if need & bit else x.new_empty(0) for p, bit in ((w, 2), (b, 4))]
     run(GROUP_NORM, "bwd", impl, (dx, dw, db), dy, x, w, b, mean, rstd, groups, need)
@@ -425,7 +524,9 @@ def _alike(x: torch.Tensor, dtype: torch.dtype | None = None) -> torch.Tensor:
 
 class _GroupNorm(Function):
     @staticmethod
-    def forward(ctx: Any, x: torch.Tensor, w: Any, b: Any, groups: int, eps: float, dtype: Any, impl: str | None) -> torch.Tensor:
+    def forward(
+        ctx: Any, x: torch.Tensor, w: Any, b: Any, groups: int, eps: float, dtype: Any, impl: str | None
+    ) -> torch.Tensor:
         y, mean, rstd = _forward(x, w, b, groups, eps, dtype, impl)
         ctx.save_for_backward(x, w, b, mean, rstd)
         ctx.facts = groups, impl
@@ -440,7 +541,9 @@ class _GroupNorm(Function):
         return *[g if w else None for g, w in zip(grads, wanted, strict=True)], None, None, None, None
 
 
-def reference(x: torch.Tensor, num_groups: int, weight: Any = None, bias: Any = None, eps: float = 1e-5) -> torch.Tensor:
+def reference(
+    x: torch.Tensor, num_groups: int, weight: Any = None, bias: Any = None, eps: float = 1e-5
+) -> torch.Tensor:
     rows = x.to(torch.promote_types(x.dtype, torch.float32)).unflatten(1, (num_groups, -1)).flatten(2)
     off = rows - rows.mean(-1, keepdim=True)
     y = (off * torch.rsqrt(off.square().mean(-1, keepdim=True) + eps)).reshape(x.shape)
@@ -475,9 +578,16 @@ def group_norm(
     grad = x.requires_grad
     for name, p in (("weight", weight), ("bias", bias)):
         if p is not None:
-            if not isinstance(p, torch.Tensor) or p.shape != shape[1:2] or p.device != x.device or not p.is_floating_point():
+            if (
+                not isinstance(p, torch.Tensor)
+                or p.shape != shape[1:2]
+                or p.device != x.device
+                or not p.is_floating_point()
+            ):
                 given = f"{tuple(p.shape)} {p.dtype} on {p.device}" if isinstance(p, torch.Tensor) else type(p).__name__
-                raise RidgelineError(f"group_norm: {name} must be floating point of shape ({shape[1]},) on {x.device}, and is {given}")
+                raise RidgelineError(
+                    f"group_norm: {name} must be floating point of shape ({shape[1]},) on {x.device}, and is {given}"
+                )
             grad = grad or p.requires_grad
     if type(eps) is not float or not eps >= 0:
         eps = known_eps("group_norm", eps)
@@ -499,7 +609,9 @@ def _torch(x: torch.Tensor, num_groups: int, weight: Any = None, bias: Any = Non
     return torch.group_norm(x.float(), num_groups, w, b, eps).to(x.dtype)
 
 
-def cost(x: torch.Tensor, num_groups: int, weight: Any = None, bias: Any = None, eps: float = 1e-5) -> tuple[Cost, Cost]:
+def cost(
+    x: torch.Tensor, num_groups: int, weight: Any = None, bias: Any = None, eps: float = 1e-5
+) -> tuple[Cost, Cost]:
     parameters = [p for p in (weight, bias) if p is not None]
     scale = [] if weight is None else [weight]
     return (

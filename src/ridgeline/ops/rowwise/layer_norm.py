@@ -21,7 +21,9 @@ from ridgeline.ops.rowwise._rows import BENCH
 NORM = Norm("layer_norm", center=True, add=False)
 
 
-def reference(x: torch.Tensor, weight: Maybe = None, bias: Maybe = None, eps: float = 1e-5, *, memory_efficient: bool = False) -> torch.Tensor:  # fmt: skip
+def reference(
+    x: torch.Tensor, weight: Maybe = None, bias: Maybe = None, eps: float = 1e-5, *, memory_efficient: bool = False
+) -> torch.Tensor:
     v = widened(x)
     v = v - v.mean(-1, keepdim=True)
     y = v * torch.rsqrt(v.square().mean(-1, keepdim=True) + eps)
@@ -50,7 +52,9 @@ def layer_norm(
     return NORM(impl, x, None, weight, bias, eps, memory_efficient)
 
 
-def _torch(x: torch.Tensor, weight: Maybe = None, bias: Maybe = None, eps: float = 1e-5, *, memory_efficient: bool = False) -> torch.Tensor:
+def _torch(
+    x: torch.Tensor, weight: Maybe = None, bias: Maybe = None, eps: float = 1e-5, *, memory_efficient: bool = False
+) -> torch.Tensor:
     v, w, b = alike(x, weight, bias)
     return F.layer_norm(v, x.shape[-1:], w, b, eps).to(x.dtype)
 
@@ -70,7 +74,11 @@ NORM.op = LAYER_NORM = Op(
         Case("33x129", (Spec(33, 129), Spec(129), Spec(129))),
         Case("40x64 no weight", (Spec(40, 64),)),
         Case("3x30x70 no bias", (Spec(3, 30, 70), Spec(70))),
-        Case("33x130 weights in float32", (Spec(33, 130), Spec(130, dtype="float32"), Spec(130, dtype="float32")), dtypes=HALF),
+        Case(
+            "33x130 weights in float32",
+            (Spec(33, 130), Spec(130, dtype="float32"), Spec(130, dtype="float32")),
+            dtypes=HALF,
+        ),
         Case("33x72 frozen weight", (Spec(33, 72), Spec(72, grad=False), Spec(72))),
         Case("33x129 mean 100", (Near(33, 129, scale=1, about=100), Spec(129, grad=False), Spec(129, grad=False))),
         Case("33x129 memory_efficient", (Spec(33, 129), Near(129), Near(129, about=0)), {"memory_efficient": True}),

@@ -24,7 +24,9 @@ def reference(x: torch.Tensor, dim: int = -1, dtype: torch.dtype | None = None) 
     return shifted - shifted.exp().sum(dim, keepdim=True).log()
 
 
-def log_softmax(x: torch.Tensor, dim: int = -1, dtype: torch.dtype | None = None, *, impl: str | None = None) -> torch.Tensor:
+def log_softmax(
+    x: torch.Tensor, dim: int = -1, dtype: torch.dtype | None = None, *, impl: str | None = None
+) -> torch.Tensor:
     """The logarithm of softmax along `dim`, as `torch.nn.functional.log_softmax`. Gradients flow to x.
 
     x: any shape and strides, floating point. dtype: what x is cast to first, and the result's type; float32 of a half-precision
@@ -46,7 +48,9 @@ def _torch(x: torch.Tensor, dim: int = -1, dtype: torch.dtype | None = None) -> 
 
 KERNELS.op = LOG_SOFTMAX = Op(log_softmax, reference=reference, cost=cost, cases=CASES)
 
-LOG_SOFTMAX.eager("naive", "the formula in eager PyTorch: max, subtract, exp, sum, log, subtract", reference, supports=full_precision)
+LOG_SOFTMAX.eager(
+    "naive", "the formula in eager PyTorch: max, subtract, exp, sum, log, subtract", reference, supports=full_precision
+)
 LOG_SOFTMAX.eager("torch", "PyTorch's own kernel: a row per block", _torch, served=True)
 LOG_SOFTMAX.compiled("the formula fused into one or two kernels by torch.compile")
 KERNELS.rungs()

@@ -61,14 +61,27 @@ def _finish(y, p, probability, row, start, column, inside, seed, least, gain, BN
 
 
 @triton.jit
-def _fwd(y, p, x, mask, bias, seed, rows, columns, x_stride, scale, fill, least, gain, sizes, mask_strides, bias_strides, BM: tl.constexpr, BN: tl.constexpr, STAGES: tl.constexpr):  # fmt: skip
+def _fwd(
+    y, p, x, mask, bias, seed, rows, columns, x_stride, scale, fill, least, gain, sizes, mask_strides, bias_strides,
+    BM: tl.constexpr, BN: tl.constexpr, STAGES: tl.constexpr
+):  # fmt: skip
     column = tl.arange(0, BN)[None, :]
     for tile in tl.range(tl.program_id(0), tl.cdiv(rows, BM), tl.num_programs(0), num_stages=STAGES):
         row = (tile * BM + tl.arange(0, BM))[:, None]
         inside = (row < rows) & (column < columns)
         masks = mask + _offset(row, sizes, mask_strides[1:])
         biases = bias if bias is None else bias + _offset(row, sizes, bias_strides[1:])
-        z = _scores(x + row.to(tl.int64) * x_stride, masks, biases, mask_strides[0], bias_strides[0], column, inside, scale, fill)
+        z = _scores(
+            x + row.to(tl.int64) * x_stride,
+            masks,
+            biases,
+            mask_strides[0],
+            bias_strides[0],
+            column,
+            inside,
+            scale,
+            fill,
+        )
         most = tl.max(z, 1)[:, None]
         e = exp_below(z - tl.where(most == float("-inf"), 0.0, most), BN, x.dtype.element_ty)
         total = tl.sum(e, 1)[:, None]
@@ -78,7 +91,10 @@ def _fwd(y, p, x, mask, bias, seed, rows, columns, x_stride, scale, fill, least,
 
 
 @triton.jit
-def _fwd_wide(y, p, x, mask, bias, seed, rows, columns, x_stride, scale, fill, least, gain, sizes, mask_strides, bias_strides, BN: tl.constexpr):  # fmt: skip
+def _fwd_wide(
+    y, p, x, mask, bias, seed, rows, columns, x_stride, scale, fill, least, gain, sizes, mask_strides, bias_strides,
+    BN: tl.constexpr
+):  # fmt: skip
     row = tl.program_id(0) + tl.zeros((1, 1), tl.int32)
     dtype: tl.constexpr = x.dtype.element_ty
     columns_here = tl.arange(0, BN)[None, :]
@@ -123,7 +139,10 @@ def _gradients(dx, dz, value, masks, mask_step, column, inside, scale):
 
 
 @triton.jit
-def _bwd(dx, dz, dy, y, mask, seed, rows, columns, dy_stride, y_stride, scale, least, gain, sizes, mask_strides, BM: tl.constexpr, BN: tl.constexpr, STAGES: tl.constexpr):  # fmt: skip
+def _bwd(
+    dx, dz, dy, y, mask, seed, rows, columns, dy_stride, y_stride, scale, least, gain, sizes, mask_strides,
+    BM: tl.constexpr, BN: tl.constexpr, STAGES: tl.constexpr
+):  # fmt: skip
     column = tl.arange(0, BN)[None, :]
     for tile in tl.range(tl.program_id(0), tl.cdiv(rows, BM), tl.num_programs(0), num_stages=STAGES):
         row = (tile * BM + tl.arange(0, BM))[:, None]
@@ -132,11 +151,37 @@ def _bwd(dx, dz, dy, y, mask, seed, rows, columns, dy_stride, y_stride, scale, l
         slope, value = _slope(dy + long * dy_stride, y + long * y_stride, row, 0, column, inside, seed, least, gain, BN)
         value *= slope - tl.sum(slope * value, 1)[:, None]
         masks = mask if mask is None else mask + _offset(row, sizes, mask_strides[1:])
-        _gradients(dx + long * columns, dz if dz is None else dz + long * columns, value, masks, mask_strides[0], column, inside, scale)
+        _gradients(
+            dx + long * columns,
+            dz if dz is None else dz + long * columns,
+            value,
+            masks,
+            mask_strides[0],
+            column,
+            inside,
+            scale,
+        )
 
 
 @triton.jit
-def _bwd_wide(dx, dz, dy, y, mask, seed, rows, columns, dy_stride, y_stride, scale, least, gain, sizes, mask_strides, BN: tl.constexpr):
+def _bwd_wide(
+    dx,
+    dz,
+    dy,
+    y,
+    mask,
+    seed,
+    rows,
+    columns,
+    dy_stride,
+    y_stride,
+    scale,
+    least,
+    gain,
+    sizes,
+    mask_strides,
+    BN: tl.constexpr,
+):
     row = tl.program_id(0) + tl.zeros((1, 1), tl.int32)
     long = tl.program_id(0).to(tl.int64)
     columns_here = tl.arange(0, BN)[None, :]
@@ -146,12 +191,16 @@ def _bwd_wide(dx, dz, dy, y, mask, seed, rows, columns, dy_stride, y_stride, sca
     sums = tl.zeros((1, BN), tl.float32)
     for start in range(0, columns, BN):
         column = start + columns_here
-        slope, value = _slope(dy + long * dy_stride, y + long * y_stride, row, start, column, column < columns, seed, least, gain, BN)
+        slope, value = _slope(
+            dy + long * dy_stride, y + long * y_stride, row, start, column, column < columns, seed, least, gain, BN
+        )
         sums += slope * value
     total = tl.sum(sums, 1)[:, None]
     for start in range(0, columns, BN):
         column = start + columns_here
-        slope, value = _slope(dy + long * dy_stride, y + long * y_stride, row, start, column, column < columns, seed, least, gain, BN)
+        slope, value = _slope(
+            dy + long * dy_stride, y + long * y_stride, row, start, column, column < columns, seed, least, gain, BN
+        )
         _gradients(dx, dz, value * (slope - total), masks, mask_strides[0], column, column < columns, scale)
 
 
@@ -191,7 +240,9 @@ def _dropping(p: float) -> tuple[int, float]:
     return threshold(p), 1 / (1 - p) if p < 1 else 0.0
 
 
-def _launch_fwd(y: Any, saved: Any, x: Any, mask: Any, bias: Any, seed: Any, scale: float, fill: float, p: float) -> None:
+def _launch_fwd(
+    y: Any, saved: Any, x: Any, mask: Any, bias: Any, seed: Any, scale: float, fill: float, p: float
+) -> None:
     sizes, (masks, biases) = _steps(x.shape, mask, bias)
     rows = as_rows(x, -1)
     out = as_rows(y, -1), None if seed is None else as_rows(saved, -1)
@@ -211,8 +262,12 @@ def _launch_bwd(dx: Any, dz: Any, dy: Any, y: Any, mask: Any, seed: Any, scale: 
 _SCALARS = "float scale, float fill, float p"
 
 
-@kernel_op(f"masked_softmax_fwd(Tensor x, Tensor mask, Tensor? bias, Tensor? seed, {_SCALARS}, str? impl) -> (Tensor, Tensor)")
-def _forward(x: torch.Tensor, mask: torch.Tensor, bias: Any, seed: Any, scale: float, fill: float, p: float, impl: str | None) -> Any:
+@kernel_op(
+    f"masked_softmax_fwd(Tensor x, Tensor mask, Tensor? bias, Tensor? seed, {_SCALARS}, str? impl) -> (Tensor, Tensor)"
+)
+def _forward(
+    x: torch.Tensor, mask: torch.Tensor, bias: Any, seed: Any, scale: float, fill: float, p: float, impl: str | None
+) -> Any:
     y = empty_rows(x, -1, None)
     saved = x.new_empty(0) if seed is None else torch.empty_like(y)
     if y.numel():
@@ -220,8 +275,13 @@ def _forward(x: torch.Tensor, mask: torch.Tensor, bias: Any, seed: Any, scale: f
     return y, saved
 
 
-@kernel_op(f"masked_softmax_bwd(Tensor dy, Tensor y, Tensor mask, Tensor? seed, {_SCALARS}, ScalarType? dz, str? impl) -> (Tensor, Tensor)")
-def _backward(dy: torch.Tensor, y: torch.Tensor, mask: torch.Tensor, seed: Any, scale: float, fill: float, p: float, dtype: Any, impl: Any) -> Any:  # fmt: skip
+@kernel_op(
+    f"masked_softmax_bwd(Tensor dy, Tensor y, Tensor mask, Tensor? seed, {_SCALARS}, ScalarType? dz, str? impl) -> (Tensor, Tensor)"
+)
+def _backward(
+    dy: torch.Tensor, y: torch.Tensor, mask: torch.Tensor, seed: Any, scale: float, fill: float, p: float, dtype: Any,
+    impl: Any
+) -> Any:  # fmt: skip
     dx = empty_rows(y, -1, None)
     dz = y.new_empty(0) if dtype is None else torch.empty_like(dx, dtype=dtype)
     if dx.numel():
@@ -231,7 +291,9 @@ def _backward(dy: torch.Tensor, y: torch.Tensor, mask: torch.Tensor, seed: Any, 
 
 class _MaskedSoftmax(Function):
     @staticmethod
-    def forward(ctx: Any, x: Any, mask: Any, bias: Any, seed: Any, scale: float, fill: float, p: float, impl: str | None) -> torch.Tensor:
+    def forward(
+        ctx: Any, x: Any, mask: Any, bias: Any, seed: Any, scale: float, fill: float, p: float, impl: str | None
+    ) -> torch.Tensor:
         y, saved = _forward(x, mask, bias, seed, scale, fill, p, impl)
         ctx.save_for_backward(y if seed is None else saved, mask, seed)
         ctx.facts = scale, fill, p
@@ -277,7 +339,12 @@ def _seed(seed: int | torch.Tensor | None, like: torch.Tensor) -> torch.Tensor:
 
 def _usual(x: Any, mask: Any, bias: Any, scale: Any, fill: Any) -> bool:
     """Whether kernels serve the call and there is nothing to look at more closely: the quick way to say so."""
-    if type(x) is not torch.Tensor or type(mask) is not torch.Tensor or bias is not None or mask.dtype is not torch.bool:
+    if (
+        type(x) is not torch.Tensor
+        or type(mask) is not torch.Tensor
+        or bias is not None
+        or mask.dtype is not torch.bool
+    ):
         return False
     if not x.is_cuda or x.dtype not in MASKED_SOFTMAX.kernel_dtypes or mask.get_device() != x.get_device():
         return False
@@ -292,7 +359,9 @@ def _usual(x: Any, mask: Any, bias: Any, scale: Any, fill: Any) -> bool:
 
 def _check(x: Any, mask: Any, scale: Any, fill: Any, bias: Any, p: Any, seed: Any) -> None:
     def broadcasts(t: torch.Tensor) -> bool:
-        return t.dim() <= x.dim() and all([n in (1, m) for n, m in zip(reversed(t.shape), reversed(x.shape), strict=False)])
+        return t.dim() <= x.dim() and all(
+            [n in (1, m) for n, m in zip(reversed(t.shape), reversed(x.shape), strict=False)]
+        )
 
     for name, t in (("x", x), ("mask", mask), ("bias", bias)):
         if not isinstance(t, torch.Tensor) and (t is not None or name != "bias"):
@@ -310,23 +379,32 @@ def _check(x: Any, mask: Any, scale: Any, fill: Any, bias: Any, p: Any, seed: An
         if t is not None and t.device != x.device:
             raise RidgelineError(f"masked_softmax: {name} is on {t.device} and x on {x.device}; one device is needed")
         if t is not None and not broadcasts(t):
-            raise RidgelineError(f"masked_softmax: {name} must broadcast to x, {tuple(x.shape)}, and has shape {tuple(t.shape)}")
+            raise RidgelineError(
+                f"masked_softmax: {name} must broadcast to x, {tuple(x.shape)}, and has shape {tuple(t.shape)}"
+            )
     for name, value in (("scale", scale), ("fill", fill), ("dropout_p", p)):
         if not isinstance(value, int | float):
             raise RidgelineError(f"masked_softmax: {name} must be a number, and is {type(value).__name__}")
     if not 0 <= p <= 1:
         raise RidgelineError(f"masked_softmax: dropout_p must be between 0 and 1, and is {p}")
     if isinstance(seed, torch.Tensor) and (seed.dim() or seed.dtype != torch.int64 or seed.device != x.device):
-        raise RidgelineError(f"masked_softmax: seed must be an int or a 0-d int64 tensor on {x.device}; it is {seed.dtype} of shape {tuple(seed.shape)} on {seed.device}")  # fmt: skip
+        raise RidgelineError(
+            f"masked_softmax: seed must be an int or a 0-d int64 tensor on {x.device}; it is {seed.dtype} of shape {tuple(seed.shape)} on {seed.device}"
+        )
     if not isinstance(seed, torch.Tensor | int | None):
-        raise RidgelineError(f"masked_softmax: seed must be an int, a 0-d int64 tensor or None, and is {type(seed).__name__}")
+        raise RidgelineError(
+            f"masked_softmax: seed must be an int, a 0-d int64 tensor or None, and is {type(seed).__name__}"
+        )
     if isinstance(seed, int) and not -(2**63) <= seed < 2**63:
-        raise RidgelineError(f"masked_softmax: seed must be an int of 64 bits, a 0-d int64 tensor or None, and is {seed}")
+        raise RidgelineError(
+            f"masked_softmax: seed must be an int of 64 bits, a 0-d int64 tensor or None, and is {seed}"
+        )
 
 
 def masked_softmax(
-    x: torch.Tensor, mask: torch.Tensor, scale: float = 1.0, fill: float = float("-inf"), bias: torch.Tensor | None = None, *,
-    dropout_p: float = 0.0, seed: int | torch.Tensor | None = None, impl: str | None = None,
+    x: torch.Tensor, mask: torch.Tensor, scale: float = 1.0, fill: float = float("-inf"),
+    bias: torch.Tensor | None = None, *, dropout_p: float = 0.0, seed: int | torch.Tensor | None = None,
+    impl: str | None = None
 ) -> torch.Tensor:  # fmt: skip
     """softmax along the last dimension of scale * x + bias where `mask` is True and of `fill` elsewhere. Gradients flow to x and bias.
 
@@ -391,7 +469,9 @@ MASKED_SOFTMAX = Op(
 )
 
 MASKED_SOFTMAX.eager("naive", "the formula in eager PyTorch: eight passes", reference, supports=full_precision)
-MASKED_SOFTMAX.eager("torch", "PyTorch's own kernels: multiply, masked_fill, softmax, and 0 where the mask hides", _torch, served=True)
+MASKED_SOFTMAX.eager(
+    "torch", "PyTorch's own kernels: multiply, masked_fill, softmax, and 0 where the mask hides", _torch, served=True
+)
 MASKED_SOFTMAX.compiled("the formula fused by torch.compile")
 MASKED_SOFTMAX.kernel(
     "triton",

@@ -20,7 +20,9 @@ from ridgeline.ops.rowwise._rows import BENCH
 NORM = Norm("rms_norm", center=False, add=False)
 
 
-def reference(x: torch.Tensor, weight: torch.Tensor | None = None, eps: float = 1e-6, *, memory_efficient: bool = False) -> torch.Tensor:
+def reference(
+    x: torch.Tensor, weight: torch.Tensor | None = None, eps: float = 1e-6, *, memory_efficient: bool = False
+) -> torch.Tensor:
     v = widened(x)
     y = v * torch.rsqrt(v.square().mean(-1, keepdim=True) + eps)
     return (y if weight is None else y * weight).to(x.dtype)
@@ -46,12 +48,16 @@ def rms_norm(
     return NORM(impl, x, None, weight, None, eps, memory_efficient)
 
 
-def _torch(x: torch.Tensor, weight: torch.Tensor | None = None, eps: float = 1e-6, *, memory_efficient: bool = False) -> torch.Tensor:
+def _torch(
+    x: torch.Tensor, weight: torch.Tensor | None = None, eps: float = 1e-6, *, memory_efficient: bool = False
+) -> torch.Tensor:
     v, w = alike(x, weight)
     return F.rms_norm(v, x.shape[-1:], w, eps).to(x.dtype)
 
 
-def cost(x: torch.Tensor, weight: torch.Tensor | None = None, eps: float = 1e-6, *, memory_efficient: bool = False) -> tuple[Cost, Cost]:
+def cost(
+    x: torch.Tensor, weight: torch.Tensor | None = None, eps: float = 1e-6, *, memory_efficient: bool = False
+) -> tuple[Cost, Cost]:
     return NORM.cost(x, None, weight, None)
 
 

@@ -28,7 +28,9 @@ def reference(x: torch.Tensor, dim: int = -1, dtype: torch.dtype | None = None) 
     return e / e.sum(dim, keepdim=True)
 
 
-def softmax(x: torch.Tensor, dim: int = -1, dtype: torch.dtype | None = None, *, impl: str | None = None) -> torch.Tensor:
+def softmax(
+    x: torch.Tensor, dim: int = -1, dtype: torch.dtype | None = None, *, impl: str | None = None
+) -> torch.Tensor:
     """exp(x) scaled to sum to 1 along `dim`, as `torch.nn.functional.softmax`. Gradients flow to x.
 
     x: any shape and strides, floating point. dtype: what x is cast to first, and the result's type; float32 of a half-precision
@@ -50,11 +52,23 @@ def _fits_row(x: torch.Tensor, *rest: Any) -> str | None:
     return f"it holds a row in the registers of one block, at most {ROW_LIMIT} columns; this has {columns_of(x, *rest)}"
 
 
-SQUARES = [Case(f"32x64x{s}x{s}", (Spec(32, 64, s, s),), dtypes=("float32",), use="bench") for s in (16, 32, 64, 128, 512)]
+SQUARES = [
+    Case(f"32x64x{s}x{s}", (Spec(32, 64, s, s),), dtypes=("float32",), use="bench") for s in (16, 32, 64, 128, 512)
+]
 KERNELS.op = SOFTMAX = Op(softmax, reference=reference, cost=cost, cases=[*CASES, *SQUARES])
 
-SOFTMAX.eager("naive", "the formula in eager PyTorch: five passes, max, subtract, exp, sum, divide", reference, supports=full_precision)
-SOFTMAX.eager("torch", "PyTorch's own kernel: a row per block", lambda x, dim=-1, dtype=None: F.softmax(x, dim, dtype=dtype), served=True)
+SOFTMAX.eager(
+    "naive",
+    "the formula in eager PyTorch: five passes, max, subtract, exp, sum, divide",
+    reference,
+    supports=full_precision,
+)
+SOFTMAX.eager(
+    "torch",
+    "PyTorch's own kernel: a row per block",
+    lambda x, dim=-1, dtype=None: F.softmax(x, dim, dtype=dtype),
+    served=True,
+)
 SOFTMAX.compiled("the formula fused into one or two kernels by torch.compile")
 SOFTMAX.kernel(
     "triton_row",

@@ -25,7 +25,19 @@ from ridgeline.select import eager, run
 
 
 @triton.jit
-def _fwd(y, x, w, rows, columns, x_stride, w_stride, BM: tl.constexpr, BN: tl.constexpr, TILES: tl.constexpr, PACK: tl.constexpr):
+def _fwd(
+    y,
+    x,
+    w,
+    rows,
+    columns,
+    x_stride,
+    w_stride,
+    BM: tl.constexpr,
+    BN: tl.constexpr,
+    TILES: tl.constexpr,
+    PACK: tl.constexpr,
+):
     """A step loads TILES blocks of BN columns; PACK neighbours, which a thread has loaded at once, are added before all else."""
     row = (tl.program_id(0).to(tl.int64) * BM + tl.arange(0, BM))[:, None]
     x += tl.minimum(row, rows - 1) * x_stride
@@ -35,10 +47,14 @@ def _fwd(y, x, w, rows, columns, x_stride, w_stride, BM: tl.constexpr, BN: tl.co
         for t in tl.static_range(TILES):
             column = start + t * BN + tl.arange(0, BN)[None, :]
             inside = column < columns
-            values = tl.load(x + column, mask=inside, other=0, eviction_policy="evict_first")  # x pushes nothing else out of L2
+            values = tl.load(
+                x + column, mask=inside, other=0, eviction_policy="evict_first"
+            )  # x pushes nothing else out of L2
             loaded = loaded + (values, tl.load(w + column * w_stride, mask=inside, other=0))
         for t in tl.static_range(TILES):
-            products = tl.reshape(loaded[2 * t].to(tl.float32) * loaded[2 * t + 1].to(tl.float32), (BM, BN // PACK, PACK))
+            products = tl.reshape(
+                loaded[2 * t].to(tl.float32) * loaded[2 * t + 1].to(tl.float32), (BM, BN // PACK, PACK)
+            )
             sums += tl.sum(products, 2)
     total = tl.sum(sums, 1)[:, None]
     tl.store(y + row, total.to(y.dtype.element_ty), mask=row < rows)
@@ -81,7 +97,9 @@ def _bwd_dw(parts, dy, x, rows, columns, dy_stride, x_stride, BM: tl.constexpr, 
             slope = tl.load(dy + start * dy_stride + row * dy_stride, mask=known, other=0)
             values = tl.load(x + start * x_stride + (row * x_stride + column), mask=known & inside, other=0)
             loaded = loaded + (slope, values)
-        found = tl.zeros((BM, BN), tl.float32)  # of a step first: many small terms added to one large sum would each be rounded
+        found = tl.zeros(
+            (BM, BN), tl.float32
+        )  # of a step first: many small terms added to one large sum would each be rounded
         for t in tl.static_range(TILES):
             found += loaded[2 * t].to(tl.float32) * loaded[2 * t + 1].to(tl.float32)
         sums += found
@@ -89,7 +107,10 @@ def _bwd_dw(parts, dy, x, rows, columns, dy_stride, x_stride, BM: tl.constexpr, 
 
 
 @triton.jit
-def _bwd_dx(dy, dx, dw, parts, shares, w, rows, columns, dy_stride, w_stride, DEEP: tl.constexpr, WIDE: tl.constexpr, BM: tl.constexpr, BN: tl.constexpr):  # fmt: skip
+def _bwd_dx(
+    dy, dx, dw, parts, shares, w, rows, columns, dy_stride, w_stride, DEEP: tl.constexpr, WIDE: tl.constexpr,
+    BM: tl.constexpr, BN: tl.constexpr
+):  # fmt: skip
     """The first programs add up dw's parts, WIDE columns each, DEEP of them at a time, while the others write dx."""
     program = tl.program_id(0)
     if dw is not None:
@@ -108,7 +129,11 @@ def _bwd_dx(dy, dx, dw, parts, shares, w, rows, columns, dy_stride, w_stride, DE
             column = (program % across) * BN + tl.arange(0, BN)[None, :]
             slope = tl.load(dy + row * dy_stride, mask=row < rows, other=0).to(tl.float32)
             weight = tl.load(w + column * w_stride, mask=column < columns, other=0).to(tl.float32)
-            tl.store(dx + row * columns + column, (slope * weight).to(dx.dtype.element_ty), mask=(row < rows) & (column < columns))
+            tl.store(
+                dx + row * columns + column,
+                (slope * weight).to(dx.dtype.element_ty),
+                mask=(row < rows) & (column < columns),
+            )
 
 
 _BLOCKS = [(m, n, w) for m in (1, 2, 4, 8, 16) for n in (256, 512, 1024, 2048, 4096) for w in (4, 8, 16)]
@@ -124,9 +149,15 @@ def _config(kernel: Any, x: torch.Tensor, most: int, rows: int, **tiles: int) ->
 
     def space() -> list[tuning.Config]:
         fit = [(m, n, w) for m, n, w in _BLOCKS if n <= power(columns) and m * n // (32 * w * pack) in (1, 2, 4)]
-        return [{"BM": m, "BN": n, "num_warps": w, **dict.fromkeys(tiles, t)} for m, n, w in fit for t in ((1, 2, 4) if tiles else (1,))]
+        return [
+            {"BM": m, "BN": n, "num_warps": w, **dict.fromkeys(tiles, t)}
+            for m, n, w in fit
+            for t in ((1, 2, 4) if tiles else (1,))
+        ]
 
-    return lambda: tuning.config(device.of(x), "weighted_sum", kernel.__name__[1:], key_of(x.dtype, power(columns)), rule, space)
+    return lambda: tuning.config(
+        device.of(x), "weighted_sum", kernel.__name__[1:], key_of(x.dtype, power(columns)), rule, space
+    )
 
 
 def _lecture(x: torch.Tensor, **tiles: int) -> Any:
@@ -141,10 +172,19 @@ def _launch_fwd(lecture: bool, y: torch.Tensor, x: torch.Tensor, w: torch.Tensor
     config = _lecture(values, TILES=1) if lecture else _config(_fwd, values, 256 * pack, 1, TILES=2)
     given = y.view(-1), values, w, rows, columns, values.stride(0), w.stride(0)
     together = 1 if lecture or values.stride(0) % pack else min(pack, power(columns))
-    launch(_fwd, lambda c: (ceil(rows, c["BM"]),), *given, PACK=together, config=config, key=("weighted_sum", lecture, columns))
+    launch(
+        _fwd,
+        lambda c: (ceil(rows, c["BM"]),),
+        *given,
+        PACK=together,
+        config=config,
+        key=("weighted_sum", lecture, columns),
+    )
 
 
-def _launch_bwd(lecture: bool, dx: Any, dw: Any, parts: Any, dy: torch.Tensor, x: torch.Tensor, w: torch.Tensor) -> None:
+def _launch_bwd(
+    lecture: bool, dx: Any, dw: Any, parts: Any, dy: torch.Tensor, x: torch.Tensor, w: torch.Tensor
+) -> None:
     values, slopes = as_rows(x, -1), dy.reshape(-1)
     rows, columns = values.shape
     pack, key = 16 // x.element_size(), ("weighted_sum", lecture, columns)
@@ -224,10 +264,14 @@ def weighted_sum(x: torch.Tensor, weight: torch.Tensor, *, impl: str | None = No
         if not isinstance(t, torch.Tensor):
             raise RidgelineError(f"weighted_sum: {name} must be a tensor, and is {type(t).__name__}")
         if not t.is_floating_point():
-            raise RidgelineError(f"weighted_sum: {name} must be floating point (float32, float16, bfloat16), and is {t.dtype}")
+            raise RidgelineError(
+                f"weighted_sum: {name} must be floating point (float32, float16, bfloat16), and is {t.dtype}"
+            )
     if weight.dim() != 1 or not x.dim() or x.shape[-1] != weight.shape[0]:
         shapes = f"x {tuple(x.shape)} and weight {tuple(weight.shape)}"
-        raise RidgelineError(f"weighted_sum: weight must be a vector as long as x's last dimension; the shapes are {shapes}")
+        raise RidgelineError(
+            f"weighted_sum: weight must be a vector as long as x's last dimension; the shapes are {shapes}"
+        )
     if x.device != weight.device:
         raise RidgelineError(f"weighted_sum: weight is on {weight.device} and x on {x.device}; one device is needed")
     plain = eager(WEIGHTED_SUM, impl, x, weight)
@@ -259,11 +303,16 @@ WEIGHTED_SUM = Op(
         Case("no rows", (Spec(0, 3, 4), Spec(4))),
         Case("9x9000", (Spec(9, 9000), Spec(9000))),
         Case("512x4096", (Spec(512, 4096), Spec(4096)), use="quick"),
-        *(Case(f"{m}x{n}", (Spec(m, n), Spec(n)), dtypes=("float32", "bfloat16"), use="bench") for m, n in ((16384, 4096), (1024, 262144))),
+        *(
+            Case(f"{m}x{n}", (Spec(m, n), Spec(n)), dtypes=("float32", "bfloat16"), use="bench")
+            for m, n in ((16384, 4096), (1024, 262144))
+        ),
     ],
 )
 
-WEIGHTED_SUM.eager("torch", "a product and a sum: PyTorch writes the product and reads it again", reference, served=True)
+WEIGHTED_SUM.eager(
+    "torch", "a product and a sum: PyTorch writes the product and reads it again", reference, served=True
+)
 WEIGHTED_SUM.compiled("the formula fused by torch.compile")
 
 
@@ -271,7 +320,11 @@ def _narrow(*tensors: torch.Tensor) -> str | None:
     """What the lecture's tiles support: 16 rows and a 16th of more columns than these leave no registers. The last tensor is the weight,
     or its gradient."""
     columns = tensors[-1].shape[-1] if tensors[-1].dim() else 1
-    return None if columns <= 32768 else f"its tiles grow with the columns: it takes at most 32768, and these are {columns}"
+    return (
+        None
+        if columns <= 32768
+        else f"its tiles grow with the columns: it takes at most 32768, and these are {columns}"
+    )
 
 
 for name, idea, lecture in (
@@ -279,4 +332,6 @@ for name, idea, lecture in (
     ("triton", "64 bytes of loads a thread at a time; backward reads x for dw, then writes dx", False),
 ):
     launchers = {"fwd": partial(_launch_fwd, lecture), "bwd": partial(_launch_bwd, lecture)}
-    WEIGHTED_SUM.kernel(name, idea, kind="triton", served=not lecture, supports=_narrow if lecture else None, **launchers)
+    WEIGHTED_SUM.kernel(
+        name, idea, kind="triton", served=not lecture, supports=_narrow if lecture else None, **launchers
+    )
