@@ -1,4 +1,4 @@
-"""The command line: `ridgeline VERB`. Each verb is a module of the lab, imported when it is chosen, so that help is instant."""
+"""The command line: `ridgeline VERB`. Each verb is a module of the lab, imported when chosen, so that help is instant."""
 
 from __future__ import annotations
 
@@ -9,32 +9,24 @@ from collections.abc import Sequence
 from importlib import import_module
 from typing import NoReturn
 
-# verb: (module of ridgeline.lab, what it does: the first line of the module's docstring, or of the verb's own function)
-# A module with one verb has `arguments(parser)` and `main(options)`; one with several has `<verb>_arguments` and `<verb>_main`.
+# verb: (module of ridgeline.lab, what the verb does: the first line of the module's docstring).
+# A module of one verb has `arguments(parser)` and `main(options)`; a module of several has `<verb>_arguments` and
+# `<verb>_main` for each.
 VERBS = {
-    "doctor": ("machine", "what this machine is, what can run on it, and its measured roof"),
-    "list": ("catalogue", "every op and its implementations"),
-    "explain": ("catalogue", "which implementation serves a call, and why not the others"),
-    "check": ("check", "hold implementations against the law of tolerance"),
-    "bench": (
-        "bench",
-        "time implementations against each other and against the roof, after they have passed the check",
-    ),
-    "compare": ("compare", "two recorded runs side by side, each difference judged against its interval"),
-    "ladder": ("ladder", "an op's rungs in order, with what each gained over the one before"),
-    "roofline": ("roofline", "every rung on the machine's roofline, with a verdict"),
-    "profile": (
-        "profile",
-        "where the time of an op or of your own function goes: a table, a Chrome trace, flame graphs; nsys and ncu",
-    ),
-    "inspect": (
-        "inspect",
-        "what the compilers made of a kernel: PTX, SASS, registers, spills, shared memory, access widths; without a GPU",
-    ),
-    "tune": ("tune", "search tile configurations on this GPU"),
-    "report": ("report", "the main job: measure, check and time everything, and write one HTML file"),
+    "doctor": ("machine", "describe this machine: hardware, software, what can run, measured bandwidth and FLOP/s"),
+    "list": ("catalogue", "list the ops and their implementations"),
+    "explain": ("catalogue", "show which implementation a call runs, and why not the others"),
+    "check": ("check", "check outputs and gradients against a float64 reference"),
+    "bench": ("bench", "check implementations, then time them against each other and the limits of the hardware"),
+    "compare": ("compare", "compare two recorded runs, and tell real differences from noise"),
+    "ladder": ("ladder", "show what each implementation of an op gained over the one before"),
+    "roofline": ("roofline", "place every implementation on the machine's roofline, and say what limits it"),
+    "profile": ("profile", "profile an op or your own function: a table, a Chrome trace, flame graphs, Nsight tools"),
+    "inspect": ("inspect", "compile a kernel, with or without a GPU: PTX, SASS, registers, spills, shared memory"),
+    "tune": ("tune", "search tile configurations on this GPU, and save the best"),
+    "report": ("report", "check and time everything on this machine, and write one HTML page"),
 }
-# What the lab needs beyond torch and triton, by the names that Python imports.
+# Packages that the lab needs beyond torch and triton, by their import names.
 EXTRA = ("rich", "jinja2", "altair", "vl_convert", "numpy", "cuda")
 
 
@@ -53,11 +45,13 @@ def fail(message: str) -> NoReturn:
 def help_text() -> str:
     width = max(map(len, VERBS))
     lines = [f"  {verb:{width}}  {line}" for verb, (_, line) in VERBS.items()]
-    return "usage: ridgeline VERB [options]    (ridgeline VERB --help tells a verb's options)\n\n" + "\n".join(lines)
+    usage = "usage: ridgeline VERB [options]"
+    what = "Measure GPU kernels for language models against the limits of this machine."
+    return "\n".join([usage, "", what, "", *lines, "", "`ridgeline VERB --help` shows the options of a verb."])
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
-    """Runs one verb; returns the exit code. A wrong input is one line on stderr and exit code 2."""
+    """Runs one verb and returns its exit code. Invalid input prints one line on stderr and gives exit code 2."""
     verb, *rest = [*(sys.argv[1:] if arguments is None else arguments)] or ["--help"]
     try:
         if verb in ("-h", "--help", "help"):
@@ -74,7 +68,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     except KeyboardInterrupt:
         print("ridgeline: interrupted", file=sys.stderr)
         return 130
-    except BrokenPipeError:  # the reader of our output has left: what remains goes nowhere
+    except BrokenPipeError:  # the reader of our output has gone: drop the rest
         os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
         return 141
 
@@ -100,10 +94,11 @@ def run(verb: str, arguments: Sequence[str]) -> int:
 
 
 def missing(verb: str, error: ModuleNotFoundError) -> NoReturn:
-    """A package of the lab's extra that is not installed is the user's to install; any other missing module is our mistake."""
+    """Tells the user which package of the lab's extra to install. Any other missing module is our bug, and raises."""
     package = (error.name or "").split(".")[0]
     if package not in (*EXTRA, "torch", "triton"):
         raise error
     fail(
-        f"{verb} needs the package {package}, which is not installed; the lab's packages come with: pip install 'ridgeline[lab]'"
+        f"{verb} needs the package {package}, which is not installed; "
+        "install the lab's packages with: pip install 'ridgeline[lab]'"
     )

@@ -1,4 +1,4 @@
-"""Time implementations against each other and against the roof, after they have passed the check."""
+"""Check implementations, then time them against each other and the limits of the hardware."""
 
 from __future__ import annotations
 

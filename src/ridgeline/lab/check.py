@@ -1,4 +1,4 @@
-"""Hold implementations against the law of tolerance."""
+"""Check outputs and gradients against a float64 reference."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Two recorded runs side by side, each difference judged against its interval."""
+"""Compare two recorded runs, and tell real differences from noise."""
 
 from __future__ import annotations
 

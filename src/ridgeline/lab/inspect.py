@@ -1,4 +1,4 @@
-"""what the compilers made of a kernel: PTX, SASS, registers, spills, shared memory, access widths; without a GPU
+"""Compile a kernel, with or without a GPU: PTX, SASS, registers, spills, shared memory.
 
 An op is called on tensors without data while a GPU is pretended; every launch it would make is compiled for that GPU.
 """

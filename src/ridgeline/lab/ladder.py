@@ -1,4 +1,4 @@
-"""An op's rungs in order, with what each gained over the one before."""
+"""Show what each implementation of an op gained over the one before."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What this machine is, what can run on it, and its measured roof."""
+"""Describe this machine: hardware, software, what can run, measured bandwidth and FLOP/s."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""where the time of an op or of your own function goes: a table, a Chrome trace, flame graphs; nsys and ncu
+"""Profile an op or your own function: a table, a Chrome trace, flame graphs, Nsight tools.
 
 `ridgeline profile gelu --impl triton`, or `ridgeline profile train.py:step` for a function of your own that takes no arguments.
 """

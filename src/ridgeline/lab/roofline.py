@@ -1,4 +1,4 @@
-"""every rung on the machine's roofline, with a verdict
+"""Place every implementation on the machine's roofline, and say what limits it.
 
 Log-log: the measured roofs are lines, every rung is a point; written as SVG and PNG with no browser and no network.
 """

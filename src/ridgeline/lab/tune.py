@@ -1,4 +1,4 @@
-"""search tile configurations on this GPU
+"""Search tile configurations on this GPU, and save the best.
 
 A launcher asks `tuning.config` for a configuration; here those questions are answered with every candidate of the kernel's own
 space, measured against each other by the lab's clock. A winner must keep the law of tolerance and beat what is in force.

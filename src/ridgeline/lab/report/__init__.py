@@ -1,4 +1,4 @@
-"""the main job: measure, check and time everything, and write one HTML file
+"""Check and time everything on this machine, and write one HTML page.
 
 `command` gathers, `measure` measures, `view` says what the rows mean, `page` lays it out.
 """
