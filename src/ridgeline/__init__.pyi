@@ -22,10 +22,19 @@ def register_all() -> None:
     """Imports every op, so that `torch.export.load` knows them in a fresh process."""
 
 def attention(
-    q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, *, mask: torch.Tensor | None = None, causal: bool | str = False,
-    scale: float | None = None, window: tuple[int | None, int | None] | None = None, softcap: float | None = None,
-    return_lse: bool = False, deterministic: bool | None = None, impl: str | None = None,
-) -> torch.Tensor | tuple[torch.Tensor, torch.Tensor]:  # fmt: skip
+    q: torch.Tensor,
+    k: torch.Tensor,
+    v: torch.Tensor,
+    *,
+    mask: torch.Tensor | None = None,
+    causal: bool | str = False,
+    scale: float | None = None,
+    window: tuple[int | None, int | None] | None = None,
+    softcap: float | None = None,
+    return_lse: bool = False,
+    deterministic: bool | None = None,
+    impl: str | None = None,
+) -> torch.Tensor | tuple[torch.Tensor, torch.Tensor]:
     """softmax(scale q k^T) v for each head, as `torch.nn.functional.scaled_dot_product_attention`. Gradients flow to q, k and v.
 
     q: (B, Hq, Sq, D); k, v: (B, Hkv, Sk, D), Hq a multiple of Hkv, whose heads are shared by Hq/Hkv neighbours and never repeated; D a
@@ -42,11 +51,22 @@ def attention(
     """
 
 def attention_varlen(
-    q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, cu_seqlens_q: torch.Tensor, cu_seqlens_k: torch.Tensor, *,
-    max_seqlen_q: int | None = None, max_seqlen_k: int | None = None, causal: bool | str = False,
-    scale: float | None = None, window: tuple[int | None, int | None] | None = None, softcap: float | None = None,
-    return_lse: bool = False, deterministic: bool | None = None, impl: str | None = None
-) -> torch.Tensor | tuple[torch.Tensor, torch.Tensor]:  # fmt: skip
+    q: torch.Tensor,
+    k: torch.Tensor,
+    v: torch.Tensor,
+    cu_seqlens_q: torch.Tensor,
+    cu_seqlens_k: torch.Tensor,
+    *,
+    max_seqlen_q: int | None = None,
+    max_seqlen_k: int | None = None,
+    causal: bool | str = False,
+    scale: float | None = None,
+    window: tuple[int | None, int | None] | None = None,
+    softcap: float | None = None,
+    return_lse: bool = False,
+    deterministic: bool | None = None,
+    impl: str | None = None,
+) -> torch.Tensor | tuple[torch.Tensor, torch.Tensor]:
     """`attention` within sequences that are packed one after the other. Gradients flow to q, k and v.
 
     q: (tokens, Hq, D); k, v: (tokens, Hkv, D), of as many sequences, which may be of other lengths; heads, D, dtypes and strides as in
@@ -60,9 +80,16 @@ def attention_varlen(
     """
 
 def cross_entropy(
-    logits: torch.Tensor, target: torch.Tensor, *, ignore_index: int = -100, label_smoothing: float = 0.0,
-    z_loss: float = 0.0, softcap: float | None = None, reduction: str = "mean", impl: str | None = None
-) -> torch.Tensor:  # fmt: skip
+    logits: torch.Tensor,
+    target: torch.Tensor,
+    *,
+    ignore_index: int = -100,
+    label_smoothing: float = 0.0,
+    z_loss: float = 0.0,
+    softcap: float | None = None,
+    reduction: str = "mean",
+    impl: str | None = None,
+) -> torch.Tensor:
     """-log softmax(logits)[target], as `torch.nn.functional.cross_entropy` but with the classes last. Gradients flow to logits.
 
     logits: (..., V), any strides, floating point; they are never changed. target: (...), int64, the classes' numbers.
@@ -75,10 +102,19 @@ def cross_entropy(
     """
 
 def linear_cross_entropy(
-    x: torch.Tensor, weight: torch.Tensor, target: torch.Tensor, bias: torch.Tensor | None = None, *,
-    ignore_index: int = -100, label_smoothing: float = 0.0, z_loss: float = 0.0, softcap: float | None = None,
-    reduction: str = "mean", chunk_memory: int | None = None, impl: str | None = None
-) -> torch.Tensor:  # fmt: skip
+    x: torch.Tensor,
+    weight: torch.Tensor,
+    target: torch.Tensor,
+    bias: torch.Tensor | None = None,
+    *,
+    ignore_index: int = -100,
+    label_smoothing: float = 0.0,
+    z_loss: float = 0.0,
+    softcap: float | None = None,
+    reduction: str = "mean",
+    chunk_memory: int | None = None,
+    impl: str | None = None,
+) -> torch.Tensor:
     """cross_entropy(x @ weight.T + bias, target), without all logits in memory. Gradients flow to x, weight and bias.
 
     x: (..., H); weight: (V, H); bias: (V,) or None; of one dtype, float32, float16 or bfloat16. target: (...), int64.
@@ -170,9 +206,14 @@ def int8_matmul(
     """
 
 def linear(
-    x: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None = None, *, activation: str | None = None,
-    residual: torch.Tensor | None = None, impl: str | None = None,
-) -> torch.Tensor:  # fmt: skip
+    x: torch.Tensor,
+    weight: torch.Tensor,
+    bias: torch.Tensor | None = None,
+    *,
+    activation: str | None = None,
+    residual: torch.Tensor | None = None,
+    impl: str | None = None,
+) -> torch.Tensor:
     """`activation(x W^T + bias) + residual`, as `torch.nn.functional.linear` and what follows it. Gradients flow to all tensors.
 
     x: (..., K); weight: (N, K); bias: (N,); residual: (..., N). One dtype, one device, any strides; the result is (..., N).
@@ -223,9 +264,15 @@ def copy(x: torch.Tensor, *, impl: str | None = None) -> torch.Tensor:
     """
 
 def index_add(
-    x: torch.Tensor, dim: int, index: torch.Tensor, source: torch.Tensor, *, alpha: float = 1,
-    deterministic: bool | None = None, impl: str | None = None
-) -> torch.Tensor:  # fmt: skip
+    x: torch.Tensor,
+    dim: int,
+    index: torch.Tensor,
+    source: torch.Tensor,
+    *,
+    alpha: float = 1,
+    deterministic: bool | None = None,
+    impl: str | None = None,
+) -> torch.Tensor:
     """x with `alpha * source` added to the rows of dimension `dim` that `index` names, as `torch.index_add`. Gradients flow to both.
 
     x: any strides, one dimension or more. index: (n,), int64 or int32; one may come again, and then all its rows are added. source: x's
@@ -275,12 +322,19 @@ def upsample_nearest2d(
     """
 
 def adamw(
-    params: torch.Tensor | Sequence[torch.Tensor], grads: torch.Tensor | Sequence[torch.Tensor],
-    exp_avgs: torch.Tensor | Sequence[torch.Tensor], exp_avg_sqs: torch.Tensor | Sequence[torch.Tensor],
-    step: int | torch.Tensor | Sequence[torch.Tensor], *, lr: float | torch.Tensor = 1e-3,
-    betas: tuple[float, float] = (0.9, 0.999), eps: float = 1e-8, weight_decay: float = 1e-2, maximize: bool = False,
-    impl: str | None = None
-) -> None:  # fmt: skip
+    params: torch.Tensor | Sequence[torch.Tensor],
+    grads: torch.Tensor | Sequence[torch.Tensor],
+    exp_avgs: torch.Tensor | Sequence[torch.Tensor],
+    exp_avg_sqs: torch.Tensor | Sequence[torch.Tensor],
+    step: int | torch.Tensor | Sequence[torch.Tensor],
+    *,
+    lr: float | torch.Tensor = 1e-3,
+    betas: tuple[float, float] = (0.9, 0.999),
+    eps: float = 1e-8,
+    weight_decay: float = 1e-2,
+    maximize: bool = False,
+    impl: str | None = None,
+) -> None:
     """A step of AdamW in place, as `torch.optim.AdamW` takes it.
 
     params, grads, exp_avgs, exp_avg_sqs: lists of equally many tensors, or one tensor each. Those of one parameter have its shape,
@@ -557,10 +611,16 @@ def log_softmax(
     """
 
 def masked_softmax(
-    x: torch.Tensor, mask: torch.Tensor, scale: float = 1.0, fill: float = float("-inf"),
-    bias: torch.Tensor | None = None, *, dropout_p: float = 0.0, seed: int | torch.Tensor | None = None,
-    impl: str | None = None
-) -> torch.Tensor:  # fmt: skip
+    x: torch.Tensor,
+    mask: torch.Tensor,
+    scale: float = 1.0,
+    fill: float = float("-inf"),
+    bias: torch.Tensor | None = None,
+    *,
+    dropout_p: float = 0.0,
+    seed: int | torch.Tensor | None = None,
+    impl: str | None = None,
+) -> torch.Tensor:
     """softmax along the last dimension of scale * x + bias where `mask` is True and of `fill` elsewhere. Gradients flow to x and bias.
 
     x: floating point, one dimension or more, any strides. mask: torch.bool that broadcasts to x; so does bias, floating point.

@@ -1,7 +1,7 @@
-"""writes src/ridgeline/__init__.pyi from the ops' source files, so that editors and type checkers see every public function
+"""Writes src/ridgeline/__init__.pyi from the ops' source files: editors and type checkers see every public function.
 
-python -m ridgeline.lab.stubs            writes it
-python -m ridgeline.lab.stubs --check    exit code 1 where it is not current
+python -m ridgeline.lab.stubs            writes the file
+python -m ridgeline.lab.stubs --check    exits with code 1 if the file is out of date
 """
 
 from __future__ import annotations
@@ -16,10 +16,11 @@ import ridgeline
 from ridgeline.op import RidgelineError, op_modules
 
 STUB = Path(ridgeline.__file__).with_suffix(".pyi")
+COLUMNS = 120
 
 
 def stub() -> str:
-    """The text of `__init__.pyi`: the package's own names, and each op's signature and docstring."""
+    """Returns the text of `__init__.pyi`: the package's own names, and the signature and docstring of each op."""
     package = Path(ridgeline.__file__).read_text()
     functions, imports = [declaration(package, "register_all")[0]], set[tuple[str, str]]()
     for name, module in op_modules().items():
@@ -43,20 +44,51 @@ def stub() -> str:
 
 
 def declaration(source: str, name: str) -> tuple[str, set[tuple[str, str]]]:
-    """The text of the function of that name up to the end of its docstring, and the imports that its signature needs."""
+    """Returns the signature and docstring of a function in a source text, and the imports that the signature needs."""
     tree = ast.parse(source)
     for node in tree.body:
         if isinstance(node, ast.FunctionDef) and node.name == name and ast.get_docstring(node):
             signature = [n for part in (node.args, node.returns) if part for n in ast.walk(part)]
             names = {n.id for n in signature if isinstance(n, ast.Name)}
-            return "\n".join(source.splitlines()[node.lineno - 1 : node.body[0].end_lineno]), set(
-                imports_of(tree, names)
-            )
+            first, last = node.body[0].lineno, node.body[0].end_lineno
+            docstring = source.splitlines()[first - 1 : last]
+            return "\n".join([signature_of(node, source), *docstring]), set(imports_of(tree, names))
     raise RidgelineError(f"the file of {name} has no function of that name with a docstring")
 
 
+def signature_of(node: ast.FunctionDef, source: str) -> str:
+    """Returns the `def` lines of a function, wrapped as `ruff format` wraps them."""
+
+    def text(part: ast.AST) -> str:
+        return " ".join((ast.get_source_segment(source, part) or "").split())
+
+    def parameter(arg: ast.arg, default: ast.expr | None, stars: str = "") -> str:
+        equals = " = " if arg.annotation else "="
+        return stars + text(arg) + (equals + text(default) if default else "")
+
+    given = node.args
+    ordered = given.posonlyargs + given.args
+    defaults = [None] * (len(ordered) - len(given.defaults)) + given.defaults
+    parts = [parameter(arg, default) for arg, default in zip(ordered, defaults, strict=True)]
+    if given.posonlyargs:
+        parts.insert(len(given.posonlyargs), "/")
+    if given.vararg:
+        parts.append(parameter(given.vararg, None, "*"))
+    elif given.kwonlyargs:
+        parts.append("*")
+    parts += [parameter(arg, default) for arg, default in zip(given.kwonlyargs, given.kw_defaults, strict=True)]
+    if given.kwarg:
+        parts.append(parameter(given.kwarg, None, "**"))
+    joined = ", ".join(parts)
+    end = f") -> {text(node.returns)}:" if node.returns else "):"
+    if len(line := f"def {node.name}({joined}{end}") <= COLUMNS:
+        return line
+    inside = [f"    {joined}"] if len(joined) + 4 <= COLUMNS else [f"    {part}," for part in parts]
+    return "\n".join([f"def {node.name}(", *inside, end])
+
+
 def imports_of(tree: ast.Module, names: set[str]) -> Iterator[tuple[str, str]]:
-    """The module's imports that bind these names: (module, name), or (module, "") where it is the module that is imported."""
+    """Yields the module's imports that bind these names: (module, name), or (module, "") for `import module`."""
     for node in tree.body:
         if isinstance(node, ast.Import | ast.ImportFrom):
             for alias in node.names:
@@ -65,7 +97,7 @@ def imports_of(tree: ast.Module, names: set[str]) -> Iterator[tuple[str, str]]:
 
 
 def main() -> int:
-    """Writes the stub, or with --check says whether it is current."""
+    """Writes the stub; with --check it only says whether the stub is current."""
     text = stub()
     if "--check" in sys.argv:
         current = STUB.exists() and STUB.read_text() == text
