@@ -478,7 +478,7 @@ BAD: Bad = {
     ),
     "concat_kv: no tensor": (lambda: ridgeline.concat_kv(cache, cache, new, None, at), ["v", "NoneType"]),
     "repeat_kv: three dimensions": (lambda: ridgeline.repeat_kv(image, 2), ["(B, H, S, D)", "(2, 6, 3)"]),
-    "repeat_kv: no copies": (lambda: ridgeline.repeat_kv(cache, 0), ["n", "from 1 on", "0"]),
+    "repeat_kv: no copies": (lambda: ridgeline.repeat_kv(cache, 0), ["n", "at least 1", "0"]),
     "repeat_kv: copies that are no number": (lambda: ridgeline.repeat_kv(cache, 2.0), ["n", "2.0"]),
     "repeat_kv: lengths of another shape": (
         lambda: ridgeline.repeat_kv(cache, 2, lengths=labels),

@@ -1,9 +1,10 @@
-"""concat_kv: appends new keys and values to a cache, in place: row s of sequence b goes to row positions[b] + s.
+"""concat_kv: appends new keys and values to a cache in place: row s of sequence b goes to row positions[b] + s.
 
     cache_k[b, positions[b] + s] = k[b, s]          cache_v[b, positions[b] + s] = v[b, s]
 
-Nothing is computed: the floor is one read and one write of what is new. A sequence's new rows are one piece of memory, and so is their
-place in the cache, so that the best rung copies 2 x B pieces in one launch. What falls outside the cache is dropped.
+The floor is one read and one write of the new rows. A sequence's new rows are one piece of memory, and so is their
+place in the cache, so the best implementation copies 2 B pieces in one launch. Rows that fall outside the cache are
+dropped.
 """
 
 from __future__ import annotations
@@ -15,7 +16,8 @@ import torch
 
 from ridgeline.boundary import kernel_op
 from ridgeline.op import FLOATS, Case, Cost, Op, RidgelineError, Spec, dense_only, nbytes, readable
-from ridgeline.ops.movement._kv import INDEX, append_both, append_one, appends_packs, appends_pieces
+from ridgeline.ops.movement._bytes import DRAM, ISSUED
+from ridgeline.ops.movement._kv import append_both, append_one, appends_packs, appends_pieces, check_index
 from ridgeline.select import eager, run
 
 Pair = tuple[torch.Tensor, torch.Tensor]
@@ -24,17 +26,12 @@ Pair = tuple[torch.Tensor, torch.Tensor]
 @kernel_op(
     "concat_kv_fwd(Tensor(a!) cache_k, Tensor(b!) cache_v, Tensor k, Tensor v, Tensor positions, str? impl) -> ()"
 )
-def _append(
-    cache_k: torch.Tensor, cache_v: torch.Tensor, k: torch.Tensor, v: torch.Tensor, positions: torch.Tensor,
-    impl: str | None
-) -> None:  # fmt: skip
+def _append(cache_k: Any, cache_v: Any, k: Any, v: Any, positions: Any, impl: str | None) -> None:
     run(CONCAT_KV, "fwd", impl, (), cache_k, cache_v, k, v, positions)
 
 
 @torch.no_grad()
-def reference(
-    cache_k: torch.Tensor, cache_v: torch.Tensor, k: torch.Tensor, v: torch.Tensor, positions: torch.Tensor
-) -> Pair:
+def reference(cache_k: Any, cache_v: Any, k: Any, v: Any, positions: torch.Tensor) -> Pair:
     rows = positions.long()[:, None] + torch.arange(k.shape[1], device=k.device)
     b, s = ((rows >= 0) & (rows < cache_k.shape[1])).nonzero(as_tuple=True)
     for cache, new in ((cache_k, k), (cache_v, v)):
@@ -43,9 +40,7 @@ def reference(
 
 
 @torch.no_grad()
-def _naive(
-    cache_k: torch.Tensor, cache_v: torch.Tensor, k: torch.Tensor, v: torch.Tensor, positions: torch.Tensor
-) -> Pair:
+def _naive(cache_k: Any, cache_v: Any, k: Any, v: Any, positions: torch.Tensor) -> Pair:
     for b, at in enumerate(positions.tolist()):
         first, last = max(0, -at), max(0, min(k.shape[1], cache_k.shape[1] - at))
         if first < last:
@@ -63,11 +58,12 @@ def concat_kv(
     *,
     impl: str | None = None,
 ) -> tuple[torch.Tensor, torch.Tensor]:
-    """Writes k and v into their caches at each sequence's position, in place, and returns the caches. It has no gradients.
+    """The caches, with k and v written into them in place at each sequence's position. It has no gradients.
 
-    cache_k, cache_v: (B, S_max, H, D). k, v: (B, S, H, D) of their dtype. Any strides, but no expanded cache. positions: (B,), int32 or
-    int64: where row 0 goes. A row that would lie outside the cache is dropped on a GPU, where the host reads no values; on a CPU, and
-    with RIDGELINE_CHECK=1, it raises. Raises RidgelineError where the arguments do not fit together, or `impl` cannot run the call.
+    cache_k, cache_v: (B, S_max, H, D), any strides but not expanded. k, v: (B, S, H, D), any strides. All of one dtype.
+    positions: (B,), int32 or int64: the cache row that takes row 0. Values on a GPU are not validated: rows outside the
+    cache are dropped. On a CPU, or with RIDGELINE_CHECK=1, they raise.
+    Raises RidgelineError if the arguments do not fit together, or if `impl` cannot run the call.
     """
     given = {"cache_k": cache_k, "cache_v": cache_v, "k": k, "v": v}
     _check(given, positions)
@@ -82,50 +78,38 @@ def concat_kv(
 
 
 def _check(given: dict[str, torch.Tensor], positions: torch.Tensor) -> None:
-    """Raises where the inputs do not fit together, before anything is written."""
+    """Raises RidgelineError if the inputs do not fit together, before anything is written."""
     for name, t in [*given.items(), ("positions", positions)]:
         if not isinstance(t, torch.Tensor):
-            raise RidgelineError(f"concat_kv: {name} must be a tensor, and is {type(t).__name__}")
+            raise RidgelineError(f"concat_kv: {name} must be a tensor, but is {type(t).__name__}")
     dense_only("concat_kv", [*given.values(), positions])
     cache, new = given["cache_k"], given["k"]
     for name, t in given.items():
         like = cache if "cache" in name else new
         if t.dim() != 4 or t.shape != like.shape or (t.shape[:1], t.shape[2:]) != (new.shape[:1], new.shape[2:]):
             shapes = ", ".join([f"{n} {tuple(x.shape)}" for n, x in given.items()])
-            raise RidgelineError(
-                f"concat_kv: caches must be (B, S_max, H, D) and k and v (B, S, H, D), of one B, H and D; given: {shapes}"
-            )
+            wanted = "caches must be (B, S_max, H, D) and k and v (B, S, H, D), with the same B, H and D"
+            raise RidgelineError(f"concat_kv: {wanted}; given: {shapes}")
         if t.dtype != cache.dtype or t.device != cache.device:
-            raise RidgelineError(
-                f"concat_kv: {name} is {t.dtype} on {t.device} and cache_k {cache.dtype} on {cache.device}; they must agree"
-            )
+            found = f"{name} is {t.dtype} on {t.device} and cache_k {cache.dtype} on {cache.device}"
+            raise RidgelineError(f"concat_kv: {found}; they must agree")
         if torch.is_grad_enabled() and t.requires_grad:
-            raise RidgelineError(
-                f"concat_kv: it has no gradients, and {name} requires one; give it detached, or under torch.no_grad()"
-            )
+            advice = "give it detached or under torch.no_grad()"
+            raise RidgelineError(f"concat_kv: it has no gradients, but {name} requires one; {advice}")
         if "cache" in name and any([n > 1 and not s for n, s in zip(t.shape, t.stride(), strict=True)]):
-            raise RidgelineError(
-                f"concat_kv: {name} is expanded and cannot be changed in place; it must have its own elements"
-            )
-    if positions.dtype not in INDEX or positions.shape != cache.shape[:1] or positions.device != cache.device:
-        found = f"{positions.dtype} {tuple(positions.shape)} on {positions.device}"
-        raise RidgelineError(
-            f"concat_kv: positions must be int32 or int64, ({cache.shape[0]},) on {cache.device}, and are {found}"
-        )
-    most = cache.shape[1] - new.shape[1]
-    if readable(positions) and positions.numel() and most < 0:
-        raise RidgelineError(
-            f"concat_kv: k and v must have at most the cache's {cache.shape[1]} rows, and have {new.shape[1]}"
-        )
-    if readable(positions) and positions.numel() and not (0 <= positions.min() and positions.max() <= most):
-        raise RidgelineError(
-            f"concat_kv: positions must be from 0 to {most} for {new.shape[1]} new rows in {cache.shape[1]}, and are from {positions.min()} to {positions.max()}"
-        )
+            raise RidgelineError(f"concat_kv: {name} is expanded and cannot be changed in place; give its clone()")
+    check_index("concat_kv: positions", positions, cache)
+    room, rows = cache.shape[1], new.shape[1]
+    if readable(positions) and positions.numel():
+        if rows > room:
+            raise RidgelineError(f"concat_kv: k and v must have at most the cache's {room} rows, but have {rows}")
+        if not (0 <= positions.min() and positions.max() <= room - rows):
+            wanted = f"from 0 to {room - rows} for {rows} new rows in {room}"
+            found = f"{positions.min()} to {positions.max()}"
+            raise RidgelineError(f"concat_kv: positions must be {wanted}, but are from {found}")
 
 
-def cost(
-    cache_k: torch.Tensor, cache_v: torch.Tensor, k: torch.Tensor, v: torch.Tensor, positions: torch.Tensor
-) -> tuple[Cost, None]:
+def cost(cache_k: Any, cache_v: Any, k: Any, v: Any, positions: Any) -> tuple[Cost, None]:
     return Cost(nbytes(k, v, positions), nbytes(k, v), 0), None
 
 
@@ -150,44 +134,18 @@ CONCAT_KV = Op(
         _case("64x1 of 8192x8x128", (64, 1, 8, 128), 8192, dtypes=("bfloat16",), use="bench"),
     ],
 )
-DRAM, ISSUED = "dram__throughput.avg.pct_of_peak_sustained_elapsed", "smsp__inst_executed.sum"
-COPIED = (*FLOATS, "int8", "uint8", "float8_e4m3fn")  # nothing is computed, so that a cache may be of any of these
+# Nothing is computed, so a cache may have any of these dtypes.
+COPIED = (*FLOATS, "int8", "uint8", "float8_e4m3fn")
 
 
 def _cuda(name: str, idea: str, launcher: Any, supports: Any, **facts: Any) -> None:
     CONCAT_KV.kernel(name, idea, kind="cuda", fwd=launcher, supports=supports, dtypes=COPIED, served=True, **facts)
 
 
-CONCAT_KV.eager(
-    "naive",
-    "a slice of each sequence, whose position the host reads: it waits for the GPU, and starts 2 B copies",
-    _naive,
-)
-CONCAT_KV.eager(
-    "torch",
-    "index_put of all sequences at once; what falls outside is found first, which the host waits for",
-    reference,
-    served=True,
-)
-_cuda(
-    "cuda",
-    "an element a thread, any strides, a launch for keys and one for values; the host waits for nothing",
-    partial(append_one, False),
-    None,
-)
-_cuda(
-    "cuda_packed",
-    "16 bytes a thread: an eighth of the loads, stores and divisions",
-    partial(append_one, True),
-    appends_packs,
-    gain=2.0,
-    counter=ISSUED,
-)
-_cuda(
-    "cuda_both",
-    "keys and values in one launch, sequences as whole pieces, four loads on their way a thread",
-    append_both,
-    appends_pieces,
-    gain=1.1,
-    counter=DRAM,
-)
+CONCAT_KV.eager("naive", "one slice per sequence; the host waits to read each position and starts 2 B copies", _naive)
+CONCAT_KV.eager("torch", "index_put of all sequences; the host waits for the valid rows", reference, served=True)
+_cuda("cuda", "one element per thread, one launch per tensor, no waiting", partial(append_one, False), None)
+PACKED = {"gain": 2.0, "counter": ISSUED}
+_cuda("cuda_packed", "16 bytes per thread: fewer loads and stores", partial(append_one, True), appends_packs, **PACKED)
+BOTH = {"gain": 1.1, "counter": DRAM}
+_cuda("cuda_both", "both tensors in one launch, four loads in flight per thread", append_both, appends_pieces, **BOTH)

@@ -1,10 +1,10 @@
-"""repeat_kv: every head of keys or values n times, for attention that wants as many of them as of queries.
+"""repeat_kv: each head of keys or values n times, for attention kernels that need as many of them as of queries.
 
-    y[b, h n + j, s] = x[b, h, s] for j < n, or 0 from the sequence's length on          backward: dx[b, h, s] = sum_j dy[b, h n + j, s]
+    y[b, h n + j, s] = x[b, h, s] for j < n and s < lengths[b], else 0          dx[b, h, s] = sum_j dy[b, h n + j, s]
 
-The floor is one read of x and one write of y; backward the other way round, its sums in float32. With `lengths` what lies beyond a
-sequence's end is zeros, as a mask would make it, and is not read.
-Source: the function of that name in Hugging Face's models; Ainslie et al., GQA, 2023 (arXiv:2305.13245).
+The floor is one read of x and one write of y; backward reads dy, adds in float32 and writes dx. With `lengths`, rows
+past a sequence's end are zeros, as a mask would make them, and are not read.
+Source: Hugging Face's function of that name; Ainslie et al., GQA, 2023 (arXiv:2305.13245).
 """
 
 from __future__ import annotations
@@ -16,7 +16,8 @@ import torch
 
 from ridgeline.boundary import Function, differentiate, first_order, kernel_op
 from ridgeline.op import Case, Cost, Op, RidgelineError, Spec, nbytes, readable
-from ridgeline.ops.movement._kv import repeat_cuda, repeat_triton, repeats_packs
+from ridgeline.ops.movement._bytes import DRAM, ISSUED
+from ridgeline.ops.movement._kv import check_index, repeat_cuda, repeat_triton, repeats_packs
 from ridgeline.select import eager, run
 
 
@@ -64,37 +65,23 @@ def _torch(x: torch.Tensor, n: int, *, lengths: torch.Tensor | None = None) -> t
 
 
 def repeat_kv(x: torch.Tensor, n: int, *, lengths: torch.Tensor | None = None, impl: str | None = None) -> torch.Tensor:
-    """Every head n times, one after the other: (B, H, S, D) becomes a new tensor (B, H n, S, D). Gradients flow to x.
+    """Each head repeated n times in a row: (B, H, S, D) becomes a new tensor (B, H n, S, D). Gradients flow to x.
 
-    x: any strides. n: from 1 on. lengths: (B,), int32 or int64: rows from a sequence's length on are zeros, and have no gradient; on a CPU,
-    and with RIDGELINE_CHECK=1, a length outside 0 to S raises. Raises RidgelineError where an argument is none of these, or `impl` cannot
-    run the call.
+    x: any dtype and strides. n: 1 or more. lengths: (B,), int32 or int64; rows from a sequence's length on are zeros
+    and get no gradient. Values on a GPU are not validated; on a CPU, or with RIDGELINE_CHECK=1, lengths outside 0 to S
+    raise.
+    Raises RidgelineError if an argument is none of these, or if `impl` cannot run the call.
     """
     if not isinstance(x, torch.Tensor) or x.dim() != 4:
-        raise RidgelineError(
-            f"repeat_kv: x must be a tensor (B, H, S, D), and is {tuple(x.shape) if isinstance(x, torch.Tensor) else type(x).__name__}"
-        )
+        found = tuple(x.shape) if isinstance(x, torch.Tensor) else type(x).__name__
+        raise RidgelineError(f"repeat_kv: x must be a tensor (B, H, S, D), but is {found}")
     if not isinstance(n, int) or isinstance(n, bool) or n < 1:
-        raise RidgelineError(f"repeat_kv: n must be a whole number from 1 on, and is {n!r}")
+        raise RidgelineError(f"repeat_kv: n must be an int of at least 1, but is {n!r}")
     if lengths is not None:
-        if (
-            not isinstance(lengths, torch.Tensor)
-            or lengths.dtype not in (torch.int32, torch.int64)
-            or lengths.shape != x.shape[:1]
-            or lengths.device != x.device
-        ):
-            found = (
-                f"{lengths.dtype} {tuple(lengths.shape)} on {lengths.device}"
-                if isinstance(lengths, torch.Tensor)
-                else type(lengths).__name__
-            )
-            raise RidgelineError(
-                f"repeat_kv: lengths must be int32 or int64, ({x.shape[0]},) on {x.device}, and are {found}"
-            )
+        check_index("repeat_kv: lengths", lengths, x)
         if readable(lengths) and lengths.numel() and not (0 <= lengths.min() and lengths.max() <= x.shape[2]):
-            raise RidgelineError(
-                f"repeat_kv: lengths must be from 0 to {x.shape[2]}, and are from {lengths.min()} to {lengths.max()}"
-            )
+            found = f"{lengths.min()} to {lengths.max()}"
+            raise RidgelineError(f"repeat_kv: lengths must be from 0 to {x.shape[2]}, but are from {found}")
     plain = eager(REPEAT_KV, impl, x)
     if plain is not None and plain.call is not None:
         return plain.call(x, n, lengths=lengths)
@@ -104,7 +91,7 @@ def repeat_kv(x: torch.Tensor, n: int, *, lengths: torch.Tensor | None = None, i
 
 
 def cost(x: torch.Tensor, n: int, *, lengths: torch.Tensor | None = None) -> tuple[Cost, Cost]:
-    """With lengths, what is read at the least, which is none of a tensor's rows: how many are valid, the shapes do not say."""
+    """With lengths, the least that may be read: none of x or dy, since shapes do not say how many rows are valid."""
     once, copies = (nbytes(x), n * nbytes(x)) if lengths is None else (nbytes(lengths),) * 2
     return Cost(once, n * nbytes(x), 0), Cost(copies, nbytes(x), (n - 1) * x.numel())
 
@@ -130,53 +117,19 @@ REPEAT_KV = Op(
         _bench("16x8x8192x128 by 4, lengths", 16, 8, 8192, 128, lengths=Spec(16, dtype="int64", high=8193)),
     ],
 )
-DRAM, ISSUED = "dram__throughput.avg.pct_of_peak_sustained_elapsed", "smsp__inst_executed.sum"
 
 
-def _rung(name: str, idea: str, launcher: Any, *given: Any, **facts: Any) -> None:
-    REPEAT_KV.kernel(name, idea, fwd=partial(launcher, "fwd", *given), bwd=partial(launcher, "bwd", *given), **facts)
+def _rung(name: str, idea: str, start: Any, *given: Any, kind: str = "cuda", **facts: Any) -> None:
+    fwd, bwd = (partial(start, direction, *given) for direction in ("fwd", "bwd"))
+    REPEAT_KV.kernel(name, idea, kind=kind, fwd=fwd, bwd=bwd, **facts)
 
 
-REPEAT_KV.eager(
-    "naive", "repeat_interleave, and a mask over the result: a pass for each, and an index for the heads", reference
-)
-REPEAT_KV.eager("torch", "a mask over the input, expand and one copy", _torch, served=True)
-REPEAT_KV.compiled("the copy and the mask in one kernel by torch.compile", _torch)
-_rung(
-    "triton",
-    "a block of elements a program, read once and stored n times; any strides",
-    repeat_triton,
-    kind="triton",
-    served=True,
-)
-_rung(
-    "cuda",
-    "a thread for every element of the result, which reads it again for every copy",
-    repeat_cuda,
-    False,
-    False,
-    kind="cuda",
-)
-_rung(
-    "cuda_packed",
-    "16 bytes a thread: fewer loads, stores and divisions for the same bytes",
-    repeat_cuda,
-    False,
-    True,
-    kind="cuda",
-    served=True,
-    supports=repeats_packs,
-    gain=2.0,
-    counter=ISSUED,
-)
-_rung(
-    "cuda_once",
-    "every 16 bytes read once and stored n times, four of them on their way a thread",
-    repeat_cuda,
-    True,
-    True,
-    kind="cuda",
-    supports=repeats_packs,
-    gain=1.1,
-    counter=DRAM,
-)
+REPEAT_KV.eager("naive", "repeat_interleave, then a mask over the result", reference)
+REPEAT_KV.eager("torch", "a mask over the input, then expand and one copy", _torch, served=True)
+REPEAT_KV.compiled("torch.compile: copy and mask in one kernel", _torch)
+_rung("triton", "a block of elements read once and stored n times", repeat_triton, kind="triton", served=True)
+_rung("cuda", "one thread per output element; each copy reads its input again", repeat_cuda, False, False)
+PACKED = {"supports": repeats_packs, "gain": 2.0, "counter": ISSUED, "served": True}
+_rung("cuda_packed", "16 bytes per thread: fewer loads, stores and divisions", repeat_cuda, False, True, **PACKED)
+ONCE = {"supports": repeats_packs, "gain": 1.1, "counter": DRAM}
+_rung("cuda_once", "each 16 bytes read once, stored n times, four in flight", repeat_cuda, True, True, **ONCE)

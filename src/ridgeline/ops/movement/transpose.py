@@ -1,8 +1,8 @@
-"""transpose: y_..cr = x_..rc, the last two dimensions swapped, in a tensor of its own.
+"""transpose: y_..cr = x_..rc, the last two dimensions swapped, in a new contiguous tensor.
 
-A warp that reads along a row of x writes along a column of y, a sector a number; so tiles go through shared memory, where they are
-turned. There a column lies in one bank unless rows are padded or swizzled. What is left is to have enough on the way, in pieces long
-enough for memory: boxes that the copy engine brings and takes, then squares of 16-byte packs that threads turn in their registers.
+A warp that reads a row of x writes a column of y, one sector per element. So tiles go through shared memory and are
+transposed there, padded or swizzled against bank conflicts. The last implementations keep more bytes in flight: tiles
+moved by TMA, then 16-byte packs that threads transpose in registers.
 Source: Ruetsch and Micikevicius, Optimizing matrix transpose in CUDA, NVIDIA 2009.
 """
 
@@ -15,7 +15,7 @@ import torch
 
 from ridgeline.boundary import Function, differentiate, first_order, kernel_op
 from ridgeline.op import Case, Cost, Op, RidgelineError, Spec, nbytes
-from ridgeline.ops.movement._bytes import DTYPES, aligned
+from ridgeline.ops.movement._bytes import DRAM, DTYPES, ISSUED, SECTORS, aligned
 from ridgeline.ops.movement._transpose import NAIVE, TILE, boxes, packed, small, too_large
 from ridgeline.select import eager, run
 
@@ -45,15 +45,15 @@ def reference(x: torch.Tensor) -> torch.Tensor:
 
 
 def transpose(x: torch.Tensor, *, impl: str | None = None) -> torch.Tensor:
-    """x with its last two dimensions swapped, in a contiguous tensor of its own. Gradients flow to x.
+    """x with its last two dimensions swapped, as a new contiguous tensor. Gradients flow to x.
 
-    x: two dimensions or more, any strides and dtype; contiguous is quickest, and quickest of all with rows of a multiple of 16 bytes.
-    Raises RidgelineError where x is no dense tensor or has fewer dimensions, or `impl` cannot run the call.
+    x: (..., R, C), any strides and dtype. Contiguous inputs are fastest, above all with rows of a multiple of 16 bytes.
+    Raises RidgelineError if x is not a dense tensor of two or more dimensions, or if `impl` cannot run the call.
     """
     if not isinstance(x, torch.Tensor):
-        raise RidgelineError(f"transpose: x must be a tensor, and is {type(x).__name__}")
+        raise RidgelineError(f"transpose: x must be a tensor, but is {type(x).__name__}")
     if x.dim() < 2:
-        raise RidgelineError(f"transpose: x must have two dimensions or more, and its shape is {tuple(x.shape)}")
+        raise RidgelineError(f"transpose: x must have two or more dimensions, but has shape {tuple(x.shape)}")
     plain = eager(TRANSPOSE, impl, x)
     if plain is not None and plain.call is not None:
         return plain.call(x)
@@ -69,7 +69,7 @@ def _contiguous(x: torch.Tensor, *_: Any) -> str | None:
 
 
 def _boxes(x: torch.Tensor, *_: Any) -> str | None:
-    """What tensor maps take, of x and of its transpose."""
+    """Why tensor maps cannot describe x or its transpose, or None."""
     if any(n * x.element_size() % 16 for n in x.shape[-2:]):
         return "it takes matrices whose sides are multiples of 16 bytes"
     return too_large(x) or aligned(x)
@@ -109,72 +109,26 @@ TRANSPOSE = Op(
         _bench("64 of 1024x2048", 64, 1024, 2048, dtypes=("bfloat16",)),
     ],
 )
-_CONFLICTS = "l1tex__data_bank_conflicts_pipe_lsu_mem_shared.sum"
+CONFLICTS = "l1tex__data_bank_conflicts_pipe_lsu_mem_shared.sum"
 
 
-def _rung(name: str, idea: str, start: Any, supports: Any = _contiguous, **facts: Any) -> None:
-    TRANSPOSE.kernel(name, idea, fwd=start, bwd=start, supports=supports, **{"kind": "cuda", "dtypes": DTYPES, **facts})
+def _rung(
+    name: str, idea: str, start: Any, gain: float, counter: str, supports: Any = _contiguous, **facts: Any
+) -> None:
+    facts = {"kind": "cuda", "dtypes": DTYPES, "gain": gain, "counter": counter, **facts}
+    TRANSPOSE.kernel(name, idea, fwd=start, bwd=start, supports=supports, **facts)
 
 
-TRANSPOSE.eager("torch", "PyTorch's own: mT and a copy of it", reference, served=True)
-TRANSPOSE.compiled("as torch.compile has it: a tile of Triton, whose layout the compiler turns")
+TRANSPOSE.eager("torch", "PyTorch's own: mT, then a contiguous copy", reference, served=True)
+TRANSPOSE.compiled("torch.compile: a Triton tile whose layout the compiler transposes")
+_rung("cuda", "one element per thread: loads coalesce, stores do not", partial(small, NAIVE, 0), 1.0, SECTORS)
+_rung("cuda_tile", "shared memory tile: stores coalesce too, but reads conflict", partial(small, TILE, 0), 2.0, SECTORS)
+_rung("cuda_padded", "a 33rd column: no bank conflicts", partial(small, TILE, 1), 1.3, CONFLICTS)
+_rung("cuda_swizzled", "an xor swizzle: no conflicts and no padding", partial(small, TILE, 2), 1.0, CONFLICTS)
+_rung("cuda_tma", "TMA moves tiles through a ring; persistent blocks transpose", boxes, 1.2, DRAM, _boxes, arch=90)
+GLUON = {"kind": "gluon", "dtypes": ("float32", "float16", "bfloat16", "int32", "int16"), "arch": 90, "newest": 90}
+_rung("gluon", "cuda_tma in Gluon: a layout assigns squares to threads", _gluon, 1.0, DRAM, _boxes, **GLUON)
+SERVED = {"supports": too_large, "unless": too_large, "served": True}
 _rung(
-    "cuda",
-    "an element a thread, by squares of 32 x 32: rows of x are read whole, those of y written a sector an element",
-    partial(small, NAIVE, 0),
-    gain=1.0,
-    counter="l1tex__average_t_sectors_per_request_pipe_lsu_mem_global_op_st.ratio",
-)
-_rung(
-    "cuda_tile",
-    "through a tile of shared memory: rows of both are whole, and a column of the tile lies in one bank",
-    partial(small, TILE, 0),
-    gain=2.0,
-    counter="l1tex__average_t_sectors_per_request_pipe_lsu_mem_global_op_st.ratio",
-)
-_rung(
-    "cuda_padded",
-    "a 33rd column: a column of the tile lies in 32 banks",
-    partial(small, TILE, 1),
-    gain=1.3,
-    counter=_CONFLICTS,
-)
-_rung(
-    "cuda_swizzled",
-    "columns swizzled by xor with the row: as free of conflicts, and no shared memory lost",
-    partial(small, TILE, 2),
-    gain=1.0,
-    counter=_CONFLICTS,
-)
-_rung(
-    "cuda_tma",
-    "the copy engine brings and takes boxes, several on their way in a ring; persistent blocks only turn",
-    boxes,
-    _boxes,
-    arch=90,
-    gain=1.2,
-    counter="dram__throughput.avg.pct_of_peak_sustained_elapsed",
-)
-_rung(
-    "gluon",
-    "as cuda_tma in Gluon: who turns which square is a layout, and loads, turns and stores are a line each",
-    _gluon,
-    _boxes,
-    kind="gluon",
-    dtypes=("float32", "float16", "bfloat16", "int32", "int16"),
-    arch=90,
-    newest=90,
-    gain=1.0,
-    counter="dram__throughput.avg.pct_of_peak_sustained_elapsed",
-)
-_rung(
-    "cuda_packed",
-    "16 bytes a load and a store in every dtype: threads turn squares of packs in registers, tiles are 256 bytes wide; "
-    "what is strided PyTorch copies first",
-    packed,
-    too_large,
-    served=True,
-    unless=too_large,
-    gain=1.05,
-    counter="smsp__inst_executed.sum",
+    "cuda_packed", "16 bytes per load and store; threads transpose squares in registers", packed, 1.05, ISSUED, **SERVED
 )
