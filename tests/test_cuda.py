@@ -44,7 +44,7 @@ def test_parameters_lie_where_the_driver_says() -> None:
         (torch.randn(8, 8), (8, 8), 48, "swizzle 48"),
         (torch.randn(8, 8).t(), (8, 8), 0, "last dimension is contiguous"),
         (torch.randn(8, 7), (8, 8), 0, "multiples of 16 bytes"),
-        (torch.randn(65)[1:].view(8, 8), (8, 8), 0, "this is 4 beyond"),
+        (torch.randn(65)[1:].view(8, 8), (8, 8), 0, "begins 4 bytes after one"),
         (torch.randn(0, 8), (8, 8), 0, r"sizes from 1 to 2\^31 - 1"),
     ],
 )

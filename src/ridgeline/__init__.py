@@ -1,7 +1,7 @@
-"""GPU kernels for language models, each proven against the roof of the machine it runs on.
+"""Fast GPU kernels for language models, as drop-in PyTorch functions, and a lab that measures them.
 
-`ridgeline.rms_norm` is the public function of that name, loaded at first use: importing ridgeline imports no torch.
-`ridgeline.nn`, `ridgeline.optim`, `ridgeline.lab` and `ridgeline.op` are imported at first use too.
+Functions such as `ridgeline.rms_norm` are loaded at first use: importing ridgeline does not import torch.
+So are the modules `ridgeline.nn`, `ridgeline.optim`, `ridgeline.lab` and `ridgeline.op`.
 """
 
 from importlib import import_module
@@ -11,7 +11,7 @@ __version__ = "0.1.0"
 
 
 def register_all() -> None:
-    """Imports every op, so that `torch.export.load` knows them in a fresh process."""
+    """Imports every op, so that `torch.export.load` finds them in a fresh process."""
     import_module("ridgeline.op").registry()
 
 

@@ -1,4 +1,4 @@
-"""`python -m ridgeline` is the command `ridgeline`."""
+"""Lets `python -m ridgeline` run the command `ridgeline`."""
 
 import sys
 

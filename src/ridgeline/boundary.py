@@ -1,11 +1,12 @@
-"""The one door to the GPU: `kernel_op` registers a launcher with torch, `launch` starts a kernel.
+"""The only way to the GPU: `kernel_op` registers a launcher with torch, `launch` starts a kernel.
 
-A launcher is a function of tensors that allocates its outputs and calls `launch`. While PyTorch traces, `launch` does
-nothing, so a launcher is its own fake kernel. For that to hold, no allocation depends on a configuration, a pointer or a
-value on the device; grids and configurations are given to `launch` as functions, and tensor maps as what they are made of.
+A launcher is a function of tensors that allocates its outputs and calls `launch`. Launchers also run under tracing,
+where `launch` does nothing, so output shapes cannot depend on tuning, pointers or device values. Therefore `launch`
+takes grids and configurations as functions, and a `TensorMap` for a tensor descriptor; it evaluates them at the start.
 
-What a launcher does depends on the kinds of its arguments alone, so a call like one before is not worked out anew: its
-allocations and starts are replayed from a `Plan`, in a third of the time (see `replay.py`).
+The work of a launcher depends only on the kind of call: shapes, strides, dtypes, device, alignment and options.
+`replay.py` records the second call of a kind and repeats its allocations and starts for later ones: host time falls to
+about a third.
 """
 
 from __future__ import annotations
@@ -45,20 +46,21 @@ _observers: list[Callable[[Launch], None]] = []
 
 
 def kernel_op(schema: str) -> Callable[[Callable[..., Any]], Any]:
-    """Registers a launcher as `torch.ops.ridgeline.<name>`, for real tensors and, as its own fake kernel, for traced ones.
+    """Registers a launcher as `torch.ops.ridgeline.<name>`, for real tensors and as the fake kernel of traced ones.
 
-    schema: as in `torch.library`, e.g. "gelu_fwd(Tensor x, str approximate, str? impl) -> Tensor". A `SymInt` is a number of 32
-        bits that the launcher hands to kernels as it is, and that they do not specialise on (`do_not_specialize`).
-    Returns what an `autograd.Function` calls: the launcher itself where nobody watches, which saves the dispatcher's time,
-    else the registered op.
+    schema: as in `torch.library`, e.g. "gelu_fwd(Tensor x, str approximate, str? impl) -> Tensor". A `SymInt` is a
+        32-bit number that the launcher passes to kernels unchanged, and that they do not specialise on
+        (`do_not_specialize`).
+    Returns the function for an `autograd.Function` to call. It goes through the registered op if PyTorch traces,
+    transforms or intercepts the call; otherwise it calls the launcher directly and saves the dispatcher's time.
     """
     name = schema.split("(")[0]
-    leading = len(re.findall(r"Tensor\b", schema.split("->")[0]))  # an op's tensors come first
+    leading = len(re.findall(r"Tensor\b", schema.split("->")[0]))  # tensors come first in a schema
     loose = [n for n, argument in enumerate(schema.split("->")[0].split(",")) if "SymInt" in argument]
 
     def register(launcher: Callable[..., Any]) -> Any:
         def fake(*args: Any) -> Any:
-            _trace.on = devices._pretended is None  # meta tensors come here too, and to pretend is to drive them
+            _trace.on = devices._pretended is None  # with a pretended GPU, meta tensors must reach `launch`
             try:
                 return launcher(*args)
             finally:
@@ -81,8 +83,8 @@ def kernel_op(schema: str) -> Callable[[Callable[..., Any]], Any]:
             "modes": torch._C._len_torch_dispatch_stack,
             "transforms": torch._C._are_functorch_transforms_active,
         }
-        watched = ["modes()", "transforms()"]  # somebody traces, intercepts or transforms torch's operations
-        # Of a tensor whose sign or conjugate is a bit, the dispatcher makes what the bit says.
+        watched = ["modes()", "transforms()"]  # something traces, intercepts or transforms torch's operations
+        # The dispatcher resolves the lazy negation and conjugation bits of a tensor.
         odd = "type(t{n}) not in own or t{n}.is_meta or t{n}.is_neg() or t{n}.is_conj()"
         watched += [f"(t{n} is not None and ({odd.replace('{n}', str(n))}))" for n in range(leading)]
         before = [
@@ -91,33 +93,34 @@ def kernel_op(schema: str) -> Callable[[Callable[..., Any]], Any]:
             f"if {' or '.join(watched)}: return registered({{args}})",
             "if observers or devices._pretended is not None or tuning._listener is not None: return launcher({args})",
         ]
-        failed = "dense_only(op, [{tensors}])"  # a sparse tensor has no pointer: to look where that raises costs a good call nothing
+        # A sparse tensor has no pointer and raises on its own: checking only then costs valid calls nothing.
+        failed = "dense_only(op, [{tensors}])"
         return Plans(launcher, leading, loose).front(len(registered._schema.arguments), before, names, failed)
 
     return register
 
 
 def differentiate(function: Any, *args: Any) -> Any:
-    """`function.apply(*args)` of an `autograd.Function`, without the wrapper that is only needed inside functorch."""
+    """Returns `function.apply(*args)` of an `autograd.Function`, without the wrapper that only functorch needs."""
     if torch.compiler.is_compiling():
         return function.apply(*args)
     if forward_ad._current_level >= 0:
         _no_tangents(*args)
     if torch._C._are_functorch_transforms_active():
         raise RidgelineError(
-            "Ridgeline's kernels are not differentiated inside torch.func's transforms; impl='torch' or 'naive' is"
+            "Ridgeline's kernels cannot be differentiated inside torch.func's transforms; use impl='torch' or 'naive'"
         )
     return function.quick_apply(*args)
 
 
 def _no_tangents(*args: Any) -> None:
-    """Kernels would drop the tangents of forward-mode differentiation without a word."""
+    """Raises RidgelineError if an argument has a forward-mode tangent, which kernels would silently drop."""
     if any([isinstance(a, torch.Tensor) and forward_ad.unpack_dual(a).tangent is not None for a in args]):
-        raise RidgelineError("Ridgeline's kernels have no forward-mode derivatives; impl='torch' or 'naive' has them")
+        raise RidgelineError("Ridgeline's kernels have no forward-mode derivatives; use impl='torch' or 'naive'")
 
 
 class Function(torch.autograd.Function):
-    """An `autograd.Function` for `differentiate`."""
+    """Base class of the `autograd.Function`s that `differentiate` calls."""
 
     quick_apply: Callable[..., Any]
 
@@ -126,7 +129,7 @@ class Function(torch.autograd.Function):
 
 
 class _FirstOrderOnly(torch.autograd.Function):
-    """Passes a gradient through, and raises where someone differentiates it again."""
+    """Passes a gradient through, and raises if it is differentiated again."""
 
     @staticmethod
     def forward(ctx: Any, gradient: torch.Tensor) -> torch.Tensor:
@@ -140,9 +143,9 @@ class _FirstOrderOnly(torch.autograd.Function):
 
 
 def first_order(backward: Callable[..., Any]) -> Callable[..., Any]:
-    """Marks the backward of an `autograd.Function` over kernels: a second derivative raises instead of missing terms.
+    """Marks the backward of an `autograd.Function` over kernels: second derivatives raise instead of missing terms.
 
-    Unlike torch's `once_differentiable` it also raises where the incoming gradient needs no gradient itself."""
+    Unlike torch's `once_differentiable`, it raises even if the incoming gradient needs no gradient itself."""
 
     @wraps(backward)
     def once(ctx: Any, *incoming: Any) -> Any:
@@ -158,13 +161,13 @@ def first_order(backward: Callable[..., Any]) -> Callable[..., Any]:
 
 
 def tracing() -> bool:
-    """Whether PyTorch is tracing the launcher that runs now: then tensors have no data and nothing must start."""
+    """Returns whether PyTorch is tracing the running launcher: tensors then have no data and nothing may start."""
     return _trace.on
 
 
 @dataclass(frozen=True)
 class Launch:
-    """What `launch` was asked to start, as observers see it."""
+    """One kernel start, as observers see it."""
 
     kernel: Any
     grid: tuple[int, ...]
@@ -175,7 +178,7 @@ class Launch:
 
 @contextmanager
 def observe(observer: Callable[[Launch], None]) -> Iterator[None]:
-    """Inside, every launch is shown to `observer` before it starts (`explain`, `profile` and `inspect` are built on this)."""
+    """Calls `observer` with every launch inside the context, before it starts (for `explain`, `profile`, `inspect`)."""
     _observers.append(observer)
     try:
         yield
@@ -184,11 +187,13 @@ def observe(observer: Callable[[Launch], None]) -> Iterator[None]:
 
 
 def early(device: devices.Device) -> dict[str, Any]:
-    """Constants of a kernel whose blocks take their places while the kernel before it in the launcher still runs, so that no time
-    goes by between the two (programmatic dependent launch). Where PDL is true, the kernel before says when they may come
-    (`gdc_launch_dependents`), and this one waits for its end (`gdc_wait`) before it reads what that one writes after saying so, or
-    writes itself; CUDA C++ has both in `early.cuh`. Only a launcher's second kernel or a later one may be early: what others left in
-    the stream has ended when the first one starts."""
+    """Returns the constants that let a kernel start while the launcher's previous kernel still runs.
+
+    This is programmatic dependent launch, on sm_90 and later; elsewhere PDL is false. If PDL is true, the previous
+    kernel triggers the start (`gdc_launch_dependents`), and this kernel waits for the end of that one (`gdc_wait`);
+    `early.cuh` has both for CUDA C++. A kernel started early may read its predecessor's output only after the wait,
+    except what was written before the trigger, and may write only after the wait. The first kernel of a launcher is
+    never early: it starts when all earlier work in the stream has ended."""
     return {"PDL": True, "launch_pdl": True} if device.capability >= 90 and not INTERPRETED else {"PDL": False}
 
 
@@ -206,11 +211,14 @@ def launch(
     """Starts a kernel: Triton, Gluon or CUDA C++.
 
     kernel: a `triton.jit` or `gluon.jit` function whose constexpr parameters come last, or a `CudaKernel`.
-    grid: a tuple, or a function from the constants to one. A grid with a zero in it starts nothing.
-    args: the runtime arguments in order; the first is a tensor or a tuple of tensors. For a tensor descriptor a `TensorMap`.
-    constants: the constexpr parameters and compile options (num_warps, num_stages, ...) by name; for CUDA C++, macros.
-    config: a function that gives the tile configuration, merged into `constants`. It is called when a kernel is first started
-        for such arguments, constants and `key`; `key` holds whatever else it depends on.
+    grid: a tuple, or a function from the constants to a tuple. A grid with a zero in it starts nothing.
+    args: the runtime arguments in order; the first is a tensor or a tuple of tensors. Give a tensor descriptor as a
+        `TensorMap`.
+    constants: the constexpr parameters and compile options (num_warps, num_stages, ...) by name; macros for CUDA C++.
+    config: a function that returns the tile configuration, merged into `constants`. It is called once for each
+        combination of argument kinds, constants and `key`.
+    key: whatever else the configuration depends on.
+    Raises RidgelineError if the tensor is not on a GPU and kernels are not interpreted.
     """
     if _trace.on:
         return
@@ -218,11 +226,12 @@ def launch(
     if type(first) is tuple:
         first = first[0]
     interpreted = INTERPRETED and not isinstance(kernel, CudaKernel)
-    elsewhere = interpreted or devices._pretended is not None  # nothing is started on a GPU
+    elsewhere = interpreted or devices._pretended is not None  # no GPU is used
     if not elsewhere:
         if not first.is_cuda:
             raise RidgelineError(
-                f"a kernel needs a GPU, and the tensor is on {first.device}; on a CPU, Triton kernels run with TRITON_INTERPRET=1"
+                f"a kernel needs a GPU, and the tensor is on {first.device}; "
+                "Triton kernels also run on a CPU with TRITON_INTERPRET=1"
             )
         index = first.get_device()
         if torch._C._cuda_getDevice() != index:
@@ -242,7 +251,7 @@ def launch(
             return
     if (config is None) != (key is None):
         raise TypeError(
-            f"launch of {kernel}: config and key go together; the key holds what the configuration depends on"
+            f"launch of {kernel} needs both config and key, or neither; key holds what the configuration depends on"
         )
     if config is not None and tuning.listening():
         constants |= config()
@@ -279,7 +288,7 @@ def launch(
 
 @contextmanager
 def _loading() -> Iterator[None]:
-    """Inside, this thread may load a kernel while it captures a CUDA graph, which the driver otherwise refuses."""
+    """Lets this thread load kernels inside the context while it captures a CUDA graph; the driver otherwise refuses."""
     if torch.version.hip or not torch.cuda.is_current_stream_capturing():
         yield
         return
@@ -292,9 +301,10 @@ def _loading() -> Iterator[None]:
 
 
 def _read(args: tuple[Any, ...], values: list[Any], key: list[Any]) -> None:
-    """Appends what the driver needs of each argument to `values`, and what Triton compiles into a kernel of it to `key`: a
-    tensor's dtype and whether it is aligned; a tensor map's box, dtype and swizzle; whether an integer is 1, divides by 16, fits in 32
-    bits."""
+    """Appends each argument's value for the driver to `values`, and the facts that Triton specialises on to `key`.
+
+    The facts are a tensor's dtype and 16-byte alignment; a tensor map's box, dtype and swizzle; and whether an integer
+    is 1, is a multiple of 16, and fits in 32 bits."""
     for arg in args:
         kind = type(arg)
         if kind is torch.Tensor or kind is torch.nn.Parameter:
@@ -318,17 +328,18 @@ def _read(args: tuple[Any, ...], values: list[Any], key: list[Any]) -> None:
         elif kind is TensorMap:
             values.append(arg)
             key += arg.box, arg.tensor.dtype, arg.swizzle
-        elif isinstance(arg, Number):  # NumPy's, for one
+        elif isinstance(arg, Number):  # for example NumPy's
             values.append(arg)
             key.append(kind)
         else:
             raise TypeError(
-                f"launch takes tensors, TensorMaps (for tensor descriptors), numbers, None and tuples of these; given: {kind}"
+                f"launch takes tensors, TensorMaps (for tensor descriptors), numbers, None and tuples of these; "
+                f"given: {kind}"
             )
 
 
 def _made(kernel: Any, args: tuple[Any, ...], constants: dict[str, Any]) -> tuple[Any, ...]:
-    """The arguments as Triton's compiler and interpreter take them."""
+    """Returns the arguments in the form that Triton's compiler and interpreter take."""
     if isinstance(kernel, CudaKernel):
         return args
     return tuple(
@@ -337,7 +348,7 @@ def _made(kernel: Any, args: tuple[Any, ...], constants: dict[str, Any]) -> tupl
 
 
 def _descriptor(kernel: Any, seen: TensorMap, constants: dict[str, Any]) -> Any:
-    """A tensor map as Triton has it, which has one class for its own kernels and one for Gluon's."""
+    """Returns a tensor map as Triton's TensorDescriptor; kernels of Triton and of Gluon have a class each."""
     view = seen.view(constants)
     facts = seen.tensor, list(view.shape), list(view.stride), list(view.box)
     if not isinstance(kernel, triton.JITFunction) or not kernel.is_gluon():
@@ -356,21 +367,23 @@ _CODES = {"i1": "?", "u1": "?", "i32": "i", "u32": "I", "i64": "q", "u64": "Q", 
 def _triton_start(
     kernel: Any, args: tuple[Any, ...], constants: dict[str, Any], count: int, index: int
 ) -> tuple[Start | None, Any]:
-    """Compiles the kernel for these arguments. Returns what starts it by the driver, where its parameters are pointers, numbers and
-    tensor maps laid out as we pack them; else None, and what starts it by Triton's own launcher, which takes 5 to 15 us more.
-    A kernel with tensor maps, for which that takes 150 us more, is started by the driver or not at all."""
+    """Compiles the kernel for these arguments and returns (start through the driver, start through Triton's launcher).
+
+    One of them is None. The driver is called directly if all parameters are pointers, numbers and tensor maps, laid out
+    as we pack them; Triton's own launcher is slower, and much slower for tensor maps.
+    Raises RidgelineError if a kernel with tensor maps cannot be started through the driver."""
     compiled = kernel.warmup(*args, grid=(1,), **constants)
     run, function, metadata = compiled.run, compiled.function, compiled.metadata
     types = list(_leaves(compiled.src.signature.values()))[:count]
     maps = _views(kernel, types, metadata)
-    passed = [n for n, t in enumerate(types) if t != "constexpr"]  # a 1 or a None is compiled in
+    passed = [n for n, t in enumerate(types) if t != "constexpr"]  # Triton compiles a 1 or a None into the kernel
     codes = [
         f"M{len(maps[n].keywords['box'])}" if n in maps else "P" if types[n][0] == "*" else _CODES.get(types[n], "")
         for n in passed
     ]
     plain = metadata.num_ctas == 1 and not (metadata.launch_cooperative_grid or metadata.global_scratch_size)
     if plain and all(codes) and not torch.version.hip:
-        # Two pointers to scratch memory end the parameters of every Triton kernel; these kernels use none.
+        # The parameters of every Triton kernel end with two pointers to scratch memory, which these kernels do not use.
         layout = _layout([*codes, "8x", "8x"], parameters(function))
         if layout is not None:
             threads, pdl = 32 * metadata.num_warps, bool(metadata.launch_pdl)
@@ -380,8 +393,9 @@ def _triton_start(
             return Arranged(starter, [(n, maps.get(n)) for n in passed]), None
     if maps:
         raise RidgelineError(
-            f"{kernel.__name__} takes tensor maps, and `launch` cannot start it: that needs num_ctas=1, no cooperative grid, no scratch "
-            f"memory, and parameters {' '.join(codes)} (as cuda._layout has them); the driver's (offset, bytes) are {parameters(function)}"
+            f"{kernel.__name__} takes tensor maps, and `launch` cannot start it: that needs num_ctas=1, "
+            f"no cooperative grid, no scratch memory, and parameters {' '.join(codes)} (as cuda._layout has them); "
+            f"the driver's (offset, bytes) are {parameters(function)}"
         )
     defaults = {p.name: p.default for p in kernel.params if p.has_default}
     trailing = tuple([constants[n] if n in constants else defaults[n] for n in kernel.arg_names[len(args) :]])
@@ -392,12 +406,13 @@ def _triton_start(
 
 
 def _views(kernel: Any, types: list[str], metadata: Any) -> dict[int, partial[View]]:
-    """By the places of the tensor maps, how the compiled kernel wants them seen."""
+    """Returns, by argument number, the function that makes each tensor map's `View` for the compiled kernel."""
     places = [n for n, t in enumerate(types) if t.startswith("tensordesc")]
     wanted = getattr(metadata, "tensordesc_meta", None) or [None] * len(places)
     if places and None in wanted:
         raise RidgelineError(
-            f"{kernel.__name__} takes tensor maps, and Triton compiled it for a GPU without their copy engine (sm_90)"
+            f"{kernel.__name__} takes tensor maps, and Triton compiled it for a GPU without their copy engine; "
+            "sm_90 and later have it"
         )
     boxes = [(tuple(w["block_size"]), SWIZZLES[w["swizzle"]]) for w in wanted]
     return {

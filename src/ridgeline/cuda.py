@@ -1,4 +1,4 @@
-"""CUDA C++ through NVRTC: compiled when first needed, started by the driver, with clusters and large dynamic shared memory."""
+"""CUDA C++ kernels: compiled by NVRTC when first needed, and started by the driver; clusters, tensor maps."""
 
 from __future__ import annotations
 
@@ -24,12 +24,12 @@ LAUNCH_OPTIONS = ("block", "cluster", "shared", "launch_pdl", "cooperative")
 
 
 class CudaError(RuntimeError):
-    """What NVRTC or the CUDA driver said."""
+    """An error of NVRTC or of the CUDA driver."""
 
 
 @dataclass(frozen=True)
 class Compiled:
-    """One CUDA C++ kernel compiled for one architecture: its machine code and the compiler's words about it."""
+    """One CUDA C++ kernel compiled for one architecture: its machine code, its PTX and the compiler's log."""
 
     cubin: bytes
     ptx: str
@@ -38,19 +38,19 @@ class Compiled:
 
 @cache
 def unavailable() -> str | None:
-    """Why CUDA C++ cannot be compiled here, or None."""
+    """Returns why CUDA C++ cannot be compiled here, or None if it can."""
     try:
         from cuda.bindings import nvrtc
 
         nvrtc.nvrtcVersion()
     except (ImportError, RuntimeError, OSError) as error:
-        return f"cuda-bindings and nvidia-cuda-nvrtc are needed to compile CUDA C++ ({error})"
+        return f"compiling CUDA C++ needs the packages cuda-bindings and nvidia-cuda-nvrtc ({error})"
     return None
 
 
 @cache
 def _include() -> str:
-    """The CUDA headers, which Triton's wheel brings along."""
+    """Returns the folder of the CUDA headers that come with Triton's wheel."""
     import triton
 
     return str(Path(triton.__file__).parent / "backends/nvidia/include")
@@ -63,9 +63,10 @@ def _headers() -> bytes:
 
 @cache
 def compile_source(path: Path, arch: str, macros: tuple[tuple[str, Any], ...]) -> Compiled:
-    """Compiles a .cu file for an architecture such as "sm_90" with the given macros. Raises CudaError with the compiler's log.
+    """Returns a .cu file compiled for an architecture such as "sm_90" with the given macros.
 
-    What was compiled once lies in Triton's cache folder, under a hash of all that it was made of.
+    Results are cached in Triton's cache folder, under a hash of the source, headers, options and NVRTC's version.
+    Raises CudaError, with the compiler's log, if the file does not compile.
     """
     from cuda.bindings import nvrtc
     from triton.runtime.cache import get_cache_manager
@@ -120,7 +121,7 @@ def _check(code: int, what: str) -> None:
 
 
 def parameters(function: int) -> list[tuple[int, int]]:
-    """The offset and size in bytes of every parameter of a loaded kernel, as the driver knows them."""
+    """Returns the offset and size in bytes of every parameter of a loaded kernel, from the driver."""
     found: list[tuple[int, int]] = []
     offset, size = ctypes.c_size_t(), ctypes.c_size_t()
     at = ctypes.c_void_p(function)
@@ -130,9 +131,9 @@ def parameters(function: int) -> list[tuple[int, int]]:
 
 
 def ensure_context(index: int) -> None:
-    """Makes the GPU's context current in this thread, where none is: autograd's threads may come here with none."""
+    """Makes the GPU's context current if this thread has none, as threads of autograd may."""
     driver, current = _driver(), ctypes.c_void_p()
-    _check(driver.cuCtxGetCurrent(ctypes.byref(current)), "asking for the CUDA context")
+    _check(driver.cuCtxGetCurrent(ctypes.byref(current)), "reading the CUDA context")
     if not current.value:
         device = ctypes.c_int()
         _check(driver.cuDeviceGet(ctypes.byref(device), index), f"finding GPU {index}")
@@ -141,11 +142,11 @@ def ensure_context(index: int) -> None:
 
 
 class Starter:
-    """Starts a loaded kernel with one call of the driver.
+    """Starts a loaded kernel with one driver call.
 
-    layout: the parameters as a `struct` format. What the driver reads is made once: the packed parameters, right after them
-    CUlaunchConfig, which begins with the grid, so that one packing fills in all that changes from start to start; a lock
-    keeps two threads from filling it at once.
+    layout: the parameters as a `struct` format.
+    One buffer holds the packed parameters and, right after them, CUlaunchConfig, which begins with the grid: one call
+    of `pack` writes everything that changes between starts. A lock keeps two threads from writing it at once.
     """
 
     CONFIG = struct.Struct("@7I4xQQI4x")  # grid, block, dynamic shared memory, stream, attributes, their count
@@ -165,7 +166,8 @@ class Starter:
     ):
         self.what = f"{what} with {threads} threads and {shared} bytes of shared memory"
         self.facts, self.index = (threads, 1, 1, shared), index
-        # CUlaunchAttribute: an id (2: cooperative; 4: the cluster's size; 6: programmatic dependent launch), padding, a union of 64 bytes.
+        # CUlaunchAttribute: an id (2: cooperative; 4: cluster size; 6: programmatic dependent launch), padding, and
+        # a union of 64 bytes.
         wanted = [struct.pack("@I4x3I52x", 4, cluster, 1, 1)] * (cluster > 1)
         wanted += [struct.pack("@I4xI60x", code, 1) for code, asked in ((6, pdl), (2, cooperative)) if asked]
         self.attribute = ctypes.create_string_buffer(b"".join(wanted))
@@ -205,21 +207,24 @@ _ELEMENT = {
     torch.int64: 5,
 }
 _ELEMENT |= dict.fromkeys((torch.uint8, torch.int8, torch.bool, torch.float8_e4m3fn, torch.float8_e5m2), 0)
-SWIZZLES = 0, 32, 64, 128  # the driver's names for them are their places
+SWIZZLES = 0, 32, 64, 128  # the driver's code for each is its index
 
 
 class TensorMap:
-    """How the copy engine (TMA) of Hopper and later sees a tensor of 2 to 5 dimensions, the last contiguous: it moves boxes of one shape.
+    """Describes a tensor to the copy engine (TMA) of Hopper and later, which moves boxes of one shape.
 
-    An argument of `launch`, for a `CudaKernel`'s parameter of code M, or where a Triton or Gluon kernel takes a tensor descriptor.
-    box: the shape, for Triton the block's; in place of a number may stand the name of a constant that the kernel is started with.
-    swizzle: over how many bytes (0, 32, 64, 128) the rows of a box in shared memory are permuted against bank conflicts; in Gluon that
-        is an NVMMASharedLayout's, and Triton chooses its own.
-    ragged: of a tensor (1, n, rows, size), whose rows are sequences one after the other: as five dimensions in which a box ends where its
-        sequence does; what is beyond is read as 0 and not written. Row r of the sequence of `length` rows from row `begin` on, of
-        n = h, is at (FAR, begin + length, h, FAR - length + r, 0): FAR steps of the first dimension are -FAR rows, since addresses
-        wrap around after 2**64 bytes, and the fourth dimension ends at FAR.
-    Making one costs next to nothing, and looks at no pointer; what is wrong with it is said when the kernel starts.
+    It is an argument of `launch`, for a parameter of code M of a `CudaKernel` or for a tensor descriptor of a Triton or
+    Gluon kernel. The tensor has 2 to 5 dimensions, and the last is contiguous.
+    box: the shape of a box (Triton's block). A string stands for the constant of that name that the kernel starts with.
+    swizzle: the span in bytes (0, 32, 64, 128) within which the rows of a box in shared memory are permuted against
+        bank conflicts. For Gluon it is that of the NVMMASharedLayout; Triton chooses its own.
+    ragged: for a tensor (1, n, rows, size) whose rows are sequences, one after the other. The map has five dimensions,
+    and
+        a box ends at the end of its sequence: elements beyond are read as 0 and not written. Row r of the sequence of
+        `length` rows that starts at row `begin`, at index h of n, has the coordinates
+        (FAR, begin + length, h, FAR - length + r, 0). FAR steps of the first dimension are -FAR rows, since addresses
+        wrap around after 2**64 bytes; the fourth dimension ends at FAR.
+    The constructor is cheap and reads no pointer; errors are raised when the kernel starts.
     """
 
     FAR = 1 << 30
@@ -229,33 +234,32 @@ class TensorMap:
         self.tensor, self.box, self.swizzle, self.ragged = tensor, tuple(box), swizzle, ragged
 
     def view(self, constants: dict[str, Any]) -> View:
-        """In a kernel with these constants."""
+        """Returns the view of this map in a kernel with these constants."""
         return self.view_as(tuple([constants[n] if isinstance(n, str) else n for n in self.box]), self.swizzle)
 
     def view_as(self, box: tuple[int, ...], swizzle: int, sizes: bool = False) -> View:
-        """As a compiler says: of a block whose rows are too long for their swizzle it makes several boxes."""
+        """Returns the view for a box and swizzle of the compiler, which splits blocks whose rows exceed the swizzle."""
         t = self.tensor
         if t.data_ptr() % 16:
             raise RidgelineError(
-                f"a tensor map takes a tensor that begins at a multiple of 16 bytes, and this is {t.data_ptr() % 16} beyond"
+                f"a tensor map takes a tensor that begins at a multiple of 16 bytes, and this begins "
+                f"{t.data_ptr() % 16} bytes after one"
             )
         shape, stride = t.shape, t.stride()
         if self.ragged:
             if t.dim() != 4 or shape[0] != 1 or shape[2] > self.FAR or t.element_size() not in (1, 2, 4):
                 raise RidgelineError(
-                    f"a ragged tensor map takes a tensor (1, n, rows, size) of 2**30 rows at most; given: {tuple(shape)}"
+                    f"a ragged tensor map takes a tensor (1, n, rows, size), rows at most 2**30; given: {tuple(shape)}"
                 )
-            most, row = (
-                (1 << 31) - (1 << 16),
-                stride[2] if shape[2] > 1 else 16 // t.element_size(),
-            )  # of one row there is no next
+            most = (1 << 31) - (1 << 16)
+            row = stride[2] if shape[2] > 1 else 16 // t.element_size()  # the stride of a single row means nothing
             shape = torch.Size((most, most, shape[1], self.FAR, shape[3]))
             stride = (1 << 34) - row, row, stride[1], row, stride[3]
         return _view(t.dtype, shape, stride, box, swizzle, sizes)
 
 
 class View:
-    """A tensor map but for where its tensor begins. With `sizes` the shape and the strides follow it, as Triton's kernels take them."""
+    """A tensor map without its tensor's address. With `sizes`, shape and strides follow it, for kernels of Triton."""
 
     def __init__(
         self,
@@ -271,17 +275,17 @@ class View:
             kinds = ", ".join(str(d).removeprefix("torch.") for d in _ELEMENT)
             given = f"{dims} of {dtype}, a box of {len(box)}, swizzle {swizzle}"
             raise RidgelineError(
-                f"a tensor map takes 2 to 5 dimensions of {kinds}, a box of as many, swizzle 0, 32, 64 or 128; given: {given}"
+                f"a tensor map takes 2 to 5 dimensions of {kinds}, a box of as many dimensions, "
+                f"and swizzle 0, 32, 64 or 128; given: {given}"
             )
         if not all([0 < n < 1 << 31 for n in shape]):
             raise RidgelineError(f"a tensor map takes sizes from 1 to 2^31 - 1; given: {tuple(shape)}")
-        *outer, last = [
-            16 // size if n == 1 else s for n, s in zip(shape, stride, strict=True)
-        ]  # of one element there is no next
+        # The stride of a dimension of size 1 means nothing.
+        *outer, last = [16 // size if n == 1 else s for n, s in zip(shape, stride, strict=True)]
         if (shape[-1] > 1 and last != 1) or any([s * size % 16 for s in outer]):
             raise RidgelineError(
-                f"a tensor map takes a tensor whose last dimension is contiguous and whose rows start at multiples of 16 bytes; "
-                f"this has the shape {tuple(shape)} and strides {tuple(stride)} of {size} bytes"
+                "a tensor map takes a tensor whose last dimension is contiguous and whose rows start at multiples of "
+                f"16 bytes; this has the shape {tuple(shape)} and strides {tuple(stride)} of {size} bytes"
             )
         self.shape, self.stride, self.box = tuple(shape), (*outer, 1), box
         self.what = f"a tensor map of {self.shape} {dtype}, strides {self.stride}, box {box}, swizzle {swizzle}"
@@ -290,15 +294,15 @@ class View:
             (ctypes.c_uint64 * dims)(*[s * size for s in outer[::-1]]),
         )
         sides, ones = (ctypes.c_uint32 * dims)(*box[::-1]), (ctypes.c_uint32 * dims)(*[1] * dims)
-        # Not interleaved, fetched into L2 by 128 bytes, zeros beyond the edges.
+        # Not interleaved, 128-byte L2 fetches, zeros beyond the edges.
         self.before = _ELEMENT[dtype], dims
         self.after = bounds, steps, sides, ones, 0, SWIZZLES.index(swizzle), 2, 0
         self.bytes = sum([(n - 1) * s for n, s in zip(shape, self.stride, strict=True)]) * size
         self.sizes = struct.pack(f"@{dims}i{dims}q", *shape, *self.stride) if sizes else b""
 
     def encode(self, pointer: int) -> bytes:
-        """What a kernel takes of a tensor that begins there: the map's 128 bytes, and the sizes."""
-        memory = ctypes.create_string_buffer(128 + 64)  # the driver writes to a multiple of 64
+        """Returns the kernel's parameter for a tensor at this address: the map's 128 bytes, and the sizes."""
+        memory = ctypes.create_string_buffer(128 + 64)  # the driver needs 64-byte alignment
         at = -(-ctypes.addressof(memory) // 64) * 64
         facts = ctypes.c_void_p(at), *self.before, ctypes.c_void_p(pointer), *self.after
         code = _driver().cuTensorMapEncodeTiled(*facts)
@@ -309,10 +313,8 @@ class View:
             code, f"{self.what} (a box's sides are at most 256, and with a swizzle its rows at most that many bytes)"
         )
         made = bytearray(ctypes.string_at(at, 128))
-        if (
-            self.bytes + 1 < 128 << 10 and _driver_version() <= 13010
-        ):  # whose encoding of small tensors is wrong: so CUTLASS and Triton
-            made[10] &= 0xDF
+        if self.bytes + 1 < 128 << 10 and _driver_version() <= 13010:
+            made[10] &= 0xDF  # these drivers encode small tensors wrongly; CUTLASS and Triton do the same
         return bytes(made) + self.sizes
 
 
@@ -321,20 +323,21 @@ _view = lru_cache(1 << 12)(View)
 
 @lru_cache(1 << 13)
 def encoded(pointer: int, view: View) -> bytes:
-    """`view.encode(pointer)`. Tensors come back to where others were, so that most are found, in a fiftieth of the time."""
+    """Returns `view.encode(pointer)`, cached: the allocator reuses addresses, so most are found."""
     return view.encode(pointer)
 
 
 @cache
 def _driver_version() -> int:
     version = ctypes.c_int()
-    _check(_driver().cuDriverGetVersion(ctypes.byref(version)), "asking for the driver's version")
+    _check(_driver().cuDriverGetVersion(ctypes.byref(version)), "reading the driver's version")
     return version.value
 
 
 class Arranged:
-    """Starts a kernel that takes other parameters than the values that `launch` has: `takes` says for each parameter which value it is
-    and, of a tensor map, how to see it."""
+    """Starts a kernel whose parameters are a selection of `launch`'s values.
+
+    takes: for each parameter, the number of its value and, for a tensor map, the function that makes its view."""
 
     def __init__(self, starter: Starter, takes: Sequence[tuple[int, Callable[[TensorMap], View] | None]]):
         self.starter, self.takes = starter, tuple(takes)
@@ -348,9 +351,11 @@ class Arranged:
 
 
 def _layout(arguments: Sequence[str], real: Sequence[tuple[int, int]]) -> str | None:
-    """A `struct` format of a kernel's parameters, of which the driver says offset and size; None where they do not agree.
+    """Returns a `struct` format of a kernel's parameters, or None if it does not match the driver's offsets and sizes.
 
-    arguments: codes of `struct`; M is a tensor map, M4 one that four sizes and four strides follow, a parameter each."""
+    arguments: codes of `struct`. M is a tensor map; M4 is one followed by four sizes and four strides, a parameter
+    each.
+    real: the driver's (offset, size) of each parameter."""
     layout, left = "", list(real)
     for code in arguments:
         many = 1
@@ -369,10 +374,11 @@ def _layout(arguments: Sequence[str], real: Sequence[tuple[int, int]]) -> str | 
 class CudaKernel:
     """A kernel of a .cu file: `CudaKernel(path, "gelu_fwd", "PPq")`.
 
-    arguments: one code per argument, as in `struct`: P a pointer (a tensor, or None), i int, q long long, f float; M a `TensorMap`.
-    Started with macros and the options `block` (threads), `cluster` (blocks along x), `shared` (bytes of dynamic shared
-    memory), `launch_pdl` (see `boundary.early`) and `cooperative` (all blocks run at once, so that they may wait for each
-    other) as constants of `boundary.launch`.
+    arguments: a code for each argument, as in `struct`: P is a pointer (a tensor or None), i an int, q a long long,
+        f a float; M is a `TensorMap`.
+    The constants of `boundary.launch` are its macros and these options: `block` (threads), `cluster` (blocks along x),
+    `shared` (bytes of dynamic shared memory), `launch_pdl` (see `boundary.early`) and `cooperative` (all blocks are
+    resident at once, so that they may wait for each other).
     """
 
     def __init__(self, path: Path, name: str, arguments: str):
@@ -393,21 +399,22 @@ class CudaKernel:
         ensure_context(index)
         _check(driver.cuModuleLoadData(ctypes.byref(module), compiled.cubin), f"loading {self}")
         _check(driver.cuModuleGetFunction(ctypes.byref(function), module, self.name.encode()), f"finding {self}")
-        real = parameters(function.value or 0)  # a tensor map's offset is the architecture's to choose
+        real = parameters(function.value or 0)  # the offset of a tensor map depends on the architecture
         layout = _layout(self.arguments, real)
         if layout is None:
             raise CudaError(
-                f"{self} takes parameters of (offset, bytes) {real}, and is declared with {self.arguments!r}"
+                f"{self} takes parameters of (offset, bytes) {real}, but is declared with {self.arguments!r}"
             )
         block, cluster, shared, pdl, cooperative = (
             int(constants.get(o, d)) for o, d in zip(LAUNCH_OPTIONS, (256, 1, 0, 0, 0), strict=True)
         )
         if pdl and devices.gpu(index).capability < 90:
             raise CudaError(
-                f"{self} is to start early (launch_pdl), which {devices.gpu(index).name} cannot: that is for sm_90 and later"
+                f"{self} uses programmatic dependent launch (launch_pdl), which needs sm_90 or later; "
+                f"this GPU is {devices.gpu(index).name}"
             )
         static = ctypes.c_int()
-        _check(driver.cuFuncGetAttribute(ctypes.byref(static), 1, function), f"asking for {self}'s own shared memory")
+        _check(driver.cuFuncGetAttribute(ctypes.byref(static), 1, function), f"reading {self}'s static shared memory")
         if shared + static.value > 48 << 10:
             _check(driver.cuFuncSetAttribute(function, 8, shared), f"{self} with {shared} bytes of shared memory")
         if cluster > 8:
@@ -417,12 +424,13 @@ class CudaKernel:
         )
 
     def start(self, constants: dict[str, Any], values: Sequence[Any], index: int) -> Starter | Arranged:
-        """What starts the kernel with such values on a GPU."""
+        """Returns the object that starts the kernel with values of these kinds on a GPU."""
         maps = [type(v) is TensorMap for v in values]
         if maps != [code == "M" for code in self.arguments]:
             given = ", ".join([type(v).__name__ for v in values])
             raise TypeError(
-                f"{self} is declared with {self.arguments!r}, where a TensorMap is given for each M alone; given: {given}"
+                f"{self} is declared with {self.arguments!r}: each M takes a TensorMap, and no other code does; "
+                f"given: {given}"
             )
         starter = self.load(constants, index)
         takes = [(n, (lambda seen: seen.view(constants)) if seen else None) for n, seen in enumerate(maps)]
@@ -434,8 +442,10 @@ _EMPTY = CudaKernel(TILES / "empty.cu", "empty", "")
 
 @cache
 def resident_clusters(where: devices.Device, size: int) -> int:
-    """How many clusters of `size` blocks run at once where each block has a multiprocessor of its own. A cluster lies within one of
-    the GPU's partitions, whose multiprocessors need not divide by it: on an H100 that is 32 clusters of 4, not 33."""
+    """Returns how many clusters of `size` blocks run at once, with a multiprocessor for each block.
+
+    A cluster lies within one partition (GPC) of the GPU, whose number of multiprocessors need not be a multiple of its
+    size: an H100 runs 32 clusters of 4, not 33."""
     if size == 1 or devices.pretended() is not None:
         return where.multiprocessors // size
     start = _EMPTY.load({"block": 512, "cluster": size, "shared": 160 << 10}, torch.cuda.current_device())

@@ -1,12 +1,14 @@
-"""Repeats a launcher's work without running it: what `kernel_op` does with a call whose kind it has seen before.
+"""Repeats the work of a launcher without running it, for calls of a kind that `kernel_op` has seen before.
 
-A launcher allocates tensors and starts kernels, and what it allocates and starts depends on the kinds of its arguments alone:
-the tensors' shapes, strides, dtypes, device and alignment, and the other arguments' values (but `SymInt` ones, such as a seed,
-which are handed on). The second call of a kind is recorded: every allocation, and every kernel's parameters as pointers into arguments
-and allocations, or as tensor maps of these. Later calls allocate and start the same by a few lines of Python, which is a third of the
-host's time. So are torch's products and sums into a tensor that is given as `out`, its copies into a tensor and numbers put into one,
-on views of the same arguments and allocations. A launcher that does anything else (another torch operation, a copy of a strided input,
-Triton's own launcher) is not recorded and runs each time.
+The kind of a call is its tensors' shapes, strides, dtypes, device and alignment, and the values of its other arguments.
+`SymInt` arguments, such as a seed, are not part of the kind; they are passed on. A launcher must allocate and start the
+same for every call of a kind. The second call of a kind is recorded: every allocation, and every kernel's parameters as
+pointers into arguments and allocations, or as tensor maps of them. For later calls a few generated lines of Python
+repeat this, in about a third of the host's time.
+
+Some torch operations are recorded too, on views of the arguments and allocations: products and sums into a tensor given
+as `out`, copies into a tensor, and filling one with a number. A launcher that does anything else (another torch
+operation, a copy of a strided input, Triton's own launcher) is not recorded and runs each time.
 """
 
 from __future__ import annotations
@@ -21,7 +23,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from ridgeline import tuning
 from ridgeline.cuda import Arranged, TensorMap, encoded
 
-Start = Callable[[int, int, int, int, Sequence[Any]], None]  # grid x, y, z, stream, the kernel's parameters
+Start = Callable[[int, int, int, int, Sequence[Any]], None]  # grid x, y, z, stream, kernel parameters
 
 _ALLOCATIONS = frozenset(
     (
@@ -33,7 +35,7 @@ _ALLOCATIONS = frozenset(
         torch.ops.aten.new_empty_strided.default,
     )
 )
-_WRITING: dict[Any, Callable[..., Any]] = {  # by what a recorder sees, the faster way to call it
+_WRITING: dict[Any, Callable[..., Any]] = {  # what a recorder sees: the faster way to call it
     torch.ops.aten.mm.out: torch.mm,
     torch.ops.aten.addmm.out: torch.addmm,
     torch.ops.aten.sum.IntList_out: torch.sum,
@@ -43,10 +45,10 @@ _WRITING: dict[Any, Callable[..., Any]] = {  # by what a recorder sees, the fast
     torch.ops.aten.copy_.default: torch.Tensor.copy_,
     torch.ops.aten.fill_.Scalar: torch.Tensor.fill_,
 }
-_view = torch._C._dynamo.guards._reinterpret_tensor  # type: ignore[attr-defined]  # in half the time of as_strided
-_empty = torch._C._dynamo.guards._empty_strided_cuda  # type: ignore[attr-defined]  # as code that torch.compile makes does
-_KINDS = 4096  # of calls that an op remembers
-_STEPS = 1000  # of a plan, at most: it keeps some 6 KiB of each
+_view = torch._C._dynamo.guards._reinterpret_tensor  # type: ignore[attr-defined]  # faster than as_strided
+_empty = torch._C._dynamo.guards._empty_strided_cuda  # type: ignore[attr-defined]  # as in the code of torch.compile
+_KINDS = 4096  # kinds of calls that an op remembers
+_STEPS = 1000  # most steps of a plan, which keeps some 6 KiB for each
 
 
 class _Local(threading.local):
@@ -57,12 +59,12 @@ _local = _Local()
 
 
 def recorder() -> Recorder | None:
-    """What records the launcher that this thread runs, if it is being recorded."""
+    """Returns the recorder of the launcher that this thread runs, or None if it is not being recorded."""
     return _local.recorder
 
 
 class Loose(int):
-    """An argument that may be any number in a kind of call, such as a seed: a plan takes it anew each time."""
+    """An argument, such as a seed, that is not part of the kind of a call: a plan takes its value at each call."""
 
     name: str
 
@@ -74,7 +76,7 @@ class Loose(int):
 
 
 class _Seen(NamedTuple):
-    """A tensor that a torch operation takes: which of the known ones it is or, with a shape, a view of."""
+    """A tensor argument of a torch operation: the number of a known tensor or, with a shape, a view of that tensor."""
 
     number: int
     shape: tuple[int, ...] | None = None
@@ -83,22 +85,18 @@ class _Seen(NamedTuple):
 
 
 class Recorder(TorchDispatchMode):
-    """Watches a launcher: the tensors that it allocates, the torch operations that write to them, and by `started` the kernels that it
-    starts."""
+    """Records the work of a launcher: allocations, torch operations that write to them and, by `started`, kernels."""
 
     def __init__(self, tensors: Sequence[torch.Tensor | None], loose: Sequence[str] = ()) -> None:
         super().__init__()
-        self.known: list[torch.Tensor | None] = list(tensors)  # the arguments, then what is allocated
+        self.known: list[torch.Tensor | None] = list(tensors)  # arguments, then allocations
         self.given, self.loose = len(tensors), loose
-        self.steps: list[
-            tuple[Callable[..., Any], tuple[int, int, int] | None, list[Any], dict[str, Any]]
-        ] = []  # a kernel's have a grid
+        # Each step: function, grid (None for a torch operation), positional arguments, keyword arguments.
+        self.steps: list[tuple[Callable[..., Any], tuple[int, int, int] | None, list[Any], dict[str, Any]]] = []
         places = [(t.data_ptr(), t.untyped_storage().data_ptr()) for t in tensors if t is not None and t.numel()]
         pointers, stored = [p for p, _ in places], [s for _, s in places]
-        self.repeatable = len(set(pointers)) == len(pointers)  # else these would not say which argument they came from
-        self.shared = {
-            s for s in stored if stored.count(s) > 1
-        }  # by arguments, such as q, k and v of one packed tensor
+        self.repeatable = len(set(pointers)) == len(pointers)  # else a pointer could belong to two arguments
+        self.shared = {s for s in stored if stored.count(s) > 1}  # such as q, k and v of one packed tensor
 
     def __torch_dispatch__(self, function: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         result = function(*args, **(kwargs or {}))
@@ -115,7 +113,7 @@ class Recorder(TorchDispatchMode):
         return result
 
     def seen(self, arg: Any) -> Any:
-        """What a torch operation takes: a tensor as what it is of the known ones."""
+        """Returns an argument of a torch operation, with a tensor as the `_Seen` of a known one."""
         if not isinstance(arg, torch.Tensor):
             return arg
         number = self.owner(arg) if arg.numel() else None
@@ -133,7 +131,7 @@ class Recorder(TorchDispatchMode):
     def started(
         self, start: Start | None, grid: tuple[int, int, int], args: Sequence[Any], values: Sequence[Any]
     ) -> None:
-        """A kernel was started with these arguments, whose tensors lie at the pointers in `values`."""
+        """Records the start of a kernel with these arguments; `values` holds the tensors' pointers."""
         if start is None or not self.repeatable:
             self.repeatable = False
             return
@@ -144,11 +142,11 @@ class Recorder(TorchDispatchMode):
         self.steps.append((start, grid, sources, {}))
 
     def source(self, arg: Any, value: Any) -> Any:
-        """The parameter itself; for a tensor (which of the known ones it lies in, bytes from its beginning), and of a tensor map too."""
+        """Returns the parameter itself or, for a tensor or tensor map, (number of a known tensor, offset in bytes)."""
         if isinstance(arg, TensorMap):
             arg, value = arg.tensor, arg.tensor.data_ptr()
         if not isinstance(arg, torch.Tensor):
-            self.repeatable &= arg is None or isinstance(arg, int | float)  # else it was made for this call
+            self.repeatable &= arg is None or isinstance(arg, int | float)  # anything else may be of this call only
             return value
         if not arg.numel():
             return 0
@@ -160,7 +158,7 @@ class Recorder(TorchDispatchMode):
         return number, value - whole.data_ptr()
 
     def owner(self, arg: torch.Tensor) -> int | None:
-        """Which of the known tensors it lies in."""
+        """Returns the number of the known tensor that holds this one, or None."""
         storage = arg.untyped_storage().data_ptr()
         for number, tensor in enumerate(self.known):
             if tensor is arg or (
@@ -170,7 +168,7 @@ class Recorder(TorchDispatchMode):
         return None
 
     def plan(self, result: Any) -> Callable[..., Any] | None:
-        """A function of the tensors and their pointers that repeats all this, or None where something cannot be repeated."""
+        """Returns a function of the tensors and pointers that repeats the steps, or None if one cannot be repeated."""
         made = [t for t in self.known[self.given :] if t is not None]
         kinds = [(tuple(t.shape), t.stride(), t.dtype) for t in made]
         returned = result if isinstance(result, tuple | list) else [] if result is None else [result]
@@ -179,7 +177,7 @@ class Recorder(TorchDispatchMode):
         if not self.repeatable or len(wanted) < len(returned) or any(w not in places for w in wanted):
             return None
         if set(self.loose) != {v.name for _, _, sources, _ in self.steps for v in sources if type(v) is Loose}:
-            return None  # a kernel took something else that was made of it
+            return None  # a kernel took a value computed from it
         names: dict[str, Any] = {
             "empty": _empty,
             "stream": torch._C._cuda_getCurrentRawStream,
@@ -199,7 +197,7 @@ class Recorder(TorchDispatchMode):
             return source.name if type(source) is Loose else name(source)
 
         seen = [s for _, _, sources, named in self.steps for s in (*sources, *named.values()) if isinstance(s, tuple)]
-        used = {s[0] - self.given for s in seen} | {places.index(w) for w in wanted}  # not those of no elements
+        used = {s[0] - self.given for s in seen} | {places.index(w) for w in wanted}  # not empty tensors
         lines = [
             f"    m{n} = empty({', '.join(map(name, kind))}); p{self.given + n} = m{n}.data_ptr()"
             for n, kind in enumerate(kinds)
@@ -208,7 +206,7 @@ class Recorder(TorchDispatchMode):
         views: dict[_Seen, str] = {}
 
         def operand(value: Any) -> str:
-            """One view of a kind, so that torch sees that what it adds to is what it writes to, and copies nothing."""
+            """Returns one name per distinct view, so that torch sees an in-place sum as such and copies nothing."""
             if type(value) is not _Seen:
                 return name(value)
             whole = f"t{value.number}" if value.number < self.given else f"m{value.number - self.given}"
@@ -240,14 +238,16 @@ class Recorder(TorchDispatchMode):
 
 
 def _function(name: str, parameters: Sequence[str], lines: Sequence[str], names: dict[str, Any]) -> Callable[..., Any]:
-    """Written out for what it does, without loops or packed arguments: a third of a call's time would go there."""
+    """Returns a function compiled from these lines: code without loops or packed arguments runs faster."""
     exec("\n".join([f"def {name}({', '.join(parameters)}):", *lines]), names)
     return names[name]
 
 
 class Plans:
-    """What a launcher did, by kind of call. The first `leading` of its arguments are tensors, or None; those at `loose` places
-    are numbers that are not part of the kind: they go to kernels as they are, which are not specialised for them."""
+    """The plans of one launcher, by kind of call.
+
+    leading: how many of the first arguments are tensors, or None.
+    loose: positions of the numbers that are not part of the kind. Kernels take them as they are, unspecialised."""
 
     def __init__(self, launcher: Callable[..., Any], leading: int, loose: Sequence[int] = ()):
         self.launcher, self.leading = launcher, leading
@@ -258,10 +258,10 @@ class Plans:
     def front(
         self, count: int, before: Sequence[str] = (), names: dict[str, Any] | None = None, failed: str | None = None
     ) -> Callable[..., Any]:
-        """A function of the launcher's arguments (t0, t1, ..., a0, a1, ...) that calls the launcher, or repeats what it did.
+        """Returns a function of the launcher's arguments (t0, t1, ..., a0, a1, ...) that calls it or repeats its work.
 
-        before: lines to run first, which may return; names: what they mention. failed: a line to run where anything after the
-        first of them raises a RuntimeError, which is raised on."""
+        before: lines to run first, which may return. names: the globals that they use.
+        failed: a line to run if anything after the first line raises a RuntimeError, before that is raised again."""
         tensors = [f"t{n}" for n in range(self.leading)]
         args = [*tensors, *(f"a{n}" for n in range(count - self.leading))]
         whole = ", ".join(args)
@@ -275,9 +275,8 @@ class Plans:
         lines.append(f"    key = {', '.join(f'k{n}' for n in range(self.leading))}, tuning.version, {', '.join(kept)}")
         lines.append("    plan = found(key)")
         lines.append(f"    if plan is None: return learn(key, {whole})")
-        lines.append(
-            f"    return plan({', '.join(['i', *tensors, *(f'p{n}' for n in range(self.leading)), *self.loose.values()])})"
-        )
+        given = ["i", *tensors, *(f"p{n}" for n in range(self.leading)), *self.loose.values()]
+        lines.append(f"    return plan({', '.join(given)})")
         if failed is not None:
             last = "        " + failed.format(tensors=", ".join(tensors))
             lines[1:] = [
@@ -294,11 +293,11 @@ class Plans:
             "tuning": tuning,
             **(names or {}),
         }
-        names["current"] = getattr(torch._C, "_cuda_getDevice", None)  # of a build without CUDA nothing is on a GPU
+        names["current"] = getattr(torch._C, "_cuda_getDevice", None)  # absent in builds without CUDA
         return _function("call", args, lines, names)
 
     def learn(self, key: Any, *args: Any) -> Any:
-        """The first call of a kind runs; the second is recorded; after two recordings in vain all run."""
+        """Runs the first call of a kind and records the second; if two recordings fail, all later calls run."""
         if len(self.seen) >= _KINDS:
             self.seen.clear()
             self.found.clear()

@@ -1,4 +1,4 @@
-"""Which implementation serves a call, and why: the last served rung of the ladder that this machine runs and that supports it."""
+"""Chooses the implementation of a call: the last served one of the op that this machine runs and that supports it."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ from ridgeline.replay import _KINDS, _function
 
 @cache
 def cannot_run(kind: str, device: devices.Device) -> str | None:
-    """Why this machine cannot run implementations of a kind on this device, or None."""
+    """Returns why this machine cannot run implementations of a kind on this device, or None if it can."""
     if (
         kind == "compile"
         and device.backend == "cpu"
@@ -39,13 +39,12 @@ def cannot_run(kind: str, device: devices.Device) -> str | None:
 
 
 def never(implementation: Implementation, direction: str, dtype: torch.dtype, device: devices.Device) -> str | None:
-    """Why an implementation cannot run any call in this direction and dtype on this device, or None."""
+    """Returns why an implementation can run no call of this direction and dtype on this device, or None if it can."""
     if implementation.kind == "eager":
         return None
     reason = cannot_run(implementation.kind, device)
-    if (
-        reason is None and implementation.arch > device.capability and device.backend != "cpu"
-    ):  # there Triton is interpreted
+    # On a CPU Triton is interpreted, for any architecture.
+    if reason is None and implementation.arch > device.capability and device.backend != "cpu":
         reason = f"it needs sm_{implementation.arch} or later, and {device.name} is {device.arch}"
     if reason is None and 0 < implementation.newest < device.capability:
         reason = f"it is written for sm_{implementation.newest}, and {device.name} is {device.arch}"
@@ -57,14 +56,16 @@ def never(implementation: Implementation, direction: str, dtype: torch.dtype, de
 
 
 def why_not(implementation: Implementation, *args: Any, direction: str = "fwd", **options: Any) -> str | None:
-    """Why an implementation does not support a call on these inputs (the first is a tensor, or a list of them), or None."""
+    """Returns why an implementation cannot run a call on these inputs, or None if it can.
+
+    args: the first is a tensor or a list of tensors."""
     x = args[0] if isinstance(args[0], torch.Tensor) else args[0][0]
     reason = never(implementation, direction, x.dtype, devices.of(x))
     return reason or (implementation.supports(*args, **options) if implementation.supports else None)
 
 
 def find(op: Op, impl: str) -> Implementation:
-    """The implementation of that name, or an error that lists the names there are."""
+    """Returns the implementation of that name. Raises RidgelineError, with the names there are, if there is none."""
     if impl not in op.implementations:
         raise RidgelineError(f"{op.name} has no implementation {impl!r}; it has {', '.join(op.implementations)}")
     return op.implementations[impl]
@@ -75,9 +76,10 @@ _candidates: dict[Any, list[Implementation]] = {}
 
 
 def select(op: Op, impl: str | None, *args: Any, direction: str = "fwd", kernels: bool = False) -> Implementation:
-    """The implementation that serves a call: the named one, or it raises with the reason why not; else the best that can.
+    """Returns the implementation that serves a call: the named one, or the best that can if none is named.
 
-    kernels: choose among kernels only (inside the registered op, where the choice for kernels has been made, by `eager`).
+    kernels: choose among kernels only. The registered op sets it, since `eager` has already chosen kernels.
+    Raises RidgelineError, with the reason, if the named implementation or every one of them cannot run the call.
     """
     x = args[0]
     key = op, impl, direction, kernels, x.dtype, x.get_device(), devices._pretended
@@ -101,20 +103,20 @@ def select(op: Op, impl: str | None, *args: Any, direction: str = "fwd", kernels
 
 
 def _eligible(op: Op, impl: str | None, kernels: bool) -> list[Implementation]:
-    """What may be chosen, best first."""
+    """Returns the implementations that may be chosen, best first."""
     if impl is not None:
         return [find(op, impl)]
     return [i for i in reversed(op.implementations.values()) if i.served and (i.is_kernel or not kernels)]
 
 
-@torch.compiler.assume_constant_result  # what a device can run stays as it is
+@torch.compiler.assume_constant_result  # what a device can run does not change
 def _runs_here(op: str, impl: str, dtype: torch.dtype, index: int | None) -> bool:
     device = devices._pretended or (devices.CPU if index is None else devices.gpu(index))
     return never(_registry[op].implementations[impl], "fwd", dtype, device) is None
 
 
 def _kernels_serve(op: Op, args: tuple[Any, ...], options: dict[str, Any]) -> bool:
-    """Whether a kernel serves a call that names none, of an op that Triton does not always serve."""
+    """Returns whether a kernel serves a call without `impl`, for an op that Triton does not always serve."""
     dtype, index = args[0].dtype, args[0].device.index if args[0].is_cuda else None
     able = (
         _able_here(op, dtype, index) if torch.compiler.is_compiling() else _able(op, dtype, index, devices._pretended)
@@ -133,14 +135,14 @@ def _able_here(op: Op, dtype: torch.dtype, index: int | None) -> list[Implementa
 
 @cache
 def _able(op: Op, dtype: torch.dtype, index: int | None, pretended: devices.Device | None) -> list[Implementation]:
-    """As `_able_here`, which looks at what is pretended too."""
+    """Returns `_able_here`, cached; `pretended` is part of the key because the result depends on it."""
     return _able_here(op, dtype, index)
 
 
 def run(op: Op, direction: str, impl: str | None, outputs: tuple[torch.Tensor, ...], *inputs: Any) -> Any:
-    """Inside a registered op: has the outputs filled by the implementation that serves the call. While tracing, does nothing.
+    """Inside a registered op, fills the outputs by the implementation that serves the call; does nothing while tracing.
 
-    Returns what the launcher returns: nothing, or what `launch` gave it."""
+    Returns what the launcher returns."""
     if tracing():
         return None
     implementation = select(op, impl, *inputs, direction=direction, kernels=True)
@@ -148,11 +150,12 @@ def run(op: Op, direction: str, impl: str | None, outputs: tuple[torch.Tensor, .
 
 
 def eager(op: Op, impl: str | None, *args: Any, **options: Any) -> Implementation | None:
-    """For a public function: the implementation in plain PyTorch that serves this call, or None where kernels do.
+    """Returns the plain PyTorch implementation that serves a call of a public function, or None if a kernel does.
 
-    It looks at the device, the dtypes and the layouts of `args` alone, so that it can be traced, and at what `Implementation.unless` looks
-    at; which kernel runs is chosen inside the op. Raises where a tensor is sparse. args, options: the public arguments, as far as plain
-    implementations (whether they support the call) and `unless` look at them.
+    So that PyTorch can trace it, it depends only on the device, dtypes and layouts of `args` and on the facts that
+    `Implementation.unless` uses. The kernel itself is chosen later, inside the registered op.
+    args, options: the public arguments that `supports` of plain implementations and `unless` need.
+    Raises RidgelineError if a tensor is sparse or nested, or if the named plain implementation cannot run the call.
     """
     known = all([t.dtype in op.kernel_dtypes and t.layout is _DENSE for t in args if isinstance(t, torch.Tensor)])
     if not known:
@@ -176,11 +179,11 @@ def eager(op: Op, impl: str | None, *args: Any, **options: Any) -> Implementatio
 
 
 def by_kind(leading: int) -> Callable[[Callable[..., Any]], Callable[..., Any]]:
-    """Of a function that looks at an op's arguments: it remembers what it found, and looks at a call like one before no more.
+    """Returns a decorator for a function that examines an op's arguments: it caches the findings by kind of call.
 
-    The first `leading` of its arguments are tensors. It returns a tuple whose first is what `eager` gave, or raises. What it found is
-    remembered where kernels serve the call on a GPU, for tensors of the same shapes, dtypes and layouts there and other arguments that
-    are equal and of the same types: so it may look at nothing else, but whether autocast is on.
+    The first `leading` arguments are tensors. The function returns a tuple that starts with the result of `eager`, or
+    raises. Its result is cached if kernels serve the call on a GPU. The key is the tensors' shapes, dtypes, layouts and
+    devices, the values and types of the other arguments, and whether autocast is on; it may depend on nothing else.
     """
 
     def remember(look: Callable[..., tuple[Any, ...]]) -> Callable[..., Any]:
@@ -207,7 +210,7 @@ def by_kind(leading: int) -> Callable[[Callable[..., Any]], Callable[..., Any]]:
             "    try:",
             f"        key = {', '.join(seen)}, autocast()",  # the GPU's
             "        found = get(key)",
-            "    except (RuntimeError, TypeError):",  # a nested tensor has no shape, and a list no hash
+            "    except (RuntimeError, TypeError):",  # nested tensors have no shape, lists no hash
             f"        return look({args})",
             f"    return found or learn(key, {args})",
         ]

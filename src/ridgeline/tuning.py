@@ -1,4 +1,4 @@
-"""Tile configurations: committed JSON, else the op's own rule. Searching happens only in `ridgeline tune`.
+"""Tile configurations: from committed JSON if there, else by the op's own rule. Only `ridgeline tune` searches.
 
 `configs/<arch>/<op>.json` holds {"<kernel>": {"<key>": {"BLOCK": 1024, "num_warps": 4}}}.
 """
@@ -20,7 +20,7 @@ Config = dict[str, int]
 
 @dataclass(frozen=True)
 class Request:
-    """One question for a configuration, as `ridgeline tune` sees it: which kernel of which op, for which key, out of what."""
+    """One request for a configuration, as `ridgeline tune` sees it: op, kernel, key, and the space of candidates."""
 
     op: str
     kernel: str
@@ -30,7 +30,7 @@ class Request:
 
 _requests: dict[tuple[str, str, str, str], Request] = {}
 _listener: Callable[[Request], Config | None] | None = None
-version = 0  # rises when configurations are saved: what was started with older ones is looked up anew
+version = 0  # increases at each save, so that caches keyed by it look configurations up again
 
 
 @cache
@@ -47,9 +47,10 @@ def config(
     rule: Callable[[], Config],
     space: Callable[[], list[Config]] | None = None,
 ) -> Config:
-    """The configuration of `kernel` for `key` (a bucket such as "float32 16384") on this device.
+    """Returns the configuration of `kernel` for `key` (a bucket such as "float32 16384") on this device.
 
-    rule: the configuration where none is committed. space: what `tune` searches; without it the kernel is not tuned.
+    rule: gives the configuration if none is committed.
+    space: gives the candidates for `tune`; without it the kernel is not tuned.
     """
     if _listener is not None and space is not None:
         where = device.arch, op, kernel, key
@@ -62,13 +63,13 @@ def config(
 
 
 def listening() -> bool:
-    """Whether configurations are being searched just now, so that none may be remembered."""
+    """Returns whether a search is running, so that no configuration may be cached."""
     return _listener is not None
 
 
 @contextmanager
 def listen(listener: Callable[[Request], Config | None]) -> Iterator[None]:
-    """Inside, every request goes to `listener` first; None from it means the usual answer."""
+    """Inside the context, `listener` answers every request first; None from it means the usual answer."""
     global _listener
     before, _listener = _listener, listener
     try:
@@ -78,7 +79,7 @@ def listen(listener: Callable[[Request], Config | None]) -> Iterator[None]:
 
 
 def save(arch: str, op: str, found: dict[str, dict[str, Config]], configs: Path = CONFIGS) -> Path:
-    """Merges found configurations into `configs/<arch>/<op>.json` in one step."""
+    """Merges configurations into `configs/<arch>/<op>.json`, atomically, and returns its path."""
     global version
     path = configs / arch / f"{op}.json"
     path.parent.mkdir(parents=True, exist_ok=True)
