@@ -1,8 +1,8 @@
-"""`torch.nn`'s modules over Ridgeline's functions: the same names, arguments, parameters, state_dicts and printed form.
+"""`torch.nn` modules that call Ridgeline's functions: same names, arguments, parameters, state_dicts and repr.
 
-They are subclasses of torch's own, so whatever looks for an `nn.LayerNorm` finds one, and torch's page of a module says what its
-arguments mean; only `forward` differs. One rule is Ridgeline's own: the classes of `CrossEntropyLoss` are the last dimension, where
-torch's are dimension 1.
+They are subclasses of torch's modules, so `isinstance(m, nn.LayerNorm)` holds, and torch documents their arguments.
+Only `forward` differs. One rule is Ridgeline's own: `CrossEntropyLoss` takes the classes in the last dimension, while
+torch takes them in dimension 1.
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ from ridgeline.op import RidgelineError
 def _normalised(
     norm: Any, function: Callable[..., Any], inputs: tuple[torch.Tensor, ...], *parameters: Any, eps: float
 ) -> Any:
-    """`function` over the dimensions of the module's normalized_shape, taken as one."""
+    """Returns `function` of the inputs, with the dimensions of the module's normalized_shape flattened into one."""
     shape = norm.normalized_shape
     many = len(shape)
     for x in inputs:
@@ -37,7 +37,7 @@ def _normalised(
 
 
 class RMSNorm(nn.RMSNorm):
-    """`torch.nn.RMSNorm`, by `ridgeline.rms_norm`. Without an eps it takes torch's: that of float32, also for half precision."""
+    """`torch.nn.RMSNorm`, by `ridgeline.rms_norm`. As in torch, half precision has the default eps of float32."""
 
     def _eps(self, x: torch.Tensor) -> float:
         return (
@@ -58,21 +58,25 @@ class LayerNorm(nn.LayerNorm):
 
 
 class AddRMSNorm(RMSNorm):
-    """RMSNorm of x + residual, by `ridgeline.add_rms_norm`: returns the norm and the sum, the next block's residual."""
+    """RMSNorm of x + residual, by `ridgeline.add_rms_norm`. Returns the norm, and the sum as the next residual."""
 
-    def forward(self, x: torch.Tensor, residual: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:  # type: ignore[override]
+    def forward(  # type: ignore[override]
+        self, x: torch.Tensor, residual: torch.Tensor
+    ) -> tuple[torch.Tensor, torch.Tensor]:
         return _normalised(self, ridgeline.add_rms_norm, (x, residual), self.weight, eps=self._eps(x))
 
 
 class AddLayerNorm(LayerNorm):
-    """LayerNorm of x + residual, by `ridgeline.add_layer_norm`: returns the norm and the sum, the next block's residual."""
+    """LayerNorm of x + residual, by `ridgeline.add_layer_norm`. Returns the norm, and the sum as the next residual."""
 
-    def forward(self, x: torch.Tensor, residual: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:  # type: ignore[override]
+    def forward(  # type: ignore[override]
+        self, x: torch.Tensor, residual: torch.Tensor
+    ) -> tuple[torch.Tensor, torch.Tensor]:
         return _normalised(self, ridgeline.add_layer_norm, (x, residual), self.weight, self.bias, eps=self.eps)
 
 
 class GroupNorm(nn.GroupNorm):
-    """`torch.nn.GroupNorm`, by `ridgeline.group_norm`: NCHW or channels_last memory, and the output's is the input's."""
+    """`torch.nn.GroupNorm`, by `ridgeline.group_norm`. NCHW or channels_last; the output has the input's format."""
 
     def forward(self, input: torch.Tensor) -> torch.Tensor:
         return ridgeline.group_norm(input, self.num_groups, self.weight, self.bias, self.eps)
@@ -100,7 +104,7 @@ class SiLUMul(nn.Module):
 
 
 class GELUMul(nn.Module):
-    """gelu(gate) * up, as in GeGLU, by `ridgeline.gelu_mul`. approximate: "tanh" or "none", as `torch.nn.GELU`'s."""
+    """gelu(gate) * up, as in GeGLU, by `ridgeline.gelu_mul`. approximate: "tanh" or "none", as in `torch.nn.GELU`."""
 
     def __init__(self, approximate: str = "tanh") -> None:
         super().__init__()
@@ -114,14 +118,14 @@ class GELUMul(nn.Module):
 
 
 class Softmax(nn.Softmax):
-    """`torch.nn.Softmax`, by `ridgeline.softmax`. `dim` must be given: torch guesses one from the shape, and deprecates that."""
+    """`torch.nn.Softmax`, by `ridgeline.softmax`. `dim` is required: torch's guess from the shape is deprecated."""
 
     def forward(self, input: torch.Tensor) -> torch.Tensor:
         return ridgeline.softmax(input, _dim(self))
 
 
 class LogSoftmax(nn.LogSoftmax):
-    """`torch.nn.LogSoftmax`, by `ridgeline.log_softmax`. `dim` must be given, as for `Softmax`."""
+    """`torch.nn.LogSoftmax`, by `ridgeline.log_softmax`. `dim` is required, as in `Softmax`."""
 
     def forward(self, input: torch.Tensor) -> torch.Tensor:
         return ridgeline.log_softmax(input, _dim(self))
@@ -130,18 +134,18 @@ class LogSoftmax(nn.LogSoftmax):
 def _dim(module: Any) -> int:
     if module.dim is None:
         raise RidgelineError(
-            f"{type(module).__name__}: dim is None; give the dimension, such as {type(module).__name__}(dim=-1)"
+            f"{type(module).__name__}: dim is None; pass a dimension, such as {type(module).__name__}(dim=-1)"
         )
     return module.dim
 
 
 class Dropout(nn.Dropout):
-    """`torch.nn.Dropout`, by `ridgeline.dropout`; the masks are other ones than torch draws of the same seed. Not in place."""
+    """`torch.nn.Dropout`, by `ridgeline.dropout`, never in place. The same seed gives other masks than in torch."""
 
     def __init__(self, p: float = 0.5, inplace: bool = False) -> None:
         if inplace:
             raise RidgelineError(
-                "Dropout: inplace=True is not offered; the output is a tensor of its own (inplace=False)"
+                "Dropout: inplace=True is not supported; use inplace=False, which returns a new tensor"
             )
         super().__init__(p)
 
@@ -150,11 +154,13 @@ class Dropout(nn.Dropout):
 
 
 class CrossEntropyLoss(nn.CrossEntropyLoss):
-    """`torch.nn.CrossEntropyLoss` of class indices, by `ridgeline.cross_entropy`.
+    """`torch.nn.CrossEntropyLoss` for class indices, by `ridgeline.cross_entropy`.
 
-    Classes are the LAST dimension: logits (..., classes), target (...), so a language model's (batch, seq, vocabulary) and
-    (batch, seq) go in as they are. For more than two dimensions torch wants the classes in dimension 1: of such logits, pass
-    `logits.movedim(1, -1)`. Class weights are not offered. z_loss and softcap are those of the function.
+    Classes are the LAST dimension: logits (..., classes), target (...). A language model's logits (batch, seq,
+    vocabulary) and target (batch, seq) need no reshaping. With more than two dimensions, torch takes the classes in
+    dimension 1; for such logits pass `logits.movedim(1, -1)`.
+    z_loss, softcap: as in `ridgeline.cross_entropy`.
+    Raises RidgelineError if class weights are given; they are not supported.
     """
 
     def __init__(
@@ -171,13 +177,13 @@ class CrossEntropyLoss(nn.CrossEntropyLoss):
     ) -> None:
         if weight is not None:
             raise RidgelineError(
-                "CrossEntropyLoss: class weights are not offered (torch's has them); weight must be None"
+                "CrossEntropyLoss: class weights are not supported, so weight must be None; torch's loss takes them"
             )
         super().__init__(None, size_average, ignore_index, reduce, reduction, label_smoothing)
         self.z_loss, self.softcap = z_loss, softcap
 
     def extra_repr(self) -> str:
-        """Of torch's own options torch prints none."""
+        """Returns Ridgeline's options; torch prints none of its own."""
         own = [f"z_loss={self.z_loss}"] * bool(self.z_loss) + [f"softcap={self.softcap}"] * (self.softcap is not None)
         return ", ".join(own)
 

@@ -1,7 +1,8 @@
-"""Everything there is to know about an operation: one `Op`, read by the library, the tests, the lab and the docs.
+"""The definition of an operation: one `Op`, read by the library, the tests, the lab and the docs.
 
-An op file makes one `Op` and registers its implementations on it, from the naive one to the best one.
-Their order is the op's ladder; the last one that is `served` and supports a call is what users get.
+An op file makes one `Op` and registers its implementations, from the naive one to the best one.
+This order is the op's ladder, and each implementation is a rung of it. Unless a call names an implementation, it runs
+the last rung that is `served` (that is, ever chosen automatically) and supports the call.
 """
 
 from __future__ import annotations
@@ -19,18 +20,19 @@ import torch
 
 OPS = Path(__file__).with_name("ops")
 FLOATS = ("float32", "float16", "bfloat16")
-CHECK = os.environ.get("RIDGELINE_CHECK") == "1"  # values on a GPU are read to validate them, at the price of a sync
+CHECK = os.environ.get("RIDGELINE_CHECK") == "1"  # also validate values on a GPU, at the cost of a synchronisation
 _OWN = (torch.Tensor, torch.nn.Parameter)
 
 
 class RidgelineError(ValueError):
-    """An input that is not accepted: the message names what was given and what is accepted."""
+    """Invalid input. The message names what was given and what is accepted."""
 
 
 @dataclass(frozen=True)
 class Spec:
-    """A tensor of a case: `Spec(4, 8)` is normal random data in the case's dtype; integers are uniform in [0, high), and without a
-    `high` those of 8 bits in all they can be."""
+    """A tensor argument of a case: `Spec(4, 8)` is normally distributed random data in the case's dtype.
+
+    Integers are uniform in [0, high); int8 without `high` covers its whole range."""
 
     shape: tuple[int, ...]
     dtype: str | None = None
@@ -52,7 +54,7 @@ class Spec:
 
 
 class Columns(Spec):
-    """A matrix whose columns are contiguous, as a transposed one's are."""
+    """A matrix with contiguous columns, like a transposed one."""
 
     def make(self, *args: Any) -> torch.Tensor:
         made = super().make(*args)
@@ -60,7 +62,7 @@ class Columns(Spec):
 
 
 class OwnDtype(Spec):
-    """Stands for the case's dtype itself, as an argument such as `out_dtype`."""
+    """Stands for the case's dtype itself, for an argument such as `out_dtype`."""
 
     def make(self, dtype: torch.dtype, device: str | torch.device, generator: torch.Generator | None) -> Any:
         return dtype
@@ -68,11 +70,15 @@ class OwnDtype(Spec):
 
 @dataclass(frozen=True)
 class Case:
-    """One call of an op. `use` says what for: "check" (small, awkward), "bench" (recorded on a GPU), "quick" (timed on a laptop),
-    "grid" (timed when asked for: many sizes, for a picture of how time and memory grow), "sample" (sizes that no configuration was made
-    for: `tune --sample` tries the rules on them).
+    """One call of an op.
 
-    args, kwargs: the public arguments; a `Spec`, or a list of them, stands for random tensors."""
+    args, kwargs: the public arguments; a `Spec`, or a list of them, stands for random tensors.
+    use: the purpose of the case:
+        "check": small and awkward; only checked.
+        "bench": timed and recorded on a GPU.
+        "quick": timed on a laptop.
+        "grid": many sizes, to plot how time and memory grow; timed by `bench --grid` only.
+        "sample": sizes for which no tile configuration is committed; `tune --sample` tests the rules on them."""
 
     name: str
     args: tuple[Any, ...]
@@ -81,7 +87,7 @@ class Case:
     use: str = "check"
 
     def make(self, dtype: str, device: str | torch.device = "cpu", seed: int = 0) -> tuple[list[Any], dict[str, Any]]:
-        """Fresh random arguments of this case: (args, kwargs). The same seed gives the same data on the same device."""
+        """Returns fresh random arguments (args, kwargs). The same seed gives the same data on the same device."""
         generator = None
         if torch.device(device).type != "meta":
             generator = torch.Generator(device).manual_seed(seed)
@@ -96,7 +102,7 @@ class Case:
 
 @dataclass(frozen=True)
 class Cost:
-    """The least that a perfect kernel must do: bytes read from and written to memory, and floating-point operations."""
+    """The minimal work of a perfect kernel: bytes read from and written to memory, and floating-point operations."""
 
     read: int
     write: int
@@ -108,17 +114,19 @@ class Cost:
 
 
 def nbytes(*tensors: torch.Tensor) -> int:
-    """Bytes of the tensors' elements, each counted once."""
+    """Returns the bytes of the tensors' elements."""
     return sum(t.numel() * t.element_size() for t in tensors)
 
 
 def readable(tensor: torch.Tensor) -> bool:
-    """Whether the host may read a tensor's values to validate them: on a CPU, anywhere with RIDGELINE_CHECK=1; not while tracing."""
+    """Returns whether the host may read a tensor's values to validate them.
+
+    It may on a CPU, and with RIDGELINE_CHECK=1 on any device; never while tracing."""
     return (tensor.is_cpu or CHECK) and not (tensor.is_meta or torch.compiler.is_compiling()) and type(tensor) in _OWN
 
 
 def dense_only(op: str, values: Iterable[Any]) -> None:
-    """Raises RidgelineError where a tensor among the values is sparse or nested, or its layout has no strides for another reason."""
+    """Raises RidgelineError if a tensor among the values is sparse, nested or in another layout without strides."""
     for t in values:
         if isinstance(t, torch.Tensor) and (t.layout is not torch.strided or t.is_nested):
             kind, instead = ("nested", "to_padded_tensor(0)") if t.is_nested else (str(t.layout)[6:], "to_dense()")
@@ -126,7 +134,7 @@ def dense_only(op: str, values: Iterable[Any]) -> None:
 
 
 def tensors_of(values: Iterable[Any]) -> list[torch.Tensor]:
-    """The tensors among arguments, those in lists too, in order."""
+    """Returns the tensors among the values and in lists among them, in order."""
     found: list[torch.Tensor] = []
     for value in values:
         if isinstance(value, torch.Tensor):
@@ -143,23 +151,30 @@ def _copy(value: Any) -> Any:
 
 
 def dtype_name(tensor: torch.Tensor) -> str:
-    """Such as "bfloat16"."""
+    """Returns the name of a tensor's dtype, such as "bfloat16"."""
     return str(tensor.dtype)[6:]
 
 
 @dataclass(frozen=True)
 class Implementation:
-    """A rung of an op's ladder.
+    """An implementation of an op: one rung of its ladder.
 
+    idea: one line on what it does differently from the rung before.
     kind: "eager" (plain PyTorch), "compile" (torch.compile), "cuda", "triton" or "gluon".
     call: for eager and compile, a function of the public arguments.
-    launchers: for kernels, {"fwd": f(outputs..., inputs...), "bwd": ...}, started from inside the registered torch op.
-    supports: f(first tensor, *rest of the inputs, and of eager and compile the options by keyword) -> None, or the reason why not.
-    unless: of a served kernel, f(public arguments, or a launcher's inputs) -> why a call that names no rung is left to another rung, plain
-        PyTorch where every served kernel says so, or None. It looks at sizes and options alone, and its sentence names no number, so that
-        it can be traced: a size in a sentence would be a graph of its own. Where it says None, a served kernel must support the call, and
-        its backward.
-    leaves: the directions in which `unless` is asked.
+    launchers: for kernels, {"fwd": f(outputs..., inputs...), "bwd": ...}, called inside the registered torch op.
+    supports: f(inputs...) -> None if it can run the call, else the reason. Eager and compile get the options by
+    keyword.
+    served: whether it may be chosen automatically. Other rungs run only by `impl=`.
+    unless: for a served kernel, f(public arguments or a launcher's inputs) -> None if automatic choice may take it,
+        else the reason to prefer another rung. If every served kernel gives a reason, plain PyTorch runs. To be
+        traceable it depends only on sizes and options, and its sentence contains no number: each size would compile a
+        graph of its own. Where it returns None, the kernel must support the call and its backward.
+    leaves: the directions to which `unless` applies.
+    gain: the least speed-up over the rung before, from counting the work it saves, not from timing; 0 if not stated.
+    counter: the Nsight Compute metric that shows the idea at work.
+    arch: the oldest compute capability it runs on, such as 90.
+    newest: the newest one, if it uses features that later GPUs lack; 0 for any.
     """
 
     op: Op
@@ -175,23 +190,21 @@ class Implementation:
     leaves: tuple[str, ...] = ("fwd", "bwd")
     differentiable: bool = True
     deterministic: bool = True
-    gain: float = (
-        0.0  # how many times as fast as the rung before it must be by what it saves, counted, not measured; 0: not said
-    )
-    counter: str = ""  # the metric of Nsight Compute that shows the idea at work
-    arch: int = 0  # the oldest compute capability that it runs on, as 90
-    newest: int = 0  # the newest, where it uses what later ones have not; 0 for any
+    gain: float = 0.0
+    counter: str = ""
+    arch: int = 0
+    newest: int = 0
 
     @property
     def is_kernel(self) -> bool:
         return self.call is None
 
     def left(self, direction: str, *args: Any, **options: Any) -> str | None:
-        """Why a call that names no rung is left to another in this direction, "fwd" or "bwd", or None."""
+        """Returns why automatic choice leaves a call in this direction ("fwd" or "bwd") to another rung, or None."""
         return self.unless(*args, **options) if self.unless and direction in self.leaves else None
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
-        """Runs this implementation on the op's public arguments, or raises with the reason why it cannot."""
+        """Runs this implementation on the op's public arguments. Raises RidgelineError with the reason if it cannot."""
         return self.op.function(*args, **kwargs, impl=self.name)
 
 
@@ -200,13 +213,13 @@ class Op:
 
     function: the public function; it takes `impl=None` as its last keyword.
     reference: plain PyTorch with the function's arguments; in float64 it is the oracle.
-    cost: f(*args, **kwargs) -> (forward Cost, backward Cost or None), without touching data (meta tensors will do); a third Cost is of
-        forward and backward in one step, where together they need less than each alone.
-    roof: "copy", "int8" or "float8_e4m3fn" for an op whose kernels are among what measures that roof of the machine.
-    standards: the rungs whose errors set what the law of tolerance allows: the first of them that takes a call.
-    residue: what a row that is zero by cancelling may hold, as a share of the largest row.
-    mutates: positions of the arguments (tensors, or lists of them) that the function changes in place: they count as results
-    after what it returns.
+    cost: f(*args, **kwargs) -> (forward Cost, backward Cost or None); it touches no data, so meta tensors are enough.
+        A third Cost is for forward and backward in one step, if together they need less than the sum of both.
+    roof: "copy", "int8" or "float8_e4m3fn" if the op's kernels help to measure that limit of the machine.
+    standards: rungs whose errors set the tolerance (see lab/law.py): the first of them that supports the call.
+    residue: the error allowed in a row that cancels to zero, as a share of the norm of the largest row.
+    mutates: positions of the arguments (tensors or lists of them) that the function changes in place. They count as
+        results, after the returned ones.
     """
 
     def __init__(
@@ -226,8 +239,8 @@ class Op:
         self.name = function.__name__
         self.family = function.__module__.removeprefix("ridgeline.ops.").split(".")[0]
         self.implementations: dict[str, Implementation] = {}
-        self.kernel_dtypes: set[torch.dtype] = set()  # what served kernels take; calls in others go to plain PyTorch
-        self.always = False  # whether Triton, which every GPU and the interpreter run, serves all calls
+        self.kernel_dtypes: set[torch.dtype] = set()  # of served kernels; other dtypes run plain PyTorch
+        self.always = False  # whether a Triton kernel, which runs on any GPU, serves all calls
         _registry[self.name] = self
 
     def __repr__(self) -> str:
@@ -244,9 +257,9 @@ class Op:
         supports: Callable[..., str | None] | None = None,
         options: dict[str, Any] | None = None,
     ) -> None:
-        """Registers torch.compile of the reference, or of another function of the same arguments, as the rung `compile`.
+        """Registers torch.compile of the reference, or of another function of the same arguments, as rung `compile`.
 
-        options: of Inductor, by the names of its configuration; those that this torch has not are left out."""
+        options: Inductor's configuration by name; names that this version of torch lacks are ignored."""
 
         @cache
         def compiled() -> Callable[..., Any]:
@@ -269,7 +282,7 @@ class Op:
         bwd: Callable[..., Any] | None = None,
         **facts: Any,
     ) -> None:
-        """Registers an implementation in kernels: launchers that fill given outputs."""
+        """Registers an implementation in kernels: launchers that fill the outputs given to them."""
         launchers = {"fwd": fwd} | ({"bwd": bwd} if bwd else {})
         implementation = Implementation(
             self, name, idea, kind, launchers=launchers, differentiable=bwd is not None, **facts
@@ -280,7 +293,7 @@ class Op:
             self.always |= implementation.kind == "triton" and implementation.unless is None
 
     def fresh(self, args: Sequence[Any]) -> list[Any]:
-        """The arguments, with copies of what a call changes in place."""
+        """Returns the arguments, with copies of those that a call changes in place."""
         return [_copy(a) if n in self.mutates else a for n, a in enumerate(args)]
 
     def case(self, name: str) -> Case:
@@ -294,7 +307,7 @@ _registry: dict[str, Op] = {}
 
 
 def op_modules() -> dict[str, str]:
-    """Every op's name and the module it lives in, from the files alone: nothing is imported."""
+    """Returns every op's name and module, from the file names alone; it imports nothing."""
     found = {}
     for path in sorted(OPS.glob("*/[!_]*")):
         if path.suffix == ".py" or (path / "__init__.py").exists():
@@ -303,7 +316,7 @@ def op_modules() -> dict[str, str]:
 
 
 def get(name: str) -> Op:
-    """The op of that name, its module imported."""
+    """Returns the op of that name, importing its module. Raises RidgelineError, with the known names, if unknown."""
     modules = op_modules()
     if name not in modules:
         alike = get_close_matches(name, modules)
@@ -314,5 +327,5 @@ def get(name: str) -> Op:
 
 
 def registry() -> dict[str, Op]:
-    """All ops by name, every op's module imported."""
+    """Returns all ops by name, importing every op's module."""
     return {name: get(name) for name in op_modules()}

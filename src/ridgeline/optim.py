@@ -1,4 +1,4 @@
-"""torch.optim's optimizers over Ridgeline's functions: the same constructors and state_dicts, which load either way."""
+"""`torch.optim` optimizers that call Ridgeline's functions: same constructors, and state_dicts that load both ways."""
 
 from __future__ import annotations
 
@@ -13,12 +13,14 @@ from ridgeline.op import RidgelineError, get
 
 
 class AdamW(torch.optim.AdamW):
-    """`torch.optim.AdamW`, a step of which is one launch for all parameters of a group that have the same dtypes.
+    """`torch.optim.AdamW`, by `ridgeline.adamw`: one kernel launch for all parameters of a group with the same dtypes.
 
-    The constructor is torch's; `moment_dtype=torch.float32` keeps both moments in float32 beside narrower parameters. `foreach` and
-    `fused` choose among torch's own implementations and change no result here (with `fused` or `capturable` steps are counted on
-    the GPU). What is not served (CPU tensors, float64) takes torch's fused kernel. A step waits for nothing.
-    Raises RidgelineError on amsgrad, differentiable, sparse gradients and complex parameters.
+    The constructor is torch's, with one option more. A step never synchronises with the GPU.
+    moment_dtype: the dtype of both moments; torch.float32 keeps them precise beside narrower parameters.
+    foreach, fused: accepted but without effect on results, since they choose among torch's implementations. With
+        `fused` or `capturable`, the GPU counts the steps.
+    CPU tensors and float64 run torch's fused kernel.
+    Raises RidgelineError for amsgrad, differentiable, sparse gradients and complex parameters.
     """
 
     def __init__(
@@ -44,7 +46,7 @@ class AdamW(torch.optim.AdamW):
         self._prepare()
 
     def _prepare(self) -> None:
-        """What is said once, not at every step."""
+        """Does once what need not be repeated at every step."""
         for group in self.param_groups:
             self._refuse(group)
         self._step_supports_amp_scaling = False  # a GradScaler unscales the gradients itself
@@ -55,7 +57,7 @@ class AdamW(torch.optim.AdamW):
     def _refuse(group: dict[str, Any]) -> None:
         for option in ("amsgrad", "differentiable"):
             if group.get(option):
-                raise RidgelineError(f"AdamW: {option}=True is not supported; torch.optim.AdamW has it")
+                raise RidgelineError(f"AdamW: {option}=True is not supported; torch.optim.AdamW supports it")
         for p in group["params"]:
             if p.is_complex():
                 raise RidgelineError(
@@ -67,8 +69,9 @@ class AdamW(torch.optim.AdamW):
         self._refuse(self.param_groups[-1])
 
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
-        """As torch's; moments keep the dtype of the group's `moment_dtype`, where torch would round them to the parameter's.
-        Where a group was saved without one, as torch saves it, the group here keeps its own."""
+        """Loads a state as torch does, but keeps moments in the group's `moment_dtype` instead of the parameter's dtype.
+
+        If a saved group has no `moment_dtype`, as in torch's state_dicts, the group keeps its own."""
         own = [g["moment_dtype"] for g in self.param_groups]
         super().load_state_dict(state_dict)
         for group, saved, dtype in zip(self.param_groups, state_dict["param_groups"], own, strict=True):
@@ -82,7 +85,7 @@ class AdamW(torch.optim.AdamW):
 
     @torch.no_grad()
     def step(self, closure: Callable[[], Any] | None = None) -> Any:
-        """Updates all parameters that have a gradient. closure: evaluates the model again and returns the loss."""
+        """Updates all parameters that have a gradient. closure: re-evaluates the model and returns the loss."""
         self._cuda_graph_check()
         loss = None
         if closure is not None:
@@ -99,7 +102,7 @@ class AdamW(torch.optim.AdamW):
             for group in self.param_groups:
                 if not (group["capturable"] or group["fused"]):
                     raise RidgelineError(
-                        "AdamW: a step in a CUDA graph needs capturable=True, else its number is recorded for good"
+                        "AdamW: a step in a CUDA graph needs capturable=True, or the graph would repeat one step number"
                     )
 
     def _step(self, group: dict[str, Any], params: list[torch.Tensor]) -> None:
@@ -129,19 +132,19 @@ class AdamW(torch.optim.AdamW):
         if numbers.count(numbers[0]) == len(numbers):
             self._function(*lists, int(numbers[0]), **options)
             return
-        for number in dict.fromkeys(numbers):  # some had no gradient at some steps
+        for number in dict.fromkeys(numbers):  # parameters without a gradient skip steps
             chosen = [n for n, other in enumerate(numbers) if other == number]
             self._function(*[[some[n] for n in chosen] for some in lists], int(number), **options)
 
     @staticmethod
     def _move_steps(params: list[torch.Tensor], states: list[dict[str, Any]]) -> None:
-        """Beside their parameters: a checkpoint may have brought some there, and others began on the CPU."""
+        """Moves step counts to their parameters' devices: a checkpoint may leave some there and others on the CPU."""
         for p, state in zip(params, states, strict=True):
             if state["step"].device != p.device or state["step"].dtype != torch.float32:
                 state["step"] = state["step"].to(p.device, torch.float32)
 
     def _count(self, group: int, steps: list[torch.Tensor], states: list[dict[str, Any]]) -> list[float]:
-        """Adds one to every parameter's step, and returns them all. Steps are views of one tensor, so that this is one operation."""
+        """Adds one to every parameter's step and returns them. Steps are views of one tensor: one operation."""
         known, counts = self._counts.get(group, ([], steps[0]))
         if len(known) != len(steps) or not all(map(is_, known, steps)):
             counts = torch.stack(steps)
