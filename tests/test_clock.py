@@ -88,7 +88,7 @@ def test_at_least_ten_runs_within_any_budget():
 
 @pytest.mark.parametrize("function", [3, None, "softmax"])
 def test_benchmark_takes_a_function(function):
-    with pytest.raises(RidgelineError, match="function of no arguments"):
+    with pytest.raises(RidgelineError, match="function without arguments"):
         benchmark(function)
 
 

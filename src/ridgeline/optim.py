@@ -69,7 +69,7 @@ class AdamW(torch.optim.AdamW):
         self._refuse(self.param_groups[-1])
 
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
-        """Loads a state as torch does, but keeps moments in the group's `moment_dtype` instead of the parameter's dtype.
+        """Loads a state as torch does, but casts moments to the group's `moment_dtype`, not to the parameter's dtype.
 
         If a saved group has no `moment_dtype`, as in torch's state_dicts, the group keeps its own."""
         own = [g["moment_dtype"] for g in self.param_groups]

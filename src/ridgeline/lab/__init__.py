@@ -1,6 +1,8 @@
-"""The lab: how fast each implementation is on this machine, how far that is from the roof, and why.
+"""The lab measures how fast each implementation is on this machine, how close that is to the hardware's limit, and why.
 
-`ridgeline.lab.benchmark(fn)` is the clock as a function; `measure({name: fn})` compares several. The verbs are modules.
+`ridgeline.lab.benchmark(fn)` times one function; `measure({name: fn})` compares several. Each command of `ridgeline` is
+a module here. The lab calls an implementation of an op a rung, the op's implementations in order its ladder, and the
+fastest possible time at the measured bandwidth and FLOP/s the roof.
 """
 
 from importlib import import_module

@@ -19,9 +19,10 @@ Row = dict[str, Any]
 def check(
     op: Op, impl: str, case: str, dtype: str, device: str = "cpu", law: Law | None = None, backward: bool = True
 ) -> Row:
-    """One implementation of one case against the law, forward and (where it and the case have gradients) backward.
+    """Checks one implementation on one case: forward and, if both have gradients, backward.
 
-    Returns a row of type "check"; its `ok` is None where the implementation cannot run the call. law: the case's, where it is made already.
+    Returns a row of type "check". Its `ok` is None if the implementation cannot run the call.
+    law: the `Law` of the case, if already made.
     """
     from ridgeline.lab.law import Law
     from ridgeline.select import find
@@ -29,13 +30,13 @@ def check(
     return check_row(law or Law.of(op, case, dtype, device), find(op, impl), case, dtype, device, backward)[0]
 
 
-DRAWS = 3  # of sums that have no order: the scale of one may lean twice as much as torch's by luck, and of three hardly
+DRAWS = 3  # tries of a nondeterministic sum: its scale may be off twice as much as torch's by luck, rarely thrice
 
 
 def check_row(
     law: Law, implementation: Implementation, case: str, dtype: str, device: str, backward: bool = True
 ) -> tuple[Row, Verdict | None]:
-    """The row of `check`, and the verdict itself (None where the implementation cannot run the call)."""
+    """Returns the row of `check`, and the verdict itself (None if the implementation cannot run the call)."""
     from ridgeline.op import RidgelineError
 
     row: Row = {"type": "check", "op": law.op.name, "case": case, "dtype": dtype, "impl": implementation.name}
@@ -56,12 +57,12 @@ def check_row(
 
 
 def plain(error: Exception) -> str:
-    """A refusal without the words that name the implementation, which stand beside it already."""
+    """Returns the reason of a refusal, without the implementation's name, which is printed beside it."""
     return str(error).split("cannot run this call: ")[-1]
 
 
 def cannot_check(implementation: Implementation, dtype: str, device: str) -> str | None:
-    """Why an implementation cannot run on a device at all, or None."""
+    """Returns why an implementation cannot run on a device at all, or None if it can."""
     from ridgeline import device as devices
     from ridgeline.boundary import INTERPRETED
     from ridgeline.select import cannot_run
@@ -72,7 +73,7 @@ def cannot_check(implementation: Implementation, dtype: str, device: str) -> str
 
 
 def default_device(given: str | None) -> str:
-    """The device that a verb works on: the given one, or the GPU where there is one."""
+    """Returns the device that a verb works on: the given one, or else the GPU if there is one."""
     import torch
 
     from ridgeline.op import RidgelineError
@@ -80,21 +81,23 @@ def default_device(given: str | None) -> str:
     if given not in (None, "cpu", "cuda"):
         raise RidgelineError(f"there is no device {given!r}; the devices are cpu and cuda")
     if given == "cuda" and not torch.cuda.is_available():
-        raise RidgelineError("--device cuda needs a GPU, and PyTorch sees none on this machine; --device cpu works")
+        raise RidgelineError("--device cuda needs a GPU, and PyTorch finds none on this machine; use --device cpu")
     return given or ("cuda" if torch.cuda.is_available() else "cpu")
 
 
 def chosen_ops(names: Iterable[str]) -> list[Op]:
-    """The ops of those names; all ops where none is named."""
+    """Returns the ops of these names, or all ops if there are no names."""
     from ridgeline.op import get, registry
 
     return [get(name) for name in names] or list(registry().values())
 
 
 def chosen_cases(op: Op, uses: Iterable[str], case: str | None, dtype: str | None) -> Iterator[tuple[Case, str]]:
-    """The op's cases and dtypes that a verb goes through: of those uses, or the named case, in every dtype or the named one.
+    """Yields the cases and dtypes of an op that a verb runs.
 
-    case: a name, or a pattern with * for any text among the cases of those uses."""
+    uses: the kinds of cases to run, as in `Case.use`.
+    case: the name of one case, or a pattern in which * stands for any text; a pattern selects only among `uses`.
+    dtype: one dtype; all dtypes of each case by default."""
     from ridgeline.op import FLOATS, RidgelineError
 
     known = (*FLOATS, *(d for c in op.cases for d in c.dtypes))
@@ -112,7 +115,7 @@ def chosen_cases(op: Op, uses: Iterable[str], case: str | None, dtype: str | Non
 
 
 def chosen_work(ops: list[Op], uses: Iterable[str], case: str | None, dtype: str | None) -> list[tuple[Op, Case, str]]:
-    """What a verb goes through, over several ops. Raises RidgelineError where that is nothing."""
+    """Returns the (op, case, dtype) triples that a verb runs. Raises RidgelineError if there are none."""
     from ridgeline.op import RidgelineError
 
     found = [(op, *work) for op in ops for work in chosen_cases(op, uses, case, dtype)]
@@ -129,7 +132,9 @@ def chosen_work(ops: list[Op], uses: Iterable[str], case: str | None, dtype: str
 
 
 def chosen_implementations(op: Op, impl: str | None, without: str | None = None) -> list[Implementation]:
-    """The op's ladder, or the rungs of it that are named, with commas between; less those named in `without`, as far as it has them."""
+    """Returns the op's implementations in order: all, or those named in `impl`, minus those named in `without`.
+
+    impl, without: names separated by commas; names in `without` that the op lacks are ignored."""
     from ridgeline.select import find
 
     left_out = (without or "").split(",")
@@ -141,13 +146,13 @@ def chosen_implementations(op: Op, impl: str | None, without: str | None = None)
 
 
 def choice(parser: argparse.ArgumentParser) -> None:
-    """The options by which check and bench choose what to go through."""
-    parser.add_argument("ops", nargs="*", metavar="OP", help="ops; all of them by default")
-    parser.add_argument("--impl", help="some implementations only, by their names, with commas between")
-    parser.add_argument("--case", help="one case only, by its name; with * for any text, those of such names")
-    parser.add_argument("--dtype", help="one dtype only: float32, float16, bfloat16")
-    parser.add_argument("--device", help="cpu or cuda; the GPU where there is one by default")
-    parser.add_argument("--json", action="store_true", help="print the rows as JSON")
+    """Adds the options that select work for `check` and `bench`."""
+    parser.add_argument("ops", nargs="*", metavar="OP", help="ops, as `ridgeline list` names them (default: all)")
+    parser.add_argument("--impl", metavar="NAMES", help="only these implementations, separated by commas")
+    parser.add_argument("--case", metavar="NAME", help="only this case; * stands for any text, as in '1024*'")
+    parser.add_argument("--dtype", help="only this dtype: float32, float16 or bfloat16")
+    parser.add_argument("--device", help="cpu or cuda (default: the GPU if there is one)")
+    parser.add_argument("--json", action="store_true", help="print the results as JSON")
 
 
 def arguments(parser: argparse.ArgumentParser) -> None:
@@ -155,7 +160,7 @@ def arguments(parser: argparse.ArgumentParser) -> None:
 
 
 def main(options: argparse.Namespace) -> int:
-    """Prints a table of verdicts; the exit code is 1 where an implementation is wrong, or where one that is named could not be checked."""
+    """Prints a table of verdicts. Returns 1 if an implementation is wrong or one named by --impl cannot be checked."""
     device = default_device(options.device)
     with compiling():
         rows = list(sweep(chosen_ops(options.ops), device, options))
@@ -169,7 +174,7 @@ def main(options: argparse.Namespace) -> int:
 
 @contextmanager
 def compiling() -> Iterator[None]:
-    """Inside, torch.compile compiles for every shape or raises, where it would quietly go back to eager; a backward may run twice."""
+    """Makes torch.compile compile every shape or raise, never silently run eagerly; backwards may run twice."""
     import torch._dynamo.config
     import torch._functorch.config
 
@@ -183,7 +188,7 @@ def compiling() -> Iterator[None]:
 
 
 def sweep(ops: list[Op], device: str, options: argparse.Namespace) -> Iterator[Row]:
-    """Every chosen case, dtype and implementation, one after the other."""
+    """Yields the row of every selected case, dtype and implementation."""
     from rich.console import Console
 
     from ridgeline.lab.law import Law
@@ -199,7 +204,7 @@ def sweep(ops: list[Op], device: str, options: argparse.Namespace) -> Iterator[R
 
 
 def show(rows: list[Row]) -> None:
-    """One line per implementation: per dtype its worst error over what is allowed, in any case."""
+    """Prints a line per implementation: for each dtype, its largest ratio of error to allowed error over all cases."""
     from rich.text import Text
 
     from ridgeline.lab.tables import console, table
@@ -208,7 +213,7 @@ def show(rows: list[Row]) -> None:
     lines: dict[tuple[str, str], dict[str, list[Row]]] = {}
     for row in rows:
         lines.setdefault((row["op"], row["impl"]), {}).setdefault(row["dtype"], []).append(row)
-    made = table("worst error over what the law allows (above 1 is broken)", ["op", "impl", "cases"], dtypes)
+    made = table("largest error / allowed error (broken above 1)", ["op", "impl", "cases"], dtypes)
     for (op, impl), cells in lines.items():
         own = [row for found in cells.values() for row in found]
         ran = [row for row in own if row["ok"] is not None]

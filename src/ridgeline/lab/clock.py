@@ -1,4 +1,4 @@
-"""The clock: cold cache, full queue, implementations interleaved, the median with its 95% interval."""
+"""The clock: times functions with a cold cache and a full queue, interleaved; gives medians with 95% intervals."""
 
 from __future__ import annotations
 
@@ -19,12 +19,12 @@ from ridgeline import device as devices
 from ridgeline.op import RidgelineError
 
 Function = Callable[[], Any]
-THROTTLES = 0x4 | 0x8 | 0x20 | 0x40 | 0x80  # of NVML's clock event reasons: power cap, slowdown, heat, power brake
+THROTTLES = 0x4 | 0x8 | 0x20 | 0x40 | 0x80  # NVML's clock event reasons: power cap, slowdown, heat, power brake
 _groups = count()
 
 
 def interval(samples: Sequence[float], z: float = 1.96) -> tuple[float, float]:
-    """The confidence interval of the median from order statistics (z of the normal distribution: 1.96 is 95%)."""
+    """Returns the confidence interval of the median, from order statistics. z: normal quantile; 1.96 gives 95%."""
     ordered, n = sorted(samples), len(samples)
     reach = z * math.sqrt(n) / 2
     low, high = math.floor(n / 2 - reach), math.ceil(n / 2 + reach)
@@ -38,11 +38,14 @@ def median(samples: Sequence[float]) -> float:
 
 @dataclass(frozen=True)
 class Measurement:
-    """What the clock says of one function. samples: seconds of each run, in the order of the rounds it shared with its group.
+    """The timing of one function.
 
-    host_us: the host's own time per call (None on a CPU). peak_bytes: memory beyond what was there before, at its peak. held_bytes: what
-    the function keeps from call to call, as a backward does what its forward has saved (None on a CPU).
-    mhz: the multiprocessors' clock under this load; throttled: whether the GPU held itself back; None where unknown.
+    samples: seconds of each run, in the order of the rounds.
+    group: the call of `measure` that timed it; functions of one group ran in the same rounds.
+    host_us: the host's time per call in microseconds (None on a CPU).
+    peak_bytes: peak memory of a call, beyond what was allocated before (None on a CPU).
+    held_bytes: memory that the function keeps between calls, such as a backward's saved tensors (None on a CPU).
+    mhz: the clock of the multiprocessors under this load, and throttled: whether the GPU limited it; None if unknown.
     """
 
     samples: tuple[float, ...]
@@ -59,7 +62,7 @@ class Measurement:
 
     @property
     def seconds(self) -> dict[str, float]:
-        """The median and its 95% interval, as rows hold it."""
+        """Returns the median and its 95% interval, in the form of a result row."""
         low, high = interval(self.samples)
         return {"median": self.median, "low": low, "high": high}
 
@@ -71,7 +74,11 @@ class Measurement:
 
 
 def differs(a: Measurement, b: Measurement) -> bool:
-    """Whether two functions differ in speed: by the 99% interval of their ratio in each round they shared, else by disjoint intervals."""
+    """Returns whether two functions differ in speed.
+
+    In one group: the 99% interval of the ratio of their times in each round excludes 1. Else: their intervals are
+    disjoint.
+    """
     if a.group == b.group >= 0:
         low, high = interval([x / y for x, y in zip(a.samples, b.samples, strict=True)], z=2.58)
         return not low <= 1 <= high
@@ -79,32 +86,34 @@ def differs(a: Measurement, b: Measurement) -> bool:
 
 
 def apart(a: Mapping[str, float], b: Mapping[str, float]) -> bool:
-    """Whether two figures with intervals are disjoint."""
+    """Returns whether the intervals of two figures are disjoint."""
     return a["high"] < b["low"] or b["high"] < a["low"]
 
 
 def prepare(function: Function) -> None:
-    """Does what a function asks to be done before each run, outside of its time: its attribute `before`, if it has one."""
+    """Calls the attribute `before` of a function, if it has one: untimed work before each run."""
     before = getattr(function, "before", None)
     if before is not None:
         before()
 
 
 class Timer(Protocol):
-    """What `measure` needs of a device."""
+    """The interface to a device that `measure` needs."""
 
     def round(self, functions: Sequence[Function], writes: int | None = None) -> list[float]:
-        """Runs each function once in the given order, each with a cold cache; returns the seconds of each. writes: as in `measure`."""
+        """Runs each function once in this order, with a cold cache, and returns the seconds of each.
+
+        writes: as in `measure`."""
 
     def host(self, function: Function, seconds: float) -> float | None:
-        """The host's own seconds per call of a function that takes that long."""
+        """Returns the host's seconds per call of a function that takes `seconds`."""
 
     def peak(self, function: Function) -> int | None:
-        """Bytes that a call needs beyond what is allocated."""
+        """Returns the bytes that a call needs beyond what is allocated."""
 
 
 class CpuTimer:
-    """Times on the CPU; the last-level cache is overwritten between runs."""
+    """Times on the CPU. Overwrites the last-level cache before each run."""
 
     def __init__(self) -> None:
         self.buffer = torch.empty(last_level_cache() // 4, dtype=torch.int32)
@@ -128,9 +137,9 @@ class CpuTimer:
 
 
 class GpuTimer:
-    """Times on the GPU by events. A delay kernel keeps the queue full while a round is enqueued: the GPU never waits for the host."""
+    """Times on the GPU by events. A delay kernel runs while a round is enqueued: the GPU never waits for the host."""
 
-    LONGEST = 0.05  # seconds of delay: a function that still empties the queue waits for the GPU itself
+    LONGEST = 0.05  # seconds of delay; a function that still drains the queue synchronises by itself
 
     def __init__(self) -> None:
         self.cache = max(devices.here().l2, 32 << 20)
@@ -138,10 +147,11 @@ class GpuTimer:
         self.delay = 1e-4
 
     def cool(self, writes: int | None) -> None:
-        """Fills the cache with lines that were written, which whoever comes next pays for; a function that writes as much leaves as much
-        behind, unpaid. One that writes less is not to pay for others: so what it lacks is read here, twice over, as what leaves a
-        cache is not quite what came first. (A read of 134 MB on an H100: 52 us after writes alone, 47.5 after this, and 45.4
-        in a stream of such reads; a copy that writes 64 MiB: 48.5, and 46.5 in a stream.)"""
+        """Fills L2 with as many dirty bytes as the function itself leaves, or entirely if that is unknown.
+
+        A function pays for writing back the dirty lines that it finds, and leaves its own unpaid: the two should
+        balance. So dirty lines fill L2 first, and reading clean ones then replaces those that are too many. Both
+        buffers are twice as large as needed, since L2 does not evict strictly in order."""
         self.buffer.fill_(1)
         if writes is not None and writes < self.cache:
             self.clean[: (self.cache - writes) // 2].sum()
@@ -170,7 +180,7 @@ class GpuTimer:
     def host(self, function: Function, seconds: float) -> float:
         calls = []
         for number in range(max(5, min(50, int(0.2 / seconds)))):
-            if number % 10 == 0:  # the queue never fills, so a call never waits
+            if number % 10 == 0:  # keeps the queue short, so that no call waits
                 torch.cuda.synchronize()
             start = time.perf_counter()
             result = function()
@@ -199,11 +209,13 @@ def measure(
     details: bool = True,
     writes: int | None = None,
 ) -> dict[str, Measurement]:
-    """Times functions of no arguments against each other, interleaved in changing order.
+    """Times functions without arguments against each other, interleaved in changing order.
 
-    budget: seconds of timing for all of them together; each runs at least `min_reps` times. Warming up comes on top.
-    details: also host time, peak memory and the clocks. writes: bytes that each of them writes, so that it finds about as much in the
-    cache that is yet to be written as it leaves; unknown, it finds the cache full of that.
+    Returns a Measurement for each name.
+    budget: seconds of timing for all functions together, without warm-up; each runs at least `min_reps` times.
+    details: also measure host time, peak memory and clocks.
+    writes: bytes that each function writes. Before each run L2 is filled with as many dirty bytes as the function
+        itself leaves; if unknown (None), all of L2 is dirty.
     """
     timer = timer or device_timer()
     names = list(functions)
@@ -236,24 +248,25 @@ def measure(
 
 
 def benchmark(function: Function, *, budget: float = 1.0, min_reps: int = 10) -> Measurement:
-    """Times one function of no arguments on the current GPU, or on the CPU where there is none.
+    """Returns the timing of a function without arguments, on the current GPU or else on the CPU.
 
+    budget: seconds of timing; it runs at least `min_reps` times.
     >>> ridgeline.lab.benchmark(lambda: ridgeline.softmax(x))
     """
     if not callable(function):
-        raise RidgelineError(f"benchmark takes a function of no arguments, and was given {type(function).__name__}")
+        raise RidgelineError(f"benchmark takes a function without arguments, not {type(function).__name__}")
     return measure({"function": function}, budget=budget, min_reps=min_reps)["function"]
 
 
 def device_timer(device: str | None = None) -> Timer:
-    """The timer of a device ("cpu" or "cuda"); of the GPU where there is one by default."""
+    """Returns the timer of a device, "cpu" or "cuda" (default: the GPU if there is one)."""
     if device is None:
         device = "cuda" if torch.cuda.is_available() else "cpu"
     return GpuTimer() if device.startswith("cuda") else CpuTimer()
 
 
 def last_level_cache() -> int:
-    """Bytes of the CPU's last-level cache; 32 MiB where the system does not say."""
+    """Returns the bytes of the CPU's last-level cache; 32 MiB if the system does not tell."""
     for level in ("SC_LEVEL3_CACHE_SIZE", "SC_LEVEL2_CACHE_SIZE"):
         if level in os.sysconf_names and (size := os.sysconf(level)) > 0:
             return size
@@ -261,12 +274,12 @@ def last_level_cache() -> int:
 
 
 def cache_bytes(device: str) -> int:
-    """The cache that a working set must exceed: the GPU's L2, or the CPU's last level."""
+    """Returns the bytes of the cache that a working set must exceed: the GPU's L2, or the CPU's last level."""
     return devices.here().l2 if device.startswith("cuda") else last_level_cache()
 
 
 def nvidia_smi(*fields: str) -> subprocess.Popen[str] | None:
-    """Starts a query of the current GPU's state; None where it cannot be asked."""
+    """Starts nvidia-smi to query the current GPU; returns None if it is not available."""
     program = shutil.which("nvidia-smi")
     if program is None or not torch.cuda.is_available() or torch.version.hip:
         return None
@@ -276,7 +289,7 @@ def nvidia_smi(*fields: str) -> subprocess.Popen[str] | None:
 
 
 def answer(query: subprocess.Popen[str] | None) -> list[str]:
-    """What nvidia-smi said, field by field; nothing where it failed."""
+    """Returns the fields that nvidia-smi printed, or nothing if it failed."""
     if query is None:
         return []
     try:
