@@ -27,64 +27,47 @@ def _tiles(x: torch.Tensor, high: int, wide: int) -> int:
 
 
 def too_large(x: torch.Tensor, *_: Any) -> str | None:
-    """Why kernels do not take a tensor, by its sizes: a tile may reach beyond a side, and a block is a tile."""
+    """Why the kernels cannot take a tensor of these sizes: tiles may reach past a side, and each is a block."""
     if max(x.shape[-2:]) <= (1 << 31) - 256 and _tiles(x, 32, 32) < 1 << 31:
         return None
-    return "a side or the number of tiles is beyond what its integers count"
+    return "a side or the number of tiles exceeds what the kernels' integers count"
 
 
 def small(kernel: CudaKernel, layout: int, y: torch.Tensor, x: torch.Tensor) -> None:
-    """Tiles of 32 x 32, an element at a time."""
+    """Tiles of 32 x 32, one element per thread at a time."""
     launch(kernel, (_tiles(x, 32, 32),), y, x, *x.shape[-2:], block=256, UNIT=UNITS[x.element_size()], LAYOUT=layout)
 
 
 def packed(y: torch.Tensor, x: torch.Tensor) -> None:
-    """In the widest packs that divide the rows of both; what is strided is made contiguous first, and of a transposed x only copied."""
+    """Moves the widest packs that divide rows of both. A transposed x is copied; other strides are made contiguous."""
     if x.mT.is_contiguous():
         y.copy_(x.mT)
         return
     x = x.contiguous()
     size, (rows, columns) = x.element_size(), x.shape[-2:]
     pack = unit_of(rows * size, columns * size, x.data_ptr(), y.data_ptr())
-    pack = pack if pack >= 4 else size  # registers are turned by words
+    pack = pack if pack >= 4 else size  # registers are transposed in words
     side = max(64, 16 * pack // size) if pack < 16 else 256 // size
-    launch(
-        _PACKED,
-        (_tiles(x, side, side),),
-        y,
-        x,
-        rows,
-        columns,
-        block=256,
-        shared=side * side * size,
-        UNIT=UNITS[size],
-        PACK=pack,
-        SIDE=side,
-        GROUP=GROUP,
-    )
+    macros = {"UNIT": UNITS[size], "PACK": pack, "SIDE": side, "GROUP": GROUP}
+    grid, shared = (_tiles(x, side, side),), side * side * size
+    launch(_PACKED, grid, y, x, rows, columns, block=256, shared=shared, **macros)
 
 
 def _rule(size: int) -> tuning.Config:
-    """Squares of 128 bytes' width, so many that a tile has 16 KB (32 of 2 bytes an element), six tiles a block, and one or two blocks."""
+    """Squares 128 bytes wide: enough for a tile of 16 KB (32 KB with 2-byte elements), six tiles per block."""
     squares = {1: (1, 1), 2: (2, 2), 4: (2, 2), 8: (4, 2)}[size]
     heavy = size == 2
-    return {
-        "DOWN": squares[0],
-        "ACROSS": squares[1],
-        "STAGES": 4,
-        "OUTS": 2,
-        "BLOCKS": 1 if heavy else 2,
-        "GROUP": GROUP,
-    }
+    tile = {"DOWN": squares[0], "ACROSS": squares[1]}
+    return tile | {"STAGES": 4, "OUTS": 2, "BLOCKS": 1 if heavy else 2, "GROUP": GROUP}
 
 
 def _bytes(c: dict[str, int]) -> int:
-    """Of a block's shared memory: its rings, and room to begin them at a multiple of 1024."""
+    """Shared memory of a block: its rings, and room to align them to 1024 bytes."""
     return (c["STAGES"] + c["OUTS"]) * c["DOWN"] * c["ACROSS"] * c["EDGE"] * 128 + 1024
 
 
 def _space(edge: int) -> list[tuning.Config]:
-    """Tiles, rings and orders to try, as far as a multiprocessor has room."""
+    """Tiles, rings and orders to try that fit a multiprocessor's shared memory."""
     tiles, rings, orders = (
         ((1, 1), (1, 2), (2, 1), (2, 2)),
         ((4, 2, 1), (4, 2, 2), (3, 1, 2), (6, 2, 1), (2, 2, 3)),
@@ -96,7 +79,7 @@ def _space(edge: int) -> list[tuning.Config]:
 
 
 def boxes(y: torch.Tensor, x: torch.Tensor) -> None:
-    """Persistent blocks; a tile's squares are 128 bytes long and as many rows high."""
+    """Persistent blocks; a tile's squares are 128 bytes wide and as many rows high as that has elements."""
     gpu, size, (rows, columns), batches = device.of(x), x.element_size(), x.shape[-2:], prod(x.shape[:-2])
     edge = 128 // size
     views = y.view(batches, columns, rows), x.view(batches, rows, columns)

@@ -1,9 +1,9 @@
-"""The rung `gluon` of transpose: Hopper's copy engine (TMA) brings tiles and takes them, all warps turn them.
+"""transpose in Gluon for Hopper: TMA loads and stores tiles, and all warps transpose them.
 
-A program takes every so many-th tile. Loads come into a ring, several ahead; a thread takes a square of P x P elements of 16 bytes' side
-into its registers and stores it turned into one of OUTS tiles, from which the engine writes. Both lie swizzled over 128 bytes: row r has
-unit u of 16 bytes at u ^ r % 8. Of eight neighbours each takes a square of a diagonal, so that the units that they read, and those that
-they write, lie in eight different columns. Edges are the engine's.
+A program takes every n-th tile. Tiles arrive in a ring, several ahead. A thread loads a square of P x P elements, 16
+bytes wide, into registers and stores it transposed into one of OUTS tiles, from which TMA writes. Both are swizzled
+over 128 bytes: row r holds its 16-byte unit u at u ^ r % 8. Eight neighbours take the squares of a diagonal, so the
+units they read, and those they write, lie in eight different columns. TMA clips the edges.
 """
 
 from __future__ import annotations
@@ -26,7 +26,7 @@ _store: gl.constexpr = getattr(tma, "async_store", None) or tma.async_copy_share
 
 @gluon.constexpr_function
 def _threads(size, warps):
-    """Which thread has which elements of a tile of y, whose rows are columns of x."""
+    """The layout of a tile of y, whose rows are columns of x, over the threads."""
     if size == 2:
         return gl.BlockedLayout([1, 2], [8, 4], [warps, 1], [1, 0])
     return gl.BlockedLayout([4, 2], [2, 16], [warps, 1], [0, 1])
@@ -34,7 +34,7 @@ def _threads(size, warps):
 
 @gluon.jit
 def _place(t, rows, columns, SIDE: gl.constexpr, GROUP: gl.constexpr):
-    """A tile's matrix, first row and first column: tiles follow each other in bands of GROUP across, row by row in a band."""
+    """A tile's matrix, first row and first column: tiles follow each other row by row in bands of GROUP across."""
     down, across = gl.cdiv(rows, SIDE), gl.cdiv(columns, SIDE)
     batch = t // (down * across)
     t -= batch * (down * across)
@@ -46,7 +46,7 @@ def _place(t, rows, columns, SIDE: gl.constexpr, GROUP: gl.constexpr):
 
 @gluon.jit
 def _fetch(x, ring, ready, t, tiles, stage, rows, columns, SIDE: gl.constexpr, GROUP: gl.constexpr):
-    """Asks for a tile, if there is one of that number."""
+    """Loads tile t into a stage if there is a tile of that number."""
     batch, row, column = _place(t, rows, columns, SIDE, GROUP)
     mbarrier.expect(ready.index(stage), x.block_type.nbytes, pred=t < tiles)
     _load(x, [batch, row, column], ready.index(stage), ring.index(stage), pred=t < tiles)
@@ -73,9 +73,8 @@ def _fwd(
         batch, row, column = _place(t, rows, columns, SIDE, GROUP)
         mbarrier.wait(ready.index(stage), odd)
         turned = ring.index(stage).reshape([SIDE, SIDE]).permute((1, 0)).load(layout)
-        tma.store_wait(
-            OUTS - 1
-        )  # what was on this board before has gone (and a barrier, which the compiler adds: all have read the stage)
+        # The board's previous tile has been stored, and the compiler's barrier here means all have read the stage.
+        tma.store_wait(OUTS - 1)
         _fetch(x, ring, ready, t + STAGES * step, tiles, stage, rows, columns, SIDE, GROUP)
         board = outs.index(place)
         board.reshape([SIDE, SIDE]).store(turned)
@@ -89,7 +88,7 @@ def _fwd(
 
 
 def fwd(y: torch.Tensor, x: torch.Tensor) -> None:
-    """Tiles are 64 x 64 of 4 bytes an element and 128 x 128 of 2: 16 and 32 KB, six of them a program, as `boxes` has them."""
+    """Tiles of 64 x 64 4-byte or 128 x 128 2-byte elements, 16 and 32 KB, six per program, as in `boxes`."""
     gpu, size, (rows, columns), batches = device.of(x), x.element_size(), x.shape[-2:], prod(x.shape[:-2])
     side = 256 // size
     tiles = batches * -(-rows // side) * -(-columns // side)

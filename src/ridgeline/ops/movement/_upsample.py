@@ -1,4 +1,4 @@
-"""Launchers of upsample_nearest2d's kernels, and what its sizes and layouts are."""
+"""Launchers of upsample_nearest2d's kernels, and its sizes and memory formats."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ FILE = Path(__file__).with_name("upsample_nearest2d.cu")
 _FWD, _BWD = CudaKernel(FILE, "upsample_fwd", "PPqiiiiiff"), CudaKernel(FILE, "upsample_bwd", "PPqiiiiiff")
 _FWD2, _BWD2 = CudaKernel(FILE, "upsample2_fwd", "PPqii"), CudaKernel(FILE, "upsample2_bwd", "PPqii")
 LAST = torch.channels_last
-ITEMS = (1, 1), (1, 1)  # units of a thread: forward and backward, of rows and of channels
+ITEMS = (1, 1), (1, 1)  # units per thread: (contiguous, channels last) for forward and for backward
 
 
 def pair(scale: Any) -> tuple[float, ...]:
@@ -24,7 +24,7 @@ def pair(scale: Any) -> tuple[float, ...]:
 
 
 def form_of(x: torch.Tensor) -> torch.memory_format:
-    """Channels last where x is so and not row by row."""
+    """Channels last if x is channels last and not contiguous, else contiguous."""
     return LAST if not x.is_contiguous() and x.is_contiguous(memory_format=LAST) else torch.contiguous_format
 
 
@@ -33,32 +33,24 @@ def grown(size: int, scale: float) -> int:
 
 
 def too_large(t: torch.Tensor, scale: Any, width: int = 0, *_: Any) -> str | None:
-    """Why kernels do not take x, by its sizes and y's, or dy, which is given with x's width."""
+    """Why kernels cannot take x, from its sizes and y's, or dy, which comes with x's width."""
     sides = list(t.shape[1:]) if width else [*t.shape[1:], *map(grown, t.shape[2:], pair(scale))]
     if max(sides) < 1 << 31 and t.shape[0] * t.shape[1] * max(sides[1], sides[-2]) * max(sides[2], sides[-1]) < 1 << 39:
         return None
-    return "its sides, or the pixels of all images, are beyond what its integers count"
+    return "a side, or the number of pixels of all images, exceeds the kernels' integers"
 
 
 def start(back: bool, out: torch.Tensor, given: torch.Tensor, scale: Sequence[float], *_: Any) -> None:
-    """A number of the result a thread, y of x or dx of dy. What is strided is laid out as the result first."""
+    """One thread per element of the result: y from x, or dx from dy. Strided inputs are first copied to its format."""
     given = given.contiguous(memory_format=form_of(out))
     x, y = (out, given) if back else (given, out)
     sizes = *x.shape[2:], *y.shape[2:], x.shape[1], *[1 / s for s in scale]
-    launch(
-        _BWD if back else _FWD,
-        (-(-out.numel() // 256),),
-        out,
-        given,
-        out.numel(),
-        *sizes,
-        block=256,
-        **_macros(out, given),
-    )
+    grid, macros = (-(-out.numel() // 256),), _macros(out, given)
+    launch(_BWD if back else _FWD, grid, out, given, out.numel(), *sizes, block=256, **macros)
 
 
 def start_twice(back: bool, out: torch.Tensor, given: torch.Tensor, *_: Any) -> None:
-    """Twice in both directions, a unit of x or dx at a time: 8 bytes, or 16 of a pixel's channels."""
+    """A factor of two in both directions, by units of x or dx: 8 bytes, or 16 of a pixel's channels."""
     given = given.contiguous(memory_format=form_of(out))
     if given.data_ptr() % 16:
         given = given.clone()

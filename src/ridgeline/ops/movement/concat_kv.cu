@@ -1,22 +1,24 @@
-// concat_kv in CUDA C++: an element or a pack a thread, one tensor a launch; then both tensors in one launch, UNROLL packs a thread.
-// Macros: UNIT what a thread copies at a time, an unsigned type of 1, 2, 4 or 16 bytes, in which sizes and strides count; INDEX the type of
-// positions; UNROLL; NUMBER an unsigned type that counts what there is to copy.
+// concat_kv in CUDA C++: an element or pack per thread and a tensor per launch; then both tensors in one launch.
+// Macros: UNIT the unsigned type of 1, 2, 4 or 16 bytes that a thread copies, the unit of sizes and strides; INDEX the
+// type of positions; UNROLL units per thread; NUMBER an unsigned type that counts the units to copy.
 
-// Of a sequence's `rows` new rows, those that fall within the cache's `room`: row s goes to at + s.
+// Which of a sequence's `rows` new rows fall within the cache's `room` rows: row s goes to at + s.
 struct Landing {
     long long at, from, to;
 
     __device__ Landing(const INDEX* position, long long rows, long long room) : at(*position), from(0), to(0) {
-        if (at <= -rows || at >= room) return;  // a position may be any number: no sum of it before this
+        if (at <= -rows || at >= room) return;  // any value is possible: returning first avoids an overflow below
         from = at < 0 ? -at : 0;
         to = at + rows > room ? room - at : rows;
     }
 };
 
-// Any strides: of sequences, rows, heads and elements.
-extern "C" __global__ void concat_kv_one(UNIT* cache, const UNIT* x, const INDEX* positions, long long step, long long count, long long rows,
-                                         long long heads, long long size, long long room, long long cache_b, long long cache_s,
-                                         long long cache_h, long long cache_d, long long x_b, long long x_s, long long x_h, long long x_d) {
+// Any strides, of sequences, rows, heads and elements.
+extern "C" __global__ void concat_kv_one(UNIT* cache, const UNIT* x, const INDEX* positions, long long step,
+                                         long long count, long long rows, long long heads, long long size,
+                                         long long room, long long cache_b, long long cache_s, long long cache_h,
+                                         long long cache_d, long long x_b, long long x_s, long long x_h,
+                                         long long x_d) {
     const long long first = blockIdx.x * (long long)blockDim.x + threadIdx.x;
     if (first >= count) return;
     NUMBER i = first;
@@ -27,18 +29,21 @@ extern "C" __global__ void concat_kv_one(UNIT* cache, const UNIT* x, const INDEX
     const long long s = i % (NUMBER)rows, b = i / (NUMBER)rows;
     const Landing landing(positions + b * step, rows, room);
     if (s < landing.from || s >= landing.to) return;
-    cache[b * cache_b + (landing.at + s) * cache_s + h * cache_h + d * cache_d] = x[b * x_b + s * x_s + h * x_h + d * x_d];
+    cache[b * cache_b + (landing.at + s) * cache_s + h * cache_h + d * cache_d] =
+        x[b * x_b + s * x_s + h * x_h + d * x_d];
 }
 
-// Rows of `width` packs, each sequence's one after the other: what is new of a sequence is one piece of memory, and so is its place.
-// Block (x, y, z): a piece of sequence y, of keys (z = 0) or values.
-extern "C" __global__ void concat_kv_both(UNIT* cache_k, UNIT* cache_v, const UNIT* k, const UNIT* v, const INDEX* positions, long long step,
-                                          long long batch, long long rows, long long width, long long room, long long cache_k_b,
-                                          long long cache_v_b, long long k_b, long long v_b) {
+// Rows of `width` packs. A sequence's new rows are contiguous, and so is their place in the cache.
+// Block (x, y, z): part x of sequence y, of keys (z = 0) or values (z = 1).
+extern "C" __global__ void concat_kv_both(UNIT* cache_k, UNIT* cache_v, const UNIT* k, const UNIT* v,
+                                          const INDEX* positions, long long step, long long batch, long long rows,
+                                          long long width, long long room, long long cache_k_b, long long cache_v_b,
+                                          long long k_b, long long v_b) {
     for (long long b = blockIdx.y; b < batch; b += gridDim.y) {
         const Landing landing(positions + b * step, rows, room);
         const UNIT* in = (blockIdx.z ? v + b * v_b : k + b * k_b) + landing.from * width;
-        UNIT* out = (blockIdx.z ? cache_v + b * cache_v_b : cache_k + b * cache_k_b) + (landing.at + landing.from) * width;
+        UNIT* out =
+            (blockIdx.z ? cache_v + b * cache_v_b : cache_k + b * cache_k_b) + (landing.at + landing.from) * width;
         const long long count = (landing.to - landing.from) * width, piece = (long long)blockDim.x * UNROLL;
         for (long long start = blockIdx.x * piece + threadIdx.x; start < count; start += gridDim.x * piece) {
             UNIT pack[UNROLL];

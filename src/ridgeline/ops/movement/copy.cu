@@ -1,5 +1,6 @@
-// copy in CUDA C++: the roof of memory, reached in four steps.
-// Macros: UNIT the type that a thread moves at once; LOADS, how many of them before it stores any; CHUNK bytes and STAGES of a ring.
+// copy in CUDA C++: memory bandwidth, reached in four steps.
+// Macros: UNIT the type that a thread moves at once; LOADS how many it loads before it stores one; CHUNK the bytes and
+// STAGES the length of a ring.
 #include "hopper.cuh"
 
 #ifndef UNIT
@@ -9,14 +10,14 @@
 #define LOADS 1
 #endif
 
-// An element a thread.
+// One element per thread.
 extern "C" __global__ void copy_units(UNIT* y, const UNIT* x, long long n) {
     const long long i = blockIdx.x * (long long)blockDim.x + threadIdx.x;
     if (i < n) y[i] = x[i];
 }
 
-// LOADS units of 16 bytes (or what addresses allow) a thread, all on their way before the first is stored. Neighbours in a warp stay
-// neighbours in memory. The first block has the bytes behind the last whole unit.
+// LOADS units of 16 bytes (or what addresses allow) per thread, all loaded before the first is stored. Accesses
+// coalesce. The first block also copies the bytes after the last whole unit.
 extern "C" __global__ void copy_loads(UNIT* __restrict__ y, const UNIT* __restrict__ x, long long bytes) {
     const long long n = bytes / (long long)sizeof(UNIT), rest = n * sizeof(UNIT) + threadIdx.x;
     if (blockIdx.x == 0 && rest < bytes) reinterpret_cast<char*>(y)[rest] = reinterpret_cast<const char*>(x)[rest];
@@ -32,13 +33,15 @@ extern "C" __global__ void copy_loads(UNIT* __restrict__ y, const UNIT* __restri
 }
 
 #if __CUDA_ARCH__ >= 900 && defined(STAGES)
-// The copy engine alone: one thread a block asks for chunks into a ring in shared memory, and has each stored from there as soon
-// as it has come. No byte goes through a register. Pointers are multiples of 16; the last bytes, fewer than 16, are the others' work.
+// One thread per block issues bulk copies of chunks into a ring in shared memory, and stores each as soon as it
+// arrives. No byte passes through a register. Pointers are multiples of 16; the block's other threads copy the last
+// bytes, fewer than 16.
 extern "C" __global__ void __launch_bounds__(32) copy_bulk(char* y, const char* x, long long bytes) {
     extern __shared__ __align__(128) char ring[];
     __shared__ Barrier full[STAGES];
     const long long whole = bytes / 16 * 16, chunks = (whole + CHUNK - 1) / CHUNK;
-    if (blockIdx.x == 0 && threadIdx.x > 0 && whole + threadIdx.x - 1 < bytes) y[whole + threadIdx.x - 1] = x[whole + threadIdx.x - 1];
+    if (blockIdx.x == 0 && threadIdx.x > 0 && whole + threadIdx.x - 1 < bytes)
+        y[whole + threadIdx.x - 1] = x[whole + threadIdx.x - 1];
     if (threadIdx.x > 0) return;
     for (int s = 0; s < STAGES; ++s) barrier_init(&full[s]);
     barrier_init_done();
@@ -47,7 +50,7 @@ extern "C" __global__ void __launch_bounds__(32) copy_bulk(char* y, const char* 
         barrier_expect(&full[s], size(chunk));
         bulk_load(ring + s * CHUNK, x + chunk * CHUNK, size(chunk), &full[s]);
     };
-    long long ahead = blockIdx.x;  // the next chunk to ask for
+    long long ahead = blockIdx.x;  // the next chunk to load
     for (int s = 0; s < STAGES && ahead < chunks; ++s, ahead += gridDim.x) load(ahead, s);
     int stage = 0, before = STAGES - 1;  // the stages of this chunk and of the one before
     unsigned phase = 0;
@@ -55,7 +58,7 @@ extern "C" __global__ void __launch_bounds__(32) copy_bulk(char* y, const char* 
         barrier_wait(&full[stage], phase);
         bulk_store(y + chunk * CHUNK, ring + stage * CHUNK, size(chunk));
         bulk_commit();
-        if (chunk != blockIdx.x && ahead < chunks) {  // the stage of the chunk before is read out, or soon will be: it is filled again
+        if (chunk != blockIdx.x && ahead < chunks) {  // refill the previous chunk's stage once its store has read it
             bulk_stored<1>();
             load(ahead, before);
             ahead += gridDim.x;

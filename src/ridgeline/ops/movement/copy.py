@@ -1,8 +1,8 @@
-"""copy: y = x in a tensor of its own, row by row. Nothing is computed: this is the roof of memory itself, as a ladder.
+"""copy: y = x in a new contiguous tensor. Nothing is computed, so the ladder climbs to the memory bandwidth itself.
 
-What a rung gains is bytes on their way at once: latency times bandwidth asks for some 40 KB a multiprocessor of an H100, and a thread
-that waits for 4 bytes holds 8 KB of it busy at most. `ridgeline doctor` reports the best rung as the copy roof.
-Source: Little's law; McCalpin, STREAM: sustainable memory bandwidth in high performance computers, 1995, for what is measured.
+Each rung keeps more bytes in flight. Latency times bandwidth asks for about 40 KB per multiprocessor of an H100, and
+threads that each wait for 4 bytes hold at most 8 KB. `ridgeline doctor` reports the best rung as the copy roof.
+Source: Little's law; McCalpin, STREAM: sustainable memory bandwidth in high performance computers, 1995.
 """
 
 from __future__ import annotations
@@ -17,12 +17,12 @@ from ridgeline import device
 from ridgeline.boundary import Function, differentiate, kernel_op, launch
 from ridgeline.cuda import CudaKernel
 from ridgeline.op import Case, Cost, Op, RidgelineError, Spec, nbytes
-from ridgeline.ops.movement._bytes import DTYPES, UNITS, aligned, copied
+from ridgeline.ops.movement._bytes import DRAM, DTYPES, ISSUED, UNITS, aligned, copied
 from ridgeline.select import eager, run
 
 FILE = Path(__file__).with_name("copy.cu")
 _UNITS, _BULK = CudaKernel(FILE, "copy_units", "PPq"), CudaKernel(FILE, "copy_bulk", "PPq")
-CHUNK, STAGES, BLOCKS = 16 << 10, 6, 2  # of a block's ring; blocks a multiprocessor
+CHUNK, STAGES, BLOCKS = 16 << 10, 6, 2  # bytes and length of a block's ring; blocks per multiprocessor
 
 
 def _scalar(y: torch.Tensor, x: torch.Tensor) -> None:
@@ -57,12 +57,12 @@ def reference(x: torch.Tensor) -> torch.Tensor:
 
 
 def copy(x: torch.Tensor, *, impl: str | None = None) -> torch.Tensor:
-    """A copy of x that is contiguous, as `x.clone(memory_format=torch.contiguous_format)`. Gradients flow to x, as they come.
+    """A contiguous copy of x, as `x.clone(memory_format=torch.contiguous_format)`. Gradients pass to x unchanged.
 
-    x: any shape, strides and dtype. Raises RidgelineError where x is no dense tensor, or `impl` cannot run the call.
+    x: any shape, strides and dtype. Raises RidgelineError if x is not a dense tensor, or if `impl` cannot run the call.
     """
     if not isinstance(x, torch.Tensor):
-        raise RidgelineError(f"copy: x must be a tensor, and is {type(x).__name__}")
+        raise RidgelineError(f"copy: x must be a tensor, but is {type(x).__name__}")
     plain = eager(COPY, impl, x)
     if plain is not None and plain.call is not None:
         return plain.call(x)
@@ -94,45 +94,42 @@ COPY = Op(
     ],
 )
 
+_facts = {"kind": "cuda", "dtypes": DTYPES}
 COPY.eager("torch", "PyTorch's own: clone", reference, served=True)
 COPY.kernel(
     "cuda",
-    "an element a thread: 8 KB on their way in a multiprocessor full of threads",
-    kind="cuda",
+    "one element per thread: 8 KB in flight in a multiprocessor full of threads",
     fwd=_scalar,
     supports=_contiguous,
-    dtypes=DTYPES,
     gain=0.7,
-    counter="dram__throughput.avg.pct_of_peak_sustained_elapsed",
+    counter=DRAM,
+    **_facts,
 )
 COPY.kernel(
     "cuda_packed",
-    "16 bytes a thread: a quarter of the instructions of float32, four times the bytes on their way; what is strided PyTorch copies",
-    kind="cuda",
+    "16 bytes per thread: fewer instructions, more bytes in flight; PyTorch copies strided inputs",
     fwd=copied,
-    dtypes=DTYPES,
     served=True,
     gain=1.5,
-    counter="smsp__inst_executed.sum",
+    counter=ISSUED,
+    **_facts,
 )
 COPY.kernel(
     "cuda_loads",
-    "two loads of 16 bytes a thread before its first store: half the blocks, and each waits once for two",
-    kind="cuda",
+    "two loads of 16 bytes per thread before its first store: half the blocks",
     fwd=partial(copied, loads=2),
     supports=_contiguous,
-    dtypes=DTYPES,
     gain=1.02,
-    counter="dram__throughput.avg.pct_of_peak_sustained_elapsed",
+    counter=DRAM,
+    **_facts,
 )
 COPY.kernel(
     "cuda_bulk",
-    "the copy engine moves 16 KB at a time through a ring in shared memory: no byte in a register, 192 KB on their way",
-    kind="cuda",
+    "bulk copies of 16 KB through a ring in shared memory: no registers, 192 KB in flight",
     fwd=_bulk,
     supports=aligned,
-    dtypes=DTYPES,
     arch=90,
     gain=1.0,
-    counter="smsp__inst_executed.sum",
+    counter=ISSUED,
+    **_facts,
 )

@@ -1,7 +1,8 @@
-// index_add in CUDA C++. x and y are (outer, size, inner) and source (outer, n, inner), all contiguous; row index[k] of y takes source's k.
-// Macros: DTYPE the elements, ITYPE the indices (int or long long), PACK the elements of a load (inner divides by it); others beside their
-// kernels.
-// An index that is out of range is read as the nearest that is not, and gives NaN there.
+// index_add in CUDA C++. x and y are (outer, size, inner) and source (outer, n, inner), all contiguous. Row index[k] of
+// y takes row k of source.
+// Macros: DTYPE the elements, ITYPE the indices (int or long long), PACK the elements of a load (it divides inner); the
+// others are explained at their kernels.
+// An index out of range is replaced by the nearest valid one, and gives NaN there.
 #include "early.cuh"
 #include "elementwise.cuh"
 
@@ -13,7 +14,7 @@ __device__ inline long long nearest(long long row, long long size) { return row 
 
 __device__ inline float nan_if(bool bad, float value) { return bad ? __int_as_float(0x7fffffff) : value; }
 
-// Where a unit of work lies: a pack or some of them at `column` of row `item` (of `items`) of slice `o`.
+// A unit of work: one or several packs at `column` of row `item` (of `items`) of slice `o`.
 struct Unit {
     long long o, item, column;
     __device__ Unit(long long unit, long long items, long long pieces, long long wide) {
@@ -23,9 +24,10 @@ struct Unit {
     }
 };
 
-// At most 16 indices: a thread has a place in a row and adds every source row there, one after the other, so that no two threads meet.
-extern "C" __global__ void index_add_small(
-    T* y, const I* index, const T* source, long long outer, long long size, long long n, long long inner, float alpha) {
+// At most 16 indices: a thread owns a position in a row and adds every source row there in order, so no two threads
+// collide.
+extern "C" __global__ void index_add_small(T* y, const I* index, const T* source, long long outer, long long size,
+                                           long long n, long long inner, float alpha) {
     const long long threads = gridDim.x * (long long)blockDim.x;
     for (long long i = blockIdx.x * (long long)blockDim.x + threadIdx.x; i < outer * inner; i += threads) {
         const long long o = i / inner, column = i % inner;
@@ -37,7 +39,8 @@ extern "C" __global__ void index_add_small(
     }
 }
 
-__device__ inline void add_one(T* y, long long i, const I* index, const T* source, long long size, long long n, long long inner, float alpha) {
+__device__ inline void add_one(T* y, long long i, const I* index, const T* source, long long size, long long n,
+                               long long inner, float alpha) {
     const Unit unit(i, n, inner, 1);
     const long long row = index[unit.item];
     T value;
@@ -45,26 +48,27 @@ __device__ inline void add_one(T* y, long long i, const I* index, const T* sourc
     atomicAdd(y + (unit.o * size + nearest(row, size)) * inner + unit.column, value);
 }
 
-// More indices: a grid that the GPU holds at once walks over the source's elements.
-extern "C" __global__ void index_add_large(
-    T* y, const I* index, const T* source, long long outer, long long size, long long n, long long inner, float alpha) {
+// More indices: a grid as large as the GPU holds at once loops over the source's elements.
+extern "C" __global__ void index_add_large(T* y, const I* index, const T* source, long long outer, long long size,
+                                           long long n, long long inner, float alpha) {
     const long long threads = gridDim.x * (long long)blockDim.x, count = outer * n * inner;
     for (long long i = blockIdx.x * (long long)blockDim.x + threadIdx.x; i < count; i += threads)
         add_one(y, i, index, source, size, n, inner, alpha);
 }
 
-// A thread for each element of the source.
-extern "C" __global__ void index_add_atomic(
-    T* y, const I* index, const T* source, long long outer, long long size, long long n, long long inner, float alpha) {
+// One thread per element of the source.
+extern "C" __global__ void index_add_atomic(T* y, const I* index, const T* source, long long outer, long long size,
+                                            long long n, long long inner, float alpha) {
     const long long i = blockIdx.x * (long long)blockDim.x + threadIdx.x;
     if (i < outer * n * inner) add_one(y, i, index, source, size, n, inner, alpha);
 }
 
-// Adds 16 bytes: one request from Hopper on, before it four of float or of two halves. No order, as with every atomic.
+// Adds 16 bytes: one request from Hopper on, otherwise four of a float or of two halves. Like all atomics, in no fixed
+// order.
 __device__ inline void add_packed(float* y, const Pack<float, 4>& v) {
 #if __CUDA_ARCH__ >= 900
-    asm volatile("red.global.add.v4.f32 [%0], {%1, %2, %3, %4};" ::"l"(__cvta_generic_to_global(y)), "f"(v.at[0]), "f"(v.at[1]), "f"(v.at[2]),
-                 "f"(v.at[3])
+    asm volatile("red.global.add.v4.f32 [%0], {%1, %2, %3, %4};" ::"l"(__cvta_generic_to_global(y)), "f"(v.at[0]),
+                 "f"(v.at[1]), "f"(v.at[2]), "f"(v.at[3])
                  : "memory");
 #else
     for (int j = 0; j < 4; ++j) atomicAdd(y + j, v.at[j]);
@@ -76,37 +80,40 @@ __device__ void add_packed(Half* y, const Pack<Half, 8>& v) {
 #if __CUDA_ARCH__ >= 900
     const uint4 w = reinterpret_cast<const uint4&>(v);
     if constexpr (is_half<Half>)
-        asm volatile("red.global.add.noftz.v4.f16x2 [%0], {%1, %2, %3, %4};" ::"l"(__cvta_generic_to_global(y)), "r"(w.x), "r"(w.y), "r"(w.z),
-                     "r"(w.w)
+        asm volatile("red.global.add.noftz.v4.f16x2 [%0], {%1, %2, %3, %4};" ::"l"(__cvta_generic_to_global(y)),
+                     "r"(w.x), "r"(w.y), "r"(w.z), "r"(w.w)
                      : "memory");
     else
-        asm volatile("red.global.add.noftz.v4.bf16x2 [%0], {%1, %2, %3, %4};" ::"l"(__cvta_generic_to_global(y)), "r"(w.x), "r"(w.y),
-                     "r"(w.z), "r"(w.w)
+        asm volatile("red.global.add.noftz.v4.bf16x2 [%0], {%1, %2, %3, %4};" ::"l"(__cvta_generic_to_global(y)),
+                     "r"(w.x), "r"(w.y), "r"(w.z), "r"(w.w)
                      : "memory");
 #else
     if constexpr (is_half<Half>)
-        for (int j = 0; j < 8; j += 2) atomicAdd(reinterpret_cast<__half2*>(y + j), reinterpret_cast<const __half2&>(v.at[j]));
+        for (int j = 0; j < 8; j += 2)
+            atomicAdd(reinterpret_cast<__half2*>(y + j), reinterpret_cast<const __half2&>(v.at[j]));
     else
-        for (int j = 0; j < 8; j += 2) atomicAdd(reinterpret_cast<__nv_bfloat162*>(y + j), reinterpret_cast<const __nv_bfloat162&>(v.at[j]));
+        for (int j = 0; j < 8; j += 2)
+            atomicAdd(reinterpret_cast<__nv_bfloat162*>(y + j), reinterpret_cast<const __nv_bfloat162&>(v.at[j]));
 #endif
 }
 
 #if PACK * 2 >= 8
-extern "C" __global__ void index_add_packed(
-    T* y, const I* index, const T* source, long long outer, long long size, long long n, long long inner, float alpha) {
+extern "C" __global__ void index_add_packed(T* y, const I* index, const T* source, long long outer, long long size,
+                                            long long n, long long inner, float alpha) {
     const long long threads = gridDim.x * (long long)blockDim.x, packs = inner / PACK, count = outer * n * packs;
     for (long long i = blockIdx.x * (long long)blockDim.x + threadIdx.x; i < count; i += threads) {
         const Unit unit(i, n, packs, 1);
         const long long row = index[unit.item];
         Packed pack = reinterpret_cast<const Packed*>(source)[i];
 #pragma unroll
-        for (int j = 0; j < PACK; ++j) from_float(nan_if(row < 0 || row >= size, alpha * to_float(pack.at[j])), pack.at[j]);
+        for (int j = 0; j < PACK; ++j)
+            from_float(nan_if(row < 0 || row >= size, alpha * to_float(pack.at[j])), pack.at[j]);
         add_packed(y + (unit.o * size + nearest(row, size)) * inner + unit.column * PACK, pack);
     }
 }
 #endif
 
-// A pack of a row as it adds up in float32, in the order of the source.
+// A pack of a row of y, accumulated in float32 in the order of the source.
 struct Sum {
     float at[PACK];
     __device__ void take(const T* from) {
@@ -126,18 +133,22 @@ struct Sum {
     }
 };
 
-// At most 1024 indices, in one pass. A block copies the same part of some slices of x, and looks for the indices whose rows reach into it.
-// Where there are any, equal ones are linked in order, and a thread for each pack of such a row makes it anew: x's value, then the source's.
-// THREADS: a power of 2; COPY: elements of a load of the copy; LOADS: such loads of a thread; BATCH: source rows on their way.
-extern "C" __global__ void __launch_bounds__(THREADS, 1024 / THREADS) index_add_pass(
-    T* y, const T* x, const I* __restrict__ index, const T* source, long long outer, long long size, long long n, long long inner, float alpha) {
+// At most 1024 indices, in one pass. A block copies the same part of several slices of x and looks for the indices
+// whose rows reach into it. If there are any, equal ones are linked in order. One thread per pack of such a row
+// computes x plus its source rows.
+// THREADS: a power of 2; COPY: elements per load; LOADS: loads per thread; BATCH: source rows in flight.
+extern "C" __global__ void __launch_bounds__(THREADS, 1024 / THREADS)
+    index_add_pass(T* y, const T* x, const I* __restrict__ index, const T* source, long long outer, long long size,
+                   long long n, long long inner, float alpha) {
     using Copied = Pack<T, COPY>;
     constexpr int MOST = 1024, WARPS = THREADS / 32, PART = THREADS * LOADS * COPY;
-    __shared__ unsigned found[MOST / 32];                 // a bit for each index
-    __shared__ short item[MOST], spot[MOST], next[MOST];  // of those found: which it is, where its row begins here, the next equal one or 0
+    __shared__ unsigned found[MOST / 32];  // a bit for each index
+    // Of each index found: its number, where its row begins here, and the next equal one or 0.
+    __shared__ short item[MOST], spot[MOST], next[MOST];
     const int lane = threadIdx.x % 32, warp = threadIdx.x / 32, words = ((int)n + 31) / 32;
     const long long slice = size * inner, begin = blockIdx.x * (long long)PART;
-    const int count = (int)min((long long)PART, slice - begin), moved = x == y ? 0 : count;  // a strided x was copied before
+    // A strided x was copied before.
+    const int count = (int)min((long long)PART, slice - begin), moved = x == y ? 0 : count;
     const auto start_of = [&](long long row) { return nearest(row, size) * inner - begin; };
 
     Copied copied[LOADS];
@@ -181,7 +192,7 @@ extern "C" __global__ void __launch_bounds__(THREADS, 1024 / THREADS) index_add_
             if (word % WARPS == warp && hits >> lane & 1) {
                 const int k = word * 32 + lane, i = total + __popc(hits & ((1u << lane) - 1));
                 item[i] = k;
-                spot[i] = max(start_of(index[k]), -1LL);  // one row at most begins before
+                spot[i] = max(start_of(index[k]), -1LL);  // at most one row begins earlier
             }
             total += __popc(hits);
         }
@@ -192,7 +203,7 @@ extern "C" __global__ void __launch_bounds__(THREADS, 1024 / THREADS) index_add_
             for (int j = total - 1; j > i; --j)
                 if (spot[j] == spot[i]) after = j;
             next[i] = after;
-            if (after) item[after] = ~item[after];  // it has no pack of its own
+            if (after) item[after] = ~item[after];  // an earlier equal index makes its row
         }
     }
 
@@ -200,7 +211,7 @@ extern "C" __global__ void __launch_bounds__(THREADS, 1024 / THREADS) index_add_
     Sum sum;
     bool bad;
     T* to;
-    const auto make = [&](int p, long long o) {  // pack p of the named rows; false where it is none
+    const auto make = [&](int p, long long o) {  // pack p of the named rows; false if there is none
         int i = p / wide;
         if (item[i] < 0) return false;
         const long long start = start_of(index[item[i]]);
@@ -230,7 +241,7 @@ extern "C" __global__ void __launch_bounds__(THREADS, 1024 / THREADS) index_add_
     };
     if (any) __syncthreads();
     for (long long o = blockIdx.y;;) {
-        const bool first = (int)threadIdx.x < packs && make(threadIdx.x, o);  // its reads wait beside the copy's
+        const bool first = (int)threadIdx.x < packs && make(threadIdx.x, o);  // its loads overlap the copy's
         store(o);
         if (any) __syncthreads();
         if (first) sum.put(to, bad);
@@ -242,12 +253,13 @@ extern "C" __global__ void __launch_bounds__(THREADS, 1024 / THREADS) index_add_
     }
 }
 
-// Few indices, and not much to copy: a warp has a part of any row of y, named or not, so that this is the copy as well. It looks through all
-// of the indices for those that name its row, and adds their source rows in order. Nothing is sorted.
-extern "C" __global__ void __launch_bounds__(256) index_add_few(
-    T* y, const T* x, const I* index, const T* source, long long outer, long long size, long long n, long long inner, float alpha) {
-    constexpr int PACKS = 4;         // of a thread
-    __shared__ long long all[1024];  // the rows of what the launcher calls few; ~row for an index that is out of range
+// Few indices, and little to copy: each warp takes a part of any row of y, named or not, so this is also the copy. It
+// searches all indices for its row and adds their source rows in order. Nothing is sorted.
+extern "C" __global__ void __launch_bounds__(256)
+    index_add_few(T* y, const T* x, const I* index, const T* source, long long outer, long long size, long long n,
+                  long long inner, float alpha) {
+    constexpr int PACKS = 4;         // per thread
+    __shared__ long long all[1024];  // the indices' rows, at most FEW in the launcher; ~row if out of range
     for (int k = threadIdx.x; k < n; k += blockDim.x) {
         const long long given = index[k], row = nearest(given, size);
         all[k] = given == row ? row : ~row;
@@ -258,7 +270,8 @@ extern "C" __global__ void __launch_bounds__(256) index_add_few(
     const long long warps = gridDim.x * (long long)(blockDim.x / 32);
     for (long long w = (blockIdx.x * (long long)blockDim.x + threadIdx.x) / 32; w < outer * size * pieces; w += warps) {
         const Unit unit(w, size, pieces, wide);
-        const long long row = unit.item, column = unit.column + lane * PACK, to = (unit.o * size + row) * inner + column;
+        const long long row = unit.item, column = unit.column + lane * PACK,
+                        to = (unit.o * size + row) * inner + column;
         unsigned hits = 0;  // bit i: index 32 i + lane names the row
         bool bad = false;
 #pragma unroll 8
@@ -270,7 +283,7 @@ extern "C" __global__ void __launch_bounds__(256) index_add_few(
             bad |= hit && named < 0;
         }
         bad = __any_sync(~0u, bad);
-        unsigned left = hits;  // words in which there are any
+        unsigned left = hits;  // words with any hit
 #pragma unroll
         for (int step = 16; step; step /= 2) left |= __shfl_xor_sync(~0u, left, step);
         Sum sum[PACKS];
@@ -284,7 +297,8 @@ extern "C" __global__ void __launch_bounds__(256) index_add_few(
                 Packed pack[PACKS];
 #pragma unroll
                 for (int u = 0; u < PACKS; ++u)
-                    if (column + u * 32 * PACK < inner) pack[u] = *reinterpret_cast<const Packed*>(from + u * 32 * PACK);
+                    if (column + u * 32 * PACK < inner)
+                        pack[u] = *reinterpret_cast<const Packed*>(from + u * 32 * PACK);
 #pragma unroll
                 for (int u = 0; u < PACKS; ++u)
                     if (column + u * 32 * PACK < inner) sum[u].add(pack[u], alpha);
@@ -296,16 +310,18 @@ extern "C" __global__ void __launch_bounds__(256) index_add_few(
     }
 }
 
-// An index among the sorted ones: its row, which index it is (~item where it is out of range) and, for the first one of a row, how many it has.
+// A sorted index: its row, its number (~item if out of range) and, for the first index of a row, how many indices name
+// that row.
 struct __align__(16) SortedIndex {
     long long row;
     int item, times;
 };
 
-// Few indices, and much to copy: the first block sorts them meanwhile (Batcher's bitonic network, by row and then by their order).
-// COPY: elements of a load of the copy, one a thread.
-extern "C" __global__ void __launch_bounds__(256) index_add_copy(
-    T* y, const T* x, const I* index, SortedIndex* sorted, long long count, long long size, long long n) {
+// Few indices, and much to copy: the first block sorts them meanwhile (Batcher's bitonic network, by row, then by
+// position).
+// COPY: elements per load of the copy, one load per thread.
+extern "C" __global__ void __launch_bounds__(256) index_add_copy(T* y, const T* x, const I* index, SortedIndex* sorted,
+                                                                 long long count, long long size, long long n) {
     using Copied = Pack<T, COPY>;
     if (blockIdx.x) {
         let_next_come();
@@ -314,7 +330,7 @@ extern "C" __global__ void __launch_bounds__(256) index_add_copy(
         if (COPY > 1 && rest < count) y[rest] = x[rest];
         return;
     }
-    __shared__ long long keys[1024];  // a row, which index, and whether it is in range
+    __shared__ long long keys[1024];  // a row, its index's number, and whether it is in range
     const int width = n < 2 ? 1 : 1 << (32 - __clz((int)n - 1));
     for (int k = threadIdx.x; k < width; k += blockDim.x) {
         const long long given = k < n ? (long long)index[k] : 0, row = nearest(given, size);
@@ -349,20 +365,22 @@ extern "C" __global__ void __launch_bounds__(256) index_add_copy(
     }
     __threadfence();
     __syncthreads();
-    let_next_come();  // only now: the next kernel reads `sorted` before this one has ended
+    let_next_come();  // only now, because the next kernel reads `sorted` before this one has ended
 }
 
-// The rows that these name, which the kernel before has copied, or with PDL is still copying: all but the writing is done by then. LANES threads
-// have a piece of a row, and add its source rows in order, BATCH on their way.
-extern "C" __global__ void __launch_bounds__(256) index_add_sorted(
-    T* y, const T* x, const SortedIndex* sorted, const T* source, long long outer, long long size, long long n, long long inner, float alpha) {
-    const auto look = [&](long long k) {  // in L2: what the kernel before wrote while this one may have begun
+// The named rows, which the kernel before has copied or, with PDL, is still copying: only the final store waits for it.
+// LANES threads take a part of a row and add its source rows in order, BATCH in flight.
+extern "C" __global__ void __launch_bounds__(256)
+    index_add_sorted(T* y, const T* x, const SortedIndex* sorted, const T* source, long long outer, long long size,
+                     long long n, long long inner, float alpha) {
+    const auto look = [&](long long k) {  // from L2: the previous kernel wrote it and may still be running
         const uint4 words = __ldcg(reinterpret_cast<const uint4*>(sorted + k));
         return reinterpret_cast<const SortedIndex&>(words);
     };
     const long long wide = LANES * PACK, pieces = (inner + wide - 1) / wide;
     const long long groups = gridDim.x * (long long)(blockDim.x / LANES);
-    for (long long g = (blockIdx.x * (long long)blockDim.x + threadIdx.x) / LANES; g < outer * n * pieces; g += groups) {
+    for (long long g = (blockIdx.x * (long long)blockDim.x + threadIdx.x) / LANES; g < outer * n * pieces;
+         g += groups) {
         const Unit unit(g, n, pieces, wide);
         const long long column = unit.column + threadIdx.x % LANES * PACK;
         const SortedIndex first = look(unit.item);
@@ -390,7 +408,7 @@ extern "C" __global__ void __launch_bounds__(256) index_add_sorted(
     }
 }
 
-// The first of the sorted indices from `begin` on that lies at `row` or beyond, for the nearest row of each.
+// The first position from `begin` on whose sorted index, clamped to a valid row, is at least `row`.
 __device__ inline long long first_at(const I* sorted, long long begin, long long n, long long size, long long row) {
     for (long long end = n; begin < end;) {
         const long long middle = (begin + end) / 2;
@@ -402,21 +420,23 @@ __device__ inline long long first_at(const I* sorted, long long begin, long long
     return begin;
 }
 
-// Where each row's indices begin among the sorted ones; one place more for where the last row's end.
+// Where each row's indices begin among the sorted ones, and one more entry for the end.
 extern "C" __global__ void index_add_starts(int* starts, const I* sorted, long long size, long long n) {
     const long long row = blockIdx.x * (long long)blockDim.x + threadIdx.x;
     if (row <= size) starts[row] = (int)first_at(sorted, 0, n, size, row);
 }
 
-// Many indices, sorted: LANES threads have a piece of a row, and add the source rows of its segment in their order, BATCH on their way.
-// ROWS 1: of any row, whose segment `starts` says, so that this is the copy as well. ROWS 0: of the rows that have a segment; the others
-// were copied.
-extern "C" __global__ void __launch_bounds__(256) index_add_segments(
-    T* y, const T* x, const I* sorted, const OTYPE* order, const int* starts, const T* source, long long outer, long long size, long long n,
-    long long inner, float alpha) {
+// Many indices, sorted: LANES threads take a part of a row and add the source rows of its segment in order, BATCH in
+// flight.
+// ROWS 1: all rows, whose segments `starts` gives, so this is also the copy. ROWS 0: only rows with a segment; the
+// others were copied before.
+extern "C" __global__ void __launch_bounds__(256)
+    index_add_segments(T* y, const T* x, const I* sorted, const OTYPE* order, const int* starts, const T* source,
+                       long long outer, long long size, long long n, long long inner, float alpha) {
     const long long wide = LANES * PACK, pieces = (inner + wide - 1) / wide, items = ROWS ? size : n;
     const long long groups = gridDim.x * (long long)(blockDim.x / LANES);
-    for (long long g = (blockIdx.x * (long long)blockDim.x + threadIdx.x) / LANES; g < outer * items * pieces; g += groups) {
+    for (long long g = (blockIdx.x * (long long)blockDim.x + threadIdx.x) / LANES; g < outer * items * pieces;
+         g += groups) {
         const Unit unit(g, items, pieces, wide);
         const long long column = unit.column + threadIdx.x % LANES * PACK;
         if (column >= inner) continue;
@@ -442,9 +462,9 @@ extern "C" __global__ void __launch_bounds__(256) index_add_segments(
     }
 }
 
-// The source's gradient: alpha times the rows of dy that the source was added to.
-extern "C" __global__ void index_add_bwd(
-    T* dsource, const T* dy, const I* index, long long outer, long long size, long long n, long long inner, float alpha) {
+// The source's gradient: alpha times the rows of dy that the indices name.
+extern "C" __global__ void index_add_bwd(T* dsource, const T* dy, const I* index, long long outer, long long size,
+                                         long long n, long long inner, float alpha) {
     const long long threads = gridDim.x * (long long)blockDim.x, packs = inner / PACK, count = outer * n * packs;
     for (long long i = blockIdx.x * (long long)blockDim.x + threadIdx.x; i < count; i += threads) {
         const Unit unit(i, n, packs, 1);

@@ -2,11 +2,11 @@
 
     backward: dx = dy,  dsource[k] = alpha dy[index[k]]
 
-Rows that an index names twice take both, so that either additions must be atomic, or one thread must make all of a place. Served is the
-second: few indices are looked through by each warp, or sorted by a block of the copy, many are torch's to sort, and a row's sources are
-added in order, in float32.
-Source: PyTorch's and OneFlow's kernels for the teaching rungs (documents of index_add); sorting by destination is the embedding
-gradient's old way.
+An index may name a row several times, so either additions are atomic, or one thread owns each element of y. The default
+does the second. Few indices are searched by every warp or sorted by one block beside the copy; torch sorts many. Each
+row's sources are added in order, in float32.
+Source: PyTorch's and OneFlow's kernels for the teaching rungs (documents of index_add); sorting by destination is the
+classic gradient of an embedding.
 """
 
 from __future__ import annotations
@@ -19,6 +19,7 @@ import torch
 from ridgeline.boundary import Function, differentiate, first_order, kernel_op
 from ridgeline.cuda import CudaKernel
 from ridgeline.op import Case, Cost, Implementation, Op, RidgelineError, Spec, nbytes
+from ridgeline.ops.movement._bytes import DRAM
 from ridgeline.ops.movement._index_add import (
     FILE,
     INT,
@@ -39,7 +40,8 @@ from ridgeline.select import by_kind, eager, run
 
 
 @kernel_op(
-    "index_add_fwd(Tensor x, Tensor index, Tensor source, int dim, float alpha, bool deterministic, str? impl) -> Tensor"
+    "index_add_fwd(Tensor x, Tensor index, Tensor source, int dim, float alpha, bool deterministic, str? impl)"
+    " -> Tensor"
 )
 def _forward(
     x: Any, index: Any, source: Any, dim: int, alpha: float, deterministic: bool, impl: str | None
@@ -100,14 +102,17 @@ def index_add(
     x: torch.Tensor, dim: int, index: torch.Tensor, source: torch.Tensor, *, alpha: float = 1,
     deterministic: bool | None = None, impl: str | None = None
 ) -> torch.Tensor:  # fmt: skip
-    """x with `alpha * source` added to the rows of dimension `dim` that `index` names, as `torch.index_add`. Gradients flow to both.
+    """x with `alpha * source` added to rows `index` of dimension `dim`, as `torch.index_add`. Gradients flow to both.
 
-    x: any strides, one dimension or more. index: (n,), int64 or int32; one may come again, and then all its rows are added. source: x's
-    shape and dtype but for n in dimension `dim`. Sums are in float32, in the order of the source, the same bits every time.
-    deterministic: False allows packed atomics, whose sums are in x's dtype and in no order, where indices are many and x is of halves, on a
-    GPU with more L2 than an H100.
-    Returns a contiguous tensor of x's shape. On a GPU an index out of range gives NaN in the nearest row; on a CPU, and everywhere with
-    RIDGELINE_CHECK=1, it raises. Raises RidgelineError where shapes, dtypes or devices do not fit, or `impl` cannot run the call.
+    x: one or more dimensions, any dtype and strides. index: (n,), int64 or int32; all rows of a repeated index are
+    added.
+    source: x's dtype, and x's shape with n in dimension `dim`. Sums are in float32, in the order of the source, and
+    bitwise reproducible.
+    deterministic: False allows faster packed atomics, which add in x's dtype and in any order. They are used for many
+    indices and 16-bit dtypes, on GPUs with a larger L2 than an H100.
+    Returns a contiguous tensor of x's shape. Values on a GPU are not validated: an index out of range gives NaN in the
+    nearest row. On a CPU, or with RIDGELINE_CHECK=1, it raises.
+    Raises RidgelineError if shapes, dtypes or devices do not fit, or if `impl` cannot run the call.
     """
     plain, along = _look(x, index, source, dim, alpha, deterministic, impl)
     if plain is not None and plain.call is not None:
@@ -150,7 +155,7 @@ INDEX_ADD = Op(
         _case((5003,), 0, 1024, "check", dtype="int32"),
         _case((3, 5), 0, 0, "check"),
         _case((4096, 256), 0, 32768, "quick"),
-        # Counters are read of the first: in the others a copy takes the longest. An atomic on a half is a loop, which is no reduction to them.
+        # Counters are read for the first case: in the others the copy dominates. Atomics on halves compile to loops.
         _case((50000, 256), 0, 1 << 20, "bench", dtypes=("float32", "float16")),
         *(
             _case(shape, 0, n, "bench", dtypes=("float32",))
@@ -162,14 +167,10 @@ INDEX_ADD = Op(
 )
 
 
-INDEX_ADD.eager(
-    "torch", "PyTorch's own: a copy, then atomics", reference, served=True, deterministic=False
-)  # in no order, on a GPU
-INDEX_ADD.kernel_dtypes |= set(INT)  # the indices'; that x is of floats each rung's own dtypes say
-ATOMICS, DRAM = (
-    "l1tex__t_set_accesses_pipe_lsu_mem_global_op_red.sum",
-    "dram__throughput.avg.pct_of_peak_sustained_elapsed",
-)
+# On a GPU, PyTorch's atomics add in any order.
+INDEX_ADD.eager("torch", "PyTorch's own: a copy, then atomics", reference, served=True, deterministic=False)
+INDEX_ADD.kernel_dtypes |= set(INT)  # of the indices; each rung says which dtypes of x it takes
+ATOMICS = "l1tex__t_set_accesses_pipe_lsu_mem_global_op_red.sum"
 
 
 def _atomic(name: str, idea: str, most: int, **facts: Any) -> None:
@@ -177,23 +178,18 @@ def _atomic(name: str, idea: str, most: int, **facts: Any) -> None:
     INDEX_ADD.kernel(f"cuda_{name}", idea, kind="cuda", fwd=partial(unordered, kernel, most), bwd=launch_bwd, **facts)
 
 
-_atomic(
-    "small",
-    "at most 16 indices: a loop over them inside, so that no two threads meet and nothing is atomic",
-    8,
-    supports=small,
-)
-# The three that follow add by atomics, whose order differs from run to run, and with it the rounding.
+_atomic("small", "at most 16 indices: each thread loops over them, so nothing needs to be atomic", 8, supports=small)
+# The next three add by atomics, whose order, and so rounding, differs between runs.
 _atomic(
     "large",
-    "threads over the source's elements, as many as the GPU holds, an atomic each",
+    "one atomic per element of the source, by as many threads as the GPU holds",
     8,
     deterministic=False,
     counter=ATOMICS,
 )
 _atomic(
     "atomic",
-    "a thread for each element of the source, as in OneFlow: no loop, and the GPU keeps itself full",
+    "one thread per element of the source, as in OneFlow: no loop, more warps resident",
     0,
     deterministic=False,
     gain=1.0,
@@ -201,7 +197,7 @@ _atomic(
 )
 _atomic(
     "packed",
-    "16 bytes an atomic (two halves at once before Hopper): an eighth of the requests",
+    "16 bytes per atomic (two halves before Hopper): an eighth of the requests",
     0,
     deterministic=False,
     supports=packs,
@@ -210,27 +206,22 @@ _atomic(
     gain=4.0,
     counter=ATOMICS,
 )
+_served = {"kind": "cuda", "bwd": launch_bwd, "served": True, "counter": DRAM}
 INDEX_ADD.kernel(
     "cuda",
-    "no atomics: indices looked through or sorted, each row made by the threads that own it, read once, in order, in float32",
-    kind="cuda",
+    "no atomics: the threads that own a row find its indices and add in order, in float32",
     fwd=ordered,
-    bwd=launch_bwd,
     supports=countable,
-    served=True,
     unless=left,
     gain=1.5,
-    counter=DRAM,
+    **_served,
 )
 INDEX_ADD.kernel(
     "cuda_pass",
-    "at most 1024 indices: one pass, in which a block looks through them while its part of x is on its way, and makes the named rows anew",
-    kind="cuda",
+    "at most 1024 indices: one pass, which searches them while its part of x is loading",
     fwd=passed,
-    bwd=launch_bwd,
     supports=few,
-    served=True,
     unless=apart,
     gain=1.1,
-    counter=DRAM,
+    **_served,
 )

@@ -1,9 +1,10 @@
-// radix_sort in CUDA C++: by digits of 8 bits, the lowest first, each pass stable. A block has a tile of keys, each warp a stretch of it,
-// 32 keys side by side at a time, so that a key's place in the tile grows with warp, item and lane.
-// Macros: KTYPE the unsigned integer of a key's bits, KIND what it stands for (0 unsigned, 1 signed, 2 a float, INFINITE the bits of whose
-// infinity), DESCENDING, VTYPE the unsigned integer that goes with a key, WORD the unsigned integer of counts (two bits of which are a
-// state), THREADS (256 or more) and ITEMS, the keys of a thread, PACK the keys of a load that counts, PDL where each kernel lets the next one come
-// early.
+// radix_sort in CUDA C++: by digits of 8 bits, the lowest first, each pass stable. A block takes a tile of keys and
+// each warp a stretch of it, 32 adjacent keys at a time, so a key's position in the tile grows with warp, item and
+// lane.
+// Macros: KTYPE the unsigned integer of a key's bits; KIND its type (0 unsigned, 1 signed, 2 floating point, with
+// INFINITE the bits of its infinity); DESCENDING; VTYPE the unsigned integer of a value; WORD the unsigned integer of
+// counts, two bits of which are a state; THREADS (at least 256); ITEMS keys per thread; PACK keys per load when
+// counting; PDL whether kernels let the next one start early.
 #include "early.cuh"
 #include "elementwise.cuh"
 
@@ -11,32 +12,34 @@ using Key = KTYPE;
 using Value = VTYPE;
 using Word = WORD;
 using Count = unsigned long long;
-constexpr int COPIES = 4, LOOK = 2;  // of the counts in a block, and the tiles that are looked back at together
-constexpr int DIGITS = 256, PASSES = sizeof(Key), WARPS = THREADS / 32, TILE = THREADS * ITEMS, BITS = 8 * sizeof(Word) - 2;
+constexpr int COPIES = 4, LOOK = 2;  // copies of the counts in a block; tiles looked back at together
+constexpr int DIGITS = 256, PASSES = sizeof(Key), WARPS = THREADS / 32, TILE = THREADS * ITEMS,
+              BITS = 8 * sizeof(Word) - 2;
 constexpr Word LOW = ((Word)1 << BITS) - 1;
 
-// What one sort keeps: of each pass how many keys have a digit (or a smaller one, after radix_bases), the next tile, a word a tile and digit.
+// One sort's state: for each pass, how many keys have a digit (after radix_bases: a smaller digit); the next tile; one
+// word per tile and digit.
 struct State {
     Count totals[8][DIGITS];
     Count tickets[8];
     Word words[1];
 };
 
-// A key as an unsigned number of its place in the order: NaN the greatest, -0 and 0 the same.
+// A key as an unsigned number with the same order: NaN is the greatest, -0 equals 0.
 __device__ inline Key order(Key key) {
     constexpr Key SIGN = (Key)((Key)1 << (8 * sizeof(Key) - 1));
     Key k = key;
     if (KIND == 1) k = (Key)(key ^ SIGN);
     if (KIND == 2) {
         const Key size = (Key)(key & (Key)~SIGN);
-        k = size > (Key)INFINITE ? (Key)~(Key)0 : size == 0 ? SIGN : key & SIGN ? (Key)~key : (Key)(key | SIGN);
+        k = size > (Key)INFINITE ? (Key) ~(Key)0 : size == 0 ? SIGN : key & SIGN ? (Key)~key : (Key)(key | SIGN);
     }
     return DESCENDING ? (Key)~k : k;
 }
 
 __device__ inline unsigned digit_of(Key key, int shift) { return (unsigned)(order(key) >> shift) & 255; }
 
-// The lanes that have this lane's digit, by a vote for each bit: a fifth sooner than __match_any_sync on an H100.
+// The lanes that have this lane's digit, by one vote per bit: faster than __match_any_sync on an H100.
 __device__ inline unsigned peers_of(unsigned digit) {
     unsigned peers = ~0u;
 #pragma unroll
@@ -48,10 +51,10 @@ __device__ inline unsigned peers_of(unsigned digit) {
     return peers;
 }
 
-// What a thread has of a tile. Places beyond the last key have the last digit, and stand behind all others of it.
+// A thread's part of a tile. Positions past the last key have the last digit and come after all its keys.
 struct Tile {
     Key key[ITEMS];
-    unsigned rank[ITEMS];  // of a key among those of its digit in the warp
+    unsigned rank[ITEMS];  // a key's position among the warp's keys of its digit
     int valid;
 
     __device__ Tile(const Key* keys, long long first, long long n) : valid(n - first < TILE ? (int)(n - first) : TILE) {
@@ -61,7 +64,7 @@ struct Tile {
     static __device__ int place(int i) { return threadIdx.x / 32 * 32 * ITEMS + i * 32 + threadIdx.x % 32; }
     __device__ unsigned digit(int i, int shift) const { return place(i) < valid ? digit_of(key[i], shift) : 255; }
 
-    // `counts` are the warp's own; lanes that meet in a digit stand in their order, and the first of them counts for all.
+    // `counts` belongs to the warp. Lanes with the same digit rank in lane order, and the first of them counts for all.
     __device__ void count(unsigned* counts, int shift) {
         const unsigned lane = threadIdx.x % 32;
         for (int d = lane; d < DIGITS; d += 32) counts[d] = 0;
@@ -78,7 +81,8 @@ struct Tile {
     }
 };
 
-// Thread d makes of the warps' counts of digit d where each warp's keys of it begin, and returns their sum; threads beyond return 0.
+// Thread d turns the warps' counts of digit d into offsets where each warp's keys begin, and returns their sum; threads
+// from 256 on return 0.
 __device__ inline unsigned add_warps(unsigned (*counts)[DIGITS]) {
     unsigned sum = 0;
     if (threadIdx.x < DIGITS)
@@ -91,7 +95,8 @@ __device__ inline unsigned add_warps(unsigned (*counts)[DIGITS]) {
     return sum;
 }
 
-// What the numbers of all threads before add up to, of the first 256, and in `all` of all of these. Every thread calls it, and meets the others.
+// The exclusive prefix sum over the first 256 threads, with their total in `all`. Every thread must call it: it
+// synchronises the block.
 template <typename T>
 __device__ T sum_before(T own, T& all) {
     __shared__ T parts[DIGITS / 32];
@@ -114,10 +119,10 @@ __device__ T sum_before(T own, T& all) {
     return start;
 }
 
-// The value that goes with the key at `at`: its index where none were given.
+// The value of the key at `at`: its index if no values were given.
 __device__ inline Value value_of(const Value* values, long long at) { return values ? values[at] : (Value)at; }
 
-// `wide`: indices of 4 bytes are written as int64 in the last pass.
+// `wide`: 4-byte indices are written as int64 in the last pass.
 __device__ inline void put(Key* sorted, void* moved, long long to, Key key, Value value, int wide) {
     sorted[to] = key;
     if (wide)
@@ -126,10 +131,11 @@ __device__ inline void put(Key* sorted, void* moved, long long to, Key key, Valu
         reinterpret_cast<Value*>(moved)[to] = value;
 }
 
-// ---- a digit in passes: count, add up, scatter ----
+// ---- several kernels per digit: count, add up, scatter ----
 
-// How many keys of a tile have each digit, as a row a digit.
-extern "C" __global__ void __launch_bounds__(THREADS) radix_tiles(State* state, const Key* keys, long long n, int pass) {
+// How many keys of a tile have each digit, one row per digit.
+extern "C" __global__ void __launch_bounds__(THREADS)
+    radix_tiles(State* state, const Key* keys, long long n, int pass) {
     __shared__ unsigned counts[DIGITS];
     if (threadIdx.x < DIGITS) counts[threadIdx.x] = 0;
     __syncthreads();
@@ -140,7 +146,7 @@ extern "C" __global__ void __launch_bounds__(THREADS) radix_tiles(State* state, 
     if (threadIdx.x < DIGITS) state->words[threadIdx.x * (long long)gridDim.x + blockIdx.x] = (Word)counts[threadIdx.x];
 }
 
-// Of a digit's row what the tiles before each have, and the total: 256 threads, a block a digit.
+// Per digit, the exclusive prefix sum over tiles, and the total: 256 threads, one block per digit.
 extern "C" __global__ void radix_rows(State* state, long long tiles, int pass) {
     Word* row = state->words + blockIdx.x * tiles;
     Count carry = 0;
@@ -155,7 +161,7 @@ extern "C" __global__ void radix_rows(State* state, long long tiles, int pass) {
     if (threadIdx.x == 0) state->totals[pass][blockIdx.x] = carry;
 }
 
-// Of the totals from pass `first` on, a block a pass, what all smaller digits have.
+// Per pass from `first` on, one block each: how many keys have a smaller digit.
 extern "C" __global__ void radix_bases(State* state, int first) {
     let_next_come();
     wait_for_before();
@@ -164,9 +170,10 @@ extern "C" __global__ void radix_bases(State* state, int first) {
     totals[threadIdx.x] = sum_before(totals[threadIdx.x], all);
 }
 
-// Each thread writes its keys where they belong, which is next to nothing that its neighbours write.
+// Each thread writes its keys to their places, which are rarely adjacent to its neighbours'.
 extern "C" __global__ void __launch_bounds__(THREADS)
-    radix_scatter(Key* sorted, void* moved, const Key* keys, const Value* values, const State* state, long long n, int pass, int wide) {
+    radix_scatter(Key* sorted, void* moved, const Key* keys, const Value* values, const State* state, long long n,
+                  int pass, int wide) {
     __shared__ unsigned counts[WARPS][DIGITS];
     __shared__ long long to[DIGITS];
     const long long first = blockIdx.x * (long long)TILE;
@@ -176,17 +183,19 @@ extern "C" __global__ void __launch_bounds__(THREADS)
     __syncthreads();
     add_warps(counts);
     if (threadIdx.x < DIGITS)
-        to[threadIdx.x] = (long long)(state->totals[pass][threadIdx.x] + state->words[threadIdx.x * (long long)gridDim.x + blockIdx.x]);
+        to[threadIdx.x] = (long long)(state->totals[pass][threadIdx.x] +
+                                      state->words[threadIdx.x * (long long)gridDim.x + blockIdx.x]);
     __syncthreads();
 #pragma unroll
     for (int i = 0; i < ITEMS; ++i) {
         const unsigned d = tile.digit(i, shift);
         if (Tile::place(i) < tile.valid)
-            put(sorted, moved, to[d] + counts[warp][d] + tile.rank[i], tile.key[i], value_of(values, first + Tile::place(i)), wide);
+            put(sorted, moved, to[d] + counts[warp][d] + tile.rank[i], tile.key[i],
+                value_of(values, first + Tile::place(i)), wide);
     }
 }
 
-// ---- all digits counted once, then a kernel a digit ----
+// ---- all digits counted once, then one kernel per digit ----
 
 extern "C" __global__ void radix_clear(Count* state, long long words) {
     let_next_come();
@@ -194,7 +203,7 @@ extern "C" __global__ void radix_clear(Count* state, long long words) {
     if (i < words) state[i] = 0;
 }
 
-// How many keys have each digit of every pass: one read of the keys.
+// How many keys have each digit of every pass, in one read of the keys.
 extern "C" __global__ void __launch_bounds__(256) radix_counts(State* state, const Key* keys, long long n) {
     let_next_come();
     constexpr int LOADS = 4;
@@ -230,17 +239,20 @@ extern "C" __global__ void __launch_bounds__(256) radix_counts(State* state, con
     }
 }
 
-// Words of a tile's digits hold a number beside its state: 0 nothing yet, 1 what the tile has, 2 what it and all before it have. As all
-// end a pass at 2, the next one has that stand for 0 (`turn` 2, in every second pass), and nothing is cleared between passes.
+// A word of a tile's digit holds a count and its state: 0 nothing yet, 1 the tile's own count, 2 the count of it and
+// all before. Every word ends a pass at 2, so in every second pass 2 stands for 0 (`turn` is 2), and nothing is cleared
+// between passes.
 __device__ inline Word with_state(Word value, Word state, int turn) { return (state ^ turn) << BITS | value; }
 
-// What the tiles before have of thread d's digit, and where the digit begins: the number nearest back that includes it, and the tiles' own since.
+// How many keys of thread d's digit earlier tiles have, plus the digit's start: the nearest inclusive count and the
+// tiles' own counts since.
 __device__ inline Word look_back(const volatile Word* words, long long tile, int turn) {
     Word before = 0;
     for (long long at = tile - 1;;) {
         Word seen[LOOK];
 #pragma unroll
-        for (int j = 0; j < LOOK; ++j) seen[j] = at >= j ? words[(at - j) * DIGITS + threadIdx.x] : with_state(0, 0, turn);
+        for (int j = 0; j < LOOK; ++j)
+            seen[j] = at >= j ? words[(at - j) * DIGITS + threadIdx.x] : with_state(0, 0, turn);
         bool known = true;
 #pragma unroll
         for (int j = 0; j < LOOK; ++j) {
@@ -255,10 +267,11 @@ __device__ inline Word look_back(const volatile Word* words, long long tile, int
     }
 }
 
-// One digit in one pass. A block ranks its tile, tells its counts, puts the tile in order of the digit in shared memory, finds where its
-// keys of each digit go, and writes them from there: neighbours write side by side.
-extern "C" __global__ void __launch_bounds__(THREADS, 2) radix_onesweep(
-    Key* sorted, void* moved, const Key* keys, const Value* values, State* state, long long n, int pass, int wide) {
+// One digit in one pass. A block ranks its tile, publishes its counts, sorts the tile by digit in shared memory, looks
+// back for where its keys of each digit go, and writes them from there with coalesced stores.
+extern "C" __global__ void __launch_bounds__(THREADS, 2)
+    radix_onesweep(Key* sorted, void* moved, const Key* keys, const Value* values, State* state, long long n, int pass,
+                   int wide) {
     extern __shared__ uint4 room[];
     Value* staged_values = reinterpret_cast<Value*>(room);
     Key* staged_keys = reinterpret_cast<Key*>(staged_values + TILE);
@@ -268,7 +281,8 @@ extern "C" __global__ void __launch_bounds__(THREADS, 2) radix_onesweep(
     const int shift = 8 * pass, turn = pass % 2 * 2, warp = threadIdx.x / 32;
     let_next_come();
     wait_for_before();
-    if (threadIdx.x == 0) ticket = (long long)atomicAdd(state->tickets + pass, 1ULL);  // so that the tiles before have begun
+    // Tickets instead of block numbers, so that all earlier tiles have started.
+    if (threadIdx.x == 0) ticket = (long long)atomicAdd(state->tickets + pass, 1ULL);
     __syncthreads();
     const long long number = ticket, first = number * TILE;
     volatile Word* words = state->words;

@@ -2,9 +2,10 @@
 
     keys'_i <= keys'_(i+1),   values'_i = values[order_i],   keys'_i = keys[order_i]
 
-By digits of 8 bits, the lowest first, each pass stable. A key's bits give a number of the same order, of which digits are taken. The best
-rung counts all digits in one read, and then each pass reads and writes every key once: a block ranks a tile by its warps' equal digits, and
-looks back at what the tiles before it have, as far as they have said. The floor of 32-bit keys is five reads and four writes of them.
+By digits of 8 bits, the lowest first, each pass stable. A key's bits map to an unsigned number of the same order, whose
+digits are sorted. The best implementation counts all digits in one read. Each pass then reads and writes every key
+once: a block ranks a tile by the equal digits within its warps, and looks back at the counts that earlier tiles have
+published. The floor for 32-bit keys is five reads and four writes of them.
 Source: Adinets and Merrill, Onesweep: a faster least significant digit radix sort for GPUs, 2022 (arXiv:2206.01784).
 """
 
@@ -17,6 +18,7 @@ import torch
 
 from ridgeline.boundary import kernel_op
 from ridgeline.op import FLOATS, Case, Cost, Op, RidgelineError, Spec, nbytes
+from ridgeline.ops.movement._bytes import SECTORS
 from ridgeline.ops.movement._radix_sort import DTYPES, fault_of, few, sort
 from ridgeline.select import eager, run
 
@@ -42,13 +44,13 @@ def reference(
 def radix_sort(
     keys: torch.Tensor, values: torch.Tensor | None = None, *, descending: bool = False, impl: str | None = None
 ) -> tuple[torch.Tensor, torch.Tensor]:
-    """The keys in order, and the values in the order of their keys, as `torch.sort(keys, stable=True)` and its indices give them.
+    """The keys in order, and the values in the order of their keys, as `torch.sort(keys, stable=True)` and its indices.
 
-    keys: (n,), any stride, of float32, float16, bfloat16, float64, int64, int32, int16, int8 or uint8. values: (n,), elements of 4 or 8
-    bytes of any dtype; None stands for 0, 1, ..., n - 1 in int64. descending: the greatest first. Equal keys keep their order, also when
-    descending; NaN is greater than all numbers, and -0 equals 0.
-    Returns (sorted keys, values), both contiguous. No gradients flow. Raises RidgelineError on other shapes, dtypes or devices, or an
-    `impl` that cannot run the call.
+    keys: (n,), any stride, float32, float16, bfloat16, float64, int64, int32, int16, int8 or uint8. values: (n,), any
+    dtype of 4 or 8 bytes; None stands for 0, 1, ..., n - 1 in int64. descending: the greatest first.
+    Equal keys keep their order, also when descending. NaN is greater than all numbers, and -0 equals 0.
+    Returns (sorted keys, values), both contiguous. It has no gradients.
+    Raises RidgelineError for other shapes, dtypes or devices, or if `impl` cannot run the call.
     """
     fault = fault_of(keys, values, descending)
     if fault:
@@ -60,13 +62,14 @@ def radix_sort(
 
 
 def cost(keys: torch.Tensor, values: torch.Tensor | None = None, *, descending: bool = False) -> tuple[Cost, None]:
-    """In and out once, whatever the passes: what a sort that knew the order would move."""
+    """One read and one write, whatever the passes: the traffic of a sort that knew the order."""
     moved = 8 * keys.numel() if values is None else nbytes(values)
     return Cost(nbytes(keys) + (moved if values is not None else 0), nbytes(keys) + moved, 0), None
 
 
 def _case(n: int, dtype: str = "", value: str = "", use: str = "check", high: int = 0, **kwargs: Any) -> Case:
-    """dtype: of integer keys, below `high`; floats of every kind if none is said. value: the values' dtype; if none is said, indices."""
+    """dtype: of integer keys, drawn below `high`; "" means the case's floats. value: the values' dtype; "" means
+    indices."""
     keys = Spec(n, dtype=dtype or None, grad=False, high=high)
     args = (keys, Spec(n, dtype=value, high=(1 << 31) - 1)) if value else (keys,)
     name = " ".join(
@@ -100,23 +103,17 @@ RADIX_SORT = Op(
     ],
 )
 
-RADIX_SORT.eager("torch", "torch.sort, stable, and a gather of the values", reference, served=True)
+RADIX_SORT.eager("torch", "torch.sort, stable, then a gather of the values", reference, served=True)
 
 
 def _rung(name: str, idea: str, onesweep: bool, **facts: Any) -> None:
     RADIX_SORT.kernel(name, idea, kind="cuda", fwd=partial(sort, onesweep), dtypes=DTYPES, **facts)
 
 
-SECTORS = "l1tex__average_t_sectors_per_request_pipe_lsu_mem_global_op_st.ratio"
-_rung(
-    "cuda_passes",
-    "a digit of 8 bits: tiles' counts, their sums, and keys written where they belong, each alone",
-    False,
-    counter=SECTORS,
-)
+_rung("cuda_passes", "per 8-bit digit: count by tile, add up, scatter, one kernel each", False, counter=SECTORS)
 _rung(
     "cuda",
-    "digits counted once, a kernel a digit that looks back, a tile put in order in shared memory before it is written",
+    "all digits counted once, one look-back kernel per digit, tiles sorted in shared memory",
     True,
     served=True,
     unless=few,

@@ -1,7 +1,8 @@
-// transpose in CUDA C++: y[b][c][r] = x[b][r][c], by squares that a block turns.
-// Macros: UNIT an unsigned type of the element's size; LAYOUT how a small tile lies in shared memory (0 as it is, 1 with a column of
-// padding, 2 with swizzled columns); PACK the bytes that a thread moves at once and SIDE the elements of a side of its tile; GROUP the
-// tiles of a band's width; of the copy engine's kernel DOWN and ACROSS, the squares of 128 bytes a tile has, and STAGES and OUTS.
+// transpose in CUDA C++: y[b][c][r] = x[b][r][c], by tiles that a block transposes.
+// Macros: UNIT an unsigned type of the element's size; LAYOUT of a small tile in shared memory (0 plain, 1 with a
+// column of padding, 2 with swizzled columns); PACK the bytes that a thread moves at once and SIDE the elements along a
+// side of its tile; GROUP the tiles across a band; for TMA, DOWN and ACROSS squares of 128 bytes per tile, STAGES and
+// OUTS.
 #include "hopper.cuh"
 
 #ifndef LAYOUT
@@ -15,8 +16,8 @@
 #define GROUP (1 << 30)
 #endif
 
-// Where a tile of HIGH x WIDE begins. Tiles follow each other in bands of GROUP across, row by row in a band: so what blocks do at about
-// the same time lies close together in x and in y.
+// Where a tile of HIGH x WIDE begins. Tiles follow each other row by row in bands of GROUP across, so blocks that run
+// at about the same time touch nearby parts of x and of y.
 template <unsigned HIGH, unsigned WIDE>
 struct Place {
     int batch, row, column;
@@ -26,7 +27,8 @@ struct Place {
 
     __device__ Place(unsigned id, int rows, int columns) {
         const unsigned d = down(rows), a = across(columns), wide = min(a, (unsigned)GROUP);
-        const unsigned b = id / (d * a), mine = id - b * d * a, band = mine / (wide * d), width = min(wide, a - band * wide);
+        const unsigned b = id / (d * a), mine = id - b * d * a, band = mine / (wide * d),
+                       width = min(wide, a - band * wide);
         const unsigned rest = mine - band * wide * d, line = rest / width;
         batch = b;
         row = line * HIGH;
@@ -34,9 +36,9 @@ struct Place {
     }
 };
 
-// --- one element at a time, 32 x 32 a block of 32 x 8 threads
+// --- one element at a time, 32 x 32 per block of 32 x 8 threads
 
-// A warp reads 32 neighbours and writes them a row apart each.
+// A warp reads 32 neighbours and writes each of them a row apart.
 extern "C" __global__ void transpose_naive(UNIT* y, const UNIT* x, int rows, int columns) {
     const Place<32, 32> at(blockIdx.x, rows, columns);
     const long long first = (long long)at.batch * rows * columns;
@@ -45,7 +47,8 @@ extern "C" __global__ void transpose_naive(UNIT* y, const UNIT* x, int rows, int
         if (r < rows && c < columns) y[first + (long long)c * rows + r] = x[first + (long long)r * columns + c];
 }
 
-// Through shared memory, so that a warp writes neighbours too. There it reads a column: of rows of 32 words all in one bank.
+// Through shared memory, so that a warp's writes coalesce too. It reads a column there: with rows of 32 words, all in
+// one bank.
 extern "C" __global__ void transpose_tile(UNIT* y, const UNIT* x, int rows, int columns) {
     constexpr int WIDTH = LAYOUT == 1 ? 33 : 32;
     __shared__ UNIT tile[32][WIDTH];
@@ -64,7 +67,7 @@ extern "C" __global__ void transpose_tile(UNIT* y, const UNIT* x, int rows, int 
             y[first + (long long)(at.column + c) * rows + at.row + lane] = tile[lane][place(lane, c)];
 }
 
-// --- squares of packs: P rows of P elements, which a thread turns in its registers
+// --- squares of packs: P rows of P elements, which a thread transposes in registers
 
 constexpr int SIZE = sizeof(UNIT), P = PACK / SIZE;
 
@@ -85,7 +88,7 @@ struct Pack<1> {
 __device__ inline void turn(const Pack<PACK> (&in)[P], Pack<PACK> (&out)[P]) {
     if constexpr (P == 1)
         out[0] = in[0];
-    else if constexpr (SIZE >= 4) {  // words keep their bits: nothing but other names for registers
+    else if constexpr (SIZE >= 4) {  // whole words move: only registers are renamed
         constexpr int N = SIZE / 4;
 #pragma unroll
         for (int c = 0; c < P; ++c)
@@ -93,7 +96,7 @@ __device__ inline void turn(const Pack<PACK> (&in)[P], Pack<PACK> (&out)[P]) {
             for (int r = 0; r < P; ++r)
 #pragma unroll
                 for (int n = 0; n < N; ++n) out[c].at[r * N + n] = in[r].at[c * N + n];
-    } else if constexpr (SIZE == 2) {  // a word of two rows: their lower or their upper halves
+    } else if constexpr (SIZE == 2) {  // a word from two rows: their lower or their upper halves
 #pragma unroll
         for (int c = 0; c < P; ++c)
 #pragma unroll
@@ -116,18 +119,20 @@ __device__ inline void turn(const Pack<PACK> (&in)[P], Pack<PACK> (&out)[P]) {
     }
 }
 
-// A tile of SIDE x SIDE by 256 threads. Turned squares lie in shared memory as packs of y's rows, their columns swizzled so that the
-// threads of a quarter warp, which write a row each and read neighbours, meet no bank twice. PACK divides x's and y's rows.
-extern "C" __global__ void __launch_bounds__(256) transpose_packed(UNIT* __restrict__ y, const UNIT* __restrict__ x, int rows, int columns) {
+// A tile of SIDE x SIDE by 256 threads. Transposed squares lie in shared memory as packs of y's rows. Their columns are
+// swizzled, so that the threads of a quarter warp, which write one row each and read neighbours, never share a bank.
+// PACK divides the rows of x and of y.
+extern "C" __global__ void __launch_bounds__(256)
+    transpose_packed(UNIT* __restrict__ y, const UNIT* __restrict__ x, int rows, int columns) {
     extern __shared__ uint4 memory[];
     auto* tile = reinterpret_cast<Pack<PACK>*>(memory);
-    constexpr int U = SIDE / P, SWIZZLE = U < 128 / PACK ? U : 128 / PACK;  // packs of a side
+    constexpr int U = SIDE / P, SWIZZLE = U < 128 / PACK ? U : 128 / PACK;  // packs along a side
     const Place<SIDE, SIDE> at(blockIdx.x, rows, columns);
     const long long first = (long long)at.batch * rows * columns;
     const int down = rows - at.row, across = columns - at.column;  // what is left of the matrix
     x += first + (long long)at.row * columns + at.column;
     y += first + (long long)at.column * rows + at.row;
-    constexpr int N = U * U / 256;  // squares a thread
+    constexpr int N = U * U / 256;  // squares per thread
     Pack<PACK> in[N][P] = {}, out[P];
 #pragma unroll
     for (int s = 0; s < N; ++s) {
@@ -153,17 +158,19 @@ extern "C" __global__ void __launch_bounds__(256) transpose_packed(UNIT* __restr
     }
 }
 
-// --- the copy engine: boxes of 128 bytes' width come and go by themselves
+// --- TMA: boxes 128 bytes wide are copied asynchronously
 
 #if __CUDA_ARCH__ >= 900 && defined(STAGES)
-// A block takes every gridDim.x-th tile. Tiles come into a ring of STAGES, several ahead, and leave from one of OUTS. The engine swizzles
-// the 16-byte units of a row by the row's number modulo 8; thread (i, j) of a square takes unit j of rows i P to i P + P - 1, and for
-// eight neighbours j = l and i = l ^ d: then the units that they read, and those that they write, lie in eight different columns.
+// A block takes every gridDim.x-th tile. Tiles arrive in a ring of STAGES, several ahead, and leave from one of OUTS.
+// TMA swizzles the 16-byte units of a row by the row's number modulo 8. Thread (i, j) of a square takes unit j of rows
+// i P to i P + P - 1; eight neighbours have j = l and i = l ^ d, so the units they read, and those they write, lie in
+// eight different columns.
 constexpr int EDGE = 128 / SIZE, HIGH = DOWN * EDGE, WIDE = ACROSS * EDGE, SQUARES = DOWN * ACROSS;
 constexpr int BYTES = SQUARES * EDGE * 128, THREADS = SQUARES < 4 ? SQUARES * 64 : 256;
 
 extern "C" __global__ void __launch_bounds__(THREADS, BLOCKS)
-    transpose_tma(UNIT*, const __grid_constant__ TensorMap y, const __grid_constant__ TensorMap x, int batches, int rows, int columns) {
+    transpose_tma(UNIT*, const __grid_constant__ TensorMap y, const __grid_constant__ TensorMap x, int batches,
+                  int rows, int columns) {
     extern __shared__ char ring[];
     __shared__ Barrier full[STAGES];
     using Tile = Place<HIGH, WIDE>;
@@ -177,7 +184,7 @@ extern "C" __global__ void __launch_bounds__(THREADS, BLOCKS)
         for (int a = 0; a < ACROSS; ++a)
             tensor_load(stages + s * BYTES + a * HIGH * 128, x, at.batch, at.row, at.column + a * EDGE, &full[s]);
     };
-    unsigned ahead = blockIdx.x;  // the next tile to ask for
+    unsigned ahead = blockIdx.x;  // the next tile to load
     if (first) {
         for (int s = 0; s < STAGES; ++s) barrier_init(&full[s]);
         barrier_init_done();
@@ -187,32 +194,36 @@ extern "C" __global__ void __launch_bounds__(THREADS, BLOCKS)
     int stage = 0, out = 0;
     unsigned phase = 0;
     for (unsigned id = blockIdx.x; id < tiles; id += gridDim.x) {
-        const Tile at(id, rows, columns), next(ahead, rows, columns);  // divisions, while there is nothing else to do
+        const Tile at(id, rows, columns), next(ahead, rows, columns);  // divisions, while waiting for the load
         const char* from = stages + stage * BYTES;
         char* to = outs + out * BYTES;
         Pack<16> turned[SQUARES * 64 / THREADS][P];
         barrier_wait(&full[stage], phase);
 #pragma unroll
         for (int s = 0; s < SQUARES * 64 / THREADS; ++s) {
-            const int q = threadIdx.x + s * THREADS, square = q / 64, l = q % 8, i = square / ACROSS * 8 + (l ^ q / 8 % 8);
+            const int q = threadIdx.x + s * THREADS, square = q / 64, l = q % 8,
+                      i = square / ACROSS * 8 + (l ^ q / 8 % 8);
             const char* box = from + square % ACROSS * HIGH * 128;
             Pack<16> in[P];
 #pragma unroll
-            for (int k = 0; k < P; ++k) in[k] = *reinterpret_cast<const Pack<16>*>(box + (i * P + k) * 128 + (l ^ (i * P + k) % 8) * 16);
+            for (int k = 0; k < P; ++k)
+                in[k] = *reinterpret_cast<const Pack<16>*>(box + (i * P + k) * 128 + (l ^ (i * P + k) % 8) * 16);
             turn(in, turned[s]);
         }
-        if (first) bulk_stored<OUTS - 1>();  // what was here before has gone
-        __syncthreads();                     // and all have read this stage
+        if (first) bulk_stored<OUTS - 1>();  // the tile that was in `to` has been stored
+        __syncthreads();                     // and all threads have read this stage
         if (first && ahead < tiles) {
             load(next, stage);
             ahead += gridDim.x;
         }
 #pragma unroll
         for (int s = 0; s < SQUARES * 64 / THREADS; ++s) {
-            const int q = threadIdx.x + s * THREADS, square = q / 64, i = q % 8 ^ q / 8 % 8, j = square % ACROSS * 8 + q % 8;
+            const int q = threadIdx.x + s * THREADS, square = q / 64, i = q % 8 ^ q / 8 % 8,
+                      j = square % ACROSS * 8 + q % 8;
             char* box = to + square / ACROSS * WIDE * 128;
 #pragma unroll
-            for (int k = 0; k < P; ++k) *reinterpret_cast<Pack<16>*>(box + (j * P + k) * 128 + (i ^ (j * P + k) % 8) * 16) = turned[s][k];
+            for (int k = 0; k < P; ++k)
+                *reinterpret_cast<Pack<16>*>(box + (j * P + k) * 128 + (i ^ (j * P + k) % 8) * 16) = turned[s][k];
         }
         bulk_fence();
         __syncthreads();

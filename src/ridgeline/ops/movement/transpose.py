@@ -53,7 +53,7 @@ def transpose(x: torch.Tensor, *, impl: str | None = None) -> torch.Tensor:
     if not isinstance(x, torch.Tensor):
         raise RidgelineError(f"transpose: x must be a tensor, but is {type(x).__name__}")
     if x.dim() < 2:
-        raise RidgelineError(f"transpose: x must have two or more dimensions, but has shape {tuple(x.shape)}")
+        raise RidgelineError(f"transpose: x must have at least two dimensions, but has shape {tuple(x.shape)}")
     plain = eager(TRANSPOSE, impl, x)
     if plain is not None and plain.call is not None:
         return plain.call(x)

@@ -1,9 +1,9 @@
-"""upsample_nearest2d: y_ij = x_kl of the pixel before: k = floor(i / scale), l = floor(j / scale), for each image and channel.
+"""upsample_nearest2d: y_ij = x_kl with k = floor(i / scale_h), l = floor(j / scale_w), for each image and channel.
 
     backward: dx_kl is the sum of dy_ij over the pixels that are copies of x_kl
 
-Backward looks from each pixel of dx for its copies, so nothing is added twice in one place and no atomics are needed. Twice in both
-directions, which is what networks do, has a form of its own: a pack of x becomes whole packs of y.
+Backward finds the copies of each pixel of dx and adds them up, so it needs no atomics. A factor of two in both
+directions, the usual one, has kernels of its own: a pack of x becomes whole packs of y.
 Source: PyTorch's `interpolate(mode="nearest")`, whose rounding it keeps: floor of i times 1 / scale in float32.
 """
 
@@ -18,6 +18,7 @@ import torch.nn.functional as F
 
 from ridgeline.boundary import Function, differentiate, first_order, kernel_op
 from ridgeline.op import Case, Cost, Implementation, Op, RidgelineError, Spec, nbytes
+from ridgeline.ops.movement._bytes import DRAM, ISSUED
 from ridgeline.ops.movement._upsample import LAST, form_of, grown, pair, start, start_twice, too_large
 from ridgeline.select import by_kind, eager, run
 
@@ -74,50 +75,44 @@ def _torch(x: torch.Tensor, scale_factor: float | tuple[float, float]) -> torch.
 @by_kind(1)
 def _look(x: torch.Tensor, scale_factor: Any, impl: str | None) -> tuple[Implementation | None, tuple[float, ...]]:
     if not isinstance(x, torch.Tensor):
-        raise RidgelineError(f"upsample_nearest2d: x must be a tensor, and is {type(x).__name__}")
+        raise RidgelineError(f"upsample_nearest2d: x must be a tensor, but is {type(x).__name__}")
     if x.dim() != 4 or not x.is_floating_point():
-        raise RidgelineError(
-            f"upsample_nearest2d: x must be (N, C, H, W) of floating point, and is {tuple(x.shape)} of {x.dtype}"
-        )
+        found = f"{tuple(x.shape)} of {x.dtype}"
+        raise RidgelineError(f"upsample_nearest2d: x must be (N, C, H, W) of floating point, but is {found}")
     given = scale_factor if isinstance(scale_factor, tuple | list) else [scale_factor] * 2
     known = all([isinstance(s, int | float) and not isinstance(s, bool) and 0 < s < 1 << 31 for s in given])
     if len(given) != 2 or not known:
-        raise RidgelineError(
-            f"upsample_nearest2d: scale_factor must be a number above 0 and below 2^31, or a pair of such, and is {scale_factor!r}"
-        )
+        wanted = "a number above 0 and below 2^31, or a pair of them"
+        raise RidgelineError(f"upsample_nearest2d: scale_factor must be {wanted}, but is {scale_factor!r}")
     scale = pair(scale_factor)
     if grown(x.shape[2], scale[0]) < 1 or grown(x.shape[3], scale[1]) < 1:
-        raise RidgelineError(
-            f"upsample_nearest2d: y must have a pixel; x is {tuple(x.shape)} and scale_factor {scale_factor}"
-        )
+        found = f"x is {tuple(x.shape)} and scale_factor {scale_factor}"
+        raise RidgelineError(f"upsample_nearest2d: y must have at least one pixel; {found}")
     return eager(UPSAMPLE, impl, x, scale), scale
 
 
 def upsample_nearest2d(
     x: torch.Tensor, scale_factor: float | tuple[float, float], *, impl: str | None = None
 ) -> torch.Tensor:
-    """Images in another size, each pixel a copy of x's, as `torch.nn.functional.interpolate(x, scale_factor=..., mode="nearest")`.
+    """Images resized by nearest neighbour, as `torch.nn.functional.interpolate(x, scale_factor=..., mode="nearest")`.
 
-    x: (N, C, H, W), floating point; row by row and channels last are taken as they are, and y is as x is. scale_factor: a number above
-    0 and below 2^31, or one for H and one for W; integers and two are quickest.
-    y: (N, C, floor(H scale), floor(W scale)); of halves under autocast float32, as torch's. Gradients flow to x.
-    Raises RidgelineError where x is no such tensor, a scale is none, y would have no pixel, or `impl` cannot run the call.
+    x: (N, C, H, W), floating point; contiguous or channels-last inputs are not copied, and y has the same memory
+    format.
+    scale_factor: a number above 0 and below 2^31, or one for H and one for W; integers, above all 2, are fastest.
+    Returns (N, C, floor(H scale), floor(W scale)) in x's dtype; under autocast, halves give float32, as in torch.
+    Gradients flow to x.
+    Raises RidgelineError if x or scale_factor is none of these, if y would have no pixel, or if `impl` cannot run the
+    call.
     """
-    if (
-        isinstance(x, torch.Tensor)
-        and x.is_cuda
-        and x.dtype in (torch.float16, torch.bfloat16)
-        and torch.is_autocast_enabled("cuda")
-    ):
+    halves = (torch.float16, torch.bfloat16)
+    if isinstance(x, torch.Tensor) and x.is_cuda and x.dtype in halves and torch.is_autocast_enabled("cuda"):
         x = x.float()
     plain, scale = _look(x, scale_factor, impl)
     if plain is not None and plain.call is not None:
         return plain.call(x, scale)
-    return (
-        differentiate(_Upsample, x, *scale, impl)
-        if torch.is_grad_enabled() and x.requires_grad
-        else _forward(x, *scale, impl)
-    )
+    if torch.is_grad_enabled() and x.requires_grad:
+        return differentiate(_Upsample, x, *scale, impl)
+    return _forward(x, *scale, impl)
 
 
 def cost(x: torch.Tensor, scale_factor: float | tuple[float, float]) -> tuple[Cost, Cost]:
@@ -127,22 +122,19 @@ def cost(x: torch.Tensor, scale_factor: float | tuple[float, float]) -> tuple[Co
 
 
 def _twice(t: torch.Tensor, scale: Any, width: int = 0, last: bool | None = None) -> str | None:
-    """What the packed rung takes, of x, or of dy with x's width and layout."""
+    """Why the packed rung cannot take x, or dy with x's width and layout, or None."""
     if too_large(t, scale, width):
         return too_large(t, scale, width)
     if pair(scale) != (2.0, 2.0):
-        return f"it makes images twice as high and as wide, and scale_factor is {scale}"
+        return f"it makes images twice as high and wide, but scale_factor is {scale}"
     if form_of(t) is LAST if last is None else last:
-        return (
-            None
-            if t.shape[1] * t.element_size() % 16 == 0
-            else "it takes channels, where they are last, of a multiple of 16 bytes"
-        )
-    return None if (width or t.shape[3]) * t.element_size() % 8 == 0 else "it takes rows of a multiple of 8 bytes"
+        whole = t.shape[1] * t.element_size() % 16 == 0
+        return None if whole else "channels-last images need channels of a multiple of 16 bytes"
+    return None if (width or t.shape[3]) * t.element_size() % 8 == 0 else "rows must be a multiple of 8 bytes"
 
 
 class Last(Spec):
-    """Images whose channels are the innermost dimension."""
+    """Images in channels-last memory format."""
 
     def make(self, *args: Any) -> torch.Tensor:
         made = super().make(*args)
@@ -179,36 +171,30 @@ UPSAMPLE = Op(
     ],
 )
 
-# Not deterministic: on a GPU backward adds up by atomics.
+# On a GPU, backward of the eager formula adds by atomics.
 UPSAMPLE.eager(
-    "naive",
-    "the formula in eager PyTorch, in float32: rows are picked, then columns; backward adds up by index",
-    _naive,
-    deterministic=False,
+    "naive", "the formula in eager PyTorch, in float32: select rows, then columns", _naive, deterministic=False
 )
-UPSAMPLE.eager("torch", "PyTorch's own", _torch, served=True)
-UPSAMPLE.compiled("PyTorch's own by torch.compile: one gather", _torch)
+UPSAMPLE.eager("torch", "PyTorch's own: interpolate", _torch, served=True)
+UPSAMPLE.compiled("torch.compile of PyTorch's own: one gather", _torch)
+_served = {"kind": "cuda", "served": True, "unless": too_large}
 UPSAMPLE.kernel(
     "cuda",
-    "a pixel of the result a thread, at any scale; backward looks for a pixel's copies and adds them in float32",
-    kind="cuda",
-    served=True,
+    "one thread per output element, any scale; backward adds a pixel's copies in float32",
     fwd=partial(start, False),
     bwd=partial(start, True),
     supports=too_large,
-    unless=too_large,
     gain=1.0,
-    counter="dram__throughput.avg.pct_of_peak_sustained_elapsed",
+    counter=DRAM,
+    **_served,
 )
 UPSAMPLE.kernel(
     "cuda_packed",
-    "twice: 8 bytes of x become 16 in each of two rows (of channels that are last 16, in four pixels)",
-    kind="cuda",
+    "scale 2: 8 bytes of x become 16 in each of two rows (channels last: 16 bytes in four pixels)",
     fwd=partial(start_twice, False),
     bwd=partial(start_twice, True),
     supports=_twice,
-    served=True,
-    unless=too_large,
     gain=2.0,
-    counter="smsp__inst_executed.sum",
+    counter=ISSUED,
+    **_served,
 )
