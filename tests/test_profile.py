@@ -1,4 +1,4 @@
-"""Profiles: what runs is in the table and in the flame graphs; a trace with a GPU in it; Nsight's tools where they are not; bad input."""
+"""`profile`: the table and flame graphs show what ran; traces of a GPU; missing Nsight tools; bad input."""
 
 import argparse
 import json
@@ -112,7 +112,7 @@ def test_the_figures_of_ncu() -> None:
 
 
 def test_the_counters_of_rungs() -> None:
-    """A kernel that does nothing begins each rung's turn; of several in a turn sums are added up, else the longest one's counts."""
+    """An empty kernel separates the rungs. A rung's sums are added up over its kernels; else the longest kernel counts."""
     name = "l1tex__data_bank_conflicts_pipe_lsu_mem_shared.sum"
     table = f"""==PROF== noise
 "ID","Kernel Name","gpu__time_duration.sum","{name}"
@@ -242,9 +242,9 @@ def test_gpu_time_stands_under_what_launched_it(tmp_path: Path) -> None:
 @pytest.mark.parametrize(
     ("target", "words"),
     [
-        ("{user}", "without a function"),
+        ("{user}", "names no function"),
         ("{user}:nix", "has no function 'nix'; it has step, helper, picky, broken"),
-        ("{user}:picky", "cannot be called without arguments"),
+        ("{user}:picky", "calls a function without arguments, and .*picky needs some"),
         ("{user}:broken", r"KeyError: 'nope' \(.*user.py:14\)"),
         ("nix.py:f", "no Python file 'nix.py'"),
         ("nix", "there is no op 'nix'"),
@@ -256,7 +256,7 @@ def test_bad_targets(target: str, words: str, user: Path, tmp_path: Path) -> Non
 
 
 def test_bad_options(user: Path, tmp_path: Path) -> None:
-    with pytest.raises(RidgelineError, match="--steps is 0"):
+    with pytest.raises(RidgelineError, match="--steps must be 1 or more, and is 0"):
         run(f"{user}:step", "--steps", 0)
     with pytest.raises(RidgelineError, match="cannot be written"):
         run(f"{user}:step", "--out", user)

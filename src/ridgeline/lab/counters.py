@@ -1,9 +1,9 @@
-"""What a GPU's own counters say of each rung of a ladder, by Nsight Compute: the figure that shows a rung's idea at work.
+"""Reads hardware counters by Nsight Compute (ncu): for each implementation, the metric that shows its idea at work.
 
-ncu watches one process that runs every rung once. Between rungs a kernel that does nothing starts, so that each kernel that ncu
-tells of is the rung's whose turn it was. Of a rung with several kernels sums are added up; of all else the longest speaks. A rung's
-counter is read of the rung before it in the ladder too, so that one sees it move. A rung that does not take an op's first case has its
-turn in the first one that it takes.
+ncu watches one process that runs every implementation (rung) once. An empty kernel starts between rungs, and so
+separates their kernels in ncu's table. If a rung starts several kernels, counters that are sums are added up; any other
+is that of the longest kernel. A counter is also read for the rung before in the ladder, to show the change. If a rung
+does not support an op's first case, it runs the first case that it supports.
 """
 
 from __future__ import annotations
@@ -29,10 +29,10 @@ TIME = "gpu__time_duration.sum"
 
 
 def read(tasks: list[tuple[Op, Case, str]], chosen: Callable[[Op], list[Implementation]]) -> Iterator[Row]:
-    """Of each op a row for every chosen rung that names a counter, of the first case that the rung takes: its value, or why there is none.
-    Where ncu fails one row says so.
+    """Yields a row for every chosen rung with a counter: its value in the first case it supports, or why there is none.
 
-    tasks: what a run goes through: op, case, dtype. chosen: the rungs of an op that it goes through."""
+    If ncu fails, there is one row with the reason.
+    tasks: the (op, case, dtype) triples of the run. chosen: returns the rungs of an op to run."""
     cases: dict[str, list[tuple[str, str]]] = {}
     rungs: dict[str, list[Implementation]] = {}
     for op, case, dtype in tasks:
@@ -56,7 +56,7 @@ def read(tasks: list[tuple[Op, Case, str]], chosen: Callable[[Op], list[Implemen
 
 
 def _watched(rungs: list[Implementation]) -> list[Implementation]:
-    """Those that name a counter, and the kernel before each."""
+    """Returns the rungs that name a counter, and the kernel before each of them."""
     return [
         rung
         for rung, after in zip(rungs, [*rungs[1:], None], strict=True)
@@ -65,8 +65,10 @@ def _watched(rungs: list[Implementation]) -> list[Implementation]:
 
 
 def rows(rungs: list[Row], table: str) -> Iterator[Row]:
-    """The rungs that name a counter, in the order in which they ran, each with its value by ncu's raw table, and `before` that of the rung
-    that ran before, if that was in the same case; those that did not run as they are."""
+    """Yields the rows of the rungs with a counter, in the order of their runs, with the values from ncu's raw table.
+
+    `before` is the value for the rung that ran before, if in the same case. Rungs that did not run come first,
+    unchanged."""
     lines = table.splitlines()
     start = next((n for n, line in enumerate(lines) if line.startswith('"ID"')), len(lines))
     units, *kernels = list(csv.DictReader(io.StringIO("\n".join(lines[start:])))) or [{}]
@@ -92,7 +94,7 @@ def _longest(turn: list[dict[str, str]]) -> dict[str, str]:
 
 
 def _of_all(turn: list[dict[str, str]], counter: str) -> float:
-    """A counter of a rung's kernels: a sum is that of all, any other the longest one's."""
+    """Returns a rung's counter: the sum over its kernels if the metric is a sum, else that of the longest kernel."""
     if counter.endswith(".sum"):
         return sum([_number(kernel[counter]) for kernel in turn])
     return _number(_longest(turn)[counter])
@@ -103,11 +105,11 @@ def _number(text: str) -> float:
 
 
 def turns(work: list[Any], refusal: Callable[..., str | None]) -> Iterator[Row]:
-    """A row for each turn that a rung has, in order, and for each rung with a counter that has none, with the reason.
+    """Yields a row for each run of a rung, in order, and a row with the reason for each rung with a counter but no run.
 
-    A rung runs in the first case that it takes. Where the rung before ran in another, it has a turn in this one too, to compare with.
-    work: of each op its name, its cases with their dtypes, and its rungs with their counters. refusal: why a rung does not take a call (op,
-    case, dtype, rung), or None."""
+    A rung runs the first case that it supports. If the rung before ran another case, it also runs this one, to compare.
+    work: for each op its name, its cases with their dtypes, and its rungs with their counters.
+    refusal: f(op, case, dtype, rung) -> why the rung does not support the call, or None."""
     for op, cases, rungs in work:
         last = None
         for n, (rung, counter) in enumerate(rungs):
@@ -136,7 +138,7 @@ def turns(work: list[Any], refusal: Callable[..., str | None]) -> Iterator[Row]:
 
 
 def main(path: Path) -> None:
-    """Under ncu: runs every rung of the work in that file, each in its turn, and leaves a row for each there."""
+    """Runs, under ncu, every rung of the work in this file, one after the other, and writes their rows to the file."""
     import torch
 
     from ridgeline import cuda
@@ -153,7 +155,7 @@ def main(path: Path) -> None:
         get(op).implementations[rung](*get(op).fresh(args), **kwargs)
 
     def refusal(*call: str) -> str | None:
-        """The call is made once, so that its kernels are compiled."""
+        """Returns why a call is refused, or None. It makes the call, so that its kernels are compiled."""
         try:
             run(*call)
         except RidgelineError as error:

@@ -1,4 +1,4 @@
-"""Flame graphs: a profiler's trace as a tree of where time goes, and the tree as one SVG file."""
+"""Flame graphs: turns a profiler's trace into a tree of times, and the tree into one SVG file."""
 
 from __future__ import annotations
 
@@ -13,26 +13,27 @@ HOST = ("python_function", "cpu_op", "user_annotation", "cuda_runtime", "cuda_dr
 GPU = ("kernel", "gpu_memcpy", "gpu_memset")
 WIDTH, ROW, TOP, MARGIN = 1200, 19, 64, 12
 ROUNDING = 0.01  # microseconds
-LEAST = 0.0008  # of the width: what is narrower is left out
+LEAST = 0.0008  # of the width; narrower frames are left out
 
 STYLE = """
 .flame { font: 12px system-ui, sans-serif; background: #fff; }
-.flame text { fill: #1c2430; pointer-events: none; } .flame .title { font-size: 17px; font-weight: 600; } .flame .note { fill: #5b6675; }
+.flame text { fill: #1c2430; pointer-events: none; }
+.flame .title { font-size: 17px; font-weight: 600; } .flame .note { fill: #5b6675; }
 .flame rect { stroke: #fff; stroke-width: 0.6; rx: 2; } .flame g:hover > rect { stroke: #1c2430; }
-.flame .python { fill: #f6c894; } .flame .op { fill: #a9cdf2; } .flame .range { fill: #d9dde3; } .flame .runtime { fill: #d6c3ee; }
-.flame .gpu { fill: #9fd8b4; }
+.flame .python { fill: #f6c894; } .flame .op { fill: #a9cdf2; } .flame .range { fill: #d9dde3; }
+.flame .runtime { fill: #d6c3ee; } .flame .gpu { fill: #9fd8b4; }
 @media (prefers-color-scheme: dark) {
   .flame { background: #12161c; } .flame text { fill: #e8ecf1; } .flame .note { fill: #97a3b3; }
   .flame rect { stroke: #12161c; } .flame g:hover > rect { stroke: #e8ecf1; }
-  .flame .python { fill: #7d5523; } .flame .op { fill: #2a5688; } .flame .range { fill: #3a424e; } .flame .runtime { fill: #5b4680; }
-  .flame .gpu { fill: #27693f; }
+  .flame .python { fill: #7d5523; } .flame .op { fill: #2a5688; } .flame .range { fill: #3a424e; }
+  .flame .runtime { fill: #5b4680; } .flame .gpu { fill: #27693f; }
 }
 """
 
 
 @dataclass
 class Node:
-    """A frame, all its calls from the same place together. Times in microseconds; `own` is what its children do not take."""
+    """A frame: all calls of a function from one call path. Times are in microseconds; `own` excludes the children."""
 
     name: str
     kind: str
@@ -48,7 +49,7 @@ class Node:
         return self.children.setdefault(name, Node(name, kind))
 
     def at(self, path: tuple[tuple[str, str], ...]) -> Node:
-        """The node at the end of a path of (name, kind), made where it is missing."""
+        """Returns the node at the end of a path of (name, kind), creating what is missing."""
         node = self
         for name, kind in path:
             node = node.child(name, kind)
@@ -62,9 +63,9 @@ Path = tuple[tuple[str, str], ...]
 
 
 def trees(trace: dict[str, Any], step: str) -> tuple[Node, Node]:
-    """(time on the host, time on the GPU) of a Chrome trace, by call path below the ranges whose name starts with `step`.
+    """Returns the trees of host time and of GPU time of a Chrome trace, by call path below the ranges named `step...`.
 
-    GPU time stands under the path that launched it.
+    GPU time is counted under the call path that launched it.
     """
     events = [e for e in trace["traceEvents"] if e.get("ph") == "X" and "dur" in e]
     steps = [
@@ -104,9 +105,9 @@ def trees(trace: dict[str, Any], step: str) -> tuple[Node, Node]:
 
 
 def _walk(events: list[dict[str, Any]]) -> Iterator[tuple[Path, dict[str, Any], float]]:
-    """(path down to it, event, time of its own) of one thread's nested events.
+    """Yields (path, event, own time) for the nested events of one thread.
 
-    A range opened by a call outlives that call: the call then ends where the range begins.
+    A range may outlive the call that opened it; that call is then taken to end where the range begins.
     """
     open_: list[tuple[float, dict[str, Any], list[float], tuple[str, str]]] = []
 
@@ -127,7 +128,7 @@ def _walk(events: list[dict[str, Any]]) -> Iterator[tuple[Path, dict[str, Any], 
 
 
 def _below(path: Path, step: str) -> Path:
-    """The part of a path from the step on; nothing where it is not in one. All steps are one."""
+    """Returns the part of a path from the step on, or () if it is in none. All steps count as one."""
     for index, (name, kind) in enumerate(path):
         if kind == "range" and name.startswith(step):
             return ((step, "range"), *path[index + 1 :])
@@ -139,12 +140,12 @@ def _kind(category: str) -> str:
 
 
 def _short(name: str) -> str:
-    """A Python frame without the folders above its package."""
+    """Returns the name of a Python frame without the folders above its package."""
     return re.sub(r"^\S*/([^/]+/[^/]+\.py\(\d+\))", r"\1", name)
 
 
 def svg(root: Node, title: str, steps: int) -> str:
-    """A flame graph with the root on top, as a whole SVG file. Times are given per step."""
+    """Returns a flame graph, with the root on top, as the text of an SVG file. Times are per step."""
     from ridgeline.lab import units
 
     total = root.total or 1.0

@@ -1,12 +1,13 @@
-"""The law of tolerance: an implementation may err twice as much as torch's own op in that dtype, and no more.
+"""The law of tolerance, the lab's check of results: an error may be at most about twice that of torch's own op.
 
-For each output and each gradient, against the reference in float64,
+There are no absolute tolerances. The oracle is the op's reference, run in float64. For each output and each gradient,
 
     error <= 2 x max(torch's error, change of the oracle when the inputs move half an ulp) + eps/2 x norm
 
-for the whole tensor, its worst row and its worst column; the scale of the result is off by at most twice theirs plus
-eps/16 + eps/sqrt(n); non-finite values stand in the same places. Rows are the last dimension, columns run over all rows.
-Of few elements one run's error is luck: there torch's is the worst of several runs, on inputs that lie next to the given ones.
+must hold for the whole tensor, its worst row and its worst column. The scale of the result may be off by at most twice
+as much as theirs plus eps/16 + eps/sqrt(n). Non-finite values must be in the same places. Rows are along the last
+dimension, columns run over all rows. With few elements the error of one run is luck, so torch's error is then the
+largest of several runs, on inputs next to the given ones.
 """
 
 from __future__ import annotations
@@ -25,14 +26,14 @@ from ridgeline.op import Op, RidgelineError, tensors_of
 CHUNK = 1 << 24
 SLICED = 1 << 31
 FEW = 16
-SMALL, RUNS = 1 << 18, 4  # up to so many elements in each tensor torch runs so often
-HOPELESS = 1e12  # stands for infinity, which JSON does not have
+SMALL, RUNS = 1 << 18, 4  # with at most SMALL elements in each tensor, torch runs RUNS times
+HOPELESS = 1e12  # stands for infinity, which JSON lacks
 Result = tuple[list[Tensor], list[Tensor | None]]
 
 
 @dataclass(frozen=True)
 class Finding:
-    """How one tensor stands to the law at its worst place: its error and what is allowed there, in the tensor's own unit."""
+    """The worst place of one tensor: its error and the allowed error there, in the tensor's own unit."""
 
     error: float
     allowed: float
@@ -40,7 +41,7 @@ class Finding:
 
     @property
     def worst(self) -> float:
-        """The error over what is allowed: above 1 is wrong."""
+        """Returns the error divided by the allowed error: above 1 is wrong."""
         if self.error == 0:
             return 0.0
         return self.error / self.allowed if self.error < self.allowed * HOPELESS else HOPELESS
@@ -51,17 +52,17 @@ class Finding:
 
 @dataclass
 class Verdict:
-    """What the law says of an implementation's outputs and gradients, by their names."""
+    """The findings on an implementation's outputs and gradients, by name."""
 
     outputs: dict[str, Finding] = field(default_factory=dict)
     grads: dict[str, Finding] = field(default_factory=dict)
 
     def findings(self, direction: str | None = None) -> dict[str, Finding]:
-        """Of a direction, "forward" or "backward"; of both by default."""
+        """Returns the findings of a direction, "forward" or "backward" (default: both)."""
         return {"forward": self.outputs, "backward": self.grads}.get(direction or "", self.outputs | self.grads)
 
     def worst(self, direction: str | None = None) -> float:
-        """The largest error over what is allowed."""
+        """Returns the largest ratio of error to allowed error."""
         return max((f.worst for f in self.findings(direction).values()), default=0.0)
 
     @property
@@ -69,7 +70,7 @@ class Verdict:
         return self.worst() <= 1
 
     def reason(self, direction: str | None = None) -> str | None:
-        """A sentence on what is worst, or None where the law is kept."""
+        """Returns a sentence on the worst finding, or None if all errors are allowed."""
         if self.worst(direction) <= 1:
             return None
         name, finding = max(self.findings(direction).items(), key=lambda item: item[1].worst)
@@ -77,22 +78,22 @@ class Verdict:
         return {
             "form": f"{name} has another shape or dtype than torch's",
             "nonfinite": f"{name} is wrongly finite, or wrongly not finite, {places}",
-            "unequal": f"{name} has another value {places}",
-        }.get(finding.where) or f"{name} errs {finding.worst:.3g} times as much as the law allows ({finding.where})"
+            "unequal": f"{name} has a wrong value {places}",
+        }.get(finding.where) or f"{name} has {finding.worst:.3g} times the allowed error ({finding.where})"
 
 
 def _codes(x: Tensor) -> Tensor:
-    """Per element: 0 finite, 1 NaN, 2 infinite, 3 minus infinite."""
+    """Returns a code for each element: 0 finite, 1 NaN, 2 infinity, 3 minus infinity."""
     return x.isnan().to(torch.int8) + 2 * x.isposinf().to(torch.int8) + 3 * x.isneginf().to(torch.int8)
 
 
 def _plane(x: Tensor) -> Tensor:
-    """As rows and columns: the last dimension, and all others flattened. A vector is one row."""
+    """Returns a tensor as a matrix: rows along the last dimension, all others flattened. A vector is one row."""
     return x.reshape(math.prod(x.shape[:-1]), x.shape[-1]) if x.dim() > 1 else x.reshape(1, -1)
 
 
 def _blocks(rows: int, columns: int) -> Iterator[tuple[slice, slice]]:
-    """Pieces of a plane small enough for float64 copies of them."""
+    """Yields slices of a matrix that are small enough for float64 copies."""
     width = max(1, min(columns, CHUNK))
     height = max(1, CHUNK // width)
     for row in range(0, rows, height):
@@ -102,8 +103,11 @@ def _blocks(rows: int, columns: int) -> Iterator[tuple[slice, slice]]:
 
 @dataclass
 class _Errors:
-    """Norms of a difference to the oracle, per row and per column; the scale's deviation, and what the rows' own deviations
-    would make of it if they were independent: one rounding can move a whole row, such as that of the sum that it is divided by."""
+    """Norms of the difference to the oracle, per row and per column, and deviations of the scale.
+
+    scale: the deviation of the projection on the oracle.
+    wander: the scale deviation to expect if the rows' own deviations were independent. One rounding can move a whole
+        row, such as that of the sum by which it is divided."""
 
     row: Tensor
     column: Tensor
@@ -120,18 +124,15 @@ class _Errors:
 
 
 class Standard:
-    """One tensor of the oracle, and what is allowed around it."""
+    """One tensor of the oracle, and the errors allowed around it."""
 
     def __init__(self, oracle: Tensor, dtype: torch.dtype, residue: float = 0.0):
         self.given = dtype
-        if (
-            dtype.itemsize == 1 and dtype.is_floating_point and oracle.dtype == dtype
-        ):  # codes, as whole numbers are: to be met exactly
+        # 8-bit floats are codes: like integers, they must be equal.
+        if dtype.itemsize == 1 and dtype.is_floating_point and oracle.dtype == dtype:
             oracle, dtype = oracle.view(torch.uint8), torch.uint8
         if dtype.is_floating_point and oracle.dtype != torch.float64:
-            raise RidgelineError(
-                f"the reference leaves float64: it gives {oracle.dtype} for float64 inputs, and so is no oracle"
-            )
+            raise RidgelineError(f"the reference must return float64 for float64 inputs, but returned {oracle.dtype}")
         self.shape, self.dtype, self.oracle, self.residue = oracle.shape, dtype, _plane(oracle), residue
         self.theirs: Tensor | None = None
         if dtype.is_floating_point:
@@ -139,7 +140,7 @@ class Standard:
             self.norm = self._reduce(None)
 
     def _reduce(self, x: Tensor | None) -> _Errors:
-        """The norms of x minus the oracle, or of the oracle itself; non-finite elements count as nothing."""
+        """Returns the norms of x minus the oracle, or of the oracle if x is None; non-finite elements count as 0."""
         rows, columns = self.oracle.shape
         precise = torch.float64 if max(rows, columns) < 1 << 26 else torch.float32
         row, column = (self.oracle.new_zeros(n, dtype=precise) for n in (rows, columns))
@@ -161,9 +162,9 @@ class Standard:
         return errors
 
     def allow(self, theirs: Tensor, moved: Tensor, nearby: Sequence[tuple[Tensor, Tensor]] = ()) -> None:
-        """Sets what is allowed, from torch's own result and from the oracle's when the inputs moved half an ulp.
+        """Sets the allowed errors, from torch's result and the oracle's on inputs moved by half an ulp.
 
-        nearby: of other inputs, torch's result and the oracle's."""
+        nearby: (torch's result, the oracle's) for other inputs."""
         if not self.dtype.is_floating_point or not self.oracle.numel():
             return
         own, change = self._reduce(_plane(theirs)), self._reduce(_plane(moved))
@@ -180,11 +181,12 @@ class Standard:
             self.theirs = _codes(_plane(theirs))
 
     def _allowed(self, base: Tensor, norm: Tensor, length: int) -> Tensor:
-        """Per row (or column), from the worst that torch and the half ulp do in any of them, in size or relative to the row's norm.
+        """Returns the allowed error of each row (or column).
 
-        The smaller of the two counts, so that neither one large row nor one that cancels out excuses the others; but rows of
-        few elements go by size alone, for a single element's relative error is a matter of luck. A row of zeros, or of next to
-        nothing, may hold what the op says that sums in float32 leave when they cancel.
+        It comes from the worst deviation of torch and of the half ulp in any row, in size or relative to the row's
+        norm. The smaller of both counts, so that neither one large row nor one that cancels excuses the others. Rows of
+        few elements go by size alone, since the relative error of a single element is luck. A row that is zero or
+        nearly so may hold the op's `residue`: what sums in float32 leave when they cancel.
         """
         floor = self.residue * norm.max()
         worst = base.max()
@@ -194,7 +196,7 @@ class Standard:
         return torch.where(norm <= floor, allowed.clamp(min=floor), allowed)
 
     def judge(self, x: Tensor) -> Finding:
-        """Where x is worst against the law."""
+        """Returns the worst finding on x."""
         if x.shape != self.shape or x.dtype != self.given:
             return Finding(1.0, 0.0, "form")
         x = x.view(self.dtype) if self.dtype == torch.uint8 else x
@@ -215,7 +217,7 @@ class Standard:
         return max(findings, key=lambda f: f.worst)
 
     def _misplaced(self, x: Tensor) -> int:
-        """In how many places x is finite or not where neither the oracle (in this dtype) nor torch is so."""
+        """Returns the number of elements that are (non-)finite unlike both the oracle, in this dtype, and torch."""
         count = 0
         for block in _blocks(*self.oracle.shape):
             mine = x[block]
@@ -241,12 +243,12 @@ def as_tuple(result: Any) -> tuple[Tensor, ...]:
 
 
 def leaves(args: Sequence[Any]) -> list[Tensor]:
-    """The arguments that gradients are taken of."""
+    """Returns the tensors among the arguments that require gradients."""
     return [a for a in tensors_of(args) if a.requires_grad]
 
 
 def _cast(value: Any, dtype: torch.dtype) -> Any:
-    """A floating argument in another dtype, as a leaf of its own; a dtype given as an argument becomes that dtype too."""
+    """Returns a floating-point argument cast to dtype, as a new leaf; an argument that is a dtype becomes this one."""
     if isinstance(value, Tensor) and value.is_floating_point():
         return (
             value.detach()
@@ -261,19 +263,19 @@ def _cast(value: Any, dtype: torch.dtype) -> Any:
 
 
 def real(tensor: Tensor) -> Tensor:
-    """A complex tensor as its numbers, real and imaginary parts in turn."""
+    """Returns a complex tensor as real numbers, real and imaginary parts alternating."""
     return torch.view_as_real(tensor).flatten(-2) if tensor.is_complex() else tensor
 
 
 def _widen(value: Any) -> Any:
-    """A half-precision argument in float32."""
+    """Returns a half-precision argument cast to float32."""
     if isinstance(value, list):
         return [_widen(v) for v in value]
     return value.float() if isinstance(value, Tensor) and value.dtype in (torch.float16, torch.bfloat16) else value
 
 
 def _move(exact: Tensor, eps: float, dice: torch.Generator) -> None:
-    """Moves each element of a float64 tensor half an ulp (of the dtype with this eps) up or down."""
+    """Moves each element of a float64 tensor up or down by half an ulp of the dtype with this eps, in place."""
     with torch.no_grad():
         for piece in exact.view(-1).split(CHUNK):
             half = piece.abs().log2_().floor_().exp2_().mul_(eps / 2)  # 2**floor(log2 0) is 0
@@ -282,10 +284,12 @@ def _move(exact: Tensor, eps: float, dice: torch.Generator) -> None:
 
 
 class Law:
-    """The oracle of one call, made once; `judge` holds implementations against it.
+    """The oracle of one call, computed once; `judge` checks implementations against it.
 
-    args, kwargs: the public arguments in the dtype under test. Those that require grad get gradients for a random incoming one.
-    With more than 2**31 elements in a tensor the oracle is made of three slices along the first dimension, which the op must not mix.
+    args, kwargs: the public arguments in the dtype under test. Those that require gradients get them, for a random
+        incoming gradient.
+    If a tensor has more than 2**31 elements, only three slices along the first dimension are checked, which the op must
+    not mix.
     """
 
     def __init__(self, op: Op, args: Sequence[Any], kwargs: dict[str, Any] | None = None, *, seed: int = 1):
@@ -321,11 +325,11 @@ class Law:
 
     @classmethod
     def of(cls, op: Op, case: str, dtype: str, device: str = "cpu", seed: int = 0) -> Law:
-        """The law of one of the op's cases."""
+        """Returns the law for one of the op's cases."""
         return cls(op, *op.case(case).make(dtype, device, seed), seed=seed + 1)
 
     def _slices(self) -> Tensor | None:
-        """The rows that are checked where a tensor is too big to be checked whole."""
+        """Returns the indices of the rows to check if a tensor is too large to check whole, else None."""
         tensors = tensors_of(self.args)
         if max(t.numel() for t in tensors) <= SLICED:
             return None
@@ -342,7 +346,7 @@ class Law:
         return value.detach()[self.rows].requires_grad_(value.requires_grad)
 
     def _nearby(self, small: list[Any]) -> tuple[list[Any], list[Any]]:
-        """What torch and the oracle give, outputs and gradients, of inputs that lie an ulp from the given ones."""
+        """Returns the outputs and gradients of torch and of the oracle, for inputs an ulp from the given ones."""
         near = [self._near(a) for a in small]
         theirs, exact = self._torch(near, [self._narrow(g) for g in self.incoming]), self._oracle(near)
         return theirs[0] + theirs[1], exact[0] + exact[1]
@@ -357,12 +361,13 @@ class Law:
         return torch.empty_like(value).copy_(exact).detach().requires_grad_(value.requires_grad)
 
     def _torch(self, small: list[Any], incoming: list[Any] | None = None) -> Result:
-        """What torch's own op, or the op's standard where torch's has not a call's options, gives in this dtype; where there is
-        none, the reference with float32 inside. The incoming gradients are made where none are given."""
+        """Returns torch's result in this dtype: that of the first of the op's `standards` that supports the call.
+
+        If there is none, the reference runs with float32 inside. Incoming gradients are made if none are given."""
         for name in [n for n in self.op.standards if n in self.op.implementations]:
             try:
                 return self._gradients(self.op.implementations[name], self.op.fresh(small), self.kwargs, incoming)
-            except RidgelineError:  # it does not take this call; the next one may
+            except RidgelineError:  # the next one may support the call
                 continue
         dtypes = [o.dtype for o in self._results(self.op.reference, self.op.fresh(small), self.kwargs)]
 
@@ -373,22 +378,21 @@ class Law:
         return self._gradients(inside, small, self.kwargs, incoming, mutates=False)
 
     def _oracle(self, small: list[Any], move: bool = False) -> Result:
-        """The reference in float64; move: with every input, and the incoming gradients, moved half an ulp."""
+        """Returns the reference's result in float64. move: move all inputs and incoming gradients by half an ulp."""
         args = [_cast(a, torch.float64) for a in small]
         kwargs = {k: _cast(v, torch.float64) for k, v in self.kwargs.items()}
         incoming = [_cast(self._narrow(g), torch.float64) for g in self.incoming]
         if move:
             for exact, given in zip(tensors_of([*args, *incoming]), tensors_of([*small, *self.incoming]), strict=True):
-                if (
-                    given.is_floating_point() or given.is_complex()
-                ) and given.element_size() > 1:  # codes of 8 bits are what they are
+                # 8-bit codes are exact.
+                if (given.is_floating_point() or given.is_complex()) and given.element_size() > 1:
                     _move(real(exact.detach()), torch.finfo(given.dtype).eps, self.dice)
         return self._gradients(self.op.reference, args, kwargs, incoming)
 
     def _results(
         self, call: Callable[..., Any], args: Sequence[Any], kwargs: dict[str, Any], mutates: bool = True
     ) -> tuple[Tensor, ...]:
-        """What a call returns, and then what it changed in place."""
+        """Returns the results of a call, followed by the arguments that it changed in place."""
         returned = call(*args, **kwargs)
         changed = tensors_of(args[n] for n in self.op.mutates) if mutates else []
         return tuple(map(real, (*as_tuple(returned), *changed)))
@@ -401,7 +405,7 @@ class Law:
         incoming: list[Any] | None = None,
         mutates: bool = True,
     ) -> Result:
-        """Outputs, and gradients of the arguments that require them; the incoming gradients are made at the first call."""
+        """Returns outputs, and gradients of the arguments that require them. Makes missing incoming gradients."""
         outputs = self._results(call, args, kwargs, mutates)
         if incoming is None:
             differentiable = not self.op.mutates and bool(leaves(args))
@@ -417,14 +421,14 @@ class Law:
         return [o.detach() for o in outputs], grads
 
     def _random(self, output: Tensor) -> Tensor:
-        """A random incoming gradient for an output (of the whole tensor, where this one is of slices)."""
+        """Returns a random incoming gradient for an output; for the whole tensor if the output holds slices only."""
         shape = list(output.shape)
         if self.rows is not None and shape and shape[0] == len(self.rows):
             shape[0] = self.length
         return torch.randn(shape, device=output.device, generator=self.dice).to(output.dtype)
 
     def run(self, call: Callable[..., Any], backward: bool = True) -> Result:
-        """Calls an implementation on the arguments; its outputs and, if asked for, gradients."""
+        """Calls an implementation on the arguments and returns its outputs and, with `backward`, gradients."""
         args = self.op.fresh(self.args)
         if backward:
             return self._gradients(call, args, self.kwargs, self.incoming)
@@ -432,17 +436,17 @@ class Law:
             return list(self._results(call, args, self.kwargs)), []
 
     def forget(self) -> None:
-        """Gives the oracle's memory back; arguments and incoming gradients stay."""
+        """Frees the oracle's memory; arguments and incoming gradients stay."""
         self.outputs.clear()
         self.grads.clear()
 
     def judge(self, outputs: Sequence[Tensor], grads: Sequence[Tensor | None] = ()) -> Verdict:
-        """Holds outputs and gradients against the law."""
+        """Checks outputs and gradients, and returns the findings."""
         names = ["out"] if len(self.outputs) == 1 else [f"out{i}" for i in range(len(self.outputs))]
         verdict = Verdict({n: s.judge(self._narrow(o)) for n, s, o in zip(names, self.outputs, outputs, strict=True)})
         if grads:
             for name, standard, grad, shared in zip(self.grad_names, self.grads, grads, self.shared, strict=True):
-                if shared:  # of slices, the gradient of an input that every slice shares says nothing
+                if shared:  # slices do not determine the gradient of an input that all rows share
                     continue
                 if standard is None or grad is None:
                     missing = (standard is None) != (grad is None)

@@ -1,4 +1,4 @@
-"""Drives Nsight Systems (nsys) and Nsight Compute (ncu) where they are installed, and says so where they are not."""
+"""Runs Nsight Systems (nsys) and Nsight Compute (ncu), or reports that they are not installed."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ METRICS = {
 
 @dataclass(frozen=True)
 class Outcome:
-    """What a tool came to: ok, a sentence, the files it wrote, and figures per kernel (ncu)."""
+    """The outcome of a tool: success, a sentence, the files it wrote and, from ncu, figures per kernel."""
 
     name: str
     ok: bool
@@ -36,7 +36,7 @@ class Outcome:
 
 
 def nsys(command: list[str], folder: Path) -> Outcome:
-    """Records a timeline of what a command does between `cudaProfilerStart` and `Stop`: CUDA calls, kernels, NVTX ranges."""
+    """Records a timeline of a command between `cudaProfilerStart` and `Stop`: CUDA calls, kernels, NVTX ranges."""
     report = folder / "nsys.nsys-rep"
     between = ["--capture-range=cudaProfilerApi", "--capture-range-end=stop"]
     flags = [
@@ -52,9 +52,9 @@ def nsys(command: list[str], folder: Path) -> Outcome:
 
 
 def ncu(command: list[str], folder: Path) -> Outcome:
-    """Measures every kernel that a command starts between `cudaProfilerStart` and `Stop`, with the clocks left as they are.
+    """Measures every kernel that a command starts between `cudaProfilerStart` and `Stop`, without locking clocks.
 
-    That is not by NVTX range, for a range is of one thread, and PyTorch runs a backward in another.
+    NVTX ranges cannot select the kernels: a range belongs to one thread, and PyTorch runs backwards in another.
     """
     report = folder / "ncu.ncu-rep"
     where = ["--profile-from-start", "off", "--nvtx", "--force-overwrite", "--export", str(report)]
@@ -66,7 +66,9 @@ def ncu(command: list[str], folder: Path) -> Outcome:
 
 
 def metrics(command: list[str], folder: Path, names: list[str]) -> Outcome:
-    """Reads some metrics of every kernel that a command starts between `cudaProfilerStart` and `Stop`; `said` is ncu's table, in CSV."""
+    """Reads metrics of every kernel that a command starts between `cudaProfilerStart` and `Stop`.
+
+    `said` of the outcome is ncu's table as CSV."""
     report = folder / "ncu.ncu-rep"
     where = ["--profile-from-start", "off", "--force-overwrite", "--export", str(report)]
     outcome = _run("ncu", ["--clock-control", "none", "--metrics", ",".join(names), *where], command, report)
@@ -74,7 +76,7 @@ def metrics(command: list[str], folder: Path, names: list[str]) -> Outcome:
 
 
 def _table(report: Path, page: str) -> Outcome:
-    """A page of ncu's report, in CSV."""
+    """Reads a page of ncu's report; `said` of the outcome is CSV."""
     try:
         done = subprocess.run(
             ["ncu", "--import", str(report), "--page", page, "--csv"], capture_output=True, text=True, timeout=PATIENCE
@@ -87,7 +89,7 @@ def _table(report: Path, page: str) -> Outcome:
 
 
 def kernels(table: str) -> list[dict[str, Any]]:
-    """Per kernel of ncu's details in CSV, the few metrics that tell most, each with its unit."""
+    """Returns the most telling metrics of each kernel, with units, from ncu's details as CSV."""
     lines = table.splitlines()
     start = next((i for i, line in enumerate(lines) if line.startswith('"ID"')), len(lines))
     found: dict[str, dict[str, Any]] = {}
@@ -101,7 +103,7 @@ def kernels(table: str) -> list[dict[str, Any]]:
 def _run(tool: str, flags: list[str], command: list[str], report: Path) -> Outcome:
     program = shutil.which(tool)
     if program is None:
-        return Outcome(tool, False, f"{tool} is not installed here (it is not on PATH)")
+        return Outcome(tool, False, f"{tool} is not installed, or not on PATH")
     env = os.environ | {"PYTHONPATH": os.pathsep.join([str(Path(__file__).parents[2]), *sys.path])}
     try:
         done = subprocess.run([program, *flags, *command], capture_output=True, text=True, timeout=PATIENCE, env=env)

@@ -1,6 +1,6 @@
 """Profile an op or your own function: a table, a Chrome trace, flame graphs, Nsight tools.
 
-`ridgeline profile gelu --impl triton`, or `ridgeline profile train.py:step` for a function of your own that takes no arguments.
+`ridgeline profile gelu --impl triton` profiles an op; `ridgeline profile train.py:step` a function without arguments.
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ WARMUP = 3
 
 @dataclass(frozen=True)
 class Target:
-    """What is profiled: a name, and a function of no arguments that does one step."""
+    """The function to profile: a name, and a function without arguments that does one step."""
 
     name: str
     step: Callable[[], Any]
@@ -30,7 +30,7 @@ class Target:
 
 @dataclass(frozen=True)
 class Line:
-    """A row of the table: an operator on the host or a kernel on the GPU, with its own time per step in microseconds."""
+    """A row of the table: an operator on the host or a kernel on the GPU. Own time per step, in microseconds."""
 
     name: str
     where: str
@@ -40,20 +40,22 @@ class Line:
 
 
 def target(text: str, impl: str | None = None, case: str | None = None, dtype: str | None = None) -> Target:
-    """An op by its name (forward and backward of one of its implementations) or FILE.py:FUNCTION."""
+    """Returns the target of the name of an op (forward and backward of one implementation) or of FILE.py:FUNCTION.
+
+    Raises RidgelineError if there is no such op, file or function, or if the function needs arguments."""
     from ridgeline.op import RidgelineError, get
 
     path, colon, function = text.rpartition(":")
     if colon or text.endswith(".py"):
         if not colon:
-            raise RidgelineError(f"profile was given {text!r} without a function; it takes an op or FILE.py:FUNCTION")
+            raise RidgelineError(f"profile takes an op or FILE.py:FUNCTION, and {text!r} names no function")
         return Target(text, user_function(Path(path), function))
     op = get(text)
     return _of_op(op, impl, *_case(op, case, dtype))
 
 
 def user_function(path: Path, name: str) -> Callable[[], Any]:
-    """A function of a user's file, which is imported."""
+    """Returns a function of a user's file, importing the file."""
     import importlib.util
     import inspect
     import sys
@@ -76,14 +78,14 @@ def user_function(path: Path, name: str) -> Callable[[], Any]:
         inspect.signature(function).bind()
     except TypeError as error:
         raise RidgelineError(
-            f"{path}:{name} cannot be called without arguments ({error}); profile gives none"
+            f"profile calls a function without arguments, and {path}:{name} needs some ({error})"
         ) from error
     return function
 
 
 @contextmanager
 def _blaming(what: str) -> Iterator[None]:
-    """Turns what a user's code raises into one sentence that says where."""
+    """Turns an exception of the user's code into a RidgelineError of one sentence that says where."""
     import traceback
 
     from ridgeline.op import RidgelineError
@@ -99,7 +101,7 @@ def _blaming(what: str) -> Iterator[None]:
 
 
 def _case(op: Op, name: str | None, dtype: str | None) -> tuple[Case, str]:
-    """The named case; else the first benchmark on a GPU, the first quick one on a CPU."""
+    """Returns the named case and dtype; by default the first benchmark on a GPU, or the first quick case on a CPU."""
     import torch
 
     from ridgeline.op import RidgelineError
@@ -138,7 +140,7 @@ def _of_op(op: Op, impl: str | None, case: Case, dtype: str) -> Target:
 
 @contextmanager
 def span(name: str) -> Iterator[None]:
-    """A named range, in PyTorch's profiler and, on a GPU, as NVTX for nsys and ncu."""
+    """Opens a named range in PyTorch's profiler and, on a GPU, in NVTX for nsys and ncu."""
     import torch
 
     on_gpu = torch.cuda.is_available() and torch.version.cuda is not None
@@ -153,7 +155,7 @@ def span(name: str) -> Iterator[None]:
 
 
 def _mark(launch: Launch) -> None:
-    """Tells nsys which kernel of ours starts now."""
+    """Marks the start of a kernel for nsys."""
     import torch
 
     if torch.cuda.is_available() and torch.version.cuda is not None:
@@ -161,7 +163,7 @@ def _mark(launch: Launch) -> None:
 
 
 def steps(what: Target, count: int, name: str = STEP) -> None:
-    """Runs some steps, each in a range of its own, and waits for the GPU."""
+    """Runs `count` steps, each in a range of its own, and synchronises with the GPU."""
     import torch
 
     from ridgeline import boundary
@@ -175,7 +177,7 @@ def steps(what: Target, count: int, name: str = STEP) -> None:
 
 
 def bare(what: Target, count: int) -> None:
-    """Only the steps, for nsys and ncu, which record between `cudaProfilerStart` and `Stop`."""
+    """Runs only the steps, for nsys and ncu, which record between `cudaProfilerStart` and `Stop`."""
     import torch
 
     steps(what, WARMUP, "warm-up")
@@ -184,9 +186,9 @@ def bare(what: Target, count: int) -> None:
 
 
 def profile(what: Target, count: int, folder: Path) -> tuple[list[Line], dict[str, str]]:
-    """Profiles some steps: the table, and the files written (by name): trace.json, flame-cpu.svg, flame-gpu.svg.
+    """Profiles `count` steps and returns the table and the files written: trace.json, flame-cpu.svg, flame-gpu.svg.
 
-    The table is taken without call stacks, which slow the host; the trace and the flame graphs are taken with them.
+    Call stacks slow the host, so the table comes from a run without them; the trace and flame graphs have them.
     """
     import json
 
@@ -214,7 +216,7 @@ def profile(what: Target, count: int, folder: Path) -> tuple[list[Line], dict[st
 
 
 def _table(profiler: Any, count: int) -> list[Line]:
-    """Per operator and kernel, its own time per step; the longest first."""
+    """Returns the own time per step of each operator and kernel, the longest first."""
     lines = []
     for event in profiler.key_averages():
         on_gpu = "CPU" not in str(event.device_type)
@@ -227,20 +229,26 @@ def _table(profiler: Any, count: int) -> list[Line]:
 
 
 def arguments(parser: argparse.ArgumentParser) -> None:
-    parser.add_argument("target", metavar="OP | FILE.py:FUNCTION")
-    parser.add_argument("--impl", help="the op's implementation (default: the one that serves the call)")
-    parser.add_argument("--case", help="a case of the op (default: its first benchmark; on a CPU its first quick one)")
-    parser.add_argument("--dtype")
-    parser.add_argument("--steps", type=int, default=10, help="how many steps to profile (default: 10)")
     parser.add_argument(
-        "--out", type=Path, default=Path("profile"), metavar="FOLDER", help="where files go (default: profile)"
+        "target", metavar="OP | FILE.py:FUNCTION", help="an op, or a function of your own that takes no arguments"
     )
-    parser.add_argument("--nsys", action="store_true", help="also record with Nsight Systems")
     parser.add_argument(
-        "--ncu", action="store_true", help="also measure every kernel with Nsight Compute, at the clocks as they are"
+        "--impl", metavar="NAME", help="an implementation of the op (default: the one chosen automatically)"
     )
-    parser.add_argument("--bare", action="store_true", help=argparse.SUPPRESS)  # only steps: what nsys and ncu run
-    parser.add_argument("--json", action="store_true", help="print figures as JSON")
+    parser.add_argument(
+        "--case", metavar="NAME", help="a case of the op (default: its first benchmark; on a CPU its first quick case)"
+    )
+    parser.add_argument("--dtype", help="default: bfloat16 on a GPU, float32 on a CPU, if the case has it")
+    parser.add_argument("--steps", type=int, default=10, metavar="N", help="steps to profile (default: 10)")
+    parser.add_argument(
+        "--out", type=Path, default=Path("profile"), metavar="FOLDER", help="write the files here (default: profile)"
+    )
+    parser.add_argument("--nsys", action="store_true", help="also record a timeline with Nsight Systems")
+    parser.add_argument(
+        "--ncu", action="store_true", help="also measure every kernel with Nsight Compute, without locking clocks"
+    )
+    parser.add_argument("--bare", action="store_true", help=argparse.SUPPRESS)  # only the steps, for nsys and ncu
+    parser.add_argument("--json", action="store_true", help="print the figures as JSON")
 
 
 def main(options: argparse.Namespace) -> int:
@@ -248,13 +256,13 @@ def main(options: argparse.Namespace) -> int:
     import os
     from dataclasses import asdict
 
-    os.environ.update(KINETO_LOG_LEVEL="6")  # torch reads it when it is imported; else its profiler talks on stderr
+    os.environ.update(KINETO_LOG_LEVEL="6")  # before torch is imported; quiets its profiler
 
     from ridgeline.lab import nsight
     from ridgeline.op import RidgelineError
 
     if options.steps < 1:
-        raise RidgelineError(f"--steps is {options.steps}; it takes 1 or more")
+        raise RidgelineError(f"--steps must be 1 or more, and is {options.steps}")
     what = target(options.target, options.impl, options.case, options.dtype)
     if options.bare:
         bare(what, options.steps)
@@ -282,7 +290,7 @@ def main(options: argparse.Namespace) -> int:
 
 
 def _again(options: argparse.Namespace, count: int) -> list[str]:
-    """The command that runs the same steps in a process of their own."""
+    """Returns the command that runs the same steps in a process of its own."""
     import sys
 
     chosen = [f"--{name}={value}" for name in ("impl", "case", "dtype") if (value := getattr(options, name))]

@@ -1,4 +1,4 @@
-"""The roof of a machine, measured: the most bytes and operations per second that anything here reaches on it."""
+"""Measures the limits (the roof) of a machine: the highest bandwidth and FLOP/s that any function here reaches."""
 
 from __future__ import annotations
 
@@ -35,7 +35,7 @@ CPU_SIDES = (256, 512, 1024, 2048, 4096)
 
 @triton.jit
 def _stream(a, b, out, n, READS: tl.constexpr, WRITE: tl.constexpr, BLOCK: tl.constexpr):  # type: ignore[no-untyped-def]
-    """Reads none, one or two arrays and writes one; without a write, one sum per program."""
+    """Reads zero, one or two arrays and writes one array or, without WRITE, one sum per program."""
     program = tl.program_id(0).to(tl.int64)
     i = program * BLOCK + tl.arange(0, BLOCK)
     inside = i < n
@@ -52,7 +52,7 @@ def _stream(a, b, out, n, READS: tl.constexpr, WRITE: tl.constexpr, BLOCK: tl.co
 
 @triton.jit
 def _spread(a, out, COPIES: tl.constexpr, CHUNK: tl.constexpr, BLOCK: tl.constexpr):  # type: ignore[no-untyped-def]
-    """Writes COPIES copies of an array, one after the other of each CHUNK blocks: L2 reads these once, all others are served by it."""
+    """Writes COPIES copies of an array, chunk after chunk of CHUNK blocks: only the first read of a chunk misses L2."""
     program = tl.program_id(0).to(tl.int64)
     source = program // (COPIES * CHUNK) * CHUNK + program % CHUNK
     i = tl.arange(0, BLOCK)
@@ -75,7 +75,9 @@ def _spreads(a: Tensor, out: Tensor) -> dict[str, Function]:
 
 
 def _streams(a: Tensor, b: Tensor, out: Tensor) -> dict[str, tuple[float, dict[str, Function]]]:
-    """Per figure: the arrays that one run moves, and the ways to do it: PyTorch's, Triton's, and the rungs of the op that is this roof."""
+    """Returns for each bandwidth the number of arrays that one run moves, and the functions to time.
+
+    The functions are PyTorch's, Triton's and, for the copy, the kernels of the op with roof="copy"."""
     quarter = a[: a.numel() // 4]
     ways: dict[str, tuple[float, dict[str, Function]]] = {
         "read": (1, {"sum": a.sum, "amax": a.amax, "norm": lambda: torch.linalg.vector_norm(a)}),
@@ -99,7 +101,7 @@ def _streams(a: Tensor, b: Tensor, out: Tensor) -> dict[str, tuple[float, dict[s
 
 
 def _rungs(roof: str, *args: Tensor) -> list[Implementation]:
-    """The kernels, among those of the op that is this roof, that take such a call."""
+    """Returns the kernels, of ops whose `roof` is this one, that support the call."""
     ops = [op for op in registry().values() if op.roof == roof]
     return [i for op in ops for i in op.implementations.values() if i.is_kernel and why_not(i, *args) is None]
 
@@ -110,10 +112,11 @@ def _rate(work: float, found: Measurement) -> Figure:
 
 
 def measure_roof(device: str, quick: bool = False, report: Callable[[str], None] = lambda text: None) -> dict[str, Any]:
-    """The fields of a roof row: bandwidths in bytes/s, matrix rates in FLOP/s, the time of an empty kernel in microseconds.
+    """Returns the fields of a roof row: bandwidths in bytes/s, matrix rates in FLOP/s, launch latency in microseconds.
 
-    On a GPU with arrays of 2 GiB (less on a small one), in some 20 s; on a CPU with four times the last-level cache, in some 10 s.
-    quick: about a third of that. report: told what is measured now.
+    Arrays have 2 GiB on a GPU (less on a small one), and four times the last-level cache on a CPU. It takes about 20 s
+    on a GPU and 10 s on a CPU.
+    quick: takes about a third of that. report: called with the name of each measurement.
     """
     timer = device_timer(device)
     dice = torch.Generator(device).manual_seed(0)
@@ -139,7 +142,7 @@ def measure_roof(device: str, quick: bool = False, report: Callable[[str], None]
 
 
 def _bandwidths(timer: Timer, dice: torch.Generator, quick: bool) -> Iterator[tuple[str, Callable[[], Figure]]]:
-    """Each bandwidth's name, and a function that measures it: the best of several ways."""
+    """Yields each bandwidth's name, and a function that measures it as the best of several functions."""
     gpu = dice.device.type == "cuda"
     if gpu:
         size = min(2 << 30, torch.cuda.get_device_properties(torch.cuda.current_device()).total_memory // 16)
@@ -160,7 +163,7 @@ def _bandwidths(timer: Timer, dice: torch.Generator, quick: bool) -> Iterator[tu
 
 @contextmanager
 def _precision(name: str) -> Iterator[None]:
-    """Inside, float32 matrix products are float32, or for "tf32" tensor float."""
+    """Computes float32 matrix products inside the context in float32 or, for "tf32", in TF32."""
     before = torch.get_float32_matmul_precision()
     torch.set_float32_matmul_precision("high" if name == "tf32" else "highest")
     try:
@@ -170,7 +173,7 @@ def _precision(name: str) -> Iterator[None]:
 
 
 def _codes(device: str) -> tuple[str, ...]:
-    """The dtypes of 8 bits that the device's matrix units take."""
+    """Returns the 8-bit dtypes that the device's matrix units support."""
     if not device.startswith("cuda") or torch.version.hip:
         return ()
     return CODES if torch.cuda.get_device_capability() >= (8, 9) else CODES[:1]
@@ -179,9 +182,10 @@ def _codes(device: str) -> tuple[str, ...]:
 def _rate_of_codes(
     name: str, half: dict[str, Any], timer: Timer, dice: torch.Generator, budget: float
 ) -> dict[str, Any]:
-    """The best rate of a product of 8-bit numbers, torch's or that of the op that is this roof, and at least twice that of bfloat16,
-    measured just before: the units take two of them for each of its numbers. `found` then says what the products reached themselves,
-    and at which shape: a roof that no product has reached is a stricter one, and says so."""
+    """Returns the best rate of 8-bit matrix products, but at least twice the bfloat16 rate measured just before.
+
+    The matrix units take two 8-bit numbers for each bfloat16 one. If no product reaches that rate, the roof is the
+    stricter one, and `found` holds the rate and shape that products reached."""
     found = _matrix_rate(name, timer, dice, budget)
     if found["median"] >= 2 * half["median"]:
         return found
@@ -189,7 +193,7 @@ def _rate_of_codes(
 
 
 def _coded(name: str, a: Tensor, b: Tensor) -> dict[str, Function]:
-    """Products of a and b in 8 bits: torch's, and that of the op that is this roof."""
+    """Returns functions that multiply a and b in 8 bits: torch's, and the kernels of the op with this roof."""
     one, whole = torch.ones((), device=a.device), name == "int8"
     codes = [(16 * t if whole else t).to(getattr(torch, name)) for t in (a, b.mT.contiguous())]
     call = codes[0], codes[1].mT, one, one
@@ -202,8 +206,9 @@ def _coded(name: str, a: Tensor, b: Tensor) -> dict[str, Function]:
 
 
 def _matrix_rate(name: str, timer: Timer, dice: torch.Generator, budget: float) -> dict[str, Any]:
-    """The best rate of a matrix product (torch's, and of 8 bits the op's that is this roof) over a search of shapes, smallest first; one
-    that would take too long is left out."""
+    """Returns the best rate of a matrix product over a list of shapes, without those that would take too long.
+
+    The products are torch's and, in 8 bits, also those of the op with this roof."""
     codes = name in CODES
     dtype = torch.float32 if name == "tf32" else torch.bfloat16 if codes else getattr(torch, name)
     gpu = dice.device.type == "cuda"

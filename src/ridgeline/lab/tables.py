@@ -1,4 +1,4 @@
-"""The look of the lab's tables in a terminal."""
+"""The style of the lab's tables in a terminal."""
 
 from __future__ import annotations
 
@@ -9,12 +9,12 @@ if TYPE_CHECKING:
     from rich.console import Console
     from rich.table import Table
 
-CACHED = "* the work is under four times the cache, which helps"
+CACHED = "* the working set is under four times the cache, which helps"
 LONG = ("work", "idea", "why", "name")
 
 
 def console() -> Console:
-    """Where verbs print: as wide as the terminal; 120 columns into a file or a pipe."""
+    """Returns the console that verbs print to: as wide as the terminal, or 120 columns for a file or a pipe."""
     from rich.console import Console
 
     made = Console()
@@ -22,7 +22,7 @@ def console() -> Console:
 
 
 def table(title: str | None, words: Sequence[str], figures: Sequence[str] = ()) -> Table:
-    """An empty table: columns of words, of which only the long ones may break, then columns of figures."""
+    """Returns an empty table: columns of words, then columns of figures. Only long columns of words may wrap."""
     from rich.box import SIMPLE_HEAD
     from rich.table import Table
     from rich.text import Text
@@ -39,14 +39,14 @@ def table(title: str | None, words: Sequence[str], figures: Sequence[str] = ()) 
 
 
 def figure(value: float | None, text: Any) -> str:
-    """text(value), or a dash where there is no value."""
+    """Returns text(value), or a dash if there is no value."""
     from ridgeline.lab import units
 
     return units.DASH if value is None else text(value)
 
 
 def timing(seconds: dict[str, float]) -> str:
-    """A time with its interval: "12.3 us ±0.4%"."""
+    """Returns a time with its interval: "12.3 us ±0.4%"."""
     from ridgeline.lab import units
 
     return f"{units.seconds(seconds['median'])} {units.spread(seconds)}"

@@ -1,4 +1,4 @@
-"""Figures as people read them: seconds, bytes, rates and shares as short text."""
+"""Formats figures for people: seconds, bytes, rates and shares as short text."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ DASH = "\N{EN DASH}"
 
 
 def digits(value: float) -> str:
-    """Three significant digits without an exponent: 0.0123, 1.23, 12.3, 123, 1230."""
+    """Returns three significant digits without an exponent: 0.0123, 1.23, 12.3, 123, 1230."""
     if value == 0:
         return "0"
     size = abs(value)
@@ -18,7 +18,7 @@ def digits(value: float) -> str:
 
 
 def scaled(value: float, unit: str) -> str:
-    """A value with a decimal prefix: scaled(3.02e12, "B/s") is "3.02 TB/s"."""
+    """Returns a value with a decimal prefix: scaled(3.02e12, "B/s") is "3.02 TB/s"."""
     power = 0
     while abs(value) >= 999.5 and power < len(PREFIXES) - 1:
         value, power = value / 1000, power + 1
@@ -26,7 +26,7 @@ def scaled(value: float, unit: str) -> str:
 
 
 def seconds(value: float) -> str:
-    """A time: 12.3 us, 4.56 ms, 7.89 s."""
+    """Returns a time such as 12.3 us, 4.56 ms or 7.89 s."""
     for scale, unit in ((1, "s"), (1e-3, "ms"), (1e-6, "us")):
         if value >= scale * 0.9995:
             return f"{digits(value / scale)} {unit}"
@@ -34,7 +34,7 @@ def seconds(value: float) -> str:
 
 
 def spread(figure: dict[str, float]) -> str:
-    """Half the width of a figure's 95% interval as a share of its median: "±0.4%"."""
+    """Returns half the width of a figure's 95% interval as a share of its median: "±0.4%"."""
     if not figure["median"]:
         return ""
     half = 50 * (figure["high"] - figure["low"]) / figure["median"]
@@ -42,7 +42,7 @@ def spread(figure: dict[str, float]) -> str:
 
 
 def size(value: float | None) -> str:
-    """Bytes with a binary prefix: 1.5 GiB."""
+    """Returns bytes with a binary prefix, such as 1.5 GiB."""
     if value is None:
         return DASH
     for power, unit in ((30, "GiB"), (20, "MiB"), (10, "KiB")):
@@ -52,15 +52,15 @@ def size(value: float | None) -> str:
 
 
 def percent(share: float) -> str:
-    """A share as a whole percentage; one place below 10%."""
+    """Returns a share as a whole percentage, with one decimal below 10%."""
     return f"{share:.1%}" if share < 0.0995 else f"{share:.0%}"
 
 
 def share(row: dict[str, Any]) -> str:
-    """A timed row's share of the roof; with a star where the work is small enough for the cache to help."""
+    """Returns a row's share of the roof, with a star if the working set is small enough for the cache to help."""
     return percent(row["share"]) + ("*" if row.get("cached") else "")
 
 
 def times(ratio: float) -> str:
-    """A ratio: "1.04x"; from ten on without places."""
+    """Returns a ratio such as "1.04x", without decimals from ten on."""
     return f"{ratio:.0f}x" if ratio >= 9.95 else f"{ratio:.2f}x" if ratio < 2 else f"{ratio:.1f}x"
