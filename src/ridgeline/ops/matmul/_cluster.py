@@ -1,4 +1,4 @@
-"""matmul on Hopper by clusters of blocks (cluster.cu): each loads a share of what several need, and the copy engine gives it to all of them."""
+"""matmul on Hopper by thread-block clusters (cluster.cu): each block loads a share of a tile, and TMA multicasts it."""
 
 from __future__ import annotations
 
@@ -16,8 +16,9 @@ from ridgeline.op import dtype_name
 from ridgeline.ops.matmul import _hopper
 
 KERNEL = CudaKernel(Path(__file__).with_name("cluster.cu"), "matmul_cluster", "PMMMiiiiii")
-STAGES = {256: 4, 128: 6, 64: 8}  # as many as shared memory holds, by BN
-# BN, DOWN, ACROSS: cycles of a step of 64 along K on an H100, where rows are whole lines of L2 and where most straddle two.
+STAGES = {256: 4, 128: 6, 64: 8}  # by BN: as many as fit in shared memory
+# By BN, DOWN, ACROSS: cycles per step of 64 along K on an H100, for rows aligned to L2 cache lines and for rows that
+# straddle two lines.
 STEPS = {
     (256, 2, 1): (1170, 1365),
     (256, 2, 2): (1140, 1318),
@@ -29,16 +30,19 @@ STEPS = {
 
 
 def refusal(a: torch.Tensor, b: torch.Tensor, *_: Any) -> str | None:
-    """Why clusters do not take these operands, or None."""
+    """Returns why clusters cannot take these operands, or None."""
     N = b.shape[-1] if b.dim() > 1 else 1
     if N % 8:
-        return f"the copy engine writes rows of whole 16 bytes, and a row of the result has {N} elements"
+        return f"TMA writes rows of a multiple of 16 bytes, but a row of the result has {N} elements"
     return _hopper.refusal(a, b)
 
 
 def rule(gpu: device.Device, batch: int, M: int, N: int, K: int, lines: float) -> tuning.Config:
-    """The tile and the cluster with the least cycles. lines: of L2 that a row of 128 bytes lies in on average, 1 to 2.
-    A wave is a tile for each block that runs at once, of clusters of four 30 times four on an H100; its ends take 2500 cycles."""
+    """Returns the tile and cluster shape with the fewest estimated cycles.
+
+    lines: L2 cache lines that a row of 128 bytes touches on average, 1 to 2. A wave is one tile for each resident
+    block (30 clusters of four on an H100); its prologue and epilogue take 2500 cycles.
+    """
 
     def cycles(way: tuple[int, int, int]) -> float:
         wide, down, across = way
@@ -59,7 +63,7 @@ def space() -> list[tuning.Config]:
 
 
 def fwd(y: torch.Tensor, a: torch.Tensor, b: torch.Tensor, precision: str) -> None:
-    """y = a b: a (B, M, K) or (M, K), b (B, K, N) or (K, N); y contiguous."""
+    """y = a @ b. a: (B, M, K) or (M, K); b: (B, K, N) or (K, N); y: contiguous."""
     y = y[None] if y.dim() == 2 else y
     (batch, M, N), K, gpu = y.shape, a.shape[-1], device.of(y)
     (a, a_by_k), (b, b_by_k) = _hopper.by_k(a), _hopper.by_k(b.mT)
@@ -71,9 +75,8 @@ def fwd(y: torch.Tensor, a: torch.Tensor, b: torch.Tensor, precision: str) -> No
     left = TensorMap(a, (1, 128 // across, 64) if a_by_k else (1, 64 // across, 64), 128)
     right = TensorMap(b, (1, wide // down, 64) if b_by_k else (1, 64 // down, 64), 128)
     tiles = triton.cdiv(M, 128 * down), triton.cdiv(N, wide * across), batch
-    clusters = max(
-        1, min(tiles[0] * tiles[1] * batch, resident_clusters(gpu, down * across))
-    )  # of none the driver says why
+    # At least one: if none fits, the driver's error says why.
+    clusters = max(1, min(tiles[0] * tiles[1] * batch, resident_clusters(gpu, down * across)))
     numbers = *tiles, triton.cdiv(K, 64), int(a.shape[0] > 1), int(b.shape[0] > 1)
     facts: dict[str, Any] = {
         "BFLOAT16": int(a.dtype == torch.bfloat16),

@@ -1,4 +1,4 @@
-"""What follows a product before its sums are rounded: a bias, an activation, a residual; and how backward undoes an activation."""
+"""Epilogues of matrix products on float32 sums: bias, activation and residual; and the backward of an activation."""
 
 from typing import Any
 
@@ -44,7 +44,10 @@ def slope(x, ACTIVATION: tl.constexpr, dtype: tl.constexpr):
 
 @triton.jit
 def finish(x, z, y, bias, residual, m, n, M, N, first, ACTIVATION: tl.constexpr):
-    """Rows m and columns n of y, and of z what the activation is taken of, from their sums; `first` is what their matrix begins at."""
+    """Stores rows m and columns n of y, and of z (the activation's input), from the sums x.
+
+    first: offset of their matrix in the batch.
+    """
     if bias is not None:
         x += tl.load(bias + n, mask=n < N, other=0.0).to(tl.float32)[None, :]
     if z is not None:
@@ -73,7 +76,7 @@ def _sum(
     size = tl.cast(size, tl.int64)
     at = sums + batch * M * pitch + m[:, None].to(tl.int64) * pitch + n[None, :]
     x = tl.zeros((ROWS, COLUMNS), tl.float32)
-    for part in range(0, parts, 4):  # four loads on their way at once
+    for part in range(0, parts, 4):  # four loads in flight
         x0 = tl.load(at, mask=here, other=0.0)
         x1 = tl.load(at + size, mask=here & (part + 1 < parts), other=0.0)
         x2 = tl.load(at + 2 * size, mask=here & (part + 2 < parts), other=0.0)
@@ -87,10 +90,10 @@ def add_up(
     y: torch.Tensor, sums: torch.Tensor, z: torch.Tensor | None = None, bias: torch.Tensor | None = None,
     residual: torch.Tensor | None = None, activation: str = "",
 ) -> None:  # fmt: skip
-    """y (batch, M, N) from the sums (parts, batch, M, pitch) of the parts of K, added in order."""
+    """Adds the partial sums (parts, batch, M, pitch) over the parts of K, in order, into y (batch, M, N)."""
     parts, batch, M, pitch = sums.shape
     N = y.shape[-1]
-    tile = 2048 if batch * M * N >= 1 << 20 else 512  # where there is little, so that all processors have some
+    tile = 2048 if batch * M * N >= 1 << 20 else 512  # smaller tiles keep every multiprocessor busy on small outputs
     columns = min(tile // 2, triton.next_power_of_2(N))
     rows = tile // columns
     grid = triton.cdiv(M, rows) * triton.cdiv(N, columns), batch
@@ -125,31 +128,20 @@ def _ungate(dz, dup, dy, z, up, size, BLOCK: tl.constexpr, ACTIVATION: tl.conste
 
 
 def gate(y: torch.Tensor, z: torch.Tensor, up: torch.Tensor, activation: str) -> None:
-    """y = activation(z) up; all contiguous."""
+    """y = activation(z) * up; all contiguous."""
     launch(_gate, (triton.cdiv(z.numel(), 1024),), y, z, up, z.numel(), BLOCK=1024, ACTIVATION=activation, num_warps=4)
 
 
 def ungate(
     dz: torch.Tensor, dup: torch.Tensor, dy: torch.Tensor, z: torch.Tensor, up: torch.Tensor, activation: str
 ) -> None:
-    """dup = dy activation(z), dz = dy up times the activation's slope at z; all contiguous."""
-    launch(
-        _ungate,
-        (triton.cdiv(z.numel(), 1024),),
-        dz,
-        dup,
-        dy,
-        z,
-        up,
-        z.numel(),
-        BLOCK=1024,
-        ACTIVATION=activation,
-        num_warps=4,
-    )
+    """dup = dy * activation(z) and dz = dy * up * activation'(z); all contiguous."""
+    tensors, blocks = (dz, dup, dy, z, up), triton.cdiv(z.numel(), 1024)
+    launch(_ungate, (blocks,), *tensors, z.numel(), BLOCK=1024, ACTIVATION=activation, num_warps=4)
 
 
 def undo(dz: torch.Tensor, dy: torch.Tensor, z: torch.Tensor, activation: str) -> None:
-    """dz = dy times the activation's slope at z; all contiguous."""
+    """dz = dy * activation'(z); all contiguous."""
     launch(
         _slope, (triton.cdiv(z.numel(), 1024),), dz, dy, z, z.numel(), BLOCK=1024, ACTIVATION=activation, num_warps=4
     )

@@ -1,4 +1,4 @@
-"""gemv by CUDA C++ (gemv.cu): the ladder of warps that take rows, and blocks that stay and have the copy engine read for them."""
+"""gemv in CUDA C++ (gemv.cu): implementations with rows per warp, and persistent blocks fed by bulk copies (TMA)."""
 
 from __future__ import annotations
 
@@ -18,21 +18,18 @@ from ridgeline.op import Op, dtype_name
 
 FILE = Path(__file__).with_name("gemv.cu")
 ROWS, BULK = CudaKernel(FILE, "gemv_rows", "PPPqqqq"), CudaKernel(FILE, "gemv_bulk", "PPPqiqq")
-MANY, VECTOR = 4, 128 << 10  # rows of x at most, and bytes of them in float32
-FEWEST, SHORTEST = (
-    1024,
-    2048,
-)  # rows of a, and bytes of a row, from which a block for every multiprocessor has enough to do
+MANY, VECTOR = 4, 128 << 10  # at most so many rows of x, and so many bytes of them in float32
+FEWEST, SHORTEST = 1024, 2048  # at least so many rows of a, of so many bytes: fewer leave multiprocessors idle
 
 
 def _x_in_packs(x: torch.Tensor) -> torch.Tensor:
-    """x with rows that are contiguous and begin at 16 bytes: itself, or a copy."""
+    """Returns x, or a copy of it, with contiguous rows that begin at multiples of 16 bytes."""
     strided = x.stride(-1) != 1 or (x.dim() == 2 and x.stride(0) * x.element_size() % 16)
     return x.clone(memory_format=torch.contiguous_format) if strided or x.data_ptr() % 16 else x
 
 
 def _rows(pack: bool, short: bool, y: torch.Tensor, _: torch.Tensor, a: torch.Tensor, x: torch.Tensor) -> None:
-    """Rows by warps; pack: 16 bytes a load; short: by as many lanes as a row has packs."""
+    """One warp per row. pack: 16 bytes per load. short: as many lanes per row as it has packs."""
     (N, K), each = a.shape, 16 // a.element_size() if pack else 1
     x = _x_in_packs(x)
     lanes = min(32, triton.next_power_of_2(max(1, K // each))) if short else 32
@@ -49,12 +46,12 @@ def _rows(pack: bool, short: bool, y: torch.Tensor, _: torch.Tensor, a: torch.Te
 
 
 def _complex(y: torch.Tensor, parts: torch.Tensor, a: torch.Tensor, x: torch.Tensor) -> None:
-    """Four numbers a load where rows of a are whole packs, else one."""
+    """Four complex numbers per load if rows of a are whole packs, else one."""
     _rows(_in_packs(a) is None, False, y, parts, a, x)
 
 
 def _shared(c: tuning.Config, many: int, K: int) -> int:
-    """Bytes of a block's rings, barriers and x."""
+    """Returns the bytes of a block's rings, barriers and x in shared memory."""
     ring = c["WARPS"] * c["STAGES"] * c["ROWS"] * c["PIECE"]
     return ring + triton.cdiv(c["WARPS"] * c["STAGES"] * 8, 16) * 16 + 4 * many * K
 
@@ -67,8 +64,7 @@ def _bulk(y: torch.Tensor, _: torch.Tensor, a: torch.Tensor, x: torch.Tensor) ->
         return _shared(c, many, K) <= gpu.shared_memory - 1024
 
     def rule() -> tuning.Config:
-        """128 KiB on their way to a multiprocessor, or what x leaves; from two rows of x on two rows of a at once, which share what is read
-        of x."""
+        """128 KiB in flight per multiprocessor, or what x leaves; two rows of a share the reads of several of x."""
         c = {"WARPS": 8, "ROWS": 1 if many == 1 else 2, "PIECE": 2048}
         return c | {"STAGES": max(s for s in range(2, 9 if many == 1 else 5) if s == 2 or fits(c | {"STAGES": s}))}
 
@@ -103,7 +99,7 @@ def _bulk(y: torch.Tensor, _: torch.Tensor, a: torch.Tensor, x: torch.Tensor) ->
 
 
 def _in_rows(a: torch.Tensor, *_: Any) -> str | None:
-    return None if a.stride(1) == 1 or a.shape[1] < 2 else "it reads rows of a, which must be contiguous"
+    return None if a.stride(1) == 1 or a.shape[1] < 2 else "the rows of a must be contiguous"
 
 
 def _in_packs(a: torch.Tensor, *_: Any) -> str | None:
@@ -111,22 +107,22 @@ def _in_packs(a: torch.Tensor, *_: Any) -> str | None:
     return _in_rows(a) or (
         None
         if whole and a.data_ptr() % 16 == 0
-        else "it reads whole 16 bytes: rows of a must begin and end at multiples of 16 bytes"
+        else "it reads 16 bytes at a time: rows of a must begin and end at multiples of 16 bytes"
     )
 
 
 def _short(a: torch.Tensor, *_: Any) -> str | None:
     return _in_packs(a) or (
-        None if a.shape[1] * a.element_size() <= 256 else "it is for rows of at most 256 bytes, half a warp's or less"
+        None if a.shape[1] * a.element_size() <= 256 else "it takes rows of at most 256 bytes, half a warp's load"
     )
 
 
 def _fits_bulk(a: torch.Tensor, x: torch.Tensor) -> str | None:
     (N, K), many = a.shape, x.shape[0] if x.dim() == 2 else 1
     if N < FEWEST or K * a.element_size() < SHORTEST:
-        return f"it takes {FEWEST} rows of {SHORTEST} bytes or more: of fewer and shorter ones too little is on its way"
+        return f"it takes at least {FEWEST} rows of at least {SHORTEST} bytes; less keeps too few bytes in flight"
     if not 0 < many <= MANY or 4 * many * K > VECTOR:
-        return f"it keeps x in shared memory as float32: at most {MANY} rows, in {VECTOR} bytes"
+        return f"it keeps x in shared memory as float32: at most {MANY} rows and {VECTOR} bytes"
     return _in_packs(a)
 
 
@@ -135,21 +131,21 @@ FULL = "smsp__thread_inst_executed_pred_on_per_inst_executed.ratio"
 
 
 def ladder(op: Op, by_triton: Callable[..., None]) -> None:
-    """Registers the rungs before Triton's. A gradient's product is with a transposed a, whose rows are columns: it is Triton's."""
+    """Registers the implementations before Triton's. Triton's kernel is the backward, which reads a by columns."""
 
     def rung(name: str, idea: str, launcher: Any, supports: Any, **facts: Any) -> None:
         op.kernel(name, idea, kind="cuda", fwd=launcher, bwd=by_triton, supports=supports, **facts)
 
     rung(
         "cuda_warp",
-        "a warp per row, an element a lane: neighbouring lanes read neighbouring addresses",
+        "one warp per row, one element per lane: coalesced reads",
         partial(_rows, False, False),
         _in_rows,
         counter=ISSUED,
     )
     rung(
         "cuda_packed",
-        "16 bytes a load: a quarter of the loads of float32, an eighth in half precision",
+        "16 bytes per load: a quarter of the loads in float32, an eighth in half precision",
         partial(_rows, True, False),
         _in_packs,
         gain=1.1,
@@ -165,7 +161,7 @@ def ladder(op: Op, by_triton: Callable[..., None]) -> None:
     )
     rung(
         "cuda_complex",
-        "complex halves: four numbers of two halves in a load of 16 bytes, four multiplications each",
+        "complex32: four numbers per load of 16 bytes, four multiplications each",
         _complex,
         _in_rows,
         dtypes=("complex32",),
@@ -174,10 +170,10 @@ def ladder(op: Op, by_triton: Callable[..., None]) -> None:
 
 
 def best(op: Op, by_triton: Callable[..., None]) -> None:
-    """Registers the rung after Triton's."""
+    """Registers the implementation after Triton's."""
     op.kernel(
         "cuda_bulk",
-        "blocks that stay: warps read rows from rings in shared memory that the copy engine fills, 128 KiB on their way a multiprocessor",
+        "persistent blocks: warps read rows from shared-memory rings filled by TMA, 128 KiB in flight per SM",
         kind="cuda",
         fwd=_bulk,
         bwd=by_triton,

@@ -1,13 +1,14 @@
-"""The rung `gluon` of the matrix products: Hopper, by warps with parts of their own.
+"""The implementation `gluon` of the matrix products: persistent, warp-specialised kernels for Hopper.
 
-One warp fetches tiles of a and b by the copy engine (TMA) into a ring of shared memory; two groups of four warps share a tile of b, have
-rows of a each, and keep their sums in registers. Programs stay: while one group turns its sums into results and sends them off, in
-chunks of 128 bytes a row, the other multiplies and the ring fills for the next tile. For that the second begins LAG steps of K behind
-the first, and stays behind. Edges are the engine's: zeros are read beyond them, and nothing is written there.
+One producer warp loads tiles of a and b with TMA into a ring in shared memory. Two consumer warpgroups share a tile of
+b, own half of a's rows each, and keep their sums in registers. While one group stores its results, in chunks of 128
+bytes per row, the other multiplies, and the ring fills for the next tile. To overlap that way, the second group starts
+LAG steps of K after the first. TMA handles the edges: it reads zeros beyond them and writes nothing there.
 
-Where tiles would leave multiprocessors idle, K is split: each part's sums go to memory in float32, and a second kernel adds them up in order.
-With two right sides (a gated unit) half of b's tile is of either, so that the products are the same and only their ends meet.
-Source: the scheme is that of CUTLASS's warp-specialised persistent kernels (NVIDIA, 2023), there with pairs of blocks that share loads.
+If there are too few tiles for all multiprocessors, K is split: partial sums go to memory in float32, and a second
+kernel adds them in order. For a gated unit, half of b's tile comes from each of the two right-hand sides: the products
+are the same, and only the epilogue combines them.
+Source: CUTLASS's warp-specialised persistent kernels (NVIDIA, 2023), which also share loads between pairs of blocks.
 """
 
 from math import gcd
@@ -38,13 +39,15 @@ _reinterpret: gl.constexpr = (
     getattr(gl.shared_memory_descriptor, "reinterpret", None) or gl.shared_memory_descriptor._reinterpret
 )
 _store: gl.constexpr = getattr(tma, "async_store", None) or tma.async_copy_shared_to_global
-GROUPS = gl.constexpr(2)  # of four warps, which multiply
+GROUPS = gl.constexpr(2)  # consumer groups of four warps
 
 
 @aggregate
 class Tiles:
-    """Which tiles a program computes: every so many-th, in bands of GROUP rows of tiles, so that those that run share what L2 holds; all
-    tiles of a part of K before the next part's, all of a matrix of the batch before the next one's."""
+    """The tiles that a program computes: every num_programs-th, in bands of GROUP rows of tiles for reuse in L2.
+
+    The order is by matrix of the batch, then by part of K, then by tile.
+    """
 
     M: gl.tensor
     N: gl.tensor
@@ -72,7 +75,7 @@ class Tiles:
 
     @gluon.jit
     def place(self, t):
-        """A tile's first row and column, its matrix in the batch, its part, and the steps of K from and up to which that goes."""
+        """Returns a tile's first row and column, its matrix, its part of K, and that part's steps [low, high)."""
         down, across = gl.cdiv(self.M, self.BM), gl.cdiv(self.N, self.BN)
         layer = t // (down * across)
         t -= layer * (down * across)
@@ -86,7 +89,7 @@ class Tiles:
 
 @aggregate
 class Ring:
-    """Steps of K in shared memory, for each a tile of b (or two halves) and of each group's rows of a; one warp fills, the groups free."""
+    """A ring of steps of K in shared memory: a tile of b (or two halves) and each group's rows of a per step."""
 
     a: gl.shared_memory_descriptor
     b: gl.shared_memory_descriptor
@@ -108,14 +111,14 @@ class Ring:
 
     @gluon.jit
     def after(self, place, odd):
-        """The next place, and whether its round is odd."""
+        """Returns the next place, and whether its round is odd."""
         place += 1
         end = place == self.STAGES
         return gl.where(end, 0, place), odd ^ end.to(gl.int32)
 
     @gluon.jit
     def multiply(self, place, odd, acc, ME: gl.constexpr, ADD: gl.constexpr):
-        """Starts the products of a step, once it is there."""
+        """Waits for a step's tiles and starts their products."""
         mbarrier.wait(self.ready.index(place), odd)
         return warpgroup_mma(self.left(place, ME), self.right(place), acc, use_acc=ADD, is_async=True)
 
@@ -127,7 +130,7 @@ class Ring:
 
     @gluon.jit
     def right(self, place, PIECE: gl.constexpr = 0, PIECES: gl.constexpr = 1):
-        """All of a step's columns, or one of so many equal pieces of them."""
+        """Returns a step's columns, or one of PIECES equal parts of them."""
         shape: gl.constexpr = _shared_out(self.b.type.shape, self.STAGES, PIECES, self.B_BY_K)
         b = _reinterpret(self.b, self.b.dtype, shape, self.b.type.layout).index(place * PIECES + PIECE)
         b = b.reshape([b.shape[1], b.shape[2]])
@@ -135,7 +138,7 @@ class Ring:
 
     @gluon.jit
     def add_up(self, place, odd, sums, low, high, ME: gl.constexpr):
-        """The sums of steps from `low` up to `high`, of which the first is started, and the place after them."""
+        """Returns the sums over steps [low, high), whose first is already started, and the ring's next place."""
         acc = warpgroup_mma_wait(1, deps=(sums,))
         for _ in range(low + 1, high):
             before = place
@@ -155,7 +158,7 @@ class Ring:
 
 @gluon.constexpr_function
 def _shared_out(shape, stages, pieces, by_k):
-    """The shape of a ring of which a step's tiles, joined, make so many: rows, or columns 128 bytes at a time, lie one after another."""
+    """Returns a ring's shape with the `pieces` tiles of a step joined: rows, or columns by 128 bytes, are adjacent."""
     many = shape[0] // stages
     return (
         [stages * pieces, 1, many * shape[2] // pieces, shape[3]]
@@ -166,7 +169,7 @@ def _shared_out(shape, stages, pieces, by_k):
 
 @gluon.jit
 def _ring(a, b, up, STAGES: gl.constexpr, A_BY_K: gl.constexpr, B_BY_K: gl.constexpr, MORE: gl.constexpr = 0):
-    """MORE: arrivals at a step beside the fetching warp's."""
+    """Makes the ring. MORE: arrivals at a step besides the producer warp's."""
     ready = gl.allocate_shared_memory(gl.int64, [STAGES, 1], mbarrier.MBarrierLayout())
     free = gl.allocate_shared_memory(gl.int64, [STAGES, 1], mbarrier.MBarrierLayout())
     for n in gl.static_range(STAGES):
@@ -184,10 +187,10 @@ def _at(batch, line, k, BY_K: gl.constexpr):
 
 @gluon.jit
 def _fetch(a, b, up, a_step, b_step, ring, tiles):
-    """The warp that fills the ring. A matrix that the whole batch shares has a step of 0."""
+    """The producer warp, which fills the ring. A matrix shared by the whole batch has a step of 0."""
     ROWS: gl.constexpr = tiles.BM // GROUPS
     HALVES: gl.constexpr = 1 if up is None else 2
-    BK: gl.constexpr = a.block_type.shape[2 if ring.A_BY_K else 1]  # rows of 128 bytes, over which the engine swizzles
+    BK: gl.constexpr = a.block_type.shape[2 if ring.A_BY_K else 1]  # rows of 128 bytes, TMA's swizzle
     place, odd = 0, 0
     for t in range(gl.program_id(0), tiles.count(), gl.num_programs(0)):
         m, n, batch, _part, low, high = tiles.place(t)
@@ -210,25 +213,27 @@ def _fetch(a, b, up, a_step, b_step, ring, tiles):
 
 @gluon.jit
 def _chunks(x, COUNT: gl.constexpr):
-    """A tensor's columns in so many pieces."""
+    """Splits a tensor's columns into COUNT equal pieces."""
     if COUNT == 1:
         return (x,)
-    else:  # the compiler reads on past a return
+    else:  # the compiler also compiles what follows a return
         left, right = gl.split(gl.permute(gl.reshape(x, [x.shape[0], 2, x.shape[1] // 2]), (0, 2, 1)))
         return _chunks(left, COUNT // 2) + _chunks(right, COUNT // 2)
 
 
 @gluon.jit
 def _share(u):
-    """1 / (1 + 2^u), as exactly as results of 16 bits can tell, in three instructions: a division and an exponential of Triton's are nine."""
+    """Returns 1 / (1 + 2^u), exact enough for 16-bit results, in three instructions instead of Triton's nine."""
     code: gl.constexpr = "{.reg .f32 e; ex2.approx.ftz.f32 e, $1; add.f32 e, e, 0f3F800000; rcp.approx.ftz.f32 $0, e;}"
     return gl.inline_asm_elementwise(code, "=f,f", [u], dtype=gl.float32, is_pure=True, pack=1)
 
 
 @gluon.jit
 def _activate(x, ACTIVATION: gl.constexpr):
-    """gelu is x P(Z <= x), and P(Z <= x) = 1 / (1 + 2^(x q)) where q is a polynomial in x^2: fitted up to |x| = 5.6 to 3.5e-5 of the
-    smaller tail and 2e-9; beyond, the tail is less than the true one."""
+    """gelu(x) = x P(Z <= x), with P(Z <= x) = 1 / (1 + 2^(x q)) and q a polynomial in x^2.
+
+    q is fitted for |x| up to 5.6, to 3.5e-5 of the smaller tail and 2e-9 absolute; beyond, the tail is underestimated.
+    """
     if ACTIVATION == "silu":
         x *= _share(x * -1.4426950408889634)
     elif ACTIVATION == "gelu_tanh":
@@ -243,8 +248,10 @@ def _activate(x, ACTIVATION: gl.constexpr):
 
 @gluon.jit
 def _send(out, y, x, board, batch, m, n, M, N, PENDING: gl.constexpr):
-    """Has the engine write a chunk from a board, when at most so many that it was sent before are still there. To a tensor whose rows it
-    cannot take the threads write, rows together."""
+    """Stores a chunk through a board in shared memory with TMA, once at most PENDING earlier stores are under way.
+
+    If TMA cannot take the tensor's rows (out is None), the threads store them instead, coalesced.
+    """
     ROWS: gl.constexpr = board.type.shape[1]
     CHUNK: gl.constexpr = board.type.shape[2]
     flat = board.reshape([ROWS, CHUNK])
@@ -266,7 +273,7 @@ def _multiply(
     ME: gl.constexpr, y, out, z, z_up, bias, residual, ring, boards, arrived, tiles, ACTIVATION: gl.constexpr,
     LAG: gl.constexpr, GATED: gl.constexpr
 ):  # fmt: skip
-    """A group of warps: its rows of all tiles of this program. On `boards`, some for each group, results wait for the engine."""
+    """A consumer group: its rows of all tiles of this program. boards: staging buffers for its TMA stores."""
     ROWS: gl.constexpr = tiles.BM // GROUPS
     WIDE: gl.constexpr = tiles.BN * (2 if GATED else 1)
     CHUNK: gl.constexpr = boards.type.shape[3]
@@ -274,7 +281,8 @@ def _multiply(
     BOARDS: gl.constexpr = boards.type.shape[0] // GROUPS
     KEPT: gl.constexpr = 0 if z is None else 2 if GATED else 1
     gl.static_assert(
-        CHUNKS * (KEPT + 1) % BOARDS == 0, "a tile must end with the last board, for the next one begins with the first"
+        CHUNKS * (KEPT + 1) % BOARDS == 0,
+        "a tile must end with the last board, since the next one begins with the first",
     )
     PENDING: gl.constexpr = 0 if KEPT > 0 and residual is not None else BOARDS - 1
     layout: gl.constexpr = gl.NVMMADistributedLayout(version=[3, 0], warps_per_cta=[4, 1], instr_shape=[16, WIDE, 16])
@@ -288,7 +296,7 @@ def _multiply(
             mbarrier.wait(ring.ready.index(gl.minimum(ME * LAG, high - low - 1)), 0)
         acc = gl.zeros([ROWS, WIDE], gl.float32, layout)
         sums = ring.multiply(place, odd, acc, ME, False)
-        if residual is not None:  # comes while the products are made
+        if residual is not None:  # loaded during the products
             tma.store_wait(0)
             mbarrier.expect(arrived.index(ME), CHUNKS * residual.block_type.nbytes)
             for c in gl.static_range(CHUNKS):
@@ -355,7 +363,7 @@ def _fwd(
 
 
 def whole(t: torch.Tensor) -> bool:
-    """Whether the copy engine can see a tensor, its last dimension contiguous: it begins at a multiple of 16 bytes, its rows too."""
+    """Returns whether TMA can address t: contiguous rows that begin at multiples of 16 bytes."""
     steps = [(n, s * t.element_size()) for n, s in zip(t.shape, t.stride(), strict=True) if n > 1]
     last = t.shape[-1] > 1 and steps.pop()[1] != t.element_size()
     return (
@@ -367,26 +375,26 @@ def whole(t: torch.Tensor) -> bool:
 
 
 def refusal(a: torch.Tensor, b: torch.Tensor, *_: Any, **__: Any) -> str | None:
-    """Why the copy engine does not take these operands as they are, or None."""
+    """Returns why TMA cannot load these operands in place, or None."""
     for name, t in (("a", a), ("b", b)):
         t = t if t.dim() > 1 else t[None] if name == "a" else t[:, None]
         if not (whole(t) or whole(t.mT)):
             return (
-                f"it copies whole 16 bytes: {name} must begin at a multiple of 16 bytes, and so must its rows or its columns, "
-                f"one of which is contiguous; it has shape {tuple(t.shape)} and strides {t.stride()}"
+                f"it copies 16 bytes at a time: {name} must begin at a multiple of 16 bytes, and so must each of its "
+                f"rows or columns, which must be contiguous; its shape is {tuple(t.shape)}, its strides {t.stride()}"
             )
     return empty(a, b)
 
 
 def by_k(t: torch.Tensor) -> tuple[torch.Tensor, bool]:
-    """A matrix (batch, lines, K) as the copy engine sees it, one for the whole batch if it is shared, and whether its rows are along K."""
+    """Returns (batch, lines, K) as TMA addresses it, with batch 1 if shared, and whether its rows run along K."""
     t = t[None] if t.dim() == 2 else t
     t = t[:1] if t.stride(0) == 0 else t
     return (t, True) if whole(t) else (t.mT, False)
 
 
 def begins(t: torch.Tensor) -> int:
-    """Bytes that every row of t begins at a multiple of, up to 128: rows of 128 that begin at less lie in two lines of L2 each."""
+    """Returns the alignment of t's rows in bytes, up to 128; below it, 128 bytes of a row straddle two cache lines."""
     return gcd(t.stride(-2) * t.element_size(), 128) if t.shape[-2] > 1 else 128
 
 
@@ -395,9 +403,11 @@ def product(
     z_up: torch.Tensor | None = None, bias: torch.Tensor | None = None, residual: torch.Tensor | None = None,
     activation: str = ""
 ) -> None:  # fmt: skip
-    """y = activation(a b + bias) + residual, or activation(a b) (a up): a (batch, M, K), b and up (batch, K, N), all or each without batch,
-    `whole` as they are or transposed, b and up alike; y, residual, z (what the activation is taken of) and z_up (a up) contiguous (batch, M, N).
-    z, z_up and residual are `whole`."""
+    """y = activation(a @ b + bias) + residual, or activation(a @ b) * (a @ up).
+
+    a: (batch, M, K); b, up: (batch, K, N), any of them without batch; `whole`, or transposed so, b and up alike.
+    y, residual, z (the activation's input) and z_up (a @ up): (batch, M, N), contiguous; the last three `whole`.
+    """
     y = y[None] if y.dim() == 2 else y
     (batch, M, N), K, gpu = y.shape, a.shape[-1], device.of(y)
     given: dict[str, Any] = {"gated": up is not None, "more": residual is not None, "kept": z is not None}
@@ -424,9 +434,8 @@ def product(
     rows, wide = made["ROWS"], made["BN"] // (2 if up is not None else 1)
 
     def board(t: torch.Tensor | None) -> TensorMap | None:
-        if (
-            t is None or not whole(t) or t.shape[-1] * t.element_size() % 16
-        ):  # of a row alone the engine would write whole 16 bytes
+        # `whole` allows a single row of any length, but TMA writes multiples of 16 bytes.
+        if t is None or not whole(t) or t.shape[-1] * t.element_size() % 16:
             return None
         return TensorMap(t[None] if t.dim() == 2 else t, (1, rows, 128 // t.element_size()), 128)
 
@@ -435,48 +444,40 @@ def product(
     rights = [None if t is None else TensorMap(t, box, 128) for t in (b, None if up is None else by_k(up.mT)[0])]
     tiles = triton.cdiv(M, 2 * rows) * triton.cdiv(N, wide) * parts * batch
     numbers = M, N, triton.cdiv(K, 64), batch, parts, int(a.shape[0] > 1), int(b.shape[0] > 1)
-    facts: dict[str, Any] = {
-        "A_BY_K": a_by_k,
-        "B_BY_K": b_by_k,
-        **made,
-        "ACTIVATION": activation,
-        "num_warps": 4,
-        "maxnreg": 168,
-    }
+    facts: dict[str, Any] = {"A_BY_K": a_by_k, "B_BY_K": b_by_k, **made, "ACTIVATION": activation}
+    facts |= {"num_warps": 4, "maxnreg": 168}
     maps = board(result), board(z), board(z_up), bias, board(residual), left, *rights
     launch(_fwd, (min(tiles, gpu.multiprocessors),), result, *maps, *numbers, **facts)
     if parts > 1:
         add_up(y, sums, **epilogue)
 
 
-TILES = (
-    (64, 256, 4, 2),
-    (128, 128, 4, 1),
-    (64, 128, 6, 2),
-    (64, 64, 8, 1),
-)  # ROWS, BN, STAGES, BOARDS: as much as shared memory holds
+# ROWS, BN, STAGES, BOARDS: as many as fit in shared memory.
+TILES = ((64, 256, 4, 2), (128, 128, 4, 1), (64, 128, 6, 2), (64, 64, 8, 1))
 SPLITS = (1, 2, 3, 4, 6, 8, 12, 16, 24, 32)
 
 
 def _tiles(gated: bool) -> tuple[tuple[int, int, int, int], ...]:
-    """Half of a gated unit's tile is a chunk of 64 at least."""
+    """Returns the tiles; half of a gated unit's tile must be a chunk of at least 64 columns."""
     return TILES[:-1] if gated else TILES
 
 
 def _tile(rows: int, wide: int, stages: int, boards: int, more: bool, gated: bool = False) -> tuning.Config:
-    """A residual has boards for all of its tile, and a stage less; a tile of one chunk of results has one board. Bands are as high as makes a wave of 132 tiles the nearest to a square."""
-    made = {
-        "ROWS": rows,
-        "BN": wide,
-        "STAGES": stages - more,
-        "BOARDS": wide // 64 if more else min(boards, wide // (128 if gated else 64)),
-    }
+    """Returns a tile's configuration: a residual needs boards for its whole tile and leaves one stage less.
+
+    A tile of one chunk has one board. GROUP makes a wave of 132 tiles as close to a square as possible.
+    """
+    boards = wide // 64 if more else min(boards, wide // (128 if gated else 64))
+    made = {"ROWS": rows, "BN": wide, "STAGES": stages - more, "BOARDS": boards}
     return {**made, "LAG": min(2, stages - more - 2), "GROUP": 16 if wide > 2 * rows else 8}
 
 
-# Cycles that a multiprocessor waits for a row of 128 bytes from L2 while all of them load, by what rows begin at multiples of: its lines,
-# half lines, sectors of 32 bytes, or 16.
+# Cycles per 128-byte row from L2 while all multiprocessors load, by the alignment of rows in bytes: 128 is a cache
+# line, 32 a sector.
 ROW = {16: 4.4, 32: 3.5, 64: 2.9, 128: 2.4}
+# L2 bytes that tell Hopper cards with HBM3e (an H200: 60 MiB, 2400 bytes of memory a cycle) from those with HBM3 (an
+# H100: 50 MiB, 1700).
+FAST_MEMORY = 55 << 20
 
 
 def rule(
@@ -494,15 +495,19 @@ def rule(
     memory: int = 0,
     torn: int = 0,
 ) -> tuning.Config:
-    """The tile and the parts of K with the least cycles, as fitted to timings on an H100 (docs/notes/matmul.md). A step of K takes the
-    matrix units ROWS x BN / 16 cycles and an eighth more, its loads a ROW for each of their rows (`starts`: of a's and of b's), and
-    a small tile's wait for them 300 and more. Where a share of the multiprocessors loads, as in a last wave, L2 has more for each: a ROW
-    times that share to the power 0.4. All tiles together take no less than `memory`, bytes of operands and results, at 1700 a cycle (an H200's
-    2400); of the `torn` bytes, b's where its rows lie along N and straddle lines, a tile reads half a line more. A twentieth of the lesser of
-    the two comes on top.
-    A tile's ends take 3000 cycles, whatever its size; a second kernel 3000, a layer that it reads 500, and one for each 2200 bytes that the
-    parts write and it reads and writes. The groups have nothing to gain from starting apart where a program has one tile (it cost 5% at 1024),
-    nor where rows straddle lines (1%), and there bands of 8 tiles are up to 10% quicker than those of 16."""
+    """Returns the tile and the number of parts of K with the fewest estimated cycles, fitted on an H100.
+
+    docs/notes/matmul.md has the timings. A step of K costs the largest of three: ROWS x BN / 16 cycles of the matrix
+    units plus an eighth; a ROW for each row that it loads (`starts`: the alignment of a's and of b's rows); and, in
+    small tiles, a wait of 300 cycles and more. In a partial last wave each multiprocessor gets more of L2: a ROW times
+    the active share to the power 0.4.
+    All tiles take at least `memory` (bytes of operands and results) at 1700 bytes a cycle, 2400 on an H200. A tile
+    reads half a line more of `torn` bytes: b's, if its rows run along N and straddle cache lines. The larger of compute
+    and memory counts, plus a twentieth of the smaller.
+    A tile's prologue and epilogue take 3000 cycles. A second kernel takes 3000, plus 500 per part that it reads, plus
+    one for every 2200 bytes that the parts and it move. The groups start together (LAG 0) if a program has one tile or
+    if rows straddle cache lines, where bands of 8 tiles are also faster than bands of 16.
+    """
 
     def count(tile: tuple[int, int, int, int], parts: int) -> int:
         return triton.cdiv(M, 2 * tile[0]) * triton.cdiv(N * (2 if gated else 1), tile[1]) * batch * parts
@@ -517,7 +522,7 @@ def rule(
             )
             return steps * max(rows * wide / 14, loads, 300 + 1.27 * (2 * rows + wide)) + 3000
 
-        least = (memory + torn * (64 if gated else 32) / wide) / (2400 if gpu.large_l2 else 1700)
+        least = (memory + torn * (64 if gated else 32) / wide) / (2400 if gpu.l2 > FAST_MEMORY else 1700)
         whole, left = divmod(count(tile, parts), gpu.multiprocessors)
         added = 3000 + 500 * parts + 4 * batch * M * N * (2 * parts + 1) / 2200 if parts > 1 else 0
         waves = whole * wave(1) + (wave(left / gpu.multiprocessors) if left else 0)
@@ -540,7 +545,7 @@ def space(gated: bool, more: bool, kept: bool) -> list[tuning.Config]:
 
 
 def fwd(y: torch.Tensor, a: torch.Tensor, b: torch.Tensor, precision: str) -> None:
-    """y = a b: a (B, M, K) or (M, K), b (B, K, N) or (K, N); y contiguous."""
+    """y = a @ b. a: (B, M, K) or (M, K); b: (B, K, N) or (K, N); y: contiguous."""
     product(y, a, b)
 
 
@@ -551,23 +556,23 @@ def _align(out, t, rows, columns, pitch, t_batch, t_row, t_column, ROWS: tl.cons
     j = (tl.program_id(0) % across * COLUMNS + tl.arange(0, COLUMNS))[None, :].to(tl.int64)
     batch = (tl.program_id(0) // (down * across)).to(tl.int64)
     x = tl.load(t + batch * t_batch + i * t_row + j * t_column, mask=(i < rows) & (j < columns), other=0)
-    # Zeros up to the pitch, which no product reads: a mask that ends there lets a store be of 16 bytes, whatever the number of columns.
+    # Stores zeros up to the pitch, which no product reads: that mask allows 16-byte stores for any number of columns.
     tl.store(out + (batch * rows + i) * pitch + j, x, mask=(i < rows) & (j < pitch))
 
 
 def aligned(t: torch.Tensor) -> torch.Tensor:
-    """A matrix, or a batch of them, as it is where the copy engine takes it; else a copy."""
+    """Returns a matrix or batch of matrices as it is if TMA can load it, else an aligned copy."""
     return t if whole(t) or whole(t.mT) else copied(t.mT).mT if t.stride(-2) == 1 else copied(t)
 
 
 def copied(t: torch.Tensor) -> torch.Tensor:
-    """A copy whose rows begin at multiples of 16 bytes; of 128, which are lines of L2, where that adds little."""
+    """Returns a copy whose rows begin at multiples of 16 bytes, or of 128 (an L2 cache line) if they are long."""
     t = t[None] if t.dim() == 2 else t[:1] if t.stride(0) == 0 else t
     batch, rows, columns = t.shape
     size = t.element_size()
     whole_of = (128 if columns * size > 1024 else 16) // size
     copy = t.new_empty((batch, rows, triton.cdiv(columns, whole_of) * whole_of))
-    turned = t.stride(1) == 1 and t.stride(2) != 1  # read by columns: whole sectors of them too
+    turned = t.stride(1) == 1 and t.stride(2) != 1  # tall tiles read whole sectors of columns
     tile: dict[str, Any] = (
         {"ROWS": 64, "COLUMNS": 128, "num_warps": 8} if turned else {"ROWS": 16, "COLUMNS": 128, "num_warps": 4}
     )
@@ -577,9 +582,9 @@ def copied(t: torch.Tensor) -> torch.Tensor:
 
 
 def padded(y: torch.Tensor, a: torch.Tensor, b: torch.Tensor, precision: str) -> None:
-    """`fwd` of any strides."""
+    """`fwd` for any strides."""
     product(y, aligned(a), aligned(b))
 
 
 def empty(a: torch.Tensor, b: torch.Tensor, *_: Any, **__: Any) -> str | None:
-    return None if a.numel() and b.numel() else "it takes no size 0"
+    return None if a.numel() and b.numel() else "it takes no tensor with a size of 0"

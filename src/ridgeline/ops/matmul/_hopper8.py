@@ -1,11 +1,12 @@
-"""The rung `gluon` of the products of 8-bit numbers: `_hopper`'s warps with parts of their own, for what is multiplied by bytes.
+"""The implementation `gluon` of the 8-bit products: the warp-specialised scheme of `_hopper`, for int8 and fp8.
 
-A step is 128 of K, the same 128 bytes a row. The units take 8-bit operands by K alone, so rows of both, b's transposed, are along K.
-Whole numbers are added in int32, in the units' own registers over all of K, as `_hopper` adds float32. Sums of 8-bit floats must leave the
-units each step, for those keep some 14 bits: a group multiplies 128 of its columns, takes them over into float32 sums (times the scales of
-their blocks), and then its other 128. Meanwhile the other group's products run; for that the second starts half a step beside the first.
-Scales of blocks come into the ring beside the operands, by a warp of their own.
-Source: the promotion is DeepSeek-V3's (arXiv:2412.19437, section 3.3.2), by groups that run apart as in DeepGEMM (DeepSeek-AI, 2025).
+A step covers 128 of K, again 128 bytes per row. The matrix units take 8-bit operands along K only, so the rows of a and
+of b.T must run along K. int8 products accumulate in int32 over all of K, as `_hopper` does in float32. fp8 sums in the
+matrix units keep only about 14 bits, so each step promotes them to float32: a group multiplies 128 of its columns, adds
+them to float32 sums (times the scales of their blocks), then does its other 128. The other group multiplies meanwhile,
+since it starts half a step apart. A separate warp loads the scales of blocks into the ring.
+Source: the promotion is DeepSeek-V3's (arXiv:2412.19437, section 3.3.2); the staggered groups are as in DeepGEMM
+(DeepSeek-AI, 2025).
 """
 
 from typing import Any
@@ -31,29 +32,28 @@ from ridgeline.ops.matmul import _hopper
 from ridgeline.ops.matmul._hopper import GROUPS, Tiles, _chunks, _fetch, _ring, _send, whole
 from ridgeline.ops.matmul._scaled import BLOCK, add_columns, blocks, step, unlike
 
-_gather: gl.constexpr = (
-    getattr(async_copy, "async_load", None) or async_copy.async_copy_global_to_shared
-)  # Triton 3.9 renamed it
+# Triton 3.9 renamed it.
+_gather: gl.constexpr = getattr(async_copy, "async_load", None) or async_copy.async_copy_global_to_shared
 
 DEEP = gl.constexpr(BLOCK)
 
 
 @gluon.jit
 def _across(t, at, N, t_step, x):
-    """Numbers for the columns of a tensor, from column `at` on; beyond the edge 0."""
+    """Loads a number per column, from column `at` on; 0 beyond the edge."""
     j = at + gl.arange(0, x.shape[1], gl.SliceLayout(0, x.type.layout))
     return gl.load(t + j.to(gl.int64) * t_step, mask=j < N, other=0)[None, :]
 
 
 @gluon.jit
 def _down(t, i, M, t_step):
-    """A number for each row; beyond the edge the last one's, for results that nobody writes."""
+    """Loads a number per row; beyond the edge the last one, for results that are never stored."""
     return gl.load(t + gl.minimum(i, M - 1).to(gl.int64) * t_step)
 
 
 @gluon.jit
 def _weigh(scale_a, scale_b, a_row, a_block, b_column, b_block, ring, left, right, tiles):
-    """The warp that brings each step's scales, of rows of a and of blocks of columns of b: `left` and `right`, in the ring's order."""
+    """The warp that loads each step's scales: `left` for rows of a, `right` for blocks of columns of b."""
     ROWS: gl.constexpr = left.type.shape[1]
     PIECES: gl.constexpr = right.type.shape[1]
     lanes: gl.constexpr = gl.BlockedLayout([1], [32], [1], [0])
@@ -77,24 +77,26 @@ def _add_floats(
     place, odd, low, high, left_scales, right_scales, ring, begun, begins, tiles, ME: gl.constexpr,
     PIECES: gl.constexpr, BLOCKS: gl.constexpr
 ):  # fmt: skip
-    """The float32 sums of a group's rows of a tile, in pieces by columns, and the ring's next place. BLOCKS: scales are by blocks of 128 of
-    K, and of 128 columns of b. begins: the step whose first products are under way when the other group starts, as `begun` tells it."""
+    """Returns the float32 sums of a group's rows of a tile, in pieces by columns, and the ring's next place.
+
+    BLOCKS: scales are per 128 of K and 128 columns of b. begins: the step at which `begun` releases the other group,
+    once its first products are under way.
+    """
     ROWS: gl.constexpr = tiles.BM // GROUPS
     WIDE: gl.constexpr = tiles.BN // PIECES
     gl.static_assert(WIDE <= DEEP, "a piece of a tile lies in one block of columns")
     layout: gl.constexpr = gl.NVMMADistributedLayout(version=[3, 0], warps_per_cta=[4, 1], instr_shape=[16, WIDE, 32])
     none = gl.zeros([ROWS, WIDE], gl.float32, layout)
     total, other, part = none, none, none
-    never = (
-        tiles.M < 0
-    )  # so that both pieces' products have the same registers: a constant would let the compiler give them two sets
+    # Not a constant, or the compiler would give the two pieces' products separate registers.
+    never = tiles.M < 0
     for k in range(low, high):
         mbarrier.wait(ring.ready.index(place), odd)
         left = ring.left(place, ME)
         part = warpgroup_mma(left, ring.right(place, 0, PIECES), part, use_acc=never, is_async=True)
         if ME == 0 and k == begins:
             mbarrier.arrive(begun.index(0), count=1)
-        if BLOCKS:  # read while products are made
+        if BLOCKS:  # loaded during the products
             rows = left_scales.index(place * GROUPS + ME).load(gl.SliceLayout(1, layout))
             scale = rows * right_scales.index(place).slice(0, 1).load(gl.SliceLayout(1, layout))
         part = warpgroup_mma_wait(0, deps=(part,))
@@ -102,7 +104,7 @@ def _add_floats(
             ring.give(place)
         total += part * scale[:, None] if BLOCKS else part
         if PIECES == 2:
-            # waits for nothing: keeps the compiler from taking over later, when both pieces' products would need registers
+            # Waits for nothing: keeps the compiler from adding later, when both pieces' products would need registers.
             total, part = warpgroup_mma_wait(0, deps=(total, part))
             part = warpgroup_mma(left, ring.right(place, 1, PIECES), part, use_acc=never, is_async=True)
             if BLOCKS:
@@ -119,14 +121,16 @@ def _multiply(
     ME: gl.constexpr, y, out, scale_a, scale_b, zero_a, sums, bias, a_row, b_column, zero_step, bias_step, left_scales,
     right_scales, ring, boards, begun, tiles, LAG: gl.constexpr, BLOCKS: gl.constexpr
 ):  # fmt: skip
-    """A group of warps: its rows of all tiles of this program. Scales of rows and columns are asked for as a tile begins, a number or two a
-    thread, and lie in shared memory as it ends."""
+    """A consumer group: its rows of all tiles of this program.
+
+    Scales of rows and columns are loaded as a tile begins, one or two numbers per thread, and used as it ends.
+    """
     ROWS: gl.constexpr = tiles.BM // GROUPS
     CHUNK: gl.constexpr = boards.type.shape[3]
     CHUNKS: gl.constexpr = tiles.BN // CHUNK
     BOARDS: gl.constexpr = boards.type.shape[0] // GROUPS
     gl.static_assert(
-        CHUNKS % BOARDS == 0, "a tile must end with the last board, for the next one begins with the first"
+        CHUNKS % BOARDS == 0, "a tile must end with the last board, since the next one begins with the first"
     )
     WHOLE: gl.constexpr = ring.a.dtype == gl.int8
     PIECES: gl.constexpr = 2 if tiles.BN > DEEP and not WHOLE else 1
@@ -143,7 +147,7 @@ def _multiply(
                 mbarrier.wait(ring.ready.index(gl.minimum(ME * LAG, high - low - 1)), 0)
         elif ME == 1 and n_th == 0:
             mbarrier.wait(begun.index(0), 0)
-        if WHOLE:  # Triton has no product of more than 224 whole numbers across
+        if WHOLE:  # Triton has no int8 product wider than 224 columns
             across: gl.constexpr = gl.NVMMADistributedLayout(
                 version=[3, 0], warps_per_cta=[4, 1], instr_shape=[16, min(tiles.BN, 128), 32]
             )
@@ -328,7 +332,7 @@ def _fwd(
 
 
 def _wide(a: torch.Tensor, b: torch.Tensor, scale_a: torch.Tensor, scale_b: torch.Tensor) -> int | None:
-    """How many columns of b share a scale of a block, 0 where scales are for all of K: so they are also where K is no more than a block."""
+    """Returns how many columns of b share a block's scale, or 0 if scales span all of K (as with K of one block)."""
     wide = 0 if a.dtype == torch.int8 else blocks(a, b, scale_a, scale_b)
     return 0 if wide == 1 and a.shape[1] <= BLOCK else wide
 
@@ -336,12 +340,13 @@ def _wide(a: torch.Tensor, b: torch.Tensor, scale_a: torch.Tensor, scale_b: torc
 def refusal(
     a: torch.Tensor, b: torch.Tensor, scale_a: torch.Tensor, scale_b: torch.Tensor, *rest: Any, **options: Any
 ) -> str | None:
-    """Why these operands are not taken as they are, or None: of public arguments, or of a launcher's inputs."""
+    """Returns why these operands are not taken, or None. Takes public arguments or a launcher's inputs."""
     for name, t, lines in (("a", a, "rows"), ("b", b.mT, "columns")):
         if not whole(t):
+            given = a if t is a else b
             return (
-                f"the matrix units take bytes by K, and the copy engine whole 16 of them: {name}'s {lines} must be contiguous and begin at "
-                f"multiples of 16 bytes; it has shape {tuple(t.shape if t is a else b.shape)} and strides {t.stride() if t is a else b.stride()}"
+                f"matrix units need K contiguous, and TMA 16-byte alignment: {name}'s {lines} must be contiguous "
+                f"and begin at multiples of 16 bytes; its shape is {tuple(given.shape)}, its strides {given.stride()}"
             )
     return odd(a, b, scale_a, scale_b, *rest, **options)
 
@@ -349,24 +354,24 @@ def refusal(
 def odd(
     a: torch.Tensor, b: torch.Tensor, scale_a: torch.Tensor, scale_b: torch.Tensor, *rest: Any, **options: Any
 ) -> str | None:
-    """As `refusal`, where operands may lie anyhow."""
+    """As `refusal`, for operands of any strides."""
     results = [options.get("out_dtype"), *[r for r in rest if isinstance(r, torch.dtype)]]
     if a.dtype != torch.int8 and torch.float32 in results:
-        return "the units add 8-bit floats in some 14 bits over 128 of K, which is too coarse for a result in float32"
+        return "the matrix units add 8-bit floats in about 14 bits over 128 of K, too coarse for a float32 result"
     if _wide(a, b, scale_a, scale_b) == 1:
-        return f"it takes b's scales by blocks of {BLOCK} columns, or by rows of a and columns of b for all of K; these are of single columns"
+        return f"it takes b's scales per block of {BLOCK} columns, or scales by rows; these are per single column"
     if any(
         [sum([(n - 1) * s for n, s in zip(t.shape, t.stride(), strict=True)]) >= 1 << 31 for t in (scale_a, scale_b)]
     ):
-        return "it counts scales in 32 bits, and these are further apart than that"
+        return "it indexes scales in 32 bits, which their strides exceed"
     return unlike(a, b, scale_a, scale_b) or _hopper.empty(a, b)
 
 
-FEW = "of so few rows other rungs' tiles may have as few"
+FEW = "its tiles have 128 rows; other implementations have smaller tiles for so few rows"
 
 
 def unless(a: torch.Tensor, b: torch.Tensor, *scales: Any, **_: Any) -> str | None:
-    """A tile has 128 rows. Recorded for 16 x 8192 x 8192: by blocks of fp8 33 us for the rung triton's 39, of int8 33 for 31."""
+    """Returns why a call of few rows is left to other implementations, or None: a tile has 128 rows."""
     if a.shape[0] > 64:
         return None
     if (
@@ -381,22 +386,24 @@ def unless(a: torch.Tensor, b: torch.Tensor, *scales: Any, **_: Any) -> str | No
 
 
 def padded_unless(a: torch.Tensor, b: torch.Tensor, *scales: Any, **options: Any) -> str | None:
-    """The rung triton takes single bytes in tiles of 64 x 64, one a multiprocessor of the 132 that a Hopper GPU has, and steps of 128 of K.
-    Timed on an H200: 14.0 us in 4 steps (511^3) where the copies and `gluon` take 14.5, and 28.0 in 12 (767^3) for 16.1.
-    What needs no copy is `gluon`'s to take or to leave. (No trace asks for this, which looks at addresses: the rung triton serves every call.)"""
+    """Returns why a call is left to `triton`, or None: for short products, copying the operands costs what it saves.
+
+    `triton` loads such bytes one by one in tiles of 64 x 64 and steps of 128 of K, over the 132 multiprocessors of a
+    Hopper GPU. Operands that need no copy are for `gluon`. Tracing never asks, since `triton` serves every call there.
+    """
     if whole(a) and whole(b.mT):
         return unless(a, b, *scales, **options)
     (M, K), N = a.shape, b.shape[1]
     steps = triton.cdiv(triton.cdiv(M, 64) * triton.cdiv(N, 64), 132) * triton.cdiv(K, BLOCK)
-    return "for so little work the copies take as long as they save" if steps < 8 else None
+    return "for so little work, copying the operands takes as long as it saves" if steps < 8 else None
 
 
-# As `_hopper.TILES`: 128 x 128 a group would be 128 registers of products and as many of sums, and scales need room too.
+# As `_hopper.TILES`, without 128 x 128 per group: 128 registers of products and 128 of sums leave no room for scales.
 TILES = ((64, 256, 4, 2), (64, 128, 5, 2), (64, 64, 8, 1))
 
 
 def rule(gpu: device.Device, M: int, N: int, K: int, starts: tuple[int, int] = (128, 128)) -> tuning.Config:
-    """`_hopper.rule`'s: a step is of twice the numbers at twice the rate, and of the same bytes."""
+    """As `_hopper.rule`: a step has twice the elements at twice the rate, so the same bytes and time."""
     half, memory = triton.cdiv(K, 2), M * K + K * N + 2 * M * N
     made = _hopper.rule(
         gpu, 1, M, N, half, gated=False, more=False, kept=False, starts=starts, tiles=TILES, splits=(1,), memory=memory
@@ -413,7 +420,10 @@ def product(
     op: str, y: torch.Tensor, a: torch.Tensor, b: torch.Tensor, scale_a: torch.Tensor, scale_b: torch.Tensor, *,
     zero_a: torch.Tensor | None = None, sums: torch.Tensor | None = None, bias: torch.Tensor | None = None,
 ) -> None:  # fmt: skip
-    """y = (a - zero_a) b scale_a scale_b + bias: a (M, K) and b.mT (N, K) `whole`, y (M, N) contiguous; sums: of b's columns, with zero_a."""
+    """y = (a - zero_a) @ b * scale_a * scale_b + bias. a: (M, K) and b.mT: (N, K), `whole`; y: (M, N), contiguous.
+
+    sums: of b's columns, needed with zero_a.
+    """
     (M, K), N, gpu = a.shape, b.shape[1], device.of(y)
     left, right = a[None], b.mT[None]
     starts = _hopper.begins(left), _hopper.begins(right)
@@ -453,26 +463,22 @@ def int8(y: torch.Tensor, sums: torch.Tensor, a: torch.Tensor, b: torch.Tensor, 
 
 
 def _along_k(t: torch.Tensor) -> torch.Tensor:
-    """(lines, K) as it is where the copy engine takes its lines; else a copy of its bytes. What lies behind K in the copy is never read: the
-    engine gives zeros there."""
+    """Returns (lines, K) as it is if TMA can load it, else an aligned copy, whose padding beyond K TMA never reads."""
     return t if whole(t) else _hopper.copied(t.view(torch.int8))[0].view(t.dtype)
 
 
 def fp8_padded(y: torch.Tensor, a: torch.Tensor, b: torch.Tensor, *rest: Any) -> None:
-    """`fp8` of any strides."""
+    """`fp8` for any strides."""
     fp8(y, _along_k(a), _along_k(b.mT).mT, *rest)
 
 
 def int8_padded(y: torch.Tensor, sums: torch.Tensor, a: torch.Tensor, b: torch.Tensor, *rest: Any) -> None:
-    """`int8` of any strides."""
+    """`int8` for any strides."""
     int8(y, sums, _along_k(a), _along_k(b.mT).mT, *rest)
 
 
 HOPPER: dict[str, Any] = {"kind": "gluon", "arch": 90, "newest": 90, "served": True}
-WHOLE: dict[str, Any] = {
-    **HOPPER,
-    "supports": refusal,
-    "unless": unless,
-}  # facts of the rungs `gluon` and `gluon_padded`
+# Facts of the implementations `gluon` and `gluon_padded`.
+WHOLE: dict[str, Any] = {**HOPPER, "supports": refusal, "unless": unless}
 PADDED: dict[str, Any] = {**HOPPER, "supports": odd, "unless": padded_unless}
-IDEA = "the next rung, after a copy of operands whose bytes do not lie along K in rows that the copy engine takes"
+IDEA = "`gluon`, after copying operands that do not lie along K in rows that TMA can load"

@@ -1,4 +1,4 @@
-"""The rungs of `linear` on Hopper: what they start, which operands they take, and which calls are left to PyTorch."""
+"""linear on Hopper: the launchers, which operands they take, and which calls are left to PyTorch."""
 
 from typing import Any
 
@@ -19,7 +19,7 @@ def fwd(
 
 
 def refusal(x: torch.Tensor, weight: torch.Tensor, *rest: Any, **options: Any) -> str | None:
-    """Of public arguments, or of a launcher's inputs."""
+    """Returns why these operands are not taken, or None. Takes public arguments or a launcher's inputs."""
     if any([t.data_ptr() % 16 for t in _residuals(*rest, *options.values())]):
         return "residual must begin at a multiple of 16 bytes"
     return odd(x, weight, *rest, **options) or _hopper.refusal(x, weight.mT)
@@ -30,10 +30,12 @@ def _residuals(*rest: Any) -> list[torch.Tensor]:
 
 
 def odd(x: torch.Tensor, weight: torch.Tensor, *rest: Any, **options: Any) -> str | None:
-    """As `refusal`, where operands and residual may begin anywhere."""
+    """As `refusal`, for operands and a residual of any alignment."""
     rest = (*rest, *options.values())
     if weight.shape[0] % 8 and (_residuals(*rest) or any([r in ACTIVATIONS and r for r in rest if isinstance(r, str)])):
-        return f"with an activation or a residual the engine writes or reads rows of whole 16 bytes, and a row has {weight.shape[0]} elements"
+        return (
+            f"with an activation or a residual N must be a multiple of 8 (rows of 16 bytes), but is {weight.shape[0]}"
+        )
     return _hopper.empty(x, weight)
 
 
@@ -41,11 +43,11 @@ def unless(
     x: torch.Tensor, weight: torch.Tensor, bias: _Maybe = None, residual: _Maybe = None, activation: str | None = None,
     *_: Any
 ) -> str | None:  # fmt: skip
-    """What was timed on an H100: 0.87 to 0.97 of PyTorch's time with an activation or a residual, which need a pass over memory there."""
+    """Returns why a call is left to PyTorch, or None: only a fused activation or residual saves a pass over memory."""
     N, K = weight.shape
     if residual is None and not activation:
-        return "PyTorch's linear is as fast where nothing follows it but a bias"
-    return "it needs N to be a multiple of 8" if N % 8 else untimed(x.numel() // K if K else 0, N, K)
+        return "without an activation or a residual, PyTorch's linear is as fast"
+    return "N must be a multiple of 8" if N % 8 else untimed(x.numel() // K if K else 0, N, K)
 
 
 def padded(
@@ -57,10 +59,6 @@ def padded(
     fwd(y, z, _hopper.aligned(x), _hopper.aligned(weight), bias, residual, activation, how)
 
 
-WHOLE: dict[str, Any] = {
-    "fwd": fwd,
-    "bwd": fwd,
-    "supports": refusal,
-    "unless": unless,
-}  # facts of the rungs `gluon` and `gluon_padded`
+# Facts of the implementations `gluon` and `gluon_padded`.
+WHOLE: dict[str, Any] = {"fwd": fwd, "bwd": fwd, "supports": refusal, "unless": unless}
 PADDED: dict[str, Any] = {"fwd": padded, "bwd": padded, "supports": odd, "unless": unless}

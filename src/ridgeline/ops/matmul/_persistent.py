@@ -1,10 +1,10 @@
-"""The rung `triton_persistent` of matmul: what Triton's compiler makes of programs that stay and of tensor descriptors.
+"""The implementation `triton_persistent` of matmul: persistent programs and tensor descriptors, in plain Triton.
 
-There are as many programs as multiprocessors, and each computes every so many-th tile of y, in the grouped order of `triton`. The copy
-engine (TMA) fetches tiles from places that descriptors name and brings results back; no thread computes an address, and edges are
-the engine's. The loop over tiles and the one over K are flattened into one, so that a tile's first loads are on their way while the
-one before is still multiplied and stored. Unlike in `gluon`, all warps do everything.
-Source: the scheme is that of CUTLASS's persistent kernels (NVIDIA, 2023); what runs beside what is left to Triton's compiler.
+One program per multiprocessor computes tiles of y in the grouped order of `triton`. TMA loads and stores tiles by
+descriptor, so threads compute no addresses and TMA handles the edges. The loops over tiles and over K are flattened
+into one: a tile's first loads are in flight while the previous tile is still multiplied and stored. Unlike in `gluon`,
+every warp does everything.
+Source: CUTLASS's persistent kernels (NVIDIA, 2023); Triton's compiler decides what overlaps.
 """
 
 from __future__ import annotations
@@ -25,7 +25,7 @@ from ridgeline.ops.matmul._epilogue import finish
 
 @triton.jit
 def _lines(source, batch, line, k, LINES: tl.constexpr, BK: tl.constexpr, BY_K: tl.constexpr):
-    """LINES x BK elements, of a matrix whose rows in memory are along K or across it."""
+    """Loads LINES x BK elements of a matrix whose rows in memory run along K or across it."""
     if BY_K:
         x = source.load([batch, line, k]).reshape(LINES, BK)
     else:
@@ -35,7 +35,7 @@ def _lines(source, batch, line, k, LINES: tl.constexpr, BK: tl.constexpr, BY_K: 
 
 @triton.jit
 def _keep(y, out, x, batch, m, n, M, N):
-    """A tile of y, or half of one: by the copy engine, or by the threads where y's rows are not whole 16 bytes."""
+    """Stores a tile of y, or half of one: with TMA, or from threads if y's rows are no multiple of 16 bytes."""
     if out is None:
         rows, columns = m + tl.arange(0, x.shape[0]), n + tl.arange(0, x.shape[1])
         finish(x, None, y, None, None, rows, columns, M, N, batch.to(tl.int64) * M * N, "")
@@ -60,7 +60,7 @@ def _stay(
             left = _lines(a, batch * a_step, m, k, BM, BK, A_BY_K)
             right = _lines(b, batch * b_step, n, k, BN, BK, B_BY_K)
             total = tl.dot(left, right.T, total, input_precision="tf32")
-        if PIECES == 2:  # half the shared memory for results, which is another stage of the loop
+        if PIECES == 2:  # results in half the shared memory make room for another stage
             one, other = total.reshape(BM, 2, BN // 2).permute(0, 2, 1).split()
             _keep(y, out, one, batch, m, n, M, N)
             _keep(y, out, other, batch, m, n + BN // 2, M, N)
@@ -69,19 +69,14 @@ def _stay(
 
 
 def fwd(y: torch.Tensor, a: torch.Tensor, b: torch.Tensor, precision: str) -> None:
-    """y = a b: a (B, M, K) or (M, K), b (B, K, N) or (K, N); y contiguous."""
+    """y = a @ b. a: (B, M, K) or (M, K); b: (B, K, N) or (K, N); y: contiguous."""
     y = y[None] if y.dim() == 2 else y
     (batch, M, N), K, gpu = y.shape, a.shape[-1], device.of(y)
     (a, a_by_k), (b, b_by_k) = _hopper.by_k(a), _hopper.by_k(b.mT)
     size = y.element_size()
     whole = N * size % 16 == 0
-    key = " ".join(
-        [
-            dtype_name(a),
-            *(str(min(16384, triton.next_power_of_2(d))) for d in (batch, M, N, K)),
-            *(["threads"] * (not whole)),
-        ]
-    )
+    sizes = [str(min(16384, triton.next_power_of_2(d))) for d in (batch, M, N, K)]
+    key = " ".join([dtype_name(a), *sizes, *(["threads"] * (not whole))])
     made = tuning.config(
         gpu,
         "matmul",
@@ -100,18 +95,18 @@ def fwd(y: torch.Tensor, a: torch.Tensor, b: torch.Tensor, precision: str) -> No
 
 
 def refusal(a: torch.Tensor, b: torch.Tensor, precision: str = "", *_: Any) -> str | None:
-    """Why descriptors do not take these operands, or None."""
+    """Returns why tensor descriptors cannot take these operands, or None."""
     if a.dtype == torch.float32 and (precision or torch.get_float32_matmul_precision()) in ("ieee", "highest"):
-        return "it multiplies float32 as TF32, and torch.get_float32_matmul_precision() asks for all of its bits"
+        return "it multiplies float32 as TF32, but torch.get_float32_matmul_precision() is 'highest'"
     return _hopper.refusal(a, b)
 
 
-# Cycles of a step of 128 bytes along K on an H100, by BN with 128 rows: those of `gluon`, which does the same products.
+# Cycles per step of 128 bytes along K on an H100, by BN, with 128 rows: as in `gluon`, which does the same products.
 STEPS = {256: 1140, 128: 627, 64: 546}
 
 
 def _tile(gpu: device.Device, size: int, wide: int) -> tuning.Config:
-    """As many stages as shared memory holds beside the results; of float32 four, since Triton keeps turned copies of some operands."""
+    """Returns a tile with as many stages as fit, at most 4 in float32: Triton keeps transposed copies of operands."""
     pieces = 2 if wide == 256 else 1
     room = (gpu.shared_memory - 1024 - 128 * wide // pieces * size) // (128 * (128 + wide))
     stages = max(2, min(room, 8 if size == 2 else 4))
@@ -128,13 +123,13 @@ def _tile(gpu: device.Device, size: int, wide: int) -> tuning.Config:
 
 
 def _tiles(gpu: device.Device, size: int, whole: bool) -> list[tuning.Config]:
-    """whole: whether y's rows are whole 16 bytes. Threads that store results need registers for addresses, so their tiles are smaller."""
+    """Returns the tiles that fit. whole: y's rows are multiples of 16 bytes; else stores take registers."""
     found = [_tile(gpu, size, wide) for wide in (STEPS if size == 2 else (128, 64)) if whole or wide == 128]
     return [tile for tile in found if tile["num_stages"] > 2] or found[-1:]
 
 
 def rule(gpu: device.Device, size: int, batch: int, M: int, N: int, K: int, whole: bool) -> tuning.Config:
-    """The tile with the least cycles, where its ends take 3000: as `_hopper.rule`, without parts of K."""
+    """Returns the tile with the fewest cycles, 3000 for prologue and epilogue: `_hopper.rule` without split K."""
 
     def cycles(tile: tuning.Config) -> int:
         waves = triton.cdiv(triton.cdiv(M, 128) * triton.cdiv(N, tile["BN"]) * batch, gpu.multiprocessors)

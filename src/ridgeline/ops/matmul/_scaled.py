@@ -1,4 +1,4 @@
-"""What the products of 8-bit numbers share: their tiles, their scales' shapes, and what they accept."""
+"""Shared by the 8-bit products: their tiles, the shapes of their scales, and the checks of their arguments."""
 
 from __future__ import annotations
 
@@ -12,13 +12,13 @@ from ridgeline import device, tuning
 from ridgeline.boundary import launch
 from ridgeline.op import Spec, dtype_name
 
-BLOCK = 128  # numbers along K, and along N, that share a scale of fp8's blocks
+BLOCK = 128  # elements along K, and along N, that share a scale of an fp8 block
 OUT = (torch.bfloat16, torch.float16, torch.float32)
 
 
 @triton.jit
 def place(M, N, BM: tl.constexpr, BN: tl.constexpr, GROUP: tl.constexpr):
-    """The rows and columns of this program's tile; GROUP rows of tiles go down before the next column, for L2's sake."""
+    """Returns the rows and columns of this program's tile, in bands of GROUP rows of tiles for reuse in L2."""
     pid = tl.program_id(0)
     across = tl.cdiv(N, BN)
     first = pid // (GROUP * across) * GROUP
@@ -39,7 +39,7 @@ def finish(y, total, bias, m, n, M, N, bias_step):
 
 @triton.jit
 def _columns(sums, b, N, K, b_k, b_n, BK: tl.constexpr, BN: tl.constexpr):
-    """The sums of b's columns."""
+    """Sums b's columns."""
     n = (tl.program_id(0) * BN + tl.arange(0, BN)).to(tl.int64)[None, :]
     total = tl.zeros((BK, BN), tl.int32)
     for start in range(0, K, BK):
@@ -49,13 +49,13 @@ def _columns(sums, b, N, K, b_k, b_n, BK: tl.constexpr, BN: tl.constexpr):
 
 
 def add_columns(sums: torch.Tensor, b: torch.Tensor) -> None:
-    """sums (N,), int32: of the columns of b (K, N)."""
+    """sums (N,), int32 = the sums of the columns of b (K, N)."""
     wide: dict[str, Any] = {"BK": 512, "BN": 16} if b.stride(0) == 1 else {"BK": 64, "BN": 128}
     launch(_columns, (triton.cdiv(b.shape[1], wide["BN"]),), sums, b, *b.shape[::-1], *b.stride(), **wide)
 
 
 def blocks(a: torch.Tensor, b: torch.Tensor, scale_a: torch.Tensor, scale_b: torch.Tensor) -> int | None:
-    """How many columns of b share a scale of a block: 1 or 128; 0 where scales are by rows, None where they are neither."""
+    """Returns how many columns of b share a block's scale, 1 or 128; 0 for scales by rows, None for neither."""
     (M, K), N = a.shape, b.shape[1]
     deep = -(-K // BLOCK)
     if tuple(scale_a.shape) == (M, deep):
@@ -70,11 +70,10 @@ def grid(M: int, N: int) -> Any:
 
 
 def config(op: str, a: torch.Tensor, b: torch.Tensor, wide: bool, whole: bool = True) -> dict[str, Any]:
-    """Tiles of bytes. wide: the sums leave room for tiles of 128 x 256 in the registers. whole: bytes are multiplied as they are."""
+    """Returns the tile of an 8-bit product. wide: registers hold 128 x 256. whole: bytes are multiplied as they are."""
     gpu, (M, K), N = device.of(a), a.shape, b.shape[1]
-    odd = not whole or any(
-        1 not in t.stride() or max(t.stride()) % 16 for t in (a, b)
-    )  # loads of single bytes, which take registers
+    # odd: loads of single bytes, which take registers.
+    odd = not whole or any(1 not in t.stride() or max(t.stride()) % 16 for t in (a, b))
 
     def tile(BM: int, BN: int, threads: int, stages: int, BK: int = BLOCK) -> tuning.Config:
         return {"BM": BM, "BN": BN, "BK": BK, "GROUP": 8, "num_warps": threads // gpu.warp, "num_stages": stages}
@@ -118,71 +117,70 @@ def config(op: str, a: torch.Tensor, b: torch.Tensor, wide: bool, whole: bool = 
 
 
 def along_rows(t: torch.Tensor, M: int) -> bool:
-    """Whether t has one number, or one for each of M rows: (M,) or (M, 1)."""
+    """Returns whether t has one number, or one for each of M rows: (M,) or (M, 1)."""
     return t.numel() == 1 or tuple(t.shape) in ((M,), (M, 1))
 
 
 def along_columns(t: torch.Tensor, N: int) -> bool:
-    """Whether t has one number, or one for each of N columns: (N,) or (1, N)."""
+    """Returns whether t has one number, or one for each of N columns: (N,) or (1, N)."""
     return t.numel() == 1 or tuple(t.shape) in ((N,), (1, N))
 
 
 def step(t: torch.Tensor | None, dim: int) -> int:
-    """From one number to the next along a dimension: 0 where there is but one."""
+    """Returns the stride along a dimension, 0 for a single number or None."""
     return 0 if t is None or t.numel() == 1 else t.stride(dim)
 
 
 def fault(dtype: torch.dtype, a: Any, b: Any, bias: Any, out_dtype: Any, **others: Any) -> str | None:
-    """What is wrong with the operands, the bias and the result's dtype, or None. others: tensors by their names, None among them."""
+    """Returns what is wrong with the operands, the bias or out_dtype, or None. others: scales and zero_a by name."""
     for name, t in {"a": a, "b": b, **others, "bias": bias}.items():
         if t is None and name in ("bias", "zero_a"):
             continue
         if not isinstance(t, torch.Tensor):
-            return f"{name} must be a tensor, and is {type(t).__name__}"
+            return f"{name} must be a tensor, got {type(t).__name__}"
         if t.is_nested:
-            return f"it takes dense tensors, and {name} is nested; give its to_padded_tensor(0)"
+            return f"{name} must be dense, got a nested tensor; pass its to_padded_tensor(0)"
         if t.device != a.device:
-            return f"{name} is on {t.device} and a on {a.device}; one device is needed"
+            return f"all tensors must be on one device; {name} is on {t.device}, a on {a.device}"
         if name.startswith("scale") and t.dtype not in (torch.float32, torch.float64):
-            return f"{name} must be float32, and is {t.dtype}"
+            return f"{name} must be float32, got {t.dtype}"
     scales = [t.dtype for name, t in others.items() if name.startswith("scale")]
     if len(set(scales)) > 1:
-        return f"scale_a and scale_b must be of one dtype, and are {scales[0]} and {scales[1]}"
+        return f"scale_a and scale_b must have one dtype, got {scales[0]} and {scales[1]}"
     if a.dtype != dtype or b.dtype != dtype:
-        return f"a and b must be {dtype}, and are {a.dtype} and {b.dtype}"
+        return f"a and b must be {dtype}, got {a.dtype} and {b.dtype}"
     if a.dim() != 2 or b.dim() != 2 or a.shape[1] != b.shape[0]:
-        return f"a must be (M, K) and b (K, N), and they are {tuple(a.shape)} and {tuple(b.shape)}"
-    if out_dtype not in OUT and not (
-        out_dtype == torch.float64 == others["scale_a"].dtype
-    ):  # float64: as the reference computes
-        return f"out_dtype must be torch.bfloat16, float16 or float32, and is {out_dtype!r}"
+        return f"a must be (M, K) and b (K, N), got {tuple(a.shape)} and {tuple(b.shape)}"
+    reference = out_dtype == torch.float64 == others["scale_a"].dtype  # the reference computes in float64
+    if out_dtype not in OUT and not reference:
+        return f"out_dtype must be torch.bfloat16, float16 or float32, got {out_dtype!r}"
     if bias is not None and (tuple(bias.shape) != (b.shape[1],) or not bias.is_floating_point()):
-        return f"bias must be ({b.shape[1]},) and floating point, and is {tuple(bias.shape)} {bias.dtype}"
+        return f"bias must be ({b.shape[1]},) and floating point, got {tuple(bias.shape)} {bias.dtype}"
     return None
 
 
 def unlike(*tensors: Any) -> str | None:
-    """Why kernels do not take scales of these dtypes, or None: (a, b, scale_a, scale_b, ...)."""
+    """Returns why kernels do not take these scales' dtypes, or None. tensors: a, b, scale_a, scale_b, ..."""
     other = [t.dtype for t in tensors[2:4] if t.dtype != torch.float32]
-    return f"it takes scales in float32, and one is {other[0]}" if other else None
+    return f"it takes float32 scales, but one is {other[0]}" if other else None
 
 
 class Scale(Spec):
-    """Random scales about 0.01, in float32."""
+    """Random float32 scales of about 0.01."""
 
     def make(self, dtype: torch.dtype, *rest: Any) -> torch.Tensor:
         return super().make(torch.float32, *rest).detach().abs() / 64
 
 
 class ScaleColumns(Scale):
-    """The same with contiguous columns, as torch._scaled_mm wants those of blocks: what is timed beside ours is its product alone."""
+    """The same with contiguous columns, as torch._scaled_mm wants them for blocks, so that no copy is timed."""
 
     def make(self, *args: Any) -> torch.Tensor:
         return super().make(*args).mT.contiguous().mT
 
 
 class Inside(Spec):
-    """A matrix inside a larger one: it begins at an odd address, and so do most of its rows."""
+    """A matrix inside a larger one, so that it and most of its rows begin at odd addresses."""
 
     def make(self, *args: Any) -> torch.Tensor:
         made = super().make(*args)

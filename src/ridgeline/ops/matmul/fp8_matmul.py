@@ -1,10 +1,10 @@
-"""fp8_matmul: y = (a * scale_a) @ (b * scale_b) + bias, of floating-point numbers of 8 bits (e4m3) with scales by rows or by blocks.
+"""fp8_matmul: y = (a * scale_a) @ (b * scale_b) + bias, for fp8 (e4m3) with scales by rows or by blocks.
 
     rows:     y_mn = s_m t_n sum_k a_mk b_kn              blocks:   y_mn = sum_j s_mj t_jn sum_{k in block j} a_mk b_kn
 
-Hopper's matrix units add 8-bit products with some 14 bits; so sums are taken over into float32 every 128 of K, and with scales by blocks
-multiplied by them on the way. For a result in float32 that is too coarse: its numbers are multiplied as float16, which holds each of
-them, in the units that add in float32, at half the rate or less. The floor is 2 M N K operations at the rate of 8-bit products.
+Hopper's matrix units add 8-bit products in about 14 bits, so sums move to float32 every 128 of K, times their block's
+scales if there are any. That is too coarse for a float32 result: then the operands are converted to float16, which is
+exact, and multiplied at half the rate or less. The roof is 2 M N K operations at the rate of 8-bit products.
 Source: DeepSeek-AI, DeepSeek-V3 technical report, 2024 (arXiv:2412.19437), section 3.3.2.
 """
 
@@ -46,9 +46,10 @@ def _fwd(
     NATIVE: tl.constexpr, DECODE: tl.constexpr, BM: tl.constexpr, BN: tl.constexpr, BK: tl.constexpr,
     GROUP: tl.constexpr, EVEN: tl.constexpr
 ):  # fmt: skip
-    """WIDE: by blocks of BK of K, how many columns of b share a scale (1, or more than a tile has); 0 for scales by rows.
-    NATIVE: the matrix units of 8 bits multiply; else a and b are codes, and multiplied as the float16 that they are exactly.
-    DECODE: the GPU has an instruction that makes float16 of them."""
+    """WIDE: columns of b that share a block's scale (1, or at least a tile's width); 0 for scales by rows.
+    NATIVE: multiply on 8-bit matrix units; else decode a and b to float16, which is exact.
+    DECODE: the GPU has an instruction that converts fp8 to float16.
+    """
     m, n = place(M, N, BM, BN, GROUP)
     k = tl.arange(0, BK).to(tl.int64)
     at_a = a + (m % M)[:, None].to(tl.int64) * a_m + k[None, :] * a_k
@@ -59,7 +60,7 @@ def _fwd(
     else:
         scale_b += (n % N).to(tl.int64) * b_steps[1]
     total = tl.zeros((BM, BN), tl.float32)
-    ahead = tl.full((), BK, tl.int64)  # strides may be so long that BK of them pass 2^31
+    ahead = tl.full((), BK, tl.int64)  # BK strides may exceed 2^31
     for start in range(0, K, BK):
         if EVEN:
             left, right = tl.load(at_a), tl.load(at_b)
@@ -89,7 +90,7 @@ def _fwd(
 def _launch(
     y: torch.Tensor, a: torch.Tensor, b: torch.Tensor, scale_a: torch.Tensor, scale_b: torch.Tensor, bias: Any, _: Any
 ) -> None:
-    """a (M, K), b (K, N), any strides; y contiguous."""
+    """y = the product. a: (M, K); b: (K, N), any strides; y: contiguous."""
     (M, K), N = a.shape, b.shape[1]
     wide, gpu = blocks(a, b, scale_a, scale_b) or 0, device.of(a)
     decode = gpu.backend == "cuda" and not INTERPRETED
@@ -118,7 +119,8 @@ def _launch(
 
 
 @kernel_op(
-    "fp8_matmul_fwd(Tensor a, Tensor b, Tensor scale_a, Tensor scale_b, Tensor? bias, ScalarType dtype, str? impl) -> Tensor"
+    "fp8_matmul_fwd(Tensor a, Tensor b, Tensor scale_a, Tensor scale_b, Tensor? bias, ScalarType dtype, str? impl) "
+    "-> Tensor"
 )
 def _forward(a: torch.Tensor, b: torch.Tensor, *rest: Any) -> torch.Tensor:
     *given, dtype, impl = rest
@@ -152,24 +154,27 @@ def fp8_matmul(
     out_dtype: torch.dtype = torch.bfloat16,
     impl: str | None = None,
 ) -> torch.Tensor:
-    """The product of quantised matrices, dequantised: (a * scale_a) @ (b * scale_b) + bias. No gradients flow.
+    """Returns the dequantised product of quantised matrices, `(a * scale_a) @ (b * scale_b) + bias`.
 
-    a: (M, K), float8_e4m3fn. b: (K, N), float8_e4m3fn. Any strides; quickest with K contiguous in both: b is q.T of a weight's q, (N, K).
-    Scales, float32, any strides, by rows: scale_a one number, (M, 1) or (M,); scale_b one, (1, N) or (N,).
-    By blocks: scale_a (M, ceil(K / 128)), as `quantize_fp8` gives; scale_b (ceil(K / 128), ceil(N / 128)), the scale.T of a weight
-    quantised in 128 x 128 blocks, or (ceil(K / 128), N), of one quantised in 1 x 128. bias: (N,), floating point, or None.
-    Returns (M, N) in out_dtype: torch.bfloat16, float16 or float32, contiguous. Sums are taken over into float32 every 128 of K;
-    a float32 result is exact to float32's own roundings, and slower.
-    Raises RidgelineError where shapes, dtypes or devices are none of these, or `impl` cannot run the call: on an NVIDIA GPU
-    before sm_89, whose matrix units have no 8-bit floats, no kernel can.
+    a: (M, K) and b: (K, N), float8_e4m3fn, any strides. Fastest with K contiguous in both: for a weight quantised as q
+    (N, K), pass b = q.T.
+    scale_a, scale_b: float32, any strides. By rows: scale_a is one number, (M, 1) or (M,); scale_b is one number,
+    (1, N) or (N,).
+    By blocks: scale_a is (M, ceil(K / 128)), as `quantize_fp8` returns it. scale_b is (ceil(K / 128), ceil(N / 128)),
+    the scale.T of a weight quantised in 128 x 128 blocks, or (ceil(K / 128), N), of one quantised in 1 x 128 blocks.
+    bias: (N,), floating point, or None.
+    Returns (M, N), contiguous, in out_dtype: torch.bfloat16, float16 or float32. Sums move to float32 every 128 of K;
+    a float32 result is accumulated in float32 throughout, which is slower. No gradients flow.
+    Raises RidgelineError if shapes, dtypes or devices do not match the above, or if `impl` cannot run the call. No
+    kernel runs on NVIDIA GPUs before sm_89, which have no 8-bit floating-point matrix units.
     """
     wrong = fault(E4M3, a, b, bias, out_dtype, scale_a=scale_a, scale_b=scale_b)
     if wrong is None and blocks(a, b, scale_a, scale_b) is None:
         (M, K), N = a.shape, b.shape[1]
         deep = -(-K // BLOCK)
         wrong = (
-            f"scales must be one number or by rows, ({M}, 1) and (1, {N}), or by blocks, ({M}, {deep}) and ({deep}, {-(-N // BLOCK)}), "
-            f"and are {tuple(scale_a.shape)} and {tuple(scale_b.shape)}"
+            f"scale_a and scale_b must be single numbers, or by rows, ({M}, 1) and (1, {N}), or by blocks, "
+            f"({M}, {deep}) and ({deep}, {-(-N // BLOCK)}), got {tuple(scale_a.shape)} and {tuple(scale_b.shape)}"
         )
     if wrong:
         raise RidgelineError(f"fp8_matmul: {wrong}")
@@ -199,7 +204,7 @@ def _case(
         "1x128": (Scale(M, deep), Scale(deep, N)),
     }[how]
     options: dict[str, Any] = {"bias": Spec(N, grad=False)} if bias else {}
-    # In benchmarks the dtype is that of the matrix units; the result is bfloat16.
+    # In benchmarks the case's dtype names the matrix units; the result is bfloat16.
     options["out_dtype"] = torch.bfloat16 if facts.get("use") == "bench" else OwnDtype()
     codes = a(M, K, dtype="float8_e4m3fn", grad=False), b(K, N, dtype="float8_e4m3fn", grad=False)
     return Case(f"{M}x{N}x{K} {how}{', bias' * bias}", (*codes, *scales), options, **facts)
@@ -226,7 +231,9 @@ FP8_MATMUL = Op(
             for how in ("rows", "blocks by columns")
             for shape in BENCH
         ),
-        _case(4096, 4096, 4096, "blocks", dtypes=("float8_e4m3fn",), use="bench"),  # as quantize_fp8 gives them
+        _case(
+            4096, 4096, 4096, "blocks", dtypes=("float8_e4m3fn",), use="bench"
+        ),  # scales as quantize_fp8 returns them
         _case(16, 8192, 8192, "blocks", dtypes=("float8_e4m3fn",), use="bench"),
         _case(4095, 4093, 4097, "blocks", dtypes=("float8_e4m3fn",), use="bench"),
     ],
@@ -234,19 +241,23 @@ FP8_MATMUL = Op(
 
 
 def _cublas(a: torch.Tensor, b: torch.Tensor, *_: Any, **__: Any) -> str | None:
-    """Why torch's own product of e4m3 does not take these, or None."""
+    """Returns why torch._scaled_mm does not take these, or None."""
     gpu = device.of(a)
     if gpu.backend != "cuda" or gpu.capability < 89:
-        return f"torch._scaled_mm with these scales needs a GPU with 8-bit floats (sm_89), and this is {gpu.name}"
+        return (
+            f"torch._scaled_mm with these scales needs a GPU with 8-bit floats (sm_89 or later), but this is {gpu.name}"
+        )
     if a.shape[1] % 16 or b.shape[1] % 16 or not a.numel() * b.numel():
-        return f"torch._scaled_mm takes K and N that 16 divides; a is {tuple(a.shape)} and b {tuple(b.shape)}"
+        return (
+            f"torch._scaled_mm takes K and N that are multiples of 16, but a is {tuple(a.shape)} and b {tuple(b.shape)}"
+        )
     return None
 
 
 def _torch(
     a: torch.Tensor, b: torch.Tensor, scale_a: torch.Tensor, scale_b: torch.Tensor, **options: Any
 ) -> torch.Tensor:
-    """torch's scales of activations lie column by column, and its products want K contiguous in both operands."""
+    """torch._scaled_mm wants scales in column-major order and K contiguous in both operands."""
     reason = _cublas(a, b)
     if reason is None:
         left, right = scale_a, scale_b
@@ -259,7 +270,7 @@ def _torch(
         try:
             return torch._scaled_mm(a.contiguous(), b.mT.contiguous().mT, left, right, **given)
         except RuntimeError as error:
-            reason = f"torch._scaled_mm refuses it: {str(error).splitlines()[0]}"
+            reason = f"torch._scaled_mm raises: {str(error).splitlines()[0]}"
     raise RidgelineError(f"fp8_matmul: impl='torch' cannot run this call: {reason}")
 
 
@@ -272,14 +283,14 @@ def _lacks(a: torch.Tensor, *rest: Any) -> str | None:
 
 FP8_MATMUL.eager(
     "naive",
-    "the formula in eager PyTorch: both matrices dequantised, then a product in float32",
+    "the formula in eager PyTorch: dequantises both matrices, then multiplies in float32",
     reference,
     served=True,
 )
-FP8_MATMUL.eager("torch", "PyTorch's own (cuBLAS, CUTLASS)", _torch, supports=_cublas)
+FP8_MATMUL.eager("torch", "PyTorch's own torch._scaled_mm (cuBLAS, CUTLASS)", _torch, supports=_cublas)
 FP8_MATMUL.kernel(
     "triton",
-    "one tile a program on the matrix units of 8 bits; sums taken over into float32, and scaled there, every 128 of K",
+    "one tile per program on 8-bit matrix units; sums move to float32, scaled, every 128 of K",
     kind="triton",
     fwd=_launch,
     supports=_lacks,
@@ -289,7 +300,7 @@ FP8_MATMUL.kernel(
 FP8_MATMUL.kernel("gluon_padded", _hopper8.IDEA, fwd=_hopper8.fp8_padded, dtypes=("float8_e4m3fn",), **_hopper8.PADDED)
 FP8_MATMUL.kernel(
     "gluon",
-    "on Hopper, K contiguous in both: one warp fetches by the copy engine, of two groups one multiplies while the other takes over and scales",
+    "Hopper, K contiguous: a warp loads with TMA; one warpgroup multiplies while another adds and scales",
     fwd=_hopper8.fp8,
     dtypes=("float8_e4m3fn",),
     **_hopper8.WHOLE,

@@ -1,8 +1,9 @@
-"""gated_linear: y = activation(x G^T) (x U^T): the first half of a gated feed-forward layer (SwiGLU, GEGLU).
+"""gated_linear: y = activation(x G^T) * (x U^T), the first half of a gated feed-forward layer (SwiGLU, GEGLU).
 
-    backward: dz = dy up activation'(z),  dup = dy activation(z),  dx = dz G + dup U,  dG = dz^T x,  dU = dup^T x,  z = x G^T,  up = x U^T
+    z = x G^T,  up = x U^T
+    backward: dz = dy up activation'(z),  dup = dy activation(z),  dx = dz G + dup U,  dG = dz^T x,  dU = dup^T x
 
-Both products have the same left side and meet in registers: x is read once, and z and up are written only where backward needs them.
+The two products share x and meet in registers: x is read once, and z and up are written only if backward needs them.
 Source: Shazeer, GLU Variants Improve Transformer, 2020 (arXiv:2002.05202).
 """
 
@@ -12,7 +13,7 @@ from typing import Any
 
 import torch
 import torch.nn.functional as F
-import triton.language as tl  # noqa: F401 - Triton's interpreter looks for it in a kernel's module
+import triton.language as tl  # noqa: F401 - Triton's interpreter looks it up in a kernel's module
 
 from ridgeline.boundary import Function, differentiate, first_order, kernel_op
 from ridgeline.op import Case, Cost, Op, RidgelineError, Spec, nbytes
@@ -35,7 +36,7 @@ _T = torch.Tensor
 
 
 def _triton(y: _T, z: _T, z_up: _T, x: _T, weight: _T, up: _T, activation: str, how: str) -> None:
-    """Fills y, and z and z_up where they have elements."""
+    """Fills y, and z and z_up if they have elements."""
     if not z.numel():
         z, z_up = torch.empty_like(y), torch.empty_like(y)
     by_triton(z, x, weight.mT, how)
@@ -44,7 +45,8 @@ def _triton(y: _T, z: _T, z_up: _T, x: _T, weight: _T, up: _T, activation: str, 
 
 
 @kernel_op(
-    "gated_linear_fwd(Tensor x, Tensor gate, Tensor up, str activation, bool keep, str precision, str? impl) -> (Tensor, Tensor, Tensor)"
+    "gated_linear_fwd(Tensor x, Tensor gate, Tensor up, str activation, bool keep, str precision, str? impl) "
+    "-> (Tensor, Tensor, Tensor)"
 )
 def _fwd_op(x: _T, weight: _T, up: _T, activation: str, keep: bool, how: str, impl: str | None) -> tuple[_T, _T, _T]:
     shape = x.shape[0], weight.shape[0]
@@ -86,20 +88,20 @@ def reference(x: _T, gate: _T, up: _T, *, activation: str = "silu") -> _T:
 def gated_linear(
     x: torch.Tensor, gate: torch.Tensor, up: torch.Tensor, *, activation: str = "silu", impl: str | None = None
 ) -> torch.Tensor:
-    """`activation(x gate^T) * (x up^T)`. Gradients flow to all three.
+    """Returns `activation(x @ gate.T) * (x @ up.T)`, (..., N). Gradients flow to x, gate and up.
 
-    x: (..., K); gate, up: (N, K), as two `torch.nn.Linear` have them. One dtype, one device, any strides; the result is (..., N).
-    activation: "silu", "gelu" or "gelu_tanh". Rungs that fuse round once, where PyTorch rounds both products too.
-    float32 products follow `torch.get_float32_matmul_precision()`; under autocast all are cast to its dtype first.
-    Raises RidgelineError where shapes, dtypes or devices do not fit, or `impl` cannot run the call.
+    x: (..., K); gate, up: (N, K), laid out as the weights of `torch.nn.Linear`; one dtype and device, any strides.
+    activation: "silu", "gelu" or "gelu_tanh". Fused implementations round once; PyTorch also rounds both products.
+    float32 products follow `torch.get_float32_matmul_precision()`. Autocast casts all inputs first.
+    Raises RidgelineError if shapes, dtypes or devices do not match, or if `impl` cannot run the call.
     """
     x, gate, up = in_autocast(x, gate, up)
     agree("gated_linear", x=x, gate=gate, up=up)
     if not isinstance(activation, str) or activation not in ACTIVATIONS or not activation:
-        raise RidgelineError(f"gated_linear: activation must be 'silu', 'gelu' or 'gelu_tanh', and is {activation!r}")
+        raise RidgelineError(f"gated_linear: activation must be 'silu', 'gelu' or 'gelu_tanh', got {activation!r}")
     if gate.dim() != 2 or not x.dim() or x.shape[-1] != gate.shape[1] or gate.shape != up.shape:
         shapes = f"{tuple(x.shape)}, {tuple(gate.shape)} and {tuple(up.shape)}"
-        raise RidgelineError(f"gated_linear: x must be (..., K), gate and up (N, K); they are {shapes}")
+        raise RidgelineError(f"gated_linear: x must be (..., K), gate and up (N, K), got {shapes}")
     plain = eager(GATED_LINEAR, impl, x, gate, up)
     if plain is not None:
         return plain.call(x, gate, up, activation=activation)  # type: ignore[misc]
@@ -117,13 +119,8 @@ def cost(x: _T, gate: _T, up: _T, *, activation: str = "silu") -> tuple[Cost, Co
 def _case(rows: int, N: int, K: int, use: str, **options: Any) -> Case:
     dtypes = {"bench": ("bfloat16",), "quick": ("float32",), "check": ("float32", "float16", "bfloat16")}[use]
     weight = Spec(N, K)
-    return Case(
-        " ".join([f"{rows}x{K} -> {N}", *options.values()]),
-        (Spec(rows, K), weight, weight),
-        options,
-        dtypes=dtypes,
-        use=use,
-    )
+    name = " ".join([f"{rows}x{K} -> {N}", *options.values()])
+    return Case(name, (Spec(rows, K), weight, weight), options, dtypes=dtypes, use=use)
 
 
 GATED_LINEAR = Op(
@@ -141,14 +138,10 @@ GATED_LINEAR = Op(
 )
 
 GATED_LINEAR.eager(
-    "torch", "two of PyTorch's linears (cuBLAS), an activation and a product: four kernels", reference, served=True
+    "torch", "PyTorch's own in four kernels: two cuBLAS products, then two passes", reference, served=True
 )
-GATED_LINEAR.compiled("two products, then one pass fused by torch.compile")
-GATED_LINEAR.kernel("triton", "two products, then one pass", kind="triton", fwd=_triton, bwd=_triton)
+GATED_LINEAR.compiled("two products; activation and multiplication fused into one pass by torch.compile")
+GATED_LINEAR.kernel("triton", "two Triton products, then one pass", kind="triton", fwd=_triton, bwd=_triton)
 GATED_LINEAR.kernel("gluon_padded", PADDED, **_gated.PADDED, **HOPPER)
-GATED_LINEAR.kernel(
-    "gluon",
-    "on Hopper both products at once: half of each tile is the gate's, and they meet in registers",
-    **_gated.WHOLE,
-    **HOPPER,
-)
+FUSED = "both products in one Hopper kernel: half of each tile is the gate's, and they meet in registers"
+GATED_LINEAR.kernel("gluon", FUSED, **_gated.WHOLE, **HOPPER)

@@ -1,13 +1,13 @@
-// gemv in CUDA C++: rows of a by warps or parts of warps; and rows by warps of blocks that stay, each with a ring in shared memory that
-// the copy engine fills.
-// Macros: XTYPE the element type, __half2 for a complex number of halves; PACK elements of a load.
+// gemv in CUDA C++: gemv_rows, with rows of a by warps or parts of warps; gemv_bulk, with persistent blocks whose warps
+// read rows from rings in shared memory that bulk copies fill.
+// Macros: XTYPE, the element type, __half2 for complex32; PACK, elements per load.
 #include "elementwise.cuh"
 #include "hopper.cuh"
 
 using P = Pack<XTYPE, PACK>;
 
-#ifdef LANES  // lanes for a row, a power of two; STEPS packs that a lane loads before it uses any
-// What is summed: a number in float32, of complex ones both parts.
+#ifdef LANES  // lanes per row, a power of two; STEPS, packs that a lane loads before it uses any
+// A float32 sum, with an imaginary part for complex numbers.
 struct Sum {
     float2 value = {0, 0};
 
@@ -25,9 +25,10 @@ __device__ inline void store(float2 sum, T& y) {
     from_float(sum.x, y);
 }
 
-// Block (x, y): some rows of a, and row y of x. What STEPS packs give is summed apart, then added: rounding grows with a chain's length.
-extern "C" __global__ void gemv_rows(XTYPE* y, const XTYPE* a, const XTYPE* x, long long rows, long long packs, long long a_stride,
-                                     long long x_stride) {
+// Block (x, y) takes some rows of a, and row y of x. STEPS packs are summed apart, then added, since rounding errors
+// grow with the length of a chain of additions.
+extern "C" __global__ void gemv_rows(XTYPE* y, const XTYPE* a, const XTYPE* x, long long rows, long long packs,
+                                     long long a_stride, long long x_stride) {
     const long long row = blockIdx.x * (long long)(blockDim.x / LANES) + threadIdx.x / LANES;
     const P* left = reinterpret_cast<const P*>(a + row * a_stride);
     const P* right = reinterpret_cast<const P*>(x + blockIdx.y * x_stride);
@@ -54,23 +55,25 @@ extern "C" __global__ void gemv_rows(XTYPE* y, const XTYPE* a, const XTYPE* x, l
     if (threadIdx.x % LANES == 0 && row < rows) store(total, y[blockIdx.y * rows + row]);
 }
 #else
-// Macros: MANY rows of x; WARPS of a block, each with STAGES stages of ROWS pieces of rows, PIECE bytes each.
+// Macros: MANY, rows of x; WARPS per block, each with STAGES stages of ROWS pieces of rows of PIECE bytes.
 constexpr int PLANES = PACK / 4, PACKS = PIECE / 16;
-constexpr int RING = STAGES * ROWS * PIECE;  // bytes of a warp's
+constexpr int RING = STAGES * ROWS * PIECE;  // bytes per warp
 extern __shared__ __align__(128) char memory[];
 
-// Block b has the b-th of gridDim.x even shares of a's rows; its warps take them in turn, ROWS at a time. Lane 0 of a warp asks for what
-// the warp reads STAGES pieces later. x stays in shared memory as float32, in planes: plane j has numbers 4j to 4j + 3 of every pack,
-// so that neighbouring lanes read neighbouring 16 bytes.
+// Block b has the b-th of gridDim.x equal shares of a's rows, and its warps take ROWS of them in turn. Lane 0 of a warp
+// requests what the warp reads STAGES pieces later. x stays in shared memory as float32, in planes: plane j has numbers
+// 4j to 4j + 3 of every pack, so that neighbouring lanes read neighbouring 16 bytes.
 extern "C" __global__ void __launch_bounds__(WARPS * 32, 1)
-    gemv_bulk(XTYPE* y, const XTYPE* a, const XTYPE* x, long long rows, int packs, long long a_stride, long long x_stride) {
+    gemv_bulk(XTYPE* y, const XTYPE* a, const XTYPE* x, long long rows, int packs, long long a_stride,
+              long long x_stride) {
     const int warp = threadIdx.x / 32, lane = threadIdx.x % 32, pieces = (packs + PACKS - 1) / PACKS;
     const long long first = blockIdx.x * rows / gridDim.x + warp * ROWS, last = (blockIdx.x + 1) * rows / gridDim.x;
     char* ring = memory + warp * RING;
     Barrier* full = reinterpret_cast<Barrier*>(memory + WARPS * RING) + warp * STAGES;
-    float4* vector = reinterpret_cast<float4*>(memory + WARPS * RING + (WARPS * STAGES * sizeof(Barrier) + 15) / 16 * 16);
+    float4* vector =
+        reinterpret_cast<float4*>(memory + WARPS * RING + (WARPS * STAGES * sizeof(Barrier) + 15) / 16 * 16);
 
-    long long next_row = first;  // what lane 0 asks for next
+    long long next_row = first;  // lane 0 requests this next
     int next_piece = 0;
     const auto load = [&](int stage) {
         if (next_row >= last) return;
@@ -80,8 +83,9 @@ extern "C" __global__ void __launch_bounds__(WARPS * 32, 1)
 #pragma unroll
         for (int r = 0; r < ROWS; ++r)
             if (r < count)
-                bulk_load(ring + (stage * ROWS + r) * PIECE, reinterpret_cast<const P*>(a + (next_row + r) * a_stride) + next_piece * PACKS,
-                          bytes, full + stage);
+                bulk_load(ring + (stage * ROWS + r) * PIECE,
+                          reinterpret_cast<const P*>(a + (next_row + r) * a_stride) + next_piece * PACKS, bytes,
+                          full + stage);
         if (++next_piece == pieces) {
             next_piece = 0;
             next_row += WARPS * ROWS;
@@ -92,7 +96,7 @@ extern "C" __global__ void __launch_bounds__(WARPS * 32, 1)
         barrier_init_done();
         for (int stage = 0; stage < STAGES; ++stage) load(stage);
     }
-    constexpr int AHEAD = 8;  // loads of x on their way a thread
+    constexpr int AHEAD = 8;  // loads of x in flight per thread
     for (int start = threadIdx.x; start < MANY * packs; start += AHEAD * WARPS * 32) {
         P in[AHEAD];
 #pragma unroll
@@ -108,10 +112,11 @@ extern "C" __global__ void __launch_bounds__(WARPS * 32, 1)
 #pragma unroll
                 for (int j = 0; j < PLANES; ++j)
                     vector[(m * PLANES + j) * packs + i - m * packs] =
-                        make_float4(to_float(at[4 * j]), to_float(at[4 * j + 1]), to_float(at[4 * j + 2]), to_float(at[4 * j + 3]));
+                        make_float4(to_float(at[4 * j]), to_float(at[4 * j + 1]), to_float(at[4 * j + 2]),
+                                    to_float(at[4 * j + 3]));
         }
     }
-    __syncthreads();  // x is there, and all barriers are known to their warps
+    __syncthreads();  // x is in shared memory, and the barriers are initialised
 
     int stage = 0, phase = 0;
     for (long long row = first; row < last; row += WARPS * ROWS) {
@@ -126,7 +131,7 @@ extern "C" __global__ void __launch_bounds__(WARPS * 32, 1)
                 if (at < packs) {
                     P pack[ROWS];
 #pragma unroll
-                    for (int r = 0; r < ROWS; ++r) pack[r] = part[r * PACKS + p];  // of a row beyond the last what lies there; not stored
+                    for (int r = 0; r < ROWS; ++r) pack[r] = part[r * PACKS + p];  // stale beyond the last row
 #pragma unroll
                     for (int m = 0; m < MANY; ++m)
 #pragma unroll
@@ -141,7 +146,7 @@ extern "C" __global__ void __launch_bounds__(WARPS * 32, 1)
                         }
                 }
             }
-            __syncwarp();  // all lanes have read the stage
+            __syncwarp();  // every lane has read the stage
             if (lane == 0) load(stage);
             if (++stage == STAGES) stage = 0, phase ^= 1;
 #pragma unroll

@@ -1,12 +1,13 @@
-"""gemv: y = a @ x, a matrix times a vector, or times each of a few: what every weight of a model does while it decodes.
+"""gemv: y = a @ x, a matrix times a vector or times up to 16 of them, as in every layer while a model decodes.
 
     y_mn = sum_k a_nk x_mk            backward: dx_mk = sum_n dy_mn a_nk,  da_nk = sum_m dy_mn x_mk
 
-Every number of a is used M times, so the clock is memory's: the floor is a read once. A program takes a few rows of a, each thread
-16 bytes of every one, and all loads of a step are on their way before the first is waited for; x stays in L1. Where the rows are
-too few to fill the chip, K is split, and a second kernel adds up the parts in their order. A transposed a is read along its columns.
+Each element of a is used only M times, so memory bandwidth is the limit: the roof is reading a once. A program takes a
+few rows of a, each thread 16 bytes of every row, with all loads of a step in flight before the first is used; x stays
+in L1. If there are too few rows to fill the GPU, K is split and a second kernel adds the parts in order. A transposed a
+is read along its columns.
 Source: the warp-per-row products of every BLAS; Bell and Garland, Implementing sparse matrix-vector multiplication on
-throughput-oriented processors, SC 2009, for the two orders.
+throughput-oriented processors, SC 2009, for reading by rows or by columns.
 """
 
 from __future__ import annotations
@@ -26,13 +27,13 @@ from ridgeline.ops.matmul import _gemv_cuda
 from ridgeline.ops.matmul.matmul import matmul, rows_of
 from ridgeline.select import eager, run
 
-MOST = 16  # rows of x
-ROOM = 1 << 20  # float32 numbers of parts; an allocation depends on no configuration
+MOST = 16  # rows of x at most
+ROOM = 1 << 20  # float32 elements for partial sums: fixed, since allocations cannot depend on tuning
 
 
 @triton.jit
 def _share(K, STEP: tl.constexpr, SPLITS: tl.constexpr):
-    """Where this program's part of K begins and ends: whole steps, as many for each."""
+    """Returns where this program's part of K begins and ends, in whole steps."""
     length = tl.cdiv(K, STEP * SPLITS) * STEP
     start = tl.program_id(1) * length
     return start, tl.minimum(K, start + length)
@@ -40,7 +41,7 @@ def _share(K, STEP: tl.constexpr, SPLITS: tl.constexpr):
 
 @triton.jit
 def _put(y, parts, total, m, n, M, N, SPLITS: tl.constexpr):
-    """Stores sums at (m, n): of all K in y, of a part in float32."""
+    """Stores sums at (m, n): in y if over all of K, else in parts as float32."""
     inside = (m < M) & (n < N)
     at = m.to(tl.int64) * N + n
     if SPLITS == 1:
@@ -54,7 +55,7 @@ def _fwd(
     y, parts, a, x, M, N, K, a_n, a_k, x_m, x_k, BM: tl.constexpr, BN: tl.constexpr, BK: tl.constexpr,
     TILES: tl.constexpr, PACK: tl.constexpr, SPLITS: tl.constexpr
 ):  # fmt: skip
-    """A step loads TILES tiles of BN rows and BK columns; PACK neighbours, which a thread has loaded at once, are added before all else."""
+    """A step loads TILES tiles of BN rows and BK columns; a thread first adds the PACK neighbours of one load."""
     m = tl.arange(0, BM)[:, None, None]
     n = (tl.program_id(0).to(tl.int64) * BN + tl.arange(0, BN))[None, :, None]
     sums = tl.zeros((BM, BN, BK // PACK), tl.float32)
@@ -93,7 +94,7 @@ def _few(
     BK: tl.constexpr,
     SPLITS: tl.constexpr,
 ):
-    """The same on the matrix units, in half precision: from three rows of x on, multiplying one by one takes longer than reading."""
+    """The same on the matrix units, in half precision: from 3 rows of x on, plain FMAs take longer than the reads."""
     m = tl.arange(0, BM)[None, :]
     n = (tl.program_id(0).to(tl.int64) * BN + tl.arange(0, BN))[:, None]
     total = tl.zeros((BN, BM), tl.float32)
@@ -108,7 +109,7 @@ def _few(
 
 @triton.jit
 def _add(y, parts, size, SPLITS: tl.constexpr, BLOCK: tl.constexpr):
-    """Adds up the parts of K, first to last."""
+    """Adds the parts of K in order."""
     i = tl.program_id(0) * BLOCK + tl.arange(0, BLOCK)
     total = tl.zeros((BLOCK,), tl.float32)
     at = parts + i
@@ -119,11 +120,11 @@ def _add(y, parts, size, SPLITS: tl.constexpr, BLOCK: tl.constexpr):
 
 
 def _launch(y: torch.Tensor, parts: torch.Tensor, a: torch.Tensor, x: torch.Tensor) -> None:
-    """y, x: (M, N) and (M, K), or (N,) and (K,); a: (N, K), any strides."""
+    """y = a @ x or x @ a.T. y, x: (M, N) and (M, K), or (N,) and (K,); a: (N, K), any strides."""
     (N, K), M = a.shape, x.shape[0] if x.dim() == 2 else 1
     gpu, pack, bm = device.of(a), 16 // a.element_size(), triton.next_power_of_2(max(1, M))
-    columns = a.stride(1) != 1 and a.stride(0) == 1  # what lies side by side
-    whole = not columns and a.stride(0) % pack == 0  # rows begin at 16 bytes
+    columns = a.stride(1) != 1 and a.stride(0) == 1  # a is read along its columns
+    whole = not columns and a.stride(0) % pack == 0  # rows begin at multiples of 16 bytes
     few = bm > 2 and a.dtype != torch.float32
     threads = {"num_warps": 128 // gpu.warp}
 
@@ -134,14 +135,16 @@ def _launch(y: torch.Tensor, parts: torch.Tensor, a: torch.Tensor, x: torch.Tens
             return {"BN": 16 * pack, "BK": 8, "TILES": 4 if bm < 8 else 1, **threads}
         rows = (2 if bm == 1 and K > 128 * pack else 4) if whole else max(1, 4 // bm)
         bk = min(128 * pack, max(16, triton.next_power_of_2(K)))
-        tiles = (
-            min(rows, triton.next_power_of_2(triton.cdiv(max(1, K), bk))) if bm == 1 else 1
-        )  # a row by itself is read the quickest
+        # One row after another reads fastest.
+        tiles = min(rows, triton.next_power_of_2(triton.cdiv(max(1, K), bk))) if bm == 1 else 1
         return {"BN": rows // tiles * 128 * pack // bk, "BK": bk, "TILES": tiles, **threads}
 
     def rule() -> tuning.Config:
-        """Parts of K for eight programs a multiprocessor, where rows are too few. On the matrix units programs hold much shared memory: for one
-        a multiprocessor, and only where that saves a program 20 steps, which is as long as the parts' own kernel takes (timed on an H100)."""
+        """Splits K if there are too few rows for eight programs per multiprocessor.
+
+        On the matrix units, which need much shared memory, for one program per multiprocessor, and only if that saves
+        it at least 20 steps, the time of the kernel that adds the parts.
+        """
         c = tile()
         blocks, steps = max(1, triton.cdiv(N, c["BN"])), triton.cdiv(K, c["BK"] * c.get("TILES", 1))
         most = max(1, min((1 if few else 8) * gpu.multiprocessors // blocks, steps))
@@ -149,14 +152,8 @@ def _launch(y: torch.Tensor, parts: torch.Tensor, a: torch.Tensor, x: torch.Tens
         return c | {"SPLITS": 1 if few and steps - steps // most < 20 else most}
 
     def config() -> dict[str, Any]:
-        key = " ".join(
-            [
-                dtype_name(a),
-                str(bm),
-                "columns" if columns else "rows",
-                *(str(triton.next_power_of_2(n)) for n in (N, K)),
-            ]
-        )
+        sizes = [str(triton.next_power_of_2(n)) for n in (N, K)]
+        key = " ".join([dtype_name(a), str(bm), "columns" if columns else "rows", *sizes])
         chosen = tuning.config(gpu, "gemv", "few" if few else "fwd", key, rule, lambda: _space(rule()))
         chosen = chosen | {"BM": 16 if few else bm, "SPLITS": max(1, min(chosen["SPLITS"], ROOM // max(1, M * N)))}
         return chosen if few else chosen | {"PACK": pack if whole and chosen["BK"] % pack == 0 else 1}
@@ -185,7 +182,7 @@ def _launch(y: torch.Tensor, parts: torch.Tensor, a: torch.Tensor, x: torch.Tens
 
 
 def _space(c: tuning.Config) -> list[tuning.Config]:
-    """The rule's tile with half and twice the rows, warps and parts."""
+    """Returns the rule's tile with half and twice the rows, warps and parts."""
     half = (-1, 0, 1)
     sizes = [(n, w, s) for n in half for w in half for s in half if min(c["BN"], c["num_warps"]) > 1]
     moved = [
@@ -213,7 +210,7 @@ class _Gemv(Function):
     @first_order
     def backward(ctx: Any, dy: torch.Tensor) -> Any:
         a, x = ctx.saved_tensors
-        impl = "triton" if ctx.impl == "triton" else None  # the others' are for rows of a, and a.mT has columns
+        impl = "triton" if ctx.impl == "triton" else None  # the other kernels need rows of a, but a.mT has columns
         dx = _forward(a.mT, dy, impl) if ctx.needs_input_grad[1] else None
         if not ctx.needs_input_grad[0]:
             return None, dx, None
@@ -237,28 +234,27 @@ def _naive(a: torch.Tensor, x: torch.Tensor) -> torch.Tensor:
 
 
 def gemv(a: torch.Tensor, x: torch.Tensor, *, impl: str | None = None) -> torch.Tensor:
-    """The product of a matrix with a vector, `a @ x`, or with each row of a small matrix, `x @ a.T`. Gradients flow to both.
+    """Returns the matrix-vector product `a @ x`, or `x @ a.T` for a few vectors. Gradients flow to a and x.
 
-    a: (N, K), floating point, any strides; quickest where its rows or its columns are contiguous. x: (K,), or (M, K) with M up to 16,
-    any strides, of a's dtype and device. Complex ones are PyTorch's, complex32 in complex64; impl="cuda_complex" reads complex32 as it is.
-    Under autocast both are cast to its dtype first, as for torch's own.
-    Returns (N,) or (M, N) in that dtype; sums are in float32, float32's too (never tf32), and the same bits every time.
-    Raises RidgelineError where shapes, dtypes or devices do not fit, or `impl` cannot run the call.
+    a: (N, K), floating point or complex, any strides; fastest with contiguous rows or columns.
+    x: (K,), or (M, K) with M up to 16, any strides, with a's dtype and device.
+    Returns (N,) or (M, N) in that dtype. Sums are float32 (never TF32) and bitwise reproducible.
+    PyTorch computes complex products, complex32 as complex64; impl="cuda_complex" reads complex32 directly.
+    Autocast casts both inputs first, as for `torch.matmul`.
+    Raises RidgelineError if shapes, dtypes or devices do not match, or if `impl` cannot run the call.
     """
     if not isinstance(a, torch.Tensor) or not isinstance(x, torch.Tensor):
-        raise RidgelineError(f"gemv: a and x must be tensors, and are {type(a).__name__} and {type(x).__name__}")
+        raise RidgelineError(f"gemv: a and x must be tensors, got {type(a).__name__} and {type(x).__name__}")
     if not (a.is_floating_point() or a.is_complex()) or not (x.is_floating_point() or x.is_complex()):
         raise RidgelineError(
-            f"gemv: a and x must be floating point (float32, float16, bfloat16) or complex, and are {a.dtype} and {x.dtype}"
+            f"gemv: a and x must be floating point (float32, float16, bfloat16) or complex, got {a.dtype} and {x.dtype}"
         )
     if a.is_nested or x.is_nested:
         dense_only("gemv", (a, x))
     if a.dim() != 2 or x.dim() not in (1, 2) or a.shape[1] != x.shape[-1]:
-        raise RidgelineError(
-            f"gemv: a must be (N, K) and x (K,) or (M, K), and they are {tuple(a.shape)} and {tuple(x.shape)}"
-        )
+        raise RidgelineError(f"gemv: a must be (N, K) and x (K,) or (M, K), got {tuple(a.shape)} and {tuple(x.shape)}")
     if x.dim() == 2 and x.shape[0] > MOST:
-        raise RidgelineError(f"gemv: x may have {MOST} rows at most, and has {x.shape[0]}; matmul takes more")
+        raise RidgelineError(f"gemv: x must have at most {MOST} rows, got {x.shape[0]}; use matmul for more")
     kind = "cuda" if a.is_cuda else "cpu"
     if (
         torch.is_autocast_enabled(kind)
@@ -268,7 +264,9 @@ def gemv(a: torch.Tensor, x: torch.Tensor, *, impl: str | None = None) -> torch.
     ):
         a, x = a.to(torch.get_autocast_dtype(kind)), x.to(torch.get_autocast_dtype(kind))
     if a.dtype != x.dtype or a.device != x.device:
-        raise RidgelineError(f"gemv: a is {a.dtype} on {a.device} and x {x.dtype} on {x.device}; they must agree")
+        raise RidgelineError(
+            f"gemv: a and x must agree in dtype and device, got {a.dtype} on {a.device} and {x.dtype} on {x.device}"
+        )
     if a.is_complex():
         a, x = a.resolve_conj(), x.resolve_conj()
     plain = eager(GEMV, impl, a, x)
@@ -277,26 +275,24 @@ def gemv(a: torch.Tensor, x: torch.Tensor, *, impl: str | None = None) -> torch.
     if torch.is_grad_enabled() and (a.requires_grad or x.requires_grad):
         if a.is_complex():
             raise RidgelineError(
-                f"gemv: impl={impl!r} has no gradients of {a.dtype}; impl='torch' has, or give a and x detached"
+                f"gemv: impl={impl!r} has no gradient for {a.dtype}; use impl='torch' or detach a and x"
             )
         return differentiate(_Gemv, a, x, impl)
     return _forward(a, x, impl)
 
 
 def cost(a: torch.Tensor, x: torch.Tensor) -> tuple[Cost, Cost]:
-    y, flops = (
-        x.numel() // max(1, a.shape[1]) * a.shape[0] * a.element_size(),
-        2 * a.numel() * x.numel() // max(1, a.shape[1]),
-    )
+    K = max(1, a.shape[1])
+    y, flops = x.numel() // K * a.shape[0] * a.element_size(), 2 * a.numel() * x.numel() // K
     return Cost(nbytes(a, x), y, flops), Cost(y + nbytes(a, x), nbytes(a, x), 2 * flops)
 
 
 def _real(a: torch.Tensor, *_: Any) -> str | None:
-    return f"it takes real numbers, and a is {a.dtype}" if a.is_complex() else None
+    return f"it takes real numbers, but a is {a.dtype}" if a.is_complex() else None
 
 
 class Halves(Spec):
-    """Complex numbers of two halves."""
+    """Random complex32 numbers."""
 
     def make(self, dtype: torch.dtype, device: str | torch.device, generator: torch.Generator | None) -> torch.Tensor:
         with warnings.catch_warnings():
@@ -323,9 +319,8 @@ GEMV = Op(
         Case("6 of 72x40 by columns", (Columns(72, 40), Spec(6, 40))),
         Case("5x9000 in parts", (Spec(5, 9000), Spec(9000))),
         Case("1x1", (Spec(1, 1), Spec(1))),
-        Case(
-            "3 of 1100x1032", (Spec(1100, 1032), Spec(3, 1032)), dtypes=("bfloat16",)
-        ),  # which the interpreter, slow of so many, leaves out
+        # bfloat16 only, so that the slow interpreter leaves these two out.
+        Case("3 of 1100x1032", (Spec(1100, 1032), Spec(3, 1032)), dtypes=("bfloat16",)),
         Case("1030x1528", (Spec(1030, 1528), Spec(1528)), dtypes=("bfloat16",)),
         Case("33x132 complex", (Halves(33, 132), Halves(132)), dtypes=("float16",)),
         Case("3 of 40x65 complex", (Halves(40, 65), Halves(3, 65)), dtypes=("float16",)),
@@ -349,13 +344,13 @@ GEMV = Op(
     ],
 )
 
-GEMV.eager("naive", "a product and a sum a row, in float32: the products are written and read again", _naive)
+GEMV.eager("naive", "multiply, then sum each row, in float32: the products are written and read again", _naive)
 GEMV.eager("torch", "PyTorch's own: cuBLAS on an NVIDIA GPU", _torch, served=True)
-GEMV.compiled("torch.compile, which hands the product on to cuBLAS or sums in a kernel of its own", supports=_real)
+GEMV.compiled("torch.compile, which calls cuBLAS or generates a kernel that sums", supports=_real)
 _gemv_cuda.ladder(GEMV, _launch)
 GEMV.kernel(
     "triton",
-    "some rows a program, 16 bytes of each a thread before any is used; parts of K, added in order, where rows are few",
+    "several rows per program, all loads in flight before the first is used; splits K if rows are few",
     kind="triton",
     fwd=_launch,
     bwd=_launch,

@@ -1,6 +1,6 @@
-// hgemm: y = a b in float16 with sums in float32, on the matrix units four times, each faster than the one before for one reason.
-// Macros beside those of matrix.cuh: RUNG, which of them is compiled; of the last two BN and BK, a tile's columns and its step along K,
-// STAGES tiles on their way, BAND tiles of a band.
+// hgemm: y = a b in float16 with float32 sums: four kernels, each faster than the last for one reason.
+// Macros besides those of matrix.cuh: RUNG, which kernel is compiled; for the last two BN and BK, a tile's columns and
+// its step along K; STAGES, tiles in flight; BAND, rows of tiles per band.
 #include "matrix.cuh"
 #include "mma.cuh"
 
@@ -14,8 +14,8 @@ extern __shared__ __align__(1024) char memory[];
         name(__half* y, const __half* a, const __half* b, int M, int N, int K, long long a_m, long long b_k)
 
 #if RUNG == 1
-// A warp has 32 x 64 of a tile of 128 x 128: fragments of 16 x 16, loaded from rows that are 16 bytes longer than the tile's, so that they
-// begin in different banks.
+// A warp has 32 x 64 of a tile of 128 x 128, in fragments of 16 x 16. Rows in shared memory have 16 bytes of padding,
+// so that they begin in different banks.
 HGEMM(hgemm_wmma, 1 + EVEN) {
     constexpr int SIDE = 128, WINDOW = 32, A = WINDOW + 8, B = SIDE + 8;
     __shared__ __align__(128) __half left[SIDE * A], right[WINDOW * B];
@@ -28,7 +28,8 @@ HGEMM(hgemm_wmma, 1 + EVEN) {
         __syncthreads();
 #pragma unroll
         for (int k = 0; k < WINDOW; k += 16) {
-            const Fragment u[2] = {wmma_load<false>(left + row * A + k, A), wmma_load<false>(left + (row + 16) * A + k, A)};
+            const Fragment u[2] = {wmma_load<false>(left + row * A + k, A),
+                                   wmma_load<false>(left + (row + 16) * A + k, A)};
 #pragma unroll
             for (int j = 0; j < 4; ++j) {
                 const Fragment v = wmma_load<true>(right + k * B + column + 16 * j, B);
@@ -38,7 +39,7 @@ HGEMM(hgemm_wmma, 1 + EVEN) {
         }
         __syncthreads();
     }
-    // Only its store knows a fragment's layout: through shared memory, 16 x 16 of a warp at a time.
+    // Only wmma_store knows a fragment's layout: results go through shared memory, 16 x 16 per warp at a time.
     float* mine = reinterpret_cast<float*>(left) + warp * 256;
 #pragma unroll
     for (int i = 0; i < 2; ++i)
@@ -55,17 +56,20 @@ HGEMM(hgemm_wmma, 1 + EVEN) {
 }
 #endif
 
-// A warp's ROWS x COLUMNS of the product of a tile of DEPTH along K, and of tiles of DEPTH x WIDE, both swizzled.
+// Adds a warp's ROWS x COLUMNS of a product over DEPTH of K; left and right (DEPTH x WIDE) are swizzled.
 template <int DEPTH, int WIDE, int ROWS, int COLUMNS>
-__device__ void multiply(float (&sum)[ROWS / 16][COLUMNS / 8][4], const __half* left, const __half* right, int row, int column) {
+__device__ void multiply(float (&sum)[ROWS / 16][COLUMNS / 8][4], const __half* left, const __half* right, int row,
+                         int column) {
     const int down = threadIdx.x % 16, across = threadIdx.x % 32 / 16 * 8;
 #pragma unroll
     for (int k = 0; k < DEPTH; k += 16) {
         unsigned u[ROWS / 16][4], v[COLUMNS / 16][4];
 #pragma unroll
-        for (int i = 0; i < ROWS / 16; ++i) ldmatrix<false>(u[i], left + Swizzled<DEPTH>::at(row + 16 * i + down, k + across));
+        for (int i = 0; i < ROWS / 16; ++i)
+            ldmatrix<false>(u[i], left + Swizzled<DEPTH>::at(row + 16 * i + down, k + across));
 #pragma unroll
-        for (int j = 0; j < COLUMNS / 16; ++j) ldmatrix<true>(v[j], right + Swizzled<WIDE>::at(k + down, column + 16 * j + across));
+        for (int j = 0; j < COLUMNS / 16; ++j)
+            ldmatrix<true>(v[j], right + Swizzled<WIDE>::at(k + down, column + 16 * j + across));
 #pragma unroll
         for (int i = 0; i < ROWS / 16; ++i)
 #pragma unroll
@@ -73,7 +77,7 @@ __device__ void multiply(float (&sum)[ROWS / 16][COLUMNS / 8][4], const __half* 
     }
 }
 
-// Two neighbours in a row, and two 8 rows below them.
+// Stores two neighbours of a row, and the two that are 8 rows below.
 __device__ void put_quad(const Sums& y, int row, int column, const float* sum) {
 #pragma unroll
     for (int i = 0; i < 2; ++i) {
@@ -90,11 +94,12 @@ __device__ void put_warp(const Sums& y, int row, int column, const float (&sum)[
 #pragma unroll
     for (int i = 0; i < ROWS; ++i)
 #pragma unroll
-        for (int j = 0; j < COLUMNS; ++j) put_quad(y, row + 16 * i + lane / 4, column + 8 * j + lane % 4 * 2, sum[i][j]);
+        for (int j = 0; j < COLUMNS; ++j)
+            put_quad(y, row + 16 * i + lane / 4, column + 8 * j + lane % 4 * 2, sum[i][j]);
 }
 
 #if RUNG == 2
-// A warp has 64 x 32 of a tile of 128 x 128; nothing is padded.
+// A warp has 64 x 32 of a tile of 128 x 128, without padding.
 HGEMM(hgemm_mma, 1 + EVEN) {
     constexpr int SIDE = 128, WINDOW = 32;
     __shared__ __align__(128) __half left[SIDE * WINDOW], right[WINDOW * SIDE];
@@ -113,7 +118,7 @@ HGEMM(hgemm_mma, 1 + EVEN) {
 #endif
 
 #if RUNG == 3
-// TALL x WIDE of a matrix, from its first element on; what lies beyond it is 0.
+// Copies TALL x WIDE of a matrix from its first element on, with zeros beyond its edges.
 template <int TALL, int WIDE>
 __device__ void ask(__half* to, const Operand& m) {
 #pragma unroll
@@ -130,7 +135,7 @@ __device__ void ask(__half* to, const Operand& m) {
     }
 }
 
-// STAGES tiles of 128 x BK and BK x BN in a ring; a warp has 64 x BN / 4.
+// A ring of STAGES tiles of 128 x BK and BK x BN; a warp has 64 x BN / 4.
 HGEMM(hgemm_stages, 1) {
     constexpr int BM = 128, LEFT = BM * BK, RIGHT = BK * BN;
     __half* ring = reinterpret_cast<__half*>(memory);
@@ -146,7 +151,7 @@ HGEMM(hgemm_stages, 1) {
             ask<BK, BN>(to + LEFT, bs);
             as = as.from(0, BK), bs = bs.from(BK, 0);
         }
-        copy_group();  // an empty one too, so that as many are behind the one that is waited for
+        copy_group();  // empty groups too, so that copy_wait always counts the same number
         ++asked;
     };
     for (int s = 0; s < STAGES - 1; ++s) next();
@@ -162,10 +167,11 @@ HGEMM(hgemm_stages, 1) {
 #endif
 
 #if RUNG == 4
-// Blocks stay, and take tiles of 128 x 256 in turn. One warp asks the copy engine for STAGES tiles ahead; two groups of four multiply 64 rows
-// each, and say which stages they have read. While they send results off, the next tile's stages fill.
+// Persistent blocks take tiles of 128 x 256 in turn. One warp loads up to STAGES tiles ahead with TMA. Two warpgroups
+// multiply 64 rows each and release the stages that they have read. While they store, the next tile's stages fill.
 extern "C" __global__ void __launch_bounds__(THREADS + 32, 1)
-    hgemm_wgmma(__half* y, const __grid_constant__ TensorMap a, const __grid_constant__ TensorMap b, int M, int N, int K) {
+    hgemm_wgmma(__half* y, const __grid_constant__ TensorMap a, const __grid_constant__ TensorMap b, int M, int N,
+                int K) {
     constexpr int BM = 128, DEPTH = 64, LEFT = BM * DEPTH, RIGHT = DEPTH * 256, BOX = DEPTH * 64;
     __shared__ Barrier full[STAGES], empty[STAGES];
     __half* ring = reinterpret_cast<__half*>((reinterpret_cast<unsigned long long>(memory) + 1023) / 1024 * 1024);
@@ -178,7 +184,7 @@ extern "C" __global__ void __launch_bounds__(THREADS + 32, 1)
         barrier_init_done();
     }
     __syncthreads();
-    unsigned turn = 0;  // of stages, over all tiles
+    unsigned turn = 0;  // counts stages over all tiles
     if (warp == 8) {
         if (lane) return;
         for (int t = blockIdx.x; t < tiles; t += gridDim.x) {
@@ -199,7 +205,8 @@ extern "C" __global__ void __launch_bounds__(THREADS + 32, 1)
         for (int k = 0; k < K; k += DEPTH, ++turn) {
             const unsigned stage = turn % STAGES;
             const __half* here = ring + stage * (LEFT + RIGHT);
-            const unsigned long long left = wgmma_tile(here + warp / 4 * (LEFT / 2), 16), right = wgmma_tile(here + LEFT, BOX * 2);
+            const unsigned long long left = wgmma_tile(here + warp / 4 * (LEFT / 2), 16),
+                                     right = wgmma_tile(here + LEFT, BOX * 2);
             barrier_wait(full + stage, turn / STAGES & 1);
             wgmma_begin();
 #pragma unroll

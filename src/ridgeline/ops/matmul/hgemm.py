@@ -1,11 +1,11 @@
-"""hgemm: y = a @ b in float16 with sums in float32, as a ladder from wmma to Hopper's own products: the way to matmul's Gluon rung.
+"""hgemm: y = a @ b in float16 with float32 sums, in four steps from wmma to Hopper's wgmma.
 
     y_mn = sum_k a_mk b_kn
 
-The matrix units take a product of 16 x 8 x 16 or more at once, so what limits is how fast tiles reach them: through registers, by
-ldmatrix from swizzled rows, by copies that run ahead, and at last straight from shared memory, filled by a warp that does nothing else.
-The roof is their rate: 2 M N K operations.
-Source: NVIDIA's PTX ISA for the fragments; the last two rungs are in the manner of CUTLASS's multistage and warp-specialised kernels.
+The matrix units multiply 16 x 8 x 16 or more at once, so the limit is how fast tiles reach them. The steps: through
+registers, with ldmatrix from swizzled rows, with asynchronous copies ahead of use, and straight from shared memory that
+a producer warp fills, as in matmul's `gluon`. The roof is 2 M N K operations at the rate of the matrix units.
+Source: NVIDIA's PTX ISA for the fragments; the last two follow CUTLASS's multistage and warp-specialised kernels.
 """
 
 from __future__ import annotations
@@ -25,7 +25,7 @@ from ridgeline.ops.matmul._ladder import case, cost, lines, product, rows, start
 from ridgeline.select import run
 
 FILE = Path(__file__).with_name("hgemm.cu")
-RING: dict[str, Any] = {"BN": 256, "BK": 64, "STAGES": 3, "BAND": 8}  # of cp.async: tiles of 128 x BN
+RING: dict[str, Any] = {"BN": 256, "BK": 64, "STAGES": 3, "BAND": 8}  # for cp.async: tiles of 128 x BN
 HOPPER: dict[str, Any] = {"BN": 256, "BK": 64, "STAGES": 4, "BAND": 8}
 
 
@@ -41,12 +41,12 @@ def reference(a: torch.Tensor, b: torch.Tensor) -> torch.Tensor:
 
 
 def hgemm(a: torch.Tensor, b: torch.Tensor, *, impl: str | None = None) -> torch.Tensor:
-    """The product of two float16 matrices, summed in float32 and rounded once.
+    """Returns `a @ b` for two float16 matrices, summed in float32 and rounded once.
 
-    a: (M, K). b: (K, N), of a's device. Any strides; the kernels take contiguous rows, the quicker ones those that begin at multiples of
-    16 bytes. float16; other floating-point dtypes are multiplied by PyTorch. Returns (M, N), contiguous. Gradients flow through
-    impl="torch", which serves calls that name none; the kernels are for the ladder.
-    Raises RidgelineError where shapes, dtypes or devices do not fit, or `impl` cannot run the call.
+    a: (M, K) and b: (K, N), float16, on one device. PyTorch multiplies other floating-point dtypes. Returns (M, N),
+    contiguous. The kernels take contiguous rows, the faster ones only rows that begin at multiples of 16 bytes; PyTorch
+    takes any strides. The default is impl="torch", which has gradients; the kernels show each step and have none.
+    Raises RidgelineError if shapes, dtypes or devices do not match, or if `impl` cannot run the call.
     """
     return product(HGEMM, _forward, a, b, impl)
 
@@ -80,30 +80,25 @@ def _staged(*tensors: torch.Tensor) -> None:
 
 
 def _hopper(y: torch.Tensor, a: torch.Tensor, b: torch.Tensor) -> None:
-    """A block for every multiprocessor, which stays."""
+    """Starts one persistent block per multiprocessor."""
     (M, K), N = a.shape, b.shape[1]
     blocks = min(device.of(a).multiprocessors, -(-M // 128) * -(-N // 256))
-    facts: dict[str, Any] = {
-        "EVEN": int(not (M % 128 or N % 256)),
-        "ALIGNED": 1,
-        "RUNG": 4,
-        "block": 288,
-        "shared": 1024 + HOPPER["STAGES"] * 64 * (128 + 256) * 2,
-    }
+    facts: dict[str, Any] = {"EVEN": int(not (M % 128 or N % 256)), "ALIGNED": 1, "RUNG": 4}
+    facts |= {"block": 288, "shared": 1024 + HOPPER["STAGES"] * 64 * (128 + 256) * 2}
     launch(WGMMA, (blocks,), y, TensorMap(a, (128, 64), 128), TensorMap(b, (64, 64), 128), M, N, K, **facts, **HOPPER)
 
 
 def _boxes(a: torch.Tensor, b: torch.Tensor) -> str | None:
-    """Why the copy engine does not take these matrices, or None: besides, it steps from row to row."""
+    """Returns why TMA cannot load these matrices, or None."""
     fixed = any([t.shape[0] > 1 and t.stride(0) == 0 for t in (a, b)])
-    return lines(a, b) or empty(a, b) or ("it takes no rows expanded from one" if fixed else None)
+    return lines(a, b) or empty(a, b) or ("it takes no matrix whose rows are expanded from one" if fixed else None)
 
 
 KERNEL: dict[str, Any] = {"kind": "cuda", "dtypes": ("float16",)}
-HGEMM.eager("torch", "PyTorch's own: cuBLAS on an NVIDIA GPU", reference, served=True)
+HGEMM.eager("torch", "PyTorch's own torch.matmul: cuBLAS on an NVIDIA GPU", reference, served=True)
 HGEMM.kernel(
     "cuda_wmma",
-    "tiles of 128 x 128 in shared memory, in padded rows, multiplied in fragments of 16 x 16 (wmma)",
+    "128 x 128 tiles in padded shared memory, multiplied as 16 x 16 fragments (wmma)",
     fwd=partial(start, WMMA, (128, 128, 32), RUNG=1),
     supports=rows,
     counter="sm__pipe_tensor_cycles_active.avg.pct_of_peak_sustained_active",
@@ -112,7 +107,7 @@ HGEMM.kernel(
 )
 HGEMM.kernel(
     "cuda_mma",
-    "fragments by ldmatrix from swizzled rows, of products of 16 x 8 x 16 (mma): no bank conflicts and no padding",
+    "ldmatrix from swizzled rows and 16 x 8 x 16 mma: no bank conflicts, no padding",
     fwd=partial(start, MMA, (128, 128, 32), RUNG=2),
     supports=rows,
     gain=1.2,
@@ -122,7 +117,7 @@ HGEMM.kernel(
 )
 HGEMM.kernel(
     "cuda_stages",
-    "three tiles on their way by cp.async, past the registers; tiles of 128 x 256, in bands that share L2",
+    "cp.async with three stages in flight, bypassing registers; 128 x 256 tiles in bands that share L2",
     fwd=_staged,
     supports=lines,
     gain=1.8,
@@ -132,7 +127,7 @@ HGEMM.kernel(
 )
 HGEMM.kernel(
     "cuda_wgmma",
-    "on Hopper: one warp fetches by the copy engine, two groups multiply out of shared memory (wgmma); blocks stay",
+    "Hopper: persistent blocks; a warp loads with TMA, two warpgroups multiply from shared memory (wgmma)",
     fwd=_hopper,
     supports=_boxes,
     gain=1.4,

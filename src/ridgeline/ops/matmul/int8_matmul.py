@@ -1,10 +1,10 @@
-"""int8_matmul: y = (a - zero_a) @ b * scale_a * scale_b + bias, of whole numbers of 8 bits; their sums are exact.
+"""int8_matmul: y = (a - zero_a) @ b * scale_a * scale_b + bias, for int8, with exact sums.
 
     sum_k (a_mk - z_m) b_kn = sum_k a_mk b_kn - z_m sum_k b_kn
 
-A program multiplies one tile on the matrix units into 32-bit whole numbers and turns them into the result while they are still in
-registers: int32 sums never see memory, where a product and a dequantising pass of its own write and read 4 bytes a number more.
-Where a has zeros, a kernel before it adds up b's columns. The floor is 2 M N K operations at the rate of 8-bit products.
+A program multiplies one tile on the matrix units into int32 sums and scales them in registers: the sums never reach
+memory, while a separate dequantising pass writes and reads 4 bytes more per element. With zero_a, a kernel sums b's
+columns first. The roof is 2 M N K operations at the rate of 8-bit products.
 Source: Jacob et al., 2018 (arXiv:1712.05877), section 2.3; Dettmers et al., LLM.int8(), 2022 (arXiv:2208.07339).
 """
 
@@ -35,7 +35,7 @@ from ridgeline.ops.matmul._scaled import (
 )
 from ridgeline.select import eager, run
 
-MOST = 65536  # 255 * 128 * 65536 is the largest that 32 bits hold
+MOST = 65536  # of K: 255 * 128 * 65536 still fits in 32 bits
 
 
 @triton.jit
@@ -48,7 +48,7 @@ def _fwd(
     at_a = a + (m % M)[:, None].to(tl.int64) * a_m + k[None, :] * a_k
     at_b = b + k[:, None] * b_k + (n % N)[None, :].to(tl.int64) * b_n
     total = tl.zeros((BM, BN), tl.int32)
-    ahead = tl.full((), BK, tl.int64)  # strides may be so long that BK of them pass 2^31
+    ahead = tl.full((), BK, tl.int64)  # BK strides may exceed 2^31
     for start in range(0, K, BK):
         if EVEN:
             left, right = tl.load(at_a), tl.load(at_b)
@@ -67,7 +67,7 @@ def _fwd(
 
 
 def _launch(y: torch.Tensor, sums: torch.Tensor, a: torch.Tensor, b: torch.Tensor, *rest: Any) -> None:
-    """a (M, K), b (K, N), any strides; y contiguous; sums: (N,) in int32 where there are zeros."""
+    """y = the product. a: (M, K); b: (K, N), any strides; y: contiguous; sums: (N,), int32, with zero_a."""
     scale_a, scale_b, zero_a, bias, _ = rest
     (M, K), N = a.shape, b.shape[1]
     if zero_a is not None:
@@ -99,7 +99,8 @@ def _launch(y: torch.Tensor, sums: torch.Tensor, a: torch.Tensor, b: torch.Tenso
 
 
 @kernel_op(
-    "int8_matmul_fwd(Tensor a, Tensor b, Tensor scale_a, Tensor scale_b, Tensor? zero_a, Tensor? bias, ScalarType dtype, str? impl) -> Tensor"
+    "int8_matmul_fwd(Tensor a, Tensor b, Tensor scale_a, Tensor scale_b, Tensor? zero_a, Tensor? bias, "
+    "ScalarType dtype, str? impl) -> Tensor"
 )
 def _forward(a: torch.Tensor, b: torch.Tensor, *rest: Any) -> torch.Tensor:
     *given, dtype, impl = rest
@@ -112,7 +113,7 @@ def _forward(a: torch.Tensor, b: torch.Tensor, *rest: Any) -> torch.Tensor:
 def _finished(
     sums: torch.Tensor, scale_a: torch.Tensor, scale_b: torch.Tensor, bias: Any, out_dtype: torch.dtype
 ) -> torch.Tensor:
-    """Exact sums, in another dtype, times their scales and with the bias."""
+    """Returns the exact sums times their scales, plus the bias, in out_dtype."""
     y = sums.to(scale_a.dtype) * scale_a.reshape(-1, 1) * scale_b.reshape(1, -1)
     return (y if bias is None else y + bias).to(out_dtype)
 
@@ -136,15 +137,18 @@ def int8_matmul(
     out_dtype: torch.dtype = torch.bfloat16,
     impl: str | None = None,
 ) -> torch.Tensor:
-    """The product of quantised matrices, dequantised: ((a - zero_a) @ b) * scale_a * scale_b + bias. No gradients flow.
+    """Returns the dequantised product of quantised matrices, `((a - zero_a) @ b) * scale_a * scale_b + bias`.
 
-    a: (M, K), int8. b: (K, N), int8. Any strides; quickest with K contiguous in both: b is q.T of a weight's q, (N, K). K is at most 65536,
-    so that sums are exact. scale_a: float32, one number, or one a row, (M, 1) or (M,). scale_b: one, or one a column, (1, N) or (N,): the
-    scale.T of a weight quantised by rows. zero_a: int32 or int8, shaped as a scale of a, what stands for zero in a:
-    a number of 8 bits, -128 to 127 (values on a GPU are not looked at; with others sums may pass 32 bits).
-    bias: (N,), floating point, or None. Returns (M, N) in out_dtype: torch.bfloat16, float16 or float32, contiguous. Sums become
-    float32 and are multiplied there; the result is rounded once.
-    Raises RidgelineError where shapes, dtypes or devices are none of these, or `impl` cannot run the call.
+    a: (M, K) and b: (K, N), int8, any strides. Fastest with K contiguous in both: for a weight quantised as q (N, K),
+    pass b = q.T. K is at most 65536, so that int32 sums are exact.
+    scale_a: float32, one number or one per row, (M, 1) or (M,). scale_b: float32, one number or one per column, (1, N)
+    or (N,): the scale.T of a weight quantised by rows.
+    zero_a: int32 or int8, shaped as scale_a, or None: a's zero points, -128 to 127. Values on the GPU are not validated
+    (that would synchronise): others may overflow int32.
+    bias: (N,), floating point, or None.
+    Returns (M, N), contiguous, in out_dtype: torch.bfloat16, float16 or float32. Sums are scaled in float32 and rounded
+    once. No gradients flow.
+    Raises RidgelineError if shapes, dtypes or devices do not match the above, or if `impl` cannot run the call.
     """
     wrong = fault(torch.int8, a, b, bias, out_dtype, scale_a=scale_a, scale_b=scale_b, zero_a=zero_a) or _fault(
         a, b, scale_a, scale_b, zero_a
@@ -166,13 +170,14 @@ def _fault(
 ) -> str | None:
     (M, K), N = a.shape, b.shape[1]
     if K > MOST:
-        return f"K may be {MOST} at most, for sums in 32 bits to be exact, and is {K}"
+        return f"K must be at most {MOST}, so that int32 sums are exact, got {K}"
     if not along_rows(scale_a, M):
-        return f"scale_a must be one number or one for each of {M} rows, ({M}, 1), and is {tuple(scale_a.shape)}"
+        return f"scale_a must be one number or one for each of {M} rows, ({M}, 1), got {tuple(scale_a.shape)}"
     if not along_columns(scale_b, N):
-        return f"scale_b must be one number or one for each of {N} columns, (1, {N}), and is {tuple(scale_b.shape)}"
+        return f"scale_b must be one number or one for each of {N} columns, (1, {N}), got {tuple(scale_b.shape)}"
     if zero_a is not None and (not along_rows(zero_a, M) or zero_a.dtype not in (torch.int8, torch.int32)):
-        return f"zero_a must be int32, one number or one for each of {M} rows, ({M}, 1), and is {zero_a.dtype} {tuple(zero_a.shape)}"
+        given = f"{zero_a.dtype} {tuple(zero_a.shape)}"
+        return f"zero_a must be int32 or int8, one number or one for each of {M} rows, ({M}, 1), got {given}"
     return None
 
 
@@ -185,10 +190,10 @@ def cost(a: torch.Tensor, b: torch.Tensor, *scales: torch.Tensor, **options: Any
 
 
 def _case(M: int, N: int, K: int, what: str = "", a: type[Spec] = Spec, b: type[Spec] = Columns, **facts: Any) -> Case:
-    """what: of "zero", "bias" and "one" (scale for all)."""
+    """what: any of "zero", "bias" and "one" (a single scale)."""
     scales = (Scale(1), Scale(1)) if "one" in what else (Scale(M, 1), Scale(1, N))
     options: dict[str, Any] = {"zero_a": Spec(M, 1, dtype="int32", high=128)} if "zero" in what else {}
-    own = facts.get("use") != "bench"  # in benchmarks the dtype is that of the matrix units; the result is bfloat16
+    own = facts.get("use") != "bench"  # benchmarks: the case's dtype names the matrix units; the result is bfloat16
     options |= {"bias": Spec(N, dtype=None if own else "bfloat16", grad=False)} if "bias" in what else {}
     args = (a(M, K, dtype="int8"), b(K, N, dtype="int8"), *scales)
     return Case(
@@ -228,11 +233,13 @@ INT8_MATMUL = Op(
 
 
 def _cublas(a: torch.Tensor, b: torch.Tensor, *_: Any, **__: Any) -> str | None:
-    """Why torch's own product of int8 does not take these, or None."""
+    """Returns why torch._int_mm does not take these, or None."""
     if a.is_cuda and (a.shape[0] <= 16 or a.shape[1] % 8 or b.shape[1] % 8 or not a.numel() * b.numel()):
-        return f"torch._int_mm takes more than 16 rows, and K and N that 8 divides; a is {tuple(a.shape)} and b {tuple(b.shape)}"
+        shapes = f"a is {tuple(a.shape)} and b {tuple(b.shape)}"
+        return f"torch._int_mm takes more than 16 rows, and K and N that are multiples of 8, but {shapes}"
     if a.is_cuda and any([t.data_ptr() % 4 or max(t.stride()) % 4 for t in (a, b)]):
-        return f"torch._int_mm takes rows that begin at multiples of 4 bytes; the strides are {a.stride()} and {b.stride()}"
+        strides = f"the strides are {a.stride()} and {b.stride()}"
+        return f"torch._int_mm takes tensors and rows that begin at multiples of 4 bytes; {strides}"
     return None
 
 
@@ -248,27 +255,21 @@ def _torch(
         sums = sums - zero.reshape(-1, 1) * b.sum(0, dtype=torch.int32)
     if bias is not None or torch.compiler.is_compiling():
         return _finished(sums, scale_a, scale_b, bias, out_dtype)
-    y = torch.empty(
-        sums.shape, dtype=out_dtype, device=a.device
-    )  # written by the last of two passes, not by one of its own
+    y = torch.empty(sums.shape, dtype=out_dtype, device=a.device)  # saves a pass: the second multiplication converts
     return torch.mul(sums * scale_a.detach().reshape(-1, 1), scale_b.detach().reshape(1, -1), out=y)
 
 
-INT8_MATMUL.eager(
-    "naive", "the formula in eager PyTorch, its product in float64, where it is exact", reference, served=True
-)
+INT8_MATMUL.eager("naive", "the formula in eager PyTorch, with an exact product in float64", reference, served=True)
 INT8_MATMUL.eager(
     "torch",
-    "PyTorch's own product (cuBLAS), its int32 sums written and read again to be scaled",
+    "PyTorch's own torch._int_mm (cuBLAS); its int32 sums are written, then read to be scaled",
     _torch,
     supports=_cublas,
 )
-INT8_MATMUL.compiled(
-    "the same product, scaled in one pass of a kernel that torch.compile makes", _torch, supports=_cublas
-)
+INT8_MATMUL.compiled("torch._int_mm, with the scaling fused into one pass by torch.compile", _torch, supports=_cublas)
 INT8_MATMUL.kernel(
     "triton",
-    "one tile a program on the matrix units of 8 bits, in grouped order; scaled in registers and written once",
+    "one tile per program on 8-bit matrix units, in grouped order; sums are scaled in registers",
     kind="triton",
     fwd=_launch,
     supports=unlike,
@@ -278,7 +279,7 @@ INT8_MATMUL.kernel(
 INT8_MATMUL.kernel("gluon_padded", _hopper8.IDEA, fwd=_hopper8.int8_padded, dtypes=("int8",), **_hopper8.PADDED)
 INT8_MATMUL.kernel(
     "gluon",
-    "on Hopper, K contiguous in both: one warp fetches by the copy engine, two groups multiply, of which one sends its results off meanwhile",
+    "Hopper, K contiguous: a warp loads with TMA; one warpgroup multiplies while another stores",
     fwd=_hopper8.int8,
     dtypes=("int8",),
     **_hopper8.WHOLE,

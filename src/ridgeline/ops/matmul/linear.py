@@ -1,10 +1,10 @@
-"""linear: y = activation(x W^T + b) + residual, the sums never in memory before their end.
+"""linear: y = activation(x W^T + b) + residual in one kernel, without intermediate results in memory.
 
     backward: dz = dy activation'(z),  dx = dz W,  dW = dz^T x,  db = sum of dz's rows,  dresidual = dy,  z = x W^T + b
 
-The product is matmul's; what follows it works on the sums in registers, in float32, so that nothing is rounded or written between. Where
-an activation needs it for backward, z is written too, as the products of backward are matmul's again.
-Source: the fused ends are those of cuBLASLt and CUTLASS ("epilogues").
+The product is matmul's. Its epilogue works on the float32 sums in registers, so nothing is rounded or written in
+between. z is written too if an activation needs it for backward, whose products are matmul's again.
+Source: the fused epilogues of cuBLASLt and CUTLASS.
 """
 
 from __future__ import annotations
@@ -13,7 +13,7 @@ from typing import Any
 
 import torch
 import torch.nn.functional as F
-import triton.language as tl  # noqa: F401 - Triton's interpreter looks for it in a kernel's module
+import triton.language as tl  # noqa: F401 - Triton's interpreter looks it up in a kernel's module
 
 from ridgeline.boundary import Function, differentiate, first_order, kernel_op
 from ridgeline.op import Case, Cost, Op, RidgelineError, Spec, nbytes
@@ -40,12 +40,13 @@ def _triton(
     y: torch.Tensor, z: torch.Tensor, x: torch.Tensor, weight: torch.Tensor, bias: _Maybe, residual: _Maybe,
     activation: str, how: str
 ) -> None:  # fmt: skip
-    """Fills y, and z where it has elements."""
+    """Fills y, and z if it has elements."""
     by_triton(y, x, weight.mT, how, z=z if z.numel() else None, bias=bias, residual=residual, activation=activation)
 
 
 @kernel_op(
-    "linear_fwd(Tensor x, Tensor weight, Tensor? bias, Tensor? residual, str activation, bool keep, str precision, str? impl) -> (Tensor, Tensor)"
+    "linear_fwd(Tensor x, Tensor weight, Tensor? bias, Tensor? residual, str activation, bool keep, str precision, "
+    "str? impl) -> (Tensor, Tensor)"
 )
 def _fwd_op(
     x: torch.Tensor,
@@ -94,9 +95,8 @@ class _Function(Function):
         dz = _bwd_op(dy.contiguous(), z, ctx.activation) if ctx.activation and any(ctx.needs_input_grad[:3]) else dy
         dx = product(dz, weight, ctx.impl) if ctx.needs_input_grad[0] else None
         dw = product(dz.mT, x, ctx.impl) if ctx.needs_input_grad[1] else None
-        db = (
-            gemv(dz.mT, dz.new_ones(dz.shape[0])) if ctx.needs_input_grad[2] else None
-        )  # torch's sum takes twice dz's memory
+        # torch's sum needs twice dz's memory.
+        db = gemv(dz.mT, dz.new_ones(dz.shape[0])) if ctx.needs_input_grad[2] else None
         return dx, dw, db, dy if ctx.needs_input_grad[3] else None, None, None, None
 
 
@@ -115,40 +115,36 @@ def reference(
 def _check(x: Any, weight: Any, bias: Any, activation: Any, residual: Any) -> None:
     agree("linear", x=x, weight=weight, **{n: t for n, t in (("bias", bias), ("residual", residual)) if t is not None})
     if activation is not None and (not isinstance(activation, str) or activation not in ACTIVATIONS or not activation):
-        raise RidgelineError(f"linear: activation must be None, 'silu', 'gelu' or 'gelu_tanh', and is {activation!r}")
+        raise RidgelineError(f"linear: activation must be None, 'silu', 'gelu' or 'gelu_tanh', got {activation!r}")
     if weight.dim() != 2 or not x.dim() or x.shape[-1] != weight.shape[1]:
         raise RidgelineError(
-            f"linear: x must be (..., K) and weight (N, K); they are {tuple(x.shape)} and {tuple(weight.shape)}"
+            f"linear: x must be (..., K) and weight (N, K), got {tuple(x.shape)} and {tuple(weight.shape)}"
         )
     if bias is not None and bias.shape != weight.shape[:1]:
-        raise RidgelineError(f"linear: bias must have the shape {tuple(weight.shape[:1])}, and has {tuple(bias.shape)}")
+        raise RidgelineError(f"linear: bias must be {tuple(weight.shape[:1])}, got {tuple(bias.shape)}")
     if residual is not None and residual.shape != (*x.shape[:-1], weight.shape[0]):
-        raise RidgelineError(
-            f"linear: residual must have y's shape {(*x.shape[:-1], weight.shape[0])}, and has {tuple(residual.shape)}"
-        )
+        shape = *x.shape[:-1], weight.shape[0]
+        raise RidgelineError(f"linear: residual must have y's shape {shape}, got {tuple(residual.shape)}")
 
 
 def linear(
     x: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None = None, *, activation: str | None = None,
     residual: torch.Tensor | None = None, impl: str | None = None,
 ) -> torch.Tensor:  # fmt: skip
-    """`activation(x W^T + bias) + residual`, as `torch.nn.functional.linear` and what follows it. Gradients flow to all tensors.
+    """Returns `activation(x @ weight.T + bias) + residual`, (..., N). Gradients flow to all tensors.
 
-    x: (..., K); weight: (N, K); bias: (N,); residual: (..., N). One dtype, one device, any strides; the result is (..., N).
-    activation: None, "silu", "gelu" or "gelu_tanh". Sums, activation and residual are float32 inside, rounded once.
-    float32 products follow `torch.get_float32_matmul_precision()`; under autocast all are cast to its dtype first.
-    Raises RidgelineError where shapes, dtypes or devices do not fit, or `impl` cannot run the call.
+    x: (..., K); weight: (N, K); bias: (N,) or None; residual: (..., N) or None; one dtype and device, any strides.
+    activation: None, "silu", "gelu" or "gelu_tanh". Sums, activation and residual are float32 inside and rounded once.
+    float32 products follow `torch.get_float32_matmul_precision()`. Autocast casts all inputs first.
+    Raises RidgelineError if shapes, dtypes or devices do not match, or if `impl` cannot run the call.
     """
     given = x, weight, bias, residual = in_autocast(x, weight, bias, residual)
     _check(x, weight, bias, activation, residual)
     plain = eager(LINEAR, impl, *given, activation=activation)
     if plain is not None:
         return plain.call(x, weight, bias, activation=activation, residual=residual)  # type: ignore[misc]
-    keep = (
-        activation is not None
-        and torch.is_grad_enabled()
-        and any([t is not None and t.requires_grad for t in given[:3]])
-    )
+    keep = activation is not None and torch.is_grad_enabled()
+    keep = keep and any([t is not None and t.requires_grad for t in given[:3]])
     flat = None if residual is None else rows_of(residual).contiguous()
     bias = None if bias is None else bias.contiguous()
     y = differentiate(_Function, rows_of(x), weight, bias, flat, activation or "", keep, impl)
@@ -163,7 +159,7 @@ def cost(
     activation: str | None = None,
     residual: _Maybe = None,
 ) -> tuple[Cost, Cost]:
-    """An activation's pre-image is written forward and read backward where gradients are wanted: counted backward."""
+    """Returns the costs. An activation's input, written forward and read backward, is counted in backward."""
     rows = x.numel() // max(1, x.shape[-1])
     flops, y = 2 * rows * weight.numel(), rows * weight.shape[0] * x.element_size()
     extra = sum([nbytes(t) for t in (bias, residual) if t is not None])
@@ -202,19 +198,16 @@ LINEAR = Op(
 )
 
 LINEAR.eager(
-    "torch",
-    "PyTorch's linear (cuBLAS), then a pass over memory for an activation and one for a residual",
-    reference,
-    served=True,
+    "torch", "PyTorch's linear (cuBLAS), then a pass for an activation and one for a residual", reference, served=True
 )
-LINEAR.compiled("the product, then what follows it fused into one pass by torch.compile")
+LINEAR.compiled("the product, then activation and residual fused into one pass by torch.compile")
 LINEAR.kernel(
-    "triton", "what follows the product works on its sums, in registers", kind="triton", fwd=_triton, bwd=_triton
+    "triton",
+    "activation and residual fused into the product, on the sums in registers",
+    kind="triton",
+    fwd=_triton,
+    bwd=_triton,
 )
 LINEAR.kernel("gluon_padded", PADDED, **_linear.PADDED, **HOPPER)
-LINEAR.kernel(
-    "gluon",
-    "the same on Hopper: a tile's end runs while the other group multiplies, and the residual comes with the copy engine",
-    **_linear.WHOLE,
-    **HOPPER,
-)
+FUSED = "Hopper: one warpgroup's epilogue overlaps the other's products; TMA loads the residual"
+LINEAR.kernel("gluon", FUSED, **_linear.WHOLE, **HOPPER)

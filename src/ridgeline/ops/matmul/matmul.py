@@ -1,9 +1,9 @@
-"""matmul: y = a @ b, in tiles that a multiprocessor keeps in shared memory, visited in groups that reuse the L2 cache.
+"""matmul: y = a @ b, by tiles in shared memory, visited in groups that reuse the L2 cache.
 
-A program computes one BM x BN tile of y: it walks K in steps of BK, multiplies on the matrix units and adds up in float32.
-Programs are numbered so that GROUP rows of tiles go down before the next column: a wave of programs then shares the tiles
-of a and b that it reads (for 9 tiles of a 9 x 9 grid: 54 loads instead of 90).
-Source: Tillet, Kung and Cox, Triton, MAPL 2019; the grouped order is that of Stanford CS336's lecture on kernels.
+A program computes one BM x BN tile of y: it walks K in steps of BK, multiplies on the matrix units and sums in float32.
+Programs are numbered down GROUP rows of tiles before the next column, so that a wave of programs shares the tiles of a
+and b that it reads (for 9 tiles of a 9 x 9 grid: 54 loads instead of 90).
+Source: Tillet, Kung and Cox, Triton, MAPL 2019; the grouped order is from Stanford CS336's lecture on kernels.
 """
 
 from __future__ import annotations
@@ -31,7 +31,7 @@ def _fwd(
     BK: tl.constexpr, GROUP: tl.constexpr, EVEN: tl.constexpr, LONG: tl.constexpr, CHAIN: tl.constexpr,
     PRECISION: tl.constexpr, ACTIVATION: tl.constexpr
 ):  # fmt: skip
-    if LONG:  # steps along K that 32 bits do not hold
+    if LONG:  # steps along K overflow 32 bits
         a_k, b_k = tl.cast(a_k, tl.int64), tl.cast(b_k, tl.int64)
     batch = tl.program_id(1).to(tl.int64)
     pid = tl.program_id(0)
@@ -41,7 +41,7 @@ def _fwd(
     m = (first + pid % (GROUP * across) % size) * BM + tl.arange(0, BM)
     n = pid % (GROUP * across) // size * BN + tl.arange(0, BN)
     k = tl.arange(0, BK)
-    # Rows past the edge are read from the start again and never stored: an index in range costs less than a mask.
+    # Rows past the edge wrap around and are never stored: an index in range costs less than a mask.
     at_a = a + batch * a_batch + (m % M)[:, None].to(tl.int64) * a_m + k[None, :] * a_k
     at_b = b + batch * b_batch + k[:, None] * b_k + (n % N)[None, :].to(tl.int64) * b_n
     total = tl.zeros((BM, BN), tl.float32)
@@ -55,9 +55,8 @@ def _fwd(
         total = tl.dot(left, right, total, input_precision=PRECISION)
         at_a += BK * a_k
         at_b += BK * b_k
-        if (
-            CHAIN and (start + BK) % CHAIN == 0
-        ):  # a sum of sums: one chain of 65536 additions errs by six times what torch's do
+        # Sums of sums: a single chain of 65536 additions has six times torch's error.
+        if CHAIN and (start + BK) % CHAIN == 0:
             before += total
             total = tl.zeros((BM, BN), tl.float32)
     if CHAIN:
@@ -65,15 +64,18 @@ def _fwd(
     finish(total, z, y, bias, residual, m, n, M, N, batch * M * N, ACTIVATION)
 
 
-GRID_Y = 65535  # blocks along y at most, one for each matrix of a batch
+GRID_Y = 65535  # CUDA's limit on blocks along y, one for each matrix of a batch
 
 
 def by_triton(
     y: torch.Tensor, a: torch.Tensor, b: torch.Tensor, precision: str, *, z: torch.Tensor | None = None,
     bias: torch.Tensor | None = None, residual: torch.Tensor | None = None, activation: str = ""
 ) -> None:  # fmt: skip
-    """y = activation(a b + bias) + residual, z = a b + bias: a (B, M, K) or (M, K), b (B, K, N) or (K, N), any strides; y, z and residual
-    contiguous, those two without a batch. precision: of float32, "ieee" or "tf32"."""
+    """z = a @ b + bias and y = activation(z) + residual, without a batch if z or residual is given.
+
+    a: (B, M, K) or (M, K); b: (B, K, N) or (K, N), any strides; y, z, residual: contiguous. precision: of float32
+    products, "ieee" or "tf32".
+    """
     if a.dim() == 3 and a.shape[0] > GRID_Y:
         for some in zip(y.split(GRID_Y), a.split(GRID_Y), b.split(GRID_Y), strict=True):
             by_triton(*some, precision)
@@ -82,9 +84,8 @@ def by_triton(
     more = z is not None or residual is not None or activation != ""
 
     def config() -> dict[str, Any]:
-        key = " ".join(
-            [dtype_name(a), *(str(min(16384, triton.next_power_of_2(d))) for d in (M, N, K)), *(["more"] * more)]
-        )
+        sizes = [str(min(16384, triton.next_power_of_2(d))) for d in (M, N, K)]
+        key = " ".join([dtype_name(a), *sizes, *(["more"] * more)])
         gpu = device.of(a)
         chosen = tuning.config(
             gpu, "matmul", "fwd", key, lambda: _rule(gpu, a.dtype, precision, M, N, K, more), lambda: _SPACE
@@ -112,7 +113,7 @@ def by_triton(
 
 
 def _rule(gpu: device.Device, dtype: torch.dtype, precision: str, M: int, N: int, K: int, more: bool) -> tuning.Config:
-    """more: work on the sums, for which a thread with 128 of them has no registers."""
+    """Returns the tile. more: an epilogue follows, for which a thread with 128 sums has no registers."""
     stages = 3 if gpu.backend == "cuda" else 2
     if dtype == torch.float32 and precision == "ieee":
         return {
@@ -131,7 +132,7 @@ def _rule(gpu: device.Device, dtype: torch.dtype, precision: str, M: int, N: int
         or more
         or M * N < gpu.multiprocessors * 128 * 256
     ):
-        wide = 64 if more and N % 16 else 128  # rows that are no multiple of 32 bytes take an address for each element
+        wide = 64 if more and N % 16 else 128  # rows of no multiple of 32 bytes need an address per element
         return {"BM": 128, "BN": wide, "BK": 32, "GROUP": 8, "num_warps": 8, "num_stages": stages}
     return {"BM": 128, "BN": 256, "BK": 64 if gpu.capability >= 90 else 32, "GROUP": 8, "num_warps": 8, "num_stages": 3}
 
@@ -150,23 +151,23 @@ def _fwd_op(a: torch.Tensor, b: torch.Tensor, precision: str, impl: str | None) 
     return y
 
 
-@torch.compiler.assume_constant_result  # torch.compile guards what it says
+@torch.compiler.assume_constant_result  # torch.compile guards on the setting
 def precision() -> str:
     return "ieee" if torch.get_float32_matmul_precision() == "highest" else "tf32"
 
 
 def product(a: torch.Tensor, b: torch.Tensor, impl: str | None) -> torch.Tensor:
-    """The precision is an argument of the op, as what a launcher does may depend on nothing else."""
+    """Returns a @ b. The precision is an argument, since a launcher may depend on its arguments only."""
     return _fwd_op(a, b, precision(), impl)
 
 
 def of_any_strides(impl: str | None) -> str | None:
-    """The rung for the products of a backward, whose incoming gradient may lie otherwise than what forward was given."""
+    """Returns the implementation for backward's products, whose incoming gradient may have other strides."""
     return "gluon_padded" if impl in ("gluon", "cuda_cluster") else impl
 
 
 def in_lines(dy: torch.Tensor) -> torch.Tensor:
-    """A gradient that lies anyhow, in rows of whole 16 bytes: as it is, or a copy."""
+    """Returns a gradient of any strides, or a copy of it, with rows of a multiple of 16 bytes."""
     pitch = -(-dy.shape[-1] // 8) * 8
     return (
         dy
@@ -194,7 +195,7 @@ class _Function(Function):
 
 
 def in_autocast(*given: Any) -> tuple[Any, ...]:
-    """Tensors in autocast's dtype where it is on for the first one's device; None and all else as it is."""
+    """Returns tensors cast to autocast's dtype if it is enabled for the first one's device; others unchanged."""
     first = given[0]
     kind = "cuda" if isinstance(first, torch.Tensor) and first.is_cuda else "cpu"
     if not torch.is_autocast_enabled(kind) or not isinstance(first, torch.Tensor) or first.device.type != kind:
@@ -205,29 +206,28 @@ def in_autocast(*given: Any) -> tuple[Any, ...]:
 
 
 def rows_of(x: torch.Tensor) -> torch.Tensor:
-    """x as a matrix of rows, also where they have no elements."""
+    """Returns x as a matrix of rows, also if they have no elements."""
     return x.flatten(0, -2) if x.dim() > 1 else x[None]
 
 
 def agree(op: str, **tensors: Any) -> None:
-    """Raises RidgelineError where one is no tensor, or has not the dtype and device of the first."""
+    """Raises RidgelineError unless all are dense tensors with the dtype and device of the first."""
     first, x = next(iter(tensors.items()))
     for name, t in tensors.items():
         if not isinstance(t, torch.Tensor):
-            raise RidgelineError(f"{op}: {name} must be a tensor, and is {type(t).__name__}")
-        if t.is_nested:  # it has no shape
+            raise RidgelineError(f"{op}: {name} must be a tensor, got {type(t).__name__}")
+        if t.is_nested:  # before anything asks for its shape
             dense_only(op, (t,))
         if t.dtype != x.dtype or t.device != x.device:
-            raise RidgelineError(
-                f"{op}: {first} is {x.dtype} on {x.device} and {name} {t.dtype} on {t.device}; they must agree"
-            )
+            given = f"{x.dtype} on {x.device} and {t.dtype} on {t.device}"
+            raise RidgelineError(f"{op}: {first} and {name} must agree in dtype and device, got {given}")
 
 
 def reference(a: torch.Tensor, b: torch.Tensor) -> torch.Tensor:
     return torch.matmul(a, b)
 
 
-PRODUCTS = 1 << 28  # that `naive` holds on a CPU; on a GPU eight times as many
+PRODUCTS = 1 << 28  # at most, in memory for `naive` on a CPU; on a GPU eight times as many
 
 
 def _naive(a: torch.Tensor, b: torch.Tensor) -> torch.Tensor:
@@ -239,28 +239,29 @@ def _naive(a: torch.Tensor, b: torch.Tensor) -> torch.Tensor:
 
 
 def _many(a: torch.Tensor, b: torch.Tensor, *_: Any) -> str | None:
-    """Why the formula in eager PyTorch does not take a call, or None."""
+    """Returns why `naive` does not take a call, or None."""
     batch = torch.broadcast_shapes(a.shape[:-2], b.shape[:-2]).numel()
     count = batch * (a.shape[-2] if a.dim() > 1 else 1) * a.shape[-1] * (b.shape[-1] if b.dim() > 1 else 1)
     most = 8 * PRODUCTS if a.is_cuda else PRODUCTS
     return (
-        f"it holds every product in memory, {most} at most on {a.device.type}, and these are {count}"
+        f"it holds every product in memory, at most {most} on {a.device.type}, but there are {count}"
         if count > most
         else None
     )
 
 
 def matmul(a: torch.Tensor, b: torch.Tensor, *, impl: str | None = None) -> torch.Tensor:
-    """The matrix product, as `torch.matmul`: (..., M, K) @ (..., K, N), leading dimensions broadcast; a vector is a row or a column.
+    """Returns the matrix product `a @ b`, as `torch.matmul`. Gradients flow to a and b.
 
-    a, b: one dtype, one device, any strides. float32 products follow `torch.get_float32_matmul_precision()`.
-    Under autocast a and b are cast to its dtype first, as for torch's own.
-    Raises RidgelineError where shapes, dtypes or devices do not fit, or `impl` cannot run the call.
+    a: (..., M, K) or (K,); b: (..., K, N) or (K,); one numeric dtype and device, any strides; leading dimensions
+    broadcast. Kernels take float32, float16 and bfloat16; PyTorch multiplies the rest. Returns (..., M, N), without the
+    dimension of a vector. float32 products follow `torch.get_float32_matmul_precision()`. Autocast casts both first.
+    Raises RidgelineError if shapes, dtypes or devices do not match, or if `impl` cannot run the call.
     """
     a, b = in_autocast(a, b)
     agree("matmul", a=a, b=b)
     if a.dtype == torch.bool:
-        raise RidgelineError("matmul: a and b must be numbers, and are torch.bool")
+        raise RidgelineError("matmul: a and b must be numbers, got torch.bool")
     if not a.dim() or not b.dim() or a.shape[-1] != b.shape[-2 if b.dim() > 1 else 0]:
         raise RidgelineError(f"matmul: the inner sizes of {tuple(a.shape)} and {tuple(b.shape)} must agree")
     if any([m != n and 1 not in (m, n) for m, n in zip(a.shape[:-2][::-1], b.shape[:-2][::-1], strict=False)]):
@@ -280,16 +281,16 @@ def matmul(a: torch.Tensor, b: torch.Tensor, *, impl: str | None = None) -> torc
 
 
 def untimed(rows: int, N: int, K: int) -> str | None:
-    """Why Hopper's rungs do not serve products of these sizes unasked: they were not seen to be ahead there, on an H100."""
+    """Returns why Hopper's kernels are not chosen for products of these sizes, or None if they lead on an H100."""
     if rows < 1024 or N < 1024 or K < 1024:
-        return "below 1024 rows, columns or inner elements it is not known to be ahead"
+        return "it is not measured to be faster below 1024 rows, columns or inner elements"
     if N % 8 == 0 == K % 8 and (N % 64 or K % 64):
-        return "it is known to be ahead where rows are whole lines of 128 bytes, or no multiples of 16"
+        return "it is measured to be faster only for rows of a multiple of 128 bytes, or of no multiple of 16"
     return None
 
 
 def _unless(a: torch.Tensor, b: torch.Tensor, *_: Any) -> str | None:
-    """cuBLAS takes rows that are no multiple of 16 bytes at a quarter of its rate."""
+    """Returns why a call is left to PyTorch, or None: cuBLAS is slow only for rows that are no multiple of 16 bytes."""
     N, K = b.shape[-1] if b.dim() > 1 else 1, a.shape[-1]
     if reason := _hopper.empty(a, b):
         return reason
@@ -298,7 +299,7 @@ def _unless(a: torch.Tensor, b: torch.Tensor, *_: Any) -> str | None:
     return (
         untimed(a.shape[-2] if b.dim() > 2 else a.numel() // K if K else 0, N, K)
         if a.dim() > 1
-        else "one row is not for tiles"
+        else "a single row does not fill tiles"
     )
 
 
@@ -313,8 +314,10 @@ def _square(n: int, use: str, *dtypes: str) -> Case:
 
 
 def _sample() -> Iterator[Case]:
-    """30 sizes for `tune --sample`, drawn evenly by their logarithms, rows of whole 16 bytes. `_hopper.rule` was fitted to those of seeds
-    30 to 32, so these are others."""
+    """Yields 30 sizes for `tune --sample`, log-uniform, with rows of a multiple of 16 bytes.
+
+    `_hopper.rule` was fitted to the sizes of seeds 30 to 32, so the seed here is another.
+    """
     dice = random.Random(33)
     for _ in range(30):
         M, N, K = (round(math.exp(dice.uniform(math.log(low), math.log(16384))) / 8) * 8 for low in (64, 512, 512))
@@ -322,7 +325,7 @@ def _sample() -> Iterator[Case]:
 
 
 def _bench(M: int, N: int, K: int, how: str = "", use: str = "bench") -> Case:
-    """how: which operands are transposed, "t", as BLAS has it; with gradients where none is said."""
+    """how: BLAS's letters, "t" for a transposed operand; without it the case has gradients."""
     given = [
         (Columns if t == "t" else Spec)(*size, grad=not how)
         for t, size in zip(how or "nn", ((M, K), (K, N)), strict=True)
@@ -348,19 +351,19 @@ MATMUL = Op(
         _square(4096, "bench", "float16", "float32"),
         *(_bench(*shape, how) for shape in SHAPES for how in ("nt", "tn", "tt")),
         *(_bench(*shape, how) for shape in RAGGED for how in ("nn", "nt")),
-        *(_bench(rows, 4096, 14336, "nt") for rows in (1, 16, 64)),  # a decode step's
+        *(_bench(rows, 4096, 14336, "nt") for rows in (1, 16, 64)),  # the sizes of a decode step
         *_sample(),
     ],
 )
 
 MATMUL.eager("naive", "every product in memory, in float32, then their sums", _naive, supports=_many)
-MATMUL.eager("torch", "PyTorch's own: cuBLAS on an NVIDIA GPU", torch.matmul, served=True)
+MATMUL.eager("torch", "PyTorch's own torch.matmul: cuBLAS on an NVIDIA GPU", torch.matmul, served=True)
 MATMUL.kernel(
     "triton", "one tile per program on the matrix units, in grouped order", kind="triton", fwd=by_triton, bwd=by_triton
 )
 MATMUL.kernel(
     "triton_persistent",
-    "programs stay; the copy engine moves tiles, as tensor descriptors say, and fetches for the next one while one ends",
+    "persistent programs and tensor descriptors: TMA loads the next tile while one is stored",
     kind="triton",
     fwd=_persistent.fwd,
     bwd=_persistent.fwd,
@@ -370,13 +373,13 @@ MATMUL.kernel(
     counter="smsp__inst_executed_pipe_lsu.sum",
 )
 HOPPER: dict[str, Any] = {"kind": "gluon", "dtypes": ("float16", "bfloat16"), "arch": 90, "newest": 90, "served": True}
-PADDED = "the next rung, after a copy of operands whose rows the copy engine cannot take"
+PADDED = "`gluon`, after copying operands whose rows TMA cannot load"
 MATMUL.kernel(
     "gluon_padded", PADDED, fwd=_hopper.padded, bwd=_hopper.padded, supports=_hopper.empty, unless=_unless, **HOPPER
 )
 MATMUL.kernel(
     "gluon",
-    "on Hopper: one warp fetches by the copy engine, two groups multiply, of which one sends its results off meanwhile; programs stay",
+    "Hopper, persistent: a warp loads with TMA; one warpgroup multiplies while another stores",
     fwd=_hopper.fwd,
     bwd=_hopper.fwd,
     supports=_hopper.refusal,
@@ -385,7 +388,7 @@ MATMUL.kernel(
 )
 MATMUL.kernel(
     "cuda_cluster",
-    "the same in CUDA C++ by clusters of blocks that load for one another what several need: a third less from L2, or half",
+    "the same in CUDA C++ by clusters whose blocks multicast shared tiles: 1/3 to 1/2 less L2 traffic",
     kind="cuda",
     fwd=_cluster.fwd,
     bwd=_hopper.padded,

@@ -1,11 +1,12 @@
-// sgemm: y = a b in float32 without tensor cores, nine times, each faster than the one before for one reason.
-// Macros beside those of matrix.cuh: RUNG, which of them is compiled; of v1 STRIP, how much of K is in shared memory; of v9 GM and GN, a
-// thread's sums are 4 GM x 4 GN; BK, its step along K; BLOCKS that fit a multiprocessor; BAND, tiles of a band.
+// sgemm: y = a b in float32 without tensor cores: nine kernels, each faster than the last for one reason.
+// Macros besides those of matrix.cuh: RUNG, which kernel is compiled. v1: STRIP, how much of K is in shared memory. v9:
+// GM and GN, for 4 GM x 4 GN sums per thread; BK, the step along K; BLOCKS per multiprocessor; BAND, rows of tiles per
+// band.
 #include "matrix.cuh"
 
 using Left = Matrix<float>;
 using Right = Matrix<float>;
-constexpr int THREADS = 256;  // 16 x 16 of them, but for v9
+constexpr int THREADS = 256;  // 16 x 16 of them, except in v9
 extern __shared__ __align__(16) float memory[];
 
 #define SGEMM(name, blocks) \
@@ -13,7 +14,8 @@ extern __shared__ __align__(16) float memory[];
         name(float* y, const float* a, const float* b, int M, int N, int K, long long a_m, long long b_k)
 #define MATRICES Left{a, a_m, M, K}, Right{b, b_k, K, N}, Result<float>{y, M, N}
 
-// v1 to v4. A block computes WORK x WORK numbers a thread, 16 apart; WINDOW of K at a time is in shared memory, read in packs of P.
+// v1 to v4. A thread computes WORK x WORK results, 16 apart. WINDOW of K at a time is in shared memory, loaded by packs
+// of P.
 template <int WINDOW, int WORK, int P>
 __device__ void windows(Left a, Right b, Result<float> y, float* left, float* right) {
     constexpr int SIDE = 16 * WORK;
@@ -30,13 +32,15 @@ __device__ void windows(Left a, Right b, Result<float> y, float* left, float* ri
 #pragma unroll
             for (int i = 0; i < WORK; ++i)
 #pragma unroll
-                for (int j = 0; j < WORK; ++j) sum[i][j] += left[(ty + 16 * i) * WINDOW + k] * right[k * SIDE + tx + 16 * j];
+                for (int j = 0; j < WORK; ++j)
+                    sum[i][j] += left[(ty + 16 * i) * WINDOW + k] * right[k * SIDE + tx + 16 * j];
         __syncthreads();
     }
 #pragma unroll
     for (int i = 0; i < WORK; ++i)
 #pragma unroll
-        for (int j = 0; j < WORK; ++j) y.put(tile.row + ty + 16 * i, tile.column + tx + 16 * j, Pack<float, 1>{sum[i][j]});
+        for (int j = 0; j < WORK; ++j)
+            y.put(tile.row + ty + 16 * i, tile.column + tx + 16 * j, Pack<float, 1>{sum[i][j]});
 }
 
 #if RUNG == 1
@@ -64,15 +68,17 @@ SGEMM(sgemm_v4, 6) {
 }
 #endif
 
-// From this thread's pack of a rectangle of WIDE columns on, of which each thread has one; and where the packs lie in shared memory.
+// The matrix from this thread's pack on, in a rectangle of WIDE columns with a pack per thread; and its place in shared
+// memory.
 template <int WIDE>
 __device__ Matrix<float> own(const Matrix<float>& m) {
     return m.from(threadIdx.x * 4 / WIDE, threadIdx.x * 4 % WIDE);
 }
 __device__ Pack<float, 4>* packs(float* tile) { return reinterpret_cast<Pack<float, 4>*>(tile) + threadIdx.x; }
 
-// v5. Four neighbours of a row are a thread's, and four numbers along K are read at once. Of b that is a piece of a column, a number at a
-// time, and threads side by side read 4 columns apart: two to a bank. `volatile`, for the compiler would join neighbours, as v7 does.
+// v5. A thread has four neighbours of a row and reads four numbers of a along K at once. It reads b one number at a
+// time, and neighbouring threads read 4 columns apart: a 2-way bank conflict. `volatile` keeps the compiler from
+// joining neighbours, which is v7's step.
 #if RUNG == 5
 SGEMM(sgemm_v5, 3) {
     constexpr int SIDE = 64, WINDOW = 16;
@@ -93,7 +99,8 @@ SGEMM(sgemm_v5, 3) {
 #pragma unroll
             for (int l = 0; l < 4; ++l)
 #pragma unroll
-                for (int j = 0; j < 4; ++j) piece[l][j] = static_cast<const volatile float*>(right)[(k + l) * SIDE + 4 * tx + j];
+                for (int j = 0; j < 4; ++j)
+                    piece[l][j] = static_cast<const volatile float*>(right)[(k + l) * SIDE + 4 * tx + j];
 #pragma unroll
             for (int i = 0; i < 4; ++i) {
                 const auto row = reinterpret_cast<const Pack<float, 4>&>(left[(ty + 16 * i) * WINDOW + k]);
@@ -110,11 +117,12 @@ SGEMM(sgemm_v5, 3) {
 }
 #endif
 
-// COUNT numbers from shared memory, by ones or fours, each STEP after the one before.
+// Reads COUNT numbers from shared memory, by ones or fours, STEP apart.
 template <int P, int COUNT, int STEP>
 __device__ void gather(float (&to)[COUNT], const float* from) {
 #pragma unroll
-    for (int i = 0; i < COUNT; i += P) reinterpret_cast<Pack<float, P>&>(to[i]) = *reinterpret_cast<const Pack<float, P>*>(from + i / P * STEP);
+    for (int i = 0; i < COUNT; i += P)
+        reinterpret_cast<Pack<float, P>&>(to[i]) = *reinterpret_cast<const Pack<float, P>*>(from + i / P * STEP);
 }
 
 template <int ROWS, int COLUMNS>
@@ -125,16 +133,16 @@ __device__ void add_product(float (&sum)[ROWS][COLUMNS], const float (&left)[ROW
         for (int j = 0; j < COLUMNS; ++j) sum[i][j] += left[i] * right[j];
 }
 
-// A thread's pack of a row of a becomes four numbers of a column: a's tile lies transposed, PITCH from one k to the next. A warp has 16 rows
-// and two packs of each: with a PITCH of 4 more than a multiple of 32 they fall into 32 banks.
+// Stores a thread's pack of a row of a as four numbers of a column: a's tile is transposed, PITCH from one k to the
+// next. A warp has two packs of each of 16 rows; a PITCH of 4 more than a multiple of 32 spreads them over 32 banks.
 template <int PITCH>
 __device__ void put_column(float* to, const Pack<float, 4>& pack) {
 #pragma unroll
     for (int j = 0; j < 4; ++j) to[(threadIdx.x % 2 * 4 + j) * PITCH + threadIdx.x / 2] = pack.at[j];
 }
 
-// v6 to v8. A thread has 8 x 8 sums, and for every k reads 8 numbers of a and 8 of b into registers: PA and PB at once; by fours those of
-// a too where its tile lies transposed.
+// v6 to v8. A thread has 8 x 8 sums, and for every k reads 8 numbers of a and 8 of b into registers, PA and PB at once.
+// a is read by fours only if its tile is transposed.
 template <int PA, int PB>
 __device__ void outer(Left a, Right b, Result<float> y) {
     constexpr int SIDE = 128, WINDOW = 8, PITCH = SIDE + 4;
@@ -156,7 +164,8 @@ __device__ void outer(Left a, Right b, Result<float> y) {
 #pragma unroll(PA == PB ? WINDOW : 2)
         for (int k = 0; k < WINDOW; ++k) {
             float u[8], v[8];
-            gather<PA, 8, TRANSPOSED ? SIDE / 2 : 16 * WINDOW>(u, TRANSPOSED ? left + k * PITCH + 4 * ty : left + ty * WINDOW + k);
+            gather<PA, 8, TRANSPOSED ? SIDE / 2 : 16 * WINDOW>(
+                u, TRANSPOSED ? left + k * PITCH + 4 * ty : left + ty * WINDOW + k);
             gather<PB, 8, 16 * PB>(v, right + k * SIDE + PB * tx);
             add_product(sum, u, v);
         }
@@ -180,17 +189,20 @@ SGEMM(sgemm_v7, 2) { outer<1, 4>(MATRICES); }
 SGEMM(sgemm_v8, 2) { outer<4, 4>(MATRICES); }
 #endif
 
-// v9. Two buffers: while one is multiplied, what comes next is on its way to registers, and then to the other; within a tile the next k's
-// numbers are read while this one's are multiplied. A warp has 16 GM rows and 32 GN columns, its threads 4 x 8 groups of 4 x 4 of them.
+// v9. Two buffers: while one is multiplied, the next tile is loaded to registers, then stored to the other. Within a
+// tile the next k's numbers are read while this k's are multiplied. A warp has 16 GM rows and 32 GN columns; its
+// threads are 4 x 8, with groups of 4 x 4 results.
 #if RUNG == 9
 SGEMM(sgemm_v9, BLOCKS) {
-    constexpr int BM = 64 * GM, BN = 64 * GN, PITCH = BM + 4, HIGH = BM / 128, TALL = HIGH * BK / 8, WIDE = BK * BN / 4 / THREADS;
+    constexpr int BM = 64 * GM, BN = 64 * GN, PITCH = BM + 4, HIGH = BM / 128, TALL = HIGH * BK / 8,
+                  WIDE = BK * BN / 4 / THREADS;
     __shared__ __align__(16) float left[2][BK * PITCH], right[2][BK * BN];
     const Place tile = place_of<BM, BN, BAND>(blockIdx.x, M, N);
     Left as = own<8>(Left{a, a_m, M, K}.from(tile.row, 0));
     Right bs = own<BN>(Right{b, b_k, K, N}.from(0, tile.column));
     const int warp = threadIdx.x / 32, lane = threadIdx.x % 32;
-    const int row = warp / 2 * (16 * GM) + (lane / 16 * 2 + lane % 2) * 4, column = warp % 2 * (32 * GN) + lane / 2 % 8 * 4;
+    const int row = warp / 2 * (16 * GM) + (lane / 16 * 2 + lane % 2) * 4,
+              column = warp % 2 * (32 * GN) + lane / 2 % 8 * 4;
     Pack<float, 4> from_a[TALL], from_b[WIDE];
     float sum[4 * GM][4 * GN] = {}, u[2][4 * GM], v[2][4 * GN];
 
@@ -203,7 +215,8 @@ SGEMM(sgemm_v9, BLOCKS) {
     };
     const auto take = [&](int buffer) {
 #pragma unroll
-        for (int i = 0; i < TALL; ++i) put_column<PITCH>(left[buffer] + i / HIGH * 8 * PITCH + i % HIGH * 128, from_a[i]);
+        for (int i = 0; i < TALL; ++i)
+            put_column<PITCH>(left[buffer] + i / HIGH * 8 * PITCH + i % HIGH * 128, from_a[i]);
 #pragma unroll
         for (int i = 0; i < WIDE; ++i) packs(right[buffer])[i * THREADS] = from_b[i];
     };
