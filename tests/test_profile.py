@@ -112,7 +112,7 @@ def test_the_figures_of_ncu() -> None:
 
 
 def test_the_counters_of_rungs() -> None:
-    """An empty kernel separates the rungs. A rung's sums are added up over its kernels; else the longest kernel counts."""
+    """An empty kernel separates the rungs. A rung's sums add up over its kernels; else the longest kernel counts."""
     name = "l1tex__data_bank_conflicts_pipe_lsu_mem_shared.sum"
     table = f"""==PROF== noise
 "ID","Kernel Name","gpu__time_duration.sum","{name}"

@@ -123,5 +123,5 @@ def test_without_a_gpu(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
     parser = argparse.ArgumentParser()
     tune.arguments(parser)
-    with pytest.raises(RidgelineError, match="has none"):
+    with pytest.raises(RidgelineError, match="PyTorch finds none"):
         tune.main(parser.parse_args(["gelu"]))

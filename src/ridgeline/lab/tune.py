@@ -1,7 +1,8 @@
 """Search tile configurations on this GPU, and save the best.
 
-A launcher asks `tuning.config` for a configuration; here those questions are answered with every candidate of the kernel's own
-space, measured against each other by the lab's clock. A winner must keep the law of tolerance and beat what is in force.
+Launchers request configurations from `tuning.config`. The search answers these requests with every candidate of the
+kernel's space and times the candidates against each other. A winner must be faster than the current configuration and
+pass the tolerance check.
 """
 
 from __future__ import annotations
@@ -24,16 +25,18 @@ if TYPE_CHECKING:
 
 DIRECTIONS = ("forward", "backward")
 FINALISTS = 4
-NEAR = 1.1  # of the best of a search: as far as a rule may be from it
+NEAR = 1.1  # how many times the best time of a search a rule may take
 Measure = Callable[..., "dict[str, Measurement]"]
 
 
 @dataclass(frozen=True)
 class Found:
-    """What the search of one kernel's space for one key came to. Times in seconds, as {"median", "low", "high"}.
+    """The result of searching one kernel's space for one key. Times are in seconds, as {"median", "low", "high"}.
 
-    config: the winner, or None where nothing beat the configuration in force. refused: candidates that do not compile or start;
-    wrong: candidates that won and broke the law.
+    config: the winner, or None if nothing beat the current configuration.
+    before, after: the time with the current configuration and with the winner. tried: the number of candidates.
+    refused: the candidates that do not compile or start, each with the reason.
+    wrong: the candidates that were fastest but failed the tolerance check, each with the reason.
     """
 
     op: str
@@ -51,7 +54,7 @@ class Found:
 
     @property
     def gain(self) -> float:
-        """How many times faster than before."""
+        """Returns the speed-up: the time before divided by the time after."""
         return self.before["median"] / self.after["median"]
 
     def to_dict(self) -> dict[str, Any]:
@@ -59,7 +62,7 @@ class Found:
 
 
 class Data:
-    """A case's arguments on a device, and the oracle to judge results by, made when first needed."""
+    """A case's arguments on a device, and the law to check results by, made when first needed."""
 
     def __init__(self, op: Op, case: Case, dtype: str, device: str):
         self.op, self.case, self.dtype = op, case, dtype
@@ -94,13 +97,13 @@ class Call:
             )
 
     def fault(self) -> str | None:
-        """Why what it computes now breaks the law, or None."""
+        """Returns why the results of the call fail the tolerance check, or None if they pass."""
         outputs, grads = self.data.law.run(self.implementation, backward=self.direction == "backward")
         return self.data.law.judge(outputs, grads).reason()
 
 
 def questions(call: Callable[[], Any]) -> list[Request]:
-    """What a call asks of `tuning.config`, each question once."""
+    """Returns the distinct requests of a call to `tuning.config`."""
     from ridgeline import tuning
 
     asked: dict[tuple[str, str, str], Request] = {}
@@ -114,7 +117,7 @@ def questions(call: Callable[[], Any]) -> list[Request]:
 
 
 def answered(call: Callable[[], Any], request: Request, config: Config | None) -> Callable[[], Any]:
-    """The call with one question answered by a configuration; with None, by the one in force."""
+    """Returns the call with one request answered by a configuration; with None, by the current one."""
     from ridgeline import tuning
 
     def listener(asked: Request) -> Config | None:
@@ -136,7 +139,7 @@ def label(config: Config) -> str:
 
 
 def search(call: Call, request: Request, measure: Measure, budget: float, writes: int | None = None) -> Found:
-    """Measures every candidate for one question: all of them briefly, then the best few against the one in force.
+    """Measures every candidate for one request: all of them briefly, then the best few against the current one.
 
     budget: seconds of timing for each of the two rounds. writes: as in `clock.measure`.
     """
@@ -182,7 +185,7 @@ def search(call: Call, request: Request, measure: Measure, budget: float, writes
 
 
 def _refusal(function: Callable[[], Any]) -> str | None:
-    """Why a candidate cannot be run (too much shared memory, too many registers, no such layout), or None. It is waited for."""
+    """Runs a candidate and returns why it cannot run (shared memory, registers, no such layout), or None if it can."""
     import torch
     from triton.compiler.errors import CompilationError
     from triton.runtime.errors import OutOfResources, PTXASError
@@ -213,10 +216,11 @@ def tune(
     save: bool = True,
     tell: Callable[[Found], None] = lambda found: None,
 ) -> list[Found]:
-    """Tunes every kernel that these calls ask a configuration for, and saves each winner as it is found; every question once.
+    """Tunes every kernel that requests a configuration in these calls, each request once; saves each winner when found.
 
-    measure: as `clock.measure`. configs: the folder to write to, instead of the package's own. save: if not, nothing is written, and
-    every case asks for itself. tell: hears each result.
+    measure: as `clock.measure`. configs: the folder to write to, instead of the package's own.
+    save: if False, nothing is written, and every case is searched for itself. tell: called with each result.
+    Raises RidgelineError if there is nothing to tune.
     """
     from ridgeline import tuning
     from ridgeline.lab.clock import measure as clock
@@ -262,20 +266,24 @@ def tune(
 
 
 def arguments(parser: argparse.ArgumentParser) -> None:
-    parser.add_argument("op", metavar="OP")
-    parser.add_argument("--impl", help="tune this implementation (default: every one in kernels)")
-    parser.add_argument("--case", help="a case of the op (default: all its benchmarks)")
-    parser.add_argument("--dtype", help="default: every dtype of the case")
-    parser.add_argument("--direction", choices=DIRECTIONS, help="default: both")
+    parser.add_argument("op", metavar="OP", help="an op, as `ridgeline list` names it")
+    parser.add_argument("--impl", metavar="NAME", help="tune only this implementation (default: all kernels of the op)")
+    parser.add_argument("--case", metavar="NAME", help="tune for this case (default: all benchmarks of the op)")
+    parser.add_argument("--dtype", help="tune for this dtype (default: all dtypes of the case)")
+    parser.add_argument("--direction", choices=DIRECTIONS, help="tune only this direction (default: both)")
     parser.add_argument(
-        "--budget", type=float, default=1.0, metavar="SECONDS", help="of timing per round and question (default: 1)"
+        "--budget",
+        type=float,
+        default=1.0,
+        metavar="SECONDS",
+        help="timing per kernel, key and round; a search has two rounds (default: 1)",
     )
     parser.add_argument(
         "--sample",
         action="store_true",
-        help="write nothing: how far from a search's best is what is used for new shapes",
+        help="write nothing; search for other shapes, and show how close the default configurations are to the best",
     )
-    parser.add_argument("--json", action="store_true", help="print figures as JSON")
+    parser.add_argument("--json", action="store_true", help="print the results as JSON")
 
 
 def main(options: argparse.Namespace) -> int:
@@ -286,22 +294,20 @@ def main(options: argparse.Namespace) -> int:
 
     op = get(options.op)
     if not 0 < options.budget < 86400:
-        raise RidgelineError(f"--budget is in seconds, above 0 and under a day, and is {options.budget}")
+        raise RidgelineError(f"--budget must be above 0 and under 86400 seconds (a day), and is {options.budget}")
     use = "sample" if options.sample else "bench"
     cases = [op.case(options.case)] if options.case else [c for c in op.cases if c.use == use]
     if not cases:
         raise RidgelineError(
-            f"tune: {op.name} has no cases for {'--sample' if options.sample else 'benchmarks'}; name one by --case"
+            f"{op.name} has no cases for {'--sample' if options.sample else 'benchmarks'}; name one with --case"
         )
     here = device.here()
     if here.backend == "cpu":
-        raise RidgelineError(
-            "tune measures on the GPU that it tunes for, and this machine has none that PyTorch can use"
-        )
+        raise RidgelineError("tune needs the GPU that it tunes for, and PyTorch finds none on this machine")
     folder = tuning.CONFIGS / here.arch
     nearest = next(p for p in (folder, *folder.parents) if p.exists())
     if not options.sample and not os.access(nearest, os.W_OK):
-        raise RidgelineError(f"tune writes its findings to {folder}, and {nearest} cannot be written")
+        raise RidgelineError(f"tune writes its results to {folder}, but {nearest} is not writable")
     found = tune(
         op,
         cases,
@@ -319,12 +325,13 @@ def main(options: argparse.Namespace) -> int:
     elif options.sample:
         near = sum(f.gain <= NEAR for f in found)
         print(
-            f"within {NEAR - 1:.0%} of the best of a search at {near} of {len(found)}; {max(f.gain for f in found):.2f} x at most"
+            f"{near} of {len(found)} default configurations are within {NEAR - 1:.0%} of the best; "
+            f"the largest gain is {max(f.gain for f in found):.2f}x"
         )
     elif any(f.config for f in found):
         print(f"written to {folder / (op.name + '.json')}")
     else:
-        print("nothing beats what is in force; nothing written")
+        print("nothing beats the current configurations; nothing written")
     return 0
 
 
@@ -335,6 +342,6 @@ def _tell(found: Found) -> None:
     if found.config is None:
         answer = f"keeps its configuration, {units.seconds(found.before['median'])}"
     else:
-        change = f"{units.seconds(found.before['median'])} to {units.seconds(found.after['median'])}, {units.times(found.gain)}"
-        answer = f"{label(found.config)}: {change}"
+        before, after = units.seconds(found.before["median"]), units.seconds(found.after["median"])
+        answer = f"{label(found.config)}: {before} to {after}, {units.times(found.gain)}"
     print(f"{question}: {answer}; {found.tried} tried, {len(found.refused)} refused, {len(found.wrong)} wrong")

@@ -1,8 +1,8 @@
-"""Other people's kernels, timed beside ours with `--peers`: one module per package.
+"""Peers: kernels of other packages, timed beside ours with `bench --peers`; one module per package.
 
-A module has `PACKAGE` (what Python imports), `INSTALL` (what pip installs), `KIND` (as of implementations) and
-`PEERS`: {op: function of the op's public arguments}, which imports the package when it is called; or of several functions by the
-names of what they are, as a package, PyTorch itself among them, may have more than one kernel for an op.
+A module has `PACKAGE` (the name to import), `INSTALL` (the name for pip), `KIND` (as in `Implementation`) and
+`PEERS`: {op: function of the op's public arguments}. The function imports the package when called. In its place may
+stand {name: function}, since a package, or PyTorch itself, may have several kernels for an op.
 """
 
 from __future__ import annotations
@@ -16,7 +16,7 @@ from ridgeline.op import Implementation, Op
 
 
 class Peer(Implementation):
-    """Another package's function for an op; it stands beside the ladder, not in it."""
+    """Another package's function for an op. It is timed beside the op's own implementations and never chosen."""
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
         assert self.call
@@ -24,7 +24,7 @@ class Peer(Implementation):
 
 
 def of(op: Op) -> list[tuple[Peer, str | None]]:
-    """Every known peer of an op, with the reason why it cannot be asked (its package is missing), or None."""
+    """Returns every known peer of an op, each with None or the reason why it cannot run (its package is missing)."""
     found: list[tuple[Peer, str | None]] = []
     for path in sorted(Path(__file__).parent.glob("[!_]*.py")):
         module = import_module(f"{__name__}.{path.stem}")
@@ -40,5 +40,5 @@ def of(op: Op) -> list[tuple[Peer, str | None]]:
 def _installed(package: str) -> bool:
     try:
         return find_spec(package) is not None
-    except ModuleNotFoundError:  # of a package that is missing there are no modules to look for
+    except ModuleNotFoundError:  # raised for a submodule of a missing package
         return False

@@ -1,4 +1,4 @@
-"""PyTorch's two libraries of matrix products apart, cuBLAS and cuBLASLt, by its own switch; `torch` is what it takes unasked."""
+"""cuBLAS and cuBLASLt, each chosen by PyTorch's switch; the implementation `torch` leaves the choice to PyTorch."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ def _product(library: str, a: torch.Tensor, b: torch.Tensor) -> torch.Tensor:
 
 @cache
 def _function() -> Any:
-    """Autograd would make backward's products later, by whichever library is preferred then."""
+    """Returns the autograd.Function that computes backward's products with the same library as forward's."""
     import torch
 
     class Product(torch.autograd.Function):
@@ -49,10 +49,10 @@ def _matmul(library: str, a: torch.Tensor, b: torch.Tensor) -> torch.Tensor:
     import torch
 
     if not a.is_cuda or torch.version.hip:
-        raise RidgelineError(f"{library} is NVIDIA's, for a GPU, and a is on {a.device}")
+        raise RidgelineError(f"{library} needs an NVIDIA GPU, and a is on {a.device}")
     if a.dim() != 2 or b.dim() != 2:
         raise RidgelineError(
-            f"products by {library} are timed of matrices; a is {tuple(a.shape)} and b {tuple(b.shape)}"
+            f"{library} is timed for products of two matrices only; a is {tuple(a.shape)} and b {tuple(b.shape)}"
         )
     return _function().apply(library, a, b)
 

@@ -1,5 +1,7 @@
-"""Cut Cross-Entropy: a Triton kernel that never writes logits to memory. By default it leaves out gradients too small for the dtype to
-tell; `cce_exact` takes them all."""
+"""Cut Cross-Entropy: a Triton kernel that never writes logits to memory.
+
+`cce` has its default, which skips gradients too small for the dtype to represent; `cce_exact` computes all.
+"""
 
 from __future__ import annotations
 
@@ -22,7 +24,7 @@ def _linear_cross_entropy(
     from cut_cross_entropy import linear_cross_entropy
 
     if bias is not None or any(others.values()):
-        raise RidgelineError("cut_cross_entropy has no bias, label smoothing or z-loss here")
+        raise RidgelineError("cut_cross_entropy is timed without bias, label smoothing and z-loss")
     options = {"ignore_index": ignore_index, "softcap": softcap, "reduction": reduction, "filter_eps": filter_eps}
     return linear_cross_entropy(x, weight, target, **options).to(x.dtype)
 

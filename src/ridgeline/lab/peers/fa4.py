@@ -1,4 +1,4 @@
-"""FlashAttention 4: kernels in the CuTe DSL, here those for sm_90. They take (batch, tokens, heads, D), or packed (tokens, heads, D)."""
+"""FlashAttention 4, in the CuTe DSL; here for sm_90. Layout (batch, tokens, heads, D), or packed (tokens, heads, D)."""
 
 from __future__ import annotations
 
@@ -16,13 +16,13 @@ PACKAGE, INSTALL, KIND = "flash_attn.cute", "flash-attn-4", "cuda"
 def _options(
     causal: Any, window: Any, scale: float | None, softcap: Any, return_lse: bool, same: bool
 ) -> dict[str, Any]:
-    """What its functions call the options. `same`: whether queries and keys are as many, so that top left is bottom right."""
+    """Returns the options under FlashAttention's names. same: queries and keys are equally many: alignment is moot."""
     if return_lse or softcap is not None:
-        raise RidgelineError("FlashAttention 4 has no gradient of lse and none with a softcap")
+        raise RidgelineError("FlashAttention 4 has no gradient for lse, and none with a softcap")
     if not same and causal != "bottom_right" and (causal or window):
         raise RidgelineError("FlashAttention 4 aligns causal masks and windows at the bottom right")
     left, right = [None if w in (None, -1) else w for w in window or (None, None)]
-    # With a left bound it wants both bounds and not the word causal.
+    # With a left bound it needs both bounds, and not `causal`.
     banded = left is not None or right is not None
     return {"causal": bool(causal) and not banded, "softmax_scale": scale} | (
         {"window_size": (left, 0 if causal else right)} if banded else {}
@@ -30,13 +30,13 @@ def _options(
 
 
 def _tuple(result: Any) -> torch.Tensor:
-    """Its versions return o, or (o, lse)."""
+    """Returns o; some versions of FlashAttention return (o, lse)."""
     return result[0] if isinstance(result, tuple) else result
 
 
 def _wanted(ordered: bool, deterministic: bool | None) -> None:
     if ordered and deterministic is False:
-        raise RidgelineError("the call asks for gradients that need not be the same each time")
+        raise RidgelineError("the call has deterministic=False, and this peer is the deterministic one")
 
 
 def _attention(
@@ -72,9 +72,8 @@ def _varlen(
         "max_seqlen_q": max_seqlen_q,
         "max_seqlen_k": max_seqlen_k,
     }
-    return _tuple(
-        flash_attn_varlen_func(q, k, v, **given, deterministic=ordered, **options)
-    )  # by name: versions differ in order
+    # By name, since versions differ in the order of parameters.
+    return _tuple(flash_attn_varlen_func(q, k, v, **given, deterministic=ordered, **options))
 
 
 PEERS = {

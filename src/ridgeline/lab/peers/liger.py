@@ -1,4 +1,4 @@
-"""Liger: Triton kernels for training, on the last dimension. The backward of some writes into what forward saved."""
+"""Liger: Triton kernels for training, along the last dimension. Some backwards overwrite the saved tensors."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ def _softmax(x: torch.Tensor, dim: int = -1, dtype: torch.dtype | None = None) -
     from liger_kernel.ops.softmax import LigerSoftmaxFunction
 
     if dim % x.dim() != x.dim() - 1 or dtype not in (None, x.dtype):
-        raise RidgelineError("Liger's softmax is along the last dimension, in the input's dtype")
+        raise RidgelineError("Liger's softmax supports only the last dimension and the input's dtype")
     return LigerSoftmaxFunction.apply(x)
 
 
@@ -26,7 +26,7 @@ def _rms_norm(
     from liger_kernel.ops.rms_norm import LigerRMSNormFunction
 
     if memory_efficient:
-        raise RidgelineError("Liger's rms_norm keeps its input")
+        raise RidgelineError("Liger's rms_norm has no memory_efficient")
     return LigerRMSNormFunction.apply(x, weight, eps, 0.0, "gemma", False)
 
 
@@ -36,7 +36,7 @@ def _layer_norm(
     from liger_kernel.ops.layer_norm import LigerLayerNormFunction
 
     if weight is None or bias is None or memory_efficient:
-        raise RidgelineError("Liger's layer_norm has a weight and a bias, and keeps its input")
+        raise RidgelineError("Liger's layer_norm needs a weight and a bias, and has no memory_efficient")
     return LigerLayerNormFunction.apply(x, weight, bias, eps)
 
 
@@ -56,7 +56,7 @@ def _gelu_mul(gate: torch.Tensor, up: torch.Tensor, approximate: str = "tanh") -
     from liger_kernel.ops.geglu import LigerGELUMulFunction
 
     if approximate != "tanh":
-        raise RidgelineError("Liger's gelu_mul is the tanh form")
+        raise RidgelineError("Liger's gelu_mul supports only approximate='tanh'")
     return LigerGELUMulFunction.apply(gate, up)
 
 
@@ -65,7 +65,7 @@ def _linear_cross_entropy(
     ignore_index: int = -100, label_smoothing: float = 0.0, z_loss: float = 0.0, softcap: float | None = None,
     reduction: str = "mean", chunk_memory: int | None = None
 ) -> torch.Tensor:  # fmt: skip
-    """Its chunks have the size it gives them: chunk_memory says nothing to it."""
+    """Returns Liger's loss. It chooses the size of its chunks, and ignores chunk_memory."""
     from liger_kernel.ops.fused_linear_cross_entropy import LigerFusedLinearCrossEntropyFunction
 
     given = (

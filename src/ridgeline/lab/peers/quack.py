@@ -1,4 +1,4 @@
-"""quack: row kernels and matrix products in the CuTe DSL, for Hopper and later. Row kernels work along the last dimension of a matrix."""
+"""quack: matrix products, and kernels along the rows of a matrix, in the CuTe DSL for Hopper and later."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ def _softmax(x: torch.Tensor, dim: int = -1, dtype: torch.dtype | None = None) -
     from quack.softmax import softmax
 
     if dim % x.dim() != x.dim() - 1 or dtype not in (None, x.dtype):
-        raise RidgelineError("quack's softmax is along the last dimension, in the input's dtype")
+        raise RidgelineError("quack's softmax supports only the last dimension and the input's dtype")
     return softmax(x.reshape(-1, x.shape[-1])).view(x.shape)
 
 
@@ -26,7 +26,7 @@ def _rms_norm(
     from quack.rmsnorm import rmsnorm
 
     if memory_efficient:
-        raise RidgelineError("quack's rmsnorm keeps its input")
+        raise RidgelineError("quack's rmsnorm has no memory_efficient")
     return rmsnorm(x, weight, eps=eps)
 
 
@@ -48,11 +48,11 @@ def _cross_entropy(
 
 
 def _matmul(a: torch.Tensor, b: torch.Tensor) -> torch.Tensor:
-    """In the configuration that quack takes by rule: its search would compile some dozens for every shape."""
+    """Returns quack's product in its default configuration: its search would compile dozens for every shape."""
     from quack.gemm_interface import gemm
 
     if a.dtype.itemsize != 2 or a.requires_grad or b.requires_grad:
-        raise RidgelineError("quack's gemm is timed in half precision, and has no gradients")
+        raise RidgelineError("quack's gemm is timed in half precision only, and has no gradients")
     return gemm(a, b, tuned=False)
 
 

@@ -1,4 +1,4 @@
-"""PyTorch's own attention by its parts: the FlashAttention-2 and the cuDNN kernels, each by itself, which `torch` chooses among."""
+"""PyTorch's attention by one backend, FlashAttention-2 or cuDNN; the implementation `torch` chooses among them."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ def _attention(
     backend: str, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, *, causal: bool | str = False,
     scale: float | None = None, **others: Any
 ) -> torch.Tensor:  # fmt: skip
-    """Only the backend named: what it does not take, raises. Its backward is its own too."""
+    """Returns attention of the named backend alone, backward included. Raises if it does not support the call."""
     from torch.nn.attention import SDPBackend, sdpa_kernel
     from torch.nn.functional import scaled_dot_product_attention
 
@@ -25,10 +25,10 @@ def _attention(
         "return_lse"
     ):
         raise RidgelineError(
-            "scaled_dot_product_attention has no window, no softcap and no lse, and these kernels no mask"
+            "scaled_dot_product_attention has no window, softcap or lse, and these backends take no mask"
         )
     if causal == "bottom_right" and q.shape[2] != k.shape[2]:
-        raise RidgelineError("scaled_dot_product_attention is causal at the top left")
+        raise RidgelineError("scaled_dot_product_attention aligns causal masks at the top left only")
     try:
         with sdpa_kernel([getattr(SDPBackend, backend)]):
             return scaled_dot_product_attention(
@@ -44,17 +44,18 @@ def _varlen(
     q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, cu_seqlens_q: torch.Tensor, cu_seqlens_k: torch.Tensor, *,
     max_seqlen_q: int | None = None, max_seqlen_k: int | None = None, causal: bool | str = False, **others: Any,
 ) -> torch.Tensor:  # fmt: skip
-    """FlashAttention-2's packed form; causal at the bottom right, which for sequences of one length is the top left."""
+    """Returns attention over packed sequences by FlashAttention-2, which aligns causal masks at the bottom right."""
     from inspect import signature
 
     from torch.nn.attention.varlen import varlen_attn
 
     if not q.is_cuda or max_seqlen_q is None or max_seqlen_k is None or any(others.values()):
         raise RidgelineError(
-            "PyTorch's varlen_attn is for a GPU, needs the longest lengths, and has no window, softcap, scale or lse here"
+            "PyTorch's varlen_attn needs a GPU, max_seqlen_q and max_seqlen_k, "
+            "and is timed without window, softcap, scale and lse"
         )
     if causal is True and cu_seqlens_q is not cu_seqlens_k and max_seqlen_q != max_seqlen_k:
-        raise RidgelineError("PyTorch's varlen_attn is causal at the bottom right")
+        raise RidgelineError("PyTorch's varlen_attn aligns causal masks at the bottom right only")
     named = signature(varlen_attn).parameters
     given: dict[str, Any] = (
         {"is_causal": bool(causal)} if "is_causal" in named else {"window_size": (-1, 0 if causal else -1)}
