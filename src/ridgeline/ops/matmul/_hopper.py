@@ -587,4 +587,4 @@ def padded(y: torch.Tensor, a: torch.Tensor, b: torch.Tensor, precision: str) ->
 
 
 def empty(a: torch.Tensor, b: torch.Tensor, *_: Any, **__: Any) -> str | None:
-    return None if a.numel() and b.numel() else "it takes no tensor with a size of 0"
+    return None if a.numel() and b.numel() else "it takes no dimension of size 0"

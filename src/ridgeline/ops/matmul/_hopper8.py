@@ -359,7 +359,7 @@ def odd(
     if a.dtype != torch.int8 and torch.float32 in results:
         return "the matrix units add 8-bit floats in about 14 bits over 128 of K, too coarse for a float32 result"
     if _wide(a, b, scale_a, scale_b) == 1:
-        return f"it takes b's scales per block of {BLOCK} columns, or scales by rows; these are per single column"
+        return f"it takes b's scales per block of {BLOCK} columns, or scales by rows; these are of single columns"
     if any(
         [sum([(n - 1) * s for n, s in zip(t.shape, t.stride(), strict=True)]) >= 1 << 31 for t in (scale_a, scale_b)]
     ):
