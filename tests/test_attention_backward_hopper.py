@@ -1,8 +1,8 @@
 """attention's backward kernels for Hopper, run as Python (warps.py), with several programs at a time.
 
-What ordinary stores write to shared memory is there for products and the copy engine once the thread that wrote has come to a fence, so
-that one too early or too late is found. Models here are the order in which memory holds dQ's sums, the registers of pairs, and the waits
-for words in memory; not seen are packed sequences.
+Ordinary stores to shared memory become visible to products and the copy engine once the writing thread reaches a
+fence, so fences that are too early or too late are found. The order of dQ's sums in memory, pairs of registers and
+waits for words in memory are models. Packed sequences are not covered.
 """
 
 import random
@@ -25,7 +25,7 @@ from warps import Barrier, Pointer, Shared, Turns, define, language, nbytes
 
 
 class Fenced(Shared):
-    """Shared memory of which products and the copy engine see what a thread stored after the thread's next fence."""
+    """Shared memory in which products and the copy engine see a thread's stores after its next fence."""
 
     turns: Turns
 
@@ -71,7 +71,7 @@ class Kernel:
             return old
 
         def add(dq: torch.Tensor, dq_sums: Any, at: list[int], room: Shared, before: int) -> None:
-            """A column comes after the one before it, in memory as in the room."""
+            """Columns are in order, in memory as in shared memory."""
             (number, row, _), rows = at, 2 * dq.shape[1]
             there = dq_sums.base.as_strided(dq_sums.shape, dq_sums.strides)[number, row : row + rows]
             room.held.view(-1, 32)[:rows] = dq.T.reshape(rows, 32)
@@ -124,7 +124,7 @@ def calls(dice: random.Random) -> tuple[tuple[int, ...], dict[str, Any]]:
 
 
 def lies(n: int, heads: int, blocks: int, section: int, down: bool, span: int) -> tuple[int, int]:
-    """The head of the n-th piece, and its first key."""
+    """Returns the head of the n-th piece, and its first key."""
     head = n // (section * blocks) * section
     many, n = min(section, heads - head), n % (section * blocks)
     return head + n % many, (blocks - 1 - n // many if down else n // many) * span
@@ -132,7 +132,7 @@ def lies(n: int, heads: int, blocks: int, section: int, down: bool, span: int) -
 
 @pytest.mark.parametrize("seed", range(6))
 def test_gradients_of_random_calls(seed: int, monkeypatch: pytest.MonkeyPatch) -> None:
-    """dq, dk and dv of calls of all kinds, in order and not, some programs at a time."""
+    """Checks dq, dk and dv of calls of all kinds, deterministic and not, with several programs at a time."""
     dice = random.Random(seed)
     torch.manual_seed(seed)
     for _ in range(5):
@@ -173,7 +173,7 @@ def test_gradients_of_random_calls(seed: int, monkeypatch: pytest.MonkeyPatch) -
         deltas.copy_(pad((o.float() * do.float()).sum(-1), beyond).view(-1, 64))
         order.zero_(), sums.fill_(float("nan"))
         if launch.kernel is _hopper_backward._bwd and launch.args[2] is not None:
-            launch.args[2].fill_(float("nan"))  # what parts leave
+            launch.args[2].fill_(float("nan"))  # partial results of parts
 
         programs = few if launch.constants.get("STAY") else launch.grid[0]
         for first in range(0, programs, few):
@@ -200,7 +200,7 @@ def test_gradients_of_random_calls(seed: int, monkeypatch: pytest.MonkeyPatch) -
 
 @pytest.mark.parametrize("l2", [50, 60])
 def test_which_pieces_come_first(l2: int, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Heads of a section, and whether the lightest pieces come first, as they were timed on an H100 and on an H200."""
+    """Heads per section, and whether the lightest pieces come first, as timed on an H100 and on an H200."""
     # Batch, heads, shared by, length, D; causal; in order; packed; on an H100; on an H200.
     cases: list[tuple[tuple[int, ...], bool, bool, bool, tuple[int, bool], tuple[int, bool]]] = [
         ((4, 8, 4, 4096, 128), True, True, False, (16, False), (32, False)),
@@ -231,7 +231,7 @@ def test_which_pieces_come_first(l2: int, monkeypatch: pytest.MonkeyPatch) -> No
         ((1, 16, 1, 8192, 128), True, True, True, (3, True), (3, True)),
         ((1, 16, 1, 16384, 128), False, True, True, (8, False), (16, False)),
     ]
-    monkeypatch.setattr(device, "_pretended", replace(device.KNOWN["sm_90"], l2=l2 << 20))
+    monkeypatch.setattr(device, "_pretended", replace(device.known("sm_90"), l2=l2 << 20))
     for (batch, heads, group, length, D), causal, ordered, packed, *expected in cases:
         q, k = (torch.empty(batch, n, length, D, device="meta") for n in (heads * group, heads))
         found = _hopper_backward._section(q, k, length, 64 if D > 128 else 128, ordered, causal, False, packed)
@@ -254,8 +254,10 @@ def python(jitted: Any) -> Any:
 
 
 def test_pieces_of_backward_on_hopper() -> None:
-    """Each piece of work comes up once, whole or in parts, has all blocks of queries that see its keys, masks those that do not see all,
-    and knows how many pieces with lower numbers add to each; parts are numbered as `_join` finds them."""
+    """Each piece of work comes up once, whole or in parts, and takes all blocks of queries that see its keys.
+
+    It masks the blocks that do not see all of them, and knows how many pieces with lower numbers add to each block.
+    Parts are numbered as `_join` expects."""
     dice = random.Random(0)
     for _ in range(60):
         span, rows, columns, kv, group = (
@@ -305,7 +307,7 @@ def test_pieces_of_backward_on_hopper() -> None:
 
 
 def test_which_pieces_go_in_parts() -> None:
-    """Pieces that stay whole, and parts of the others, where they were timed on an H100, and where the costs that were found say so."""
+    """Pieces that stay whole, and the parts of the others, follow the measured costs."""
     # Heads of keys, shared by, queries, keys, D; left, right.
     full, causal = (UNBOUNDED, UNBOUNDED), (UNBOUNDED, 0)
     cases: list[tuple[tuple[int, ...], tuple[int, int], tuple[int, int]]] = [
@@ -318,10 +320,10 @@ def test_which_pieces_go_in_parts() -> None:
         ((8, 1, 1024, 1024, 128), full, (64, 1)),
         ((32, 1, 16384, 16384, 64), full, (4092, 8)),  # 31.03 rounds
         ((16, 1, 16384, 16384, 128), full, (2048, 1)),
-        ((4, 8, 8192, 8192, 128), causal, (256, 1)),  # a heavy piece and a light one for each program
-        ((8, 8, 64, 4096, 128), full, (256, 1)),  # one block of queries has no parts
+        ((4, 8, 8192, 8192, 128), causal, (256, 1)),  # a heavy and a light piece for each program
+        ((8, 8, 64, 4096, 128), full, (256, 1)),  # one block of queries cannot be split
         ((16, 1, 8192, 128, 128), full, (0, 8)),
-        ((16, 1, 8192, 128, 128), (UNBOUNDED, 128 - 8192), (16, 1)),  # the last queries alone see anything
+        ((16, 1, 8192, 128, 128), (UNBOUNDED, 128 - 8192), (16, 1)),  # only the last queries see anything
     ]
     for (turns, group, rows, columns, D), (left, right), expected in cases:
         most, tiles = -(-columns // 128), -(-rows // 64)

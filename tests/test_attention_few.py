@@ -1,4 +1,4 @@
-"""attention of few queries of many keys: parts of the keys, and the heads that share them in one tile."""
+"""attention with few queries and many keys: keys split into parts, and heads that share them in one tile."""
 
 from typing import Any
 
@@ -25,7 +25,8 @@ BAND = {"causal": "bottom_right", "window": (20, None)}
 
 @pytest.fixture
 def parts(monkeypatch: pytest.MonkeyPatch) -> list[int]:
-    """Small calls are served by parts too, by as many as the list says; a GPU decides for itself, among calls of many keys."""
+    """Small calls are split too, into the listed number of parts; a GPU chooses for itself only for calls with many
+    keys."""
     wanted = [3]
     monkeypatch.setattr(_few, "KEYS", 1)
     monkeypatch.setattr(_few, "BUSY", 1 << 30)
@@ -60,7 +61,7 @@ def test_the_law(
     dtype: torch.dtype,
     device: str,
 ) -> None:
-    """Forward by parts, and backward from what it saves, with views of strides of their own."""
+    """Forward in parts, and backward from what it saves, with views of arbitrary strides."""
     parts[:] = [many]
     args = [
         t.detach().transpose(1, 2).contiguous().transpose(1, 2).requires_grad_() for t in qkv(q, k, device, dtype=dtype)
@@ -87,7 +88,7 @@ def test_all_options_together(parts: list[int], device: str) -> None:
 @pytest.mark.parametrize("kind", ["bool", "float", "infinite"])
 @pytest.mark.parametrize("shape", [(2, 4, 3, 40), (1, 4, 1, 40), (4, 3, 1), (2, 1, 3, 40)], ids=str)
 def test_masks(parts: list[int], shape: tuple[int, ...], kind: str, device: str) -> None:
-    """Each head of a group has a mask of its own, or all have one."""
+    """Each head of a group has its own mask, or all share one."""
     args, whole = qkv((2, 4, 3, 16), (2, 2, 40, 16), device), make(*shape, device=device).detach()
     mask = whole > -0.5 if kind == "bool" else whole if kind == "float" else whole.masked_fill(whole < 0, -torch.inf)
     given = {"mask": mask, "return_lse": True}
@@ -96,7 +97,8 @@ def test_masks(parts: list[int], shape: tuple[int, ...], kind: str, device: str)
 
 @kernels
 def test_rows_and_parts_that_see_nothing(parts: list[int], device: str) -> None:
-    """Parts that no row sees, parts that some do not, rows that see none: no NaN, and lse is -inf for these alone."""
+    """Parts that no row sees, parts that some rows do not see, rows that see nothing: no NaN, and lse is -inf only for
+    these."""
     args = qkv((1, 4, 9, 16), (1, 2, 90, 16), device)
     mask = torch.ones(9, 90, dtype=torch.bool, device=device)
     mask[2] = mask[:, 30:60] = mask[5, :60] = False
@@ -115,7 +117,7 @@ def test_rows_and_parts_that_see_nothing(parts: list[int], device: str) -> None:
 
 @kernels
 def test_maxima_far_apart(parts: list[int], device: str) -> None:
-    """A part's largest score may lie hundreds below another's, or above; and a query that is not a number spoils its own rows alone."""
+    """The largest score of a part may be hundreds below or above another's; a NaN query affects only its own rows."""
     for slope in (torch.linspace(0, 40, 90), torch.linspace(40, 0, 90)):
         q, k, v = (t.detach() for t in qkv((1, 4, 2, 16), (1, 2, 90, 16), device))
         args = [t.requires_grad_() for t in (q, k * slope.to(device)[:, None], v)]
@@ -138,7 +140,7 @@ def test_nothing_depends_on_the_run(parts: list[int], device: str) -> None:
 
 
 def test_parts_of_the_keys() -> None:
-    """A program or two a multiprocessor; of few keys, no keys and keys that no row sees no more than one part."""
+    """One or two programs per multiprocessor; with few keys, no keys or keys that no row sees, at most one part."""
     unbounded = _triton.UNBOUNDED
     for turns, rows, columns, left, right, expected in (
         (8, 1, 32768, unbounded, 0, 16),  # 16 blocks of 128 each
@@ -155,11 +157,11 @@ def test_parts_of_the_keys() -> None:
         for turns in (1, 7, 40):
             n = _few._split(132, turns, 1, columns, unbounded, unbounded, False)
             blocks = -(-columns // _few.GRAIN)
-            assert (n - 1) * -(-blocks // n) < blocks  # the last part has some
+            assert (n - 1) * -(-blocks // n) < blocks  # the last part is partly filled
             assert columns // n >= _few.LEAST // 2
 
 
-# --- which rung serves
+# --- which implementation serves
 
 
 def meta(*shape: int) -> torch.Tensor:
@@ -167,7 +169,7 @@ def meta(*shape: int) -> torch.Tensor:
 
 
 def serves(q: torch.Tensor, k: torch.Tensor) -> tuple[str, str]:
-    """The rungs that serve forward and backward on an H100."""
+    """Returns the implementations that serve forward and backward on an H100."""
     op, options = get("attention"), (None, None, None, 0.1, 0.0, _triton.UNBOUNDED, 0, True, 0, 0, "ieee")
     lse = torch.empty(q.shape[:3], device="meta")
     with devices.pretend("sm_90"):
@@ -212,7 +214,7 @@ def test_packed_sequences_stay() -> None:
 
 
 def test_what_is_said_of_it() -> None:
-    """`explain` names what serves forward; the tables of measured rungs ask by direction."""
+    """`explain` names the forward implementation; the tables of results ask for each direction."""
     op = get("attention")
     case = op.case("1x32/8x1 of 32768x128")
     rungs = {rung["impl"]: rung for rung in catalogue.explain(op, case, "bfloat16", "sm_90")["rungs"]}
@@ -231,7 +233,8 @@ def test_what_is_said_of_it() -> None:
 @pytest.mark.compiles
 @pytest.mark.parametrize("arch", inspect.ARCHES)
 def test_kernels_fit(arch: str) -> None:
-    """Tiles of 16, 32 and 64 rows, in each dtype, with each option: no spills (some registers on sm_100), and memory that there is."""
+    """Tiles of 16, 32 and 64 rows, in each dtype and with each option, have no spills (some on sm_100) and fit in
+    shared memory."""
     half, whole, bias = torch.bfloat16, torch.float32, torch.empty(1, 64, 8, 1024, device="meta")
     seen = []
     with devices.pretend(arch), observe(seen.append):
@@ -261,7 +264,7 @@ def test_kernels_fit(arch: str) -> None:
             one.constants,
             spilled,
         )
-        assert found.shared <= devices.KNOWN[arch].shared_memory
+        assert found.shared <= devices.known(arch).shared_memory
         assert found.widest_load == 16 or one.kernel is _few._join
 
 
@@ -278,7 +281,7 @@ def test_kernels_fit(arch: str) -> None:
 ], ids=str)  # fmt: skip
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16, torch.float32], ids=str)
 def test_on_a_gpu(q: tuple[int, ...], k: tuple[int, ...], given: dict[str, Any], dtype: torch.dtype) -> None:
-    """The law, and the same bits each time, by default and captured."""
+    """Passes the tolerance check, with the same bits each time, by default and captured."""
     args = qkv(q, k, "cuda", dtype=dtype)
     lawful("attention", args, given, ["triton"])
     assert launches(ridgeline.attention, *args, **given)[0].kernel is _few._fwd
@@ -299,8 +302,8 @@ def test_on_a_gpu(q: tuple[int, ...], k: tuple[int, ...], given: dict[str, Any],
 @pytest.mark.gpu
 @pytest.mark.parametrize("many", [1, 2, 3, 17, 32, 33, 128])
 def test_any_number_of_parts(many: int, monkeypatch: pytest.MonkeyPatch) -> None:
-    """More than there are blocks of keys among them."""
+    """Including more parts than there are blocks of keys."""
     monkeypatch.setattr(_few, "_split", lambda *_: many)
     args = qkv((1, 8, 3, 64), (1, 2, 1500, 64), "cuda", dtype=torch.bfloat16)
-    with tuning.listen(lambda request: None):  # no call is repeated from a plan of another number of parts
+    with tuning.listen(lambda request: None):  # no call is replayed from a plan with another number of parts
         lawful("attention", args, {**DECODE, "return_lse": True}, ["triton"])

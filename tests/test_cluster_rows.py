@@ -9,7 +9,7 @@ from ridgeline.ops.rowwise import _cluster as norms
 from ridgeline.ops.rowwise import _softmax as softmax
 from ridgeline.tiles import cluster_rows
 
-HOPPER = device.KNOWN["sm_90"]
+HOPPER = device.known("sm_90")
 COLUMNS = (1025, 3000, 4099, 5120, 8192, 8197, 16384, 50256, 50257, 65537, 131073, 262143, 262144)
 
 

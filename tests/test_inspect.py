@@ -130,7 +130,7 @@ def test_the_readers() -> None:
 
 
 def test_occupancy() -> None:
-    h100, mi300 = device.KNOWN["sm_90"], device.KNOWN["gfx942"]
+    h100, mi300 = device.known("sm_90"), device.known("gfx942")
     assert disassembly.occupancy(h100, 256, 32, 0) == (1.0, "")
     assert disassembly.occupancy(h100, 256, 128, 0) == (0.25, "registers")
     assert disassembly.occupancy(h100, 128, 32, 100 << 10) == (8 / 64, "shared memory")

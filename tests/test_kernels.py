@@ -133,7 +133,7 @@ RUNGS = [
     if i.is_kernel
     and not ((i.arch or i.kind in ("cuda", "gluon")) and arch == "gfx942")
     and (o.name, arch) not in REFUSED
-    if i.arch <= (device.KNOWN[arch].capability or 10**9) <= (i.newest or 10**9)
+    if i.arch <= (device.known(arch).capability or 10**9) <= (i.newest or 10**9)
 ]
 
 
@@ -204,9 +204,9 @@ def test_kernels_fit(implementation: Implementation, arch: str, request: pytest.
         what = f"{r.kernel} ({r.case} {r.dtype} {r.direction}, {r.constants})"
         if r.stack and r.spill_loads + r.spill_stores > allowed:
             faults.append(f"{what} spills {r.spill_stores} bytes out and {r.spill_loads} in; {allowed} allowed")
-        if r.shared > device.KNOWN[arch].shared_memory:
+        if r.shared > device.known(arch).shared_memory:
             faults.append(
-                f"{what} takes {r.shared:,} bytes of shared memory, and {arch} has {device.KNOWN[arch].shared_memory:,}"
+                f"{what} takes {r.shared:,} bytes of shared memory, and {arch} has {device.known(arch).shared_memory:,}"
             )
         if r.threads > 1024:
             faults.append(f"{what} has {r.threads} threads per block; 1024 is the most")
@@ -230,7 +230,7 @@ def test_masks_of_wide_heads_fit(D: int, arch: str) -> None:
         {"mask": Spec(1, 2, 300, 200, dtype="float32", grad=False)},
     )
     for r in inspect.resources(attention, attention.implementations["triton"], case, "bfloat16", arch):
-        assert r.shared <= device.KNOWN[arch].shared_memory, f"{r.kernel} takes {r.shared:,} bytes"
+        assert r.shared <= device.known(arch).shared_memory, f"{r.kernel} takes {r.shared:,} bytes"
 
 
 def test_no_allowance_for_the_triton_that_is_locked() -> None:

@@ -1,6 +1,5 @@
 """The ladders' ends: calls that kernels' integers do not count, or that PyTorch does better, are left to it, by sizes alone."""
 
-from dataclasses import replace
 from typing import Any
 
 import pytest
@@ -124,20 +123,19 @@ def test_regimes_of_softmax_refuse_rows_that_they_cannot_hold_or_count() -> None
         assert "shared memory" in str(why_not(rungs["cuda_block"], meta(3, 30000)))
 
 
-@pytest.mark.parametrize(("l2", "dtype", "n", "allowed", "expected"), [
-    (60, torch.float16, 1025, False, "cuda_packed"),  # an H200
-    (60, torch.bfloat16, 1025, False, "cuda_packed"),
-    (50, torch.float16, 1025, False, "cuda"),  # an H100
-    (60, torch.float16, 1025, None, "cuda"),
-    (60, torch.float32, 1025, False, "cuda"),
-    (60, torch.float16, 1024, False, "cuda_pass"),
+@pytest.mark.parametrize(("card", "dtype", "n", "allowed", "expected"), [
+    ("h200", torch.float16, 1025, False, "cuda_packed"),
+    ("h200", torch.bfloat16, 1025, False, "cuda_packed"),
+    ("h100", torch.float16, 1025, False, "cuda"),
+    ("h200", torch.float16, 1025, None, "cuda"),
+    ("h200", torch.float32, 1025, False, "cuda"),
+    ("h200", torch.float16, 1024, False, "cuda_pass"),
 ])  # fmt: skip
 def test_atomics_where_they_are_quicker(
-    l2: int, dtype: torch.dtype, n: int, allowed: bool | None, expected: str, monkeypatch: pytest.MonkeyPatch
+    card: str, dtype: torch.dtype, n: int, allowed: bool | None, expected: str
 ) -> None:
     x, index, source = meta(3000, 256, dtype=dtype), meta(n, dtype=torch.int64), meta(n, 256, dtype=dtype)
-    monkeypatch.setitem(device.KNOWN, "sm_90", replace(device.KNOWN["sm_90"], l2=l2 << 20))
-    with device.pretend("sm_90"):
+    with device.pretend(card):
         assert select(get("index_add"), None, x, 0, index, source, 1.0, allowed).name == expected
 
 

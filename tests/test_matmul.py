@@ -206,7 +206,7 @@ def test_products_tile_by_tile() -> None:
 
 @pytest.mark.parametrize("more", [False, True])
 def test_rules_fit_their_machine(more: bool) -> None:
-    gpu = devices.KNOWN["sm_90"]
+    gpu = devices.known("sm_90")
     for gated in (False, True):
         for choice in _hopper.space(gated, more, False) + [
             _hopper.rule(gpu, 1, m, 4096, 4096, gated, more, False) for m in (1, 500, 9000)
@@ -223,7 +223,7 @@ def test_rules_fit_their_machine(more: bool) -> None:
 
 
 def test_the_rule_takes_what_was_fastest() -> None:
-    gpu = devices.KNOWN["sm_90"]
+    gpu = devices.known("sm_90")
     for sizes in ((1024, 1024, 1024), (1000, 1000, 1000)):
         small = _hopper.rule(gpu, 1, *sizes, False, False, False, starts=(gcd(2 * sizes[0], 128),) * 2)
         assert (small["ROWS"], small["BN"], small["LAG"], small["PARTS"]) == (64, 64, 0, 1)
@@ -255,7 +255,7 @@ def test_gemv_of_few_rows_takes_the_parts_that_were_fastest(N: int, K: int, part
 
 def test_clusters_fit_their_machine(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(_cluster, "resident_clusters", lambda gpu, size: {1: 132, 2: 66, 4: 30}[size])  # of an H100
-    gpu = devices.KNOWN["sm_90"]
+    gpu = devices.known("sm_90")
     found = [
         _cluster.rule(gpu, 1, *sizes, lines) for sizes in ((8, 8, 8), (1000,) * 3, (8192,) * 3) for lines in (1, 1.875)
     ]
@@ -294,13 +294,13 @@ def test_clusters_of_blocks(batch: int | str | None, layout: str) -> None:
 
 def test_persistent_tiles_fit_their_machine() -> None:
     for arch, size, wholes in product(("sm_90", "sm_100"), (2, 4), (True, False)):
-        gpu = devices.KNOWN[arch]
+        gpu = devices.known(arch)
         for choice in _persistent.space(gpu, size, wholes):
             stage, results = choice["BK"] * size * (128 + choice["BN"]), 128 * choice["BN"] // choice["PIECES"] * size
             assert choice["num_stages"] * stage + results + 1024 <= gpu.shared_memory, choice
             assert choice["num_stages"] > 3, choice
             assert choice["BK"] * size == 128, choice
-    h100, small = devices.KNOWN["sm_90"], replace(devices.KNOWN["sm_90"], arch="sm_120", shared_memory=101_376)
+    h100, small = devices.known("sm_90"), devices.known("rtx5090")
     widths = {M: _persistent.rule(h100, 2, 1, M, M, M, True)["BN"] for M in (1024, 2048, 4096, 8192)}
     assert widths == {
         1024: 64,

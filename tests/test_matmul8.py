@@ -393,7 +393,7 @@ def test_what_is_refused() -> None:
 
 
 def test_rules_fit_their_machine() -> None:
-    gpu = devices.KNOWN["sm_90"]
+    gpu = devices.known("sm_90")
     ruled = [_hopper8.rule(gpu, *sizes) for sizes in ((1, 1, 1), (500, 300, 40), (8192, 8192, 8192))]
     for choice in _hopper8.space() + ruled:
         rows, wide = choice["ROWS"], choice["BN"]

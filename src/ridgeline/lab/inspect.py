@@ -84,8 +84,7 @@ def launches(
     from ridgeline import boundary, device
     from ridgeline.op import RidgelineError, tensors_of
 
-    if arch not in device.KNOWN:
-        raise RidgelineError(f"there is no architecture {arch!r} to compile for; there are {', '.join(device.KNOWN)}")
+    device.known(arch)
     if dtype not in case.dtypes:
         raise RidgelineError(f"{op.name}: case {case.name!r} has no dtype {dtype!r}; it has {', '.join(case.dtypes)}")
     if not implementation.is_kernel:

@@ -391,6 +391,10 @@ def _share_out(
     return (rounds * programs, parts) if gains else (pieces, 1)
 
 
+# Bytes of L2: an H200 (60 MiB) has more, and keeps what the programs of twice as many heads share; an H100 (50) has less.
+ROOMY = 55 << 20
+
+
 def _section(
     q: torch.Tensor, k: torch.Tensor, longest: int, span: int, ordered: bool, ahead: bool, back: bool, packed: bool
 ) -> tuple[int, bool]:  # fmt: skip
@@ -407,21 +411,22 @@ def _section(
     """
     (batch, heads, _, D), (kv, columns) = q.shape, k.shape[1:3]
     turns, group, gpu, pieces = batch * kv, heads // kv, device.of(q), triton.cdiv(columns, span)  # pieces: of a head
+    roomy = gpu.l2 > ROOMY
     share = 2 * gpu.multiprocessors / (turns * (pieces + 1))  # the longest causal piece, of what a program has
-    light = share <= (1 / 4 if D > 128 else 1 / 8 if gpu.large_l2 else 0.128)
-    down = ordered and ahead and (back or (gpu.large_l2 or group == 1 if packed else light))
+    light = share <= (1 / 4 if D > 128 else 1 / 8 if roomy else 0.128)
+    down = ordered and ahead and (back or (roomy or group == 1 if packed else light))
     shared = 8 * max(1, longest) * D * group  # bytes of q, do and dq's sums that the programs of a head share
     section = 4 if D > 128 and not packed else (24 << 20) // shared
-    if down and D > 64 and not gpu.large_l2:
+    if down and D > 64 and not roomy:
         section = min(section, 16)
     if not down and not back:
         if D > 128:
-            section = 8 if gpu.large_l2 and (ahead or not ordered) else 4
+            section = 8 if roomy and (ahead or not ordered) else 4
         elif D > 64 or ahead:
             long = pieces >= (64 if ordered else 128) and not (ordered and ahead) and not packed
             few = 4 if long and group == 1 else 8
-            section = 16 if gpu.large_l2 or D <= 64 else max(few, gpu.multiprocessors // max(1, pieces))
-            if (group > 1 and (gpu.large_l2 or ahead)) or (ordered and ahead):
+            section = 16 if roomy or D <= 64 else max(few, gpu.multiprocessors // max(1, pieces))
+            if (group > 1 and (roomy or ahead)) or (ordered and ahead):
                 section *= 2
         elif group > 1:
             section = 8
