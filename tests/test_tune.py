@@ -11,6 +11,8 @@ import pytest
 import torch
 
 import toy
+from ridgeline import tuning
+from ridgeline.device import Device
 from ridgeline.lab import tune
 from ridgeline.lab.clock import Measurement
 from ridgeline.op import RidgelineError, Spec
@@ -36,7 +38,7 @@ def run(
 ) -> list[tune.Found]:
     cases = [replace(toy.OP.case("small"), name=name) for name in names]
     return tune.tune(
-        toy.OP, cases, device=device, arch="sm_00", dtype="float32", measure=measure, configs=tmp_path, **options
+        toy.OP, cases, device=device, folder="sm_00", dtype="float32", measure=measure, configs=tmp_path, **options
     )
 
 
@@ -125,3 +127,15 @@ def test_without_a_gpu(monkeypatch: pytest.MonkeyPatch) -> None:
     tune.arguments(parser)
     with pytest.raises(RidgelineError, match="PyTorch finds none"):
         tune.main(parser.parse_args(["gelu"]))
+
+
+def test_a_configuration_of_cards_with_that_much_l2_goes_before_its_architectures(tmp_path: Path, monkeypatch) -> None:
+    monkeypatch.setattr(tuning, "CONFIGS", tmp_path)
+    tuning.save("sm_90", "toy", {"fwd": {"a": {"BLOCK": 1}, "b": {"BLOCK": 2}}}, tmp_path)
+    tuning.save("sm_90-l2-60", "toy", {"fwd": {"a": {"BLOCK": 3}}}, tmp_path)
+    try:
+        small, large = (Device("", "cuda", "sm_90", 90, l2=size << 20) for size in (50, 60))
+        chosen = [tuning.config(d, "toy", "fwd", key, dict)["BLOCK"] for d in (small, large) for key in "ab"]
+        assert chosen == [1, 2, 3, 2]
+    finally:
+        tuning._table.cache_clear()

@@ -1,6 +1,7 @@
 """Tile configurations: from committed JSON if there, else by the op's own rule. Only `ridgeline tune` searches.
 
-`configs/<arch>/<op>.json` holds {"<kernel>": {"<key>": {"BLOCK": 1024, "num_warps": 4}}}.
+`configs/<arch>/<op>.json` holds {"<kernel>": {"<key>": {"BLOCK": 1024, "num_warps": 4}}} for every card of an architecture.
+`configs/<arch>-l2-<MiB>/<op>.json` holds what differs on cards with that much L2, as an H200 (60) and an H100 (50) do.
 """
 
 from __future__ import annotations
@@ -33,9 +34,14 @@ _listener: Callable[[Request], Config | None] | None = None
 version = 0  # increases at each save, so that caches keyed by it look configurations up again
 
 
+def folder(device: Device) -> str:
+    """Returns the folder of configurations for cards with this one's architecture and L2, such as "sm_90-l2-60"."""
+    return f"{device.arch}-l2-{device.l2 >> 20}"
+
+
 @cache
-def _table(arch: str, op: str) -> dict[str, dict[str, Config]]:
-    path = CONFIGS / arch / f"{op}.json"
+def _table(name: str, op: str) -> dict[str, dict[str, Config]]:
+    path = CONFIGS / name / f"{op}.json"
     return json.loads(path.read_text()) if path.exists() else {}
 
 
@@ -59,7 +65,10 @@ def config(
         chosen = _listener(_requests[where])
         if chosen is not None:
             return chosen
-    return _table(device.arch, op).get(kernel, {}).get(key) or rule()
+    for name in (folder(device), device.arch):
+        if found := _table(name, op).get(kernel, {}).get(key):
+            return found
+    return rule()
 
 
 def listening() -> bool:
@@ -78,10 +87,10 @@ def listen(listener: Callable[[Request], Config | None]) -> Iterator[None]:
         _listener = before
 
 
-def save(arch: str, op: str, found: dict[str, dict[str, Config]], configs: Path = CONFIGS) -> Path:
-    """Merges configurations into `configs/<arch>/<op>.json`, atomically, and returns its path."""
+def save(name: str, op: str, found: dict[str, dict[str, Config]], configs: Path = CONFIGS) -> Path:
+    """Merges configurations into `configs/<name>/<op>.json`, atomically, and returns its path."""
     global version
-    path = configs / arch / f"{op}.json"
+    path = configs / name / f"{op}.json"
     path.parent.mkdir(parents=True, exist_ok=True)
     table = json.loads(path.read_text()) if path.exists() else {}
     for kernel, keys in found.items():

@@ -206,7 +206,7 @@ def tune(
     cases: list[Case],
     *,
     device: str,
-    arch: str,
+    folder: str,
     dtype: str | None = None,
     implementation: str | None = None,
     directions: tuple[str, ...] = DIRECTIONS,
@@ -257,7 +257,7 @@ def tune(
                     found[question] = result
                     if save and result.config is not None:
                         place = {} if configs is None else {"configs": configs}
-                        tuning.save(arch, request.op, {request.kernel: {request.key: result.config}}, **place)
+                        tuning.save(folder, request.op, {request.kernel: {request.key: result.config}}, **place)
                     tell(result)
     if not found:
         why = "; ".join(dict.fromkeys(reasons)) or "its kernels have one configuration each"
@@ -304,7 +304,7 @@ def main(options: argparse.Namespace) -> int:
     here = device.here()
     if here.backend == "cpu":
         raise RidgelineError("tune needs the GPU that it tunes for, and PyTorch finds none on this machine")
-    folder = tuning.CONFIGS / here.arch
+    folder = tuning.CONFIGS / tuning.folder(here)
     nearest = next(p for p in (folder, *folder.parents) if p.exists())
     if not options.sample and not os.access(nearest, os.W_OK):
         raise RidgelineError(f"tune writes its results to {folder}, but {nearest} is not writable")
@@ -312,7 +312,7 @@ def main(options: argparse.Namespace) -> int:
         op,
         cases,
         device="cuda",
-        arch=here.arch,
+        folder=folder.name,
         dtype=options.dtype,
         implementation=options.impl,
         directions=(options.direction,) if options.direction else DIRECTIONS,
