@@ -1,4 +1,4 @@
-"""tune's logic on a synthetic clock: the winner is saved, a wrong or refused candidate is not, and noise changes nothing."""
+"""Tests tune on a synthetic clock: it saves the winner, never a wrong or refused candidate, and noise changes nothing."""
 
 import argparse
 import json

@@ -1,6 +1,6 @@
 """Tile configurations: from committed JSON if there, else by the op's own rule. Only `ridgeline tune` searches.
 
-`configs/<arch>/<op>.json` holds {"<kernel>": {"<key>": {"BLOCK": 1024, "num_warps": 4}}} for every card of an architecture.
+`configs/<arch>/<op>.json` holds {"<kernel>": {"<key>": {"BLOCK": 1024, "num_warps": 4}}} for an architecture's cards.
 `configs/<arch>-l2-<MiB>/<op>.json` holds what differs on cards with that much L2, as an H200 (60) and an H100 (50) do.
 """
 
