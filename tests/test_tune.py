@@ -1,4 +1,4 @@
-"""Tests tune on a synthetic clock: it saves the winner, never a wrong or refused candidate, and noise changes nothing."""
+"""Tests tune on a synthetic clock: it saves the winner, never a wrong or refused candidate; noise changes nothing."""
 
 import argparse
 import json
@@ -58,7 +58,7 @@ def test_the_fastest_is_saved(tmp_path: Path, device: str) -> None:
 
 
 def test_a_sample_is_measured_and_not_saved(tmp_path: Path, device: str) -> None:
-    """Every case asks for itself, also where the kernels' keys are the same."""
+    """Every case is searched, even if the kernels' keys are the same."""
     measure = clock({"now": 2.0, NAMES[0]: 2.0, NAMES[1]: 1.0, NAMES[2]: 1.5})
     facts: dict[str, Any] = {"names": ("one", "two"), "implementation": "triton", "directions": ("forward",)}
     found = run(tmp_path, measure, device, save=False, **facts)
