@@ -1,4 +1,4 @@
-"""cross_entropy beyond the law: who owns the gradient that forward makes, other upstream gradients, bad targets, NaN and infinity."""
+"""cross_entropy beyond the law: ownership of forward's gradient, other upstream gradients, bad targets, NaN, infinity."""
 
 import os
 import subprocess
@@ -29,7 +29,7 @@ def grad(loss: torch.Tensor, logits: torch.Tensor, *upstream: torch.Tensor, keep
 @kernels
 @pytest.mark.parametrize("reduction", ["mean", "sum", "none"])
 def test_backward_again_and_again(reduction: str, device: str) -> None:
-    """Every backward over a kept graph gives the same bits in memory of its own, which the caller may do with what they like."""
+    """Every backward over a retained graph gives the same bits in its own memory, which the caller may overwrite."""
     logits, target = make(7, 131, device)
     loss = ridgeline.cross_entropy(logits, target, reduction=reduction, z_loss=1e-3, impl=IMPL)
     first = grad(loss.sum(), logits, keep=True)
@@ -61,7 +61,7 @@ def test_accumulates(device: str) -> None:
 
 @kernels
 def test_a_scaled_loss_in_half_precision(device: str) -> None:
-    """With the loss scaled up, as float16 training does, gradients survive that would be 0 in float16 without the scale."""
+    """With a scaled loss, as in float16 training, gradients survive that would be 0 in float16 without the scale."""
     logits, target = make(32, 1000, device, torch.float16)
     with torch.autocast(device, dtype=torch.float16):
         dlogits = grad(ridgeline.cross_entropy(logits, target, impl=IMPL) * 2.0**16, logits)
@@ -74,7 +74,7 @@ def test_a_scaled_loss_in_half_precision(device: str) -> None:
 @kernels
 @pytest.mark.parametrize("columns", [64, 37])
 def test_shifted_logits(columns: int, device: str) -> None:
-    """logits[:, :-1] against labels[:, 1:], with a gradient for every row: strides in all of them."""
+    """logits[:, :-1] against labels[:, 1:], with a gradient for every row: all tensors are strided."""
     logits, labels = make(12, columns, device)
     logits, labels = logits.detach().view(3, 4, columns).requires_grad_(), labels.view(3, 4)
     loss = ridgeline.cross_entropy(logits[:, :-1], labels[:, 1:], reduction="none", impl=IMPL)
@@ -122,7 +122,7 @@ def test_nan_and_infinity_travel_as_in_torch(columns: int, smoothing: float, dev
 @kernels
 @pytest.mark.parametrize("reduction", ["mean", "sum", "none"])
 def test_ignored_rows(reduction: str, device: str) -> None:
-    """They count for nothing, whatever their logits; where all are ignored the mean is NaN, and gradients are 0."""
+    """Ignored rows count for nothing, whatever their logits; if all are ignored the mean is NaN, and gradients are 0."""
     logits, target = make(6, 50, device)
     target[::2] = -100
     with torch.no_grad():
@@ -145,8 +145,10 @@ def test_ignored_rows(reduction: str, device: str) -> None:
 @pytest.mark.parametrize("reduction", ["mean", "sum"])
 @pytest.mark.parametrize("rows", [17000, 70000])
 def test_many_losses_add_up(rows: int, reduction: str, device: str) -> None:
-    """Beyond 16384 rows those who count go on to more, beyond 65536 those who add up do, in two stages. (The interpreter takes 25 ms a
-    row for the losses: here they are given.)"""
+    """Beyond 16384 rows the programs that count have several rows each; beyond 65536 so do those that add, in two
+    stages.
+
+    The interpreter takes 25 ms a row for the losses, so they are given here."""
     module = sys.modules[get("cross_entropy").function.__module__]
     given = torch.rand(rows, device=device)
     logits, target = make(rows, 1, device)
@@ -176,7 +178,9 @@ def test_many_rows(rows: int, reduction: str, device: str) -> None:
 @kernels
 @pytest.mark.parametrize("reduction", ["mean", "sum", "none"])
 def test_a_target_that_is_no_class(reduction: str, device: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    """In a kernel it makes its row NaN; the host does not look. (The interpreter's tensors are on a CPU, where it would raise.)"""
+    """In a kernel an invalid target makes its row NaN, and the host does not look.
+
+    Tensors of the interpreter are on a CPU, where it would raise."""
     monkeypatch.setattr(sys.modules[get("cross_entropy").function.__module__], "readable", lambda target: False)
     logits, target = make(5, 40, device)
     good = grad(F.cross_entropy(logits, target, reduction=reduction).sum(), logits)
@@ -247,10 +251,10 @@ def test_an_ignored_target_may_be_no_class() -> None:
 
 def test_a_target_that_is_no_class_is_named() -> None:
     bad = torch.tensor([0, 7, -100])
-    with pytest.raises(RidgelineError, match="targets must be 0 to 4 or ignore_index -100, and one is 7"):
+    with pytest.raises(RidgelineError, match="targets must be 0 to 4 or ignore_index -100, got 7"):
         ridgeline.cross_entropy(torch.ones(3, 5), bad)
     with pytest.raises(
-        RidgelineError, match="linear_cross_entropy: targets must be 0 to 4 or ignore_index -100, and one is 7"
+        RidgelineError, match="linear_cross_entropy: targets must be 0 to 4 or ignore_index -100, got 7"
     ):
         ridgeline.linear_cross_entropy(torch.ones(3, 2), torch.ones(5, 2), bad)
 
@@ -269,7 +273,7 @@ def test_values_on_a_gpu_are_read_where_asked_for(check: str) -> None:
         text=True,
         check=True,
     )
-    assert ("and one is 5" in done.stdout) if check == "1" else done.stdout.strip() == "nan"
+    assert ("got 5" in done.stdout) if check == "1" else done.stdout.strip() == "nan"
 
 
 @pytest.mark.gpu

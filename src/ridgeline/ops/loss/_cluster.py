@@ -1,4 +1,4 @@
-"""cross_entropy by thread-block clusters (cross_entropy.cu): what a row costs is one reading, and the writing of its gradient."""
+"""cross_entropy by thread-block clusters (cross_entropy.cu): each row is read once, and its gradient written once."""
 
 from __future__ import annotations
 
@@ -16,11 +16,11 @@ from ridgeline.op import dtype_name
 from ridgeline.tiles import cluster_rows
 
 KERNEL = CudaKernel(Path(__file__).with_name("cross_entropy.cu"), "cross_entropy_fwd", "PPPPPPqiqqf")
-COLUMNS = 4096, 1 << 19  # more than these, and at most
+COLUMNS = 4096, 1 << 19  # rows have more columns than the first, and at most the second
 
 
 def rule(size: int) -> tuning.Config:
-    """For rows of `size` bytes: 32 bytes a thread while one block holds a row, else parts of 64 KiB by 512 threads."""
+    """Returns the tile for rows of `size` bytes: 32 bytes per thread in one block, else blocks of 64 KiB."""
     cluster = 1 if size <= 32768 else min(16, triton.next_power_of_2(-(-size // 65536)))
     part = -(-size // cluster)
     threads = min(512 if cluster > 1 else 1024, max(64, -(-part // 1024) * 32))
@@ -36,7 +36,7 @@ def rows(
     losses: torch.Tensor, stats: torch.Tensor, d: torch.Tensor, logits: torch.Tensor, target: torch.Tensor,
     counts: torch.Tensor, ignore: int, smoothing: float, z: float, cap: float, need: int, options: dict[str, bool]
 ) -> None:  # fmt: skip
-    """The rows' losses, and what `need` says. What `fits` takes has no smoothing and no cap."""
+    """Computes the rows' losses and what `need` asks for; calls that `fits` takes have no smoothing and no cap."""
     x = logits.view(-1, logits.shape[-1])
     count, columns = x.shape
     where, size = device.of(x), cluster_rows.whole(columns, x.element_size()) * x.element_size()
@@ -61,7 +61,7 @@ def rows(
 
 
 def fits(logits: torch.Tensor, target: torch.Tensor | None = None, *rest: Any) -> str | None:
-    """What the clusters support, of a public call's arguments or a launcher's inputs (forward's are 8); the reason why not."""
+    """Returns why clusters do not take a call, or None, by public arguments or a launcher's inputs (8 in forward)."""
     reason = cluster_rows.refusal(logits.shape[-1], COLUMNS, 2 << 20, (logits,))
     if reason or not logits.is_contiguous():
         return reason or "it takes contiguous logits"
@@ -70,5 +70,5 @@ def fits(logits: torch.Tensor, target: torch.Tensor | None = None, *rest: Any) -
     if len(rest) == 6:
         _, _, smoothing, _, cap, reduction = rest
         if smoothing or cap or (reduction == "none" and logits.dtype != torch.float32):
-            return "it has neither label smoothing nor a softcap, and a loss a row in float32 alone"
+            return "it supports neither label smoothing nor a softcap, and reduction='none' only in float32"
     return None

@@ -1,13 +1,13 @@
-// cross_entropy of wide rows: a cluster of CLUSTER blocks holds a row in shared memory, so that its loss and its gradient come of one
-// reading. Macros beside those of cluster_rows.cuh: NEED, 1 for a row's maximum and sum of exponentials, 2 for the gradient too; MEAN,
-// whether the gradient is that of the mean. Neither smoothing nor a cap.
+// cross_entropy for wide rows: a cluster of CLUSTER blocks holds a row in shared memory, so that its loss and gradient
+// take one read. Macros besides those of cluster_rows.cuh: NEED, 1 to store a row's maximum and sum of exponentials, 2
+// for the gradient too; MEAN, whether the gradient is that of the mean. No label smoothing and no softcap.
 #include "cluster_rows.cuh"
 
-constexpr int PARTS = 64;  // of the count of rows
+constexpr int PARTS = 64;  // partial counts of rows
 
 extern "C" __global__ void __launch_bounds__(THREADS, BLOCKS)
-    cross_entropy_fwd(float* losses, float* stats, Y* d, const X* x, const long long* target, const int* counts, long long rows,
-                      int columns, long long x_stride, long long ignore, float z) {
+    cross_entropy_fwd(float* losses, float* stats, Y* d, const X* x, const long long* target, const int* counts,
+                      long long rows, int columns, long long x_stride, long long ignore, float z) {
     Share<1, 2, X> share(rows, columns, {x}, {x_stride});
     const int lane = threadIdx.x % 32;
     const long long row = blockIdx.x / CLUSTER, label = target[row];
@@ -35,7 +35,8 @@ extern "C" __global__ void __launch_bounds__(THREADS, BLOCKS)
     if constexpr (NEED == 2) {
         const float scale = known ? upstream : INF - INF;
         const float factor = scale * (1.0f + (z ? 2 * z * lse : 0.0f)) / total;
-        const int hit = known && label >= share.begin && label < share.begin + share.count ? int(label) - share.begin : -1;
+        const int hit =
+            known && label >= share.begin && label < share.begin + share.count ? int(label) - share.begin : -1;
         Y* out = d + row * columns + share.begin;
         share.for_each([&]<int N>(Columns<N> c) {
             const Pack<X, N> in_pack = c.of(in);

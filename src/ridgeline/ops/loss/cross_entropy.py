@@ -1,10 +1,10 @@
-"""cross_entropy: -log softmax(logits)[target], with label smoothing s, z-loss z and softcap c; classes are the last dimension.
+"""cross_entropy: -log softmax(logits)[target] over the last dimension, with label smoothing s, z-loss z and softcap c.
 
     x = c tanh(logits / c),   lse = log sum_j exp x_j,   loss = lse - (1 - s) x_t - s mean(x) + z lse^2
     backward: dx_j = (p_j (1 + 2 z lse) - s / V - (1 - s) [j = t]) dloss,   p_j = exp(x_j - lse)
 
-The sum is found online in one pass over a row. For a mean or a sum the gradient, but for a factor, depends on the row alone: where
-it is needed, forward writes it while the row is still in L2, so that forward and backward together read the logits once.
+An online pass over a row finds its maximum and sum of exponentials. For a mean or a sum, the gradient up to a factor
+depends on the row alone: forward writes it while the row is still in L2, so forward and backward read the logits once.
 Source: Milakov and Gimelshein, Online normalizer calculation for softmax, 2018 (arXiv:1805.02867).
 """
 
@@ -27,13 +27,13 @@ from ridgeline.select import eager, run
 from ridgeline.tiles.activations import capped
 from ridgeline.tiles.online_softmax import exact_exp
 
-PARTS = tl.constexpr(64)  # programs that count or sum over rows
-FEW = 512  # rows at most that every program counts by itself, sooner than the host starts one that does it for all
+PARTS = tl.constexpr(64)  # programs that count or sum rows
+FEW = 512  # up to so many rows, every program counts them itself, which is faster than another launch
 
 
 @triton.jit
 def _count(counts, target, rows, inner, t0, t1, ignore, BLOCK: tl.constexpr):
-    """How many rows are not ignored, in PARTS parts."""
+    """Counts the rows that are not ignored, in PARTS parts."""
     found = tl.zeros((BLOCK,), tl.int32)
     for start in range(tl.program_id(0) * BLOCK, rows, PARTS * BLOCK):
         row = (start + tl.arange(0, BLOCK)).to(tl.int64)
@@ -44,7 +44,7 @@ def _count(counts, target, rows, inner, t0, t1, ignore, BLOCK: tl.constexpr):
 
 @triton.jit
 def _counted(counts, target, rows, inner, t0, t1, ignore, FEW: tl.constexpr):
-    """How many rows are not ignored: of at most FEW every program counts them itself, else the sum of `_count`'s parts."""
+    """Returns how many rows are not ignored: counted here if there are at most FEW, else from `_count`'s parts."""
     if FEW:
         row = tl.arange(0, FEW).to(tl.int64)
         label = tl.load(target + row // inner * t0 + row % inner * t1, mask=row < rows, other=ignore)
@@ -70,7 +70,7 @@ def _total(
     FEW: tl.constexpr,
     BLOCK: tl.constexpr,
 ):
-    """Sums n losses, one part a program; with MEAN divides by the count of rows."""
+    """Sums n losses, one part per program; with MEAN, divides by the count of rows."""
     sums = tl.zeros((BLOCK,), tl.float32)
     for start in range(tl.program_id(0) * BLOCK, n, tl.num_programs(0) * BLOCK):
         at = start + tl.arange(0, BLOCK)
@@ -83,7 +83,7 @@ def _total(
 
 @triton.jit
 def _load(x, column, mask, cap, CAP: tl.constexpr, POLICY: tl.constexpr):
-    """Logits, capped, as float32, and the cap's slope; -inf where there are none."""
+    """Returns capped logits as float32, -inf outside the mask, and the cap's slope."""
     values, slope = capped(
         tl.load(x + column, mask=mask, other=float("-inf"), eviction_policy=POLICY).to(tl.float32), cap, CAP
     )
@@ -92,7 +92,7 @@ def _load(x, column, mask, cap, CAP: tl.constexpr, POLICY: tl.constexpr):
 
 @triton.jit
 def _peel(start, columns, PEEL: tl.constexpr, VEC: tl.constexpr):
-    """Of a row that begins at element `start`: where its first pack of 16 bytes begins, the columns before it, those in whole packs."""
+    """Returns where a row's first 16-byte pack begins, the columns before it, and the columns in whole packs."""
     head, body = columns * 0, columns
     if PEEL:
         head = tl.minimum((VEC - start % VEC) % VEC, columns).to(tl.int32)
@@ -103,7 +103,7 @@ def _peel(start, columns, PEEL: tl.constexpr, VEC: tl.constexpr):
 
 @triton.jit
 def _edges(head, body, columns, VEC: tl.constexpr):
-    """The columns of a row that are in no whole pack, counted from its first one."""
+    """Returns the columns of a row outside whole packs, relative to its first pack, and their mask."""
     i = tl.arange(0, 2 * VEC)
     column = tl.where(i < VEC, i - head, body + i - VEC)
     return column, tl.where(i < VEC, i < head, column < columns - head)
@@ -111,7 +111,7 @@ def _edges(head, body, columns, VEC: tl.constexpr):
 
 @triton.jit
 def _slopes(x, column, mask, hit, live, top, scale, factor, spread, pull, cap, CAP: tl.constexpr):
-    """The gradient of logits."""
+    """Returns the gradient of logits."""
     values, slope = _load(x, column, tl.where(live, mask, False), cap, CAP, "evict_first")
     p = exact_exp(values - top, x.dtype.element_ty) * factor
     return ((p - spread - tl.where(column == hit, pull, 0.0)) * scale * slope).to(x.dtype.element_ty)
@@ -122,8 +122,10 @@ def _gradient(
     d, x, head, body, columns, first, classes, label, live, top, total, upstream, smoothing, z, cap, Z: tl.constexpr,
     CAP: tl.constexpr, PEEL: tl.constexpr, VEC: tl.constexpr, K: tl.constexpr, W: tl.constexpr, STAGES: tl.constexpr
 ):  # fmt: skip
-    """Writes a row of the gradient: NaN where the label is no class, 0 where it is ignored. The columns are those from `first` on of
-    so many classes."""
+    """Writes a row of the gradient: NaN if the label is invalid, 0 if it is ignored.
+
+    The columns are those from `first` on of `classes`.
+    """
     scale = tl.where(live, tl.where((label >= 0) & (label < classes), upstream, float("nan")), 0.0)
     factor = tl.div_rn(1.0, total)
     if Z:
@@ -144,7 +146,7 @@ def _stream(
     x, head, body, columns, base, cap, POLICY: tl.constexpr, SMOOTH: tl.constexpr, CAP: tl.constexpr,
     PEEL: tl.constexpr, VEC: tl.constexpr, K: tl.constexpr, W: tl.constexpr, STAGES: tl.constexpr
 ):  # fmt: skip
-    """A row's maximum, its sum of exponentials and its sum of differences to `base`."""
+    """Returns a row's maximum, its sum of exponentials and its sum of differences from `base`."""
     dtype: tl.constexpr = x.dtype.element_ty
     top = tl.full((W,), float("-inf"), tl.float32)
     total = tl.zeros((W,), tl.float32)
@@ -154,7 +156,7 @@ def _stream(
         mask = first + tile < body
         values, _ = _load(x, first + tile, mask, cap, CAP, POLICY)
         new = tl.maximum(top, tl.max(values, 0))
-        near = tl.where(new == float("-inf"), 0.0, new)  # only -inf so far: every exponential is 0, not exp(-inf + inf)
+        near = tl.where(new == float("-inf"), 0.0, new)  # if all are -inf, exponentials are 0, not exp(-inf + inf)
         total = total * exact_exp(top - near, dtype) + tl.sum(exact_exp(values - near[None, :], dtype), 0)
         top = new
         if SMOOTH:
@@ -177,7 +179,7 @@ def _stream(
 def _loss(most, whole, away, base, chosen, classes, smoothing, z, SMOOTH: tl.constexpr, Z: tl.constexpr):
     if SMOOTH:
         loss = tl.log(whole) + (most - base) - (1 - smoothing) * (chosen - base) - smoothing * (away / classes)
-    else:  # with two roundings fewer where the base is not the target's logit
+    else:  # two roundings fewer if the base is not the target's logit
         loss = tl.log(whole) + (most - chosen)
     if Z:
         lse = most + tl.log(whole)
@@ -197,7 +199,7 @@ def _fwd(
     start, head, body = _peel(row // inner * x0 + row % inner * x1, columns, PEEL, VEC)
     x += start
     chosen, _slope = capped(tl.load(x + tl.where(known, label, 0) - head).to(tl.float32), cap, CAP)
-    base = tl.where(tl.abs(chosen) < float("inf"), chosen, 0.0)  # sums are of differences to it, which stay small
+    base = tl.where(tl.abs(chosen) < float("inf"), chosen, 0.0)  # sums are of differences from it, which stay small
     most, whole, away = _stream(
         x,
         head,
@@ -217,7 +219,7 @@ def _fwd(
     loss = _loss(most, whole, away, base, chosen, columns, smoothing, z, SMOOTH, Z)
     loss = tl.where(live, tl.where(known, loss, float("nan")), 0.0)
     tl.store(losses + row, loss.to(losses.dtype.element_ty))
-    most, whole = tl.where(live, most, 0.0), tl.where(live, whole, 1.0)  # of an ignored row, which was not read
+    most, whole = tl.where(live, most, 0.0), tl.where(live, whole, 1.0)  # ignored rows were not read
     if NEED:
         tl.store(stats + row, most)
         tl.store(stats + rows + row, whole)
@@ -256,8 +258,10 @@ def _bwd(
     z, cap, MADE: tl.constexpr, EACH: tl.constexpr, MEAN: tl.constexpr, FEW: tl.constexpr, Z: tl.constexpr,
     CAP: tl.constexpr, PEEL: tl.constexpr, VEC: tl.constexpr, K: tl.constexpr, W: tl.constexpr, STAGES: tl.constexpr
 ):  # fmt: skip
-    """Of the columns from `first` on of so many classes. MADE: forward has written the gradient for an upstream one of 1; with that
-    nothing is left to do."""
+    """Writes the gradient of the columns from `first` on of `classes`.
+
+    MADE: forward has written the gradient for dloss = 1, so nothing is left to do if dloss is 1.
+    """
     end = tl.where(tl.load(dloss) == 1, 0, rows) if MADE else rows
     for index in range(tl.program_id(0), end, tl.num_programs(0)):
         row = tl.full((), index, tl.int64)
@@ -298,28 +302,29 @@ _SPACE = [{"K": k, "num_warps": w, "STAGES": s} for k in (1, 2, 4, 8) for w in (
 
 
 def _planes(logits: torch.Tensor, *rows: torch.Tensor) -> list[torch.Tensor]:
-    """Logits as (outer, inner, V) with V contiguous, and tensors of a value a row as (outer, inner): as they are where they have
-    these dimensions, so that logits[:, :-1] is not copied."""
+    """Returns logits as (outer, inner, V) with V contiguous, and tensors with a value per row as (outer, inner).
+
+    Three dimensions are kept as they are, so that logits[:, :-1] is not copied.
+    """
     if logits.dim() != 3:
         logits, rows = logits.reshape(1, rows[0].numel(), logits.shape[-1]), tuple([r.reshape(1, -1) for r in rows])
     return [logits if logits.stride(2) == 1 else logits.contiguous(), *rows]
 
 
 def _launch_rows(kernel: Any, x: torch.Tensor, *args: Any, persist: bool = False, **constants: Any) -> None:
-    """Starts a kernel over the rows of x (outer, inner, V): a program a row, or with `persist` as many as fill the GPU."""
+    """Starts a kernel over rows of x (outer, inner, V): one program per row, or with persist enough to fill the GPU."""
     where, size, bucket = device.of(x), x.element_size(), triton.next_power_of_2(x.shape[2])
     rows, vec = x.shape[0] * x.shape[1], 16 // size
     peel = x.shape[2] % 16 != 0 and x.is_contiguous() and x.data_ptr() % 16 == 0
 
     def rule() -> tuning.Config:
-        """16 warps, 2 loads of 16 bytes a thread at a time; rows wider than 128 KiB take 32 warps: then few enough of them are
-        under way to lie in L2 still when they are read again."""
+        """16 warps with two 16-byte loads per thread; 32 warps if rows exceed 128 KiB.
+
+        With 32, few enough rows are in progress to stay in L2 until they are read again.
+        """
         most = min(32 if bucket * size > 131072 else 16, 1024 // where.warp)
-        return {
-            "K": 2 if bucket > 4096 else 1,
-            "num_warps": max(1, min(most, bucket // (where.warp * vec))),
-            "STAGES": 1,
-        }
+        warps = max(1, min(most, bucket // (where.warp * vec)))
+        return {"K": 2 if bucket > 4096 else 1, "num_warps": warps, "STAGES": 1}
 
     def config() -> dict[str, Any]:
         key = f"{dtype_name(x)} {bucket}"
@@ -337,12 +342,12 @@ def _flags(z: float, cap: float, reduction: str) -> dict[str, bool]:
 
 
 def _parts(rows: int, reduction: str) -> int:
-    """How many counts of rows forward keeps for backward."""
+    """Returns how many partial counts of rows forward keeps for backward."""
     return PARTS.value if reduction == "mean" and rows > FEW else 0
 
 
 def _split(saved: torch.Tensor, rows: int, reduction: str) -> tuple[torch.Tensor, torch.Tensor]:
-    """What forward keeps: counts of rows, then all rows' maxima, then their sums of exponentials."""
+    """Splits what forward keeps: counts of rows; all rows' maxima, then their sums of exponentials."""
     parts = _parts(rows, reduction)
     return saved[:parts].view(torch.int32), saved[parts:]
 
@@ -352,7 +357,7 @@ def _launch_fwd(
     logits: torch.Tensor, target: torch.Tensor, need: int, ignore: int, smoothing: float, z: float, cap: float,
     reduction: str
 ) -> None:  # fmt: skip
-    """counts_few: `each` counts rows itself where they are few, as `_rows` does."""
+    """Fills loss, d and saved. counts_few: `each` counts the rows itself if they are few, as `_rows` does."""
     x, t = _planes(logits, target)
     rows, inner = t.numel(), t.shape[1]
     losses, options, (counts, stats) = loss, _flags(z, cap, reduction), _split(saved, rows, reduction)
@@ -381,7 +386,7 @@ def _rows(
     ignore: int, smoothing: float, z: float, cap: float, need: int, options: dict[str, bool],
 ) -> None:  # fmt: skip
     sizes = t.numel(), x.shape[2], t.shape[1], *x.stride()[:2], *t.stride(), ignore, smoothing, z, cap
-    few = FEW if t.numel() <= FEW and not counts.numel() else 0  # counts may be of more rows than these
+    few = FEW if t.numel() <= FEW and not counts.numel() else 0  # counts may cover more rows than these
     _launch_rows(_fwd, x, losses, stats, d, x, t, counts, *sizes, NEED=need, FEW=few, SMOOTH=smoothing != 0, **options)
 
 
@@ -402,12 +407,13 @@ _OPTIONS = "int ignore_index, float label_smoothing, float z_loss, float softcap
 
 
 @kernel_op(
-    f"cross_entropy_fwd(Tensor logits, Tensor target, ScalarType dtype, int need, {_OPTIONS}, str? impl) -> (Tensor, Tensor, Tensor)"
+    f"cross_entropy_fwd(Tensor logits, Tensor target, ScalarType dtype, int need, {_OPTIONS}, str? impl) "
+    "-> (Tensor, Tensor, Tensor)"
 )
 def _forward(
     logits: torch.Tensor, target: torch.Tensor, dtype: torch.dtype, need: int, *options: Any
 ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
-    """need: 1 for what backward needs of a row, 2 for the gradient too. Returns the loss, the gradient and what is kept (`_split`)."""
+    """Returns the loss, the gradient and statistics (`_split`). need: 1 for statistics, 2 for both."""
     *options, reduction, impl = options
     loss = torch.empty(target.shape if reduction == "none" else (), dtype=dtype, device=logits.device)
     d = torch.empty(logits.shape if need == 2 else (0,), dtype=logits.dtype, device=logits.device)
@@ -428,10 +434,11 @@ def _backward(logits: torch.Tensor, *rest: Any) -> torch.Tensor:
 
 
 @kernel_op(
-    f"cross_entropy_finish(Tensor(a!) made, Tensor logits, Tensor target, Tensor dloss, Tensor saved, {_OPTIONS}, str? impl) -> ()"
+    "cross_entropy_finish(Tensor(a!) made, Tensor logits, Tensor target, Tensor dloss, Tensor saved, "
+    f"{_OPTIONS}, str? impl) -> ()"
 )
 def _finish(made: torch.Tensor, logits: torch.Tensor, *rest: Any) -> None:
-    """Makes of the gradient for an upstream one of 1, which forward has written, that for `dloss`: where it is 1, of nothing but a look."""
+    """Turns forward's gradient, for dloss = 1, into that for `dloss`: a kernel that only looks if it is 1."""
     *inputs, ignore, smoothing, z, cap, reduction, impl = rest
     run(CROSS_ENTROPY, "bwd", impl, (made,), logits, *inputs, True, ignore, smoothing, z, cap, reduction)
 
@@ -454,9 +461,8 @@ class _CrossEntropy(Function):
         logits, target, saved = ctx.saved_tensors
         need, options = ctx.facts
         nothing = (None,) * (3 + len(options))
-        if (
-            need == 2 and ctx.made is not None
-        ):  # given away once, to be the caller's own; a second backward makes another
+        # Given away once, as the caller's own; a second backward computes another.
+        if need == 2 and ctx.made is not None:
             made, ctx.made = ctx.made, None
             _finish(made, logits, target, dloss, saved, *options)
             return made, *nothing
@@ -487,12 +493,9 @@ def reference(
 def _torch(
     logits: torch.Tensor, target: torch.Tensor, *, z_loss: float = 0.0, softcap: float | None = None, **options: Any
 ) -> torch.Tensor:
-    """PyTorch's own; what it has not, the cap and the z-loss, beside it."""
-    rows, labels, reduction = (
-        logits.reshape(target.numel(), logits.shape[-1]),
-        target.reshape(-1),
-        options.get("reduction", "mean"),
-    )
+    """PyTorch's own, with the softcap and the z-loss, which it lacks, added."""
+    rows, labels = logits.reshape(target.numel(), logits.shape[-1]), target.reshape(-1)
+    reduction = options.get("reduction", "mean")
     if softcap is not None:
         rows = softcap * torch.tanh(rows / softcap)
     loss = F.cross_entropy(rows, labels, **options)
@@ -508,45 +511,44 @@ def _torch(
 def _fault(
     logits: Any, target: Any, ignore_index: Any, label_smoothing: Any, z_loss: Any, softcap: Any, reduction: Any
 ) -> str | None:
-    """What is wrong with a call, or None."""
+    """Returns what is wrong with a call, or None."""
     for name, t in (("logits", logits), ("target", target)):
         if not isinstance(t, torch.Tensor):
-            return f"{name} must be a tensor, and is {type(t).__name__}"
+            return f"{name} must be a tensor, got {type(t).__name__}"
     if not logits.is_floating_point():
-        return f"logits must be floating point (float32, float16, bfloat16), and are {logits.dtype}"
+        return f"logits must be floating point (float32, float16, bfloat16), got {logits.dtype}"
     if target.dtype != torch.int64:
-        return f"target must be the classes' numbers in int64, and is {target.dtype}"
+        return f"target must hold class indices in int64, got {target.dtype}"
     if not logits.dim() or not logits.shape[-1] or target.shape != logits.shape[:-1]:
-        return f"target must have the logits' shape but for the last dimension; they are {tuple(target.shape)} and {tuple(logits.shape)}"
+        shapes = f"{tuple(target.shape)} and {tuple(logits.shape)}"
+        return f"target must have the logits' shape without the last dimension (at least one class), got {shapes}"
     if target.device != logits.device:
-        return f"target is on {target.device} and logits on {logits.device}; one device is needed"
+        return f"target and logits must be on one device, got {target.device} and {logits.device}"
     if not isinstance(ignore_index, int):
-        return f"ignore_index must be an int, and is {ignore_index!r}"
+        return f"ignore_index must be an int, got {ignore_index!r}"
     for name, value in (
         ("label_smoothing", label_smoothing),
         ("z_loss", z_loss),
         ("softcap", 0.0 if softcap is None else softcap),
     ):
         if not isinstance(value, int | float):
-            return f"{name} must be a number, and is {value!r}"
+            return f"{name} must be a number, got {value!r}"
     if not 0 <= label_smoothing <= 1:
-        return f"label_smoothing must be between 0 and 1, and is {label_smoothing}"
+        return f"label_smoothing must be between 0 and 1, got {label_smoothing}"
     if not 0 <= z_loss < float("inf"):
-        return f"z_loss must be 0 or more and finite, and is {z_loss}"
+        return f"z_loss must be finite and at least 0, got {z_loss}"
     if softcap is not None and not 0 < softcap < float("inf"):
-        return f"softcap must be None or a finite number above 0, and is {softcap}"
-    return (
-        None
-        if reduction in ("none", "mean", "sum")
-        else f'reduction must be "none", "mean" or "sum", and is {reduction!r}'
-    )
+        return f"softcap must be None or a finite number above 0, got {softcap}"
+    if reduction not in ("none", "mean", "sum"):
+        return f'reduction must be "none", "mean" or "sum", got {reduction!r}'
+    return None
 
 
 def _all_classes(op: str, target: torch.Tensor, classes: int, ignore_index: int) -> None:
-    """Raises where a target that the host may read is no class."""
+    """Raises RidgelineError for an invalid target that the host may read (`op.readable`)."""
     if readable(target) and (wrong := (target != ignore_index) & ((target < 0) | (target >= classes))).any():
         raise RidgelineError(
-            f"{op}: targets must be 0 to {classes - 1} or ignore_index {ignore_index}, and one is {target[wrong][0]}"
+            f"{op}: targets must be 0 to {classes - 1} or ignore_index {ignore_index}, got {target[wrong][0]}"
         )
 
 
@@ -554,15 +556,19 @@ def cross_entropy(
     logits: torch.Tensor, target: torch.Tensor, *, ignore_index: int = -100, label_smoothing: float = 0.0,
     z_loss: float = 0.0, softcap: float | None = None, reduction: str = "mean", impl: str | None = None
 ) -> torch.Tensor:  # fmt: skip
-    """-log softmax(logits)[target], as `torch.nn.functional.cross_entropy` but with the classes last. Gradients flow to logits.
+    """Returns the cross-entropy loss, -log softmax(logits)[target], with the classes in the last dimension.
 
-    logits: (..., V), any strides, floating point; they are never changed. target: (...), int64, the classes' numbers.
-    ignore_index: a target whose row counts for nothing: its loss and gradient are 0 whatever its logits.
-    label_smoothing: the share, 0 to 1, of the target that is spread over all classes. z_loss: adds z_loss * logsumexp(logits)^2 to a row.
-    softcap: logits become softcap * tanh(logits / softcap) first. reduction: "mean" over the rows not ignored (NaN where there are
-    none), "sum", or "none" for a loss a row. Computed in float32; returns the dtype of logits, float32 under autocast.
-    A target that is no class makes its row NaN on a GPU, where the host reads no values; on a CPU, and with RIDGELINE_CHECK=1, it raises.
-    Raises RidgelineError on shapes, dtypes, devices or options other than these, or an `impl` that cannot run the call.
+    As `torch.nn.functional.cross_entropy`, which has them in the second. Gradients flow to logits.
+
+    logits: (..., V), floating point, any strides; never modified. target: (...), int64 class indices.
+    ignore_index: a target with this value has loss and gradient 0, whatever its logits.
+    label_smoothing: the share, 0 to 1, of the target that is spread over all classes.
+    z_loss: adds z_loss * logsumexp(logits)^2 to each row. softcap: replaces logits by softcap * tanh(logits / softcap).
+    reduction: "mean" over the rows that are not ignored (NaN if there are none), "sum", or "none" for a loss per row.
+    Returns the logits' dtype, float32 under autocast, from float32 arithmetic.
+    Values on the GPU are not validated (that would synchronise): an invalid class gives NaN. On the CPU, and with
+    RIDGELINE_CHECK=1, it raises.
+    Raises RidgelineError if shapes, dtypes, devices or options do not match the above or `impl` cannot run the call.
     """
     plain = impl is None and reduction == "mean" and softcap is None and label_smoothing == 0 == z_loss and not CHECK
     plain = (
@@ -572,15 +578,9 @@ def cross_entropy(
         and logits.layout is torch.strided
     )
     if plain and logits.is_cuda and target.dtype == torch.int64:
-        alike = (
-            logits.dtype in CROSS_ENTROPY.kernel_dtypes
-            and logits.dim()
-            and logits.shape[-1]
-            and target.shape == logits.shape[:-1]
-        )
-        if (
-            alike and target.get_device() == logits.get_device() and not torch.is_autocast_enabled("cuda")
-        ):  # nothing more to look at
+        alike = logits.dtype in CROSS_ENTROPY.kernel_dtypes and logits.dim() and logits.shape[-1]
+        alike = alike and target.shape == logits.shape[:-1] and target.get_device() == logits.get_device()
+        if alike and not torch.is_autocast_enabled("cuda"):  # the common call needs no other check
             return _call(logits, target, logits.dtype, ignore_index, 0.0, 0.0, 0.0, reduction, None)
     fault = _fault(logits, target, ignore_index, label_smoothing, z_loss, softcap, reduction)
     if fault:
@@ -591,9 +591,8 @@ def cross_entropy(
         options = {"ignore_index": ignore_index, "label_smoothing": label_smoothing, "reduction": reduction}
         return found.call(logits, target, z_loss=z_loss, softcap=softcap, **options)
     dtype = torch.float32 if torch.is_autocast_enabled("cuda" if logits.is_cuda else "cpu") else logits.dtype
-    return _call(
-        logits, target, dtype, ignore_index, float(label_smoothing), float(z_loss), float(softcap or 0), reduction, impl
-    )
+    values = float(label_smoothing), float(z_loss), float(softcap or 0)
+    return _call(logits, target, dtype, ignore_index, *values, reduction, impl)
 
 
 def _call(logits: torch.Tensor, target: torch.Tensor, dtype: torch.dtype, *options: Any) -> torch.Tensor:
@@ -606,7 +605,7 @@ def _call(logits: torch.Tensor, target: torch.Tensor, dtype: torch.dtype, *optio
 def cost(
     logits: torch.Tensor, target: torch.Tensor, *, reduction: str = "mean", **_: Any
 ) -> tuple[Cost, Cost | None, Cost | None]:
-    """Forward alone, backward alone from the logits, and both in a step, which need the logits but once."""
+    """Returns the costs of forward, of backward from the logits, and of both in a step, which reads the logits once."""
     losses = (target.numel() if reduction == "none" else 1) * logits.element_size()
     given, count = nbytes(logits, target), logits.numel()
     if not logits.requires_grad:
@@ -630,7 +629,7 @@ class Extreme(Spec):
 
 
 class Ignored(Spec):
-    """Random classes below `high`, every third of them -100."""
+    """Random classes below `high`, every third one -100."""
 
     def make(self, *args: Any) -> torch.Tensor:
         target = super().make(*args)
@@ -678,14 +677,14 @@ CROSS_ENTROPY = Op(
     ],
 )
 
-CROSS_ENTROPY.eager("naive", "the formula in eager PyTorch: log_softmax, then gather, both in memory", reference)
+CROSS_ENTROPY.eager("naive", "the formula in eager PyTorch: log_softmax, then gather, both through memory", reference)
 CROSS_ENTROPY.eager(
-    "torch", "PyTorch's own: log_softmax written in forward, read again in backward", _torch, served=True
+    "torch", "PyTorch's own: log_softmax is written in forward and read in backward", _torch, served=True
 )
-CROSS_ENTROPY.compiled("the formula fused by torch.compile: logits read twice forward and once backward")
+CROSS_ENTROPY.compiled("the formula fused by torch.compile: reads logits twice forward and once backward")
 CROSS_ENTROPY.kernel(
     "triton",
-    "an online pass over a row; for a mean or a sum forward writes the gradient while the row is in L2, and backward is a look at dloss",
+    "one online pass per row; forward writes the gradient while the row is in L2, unless reduction='none'",
     kind="triton",
     fwd=partial(_launch_fwd, _rows, True),
     bwd=_launch_bwd,
@@ -693,7 +692,7 @@ CROSS_ENTROPY.kernel(
 )
 CROSS_ENTROPY.kernel(
     "cuda_cluster",
-    "a row in the shared memory of a cluster of blocks: its loss and its gradient of one reading; backward as before",
+    "each row in the shared memory of a thread-block cluster: loss and gradient from a single read",
     kind="cuda",
     fwd=partial(_launch_fwd, _cluster.rows, False),
     bwd=_launch_bwd,
