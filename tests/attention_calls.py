@@ -1,6 +1,6 @@
-"""What the tests of attention and attention_varlen share: calls, what they give, and a sample of all options together.
+"""Shared by the tests of attention and attention_varlen: calls, their results, and a sample of all options together.
 
-The sample is drawn by hypothesis from SEED in the environment, which a failure prints.
+Hypothesis draws the sample from SEED in the environment, and a failure prints the seed.
 """
 
 import os
@@ -37,7 +37,7 @@ def qkv(q: tuple[int, ...], k: tuple[int, ...], device: str, **given: Any) -> li
 
 
 def outcome(call: Any, args: list[torch.Tensor], **given: Any) -> list[torch.Tensor]:
-    """What a call returns, and its gradients for random incoming ones."""
+    """Returns the results of a call, and its gradients for random incoming ones."""
     outputs = as_tuple(call(*args, **given))
     incoming = [make(*o.shape, device=o.device.type, dice=9 + n).detach().to(o.dtype) for n, o in enumerate(outputs)]
     return [
@@ -56,8 +56,9 @@ def near(found: list[torch.Tensor], expected: list[torch.Tensor], tolerance: flo
 
 
 def lawful(name: str, args: list[Any], given: dict[str, Any], impls: list[str]) -> None:
-    """Twice what the law allows, or near to the oracle: in few rows and columns how far the standard is off is luck, and where a query
-    sees one key its gradient is zero."""
+    """Checks against twice the allowed error, or nearness to the oracle.
+
+    With few rows and columns the standard's own error is luck, and a query that sees one key has a gradient of zero."""
     law = Law(get(name), args, given)
     for impl in impls:
         implementation = get(name).implementations[impl]
@@ -111,7 +112,7 @@ def calls(draw: st.DrawFn) -> dict[str, Any]:
 
 
 def sampled(device: str) -> Any:
-    """Runs a test on hypothesis's examples from SEED."""
+    """Runs a test on hypothesis's examples, drawn from SEED."""
 
     def run(test: Any) -> None:
         print(f"SEED={SEED}")
@@ -124,7 +125,7 @@ def sampled(device: str) -> Any:
 
 
 def lawful_call(call: dict[str, Any], device: str, impls: list[str]) -> None:
-    """Holds one of `calls` to the law."""
+    """Checks one of `calls` against the law."""
     B, Hkv, G, sq, sk, D = call["sizes"]
     shapes = (B, Hkv * G, sq, D), (B, Hkv, sk, D), (B, Hkv, sk, D)
     args = [make(*shape, device=device, dtype=call["dtype"], dice=n) for n, shape in enumerate(shapes)]

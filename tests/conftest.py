@@ -1,9 +1,9 @@
-"""Which tests run where.
+"""Decides which tests run where.
 
-Triton chooses between compiling and interpreting when it is imported, so one pytest process does one of the two:
-with TRITON_INTERPRET=1 the tests marked `kernels` run in the interpreter, without it all others do.
-On a GPU the tests marked `kernels` run there, without the interpreter, beside those marked `gpu`.
-In each test torch draws the same numbers in every run and any order; SEED=7 in the environment draws others.
+Triton chooses between compiling and interpreting when it is imported, so a pytest process does one of the two.
+With TRITON_INTERPRET=1 the tests marked `kernels` run in the interpreter; without it, all others run.
+On a GPU the tests marked `kernels` run there, without the interpreter, together with those marked `gpu`.
+In each test torch draws the same numbers in every run and order; SEED=7 in the environment draws others.
 """
 
 import os
@@ -23,7 +23,7 @@ SEED = int(os.environ.get("SEED", 0))
 
 @pytest.fixture(scope="session")
 def device() -> str:
-    """Where a test's tensors live: "cuda" where there is a GPU and Triton compiles, else "cpu"."""
+    """Returns the device of a test's tensors: "cuda" if there is a GPU and Triton compiles, else "cpu"."""
     return "cuda" if GPU else "cpu"
 
 
@@ -34,7 +34,7 @@ def dice(request: pytest.FixtureRequest) -> None:
 
 @pytest.fixture
 def roomy() -> None:
-    """For tests of tensors of more than 2^31 elements, and what they are made of."""
+    """Frees memory for a test of tensors with more than 2^31 elements, or skips the test."""
     torch.cuda.empty_cache()
     if torch.cuda.mem_get_info()[0] < 60 << 30:
         pytest.skip("needs 60 GiB of the GPU's memory")

@@ -7,7 +7,7 @@ import torch
 
 
 def captured(work: Callable[[], Any], before: int = 1) -> Callable[[], Any]:
-    """Captures the work in a graph, after it has run so often on a side stream. Returns what replays it and gives its result."""
+    """Captures the work in a graph, after warm-up runs on a side stream; returns a function that replays it."""
     side = torch.cuda.Stream()
     side.wait_stream(torch.cuda.current_stream())
     with torch.cuda.stream(side):

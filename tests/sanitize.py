@@ -1,10 +1,12 @@
-"""Runs every kernel of every op once, forward and backward, on small cases: what `make sanitize` has compute-sanitizer watch.
+"""Runs every kernel of every op once, on small cases, forward and backward: what `make sanitize` watches.
 
-Inputs are made on the CPU and results are judged there, so that next to none of torch's kernels are watched beside ours. What is
-allowed is then set by the errors of torch's CPU kernels, which add up in other orders: a result is called wrong from TIMES what
-the law allows. Of a case's dtypes one is run, by turns, or with --dtype that one. The exit code is 1 where a result is wrong.
+Inputs are made and results are checked on the CPU, so that the tool watches hardly any kernel of torch. The allowed
+errors then come from torch's CPU kernels, which add in other orders: a result is wrong from TIMES the allowed error.
+Each case runs in one of its dtypes, in turn, or in that of --dtype. The exit code is 1 if a result is wrong.
 
-    python tests/sanitize.py [OP ...] [--impl NAME] [--without NAMES] [--dtype NAME]  TRITON_INTERPRET=1: on the CPU, Triton's kernels alone
+    python tests/sanitize.py [OP ...] [--impl NAME] [--without NAMES] [--dtype NAME]
+
+With TRITON_INTERPRET=1 it runs only Triton's kernels, on the CPU.
 """
 
 from __future__ import annotations
@@ -27,7 +29,7 @@ DEVICE = "cpu" if INTERPRETED else "cuda"
 
 
 def moved(value: Any) -> Any:
-    """An argument on the device: a tensor as a leaf of its own, with the strides it has."""
+    """Returns an argument on the device: a tensor as a new leaf, with its strides."""
     if isinstance(value, torch.Tensor):
         whole = torch.empty(0, dtype=value.dtype).set_(value.untyped_storage()).to(DEVICE)
         there = whole.as_strided(value.shape, value.stride(), value.storage_offset())
@@ -36,7 +38,7 @@ def moved(value: Any) -> Any:
 
 
 def outcome(law: Law, implementation: Implementation) -> str | None:
-    """Runs a case: what is wrong with its results, or None. Raises RidgelineError where the implementation does not take it."""
+    """Runs a case and returns what is wrong with its results, or None. Raises RidgelineError if it is not supported."""
     args = [moved(a) for a in law.op.fresh(law.args)]
     returned = implementation(*args, **{k: moved(v) for k, v in law.kwargs.items()})
     outputs = (*as_tuple(returned), *tensors_of(args[n] for n in law.op.mutates))
@@ -50,7 +52,7 @@ def outcome(law: Law, implementation: Implementation) -> str | None:
 
 
 def sweep(ops: list[Op], impl: str | None, without: str, dtype: str | None) -> tuple[int, int]:
-    """Runs all that is asked for; returns how many calls ran and how many were wrong."""
+    """Runs all selected calls; returns how many ran and how many were wrong."""
     ran = wrong = 0
     names = {*without.split(",")}
 
@@ -58,7 +60,7 @@ def sweep(ops: list[Op], impl: str | None, without: str, dtype: str | None) -> t
         return bool(names & {i.name, f"kind={i.kind}", f"{i.op.name}.{i.name}"})
 
     left = {op.name: [i for i in op.implementations.values() if is_out(i)] for op in registry().values()}
-    for i in chain(*left.values()):  # nor do they serve a call, such as the product in another op's backward
+    for i in chain(*left.values()):  # nor may they run inside another op, such as the product in its backward
         i.op.implementations[i.name] = replace(i, served=False)
     for op in ops:
         out = {i.name for i in left[op.name]}

@@ -42,7 +42,7 @@ def test_all_options_together(device: str) -> None:
 
 @pytest.mark.gpu
 def test_all_options_on_hopper() -> None:
-    """The sample that the Gluon kernels take: of the other it is a twentieth."""
+    """Runs the part of the sample that the Gluon kernels support, a twentieth of the whole."""
     if "gluon" not in HERE:
         pytest.skip("needs a Hopper GPU")
     served = 0
@@ -68,7 +68,8 @@ def test_all_options_on_hopper() -> None:
 @pytest.mark.parametrize("D", [16, 40, 64, 72, 80, 96, 128, 200, 232, 256])
 @pytest.mark.parametrize("same", [None, False])
 def test_sums_of_queries_gradients_on_hopper(D: int, same: bool | None) -> None:
-    """Blocks of queries that see no key, and that many pieces of work add to, in memory that begins as NaN. o and lse too."""
+    """Blocks of queries that see no key, and blocks that many pieces of work add to, in memory filled with NaN; o and
+    lse too."""
     if "gluon" not in HERE:
         pytest.skip("needs a Hopper GPU")
     long = [(70, 4200, {}), (4200, 4200, {"causal": True})] if D == 64 else []
@@ -122,7 +123,8 @@ def test_an_incoming_gradient_that_begins_anywhere(impl: str) -> None:
 @kernels
 @pytest.mark.parametrize("impl", HERE)
 def test_rows_that_see_nothing(impl: str, device: str) -> None:
-    """Zeros, lse of -inf and no gradient, whichever option hides the keys; and no NaN from an infinite or a hidden part."""
+    """Rows without keys give 0, lse -inf and no gradient, whichever option hides the keys; infinite or hidden parts
+    give no NaN."""
     dtype = torch.float32 if impl == "triton" else torch.float16
     args = qkv((1, 2, 20, 16), (1, 1, 9, 16), device, dtype=dtype)
     nothing, some = (
@@ -160,7 +162,7 @@ def test_no_keys_at_all(device: str) -> None:
 
 @kernels
 def test_a_sum_of_no_queries(device: str) -> None:
-    """Its gradient comes expanded, and no copy of nothing makes it contiguous."""
+    """The gradient arrives expanded, and is not copied to be contiguous."""
     for q, k in (((2, 2, 0, 16), (2, 1, 5, 16)), ((0, 2, 5, 16), (0, 1, 5, 16)), ((1, 0, 5, 16), (1, 0, 5, 16))):
         args = qkv(q, k, device)
         grads = torch.autograd.grad(ridgeline.attention(*args, impl="triton").sum(), args)
@@ -174,7 +176,7 @@ def test_a_sum_of_no_queries(device: str) -> None:
 @kernels
 @pytest.mark.parametrize("size", [100.0, 1e4])
 def test_large_logits(size: float, device: str) -> None:
-    """Scores up to `size`, of which float32 keeps what it can; nothing overflows."""
+    """With scores up to `size`, nothing overflows, within float32's precision."""
     q, k, v = qkv((1, 2, 33, 16), (1, 2, 40, 16), device)
     args = [t.detach().mul(size**0.5 / 2).requires_grad_() for t in (q, k)] + [v]
     near(outcome(ridgeline.attention, args, causal=True, impl="triton"), exact(args, causal=True), size * 4e-6)
@@ -194,8 +196,9 @@ def test_large_logits(size: float, device: str) -> None:
 def test_maxima_that_rise_from_block_to_block(
     dtype: torch.dtype, D: int, groups: int, given: dict[str, Any], device: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Scores grow from the last key to the first, the order in which blocks are taken: exponentials below the first block's maxima would be
-    beyond the dtype's largest number, and beyond float32's."""
+    """Scores grow from the last key to the first, the order of the blocks.
+
+    Exponentials relative to the first block's maxima would overflow the dtype, and float32."""
     monkeypatch.setattr(_hopper, "_groups", lambda *_: groups)
     for length in (40, 90) if INTERPRETED else (500, 1030):
         shapes = (1, 3, length, D), (1, 3, length + 5, D)
@@ -228,7 +231,7 @@ def test_maxima_that_rise_from_block_to_block(
 @kernels
 @pytest.mark.parametrize("impl", HERE)
 def test_a_query_that_is_not_a_number(impl: str, device: str) -> None:
-    """Its own o and lse are not, and no other's."""
+    """The call keeps its own o and lse, and no others."""
     q, k, v = (t.detach() for t in qkv((1, 1, 70, 16), (1, 1, 400, 16), device, dtype=torch.float16))
     q[0, 0, 5] = torch.nan
     kept = torch.arange(70, device=device) != 5
@@ -241,8 +244,10 @@ def test_a_query_that_is_not_a_number(impl: str, device: str) -> None:
 
 @kernels
 def test_smallest_numbers_as_a_mask(device: str) -> None:
-    """A mask of float32's smallest number hides keys from rows that see others; a row that it hides all of is their average, as in torch.
-    Such a row's lse cannot hold its sum, so that a gradient must not come in there."""
+    """A mask of float32's smallest number hides keys from rows that see others; a row that it hides all of is their
+    average, as in torch.
+
+    The lse of such a row cannot hold its sum, so no gradient may enter there."""
     args = qkv((1, 1, 18, 16), (1, 1, 20, 16), device)
     mask = torch.zeros(18, 20, device=device)
     mask[:, 11:] = mask[5] = torch.finfo(torch.float32).min
@@ -268,7 +273,7 @@ def test_lse_alone_has_a_gradient(device: str) -> None:
 @kernels
 @pytest.mark.parametrize("impl", HERE)
 def test_a_gradient_of_an_infinite_lse_goes_nowhere(impl: str, device: str) -> None:
-    """NaN that comes into lse of rows that see no key."""
+    """NaN enters as the gradient of lse, in rows that see no key."""
     args = qkv((1, 2, 20, 16), (1, 1, 9, 16), device, dtype=torch.float16)
     outputs = ridgeline.attention(*args, causal="bottom_right", return_lse=True, impl=impl)
     bad = torch.where(outputs[1].isinf(), torch.nan, 0.5)
@@ -281,7 +286,7 @@ def test_a_gradient_of_an_infinite_lse_goes_nowhere(impl: str, device: str) -> N
 
 
 def test_dtypes_mixed_under_autocast() -> None:
-    """As torch's own takes them: all become autocast's."""
+    """Under autocast all inputs are cast, as for torch's own op."""
     q, k, v = qkv((1, 2, 18, 16), (1, 2, 20, 16), "cpu")
     with torch.autocast("cpu", dtype=torch.bfloat16):
         assert ridgeline.attention(q, k, v.detach().to(torch.bfloat16)).dtype == torch.bfloat16
@@ -299,7 +304,8 @@ def test_dimensions(D: int, device: str) -> None:
 @kernels
 @pytest.mark.parametrize("impl", HERE)
 def test_tokens_before_heads(impl: str, device: str) -> None:
-    """(B, S, H, D).transpose(1, 2), and pieces of one packed tensor: no copies, the same bits, and results in the same order."""
+    """Transposed views and views of one packed tensor: no copies, the same bits, and results in the same order of
+    dimensions."""
     packed = make(2, 17, 3, 2, 16, device=device, dtype=torch.float32 if impl == "triton" else torch.float16)
     q, k, v = packed.detach().unbind(2)
     views = [t.transpose(1, 2).requires_grad_() for t in (q, k, v)]
@@ -339,7 +345,7 @@ def test_reruns_are_equal(impl: str, D: int, given: dict[str, Any], device: str)
 
 @pytest.mark.gpu
 def test_what_is_told_of_is_there(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Pieces one close behind another, as the rule would not have them: told of by a relaxed word, one rerun in a hundred lost lines."""
+    """Pieces run closer together than the rule allows: with a relaxed signal, one rerun in a hundred lost lines."""
     if "gluon" not in HERE:
         pytest.skip("needs a Hopper GPU")
     monkeypatch.setattr(_hopper_backward, "_section", lambda *_: (8, True))
@@ -358,7 +364,7 @@ def test_what_is_told_of_is_there(monkeypatch: pytest.MonkeyPatch) -> None:
 )
 @pytest.mark.parametrize("D", [40, 80, 128, 256])
 def test_more_tiles_than_programs(D: int, given: dict[str, Any]) -> None:
-    """A program has several tiles, and begins the next one before, or after, it has left one."""
+    """A program has several tiles, and begins the next one before or after it leaves one."""
     args = qkv((3, 32, 700, D), (3, 16, 650, D), "cuda", dtype=torch.bfloat16)
     lawful("attention", args, given, HERE)
     cu = [torch.tensor([0, 300, 310, 1000, n], device="cuda", dtype=torch.int32) for n in (2100, 1950)]
@@ -371,14 +377,14 @@ def test_more_tiles_than_programs(D: int, given: dict[str, Any]) -> None:
 @pytest.mark.parametrize("D", [40, 64, 80, 128])
 @pytest.mark.parametrize("deterministic", [False, True])
 def test_pieces_in_parts(deterministic: bool, D: int, given: dict[str, Any], monkeypatch: pytest.MonkeyPatch) -> None:
-    """Gradients of keys whose queries several programs go through."""
+    """Gradients of keys whose queries are split over several programs."""
     args = qkv((2, 8, 1500, D), (2, 4, 1450, D), "cuda", dtype=torch.bfloat16)
     for whole, parts in ((0, 3), (50, 2), (95, 7)):  # of 2 x 4 x 12 pieces
         monkeypatch.setattr(_hopper_backward, "_share_out", lambda *_, shared=(whole, parts): shared)
         lawful("attention", args, given | {"deterministic": deterministic}, HERE)
     monkeypatch.setattr(
         _hopper_backward, "_share_out", lambda *_: (10, 3)
-    )  # of 2 x 12, whose two blocks of queries leave a part none
+    )  # of 2 x 12, whose two blocks of queries leave one part empty
     args = qkv((1, 4, 70, D), (1, 2, 1450, D), "cuda", dtype=torch.float16)
     lawful(
         "attention",
@@ -390,7 +396,7 @@ def test_pieces_in_parts(deterministic: bool, D: int, given: dict[str, Any], mon
 
 @pytest.mark.gpu
 def test_long_sums_in_full_float32() -> None:
-    """One chain of roundings over all blocks errs two to three times what the law allows here."""
+    """Accumulating all blocks in one chain of roundings gives two to three times the allowed error here."""
     args = qkv(*[(1, 1, 16384, 32)] * 2, "cuda")
     law = Law(get("attention"), args, {"causal": True})
     verdict = law.judge(*law.run(get("attention").implementations["triton"]))
@@ -425,7 +431,7 @@ def test_autocast(device: str) -> None:
 
 @kernels
 def test_deterministic_is_a_word_only(device: str) -> None:
-    """The Triton kernels are so either way."""
+    """The Triton kernels are deterministic either way."""
     args = qkv((1, 2, 18, 16), (1, 2, 20, 16), device)
     first, *others = (outcome(ridgeline.attention, args, deterministic=d, impl="triton") for d in (None, True, False))
     for other in others:
@@ -433,7 +439,7 @@ def test_deterministic_is_a_word_only(device: str) -> None:
 
 
 def test_what_serves_a_cpu() -> None:
-    """Torch's own where it has the options, else the loop over tiles; float64 goes the same ways."""
+    """Torch's own op serves if it has the options, else the loop over tiles; the same holds for float64."""
     for dtype in (torch.float32, torch.float64, torch.bfloat16):
         args = qkv((1, 2, 18, 16), (1, 1, 20, 16), "cpu", dtype=dtype)
         for given, impl in (
@@ -449,7 +455,8 @@ def test_what_serves_a_cpu() -> None:
 
 
 def test_tiles_are_the_formula() -> None:
-    """The rung that sets the law's allowance for windows, caps and lse, over several of its tiles, against the formula in float64."""
+    """The implementation that sets the tolerance for windows, softcap and lse, over several tiles, against the formula
+    in float64."""
     args = qkv((1, 2, 300, 16), (1, 1, 270, 16), "cpu", dtype=torch.float64)
     for given in (
         {"causal": "bottom_right", "window": (140, None)},
@@ -461,7 +468,7 @@ def test_tiles_are_the_formula() -> None:
 
 
 def test_pieces_are_the_whole(monkeypatch: pytest.MonkeyPatch) -> None:
-    """The reference gives the same, in pieces and at once."""
+    """The reference gives the same in pieces and at once."""
     from ridgeline.ops.attention import _attention
 
     args = qkv((2, 4, 18, 16), (2, 2, 20, 16), "cpu", dtype=torch.float64)
@@ -497,7 +504,7 @@ def test_cost_counts_what_is_seen() -> None:
 @pytest.mark.gpu
 @pytest.mark.parametrize("impl", HERE)
 def test_cuda_graph(impl: str) -> None:
-    """Captured once, replayed on other data, packed sequences of other lengths among it."""
+    """A graph is captured once and replayed on other data, including packed sequences of other lengths."""
     q, k, v = args = qkv((300, 4, 64), (300, 2, 64), "cuda", dtype=torch.bfloat16)
     cu = torch.tensor([0, 100, 130, 300], dtype=torch.int32, device="cuda")
     call = partial(outcome, ridgeline.attention_varlen, [*args, cu, cu], causal=True, return_lse=True, impl=impl)
@@ -526,7 +533,7 @@ def test_cuda_graph(impl: str) -> None:
 @pytest.mark.parametrize("order", ["heads first", "tokens first"])
 @pytest.mark.parametrize("impl", HERE)
 def test_more_than_two_to_the_31(impl: str, order: str) -> None:
-    """Elements past 2**31 are where they belong, forward and backward."""
+    """Elements past 2**31 are correct, forward and backward."""
     B, H, S, D = (129, 32, 4096, 128) if order == "heads first" else (3, 96, 60000, 128)
     shape = (B, H, S, D) if order == "heads first" else (B, S, H, D)
     q = torch.randn(shape, device="cuda", dtype=torch.bfloat16)
@@ -549,8 +556,10 @@ def test_more_than_two_to_the_31(impl: str, order: str) -> None:
 @pytest.mark.gpu
 @pytest.mark.parametrize(("impl", "times"), [("triton", 1.1), ("gluon", 1.55)][: len(HERE)])
 def test_memory(impl: str, times: float) -> None:
-    """Forward and backward allocate at most so many times what they return and save: o, lse, dq, dk, dv and a statistic of each row.
-    (The Gluon kernels add dQ up in float32.)"""
+    """Forward and backward allocate at most a multiple of what they return and save: o, lse, dq, dk, dv and a
+    statistic a row.
+
+    The Gluon kernels accumulate dQ in float32."""
     args = qkv((1, 16, 65536, 64), (1, 16, 65536, 64), "cuda", dtype=torch.bfloat16)
     do = torch.randn_like(args[0])
     torch.cuda.synchronize()

@@ -1,7 +1,8 @@
-"""attention's forward kernel for Hopper, run as Python (warps.py): who packs probabilities over those of a product under way is found too.
+"""attention's forward kernel for Hopper, run as Python (warps.py): finds overwriting of probabilities that a product
+still reads.
 
-Not seen are packed sequences, what Gluon makes of the source, and the lines of PTX: `_watch`, `_beyond` and `_cut` are models here, as is
-the board.
+Packed sequences, Gluon's compilation and inline PTX are not covered: `_watch`, `_beyond`, `_cut` and the scheduling
+board are models here.
 """
 
 import math
@@ -44,7 +45,7 @@ class Kernel:
         self.program, self.programs = program, launch.grid[0]
 
     def names(self) -> dict[str, Any]:
-        """What the source finds under its names."""
+        """The names that the source uses."""
         turns = self.turns
         names = language(turns)
         define(names, _hopper_rings, _hopper_softmax, _hopper_plan, _hopper)
@@ -61,7 +62,7 @@ class Kernel:
                 self.named[me] += 1
 
         def pack(p: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
-            """In the registers of the last: those have no place of their own."""
+            """Held in the registers of the last warps: these have no shared memory of their own."""
             old = getattr(turns.me, "packed", None)
             if old is None:
                 turns.me.packed = old = p.to(dtype)
@@ -159,8 +160,10 @@ def calls(dice: random.Random) -> tuple[tuple[int, ...], dict[str, Any]]:
 
 @pytest.mark.parametrize("seed", range(8))
 def test_every_row_of_random_calls(seed: int, monkeypatch: pytest.MonkeyPatch) -> None:
-    """o and lse of calls of all kinds, with two groups of warps and three, and more tiles than programs. In some keys grow from the last to
-    the first, the order that blocks have, so that exponentials below the first block's maxima overflow."""
+    """Checks o and lse of calls of all kinds, with two and three groups of warps, and more tiles than programs.
+
+    In some calls keys grow from the last to the first, the order of the blocks: exponentials relative to the first
+    block's maxima overflow."""
     from ridgeline.ops.attention._attention import options
 
     dice, again = random.Random(seed), Counter[int]()
@@ -169,7 +172,7 @@ def test_every_row_of_random_calls(seed: int, monkeypatch: pytest.MonkeyPatch) -
         ((1, 1, 1, 100, 500, 64), {"causal": False}),
         ((2, 1, 1, 448, 576, 72), {"causal": "bottom_right", "window": (64, 0)}),
     ]
-    for n in range(10):  # the first two have blocks that are made again
+    for n in range(10):  # the first two have blocks that are recomputed
         (B, kv, group, rows, columns, D), given = sure[n] if n < 2 else calls(dice)
         shapes = (B, kv * group, rows, D), (B, kv, columns, D), (B, kv, columns, D)
         dtype = dice.choice((torch.bfloat16, torch.float16))
@@ -208,7 +211,7 @@ def test_every_row_of_random_calls(seed: int, monkeypatch: pytest.MonkeyPatch) -
 
 
 def test_groups_without_rows(monkeypatch: pytest.MonkeyPatch) -> None:
-    """They make one block's scores a tile, and those that a group makes ahead of a tile that never comes."""
+    """They compute the scores of one block per tile, and those that a group prepares for a tile that never comes."""
     launched: list[Launch] = []
     monkeypatch.setattr(_hopper, "_groups", lambda *_: 3)
     q, k = torch.zeros(1, 2, 64, 64, dtype=torch.bfloat16), torch.zeros(1, 2, 640, 64, dtype=torch.bfloat16)
@@ -222,7 +225,8 @@ def test_groups_without_rows(monkeypatch: pytest.MonkeyPatch) -> None:
 
 @pytest.mark.parametrize("groups", [2, 3])
 def test_ragged_tiles_of_full_attention(groups: int) -> None:
-    """Every tile once: of three groups, tiles with a group without rows come after all others; else a head's last tile is its first."""
+    """Every tile comes once. With three groups, tiles with an empty group come last; else a head's last tile is its
+    first."""
     dice, names = random.Random(groups), {"ROWS": 64, "gl": SimpleNamespace()}
     define(names, _hopper_plan)
     for _ in range(200):
@@ -239,7 +243,8 @@ def test_ragged_tiles_of_full_attention(groups: int) -> None:
 
 
 def loads(heads: int, tiles: int, couples: int, section: int, programs: int, more: int = 0) -> list[float]:
-    """What each program has to do: blocks of keys, `more` for all tiles, and 1.5 for a tile. Every tile of every head is taken once."""
+    """Returns the work of each program: blocks of keys, `more` for all tiles, and 1.5 for a tile; checks that each
+    tile comes once."""
     names: dict[str, Any] = {
         "gl": SimpleNamespace(num_programs=lambda _: programs, minimum=min, where=lambda c, x, y: x if c else y)
     }
@@ -300,8 +305,10 @@ def test_every_tile_is_taken_once() -> None:
     ],
 )
 def test_causal_programs_end_together(heads: int, tiles: int, programs: int, more: int, least: float) -> None:
-    """Programs are busy for that share of the longest's time. Pairs alone keep 132 busy for 0.970 of it where tiles are a power of two; of
-    chunks at the end of long keys (`more`) all tiles are nearly alike, and it is their number that must be."""
+    """Programs are busy for at least this share of the longest program's time.
+
+    Pairs alone keep 132 programs busy for 0.970 of it if the number of tiles is a power of two. For chunks at the end
+    of long keys (`more`) all tiles are nearly equal, so their number decides."""
     couples = _hopper_plan._couples(heads, tiles, programs, 1000, more)
     found = loads(heads, tiles, couples, heads - 2 * couples, programs, more)
     assert sum(found) / programs / max(found) > least
@@ -313,7 +320,7 @@ def test_causal_programs_end_together(heads: int, tiles: int, programs: int, mor
 @pytest.mark.parametrize("keep", [True, False])
 @pytest.mark.parametrize("columns", [64, 128])
 def test_masks_by_bits(columns: int, keep: bool) -> None:
-    """The lines of PTX that make scores beyond a row's last column, or up to it, -inf: one by one, for each thread that shares a row."""
+    """The inline PTX sets scores beyond, or up to, a row's last column to -inf, for each thread that shares a row."""
     operations: dict[str, Callable[..., int]] = {
         "and": lambda a, b: a & b, "shl": lambda a, b: a << b, "shr": lambda a, b: a >> b, "sub": lambda a, b: a - b,
         "add": lambda a, b: a + b, "min": min, "max": max, "setp": lambda a, b: (a != b) == keep, "mov": lambda a: a,
@@ -348,7 +355,7 @@ def test_masks_by_bits(columns: int, keep: bool) -> None:
 ], ids=str)  # fmt: skip
 @pytest.mark.parametrize("D", [64, 128])
 def test_products_with_masks_are_not_serialized(D: int, given: dict[str, Any], masks: int, tmp_path: Path) -> None:
-    """Where blocks in the loop may have a mask ptxas waits early, but lets products run beside each other: it says where it cannot."""
+    """With a mask in the loop, ptxas waits early but overlaps products: it must not report that it serialises them."""
     launched: list[Launch] = []
     with device.pretend("sm_90"), observe(launched.append):
         q, k = (torch.empty(4, 32, n, D, dtype=torch.bfloat16, device="meta") for n in (4096, 4101))
@@ -367,8 +374,10 @@ def test_products_with_masks_are_not_serialized(D: int, given: dict[str, Any], m
     (256, False, torch.bfloat16),
 ])  # fmt: skip
 def test_exponentials_come_before_the_wait(D: int, causal: bool, dtype: torch.dtype) -> None:
-    """In the machine code of the loop over blocks: scores are awaited, all exponentials taken, and only then the other products awaited.
-    Each group of warps has a register and a barrier of its own to say that sums are too large."""
+    """In the machine code of the loop over blocks, scores are awaited, then all exponentials computed, then the other
+    products awaited.
+
+    Each group of warps has its own register and barrier to signal that sums are too large."""
     launched: list[Launch] = []
     with device.pretend("sm_90"), observe(launched.append):
         q = torch.empty(4, 32, 4096, D, dtype=dtype, device="meta")
@@ -392,7 +401,7 @@ def test_exponentials_come_before_the_wait(D: int, causal: bool, dtype: torch.dt
         for n, (_, line) in enumerate(code)
         if (what := re.findall(r"HGMMA|MUFU.EX2|WARPGROUP.DEPBAR", line))
     ]
-    orders = {}  # of what follows the first product of a loop
+    orders = {}  # after the first product of a loop
     for n, (_, line) in enumerate(code):
         back = re.search(r"BRA `\((\.L_x_\d+)\)", line)
         if back and labels[back[1]] < n:

@@ -1,4 +1,4 @@
-"""attention_varlen beyond the law's cases: all options together, neighbours, reruns, lengths that are wrong."""
+"""attention_varlen beyond the law's cases: all options together, neighbouring sequences, reruns, invalid lengths."""
 
 from typing import Any
 
@@ -14,7 +14,7 @@ from ridgeline.boundary import INTERPRETED
 
 @kernels
 def test_all_options_of_packed_sequences(device: str) -> None:
-    """Against the law; and against attention, sequence by sequence."""
+    """Checked against the law, and against attention sequence by sequence."""
     lengths = st.lists(
         st.tuples(*[st.integers(0, 30 if INTERPRETED else 400)] * 2), min_size=1, max_size=3 if INTERPRETED else 9
     )
@@ -47,7 +47,7 @@ def test_all_options_of_packed_sequences(device: str) -> None:
 
 @kernels
 def test_packed_sequences_in_half_precision(device: str) -> None:
-    """Against the law; among these, sequences of one side alone."""
+    """Checked against the law, with sequences that are empty on one side."""
     lengths = st.lists(
         st.tuples(*[st.integers(0, 30 if INTERPRETED else 700)] * 2), min_size=1, max_size=3 if INTERPRETED else 9
     )
@@ -67,11 +67,11 @@ def test_packed_sequences_in_half_precision(device: str) -> None:
 @kernels
 @pytest.mark.parametrize("impl", HERE)
 def test_nothing_comes_over_from_other_sequences(impl: str, device: str) -> None:
-    """NaN in one sequence, and in what lies after the last, stays there, forward and backward."""
+    """NaN in one sequence, or after the last one, does not spread, forward or backward."""
     size, dtype = (10, torch.float16) if INTERPRETED else (100, torch.bfloat16)
     cu = (
         torch.tensor([0, 2, 3, 5] + [6] * INTERPRETED, dtype=torch.int32, device=device) * size
-    )  # a CPU holds it to the tokens
+    )  # a CPU validates it against the number of tokens
     wide = [
         (False, 128, None),
         (True, 128, False),
@@ -119,7 +119,7 @@ def test_reruns_of_packed_sequences_are_equal(impl: str, given: dict[str, Any], 
 @pytest.mark.parametrize("D", [64, 256])
 @pytest.mark.parametrize("impl", HERE)
 def test_wrong_lengths_touch_nothing_else(impl: str, D: int) -> None:
-    """Values of cu_seqlens that make no sense: no illegal address, and what lies around the results stays."""
+    """Invalid values of cu_seqlens access no illegal address and write nothing outside the results."""
     q, k, v = qkv((300, 4, D), (300, 4, D), "cuda", dtype=torch.bfloat16)
     for ends in (
         [5, -7, 1 << 30],
@@ -138,7 +138,7 @@ def test_wrong_lengths_touch_nothing_else(impl: str, D: int) -> None:
 @pytest.mark.gpu
 @pytest.mark.parametrize("impl", HERE)
 def test_tokens_after_the_last_sequence(impl: str) -> None:
-    """They see nothing and are seen by none: zeros, as a buffer of fixed size wants."""
+    """Tokens after the last sequence see nothing and are unseen: zeros, as a buffer of fixed size needs."""
     args = qkv((300, 4, 64), (300, 2, 64), "cuda", dtype=torch.bfloat16)
     cu = torch.tensor([0, 100, 140], dtype=torch.int32, device="cuda")
     o, lse, *grads = outcome(ridgeline.attention_varlen, [*args, cu, cu], return_lse=True, impl=impl)

@@ -593,7 +593,7 @@ def test_unknown_implementation(name: str) -> None:
 
 @pytest.mark.parametrize("name", registry())
 def test_an_implementation_that_this_machine_cannot_run(name: str) -> None:
-    """On CPU tensors, CUDA C++ cannot run anywhere, nor Triton outside the interpreter: asked for by name, each says why."""
+    """On CPU tensors CUDA C++ cannot run anywhere, nor Triton outside the interpreter: if named, each says why."""
     op = registry()[name]
     args, kwargs = op.cases[0].make("float32")
     for impl in [i for i in op.implementations.values() if i.is_kernel]:
@@ -631,7 +631,7 @@ def test_a_zero_weight_is_no_matter_without_gradients() -> None:
 
 
 def test_autocast_mends_no_dtype() -> None:
-    """Whole numbers and complex ones are refused under autocast too, which casts floating-point numbers alone: not cut to what it has."""
+    """Integers and complex numbers are refused under autocast too, which casts only floating-point numbers."""
     with torch.autocast("cpu", dtype=torch.bfloat16):
         with pytest.raises(RidgelineError, match="int32"):
             ridgeline.attention(a.int(), b.int(), b.int())

@@ -1,4 +1,4 @@
-"""The command line: every verb's help, and bad input: exit code 2, one sentence that names what was given and what is accepted."""
+"""The command line: every verb's help; bad input gives exit code 2 and one sentence on what is accepted."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ NOWHERE = "nowhere"
 
 @pytest.fixture
 def folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
-    """An empty current folder, with a cache of its own and a few results files, good and bad."""
+    """Makes an empty current folder, with its own cache and a few results files, good and bad."""
     monkeypatch.chdir(tmp_path)
     monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "cache"))
     fixture_rows.write(tmp_path / "good.jsonl")
@@ -35,7 +35,7 @@ def folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
 
 
 def run(*arguments: str) -> int:
-    """The exit code of `ridgeline ARGUMENTS` in this process."""
+    """Returns the exit code of `ridgeline ARGUMENTS` in this process."""
     try:
         return cli.main(arguments)
     except SystemExit as stop:
@@ -69,7 +69,7 @@ def test_every_verb_with_figures_prints_json(verb: str, capsys: pytest.CaptureFi
     assert "--json" in capsys.readouterr().out
 
 
-# arguments, and what the sentence must name: what was given, and what is accepted
+# arguments, and words that the sentence must contain: what was given and what is accepted
 BAD = [
     (["nowhere"], [NOWHERE, *cli.VERBS]),
     (["bench", "--nowhere"], ["--nowhere"]),

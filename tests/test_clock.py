@@ -13,7 +13,7 @@ from ridgeline.op import RidgelineError
 
 
 class NoisyTimer:
-    """Gives each function its own time, with jitter of 2%, a clock that drifts by 3%, and one run in forty disturbed by half or more."""
+    """Gives each function its own time, with 2% jitter, a clock that drifts by 3%, and one run in forty disturbed."""
 
     def __init__(self, seconds, seed):
         self.seconds, self.dice, self.rounds, self.orders = seconds, random.Random(seed), 0, set()
@@ -99,7 +99,7 @@ def test_a_sleep_takes_its_time():
 
 
 class SimulatedGpu:
-    """Just enough of torch.cuda: a queue that runs behind the host's clock, which stands still but for what tests add to it."""
+    """Just enough of torch.cuda: a queue that runs behind the host's clock, which only the tests advance."""
 
     def __init__(self, monkeypatch):
         self.host = self.device = 0.0

@@ -1,4 +1,4 @@
-"""Rows over clusters: which rows the kernels take, and that what is planned for them fits a GPU. No GPU is needed."""
+"""Rows over clusters: which rows the kernels support, and that their plans fit a GPU. No GPU is needed."""
 
 import pytest
 import torch
@@ -18,7 +18,7 @@ def refused(*tensors: torch.Tensor) -> str | None:
 
 
 def apart(rows: int, columns: int, gap: int, begin: int = 0) -> torch.Tensor:
-    """Rows that far apart, the first `begin` elements after a multiple of 16 bytes."""
+    """Returns rows that far apart, the first starting `begin` elements after a multiple of 16 bytes."""
     return torch.empty(begin + rows * (columns + gap), dtype=torch.bfloat16)[begin:].as_strided(
         (rows, columns), (columns + gap, 1)
     )
@@ -41,13 +41,13 @@ def test_other_rows_are_refused(columns: int) -> None:
 
 
 def test_rows_that_overlap_end_before_their_tensor_does() -> None:
-    """Where the 16 bytes around a row's end come whole, the next row must begin after it."""
+    """If the 16 bytes around a row's end are copied whole, the next row must begin after them."""
     assert refused(torch.empty(1, 2048, dtype=torch.bfloat16).expand(3, 2048)) is None
     assert refused(torch.empty(4097, dtype=torch.bfloat16).as_strided((3, 2049), (1, 1))) is not None
 
 
 def plans(columns: int, size: int) -> list[dict]:
-    """What every op's rule makes of rows of that many columns of elements of `size` bytes."""
+    """Returns the plan of every op's rule for rows of that many columns with elements of `size` bytes."""
     row = cluster_rows.whole(columns, size) * size
     found = [cluster_rows.plan(columns, 1, size, size, **loss.rule(row))]
     for inputs, backward in ((1, False), (2, True)):

@@ -1,4 +1,4 @@
-"""cross_entropy beyond the law: ownership of forward's gradient, other upstream gradients, bad targets, NaN, infinity."""
+"""cross_entropy beyond the law: who owns forward's gradient, other upstream gradients, bad targets, NaN, infinity."""
 
 import os
 import subprocess
@@ -122,7 +122,7 @@ def test_nan_and_infinity_travel_as_in_torch(columns: int, smoothing: float, dev
 @kernels
 @pytest.mark.parametrize("reduction", ["mean", "sum", "none"])
 def test_ignored_rows(reduction: str, device: str) -> None:
-    """Ignored rows count for nothing, whatever their logits; if all are ignored the mean is NaN, and gradients are 0."""
+    """Ignored rows count for nothing, whatever their logits; if all are ignored the mean is NaN and gradients are 0."""
     logits, target = make(6, 50, device)
     target[::2] = -100
     with torch.no_grad():

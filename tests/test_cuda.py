@@ -1,4 +1,4 @@
-"""What `cuda.py` passes to kernels: the layout of their parameters, and tensor maps."""
+"""Checks what `cuda.py` passes to kernels: the layout of their parameters, and tensor maps."""
 
 import re
 import struct
@@ -66,7 +66,7 @@ def test_the_kernel_with_a_tensor_map_compiles() -> None:
 
 
 def _stores(kernel: CudaKernel, **macros: Any) -> tuple[int, int]:
-    """How many stores of 16 bytes to global memory a kernel has, and how many narrower ones."""
+    """Returns the number of 16-byte stores to global memory in a kernel, and of narrower ones."""
     ptx = kernel.compile("sm_90", macros).ptx
     body = ptx[ptx.index(f".entry {kernel.name}(") :]
     found = re.findall(r"\bst\.global\S*", body[: body.index("\n}\n")])
@@ -76,7 +76,7 @@ def _stores(kernel: CudaKernel, **macros: Any) -> tuple[int, int]:
 
 @pytest.mark.compiles
 def test_packs_leave_by_one_store() -> None:
-    """Assigned, the first pack of a thread was taken apart into stores of its elements."""
+    """A plain assignment split the first pack of a thread into stores of single elements."""
     kinds = {torch.float32: ("float", 4), torch.bfloat16: ("__nv_bfloat16", 8)}
     for name, pack in kinds.values():
         macros = _index_add._PLAIN | {"DTYPE": name, "ITYPE": "long long", "PACK": pack}
@@ -86,13 +86,13 @@ def test_packs_leave_by_one_store() -> None:
         x = torch.empty(4096, dtype=dtype)
         for reverse in (False, True):
             macros = _cumsum._macros(x, x, 1, 4096, reverse, True, 256)
-            # Twice: where a warp's elements are all inside, and where some are not, which has stores of single ones as well.
+            # Twice: for warps whose elements are all inside and, with stores of single elements, for the others.
             for items in {macros["ITEMS"], 8}:
                 assert _stores(_cumsum._ROWS, **macros | {"ITEMS": items}) == (2 * items, pack * items)
 
 
 def test_copies_take_whole_units() -> None:
-    """Of 100003 bytes too, whose last three are the first block's."""
+    """Includes 100003 bytes, whose last three are the first block's."""
     copy = registry()["copy"]
     for name in ("cuda_packed", "cuda_loads"):
         launches = inspect.launches(copy, copy.implementations[name], copy.case("100003 of int8"), "float32", "sm_90")
@@ -127,7 +127,7 @@ def test_a_wrong_list_of_parameters_is_an_error() -> None:
 
 
 def test_compiled_once(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """What is compiled lies on disk, and is found by what it was made of: the source, the macros and the architecture."""
+    """Compiled kernels are cached on disk, by source, macros and architecture."""
     nvrtc = pytest.importorskip("cuda.bindings.nvrtc")
     monkeypatch.setenv("TRITON_CACHE_DIR", str(tmp_path / "cache"))
     source = tmp_path / "fill.cu"
@@ -137,7 +137,7 @@ def test_compiled_once(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(nvrtc, "nvrtcCompileProgram", lambda *args: compiled.append(args) or real(*args))
 
     def compile(value: int, arch: str = "sm_90") -> cuda.Compiled:
-        cuda.compile_source.cache_clear()  # as a new process has it
+        cuda.compile_source.cache_clear()  # like a new process
         return cuda.compile_source(source, arch, (("VALUE", value),))
 
     first = compile(1)

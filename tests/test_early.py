@@ -1,5 +1,7 @@
-"""Programmatic dependent launch of CUDA C++: which kernels may start early, that they wait before they write, and that results are right
-in streams and captured graphs, right after kernels that write the inputs."""
+"""Programmatic dependent launch of CUDA C++: which kernels start early, and that they wait before they write.
+
+Results must be right in streams and captured graphs, right after kernels that write the inputs.
+"""
 
 import re
 from collections.abc import Callable, Iterator
@@ -29,7 +31,7 @@ CUDA = [
 
 
 def chains(implementation: Implementation, arch: str) -> Iterator[list[Launch]]:
-    """What each call of the op's cases starts, in order."""
+    """Returns what each call of the op's cases starts, in order."""
     o = implementation.op
     for case in o.cases:
         for dtype in case.dtypes:
@@ -43,7 +45,7 @@ def chains(implementation: Implementation, arch: str) -> Iterator[list[Launch]]:
 
 @pytest.mark.parametrize("implementation", CUDA)
 def test_who_is_early(implementation: Implementation) -> None:
-    """Nobody below sm_90; and on it nobody but after a kernel of the same call, which says when."""
+    """No kernel is early below sm_90, and on it only kernels after one of the same call that triggers them."""
     for started in chains(implementation, "sm_80"):
         assert not any([one.constants.get("PDL") or one.constants.get("launch_pdl") for one in started])
     for started in chains(implementation, "sm_90"):
@@ -72,13 +74,13 @@ READS = re.compile(r"\bld\.[\w.:]*global")
 AHEAD = (
     "index_add_sorted",
     "radix_counts",
-)  # read the op's inputs before they wait, or what is told them before they come
+)  # before they wait, they read the op's inputs or what is written before the trigger
 
 
 @pytest.mark.compiles
 @pytest.mark.parametrize("name", EARLY)
 def test_early_kernels_wait_before_they_write(name: str) -> None:
-    """In the order of the PTX, in which a loop's body comes once. Without PDL nothing is left of either."""
+    """Checks the order of the PTX, in which a loop's body comes once. Without PDL there is no trigger and no wait."""
     seen = set()
     for started in chains(registry()[name].implementations[EARLY[name]], "sm_90"):
         for one in started:
@@ -98,8 +100,9 @@ def test_early_kernels_wait_before_they_write(name: str) -> None:
 
 @pytest.mark.compiles
 def test_what_is_read_before_the_wait_lies_in_l2() -> None:
-    """The order that a block of index_add's copy leaves: stored, fenced, all of its threads met, and only then the next kernel let come,
-    which reads it past the caches that are a multiprocessor's own."""
+    """In index_add's copy a block stores, fences, synchronises its threads, and only then triggers the next kernel.
+
+    That kernel reads past the multiprocessor's own caches."""
     names, found = (
         ["index_add_copy", "index_add_sorted"],
         chains(registry()["index_add"].implementations["cuda"], "sm_90"),
@@ -138,7 +141,7 @@ def hopper() -> None:
 @pytest.mark.usefixtures("hopper")
 @pytest.mark.parametrize("graph", [False, True])
 def test_the_second_kernel_starts_early_and_waits(graph: bool) -> None:
-    """One that does not wait reads what was there before: so the two do run side by side, and the wait is what makes it right."""
+    """A kernel that does not wait reads old values: so the two do overlap, and the wait makes the result right."""
     made, given = torch.empty(32, dtype=torch.int32, device="cuda"), torch.arange(32, dtype=torch.int32, device="cuda")
 
     def work(waits: int) -> torch.Tensor:
@@ -150,10 +153,10 @@ def test_the_second_kernel_starts_early_and_waits(graph: bool) -> None:
 
     for waits, there in ((1, 7), (0, -100)):
         run = captured(lambda waits=waits: work(waits)) if graph else lambda waits=waits: work(waits)
-        run()  # what is compiled here comes too late
+        run()  # compiling here would come too late
         for _ in range(3):
             assert torch.equal(run(), given + there)
-            torch.cuda.synchronize()  # the first may still run where the second did not wait
+            torch.cuda.synchronize()  # the first may still run if the second did not wait
 
 
 N = 1 << 24
@@ -161,8 +164,10 @@ KEYS = _radix_sort.EARLY.start
 
 
 def ops() -> dict[str, tuple[Callable[..., torch.Tensor], Callable[..., torch.Tensor]]]:
-    """By name what is run of a vector x and what it is, x of whole numbers from -8 to 8. The rows that index_add names are among the last
-    ones, which its copy writes last, and others for each x: what a call before had sorted is no help."""
+    """Returns by name calls on a vector x of integers from -8 to 8, and their results.
+
+    The rows of index_add are among the last, which its copy writes last, and differ for each x, so that an earlier
+    call's sorting is no help."""
 
     def index(x: torch.Tensor) -> torch.Tensor:
         return N - 1 - (torch.arange(1000, device="cuda") * 7 + x[:1000].long() * 11 + 88) % 997
@@ -183,7 +188,7 @@ def ops() -> dict[str, tuple[Callable[..., torch.Tensor], Callable[..., torch.Te
 @pytest.mark.parametrize("graph", [False, True])
 @pytest.mark.parametrize("name", EARLY)
 def test_right_after_kernels_that_write_the_inputs(name: str, graph: bool) -> None:
-    """Whole numbers, so that every order of additions gives the same bits. In a stream of its own, or a graph, several times over."""
+    """With integers every order of additions gives the same bits; in a stream of its own or a graph, several times."""
     started: list[Launch] = []
     run, expected = ops()[name]
     with observe(lambda one: started.append(one)):
@@ -196,7 +201,7 @@ def test_right_after_kernels_that_write_the_inputs(name: str, graph: bool) -> No
     def work() -> torch.Tensor:
         given.copy_(source)
         y = run(given)
-        given.zero_()  # which waits for both of the op's kernels
+        given.zero_()  # it waits for both of the op's kernels
         return y
 
     stream = torch.cuda.Stream()

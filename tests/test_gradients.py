@@ -1,4 +1,4 @@
-"""Gradients as PyTorch's engine hands them on: each is the caller's own, and no input of ours is changed on the way."""
+"""Gradients as PyTorch's engine passes them on: each belongs to the caller, and our inputs are never changed."""
 
 import importlib
 from collections.abc import Callable
@@ -29,14 +29,14 @@ FIRST = {name: next(c for c in op.cases if c.use == "check") for name, op in OPS
 
 
 def distinct(*tensors: torch.Tensor) -> bool:
-    """Whether no two share memory."""
+    """Returns whether no two share memory."""
     places = [t.untyped_storage().data_ptr() for t in tensors if t.numel()]
     return len(set(places)) == len(places)
 
 
 @pytest.mark.parametrize("name", OPS)
 def test_twice_in_a_graph(name: str, device: str) -> None:
-    """Two calls, one incoming gradient, two backwards: every .grad keeps the law, and memory to itself."""
+    """Two calls, one incoming gradient, two backwards: every .grad passes the law and has its own memory."""
     op = OPS[name]
     law = Law.of(op, FIRST[name].name, "float32", device)
     args, others = _copy(law.args), _copy(law.args)
@@ -64,7 +64,7 @@ def test_twice_in_a_graph(name: str, device: str) -> None:
 
 @pytest.mark.parametrize("shape", [(33, 8), (1, 8), (8,), ()])
 def test_a_gradient_passed_on(shape: tuple[int, ...], device: str) -> None:
-    """bias_mask_scale_add gives dy itself, or its sums, as the gradient of `add`."""
+    """bias_mask_scale_add returns dy itself, or its sums, as the gradient of `add`."""
     x, bias, mask = (torch.randn(s, device=device) for s in ((33, 8), (8,), (33, 8)))
     one, other = (torch.randn(shape, device=device, requires_grad=True) for _ in range(2))
     dy = torch.randn(33, 8, device=device)
@@ -83,7 +83,7 @@ def test_a_gradient_passed_on(shape: tuple[int, ...], device: str) -> None:
     "dtypes", [(torch.float16, torch.float32), (torch.float32, torch.float32), (torch.float64, torch.float64)]
 )
 def test_matmul_under_autocast(impl: str | None, dtypes: tuple[torch.dtype, ...], device: str) -> None:
-    """The dtypes and values of torch.matmul, of gradients too; without autocast two dtypes are refused."""
+    """Dtypes and values, also of gradients, are those of torch.matmul; without autocast two dtypes are refused."""
     if impl is not None and (rung := OPS["matmul"].implementations[impl]).is_kernel:
         reason = never(rung, "fwd", torch.float64 if torch.float64 in dtypes else torch.float16, devices.here())
         if reason:
@@ -96,18 +96,18 @@ def test_matmul_under_autocast(impl: str | None, dtypes: tuple[torch.dtype, ...]
     torch.testing.assert_close(y, expected)
     dy = torch.randn_like(y)
     found, wanted = (torch.autograd.grad(out, (a, w), dy) for out in (y, expected))
-    loose = {} if torch.float64 in dtypes else {"rtol": 1e-3, "atol": 1e-5}  # float32 that was made in float16
+    loose = {} if torch.float64 in dtypes else {"rtol": 1e-3, "atol": 1e-5}  # float32 computed in float16
     torch.testing.assert_close(found, wanted, **loose)
     if dtypes[0] != dtypes[1]:
         with pytest.raises(RidgelineError, match="must agree"):
             matmul(a, w, impl=impl)
 
 
-OWN = {  # of torch itself, where the rung `torch` rounds what torch returns to the input's dtype
+OWN = {  # of torch itself: the implementation `torch` rounds torch's result to the input's dtype
     "layer_norm": lambda x, w, b: F.layer_norm(x, w.shape, w, b),
     "rms_norm": lambda x, w: F.rms_norm(
         x.float(), w.shape, w.float(), 1e-6
-    ),  # torch 2.11 has it not on autocast's list, as later ones do
+    ),  # not on autocast's list in torch 2.11, but in later versions
     "add_layer_norm": lambda x, residual, w, b: (F.layer_norm(x + residual, w.shape, w, b), x + residual),
     "add_rms_norm": lambda x, residual, w: (F.rms_norm((x + residual).float(), w.shape, w.float(), 1e-6), x + residual),
     "group_norm": F.group_norm,
@@ -119,7 +119,8 @@ DTYPES = [("bfloat16", "float32"), ("bfloat16", "bfloat16"), ("float32", "float3
 @pytest.mark.parametrize(("dtype", "parameters"), DTYPES)
 @pytest.mark.parametrize("name", OPS)
 def test_under_autocast(name: str, dtype: str, parameters: str) -> None:
-    """The dtypes of what torch gives there (of the formula, where torch has no such op), of gradients too; and about its values.
+    """Dtypes, also of gradients, are those of torch under autocast (of the formula, if torch has no such op); values
+    are close.
 
     parameters: the dtype of weights and biases."""
     op = OPS[name]
@@ -139,7 +140,7 @@ def test_under_autocast(name: str, dtype: str, parameters: str) -> None:
 
 
 def _called(op: Op, impl: str, device: str) -> tuple[Callable[..., Any], torch.Tensor]:
-    """The op's first case as a function of its first tensor alone, and that tensor."""
+    """Returns the op's first case as a function of its first tensor alone, and that tensor."""
     args, kwargs = FIRST[op.name].make("float32", device)
     place = next(k for k, a in enumerate(args) if isinstance(a, torch.Tensor))
     given = [a.detach() if isinstance(a, torch.Tensor) else a for a in args]
@@ -151,7 +152,7 @@ def _called(op: Op, impl: str, device: str) -> tuple[Callable[..., Any], torch.T
 
 
 def kernel_of(op: Op, device: str) -> str:
-    """Triton's rung, or of an op that has none the last that is served and takes the op's first case, where it runs here."""
+    """Returns the Triton implementation or, if there is none, the last served one that runs the first case here."""
     served = [i for i in op.implementations.values() if i.name == "triton" or (i.served and i.is_kernel)]
     chosen = sorted(served, key=lambda i: i.name == "triton")[::-1]
     args, kwargs = FIRST[op.name].make("float32", device)
@@ -163,7 +164,7 @@ def kernel_of(op: Op, device: str) -> str:
 
 @pytest.mark.parametrize("name", OPS)
 def test_forward_mode(name: str, device: str) -> None:
-    """Raises one sentence rather than drop a tangent; plain PyTorch has it. What has no tangent is computed."""
+    """Raises one sentence instead of dropping a tangent; plain PyTorch supports it. Without a tangent, calls work."""
     op = OPS[name]
     f, x = _called(op, kernel_of(op, device), device)
     expected = f(x)
@@ -188,8 +189,9 @@ def test_inside_torch_func(name: str, device: str) -> None:
 @pytest.mark.gpu
 @pytest.mark.parametrize("impl", ["naive", "triton"])
 def test_replays_of_dropout_draw_anew(impl: str) -> None:
-    """Every replay of a CUDA graph drops other elements, in backward the same as in forward, although calls before the capture
-    drew on the host, with another kernel."""
+    """Every replay of a CUDA graph drops other elements, in backward the same as in forward.
+
+    Calls before the capture draw on the host, with another kernel."""
     x, dy = torch.ones(1000, device="cuda", requires_grad=True), torch.ones(1000, device="cuda")
 
     def step() -> tuple[torch.Tensor, torch.Tensor]:
@@ -207,7 +209,7 @@ def test_replays_of_dropout_draw_anew(impl: str) -> None:
 
 
 def test_dropout_draws_on_the_device_while_captured(device: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    """As above without a GPU: what a capture would record takes its seed from memory."""
+    """The same without a GPU: a capture would record a call whose seed comes from memory."""
     module = importlib.import_module("ridgeline.ops.pointwise.dropout")
     seeds = []
     monkeypatch.setattr(module, "_apply", lambda x, seed, *_: seeds.append(seed))
@@ -224,7 +226,7 @@ def test_dropout_draws_on_the_device_while_captured(device: str, monkeypatch: py
 
 @pytest.mark.parametrize("wanted", ["q", "k"])
 def test_rope_turns_what_is_needed(wanted: str, device: str) -> None:
-    """Where q or k alone needs a gradient, backward takes no heads of the other."""
+    """If q or k alone needs a gradient, backward computes no heads of the other."""
     args, kwargs = FIRST["rope"].make("float32", device)
     expected = torch.autograd.grad(sum(t.sum() for t in rope(*args, **kwargs)), args[:2])["qk".index(wanted)]
     x = args["qk".index(wanted)]
@@ -234,7 +236,7 @@ def test_rope_turns_what_is_needed(wanted: str, device: str) -> None:
     with observe(launches.append):
         (dx,) = torch.autograd.grad(y, x)
     assert torch.equal(dx, expected)
-    for _ in range(4):  # replays too
+    for _ in range(4):  # also in replays
         y = sum(t.sum() for t in rope(*args, **kwargs, impl="triton"))
         assert torch.equal(torch.autograd.grad(y, x)[0], expected)
     assert [t.numel() for t in launches[-1].args[:4]] == [t.numel() if t is x else 0 for t in args[:2]] * 2
@@ -243,7 +245,7 @@ def test_rope_turns_what_is_needed(wanted: str, device: str) -> None:
 @pytest.mark.parametrize("impl", [None, "triton"])
 @pytest.mark.parametrize("shape", [(40,), (1, 40), (6, 40)], ids=str)
 def test_gemv_of_few_rows(shape: tuple[int, ...], impl: str | None, device: str) -> None:
-    """The matrix's gradient is a product of its own, which something must serve."""
+    """The matrix's gradient is a separate product, which some implementation must serve."""
     a, x = (torch.randn(*s, device=device, requires_grad=True) for s in ((24, 40), shape))
     dy = torch.randn(*shape[:-1], 24, device=device)
     found = torch.autograd.grad(gemv(a, x, impl=impl), (a, x), dy)

@@ -1,4 +1,4 @@
-"""group_norm's own: memory formats, views of larger tensors, gradients of some inputs alone, a large mean, refusals."""
+"""Tests of group_norm alone: memory formats, views, gradients of some inputs only, a large mean, refusals."""
 
 import pytest
 import torch
@@ -22,7 +22,7 @@ LAYOUTS = {
 def both(
     x: torch.Tensor, groups: int, *parameters: torch.Tensor | None, dy: torch.Tensor | None = None
 ) -> torch.Tensor:
-    """The kernel's output, which like its gradients is what torch gives for a contiguous copy."""
+    """The output keeps the memory format; output and gradient equal torch's for a contiguous copy."""
     dy = torch.randn(x.shape, device=x.device) if dy is None else dy
     results = []
     for impl, given in (("triton", x.detach()), ("torch", x.detach().contiguous())):
@@ -31,7 +31,7 @@ def both(
         results.append((y, *torch.autograd.grad(y, wanted, dy)))
     of_images, of_parameters = zip(*((found[:2], found[2:]) for found in results), strict=True)
     torch.testing.assert_close(*of_images, atol=2e-5, rtol=2e-5)
-    sums = x.numel() / x.shape[1]  # of so many numbers each, over images and pixels
+    sums = x.numel() / x.shape[1]  # number of elements in each sum, over images and pixels
     torch.testing.assert_close(*of_parameters, atol=2e-5 * max(1, sums / 64) ** 0.5, rtol=2e-5)
     return results[0][0]
 
@@ -56,7 +56,7 @@ def test_the_format_is_kept(parameters: list[torch.Tensor], device: str) -> None
 
 
 def test_some_gradients(parameters: list[torch.Tensor], device: str) -> None:
-    """Of x, weight and bias those that are wanted, with either parameter missing."""
+    """Computes only the requested gradients of x, weight and bias, also if either parameter is missing."""
     x, (w, b) = torch.randn(3, 8, 7, device=device), parameters
     for given in ((None, None), (w, None), (None, b), (w.detach(), b), (w, b.detach())):
         both(x, 2, *given)
@@ -72,7 +72,7 @@ def test_empty_and_odd_sizes(shape: tuple[int, ...], parameters: list[torch.Tens
 
 
 def test_no_space(parameters: list[torch.Tensor], device: str) -> None:
-    """Images without a pixel add nothing to the gradients of weight and bias (torch's come out as NaN)."""
+    """Images without pixels add nothing to the gradients of weight and bias, which are NaN in torch."""
     y = ridgeline.group_norm(torch.randn(2, 8, 0, device=device), 2, *parameters, impl="triton")
     assert y.shape == (2, 8, 0)
     assert not any(g.any() for g in torch.autograd.grad(y.sum(), parameters))
@@ -80,7 +80,7 @@ def test_no_space(parameters: list[torch.Tensor], device: str) -> None:
 
 @pytest.mark.parametrize("size", [50, 20000])
 def test_large_mean(size: int, device: str) -> None:
-    """Nothing cancels out, and the mean is not rounded: in registers and in chunks the error is less than torch's."""
+    """A large mean does not cancel and is not rounded: in registers and in chunks the error is below torch's."""
     x = torch.randn(2, 4, size, device=device) * 0.01 + 1000
     exact = torch.group_norm(x.double(), 2)
     mine, theirs = ((ridgeline.group_norm(x, 2, impl=impl) - exact).norm() for impl in ("triton", "torch"))
@@ -88,7 +88,7 @@ def test_large_mean(size: int, device: str) -> None:
 
 
 def test_more_images_than_multiprocessors(parameters: list[torch.Tensor], device: str) -> None:
-    """Programs of backward that take several images add up the gradients of weight and bias (in the interpreter one takes all)."""
+    """Programs of backward that take several images sum the gradients of weight and bias (the interpreter has one)."""
     images = 5 if device == "cpu" else 300
     both(torch.randn(images, 8, 33, device=device), 4, *parameters)
     both(torch.randn(images, 8, 2100, device=device), 2, *parameters)
@@ -113,7 +113,7 @@ CLUSTERS = {  # images, channels, height, width; groups
 @pytest.mark.parametrize("dtype", [torch.float32, torch.float16, torch.bfloat16], ids=str)
 @pytest.mark.parametrize("case", CLUSTERS)
 def test_clusters(case: str, dtype: torch.dtype) -> None:
-    """With parameters of another dtype, with one of them and with none, of views with steps of their own: torch's error at most twice."""
+    """With parameters of another dtype, one or none of them, on views with strides: at most twice torch's error."""
     if torch.cuda.get_device_capability() < (9, 0):
         pytest.skip("clusters need sm_90")
     torch.manual_seed(0)
@@ -141,7 +141,7 @@ def test_clusters(case: str, dtype: torch.dtype) -> None:
         for ours, theirs, exact in zip(*results, strict=True):
             allowed = (
                 2 * (theirs - exact).norm() + torch.finfo(ours.dtype).eps * exact.norm()
-            )  # few groups: a scale each, and its luck
+            )  # few groups, so their scale is a matter of luck
             assert (ours - exact).norm() <= allowed, (given, tuple(ours.shape))
         assert torch.equal(results[0][0], ridgeline.group_norm(x, groups, *given, impl=own))
     y = ridgeline.group_norm(x, groups, impl=own)

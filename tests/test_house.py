@@ -1,4 +1,4 @@
-"""The house rules of docs/design.md: who imports whom, the budgets, and that what is written from the code is current."""
+"""The rules of docs/design.md: who imports whom, the budgets, and that generated files are current."""
 
 from __future__ import annotations
 
@@ -29,7 +29,7 @@ LAB = {"torch", "triton", "numpy", "cuda", "rich", "jinja2", "markupsafe", "alta
 
 
 def imports(path: Path) -> Iterator[tuple[str, bool]]:
-    """Every module that a file imports, also by import_module("..."), and whether it does so at its top."""
+    """Yields every module that a file imports, also by import_module("..."), and whether at its top level."""
     package = ["ridgeline", *path.relative_to(SRC).parts[:-1]]
 
     def walk(node: ast.AST, top: bool) -> Iterator[tuple[str, bool]]:
@@ -59,7 +59,7 @@ def imports(path: Path) -> Iterator[tuple[str, bool]]:
 
 
 def allowed(path: Path, module: str) -> bool:
-    """Whether this file may import this module of ridgeline's."""
+    """Returns whether this file may import this module of ridgeline."""
     where, target = path.relative_to(SRC).parts, module.split(".")[1:]
     if where[0] == "ops":
         return target[0] in CORE or target[:2] == ["ops", where[1]]
@@ -97,7 +97,8 @@ def test_detects_a_wrong_import(tmp_path: Path, monkeypatch: pytest.MonkeyPatch)
     path = tmp_path / "ops/rowwise/a.py"
     path.parent.mkdir(parents=True)
     path.write_text(
-        "from ridgeline.ops.pointwise import mul\nfrom ridgeline.op import Op\ndef f():\n    from ridgeline.lab import clock\n"
+        "from ridgeline.ops.pointwise import mul\nfrom ridgeline.op import Op\n"
+        "def f():\n    from ridgeline.lab import clock\n"
     )
     assert [m for m, _ in imports(path) if not allowed(path, m)] == [
         "ridgeline.ops.pointwise.mul",
@@ -111,7 +112,7 @@ def test_the_library_needs_torch_and_triton_alone() -> None:
 
 
 def fresh(code: str) -> str:
-    """What Python prints that runs this code in a process of its own."""
+    """Returns what a new Python process prints that runs this code."""
     return subprocess.run(
         [sys.executable, "-c", code], check=True, capture_output=True, text=True, cwd=ROOT
     ).stdout.strip()
@@ -131,7 +132,7 @@ def test_help_is_instant() -> None:
 
 
 def test_verbs_are_light() -> None:
-    """Importing every verb's module, for its help, imports none of the heavy packages."""
+    """Importing the modules of all verbs, for their help, imports none of the heavy packages."""
     modules = sorted({f"ridgeline.lab.{module}" for module, _ in cli.VERBS.values()})
     heavy = ("torch", "triton", "numpy", "rich", "jinja2", "altair")
     everything = "\n".join(f"import {m}" for m in modules)
@@ -179,7 +180,7 @@ def test_few_environment_variables() -> None:
 
 
 def significant(path: Path) -> list[str]:
-    """A file's lines without comments, docstrings, imports, blank lines and lone brackets, their spacing evened out."""
+    """Returns a file's lines without comments, docstrings, imports, blank lines and lone brackets, evenly spaced."""
     text = path.read_text()
     if path.suffix == ".py":
         rows = text.splitlines()
@@ -199,7 +200,7 @@ def significant(path: Path) -> list[str]:
 
 
 def repeated(files: dict[str, list[str]], run: int = 6) -> tuple[float, list[str]]:
-    """The share of lines that lie in a run of `run` lines seen before, in the same file or another, and where they lie."""
+    """Returns the share of lines in a run of `run` lines seen before, in any file, and where these lines are."""
     seen: dict[tuple[str, ...], tuple[str, int]] = {}
     copies: set[tuple[str, int]] = set()
     for name, rows in files.items():

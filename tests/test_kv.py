@@ -1,4 +1,4 @@
-"""concat_kv and repeat_kv: what falls outside, caches that are parts of others, integers, lengths that are none."""
+"""concat_kv and repeat_kv: positions outside, caches that are views, integers, empty lengths."""
 
 import pytest
 import torch
@@ -7,7 +7,7 @@ import ridgeline
 from ridgeline.op import RidgelineError, get
 
 RUNGS = [i.name for i in get("concat_kv").implementations.values()]
-# What each refuses by name: packs of 16 bytes want them whole, and both at once a sequence in one piece.
+# Each refuses this if named: 16-byte packs need whole packs, and copying both at once needs contiguous sequences.
 REFUSED = {("strided", "cuda_both")} | {("odd", rung) for rung in ("cuda_packed", "cuda_both")}
 FAR = [-3, 15, 400, -(1 << 62), 9, -7, (1 << 63) - 1]
 

@@ -1,5 +1,8 @@
-"""The ladders' ops on more than 2^31 elements: what lies beyond is where it belongs, in every rung that takes the call. Data are such that
-results are exact in any order; pieces are compared, and the whole where that is cheap."""
+"""Ops on more than 2^31 elements, in every implementation that supports the call: all elements land in the right
+place.
+
+The data make results exact in any order. Pieces are compared, or everything if that is cheap.
+"""
 
 from collections.abc import Iterator
 from typing import Any
@@ -13,11 +16,12 @@ from ridgeline.select import why_not
 
 pytestmark = pytest.mark.gpu
 FAR, WHERE = 1 << 31, "cuda"
-WIDE = 2048  # of matrices with many rows
+WIDE = 2048  # matrices with many rows
 
 
 def rungs(name: str, *args: Any, gigabytes: int, but: tuple[str, ...] = ()) -> Iterator[str | None]:
-    """What serves, and each kernel that takes the call; memory that a call needs beside its arguments is looked for first."""
+    """Returns the implementation that serves the call and each kernel that supports it; first checks for enough
+    memory."""
     if WHERE == "cuda":
         torch.cuda.empty_cache()
         free = torch.cuda.mem_get_info()[0] >> 30
@@ -28,17 +32,17 @@ def rungs(name: str, *args: Any, gigabytes: int, but: tuple[str, ...] = ()) -> I
 
 
 def room(gigabytes: int) -> None:
-    """For the arguments."""
+    """Skips the test unless the GPU has that much memory free for the arguments."""
     next(rungs("copy", torch.empty(1, device=WHERE), gigabytes=gigabytes))
 
 
 def marks(n: int) -> list[tuple[int, int]]:
-    """Places and what stands there, 31 together."""
+    """Returns 31 places and their values."""
     return list(zip((0, n // 2, FAR - 1, FAR, n - 1), (1, 2, 4, 8, 16), strict=True))
 
 
 def marked(n: int, dtype: torch.dtype) -> torch.Tensor:
-    """Zeros but for `marks`."""
+    """Returns zeros, except for `marks`."""
     x = torch.zeros(n, dtype=dtype, device=WHERE)
     for at, value in marks(n):
         x[at] = value
@@ -73,7 +77,7 @@ def test_reduce_sum_along(dim: int) -> None:
 
 
 def test_dot() -> None:
-    """But for atomic_half, of which 2^31 atomics take 41 s."""
+    """Without atomic_half, whose 2^31 atomics take 41 s."""
     room(9)
     a, b = marked(FAR + 4099, torch.float16), torch.ones(FAR + 4099, dtype=torch.float16, device=WHERE)
     for impl in rungs("dot", a, b, gigabytes=1, but=("atomic_half",)):
@@ -99,7 +103,7 @@ def test_transpose(shape: str) -> None:
 
 @pytest.mark.parametrize("many", [False, True])
 def test_index_add_to(many: bool) -> None:
-    """Rows of x beyond 2^31: few indices, and more than are looked through."""
+    """Rows of x beyond 2^31 elements, with few indices and with more than are searched directly."""
     room(10)
     rows = FAR // 256 + 9
     x = (torch.arange(rows, device=WHERE) % 7).half()[:, None].expand(rows, 256).contiguous()
@@ -116,7 +120,7 @@ def test_index_add_to(many: bool) -> None:
 
 
 def test_index_add_from() -> None:
-    """Rows of a source beyond 2^31."""
+    """Rows of a source beyond 2^31 elements."""
     room(5)
     source = marked(FAR + 8 * 256, torch.float16).view(-1, 256)
     x = torch.ones(1000, 256, device=WHERE, dtype=torch.float16)
@@ -228,7 +232,7 @@ def test_cumsum_along(dim: int) -> None:
 
 @pytest.mark.parametrize("dtype", [torch.uint8, torch.int16])
 def test_radix_sort(dtype: torch.dtype) -> None:
-    """Keys that come again every 256 places, so that what belongs where is known; their indices."""
+    """Returns keys that repeat every 256 places, so that the sorted order is known, and their indices."""
     room(5)
     each = FAR // 256 + 3
     keys = (torch.arange(256, device=WHERE) * (1 if dtype == torch.uint8 else 100)).to(dtype).repeat(each)

@@ -1,4 +1,4 @@
-"""The law of tolerance passes what torch does, and fails every mutant: in each dtype, forward and backward."""
+"""The law of tolerance accepts torch's results and rejects every mutant, in each dtype, forward and backward."""
 
 from dataclasses import replace
 
@@ -45,7 +45,7 @@ MUTANTS = {
 
 
 class Through(torch.autograd.Function):
-    """Softmax whose backward is bent by a mutation."""
+    """Softmax with a backward changed by a mutation."""
 
     @staticmethod
     def forward(ctx, x, mutate):
@@ -127,7 +127,7 @@ def test_odd_shapes(shape):
 
 
 def test_of_few_elements_torch_runs_more_than_once(monkeypatch):
-    """One run of torch may hit by luck: here it is exact at the very inputs, and off by eight ulps beside them."""
+    """One run of torch may be exact by luck: here it is exact at the given inputs, and eight ulps off beside them."""
     x = torch.linspace(1, 2, 64).reshape(4, 16)
     off = 1 + 8 * torch.finfo(torch.float32).eps
 
@@ -194,7 +194,7 @@ def test_an_unsupported_call_is_a_row_with_the_reason():
 
 
 def test_numbers_of_8_bits_are_met_exactly():
-    """Codes of e4m3 by the last of them, and by their dtype: their bytes as whole numbers are no result."""
+    """Checks e4m3 codes to the last one, and by dtype: their bytes as integers are no valid result."""
     codes = torch.arange(64, dtype=torch.uint8).view(torch.float8_e4m3fn).view(8, 8)
     standard = laws.Standard(codes, torch.float8_e4m3fn)
     assert standard.judge(codes.clone()).worst == 0

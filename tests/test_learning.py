@@ -1,8 +1,9 @@
-"""The learning check: a small Transformer that trains with Ridgeline's ops learns as it does with torch's.
+"""A small Transformer that trains with Ridgeline's ops learns as it does with torch's.
 
-Five runs with torch's ops start from weights moved by half an ulp; how far their losses stray from an unmoved run's, up to each
-step, is the envelope that rounding alone makes. A run with Ridgeline's ops from the unmoved weights must stay inside twice that.
-Attention and matrix products are torch's on both sides; every loss is measured by the same float32 yardstick.
+Five runs with torch's ops start from weights moved by half an ulp. The envelope is how far their losses stray from an
+unmoved run's, up to each step: the effect of rounding alone. A run with Ridgeline's ops from the unmoved weights must
+stay inside twice the envelope. Both sides use torch's attention and matrix products, and every loss is computed in
+float32 by the same code.
 """
 
 from collections.abc import Callable
@@ -34,7 +35,7 @@ class Size:
 
 @dataclass(frozen=True)
 class Ops:
-    """What the two sides train with."""
+    """The ops that the two sides train with."""
 
     rms_norm: Callable[..., torch.Tensor]
     rope: Callable[..., Any]
@@ -44,7 +45,7 @@ class Ops:
 
 
 def turned(q: torch.Tensor, k: torch.Tensor, cos: torch.Tensor, sin: torch.Tensor) -> list[torch.Tensor]:
-    """Rotary positions in plain PyTorch, the halves of a head as pairs; cos, sin: (length, half a head)."""
+    """Applies rotary positions in plain PyTorch, pairing the halves of a head; cos, sin: (length, half a head)."""
     pairs = [t.float().chunk(2, -1) for t in (q, k)]
     return [torch.cat([a * cos - b * sin, b * cos + a * sin], -1).to(q.dtype) for a, b in pairs]
 
@@ -83,7 +84,7 @@ def weights(size: Size, device: str) -> Weights:
 
 
 def moved(given: Weights, dtype: torch.dtype, seed: int) -> Weights:
-    """Every weight half an ulp, of the dtype that is computed in, up or down."""
+    """Moves every weight up or down by half an ulp of the dtype that is computed in."""
     dice = torch.Generator().manual_seed(seed)
 
     def move(t: torch.Tensor) -> torch.Tensor:
@@ -94,7 +95,7 @@ def moved(given: Weights, dtype: torch.dtype, seed: int) -> Weights:
 
 
 def text(size: Size, device: str) -> torch.Tensor:
-    """Random text, (steps, batch, length + 1), in which every character has four that may follow it."""
+    """Returns random text, (steps, batch, length + 1), in which each character has four possible successors."""
     dice = torch.Generator().manual_seed(1)
     follow = torch.randint(size.classes, (size.classes, 4), generator=dice)
     found = [torch.randint(size.classes, (size.steps, size.batch), generator=dice)]
@@ -120,7 +121,7 @@ def logits(
 
 
 def train(ops: Ops, start: Weights, data: torch.Tensor, size: Size, dtype: torch.dtype) -> torch.Tensor:
-    """The losses of a run: float32 weights, computed with in `dtype`."""
+    """Returns the losses of a run with float32 weights that computes in `dtype`."""
     master = {name: t.clone().requires_grad_() for name, t in start.items()}
     optimizer = ops.adamw(list(master.values()), lr=size.rate, weight_decay=0.1)
     half = size.width // size.heads // 2
@@ -140,12 +141,12 @@ def train(ops: Ops, start: Weights, data: torch.Tensor, size: Size, dtype: torch
 
 
 def check(ours: Ops, size: Size, dtype: torch.dtype, device: str) -> float:
-    """Raises where our run leaves twice the envelope; returns how much of that it used at most."""
+    """Raises if our run leaves twice the envelope; returns the largest share of it that the run used."""
     start, data = weights(size, device), text(size, device)
     run = partial(train, data=data, size=size, dtype=dtype)
     base = run(TORCH, start)
     runs = torch.stack([run(TORCH, moved(start, dtype, seed)) for seed in range(5)])
-    ulps = 2 * torch.finfo(torch.float32).eps * base  # of the yardstick itself
+    ulps = 2 * torch.finfo(torch.float32).eps * base  # the float32 loss itself
     envelope = (runs - base).abs().amax(0).cummax(0).values + ulps
     used = (run(ours, start) - base).abs() / (2 * envelope)
     worst = int(used.argmax())
@@ -157,7 +158,7 @@ def check(ours: Ops, size: Size, dtype: torch.dtype, device: str) -> float:
 
 @pytest.mark.kernels
 def test_a_few_steps(device: str) -> None:
-    """Seconds in Triton's interpreter."""
+    """Takes seconds in Triton's interpreter."""
     check(OURS, Size(steps=6, batch=2, length=8, width=32, heads=2, classes=19), torch.float32, device)
 
 
@@ -170,7 +171,7 @@ def test_two_hundred_steps(dtype: torch.dtype) -> None:
 
 @pytest.mark.gpu
 def test_it_learns() -> None:
-    """The task is one that can be learnt in 200 steps, else staying with torch would say little."""
+    """The task can be learnt in 200 steps, else staying with torch would mean little."""
     size = Size(steps=200, batch=16, length=64, width=128, heads=4, classes=64)
     losses = train(OURS, weights(size, "cuda"), text(size, "cuda"), size, torch.bfloat16)
     assert losses[:5].mean() > 4
@@ -180,7 +181,7 @@ def test_it_learns() -> None:
 @pytest.mark.kernels
 @pytest.mark.parametrize("wrong", ["rms_norm", "silu_mul", "cross_entropy"])
 def test_notices(wrong: str, device: str) -> None:
-    """A gradient that is off by 1 % in one row leaves the envelope in a few steps, even among torch's own ops."""
+    """A gradient that is 1% off in one row leaves the envelope within a few steps, even with torch's own ops."""
 
     class Off(torch.autograd.Function):
         @staticmethod

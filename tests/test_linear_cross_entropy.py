@@ -1,5 +1,8 @@
-"""linear_cross_entropy beyond the law: how calls are cut up, that every way of cutting gives the same, who owns the gradients, bad
-targets, infinity, loss scales and autocast."""
+"""linear_cross_entropy beyond the law: how calls are split, with equal results however split, and ownership of
+gradients.
+
+Also bad targets, infinity, loss scales and autocast.
+"""
 
 import itertools
 import sys
@@ -21,10 +24,10 @@ IMPL = "triton"
 OP = get("linear_cross_entropy")
 MODULE: Any = sys.modules[OP.function.__module__]
 ROWS, HIDDEN, CLASSES = 14, 16, 700  # four groups of at most 4 rows; slabs of 128 classes and more
-# bytes in float32: all at once; groups of whole rows; slabs; slabs with sums of dx in float32
+# bytes in float32: all at once; groups of whole rows; slabs; slabs that sum dx in float32
 MEMORY = {"whole": None, "groups": 4 * CLASSES * 4, "slabs": 4 * 256 * 4, "sums": 4 * (128 + HIDDEN) * 4}
 memories = pytest.mark.parametrize("memory", MEMORY.values(), ids=MEMORY)
-UNUSED = itertools.count(1 << 20)  # versions of the configurations under which no call has a plan yet
+UNUSED = itertools.count(1 << 20)  # versions of the configurations for which no call has a plan yet
 ALL = {"label_smoothing": 0.1, "z_loss": 1e-3, "softcap": 5.0}
 
 
@@ -41,7 +44,7 @@ def ours(leaves: list[Any], target: torch.Tensor, **options: Any) -> torch.Tenso
 
 
 def theirs(leaves: list[Any], target: torch.Tensor, **options: Any) -> torch.Tensor:
-    """cross_entropy's reference over all logits, in float64."""
+    """Returns cross_entropy's reference over all logits, in float64."""
     x, weight, bias = [t if t is None else t.double() for t in leaves]
     return get("cross_entropy").reference(F.linear(x, weight, bias), target, **options)
 
@@ -81,7 +84,7 @@ def test_plan(name: str) -> None:
 @pytest.mark.parametrize("classes", [100, 32000, 128256, 262144])
 @pytest.mark.parametrize("share", [2, 3, 4, 5, 9, 16, 17, 40])
 def test_a_plan_keeps_its_promises(rows: int, classes: int, share: int) -> None:
-    """At most four groups; at most four roundings of dx, or sums; no more memory than was given."""
+    """At most four groups; dx has at most four roundings or is summed; memory stays within the limit."""
     hidden, size = 2048, 2
     memory = -(-rows * classes * size // share)
     cut = MODULE.plan(rows, classes, hidden, size, memory)
@@ -121,7 +124,7 @@ def test_some_gradients(memory: int, wanted: tuple[int, ...], device: str) -> No
 @pytest.mark.parametrize("reduction", ["mean", "none"])
 @pytest.mark.parametrize("memory", [None, MEMORY["slabs"]])
 def test_backward_again_and_again(memory: int | None, reduction: str, device: str) -> None:
-    """Every backward over a kept graph gives gradients of its own, which the caller may do with what they like."""
+    """Every backward over a retained graph gives gradients in their own memory, which the caller may overwrite."""
     leaves, target = make(device)
     loss = ours(leaves, target, reduction=reduction, chunk_memory=memory)
     first = grads(loss.sum(), leaves, keep=True)
@@ -136,7 +139,7 @@ def test_backward_again_and_again(memory: int | None, reduction: str, device: st
 @kernels
 @memories
 def test_the_same_bits_each_time(memory: int | None, device: str) -> None:
-    """On a GPU, of launchers' runs and of their repetitions on other tensors, with bias and without."""
+    """On a GPU compares launcher runs with replays on other tensors, with and without bias."""
     for bias in (True, False):
         found = []
         for _ in range(4 if device == "cuda" else 2):
@@ -154,7 +157,7 @@ def test_the_same_bits_each_time(memory: int | None, device: str) -> None:
 def test_a_third_call_is_replayed(
     memory: int | None, reduction: str, dtype: torch.dtype, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """However a call is cut up, its third works nothing out again; of other numbers it gives the bits of a first call."""
+    """However a call is split, its third run recomputes no plan; on other data it gives the bits of a first call."""
     monkeypatch.setattr(tuning, "version", next(UNUSED))
     worked: list[Any] = []
     init = MODULE._Work.__init__
@@ -178,7 +181,7 @@ def test_a_third_call_is_replayed(
 @pytest.mark.parametrize("reduction", ["mean", "none"])
 @memories
 def test_replays_of_a_graph(memory: int | None, reduction: str, device: str) -> None:
-    """Forward and backward in a CUDA graph, of new numbers where the first ones were. Without a GPU the calls are made again."""
+    """Forward and backward in a CUDA graph, replayed on new data. Without a GPU the calls are repeated."""
     leaves, target = make(device)
 
     def work() -> list[torch.Tensor]:
@@ -199,7 +202,9 @@ def test_replays_of_a_graph(memory: int | None, reduction: str, device: str) -> 
 @pytest.mark.parametrize("reduction", ["mean", "none"])
 @pytest.mark.parametrize("memory", [MEMORY["groups"], MEMORY["slabs"]])
 def test_a_target_that_is_no_class(memory: int, reduction: str, device: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    """In a kernel it makes its row NaN; the host does not look. (The interpreter's tensors are on a CPU, where it would raise.)"""
+    """In a kernel an invalid target makes its row NaN, and the host does not look.
+
+    Tensors of the interpreter are on a CPU, where it would raise."""
     monkeypatch.setattr(MODULE.cross_entropy, "readable", lambda target: False)
     leaves, target = make(device)
     target[1], target[9] = CLASSES, -(2**40)
@@ -217,7 +222,8 @@ def test_a_target_that_is_no_class(memory: int, reduction: str, device: str, mon
 @pytest.mark.parametrize("place", [0, 1], ids=["x", "weight"])
 @memories
 def test_infinities_and_nan(memory: int | None, place: int, value: float, device: str) -> None:
-    """Of x in its row, of a weight in every row's logits: losses and gradients are not finite where the formula's are not."""
+    """Infinity in x affects its row, in a weight every row's logits: losses and gradients are non-finite where the
+    formula's are."""
     leaves, target = make(device)
     target[:] = torch.where(target == 600, 5, target)
     with torch.no_grad():
@@ -235,7 +241,7 @@ def test_infinities_and_nan(memory: int | None, place: int, value: float, device
 @kernels
 @pytest.mark.parametrize("memory", [None, MEMORY["slabs"], MEMORY["sums"]])
 def test_classes_that_are_ruled_out(memory: int | None, device: str) -> None:
-    """A bias of -inf in whole slabs, the first ones or the last."""
+    """A bias is -inf in whole slabs, the first ones or the last."""
     for out in (slice(0, 300), slice(400, CLASSES)):
         leaves, target = make(device)
         target[:] = 350
@@ -251,7 +257,7 @@ def test_classes_that_are_ruled_out(memory: int | None, device: str) -> None:
 @kernels
 @pytest.mark.parametrize("memory", [None, MEMORY["slabs"]])
 def test_large_logits_all_alike(memory: int | None, device: str) -> None:
-    """Sums of differences stay small where the logits' sum would not."""
+    """Sums of differences stay small where the sum of logits would not."""
     leaves, target = make(device)
     with torch.no_grad():
         leaves[2] += 1000
@@ -263,7 +269,7 @@ def test_large_logits_all_alike(memory: int | None, device: str) -> None:
 @kernels
 @pytest.mark.parametrize("memory", [None, MEMORY["slabs"] // 2])
 def test_a_scaled_loss_in_half_precision(memory: int | None, device: str) -> None:
-    """With the loss scaled up, as float16 training does, gradients survive that would be 0 in float16 without the scale."""
+    """With a scaled loss, as in float16 training, gradients survive that would be 0 in float16 without the scale."""
     leaves, target = make(device, torch.float16)
     with torch.no_grad():
         leaves[0] *= 2.0**-12
@@ -280,7 +286,7 @@ def test_a_scaled_loss_in_half_precision(memory: int | None, device: str) -> Non
 
 @kernels
 def test_autocast_casts(device: str) -> None:
-    """x, weight and bias, as for F.linear; gradients come in the dtypes of the leaves."""
+    """Casts x, weight and bias as F.linear does; gradients have the dtypes of the leaves."""
     leaves, target = make(device)
     leaves[0] = leaves[0].detach().half().requires_grad_()
     with torch.autocast(device, dtype=torch.float16):
@@ -321,7 +327,8 @@ def test_layouts(memory: int, bend: Callable[[torch.Tensor], torch.Tensor], devi
 
 @kernels
 def test_no_more_products_than_needed(device: str) -> None:
-    """With slabs, the last one's logits are not made again: kernels over 3 slabs a group in forward, 2 of them a second time."""
+    """With slabs, the last one's logits are not recomputed: forward runs kernels over 3 slabs a group, 2 of them
+    twice."""
     leaves, target = make(device)
     started: list[str] = []
 
@@ -381,14 +388,14 @@ def test_bad_input(name: str) -> None:
 
 @pytest.mark.gpu
 def test_more_than_two_to_the_31() -> None:
-    """Logits of a group, and of a slab, have more than 2^31 elements."""
+    """The logits of a group, and of a slab, have more than 2^31 elements."""
     rows, hidden, classes = 65536 + 8, 64, 131072 + 128
     torch.manual_seed(0)
     x, weight = (torch.randn(n, hidden, device="cuda", dtype=torch.bfloat16) for n in (rows, classes))
     x, weight = (
         x.requires_grad_(),
         (weight / 8).requires_grad_(),
-    )  # logits about as far apart as 1: no row's gradient cancels to little
+    )  # logits differ by about 1, so that no row's gradient cancels
     target = torch.randint(classes, (rows,), device="cuda")
     for memory in (None, 5 << 29):
         loss = ridgeline.linear_cross_entropy(x, weight, target, reduction="none", chunk_memory=memory, impl=IMPL)

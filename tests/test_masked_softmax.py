@@ -1,4 +1,4 @@
-"""masked_softmax's dropout: which seeds it takes, and that a CUDA graph draws anew."""
+"""Dropout of masked_softmax: which seeds it accepts, and that replays of a CUDA graph differ."""
 
 import pytest
 import torch
@@ -28,7 +28,7 @@ def test_wider_seeds_are_refused(seed: int, device: str) -> None:
 
 @pytest.mark.gpu
 def test_replays_draw_anew() -> None:
-    """Without a seed one is drawn on the device, so that every replay of a CUDA graph drops others."""
+    """Without a seed one is drawn on the device, so that every replay of a CUDA graph drops other elements."""
     x, mask = torch.ones(64, 256, device="cuda"), torch.ones(256, dtype=torch.bool, device="cuda")
     ridgeline.masked_softmax(x, mask, dropout_p=0.5)
     graph = torch.cuda.CUDAGraph()

@@ -1,4 +1,4 @@
-"""What Hopper's products decide without a GPU: which operands the copy engine takes, the order of tiles, the rule, and its machine code."""
+"""Hopper's matrix products without a GPU: operands for the copy engine, order of tiles, the rule, machine code."""
 
 import random
 import subprocess
@@ -61,7 +61,7 @@ def test_which_operands_the_copy_engine_takes() -> None:
 
 
 def test_every_tile_is_computed_once() -> None:
-    """`Tiles.place`, run by Python: all tiles of all matrices, and of each all steps of K, once."""
+    """`Tiles.place`, run as Python, gives all tiles of all matrices, and for each all steps of K, once."""
     dice = random.Random(0)
     for _ in range(100):
         M, N, steps, batch = (dice.randint(1, most) for most in (2000, 2000, 60, 3))
@@ -82,7 +82,7 @@ def test_every_tile_is_computed_once() -> None:
 
 
 def box(desc: Any, at: list[int]) -> torch.Tensor:
-    """What the copy engine reads of a tensor map at a place: zeros beyond the edges."""
+    """Returns what the copy engine reads of a tensor map at a place: zeros beyond the edges."""
     t = desc.base.as_strided(desc.shape, desc.strides)
     found = torch.zeros(desc.block_shape, dtype=t.dtype)
     here = t[tuple([slice(i, i + n) for i, n in zip(at, desc.block_shape)])]
@@ -100,7 +100,7 @@ ENDS = {"": lambda x: x, "silu": F.silu, "gelu": F.gelu, "gelu_tanh": lambda x: 
 
 
 def emulate(launch: Launch) -> None:
-    """Does on the CPU what a launch of these kernels would do, tile by tile and box by box."""
+    """Computes on the CPU what a launch of these kernels would, tile by tile and box by box."""
     name, args, facts = launch.kernel.__name__, launch.args, launch.constants
     if name == "_align":
         out, t, rows, columns, _pitch, *strides = args
@@ -140,7 +140,7 @@ def emulate(launch: Launch) -> None:
 
 
 def laid(lines: int, K: int, how: str, batch: tuple[int, ...] = ()) -> torch.Tensor:
-    """(lines, K): its rows along K, its columns, a slice of more, or rows that begin anywhere."""
+    """Returns (lines, K) with rows along K, columns along K, a slice of more, or rows that begin anywhere."""
     if how == "rows":
         return torch.randn(*batch, lines, K).half()
     if how == "columns":
@@ -155,7 +155,7 @@ def close(one: torch.Tensor, exact: torch.Tensor) -> None:
 
 
 def test_products_tile_by_tile() -> None:
-    """The launches that calls would make, done on the CPU: maps, steps, parts, batches, edges and copies are right."""
+    """Launches, emulated on the CPU, have correct maps, steps, parts, batches, edges and copies."""
     dice, made = random.Random(0), []
     torch.manual_seed(0)
 
@@ -262,7 +262,7 @@ def test_clusters_fit_their_machine(monkeypatch: pytest.MonkeyPatch) -> None:
     assert found[0]["BN"] == 64
     alone = _cluster.rule(gpu, 1, 1024, 1024, 1024, 1)
     assert (alone["BN"], alone["DOWN"], alone["ACROSS"]) == (64, 1, 1)
-    assert (found[3]["BN"], found[3]["DOWN"], found[3]["ACROSS"]) == (128, 2, 2)  # what was fastest on an H100
+    assert (found[3]["BN"], found[3]["DOWN"], found[3]["ACROSS"]) == (128, 2, 2)  # the fastest on an H100
     assert (found[4]["BN"], found[4]["DOWN"], found[4]["ACROSS"]) == (256, 2, 1)
     for choice in found + _cluster.space():
         assert choice["STAGES"] * (128 * (128 + choice["BN"]) + 16) + 4 * 8192 + 1024 <= gpu.shared_memory, choice
@@ -273,7 +273,8 @@ def test_clusters_fit_their_machine(monkeypatch: pytest.MonkeyPatch) -> None:
 @pytest.mark.parametrize("layout", ["nn", "nt", "tn", "tt"])
 @pytest.mark.parametrize("batch", [None, 3, "shared"])
 def test_clusters_of_blocks(batch: int | str | None, layout: str) -> None:
-    """Every tile, cluster, band and lag: as near to float64 as torch's, and the same bits again; edges, and tails of K."""
+    """Every tile, cluster, band and lag is as close to float64 as torch's, with the same bits again; edges, tails of
+    K."""
     rung = get("matmul").implementations["cuda_cluster"]
     sizes = (() if batch is None else (3,), () if batch in (None, "shared") else (3,))
     for M, N, K in ((520, 648, 200), (1304, 776, 72), (1304, 776, 40), (8, 1032, 4104)):
@@ -307,7 +308,7 @@ def test_persistent_tiles_fit_their_machine() -> None:
         2048: 256,
         4096: 256,
         8192: 256,
-    }  # one tile for each program; one of 128 x 256 in the place of two
+    }  # one tile per program; one of 128 x 256 instead of two
     assert _persistent.rule(h100, 2, 1, 4096, 4097, 4096, False)["BN"] == 128
     assert _persistent.rule(small, 2, 1, 8192, 8192, 8192, True)["BN"] == 64
 
@@ -331,7 +332,7 @@ def test_what_persistent_programs_take() -> None:
 def test_persistent_programs(
     batch: int | str | None, layout: str, device: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Every tile, and a program for each of several: the edges, results that threads store, batches, and the same bits again."""
+    """Every tile, with several tiles per program: edges, results stored by threads, batches, the same bits again."""
     rung, dtype = get("matmul").implementations["triton_persistent"], torch.float16 if INTERPRETED else HALF
     monkeypatch.setattr(devices, "CPU", replace(devices.CPU, multiprocessors=3, shared_memory=232_448))
     sizes = (() if batch is None else (3,), () if batch in (None, "shared") else (3,))
@@ -360,7 +361,7 @@ def test_persistent_programs(
 @pytest.mark.kernels
 @pytest.mark.parametrize("columns", [40, 45])
 def test_gradients_by_descriptors(columns: int, device: str) -> None:
-    """Gradients that lie anyhow, an expanded one and one whose rows are odd, are copied for the copy engine."""
+    """Gradients with odd layouts, such as expanded or with odd rows, are copied for the copy engine."""
     dtype = torch.float16 if INTERPRETED else HALF
     a, b = (torch.randn(n, 72, device=device).to(dtype).requires_grad_() for n in (64, columns))
     if reason := why_not(get("matmul").implementations["triton_persistent"], a, b.mT):
@@ -383,7 +384,7 @@ def test_where_rows_begin() -> None:
 
 
 class Plain:
-    """What the kernels' activations mean, in float32 on the CPU."""
+    """Returns the kernels' activations, in float32 on the CPU."""
 
     share = staticmethod(lambda u: 1 / (1 + torch.exp2(u)))
     activate = FunctionType(_hopper._activate.fn.__code__, {"_share": share})
@@ -392,7 +393,8 @@ class Plain:
 @pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16])
 @pytest.mark.parametrize("activation", ["silu", "gelu", "gelu_tanh"])
 def test_activations_of_16_bits(activation: str, dtype: torch.dtype) -> None:
-    """Rows of like values, so that a row of tails must be right by itself: at most twice torch's error and half an ulp, by the law."""
+    """Rows of similar values, so that each row of tails must be right by itself: at most twice torch's error and half
+    an ulp."""
     x = torch.linspace(-12, 12, 1 << 20).view(4096, -1).to(dtype)
     exact, own = ENDS[activation](x.double()), ENDS[activation](x)
     mine = Plain.activate(x.float(), activation).to(dtype)
@@ -400,7 +402,7 @@ def test_activations_of_16_bits(activation: str, dtype: torch.dtype) -> None:
     allowed = 2 * torch.maximum((own - exact).norm(dim=1), (moved - exact).norm(dim=1) / 2) + torch.finfo(
         dtype
     ).eps / 2 * exact.norm(dim=1)
-    allowed += 1e-15 * x.double().norm(dim=1)  # the oracle's own: it takes 1 + tanh
+    allowed += 1e-15 * x.double().norm(dim=1)  # the oracle's own error: it computes 1 + tanh
     assert ((mine - exact).norm(dim=1) <= allowed).all()
     assert abs(float((mine.double() * exact).sum() / (exact * exact).sum()) - 1) < torch.finfo(dtype).eps / 16
     inf, nan = float("inf"), float("nan")
@@ -409,7 +411,8 @@ def test_activations_of_16_bits(activation: str, dtype: torch.dtype) -> None:
 
 
 def test_what_serves_on_hopper() -> None:
-    """Unasked: what was timed to be ahead of PyTorch, by sizes and options, and nothing that a rung would then refuse."""
+    """The automatic choice is what was timed to be faster than PyTorch, by sizes and options; it never refuses the
+    call."""
 
     def serves(op: str, *shapes: tuple[int, ...], arch: str = "sm_90", **options: Any) -> str:
         specs = {k: Spec(*v) if isinstance(v, tuple) else v for k, v in options.items()}
@@ -436,7 +439,7 @@ def test_what_serves_on_hopper() -> None:
 
 @pytest.mark.parametrize("how", ["rows", "columns", "slice", "anywhere"])
 def test_whatever_is_served_is_taken(how: str) -> None:
-    """Forward and backward, unasked, of operands that begin anywhere: a served rung takes them, so nothing raises."""
+    """Forward and backward without `impl`, of operands that begin anywhere: a served implementation runs them."""
     started: list[str] = []
     with devices.pretend("sm_90"), observe(lambda launch: started.append(launch.kernel.__name__)):
         a, b, odd = (laid(1024, K, how).requires_grad_() for K in (1024, 1024, 1025))
@@ -457,10 +460,10 @@ def test_whatever_is_served_is_taken(how: str) -> None:
 
 
 def test_the_choice_is_traced(monkeypatch: pytest.MonkeyPatch) -> None:
-    """By sizes alone, so that torch.compile can follow: one graph for each answer."""
+    """The choice depends only on sizes, so that torch.compile can follow it: one graph for each answer."""
     monkeypatch.setattr(
         sys.modules[get("matmul").function.__module__], "run", lambda *_: None
-    )  # no kernel takes a fake tensor's address
+    )  # no kernel takes the address of a fake tensor
     counter = CompileCounterWithBackend("aot_eager")
     compiled = torch.compile(lambda a, b: ridgeline.matmul(a, b) + 1, backend=counter, fullgraph=True, dynamic=True)
     with devices.pretend("sm_90"):
@@ -491,7 +494,7 @@ def test_copies_that_the_copy_engine_takes(shape: tuple[int, ...], device: str) 
 @pytest.mark.kernels
 @pytest.mark.parametrize("shape", [(33, 45), (70, 1100), (2, 19, 130)])
 def test_copies_of_bytes(shape: tuple[int, ...], device: str) -> None:
-    """By rows, by columns, by neither."""
+    """Contiguous by rows, by columns, or neither."""
     t = torch.randint(-128, 128, shape, dtype=torch.int8, device=device)
     for one in (t, t.mT.contiguous().mT, torch.stack([t, t], -1)[..., 0], t[..., :1, :].expand(shape)):
         copy = copied(one)
@@ -513,7 +516,7 @@ def test_parts_are_added_up(device: str) -> None:
 @pytest.mark.compiles
 @pytest.mark.parametrize("shape", [(8, 17, 4096), (100, 12, 8192), (1, 5, 4096), (300, 136, 16384)])
 def test_parts_are_written_by_the_copy_engine(shape: tuple[int, int, int]) -> None:
-    """Their rows are padded, whatever N is; so the kernel must have a tensor map for them."""
+    """Their rows are padded, whatever N is, so that the kernel has a tensor map for them."""
     M, N, K = shape
     case = Case("", (Spec(M, K), Spec(N, K)), dtypes=("bfloat16",))
     made = [
@@ -530,7 +533,7 @@ def test_parts_are_written_by_the_copy_engine(shape: tuple[int, int, int]) -> No
 
 
 def said_of(r: inspect.Resources, folder: Path) -> str:
-    """What ptxas says of a kernel for Hopper."""
+    """Returns the output of ptxas for a kernel for Hopper."""
     path = folder / "kernel.ptx"
     path.write_text(r.texts["ptx"])
     ptxas = compiler.get_ptxas(90).path
@@ -541,7 +544,7 @@ def said_of(r: inspect.Resources, folder: Path) -> str:
 
 @pytest.mark.compiles
 def test_products_are_not_serialized(tmp_path) -> None:  # type: ignore[no-untyped-def]
-    """ptxas lets products run while the next are started, and moves no sums: it says where it cannot."""
+    """ptxas overlaps products with the start of the next ones and moves no sums: otherwise it would say so."""
     ops = [
         ("matmul", impl, Case("", (Spec(512, 512), Spec(512, 2048)), dtypes=("bfloat16",)))
         for impl in ("gluon", "triton_persistent")

@@ -1,4 +1,4 @@
-"""Hopper's products of 8-bit numbers without a GPU: what their launches compute box by box, their barriers' order, what they refuse."""
+"""Hopper's 8-bit matrix products without a GPU: results box by box, order at barriers, refusals."""
 
 import random
 from collections.abc import Generator
@@ -24,14 +24,14 @@ E4M3 = torch.float8_e4m3fn
 
 
 def flat(t: torch.Tensor, at: Any) -> torch.Tensor:
-    """Elements of a tensor by their distances in memory from its first."""
+    """Returns the elements of a tensor by their distance in memory from its first."""
     return t.as_strided((1 + sum((n - 1) * s for n, s in zip(t.shape, t.stride())),), (1,))[at]
 
 
 def emulate(launch: Launch) -> None:
-    """Does on the CPU what a launch of these kernels would do, tile by tile, step by step and box by box."""
+    """Computes on the CPU what a launch of these kernels would, tile by tile, step by step and box by box."""
     if launch.kernel.__name__ == "_align":
-        launch.args[0].fill_(77)  # what lies behind a copy's columns must not count
+        launch.args[0].fill_(77)  # the columns beyond a copy must not count
         emulate_copy(launch)
         return
     if launch.kernel.__name__ == "_columns":
@@ -90,7 +90,7 @@ def emulate(launch: Launch) -> None:
 
 
 def operand(lines: int, K: int, whole: bool, dice: random.Random) -> torch.Tensor:
-    """(lines, K), its rows at multiples of 16 bytes, perhaps a slice of more."""
+    """Returns (lines, K) with rows at multiples of 16 bytes, perhaps a slice of more."""
     room = torch.randint(-128, 128, (lines + 2, triton.cdiv(K, 16) * 16 + 32), dtype=torch.int8)
     room = room if whole else torch.randn(room.shape).to(E4M3)
     return dice.choice(
@@ -99,7 +99,8 @@ def operand(lines: int, K: int, whole: bool, dice: random.Random) -> torch.Tenso
 
 
 def anyhow(lines: int, K: int, whole: bool, dice: random.Random) -> torch.Tensor:
-    """(lines, K): its rows anywhere, every second element, or its columns; one row for all, or one as `operand` gives it."""
+    """Returns (lines, K) with rows anywhere, every second element, or its columns; one row for all, or as in
+    `operand`."""
     room = torch.randint(-128, 128, (lines + 1, 2 * K + 3), dtype=torch.int8)
     room = room if whole else torch.randn(room.shape).to(E4M3)
     pieces = [room[1:, 1 : K + 1], room[1:, :K].contiguous(), room[1:, 1 : 2 * K : 2], room[1:, :K].T.contiguous().T]
@@ -113,7 +114,7 @@ def scale(rows: int, columns: int, dice: random.Random) -> torch.Tensor:
 @pytest.mark.parametrize("impl", ["gluon", "gluon_padded"])
 @pytest.mark.parametrize("op", ["fp8 rows", "fp8 blocks", "int8"])
 def test_products_tile_by_tile(op: str, impl: str) -> None:
-    """The launches that calls would make, done on the CPU: maps, steps, scales' places, edges and copies are right."""
+    """Launches, emulated on the CPU, have correct maps, steps, places of scales, edges and copies."""
     dice, made = random.Random(0), []
     torch.manual_seed(0)
 
@@ -157,7 +158,8 @@ def test_products_tile_by_tile(op: str, impl: str) -> None:
 
 
 class Barrier:
-    """As `mbarrier`: a phase ends with so many arrivals, and a wait for a parity goes on when the phase of that parity has ended."""
+    """Emulates `mbarrier`: a phase ends after this many arrivals, and a wait for a parity ends with the phase of that
+    parity."""
 
     def __init__(self, count: int):
         self.count, self.pending, self.phase = count, count, 0
@@ -173,8 +175,10 @@ class Barrier:
 
 
 def program(pipelined: bool, stages: int, steps: int, tiles: int, lag: int, dice: random.Random) -> list[list[Any]]:
-    """Runs the parts of a program in random order from wait to wait; what each group read of the ring, and should have. Not pipelined are
-    the products of floats, whose scales come by a warp of their own."""
+    """Runs the parts of a program in random order from wait to wait; returns what each group read of the ring, and
+    should have.
+
+    Products of floats are not pipelined: a separate warp brings their scales."""
     sources = 1 if pipelined else 2
     ready, free, begun = [Barrier(sources) for _ in range(stages)], [Barrier(2) for _ in range(stages)], Barrier(1)
     ring: list[list[Any]] = [[None] * sources for _ in range(stages)]
@@ -231,7 +235,9 @@ def program(pipelined: bool, stages: int, steps: int, tiles: int, lag: int, dice
 
 @pytest.mark.parametrize("pipelined", [False, True])
 def test_barriers_in_any_order_of_warps(pipelined: bool) -> None:
-    """None stays waiting, and each multiplies what it should. pipelined: a step is given back while the next one's products run."""
+    """No part waits forever, and each multiplies the right data.
+
+    pipelined: a step is released while the next one's products run."""
     for seed in range(300):
         dice = random.Random(seed)
         stages, steps, tiles = dice.choice((3, 4, 6, 8)), dice.randint(1, 9), dice.randint(1, 4)
@@ -246,7 +252,7 @@ def test_barriers_in_any_order_of_warps(pipelined: bool) -> None:
 )
 @pytest.mark.parametrize("name", ["int8_matmul", "fp8_matmul"])
 def test_few_rows_are_left_to_smaller_tiles(name: str, rows: int, columns: int, K: int, kernel: str) -> None:
-    """However much there is to do, where nothing needs a copy."""
+    """Serves calls of any size if nothing needs a copy."""
     started: list[str] = []
     a, b = (torch.zeros(lines, K, dtype=torch.int8) for lines in (rows, columns))
     a, b = (a, b) if name == "int8_matmul" else (a.view(E4M3), b.view(E4M3))
@@ -265,7 +271,7 @@ def test_few_rows_are_left_to_smaller_tiles(name: str, rows: int, columns: int, 
     ],
 )
 def test_few_rows_by_blocks(rows: int, columns: int, how: str, kernel: str) -> None:
-    """Of a wide weight in blocks 16 rows were seen to be quicker by tiles of 128."""
+    """For a wide weight in blocks, 16 rows were faster with tiles of 128."""
     started: list[str] = []
     a, b = torch.zeros(rows, 1024).to(E4M3), torch.zeros(columns, 1024).to(E4M3).T
     deep, wide = (8, columns // 128) if how == "blocks" else (1, columns)
@@ -286,7 +292,7 @@ KEPT = torch.zeros(1024, 1024, dtype=torch.int8)
 @pytest.mark.parametrize("how", LAID)
 @pytest.mark.parametrize("name", ["int8_matmul", "fp8_matmul"])
 def test_what_serves_operands_that_lie_anyhow(name: str, how: str) -> None:
-    """Copies where operands need them and there is enough to do; nothing is copied that need not be."""
+    """Copies operands if they need it and there is enough work; otherwise nothing is copied."""
     codes = KEPT if name == "int8_matmul" else KEPT.view(E4M3)
 
     def kernels(a: torch.Tensor, b: torch.Tensor) -> list[str]:
@@ -309,7 +315,7 @@ def test_what_serves_operands_that_lie_anyhow(name: str, how: str) -> None:
 @pytest.mark.parametrize("how", list(LAID)[1:])
 @pytest.mark.parametrize("op", ["fp8 rows", "fp8 blocks", "int8"])
 def test_copies_change_no_bit(op: str, how: str) -> None:
-    """What `gluon` makes of the same numbers where it takes them as they lie, in every result's last bit."""
+    """The same bits as `gluon` gives for operands that it takes as they are."""
     if torch.cuda.get_device_capability() != (9, 0):
         pytest.skip("the rungs are Hopper's")
     function = ridgeline.int8_matmul if op == "int8" else ridgeline.fp8_matmul
@@ -328,7 +334,7 @@ def test_copies_change_no_bit(op: str, how: str) -> None:
         if op == "int8":
             options["zero_a"] = torch.randint(-128, 128, (M, 1), dtype=torch.int32, device="cuda")
         wanted = function(fine[0], fine[1].T, *given, **options, impl="gluon")
-        for _ in range(3):  # the third is replayed
+        for _ in range(3):  # the third call is replayed
             assert torch.equal(function(moved[0], moved[1].T, *given, **options, impl="gluon_padded"), wanted)
 
 
@@ -336,7 +342,7 @@ def test_copies_change_no_bit(op: str, how: str) -> None:
 @pytest.mark.parametrize("op", ["fp8_matmul", "int8_matmul"])
 @pytest.mark.parametrize("sizes", [(4097, 2048, 1040), (300, 520, 4096), (130, 4104, 256), (77, 45, 160)], ids=str)
 def test_scales_of_rows_and_columns(op: str, sizes: tuple[int, int, int]) -> None:
-    """Each row's and column's own, by every tile: several tiles a program, edges, results that threads write."""
+    """Scales of each row and column, by every tile: several tiles a program, edges, results that threads write."""
     if torch.cuda.get_device_capability() != (9, 0):
         pytest.skip("the rung is Hopper's")
     M, N, K = sizes
@@ -371,7 +377,7 @@ def test_what_is_refused() -> None:
     assert _hopper8.refusal(a, b, one, one) is None
     assert _hopper8.refusal(a, b, *scales) is None
     assert blocks(deep, wide, *single) == 1
-    assert blocks(a, b, scales[0], torch.ones(1, 48)) == 1  # which is as well by columns
+    assert blocks(a, b, scales[0], torch.ones(1, 48)) == 1  # which is also contiguous by columns
     assert _hopper8.refusal(a, b, scales[0], torch.ones(1, 48)) is None
     for words, given, options in (
         ("b's columns must be contiguous", (a, rows, one, one), {}),
@@ -412,7 +418,7 @@ def test_rules_fit_their_machine() -> None:
 @pytest.mark.compiles
 @pytest.mark.parametrize("name", ["fp8_matmul", "int8_matmul"])
 def test_products_are_not_serialized(name: str, tmp_path) -> None:  # type: ignore[no-untyped-def]
-    """ptxas lets products run while scales come and sums are taken over: it says where it cannot."""
+    """ptxas overlaps products with the arrival of scales and the sums: otherwise it would say so."""
     op, dtype = get(name), {"fp8_matmul": "float8_e4m3fn", "int8_matmul": "int8"}[name]
     cases = [
         c for c in op.cases if c.name in ("4096x4096x4096", "4096x4096x4096 rows", "4096x4096x4096 blocks by columns")

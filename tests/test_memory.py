@@ -1,6 +1,6 @@
-"""Peak memory of forward plus backward: what is returned, the gradients, two statistics a row, partial sums of weights' gradients.
+"""Peak memory of forward plus backward: results, gradients, two statistics a row, partial sums of weight gradients.
 
-Counted is what tensors asked for: what they are given is rounded up, by up to a mebibyte each.
+It counts the bytes that tensors requested; the allocator rounds each up, by up to 1 MiB.
 """
 
 from collections.abc import Callable
@@ -16,7 +16,7 @@ from ridgeline.op import Case, Op, nbytes, registry, tensors_of
 pytestmark = pytest.mark.gpu
 
 OPS = registry()
-SLACK = 64 << 10  # numbers such as a loss, a seed, counts of rows
+SLACK = 64 << 10  # scalars such as a loss, a seed, counts of rows
 NARROW, WIDE = "16384x4096", "1024x262144"
 
 
@@ -29,7 +29,8 @@ def dtype(case: Case) -> str:
 
 
 def chosen(op: Op) -> Case:
-    """Rows that are many times as long together as the partial sums of their columns; else the op's largest case."""
+    """Returns rows that are many times as long together as the partial sums of their columns; else the op's largest
+    case."""
     named = [case for case in bench(op) if case.name == NARROW]
     return (
         named[0] if named else max(bench(op), key=lambda case: nbytes(*tensors_of(case.make(dtype(case), "meta")[0])))
@@ -45,12 +46,12 @@ LOGITS = {
     "16384x2048x32000": (216 / 64, 0.4),
 }
 CALLS: list[tuple[Op, Case, dict[str, Any], float]]
-MORE = {"gated_linear": 4 * 14336 / 4096}  # both products, kept, and their gradients
+MORE = {"gated_linear": 4 * 14336 / 4096}  # both products, saved, and their gradients
 CALLS = [(op, chosen(op), {}, MORE.get(op.name, 0)) for op in OPS.values() if not op.mutates and op is not LINEAR]
 CALLS += [
     (OPS[name], OPS[name].case(WIDE), {}, 0) for name in ("softmax", "layer_norm")
 ]  # other ops on rows allocate as these do
-CALLS += [  # options that change what is kept; the last number: tensors of x's size beyond the line at the top
+CALLS += [  # options that change what is saved; the last number: tensors of x's size beyond the line at the top
     (OPS["rms_norm"], OPS["rms_norm"].case(NARROW), {"memory_efficient": True}, 0),
     (OPS["cross_entropy"], chosen(OPS["cross_entropy"]), {"reduction": "none"}, 0),
     *[(LINEAR, LINEAR.case(name), {}, share) for name, (share, _) in LOGITS.items()],
@@ -68,36 +69,37 @@ def requested(which: str) -> int:
 
 
 def allowed(op: Op, args: list[Any], wanted: list[torch.Tensor], outputs: tuple[torch.Tensor, ...]) -> int:
-    """dropout draws its mask again in backward, and so is allowed none. A row of group_norm is a group."""
+    """dropout draws its mask again in backward, and so may save none. A row of group_norm is a group."""
     x = args[0]
     rows = x.shape[0] * args[1] if op.name == "group_norm" else x.numel() // x.shape[-1]
     statistics = 40 * rows if op is LINEAR else 2 * 4 * rows if op.family in ("rowwise", "loss") else 0
     weights = sum(t.numel() for t in wanted if t.dim() == 1 and t.numel() < x.numel())
     if (
         op.family == "attention"
-    ):  # Hopper's kernels add dQ up in float32, and number each packed sequence's blocks of 64 rows apart
+    ):  # Hopper's kernels accumulate dQ in float32, and number each packed sequence's blocks of 64 rows
         length = x.shape[0] if op.name == "attention_varlen" else x.shape[2]
-        more = 64 * args[3].numel() if op.name == "attention_varlen" else -length % 64  # for each sequence, and one
+        more = 64 * args[3].numel() if op.name == "attention_varlen" else -length % 64  # sequences, plus one
         statistics = (4 * x.numel() + 3 * 4 * rows) * (length + more) // length
     if op.name == "gemv":
-        statistics = 4 << 20  # parts of K, whatever the sizes
+        statistics = 4 << 20  # parts along K, whatever the sizes
     if op.name in ("reduce_sum", "dot"):
-        statistics = 8 * 128 * device.here().multiprocessors  # a part a block
+        statistics = 8 * 128 * device.here().multiprocessors  # one part per block
     if op.name == "cumsum":
         tiles = x.numel() // 5120
-        statistics = 16 * (tiles + tiles // 32 + 3)  # two words for a tile, and for 32 of them
+        statistics = 16 * (tiles + tiles // 32 + 3)  # two words per tile, and per 32 tiles
     if op.name == "radix_sort":
         statistics = 10 * x.numel()  # keys and values between passes, and words for the digits of 6144 keys
     if op.name == "index_add":
-        statistics = 40 * args[2].numel()  # the index in order, by torch.sort, and its own copies
+        statistics = 40 * args[2].numel()  # the sorted index, by torch.sort, and its own copies
     return nbytes(*outputs, *wanted) + statistics + 4 * weights * device.here().multiprocessors + SLACK
 
 
 def peak(op: Op, call: Callable[..., Any], case: Case, options: dict[str, Any]) -> tuple[int, int]:
-    """Bytes at most beyond what was there before, of a call and its backward while the results live; and what they may be."""
+    """Returns the peak bytes, beyond those allocated before, of a call and its backward while the results live; and
+    the limit."""
     args, kwargs = case.make(dtype(case), "cuda")
     wanted, incoming, found, limit = leaves([*args, *kwargs.values()]), [], [], 0
-    for _ in range(4):  # cuBLAS keeps what it takes in the first; a launcher runs, then is recorded, then replayed
+    for _ in range(4):  # the first call allocates cuBLAS's workspace; a launcher runs, then is recorded, then replayed
         for t in wanted:
             t.grad = None
         torch.cuda.reset_peak_memory_stats()
@@ -145,7 +147,7 @@ def test_waste_is_seen(name: str) -> None:
     ("op", "case"), [pytest.param(o, c, id=f"{o.name} {c.name}") for o in OPS.values() if o.mutates for c in bench(o)]
 )
 def test_in_place(op: Op, case: Case) -> None:
-    """For a chunk of 8192 elements 4 bytes of a table and 4 of a partial sum, the first time too."""
+    """A chunk of 8192 elements takes 4 bytes of a table and 4 of a partial sum, also the first time."""
     args, kwargs = case.make(dtype(case), "cuda")
     for _ in range(3):
         torch.cuda.reset_peak_memory_stats()

@@ -1,6 +1,6 @@
-"""The mutation run: what PyTorch computes for each op, bent as a broken kernel would bend it, breaks the law; on a GPU too.
+"""Mutations: PyTorch's results for each op, changed as a faulty kernel would, break the law; on a GPU too.
 
-`test_law` does the same to an op of its own, and more closely.
+`test_law` does the same, more closely, to an op of its own.
 """
 
 import pytest
@@ -14,7 +14,7 @@ pytestmark = pytest.mark.kernels
 
 
 def matrix(op: Op) -> Case | None:
-    """The op's first small case with a matrix of more than a few rows and columns, or None."""
+    """Returns the op's first small case with a matrix of more than a few rows and columns, or None."""
     specs = [
         (c, c.args[0])
         for c in op.cases
@@ -38,13 +38,13 @@ RESULTS = {
 
 
 def transposed(t):
-    """What a kernel reads of t.mT if it takes it for contiguous."""
+    """Returns what a kernel reads of t.mT if it assumes that it is contiguous."""
     return t.detach().mT.reshape(t.shape).requires_grad_(t.requires_grad)
 
 
 COARSE = ("layer_norm", "add_layer_norm")
-LINEAR = ("copy", "cumsum", "index_add", "transpose")  # their gradients do not look at the inputs
-UNORDERED = ("histogram",)  # it counts the same wherever an element stands
+LINEAR = ("copy", "cumsum", "index_add", "transpose")  # their gradients do not depend on the inputs
+UNORDERED = ("histogram",)  # it counts the same, wherever an element is
 MATRICES = {op: case for op in registry().values() if not op.mutates and op.family != "loss" and (case := matrix(op))}
 CASES = [pytest.param(op, dtype, id=f"{op.name}-{dtype}") for op, case in MATRICES.items() for dtype in case.dtypes]
 

@@ -1,4 +1,4 @@
-"""ridgeline.nn's modules beside torch.nn's of the same names: constructor, parameters, state_dict, printed form, results."""
+"""ridgeline.nn's modules beside torch.nn's of the same names: constructor, parameters, state_dict, repr, results."""
 
 import inspect
 import subprocess
@@ -14,7 +14,7 @@ from ridgeline.op import RidgelineError
 
 pytestmark = pytest.mark.kernels
 
-# (class, constructor's arguments, shape of the input)
+# (class, constructor arguments, input shape)
 TWINS = [
     ("RMSNorm", (48,), {}, (3, 5, 48)),
     ("RMSNorm", ((6, 8),), {"eps": 1e-6}, (5, 6, 8)),
@@ -36,7 +36,7 @@ named = pytest.mark.parametrize(
 
 
 def close(mine: torch.Tensor, theirs: torch.Tensor, oracle: torch.Tensor) -> None:
-    """The law in brief: at most twice torch's own error, plus an ulp."""
+    """A simple law: at most twice torch's own error, plus an ulp."""
     assert mine.shape == theirs.shape
     assert mine.dtype == theirs.dtype
     wrong, allowed = (mine.double() - oracle).norm(), 2 * (theirs.double() - oracle).norm()
@@ -76,7 +76,7 @@ def test_twins(name: str, args: tuple, kwargs: dict, shape: tuple, device: str) 
 
 @named
 def test_constructors(name: str, args: tuple, kwargs: dict, shape: tuple) -> None:
-    """Torch's arguments by torch's names, in torch's order, with torch's defaults; more of our own are keyword-only."""
+    """Arguments have torch's names, order and defaults; additional ones are keyword-only."""
     mine, theirs = (inspect.signature(getattr(where, name)).parameters for where in (ours, nn))
     shared = [p for p in mine.values() if p.name in theirs]
     assert [(p.name, p.default, p.kind) for p in shared] == [(p.name, p.default, p.kind) for p in theirs.values()]
@@ -87,7 +87,7 @@ def test_constructors(name: str, args: tuple, kwargs: dict, shape: tuple) -> Non
     "options", [{}, {"ignore_index": 3}, {"label_smoothing": 0.1, "reduction": "sum"}, {"reduction": "none"}]
 )
 def test_cross_entropy(options: dict, device: str) -> None:
-    """Torch's losses of two dimensions; of more, torch's with its classes moved last."""
+    """Losses equal torch's for two dimensions, and torch's with its classes moved last for more."""
     mine, theirs = ours.CrossEntropyLoss(**options), nn.CrossEntropyLoss(**options)
     assert repr(mine) == repr(theirs)
     mine.load_state_dict(theirs.state_dict())
@@ -113,7 +113,10 @@ def test_cross_entropy_constructor() -> None:
 
 def test_submodules_of_the_package() -> None:
     """`import ridgeline` is enough for what the guide names, and still imports no torch."""
-    code = "import sys, ridgeline; assert 'torch' not in sys.modules; ridgeline.{}; print('ridgeline.{}'.split('.')[1] in dir(ridgeline))"
+    code = (
+        "import sys, ridgeline; assert 'torch' not in sys.modules; ridgeline.{}; "
+        "print('ridgeline.{}'.split('.')[1] in dir(ridgeline))"
+    )
     for name in ("nn.RMSNorm", "optim.AdamW", "lab.benchmark", "op.RidgelineError", "RidgelineError"):
         said = subprocess.run(
             [sys.executable, "-c", code.format(name, name)], check=True, capture_output=True, text=True
@@ -135,7 +138,7 @@ def test_gated(device: str) -> None:
 
 
 def test_norms_of_sums(device: str) -> None:
-    """AddRMSNorm and AddLayerNorm load their plain twins' state_dicts, and return the sum too."""
+    """AddRMSNorm and AddLayerNorm load the state_dicts of their plain counterparts, and return the sum too."""
     x, residual = (torch.randn(5, 48, device=device) for _ in range(2))
     for name in ("RMSNorm", "LayerNorm"):
         mine, theirs = getattr(ours, f"Add{name}")(48).to(device), getattr(nn, name)(48).to(device)
@@ -148,7 +151,7 @@ def test_norms_of_sums(device: str) -> None:
 
 
 def test_dropout(device: str) -> None:
-    """In training it drops about p of the elements and scales the others; a model moves in and out of it."""
+    """In training it drops about p of the elements and scales the others; a model can leave and re-enter training."""
     x = torch.ones(64, 256, device=device)
     module = ours.Dropout(0.25)
     y = module(x)
@@ -174,7 +177,7 @@ def test_refusals() -> None:
 
 
 def test_imports_no_op() -> None:
-    """`import ridgeline.nn` reads no op's file; each is loaded at its first call."""
+    """`import ridgeline.nn` imports no op; each is imported at its first call."""
     code = "import sys, ridgeline.nn; print([m for m in sys.modules if m.startswith('ridgeline.ops.')])"
     assert (
         subprocess.run([sys.executable, "-c", code], check=True, capture_output=True, text=True).stdout.strip() == "[]"

@@ -1,6 +1,7 @@
-"""Every op of the registry, every rung, every small case and dtype: the law, and what docs/design.md promises of any op.
+"""Every op, implementation, small case and dtype passes the law and keeps the promises of docs/design.md.
 
-On a CPU the kernels run in Triton's interpreter (float32 and float16; it computes bfloat16 wrongly), on a GPU as they are.
+On a CPU the kernels run in Triton's interpreter (float32 and float16; it computes bfloat16 wrongly), on a GPU
+natively.
 """
 
 import subprocess
@@ -28,9 +29,9 @@ RUNGS = [(op, i) for op in OPS.values() for i in op.implementations.values() if 
 KERNELS = [(op, i) for op, i in RUNGS if i.is_kernel]
 PURE = {
     name: op for name, op in OPS.items() if not op.mutates
-}  # the others, optimizers, have tests of their own beside the law
+}  # the others, optimizers, have their own tests besides the law
 FIRST = {op.name: next(c for c in op.cases if c.use == "check") for op in OPS.values()}
-# Of the ladders of CUDA C++, rungs that do not take their op's first case in float32.
+# Implementations in CUDA C++ that do not support their op's first case in float32.
 LADDERS = (
     "dot",
     "transpose",
@@ -54,7 +55,7 @@ def named(value: object) -> str | None:
 
 
 def call(op: Op, implementation: Implementation, case: Case, dtype: str, device: str) -> tuple[list, dict]:
-    """The arguments of a case, or the test is left out where this machine or the implementation does not take them."""
+    """Returns the arguments of a case; skips the test if this machine or the implementation does not support it."""
     if implementation.is_kernel and INTERPRETED and dtype == "bfloat16":
         pytest.skip("Triton's interpreter computes bfloat16 wrongly")
     args, kwargs = case.make(dtype, device)
@@ -65,14 +66,14 @@ def call(op: Op, implementation: Implementation, case: Case, dtype: str, device:
 
 
 def takes(implementation: Implementation, case: Case, dtype: str) -> bool:
-    """Whether it takes a case on an H100, by shapes and dtypes."""
+    """Returns whether an implementation supports a case on an H100, by shapes and dtypes."""
     args, kwargs = case.make(dtype, "meta")
     with devices.pretend("sm_90"):
         return why_not(implementation, *args, *kwargs.values()) is None
 
 
 def own(op: Op, implementation: Implementation) -> tuple[Case, str] | None:
-    """The first small case of more than a few elements that a rung takes, and the dtype, where its op's first one is not for it."""
+    """Returns the first small case of more than a few elements that an implementation supports, and its dtype."""
     if op.name not in LADDERS or not implementation.is_kernel or takes(implementation, FIRST[op.name], "float32"):
         return None
     cases = [(case, dtype) for case in op.cases if case.use == "check" for dtype in case.dtypes]
@@ -84,7 +85,7 @@ OWN = [(op, i, *found) for op, i in RUNGS if (found := own(op, i))]
 
 
 def uncoded(result: object) -> list[torch.Tensor]:
-    """A call's results, those of 8 bits as float32 and complex halves as complex64: assert_close compares no such numbers."""
+    """Returns a call's results, with 8-bit ones as float32 and complex halves as complex64 for assert_close."""
     wide = {torch.complex32: torch.complex64}
     return [t.float() if t.element_size() == 1 else t.to(wide.get(t.dtype, t.dtype)) for t in as_tuple(result)]
 
@@ -111,7 +112,7 @@ def test_law(op: Op, case: Case, device: str) -> None:
 @pytest.mark.gpu
 @pytest.mark.parametrize(("op", "implementation"), [(o, i) for o, i in KERNELS if o.name in PURE], ids=named)
 def test_a_second_gpu(op: Op, implementation: Implementation) -> None:
-    """What lies on a GPU that is not the current one is computed there, with the same bits where sums have an order."""
+    """Tensors on a GPU that is not the current one are computed there, with the same bits if sums have an order."""
     if torch.cuda.device_count() < 2:
         pytest.skip("needs two GPUs")
     dtype = next((d for d in FIRST[op.name].dtypes if d in implementation.dtypes), FIRST[op.name].dtypes[0])
@@ -150,8 +151,10 @@ LAYOUTS = {
 
 
 def laid_out(op: Op, rungs: list[Implementation], case: Case, dtype: str, layout: str, device: str) -> int:
-    """Holds the rungs that take a case's tensors so laid out to the law, and says how many these are. (Expanded ones have so few
-    different elements that a rounding's luck counts: for them the result on a contiguous copy is the standard.)"""
+    """Checks the implementations that support a case's tensors in this layout, and returns how many these are.
+
+    Expanded tensors have so few different elements that a rounding is luck: their standard is the result on a
+    contiguous copy."""
     args, kwargs = case.make(dtype, device)
     args = [LAYOUTS[layout](a).requires_grad_(a.requires_grad) if isinstance(a, torch.Tensor) else a for a in args]
     able = [i for i in rungs if i.is_kernel and why_not(i, *args, *kwargs.values()) is None]
@@ -206,7 +209,7 @@ SIZES = {
 
 @pytest.mark.parametrize("name", SIZES)
 def test_empty_and_odd_sizes(name: str, device: str) -> None:
-    """Shapes with a zero or a one in them, and no dimension at all: PyTorch's own results and gradients."""
+    """Shapes with a zero or a one, and without dimensions: PyTorch's own results and gradients."""
     own = {
         "gelu": torch.nn.functional.gelu,
         "mul": torch.mul,
@@ -226,7 +229,8 @@ def test_empty_and_odd_sizes(name: str, device: str) -> None:
 
 
 def resized(arg: object, old: int, new: int) -> object:
-    """A tensor of a case with another size in the place of one, and numbers of a class below it where they were below that."""
+    """Returns a tensor of a case with one size replaced, and class indices kept below it if they were below the old
+    one."""
     if not isinstance(arg, Spec):
         return arg
     other = copy(arg)
@@ -245,8 +249,11 @@ ODD = {
 
 
 def resized_case(op: Op, rungs: list[Implementation], case: Case, dtype: str, size: str, device: str) -> int:
-    """Holds the rungs that take a case with another first or last size of its first tensor to the law, or to being as near to float64 as
-    the dtype gets (how far torch's is off in a single number is luck), and says how many these are."""
+    """Checks the implementations that support a case with another first or last size of its first tensor; returns
+    their number.
+
+    They must pass the law or be as close to float64 as the dtype allows, since torch's error in a single number is
+    luck."""
     first = next(a for a in case.args if isinstance(a, Spec)).shape
     rows, columns = ODD[size]
     if columns and (len(first) == 1 or op.name == "rope"):
@@ -262,7 +269,7 @@ def resized_case(op: Op, rungs: list[Implementation], case: Case, dtype: str, si
     able = [i for i in rungs if i.is_kernel and why_not(i, *args, *kwargs.values()) is None]
     rtol, atol, of_gradients = (
         (1e-5, 1e-5, 1e-4) if dtype == "float32" else (1e-2, 1e-2, 1e-2)
-    )  # of one column, a rounding times rstd
+    )  # for one column, a rounding times rstd
     for implementation in able:
         if rows != 0 and (law := Law(op, args, kwargs)).judge(*law.run(implementation)).ok:
             continue
@@ -296,7 +303,7 @@ def test_few_rows_and_columns_in_its_own_dtype(
 
 @pytest.mark.parametrize(("op", "implementation"), [(o, i) for o, i in KERNELS if o.name in WITH_GRADIENTS], ids=named)
 def test_gradient_layouts(op: Op, implementation: Implementation, device: str) -> None:
-    """An expanded incoming gradient gives what its contiguous copy gives."""
+    """An expanded incoming gradient gives the same as its contiguous copy."""
     args, kwargs = call(op, implementation, FIRST[op.name], "float32", device)
     y = as_tuple(implementation(*args, **kwargs))
     incoming = [torch.randn((), device=device).to(o.dtype).expand(o.shape) for o in y]
@@ -313,7 +320,7 @@ def test_gradient_layouts(op: Op, implementation: Implementation, device: str) -
 
 @pytest.mark.parametrize(("op", "implementation"), [(o, i) for o, i in RUNGS if o.name in PURE], ids=named)
 def test_again(op: Op, implementation: Implementation, device: str) -> None:
-    """Two calls give the same bits, and leave their inputs as they were."""
+    """Two calls give the same bits, and leave their inputs unchanged."""
     args, kwargs = call(op, implementation, FIRST[op.name], "float32", device)
     before = [a.detach().clone() for a in args if isinstance(a, torch.Tensor)]
     first, second = (implementation(*args, **kwargs) for _ in range(2))
@@ -351,7 +358,7 @@ def test_compile(op: Op, impl: str | None, device: str) -> None:
     case = FIRST[op.name]
     rows = next(a for a in case.args if isinstance(a, Spec)).shape[
         0
-    ]  # what varies: the first tensor's first size, wherever it stands
+    ]  # the first tensor's first size varies, wherever it occurs
     for size in (5, 9, 16, 24, 33):
         args, _ = Case("", tuple(resized(a, rows, size) for a in case.args)).make("float32", device)
         one, other = compiled(*args), op.function(*args, **kwargs, impl=impl)
@@ -362,7 +369,7 @@ def test_compile(op: Op, impl: str | None, device: str) -> None:
 
 
 class Registered(TorchDispatchMode):
-    """Notes every call of an op of this library."""
+    """Records every call of an op of this library."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -387,7 +394,7 @@ def test_opcheck(op: Op, device: str) -> None:
             "test_autograd_registration",
             "test_faketensor",
             "test_aot_dispatch_dynamic",
-        )  # the schema's test would multiply them
+        )  # the schema check would multiply them
         results = torch.library.opcheck(func, given, **({"test_utils": utils} if coded else {}))
         assert set(results.values()) == {"SUCCESS"}, f"{func}: {results}"
 
@@ -406,14 +413,15 @@ def test_export_loads_elsewhere(tmp_path, device: str) -> None:  # type: ignore[
     torch.save((x, w, Model()(x, w)), tmp_path / "data.pt")
     code = (
         "import sys, ridgeline, torch; ridgeline.register_all()\n"
-        "x, w, y = torch.load(sys.argv[2]); torch.testing.assert_close(torch.export.load(sys.argv[1]).module()(x, w), y)"
+        "x, w, y = torch.load(sys.argv[2])\n"
+        "torch.testing.assert_close(torch.export.load(sys.argv[1]).module()(x, w), y)"
     )
     subprocess.run([sys.executable, "-c", code, tmp_path / "model.pt2", tmp_path / "data.pt"], check=True)
 
 
 @pytest.mark.parametrize("op", PURE.values(), ids=named)
 def test_refusals(op: Op, device: str) -> None:
-    """What cannot be is said in one sentence that names what was given and what is accepted."""
+    """An impossible call raises one sentence on what was given and what is accepted."""
     args, _ = FIRST[op.name].make("float32", device)
     with pytest.raises(RidgelineError, match="has no implementation 'no such'; it has .*naive|torch"):
         op.function(*args, impl="no such")
@@ -425,12 +433,12 @@ def test_refusals(op: Op, device: str) -> None:
                 op.function(*double, impl=implementation.name)
     assert (
         as_tuple(op.function(*double))[0].dtype == as_tuple(op.reference(*double))[0].dtype
-    )  # unasked, PyTorch serves it
+    )  # without `impl`, PyTorch serves it
     assert torch.float64 in op.kernel_dtypes or not select(op, None, *double).is_kernel
 
 
 def test_autocast(device: str) -> None:
-    """matmul and softmax take the dtypes under autocast that torch's own take."""
+    """matmul and softmax accept the dtypes under autocast that torch's own accept."""
     x = torch.randn(8, 8, device=device)
     with torch.autocast(device, dtype=torch.bfloat16):
         for name, own in (
@@ -443,7 +451,7 @@ def test_autocast(device: str) -> None:
 
 
 WEIGHT = partial(torch.linspace, 0.5, 1.5, 2048, dtype=torch.bfloat16)
-LARGE = {  # the arguments made of x, and the same of a piece of it
+LARGE = {  # arguments made from x, and the same from a part of it
     "gelu": lambda x: (x,),
     "mul": lambda x: (x, x),
     "silu_mul": lambda x: (x, x),
@@ -457,7 +465,7 @@ LARGE = {  # the arguments made of x, and the same of a piece of it
 @pytest.mark.gpu
 @pytest.mark.parametrize("name", LARGE)
 def test_more_than_two_to_the_31(name: str) -> None:
-    """Elements past 2**31 are where they belong."""
+    """Elements past 2**31 are correct."""
     rows, columns = (1 << 20) + 8, 2049 if "softmax" in name else 2048
     x = torch.randn(rows, columns, device="cuda", dtype=torch.bfloat16)
     op = OPS[name]
@@ -468,7 +476,7 @@ def test_more_than_two_to_the_31(name: str) -> None:
 
 @pytest.mark.gpu
 def test_dropout_of_more_than_two_to_the_31() -> None:
-    """Elements past 2**31 are where they belong, and kept by their own words of the generator."""
+    """Elements past 2**31 are correct, and kept according to their own random numbers."""
     from ridgeline.tiles.philox import words
 
     rows, columns = (1 << 20) + 8, 2048
@@ -493,8 +501,9 @@ def test_rope_of_more_than_two_to_the_31() -> None:
 @pytest.mark.gpu
 @pytest.mark.parametrize("op", [op for op in PURE.values() if "torch" in op.implementations], ids=named)
 def test_host_time(op: Op) -> None:
-    """A call costs the host at most max(1.6 x torch's own, 25 us), forward and, where there are gradients, backward each: the two together,
-    and forward without gradients, where forward makes the gradients."""
+    """A call costs the host at most max(1.6 x torch's own, 25 us), forward and, with gradients, backward each.
+
+    If forward makes the gradients, it is the sum of both, and forward without gradients."""
     from ridgeline.lab.clock import device_timer
 
     case = (

@@ -1,4 +1,4 @@
-"""optim.AdamW and the functions under it, beside torch's: ten steps in float64, state_dicts both ways, what is refused."""
+"""optim.AdamW and its functions, beside torch's: ten steps in float64, state_dicts both ways, refusals."""
 
 import copy
 import io
@@ -21,7 +21,7 @@ SHAPES = [(33, 17), (5,), (), (0, 4), (9000,), (64, 64), (3, 5, 7)]
 
 
 def parameters(device: str, dtype: torch.dtype = torch.float32, seed: int = 0) -> list[torch.nn.Parameter]:
-    """Of mixed shapes and sizes; one is an unaligned view, one transposed, one every second column."""
+    """Returns parameters of mixed shapes and sizes; one is an unaligned view, one transposed, one strided."""
     torch.manual_seed(seed)
     flat, wide = torch.randn(1001), torch.randn(12, 20)
     made = [torch.randn(shape) for shape in SHAPES]
@@ -53,9 +53,11 @@ OPTIONS = [{}, {"maximize": True, "weight_decay": 0.1}, {"capturable": True}, {"
 
 @pytest.mark.parametrize("options", OPTIONS, ids=str)
 def test_ten_steps(options: dict, device: str) -> None:
-    """The error against float64 is at most twice torch's own, and half an ulp for each time that a parameter was stored.
+    """The error against float64 is at most twice torch's own, plus half an ulp for each time that a parameter was
+    stored.
 
-    Torch's are not capturable: it then counts in float32, and beside float64 parameters too 1 - 0.999^t comes out 1e-5 too small."""
+    Torch's are not capturable: those count in float32, so that even beside float64 parameters 1 - 0.999^t is 1e-5 too
+    small."""
     theirs = {k: v for k, v in options.items() if k != "capturable"}
     ours, own, exact = (
         parameters(device),
@@ -79,7 +81,7 @@ def test_ten_steps(options: dict, device: str) -> None:
 
 
 def test_narrow_parameters_with_wide_moments(device: str) -> None:
-    """Moments are float32, parameters are rounded to nearest; a state_dict keeps them so."""
+    """Moments are float32, and parameters are rounded to nearest; a state_dict keeps both."""
     for dtype in kinds(device)[1:]:
         params = parameters(device, dtype)
         optimizer = AdamW(params, lr=0.03, moment_dtype=torch.float32)
@@ -99,7 +101,7 @@ def test_narrow_parameters_with_wide_moments(device: str) -> None:
 
 
 def saved(state: dict) -> dict:
-    """Through a file, as users keep it."""
+    """Saves and loads through a file, as users do."""
     file = io.BytesIO()
     torch.save(state, file)
     file.seek(0)
@@ -109,7 +111,7 @@ def saved(state: dict) -> dict:
 @pytest.mark.parametrize("way", ["ours to torch", "torch to ours", "ours to ours"])
 @pytest.mark.parametrize("disk", [False, True])
 def test_state_dicts_load_both_ways(way: str, disk: bool, device: str) -> None:
-    """Five steps, the state moved into the other's optimizer, five more: what ten steps of torch give."""
+    """Five steps, the state moved into the other's optimizer, five more: the same as ten steps of torch."""
     ours = lambda *args, **kwargs: AdamW(*args, moment_dtype=torch.float32, **kwargs)  # noqa: E731
     first, second = ({"ours": ours, "torch": torch.optim.AdamW}[name] for name in way.split(" to "))
     params, whole = parameters(device), parameters(device)
@@ -126,11 +128,11 @@ def test_state_dicts_load_both_ways(way: str, disk: bool, device: str) -> None:
     for p, w in zip(params, whole, strict=True):
         torch.testing.assert_close(p, w, rtol=1e-5, atol=1e-6)
     assert other.state[params[0]]["step"] == 10
-    assert other.state[params[1]]["step"] == 9  # it had no gradient once
+    assert other.state[params[1]]["step"] == 9  # it lacked a gradient once
 
 
 def test_torch_states_keep_wide_moments(device: str) -> None:
-    """Torch's state_dict says nothing of moment_dtype: each group's own holds, and float32 moments stay what they are."""
+    """Torch's state_dict has no moment_dtype: each group keeps its own, and float32 moments stay as they are."""
     params = parameters(device, torch.float16)
     wide = [torch.nn.Parameter(p.detach().float()) for p in params]
     one = torch.optim.AdamW(wide)
@@ -149,7 +151,7 @@ def test_torch_states_keep_wide_moments(device: str) -> None:
 
 
 def test_steps_in_two_places() -> None:
-    """A checkpoint's steps on the device, and one of a parameter that came later on the CPU: they go beside the parameters."""
+    """Step counts from a checkpoint on the device, and of a later parameter on the CPU, move beside the parameters."""
     params = [torch.nn.Parameter(torch.ones(4, device="meta")) for _ in range(3)]
     optimizer, seen = AdamW(params), []
     optimizer._function = lambda *args, **_: seen.append(args[4])
@@ -175,7 +177,8 @@ def test_copies_go_their_own_way(device: str) -> None:
 
 
 def test_parameters_that_move(device: str) -> None:
-    """New memory for a parameter, a gradient of another layout at the same address: what counts is where things lie now."""
+    """New memory for a parameter, or a gradient with another layout at the same address: only the current addresses
+    count."""
     p, q = (
         torch.nn.Parameter(torch.randn(6, 6, generator=torch.Generator().manual_seed(0)).to(device)) for _ in range(2)
     )
@@ -319,7 +322,7 @@ def test_clip_grad_norm(norm_type: float, max_norm: float, device: str) -> None:
     norm = ridgeline.clip_grad_norm(iter(params), max_norm, norm_type)
     theirs = torch.nn.utils.clip_grad_norm_(
         [w for w in own if w.numel()], max_norm, norm_type
-    )  # it cannot take empty ones
+    )  # it does not support empty ones
     torch.testing.assert_close(norm, theirs)
     for p, w in zip(params, own, strict=True):
         torch.testing.assert_close(p.grad, w.grad)
@@ -341,7 +344,7 @@ def test_clipping_what_is_not_finite(value: float, norm_type: float, device: str
 
 @pytest.mark.parametrize("name", ["adamw", "clip_grad_norm"])
 def test_the_law_judges_what_is_changed_in_place(name: str, device: str) -> None:
-    """Each result bent by a percent breaks it; the arguments are as they were, also before each timed run."""
+    """Each result that is 1% off fails; the arguments stay unchanged, also before each timed run."""
     for case in ("33x129", "lists"):
         law = Law.of(get(name), case, "float32", device)
         before = [t.clone() for t in tensors_of(law.args)]
@@ -381,7 +384,7 @@ def test_opcheck(name: str, device: str) -> None:
 
 
 def test_what_kernels_do_not_take(device: str) -> None:
-    """Unasked, PyTorch serves float64, also where one moment alone is; asked for kernels, they say so."""
+    """Without `impl` PyTorch serves float64, also if only one moment has it; a named kernel refuses it."""
     for wide in ((0, 1, 2, 3), (3,)):
         lists = [[torch.rand(9, device=device, dtype=torch.float64 if n in wide else torch.float32)] for n in range(4)]
         with pytest.raises(RidgelineError, match="impl='triton' cannot run this call: it takes float32"):
@@ -392,10 +395,10 @@ def test_what_kernels_do_not_take(device: str) -> None:
 
 
 def test_tensors_of_another_kind_at_the_same_addresses(device: str) -> None:
-    """Of tables that are kept, nothing is taken for granted: dtypes, shapes and strides of every list count."""
+    """Cached tables check the dtypes, shapes and strides of every list."""
     square = lambda: [torch.rand(16, 16, device=device) for _ in range(4)]  # noqa: E731
     p, g, m, v = square()
-    narrow = g.view(torch.float16)[:8].view(16, 16)  # half precision where float32 lies
+    narrow = g.view(torch.float16)[:8].view(16, 16)  # half precision where float32 was
     for others in (
         [p, narrow, m, v],
         [p.t(), g, m, v],
@@ -435,7 +438,7 @@ def test_compiles_in_one_graph(name: str, device: str) -> None:
 
 @pytest.mark.gpu
 def test_cuda_graph() -> None:
-    """Replayed steps are steps: the count, the learning rate and the norm are read on the device."""
+    """Replayed steps count: step number, learning rate and norm are read on the device."""
     p, q = (torch.nn.Parameter(torch.ones(9001, device="cuda")) for _ in range(2))
     rate = torch.tensor(0.03, device="cuda")
     ours, theirs = AdamW([p], lr=rate, capturable=True), torch.optim.AdamW([q], lr=0.03)
@@ -463,7 +466,7 @@ def test_cuda_graph() -> None:
 
 @pytest.mark.gpu
 def test_steps_on_both_sides() -> None:
-    """A fused checkpoint, then a parameter that is unfrozen: as torch's."""
+    """A fused checkpoint, then a parameter that is unfrozen: the same as torch's."""
     (p, r), (q, s) = ([torch.nn.Parameter(torch.ones(9001, device="cuda")) for _ in range(2)] for _ in range(2))
     ours, theirs = AdamW([p, r], lr=0.1, fused=True), torch.optim.AdamW([q, s], lr=0.1, fused=True)
     for step in range(4):

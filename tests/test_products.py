@@ -1,4 +1,6 @@
-"""Matrix products at their edges, in every rung: sums of 65536 products, infinities and NaN, sizes of zero, elements past 2^31."""
+"""Matrix products at their edges, in every implementation: long sums, infinity and NaN, empty sizes, beyond 2^31
+elements.
+"""
 
 from contextlib import nullcontext
 from typing import Any
@@ -23,7 +25,8 @@ OPS = (*FLOAT_OPS, *SCALED)
 
 
 def operands(name: str, M: int, N: int, K: int, dtype: torch.dtype, device: str, seed: int = 0) -> list[torch.Tensor]:
-    """What the op named takes for a product of those sizes, both with K contiguous; of 8 bits with scales that make results near 1."""
+    """Returns the named op's operands for these sizes, both with K contiguous; in 8 bits with scales that give results
+    near 1."""
     dice = torch.Generator(device).manual_seed(seed)
 
     def draw(*shape: int) -> torch.Tensor:
@@ -49,7 +52,7 @@ def operands(name: str, M: int, N: int, K: int, dtype: torch.dtype, device: str,
 
 
 def able(name: str, args: list[Any], **given: Any) -> list[str]:
-    """The op's rungs that take the call."""
+    """Returns the op's implementations that support the call."""
     rungs = get(name).implementations.values()
     return [r.name for r in rungs if r.kind != "compile" and why_not(r, *args, **given) is None]
 
@@ -75,7 +78,7 @@ def test_sums_of_65536_products(name: str, dtype: str, device: str) -> None:
 @kernels
 @pytest.mark.parametrize("name", SCALED)
 def test_sums_of_65536_products_of_8_bits(name: str, device: str) -> None:
-    """Whole numbers to a rounding; 8-bit floats as float16's rounding and what the units drop in 128 products allow."""
+    """Integers must match to a rounding; 8-bit floats to float16's rounding plus what units drop in 128 products."""
     K = 2048 if INTERPRETED else 65536
     args = operands(name, 72, 48, K, torch.float16, device)
     exact = (args[0].double() @ args[1].double()) * args[2].double() * args[3].double()
@@ -88,7 +91,7 @@ def test_sums_of_65536_products_of_8_bits(name: str, device: str) -> None:
 @pytest.mark.parametrize("dtype", HALVES)
 @pytest.mark.parametrize("name", FLOAT_OPS)
 def test_infinities_and_nan(name: str, dtype: str, device: str) -> None:
-    """They reach the rows, or columns, that they are in, and no others."""
+    """Infinity and NaN reach exactly the rows or columns that they are in."""
     for place in (0, 1):
         for value in (float("inf"), float("-inf"), float("nan")):
             args = operands(name, 9, 40, 136, HALVES[dtype], device)
@@ -105,7 +108,7 @@ def test_infinities_and_nan(name: str, dtype: str, device: str) -> None:
 @kernels
 @pytest.mark.parametrize("how", ["int8", "fp8 rows", "fp8 blocks", "fp8 1x128"])
 def test_infinities_and_nan_of_8_bits(how: str, device: str) -> None:
-    """In scales, and NaN in codes (e4m3 has no infinity): in the rows, columns or blocks that they are of, and no others."""
+    """Infinity in scales, and NaN in codes (e4m3 has no infinity), reach exactly their rows, columns or blocks."""
     name, (M, N, K) = "int8_matmul" if how == "int8" else "fp8_matmul", (9, 264, 272)
     for place, where in ((0, (3, 7)), (1, (7, 3)), (2, (3, -1)), (3, (-1, 1))):
         for value in (float("inf"), float("-inf"), float("nan")):
@@ -126,7 +129,7 @@ def test_infinities_and_nan_of_8_bits(how: str, device: str) -> None:
                 if how in (
                     "int8",
                     "fp8 rows",
-                ):  # of an infinite block the formula has the sum of infinities, which are of both signs
+                ):  # for an infinite block the formula sums infinities of both signs
                     torch.testing.assert_close(found, expected, rtol=1e-2, atol=1e-2, equal_nan=True)
 
 
@@ -134,7 +137,7 @@ def test_infinities_and_nan_of_8_bits(how: str, device: str) -> None:
 @pytest.mark.parametrize("zero", [None, -128, 127])
 @pytest.mark.parametrize("sizes", [(2, 3, 2048), (24, 16, 4096), (70, 37, 1111)], ids=str)
 def test_whole_numbers_are_exact(sizes: tuple[int, int, int], zero: int | None, device: str) -> None:
-    """In every rung: sums that 32 bits hold, rounded once to float32."""
+    """In every implementation: sums that fit in 32 bits are rounded once to float32."""
     a, b, *_ = operands("int8_matmul", *sizes, torch.float32, device)
     a[0], b[:, 0] = -128, 127 if zero is None else -128  # the largest sums
     one = torch.ones(1, device=device)
@@ -149,7 +152,7 @@ def test_whole_numbers_are_exact(sizes: tuple[int, int, int], zero: int | None, 
 @pytest.mark.parametrize("sizes", [(0, 24, 16), (5, 0, 16), (5, 24, 0), (0, 0, 0)], ids=str)
 @pytest.mark.parametrize("name", OPS)
 def test_sizes_of_zero(name: str, sizes: tuple[int, int, int], device: str) -> None:
-    """A sum of nothing is 0, and a product of no rows has none."""
+    """An empty sum is 0, and a product without rows is empty."""
     args = operands(name, *sizes, torch.float16, device)
     for impl in (None, *able(name, args)):
         y = call(name, args, impl, torch.float16)
@@ -170,7 +173,7 @@ def test_batches_of_zero(shapes: tuple[tuple[int, ...], ...], device: str) -> No
 
 
 def test_nothing_of_no_size_is_left_to_hopper() -> None:
-    """Where a kernel's rule serves a call unasked, a kernel takes it."""
+    """If a kernel's rule serves a call automatically, a kernel supports it."""
     with devices.pretend("sm_90"), observe(lambda launch: None):
         for batch, M, N, K in ((0, 1024, 1025, 1025), (2, 0, 2047, 2047), (2, 2048, 0, 2047), (2, 2048, 2047, 0)):
             y = ridgeline.matmul(
@@ -191,8 +194,9 @@ GRAPHED |= {"one row": (1, 72, 40) if INTERPRETED else (1, 1056, 1032)}
 @pytest.mark.parametrize("sizes", GRAPHED)
 @pytest.mark.parametrize("name", OPS)
 def test_replays_of_a_graph(name: str, sizes: str, device: str) -> None:
-    """A call that a CUDA graph holds gives what it gives outside, forward and backward, of new numbers where the first ones were. Without a
-    GPU the call is made again."""
+    """A call in a CUDA graph gives the same as outside it, forward and backward, replayed on new data.
+
+    Without a GPU the call is repeated."""
     args = operands(name, *GRAPHED[sizes], torch.float16, device)
     leaves = [a.requires_grad_() for a in args] if name in FLOAT_OPS else []
     dy = torch.randn_like(call(name, args, None, torch.float16))
@@ -224,7 +228,7 @@ SPLIT = (72, 520, 8328)
 @pytest.mark.parametrize("dtype", HALVES)
 @pytest.mark.parametrize("name", ["matmul", "linear", "gated_linear"])
 def test_the_same_bits_each_time(name: str, dtype: str, sizes: tuple[int, int, int]) -> None:
-    """Forward and backward in half precision, of every rung: of what is launched anew, and of what is replayed."""
+    """Forward and backward in half precision in every implementation, for new launches and for replays."""
     args = [a.requires_grad_() for a in operands(name, *sizes, HALVES[dtype], "cuda")]
     dy = torch.randn(sizes[:2], device="cuda", dtype=HALVES[dtype])
     for impl in [i for i in able(name, args) if get(name).implementations[i].is_kernel]:
@@ -243,7 +247,7 @@ def test_the_same_bits_each_time(name: str, dtype: str, sizes: tuple[int, int, i
 
 @pytest.mark.gpu
 def test_long_steps_along_k() -> None:
-    """Steps of which a tile's worth passes 2^31."""
+    """Steps between a tile's elements pass 2^31."""
     b = torch.empty(39 * 80_000_000 + 2, dtype=torch.float16, device="cuda").as_strided((40, 2), (80_000_000, 1))
     b.copy_(torch.randn(40, 2))
     a = torch.randn(3, 40, device="cuda", dtype=torch.float16)
@@ -258,11 +262,14 @@ LONG = {"a": ((1 << 31) // 32768 + 40, 24, 32768), "b": (24, (1 << 31) // 32768 
 @pytest.mark.parametrize("long", LONG)
 @pytest.mark.parametrize("name", ["matmul", "linear", "gated_linear", "int8_matmul", "fp8_matmul"])
 def test_more_than_two_to_the_31(name: str, long: str) -> None:
-    """Elements of a, of b or of the result, past 2^31 are where they belong."""
+    """Elements of a, of b or of the result past 2^31 are correct."""
     args = operands(name, *LONG[long], torch.bfloat16, "cuda")
     rows, columns = (slice(-70, None),), (slice(None), slice(-70, None))
-    piece, of_b = (columns if long == "b" else rows), (rows if "linear" in name else columns)  # b is a weight turned
-    own = {0, 2} if name in SCALED else {0}  # of a, its scales among them
+    piece, of_b = (
+        (columns if long == "b" else rows),
+        (rows if "linear" in name else columns),
+    )  # b: a transposed weight
+    own = {0, 2} if name in SCALED else {0}  # of a, including its scales
     head = [t[of_b if long == "b" else rows] if (n in own) == (long != "b") else t for n, t in enumerate(args)]
     expected = call(name, head, "naive" if name in SCALED else "torch", torch.bfloat16)
     for impl in [i for i in able(name, args) if i not in ("naive", "torch")]:
@@ -297,7 +304,7 @@ def test_gemv_of_more_than_two_to_the_31(dtype: str, shape: tuple[int, int]) -> 
 
 @pytest.mark.parametrize("library", ["cublas", "cublaslt"])
 def test_each_of_torchs_libraries(library: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    """The peers of matmul: the switch is thrown for forward's product and for backward's two, and put back even where one fails."""
+    """The peers of matmul set the switch for forward's product and for backward's two, and reset it even on failure."""
     from ridgeline.lab import peers
     from ridgeline.lab.peers import blas
 
@@ -327,7 +334,7 @@ def test_each_of_torchs_libraries(library: str, monkeypatch: pytest.MonkeyPatch)
 
 
 def test_the_formula_of_a_product() -> None:
-    """`naive` takes what torch.matmul takes, vectors and batches that broadcast among it, up to so many products."""
+    """`naive` supports what torch.matmul does, vectors and broadcast batches included, up to a number of products."""
     shapes: list[tuple[tuple[int, ...], tuple[int, ...]]] = [
         ((4,), (4,)),
         ((3, 4), (4,)),

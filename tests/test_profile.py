@@ -147,7 +147,7 @@ def test_the_counters_of_rungs() -> None:
         ("naive", 4194304, None),
         ("shared", 8, 4194304),
     ]
-    unnamed = rungs[0] | {"counter": None}  # it runs for the rung after it
+    unnamed = rungs[0] | {"counter": None}  # it runs for the implementation after it
     assert list(counters.rows([unnamed, *rungs[1:]], table)) == found[1:]
     for other in ({"op": "copy"}, {"case": "32768x32768"}, {"dtype": "bfloat16"}):
         assert "before" not in list(counters.rows([rungs[0] | other, *rungs[1:]], table))[1]
@@ -162,7 +162,7 @@ def test_the_counters_of_rungs() -> None:
 
 
 def test_a_rung_has_its_turn_in_the_first_case_that_it_takes() -> None:
-    """Beside the rung before it, and one that takes none says why not of the first."""
+    """Compared with the rung before; a rung that supports none gives the reason for the first case."""
     takes = {
         "warp": ["long", "short"],
         "packed": ["long", "short"],
@@ -198,7 +198,7 @@ def test_a_rung_has_its_turn_in_the_first_case_that_it_takes() -> None:
     "name", [name for name, op in registry().items() if any(rung.counter for rung in op.implementations.values())]
 )
 def test_every_rung_with_a_counter_takes_a_benchmark(name: str) -> None:
-    """Else its counter would never be read."""
+    """Otherwise its counter would never be read."""
     op = registry()[name]
     with device.pretend("sm_90"):
         for rung in [rung for rung in op.implementations.values() if rung.counter]:

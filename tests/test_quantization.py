@@ -1,4 +1,6 @@
-"""Codes of 8 bits to the last one: ties, what is too small or not finite, odd layouts; and products of them that must be exact."""
+"""8-bit codes, exactly: ties, tiny and non-finite numbers, odd layouts; and matrix products of them that must be
+exact.
+"""
 
 import pytest
 import torch
@@ -18,7 +20,7 @@ def bits(t: torch.Tensor) -> torch.Tensor:
 
 
 def same(ours: tuple, theirs: tuple) -> None:
-    """The same codes; scales that are the same too, infinite ones among them."""
+    """The same codes and scales, infinite ones included."""
     for one, other in zip(ours, theirs, strict=True):
         assert one.dtype == other.dtype
         assert one.shape == other.shape
@@ -32,7 +34,7 @@ def both(op: str, x: torch.Tensor, **options: object) -> tuple:
 
 
 def test_every_number_of_e4m3_comes_back(device: str) -> None:
-    """All 254 finite codes, by a kernel's arithmetic as by torch's, there and back; between two of them the even one."""
+    """All 254 finite codes convert there and back as in torch; midpoints round to the even code."""
     codes = torch.arange(256, dtype=torch.uint8, device=device).view(E4M3)
     finite = codes.float()[codes.float().isfinite()]
     ordered = finite.unique()
@@ -65,7 +67,7 @@ SPECIAL = {
 
 @pytest.mark.parametrize("name", SPECIAL)
 def test_special_numbers(name: str, device: str) -> None:
-    """The reference's codes and scales; a group that holds an infinity or NaN comes back as NaN, and others know nothing of it."""
+    """Codes and scales equal the reference's; a group with infinity or NaN comes back as NaN and affects no other."""
     x = torch.randn(4, 300, device=device)
     x[1] = torch.tensor(SPECIAL[name], device=device).repeat(100)
     made = [both("quantize_int8", x, **options) for options in INT8] + [
@@ -84,7 +86,7 @@ def test_special_numbers(name: str, device: str) -> None:
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.float16])
 def test_how_far_off_codes_are(dtype: torch.dtype, device: str) -> None:
-    """Half a step of int8; of e4m3 a 16th of the number, or half the smallest step."""
+    """The error is at most half a step of int8; for e4m3 a 16th of the number, or half the smallest step."""
     x = torch.randn(130, 300, device=device).to(dtype)
     for options in INT8:
         found = quantize_int8(x, **options, impl="triton")
@@ -115,7 +117,7 @@ def test_layouts_of_every_group(layout: str, device: str) -> None:
 
 
 def test_sums_of_int8_are_exact(device: str) -> None:
-    """The largest that there are: 65536 products of -128 and 127, and of 255 with a zero at the other end."""
+    """The largest possible sums: 65536 products of -128 and 127, and of 255 with a zero point at the other end."""
     one = torch.ones(1, device=device)
     a = torch.full((2, 65536), -128, dtype=torch.int8, device=device)
     for code, zero in ((-128, 0), (127, 127), (-128, 127)):
@@ -127,7 +129,7 @@ def test_sums_of_int8_are_exact(device: str) -> None:
 
 @pytest.mark.parametrize("granularity", ["tensor", "row"])
 def test_a_layer_in_int8(granularity: str, device: str) -> None:
-    """What the quantisers give is what the product takes: asymmetric activations, a symmetric weight."""
+    """The product takes the results of the quantisers: asymmetric activations, a symmetric weight."""
     x, weight, bias = (torch.rand(*shape, device=device) for shape in ((40, 96), (24, 96), (24,)))
     qx, sx, zx = quantize_int8(x, granularity=granularity, symmetric=False)
     qw, sw = quantize_int8(weight - 0.5, granularity=granularity)
@@ -173,7 +175,7 @@ def test_empty_tensors(shape: tuple, device: str) -> None:
 
 
 def test_grids_of_long_rows() -> None:
-    """A row of 2^32 numbers: a grid has 65535 programs at most along its second dimension, and its numbers are counted in 64 bits."""
+    """A row of 2^32 numbers: a grid has at most 65535 programs along its second dimension, and indices need 64 bits."""
     from ridgeline.boundary import observe
     from ridgeline.device import pretend
 
@@ -193,7 +195,7 @@ def test_grids_of_long_rows() -> None:
 @pytest.mark.usefixtures("roomy")
 @pytest.mark.parametrize("op", ["quantize_int8", "quantize_fp8"])
 def test_more_than_two_to_the_31(op: str) -> None:
-    """The last 128 rows' codes, scales and numbers come out as of those rows alone, in which the extremes of all lie."""
+    """The last 128 rows, which hold the extremes of all, give the same codes, scales and numbers alone."""
     x = torch.randn(66048, 33000, device="cuda", dtype=torch.bfloat16)
     x[-1, :2] = torch.tensor([100.0, -100.0])
     for options in INT8 if op == "quantize_int8" else [{"block": block} for block in BLOCKS]:
@@ -212,7 +214,7 @@ def test_no_gradients_flow(device: str) -> None:
 
 @pytest.mark.parametrize("impl", [None, "triton"])
 def test_e4m3_before_sm_89(impl: str | None, device: str) -> None:
-    """An A100's matrix units have no 8-bit floats: one sentence says so, and the formula is not taken unasked."""
+    """An A100's matrix units lack 8-bit floats: one sentence says so, and the formula is not used automatically."""
     from ridgeline.device import pretend
 
     a, one = torch.ones(4, 16, device="meta").to(E4M3), torch.ones(1, device="meta")

@@ -1,4 +1,4 @@
-"""radix_sort beyond its cases: numbers below zero, NaN, zeros of both signs, and values of any dtype move as they are."""
+"""radix_sort beyond its cases: negative numbers, NaN, zeros of both signs; values of any dtype move unchanged."""
 
 import pytest
 import torch
@@ -39,7 +39,7 @@ def keys_of(dtype: torch.dtype, n: int) -> torch.Tensor:
 def test_exact(dtype: str, descending: bool, impl: str, device: str) -> None:
     keys = keys_of(getattr(torch, dtype), N)
     if impl == "torch" and device != "cpu" and keys.is_floating_point():
-        keys = keys.nan_to_num(1.0)  # on a GPU torch may tell NaN of two signs apart
+        keys = keys.nan_to_num(1.0)  # on a GPU torch may order NaNs by sign
     if reason := why_not(RADIX_SORT.implementations[impl], keys.to(device), None, descending):
         pytest.skip(reason)
     expected, order = torch.sort(keys, stable=True, descending=descending)

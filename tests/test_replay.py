@@ -1,4 +1,4 @@
-"""Replays of launchers, on a CPU that plays a GPU: pointers reach the kernels that they belong to, and what cannot be repeated runs."""
+"""Replays of launchers, on a CPU that emulates a GPU: pointers reach their kernels, and unrepeatable launchers run."""
 
 from collections.abc import Callable
 from typing import Any
@@ -26,7 +26,7 @@ def started(monkeypatch: pytest.MonkeyPatch) -> Started:
 
 
 def door(started: Started) -> Callable[..., None]:
-    """What `launch` does where a kernel's parameters are pointers and numbers."""
+    """Does what `launch` does if a kernel's parameters are pointers and numbers."""
 
     def start(x: int, y: int, z: int, stream: int, values: Any) -> None:
         started.append(((x, y, z), tuple(values)))
@@ -89,7 +89,7 @@ def test_a_third_call_is_replayed(started: Started) -> None:
 
 
 def test_loose_numbers_are_handed_on(started: Started) -> None:
-    """A seed is no part of a call's kind; but what a launcher computes of it is not known to a plan, so such a one runs."""
+    """A seed is not part of a call's kind. A launcher that computes something from it cannot be replayed, and runs."""
     launch = door(started)
 
     def launcher(x: torch.Tensor, seed: int, scale: int, *, change: int = 0) -> torch.Tensor:
@@ -110,7 +110,7 @@ def test_loose_numbers_are_handed_on(started: Started) -> None:
 
 
 def test_torch_operations_that_write_to_out_are_repeated(started: Started) -> None:
-    """Products, sums, copies and numbers on arguments, allocations and views of them, in their order among the kernels."""
+    """Products, sums, copies and fills on arguments, allocations and views, in their order among the kernels."""
     launch = door(started)
 
     def launcher(x: torch.Tensor, w: torch.Tensor, bias: torch.Tensor, fault: str) -> tuple[torch.Tensor, ...]:
@@ -160,7 +160,7 @@ def test_torch_operations_that_write_to_out_are_repeated(started: Started) -> No
 
 
 def test_torch_operations_beside_loose_numbers_are_not_repeated(started: Started) -> None:
-    """What they take of one would be a number of that call."""
+    """A value computed from it would hold for that call only."""
 
     def launcher(x: torch.Tensor, seed: int) -> torch.Tensor:
         y = torch.empty_like(x)
@@ -192,7 +192,7 @@ def test_new_configurations_are_used(started: Started, monkeypatch: pytest.Monke
 
 
 def test_one_tensor_given_twice(started: Started) -> None:
-    """Its pointers would not say which argument they came from, so that such a call is no model for others."""
+    """Its pointers could belong to either argument, so such a call is never recorded."""
     launch = door(started)
 
     def launcher(a: torch.Tensor, b: torch.Tensor) -> torch.Tensor:
@@ -256,7 +256,7 @@ OTHERS = {
 @pytest.mark.filterwarnings("ignore:The PyTorch API of nested tensors", "ignore:Sparse CSR tensor support")
 @pytest.mark.parametrize("kind", OTHERS)
 def test_tensors_that_are_not_dense(started: Started, monkeypatch: pytest.MonkeyPatch, kind: str) -> None:
-    """Where a call must be quick nobody looks for them, and none gets past the boundary; other failures stay what they are."""
+    """Fast calls do not look for sparse tensors, yet none passes the boundary; other failures stay unchanged."""
     monkeypatch.setitem(same.__globals__, "current", lambda: 0)
     good, bad = torch.eye(3), OTHERS[kind](torch.eye(3))
     for x, w in ((bad, None), (good, bad), (bad, bad)):
@@ -276,7 +276,7 @@ def test_no_elements(started: Started) -> None:
 
 
 def test_matmul_replays_in_the_precision_of_the_call(started: Started, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Other precisions are other kinds of call: what torch.set_float32_matmul_precision says counts at once."""
+    """Other precisions are other kinds of call: torch.set_float32_matmul_precision takes effect at once."""
     from ridgeline.ops.matmul import matmul
 
     launch = door(started)

@@ -1,5 +1,8 @@
-"""Tensor maps through `launch`, for Triton, Gluon and CUDA C++: found by box, dtype and swizzle, packed where the compiled kernel has its
-parameters, started by the driver and replayed. Without a GPU by a driver that writes down what it is told."""
+"""Tensor maps through `launch`, for Triton, Gluon and CUDA C++.
+
+They are found by box, dtype and swizzle, packed as the compiled kernel's parameters are, started by the driver and
+replayed. Without a GPU an emulated driver records its calls.
+"""
 
 import ctypes
 import re
@@ -39,7 +42,7 @@ def _boxes(marks, source, out, mark, R: tl.constexpr, C: tl.constexpr):
 
 @gluon.jit
 def _tiles(marks, source, out, mark):
-    """Knows nothing of the tiles but what the descriptors say."""
+    """A kernel that knows its tiles only from the descriptors."""
     gl.store(marks, mark)
     tile = gl.allocate_shared_memory(source.dtype, source.block_type.shape, source.layout)
     ready = gl.allocate_shared_memory(gl.int64, [1], mbarrier.MBarrierLayout())
@@ -67,7 +70,7 @@ def tiles(marks: torch.Tensor, x: torch.Tensor, y: torch.Tensor, mark: int, R: i
 
 
 class Driver:
-    """Writes every map down as its arguments, and every start as the bytes of its parameters."""
+    """Records every map as its arguments, and every start as the bytes of its parameters."""
 
     def __init__(self) -> None:
         self.version, self.encoded, self.parameters, self.context = 13020, 0, b"", True
@@ -110,7 +113,7 @@ def driver(monkeypatch: pytest.MonkeyPatch) -> Iterator[Driver]:
 
 
 def declared(ptx: str) -> list[tuple[int, int]]:
-    """The offset and size of every parameter of the one kernel in a PTX, as the driver says."""
+    """Returns the offset and size of every parameter of the one kernel in a PTX, as the driver would."""
     found, end = [], 0
     for align, kind, count in re.findall(
         r"\.param (?:\.align (\d+) )?\.[a-z](\d+)(?: [^\[,\n)]*(?:\[(\d+)\])?)", ptx.split(".entry")[1]
@@ -123,7 +126,7 @@ def declared(ptx: str) -> list[tuple[int, int]]:
 
 
 def compiled(kernel: Any, args: tuple[Any, ...], constants: dict[str, Any]) -> Any:
-    """The kernel for an H100, as `launch` would find it there."""
+    """Returns the kernel for an H100, as `launch` would find it there."""
     with inspect._triton_for("sm_90"):
         made = kernel.warmup(*boundary._made(kernel, args, constants), grid=(1,), **constants)
     facts = SimpleNamespace(run=None, function=1, metadata=made.metadata, src=made.src, packed_metadata=None)
@@ -164,7 +167,7 @@ def test_parameters_lie_where_the_compiled_kernel_has_them(
     assert struct.unpack_from("i", packed, offsets[-3]) == (7,)
     assert packed[offsets[-2] :] == bytes(16)  # scratch memory
     start(1, 2, 3, 0, [marks.data_ptr(), *maps, 8])
-    assert driver.encoded == 2  # where the tensors are the same, so are the maps
+    assert driver.encoded == 2  # equal tensors give equal maps
 
 
 @pytest.mark.compiles
@@ -211,7 +214,7 @@ def test_dimensions_of_one_element_have_any_stride(driver: Driver) -> None:
 
 @pytest.mark.parametrize("tokens", [1, 50])
 def test_ragged_maps_end_where_a_sequence_does(tokens: int) -> None:
-    """By the addresses, as the copy engine makes them of coordinates, and by the size of the fourth dimension."""
+    """Emulates how the copy engine computes addresses from coordinates, and the size of the fourth dimension."""
     x = torch.zeros(tokens, 3, 16, dtype=torch.float16).transpose(0, 1)[None]
     tensor_map = TensorMap(x, (1, 1, 1, 8, 16), 32, ragged=True)
     view, far = tensor_map.view({}), TensorMap.FAR
@@ -298,7 +301,7 @@ def test_triton_kernels_take_them(device: str, dtype: torch.dtype) -> None:
 
 @pytest.fixture
 def starts(monkeypatch: pytest.MonkeyPatch) -> list[Any]:
-    """What `launch` found to start kernels of Triton with, each anew."""
+    """Returns what `launch` found to start kernels of Triton with, each anew."""
     if torch.cuda.get_device_capability() < (9, 0):
         pytest.skip("needs the copy engine")
     made: list[Any] = []
@@ -325,7 +328,7 @@ KINDS = [
 @pytest.mark.gpu
 @pytest.mark.parametrize("copy", [tiles, boxes])
 def test_each_kind_has_a_kernel(starts: list[Any], copy: Callable[..., None]) -> None:
-    """Twice around, with other tensors: what a kind found the first time serves it the second."""
+    """Runs twice with other tensors: what a kind of call found the first time serves it the second."""
     for mark in (1, 2):
         for dtype, R, C in KINDS:
             x = torch.randn((3, 200, 264)[-2 if copy is tiles else 0 :], device="cuda").to(dtype)

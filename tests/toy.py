@@ -1,4 +1,4 @@
-"""An op that is in no registry, for testing the lab: twice(x) = 2 x, in Triton and in CUDA C++, tuned and with a matrix product inside."""
+"""An op for testing the lab, in no registry: twice(x) = 2 x, in Triton and CUDA C++, tuned, with a product inside."""
 
 from pathlib import Path
 from typing import Any
@@ -102,7 +102,7 @@ OP.kernel("triton", "Triton", kind="triton", fwd=_triton, bwd=_triton, served=Tr
 
 
 def resources(impl: str, dtype: str, arch: str, **options: Any) -> Any:
-    """Called in a process that compiles."""
+    """Called in a process that compiles kernels."""
     from ridgeline.lab import inspect
 
     return inspect.resources(OP, OP.implementations[impl], OP.case("bench"), dtype, arch, **options)

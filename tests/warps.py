@@ -1,7 +1,7 @@
-"""Gluon's kernels for Hopper as Python: each group of warps is a thread, and they take turns at random.
+"""Runs Gluon's kernels for Hopper as Python: each group of warps is a thread, and they take turns at random.
 
-What a matrix instruction or the copy engine reads is read when its end is awaited, so that whoever gives a tile away early is found; and
-all waiting at once is found too. Not seen is what Gluon makes of the source: layouts, registers.
+Matrix instructions and the copy engine read their operands when their end is awaited, so that a tile released too
+early is found. A deadlock is found too. Gluon's compilation, layouts and registers are not covered.
 """
 
 import ast
@@ -18,10 +18,10 @@ import triton
 
 
 class Turns:
-    """Threads of which one runs at a time; `until` hands over to one whose wait is over, chosen at random."""
+    """Threads that run one at a time; `until` hands over to a random one whose wait is over."""
 
     def __init__(self, dice: random.Random):
-        dice = random.Random(dice.random())  # of its own: what is drawn elsewhere does not hang on who took turns
+        dice = random.Random(dice.random())  # other draws must not depend on the order of turns
         self.dice, self.change, self.waits, self.now, self.failed = dice, threading.Condition(), {}, -1, None  # type: ignore[var-annotated]
         self.me = threading.local()
 
@@ -70,7 +70,7 @@ class Turns:
 
 
 class Registers(torch.Tensor):
-    """A tensor with what kernels ask of one."""
+    """A tensor with the attributes that kernels use."""
 
     type = SimpleNamespace(layout=None)  # type: ignore[assignment]
 
@@ -118,7 +118,7 @@ class Barrier:
 
 
 class Product:
-    """A matrix instruction under way."""
+    """A matrix instruction in flight."""
 
     def __init__(self, a: Any, b: Any, c: Any, use_acc: bool = True, is_async: bool = True):
         self.given, self.made = (a, b, c if use_acc else None), None
@@ -148,7 +148,7 @@ def nbytes(desc: Any) -> int:
 
 
 class _Plain(ast.NodeTransformer):
-    """Without decorators, annotations, and what only tensors have."""
+    """Removes decorators, annotations and whatever only tensors have."""
 
     def visit_FunctionDef(self, node: ast.FunctionDef) -> ast.AST:
         node.decorator_list, node.returns = [], None
@@ -179,13 +179,14 @@ def _code(module: Any) -> CodeType:
 
 
 def define(names: dict[str, Any], *modules: Any) -> None:
-    """A namespace gets the functions and classes of modules as Python; put models in it afterwards, for these look names up there."""
+    """Puts the functions and classes of modules into a namespace as Python; add models afterwards, since names are
+    looked up there."""
     for module in modules:
         exec(_code(module), names)
 
 
 def language(turns: Turns) -> dict[str, Any]:
-    """What kernels' sources find under their names, but for what is a kernel's own."""
+    """The names that kernels' sources use, apart from a kernel's own."""
 
     def wait(count: int, deps: tuple[Any, ...]) -> Any:
         under_way = turns.me.products
