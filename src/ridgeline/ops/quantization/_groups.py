@@ -1,13 +1,15 @@
-"""What quantising shares: a group of numbers has one scale, and is one tile, one row or a whole tensor.
+"""Shared by quantisation: numbers with one scale form a group: a block, a row or a whole tensor.
 
     scale = max |x| / 127 (int8) or / 448 (e4m3), at least 2^-126        q = round(x / scale)
-    asymmetric int8: scale = (max - min) / 255, 0 among the two; zero = round(-128 - min / scale); q = round(x / scale) + zero
+    asymmetric int8: scale = (max - min) / 255, with 0 in the range; zero = round(-128 - min / scale)
+                     q = round(x / scale) + zero
 
-In float32: a scale is a product with 1 / 127 and the like, rounded to float32, as torch divides by a number on a GPU (on a CPU it does
-not); x / scale is correctly rounded, then to the nearest code, to even between two, and saturates. So any GPU and the CPU give the same
-codes. Where a group holds an infinity or NaN its scale is infinite, and what is read back of it is NaN.
-Tiles and rows of one tile are read once. A tensor is read for its extremes by at most PARTS programs, and again, last part first, as its end is
-still in L2.
+All in float32. A scale is a product with 1 / 127 and the like, rounded to float32, as torch divides by a constant on a
+GPU (not on a CPU). x / scale is correctly rounded, then rounded to the nearest code, ties to even, and saturates. So
+every GPU and the CPU give the same codes. A group with an infinity or NaN has an infinite scale, and dequantizes to
+NaN.
+Blocks, and rows of one tile, are read once. For a whole tensor, at most PARTS programs read it for the extremes; a
+second pass reads it from its end, which is still in L2.
 """
 
 from __future__ import annotations
@@ -23,12 +25,11 @@ from ridgeline.boundary import INTERPRETED, launch
 from ridgeline.op import RidgelineError, dense_only
 from ridgeline.tiles.float8 import decoded, encoded
 
-PARTS = 512  # of the extremes of a tensor
-LEAST = 2.0**-126  # what a scale is at least
+PARTS = 512  # programs that find a tensor's extremes
+LEAST = 2.0**-126  # the least scale
 TINY = tl.constexpr(LEAST)
-RIGHT: dict[str, Any] = {
-    "eager_numerics.division_rounding": True
-}  # torch.compile's quotients else differ in their last bits, and so codes do
+# Without it, torch.compile's quotients differ in their last bits, and so do codes.
+RIGHT: dict[str, Any] = {"eager_numerics.division_rounding": True}
 BLOCK = 128  # numbers along a side of fp8's blocks
 Group = tuple[int, int]  # rows and columns that share a scale; 0 for all
 TENSOR, ROW = (0, 0), (1, 0)
@@ -36,14 +37,14 @@ TENSOR, ROW = (0, 0), (1, 0)
 
 @triton.jit
 def _whole(v):
-    """v as a whole number, to even between two; 0 of NaN. Adding 1.5 * 2^23 leaves a float32 no bits below 1."""
+    """v rounded to an integer, ties to even; 0 for NaN. Adding 1.5 * 2^23 leaves a float32 no fractional bits."""
     v = tl.where(v == v, tl.minimum(tl.maximum(v, -1024.0), 1024.0), 0.0)
     return (v + 12582912.0) - 12582912.0
 
 
 @triton.jit
 def _ends(v, SYMMETRIC: tl.constexpr):
-    """What the least and the largest of a group are taken of: 0 and |v|, or v twice; infinity for NaN, which a maximum would pass over."""
+    """Values whose extremes set the scale: 0 and |v|, or v and v. NaN becomes infinity, since max would skip it."""
     if SYMMETRIC:
         return tl.zeros_like(v), tl.where(v == v, tl.abs(v), float("inf"))
     else:
@@ -52,11 +53,11 @@ def _ends(v, SYMMETRIC: tl.constexpr):
 
 @triton.jit
 def _scaled(low, high, FP8: tl.constexpr, SYMMETRIC: tl.constexpr):
-    """The scale and the zero of groups with these extremes, 0 among them."""
+    """The scale and the zero of groups with these extremes, 0 included."""
     if SYMMETRIC:
         scale = high * (1 / 448 if FP8 else 1 / 127)
     else:
-        scale = (high * 0.5 - low * 0.5) * (2 / 255)  # halves are exact, and their difference is finite
+        scale = (high * 0.5 - low * 0.5) * (2 / 255)  # halving is exact, and keeps the difference finite
     scale = tl.where(scale < TINY, TINY, scale)
     if SYMMETRIC:
         return scale, tl.zeros_like(scale)
@@ -66,7 +67,7 @@ def _scaled(low, high, FP8: tl.constexpr, SYMMETRIC: tl.constexpr):
 
 @triton.jit
 def _codes(v, scale, zero, FP8: tl.constexpr, NATIVE: tl.constexpr):
-    """v in codes of 8 bits."""
+    """v as 8-bit codes."""
     quotient = tl.div_rn(v, scale)
     if FP8:
         return encoded(quotient, NATIVE)
@@ -79,11 +80,11 @@ def _tiles(
     q, scales, x, rows, columns, x_row, x_column, across, GM: tl.constexpr, BM: tl.constexpr, G: tl.constexpr,
     GK: tl.constexpr, NATIVE: tl.constexpr
 ):  # fmt: skip
-    """Blocks of fp8: a program has BM rows of G blocks of GK columns; BM is GM, or GM is 1."""
-    if GM > 1:  # a grid of two dimensions saves the registers of the division below
+    """Blocks of fp8: a program takes BM rows of G blocks of GK columns; BM is GM, or GM is 1."""
+    if GM > 1:  # a two-dimensional grid saves the registers of the division below
         down, right = tl.program_id(0), tl.program_id(1)
     else:
-        wide = tl.cdiv(columns, G * GK)  # of 64 bits where columns has them, and so is what follows
+        wide = tl.cdiv(columns, G * GK)  # 64-bit if columns is, and so is what follows
         down, right = tl.program_id(0) // wide, tl.program_id(0) % wide
     down = down.to(tl.int64)
     row = (down * BM + tl.arange(0, BM))[:, None, None]
@@ -106,7 +107,7 @@ def _rows(
     q, scales, zeros, x, columns, x_row, x_column, BK: tl.constexpr, ONE: tl.constexpr, FP8: tl.constexpr,
     SYMMETRIC: tl.constexpr, NATIVE: tl.constexpr
 ):  # fmt: skip
-    """A row a program: in registers where it is ONE tile, else read again from L2."""
+    """One row per program: in registers if it is ONE tile, else read again from L2."""
     row = tl.program_id(0).to(tl.int64)
     x += row * x_row
     q += row * columns
@@ -131,7 +132,7 @@ def _rows(
 
 @triton.jit
 def _tile(x, tile, rows, columns, x_row, x_column, BM: tl.constexpr, BK: tl.constexpr):
-    """The numbers of a tile, where they go, and which of them there are."""
+    """The numbers of a tile, their offsets in q, and which of them exist."""
     wide = tl.cdiv(columns, BK)
     row = ((tile // wide).to(tl.int64) * BM + tl.arange(0, BM))[:, None]
     column = ((tile % wide).to(tl.int64) * BK + tl.arange(0, BK))[None, :]
@@ -147,7 +148,7 @@ def _tile(x, tile, rows, columns, x_row, x_column, BM: tl.constexpr, BK: tl.cons
 def _extremes(
     parts, x, rows, columns, x_row, x_column, tiles, BM: tl.constexpr, BK: tl.constexpr, SYMMETRIC: tl.constexpr
 ):
-    """The extremes of some tiles: parts (2, programs)."""
+    """Extremes of some tiles, into parts (2, programs)."""
     lows, highs = tl.zeros((BM, BK), tl.float32), tl.zeros((BM, BK), tl.float32)
     for tile in range(tl.program_id(0), tiles, tl.num_programs(0)):
         v, _, _ = _tile(x, tile, rows, columns, x_row, x_column, BM, BK)
@@ -162,7 +163,7 @@ def _spread(
     q, scales, zeros, parts, x, rows, columns, x_row, x_column, tiles, count, PARTS: tl.constexpr, BM: tl.constexpr,
     BK: tl.constexpr, FP8: tl.constexpr, SYMMETRIC: tl.constexpr, NATIVE: tl.constexpr
 ):  # fmt: skip
-    """Every program finds the tensor's scale in the parts, and writes the codes of some tiles."""
+    """Every program finds the tensor's scale from the parts, and writes the codes of some tiles."""
     part = tl.arange(0, PARTS)
     low = tl.load(parts + part, mask=part < count, other=0)
     high = tl.load(parts + count + part, mask=part < count, other=0)
@@ -200,20 +201,20 @@ def _back(
 
 
 def native(t: torch.Tensor) -> bool:
-    """Whether the GPU of a tensor has instructions for e4m3."""
+    """Whether the tensor's GPU has e4m3 instructions."""
     gpu = device.of(t)
     return gpu.backend == "cuda" and gpu.capability >= 89 and not INTERPRETED
 
 
 def plane(x: torch.Tensor) -> torch.Tensor:
-    """x as (rows, columns), rows its last dimension: a view where the others are one stride apart, else a copy."""
+    """x as (rows, columns) of its last dimension: a view if the other dimensions are one stride apart, else a copy."""
     return x if x.dim() == 2 else x.reshape(-1, x.shape[-1]) if x.dim() else x.reshape(1, 1)
 
 
 def quantize(
     q: torch.Tensor, scale: torch.Tensor, zero: torch.Tensor | None, parts: torch.Tensor, x: torch.Tensor, group: Group
 ) -> None:
-    """Fills the codes of x, contiguous, with their scales and, of asymmetric ones, zeros; in float32 and int32."""
+    """Writes the codes of x, contiguous, the scales in float32 and, if asymmetric, the zeros in int32."""
     values = plane(x)
     rows, columns = values.shape
     gpu, fp8 = device.of(x), q.dtype != torch.int8
@@ -239,14 +240,14 @@ def quantize(
         g = 1 if gm > 1 else min(32, triton.next_power_of_2(across))
         bm = gm if gm > 1 else 32 // g
         tile = {"GM": gm, "BM": bm, "G": g, "GK": BLOCK, "NATIVE": facts["NATIVE"], "num_warps": warps // 2}
-        if gm > 1:  # rows that begin anywhere are loaded number by number: fewer a thread, for their addresses' sake
+        if gm > 1:  # unaligned rows load number by number: fewer per thread, to save registers for addresses
             tile["num_warps"] = warps * (4 if columns % 16 or values.stride(0) % 16 else 2)
         down, right = triton.cdiv(rows, bm), triton.cdiv(across, g)
         launch(_tiles, (down, right) if gm > 1 else (down * right,), codes, scale, *given, across, **tile)
 
 
 def group_of(q: torch.Tensor, scale: torch.Tensor) -> Group | None:
-    """Which numbers of q share a scale, from the shapes alone; None where they do not fit."""
+    """Which numbers of q share a scale, from the shapes alone; None if they do not fit."""
     if scale.numel() == 1 and scale.dim() <= max(1, q.dim()):
         return TENSOR
     if not q.dim() or scale.dim() != q.dim():
@@ -263,7 +264,7 @@ def group_of(q: torch.Tensor, scale: torch.Tensor) -> Group | None:
 
 
 def dequantize(y: torch.Tensor, q: torch.Tensor, scale: torch.Tensor, zero: torch.Tensor | None, group: Group) -> None:
-    """Fills y, contiguous, with (q - zero) * scale."""
+    """Writes (q - zero) * scale to y, contiguous."""
     values = plane(q.view(torch.uint8) if q.dtype != torch.int8 else q)
     rows, columns = values.shape
     strides = []
@@ -279,16 +280,15 @@ def dequantize(y: torch.Tensor, q: torch.Tensor, scale: torch.Tensor, zero: torc
     launch(_back, grid, *given, FP8=fp8, NATIVE=fp8 and native(q), **tile)
 
 
-# --- the reference's side
+# --- for the reference
 
 
 def extremes(x: torch.Tensor, group: Group) -> tuple[torch.Tensor, torch.Tensor]:
-    """The least and the largest number of each group, 0 among them, infinite for NaN; as the scales are shaped."""
+    """The least and largest number of each group, 0 included, infinite for NaN, in the shape of the scales."""
     low, high = (torch.where(x.isnan(), other, x) for other in (0.0, float("inf")))
     if group == TENSOR:
-        return torch.cat([low.flatten(), low.new_zeros(1)]).amin(), torch.cat(
-            [high.flatten(), high.new_zeros(1)]
-        ).amax()
+        low, high = (torch.cat([t.flatten(), t.new_zeros(1)]) for t in (low, high))
+        return low.amin(), high.amax()
     columns = x.shape[-1]
     down, across = group[0], group[1] or columns + 1
     pad = (0, -columns % across if group[1] else 1, *((0, -x.shape[-2] % down) if down > 1 else ()))  # with zeros
@@ -303,7 +303,7 @@ def extremes(x: torch.Tensor, group: Group) -> tuple[torch.Tensor, torch.Tensor]
 
 
 def spread(scale: torch.Tensor, like: torch.Tensor, group: Group) -> torch.Tensor:
-    """A scale for every number of `like`, or of a shape that broadcasts with it."""
+    """The scales expanded to one for each number of `like`, or to a shape that broadcasts with it."""
     if group[1] != BLOCK:
         return scale
     if group[0] > 1:
@@ -312,11 +312,11 @@ def spread(scale: torch.Tensor, like: torch.Tensor, group: Group) -> torch.Tenso
 
 
 def checked(op: str, x: object) -> torch.Tensor:
-    """x, if it is a floating-point tensor."""
+    """x, checked to be a dense floating-point tensor."""
     if not isinstance(x, torch.Tensor):
-        raise RidgelineError(f"{op}: x must be a tensor, and is {type(x).__name__}")
+        raise RidgelineError(f"{op}: x must be a tensor, but is {type(x).__name__}")
     if x.is_nested:  # it has no shape
         dense_only(op, (x,))
     if not x.is_floating_point() or x.element_size() < 2:
-        raise RidgelineError(f"{op}: x must be floating point (float32, float16, bfloat16), and is {x.dtype}")
+        raise RidgelineError(f"{op}: x must be floating point (float32, float16, bfloat16), but is {x.dtype}")
     return x

@@ -1,7 +1,8 @@
-"""dequantize: what quantised numbers stand for: x = (q - zero) * scale.
+"""dequantize: the numbers that quantised codes stand for: x = (q - zero) * scale.
 
-Each number has the scale of its block, of its row or of the whole tensor; which it is, the scale's shape says. One pass: a byte a number
-read, a number written. The kernel is in `_groups.py`; e4m3 is decoded by the GPU's own instruction where it has one.
+Each number has the scale of its block, its row or the whole tensor, as the scale's shape says. One pass reads a byte
+and writes a number per element. The kernel is in `_groups.py`; it decodes e4m3 by the GPU's own instruction if there is
+one.
 Source: the inverse of `quantize_int8` and `quantize_fp8`.
 """
 
@@ -20,16 +21,12 @@ from ridgeline.select import eager, run
 FP8 = torch.float8_e4m3fn
 
 
-def _launch(
-    y: torch.Tensor, q: torch.Tensor, scale: torch.Tensor, zero: torch.Tensor | None, dtype: torch.dtype
-) -> None:
+def _launch(y: Any, q: torch.Tensor, scale: torch.Tensor, zero: torch.Tensor | None, dtype: torch.dtype) -> None:
     _groups.dequantize(y, q, scale, zero, group_of(q, scale) or (0, 0))
 
 
 @kernel_op("dequantize_fwd(Tensor q, Tensor scale, Tensor? zero, ScalarType dtype, str? impl) -> Tensor")
-def _forward(
-    q: torch.Tensor, scale: torch.Tensor, zero: torch.Tensor | None, dtype: torch.dtype, impl: str | None
-) -> torch.Tensor:
+def _forward(q: Any, scale: Any, zero: torch.Tensor | None, dtype: torch.dtype, impl: str | None) -> torch.Tensor:
     y = torch.empty(q.shape, dtype=dtype, device=q.device)
     if q.numel():
         run(DEQUANTIZE, "fwd", impl, (y,), q, scale, zero, dtype)
@@ -45,29 +42,27 @@ def reference(
 
 
 def _fault(q: Any, scale: Any, zero: Any, dtype: Any) -> str | None:
-    """What is wrong with a call, or None."""
+    """Why the arguments are refused, or None."""
     for name, t in (("q", q), ("scale", scale), *(() if zero is None else (("zero", zero),))):
         if not isinstance(t, torch.Tensor):
-            return f"{name} must be a tensor, and is {type(t).__name__}"
+            return f"{name} must be a tensor, but is {type(t).__name__}"
         if t.is_nested:
-            return f"it takes dense tensors, and {name} is nested; give its to_padded_tensor(0)"
+            return f"it takes dense tensors, but {name} is nested; give its to_padded_tensor(0)"
         if t.device != q.device:
-            return f"{name} is on {t.device} and q on {q.device}; one device is needed"
+            return f"{name} is on {t.device} but q on {q.device}; they must share one device"
     if q.dtype not in (torch.int8, FP8):
-        return f"q must be int8 or float8_e4m3fn, and is {q.dtype}"
+        return f"q must be int8 or float8_e4m3fn, but is {q.dtype}"
     if scale.dtype not in (torch.float32, torch.float64):
-        return f"scale must be float32, and is {scale.dtype}"
-    if zero is not None and (
-        q.dtype == FP8 or zero.shape != scale.shape or zero.dtype not in (torch.int8, torch.int32)
-    ):
-        return f"zero is for int8, is int32 and has the scale's shape {tuple(scale.shape)}; it is {zero.dtype} {tuple(zero.shape)}, and q {q.dtype}"
+        return f"scale must be float32, but is {scale.dtype}"
+    integers = torch.int8, torch.int32
+    if zero is not None and (q.dtype == FP8 or zero.shape != scale.shape or zero.dtype not in integers):
+        found = f"it is {zero.dtype} {tuple(zero.shape)}, and q {q.dtype}"
+        return f"zero must be int32 or int8, of the scale's shape {tuple(scale.shape)}, with q int8; {found}"
     if group_of(q, scale) is None:
-        return (
-            f"scale must be (), a number for each row, for each 1 x 128 or for each 128 x 128 numbers of q, "
-            f"and they are {tuple(scale.shape)} and {tuple(q.shape)}"
-        )
+        found = f"{tuple(scale.shape)} for q {tuple(q.shape)}"
+        return f"scale must be (), or hold one number for each row, 1 x 128 or 128 x 128 block of q, but is {found}"
     if dtype is not None and not (isinstance(dtype, torch.dtype) and dtype.is_floating_point and dtype.itemsize > 1):
-        return f"dtype must be None or a floating one (torch.float32, float16, bfloat16), and is {dtype!r}"
+        return f"dtype must be None or a floating one (torch.float32, float16, bfloat16), but is {dtype!r}"
     return None
 
 
@@ -79,19 +74,20 @@ def dequantize(
     dtype: torch.dtype | None = None,
     impl: str | None = None,
 ) -> torch.Tensor:
-    """(q - zero) * scale: what `quantize_int8` and `quantize_fp8` made of x, as floating-point numbers again.
+    """(q - zero) * scale: the floating-point numbers that `quantize_int8` or `quantize_fp8` encoded.
 
-    q: what they return, as it is; or their first tensor (int8 or float8_e4m3fn, any shape and strides), with the others after it.
-    scale: float32, () or (1,) for all of q; (..., 1) for rows; (..., ceil(K / 128)) for 1 x 128 numbers of (..., K);
-    (ceil(M / 128), ceil(K / 128)) for 128 x 128 of (M, K). zero: int32 or int8 of the scale's shape, for int8.
-    dtype: of the result; None is the scale's. Computed in float32 and rounded once. Contiguous, of q's shape; no gradients flow.
-    Raises RidgelineError where shapes, dtypes or devices are none of these, or `impl` cannot run the call.
+    q: the tuple that they return; or its first tensor (int8 or float8_e4m3fn, any shape and strides), followed by the
+    others.
+    scale: float32, () or (1,) for all of q; (..., 1) for rows; (..., ceil(K / 128)) for 1 x 128 blocks of (..., K);
+    (ceil(M / 128), ceil(K / 128)) for 128 x 128 blocks of (M, K). zero: int32 or int8, of the scale's shape, for int8.
+    dtype: of the result; None is the scale's. Computed in float32 and rounded once. Returns a contiguous tensor of q's
+    shape. It has no gradients.
+    Raises RidgelineError if shapes, dtypes or devices are none of these, or if `impl` cannot run the call.
     """
     if isinstance(q, tuple | list):
         if scale is not None or zero is not None or len(q) not in (2, 3):
-            raise RidgelineError(
-                f"dequantize: q is (q, scale) or (q, scale, zero), or a tensor beside them; {len(q)} are in it"
-            )
+            found = f"a tuple of {len(q)}{' and more arguments' * (scale is not None or zero is not None)}"
+            raise RidgelineError(f"dequantize: q must be a tensor, (q, scale) or (q, scale, zero), but is {found}")
         q, scale, zero = (*q, None)[:3]
     fault = _fault(q, scale, zero, dtype)
     if fault or not isinstance(scale, torch.Tensor) or not isinstance(q, torch.Tensor):
@@ -105,7 +101,7 @@ def dequantize(
 
 
 def _unlike(q: torch.Tensor, scale: torch.Tensor, *_: Any) -> str | None:
-    return None if scale.dtype == torch.float32 else f"it takes scales in float32, and these are {scale.dtype}"
+    return None if scale.dtype == torch.float32 else f"it takes float32 scales, but these are {scale.dtype}"
 
 
 def cost(
@@ -116,10 +112,11 @@ def cost(
 
 
 def _case(shape: tuple[int, ...], scales: tuple[int, ...], fp8: bool, zero: bool = False, **facts: Any) -> Case:
-    name = f"{'x'.join(map(str, shape))} {'fp8' if fp8 else 'int8'}, {' x '.join(map(str, scales)) or 'one'} scales{' and zeros' * zero}"
-    codes = Spec(*shape, dtype="float8_e4m3fn" if fp8 else "int8", grad=False)
-    args = (codes, Spec(*scales, dtype="float32", grad=False), *([Spec(*scales, dtype="int32", high=99)] * zero))
-    return Case(name, args, {"dtype": OwnDtype()}, **facts)
+    dtype, of = ("float8_e4m3fn", "fp8") if fp8 else ("int8", "int8")
+    name = f"{'x'.join(map(str, shape))} {of}, {' x '.join(map(str, scales)) or 'one'} scales{' and zeros' * zero}"
+    args = Spec(*shape, dtype=dtype, grad=False), Spec(*scales, dtype="float32", grad=False)
+    zeros = (Spec(*scales, dtype="int32", high=99),) * zero
+    return Case(name, (*args, *zeros), {"dtype": OwnDtype()}, **facts)
 
 
 DEQUANTIZE = Op(
@@ -143,16 +140,8 @@ DEQUANTIZE = Op(
     ],
 )
 
-DEQUANTIZE.eager(
-    "naive", "the formula in eager PyTorch: scales spread to q's shape, then a product", reference, served=True
-)
-DEQUANTIZE.compiled("the formula fused by torch.compile")
-DEQUANTIZE.kernel(
-    "triton",
-    "one pass; a block's scale is loaded once for all of its numbers",
-    kind="triton",
-    fwd=_launch,
-    supports=_unlike,
-    dtypes=("int8", "float8_e4m3fn"),
-    served=True,
-)
+DEQUANTIZE.eager("naive", "the formula in eager PyTorch: expand the scales, then multiply", reference, served=True)
+DEQUANTIZE.compiled("the formula, fused by torch.compile")
+idea = "one pass; a block's scale is loaded once for all of its numbers"
+facts: dict[str, Any] = {"supports": _unlike, "dtypes": ("int8", "float8_e4m3fn"), "served": True}
+DEQUANTIZE.kernel("triton", idea, kind="triton", fwd=_launch, **facts)

@@ -1,10 +1,11 @@
-"""quantize_fp8: floating-point numbers of 8 bits (e4m3) and scales for them, of blocks, of rows or of a tensor.
+"""quantize_fp8: 8-bit floating-point numbers (e4m3) and their scales, per block, per row or per tensor.
 
     scale = max |x| / 448            q = x / scale, rounded to e4m3
 
-DeepSeek-V3 gives activations a scale for every 1 x 128 numbers and weights one for every 128 x 128, so that one outlier costs its
-neighbours alone their precision. A block lies in the registers of one program: x is read once. The floor is x read and a byte a number
-written. The kernels are in `_groups.py`. Source: DeepSeek-AI, DeepSeek-V3 technical report, 2024 (arXiv:2412.19437), section 3.3.
+DeepSeek-V3 gives activations a scale per 1 x 128 numbers and weights one per 128 x 128, so an outlier costs precision
+only within its block. A block lies in one program's registers, so x is read once. The floor is one read of x and one
+byte written per number. The kernels are in `_groups.py`.
+Source: DeepSeek-AI, DeepSeek-V3 technical report, 2024 (arXiv:2412.19437), section 3.3.
 """
 
 from __future__ import annotations
@@ -65,25 +66,24 @@ def reference(x: torch.Tensor, *, block: tuple[int, int] | str = (1, 128)) -> tu
 def quantize_fp8(
     x: torch.Tensor, *, block: tuple[int, int] | str = (1, 128), impl: str | None = None
 ) -> tuple[torch.Tensor, torch.Tensor]:
-    """x as floating-point numbers of 8 bits, e4m3: (q, scale), where x is about q times the scale of its block.
+    """x as 8-bit floating-point numbers, e4m3: (q, scale), with x about q times the scale of its block.
 
-    x: (..., K), any strides, floating point. block: what shares a scale: (1, 128) numbers of a row, (128, 128) of a matrix (the last ones
-    may be fewer), "row" or "tensor".
-    Returns q, float8_e4m3fn, of x's shape and contiguous; scale, float32: (..., ceil(K / 128)), (ceil(M / 128), ceil(K / 128)),
-    (..., 1) or (). No gradients flow. The largest number of a block becomes 448 or -448.
-    Quotients x / scale are those of float32, rounded to the nearest number of e4m3, to even between two; a scale is at least
-    2^-126 (of zeros), and infinite where its numbers hold an infinity or NaN: `dequantize` then gives NaN. GPUs without e4m3 get the
+    x: (..., K), floating point, any strides. block: which numbers share a scale: (1, 128) of a row, (128, 128) of a
+    matrix (blocks at the end may be smaller), "row" or "tensor".
+    Returns q, float8_e4m3fn, contiguous, of x's shape, with at most 448 in absolute value; and scale, float32:
+    (..., ceil(K / 128)), (ceil(M / 128), ceil(K / 128)), (..., 1) or (). It has no gradients.
+    x / scale is rounded to float32, then to the nearest e4m3 number, ties to even. A scale is at least 2^-126 (all
+    zeros), and infinite if its numbers hold an infinity or NaN; `dequantize` then gives NaN. GPUs without e4m3 give the
     same codes, slower.
-    Raises RidgelineError on a tensor that is not floating point, another block, or an `impl` that cannot run the call.
+    Raises RidgelineError if x is not floating point, if `block` is none of these, or if `impl` cannot run the call.
     """
     x = checked("quantize_fp8", x)
     block = tuple(block) if isinstance(block, list) else block
     if not isinstance(block, str | tuple) or block not in GROUPS:
-        raise RidgelineError(f'quantize_fp8: block must be (1, 128), (128, 128), "row" or "tensor", and is {block!r}')
+        raise RidgelineError(f'quantize_fp8: block must be (1, 128), (128, 128), "row" or "tensor", but is {block!r}')
     if (block != "tensor" and not x.dim()) or (block == (BLOCK, BLOCK) and x.dim() != 2):
-        raise RidgelineError(
-            f"quantize_fp8: block {block} needs {'a matrix' if block[0] == BLOCK else 'rows'}, and x is {tuple(x.shape)}"
-        )
+        wanted = "a matrix" if block[0] == BLOCK else "rows"
+        raise RidgelineError(f"quantize_fp8: block {block} needs {wanted}, but x is {tuple(x.shape)}")
     plain = eager(QUANTIZE_FP8, impl, x)
     if plain is not None and plain.call is not None:
         return plain.call(x.detach(), block=block)
@@ -119,12 +119,7 @@ QUANTIZE_FP8 = Op(
     ],
 )
 
-QUANTIZE_FP8.eager("naive", "the formula in eager PyTorch: some six passes over memory", reference, served=True)
-QUANTIZE_FP8.compiled("the formula fused by torch.compile, its quotients correctly rounded", options=RIGHT)
-QUANTIZE_FP8.kernel(
-    "triton",
-    "a program's blocks or row lie in its registers: read once, divided, rounded by the GPU's own instruction and written",
-    kind="triton",
-    fwd=_launch,
-    served=True,
-)
+QUANTIZE_FP8.eager("naive", "the formula in eager PyTorch: about six passes over memory", reference, served=True)
+QUANTIZE_FP8.compiled("the formula fused by torch.compile, with correctly rounded quotients", options=RIGHT)
+idea = "a program's blocks or row stay in registers: one read, native rounding, one write"
+QUANTIZE_FP8.kernel("triton", idea, kind="triton", fwd=_launch, served=True)

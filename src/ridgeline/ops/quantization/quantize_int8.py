@@ -1,14 +1,18 @@
-"""quantize_int8: whole numbers of 8 bits and a scale for them, of a tensor or of each of its rows.
+"""quantize_int8: 8-bit integers and their scales, per tensor or per row.
 
     symmetric:   scale = max |x| / 127             q = round(x / scale)
     asymmetric:  scale = (max - min) / 255         q = round(x / scale) + zero,   zero = round(-128 - min / scale)
 
-Rows that fit in registers are read once; a tensor's extremes are needed before its first code, so it is read twice, the second time from
-its end, which L2 still holds. The floor is x read and a byte a number written. The kernels are in `_groups.py`.
-Source: Jacob et al., Quantization and training of neural networks for efficient integer-arithmetic-only inference, 2018 (arXiv:1712.05877).
+Rows that fit in registers are read once. A tensor's extremes are needed before its first code, so it is read twice, the
+second time from its end, which L2 still holds. The floor is one read of x and one byte written per number. The kernels
+are in `_groups.py`.
+Source: Jacob et al., Quantization and training of neural networks for efficient integer-arithmetic-only inference, 2018
+(arXiv:1712.05877).
 """
 
 from __future__ import annotations
+
+from typing import Any
 
 import torch
 
@@ -18,15 +22,7 @@ from ridgeline.ops.quantization._groups import LEAST, PARTS, RIGHT, ROW, TENSOR,
 from ridgeline.select import eager, run
 
 
-def _launch(
-    q: torch.Tensor,
-    scale: torch.Tensor,
-    zero: torch.Tensor,
-    parts: torch.Tensor,
-    x: torch.Tensor,
-    rows: bool,
-    symmetric: bool,
-) -> None:
+def _launch(q: Any, scale: Any, zero: Any, parts: Any, x: torch.Tensor, rows: bool, symmetric: bool) -> None:
     quantize(q, scale, None if symmetric else zero, parts, x, ROW if rows else TENSOR)
 
 
@@ -63,22 +59,22 @@ def reference(x: torch.Tensor, *, granularity: str = "tensor", symmetric: bool =
 def quantize_int8(
     x: torch.Tensor, *, granularity: str = "tensor", symmetric: bool = True, impl: str | None = None
 ) -> tuple[torch.Tensor, ...]:
-    """x as whole numbers of 8 bits: (q, scale), and with symmetric=False (q, scale, zero); x is about (q - zero) * scale.
+    """x as 8-bit integers: (q, scale) or, with symmetric=False, (q, scale, zero); x is about (q - zero) * scale.
 
-    x: any shape and strides, floating point. granularity: "tensor", or "row" for a scale for each row of the last dimension.
-    symmetric: q is -127 to 127 and zero stands for zero; else -128 to 127 are spread over what x spans, 0 included.
-    Returns q, int8, of x's shape and contiguous; scale, float32, () or (..., 1); zero, int32, shaped as scale. No gradients flow.
-    Quotients x / scale are those of float32, rounded to the nearest whole number, to even between two, and saturate; a scale is at least
-    2^-126 (of zeros), and infinite where its numbers hold an infinity or NaN: `dequantize` then gives NaN.
-    Raises RidgelineError on a tensor that is not floating point, another granularity, or an `impl` that cannot run the call.
+    x: floating point, any shape and strides. granularity: "tensor", or "row" for a scale per row of the last dimension.
+    symmetric: q is in -127 to 127, without zeros; else -128 to 127 cover the range of x, extended to include 0.
+    Returns q, int8, contiguous, of x's shape; scale, float32, () or (..., 1); zero, int32, shaped like scale. It has no
+    gradients.
+    x / scale is rounded to float32, then to the nearest integer, ties to even, and saturates. A scale is at least
+    2^-126 (all zeros), and infinite if its numbers hold an infinity or NaN; `dequantize` then gives NaN.
+    Raises RidgelineError if x is not floating point, if `granularity` is invalid, or if `impl` cannot run the call.
     """
     x = checked("quantize_int8", x)
     if granularity not in ("tensor", "row") or (granularity == "row" and not x.dim()):
-        raise RidgelineError(
-            f'quantize_int8: granularity must be "tensor", or "row" of a tensor with rows, and is {granularity!r}'
-        )
+        wanted = '"tensor", or "row" for a tensor with rows'
+        raise RidgelineError(f"quantize_int8: granularity must be {wanted}, but is {granularity!r}")
     if not isinstance(symmetric, bool):
-        raise RidgelineError(f"quantize_int8: symmetric must be True or False, and is {symmetric!r}")
+        raise RidgelineError(f"quantize_int8: symmetric must be True or False, but is {symmetric!r}")
     plain = eager(QUANTIZE_INT8, impl, x)
     if plain is not None and plain.call is not None:
         return plain.call(x.detach(), granularity=granularity, symmetric=symmetric)
@@ -113,12 +109,7 @@ QUANTIZE_INT8 = Op(
     ],
 )
 
-QUANTIZE_INT8.eager("naive", "the formula in eager PyTorch: some eight passes over memory", reference, served=True)
-QUANTIZE_INT8.compiled("the formula fused by torch.compile, its quotients correctly rounded", options=RIGHT)
-QUANTIZE_INT8.kernel(
-    "triton",
-    "a row in registers, read once; a tensor's extremes in 512 parts that every program of the second kernel puts together",
-    kind="triton",
-    fwd=_launch,
-    served=True,
-)
+QUANTIZE_INT8.eager("naive", "the formula in eager PyTorch: about eight passes over memory", reference, served=True)
+QUANTIZE_INT8.compiled("the formula fused by torch.compile, with correctly rounded quotients", options=RIGHT)
+idea = "a row in registers, read once; a tensor's extremes in 512 parts, merged by each program"
+QUANTIZE_INT8.kernel("triton", idea, kind="triton", fwd=_launch, served=True)

@@ -1,4 +1,4 @@
-"""The launchers of cumsum: rows by tiles, in blocks of their own or by a ring, rows by blocks, columns."""
+"""Launchers of cumsum: rows by tiles, each tile in its own block or in a ring; whole rows per block; columns."""
 
 from __future__ import annotations
 
@@ -17,13 +17,13 @@ FILE = Path(__file__).with_name("cumsum.cu")
 _TILES, _TOTALS = CudaKernel(FILE, "cumsum_tiles", "PPPqqq"), CudaKernel(FILE, "cumsum_totals", "Pq")
 _ROWS, _COLUMNS = CudaKernel(FILE, "cumsum_rows", "PPq"), CudaKernel(FILE, "cumsum_columns", "PPPqqqqq")
 _CLEAR, _RING = CudaKernel(FILE, "cumsum_clear", "Pq"), CudaKernel(FILE, "cumsum_ring", "PPPqqq")
-GROUP = 32  # tiles, in cumsum.cu
-# Of the ring: threads of a group, and groups; the packs of a thread, by the elements of a pack; the most bytes of shared memory.
+GROUP = 32  # tiles per group, as in cumsum.cu
+# The ring: threads per group and groups; packs per thread, by elements per pack; the most bytes of shared memory.
 RING = {"THREADS": 192, "GROUPS": 3}
 RING_ITEMS = {8: 6, 4: 10, 2: 8}
 RING_BYTES = 215 << 10
-LONG = 1 << 15  # elements for each multiprocessor, from which on the ring serves
-FEW = 32  # columns that are turned into rows where they are long, and bytes of a row by thread, four times
+LONG = 1 << 15  # the ring needs at least this many elements per multiprocessor
+FEW = 32  # fewer long columns are transposed into rows; rows of at most four times as many bytes take one thread each
 
 
 def _sizes(x: torch.Tensor, dim: int) -> tuple[int, int, int]:
@@ -34,28 +34,23 @@ def _sizes(x: torch.Tensor, dim: int) -> tuple[int, int, int]:
 def _macros(
     y: torch.Tensor, x: torch.Tensor, rows: int, n: int, reverse: bool, packed: bool, threads: int
 ) -> dict[str, Any]:
-    """Packs of 16 bytes of the wider type, or of 8 bytes of single ones, where rows begin at such, and how many a thread has."""
+    """Macros: packs of 16 bytes of the wider type (at most 8 elements) if rows are aligned, and packs per thread."""
     pack = min(8, 16 // max(y.element_size(), x.element_size()))
     whole = packed and (n % pack == 0 or (rows == 1 and not reverse))
     pack = pack if whole and not any([t.data_ptr() % (pack * t.element_size()) for t in (y, x)]) else 1
     floating, wide = y.is_floating_point(), y.element_size() == 8
     sums = ("float", "double") if floating else ("unsigned long long" if wide else "unsigned", "unsigned long long")
     macros = {"XTYPE": KINDS[x.dtype], "YTYPE": KINDS[y.dtype], "STYPE": sums[0], "TTYPE": sums[1], "PACK": pack}
-    return macros | {
-        "ITEMS": {8: 4, 4: 10, 2: 8, 1: 12}[pack],
-        "THREADS": threads,
-        "REVERSE": int(reverse),
-        "PHASE": 0,
-        "block": threads,
-    }
+    macros |= {"ITEMS": {8: 4, 4: 10, 2: 8, 1: 12}[pack], "THREADS": threads, "REVERSE": int(reverse)}
+    return macros | {"PHASE": 0, "block": threads}
 
 
 def _tiled(phased: bool, packed: bool, y: torch.Tensor, x: torch.Tensor, dim: int, reverse: bool) -> None:
-    """Rows by tiles: in one pass, or in three."""
+    """Rows by tiles, in one pass or, if phased, in three."""
     x = x.contiguous()
     rows, n, _ = _sizes(x, dim)
     macros = _macros(y, x, rows, n, reverse, packed, 128)
-    # The longer the tiles, the fewer wait for each other: 2.63 TB/s of 2^30 int32 on an H100, with ten packs 2.43.
+    # With longer tiles, fewer wait for each other.
     macros["ITEMS"] = {8: 8, 4: 20}.get(macros["PACK"], macros["ITEMS"])
     tiles = -(-n // (128 * macros["PACK"] * macros["ITEMS"]))
     every = rows * tiles
@@ -72,7 +67,7 @@ def _tiled(phased: bool, packed: bool, y: torch.Tensor, x: torch.Tensor, dim: in
 
 
 def _columns(y: torch.Tensor, x: torch.Tensor, dim: int, reverse: bool) -> None:
-    """A thread a column, or where these are few a thread a chunk of one, in two passes."""
+    """One thread per column, or, for few columns, one per chunk of a column in two passes."""
     outer, n, inner = _sizes(x, dim)
     macros = _macros(y, x, 1, 1, reverse, False, 256)
     many = 2048 * device.of(x).multiprocessors
@@ -102,9 +97,7 @@ def best(y: torch.Tensor, x: torch.Tensor, dim: int, dtype: torch.dtype, reverse
             _tiled(False, True, y, x, dim, reverse)
         else:
             threads = min(256, 32 << (warps - 1).bit_length())
-            if (
-                macros["PACK"] == 8 and n >= 64 * 256
-            ):  # as many for all threads of a block: 262 us for 269 of 16384x16384 on an H200
+            if macros["PACK"] == 8 and n >= 64 * 256:  # long rows fill larger tiles evenly
                 macros["ITEMS"] = 8
             launch(_ROWS, (outer,), y, x, n, **macros | {"THREADS": threads, "block": threads})
 
@@ -114,34 +107,36 @@ def by_ring(y: torch.Tensor, x: torch.Tensor, dim: int, dtype: torch.dtype, reve
     rows, n, _ = _sizes(x, dim)
     macros = _macros(y, x, rows, n, reverse, True, RING["THREADS"])
     macros |= RING | {"ITEMS": RING_ITEMS[macros["PACK"]]}
-    packs = RING["THREADS"] * macros["ITEMS"]  # of a tile
-    size = packs * macros["PACK"] * x.element_size()  # of a tile, bytes
+    packs = RING["THREADS"] * macros["ITEMS"]  # per tile
+    size = packs * macros["PACK"] * x.element_size()  # bytes of a tile
     tiles, macros["STAGES"] = -(-n // (packs * macros["PACK"])), min(16, RING_BYTES // size)
     state = torch.empty(2 * rows * tiles, dtype=torch.int64, device=x.device)
     launch(_CLEAR, (-(-state.numel() // 256),), state, state.numel(), **macros | {"block": 256})
     macros |= {"shared": macros["STAGES"] * size, "block": RING["GROUPS"] * RING["THREADS"] + 64}
-    launch(
-        _RING, (min(device.of(x).multiprocessors, rows * tiles),), y, x, state, rows, n, tiles, cooperative=1, **macros
-    )
+    grid = (min(device.of(x).multiprocessors, rows * tiles),)
+    launch(_RING, grid, y, x, state, rows, n, tiles, cooperative=1, **macros)
+
+
+def last_dim(x: torch.Tensor, dim: int = 0, *rest: Any) -> str | None:
+    if _sizes(x, dim % max(1, x.dim()))[2] == 1:
+        return None
+    return "it takes the last dimension, but later dimensions have more than one element"
 
 
 def whole(x: torch.Tensor, dim: int, *rest: Any) -> str | None:
-    """What the copy engine needs: rows of whole packs of 16 bytes, that begin at such, and room for the ring."""
+    """Why bulk copies cannot move the rows (unaligned packs of 16 bytes, or no room for the ring), or None."""
     if device.of(x).shared_memory < RING_BYTES + (2 << 10):
         return f"its ring takes {RING_BYTES >> 10} KiB of shared memory, more than a block has here"
-    _, n, inner = _sizes(x, dim % max(1, x.dim()))
-    if inner > 1:
-        return "it takes the last dimension, and what follows this has sizes"
+    if last_dim(x, dim):
+        return last_dim(x, dim)
     begins = x.data_ptr() % 16 == 0 or not x.is_contiguous()
-    return (
-        None
-        if begins and n * x.element_size() % 16 == 0
-        else "it takes rows of whole 16 bytes, which begin at multiples of 16"
-    )
+    if begins and _sizes(x, dim % max(1, x.dim()))[1] * x.element_size() % 16 == 0:
+        return None
+    return "it takes rows that begin and end at multiples of 16 bytes"
 
 
 def short(x: torch.Tensor, dim: int, *rest: Any, **named: Any) -> str | None:
-    """Rows that a block has each, and few tiles, which are sooner done without a ring."""
+    """Why the ring is slower, or None: rows enough for a block each, or few tiles."""
     rows, n, _ = _sizes(x, dim % max(1, x.dim()))
     many = device.of(x).multiprocessors
     return "its rows are many, or short" if rows >= 2 * many or rows * n < LONG * many else None

@@ -1,4 +1,4 @@
-"""The element types that reductions over integers take too, as CUDA C++ calls them."""
+"""CUDA C++ names of the dtypes that reductions take, integers included."""
 
 import torch
 

@@ -1,4 +1,4 @@
-"""What a sum's arguments mean: which dimensions are added up, in which dtype, and where their elements lie."""
+"""A sum's arguments: which dimensions are summed, in which dtype, and where the elements lie."""
 
 from __future__ import annotations
 
@@ -13,27 +13,26 @@ WHOLE = (torch.int64, torch.int32, torch.int16, torch.int8, torch.uint8)
 
 
 def normal(x: Any, dim: Any, dtype: Any = None) -> tuple[int, ...]:
-    """The dimensions that a sum is over, each from 0 on, in order; raises where there are no such or x is no tensor."""
+    """The dimensions of a sum, non-negative and sorted. Raises RidgelineError if an argument is invalid."""
     if not isinstance(x, torch.Tensor):
-        raise RidgelineError(f"reduce_sum: x must be a tensor, and is {type(x).__name__}")
+        raise RidgelineError(f"reduce_sum: x must be a tensor, but is {type(x).__name__}")
     if dtype is not None and not isinstance(dtype, torch.dtype):
-        raise RidgelineError(f"reduce_sum: dtype must be a dtype such as torch.float32, or None, and is {dtype!r}")
-    most = max(1, x.dim())  # a number has dimension 0 and -1, as in PyTorch
+        raise RidgelineError(f"reduce_sum: dtype must be a dtype such as torch.float32, or None, but is {dtype!r}")
+    most = max(1, x.dim())  # a scalar has dimensions 0 and -1, as in PyTorch
     given = (dim,) if isinstance(dim, int) else dim
     if given is None or (isinstance(given, tuple | list) and not given):
         return tuple(range(x.dim()))
     if not isinstance(given, tuple | list) or any([type(d) is not int or not -most <= d < most for d in given]):
-        raise RidgelineError(
-            f"reduce_sum: dim must be from {-most} to {most - 1}, several of these, or None, and is {dim!r}"
-        )
+        wanted = f"an int from {-most} to {most - 1}, several of them, or None"
+        raise RidgelineError(f"reduce_sum: dim must be {wanted}, but is {dim!r}")
     found = sorted({d % most for d in given})
     if len(found) < len(given):
-        raise RidgelineError(f"reduce_sum: dim must name each dimension once, and is {dim!r}")
+        raise RidgelineError(f"reduce_sum: dim must name each dimension once, but is {dim!r}")
     return tuple(found) if x.dim() else ()
 
 
 def result_dtype(x: torch.Tensor, dtype: torch.dtype | None) -> torch.dtype:
-    """Of a sum or of sums on the way."""
+    """The dtype of a sum, or of prefix sums."""
     if dtype is not None:
         return dtype
     if x.is_cuda and x.dtype in (torch.float16, torch.bfloat16) and torch.is_autocast_enabled("cuda"):
@@ -42,17 +41,16 @@ def result_dtype(x: torch.Tensor, dtype: torch.dtype | None) -> torch.dtype:
 
 
 def left_to_torch(x: torch.Tensor, out: torch.dtype) -> str | None:
-    """Why kernels do not take these dtypes, or None."""
+    """Why kernels cannot take these dtypes, or None."""
     if (x.dtype in FLOATS and out in FLOATS) or (x.dtype in (*WHOLE, torch.bool) and out in WHOLE):
         return None
-    kinds = "floating point (float32, float16, bfloat16) or whole numbers (int64 to int8, uint8)"
-    return (
-        f"kernels take sums of {kinds} in a dtype of the same kind, and this is of {str(x.dtype)[6:]} in {str(out)[6:]}"
-    )
+    kinds = "floating point (float32, float16, bfloat16) or integers (int64 to int8, uint8)"
+    given = f"{str(x.dtype)[6:]} in {str(out)[6:]}"
+    return f"kernels sum {kinds} in a dtype of the same kind, but this sum is of {given}"
 
 
 def tiny(x: torch.Tensor, dim: Any = None, *_: Any) -> str | None:
-    """Why a call is left to PyTorch: what is added up lies between kept dimensions, and the outer ones are very many."""
+    """Why PyTorch is faster, or None: very many outer slices, each with few elements to sum."""
     dims, last = normal(x, dim), -2
     kept: list[int] = []
     for d, size in enumerate(x.shape):
@@ -63,7 +61,7 @@ def tiny(x: torch.Tensor, dim: Any = None, *_: Any) -> str | None:
                 kept.append(size)
             last = d
     if len(kept) == 2 and kept[0] > 1 << 16 and x.numel() < 256 * kept[0]:
-        return "its outer slices are very many and small, and a program for each takes longer than PyTorch's kernel"
+        return "its outer slices are very many and small, so one program for each takes longer than PyTorch's kernel"
     return None
 
 
@@ -74,7 +72,7 @@ def takes_dtypes(
 
 
 def side_by_side(x: torch.Tensor) -> bool:
-    """Whether the elements fill a piece of memory, in any order."""
+    """Whether the elements are contiguous in memory, with dimensions in any order."""
     room = 1
     for stride, size in sorted([(s, n) for s, n in zip(x.stride(), x.shape, strict=True) if n != 1]):
         if stride != room:
@@ -83,11 +81,11 @@ def side_by_side(x: torch.Tensor) -> bool:
     return True
 
 
-Group = tuple[int, ...]  # a size, and how far apart neighbours lie in x and, of what is kept, in y
+Group = tuple[int, ...]  # a size, then the stride in x and, for kept dimensions, in y
 
 
 def _merged(found: list[Group]) -> list[Group]:
-    """Dimensions that can be walked as one are one."""
+    """Merges adjacent dimensions that can be walked as one."""
     made: list[Group] = []
     for size, *steps in found:
         if size == 1:
@@ -100,8 +98,10 @@ def _merged(found: list[Group]) -> list[Group]:
 
 
 def groups(x: torch.Tensor, dims: tuple[int, ...]) -> tuple[torch.Tensor, Group, Group, Group, Group]:
-    """x, or a copy of it where its dimensions are too many; then what is kept, an outer group and one whose neighbours lie nearer, and what
-    is added up, likewise. y is contiguous."""
+    """x (or a copy, if it has too many dimensions), two groups of kept dimensions, and two of summed ones.
+
+    Of each pair, the group with the larger strides comes first. y is contiguous.
+    """
     kept: list[Group] = []
     room = 1
     for d in reversed(range(x.dim())):

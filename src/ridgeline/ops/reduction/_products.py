@@ -1,4 +1,4 @@
-"""What starts the kernels of `dot`."""
+"""Kernels and launchers of `dot`."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ FILE = Path(__file__).with_name("dot.cu")
 
 @triton.jit
 def _fwd(parts, a, b, n, steps, a_step, b_step, BLOCK: tl.constexpr):
-    """A program's part: `steps` blocks side by side."""
+    """One program's part of the product: `steps` adjacent blocks."""
     sums = tl.zeros((1, BLOCK), tl.float32)
     first = tl.program_id(0).to(tl.int64) * steps * BLOCK + tl.arange(0, BLOCK)[None, :]
     for _ in range(steps):
@@ -39,17 +39,18 @@ def by_programs(y: torch.Tensor, a: torch.Tensor, b: torch.Tensor) -> None:
 
 
 def side_by_side(a: torch.Tensor, b: torch.Tensor, bytes: int = 1) -> str | None:
-    """Why a kernel that loads so many bytes at once does not take these, or None."""
+    """Why a kernel that loads `bytes` at once cannot take a and b, or None."""
     if a.numel() > 1 and not a.stride(0) == b.stride(0) == 1:
-        return f"it takes elements that lie side by side, and the strides are {a.stride(0)} and {b.stride(0)}"
+        return f"it takes contiguous elements, but the strides are {a.stride(0)} and {b.stride(0)}"
     if a.data_ptr() % bytes or b.data_ptr() % bytes:
-        return f"its packs begin at multiples of {bytes} bytes, and a and b begin {a.data_ptr() % bytes} and {b.data_ptr() % bytes} beyond"
+        beyond = f"{a.data_ptr() % bytes} and {b.data_ptr() % bytes}"
+        return f"its packs begin at multiples of {bytes} bytes, but a and b begin {beyond} bytes later"
     return None
 
 
 def together(a: torch.Tensor, b: torch.Tensor) -> str | None:
     if (a.data_ptr() - b.data_ptr()) % 16:
-        return "its packs of 16 bytes begin together, and those of a and b do not"
+        return "a and b must begin at the same offset from a multiple of 16 bytes"
     return side_by_side(a, b)
 
 
@@ -57,11 +58,11 @@ _kernel = cache(partial(CudaKernel, FILE))
 
 
 def atomic(names: tuple[str, str, str], each: int, y: torch.Tensor, a: torch.Tensor, b: torch.Tensor) -> None:
-    """Clears the sum, adds to it, and puts it into y. each: the elements of a thread; 0: the GPU's threads share all of them."""
+    """Clears the sum, adds to it, copies it to y. each: elements per thread; 0: a full GPU's threads share them all."""
     facts: dict[str, Any] = {"DTYPE": CTYPE[a.dtype], "YTYPE": CTYPE[y.dtype], "THREADS": 256, "LOADS": 1}
     zero, kernel, end = map(_kernel, names, ("P", "PPPq", "PP"))
     sums, n = a.new_empty(2, dtype=torch.float16 if each else torch.float32), a.numel()
-    # A thread more than packs, for an odd element.
+    # One thread more than packs, for an odd element.
     blocks = ceil(n // each + 1, 256) if each else min(ceil(n, 256), 8 * device.of(a).multiprocessors)
     launch(zero, (1,), sums, **facts, block=32)
     launch(kernel, (blocks,), sums, a, b, n, **facts, block=256)

@@ -1,4 +1,4 @@
-"""What sums share: parts of a sum and what adds them up, in CUDA C++ and in Triton."""
+"""Shared by sums: partial sums and the kernels that add them up, in CUDA C++ and in Triton."""
 
 from __future__ import annotations
 
@@ -22,10 +22,10 @@ def ceil(a: int, b: int) -> int:
 
 
 class Parts:
-    """A CUDA C++ kernel whose blocks leave a part of a sum each, and the one that adds the parts up: kernels `name` and `adder` of a file.
+    """A CUDA C++ kernel whose blocks each leave a partial sum, and one that adds them: `name` and `adder` of a file.
 
-    operands: how many tensors it reads, each contiguous, as far beyond a multiple of 16 bytes as the first. The parts are a block's
-    THREADS x LOADS packs of 16 bytes, `steps` times; of these blocks at most so many as BLOCKS says for each multiprocessor.
+    operands: how many tensors it reads; each is contiguous, and all have the same offset from a multiple of 16 bytes. A
+    block sums THREADS x LOADS packs of 16 bytes, `steps` times; there are at most BLOCKS blocks per multiprocessor.
     """
 
     def __init__(self, file: Path, name: str, adder: str, operands: int):
@@ -46,7 +46,7 @@ class Parts:
 
 @triton.jit
 def across(tile, FEW: tl.constexpr, ROWS: tl.constexpr):
-    """The sums of a tile's rows (of its columns), which stay a dimension of one: of FEW neighbours in float32, of these in float64."""
+    """Sums over a tile's rows (or columns), kept as a dimension of 1: first FEW neighbours in float32, then float64."""
     one: tl.constexpr = tile.shape[0]
     other: tl.constexpr = tile.shape[1]
     wide: tl.constexpr = tl.float64 if tile.dtype == tl.float32 else tile.dtype
@@ -59,7 +59,7 @@ def across(tile, FEW: tl.constexpr, ROWS: tl.constexpr):
 
 @triton.jit
 def _add(y, parts, count, size, DEEP: tl.constexpr, WIDE: tl.constexpr):
-    """Adds up `count` rows of parts, DEEP of them at a time, the same way every time."""
+    """Adds `count` rows of parts, DEEP at a time, always in the same order."""
     at = tl.program_id(0).to(tl.int64) * WIDE + tl.arange(0, WIDE)[None, :]
     sums = tl.zeros((DEEP, WIDE), parts.dtype.element_ty)
     for start in range(0, count, DEEP):
@@ -69,16 +69,16 @@ def _add(y, parts, count, size, DEEP: tl.constexpr, WIDE: tl.constexpr):
 
 
 def add_up(y: torch.Tensor, parts: torch.Tensor) -> None:
-    """y, contiguous, becomes the sum of the rows of parts."""
+    """Writes the sum of the rows of parts to y, which is contiguous."""
     count, size = parts.shape
     wide = min(64, triton.next_power_of_2(size))
     launch(_add, (ceil(size, wide),), y, parts, count, size, DEEP=1024 // wide, WIDE=wide, num_warps=4)
 
 
 def parts_like(x: torch.Tensor, *shape: int, dtype: torch.dtype = torch.float64) -> torch.Tensor:
-    """Of sums of x, in float64 or the dtype that is given; of whole numbers in int64."""
+    """Room for partial sums of x: int64 for integers, else float64 or the given dtype."""
     return x.new_empty(shape, dtype=dtype if x.is_floating_point() else torch.int64)
 
 
 def no_kernel(*_: Any) -> None:
-    """Stands for a backward that plain views or products of the gradient are: no kernel is started for it."""
+    """The backward of ops whose gradient is a view or a product: it starts no kernel."""

@@ -1,4 +1,4 @@
-"""Sums along any dimensions of a tensor with any strides: the Triton kernel of `reduce_sum`."""
+"""The Triton kernel of `reduce_sum`: sums along any dimensions of a tensor with any strides."""
 
 from __future__ import annotations
 
@@ -17,8 +17,10 @@ def _fwd(
     y, parts, x, A, R, steps, size, x_outer, x_a, x_far, x_r, y_outer, y_a, BA: tl.constexpr, BR: tl.constexpr,
     FEW: tl.constexpr, ROWS: tl.constexpr, SPLIT: tl.constexpr, RUN: tl.constexpr
 ):  # fmt: skip
-    """A tile is BA sums and BR elements of each; where they lie side by side comes last. FEW elements, which one thread has loaded, are
-    added before all else, and RUN tiles by themselves."""
+    """Sums tiles of BR elements for each of BA sums; the contiguous dimension comes last.
+
+    FEW elements, loaded by one thread, are added first; then RUN tiles are added before they join the total.
+    """
     tiles = tl.cdiv(A, BA)
     outer = (tl.program_id(0) // tiles).to(tl.int64)
     a = (tl.program_id(0) % tiles).to(tl.int64) * BA + tl.arange(0, BA)
@@ -56,22 +58,21 @@ def sum_tiles(y: torch.Tensor, x: torch.Tensor, dims: tuple[int, ...], keepdim: 
     pack = 16 // x.element_size()
     rows = A == 1 or x_r <= x_a
     gpu = device.of(x)
-    # Elements of a tile: 128 bytes a thread; half of that where more would not stay in registers.
+    # Elements per tile: 128 bytes per thread, or half as many where more would spill registers.
     most = min((2048 if gpu.capability >= 90 else 1024) * pack, 16384)
     fast = min(triton.next_power_of_2(R if rows else A), most if rows else 64 * pack)
     slow = min(triton.next_power_of_2(A if rows else R), most // fast)
     BA, BR = (slow, fast) if rows else (fast, slow)
     warps = max(1, min(8, BA * BR // 1024))
-    if rows:  # neighbours that are loaded at once
+    if rows:  # neighbours in one load
         few = pack if x_r == 1 and all([s % pack == 0 for s in (x_outer, x_a, x_far)]) else 1
-    else:  # rows of the tile that a thread comes to
+    else:  # rows of the tile that one thread loads
         few = max(1, BA * BR // (32 * warps * pack))
     programs, steps = outer * ceil(A, BA), far * ceil(R, BR)
     splits = max(1, min(8 * gpu.multiprocessors // programs, steps, (1 << 22) // y.numel()))
     parts = parts_like(x, splits if splits > 1 else 0, y.numel())
     facts = {"BA": BA, "BR": BR, "FEW": min(few, BR), "ROWS": rows, "SPLIT": splits > 1, "RUN": 16, "num_warps": warps}
-    launch(
-        _fwd, (programs, splits), y, parts, x, A, R, steps, y.numel(), x_outer, x_a, x_far, x_r, y_outer, y_a, **facts
-    )
+    strides = x_outer, x_a, x_far, x_r, y_outer, y_a
+    launch(_fwd, (programs, splits), y, parts, x, A, R, steps, y.numel(), *strides, **facts)
     if splits > 1:
         add_up(y, parts)

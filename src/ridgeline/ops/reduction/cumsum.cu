@@ -1,9 +1,11 @@
-// cumsum in CUDA C++ of x (outer, n, inner), contiguous. Along rows (inner 1) a tile of a block's registers at a time: each warp has a
-// stretch of it in packs, sums its packs by shuffles, and the warps' totals give the tile's. Along columns a thread walks down.
-// Macros: XTYPE and YTYPE the elements, STYPE what a tile adds in and TTYPE what tiles add in (float and double, or unsigned integers, which
-// wrap around), PACK the elements of a load, ITEMS the packs of a thread, THREADS, REVERSE 1 for sums from the end, PHASE of the tiles:
-// 0 looks back, 1 writes the tiles' totals, 2 starts at what was made of these; of the ring (Hopper on) GROUPS of THREADS each, STAGES tiles; PDL
-// where the kernel after `cumsum_clear` comes early.
+// cumsum in CUDA C++ of x (outer, n, inner), contiguous. Along rows (inner 1) a block holds one tile at a time in
+// registers: each warp takes a stretch of it in packs and sums its packs by shuffles; the warps' totals give the
+// tile's. Along columns, each thread walks down one.
+// Macros: XTYPE and YTYPE the elements; STYPE the type of sums within a tile and TTYPE of sums over tiles (float and
+// double, or unsigned integers, which wrap around); PACK elements per load; ITEMS packs per thread; THREADS; REVERSE 1
+// for sums from the end; PHASE of the tiles: 0 looks back, 1 writes the tiles' totals, 2 starts from their prefix sums;
+// for the ring (from Hopper on) GROUPS of THREADS each, STAGES tiles; PDL if the kernel after `cumsum_clear` starts
+// early.
 #include "early.cuh"
 #include "elementwise.cuh"
 #include "hopper.cuh"
@@ -36,15 +38,16 @@ __device__ inline Y narrow(S s) {
     return y;
 }
 
-// Element i of a row of n, counted from the end where sums go backward.
+// Element i of a row of n, counted from the end for reverse sums.
 __device__ inline long long place(long long i, long long n) { return REVERSE ? n - 1 - i : i; }
 
-// Where sums go on from: of float32 results in two, what a float holds of it and the rest, so that adding to it many times loses nothing.
+// The value that sums start from. For float32 results it has two parts, a float and the remainder, so that many
+// additions lose nothing.
 struct Start {
     SUM sum, rest;
 
     __device__ explicit Start(TOTAL given) : sum((SUM)given), rest(EXACT ? (SUM)(given - (TOTAL)sum) : 0) {}
-    __device__ SUM left() const { return EXACT && sum - sum != 0 ? SUM(0) : rest; }  // of infinity nothing is left over
+    __device__ SUM left() const { return EXACT && sum - sum != 0 ? SUM(0) : rest; }  // infinity has no remainder
     __device__ void add(SUM x) {
         const SUM before = sum;
         sum += x;
@@ -56,14 +59,18 @@ struct Start {
     __device__ SUM operator+(SUM x) const { return EXACT ? sum + (left() + x) : sum + x; }
 };
 
-// A thread's packs of a tile: the first at element `first`, the others 32 packs apart.
+// A thread's packs of a tile: the first begins at element `first`, the others are 32 packs apart.
 struct Tile {
     SUM at[ITEMS][PACK];
 
-    // Whether all of the warp's elements are inside of n: asked once for all of them.
-    static __device__ bool inside(long long first, long long n) { return first - threadIdx.x % 32 * PACK + STRETCH <= n; }
+    // Whether all of the warp's elements lie within n.
+    static __device__ bool inside(long long first, long long n) {
+        return first - threadIdx.x % 32 * PACK + STRETCH <= n;
+    }
 
-    __device__ void load(const X* x, long long first, long long n) { inside(first, n) ? read<true>(x, first, n) : read<false>(x, first, n); }
+    __device__ void load(const X* x, long long first, long long n) {
+        inside(first, n) ? read<true>(x, first, n) : read<false>(x, first, n);
+    }
 
     template <bool INSIDE>
     __device__ void read(const X* x, long long first, long long n) {
@@ -81,8 +88,8 @@ struct Tile {
         }
     }
 
-    // Sums from the warp's first element on. Returns what all of them add up to, of float32 results as if added in double: all that comes
-    // after starts from it, so that it would carry on an error of one side.
+    // Prefix sums from the warp's first element on. Returns their total, for float32 results as accurate as a double
+    // sum: later elements start from it, so its error would bias them all.
     __device__ TOTAL scan() {
         TOTAL total = 0;
         if constexpr (EXACT) {
@@ -122,7 +129,7 @@ struct Tile {
         return EXACT ? total : (TOTAL)start.sum;
     }
 
-    // What is before the warp's first element is added last: rounded before, its error would be that of a whole tile.
+    // The sum before the warp's first element is added last: if rounded first, its error would affect the whole tile.
     __device__ void store(Y* y, long long first, long long n, TOTAL before) const {
         inside(first, n) ? write<true>(y, first, n, before) : write<false>(y, first, n, before);
     }
@@ -146,8 +153,9 @@ struct Tile {
     }
 };
 
-// A total as it is handed to other blocks: 1 what a tile or group adds up to, 2 what all up to it do. Each of its two words holds the
-// state beside half of the value, so that a reader knows two halves of different values apart, and no fence is needed.
+// A published total, with its state: 1 the sum of a tile or group, 2 the sum of everything up to it. Each of its two
+// words holds the state beside half of the value, so a reader detects halves of different values, and no fence is
+// needed.
 struct alignas(16) Entry {
     Word word[2];
 
@@ -159,7 +167,9 @@ struct alignas(16) Entry {
     }
     __device__ int get(TOTAL& value) const {
         Word low, high;
-        asm volatile("ld.volatile.global.v2.u64 {%0, %1}, [%2];" : "=l"(low), "=l"(high) : "l"(__cvta_generic_to_global(word)));
+        asm volatile("ld.volatile.global.v2.u64 {%0, %1}, [%2];"
+                     : "=l"(low), "=l"(high)
+                     : "l"(__cvta_generic_to_global(word)));
         const Word bits = high << 32 | (low & 0xffffffff);
         value = reinterpret_cast<const TOTAL&>(bits);
         return low >> 32 == high >> 32 ? (int)(low >> 32) : 0;
@@ -172,9 +182,9 @@ extern "C" __global__ void cumsum_clear(Word* state, long long words) {
     if (i < words) state[i] = 0;
 }
 
-// One warp finds what all tiles before this one of its row add up to. Tiles stand in groups of 32: what the group's earlier tiles add up
-// to is their own totals, summed by one fixed tree; what all groups before add up to is what the nearest group says that knows, and then
-// the totals of the groups since, one after the other. Whoever knows first, the additions are the same ones, so floats get the same bits.
+// One warp finds the sum of all earlier tiles of its row. Tiles form groups of 32. The group's earlier tiles contribute
+// their own totals, summed by a fixed tree. Earlier groups contribute the nearest known prefix sum, then the totals of
+// the groups since, in order. The additions are the same whoever is first, so floats are reproducible.
 __device__ inline TOTAL look_back(Entry* tiles, Entry* groups, long long tile, TOTAL mine) {
     const int lane = threadIdx.x % 32, within = (int)(tile % GROUP);
     const long long group = tile / GROUP;
@@ -209,9 +219,9 @@ __device__ inline TOTAL look_back(Entry* tiles, Entry* groups, long long tile, T
     return base + earlier;
 }
 
-// One pass over rows of `tiles` tiles, of which a block has one, in the order in which blocks ask for them: so those before it have begun.
-// On Hopper 128 registers are just enough for four blocks of 128 threads a multiprocessor where sums are exact (others need fewer, and so
-// held would take more); elsewhere some would be spilled.
+// One pass over rows of `tiles` tiles, one tile per block, handed out in order of arrival, so that earlier tiles have
+// started. On Hopper 128 registers just suffice for four blocks of 128 threads per multiprocessor with exact sums.
+// Other sums need fewer, and would get more under such a bound; on other GPUs some registers would spill.
 extern "C" __global__ void __launch_bounds__(THREADS, __CUDA_ARCH__ == 900 && EXACT && PACK > 1 ? 512 / THREADS : 0)
     cumsum_tiles(Y* y, const X* x, Word* state, long long outer, long long n, long long tiles) {
     __shared__ TOTAL totals[WARPS], begin;
@@ -223,7 +233,8 @@ extern "C" __global__ void __launch_bounds__(THREADS, __CUDA_ARCH__ == 900 && EX
         __syncthreads();
     }
     const long long all = PHASE == 0 ? ticket : (long long)blockIdx.x, row = all / tiles, tile = all % tiles;
-    const long long groups = (tiles + GROUP - 1) / GROUP, first = tile * TILE + warp * STRETCH + threadIdx.x % 32 * PACK;
+    const long long groups = (tiles + GROUP - 1) / GROUP,
+                    first = tile * TILE + warp * STRETCH + threadIdx.x % 32 * PACK;
     Tile mine;
     mine.load(x + row * n, first, n);
     const TOTAL total = mine.scan();
@@ -250,12 +261,13 @@ extern "C" __global__ void __launch_bounds__(THREADS, __CUDA_ARCH__ == 900 && EX
 }
 
 #if __CUDA_ARCH__ >= 900 && defined(STAGES)
-// The ring. A block for each multiprocessor stays, and has every gridDim.x-th tile of all rows. The copy engine brings its tiles into
-// shared memory, STAGES ahead. GROUPS groups of warps take a tile each in turn into their registers, whose place is then filled again, and
-// tell its total. One more warp finds what is before the block's next tile: what was before its last one, and the totals since, of one
-// tile of each block, all told by then or soon. So nobody waits for another's waiting, and additions have one order. Sums leave from the
-// registers. Blocks wait for each other, so all must run: a cooperative launch.
-extern "C" __global__ void __launch_bounds__(GROUPS * THREADS + 64, 1)
+// The ring: one persistent block per multiprocessor takes every gridDim.x-th tile of all rows. Bulk copies bring its
+// tiles into shared memory, STAGES ahead. GROUPS groups of warps in turn load a tile into registers, free its stage,
+// and publish its total. One more warp finds the sum before the block's next tile: the sum before its last one, plus
+// the totals since, one tile per block, which have been published or soon will be. So no wait depends on another wait,
+// and the order of additions is fixed. Sums are stored from registers. Blocks wait for each other, so the launch is
+// cooperative.
+extern "C" __global__ void __launch_bounds__(GROUPS* THREADS + 64, 1)
     cumsum_ring(Y* y, const X* x, Word* state, long long outer, long long n, long long row_tiles) {
     constexpr int MOST = 5, SEEN = 2 * GROUPS;
     constexpr unsigned BYTES = TILE * sizeof(X);
@@ -263,11 +275,15 @@ extern "C" __global__ void __launch_bounds__(GROUPS * THREADS + 64, 1)
     __shared__ Barrier full[STAGES], read[STAGES], known[SEEN], taken[SEEN];
     __shared__ TOTAL begin[SEEN], totals[2][GROUPS][WARPS];
     Entry* told = reinterpret_cast<Entry*>(state);
-    const int group = threadIdx.x / THREADS, thread = threadIdx.x % THREADS, warp = thread / 32, lane = threadIdx.x % 32;
-    const int other = (int)threadIdx.x / 32 - GROUPS * WARPS;  // the warps behind the groups': one that looks, one that fetches
-    const unsigned tiles = (unsigned)row_tiles, all = (unsigned)outer * tiles, count = blockIdx.x < all ? (all - 1 - blockIdx.x) / gridDim.x + 1 : 0;
+    const int group = threadIdx.x / THREADS, thread = threadIdx.x % THREADS, warp = thread / 32,
+              lane = threadIdx.x % 32;
+    // The warps after the groups': one looks back, one loads.
+    const int other = (int)threadIdx.x / 32 - GROUPS * WARPS;
+    const unsigned tiles = (unsigned)row_tiles, all = (unsigned)outer * tiles,
+                   count = blockIdx.x < all ? (all - 1 - blockIdx.x) / gridDim.x + 1 : 0;
     const auto tile = [&](unsigned i) { return blockIdx.x + i * gridDim.x; };
-    const auto whole = [&](unsigned t) { return (t % tiles + 1) * TILE <= n; };  // the rest of a row is read by the groups themselves
+    // The groups themselves load a row's incomplete last tile.
+    const auto whole = [&](unsigned t) { return (t % tiles + 1) * TILE <= n; };
     if (threadIdx.x == 0) {
         for (int s = 0; s < STAGES; ++s) barrier_init(&full[s]), barrier_init(&read[s], WARPS);
         for (int s = 0; s < SEEN; ++s) barrier_init(&known[s]), barrier_init(&taken[s], WARPS);
@@ -278,7 +294,8 @@ extern "C" __global__ void __launch_bounds__(GROUPS * THREADS + 64, 1)
     if (group < GROUPS) {
         for (unsigned i = group; i < count; i += GROUPS) {
             const unsigned stage = i % STAGES, place = i % SEEN, turn = i / GROUPS % 2, t = tile(i);
-            const long long row = t / tiles * n, inside = warp * STRETCH + lane * PACK, first = t % tiles * TILE + inside;
+            const long long row = t / tiles * n, inside = warp * STRETCH + lane * PACK,
+                            first = t % tiles * TILE + inside;
             Tile mine;
             barrier_wait(&full[stage], i / STAGES % 2);
             if (whole(t))
@@ -289,7 +306,7 @@ extern "C" __global__ void __launch_bounds__(GROUPS * THREADS + 64, 1)
             if (lane == 0) barrier_arrive(&read[stage]);
             const TOTAL total = mine.scan();
             if (lane == 0) totals[turn][group][warp] = total;
-            __syncwarp();  // the barrier wants whole warps
+            __syncwarp();  // bar.sync needs converged warps
             asm volatile("bar.sync %0, %1;" ::"r"(group + 1), "n"(THREADS) : "memory");
             TOTAL before = 0, sum = 0;
 #pragma unroll
@@ -308,7 +325,7 @@ extern "C" __global__ void __launch_bounds__(GROUPS * THREADS + 64, 1)
         TOTAL base = 0;
         for (unsigned i = 0; i < count; ++i) {
             const unsigned place = i % SEEN, t = tile(i), row = t / tiles * tiles;
-            const bool new_row = t < row + gridDim.x;  // the block's last tile was of another
+            const bool new_row = t < row + gridDim.x;  // the block's previous tile was in another row
             TOTAL since = 0;
             for (unsigned k = (new_row ? row : t - gridDim.x) + lane; k - lane < t; k += 32 * MOST) {
                 TOTAL value[MOST];
@@ -341,7 +358,8 @@ extern "C" __global__ void __launch_bounds__(GROUPS * THREADS + 64, 1)
             if (i >= STAGES) barrier_wait(&read[stage], (i / STAGES - 1) % 2);
             if (whole(t)) {
                 barrier_expect(&full[stage], BYTES);
-                bulk_load(ring + stage * BYTES, x + t / tiles * n + (REVERSE ? n - within - TILE : within), BYTES, &full[stage]);
+                bulk_load(ring + stage * BYTES, x + t / tiles * n + (REVERSE ? n - within - TILE : within), BYTES,
+                          &full[stage]);
             } else
                 barrier_arrive(&full[stage]);
         }
@@ -349,7 +367,7 @@ extern "C" __global__ void __launch_bounds__(GROUPS * THREADS + 64, 1)
 }
 #endif
 
-// Of each row's tiles' totals, what all before each add up to: a block a row.
+// Each row's exclusive prefix sums over the tiles' totals, one block per row.
 extern "C" __global__ void cumsum_totals(Word* state, long long tiles) {
     __shared__ TOTAL parts[32];
     TOTAL* totals = reinterpret_cast<TOTAL*>(state) + blockIdx.x * tiles;
@@ -376,7 +394,7 @@ extern "C" __global__ void cumsum_totals(Word* state, long long tiles) {
     }
 }
 
-// Many rows, or short ones: a block a row, tile after tile.
+// Many rows, or short ones: one block per row, tile after tile.
 extern "C" __global__ void __launch_bounds__(THREADS) cumsum_rows(Y* y, const X* x, long long n) {
     __shared__ TOTAL totals[2][WARPS];
     const int warp = threadIdx.x / 32;
@@ -402,13 +420,15 @@ extern "C" __global__ void __launch_bounds__(THREADS) cumsum_rows(Y* y, const X*
     }
 }
 
-// Columns: a thread walks down `chunk` rows of one, eight loads on their way. With y null it writes what they add up to, to `totals` (outer,
-// chunks, inner); else it starts at what the chunks above it add up to.
+// Columns: a thread walks down `chunk` rows of one, eight loads in flight. If y is null it writes their sum to `totals`
+// (outer, chunks, inner); otherwise it starts from the sums of the chunks above.
 extern "C" __global__ void __launch_bounds__(256)
-    cumsum_columns(const X* x, Y* y, TOTAL* totals, long long outer, long long n, long long inner, long long chunk, long long chunks) {
+    cumsum_columns(const X* x, Y* y, TOTAL* totals, long long outer, long long n, long long inner, long long chunk,
+                   long long chunks) {
     const long long i = blockIdx.x * (long long)blockDim.x + threadIdx.x;
     if (i >= outer * chunks * inner) return;
-    const long long column = i % inner, k = i / inner % chunks, o = i / inner / chunks, end = n < (k + 1) * chunk ? n : (k + 1) * chunk;
+    const long long column = i % inner, k = i / inner % chunks, o = i / inner / chunks,
+                    end = n < (k + 1) * chunk ? n : (k + 1) * chunk;
     TOTAL start = 0;
     if (y)
         for (long long j = 0; j < k; ++j) start += totals[(o * chunks + j) * inner + column];

@@ -1,15 +1,15 @@
 """cumsum: y_i = x_0 + x_1 + ... + x_i, along one dimension.
 
-    backward: dx_i = dy_i + dy_(i+1) + ..., the same from the end
+    backward: dx_i = dy_i + dy_(i+1) + ..., the sum from the end
 
-A row is summed in one pass: a block sums a tile in its registers, and looks back at what the tiles before it add up to, as far as they have
-said, instead of waiting for a pass of its own. The floor is a read and a write. Floats are added in one order whatever block is first.
+A row takes one pass: a block sums a tile in registers and looks back at the totals that earlier tiles have published,
+instead of waiting for a separate pass. The floor is one read and one write. Floats are added in a fixed order,
+whichever block comes first.
 Source: Merrill and Garland, Single-pass parallel prefix scan with decoupled look-back, 2016 (NVR-2016-002).
 """
 
 from __future__ import annotations
 
-import math
 from functools import partial
 from typing import Any
 
@@ -17,7 +17,7 @@ import torch
 
 from ridgeline.boundary import Function, differentiate, first_order, kernel_op
 from ridgeline.op import FLOATS, Case, Cost, Op, RidgelineError, Spec, nbytes
-from ridgeline.ops.reduction._cumsum import best, by_ring, by_tiles, short, whole
+from ridgeline.ops.reduction._cumsum import best, by_ring, by_tiles, last_dim, short, whole
 from ridgeline.ops.reduction._kinds import KINDS, WHOLE
 from ridgeline.ops.reduction._layout import result_dtype
 from ridgeline.select import eager, run
@@ -48,25 +48,22 @@ def reference(x: torch.Tensor, dim: int, dtype: torch.dtype | None = None) -> to
 
 
 def cumsum(x: torch.Tensor, dim: int, dtype: torch.dtype | None = None, *, impl: str | None = None) -> torch.Tensor:
-    """The sums of x from the first element along `dim` up to each, as `torch.cumsum`. Gradients flow to x.
+    """The sums of x along `dim` up to and including each element, as `torch.cumsum`. Gradients flow to x.
 
-    x: any shape and strides, of real numbers. dtype: what x is cast to first, and the result's type; None is x's, or int64 where x holds
-    integers, or float32 of halves under autocast. Integers are exact, and wrap around in their type; halves add in float32; floats give
-    the same bits every time.
-    Returns a contiguous tensor of x's shape. Raises RidgelineError on a `dim` that x does not have, complex numbers, or an `impl` that
-    cannot run the call.
+    x: any shape and strides, real. dtype: x is cast to it first, and it is the result's; None means x's, int64 for
+    integers, or float32 for halves under autocast. Integers are exact and wrap around; halves add in float32; floats
+    are bitwise reproducible. Returns a contiguous tensor of x's shape.
+    Raises RidgelineError if x is complex, if `dim` or `dtype` is invalid, or if `impl` cannot run the call.
     """
     if not isinstance(x, torch.Tensor) or x.is_complex():
-        raise RidgelineError(
-            f"cumsum: x must be a tensor of real numbers, and is {x.dtype if isinstance(x, torch.Tensor) else type(x).__name__}"
-        )
+        found = x.dtype if isinstance(x, torch.Tensor) else type(x).__name__
+        raise RidgelineError(f"cumsum: x must be a tensor of real numbers, but is {found}")
     most = max(1, x.dim())
     if not isinstance(dim, int | torch.SymInt) or not -most <= dim < most:
-        raise RidgelineError(
-            f"cumsum: dim must be an int from {-most} to {most - 1} for an x of {x.dim()} dimensions, and is {dim!r}"
-        )
+        wanted = f"an int from {-most} to {most - 1} for an x of {x.dim()} dimensions"
+        raise RidgelineError(f"cumsum: dim must be {wanted}, but is {dim!r}")
     if dtype is not None and (not isinstance(dtype, torch.dtype) or dtype.is_complex):
-        raise RidgelineError(f"cumsum: dtype must be None or a real one (torch.float32, int32, ...), and is {dtype!r}")
+        raise RidgelineError(f"cumsum: dtype must be None or a real one (torch.float32, int32, ...), but is {dtype!r}")
     result = result_dtype(x, dtype)
     if x.dtype not in KINDS or result.is_floating_point or x.is_floating_point() or result.itemsize < x.dtype.itemsize:
         x = x.to(result)
@@ -83,11 +80,11 @@ def cost(x: torch.Tensor, dim: int, dtype: torch.dtype | None = None) -> tuple[C
     return Cost(nbytes(x), size * x.numel(), x.numel()), Cost(size * x.numel(), nbytes(x), x.numel())
 
 
-def _whole(*shape: int, high: int = 1 << 20) -> Spec:
-    return Spec(*shape, dtype="int32", high=high)
+def _whole(n: int, dtype: str = "int32", high: int = 1 << 20) -> Spec:
+    return Spec(n, dtype=dtype, high=high)
 
 
-INT32, ONE = {"dtype": torch.int32}, ("int32",)
+INT32, UINT8, ONE = {"dtype": torch.int32}, {"dtype": torch.uint8}, ("int32",)
 CUMSUM = Op(
     cumsum,
     reference=reference,
@@ -104,13 +101,8 @@ CUMSUM = Op(
         Case("4x0", (Spec(4, 0), 1)),
         Case("70000 int32", (_whole(70000, high=1 << 30), 0), dtypes=ONE),
         Case("70001 int32 to int32", (_whole(70001, high=1 << 30), 0), INT32, dtypes=ONE),
-        Case("600000 uint8", (Spec(600000, dtype="uint8", high=255), 0), dtypes=("uint8",)),
-        Case(
-            "600000 uint8 to uint8",
-            (Spec(600000, dtype="uint8", high=255), 0),
-            {"dtype": torch.uint8},
-            dtypes=("uint8",),
-        ),
+        Case("600000 uint8", (_whole(600000, "uint8", 255), 0), dtypes=("uint8",)),
+        Case("600000 uint8 to uint8", (_whole(600000, "uint8", 255), 0), UINT8, dtypes=("uint8",)),
         Case("2^20 int32", (_whole(1 << 20), 0), INT32, dtypes=ONE, use="quick"),
         Case("1024x4096", (Spec(1024, 4096), 1), use="quick"),
         Case("2^30 int32 to int32", (_whole(1 << 30), 0), INT32, dtypes=ONE, use="bench"),
@@ -120,54 +112,21 @@ CUMSUM = Op(
     ],
 )
 
-CUMSUM.eager("torch", "PyTorch's own: one pass that looks back, or a block for some rows", reference, served=True)
-CUMSUM.compiled("torch.compile's scan, where it makes one")
+
+def _rung(name: str, idea: str, start: Any, gain: float, counter: str, **facts: Any) -> None:
+    facts |= {"kind": "cuda", "dtypes": (*FLOATS, *WHOLE), "gain": gain, "counter": counter}
+    CUMSUM.kernel(name, idea, fwd=start, bwd=start, **facts)
 
 
-def _last(x: torch.Tensor, dim: int = 0, *rest: Any) -> str | None:
-    shape = x.shape or (1,)
-    return (
-        None
-        if math.prod(shape[dim % len(shape) + 1 :]) == 1
-        else "it takes the last dimension, and what follows this has sizes"
-    )
-
-
-def _rung(name: str, idea: str, start: Any, **facts: Any) -> None:
-    CUMSUM.kernel(name, idea, kind="cuda", fwd=start, bwd=start, dtypes=(*FLOATS, *WHOLE), **facts)
-
-
-_rung(
-    "cuda_phases",
-    "tiles' totals, their sums, then the tiles again: x is read twice",
-    partial(by_tiles, True),
-    supports=_last,
-    counter="dram__bytes_read.sum",
-)
-_rung(
-    "cuda_lookback",
-    "one pass: a tile looks back at the totals of those before it, in a fixed order",
-    partial(by_tiles, False),
-    supports=_last,
-    gain=1.5,
-    counter="dram__bytes_read.sum",
-)
-_rung(
-    "cuda",
-    "16-byte loads; a block a row where they are many, a thread a column along other dimensions",
-    best,
-    served=True,
-    gain=1.1,
-    counter="smsp__inst_executed.sum",
-)
-_rung(
-    "cuda_ring",
-    "the copy engine brings tiles ahead, sums leave from registers; a block looks at one total of each other, none of them waited for long",
-    by_ring,
-    served=True,
-    arch=90,
-    supports=whole,
-    unless=short,
-    gain=1.1,
-    counter="dram__throughput.avg.pct_of_peak_sustained_elapsed",
-)
+READ, ISSUED = "dram__bytes_read.sum", "smsp__inst_executed.sum"
+DRAM = "dram__throughput.avg.pct_of_peak_sustained_elapsed"
+CUMSUM.eager("torch", "PyTorch's own: one pass with look-back, or one block for several rows", reference, served=True)
+CUMSUM.compiled("torch.compile's scan, where it generates one")
+idea = "totals of tiles, their prefix sums, then the tiles again: x is read twice"
+_rung("cuda_phases", idea, partial(by_tiles, True), 0.0, READ, supports=last_dim)
+idea = "one pass: each tile looks back at the totals of earlier tiles, in a fixed order"
+_rung("cuda_lookback", idea, partial(by_tiles, False), 1.5, READ, supports=last_dim)
+idea = "16-byte loads; one block per row for many rows, one thread per column for other dimensions"
+_rung("cuda", idea, best, 1.1, ISSUED, served=True)
+idea = "TMA brings tiles in advance; a block looks at one total of each other block, rarely waiting"
+_rung("cuda_ring", idea, by_ring, 1.1, DRAM, served=True, arch=90, supports=whole, unless=short)

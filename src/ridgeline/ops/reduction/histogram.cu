@@ -1,21 +1,26 @@
-// histogram in CUDA C++. An element's bin is floor((v - low) * bins / (high - low)) in float64, and `high` itself counts in the last.
-// Macros: XTYPE the elements, FLOATING whether these are floats, PACK those of a load, LOADS of a thread on their way (at most 32
-// elements), COPIES of the counts in a block's shared memory (a power of two, at most 32), THREADS of such a block.
+// histogram in CUDA C++. An element's bin is floor((v - low) * bins / (high - low)) in float64; `high` itself counts in
+// the last bin.
+// Macros: XTYPE the elements; FLOATING whether they are floats; PACK elements per load; LOADS in flight per thread (at
+// most 32 elements); COPIES of the counts in a block's shared memory (a power of two, at most 32); THREADS of such a
+// block.
 #include "elementwise.cuh"
 
 using X = XTYPE;
 using Count = unsigned long long;
 
-// Where the bins lie. One fused multiply-add, rounded down, makes of an element a number in fixed point: bins and, below these, `fraction`, in
-// the mantissa's bits. It gives the bin unless it falls next to an edge, nearer than roundings reach: then float64 says.
+// Where the bins lie. One fused multiply-add, rounded down, turns an element into a fixed-point number in the mantissa:
+// the bin, and below it the `fraction`. That decides the bin unless the element is so close to an edge that rounding
+// matters: then float64 decides.
 struct Range {
-    const double* ends;  // low and high, in shared memory to spare registers: they are seldom asked for
-    int bins, shift;     // bits of the fraction
+    const double* ends;  // low and high, rarely needed: shared memory saves registers
+    int bins, shift;     // shift: the bits of the fraction
     float scale, offset;
-    unsigned zero, end, limit, fraction, near;  // of fixed point; fractions below `near` are next to an edge, and so is all from `end` to `limit`
+    // Fixed point. Fractions below `near` are close to an edge, and so is everything from `end` to `limit`.
+    unsigned zero, end, limit, fraction, near;
 
-    // From the given range, or where `least` is not null from the data's own. All threads call this.
-    __device__ Range(double* room, const X* least, const X* most, double from, double to, int bins) : ends(room), bins(bins) {
+    // From the given range or, if `least` is not null, from the data's extremes. All threads must call this.
+    __device__ Range(double* room, const X* least, const X* most, double from, double to, int bins)
+        : ends(room), bins(bins) {
         double low = least ? value(*least) : from, high = most ? value(*most) : to;
         if (low == high) low -= 1, high += 1;
         if (threadIdx.x == 0) room[0] = low, room[1] = high;
@@ -23,7 +28,8 @@ struct Range {
         shift = max(__clz((bins - 1) | 1) - 9, 0);  // 23 bits hold the bins and the fraction
         const double one = 1u << shift, base = 8388608.0 / one, largest = fmax(fabs(low), fabs(high));
         scale = (float)(bins / (high - low));
-        // A power of two times a number, and its place in fixed point, are exact: then only float64 itself rounds, next to an edge from below.
+        // A power of two times a number, and its fixed-point value, are exact: only float64 itself rounds, just below
+        // an edge.
         offset = (float)(base - low * scale + 1 / one);
         const bool exact = !(__float_as_int(scale) & 0x7fffff) && (double)scale * (high - low) == bins &&
                            (double)offset - base - 1 / one == -low * scale && (FLOATING || largest < 16777216);
@@ -34,7 +40,7 @@ struct Range {
         end = (unsigned)bins << shift;
         near = exact ? 1 : 2 * (unsigned)fmin(reach, one) + 2;
         limit = end + near;
-        if (!(scale > 1e-30f && reach < one / 4)) near = limit = ~0u;  // float32 tells nothing
+        if (!(scale > 1e-30f && reach < one / 4)) near = limit = ~0u;  // float32 cannot decide anything
     }
 
     static __device__ double value(float x) { return x; }
@@ -43,7 +49,8 @@ struct Range {
     static __device__ double value(int x) { return x; }
     static __device__ double value(long long x) { return (double)x; }
 
-    // An element in fixed point: its bin and, where that is `sure`, no more; where float32 does not tell, `unsure`; else it lies outside.
+    // An element in fixed point: if `sure`, `bin` is its bin; if `unsure`, float64 must decide; otherwise it lies
+    // outside.
     struct Place {
         unsigned bin;
         bool sure, unsure;
@@ -59,7 +66,7 @@ struct Range {
         return {at >> shift, sure, at <= limit && !sure};
     }
 
-    // The bin, or -1 for what lies outside, by float64.
+    // The bin, or -1 for an element outside the range, in float64.
     __device__ int exact(X x) const {
         const double v = value(x), low = ends[0], high = ends[1];
         if (!(v >= low && v <= high)) return -1;
@@ -73,8 +80,9 @@ extern "C" __global__ void histogram_clear(Count* counts, long long bins) {
     if (i < bins) counts[i] = 0;
 }
 
-// Every element is an atomic on memory.
-extern "C" __global__ void histogram_global(Count* counts, const X* x, const X* least, const X* most, long long n, int bins, double low, double high) {
+// One atomic on global memory per element.
+extern "C" __global__ void histogram_global(Count* counts, const X* x, const X* least, const X* most, long long n,
+                                            int bins, double low, double high) {
     __shared__ double room[2];
     const Range range(room, least, most, low, high, bins);
     const long long threads = gridDim.x * (long long)blockDim.x;
@@ -85,18 +93,19 @@ extern "C" __global__ void histogram_global(Count* counts, const X* x, const X* 
     }
 }
 
-// A block counts in shared memory, in COPIES copies side by side, so that lanes of a warp that meet in a bin meet in different banks; at
-// the end it adds what it counted to memory.
+// A block counts in shared memory, in COPIES interleaved copies, so lanes that hit the same bin hit different banks. At
+// the end it adds its counts to global memory.
 extern "C" __global__ void __launch_bounds__(THREADS, 2)
-    histogram_shared(Count* counts, const X* x, const X* least, const X* most, long long n, int bins, double low, double high) {
+    histogram_shared(Count* counts, const X* x, const X* least, const X* most, long long n, int bins, double low,
+                     double high) {
     extern __shared__ unsigned own[];
     __shared__ double room[2];
     const Range range(room, least, most, low, high, bins);
     for (int i = threadIdx.x; i < (bins + 1) * COPIES; i += THREADS) own[i] = 0;
     __syncthreads();
-    unsigned mine;  // this thread's count of bin 0; `volatile`, for the compiler would find it anew for each element
+    unsigned mine;  // the address of this thread's count of bin 0; `volatile` keeps the compiler from recomputing it
     asm volatile("mov.u32 %0, %1;" : "=r"(mine) : "r"((unsigned)__cvta_generic_to_shared(own + threadIdx.x % COPIES)));
-    // What does not count goes to the bin behind the last: a branch around each addition would take longer than finding the bin.
+    // Elements that do not count go to an extra last bin: that is faster than a branch around each addition.
     const auto count = [&](int bin, bool there) {
         asm volatile("red.shared.add.u32 [%0], 1;" ::"r"(mine + (there ? bin : bins) * (4 * COPIES)) : "memory");
     };
@@ -105,7 +114,8 @@ extern "C" __global__ void __launch_bounds__(THREADS, 2)
         count(bin, bin >= 0);
     };
     const long long packs = n / PACK, step = gridDim.x * (long long)(THREADS * LOADS);
-    long long left = packs - blockIdx.x * (long long)(THREADS * LOADS) - threadIdx.x;  // packs from the thread's first one on
+    long long left =
+        packs - blockIdx.x * (long long)(THREADS * LOADS) - threadIdx.x;  // packs from this thread's first on
     const Pack<X, PACK>* from = reinterpret_cast<const Pack<X, PACK>*>(x) + (packs - left);
     for (; left > 0; left -= step, from += step) {
         const int here = (int)min(left, (long long)(THREADS * LOADS));
@@ -113,7 +123,7 @@ extern "C" __global__ void __launch_bounds__(THREADS, 2)
 #pragma unroll
         for (int u = 0; u < LOADS; ++u)
             if (u * THREADS < here) pack[u] = from[u * THREADS];
-        unsigned unsure = 0;  // a bit for each element that float64 must look at, which is read again
+        unsigned unsure = 0;  // a bit for each element that is read again for float64 to decide
 #pragma unroll
         for (int u = 0; u < LOADS; ++u)
             if (u * THREADS < here) {

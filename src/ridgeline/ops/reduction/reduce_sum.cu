@@ -1,5 +1,7 @@
-// The sum of all elements, nine times as it is taught and once as it should be done. Each block leaves a part; `add` adds the parts up.
-// Macros: DTYPE an element's type, YTYPE the result's, THREADS of a block, LOADS of 16 bytes that a thread has on their way; PDL of the last two.
+// The sum of all elements, nine times as it is taught and once as it should be done. Each block leaves a part; `add`
+// adds the parts.
+// Macros: DTYPE an element's type; YTYPE the result's; THREADS per block; LOADS of 16 bytes in flight per thread; PDL
+// for the last two kernels.
 #include "reduction.cuh"
 
 using Sum = Sums<DTYPE>::Thread;
@@ -7,7 +9,7 @@ using Wide = Sums<DTYPE>::Wide;
 
 __device__ long long place() { return blockIdx.x * (long long)THREADS + threadIdx.x; }
 
-// Neighbours first, then neighbours of neighbours: every second, fourth, ... thread works, and finds itself by a remainder.
+// Neighbours first, then neighbours of neighbours: every 2nd, 4th, ... thread works, picked by a remainder.
 extern "C" __global__ void v0(Sum* parts, const DTYPE* x, long long n) {
     __shared__ Sum sums[THREADS];
     const unsigned t = threadIdx.x;
@@ -20,7 +22,8 @@ extern "C" __global__ void v0(Sum* parts, const DTYPE* x, long long n) {
     if (t == 0) parts[blockIdx.x] = sums[0];
 }
 
-// The same pairs, by the first threads: whole warps work or rest, and no remainder. But the threads of a warp read 2s apart.
+// The same pairs by the first threads: whole warps work or idle, without remainders. But a warp's threads read 2s
+// apart.
 extern "C" __global__ void v1(Sum* parts, const DTYPE* x, long long n) {
     __shared__ Sum sums[THREADS];
     const unsigned t = threadIdx.x;
@@ -34,7 +37,7 @@ extern "C" __global__ void v1(Sum* parts, const DTYPE* x, long long n) {
     if (t == 0) parts[blockIdx.x] = sums[0];
 }
 
-// Adds the upper half to the lower one until `least` are left: threads side by side read words side by side.
+// Adds the upper half to the lower one until `least` sums are left: adjacent threads read adjacent words.
 __device__ void halve(Sum* sums, unsigned least) {
     __syncthreads();
     for (unsigned s = blockDim.x / 2; s > least; s /= 2) {
@@ -50,7 +53,7 @@ extern "C" __global__ void v2(Sum* parts, const DTYPE* x, long long n) {
     if (threadIdx.x == 0) parts[blockIdx.x] = sums[0];
 }
 
-// The sum of this thread's two elements, THREADS apart: half as many blocks, and no thread whose only work is a load.
+// The sum of this thread's two elements, THREADS apart: half as many blocks, and no thread that only loads.
 __device__ Sum two(const DTYPE* x, long long n) {
     const long long i = blockIdx.x * (2LL * THREADS) + threadIdx.x;
     return (i < n ? Sum(x[i]) : 0) + (i + THREADS < n ? Sum(x[i + THREADS]) : 0);
@@ -63,8 +66,8 @@ extern "C" __global__ void v3(Sum* parts, const DTYPE* x, long long n) {
     if (threadIdx.x == 0) parts[blockIdx.x] = sums[0];
 }
 
-// The last 64 sums, by the first warp, which needs no barrier of the block. Since Volta the threads of a warp run on their own: what is
-// read is read by all before it is written over, and written by all before it is read again.
+// The last 64 sums, by the first warp, which needs no block barrier. Since Volta a warp's threads may diverge:
+// __syncwarp makes all read a value before it is overwritten, and all write before it is read again.
 __device__ void last_warp(Sum* sums, Sum* part) {
     if (threadIdx.x >= 32) return;
     Sum sum = sums[threadIdx.x];
@@ -85,7 +88,7 @@ extern "C" __global__ void v4(Sum* parts, const DTYPE* x, long long n) {
     last_warp(sums, parts + blockIdx.x);
 }
 
-// All steps written out: the number of threads is known, so that there is no loop.
+// All steps unrolled: the number of threads is known at compile time.
 __device__ void halve_all(Sum* sums, Sum* part) {
     __syncthreads();
 #pragma unroll
@@ -102,7 +105,7 @@ extern "C" __global__ void v5(Sum* parts, const DTYPE* x, long long n) {
     halve_all(sums, parts + blockIdx.x);
 }
 
-// This thread's sum of every element that lies a grid's threads further on.
+// This thread's sum of its elements, a grid's threads apart.
 __device__ Sum many(const DTYPE* x, long long n) {
     Sum sum = 0;
     for (long long i = place(); i < n; i += gridDim.x * (long long)THREADS) sum += Sum(x[i]);
@@ -133,7 +136,7 @@ extern "C" __global__ void v8(Sum* parts, const DTYPE* x, long long n) {
     if (threadIdx.x == 0) parts[blockIdx.x] = sum;
 }
 
-// Parts of parts, where one block would have too many: block b adds `each` from b * each on.
+// Parts of parts, if there are too many for one block: block b adds `each` parts from b * each on.
 extern "C" __global__ void few(Sum* fewer, const Sum* parts, int count, int each) {
     const int first = blockIdx.x * each, left = count - first;
     add_parts<THREADS, Wide>(fewer + blockIdx.x, parts + first, left < each ? left : each);
@@ -141,10 +144,12 @@ extern "C" __global__ void few(Sum* fewer, const Sum* parts, int count, int each
 
 extern "C" __global__ void add(YTYPE* y, const Sum* parts, int count) { add_parts<THREADS, Wide>(y, parts, count); }
 
-// As it should be done: short blocks, which the GPU hands out as multiprocessors become free, and all loads of a block on their way at once.
-extern "C" __global__ void __launch_bounds__(THREADS) best(YTYPE* y, Wide* parts, const DTYPE* x, long long n, int steps) {
+// As it should be done: short blocks, which the GPU schedules as multiprocessors become free, with all of a block's
+// loads in flight at once.
+extern "C" __global__ void __launch_bounds__(THREADS)
+    best(YTYPE* y, Wide* parts, const DTYPE* x, long long n, int steps) {
     let_next_come();
-    auto add = [](Sum sum, const DTYPE (&one)[1]) {
+    auto add = [](Sum sum, const DTYPE(&one)[1]) {
         if constexpr (sizeof(Sum) == 8)
             return sum + Sum(one[0]);
         else
@@ -154,4 +159,6 @@ extern "C" __global__ void __launch_bounds__(THREADS) best(YTYPE* y, Wide* parts
     leave(block_sum<THREADS>(Wide(share<THREADS, LOADS>(add, n, steps, in))), y, parts);
 }
 
-extern "C" __global__ void best_add(YTYPE* y, const Wide* parts, int count) { add_parts<THREADS, Wide>(y, parts, count); }
+extern "C" __global__ void best_add(YTYPE* y, const Wide* parts, int count) {
+    add_parts<THREADS, Wide>(y, parts, count);
+}
