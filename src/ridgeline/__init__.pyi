@@ -1,7 +1,7 @@
-"""GPU kernels for language models, each proven against the roof of the machine it runs on.
+"""Fast GPU kernels for language models, as drop-in PyTorch functions, and a lab that measures them.
 
-`ridgeline.rms_norm` is the public function of that name, loaded at first use: importing ridgeline imports no torch.
-`ridgeline.nn`, `ridgeline.optim`, `ridgeline.lab` and `ridgeline.op` are imported at first use too.
+Functions such as `ridgeline.rms_norm` are loaded at first use: importing ridgeline does not import torch.
+So are the modules `ridgeline.nn`, `ridgeline.optim`, `ridgeline.lab` and `ridgeline.op`.
 
 Written by `make pyi`.
 """
@@ -19,7 +19,7 @@ from ridgeline.op import RidgelineError as RidgelineError
 __version__: str
 
 def register_all() -> None:
-    """Imports every op, so that `torch.export.load` knows them in a fresh process."""
+    """Imports every op, so that `torch.export.load` finds them in a fresh process."""
 
 def attention(
     q: torch.Tensor,
@@ -90,15 +90,19 @@ def cross_entropy(
     reduction: str = "mean",
     impl: str | None = None,
 ) -> torch.Tensor:
-    """-log softmax(logits)[target], as `torch.nn.functional.cross_entropy` but with the classes last. Gradients flow to logits.
+    """Returns the cross-entropy loss, -log softmax(logits)[target], with the classes in the last dimension.
 
-    logits: (..., V), any strides, floating point; they are never changed. target: (...), int64, the classes' numbers.
-    ignore_index: a target whose row counts for nothing: its loss and gradient are 0 whatever its logits.
-    label_smoothing: the share, 0 to 1, of the target that is spread over all classes. z_loss: adds z_loss * logsumexp(logits)^2 to a row.
-    softcap: logits become softcap * tanh(logits / softcap) first. reduction: "mean" over the rows not ignored (NaN where there are
-    none), "sum", or "none" for a loss a row. Computed in float32; returns the dtype of logits, float32 under autocast.
-    A target that is no class makes its row NaN on a GPU, where the host reads no values; on a CPU, and with RIDGELINE_CHECK=1, it raises.
-    Raises RidgelineError on shapes, dtypes, devices or options other than these, or an `impl` that cannot run the call.
+    As `torch.nn.functional.cross_entropy`, which has them in the second. Gradients flow to logits.
+
+    logits: (..., V), floating point, any strides; never modified. target: (...), int64 class indices.
+    ignore_index: a target with this value has loss and gradient 0, whatever its logits.
+    label_smoothing: the share, 0 to 1, of the target that is spread over all classes.
+    z_loss: adds z_loss * logsumexp(logits)^2 to each row. softcap: replaces logits by softcap * tanh(logits / softcap).
+    reduction: "mean" over the rows that are not ignored (NaN if there are none), "sum", or "none" for a loss per row.
+    Returns the logits' dtype, float32 under autocast, from float32 arithmetic.
+    Values on the GPU are not validated (that would synchronise): an invalid class gives NaN. On the CPU, and with
+    RIDGELINE_CHECK=1, it raises.
+    Raises RidgelineError if shapes, dtypes, devices or options do not match the above or `impl` cannot run the call.
     """
 
 def linear_cross_entropy(
@@ -115,20 +119,24 @@ def linear_cross_entropy(
     chunk_memory: int | None = None,
     impl: str | None = None,
 ) -> torch.Tensor:
-    """cross_entropy(x @ weight.T + bias, target), without all logits in memory. Gradients flow to x, weight and bias.
+    """Returns `cross_entropy(x @ weight.T + bias, target)` without all logits in memory.
+
+    Gradients flow to x, weight and bias.
 
     x: (..., H); weight: (V, H); bias: (V,) or None; of one dtype, float32, float16 or bfloat16. target: (...), int64.
     ignore_index, label_smoothing, z_loss, softcap, reduction: as in `cross_entropy`.
-    chunk_memory: bytes of logits that are in memory at a time: by default a fourth of them all, or 216 MiB where that is a fifth or
-    more. With less, a part of the logits is made twice, and a step has up to a third more products. The least is 128 classes of a
-    fourth of the rows and, below a sixteenth of the logits, x's gradient of these rows in float32. Beside it are 40 bytes a row.
-    Products are torch's, added up in float32; where cuBLAS splits a sum among blocks it may add their parts in half precision, unless
-    torch.backends.cuda.matmul.allow_bf16_reduced_precision_reduction (allow_fp16_...) is False. Weight's gradient is rounded to its
-    dtype at most four times, once for each group of rows, and x's at most four times; once more both by an upstream gradient that is
-    no power of two. For "mean" and "sum" forward makes the gradients, so that a step has three products; for "none", and in float16,
-    whose gradients need the scale of the loss, backward makes the logits again. Returns the dtype of x, float32 under autocast, which
-    casts x, weight and bias as it does for `linear`.
-    Raises RidgelineError on shapes, dtypes, devices or options other than these, or an `impl` that cannot run the call.
+    chunk_memory: bytes of logits in memory at a time. The default is a fourth of all, or 216 MiB if that is at least a
+    fifth. With less, some logits are computed twice, for up to a third more products per step. At least 128 classes of
+    a fourth of the rows are held and, below a sixteenth of the logits, the float32 gradient of x for these rows.
+    Another 40 bytes per row are needed besides.
+    Returns the dtype of x, or float32 under autocast, which casts x, weight and bias as for `linear`.
+
+    For "mean" and "sum", forward computes the gradients, so that a step has three products. For "none", and in float16,
+    whose gradients need the scale of the loss, backward computes the logits again.
+    Products are torch's, summed in float32. If cuBLAS splits a sum, it may add the parts in half precision, unless
+    torch.backends.cuda.matmul.allow_bf16_reduced_precision_reduction (or allow_fp16_...) is False. The gradients of
+    weight and of x are each rounded at most four times, and once more if dloss is no power of two.
+    Raises RidgelineError if shapes, dtypes, devices or options do not match the above or `impl` cannot run the call.
     """
 
 def fp8_matmul(
@@ -141,46 +149,50 @@ def fp8_matmul(
     out_dtype: torch.dtype = torch.bfloat16,
     impl: str | None = None,
 ) -> torch.Tensor:
-    """The product of quantised matrices, dequantised: (a * scale_a) @ (b * scale_b) + bias. No gradients flow.
+    """Returns the dequantised product of quantised matrices, `(a * scale_a) @ (b * scale_b) + bias`.
 
-    a: (M, K), float8_e4m3fn. b: (K, N), float8_e4m3fn. Any strides; quickest with K contiguous in both: b is q.T of a weight's q, (N, K).
-    Scales, float32, any strides, by rows: scale_a one number, (M, 1) or (M,); scale_b one, (1, N) or (N,).
-    By blocks: scale_a (M, ceil(K / 128)), as `quantize_fp8` gives; scale_b (ceil(K / 128), ceil(N / 128)), the scale.T of a weight
-    quantised in 128 x 128 blocks, or (ceil(K / 128), N), of one quantised in 1 x 128. bias: (N,), floating point, or None.
-    Returns (M, N) in out_dtype: torch.bfloat16, float16 or float32, contiguous. Sums are taken over into float32 every 128 of K;
-    a float32 result is exact to float32's own roundings, and slower.
-    Raises RidgelineError where shapes, dtypes or devices are none of these, or `impl` cannot run the call: on an NVIDIA GPU
-    before sm_89, whose matrix units have no 8-bit floats, no kernel can.
+    a: (M, K) and b: (K, N), float8_e4m3fn, any strides. Fastest with K contiguous in both: for a weight quantised as q
+    (N, K), pass b = q.T.
+    scale_a, scale_b: float32, any strides. By rows: scale_a is one number, (M, 1) or (M,); scale_b is one number,
+    (1, N) or (N,).
+    By blocks: scale_a is (M, ceil(K / 128)), as `quantize_fp8` returns it. scale_b is (ceil(K / 128), ceil(N / 128)),
+    the scale.T of a weight quantised in 128 x 128 blocks, or (ceil(K / 128), N), of one quantised in 1 x 128 blocks.
+    bias: (N,), floating point, or None.
+    Returns (M, N), contiguous, in out_dtype: torch.bfloat16, float16 or float32. Sums move to float32 every 128 of K;
+    a float32 result is accumulated in float32 throughout, which is slower. No gradients flow.
+    Raises RidgelineError if shapes, dtypes or devices do not match the above, or if `impl` cannot run the call. No
+    kernel runs on NVIDIA GPUs before sm_89, which have no 8-bit floating-point matrix units.
     """
 
 def gated_linear(
     x: torch.Tensor, gate: torch.Tensor, up: torch.Tensor, *, activation: str = "silu", impl: str | None = None
 ) -> torch.Tensor:
-    """`activation(x gate^T) * (x up^T)`. Gradients flow to all three.
+    """Returns `activation(x @ gate.T) * (x @ up.T)`, (..., N). Gradients flow to x, gate and up.
 
-    x: (..., K); gate, up: (N, K), as two `torch.nn.Linear` have them. One dtype, one device, any strides; the result is (..., N).
-    activation: "silu", "gelu" or "gelu_tanh". Rungs that fuse round once, where PyTorch rounds both products too.
-    float32 products follow `torch.get_float32_matmul_precision()`; under autocast all are cast to its dtype first.
-    Raises RidgelineError where shapes, dtypes or devices do not fit, or `impl` cannot run the call.
+    x: (..., K); gate, up: (N, K), laid out as the weights of `torch.nn.Linear`; one dtype and device, any strides.
+    activation: "silu", "gelu" or "gelu_tanh". Fused implementations round once; PyTorch also rounds both products.
+    float32 products follow `torch.get_float32_matmul_precision()`. Autocast casts all inputs first.
+    Raises RidgelineError if shapes, dtypes or devices do not match, or if `impl` cannot run the call.
     """
 
 def gemv(a: torch.Tensor, x: torch.Tensor, *, impl: str | None = None) -> torch.Tensor:
-    """The product of a matrix with a vector, `a @ x`, or with each row of a small matrix, `x @ a.T`. Gradients flow to both.
+    """Returns the matrix-vector product `a @ x`, or `x @ a.T` for a few vectors. Gradients flow to a and x.
 
-    a: (N, K), floating point, any strides; quickest where its rows or its columns are contiguous. x: (K,), or (M, K) with M up to 16,
-    any strides, of a's dtype and device. Complex ones are PyTorch's, complex32 in complex64; impl="cuda_complex" reads complex32 as it is.
-    Under autocast both are cast to its dtype first, as for torch's own.
-    Returns (N,) or (M, N) in that dtype; sums are in float32, float32's too (never tf32), and the same bits every time.
-    Raises RidgelineError where shapes, dtypes or devices do not fit, or `impl` cannot run the call.
+    a: (N, K), floating point or complex, any strides; fastest with contiguous rows or columns.
+    x: (K,), or (M, K) with M up to 16, any strides, with a's dtype and device.
+    Returns (N,) or (M, N) in that dtype. Sums are float32 (never TF32) and bitwise reproducible.
+    PyTorch computes complex products, complex32 as complex64; impl="cuda_complex" reads complex32 directly.
+    Autocast casts both inputs first, as for `torch.matmul`.
+    Raises RidgelineError if shapes, dtypes or devices do not match, or if `impl` cannot run the call.
     """
 
 def hgemm(a: torch.Tensor, b: torch.Tensor, *, impl: str | None = None) -> torch.Tensor:
-    """The product of two float16 matrices, summed in float32 and rounded once.
+    """Returns `a @ b` for two float16 matrices, summed in float32 and rounded once.
 
-    a: (M, K). b: (K, N), of a's device. Any strides; the kernels take contiguous rows, the quicker ones those that begin at multiples of
-    16 bytes. float16; other floating-point dtypes are multiplied by PyTorch. Returns (M, N), contiguous. Gradients flow through
-    impl="torch", which serves calls that name none; the kernels are for the ladder.
-    Raises RidgelineError where shapes, dtypes or devices do not fit, or `impl` cannot run the call.
+    a: (M, K) and b: (K, N), float16, on one device. PyTorch multiplies other floating-point dtypes. Returns (M, N),
+    contiguous. The kernels take contiguous rows, the faster ones only rows that begin at multiples of 16 bytes; PyTorch
+    takes any strides. The default is impl="torch", which has gradients; the kernels show each step and have none.
+    Raises RidgelineError if shapes, dtypes or devices do not match, or if `impl` cannot run the call.
     """
 
 def int8_matmul(
@@ -194,15 +206,18 @@ def int8_matmul(
     out_dtype: torch.dtype = torch.bfloat16,
     impl: str | None = None,
 ) -> torch.Tensor:
-    """The product of quantised matrices, dequantised: ((a - zero_a) @ b) * scale_a * scale_b + bias. No gradients flow.
+    """Returns the dequantised product of quantised matrices, `((a - zero_a) @ b) * scale_a * scale_b + bias`.
 
-    a: (M, K), int8. b: (K, N), int8. Any strides; quickest with K contiguous in both: b is q.T of a weight's q, (N, K). K is at most 65536,
-    so that sums are exact. scale_a: float32, one number, or one a row, (M, 1) or (M,). scale_b: one, or one a column, (1, N) or (N,): the
-    scale.T of a weight quantised by rows. zero_a: int32 or int8, shaped as a scale of a, what stands for zero in a:
-    a number of 8 bits, -128 to 127 (values on a GPU are not looked at; with others sums may pass 32 bits).
-    bias: (N,), floating point, or None. Returns (M, N) in out_dtype: torch.bfloat16, float16 or float32, contiguous. Sums become
-    float32 and are multiplied there; the result is rounded once.
-    Raises RidgelineError where shapes, dtypes or devices are none of these, or `impl` cannot run the call.
+    a: (M, K) and b: (K, N), int8, any strides. Fastest with K contiguous in both: for a weight quantised as q (N, K),
+    pass b = q.T. K is at most 65536, so that int32 sums are exact.
+    scale_a: float32, one number or one per row, (M, 1) or (M,). scale_b: float32, one number or one per column, (1, N)
+    or (N,): the scale.T of a weight quantised by rows.
+    zero_a: int32 or int8, shaped as scale_a, or None: a's zero points, -128 to 127. Values on the GPU are not validated
+    (that would synchronise): others may overflow int32.
+    bias: (N,), floating point, or None.
+    Returns (M, N), contiguous, in out_dtype: torch.bfloat16, float16 or float32. Sums are scaled in float32 and rounded
+    once. No gradients flow.
+    Raises RidgelineError if shapes, dtypes or devices do not match the above, or if `impl` cannot run the call.
     """
 
 def linear(
@@ -214,31 +229,32 @@ def linear(
     residual: torch.Tensor | None = None,
     impl: str | None = None,
 ) -> torch.Tensor:
-    """`activation(x W^T + bias) + residual`, as `torch.nn.functional.linear` and what follows it. Gradients flow to all tensors.
+    """Returns `activation(x @ weight.T + bias) + residual`, (..., N). Gradients flow to all tensors.
 
-    x: (..., K); weight: (N, K); bias: (N,); residual: (..., N). One dtype, one device, any strides; the result is (..., N).
-    activation: None, "silu", "gelu" or "gelu_tanh". Sums, activation and residual are float32 inside, rounded once.
-    float32 products follow `torch.get_float32_matmul_precision()`; under autocast all are cast to its dtype first.
-    Raises RidgelineError where shapes, dtypes or devices do not fit, or `impl` cannot run the call.
+    x: (..., K); weight: (N, K); bias: (N,) or None; residual: (..., N) or None; one dtype and device, any strides.
+    activation: None, "silu", "gelu" or "gelu_tanh". Sums, activation and residual are float32 inside and rounded once.
+    float32 products follow `torch.get_float32_matmul_precision()`. Autocast casts all inputs first.
+    Raises RidgelineError if shapes, dtypes or devices do not match, or if `impl` cannot run the call.
     """
 
 def matmul(a: torch.Tensor, b: torch.Tensor, *, impl: str | None = None) -> torch.Tensor:
-    """The matrix product, as `torch.matmul`: (..., M, K) @ (..., K, N), leading dimensions broadcast; a vector is a row or a column.
+    """Returns the matrix product `a @ b`, as `torch.matmul`. Gradients flow to a and b.
 
-    a, b: one dtype, one device, any strides. float32 products follow `torch.get_float32_matmul_precision()`.
-    Under autocast a and b are cast to its dtype first, as for torch's own.
-    Raises RidgelineError where shapes, dtypes or devices do not fit, or `impl` cannot run the call.
+    a: (..., M, K) or (K,); b: (..., K, N) or (K,); one numeric dtype and device, any strides; leading dimensions
+    broadcast. Kernels take float32, float16 and bfloat16; PyTorch multiplies the rest. Returns (..., M, N), without the
+    dimension of a vector. float32 products follow `torch.get_float32_matmul_precision()`. Autocast casts both first.
+    Raises RidgelineError if shapes, dtypes or devices do not match, or if `impl` cannot run the call.
     """
 
 def sgemm(a: torch.Tensor, b: torch.Tensor, *, impl: str | None = None) -> torch.Tensor:
-    """The product of two float32 matrices in float32 arithmetic: not tf32, whatever the setting for it or autocast says.
+    """Returns `a @ b` for two float32 matrices, in float32 arithmetic (never TF32, under autocast too).
 
-    Under torch.compile, and in the gradients, that setting of PyTorch's rules, as everywhere in its graphs.
+    Exception: under torch.compile, and in gradients, PyTorch's setting for TF32 applies.
 
-    a: (M, K). b: (K, N), of a's device. Any strides; the kernels take contiguous rows, any number of elements apart. float32; other
-    floating-point dtypes are multiplied by PyTorch. Returns (M, N), contiguous. Gradients flow through impl="torch", which serves calls
-    that name none; the kernels are for the ladder.
-    Raises RidgelineError where shapes, dtypes or devices do not fit, or `impl` cannot run the call.
+    a: (M, K) and b: (K, N), float32, on one device. PyTorch multiplies other floating-point dtypes. Returns (M, N),
+    contiguous. The kernels take contiguous rows, any distance apart; PyTorch takes any strides. The default is
+    impl="torch", which has gradients; the kernels show each step and have none.
+    Raises RidgelineError if shapes, dtypes or devices do not match, or if `impl` cannot run the call.
     """
 
 def concat_kv(
@@ -250,17 +266,18 @@ def concat_kv(
     *,
     impl: str | None = None,
 ) -> tuple[torch.Tensor, torch.Tensor]:
-    """Writes k and v into their caches at each sequence's position, in place, and returns the caches. It has no gradients.
+    """The caches, with k and v written into them in place at each sequence's position. It has no gradients.
 
-    cache_k, cache_v: (B, S_max, H, D). k, v: (B, S, H, D) of their dtype. Any strides, but no expanded cache. positions: (B,), int32 or
-    int64: where row 0 goes. A row that would lie outside the cache is dropped on a GPU, where the host reads no values; on a CPU, and
-    with RIDGELINE_CHECK=1, it raises. Raises RidgelineError where the arguments do not fit together, or `impl` cannot run the call.
+    cache_k, cache_v: (B, S_max, H, D), any strides but not expanded. k, v: (B, S, H, D), any strides. All of one dtype.
+    positions: (B,), int32 or int64: the cache row that takes row 0. Values on a GPU are not validated: rows outside the
+    cache are dropped. On a CPU, or with RIDGELINE_CHECK=1, they raise.
+    Raises RidgelineError if the arguments do not fit together, or if `impl` cannot run the call.
     """
 
 def copy(x: torch.Tensor, *, impl: str | None = None) -> torch.Tensor:
-    """A copy of x that is contiguous, as `x.clone(memory_format=torch.contiguous_format)`. Gradients flow to x, as they come.
+    """A contiguous copy of x, as `x.clone(memory_format=torch.contiguous_format)`. Gradients pass to x unchanged.
 
-    x: any shape, strides and dtype. Raises RidgelineError where x is no dense tensor, or `impl` cannot run the call.
+    x: any shape, strides and dtype. Raises RidgelineError if x is not a dense tensor, or if `impl` cannot run the call.
     """
 
 def index_add(
@@ -273,52 +290,59 @@ def index_add(
     deterministic: bool | None = None,
     impl: str | None = None,
 ) -> torch.Tensor:
-    """x with `alpha * source` added to the rows of dimension `dim` that `index` names, as `torch.index_add`. Gradients flow to both.
+    """x with `alpha * source` added to rows `index` of dimension `dim`, as `torch.index_add`. Gradients flow to both.
 
-    x: any strides, one dimension or more. index: (n,), int64 or int32; one may come again, and then all its rows are added. source: x's
-    shape and dtype but for n in dimension `dim`. Sums are in float32, in the order of the source, the same bits every time.
-    deterministic: False allows packed atomics, whose sums are in x's dtype and in no order, where indices are many and x is of halves, on a
-    GPU with more L2 than an H100.
-    Returns a contiguous tensor of x's shape. On a GPU an index out of range gives NaN in the nearest row; on a CPU, and everywhere with
-    RIDGELINE_CHECK=1, it raises. Raises RidgelineError where shapes, dtypes or devices do not fit, or `impl` cannot run the call.
+    x: one or more dimensions, any dtype and strides. index: (n,), int64 or int32; all rows of a repeated index are
+    added.
+    source: x's dtype, and x's shape with n in dimension `dim`. Sums are in float32, in the order of the source, and
+    bitwise reproducible.
+    deterministic: False allows faster packed atomics, which add in x's dtype and in any order. They are used for many
+    indices and 16-bit dtypes, on GPUs with a larger L2 than an H100.
+    Returns a contiguous tensor of x's shape. Values on a GPU are not validated: an index out of range gives NaN in the
+    nearest row. On a CPU, or with RIDGELINE_CHECK=1, it raises.
+    Raises RidgelineError if shapes, dtypes or devices do not fit, or if `impl` cannot run the call.
     """
 
 def radix_sort(
     keys: torch.Tensor, values: torch.Tensor | None = None, *, descending: bool = False, impl: str | None = None
 ) -> tuple[torch.Tensor, torch.Tensor]:
-    """The keys in order, and the values in the order of their keys, as `torch.sort(keys, stable=True)` and its indices give them.
+    """The keys in order, and the values in the order of their keys, as `torch.sort(keys, stable=True)` and its indices.
 
-    keys: (n,), any stride, of float32, float16, bfloat16, float64, int64, int32, int16, int8 or uint8. values: (n,), elements of 4 or 8
-    bytes of any dtype; None stands for 0, 1, ..., n - 1 in int64. descending: the greatest first. Equal keys keep their order, also when
-    descending; NaN is greater than all numbers, and -0 equals 0.
-    Returns (sorted keys, values), both contiguous. No gradients flow. Raises RidgelineError on other shapes, dtypes or devices, or an
-    `impl` that cannot run the call.
+    keys: (n,), any stride, float32, float16, bfloat16, float64, int64, int32, int16, int8 or uint8. values: (n,), any
+    dtype of 4 or 8 bytes; None stands for 0, 1, ..., n - 1 in int64. descending: the greatest first.
+    Equal keys keep their order, also when descending. NaN is greater than all numbers, and -0 equals 0.
+    Returns (sorted keys, values), both contiguous. It has no gradients.
+    Raises RidgelineError for other shapes, dtypes or devices, or if `impl` cannot run the call.
     """
 
 def repeat_kv(x: torch.Tensor, n: int, *, lengths: torch.Tensor | None = None, impl: str | None = None) -> torch.Tensor:
-    """Every head n times, one after the other: (B, H, S, D) becomes a new tensor (B, H n, S, D). Gradients flow to x.
+    """Each head repeated n times in a row: (B, H, S, D) becomes a new tensor (B, H n, S, D). Gradients flow to x.
 
-    x: any strides. n: from 1 on. lengths: (B,), int32 or int64: rows from a sequence's length on are zeros, and have no gradient; on a CPU,
-    and with RIDGELINE_CHECK=1, a length outside 0 to S raises. Raises RidgelineError where an argument is none of these, or `impl` cannot
-    run the call.
+    x: any dtype and strides. n: 1 or more. lengths: (B,), int32 or int64; rows from a sequence's length on are zeros
+    and get no gradient. Values on a GPU are not validated; on a CPU, or with RIDGELINE_CHECK=1, lengths outside 0 to S
+    raise.
+    Raises RidgelineError if an argument is none of these, or if `impl` cannot run the call.
     """
 
 def transpose(x: torch.Tensor, *, impl: str | None = None) -> torch.Tensor:
-    """x with its last two dimensions swapped, in a contiguous tensor of its own. Gradients flow to x.
+    """x with its last two dimensions swapped, as a new contiguous tensor. Gradients flow to x.
 
-    x: two dimensions or more, any strides and dtype; contiguous is quickest, and quickest of all with rows of a multiple of 16 bytes.
-    Raises RidgelineError where x is no dense tensor or has fewer dimensions, or `impl` cannot run the call.
+    x: (..., R, C), any strides and dtype. Contiguous inputs are fastest, above all with rows of a multiple of 16 bytes.
+    Raises RidgelineError if x is not a dense tensor of two or more dimensions, or if `impl` cannot run the call.
     """
 
 def upsample_nearest2d(
     x: torch.Tensor, scale_factor: float | tuple[float, float], *, impl: str | None = None
 ) -> torch.Tensor:
-    """Images in another size, each pixel a copy of x's, as `torch.nn.functional.interpolate(x, scale_factor=..., mode="nearest")`.
+    """Images resized by nearest neighbour, as `torch.nn.functional.interpolate(x, scale_factor=..., mode="nearest")`.
 
-    x: (N, C, H, W), floating point; row by row and channels last are taken as they are, and y is as x is. scale_factor: a number above
-    0 and below 2^31, or one for H and one for W; integers and two are quickest.
-    y: (N, C, floor(H scale), floor(W scale)); of halves under autocast float32, as torch's. Gradients flow to x.
-    Raises RidgelineError where x is no such tensor, a scale is none, y would have no pixel, or `impl` cannot run the call.
+    x: (N, C, H, W), floating point; contiguous or channels-last inputs are not copied, and y has the same memory
+    format.
+    scale_factor: a number above 0 and below 2^31, or one for H and one for W; integers, above all 2, are fastest.
+    Returns (N, C, floor(H scale), floor(W scale)) in x's dtype; under autocast, halves give float32, as in torch.
+    Gradients flow to x.
+    Raises RidgelineError if x or scale_factor is none of these, if y would have no pixel, or if `impl` cannot run the
+    call.
     """
 
 def adamw(
@@ -451,70 +475,74 @@ def dequantize(
     dtype: torch.dtype | None = None,
     impl: str | None = None,
 ) -> torch.Tensor:
-    """(q - zero) * scale: what `quantize_int8` and `quantize_fp8` made of x, as floating-point numbers again.
+    """(q - zero) * scale: the floating-point numbers that `quantize_int8` or `quantize_fp8` encoded.
 
-    q: what they return, as it is; or their first tensor (int8 or float8_e4m3fn, any shape and strides), with the others after it.
-    scale: float32, () or (1,) for all of q; (..., 1) for rows; (..., ceil(K / 128)) for 1 x 128 numbers of (..., K);
-    (ceil(M / 128), ceil(K / 128)) for 128 x 128 of (M, K). zero: int32 or int8 of the scale's shape, for int8.
-    dtype: of the result; None is the scale's. Computed in float32 and rounded once. Contiguous, of q's shape; no gradients flow.
-    Raises RidgelineError where shapes, dtypes or devices are none of these, or `impl` cannot run the call.
+    q: the tuple that they return; or its first tensor (int8 or float8_e4m3fn, any shape and strides), followed by the
+    others.
+    scale: float32, () or (1,) for all of q; (..., 1) for rows; (..., ceil(K / 128)) for 1 x 128 blocks of (..., K);
+    (ceil(M / 128), ceil(K / 128)) for 128 x 128 blocks of (M, K). zero: int32 or int8, of the scale's shape, for int8.
+    dtype: of the result; None is the scale's. Computed in float32 and rounded once. Returns a contiguous tensor of q's
+    shape. It has no gradients.
+    Raises RidgelineError if shapes, dtypes or devices are none of these, or if `impl` cannot run the call.
     """
 
 def quantize_fp8(
     x: torch.Tensor, *, block: tuple[int, int] | str = (1, 128), impl: str | None = None
 ) -> tuple[torch.Tensor, torch.Tensor]:
-    """x as floating-point numbers of 8 bits, e4m3: (q, scale), where x is about q times the scale of its block.
+    """x as 8-bit floating-point numbers, e4m3: (q, scale), with x about q times the scale of its block.
 
-    x: (..., K), any strides, floating point. block: what shares a scale: (1, 128) numbers of a row, (128, 128) of a matrix (the last ones
-    may be fewer), "row" or "tensor".
-    Returns q, float8_e4m3fn, of x's shape and contiguous; scale, float32: (..., ceil(K / 128)), (ceil(M / 128), ceil(K / 128)),
-    (..., 1) or (). No gradients flow. The largest number of a block becomes 448 or -448.
-    Quotients x / scale are those of float32, rounded to the nearest number of e4m3, to even between two; a scale is at least
-    2^-126 (of zeros), and infinite where its numbers hold an infinity or NaN: `dequantize` then gives NaN. GPUs without e4m3 get the
+    x: (..., K), floating point, any strides. block: which numbers share a scale: (1, 128) of a row, (128, 128) of a
+    matrix (blocks at the end may be smaller), "row" or "tensor".
+    Returns q, float8_e4m3fn, contiguous, of x's shape, with at most 448 in absolute value; and scale, float32:
+    (..., ceil(K / 128)), (ceil(M / 128), ceil(K / 128)), (..., 1) or (). It has no gradients.
+    x / scale is rounded to float32, then to the nearest e4m3 number, ties to even. A scale is at least 2^-126 (all
+    zeros), and infinite if its numbers hold an infinity or NaN; `dequantize` then gives NaN. GPUs without e4m3 give the
     same codes, slower.
-    Raises RidgelineError on a tensor that is not floating point, another block, or an `impl` that cannot run the call.
+    Raises RidgelineError if x is not floating point, if `block` is none of these, or if `impl` cannot run the call.
     """
 
 def quantize_int8(
     x: torch.Tensor, *, granularity: str = "tensor", symmetric: bool = True, impl: str | None = None
 ) -> tuple[torch.Tensor, ...]:
-    """x as whole numbers of 8 bits: (q, scale), and with symmetric=False (q, scale, zero); x is about (q - zero) * scale.
+    """x as 8-bit integers: (q, scale) or, with symmetric=False, (q, scale, zero); x is about (q - zero) * scale.
 
-    x: any shape and strides, floating point. granularity: "tensor", or "row" for a scale for each row of the last dimension.
-    symmetric: q is -127 to 127 and zero stands for zero; else -128 to 127 are spread over what x spans, 0 included.
-    Returns q, int8, of x's shape and contiguous; scale, float32, () or (..., 1); zero, int32, shaped as scale. No gradients flow.
-    Quotients x / scale are those of float32, rounded to the nearest whole number, to even between two, and saturate; a scale is at least
-    2^-126 (of zeros), and infinite where its numbers hold an infinity or NaN: `dequantize` then gives NaN.
-    Raises RidgelineError on a tensor that is not floating point, another granularity, or an `impl` that cannot run the call.
+    x: floating point, any shape and strides. granularity: "tensor", or "row" for a scale per row of the last dimension.
+    symmetric: q is in -127 to 127, without zeros; else -128 to 127 cover the range of x, extended to include 0.
+    Returns q, int8, contiguous, of x's shape; scale, float32, () or (..., 1); zero, int32, shaped like scale. It has no
+    gradients.
+    x / scale is rounded to float32, then to the nearest integer, ties to even, and saturates. A scale is at least
+    2^-126 (all zeros), and infinite if its numbers hold an infinity or NaN; `dequantize` then gives NaN.
+    Raises RidgelineError if x is not floating point, if `granularity` is invalid, or if `impl` cannot run the call.
     """
 
 def cumsum(x: torch.Tensor, dim: int, dtype: torch.dtype | None = None, *, impl: str | None = None) -> torch.Tensor:
-    """The sums of x from the first element along `dim` up to each, as `torch.cumsum`. Gradients flow to x.
+    """The sums of x along `dim` up to and including each element, as `torch.cumsum`. Gradients flow to x.
 
-    x: any shape and strides, of real numbers. dtype: what x is cast to first, and the result's type; None is x's, or int64 where x holds
-    integers, or float32 of halves under autocast. Integers are exact, and wrap around in their type; halves add in float32; floats give
-    the same bits every time.
-    Returns a contiguous tensor of x's shape. Raises RidgelineError on a `dim` that x does not have, complex numbers, or an `impl` that
-    cannot run the call.
+    x: any shape and strides, real. dtype: x is cast to it first, and it is the result's; None means x's, int64 for
+    integers, or float32 for halves under autocast. Integers are exact and wrap around; halves add in float32; floats
+    are bitwise reproducible. Returns a contiguous tensor of x's shape.
+    Raises RidgelineError if x is complex, if `dim` or `dtype` is invalid, or if `impl` cannot run the call.
     """
 
 def dot(a: torch.Tensor, b: torch.Tensor, *, impl: str | None = None) -> torch.Tensor:
     """The dot product of two vectors, as `torch.dot`. Gradients flow to both.
 
-    a, b: (N,), any strides, of one device and dtype: float32, float16, bfloat16 or float64. Returns a number, (), in that dtype; sums
-    are in float32 (of float64 in it), and the same bits every time.
-    Raises RidgelineError where shapes, dtypes or devices do not fit, or `impl` cannot run the call.
+    a, b: (N,), any strides, on one device, of one dtype: float32, float16, bfloat16 or float64. Returns a scalar, (),
+    in that dtype. Sums are in float32 (float64 for float64) and bitwise reproducible.
+    Raises RidgelineError if shapes, dtypes or devices do not fit, or if `impl` cannot run the call.
     """
 
 def histogram(
     x: torch.Tensor, bins: int, range: tuple[float, float] | None = None, *, impl: str | None = None
 ) -> torch.Tensor:
-    """How many elements of x lie in each of `bins` equal parts of `range`, as `torch.histc` counts, but in int64 and exactly.
+    """How many elements of x lie in each of `bins` equal parts of `range`, like `torch.histc`, but exact and in int64.
 
-    x: any shape and strides, integers or floating point. bins: 1 or more. range: (low, high), or None for x's least and greatest, and one
-    below and above where these are the same. What lies outside, and NaN, counts nowhere; `high` counts in the last bin. An element's
-    bin is what float64 says. Without a range x must be finite: else it raises on a CPU, and everywhere with RIDGELINE_CHECK=1.
-    Returns (bins,) in int64. No gradients flow. Raises RidgelineError on other bins or ranges, or an `impl` that cannot run the call.
+    x: any shape and strides, integers or floating point. bins: 1 or more. range: (low, high), both included; None means
+    x's extremes, widened by one on both sides if they are equal. Elements outside, and NaN, are not counted. Bins are
+    decided as float64 arithmetic does.
+    Without a range x must be finite; that is checked on a CPU, or with RIDGELINE_CHECK=1.
+    Returns (bins,), int64. It has no gradients.
+    Raises RidgelineError if x, bins or range is invalid, or if `impl` cannot run the call.
     """
 
 def reduce_sum(
@@ -527,10 +555,11 @@ def reduce_sum(
 ) -> torch.Tensor:
     """The sum of all elements, or along `dim`, as `torch.sum`. Gradients flow to x.
 
-    x: any shape and strides. dim: a dimension, several, or None for all of them; keepdim leaves them with one element each. dtype: the
-    result's; by default x's, and int64 of whole numbers. Sums are in float32, of whole numbers in 64 bits, whatever the dtype; the
-    same bits every time.
-    Raises RidgelineError on a `dim` that x has not or has twice, a `keepdim` or `dtype` that is none, or an `impl` that cannot run it.
+    x: any shape and strides. dim: a dimension, several, or None for all; keepdim keeps them with size 1. dtype: the
+    result's; by default x's, or int64 for integers. Sums are in float32 for floats and in 64 bits for integers,
+    whatever the dtype, and bitwise reproducible.
+    Raises RidgelineError if `dim` is out of range or repeated, if `keepdim` or `dtype` is invalid, or if `impl` cannot
+    run the call.
     """
 
 def add_layer_norm(

@@ -1,4 +1,4 @@
-"""The command line: `ridgeline VERB`. Each verb is a module of the lab, imported when chosen, so that help is instant."""
+"""The command line: `ridgeline VERB`. Each verb is a module of the lab, imported when chosen, so help is instant."""
 
 from __future__ import annotations
 
