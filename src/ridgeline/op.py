@@ -163,8 +163,7 @@ class Implementation:
     kind: "eager" (plain PyTorch), "compile" (torch.compile), "cuda", "triton" or "gluon".
     call: for eager and compile, a function of the public arguments.
     launchers: for kernels, {"fwd": f(outputs..., inputs...), "bwd": ...}, called inside the registered torch op.
-    supports: f(inputs...) -> None if it can run the call, else the reason. Eager and compile get the options by
-    keyword.
+    supports: f(inputs...) -> None if it can run the call, else the reason. Options come by keyword (eager and compile).
     served: whether it may be chosen automatically. Other rungs run only by `impl=`.
     unless: for a served kernel, f(public arguments or a launcher's inputs) -> None if automatic choice may take it,
         else the reason to prefer another rung. If every served kernel gives a reason, plain PyTorch runs. To be

@@ -76,7 +76,7 @@ _candidates: dict[Any, list[Implementation]] = {}
 
 
 def select(op: Op, impl: str | None, *args: Any, direction: str = "fwd", kernels: bool = False) -> Implementation:
-    """Returns the implementation that serves a call: the named one, or the best that can if none is named.
+    """Returns the implementation that serves a call: the named one, or by default the best one that can run it.
 
     kernels: choose among kernels only. The registered op sets it, since `eager` has already chosen kernels.
     Raises RidgelineError, with the reason, if the named implementation or every one of them cannot run the call.
@@ -183,7 +183,7 @@ def by_kind(leading: int) -> Callable[[Callable[..., Any]], Callable[..., Any]]:
 
     The first `leading` arguments are tensors. The function returns a tuple that starts with the result of `eager`, or
     raises. Its result is cached if kernels serve the call on a GPU. The key is the tensors' shapes, dtypes, layouts and
-    devices, the values and types of the other arguments, and whether autocast is on; it may depend on nothing else.
+    devices, the other arguments' values and types, and whether autocast is on. The function may use nothing else.
     """
 
     def remember(look: Callable[..., tuple[Any, ...]]) -> Callable[..., Any]:

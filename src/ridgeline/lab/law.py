@@ -4,10 +4,10 @@ There are no absolute tolerances. The oracle is the op's reference, run in float
 
     error <= 2 x max(torch's error, change of the oracle when the inputs move half an ulp) + eps/2 x norm
 
-must hold for the whole tensor, its worst row and its worst column. The scale of the result may be off by at most twice
-as much as theirs plus eps/16 + eps/sqrt(n). Non-finite values must be in the same places. Rows are along the last
-dimension, columns run over all rows. With few elements the error of one run is luck, so torch's error is then the
-largest of several runs, on inputs next to the given ones.
+must hold for the whole tensor, its worst row and its worst column. The scale of the result (its projection on the
+oracle) may be off by at most twice as much as torch's or the moved oracle's, plus eps/16 + eps/sqrt(n). Non-finite
+values must be in the same places. Rows are along the last dimension, columns run over all rows. With few elements the
+error of one run is luck, so torch's error is then the largest of several runs, on inputs next to the given ones.
 """
 
 from __future__ import annotations

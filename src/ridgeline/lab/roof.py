@@ -34,7 +34,9 @@ CPU_SIDES = (256, 512, 1024, 2048, 4096)
 
 
 @triton.jit
-def _stream(a, b, out, n, READS: tl.constexpr, WRITE: tl.constexpr, BLOCK: tl.constexpr):  # type: ignore[no-untyped-def]
+def _stream(  # type: ignore[no-untyped-def]
+    a, b, out, n, READS: tl.constexpr, WRITE: tl.constexpr, BLOCK: tl.constexpr
+):
     """Reads zero, one or two arrays and writes one array or, without WRITE, one sum per program."""
     program = tl.program_id(0).to(tl.int64)
     i = program * BLOCK + tl.arange(0, BLOCK)

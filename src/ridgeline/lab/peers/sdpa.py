@@ -62,7 +62,8 @@ def _varlen(
     )
     if "enable_gqa" in named:
         given["enable_gqa"] = q.shape[1] != k.shape[1]
-    return varlen_attn(q, k, v, cu_seqlens_q, cu_seqlens_k, max_seqlen_q, max_seqlen_k, **given)  # type: ignore[return-value]
+    lengths = cu_seqlens_q, cu_seqlens_k, max_seqlen_q, max_seqlen_k
+    return varlen_attn(q, k, v, *lengths, **given)  # type: ignore[return-value]
 
 
 PEERS = {
