@@ -1,9 +1,9 @@
-"""What attention and attention_varlen share: checks, the formula, the torch ops and the autograd function.
+"""Shared by attention and attention_varlen: checks, the formula, the torch ops and the autograd function.
 
-A row i of q, in a sequence of sq queries and sk keys, sees the keys j with i + off - left <= j <= i + off + right, where off is
-sk - sq if `bottom` and else 0: every option of the public functions about what is seen comes down to these, and to a mask.
-Packed sequences go through the same ops as (1, heads, tokens, D) views, with cu_q and cu_k; where both are one tensor cu_k is None,
-since torch.compile and replayed calls want arguments that are different tensors.
+In a sequence of sq queries and sk keys, row i of q sees the keys j with i + off - left <= j <= i + off + right, where
+off is sk - sq with `bottom`, else 0. The public options causal and window reduce to left, right and bottom.
+Packed sequences use the same ops as (1, heads, tokens, D) views with cu_q and cu_k. If both are the same tensor, cu_k
+is None, since torch.compile and replayed calls need distinct tensors as arguments.
 """
 
 from __future__ import annotations
@@ -20,15 +20,15 @@ from ridgeline.ops.attention import _few, _hopper, _hopper_backward, _triton
 from ridgeline.ops.attention._triton import UNBOUNDED
 from ridgeline.select import run
 
-HEAD_DIMS = 16, 256  # multiples of 8 from and up to these
-PIECE = 1 << 27  # scores that the reference holds at a time
+HEAD_DIMS = 16, 256  # D is a multiple of 8 in this range
+PIECE = 1 << 27  # scores that the reference holds in memory at a time
 OPS: dict[bool, Op] = {}  # by whether sequences are packed
-# Of benchmarks off the grid: backward as by default, and as by peers that promise no order.
+# Benchmarks off the grid: the default backward, and one with unordered sums, as peers have.
 ORDERS: tuple[dict[str, Any], ...] = ({}, {"note": " out of order", "deterministic": False})
 
 
 class Options(NamedTuple):
-    """What the public options come down to, in the torch ops' order."""
+    """The public options, reduced, in the torch ops' order."""
 
     scale: float
     softcap: float  # 0 for none
@@ -37,7 +37,7 @@ class Options(NamedTuple):
     bottom: bool
 
     def band(self, sq: int, sk: int) -> tuple[int, int] | None:
-        """The (low, high) for which row i sees the keys i + low to i + high; None where every row sees every key."""
+        """Returns (low, high), so that row i sees the keys i + low to i + high; None if every row sees every key."""
         off = sk - sq if self.bottom else 0
         return (off - self.left, off + self.right) if min(self.left, self.right) < UNBOUNDED else None
 
@@ -54,11 +54,11 @@ def options(
 
 
 def precision() -> str:
-    """Of float32 products, as torch's own."""
+    """Returns the precision of float32 products, by PyTorch's setting."""
     return _precision()
 
 
-@torch.compiler.assume_constant_result  # torch.compile guards what it says
+@torch.compiler.assume_constant_result  # torch.compile guards on the setting
 def _precision() -> str:
     return "ieee" if torch.get_float32_matmul_precision() == "highest" else "tf32"
 
@@ -66,50 +66,52 @@ def _precision() -> str:
 def fault(
     dims: int, q: Any, k: Any, v: Any, causal: Any, scale: Any, window: Any, softcap: Any, deterministic: Any
 ) -> str | None:  # fmt: skip
-    """What is wrong with a call of either function, or None. dims: of q, k and v: (..., heads, tokens, D), or packed (tokens, heads, D)."""
+    """Returns what is wrong with a call, or None. dims: 4 for (batch, heads, tokens, D), 3 for packed sequences."""
     for name, t in (("q", q), ("k", k), ("v", v)):
         if not isinstance(t, torch.Tensor):
-            return f"{name} must be a tensor, and is {type(t).__name__}"
+            return f"{name} must be a tensor, got {type(t).__name__}"
         form = "(batch, heads, tokens, D)" if dims == 4 else "(tokens, heads, D)"
         if t.dim() != dims:
-            return f"{name} must have the shape {form}, and has {tuple(t.shape)}"
+            return f"{name} must be {form}, got {tuple(t.shape)}"
         if t.dtype != q.dtype or not t.is_floating_point() or t.element_size() < 2:
             kinds = ", ".join([str(x.dtype) if isinstance(x, torch.Tensor) else type(x).__name__ for x in (q, k, v)])
-            return f"q, k and v must have one floating-point dtype, float32, float16 or bfloat16; they are {kinds}"
+            return f"q, k and v must have one floating-point dtype, float32, float16 or bfloat16, got {kinds}"
         if t.device != q.device:
-            return f"{name} is on {t.device} and q on {q.device}; one device is needed"
+            return f"{name} and q must be on one device, got {t.device} and {q.device}"
     heads, D = (q.shape[1], k.shape[1]), q.shape[-1]
     if k.shape != v.shape or k.shape[-1] != D or (dims == 4 and k.shape[0] != q.shape[0]):
         same = "batch and D" if dims == 4 else "D"
-        return f"k and v must have one shape, and q's {same}; q is {tuple(q.shape)}, k {tuple(k.shape)} and v {tuple(v.shape)}"
+        shapes = f"{tuple(q.shape)}, {tuple(k.shape)} and {tuple(v.shape)}"
+        return f"k and v must have the same shape, and q's {same}, got q, k and v of {shapes}"
     if D % 8 or not HEAD_DIMS[0] <= D <= HEAD_DIMS[1]:
-        return f"D must be a multiple of 8 from {HEAD_DIMS[0]} to {HEAD_DIMS[1]}, and is {D}"
+        return f"D must be a multiple of 8 from {HEAD_DIMS[0]} to {HEAD_DIMS[1]}, got {D}"
     if heads[0] % max(heads[1], 1) or (heads[0] and not heads[1]):
-        return f"q's heads must be a multiple of k's and v's; they are {heads[0]} and {heads[1]}"
+        return f"q must have a multiple of k's and v's heads, got {heads[0]} and {heads[1]}"
     for name, t in (("q", q), ("k", k), ("v", v)):
         if t.layout is torch.strided and t.stride(-1) != 1:
-            return f"the last dimension of {name} must be contiguous (stride 1), and has stride {t.stride(-1)}; {name}.contiguous() has it"
+            fix = f"got stride {t.stride(-1)}; pass {name}.contiguous()"
+            return f"the last dimension of {name} must be contiguous (stride 1), {fix}"
     if isinstance(causal, torch.Tensor) or causal not in (False, True, "bottom_right"):
-        return f'causal must be False, True (aligned at the top left) or "bottom_right", and is {causal!r}'
+        return f'causal must be False, True (aligned at the top left) or "bottom_right", got {causal!r}'
     if scale is not None and not (isinstance(scale, int | float) and math.isfinite(scale)):
-        return f"scale must be None for 1/sqrt(D) or a finite number, and is {scale!r}"
+        return f"scale must be None for 1/sqrt(D) or a finite number, got {scale!r}"
     if softcap is not None and not (isinstance(softcap, int | float) and 0 < softcap < math.inf):
-        return f"softcap must be None or a finite number above 0, and is {softcap!r}"
+        return f"softcap must be None or a finite number above 0, got {softcap!r}"
     if window is not None:
         pair = isinstance(window, tuple | list) and len(window) == 2
         if not pair or any(w is not None and (type(w) is not int or w < -1) for w in window):
-            return (
-                f"window must be None or (left, right), each 0 or more, or None or -1 for unbounded; it is {window!r}"
-            )
+            return f"window must be None or (left, right), each at least 0, or None or -1 for unbounded, got {window!r}"
     wrong = isinstance(deterministic, torch.Tensor) or deterministic not in (None, True, False)
-    return f"deterministic must be None, True or False, and is {deterministic!r}" if wrong else None
+    return f"deterministic must be None, True or False, got {deterministic!r}" if wrong else None
 
 
 def usual(
     kernels: set[torch.dtype], dims: int, q: Any, k: Any, v: Any, causal: Any, deterministic: Any
 ) -> Options | None:
-    """The options of a call that has no others than these, if kernels serve it and there is nothing to look at more closely: the quick
-    way to say so."""
+    """Returns the options of a call with only these arguments if kernels serve it and nothing needs a closer check.
+
+    It is the fast path of the public functions; None means that the full checks decide.
+    """
     if not (
         type(q) is type(k) is type(v) is torch.Tensor
         and q.is_cuda
@@ -144,7 +146,7 @@ def usual(
 
 
 def in_autocast(*tensors: torch.Tensor) -> tuple[torch.Tensor, ...]:
-    """The tensors as torch's own attention takes them: under autocast in its dtype. Other things pass, to be refused."""
+    """Returns the tensors cast to autocast's dtype if it is enabled; anything else passes, and is refused later."""
     if not all([isinstance(t, torch.Tensor) for t in tensors]):
         return tensors
     kind = "cuda" if tensors[0].is_cuda else "cpu"
@@ -155,10 +157,10 @@ def in_autocast(*tensors: torch.Tensor) -> tuple[torch.Tensor, ...]:
 
 
 def refusal(x: torch.Tensor, *rest: Any, **_: Any) -> str | None:
-    """Why kernels do not take a call, of public arguments or of a launcher's inputs, or None."""
+    """Returns why kernels do not take a call, or None. Takes public arguments or a launcher's inputs."""
     D = x.shape[-1]
     if D % 8 or not HEAD_DIMS[0] <= D <= HEAD_DIMS[1]:
-        return f"D must be a multiple of 8 from {HEAD_DIMS[0]} to {HEAD_DIMS[1]}, and is {D}"
+        return f"D must be a multiple of 8 from {HEAD_DIMS[0]} to {HEAD_DIMS[1]}, got {D}"
     if any(
         [isinstance(t, torch.Tensor) and t.dim() == x.dim() and t.stride(-1) != 1 and t.numel() for t in (x, *rest[:2])]
     ):
@@ -167,9 +169,9 @@ def refusal(x: torch.Tensor, *rest: Any, **_: Any) -> str | None:
 
 
 def rounds_scores(q: torch.Tensor, *_: Any, return_lse: bool = False, **__: Any) -> str | None:
-    """Why the formula in eager PyTorch does not take a call, or None."""
+    """Returns why the formula in eager PyTorch does not take a call, or None."""
     half = return_lse and q.dtype in (torch.float16, torch.bfloat16)
-    return "its scores are rounded to half precision, and lse, which is float32, shows it" if half else None
+    return "it rounds scores to half precision, which is too coarse for lse in float32" if half else None
 
 
 # --- the formula
@@ -184,11 +186,10 @@ def formula(
     scale: float,
     softcap: float,
 ) -> tuple[torch.Tensor, torch.Tensor]:
-    """o and lse, by scores that lie in memory. A row that sees no key is 0, its lse -inf."""
+    """Returns o and lse, with all scores in memory. A row that sees no key has o 0 and lse -inf."""
     (batch, heads, rows, D), groups, columns = q.shape, k.shape[1], k.shape[2]
-    folded = q.reshape(
-        batch, groups, heads // max(groups, 1) * rows, D
-    )  # queries that share keys as more rows of one head
+    # Queries that share keys become more rows of one head.
+    folded = q.reshape(batch, groups, heads // max(groups, 1) * rows, D)
     s = (folded @ k.mT).view(batch, heads, rows, columns) * scale
     s = s.to(torch.promote_types(s.dtype, torch.float32))
     if softcap:
@@ -208,7 +209,7 @@ def formula(
 
 
 def seen(rows: int, columns: int, band: tuple[int, int], device: torch.device) -> torch.Tensor:
-    """(rows, columns), True where a row of the band sees a column."""
+    """Returns (rows, columns), True where a row sees a column of its band."""
     apart = torch.arange(columns, device=device) - torch.arange(rows, device=device)[:, None]
     return (apart >= band[0]) & (apart <= band[1])
 
@@ -222,7 +223,7 @@ def in_pieces(
     scale: float,
     softcap: float,
 ) -> tuple[torch.Tensor, torch.Tensor]:
-    """`formula`, where its scores would take too much memory by heads and rows of queries, whose scores backward makes again."""
+    """`formula`, by heads and rows of queries if the scores would take too much memory; backward recomputes them."""
     (batch, heads, rows, _), groups, columns = q.shape, k.shape[1], k.shape[2]
     if batch * heads * rows * columns <= PIECE:
         return formula(q, k, v, mask, band, scale, softcap)
@@ -249,30 +250,30 @@ def in_pieces(
 
 
 def _like(t: torch.Tensor) -> torch.Tensor:
-    """Memory for a result, in t's order of dimensions: heads inside of tokens where they are so in t."""
-    return torch.empty_permuted(
-        t.shape, (0, 2, 1, 3) if t.stride(1) < t.stride(2) else (0, 1, 2, 3), dtype=t.dtype, device=t.device
-    )
+    """Allocates a result in t's order of dimensions: heads within tokens if t has them so."""
+    order = (0, 2, 1, 3) if t.stride(1) < t.stride(2) else (0, 1, 2, 3)
+    return torch.empty_permuted(t.shape, order, dtype=t.dtype, device=t.device)
 
 
 _OPTIONS = "float scale, float softcap, int left, int right, bool bottom, int max_q, int max_k, str precision"
 
 
 @kernel_op(
-    f"attention_fwd(Tensor q, Tensor k, Tensor v, Tensor? mask, Tensor? cu_q, Tensor? cu_k, {_OPTIONS}, str? impl) -> (Tensor, Tensor)"
+    f"attention_fwd(Tensor q, Tensor k, Tensor v, Tensor? mask, Tensor? cu_q, Tensor? cu_k, {_OPTIONS}, str? impl) "
+    "-> (Tensor, Tensor)"
 )
 def _forward(
     q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, mask: Any, cu_q: Any, cu_k: Any, *rest: Any
 ) -> tuple[torch.Tensor, torch.Tensor]:
-    """o (B, Hq, Sq, D) and lse (B, Hq, Sq) float32. max_q, max_k: the longest packed sequence's lengths, 0 where unknown."""
+    """Returns o (B, Hq, Sq, D) and lse (B, Hq, Sq), float32. max_q, max_k: the longest packed lengths, 0 if unknown."""
     o, lse = _like(q), torch.empty(q.shape[:3], dtype=torch.float32, device=q.device)
     run(OPS[cu_q is not None], "fwd", rest[-1], (o, lse), q, k, v, mask, cu_q, cu_k, *rest[:-1])
     return o, lse
 
 
 @kernel_op(
-    "attention_bwd(Tensor do, Tensor? dlse, Tensor q, Tensor k, Tensor v, Tensor o, Tensor lse, Tensor? mask, Tensor? cu_q, Tensor? cu_k, "
-    f"{_OPTIONS}, bool deterministic, str? impl) -> (Tensor, Tensor, Tensor)"
+    "attention_bwd(Tensor do, Tensor? dlse, Tensor q, Tensor k, Tensor v, Tensor o, Tensor lse, Tensor? mask, "
+    f"Tensor? cu_q, Tensor? cu_k, {_OPTIONS}, bool deterministic, str? impl) -> (Tensor, Tensor, Tensor)"
 )
 def _backward(
     do: torch.Tensor, dlse: Any, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, o: torch.Tensor, lse: torch.Tensor,
@@ -318,7 +319,7 @@ def by_kernels(
     q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, mask: Any, cu_q: Any, cu_k: Any, chosen: Options,
     longest: tuple[int, int], deterministic: bool | None, impl: str | None
 ) -> tuple[torch.Tensor, torch.Tensor]:  # fmt: skip
-    """o and lse, both differentiable."""
+    """Returns o and lse, both differentiable."""
     numbers = *chosen, *longest, precision()
     if torch.is_grad_enabled() and (q.requires_grad or k.requires_grad or v.requires_grad):
         same = deterministic is not False or torch.are_deterministic_algorithms_enabled()
@@ -327,7 +328,7 @@ def by_kernels(
 
 
 def check(name: str, dims: int, q: Any, k: Any, v: Any, *given: Any) -> None:
-    """Raises RidgelineError where q, k, v or the options are wrong."""
+    """Raises RidgelineError if q, k, v or the options are wrong."""
     dense_only(name, (q, k, v))
     wrong = fault(dims, q, k, v, *given)
     if wrong:
@@ -335,7 +336,7 @@ def check(name: str, dims: int, q: Any, k: Any, v: Any, *given: Any) -> None:
 
 
 def pairs(sq: int, sk: int, chosen: Options) -> int:
-    """How many (query, key) see each other."""
+    """Returns how many pairs of a query and a key see each other."""
     band = chosen.band(sq, sk)
     if band is None:
         return sq * sk
@@ -343,7 +344,7 @@ def pairs(sq: int, sk: int, chosen: Options) -> int:
     return int(((i + band[1]).clamp(max=sk - 1) - (i + band[0]).clamp(min=0) + 1).clamp(min=0).sum())
 
 
-# Facts of the rungs that both ops have.
+# Facts of the implementations that both ops have.
 TRITON: dict[str, Any] = {"kind": "triton", "fwd": _few.fwd, "bwd": _triton.bwd, "supports": refusal, "served": True}
 GLUON: dict[str, Any] = {
     "kind": "gluon",

@@ -1,11 +1,12 @@
-"""The rung `triton` of attention forward for few queries of many keys, as a decoder with a cache has: flash decoding.
+"""Attention forward for few queries of many keys, as in a decoder with a cache: flash decoding, in Triton.
 
-    part p of the keys gives a row its maximum m_p, sum l_p and values a_p;  m = max m_p,  o = sum 2^(m_p - m) a_p / sum 2^(m_p - m) l_p
+    part p of the keys gives each row a maximum m_p, a sum l_p and values a_p
+    m = max m_p,  o = sum 2^(m_p - m) a_p / sum 2^(m_p - m) l_p
 
-The keys and values are all there is to read, and a program for each head would read them with a few of the GPU's multiprocessors, and once
-for each head that shares them. Here a tile of rows holds the queries of all heads that share keys, and the keys that any row sees are
-split into parts, a program each. A second kernel puts the parts together as the online softmax puts blocks together, in order: the same bits
-each time. One part is written as it is.
+Reading keys and values takes nearly all the time. One program per head would use few multiprocessors, and read keys
+once for each head that shares them. Here a tile of rows holds the queries of all heads that share keys, and the keys
+are split into parts, one program each. A second kernel combines the parts in order, as the online softmax does, so
+results are bitwise reproducible. A single part is written directly.
 Source: Dao, Haziza, Massa and Sizov, Flash-Decoding for long-context inference, 2023 (https://pytorch.org/blog/flash-decoding/).
 """
 
@@ -43,9 +44,9 @@ from ridgeline.ops.attention._triton import (
     rounded_off,
 )
 
-ROWS, TILE, KEYS = 64, 32768, 512  # the most rows of a tile, and its bytes; the fewest keys that are split
-BUSY = 264  # heads that keep a GPU busy, two for each of an H100's multiprocessors
-GRAIN, LEAST, MOST = 128, 256, 128  # keys that parts are a multiple of; the fewest keys of a part, and the most parts
+ROWS, TILE, KEYS = 64, 32768, 512  # at most so many rows and bytes of a tile; at least so many keys to split
+BUSY = 264  # heads that keep a GPU busy: two per multiprocessor of an H100
+GRAIN, LEAST, MOST = 128, 256, 128  # parts have a multiple of so many keys, at least so many; the most parts
 
 
 @triton.jit(do_not_specialize=(*LOOSE, "group", "parts"))
@@ -55,7 +56,7 @@ def _fwd(
     APART: tl.constexpr, D: tl.constexpr, BD: tl.constexpr, BE: tl.constexpr, UNIT: tl.constexpr,
     PRECISION: tl.constexpr, PDL: tl.constexpr, BM: tl.constexpr, BN: tl.constexpr
 ):  # fmt: skip
-    """Row r of a tile is query r // group of the key head's head r % group."""
+    """Row r of a tile is query r // group of head r % group, among the heads that share keys."""
     part, turn = tl.program_id(0) % parts, tl.program_id(0) // parts
     b, h = turn // heads, turn % heads
     r, n, d, e = tl.arange(0, BM), tl.arange(0, BN), tl.arange(0, BD), tl.arange(0, BE) if BE else None
@@ -137,7 +138,7 @@ def _join(
     o, lse, pieces, o_steps, rows, heads, group, parts, APART: tl.constexpr, D: tl.constexpr, BD: tl.constexpr,
     UNIT: tl.constexpr, PDL: tl.constexpr, SOME: tl.constexpr
 ):  # fmt: skip
-    """A row's o and lse from its parts, SOME at a time."""
+    """Combines a row's parts into o and lse, SOME at a time."""
     size = rows * group
     turn, r = tl.program_id(0) // size, tl.program_id(0) % size
     count = tl.num_programs(0) * parts
@@ -153,7 +154,7 @@ def _join(
         totals = tl.load(pieces + count * (D + 1) + at, mask=inside, other=0.0)
         some = tl.load(pieces + at[:, None] * D + d[None, :], mask=inside[:, None] & (d < D)[None, :], other=0.0)
         most = tl.maximum(top, tl.max(tops, 0))
-        base = tl.where(most == float("-inf"), 0.0, most)  # nothing seen yet
+        base = tl.where(most == float("-inf"), 0.0, most)  # no key seen yet
         weights = _power(tops, base, 1.0, APART, o.dtype.element_ty)
         shrink = _power(top, base, 1.0, APART, o.dtype.element_ty)
         acc = acc * shrink + tl.sum(some * weights[:, None], 0)
@@ -166,8 +167,11 @@ def _join(
 
 
 def few(q: torch.Tensor, k: torch.Tensor, packed: bool = False) -> bool:
-    """Whether a call has few queries of many keys. By sizes alone: the rows of a key head fit a tile, and either heads share keys, which
-    a tile for each head would read and multiply anew, or the heads are too few to keep a GPU busy."""
+    """Returns whether a call has few queries of many keys, by sizes alone.
+
+    The rows of a key head must fit a tile. In addition, heads must share keys, which a tile per head would read again,
+    or be too few to keep a GPU busy.
+    """
     if packed or not k.shape[1]:
         return False
     (batch, heads, rows, D), (_, shared, columns, _) = q.shape, k.shape
@@ -181,10 +185,10 @@ def few(q: torch.Tensor, k: torch.Tensor, packed: bool = False) -> bool:
 
 
 def aside(q: torch.Tensor, k: torch.Tensor, *rest: Any, **_: Any) -> str | None:
-    """Why forward is left to this rung, of public arguments or of a launcher's inputs, or None."""
+    """Returns why forward is left to this kernel, or None. Takes public arguments or a launcher's inputs."""
     packed = q.dim() == 3 or (len(rest) > 2 and rest[2] is not None)
     return (
-        "the forward of few queries of many keys is the rung triton's, which splits the keys"
+        "for few queries of many keys, `triton` is faster forward, since it splits the keys"
         if few(q, k, packed)
         else None
     )
@@ -192,8 +196,11 @@ def aside(q: torch.Tensor, k: torch.Tensor, *rest: Any, **_: Any) -> str | None:
 
 @lru_cache(1 << 10)
 def _split(multiprocessors: int, turns: int, rows: int, columns: int, left: int, right: int, bottom: bool) -> int:
-    """How many parts the keys of a head are split into: about a program a multiprocessor, or two where the heads are too many for two parts
-    each. Two everywhere took 2 to 4% longer on an H100 (docs/notes/attention.md)."""
+    """Returns into how many parts a head's keys are split.
+
+    The aim is one program per multiprocessor, or two if there are too many heads for two parts each; two everywhere is
+    slower (docs/notes/attention.md).
+    """
     shift = columns - rows if bottom else 0
     low, high = max(shift - left, 0), min(columns, rows + shift + right)
     blocks = triton.cdiv(max(high - low, 1), GRAIN)
@@ -203,8 +210,10 @@ def _split(multiprocessors: int, turns: int, rows: int, columns: int, left: int,
 
 
 def _rule(gpu: device.Device, dtype: torch.dtype, rows: int, width: int) -> tuning.Config:
-    """Tiles of keys of up to 16 KiB, of which two programs have three stages of an H100's shared memory, or two of an A100's; eight warps
-    where four would have too few registers. Not timed."""
+    """Returns tiles of keys of up to 16 KiB: two programs fit three stages on an H100, or two on an A100.
+
+    Eight warps if four would have too few registers. Not timed.
+    """
     if gpu.backend == "cpu":
         return {"BN": 16, "num_warps": 4, "num_stages": 1}
     most = min(16384 // dtype.itemsize // width, 4096 // rows, 128)
@@ -227,7 +236,7 @@ def fwd(
     cu_q: torch.Tensor | None, cu_k: torch.Tensor | None, scale: float, softcap: float, left: int, right: int,
     bottom: bool, max_q: int, max_k: int, precision: str
 ) -> None:  # fmt: skip
-    """Fills o and lse, as `_triton.fwd`, which has all calls of more queries."""
+    """Fills o and lse, by `_triton.fwd` if the queries are not few."""
     if not few(q, k, cu_q is not None):
         return _triton.fwd(
             o, lse, q, k, v, mask, cu_q, cu_k, scale, softcap, left, right, bottom, max_q, max_k, precision

@@ -1,10 +1,11 @@
-"""attention: o = softmax(scale q k^T) v for each head, without its scores in memory.
+"""attention: o = softmax(scale q k^T) v for each head, without the scores in memory.
 
-    backward: P from lse,  delta = rowsum(o do) - dlse,  dV = P^T do,  dS = P (do v^T - delta),  dQ = scale dS k,  dK = scale dS^T q
+    backward: P from lse,  delta = rowsum(o do) - dlse,  dV = P^T do,  dS = P (do v^T - delta)
+              dQ = scale dS k,  dK = scale dS^T q
 
-Tiles of queries walk tiles of keys and keep a running maximum and sum of each row (`gluon`: the first tile's maximum), so that the work is
-that of the matrix products and memory is read and written once. What it shares with attention_varlen stands in `_attention.py`, the Triton
-kernels in `_triton.py` and, forward of few queries of many keys, `_few.py`.
+Tiles of queries walk tiles of keys and keep a running maximum and sum per row (`gluon`: the first tile's maximum). So
+the time is that of the matrix products, and inputs and outputs pass through memory once. `_attention.py` has what
+attention_varlen shares, `_triton.py` the Triton kernels, `_few.py` the forward for few queries of many keys.
 Source: Dao, FlashAttention-2, 2023 (arXiv:2307.08691); Rabe and Staats, Self-attention does not need O(n^2) memory, 2021
 (arXiv:2112.05682); Milakov and Gimelshein, Online normalizer calculation for softmax, 2018 (arXiv:1805.02867).
 """
@@ -77,9 +78,8 @@ def _torch(
 ) -> torch.Tensor:  # fmt: skip
     if mask is not None:
         mask = (mask if mask.dtype == torch.bool else mask.to(q.dtype)).expand(*q.shape[:3], k.shape[2])
-    return F.scaled_dot_product_attention(
-        q, k, v, mask, is_causal=bool(causal), scale=scale, enable_gqa=q.shape[1] != k.shape[1]
-    )
+    grouped = q.shape[1] != k.shape[1]
+    return F.scaled_dot_product_attention(q, k, v, mask, is_causal=bool(causal), scale=scale, enable_gqa=grouped)
 
 
 def _torch_refuses(
@@ -87,27 +87,25 @@ def _torch_refuses(
     softcap: Any = None, return_lse: bool = False, **_: Any
 ) -> str | None:  # fmt: skip
     if causal == "bottom_right" or window not in (None, (None, None), (-1, -1)) or softcap is not None or return_lse:
-        return "scaled_dot_product_attention has no window, no softcap, no lse and no causal='bottom_right'"
+        return "scaled_dot_product_attention has no window, softcap, lse or causal='bottom_right'"
     there = q.is_cuda and not torch.compiler.is_compiling()
     if there and any([isinstance(t, torch.Tensor) and t.data_ptr() % 16 for t in (q, k, v, mask)]):
-        return "scaled_dot_product_attention's kernels read 16 bytes at a time, and fail on tensors that begin elsewhere than at multiples"
-    return "scaled_dot_product_attention takes a mask or is causal, not both" if mask is not None and causal else None
+        return "scaled_dot_product_attention fails on tensors that do not begin at multiples of 16 bytes"
+    return "scaled_dot_product_attention takes a mask or causal, not both" if mask is not None and causal else None
 
 
 def _check_mask(mask: Any, q: torch.Tensor, k: torch.Tensor) -> str | None:
     shape = *q.shape[:3], k.shape[2]
     if not isinstance(mask, torch.Tensor):
-        return f"mask must be a tensor or None, and is {type(mask).__name__}"
+        return f"mask must be a tensor or None, got {type(mask).__name__}"
     if mask.dtype != torch.bool and not mask.is_floating_point():
-        return f"mask must be torch.bool, True where a key is seen, or floating point, added to the scores; it is {mask.dtype}"
+        return f"mask must be torch.bool (True: seen) or floating point (added to the scores), got {mask.dtype}"
     if mask.device != q.device:
-        return f"mask is on {mask.device} and q on {q.device}; one device is needed"
+        return f"mask and q must be on one device, got {mask.device} and {q.device}"
     if mask.dim() > 4 or any([n not in (1, m) for n, m in zip(reversed(mask.shape), reversed(shape), strict=False)]):
-        return (
-            f"mask must broadcast to (batch, heads, queries, keys), here {shape}, and has the shape {tuple(mask.shape)}"
-        )
+        return f"mask must broadcast to (batch, heads, queries, keys), here {shape}, got {tuple(mask.shape)}"
     if mask.requires_grad and torch.is_grad_enabled():
-        return "mask has no gradient here, and requires one; give mask.detach()"
+        return "mask requires a gradient, but attention computes none for it; pass mask.detach()"
     return None
 
 
@@ -116,19 +114,26 @@ def attention(
     scale: float | None = None, window: tuple[int | None, int | None] | None = None, softcap: float | None = None,
     return_lse: bool = False, deterministic: bool | None = None, impl: str | None = None,
 ) -> torch.Tensor | tuple[torch.Tensor, torch.Tensor]:  # fmt: skip
-    """softmax(scale q k^T) v for each head, as `torch.nn.functional.scaled_dot_product_attention`. Gradients flow to q, k and v.
+    """Returns softmax(scale q k^T) v for each head, as `torch.nn.functional.scaled_dot_product_attention`.
 
-    q: (B, Hq, Sq, D); k, v: (B, Hkv, Sk, D), Hq a multiple of Hkv, whose heads are shared by Hq/Hkv neighbours and never repeated; D a
-    multiple of 8 from 16 to 256. One dtype and device; any strides whose last is 1, so (B, S, H, D).transpose(1, 2) costs no copy.
-    mask: broadcasts to (B, Hq, Sq, Sk); torch.bool, True where a key is seen, or floating point, added to the scores. It has no gradient.
+    Gradients flow to q, k and v.
+
+    q: (B, Hq, Sq, D); k, v: (B, Hkv, Sk, D); float32, float16 or bfloat16, of one dtype and device. Hq is a multiple of
+    Hkv: Hq/Hkv neighbouring heads share keys and values, which are not repeated. D is a multiple of 8 from 16 to 256.
+    The last stride is 1, the others are free, so (B, S, H, D).transpose(1, 2) costs no copy.
+    mask: broadcasts to (B, Hq, Sq, Sk); torch.bool, True for keys that are seen, or floating point, added to the
+    scores. It gets no gradient.
     causal: True lets query i see keys up to i; "bottom_right" up to i + Sk - Sq, as a decoder with a cache needs.
-    window: (left, right), how many keys before and after its own place a query sees, its place being as causal says; None or -1 is all.
-    scale: 1/sqrt(D) by default. softcap: scores become softcap * tanh(scores / softcap), before masks.
-    deterministic: False allows reruns whose gradients differ in the last bits, where that is faster; by default they are equal.
-    Returns o, of q's shape, dtype and order of dimensions; with return_lse also the natural logarithm of the rows' sums of exponentials,
-    float32 (B, Hq, Sq), differentiable too. A row that sees no key gives 0, lse -inf and no gradient.
-    float32 products follow `torch.get_float32_matmul_precision()`. Under autocast q, k and v are cast to its dtype, as for torch's own.
-    Raises RidgelineError on shapes, strides, dtypes, devices or options other than these, or an `impl` that cannot run the call.
+    window: (left, right), how many keys before and after its own position a query sees, which "bottom_right" shifts by
+    Sk - Sq; None or -1 is unbounded.
+    scale: 1/sqrt(D) by default. softcap: replaces scores by softcap * tanh(scores / softcap), before masks.
+    deterministic: False allows faster backward passes whose gradients vary in the last bits; by default they are equal.
+    Returns o, with q's shape, dtype and order of dimensions; with return_lse (o, lse), where lse is the natural
+    logarithm of each row's sum of exponentials, (B, Hq, Sq), float32, also differentiable. A row that sees no key has
+    o 0, lse -inf and no gradient.
+    float32 products follow `torch.get_float32_matmul_precision()`. Autocast casts q, k and v first.
+    Raises RidgelineError if shapes, strides, dtypes, devices or options do not match the above, or if `impl` cannot run
+    the call.
     """
     if mask is None and scale is None and window is None and softcap is None and impl is None:
         chosen = usual(ATTENTION.kernel_dtypes, 4, q, k, v, causal, deterministic)
@@ -142,14 +147,8 @@ def attention(
         wrong = _check_mask(mask, q, k)
         if wrong:
             raise RidgelineError(f"attention: {wrong}")
-    given = {
-        "mask": mask,
-        "causal": causal,
-        "scale": scale,
-        "window": window,
-        "softcap": softcap,
-        "return_lse": return_lse,
-    }
+    given = {"mask": mask, "causal": causal, "scale": scale, "window": window, "softcap": softcap}
+    given["return_lse"] = return_lse
     plain = eager(ATTENTION, impl, q, k, v, **given)
     if plain is not None:
         return plain.call(q, k, v, **given)  # type: ignore[misc]
@@ -161,7 +160,10 @@ def attention(
 def cost(
     q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, *, mask: Any = None, return_lse: bool = False, **given: Any
 ) -> tuple[Cost, Cost]:
-    """Backward is five products for forward's two; it reads do, q, k, v, o and lse. A mask counts as all pairs, and as its own bytes."""
+    """Returns the costs: two products forward, five backward, which reads do, q, k, v, o and lse.
+
+    A mask counts as all pairs, plus its own bytes.
+    """
     chosen = options(q.shape[-1], **given)
     count = q.shape[2] * k.shape[2] if mask is not None else pairs(q.shape[2], k.shape[2], chosen)
     flops, masks = 4 * q.shape[0] * q.shape[1] * q.shape[3] * count, 0 if mask is None else nbytes(mask)
@@ -185,7 +187,7 @@ def _small(name: str, q: tuple[int, ...], k: tuple[int, ...], **given: Any) -> C
 
 
 def _decode(batch: int, rows: int, columns: int, **given: Any) -> Case:
-    """A step of a decoder with a cache: forward alone."""
+    """A step of a decoder with a cache, forward only."""
     q, keys = Spec(batch, 32, rows, 128, grad=False), Spec(batch, 8, columns, 128, grad=False)
     name = f"{batch}x32/8x{rows} of {columns}x128{' bottom right' if given else ''}"
     return Case(name, (q, keys, keys), given, dtypes=("bfloat16",), use="bench")
@@ -207,7 +209,7 @@ ATTENTION = OPS[False] = Op(
     reference=reference,
     cost=cost,
     standards=("torch", "tiled"),
-    residue=2e-6,  # of a row that sees one key
+    residue=2e-6,  # for rows that see one key
     cases=[
         _small("3x1x18x16x16", (3, 1, 18, 16), (3, 1, 16, 16)),
         _small("1x2x40x33x24 causal", (1, 2, 40, 24), (1, 2, 33, 24), causal=True),
@@ -223,12 +225,9 @@ ATTENTION = OPS[False] = Op(
         _small(
             "1x2x40x17x40 rows without keys", (1, 2, 40, 40), (1, 2, 17, 40), causal="bottom_right", return_lse=True
         ),
-        Case(
-            "1x2x70x300x40", (Spec(1, 2, 70, 40), *[Spec(1, 2, 300, 40)] * 2), dtypes=("float16",)
-        ),  # several pieces of dQ
-        Case(
-            "1x2x70x150x80 causal", (Spec(1, 2, 70, 80), *[Spec(1, 2, 150, 80)] * 2), {"causal": True}, ("float16",)
-        ),  # D in two parts
+        # dQ in several pieces, then D in two parts.
+        Case("1x2x70x300x40", (Spec(1, 2, 70, 40), *[Spec(1, 2, 300, 40)] * 2), dtypes=("float16",)),
+        Case("1x2x70x150x80 causal", (Spec(1, 2, 70, 80), *[Spec(1, 2, 150, 80)] * 2), {"causal": True}, ("float16",)),
         Case("1x2x100x90x256", (Spec(1, 2, 100, 256), *[Spec(1, 2, 90, 256)] * 2), dtypes=("float16",)),
         Case(
             "2x2x65x97x16 mask",
@@ -261,35 +260,35 @@ ATTENTION = OPS[False] = Op(
 )
 
 ATTENTION.eager(
-    "naive", "the formula in eager PyTorch: every score in memory, several times", NAIVE, supports=rounds_scores
+    "naive", "the formula in eager PyTorch: passes over all scores in memory", NAIVE, supports=rounds_scores
 )
 ATTENTION.eager(
     "tiled",
-    "the loop of the paper in eager PyTorch: tiles of queries walk tiles of keys, and backward makes the scores again from lse",
+    "FlashAttention's loop over tiles in eager PyTorch; backward recomputes the scores from lse",
     partial(_formula, tiled),
     served=True,
 )
 ATTENTION.eager(
     "torch",
-    "PyTorch's own: FlashAttention-2, cuDNN or memory-efficient kernels on an NVIDIA GPU, as it chooses",
+    "PyTorch's own: its choice of FlashAttention-2, cuDNN or memory-efficient kernels on an NVIDIA GPU",
     _torch,
     supports=_torch_refuses,
     served=True,
 )
 ATTENTION.eager(
     "compile",
-    "the formula fused by torch.compile: scores in memory, fewer times",
+    "the formula fused by torch.compile: fewer passes over the scores in memory",
     _compile,
     kind="compile",
     supports=rounds_scores,
 )
 ATTENTION.kernel(
     "triton",
-    "the tiles in registers: a program per tile, blocks that need no mask apart; backward in two passes without atomics",
+    "one program per tile, scores in registers, unmasked blocks in a loop of their own; backward in two passes",
     **TRITON,
 )
 ATTENTION.kernel(
     "gluon",
-    "on Hopper: one warp fetches, groups of four take turns at products and exponentials; backward in one pass, dQ added up in memory",
+    "Hopper: warpgroups alternate products and exponentials, a warp loads; backward in one pass",
     **GLUON,
 )

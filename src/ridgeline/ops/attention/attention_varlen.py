@@ -1,9 +1,9 @@
-"""attention_varlen: attention within each of several sequences of different lengths, packed one after the other without padding.
+"""attention_varlen: attention within sequences of different lengths, packed one after the other without padding.
 
-    sequence n is the tokens cu_seqlens[n] to cu_seqlens[n + 1];  o, lse and gradients are attention's, sequence by sequence
+    sequence n has the tokens cu_seqlens[n] to cu_seqlens[n + 1] - 1;  o, lse and gradients as in attention, for each
 
-The kernels are attention's: a program looks up which sequence its tile belongs to, so nothing is padded and the host reads no length.
-Source: Dao, FlashAttention-2, 2023 (arXiv:2307.08691), whose packed form this is.
+The kernels are attention's: a program looks up its tile's sequence, so nothing is padded and the host reads no lengths.
+Source: the packed form of Dao, FlashAttention-2, 2023 (arXiv:2307.08691).
 """
 
 from __future__ import annotations
@@ -36,12 +36,12 @@ from ridgeline.select import eager
 
 
 def _heads(x: torch.Tensor) -> torch.Tensor:
-    """Packed tokens as attention has them: (1, heads, tokens, D)."""
+    """Returns packed tokens as attention takes them: (1, heads, tokens, D)."""
     return x.transpose(0, 1)[None]
 
 
 def _sees(cu_q: torch.Tensor, cu_k: torch.Tensor, queries: int, keys: int, chosen: Options) -> torch.Tensor:
-    """(queries, keys), True where a token sees another: in its own sequence, within its band."""
+    """Returns (queries, keys), True where a token sees another: in its own sequence, within its band."""
 
     def placed(cu: torch.Tensor, tokens: int) -> tuple[torch.Tensor, torch.Tensor]:
         token = torch.arange(tokens, device=cu.device, dtype=torch.int32)
@@ -72,14 +72,8 @@ def reference(
     scale: float | None = None, window: tuple[int | None, int | None] | None = None, softcap: float | None = None,
     return_lse: bool = False, deterministic: bool | None = None
 ) -> Any:  # fmt: skip
-    given: dict[str, Any] = {
-        "causal": causal,
-        "scale": scale,
-        "window": window,
-        "softcap": softcap,
-        "return_lse": return_lse,
-    }
-    return _formula(in_pieces, q, k, v, cu_seqlens_q, cu_seqlens_k, **given)
+    given: dict[str, Any] = {"causal": causal, "scale": scale, "window": window, "softcap": softcap}
+    return _formula(in_pieces, q, k, v, cu_seqlens_q, cu_seqlens_k, return_lse=return_lse, **given)
 
 
 def _torch(
@@ -95,9 +89,8 @@ def _torch(
     chosen = options(q.shape[-1], **given)
     mask = _sees(cu_q, cu_k, q.shape[0], k.shape[0], chosen).expand(1, q.shape[1], -1, -1)
     queries, keys, values = _heads(q), _heads(k), _heads(v)
-    o = F.scaled_dot_product_attention(
-        queries, keys, values, mask, scale=chosen.scale, enable_gqa=q.shape[1] != k.shape[1]
-    )
+    grouped = q.shape[1] != k.shape[1]
+    o = F.scaled_dot_product_attention(queries, keys, values, mask, scale=chosen.scale, enable_gqa=grouped)
     return o.squeeze(0).transpose(0, 1)
 
 
@@ -108,24 +101,26 @@ def _torch_refuses(q: torch.Tensor, *_: Any, softcap: Any = None, return_lse: bo
 def _faults(cu: dict[str, Any], q: torch.Tensor, k: torch.Tensor, longest: dict[str, Any]) -> str | None:
     for name, t in cu.items():
         if not isinstance(t, torch.Tensor) or t.dtype != torch.int32:
-            return f"{name} must be a tensor of int32, and is {t.dtype if isinstance(t, torch.Tensor) else type(t).__name__}"
+            kind = t.dtype if isinstance(t, torch.Tensor) else type(t).__name__
+            return f"{name} must be an int32 tensor, got {kind}"
         if t.dim() != 1 or not t.numel():
-            return f"{name} must have the shape (sequences + 1,), and has {tuple(t.shape)}"
+            return f"{name} must be (sequences + 1,), got {tuple(t.shape)}"
         if t.device != q.device:
-            return f"{name} is on {t.device} and q on {q.device}; one device is needed"
+            return f"{name} and q must be on one device, got {t.device} and {q.device}"
     counts = [t.numel() for t in cu.values()]
     if counts[0] != counts[1]:
-        return f"cu_seqlens_q and cu_seqlens_k must be of as many sequences; they have {counts[0]} and {counts[1]} elements"
+        return f"cu_seqlens_q and cu_seqlens_k must have the same length, got {counts[0]} and {counts[1]} elements"
     for name, value in longest.items():
         if value is not None and (type(value) is not int or value < 0):
-            return f"{name} must be None or an int from 0 on, and is {value!r}"
+            return f"{name} must be None or an int of at least 0, got {value!r}"
     for (name, t), x, most in zip(cu.items(), (q, k), longest.values(), strict=True):
         if readable(t) and not q.is_meta:
             ends = t.tolist()
             if ends[0] or ends[-1] != x.shape[0] or sorted(ends) != ends:
-                return f"{name} must rise from 0 to the number of tokens, {x.shape[0]}; it is {ends if len(ends) < 9 else [*ends[:8], '...']}"
+                some = ends if len(ends) < 9 else [*ends[:8], "..."]
+                return f"{name} must rise from 0 to the number of tokens, {x.shape[0]}, got {some}"
             if most is not None and most < max([b - a for a, b in pairwise(ends)], default=0):
-                return f"max_seqlen_{name[-1]} is {most}, and a sequence of {name} is longer"
+                return f"max_seqlen_{name[-1]} is {most}, but a sequence of {name} is longer"
     return None
 
 
@@ -135,16 +130,21 @@ def attention_varlen(
     scale: float | None = None, window: tuple[int | None, int | None] | None = None, softcap: float | None = None,
     return_lse: bool = False, deterministic: bool | None = None, impl: str | None = None
 ) -> torch.Tensor | tuple[torch.Tensor, torch.Tensor]:  # fmt: skip
-    """`attention` within sequences that are packed one after the other. Gradients flow to q, k and v.
+    """Returns `attention` within sequences that are packed one after the other. Gradients flow to q, k and v.
 
-    q: (tokens, Hq, D); k, v: (tokens, Hkv, D), of as many sequences, which may be of other lengths; heads, D, dtypes and strides as in
-    `attention`. cu_seqlens_q, cu_seqlens_k: int32 (sequences + 1,), from 0 to the number of tokens: where sequences begin, and the end.
-    max_seqlen_q, max_seqlen_k: the longest lengths, where they are known; no implementation needs them.
-    causal, window ("bottom_right" by each sequence's own lengths), scale, softcap, return_lse, deterministic: as in `attention`.
-    Returns o, of q's shape and dtype; with return_lse also lse, float32 (Hq, tokens), differentiable too.
-    On a GPU the values of cu_seqlens are not read: nothing out of bounds is touched whatever they are, tokens after the last sequence
-    see nothing, and the results of wrong ones mean nothing. On a CPU, and with RIDGELINE_CHECK=1, wrong ones raise.
-    Raises RidgelineError on shapes, strides, dtypes, devices or options other than these, or an `impl` that cannot run the call.
+    q: (tokens, Hq, D); k, v: (tokens, Hkv, D), with as many sequences, whose lengths may differ from q's. Heads, D,
+    dtypes and strides are as in `attention`.
+    cu_seqlens_q, cu_seqlens_k: (sequences + 1,), int32, rising from 0 to the number of tokens: where each sequence
+    begins, and the end.
+    max_seqlen_q, max_seqlen_k: the longest lengths, if known; no implementation needs them.
+    causal, window, scale, softcap, return_lse, deterministic: as in `attention`; "bottom_right" aligns each sequence.
+    Returns o, with q's shape and dtype; with return_lse (o, lse), where lse is (Hq, tokens), float32, also
+    differentiable.
+    Values on the GPU are not validated (that would synchronise): wrong cu_seqlens give meaningless results, but no
+    access out of bounds. Tokens after the last sequence see nothing. On the CPU, and with RIDGELINE_CHECK=1, wrong
+    values raise.
+    Raises RidgelineError if shapes, strides, dtypes, devices or options do not match the above, or if `impl` cannot run
+    the call.
     """
     q, k, v = in_autocast(q, k, v)
     check("attention_varlen", 3, q, k, v, causal, scale, window, softcap, deterministic)
@@ -161,12 +161,12 @@ def attention_varlen(
     other = None if cu_seqlens_k is cu_seqlens_q else cu_seqlens_k.contiguous()
     packed = _heads(q), _heads(k), _heads(v), None, cu_seqlens_q.contiguous(), other
     o, lse = by_kernels(*packed, chosen, longest, deterministic, impl)
-    # Not o[0]: its backward copies the incoming gradient into zeros.
+    # Not o[0], whose backward copies the incoming gradient into zeros.
     return (o.squeeze(0).transpose(0, 1), lse.squeeze(0)) if return_lse else o.squeeze(0).transpose(0, 1)
 
 
 class Packed(Spec):
-    """cu_seqlens of `high` tokens in sequences whose lengths are as these parts are to each other."""
+    """cu_seqlens for `high` tokens in sequences with lengths in the ratio of `parts`."""
 
     parts: tuple[int, ...]
 
@@ -179,7 +179,7 @@ class Packed(Spec):
 
     def make(self, dtype: Any, device: Any, generator: Any) -> torch.Tensor:
         made = torch.tensor(self.ends(), dtype=torch.int32, device=device)
-        made.ends = self.ends()  # type: ignore[attr-defined]  # of a tensor without data, for its cost
+        made.ends = self.ends()  # type: ignore[attr-defined]  # the cost of a tensor without data needs them
         return made
 
 
@@ -193,7 +193,7 @@ def cost(
     return_lse: bool = False,
     **given: Any,
 ) -> tuple[Cost, Cost]:
-    """As attention's, by the lengths: those that a case's tensor without data says of itself, else its values."""
+    """Returns attention's costs by sequence lengths: from `ends` if cu_q and cu_k have it, else from their values."""
     chosen = options(q.shape[-1], **given)
     ends = [getattr(cu, "ends", None) or cu.tolist() for cu in (cu_q, cu_k)]
     lengths = [[b - a for a, b in pairwise(e)] for e in ends]
@@ -209,19 +209,19 @@ def _case(
 ) -> Case:  # fmt: skip
     keys, name = keys or parts, name + given.pop("note", "")
     k = Spec(sum(keys), kv, D)
-    if use == "bench":  # peers need them
+    if use == "bench":  # peers need these
         given |= {"max_seqlen_q": max(parts), "max_seqlen_k": max(keys)}
     dtypes = {"check": ("float32", "float16", "bfloat16"), "quick": ("float32",), "bench": ("bfloat16",)}[use]
     return Case(name, (Spec(sum(parts), heads, D), k, k, Packed(*parts), Packed(*keys)), given, dtypes=dtypes, use=use)
 
 
-LENGTHS = (3072, 64, 8192, 512, 192, 1536, 768, 2048)  # drawn from 64 to 8192, 16384 in all
+LENGTHS = (3072, 64, 8192, 512, 192, 1536, 768, 2048)  # drawn from 64 to 8192, 16384 in total
 OPS[True] = ATTENTION_VARLEN = Op(
     attention_varlen,
     reference=reference,
     cost=cost,
     standards=("torch", "tiled"),
-    residue=2e-6,  # of a row that sees one key
+    residue=2e-6,  # for rows that see one key
     cases=[
         _case("130 tokens", 2, 1, 16, (33, 97), (80, 47)),
         _case("70 tokens, one empty, causal", 2, 2, 24, (33, 0, 37), causal=True),
@@ -246,28 +246,28 @@ OPS[True] = ATTENTION_VARLEN = Op(
 
 ATTENTION_VARLEN.eager(
     "naive",
-    "the formula in eager PyTorch: every token's score with every other, those of other sequences masked",
+    "the formula in eager PyTorch: scores of all pairs of tokens, other sequences masked",
     partial(_formula, formula),
     supports=rounds_scores,
 )
 ATTENTION_VARLEN.eager(
     "tiled",
-    "attention's loop over tiles in eager PyTorch, with a mask that keeps sequences apart",
+    "FlashAttention's loop over tiles in eager PyTorch, with other sequences masked",
     partial(_formula, tiled),
     served=True,
 )
 ATTENTION_VARLEN.eager(
     "torch",
-    "PyTorch's own, with a mask of tokens by tokens that keeps sequences apart",
+    "PyTorch's own, with a mask of tokens by tokens that separates sequences",
     _torch,
     supports=_torch_refuses,
     served=True,
 )
 ATTENTION_VARLEN.kernel(
-    "triton", "attention's kernels: a program finds its tile's sequence by itself, so that nothing is padded", **TRITON
+    "triton", "attention's kernels: each program looks up its tile's sequence, so nothing is padded", **TRITON
 )
 ATTENTION_VARLEN.kernel(
     "gluon",
-    "attention's kernels for Hopper: programs take tiles from a list with the heaviest sequences first, forward and backward",
+    "attention's Hopper kernels: programs take tiles from a list, the longest sequences first",
     **GLUON,
 )
