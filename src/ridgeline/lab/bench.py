@@ -6,7 +6,6 @@ import argparse
 import gc
 import json
 import sys
-import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass, field, replace
@@ -29,6 +28,7 @@ from ridgeline.lab.tables import CACHED, console, figure, table, timing
 if TYPE_CHECKING:
     from ridgeline.lab.clock import Function, Measurement, Timer
     from ridgeline.lab.law import Law
+    from ridgeline.lab.report.budget import Pace
     from ridgeline.lab.store import Run
     from ridgeline.op import Case, Cost, Implementation, Op
 
@@ -356,7 +356,7 @@ def record(
     case: str | None = None,
     dtype: str | None = None,
     record: bool = False,
-    box: float | None = None,
+    pace: Pace | None = None,
     counters: bool = False,
     report: Callable[[str, int, int], None] = lambda text, done, total: None,
 ) -> Run:
@@ -366,7 +366,7 @@ def record(
     without: rungs that are left out of every op that has them.
     budget: seconds of timing per case, dtype and direction. report: told what runs now, and how many of how many cases are done.
     counters: also read the counter that each rung names, by Nsight Compute.
-    box: seconds after which torch.compile, which takes many of them for every case, is left out, with a row that says so.
+    pace: puts the cases in order once the roof is measured, and says before each which implementations there is time for.
     """
     from ridgeline.lab import peers as installed
     from ridgeline.lab.counters import read as read_counters
@@ -375,7 +375,7 @@ def record(
 
     if budget is not None and not 0 < budget < 86400:
         raise RidgelineError(f"--budget is in seconds, above 0 and under a day, and is {budget}")
-    gpu, start = device.startswith("cuda"), time.monotonic()
+    gpu = device.startswith("cuda")
     uses = ("grid",) if grid else ("bench",) if gpu and not quick else ("quick",)
     budget = budget or (0.4 if quick else 1.0 if gpu else 0.8)
     tasks = chosen_work(ops, uses, case, dtype)
@@ -394,13 +394,13 @@ def record(
     roof = measure_roof(device, quick, lambda text: report(f"the roof: {text}", 0, len(tasks)))
     run.write({"type": "roof", **roof})
     release(device)
+    tasks = pace.order(tasks, run) if pace else tasks
     with compiling():
         for done, (op, c, d) in enumerate(tasks):
             report(f"{op.name} {c.name} {d}", done, len(tasks))
             candidates = [untimed(rung) or Candidate(rung) for rung in chosen_implementations(op, impl, without)]
-            if box is not None and time.monotonic() - start > box:
-                late = f"the {box:.0f} seconds of this report's time box were over; ridgeline bench {op.name} times it"
-                candidates = [Candidate(c.rung, "skipped", late) if c.rung.kind == "compile" else c for c in candidates]
+            if pace:
+                candidates = pace.fit(candidates, len(tasks) - done)
             if peers:
                 candidates += [
                     Candidate(peer, "skipped" if missing else "ok", missing) for peer, missing in installed.of(op)

@@ -1,50 +1,39 @@
-"""A process of its own, with TRITON_INTERPRET=1: checks Triton's kernels on the CPU, the small cases first, one JSON line each.
-
-python -m ridgeline.lab.report.interpreter SECONDS
-"""
+"""Checks Triton's kernels on the CPU, in Triton's interpreter: the work of a process with TRITON_INTERPRET=1."""
 
 from __future__ import annotations
 
-import json
-import sys
-import time
+import warnings
+from collections.abc import Iterable
 from math import prod
+from typing import Any
 
 from ridgeline.lab.check import check_row
 from ridgeline.lab.law import Law
-from ridgeline.lab.report.measure import say
-from ridgeline.op import Case, Spec, registry
+from ridgeline.lab.report.worker import Send
+from ridgeline.op import Case, Implementation, Op, Spec, get
+
+Group = tuple[Op, Case, str, list[Implementation]]
+
+
+def groups(ops: Iterable[str]) -> list[Group]:
+    """Returns (op, case, dtype, its Triton implementations), the cases of fewest elements first. bfloat16 is left out."""
+    found: list[Group] = []
+    for op in map(get, ops):
+        kernels = [rung for rung in op.implementations.values() if rung.kind == "triton"]
+        cases = [case for case in op.cases if case.use == "check"]
+        found += [(op, case, d, kernels) for case in cases for d in case.dtypes if kernels and d != "bfloat16"]
+    return sorted(found, key=lambda group: _size(group[1]))
 
 
 def _size(case: Case) -> int:
     return sum(prod(a.shape) for a in case.args if isinstance(a, Spec))
 
 
-def main(seconds: float) -> None:
-    """Prints a check row for every rung, case and dtype that fits into the time, then {"left": how many did not}."""
-    until = time.monotonic() + seconds
-    work = [
-        (op, case, dtype)
-        for op in registry().values()
-        for case in op.cases
-        if case.use == "check"
-        for dtype in case.dtypes
-    ]
-    left = 0
-    for op, case, dtype in sorted(work, key=lambda w: _size(w[1])):
-        rungs = [rung for rung in op.implementations.values() if rung.kind == "triton" and dtype != "bfloat16"]
-        if not rungs:
-            continue
-        if time.monotonic() > until:
-            left += len(rungs)
-            continue
-        say(f"checking {op.name} {case.name} {dtype} in the interpreter")
+def check(send: Send, ops: list[str], part: int, parts: int) -> None:
+    """Sends ("check", row) for every `parts`-th case of `groups`, from number `part` on."""
+    warnings.filterwarnings("ignore", category=RuntimeWarning)  # numpy's, of infinities that a case holds on purpose
+    for op, case, dtype, kernels in groups(ops)[part::parts]:
         law = Law.of(op, case.name, dtype, "cpu")
-        for rung in rungs:
-            print(json.dumps(check_row(law, rung, case.name, dtype, "cpu")[0]))
-    say("")
-    print(json.dumps({"left": left}))
-
-
-if __name__ == "__main__":
-    main(float(sys.argv[1]))
+        for kernel in kernels:
+            row: dict[str, Any] = check_row(law, kernel, case.name, dtype, "cpu")[0]
+            send("check", row)

@@ -5,7 +5,7 @@ from __future__ import annotations
 import re
 from dataclasses import dataclass
 from statistics import median
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from ridgeline.lab import ladder as ladders
 from ridgeline.lab import roofline, units, verdict
@@ -13,6 +13,9 @@ from ridgeline.lab.compare import compare
 from ridgeline.lab.machine import SEGMENTS
 from ridgeline.lab.tables import figure, timing
 from ridgeline.lab.verdict import CODES, WAYS, Row
+
+if TYPE_CHECKING:
+    from ridgeline.lab.report.measure import Left
 
 STATUS = {
     "wrong": "wrong result",
@@ -22,6 +25,7 @@ STATUS = {
     "skipped": "skipped",
 }
 
+RANK = ("backward", "forward", "both")
 MOST = 20  # differences from the last run that are listed
 
 
@@ -75,40 +79,127 @@ def champions(source: Source) -> list[Row]:
     return [r for r in whole if not r.get("cached")] or whole
 
 
-def headline(source: Source) -> str:
-    """The main result in one sentence."""
+def headline(source: Source, checks: list[dict[str, Any]]) -> str:
+    """The main result in one sentence: on a GPU how fast its kernels are, on a CPU whether results are right."""
     found = champions(source)
-    if not found:
-        return f"Nothing could be timed on {source.name}."
-    if not any(ours(r) for r in found):
-        gain = max(_climb(source, op) for op in names([source]))
-        return f"On this {source.name}, the best way to compute an operation is up to {units.times(gain)} as fast as the naive one."
-    share = units.percent(median(r["share"] for r in found))
-    said = f"Ridgeline's kernels reach {share} of the measured roof of one {source.name}"
-    ratios = [r["ratio"] for r in found if r.get("ratio")]
-    return f"{said} and run {units.times(median(ratios))} as fast as the best peer." if ratios else f"{said}."
+    if any(ours(r) for r in found):
+        said = f"{source.name}: Ridgeline's kernels run at {_share(found)} of the hardware's limit"
+        ratios = [r["ratio"] for r in found if r.get("ratio")]
+        return f"{said}, {units.times(median(ratios))} as fast as the best alternative." if ratios else f"{said}."
+    name = source.name if source.gpu else f"{source.name}, no GPU"
+    passed, failed = totals(checks)
+    if failed:
+        return f"{name}: {failed:,} of {count(passed + failed, 'checked result')} are wrong."
+    if passed:
+        return f"{name}: all {count(passed, 'checked result')} are correct."
+    return f"{name}: {count(len(names([source])), 'operation')} timed." if found else f"{name}: nothing was timed."
 
 
-def _climb(source: Source, op: str) -> float:
-    """What the op's fastest rung gains over the first timed one, on its largest work."""
-    works = [[r for r in rows if r["status"] == "ok"] for rows in source.works(op).values()]
-    timed = max((rows for rows in works if rows), key=lambda rows: rows[0]["bytes"], default=[])
-    times = [r["seconds"]["median"] for r in timed] or [1.0]
-    return times[0] / min(times)
+def totals(checks: list[dict[str, Any]]) -> tuple[int, int]:
+    """How many checks passed, and how many did not."""
+    return sum(c["passed"] for c in checks), sum(len(c["failed"]) for c in checks)
+
+
+def _share(rows: list[Row]) -> str:
+    return units.percent(median(r["share"] for r in rows))
 
 
 def beneath(source: Source) -> str:
     """What the headline's figures are taken over."""
-    found, count = champions(source), len(names([source]))
-    timed, wrong = ([r for r in source.bench if r["status"] == status] for status in ("ok", "wrong"))
-    over = f"Medians over {len(found)} pieces of work from" if any(ours(r) for r in found) else "Measured on"
-    text = f"{over} {count} operation{'s' * (count != 1)}: {len(timed)} timings, each of a result that had passed the check."
-    peers = sum(r["peer"] for r in wrong)
-    return (
-        f"{text} Wrong, or raised an error, and not timed: {len(wrong) - peers} of Ridgeline's, {peers} of peers."
-        if wrong
-        else text
+    found = champions(source)
+    if not found:
+        return "The limits below were measured all the same."
+    cases = count(len(found), "benchmark case")
+    if any(ours(r) for r in found):
+        return (
+            f"Medians over {cases}, each with its fastest kernel. Limit: the fastest possible time at the bandwidth and "
+            "FLOP/s measured on this GPU. Alternatives: PyTorch, torch.compile and other packages."
+        )
+    cached = " with the cache's help" if all(r.get("cached") for r in found) else ""
+    said = (
+        f"PyTorch reaches {_share(found)} of the measured limit{cached}: median over {cases}, fastest implementation."
     )
+    mine = "Ridgeline's kernels need a GPU. Here they are checked in an interpreter and compiled, not timed."
+    return said if source.gpu else f"{mine} {said}"
+
+
+def count(number: int, what: str) -> str:
+    """A number with its noun: "1 case", "1,203 cases"."""
+    return f"{number:,} {what}{'s' * (number != 1)}"
+
+
+@dataclass
+class State:
+    """One line of the first screen: what was done, and whether it went well ("good", "bad" or "")."""
+
+    label: str
+    text: str
+    tone: str = ""
+    link: str = ""
+
+
+def states(
+    source: Source,
+    checks: list[dict[str, Any]],
+    kernels: list[dict[str, Any]],
+    changes: dict[str, Any] | None,
+    left: list[Left],
+    minutes: float | None,
+) -> list[State]:
+    """What was measured on the main machine, what is wrong, and what was left out."""
+    timed, wrong = ([r for r in source.bench if r["status"] == status] for status in ("ok", "wrong"))
+    machine = source.machine
+    where = f"{machine['cpu']}, {count(machine['cores'], 'core')}, {units.size(machine['memory_bytes'])} of memory"
+    found = [
+        State("Machine", f"{machine['gpu']} ({machine['arch']})" if source.gpu else f"{where}, no GPU", "", "machine"),
+        State("Timed", f"{count(len(names([source])), 'operation')}, {count(len(timed), 'time')}", "", "ops"),
+    ]
+    if checks:
+        passed, failed = totals(checks)
+        text = (
+            f"{failed:,} of {count(passed + failed, 'result')} outside tolerance"
+            if failed
+            else f"{count(passed, 'result')} within tolerance"
+        )
+        found.append(State("Correct", text, "bad" if failed else "good" if passed else "", "checks"))
+    if wrong:
+        peers = sum(r["peer"] for r in wrong)
+        text = f"{count(len(wrong) - peers, 'time')} of Ridgeline, {peers:,} of alternatives: not taken, as the result was wrong or an error"
+        found.append(State("Refused", text, "bad" if len(wrong) > peers else "", "ops"))
+    if kernels:
+        rows = [row for table in kernels for row in table["rows"]]
+        spills = sum(row["spilled"] for row in rows)
+        spilled = f", {spills:,} of them spill registers" if spills else ", none spills registers" if rows else ""
+        text = (
+            f"{count(len(rows), 'kernel')} for {count(len({row['arch'] for row in rows}), 'GPU architecture')}{spilled}"
+        )
+        found.append(State("Compiled", text, "", "kernels"))
+    if changes:
+        found.append(State("Since last run", changes["short"], "", "changes"))
+    if left:
+        what = ", ".join(f"{item.count:,} {item.what}" for item in left)
+        found.append(State("Left out", f"to keep to {minutes:g} minutes: {what}", "", "left"))
+    return found
+
+
+def overview(kernels: list[dict[str, Any]]) -> list[dict[str, Any]]:
+    """Per architecture: its first known GPU, and what was compiled for it."""
+    from ridgeline.device import ARCHES
+
+    found = []
+    for arch, gpu in ARCHES.items():
+        rows = [row for table in kernels for row in table["rows"] if row["arch"] == arch]
+        found.append(
+            {
+                "arch": arch,
+                "gpu": gpu.name.removeprefix("NVIDIA ").removeprefix("GeForce "),
+                "kernels": len(rows),
+                "spills": sum(row["spilled"] for row in rows),
+                "unsupported": sum(row["arch"] == arch for table in kernels for row in table["not_built"]),
+                "left": sum(table["left"].get(arch, 0) for table in kernels),
+            }
+        )
+    return found
 
 
 def facts(source: Source) -> list[tuple[str, str]]:
@@ -142,20 +233,20 @@ def tiles(source: Source) -> list[tuple[str, str, str]]:
     )
     shape = " x ".join(str(n) for n in rate["shape"])
     shown = [
-        (units.scaled(copy, "B/s"), f"memory, as a copy ({spread})"),
-        (units.scaled(rate["median"], "FLOP/s"), f"{dtype} matrix product of {shape}"),
-        (f"{units.digits(rate['median'] / copy)} FLOP/B", "ridge point: below it memory bounds, above it arithmetic"),
-        (
-            units.seconds(roof["launch_us"] / 1e6),
-            "to launch an empty kernel" if source.gpu else "to call an operation that does nothing",
-        ),
+        (units.scaled(copy, "B/s"), f"memory bandwidth of a copy ({spread})"),
+        (units.scaled(rate["median"], "FLOP/s"), f"{dtype} matrix product, {shape}"),
+        (f"{units.digits(rate['median'] / copy)} FLOP/B", "ridge point: memory limits work below it, arithmetic above"),
+        (units.seconds(roof["launch_us"] / 1e6), "an empty kernel" if source.gpu else "a call that does nothing"),
     ]
     return [(text.split()[0], text.split()[1], what) for text, what in shown]
 
 
 def names(sources: list[Source]) -> list[str]:
-    """The ops that any source has timed."""
-    return list(dict.fromkeys(row["op"] for source in sources for row in source.bench))
+    """The ops that any source has timed: in the registry's order, then those that it no longer has."""
+    from ridgeline.op import op_modules
+
+    timed = dict.fromkeys(row["op"] for source in sources for row in source.bench)
+    return [op for op in op_modules() if op in timed] + [op for op in timed if op not in op_modules()]
 
 
 def line(row: Row, source: Source, siblings: list[Row]) -> dict[str, Any]:
@@ -231,11 +322,31 @@ def ladder(source: Source, op: str, ideas: dict[str, str]) -> dict[str, Any] | N
             climbed["counted"] = ladders.counted(row["counted"]) if row["counted"] else ""
             climbed["older"] = row["run"] if row["type"] == "older" else ""
             steps.append(line(row, source, works[work]) | climbed)
-    return {"case": work[1], "dtype": work[2], "direction": work[3], "steps": steps, "out": left_out(works[work])}
+    return {"work": " ".join(work[1:]), "steps": steps, "out": left_out(works[work])}
 
 
-def checked(rows: list[Row]) -> dict[str, Any]:
-    """How many checks passed, those that did not, and how many could not be made."""
+def largest(source: Source, op: str) -> dict[str, Any] | None:
+    """The op's fastest implementation in its largest case, in bfloat16 if that was timed; None if nothing was timed.
+
+    Forward and backward together if they were timed so, as those of a loss are: its forward pass may do the backward's work.
+    """
+    works = {work: top for work, rows in source.works(op).items() if (top := best(rows))}
+    if not works:
+        return None
+    work = max(works, key=lambda w: (RANK.index(w[3]), w[2] == "bfloat16", works[w]["bytes"]))
+    row = works[work]
+    return {
+        "impl": row["impl"],
+        "group": roofline.group(row),
+        "share": row["share"],
+        "percent": units.share(row),
+        "ratio": "" if row["peer"] else figure(row["ratio"], units.times),
+        "work": f"{' '.join(work[1:])}: {units.seconds(row['seconds']['median'])}",
+    }
+
+
+def checked(title: str, rows: list[Row]) -> dict[str, Any]:
+    """How many checks passed, those that did not, and what could not be checked."""
     done = [row for row in rows if row["ok"] is not None]
     failed = [row for row in done if not row["ok"]]
     shown = [
@@ -243,9 +354,10 @@ def checked(rows: list[Row]) -> dict[str, Any]:
         for row in failed
     ]
     unable: dict[str, list[str]] = {}
-    for impl, reason in sorted({(row["impl"], row["reason"]) for row in rows if row["ok"] is None}):
+    for impl, reason in sorted({(row["impl"], row["reason"] or "") for row in rows if row["ok"] is None}):
         unable.setdefault(reason, []).append(impl)
     return {
+        "title": title,
         "passed": len(done) - len(failed),
         "failed": shown,
         "unable": [f"{', '.join(impls)}: {why}" for why, impls in unable.items()],
@@ -269,9 +381,10 @@ def changes(now: Source, before: Source) -> dict[str, Any]:
         for row in moved
     ]
     slower = sum(row["tone"] == "slower" for row in rows)
-    since = f"Against run {before.run['run']} (commit {before.run['commit']}): of {len(both)} times in both,"
+    since = f"Against run {before.run['run']} (commit {before.run['commit']}), {count(len(both), 'time')} in both:"
     if not rows:
-        return {"sentence": f"{since} none lies outside the other's interval.", "rows": []}
+        return {"sentence": f"{since} none lies outside the other's interval.", "short": "no difference", "rows": []}
     largest = f" The {MOST} largest differences:" if len(rows) > MOST else ""
-    sentence = f"{since} {slower} are slower and {len(rows) - slower} faster by more than their intervals.{largest}"
-    return {"sentence": sentence, "rows": rows[:MOST]}
+    short = f"{slower:,} slower, {len(rows) - slower:,} faster"
+    sentence = f"{since} {short}, by more than the 95% intervals.{largest}"
+    return {"sentence": sentence, "short": short, "rows": rows[:MOST]}
