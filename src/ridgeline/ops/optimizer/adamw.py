@@ -24,6 +24,7 @@ from ridgeline import tuning
 from ridgeline.boundary import LIBRARY, launch
 from ridgeline.op import Case, Cost, Op, RidgelineError, Spec, nbytes, tensors_of
 from ridgeline.ops.optimizer._checks import checked, listed, number
+from ridgeline.ops.optimizer._sharded import all_plain, local
 from ridgeline.ops.optimizer._tensors import (
     CHUNK,
     TL,
@@ -245,6 +246,8 @@ def adamw(
     given = params, grads, exp_avgs, exp_avg_sqs
     one = isinstance(params, torch.Tensor)
     lists: Any = [[a] if one else listed("adamw", name, a) for name, a in zip(NAMES, given, strict=True)]
+    if not all_plain(lists):
+        lists = local("adamw", NAMES, lists)
     if not isinstance(betas, list | tuple) or len(betas) != 2:
         raise RidgelineError(f"adamw: betas must be two numbers, and are {betas!r}")
     beta1, beta2 = [number("adamw", "betas", b) for b in betas]

@@ -21,6 +21,7 @@ import triton.language as tl
 from ridgeline.boundary import LIBRARY, launch
 from ridgeline.op import Case, Cost, Op, RidgelineError, Spec, nbytes, tensors_of
 from ridgeline.ops.optimizer._checks import checked, listed, number
+from ridgeline.ops.optimizer._sharded import all_plain, dtensor, local, sharded_norm
 from ridgeline.ops.optimizer._tensors import (
     CHUNK,
     TL,
@@ -104,22 +105,22 @@ def _scale(
 
 
 def _launch_triton(
-    norm: torch.Tensor, like: torch.Tensor, tables: Sequence[Table], max_norm: float, largest: bool
+    norm: torch.Tensor, like: torch.Tensor, tables: Sequence[Table], max_norm: float, largest: bool, known: bool
 ) -> None:
-    """`like` is of the first table's dtype: the choice of this rung goes by it."""
-    count = sum(t.chunks for t in tables)
-    sums = torch.empty(count, dtype=torch.float32, device=norm.device)
+    """Computes the norm unless it is known, and scales. like: of the first table's dtype, for the choice of this rung."""
     common: list[dict[str, Any]] = []
     for table in tables:
         block = 256 * 16 // table.dtypes[0].itemsize
         common.append(
             {"DTYPE": TL[table.dtypes[0]], "ALIGNED": table.aligned, "CHUNK": CHUNK, "BLOCK": block, "num_warps": 8}
         )
-    at = 0
-    for table, facts in zip(tables, common, strict=True):
-        launch(_partial, (table.chunks,), table.table, table.owners, sums[at:], LARGEST=largest, **facts)
-        at += table.chunks
-    launch(_norm, (1,), norm, sums, count, LARGEST=largest, BLOCK=4096, num_warps=16)
+    if not known:
+        count, at = sum(t.chunks for t in tables), 0
+        sums = torch.empty(count, dtype=torch.float32, device=norm.device)
+        for table, facts in zip(tables, common, strict=True):
+            launch(_partial, (table.chunks,), table.table, table.owners, sums[at:], LARGEST=largest, **facts)
+            at += table.chunks
+        launch(_norm, (1,), norm, sums, count, LARGEST=largest, BLOCK=4096, num_warps=16)
     if max_norm != math.inf:
         for table, facts in zip(tables, common, strict=True):
             launch(_scale, (table.chunks,), table.table, table.owners, norm, max_norm, **facts)
@@ -129,10 +130,15 @@ _tables: dict[Any, list[Table]] = {}
 
 
 def _run(
-    tensors: Sequence[torch.Tensor], max_norm: float, largest: bool, impl: str | None, tables: list[Table] | None = None
+    tensors: Sequence[torch.Tensor],
+    max_norm: float,
+    largest: bool,
+    impl: str | None,
+    tables: list[Table] | None = None,
+    known: torch.Tensor | None = None,
 ) -> torch.Tensor:
-    """Clipping by kernels. tables: of exactly these tensors, where they are known."""
-    norm = torch.empty((), dtype=torch.float32, device=tensors[0].device)
+    """Clips by kernels. tables: those of exactly these tensors. known: their norm, if it is known already."""
+    norm = torch.empty((), dtype=torch.float32, device=tensors[0].device) if known is None else known
     keep, copies = False, []
     if tables is None:
         select(CLIP_GRAD_NORM, impl, tensors[0], kernels=True)  # raises here, before anything is started
@@ -141,8 +147,8 @@ def _run(
         tables = tabled([(row,) for row in rows])
         keep = not copies
     if not tables:
-        return norm.zero_()
-    run(CLIP_GRAD_NORM, "fwd", impl, (norm,), tables[0].like, tables, max_norm, largest)
+        return norm.zero_() if known is None else norm
+    run(CLIP_GRAD_NORM, "fwd", impl, (norm,), tables[0].like, tables, max_norm, largest, known is not None)
     if keep:
         remember(_tables, address_key(tensors), tables)
     for tensor, copy in copies:
@@ -202,6 +208,7 @@ def clip_grad_norm(
 
     tensors: parameters (what requires a gradient stands for its `.grad`; without one it is left out) or gradients themselves; any
     shapes and strides, floating point, on one device. norm_type: 2, inf, or another order, which PyTorch serves.
+    DTensors: the local shards are scaled, and the norm is summed over their meshes; every rank must call this.
     Returns the norm before, of all gradients as one vector: a 0-d tensor, float32 (of float64 gradients float64). A norm that is not
     finite scales as in PyTorch: infinity to 0 and NaN, NaN to NaN.
     Raises RidgelineError on a negative max_norm, several devices, sparse or integer tensors, or an `impl` that cannot run the call.
@@ -213,6 +220,10 @@ def clip_grad_norm(
         raise RidgelineError(f"clip_grad_norm: max_norm must be at least 0, and is {max_norm}")
     if not norm_type > 0:
         raise RidgelineError(f"clip_grad_norm: norm_type must be above 0 (2 or inf, say), and is {norm_type}")
+    if not all_plain((grads,)):
+        if any(map(dtensor, grads)):
+            return _sharded(grads, max_norm, norm_type, impl)
+        grads = local("clip_grad_norm", ("tensors",), (grads,))[0]
     usual = norm_type in (2.0, math.inf)
     watched = torch.compiler.is_compiling() or torch._C._len_torch_dispatch_stack()
     tables = None if watched or impl is not None or not usual else _tables.get(address_key(grads))
@@ -235,6 +246,19 @@ def clip_grad_norm(
     facts = grads, max_norm, norm_type == math.inf, impl
     found: torch.Tensor = torch.ops.ridgeline.clip_grad_norm(*facts) if watched else _run(*facts, tables)
     return found
+
+
+@torch.no_grad()
+def _sharded(grads: Sequence[Any], max_norm: float, norm_type: float, impl: str | None) -> torch.Tensor:
+    """Clips DTensors: the local shards' norms, their sum over the meshes, and a scaling of the shards."""
+    norm = sharded_norm(grads, norm_type, lambda own: clip_grad_norm(own, math.inf, norm_type, impl=impl))
+    own = [g for g in local("clip_grad_norm", ("tensors",), (grads,))[0] if g.numel()]
+    if own and max_norm != math.inf:
+        if eager(CLIP_GRAD_NORM, impl, *own) is None:
+            _run(own, max_norm, False, impl, known=norm)
+        else:
+            torch._foreach_mul_(own, (max_norm / (norm + 1e-6)).clamp(max=1))
+    return norm
 
 
 def cost(tensors: Any, max_norm: float, norm_type: float = 2.0) -> tuple[Cost, None]:
