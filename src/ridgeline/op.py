@@ -174,6 +174,7 @@ class Implementation:
     counter: the Nsight Compute metric that shows the idea at work.
     arch: the oldest compute capability it runs on, such as 90.
     newest: the newest one, if it uses features that later GPUs lack; 0 for any.
+    shared: the bytes of shared memory that a block must be able to have, if that is more than 99 KiB.
     """
 
     op: Op
@@ -193,6 +194,7 @@ class Implementation:
     counter: str = ""
     arch: int = 0
     newest: int = 0
+    shared: int = 0
 
     @property
     def is_kernel(self) -> bool:

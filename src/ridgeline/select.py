@@ -48,6 +48,9 @@ def never(implementation: Implementation, direction: str, dtype: torch.dtype, de
         reason = f"it needs sm_{implementation.arch} or later, and {device.name} is {device.arch}"
     if reason is None and 0 < implementation.newest < device.capability:
         reason = f"it is written for sm_{implementation.newest}, and {device.name} is {device.arch}"
+    if reason is None and implementation.shared > device.shared_memory and device.backend != "cpu":
+        most, needed = device.shared_memory >> 10, implementation.shared >> 10
+        reason = f"it needs {needed} KiB of shared memory per block, and {device.name} has {most}"
     if reason is None and implementation.is_kernel and str(dtype)[6:] not in implementation.dtypes:
         reason = f"it takes {', '.join(implementation.dtypes)}, and the input is {str(dtype)[6:]}"
     if reason is None and implementation.is_kernel and direction not in implementation.launchers:

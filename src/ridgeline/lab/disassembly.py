@@ -157,8 +157,13 @@ def usage(cubin: bytes, kernel: str) -> tuple[int, int]:
     return int(re.search(r"REG:(\d+)", text)[1]), int(re.search(r"STACK:(\d+)", text)[1])  # type: ignore[index]
 
 
+# Resident warps and blocks of a multiprocessor by compute capability: the CUDA Programming Guide's table of technical
+# specifications (section 5.1), and cuda_occupancy.h. All have 65,536 registers and keep 1 KiB of shared memory per block.
+RESIDENT = {80: (64, 32), 86: (48, 16), 89: (48, 24), 90: (64, 32), 100: (64, 32), 120: (48, 24)}
+
+
 def occupancy(device: Device, threads: int, registers: int, shared: int) -> tuple[float, str]:
-    """(share of the multiprocessor's warps that can be resident, what limits it) for blocks of this size.
+    """The share of a multiprocessor's warps that can be resident, and what limits it, for blocks of this size.
 
     registers: per thread. shared: bytes per block.
     """
@@ -167,7 +172,7 @@ def occupancy(device: Device, threads: int, registers: int, shared: int) -> tupl
         slots, blocks, memory, reserved = 32, 16, device.shared_memory, 0
         by_registers = 4 * min(8, 512 // max(8, ceil(registers / 8) * 8))
     else:
-        slots, blocks, reserved = 64, 32, 1024
+        (slots, blocks), reserved = RESIDENT[device.capability], 1024
         memory = device.shared_memory + reserved
         by_registers = 4 * (16_384 // max(256, ceil(registers * 32 / 256) * 256))
     limits = {

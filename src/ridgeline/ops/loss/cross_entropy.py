@@ -699,4 +699,5 @@ CROSS_ENTROPY.kernel(
     supports=_cluster.fits,
     served=True,
     arch=90,
+    shared=227 << 10,
 )

@@ -179,6 +179,7 @@ def best(op: Op, by_triton: Callable[..., None]) -> None:
         bwd=by_triton,
         supports=_fits_bulk,
         arch=90,
+        shared=227 << 10,
         gain=1.1,
         counter=DRAM,
     )

@@ -75,8 +75,9 @@ WGMMA = CudaKernel(FILE, "hgemm_wgmma", "PMMiii")
 
 
 def _staged(*tensors: torch.Tensor) -> None:
-    shared = 2 * RING["STAGES"] * RING["BK"] * (128 + RING["BN"])
-    start(STAGED, (128, RING["BN"], RING["BK"]), *tensors, RUNG=3, shared=shared, **RING)
+    stage = 2 * RING["BK"] * (128 + RING["BN"])
+    ring = RING | {"STAGES": min(RING["STAGES"], device.of(tensors[0]).shared_memory // stage)}
+    start(STAGED, (128, RING["BN"], RING["BK"]), *tensors, RUNG=3, shared=ring["STAGES"] * stage, **ring)
 
 
 def _hopper(y: torch.Tensor, a: torch.Tensor, b: torch.Tensor) -> None:

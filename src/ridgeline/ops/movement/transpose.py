@@ -125,7 +125,8 @@ _rung("cuda", "one element per thread: loads coalesce, stores do not", partial(s
 _rung("cuda_tile", "shared memory tile: stores coalesce too, but reads conflict", partial(small, TILE, 0), 2.0, SECTORS)
 _rung("cuda_padded", "a 33rd column: no bank conflicts", partial(small, TILE, 1), 1.3, CONFLICTS)
 _rung("cuda_swizzled", "an xor swizzle: no conflicts and no padding", partial(small, TILE, 2), 1.0, CONFLICTS)
-_rung("cuda_tma", "TMA moves tiles through a ring; persistent blocks transpose", boxes, 1.2, DRAM, _boxes, arch=90)
+TMA = {"supports": _boxes, "arch": 90, "shared": 227 << 10}
+_rung("cuda_tma", "TMA moves tiles through a ring; persistent blocks transpose", boxes, 1.2, DRAM, **TMA)
 GLUON = {"kind": "gluon", "dtypes": ("float32", "float16", "bfloat16", "int32", "int16"), "arch": 90, "newest": 90}
 _rung("gluon", "cuda_tma in Gluon: a layout assigns squares to threads", _gluon, 1.0, DRAM, _boxes, **GLUON)
 SERVED = {"supports": too_large, "unless": too_large, "served": True}

@@ -124,9 +124,7 @@ def last_dim(x: torch.Tensor, dim: int = 0, *rest: Any) -> str | None:
 
 
 def whole(x: torch.Tensor, dim: int, *rest: Any) -> str | None:
-    """Why bulk copies cannot move the rows (unaligned packs of 16 bytes, or no room for the ring), or None."""
-    if device.of(x).shared_memory < RING_BYTES + (2 << 10):
-        return f"its ring takes {RING_BYTES >> 10} KiB of shared memory, more than a block has here"
+    """Why bulk copies, of packs of 16 bytes at multiples of 16, cannot move the rows, or None."""
     if last_dim(x, dim):
         return last_dim(x, dim)
     begins = x.data_ptr() % 16 == 0 or not x.is_contiguous()

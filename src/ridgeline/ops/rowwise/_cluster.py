@@ -203,6 +203,7 @@ def register(norm: Any) -> None:
         kind="cuda",
         served=True,
         arch=90,
+        shared=227 << 10,
         supports=partial(fits, norm.center),
         fwd=partial(launch_fwd, norm.name, norm.center),
         bwd=partial(_backward, norm.name, norm.center),

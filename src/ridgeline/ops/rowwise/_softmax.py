@@ -349,6 +349,7 @@ class Softmax:
             kind="cuda",
             served=True,
             arch=90,
+            shared=227 << 10,
             supports=_fits_cluster,
             gain=1.5,  # of rows too long for registers, which are read once and not twice: two passes for three
             counter="dram__bytes_read.sum",

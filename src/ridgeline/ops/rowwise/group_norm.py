@@ -673,5 +673,6 @@ GROUP_NORM.kernel(
     bwd=_cluster_bwd,
     served=True,
     arch=90,
+    shared=227 << 10,
     supports=fits,
 )
