@@ -9,6 +9,7 @@ is None, since torch.compile and replayed calls need distinct tensors as argumen
 from __future__ import annotations
 
 import math
+import sys
 from typing import Any, NamedTuple
 
 import torch
@@ -319,12 +320,27 @@ def by_kernels(
     q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, mask: Any, cu_q: Any, cu_k: Any, chosen: Options,
     longest: tuple[int, int], deterministic: bool | None, impl: str | None
 ) -> tuple[torch.Tensor, torch.Tensor]:  # fmt: skip
-    """Returns o and lse, both differentiable."""
+    """Returns o and lse, both differentiable.
+
+    Raises RidgelineError inside `context_parallel`."""
+    if sharded_sequence():
+        raise RidgelineError(
+            "attention: inside torch's context_parallel a kernel would see this rank's keys only; "
+            "call torch.nn.functional.scaled_dot_product_attention there"
+        )
     numbers = *chosen, *longest, precision()
     if torch.is_grad_enabled() and (q.requires_grad or k.requires_grad or v.requires_grad):
         same = deterministic is not False or torch.are_deterministic_algorithms_enabled()
         return differentiate(_Attention, q, k, v, mask, cu_q, cu_k, numbers, same, impl)
     return _forward(q, k, v, mask, cu_q, cu_k, *numbers, impl)
+
+
+@torch.compiler.assume_constant_result
+def sharded_sequence() -> bool:
+    """Returns whether torch's `context_parallel` is active: it shards sequences, and patches torch's own attention."""
+    module = sys.modules.get("torch.distributed.tensor.experimental._context_parallel._attention")
+    replaced = getattr(module, "_replaced_functions", None)
+    return bool(replaced) and torch.nn.functional.scaled_dot_product_attention in replaced
 
 
 def check(name: str, dims: int, q: Any, k: Any, v: Any, *given: Any) -> None:

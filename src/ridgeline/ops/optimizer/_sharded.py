@@ -80,7 +80,7 @@ def sharded_norm(
     norms = []
     for where, tensors in groups.items():
         found = norm(tensors)
-        mesh, placements = where or (None, ())
+        mesh, placements = where or (None, ())  # type: Any, Any
         for dimension, placement in enumerate(placements):
             if not placement.is_replicate():
                 found = _over(found, norm_type, mesh.get_group(dimension))

@@ -1,0 +1,40 @@
+"""Attention inside torch's context_parallel, which shards the sequence: kernels raise, plain PyTorch works."""
+
+import os
+from collections.abc import Iterator
+
+import pytest
+import torch
+import torch.distributed as dist
+
+import ridgeline
+from ridgeline.op import RidgelineError
+
+pytestmark = pytest.mark.kernels
+
+
+@pytest.fixture
+def mesh(tmp_path) -> Iterator[object]:
+    from torch.distributed.device_mesh import init_device_mesh
+
+    dist.init_process_group("gloo", init_method=f"file://{tmp_path}/store", rank=0, world_size=1)
+    try:
+        yield init_device_mesh("cpu", (1,))
+    finally:
+        dist.destroy_process_group()
+
+
+@pytest.mark.skipif("LOCAL_RANK" in os.environ, reason="makes a process group of its own")
+def test_attention_raises_while_the_sequence_is_sharded(mesh: object, device: str) -> None:
+    from torch.distributed.tensor.experimental import context_parallel
+
+    q = torch.randn(1, 2, 16, 16, device=device)
+    buffer = torch.zeros(16)
+    with context_parallel(mesh, buffers=[buffer], buffer_seq_dims=[0]):
+        for call in (
+            lambda: ridgeline.attention(q, q, q),
+            lambda: ridgeline.attention(q.clone().requires_grad_(), q, q, causal=True),
+        ):
+            with pytest.raises(RidgelineError, match="context_parallel"):
+                call()
+    torch.testing.assert_close(ridgeline.attention(q, q, q), ridgeline.attention(q, q, q, impl="torch"))
