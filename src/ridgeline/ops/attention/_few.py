@@ -7,7 +7,8 @@ Reading keys and values takes nearly all the time. One program per head would us
 once for each head that shares them. Here a tile of rows holds the queries of all heads that share keys, and the keys
 are split into parts, one program each. A second kernel combines the parts in order, as the online softmax does, so
 results are bitwise reproducible. A single part is written directly.
-Source: Dao, Haziza, Massa and Sizov, Flash-Decoding for long-context inference, 2023 (https://pytorch.org/blog/flash-decoding/).
+Source: Dao, Haziza, Massa and Sizov, Flash-Decoding for long-context inference, 2023
+(https://pytorch.org/blog/flash-decoding/).
 """
 
 from __future__ import annotations
@@ -217,7 +218,7 @@ def _rule(gpu: device.Device, dtype: torch.dtype, rows: int, width: int) -> tuni
     if gpu.backend == "cpu":
         return {"BN": 16, "num_warps": 4, "num_stages": 1}
     most = min(16384 // dtype.itemsize // width, 4096 // rows, 128)
-    deep = gpu.capability >= 90 and (dtype != torch.float32)
+    deep = gpu.shared_memory >= 227 << 10 and dtype != torch.float32
     warps = 8 if rows * width * dtype.itemsize >= 10240 else 4
     return {"BN": max(16, 1 << most.bit_length() - 1), "num_warps": warps, "num_stages": 3 if deep else 2}
 

@@ -1,10 +1,11 @@
-"""The rung `triton` of attention: kernels and launchers for any GPU, for sequences of one length and for packed ones.
+"""The implementation `triton` of attention: kernels and launchers for any GPU, for padded and for packed sequences.
 
-A program takes a tile of queries and walks the keys that these see. It keeps a running maximum and sum of each row, in base 2, and
-rescales what it has added up when the maximum grows. Blocks of keys that every row of the tile sees whole come in a loop without a
-comparison; those at the diagonal, at a window's edge or at the ragged end come in loops of their own. Backward takes two passes and no
-atomics: a tile of keys walks the queries for dK and dV, then a tile of queries walks the keys for dQ; both make the probabilities
-again from lse. Tiles are numbered so that the heads of one section share the L2 cache, the heaviest tiles first.
+A program takes a tile of queries and walks the keys that they see. It keeps a running maximum and sum per row, in base
+2, and rescales its sums when the maximum grows. Blocks of keys that every row of the tile sees in full come in a loop
+without comparisons; those at the diagonal, at a window's edge or at the ragged end have loops of their own. Backward
+takes two passes and no atomics: a tile of keys walks the queries for dK and dV, then a tile of queries walks the keys
+for dQ. Both recompute the probabilities from lse. Tiles are numbered so that the heads of a section share the L2 cache,
+the heaviest tiles first.
 """
 
 from __future__ import annotations
@@ -25,26 +26,18 @@ from ridgeline.tiles.online_softmax import exact_exp, log
 
 LOG2E = 1.4426950408889634
 UNBOUNDED = 1 << 30
-LOOSE = (
-    "rows",
-    "columns",
-    "heads",
-    "batch",
-    "section",
-    "left",
-    "right",
-)  # numbers that are worth no kernels of their own
+LOOSE = ("rows", "columns", "heads", "batch", "section", "left", "right")  # not worth specialised kernels
 
 
 @triton.jit
 def _count(length, batch, cu, SIZE: tl.constexpr):
-    """Tiles of a head; of packed sequences as many as there can be."""
+    """Returns the tiles per head; for packed sequences an upper bound."""
     return tl.cdiv(length, SIZE) if cu is None else length // SIZE + batch + 1
 
 
 @triton.jit
 def _turn(item, tiles, heads, section, REVERSED: tl.constexpr):
-    """Which tile of which head an item of work is: all tiles of a section of heads come before the next section's."""
+    """Returns which tile of which head an item is: all tiles of a section of heads come before the next section's."""
     whole = section * tiles
     first = item // whole * section
     within = item % whole
@@ -55,9 +48,13 @@ def _turn(item, tiles, heads, section, REVERSED: tl.constexpr):
 
 @triton.jit
 def _sequence(tile, cu, other_cu, tokens, others, batch, SIZE: tl.constexpr):
-    """Of packed sequences: which tile of its sequence the tile is, where the sequence begins and how long it is; and the same of the
-    other side's. A sequence's tiles are numbered from cu // SIZE + its number on, which is room enough, so that it is found by halving.
-    Tokens after the last sequence are one more, that sees nothing. Whatever cu holds, nothing out of bounds is named."""
+    """For packed sequences: returns a tile's number within its sequence, the sequence's begin and length, and the other
+    side's.
+
+    A sequence's tiles are numbered from cu // SIZE + its own number on, which leaves enough room, so bisection finds
+    the sequence. Tokens after the last sequence count as one more, which sees nothing. Whatever cu holds, results are
+    within bounds.
+    """
     mine, high = 0, batch
     while mine < high:
         middle = (mine + high + 1) // 2
@@ -77,8 +74,10 @@ def _sequence(tile, cu, other_cu, tokens, others, batch, SIZE: tl.constexpr):
 def _span(
     first, last, end, back, ahead, BACK: tl.constexpr, AHEAD: tl.constexpr, BLOCK: tl.constexpr, MASK: tl.constexpr
 ):
-    """Of positions p below `end`, those with x - back <= p <= x + ahead for some x of first..last, in blocks: where they begin, from
-    and up to where all x see whole blocks, and where they end."""
+    """Returns the blocks of positions p < end with x - back <= p <= x + ahead for some x in first..last.
+
+    They are (low, full, edge, high): where the blocks begin, the range that all x see in full, and where they end.
+    """
     low, full = 0, 0
     high, edge = end, end // BLOCK * BLOCK
     if BACK:
@@ -87,7 +86,7 @@ def _span(
     if AHEAD:
         high = tl.minimum(end, last + ahead + 1)
         edge = tl.minimum(edge, tl.maximum(first + ahead + 1, 0) // BLOCK * BLOCK)
-    if MASK:  # a block may be masked anywhere
+    if MASK:  # any block may be masked
         full = low
         edge = low
     return low, full, edge, high
@@ -95,7 +94,7 @@ def _span(
 
 @triton.jit
 def _tile(x, row, step, d, limit, D: tl.constexpr, UNIT: tl.constexpr, ALL: tl.constexpr):
-    """Rows of a head, 0 from `limit` on (with ALL there are none), and from dimension D on."""
+    """Loads rows of a head; 0 from row `limit` on (unless ALL are below it), and from dimension D on."""
     at = x + row[:, None] * (step * UNIT) + d[None, :]
     EVEN: tl.constexpr = d.shape[0] <= D
     if ALL and EVEN:
@@ -109,7 +108,7 @@ def _tile(x, row, step, d, limit, D: tl.constexpr, UNIT: tl.constexpr, ALL: tl.c
 
 @triton.jit
 def _tiles(x, row, step, d, e, limit, D: tl.constexpr, UNIT: tl.constexpr, ALL: tl.constexpr):
-    """Rows of a head in two parts, of dimensions d and of those after them, e; without e the first is given twice."""
+    """Loads rows of a head in two parts, dimensions d and then e; without e the first is returned twice."""
     first = _tile(x, row, step, d, limit, D, UNIT, ALL)
     return first, first if e is None else _tile(x + d.shape[0], row, step, e, limit, D - d.shape[0], UNIT, ALL)
 
@@ -125,25 +124,24 @@ def _save(x, first, second, row, step, d, e, limit, D: tl.constexpr, UNIT: tl.co
 
 @triton.jit
 def _scores(a, a2, b, b2, e, PRECISION: tl.constexpr):
-    """a b^T, over both parts of their dimensions."""
+    """Returns a b^T, over both parts of the dimensions."""
     s = tl.dot(a, tl.trans(b), input_precision=PRECISION)
     return s if e is None else tl.dot(a2, tl.trans(b2), s, input_precision=PRECISION)
 
 
 @triton.jit
 def _add(acc, acc2, p, x, x2, e, PRECISION: tl.constexpr):
-    """acc + p x, in both parts."""
+    """Returns acc + p x, in both parts."""
     acc = _sum(acc, p, x, PRECISION)
     return acc, acc2 if e is None else _sum(acc2, p, x2, PRECISION)
 
 
 @triton.jit
 def _sum(acc, p, x, PRECISION: tl.constexpr):
-    """acc + p x. In full float32 a block is summed by itself: one chain over all blocks would round its own sum every time."""
+    """Returns acc + p x. In full float32 a block is summed apart: one chain over all blocks would round more."""
     if x.dtype == tl.float32 and PRECISION == "ieee":
-        acc = tl.fma(
-            tl.dot(p, x, input_precision=PRECISION), 1.0, acc
-        )  # the compiler makes one chain of a plain addition
+        # fma, since the compiler turns a plain addition into one chain.
+        acc = tl.fma(tl.dot(p, x, input_precision=PRECISION), 1.0, acc)
     else:
         acc = tl.dot(p.to(x.dtype), x, acc, input_precision=PRECISION)
     return acc
@@ -156,7 +154,7 @@ def _zeros(ROWS: tl.constexpr, BD: tl.constexpr, BE: tl.constexpr):
 
 @triton.jit
 def _head(x, steps, batch, head, row, UNIT: tl.constexpr):
-    """Where a row of a head lies."""
+    """Returns the address of a row of a head."""
     return (
         x
         + (tl.cast(batch, tl.int64) * steps[0] + tl.cast(head, tl.int64) * steps[1] + tl.cast(row, tl.int64) * steps[2])
@@ -166,7 +164,7 @@ def _head(x, steps, batch, head, row, UNIT: tl.constexpr):
 
 @triton.jit
 def _scaled(x, scale, factor, APART: tl.constexpr):
-    """x times the scale; with APART `factor` is what float32 rounds off the scale, which would bias all scores and gradients alike."""
+    """Returns x times the scale. With APART, factor is the scale's rounding error, which would bias all scores alike."""
     return tl.fma(x, scale, x * factor) if APART else x * scale
 
 
@@ -175,8 +173,10 @@ def _score(
     s, i, j, rows, columns, mask, mask_steps, scale, factor, cap, back, ahead, MASKED: tl.constexpr, BACK: tl.constexpr,
     AHEAD: tl.constexpr, CAP: tl.constexpr, APART: tl.constexpr
 ):  # fmt: skip
-    """The scores of products s of queries i and keys j: with APART scaled, which else `_power` does, and capped; -inf where nothing is
-    seen. And the cap's slope."""
+    """Returns the scores of products s of queries i and keys j, -inf where a key is not seen, and the softcap's slope.
+
+    With APART they are scaled and capped here; otherwise `_power` scales them.
+    """
     slope = 1.0
     if CAP:
         s, slope = capped(_scaled(s, scale, factor, APART), cap, True)
@@ -202,7 +202,7 @@ def _score(
 
 @triton.jit
 def _power(s, top, factor, APART: tl.constexpr, dtype: tl.constexpr):
-    """The exponential of how far scores lie below `top`; this is in base 2 already, scaled, where scores are not dealt with apart."""
+    """Returns the exponentials of scores relative to `top`, which is scaled and in base 2 unless APART."""
     return exact_exp(s - top, dtype) if APART else tl.exp2(s * factor - top)
 
 
@@ -212,7 +212,7 @@ def _absorb(
     factor, cap, back, ahead, MASKED: tl.constexpr, BACK: tl.constexpr, AHEAD: tl.constexpr, CAP: tl.constexpr,
     APART: tl.constexpr, D: tl.constexpr, UNIT: tl.constexpr, PRECISION: tl.constexpr
 ):  # fmt: skip
-    """Takes a block of keys and values into the running sums."""
+    """Adds a block of keys and values to the running sums."""
     at = tl.cast(start, tl.int64) * UNIT
     keys, keys2 = _tiles(k + at * k_step, n, k_step, d, e, columns - start, D, UNIT, not MASKED)
     s = _scores(q, q2, keys, keys2, e, PRECISION)
@@ -238,7 +238,7 @@ def _absorb(
     )
     most = tl.max(s, 1) if APART else tl.max(s, 1) * factor
     most = tl.maximum(top, most)
-    base = tl.where(most == float("-inf"), 0.0, most) if MASKED else most  # a row that has seen nothing yet
+    base = tl.where(most == float("-inf"), 0.0, most) if MASKED else most  # a row that has seen no key yet
     p = _power(s, base[:, None], factor, APART, q.dtype)
     shrink = exact_exp(top - base, q.dtype) if APART else tl.exp2(top - base)
     values, values2 = _tiles(v + at * v_step, n, v_step, d, e, columns - start, D, UNIT, not MASKED)
@@ -251,7 +251,7 @@ def _absorb(
 
 @triton.jit
 def _end(top, total, APART: tl.constexpr):
-    """What rows' sums of values are multiplied by in the end, and lse; -inf where nothing was seen."""
+    """Returns the final factor of rows' sums of values, and lse, -inf for rows that saw no key."""
     total = tl.where(total == 0, 1.0, total)
     return 1.0 / total, top + log(total) if APART else (top + tl.log2(total)) * 0.6931471805599453
 
@@ -407,8 +407,10 @@ def _fwd(
 
 @triton.jit
 def _lies(m0, rows, cu, batch, BM: tl.constexpr):
-    """Where the tile lies that has the numbers from m0 on, and how many rows there are from there. Of packed sequences, a tile of a
-    sequence, as `_sequence` numbers them."""
+    """Returns where the tile with numbers from m0 on begins, and how many rows follow.
+
+    For packed sequences it is a tile of one sequence, numbered as in `_sequence`.
+    """
     start, limit = m0, rows - m0
     if cu is not None:
         tile, begin, length, _, _ = _sequence(m0 // BM, cu, cu, rows, rows, batch, BM)
@@ -421,9 +423,11 @@ def _delta(
     delta, power, o, do, dlse, lse, order, cu, o_steps, do_steps, rows, padded, heads, batch, APART: tl.constexpr,
     D: tl.constexpr, BD: tl.constexpr, BE: tl.constexpr, UNIT: tl.constexpr, BM: tl.constexpr
 ):  # fmt: skip
-    """delta = rowsum(o do) - dlse, and lse in base 2 or, with APART, as it is. A row that sees nothing, as one of those after the last is,
-    up to `padded`, has an infinite one, so that its probabilities are 0. `order` becomes 0. With `cu` tiles do not go beyond a packed
-    sequence's end, and what is made of them lies by their numbers."""
+    """Computes delta = rowsum(o do) - dlse, and lse in base 2 or, with APART, unchanged; sets `order` to 0.
+
+    A row that sees no key, or is padding up to `padded`, gets an infinite lse, so that its probabilities are 0. With
+    cu, tiles end with their packed sequence, and results are stored by tile number.
+    """
     turn = tl.program_id(0) % heads[0]
     m0 = tl.program_id(0) // heads[0] * BM
     b, h = turn // heads[1], turn % heads[1]
@@ -438,7 +442,7 @@ def _delta(
     if dlse is not None:
         products -= tl.load(dlse + turn.to(tl.int64) * rows + start + m, mask=inside, other=0.0)
     top = tl.load(lse + turn.to(tl.int64) * rows + start + m, mask=inside, other=float("-inf"))
-    products = tl.where(top == float("-inf"), 0.0, products)  # whatever dlse is there
+    products = tl.where(top == float("-inf"), 0.0, products)  # whatever its dlse
     if not APART:
         top *= 1.4426950408889634
     at = turn.to(tl.int64) * padded + m0
@@ -456,11 +460,12 @@ def _add_keys(
     AHEAD: tl.constexpr, CAP: tl.constexpr, APART: tl.constexpr, D: tl.constexpr, UNIT: tl.constexpr,
     PRECISION: tl.constexpr
 ):  # fmt: skip
-    """Adds to dK and dV what block t of queries says, of `blocks` for each head of the group from row `first` on; scores stand on their
-    side, keys down and queries across."""
-    blocks = tl.maximum(
-        blocks, 1
-    )  # of a loop that does not run the pipeliner computes the first addresses all the same
+    """Adds block t of queries to dK and dV; each head of the group has `blocks`, from row `first` on.
+
+    Scores are transposed: keys down, queries across.
+    """
+    # The pipeliner computes the first addresses even of a loop that does not run.
+    blocks = tl.maximum(blocks, 1)
     g = tl.cast(t // blocks, tl.int64)
     start = first + t % blocks * m.shape[0]
     i = start + m
@@ -517,7 +522,7 @@ def _bwd(
     BD: tl.constexpr, BE: tl.constexpr, UNIT: tl.constexpr, PRECISION: tl.constexpr, TAIL: tl.constexpr,
     BM: tl.constexpr, BN: tl.constexpr
 ):  # fmt: skip
-    """dK and dV: a program per tile of keys and values, over all queries of its group's heads that see it."""
+    """Computes dK and dV: a program per tile of keys, over all queries of its group's heads that see it."""
     tile, turn = _turn(
         tl.program_id(0), _count(columns, batch, cu_k, BN), batch * heads if cu_q is None else heads, section, False
     )
@@ -691,7 +696,7 @@ def _add_queries(
     scale, factor, cap, back, ahead, MASKED: tl.constexpr, BACK: tl.constexpr, AHEAD: tl.constexpr, CAP: tl.constexpr,
     APART: tl.constexpr, D: tl.constexpr, UNIT: tl.constexpr, PRECISION: tl.constexpr
 ):  # fmt: skip
-    """Adds to dQ what a block of keys says."""
+    """Adds a block of keys to dQ."""
     at = tl.cast(start, tl.int64) * UNIT
     keys, keys2 = _tiles(k + at * k_step, n, k_step, d, e, columns - start, D, UNIT, not MASKED)
     values, values2 = _tiles(v + at * v_step, n, v_step, d, e, columns - start, D, UNIT, not MASKED)
@@ -879,17 +884,17 @@ def _bwd_dq(
 
 
 def _steps(x: torch.Tensor) -> tuple[int, ...]:
-    """Strides, where they matter."""
+    """Returns the strides, 0 for dimensions of size 1."""
     return tuple([0 if size == 1 else step for size, step in zip(x.shape, x.stride())])
 
 
 def _unit(tensors: tuple[torch.Tensor, ...]) -> int:
-    """8 where rows begin at multiples of 8 elements: the compiler, which is told, then moves 16 bytes at a time."""
+    """Returns 8 if rows begin at multiples of 8 elements, which lets the compiler move 16 bytes at a time, else 1."""
     return 1 if any([step % 8 for t in tensors for step in _steps(t)[:3]]) else 8
 
 
 def _parts(D: int) -> tuple[int, int]:
-    """Powers of two of dimensions, as tiles have them, that hold D: one, or two where these are fewer (80 = 64 + 16)."""
+    """Returns powers of two that hold D: one, or two if their sum is smaller (80 = 64 + 16)."""
     whole = max(16, 1 << (D - 1).bit_length())
     rest = max(16, 1 << (D - whole // 2 - 1).bit_length())
     return (whole // 2, rest) if 16 <= whole // 2 and whole // 2 + rest < whole else (whole, 0)
@@ -898,23 +903,30 @@ def _parts(D: int) -> tuple[int, int]:
 def _rule(
     gpu: device.Device, kernel: str, dtype: torch.dtype, precision: str, width: int, masked: bool
 ) -> tuning.Config:
-    """Tiles of a kernel for heads of `width` dimensions: rows of queries BM, of keys BN. A mask's tiles are in shared memory beside those
-    of keys and values, in float32 too: with one they are smaller."""
+    """Returns a kernel's tiles for heads of `width` dimensions: BM rows of queries, BN of keys.
+
+    With a mask they are smaller, since its tiles, in float32 too, share shared memory with those of keys and values.
+    """
     found = _half(gpu, kernel, width) if dtype != torch.float32 else _single(gpu, kernel, width, precision)
     if masked and kernel == "fwd" and dtype != torch.float32 and gpu.backend == "cuda":
         rows, columns, warps, stages = found
         found = (64, 32, warps, 2) if width > 128 else (rows, min(columns, 64), warps, min(stages, 2))
-        found = (*found[:3], 1 if gpu.capability < 90 else found[3])
+        found = (*found[:3], found[3] if _roomy(gpu) else 1)
     return dict(zip(("BM", "BN", "num_warps", "num_stages"), found))
 
 
+def _roomy(gpu: device.Device) -> bool:
+    """Whether a block can have the 227 KiB of shared memory that the tiles for sm_90 and sm_100 were chosen for."""
+    return gpu.shared_memory >= 227 << 10
+
+
 def _half(gpu: device.Device, kernel: str, width: int) -> tuple[int, int, int, int]:
-    if gpu.backend == "cpu":  # the interpreter: few programs, but several blocks
+    if gpu.backend == "cpu":  # the interpreter: few programs, with several blocks
         return 32, 16, 4, 1
     if gpu.backend == "hip":
         small = (64, 32, 4, 1) if width > 128 else (128, 64, 4, 1)
         return small if kernel == "fwd" else (32, 32, 4, 1) if width > 128 else (64, 64, 4, 1)
-    if gpu.capability < 90:  # not timed: tiles that spill nothing
+    if not _roomy(gpu):  # not timed: tiles without register spills
         if kernel == "fwd":
             return (64, 32, 8, 2) if width > 128 else (64, 64, 4, 2) if width > 64 else (128, 64, 8, 2)
         if kernel == "bwd" and 64 < width < 128:
@@ -959,14 +971,16 @@ def _start(
     kernel: Any, name: str, given: tuple[Any, ...], tensors: tuple[torch.Tensor, ...], tail: bool, q: torch.Tensor,
     k: torch.Tensor, mask: torch.Tensor | None, cu: torch.Tensor | None, options: tuple[Any, ...]
 ) -> None:  # fmt: skip
-    """Starts a kernel of one program per tile: of queries, or where its name is "bwd" of keys. given: its pointers; tensors: those of
-    them with strides; tail: whether the last blocks that it walks need a comparison whatever the sizes."""
+    """Starts a kernel with one program per tile of queries, or of keys if its name is "bwd".
+
+    given: its pointers; tensors: those with strides; tail: whether its last blocks need comparisons whatever the sizes.
+    """
     scale, softcap, left, right, bottom, precision = options
     (batch, heads, rows, D), columns, group = q.shape, k.shape[2], q.shape[1] // max(k.shape[1], 1)
     keys = name == "bwd"
     turns = k.shape[1] if keys else heads
     across, along = (columns, rows) if keys else (rows, columns)
-    shared = 2 * along * D * q.element_size() * (group if keys else 1)  # bytes that the tiles of a head all read
+    shared = 2 * along * D * q.element_size() * (group if keys else 1)  # bytes that all tiles of a head read
     gpu, unit, (width, rest) = device.of(q), _unit(tensors), _parts(D)
     section = max(1, min(batch * turns, gpu.l2 // 2 // max(shared, 1) * (1 if keys else group)))
     apart = _apart(q, mask, scale, softcap)
@@ -974,7 +988,8 @@ def _start(
     sequences = cu.numel() - 1 if cu is not None else batch
 
     def config() -> dict[str, Any]:
-        key = f"{dtype_name(q)}{'' if q.dtype != torch.float32 else ' ' + precision} {width + rest}{' causal' if right < UNBOUNDED else ''}{' mask' if masked else ''}"
+        words = [dtype_name(q), *([precision] if q.dtype == torch.float32 else []), str(width + rest)]
+        key = " ".join([*words, *(["causal"] * (right < UNBOUNDED)), *(["mask"] * masked)])
         chosen = tuning.config(
             gpu, "attention", name, key, partial(_rule, gpu, name, q.dtype, precision, width + rest, masked), _space
         )
@@ -996,18 +1011,20 @@ def _start(
 
 
 def rounded_off(scale: float) -> float:
-    """What float32 loses of it."""
+    """Returns what float32 rounds off the scale."""
     return scale - c_float(scale).value
 
 
 def _apart(q: torch.Tensor, mask: torch.Tensor | None, scale: float, softcap: float) -> bool:
-    """Whether scores are scaled by themselves: where something else happens to them too, or folding the scale into the exponential
-    would cost float32 its last bits."""
+    """Returns whether scores are scaled separately from the exponential.
+
+    They are if a mask or softcap follows, or if folding the scale in would cost float32's last bits.
+    """
     return mask is not None or softcap > 0 or scale <= 0 or q.dtype == torch.float32
 
 
 def _masked(mask: torch.Tensor | None, q: torch.Tensor, k: torch.Tensor) -> torch.Tensor | None:
-    """A view with every head's scores' shape."""
+    """Returns a view of the mask with the shape of all heads' scores."""
     if mask is None:
         return None
     return (mask.view(torch.uint8) if mask.dtype == torch.bool else mask).expand(*q.shape[:3], k.shape[2])
@@ -1018,7 +1035,7 @@ def fwd(
     cu_q: torch.Tensor | None, cu_k: torch.Tensor | None, scale: float, softcap: float, left: int, right: int,
     bottom: bool, max_q: int, max_k: int, precision: str
 ) -> None:  # fmt: skip
-    """Fills o and lse; see `attention_fwd` in _attention.py. The longest sequence's lengths are of no use here."""
+    """Fills o and lse; see `attention_fwd` in _attention.py. max_q and max_k are not used."""
     cu_k = cu_q if cu_k is None else cu_k
     mask, options = _masked(mask, q, k), (scale, softcap, left, right, bottom, precision)
     _start(_fwd, "fwd", (o, lse, q, k, v, mask, cu_q, cu_k), (o, q, k, v), right < UNBOUNDED, q, k, mask, cu_q, options)
@@ -1028,22 +1045,17 @@ def _start_delta(
     delta: torch.Tensor, power: torch.Tensor, o: torch.Tensor, do: torch.Tensor, dlse: torch.Tensor | None,
     lse: torch.Tensor, order: torch.Tensor | None = None, cu: torch.Tensor | None = None, apart: bool = False
 ) -> None:  # fmt: skip
-    """Fills delta and power, of as many rows a head or some more; zeroes order, a number and one for each 64 rows, where given.
-    With cu by 64 rows of a packed sequence, numbered as `_sequence` has them."""
+    """Fills delta and power, which have at least a head's rows; zeroes `order` (one number, and one per 64 rows) if given.
+
+    With cu it goes by 64 rows of a packed sequence, numbered as in `_sequence`.
+    """
     (batch, heads, rows, D), (width, rest) = o.shape, _parts(o.shape[-1])
     padded, unit, size = delta.numel() // max(batch * heads, 1), _unit((o, do)), max(16, 4096 // width)
     if cu is not None:
         size = 64
     steps, warps = [tuple(s // unit for s in _steps(t)[:3]) for t in (o, do)], 8 if size * width > 4096 else 4
-    facts: dict[str, Any] = {
-        "APART": apart,
-        "D": D,
-        "BD": width,
-        "BE": rest,
-        "UNIT": unit,
-        "BM": size,
-        "num_warps": warps,
-    }
+    facts: dict[str, Any] = {"APART": apart, "D": D, "BD": width, "BE": rest, "UNIT": unit}
+    facts |= {"BM": size, "num_warps": warps}
     numbers = rows, padded, (batch * heads, heads), None if cu is None else cu.numel() - 1
     given = delta, power, o, do, dlse, lse, order, cu, *steps, *numbers
     launch(_delta, (triton.cdiv(padded, size) * batch * heads,), *given, **facts)
@@ -1055,7 +1067,7 @@ def bwd(
     cu_q: torch.Tensor | None, cu_k: torch.Tensor | None, scale: float, softcap: float, left: int, right: int,
     bottom: bool, max_q: int, max_k: int, precision: str, deterministic: bool
 ) -> None:  # fmt: skip
-    """Fills dq, dk and dv; see `attention_bwd` in _attention.py. It is deterministic, asked or not."""
+    """Fills dq, dk and dv; see `attention_bwd` in _attention.py. Always deterministic."""
     delta, power = torch.empty_like(lse), torch.empty_like(lse)
     _start_delta(delta, power, o, do, dlse, lse, apart=_apart(q, mask, scale, softcap))
     mask, options = _masked(mask, q, k), (scale, softcap, left, right, bottom, precision)
