@@ -1,11 +1,12 @@
-"""The rung `gluon` of attention: forward on Hopper by warps with parts of their own.
+"""The implementation `gluon` of attention: a persistent, warp-specialised forward kernel for Hopper.
 
-One warp fetches tiles of q, k and v by the copy engine (TMA) into rings of shared memory; two or three groups of four warps have 64 rows
-of queries each, keep their sums in registers and share the keys. A group starts the products for a block's scores and, with the
-probabilities of the block before, those for its output, and takes the exponentials while the second still run; then they are packed into
-the registers that these read. After a tile's first block only those whose sums get too large are asked for maxima (_hopper_softmax.py).
-Meanwhile other groups have the matrix units, and two groups may take turns at starting products. Programs stay: each takes tiles of queries
-in an order that gives all as much to do (_hopper_plan.py), and starts the next tile's scores before it ends a tile.
+One warp loads tiles of q, k and v with TMA into rings in shared memory. Two or three warpgroups have 64 rows of queries
+each, keep their sums in registers and share the keys. A group starts the products for a block's scores, then those for
+its output with the previous block's probabilities. It computes exponentials while the latter run, then packs them into
+the registers that those products read. After a tile's first block, maxima are computed only if a sum gets too large
+(_hopper_softmax.py). Other groups use the matrix units meanwhile, and two groups may take turns at starting products.
+Each program takes tiles of queries in an order that balances the work (_hopper_plan.py), and starts the next tile's
+scores before it finishes a tile.
 Source: Shah et al., FlashAttention-3, 2024 (arXiv:2407.08608). Backward is in _hopper_backward.py.
 """
 
@@ -40,13 +41,16 @@ from ridgeline.ops.attention._triton import LOG2E, UNBOUNDED, _parts
 
 @gluon.jit
 def _fetch(listed, queries, keys, values, qs, ks, vs, plan, board):
-    """The warp that fills the rings, and writes what a tile is on the board, whose places are ready and free with those of q: its head (-1:
-    there are no more) and first row, the blocks of keys from and up to which it sees some, and its batch. Of packed sequences it takes the
-    next tile of the list that no program has taken, and writes where its sequence begins and how long it is."""
+    """The producer warp: fills the rings and describes each tile on the board, whose slots share q's barriers.
+
+    The board has a tile's head (-1: no more tiles) and first row, the range of key blocks that it sees, and its batch.
+    For packed sequences the warp takes the next untaken tile of the list, and also writes where the sequence begins and
+    its length.
+    """
     GROUPS: gl.constexpr = plan.BM // ROWS
     n, block = 0, 0
     if plan.PACKED:
-        gdc_wait()  # for the list; nothing is written before it is there
+        gdc_wait()  # for the list; nothing is written before
         lane = gl.arange(0, 32, gl.BlockedLayout([1], [32], [1], [0]))
         count = gl.load(listed + 1) * plan.heads
         t = gl.program_id(0)
@@ -95,13 +99,13 @@ def _line(ME, WAIT):
 
 @gluon.jit
 def _named(ME: gl.constexpr, WAIT: gl.constexpr):
-    """A barrier of two groups: to wait at it, or to say that the other need not."""
+    """A named barrier between two groups: waits at it, or arrives without waiting."""
     gl.inline_asm_elementwise(_line(ME, WAIT), "=r,r", [0], dtype=gl.int32, is_pure=False, pack=1)
 
 
 @gluon.jit
 def _pass_on(ME: gl.constexpr, ks, vs, block, LAG: gl.constexpr, TURNS: gl.constexpr):
-    """Gives back a block's keys, and the values LAG blocks before. Returns the number of the next block."""
+    """Releases a block's keys, and the values LAG blocks before. Returns the number of the next block."""
     ks.take(block)
     vs.take(block - LAG)
     if TURNS:
@@ -114,7 +118,7 @@ def _pass_on(ME: gl.constexpr, ks, vs, block, LAG: gl.constexpr, TURNS: gl.const
 
 @gluon.jit
 def _skip_unseen(ME: gl.constexpr, ks, vs, plan, block, row, low, high, shift, more, TURNS: gl.constexpr):
-    """Gives back a tile's last blocks, whose keys none of this group's rows sees. Returns the number of the next, and `Plan.seen_by`."""
+    """Releases a tile's last blocks, which no row of this group sees. Returns the next block, and `Plan.seen_by`."""
     seen = plan.seen_by(row + ME * ROWS, low, high, shift)
     if more:
         for _ in range(high - seen):
@@ -124,8 +128,11 @@ def _skip_unseen(ME: gl.constexpr, ks, vs, plan, block, row, low, high, shift, m
 
 @gluon.jit
 def _attend(ME: gl.constexpr, out, lse, qs, ks, vs, plan, board, TURNS: gl.constexpr, REST: gl.constexpr):
-    """A group of warps: its rows of all tiles of this program. With REST D is half of a tile's columns and at most so many more: o is
-    in two parts. Where q has room for one tile (D > 128) the next tile begins when this one has left it."""
+    """A consumer group: its rows of all tiles of this program.
+
+    With REST, D is half of a tile's columns plus at most REST, and o is in two parts. If q has room for only one tile
+    (D > 128), the next one begins when this one has released it.
+    """
     GROUPS: gl.constexpr = plan.BM // ROWS
     AHEAD: gl.constexpr = qs.SIZE > GROUPS
     BN: gl.constexpr = plan.BN
@@ -170,10 +177,9 @@ def _attend(ME: gl.constexpr, out, lse, qs, ks, vs, plan, board, TURNS: gl.const
         row += ME * ROWS
         from_, upto = plan.whole(row, low, columns, shift)
         q = qs.tile(n * GROUPS + ME)
-        if GROUPS == 3:  # noqa: SIM102  # this one is decided by the compiler; of two groups there is nothing to gain
-            if (
-                row >= length
-            ):  # this group has no rows: of the tile's blocks it does the first alone, with the values of the last
+        if GROUPS == 3:  # noqa: SIM102  # decided at compile time; two groups gain nothing
+            # Without rows this group computes only the tile's first block, with the values of the last.
+            if row >= length:
                 for _ in range(1, high - low):
                     block = _pass_on(ME, ks, vs, block, 1, TURNS)
                 low = high - 1
@@ -195,14 +201,13 @@ def _attend(ME: gl.constexpr, out, lse, qs, ks, vs, plan, board, TURNS: gl.const
             if TURNS:
                 _named(1 - ME, False)
             s = warpgroup_mma_wait(2 if REST else 1, deps=(scores,))
-            if (
-                plan.MASKS == 2
-            ):  # this one is decided by the compiler; where the other ends ptxas waits for all products
+            # Decided at compile time: where the inner branch ends, ptxas waits for all products.
+            if plan.MASKS == 2:
                 if (here >= upto - 1) | (here < from_):
                     s = plan.hide(s, row, here, columns, shift)
                     top = _begin(s, top, plan.factor)
             elif plan.MASKS == 3:  # noqa: SIM102
-                if here < from_:  # whose rows have all seen a key in the first block
+                if here < from_:  # every row has seen a key in the first block
                     s = plan.hide_left(s, row, here, shift)
             s = _soften(s, top, plan.factor)
             sums = _watch(ME, _sums(s), dtype)
@@ -228,7 +233,7 @@ def _attend(ME: gl.constexpr, out, lse, qs, ks, vs, plan, board, TURNS: gl.const
             p = _pack(s, dtype)
             total += sums
             block += 1
-        # The next tile's first scores, while this one's last products run.
+        # Starts the next tile's first scores while this one's last products run.
         last, many = block - 1, high - low > 1
         if AHEAD:
             q = qs.take((n + 1) * GROUPS + ME)
@@ -276,7 +281,7 @@ def _attend(ME: gl.constexpr, out, lse, qs, ks, vs, plan, board, TURNS: gl.const
             first = (begin * plan.heads + head).to(gl.int64) * plan.rows
         gl.store(lse + first + i, sums, mask=i < length)
         acc = _shrink(acc, 1.0 / divisor)
-        where = qs.tile(n * GROUPS + ME)  # where q was
+        where = qs.tile(n * GROUPS + ME)  # q's place, now free
         if REST:
             more_acc = _shrink(more_acc, 1.0 / divisor)
             where.slice(0, D, 1).store(acc.to(dtype))
@@ -382,7 +387,7 @@ def _fwd(
 
 
 def whole(t: torch.Tensor) -> bool:
-    """Whether the copy engine can see a tensor: it begins at a multiple of 16 bytes, its rows too, and it is not expanded."""
+    """Returns whether TMA can address t: it and its rows begin at multiples of 16 bytes, and it is not expanded."""
     return t.data_ptr() % 16 == 0 and not any(
         [n > 1 and (step % 8 or not step) for n, step in zip(t.shape[:-1], t.stride(), strict=False)]
     )
@@ -391,20 +396,25 @@ def whole(t: torch.Tensor) -> bool:
 def refusal(
     x: torch.Tensor, *rest: Any, mask: Any = None, softcap: Any = None, scale: Any = None, **_: Any
 ) -> str | None:
-    """Why these kernels do not take a call, of public arguments or of a launcher's inputs (backward's begin with do and dlse), or None."""
+    """Returns why these kernels do not take a call, or None.
+
+    Takes public arguments or a launcher's inputs; backward's begin with do and dlse.
+    """
     q, *rest = rest[1:] if len(rest) > 15 else (x, *rest)
     k, v, *rest = rest[:2] + rest[4:] if len(rest) > 13 else rest
-    if len(rest) > 8:  # else those of attention, or of attention_varlen
+    if len(rest) > 8:  # else public arguments
         mask, _cu_q, _cu_k, scale, softcap, *_rest = rest
     if mask is not None or softcap or (scale is not None and scale <= 0):
-        return "it takes no mask, no softcap and a scale above 0"
-    if 128 < q.shape[-1] <= 192:  # as tiles of 256 they would be slower than the rung triton's of two parts
-        return f"D must be at most 128 or above 192, and is {q.shape[-1]}"
+        return "it takes no mask, no softcap, and only a scale above 0"
+    if 128 < q.shape[-1] <= 192:  # padded to 256, slower than `triton`'s two parts
+        return f"D must be at most 128 or above 192, got {q.shape[-1]}"
     if not (q.numel() and k.numel()):
-        return f"no size may be 0; q is {tuple(q.shape)} and k {tuple(k.shape)}"
+        return f"no size may be 0, but q is {tuple(q.shape)} and k {tuple(k.shape)}"
     for t in (q, k, v):
         if not whole(t):
-            return "it copies whole 16 bytes: q, k and v must begin at multiples of 16 bytes, and so must their rows, and none be expanded"
+            return (
+                "it copies 16 bytes at a time: q, k, v and their rows must begin at multiples of 16 bytes, not expanded"
+            )
     return None
 
 
@@ -413,8 +423,10 @@ def fwd(
     cu_q: torch.Tensor | None, cu_k: torch.Tensor | None, scale: float, softcap: float, left: int, right: int,
     bottom: bool, max_q: int, max_k: int, precision: str
 ) -> None:  # fmt: skip
-    """Fills o and lse; see `attention_fwd` in _attention.py. Of packed sequences max_q, or else their average length, says how high tiles
-    should be."""
+    """Fills o and lse; see `attention_fwd` in _attention.py.
+
+    For packed sequences max_q, or else their average length, decides the height of tiles.
+    """
     (batch, heads, rows, D), columns = q.shape, k.shape[2]
     ahead, back, packed = right < UNBOUNDED, left < UNBOUNDED, cu_q is not None
     longest = rows if cu_q is None else min(rows, max_q or rows // max(1, cu_q.numel() - 1))
@@ -423,16 +435,10 @@ def fwd(
     listed, group, wide, couples = None, heads // k.shape[1], triton.next_power_of_2(D), 0
     BN = 64 if D > 128 or (D > 64 and groups == 3) else 128
     stages, rest = 4 if wide * BN <= 8192 else 2, _parts(D)[1] if 64 < D <= 128 else 0
-    # timed: with turns up to 2048 queries 1 to 3% quicker, later level; but at D 64 causal 2% slower, and causal at 16384 1.5%
+    # Turns help up to 2048 queries, except for causal calls at D 64, and cost time in long causal calls.
     by_turns = groups == 2 and D > 64 and not (ahead and not back and longest > 8192)
-    facts: dict[str, Any] = {
-        "GROUPS": groups,
-        "TURNS": by_turns,
-        "STAGES": stages,
-        "LEFT": back,
-        "RIGHT": ahead,
-        "BN": BN,
-    }
+    facts: dict[str, Any] = {"GROUPS": groups, "TURNS": by_turns, "STAGES": stages}
+    facts |= {"LEFT": back, "RIGHT": ahead, "BN": BN}
     options: dict[str, Any] = {"num_warps": 4, "maxnreg": 128 if groups == 3 else 168}
     if cu_q is not None:
         listed, most = order(q, k, cu_q, cu_q if cu_k is None else cu_k, bottom, left, right, 64 * groups, BN)
@@ -440,9 +446,9 @@ def fwd(
         shift, count = int(bottom), most * heads
         options["launch_pdl"] = True
     else:
-        shared = 4 * columns * D * k.shape[1] // heads  # bytes of keys and values for each head of queries
+        shared = 4 * columns * D * k.shape[1] // heads  # bytes of keys and values per head of queries
         shift, programs, high = columns - rows if bottom else 0, device.of(q).multiprocessors, 64 * groups
-        if ahead and not back and 0 <= shift + right <= columns - rows + high:  # else pairs are not alike
+        if ahead and not back and 0 <= shift + right <= columns - rows + high:  # else pairs are not equally heavy
             most = min((32 << 20) // max(1, shared), triton.cdiv(4 * programs, tiles))
             couples = _couples(turns, tiles, programs, most, min((shift + right) // high, 8 * tiles))
         section = max(1, min(turns, (24 << 20) // max(1, shared)) if back else turns - 2 * couples)

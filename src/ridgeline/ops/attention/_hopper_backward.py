@@ -1,14 +1,17 @@
-"""Backward of the rung `gluon` of attention: one pass on Hopper, five products. (Heads of 200 and more: _hopper_backward_wide.py.)
+"""The backward of attention's `gluon`: one pass on Hopper with five products. (D >= 200: _hopper_backward_wide.py.)
 
-A piece of work is 128 keys. Two groups of four warps have 64 of them each, with the sums of dK and dV in registers; tiles of 64 queries come
-by the copy engine. Scores stand on their side, keys down, so that the probabilities and their gradients dS go from registers into the
-products for dV and dK. dS also goes through shared memory to a third group, which multiplies it with K for all 128 keys and has the copy
-engine add the result to dQ, in float32 in memory. No group waits for another in step: the tensor cores have work from three.
-By default additions to a tile of dQ come in the order of the pieces' numbers, each waiting for the one before, of which a warp of its
-own tells, so that reruns give the same bits; `deterministic=False` adds as they come. A kernel makes dq of the sums afterwards.
-Where pieces are too few for the machine, some or all go in parts: each program has some of the queries, and a kernel adds up dK and dV.
-Packed sequences' pieces come from a list (_packed.py), the heaviest sequences first.
-Source: Dao, FlashAttention-2, 2023 (arXiv:2307.08691), algorithm 2; Shah et al., FlashAttention-3, 2024 (arXiv:2407.08608), section 3.
+A piece of work is 128 keys. Two warpgroups have 64 of them each, with the sums of dK and dV in registers, and TMA loads
+tiles of 64 queries. Scores are transposed, keys down, so that the probabilities and their gradients dS go from
+registers into the products for dV and dK. dS also goes through shared memory to a third group, which multiplies it with
+K for all 128 keys and lets TMA add the result to dQ, in float32 in memory. The groups do not run in lockstep, so the
+tensor cores have work from all three.
+By default a tile of dQ receives its additions in the order of the pieces' numbers, so reruns are bitwise equal: each
+piece waits for the one before, which a separate warp signals. With `deterministic=False` they are added as they come.
+A kernel converts the sums to dq afterwards. If there are too few pieces for the GPU, some or all are split: each
+program has some of the queries, and a kernel adds dK and dV.
+Packed sequences' pieces come from a list (_packed.py), the longest sequences first.
+Source: Dao, FlashAttention-2, 2023 (arXiv:2307.08691), algorithm 2; Shah et al., FlashAttention-3, 2024
+(arXiv:2407.08608), section 3.
 """
 
 import heapq
@@ -67,7 +70,7 @@ from ridgeline.ops.attention._triton import (
 
 @gluon.jit
 def _put(ME: gl.constexpr, out, x, rest, here, work, REST: gl.constexpr):
-    """dK or dV of a group's keys, by way of the room of its values, which nobody else reads."""
+    """Stores dK or dV of a group's keys, through its values' shared memory, which only it reads."""
     D: gl.constexpr = x.shape[1]
     room = _flat(here.vs.index(ME))
     if REST:
@@ -82,7 +85,7 @@ def _put(ME: gl.constexpr, out, x, rest, here, work, REST: gl.constexpr):
 
 @gluon.jit
 def _hand_in(ME: gl.constexpr, shares, n, x, COLUMN: gl.constexpr, WIDE: gl.constexpr):
-    """Columns of a group's sums over a part, from one on: the n-th of what parts leave in float32, (keys, WIDE) each."""
+    """Stores WIDE columns of a group's float32 sums over a part, from COLUMN on, as the n-th tile of `shares`."""
     i = gl.arange(0, ROWS, gl.SliceLayout(1, x.type.layout))[:, None]
     j = gl.arange(0, x.shape[1], gl.SliceLayout(0, x.type.layout))[None, :]
     gl.store(shares + (n.to(gl.int64) * KEYS + ME) * (ROWS * WIDE) + (i * WIDE + j + COLUMN), x)
@@ -90,9 +93,12 @@ def _hand_in(ME: gl.constexpr, shares, n, x, COLUMN: gl.constexpr, WIDE: gl.cons
 
 @gluon.jit
 def _keys(ME: gl.constexpr, dk_out, dv_out, shares, here, call, TIGHT: gl.constexpr, REST: gl.constexpr):
-    """A group of warps: dK and dV of its keys, and dS for dQ. Keys and values are in registers, which spares shared memory half of what
-    scores and dP read. With TIGHT registers are few: they stay where they are, and dS is made of the rounded probabilities, which need
-    half the registers; with REST D is half of a tile's columns and at most so many more, and dK and dV are in two parts."""
+    """A consumer group: dK and dV of its keys, and dS for dQ.
+
+    Keys and values are in registers, which halves the reads of shared memory for scores and dP. With TIGHT there are
+    too few registers: keys and values stay in shared memory, and dS is computed from rounded probabilities, which need
+    half the registers. With REST, D is half of a tile's columns plus at most REST, and dK and dV are in two parts.
+    """
     WIDE: gl.constexpr = dk_out.block_type.shape[-1]
     D: gl.constexpr = WIDE // 2 if REST else WIDE
     STAGES: gl.constexpr = here.ds.type.shape[0] // KEYS
@@ -107,9 +113,8 @@ def _keys(ME: gl.constexpr, dk_out, dv_out, shares, here, call, TIGHT: gl.conste
     across: gl.constexpr = gl.SliceLayout(0, s_layout)
     zero = gl.zeros([ROWS, ROWS], gl.float32, s_layout)
     own: gl.constexpr = gl.DotOperandLayout(operand_index=0, parent=s_layout, k_width=2)
-    LATE: gl.constexpr = TIGHT and (
-        call.LEFT or call.RIGHT
-    )  # lse is loaded under dK's product, but where masks leave no registers for it
+    # lse is loaded during dK's product, unless masks leave no registers for it.
+    LATE: gl.constexpr = TIGHT and (call.LEFT or call.RIGHT)
     k = _flat(here.ks.index(ME))
     v = _flat(here.vs.index(ME))
     n, done = 0, 0
@@ -166,15 +171,14 @@ def _keys(ME: gl.constexpr, dk_out, dv_out, shares, here, call, TIGHT: gl.conste
                 more_dk_next = warpgroup_mma(gl.convert_layout(ds, rest_p), q.slice(D, REST, 1), more_dk, is_async=True)
             else:
                 dk_next = warpgroup_mma(gl.convert_layout(ds, p_layout), q, dk, is_async=True)
-            fence_async_shared()  # under that product: it waits for the stores, and they for the product before
+            fence_async_shared()  # during that product: it waits for the stores, and they for the product before
             mbarrier.arrive(here.ds_ready.index(place), count=1)
             if REST:
                 dv, more_dv = warpgroup_mma_wait(2, deps=(dv_next, more_dv_next))
             else:
                 dv = warpgroup_mma_wait(1, deps=(dv_next,))
-            following = gl.where(
-                t + 1 < count, done + 1, done
-            )  # after the last there may be none: of itself, for nothing
+            # After the last block there may be none: then this one's are loaded again, unused.
+            following = gl.where(t + 1 < count, done + 1, done)
             if not LATE:
                 top = here.qs.take_number(following, across)
             if REST:
@@ -185,7 +189,7 @@ def _keys(ME: gl.constexpr, dk_out, dv_out, shares, here, call, TIGHT: gl.conste
                 top = here.qs.take_number(following, across)
             here.qs.give(done)
             done += 1
-        mbarrier.wait(here.v_ready, n & 1)  # where there was no block
+        mbarrier.wait(here.v_ready, n & 1)  # in case there was no block
         mbarrier.arrive(here.k_free, count=1)
         if not REST:
             more_dk, more_dv = dk, dv
@@ -229,7 +233,7 @@ def _bwd(
     W: gl.constexpr = dq_sums.block_type.shape[1] // 2
     dtype: gl.constexpr = queries.dtype
     qs = _rows(queries, tops, STAGES)
-    dos = _rows(do, deltas, STAGES, qs.free)  # given back with q
+    dos = _rows(do, deltas, STAGES, qs.free)  # released with q
     ks = gl.allocate_shared_memory(dtype, [KEYS] + keys.block_type.shape, keys.layout)
     vs = gl.allocate_shared_memory(dtype, [KEYS] + keys.block_type.shape, keys.layout)
     ds_layout: gl.constexpr = gl.NVMMASharedLayout.get_default_for([ROWS, ROWS], dtype)
@@ -294,7 +298,7 @@ def _bwd(
 
 @triton.jit
 def _in_rows(at, place, D: tl.constexpr, W: tl.constexpr):
-    """W columns of a tile of (64, D) that lies in the order of `_as_held`, from a multiple of 8 on; 0 beyond D."""
+    """Loads W columns, from a multiple of 8 on, of a tile (64, D) stored in the order of `_as_held`; 0 beyond D."""
     n = place * 64 + tl.arange(0, 64 * W)
     held = tl.load(at + n, mask=n < 64 * D, other=0.0)
     return held.reshape(W // 8, 4, 8, 4, 2, 2).permute(1, 4, 2, 0, 3, 5).reshape(64, W)
@@ -305,7 +309,7 @@ def _narrow(
     dq, sums, order, cu, dq_steps, rows, tiles, heads, batch, scale, D: tl.constexpr, BD: tl.constexpr,
     BE: tl.constexpr, UNIT: tl.constexpr
 ):  # fmt: skip
-    """dq of its sums in float32. What nobody has added to is 0."""
+    """Converts dq's float32 sums; a tile without additions is 0."""
     turn = tl.program_id(0) % heads[0]
     tile = tl.program_id(0) // heads[0]
     m, d, e = tl.arange(0, 64), tl.arange(0, BD), tl.arange(0, BE) if BE else None
@@ -335,7 +339,7 @@ def _join(
     dk, dv, shares, dk_steps, dv_steps, columns, entire, parts, section, turns, blocks, heads, scale,
     DOWN: tl.constexpr, W: tl.constexpr, D: tl.constexpr, UNIT: tl.constexpr
 ):  # fmt: skip
-    """dk and dv of pieces that are in parts, numbered as `Call.work` has them: the sums over the parts, first to last."""
+    """Adds dk and dv over the parts of split pieces (numbered as in `Call.work`), first to last."""
     SPAN: tl.constexpr = 128
     row, d = tl.program_id(1) * 16 + tl.arange(0, 16), tl.arange(0, W)
     at = shares + tl.program_id(0).to(tl.int64) * parts * (2 * SPAN * W) + row[:, None] * W + d[None, :]
@@ -356,14 +360,16 @@ def _share_out(
     most: int, turns: int, down: bool, group: int, tiles: int, shift: int, left: int, right: int, wide: int,
     programs: int
 ) -> tuple[int, int]:  # fmt: skip
-    """How many pieces, of `most` a head, stay whole, and into how many parts each of the others goes, where that saves time: of pieces that
-    are equally long those of a last round of programs; of others all, if heads share keys and there are at most two pieces a program.
-    (With `group` 1 those lose: a part waits for the head's first piece, whose parts end elsewhere.) Costs in blocks of queries, as timed on
-    an H100 (docs/notes/attention.md): a piece or part has 256 / wide beside its own; what a part leaves is a twelfth for the whole machine,
-    and the kernel that adds it up 320 / wide. At most eight parts a program bound the memory."""
-    ends = [
-        (n * 128 - right - shift, n * 128 + 127 + left - shift + 64) for n in range(most)
-    ]  # of what is seen: `Call.work`
+    """Returns how many pieces, of `most` per head, stay whole, and into how many parts each of the others is split.
+
+    Pieces of equal length are split in a last, partial round of programs. Pieces of unequal length are all split if
+    heads share keys and there are at most two pieces per program. (With `group` 1 that is slower: a part waits for the
+    head's first piece, whose parts end elsewhere.) Costs are in blocks of queries, from timings on an H100
+    (docs/notes/attention.md): each piece or part has 256 / wide besides its own; a part's result costs a twelfth for
+    the whole GPU, and the kernel that adds the parts 320 / wide. At most eight parts per program bound the memory.
+    """
+    # The blocks of queries that see a piece, as in `Call.work`.
+    ends = [(n * 128 - right - shift, n * 128 + 127 + left - shift + 64) for n in range(most)]
     lengths = [max(0, min(tiles, high // 64) - max(low, 0) // 64) for low, high in ends]
     longest, even, pieces = max(lengths), min(lengths) == max(lengths), most * turns
     rounds = pieces // programs if even else 0
@@ -376,9 +382,8 @@ def _share_out(
         own = group * triton.cdiv(longest, parts) + 256 / wide
         if even:
             return triton.cdiv(rest * parts, programs) * own + beside
-        busy = [
-            0.0
-        ] * programs  # in the order of their numbers; where parts are many, longer than this: they wait for each other
+        # Parts start in the order of their numbers. Many parts take longer than this, since they wait for each other.
+        busy = [0.0] * programs
         for length in lengths[::-1] if down else lengths:
             costs = [group * ((n + 1) * length // parts - n * length // parts) + 256 / wide for n in range(parts)]
             for cost in costs * turns:
@@ -386,33 +391,35 @@ def _share_out(
         return max(*busy, sum(busy) / programs + own / 4 if parts > 1 else 0) + beside
 
     parts = min((n for n in range(1, min(8, longest) + 1) if n == 1 or rest * n <= 8 * programs), key=end, default=1)
-    least = 0.05 if wide == 128 else 0.01  # where programs do not stay, a last round that is not full costs less
+    least = 0.05 if wide == 128 else 0.01  # without persistent programs a partial last round costs less
     gains = end(1) - end(parts) > least * (rounds * (group * longest + 256 / wide) + end(1))
     return (rounds * programs, parts) if gains else (pieces, 1)
 
 
-# Bytes of L2: an H200 (60 MiB) has more, and keeps what the programs of twice as many heads share; an H100 (50) has less.
+# Bytes of L2: an H200 (60 MiB) has more, and keeps what the programs of twice as many heads share; an H100 (50) has
+# less.
 ROOMY = 55 << 20
 
 
 def _section(
     q: torch.Tensor, k: torch.Tensor, longest: int, span: int, ordered: bool, ahead: bool, back: bool, packed: bool
 ) -> tuple[int, bool]:  # fmt: skip
-    """How many heads' pieces come together, and whether of causal ones the lightest come first (`Call.work`); all as measured on an H200
-    and an H100 (docs/notes/attention.md).
+    """Returns how many heads form a section, and whether causal pieces come lightest first (`Call.work`).
 
-    In order, causal pieces with the lightest first wait least, in sections whose q, do and sums L2 holds (at D 256, 4 heads; above D 64
-    on an H100 no more than 16). But the longest come last then, and where one of them is more than an eighth of what a program has (a hair
-    more on an H100, at D 256 a fourth), as with shared heads, that costs more than to wait. All other sections are longer than L2: four
-    programs at a head or more (eight at D 256) keep in step, and find there what one of them has fetched. Windows and D <= 64 without
-    shared heads, in full attention, gain nothing by it. An H100, whose L2 is smaller and whose memory is slower, wants twice as many
-    programs at a head of D > 64, where a head has so many; and four times as many where heads are long and not shared: 8192 keys in full
-    attention in order, 16384 out of order.
+    All choices are from measurements on an H200 and an H100 (docs/notes/attention.md).
+
+    With ordered sums, causal pieces wait least if the lightest come first, in sections whose q, do and sums fit in L2
+    (4 heads at D 256; at most 16 above D 64 on an H100). But then the longest pieces come last. That costs more than
+    waiting if one of them exceeds an eighth of a program's work (slightly more on an H100, a fourth at D 256), as with
+    shared heads. All other sections exceed L2: four or more programs per head (eight at D 256) stay in step, and reuse
+    what one of them has loaded. Windows, and full attention at D <= 64 without shared heads, gain nothing from that. An
+    H100, with its smaller L2 and slower memory, needs twice as many programs per head above D 64, if a head has so
+    many, and four times as many if heads are long and not shared: 8192 keys in ordered full attention, 16384 unordered.
     """
     (batch, heads, _, D), (kv, columns) = q.shape, k.shape[1:3]
     turns, group, gpu, pieces = batch * kv, heads // kv, device.of(q), triton.cdiv(columns, span)  # pieces: of a head
     roomy = gpu.l2 > ROOMY
-    share = 2 * gpu.multiprocessors / (turns * (pieces + 1))  # the longest causal piece, of what a program has
+    share = 2 * gpu.multiprocessors / (turns * (pieces + 1))  # the longest causal piece as a share of a program's work
     light = share <= (1 / 4 if D > 128 else 1 / 8 if roomy else 0.128)
     down = ordered and ahead and (back or (roomy or group == 1 if packed else light))
     shared = 8 * max(1, longest) * D * group  # bytes of q, do and dq's sums that the programs of a head share
@@ -439,26 +446,26 @@ def bwd(
     cu_k: torch.Tensor | None, scale: float, softcap: float, left: int, right: int, bottom: bool, max_q: int,
     max_k: int, precision: str, deterministic: bool
 ) -> None:  # fmt: skip
-    """Fills dq, dk and dv; see `attention_bwd` in _attention.py. Packed sequences have numbers of blocks of queries of their own, so that
-    none has rows of two: cu // 64 + the sequence's number is its first one's."""
+    """Fills dq, dk and dv; see `attention_bwd` in _attention.py.
+
+    No block of queries has rows of two packed sequences: a sequence's first block is cu // 64 + the sequence's number.
+    """
     do = do if whole(do) else do.clone(memory_format=torch.contiguous_format)
     (batch, heads, rows, D), (kv, columns) = q.shape, k.shape[1:3]
     turns, group, wide = batch * kv, heads // kv, triton.next_power_of_2(D)
     span = 64 if wide > 128 else 128  # keys of a piece
     ahead, back, packed = right < UNBOUNDED, left < UNBOUNDED, cu_q is not None
     sequences = None if cu_q is None else cu_q.numel() - 1
-    longest = (
-        rows if sequences is None else min(rows, max_q or 4 * rows // max(1, sequences))
-    )  # some are longer than the average
+    # Without max_q, some sequences are assumed to be four times as long as the average.
+    longest = rows if sequences is None else min(rows, max_q or 4 * rows // max(1, sequences))
     tiles = triton.cdiv(rows, 64) if sequences is None else rows // 64 + sequences + 1
     listed, most = None, triton.cdiv(columns, span)
-    if cu_q is not None:  # seen from keys, what is to the left is to the right
+    if cu_q is not None:  # from the keys' side, left and right are swapped
         listed, most = _packed.order(k, q, cu_q if cu_k is None else cu_k, cu_q, bottom, right, left, span, 64)
     tops = torch.empty((batch * heads * tiles, 64), dtype=torch.float32, device=q.device)
     deltas = torch.empty((batch * heads * tiles, 64), dtype=torch.float32, device=q.device)
-    sums = torch.empty(
-        (batch * heads * tiles, 2 * D, 32), dtype=torch.float32, device=q.device
-    )  # as `_as_held` has them
+    # In the order of `_as_held`.
+    sums = torch.empty((batch * heads * tiles, 2 * D, 32), dtype=torch.float32, device=q.device)
     order = torch.empty((1 + batch * heads * tiles,), dtype=torch.int32, device=q.device)
     _start_delta(deltas, tops, o, do, dlse, lse, order, cu_q)
     section, down = _section(q, k, longest, span, deterministic, ahead, back, packed)
@@ -466,15 +473,11 @@ def bwd(
     maps = [TensorMap(t, (*box, 64, wide), min(128, 2 * wide), packed) for t in (q, k, v, do, dk, dv)]
     maps += [TensorMap(sums, (1, 2 * room, 32), 128), TensorMap(tops, (1, 64)), TensorMap(deltas, (1, 64))]
     shift = int(bottom) if packed else columns - rows if bottom else 0
-    entire, parts, shares = (
-        turns * most,
-        1,
-        None,
-    )  # pieces that stay whole; those of the others; dK and dV of each part, in float32
+    # Pieces that stay whole, parts of each of the others, and the parts' dK and dV in float32.
+    entire, parts, shares = turns * most, 1, None
+    programs = device.of(q).multiprocessors
     if not packed and wide <= 128:
-        entire, parts = _share_out(
-            most, turns, down, group, tiles, shift, left, right, wide, device.of(q).multiprocessors
-        )
+        entire, parts = _share_out(most, turns, down, group, tiles, shift, left, right, wide, programs)
     left_over = turns * most - entire
     pieces = entire + left_over * parts
     if left_over:
@@ -485,9 +488,7 @@ def bwd(
         launch(_bwd_wide, (pieces,), order, listed, *maps, pieces, *numbers, **facts, num_warps=4, maxnreg=128)
     else:
         facts |= {"TIGHT": wide == 128, "STAY": wide < 128, "STAGES": 2 if wide == 128 else 4}
-        programs = (
-            pieces if wide == 128 else min(pieces, device.of(q).multiprocessors)
-        )  # at 128 no registers are left to stay
+        programs = pieces if wide == 128 else min(pieces, programs)  # persistence takes registers, which 128 lacks
         facts |= {"REST": _parts(D)[1] if D > 64 else 0, "num_warps": 4, "maxnreg": 128}
         launch(_bwd, (programs,), order, listed, shares, *maps, pieces, entire, parts, *numbers, **facts)
     if shares is not None:

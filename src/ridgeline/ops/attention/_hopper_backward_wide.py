@@ -1,9 +1,10 @@
-"""Backward of the rung `gluon` of attention for heads of 200 to 256 dimensions: three groups of warps with one sum each.
+"""The backward of attention's `gluon` for D from 200 to 256: three warpgroups with one sum each.
 
-A piece of work is 64 keys, and dK and dV are 128 registers a thread each, so that no group can have both. The first group makes the scores,
-the probabilities and dV; the second, which is handed the probabilities in shared memory, dP, dS and dK; the third, as for narrower heads,
-dQ of dS. That is five products too. What goes from group to group has a room of its own: written by all threads, a fence between proxies
-behind it, counted by a barrier that every reader waits for, and free again when the reader has it in registers or its product has ended.
+A piece of work is 64 keys. dK and dV take 128 registers per thread each, so no group can hold both. The first group
+computes the scores, the probabilities and dV. The second reads the probabilities from shared memory and computes dP, dS
+and dK. The third computes dQ from dS, as for narrower heads: five products again. Data between groups has shared memory
+of its own: all threads write it, a proxy fence follows, every reader waits at a barrier, and it is free again once the
+reader has it in registers or its product has ended.
 """
 
 from triton.experimental import gluon
@@ -38,8 +39,10 @@ from ridgeline.ops.attention._hopper_rings import (
 
 @gluon.jit
 def _lain(pairs):
-    """Pairs of a tile (64, 64), which are (64, 32), in the order in which the threads of the tensor cores hold them: four of a thread lie
-    together, and its warp's threads one after the other. `_stood` undoes it."""
+    """Reorders pairs of a tile (64, 64), as (64, 32), to the order in which a product's threads hold them.
+
+    Four pairs of a thread are adjacent, then the threads of its warp follow. `_stood` undoes it.
+    """
     return pairs.reshape([4, 2, 8, 4, 2, 4]).permute((3, 0, 2, 5, 4, 1)).reshape([ROWS, ROWS // 2])
 
 
@@ -52,7 +55,7 @@ def _stood(lain, like):
 
 @gluon.jit
 def _values(dv_out, here, given, call):
-    """A group of warps: the probabilities, which it hands over, and dV."""
+    """The first group: the probabilities, which it passes on, and dV."""
     D: gl.constexpr = dv_out.block_type.shape[-1]
     dtype: gl.constexpr = dv_out.dtype
     s_layout: gl.constexpr = gl.NVMMADistributedLayout(version=[3, 0], warps_per_cta=[4, 1], instr_shape=[16, ROWS, 16])
@@ -88,7 +91,7 @@ def _values(dv_out, here, given, call):
             dv = warpgroup_mma_wait(0, deps=(dv_next,))
             here.dos.give(done)
         total = call.GROUP * work.blocks
-        here.dos.await_free(total)  # a room that nobody will fill
+        here.dos.await_free(total)  # memory that nobody will fill
         place, _ = _place(total, here.dos.SIZE)
         _flat(here.dos.tiles.index(place)).store(dv.to(dtype))
         fence_async_shared()
@@ -98,7 +101,7 @@ def _values(dv_out, here, given, call):
 
 @gluon.jit
 def _slopes(dk_out, here, given, call):
-    """A group of warps: dS, of the probabilities that it is given, and dK."""
+    """The second group: dS from the given probabilities, and dK."""
     D: gl.constexpr = dk_out.block_type.shape[-1]
     STAGES: gl.constexpr = here.ds.type.shape[0]
     dtype: gl.constexpr = dk_out.dtype
@@ -133,7 +136,7 @@ def _slopes(dk_out, here, given, call):
             dk_next = warpgroup_mma(gl.convert_layout(ds, gl.DotOperandLayout(0, d_layout, 2)), q, dk, is_async=True)
             dk = warpgroup_mma_wait(0, deps=(dk_next,))
             here.qs.give(done)
-        v.store((dk * call.scale).to(dtype))  # where v was, which nobody else reads
+        v.store((dk * call.scale).to(dtype))  # in v's place, which only this group reads
         fence_async_shared()
         _store(dk_out, work.keys(work.first), here.vs.index(0))
         tma.store_wait(0)

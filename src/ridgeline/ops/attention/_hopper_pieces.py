@@ -1,6 +1,8 @@
-"""What attention's backward on Hopper has for heads of all widths: pieces of work, some keys and the blocks of 64 queries that see any of
-them; in which order programs take them, and how many add to a block of dQ before one does; the warp that fetches, and the group
-of warps that makes dQ."""
+"""Attention's backward on Hopper, for all D: pieces of work, the producer warp, and the warpgroup that computes dQ.
+
+A piece is some keys and the blocks of 64 queries that see any of them. This module decides in which order programs take
+pieces, and how many pieces add to a block of dQ before each.
+"""
 
 from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
@@ -12,29 +14,27 @@ from ridgeline.ops.attention._hopper_rings import ROWS, _add, _await, _flat, _in
 
 @aggregate
 class Call:
-    """What is the same for all pieces of work; of packed sequences, for those of one."""
+    """What all pieces of work share, or all those of one packed sequence."""
 
     pieces: gl.tensor
-    entire: gl.tensor  # with SPLIT, so many pieces are whole; those after them are in `parts`
+    entire: gl.tensor  # with SPLIT, so many pieces are whole; later ones are split into `parts`
     parts: gl.tensor
     heads: gl.tensor
     section: gl.tensor
     turns: gl.tensor
-    tiles: gl.tensor  # blocks of queries of a head; of packed sequences of all there can be, or of one
+    tiles: gl.tensor  # blocks of queries per head; if packed, an upper bound, or those of one sequence
     columns: gl.tensor
     shift: gl.tensor
     left: gl.tensor
     right: gl.tensor
     scale: gl.tensor
-    factor: (
-        gl.tensor
-    )  # scale for exponentials of base 2; if it were computed here, ptxas would do so anew for every use of it
+    factor: gl.tensor  # scale for exponentials of base 2; computed here, ptxas would repeat it at every use
     LEFT: gl.constexpr
     RIGHT: gl.constexpr
     DOWN: gl.constexpr
     GROUP: gl.constexpr
     PACKED: gl.constexpr
-    SPAN: gl.constexpr  # keys of a piece
+    SPAN: gl.constexpr  # keys per piece
     SPLIT: gl.constexpr
 
     @gluon.constexpr_function
@@ -65,7 +65,7 @@ class Call:
 
     @gluon.jit
     def of(self, tiles, columns, shift):
-        """This of a packed sequence of so many blocks of queries, keys, and keys more than queries where that matters."""
+        """Returns this for a packed sequence: its blocks of queries, keys, and shift (keys beyond queries)."""
         return Call(
             self.pieces,
             self.entire,
@@ -91,11 +91,15 @@ class Call:
 
     @gluon.jit
     def find(self, item, listed):
-        """The piece, or part of one, of that number."""
+        """Returns the piece, or part of a piece, with that number."""
         if self.PACKED:
             item = _same(item)
             at = listed + 8 + item // self.turns * 8
-            tile, begins, columns = gl.load(at), gl.load(at + 2), gl.load(at + 3)  # all, before one is waited for
+            tile, begins, columns = (
+                gl.load(at),
+                gl.load(at + 2),
+                gl.load(at + 3),
+            )  # all in flight before the first is used
             begin, rows, number = gl.load(at + 4), gl.load(at + 5), gl.load(at + 6)
             item -= _same(tile) * self.turns
             begins, columns, begin, rows = _same(begins), _same(columns), _same(begin), _same(rows)
@@ -104,14 +108,17 @@ class Call:
                 item, base, begin, rows, begins
             )
         else:
-            work = self.work(item, item, item, item, item)  # the last four are of packed sequences alone
+            work = self.work(item, item, item, item, item)  # the last four matter only to packed sequences
         return work
 
     @gluon.jit
     def work(self, item, base, begin, rows, begins):
-        """The piece, or part of one, of that number, of packed sequences among a sequence's: tiles of keys of a section of heads come before
-        the next section's, so that the heads at work share the L2 cache; of causal calls the heaviest first, but with DOWN the lightest.
-        With SPLIT the last pieces are in parts: each has some of the blocks of queries."""
+        """Returns the piece, or part of a piece, with that number; for packed sequences, counted within the sequence.
+
+        A section of heads comes before the next, so that active heads share the L2 cache. In causal calls the heaviest
+        pieces come first, with DOWN the lightest. With SPLIT the last pieces are in parts, each with some of the blocks
+        of queries.
+        """
         share = 0 * item - 1
         if self.SPLIT:
             share = item - self.entire
@@ -132,9 +139,8 @@ class Call:
             high = gl.minimum(high, gl.maximum(n + self.SPAN - 1 + self.left - self.shift + ROWS, 0) // ROWS)
         many = gl.maximum(high - low, 0)
         if self.SPLIT:
-            part = (
-                share % self.parts if self.DOWN else self.parts - 1 - share % self.parts
-            )  # as a whole piece goes through its blocks
+            # In the order in which a whole piece walks its blocks.
+            part = share % self.parts if self.DOWN else self.parts - 1 - share % self.parts
             end = gl.where(share >= 0, (part + 1) * many // self.parts, many)
             skipped = gl.where(share >= 0, part * many // self.parts, 0)
             low, many = low + skipped, end - skipped
@@ -151,20 +157,22 @@ class Call:
 
 @aggregate
 class Work:
-    """A piece of work: 128 keys or 64, and the blocks of queries that see some of them, or a part of those, of all heads of queries that
-    share the keys."""
+    """A piece of work: 128 or 64 keys, and all or part of the blocks of queries that see any of them.
+
+    It covers all heads of queries that share the keys.
+    """
 
     call: Call
     batch: gl.tensor
     head: gl.tensor
-    first: gl.tensor  # of its keys
-    low: gl.tensor  # block of queries
+    first: gl.tensor  # key
+    low: gl.tensor  # first block of queries
     blocks: gl.tensor
-    share: gl.tensor  # the number of a part, among all; else less than 0
-    # Of packed sequences:
-    base: gl.tensor  # the number of the sequence's first block of queries
+    share: gl.tensor  # a part's number among all parts; negative for a whole piece
+    # For packed sequences:
+    base: gl.tensor  # number of the sequence's first block of queries
     begin: gl.tensor  # where the sequence's queries begin
-    rows: gl.tensor  # how many they are
+    rows: gl.tensor  # how many there are
     begins: gl.tensor  # where its keys begin
 
     @gluon.constexpr_function
@@ -183,7 +191,7 @@ class Work:
 
     @gluon.jit
     def queries(self, g, block):
-        """Where a block of queries lies."""
+        """Returns the coordinates of a block of queries."""
         if self.call.PACKED:
             far, end, last = _in(self.begin, self.rows, block * ROWS)
             at = far, end, self.head * self.call.GROUP + g, last, 0
@@ -193,7 +201,7 @@ class Work:
 
     @gluon.jit
     def keys(self, row):
-        """Where keys lie, from one on."""
+        """Returns the coordinates of keys, from a row on."""
         if self.call.PACKED:
             far, end, last = _in(self.begins, self.call.columns, row)
             at = far, end, self.head, last, 0
@@ -203,28 +211,31 @@ class Work:
 
     @gluon.jit
     def numbered(self, block):
-        """Which of a head's blocks of queries a block is."""
+        """Returns a block's number among a head's blocks of queries."""
         if self.call.PACKED:
             block += self.base
         return block
 
     @gluon.jit
     def block(self, n):
-        """The n-th block of queries of a head."""
+        """Returns the n-th block of queries of a head."""
         if not self.call.DOWN:
             n = self.blocks - 1 - n
         return self.low + n
 
     @gluon.jit
     def turn(self, g):
-        """The g-th head of queries that shares the keys, counted through batches."""
+        """Returns the g-th head of queries that shares the keys, counted over the batch."""
         return self.batch * self.call.heads + self.head * self.call.GROUP + g
 
     @gluon.jit
     def before(self, block):
-        """How many pieces add to a block of queries before this one does. They have lower numbers, so that they have been begun, and come
-        to the block earlier: with DOWN, where the last keys come first, by a block for every 64 keys between; else all of a head, or
-        all parts of the same number, begin at one block or near, and the first waits make them follow each other."""
+        """Returns how many pieces add to a block of queries before this one does.
+
+        Those pieces have lower numbers, so they have started, and they reach the block earlier. With DOWN, the last
+        keys come first, one block earlier for every 64 keys. Otherwise all pieces of a head, or all parts with the same
+        number, start at about the same block, and their first waits make them follow each other.
+        """
         me = self.first // self.call.SPAN
         if self.call.DOWN:
             high = gl.cdiv(self.call.columns, self.call.SPAN) - 1
@@ -241,7 +252,7 @@ class Work:
 
     @gluon.jit
     def hide(self, p, row, first):
-        """Probabilities of keys (down, from `first`) that a query (across) does not see become 0."""
+        """Sets the probabilities of keys (down, from `first`) that a query (across) does not see to 0."""
         j = first + gl.arange(0, p.shape[0], gl.SliceLayout(1, p.type.layout))[:, None]
         i = row + gl.arange(0, p.shape[1], gl.SliceLayout(0, p.type.layout))[None, :]
         if self.call.LEFT:
@@ -249,9 +260,8 @@ class Work:
             seen = (j + 0 * i < self.call.columns) & (j >= i - self.call.left)
             if self.call.RIGHT:
                 seen = seen & (j <= i + self.call.right)
-        elif (
-            self.call.RIGHT
-        ):  # one comparison for each, with a key's first query; of a window's two such limits registers spill
+        elif self.call.RIGHT:
+            # One comparison each, with a key's first query; two such limits, for a window, would spill registers.
             seen = i >= gl.where(j < self.call.columns, j - self.call.right - self.call.shift, 0x7FFFFFFF)
         else:
             seen = j < self.call.columns
@@ -259,7 +269,7 @@ class Work:
 
     @gluon.jit
     def edge(self, row):
-        """Whether a query of the block that begins with this row does not see all of the keys."""
+        """Returns whether some query of the block that begins with this row does not see all of the keys."""
         found = self.first + self.call.SPAN > self.call.columns
         if self.call.RIGHT:
             found = found | (row + self.call.shift + self.call.right < self.first + self.call.SPAN - 1)
@@ -270,7 +280,7 @@ class Work:
 
 @gluon.jit
 def _fetch(queries, do, tops, deltas, keys, values, here, counter, listed, call):
-    """The warp that fills shared memory."""
+    """The producer warp, which fills shared memory."""
     TILES: gl.constexpr = here.ks.type.shape[0]
     n, done = 0, 0
     pieces = call.count(listed)
@@ -311,7 +321,7 @@ def _fetch(queries, do, tops, deltas, keys, values, here, counter, listed, call)
 
 @gluon.jit
 def _piece(here, n, item, call):
-    """The program's n-th piece of work; of packed sequences without where its queries lie, which the warp that fetches knows."""
+    """Returns the program's n-th piece; if packed, without its queries' place, which only the producer warp needs."""
     if call.PACKED:
         head, first, low, blocks, base, begins, columns, shift = here.tickets.read(n)
         work = Work(
@@ -334,7 +344,7 @@ def _piece(here, n, item, call):
 
 @gluon.jit
 def _by_keys(here, place, COLUMN: gl.constexpr, zero):
-    """Starts dS^T K for the columns of dQ from one on."""
+    """Starts dS^T K for dQ's columns from COLUMN on."""
     TILES: gl.constexpr = here.ks.type.shape[0]
     COLUMNS: gl.constexpr = zero.shape[1]
     dq = zero
@@ -346,7 +356,7 @@ def _by_keys(here, place, COLUMN: gl.constexpr, zero):
 
 @gluon.jit
 def _leave(dq, dq_sums, number, COLUMN: gl.constexpr, rooms, before):
-    """Columns of a tile of dQ, from one on, are added to memory, by as many rooms as they need, one after the other."""
+    """Adds a tile of dQ's columns, from COLUMN on, to memory, through as many rooms in turn as they need."""
     ROOMS: gl.constexpr = rooms.type.shape[0]
     ROOM: gl.constexpr = rooms.type.shape[2] // 2
     W: gl.constexpr = dq.shape[1]
@@ -361,22 +371,24 @@ def _leave(dq, dq_sums, number, COLUMN: gl.constexpr, rooms, before):
 
 @gluon.jit
 def _queries(W: gl.constexpr, dq_sums, rooms, here, order, call, ORDERED: gl.constexpr, REST: gl.constexpr):
-    """A group of warps: dQ of all keys, added to what is in memory by way of `rooms` in shared memory. The piece of work that is the first
-    of all that add to a block stores instead, and others come after it; with ORDERED after all that are before them. `order` says how many
-    have added. W columns are multiplied at a time (REST of the last), and leave by as many rooms as they need.
+    """The third group: dQ for all keys, added to memory through buffers in shared memory (`rooms`).
 
-    A block is told of when all that the copy engine was told to add to it is written, by `_tell`. Two things are taken for granted. What
-    the engine adds after a relaxed look (`seen`) that found the word comes after what the word tells of: the look decides whether it is asked
-    to at all. And where a piece is a program (from D 72 on) those with lower numbers begin first.
+    The first piece that adds to a block stores instead, and the others wait for it; with ORDERED each waits for all
+    pieces before it. `order` counts the additions to each block. W columns are multiplied at a time (the last time
+    REST), and leave through as many rooms as they need.
+
+    `_tell` announces a block once all of TMA's additions to it are written. Two things are assumed. First, an addition
+    that TMA makes after a relaxed load (`seen`) of the count comes after the additions counted there: the load decides
+    whether TMA is asked to add at all. Second, if a piece is a program (from D 72 on), lower numbers start first.
     """
     TILES: gl.constexpr = here.ks.type.shape[0]
     STAGES: gl.constexpr = here.ds.type.shape[0] // TILES
     PARTS: gl.constexpr = here.ks.type.shape[-1] // W
-    NEED: gl.constexpr = 2 * W // rooms.type.shape[2]  # rooms of a part
-    # A block is told of a part into the next one where the pieces after this are as close as they can be: those of 64 keys, and causal
-    # ones of which the heaviest come first. Elsewhere a block later, when the engine is sooner done: measured.
+    NEED: gl.constexpr = 2 * W // rooms.type.shape[2]  # rooms per part
+    # A block is announced one part into the next if later pieces follow closely: those of 64 keys, and causal ones with
+    # the heaviest first. Otherwise it is announced a block later, when TMA has finished sooner (as measured).
     EARLY: gl.constexpr = NEED > 1 or (call.RIGHT and not call.DOWN)
-    TELLS: gl.constexpr = 0 if EARLY else PARTS - 1  # after which part of a block the one before it is told of
+    TELLS: gl.constexpr = 0 if EARLY else PARTS - 1  # after this part of a block, the one before is announced
     layout: gl.constexpr = gl.NVMMADistributedLayout(version=[3, 0], warps_per_cta=[4, 1], instr_shape=[16, W, 16])
     rest_layout: gl.constexpr = gl.NVMMADistributedLayout(
         version=[3, 0], warps_per_cta=[4, 1], instr_shape=[16, max(REST, 16), 16]
@@ -405,8 +417,8 @@ def _queries(W: gl.constexpr, dq_sums, rooms, here, order, call, ORDERED: gl.con
                     if part == PARTS - 1:
                         mbarrier.arrive(here.ds_free.index(place), count=1)
                     _leave(dq, dq_sums, number, part * W, rooms, before)
-                    if part == TELLS:  # noqa: SIM102  # this one is decided by the compiler
-                        if tell:  # the block before this one is in memory by now
+                    if part == TELLS:  # noqa: SIM102  # decided at compile time
+                        if tell:  # the block before this one is in memory now
                             here.told.say(said, last, (TELLS + 1) * NEED)
                             said += 1
                 tell = ORDERED or before == 0
@@ -423,9 +435,12 @@ def _queries(W: gl.constexpr, dq_sums, rooms, here, order, call, ORDERED: gl.con
 
 @gluon.jit
 def _tell(order, told):
-    """The warp that tells other programs of blocks of dQ that have been added to. Its word must be a release: the copy engine says that it
-    has written before all others see it, and a relaxed word came first once in a hundred calls at D 256. A release waits until they do,
-    for a third of a block's time or more, and nobody here waits for this warp unless it is two blocks behind."""
+    """The warp that announces additions to blocks of dQ to other programs.
+
+    The announcement must be a release: TMA reports a write before all others can see it, and a relaxed announcement
+    overtook the write once in a hundred calls at D 256. The release waits for visibility, a third of a block's time or
+    more, but no other warp here waits for this one unless it is two blocks behind.
+    """
     n = 0
     number = told.hear(0)
     while number >= 0:

@@ -1,5 +1,7 @@
-"""The plan of attention's forward on Hopper: which tiles of queries a program takes in which order, and what each sees; and the host's rules
-for both."""
+"""The schedule of attention's forward on Hopper: which tiles of queries a program takes, when, and what they see.
+
+The host's rules for it are here too.
+"""
 
 import math
 from functools import lru_cache
@@ -15,12 +17,13 @@ from ridgeline.ops.attention._hopper_softmax import _cut
 
 @aggregate
 class Plan:
-    """Which tiles of queries a program takes in which order, and what each sees.
+    """Which tiles of queries a program takes, in which order, and what each sees.
 
-    Causal: of the first `couples` of heads a program takes a heavy tile of one and the other's that is as light, for all such pairs have as
-    many blocks; neighbours' pairs are of the same heads, which the L2 cache then holds. The tiles that remain, two to four rounds, go around
-    the programs from left to right and back, the heaviest first, so that all end together; a program with a pair more sits out the first
-    time. Without such pairs that is the order of all tiles, those of a section of heads before the next section's; but see `place`.
+    In causal calls, tiles of the first 2 x `couples` heads come in pairs: a heavy tile of one head and an equally light
+    one of another, so that all pairs have as many blocks. Neighbouring programs' pairs have the same heads, which stay
+    in L2. The remaining tiles, two to four rounds, are dealt to the programs from left to right and back, the heaviest
+    first, so that all end together; a program with an extra pair skips the first round. Without pairs all tiles come in
+    that order, one section of heads after the other; but see `place`.
     """
 
     turns: gl.tensor
@@ -40,7 +43,8 @@ class Plan:
     LEFT: gl.constexpr
     RIGHT: gl.constexpr
     PACKED: gl.constexpr
-    # Which blocks may hold keys that some of a group's rows do not see: 0 none, 1 its first, 2 any, 3 its first and those at a window's left edge.
+    # Which blocks may have keys that some of a group's rows do not see: 0 none, 1 its first, 2 any, 3 its first and
+    # those at a window's left edge.
     MASKS: gl.constexpr
 
     @gluon.constexpr_function
@@ -69,7 +73,7 @@ class Plan:
 
     @gluon.jit
     def step(self, n):
-        """The number of this program's n-th tile: first those of pairs, two by two."""
+        """Returns the number of this program's n-th tile; pairs come first."""
         program, programs = gl.program_id(0), gl.num_programs(0)
         pairs = self.couples * self.tiles
         rounds, more = pairs // programs, pairs % programs
@@ -84,9 +88,9 @@ class Plan:
 
     @gluon.jit
     def place(self, t):
-        """A tile's head, counted through batches, and its first row."""
+        """Returns a tile's head, counted over the batch, and its first row."""
         if not self.LEFT and not self.RIGHT:
-            # A section is one head. Of three groups, tiles that leave a group without rows come after all others.
+            # A section is one head. With three groups, tiles that leave a group without rows come last.
             early = self.tiles
             if (self.BM > 2 * ROWS) & (self.rows <= self.tiles * self.BM - ROWS):
                 early -= 1
@@ -114,8 +118,11 @@ class Plan:
 
     @gluon.jit
     def find(self, listed, t):
-        """`place` for packed sequences: a tile's head and first row, where its sequence's queries begin and how many they are, and the same of
-        its keys. A sequence's tiles come by sections of heads."""
+        """`place` for packed sequences: returns (head, row, begin, rows, begins, columns).
+
+        They are a tile's head and first row, where its sequence's queries begin and how many there are, and the same
+        for its keys. A sequence's tiles come by sections of heads.
+        """
         at = listed + 8 + t // self.heads * 8
         base, tiles = gl.load(at), gl.load(at + 1)
         begin, rows = gl.load(at + 2), gl.load(at + 3)
@@ -131,7 +138,7 @@ class Plan:
 
     @gluon.jit
     def at(self, head, row, begin, length):
-        """A row in a tensor map: of a batch's head, or of the sequence that begins there."""
+        """Returns a row's coordinates in a tensor map: in a batch's head, or in the sequence that begins there."""
         if self.PACKED:
             far, end, last = _in(begin, length, row)
             at = (far, end, head, last, 0)
@@ -141,7 +148,7 @@ class Plan:
 
     @gluon.jit
     def reach(self, row, columns, shift):
-        """The blocks of keys from and up to which the rows of a tile see some; one at least."""
+        """Returns the range of key blocks that a tile's rows see, at least one block."""
         high = gl.cdiv(columns, self.BN)
         if self.RIGHT:
             high = gl.minimum(high, gl.maximum(row + self.BM - 1 + shift + self.right + self.BN, 0) // self.BN)
@@ -153,7 +160,7 @@ class Plan:
 
     @gluon.jit
     def read(self, board, n):
-        """What the board says of a program's n-th tile."""
+        """Reads the board's entry for a program's n-th tile."""
         head, row, low, high, begin, length, columns, shift = _read(board, n, self.PACKED)
         if not self.PACKED:
             length, columns, shift = self.rows, self.columns, self.shift
@@ -161,7 +168,7 @@ class Plan:
 
     @gluon.jit
     def seen_by(self, row, low, high, shift):
-        """One past the last block of keys that a group's rows see, of its tile's; it has one at least."""
+        """Returns the end of the key blocks that a group's rows see, within its tile's; at least one block."""
         if self.RIGHT and (self.MASKS == 2 or self.BM > self.BN):
             last = gl.maximum(row + ROWS - 1 + shift + self.right + self.BN, 0) // self.BN
             high = gl.minimum(gl.maximum(last, low + 1), high)
@@ -169,7 +176,7 @@ class Plan:
 
     @gluon.jit
     def whole(self, row, low, columns, shift):
-        """The blocks from and up to which all of a group's rows see every key."""
+        """Returns the range of blocks of which all of a group's rows see every key."""
         high = columns // self.BN
         if self.RIGHT:
             high = gl.minimum(high, gl.maximum(row + shift + self.right + 1, 0) // self.BN)
@@ -179,7 +186,7 @@ class Plan:
 
     @gluon.jit
     def hide_last(self, s, row, block, columns, shift):
-        """`hide` for a tile's first block, its last keys: causal ones are never seen by all, else it is the ragged end."""
+        """`hide` for a tile's first block, its last keys: the diagonal in causal calls, else the ragged end."""
         if self.MASKS == 0:
             pass
         elif self.MASKS == 1 or self.RIGHT:
@@ -192,7 +199,7 @@ class Plan:
 
     @gluon.jit
     def hide(self, s, row, block, columns, shift):
-        """Scores of keys that a row does not see become -inf."""
+        """Sets the scores of keys that a row does not see to -inf."""
         i = row + shift + gl.arange(0, s.shape[0], gl.SliceLayout(1, s.type.layout))
         last = 0 * i + columns - 1
         if self.RIGHT:
@@ -204,15 +211,18 @@ class Plan:
 
     @gluon.jit
     def hide_left(self, s, row, block, shift):
-        """`hide` of the keys before a window alone."""
+        """`hide` for the keys before a window only."""
         i = row + shift + gl.arange(0, s.shape[0], gl.SliceLayout(1, s.type.layout))
         return _cut(s, i - self.left - 1 - block * self.BN, False)
 
 
 def _groups(D: int, turns: int, rows: int, ahead: bool, packed: bool, programs: int) -> int:
-    """Groups of warps for a block. At D <= 96 three multiply 1.1 times as fast as two (beyond 64 by 64 keys, for their registers); but the
-    heaviest program may have more rows by tiles of 192 than by tiles of 128, and causal ones of up to 4096 queries (1024 beyond D 64) see fewer
-    of their keys."""
+    """Returns the number of consumer warpgroups per block, two or three.
+
+    At D <= 96 three multiply 1.1 times as fast as two (above D 64 by 64 keys, to save registers). But with tiles of 192
+    rows the heaviest program may have more rows than with 128, and causal tiles of up to 4096 queries (1024 above D 64)
+    then see fewer of their keys.
+    """
     if D > 96 or (ahead and rows <= (4096 if D <= 64 else 1024)) or (packed and rows <= 1536):
         return 2
     two, three = (triton.cdiv(turns * triton.cdiv(rows, tile), programs) * tile for tile in (128, 192))
@@ -221,9 +231,12 @@ def _groups(D: int, turns: int, rows: int, ahead: bool, packed: bool, programs: 
 
 @lru_cache(1024)
 def _couples(heads: int, tiles: int, programs: int, most: int, more: int) -> int:
-    """Of causal heads, how many twos go by pairs of tiles (`Plan`), so that the programs end together: by trying what leaves one or two rounds
-    of pairs, and at most so many heads where that is a round; and none, of few tiles. A tile costs what it is high, as many tiles of keys as
-    all see (`more`), and what its ends take, 1.5."""
+    """Returns how many couples of causal heads go by pairs of tiles (`Plan`), so that the programs end together.
+
+    It tries the numbers that leave one or two rounds of other tiles, with at most `most` heads if they fill a round;
+    and none, if there are few tiles. A tile costs its position, the tiles of keys that all rows see (`more`), and 1.5
+    for its prologue and epilogue.
+    """
     least = 2 * programs / tiles
     first = min(heads // 2, math.ceil(max(0, heads - max(least, min(2 * least, most))) / 2))
     last = max(first, int((heads - least) / 2))
@@ -243,8 +256,8 @@ def _couples(heads: int, tiles: int, programs: int, most: int, more: int) -> int
 def _masks(
     BM: int, BN: int, columns: int, shift: int, right: int, back: bool, ahead: bool, bottom: bool, packed: bool
 ) -> int:
-    """`Plan.MASKS`. 1 and 3: a group's causal edge, or the ragged end of the keys, lies within the first block that it sees."""
-    if ahead and not (packed and bottom):  # of packed sequences shifts differ
+    """Returns `Plan.MASKS`: 1 or 3 if the causal edge, or the keys' end, is in the first block that a group sees."""
+    if ahead and not (packed and bottom):  # packed sequences have different shifts
         return 2 if (shift + right) % (ROWS.value if BM > BN else BN) else 3 if back else 1
     if ahead or back:
         return 2

@@ -1,5 +1,7 @@
-"""What attention's kernels on Hopper are made of: rings in shared memory and their barriers, ragged tensor maps, halves of registers,
-products in two parts; and, backward, pieces of work handed out, additions by the copy engine and their order."""
+"""Building blocks of attention's Hopper kernels: rings in shared memory, barriers, ragged tensor maps, packed halves.
+
+For backward also: the distribution of pieces of work, and TMA's additions and their order.
+"""
 
 from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
@@ -12,16 +14,14 @@ from ridgeline.cuda import TensorMap
 _load: gl.constexpr = getattr(tma, "async_load", None) or tma.async_copy_global_to_shared
 _store: gl.constexpr = getattr(tma, "async_store", None) or tma.async_copy_shared_to_global
 _barrier: gl.constexpr = getattr(gl, "barrier", None) or gl.thread_barrier
-ROWS = gl.constexpr(64)  # queries of a group of warps: as many as a matrix instruction takes
+ROWS = gl.constexpr(64)  # queries per warpgroup: the rows of a matrix instruction
 FAR = gl.constexpr(TensorMap.FAR)
-KEYS = gl.constexpr(
-    2
-)  # backward's groups of warps that read keys' tiles: with 64 keys each to D 128, with the same 64 beyond
+KEYS = gl.constexpr(2)  # backward's groups that read tiles of keys: 64 keys each up to D 128, the same 64 above
 
 
 @builtin
 def _reduce(desc, coord, src, _semantic=None):
-    """The copy engine adds a tile in shared memory to one in memory. (Triton before 3.9 has no Python name for it.)"""
+    """TMA adds a tile in shared memory to one in memory. (Triton before 3.9 has no Python name for it.)"""
     from triton._C.libtriton import ir
 
     coord = _semantic._convert_to_ir_values(coord, require_i64=False)
@@ -35,17 +35,17 @@ def _bits(size):
 
 @gluon.jit
 def _place(n, SIZE: gl.constexpr):
-    """Where in a ring of that size the n-th thing lies, and whether its round is odd."""
+    """Returns the n-th item's place in a ring of SIZE, and whether its round is odd."""
     if SIZE & (SIZE - 1):
         place, odd = n % SIZE, (n // SIZE) & 1
-    else:  # fewer instructions than for numbers with a sign
+    else:  # unsigned division takes fewer instructions
         place, odd = n & (SIZE - 1), (n >> _bits(SIZE)) & 1
     return place, odd
 
 
 @aggregate
 class Ring:
-    """Tiles in shared memory that one warp fills and others read and free, in turn. A tile (1, 1, rows, D) is read as (rows, D)."""
+    """A ring of tiles in shared memory: one warp fills, others release. A tile (1, 1, rows, D) is read as (rows, D)."""
 
     tiles: gl.shared_memory_descriptor
     ready: gl.shared_memory_descriptor
@@ -73,7 +73,7 @@ class Ring:
 
     @gluon.jit
     def end(self, n):
-        """Says that the n-th tile is there, and leaves it as it is."""
+        """Marks the n-th tile as filled without loading anything."""
         place, _ = _place(n, self.SIZE)
         mbarrier.arrive(self.ready.index(place), count=1)
 
@@ -102,7 +102,7 @@ def _ring(source, SIZE: gl.constexpr, READERS: gl.constexpr):
 
 @gluon.jit
 def _same(x):
-    """A number that all threads of a warp have, as the compiler then knows too."""
+    """Tells the compiler that all threads of a warp have the same number."""
     return gl.inline_asm_elementwise(
         "redux.sync.or.b32 $0, $1, 0xffffffff;", "=r,r", [x], dtype=gl.int32, is_pure=False, pack=1
     )
@@ -110,13 +110,13 @@ def _same(x):
 
 @gluon.jit
 def _in(begin, length, row):
-    """Where a row of a sequence is in a ragged tensor map (`TensorMap`), by its first two coordinates and its last but one."""
+    """Returns a sequence row's first two and last-but-one coordinates in a ragged tensor map (`TensorMap`)."""
     return FAR, begin + length, FAR - length + row
 
 
 @gluon.jit
 def _write(board, n, head, row, low, high, begin, rows, columns, shift):
-    """What groups of warps must know of the n-th tile; `_read` gives it."""
+    """Writes what the groups must know of the n-th tile; `_read` reads it."""
     field = gl.arange(0, 8, gl.BlockedLayout([1], [32], [1], [0]))
     left = gl.where(field == 0, head, gl.where(field == 1, row, gl.where(field == 2, low, high)))
     right = gl.where(field == 4, begin, gl.where(field == 5, rows, gl.where(field == 6, columns, shift)))
@@ -132,7 +132,7 @@ def _field(fields, N: gl.constexpr):
 
 @gluon.jit
 def _read(board, n, ALL: gl.constexpr = True):
-    """What `_write` wrote; without ALL the last three, which a dense call has as arguments, are 0."""
+    """Reads what `_write` wrote; without ALL the last three are 0, since a dense call has them as arguments."""
     fields = board.index(n & 1).load(gl.BlockedLayout([8], [32], [4], [0]))
     head, row, low, high, begin = (
         _field(fields, 0),
@@ -154,7 +154,7 @@ def _flat(tile):
 
 @aggregate
 class Rows:
-    """A ring of tiles of q or do, and a number of each row beside them."""
+    """A ring of tiles of q or do, with a number per row."""
 
     tiles: gl.shared_memory_descriptor
     numbers: gl.shared_memory_descriptor
@@ -191,7 +191,7 @@ class Rows:
 
     @gluon.jit
     def tile(self, n):
-        """The n-th tile, that was waited for before."""
+        """Returns the n-th tile, which `take` has waited for."""
         place, _ = _place(n, self.SIZE)
         return _flat(self.tiles.index(place))
 
@@ -202,7 +202,7 @@ class Rows:
 
     @gluon.jit
     def take_number(self, n, layout: gl.constexpr):
-        """The numbers of the n-th tile's rows, once both are there."""
+        """Waits for the n-th tile, and returns its rows' numbers."""
         self.take(n)
         return self.number(n, layout)
 
@@ -214,7 +214,7 @@ class Rows:
 
 @gluon.jit
 def _rows(source, numbers, SIZE: gl.constexpr, free=None):
-    """With `free` given, another ring's, places of both are given back together, by that one's `give`."""
+    """Makes the ring. free: another ring's barriers, whose `give` then releases both places together."""
     ready = _counters(SIZE, 1)
     if free is None:
         free = _counters(SIZE, KEYS)
@@ -226,7 +226,7 @@ def _rows(source, numbers, SIZE: gl.constexpr, free=None):
 
 @gluon.jit
 def _counters(SIZE: gl.constexpr, COUNT: gl.constexpr):
-    """As many barriers, each of so many arrivals."""
+    """Makes SIZE barriers, each for COUNT arrivals."""
     made = gl.allocate_shared_memory(gl.int64, [SIZE, 1], mbarrier.MBarrierLayout())
     for n in gl.static_range(SIZE):
         mbarrier.init(made.index(n), count=COUNT)
@@ -240,8 +240,11 @@ def _barriers(SIZE: gl.constexpr, FILLS: gl.constexpr, READERS: gl.constexpr):
 
 @aggregate
 class Tickets:
-    """The numbers of the pieces of work that this program takes: with STAY it draws the next when it has fetched what the one before
-    needs, so that it loads while it ends; else it has one. Of packed sequences others do not get the number, but what the piece is."""
+    """The numbers of the pieces of work that this program takes.
+
+    With STAY it draws the next one once the previous one's loads are issued, so that loads overlap its end; otherwise
+    it has only one. For packed sequences the other warps get the piece's description instead of its number.
+    """
 
     numbers: gl.shared_memory_descriptor
     ready: gl.shared_memory_descriptor
@@ -270,14 +273,14 @@ class Tickets:
 
     @gluon.jit
     def write(self, n, head, first, low, blocks, base, begins, columns, shift):
-        """Of packed sequences: the program's n-th piece. A head that is no head is the end."""
+        """For packed sequences: writes the program's n-th piece. An invalid head marks the end."""
         mbarrier.wait(self.free.index(n & 1), ((n >> 1) & 1) ^ 1)
         _write(self.numbers, n, head, first, low, blocks, base, begins, columns, shift)
         mbarrier.arrive(self.ready.index(n & 1), count=1)
 
     @gluon.jit
     def take(self, n):
-        """The number of the n-th piece; of packed sequences its head, and `read` gives all."""
+        """Returns the number of the n-th piece; for packed sequences its head, and `read` returns the rest."""
         item = gl.program_id(0)
         if self.PACKED:
             mbarrier.wait(self.ready.index(n & 1), (n >> 1) & 1)
@@ -297,7 +300,7 @@ class Tickets:
 
 @aggregate
 class Told:
-    """Numbers of blocks of queries, from the group of warps that adds to dQ to the warp that tells other programs of it."""
+    """Passes numbers of blocks from the group that adds to dQ to the warp that announces them to other programs."""
 
     numbers: gl.shared_memory_descriptor
     ready: gl.shared_memory_descriptor
@@ -311,7 +314,7 @@ class Told:
 
     @gluon.jit
     def say(self, n, number, BUT: gl.constexpr):
-        """The n-th number, once all but the last so many things that the copy engine was told to write are written."""
+        """Passes on the n-th number once all but the last BUT of TMA's writes are done."""
         mbarrier.wait(self.free.index(n & 1), ((n >> 1) & 1) ^ 1)
         self.numbers.index(n & 1).store(gl.full([1], number, gl.int32, gl.BlockedLayout([1], [32], [4], [0])))
         _added(BUT)
@@ -333,8 +336,7 @@ def _told():
 
 @aggregate
 class Memory:
-    """Shared memory: rings of q and do, a tile of k and of v for each group of warps, rings of dS, the numbers of pieces, and what of dQ
-    has been added to."""
+    """Shared memory: rings of q and do, each group's tile of k and of v, rings of dS, pieces, additions to dQ."""
 
     qs: Rows
     dos: Rows
@@ -369,7 +371,7 @@ class Memory:
 
 @gluon.jit
 def _pack(p, dtype: gl.constexpr):
-    """Neighbours of a row as one register of two: single halves, carried around a loop, take a register each and two moves more."""
+    """Packs two neighbours into a register: single halves carried around a loop take a register and two moves each."""
     even, odd = gl.split(gl.reshape(p, [p.shape[0], p.shape[1] // 2, 2]))
     if dtype == gl.bfloat16:
         packed = gl.inline_asm_elementwise(
@@ -384,7 +386,7 @@ def _pack(p, dtype: gl.constexpr):
 
 @gluon.jit
 def _halves(packed, dtype: gl.constexpr, layout: gl.constexpr):
-    """Two to a register, as the left side of a product."""
+    """Unpacks two per register, as the left operand of a product."""
     even = (packed & 0xFFFF).to(gl.int16).to(dtype, bitcast=True)
     odd = (packed >> 16).to(gl.int16).to(dtype, bitcast=True)
     return gl.convert_layout(gl.reshape(gl.join(even, odd), [packed.shape[0], packed.shape[1] * 2]), layout)
@@ -392,7 +394,7 @@ def _halves(packed, dtype: gl.constexpr, layout: gl.constexpr):
 
 @gluon.jit
 def _singles(packed, dtype: gl.constexpr, layout: gl.constexpr):
-    """Two to a register, in float32."""
+    """Unpacks two per register, to float32."""
     if dtype == gl.bfloat16:
         even = (packed << 16).to(gl.float32, bitcast=True)
         odd = (packed & -65536).to(gl.float32, bitcast=True)
@@ -404,7 +406,7 @@ def _singles(packed, dtype: gl.constexpr, layout: gl.constexpr):
 
 @gluon.jit
 def _scores(q, keys, zero, REST: gl.constexpr):
-    """Starts q K^T; with REST of half of the dimensions and so many more, since what is beyond is zeros."""
+    """Starts q K^T; with REST over half of the dimensions and REST more, since the others are zeros."""
     if REST:
         HALF: gl.constexpr = q.shape[1] // 2
         s = warpgroup_mma(
@@ -418,7 +420,7 @@ def _scores(q, keys, zero, REST: gl.constexpr):
 
 @gluon.jit
 def _look(place):
-    """A number in memory, as it may have been some time ago."""
+    """Loads a number from memory, relaxed: it may be old."""
     return gl.inline_asm_elementwise(
         "ld.relaxed.gpu.global.s32 $0, [$1];", "=r,l", [place.to(gl.int64)], dtype=gl.int32, is_pure=False, pack=1
     )
@@ -426,8 +428,11 @@ def _look(place):
 
 @gluon.jit
 def _await(place, count, seen):
-    """Until a number in memory, that was `seen` before, is at least `count`."""
-    code: gl.constexpr = "{ .reg .pred p; setp.ge.s32 p, $3, $2; @p bra past; again: ld.acquire.gpu.global.s32 $0, [$1]; setp.lt.s32 p, $0, $2; @p bra again; past: }"
+    """Waits until a number in memory, `seen` before, is at least `count`."""
+    code: gl.constexpr = (
+        "{ .reg .pred p; setp.ge.s32 p, $3, $2; @p bra past; again: ld.acquire.gpu.global.s32 $0, [$1]; "
+        "setp.lt.s32 p, $0, $2; @p bra again; past: }"
+    )
     gl.inline_asm_elementwise(
         code, "=&r,l,r,r", [place.to(gl.int64), count, seen], dtype=gl.int32, is_pure=False, pack=1
     )
@@ -440,7 +445,7 @@ def _awaiting(but):
 
 @gluon.jit
 def _added(BUT: gl.constexpr):
-    """Until all but the last so many things that the copy engine was told to write are written, as this program sees it."""
+    """Waits until all but the last BUT of TMA's writes are done, as this program sees them."""
     code: gl.constexpr = _awaiting(BUT)
     gl.inline_asm_elementwise(code, "=r,r", [0], dtype=gl.int32, is_pure=False, pack=1)
     _barrier()
@@ -448,8 +453,11 @@ def _added(BUT: gl.constexpr):
 
 @gluon.jit
 def _as_held(sums):
-    """A tile of (64, W) in the order in which the threads hold it, as (2 W, 32): four numbers of a thread lie together, and its warp's
-    threads one after the other, so that no two of them write to one bank. `_in_rows` undoes it."""
+    """Reorders a tile (64, W) to (2 W, 32), the order in which threads hold it.
+
+    Four numbers of a thread are adjacent, then the threads of its warp follow, which avoids bank conflicts. `_in_rows`
+    undoes it.
+    """
     W: gl.constexpr = sums.shape[1]
     held = sums.reshape([4, 2, 8, W // 8, 4, 2]).permute((3, 0, 2, 4, 1, 5))  # warp, half, row, eight columns, two, one
     return held.reshape([2 * W, 32])
@@ -457,7 +465,7 @@ def _as_held(sums):
 
 @gluon.jit
 def _add(dq, dq_sums, at, room, before):
-    """A tile of dQ goes to its sums in memory, by way of a room in shared memory."""
+    """Adds a tile of dQ to its sums in memory, through a buffer in shared memory."""
     room.reshape([room.shape[1], 32]).slice(0, 2 * dq.shape[1], 0).store(_as_held(dq))
     fence_async_shared()
     if before == 0:

@@ -1,7 +1,7 @@
-"""In which order tiles of packed sequences are taken: a list of them, made on the GPU, for programs that take one after the other.
+"""The order in which programs take tiles of packed sequences: a list made on the GPU.
 
-A program of the kernel that follows takes the first tile that none has taken, by a counter. The list has the sequences with the most
-keys to see first, so that what is left at the end is short; and no tile without rows.
+Programs of the next kernel take tiles from the list by a counter. Sequences with the most keys to see come first, so
+that the last tiles are short; tiles without rows are left out.
 """
 
 from __future__ import annotations
@@ -15,14 +15,16 @@ from ridgeline import device
 from ridgeline.boundary import early, launch
 from ridgeline.ops.attention._triton import UNBOUNDED
 
-SOME = tl.constexpr(16)  # sequences of a program
-HEAD = 8  # numbers before the list: the counter, and how many tiles there are
+SOME = tl.constexpr(16)  # sequences per program
+HEAD = 8  # numbers before the list, among them the counter and the number of tiles
 
 
 @triton.jit
 def _bounds(cu, n, batch, tokens, LAST: tl.constexpr):
-    """Where sequences begin and how long they are. With LAST tokens after the last one are one more; whatever cu holds, none is out of
-    bounds."""
+    """Returns where sequences begin and their lengths; never out of bounds, whatever cu holds.
+
+    With LAST, tokens after the last sequence count as one more.
+    """
     begin = tl.load(cu + n, mask=n <= batch if LAST else n < batch, other=tokens)
     begin = tl.minimum(tl.maximum(begin, 0), tokens)
     end = tl.load(cu + n + 1, mask=n < batch, other=tokens if LAST else 0)
@@ -34,7 +36,7 @@ def _weights(
     cu_q, cu_k, n, batch, tokens, others, bottom, left, right, LEFT: tl.constexpr, RIGHT: tl.constexpr,
     BM: tl.constexpr, BN: tl.constexpr
 ):  # fmt: skip
-    """Sequences' tiles, and the most blocks of keys that one of these sees."""
+    """Returns sequences' tiles, and the most key blocks that one of them sees."""
     _, rows = _bounds(cu_q, n, batch, tokens, True)
     _, seen = _bounds(cu_k, n, batch, others, False)
     if RIGHT:
@@ -49,13 +51,16 @@ def _order(
     listed, cu_q, cu_k, batch, tokens, others, most, bottom, left, right, LEFT: tl.constexpr, RIGHT: tl.constexpr,
     BM: tl.constexpr, BN: tl.constexpr, PDL: tl.constexpr
 ):  # fmt: skip
-    """Lists every tile by seven of eight numbers: the place of its sequence's first tile in the list and how many these are; where the
-    sequence's queries begin and how many they are; the same of its keys; and the sequence's number."""
+    """Lists every tile by seven of eight numbers.
+
+    They are the place of its sequence's first tile in the list and the number of its tiles; where its queries begin and
+    how many there are; the same for its keys; and the sequence's number.
+    """
     if PDL:
         gdc_launch_dependents()
     n = tl.program_id(0) * SOME + tl.arange(0, SOME)
     tiles, weight = _weights(cu_q, cu_k, n, batch, tokens, others, bottom, left, right, LEFT, RIGHT, BM, BN)
-    base = tl.zeros((SOME,), tl.int64)  # 64 bits for lengths that make no sense
+    base = tl.zeros((SOME,), tl.int64)  # 64 bits, for invalid lengths
     total = tl.zeros((), tl.int64)
     for start in range(0, batch + 1, 128):
         m = start + tl.arange(0, 128)
@@ -86,18 +91,16 @@ def order(
     q: torch.Tensor, k: torch.Tensor, cu_q: torch.Tensor, cu_k: torch.Tensor, bottom: bool, left: int, right: int,
     BM: int, BN: int
 ) -> tuple[torch.Tensor, int]:  # fmt: skip
-    """The list for tiles of BM queries and BN keys, to which `early` applies, and how many tiles there are at the most. Backward, whose
-    tiles are of keys, gives both sides for each other, and left for right."""
+    """Returns the list for tiles of BM queries and BN keys, and an upper bound of the number of tiles.
+
+    The next kernel may start early (`boundary.early`). Backward, whose tiles are of keys, swaps the two sides, and left
+    and right.
+    """
     sequences, tokens = cu_q.numel() - 1, q.shape[2]
     most = tokens // BM + sequences + 1
     listed = torch.empty(HEAD + 8 * most, dtype=torch.int32, device=q.device)
     numbers = sequences, tokens, k.shape[2], most, int(bottom), left, right
-    flags = {
-        "LEFT": left < UNBOUNDED,
-        "RIGHT": right < UNBOUNDED,
-        "BM": BM,
-        "BN": BN,
-        "PDL": early(device.of(q))["PDL"],
-    }
+    flags = {"LEFT": left < UNBOUNDED, "RIGHT": right < UNBOUNDED, "BM": BM, "BN": BN}
+    flags["PDL"] = early(device.of(q))["PDL"]
     launch(_order, (triton.cdiv(sequences + 1, SOME.value),), listed, cu_q, cu_k, *numbers, **flags, num_warps=4)
     return listed, most

@@ -1,8 +1,8 @@
-"""The rung `tiled` of attention: FlashAttention's loops in eager PyTorch, to be read.
+"""The implementation `tiled` of attention: FlashAttention's loops in eager PyTorch, written to be read.
 
-Forward keeps, for a tile of queries, the running maximum of their scores and the running sum of exponentials below it; when a tile of keys
-raises the maximum, what was added up before is made smaller by as much. Backward needs no scores from forward: exp(s - lse) is the
-probability, and delta = rowsum(o do) - dlse is what softmax's derivative takes off each slope.
+For each tile of queries, forward keeps a running maximum of the scores and a running sum of exponentials relative to
+it. When a tile of keys raises the maximum, the earlier sums are rescaled. Backward recomputes the probabilities as
+exp(s - lse); delta = rowsum(o do) - dlse is the term that softmax's derivative subtracts in each row.
 """
 
 from __future__ import annotations
@@ -14,11 +14,11 @@ import torch
 from ridgeline.boundary import Function, first_order
 from ridgeline.ops.attention._attention import seen
 
-TILE = 128  # queries and keys at least; at most 16 tiles, each of which is a dozen of PyTorch's kernels
+TILE = 128  # at least so many queries and keys, and at most 16 tiles: each costs a dozen kernels
 
 
 class _Tiled(Function):
-    """q and the mask come as (B, Hkv, G, ...), for the G heads that share a head of k and v."""
+    """q and the mask are (B, Hkv, G, ...), for the G heads that share a head of k and v."""
 
     @staticmethod
     def forward(
@@ -68,7 +68,7 @@ def _tiles(x: torch.Tensor) -> list[slice]:
 
 
 def _meet(i: slice, j: slice, band: tuple[int, int] | None) -> bool:
-    """Whether some query of a tile sees some key of another: a causal loop stops at the diagonal."""
+    """Returns whether any query of tile i sees any key of tile j: a causal loop stops at the diagonal."""
     return band is None or (j.stop > i.start + band[0] and j.start < i.stop + band[1])
 
 
@@ -76,7 +76,7 @@ def _scores(
     q: torch.Tensor, k: torch.Tensor, i: slice, j: slice, mask: torch.Tensor | None, band: tuple[int, int] | None,
     scale: float, softcap: float
 ) -> tuple[torch.Tensor, Any]:  # fmt: skip
-    """The scores of a tile, -inf where nothing is seen, and the cap's slope."""
+    """Returns a tile's scores, -inf where a key is not seen, and the softcap's slope."""
     precise, slope = torch.promote_types(q.dtype, torch.float32), 1.0
     s = q[..., i, :].to(precise) @ k[:, :, None, j].to(precise).mT * scale
     if softcap:
@@ -94,7 +94,7 @@ def tiled(
     q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, mask: torch.Tensor | None, band: tuple[int, int] | None,
     scale: float, softcap: float
 ) -> tuple[torch.Tensor, torch.Tensor]:  # fmt: skip
-    """o and lse, as `formula`."""
+    """Returns o and lse, as `formula`."""
     sizes = k.shape[1], q.shape[1] // max(k.shape[1], 1)
     if mask is not None:
         mask = mask.expand(*q.shape[:3], k.shape[2]).unflatten(1, sizes)

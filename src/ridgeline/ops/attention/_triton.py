@@ -48,8 +48,7 @@ def _turn(item, tiles, heads, section, REVERSED: tl.constexpr):
 
 @triton.jit
 def _sequence(tile, cu, other_cu, tokens, others, batch, SIZE: tl.constexpr):
-    """For packed sequences: returns a tile's number within its sequence, the sequence's begin and length, and the other
-    side's.
+    """For packed sequences: returns a tile's number in its sequence, and the sequence's begin and length on both sides.
 
     A sequence's tiles are numbered from cu // SIZE + its own number on, which leaves enough room, so bisection finds
     the sequence. Tokens after the last sequence count as one more, which sees nothing. Whatever cu holds, results are
@@ -164,7 +163,7 @@ def _head(x, steps, batch, head, row, UNIT: tl.constexpr):
 
 @triton.jit
 def _scaled(x, scale, factor, APART: tl.constexpr):
-    """Returns x times the scale. With APART, factor is the scale's rounding error, which would bias all scores alike."""
+    """Returns x times the scale. With APART, factor is its rounding error, which would bias all scores alike."""
     return tl.fma(x, scale, x * factor) if APART else x * scale
 
 
@@ -1045,7 +1044,7 @@ def _start_delta(
     delta: torch.Tensor, power: torch.Tensor, o: torch.Tensor, do: torch.Tensor, dlse: torch.Tensor | None,
     lse: torch.Tensor, order: torch.Tensor | None = None, cu: torch.Tensor | None = None, apart: bool = False
 ) -> None:  # fmt: skip
-    """Fills delta and power, which have at least a head's rows; zeroes `order` (one number, and one per 64 rows) if given.
+    """Fills delta and power, with at least the rows of each head; zeroes `order` (1 + one number per 64 rows) if given.
 
     With cu it goes by 64 rows of a packed sequence, numbered as in `_sequence`.
     """
