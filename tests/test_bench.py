@@ -85,7 +85,7 @@ def test_every_outcome_is_a_row():
         }
         assert found["refuses"]["reason"] == "it takes nothing"
         assert found["breaks"]["reason"] == "it raised TypeError: it is broken"
-        assert "law" in found["wrong"]["reason"]
+        assert "times the allowed error" in found["wrong"]["reason"]
         assert found["wrong"]["seconds"] is None
         assert found["torch"]["peer"]
         assert found["fast"]["ratio"] == 1
