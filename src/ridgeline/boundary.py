@@ -27,7 +27,7 @@ from torch.autograd import forward_ad
 from triton.tools.tensor_descriptor import TensorDescriptor
 
 from ridgeline import device as devices
-from ridgeline import tuning
+from ridgeline import flops, tuning
 from ridgeline.cuda import SWIZZLES, Arranged, CudaKernel, Starter, TensorMap, View, _driver, _layout, parameters
 from ridgeline.op import RidgelineError, dense_only
 from ridgeline.replay import Loose, Plans, Start, recorder
@@ -69,6 +69,7 @@ def kernel_op(schema: str) -> Callable[[Callable[..., Any]], Any]:
         LIBRARY.define(schema, tags=torch.Tag.pt2_compliant_tag)
         LIBRARY.impl(name, launcher, "CompositeExplicitAutograd")
         torch.library.register_fake(f"ridgeline::{name}", fake, lib=LIBRARY)
+        flops.register(name)
         registered = getattr(torch.ops.ridgeline, name).default
         names = {
             "registered": registered,

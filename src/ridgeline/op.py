@@ -221,6 +221,8 @@ class Op:
     residue: the error allowed in a row that cancels to zero, as a share of the norm of the largest row.
     mutates: positions of the arguments (tensors or lists of them) that the function changes in place. They count as
         results, after the returned ones.
+    flops: for registered torch ops whose arguments `cost` cannot take by name, functions that count their operations,
+        for `FlopCounterMode` (see `flops.py`).
     """
 
     def __init__(
@@ -234,9 +236,11 @@ class Op:
         standards: tuple[str, ...] = ("torch",),
         residue: float = 0.0,
         mutates: tuple[int, ...] = (),
+        flops: dict[str, Callable[..., int]] | None = None,
     ):
         self.function, self.reference, self.cases, self.cost, self.roof = function, reference, cases, cost, roof
         self.standards, self.residue, self.mutates = standards, residue, mutates
+        self.flops = flops or {}
         self.name = function.__name__
         self.family = function.__module__.removeprefix("ridgeline.ops.").split(".")[0]
         self.implementations: dict[str, Implementation] = {}

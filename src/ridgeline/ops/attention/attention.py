@@ -20,6 +20,7 @@ import torch.nn.functional as F
 
 from ridgeline.op import Case, Cost, Op, RidgelineError, Spec, dense_only, nbytes
 from ridgeline.ops.attention._attention import (
+    FLOPS,
     GLUON,
     OPS,
     ORDERS,
@@ -208,6 +209,7 @@ ATTENTION = OPS[False] = Op(
     attention,
     reference=reference,
     cost=cost,
+    flops=FLOPS,
     standards=("torch", "tiled"),
     residue=2e-6,  # for rows that see one key
     cases=[

@@ -648,6 +648,11 @@ CROSS_ENTROPY = Op(
     cross_entropy,
     reference=reference,
     cost=cost,
+    flops={
+        "cross_entropy_fwd": lambda logits, target, dtype, need, *_: (8 if need == 2 else 5) * logits.numel(),
+        "cross_entropy_bwd": lambda logits, *_: 5 * logits.numel(),
+        "cross_entropy_finish": lambda *_: 0,
+    },
     cases=[
         Case("33x129", (Spec(33, 129), _labels(33, high=129))),
         Case("2x9x907 all", (Spec(2, 9, 907), _labels(2, 9, high=907, some=Ignored)), ALL),

@@ -587,6 +587,14 @@ LINEAR_CROSS_ENTROPY = Op(
     linear_cross_entropy,
     reference=reference,
     cost=cost,
+    flops={
+        "linear_cross_entropy_fwd": lambda x, weight, bias, target, dtype, need, *_: (
+            (6 if need == 2 else 2) * x.numel() * weight.shape[0]
+        ),
+        # The logits are computed again.
+        "linear_cross_entropy_bwd": lambda x, weight, *_: 6 * x.numel() * weight.shape[0],
+        "linear_cross_entropy_finish": lambda *_: 0,
+    },
     cases=[
         Case("33x16x129", (Spec(33, 16), Spec(129, 16), _labels(33, high=129))),
         Case(

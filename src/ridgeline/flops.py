@@ -1,0 +1,48 @@
+"""What `torch.utils.flop_counter.FlopCounterMode` counts for Ridgeline's registered ops: the operations of `Op.cost`.
+
+`<op>_fwd` counts as the op's forward cost and `<op>_bwd` as its backward cost. Their arguments reach the cost function
+by name. If a registered op has other names, or does less or more than the cost says, `Op(flops=...)` counts for it.
+"""
+
+from __future__ import annotations
+
+import inspect
+from functools import partial
+from typing import Any
+
+import torch
+from torch.utils.flop_counter import register_flop_formula
+
+from ridgeline.op import Op, _registry
+
+# Names in registered ops, and arguments of public functions with the same shape. The backward of an add_ norm has the
+# sum in place of the summands.
+PUBLIC = (("saved", "x"), ("saved", "residual"), ("y", "x"), ("dy", "x"), ("w", "weight"), ("groups", "num_groups"))
+
+
+def register(name: str) -> None:
+    """Registers the formula of `torch.ops.ridgeline.<name>`."""
+    register_flop_formula(getattr(torch.ops.ridgeline, name), get_raw=True)(partial(count, name))
+
+
+def count(name: str, *args: Any, out_val: Any = None, **_: Any) -> int:
+    """Returns the floating-point operations of one call of `torch.ops.ridgeline.<name>`."""
+    op = _registry[name if name in _registry else name.rpartition("_")[0]]
+    if name in op.flops:
+        return int(op.flops[name](*args))
+    schema = getattr(torch.ops.ridgeline, name).default._schema
+    given = {a.name: value for a, value in zip(schema.arguments, args, strict=False)}
+    for own, public in PUBLIC:
+        if own in given:
+            given.setdefault(public, given[own])
+    cost = op.cost(**_accepted(op, given))[1 if name.endswith("_bwd") else 0]
+    return 0 if cost is None else cost.flops
+
+
+def _accepted(op: Op, given: dict[str, Any]) -> dict[str, Any]:
+    """Returns the arguments that the op's cost function takes."""
+    taken = inspect.signature(op.cost).parameters
+    missing = [n for n, p in taken.items() if p.default is p.empty and p.kind < p.VAR_POSITIONAL and n not in given]
+    if missing:
+        raise TypeError(f"{op.name}: the cost function needs {', '.join(missing)}; say Op(flops=...) what it counts")
+    return {n: given[n] for n in taken if n in given}

@@ -1,0 +1,75 @@
+"""torch's FlopCounterMode counts our ops as their costs say, so that a model's utilisation is right with them."""
+
+import pytest
+import torch
+from torch.utils.flop_counter import FlopCounterMode
+
+import ridgeline
+from ridgeline.op import get, op_modules, tensors_of
+from ridgeline.select import eager
+
+pytestmark = pytest.mark.kernels
+
+
+def counted(call) -> int:
+    with FlopCounterMode(display=False) as counter:
+        call()
+    return counter.get_total_flops()
+
+
+@pytest.mark.parametrize("name", op_modules())
+def test_forward_counts_as_the_cost_says(name: str, device: str) -> None:
+    op = get(name)
+    tried = 0
+    for case in op.cases:
+        dtype = next((d for d in ("float32", "float16") if d in case.dtypes), case.dtypes[0])
+        if case.use != "check" or dtype == "bfloat16":
+            continue
+        args, kwargs = case.make(dtype, device)
+        with torch.no_grad():
+            if eager(op, None, *tensors_of(args)) is not None:
+                continue
+            args = [a.detach() if isinstance(a, torch.Tensor) else a for a in args]
+            wanted = op.cost(*args, **kwargs)[0].flops
+            found = counted(lambda op=op, args=args, kwargs=kwargs: op.function(*args, **kwargs))
+        assert found == wanted, case.name
+        tried += 1
+        if tried == 2:
+            return
+    if not tried:
+        pytest.skip("no kernel serves its cases here")
+
+
+@pytest.mark.parametrize(
+    "name", ["rms_norm", "add_layer_norm", "softmax", "rope", "silu_mul", "weighted_sum", "dropout"]
+)
+def test_backward_counts_as_the_cost_says(name: str, device: str) -> None:
+    op = get(name)
+    args, kwargs = next(c for c in op.cases if c.use == "check").make("float32", device)
+    forward, backward = op.cost(*args, **kwargs)[:2]
+
+    def step() -> None:
+        out = op.function(*args, **kwargs)
+        outs = [o for o in (out if isinstance(out, tuple) else (out,)) if o.requires_grad]
+        torch.autograd.backward(outs, [torch.ones_like(o) for o in outs])
+
+    assert counted(step) == forward.flops + backward.flops
+
+
+def test_a_step_counts_as_torchs(device: str) -> None:
+    """Products count as in PyTorch: attention, a linear layer and the last layer with its loss, forward and backward."""
+    q, k, v = (torch.randn(1, 2, 32, 16, device=device, requires_grad=True) for _ in range(3))
+    x, w = torch.randn(8, 16, device=device, requires_grad=True), torch.randn(24, 16, device=device, requires_grad=True)
+    target = torch.randint(24, (8,), device=device)
+
+    attention = 4 * 2 * 32 * 32 * 16
+    assert counted(lambda: ridgeline.attention(q, k, v).sum().backward()) == attention * 7 // 2
+    assert counted(lambda: ridgeline.attention(q, k, v, causal=True)) == attention * 33 // 64
+    product = 2 * 8 * 16 * 24
+    step = lambda: ridgeline.linear_cross_entropy(x, w, target).backward()  # noqa: E731
+    assert counted(step) == 3 * product
+    assert counted(lambda: ridgeline.linear(x, w).sum().backward()) == 3 * product
+    lengths = torch.tensor([0, 5, 32], dtype=torch.int32, device=device)
+    packed = [t.detach()[0].transpose(0, 1) for t in (q, k, v)]
+    found = counted(lambda: ridgeline.attention_varlen(*packed, lengths, lengths, causal=True))
+    assert found == 4 * 2 * 16 * sum(n * (n + 1) // 2 for n in (5, 27))
