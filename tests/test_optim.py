@@ -242,9 +242,9 @@ def test_refusals(device: str) -> None:
         AdamW([p]).step()
     x, g = p.detach(), torch.ones(4, 6, device=device)
     for args, said in {
-        (x, torch.ones(4, 5, device=device), g, g, 1): r"grads is \(4, 5\), and of params \(4, 6\)",
-        (x, g.int(), g, g, 1): "grads must be floating point, and number 0 is int32",
-        (x, g, g, g, 0): "step counts from 1, and is 0",
+        (x, torch.ones(4, 5, device=device), g, g, 1): r"grads is \(4, 5\), but of params \(4, 6\)",
+        (x, g.int(), g, g, 1): "grads must be floating point, but number 0 is int32",
+        (x, g, g, g, 0): "step counts from 1, but is 0",
         (x, g, g[:1].expand(4, 6), g, 1): "expanded",
         (x, g, g, g.to("meta"), 1): "exp_avg_sqs is on meta",
     }.items():
@@ -252,62 +252,62 @@ def test_refusals(device: str) -> None:
             ridgeline.adamw(*args)
     one, where = torch.ones((), device=device), str(torch.zeros(0, device=device).device)
     for step, said in {
-        (): "step must be one for all params or a list of 1, and has 0",
+        (): "step must be one for all params or a list of 1, but has 0",
         (1,): f"0-d float32 tensors on {where}, their param's device, and one is 1$",
         (one.long(),): rf"0-d float32 tensors on {where}.*one is torch.int64 \(\) on {where}",
         (one.view(1),): rf"one is torch.float32 \(1,\) on {where}",
         (one.to("meta"),): r"one is torch.float32 \(\) on meta",
         one.to("meta"): "one is .* on meta",
-        "3": "step must be a number, and is '3'",
-        torch.ones(2): "step must be a number, and is a tensor of 2 elements",
-        None: "step must be a number, and is None",
-        math.nan: "step counts from 1, and is nan",
-        math.inf: "step counts from 1, and is inf",
+        "3": "step must be a number, but is '3'",
+        torch.ones(2): "step must be a number, but is a tensor of 2 elements",
+        None: "step must be a number, but is None",
+        math.nan: "step counts from 1, but is nan",
+        math.inf: "step counts from 1, but is inf",
     }.items():
         with pytest.raises(RidgelineError, match=said):
             ridgeline.adamw([x], [g], [g], [g], list(step) if isinstance(step, tuple) else step)
     for options, said in (
-        ({"betas": 0.9}, "betas must be two numbers, and are 0.9"),
-        ({"betas": (0.9,)}, r"betas must be two numbers, and are \(0.9,\)"),
-        ({"betas": (0.9, "b")}, "betas must be a number, and is 'b'"),
+        ({"betas": 0.9}, "betas must be two numbers, but are 0.9"),
+        ({"betas": (0.9,)}, r"betas must be two numbers, but are \(0.9,\)"),
+        ({"betas": (0.9, "b")}, "betas must be a number, but is 'b'"),
         ({"betas": (0.9, 1.0)}, r"betas must be in \[0, 1\), .* and are \(0.9, 1.0\)"),
         ({"betas": (math.nan, 0.9)}, r"betas must be in \[0, 1\)"),
-        ({"lr": None}, "lr must be a number, and is None"),
-        ({"lr": "a"}, "lr must be a number, and is 'a'"),
-        ({"lr": torch.ones(2)}, "lr must be a number, and is a tensor of 2 elements"),
-        *(({"lr": lr}, f"lr must be finite and at least 0, and is {lr}") for lr in (-1.0, math.nan, math.inf)),
+        ({"lr": None}, "lr must be a number, but is None"),
+        ({"lr": "a"}, "lr must be a number, but is 'a'"),
+        ({"lr": torch.ones(2)}, "lr must be a number, but is a tensor of 2 elements"),
+        *(({"lr": lr}, f"lr must be finite and at least 0, but is {lr}") for lr in (-1.0, math.nan, math.inf)),
         *(
-            ({"eps": eps}, f"eps and weight_decay finite and at least 0, and are .*, {eps} and 0.01")
+            ({"eps": eps}, f"eps and weight_decay finite and at least 0, but are .*, {eps} and 0.01")
             for eps in (-1.0, math.nan, math.inf)
         ),
-        ({"eps": None}, "eps must be a number, and is None"),
+        ({"eps": None}, "eps must be a number, but is None"),
         ({"weight_decay": math.inf}, "weight_decay finite and at least 0"),
     ):
         with pytest.raises(RidgelineError, match=said):
             ridgeline.adamw(x, g, g, g, 1, **options)
     for lists, said in (
-        (([x], None, [g], [g]), "grads must be a list of tensors, or a tensor where all are, and is NoneType"),
-        (([x], g, [g], [g]), "grads must be a list of tensors, or a tensor where all are, and is Tensor"),
+        (([x], None, [g], [g]), "grads must be a list of tensors .a single tensor only if all are., but is NoneType"),
+        (([x], g, [g], [g]), "grads must be a list of tensors .a single tensor only if all are., but is Tensor"),
         ((None, None, None, None), "params must be a list of tensors"),
-        ((x, None, g, g), "grads must be tensors, and number 0 is NoneType"),
-        (([None], [g], [g], [g]), "params must be tensors, and number 0 is NoneType"),
+        ((x, None, g, g), "grads must be tensors, but number 0 is NoneType"),
+        (([None], [g], [g], [g]), "params must be tensors, but number 0 is NoneType"),
         (([x], [g, g], [g], [g]), "equally long lists, and have 1, 2, 1, 1 tensors"),
     ):
         with pytest.raises(RidgelineError, match=said):
             ridgeline.adamw(*lists, 1)
     for given, said in (
-        ((None, 1.0), "tensors must be a list of tensors, or a tensor where all are, and is NoneType"),
+        ((None, 1.0), "tensors must be a list of tensors .a single tensor only if all are., but is NoneType"),
         ((3, 1.0), "and is int"),
-        (([1.0], 1.0), "tensors must be tensors, and number 0 is float"),
-        (([g], "a"), "max_norm must be a number, and is 'a'"),
-        (([g], None), "max_norm must be a number, and is None"),
-        (([g], math.nan), "max_norm must be at least 0, and is nan"),
-        (([g], 1.0, "b"), "norm_type must be a number, and is 'b'"),
+        (([1.0], 1.0), "tensors must be tensors, but number 0 is float"),
+        (([g], "a"), "max_norm must be a number, but is 'a'"),
+        (([g], None), "max_norm must be a number, but is None"),
+        (([g], math.nan), "max_norm must be at least 0, but is nan"),
+        (([g], 1.0, "b"), "norm_type must be a number, but is 'b'"),
         (([g], 1.0, math.nan), "norm_type must be above 0"),
     ):
         with pytest.raises(RidgelineError, match=said):
             ridgeline.clip_grad_norm(*given)
-    with pytest.raises(RidgelineError, match="max_norm must be at least 0, and is -1"):
+    with pytest.raises(RidgelineError, match="max_norm must be at least 0, but is -1"):
         ridgeline.clip_grad_norm([g], -1)
     with pytest.raises(RidgelineError, match="impl='triton' cannot run this call: it takes norm_type 2 and inf"):
         ridgeline.clip_grad_norm([g], 1, 3, impl="triton")

@@ -1,9 +1,9 @@
-"""Many tensors in one launch: a table in the GPU's memory says where they lie, and each program takes one chunk of one of them.
+"""Many tensors in one launch: a table on the GPU holds their addresses, and each program takes a chunk of one tensor.
 
-The table has eight numbers for each tensor (or for each group of tensors of one size, such as a parameter with its gradient and
-moments): its elements, the number of its first chunk, and up to six addresses. A second one says which tensor each chunk is of.
-Both are written by kernels whose parameters hold the numbers themselves: nothing is copied from the host's memory, nothing
-waits, and in a CUDA graph they are like any other kernel.
+The table has eight numbers per tensor (or per group of tensors of one size, such as a parameter with its gradient and
+moments): its elements, the number of its first chunk, and up to six addresses. A second table gives each chunk's
+tensor. Both are written by kernels that receive the numbers as parameters: nothing is copied from the host, nothing
+waits, and they can be captured in a CUDA graph.
 """
 
 from __future__ import annotations
@@ -19,13 +19,13 @@ from ridgeline import device as devices
 from ridgeline.boundary import INTERPRETED, launch
 
 CHUNK = 8192
-BATCH = 128  # numbers that one launch writes
+BATCH = 128  # numbers per launch
 TL = {torch.float32: tl.float32, torch.float16: tl.float16, torch.bfloat16: tl.bfloat16}
 
 
 @triton.jit
 def _write(table, numbers):
-    """The numbers come as 2 (x + 2^40) + 1, so that Triton has nothing to specialise on."""
+    """Writes numbers x given as 2 (x + 2^40) + 1, so that Triton has nothing to specialise on."""
     for k in tl.static_range(len(numbers)):
         tl.store(table + k, (numbers[k] >> 1) - (1 << 40))
 
@@ -42,7 +42,7 @@ def _own(owners, table, CHUNK: tl.constexpr, BLOCK: tl.constexpr):
 
 @triton.jit
 def chunk_of(table, owners, chunk, CHUNK: tl.constexpr):
-    """Of a chunk: its tensor's entry in the table, the element that it begins at, and how many elements it has."""
+    """A chunk's entry in the table, its first element and its number of elements."""
     entry = table + tl.load(owners + chunk).to(tl.int64) * 8
     start = (chunk - tl.load(entry + 1)) * CHUNK
     return entry, start, tl.minimum(tl.load(entry) - start, CHUNK).to(tl.int32)
@@ -50,7 +50,7 @@ def chunk_of(table, owners, chunk, CHUNK: tl.constexpr):
 
 @triton.jit
 def pointer(entry, k, start, DTYPE: tl.constexpr, ALIGNED: tl.constexpr):
-    """The chunk's place in the entry's k-th tensor. ALIGNED: it lies at a multiple of 16 bytes."""
+    """A pointer to the chunk in the entry's k-th tensor. ALIGNED: the tensor begins at a multiple of 16 bytes."""
     p = tl.load(entry + 2 + k).to(tl.pointer_type(DTYPE))
     if ALIGNED:
         p = tl.multiple_of(p, 16)
@@ -65,12 +65,15 @@ class Table(NamedTuple):
     chunks: int
     aligned: bool
     dtypes: tuple[torch.dtype, ...]
-    like: torch.Tensor  # nothing, of the first dtype and the device
+    like: torch.Tensor  # empty, with the first dtype and the device
 
 
 def tabled(rows: Sequence[tuple[torch.Tensor, ...]], extra: Sequence[torch.Tensor] = ()) -> list[Table]:
-    """The tables of rows of tensors (each row's of one size and one dense layout): one for every combination of dtypes, device
-    and alignment. extra: for each row a 0-d tensor whose address follows the row's. Rows without elements are left out."""
+    """Tables for rows of tensors, each row of one size and one dense layout.
+
+    There is one table per combination of dtypes, device and alignment. extra: a 0-d tensor per row, whose address
+    follows the row's. Rows without elements are left out.
+    """
     groups: dict[Any, list[int]] = {}
     for n, row in enumerate(rows):
         if row[0].numel():
@@ -96,11 +99,12 @@ def tabled(rows: Sequence[tuple[torch.Tensor, ...]], extra: Sequence[torch.Tenso
 
 
 def address_key(*lists: Sequence[torch.Tensor]) -> Any:
-    """What tables and the checks before them depend on: every tensor's address, dtype, shape and strides; and the stream, for
-    tables are written on the one that they are used on. Attribute by attribute, which is quicker than tensor by tensor.
+    """What tables and their checks depend on: each tensor's address, dtype, shape and strides, and the stream.
 
-    None where tables are not kept: in a CUDA graph, which writes its own at every replay; of what has no address; on no device
-    with kernels; and of what is no list of tensors, which `checked` then says."""
+    Tables are written on the stream that uses them. Attribute by attribute is faster than tensor by tensor. None if
+    tables are not kept: in a CUDA graph, which writes its own at each replay; for tensors without an address; on
+    devices without kernels; and for invalid lists, which `checked` refuses.
+    """
     stream = 0
     try:
         first = lists[0][0]
@@ -119,7 +123,7 @@ def address_key(*lists: Sequence[torch.Tensor]) -> Any:
 
 
 def remember(tables: dict[Any, list[Table]], key: Any, made: list[Table]) -> None:
-    """Keeps tables; of too many, the oldest go."""
+    """Keeps tables; drops the oldest if there are too many."""
     if key is None:
         return
     if len(tables) >= 64:
@@ -128,15 +132,15 @@ def remember(tables: dict[Any, list[Table]], key: Any, made: list[Table]) -> Non
 
 
 def narrow(*args: Any) -> str | None:
-    """What the kernels support."""
+    """Why the kernels cannot take the tensors' dtypes, or None."""
     for a in args:
         for table in a if isinstance(a, list) else [a]:
             wide = [d for d in table.dtypes if d not in TL] if isinstance(table, Table) else []
             if wide:
-                return f"it takes {', '.join(str(d)[6:] for d in TL)}, and a tensor is {str(wide[0])[6:]}"
+                return f"it takes {', '.join(str(d)[6:] for d in TL)}, but a tensor is {str(wide[0])[6:]}"
     return None
 
 
 def dense(tensor: torch.Tensor) -> bool:
-    """Whether its elements fill one stretch of memory, in any order of dimensions."""
+    """Whether a tensor's elements fill one stretch of memory, with dimensions in any order."""
     return tensor.is_contiguous() or torch.empty_like(tensor, device="meta").stride() == tensor.stride()

@@ -1,10 +1,10 @@
-"""adamw: a step of Adam with decoupled weight decay, over many tensors at once and in place.
+"""adamw: one step of Adam with decoupled weight decay, over many tensors at once and in place.
 
     m = b1 m + (1 - b1) g          v = b2 v + (1 - b2) g^2          p = p - lr (decay p + m^ / (sqrt(v^) + eps))
     m^ = m / (1 - b1^t),  v^ = v / (1 - b2^t)  at step t = 1, 2, ...
 
-One pass: four reads and three writes of every element. One launch serves all tensors of the same dtypes (see `_tensors.py`);
-what depends on the step alone is computed once, on the host, or in the kernel where the step is a tensor.
+One pass: four reads and three writes per element. One launch serves all tensors of the same dtypes (see `_tensors.py`).
+Factors that depend on the step alone are computed once on the host, or in the kernel if the step is a tensor.
 Source: Loshchilov and Hutter, Decoupled Weight Decay Regularization, 2017 (arXiv:1711.05101).
 """
 
@@ -46,7 +46,7 @@ NAMES = "params", "grads", "exp_avgs", "exp_avg_sqs"
 
 @triton.jit
 def _one_less(x):
-    """1 - exp(x) of x <= 0, precise near 0 too."""
+    """1 - exp(x) for x <= 0, also precise near 0."""
     small = x * (
         1 + x * (0.5 + x * (0.16666667 + x * (0.041666668 + x * (0.008333334 + x * (0.0013888889 + x * 1.984127e-4)))))
     )
@@ -73,8 +73,10 @@ def _step(
     V: tl.constexpr, ALIGNED: tl.constexpr, STEPS: tl.constexpr, MAXIMIZE: tl.constexpr, CHUNK: tl.constexpr,
     BLOCK: tl.constexpr
 ):  # fmt: skip
-    """lr_at: the rate's address, or None for the number lr. one, two: 1 - b1, 1 - b2. first, second: 1 / (1 - b1^t) and
-    1 / sqrt(1 - b2^t); with STEPS, where each tensor's step lies in memory, log b1 and log b2."""
+    """Updates one chunk. lr_at: the learning rate's address, or None to use lr. one, two: 1 - b1, 1 - b2.
+
+    first, second: 1 / (1 - b1^t) and 1 / sqrt(1 - b2^t); with STEPS, when steps are in memory, log b1 and log b2.
+    """
     entry, start, size = chunk_of(table, owners, tl.program_id(0), CHUNK)
     p, g = pointer(entry, 0, start, P, ALIGNED), pointer(entry, 1, start, G, ALIGNED)
     m, v = pointer(entry, 2, start, M, ALIGNED), pointer(entry, 3, start, V, ALIGNED)
@@ -97,7 +99,7 @@ def _step(
 
 def _launch_triton(like: torch.Tensor, table: Table, steps: bool, numbers: tuple[Any, ...], maximize: bool) -> None:
     def rule() -> tuning.Config:
-        """16 bytes a thread of the widest tensors, for eight warps."""
+        """16 bytes of the widest tensors per thread, for eight warps."""
         return {"BLOCK": 4096 // max([d.itemsize for d in table.dtypes]), "num_warps": 8}
 
     def config() -> tuning.Config:
@@ -113,14 +115,13 @@ def _launch_triton(like: torch.Tensor, table: Table, steps: bool, numbers: tuple
 
 
 def _in_layout(row: tuple[torch.Tensor, ...]) -> tuple[torch.Tensor, ...]:
-    """The row in the parameter's own layout, or where that leaves gaps contiguous: what lies otherwise is copied."""
+    """The row in the parameter's layout or, if that has gaps, contiguous; tensors of other layouts are copied."""
     p = row[0]
     if all([t.is_contiguous() for t in row]):
         return row
     if any(size > 1 and not step for t in (p, *row[2:]) for size, step in zip(t.shape, t.stride(), strict=True)):
-        raise RidgelineError(
-            "adamw: an expanded tensor cannot be changed in place; params and moments must have their own elements"
-        )
+        advice = "give params and moments their own memory"
+        raise RidgelineError(f"adamw: an expanded tensor cannot be changed in place; {advice}")
     like = p if dense(p) else torch.empty_like(p, memory_format=torch.contiguous_format)
     return tuple([t if t.stride() == like.stride() else torch.empty_like(like, dtype=t.dtype).copy_(t) for t in row])
 
@@ -134,8 +135,10 @@ def _run(
     lr: float, beta1: float, beta2: float, eps: float, weight_decay: float, maximize: bool, impl: str | None,
     tables: list[Table] | None = None
 ) -> None:  # fmt: skip
-    """A step by kernels. steps: a tensor for each parameter, or empty where `step` is the number of them all.
-    tables: of exactly these tensors, where they are known."""
+    """A step by kernels. steps: a tensor per parameter, or empty if `step` is the step of them all.
+
+    tables: those of exactly these tensors, if they are known.
+    """
     keep, copies = False, []
     if tables is None:
         select(ADAMW, impl, params[0], kernels=True)  # raises here, before anything is started
@@ -165,8 +168,9 @@ def _run(
 
 
 LIBRARY.define(
-    "adamw(Tensor(a!)[] params, Tensor[] grads, Tensor(b!)[] exp_avgs, Tensor(c!)[] exp_avg_sqs, Tensor[] steps, SymInt step, Tensor? lr_at, "
-    "float lr, float beta1, float beta2, float eps, float weight_decay, bool maximize, str? impl) -> ()"
+    "adamw(Tensor(a!)[] params, Tensor[] grads, Tensor(b!)[] exp_avgs, Tensor(c!)[] exp_avg_sqs, Tensor[] steps, "
+    "SymInt step, Tensor? lr_at, float lr, float beta1, float beta2, float eps, float weight_decay, bool maximize, "
+    "str? impl) -> ()"
 )
 LIBRARY.impl("adamw", _run, "CompositeExplicitAutograd")
 torch.library.register_fake("ridgeline::adamw", lambda *args: None, lib=LIBRARY)
@@ -192,7 +196,7 @@ def _torch(
     params: Tensors, grads: Tensors, exp_avgs: Tensors, exp_avg_sqs: Tensors, step: Any, *, lr: Any = 1e-3,
     betas: tuple[float, float] = (0.9, 0.999), eps: float = 1e-8, weight_decay: float = 1e-2, maximize: bool = False
 ) -> None:  # fmt: skip
-    """torch._fused_adamw_ takes tensors of one dtype: where a parameter and its moments differ, float32 copies."""
+    """torch._fused_adamw_ takes tensors of one dtype; a parameter whose moments differ goes through float32 copies."""
     lists = [[a] if isinstance(a, torch.Tensor) else a for a in (params, grads, exp_avgs, exp_avg_sqs)]
     steps = step if isinstance(step, list | tuple) else [step] * len(lists[0])
     groups: dict[Any, Any] = {}
@@ -207,14 +211,8 @@ def _torch(
         given = row if alike else [x.float() for x in row]
         groups.setdefault((given[0].dtype, given[0].device), []).append((*given, t, row))
     rate = float(lr) if isinstance(lr, torch.Tensor) and not lr.is_cuda else lr
-    options: dict[str, Any] = {
-        "beta1": betas[0],
-        "beta2": betas[1],
-        "weight_decay": weight_decay,
-        "eps": eps,
-        "amsgrad": False,
-        "maximize": maximize,
-    }
+    options: dict[str, Any] = {"beta1": betas[0], "beta2": betas[1], "weight_decay": weight_decay, "eps": eps}
+    options |= {"amsgrad": False, "maximize": maximize}
     with torch.no_grad():
         for group in groups.values():
             p, g, m, v, t, rows = map(list, zip(*group, strict=True))
@@ -232,16 +230,17 @@ def adamw(
     betas: tuple[float, float] = (0.9, 0.999), eps: float = 1e-8, weight_decay: float = 1e-2, maximize: bool = False,
     impl: str | None = None
 ) -> None:  # fmt: skip
-    """A step of AdamW in place, as `torch.optim.AdamW` takes it.
+    """One step of AdamW in place, as `torch.optim.AdamW` takes it. Returns None; it has no gradients.
 
-    params, grads, exp_avgs, exp_avg_sqs: lists of equally many tensors, or one tensor each. Those of one parameter have its shape,
-    any strides, float32, float16 or bfloat16 each (moments may be float32 beside a narrower parameter): what is computed is float32
-    and rounded to nearest. step: the number of this step, from 1; a 0-d float32 tensor, or a list of one per parameter, is read on
-    the device, so that a CUDA graph can be replayed with other values; lr likewise. Nothing waits for the GPU.
-    betas: how much of each average is kept, both in [0, 1). eps: added to the root of the second average, 0 or more. weight_decay:
-    taken off as lr * weight_decay * param (decoupled), 0 or more. maximize: up the gradient instead of down.
-    Raises RidgelineError on lists that do not fit together, tensors that are sparse, expanded or not floating point, a number out of
-    range, or an `impl` that cannot run the call.
+    params, grads, exp_avgs, exp_avg_sqs: equally long lists of tensors, or one tensor each. The tensors of one
+    parameter have its shape, any strides, and each float32, float16 or bfloat16 (moments may be float32 beside a
+    narrower parameter). The arithmetic is float32, rounded to nearest.
+    step: the number of this step, from 1. A 0-d float32 tensor, or a list of one per parameter, is read on the device,
+    so that a CUDA graph can be replayed with other values; so is a tensor as lr. Nothing waits for the GPU.
+    betas: how much of each average is kept, both in [0, 1). eps: added to the root of the second average, at least 0.
+    weight_decay: subtracted as lr * weight_decay * param (decoupled), at least 0. maximize: ascend the gradient.
+    Raises RidgelineError if lists do not fit together, if a tensor is sparse, expanded or not floating point, if a
+    number is out of range, or if `impl` cannot run the call.
     """
     given = params, grads, exp_avgs, exp_avg_sqs
     one = isinstance(params, torch.Tensor)
@@ -249,23 +248,21 @@ def adamw(
     if not all_plain(lists):
         lists = local("adamw", NAMES, lists)
     if not isinstance(betas, list | tuple) or len(betas) != 2:
-        raise RidgelineError(f"adamw: betas must be two numbers, and are {betas!r}")
+        raise RidgelineError(f"adamw: betas must be two numbers, but are {betas!r}")
     beta1, beta2 = [number("adamw", "betas", b) for b in betas]
     eps, weight_decay = number("adamw", "eps", eps), number("adamw", "weight_decay", weight_decay)
     if not (0 <= beta1 < 1 and 0 <= beta2 < 1 and 0 <= eps < math.inf and 0 <= weight_decay < math.inf):
-        raise RidgelineError(
-            f"adamw: betas must be in [0, 1), eps and weight_decay finite and at least 0, and are {betas}, {eps} and {weight_decay}"
-        )
+        wanted, found = "in [0, 1), eps and weight_decay finite and at least 0", f"{betas}, {eps} and {weight_decay}"
+        raise RidgelineError(f"adamw: betas must be {wanted}, but are {found}")
     lr_at = lr if isinstance(lr, torch.Tensor) and not lr.is_cpu else None
     if lr_at is not None and (
         lr_at.numel() != 1 or (lists[0] and lr_at.device != getattr(lists[0][0], "device", None))
     ):
-        raise RidgelineError(
-            f"adamw: lr must be a number or one element beside the params, and has {lr_at.numel()} on {lr_at.device}"
-        )
+        found = f"{lr_at.numel()} on {lr_at.device}"
+        raise RidgelineError(f"adamw: lr must be a number or one element on the params' device, but has {found}")
     rate = 0.0 if lr_at is not None else number("adamw", "lr", lr)
     if not 0 <= rate < math.inf:
-        raise RidgelineError(f"adamw: lr must be finite and at least 0, and is {rate}")
+        raise RidgelineError(f"adamw: lr must be finite and at least 0, but is {rate}")
     steps, count = _steps(step, len(lists[0]))
     watched = torch.compiler.is_compiling() or torch._C._len_torch_dispatch_stack()
     tables = None if watched or impl is not None else _tables.get(address_key(*lists, steps))
@@ -274,9 +271,8 @@ def adamw(
         for t, p in zip(steps, lists[0], strict=False):
             if not isinstance(t, torch.Tensor) or t.dim() or t.dtype != torch.float32 or t.device != p.device:
                 found = f"{t.dtype} {tuple(t.shape)} on {t.device}" if isinstance(t, torch.Tensor) else repr(t)
-                raise RidgelineError(
-                    f"adamw: steps in memory must be 0-d float32 tensors on {p.device}, their param's device, and one is {found}"
-                )
+                wanted = f"0-d float32 tensors on {p.device}, their param's device"
+                raise RidgelineError(f"adamw: steps in memory must be {wanted}, but one is {found}")
         if not lists[0]:
             return
         plain = eager(ADAMW, impl, *chain(*lists))
@@ -289,15 +285,15 @@ def adamw(
 
 
 def _steps(step: Any, count: int) -> tuple[Sequence[torch.Tensor], int]:
-    """The steps as tensors on the device (none where it is a number), and the number."""
+    """The steps as tensors on the device (none if the step is a number), and the number."""
     if isinstance(step, list | tuple):
         if len(step) != count:
-            raise RidgelineError(f"adamw: step must be one for all params or a list of {count}, and has {len(step)}")
+            raise RidgelineError(f"adamw: step must be one for all params or a list of {count}, but has {len(step)}")
         return step, 1
     if isinstance(step, torch.Tensor) and not step.is_cpu:
         return [step] * count, 1
     if not 1 <= number("adamw", "step", step) < math.inf:
-        raise RidgelineError(f"adamw: step counts from 1, and is {step}")
+        raise RidgelineError(f"adamw: step counts from 1, but is {step}")
     return (), int(step)
 
 
@@ -309,7 +305,7 @@ def cost(
 
 
 class Squares(Spec):
-    """Random data that is not negative, as means of squares are."""
+    """Non-negative random data, as means of squares are."""
 
     def make(self, *args: Any) -> torch.Tensor:
         return super().make(*args).square_()
@@ -356,18 +352,14 @@ ADAMW = Op(
 
 def _full_precision(*args: Any, **_: Any) -> str | None:
     narrow = any([t.dtype in (torch.float16, torch.bfloat16) for t in tensors_of(args)])
-    return "rounding after every pass breaks the law in half precision" if narrow else None
+    return "in half precision, rounding after every pass exceeds the tolerance" if narrow else None
 
 
-ADAMW.eager(
-    "naive", "the formula in eager PyTorch: a dozen passes for every tensor", reference, supports=_full_precision
-)
-ADAMW.eager(
-    "torch", "torch's fused kernel, its addresses passed as parameters, in float64 arithmetic", _torch, served=True
-)
+ADAMW.eager("naive", "the formula in eager PyTorch: a dozen passes per tensor", reference, supports=_full_precision)
+ADAMW.eager("torch", "torch's fused kernel: addresses as parameters, float64 arithmetic", _torch, served=True)
 ADAMW.kernel(
     "triton",
-    "one launch over chunks of all tensors, whose addresses lie in a table that is kept; 16-byte accesses, float32 arithmetic",
+    "one launch over chunks of all tensors, from a kept table of addresses; float32 arithmetic",
     kind="triton",
     fwd=_launch_triton,
     supports=narrow,

@@ -1,10 +1,10 @@
-"""clip_grad_norm: scales gradients in place so that their norm, all taken together, is at most max_norm.
+"""clip_grad_norm: scales gradients in place so that their joint norm is at most max_norm.
 
     norm = (sum of |g|^2)^(1/2), or max |g|          g = g min(1, max_norm / (norm + 1e-6))
 
-Three launches and no word to the host: partial sums of chunks of all tensors (see `_tensors.py`), their sum in a fixed order, and
-the scaling, which reads the norm where it lies and moves nothing where the factor is 1. It takes the chunks in the other order:
-those that were read last may still be in the cache.
+Three launches, and the host waits for nothing: partial sums of chunks of all tensors (see `_tensors.py`), their sum in
+a fixed order, and the scaling, which reads the norm on the device and touches nothing if the factor is 1. Scaling takes
+the chunks in reverse order, since those read last may still be in the cache.
 Source: Pascanu, Mikolov and Bengio, On the difficulty of training recurrent neural networks, 2013 (arXiv:1211.5063).
 """
 
@@ -92,7 +92,7 @@ def _scale(
     table, owners, norm, most, DTYPE: tl.constexpr, ALIGNED: tl.constexpr, CHUNK: tl.constexpr, BLOCK: tl.constexpr
 ):
     factor = most / (tl.load(norm) + 1e-6)
-    if not (factor >= 1):  # a factor of NaN is written
+    if not (factor >= 1):  # also true for a NaN factor, which is written
         entry, start, size = chunk_of(table, owners, tl.num_programs(0) - 1 - tl.program_id(0), CHUNK)
         x = pointer(entry, 0, start, DTYPE, ALIGNED)
         whole = size // BLOCK * BLOCK
@@ -107,13 +107,12 @@ def _scale(
 def _launch_triton(
     norm: torch.Tensor, like: torch.Tensor, tables: Sequence[Table], max_norm: float, largest: bool, known: bool
 ) -> None:
-    """Computes the norm unless it is known, and scales. like: of the first table's dtype, for the choice of this rung."""
+    """Computes the norm unless it is known, and scales. like: has the first table's dtype, which selects kernels."""
     common: list[dict[str, Any]] = []
     for table in tables:
         block = 256 * 16 // table.dtypes[0].itemsize
-        common.append(
-            {"DTYPE": TL[table.dtypes[0]], "ALIGNED": table.aligned, "CHUNK": CHUNK, "BLOCK": block, "num_warps": 8}
-        )
+        facts = {"DTYPE": TL[table.dtypes[0]], "ALIGNED": table.aligned, "CHUNK": CHUNK, "BLOCK": block, "num_warps": 8}
+        common.append(facts)
     if not known:
         count, at = sum(t.chunks for t in tables), 0
         sums = torch.empty(count, dtype=torch.float32, device=norm.device)
@@ -190,7 +189,7 @@ def _torch(tensors: Any, max_norm: float, norm_type: float = 2.0) -> torch.Tenso
 
 
 def gradients(tensors: Any) -> list[torch.Tensor]:
-    """The gradients of what requires them; other tensors are gradients themselves."""
+    """The `.grad` of tensors that require gradients; other tensors are gradients themselves."""
     some = [tensors] if isinstance(tensors, torch.Tensor) else listed("clip_grad_norm", "tensors", tensors)
     found = []
     for t in some:
@@ -204,22 +203,24 @@ def gradients(tensors: Any) -> list[torch.Tensor]:
 def clip_grad_norm(
     tensors: torch.Tensor | Iterable[torch.Tensor], max_norm: float, norm_type: float = 2.0, *, impl: str | None = None
 ) -> torch.Tensor:
-    """Scales gradients in place to a norm of at most `max_norm`, as `torch.nn.utils.clip_grad_norm_`, without waiting for the GPU.
+    """The gradients' norm; scales them in place to at most `max_norm`, as `torch.nn.utils.clip_grad_norm_`.
 
-    tensors: parameters (what requires a gradient stands for its `.grad`; without one it is left out) or gradients themselves; any
-    shapes and strides, floating point, on one device. norm_type: 2, inf, or another order, which PyTorch serves.
+    tensors: parameters (a tensor that requires a gradient stands for its `.grad`, and is skipped without one) or
+    gradients; any shapes and strides, floating point, on one device. norm_type: 2, inf, or another order, which PyTorch
+    runs. Nothing waits for the GPU.
     DTensors: the local shards are scaled, and the norm is summed over their meshes; every rank must call this.
-    Returns the norm before, of all gradients as one vector: a 0-d tensor, float32 (of float64 gradients float64). A norm that is not
-    finite scales as in PyTorch: infinity to 0 and NaN, NaN to NaN.
-    Raises RidgelineError on a negative max_norm, several devices, sparse or integer tensors, or an `impl` that cannot run the call.
+    Returns the norm before scaling, over all gradients as one vector: a 0-d tensor, float32 (float64 for float64
+    gradients). A norm that is not finite scales as in PyTorch: infinity gives 0 and NaN, NaN gives NaN.
+    Raises RidgelineError if max_norm is negative, if gradients lie on several devices, are sparse or integers, or if
+    `impl` cannot run the call.
     """
     grads = gradients(tensors)
     max_norm = number("clip_grad_norm", "max_norm", max_norm)
     norm_type = math.inf if norm_type == "inf" else number("clip_grad_norm", "norm_type", norm_type)
     if not max_norm >= 0:
-        raise RidgelineError(f"clip_grad_norm: max_norm must be at least 0, and is {max_norm}")
+        raise RidgelineError(f"clip_grad_norm: max_norm must be at least 0, but is {max_norm}")
     if not norm_type > 0:
-        raise RidgelineError(f"clip_grad_norm: norm_type must be above 0 (2 or inf, say), and is {norm_type}")
+        raise RidgelineError(f"clip_grad_norm: norm_type must be above 0 (2 or inf, say), but is {norm_type}")
     if not all_plain((grads,)):
         if any(map(dtensor, grads)):
             return _sharded(grads, max_norm, norm_type, impl)
@@ -233,13 +234,12 @@ def clip_grad_norm(
             return torch.tensor(0.0)
         if len({g.device for g in grads}) > 1:
             places = ", ".join(sorted({str(g.device) for g in grads}))
-            raise RidgelineError(f"clip_grad_norm: the gradients are on {places}; one device is needed")
+            raise RidgelineError(f"clip_grad_norm: the gradients are on {places}; they must share one device")
         plain = eager(CLIP_GRAD_NORM, impl, *grads)
         if plain is None and not usual:
             if impl is not None:
-                raise RidgelineError(
-                    f"clip_grad_norm: impl={impl!r} cannot run this call: it takes norm_type 2 and inf, and this is {norm_type}"
-                )
+                reason = f"it takes norm_type 2 and inf, but this is {norm_type}"
+                raise RidgelineError(f"clip_grad_norm: impl={impl!r} cannot run this call: {reason}")
             plain = CLIP_GRAD_NORM.implementations["torch"]
         if plain is not None and plain.call is not None:
             return plain.call(grads, max_norm, norm_type)
@@ -262,7 +262,7 @@ def _sharded(grads: Sequence[Any], max_norm: float, norm_type: float, impl: str 
 
 
 def cost(tensors: Any, max_norm: float, norm_type: float = 2.0) -> tuple[Cost, None]:
-    """Clipping reads twice and writes once; a norm alone (max_norm is inf) is one read."""
+    """Clipping reads twice and writes once; a norm alone (max_norm inf) reads once."""
     grads = tensors_of([tensors])
     size, count = nbytes(*grads), sum(g.numel() for g in grads)
     return (Cost(size, 4, 2 * count) if max_norm == math.inf else Cost(2 * size, size, 3 * count)), None
@@ -290,13 +290,11 @@ CLIP_GRAD_NORM = Op(
 )
 
 
-CLIP_GRAD_NORM.eager("naive", "a norm for every tensor, their norm, and a product for every tensor", reference)
-CLIP_GRAD_NORM.eager(
-    "torch", "torch's foreach kernels: norms of many tensors, and their products with the factor", _torch, served=True
-)
+CLIP_GRAD_NORM.eager("naive", "a norm per tensor, their norm, and a product per tensor", reference)
+CLIP_GRAD_NORM.eager("torch", "torch's foreach kernels: norms of many tensors, then their scaling", _torch, served=True)
 CLIP_GRAD_NORM.kernel(
     "triton",
-    "partial sums over chunks of all tensors, and a scaling that does nothing where nothing is to be clipped",
+    "partial sums over chunks of all tensors, and a scaling that skips all memory if the factor is 1",
     kind="triton",
     fwd=_launch_triton,
     supports=narrow,

@@ -1,13 +1,13 @@
-"""Makes an op of a scalar function: strides, broadcasting, type promotion and backward in one place.
+"""Turns a scalar function into an op: strides, broadcasting, type promotion and backward in one place.
 
 A pointwise op's file gives the function and its gradient as `triton.jit` functions of float32 scalars:
 
     y = f(a, b, ..., scalars...)                   da, db, ... = g(dy, a, b, ..., scalars...)
 
-Three kernels serve every layout. `_flat` walks memory where all tensors lie in the same dense order; `_rows` walks the
-innermost dimension in tiles and finds each row's offset from its index, so that broadcast and strided inputs still load
-whole vectors; `_columns` is for gradients of inputs that are one row, such as a bias: it walks down columns and adds up.
-All are bounded by memory: the floor is each input read once and each output written once.
+Three kernels serve every layout. `_flat` walks memory if all tensors have the same dense layout. `_rows` walks the
+innermost dimension in tiles and computes each row's offset from its index, so broadcast and strided inputs still load
+whole vectors. `_columns` serves gradients of inputs that are one row, such as a bias: it walks down columns and
+accumulates. All are bound by memory: the floor is one read of each input and one write of each output.
 """
 
 from __future__ import annotations
@@ -32,7 +32,7 @@ Tensors = tuple[torch.Tensor, ...]
 
 @triton.jit
 def _store(pointers, values, mask, NEED: tl.constexpr):
-    """Writes what is needed: bit k of NEED says whether output k is."""
+    """Writes the needed outputs: bit k of NEED says whether output k is one."""
     if len(pointers) == 1:
         tl.store(pointers[0], values.to(pointers[0].dtype.element_ty), mask=mask)
     else:
@@ -56,7 +56,7 @@ def _flat(outs, ins, scalars, n, FN: tl.constexpr, NEED: tl.constexpr, BLOCK: tl
 
 @triton.jit
 def _offsets(row, column, sizes, strides):
-    """Where elements (row, column) of a strided tensor lie; `sizes` are the outer dimensions, innermost first."""
+    """The offsets of elements (row, column) of a strided tensor; `sizes` are the outer dimensions, innermost first."""
     offset = column * strides[0]
     for d in tl.static_range(len(sizes)):
         if d + 1 == len(sizes):
@@ -91,9 +91,9 @@ def _columns(
     outs, ins, scalars, rows, columns, strides, FN: tl.constexpr, NEED: tl.constexpr, SUMS: tl.constexpr,
     WIDE: tl.constexpr, PDL: tl.constexpr, BM: tl.constexpr, BN: tl.constexpr, TILES: tl.constexpr
 ):  # fmt: skip
-    """Of matrices: output k is written whole, or where bit k of SUMS is set, its sum over the rows that this program sees.
+    """For matrices: writes output k whole or, if bit k of SUMS is set, its sum over the rows of this program.
 
-    A step takes TILES tiles: all their loads, then all their stores. WIDE: offsets inside a tile need 64 bits.
+    A step handles TILES tiles: all their loads, then all their stores. WIDE: offsets within a tile need 64 bits.
     """
     row = tl.arange(0, BM)[:, None]
     column = tl.program_id(0) * BN + tl.arange(0, BN)[None, :]
@@ -106,7 +106,7 @@ def _columns(
         totals = totals + (tl.zeros((BM, BN), tl.float32),)
     share = tl.program_id(1).to(tl.int64)
     steps = tl.cdiv(rows, TILES * BM)
-    busy = tl.cdiv(steps, tl.cdiv(steps, tl.num_programs(1)))  # so many that each takes as many steps
+    busy = tl.cdiv(steps, tl.cdiv(steps, tl.num_programs(1)))  # the programs used, with equally many steps each
     for step in range(tl.where(share < busy, share, steps), steps, busy):
         start = step * (TILES * BM)
         left = tl.minimum(rows - start, TILES * BM).to(tl.int32)
@@ -142,7 +142,7 @@ def _columns(
 
 @triton.jit
 def _sum(y, parts, count, columns, BM: tl.constexpr, BN: tl.constexpr, PDL: tl.constexpr):
-    """The sums of a matrix's columns; it has at most BM rows."""
+    """The sums of the columns of a matrix of at most BM rows."""
     if PDL:
         gdc_wait()
     row = tl.arange(0, BM)[:, None]
@@ -152,8 +152,10 @@ def _sum(y, parts, count, columns, BM: tl.constexpr, BN: tl.constexpr, PDL: tl.c
 
 
 def collapse(shape: Sequence[int], strides: list[Sequence[int]]) -> tuple[list[int], list[list[int]]]:
-    """Orders dimensions by the first tensor's strides, innermost first, drops those of size 1, merges neighbours that all
-    tensors step through in one go. Returns the sizes and, for each tensor, its strides."""
+    """Sorts dimensions by the first tensor's strides, innermost first; drops size 1; merges where all tensors can.
+
+    Returns the sizes and, for each tensor, its strides.
+    """
     order = sorted((d for d in range(len(shape)) if shape[d] != 1), key=lambda d: (strides[0][d], -d))
     sizes: list[int] = []
     steps: list[list[int]] = [[] for _ in strides]
@@ -170,7 +172,7 @@ def collapse(shape: Sequence[int], strides: list[Sequence[int]]) -> tuple[list[i
 def _launch(
     op: str, direction: str, fn: Any, outs: Tensors, ins: Tensors, scalars: tuple[float, ...], need: int = 1
 ) -> None:
-    """Starts `_flat` where all tensors lie in memory alike, else `_rows` over the inputs expanded to the output's shape."""
+    """Launches `_flat` if all tensors share one dense layout, else `_rows` on inputs expanded to the output's shape."""
     y = outs[0] if need & 1 else next(o for k, o in enumerate(outs) if need >> k & 1)
     n = y.numel()
     shape = y.shape
@@ -187,16 +189,14 @@ def _launch(
             break
 
     def config() -> tuning.Config:
-        each = _each(y, outs, ins)
-        return tuning.config(
-            device.of(y), op, direction, dtype_name(y), lambda: {"BLOCK": 256 * each, "num_warps": 8}, lambda: _SPACE
-        )
+        rule = {"BLOCK": 256 * _each(y, outs, ins), "num_warps": 8}
+        return tuning.config(device.of(y), op, direction, dtype_name(y), lambda: rule, lambda: _SPACE)
 
     launch(_flat, lambda c: (-(-n // c["BLOCK"]),), outs, ins, scalars, n, FN=fn, NEED=need, config=config, key=op)
 
 
 def _each(y: torch.Tensor, outs: Tensors, ins: Tensors) -> int:
-    """Elements a thread: 16 bytes of two tensors, 8 of more, as more of them keep more loads in flight."""
+    """Elements per thread: 16 bytes of two tensors, or 8 of more, which keep more loads in flight anyway."""
     return (16 if len(ins) + len(outs) == 2 else 8) // max([t.element_size() for t in (y, *ins)])
 
 
@@ -256,17 +256,16 @@ def _launch_rows(
 def _launch_columns(
     op: str, fn: Any, outs: Tensors, ins: Tensors, scalars: tuple[float, ...], need: int, sums: int
 ) -> None:
-    """Starts `_columns` and adds up what its programs found, as many down a column as there are multiprocessors."""
+    """Launches `_columns` and adds its partial sums, as many per column as there are multiprocessors."""
     shape = ins[0].shape
     columns, where = shape[-1], device.of(ins[0])
-    rows, parts = ins[0].numel() // columns, max(16, where.multiprocessors)  # short sums, in Triton's interpreter too
+    rows, parts = ins[0].numel() // columns, max(16, where.multiprocessors)  # keeps sums short in the interpreter too
     flat = tuple([t.expand(shape).reshape(rows, columns) for t in ins])
     found = tuple(
         [ins[0].new_empty((parts, columns), dtype=torch.float32) if sums >> k & 1 else o for k, o in enumerate(outs)]
     )
-    few = (
-        len(ins) == 2 and columns % 16 == 0
-    )  # registers: programs of four warps, with four vectors of each input a thread
+    # Two inputs leave registers for programs of four warps with four vectors of each input per thread.
+    few = len(ins) == 2 and columns % 16 == 0
     bn = min(1024, max(128, triton.next_power_of_2(columns) // (1 if few else 4)))
     last = early(where)
 
@@ -332,12 +331,12 @@ _SPACE = [{"BLOCK": 32 * warps * each, "num_warps": warps} for warps in (4, 8, 1
 
 
 class Pointwise:
-    """The torch ops, the autograd function and the launchers of a pointwise op.
+    """The torch ops, the autograd function and the launchers of a pointwise op. Calling it runs the kernels.
 
-    name: the op's name. inputs: its tensors' names. forward, backward: for each mode, the scalar function and its gradient.
-    saves: the inputs that the gradient takes, all of them by default. It returns a value for each input (for one input one
-    value, else a tuple), but those in `passes`, whose gradient is dy itself, and those in `fixed`, which have none and may be
-    boolean. floating: whether the other inputs must be floating point. Call it with the op's tensors to run the kernels.
+    name: the op's name. inputs: its tensors' names. forward, backward: the scalar function and its gradient, by mode.
+    saves: the inputs that the gradient takes; by default all. The gradient returns a value per input (for one input a
+    value, else a tuple), except for inputs in `passes`, whose gradient is dy itself, and in `fixed`, which have none
+    and may be boolean. floating: whether the other inputs must be floating point.
     """
 
     op: Op
@@ -354,16 +353,11 @@ class Pointwise:
         fixed: Sequence[str] = (),
         floating: bool = False,
     ):
-        self.name, self.inputs, self.count, self.functions = (
-            name,
-            inputs,
-            len(inputs),
-            {"fwd": forward, "bwd": backward},
-        )
+        self.name, self.inputs, self.count = name, inputs, len(inputs)
+        self.functions = {"fwd": forward, "bwd": backward}
         self.fixed, self.floating = fixed, floating
-        made = [
-            k for k, i in enumerate(inputs) if i not in passes and i not in fixed
-        ]  # whose gradients the kernel writes
+        # The inputs whose gradients the kernel writes.
+        made = [k for k, i in enumerate(inputs) if i not in passes and i not in fixed]
         self.made = len(made)
         passed = [k for k, i in enumerate(inputs) if i in passes]
         kept = None if saves is None else [k for k, i in enumerate(inputs) if i in saves]
@@ -415,9 +409,8 @@ class Pointwise:
                             grads[k] = _reduced(
                                 g, *((tensors[k].shape, tensors[k].dtype) if kinds is None else kinds[k])
                             )
-                for k in (
-                    passed
-                ):  # dy itself or a copy, never a view: the engine takes a view for new memory and writes into it
+                # dy itself or a copy, never a view: autograd takes a view for new memory and writes into it.
+                for k in passed:
                     if wanted[k]:
                         mine, dtype = (tensors[k].shape, tensors[k].dtype) if kinds is None else kinds[k]
                         grads[k] = (dy if mine == shape else dy.sum_to_size(mine)).to(dtype)
@@ -427,7 +420,10 @@ class Pointwise:
         self.function = Differentiable
 
     def plain(self, impl: str | None, *tensors: torch.Tensor) -> Callable[..., Any] | None:
-        """The plain-PyTorch implementation that serves a call, or None where kernels do. Raises where the inputs do not fit."""
+        """The plain-PyTorch implementation that runs a call, or None if kernels do.
+
+        Raises RidgelineError if the inputs do not fit together.
+        """
         x = tensors[0]
         if impl is None:
             for t in tensors:
@@ -437,41 +433,38 @@ class Pointwise:
                     break
                 if t is not x and ((t.shape != x.shape and t.shape != x.shape[-1:]) or t.device != x.device):
                     break
-            else:  # nothing to look at more closely
+            else:  # the usual case: no closer look is needed
                 if not self.fixed or not any(
                     [t.requires_grad for i, t in zip(self.inputs, tensors) if i in self.fixed]
                 ):
                     return None
         for name, t in zip(self.inputs, tensors, strict=True):
             if not isinstance(t, torch.Tensor):
-                raise RidgelineError(f"{self.name}: {name} must be a tensor, and is {type(t).__name__}")
+                raise RidgelineError(f"{self.name}: {name} must be a tensor, but is {type(t).__name__}")
             if t.device != x.device:
-                raise RidgelineError(
-                    f"{self.name}: {name} is on {t.device} and {self.inputs[0]} on {x.device}; one device is needed"
-                )
+                found = f"{name} is on {t.device} but {self.inputs[0]} on {x.device}"
+                raise RidgelineError(f"{self.name}: {found}; they must share one device")
             if self.floating and not t.is_floating_point() and not (name in self.fixed and t.dtype == torch.bool):
                 also = " or boolean" if name in self.fixed else ""
-                raise RidgelineError(
-                    f"{self.name}: {name} must be floating point{also} (float32, float16, bfloat16), and is {t.dtype}"
-                )
+                wanted = f"floating point{also} (float32, float16, bfloat16)"
+                raise RidgelineError(f"{self.name}: {name} must be {wanted}, but is {t.dtype}")
             if name in self.fixed and t.requires_grad and torch.is_grad_enabled():
-                raise RidgelineError(f"{self.name}: {name} has no gradient, and requires one; give {name}.detach()")
+                raise RidgelineError(f"{self.name}: {name} has no gradient, but requires one; give {name}.detach()")
         dense_only(self.name, tensors)
         if any([t.shape != x.shape for t in tensors]):
             shapes = [tuple(t.shape) for t in tensors]
             try:
                 torch.broadcast_shapes(*shapes)
             except RuntimeError as error:
-                raise RidgelineError(
-                    f"{self.name}: shapes must broadcast together, and are {', '.join(map(str, shapes))}"
-                ) from error
+                found = ", ".join(map(str, shapes))
+                raise RidgelineError(f"{self.name}: shapes must broadcast together, but are {found}") from error
         found = eager(self.op, impl, *[t for t in tensors if not self.fixed or t.dtype != torch.bool])
         return None if found is None else found.call
 
     def __call__(
         self, impl: str | None, *tensors: torch.Tensor, scalars: tuple[float, ...] = (), mode: str = ""
     ) -> torch.Tensor:
-        """Runs what serves the call: `impl`, or the best there is."""
+        """Runs `impl`, or the implementation that is chosen for the call."""
         if torch.is_grad_enabled():
             for t in tensors:
                 if t.requires_grad:
@@ -509,7 +502,7 @@ class Pointwise:
         return grads
 
     def triton(self, idea: str) -> None:
-        """Registers the generated kernels as the rung `triton`."""
+        """Registers the generated kernels as the implementation `triton`."""
 
         def fwd(y: torch.Tensor, *args: Any) -> None:
             *tensors, scalars, mode = args
@@ -530,7 +523,7 @@ class Pointwise:
 
 
 def _output(tensors: Sequence[torch.Tensor]) -> torch.Tensor:
-    """An empty result of several inputs: PyTorch's broadcast shape and promoted dtype, in the inputs' own layout where they agree."""
+    """An empty result with PyTorch's broadcast shape and promoted dtype, in the inputs' layout if they agree."""
     x = tensors[0]
     dtype = x.dtype
     if (
@@ -550,33 +543,33 @@ def _output(tensors: Sequence[torch.Tensor]) -> torch.Tensor:
 
 
 def _gradient(dy: torch.Tensor, dtype: torch.dtype, alike: bool, row: int) -> torch.Tensor:
-    """An empty gradient of that dtype: a row, or all of one layout: the inputs' where they are alike, else row by row."""
+    """An empty gradient: one row, or of dy's shape, in the inputs' layout if they are alike, else contiguous."""
     if alike:
         return torch.empty_like(dy, dtype=dtype)
     return torch.empty(dy.shape[-1:] if row else dy.shape, dtype=dtype, device=dy.device)
 
 
 def _one_row(own: torch.Size, shape: torch.Size) -> bool:
-    """Whether an input of that shape is one row, repeated for a result of `shape`."""
+    """Whether an input of shape `own` is one row, repeated for a result of `shape`."""
     return len(own) > 0 and own[-1] == shape[-1] == own.numel() and shape.numel() > 0
 
 
 def _reduced(gradient: torch.Tensor, shape: torch.Size, dtype: torch.dtype) -> torch.Tensor:
-    """A gradient in its input's shape and dtype: what was broadcast is summed."""
+    """A gradient in its input's shape and dtype, summed over broadcast dimensions."""
     if gradient.shape != shape:
         gradient = gradient.view(shape) if gradient.numel() == shape.numel() else gradient.sum_to_size(shape)
     return gradient if gradient.dtype == dtype else gradient.to(dtype)
 
 
 def pair_cost(a: torch.Tensor, b: torch.Tensor, forward: int, backward: int) -> tuple[Cost, Cost]:
-    """Of an op of two tensors that broadcast, with that many operations an element."""
+    """The costs of an op of two tensors that broadcast, from its operations per element."""
     count = torch.broadcast_shapes(a.shape, b.shape).numel()
     y = count * promoted((a, b)).itemsize
     return Cost(nbytes(a, b), y, forward * count), Cost(y + nbytes(a, b), nbytes(a, b), backward * count)
 
 
 def promoted(tensors: Sequence[torch.Tensor]) -> torch.dtype:
-    """The dtype of a result of these tensors, by PyTorch's rules (a 0-d tensor does not promote a larger one of its kind)."""
+    """The dtype of a result of these tensors, by PyTorch's rules: 0-d tensors do not promote others of their kind."""
     dtype = tensors[0].dtype
     if len(tensors) == 2:
         return torch.result_type(*tensors)
@@ -587,10 +580,10 @@ def promoted(tensors: Sequence[torch.Tensor]) -> torch.dtype:
 
 
 def start_cuda(kernel: CudaKernel, outs: Tensors, ins: Tensors, *, packed: bool, **macros: Any) -> None:
-    """Starts an elementwise kernel of CUDA C++, which takes (outputs..., inputs..., count).
+    """Launches an elementwise CUDA C++ kernel, which takes (outputs..., inputs..., count).
 
-    packed: 128-bit packs (PACK elements of the widest operand, at most 8) in a grid-stride loop, one element at a time where
-    a pointer is not aligned to them; else one element per thread. Inputs that are strided are copied first.
+    packed: 16-byte packs (PACK elements of the widest operand, at most 8) in a grid-stride loop, or single elements if
+    a pointer is not aligned. Otherwise one element per thread. Strided inputs are copied first.
     """
     tensors = (*outs, *[t.contiguous() for t in ins])
     pack = min(8, 16 // max(t.element_size() for t in tensors)) if packed else 1
@@ -604,7 +597,7 @@ def start_cuda(kernel: CudaKernel, outs: Tensors, ins: Tensors, *, packed: bool,
 
 
 def alike(first: torch.Tensor, *rest: Any) -> str | None:
-    """What the CUDA C++ rungs support. Of several tensors the first (an incoming gradient, say) may be strided: it is copied."""
+    """Why the CUDA C++ kernels cannot take the tensors, or None. The first of several may be strided: it is copied."""
     others = [t for t in rest if isinstance(t, torch.Tensor)]
     if any(t.shape != first.shape for t in others) or not all(t.is_contiguous() for t in others or [first]):
         return "it takes contiguous tensors of one shape"
@@ -614,5 +607,5 @@ def alike(first: torch.Tensor, *rest: Any) -> str | None:
 def floats(*args: Any, also: tuple[torch.dtype, ...] = ()) -> str | None:
     for t in args:
         if isinstance(t, torch.Tensor) and dtype_name(t) not in FLOATS and t.dtype not in also:
-            return f"it takes {', '.join(FLOATS)}, and an input is {dtype_name(t)}"
+            return f"it takes {', '.join(FLOATS)}, but an input is {dtype_name(t)}"
     return None

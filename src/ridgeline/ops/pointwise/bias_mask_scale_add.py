@@ -1,9 +1,9 @@
-"""bias_mask_scale_add: y = (x + bias) mask scale + add: the end of a layer with dropout and a residual, its mask drawn before.
+"""bias_mask_scale_add: y = (x + bias) mask scale + add: the end of a layer with dropout and a residual.
 
     backward: dx = dy mask scale,  dbias = the sum of dx over all rows,  dadd = dy
 
-One pass: three tensors and the mask's bytes are read once; backward reads dy and the mask, writes dx and adds up dbias as it
-goes; dadd is dy itself. Source: the fused elementwise kernels of OneFlow.
+The dropout mask is an input. One pass reads three tensors and the mask's bytes; backward reads dy and the mask, writes
+dx and accumulates dbias; dadd is dy itself. Source: the fused elementwise kernels of OneFlow.
 """
 
 from __future__ import annotations
@@ -50,19 +50,18 @@ def bias_mask_scale_add(
 ) -> torch.Tensor:
     """`(x + bias) * mask * scale + add`, element by element.
 
-    x: (..., n). bias: (n). mask: boolean or floating point, without a gradient. scale: a number. add: as x. mask and add may
-    broadcast; all are on one device, and the result has PyTorch's promoted dtype.
-    Raises RidgelineError where an argument is none of these, or `impl` cannot run the call.
+    x: (..., n). bias: (n). mask: boolean or floating point, without a gradient. scale: a number. add: like x.
+    mask and add may broadcast. All are on one device; the result has PyTorch's promoted dtype.
+    Raises RidgelineError if an argument is none of these, or if `impl` cannot run the call.
     """
     if type(scale) is not float:
         if not isinstance(scale, int | float):
-            raise RidgelineError(f"bias_mask_scale_add: scale must be a number, and is {type(scale).__name__}")
+            raise RidgelineError(f"bias_mask_scale_add: scale must be a number, but is {type(scale).__name__}")
         scale = float(scale)
     plain = KERNELS.plain(impl, x, bias, mask, add)
     if bias.dim() != 1 or x.shape[-1:] != bias.shape:
-        raise RidgelineError(
-            f"bias_mask_scale_add: bias must be as long as x's last dimension, {tuple(x.shape)}, and is {tuple(bias.shape)}"
-        )
+        found = f"x is {tuple(x.shape)} and bias {tuple(bias.shape)}"
+        raise RidgelineError(f"bias_mask_scale_add: bias must be as long as x's last dimension, but {found}")
     return plain(x, bias, mask, scale, add) if plain else KERNELS(impl, x, bias, mask, add, scalars=(scale,))
 
 
@@ -93,12 +92,6 @@ KERNELS.op = BIAS_MASK_SCALE_ADD = Op(
     ],
 )
 
-BIAS_MASK_SCALE_ADD.eager(
-    "naive", "the formula in eager PyTorch: four kernels, each a pass over memory", reference, served=True
-)
-BIAS_MASK_SCALE_ADD.compiled(
-    "the formula fused into one Triton kernel by torch.compile, and in backward another for the sum"
-)
-KERNELS.triton(
-    "one pass; in backward the kernel that writes dx adds up the bias's gradient, two tiles of loads at a time"
-)
+BIAS_MASK_SCALE_ADD.eager("naive", "the formula in eager PyTorch: four passes over memory", reference, served=True)
+BIAS_MASK_SCALE_ADD.compiled("the formula fused by torch.compile; in backward, another kernel for the sum")
+KERNELS.triton("one pass; the backward kernel that writes dx also accumulates the bias's gradient")

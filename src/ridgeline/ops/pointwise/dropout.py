@@ -1,9 +1,10 @@
-"""dropout: y = x keep / (1 - p), where keep is 0 with probability p and else 1, drawn anew for each element.
+"""dropout: y = x keep / (1 - p), where keep is 0 with probability p and otherwise 1, independently for each element.
 
-    backward: dx = dy keep / (1 - p), with keep made again from the seed: nothing but the seed is kept
+    backward: dx = dy keep / (1 - p), with keep regenerated from the seed, so only the seed is saved
 
-Element i, counted row by row, takes word i % 4 of the four that Philox gives for counter i / 4, and stays if that is p 2^32 or
-more: the same seed drops the same elements whatever the grid and the layout. One pass: x is read once and y written once.
+Element i, in row-major order, takes word i % 4 of the four that Philox gives for counter i / 4, and is kept if that
+word is at least p 2^32. So the same seed drops the same elements, whatever the grid and the layout. One pass reads x
+and writes y.
 Source: Srivastava et al., Dropout, 2014; Salmon et al., Parallel random numbers: as easy as 1, 2, 3, 2011
 (doi:10.1145/2063384.2063405).
 """
@@ -27,8 +28,10 @@ from ridgeline.tiles.philox import philox, words
 
 @triton.jit(do_not_specialize=["low", "high", "least"])
 def _fwd(y, x, seed, low, high, least, gain, n, BLOCK: tl.constexpr, EACH: tl.constexpr):
-    """seed: a tensor, or None for the one whose halves are `low` and `high`; `least`: the bits of the least word that stays.
-    EACH: 4 or 8 neighbours, 16 bytes, lie with one thread, and so do their words."""
+    """seed: a tensor, or None for the seed with halves `low` and `high`; least: the bits of the least word kept.
+
+    EACH: 4 or 8 adjacent elements, 16 bytes, belong to one thread, and so do their words.
+    """
     group = (tl.program_id(0).to(tl.int64) * (BLOCK // EACH) + tl.arange(0, BLOCK // EACH)) * (EACH // 4)
     i = tl.program_id(0).to(tl.int64) * BLOCK + tl.arange(0, BLOCK)
     if seed is not None:
@@ -62,26 +65,20 @@ def _launch(
     least, gain = threshold(p)
     numbers = low, high, _signed(least), gain, n
     each = max(4, 16 // x.element_size())
-    launch(
-        _fwd,
-        lambda c: (triton.cdiv(n, c["BLOCK"]),),
-        y,
-        x.contiguous(),
-        seed,
-        *numbers,
-        EACH=each,
-        config=config,
-        key=direction,
-    )
+
+    def grid(c: tuning.Config) -> tuple[int]:
+        return (triton.cdiv(n, c["BLOCK"]),)
+
+    launch(_fwd, grid, y, x.contiguous(), seed, *numbers, EACH=each, config=config, key=direction)
 
 
 def threshold(p: float) -> tuple[int, float]:
-    """The least word whose element stays, and what that is multiplied by."""
+    """The least word whose element is kept, and the factor of kept elements."""
     return min(round(p * 2**32), 2**32 - 1), 1 / (1 - p) if p < 1 else 0.0
 
 
 def _signed(bits: int) -> int:
-    """The 32 low bits of a number, as a signed one."""
+    """The 32 low bits of a number, as a signed integer."""
     return (bits + 0x80000000 & 0xFFFFFFFF) - 0x80000000
 
 
@@ -119,11 +116,11 @@ def reference(
     return x * (word >= least).view(x.shape) * gain
 
 
-_drawn, _drawing = torch.empty((), dtype=torch.int64, device="cpu"), Lock()  # a new tensor would take 3 us
+_drawn, _drawing = torch.empty((), dtype=torch.int64, device="cpu"), Lock()  # reused: allocating a tensor takes longer
 
 
 def _draw() -> int:
-    """A seed from PyTorch's generator of the CPU: no GPU is waited for."""
+    """A seed from PyTorch's CPU generator, without waiting for a GPU."""
     with _drawing:
         return int(_drawn.random_().item())
 
@@ -136,36 +133,35 @@ def dropout(
     seed: int | torch.Tensor | None = None,
     impl: str | None = None,
 ) -> torch.Tensor:
-    """x with each element dropped (set to 0) with probability p, and the others divided by 1 - p.
+    """x with each element set to 0 with probability p, and the others divided by 1 - p. Gradients flow to x.
 
-    x: any shape and strides, floating point; the result has its shape and dtype, and is contiguous. Without `training` or with
-    p = 0 it is x itself. seed: the same one drops the same elements. An int of 64 bits, or a 0-d int64 tensor, on x's device read
-    by the kernel, so that a CUDA graph draws anew when it is changed; None draws one from PyTorch's generator of the CPU, and under
-    torch.compile or in a CUDA graph from that of x's device, at every run.
-    Raises RidgelineError on a p outside [0, 1], another seed, an x that is not floating point, or an `impl` that cannot run the call.
+    x: any shape and strides, floating point. Returns a contiguous tensor of its shape and dtype; with training=False or
+    p = 0, x itself.
+    seed: the same seed drops the same elements. An int of 64 bits, or a 0-d int64 tensor on x's device or the CPU. The
+    kernel reads a tensor on x's device, so a CUDA graph draws anew when it changes. None draws from PyTorch's CPU
+    generator or, under torch.compile or in a CUDA graph, from that of x's device at every run.
+    Raises RidgelineError if p is outside [0, 1], if seed is invalid, if x is not floating point, or if `impl` cannot
+    run the call.
     """
     if type(p) is not float or not 0.0 <= p <= 1.0:
         if not isinstance(p, int | float) or not 0 <= p <= 1:
-            raise RidgelineError(f"dropout: p must be a number from 0 to 1, and is {p!r}")
+            raise RidgelineError(f"dropout: p must be a number from 0 to 1, but is {p!r}")
         p = float(p)
     if not isinstance(x, torch.Tensor) or not x.is_floating_point():
-        raise RidgelineError(
-            f"dropout: x must be a floating-point tensor, and is {getattr(x, 'dtype', type(x).__name__)}"
-        )
+        found = getattr(x, "dtype", type(x).__name__)
+        raise RidgelineError(f"dropout: x must be a floating-point tensor, but is {found}")
     if isinstance(seed, torch.Tensor):
         if seed.dim() or seed.dtype != torch.int64 or not (seed.device == x.device or seed.is_cpu):
-            raise RidgelineError(
-                f"dropout: a tensor as seed must be 0-d int64 on {x.device} or the CPU, and is {seed.dtype} {tuple(seed.shape)} on {seed.device}"
-            )
+            wanted, found = f"0-d int64 on {x.device} or the CPU", f"{seed.dtype} {tuple(seed.shape)} on {seed.device}"
+            raise RidgelineError(f"dropout: a tensor as seed must be {wanted}, but is {found}")
     elif seed is not None and (not isinstance(seed, int) or not -(2**63) <= seed < 2**63):
-        raise RidgelineError(f"dropout: seed must be an int of 64 bits, a 0-d int64 tensor or None, and is {seed!r}")
+        raise RidgelineError(f"dropout: seed must be an int of 64 bits, a 0-d int64 tensor or None, but is {seed!r}")
     plain = eager(DROPOUT, impl, x)
     if not training or p == 0:
         return x
     if seed is None and (torch.compiler.is_compiling() or (x.is_cuda and torch.cuda.is_current_stream_capturing())):
-        seed = torch.randint(
-            -(2**63), 2**63 - 1, (), device=x.device
-        )  # each run of what is recorded draws one of its own
+        # What is recorded draws a seed of its own at each run.
+        seed = torch.randint(-(2**63), 2**63 - 1, (), device=x.device)
     if plain is not None and plain.call is not None:
         return plain.call(x, p, training=training, seed=seed)
     where, low, high = _place(seed, x)
@@ -175,17 +171,13 @@ def dropout(
 
 
 def _place(seed: int | torch.Tensor | None, x: torch.Tensor) -> tuple[torch.Tensor | None, int, int]:
-    """The seed as kernels take it: a tensor on x's device, or two halves, which cost no copy to the GPU."""
+    """The seed as kernels take it: a tensor on x's device, or two halves, which need no copy to the GPU."""
     if seed is None:
         seed = _draw()
     if torch.compiler.is_compiling():
-        return (
-            seed.to(x.device)
-            if isinstance(seed, torch.Tensor)
-            else torch.full((), seed, dtype=torch.int64, device=x.device),
-            0,
-            0,
-        )
+        if isinstance(seed, torch.Tensor):
+            return seed.to(x.device), 0, 0
+        return torch.full((), seed, dtype=torch.int64, device=x.device), 0, 0
     if isinstance(seed, torch.Tensor):
         if x.is_cuda == seed.is_cuda:
             return seed, 0, 0
@@ -212,13 +204,11 @@ DROPOUT = Op(
     ],
 )
 
-DROPOUT.eager(
-    "naive", "the generator and the formula in eager PyTorch: some two hundred kernels", reference, served=True
-)
+DROPOUT.eager("naive", "the generator and the formula in eager PyTorch: about 200 kernels", reference, served=True)
 DROPOUT.compiled("the generator and the formula fused by torch.compile, in 64-bit integers")
 DROPOUT.kernel(
     "triton",
-    "four elements a call of the generator, in registers; backward draws again",
+    "four elements per call of the generator, in registers; backward draws again",
     kind="triton",
     served=True,
     fwd=partial(_launch, "fwd"),

@@ -1,10 +1,11 @@
 // gelu in CUDA C++: one element per thread with double literals, with float literals, and in 16-byte packs.
-// Macros: DTYPE the element type, TANH 1 for the tanh form, PACK the elements of a pack (1 where a pointer is not aligned).
+// Macros: DTYPE the element type; TANH 1 for the tanh form; PACK elements per pack (1 for unaligned pointers).
 #include "elementwise.cuh"
 
-// The lecture's kernel: double literals lift the whole formula to float64, and the chip has few units for that.
+// The lecture's kernel: double literals promote the whole formula to float64, for which the GPU has few units.
 __device__ double lifted(double x) {
-    return TANH ? 0.5 * x * (1.0 + tanh(0.79788456 * (x + 0.044715 * x * x * x))) : 0.5 * x * (1.0 + erf(x * 0.70710678118654752));
+    return TANH ? 0.5 * x * (1.0 + tanh(0.79788456 * (x + 0.044715 * x * x * x)))
+                : 0.5 * x * (1.0 + erf(x * 0.70710678118654752));
 }
 
 __device__ double lifted_slope(double x) {
@@ -42,4 +43,6 @@ extern "C" __global__ void gelu_bwd_double(DTYPE* dx, const DTYPE* dy, const DTY
 
 extern "C" __global__ void gelu_fwd(DTYPE* y, const DTYPE* x, long long n) { elementwise<PACK>(Gelu(), n, y, x); }
 
-extern "C" __global__ void gelu_bwd(DTYPE* dx, const DTYPE* dy, const DTYPE* x, long long n) { elementwise<PACK>(GeluGrad(), n, dx, dy, x); }
+extern "C" __global__ void gelu_bwd(DTYPE* dx, const DTYPE* dy, const DTYPE* x, long long n) {
+    elementwise<PACK>(GeluGrad(), n, dx, dy, x);
+}

@@ -45,15 +45,15 @@ def reference(x: torch.Tensor, approximate: str = "none") -> torch.Tensor:
 
 
 def gelu(x: torch.Tensor, approximate: str = "none", *, impl: str | None = None) -> torch.Tensor:
-    """The Gaussian error linear unit of every element, as `torch.nn.functional.gelu`.
+    """The Gaussian error linear unit of each element, as `torch.nn.functional.gelu`. Gradients flow to x.
 
-    x: any shape and strides, floating point. approximate: "none" (erf) or "tanh". Returns a tensor of x's shape and dtype.
-    Raises RidgelineError on another `approximate`, a tensor that is not floating point, or an `impl` that cannot run the call.
+    x: floating point, any shape and strides. approximate: "none" (erf) or "tanh". Returns x's shape and dtype.
+    Raises RidgelineError if `approximate` is invalid, if x is not floating point, or if `impl` cannot run the call.
     """
     if approximate not in ("none", "tanh"):
-        raise RidgelineError(f'gelu: approximate must be "none" or "tanh", and is {approximate!r}')
+        raise RidgelineError(f'gelu: approximate must be "none" or "tanh", but is {approximate!r}')
     if isinstance(x, torch.Tensor) and not x.is_floating_point():
-        raise RidgelineError(f"gelu: x must be floating point (float32, float16, bfloat16), and is {x.dtype}")
+        raise RidgelineError(f"gelu: x must be floating point (float32, float16, bfloat16), but is {x.dtype}")
     plain = KERNELS.plain(impl, x)
     return plain(x, approximate) if plain else KERNELS(impl, x, mode=approximate)
 
@@ -77,13 +77,14 @@ KERNELS.op = GELU = Op(
     ],
 )
 
-GELU.eager("naive", "the formula in eager PyTorch: nine kernels, each a pass over memory", reference)
-GELU.eager(
-    "torch",
-    "PyTorch's own kernel: one pass",
-    lambda x, approximate="none": F.gelu(x, approximate=approximate),
-    served=True,
-)
+GELU.eager("naive", "the formula in eager PyTorch: nine passes over memory", reference)
+
+
+def _torch(x: torch.Tensor, approximate: str = "none") -> torch.Tensor:
+    return F.gelu(x, approximate=approximate)
+
+
+GELU.eager("torch", "PyTorch's own kernel: one pass", _torch, served=True)
 GELU.compiled("the formula fused into one Triton kernel by torch.compile")
 
 FILE = Path(__file__).with_name("gelu.cu")
@@ -99,14 +100,7 @@ def _cuda(name: str, suffix: str, packed: bool, idea: str) -> None:
     GELU.kernel(name, idea, kind="cuda", fwd=partial(start, fwd), bwd=partial(start, bwd), supports=alike)
 
 
-_cuda(
-    "cuda_double",
-    "_double",
-    False,
-    "one element per thread, as in the lecture: double literals make it compute in float64",
-)
+_cuda("cuda_double", "_double", False, "one element per thread; double literals make it compute in float64")
 _cuda("cuda", "", False, "float literals: float32 arithmetic throughout")
 _cuda("cuda_packed", "", True, "16-byte loads and stores: fewer instructions for the same bytes")
-KERNELS.triton(
-    "a block of elements per program, wide loads and the layout left to the compiler; strides and broadcasting"
-)
+KERNELS.triton("a block of elements per program; wide loads left to the compiler; strides and broadcasting")

@@ -1,4 +1,4 @@
-"""gelu_mul: y = gelu(gate) * up: the gate of a GEGLU feed-forward layer, with the tanh form of gelu or the exact one.
+"""gelu_mul: y = gelu(gate) * up: the gate of a GEGLU feed-forward layer, with the tanh or the exact form of gelu.
 
     backward: dgate = dy up gelu'(gate),  dup = dy gelu(gate)
 
@@ -57,12 +57,12 @@ def gelu_mul(
 ) -> torch.Tensor:
     """`gelu(gate) * up`, element by element.
 
-    gate, up: floating-point tensors on one device whose shapes broadcast together; the result has PyTorch's promoted dtype.
-    approximate: "tanh", or "none" (erf). Raises RidgelineError on another `approximate`, where an argument is no such tensor,
-    the devices differ, or `impl` cannot run the call.
+    gate, up: floating-point tensors on one device whose shapes broadcast; the result has PyTorch's promoted dtype.
+    approximate: "tanh", or "none" (erf). Gradients flow to both.
+    Raises RidgelineError if an argument is none of these, or if `impl` cannot run the call.
     """
     if approximate not in ("none", "tanh"):
-        raise RidgelineError(f'gelu_mul: approximate must be "none" or "tanh", and is {approximate!r}')
+        raise RidgelineError(f'gelu_mul: approximate must be "none" or "tanh", but is {approximate!r}')
     plain = KERNELS.plain(impl, gate, up)
     return plain(gate, up, approximate) if plain else KERNELS(impl, gate, up, mode=approximate)
 
@@ -86,7 +86,7 @@ KERNELS.op = GELU_MUL = Op(
     ],
 )
 
-GELU_MUL.eager("naive", "the formula in eager PyTorch: ten kernels, each a pass over memory", reference)
+GELU_MUL.eager("naive", "the formula in eager PyTorch: ten passes over memory", reference)
 GELU_MUL.eager(
     "torch",
     "PyTorch's gelu, then a product: two passes",
@@ -94,4 +94,4 @@ GELU_MUL.eager(
     served=True,
 )
 GELU_MUL.compiled("the formula fused into one Triton kernel by torch.compile")
-KERNELS.triton("a block of elements per program, wide loads and the layout left to the compiler; backward in one pass")
+KERNELS.triton("a block of elements per program; wide loads left to the compiler; backward in one pass")

@@ -1,4 +1,4 @@
-// mul in CUDA C++. Macros: LEFT, RIGHT and RESULT the element types of the operands and the result, PACK the elements of a pack.
+// mul in CUDA C++. Macros: LEFT, RIGHT and RESULT the element types of operands and result; PACK elements per pack.
 #include "elementwise.cuh"
 
 struct Mul {
@@ -6,4 +6,6 @@ struct Mul {
     __device__ static __half2 pair(__half2 a, __half2 b) { return __hmul2(a, b); }
 };
 
-extern "C" __global__ void mul_fwd(RESULT* y, const LEFT* a, const RIGHT* b, long long n) { elementwise<PACK>(Mul(), n, y, a, b); }
+extern "C" __global__ void mul_fwd(RESULT* y, const LEFT* a, const RIGHT* b, long long n) {
+    elementwise<PACK>(Mul(), n, y, a, b);
+}

@@ -1,6 +1,6 @@
 """mul: y = a * b, the elementwise template: packs, strides, broadcasting and type promotion on the simplest function.
 
-One pass: a and b are read once and y is written once. Backward is da = dy b, db = dy a, summed over what was broadcast.
+One pass reads a and b and writes y. Backward is da = dy b, db = dy a, summed over broadcast dimensions.
 Source: the elementwise template of OneFlow, as the catalogue of CUDA optimisations describes it.
 """
 
@@ -36,10 +36,10 @@ def reference(a: torch.Tensor, b: torch.Tensor) -> torch.Tensor:
 
 
 def mul(a: torch.Tensor, b: torch.Tensor, *, impl: str | None = None) -> torch.Tensor:
-    """The product of two tensors, element by element, as `torch.mul`.
+    """The product of two tensors, element by element, as `torch.mul`. Gradients flow to both.
 
-    a, b: tensors on one device whose shapes broadcast together; the result has PyTorch's promoted dtype.
-    Raises RidgelineError where an argument is no tensor, the devices differ, or `impl` cannot run the call.
+    a, b: tensors on one device whose shapes broadcast; the result has PyTorch's promoted dtype.
+    Raises RidgelineError if an argument is not a tensor, if devices differ, or if `impl` cannot run the call.
     """
     plain = KERNELS.plain(impl, a, b)
     return plain(a, b) if plain else KERNELS(impl, a, b)
@@ -73,9 +73,8 @@ def _cuda(name: str, packed: bool, idea: str) -> None:
     kernel = CudaKernel(FILE, "mul_fwd", "PPPq")
 
     def fwd(y: torch.Tensor, a: torch.Tensor, b: torch.Tensor, *_: Any) -> None:
-        start_cuda(
-            kernel, (y,), (a, b), packed=packed, RESULT=CTYPE[y.dtype], LEFT=CTYPE[a.dtype], RIGHT=CTYPE[b.dtype]
-        )
+        dtypes = {"RESULT": CTYPE[y.dtype], "LEFT": CTYPE[a.dtype], "RIGHT": CTYPE[b.dtype]}
+        start_cuda(kernel, (y,), (a, b), packed=packed, **dtypes)
 
     def bwd(da: torch.Tensor, db: torch.Tensor, dy: torch.Tensor, a: torch.Tensor, b: torch.Tensor, *_: Any) -> None:
         for gradient, other in ((da, b), (db, a)):
@@ -86,8 +85,6 @@ def _cuda(name: str, packed: bool, idea: str) -> None:
 
 
 MUL.eager("torch", "PyTorch's own kernel", torch.mul, served=True)
-_cuda("cuda", False, "one element per thread; its backward is the same kernel twice")
-_cuda("cuda_packed", True, "packs of up to 128 bits, a grid-stride loop, halves two at a time")
-KERNELS.triton(
-    "blocks of one dense order, or tiles of rows where operands are strided or broadcast; backward in one pass"
-)
+_cuda("cuda", False, "one element per thread; backward runs the same kernel twice")
+_cuda("cuda_packed", True, "packs of up to 16 bytes in a grid-stride loop; halves two at a time")
+KERNELS.triton("contiguous blocks, or tiles of rows for strided or broadcast operands; backward in one pass")

@@ -1,8 +1,8 @@
-"""quick_gelu: y = x sigmoid(1.702 x), the activation of CLIP's layers: gelu with a logistic curve for the normal one.
+"""quick_gelu: y = x sigmoid(1.702 x), the activation of CLIP: gelu with a logistic instead of the normal curve.
 
     backward: dx = dy (s + 1.702 x s (1 - s)),  s = sigmoid(1.702 x)
 
-One pass: x is read once and y written once. Source: Hendrycks and Gimpel, Gaussian Error Linear Units, 2016 (arXiv:1606.08415).
+One pass reads x and writes y. Source: Hendrycks and Gimpel, Gaussian Error Linear Units, 2016 (arXiv:1606.08415).
 """
 
 from __future__ import annotations
@@ -34,10 +34,10 @@ def reference(x: torch.Tensor) -> torch.Tensor:
 
 
 def quick_gelu(x: torch.Tensor, *, impl: str | None = None) -> torch.Tensor:
-    """`x * sigmoid(1.702 * x)`, element by element.
+    """`x * sigmoid(1.702 * x)`, element by element. Gradients flow to x.
 
     x: any shape and strides, floating point. Returns a tensor of x's shape and dtype.
-    Raises RidgelineError on a tensor that is not floating point, or an `impl` that cannot run the call.
+    Raises RidgelineError if x is not floating point, or if `impl` cannot run the call.
     """
     plain = KERNELS.plain(impl, x)
     return plain(x) if plain else KERNELS(impl, x)
@@ -58,8 +58,6 @@ KERNELS.op = QUICK_GELU = Op(
     ],
 )
 
-QUICK_GELU.eager(
-    "naive", "the formula in eager PyTorch: three kernels, each a pass over memory", reference, served=True
-)
+QUICK_GELU.eager("naive", "the formula in eager PyTorch: three passes over memory", reference, served=True)
 QUICK_GELU.compiled("the formula fused into one Triton kernel by torch.compile")
-KERNELS.triton("a block of elements per program, wide loads and the layout left to the compiler; backward in one pass")
+KERNELS.triton("a block of elements per program; wide loads left to the compiler; backward in one pass")

@@ -1,11 +1,11 @@
-"""rope: rotary position embedding: pairs (a, b) of a head's first dimensions are turned by an angle that grows with the position.
+"""rope: rotary position embedding: pairs (a, b) of a head's dimensions rotate by an angle that grows with position.
 
-    a' = a cos - b sin,  b' = b cos + a sin            backward: the same by the negative angle
+    a' = a cos - b sin,  b' = b cos + a sin            backward: the same with the negative angle
 
-Pairs are (x_i, x_{i + r}) (half-split) or (x_{2i}, x_{2i + 1}) (interleaved) for i < r; dimensions from 2r on pass through.
-One launch for q and k: a program takes some heads at some positions, whose cosines and sines all heads but the first find in L1.
-The floor is q and k read once and written once. Source: Su et al., RoFormer: Enhanced Transformer with Rotary Position Embedding, 2021
-(arXiv:2104.09864).
+Pairs are (x_i, x_{i + r}) (half-split) or (x_{2i}, x_{2i + 1}) (interleaved) for i < r; later dimensions stay.
+One launch serves q and k. A program takes several heads at several positions; all heads but the first find the cosines
+and sines in L1. The floor is one read and one write of q and k.
+Source: Su et al., RoFormer: Enhanced Transformer with Rotary Position Embedding, 2021 (arXiv:2104.09864).
 """
 
 from __future__ import annotations
@@ -31,9 +31,9 @@ def _turned(
     HEADS: tl.constexpr, D: tl.constexpr, R: tl.constexpr, INTERLEAVED: tl.constexpr, BACK: tl.constexpr,
     BH: tl.constexpr, BR: tl.constexpr, BP: tl.constexpr
 ):  # fmt: skip
-    """Turns heads from `head` on at positions `at` by the angles in rows `place`; fault: (BS,), 0 or NaN, or None.
+    """Rotates heads from `head` on at positions `at` by the angles in rows `place`; fault: (BS,), 0 or NaN, or None.
 
-    Loads of all heads come first, then those of the angles, then what waits for them.
+    Loads of all heads come first, then loads of the angles, then the arithmetic.
     """
     h = (head + tl.arange(0, BH)).to(tl.int64)[:, None, None]
     rows = at[None, :, None]
@@ -86,9 +86,8 @@ def _fwd(
 ):  # fmt: skip
     of_q: tl.constexpr = tl.cdiv(Q, BH)
     tiles = tl.cdiv(seq, BS)
-    group = (
-        tl.program_id(0) // tiles
-    )  # one group's positions after another: programs that run together read memory in order
+    # Positions of one group are adjacent, so programs that run together read memory in order.
+    group = tl.program_id(0) // tiles
     at = (tl.program_id(0) % tiles).to(tl.int64) * BS + tl.arange(0, BS)
     batch = (tl.program_id(2) * tl.num_programs(1) + tl.program_id(1)).to(tl.int64)
     seq = tl.where(batch < batches, seq, 0)
@@ -154,7 +153,7 @@ _SPACE = [{"BH": h, "BS": s, "num_warps": w} for h in (1, 2, 4, 8, 16) for s in 
 
 
 def _space(row: int) -> list[tuning.Config]:
-    """Tiles that give a thread 16 or 32 bytes, of rows that take so many threads."""
+    """Tiles that give each thread 16 or 32 bytes; `row` is the number of threads for a row."""
     return [c for c in _SPACE if row * c["BH"] * c["BS"] in (32 * c["num_warps"], 64 * c["num_warps"])]
 
 
@@ -162,14 +161,13 @@ def _launch(back: bool, yq: torch.Tensor, yk: torch.Tensor, *args: Any) -> None:
     q, k, cos, sin, positions, interleaved = args
     (batch, q_heads, seq, d), k_heads, (length, r) = q.shape, k.shape[1], cos.shape
     br = triton.next_power_of_2(r)
-    row = max(
-        1, br * q.element_size() * (1 + interleaved) // 16
-    )  # threads for a row, with 16 bytes each of its halves, or of its pairs
+    # Threads per row, with 16 bytes each of its halves, or of its pairs.
+    row = max(1, br * q.element_size() * (1 + interleaved) // 16)
     most = min(8, triton.next_power_of_2(seq))
 
     def config() -> tuning.Config:
         def rule() -> tuning.Config:
-            """A thread has 16 bytes of a row; eight warps share out eight positions or as many as there are, and heads."""
+            """16 bytes of a row per thread; eight warps cover up to eight positions, and heads."""
             rows = max(1, 256 // row)
             return {"BH": max(1, rows // most), "BS": min(rows, most), "num_warps": 8}
 
@@ -184,29 +182,13 @@ def _launch(back: bool, yq: torch.Tensor, yk: torch.Tensor, *args: Any) -> None:
     strides = [t.stride() for t in (yq, yk, q, k, cos, sin)]
     shape = {"Q": q_heads, "K": k_heads, "D": d, "R": r, "INTERLEAVED": interleaved, "BACK": back, "BR": br}
     shape["BP"] = triton.next_power_of_2(d - 2 * r) if d > 2 * r else 0
-    launch(
-        _fwd,
-        grid,
-        yq,
-        yk,
-        q,
-        k,
-        cos,
-        sin,
-        positions,
-        batch,
-        seq,
-        length,
-        *strides,
-        steps,
-        config=config,
-        key=(br, most),
-        **shape,
-    )
+    tables = *strides, steps
+    launch(_fwd, grid, yq, yk, *args[:5], batch, seq, length, *tables, config=config, key=(br, most), **shape)
 
 
 @kernel_op(
-    "rope_turn(Tensor q, Tensor k, Tensor cos, Tensor sin, Tensor? positions, bool interleaved, bool back, str? impl) -> (Tensor, Tensor)"
+    "rope_turn(Tensor q, Tensor k, Tensor cos, Tensor sin, Tensor? positions, bool interleaved, bool back, str? impl)"
+    " -> (Tensor, Tensor)"
 )
 def _turn(q: torch.Tensor, k: torch.Tensor, *args: Any) -> Pair:
     *rest, back, impl = args
@@ -227,7 +209,7 @@ class _Rope(Function):
     @first_order
     def backward(ctx: Any, dq: torch.Tensor, dk: torch.Tensor) -> Any:
         (for_q, for_k, *_), (interleaved, impl) = ctx.needs_input_grad, ctx.facts
-        given = dq if for_q else dq[:, :0], dk if for_k else dk[:, :0]  # no heads of what nobody wants
+        given = dq if for_q else dq[:, :0], dk if for_k else dk[:, :0]  # no heads where no gradient is needed
         dq, dk = _turn(*given, *ctx.saved_tensors, interleaved, True, impl)
         return dq if for_q else None, dk if for_k else None, None, None, None, None, None
 
@@ -263,13 +245,14 @@ def rope(
     interleaved: bool = False,
     impl: str | None = None,
 ) -> tuple[torch.Tensor, torch.Tensor]:
-    """q and k with rotary position embedding, as new tensors of their shapes and dtypes.
+    """q and k with rotary position embedding, as new tensors of their shapes and dtypes. Gradients flow to both.
 
-    q: (b, hq, s, d). k: (b, hk, s, d). Any strides; d even. cos, sin: (max_seq, r), of any floating dtype and without gradients,
-    one column for each pair of the first 2r <= d dimensions. positions: (b, s) or (s), int64, rows of cos and sin; None is
-    0, 1, ..., s - 1. On a GPU a row whose position is not below max_seq comes out as NaN.
-    interleaved: pairs are neighbours, not halves. Raises RidgelineError where an argument is none of these, on a CPU for
-    positions out of range too, or where `impl` cannot run the call.
+    q: (b, hq, s, d), k: (b, hk, s, d), floating point, any strides; d is even.
+    cos, sin: (max_seq, r), any floating dtype, without gradients: a column per pair of the first 2r <= d dimensions.
+    positions: (b, s) or (s), int64: rows of cos and sin; None means 0, 1, ..., s - 1. Values on a GPU are not
+    validated: a position out of range gives a row of NaN. On a CPU, or with RIDGELINE_CHECK=1, it raises.
+    interleaved: pairs are (2i, 2i + 1); by default (i, i + r).
+    Raises RidgelineError if an argument is none of these, or if `impl` cannot run the call.
     """
     _check(q, k, cos, sin, positions)
     plain = eager(ROPE, impl, q, k, cos, sin)
@@ -283,45 +266,40 @@ def rope(
 def _check(
     q: torch.Tensor, k: torch.Tensor, cos: torch.Tensor, sin: torch.Tensor, positions: torch.Tensor | None
 ) -> None:
-    """Raises where the inputs do not fit together."""
+    """Raises RidgelineError if the inputs do not fit together."""
     for name, t in (("q", q), ("k", k), ("cos", cos), ("sin", sin)):
         if not isinstance(t, torch.Tensor) or not t.is_floating_point():
-            raise RidgelineError(
-                f"rope: {name} must be a floating-point tensor, and is {getattr(t, 'dtype', type(t).__name__)}"
-            )
+            found = getattr(t, "dtype", type(t).__name__)
+            raise RidgelineError(f"rope: {name} must be a floating-point tensor, but is {found}")
         if t.device != q.device:
-            raise RidgelineError(f"rope: {name} is on {t.device} and q on {q.device}; one device is needed")
+            raise RidgelineError(f"rope: {name} is on {t.device} but q on {q.device}; they must share one device")
     shape, other = q.shape, k.shape
     if len(shape) != 4 or len(other) != 4 or shape[0] != other[0] or shape[2:] != other[2:]:
-        raise RidgelineError(
-            f"rope: q must be (b, hq, s, d) and k (b, hk, s, d), and they are {tuple(shape)} and {tuple(other)}"
-        )
+        found = f"{tuple(shape)} and {tuple(other)}"
+        raise RidgelineError(f"rope: q must be (b, hq, s, d) and k (b, hk, s, d), but they are {found}")
     batch, _, seq, d = shape
     if cos.dim() != 2 or cos.shape != sin.shape:
-        raise RidgelineError(
-            f"rope: cos and sin must be (max_seq, r) both, and are {tuple(cos.shape)} and {tuple(sin.shape)}"
-        )
+        found = f"{tuple(cos.shape)} and {tuple(sin.shape)}"
+        raise RidgelineError(f"rope: cos and sin must both be (max_seq, r), but are {found}")
     length, r = cos.shape
     if d % 2 or not 0 < 2 * r <= d:
-        raise RidgelineError(
-            f"rope: head dimensions must be even, with a column of cos for each of at most d/2 pairs; d is {d}, and cos has {r}"
-        )
+        wanted = "head dimensions must be even, with a column of cos for each of at most d/2 pairs"
+        raise RidgelineError(f"rope: {wanted}; d is {d}, and cos has {r}")
     if torch.is_grad_enabled() and (cos.requires_grad or sin.requires_grad):
-        raise RidgelineError("rope: cos and sin have no gradients, and require them; give them detached")
+        raise RidgelineError("rope: cos and sin have no gradients, but require them; give them detached")
     if positions is None:
         if seq > length:
-            raise RidgelineError(f"rope: cos has rows for {length} positions, and the sequence is {seq} long")
+            raise RidgelineError(f"rope: cos has rows for {length} positions, but the sequence is {seq} long")
         return
     if positions.dtype != torch.int64 or positions.shape not in ((seq,), (batch, seq)):
-        raise RidgelineError(
-            f"rope: positions must be int64, ({seq}) or ({batch}, {seq}), and are {positions.dtype} {tuple(positions.shape)}"
-        )
+        found = f"{positions.dtype} {tuple(positions.shape)}"
+        raise RidgelineError(f"rope: positions must be int64, ({seq}) or ({batch}, {seq}), but are {found}")
     if positions.device != q.device:
-        raise RidgelineError(f"rope: positions are on {positions.device} and q on {q.device}; one device is needed")
+        found = f"positions are on {positions.device} but q on {q.device}"
+        raise RidgelineError(f"rope: {found}; they must share one device")
     if readable(positions) and positions.numel() and not (0 <= positions.min() and positions.max() < length):
-        raise RidgelineError(
-            f"rope: positions must be from 0 to {length - 1}, and are from {positions.min()} to {positions.max()}"
-        )
+        found = f"{positions.min()} to {positions.max()}"
+        raise RidgelineError(f"rope: positions must be from 0 to {length - 1}, but are from {found}")
 
 
 def cost(q: torch.Tensor, k: torch.Tensor, cos: torch.Tensor, sin: torch.Tensor, **options: Any) -> tuple[Cost, Cost]:
@@ -339,7 +317,11 @@ def _case(
     return Case(name, (Spec(*q), Spec(q[0], heads, *q[2:]), *tables), **facts)
 
 
-INTERLEAVED = {"interleaved": True}
+def _at(*shape: int) -> dict[str, Any]:
+    return {"positions": Spec(*shape, dtype="int64", high=50)}
+
+
+INTERLEAVED, BENCH = {"interleaved": True}, {"dtypes": ("bfloat16",), "use": "bench"}
 ROPE = Op(
     rope,
     reference=reference,
@@ -348,38 +330,20 @@ ROPE = Op(
         _case("3x4x9x16", (3, 4, 9, 16), 2, (40, 8)),
         _case("2x4x33x16 interleaved", (2, 4, 33, 16), 2, (40, 8), kwargs=INTERLEAVED),
         _case("1x3x17x22 partial, float32 angles", (1, 3, 17, 22), 1, (17, 5), "float32"),
-        _case(
-            "2x5x9x40 partial interleaved at positions",
-            (2, 5, 9, 40),
-            5,
-            (50, 12),
-            kwargs=INTERLEAVED | {"positions": Spec(2, 9, dtype="int64", high=50)},
-        ),
-        _case(
-            "2x2x9x16 at positions", (2, 2, 9, 16), 1, (50, 8), kwargs={"positions": Spec(9, dtype="int64", high=50)}
-        ),
+        _case("2x5x9x40 partial interleaved at positions", (2, 5, 9, 40), 5, (50, 12), kwargs=INTERLEAVED | _at(2, 9)),
+        _case("2x2x9x16 at positions", (2, 2, 9, 16), 1, (50, 8), kwargs=_at(9)),
         _case("1x8x256x64", (1, 8, 256, 64), 2, (256, 32), use="quick"),
-        _case("4x32x4096x128", (4, 32, 4096, 128), 8, (4096, 64), dtypes=("bfloat16",), use="bench"),
-        _case(
-            "4x32x4096x128 interleaved",
-            (4, 32, 4096, 128),
-            8,
-            (4096, 64),
-            kwargs=INTERLEAVED,
-            dtypes=("bfloat16",),
-            use="bench",
-        ),
-        _case("4x32x4096x128 partial", (4, 32, 4096, 128), 8, (4096, 32), dtypes=("bfloat16",), use="bench"),
+        _case("4x32x4096x128", (4, 32, 4096, 128), 8, (4096, 64), **BENCH),
+        _case("4x32x4096x128 interleaved", (4, 32, 4096, 128), 8, (4096, 64), kwargs=INTERLEAVED, **BENCH),
+        _case("4x32x4096x128 partial", (4, 32, 4096, 128), 8, (4096, 32), **BENCH),
     ],
 )
 
-ROPE.eager(
-    "naive", "the formula in eager PyTorch: some twenty kernels, each a pass over memory", reference, served=True
-)
-ROPE.compiled("the formula fused by torch.compile, a kernel for q and one for k")
+ROPE.eager("naive", "the formula in eager PyTorch: about 20 passes over memory", reference, served=True)
+ROPE.compiled("the formula fused by torch.compile: one kernel for q, one for k")
 ROPE.kernel(
     "triton",
-    "q and k in one launch, 16 bytes of a row a thread; a program's heads share their cosines and sines in L1",
+    "q and k in one launch, 16 bytes per thread; a program's heads share cosines and sines in L1",
     kind="triton",
     served=True,
     fwd=partial(_launch, False),

@@ -2,8 +2,8 @@
 
     backward: dgate = dy up s (1 + g (1 - s)),  dup = dy g s,  s = sigmoid(g)
 
-One pass: gate and up are read once and y written once; backward reads three tensors and writes two, and keeps nothing but
-the inputs. Source: Shazeer, GLU Variants Improve Transformer, 2020 (arXiv:2002.05202).
+One pass reads gate and up and writes y; backward reads three tensors, writes two, and needs only the inputs. Source:
+Shazeer, GLU Variants Improve Transformer, 2020 (arXiv:2002.05202).
 """
 
 from __future__ import annotations
@@ -39,8 +39,9 @@ def reference(gate: torch.Tensor, up: torch.Tensor) -> torch.Tensor:
 def silu_mul(gate: torch.Tensor, up: torch.Tensor, *, impl: str | None = None) -> torch.Tensor:
     """`silu(gate) * up`, element by element.
 
-    gate, up: floating-point tensors on one device whose shapes broadcast together; the result has PyTorch's promoted dtype.
-    Raises RidgelineError where an argument is no such tensor, the devices differ, or `impl` cannot run the call.
+    gate, up: floating-point tensors on one device whose shapes broadcast; the result has PyTorch's promoted dtype.
+    Gradients flow to both.
+    Raises RidgelineError if an argument is none of these, or if `impl` cannot run the call.
     """
     plain = KERNELS.plain(impl, gate, up)
     return plain(gate, up) if plain else KERNELS(impl, gate, up)
@@ -64,7 +65,7 @@ KERNELS.op = SILU_MUL = Op(
     ],
 )
 
-SILU_MUL.eager("naive", "the formula in eager PyTorch: three kernels, each a pass over memory", reference)
+SILU_MUL.eager("naive", "the formula in eager PyTorch: three passes over memory", reference)
 SILU_MUL.eager("torch", "PyTorch's silu, then a product: two passes", lambda gate, up: F.silu(gate) * up, served=True)
 SILU_MUL.compiled("the formula fused into one Triton kernel by torch.compile")
-KERNELS.triton("a block of elements per program, wide loads and the layout left to the compiler; backward in one pass")
+KERNELS.triton("a block of elements per program; wide loads left to the compiler; backward in one pass")
