@@ -323,7 +323,7 @@ BAD: Bad = {
     ),
     "attention_varlen: lengths": (
         lambda: ridgeline.attention_varlen(*[packed] * 3, ends, ends[:2]),
-        ["as many", "3", "2"],
+        ["same length", "3", "2"],
     ),
     "attention_varlen: a matrix": (
         lambda: ridgeline.attention_varlen(*[packed] * 3, ends[None], ends),

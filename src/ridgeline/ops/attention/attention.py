@@ -286,7 +286,7 @@ ATTENTION.eager(
 )
 ATTENTION.kernel(
     "triton",
-    "one program per tile, scores in registers, unmasked blocks in a loop of their own; backward in two passes",
+    "one program per tile, scores in registers, unmasked blocks in their own loop; backward in two passes",
     **TRITON,
 )
 ATTENTION.kernel(
