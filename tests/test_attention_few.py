@@ -231,7 +231,7 @@ def test_what_is_said_of_it() -> None:
 
 
 @pytest.mark.compiles
-@pytest.mark.parametrize("arch", inspect.ARCHES)
+@pytest.mark.parametrize("arch", ["sm_86", "sm_90", "sm_100", "gfx942"])
 def test_kernels_fit(arch: str) -> None:
     """Tiles of 16, 32 and 64 rows, in each dtype and with each option, have no spills (some on sm_100) and fit in
     shared memory."""

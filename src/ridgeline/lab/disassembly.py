@@ -1,4 +1,4 @@
-"""What machine code says about a kernel: SASS, PTX and AMD assembly read for access widths, matrix instructions and spills."""
+"""Read SASS, PTX and AMD assembly for access widths, matrix instructions and spills."""
 
 from __future__ import annotations
 
@@ -15,10 +15,10 @@ from ridgeline.device import Device
 
 @dataclass
 class Instructions:
-    """Instructions of a kernel as they stand in its code (not as often as they run).
+    """The instructions of a kernel, each counted once however often it runs.
 
-    loads, stores: of global memory, by width in bytes ("16") or by unit ("tma": the copy engine). matrix: by instruction.
-    spill_loads, spill_stores: bytes per thread moved from and to local memory.
+    loads, stores: of global memory, by width in bytes ("16") or by unit ("tma": the copy engine). matrix: by
+    instruction. spill_loads, spill_stores: bytes per thread moved from and to local memory.
     """
 
     loads: Counter[str] = field(default_factory=Counter)
@@ -143,7 +143,7 @@ def sass(cubin: bytes, kernel: str) -> str:
 
 
 def section(text: str, start: str, end: str) -> str:
-    """The lines from the one that matches `start` up to the next one that matches `end`; the whole text if none does."""
+    """The lines from one that matches `start` up to the next that matches `end`; the whole text if none does."""
     begin = re.search(start, text, re.MULTILINE)
     if begin is None:
         return text
@@ -157,13 +157,13 @@ def usage(cubin: bytes, kernel: str) -> tuple[int, int]:
     return int(re.search(r"REG:(\d+)", text)[1]), int(re.search(r"STACK:(\d+)", text)[1])  # type: ignore[index]
 
 
-# Resident warps and blocks of a multiprocessor by compute capability: the CUDA Programming Guide's table of technical
-# specifications (section 5.1), and cuda_occupancy.h. All have 65,536 registers and keep 1 KiB of shared memory per block.
+# Warps and blocks that can be resident on a multiprocessor, by compute capability: CUDA Programming Guide, section 5.1,
+# and cuda_occupancy.h. Each multiprocessor has 65,536 registers; CUDA keeps 1 KiB of shared memory of each block.
 RESIDENT = {80: (64, 32), 86: (48, 16), 89: (48, 24), 90: (64, 32), 100: (64, 32), 120: (48, 24)}
 
 
 def occupancy(device: Device, threads: int, registers: int, shared: int) -> tuple[float, str]:
-    """The share of a multiprocessor's warps that can be resident, and what limits it, for blocks of this size.
+    """The share of a multiprocessor's warps that can be resident, and what limits it ("" for nothing).
 
     registers: per thread. shared: bytes per block.
     """

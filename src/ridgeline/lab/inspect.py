@@ -1,6 +1,7 @@
 """Compile a kernel, with or without a GPU: PTX, SASS, registers, spills, shared memory.
 
-An op is called on tensors without data while a GPU is pretended; every launch it would make is compiled for that GPU.
+The op is called on tensors without data while a GPU is pretended, and every launch it would make is compiled for that
+GPU.
 """
 
 from __future__ import annotations
@@ -16,13 +17,15 @@ from itertools import repeat
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+from ridgeline import device
+
 if TYPE_CHECKING:
     from concurrent.futures import ProcessPoolExecutor
 
     from ridgeline.boundary import Launch
     from ridgeline.op import Case, Implementation, Op
 
-ARCHES = ("sm_80", "sm_90", "sm_100", "gfx942")
+ARCHES = tuple(device.ARCHES)
 DIRECTIONS = ("forward", "backward")
 TEXTS = ("ptx", "sass", "ttir", "ttgir", "llir", "amdgcn")
 
@@ -31,10 +34,10 @@ TEXTS = ("ptx", "sass", "ttir", "ttgir", "llir", "amdgcn")
 class Resources:
     """What one kernel of an implementation takes on one architecture.
 
-    registers and stack (bytes of local memory) are per thread; spill_loads and spill_stores are bytes per thread as they
-    stand in the code; shared memory is bytes per block; loads and stores of global memory count instructions by width in
-    bytes ("tma": the copy engine); occupancy is the share of a multiprocessor's warps that can be resident, limited by `limit`.
-    texts holds the code by kind: ptx, cubin's sass, ttir, ...
+    registers, stack (bytes of local memory), spill_loads and spill_stores (bytes, as instructions stand in the code)
+    are per thread; shared memory is bytes per block. loads and stores count instructions on global memory by their
+    width in bytes ("tma": the copy engine). occupancy is the share of a multiprocessor's warps that can be resident,
+    limited by `limit`. texts holds the code by kind: ptx, sass, ttir, ...
     """
 
     op: str
@@ -75,23 +78,23 @@ class Resources:
 def launches(
     op: Op, implementation: Implementation, case: Case, dtype: str, arch: str, directions: tuple[str, ...] = DIRECTIONS
 ) -> list[tuple[str, Launch]]:
-    """(direction, launch) of every kernel that this call would start on that architecture. Nothing is started.
+    """(direction, launch) of every kernel that this call would start there. Nothing is started.
 
-    Raises RidgelineError where the implementation cannot run there.
+    arch: the name of a known card or architecture. Raises RidgelineError if there is none, or if the implementation
+    cannot run there.
     """
     import torch
 
-    from ridgeline import boundary, device
+    from ridgeline import boundary
     from ridgeline.op import RidgelineError, tensors_of
 
     device.known(arch)
     if dtype not in case.dtypes:
         raise RidgelineError(f"{op.name}: case {case.name!r} has no dtype {dtype!r}; it has {', '.join(case.dtypes)}")
     if not implementation.is_kernel:
-        kernels = [i.name for i in op.implementations.values() if i.is_kernel]
-        raise RidgelineError(
-            f"{op.name}: impl={implementation.name!r} is PyTorch and has no kernels of its own; those that have: {', '.join(kernels)}"
-        )
+        kernels = ", ".join(i.name for i in op.implementations.values() if i.is_kernel)
+        which = f"{op.name}: impl={implementation.name!r}"
+        raise RidgelineError(f"{which} is PyTorch and has no kernels of its own; those that have: {kernels}")
     seen: list[tuple[str, Launch]] = []
     with device.pretend(arch):
         args, kwargs = case.make(dtype, "meta")
@@ -114,10 +117,10 @@ def resources(
     directions: tuple[str, ...] = DIRECTIONS,
     disassemble: bool = False,
 ) -> list[Resources]:
-    """Compiles every kernel of a call for an architecture and says what it takes. Equal kernels are compiled once per process.
+    """Compiles every kernel of a call, and returns what each takes. Equal kernels are compiled once per process.
 
-    disassemble: count instructions in SASS (half a second per kernel) instead of in PTX, and keep its text.
-    Where the Triton interpreter is on, a process without it does the work.
+    arch: the name of a known card or architecture. disassemble: count instructions in SASS (half a second per kernel)
+    instead of in PTX, and keep its text. If the Triton interpreter is on, a process without it does the work.
     """
     from ridgeline.boundary import INTERPRETED
 
@@ -150,7 +153,7 @@ def _by_name(op: str, implementation: str, case: str, dtype: str, arch: str, *op
 
 
 def signature(launch: Launch) -> tuple[Any, ...]:
-    """What a launch is compiled from: two launches with equal signatures are the same machine code."""
+    """What a launch is compiled from: launches with equal signatures have the same machine code."""
     from ridgeline.cuda import CudaKernel
 
     args: tuple[Any, ...] = ()
@@ -160,7 +163,7 @@ def signature(launch: Launch) -> tuple[Any, ...]:
 
 
 def _specialised(args: Any, loose: Iterable[bool]) -> tuple[Any, ...]:
-    """What Triton may compile into a kernel of its arguments; of numbers that it was told to leave alone, their type only."""
+    """What Triton may specialise a kernel on, per argument. loose: numbers of which only the type matters."""
     import torch
 
     found: list[Any] = []
@@ -183,7 +186,7 @@ Facts = tuple[dict[str, Any], dict[str, str], bytes | None]
 
 
 def of_launch(launch: Launch, disassemble: bool = False) -> Resources:
-    """Compiles a launch, reads its code and completes the facts; whose call it was is filled in by `resources`."""
+    """Compiles a launch and reads its code. `resources` fills in which call it belongs to."""
     from ridgeline.cuda import CudaKernel
     from ridgeline.lab.disassembly import READERS, occupancy, sass
 
@@ -218,8 +221,10 @@ def of_launch(launch: Launch, disassemble: bool = False) -> Resources:
 
 
 def compile_side_by_side(launches: Iterable[Launch], arch: str) -> None:
-    """Has Triton compile its kernels among launches for an architecture, as many at a time as this process may use processors (4 at the
-    most); `of_launch` then finds them compiled. Most of the work is LLVM's and ptxas's, which other threads do not wait for."""
+    """Compiles the Triton kernels among launches in parallel, so that `of_launch` finds them compiled.
+
+    As many threads as processors, at most 4: LLVM and ptxas, which do most of the work, release Python's lock.
+    """
     from concurrent.futures import ThreadPoolExecutor
 
     from triton.runtime._async_compile import AsyncCompileMode
@@ -228,7 +233,7 @@ def compile_side_by_side(launches: Iterable[Launch], arch: str) -> None:
 
     kernels = {signature(launch): launch for launch in launches if not isinstance(launch.kernel, CudaKernel)}
     with (
-        _triton_for(arch),
+        _triton_for(device.known(arch).arch),
         ThreadPoolExecutor(min(4, len(os.sched_getaffinity(0)))) as threads,
         AsyncCompileMode(threads),
     ):
@@ -297,8 +302,10 @@ def _by_width(counts: dict[str, int]) -> dict[str, int]:
 
 
 class _NoGpu:
-    """Stands where Triton expects a GPU's driver, and answers only what compiling asks. Its device's name is the architecture,
-    so that kernels compiled here never meet those that really run."""
+    """Stands in for a GPU's driver in Triton, and answers only what compilation asks.
+
+    Its device is named after the architecture, so that kernels compiled here never mix with those that really run.
+    """
 
     def __init__(self, arch: str):
         self.arch = arch
@@ -321,7 +328,7 @@ class _NoGpu:
 
 @contextmanager
 def _triton_for(arch: str) -> Iterator[None]:
-    """Inside, Triton compiles for that architecture; afterwards its driver is what it was."""
+    """Inside, Triton compiles for that architecture; afterwards it has its own driver again."""
     from triton.runtime import driver
 
     before = driver._active
@@ -335,9 +342,10 @@ def _triton_for(arch: str) -> Iterator[None]:
 def arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("op", metavar="OP")
     parser.add_argument("--impl", required=True, help="the implementation, as `ridgeline list` names it")
-    parser.add_argument("--arch", default="sm_90", help=f"what to compile for: {', '.join(ARCHES)} (default: sm_90)")
+    target = f"the architecture or card to compile for: {', '.join((*ARCHES, *device.KNOWN))} (default: sm_90)"
+    parser.add_argument("--arch", default="sm_90", help=target)
     parser.add_argument("--case", help="a case of the op (default: its first benchmark)")
-    parser.add_argument("--dtype", help="default: bfloat16 where the case has it")
+    parser.add_argument("--dtype", help="default: bfloat16 if the case has it, else its first")
     parser.add_argument("--direction", choices=DIRECTIONS, help="default: both")
     parser.add_argument("--show", choices=TEXTS, help="print this code of every kernel")
     parser.add_argument("--out", type=Path, metavar="FOLDER", help="write all code there, one file each")
@@ -345,7 +353,7 @@ def arguments(parser: argparse.ArgumentParser) -> None:
 
 
 def default_case(op: Op, name: str | None, dtype: str | None) -> tuple[Case, str]:
-    """The named case or the op's first benchmark, and the named dtype or bfloat16 where the case has it."""
+    """The named case or the op's first benchmark, and the named dtype, else bfloat16 if the case has it."""
     case = op.case(name) if name else next((c for c in op.cases if c.use == "bench"), op.cases[0])
     return case, dtype or ("bfloat16" if "bfloat16" in case.dtypes else case.dtypes[0])
 
