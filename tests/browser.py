@@ -28,7 +28,18 @@ FLAGS = [
     "--hide-scrollbars",
     "--remote-debugging-pipe",
 ]
-DRAWN = "document.readyState == 'complete' && [...document.querySelectorAll('[data-chart]')].every(c => c.querySelector('svg path'))"
+LOADED = "document.readyState == 'complete'"
+DRAWN = "[...document.querySelectorAll('[data-chart]')].every(c => c.querySelector('svg path'))"
+UNFOLD = """(async () => {
+    const filled = (fold) => new Promise(done => {
+        const look = () => fold.querySelector('.inside .panels') ? done() : setTimeout(look, 20);
+        fold.open = true;
+        look();
+    });
+    await Promise.all([...document.querySelectorAll('details.op')].map(filled));
+    document.querySelectorAll('details').forEach(fold => { fold.open = true });
+    await new Promise(done => setTimeout(done, 100));
+})()"""
 
 
 def executable() -> str | None:
@@ -90,7 +101,7 @@ class Browser:
             self.events.append(message)
 
     def open(self, path: Path, width: int = 1280, height: int = 900, dark: bool = False) -> Page:
-        """Loads a file and waits until its charts are drawn (or 20 seconds)."""
+        """Loads a file and waits until it is there (20 seconds at the most)."""
         target = self.call("Target.createTarget", url="about:blank")["targetId"]
         session = self.call("Target.attachToTarget", targetId=target, flatten=True)["sessionId"]
         page = Page(self, session)
@@ -101,7 +112,7 @@ class Browser:
         )
         page.dark(dark)
         page.call("Page.navigate", url=path.resolve().as_uri())
-        page.drawn()
+        page.until(LOADED)
         return page
 
 
@@ -129,13 +140,18 @@ class Page:
     def until(self, condition: str, seconds: float = 20) -> bool:
         """Waits until an expression is true in the page; whether it became so in time."""
         end = time.monotonic() + seconds
-        while not (true := bool(self.js(condition))) and time.monotonic() < end:
+        while not (true := self.js(f"!!({condition})")) and time.monotonic() < end:
             time.sleep(0.05)
         return true
 
     def drawn(self) -> bool:
-        """Waits until the page is loaded and every chart has marks."""
+        """Has all charts drawn, as printing does, and waits until each has marks; whether they have."""
+        self.js("dispatchEvent(new Event('beforeprint'))")
         return self.until(DRAWN)
+
+    def unfold(self) -> None:
+        """Opens every fold, and waits until all hold what they show."""
+        self.js(UNFOLD)
 
     def screenshot(self, whole: bool = False) -> bytes:
         return base64.b64decode(self.call("Page.captureScreenshot", captureBeyondViewport=whole)["data"])

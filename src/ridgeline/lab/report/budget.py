@@ -16,13 +16,13 @@ if TYPE_CHECKING:
 Clock = Callable[[], float]
 MINUTES = 5.5
 QUICK_MINUTES = 1.25
-# "times": the roof and the benchmarks, which need a quiet machine; "proofs": the interpreter's checks beside the compilations.
+# "times": the roof and the benchmarks, which need a quiet machine; "proofs": compilations and interpreted checks.
 STAGES = {"times": 0.58, "proofs": 0.38, "page": 0.04}
 LATE = "left out to keep within the report's time"
 
 
 class Budget:
-    """A total time, divided among stages that run one after the other. Time that a stage does not use goes to the later ones."""
+    """A total time, divided among stages that run one after the other. Time left by a stage goes to the later ones."""
 
     def __init__(self, minutes: float, clock: Clock = time.monotonic):
         self.minutes, self.clock = minutes, clock
@@ -39,8 +39,8 @@ class Budget:
 class Pace:
     """Decides what `bench.record` times first, and whether torch.compile still fits: the `pace` of that function.
 
-    Every op's first case comes before any op's second one. A case that would take long by the measured rates comes last.
-    torch.compile takes many seconds a case on a CPU: it is timed there only while all cases that are left would still fit.
+    Every op's first case comes before any op's second one. A case that would be slow by the measured rates comes last.
+    torch.compile takes many seconds a case on a CPU: there it is timed only while all remaining cases would still fit.
     """
 
     HEAVY = 0.1  # seconds a call may take at the roof
@@ -53,7 +53,7 @@ class Pace:
         self.told = False
 
     def order(self, tasks: list[tuple[Op, Case, str]], run: Any) -> list[tuple[Op, Case, str]]:
-        """Returns the tasks in the order in which they are timed, once the roof is measured. Tells of the run's file."""
+        """Returns the tasks in the order in which they are timed, by the run's measured roof; tells of its file."""
         self.tell("run", str(run.path), len(tasks))
         self.told = True
         roof = next(row for row in run.rows if row["type"] == "roof")
@@ -68,7 +68,7 @@ class Pace:
         return [tasks[n] for *_, n in sorted(places)]
 
     def fit(self, candidates: list[Candidate], left: int) -> list[Candidate]:
-        """Returns a case's candidates with those marked "skipped" that do not fit. left: the cases yet to come, with this one."""
+        """Returns a case's candidates, "skipped" if they do not fit. left: the cases to come, this one included."""
         from ridgeline.lab.bench import Candidate
 
         now = self.clock()

@@ -1,4 +1,4 @@
-"""The verb `report`: gathers what the page shows, from this machine or from recorded runs, and writes it in one step."""
+"""The verb `report`: gathers what the page shows, from this machine or recorded runs, and writes it in one step."""
 
 from __future__ import annotations
 
@@ -52,12 +52,12 @@ def _recorded(runs: list[str]) -> dict[str, Any]:
 
 def _measured(quick: bool, budget: Budget) -> dict[str, Any]:
     """Measures this machine. Without a GPU, also reads what is recorded on GPUs."""
-    from ridgeline.op import registry
+    from ridgeline.op import op_modules
 
     rows, left = measure.bench(quick, budget.until("times"), budget.clock)
     mine = Source(rows)
     beside = [] if mine.gpu else [Source(found, recorded=True) for found in results.gpus(store.recorded()).values()]
-    proofs = measure.proofs(list(registry()), not mine.gpu, budget.until("proofs"), budget.clock)
+    proofs = measure.proofs(list(op_modules()), not mine.gpu, budget.until("proofs"), budget.clock)
     checks = [view.checked(f"Every implementation that runs on {mine.name}", mine.checks)]
     if not mine.gpu:
         checks.append(view.checked("Triton's kernels, in Triton's interpreter on this CPU", proofs.checks))

@@ -32,7 +32,7 @@ def pieces(ops: Iterable[str]) -> list[Piece]:
 
 
 def build(send: Send, ops: list[str], part: int, parts: int) -> None:
-    """Sends ("built", op, implementation, architecture, rows, reason) for every `parts`-th piece from number `part` on."""
+    """Sends ("built", op, implementation, architecture, rows, reason) for every `parts`-th piece from `part` on."""
     for op, kernel, arch in pieces(ops)[part::parts]:
         send("built", op.name, kernel.name, arch, *built(op, kernel, arch))
 

@@ -16,7 +16,7 @@ Group = tuple[Op, Case, str, list[Implementation]]
 
 
 def groups(ops: Iterable[str]) -> list[Group]:
-    """Returns (op, case, dtype, its Triton implementations), the cases of fewest elements first. bfloat16 is left out."""
+    """Returns (op, case, dtype, Triton implementations), cases of few elements first. bfloat16 is left out."""
     found: list[Group] = []
     for op in map(get, ops):
         kernels = [rung for rung in op.implementations.values() if rung.kind == "triton"]
@@ -30,7 +30,7 @@ def _size(case: Case) -> int:
 
 
 def check(send: Send, ops: list[str], part: int, parts: int) -> None:
-    """Sends ("check", row) for every `parts`-th case of `groups`, from number `part` on."""
+    """Sends ("check", row) for every `parts`-th case of `groups` from `part` on."""
     warnings.filterwarnings("ignore", category=RuntimeWarning)  # numpy's, of infinities that a case holds on purpose
     for op, case, dtype, kernels in groups(ops)[part::parts]:
         law = Law.of(op, case.name, dtype, "cpu")

@@ -1,10 +1,10 @@
-"""What `report` measures by itself: the lab's own verbs, each in processes that end when its share of the time is over."""
+"""What `report` measures, as the lab's own verbs do, in processes that end when their share of the time is over."""
 
 from __future__ import annotations
 
+import gc
 import os
 import sys
-from collections.abc import Callable
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -17,6 +17,7 @@ from ridgeline.lab.verdict import Row
 if TYPE_CHECKING:
     from ridgeline.op import Op
 
+CASE = 0.4  # seconds of timing per case and direction on a CPU
 MOST = 4  # processes a stage has at the most: each holds PyTorch, some 0.5 GiB
 
 
@@ -32,7 +33,7 @@ class Left:
 
 @dataclass
 class Proofs:
-    """What was found without timing anything. tables: per op what the compilers say of its kernels; none checked: on a GPU."""
+    """What was found without timing: the interpreter's check rows, the compilers' facts per op, what was left out."""
 
     checks: list[Row] = field(default_factory=list)
     tables: list[dict[str, Any]] = field(default_factory=list)
@@ -46,9 +47,10 @@ def say(text: str) -> None:
 
 
 def bench(quick: bool, until: float, clock: Clock) -> tuple[list[Row], list[Left]]:
-    """Measures this machine's roof, checks and times every op on it as `ridgeline bench` does, and returns the run's rows.
+    """Measures this machine's roof, then checks and times every op on it, as `ridgeline bench` does.
 
-    The roof is always measured; the rest stops at the clock's `until`. The run is kept in the user's cache.
+    Returns the run's rows and what was left out. The roof is always measured; the rest stops at the clock's `until`.
+    The run is kept in the user's cache.
     """
     worker = Worker("timing on this machine", _bench, quick, until)
     collect([worker], until, lambda: say(_progress(worker)), clock, first=True)
@@ -69,28 +71,33 @@ def _progress(worker: Worker) -> str:
 
 
 def _bench(send: Send, quick: bool, until: float) -> None:
+    """Sends ("run", path, number of cases) once the roof is measured, then ("at", case, cases done, cases)."""
     from ridgeline.lab import bench
     from ridgeline.lab.check import default_device
     from ridgeline.op import registry
 
-    device = default_device(None)
-    pace = Pace(until, device.startswith("cuda"), send)
+    device, ops = default_device(None), list(registry().values())
+    gpu = device.startswith("cuda")
+    pace = Pace(until, gpu, send)
+    gc.collect()
+    gc.freeze()  # what is loaded by now stays: each case's own collection need not look at it
     bench.record(
-        list(registry().values()),
+        ops,
         device,
         quick=quick,
+        budget=None if gpu else CASE,
         pace=pace,
         report=lambda text, done, total: send("at", text, done, total) if pace.told else None,
     )
 
 
 def proofs(ops: list[str], interpret: bool, until: float, clock: Clock, processes: int | None = None) -> Proofs:
-    """Checks Triton's kernels in its interpreter (if `interpret`) and compiles all kernels, side by side, until the clock's `until`."""
+    """Compiles all kernels and, if `interpret`, checks Triton's in its interpreter, both until the clock's `until`."""
     from ridgeline.lab.report import compiler, interpreter
 
     cores = processes or len(os.sched_getaffinity(0))
     each = max(1, min(MOST, cores // 2 if interpret else cores))
-    one = {name: "1" for name in ("OMP_NUM_THREADS", "MKL_NUM_THREADS")}
+    one = dict.fromkeys(("OMP_NUM_THREADS", "MKL_NUM_THREADS"), "1")
     builders = [Worker("compiling", compiler.build, ops, n, each, TRITON_INTERPRET=None, **one) for n in range(each)]
     checkers = [
         Worker("checking in Triton's interpreter", interpreter.check, ops, n, each, TRITON_INTERPRET="1", **one)
@@ -114,7 +121,7 @@ def proofs(ops: list[str], interpret: bool, until: float, clock: Clock, processe
 
 
 def tables(pieces: list[Any], made: list[tuple[Any, ...]]) -> list[dict[str, Any]]:
-    """Returns per op what the compilers say: {"op", "rows", "not_built", "left": pieces not compiled, by architecture, "spills"}."""
+    """Returns per op {"op", "rows", "not_built", "spills", "left": how many were not compiled, by architecture}."""
     from ridgeline.device import ARCHES
 
     found: dict[str, dict[str, Any]] = {}

@@ -72,7 +72,7 @@ def best(rows: list[Row]) -> Row | None:
 
 
 def champions(source: Source) -> list[Row]:
-    """The best kernel of every work whose figure is the memory's or the matrix units', not the cache's or the host's."""
+    """The best implementation of every case that memory or arithmetic limits, not the cache or the host."""
     launch_us = source.roof["launch_us"]
     found = [best(rows) for op in names([source]) for rows in source.works(op).values()]
     whole = [r for r in found if r and verdict.bound(r, launch_us, source.gpu) in ("memory", "compute")]
@@ -112,8 +112,8 @@ def beneath(source: Source) -> str:
     cases = count(len(found), "benchmark case")
     if any(ours(r) for r in found):
         return (
-            f"Medians over {cases}, each with its fastest kernel. Limit: the fastest possible time at the bandwidth and "
-            "FLOP/s measured on this GPU. Alternatives: PyTorch, torch.compile and other packages."
+            f"Medians over {cases}, each with its fastest kernel. Limit: the fastest possible time at the bandwidth "
+            "and FLOP/s measured on this GPU. Alternatives: PyTorch, torch.compile and other packages."
         )
     cached = " with the cache's help" if all(r.get("cached") for r in found) else ""
     said = (
@@ -149,10 +149,15 @@ def states(
     """What was measured on the main machine, what is wrong, and what was left out."""
     timed, wrong = ([r for r in source.bench if r["status"] == status] for status in ("ok", "wrong"))
     machine = source.machine
-    where = f"{machine['cpu']}, {count(machine['cores'], 'core')}, {units.size(machine['memory_bytes'])} of memory"
+    memory = f"{units.size(machine['memory_bytes'])} of memory"
+    what = (
+        f"{machine['gpu']} ({machine['arch']})" if source.gpu else f"{source.name}, {count(machine['cores'], 'core')}"
+    )
+    software = f"PyTorch {machine['torch']}, Triton {machine['triton']}"
+    ops = {row["op"] for row in timed}
     found = [
-        State("Machine", f"{machine['gpu']} ({machine['arch']})" if source.gpu else f"{where}, no GPU", "", "machine"),
-        State("Timed", f"{count(len(names([source])), 'operation')}, {count(len(timed), 'time')}", "", "ops"),
+        State("Machine", f"{what}, {memory}{'' if source.gpu else ', no GPU'}; {software}", "", "machine"),
+        State("Timed", f"{count(len(ops), 'operation')}, {count(len(timed), 'time')}", "", "ops"),
     ]
     if checks:
         passed, failed = totals(checks)
@@ -164,8 +169,9 @@ def states(
         found.append(State("Correct", text, "bad" if failed else "good" if passed else "", "checks"))
     if wrong:
         peers = sum(r["peer"] for r in wrong)
-        text = f"{count(len(wrong) - peers, 'time')} of Ridgeline, {peers:,} of alternatives: not taken, as the result was wrong or an error"
-        found.append(State("Refused", text, "bad" if len(wrong) > peers else "", "ops"))
+        of = f"{len(wrong) - peers:,} of Ridgeline's, {peers:,} of alternatives"
+        text = f"{of}: their results were wrong, or they raised an error"
+        found.append(State("Not timed", text, "bad" if len(wrong) > peers else "", "ops"))
     if kernels:
         rows = [row for table in kernels for row in table["rows"]]
         spills = sum(row["spilled"] for row in rows)
@@ -300,7 +306,11 @@ def tables(source: Source, op: str) -> list[dict[str, Any]]:
 
 
 def ladder(source: Source, op: str, ideas: dict[str, str]) -> dict[str, Any] | None:
-    """The op's rungs on the work of which most were timed, then counted, each with its gain over the one before; and what was left out."""
+    """The op's implementations in the case that timed most of them, each with its gain over the one before.
+
+    Of several such cases, the one with most hardware counters, then the largest; None if nothing was timed. "out" says
+    why others were not timed.
+    """
     works = {work: rows for work, rows in ladders.ladder(source.rows, op).items() if best(rows)}
     if not works:
         return None
@@ -328,7 +338,7 @@ def ladder(source: Source, op: str, ideas: dict[str, str]) -> dict[str, Any] | N
 def largest(source: Source, op: str) -> dict[str, Any] | None:
     """The op's fastest implementation in its largest case, in bfloat16 if that was timed; None if nothing was timed.
 
-    Forward and backward together if they were timed so, as those of a loss are: its forward pass may do the backward's work.
+    Forward and backward together if they were timed so, as a loss is: its forward pass may do the backward's work.
     """
     works = {work: top for work, rows in source.works(op).items() if (top := best(rows))}
     if not works:
@@ -365,7 +375,7 @@ def checked(title: str, rows: list[Row]) -> dict[str, Any]:
 
 
 def changes(now: Source, before: Source) -> dict[str, Any]:
-    """This run against an earlier one: what became slower or faster by more than both intervals, the largest change first."""
+    """This run against an earlier one: what is slower or faster by more than both intervals, largest change first."""
     both = [row for row in compare(before.rows, now.rows) if row["gain"]]
     moved = sorted((row for row in both if row["change"] != "same"), key=lambda row: -max(row["gain"], 1 / row["gain"]))
     rows = [

@@ -1,4 +1,4 @@
-"""Processes that do one stage's work: each sends what it finds as it comes, and is ended when the stage's time is over."""
+"""Processes that do a stage's work: each sends its findings as they come, and is ended when the time is over."""
 
 from __future__ import annotations
 
@@ -15,9 +15,10 @@ Send = Callable[..., None]
 
 
 class Worker:
-    """A process that calls `work(send, *args)`. what: its name in an error; environment: variables set or (None) unset in it.
+    """A process that calls `work(send, *args)`.
 
-    `found` holds what it sent so far, each message the tuple of `send`'s arguments; `ended` says that it came to its own end.
+    what: its name in an error. environment: variables that are set in it, or unset if None.
+    `found` holds what it has sent, each message the tuple of `send`'s arguments; `ended`: whether it ended by itself.
     """
 
     def __init__(self, what: str, work: Callable[..., None], *args: Any, **environment: str | None):
