@@ -100,7 +100,7 @@ def order(
     most = tokens // BM + sequences + 1
     listed = torch.empty(HEAD + 8 * most, dtype=torch.int32, device=q.device)
     numbers = sequences, tokens, k.shape[2], most, int(bottom), left, right
-    flags = {"LEFT": left < UNBOUNDED, "RIGHT": right < UNBOUNDED, "BM": BM, "BN": BN}
-    flags["PDL"] = early(device.of(q))["PDL"]
+    pdl = early(device.of(q))["PDL"]
+    flags = {"LEFT": left < UNBOUNDED, "RIGHT": right < UNBOUNDED, "BM": BM, "BN": BN, "PDL": pdl}
     launch(_order, (triton.cdiv(sequences + 1, SOME.value),), listed, cu_q, cu_k, *numbers, **flags, num_warps=4)
     return listed, most
