@@ -10,7 +10,6 @@ from typing import TYPE_CHECKING, Any
 from ridgeline.lab import ladder as ladders
 from ridgeline.lab import roofline, units, verdict
 from ridgeline.lab.compare import compare
-from ridgeline.lab.machine import SEGMENTS
 from ridgeline.lab.tables import figure, timing
 from ridgeline.lab.verdict import CODES, WAYS, Row
 
@@ -115,12 +114,14 @@ def beneath(source: Source) -> str:
             f"Medians over {cases}, each with its fastest kernel. Limit: the fastest possible time at the bandwidth "
             "and FLOP/s measured on this GPU. Alternatives: PyTorch, torch.compile and other packages."
         )
-    cached = " with the cache's help" if all(r.get("cached") for r in found) else ""
-    said = (
-        f"PyTorch reaches {_share(found)} of the measured limit{cached}: median over {cases}, fastest implementation."
+    fit = " that fit into its cache" if all(r.get("cached") for r in found) else ""
+    reached = f"reaches {_share(found)} of its measured limit: the median over {cases}{fit}"
+    if source.gpu:
+        return f"On this GPU, the fastest implementation {reached}."
+    return (
+        "Ridgeline's kernels need a GPU: here they are checked in an interpreter and compiled, but not timed. "
+        f"PyTorch on this CPU {reached}, each with its fastest implementation."
     )
-    mine = "Ridgeline's kernels need a GPU. Here they are checked in an interpreter and compiled, not timed."
-    return said if source.gpu else f"{mine} {said}"
 
 
 def count(number: int, what: str) -> str:
@@ -157,7 +158,7 @@ def states(
     ops = {row["op"] for row in timed}
     found = [
         State("Machine", f"{what}, {memory}{'' if source.gpu else ', no GPU'}; {software}", "", "machine"),
-        State("Timed", f"{count(len(ops), 'operation')}, {count(len(timed), 'time')}", "", "ops"),
+        State("Timed", f"{count(len(ops), 'operation')}, {count(len(timed), 'timing')}", "", "ops"),
     ]
     if checks:
         passed, failed = totals(checks)
@@ -234,12 +235,10 @@ def tiles(source: Source) -> list[tuple[str, str, str]]:
     halves = [(d, f) for d, f in roof["matmul"].items() if d not in CODES]
     dtype, rate = max(halves, key=lambda item: item[1]["median"])
     copy = roof["copy"]["median"]
-    spread = ", ".join(
-        f"{name} {units.scaled(roof[name]['median'], 'B/s')}" for _, name in SEGMENTS if name in roof and name != "copy"
-    )
+    ends = " and ".join(f"{units.scaled(roof[name]['median'], 'B/s')} to {name}" for name in ("read", "write"))
     shape = " x ".join(str(n) for n in rate["shape"])
     shown = [
-        (units.scaled(copy, "B/s"), f"memory bandwidth of a copy ({spread})"),
+        (units.scaled(copy, "B/s"), f"memory bandwidth of a copy; {ends}"),
         (units.scaled(rate["median"], "FLOP/s"), f"{dtype} matrix product, {shape}"),
         (f"{units.digits(rate['median'] / copy)} FLOP/B", "ridge point: memory limits work below it, arithmetic above"),
         (units.seconds(roof["launch_us"] / 1e6), "an empty kernel" if source.gpu else "a call that does nothing"),
