@@ -1,4 +1,4 @@
-"""The implementation `triton` of attention: kernels and launchers for any GPU, for equally long and for packed sequences.
+"""The implementation `triton` of attention: kernels for any GPU, for equally long and for packed sequences.
 
 A program takes a tile of queries and walks the keys that they see. It keeps a running maximum and sum per row, in base
 2, and rescales its sums when the maximum grows. Blocks of keys that every row of the tile sees in full come in a loop
