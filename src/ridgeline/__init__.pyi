@@ -35,19 +35,26 @@ def attention(
     deterministic: bool | None = None,
     impl: str | None = None,
 ) -> torch.Tensor | tuple[torch.Tensor, torch.Tensor]:
-    """softmax(scale q k^T) v for each head, as `torch.nn.functional.scaled_dot_product_attention`. Gradients flow to q, k and v.
+    """Returns softmax(scale q k^T) v for each head, as `torch.nn.functional.scaled_dot_product_attention`.
 
-    q: (B, Hq, Sq, D); k, v: (B, Hkv, Sk, D), Hq a multiple of Hkv, whose heads are shared by Hq/Hkv neighbours and never repeated; D a
-    multiple of 8 from 16 to 256. One dtype and device; any strides whose last is 1, so (B, S, H, D).transpose(1, 2) costs no copy.
-    mask: broadcasts to (B, Hq, Sq, Sk); torch.bool, True where a key is seen, or floating point, added to the scores. It has no gradient.
+    Gradients flow to q, k and v.
+
+    q: (B, Hq, Sq, D); k, v: (B, Hkv, Sk, D); float32, float16 or bfloat16, of one dtype and device. Hq is a multiple of
+    Hkv: Hq/Hkv neighbouring heads share keys and values, which are not repeated. D is a multiple of 8 from 16 to 256.
+    The last stride is 1, the others are free, so (B, S, H, D).transpose(1, 2) costs no copy.
+    mask: broadcasts to (B, Hq, Sq, Sk); torch.bool, True for keys that are seen, or floating point, added to the
+    scores. It gets no gradient.
     causal: True lets query i see keys up to i; "bottom_right" up to i + Sk - Sq, as a decoder with a cache needs.
-    window: (left, right), how many keys before and after its own place a query sees, its place being as causal says; None or -1 is all.
-    scale: 1/sqrt(D) by default. softcap: scores become softcap * tanh(scores / softcap), before masks.
-    deterministic: False allows reruns whose gradients differ in the last bits, where that is faster; by default they are equal.
-    Returns o, of q's shape, dtype and order of dimensions; with return_lse also the natural logarithm of the rows' sums of exponentials,
-    float32 (B, Hq, Sq), differentiable too. A row that sees no key gives 0, lse -inf and no gradient.
-    float32 products follow `torch.get_float32_matmul_precision()`. Under autocast q, k and v are cast to its dtype, as for torch's own.
-    Raises RidgelineError on shapes, strides, dtypes, devices or options other than these, or an `impl` that cannot run the call.
+    window: (left, right), how many keys before and after its own position a query sees, which "bottom_right" shifts by
+    Sk - Sq; None or -1 is unbounded.
+    scale: 1/sqrt(D) by default. softcap: replaces scores by softcap * tanh(scores / softcap), before masks.
+    deterministic: False allows faster backward passes whose gradients vary in the last bits; by default they are equal.
+    Returns o, with q's shape, dtype and order of dimensions; with return_lse (o, lse), where lse is the natural
+    logarithm of each row's sum of exponentials, (B, Hq, Sq), float32, also differentiable. A row that sees no key has
+    o 0, lse -inf and no gradient.
+    float32 products follow `torch.get_float32_matmul_precision()`. Autocast casts q, k and v first.
+    Raises RidgelineError if shapes, strides, dtypes, devices or options do not match the above, or if `impl` cannot run
+    the call.
     """
 
 def attention_varlen(
@@ -67,16 +74,21 @@ def attention_varlen(
     deterministic: bool | None = None,
     impl: str | None = None,
 ) -> torch.Tensor | tuple[torch.Tensor, torch.Tensor]:
-    """`attention` within sequences that are packed one after the other. Gradients flow to q, k and v.
+    """Returns `attention` within sequences that are packed one after the other. Gradients flow to q, k and v.
 
-    q: (tokens, Hq, D); k, v: (tokens, Hkv, D), of as many sequences, which may be of other lengths; heads, D, dtypes and strides as in
-    `attention`. cu_seqlens_q, cu_seqlens_k: int32 (sequences + 1,), from 0 to the number of tokens: where sequences begin, and the end.
-    max_seqlen_q, max_seqlen_k: the longest lengths, where they are known; no implementation needs them.
-    causal, window ("bottom_right" by each sequence's own lengths), scale, softcap, return_lse, deterministic: as in `attention`.
-    Returns o, of q's shape and dtype; with return_lse also lse, float32 (Hq, tokens), differentiable too.
-    On a GPU the values of cu_seqlens are not read: nothing out of bounds is touched whatever they are, tokens after the last sequence
-    see nothing, and the results of wrong ones mean nothing. On a CPU, and with RIDGELINE_CHECK=1, wrong ones raise.
-    Raises RidgelineError on shapes, strides, dtypes, devices or options other than these, or an `impl` that cannot run the call.
+    q: (tokens, Hq, D); k, v: (tokens, Hkv, D), with as many sequences, whose lengths may differ from q's. Heads, D,
+    dtypes and strides are as in `attention`.
+    cu_seqlens_q, cu_seqlens_k: (sequences + 1,), int32, rising from 0 to the number of tokens: where each sequence
+    begins, and the end.
+    max_seqlen_q, max_seqlen_k: the longest lengths, if known; no implementation needs them.
+    causal, window, scale, softcap, return_lse, deterministic: as in `attention`; "bottom_right" aligns each sequence.
+    Returns o, with q's shape and dtype; with return_lse (o, lse), where lse is (Hq, tokens), float32, also
+    differentiable.
+    Values on the GPU are not validated (that would synchronise): wrong cu_seqlens give meaningless results, but no
+    access out of bounds. Tokens after the last sequence see nothing. On the CPU, and with RIDGELINE_CHECK=1, wrong
+    values raise.
+    Raises RidgelineError if shapes, strides, dtypes, devices or options do not match the above, or if `impl` cannot run
+    the call.
     """
 
 def cross_entropy(
@@ -88,6 +100,7 @@ def cross_entropy(
     z_loss: float = 0.0,
     softcap: float | None = None,
     reduction: str = "mean",
+    dtype: torch.dtype | None = None,
     impl: str | None = None,
 ) -> torch.Tensor:
     """Returns the cross-entropy loss, -log softmax(logits)[target], with the classes in the last dimension.
@@ -99,7 +112,8 @@ def cross_entropy(
     label_smoothing: the share, 0 to 1, of the target that is spread over all classes.
     z_loss: adds z_loss * logsumexp(logits)^2 to each row. softcap: replaces logits by softcap * tanh(logits / softcap).
     reduction: "mean" over the rows that are not ignored (NaN if there are none), "sum", or "none" for a loss per row.
-    Returns the logits' dtype, float32 under autocast, from float32 arithmetic.
+    dtype: the loss's. None means the logits', or float32 under autocast, as in PyTorch; torch.float32 keeps all digits
+    of the float32 arithmetic beside narrower logits.
     Values on the GPU are not validated (that would synchronise): an invalid class gives NaN. On the CPU, and with
     RIDGELINE_CHECK=1, it raises.
     Raises RidgelineError if shapes, dtypes, devices or options do not match the above or `impl` cannot run the call.
@@ -117,6 +131,7 @@ def linear_cross_entropy(
     softcap: float | None = None,
     reduction: str = "mean",
     chunk_memory: int | None = None,
+    dtype: torch.dtype | None = None,
     impl: str | None = None,
 ) -> torch.Tensor:
     """Returns `cross_entropy(x @ weight.T + bias, target)` without all logits in memory.
@@ -129,7 +144,8 @@ def linear_cross_entropy(
     fifth. With less, some logits are computed twice, for up to a third more products per step. At least 128 classes of
     a fourth of the rows are held and, below a sixteenth of the logits, the float32 gradient of x for these rows.
     Another 40 bytes per row are needed besides.
-    Returns the dtype of x, or float32 under autocast, which casts x, weight and bias as for `linear`.
+    dtype: the loss's. None means float32 (float64 for float64 tensors): a loss in half precision has two digits.
+    Autocast casts x, weight and bias as for `linear`.
 
     For "mean" and "sum", forward computes the gradients, so that a step has three products. For "none", and in float16,
     whose gradients need the scale of the loss, backward computes the logits again.
@@ -359,28 +375,32 @@ def adamw(
     maximize: bool = False,
     impl: str | None = None,
 ) -> None:
-    """A step of AdamW in place, as `torch.optim.AdamW` takes it.
+    """One step of AdamW in place, as `torch.optim.AdamW` takes it. Returns None; it has no gradients.
 
-    params, grads, exp_avgs, exp_avg_sqs: lists of equally many tensors, or one tensor each. Those of one parameter have its shape,
-    any strides, float32, float16 or bfloat16 each (moments may be float32 beside a narrower parameter): what is computed is float32
-    and rounded to nearest. step: the number of this step, from 1; a 0-d float32 tensor, or a list of one per parameter, is read on
-    the device, so that a CUDA graph can be replayed with other values; lr likewise. Nothing waits for the GPU.
-    betas: how much of each average is kept, both in [0, 1). eps: added to the root of the second average, 0 or more. weight_decay:
-    taken off as lr * weight_decay * param (decoupled), 0 or more. maximize: up the gradient instead of down.
-    Raises RidgelineError on lists that do not fit together, tensors that are sparse, expanded or not floating point, a number out of
-    range, or an `impl` that cannot run the call.
+    params, grads, exp_avgs, exp_avg_sqs: equally long lists of tensors, or one tensor each. The tensors of one
+    parameter have its shape, any strides, and each float32, float16 or bfloat16 (moments may be float32 beside a
+    narrower parameter). The arithmetic is float32, rounded to nearest.
+    step: the number of this step, from 1. A 0-d float32 tensor, or a list of one per parameter, is read on the device,
+    so that a CUDA graph can be replayed with other values; so is a tensor as lr. Nothing waits for the GPU.
+    betas: how much of each average is kept, both in [0, 1). eps: added to the root of the second average, at least 0.
+    weight_decay: subtracted as lr * weight_decay * param (decoupled), at least 0. maximize: ascend the gradient.
+    Raises RidgelineError if lists do not fit together, if a tensor is sparse, expanded or not floating point, if a
+    number is out of range, or if `impl` cannot run the call.
     """
 
 def clip_grad_norm(
     tensors: torch.Tensor | Iterable[torch.Tensor], max_norm: float, norm_type: float = 2.0, *, impl: str | None = None
 ) -> torch.Tensor:
-    """Scales gradients in place to a norm of at most `max_norm`, as `torch.nn.utils.clip_grad_norm_`, without waiting for the GPU.
+    """The gradients' norm; scales them in place to at most `max_norm`, as `torch.nn.utils.clip_grad_norm_`.
 
-    tensors: parameters (what requires a gradient stands for its `.grad`; without one it is left out) or gradients themselves; any
-    shapes and strides, floating point, on one device. norm_type: 2, inf, or another order, which PyTorch serves.
-    Returns the norm before, of all gradients as one vector: a 0-d tensor, float32 (of float64 gradients float64). A norm that is not
-    finite scales as in PyTorch: infinity to 0 and NaN, NaN to NaN.
-    Raises RidgelineError on a negative max_norm, several devices, sparse or integer tensors, or an `impl` that cannot run the call.
+    tensors: parameters (a tensor that requires a gradient stands for its `.grad`, and is skipped without one) or
+    gradients; any shapes and strides, floating point, on one device. norm_type: 2, inf, or another order, which PyTorch
+    runs. Nothing waits for the GPU.
+    DTensors: the local shards are scaled, and the norm is summed over their meshes; every rank must call this.
+    Returns the norm before scaling, over all gradients as one vector: a 0-d tensor, float32 (float64 for float64
+    gradients). A norm that is not finite scales as in PyTorch: infinity gives 0 and NaN, NaN gives NaN.
+    Raises RidgelineError if max_norm is negative, if gradients lie on several devices, are sparse or integers, or if
+    `impl` cannot run the call.
     """
 
 def bias_mask_scale_add(
@@ -388,9 +408,9 @@ def bias_mask_scale_add(
 ) -> torch.Tensor:
     """`(x + bias) * mask * scale + add`, element by element.
 
-    x: (..., n). bias: (n). mask: boolean or floating point, without a gradient. scale: a number. add: as x. mask and add may
-    broadcast; all are on one device, and the result has PyTorch's promoted dtype.
-    Raises RidgelineError where an argument is none of these, or `impl` cannot run the call.
+    x: (..., n). bias: (n). mask: boolean or floating point, without a gradient. scale: a number. add: like x.
+    mask and add may broadcast. All are on one device; the result has PyTorch's promoted dtype.
+    Raises RidgelineError if an argument is none of these, or if `impl` cannot run the call.
     """
 
 def dropout(
@@ -401,20 +421,22 @@ def dropout(
     seed: int | torch.Tensor | None = None,
     impl: str | None = None,
 ) -> torch.Tensor:
-    """x with each element dropped (set to 0) with probability p, and the others divided by 1 - p.
+    """x with each element set to 0 with probability p, and the others divided by 1 - p. Gradients flow to x.
 
-    x: any shape and strides, floating point; the result has its shape and dtype, and is contiguous. Without `training` or with
-    p = 0 it is x itself. seed: the same one drops the same elements. An int of 64 bits, or a 0-d int64 tensor, on x's device read
-    by the kernel, so that a CUDA graph draws anew when it is changed; None draws one from PyTorch's generator of the CPU, and under
-    torch.compile or in a CUDA graph from that of x's device, at every run.
-    Raises RidgelineError on a p outside [0, 1], another seed, an x that is not floating point, or an `impl` that cannot run the call.
+    x: any shape and strides, floating point. Returns a contiguous tensor of its shape and dtype; with training=False or
+    p = 0, x itself.
+    seed: the same seed drops the same elements. An int of 64 bits, or a 0-d int64 tensor on x's device or the CPU. The
+    kernel reads a tensor on x's device, so a CUDA graph draws anew when it changes. None draws from PyTorch's CPU
+    generator or, under torch.compile or in a CUDA graph, from that of x's device at every run.
+    Raises RidgelineError if p is outside [0, 1], if seed is invalid, if x is not floating point, or if `impl` cannot
+    run the call.
     """
 
 def gelu(x: torch.Tensor, approximate: str = "none", *, impl: str | None = None) -> torch.Tensor:
-    """The Gaussian error linear unit of every element, as `torch.nn.functional.gelu`.
+    """The Gaussian error linear unit of each element, as `torch.nn.functional.gelu`. Gradients flow to x.
 
-    x: any shape and strides, floating point. approximate: "none" (erf) or "tanh". Returns a tensor of x's shape and dtype.
-    Raises RidgelineError on another `approximate`, a tensor that is not floating point, or an `impl` that cannot run the call.
+    x: floating point, any shape and strides. approximate: "none" (erf) or "tanh". Returns x's shape and dtype.
+    Raises RidgelineError if `approximate` is invalid, if x is not floating point, or if `impl` cannot run the call.
     """
 
 def gelu_mul(
@@ -422,23 +444,23 @@ def gelu_mul(
 ) -> torch.Tensor:
     """`gelu(gate) * up`, element by element.
 
-    gate, up: floating-point tensors on one device whose shapes broadcast together; the result has PyTorch's promoted dtype.
-    approximate: "tanh", or "none" (erf). Raises RidgelineError on another `approximate`, where an argument is no such tensor,
-    the devices differ, or `impl` cannot run the call.
+    gate, up: floating-point tensors on one device whose shapes broadcast; the result has PyTorch's promoted dtype.
+    approximate: "tanh", or "none" (erf). Gradients flow to both.
+    Raises RidgelineError if an argument is none of these, or if `impl` cannot run the call.
     """
 
 def mul(a: torch.Tensor, b: torch.Tensor, *, impl: str | None = None) -> torch.Tensor:
-    """The product of two tensors, element by element, as `torch.mul`.
+    """The product of two tensors, element by element, as `torch.mul`. Gradients flow to both.
 
-    a, b: tensors on one device whose shapes broadcast together; the result has PyTorch's promoted dtype.
-    Raises RidgelineError where an argument is no tensor, the devices differ, or `impl` cannot run the call.
+    a, b: tensors on one device whose shapes broadcast; the result has PyTorch's promoted dtype.
+    Raises RidgelineError if an argument is not a tensor, if devices differ, or if `impl` cannot run the call.
     """
 
 def quick_gelu(x: torch.Tensor, *, impl: str | None = None) -> torch.Tensor:
-    """`x * sigmoid(1.702 * x)`, element by element.
+    """`x * sigmoid(1.702 * x)`, element by element. Gradients flow to x.
 
     x: any shape and strides, floating point. Returns a tensor of x's shape and dtype.
-    Raises RidgelineError on a tensor that is not floating point, or an `impl` that cannot run the call.
+    Raises RidgelineError if x is not floating point, or if `impl` cannot run the call.
     """
 
 def rope(
@@ -451,20 +473,22 @@ def rope(
     interleaved: bool = False,
     impl: str | None = None,
 ) -> tuple[torch.Tensor, torch.Tensor]:
-    """q and k with rotary position embedding, as new tensors of their shapes and dtypes.
+    """q and k with rotary position embedding, as new tensors of their shapes and dtypes. Gradients flow to both.
 
-    q: (b, hq, s, d). k: (b, hk, s, d). Any strides; d even. cos, sin: (max_seq, r), of any floating dtype and without gradients,
-    one column for each pair of the first 2r <= d dimensions. positions: (b, s) or (s), int64, rows of cos and sin; None is
-    0, 1, ..., s - 1. On a GPU a row whose position is not below max_seq comes out as NaN.
-    interleaved: pairs are neighbours, not halves. Raises RidgelineError where an argument is none of these, on a CPU for
-    positions out of range too, or where `impl` cannot run the call.
+    q: (b, hq, s, d), k: (b, hk, s, d), floating point, any strides; d is even.
+    cos, sin: (max_seq, r), any floating dtype, without gradients: a column per pair of the first 2r <= d dimensions.
+    positions: (b, s) or (s), int64: rows of cos and sin; None means 0, 1, ..., s - 1. Values on a GPU are not
+    validated: a position out of range gives a row of NaN. On a CPU, or with RIDGELINE_CHECK=1, it raises.
+    interleaved: pairs are (2i, 2i + 1); by default (i, i + r).
+    Raises RidgelineError if an argument is none of these, or if `impl` cannot run the call.
     """
 
 def silu_mul(gate: torch.Tensor, up: torch.Tensor, *, impl: str | None = None) -> torch.Tensor:
     """`silu(gate) * up`, element by element.
 
-    gate, up: floating-point tensors on one device whose shapes broadcast together; the result has PyTorch's promoted dtype.
-    Raises RidgelineError where an argument is no such tensor, the devices differ, or `impl` cannot run the call.
+    gate, up: floating-point tensors on one device whose shapes broadcast; the result has PyTorch's promoted dtype.
+    Gradients flow to both.
+    Raises RidgelineError if an argument is none of these, or if `impl` cannot run the call.
     """
 
 def dequantize(
@@ -573,11 +597,11 @@ def add_layer_norm(
 ) -> tuple[torch.Tensor, torch.Tensor]:
     """`layer_norm` of x + residual over the last dimension, and the sum itself: (y, sum).
 
-    x, residual: one shape (at least one dimension) and floating dtype, any strides. weight, bias: (columns,), of that dtype or
-    another floating one; the bias may be None. y and sum have x's shape and dtype; y is made of the float32 sum, not of the
-    rounded one that is returned. eps is added to the variance, as in `layer_norm`.
-    Gradients flow to all inputs, from either result; backward keeps the sum and two float32 per row.
-    Raises RidgelineError on shapes, dtypes or devices that do not fit together, or an `impl` that cannot run the call.
+    x, residual: one shape (at least one dimension) and floating dtype, any strides. weight, bias: (columns,), of any
+    floating dtype; bias may be None. eps: at least 0, added to the variance. y and sum have x's shape and dtype; y
+    comes from the float32 sum, not from the rounded one that is returned.
+    Gradients flow to all inputs, from either result; backward saves the sum and two float32 per row.
+    Raises RidgelineError if shapes, dtypes or devices do not fit together, or if `impl` cannot run the call.
     """
 
 def add_rms_norm(
@@ -585,10 +609,11 @@ def add_rms_norm(
 ) -> tuple[torch.Tensor, torch.Tensor]:
     """`rms_norm` of x + residual over the last dimension, and the sum itself: (y, sum).
 
-    x, residual: one shape (at least one dimension) and floating dtype, any strides. weight: (columns,), of that dtype or another
-    floating one. eps is added to the mean square. y and sum have x's shape and dtype; y is made of the float32 sum, not of the rounded one.
-    Gradients flow to x, residual and weight, from either result; backward keeps the sum and a float32 per row.
-    Raises RidgelineError on shapes, dtypes or devices that do not fit together, or an `impl` that cannot run the call.
+    x, residual: one shape (at least one dimension) and floating dtype, any strides. weight: (columns,), of any floating
+    dtype. eps: at least 0, added to the mean square. y and sum have x's shape and dtype; y comes from the float32 sum,
+    not from the rounded one that is returned.
+    Gradients flow to x, residual and weight, from either result; backward saves the sum and a float32 per row.
+    Raises RidgelineError if shapes, dtypes or devices do not fit together, or if `impl` cannot run the call.
     """
 
 def group_norm(
@@ -600,13 +625,13 @@ def group_norm(
     *,
     impl: str | None = None,
 ) -> torch.Tensor:
-    """Every image's groups of channels brought to mean 0 and variance 1, as `torch.nn.functional.group_norm`.
+    """Each image's groups of channels normalised to mean 0 and variance 1, as `torch.nn.functional.group_norm`.
 
-    x: (images, channels, ...), floating point, in NCHW or channels_last memory without a copy; the result has x's shape, dtype and
-    memory format. weight, bias: (channels,), also of another dtype than x. num_groups: a divisor of channels.
-    eps: added to a group's variance.
-    Gradients flow to x, weight and bias. Under autocast the result is float32, as torch's is.
-    Raises RidgelineError on shapes, dtypes or devices that do not fit, or an `impl` that cannot run the call.
+    x: (images, channels, ...), floating point, in NCHW or channels_last memory without a copy. num_groups: a divisor of
+    channels. weight, bias: (channels,), of any floating dtype, or None. eps: at least 0, added to a group's variance.
+    Returns a tensor of x's shape, dtype and memory format; under autocast it is float32, as torch's is.
+    Gradients flow to x, weight and bias.
+    Raises RidgelineError if shapes, dtypes or devices do not fit, or if `impl` cannot run the call.
     """
 
 def layer_norm(
@@ -618,14 +643,16 @@ def layer_norm(
     memory_efficient: bool = False,
     impl: str | None = None,
 ) -> torch.Tensor:
-    """Every row of x less its mean, over its standard deviation, as `torch.nn.functional.layer_norm` over the last dimension.
+    """Each row of x minus its mean, over its standard deviation, as `torch.nn.functional.layer_norm` on the last
+    dimension.
 
-    x: at least one dimension, any strides, floating point. weight, bias: (columns,), of x's dtype or another floating one, or None.
-    Returns a tensor of x's shape and dtype. Gradients flow to x, weight and bias; backward keeps x and two float32 per row.
-    memory_efficient: backward keeps the result instead of x, which frees x where the next layer keeps the result anyway; no
-    weight may then be zero (on a CPU, and with RIDGELINE_CHECK=1, that raises), and gradients lose precision where a bias is many
-    times its weight.
-    Raises RidgelineError on a weight or bias of another length or on another device, an eps below 0, or an `impl` that cannot run the call.
+    x: at least one dimension, any strides, floating point. weight, bias: (columns,), of any floating dtype, or None.
+    eps: at least 0, added to the variance.
+    Returns x's shape and dtype. Gradients flow to x, weight and bias; backward saves x and two float32 per row.
+    memory_efficient: backward saves the result instead of x, which frees x if the next layer saves the result anyway.
+    No weight may then be zero (checked on a CPU, or with RIDGELINE_CHECK=1), and gradients lose precision where a bias
+    is many times its weight.
+    Raises RidgelineError if weight, bias or eps is none of these, if devices differ, or if `impl` cannot run the call.
     """
 
 def log_softmax(
@@ -633,10 +660,10 @@ def log_softmax(
 ) -> torch.Tensor:
     """The logarithm of softmax along `dim`, as `torch.nn.functional.log_softmax`. Gradients flow to x.
 
-    x: any shape and strides, floating point. dtype: what x is cast to first, and the result's type; float32 of a half-precision
-    x costs no extra pass. Returns a tensor of x's shape; along `dim` it is contiguous where kernels serve the call.
-    A row of nothing but -inf, or with +inf or NaN in it, gives NaN.
-    Raises RidgelineError on a `dim` that x does not have, a result that is not floating point, or an `impl` that cannot run the call.
+    x: any shape and strides, floating point. dtype: x is cast to it first, and it is the result's; float32 for
+    half-precision x costs no extra pass. Returns a tensor of x's shape, contiguous along `dim` if kernels run the call.
+    A row that is all -inf, or holds +inf or NaN, gives NaN.
+    Raises RidgelineError if `dim` or `dtype` is invalid, or if `impl` cannot run the call.
     """
 
 def masked_softmax(
@@ -650,13 +677,14 @@ def masked_softmax(
     seed: int | torch.Tensor | None = None,
     impl: str | None = None,
 ) -> torch.Tensor:
-    """softmax along the last dimension of scale * x + bias where `mask` is True and of `fill` elsewhere. Gradients flow to x and bias.
+    """softmax over the last dimension of scale * x + bias where `mask` is True, else of `fill`. Gradients: x and bias.
 
-    x: floating point, one dimension or more, any strides. mask: torch.bool that broadcasts to x; so does bias, floating point.
-    fill: a number; where it is -inf a row with nothing kept gives 0. dropout_p: each result is dropped (to a multiple of 1/65536)
-    with this probability, and the others are divided by 1 - p; the same seed (an int or a 0-d int64 tensor) drops the same ones.
-    Returns a tensor of x's shape and dtype. A row with +inf or NaN kept in it gives NaN.
-    Raises RidgelineError on a mask or bias of another type, device or shape, a dropout_p outside [0, 1], an `impl` that cannot run.
+    x: floating point, at least one dimension, any strides. mask: torch.bool, broadcasts to x; bias: floating, likewise.
+    fill: a number; if it is -inf, a row with nothing kept gives 0. dropout_p: each result is dropped with this
+    probability (rounded to a multiple of 1/65536), and the others are divided by 1 - p. The same seed (an int or a 0-d
+    int64 tensor) drops the same elements; None draws one.
+    Returns a tensor of x's shape and dtype. A row with +inf or NaN among its kept elements gives NaN.
+    Raises RidgelineError if an argument is none of these, if devices differ, or if `impl` cannot run the call.
     """
 
 def rms_norm(
@@ -667,14 +695,15 @@ def rms_norm(
     memory_efficient: bool = False,
     impl: str | None = None,
 ) -> torch.Tensor:
-    """Every row of x divided by its root mean square, times `weight`, as `torch.nn.functional.rms_norm` over the last dimension.
+    """Each row of x over its root mean square, times `weight`, as `torch.nn.functional.rms_norm` on the last dimension.
 
-    x: at least one dimension, any strides, floating point. weight: (columns,), of x's dtype or another floating one, or None.
-    eps: 0 or more; None is torch's default, what float32 (of float64, float64) tells from 1.
-    Returns a tensor of x's shape and dtype. Gradients flow to x and weight; backward keeps x and a float32 per row.
-    memory_efficient: backward keeps the result instead of x, which frees x where the next layer keeps the result anyway;
-    no weight may then be zero (on a CPU, and with RIDGELINE_CHECK=1, that raises), and its gradient has the rounding of the result.
-    Raises RidgelineError on a weight of another length or on another device, another eps, or an `impl` that cannot run the call.
+    x: at least one dimension, any strides, floating point. weight: (columns,), of any floating dtype, or None.
+    eps: at least 0; None means torch's default, the machine epsilon of float32 (of float64 for float64).
+    Returns a tensor of x's shape and dtype. Gradients flow to x and weight; backward saves x and a float32 per row.
+    memory_efficient: backward saves the result instead of x, which frees x if the next layer saves the result anyway.
+    No weight may then be zero (checked on a CPU, or with RIDGELINE_CHECK=1), and weight's gradient has the result's
+    rounding.
+    Raises RidgelineError if weight or eps is none of these, if devices differ, or if `impl` cannot run the call.
     """
 
 def softmax(
@@ -682,16 +711,16 @@ def softmax(
 ) -> torch.Tensor:
     """exp(x) scaled to sum to 1 along `dim`, as `torch.nn.functional.softmax`. Gradients flow to x.
 
-    x: any shape and strides, floating point. dtype: what x is cast to first, and the result's type; float32 of a half-precision
-    x costs no extra pass. Returns a tensor of x's shape; along `dim` it is contiguous where kernels serve the call.
-    A row of nothing but -inf, or with +inf or NaN in it, gives NaN.
-    Raises RidgelineError on a `dim` that x does not have, a result that is not floating point, or an `impl` that cannot run the call.
+    x: any shape and strides, floating point. dtype: x is cast to it first, and it is the result's; float32 for
+    half-precision x costs no extra pass. Returns a tensor of x's shape, contiguous along `dim` if kernels run the call.
+    A row that is all -inf, or holds +inf or NaN, gives NaN.
+    Raises RidgelineError if `dim` or `dtype` is invalid, or if `impl` cannot run the call.
     """
 
 def weighted_sum(x: torch.Tensor, weight: torch.Tensor, *, impl: str | None = None) -> torch.Tensor:
     """The sum of x times weight over the last dimension, as `(x * weight).sum(-1)`. Gradients flow to both.
 
-    x: (..., D), any strides. weight: (D,), in x's dtype or another floating one. Returns a tensor of shape (...) in PyTorch's
-    promoted dtype, on x's device.
-    Raises RidgelineError on a weight of another size or device, a tensor that is not floating point, or an `impl` that cannot run.
+    x: (..., D), floating point, any strides. weight: (D,), of any floating dtype, on x's device.
+    Returns a tensor of shape (...) in PyTorch's promoted dtype. Under autocast, halves give float32.
+    Raises RidgelineError if x or weight is none of these, or if `impl` cannot run the call.
     """
