@@ -73,7 +73,10 @@ def best(rows: list[Row]) -> Row | None:
 def champions(source: Source) -> list[Row]:
     """The best implementation of every case that memory or arithmetic limits, not the cache or the host."""
     launch_us = source.roof["launch_us"]
-    found = [best(rows) for op in names([source]) for rows in source.works(op).values()]
+    works: dict[tuple[str, ...], list[Row]] = {}
+    for row in source.bench:
+        works.setdefault(verdict.key(row), []).append(row)
+    found = [best(rows) for rows in works.values()]
     whole = [r for r in found if r and verdict.bound(r, launch_us, source.gpu) in ("memory", "compute")]
     return [r for r in whole if not r.get("cached")] or whole
 
@@ -251,7 +254,8 @@ def names(sources: list[Source]) -> list[str]:
     from ridgeline.op import op_modules
 
     timed = dict.fromkeys(row["op"] for source in sources for row in source.bench)
-    return [op for op in op_modules() if op in timed] + [op for op in timed if op not in op_modules()]
+    known = op_modules()
+    return [op for op in known if op in timed] + [op for op in timed if op not in known]
 
 
 def line(row: Row, source: Source, siblings: list[Row]) -> dict[str, Any]:
