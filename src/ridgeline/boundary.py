@@ -161,6 +161,24 @@ def first_order(backward: Callable[..., Any]) -> Callable[..., Any]:
     return once
 
 
+_top_hooks: Callable[[bool], Any] = getattr(torch._C._autograd, "_top_saved_tensors_default_hooks", lambda _: None)
+
+
+def packed() -> str | None:
+    """Returns what hooks on saved tensors do with what a forward saves now: None, "kept" or "recomputed".
+
+    None: there are no hooks. "kept": they keep it in their way, for example on the CPU. "recomputed": a checkpoint
+    drops it and runs this forward again in backward, so that gradients made now would be made in vain. If a dispatch
+    mode watches too, as in selective checkpointing, both forwards must do the same, so the answer is "kept"."""
+    if torch.compiler.is_compiling():
+        return None
+    hooks = _top_hooks(False)
+    if hooks is None:
+        return None
+    again = hooks[0].__qualname__.startswith("_checkpoint_hook.") and not torch._C._len_torch_dispatch_stack()
+    return "recomputed" if again else "kept"
+
+
 def tracing() -> bool:
     """Returns whether PyTorch is tracing the running launcher: tensors then have no data and nothing may start."""
     return _trace.on

@@ -19,14 +19,15 @@ PACKAGE, INSTALL, KIND = "cut_cross_entropy", "cut-cross-entropy", "triton"
 def _linear_cross_entropy(
     filter_eps: str | None, x: torch.Tensor, weight: torch.Tensor, target: torch.Tensor,
     bias: torch.Tensor | None = None, *, ignore_index: int = -100, softcap: float | None = None,
-    reduction: str = "mean", chunk_memory: int | None = None, **others: Any
+    reduction: str = "mean", chunk_memory: int | None = None, dtype: torch.dtype | None = None, **others: Any
 ) -> torch.Tensor:  # fmt: skip
+    import torch
     from cut_cross_entropy import linear_cross_entropy
 
     if bias is not None or any(others.values()):
         raise RidgelineError("cut_cross_entropy is timed without bias, label smoothing and z-loss")
     options = {"ignore_index": ignore_index, "softcap": softcap, "reduction": reduction, "filter_eps": filter_eps}
-    return linear_cross_entropy(x, weight, target, **options).to(x.dtype)
+    return linear_cross_entropy(x, weight, target, **options).to(dtype or torch.float32)
 
 
 PEERS = {

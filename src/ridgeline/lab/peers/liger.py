@@ -63,9 +63,10 @@ def _gelu_mul(gate: torch.Tensor, up: torch.Tensor, approximate: str = "tanh") -
 def _linear_cross_entropy(
     x: torch.Tensor, weight: torch.Tensor, target: torch.Tensor, bias: torch.Tensor | None = None, *,
     ignore_index: int = -100, label_smoothing: float = 0.0, z_loss: float = 0.0, softcap: float | None = None,
-    reduction: str = "mean", chunk_memory: int | None = None
+    reduction: str = "mean", chunk_memory: int | None = None, dtype: torch.dtype | None = None
 ) -> torch.Tensor:  # fmt: skip
     """Returns Liger's loss. It chooses the size of its chunks, and ignores chunk_memory."""
+    import torch
     from liger_kernel.ops.fused_linear_cross_entropy import LigerFusedLinearCrossEntropyFunction
 
     given = (
@@ -80,7 +81,7 @@ def _linear_cross_entropy(
         reduction,
         softcap,
     )
-    loss = LigerFusedLinearCrossEntropyFunction.apply(*given)[0].to(x.dtype)
+    loss = LigerFusedLinearCrossEntropyFunction.apply(*given)[0].to(dtype or torch.float32)
     return loss.view(target.shape) if reduction == "none" else loss
 
 

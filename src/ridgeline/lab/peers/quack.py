@@ -37,14 +37,15 @@ def _add_rms_norm(x: torch.Tensor, residual: torch.Tensor, weight: torch.Tensor,
 
 
 def _cross_entropy(
-    logits: torch.Tensor, target: torch.Tensor, *, ignore_index: int = -100, reduction: str = "mean", **others: Any
-) -> Any:
+    logits: torch.Tensor, target: torch.Tensor, *, ignore_index: int = -100, reduction: str = "mean",
+    dtype: torch.dtype | None = None, **others: Any
+) -> Any:  # fmt: skip
     from quack.cross_entropy import cross_entropy
 
     if any(others.values()):
         raise RidgelineError("quack's cross_entropy has no label smoothing, z-loss or softcap")
     rows, labels = logits.reshape(-1, logits.shape[-1]), target.flatten()
-    return cross_entropy(rows, labels, ignore_index=ignore_index, reduction=reduction).to(logits.dtype)
+    return cross_entropy(rows, labels, ignore_index=ignore_index, reduction=reduction).to(dtype or logits.dtype)
 
 
 def _matmul(a: torch.Tensor, b: torch.Tensor) -> torch.Tensor:

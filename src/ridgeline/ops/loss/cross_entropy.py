@@ -20,7 +20,7 @@ import triton
 import triton.language as tl
 
 from ridgeline import device, tuning
-from ridgeline.boundary import Function, differentiate, first_order, kernel_op, launch
+from ridgeline.boundary import Function, differentiate, first_order, kernel_op, launch, packed
 from ridgeline.op import CHECK, Case, Cost, Op, RidgelineError, Spec, dtype_name, nbytes, readable
 from ridgeline.ops.loss import _cluster
 from ridgeline.select import eager, run
@@ -448,22 +448,28 @@ class _CrossEntropy(Function):
     def forward(
         ctx: Any, logits: torch.Tensor, target: torch.Tensor, dtype: torch.dtype, need: int, *options: Any
     ) -> torch.Tensor:
-        loss, made, saved = _forward(logits, target, dtype, need, *options)
-        ctx.save_for_backward(logits, target, saved)
-        ctx.facts = need, options
-        if need == 2:
-            ctx.made = made
+        hooks = packed() if need == 2 else None
+        loss, made, saved = _forward(logits, target, dtype, 1 if hooks == "recomputed" else need, *options)
+        ctx.options = options
+        ctx.fresh = need == 2
+        ctx.made = made if need == 2 and hooks is None else None
+        if hooks is None:
+            ctx.save_for_backward(logits, target, saved)
+        else:  # hooks see only what is saved so; where they drop it, a placeholder will do
+            ctx.save_for_backward(
+                logits, target, saved, made if hooks == "kept" else logits.new_empty(()).expand(logits.shape)
+            )
         return loss
 
     @staticmethod
     @first_order
     def backward(ctx: Any, dloss: torch.Tensor) -> Any:
-        logits, target, saved = ctx.saved_tensors
-        need, options = ctx.facts
+        logits, target, saved, *hooked = ctx.saved_tensors
+        options = ctx.options
         nothing = (None,) * (3 + len(options))
         # Given away once, as the caller's own; a second backward computes another.
-        if need == 2 and ctx.made is not None:
-            made, ctx.made = ctx.made, None
+        if ctx.fresh:
+            made, ctx.made, ctx.fresh = hooked[0] if hooked else ctx.made, None, False
             _finish(made, logits, target, dloss, saved, *options)
             return made, *nothing
         return _backward(logits, target, dloss, saved, *options), *nothing
@@ -471,8 +477,12 @@ class _CrossEntropy(Function):
 
 def reference(
     logits: torch.Tensor, target: torch.Tensor, *, ignore_index: int = -100, label_smoothing: float = 0.0,
-    z_loss: float = 0.0, softcap: float | None = None, reduction: str = "mean"
+    z_loss: float = 0.0, softcap: float | None = None, reduction: str = "mean", dtype: torch.dtype | None = None
 ) -> torch.Tensor:  # fmt: skip
+    if dtype not in (None, logits.dtype):
+        wide = logits.to(torch.promote_types(logits.dtype, dtype))
+        options = {"ignore_index": ignore_index, "label_smoothing": label_smoothing, "z_loss": z_loss}
+        return reference(wide, target, softcap=softcap, reduction=reduction, **options).to(dtype)
     ignored = target == ignore_index
     known = (target >= 0) & (target < logits.shape[-1])
     logits = logits.masked_fill(ignored[..., None], 0.0)
@@ -491,9 +501,13 @@ def reference(
 
 
 def _torch(
-    logits: torch.Tensor, target: torch.Tensor, *, z_loss: float = 0.0, softcap: float | None = None, **options: Any
-) -> torch.Tensor:
-    """PyTorch's own, with the softcap and the z-loss, which it lacks, added."""
+    logits: torch.Tensor, target: torch.Tensor, *, z_loss: float = 0.0, softcap: float | None = None,
+    dtype: torch.dtype | None = None, **options: Any
+) -> torch.Tensor:  # fmt: skip
+    """PyTorch's own, with the softcap, the z-loss and the dtype, which it lacks, added."""
+    if dtype is not None:
+        wide = torch.promote_types(logits.dtype, dtype)
+        return _torch(logits.to(wide), target, z_loss=z_loss, softcap=softcap, **options).to(dtype)
     rows, labels = logits.reshape(target.numel(), logits.shape[-1]), target.reshape(-1)
     reduction = options.get("reduction", "mean")
     if softcap is not None:
@@ -509,8 +523,9 @@ def _torch(
 
 
 def _fault(
-    logits: Any, target: Any, ignore_index: Any, label_smoothing: Any, z_loss: Any, softcap: Any, reduction: Any
-) -> str | None:
+    logits: Any, target: Any, ignore_index: Any, label_smoothing: Any, z_loss: Any, softcap: Any, reduction: Any,
+    dtype: Any = None
+) -> str | None:  # fmt: skip
     """Returns what is wrong with a call, or None."""
     for name, t in (("logits", logits), ("target", target)):
         if not isinstance(t, torch.Tensor):
@@ -541,6 +556,8 @@ def _fault(
         return f"softcap must be None or a finite number above 0, got {softcap}"
     if reduction not in ("none", "mean", "sum"):
         return f'reduction must be "none", "mean" or "sum", got {reduction!r}'
+    if dtype not in (None, torch.float32, torch.float16, torch.bfloat16, torch.float64):
+        return f"dtype must be None or a floating-point dtype (torch.float32, ...), got {dtype!r}"
     return None
 
 
@@ -554,7 +571,8 @@ def _all_classes(op: str, target: torch.Tensor, classes: int, ignore_index: int)
 
 def cross_entropy(
     logits: torch.Tensor, target: torch.Tensor, *, ignore_index: int = -100, label_smoothing: float = 0.0,
-    z_loss: float = 0.0, softcap: float | None = None, reduction: str = "mean", impl: str | None = None
+    z_loss: float = 0.0, softcap: float | None = None, reduction: str = "mean", dtype: torch.dtype | None = None,
+    impl: str | None = None
 ) -> torch.Tensor:  # fmt: skip
     """Returns the cross-entropy loss, -log softmax(logits)[target], with the classes in the last dimension.
 
@@ -565,12 +583,13 @@ def cross_entropy(
     label_smoothing: the share, 0 to 1, of the target that is spread over all classes.
     z_loss: adds z_loss * logsumexp(logits)^2 to each row. softcap: replaces logits by softcap * tanh(logits / softcap).
     reduction: "mean" over the rows that are not ignored (NaN if there are none), "sum", or "none" for a loss per row.
-    Returns the logits' dtype, float32 under autocast, from float32 arithmetic.
+    dtype: the loss's. None means the logits', or float32 under autocast, as in PyTorch; torch.float32 keeps all digits
+    of the float32 arithmetic beside narrower logits.
     Values on the GPU are not validated (that would synchronise): an invalid class gives NaN. On the CPU, and with
     RIDGELINE_CHECK=1, it raises.
     Raises RidgelineError if shapes, dtypes, devices or options do not match the above or `impl` cannot run the call.
     """
-    plain = impl is None and reduction == "mean" and softcap is None and label_smoothing == 0 == z_loss and not CHECK
+    plain = impl is dtype is softcap is None and reduction == "mean" and label_smoothing == 0 == z_loss and not CHECK
     plain = (
         plain
         and type(ignore_index) is int
@@ -582,15 +601,16 @@ def cross_entropy(
         alike = alike and target.shape == logits.shape[:-1] and target.get_device() == logits.get_device()
         if alike and not torch.is_autocast_enabled("cuda"):  # the common call needs no other check
             return _call(logits, target, logits.dtype, ignore_index, 0.0, 0.0, 0.0, reduction, None)
-    fault = _fault(logits, target, ignore_index, label_smoothing, z_loss, softcap, reduction)
+    fault = _fault(logits, target, ignore_index, label_smoothing, z_loss, softcap, reduction, dtype)
     if fault:
         raise RidgelineError(f"cross_entropy: {fault}")
     found = eager(CROSS_ENTROPY, impl, logits)
     _all_classes("cross_entropy", target, logits.shape[-1], ignore_index)
     if found is not None and found.call is not None:
         options = {"ignore_index": ignore_index, "label_smoothing": label_smoothing, "reduction": reduction}
-        return found.call(logits, target, z_loss=z_loss, softcap=softcap, **options)
-    dtype = torch.float32 if torch.is_autocast_enabled("cuda" if logits.is_cuda else "cpu") else logits.dtype
+        return found.call(logits, target, z_loss=z_loss, softcap=softcap, dtype=dtype, **options)
+    if dtype is None:
+        dtype = torch.float32 if torch.is_autocast_enabled("cuda" if logits.is_cuda else "cpu") else logits.dtype
     values = float(label_smoothing), float(z_loss), float(softcap or 0)
     return _call(logits, target, dtype, ignore_index, *values, reduction, impl)
 
@@ -655,6 +675,7 @@ CROSS_ENTROPY = Op(
     },
     cases=[
         Case("33x129", (Spec(33, 129), _labels(33, high=129))),
+        Case("33x129 float32", (Spec(33, 129), _labels(33, high=129)), {"dtype": torch.float32}),
         Case("2x9x907 all", (Spec(2, 9, 907), _labels(2, 9, high=907, some=Ignored)), ALL),
         Case("17x1008 sum, ignored", (Spec(17, 1008), _labels(17, high=1008, some=Ignored)), {"reduction": "sum"}),
         Case(

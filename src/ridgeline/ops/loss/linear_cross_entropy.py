@@ -28,8 +28,8 @@ import torch.nn.functional as F
 import triton
 import triton.language as tl
 
-from ridgeline.boundary import Function, differentiate, first_order, kernel_op, launch
-from ridgeline.op import CHECK, Case, Cost, Op, RidgelineError, Spec, dense_only, nbytes
+from ridgeline.boundary import Function, differentiate, first_order, kernel_op, launch, packed
+from ridgeline.op import CHECK, Case, Cost, Op, OwnDtype, RidgelineError, Spec, dense_only, nbytes
 from ridgeline.ops.loss import _cluster, cross_entropy
 from ridgeline.ops.loss.cross_entropy import CROSS_ENTROPY, Ignored, _counted, _gradient, _loss, _peel, _stream
 from ridgeline.select import eager, run, why_not
@@ -416,19 +416,29 @@ class _LinearCrossEntropy(Function):
         need = 1 if options[4] == "none" or x.dtype == torch.float16 else 2
         some = ctx.needs_input_grad
         wanted = some[0], some[1], some[2]
-        loss, dx, dw, db, saved = _forward(x, weight, bias, target, dtype, need, wanted, memory, *options)
-        ctx.save_for_backward(x, weight, bias, target, saved)
+        hooks = packed() if need == 2 else None
+        now = 1 if hooks == "recomputed" else need
+        loss, *made, saved = _forward(x, weight, bias, target, dtype, now, wanted, memory, *options)
         ctx.facts = wanted, memory, options
-        ctx.made = (dx, dw, db) if need == 2 else None
+        ctx.made = tuple(made) if need == 2 and hooks is None else None
+        ctx.fresh = need == 2
+        if hooks is None:
+            ctx.save_for_backward(x, weight, bias, target, saved)
+        else:  # hooks see only what is saved so; where they drop it, placeholders will do
+            if hooks == "recomputed":
+                shapes = [t.shape if w else (0,) for t, w in zip((x, weight, bias), wanted, strict=True)]
+                made = [m.new_empty(()).expand(s) for m, s in zip(made, shapes, strict=True)]
+            ctx.save_for_backward(x, weight, bias, target, saved, *made)
         return loss
 
     @staticmethod
     @first_order
     def backward(ctx: Any, dloss: torch.Tensor) -> Any:
-        x, weight, bias, target, saved = ctx.saved_tensors
+        x, weight, bias, target, saved, *hooked = ctx.saved_tensors
         wanted, memory, options = ctx.facts
-        made, ctx.made = ctx.made, None  # given away once, as the caller's own; a second backward computes others
-        if made is None:
+        made, fresh = hooked or ctx.made, ctx.fresh
+        ctx.made, ctx.fresh = None, False  # given away once, as the caller's own; a second backward computes others
+        if not fresh:
             made = _backward(x, weight, bias, target, dloss, saved, wanted, memory, *options)
         elif torch.compiler.is_compiling():
             made = [m * dloss for m in made]
@@ -439,17 +449,18 @@ class _LinearCrossEntropy(Function):
 
 
 def reference(
-    x: torch.Tensor, weight: torch.Tensor, target: torch.Tensor, bias: torch.Tensor | None = None, **options: Any
-) -> torch.Tensor:
-    options.pop("chunk_memory", None)
-    return cross_entropy.reference(F.linear(x, weight, bias), target, **options)
+    x: torch.Tensor, weight: torch.Tensor, target: torch.Tensor, bias: torch.Tensor | None = None, *,
+    chunk_memory: int | None = None, dtype: torch.dtype | None = None, **options: Any
+) -> torch.Tensor:  # fmt: skip
+    dtype = torch.promote_types(x.dtype, torch.float32) if dtype is None else dtype
+    return cross_entropy.reference(F.linear(x, weight, bias), target, dtype=dtype, **options)
 
 
 def _torch(
-    x: torch.Tensor, weight: torch.Tensor, target: torch.Tensor, bias: torch.Tensor | None = None, **options: Any
-) -> torch.Tensor:
-    options.pop("chunk_memory", None)
-    return cross_entropy._torch(F.linear(x, weight, bias), target, **options)
+    x: torch.Tensor, weight: torch.Tensor, target: torch.Tensor, bias: torch.Tensor | None = None, *,
+    dtype: torch.dtype, **options: Any
+) -> torch.Tensor:  # fmt: skip
+    return cross_entropy._torch(F.linear(x, weight, bias), target, dtype=dtype, **options)
 
 
 def _cast(t: Any, dtype: torch.dtype) -> Any:
@@ -483,7 +494,7 @@ def _fault(x: Any, weight: Any, target: Any, bias: Any, chunk_memory: Any) -> st
 def linear_cross_entropy(
     x: torch.Tensor, weight: torch.Tensor, target: torch.Tensor, bias: torch.Tensor | None = None, *,
     ignore_index: int = -100, label_smoothing: float = 0.0, z_loss: float = 0.0, softcap: float | None = None,
-    reduction: str = "mean", chunk_memory: int | None = None, impl: str | None = None
+    reduction: str = "mean", chunk_memory: int | None = None, dtype: torch.dtype | None = None, impl: str | None = None
 ) -> torch.Tensor:  # fmt: skip
     """Returns `cross_entropy(x @ weight.T + bias, target)` without all logits in memory.
 
@@ -495,7 +506,8 @@ def linear_cross_entropy(
     fifth. With less, some logits are computed twice, for up to a third more products per step. At least 128 classes of
     a fourth of the rows are held and, below a sixteenth of the logits, the float32 gradient of x for these rows.
     Another 40 bytes per row are needed besides.
-    Returns the dtype of x, or float32 under autocast, which casts x, weight and bias as for `linear`.
+    dtype: the loss's. None means float32 (float64 for float64 tensors): a loss in half precision has two digits.
+    Autocast casts x, weight and bias as for `linear`.
 
     For "mean" and "sum", forward computes the gradients, so that a step has three products. For "none", and in float16,
     whose gradients need the scale of the loss, backward computes the logits again.
@@ -505,7 +517,7 @@ def linear_cross_entropy(
     Raises RidgelineError if shapes, dtypes, devices or options do not match the above or `impl` cannot run the call.
     """
     plain = (
-        impl is bias is softcap is chunk_memory is None
+        impl is bias is softcap is chunk_memory is dtype is None
         and reduction == "mean"
         and label_smoothing == 0 == z_loss
         and not CHECK
@@ -522,22 +534,22 @@ def linear_cross_entropy(
         alike = alike and x.get_device() == weight.get_device() == target.get_device()
         alike = alike and weight.shape[0] and x.shape[1] == weight.shape[1] and target.shape == x.shape[:1]
         if alike and not torch.is_autocast_enabled("cuda"):  # the common call needs no other check
-            return _call(x, weight, None, target, x.dtype, 0, ignore_index, 0.0, 0.0, 0.0, "mean", None)
+            return _call(x, weight, None, target, torch.float32, 0, ignore_index, 0.0, 0.0, 0.0, "mean", None)
     kind = "cuda" if isinstance(x, torch.Tensor) and x.is_cuda else "cpu"
     if torch.is_autocast_enabled(kind):
         x, weight, bias = (_cast(t, torch.get_autocast_dtype(kind)) for t in (x, weight, bias))
     fault = _fault(x, weight, target, bias, chunk_memory)
     if fault is None:
         logits = torch.empty((), dtype=x.dtype, device=x.device).expand(*x.shape[:-1], weight.shape[0])
-        fault = cross_entropy._fault(logits, target, ignore_index, label_smoothing, z_loss, softcap, reduction)
+        fault = cross_entropy._fault(logits, target, ignore_index, label_smoothing, z_loss, softcap, reduction, dtype)
     if fault:
         raise RidgelineError(f"linear_cross_entropy: {fault}")
+    dtype = torch.promote_types(x.dtype, torch.float32) if dtype is None else dtype
     found = eager(LINEAR_CROSS_ENTROPY, impl, x, weight, bias)
     cross_entropy._all_classes("linear_cross_entropy", target, weight.shape[0], ignore_index)
     if found is not None and found.call is not None:
         options = {"ignore_index": ignore_index, "label_smoothing": label_smoothing, "reduction": reduction}
-        return found.call(x, weight, target, bias, z_loss=z_loss, softcap=softcap, **options)
-    dtype = torch.float32 if torch.is_autocast_enabled(kind) else x.dtype
+        return found.call(x, weight, target, bias, z_loss=z_loss, softcap=softcap, dtype=dtype, **options)
     rows = x.reshape(target.numel(), x.shape[-1])
     options = ignore_index, float(label_smoothing), float(z_loss), float(softcap or 0), reduction, impl
     loss = _call(rows, weight, bias, target.reshape(-1), dtype, chunk_memory or 0, *options)
@@ -573,6 +585,7 @@ def _labels(*shape: int, high: int, some: type[Spec] = Spec) -> Spec:
     return some(*shape, dtype="int64", high=high)
 
 
+OWN = {"dtype": OwnDtype()}
 ALL = {"label_smoothing": 0.1, "z_loss": 1e-2, "softcap": 3.0}
 LARGE: list[tuple[str, int, int, int, dict[str, Any]]] = [
     ("8192x4096x128256", 8192, 4096, 128256, {}),
@@ -597,6 +610,7 @@ LINEAR_CROSS_ENTROPY = Op(
     },
     cases=[
         Case("33x16x129", (Spec(33, 16), Spec(129, 16), _labels(33, high=129))),
+        Case("33x16x129 own dtype", (Spec(33, 16), Spec(129, 16), _labels(33, high=129)), OWN),
         Case(
             "2x9x24x300 none, bias, all",
             (Spec(2, 9, 24), Spec(300, 24), _labels(2, 9, high=300, some=Ignored), Spec(300)),
@@ -625,7 +639,8 @@ LINEAR_CROSS_ENTROPY = Op(
             {"reduction": "none", "chunk_memory": 6144},
         ),
         *(
-            Case(name, (Spec(m, h), Spec(v, h), _labels(m, high=v)), dict(options), ("bfloat16",), "bench")
+            # The loss is in bfloat16, as the peers' is.
+            Case(name, (Spec(m, h), Spec(v, h), _labels(m, high=v)), options | OWN, ("bfloat16",), "bench")
             for name, m, h, v, options in LARGE
         ),
         Case("256x128x4096", (Spec(256, 128), Spec(4096, 128), _labels(256, high=4096)), use="quick"),
