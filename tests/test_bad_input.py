@@ -505,9 +505,9 @@ for name in ("rms_norm", "layer_norm", "add_rms_norm", "add_layer_norm"):
         f"{name}: integer weights": (partial(_norm, name, wint), ["weight", "int32", "float32"]),
     }
     for eps in (*(() if name == "rms_norm" else (None,)), "a", -1, -1e-5, float("nan")):
-        BAD[f"{name}: eps {eps!r}"] = partial(_norm, name, w, eps=eps), ["eps", "0 or more", repr(eps)]
+        BAD[f"{name}: eps {eps!r}"] = partial(_norm, name, w, eps=eps), ["eps", "at least 0", repr(eps)]
 for eps in (None, "a", -1, float("nan")):
-    BAD[f"group_norm: eps {eps!r}"] = partial(ridgeline.group_norm, image, 2, eps=eps), ["eps", "0 or more", repr(eps)]
+    BAD[f"group_norm: eps {eps!r}"] = partial(ridgeline.group_norm, image, 2, eps=eps), ["eps", "at least 0", repr(eps)]
 for name, args in {
     "rms_norm": (sparse, w),
     "layer_norm": (sparse, w, w),

@@ -177,13 +177,13 @@ def test_clusters_with_a_large_mean_and_under_autocast() -> None:
 def test_refusals(parameters: list[torch.Tensor], device: str) -> None:
     x, (w, b) = torch.randn(2, 8, 4, device=device), parameters
     for args, sentence in (
-        ((x, 3), "num_groups must divide the 8 channels of x, and is 3"),
+        ((x, 3), "num_groups must divide the 8 channels of x, but is 3"),
         ((x, 0), "num_groups must divide"),
         ((x[0, 0], 2), r"x must be a floating-point tensor \(images, channels, ...\)"),
         ((x.long(), 2), "x must be a floating-point tensor"),
         ((x, 2, w[:4]), r"weight must be floating point of shape \(8,\)"),
         ((x, 2, w, b.to("meta")), "bias must be .* on meta"),
-        ((x, 2, [1.0] * 8), "weight must be .*, and is list"),
+        ((x, 2, [1.0] * 8), "weight must be .*, but is list"),
     ):
         with pytest.raises(RidgelineError, match=sentence):
             ridgeline.group_norm(*args)

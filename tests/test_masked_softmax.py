@@ -22,7 +22,7 @@ def test_seeds_of_64_bits(seed: int, impl: str, device: str) -> None:
 @pytest.mark.parametrize("seed", [2**63, 2**70, -(2**63) - 1])
 def test_wider_seeds_are_refused(seed: int, device: str) -> None:
     x, mask = torch.ones(3, 40, device=device), torch.ones(40, dtype=torch.bool, device=device)
-    with pytest.raises(RidgelineError, match=f"masked_softmax: seed must be an int of 64 bits, .* and is {seed}$"):
+    with pytest.raises(RidgelineError, match=f"masked_softmax: seed must be an int of 64 bits, .* but is {seed}$"):
         ridgeline.masked_softmax(x, mask, dropout_p=0.5, seed=seed)
 
 

@@ -253,7 +253,7 @@ def test_refusals(device: str) -> None:
     one, where = torch.ones((), device=device), str(torch.zeros(0, device=device).device)
     for step, said in {
         (): "step must be one for all params or a list of 1, but has 0",
-        (1,): f"0-d float32 tensors on {where}, their param's device, and one is 1$",
+        (1,): f"0-d float32 tensors on {where}, their param's device, but one is 1$",
         (one.long(),): rf"0-d float32 tensors on {where}.*one is torch.int64 \(\) on {where}",
         (one.view(1),): rf"one is torch.float32 \(1,\) on {where}",
         (one.to("meta"),): r"one is torch.float32 \(\) on meta",

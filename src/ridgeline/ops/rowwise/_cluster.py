@@ -1,4 +1,4 @@
-"""Norms by thread-block clusters (norms.cu): configurations and launchers, in the interface of `_norms.py`."""
+"""Norms by thread-block clusters (norms.cu): configurations and launchers, with the interface of `_norms.py`."""
 
 from __future__ import annotations
 
@@ -21,13 +21,15 @@ from ridgeline.tiles import cluster_rows
 FILE = Path(__file__).with_name("norms.cu")
 _FWD = CudaKernel(FILE, "norm_fwd", "PPPPPPPPqiqqf")
 _BWD = CudaKernel(FILE, "norm_bwd", "PPPPPPPPqiqqq")
-_SHARED = 200 << 10  # bytes of a block's rows at most
-_PART = 16384  # columns of a block at most: 32 for each of 512 threads
+_SHARED = 200 << 10  # the most bytes of rows in a block
+_PART = 16384  # the most columns in a block: 32 for each of 512 threads
 
 
 def forward_rule(size: int, centred: bool) -> tuning.Config:
-    """For rows of `size` bytes, all inputs together: one block while 32 bytes a thread hold them, else parts of 64 KiB, or 32 KiB
-    where the mean is subtracted, which takes more instructions and registers."""
+    """For rows of `size` bytes, all inputs together: one block if 32 bytes per thread hold them, else parts of 64 KiB.
+
+    Parts have 32 KiB if the mean is subtracted, which takes more instructions and registers.
+    """
     cluster = 1 if size <= 32768 else min(16, power(ceil(size, 32768 if centred else 65536)))
     part = ceil(size, cluster)
     most = 256 if cluster > 1 and centred else 512 if cluster > 1 or centred else 1024
@@ -41,9 +43,11 @@ def forward_rule(size: int, centred: bool) -> tuning.Config:
 
 
 def backward_rule(columns: int, size: int, heavy: bool) -> tuning.Config:
-    """For rows of `columns` and `size` bytes: 16 columns a thread, parts of 1024 columns while a cluster may grow, and as many rows
-    at once as make 512 threads, so that the others fill the time in which a row's sums meet. heavy: 1024 threads' registers are
-    too few."""
+    """For rows of `columns` and `size` bytes: 16 columns per thread, and parts of 1024 columns if clusters allow it.
+
+    A block takes as many rows at once as make 512 threads, so that other rows hide the wait for a row's sums. heavy:
+    the registers of 1024 threads are too few.
+    """
     cluster = min(16, max(1, power(columns // 1024 + 1) // 2))
     part = ceil(size, cluster)
     threads = min(512 if heavy else 1024, ceil(columns, cluster * 512) * 32)
@@ -58,7 +62,7 @@ def backward_rule(columns: int, size: int, heavy: bool) -> tuning.Config:
 
 
 def backward_space(columns: int, size: int, where: device.Device) -> list[tuning.Config]:
-    """Configurations with 8 to 32 columns a thread and 48 KiB on their way."""
+    """Configurations with 8 to 32 columns per thread and 48 KiB in flight."""
     found = []
     for c, each, g, s in product((1, 2, 4, 8, 16), (8, 16, 32), (1, 2, 3, 4, 5, 6, 8, 12, 16, 24, 32), (2, 3, 4)):
         part, t = ceil(size, c), ceil(columns, c * each * 32) * 32
@@ -141,7 +145,8 @@ def launch_bwd(
         plan = cluster_rows.plan(columns, inputs, saved.itemsize, saved.itemsize, **found)
         return plan | _types(saved.dtype, weights) | {"CLUSTERS": resident_clusters(where, plan["CLUSTER"])}
 
-    apart = 8 if whole < columns else 0  # parts beside the clusters': of rows that begin at each of eight places
+    # With unaligned rows there are eight more parts than clusters, one for each position at which rows begin.
+    apart = 8 if whole < columns else 0
 
     def clusters(c: dict[str, Any]) -> int:
         return min(c["CLUSTERS"], ceil(rows, c["GROUPS"]), where.multiprocessors - apart)
@@ -153,53 +158,47 @@ def launch_bwd(
         add_up(dweight, dbias, parts, clusters(config()) + min(apart, rows), gcd(8, columns))
 
 
-NARROWEST = 1024  # columns up to which clusters are never asked
-TILED = {
-    False: (8192, 1.4),
-    True: (4096, 1.25),
-}  # tiles are faster forward up to so many columns, which they round up to a power of
-TILED_BACKWARD = (
-    8192,
-    2.0,
-)  # two, at most so many times as many; True where the mean is subtracted. Backward they are so in any case
+NARROWEST = 1024  # clusters are not used up to so many columns
+# Tiles are faster up to so many columns, if rounding up to a power of two adds at most such a factor.
+# TILED: forward, by whether the mean is subtracted. TILED_BACKWARD: either way.
+TILED = {False: (8192, 1.4), True: (4096, 1.25)}
+TILED_BACKWARD = (8192, 2.0)
 
 
 def in_tiles(columns: int, size: int, limits: tuple[int, float]) -> bool:
-    """Whether tiles are faster on rows of that many columns of elements of `size` bytes."""
+    """Whether tiles are faster for rows of that many columns of elements of `size` bytes."""
     most, waste = limits
     return columns <= most and power(columns) <= waste * columns and not cluster_rows.shifted(columns, size)
 
 
 def fits(centred: bool, x: torch.Tensor, *rest: Any) -> str | None:
-    """What the clusters support, of a public call's arguments or a launcher's inputs (backward's are 8); the reason why not."""
+    """Why clusters cannot run a call, or None; takes a public call's arguments or a launcher's inputs (backward: 8)."""
     backward = len(rest) == 7
     if any(value is True for value in rest):
-        return "it makes the gradient from the input, and memory_efficient=True keeps the output"
+        return "it computes the gradient from the input, but memory_efficient=True saves the output"
     tensors = [t for t in rest if isinstance(t, torch.Tensor)]
-    rows = [
-        x,
-        *(t for t in (rest[:2] if backward else tensors) if t is not None and t.shape == x.shape and t.dim() > 1),
-    ]
+    shaped = [t for t in (rest[:2] if backward else tensors) if t is not None and t.shape == x.shape and t.dim() > 1]
+    rows = [x, *shaped]
     vectors = [t for t in (rest[2:4] if backward else tensors) if t is not None and t.dim() == 1]
     columns = x.shape[-1] if x.dim() else 1
     reason = cluster_rows.refusal(columns, (NARROWEST, 16 * _PART), 16 * _SHARED, rows, vectors)
     if reason is None and not backward and in_tiles(columns, x.element_size(), TILED[centred]):
-        reason = f"on rows of {columns} columns tiles are faster"
+        reason = f"for rows of {columns} columns tiles are faster"
     if reason is None and (any([t.dtype != x.dtype for t in rows]) or len({t.dtype for t in vectors}) > 1):
-        reason = "it takes tensors of one dtype, and a weight and bias of one"
+        reason = "it takes tensors of one dtype, and a weight and bias of one dtype"
     return reason
 
 
 def _backward(op: str, centred: bool, dx: torch.Tensor, *rest: Any) -> None:
-    """By clusters, or of rows that tiles are as fast on in tiles."""
+    """By clusters, or in tiles for rows on which tiles are as fast."""
     (tiled_bwd if in_tiles(dx.shape[1], dx.element_size(), TILED_BACKWARD) else launch_bwd)(op, centred, dx, *rest)
 
 
 def register(norm: Any) -> None:
-    """Registers the clusters as the rung `cuda_cluster` of a norm."""
+    """Registers the clusters as the implementation `cuda_cluster` of a norm."""
     norm.op.kernel(
         "cuda_cluster",
-        "rows over clusters of blocks, copied in bulk; backward of wide ones with rows enough at once to hide where sums meet",
+        "rows spread over clusters of blocks by bulk copies; backward overlaps rows to hide their sums",
         kind="cuda",
         served=True,
         arch=90,

@@ -1,13 +1,13 @@
-"""What the norms share: kernels, launchers, torch ops and the autograd function of layer_norm, rms_norm and both after a sum.
+"""Shared by the norms: kernels, launchers, torch ops and autograd of layer_norm, rms_norm, and both after a sum.
 
     forward:   v = x (+ residual)      x_hat = (v - mean) rstd,  mean = 0 for rms_norm      y = x_hat weight + bias
     backward:  g = dy weight           dx = rstd (g - average(g) - x_hat average(g x_hat)) (+ dsum)
                dweight = sum over rows of dy x_hat           dbias = sum over rows of dy
 
-Forward reads a row once, into registers. Backward is persistent: one program per multiprocessor goes through tiles of rows
-while the loads of the next ones are under way, and keeps its part of dweight and dbias in float32 registers; it writes
-them once at its end, and a second kernel adds the programs' parts in a fixed order. Rows too wide for registers are read
-twice: for their sums, then for the results.
+Forward reads a row once, into registers. Backward is persistent: one program per multiprocessor loops over tiles of
+rows, prefetching the next ones, and keeps its part of dweight and dbias in float32 registers. It writes them once at
+its end, and a second kernel adds the programs' parts in a fixed order. Rows too wide for registers are read twice: for
+their sums, then for the results.
 """
 
 from __future__ import annotations
@@ -31,14 +31,16 @@ from ridgeline.select import eager, run
 
 Maybe = torch.Tensor | None
 
-# Sizes and strides come to the kernels in units of UNIT columns, so that the compiler knows what they divide by: then loads
-# are 16 bytes wide in rows of 3000 columns too. What is None is compiled away.
+# Kernels get sizes and strides in units of UNIT columns, so the compiler knows their divisors, and loads are 16 bytes
+# wide in rows of 3000 columns too. Arguments that are None are compiled away.
 
 
 @triton.jit
 def _average(total, columns, dtype: tl.constexpr):
-    """total / columns. For float32 rounded to nearest, since a row's error is that of all its elements; half precision does not
-    see it, and in every thread an exact division is the work of several elements."""
+    """total / columns, rounded to nearest for float32, where a row's error would affect all its elements.
+
+    Half precision hides it, and an exact division costs each thread as much as several elements.
+    """
     if dtype == tl.float32:
         return tl.div_rn(total, columns * 1.0)
     else:
@@ -62,7 +64,7 @@ def _fwd(
 ):  # fmt: skip
     columns = units * UNIT
     column = tl.arange(0, BN)[None, :]
-    if weight is not None and BN <= 8192:  # beyond, registers are short: later
+    if weight is not None and BN <= 8192:  # wider tiles lack registers and load the weight later
         w = tl.load(weight + column, mask=column < columns, other=1)
     if bias is not None and BN <= 8192:
         b = tl.load(bias + column, mask=column < columns, other=0)
@@ -98,7 +100,7 @@ def _fwd_wide(
     y, total, mean, rstd, x, residual, weight, bias, rows, units, x_stride, r_stride, eps, MEAN: tl.constexpr,
     UNIT: tl.constexpr, BN: tl.constexpr
 ):  # fmt: skip
-    """A row per program, in chunks: each lane's mean and sum of squares around it by Welford's update, merged as Chan does."""
+    """One row per program, in chunks: each lane's mean and squared distances by Welford's update, merged as by Chan."""
     columns = units * UNIT
     lane = tl.arange(0, BN)
     row = tl.program_id(0).to(tl.int64)
@@ -120,7 +122,7 @@ def _fwd_wide(
             squares += value * value
     center = 0.0
     if MEAN:
-        count = (tl.maximum(columns - lane + BN - 1, 0) // BN).to(tl.float32)  # of a lane's columns
+        count = (tl.maximum(columns - lane + BN - 1, 0) // BN).to(tl.float32)  # columns of a lane
         center = _average(tl.sum(count * average, 0), columns, x.dtype.element_ty)
         squares += count * (average - center) * (average - center)
         if mean is not None:
@@ -144,7 +146,7 @@ def _fwd_wide(
 
 @triton.jit
 def _x_hat(value, center, scale, b, inverse, FROM_OUTPUT: tl.constexpr):
-    """The normalised row, of what forward saved: its input, or its output."""
+    """The normalised row, from what forward saved: its input, or its output."""
     if FROM_OUTPUT:
         return (value - b) * inverse
     else:
@@ -153,7 +155,7 @@ def _x_hat(value, center, scale, b, inverse, FROM_OUTPUT: tl.constexpr):
 
 @triton.jit
 def _vectors(weight, bias, column, mask, FROM_OUTPUT: tl.constexpr):
-    """The columns' weight, and where x_hat is made of the output, what takes it there: the bias and 1 / weight."""
+    """The columns' weight and, if x_hat comes from the output, what recovers it: the bias and 1 / weight."""
     w = 1.0
     b = 0.0
     inverse = 1.0
@@ -172,7 +174,7 @@ def _bwd(
     MEAN: tl.constexpr, FROM_OUTPUT: tl.constexpr, DW: tl.constexpr, DB: tl.constexpr, UNIT: tl.constexpr,
     BM: tl.constexpr, BN: tl.constexpr, STAGES: tl.constexpr, PDL: tl.constexpr
 ):  # fmt: skip
-    """Tiles of BM rows and a block of BN columns: all of them, or where `dots` holds the rows' averages some of them."""
+    """Tiles of BM rows and a block of BN columns: all columns or, if `dots` holds the rows' averages, some of them."""
     columns = units * UNIT
     column = (tl.program_id(1) * BN + tl.arange(0, BN))[None, :]
     w, b, inverse = _vectors(weight, bias, column, column < columns, FROM_OUTPUT)
@@ -188,7 +190,7 @@ def _bwd(
         if mean is not None:
             center = tl.load(mean + row, mask=row < rows, other=0)
         x_hat = _x_hat(value, center, scale, b, inverse, FROM_OUTPUT)
-        if DW:  # here, so that dy need not live on
+        if DW:  # here, so that dy's registers are freed early
             dw += slope * x_hat
         if DB:
             db += slope
@@ -207,7 +209,7 @@ def _bwd(
             grad += tl.load(dsum + row * dsum_stride * UNIT + column, mask=mask, other=0).to(tl.float32)
         tl.store(dx + row * units * UNIT + column, grad.to(dx.dtype.element_ty), mask=mask)
     if PDL:
-        gdc_launch_dependents()  # not sooner: in wide tiles the next kernel's blocks would take room from this one's
+        gdc_launch_dependents()  # not earlier: the next kernel's blocks would displace blocks of this one
     part = tl.program_id(0).to(tl.int64) * (DW + DB) * columns
     if DW:
         tl.store(parts + part + column, tl.sum(dw, 0)[None, :], mask=column < columns)
@@ -220,7 +222,7 @@ def _dots(
     dots, dy, saved, weight, bias, mean, rstd, rows, units, dy_stride, saved_stride, MEAN: tl.constexpr,
     FROM_OUTPUT: tl.constexpr, UNIT: tl.constexpr, BN: tl.constexpr
 ):  # fmt: skip
-    """A row's average(g x_hat) into `dots`, and average(g) where it has a mean."""
+    """Writes a row's average(g x_hat) to `dots` and, with a mean, average(g)."""
     columns = units * UNIT
     row = tl.program_id(0).to(tl.int64)
     dy += row * dy_stride * UNIT
@@ -249,7 +251,7 @@ def _dots(
 def _reduce(
     parts, dweight, dbias, count, units, BM: tl.constexpr, BN: tl.constexpr, UNIT: tl.constexpr, PDL: tl.constexpr
 ):
-    """The programs' parts added up, a block of columns each: of dweight by the first row of programs, of dbias by the last."""
+    """Adds up the programs' parts by blocks of columns: dweight in the first row of programs, dbias in the last."""
     if PDL:
         gdc_wait()
     columns = units * UNIT
@@ -272,12 +274,12 @@ def _reduce(
         )
 
 
-# Launchers. Tensors are (rows, columns) with contiguous rows, the statistics float32 (rows,), outputs contiguous; `name` and
-# `center` (whether a mean is subtracted) are the norm's and filled in where it is registered.
+# Launchers. Tensors are (rows, columns) with contiguous rows, statistics are float32 (rows,), outputs are contiguous.
+# `name` and `center` (whether a mean is subtracted) belong to the norm and are filled in at registration.
 
 
 def strides(columns: int, *tensors: Maybe) -> tuple[int, list[int]]:
-    """The largest unit up to 8 that divides the columns and all strides, and the strides in it."""
+    """The largest unit up to 8 that divides the columns and all strides, and the strides in units."""
     steps = [0 if t is None else t.stride(0) for t in tensors]
     unit = gcd(8, columns, *steps)
     return unit, [step // unit for step in steps]
@@ -297,22 +299,24 @@ def _launch_fwd(
         bn = (8192 if narrow else 16384) // len(inputs)
         launch(_fwd_wide, (rows,), *args, MEAN=center, UNIT=unit, BN=bn, num_warps=16)
         return
-    if narrow and bn < 8192:  # loads are of single elements, whose addresses take registers: tiles half as large
+    if narrow and bn < 8192:  # loads of single elements need registers for addresses: halve the tiles
         inputs *= 2
-    each = (
-        64 if center and x.element_size() < 4 else 32
-    )  # what a thread does for its row takes as long as several elements
+    # The work per row costs a thread as much as several elements.
+    each = 64 if center and x.element_size() < 4 else 32
     config, grid = tiles(name, _fwd, rows, bn, *inputs, each=each)
     launch(_fwd, grid, *args, MEAN=center, UNIT=unit, config=config, key=(name, bn, narrow))
 
 
-REGISTERS = 8192  # columns of a row at most that backward holds in registers, with their sums
+REGISTERS = 8192  # the most columns of a row that backward holds in registers, with their sums
 
 
 def bwd_rule(where: device.Device, bn: int, columns: int, size: int, wide: bool, narrow: bool) -> tuning.Config:
-    """56 KiB or more on their way, in tiles of 4096 elements or more of `size` bytes, all inputs together; 32 elements a thread, 16
-    where a row of two inputs fills the tile (wide). narrow: loads are of single elements, whose addresses take registers:
-    smaller tiles, 8 a thread."""
+    """At least 56 KiB in flight, in tiles of at least 4096 elements; 32 elements per thread.
+
+    size: bytes per element, all inputs together. wide: a row of two inputs fills the tile, which leaves 16 elements per
+    thread. narrow: loads are of single elements, whose addresses need registers, so tiles are smaller, with 8 elements
+    per thread.
+    """
     bm = max(1, min(32, (2048 if narrow else 4096 if bn <= 2048 else 8192) // bn))
     each = 8 if narrow else 16 if wide else 32
     stages = 1 + min(ceil(57344, bm * columns * size), (where.shared_memory - 8192) // (bm * bn * size))
@@ -325,7 +329,7 @@ def bwd_rule(where: device.Device, bn: int, columns: int, size: int, wide: bool,
 
 @cache
 def bwd_space(where: device.Device, bn: int, size: int) -> list[tuning.Config]:
-    """Tiles whose stages fit shared memory, of 8 to 64 elements a thread."""
+    """Tiles whose stages fit shared memory, with 8 to 64 elements per thread."""
     found = [
         {"BM": m, "num_warps": w, "STAGES": s}
         for m in (1, 2, 4, 8, 16, 32)
@@ -384,7 +388,7 @@ def _launch_bwd(
 
 
 def add_up(dweight: Maybe, dbias: Maybe, parts: torch.Tensor, count: int, unit: int) -> None:
-    """dweight and dbias from the first `count` parts of them, (multiprocessors, 1 or 2, columns) in float32."""
+    """Writes dweight and dbias from the first `count` of their parts, (multiprocessors, 1 or 2, columns) in float32."""
     columns, bm = parts.shape[2], power(count)
     bn = max(32, 8192 // bm)
     grid = ceil(columns, bn), parts.shape[1]
@@ -405,7 +409,7 @@ def add_up(dweight: Maybe, dbias: Maybe, parts: torch.Tensor, count: int, unit: 
 
 
 class Norm:
-    """The torch ops, the autograd function and the checks of one norm.
+    """The torch ops, the autograd function and the checks of one norm. Calling it runs the norm.
 
     center: whether a mean is subtracted (layer_norm). add: whether x + residual is normalised, and returned too.
     """
@@ -437,7 +441,7 @@ class Norm:
                 if not add:
                     return made[0]
                 if not torch.compiler.is_compiling():
-                    ctx.set_materialize_grads(False)  # no zeros where the sum, or all but the sum, goes unused
+                    ctx.set_materialize_grads(False)  # no zeros for a result that goes unused
                 return made[0], made[1]
 
             @staticmethod
@@ -450,15 +454,7 @@ class Norm:
                 _, _, scaled, shifted, *_ = ctx.needs_input_grad
                 made = bwd(dy, dsum, saved, weight, bias, mean, rstd, thrifty, scaled + 2 * shifted, impl)
                 dx = made[0]
-                return (
-                    dx,
-                    dx if add else None,
-                    made[1] if scaled else None,
-                    made[-1] if shifted else None,
-                    None,
-                    None,
-                    None,
-                )
+                return dx, dx if add else None, made[1] if scaled else None, made[-1] if shifted else None, *[None] * 3
 
         Differentiable.__name__ = Differentiable.__qualname__ = name
         self.function = Differentiable
@@ -473,18 +469,17 @@ class Norm:
         eps: float | None,
         thrifty: bool = False,
     ) -> Any:
-        """Runs what serves the call: `impl`, or the best there is. thrifty: keeps the output for backward, not the input."""
+        """Runs `impl`, or the implementation chosen for the call. thrifty: backward uses the output, not the input."""
         if not (impl is None and type(eps) is float and eps >= 0 and self._usual(x, residual, weight, bias)):
             plain = self._plain(impl, x, residual, weight, bias)
             if eps is None and self.name == "rms_norm":  # torch's default there, also for half precision
                 eps = torch.finfo(torch.promote_types(x.dtype, torch.float32)).eps
             eps = known_eps(self.name, eps)
             if thrifty and weight is not None and torch.is_grad_enabled() and readable(weight) and not weight.all():
-                raise RidgelineError(
-                    f"{self.name}: memory_efficient=True divides by the weight in backward, and the weight has a zero"
-                )
+                reason = "memory_efficient=True divides by the weight in backward, but the weight has a zero"
+                raise RidgelineError(f"{self.name}: {reason}")
             if x.is_cuda and torch.is_autocast_enabled("cuda") and x.dtype in (torch.float16, torch.bfloat16):
-                # as torch's own: normalised in float32, added in the given dtype
+                # As torch's own: normalised in float32, the sum rounded to the given dtype.
                 made = self(impl, x.float(), None if residual is None else residual.float(), weight, bias, eps, thrifty)
                 return (made[0], made[1].to(x.dtype)) if self.add else made
             if plain is not None:
@@ -498,7 +493,7 @@ class Norm:
         return (made[0], made[1]) if self.add else made[0]
 
     def _usual(self, x: torch.Tensor, residual: Maybe, weight: Maybe, bias: Maybe) -> bool:
-        """Whether kernels take the call without a closer look."""
+        """Whether kernels take the call and no closer look is needed."""
         known = self.op.kernel_dtypes
         if (
             CHECK
@@ -528,33 +523,34 @@ class Norm:
     def _plain(
         self, impl: str | None, x: torch.Tensor, residual: Maybe, weight: Maybe, bias: Maybe
     ) -> Callable[..., Any] | None:
-        """The plain-PyTorch implementation that serves a call, or None where kernels do. Raises where the inputs do not fit."""
+        """The plain-PyTorch implementation that runs a call, or None if kernels do.
+
+        Raises RidgelineError if the inputs do not fit together.
+        """
         named = {"x": x, "residual": residual, "weight": weight, "bias": bias}
         for name, t in named.items():
             optional = not (name == "x" or (name == "residual" and self.add) or (name == "weight" and self.add))
             if not isinstance(t, torch.Tensor) and not (t is None and optional):
-                raise RidgelineError(
-                    f"{self.name}: {name} must be a tensor{' or None' if optional else ''}, and is {type(t).__name__}"
-                )
+                wanted = f"a tensor{' or None' if optional else ''}"
+                raise RidgelineError(f"{self.name}: {name} must be {wanted}, but is {type(t).__name__}")
         if not x.dim():
-            raise RidgelineError(f"{self.name}: x must have at least one dimension, and has none")
+            raise RidgelineError(f"{self.name}: x must have at least one dimension, but has none")
         for name, t in named.items():
             if t is None:
                 continue
             if not t.is_floating_point():
-                raise RidgelineError(
-                    f"{self.name}: {name} must be floating point (float32, float16, bfloat16), and is {t.dtype}"
-                )
+                wanted = "floating point (float32, float16, bfloat16)"
+                raise RidgelineError(f"{self.name}: {name} must be {wanted}, but is {t.dtype}")
             if t.device != x.device:
-                raise RidgelineError(f"{self.name}: {name} is on {t.device} and x on {x.device}; one device is needed")
+                found = f"{name} is on {t.device} but x on {x.device}"
+                raise RidgelineError(f"{self.name}: {found}; they must share one device")
             if name in ("weight", "bias") and t.shape != x.shape[-1:]:
-                raise RidgelineError(
-                    f"{self.name}: {name} must have the shape ({x.shape[-1]},) of x's last dimension, and has {tuple(t.shape)}"
-                )
+                wanted, found = f"the shape ({x.shape[-1]},) of x's last dimension", tuple(t.shape)
+                raise RidgelineError(f"{self.name}: {name} must have {wanted}, but has {found}")
         if residual is not None and (residual.shape != x.shape or residual.dtype != x.dtype):
             raise RidgelineError(
                 f"{self.name}: residual must have x's shape and dtype, {tuple(x.shape)} in {x.dtype}, "
-                f"and has {tuple(residual.shape)} in {residual.dtype}"
+                f"but has {tuple(residual.shape)} in {residual.dtype}"
             )
         found = eager(self.op, impl, *[t for t in named.values() if t is not None])
         return None if found is None else found.call
@@ -562,7 +558,7 @@ class Norm:
     def _forward(
         self, x: torch.Tensor, residual: Maybe, weight: Maybe, bias: Maybe, eps: float, stats: int, impl: str | None
     ) -> list[torch.Tensor]:
-        """y, the sum where there is one, and of each row's mean and rstd the last `stats`."""
+        """y, the sum if there is one, and the last `stats` of each row's mean and rstd."""
         y = empty_rows(x, -1, None)
         total = empty_rows(x, -1, None) if self.add else None
         mean = torch.empty(x.shape[:-1], dtype=torch.float32, device=x.device) if stats > 1 else None
@@ -576,7 +572,7 @@ class Norm:
         self, dy: torch.Tensor, dsum: Maybe, saved: torch.Tensor, weight: Maybe, bias: Maybe, mean: Maybe,
         rstd: torch.Tensor, from_output: bool, need: int, impl: str | None
     ) -> list[torch.Tensor]:  # fmt: skip
-        """dx, and dweight and dbias by the bits of `need`."""
+        """dx, and dweight and dbias as the bits of `need` say."""
         dx = empty_rows(saved, -1, None)
         dweight = (
             torch.empty(weight.shape, dtype=weight.dtype, device=dy.device) if need & 1 and weight is not None else None
@@ -605,10 +601,10 @@ class Norm:
         return made
 
     def triton(self) -> None:
-        """Registers the kernels above as the rung `triton`."""
+        """Registers the kernels above as the implementation `triton`."""
         self.op.kernel(
             "triton",
-            "a row in registers, read once; backward persistent, with the weights' gradients in registers and loads running ahead",
+            "a row in registers, read once; backward is persistent and keeps dweight and dbias in registers",
             kind="triton",
             served=True,
             fwd=partial(_launch_fwd, self.name, self.center),
@@ -616,8 +612,11 @@ class Norm:
         )
 
     def cost(self, x: torch.Tensor, residual: Maybe, weight: Maybe, bias: Maybe) -> tuple[Cost, Cost]:
-        """Forward reads x (and the residual), and writes y (and the sum); backward reads what was saved and the gradients of what
-        was written, and writes dx, which is the residual's gradient too. Weights are read, and their gradients written, once."""
+        """Forward reads x (and the residual) and writes y (and the sum).
+
+        Backward reads what was saved and the gradients of what was written, and writes dx, which is the residual's
+        gradient too. Weights are read, and their gradients written, once.
+        """
         one, count = nbytes(x), 2 if self.add else 1
         weights = sum([nbytes(t) for t in (weight, bias) if t is not None])
         scale = 0 if weight is None else nbytes(weight)
@@ -631,9 +630,9 @@ _OWN = frozenset((torch.Tensor, torch.nn.Parameter))
 
 
 def known_eps(name: str, eps: Any) -> float:
-    """A norm's eps, or an error that says what it may be."""
+    """A norm's eps as a float. Raises RidgelineError if it is not a number of at least 0."""
     if not isinstance(eps, int | float) or not eps >= 0:
-        raise RidgelineError(f"{name}: eps must be a number, 0 or more, and is {eps!r}")
+        raise RidgelineError(f"{name}: eps must be a number of at least 0, but is {eps!r}")
     return float(eps)
 
 
@@ -650,19 +649,19 @@ def _vector(t: Maybe) -> Maybe:
 
 
 def widened(x: torch.Tensor) -> torch.Tensor:
-    """x in float32, or float64 as it is: how references compute."""
+    """x in float32, or float64 unchanged: how references compute."""
     return x.to(torch.promote_types(x.dtype, torch.float32))
 
 
 def alike(x: torch.Tensor, *vectors: Maybe) -> tuple[Any, ...]:
-    """For torch's own norms, which on a GPU take weights of x's dtype: all in x's dtype, or where one differs widened."""
+    """x and vectors of one dtype, as torch's own norms need on a GPU: unchanged, or all widened if one differs."""
     same = all([t is None or t.dtype == x.dtype for t in vectors])
     return (x, *vectors) if same else (widened(x), *[None if t is None else widened(t) for t in vectors])
 
 
 @dataclass(frozen=True, init=False)
 class Near(Spec):
-    """Random data about a value: by default the weights of a norm in training."""
+    """Random data around a value; by default like the weights of a norm in training."""
 
     scale: float = 0.1
     about: float = 1.0

@@ -1,6 +1,7 @@
-"""softmax by CUDA C++ in three regimes of row lengths (softmax_regimes.cu), and as FasterTransformer had it: a block per (batch, head).
+"""softmax in CUDA C++ in three regimes of row length, and as in FasterTransformer: one block per (batch, head).
 
-Source: the softmax of OneFlow and of FasterTransformer, of which these are the ideas written anew.
+The kernels are in softmax_regimes.cu. Source: the softmax of OneFlow and of FasterTransformer, whose ideas are
+reimplemented here.
 """
 
 from __future__ import annotations
@@ -23,13 +24,13 @@ WARP, BLOCK, UNCACHED = (
     {d: CudaKernel(FILE, f"softmax_{name}_{d}", codes) for d, codes in CODES.items()}
     for name in ("warp", "block", "uncached")
 )
-WARP_COLUMNS = 1024  # what a warp holds in registers
-MOST = (1 << 31) - 1024  # columns that an int counts, and a block's threads beyond them
-FEW = 120  # (batch, head) pairs, of which FasterTransformer gives each row a block
+WARP_COLUMNS = 1024  # a warp holds at most so many in registers
+MOST = (1 << 31) - 1024  # columns that an int can count, with a block's threads past the end
+FEW = 120  # (batch, head) pairs: for at most so many FasterTransformer uses one block per row
 
 
 def _pack(columns: int, *tensors: torch.Tensor) -> int:
-    """Elements of a load: 16 bytes of the widest where all rows are aligned to them, or half as many, or less."""
+    """Elements per load: 16 bytes of the widest dtype if all rows are so aligned, else fewer."""
     pack = 16 // max([t.element_size() for t in tensors])
     while any(
         [
@@ -51,7 +52,7 @@ def _start(
 
 
 def warp(direction: str, out: torch.Tensor, *inputs: torch.Tensor) -> None:
-    """As many lanes as a row has packs, at most 32; two rows for each where these are short, for more loads on their way."""
+    """As many lanes as a row has packs, at most 32; two short rows per group of lanes, for more loads in flight."""
     (rows, columns), threads = out.shape, 128
     pack = _pack(columns, out, *inputs)
     lanes = min(32, power(columns // pack))
@@ -62,7 +63,7 @@ def warp(direction: str, out: torch.Tensor, *inputs: torch.Tensor) -> None:
 
 
 def block(direction: str, out: torch.Tensor, *inputs: torch.Tensor) -> None:
-    """The most threads that leave a multiprocessor as many blocks as its shared memory does."""
+    """As many threads as let a multiprocessor hold all the blocks that its shared memory can."""
     rows, columns = out.shape
     gpu, shared = device.of(out), 4 * columns * len(inputs)
     resident = max(1, min(16, gpu.shared_memory // (shared + 1024)))
@@ -80,54 +81,51 @@ def uncached(direction: str, out: torch.Tensor, *inputs: torch.Tensor) -> None:
 
 
 def heads(direction: str, out: torch.Tensor, *inputs: torch.Tensor) -> None:
-    """A thread per column; a block takes a square's rows one after the other, or one row where squares are few."""
+    """One thread per column; a block takes a square's rows in turn, or a single row if squares are few."""
     rows, columns = out.shape
     each = columns if ceil(rows, columns) > FEW else 1
     _start(UNCACHED, direction, ceil(rows, each), out, *inputs, PACK=1, THREADS=max(32, power(columns)), EACH=each)
 
 
 def _narrow(x: torch.Tensor, *rest: Any) -> str | None:
-    return (
-        None
-        if columns_of(x, *rest) <= WARP_COLUMNS
-        else f"it takes rows of at most {WARP_COLUMNS} columns, and these have {columns_of(x, *rest)}"
-    )
+    columns = columns_of(x, *rest)
+    if columns <= WARP_COLUMNS:
+        return None
+    return f"it takes rows of at most {WARP_COLUMNS} columns, but these have {columns}"
 
 
 def _countable(x: torch.Tensor, *rest: Any) -> str | None:
-    return (
-        None
-        if columns_of(x, *rest) <= MOST
-        else f"it counts columns up to 2^31 - 1024, and these rows have {columns_of(x, *rest)}"
-    )
+    columns = columns_of(x, *rest)
+    return None if columns <= MOST else f"it takes rows of at most 2^31 - 1024 columns, but these have {columns}"
 
 
 def _fits_shared(x: torch.Tensor, *rest: Any) -> str | None:
     most = (device.of(x).shared_memory - 2048) // 8
-    if columns_of(x, *rest) <= most:
+    columns = columns_of(x, *rest)
+    if columns <= most:
         return None
-    return f"it keeps a row in shared memory, and backward two: at most {most} columns, and these rows have {columns_of(x, *rest)}"
+    return f"it keeps a row (backward: two) in shared memory: at most {most} columns, but there are {columns}"
 
 
 SYNCED, READ = "smsp__average_warps_issue_stalled_barrier_per_issue_active.ratio", "lts__t_sectors_op_read.sum"
 
 
 def ladder(op: Op) -> None:
-    """Registers these rungs."""
+    """Registers these implementations."""
 
     def rung(name: str, idea: str, launcher: Any, supports: Any, **facts: Any) -> None:
         op.kernel(name, idea, kind="cuda", supports=supports, **both(launcher), **facts)
 
     rung(
         "cuda_bh",
-        "as FasterTransformer: a block per (batch, head), a thread per column, row after row",
+        "as in FasterTransformer: one block per (batch, head), one thread per column, row after row",
         heads,
         _narrow,
         counter=SYNCED,
     )
     rung(
         "cuda_uncached",
-        "a block per row and 16 bytes a load; any length; the row is read three times, backward twice",
+        "one block per row, 16-byte loads, any length; reads the row three times, backward twice",
         uncached,
         _countable,
         gain=1.2,
@@ -135,7 +133,7 @@ def ladder(op: Op) -> None:
     )
     rung(
         "cuda_block",
-        "the row kept in shared memory, [pack][packs] against bank conflicts, and read once",
+        "the row in shared memory, read once, in a layout without bank conflicts",
         block,
         _fits_shared,
         gain=1.2,
@@ -143,7 +141,7 @@ def ladder(op: Op) -> None:
     )
     rung(
         "cuda_warp",
-        "rows of up to 1024 columns in the registers of a warp, or of a part of one: no barrier, no shared memory",
+        "rows of up to 1024 columns in the registers of a warp or less: no barrier, no shared memory",
         warp,
         _narrow,
         gain=1.5,

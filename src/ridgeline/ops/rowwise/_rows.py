@@ -1,4 +1,4 @@
-"""What ops on rows share: tensors seen as (rows, columns), and tiles of whole rows for Triton kernels."""
+"""Shared by ops on rows: tensors viewed as (rows, columns), and tiles of whole rows for Triton kernels."""
 
 from __future__ import annotations
 
@@ -10,14 +10,14 @@ import torch
 
 from ridgeline import device, tuning
 
-TILE_LIMIT = 131072  # bytes of a row, all inputs in float32, that a block holds in registers
+TILE_LIMIT = 131072  # bytes of a row, all inputs in float32, that a block can hold in registers
 _TILES = [
     {"BM": m, "num_warps": w, "STAGES": s}
     for m in (1, 2, 4, 8, 16, 32)
     for w in (1, 2, 4, 8, 16, 32)
     for s in (1, 2, 3)
 ]
-# Shapes of benchmarks: short rows to wide ones, then some whose width is no power of two, or no multiple of 16 bytes.
+# Benchmark shapes: short rows to wide ones, then widths that are no power of two, or no multiple of 16 bytes.
 BENCH = [
     (32768, 1024),
     (16384, 4096),
@@ -36,18 +36,18 @@ def ceil(a: int, b: int) -> int:
 
 
 def power(n: int) -> int:
-    """The least power of two from n on."""
+    """The smallest power of two that is at least n."""
     return 1 << (n - 1).bit_length()
 
 
 @cache
 def key_of(*parts: Any) -> str:
-    """Of a configuration, such as "bfloat16 4096"."""
+    """The key of a configuration, such as "bfloat16 4096"."""
     return " ".join(str(part).removeprefix("torch.") for part in parts)
 
 
 def as_rows(x: torch.Tensor, dim: int) -> torch.Tensor:
-    """x as (rows, columns) with `dim` last and contiguous: a view where the other dimensions are one stride apart, else a copy."""
+    """x as (rows, columns), `dim` last and contiguous: a view if the other dimensions share one stride, else a copy."""
     if x.dim() == 2 and dim in (-1, 1) and x.stride(1) == 1:
         return x
     rows = x.movedim(dim, -1).reshape(-1, x.shape[dim]) if x.dim() > 1 else x.reshape(1, -1)
@@ -68,12 +68,14 @@ def empty_rows(like: torch.Tensor, dim: int, dtype: torch.dtype | None) -> torch
 def tiles(
     op: str, kernel: Any, rows: int, bn: int, *inputs: torch.Tensor, each: int = 32
 ) -> tuple[Callable[[], dict[str, Any]], Callable[[Any], tuple[int]]]:
-    """The configuration (BM rows a tile, BN columns, STAGES, num_warps) and the grid for a kernel that takes tiles of `bn` columns,
-    a power of two, of all inputs: what `launch` is given as `config` and `grid`. each: values a thread, where none is tuned."""
+    """`config` and `grid` for `launch`, for a kernel that takes tiles of BM rows and `bn` columns, a power of two.
+
+    The configuration also has STAGES and num_warps. each: values per thread, of all inputs, if nothing is tuned.
+    """
     where, dtype, count = device.of(inputs[0]), inputs[0].dtype, len(inputs)
 
     def rule() -> tuning.Config:
-        """16 KiB a program."""
+        """16 KiB per program."""
         bm = max(1, 16384 // (bn * dtype.itemsize * count))
         return {
             "BM": bm,
@@ -93,7 +95,7 @@ def tiles(
         return {"BN": bn, **tuning.config(where, op, kernel.__name__[1:], key_of(dtype, bn), rule, space)}
 
     def grid(c: dict[str, Any]) -> tuple[int]:
-        """A program per tile; where loads run ahead in a loop, as many as fill the multiprocessors with 32 warps each."""
+        """One program per tile; if a loop prefetches, as many as fill the multiprocessors with 32 warps each."""
         count = ceil(rows, c["BM"])
         return (count if c["STAGES"] == 1 else min(count, where.multiprocessors * max(1, 32 // c["num_warps"])),)
 

@@ -1,7 +1,8 @@
-"""What softmax and log_softmax share: kernels, launchers, the torch ops and the autograd function; `log` says which of the two.
+"""Shared by softmax and log_softmax: kernels, launchers, torch ops and autograd; `log` tells the two apart.
 
-A row that fits a block's registers is read once; so is one spread over a thread-block cluster; else the maximum and the
-sum are found online in a first pass. The floor is x read and y written; backward reads dy and y and writes dx.
+A row that fits a block's registers, or the shared memory of a thread-block cluster, is read once. Otherwise a first
+pass finds the maximum and the sum online. The floor is one read of x and one write of y; backward reads dy and y and
+writes dx.
 """
 
 from __future__ import annotations
@@ -43,7 +44,7 @@ def _fwd(y, x, rows, columns, x_stride, LOG: tl.constexpr, BM: tl.constexpr, BN:
 
 @triton.jit
 def _probability(y, mask, LOG: tl.constexpr):
-    """softmax, loaded from where y lies."""
+    """softmax, loaded from y."""
     value = tl.load(y, mask=mask, other=0).to(tl.float32)
     if LOG:
         return exp(value, y.dtype.element_ty)
@@ -52,12 +53,11 @@ def _probability(y, mask, LOG: tl.constexpr):
 
 @triton.jit
 def _gradient(slope, p, total, LOG: tl.constexpr):
-    """dx, of dy, softmax and the row's sum of dy or, for softmax, of dy times softmax."""
+    """dx from dy, softmax and the row's sum of dy or, for softmax, of dy times softmax."""
     if LOG:
         return slope - p * total
-    return tl.fma(
-        -total, p, slope * p
-    )  # not p * (slope - total): where one p is nearly 1, that cancels before it is rounded
+    # Not p * (slope - total), which cancels before it is rounded if one p is nearly 1.
+    return tl.fma(-total, p, slope * p)
 
 
 @triton.jit
@@ -131,25 +131,28 @@ def _bwd_wide(dx, dy, y, rows, columns, dy_stride, y_stride, LOG: tl.constexpr, 
 FILE = Path(__file__).with_name("softmax.cu")
 CUDA = {"fwd": CudaKernel(FILE, "softmax_fwd", "PPqiq"), "bwd": CudaKernel(FILE, "softmax_bwd", "PPPqiqq")}
 TILED, WIDE = {"fwd": _fwd, "bwd": _bwd}, {"fwd": _fwd_wide, "bwd": _bwd_wide}
-ROW_LIMIT = 16384  # columns of a row per program at most: then 64 values of every input a thread
-CLUSTER_BYTES = 2 << 20  # of a row's inputs at most: 128 KiB for each of 16 blocks
-CLUSTER_COLUMNS = 1024, 1 << 19  # more than these; at most 32 for each of 16 x 1024 threads
-CLUSTER_FORWARD = (
-    2048  # columns up to which tiles are as fast forward, but where rows begin anywhere: then they load single elements
-)
-CLUSTER_BACKWARD = {False: 16384, True: 8192}  # the same backward: of log_softmax a tile holds exponentials besides
-TILE_WASTE = 1.25  # backward tiles are a power of two wide: clusters are faster where that is so many times the columns
+ROW_LIMIT = 16384  # the most columns for a row per program: 64 values of each input per thread
+CLUSTER_BYTES = 2 << 20  # the most bytes of a row's inputs: 128 KiB for each of 16 blocks
+CLUSTER_COLUMNS = 1024, 1 << 19  # more than the first; at most the second, 32 for each of 16 x 1024 threads
+# Up to so many columns tiles are as fast forward, except with unaligned rows, which they load by single elements.
+CLUSTER_FORWARD = 2048
+CLUSTER_BACKWARD = {
+    False: 16384,
+    True: 8192,
+}  # the same backward, by log: log_softmax's tiles hold exponentials too
+TILE_WASTE = 1.25  # tiles are a power of two wide: clusters are faster if that is more than so many times the columns
 
 
 def cluster_rule(size: int, backward: bool, shifted: bool) -> tuning.Config:
-    """How the cluster kernels take rows of `size` bytes, all inputs together: blocks per row (CLUSTER), threads per block,
-    blocks per multiprocessor, rows that a block reads ahead (STAGES), rows per cluster (ROWS).
+    """How the cluster kernels take rows of `size` bytes, all inputs together.
 
-    Other blocks, not rows ahead, fill the time in which a block waits; but rows that begin anywhere (shifted) are taken by those that
-    begin alike, several to a cluster, backward."""
+    It sets blocks per row (CLUSTER), threads per block, blocks per multiprocessor, rows that a block prefetches
+    (STAGES) and rows per cluster (ROWS). Other blocks, not prefetched rows, fill the time in which a block waits. But
+    backward, a cluster takes several unaligned (shifted) rows that begin at the same offset.
+    """
     cluster = min(16, power(ceil(size, 32768 if backward else 16384 if size <= 65536 else 65536)))
     part, most, each, resident, rows = ceil(size, cluster), 512, 128, 2048, 1
-    if backward:  # both inputs stay in registers: 80 a thread, or 64 for half as much
+    if backward:  # both inputs stay in registers: 80 per thread, or 64 for half as much
         most, each, resident = (1024, 64, 1024) if cluster > 1 or shifted else (256, 128, 768)
     threads = min(most, max(128, power(ceil(part, each))))
     blocks = max(1 if backward else 2, min(resident // threads, 221184 // (part + 1024)))
@@ -165,9 +168,11 @@ def cluster_space(size: int, backward: bool, where: device.Device) -> list[tunin
 
 
 class Softmax:
-    """The torch ops, the autograd function and the launchers of softmax or, with `log`, log_softmax. Call it as the public function.
+    """The torch ops, the autograd function and the launchers of softmax or, with `log`, log_softmax.
 
-    A launcher takes a direction, an output and inputs of shape (rows, columns) whose rows are contiguous, see `as_rows`."""
+    Call it as the public function. A launcher takes a direction, an output and inputs of shape (rows, columns) with
+    contiguous rows, see `as_rows`.
+    """
 
     op: Op
 
@@ -221,22 +226,19 @@ class Softmax:
             )
         name = self.name
         if not isinstance(x, torch.Tensor):
-            raise RidgelineError(f"{name}: x must be a tensor, and is {type(x).__name__}")
+            raise RidgelineError(f"{name}: x must be a tensor, but is {type(x).__name__}")
         if dtype is not None and not isinstance(dtype, torch.dtype):
-            raise RidgelineError(
-                f"{name}: dtype must be a torch.dtype such as torch.float32, or None, and is {dtype!r}"
-            )
+            wanted = "a torch.dtype such as torch.float32, or None"
+            raise RidgelineError(f"{name}: dtype must be {wanted}, but is {dtype!r}")
         if not (dtype or x.dtype).is_floating_point:
-            raise RidgelineError(
-                f"{name}: the result must be floating point, and would be {dtype or x.dtype}; give dtype=torch.float32"
-            )
+            found = f"would be {dtype or x.dtype}; give dtype=torch.float32"
+            raise RidgelineError(f"{name}: the result must be floating point, but {found}")
         many = max(x.dim(), 1)
         if not isinstance(dim, int) or not -many <= dim < many:
-            raise RidgelineError(
-                f"{name}: dim must be between {-many} and {many - 1} for a tensor of {x.dim()} dimensions, and is {dim!r}"
-            )
+            wanted = f"an int from {-many} to {many - 1} for a tensor of {x.dim()} dimensions"
+            raise RidgelineError(f"{name}: dim must be {wanted}, but is {dim!r}")
         if dtype is None and x.is_cuda and torch.is_autocast_enabled("cuda"):
-            dtype = torch.promote_types(x.dtype, torch.float32)  # as autocast does with torch's own
+            dtype = torch.promote_types(x.dtype, torch.float32)  # as autocast does for torch's own
         if dtype is not None and (dtype != torch.float32 or x.dtype not in (torch.float16, torch.bfloat16)):
             x, dtype = x.to(dtype), None
         plain = eager(self.op, impl, x, dim, dtype)
@@ -261,12 +263,12 @@ class Softmax:
     def _fill(
         self, direction: str, impl: str | None, out: torch.Tensor, inputs: tuple[torch.Tensor, ...], dim: int
     ) -> None:
-        """Has what serves the call fill `out`."""
+        """Fills `out` with the implementation that is chosen for the call."""
         if out.numel() and not tracing():
             run(self.op, direction, impl, (as_rows(out, dim),), *[as_rows(t, dim) for t in inputs])
 
     def row(self, direction: str, out: torch.Tensor, *inputs: torch.Tensor) -> None:
-        """A row a program."""
+        """One row per program."""
         rows, columns = out.shape
         bn, warps = power(columns), 4 * len(inputs) * (1 + power(columns) // ROW_LIMIT)
         strides = [t.stride(0) for t in inputs]
@@ -286,7 +288,7 @@ class Softmax:
         )
 
     def tiled(self, direction: str, out: torch.Tensor, *inputs: torch.Tensor) -> None:
-        """Tiles of whole rows where they fit a block's registers, else chunks of a row."""
+        """Tiles of whole rows if they fit a block's registers, else chunks of a row."""
         rows, columns = out.shape
         strides, bn = [t.stride(0) for t in inputs], power(columns)
         given = out, *inputs, rows, columns, *strides
@@ -297,7 +299,7 @@ class Softmax:
         launch(TILED[direction], grid, *given, LOG=self.log, config=config, key=(self.name, bn))
 
     def cluster(self, direction: str, out: torch.Tensor, *inputs: torch.Tensor) -> None:
-        """Rows over clusters, by CUDA C++; backward only of those that tiles are slower on."""
+        """Rows spread over clusters, in CUDA C++; backward, rows that tiles are as fast on go to tiles."""
         rows, columns = out.shape
         backward, kernel = direction == "bwd", CUDA[direction]
         even = power(columns) <= TILE_WASTE * columns and not cluster_rows.shifted(columns, inputs[0].element_size())
@@ -335,7 +337,7 @@ class Softmax:
         )
 
     def rungs(self) -> None:
-        """Registers the kernels that are served: `triton` and `cuda_cluster`."""
+        """Registers the kernels that are chosen automatically: `triton` and `cuda_cluster`."""
         self.op.kernel(
             "triton",
             "several short rows per program, more warps for long ones, online softmax in chunks for wide ones",
@@ -345,13 +347,13 @@ class Softmax:
         )
         self.op.kernel(
             "cuda_cluster",
-            "a row over a cluster of blocks, copied into their shared memory in bulk and read once; backward of short rows in tiles",
+            "a row spread over a cluster's shared memory and read once; short rows' backward in tiles",
             kind="cuda",
             served=True,
             arch=90,
             shared=227 << 10,
             supports=_fits_cluster,
-            gain=1.5,  # of rows too long for registers, which are read once and not twice: two passes for three
+            gain=1.5,  # for rows too long for registers: two passes over memory instead of three
             counter="dram__bytes_read.sum",
             **both(self.cluster),
         )
@@ -363,7 +365,7 @@ def both(launcher: Any) -> dict[str, Any]:
 
 
 def columns_of(x: torch.Tensor, *rest: Any) -> int:
-    """The length of a row, of a public call (x, dim, dtype) as of a launcher's inputs, which have their rows last."""
+    """The length of a row, for a public call (x, dim, dtype) or a launcher's inputs, whose rows are last."""
     dim = rest[0] if rest and isinstance(rest[0], int) else -1
     return x.shape[dim] if x.dim() else 1
 
@@ -371,7 +373,7 @@ def columns_of(x: torch.Tensor, *rest: Any) -> int:
 def _fits_cluster(x: torch.Tensor, *rest: Any) -> str | None:
     columns, (low, high) = columns_of(x, *rest), CLUSTER_COLUMNS
     if x.element_size() == 4:
-        low = 4 * CLUSTER_FORWARD  # a row's maximum is agreed upon before its sum
+        low = 4 * CLUSTER_FORWARD  # float32 must agree on a row's maximum before its sum
     elif not cluster_rows.shifted(columns, x.element_size()):
         low = CLUSTER_FORWARD
     return cluster_rows.refusal(
@@ -380,16 +382,16 @@ def _fits_cluster(x: torch.Tensor, *rest: Any) -> str | None:
 
 
 def full_precision(x: torch.Tensor, *_: Any, **__: Any) -> str | None:
-    """What the formula in eager PyTorch supports."""
+    """Why the formula in eager PyTorch is not precise enough, or None."""
     return (
-        "rounding after every pass breaks the law in half precision"
+        "in half precision, rounding after every pass exceeds the tolerance"
         if x.dtype in (torch.float16, torch.bfloat16)
         else None
     )
 
 
 class Infinite(Spec):
-    """Random data with -inf in every third column, and one row of nothing else."""
+    """Random data with -inf in every third column, and one row of -inf alone."""
 
     def make(self, *args: Any) -> torch.Tensor:
         x = super().make(*args)

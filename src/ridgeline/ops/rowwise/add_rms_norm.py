@@ -1,10 +1,11 @@
-"""add_rms_norm: sum = x + residual,  y = sum / sqrt(average sum^2 + eps) * weight, over the last dimension.
+"""add_rms_norm: sum = x + residual,  y = sum / sqrt(average sum^2 + eps) * weight over the last dimension.
 
     backward:  x_hat = sum rstd,  g = dy weight      dx = dresidual = rstd (g - x_hat average(g x_hat)) + dsum
 
-The residual step of a Transformer's block in one pass. The sum is normalised in float32, before it is rounded to be returned:
-normalising the rounded one, as two ops do, costs half precision a digit. The floor is x and residual read, y and the sum
-written; backward reads the sum and both gradients and writes one. The kernels are those of all norms, see `_norms.py`.
+The residual step of a Transformer block in one pass. The float32 sum is normalised before it is rounded and returned;
+normalising the rounded sum, as two ops do, loses precision in half precision. The floor is one read of x and residual
+and one write of y and the sum; backward reads the sum and both gradients and writes one. The kernels are shared by all
+norms, see `_norms.py`.
 Source: Zhang and Sennrich, Root Mean Square Layer Normalization, 2019 (arXiv:1910.07467).
 """
 
@@ -33,10 +34,11 @@ def add_rms_norm(
 ) -> tuple[torch.Tensor, torch.Tensor]:
     """`rms_norm` of x + residual over the last dimension, and the sum itself: (y, sum).
 
-    x, residual: one shape (at least one dimension) and floating dtype, any strides. weight: (columns,), of that dtype or another
-    floating one. eps is added to the mean square. y and sum have x's shape and dtype; y is made of the float32 sum, not of the rounded one.
-    Gradients flow to x, residual and weight, from either result; backward keeps the sum and a float32 per row.
-    Raises RidgelineError on shapes, dtypes or devices that do not fit together, or an `impl` that cannot run the call.
+    x, residual: one shape (at least one dimension) and floating dtype, any strides. weight: (columns,), of any floating
+    dtype. eps: at least 0, added to the mean square. y and sum have x's shape and dtype; y comes from the float32 sum,
+    not from the rounded one that is returned.
+    Gradients flow to x, residual and weight, from either result; backward saves the sum and a float32 per row.
+    Raises RidgelineError if shapes, dtypes or devices do not fit together, or if `impl` cannot run the call.
     """
     return NORM(impl, x, residual, weight, None, eps)
 

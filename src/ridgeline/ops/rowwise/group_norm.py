@@ -1,13 +1,14 @@
-"""group_norm: y = (x - mean) rstd w + b, with mean and rstd = 1 / sqrt(variance + eps) over each image's group of channels.
+"""group_norm: y = (x - mean) rstd w + b, with mean and rstd = 1 / sqrt(variance + eps) per image and group of channels.
 
     backward, xh = (x - mean) rstd, means over the group:  dx = rstd (w dy - mean(w dy) - xh mean(w dy xh))
     dw = sum of dy xh, db = sum of dy, over images and space
 
-A group is read once where it fits the registers of one program, or the shared memory of a cluster of blocks (group_norm.cu); else in
-chunks, twice, the second time from the L2 cache. Backward's sums over space, one per image at once and channel, are added up by a
-second kernel, in one order. The floor is x read and y written; dy and x read and dx written.
-Source: Wu and He, Group Normalization, 2018 (arXiv:1803.08494); the chunks' variance is taken about a first guess of the mean, the
-cluster's from its parts' as in Chan, Golub and LeVeque, 1979.
+A group is read once if it fits the registers of one program, or the shared memory of a thread-block cluster
+(group_norm.cu). Otherwise it is read in chunks, twice, the second time from L2. Backward's sums over space, one per
+channel and concurrent image, are added by a second kernel in a fixed order. The floor is one read of x and one write of
+y; backward reads dy and x and writes dx.
+Source: Wu and He, Group Normalization, 2018 (arXiv:1803.08494). Chunks take the variance around a first guess of the
+mean; clusters merge their parts' as in Chan, Golub and LeVeque, 1979.
 """
 
 from __future__ import annotations
@@ -34,7 +35,7 @@ from ridgeline.select import eager, run
 
 @triton.jit
 def _grid(BC: tl.constexpr, BS: tl.constexpr, FAR: tl.constexpr):
-    """A tile's channels and places; FAR: its elements lie too far apart for 32 bits."""
+    """A tile's channels and positions. FAR: its offsets need 64 bits."""
     c, place = tl.arange(0, BC)[:, None], tl.arange(0, BS)[None, :]
     if FAR:
         c, place = c.to(tl.int64), place.to(tl.int64)
@@ -43,13 +44,13 @@ def _grid(BC: tl.constexpr, BS: tl.constexpr, FAR: tl.constexpr):
 
 @triton.jit
 def _at(tensor, steps, image, channel, start, c, place):
-    """Where a tile lies that begins at `channel` and `start`."""
+    """Pointers to a tile that begins at `channel` and `start`."""
     return tensor + (image * steps[0] + channel * steps[1] + start * steps[2]) + (c * steps[1] + place * steps[2])
 
 
 @triton.jit
 def _of(parameter, channel, mask, default: tl.constexpr):
-    """Each channel's weight or bias in float32, or what stands for it where there is none."""
+    """Each channel's weight or bias in float32, or the default if there is none."""
     if parameter is None:
         found = tl.full((1, 1), default, tl.float32)
     else:
@@ -70,7 +71,7 @@ def _fwd(
     value = tl.load(_at(x, x_steps, image, first, 0, c, place), mask=mask, other=0).to(tl.float32)
     middle = tl.sum(value) / count
     off = tl.where(mask, value - middle, 0.0)
-    off -= tl.where(mask, tl.sum(off) / count, 0.0)  # what rounding left of the mean
+    off -= tl.where(mask, tl.sum(off) / count, 0.0)  # the rounding error of the mean
     scale = tl.div_rn(1.0, tl.sqrt_rn(tl.sum(off * off) / count + eps))
     tl.store(mean + group, middle)
     tl.store(rstd + group, scale)
@@ -177,7 +178,7 @@ def _bwd_wide(
             value, slope = (value.to(tl.float32) - middle) * scale, slope.to(tl.float32)
             some_dw, some_db = tl.sum(slope * value, 1)[:, None], tl.sum(slope, 1)[:, None]
             dw, db = tl.where(s0 == 0, some_dw, dw + some_dw), tl.where(s0 == 0, some_db, db + some_db)
-            if sums is not None:  # the last tile of a channel adds its sums to those of the images before
+            if sums is not None:  # a channel's last tile adds its sums to those of earlier images
                 last, later = inside & (s0 + BS >= size), turn > slot
                 at = sums + slot.to(tl.int64) * 2 * groups * width + channel
                 tl.store(at, dw + tl.load(at, mask=last & later, other=0), mask=last)
@@ -209,7 +210,7 @@ def _bwd_wide(
 
 @triton.jit
 def _bwd_weights(sums, dw, db, slots, channels, BM: tl.constexpr, BN: tl.constexpr, PDL: tl.constexpr):
-    """The sums of dy xh and of dy, (slots, 2, channels), added up."""
+    """Adds up the sums of dy xh and of dy, (slots, 2, channels)."""
     if PDL:
         gdc_wait()
     channel = tl.program_id(0) * BN + tl.arange(0, BN)[None, :]
@@ -226,20 +227,18 @@ def _bwd_weights(sums, dw, db, slots, channels, BM: tl.constexpr, BN: tl.constex
         tl.store(db + channel, tl.sum(whole_db, 0)[None, :].to(db.dtype.element_ty), mask=channel < channels)
 
 
-WHOLE = {
-    _fwd: 16384,
-    _bwd: 8192,
-}  # elements of a group, its sides rounded up to powers of two, that a block holds in registers
-FAR = 65535  # of a step, in elements: beyond it a tile of 32768 elements may span 2**31
+# The most elements of a group, its sides rounded up to powers of two, that a block holds in registers.
+WHOLE = {_fwd: 16384, _bwd: 8192}
+FAR = 65535  # elements of a step beyond which a tile of 32768 elements may span 2^31
 
 
 def _planes(x: torch.Tensor) -> torch.Tensor:
-    """x as (images, channels, space): a view of NCHW and of channels_last memory, a copy where space is not one stride apart."""
+    """x as (images, channels, space): a view of NCHW or channels_last memory, a copy if space has several strides."""
     return x if x.dim() == 3 else x.reshape(x.shape[0], x.shape[1], math.prod(x.shape[2:]))
 
 
 def _last(plane: torch.Tensor) -> bool:
-    """Whether channels lie closer to each other than places."""
+    """Whether channels are closer together in memory than positions."""
     return plane.shape[2] == 1 or plane.stride(1) < plane.stride(2)
 
 
@@ -251,7 +250,7 @@ def _launch(
     kernel: Any, wide: Any, x: torch.Tensor, groups: int, grid: int, args: tuple[Any, ...], facts: tuple[float, ...],
     *planes: Any, **flags: bool
 ) -> None:  # fmt: skip
-    """A program per image (backward: images at once) and group: tiles of BC channels by BS places, in the order of x's memory."""
+    """One program per image (backward: concurrent image) and group, in tiles of BC channels by BS positions."""
     _, channels, size = x.shape
     width, last, dtype, where = channels // groups, _last(x), x.dtype, device.of(x)
     bc, bs = power(max(width, 1)), power(max(size, 1))
@@ -267,12 +266,14 @@ def _launch(
         ]
 
     def rule() -> tuning.Config:
-        """16 values a thread. Chunks are large, so that few programs fill a multiprocessor and the cache keeps what they read
-        again (half as large where rows are not aligned, which takes more registers); backward, which adds up after each, has the
-        next on its way meanwhile."""
-        tile, ahead = (
-            (bc * bs, False) if whole else (16384 // inputs // (1 + odd), inputs == 2 and where.backend == "cuda")
-        )
+        """16 values per thread.
+
+        Chunks are large, so that few programs fill a multiprocessor and the cache keeps what they read again. They are
+        half as large if rows are not aligned, which needs more registers. Backward adds up after each chunk and
+        prefetches the next one meanwhile.
+        """
+        tile = bc * bs if whole else 16384 // inputs // (1 + odd)
+        ahead = not whole and inputs == 2 and where.backend == "cuda"
         return {
             "TILE": tile,
             "num_warps": min(1024 // where.warp, max(1, tile // (16 * where.warp))),
@@ -301,7 +302,7 @@ def _launch_fwd(
 
 
 def _slots(x: torch.Tensor, need: int) -> tuple[int, torch.Tensor | None, bool]:
-    """How many images backward takes at once, where the sums of each go, if wanted, and whether the kernel that adds them comes early."""
+    """How many images backward takes at once, room for their sums if wanted, and whether the second kernel is early."""
     images, channels, _ = x.shape
     where = device.of(x)
     slots = min(images, where.multiprocessors)
@@ -333,10 +334,10 @@ def _launch_bwd(
     dx: Any, dw: Any, db: Any, dy: torch.Tensor, x: torch.Tensor, w: Any, b: Any, mean: Any, rstd: Any, groups: int,
     need: int
 ) -> None:  # fmt: skip
-    """need: bit 0 for dx, 1 for dw, 2 for db; the others are empty and stay so."""
+    """need: bit 0 for dx, 1 for dw, 2 for db; the others stay empty."""
     x, dy, dx = _planes(x), _planes(dy), _planes(dx) if need & 1 else None
     slots, sums, pdl = _slots(x, need)
-    # The first argument of a launch is a tensor, so the gradient that may be missing is not.
+    # A launch's first argument must be a tensor, and dx may be missing.
     args = dy, dx, sums, x, _dense(w), mean, rstd, x.shape[0]
     _launch(_bwd, _bwd_wide, x, groups, slots * groups, args, (), dx, dy, x, PDL=pdl)
     _add_up(sums, dw, db, need)
@@ -349,7 +350,7 @@ _GROUP_BWD = CudaKernel(FILE, "group_bwd", "PPPPPPPiiiqqqqqq")
 
 @cache
 def _bands(last: bool, itemsize: int, width: int, channels: int) -> list[int]:
-    """The channels that a cluster may take at once: a group's; in channels_last memory those of whole groups in 4 to 32 whole packs."""
+    """The numbers of channels that a cluster may take: a group's; in channels_last memory, groups' in 4 to 32 packs."""
     pack = 16 // itemsize
     unit = math.lcm(width, pack)
     return [c for c in range(unit, 32 * pack + 1, unit) if channels % c == 0 and c >= 4 * pack] if last else [width]
@@ -359,8 +360,10 @@ def _bands(last: bool, itemsize: int, width: int, channels: int) -> list[int]:
 def _plan(
     last: bool, itemsize: int, slope: int, width: int, size: int, limit: int, **found: int
 ) -> dict[str, Any] | None:
-    """What a configuration makes of groups of `width` channels: macros and the launch's options; None where no cluster holds a band
-    in `limit` bytes a block. slope: backward the bytes of dy's elements, forward 0."""
+    """The macros and launch options that a configuration gives for groups of `width` channels.
+
+    None if no cluster holds a band in `limit` bytes per block. slope: backward, the bytes of dy's elements; forward, 0.
+    """
     channels, items, pack = found["CHANNELS"], found["ITEMS"], 16 // itemsize
     warps = ceil(size, items * (32 * pack // channels)) if last else width * ceil(size, items * 32 * pack)
     cluster = power(ceil(warps, found["WARPS"]))
@@ -385,11 +388,13 @@ def _plan(
 def _cluster_space(
     last: bool, itemsize: int, slope: int, width: int, channels: int, size: int, limit: int
 ) -> list[tuning.Config]:
-    """The configurations that fit, the rule's first: three blocks a multiprocessor or more, bands of 128 bytes or more, 8 warps a block
-    and 8 packs a thread, where that is possible."""
-    even = ceil(
-        size * itemsize, 512 * ceil(size * itemsize, 4096)
-    )  # in NCHW, packs that share a channel between warps evenly
+    """The configurations that fit, the rule's first.
+
+    The rule prefers at least three blocks per multiprocessor, bands of at least 128 bytes, 8 warps per block and 8
+    packs per thread.
+    """
+    # In NCHW, packs that share a channel evenly between warps.
+    even = ceil(size * itemsize, 512 * ceil(size * itemsize, 4096))
     found: list[Any] = []
     for c, w, i in product(
         _bands(last, itemsize, width, channels), (8, 16, 24, 32, 4), dict.fromkeys((8 if last else even, 8, 12, 16, 4))
@@ -402,7 +407,7 @@ def _cluster_space(
 
 
 def _shape(x: torch.Tensor, groups: int, slope: int) -> tuple[bool, int, int, int, int, int, int]:
-    """What `_cluster_space` is asked."""
+    """The arguments of `_cluster_space` for x."""
     _, channels, size = x.shape
     return _last(x), x.element_size(), slope, channels // groups, channels, size, device.of(x).shared_memory
 
@@ -411,7 +416,7 @@ def _cluster_launch(
     kernel: CudaKernel, x: torch.Tensor, groups: int, images: int, slope: int, args: tuple[Any, ...],
     planes: tuple[Any, ...], *facts: float, **flags: Any
 ) -> None:  # fmt: skip
-    """A cluster per image (backward: images at once) and band. planes: the tensors whose steps the kernel takes."""
+    """One cluster per image (backward: concurrent image) and band. planes: the tensors whose steps the kernel takes."""
     shape = last, itemsize, _, width, channels, size, limit = _shape(x, groups, slope)
 
     def config() -> dict[str, Any]:
@@ -444,7 +449,7 @@ def _cluster_bwd(
     dx: Any, dw: Any, db: Any, dy: torch.Tensor, x: torch.Tensor, w: Any, b: Any, mean: Any, rstd: Any, groups: int,
     need: int
 ) -> None:  # fmt: skip
-    """As `_launch_bwd`, which takes what is too large for clusters with dy beside it. A dy that does not lie as x does is copied."""
+    """Like `_launch_bwd`, which runs what does not fit clusters together with dy. A dy of another layout is copied."""
     plane = _planes(x)
     if not _cluster_space(*_shape(plane, groups, dy.element_size())):
         return _launch_bwd(dx, dw, db, dy, x, w, b, mean, rstd, groups, need)
@@ -459,7 +464,7 @@ def _cluster_bwd(
 
 
 def _unfit(plane: torch.Tensor, last: bool) -> bool:
-    """Whether a thread cannot copy 16 bytes at a time: of places, or in channels_last memory of channels."""
+    """Whether a thread cannot copy 16 bytes at a time: of positions, or of channels in channels_last memory."""
     steps = plane.stride(0), plane.stride(2 if last else 1)
     return (
         plane.stride(1 if last else 2) != 1
@@ -469,30 +474,32 @@ def _unfit(plane: torch.Tensor, last: bool) -> bool:
 
 
 def fits(x: torch.Tensor, *rest: Any) -> str | None:
-    """What the clusters support, of a public call's arguments or a launcher's inputs (backward's are 8); the reason why not."""
+    """Why clusters cannot run a call, or None; takes a public call's arguments or a launcher's inputs (backward: 8)."""
     backward = len(rest) == 7
     x, groups = rest[0] if backward else x, next(a for a in rest if isinstance(a, int))
     if any([t.dtype not in CTYPE for t in (x, *rest) if isinstance(t, torch.Tensor)]):
         return "it takes float32, float16 and bfloat16"
     least = WHOLE[_bwd if backward else _fwd]
     if x.dim() < 3 or x.numel() <= x.shape[0] * groups * least:
-        return f"it takes groups of more than {least} elements; tiles hold the others in registers"
+        return f"it takes groups of more than {least} elements; smaller ones fit the registers of tiles"
     try:
         plane = x.view(*x.shape[:2], -1)
     except RuntimeError:
-        return "it takes places that are one step apart"
+        return "it takes spatial dimensions that can be viewed as one"
     shape = _shape(plane, groups, 0)
     if _unfit(plane, shape[0]) or (not shape[0] and plane.shape[2] * x.element_size() % 16):
-        return "it copies 16 bytes at a time: channels (in channels_last memory places) must begin and end at multiples of that"
+        inner = "each position's channels" if shape[0] else "each channel"
+        return f"it copies 16 bytes at a time: {inner} must begin and end at multiples of 16 bytes"
     return (
         None
         if _cluster_space(*shape)
-        else "16 blocks do not hold a group, or in channels_last memory whole groups in whole 16 bytes"
+        else "no cluster of up to 16 blocks holds a group (in channels_last, groups of whole packs of 16 bytes)"
     )
 
 
 @kernel_op(
-    "group_norm_fwd(Tensor x, Tensor? w, Tensor? b, int groups, float eps, ScalarType? dtype, str? impl) -> (Tensor, Tensor, Tensor)"
+    "group_norm_fwd(Tensor x, Tensor? w, Tensor? b, int groups, float eps, ScalarType? dtype, str? impl)"
+    " -> (Tensor, Tensor, Tensor)"
 )
 def _forward(
     x: torch.Tensor, w: Any, b: Any, groups: int, eps: float, dtype: Any, impl: str | None
@@ -504,7 +511,9 @@ def _forward(
 
 
 @kernel_op(
-    "group_norm_bwd(Tensor dy, Tensor x, Tensor? w, Tensor? b, Tensor mean, Tensor rstd, int groups, int need, str? impl) -> (Tensor, Tensor, Tensor)"
+    "group_norm_bwd(Tensor dy, Tensor x, Tensor? w, Tensor? b, Tensor mean, Tensor rstd, int groups, int need, "
+    "str? impl)"
+    " -> (Tensor, Tensor, Tensor)"
 )
 def _backward(
     dy: torch.Tensor, x: torch.Tensor, w: Any, b: Any, mean: Any, rstd: Any, groups: int, need: int, impl: str | None
@@ -516,7 +525,7 @@ def _backward(
 
 
 def _alike(x: torch.Tensor, dtype: torch.dtype | None = None) -> torch.Tensor:
-    """An empty tensor in x's memory format: channels last where x's channels lie next to each other, else contiguous."""
+    """An empty tensor in x's memory format: channels_last if x's channels are adjacent, else contiguous."""
     if x.dim() < 3 or x.is_contiguous() or x.stride(1) != 1:
         return torch.empty_like(x, dtype=dtype, memory_format=torch.contiguous_format)
     return torch.empty_permuted(x.shape, (0, *range(2, x.dim()), 1), dtype=dtype or x.dtype, device=x.device)
@@ -561,20 +570,20 @@ def group_norm(
     *,
     impl: str | None = None,
 ) -> torch.Tensor:
-    """Every image's groups of channels brought to mean 0 and variance 1, as `torch.nn.functional.group_norm`.
+    """Each image's groups of channels normalised to mean 0 and variance 1, as `torch.nn.functional.group_norm`.
 
-    x: (images, channels, ...), floating point, in NCHW or channels_last memory without a copy; the result has x's shape, dtype and
-    memory format. weight, bias: (channels,), also of another dtype than x. num_groups: a divisor of channels.
-    eps: added to a group's variance.
-    Gradients flow to x, weight and bias. Under autocast the result is float32, as torch's is.
-    Raises RidgelineError on shapes, dtypes or devices that do not fit, or an `impl` that cannot run the call.
+    x: (images, channels, ...), floating point, in NCHW or channels_last memory without a copy. num_groups: a divisor of
+    channels. weight, bias: (channels,), of any floating dtype, or None. eps: at least 0, added to a group's variance.
+    Returns a tensor of x's shape, dtype and memory format; under autocast it is float32, as torch's is.
+    Gradients flow to x, weight and bias.
+    Raises RidgelineError if shapes, dtypes or devices do not fit, or if `impl` cannot run the call.
     """
     if not isinstance(x, torch.Tensor) or x.dim() < 2 or not x.is_floating_point():
         given = f"{tuple(x.shape)} {x.dtype}" if isinstance(x, torch.Tensor) else type(x).__name__
-        raise RidgelineError(f"group_norm: x must be a floating-point tensor (images, channels, ...), and is {given}")
+        raise RidgelineError(f"group_norm: x must be a floating-point tensor (images, channels, ...), but is {given}")
     shape = x.shape
     if not isinstance(num_groups, int) or num_groups < 1 or shape[1] % num_groups:
-        raise RidgelineError(f"group_norm: num_groups must divide the {shape[1]} channels of x, and is {num_groups!r}")
+        raise RidgelineError(f"group_norm: num_groups must divide the {shape[1]} channels of x, but is {num_groups!r}")
     grad = x.requires_grad
     for name, p in (("weight", weight), ("bias", bias)):
         if p is not None:
@@ -585,9 +594,8 @@ def group_norm(
                 or not p.is_floating_point()
             ):
                 given = f"{tuple(p.shape)} {p.dtype} on {p.device}" if isinstance(p, torch.Tensor) else type(p).__name__
-                raise RidgelineError(
-                    f"group_norm: {name} must be floating point of shape ({shape[1]},) on {x.device}, and is {given}"
-                )
+                wanted = f"floating point of shape ({shape[1]},) on {x.device}"
+                raise RidgelineError(f"group_norm: {name} must be {wanted}, but is {given}")
             grad = grad or p.requires_grad
     if type(eps) is not float or not eps >= 0:
         eps = known_eps("group_norm", eps)
@@ -602,7 +610,7 @@ def group_norm(
 
 def _torch(x: torch.Tensor, num_groups: int, weight: Any = None, bias: Any = None, eps: float = 1e-5) -> torch.Tensor:
     if weight is None and bias is not None:
-        weight = torch.ones_like(bias)  # torch's backward fails with a bias alone
+        weight = torch.ones_like(bias)  # torch's backward fails with a bias but no weight
     if all([p is None or p.dtype == x.dtype for p in (weight, bias)]):
         return torch.group_norm(x, num_groups, weight, bias, eps)
     w, b = [None if p is None else p.float() for p in (weight, bias)]  # torch's CUDA kernel takes one dtype
@@ -659,7 +667,7 @@ GROUP_NORM.eager("torch", "PyTorch's own kernels: statistics, then a pass that s
 GROUP_NORM.compiled("the formula fused by torch.compile")
 GROUP_NORM.kernel(
     "triton",
-    "a group a program: in registers, or twice in chunks, the second time from the cache; both memory formats by strides",
+    "one group per program: in registers, or in chunks that are read twice, the second time from L2",
     kind="triton",
     fwd=_launch_fwd,
     bwd=_launch_bwd,
@@ -667,7 +675,7 @@ GROUP_NORM.kernel(
 )
 GROUP_NORM.kernel(
     "cuda_cluster",
-    "a group (in channels_last memory some, 128 bytes wide) in the shared memory of a cluster of blocks: read once",
+    "a group (channels_last: several, 128 bytes wide) in a cluster's shared memory: read once",
     kind="cuda",
     fwd=_cluster_fwd,
     bwd=_cluster_bwd,

@@ -1,10 +1,10 @@
-"""layer_norm: y = (x - average x) / sqrt(variance x + eps) * weight + bias, over the last dimension.
+"""layer_norm: y = (x - average x) / sqrt(variance x + eps) * weight + bias over the last dimension.
 
     backward:  x_hat = (x - mean) rstd,  g = dy weight        dx = rstd (g - average(g) - x_hat average(g x_hat))
                dweight = sum over rows of dy x_hat            dbias = sum over rows of dy
 
-A row is read once, into registers, and its variance taken around its mean there. The floor is x read and y written;
-backward reads dy and x and writes dx. The kernels are those of all norms, see `_norms.py`.
+A row is read once, into registers, and its variance is computed around its mean there. The floor is one read of x and
+one write of y; backward reads dy and x and writes dx. The kernels are shared by all norms, see `_norms.py`.
 Source: Ba, Kiros and Hinton, Layer Normalization, 2016 (arXiv:1607.06450).
 """
 
@@ -40,14 +40,16 @@ def layer_norm(
     memory_efficient: bool = False,
     impl: str | None = None,
 ) -> torch.Tensor:
-    """Every row of x less its mean, over its standard deviation, as `torch.nn.functional.layer_norm` over the last dimension.
+    """Each row of x minus its mean, over its standard deviation, as `torch.nn.functional.layer_norm` on the last
+    dimension.
 
-    x: at least one dimension, any strides, floating point. weight, bias: (columns,), of x's dtype or another floating one, or None.
-    Returns a tensor of x's shape and dtype. Gradients flow to x, weight and bias; backward keeps x and two float32 per row.
-    memory_efficient: backward keeps the result instead of x, which frees x where the next layer keeps the result anyway; no
-    weight may then be zero (on a CPU, and with RIDGELINE_CHECK=1, that raises), and gradients lose precision where a bias is many
-    times its weight.
-    Raises RidgelineError on a weight or bias of another length or on another device, an eps below 0, or an `impl` that cannot run the call.
+    x: at least one dimension, any strides, floating point. weight, bias: (columns,), of any floating dtype, or None.
+    eps: at least 0, added to the variance.
+    Returns x's shape and dtype. Gradients flow to x, weight and bias; backward saves x and two float32 per row.
+    memory_efficient: backward saves the result instead of x, which frees x if the next layer saves the result anyway.
+    No weight may then be zero (checked on a CPU, or with RIDGELINE_CHECK=1), and gradients lose precision where a bias
+    is many times its weight.
+    Raises RidgelineError if weight, bias or eps is none of these, if devices differ, or if `impl` cannot run the call.
     """
     return NORM(impl, x, None, weight, bias, eps, memory_efficient)
 

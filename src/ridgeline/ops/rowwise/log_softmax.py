@@ -2,7 +2,7 @@
 
     backward: dx = dy - exp(y) sum_j dy_j, from the saved y alone
 
-Its kernels and launchers are softmax's too, and stand in `_softmax.py`. Of x and of y every byte is moved once, as there.
+The kernels and launchers, shared with softmax, are in `_softmax.py`. Each byte of x and y moves once.
 Source: Milakov and Gimelshein, Online normalizer calculation for softmax, 2018 (arXiv:1805.02867).
 """
 
@@ -29,10 +29,10 @@ def log_softmax(
 ) -> torch.Tensor:
     """The logarithm of softmax along `dim`, as `torch.nn.functional.log_softmax`. Gradients flow to x.
 
-    x: any shape and strides, floating point. dtype: what x is cast to first, and the result's type; float32 of a half-precision
-    x costs no extra pass. Returns a tensor of x's shape; along `dim` it is contiguous where kernels serve the call.
-    A row of nothing but -inf, or with +inf or NaN in it, gives NaN.
-    Raises RidgelineError on a `dim` that x does not have, a result that is not floating point, or an `impl` that cannot run the call.
+    x: any shape and strides, floating point. dtype: x is cast to it first, and it is the result's; float32 for
+    half-precision x costs no extra pass. Returns a tensor of x's shape, contiguous along `dim` if kernels run the call.
+    A row that is all -inf, or holds +inf or NaN, gives NaN.
+    Raises RidgelineError if `dim` or `dtype` is invalid, or if `impl` cannot run the call.
     """
     return KERNELS(x, dim, dtype, impl)
 
@@ -51,6 +51,6 @@ KERNELS.op = LOG_SOFTMAX = Op(log_softmax, reference=reference, cost=cost, cases
 LOG_SOFTMAX.eager(
     "naive", "the formula in eager PyTorch: max, subtract, exp, sum, log, subtract", reference, supports=full_precision
 )
-LOG_SOFTMAX.eager("torch", "PyTorch's own kernel: a row per block", _torch, served=True)
+LOG_SOFTMAX.eager("torch", "PyTorch's own kernel: one row per block", _torch, served=True)
 LOG_SOFTMAX.compiled("the formula fused into one or two kernels by torch.compile")
 KERNELS.rungs()

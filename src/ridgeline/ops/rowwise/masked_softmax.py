@@ -2,9 +2,10 @@
 
     dz = y (dy - sum_j dy_j y_j)          dx = scale dz and dbias = dz where the mask keeps, else 0
 
-One pass: x is read once and y written once; the mask and the bias, read by their strides, are never expanded. With fill = -inf
-backward needs no mask, for y is 0 where it hides. Dropout scales what stays by 1 / (1 - p); its mask is made again in backward.
-Source: Megatron-LM's fused scale, mask and softmax, as OneFlow's fused_scale_mask_softmax describes it (arXiv:1909.08053).
+One pass reads x and writes y; the mask and the bias are read by their strides and never expanded. With fill = -inf
+backward needs no mask, since y is 0 where it hides. Dropout scales kept elements by 1 / (1 - p); backward regenerates
+its mask.
+Source: Megatron-LM's fused scale, mask and softmax (arXiv:1909.08053), as in OneFlow's fused_scale_mask_softmax.
 """
 
 from __future__ import annotations
@@ -29,7 +30,7 @@ INF = math.inf
 
 @triton.jit
 def _offset(row, sizes, strides):
-    """Where rows begin in a tensor of outer dimensions with these sizes and strides, innermost first."""
+    """Where rows begin in a tensor whose outer dimensions have these sizes and strides, innermost first."""
     offset = row.to(tl.int64) * 0
     for d in tl.static_range(len(sizes)):
         if d + 1 < len(sizes):
@@ -42,7 +43,7 @@ def _offset(row, sizes, strides):
 
 @triton.jit
 def _scores(x, mask, bias, mask_step, bias_step, column, inside, scale, fill):
-    """z, and -inf outside."""
+    """z, and -inf outside the row."""
     z = tl.load(x + column, mask=inside, other=0).to(tl.float32) * scale
     if bias is not None:
         z += tl.load(bias + column.to(tl.int64) * bias_step, mask=inside, other=0).to(tl.float32)
@@ -52,7 +53,7 @@ def _scores(x, mask, bias, mask_step, bias_step, column, inside, scale, fill):
 
 @triton.jit
 def _finish(y, p, probability, row, start, column, inside, seed, least, gain, BN: tl.constexpr):
-    """Writes y and, where elements are dropped, the probabilities p that backward needs."""
+    """Writes y and, with dropout, the probabilities p that backward needs."""
     if seed is not None:
         tl.store(p + column, probability, mask=inside)
         stays = keep(tl.load(seed), row, start, least, BN)
@@ -122,7 +123,7 @@ def _fwd_wide(
 
 @triton.jit
 def _slope(dy, y, row, start, column, inside, seed, least, gain, BN: tl.constexpr):
-    """The gradient of the probabilities, and these."""
+    """The gradient of the probabilities, and the probabilities."""
     slope = tl.load(dy + column, mask=inside, other=0).to(tl.float32)
     if seed is not None:
         slope = tl.where(keep(tl.load(seed), row, start, least, BN), slope * gain, 0.0)
@@ -208,8 +209,11 @@ Steps = tuple[int, ...]
 
 
 def _steps(shape: torch.Size, *tensors: torch.Tensor | None) -> tuple[Steps, list[Steps]]:
-    """The sizes of the dimensions before the last, innermost first, those merged that all tensors (broadcast to `shape`) step
-    through in one go; and each tensor's strides, the last dimension's before these."""
+    """The sizes of the dimensions before the last, innermost first, and each tensor's strides.
+
+    Dimensions that all tensors (broadcast to `shape`) can walk as one are merged. The last dimension's stride comes
+    first.
+    """
     strides = [t.expand(shape).stride() if t is not None else (0,) * len(shape) for t in tensors]
     sizes: list[int] = []
     found = [[s[-1]] for s in strides]
@@ -226,7 +230,7 @@ def _steps(shape: torch.Size, *tensors: torch.Tensor | None) -> tuple[Steps, lis
 
 
 def _launch(kernel: Any, wide: Any, inputs: list[torch.Tensor], *given: Any) -> None:
-    """Tiles of whole rows where they fit a block's registers, else chunks of a row."""
+    """Tiles of whole rows if they fit a block's registers, else chunks of a row."""
     rows, columns = inputs[0].shape
     bn = max(8, power(columns))
     if bn * 4 * len(inputs) > TILE_LIMIT:
@@ -276,7 +280,8 @@ def _forward(
 
 
 @kernel_op(
-    f"masked_softmax_bwd(Tensor dy, Tensor y, Tensor mask, Tensor? seed, {_SCALARS}, ScalarType? dz, str? impl) -> (Tensor, Tensor)"
+    f"masked_softmax_bwd(Tensor dy, Tensor y, Tensor mask, Tensor? seed, {_SCALARS}, ScalarType? dz, str? impl)"
+    " -> (Tensor, Tensor)"
 )
 def _backward(
     dy: torch.Tensor, y: torch.Tensor, mask: torch.Tensor, seed: Any, scale: float, fill: float, p: float, dtype: Any,
@@ -333,12 +338,14 @@ def _seed(seed: int | torch.Tensor | None, like: torch.Tensor) -> torch.Tensor:
     if isinstance(seed, torch.Tensor):
         return seed
     if seed is None:
-        return torch.randint(1 << 62, (), device=like.device)  # a CUDA graph draws anew at every replay
+        return torch.randint(
+            1 << 62, (), device=like.device
+        )  # on the device, so a CUDA graph draws anew at each replay
     return torch.full((), seed, dtype=torch.int64, device=like.device)
 
 
 def _usual(x: Any, mask: Any, bias: Any, scale: Any, fill: Any) -> bool:
-    """Whether kernels serve the call and there is nothing to look at more closely: the quick way to say so."""
+    """Whether kernels run the call and no closer look is needed: a quick check."""
     if (
         type(x) is not torch.Tensor
         or type(mask) is not torch.Tensor
@@ -365,39 +372,36 @@ def _check(x: Any, mask: Any, scale: Any, fill: Any, bias: Any, p: Any, seed: An
 
     for name, t in (("x", x), ("mask", mask), ("bias", bias)):
         if not isinstance(t, torch.Tensor) and (t is not None or name != "bias"):
-            raise RidgelineError(f"masked_softmax: {name} must be a tensor, and is {type(t).__name__}")
+            raise RidgelineError(f"masked_softmax: {name} must be a tensor, but is {type(t).__name__}")
     dense_only("masked_softmax", (x, mask, bias))
     if not x.is_floating_point() or not x.dim():
-        raise RidgelineError(
-            f"masked_softmax: x must be floating point, of one dimension or more; it is {x.dtype} of shape {tuple(x.shape)}"
-        )
+        found = f"{x.dtype} of shape {tuple(x.shape)}"
+        raise RidgelineError(f"masked_softmax: x must be floating point, with at least one dimension, but is {found}")
     if mask.dtype != torch.bool:
-        raise RidgelineError(f"masked_softmax: mask must be torch.bool, True where x is kept, and is {mask.dtype}")
+        raise RidgelineError(f"masked_softmax: mask must be torch.bool, True where x is kept, but is {mask.dtype}")
     if bias is not None and not bias.is_floating_point():
-        raise RidgelineError(f"masked_softmax: bias must be floating point, and is {bias.dtype}")
+        raise RidgelineError(f"masked_softmax: bias must be floating point, but is {bias.dtype}")
     for name, t in (("mask", mask), ("bias", bias)):
         if t is not None and t.device != x.device:
-            raise RidgelineError(f"masked_softmax: {name} is on {t.device} and x on {x.device}; one device is needed")
+            found = f"{name} is on {t.device} but x on {x.device}"
+            raise RidgelineError(f"masked_softmax: {found}; they must share one device")
         if t is not None and not broadcasts(t):
-            raise RidgelineError(
-                f"masked_softmax: {name} must broadcast to x, {tuple(x.shape)}, and has shape {tuple(t.shape)}"
-            )
+            found = f"has shape {tuple(t.shape)}"
+            raise RidgelineError(f"masked_softmax: {name} must broadcast to x, {tuple(x.shape)}, but {found}")
     for name, value in (("scale", scale), ("fill", fill), ("dropout_p", p)):
         if not isinstance(value, int | float):
-            raise RidgelineError(f"masked_softmax: {name} must be a number, and is {type(value).__name__}")
+            raise RidgelineError(f"masked_softmax: {name} must be a number, but is {type(value).__name__}")
     if not 0 <= p <= 1:
-        raise RidgelineError(f"masked_softmax: dropout_p must be between 0 and 1, and is {p}")
+        raise RidgelineError(f"masked_softmax: dropout_p must be between 0 and 1, but is {p}")
     if isinstance(seed, torch.Tensor) and (seed.dim() or seed.dtype != torch.int64 or seed.device != x.device):
-        raise RidgelineError(
-            f"masked_softmax: seed must be an int or a 0-d int64 tensor on {x.device}; it is {seed.dtype} of shape {tuple(seed.shape)} on {seed.device}"
-        )
+        found = f"{seed.dtype} of shape {tuple(seed.shape)} on {seed.device}"
+        raise RidgelineError(f"masked_softmax: seed must be an int or a 0-d int64 tensor on {x.device}, but is {found}")
     if not isinstance(seed, torch.Tensor | int | None):
-        raise RidgelineError(
-            f"masked_softmax: seed must be an int, a 0-d int64 tensor or None, and is {type(seed).__name__}"
-        )
+        found = type(seed).__name__
+        raise RidgelineError(f"masked_softmax: seed must be an int, a 0-d int64 tensor or None, but is {found}")
     if isinstance(seed, int) and not -(2**63) <= seed < 2**63:
         raise RidgelineError(
-            f"masked_softmax: seed must be an int of 64 bits, a 0-d int64 tensor or None, and is {seed}"
+            f"masked_softmax: seed must be an int of 64 bits, a 0-d int64 tensor or None, but is {seed}"
         )
 
 
@@ -406,13 +410,14 @@ def masked_softmax(
     bias: torch.Tensor | None = None, *, dropout_p: float = 0.0, seed: int | torch.Tensor | None = None,
     impl: str | None = None
 ) -> torch.Tensor:  # fmt: skip
-    """softmax along the last dimension of scale * x + bias where `mask` is True and of `fill` elsewhere. Gradients flow to x and bias.
+    """softmax over the last dimension of scale * x + bias where `mask` is True, else of `fill`. Gradients: x and bias.
 
-    x: floating point, one dimension or more, any strides. mask: torch.bool that broadcasts to x; so does bias, floating point.
-    fill: a number; where it is -inf a row with nothing kept gives 0. dropout_p: each result is dropped (to a multiple of 1/65536)
-    with this probability, and the others are divided by 1 - p; the same seed (an int or a 0-d int64 tensor) drops the same ones.
-    Returns a tensor of x's shape and dtype. A row with +inf or NaN kept in it gives NaN.
-    Raises RidgelineError on a mask or bias of another type, device or shape, a dropout_p outside [0, 1], an `impl` that cannot run.
+    x: floating point, at least one dimension, any strides. mask: torch.bool, broadcasts to x; bias: floating, likewise.
+    fill: a number; if it is -inf, a row with nothing kept gives 0. dropout_p: each result is dropped with this
+    probability (rounded to a multiple of 1/65536), and the others are divided by 1 - p. The same seed (an int or a 0-d
+    int64 tensor) drops the same elements; None draws one.
+    Returns a tensor of x's shape and dtype. A row with +inf or NaN among its kept elements gives NaN.
+    Raises RidgelineError if an argument is none of these, if devices differ, or if `impl` cannot run the call.
     """
     if impl is not None or dropout_p or not _usual(x, mask, bias, scale, fill):
         _check(x, mask, scale, fill, bias, dropout_p, seed)
@@ -430,7 +435,7 @@ def cost(
     x: torch.Tensor, mask: torch.Tensor, scale: float = 1.0, fill: float = -INF, bias: torch.Tensor | None = None, *,
     dropout_p: float = 0.0, seed: int | torch.Tensor | None = None,
 ) -> tuple[Cost, Cost]:  # fmt: skip
-    """Backward reads the mask only where fill is finite; dropout writes the probabilities too. A gradient of the bias counts nothing."""
+    """Backward reads the mask only if fill is finite; dropout writes the probabilities too; dbias is not counted."""
     biases, twice = 0 if bias is None else nbytes(bias), 2 if dropout_p else 1
     forward = Cost(nbytes(x, mask) + biases, twice * nbytes(x), 7 * x.numel())
     return forward, Cost(2 * nbytes(x) + (nbytes(mask) if fill != -INF else 0), nbytes(x), 5 * x.numel())
@@ -470,12 +475,12 @@ MASKED_SOFTMAX = Op(
 
 MASKED_SOFTMAX.eager("naive", "the formula in eager PyTorch: eight passes", reference, supports=full_precision)
 MASKED_SOFTMAX.eager(
-    "torch", "PyTorch's own kernels: multiply, masked_fill, softmax, and 0 where the mask hides", _torch, served=True
+    "torch", "PyTorch's own kernels: multiply, masked_fill, softmax, and zeros for hidden rows", _torch, served=True
 )
 MASKED_SOFTMAX.compiled("the formula fused by torch.compile")
 MASKED_SOFTMAX.kernel(
     "triton",
-    "tiles of whole rows; the mask read by its strides, so that a broadcast one comes from the cache",
+    "tiles of whole rows; a broadcast mask is read by its strides, so it comes from the cache",
     kind="triton",
     fwd=_launch_fwd,
     bwd=_launch_bwd,

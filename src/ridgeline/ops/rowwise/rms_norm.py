@@ -1,9 +1,10 @@
-"""rms_norm: y = x / sqrt(average x^2 + eps) * weight, over the last dimension.
+"""rms_norm: y = x / sqrt(average x^2 + eps) * weight over the last dimension.
 
-    backward:  x_hat = x rstd,  g = dy weight      dx = rstd (g - x_hat average(g x_hat))      dweight = sum over rows of dy x_hat
+    backward:  x_hat = x rstd,  g = dy weight
+               dx = rstd (g - x_hat average(g x_hat))        dweight = sum over rows of dy x_hat
 
-A row is read once, into registers. The floor is x read and y written; backward reads dy and x and writes dx. The kernels are
-those of all norms, see `_norms.py`.
+A row is read once, into registers. The floor is one read of x and one write of y; backward reads dy and x and writes
+dx. The kernels are shared by all norms, see `_norms.py`.
 Source: Zhang and Sennrich, Root Mean Square Layer Normalization, 2019 (arXiv:1910.07467).
 """
 
@@ -36,14 +37,15 @@ def rms_norm(
     memory_efficient: bool = False,
     impl: str | None = None,
 ) -> torch.Tensor:
-    """Every row of x divided by its root mean square, times `weight`, as `torch.nn.functional.rms_norm` over the last dimension.
+    """Each row of x over its root mean square, times `weight`, as `torch.nn.functional.rms_norm` on the last dimension.
 
-    x: at least one dimension, any strides, floating point. weight: (columns,), of x's dtype or another floating one, or None.
-    eps: 0 or more; None is torch's default, what float32 (of float64, float64) tells from 1.
-    Returns a tensor of x's shape and dtype. Gradients flow to x and weight; backward keeps x and a float32 per row.
-    memory_efficient: backward keeps the result instead of x, which frees x where the next layer keeps the result anyway;
-    no weight may then be zero (on a CPU, and with RIDGELINE_CHECK=1, that raises), and its gradient has the rounding of the result.
-    Raises RidgelineError on a weight of another length or on another device, another eps, or an `impl` that cannot run the call.
+    x: at least one dimension, any strides, floating point. weight: (columns,), of any floating dtype, or None.
+    eps: at least 0; None means torch's default, the machine epsilon of float32 (of float64 for float64).
+    Returns a tensor of x's shape and dtype. Gradients flow to x and weight; backward saves x and a float32 per row.
+    memory_efficient: backward saves the result instead of x, which frees x if the next layer saves the result anyway.
+    No weight may then be zero (checked on a CPU, or with RIDGELINE_CHECK=1), and weight's gradient has the result's
+    rounding.
+    Raises RidgelineError if weight or eps is none of these, if devices differ, or if `impl` cannot run the call.
     """
     return NORM(impl, x, None, weight, None, eps, memory_efficient)
 

@@ -2,7 +2,7 @@
 
     backward: dx = y (dy - sum_j dy_j y_j), from the saved y alone
 
-Its kernels and launchers are log_softmax's too, and stand in `_softmax.py`.
+The kernels and launchers, shared with log_softmax, are in `_softmax.py`.
 Source: Milakov and Gimelshein, Online normalizer calculation for softmax, 2018 (arXiv:1805.02867).
 """
 
@@ -33,10 +33,10 @@ def softmax(
 ) -> torch.Tensor:
     """exp(x) scaled to sum to 1 along `dim`, as `torch.nn.functional.softmax`. Gradients flow to x.
 
-    x: any shape and strides, floating point. dtype: what x is cast to first, and the result's type; float32 of a half-precision
-    x costs no extra pass. Returns a tensor of x's shape; along `dim` it is contiguous where kernels serve the call.
-    A row of nothing but -inf, or with +inf or NaN in it, gives NaN.
-    Raises RidgelineError on a `dim` that x does not have, a result that is not floating point, or an `impl` that cannot run the call.
+    x: any shape and strides, floating point. dtype: x is cast to it first, and it is the result's; float32 for
+    half-precision x costs no extra pass. Returns a tensor of x's shape, contiguous along `dim` if kernels run the call.
+    A row that is all -inf, or holds +inf or NaN, gives NaN.
+    Raises RidgelineError if `dim` or `dtype` is invalid, or if `impl` cannot run the call.
     """
     return KERNELS(x, dim, dtype, impl)
 
@@ -49,7 +49,8 @@ def cost(x: torch.Tensor, dim: int = -1, dtype: torch.dtype | None = None) -> tu
 def _fits_row(x: torch.Tensor, *rest: Any) -> str | None:
     if columns_of(x, *rest) <= ROW_LIMIT:
         return None
-    return f"it holds a row in the registers of one block, at most {ROW_LIMIT} columns; this has {columns_of(x, *rest)}"
+    columns = columns_of(x, *rest)
+    return f"it holds a row in the registers of one block: at most {ROW_LIMIT} columns, but this has {columns}"
 
 
 SQUARES = [
@@ -59,20 +60,20 @@ KERNELS.op = SOFTMAX = Op(softmax, reference=reference, cost=cost, cases=[*CASES
 
 SOFTMAX.eager(
     "naive",
-    "the formula in eager PyTorch: five passes, max, subtract, exp, sum, divide",
+    "the formula in eager PyTorch: five passes: max, subtract, exp, sum, divide",
     reference,
     supports=full_precision,
 )
 SOFTMAX.eager(
     "torch",
-    "PyTorch's own kernel: a row per block",
+    "PyTorch's own kernel: one row per block",
     lambda x, dim=-1, dtype=None: F.softmax(x, dim, dtype=dtype),
     served=True,
 )
 SOFTMAX.compiled("the formula fused into one or two kernels by torch.compile")
 SOFTMAX.kernel(
     "triton_row",
-    "a row per program, as in the lecture: read once, kept in registers",
+    "one row per program, as in the lecture: read once, kept in registers",
     kind="triton",
     supports=_fits_row,
     **both(KERNELS.row),

@@ -1,11 +1,11 @@
-"""weighted_sum: y = sum_j x_j w_j over the last dimension, the first kernel with a backward that one writes.
+"""weighted_sum: y = sum_j x_j w_j over the last dimension: a first kernel with a backward pass.
 
     dx = dy w          dw = sum over rows of dy x
 
-Forward reads x once. Backward reads x once and writes dx once, one after the other, as memory likes it: programs that take a block
-of columns and a share of the rows write their part of dw in float32; while a second kernel writes dx, its first programs add the
-parts up in a fixed order.
-Source: the weighted sum of Stanford CS336, assignment 2, 2025 (systems), as a document on Triton explains it.
+Forward reads x once. Backward reads x once and writes dx once, in separate kernels, which suits DRAM. In the first,
+each program takes a block of columns and a share of the rows and writes its part of dw in float32. In the second, the
+first programs add the parts in a fixed order while the others write dx.
+Source: the weighted sum of Stanford CS336 (2025), assignment 2, systems.
 """
 
 from __future__ import annotations
@@ -38,7 +38,7 @@ def _fwd(
     TILES: tl.constexpr,
     PACK: tl.constexpr,
 ):
-    """A step loads TILES blocks of BN columns; PACK neighbours, which a thread has loaded at once, are added before all else."""
+    """A step loads TILES blocks of BN columns; PACK neighbours, loaded by one thread at once, are added first."""
     row = (tl.program_id(0).to(tl.int64) * BM + tl.arange(0, BM))[:, None]
     x += tl.minimum(row, rows - 1) * x_stride
     sums = tl.zeros((BM, BN // PACK), tl.float32)
@@ -47,9 +47,8 @@ def _fwd(
         for t in tl.static_range(TILES):
             column = start + t * BN + tl.arange(0, BN)[None, :]
             inside = column < columns
-            values = tl.load(
-                x + column, mask=inside, other=0, eviction_policy="evict_first"
-            )  # x pushes nothing else out of L2
+            # evict_first: x should displace nothing else in L2.
+            values = tl.load(x + column, mask=inside, other=0, eviction_policy="evict_first")
             loaded = loaded + (values, tl.load(w + column * w_stride, mask=inside, other=0))
         for t in tl.static_range(TILES):
             products = tl.reshape(
@@ -81,14 +80,14 @@ def _bwd(dy, dx, parts, x, w, rows, columns, dy_stride, x_stride, w_stride, BM: 
 
 @triton.jit
 def _bwd_dw(parts, dy, x, rows, columns, dy_stride, x_stride, BM: tl.constexpr, BN: tl.constexpr, TILES: tl.constexpr):
-    """A program's part of dw: BN columns of a share of the rows, BM * TILES of them a step."""
+    """One program's part of dw: BN columns of a share of the rows, BM * TILES rows per step."""
     column = tl.program_id(0) * BN + tl.arange(0, BN)[None, :]
     inside = column < columns
     row = tl.arange(0, BM).to(tl.int64)[:, None]
     share = tl.program_id(1).to(tl.int64)
     sums = tl.zeros((BM, BN), tl.float32)
     steps = tl.cdiv(rows, TILES * BM)
-    busy = tl.cdiv(steps, tl.cdiv(steps, tl.num_programs(1)))  # so many programs that each takes as many steps
+    busy = tl.cdiv(steps, tl.cdiv(steps, tl.num_programs(1)))  # the programs used, with equally many steps each
     for step in range(tl.where(share < busy, share, steps), steps, busy):
         loaded = ()
         for t in tl.static_range(TILES):
@@ -97,9 +96,8 @@ def _bwd_dw(parts, dy, x, rows, columns, dy_stride, x_stride, BM: tl.constexpr, 
             slope = tl.load(dy + start * dy_stride + row * dy_stride, mask=known, other=0)
             values = tl.load(x + start * x_stride + (row * x_stride + column), mask=known & inside, other=0)
             loaded = loaded + (slope, values)
-        found = tl.zeros(
-            (BM, BN), tl.float32
-        )  # of a step first: many small terms added to one large sum would each be rounded
+        # Each step adds up separately: many small terms added to one large sum would each be rounded.
+        found = tl.zeros((BM, BN), tl.float32)
         for t in tl.static_range(TILES):
             found += loaded[2 * t].to(tl.float32) * loaded[2 * t + 1].to(tl.float32)
         sums += found
@@ -111,7 +109,7 @@ def _bwd_dx(
     dy, dx, dw, parts, shares, w, rows, columns, dy_stride, w_stride, DEEP: tl.constexpr, WIDE: tl.constexpr,
     BM: tl.constexpr, BN: tl.constexpr
 ):  # fmt: skip
-    """The first programs add up dw's parts, WIDE columns each, DEEP of them at a time, while the others write dx."""
+    """The first programs add dw's parts, WIDE columns each, DEEP parts at a time, while the others write dx."""
     program = tl.program_id(0)
     if dw is not None:
         place = program * WIDE + tl.arange(0, WIDE)[None, :]
@@ -122,7 +120,7 @@ def _bwd_dx(
                 part = (start + tl.arange(0, DEEP)).to(tl.int64)[:, None]
                 sums += tl.load(parts + part * columns + place, mask=(part < shares) & (place < columns), other=0)
             tl.store(dw + place, tl.sum(sums, 0)[None, :].to(dw.dtype.element_ty), mask=place < columns)
-    if dx is not None:  # noqa: SIM102 - Triton would compile `program >= 0` and what follows without dx
+    if dx is not None:  # noqa: SIM102 - one condition would make Triton compile the body without dx too
         if program >= 0:
             across = tl.cdiv(columns, BN)
             row = ((program // across).to(tl.int64) * BM + tl.arange(0, BM))[:, None]
@@ -140,7 +138,7 @@ _BLOCKS = [(m, n, w) for m in (1, 2, 4, 8, 16) for n in (256, 512, 1024, 2048, 4
 
 
 def _config(kernel: Any, x: torch.Tensor, most: int, rows: int, **tiles: int) -> Any:
-    """Blocks of at most `most` columns, of which 256 threads have 16 bytes in each of so many rows."""
+    """Blocks of at most `most` columns; by the rule, 256 threads hold 16 bytes of each of `rows` rows."""
     columns, pack = x.shape[1], 16 // x.element_size()
 
     def rule() -> tuning.Config:
@@ -161,7 +159,7 @@ def _config(kernel: Any, x: torch.Tensor, most: int, rows: int, **tiles: int) ->
 
 
 def _lecture(x: torch.Tensor, **tiles: int) -> Any:
-    """16 rows, and a 16th of the columns: of fewer than 16 columns the lecture's tile would be empty."""
+    """16 rows and a 16th of the columns, but at least one, which the lecture's tile would lack below 16 columns."""
     return lambda: {"BM": 16, "BN": max(1, power(x.shape[1]) // 16), "num_warps": 4, **tiles}
 
 
@@ -225,7 +223,7 @@ def _backward(dy: torch.Tensor, x: torch.Tensor, w: torch.Tensor, for_x: bool, f
     columns = w.shape[0]
     dx = empty_rows(x, -1, None) if for_x else x.new_empty(0)
     dw = torch.empty_like(w, memory_format=torch.contiguous_format) if for_w else w.new_empty(0)
-    # Of the rows: 4 programs a multiprocessor have 1024 columns each, and none has more than an eighth.
+    # Shares of the rows: 4 programs per multiprocessor take 1024 columns each, and at most an eighth of the rows.
     shares = max(8, device.of(x).multiprocessors * 4096 // (columns + 256))
     parts = x.new_empty((shares, columns) if for_w else 0, dtype=torch.float32)
     if not x.numel():
@@ -256,24 +254,22 @@ def reference(x: torch.Tensor, weight: torch.Tensor) -> torch.Tensor:
 def weighted_sum(x: torch.Tensor, weight: torch.Tensor, *, impl: str | None = None) -> torch.Tensor:
     """The sum of x times weight over the last dimension, as `(x * weight).sum(-1)`. Gradients flow to both.
 
-    x: (..., D), any strides. weight: (D,), in x's dtype or another floating one. Returns a tensor of shape (...) in PyTorch's
-    promoted dtype, on x's device.
-    Raises RidgelineError on a weight of another size or device, a tensor that is not floating point, or an `impl` that cannot run.
+    x: (..., D), floating point, any strides. weight: (D,), of any floating dtype, on x's device.
+    Returns a tensor of shape (...) in PyTorch's promoted dtype. Under autocast, halves give float32.
+    Raises RidgelineError if x or weight is none of these, or if `impl` cannot run the call.
     """
     for name, t in (("x", x), ("weight", weight)):
         if not isinstance(t, torch.Tensor):
-            raise RidgelineError(f"weighted_sum: {name} must be a tensor, and is {type(t).__name__}")
+            raise RidgelineError(f"weighted_sum: {name} must be a tensor, but is {type(t).__name__}")
         if not t.is_floating_point():
-            raise RidgelineError(
-                f"weighted_sum: {name} must be floating point (float32, float16, bfloat16), and is {t.dtype}"
-            )
+            wanted = "floating point (float32, float16, bfloat16)"
+            raise RidgelineError(f"weighted_sum: {name} must be {wanted}, but is {t.dtype}")
     if weight.dim() != 1 or not x.dim() or x.shape[-1] != weight.shape[0]:
-        shapes = f"x {tuple(x.shape)} and weight {tuple(weight.shape)}"
-        raise RidgelineError(
-            f"weighted_sum: weight must be a vector as long as x's last dimension; the shapes are {shapes}"
-        )
+        found = f"x is {tuple(x.shape)} and weight {tuple(weight.shape)}"
+        raise RidgelineError(f"weighted_sum: weight must be a vector as long as x's last dimension, but {found}")
     if x.device != weight.device:
-        raise RidgelineError(f"weighted_sum: weight is on {weight.device} and x on {x.device}; one device is needed")
+        found = f"weight is on {weight.device} but x on {x.device}"
+        raise RidgelineError(f"weighted_sum: {found}; they must share one device")
     plain = eager(WEIGHTED_SUM, impl, x, weight)
     if plain is not None and plain.call is not None:
         return plain.call(x, weight)
@@ -310,26 +306,23 @@ WEIGHTED_SUM = Op(
     ],
 )
 
-WEIGHTED_SUM.eager(
-    "torch", "a product and a sum: PyTorch writes the product and reads it again", reference, served=True
-)
+idea = "a product, then a sum: PyTorch writes the product and reads it again"
+WEIGHTED_SUM.eager("torch", idea, reference, served=True)
 WEIGHTED_SUM.compiled("the formula fused by torch.compile")
 
 
 def _narrow(*tensors: torch.Tensor) -> str | None:
-    """What the lecture's tiles support: 16 rows and a 16th of more columns than these leave no registers. The last tensor is the weight,
-    or its gradient."""
+    """Why the lecture's tiles cannot run a call, or None: 16 rows and a 16th of the columns must fit in registers.
+
+    The last tensor is the weight, or its gradient.
+    """
     columns = tensors[-1].shape[-1] if tensors[-1].dim() else 1
-    return (
-        None
-        if columns <= 32768
-        else f"its tiles grow with the columns: it takes at most 32768, and these are {columns}"
-    )
+    return None if columns <= 32768 else f"its tiles grow with the columns: at most 32768, but there are {columns}"
 
 
 for name, idea, lecture in (
     ("triton_lecture", "the lecture's tiles: 16 rows and a 16th of the columns", True),
-    ("triton", "64 bytes of loads a thread at a time; backward reads x for dw, then writes dx", False),
+    ("triton", "64 bytes of loads per thread at a time; backward reads x for dw, then writes dx", False),
 ):
     launchers = {"fwd": partial(_launch_fwd, lecture), "bwd": partial(_launch_bwd, lecture)}
     WEIGHTED_SUM.kernel(
