@@ -57,7 +57,7 @@ def test_backward_counts_as_the_cost_says(name: str, device: str) -> None:
 
 
 def test_a_step_counts_as_torchs(device: str) -> None:
-    """Products count as in PyTorch: attention, a linear layer and the last layer with its loss, forward and backward."""
+    """Products count as in PyTorch: of attention, a linear layer, and the last layer with its loss."""
     q, k, v = (torch.randn(1, 2, 32, 16, device=device, requires_grad=True) for _ in range(3))
     x, w = torch.randn(8, 16, device=device, requires_grad=True), torch.randn(24, 16, device=device, requires_grad=True)
     target = torch.randint(24, (8,), device=device)

@@ -20,7 +20,7 @@ import triton
 import triton.language as tl
 
 from ridgeline import device as devices
-from ridgeline import tuning
+from ridgeline import flops, tuning
 from ridgeline.boundary import LIBRARY, launch
 from ridgeline.op import Case, Cost, Op, RidgelineError, Spec, nbytes, tensors_of
 from ridgeline.ops.optimizer._checks import checked, listed, number
@@ -174,6 +174,7 @@ LIBRARY.define(
 )
 LIBRARY.impl("adamw", _run, "CompositeExplicitAutograd")
 torch.library.register_fake("ridgeline::adamw", lambda *args: None, lib=LIBRARY)
+flops.register("adamw")
 
 
 @torch.no_grad()

@@ -18,6 +18,7 @@ import torch
 import triton
 import triton.language as tl
 
+from ridgeline import flops
 from ridgeline.boundary import LIBRARY, launch
 from ridgeline.op import Case, Cost, Op, RidgelineError, Spec, nbytes, tensors_of
 from ridgeline.ops.optimizer._checks import checked, listed, number
@@ -161,6 +162,7 @@ LIBRARY.impl("clip_grad_norm", _run, "CompositeExplicitAutograd")
 torch.library.register_fake(
     "ridgeline::clip_grad_norm", lambda tensors, *_: tensors[0].new_empty((), dtype=torch.float32), lib=LIBRARY
 )
+flops.register("clip_grad_norm")
 
 
 @torch.no_grad()

@@ -83,6 +83,10 @@ KERNELS.op = BIAS_MASK_SCALE_ADD = Op(
     bias_mask_scale_add,
     reference=reference,
     cost=cost,
+    flops={
+        "bias_mask_scale_add_fwd": lambda x, bias, mask, add, *_: cost(x, bias, mask, 1.0, add)[0].flops,
+        "bias_mask_scale_add_bwd": lambda dy, *_: 3 * dy.numel(),
+    },
     cases=[
         _case("33x129", 33, 129, _mask(33, 129)),
         _case("33x128 mask of floats", 33, 128, Spec(33, 128, grad=False)),
