@@ -925,12 +925,13 @@ def _half(gpu: device.Device, kernel: str, width: int) -> tuple[int, int, int, i
     if gpu.backend == "hip":
         small = (64, 32, 4, 1) if width > 128 else (128, 64, 4, 1)
         return small if kernel == "fwd" else (32, 32, 4, 1) if width > 128 else (64, 64, 4, 1)
-    if not _roomy(gpu):  # not timed: tiles without register spills
+    if not _roomy(gpu):  # not timed: tiles without register spills, smaller ones on consumer cards (99 KiB)
+        small = gpu.shared_memory < 128 << 10
         if kernel == "fwd":
-            return (64, 32, 8, 2) if width > 128 else (64, 64, 4, 2) if width > 64 else (128, 64, 8, 2)
-        if kernel == "bwd" and 64 < width < 128:
+            return (64, 32, 8, 2) if width > 128 else (64, 32 if small else 64, 4, 2) if width > 64 else (128, 64, 8, 2)
+        if kernel == "bwd" and 64 < width < (129 if small else 128):
             return 32, 64, 8, 2
-        return (32, 32, 4, 1) if width > 128 else (64, 64, 8, 2)
+        return ((32, 32, 8, 2) if small and kernel == "bwd" else (32, 32, 4, 1)) if width > 128 else (64, 64, 8, 2)
     if kernel == "fwd" and gpu.capability >= 100:  # not timed either
         return (128, 32, 8, 2) if width > 128 else (128, 64, 8, 3) if width > 64 else (128, 64, 8, 2)
     if kernel == "fwd":
