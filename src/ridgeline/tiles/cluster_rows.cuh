@@ -1,14 +1,15 @@
-// Kernels on rows: a cluster of CLUSTER blocks holds a row, each block one part of it, and reads it once. A block may be several
-// GROUPS of THREADS, each with rows of its own.
-// Macros: XTYPE and YTYPE the element types of what is read and written; CLUSTER; STAGES; THREADS; GROUPS; ITEMS packs per thread;
-// SHIFTED, whether rows may begin at any element: else they begin and end at multiples of 16 bytes.
+// Kernels on rows: a cluster of CLUSTER blocks holds a row, each block one part, and reads it once. A block may consist
+// of several GROUPS of THREADS, each with its own rows.
+// Macros: XTYPE and YTYPE the element types of what is read and written; CLUSTER; STAGES; THREADS; GROUPS; ITEMS packs
+// per thread; SHIFTED, whether rows may begin at any element; otherwise they begin and end at multiples of 16 bytes.
 #pragma once
 #include "elementwise.cuh"
 #include "hopper.cuh"
 
 using X = XTYPE;
 using Y = YTYPE;
-constexpr int SMALL = sizeof(X) < sizeof(Y) ? sizeof(X) : sizeof(Y), LARGE = sizeof(X) < sizeof(Y) ? sizeof(Y) : sizeof(X);
+constexpr int SMALL = sizeof(X) < sizeof(Y) ? sizeof(X) : sizeof(Y),
+              LARGE = sizeof(X) < sizeof(Y) ? sizeof(Y) : sizeof(X);
 constexpr int PACK = 16 / LARGE, ALIGN = 16 / SMALL, WARPS = THREADS / 32, SLOTS = CLUSTER * WARPS;
 
 constexpr float INF = __builtin_bit_cast(float, 0x7f800000);
@@ -22,7 +23,7 @@ constexpr float INF = __builtin_bit_cast(float, 0x7f800000);
 
 extern __shared__ __align__(128) char memory[];
 
-// This thread's group, and its place there.
+// This thread's group, and its place in the group.
 __device__ inline int group() { return GROUPS == 1 ? 0 : threadIdx.x / THREADS; }
 __device__ inline int thread() { return GROUPS == 1 ? threadIdx.x : threadIdx.x % THREADS; }
 
@@ -35,7 +36,7 @@ __device__ inline void group_sync() {
         asm volatile("bar.sync %0, %1;" ::"r"(1 + group()), "n"(THREADS) : "memory");
 }
 
-// N columns of a part: what a thread takes at a time, the `slot`-th time. They are the `index`-th N from column `base` on.
+// N columns of a part, the `slot`-th that a thread takes. They are the `index`-th N from column `base` on.
 template <int N>
 struct Columns {
     int base, index, slot;
@@ -49,20 +50,20 @@ struct Columns {
     __device__ Pack<T, N>& of(T* part) const {
         return reinterpret_cast<Pack<T, N>*>(part + base)[index];
     }
-    // This thread's own, in an array of a pack for every time.
+    // This thread's element of an array with a pack per slot.
     template <typename T>
     __device__ Pack<T, N>& in(Pack<T, PACK>* packs) const {
         return reinterpret_cast<Pack<T, N>&>(packs[slot]);
     }
 };
 
-constexpr int TIMES = ITEMS + SHIFTED;  // that a thread takes columns
+constexpr int TIMES = ITEMS + SHIFTED;  // slots of a thread
 
-// Packs of a part of `count` columns that threads take whole. With SHIFTED the others, at its ends, are as many wherever the row
-// begins, and after each whole pack there is room for another.
+// The whole packs of a part of `count` columns. With SHIFTED the columns at its ends are as many wherever the row
+// begins, and there is room for one more pack after the whole ones.
 __device__ inline int whole_packs(int count) { return SHIFTED ? max(0, count / PACK - 1) : count / PACK; }
 
-// Of a part's columns, those that a warp takes.
+// The number of a part's columns that a warp takes.
 __device__ inline int warp_count(int count, int warp) {
     const int whole = whole_packs(count);
     int packs = 0;
@@ -70,7 +71,8 @@ __device__ inline int warp_count(int count, int warp) {
     return packs * PACK + (SHIFTED && warp == 0 ? count - whole * PACK : 0);
 }
 
-// exp(x - base). For float32 logits by the fraction alone: of the whole exponent ex2.approx comes out 5e-8 too small, but not near 0.
+// exp(x - base). For float32 logits from the exponent's fraction alone: ex2.approx of an exponent that is not near 0 is
+// 5e-8 too small.
 __device__ inline float exp_from(float x, float base) {
     if (sizeof(X) == 4) return expf(x - base);
     float y;
@@ -78,7 +80,8 @@ __device__ inline float exp_from(float x, float base) {
     return y;
 }
 
-// Past the caches: backward reads twice what it writes, and its next rows are the better guests. Forward's stores gain nothing.
+// A streaming store: backward reads twice what it writes, and its next rows use the cache better. Forward gains nothing
+// by it.
 template <typename P>
 __device__ inline void store_streaming(P& to, const P& value) {
     if constexpr (sizeof(P) == 16)
@@ -89,8 +92,9 @@ __device__ inline void store_streaming(P& to, const P& value) {
         to = value;
 }
 
-// The rows that a group takes in turn: every `step`-th. SORTED: groups share evenly the rows in the order of (row % 8, row). Rows 8
-// apart begin at the same place within 16 bytes, whatever their length, so that for a group this place hardly ever changes.
+// The rows that a group takes in turn: every `step`-th. SORTED: groups share the rows evenly in the order of (row % 8,
+// row). Rows 8 apart begin at the same offset within 16 bytes, whatever their length, so a group's offset rarely
+// changes.
 template <bool SORTED>
 struct Turn {
     long long row, rows, step, left;
@@ -106,9 +110,9 @@ struct Turn {
         }
     }
 
-    __device__ long long alike() const { return (rows - row + 7) / 8; }  // rows 8 apart, from this one on
+    __device__ long long alike() const { return (rows - row + 7) / 8; }  // rows 8 apart, this one included
     __device__ bool more() const { return SORTED ? left > 0 : row < rows; }
-    __device__ bool last() const { return SORTED && row + 8 >= rows; }  // of the rows that begin alike
+    __device__ bool last() const { return SORTED && row + 8 >= rows; }  // the last row with this offset
 
     __device__ void next() {
         if constexpr (SORTED) {
@@ -119,30 +123,33 @@ struct Turn {
     }
 };
 
-// What a block has of every row, and where its shared memory lies: the parts, STAGES rows of INPUTS each, their barriers, the
-// barriers of two sets of slots, and the sets: FLOATS of every warp of the cluster. Rows use the sets in turn: when a warp sends for
-// row k + 2, all warps have sent for row k + 1, and so have read what they were sent for row k.
+// A block's part of every row, and its shared memory: the parts, STAGES rows of INPUTS each; their barriers; the
+// barriers of two sets of slots; and the sets, with FLOATS for each warp of the cluster. Rows alternate between the
+// sets: when a warp sends for row k + 2, all warps have sent for row k + 1, so they have read the slots of row k.
 template <int INPUTS, int FLOATS, typename T, bool SORTED = false>
 struct Share {
     static constexpr int GRAIN = 16 / sizeof(T);
     int rank = blockIdx.x % CLUSTER;
     int part, begin, count, columns;
-    int shift = 0, head = 0;  // of the row at hand: elements from a multiple of 16 bytes to the part, and from there to a whole pack
+    // For the current row: elements from a multiple of 16 bytes to the part, and from there to a whole pack.
+    int shift = 0, head = 0;
     char* parts;
-    unsigned room;  // bytes of a part
+    unsigned room;  // bytes per part
     Barrier* barriers;
     float* slots;
     const T* from[INPUTS];     // this block's part of row 0
-    long long stride[INPUTS];  // elements from a row to the next
-    Turn<SORTED> ahead;        // the next row to ask for
+    long long stride[INPUTS];  // elements between rows
+    Turn<SORTED> ahead;        // the next row to load
 
-    __device__ Share(Turn<SORTED> turn, int columns, const T* const (&tensors)[INPUTS], const long long (&strides)[INPUTS])
+    __device__ Share(Turn<SORTED> turn, int columns, const T* const (&tensors)[INPUTS],
+                     const long long (&strides)[INPUTS])
         : columns(columns), ahead(turn) {
         part = (columns + CLUSTER * ALIGN - 1) / (CLUSTER * ALIGN) * ALIGN;
         begin = min(rank * part, columns);
         count = min(part, columns - begin);
         room = (part + SHIFTED * GRAIN) * sizeof(T);
-        const unsigned size = STAGES * INPUTS * room + (STAGES + 2) * sizeof(Barrier) + 2 * FLOATS * SLOTS * sizeof(float);
+        const unsigned size =
+            STAGES * INPUTS * room + (STAGES + 2) * sizeof(Barrier) + 2 * FLOATS * SLOTS * sizeof(float);
         parts = memory + group() * ((size + 15) / 16 * 16);
         barriers = reinterpret_cast<Barrier*>(parts + STAGES * INPUTS * room);
         slots = reinterpret_cast<float*>(barriers + STAGES + 2);
@@ -159,13 +166,16 @@ struct Share {
         cluster_sync<CLUSTER>();
     }
 
-    // Elements from a multiple of 16 bytes to where a row begins: tensors begin at such, and their rows lie one as far from the other.
+    // Elements from a multiple of 16 bytes to where a row begins: tensors begin at such a multiple, and their rows are
+    // equally spaced.
     __device__ int shift_of(long long row) const { return SHIFTED ? (unsigned)row * (unsigned)stride[0] % GRAIN : 0; }
 
-    __device__ T* place(int k, int input) const { return reinterpret_cast<T*>(parts + (k % STAGES * INPUTS + input) * room); }
+    __device__ T* place(int k, int input) const {
+        return reinterpret_cast<T*>(parts + (k % STAGES * INPUTS + input) * room);
+    }
 
-    // One thread: asks for the next row, if there is one, as the k-th of this group. With SHIFTED the 16 bytes at a part's ends come
-    // whole, with what lies beside the part; but for the end of a tensor, beyond which nothing may be read.
+    // One thread: loads the next row, if there is one, as this group's k-th. With SHIFTED the 16 bytes at a part's ends
+    // are loaded whole, with their neighbours, except at the end of a tensor, beyond which nothing may be read.
     __device__ void load(int k) {
         if (!ahead.more()) return;
         const int shift = shift_of(ahead.row);
@@ -185,26 +195,29 @@ struct Share {
         barrier_expect(barrier, INPUTS * bytes);
         if (bytes)
 #pragma unroll
-            for (int i = 0; i < INPUTS; ++i) bulk_load(place(k, i), from[i] + ahead.row * stride[i] - shift, bytes, barrier);
+            for (int i = 0; i < INPUTS; ++i)
+                bulk_load(place(k, i), from[i] + ahead.row * stride[i] - shift, bytes, barrier);
         ahead.next();
     }
 
-    // Asks for the row STAGES after the k-th, in whose place it comes: all threads of this group have read that, and then met.
+    // Loads the row STAGES after the k-th into its place: all threads of this group have read the k-th and
+    // synchronised.
     __device__ void next(int k) {
         if (thread() == 0) load(k + STAGES);
     }
 
-    // Takes a row to hand.
+    // Makes a row the current one.
     __device__ void take(long long row) {
         shift = shift_of(row);
         head = -shift & (PACK - 1);
     }
 
-    // The row at hand, which is the k-th: when it has come, and where its part lies.
+    // Waits for the current row, the k-th, and returns where its part lies.
     __device__ void wait(int k) const { barrier_wait(barriers + k % STAGES, k / STAGES & 1); }
     __device__ const T* input(int k, int input) const { return place(k, input) + shift; }
 
-    // Calls f on the columns of the row at hand that this thread takes: packs, and with SHIFTED one of those at the part's ends.
+    // Calls f on this thread's columns of the current row: packs and, with SHIFTED, one of the columns at the part's
+    // ends.
     template <int UNROLL = ITEMS < 4 ? ITEMS : 4, typename F>
     __device__ void for_each(F f) const {
         const int whole = whole_packs(count);
@@ -214,10 +227,11 @@ struct Share {
             if (p < whole) f(Columns<PACK>{head, p, i});
         }
         if constexpr (SHIFTED)
-            if (thread() < count - whole * PACK) f(Columns<1>{0, thread() < head ? thread() : thread() + whole * PACK, ITEMS});
+            if (thread() < count - whole * PACK)
+                f(Columns<1>{0, thread() < head ? thread() : thread() + whole * PACK, ITEMS});
     }
 
-    // Every warp of the cluster gives FLOATS floats; returns them all.
+    // Every warp of the cluster contributes FLOATS floats; returns them all.
     __device__ const float* exchange(int k, const float (&mine)[FLOATS]) {
         float* set = slots + (k & 1) * FLOATS * SLOTS;
         float* slot = set + FLOATS * (rank * WARPS + thread() / 32);
@@ -239,13 +253,14 @@ struct Share {
     }
 };
 
-// Of a row: its maximum, and the sum of its elements' exponentials from there.
+// A row's maximum, and the sum of its elements' exponentials relative to it.
 struct Exponentials {
     float most, total;
 };
 
-// Of the cluster's one row, whose part of this block lies at `in`: every warp's two, brought together. For float32 logits the maximum
-// of all comes first: terms of the warps' own bases would each be rounded twice, which a row's scale shows.
+// The statistics of the cluster's one row, whose part in this block lies at `in`, merged over all warps. For float32
+// logits the common maximum comes first: terms of different bases would each be rounded twice, which a row's scale
+// shows.
 template <typename S>
 __device__ inline Exponentials exponentials(S& share, const X* in) {
     constexpr bool FIRST = sizeof(X) == 4;
@@ -265,7 +280,7 @@ __device__ inline Exponentials exponentials(S& share, const X* in) {
         agree(share.exchange(0, {top, 0.0f}));
         top = most;
     }
-    const float base = top == -INF ? 0.0f : top;  // nothing but -inf: exponentials of 0, not of -inf + inf
+    const float base = top == -INF ? 0.0f : top;  // all -inf: exponentials of -inf, not of -inf + inf
     share.for_each([&]<int N>(Columns<N> c) {
         const Pack<X, N> pack = c.of(in);
 #pragma unroll
@@ -273,6 +288,7 @@ __device__ inline Exponentials exponentials(S& share, const X* in) {
     });
     const float* slots = share.exchange(FIRST, {top, warp_sum(sum)});
     if constexpr (!FIRST) agree(slots);
-    for (int s = lane; s < SLOTS; s += 32) total += FIRST ? slots[2 * s + 1] : slots[2 * s + 1] * exp_from(slots[2 * s], most);
+    for (int s = lane; s < SLOTS; s += 32)
+        total += FIRST ? slots[2 * s + 1] : slots[2 * s + 1] * exp_from(slots[2 * s], most);
     return {most, warp_sum(total)};
 }

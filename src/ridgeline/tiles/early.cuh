@@ -1,10 +1,13 @@
-// Programmatic dependent launch (`boundary.early`): a kernel takes its place while the one before it in the stream still runs.
-// Macro: PDL 1 (sm_90 and later) where a launcher starts kernels so; each says when the next may come, and waits for the end of the one before,
-// whose writes it then sees. Before it waits a kernel may read only what was there before the call's first kernel, as the launcher's inputs
-// are, or what that kernel wrote to L2 before it let this one come (stores, `__threadfence`, `__syncthreads`, `let_next_come`; here `__ldcg`.
-// PTX promises what a wait shows and no more; this is in order since the one has happened when the other begins, and L2 is where both look).
-// And it may not write: the next may come before this one has waited, so even two kernels back may still run. Some thread of each must wait,
-// since the next one's wait is for this one's end. Without PDL neither compiles to anything.
+// Programmatic dependent launch (`boundary.early`): a kernel starts while the one before it in the stream still runs.
+// Macro: PDL 1 (sm_90 and later) if a launcher starts kernels so. Each kernel says when the next may start, and waits
+// for the end of the previous one, whose writes it then sees.
+// Before the wait a kernel may read only what existed before the call's first kernel, such as the launcher's inputs, or
+// what the previous kernel wrote to L2 before its trigger (stores, `__threadfence`, `__syncthreads`, `let_next_come`;
+// read with `__ldcg`). PTX guarantees only what a wait makes visible; this is safe because the writes precede the
+// trigger and both kernels access L2.
+// Before the wait a kernel must not write: the next may start before this one has waited, so even the kernel two back
+// may still run. Some thread of each kernel must wait, since the next one waits for its end. Without PDL both functions
+// compile to nothing.
 #pragma once
 
 #ifndef PDL
@@ -14,14 +17,15 @@
 #error "PDL is for sm_90 and later"
 #endif
 
-// In the first kernel: once all its blocks have come here, or have ended, the second's take the places that are free.
+// In the first kernel: once all its blocks have called this or ended, the second kernel's blocks take free places.
 __device__ inline void let_next_come() {
 #if PDL
     asm volatile("griddepcontrol.launch_dependents;");
 #endif
 }
 
-// In the second: every thread that reads what the first wrote, or writes, comes here before. Again is free.
+// In the second kernel: every thread that reads what the first wrote, or writes, calls this first. Repeating it is
+// free.
 __device__ inline void wait_for_before() {
 #if PDL
     asm volatile("griddepcontrol.wait;" ::: "memory");

@@ -1,6 +1,6 @@
-// An elementwise kernel of any number of operands: packs of up to 128 bits, a grid-stride loop, and a tail one by one.
-// Tensors share one dense order. The functor takes and returns floats; where it has a member `pair`, packs of halves go
-// through it two at a time.
+// An elementwise kernel of any number of operands: packs of up to 16 bytes, a grid-stride loop, and a tail of single
+// elements. All tensors share one dense layout. The functor takes and returns floats; if it has a member `pair`, packs
+// of halves go through it two at a time.
 #pragma once
 #include <cuda_bf16.h>
 #include <cuda_fp16.h>
@@ -17,14 +17,14 @@ struct alignas(sizeof(T) * N) Pack {
     T at[N];
 };
 
-// A pack to global memory by one store. Assigned beside stores of single elements, the compiler may take a pack apart into such
-// (NVRTC 13.0, the first pack of a thread: eight stores of two bytes; docs/notes/cumsum.md).
+// Stores a pack to global memory by one instruction. Next to stores of single elements, the compiler may split an
+// assigned pack into such (NVRTC 13.0; docs/notes/cumsum.md).
 template <typename T, int N>
 __device__ inline void store_global(T* to, const Pack<T, N>& pack) {
     if constexpr (sizeof(pack) == 16) {
         const uint4& words = reinterpret_cast<const uint4&>(pack);
-        asm volatile("st.global.v4.b32 [%0], {%1, %2, %3, %4};" ::"l"(__cvta_generic_to_global(to)), "r"(words.x), "r"(words.y), "r"(words.z),
-                     "r"(words.w)
+        asm volatile("st.global.v4.b32 [%0], {%1, %2, %3, %4};" ::"l"(__cvta_generic_to_global(to)), "r"(words.x),
+                     "r"(words.y), "r"(words.z), "r"(words.w)
                      : "memory");
     } else
         *reinterpret_cast<Pack<T, N>*>(to) = pack;
@@ -35,7 +35,7 @@ constexpr bool is_half = false;
 template <>
 constexpr bool is_half<__half> = true;
 
-// Whether F has `pair`, a form for two halves at a time, and all operands are halves.
+// Whether F has `pair`, for two halves at a time, and all operands are halves.
 template <typename F, typename R, typename... A>
 concept Paired = (is_half<R> && ... && is_half<A>) && requires(A... x) { F::pair(__halves2half2(x, x)...); };
 

@@ -1,6 +1,8 @@
-"""Numbers of 8 bits as OCP's e4m3 has them (sign, 4 bits of exponent with bias 7, 3 of mantissa; 448 at most, no infinities), as codes.
+"""8-bit floating-point numbers in OCP's e4m3, as codes.
 
-NATIVE: by the GPU's own instruction (NVIDIA, sm_89 on); else by whole-number arithmetic on the bits of a float32, with the same result.
+The format has a sign, 4 exponent bits with bias 7 and 3 mantissa bits; the largest number is 448, and there are no
+infinities. NATIVE: by the GPU's own instruction (NVIDIA, from sm_89 on); else by integer arithmetic on the bits of a
+float32, with the same result.
 Source: Micikevicius et al., FP8 formats for deep learning, 2022 (arXiv:2209.05433).
 """
 
@@ -12,19 +14,17 @@ import triton.language as tl
 
 @triton.jit
 def encoded(v, NATIVE: tl.constexpr):
-    """The codes (uint8) nearest to float32 values, to even between two; beyond 448 that of 448; of NaN 0x7f."""
+    """The codes (uint8) nearest to float32 values, ties to even; 448's beyond 448; 0x7f for NaN."""
     if NATIVE:
         code = v.to(tl.float8e4nv).to(tl.uint8, bitcast=True)
     else:
         bits = v.to(tl.uint32, bitcast=True)
         size = bits & 0x7FFFFFFF
-        normal = (
-            (size + 0x7FFFF + ((size >> 20) & 1)) >> 20
-        ) - 960  # 20 bits of mantissa go; the exponent's bias falls by 120
-        small = (size.to(tl.float32, bitcast=True) + 16384.0).to(
-            tl.uint32, bitcast=True
-        ) - 0x46800000  # the last bit of 2^14 is 2^-9
-        code = tl.minimum(tl.where(size < 0x3C800000, small, normal), 0x7E)  # below 2^-6 all codes are as far apart
+        # Drops 20 mantissa bits, and lowers the exponent's bias by 120.
+        normal = ((size + 0x7FFFF + ((size >> 20) & 1)) >> 20) - 960
+        # The last bit of 2^14 is 2^-9.
+        small = (size.to(tl.float32, bitcast=True) + 16384.0).to(tl.uint32, bitcast=True) - 0x46800000
+        code = tl.minimum(tl.where(size < 0x3C800000, small, normal), 0x7E)  # below 2^-6 codes are evenly spaced
         code = (tl.where(size > 0x7F800000, 0x7F, code) | ((bits >> 24) & 0x80)).to(tl.uint8)
     return code
 

@@ -1,17 +1,19 @@
-// Rectangles of matrices, brought from global into shared memory by the threads of a block.
+// Rectangles of matrices, loaded from global into shared memory by the threads of a block.
 // Macros: EVEN, whether rectangles lie within their matrices; ALIGNED, whether rows begin at multiples of 16 bytes.
 #pragma once
 #include "elementwise.cuh"
 
-// Rows whose elements lie side by side.
+// A matrix with contiguous rows.
 template <typename T>
 struct Matrix {
     const T* at;
     long long stride;
     int rows, columns;
 
-    // What lies from there on.
-    __device__ Matrix from(int row, int column) const { return {at + row * stride + column, stride, rows - row, columns - column}; }
+    // The part of the matrix from (row, column) on.
+    __device__ Matrix from(int row, int column) const {
+        return {at + row * stride + column, stride, rows - row, columns - column};
+    }
 };
 
 // A result, contiguous.
@@ -20,7 +22,7 @@ struct Result {
     T* at;
     int rows, columns;
 
-    // P neighbours of a row, where they are inside.
+    // Stores P adjacent elements of a row, as far as they are inside.
     template <int P>
     __device__ void put(int row, int column, const Pack<T, P>& values) const {
         if (!EVEN && row >= rows) return;
@@ -34,8 +36,8 @@ struct Result {
     }
 };
 
-// Which tile of BM x BN a block has: bands of MANY tiles down before the next column of them, so that blocks that run at once share
-// what they read through L2.
+// The tile of TALL x WIDE that a block takes: bands of MANY tiles down before the next column of them, so that
+// concurrent blocks share their reads in L2.
 struct Place {
     int row, column;
 };
@@ -47,7 +49,7 @@ __device__ Place place_of(int tile, int rows, int columns) {
     return {(first + rest % size) * TALL, rest / size * WIDE};
 }
 
-// P neighbours of a row of a matrix; what lies beyond it is 0.
+// P adjacent elements of a row of a matrix; elements outside are 0.
 template <int P, typename T>
 __device__ Pack<T, P> fetch(const Matrix<T>& m, int row, int column) {
     const T* at = m.at + row * m.stride + column;
@@ -66,7 +68,7 @@ struct Rows {
     static __device__ int at(int row, int column) { return row * PITCH + column; }
 };
 
-// TALL x WIDE of a matrix, from (row, column) on, laid out as L says, in packs of P.
+// Loads TALL x WIDE of a matrix from (row, column) on, in the layout L, in packs of P.
 template <typename L, int TALL, int WIDE, int P, int THREADS, typename T>
 __device__ void load(T* to, const Matrix<T>& m, int row, int column) {
 #pragma unroll 4

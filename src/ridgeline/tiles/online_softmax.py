@@ -9,8 +9,10 @@ import triton.language as tl
 
 @triton.jit
 def exp(x, dtype: tl.constexpr):
-    """exp of float32 by the chip's exp2, for data of that dtype. For float32 log2 e comes in two parts: rounded to one it would
-    bias sums of many terms."""
+    """exp of a float32 by the GPU's exp2, for data of that dtype.
+
+    For float32 data log2 e has two parts: one rounded constant would bias sums of many terms.
+    """
     if dtype == tl.float32:
         return tl.exp2(x * 1.4426950216293335 + x * 1.9259629911266174e-8)
     return tl.exp2(x * 1.4426950408889634)
@@ -18,10 +20,13 @@ def exp(x, dtype: tl.constexpr):
 
 @triton.jit
 def exact_exp(x, dtype: tl.constexpr):
-    """exp for x <= 0 and terms of different bases that must fit together. On an H100 exp2 of a whole exponent comes out 5e-8 too
-    small on average, though not near 0; for float32 data it is taken of a fraction within 1/2, which is 5e-9 off, times 2**k."""
+    """exp for x <= 0, for sums of terms with different bases.
+
+    On an H100 exp2 of an exponent that is not near 0 is 5e-8 too small on average. So for float32 data it takes the
+    exponent's fraction, within 1/2, where the error is 5e-9, times 2**k.
+    """
     if dtype == tl.float32:
-        x = tl.where(x < -200.0, -200.0, x)  # the fraction of -inf is none; a NaN stays
+        x = tl.where(x < -200.0, -200.0, x)  # -inf has no fraction; a NaN stays
         k = tl.floor(x * 1.4426950216293335 + 0.5)
         return tl.exp2(tl.fma(x, 1.4426950216293335, -k) + x * 1.9259629911266174e-8) * tl.exp2(k)
     return tl.exp2(x * 1.4426950408889634)
@@ -29,8 +34,11 @@ def exact_exp(x, dtype: tl.constexpr):
 
 @triton.jit
 def exp_below(x, columns: tl.constexpr, dtype: tl.constexpr):
-    """exp of what is below a row's maximum, where one pass has the row. The largest term, exp(0) = 1, has no bias: in a short row it would
-    stand out; in a long one the others share theirs."""
+    """exp of the differences from a row's maximum, for a row that one pass holds.
+
+    The largest term, exp(0) = 1, is exact. In a short row the other terms' bias would stand out against it; in a long
+    row nearly all terms share the bias.
+    """
     if columns <= 512:
         return exact_exp(x, dtype)
     return exp(x, dtype)
@@ -38,8 +46,11 @@ def exp_below(x, columns: tl.constexpr, dtype: tl.constexpr):
 
 @triton.jit
 def log(x):
-    """The natural logarithm of a positive normal float32, to about an ulp, where the chip's own is off by up to 2**-22 of it:
-    x = m 2**k with m in [1/sqrt 2, sqrt 2), and log m = 2 artanh s, s = (m - 1) / (m + 1), by its series. A NaN stays."""
+    """The natural logarithm of a positive normal float32, to about an ulp; the GPU's own is off by up to 2**-22 of it.
+
+    x = m 2**k with m in [1/sqrt 2, sqrt 2), and log m = 2 artanh s, s = (m - 1) / (m + 1), by its series. A NaN stays
+    NaN.
+    """
     bits = x.to(tl.int32, bitcast=True)
     k = (bits - 0x3F3504F3) >> 23
     m = (bits - (k << 23)).to(tl.float32, bitcast=True)
@@ -51,8 +62,10 @@ def log(x):
 
 @triton.jit
 def divide(e, total, dtype: tl.constexpr):
-    """e / total for a result of that dtype. A float32 is rounded as a division is: a reciprocal's rounding alone would put
-    one bias on a whole row."""
+    """e / total for a result of that dtype.
+
+    A float32 result is rounded like a division: the rounding of a reciprocal alone would bias a whole row.
+    """
     r = 1.0 / total
     q = e * r
     if dtype == tl.float32:
@@ -62,14 +75,14 @@ def divide(e, total, dtype: tl.constexpr):
 
 @triton.jit
 def update(top, total, values, dtype: tl.constexpr):
-    """Takes float32 `values` into the running maximum and the running sum of exp(value - maximum), element by element."""
+    """Updates the running maximum and the running sum of exp(value - maximum) with float32 `values`, elementwise."""
     new = tl.maximum(top, values)
-    base = tl.where(new == float("-inf"), 0.0, new)  # only -inf so far: every exponential is 0, not exp(-inf + inf)
+    base = tl.where(new == float("-inf"), 0.0, new)  # all -inf so far: exponentials are 0, not exp(-inf + inf)
     return new, total * exact_exp(top - base, dtype) + exact_exp(values - base, dtype)
 
 
 @triton.jit
 def merge(top, total, dtype: tl.constexpr):
-    """The maximum and the sum of all elements' streams; a stream of nothing but -inf makes the sum NaN."""
+    """The maximum and the sum over all streams; if all are -inf, the sum is NaN."""
     most = tl.max(top, 0)
     return most, tl.sum(total * exact_exp(top - most, dtype), 0)

@@ -1,5 +1,6 @@
 // Sums over many elements: in a thread's registers, then across a warp, a block and the grid.
-// A thread adds in float32 (whole numbers: in 64 bits); from a warp on sums are float64, so that the last, largest ones are not rounded.
+// A thread adds in float32 (integers: in 64 bits). From a warp on sums are float64, so that the last, largest ones are
+// not rounded.
 #pragma once
 #include "early.cuh"
 #include "elementwise.cuh"
@@ -19,7 +20,7 @@ struct Sums<__half> : Sums<float> {};
 template <>
 struct Sums<__nv_bfloat16> : Sums<float> {};
 
-// The sum of a warp's values, in its first thread. All 32 threads come here.
+// The sum of a warp's values, in its first thread. All 32 threads must call it.
 template <typename S>
 __device__ S warp_sum(S sum) {
 #pragma unroll
@@ -27,7 +28,8 @@ __device__ S warp_sum(S sum) {
     return sum;
 }
 
-// The sum of a block's values, in its first thread: warp by warp, then one slot of shared memory a warp. All Threads come here.
+// The sum of a block's values, in its first thread: warp by warp, through one slot of shared memory per warp. All
+// Threads must call it.
 template <int Threads, typename S>
 __device__ S block_sum(S sum) {
     __shared__ S slots[Threads / 32];
@@ -47,7 +49,7 @@ __device__ void put(long long sum, Y& y) {
     y = Y(sum);
 }
 
-// What a block leaves: the result where it is the only one, else its part.
+// Writes a block's result: the final one if it is the only block, else its part.
 template <typename S, typename Y>
 __device__ void leave(S sum, Y* y, S* parts) {
     if (threadIdx.x) return;
@@ -57,7 +59,7 @@ __device__ void leave(S sum, Y* y, S* parts) {
         parts[blockIdx.x] = sum;
 }
 
-// One block adds up the parts, in the same order every time. With PDL it may have started before they were there.
+// One block adds up the parts, always in the same order. With PDL it may start before they are complete.
 template <int Threads, typename S, typename P, typename Y>
 __device__ void add_parts(Y* y, const P* parts, int count) {
     wait_for_before();
@@ -68,15 +70,16 @@ __device__ void add_parts(Y* y, const P* parts, int count) {
     if (threadIdx.x == 0) put(sum, *y);
 }
 
-// This thread's sum over a block's share of n elements: `steps` times Threads * Loads packs of 16 bytes of each operand, side by side.
-// The loads of a step wait for nothing, so that many are on their way at once. add(sum, x) adds one element of each operand. The operands lie as far
-// beyond a multiple of 16 bytes as the first; the elements before and behind the packs are the first block's.
+// This thread's sum over a block's share of n elements: `steps` times Threads * Loads adjacent packs of 16 bytes of
+// each operand. The loads of a step are independent, so many are in flight at once. add(sum, x) adds one element of
+// each operand. All operands have the same offset from a multiple of 16 bytes; the first block handles the elements
+// before and after the packs.
 template <int Threads, int Loads, typename F, typename T, int COUNT>
 __device__ typename Sums<T>::Thread share(F add, long long n, int steps, const T* const (&in)[COUNT]) {
     constexpr int N = 16 / sizeof(T);
     using S = typename Sums<T>::Thread;
     S lanes[N] = {};
-    auto use = [&](const uint4 (&found)[COUNT]) {
+    auto use = [&](const uint4(&found)[COUNT]) {
 #pragma unroll
         for (int j = 0; j < N; ++j) {
             T x[COUNT];

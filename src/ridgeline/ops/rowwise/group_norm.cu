@@ -1,11 +1,11 @@
-// group_norm: a cluster of CLUSTER blocks takes a band of channels of one image (a group; in channels_last memory the groups of some
-// 128 bytes) and reads it once: each thread keeps its packs in shared memory, where no other thread looks at them.
-// A unit is a pack of one channel, or in channels_last memory (LAST) a place with all CHANNELS of the band; a warp has RUN of them in
-// a row. What it finds of its channels is merged over block, cluster and group: forward means and squared distances from them, as
-// Chan et al. do, so that nothing cancels; backward sums of dy (x - mean) and of dy.
-// Macros: XTYPE of x and dx, YTYPE of y and dy, WTYPE and BTYPE of weight and bias, void where there is none; LAST; WIDTH channels of
-// a group, CHANNELS of a band; CLUSTER; WARPS of a block; ITEMS packs of a thread; BLOCKS that fit a multiprocessor; BACKWARD; PDL, whether
-// a kernel waits for this one's end.
+// group_norm: a cluster of CLUSTER blocks takes a band of channels of one image (a group; in channels_last memory the
+// groups of some 128 bytes) and reads it once. Each thread keeps its own packs in shared memory.
+// A unit is a pack of one channel or, in channels_last memory (LAST), a position with all CHANNELS of the band; a warp
+// has RUN adjacent units. Its results per channel are merged over block, cluster and group: forward, means and squared
+// distances from them, as Chan et al. do, so that nothing cancels; backward, sums of dy (x - mean) and of dy.
+// Macros: XTYPE of x and dx, YTYPE of y and dy, WTYPE and BTYPE of weight and bias, void if missing; LAST; WIDTH
+// channels per group, CHANNELS per band; CLUSTER; WARPS per block; ITEMS packs per thread; BLOCKS that fit a
+// multiprocessor; BACKWARD; PDL, whether the next kernel starts early.
 #include "early.cuh"
 #include "elementwise.cuh"
 #include "hopper.cuh"
@@ -13,18 +13,19 @@
 using X = XTYPE;
 using Y = YTYPE;
 constexpr int PACK = 16 / sizeof(X), THREADS = 32 * WARPS;
-constexpr int LANES = LAST ? CHANNELS / PACK : 32, ROWS = 32 / LANES;  // of a place; places that a warp reads at once
+constexpr int LANES = LAST ? CHANNELS / PACK : 32, ROWS = 32 / LANES;  // lanes per position; positions per warp load
 constexpr int UNROLL = ITEMS < 4 ? ITEMS : 4;
 constexpr int STEP = LAST ? ROWS : 32, RUN = ITEMS * STEP;
-constexpr int OWN = LAST ? PACK : 1;                    // channels of a thread,
-constexpr int MEANS = LAST && WIDTH % PACK ? PACK : 1;  // and their means: one where the pack is of one group
+constexpr int OWN = LAST ? PACK : 1;                    // channels per thread,
+constexpr int MEANS = LAST && WIDTH % PACK ? PACK : 1;  // and their means: one if the pack lies in one group
 
 struct Shared {
     Pack<X, PACK> values[ITEMS * THREADS];
     Pack<Y, PACK> slopes[BACKWARD ? ITEMS * THREADS : 1];
-    float2 found[WARPS][LAST ? CHANNELS : 1], sent[CLUSTER][CHANNELS], whole[CHANNELS];  // of each warp, each block, the cluster
+    // Sums of each warp, each block, the cluster.
+    float2 found[WARPS][LAST ? CHANNELS : 1], sent[CLUSTER][CHANNELS], whole[CHANNELS];
     Barrier barrier;
-    float middle[CHANNELS], up[CHANNELS], add[CHANNELS];  // what the last pass needs of each channel
+    float middle[CHANNELS], up[CHANNELS], add[CHANNELS];  // each channel's factors for the last pass
 };
 extern __shared__ __align__(128) char memory[];
 
@@ -42,14 +43,15 @@ __device__ inline void copies_done() { asm volatile("cp.async.wait_all;" ::: "me
 #ifndef STORE
 #define STORE __stwb
 #endif
-// In whole 16 bytes: of a plain store the compiler makes as many as there are elements.
+// Stores whole 16 bytes; the compiler would split a plain store into one per element.
 template <typename P>
 __device__ inline void store(P* to, const P& pack) {
 #pragma unroll
-    for (int k = 0; k < sizeof(P) / 16; ++k) STORE(reinterpret_cast<uint4*>(to) + k, reinterpret_cast<const uint4*>(&pack)[k]);
+    for (int k = 0; k < sizeof(P) / 16; ++k)
+        STORE(reinterpret_cast<uint4*>(to) + k, reinterpret_cast<const uint4*>(&pack)[k]);
 }
 
-// The sum over the lanes of a warp that have the same channels; each of them gets it.
+// The sum over a warp's lanes that have the same channels, for each of them.
 __device__ inline float over_lanes(float v) {
     if (!LAST) return warp_sum(v);
     const int lane = threadIdx.x % 32;
@@ -67,12 +69,13 @@ __device__ inline float parameter(const P* values, int channel, float) {
 }
 __device__ inline float parameter(const void*, int, float otherwise) { return otherwise; }
 
-// Of n elements: forward their mean, what its rounding left, and their squared distances from it; backward two sums.
+// A summary of n elements: forward, their mean, its rounding error, and the squared distances from it; backward, two
+// sums.
 struct Sums {
     float n, a, b, rest;
 };
 
-// What at(from), ..., at(to - 1) are together.
+// The merged summaries at(from), ..., at(to - 1).
 template <typename F>
 __device__ inline Sums merged(int from, int to, F at) {
     Sums all = {};
@@ -98,14 +101,14 @@ __device__ inline Sums merged(int from, int to, F at) {
     return all;
 }
 
-// Where this cluster, block, warp and thread stand.
+// The position of this cluster, block, warp and thread.
 struct Place {
     Shared& shared = *reinterpret_cast<Shared*>(memory);
     int rank = blockIdx.x % CLUSTER, warp = rank * WARPS + threadIdx.x / 32, lane = threadIdx.x % 32;
-    int units, per;  // of a channel (LAST: of the band), and the warps that share them
-    int band, image, images;  // this cluster takes the images `image`, `image` + `images`, ...
-    int channel, unit;        // of the band, this thread's first
-    bool any;                 // whether this thread has something to do
+    int units, per;           // per channel (LAST: per band), and the warps that share them
+    int band, image, images;  // this cluster takes images `image`, `image` + `images`, ...
+    int channel, unit;        // this thread's first in the band
+    bool any;                 // whether this thread has any work
 
     __device__ Place(int groups, int size) {
         const int cluster = blockIdx.x / CLUSTER, bands = groups / (CHANNELS / WIDTH);
@@ -123,23 +126,25 @@ struct Place {
         }
     }
 
-    // Calls f(pack in shared memory, its offset in a band whose channels, or LAST places, are `step` elements apart).
+    // Calls f(pack in shared memory, its offset in a band whose channels, or with LAST positions, are `step` elements
+    // apart).
     template <typename F>
     __device__ void for_each(long long step, F f) const {
         const long long first = LAST ? channel : channel * step;
 #pragma unroll(UNROLL)
         for (int i = 0; i < ITEMS; ++i)
-            if (any && unit + i * STEP < units) f(i * THREADS + threadIdx.x, first + (unit + i * STEP) * (LAST ? step : PACK));
+            if (any && unit + i * STEP < units)
+                f(i * THREADS + threadIdx.x, first + (unit + i * STEP) * (LAST ? step : PACK));
     }
 
-    // Elements of channel c that the cluster's warps from `from` to before `to` have.
+    // The number of elements of channel c that the cluster's warps from `from` to before `to` have.
     __device__ float elements(int c, int from, int to) const {
         const int first = LAST ? 0 : c * per;
         const auto until = [&](int w) { return min(max(w - first, 0) * RUN, units); };
         return (until(to) - until(from)) * (LAST ? 1 : PACK);
     }
 
-    // Takes what this warp has found of its channels, and gives all blocks what this block has found of each.
+    // Takes this warp's sums of its channels, and sends all blocks this block's sums.
     __device__ void meet(const float (&a)[OWN], const float (&b)[OWN], int turn) {
         if (lane < (LAST ? LANES : 1))
 #pragma unroll
@@ -147,7 +152,8 @@ struct Place {
         __syncthreads();
         if (CLUSTER > 1 && threadIdx.x == 0) barrier_expect(&shared.barrier, sizeof(shared.sent));
         for (int c = threadIdx.x; c < CHANNELS; c += THREADS) {
-            const int own = rank * WARPS, first = LAST ? 0 : min(max(c * per - own, 0), WARPS), last = LAST ? WARPS : min(max((c + 1) * per - own, 0), WARPS);
+            const int own = rank * WARPS, first = LAST ? 0 : min(max(c * per - own, 0), WARPS),
+                      last = LAST ? WARPS : min(max((c + 1) * per - own, 0), WARPS);
             const Sums here = merged(first, last, [&](int w) {
                 const float2 s = shared.found[w][LAST ? c : 0];
                 return Sums{elements(c, own + w, own + w + 1), s.x, s.y};
@@ -155,12 +161,13 @@ struct Place {
             if constexpr (CLUSTER == 1)
                 shared.sent[0][c] = {here.a, here.b};
             else
-                for (int to = 0; to < CLUSTER; ++to) cluster_send(&shared.sent[rank][c].x, {here.a, here.b}, &shared.barrier, to);
+                for (int to = 0; to < CLUSTER; ++to)
+                    cluster_send(&shared.sent[rank][c].x, {here.a, here.b}, &shared.barrier, to);
         }
         if (CLUSTER > 1) barrier_wait(&shared.barrier, turn & 1);
     }
 
-    // Of channel c, what all blocks have found.
+    // The sums of channel c over all blocks.
     __device__ Sums together(int c) const {
         return merged(0, CLUSTER, [&](int r) {
             const float2 s = shared.sent[r][c];
@@ -171,14 +178,16 @@ struct Place {
 
 #if !BACKWARD
 extern "C" __global__ void __launch_bounds__(THREADS, BLOCKS)
-    group_fwd(Y* y, float* mean, float* rstd, const X* x, const WTYPE* w, const BTYPE* b, int groups, int size, long long y_image,
-              long long y_step, long long x_image, long long x_step, float eps) {
+    group_fwd(Y* y, float* mean, float* rstd, const X* x, const WTYPE* w, const BTYPE* b, int groups, int size,
+              long long y_image, long long y_step, long long x_image, long long x_step, float eps) {
     Place place(groups, size);
     Shared& shared = place.shared;
     const int before = place.band * CHANNELS;  // channels
     x += place.image * x_image + before * (LAST ? 1 : x_step);
     y += place.image * y_image + before * (LAST ? 1 : y_step);
-    place.for_each(x_step, [&](int p, long long at) { copy_async(shared.values + p, reinterpret_cast<const Pack<X, PACK>*>(x + at)); });
+    place.for_each(x_step, [&](int p, long long at) {
+        copy_async(shared.values + p, reinterpret_cast<const Pack<X, PACK>*>(x + at));
+    });
     cluster_sync<CLUSTER>();
     copies_done();
     float a[OWN] = {}, d[OWN] = {};
@@ -208,7 +217,8 @@ extern "C" __global__ void __launch_bounds__(THREADS, BLOCKS)
     __syncthreads();
     for (int c = threadIdx.x; c < CHANNELS; c += THREADS) {
         const int first = c / WIDTH * WIDTH;
-        const Sums all = merged(first, first + WIDTH, [&](int k) { return Sums{(float)size, shared.whole[k].x, shared.whole[k].y}; });
+        const Sums all = merged(first, first + WIDTH,
+                                [&](int k) { return Sums{(float)size, shared.whole[k].x, shared.whole[k].y}; });
         const float scale = 1.0f / sqrtf(all.b / all.n + eps), weight = scale * parameter(w, before + c, 1.0f);
         shared.middle[c] = all.a;
         shared.up[c] = weight;
@@ -231,35 +241,41 @@ extern "C" __global__ void __launch_bounds__(THREADS, BLOCKS)
         const Pack<X, PACK> pack = shared.values[p];
         Pack<Y, PACK> out;
 #pragma unroll
-        for (int j = 0; j < PACK; ++j) from_float((to_float(pack.at[j]) - middle[j % MEANS]) * up[j % OWN] + add[j % OWN], out.at[j]);
+        for (int j = 0; j < PACK; ++j)
+            from_float((to_float(pack.at[j]) - middle[j % MEANS]) * up[j % OWN] + add[j % OWN], out.at[j]);
         store(reinterpret_cast<Pack<Y, PACK>*>(y + at), out);
     });
 }
 
 #else
-// dx and sums may be missing. sums: of dy xh and of dy, (images at once, 2, channels).
+// dx and sums may be null. sums: of dy xh and of dy, (concurrent images, 2, channels).
 extern "C" __global__ void __launch_bounds__(THREADS, BLOCKS)
-    group_bwd(const Y* dy, X* dx, float* sums, const X* x, const WTYPE* w, const float* mean, const float* rstd, int images, int groups,
-              int size, long long dx_image, long long dx_step, long long dy_image, long long dy_step, long long x_image, long long x_step) {
+    group_bwd(const Y* dy, X* dx, float* sums, const X* x, const WTYPE* w, const float* mean, const float* rstd,
+              int images, int groups, int size, long long dx_image, long long dx_step, long long dy_image,
+              long long dy_step, long long x_image, long long x_step) {
     let_next_come();
     Place place(groups, size);
     Shared& shared = place.shared;
     const int before = place.band * CHANNELS, channels = groups * WIDTH;
     x += before * (LAST ? 1 : x_step);
     dy += before * (LAST ? 1 : dy_step);
-    const bool slope = dx, sum = sums;  // wanted, before the pointers move
+    const bool slope = dx, sum = sums;  // wanted, tested before the pointers move
     dx += before * (LAST ? 1 : dx_step);
     sums += place.image * 2ll * channels + before;
     for (int image = place.image, turn = 0; image < images; image += place.images, ++turn) {
         const X* values = x + image * x_image;
         const Y* slopes = dy + image * dy_image;
-        place.for_each(x_step, [&](int p, long long at) { copy_async(shared.values + p, reinterpret_cast<const Pack<X, PACK>*>(values + at)); });
-        place.for_each(dy_step, [&](int p, long long at) { copy_async(shared.slopes + p, reinterpret_cast<const Pack<Y, PACK>*>(slopes + at)); });
+        place.for_each(x_step, [&](int p, long long at) {
+            copy_async(shared.values + p, reinterpret_cast<const Pack<X, PACK>*>(values + at));
+        });
+        place.for_each(dy_step, [&](int p, long long at) {
+            copy_async(shared.slopes + p, reinterpret_cast<const Pack<Y, PACK>*>(slopes + at));
+        });
         const long long group = image * (long long)groups + before / WIDTH;
         float middle[MEANS], a[OWN] = {}, d[OWN] = {};
 #pragma unroll
         for (int j = 0; j < MEANS; ++j) middle[j] = mean[group + (place.channel + j) / WIDTH];
-        cluster_sync<CLUSTER>();  // the barriers are set up; what was sent of the image before is read
+        cluster_sync<CLUSTER>();  // the barriers are ready, and the previous image's sums have been read
         copies_done();
         place.for_each(x_step, [&](int p, long long) {
             const Pack<X, PACK> value = shared.values[p];
@@ -286,7 +302,8 @@ extern "C" __global__ void __launch_bounds__(THREADS, BLOCKS)
         __syncthreads();
         for (int c = threadIdx.x; c < CHANNELS; c += THREADS) {
             const int first = c / WIDTH * WIDTH;
-            const Sums all = merged(first, first + WIDTH, [&](int k) { return Sums{(float)size, shared.whole[k].x, shared.whole[k].y}; });
+            const Sums all = merged(first, first + WIDTH,
+                                    [&](int k) { return Sums{(float)size, shared.whole[k].x, shared.whole[k].y}; });
             const float scale = rstd[group + c / WIDTH];
             shared.middle[c] = -scale * scale * (all.a / all.n);
             shared.up[c] = scale * parameter(w, before + c, 1.0f);

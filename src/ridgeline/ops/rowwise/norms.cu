@@ -1,17 +1,20 @@
 // rms_norm and layer_norm, with or without a residual added first, forward and backward.
-// Forward: a cluster holds a row, and other clusters fill the time in which it waits. Backward: blocks stay and take rows in turn,
-// the next ones on their way, so that each thread keeps its columns' weights and sums of the weights' gradients in registers.
-// Macros beside those of cluster_rows.cuh: X = Y; WTYPE of the weights; MEAN, whether the mean is subtracted; ADD, whether there is
-// a residual (forward) or a gradient of the sum (backward); WEIGHT, whether there is one; forward: BIAS; BACKWARD: which kernel, and
-// for it DW and DB, which gradients are wanted, and PDL, whether a kernel that adds up parts of them waits for this one's end.
+// Forward: a cluster holds a row, and other clusters fill the time in which it waits. Backward: persistent blocks take
+// rows in turn and prefetch the next ones; each thread keeps its columns' weights, and its sums for their gradients, in
+// registers.
+// Macros besides those of cluster_rows.cuh: X = Y; WTYPE of the weights; MEAN, whether the mean is subtracted; ADD,
+// whether there is a residual (forward) or a gradient of the sum (backward); WEIGHT, whether there is one; forward:
+// BIAS; BACKWARD, which kernel; for backward, DW and DB, which gradients are wanted, and PDL, whether the kernel that
+// adds up their parts starts early.
 #include "cluster_rows.cuh"
 #include "early.cuh"
 
 using W = WTYPE;
-constexpr bool KEEP = ITEMS * PACK <= 16 && sizeof(X) == 2;  // backward, whether a row stays in registers between its two readings
+// Backward: whether a row stays in registers between its two uses.
+constexpr bool KEEP = ITEMS * PACK <= 16 && sizeof(X) == 2;
 constexpr int FLOATS = 1 + MEAN, INPUTS_FWD = 1 + ADD, INPUTS_BWD = 2 + ADD;
 
-// Has the compiler keep a pack in 32-bit registers, not each half in one of its own.
+// Makes the compiler keep a pack in 32-bit registers, not each half in its own.
 template <typename P>
 __device__ inline void hold(P& pack) {
     if constexpr (sizeof(P) % 4 == 0)
@@ -19,14 +22,15 @@ __device__ inline void hold(P& pack) {
         for (int k = 0; k < sizeof(P) / 4; ++k) asm volatile("" : "+r"(reinterpret_cast<unsigned*>(&pack)[k]));
 }
 
-// Of a row's weights, which lie at `from`, those of the columns c. With SHIFTED a row's packs begin `head` columns after the weights'
-// own: each is put together from two of those.
+// The weights of the columns c, where a row's weights begin at `from`. With SHIFTED a row's packs begin `head` columns
+// after the weights' packs, so each is assembled from two of them.
 template <int N, typename T>
 __device__ inline Pack<T, N> vector(Columns<N> c, const T* from, int head) {
     if constexpr (!SHIFTED || N == 1)
         return c.of(from);
     else {
-        constexpr int EACH = N * sizeof(T) < 16 ? N : 16 / sizeof(T), STEP = EACH * sizeof(T) / 4, WORDS = N * sizeof(T) / 4;
+        constexpr int EACH = N * sizeof(T) < 16 ? N : 16 / sizeof(T), STEP = EACH * sizeof(T) / 4,
+                      WORDS = N * sizeof(T) / 4;
         const int ahead = head % EACH;
         const auto* near = reinterpret_cast<const Pack<T, EACH>*>(from + c.first() - ahead);
         unsigned words[WORDS + STEP];
@@ -40,15 +44,16 @@ __device__ inline Pack<T, N> vector(Columns<N> c, const T* from, int head) {
                 for (int k = 0; k < WORDS + step; ++k) words[k] = words[k + step];
         const unsigned bytes = sizeof(T) == 2 && ahead % 2 ? 0x5432 : 0x3210;
 #pragma unroll
-        for (int k = 0; k < WORDS; ++k) reinterpret_cast<unsigned*>(&pack)[k] = __byte_perm(words[k], words[k + 1], bytes);
+        for (int k = 0; k < WORDS; ++k)
+            reinterpret_cast<unsigned*>(&pack)[k] = __byte_perm(words[k], words[k + 1], bytes);
         return pack;
     }
 }
 
 #if BACKWARD == 0
 extern "C" __global__ void __launch_bounds__(THREADS, BLOCKS)
-    norm_fwd(Y* y, X* sum, float* mean, float* rstd, const X* x, const X* residual, const W* weight, const W* bias, long long rows,
-             int columns, long long x_stride, long long residual_stride, float eps) {
+    norm_fwd(Y* y, X* sum, float* mean, float* rstd, const X* x, const X* residual, const W* weight, const W* bias,
+             long long rows, int columns, long long x_stride, long long residual_stride, float eps) {
     const X* const from[2] = {x, residual};
     const long long strides[2] = {x_stride, residual_stride};
     const long long row = blockIdx.x / CLUSTER;
@@ -56,8 +61,9 @@ extern "C" __global__ void __launch_bounds__(THREADS, BLOCKS)
                                        reinterpret_cast<const long long(&)[INPUTS_FWD]>(strides));
     const int lane = threadIdx.x % 32;
     share.take(row);
-    if (WEIGHT && CLUSTER > 1 && thread() % 8 == 0)  // the weights lie in L2: towards L1 while the row is on its way
-        share.for_each([&](auto c) { asm volatile("prefetch.global.L1 [%0];" ::"l"(weight + share.begin + c.first())); });
+    if (WEIGHT && CLUSTER > 1 && thread() % 8 == 0)  // prefetch the weights from L2 to L1 while the row is loading
+        share.for_each(
+            [&](auto c) { asm volatile("prefetch.global.L1 [%0];" ::"l"(weight + share.begin + c.first())); });
     share.wait(0);
     const X *left = share.input(0, 0), *right = share.input(0, ADD);
     const auto value = [&](const auto& a, const auto& b, int j) {
@@ -85,7 +91,7 @@ extern "C" __global__ void __launch_bounds__(THREADS, BLOCKS)
         if (ADD) c.of(sum + at) = added;
     });
     squares = warp_sum(squares);
-    // Of all warps: the mean of the whole row first, then the squares about that.
+    // Over all warps: first the mean of the whole row, then the squared distances from it.
     float mine[FLOATS] = {squares}, center = 0, total = 0;
     if (MEAN) mine[FLOATS - 1] = middle;
     const float* slots = share.exchange(0, mine);
@@ -123,10 +129,11 @@ extern "C" __global__ void __launch_bounds__(THREADS, BLOCKS)
 }
 
 #else
-// partial: (clusters, DW + DB, columns) sums over each cluster's rows; with SHIFTED 8 more, see below.
+// partial: (clusters, DW + DB, columns) sums over each cluster's rows; with SHIFTED 8 more clusters, see below.
 extern "C" __global__ void __launch_bounds__(THREADS* GROUPS, BLOCKS)
-    norm_bwd(X* dx, float* partial, const Y* dy, const Y* dsum, const X* x, const W* weight, const float* mean, const float* rstd,
-             long long rows, int columns, long long dy_stride, long long dsum_stride, long long x_stride) {
+    norm_bwd(X* dx, float* partial, const Y* dy, const Y* dsum, const X* x, const W* weight, const float* mean,
+             const float* rstd, long long rows, int columns, long long dy_stride, long long dsum_stride,
+             long long x_stride) {
     const X* const from[3] = {x, dy, dsum};
     const long long strides[3] = {x_stride, dy_stride, dsum_stride};
     Turn<SHIFTED> turn(rows);
@@ -146,7 +153,7 @@ extern "C" __global__ void __launch_bounds__(THREADS* GROUPS, BLOCKS)
                 hold(c.in(w));
             });
     };
-    // Calls f on every column that this thread has, and its sum.
+    // Calls f on each of this thread's columns, with its sum.
     const auto sums_of = [&](bool bias, auto f) {
         share.for_each<ITEMS>([&]<int N>(Columns<N> c) {
 #pragma unroll
@@ -156,7 +163,8 @@ extern "C" __global__ void __launch_bounds__(THREADS* GROUPS, BLOCKS)
     share.take(turn.row);
     weights();
     const float part_of_mean = 1.0f / columns;
-    float next_scale = turn.more() ? rstd[turn.row] : 0.0f, next_center = MEAN && turn.more() ? mean[turn.row] : 0.0f;  // read a row ahead
+    // Read one row ahead.
+    float next_scale = turn.more() ? rstd[turn.row] : 0.0f, next_center = MEAN && turn.more() ? mean[turn.row] : 0.0f;
     for (int k = 0; turn.more(); ++k) {
         const float scale = next_scale, center = next_center;
         const long long row = turn.row;
@@ -196,9 +204,10 @@ extern "C" __global__ void __launch_bounds__(THREADS* GROUPS, BLOCKS)
         }
         if (MEAN) shift = warp_sum(shift) * part_of_mean;
         toward = warp_sum(toward) * part_of_mean;
-        if (KEEP || k) share.next(KEEP ? k : k - 1);  // whose place all threads have left when they met for this row
+        if (KEEP || k) share.next(KEEP ? k : k - 1);  // all threads left its stage before they met for this row
         share.for_each<ITEMS>([&]<int N>(Columns<N> c) {
-            if (KEEP) hold(c.in(a_of)), hold(c.in(b_of)), hold(c.in(w));  // so that what was made of them above is made again, not kept
+            // Recomputes what was derived above instead of keeping it in registers.
+            if (KEEP) hold(c.in(a_of)), hold(c.in(b_of)), hold(c.in(w));
             const Pack<X, N> a = KEEP ? c.in(a_of) : c.of(values);
             const Pack<Y, N> b = KEEP ? c.in(b_of) : c.of(slopes), other = ADD ? KEEP ? c.in(c_of) : c.of(others) : b;
             Pack<X, N> pack;
@@ -211,7 +220,7 @@ extern "C" __global__ void __launch_bounds__(THREADS* GROUPS, BLOCKS)
             }
             store_streaming(c.of(dx + row * columns + share.begin), pack);
         });
-        if (last) {  // in the next row other columns are this thread's: its sums until here go to `partial` as those of one cluster more
+        if (last) {  // the next row gives this thread other columns: its sums so far go to an extra part
 #pragma unroll
             for (int which = 0; which < DW + DB; ++which) {
                 float* to = partial + ((gridDim.x / CLUSTER + row % 8) * (DW + DB) + which) * columns + share.begin;
@@ -222,8 +231,8 @@ extern "C" __global__ void __launch_bounds__(THREADS* GROUPS, BLOCKS)
         }
     }
     if (!DW && !DB) return;
-    let_next_come();  // for the kernel that adds up what clusters write
-    // The groups' sums, one group after the other, in the shared memory that rows have left.
+    let_next_come();  // the kernel that adds up the clusters' sums
+    // The groups' sums, one group after the other, in the shared memory that rows no longer need.
     constexpr int PACKS = THREADS * ITEMS + 2 * SHIFTED;
     float* sums = reinterpret_cast<float*>(memory);
     partial += blockIdx.x / CLUSTER * (long long)(DW + DB) * columns + share.begin;

@@ -1,10 +1,11 @@
-// softmax and log_softmax of wide rows: a cluster of CLUSTER blocks holds a row, each block one part of it, and reads it once. Bulk
-// copies bring the parts into shared memory. Forward a cluster has one row, and other clusters fill the time in which it waits;
-// backward it may take rows in turn, and have STAGES of them on their way.
-// Macros beside those of cluster_rows.cuh: X is of x and dx, Y of y and dy; BLOCKS that fit a multiprocessor; LOG 0 or 1.
+// softmax and log_softmax of wide rows: a cluster of CLUSTER blocks holds a row, each block one part, and reads it
+// once. Bulk copies bring the parts into shared memory. Forward, a cluster has one row, and other clusters fill the
+// time in which it waits; backward, it may take rows in turn, with STAGES of them in flight.
+// Macros besides those of cluster_rows.cuh: X is the type of x and dx, Y of y and dy; BLOCKS that fit a multiprocessor;
+// LOG 0 or 1.
 #include "cluster_rows.cuh"
 
-// e / total. For float32 results rounded as a division is: a reciprocal's rounding alone would put one bias on a row.
+// e / total. A float32 result is rounded like a division: the rounding of a reciprocal alone would bias a whole row.
 __device__ inline float divide(float e, float total, float reciprocal) {
     const float q = e * reciprocal;
     return sizeof(Y) < 4 ? q : fmaf(fmaf(-q, total, e), reciprocal, q);
@@ -58,7 +59,8 @@ extern "C" __global__ void __launch_bounds__(THREADS, BLOCKS)
 #pragma unroll
             for (int j = 0; j < N; ++j) {
                 const float slope = to_float(a.at[j]), value = to_float(b.at[j]);
-                from_float(LOG ? slope - exp_from(value, 0.0f) * total : fmaf(-total, value, slope * value), pack.at[j]);
+                from_float(LOG ? slope - exp_from(value, 0.0f) * total : fmaf(-total, value, slope * value),
+                           pack.at[j]);
             }
             store_streaming(c.of(out), pack);
         });

@@ -1,6 +1,7 @@
-// softmax in CUDA C++, by how long rows are: a part of a warp, a warp or a block per row, and a block per (batch, head) to compare with.
-// Macros: XTYPE the type of x and dx, YTYPE of y and dy; PACK elements of a load; THREADS of a block; and of the warps' kernels LANES
-// for a row, a power of two, PACKS of each lane, ROWS that they take.
+// softmax in CUDA C++, by row length: a part of a warp, a warp or a block per row, and a block per (batch, head) for
+// comparison.
+// Macros: XTYPE the type of x and dx, YTYPE of y and dy; PACK elements per load; THREADS per block; for the warp
+// kernels LANES per row, a power of two, PACKS per lane, and ROWS that they take.
 #include "elementwise.cuh"
 #include "hopper.cuh"
 
@@ -9,19 +10,19 @@ using Y = YTYPE;
 
 constexpr float INF = __builtin_bit_cast(float, 0x7f800000);
 
-// e / total, rounded as a division is: a reciprocal's rounding alone would put one bias on a row.
+// e / total, rounded like a division: the rounding of a reciprocal alone would bias a whole row.
 __device__ inline float share_of(float e, float total, float reciprocal) {
     const float q = e * reciprocal;
     return fmaf(fmaf(-q, total, e), reciprocal, q);
 }
 
-// y (dy - total), its largest terms multiplied before they cancel.
+// y (dy - total), with its largest terms multiplied before they cancel.
 __device__ inline float gradient(float dy, float y, float total) { return fmaf(-total, y, dy * y); }
 
 __device__ inline float larger(float a, float b) { return fmaxf(a, b); }
 __device__ inline float added(float a, float b) { return a + b; }
 
-// Over WIDTH neighbouring lanes, all of whose warp come here.
+// A reduction over WIDTH adjacent lanes; the whole warp must call it.
 template <int WIDTH, typename F>
 __device__ float over_lanes(float x, F f) {
 #pragma unroll
@@ -29,18 +30,18 @@ __device__ float over_lanes(float x, F f) {
     return x;
 }
 
-// Over a block, all of whose threads come here. `none` is what changes nothing.
+// A reduction over a block; all threads must call it. `none` is the neutral element.
 template <typename F>
 __device__ float over_block(float x, float none, F f) {
     __shared__ float slots[32];
     x = over_lanes<32>(x, f);
-    __syncthreads();  // the slots' last use is over
+    __syncthreads();  // the slots are no longer in use
     if (threadIdx.x % 32 == 0) slots[threadIdx.x / 32] = x;
     __syncthreads();
     return over_lanes<32>(threadIdx.x % 32 < THREADS / 32 ? slots[threadIdx.x % 32] : none, f);
 }
 
-// Calls f(p) on the packs of a row that this thread takes.
+// Calls f(p) on this thread's packs of a row.
 template <typename F>
 __device__ void for_packs(int columns, F f) {
     for (int p = threadIdx.x; p < columns / PACK; p += THREADS) f(p);
@@ -57,7 +58,7 @@ __device__ const Pack<T, PACK>& pack_at(const T* row, int p) {
 }
 
 #ifdef LANES
-// Rows that these lanes take: their elements in registers, of packs beyond a row's end or rows beyond the last `none`.
+// The rows that these lanes take, in registers; packs past a row's end, and rows past the last, hold `none`.
 template <typename T>
 struct Rows {
     float at[ROWS][PACKS * PACK];
@@ -93,7 +94,9 @@ struct Rows {
     }
 };
 
-__device__ inline long long first_row() { return (blockIdx.x * (long long)(THREADS / LANES) + threadIdx.x / LANES) * ROWS; }
+__device__ inline long long first_row() {
+    return (blockIdx.x * (long long)(THREADS / LANES) + threadIdx.x / LANES) * ROWS;
+}
 
 extern "C" __global__ void softmax_warp_fwd(Y* y, const X* x, long long rows, int columns, long long x_stride) {
     Rows<X> row(x, first_row(), rows, columns, x_stride, -INF);
@@ -113,8 +116,8 @@ extern "C" __global__ void softmax_warp_fwd(Y* y, const X* x, long long rows, in
     row.store(y, first_row(), rows, columns);
 }
 
-extern "C" __global__ void softmax_warp_bwd(X* dx, const Y* dy, const Y* y, long long rows, int columns, long long dy_stride,
-                                            long long y_stride) {
+extern "C" __global__ void softmax_warp_bwd(X* dx, const Y* dy, const Y* y, long long rows, int columns,
+                                            long long dy_stride, long long y_stride) {
     Rows<Y> slope(dy, first_row(), rows, columns, dy_stride, 0);
     const Rows<Y> row(y, first_row(), rows, columns, y_stride, 0);
 #pragma unroll
@@ -129,7 +132,8 @@ extern "C" __global__ void softmax_warp_bwd(X* dx, const Y* dy, const Y* y, long
     slope.store(dx, first_row(), rows, columns);
 }
 #else
-extern __shared__ float kept[];  // numbers of a row, the k-th of pack p at [k][p]: neighbouring threads are in neighbouring banks
+// A row's numbers, the k-th of pack p at [k][p], so that adjacent threads use adjacent banks.
+extern __shared__ float kept[];
 
 extern "C" __global__ void softmax_block_fwd(Y* y, const X* x, long long rows, int columns, long long x_stride) {
     const X* in = x + blockIdx.x * x_stride;
@@ -156,20 +160,22 @@ extern "C" __global__ void softmax_block_fwd(Y* y, const X* x, long long rows, i
     });
 }
 
-extern "C" __global__ void softmax_block_bwd(X* dx, const Y* dy, const Y* y, long long rows, int columns, long long dy_stride,
-                                             long long y_stride) {
+extern "C" __global__ void softmax_block_bwd(X* dx, const Y* dy, const Y* y, long long rows, int columns,
+                                             long long dy_stride, long long y_stride) {
     const int packs = columns / PACK;
     float *slopes = kept, *values = kept + columns, total = 0;
     for_packs(columns, [&](int p) {
         const Pack<Y, PACK> a = pack_at(dy + blockIdx.x * dy_stride, p), b = pack_at(y + blockIdx.x * y_stride, p);
 #pragma unroll
-        for (int k = 0; k < PACK; ++k) total += (slopes[k * packs + p] = to_float(a.at[k])) * (values[k * packs + p] = to_float(b.at[k]));
+        for (int k = 0; k < PACK; ++k)
+            total += (slopes[k * packs + p] = to_float(a.at[k])) * (values[k * packs + p] = to_float(b.at[k]));
     });
     total = over_block(total, 0, added);
     for_packs(columns, [&](int p) {
         Pack<X, PACK> pack;
 #pragma unroll
-        for (int k = 0; k < PACK; ++k) from_float(gradient(slopes[k * packs + p], values[k * packs + p], total), pack.at[k]);
+        for (int k = 0; k < PACK; ++k)
+            from_float(gradient(slopes[k * packs + p], values[k * packs + p], total), pack.at[k]);
         pack_at(dx + blockIdx.x * (long long)columns, p) = pack;
     });
 }
@@ -196,7 +202,8 @@ __device__ void uncached(Y* out, const X* in, int columns) {
         const Pack<X, PACK> pack = pack_at(in, p);
         Pack<Y, PACK> made;
 #pragma unroll
-        for (int k = 0; k < PACK; ++k) from_float(share_of(expf(to_float(pack.at[k]) - most), total, reciprocal), made.at[k]);
+        for (int k = 0; k < PACK; ++k)
+            from_float(share_of(expf(to_float(pack.at[k]) - most), total, reciprocal), made.at[k]);
         pack_at(out, p) = made;
     });
 }
@@ -220,14 +227,14 @@ __device__ void uncached_gradient(X* out, const Y* dy, const Y* y, int columns) 
     });
 }
 
-// EACH rows a block, one after the other: one, or those of a (batch, head).
+// EACH rows per block, in turn: one, or those of a (batch, head).
 extern "C" __global__ void softmax_uncached_fwd(Y* y, const X* x, long long rows, int columns, long long x_stride) {
     for (long long row = blockIdx.x * (long long)EACH; row < rows && row < (blockIdx.x + 1) * (long long)EACH; ++row)
         uncached(y + row * columns, x + row * x_stride, columns);
 }
 
-extern "C" __global__ void softmax_uncached_bwd(X* dx, const Y* dy, const Y* y, long long rows, int columns, long long dy_stride,
-                                                long long y_stride) {
+extern "C" __global__ void softmax_uncached_bwd(X* dx, const Y* dy, const Y* y, long long rows, int columns,
+                                                long long dy_stride, long long y_stride) {
     for (long long row = blockIdx.x * (long long)EACH; row < rows && row < (blockIdx.x + 1) * (long long)EACH; ++row)
         uncached_gradient(dx + row * columns, dy + row * dy_stride, y + row * y_stride, columns);
 }
