@@ -1,7 +1,8 @@
-"""Every kernel of every op, compiled for every target without a GPU: no spills, registers and shared memory that fit, wide loads
-where promised.
+"""Every kernel of every op compiled without a GPU: no spills, registers and shared memory that fit, wide loads.
 
-A kernel that may spill is listed in SPILLS with the most bytes it may move and why.
+Each is compiled for sm_80, sm_90, sm_100, gfx942 and one of the consumer architectures (NEWER), which take turns among
+the ops. With --every-kernel all are compiled for all architectures. SPILLS lists the kernels that may spill, with the
+most bytes they may move, and why.
 """
 
 from collections.abc import Iterable, Iterator
@@ -94,10 +95,31 @@ SPILLS: dict[tuple[str, str, str, str], tuple[int, str]] = {
     ("attention_varlen", "gluon", "_fwd", "sm_90"): (12, "as attention's"),
     ("attention_varlen", "gluon", "_bwd", "sm_90"): (256, "as attention's"),
     ("attention_varlen", "gluon", "_bwd_wide", "sm_90"): (160, "as attention's, and what a piece is"),
+    ("add_layer_norm", "triton", "_fwd", "sm_86"): (16, "as sm_80's"),
+    ("add_layer_norm", "triton", "_fwd", "sm_89"): (16, "as sm_80's"),
+    ("add_layer_norm", "triton", "_fwd_wide", "sm_86"): (8, "one register at 50257 columns in bfloat16; untimed there"),
+    ("add_layer_norm", "triton", "_fwd_wide", "sm_89"): (8, "as sm_86's"),
+    ("add_rms_norm", "triton", "_bwd", "sm_120"): (12, "a register at 50257 columns in bfloat16; untimed there"),
+    ("gemv", "triton", "_few", "sm_120"): (8, "one register for 8 rows of x in bfloat16; untimed there"),
+    ("gemv", "triton", "_fwd", "sm_120"): (8, "one register at 33x129 in float16"),
+    ("group_norm", "triton", "_fwd_wide", "sm_120"): (32, "1024 threads of 64 registers, channels last in float32"),
+    ("linear", "triton", "_fwd", "sm_86"): (16, "as sm_80's"),
+    ("linear", "triton", "_fwd", "sm_89"): (16, "as sm_80's"),
+    ("matmul", "triton", "_fwd", "sm_120"): (12, "two registers of 128 x 256 tiles at 2048; one of float32 at 4096"),
+    ("matmul", "triton_persistent", "_stay", "sm_120"): (8, "one register of 128 x 64 tiles; untimed there"),
+    ("quantize_fp8", "triton", "_tiles", "sm_86"): (216, "as sm_80's"),
+    ("quantize_fp8", "triton", "_tiles", "sm_89"): (8, "one register at 33x129 in float32"),
+    ("sgemm", "cuda_v9", "sgemm_v9", "sm_120"): (68, "128 registers for two blocks a multiprocessor; untimed there"),
+    ("silu_mul", "triton", "_columns", "sm_86"): (12, "two registers at 33x129 in half precision"),
+    ("silu_mul", "triton", "_columns", "sm_89"): (12, "as sm_86's"),
+    ("weighted_sum", "triton", "_bwd_dw", "sm_120"): (
+        56,
+        "33x129 in float16, of a tile that the rule makes of short rows",
+    ),
 }
-OWN = "3.7.1"  # the Triton of requirements.lock; the others' compilers may move a few registers more, and of Gluon's kernels more yet:
-# 3.9's spills up to 1016 bytes, out and in, in attention's backward, and (before 2026-11-23) 2164 in its forward at D 64 with three groups;
-# 3.6's 120 in quantize_int8 of 33x129 for sm_100.
+# The Triton of requirements.lock. Other versions may spill a few registers more, and many more in Gluon's kernels:
+# Triton 3.9 up to 1016 bytes in attention's backward; 3.6 120 bytes in quantize_int8 of 33x129 for sm_100.
+OWN = "3.7.1"
 if triton.__version__ == "3.6.0":
     SPILLS |= {
         ("attention", "triton", "_fwd", "sm_90"): (
@@ -118,29 +140,52 @@ if triton.__version__ == "3.9.0":
 MORE = {OWN: {}, "3.6.0": {"gluon": 128, "triton": 128}, "3.9.0": {"gluon": 2048}}.get(triton.__version__, {})
 MOVED = 0 if triton.__version__ == OWN else 64
 REGISTERS = 65536  # of a multiprocessor, each thread's by eights: a block that asks for more does not start
-REFUSED = {("fp8_matmul", "sm_80")}  # whose matrix units have no 8-bit floats
-CHECKS = 2  # of an op's small cases, beside its benchmarks
-# Ops whose kernels take seconds each to compile: one of each kind is, on sm_90 of small cases too; all are with --every-kernel.
+REFUSED = {("fp8_matmul", "sm_80"), ("fp8_matmul", "sm_86")}  # no matrix units for 8-bit floats
+CHECKS = 2  # small cases of an op, beside its benchmarks
+# Ops whose kernels take seconds each to compile: implementations share what is compiled.
 LARGE = ("attention", "attention_varlen")
+FULL = "sm_90"  # what results are recorded of: all its kernels are compiled; elsewhere one of each kind
+NEWER = ("sm_120", "sm_86", "sm_89")  # one of them for each op, in turn
 
 pytestmark = pytest.mark.compiles
 
-RUNGS = [
-    pytest.param(i, arch, id=f"{i.op.name}-{i.name}-{arch}")
-    for o in op.registry().values()
-    for i in o.implementations.values()
-    for arch in inspect.ARCHES
-    if i.is_kernel
-    and not ((i.arch or i.kind in ("cuda", "gluon")) and arch == "gfx942")
-    and (o.name, arch) not in REFUSED
-    if i.arch <= (device.known(arch).capability or 10**9) <= (i.newest or 10**9)
-]
+
+def runs(implementation: Implementation, arch: str) -> bool:
+    """Whether an implementation can run on the first card of an architecture."""
+    i, card = implementation, device.known(arch)
+    if not i.is_kernel or (i.op.name, arch) in REFUSED:
+        return False
+    if card.backend == "hip":
+        return i.kind == "triton" and not i.arch
+    return i.arch <= card.capability <= (i.newest or card.capability) and i.shared <= card.shared_memory
+
+
+def targets(implementation: Implementation, turn: int, every: bool) -> list[str]:
+    """The architectures to compile an implementation for. turn: the number of its op."""
+    able = [arch for arch in inspect.ARCHES if runs(implementation, arch)]
+    turns = [NEWER[(turn + n) % len(NEWER)] for n in range(len(NEWER))]
+    mine = next((arch for arch in turns if arch in able), None)
+    return [arch for arch in able if every or arch not in NEWER or arch == mine]
+
+
+def rungs(every: bool) -> list[tuple[Implementation, str]]:
+    """What is compiled for what."""
+    ops = enumerate(op.registry().values())
+    found = [(i, turn) for turn, o in ops for i in o.implementations.values()]
+    return [(i, arch) for i, turn in found for arch in targets(i, turn, every)]
+
+
+def pytest_generate_tests(metafunc: pytest.Metafunc) -> None:
+    if metafunc.function is test_kernels_fit:
+        found = rungs(metafunc.config.getoption("every_kernel"))
+        ids = [f"{i.op.name}-{i.name}-{arch}" for i, arch in found]
+        metafunc.parametrize(("implementation", "arch"), found, ids=ids)
 
 
 def calls(
     implementation: Implementation, arch: str, small: int | None = CHECKS
 ) -> Iterator[tuple[Launch, dict[str, Any]]]:
-    """The launches, and of what call each is, of benchmarks and of so many small cases (None: all); bfloat16 first."""
+    """The launches of benchmarks and some small cases (None: all), and the facts of their calls; bfloat16 first."""
     o = implementation.op
     bench = [case for case in o.cases if case.use == "bench"]
     for case in bench + [case for case in o.cases if case.use != "bench"][:small]:
@@ -150,12 +195,14 @@ def calls(
                 for direction, launch in inspect.launches(o, implementation, case, dtype, arch):
                     yield launch, facts | {"direction": direction}
             except RidgelineError:
-                continue  # a case or dtype that this rung refuses, which test_ops holds it to
+                continue  # a case or dtype that the implementation refuses, as test_ops checks
 
 
 def one_of_each(found: Iterable[tuple[Launch, dict[str, Any]]]) -> list[tuple[Launch, dict[str, Any]]]:
-    """Of benchmarks' launches, those with most options on first, the ones with an option, a size or a kind of argument that none before
-    had; then of small cases' the ones with an option, a dtype or a kind of argument: their sizes say nothing of a kernel's use."""
+    """The launches that show something new: an option, a dtype, a kind of argument, or in benchmarks a size.
+
+    Benchmarks come first, those with the most options before others.
+    """
 
     def kind(arg: Any) -> Any:
         return arg.dtype.is_floating_point if isinstance(arg, torch.Tensor) else type(arg)
@@ -176,12 +223,14 @@ def one_of_each(found: Iterable[tuple[Launch, dict[str, Any]]]) -> list[tuple[La
 
 
 def kernels(implementation: Implementation, arch: str, every: bool) -> list[inspect.Resources]:
-    """The different kernels of an implementation, over its benchmarks, small cases and its dtypes; forward and backward."""
-    found = calls(implementation, arch)
-    if implementation.op.name in LARGE and not every:  # what rungs share is compiled for the first of them
-        rungs = [i for i, a in (p.values for p in RUNGS) if i.op.name in LARGE and a == arch]
-        found = (one for i in rungs for one in calls(i, arch, None if arch == "sm_90" else 0))
+    """The different kernels of an implementation, over its benchmarks, small cases and dtypes, forward and backward."""
+    found: Iterable[tuple[Launch, dict[str, Any]]] = calls(implementation, arch)
+    if implementation.op.name in LARGE and not every:  # what implementations share is compiled for the first of them
+        able = [i for name in LARGE for i in op.registry()[name].implementations.values() if runs(i, arch)]
+        found = (one for i in able for one in calls(i, arch, None if arch == FULL else 0))
         found = (one for one in one_of_each(found) if one[1]["implementation"] is implementation)
+    elif arch != FULL and not every:
+        found = one_of_each(found)
     different = {inspect.signature(launch): (launch, facts) for launch, facts in found}.values()
     inspect.compile_side_by_side([launch for launch, _ in different], arch)
     made = []
@@ -193,7 +242,6 @@ def kernels(implementation: Implementation, arch: str, every: bool) -> list[insp
     return made
 
 
-@pytest.mark.parametrize(("implementation", "arch"), RUNGS)
 def test_kernels_fit(implementation: Implementation, arch: str, request: pytest.FixtureRequest) -> None:
     found = kernels(implementation, arch, request.config.getoption("every_kernel"))
     assert found, f"{implementation.op.name} {implementation.name} supports none of its op's cases on {arch}"
@@ -205,9 +253,8 @@ def test_kernels_fit(implementation: Implementation, arch: str, request: pytest.
         if r.stack and r.spill_loads + r.spill_stores > allowed:
             faults.append(f"{what} spills {r.spill_stores} bytes out and {r.spill_loads} in; {allowed} allowed")
         if r.shared > device.known(arch).shared_memory:
-            faults.append(
-                f"{what} takes {r.shared:,} bytes of shared memory, and {arch} has {device.known(arch).shared_memory:,}"
-            )
+            most = device.known(arch).shared_memory
+            faults.append(f"{what} takes {r.shared:,} bytes of shared memory; {arch} has {most:,}")
         if r.threads > 1024:
             faults.append(f"{what} has {r.threads} threads per block; 1024 is the most")
         if r.kind == "cuda" and -(-r.registers // 8) * 8 * r.threads > REGISTERS:
@@ -219,10 +266,22 @@ def test_kernels_fit(implementation: Implementation, arch: str, request: pytest.
     assert not faults, "\n".join(faults)
 
 
-@pytest.mark.parametrize("arch", ["sm_80", "sm_90"])
-@pytest.mark.parametrize("D", [128, 256])
-def test_masks_of_wide_heads_fit(D: int, arch: str) -> None:
-    """A mask's tiles lie in shared memory beside those of keys and values."""
+def test_every_kernel_is_compiled_for_a_newer_architecture() -> None:
+    compiled = rungs(every=False)
+    for i, turn in ((i, turn) for turn, o in enumerate(op.registry().values()) for i in o.implementations.values()):
+        able = [arch for arch in NEWER if runs(i, arch)]
+        assert len([arch for one, arch in compiled if one is i and arch in NEWER]) == min(1, len(able)), i
+        assert {arch for arch in targets(i, turn, every=True) if arch in NEWER} == {*able}
+        if i.is_kernel and not able:
+            assert i.newest == 90 or i.shared > device.known("rtx5090").shared_memory, i
+    assert {arch for _, arch in compiled} == {*inspect.ARCHES}
+
+
+@pytest.mark.parametrize(
+    ("arch", "D"), [("sm_86", 128), ("sm_86", 256), ("sm_90", 128), ("sm_90", 256), ("sm_120", 256)]
+)
+def test_masks_of_wide_heads_fit(arch: str, D: int) -> None:
+    """The tiles of a mask lie in shared memory beside those of keys and values."""
     attention = op.registry()["attention"]
     case = Case(
         "mask",
