@@ -95,13 +95,15 @@ def proofs(ops: list[str], interpret: bool, until: float, clock: Clock, processe
     """Compiles all kernels and, if `interpret`, checks Triton's in its interpreter, both until the clock's `until`."""
     from ridgeline.lab.report import compiler, interpreter
 
-    cores = processes or len(os.sched_getaffinity(0))
-    each = max(1, min(MOST, cores // 2 if interpret else cores))
+    builds = max(1, min(MOST, processes or len(os.sched_getaffinity(0))))
+    halves = max(1, builds // 2) if interpret else 0  # interpreters, which are over first
     one = dict.fromkeys(("OMP_NUM_THREADS", "MKL_NUM_THREADS"), "1")
-    builders = [Worker("compiling", compiler.build, ops, n, each, TRITON_INTERPRET=None, **one) for n in range(each)]
+    builders = [
+        Worker("compiling", compiler.build, ops, n, builds, TRITON_INTERPRET=None, **one) for n in range(builds)
+    ]
     checkers = [
-        Worker("checking in Triton's interpreter", interpreter.check, ops, n, each, TRITON_INTERPRET="1", **one)
-        for n in range(each if interpret else 0)
+        Worker("checking in Triton's interpreter", interpreter.check, ops, n, halves, TRITON_INTERPRET="1", **one)
+        for n in range(halves)
     ]
 
     def progress() -> None:
