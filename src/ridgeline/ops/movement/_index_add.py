@@ -173,7 +173,10 @@ def _in_no_order(x: torch.Tensor, index: torch.Tensor, deterministic: Any) -> bo
 def slow(x: Any, dim: Any, index: torch.Tensor, source: Any, alpha: Any = 1, deterministic: Any = None) -> str | None:
     if _in_no_order(x, index, deterministic):
         return None
-    return "its sums have no order: deterministic=False allows it, where it is faster: many indices, halves, a large cache"
+    return (
+        "its sums have no order: deterministic=False allows it, where it is faster: "
+        "many indices, halves, a large cache"
+    )
 
 
 def left(x: Any, dim: Any, index: torch.Tensor, source: Any, alpha: Any = 1, deterministic: Any = None) -> str | None:
