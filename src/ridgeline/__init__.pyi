@@ -373,19 +373,27 @@ def adamw(
     eps: float = 1e-8,
     weight_decay: float = 1e-2,
     maximize: bool = False,
+    masters: torch.Tensor | Sequence[torch.Tensor] | None = None,
+    rounding: str = "nearest",
+    seed: int = 0,
     impl: str | None = None,
 ) -> None:
     """One step of AdamW in place, as `torch.optim.AdamW` takes it. Returns None; it has no gradients.
 
     params, grads, exp_avgs, exp_avg_sqs: equally long lists of tensors, or one tensor each. The tensors of one
     parameter have its shape, any strides, and each float32, float16 or bfloat16 (moments may be float32 beside a
-    narrower parameter). The arithmetic is float32, rounded to nearest.
+    narrower parameter). The arithmetic is float32.
+    masters: float32 weights, one for each parameter. The step updates them and writes them to the parameters, rounded.
+    rounding: "nearest", or "stochastic": a bfloat16 result is rounded up with the probability of what lies above, so
+    that updates under half an ulp are not lost (with beta2 0.999 a bfloat16 second moment sticks otherwise). The random
+    bits depend on `seed`, the step and an element's place alone, so reruns are equal.
     step: the number of this step, from 1. A 0-d float32 tensor, or a list of one per parameter, is read on the device,
     so that a CUDA graph can be replayed with other values; so is a tensor as lr. Nothing waits for the GPU.
     betas: how much of each average is kept, both in [0, 1). eps: added to the root of the second average, at least 0.
     weight_decay: subtracted as lr * weight_decay * param (decoupled), at least 0. maximize: ascend the gradient.
-    Raises RidgelineError if lists do not fit together, if a tensor is sparse, expanded or not floating point, if a
-    number is out of range, or if `impl` cannot run the call.
+    Raises RidgelineError if lists do not fit together, if a tensor is sparse, expanded or not floating point, if
+    masters are not float32, if float16 is to be rounded stochastically, if a number is out of range, or if `impl`
+    cannot run the call.
     """
 
 def clip_grad_norm(
@@ -517,8 +525,8 @@ def quantize_fp8(
 
     x: (..., K), floating point, any strides. block: which numbers share a scale: (1, 128) of a row, (128, 128) of a
     matrix (blocks at the end may be smaller), "row" or "tensor".
-    Returns q, float8_e4m3fn, contiguous, of x's shape, with at most 448 in absolute value; and scale, float32:
-    (..., ceil(K / 128)), (ceil(M / 128), ceil(K / 128)), (..., 1) or (). It has no gradients.
+    Returns q, float8_e4m3fn, contiguous, of x's shape; and scale, float32: (..., ceil(K / 128)),
+    (ceil(M / 128), ceil(K / 128)), (..., 1) or (). The largest number of a block becomes 448 or -448. It has no gradients.
     x / scale is rounded to float32, then to the nearest e4m3 number, ties to even. A scale is at least 2^-126 (all
     zeros), and infinite if its numbers hold an infinity or NaN; `dequantize` then gives NaN. GPUs without e4m3 give the
     same codes, slower.
