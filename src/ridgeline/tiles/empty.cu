@@ -1,2 +1,2 @@
-// A kernel that does nothing: what the driver is asked about clusters with.
+// A kernel that does nothing, for asking the driver how many clusters fit.
 extern "C" __global__ void empty() {}

@@ -296,7 +296,7 @@ CLIP_GRAD_NORM.eager("naive", "a norm per tensor, their norm, and a product per 
 CLIP_GRAD_NORM.eager("torch", "torch's foreach kernels: norms of many tensors, then their scaling", _torch, served=True)
 CLIP_GRAD_NORM.kernel(
     "triton",
-    "partial sums over chunks of all tensors, and a scaling that skips all memory if the factor is 1",
+    "partial sums over chunks of all tensors, and a scaling that does nothing if the factor is 1",
     kind="triton",
     fwd=_launch_triton,
     supports=narrow,

@@ -70,8 +70,8 @@ def quantize_fp8(
 
     x: (..., K), floating point, any strides. block: which numbers share a scale: (1, 128) of a row, (128, 128) of a
     matrix (blocks at the end may be smaller), "row" or "tensor".
-    Returns q, float8_e4m3fn, contiguous, of x's shape, with at most 448 in absolute value; and scale, float32:
-    (..., ceil(K / 128)), (ceil(M / 128), ceil(K / 128)), (..., 1) or (). It has no gradients.
+    Returns q, float8_e4m3fn, contiguous, of x's shape; and scale, float32: (..., ceil(K / 128)),
+    (ceil(M / 128), ceil(K / 128)), (..., 1) or (). A block's largest number becomes 448 or -448. It has no gradients.
     x / scale is rounded to float32, then to the nearest e4m3 number, ties to even. A scale is at least 2^-126 (all
     zeros), and infinite if its numbers hold an infinity or NaN; `dequantize` then gives NaN. GPUs without e4m3 give the
     same codes, slower.

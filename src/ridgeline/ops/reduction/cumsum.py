@@ -128,6 +128,6 @@ idea = "one pass: each tile looks back at the totals of earlier tiles, in a fixe
 _rung("cuda_lookback", idea, partial(by_tiles, False), 1.5, READ, supports=last_dim)
 idea = "16-byte loads; one block per row for many rows, one thread per column for other dimensions"
 _rung("cuda", idea, best, 1.1, ISSUED, served=True)
-idea = "TMA brings tiles in advance; a block looks at one total of each other block, rarely waiting"
+idea = "bulk copies prefetch tiles; a block looks at one total of each other block, rarely waiting"
 TMA = {"served": True, "arch": 90, "shared": 227 << 10}
 _rung("cuda_ring", idea, by_ring, 1.1, DRAM, supports=whole, unless=short, **TMA)

@@ -60,7 +60,7 @@ KERNELS.op = SOFTMAX = Op(softmax, reference=reference, cost=cost, cases=[*CASES
 
 SOFTMAX.eager(
     "naive",
-    "the formula in eager PyTorch: five passes: max, subtract, exp, sum, divide",
+    "the formula in eager PyTorch: five passes (max, subtract, exp, sum, divide)",
     reference,
     supports=full_precision,
 )
