@@ -270,7 +270,7 @@ def test_refusals(device: str) -> None:
         ({"betas": 0.9}, "betas must be two numbers, but are 0.9"),
         ({"betas": (0.9,)}, r"betas must be two numbers, but are \(0.9,\)"),
         ({"betas": (0.9, "b")}, "betas must be a number, but is 'b'"),
-        ({"betas": (0.9, 1.0)}, r"betas must be in \[0, 1\), .* and are \(0.9, 1.0\)"),
+        ({"betas": (0.9, 1.0)}, r"betas must be in \[0, 1\), .* but are \(0.9, 1.0\)"),
         ({"betas": (math.nan, 0.9)}, r"betas must be in \[0, 1\)"),
         ({"lr": None}, "lr must be a number, but is None"),
         ({"lr": "a"}, "lr must be a number, but is 'a'"),
@@ -291,13 +291,13 @@ def test_refusals(device: str) -> None:
         ((None, None, None, None), "params must be a list of tensors"),
         ((x, None, g, g), "grads must be tensors, but number 0 is NoneType"),
         (([None], [g], [g], [g]), "params must be tensors, but number 0 is NoneType"),
-        (([x], [g, g], [g], [g]), "equally long lists, and have 1, 2, 1, 1 tensors"),
+        (([x], [g, g], [g], [g]), "equally long lists, but have 1, 2, 1, 1 tensors"),
     ):
         with pytest.raises(RidgelineError, match=said):
             ridgeline.adamw(*lists, 1)
     for given, said in (
         ((None, 1.0), "tensors must be a list of tensors .a single tensor only if all are., but is NoneType"),
-        ((3, 1.0), "and is int"),
+        ((3, 1.0), "but is int"),
         (([1.0], 1.0), "tensors must be tensors, but number 0 is float"),
         (([g], "a"), "max_norm must be a number, but is 'a'"),
         (([g], None), "max_norm must be a number, but is None"),
@@ -377,7 +377,9 @@ def test_opcheck(name: str, device: str) -> None:
     some = [torch.rand(33, 17, device=device), torch.rand(9000, device=device)]
     lists = [[t.clone() for t in some] for _ in range(4)]
     given = (
-        (*lists, [], 3, None, 0.1, 0.9, 0.999, 1e-8, 0.01, False, None) if name == "adamw" else (some, 1.0, False, None)
+        (*lists, [], [], 3, None, 0.1, 0.9, 0.999, 1e-8, 0.01, False, False, 0, None)
+        if name == "adamw"
+        else (some, 1.0, False, None)
     )
     results = torch.library.opcheck(getattr(torch.ops.ridgeline, name).default, given)
     assert set(results.values()) == {"SUCCESS"}, results

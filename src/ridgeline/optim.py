@@ -11,12 +11,19 @@ import torch
 
 from ridgeline.op import RidgelineError, get
 
+# Options that torch's AdamW lacks.
+OWN: dict[str, Any] = {"moment_dtype": None, "master_weights": False, "rounding": "nearest", "seed": 0}
+
 
 class AdamW(torch.optim.AdamW):
     """`torch.optim.AdamW`, by `ridgeline.adamw`: one kernel launch for all parameters of a group with the same dtypes.
 
-    The constructor is torch's, with one option more. A step never synchronises with the GPU.
+    The constructor is torch's, with four options more. A step never synchronises with the GPU.
     moment_dtype: the dtype of both moments; torch.float32 keeps them precise beside narrower parameters.
+    master_weights: keeps float32 weights beside narrower parameters, as the state "master". A step updates them and
+        casts them in the same pass. Load a model's weights before its optimizer's state.
+    rounding, seed: "stochastic" rounds bfloat16 results up or down at random, by the bits of `seed`, so that updates
+        under half an ulp are not lost; see `ridgeline.adamw`.
     foreach, fused: accepted but without effect on results, since they choose among torch's implementations. With
         `fused` or `capturable`, the GPU counts the steps.
     CPU tensors and float64 run torch's fused kernel.
@@ -29,20 +36,28 @@ class AdamW(torch.optim.AdamW):
         lr: float | torch.Tensor = 1e-3,
         *args: Any,
         moment_dtype: torch.dtype | None = None,
+        master_weights: bool = False,
+        rounding: str = "nearest",
+        seed: int = 0,
         **kwargs: Any,
     ):
         if moment_dtype is not None and not moment_dtype.is_floating_point:
             raise RidgelineError(f"AdamW: moment_dtype must be floating point, and is {moment_dtype}")
+        if rounding not in ("nearest", "stochastic"):
+            raise RidgelineError(f'AdamW: rounding must be "nearest" or "stochastic", and is {rounding!r}')
         super().__init__(params, lr, *args, **kwargs)
-        self.defaults["moment_dtype"] = moment_dtype
+        own = {"moment_dtype": moment_dtype, "master_weights": master_weights, "rounding": rounding, "seed": seed}
+        self.defaults |= own
         for group in self.param_groups:
-            group.setdefault("moment_dtype", moment_dtype)
+            for name, value in own.items():
+                group.setdefault(name, value)
         self._prepare()
 
     def __setstate__(self, state: dict[str, Any]) -> None:
         super().__setstate__(state)
         for group in self.param_groups:
-            group.setdefault("moment_dtype", self.defaults.get("moment_dtype"))
+            for name, value in OWN.items():
+                group.setdefault(name, self.defaults.get(name, value))
         self._prepare()
 
     def _prepare(self) -> None:
@@ -51,7 +66,7 @@ class AdamW(torch.optim.AdamW):
             self._refuse(group)
         self._step_supports_amp_scaling = False  # a GradScaler unscales the gradients itself
         self._function = get("adamw").function
-        self._counts: dict[int, tuple[list[torch.Tensor], torch.Tensor]] = {}
+        self._counts: dict[Any, tuple[list[torch.Tensor], torch.Tensor]] = {}
 
     @staticmethod
     def _refuse(group: dict[str, Any]) -> None:
@@ -69,19 +84,21 @@ class AdamW(torch.optim.AdamW):
         self._refuse(self.param_groups[-1])
 
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
-        """Loads a state as torch does, but casts moments to the group's `moment_dtype`, not to the parameter's dtype.
+        """Loads a state as torch does, but keeps the dtypes of moments (`moment_dtype`) and of master weights.
 
-        If a saved group has no `moment_dtype`, as in torch's state_dicts, the group keeps its own."""
-        own = [g["moment_dtype"] for g in self.param_groups]
+        Options that a saved group lacks, as in torch's state_dicts, stay the group's own."""
+        own = [{name: g[name] for name in OWN} for g in self.param_groups]
         super().load_state_dict(state_dict)
-        for group, saved, dtype in zip(self.param_groups, state_dict["param_groups"], own, strict=True):
-            group["moment_dtype"] = saved.get("moment_dtype", dtype)
+        for group, saved, options in zip(self.param_groups, state_dict["param_groups"], own, strict=True):
+            group |= {name: saved.get(name, value) for name, value in options.items()}
         numbers = chain.from_iterable(g["params"] for g in state_dict["param_groups"])
         groups = [(g["moment_dtype"], p) for g in self.param_groups for p in g["params"]]
         for number, (dtype, p) in zip(numbers, groups, strict=True):
-            if dtype is not None and number in state_dict["state"]:
-                for name in ("exp_avg", "exp_avg_sq"):
-                    self.state[p][name] = state_dict["state"][number][name].to(p.device, dtype, copy=True)
+            saved = state_dict["state"].get(number, {})
+            wide = {"exp_avg": dtype, "exp_avg_sq": dtype, "master": torch.float32}
+            for name in wide.keys() & saved.keys():
+                if wide[name] is not None:
+                    self.state[p][name] = saved[name].to(p.device, wide[name], copy=True)
 
     @torch.no_grad()
     def step(self, closure: Callable[[], Any] | None = None) -> Any:
@@ -119,22 +136,40 @@ class AdamW(torch.optim.AdamW):
                 )
                 for name in ("exp_avg", "exp_avg_sq"):
                     state[name] = torch.zeros_like(p, dtype=group["moment_dtype"], memory_format=torch.preserve_format)
-        lists = params, grads, [s["exp_avg"] for s in states], [s["exp_avg_sq"] for s in states]
-        options = {name: group[name] for name in ("lr", "betas", "eps", "weight_decay", "maximize")}
+            if group["master_weights"] and "master" not in state and p.dtype in (torch.float16, torch.bfloat16):
+                state["master"] = p.detach().to(torch.float32, memory_format=torch.preserve_format)
+        if group["master_weights"]:
+            has = ["master" in s for s in states]
+            if not all(has) and any(has):  # the kernel's lists are of one kind
+                for kind in (True, False):
+                    self._update(
+                        group, *[[x for x, h in zip(some, has) if h is kind] for some in (params, grads, states)]
+                    )
+                return
+        self._update(group, params, grads, states)
+
+    def _update(
+        self, group: dict[str, Any], params: list[torch.Tensor], grads: list[Any], states: list[dict[str, Any]]
+    ) -> None:
+        """Starts the step of these parameters: one call for each step number among them."""
+        lists = [params, grads, [s["exp_avg"] for s in states], [s["exp_avg_sq"] for s in states]]
+        options = {name: group[name] for name in ("lr", "betas", "eps", "weight_decay", "maximize", "rounding", "seed")}
+        masters = [s["master"] for s in states] if "master" in states[0] else None
         steps = [s["step"] for s in states]
         if not all([s.is_cpu for s in steps]):
             self._move_steps(params, states)
             steps = [s["step"] for s in states]
             torch._foreach_add_(steps, 1)
-            self._function(*lists, steps, **options)
+            self._function(*lists, steps, masters=masters, **options)
             return
-        numbers = self._count(id(group), steps, states)
+        numbers = self._count((id(group), masters is None), steps, states)
         if numbers.count(numbers[0]) == len(numbers):
-            self._function(*lists, int(numbers[0]), **options)
+            self._function(*lists, int(numbers[0]), masters=masters, **options)
             return
         for number in dict.fromkeys(numbers):  # parameters without a gradient skip steps
             chosen = [n for n, other in enumerate(numbers) if other == number]
-            self._function(*[[some[n] for n in chosen] for some in lists], int(number), **options)
+            some = [masters[n] for n in chosen] if masters else None
+            self._function(*[[one[n] for n in chosen] for one in lists], int(number), masters=some, **options)
 
     @staticmethod
     def _move_steps(params: list[torch.Tensor], states: list[dict[str, Any]]) -> None:
@@ -143,7 +178,7 @@ class AdamW(torch.optim.AdamW):
             if state["step"].device != p.device or state["step"].dtype != torch.float32:
                 state["step"] = state["step"].to(p.device, torch.float32)
 
-    def _count(self, group: int, steps: list[torch.Tensor], states: list[dict[str, Any]]) -> list[float]:
+    def _count(self, group: Any, steps: list[torch.Tensor], states: list[dict[str, Any]]) -> list[float]:
         """Adds one to every parameter's step and returns them. Steps are views of one tensor: one operation."""
         known, counts = self._counts.get(group, ([], steps[0]))
         if len(known) != len(steps) or not all(map(is_, known, steps)):

@@ -37,11 +37,13 @@ from ridgeline.ops.optimizer._tensors import (
     remember,
     tabled,
 )
+from ridgeline.replay import Loose
 from ridgeline.select import eager, run, select
+from ridgeline.tiles.philox import philox, words
 
 Tensors = torch.Tensor | Sequence[torch.Tensor]
-Lists = tuple[Sequence[torch.Tensor], ...]
-NAMES = "params", "grads", "exp_avgs", "exp_avg_sqs"
+NAMES = "params", "grads", "exp_avgs", "exp_avg_sqs", "masters"
+ROUNDING = "nearest", "stochastic"
 
 
 @triton.jit
@@ -54,50 +56,84 @@ def _one_less(x):
 
 
 @triton.jit
-def _update(p, g, m, v, i, mask, rate, decay, one, two, eps, correct, MAXIMIZE: tl.constexpr):
-    x, slope = tl.load(p + i, mask=mask).to(tl.float32), tl.load(g + i, mask=mask).to(tl.float32)
+def _rounded(x, bits, DTYPE: tl.constexpr, STOCHASTIC: tl.constexpr):
+    """x in DTYPE: to nearest or, for bfloat16, up with the probability of what lies above. bits: 16 random bits."""
+    if STOCHASTIC and DTYPE == tl.bfloat16:
+        word = x.to(tl.uint32, bitcast=True)
+        finite = (word & 0x7F800000) != 0x7F800000
+        word = tl.where(finite, word + (bits & 0xFFFF), word | ((word << 9) != 0).to(tl.uint32) << 22)  # NaN stays NaN
+        result = (word >> 16).to(tl.uint16).to(tl.bfloat16, bitcast=True)
+    else:
+        result = x.to(DTYPE)
+    return result
+
+
+@triton.jit
+def _update(
+    p, g, m, v, w, i, mask, rate, decay, one, two, eps, correct, place, count, seed, MAXIMIZE: tl.constexpr,
+    STOCHASTIC: tl.constexpr
+):  # fmt: skip
+    """Updates the elements i. w: float32 master weights, or p. place, count, seed: of the random bits."""
+    x, slope = tl.load(w + i, mask=mask).to(tl.float32), tl.load(g + i, mask=mask).to(tl.float32)
     mean, square = tl.load(m + i, mask=mask).to(tl.float32), tl.load(v + i, mask=mask).to(tl.float32)
     if MAXIMIZE:
         slope = -slope
     mean = tl.where(one < 0.5, mean + one * (slope - mean), slope - (1 - one) * (slope - mean))  # exact for 1
     square += two * (slope * slope - square)
     x -= decay * x + rate * tl.div_rn(mean, tl.sqrt_rn(square) * correct + eps)
-    tl.store(p + i, x.to(p.dtype.element_ty), mask=mask)
-    tl.store(m + i, mean.to(m.dtype.element_ty), mask=mask)
-    tl.store(v + i, square.to(v.dtype.element_ty), mask=mask)
+    a, b = i, i
+    if STOCHASTIC:
+        index, step = (place + i).to(tl.uint32), count.to(tl.uint32)
+        key = seed.to(tl.int64)
+        a, b, _, _ = philox(index, step + index * 0, key.to(tl.uint32), (key >> 32).to(tl.uint32))
+    if w.dtype.element_ty != p.dtype.element_ty:
+        tl.store(w + i, x, mask=mask)
+    tl.store(p + i, _rounded(x, a, p.dtype.element_ty, STOCHASTIC), mask=mask)
+    tl.store(m + i, _rounded(mean, a >> 16, m.dtype.element_ty, STOCHASTIC), mask=mask)
+    tl.store(v + i, _rounded(square, b, v.dtype.element_ty, STOCHASTIC), mask=mask)
 
 
-@triton.jit
+@triton.jit(do_not_specialize=["seed"])
 def _step(
-    table, owners, lr_at, lr, decay, one, two, first, second, eps, P: tl.constexpr, G: tl.constexpr, M: tl.constexpr,
-    V: tl.constexpr, ALIGNED: tl.constexpr, STEPS: tl.constexpr, MAXIMIZE: tl.constexpr, CHUNK: tl.constexpr,
-    BLOCK: tl.constexpr
+    table, owners, lr_at, lr, decay, one, two, first, second, eps, count, seed, P: tl.constexpr, G: tl.constexpr,
+    M: tl.constexpr, V: tl.constexpr, MASTER: tl.constexpr, ALIGNED: tl.constexpr, STEPS: tl.constexpr,
+    MAXIMIZE: tl.constexpr, STOCHASTIC: tl.constexpr, CHUNK: tl.constexpr, BLOCK: tl.constexpr
 ):  # fmt: skip
     """Updates one chunk. lr_at: the learning rate's address, or None to use lr. one, two: 1 - b1, 1 - b2.
 
     first, second: 1 / (1 - b1^t) and 1 / sqrt(1 - b2^t); with STEPS, when steps are in memory, log b1 and log b2.
+    count, seed: t, and the key of the random bits, for STOCHASTIC. MASTER: the fifth tensors are float32 weights.
     """
     entry, start, size = chunk_of(table, owners, tl.program_id(0), CHUNK)
     p, g = pointer(entry, 0, start, P, ALIGNED), pointer(entry, 1, start, G, ALIGNED)
     m, v = pointer(entry, 2, start, M, ALIGNED), pointer(entry, 3, start, V, ALIGNED)
+    w = p
+    if MASTER:
+        w = pointer(entry, 4, start, tl.float32, ALIGNED)
     rate = lr
     if lr_at is not None:
         rate = tl.load(lr_at).to(tl.float32)
     if STEPS:
-        t = tl.load(pointer(entry, 4, 0, tl.float32, False)).to(tl.float32)
-        first = 1 / _one_less(first * t)
-        second = 1 / tl.sqrt_rn(_one_less(second * t))
+        count = tl.load(pointer(entry, 5 if MASTER else 4, 0, tl.float32, False)).to(tl.float32)
+        first = 1 / _one_less(first * count)
+        second = 1 / tl.sqrt_rn(_one_less(second * count))
     decay *= rate
     rate *= first
+    place = tl.program_id(0) * CHUNK
     whole = size // BLOCK * BLOCK
     for at in range(0, whole, BLOCK):
-        _update(p, g, m, v, at + tl.arange(0, BLOCK), None, rate, decay, one, two, eps, second, MAXIMIZE)
+        i = at + tl.arange(0, BLOCK)
+        _update(p, g, m, v, w, i, None, rate, decay, one, two, eps, second, place, count, seed, MAXIMIZE, STOCHASTIC)
     if whole < size:
         i = whole + tl.arange(0, BLOCK)
-        _update(p, g, m, v, i, i < size, rate, decay, one, two, eps, second, MAXIMIZE)
+        _update(
+            p, g, m, v, w, i, i < size, rate, decay, one, two, eps, second, place, count, seed, MAXIMIZE, STOCHASTIC
+        )
 
 
-def _launch_triton(like: torch.Tensor, table: Table, steps: bool, numbers: tuple[Any, ...], maximize: bool) -> None:
+def _launch_triton(
+    like: torch.Tensor, table: Table, steps: bool, numbers: tuple[Any, ...], maximize: bool, stochastic: bool
+) -> None:
     def rule() -> tuning.Config:
         """16 bytes of the widest tensors per thread, for eight warps."""
         return {"BLOCK": 4096 // max([d.itemsize for d in table.dtypes]), "num_warps": 8}
@@ -109,8 +145,9 @@ def _launch_triton(like: torch.Tensor, table: Table, steps: bool, numbers: tuple
         return tuning.config(devices.of(like), "adamw", "step", key, rule, lambda: space)
 
     key = " ".join([str(d)[6:] for d in table.dtypes])
-    types = dict(zip("PGMV", [TL[d] for d in table.dtypes], strict=True))
+    types = dict(zip("PGMV", [TL[d] for d in table.dtypes[:4]], strict=True))
     flags = {"ALIGNED": table.aligned, "STEPS": steps, "MAXIMIZE": maximize, "CHUNK": CHUNK}
+    flags |= {"MASTER": len(table.dtypes) > 4, "STOCHASTIC": stochastic}
     launch(_step, (table.chunks,), table.table, table.owners, *numbers, **types, **flags, config=config, key=key)
 
 
@@ -131,18 +168,19 @@ _tables: dict[Any, list[Table]] = {}
 
 def _run(
     params: Sequence[torch.Tensor], grads: Sequence[torch.Tensor], exp_avgs: Sequence[torch.Tensor],
-    exp_avg_sqs: Sequence[torch.Tensor], steps: Sequence[torch.Tensor], step: int, lr_at: torch.Tensor | None,
-    lr: float, beta1: float, beta2: float, eps: float, weight_decay: float, maximize: bool, impl: str | None,
-    tables: list[Table] | None = None
+    exp_avg_sqs: Sequence[torch.Tensor], masters: Sequence[torch.Tensor], steps: Sequence[torch.Tensor], step: int,
+    lr_at: torch.Tensor | None, lr: float, beta1: float, beta2: float, eps: float, weight_decay: float, maximize: bool,
+    stochastic: bool, seed: int, impl: str | None, tables: list[Table] | None = None
 ) -> None:  # fmt: skip
     """A step by kernels. steps: a tensor per parameter, or empty if `step` is the step of them all.
 
-    tables: those of exactly these tensors, if they are known.
+    masters: a tensor per parameter, or empty. tables: those of exactly these tensors, if they are known.
     """
+    lists = params, grads, exp_avgs, exp_avg_sqs, *([masters] if masters else [])
     keep, copies = False, []
     if tables is None:
         select(ADAMW, impl, params[0], kernels=True)  # raises here, before anything is started
-        own = list(zip(params, grads, exp_avgs, exp_avg_sqs, strict=True))
+        own = list(zip(*lists, strict=True))
         rows = [_in_layout(row) for row in own]
         pairs = [
             (n, t, c)
@@ -157,20 +195,22 @@ def _run(
         first, second = (math.log(b) if b else -math.inf for b in (beta1, beta2))
     else:
         first, second = 1 / (1 - beta1**step), 1 / math.sqrt(1 - beta2**step)
-    numbers = lr_at, lr, weight_decay, 1 - beta1, 1 - beta2, first, second, eps
-    for table in tables:
-        run(ADAMW, "fwd", impl, (), table.like, table, bool(steps), numbers, maximize)
-    if keep:
-        remember(_tables, address_key(params, grads, exp_avgs, exp_avg_sqs, steps), tables)
+    numbers = lr_at, lr, weight_decay, 1 - beta1, 1 - beta2, first, second, eps, float(step)
+    for n, table in enumerate(tables):
+        key = Loose(seed ^ n << 32)  # tables number their elements alike
+        run(ADAMW, "fwd", impl, (), table.like, table, bool(steps), (*numbers, key), maximize, stochastic)
+    place = address_key(*lists, steps) if keep else None
+    if place is not None:
+        remember(_tables, (stochastic, place), tables)
     for tensor, copy in copies:
         tensor.copy_(copy)
     torch.autograd.graph.increment_version(params)
 
 
 LIBRARY.define(
-    "adamw(Tensor(a!)[] params, Tensor[] grads, Tensor(b!)[] exp_avgs, Tensor(c!)[] exp_avg_sqs, Tensor[] steps, "
-    "SymInt step, Tensor? lr_at, float lr, float beta1, float beta2, float eps, float weight_decay, bool maximize, "
-    "str? impl) -> ()"
+    "adamw(Tensor(a!)[] params, Tensor[] grads, Tensor(b!)[] exp_avgs, Tensor(c!)[] exp_avg_sqs, "
+    "Tensor(d!)[] masters, Tensor[] steps, SymInt step, Tensor? lr_at, float lr, float beta1, float beta2, float eps, "
+    "float weight_decay, bool maximize, bool stochastic, int seed, str? impl) -> ()"
 )
 LIBRARY.impl("adamw", _run, "CompositeExplicitAutograd")
 torch.library.register_fake("ridgeline::adamw", lambda *args: None, lib=LIBRARY)
@@ -181,24 +221,48 @@ flops.register("adamw")
 def reference(
     params: Tensors, grads: Tensors, exp_avgs: Tensors, exp_avg_sqs: Tensors,
     step: int | torch.Tensor | Sequence[torch.Tensor], *, lr: float | torch.Tensor = 1e-3,
-    betas: tuple[float, float] = (0.9, 0.999), eps: float = 1e-8, weight_decay: float = 1e-2, maximize: bool = False
+    betas: tuple[float, float] = (0.9, 0.999), eps: float = 1e-8, weight_decay: float = 1e-2, maximize: bool = False,
+    masters: Tensors | None = None
 ) -> None:  # fmt: skip
     lists = [[a] if isinstance(a, torch.Tensor) else a for a in (params, grads, exp_avgs, exp_avg_sqs)]
+    lists.append(lists[0] if masters is None else [masters] if isinstance(masters, torch.Tensor) else masters)
     steps = step if isinstance(step, list | tuple) else [step] * len(lists[0])
-    for p, g, m, v, t in zip(*lists, steps, strict=True):
+    for p, g, m, v, w, t in zip(*lists, steps, strict=True):
         g = -g if maximize else g
         m.lerp_(g.to(m.dtype), 1 - betas[0])
         v.lerp_((g * g).to(v.dtype), 1 - betas[1])
-        p.mul_(1 - lr * weight_decay)
-        p.sub_(lr * (m / (1 - betas[0] ** t)) / ((v / (1 - betas[1] ** t)).sqrt() + eps))
+        w.mul_(1 - lr * weight_decay)
+        w.sub_(lr * (m / (1 - betas[0] ** t)) / ((v / (1 - betas[1] ** t)).sqrt() + eps))
+        if w is not p:
+            p.copy_(w)
+
+
+def _stochastic(x: torch.Tensor, bits: torch.Tensor) -> torch.Tensor:
+    """float32 x in bfloat16, up with the probability of what lies above. bits: 16 random bits each, int64."""
+    word = x.view(torch.int32).to(torch.int64) & 0xFFFFFFFF
+    up = ((word + bits) & 0xFFFF0000).to(torch.int64)
+    up = torch.where(up >= 1 << 31, up - (1 << 32), up).to(torch.int32).view(torch.float32)
+    return torch.where(x.isfinite(), up, x).bfloat16()
+
+
+def _round_into(own: torch.Tensor, x: torch.Tensor, which: int, step: float, seed: int) -> None:
+    """Writes float32 x to bfloat16 memory with the bits that the kernel's word `which` gives a lone tensor."""
+    place = torch.arange(x.numel(), device=x.device)
+    word = words(seed, place, torch.full_like(place, int(step)))
+    bits = (word[:, 0] & 0xFFFF, word[:, 0] >> 16, word[:, 1] & 0xFFFF)[which]
+    own.copy_(_stochastic(x.contiguous().flatten(), bits).view(x.shape))
 
 
 def _torch(
     params: Tensors, grads: Tensors, exp_avgs: Tensors, exp_avg_sqs: Tensors, step: Any, *, lr: Any = 1e-3,
-    betas: tuple[float, float] = (0.9, 0.999), eps: float = 1e-8, weight_decay: float = 1e-2, maximize: bool = False
+    betas: tuple[float, float] = (0.9, 0.999), eps: float = 1e-8, weight_decay: float = 1e-2, maximize: bool = False,
+    masters: Any = None, rounding: str = "nearest", seed: int = 0
 ) -> None:  # fmt: skip
     """torch._fused_adamw_ takes tensors of one dtype; a parameter whose moments differ goes through float32 copies."""
     lists = [[a] if isinstance(a, torch.Tensor) else a for a in (params, grads, exp_avgs, exp_avg_sqs)]
+    narrow = lists[0]
+    if masters is not None:
+        lists[0] = [masters] if isinstance(masters, torch.Tensor) else masters
     steps = step if isinstance(step, list | tuple) else [step] * len(lists[0])
     groups: dict[Any, Any] = {}
     shared: dict[Any, torch.Tensor] = {}
@@ -208,7 +272,7 @@ def _torch(
             if where not in shared:
                 shared[where] = torch.full((), float(t), device=row[0].device)
             t = shared[where]
-        alike = len({x.dtype for x in row}) == 1
+        alike = len({x.dtype for x in row}) == 1 and (rounding == "nearest" or row[0].dtype != torch.bfloat16)
         given = row if alike else [x.float() for x in row]
         groups.setdefault((given[0].dtype, given[0].device), []).append((*given, t, row))
     rate = float(lr) if isinstance(lr, torch.Tensor) and not lr.is_cuda else lr
@@ -218,10 +282,17 @@ def _torch(
         for group in groups.values():
             p, g, m, v, t, rows = map(list, zip(*group, strict=True))
             torch._fused_adamw_(p, g, m, v, [], t, lr=rate, **options)
-            for given, row in zip(zip(p, m, v, strict=True), rows, strict=True):
-                for x, own in zip(given, (row[0], *row[2:]), strict=True):
-                    if x is not own:
+            for *given, n, row in zip(p, m, v, t, rows, strict=True):
+                for which, (x, own) in enumerate(zip(given, (row[0], *row[2:]), strict=True)):
+                    if x is not own and rounding == "stochastic" and own.dtype == torch.bfloat16:
+                        _round_into(own, x, which, float(n), seed)
+                    elif x is not own:
                         own.copy_(x)
+        for n, (own, master) in enumerate(zip(narrow, lists[0], strict=True)):
+            if own is not master and rounding == "stochastic" and own.dtype == torch.bfloat16:
+                _round_into(own, master, 0, float(steps[n]), seed)
+            elif own is not master:
+                own.copy_(master)
 
 
 def adamw(
@@ -229,25 +300,31 @@ def adamw(
     exp_avgs: torch.Tensor | Sequence[torch.Tensor], exp_avg_sqs: torch.Tensor | Sequence[torch.Tensor],
     step: int | torch.Tensor | Sequence[torch.Tensor], *, lr: float | torch.Tensor = 1e-3,
     betas: tuple[float, float] = (0.9, 0.999), eps: float = 1e-8, weight_decay: float = 1e-2, maximize: bool = False,
+    masters: torch.Tensor | Sequence[torch.Tensor] | None = None, rounding: str = "nearest", seed: int = 0,
     impl: str | None = None
 ) -> None:  # fmt: skip
     """One step of AdamW in place, as `torch.optim.AdamW` takes it. Returns None; it has no gradients.
 
     params, grads, exp_avgs, exp_avg_sqs: equally long lists of tensors, or one tensor each. The tensors of one
     parameter have its shape, any strides, and each float32, float16 or bfloat16 (moments may be float32 beside a
-    narrower parameter). The arithmetic is float32, rounded to nearest.
+    narrower parameter). The arithmetic is float32.
+    masters: float32 weights, one for each parameter. The step updates them and writes them to the parameters, rounded.
+    rounding: "nearest", or "stochastic": a bfloat16 result is rounded up with the probability of what lies above, so
+    that updates under half an ulp are not lost (with beta2 0.999 a bfloat16 second moment sticks otherwise). The random
+    bits depend on `seed`, the step and an element's place alone, so reruns are equal.
     step: the number of this step, from 1. A 0-d float32 tensor, or a list of one per parameter, is read on the device,
     so that a CUDA graph can be replayed with other values; so is a tensor as lr. Nothing waits for the GPU.
     betas: how much of each average is kept, both in [0, 1). eps: added to the root of the second average, at least 0.
     weight_decay: subtracted as lr * weight_decay * param (decoupled), at least 0. maximize: ascend the gradient.
-    Raises RidgelineError if lists do not fit together, if a tensor is sparse, expanded or not floating point, if a
-    number is out of range, or if `impl` cannot run the call.
+    Raises RidgelineError if lists do not fit together, if a tensor is sparse, expanded or not floating point, if
+    masters are not float32, if float16 is to be rounded stochastically, if a number is out of range, or if `impl`
+    cannot run the call.
     """
-    given = params, grads, exp_avgs, exp_avg_sqs
+    given = params, grads, exp_avgs, exp_avg_sqs, *(() if masters is None else (masters,))
     one = isinstance(params, torch.Tensor)
-    lists: Any = [[a] if one else listed("adamw", name, a) for name, a in zip(NAMES, given, strict=True)]
+    lists: Any = [[a] if one else listed("adamw", name, a) for name, a in zip(NAMES, given, strict=False)]
     if not all_plain(lists):
-        lists = local("adamw", NAMES, lists)
+        lists = local("adamw", NAMES[: len(lists)], lists)
     if not isinstance(betas, list | tuple) or len(betas) != 2:
         raise RidgelineError(f"adamw: betas must be two numbers, but are {betas!r}")
     beta1, beta2 = [number("adamw", "betas", b) for b in betas]
@@ -264,11 +341,17 @@ def adamw(
     rate = 0.0 if lr_at is not None else number("adamw", "lr", lr)
     if not 0 <= rate < math.inf:
         raise RidgelineError(f"adamw: lr must be finite and at least 0, but is {rate}")
+    if rounding not in ROUNDING:
+        raise RidgelineError(f'adamw: rounding must be "nearest" or "stochastic", but is {rounding!r}')
+    if type(seed) is not int or not 0 <= seed < 1 << 32:
+        raise RidgelineError(f"adamw: seed must be a whole number from 0 to 2^32 - 1, but is {seed!r}")
     steps, count = _steps(step, len(lists[0]))
+    stochastic = rounding == "stochastic"
     watched = torch.compiler.is_compiling() or torch._C._len_torch_dispatch_stack()
-    tables = None if watched or impl is not None else _tables.get(address_key(*lists, steps))
+    tables = None if watched or impl is not None else _tables.get((stochastic, address_key(*lists, steps)))
     if tables is None:
-        checked("adamw", NAMES, lists)
+        checked("adamw", NAMES[: len(lists)], lists)
+        _precise(lists, stochastic)
         for t, p in zip(steps, lists[0], strict=False):
             if not isinstance(t, torch.Tensor) or t.dim() or t.dtype != torch.float32 or t.device != p.device:
                 found = f"{t.dtype} {tuple(t.shape)} on {t.device}" if isinstance(t, torch.Tensor) else repr(t)
@@ -278,11 +361,25 @@ def adamw(
             return
         plain = eager(ADAMW, impl, *chain(*lists))
         if plain is not None and plain.call is not None:
-            plain.call(*lists, step, lr=lr, betas=betas, eps=eps, weight_decay=weight_decay, maximize=maximize)
+            extra: dict[str, Any] = {} if masters is None else {"masters": lists[4]}
+            extra |= {} if rounding == "nearest" else {"rounding": rounding, "seed": seed}
+            options = {"lr": lr, "betas": betas, "eps": eps, "weight_decay": weight_decay, "maximize": maximize}
+            plain.call(*lists[:4], step, **options, **extra)
             return
     call: Any = torch.ops.ridgeline.adamw if watched else _run
     known = () if tables is None else (tables,)
-    call(*lists, steps, count, lr_at, rate, beta1, beta2, eps, weight_decay, maximize, impl, *known)
+    more = () if len(lists) > 4 else ((),)
+    numbers = lr_at, rate, beta1, beta2, eps, weight_decay, maximize, stochastic, seed
+    call(*lists, *more, steps, count, *numbers, impl, *known)
+
+
+def _precise(lists: Sequence[Sequence[torch.Tensor]], stochastic: bool) -> None:
+    """Raises RidgelineError if the masters' dtype, or a dtype to be rounded stochastically, is wrong."""
+    for t in lists[4] if len(lists) > 4 else ():
+        if t.dtype != torch.float32:
+            raise RidgelineError(f"adamw: masters must be float32, but one is {str(t.dtype)[6:]}")
+    if stochastic and any(t.dtype == torch.float16 for some in (lists[0], *lists[2:4]) for t in some):
+        raise RidgelineError('adamw: rounding="stochastic" is for bfloat16; float16 is rounded to nearest only')
 
 
 def _steps(step: Any, count: int) -> tuple[Sequence[torch.Tensor], int]:
@@ -299,10 +396,12 @@ def _steps(step: Any, count: int) -> tuple[Sequence[torch.Tensor], int]:
 
 
 def cost(
-    params: Tensors, grads: Tensors, exp_avgs: Tensors, exp_avg_sqs: Tensors, *_: Any, **__: Any
+    params: Tensors, grads: Tensors, exp_avgs: Tensors, exp_avg_sqs: Tensors, *_: Any, masters: Any = None, **__: Any
 ) -> tuple[Cost, None]:
-    p, g, m, v = (nbytes(*tensors_of([a])) for a in (params, grads, exp_avgs, exp_avg_sqs))
-    return Cost(p + g + m + v, p + m + v, 16 * sum(t.numel() for t in tensors_of([params]))), None
+    """Returns the cost. Master weights are read in the place of the parameters, and both are written."""
+    p, g, m, v, w = (nbytes(*tensors_of([a])) for a in (params, grads, exp_avgs, exp_avg_sqs, masters))
+    flops = 16 * sum(t.numel() for t in tensors_of([params]))
+    return Cost((w or p) + g + m + v, p + m + v + w, flops), None
 
 
 class Squares(Spec):
