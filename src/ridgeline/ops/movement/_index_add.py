@@ -174,8 +174,7 @@ def slow(x: Any, dim: Any, index: torch.Tensor, source: Any, alpha: Any = 1, det
     if _in_no_order(x, index, deterministic):
         return None
     return (
-        "its sums have no order: deterministic=False allows it, where it is faster: "
-        "many indices, halves, a large cache"
+        "its sums have no order: deterministic=False allows it, where it is faster: many indices, halves, a large cache"
     )
 
 

@@ -48,7 +48,7 @@ def packed(y: torch.Tensor, x: torch.Tensor) -> None:
     pack = unit_of(rows * size, columns * size, x.data_ptr(), y.data_ptr())
     pack = pack if pack >= 4 else size  # registers are transposed in words
     side = max(64, 16 * pack // size) if pack < 16 else 256 // size
-    macros = {"UNIT": UNITS[size], "PACK": pack, "SIDE": side, "GROUP": GROUP}
+    macros: dict[str, Any] = {"UNIT": UNITS[size], "PACK": pack, "SIDE": side, "GROUP": GROUP}
     grid, shared = (_tiles(x, side, side),), side * side * size
     launch(_PACKED, grid, y, x, rows, columns, block=256, shared=shared, **macros)
 

@@ -145,7 +145,7 @@ def _cuda(name: str, idea: str, launcher: Any, supports: Any, **facts: Any) -> N
 CONCAT_KV.eager("naive", "one slice per sequence; the host waits to read each position and starts 2 B copies", _naive)
 CONCAT_KV.eager("torch", "index_put of all sequences; the host waits for the valid rows", reference, served=True)
 _cuda("cuda", "one element per thread, one launch per tensor, no waiting", partial(append_one, False), None)
-PACKED = {"gain": 2.0, "counter": ISSUED}
+PACKED: dict[str, Any] = {"gain": 2.0, "counter": ISSUED}
 _cuda("cuda_packed", "16 bytes per thread: fewer loads and stores", partial(append_one, True), appends_packs, **PACKED)
-BOTH = {"gain": 1.1, "counter": DRAM}
+BOTH: dict[str, Any] = {"gain": 1.1, "counter": DRAM}
 _cuda("cuda_both", "both tensors in one launch, four loads in flight per thread", append_both, appends_pieces, **BOTH)

@@ -94,7 +94,7 @@ COPY = Op(
     ],
 )
 
-_facts = {"kind": "cuda", "dtypes": DTYPES}
+_facts: dict[str, Any] = {"kind": "cuda", "dtypes": DTYPES}
 COPY.eager("torch", "PyTorch's own: clone", reference, served=True)
 COPY.kernel(
     "cuda",

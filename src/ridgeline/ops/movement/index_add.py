@@ -207,7 +207,7 @@ _atomic(
     gain=4.0,
     counter=ATOMICS,
 )
-_served = {"kind": "cuda", "bwd": launch_bwd, "served": True, "counter": DRAM}
+_served: dict[str, Any] = {"kind": "cuda", "bwd": launch_bwd, "served": True, "counter": DRAM}
 INDEX_ADD.kernel(
     "cuda",
     "no atomics: the threads that own a row find its indices and add in order, in float32",

@@ -130,7 +130,7 @@ REPEAT_KV.eager("torch", "a mask over the input, then expand and one copy", _tor
 REPEAT_KV.compiled("torch.compile: copy and mask in one kernel", _torch)
 _rung("triton", "a block of elements read once and stored n times", repeat_triton, kind="triton", served=True)
 _rung("cuda", "one thread per output element; each copy reads its input again", repeat_cuda, False, False)
-PACKED = {"supports": repeats_packs, "gain": 2.0, "counter": ISSUED, "served": True}
+PACKED: dict[str, Any] = {"supports": repeats_packs, "gain": 2.0, "counter": ISSUED, "served": True}
 _rung("cuda_packed", "16 bytes per thread: fewer loads, stores and divisions", repeat_cuda, False, True, **PACKED)
-ONCE = {"supports": repeats_packs, "gain": 1.1, "counter": DRAM}
+ONCE: dict[str, Any] = {"supports": repeats_packs, "gain": 1.1, "counter": DRAM}
 _rung("cuda_once", "each 16 bytes read once, stored n times, four in flight", repeat_cuda, True, True, **ONCE)

@@ -127,9 +127,14 @@ _rung("cuda_padded", "a 33rd column: no bank conflicts", partial(small, TILE, 1)
 _rung("cuda_swizzled", "an xor swizzle: no conflicts and no padding", partial(small, TILE, 2), 1.0, CONFLICTS)
 TMA = {"supports": _boxes, "arch": 90, "shared": 227 << 10}
 _rung("cuda_tma", "TMA moves tiles through a ring; persistent blocks transpose", boxes, 1.2, DRAM, **TMA)
-GLUON = {"kind": "gluon", "dtypes": ("float32", "float16", "bfloat16", "int32", "int16"), "arch": 90, "newest": 90}
+GLUON: dict[str, Any] = {
+    "kind": "gluon",
+    "dtypes": ("float32", "float16", "bfloat16", "int32", "int16"),
+    "arch": 90,
+    "newest": 90,
+}
 _rung("gluon", "cuda_tma in Gluon: a layout assigns squares to threads", _gluon, 1.0, DRAM, _boxes, **GLUON)
-SERVED = {"supports": too_large, "unless": too_large, "served": True}
+SERVED: dict[str, Any] = {"supports": too_large, "unless": too_large, "served": True}
 _rung(
     "cuda_packed", "16 bytes per load and store; threads transpose squares in registers", packed, 1.05, ISSUED, **SERVED
 )

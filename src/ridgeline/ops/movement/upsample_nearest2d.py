@@ -178,7 +178,7 @@ UPSAMPLE.eager(
 )
 UPSAMPLE.eager("torch", "PyTorch's own: interpolate", _torch, served=True)
 UPSAMPLE.compiled("torch.compile of PyTorch's own: one gather", _torch)
-_served = {"kind": "cuda", "served": True, "unless": too_large}
+_served: dict[str, Any] = {"kind": "cuda", "served": True, "unless": too_large}
 UPSAMPLE.kernel(
     "cuda",
     "one thread per output element, any scale; backward adds a pixel's copies in float32",

@@ -458,8 +458,8 @@ class Pointwise:
             except RuntimeError as error:
                 found = ", ".join(map(str, shapes))
                 raise RidgelineError(f"{self.name}: shapes must broadcast together, but are {found}") from error
-        found = eager(self.op, impl, *[t for t in tensors if not self.fixed or t.dtype != torch.bool])
-        return None if found is None else found.call
+        chosen = eager(self.op, impl, *[t for t in tensors if not self.fixed or t.dtype != torch.bool])
+        return None if chosen is None else chosen.call
 
     def __call__(
         self, impl: str | None, *tensors: torch.Tensor, scalars: tuple[float, ...] = (), mode: str = ""

@@ -321,7 +321,8 @@ def _at(*shape: int) -> dict[str, Any]:
     return {"positions": Spec(*shape, dtype="int64", high=50)}
 
 
-INTERLEAVED, BENCH = {"interleaved": True}, {"dtypes": ("bfloat16",), "use": "bench"}
+INTERLEAVED = {"interleaved": True}
+BENCH: dict[str, Any] = {"dtypes": ("bfloat16",), "use": "bench"}
 ROPE = Op(
     rope,
     reference=reference,

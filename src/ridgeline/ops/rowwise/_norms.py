@@ -552,8 +552,8 @@ class Norm:
                 f"{self.name}: residual must have x's shape and dtype, {tuple(x.shape)} in {x.dtype}, "
                 f"but has {tuple(residual.shape)} in {residual.dtype}"
             )
-        found = eager(self.op, impl, *[t for t in named.values() if t is not None])
-        return None if found is None else found.call
+        chosen = eager(self.op, impl, *[t for t in named.values() if t is not None])
+        return None if chosen is None else chosen.call
 
     def _forward(
         self, x: torch.Tensor, residual: Maybe, weight: Maybe, bias: Maybe, eps: float, stats: int, impl: str | None
