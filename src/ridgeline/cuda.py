@@ -131,7 +131,7 @@ def parameters(function: int) -> list[tuple[int, int]]:
 
 
 def ensure_context(index: int) -> None:
-    """Makes the GPU's context current if this thread has none, as threads of autograd may."""
+    """Makes the GPU's context current in a thread without a context, such as one of autograd's."""
     driver, current = _driver(), ctypes.c_void_p()
     _check(driver.cuCtxGetCurrent(ctypes.byref(current)), "reading the CUDA context")
     if not current.value:
