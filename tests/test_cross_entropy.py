@@ -228,7 +228,7 @@ BAD = {
     "no z-loss": (lambda: ridgeline.cross_entropy(x, y, z_loss=None), ["z_loss", "None", "number"]),
     "a cap in words": (lambda: ridgeline.cross_entropy(x, y, softcap="5"), ["softcap", "'5'", "number"]),
     "too smooth": (lambda: ridgeline.cross_entropy(x, y, label_smoothing=1.5), ["1.5", "between 0 and 1"]),
-    "a negative z-loss": (lambda: ridgeline.cross_entropy(x, y, z_loss=-1.0), ["-1.0", "0 or more"]),
+    "a negative z-loss": (lambda: ridgeline.cross_entropy(x, y, z_loss=-1.0), ["-1.0", "at least 0"]),
     "a cap of 0": (lambda: ridgeline.cross_entropy(x, y, softcap=0), ["0", "None"]),
     "a class too many": (lambda: ridgeline.cross_entropy(x, y + 5), ["0 to 4", "-100"]),
     "a negative class": (lambda: ridgeline.cross_entropy(x, y - 1), ["0 to 4", "-100"]),

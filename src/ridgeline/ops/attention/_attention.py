@@ -339,8 +339,8 @@ def by_kernels(
 def sharded_sequence() -> bool:
     """Returns whether torch's `context_parallel` is active: it shards sequences, and patches torch's own attention."""
     module = sys.modules.get("torch.distributed.tensor.experimental._context_parallel._attention")
-    replaced = getattr(module, "_replaced_functions", None)
-    return bool(replaced) and torch.nn.functional.scaled_dot_product_attention in replaced
+    replaced: Any = getattr(module, "_replaced_functions", None) or ()
+    return torch.nn.functional.scaled_dot_product_attention in replaced
 
 
 def check(name: str, dims: int, q: Any, k: Any, v: Any, *given: Any) -> None:
@@ -372,7 +372,7 @@ def count(q: Any, k: Any, mask: Any, cu_q: Any, cu_k: Any, chosen: Options) -> i
     return 4 * q.shape[0] * q.shape[1] * q.shape[3] * seen
 
 
-FLOPS = {
+FLOPS: dict[str, Any] = {
     "attention_fwd": lambda q, k, v, mask, cu_q, cu_k, *o: count(q, k, mask, cu_q, cu_k, Options(*o[:5])),
     "attention_bwd": lambda do, dlse, q, k, v, o, lse, mask, cu_q, cu_k, *options: (
         count(q, k, mask, cu_q, cu_k, Options(*options[:5])) * 5 // 2

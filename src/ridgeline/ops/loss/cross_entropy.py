@@ -481,7 +481,7 @@ def reference(
 ) -> torch.Tensor:  # fmt: skip
     if dtype not in (None, logits.dtype):
         wide = logits.to(torch.promote_types(logits.dtype, dtype))
-        options = {"ignore_index": ignore_index, "label_smoothing": label_smoothing, "z_loss": z_loss}
+        options: dict[str, Any] = {"ignore_index": ignore_index, "label_smoothing": label_smoothing, "z_loss": z_loss}
         return reference(wide, target, softcap=softcap, reduction=reduction, **options).to(dtype)
     ignored = target == ignore_index
     known = (target >= 0) & (target < logits.shape[-1])
