@@ -1,14 +1,15 @@
-"""What serves a call and why, on GPUs that are not here and on the CPU; the verb `check`; what a machine says of itself."""
+"""What runs a call and why, on GPUs that are not here and on the CPU; cards by name; the verbs `list` and `check`."""
 
 import argparse
 import json
 from contextlib import suppress
+from dataclasses import replace
 
 import pytest
 
 from ridgeline import device as devices
 from ridgeline import select
-from ridgeline.lab import catalogue, check, machine
+from ridgeline.lab import catalogue, check, machine, store
 from ridgeline.op import Case, Columns, RidgelineError, Spec, get, op_modules, registry, tensors_of
 
 
@@ -41,7 +42,7 @@ def test_plain_pytorch_serves_the_cpu():
 
 @pytest.mark.parametrize("op", op_modules())
 def test_every_case_is_explained(op):
-    """What says whether a rung takes a call is given the call's options, whatever the case's are."""
+    """Whether an implementation supports a call is asked with the call's options, whichever a case has."""
     found = get(op)
     for case in found.cases:
         if case.use == "check":
@@ -54,7 +55,10 @@ def test_lists_of_tensors_on_the_cpu():
 
 @pytest.mark.parametrize("name", op_modules())
 def test_the_answer_is_what_a_call_does(name, monkeypatch):
-    """For every check case on GPUs that are not here: the kernel that is said to serve is chosen, and none where none is said to."""
+    """For every check case, on cards that are not here, a call chooses the kernel that `explain` names, or none.
+
+    In every dtype on an H100, and in one of them on each other card: which kernels run depends on the card.
+    """
     op, real, chosen = get(name), select.select, []
 
     def watched(asked, impl, *args, direction="fwd", **more):
@@ -63,13 +67,15 @@ def test_the_answer_is_what_a_call_does(name, monkeypatch):
         return found
 
     monkeypatch.setattr(select, "select", watched)
-    for arch in devices.KNOWN:
-        for case, dtype in check.chosen_cases(op, ("check",), None, None):
+    for card in ("h100", "rtx3090", "b200", "rtx5090", "mi300x"):
+        for n, (case, dtype) in enumerate(check.chosen_cases(op, ("check",), None, None)):
             args, kwargs = case.make(dtype, "meta")
-            if not tensors_of(args)[0].numel():  # of which an op may choose nothing
+            if not tensors_of(args)[0].numel():  # an op may choose nothing for an empty tensor
                 continue
-            (serves,) = served(catalogue.explain(op, case, dtype, arch)) or (None,)
-            with devices.pretend(arch):
+            if card != "h100" and dtype != case.dtypes[n % len(case.dtypes)]:
+                continue
+            (serves,) = served(catalogue.explain(op, case, dtype, card)) or (None,)
+            with devices.pretend(card):
                 del chosen[:]
                 if serves is None:
                     with pytest.raises(RidgelineError, match="no implementation serves"):
@@ -78,25 +84,44 @@ def test_the_answer_is_what_a_call_does(name, monkeypatch):
                     op.function(*args, **kwargs)
                     assert chosen[:1] == [serves]
                 else:
-                    with suppress(RuntimeError):  # of a meta tensor in plain PyTorch
+                    with suppress(RuntimeError):  # plain PyTorch on a meta tensor
                         op.function(*args, **kwargs)
                     assert not chosen
 
 
-def test_no_8_bit_floats_on_an_a100(capsys):
-    """The formula is not what a call gets there that names no implementation: it raises."""
-    answer = explain("fp8_matmul", "sm_80")
+@pytest.mark.parametrize("card", ["a100", "rtx3090"])
+def test_no_8_bit_floats_before_ada(card, capsys):
+    """A call that names no implementation raises: the formula in plain PyTorch does not run by default."""
+    answer = explain("fp8_matmul", card)
     assert not served(answer)
     rungs = {rung["impl"]: rung for rung in answer["rungs"]}
-    assert "for kernels alone" in rungs["naive"]["left"]
+    assert "only kernels run" in rungs["naive"]["left"]
     assert "no matrix units for 8-bit floats" in rungs["triton"]["reason"]
     catalogue.show(get("fp8_matmul"), answer)
-    assert "Nothing serves this call" in capsys.readouterr().out
+    assert "Nothing runs this call by default" in capsys.readouterr().out
+    assert served(explain("fp8_matmul", "rtx4090")) == served(explain("fp8_matmul", "l40s")) == ["triton"]
+    assert served(explain("quantize_fp8", card)) == ["triton"]  # encoded without an instruction for it
+
+
+def test_what_a_consumer_blackwell_card_lacks():
+    """sm_120 has neither Hopper's matrix instructions nor its shared memory, and each refusal says which."""
+    found = {
+        (name, rung["impl"]): rung["reason"]
+        for name in ("attention", "matmul", "softmax", "group_norm", "cumsum", "copy")
+        for rung in explain(name, "rtx5090")["rungs"]
+    }
+    for hopper in (("attention", "gluon"), ("matmul", "gluon"), ("matmul", "cuda_cluster")):
+        assert found[hopper] == "it is written for sm_90, and NVIDIA GeForce RTX 5090 is sm_120"
+    for large in (("softmax", "cuda_cluster"), ("group_norm", "cuda_cluster"), ("cumsum", "cuda_ring")):
+        assert found[large] == "it needs 227 KiB of shared memory per block, and NVIDIA GeForce RTX 5090 has 99"
+    assert found["copy", "cuda_bulk"] is None
+    rungs = explain("matmul", "rtx5090", case="4096x4096x4096", dtype="bfloat16")["rungs"]
+    assert {rung["impl"]: rung["reason"] for rung in rungs}["triton_persistent"] is None
 
 
 @pytest.mark.parametrize("name", ["matmul", "linear", "gated_linear", "int8_matmul", "fp8_matmul"])
 def test_rows_that_the_copy_engine_does_not_take(name):
-    """Of K = 2047, or 4097 of single bytes: `explain` says so of each rung that wants whole 16 bytes, and another one serves."""
+    """K = 2047, or 4097 single bytes: `explain` says which implementations need whole 16 bytes, and names another."""
     x, square = Spec(1024, 2047), Columns(2047, 1024)
     made = {"matmul": (x, square), "linear": (x, x), "gated_linear": (x, x, x)}.get(name)
     wanted = {"case": "4095x4093x4097"} if name == "int8_matmul" else {"case": "4095x4093x4097 blocks"}
@@ -115,8 +140,99 @@ def test_rows_that_the_copy_engine_does_not_take(name):
     [{"device": "sm_1"}, {"device": "tpu"}, {"device": "cpu", "case": "none"}, {"device": "cpu", "dtype": "int3"}],
 )
 def test_wrong_words_are_one_sentence(wrong):
-    with pytest.raises(RidgelineError, match=r"no device|no case"):
+    with pytest.raises(RidgelineError, match=r"unknown GPU|no case"):
         explain("gelu", wrong.pop("device"), **wrong)
+
+
+@pytest.mark.parametrize(
+    ("name", "card"),
+    [
+        ("rtx4090", "rtx4090"),
+        ("RTX 4090", "rtx4090"),
+        ("NVIDIA GeForce RTX 4090", "rtx4090"),
+        ("sm_89", "rtx4090"),
+        ("sm89", "rtx4090"),
+        ("L40S", "l40s"),
+        ("sm_90", "h100"),
+        ("H200", "h200"),
+        ("gfx942", "mi300x"),
+    ],
+)
+def test_cards_by_name(name, card):
+    assert devices.known(name) == devices.KNOWN[card]
+    with devices.pretend(name) as pretended:
+        assert devices.here() is pretended is devices.KNOWN[card]
+    assert explain("softmax", name)["device"] == devices.KNOWN[card].name
+
+
+@pytest.mark.parametrize(
+    ("name", "meant"),
+    [("rtx4080", "rtx4090"), ("H300", "h100"), ("sm_88", "sm_80"), ("mi300", "mi300x"), ("tpu", None)],
+)
+def test_a_wrong_name_lists_what_there_is(name, meant):
+    with pytest.raises(RidgelineError, match=f"unknown GPU '{name}'") as error, devices.pretend(name):
+        pass
+    told = str(error.value)
+    assert ("perhaps" in told) == (meant is not None)
+    assert meant is None or meant in told.split(" is meant")[0]
+    assert all(word in told for word in (*devices.KNOWN, *devices.ARCHES))
+    with pytest.raises(RidgelineError, match="this machine is cpu or cuda"):
+        explain("softmax", name)
+    with pytest.raises(RidgelineError, match="this machine is cpu or cuda"):
+        machine.main(argparse.Namespace(device=name, json=False, quick=True))
+
+
+def test_an_h200_has_more_than_an_h100():
+    """Rules tell the two apart by L2 alone: 55 MiB is between them (test_ladders has packed atomics by it)."""
+    h100, h200 = devices.known("h100"), devices.known("h200")
+    assert replace(h200, name=h100.name, l2=h100.l2) == h100
+    assert h100.l2 < 55 << 20 < h200.l2
+
+
+def test_the_supported_cards():
+    """Measured are those with recorded results; all others are compiled alone."""
+    found = {row["card"]: row for row in catalogue.supported()}
+    assert [*found] == [*devices.KNOWN]
+    assert {row["state"] for row in found.values()} == {*catalogue.STATES}
+    recorded = {path.name.removesuffix(".jsonl") for path in store.recorded().iterdir()}
+    assert {card for card, row in found.items() if row["state"] == "measured"} == recorded & {*found}
+    assert found["h100"]["kinds"] == ["cuda", "triton", "gluon"]
+    assert found["rtx4090"]["kinds"] == ["cuda", "triton"]
+    assert found["mi300x"]["kinds"] == ["triton"]
+    assert catalogue.state(devices.Device("NVIDIA H100 80GB HBM3", "cuda", "sm_90", 90)) == "measured"
+    assert catalogue.state(devices.Device("NVIDIA RTX A6000", "cuda", "sm_86", 86)) == "compiled"
+    assert catalogue.state(devices.Device("Tesla T4", "cuda", "sm_75", 75)) is None
+
+
+def test_doctor_tells_of_a_card(capsys):
+    options = argparse.Namespace(device="rtx4090", quick=False, json=True)
+    assert machine.main(options) == 0
+    told = json.loads(capsys.readouterr().out)
+    assert told["card"] == {
+        "name": "NVIDIA GeForce RTX 4090",
+        "arch": "sm_89",
+        "multiprocessors": 128,
+        "shared_memory": 101_376,
+        "l2": 72 << 20,
+    }
+    assert told["state"] == "compiled"
+    assert told["runs"]["triton"] is None
+    assert "none of the" in told["runs"]["gluon"]
+    assert [row["op"] for row in told["ops"]] == [*registry()]
+    assert {row["op"]: row["impl"] for row in told["ops"]}["softmax"] == "triton"
+    assert machine.main(argparse.Namespace(device="RTX 3090", quick=False, json=False)) == 0
+    page = " ".join(capsys.readouterr().out.split())
+    assert "NVIDIA GeForce RTX 3090" in page
+    assert "none has run on one" in page
+    assert "none: name one" in page  # fp8_matmul
+
+
+@pytest.mark.parametrize("arguments", [machine.arguments, catalogue.explain_arguments])
+def test_help_lists_the_cards(arguments):
+    parser = argparse.ArgumentParser()
+    arguments(parser)
+    told = " ".join(parser.format_help().split())
+    assert all(word in told for word in (*devices.KNOWN, *devices.ARCHES))
 
 
 def test_the_verbs_print_json(capsys):

@@ -35,7 +35,16 @@ def test_triton_is_compiled_forward_and_backward(arch: str) -> None:
 
 
 @pytest.mark.parametrize(
-    ("arch", "instruction"), [("sm_80", "HMMA"), ("sm_90", "HGMMA"), ("sm_100", "UTCHMMA"), ("gfx942", "v_mfma")]
+    ("arch", "instruction"),
+    [
+        ("sm_80", "HMMA"),
+        ("rtx3090", "HMMA"),
+        ("sm_89", "HMMA"),
+        ("sm_90", "HGMMA"),
+        ("sm_100", "UTCHMMA"),
+        ("rtx5090", "HMMA"),
+        ("gfx942", "v_mfma"),
+    ],
 )
 def test_matrix_instructions(arch: str, instruction: str) -> None:
     (r,) = toy.resources("dot", "bfloat16", arch, disassemble=True)
@@ -43,7 +52,7 @@ def test_matrix_instructions(arch: str, instruction: str) -> None:
     assert r.shared >= 64 * 64 * 2
 
 
-@pytest.mark.parametrize("arch", ["sm_80", "sm_90", "sm_100"])
+@pytest.mark.parametrize("arch", [arch for arch in inspect.ARCHES if arch.startswith("sm_")])
 def test_cuda_is_compiled(arch: str) -> None:
     (r,) = toy.resources("cuda", "float32", arch)
     assert (r.kernel, r.kind, r.threads, r.shared_static, r.loads, r.stores) == (
@@ -81,7 +90,7 @@ def test_sass_and_ptx_agree() -> None:
         ("torch", "float32", "sm_90", "is PyTorch and has no kernels"),
         ("cuda", "float32", "gfx942", "CUDA C\\+\\+ runs on an NVIDIA GPU"),
         ("cuda", "bfloat16", "sm_90", "it takes float32"),
-        ("triton", "float32", "sm_75", "no architecture 'sm_75'"),
+        ("triton", "float32", "sm_75", "unknown GPU 'sm_75'"),
         ("triton", "int8", "sm_90", "no dtype 'int8'"),
     ],
 )
@@ -112,7 +121,7 @@ def test_the_readers() -> None:
         ld.shared.v4.b32 {%r1, %r2, %r3, %r4}, [%r9];
         st.global.b16 [%rd2], %rs1;
         cp.async.cg.shared.global [ %r1 + 0 ], [ %rd1 + 0 ], 0x10, %r2;
-        @%p2 cp.async.bulk.tensor.2d.shared::cluster.global.mbarrier::complete_tx::bytes [%r1], [%rd1, {%r2, %r3}], [%r4];
+        @%p2 cp.async.bulk.tensor.2d.shared::cluster.global.mbarrier::complete_tx::bytes [%r1], [%rd1, {%r2}], [%r4];
         wgmma.mma_async.sync.aligned.m64n256k16.f32.bf16.bf16 {%r1}, %rd1, %rd2, 1, 1, 1, 0, 0;
         red.global.add.f32 [%rd1], %f1;
     """
@@ -135,6 +144,11 @@ def test_occupancy() -> None:
     assert disassembly.occupancy(h100, 256, 128, 0) == (0.25, "registers")
     assert disassembly.occupancy(h100, 128, 32, 100 << 10) == (8 / 64, "shared memory")
     assert disassembly.occupancy(h100, 384, 168, 200 << 10) == (12 / 64, "registers")
+    assert disassembly.occupancy(device.known("rtx4090"), 256, 32, 0) == (1.0, "")
+    assert disassembly.occupancy(device.known("rtx3090"), 64, 32, 0) == (32 / 48, "blocks")
+    assert disassembly.occupancy(device.known("rtx4090"), 64, 32, 0) == (1.0, "")
+    assert disassembly.occupancy(device.known("rtx5090"), 512, 32, 60 << 10) == (16 / 48, "shared memory")
+    assert {card.capability for card in device.KNOWN.values() if card.backend == "cuda"} == {*disassembly.RESIDENT}
     assert disassembly.occupancy(mi300, 256, 128, 0) == (0.5, "registers")
 
 
@@ -154,6 +168,8 @@ def test_the_verb(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     assert "registers per thread" in capsys.readouterr().out
     assert inspect.main(options(*words, "--show", "sass")) == 0
     assert "LDG.E.128" in capsys.readouterr().out
+    assert inspect.main(options(*words, "--arch", "l40s")) == 0
+    assert "compiled for sm_89" in capsys.readouterr().out
     with pytest.raises(RidgelineError, match="has no ttir"):
         inspect.main(options(*words, "--show", "ttir"))
     (tmp_path / "file").write_text("")
