@@ -4,6 +4,8 @@ import json
 import random
 from pathlib import Path
 
+from ridgeline.lab.store import SCHEMA
+
 HOSTILE = "<script>alert(1)</script>"
 H100 = {"read": 3.09e12, "write": 2.98e12, "copy": 3.03e12, "add": 3.05e12}
 LAPTOP = {"read": 24e9, "write": 11e9, "copy": 17e9, "add": 19e9}
@@ -181,7 +183,7 @@ def rows(
     if hostile:
         out.append(out[2] | {"op": HOSTILE, "impl": f"evil{HOSTILE}", "case": '"><img src=x onerror=alert(2)>'})
         out.append(out[2] | {"impl": "</script><script>alert(3)</script>", "status": "wrong", "reason": HOSTILE})
-    return [{"schema": 1, "run": run, **row} for row in out]
+    return [{"schema": SCHEMA, "run": run, **row} for row in out]
 
 
 def write(path: Path, **facts) -> Path:

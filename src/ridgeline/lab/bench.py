@@ -23,27 +23,26 @@ from ridgeline.lab.check import (
     default_device,
 )
 from ridgeline.lab.machine import facts, measure_roof, roof_seconds
+from ridgeline.lab.store import UNTIMED
 from ridgeline.lab.tables import CACHED, console, figure, table, timing
 
 if TYPE_CHECKING:
     from ridgeline.lab.clock import Function, Measurement, Timer
     from ridgeline.lab.law import Law
     from ridgeline.lab.report.budget import Pace
+    from ridgeline.lab.results import Merge
     from ridgeline.lab.store import Run
     from ridgeline.op import Case, Cost, Implementation, Op
 
 Row = dict[str, Any]
-ABOVE = 1.03  # a figure this far above its roof's interval is a mistake
+ABOVE = 1.03  # a figure this far above the interval of its roof (the machine's measured limit) is a mistake
 PEERS = ("torch", "compile")
 FULL = "it needs more memory than there is"
-UNTIMED: Row = dict.fromkeys(
-    ("seconds", "host_us", "share", "peak_bytes", "held_bytes", "law", "ratio", "mhz", "throttled")
-)
 
 
 @dataclass
 class Work:
-    """One case of one op in one dtype, in one direction: what its rows have in common."""
+    """One case of one op in one dtype and direction: what its rows have in common."""
 
     op: str
     case: str
@@ -94,16 +93,17 @@ class Work:
         return row
 
     def _too_good(self, seconds: float) -> str | None:
-        """Why a time cannot be true: it is above the roof, where no cache explains it."""
+        """The reason why a time cannot be true (it beats the roof and no cache explains it), or None."""
         least, bound = roof_seconds(self.roof, self.dtype, self.cost.read, self.cost.write, self.cost.flops, end="high")
         if least < seconds * ABOVE or (bound == "memory" and self.cached):
             return None
-        return f"{units.seconds(seconds)} is {units.percent(least / seconds - 1)} above the measured roof's interval, which cannot be"
+        above = units.percent(least / seconds - 1)
+        return f"{units.seconds(seconds)} is {above} above the measured roof's interval, which cannot be"
 
 
 @dataclass
 class Candidate:
-    """An implementation that may be timed: what the law said of it, per direction."""
+    """An implementation that may be timed. law, broken: what the tolerance check found, per direction."""
 
     rung: Implementation
     status: str = "ok"
@@ -123,7 +123,7 @@ def bench_case(
     budget: float,
     timer: Timer | None = None,
 ) -> Iterator[Row]:
-    """Checks, then times, every candidate on one case in one dtype, forward and backward. Yields check and bench rows as they come."""
+    """Check and bench rows, as they come, of every candidate on one case in one dtype, forward and backward."""
     import torch
 
     from ridgeline.lab.clock import cache_bytes, device_timer
@@ -156,7 +156,7 @@ def bench_case(
 
 
 def judge(law: Law, candidate: Candidate, case: str, dtype: str, device: str) -> Row | None:
-    """Has the law judge a candidate, and notes the outcome on it; the check row, or None where it did not come to a verdict."""
+    """The check row of a candidate, or None if the check did not finish; the outcome is noted on the candidate."""
     import torch
 
     row = None
@@ -177,7 +177,7 @@ def judge(law: Law, candidate: Candidate, case: str, dtype: str, device: str) ->
 
 
 def untimed(rung: Implementation) -> Candidate | None:
-    """A kernel in Triton's interpreter computes what it should, at no speed worth telling."""
+    """A candidate that is not timed, if the implementation would run in Triton's interpreter; else None."""
     from ridgeline.boundary import INTERPRETED
 
     return (
@@ -186,7 +186,10 @@ def untimed(rung: Implementation) -> Candidate | None:
 
 
 def blame(candidate: Candidate, error: Exception) -> str:
-    """What an implementation raised, as a reason. After an error of the GPU itself nothing else can run: that raises."""
+    """What an implementation raised, as a reason.
+
+    Raises RidgelineError after an error of the GPU itself, since nothing else can run then.
+    """
     from ridgeline.op import RidgelineError
 
     text = str(error).strip().splitlines() or [""]
@@ -199,7 +202,7 @@ def blame(candidate: Candidate, error: Exception) -> str:
 
 
 def stumbles(candidate: Candidate, make: Callable[[], Function]) -> str | None:
-    """What a function that will be timed raises when it is called again and again, or None. Memory is looked after later."""
+    """What a function raises when it is called twice, or None. Running out of memory is left to `timed`."""
     import torch
 
     try:
@@ -251,7 +254,7 @@ def _timed(
 
 
 def forward(law: Law, rung: Implementation) -> Function:
-    """The forward call as a function of no arguments. What it changes in place is as it was before each timed run."""
+    """The forward call as a function of no arguments. Tensors that it changes in place are restored before each run."""
     from ridgeline.op import tensors_of
 
     if not law.op.mutates:
@@ -269,7 +272,10 @@ def forward(law: Law, rung: Implementation) -> Function:
 
 
 def backward(law: Law, rung: Implementation) -> Function:
-    """The backward alone, over a graph that is kept, as a function of no arguments. Gradients come in the outputs' memory format."""
+    """The backward alone as a function of no arguments; the graph is kept.
+
+    Incoming gradients have the outputs' memory format.
+    """
     import torch
 
     from ridgeline.lab.law import as_tuple, leaves
@@ -285,7 +291,7 @@ def backward(law: Law, rung: Implementation) -> Function:
 
 
 def both(law: Law, rung: Implementation) -> Function:
-    """Forward and then backward, as a step of training has them: into a loss comes a gradient of 1."""
+    """Forward and then backward as a function of no arguments, as in training: the gradient of a loss is 1."""
     import torch
 
     from ridgeline.lab.law import as_tuple, leaves
@@ -307,7 +313,10 @@ DIRECTIONS = tuple(CALLS)
 def timed(
     makers: dict[str, Callable[[], Function]], budget: float, timer: Timer, device: str, writes: int | None = None
 ) -> dict[str, Measurement | None]:
-    """Times functions together; where they do not fit into memory together, in smaller groups. None where one alone does not fit."""
+    """The times of functions that are measured together, or in smaller groups if memory is too small for all at once.
+
+    None for a function that does not fit alone.
+    """
     import torch
 
     from ridgeline.lab.clock import measure
@@ -335,7 +344,7 @@ def timed(
 
 
 def release(device: str) -> None:
-    """Gives back what is no longer used."""
+    """Frees memory that is no longer used."""
     gc.collect()
     if device.startswith("cuda"):
         import torch
@@ -356,19 +365,25 @@ def record(
     case: str | None = None,
     dtype: str | None = None,
     record: bool = False,
+    commit: str | None = None,
     pace: Pace | None = None,
     counters: bool = False,
     report: Callable[[str, int, int], None] = lambda text, done, total: None,
+    merged: Callable[[Merge], None] = lambda merge: None,
 ) -> Run:
-    """One run: the machine, its roof, and every chosen case of the ops checked and timed; each row is written as it comes.
+    """A run in the user's cache: the machine, its roof, and every chosen case of the ops, checked and timed.
 
-    grid: the cases of a grid, such as the sequences and head sizes of attention, for the rungs that `impl` names or all.
-    without: rungs that are left out of every op that has them.
-    budget: seconds of timing per case, dtype and direction. report: told what runs now, and how many of how many cases are done.
-    counters: also read the counter that each rung names, by Nsight Compute.
-    pace: puts the cases in order once the roof is measured, and says before each which implementations there is time for.
+    Each row is written as it comes. budget: seconds of timing per case, dtype and direction.
+    grid: time the cases of an op's grid, such as the sequence lengths and head sizes of attention.
+    without: implementations that are left out of every op that has them.
+    record: merge the finished cases into `results/`, also where an error or an interruption ends the run early;
+    `merged` gets the outcome. commit: the commit of a source tree without git.
+    counters: also read the counter that each implementation names, by Nsight Compute.
+    pace: puts the cases in order once the roof is measured, and picks the implementations that there is time for.
+    report: called with what runs now, the number of finished cases and the number of all.
     """
     from ridgeline.lab import peers as installed
+    from ridgeline.lab import results
     from ridgeline.lab.counters import read as read_counters
     from ridgeline.lab.store import Run
     from ridgeline.op import RidgelineError
@@ -380,47 +395,84 @@ def record(
     budget = budget or (0.4 if quick else 1.0 if gpu else 0.8)
     tasks = chosen_work(ops, uses, case, dtype)
     for op in ops:
-        chosen_implementations(op, impl)  # a wrong name is an error now, before anything is measured
+        chosen_implementations(op, impl)  # raises for a wrong name before anything is measured
         if not chosen_implementations(op, impl, without):
             raise RidgelineError(f"{op.name}: --without {without} leaves no implementation")
     if without and (unknown := {*without.split(",")} - {name for op in ops for name in op.implementations}):
-        raise RidgelineError(
-            f"--without {', '.join(sorted(unknown))}: none of {', '.join(op.name for op in ops)} has that implementation"
-        )
+        names = ", ".join(op.name for op in ops)
+        raise RidgelineError(f"--without {', '.join(sorted(unknown))}: none of {names} has that implementation")
     if counters and not gpu:
-        raise RidgelineError("--counters needs a GPU: they are its own")
-    run = Run(facts(device), record)
-    report("the roof", 0, len(tasks))
-    roof = measure_roof(device, quick, lambda text: report(f"the roof: {text}", 0, len(tasks)))
-    run.write({"type": "roof", **roof})
-    release(device)
-    tasks = pace.order(tasks, run) if pace else tasks
-    with compiling():
-        for done, (op, c, d) in enumerate(tasks):
-            report(f"{op.name} {c.name} {d}", done, len(tasks))
-            candidates = [untimed(rung) or Candidate(rung) for rung in chosen_implementations(op, impl, without)]
-            if pace:
-                candidates = pace.fit(candidates, len(tasks) - done)
-            if peers:
-                candidates += [
-                    Candidate(peer, "skipped" if missing else "ok", missing) for peer, missing in installed.of(op)
-                ]
-            for row in bench_case(op, c, d, device, candidates, roof, budget=budget):
+        raise RidgelineError("--counters needs a GPU")
+    if record:
+        recordable(facts(device)["gpu"], quick or grid)
+    run = Run(facts(device), at=commit)
+    finished = 0  # rows of cases that were timed to their end
+    try:
+        report("the roof", 0, len(tasks))
+        roof = measure_roof(device, quick, lambda text: report(f"the roof: {text}", 0, len(tasks)))
+        run.write({"type": "roof", **roof})
+        release(device)
+        tasks = pace.order(tasks, run) if pace else tasks
+        with compiling():
+            for done, (op, c, d) in enumerate(tasks):
+                report(f"{op.name} {c.name} {d}", done, len(tasks))
+                candidates = [untimed(rung) or Candidate(rung) for rung in chosen_implementations(op, impl, without)]
+                if pace:
+                    candidates = pace.fit(candidates, len(tasks) - done)
+                if peers:
+                    candidates += [
+                        Candidate(peer, "skipped" if missing else "ok", missing) for peer, missing in installed.of(op)
+                    ]
+                for row in bench_case(op, c, d, device, candidates, roof, budget=budget):
+                    run.write(row)
+                finished = len(run.rows)
+        if counters:
+            report("the implementations' counters", len(tasks), len(tasks))
+            for row in read_counters(tasks, lambda op: chosen_implementations(op, impl, without)):
                 run.write(row)
-    if counters:
-        report("the rungs' counters", len(tasks), len(tasks))
-        for row in read_counters(tasks, lambda op: chosen_implementations(op, impl, without)):
-            run.write(row)
-    report("done", len(tasks), len(tasks))
+                finished = len(run.rows)
+        report("done", len(tasks), len(tasks))
+    finally:
+        if record and finished:
+            merged(results.merge(run.rows[:finished]))
     return run
+
+
+def recordable(gpu: str | None, others: bool) -> None:
+    """Raises RidgelineError before anything is measured if a run cannot be recorded.
+
+    gpu: the GPU's name, None on a CPU. others: whether other cases than benchmark ones are chosen.
+    """
+    from ridgeline.lab import store
+    from ridgeline.op import RidgelineError
+
+    if gpu is None:
+        raise RidgelineError("--record is for GPUs and this run is on a CPU: without it the run is kept in the cache")
+    if others:
+        raise RidgelineError("--record keeps benchmark cases alone: leave out --quick and --grid")
+    path = store.recorded() / f"{store.slug(gpu)}.jsonl"
+    with store.locked(path.parent):
+        if path.exists():
+            store.load(path)
 
 
 def arguments(parser: argparse.ArgumentParser) -> None:
     choice(parser)
     parser.add_argument("--peers", action="store_true", help="also time installed peers (lab/peers)")
     parser.add_argument("--quick", action="store_true", help="small cases and short timing")
-    parser.add_argument("--grid", action="store_true", help="the cases of an op's grid, where it has one")
-    parser.add_argument("--record", action="store_true", help="keep the run under results/, not in the cache")
+    parser.add_argument("--grid", action="store_true", help="the cases of each op's grid of sizes")
+    parser.add_argument(
+        "--record", action="store_true", help="also merge the run into results/<gpu>.jsonl, and say what it replaces"
+    )
+    parser.add_argument(
+        "--merge",
+        nargs="+",
+        metavar="RUN",
+        help="measure nothing: merge runs made elsewhere into results/ (files or names)",
+    )
+    parser.add_argument(
+        "--commit", metavar="SHA", help="the commit of a source tree without git; the run is marked `dirty`"
+    )
     parser.add_argument("--without", metavar="NAMES", help="leave these implementations out, with commas between")
     parser.add_argument(
         "--counters", action="store_true", help="also read each rung's own counter, by Nsight Compute (ncu)"
@@ -431,24 +483,69 @@ def arguments(parser: argparse.ArgumentParser) -> None:
 
 
 def main(options: argparse.Namespace) -> int:
+    if options.merge:
+        return merge_files(options)
     device = default_device(options.device)
-    chosen = {
-        name: getattr(options, name)
-        for name in ("quick", "grid", "peers", "budget", "impl", "without", "case", "dtype", "record", "counters")
-    }
-    with progress() as report:
-        run = record(chosen_ops(options.ops), device, **chosen, report=report)
-    if options.json:
-        print(json.dumps(run.rows))
-    else:
-        show(run.rows)
-    print(f"ridgeline: the run is {run.path}", file=sys.stderr)
+    names = ("quick", "grid", "peers", "budget", "impl", "without", "case", "dtype", "record", "counters", "commit")
+    chosen = {name: getattr(options, name) for name in names}
+    merges: list[Merge] = []
+    try:
+        with progress() as report:
+            run = record(chosen_ops(options.ops), device, **chosen, report=report, merged=merges.append)
+        if options.json:
+            print(json.dumps(run.rows))
+        else:
+            show(run.rows)
+        print(f"ridgeline: the run is {run.path}", file=sys.stderr)
+    finally:
+        for merge in merges:
+            tell(merge)
     return 0
+
+
+def merge_files(options: argparse.Namespace) -> int:
+    """Merges runs that were made elsewhere, each in one step, and prints what each replaces."""
+    from ridgeline.lab import results, store
+    from ridgeline.op import RidgelineError
+
+    if options.ops or options.record:
+        raise RidgelineError("--merge measures nothing: it takes neither ops nor --record")
+    runs = [store.load(store.find(run)) for run in options.merge]
+    for rows in runs:
+        results.file_of(rows)  # a run that cannot be recorded is an error before any is merged
+    for rows in runs:
+        tell(results.merge(rows, options.commit))
+    return 0
+
+
+def tell(merge: Merge) -> None:
+    """Prints to stderr what a merge replaced, and each new time that lies outside the old one's interval."""
+    from rich.console import Console
+
+    from ridgeline.lab.compare import compare, listing
+
+    def counted(rows: list[Row]) -> str:
+        ops = [row["op"] for row in rows]
+        return f"{len(rows)} ({', '.join(f'{op} {ops.count(op)}' for op in dict.fromkeys(ops))})" if ops else "none"
+
+    out = Console(stderr=True, soft_wrap=True)
+    lines = [f"{merge.path}: rows replaced: {counted(merge.before)}; added: {counted(merge.added)}"]
+    notes = {
+        "left to ladders, since the new run timed their work without them": merge.older,
+        "removed, since nothing shows them any more": merge.lost,
+        "not recorded, since newer ones are, or since their cases are no benchmarks": merge.left_out,
+    }
+    lines += [f"rows {what}: {counted(rows)}" for what, rows in notes.items() if rows]
+    for line in lines:
+        out.print(line, markup=False, highlight=False)
+    moved = [row for row in compare(merge.before, merge.after) if row["change"] != "same"]
+    if moved:
+        out.print(listing("outside the old interval", moved))
 
 
 @contextmanager
 def progress() -> Iterator[Callable[[str, int, int], None]]:
-    """A progress bar on stderr, as the `report` of `record`."""
+    """A progress bar on stderr, to be passed to `record` as `report`."""
     from rich.console import Console
     from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn
 
@@ -460,7 +557,7 @@ def progress() -> Iterator[Callable[[str, int, int], None]]:
 
 
 def show(rows: list[Row]) -> None:
-    """A table per case, dtype and direction; what was not timed stands under them, with the reason."""
+    """Prints a table per case, dtype and direction, then what was not timed, with the reason."""
     from rich.text import Text
 
     from ridgeline.lab.roofline import rate

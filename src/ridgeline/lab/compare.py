@@ -4,20 +4,24 @@ from __future__ import annotations
 
 import argparse
 import json
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from ridgeline.lab import store, units
 from ridgeline.lab.tables import console, table, timing
 from ridgeline.lab.verdict import key
+
+if TYPE_CHECKING:
+    from rich.table import Table
 
 Row = dict[str, Any]
 STYLES = {"faster": "green", "slower": "red", "gone": "yellow", "new": "yellow", "same": "dim"}
 
 
 def compare(before: list[Row], after: list[Row]) -> list[Row]:
-    """What each timed rung of either run became: "faster" or "slower" where the intervals are disjoint, else "same"; "new" or "gone".
+    """A row for each implementation and piece of work that either run timed, with its change.
 
-    Each row has op, case, dtype, direction, impl, before and after (seconds, or None), gain (time before over time after) and change.
+    The change is "faster" or "slower" if the intervals do not overlap, else "same". It is "new" or "gone" if only one
+    run timed it. Fields: op, case, dtype, direction, impl, before, after (seconds or None), gain (before / after), change.
     """
     old, new = _timed(before), _timed(after)
     rows = []
@@ -30,13 +34,12 @@ def compare(before: list[Row], after: list[Row]) -> list[Row]:
 
 
 def _timed(rows: list[Row]) -> dict[tuple[str, ...], dict[str, float]]:
-    return {
-        (*key(row), row["impl"]): row["seconds"] for row in rows if row["type"] == "bench" and row["status"] == "ok"
-    }
+    timed = (row for row in rows if row["type"] in ("older", "bench") and row["status"] == "ok")
+    return {(*key(row), row["impl"]): row["seconds"] for row in timed}
 
 
 def change(was: dict[str, float] | None, now: dict[str, float] | None) -> str:
-    """One difference in a word."""
+    """One word for a difference: "faster", "slower", "same", "new" or "gone"."""
     if was is None or now is None:
         return "new" if was is None else "gone"
     if now["high"] < was["low"]:
@@ -46,7 +49,9 @@ def change(was: dict[str, float] | None, now: dict[str, float] | None) -> str:
 
 def arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument(
-        "before", metavar="RUN", help='a run: its file, its name, or how its name starts; "latest" is the newest'
+        "before",
+        metavar="RUN",
+        help='a run (its file, its name or how its name starts; "latest" is the newest) or a recorded GPU, such as h100',
     )
     parser.add_argument("after", metavar="RUN", help="the run to compare it with")
     parser.add_argument("--json", action="store_true", help="print the rows as JSON")
@@ -63,10 +68,18 @@ def main(options: argparse.Namespace) -> int:
 
 
 def show(rows: list[Row], before: list[Row], after: list[Row]) -> None:
+    """The table of the differences, and how many there are of each kind."""
+    out = console()
+    out.print(listing(f"{title(before)}, then {title(after)}", rows))
+    counts = {word: sum(row["change"] == word for row in rows) for word in STYLES}
+    out.print(", ".join(f"{count} {word}" for word, count in counts.items() if count) or "neither run timed anything")
+
+
+def listing(heading: str, rows: list[Row]) -> Table:
+    """A table of differences, in their order."""
     from rich.text import Text
 
-    names = [f"{run[0]['run']} on {machine(run)}" for run in (before, after)]
-    made = table(f"{names[0]}, then {names[1]}", ["work", "impl", ""], ["before", "after", "gain"])
+    made = table(heading, ["work", "impl", ""], ["before", "after", "gain"])
     last = None
     for row in rows:
         work = " ".join(key(row))
@@ -75,15 +88,16 @@ def show(rows: list[Row], before: list[Row], after: list[Row]) -> None:
         word = Text(row["change"], style=STYLES[row["change"]])
         made.add_row(Text(work if work != last else ""), Text(row["impl"]), word, *times, gain)
         last = work
-    out = console()
-    out.print(made)
-    counts = {word: sum(row["change"] == word for row in rows) for word in STYLES}
-    out.print(
-        ", ".join(f"{count} {word}" for word, count in counts.items() if count) or "nothing was timed in either run"
-    )
+    return made
+
+
+def title(rows: list[Row]) -> str:
+    """A run's name, or how many runs the rows come from, and their machine."""
+    runs = list(dict.fromkeys(row["run"] for row in rows))
+    return f"{runs[0] if len(runs) == 1 else f'{len(runs)} recorded runs'} on {machine(rows)}"
 
 
 def machine(rows: list[Row]) -> str:
-    """The name of the machine that a run was made on."""
+    """The name of the machine that rows were measured on."""
     about: Row = next((row["machine"] for row in rows if row["type"] == "run"), {})
     return about.get("gpu") or about.get("cpu") or "an unknown machine"

@@ -7,7 +7,7 @@ import json
 from typing import Any
 
 from ridgeline.lab import results, store, units
-from ridgeline.lab.compare import machine
+from ridgeline.lab.compare import machine, title
 from ridgeline.lab.tables import CACHED, console, figure, table, timing
 from ridgeline.lab.verdict import key, of
 
@@ -15,10 +15,10 @@ Row = dict[str, Any]
 
 
 def ladder(rows: list[Row], op: str) -> dict[tuple[str, str, str, str], list[Row]]:
-    """Per op, case, dtype and direction: the rows of the op, each with its `gain` over the timed rung before, if one run timed both.
+    """The op's rows per op, case, dtype and direction, each with its `gain` over the timed implementation before.
 
-    In the registry's order, or of an op that is no more in the rows' order; peers from other packages are left out. The first timed rung
-    has no gain. Where a rung's counter was read, `counted` is that row.
+    The order is the registry's, or the rows' order if the op no longer exists; peers from other packages are left out.
+    The gain is None for the first, and where one run did not time both. `counted` is the counter's row, or None.
     """
     from ridgeline.op import get, op_modules
 
@@ -38,25 +38,27 @@ def ladder(rows: list[Row], op: str) -> dict[tuple[str, str, str, str], list[Row
 
 
 def newest(op: str, here: str, gpu: str | None = None) -> list[Row]:
-    """What was timed of an op: by the newest run on this machine's GPU (`here`), else what is recorded of a GPU, else by the newest run on
-    any machine. gpu: what is recorded of that one, by its folder's name."""
+    """Rows that timed an op, from the first of these that has any: the newest cached run on this machine's GPU (`here`),
+    a recorded GPU (this one first), the newest cached run on any machine.
+
+    gpu: a recorded GPU, such as "h100"; then only its rows count. Raises RidgelineError if nothing timed the op.
+    """
     from ridgeline.op import RidgelineError
 
     mine = None if gpu or here == "cpu" else store.latest(here, op)
     if mine:
         return store.load(mine)
-    recorded = {folder.name: rows for folder, rows in results.gpus(store.recorded()).items()}
+    recorded = {path.stem: rows for path, rows in results.gpus(store.recorded()).items()}
     if gpu and gpu not in recorded:
-        raise RidgelineError(
-            f"nothing is recorded of {gpu!r}; of these GPUs something is: {', '.join(recorded) or 'none'}"
-        )
-    for name, rows in recorded.items():
+        raise RidgelineError(f"{gpu!r} is not a recorded GPU; the recorded ones: {', '.join(recorded) or 'none'}")
+    for name in sorted(recorded, key=lambda name: name != here):
+        rows = recorded[name]
         if gpu in (None, name) and any(row["op"] == op for row in of(rows, "bench")):
             return rows
     path = None if gpu else store.latest(None, op)
     if path is None:
         raise RidgelineError(
-            f"no recorded run{f' on {gpu}' if gpu else ''} has timed {op}; ridgeline bench {op} makes one"
+            f"no run{f' recorded on {gpu}' if gpu else ''} has timed {op}; `ridgeline bench {op}` times it"
         )
     return store.load(path)
 
@@ -65,11 +67,9 @@ def arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("op", metavar="OP")
     parser.add_argument(
         "--run",
-        help="a run: its file, its name, or how its name starts; this GPU's newest that timed the op by default",
+        help="a run: its file, its name or how its name starts (default: the newest one on this GPU that timed the op)",
     )
-    parser.add_argument(
-        "--gpu", help="all that is recorded of a GPU, such as h100: the default where there is none here"
-    )
+    parser.add_argument("--gpu", help="a recorded GPU, such as h100 (default: one of them, if this machine has none)")
     parser.add_argument("--case", help="one case only")
     parser.add_argument("--dtype", help="one dtype only")
     parser.add_argument("--json", action="store_true", help="print the rows as JSON")
@@ -82,7 +82,7 @@ def main(options: argparse.Namespace) -> int:
 
     op = get(options.op)
     if options.run and options.gpu:
-        raise RidgelineError("--run is one run, --gpu all that is recorded of a GPU: give one of them")
+        raise RidgelineError("--run names one run and --gpu a recorded GPU: give only one of them")
     here = store.slug(facts(default_device(None))["gpu"])
     rows = store.load(store.find(options.run)) if options.run else newest(op.name, here, options.gpu)
     wanted = {"case": options.case, "dtype": options.dtype}
@@ -99,8 +99,7 @@ def main(options: argparse.Namespace) -> int:
     ]
     if not found:
         chosen = " ".join(value for value in wanted.values() if value)
-        where = source(rows) if options.run else f"what is recorded of {machine(rows)}"
-        raise RidgelineError(f"{where} has no times of {op.name}{' in ' + chosen if chosen else ''}")
+        raise RidgelineError(f"{title(rows)} has no times of {op.name}{' in ' + chosen if chosen else ''}")
     if options.json:
         print(json.dumps(found))
     else:
@@ -109,7 +108,7 @@ def main(options: argparse.Namespace) -> int:
 
 
 def source(rows: list[Row]) -> str:
-    """Which runs rows are of: "run 20261123-045822-c1d9ede", or "runs A, B"."""
+    """The runs that rows come from: "run 20261123-045822-c1d9ede", or "runs A, B"."""
     runs = sorted({row["run"] for row in rows})
     return f"run{'s' * (len(runs) > 1)} {', '.join(runs)}"
 
@@ -125,7 +124,7 @@ def counted(row: Row) -> str:
 
 
 def show(found: list[Row], rows: list[Row]) -> None:
-    """A table per case, dtype and direction; a rung that was not timed shows why."""
+    """Prints a table per case, dtype and direction; an implementation that was not timed shows why."""
     from rich.text import Text
 
     out = console()
