@@ -78,7 +78,7 @@ def rows(
     name: str = "NVIDIA H100 80GB HBM3",
     ops: tuple = (),
 ) -> list[dict]:
-    """A whole run. hostile: names with markup in them; slower: every kernel's time is multiplied by it; ops: those alone."""
+    """A whole run. hostile: put markup into names. slower: a factor on every kernel's time. ops: only these."""
     dice = random.Random(seed)
     bandwidth, rates = (H100, H100_RATES) if gpu else (LAPTOP, LAPTOP_RATES)
     run = f"2026112{seed}-021500-abc1234"

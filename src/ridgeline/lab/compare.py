@@ -21,7 +21,8 @@ def compare(before: list[Row], after: list[Row]) -> list[Row]:
     """A row for each implementation and piece of work that either run timed, with its change.
 
     The change is "faster" or "slower" if the intervals do not overlap, else "same". It is "new" or "gone" if only one
-    run timed it. Fields: op, case, dtype, direction, impl, before, after (seconds or None), gain (before / after), change.
+    run timed it. Each row has op, case, dtype, direction, impl, before, after, gain and change: before and after are
+    the seconds with their intervals, or None, and gain is the time before over the time after.
     """
     old, new = _timed(before), _timed(after)
     rows = []
@@ -51,7 +52,7 @@ def arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument(
         "before",
         metavar="RUN",
-        help='a run (its file, its name or how its name starts; "latest" is the newest) or a recorded GPU, such as h100',
+        help='a run (its file, its name or how its name starts; "latest": the newest) or a recorded GPU, such as h100',
     )
     parser.add_argument("after", metavar="RUN", help="the run to compare it with")
     parser.add_argument("--json", action="store_true", help="print the rows as JSON")

@@ -38,10 +38,12 @@ def ladder(rows: list[Row], op: str) -> dict[tuple[str, str, str, str], list[Row
 
 
 def newest(op: str, here: str, gpu: str | None = None) -> list[Row]:
-    """Rows that timed an op, from the first of these that has any: the newest cached run on this machine's GPU (`here`),
-    a recorded GPU (this one first), the newest cached run on any machine.
+    """Rows that timed an op, from the first place that has any.
 
-    gpu: a recorded GPU, such as "h100"; then only its rows count. Raises RidgelineError if nothing timed the op.
+    The places: the newest cached run on this machine's GPU (`here`), the recorded GPUs, this one first, and the newest
+    cached run on any machine. gpu: a recorded GPU, such as "h100"; then only its rows count.
+
+    Raises RidgelineError if nothing timed the op.
     """
     from ridgeline.op import RidgelineError
 

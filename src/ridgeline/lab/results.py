@@ -1,7 +1,7 @@
-"""The recorded rows of each GPU: `results/<gpu>.jsonl` holds the newest row of every piece of work and implementation.
+"""The recorded rows of each GPU: `results/<gpu>.jsonl` has the newest row of every piece of work and implementation.
 
-A piece of work is one op, case, dtype and direction. Only benchmark cases and implementations that still exist are kept.
-The `run` and `roof` rows of their runs stand beside them: the machine, and its measured limits.
+A piece of work is one op, case, dtype and direction. Benchmark cases and implementations that no longer exist are
+dropped. The `run` and `roof` rows of their runs stand beside them: the machine, and its measured limits.
 """
 
 from __future__ import annotations
@@ -143,7 +143,7 @@ def join(recorded: Iterable[Row], new: Iterable[Row] = ()) -> list[Row]:
     for run in {row["run"] for row in rows}:
         for kind in FACTS:
             if (run, kind) not in facts:
-                raise _refuse(
+                raise store.refusal(
                     f"the rows of run {run} come without its {kind!r} row, which says what they were held against"
                 )
             rows.append(facts[run, kind])
@@ -183,7 +183,7 @@ def file_of(rows: list[Row], folder: Path | None = None) -> Path:
     """The file that rows are recorded in: that of the one GPU that they were measured on."""
     names = {store.slug(row["machine"]["gpu"]) for row in verdict.of(rows, "run")}
     if len(names) != 1 or names == {"cpu"}:
-        raise _refuse(
+        raise store.refusal(
             f"only runs on one GPU are recorded in one file, and these are on {', '.join(sorted(names)) or 'none'}"
         )
     return (folder or store.recorded()) / f"{names.pop()}.jsonl"
@@ -193,7 +193,7 @@ def named(rows: list[Row], commit: str) -> list[Row]:
     """The rows with that commit for runs that know none, in their names too; such runs are `dirty`."""
     unknown = {row["run"] for row in verdict.of(rows, "run") if row["commit"] == "unknown"}
     if not unknown:
-        raise _refuse("--commit names the commit of runs that do not know theirs, and all of these do")
+        raise store.refusal("--commit names the commit of runs that do not know theirs, and all of these do")
     names = {run: re.sub(r"^(\d{8}-\d{6})-unknown", rf"\1-{commit}", run) for run in unknown}
     facts = {"commit": commit, "dirty": True}
     return [
@@ -224,9 +224,3 @@ def pack(value: Any) -> Any:
         optional = store.OPTIONAL.get(value.get("type", ""), {})
         return {k: pack(v) for k, v in value.items() if v is not None or k not in optional}
     return [pack(v) for v in value] if isinstance(value, list) else value
-
-
-def _refuse(message: str) -> ValueError:
-    from ridgeline.op import RidgelineError
-
-    return RidgelineError(message)

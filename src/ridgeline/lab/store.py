@@ -58,7 +58,10 @@ def slug(gpu: str | None) -> str:
 
 @cache
 def commit() -> tuple[str, bool]:
-    """The commit's first seven digits, and whether the working tree differs from it; ("unknown", False) without git."""
+    """The commit's first seven digits, and whether the source tree differs from it; ("unknown", False) without git.
+
+    Recording one run must not make the next one dirty, so `results/` may differ.
+    """
 
     def git(*arguments: str) -> str | None:
         try:
@@ -70,7 +73,8 @@ def commit() -> tuple[str, bool]:
     digits = git("rev-parse", "--short=7", "HEAD")
     if not digits or not (HOUSE / "pyproject.toml").exists():
         return "unknown", False
-    return digits[:7], bool(git("status", "--porcelain", "--untracked-files=no"))
+    changed = git("status", "--porcelain", "--untracked-files=no", "--", ".", ":(exclude)results")
+    return digits[:7], bool(changed)
 
 
 def recorded() -> Path:
@@ -98,7 +102,7 @@ def append(path: Path, rows: Iterable[Row]) -> None:
         finally:
             os.close(file)
     except OSError as error:
-        raise _refuse(f"cannot write results to {path}: {error.strerror or error}") from error
+        raise refusal(f"cannot write results to {path}: {error.strerror or error}") from error
 
 
 @contextmanager
@@ -108,7 +112,7 @@ def locked(folder: Path) -> Iterator[None]:
         folder.mkdir(parents=True, exist_ok=True)
         handle = os.open(folder, os.O_RDONLY)
     except OSError as error:
-        raise _refuse(f"cannot write results to {folder}: {error.strerror}") from error
+        raise refusal(f"cannot write results to {folder}: {error.strerror}") from error
     try:
         fcntl.flock(handle, fcntl.LOCK_EX)
         yield
@@ -133,7 +137,7 @@ def replace(path: Path, rows: Iterable[Row]) -> None:
             os.close(folder)
     except OSError as error:
         fresh.unlink(missing_ok=True)
-        raise _refuse(f"cannot write results to {path}: {error.strerror}") from error
+        raise refusal(f"cannot write results to {path}: {error.strerror}") from error
 
 
 def _lines(rows: Iterable[Row]) -> Iterator[Row]:
@@ -158,7 +162,8 @@ def _heal(file: int) -> int:
     return end
 
 
-def _refuse(message: str) -> ValueError:
+def refusal(message: str) -> ValueError:
+    """A RidgelineError."""
     from ridgeline.op import RidgelineError  # imports torch, which reading results does not need
 
     return RidgelineError(message)
@@ -172,7 +177,7 @@ def load(path: Path | str) -> list[Row]:
     try:
         text = Path(path).read_bytes()
     except OSError as error:
-        raise _refuse(f"cannot read results from {path}: {error.strerror}") from error
+        raise refusal(f"cannot read results from {path}: {error.strerror}") from error
     *lines, torn = text.split(b"\n")
     rows: list[Row] = []
     for number, line in enumerate(lines, 1):
@@ -182,20 +187,20 @@ def load(path: Path | str) -> list[Row]:
             known = isinstance(row["type"], str) and isinstance(row["run"], str)
             found = [row | part for part in row.pop("rows", [{}])]
         except (ValueError, TypeError, KeyError, AttributeError) as error:
-            raise _refuse(
+            raise refusal(
                 f"{path} is not a results file of Ridgeline, or is corrupt: line {number} is not a row"
             ) from error
         if schema != SCHEMA:
             age = "a newer" if schema > SCHEMA else "an older"
-            raise _refuse(f"{path} was written by {age} Ridgeline (schema {schema}); this one reads schema {SCHEMA}")
+            raise refusal(f"{path} was written by {age} Ridgeline (schema {schema}); this one reads schema {SCHEMA}")
         if not known:
-            raise _refuse(f"{path} is corrupt: line {number} has no type or run")
+            raise refusal(f"{path} is corrupt: line {number} has no type or run")
         for row in found:
             if fault := _fault(row):
-                raise _refuse(f"{path} is corrupt: line {number}, a {row['type']} row, has no valid {fault!r}")
+                raise refusal(f"{path} is corrupt: line {number}, a {row['type']} row, has no valid {fault!r}")
             rows.append(OPTIONAL.get(row["type"], {}) | row)
     if not rows:
-        raise _refuse(f"{path} holds no rows{' but a torn one' if torn else ''}")
+        raise refusal(f"{path} holds no rows{' but a torn one' if torn else ''}")
     return rows
 
 
@@ -229,7 +234,7 @@ def _measured(figure: Any) -> bool:
 def short_commit(sha: str) -> str:
     """The first seven digits of a commit that a user named. Raises RidgelineError if it is no commit."""
     if not re.fullmatch(r"[0-9a-f]{7,40}", sha):
-        raise _refuse(f"--commit takes 7 to 40 hexadecimal digits of a commit, and is {sha!r}")
+        raise refusal(f"--commit takes 7 to 40 hexadecimal digits of a commit, and is {sha!r}")
     return sha[:7]
 
 
@@ -270,8 +275,8 @@ class Run:
                 except FileExistsError:
                     continue
         except OSError as error:
-            raise _refuse(f"cannot write results to {folder}: {error.strerror}") from error
-        raise _refuse(f"cannot write results to {folder}: a hundred runs are called {name}")
+            raise refusal(f"cannot write results to {folder}: {error.strerror}") from error
+        raise refusal(f"cannot write results to {folder}: a hundred runs are called {name}")
 
     def write(self, *rows: Row) -> None:
         """Appends rows, each with the schema version and this run's name."""
@@ -285,7 +290,7 @@ def runs(slug: str | None = None) -> list[Path]:
     return sorted((p for p in cached().glob(f"{slug or '*'}/*.jsonl") if p.stat().st_size), key=lambda p: p.stem)
 
 
-def gpus() -> list[Path]:
+def recordings() -> list[Path]:
     """The files of the recorded GPUs."""
     return sorted(recorded().glob("*.jsonl"))
 
@@ -324,16 +329,16 @@ def find(run: str) -> Path:
     """
     if Path(run).is_file():
         return Path(run)
-    recordings = {path.stem: path for path in gpus()}
-    if run in recordings:
-        return recordings[run]
+    known = {path.stem: path for path in recordings()}
+    if run in known:
+        return known[run]
     found = [p for p in runs() if p.stem.startswith(run)]
     if run == "latest":
-        found = runs()[-1:] or gpus()[:1]
+        found = runs()[-1:] or recordings()[:1]
     exact = [p for p in found if p.stem == run]
     if len(exact or found) == 1:
         return (exact or found)[0]
     fault = "several runs start" if found else "no run, recorded GPU or file is called or starts"
     names = ", ".join(p.stem for p in (found or runs())[-5:]) or "none yet"
-    also = f"; recorded GPUs: {', '.join(recordings)}" if recordings and not found else ""
-    raise _refuse(f"{fault} with {run!r}; the newest runs: {names}{also}")
+    also = f"; recorded GPUs: {', '.join(known)}" if known and not found else ""
+    raise refusal(f"{fault} with {run!r}; the newest runs: {names}{also}")
