@@ -84,7 +84,7 @@ def config(op: str, a: torch.Tensor, b: torch.Tensor, wide: bool, whole: bool = 
         return triton.cdiv(M, BM) * triton.cdiv(N, BN)
 
     def rule() -> tuning.Config:
-        stages = 1 if odd or gpu.backend != "cuda" else 4 if gpu.capability >= 90 else 3
+        stages = 1 if odd or gpu.backend != "cuda" else 4 if gpu.shared_memory >= 227 << 10 else 3
         if few:
             return tile(
                 down, 64 if odd or tiles(down, 64) >= 2 * gpu.multiprocessors else 32, 256 if odd else 128, stages

@@ -134,7 +134,8 @@ def _rule(gpu: device.Device, dtype: torch.dtype, precision: str, M: int, N: int
     ):
         wide = 64 if more and N % 16 else 128  # rows of no multiple of 32 bytes need an address per element
         return {"BM": 128, "BN": wide, "BK": 32, "GROUP": 8, "num_warps": 8, "num_stages": stages}
-    return {"BM": 128, "BN": 256, "BK": 64 if gpu.capability >= 90 else 32, "GROUP": 8, "num_warps": 8, "num_stages": 3}
+    deep = 64 if gpu.shared_memory >= 227 << 10 else 32
+    return {"BM": 128, "BN": 256, "BK": deep, "GROUP": 8, "num_warps": 8, "num_stages": 3}
 
 
 _SPACE = [
