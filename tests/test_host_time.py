@@ -1,0 +1,155 @@
+"""The host's time of small calls beside torch's: forward, and forward with backward, with ten layouts in turn.
+
+`python tests/test_host_time.py` prints the table; `--profile OP` shows where the time of an op's forward goes.
+"""
+
+import cProfile
+import pstats
+import sys
+import time
+from collections.abc import Callable
+from itertools import cycle
+from typing import Any
+
+import pytest
+import torch
+import torch.nn.functional as F
+
+import ridgeline
+
+pytestmark = pytest.mark.gpu
+SHAPES = [64 + i for i in range(10)]
+Call = Callable[..., Any]
+
+
+def data(*shape: int) -> torch.Tensor:
+    return torch.randn(*shape, device="cuda", dtype=torch.bfloat16, requires_grad=True)
+
+
+def turned(q: torch.Tensor, k: torch.Tensor, cos: torch.Tensor, sin: torch.Tensor) -> tuple[torch.Tensor, ...]:
+    """Rotary embedding in eager PyTorch."""
+    halves = [x.chunk(2, -1) for x in (q, k)]
+    return tuple(torch.cat((a * cos - b * sin, b * cos + a * sin), -1) for a, b in halves)
+
+
+def calls() -> dict[str, tuple[Callable[[int], tuple[torch.Tensor, ...]], Call, Call]]:
+    """By name: a function that makes the tensors of one layout, our call, and torch's op or its eager formula."""
+    w, gate, up, head = data(256), data(512, 256), data(512, 256), data(1000, 256)
+    angle = torch.rand(80, 32, device="cuda")
+    cos, sin = angle.cos().bfloat16(), angle.sin().bfloat16()
+
+    def labels(n: int) -> torch.Tensor:
+        return torch.randint(1000, (n,), device="cuda")
+
+    def summed(x: torch.Tensor, y: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+        total = x + y
+        return F.rms_norm(total, (256,), w), total
+
+    def rows(n: int) -> tuple[torch.Tensor, ...]:
+        return (data(n, 256),)
+
+    def pairs(n: int) -> tuple[torch.Tensor, ...]:
+        return data(n, 256), data(n, 256)
+
+    return {
+        "rms_norm": (rows, lambda x: ridgeline.rms_norm(x, w), lambda x: F.rms_norm(x, (256,), w)),
+        "layer_norm": (rows, lambda x: ridgeline.layer_norm(x, w, w), lambda x: F.layer_norm(x, (256,), w, w)),
+        "add_rms_norm": (pairs, lambda x, y: ridgeline.add_rms_norm(x, y, w), summed),
+        "softmax": (rows, ridgeline.softmax, lambda x: F.softmax(x, -1)),
+        "gelu": (rows, ridgeline.gelu, F.gelu),
+        "silu_mul": (pairs, ridgeline.silu_mul, lambda a, b: F.silu(a) * b),
+        "rope": (
+            lambda n: (data(2, 4, n, 64), data(2, 2, n, 64)),
+            lambda q, k: ridgeline.rope(q, k, cos[: q.shape[2]], sin[: q.shape[2]]),
+            lambda q, k: turned(q, k, cos[: q.shape[2]], sin[: q.shape[2]]),
+        ),
+        "linear": (rows, lambda x: ridgeline.linear(x, gate), lambda x: F.linear(x, gate)),
+        "gated_linear": (
+            rows,
+            lambda x: ridgeline.gated_linear(x, gate, up),
+            lambda x: F.silu(F.linear(x, gate)) * F.linear(x, up),
+        ),
+        "attention": (
+            lambda n: tuple(data(1, 4, n, 64) for _ in range(3)),
+            lambda q, k, v: ridgeline.attention(q, k, v, causal=True),
+            lambda q, k, v: F.scaled_dot_product_attention(q, k, v, is_causal=True),
+        ),
+        "cross_entropy": (lambda n: (data(n, 1000), labels(n)), ridgeline.cross_entropy, F.cross_entropy),
+        "linear_cross_entropy": (
+            lambda n: (data(n, 256), labels(n)),
+            lambda x, y: ridgeline.linear_cross_entropy(x, head, y),
+            lambda x, y: F.cross_entropy(F.linear(x, head), y),
+        ),
+    }
+
+
+def step(call: Call, given: tuple[torch.Tensor, ...], incoming: list[torch.Tensor]) -> None:
+    outputs = call(*given)
+    outputs = outputs if isinstance(outputs, tuple) else (outputs,)
+    torch.autograd.grad(outputs, [t for t in given if t.requires_grad], incoming)
+
+
+def works(name: str) -> dict[str, tuple[Callable[[], Any], Callable[[], Any]]]:
+    """Our work and torch's by direction, as functions that take the next of ten layouts at each call."""
+    make, ours, theirs = calls()[name]
+    sets = [make(n) for n in SHAPES]
+    found: dict[str, list[Callable[[], Any]]] = {"forward": [], "forward and backward": []}
+    for call in (ours, theirs):
+        outputs = [call(*given) for given in sets]
+        incoming = [[torch.ones_like(o) for o in (some if isinstance(some, tuple) else (some,))] for some in outputs]
+        turn, again = cycle(sets), cycle(zip(sets, incoming, strict=True))
+        found["forward"].append(lambda call=call, turn=turn: call(*next(turn)))
+        found["forward and backward"].append(lambda call=call, again=again: step(call, *next(again)))
+    return {direction: (pair[0], pair[1]) for direction, pair in found.items()}
+
+
+def microseconds(ours: Callable[[], Any], theirs: Callable[[], Any], calls: int = 200) -> tuple[float, float]:
+    """The host's time per call: the best of seven rounds of each, in turn, each begun with an empty queue."""
+    best = [float("inf")] * 2
+    for _ in range(7):
+        for n, work in enumerate((ours, theirs)):
+            torch.cuda.synchronize()
+            start = time.perf_counter()
+            for _ in range(calls):
+                work()
+            best[n] = min(best[n], (time.perf_counter() - start) / calls * 1e6)
+    torch.cuda.synchronize()
+    return best[0], best[1]
+
+
+NAMES = (
+    "rms_norm layer_norm add_rms_norm softmax gelu silu_mul rope linear gated_linear attention cross_entropy "
+    "linear_cross_entropy"
+).split()
+
+
+@pytest.mark.parametrize("name", NAMES)
+def test_small_calls_cost_the_host_little(name: str) -> None:
+    """Forward takes at most max(1.6 x torch's, 25 us), forward with backward at most 1.5 x torch's."""
+    over = {}
+    for direction, pair in works(name).items():
+        ours, theirs = microseconds(*pair)
+        most = max(1.6 * theirs, 25.0) if direction == "forward" else 1.5 * theirs
+        if ours > most:
+            over[direction] = f"{ours:.1f} us, torch {theirs:.1f} us"
+    assert not over
+
+
+if __name__ == "__main__":
+    if "--profile" in sys.argv:
+        forward = works(sys.argv[-1])["forward"][0]
+        for _ in range(100):
+            forward()
+        profile = cProfile.Profile()
+        profile.enable()
+        for _ in range(5000):
+            forward()
+        profile.disable()
+        pstats.Stats(profile).sort_stats("tottime").print_stats(20)
+    else:
+        for name in NAMES:
+            for direction, pair in works(name).items():
+                ours, theirs = microseconds(*pair)
+                print(
+                    f"{name:20} {direction:20} {ours:7.1f} us, torch {theirs:7.1f} us: {ours / theirs:.2f}", flush=True
+                )
