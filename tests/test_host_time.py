@@ -117,10 +117,20 @@ def microseconds(ours: Callable[[], Any], theirs: Callable[[], Any], calls: int 
     return best[0], best[1]
 
 
-NAMES = (
-    "rms_norm layer_norm add_rms_norm softmax gelu silu_mul rope linear gated_linear attention cross_entropy "
-    "linear_cross_entropy"
-).split()
+NAMES = [
+    "rms_norm",
+    "layer_norm",
+    "add_rms_norm",
+    "softmax",
+    "gelu",
+    "silu_mul",
+    "rope",
+    "linear",
+    "gated_linear",
+    "attention",
+    "cross_entropy",
+    "linear_cross_entropy",
+]
 
 
 @pytest.mark.parametrize("name", NAMES)
