@@ -196,10 +196,10 @@ def test_a_backward_holds_what_its_forward_saved():
     assert found["exp"].held_bytes == 2 * x.nbytes
 
 
-def test_a_run_is_recorded_compared_and_climbed(monkeypatch, capsys):
+def test_a_run_is_kept_compared_and_climbed(monkeypatch, capsys):
     monkeypatch.setattr(bench, "measure_roof", lambda *args: ROOF)
     with fake_op(naive=lambda x: torch.softmax(x, -1)) as op:
-        runs = [bench.record([op], "cpu", quick=True, dtype="float32", budget=0.01, record=True) for _ in range(2)]
+        runs = [bench.record([op], "cpu", quick=True, dtype="float32", budget=0.01) for _ in range(2)]
         rows = store.load(runs[0].path)
         assert [row["type"] for row in rows[:2]] == ["run", "roof"]
         assert {row["type"] for row in rows[2:]} == {"check", "bench"}
@@ -216,6 +216,71 @@ def test_a_run_is_recorded_compared_and_climbed(monkeypatch, capsys):
         assert "fake_softmax 256x512 float32 forward" in capsys.readouterr().out
         assert compare.main(argparse.Namespace(before=runs[0].name, after="latest", json=True)) == 0
         assert len(json.loads(capsys.readouterr().out)) == 4
+
+
+@pytest.fixture
+def recording(monkeypatch):
+    """Records the test's op on a CPU that calls itself an H100, in two cases. break_at: the case to interrupt."""
+    monkeypatch.setattr(bench, "facts", lambda device: dict.fromkeys(store.MACHINE) | {"gpu": "NVIDIA H100 80GB HBM3"})
+    monkeypatch.setattr(bench, "measure_roof", lambda *args: ROOF)
+    broken = []
+
+    def naive(x):
+        if tuple(x.shape) in broken:
+            raise KeyboardInterrupt
+        return torch.softmax(x, -1)
+
+    def record(break_at=None, **how):
+        broken[:] = [break_at]
+        return bench.record([op], "cpu", budget=0.01, record=True, **how)
+
+    with fake_op(naive=naive) as op:
+        op.cases[:] = [replace(case, use="bench") for case in op.cases]
+        monkeypatch.setattr(ops, "registry", lambda: {op.name: op})
+        monkeypatch.setattr(bench, "chosen_work", lambda ops, *args: [(op, case, "float32") for case in op.cases])
+        yield record
+
+
+def test_a_recorded_run_is_merged_and_kept(recording, tmp_path):
+    merges = []
+    run = recording(merged=merges.append, commit="0123456789")
+    rows = store.load(tmp_path / "results/h100.jsonl")
+    assert {row["run"] for row in rows} == {run.name}
+    assert {(row["case"], row["impl"]) for row in bench_rows(rows)} == {
+        (case, impl) for case in ("64x96", "256x512") for impl in ("torch", "naive")
+    }
+    assert [len(merge.added) for merge in merges] == [len(bench_rows(rows))] == [len(bench_rows(run.rows))]
+    assert (rows[0]["commit"], rows[0]["dirty"]) == ("0123456", True)
+    assert run.path.parent == tmp_path / "cache/ridgeline/h100"
+    assert len(store.load(run.path)) == len(run.rows) > len(rows)
+
+
+def test_an_interrupted_run_is_merged_up_to_its_last_whole_case(recording, tmp_path):
+    merges, path = [], tmp_path / "results/h100.jsonl"
+    with pytest.raises(KeyboardInterrupt):
+        recording((256, 512), merged=merges.append)
+    assert {row["case"] for row in bench_rows(store.load(path))} == {"64x96"}
+    assert len(merges) == 1
+    before = path.read_bytes()
+    with pytest.raises(KeyboardInterrupt):
+        recording((64, 96), merged=merges.append)
+    assert len(merges) == 1
+    assert path.read_bytes() == before
+
+
+def test_what_cannot_be_recorded_is_said_before_anything_is_measured(recording, tmp_path, monkeypatch):
+    monkeypatch.setattr(bench, "measure_roof", lambda *args: pytest.fail("measured"))
+    for how in ({"quick": True}, {"grid": True}):
+        with pytest.raises(RidgelineError, match="leave out --quick and --grid"):
+            recording(**how)
+    (tmp_path / "results").mkdir()
+    (tmp_path / "results/h100.jsonl").write_text("hello\n")
+    with pytest.raises(RidgelineError, match="not a results file"):
+        recording()
+    monkeypatch.setattr(bench, "facts", lambda device: {"gpu": None})
+    with pytest.raises(RidgelineError, match="--record is for GPUs and this run is on a CPU"):
+        recording()
+    assert not store.runs()
 
 
 def test_patterns_of_cases_and_rungs_left_out(monkeypatch):

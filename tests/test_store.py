@@ -1,4 +1,4 @@
-"""The store under two writers, a kill, and files that are not what they should be."""
+"""The store under two writers, a kill, and wrong files."""
 
 import json
 import os
@@ -21,7 +21,7 @@ import sys
 from pathlib import Path
 from ridgeline.lab.store import append
 for i in range(int(sys.argv[3])):
-    append(Path(sys.argv[1]), [{"schema": 1, "type": "note", "run": sys.argv[2], "i": i, "text": "x" * (i % 977)}])
+    append(Path(sys.argv[1]), [{"schema": 2, "type": "note", "run": sys.argv[2], "i": i, "text": "x" * (i % 977)}])
     if i == 0:
         print("started", flush=True)
 """
@@ -61,14 +61,14 @@ def test_a_kill_in_the_middle_tears_nothing(tmp_path):
     victim.wait(10)
     before = store.load(path)
     assert [row["i"] for row in before] == list(range(len(before)))
-    store.append(path, [{"schema": 1, "type": "note", "run": "next"}])
-    assert store.load(path) == [*before, {"schema": 1, "type": "note", "run": "next"}]
+    store.append(path, [{"schema": 2, "type": "note", "run": "next"}])
+    assert store.load(path) == [*before, {"schema": 2, "type": "note", "run": "next"}]
 
 
-@pytest.mark.parametrize("torn", ['{"schema": 1, "ty', "x" * 5000])
+@pytest.mark.parametrize("torn", ['{"schema": 2, "ty', "x" * 5000])
 def test_a_torn_line_is_left_out_and_then_healed(tmp_path, torn):
     path = tmp_path / "torn.jsonl"
-    row = {"schema": 1, "type": "note", "run": "a"}
+    row = {"schema": 2, "type": "note", "run": "a"}
     store.append(path, [row])
     with path.open("a") as file:
         file.write(torn)
@@ -82,7 +82,7 @@ def test_a_run_is_written_as_it_goes(tmp_path):
     run = store.Run(MACHINE, command="ridgeline bench")
     run.write(BENCH | {"op": "softmax"}, BENCH)
     rows = store.load(run.path)
-    assert rows == run.rows
+    assert rows == [store.OPTIONAL.get(row["type"], {}) | row for row in run.rows]
     assert [row["type"] for row in rows] == ["run", "bench", "bench"]
     assert {row["run"] for row in rows} == {run.name} == {run.path.stem}
     assert rows[0]["machine"] == MACHINE
@@ -95,9 +95,32 @@ def test_runs_of_one_second_do_not_meet():
     assert all(len(store.load(run.path)) == 1 for run in runs)
 
 
-def test_recorded_runs_lie_under_results(tmp_path):
-    run = store.Run(MACHINE | {"gpu": "NVIDIA H100 80GB HBM3"}, record=True)
-    assert run.path.parent == tmp_path / "results" / "h100"
+def test_a_named_commit_makes_a_run_dirty(tmp_path):
+    run = store.Run(MACHINE | {"gpu": "NVIDIA H100 80GB HBM3"}, at="0123456789abcdef")
+    assert run.path.parent == tmp_path / "cache" / "ridgeline" / "h100"
+    assert run.name.endswith("-0123456")
+    assert (run.rows[0]["commit"], run.rows[0]["dirty"]) == ("0123456", True)
+    with pytest.raises(RidgelineError, match="--commit takes 7 to 40 hexadecimal digits of a commit, and is 'HEAD'"):
+        store.Run(MACHINE, at="HEAD")
+
+
+def test_recording_does_not_make_the_next_run_dirty(tmp_path):
+    house = store.HOUSE
+    for name in ("pyproject.toml", "results/h100.jsonl"):
+        (house / name).parent.mkdir(parents=True, exist_ok=True)
+        (house / name).write_text("before")
+
+    def git(*arguments):
+        user = "-c", "user.name=a", "-c", "user.email=a@b"
+        subprocess.run(["git", "-C", str(house), *user, *arguments], check=True, capture_output=True)
+
+    git("init")
+    git("add", ".")
+    git("commit", "-m", "all")
+    for name, dirty in (("results/h100.jsonl", False), ("pyproject.toml", True)):
+        (house / name).write_text("after")
+        store.commit.cache_clear()
+        assert store.commit()[1] is dirty
 
 
 def test_a_bad_file_does_not_hide_the_runs_before_it(capsys):
@@ -105,7 +128,13 @@ def test_a_bad_file_does_not_hide_the_runs_before_it(capsys):
     good.write(BENCH)
     bad.path.write_text("hello\n")
     assert store.latest("cpu") == good.path
-    assert f"passed over: {bad.path} is not a results file" in capsys.readouterr().err
+    assert f"skipped: {bad.path} is not a results file" in capsys.readouterr().err
+    for _ in range(2):
+        store.Run(MACHINE).path.write_text('{"schema": 1, "type": "run", "run": "a"}\n')
+    assert store.latest("cpu") == good.path
+    said = capsys.readouterr().err
+    assert "was written by an older Ridgeline (schema 1); this one reads schema 2 (and 2 more)" in said
+    assert said.count("\n") == 1
 
 
 def test_finding_runs():
@@ -121,26 +150,33 @@ def test_finding_runs():
     assert store.find("latest") == third.path
     assert store.find(second.name) == second.path
     assert store.find(str(second.path)) == second.path
-    with pytest.raises(RidgelineError, match="no run or file"):
+    with pytest.raises(RidgelineError, match="no run, recorded GPU or file"):
         store.find("19990101")
     with pytest.raises(RidgelineError, match="several runs"):
         store.find("2")
 
 
+def test_a_recorded_gpu_is_found_by_its_name(tmp_path):
+    h100 = fixture_rows.write(tmp_path / "results/h100.jsonl")
+    assert store.find("h100") == store.find("latest") == h100
+    run = store.Run(MACHINE)
+    assert store.find("latest") == run.path
+    with pytest.raises(RidgelineError, match=f"starts with 'h200'; the newest runs: {run.name}; recorded GPUs: h100"):
+        store.find("h200")
+
+
 def test_a_ladder_is_of_this_gpu_else_of_what_is_recorded(tmp_path):
-    fixture_rows.write(tmp_path / "results/h100/20261120-021500-abc1234.jsonl")
-    fixture_rows.write(
-        tmp_path / "results/h200/20261121-021500-abc1234.jsonl", name="NVIDIA H200", seed=1, ops=("softmax",)
-    )
+    fixture_rows.write(tmp_path / "results/h100.jsonl")
+    fixture_rows.write(tmp_path / "results/h200.jsonl", name="NVIDIA H200", seed=1, ops=("softmax",))
 
     def timed(op, here, gpu=None):
         return store.slug(verdict.one(ladder.newest(op, here, gpu), "run")["machine"]["gpu"])
 
     assert [timed("softmax", here) for here in ("h100", "h200", "cpu", "b200")] == ["h100", "h200", "h100", "h100"]
     assert [timed("softmax", "h100", "h200"), timed("mul", "h200")] == ["h200", "h100"]
-    with pytest.raises(RidgelineError, match="no recorded run on h200 has timed mul"):
+    with pytest.raises(RidgelineError, match="no run recorded on h200 has timed mul"):
         ladder.newest("mul", "cpu", "h200")
-    with pytest.raises(RidgelineError, match="nothing is recorded of 'b200'; of these GPUs something is: h100, h200"):
+    with pytest.raises(RidgelineError, match="'b200' is not a recorded GPU; the recorded ones: h100, h200"):
         ladder.newest("softmax", "cpu", "b200")
 
 
@@ -162,9 +198,13 @@ def test_a_gain_is_between_two_times_of_one_run():
         (b"hello\n", "line 1"),
         (b"[1]\n", "line 1"),
         (b"\xff\xfe\n", "line 1"),
-        (b'{"schema": 1, "type": "note", "run": "a"}\n{"sche\n{"schema": 1, "type": "note", "run": "a"}\n', "line 2"),
-        (b'{"schema": 2, "type": "run", "run": "a"}\n', "newer Ridgeline"),
-        (b'{"schema": 1, "type": 3, "run": "a"}\n', "line 1"),
+        (b'{"schema": 2, "type": "note", "run": "a"}\n{"sche\n{"schema": 2, "type": "note", "run": "a"}\n', "line 2"),
+        (b'{"schema": 3, "type": "run", "run": "a"}\n', "newer Ridgeline"),
+        (b'{"schema": 1, "type": "run", "run": "a"}\n', "older Ridgeline"),
+        (b'{"schema": 2, "type": "bench", "run": "a", "rows": 3}\n', "line 1"),
+        (b'{"schema": 2, "type": "bench", "run": "a", "rows": [3]}\n', "line 1"),
+        (b'{"schema": 2, "type": "bench", "run": "a", "rows": [{}]}\n', "line 1, a bench row, has no valid 'op'"),
+        (b'{"schema": 2, "type": 3, "run": "a"}\n', "line 1"),
     ],
 )
 def test_files_that_are_not_runs_are_one_sentence(tmp_path, content, says):
@@ -188,13 +228,13 @@ def test_an_unwritable_folder_is_one_sentence_and_leaves_nothing(tmp_path, monke
         folder = tmp_path / "locked"
         folder.mkdir(mode=0o500)
         with pytest.raises(RidgelineError, match="cannot write results to"):
-            store.append(folder / "run.jsonl", [{"schema": 1}])
+            store.append(folder / "run.jsonl", [{"schema": 2}])
         assert not list(folder.iterdir())
 
 
 def test_what_is_not_a_number_is_refused_before_anything_is_written(tmp_path):
     with pytest.raises(ValueError, match="JSON"):
-        store.append(tmp_path / "run.jsonl", [{"schema": 1, "x": float("nan")}])
+        store.append(tmp_path / "run.jsonl", [{"schema": 2, "x": float("nan")}])
     assert not (tmp_path / "run.jsonl").exists()
 
 
@@ -212,7 +252,7 @@ def test_slugs(gpu, slug):
 
 
 def test_rows_are_json(tmp_path):
-    store.append(tmp_path / "run.jsonl", [{"schema": 1, "type": "run", "run": "a", "name": "µ\n\u2028"}])
+    store.append(tmp_path / "run.jsonl", [{"schema": 2, "type": "run", "run": "a", "name": "µ\n\u2028"}])
     assert json.loads((tmp_path / "run.jsonl").read_text())["name"] == "µ\n\u2028"
 
 
@@ -220,7 +260,7 @@ def test_a_row_that_lacks_what_readers_rely_on_is_one_sentence(tmp_path):
     """Each field taken out, and each made something else, of each type of row."""
     path, rows = tmp_path / "run.jsonl", fixture_rows.rows()
     for kind, fields in store.FIELDS.items():
-        row = next(row for row in rows if row["type"] == kind)
+        row = next(row for row in rows if row["type"] == ("bench" if kind == "older" else kind)) | {"type": kind}
         for name in fields:
             for broken in ({k: v for k, v in row.items() if k != name}, row | {name: None}, row | {name: [1]}):
                 path.write_text(json.dumps(broken) + "\n")

@@ -166,7 +166,7 @@ def merge(rows: list[Row], at: str | None = None, folder: Path | None = None) ->
             store.replace(path, joined)
     old, now = ({place(row): row for row in some if row["type"] in store.OPTIONAL} for some in (recorded, joined))
     fresh = {place(row): row for row in rows if row["type"] in store.OPTIONAL}
-    taken = {at: row for at, row in fresh.items() if at in now and now[at]["run"] == row["run"]}
+    taken = {at: row for at, row in now.items() if at in fresh and fresh[at]["run"] == row["run"]}
     changed = [at for at, row in taken.items() if at in old and old[at]["run"] != row["run"]]
     return Merge(
         path,
