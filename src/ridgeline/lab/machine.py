@@ -17,7 +17,7 @@ from ridgeline.lab.catalogue import STATES, defaults, kernels, names, pretended,
 
 Row = dict[str, Any]
 KINDS = {"eager": "plain PyTorch", "compile": "torch.compile", "cuda": "CUDA C++", "triton": "Triton", "gluon": "Gluon"}
-# Bandwidths by the share of writes in the bytes moved. Runs before 2026-11-22 have no "spread".
+# Bandwidths by the share of writes in the bytes moved. Old runs have no "spread".
 SEGMENTS = ((0.0, "read"), (1 / 3, "add"), (1 / 2, "copy"), (4 / 5, "spread"), (1.0, "write"))
 
 
