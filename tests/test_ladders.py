@@ -1,4 +1,4 @@
-"""The ladders' ends: calls that kernels' integers do not count, or that PyTorch does better, are left to it, by sizes alone."""
+"""The ladders' ends: calls that kernels cannot index, or that PyTorch does better, are left to it, by sizes alone."""
 
 from typing import Any
 
@@ -151,7 +151,9 @@ def test_no_row_can_be_added_where_there_is_none() -> None:
 @pytest.mark.parametrize("inner", [1, 3, 40, 200])
 @pytest.mark.parametrize(("size", "n"), [(70, 15), (2000, 15), (2000, 400), (700, 1024), (9000, 1024), (900, 3000)])
 def test_rows_that_indices_out_of_range_name(size: int, n: int, inner: int) -> None:
-    """NaN in the nearest row, whatever else it is given, and nowhere else. Rows are named many times over, and sums are whole numbers."""
+    """NaN in the nearest row, and nowhere else.
+
+    Rows are named many times over, and sums are whole numbers."""
     x, source = (torch.randint(-8, 9, (2, rows, inner), device="cuda").float() for rows in (size, n))
     index = torch.randint(1, size - 1, (n,), device="cuda") // 7 * 7  # so that some are 0
     index[[3, n // 2, n - 1]] = torch.tensor([-5, size, -(1 << 40)], device="cuda")

@@ -81,6 +81,8 @@ def test_the_same_run_again_changes_nothing(path):
     made = results.merge(run(0))
     assert path.read_bytes() == before
     assert [made.before, made.added, made.older, made.lost, made.left_out] == [[]] * 5
+    results.merge([row | {"law": 0.25} if row["type"] == "bench" else row for row in run(0)])
+    assert {row["law"] for row in recorded(path).values()} == {0.25}
 
 
 def test_implementations_that_the_newest_run_left_out_are_for_ladders_alone(path):
@@ -153,14 +155,17 @@ def test_a_round_trip_keeps_rows_and_their_order(path):
     some = rows.copy()
     random.Random(0).shuffle(some)
     assert results.join(some) == rows
-    again = store.load(path)
-    assert results.newest(path) == again == read
+    before = path.read_bytes()
+    store.replace(path, [results.pack(row) for row in read])
+    assert path.read_bytes() == before
+    assert results.newest(path) == store.load(path) == read
     was = {results.place(row): row for row in run(0) if row["type"] == "bench"}
     for place, row in recorded(path).items():
         assert row["seconds"]["median"] == pytest.approx(was[place]["seconds"]["median"], rel=1e-5)
         assert {k: v for k, v in row.items() if not isinstance(v, (dict, float, int))}.items() <= was[place].items()
         assert row["bytes"] == was[place]["bytes"]
     assert len(path.read_text().splitlines()) < len(rows) / 2
+    assert "null" not in path.read_text()
 
 
 def test_ops_cases_and_implementations_stand_in_order(path):
@@ -337,8 +342,8 @@ def test_a_recorded_gpu_is_compared_by_its_name(path, tmp_path, capsys):
     assert compare.title(store.load(path)) == "2 recorded runs on NVIDIA H100 80GB HBM3"
 
 
-def test_what_is_committed():
-    """Small, of one schema, and each row with the machine and the roof that it was held against."""
+def test_what_is_committed(tmp_path):
+    """Small, as a merge writes it, and each row with the machine and the roof that it was held against."""
     files = sorted((ROOT / "results").glob("*.jsonl"))
     assert sum(file.stat().st_size for file in files) < 3e6
     for file in files:
@@ -346,5 +351,7 @@ def test_what_is_committed():
         facts = {(row["run"], row["type"]) for row in rows if row["type"] in results.FACTS}
         assert facts == {(row["run"], kind) for row in rows if row["type"] in results.KINDS for kind in results.FACTS}
         assert {store.slug(row["machine"]["gpu"]) for row in verdict.of(rows, "run")} == {file.stem}
+        store.replace(tmp_path / file.name, [results.pack(row) for row in rows])
+        assert (tmp_path / file.name).read_bytes() == file.read_bytes()
         places = [results.place(row) for row in rows if row["type"] in results.KINDS]
         assert len(places) == len(set(places))

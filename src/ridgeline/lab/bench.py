@@ -458,7 +458,9 @@ def recordable(gpu: str | None, others: bool) -> None:
 
 def arguments(parser: argparse.ArgumentParser) -> None:
     choice(parser)
-    parser.add_argument("--peers", action="store_true", help="also time installed peers (lab/peers)")
+    parser.add_argument(
+        "--peers", action="store_true", help="also time other packages that have the op, where installed"
+    )
     parser.add_argument("--quick", action="store_true", help="small cases and short timing")
     parser.add_argument("--grid", action="store_true", help="the cases of each op's grid of sizes")
     parser.add_argument(
@@ -473,9 +475,9 @@ def arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument(
         "--commit", metavar="SHA", help="the commit of a source tree without git; the run is marked `dirty`"
     )
-    parser.add_argument("--without", metavar="NAMES", help="leave these implementations out, with commas between")
+    parser.add_argument("--without", metavar="NAMES", help="leave out these implementations, separated by commas")
     parser.add_argument(
-        "--counters", action="store_true", help="also read each rung's own counter, by Nsight Compute (ncu)"
+        "--counters", action="store_true", help="also read each implementation's own counter, with Nsight Compute (ncu)"
     )
     parser.add_argument(
         "--budget", type=float, metavar="SECONDS", help="seconds of timing per case, dtype and direction"
@@ -528,7 +530,8 @@ def tell(merge: Merge) -> None:
         ops = [row["op"] for row in rows]
         return f"{len(rows)} ({', '.join(f'{op} {ops.count(op)}' for op in dict.fromkeys(ops))})" if ops else "none"
 
-    out = Console(stderr=True, soft_wrap=True)
+    out = Console(stderr=True)
+    out = out if out.is_terminal else Console(stderr=True, width=120)
     lines = [f"{merge.path}: rows replaced: {counted(merge.before)}; added: {counted(merge.added)}"]
     notes = {
         "left to ladders, since the new run timed their work without them": merge.older,
@@ -537,7 +540,7 @@ def tell(merge: Merge) -> None:
     }
     lines += [f"rows {what}: {counted(rows)}" for what, rows in notes.items() if rows]
     for line in lines:
-        out.print(line, markup=False, highlight=False)
+        out.print(line, markup=False, highlight=False, soft_wrap=True)
     moved = [row for row in compare(merge.before, merge.after) if row["change"] != "same"]
     if moved:
         out.print(listing("outside the old interval", moved))

@@ -198,7 +198,8 @@ def load(path: Path | str) -> list[Row]:
         for row in found:
             if fault := _fault(row):
                 raise refusal(f"{path} is corrupt: line {number}, a {row['type']} row, has no valid {fault!r}")
-            rows.append(OPTIONAL.get(row["type"], {}) | row)
+            missing = {name: None for name in OPTIONAL.get(row["type"], {}) if name not in row}
+            rows.append(row | missing)  # after the others, so that a file that is written again stays the same
     if not rows:
         raise refusal(f"{path} holds no rows{' but a torn one' if torn else ''}")
     return rows
