@@ -16,7 +16,7 @@ import torch.nn.functional as F
 import triton.language as tl  # noqa: F401 - Triton's interpreter looks it up in a kernel's module
 
 from ridgeline.boundary import Function, differentiate, first_order, kernel_op
-from ridgeline.op import Case, Cost, Op, RidgelineError, Spec, nbytes
+from ridgeline.op import Case, Cost, Implementation, Op, RidgelineError, Spec, nbytes
 from ridgeline.ops.matmul import _gated
 from ridgeline.ops.matmul._epilogue import ACTIVATIONS, gate, ungate
 from ridgeline.ops.matmul.matmul import (
@@ -30,7 +30,7 @@ from ridgeline.ops.matmul.matmul import (
     product,
     rows_of,
 )
-from ridgeline.select import eager, run
+from ridgeline.select import by_kind, eager, run
 
 _T = torch.Tensor
 
@@ -96,18 +96,23 @@ def gated_linear(
     Raises RidgelineError if shapes, dtypes or devices do not match, or if `impl` cannot run the call.
     """
     x, gate, up = in_autocast(x, gate, up)
+    (plain,) = _look(x, gate, up, activation, impl)
+    if plain is not None:
+        return plain.call(x, gate, up, activation=activation)  # type: ignore[misc]
+    keep = torch.is_grad_enabled() and (x.requires_grad or gate.requires_grad or up.requires_grad)
+    y = differentiate(_Function, rows_of(x), gate, up, activation, keep, impl)
+    return y if x.dim() == 2 else y.view(*x.shape[:-1], gate.shape[0])
+
+
+@by_kind(3)
+def _look(x: _T, gate: _T, up: _T, activation: str, impl: str | None) -> tuple[Implementation | None]:
     agree("gated_linear", x=x, gate=gate, up=up)
     if not isinstance(activation, str) or activation not in ACTIVATIONS or not activation:
         raise RidgelineError(f"gated_linear: activation must be 'silu', 'gelu' or 'gelu_tanh', got {activation!r}")
     if gate.dim() != 2 or not x.dim() or x.shape[-1] != gate.shape[1] or gate.shape != up.shape:
         shapes = f"{tuple(x.shape)}, {tuple(gate.shape)} and {tuple(up.shape)}"
         raise RidgelineError(f"gated_linear: x must be (..., K), gate and up (N, K), got {shapes}")
-    plain = eager(GATED_LINEAR, impl, x, gate, up)
-    if plain is not None:
-        return plain.call(x, gate, up, activation=activation)  # type: ignore[misc]
-    keep = torch.is_grad_enabled() and any([t.requires_grad for t in (x, gate, up)])
-    y = differentiate(_Function, rows_of(x), gate, up, activation, keep, impl)
-    return y.view(*x.shape[:-1], gate.shape[0])
+    return (eager(GATED_LINEAR, impl, x, gate, up),)
 
 
 def cost(x: _T, gate: _T, up: _T, *, activation: str = "silu") -> tuple[Cost, Cost]:

@@ -208,7 +208,7 @@ def in_autocast(*given: Any) -> tuple[Any, ...]:
 
 def rows_of(x: torch.Tensor) -> torch.Tensor:
     """Returns x as a matrix of rows, also if they have no elements."""
-    return x.flatten(0, -2) if x.dim() > 1 else x[None]
+    return x if x.dim() == 2 else x.flatten(0, -2) if x.dim() > 1 else x[None]
 
 
 def agree(op: str, **tensors: Any) -> None:

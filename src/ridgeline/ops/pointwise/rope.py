@@ -19,8 +19,8 @@ import triton.language as tl
 
 from ridgeline import device, tuning
 from ridgeline.boundary import Function, differentiate, first_order, kernel_op, launch
-from ridgeline.op import Case, Cost, Op, RidgelineError, Spec, dtype_name, nbytes, readable
-from ridgeline.select import eager, run
+from ridgeline.op import Case, Cost, Implementation, Op, RidgelineError, Spec, dtype_name, nbytes, readable
+from ridgeline.select import by_kind, eager, run
 
 Pair = tuple[torch.Tensor, torch.Tensor]
 
@@ -254,8 +254,11 @@ def rope(
     interleaved: pairs are (2i, 2i + 1); by default (i, i + r).
     Raises RidgelineError if an argument is none of these, or if `impl` cannot run the call.
     """
-    _check(q, k, cos, sin, positions)
-    plain = eager(ROPE, impl, q, k, cos, sin)
+    (plain,) = _look(q, k, cos, sin, positions is None, impl)
+    if torch.is_grad_enabled() and (cos.requires_grad or sin.requires_grad):
+        raise RidgelineError("rope: cos and sin have no gradients, but require them; give them detached")
+    if positions is not None:
+        _check_positions(positions, q, cos.shape[0])
     if plain is not None and plain.call is not None:
         return plain.call(q, k, cos, sin, positions=positions, interleaved=interleaved)
     if torch.is_grad_enabled() and (q.requires_grad or k.requires_grad):
@@ -263,10 +266,11 @@ def rope(
     return _turn(q, k, cos, sin, positions, interleaved, False, impl)
 
 
-def _check(
-    q: torch.Tensor, k: torch.Tensor, cos: torch.Tensor, sin: torch.Tensor, positions: torch.Tensor | None
-) -> None:
-    """Raises RidgelineError if the inputs do not fit together."""
+@by_kind(4)
+def _look(
+    q: torch.Tensor, k: torch.Tensor, cos: torch.Tensor, sin: torch.Tensor, in_order: bool, impl: str | None
+) -> tuple[Implementation | None]:
+    """Checks the inputs but for positions, and chooses. in_order: there are no positions."""
     for name, t in (("q", q), ("k", k), ("cos", cos), ("sin", sin)):
         if not isinstance(t, torch.Tensor) or not t.is_floating_point():
             found = getattr(t, "dtype", type(t).__name__)
@@ -277,7 +281,7 @@ def _check(
     if len(shape) != 4 or len(other) != 4 or shape[0] != other[0] or shape[2:] != other[2:]:
         found = f"{tuple(shape)} and {tuple(other)}"
         raise RidgelineError(f"rope: q must be (b, hq, s, d) and k (b, hk, s, d), but they are {found}")
-    batch, _, seq, d = shape
+    seq, d = shape[2:]
     if cos.dim() != 2 or cos.shape != sin.shape:
         found = f"{tuple(cos.shape)} and {tuple(sin.shape)}"
         raise RidgelineError(f"rope: cos and sin must both be (max_seq, r), but are {found}")
@@ -285,12 +289,14 @@ def _check(
     if d % 2 or not 0 < 2 * r <= d:
         wanted = "head dimensions must be even, with a column of cos for each of at most d/2 pairs"
         raise RidgelineError(f"rope: {wanted}; d is {d}, and cos has {r}")
-    if torch.is_grad_enabled() and (cos.requires_grad or sin.requires_grad):
-        raise RidgelineError("rope: cos and sin have no gradients, but require them; give them detached")
-    if positions is None:
-        if seq > length:
-            raise RidgelineError(f"rope: cos has rows for {length} positions, but the sequence is {seq} long")
-        return
+    if in_order and seq > length:
+        raise RidgelineError(f"rope: cos has rows for {length} positions, but the sequence is {seq} long")
+    return (eager(ROPE, impl, q, k, cos, sin),)
+
+
+def _check_positions(positions: torch.Tensor, q: torch.Tensor, length: int) -> None:
+    """Raises RidgelineError if the positions do not fit q and a table of so many rows."""
+    batch, _, seq, _ = q.shape
     if positions.dtype != torch.int64 or positions.shape not in ((seq,), (batch, seq)):
         found = f"{positions.dtype} {tuple(positions.shape)}"
         raise RidgelineError(f"rope: positions must be int64, ({seq}) or ({batch}, {seq}), but are {found}")
