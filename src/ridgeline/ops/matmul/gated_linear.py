@@ -98,7 +98,7 @@ def gated_linear(
     x, gate, up = in_autocast(x, gate, up)
     (plain,) = _look(x, gate, up, activation, impl)
     if plain is not None:
-        return plain.call(x, gate, up, activation=activation)  # type: ignore[misc]
+        return plain.call(x, gate, up, activation=activation)
     keep = torch.is_grad_enabled() and (x.requires_grad or gate.requires_grad or up.requires_grad)
     y = differentiate(_Function, rows_of(x), gate, up, activation, keep, impl)
     return y if x.dim() == 2 else y.view(*x.shape[:-1], gate.shape[0])
