@@ -234,17 +234,19 @@ def one_of_each(found: Iterable[tuple[Launch, dict[str, Any]]]) -> list[tuple[La
 
 def kernels(implementation: Implementation, arch: str, every: bool) -> list[inspect.Resources]:
     """The different kernels of an implementation, over its benchmarks, small cases and dtypes, forward and backward."""
-    found: Iterable[tuple[Launch, dict[str, Any]]] = calls(implementation, arch)
     if implementation.op.name in LARGE and not every:  # what implementations share is compiled for the first of them
         able = [i for name in LARGE for i in op.registry()[name].implementations.values() if runs(i, arch)]
-        found = (one for i in able for one in calls(i, arch, None if arch == FULL else 0))
-        found = (one for one in one_of_each(found) if one[1]["implementation"] is implementation)
-    elif arch != FULL and not every:
-        found = one_of_each(found)
-    different = {inspect.signature(launch): (launch, facts) for launch, facts in found}.values()
-    inspect.compile_side_by_side([launch for launch, _ in different], arch)
+        all_of_them = (one for i in able for one in calls(i, arch, None if arch == FULL else 0))
+        found = [one for one in one_of_each(all_of_them) if one[1]["implementation"] is implementation]
+    else:
+        found = [*calls(implementation, arch)]
+    different = {inspect.signature(launch): (launch, facts) for launch, facts in found}
+    if arch != FULL and implementation.op.name not in LARGE and not every:
+        chosen = {inspect.signature(launch) for launch, _ in one_of_each(found)}
+        different = {signature: one for signature, one in different.items() if signature in chosen}
+    inspect.compile_side_by_side([launch for launch, _ in different.values()], arch)
     made = []
-    for launch, facts in different:
+    for launch, facts in different.values():
         whose = {"op": implementation.op.name, "implementation": implementation.name}
         made.append(
             replace(inspect.of_launch(launch), **whose, **{k: facts[k] for k in ("case", "dtype", "direction")})
