@@ -1,6 +1,7 @@
 """The losses under activation checkpointing and offloading, which must see the gradients that forward makes."""
 
 from collections.abc import Callable
+from functools import partial
 from typing import Any
 
 import pytest
@@ -96,6 +97,16 @@ def test_hooks_see_the_gradients(device: str) -> None:
         seen.clear()
         ridgeline.cross_entropy(logits, torch.zeros(12, dtype=torch.int64, device=device)).backward()
     assert seen.count((12, 50)) == 2  # the logits and their gradient
+
+
+def test_hooks_may_be_any_callable(device: str) -> None:
+    x, w = leaves(device)
+    target = torch.zeros(12, dtype=torch.int64, device=device)
+    wanted = torch.autograd.grad(both(x, w, target), (x, w))
+    with torch.autograd.graph.saved_tensors_hooks(partial(torch.mul, 1), partial(torch.mul, 1)):  # without names
+        found = torch.autograd.grad(both(x, w, target), (x, w))
+    for a, b in zip(found, wanted, strict=True):
+        torch.testing.assert_close(a, b)
 
 
 def test_selective_checkpointing(device: str) -> None:

@@ -342,6 +342,17 @@ def test_clipping_what_is_not_finite(value: float, norm_type: float, device: str
         torch.testing.assert_close(g, p.grad, equal_nan=True)
 
 
+def test_frozen_parameters_are_no_gradients(device: str) -> None:
+    """A parameter without a gradient is skipped, and its values stay, whether it is frozen or unused."""
+    layer = torch.nn.Linear(3, 2, device=device)
+    layer.weight.requires_grad_(False)
+    before = layer.weight.clone()
+    layer(torch.ones(1, 3, device=device)).sum().backward()
+    norm = ridgeline.clip_grad_norm(layer.parameters(), 0.1)
+    torch.testing.assert_close(norm, torch.full_like(norm, 2**0.5))
+    assert torch.equal(layer.weight, before)
+
+
 @pytest.mark.parametrize("name", ["adamw", "clip_grad_norm"])
 def test_the_law_judges_what_is_changed_in_place(name: str, device: str) -> None:
     """Each result that is 1% off fails; the arguments stay unchanged, also before each timed run."""

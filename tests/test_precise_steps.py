@@ -4,12 +4,14 @@ import copy
 
 import pytest
 import torch
+import triton
+import triton.language as tl
 
 import ridgeline
 from ridgeline import optim
 from ridgeline.boundary import INTERPRETED
 from ridgeline.op import RidgelineError
-from ridgeline.ops.optimizer.adamw import _stochastic
+from ridgeline.ops.optimizer.adamw import _rounded, _stochastic
 
 pytestmark = pytest.mark.kernels
 NARROW = torch.float16 if INTERPRETED else torch.bfloat16  # Triton's interpreter is wrong in bfloat16
@@ -35,6 +37,15 @@ def test_masters_are_the_weights_of_a_float32_run(moments: torch.dtype, device: 
     for own, master, other in zip(p, w, wide[0], strict=True):
         assert torch.equal(master, other)
         assert torch.equal(own, master.to(NARROW))
+
+
+def test_masters_beside_parameters_as_wide(device: str) -> None:
+    p, g, m, v = lists(device, torch.float32, 40, 7)
+    w, before = [t.clone() for t in p], [t.clone() for t in p]
+    ridgeline.adamw(p, g, m, v, 1, masters=w, lr=0.01)
+    for own, master, old in zip(p, w, before, strict=True):
+        assert torch.equal(own, master)
+        assert not torch.equal(own, old)
 
 
 def test_steps_in_memory_beside_masters(device: str) -> None:
@@ -82,6 +93,37 @@ def test_stochastic_rounding_is_unbiased() -> None:
         assert torch.equal(
             _stochastic(value.expand(8).contiguous(), bits[:8]).float().nan_to_num(7), value.expand(8).nan_to_num(7)
         )
+
+
+@triton.jit
+def _bits(x, bits, out, N: tl.constexpr):
+    i = tl.arange(0, N)
+    rounded = _rounded(tl.load(x + i), tl.load(bits + i).to(tl.uint32), tl.bfloat16, True)
+    tl.store(out + i, rounded.to(tl.int16, bitcast=True))
+
+
+def test_kernels_round_as_the_formula(device: str) -> None:
+    """Also NaN, infinities, zeros and values next to the largest; the upper half of the random word does nothing."""
+    torch.manual_seed(0)
+    x = torch.randn(4096) * 10.0 ** torch.randint(-40, 38, (4096,))
+    odd = torch.tensor([0x7F800001, -1, 0x7F800000, -0x800000, 0, -0x80000000, 0x7F7FFFFF, 0x7F7F0001, 1])
+    x[: len(odd)] = odd.to(torch.int32).view(torch.float32)
+    bits = torch.randint(-(1 << 31), 1 << 31, x.shape, dtype=torch.int64)
+    out = torch.empty(x.shape, dtype=torch.int16, device=device)
+    _bits[(1,)](x.to(device), bits.to(torch.int32).to(device), out, x.numel())
+    found, wanted = out.cpu().view(torch.bfloat16), _stochastic(x, bits & 0xFFFF)
+    assert torch.equal(found.isnan(), x.isnan())
+    assert torch.equal(found.nan_to_num(7.0), wanted.nan_to_num(7.0))
+
+
+def test_float32_has_nothing_to_round(device: str) -> None:
+    """Stochastic steps of float32 tensors are those to nearest, by every implementation and for every seed."""
+    for impl, seed in (("naive", 0), ("torch", 0), (None, 1), (None, (1 << 32) - 1)):
+        given = lists(device, torch.float32, 40, 7)
+        others = copy.deepcopy(given)
+        ridgeline.adamw(*given, 3, rounding="stochastic", seed=seed, impl=impl)
+        ridgeline.adamw(*others, 3, impl=impl)
+        assert all(torch.equal(a, b) for a, b in zip(given[0], others[0], strict=True)), impl
 
 
 @pytest.mark.parametrize("kernels", [False, True], ids=["plain", "kernels"])

@@ -11,6 +11,7 @@ import pytest
 import torch
 
 import ridgeline
+import ridgeline.nn
 from ridgeline import optim
 from ridgeline.boundary import INTERPRETED
 from ridgeline.op import RidgelineError
@@ -32,7 +33,8 @@ def rank(world: int) -> None:
 
     def model() -> nn.Module:
         torch.manual_seed(1)
-        return nn.Sequential(nn.Linear(13, 40), nn.RMSNorm(40), nn.Linear(40, 5))  # 5 and 13: uneven shards
+        # Shards of 5 rows are uneven, and of one row empty on the second rank.
+        return nn.Sequential(nn.Linear(13, 40), ridgeline.nn.RMSNorm(40, eps=1e-6), nn.Linear(40, 5), nn.Linear(5, 1))
 
     whole, sharded = model(), model()
     for layer in sharded:
@@ -66,11 +68,28 @@ def rank(world: int) -> None:
     torch.testing.assert_close(norm, (3 * full.square().sum()).sqrt())
     torch.testing.assert_close(grads[0].full_tensor(), full / (norm + 1e-6))
     torch.testing.assert_close(grads[2], full / (norm + 1e-6))
+    for dtype in (torch.float32, torch.float64):  # on the second rank all shards are empty
+        row = distribute_tensor(torch.full((1, 4), 3.0, dtype=dtype), mesh, [Shard(0)])
+        norm = ridgeline.clip_grad_norm([row], math.inf)
+        assert norm == 6
+        assert norm.dtype == dtype
+    # Each rank has another kind first; the collectives have one order nevertheless.
+    other = init_device_mesh("cpu", (1, world), mesh_dim_names=("one", "shard"))
+    kinds = (mesh, [Shard(0)]), (mesh, [Shard(1)]), (other, [Replicate(), Shard(0)])
+    grads = [distribute_tensor(n * full, where, how) for n, (where, how) in enumerate(kinds, 1)]
+    norm = ridgeline.clip_grad_norm(grads[:: 1 - 2 * dist.get_rank()], math.inf)
+    torch.testing.assert_close(norm, (14 * full.square().sum()).sqrt())
     with pytest.raises(RidgelineError, match="partial sums"):
         ridgeline.clip_grad_norm([DTensor.from_local(full.clone(), mesh, [Partial()])], 1.0)
     p, m, v = (distribute_tensor(full.clone(), mesh, [Shard(0)]) for _ in range(3))
     with pytest.raises(RidgelineError, match="sharded alike"):
         ridgeline.adamw([p], [full.clone()], [m], [v], 1)
+    # Autograd knows that a DTensor has changed since it was saved.
+    p.requires_grad_()
+    saved = (p * p).sum()
+    ridgeline.adamw([p], [m.clone()], [m], [v], 1)
+    with pytest.raises(RuntimeError, match="modified by an inplace operation"):
+        saved.backward()
     dist.destroy_process_group()
 
 

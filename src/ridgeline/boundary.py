@@ -175,7 +175,8 @@ def packed() -> str | None:
     hooks = _top_hooks(False)
     if hooks is None:
         return None
-    again = hooks[0].__qualname__.startswith("_checkpoint_hook.") and not torch._C._len_torch_dispatch_stack()
+    name = getattr(hooks[0], "__qualname__", "")  # objects and partial functions have none
+    again = name.startswith("_checkpoint_hook.") and not torch._C._len_torch_dispatch_stack()
     return "recomputed" if again else "kept"
 
 

@@ -50,6 +50,18 @@ def _says(layout: Any) -> str:
     return "a plain tensor" if layout is None else f"a DTensor placed {', '.join(map(str, layout[1]))}"
 
 
+def _says_where(where: Any) -> str:
+    """Returns the same words on all ranks for gradients of one kind of mesh and placements, to sort by."""
+    return "" if where is None else f"{where[0].mesh_dim_names} {tuple(where[0].shape)} {where[1]}"
+
+
+def changed(lists: Sequence[torch.Tensor]) -> None:
+    """Tells autograd that DTensors are changed in place: kernels count only the versions of their shards."""
+    some = [t for t in lists if dtensor(t)]
+    if some and not torch.compiler.is_compiling():
+        torch.autograd.graph.increment_version(some)
+
+
 def _memory(op: str, name: str, t: Any) -> Any:
     """Returns the tensor that holds the values."""
     if dtensor(t):
@@ -72,14 +84,19 @@ def sharded_norm(
     """Returns the norm of all gradients as one vector, the same 0-d tensor on each rank of their meshes.
 
     norm: returns the norm of local tensors on one device. Gradients with the same mesh and placements are taken
-    together, and summed over the mesh's dimensions that shard them; replicas count once."""
+    together, and summed over the mesh's dimensions that shard them; replicas count once. The order of the collectives
+    and their dtype do not depend on which gradients a rank has first, or which of its shards are empty."""
     groups: dict[Any, list[torch.Tensor]] = {}
     for g, own in zip(grads, local("clip_grad_norm", ("tensors",), (grads,))[0], strict=True):
         where = (g.device_mesh, tuple(g.placements)) if dtensor(g) else None
         groups.setdefault(where, []).append(own)
+    places = sorted({str(t.device) for tensors in groups.values() for t in tensors})
+    if len(places) > 1:
+        raise RidgelineError(f"clip_grad_norm: the gradients are on {', '.join(places)}; they must share one device")
     norms = []
-    for where, tensors in groups.items():
-        found = norm(tensors)
+    for where, tensors in sorted(groups.items(), key=lambda group: _says_where(group[0])):
+        wide = torch.float64 if any(t.dtype == torch.float64 for t in tensors) else torch.float32
+        found = norm(tensors).to(wide)
         mesh, placements = where or (None, ())  # type: Any, Any
         for dimension, placement in enumerate(placements):
             if not placement.is_replicate():
@@ -87,7 +104,8 @@ def sharded_norm(
         norms.append(found)
     if len(norms) == 1:
         return norms[0]
-    return torch.linalg.vector_norm(torch.stack([n.to(norms[0].device) for n in norms]), norm_type)
+    wide = torch.float64 if any(n.dtype == torch.float64 for n in norms) else torch.float32
+    return torch.linalg.vector_norm(torch.stack([n.to(wide) for n in norms]), norm_type)
 
 
 def _over(norm: torch.Tensor, norm_type: float, group: Any) -> torch.Tensor:

@@ -24,7 +24,7 @@ from ridgeline import flops, tuning
 from ridgeline.boundary import LIBRARY, launch
 from ridgeline.op import Case, Cost, Op, RidgelineError, Spec, nbytes, tensors_of
 from ridgeline.ops.optimizer._checks import checked, listed, number
-from ridgeline.ops.optimizer._sharded import all_plain, local
+from ridgeline.ops.optimizer._sharded import all_plain, changed, local
 from ridgeline.ops.optimizer._tensors import (
     CHUNK,
     TL,
@@ -71,7 +71,7 @@ def _rounded(x, bits, DTYPE: tl.constexpr, STOCHASTIC: tl.constexpr):
 @triton.jit
 def _update(
     p, g, m, v, w, i, mask, rate, decay, one, two, eps, correct, place, count, seed, MAXIMIZE: tl.constexpr,
-    STOCHASTIC: tl.constexpr
+    STOCHASTIC: tl.constexpr, MASTER: tl.constexpr
 ):  # fmt: skip
     """Updates the elements i. w: float32 master weights, or p. place, count, seed: of the random bits."""
     x, slope = tl.load(w + i, mask=mask).to(tl.float32), tl.load(g + i, mask=mask).to(tl.float32)
@@ -83,10 +83,10 @@ def _update(
     x -= decay * x + rate * tl.div_rn(mean, tl.sqrt_rn(square) * correct + eps)
     a, b = i, i
     if STOCHASTIC:
-        index, step = (place + i).to(tl.uint32), count.to(tl.uint32)
+        index, step = (place + i).to(tl.uint32), (i * 0 + count).to(tl.uint32)
         key = seed.to(tl.int64)
-        a, b, _, _ = philox(index, step + index * 0, key.to(tl.uint32), (key >> 32).to(tl.uint32))
-    if w.dtype.element_ty != p.dtype.element_ty:
+        a, b, _, _ = philox(index, step, key.to(tl.uint32), (key >> 32).to(tl.uint32))
+    if MASTER:
         tl.store(w + i, x, mask=mask)
     tl.store(p + i, _rounded(x, a, p.dtype.element_ty, STOCHASTIC), mask=mask)
     tl.store(m + i, _rounded(mean, a >> 16, m.dtype.element_ty, STOCHASTIC), mask=mask)
@@ -123,12 +123,15 @@ def _step(
     whole = size // BLOCK * BLOCK
     for at in range(0, whole, BLOCK):
         i = at + tl.arange(0, BLOCK)
-        _update(p, g, m, v, w, i, None, rate, decay, one, two, eps, second, place, count, seed, MAXIMIZE, STOCHASTIC)
+        _update(
+            p, g, m, v, w, i, None, rate, decay, one, two, eps, second, place, count, seed, MAXIMIZE, STOCHASTIC, MASTER
+        )
     if whole < size:
         i = whole + tl.arange(0, BLOCK)
         _update(
-            p, g, m, v, w, i, i < size, rate, decay, one, two, eps, second, place, count, seed, MAXIMIZE, STOCHASTIC
-        )
+            p, g, m, v, w, i, i < size, rate, decay, one, two, eps, second, place, count, seed, MAXIMIZE, STOCHASTIC,
+            MASTER
+        )  # fmt: skip
 
 
 def _launch_triton(
@@ -324,6 +327,7 @@ def adamw(
     one = isinstance(params, torch.Tensor)
     lists: Any = [[a] if one else listed("adamw", name, a) for name, a in zip(NAMES, given, strict=False)]
     if not all_plain(lists):
+        changed(lists[0])
         lists = local("adamw", NAMES[: len(lists)], lists)
     if not isinstance(betas, list | tuple) or len(betas) != 2:
         raise RidgelineError(f"adamw: betas must be two numbers, but are {betas!r}")
@@ -362,7 +366,8 @@ def adamw(
         plain = eager(ADAMW, impl, *chain(*lists))
         if plain is not None and plain.call is not None:
             extra: dict[str, Any] = {} if masters is None else {"masters": lists[4]}
-            extra |= {} if rounding == "nearest" else {"rounding": rounding, "seed": seed}
+            if stochastic and any([t.dtype == torch.bfloat16 for t in chain(*lists)]):  # else there is nothing to round
+                extra |= {"rounding": rounding, "seed": seed}
             options = {"lr": lr, "betas": betas, "eps": eps, "weight_decay": weight_decay, "maximize": maximize}
             plain.call(*lists[:4], step, **options, **extra)
             return

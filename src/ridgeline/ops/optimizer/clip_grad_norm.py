@@ -22,7 +22,7 @@ from ridgeline import flops
 from ridgeline.boundary import LIBRARY, launch
 from ridgeline.op import Case, Cost, Op, RidgelineError, Spec, nbytes, tensors_of
 from ridgeline.ops.optimizer._checks import checked, listed, number
-from ridgeline.ops.optimizer._sharded import all_plain, dtensor, local, sharded_norm
+from ridgeline.ops.optimizer._sharded import all_plain, changed, dtensor, local, sharded_norm
 from ridgeline.ops.optimizer._tensors import (
     CHUNK,
     TL,
@@ -191,11 +191,11 @@ def _torch(tensors: Any, max_norm: float, norm_type: float = 2.0) -> torch.Tenso
 
 
 def gradients(tensors: Any) -> list[torch.Tensor]:
-    """The `.grad` of tensors that require gradients; other tensors are gradients themselves."""
+    """The `.grad` of parameters and of tensors that require gradients; other tensors are gradients themselves."""
     some = [tensors] if isinstance(tensors, torch.Tensor) else listed("clip_grad_norm", "tensors", tensors)
     found = []
     for t in some:
-        if isinstance(t, torch.Tensor) and t.requires_grad:
+        if isinstance(t, torch.Tensor) and (t.requires_grad or isinstance(t, torch.nn.Parameter)):  # or a frozen one
             t = t.grad
         if t is not None:
             found.append(t)
@@ -207,7 +207,7 @@ def clip_grad_norm(
 ) -> torch.Tensor:
     """The gradients' norm; scales them in place to at most `max_norm`, as `torch.nn.utils.clip_grad_norm_`.
 
-    tensors: parameters (a tensor that requires a gradient stands for its `.grad`, and is skipped without one) or
+    tensors: parameters (they and tensors that require a gradient stand for their `.grad`, skipped without one) or
     gradients; any shapes and strides, floating point, on one device. norm_type: 2, inf, or another order, which PyTorch
     runs. Nothing waits for the GPU.
     DTensors: the local shards are scaled, and the norm is summed over their meshes; every rank must call this.
@@ -256,6 +256,7 @@ def _sharded(grads: Sequence[Any], max_norm: float, norm_type: float, impl: str 
     norm = sharded_norm(grads, norm_type, lambda own: clip_grad_norm(own, math.inf, norm_type, impl=impl))
     own = [g for g in local("clip_grad_norm", ("tensors",), (grads,))[0] if g.numel()]
     if own and max_norm != math.inf:
+        changed(grads)
         if eager(CLIP_GRAD_NORM, impl, *own) is None:
             _run(own, max_norm, False, impl, known=norm)
         else:
