@@ -401,9 +401,9 @@ def clip_grad_norm(
 ) -> torch.Tensor:
     """The gradients' norm; scales them in place to at most `max_norm`, as `torch.nn.utils.clip_grad_norm_`.
 
-    tensors: parameters (a tensor that requires a gradient stands for its `.grad`, and is skipped without one) or
-    gradients; any shapes and strides, floating point, on one device. norm_type: 2, inf, or another order, which PyTorch
-    runs. Nothing waits for the GPU.
+    tensors: parameters (each stands for its `.grad`, and is skipped without one; so does any tensor that requires a
+    gradient) or gradients; any shapes and strides, floating point, on one device. norm_type: 2, inf, or another order,
+    which PyTorch runs. Nothing waits for the GPU.
     DTensors: the local shards are scaled, and the norm is summed over their meshes; every rank must call this.
     Returns the norm before scaling, over all gradients as one vector: a 0-d tensor, float32 (float64 for float64
     gradients). A norm that is not finite scales as in PyTorch: infinity gives 0 and NaN, NaN gives NaN.
@@ -526,7 +526,7 @@ def quantize_fp8(
     x: (..., K), floating point, any strides. block: which numbers share a scale: (1, 128) of a row, (128, 128) of a
     matrix (blocks at the end may be smaller), "row" or "tensor".
     Returns q, float8_e4m3fn, contiguous, of x's shape; and scale, float32: (..., ceil(K / 128)),
-    (ceil(M / 128), ceil(K / 128)), (..., 1) or (). The largest number of a block becomes 448 or -448. It has no gradients.
+    (ceil(M / 128), ceil(K / 128)), (..., 1) or (). A block's largest number becomes 448 or -448. It has no gradients.
     x / scale is rounded to float32, then to the nearest e4m3 number, ties to even. A scale is at least 2^-126 (all
     zeros), and infinite if its numbers hold an infinity or NaN; `dequantize` then gives NaN. GPUs without e4m3 give the
     same codes, slower.

@@ -207,9 +207,9 @@ def clip_grad_norm(
 ) -> torch.Tensor:
     """The gradients' norm; scales them in place to at most `max_norm`, as `torch.nn.utils.clip_grad_norm_`.
 
-    tensors: parameters (they and tensors that require a gradient stand for their `.grad`, skipped without one) or
-    gradients; any shapes and strides, floating point, on one device. norm_type: 2, inf, or another order, which PyTorch
-    runs. Nothing waits for the GPU.
+    tensors: parameters (each stands for its `.grad`, and is skipped without one; so does any tensor that requires a
+    gradient) or gradients; any shapes and strides, floating point, on one device. norm_type: 2, inf, or another order,
+    which PyTorch runs. Nothing waits for the GPU.
     DTensors: the local shards are scaled, and the norm is summed over their meshes; every rank must call this.
     Returns the norm before scaling, over all gradients as one vector: a 0-d tensor, float32 (float64 for float64
     gradients). A norm that is not finite scales as in PyTorch: infinity gives 0 and NaN, NaN gives NaN.
