@@ -179,7 +179,7 @@ def targets(implementation: Implementation, turn: int, every: bool) -> list[str]
 
 
 def rungs(every: bool) -> list[tuple[Implementation, str]]:
-    """What is compiled for what."""
+    """Returns which kernels are compiled for which GPUs."""
     ops = enumerate(op.registry().values())
     found = [(i, turn) for turn, o in ops for i in o.implementations.values()]
     return [(i, arch) for i, turn in found for arch in targets(i, turn, every)]

@@ -1,4 +1,4 @@
-"""What a GPU is: the facts that rules and launchers use.
+"""Facts about GPUs that rules and launchers use.
 
 A known card can be pretended, to compile for a GPU that is not here.
 """

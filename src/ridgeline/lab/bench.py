@@ -202,7 +202,7 @@ def blame(candidate: Candidate, error: Exception) -> str:
 
 
 def stumbles(candidate: Candidate, make: Callable[[], Function]) -> str | None:
-    """What a function raises when it is called twice, or None. Running out of memory is left to `timed`."""
+    """Returns what a function raises when it is called twice, or None. Running out of memory is left to `timed`."""
     import torch
 
     try:

@@ -165,7 +165,7 @@ def pretended(device: str | None) -> str | None:
 def supported() -> list[Row]:
     """The known cards, with their facts and how far each is tested: "state" is a key of STATES.
 
-    Sizes in bytes. kinds: what its kernels are written in. What is not supported is in UNSUPPORTED.
+    Sizes in bytes. kinds: what its kernels are written in. UNSUPPORTED lists the rest.
     """
     found = []
     for card, gpu in devices.KNOWN.items():

@@ -153,7 +153,7 @@ def _by_name(op: str, implementation: str, case: str, dtype: str, arch: str, *op
 
 
 def signature(launch: Launch) -> tuple[Any, ...]:
-    """What a launch is compiled from: launches with equal signatures have the same machine code."""
+    """Returns the facts that a launch is compiled from: launches with equal signatures have the same machine code."""
     from ridgeline.cuda import CudaKernel
 
     args: tuple[Any, ...] = ()

@@ -93,7 +93,7 @@ def _order() -> Callable[[Row], tuple[Any, ...]]:
 
 
 def place(row: Row) -> Place:
-    """What a row is the newest of."""
+    """Returns the key under which a row replaces older ones."""
     return (row["type"] == "counter", *verdict.key(row), row["impl"])
 
 

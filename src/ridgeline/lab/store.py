@@ -41,7 +41,7 @@ UNTIMED: Row = dict.fromkeys(
     ("seconds", "host_us", "share", "peak_bytes", "held_bytes", "law", "ratio", "mhz", "throttled")
 )
 OPTIONAL: dict[str, Row] = dict.fromkeys(("bench", "older"), {"reason": None} | UNTIMED)
-# What the rows of one piece of work in one run have in common: a line of a recorded file holds it once for all of them.
+# Fields that the rows of one piece of work in one run share: a line of a recorded file holds them once.
 WORK = ("schema", "type", "run", "op", "case", "dtype", "direction", "bytes", "read", "write", "flops", "roof_seconds",
         "bound", "cached")  # fmt: skip
 MACHINE = ("gpu", "arch", "cpu", "cores", "memory_bytes", "driver", "cuda", "torch", "triton", "python", "os")

@@ -22,7 +22,7 @@ struct Result {
     T* at;
     int rows, columns;
 
-    // Stores P adjacent elements of a row, as far as they are inside.
+    // Stores those of P adjacent elements of a row that lie inside.
     template <int P>
     __device__ void put(int row, int column, const Pack<T, P>& values) const {
         if (!EVEN && row >= rows) return;

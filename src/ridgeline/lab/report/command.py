@@ -73,6 +73,6 @@ def _measured(quick: bool, budget: Budget) -> dict[str, Any]:
 
 
 def _changes(now: Source) -> dict[str, Any] | None:
-    """What is different from the last run on such a machine, if there is one."""
+    """Returns the differences from the last run on such a machine, if there is one."""
     before = store.latest(store.slug(now.machine["gpu"]), before=now.run["run"])
     return view.changes(now, Source(store.load(before))) if before else None

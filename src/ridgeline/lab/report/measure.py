@@ -33,7 +33,7 @@ class Left:
 
 @dataclass
 class Proofs:
-    """What was found without timing: the interpreter's check rows, the compilers' facts per op, what was left out."""
+    """Findings without timing: the interpreter's check rows, the compilers' facts per op, what was left out."""
 
     checks: list[Row] = field(default_factory=list)
     tables: list[dict[str, Any]] = field(default_factory=list)

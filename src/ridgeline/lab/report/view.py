@@ -1,4 +1,4 @@
-"""What the page shows, from rows alone: plain values that the template lays out. Nothing here measures or draws."""
+"""The contents of the page, from rows alone: plain values that the template lays out. Nothing here measures or draws."""
 
 from __future__ import annotations
 
@@ -107,7 +107,7 @@ def _share(rows: list[Row]) -> str:
 
 
 def beneath(source: Source) -> str:
-    """What the headline's figures are taken over."""
+    """Returns the work that the headline's figures are taken over."""
     found = champions(source)
     if not found:
         return "The limits below were measured all the same."
@@ -150,7 +150,7 @@ def states(
     left: list[Left],
     minutes: float | None,
 ) -> list[State]:
-    """What was measured on the main machine, what is wrong, and what was left out."""
+    """Returns what was measured on the main machine, what is wrong, and what was left out."""
     timed, wrong = ([r for r in source.bench if r["status"] == status] for status in ("ok", "wrong"))
     machine = source.machine
     memory = f"{units.size(machine['memory_bytes'])} of memory"

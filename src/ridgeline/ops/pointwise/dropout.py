@@ -160,7 +160,7 @@ def dropout(
     if not training or p == 0:
         return x
     if seed is None and (torch.compiler.is_compiling() or (x.is_cuda and torch.cuda.is_current_stream_capturing())):
-        # What is recorded draws a seed of its own at each run.
+        # A compiled or captured call draws its own seed at each run.
         seed = torch.randint(-(2**63), 2**63 - 1, (), device=x.device)
     if plain is not None and plain.call is not None:
         return plain.call(x, p, training=training, seed=seed)
