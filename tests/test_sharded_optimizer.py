@@ -5,6 +5,7 @@ import os
 import socket
 import subprocess
 import sys
+from datetime import timedelta
 from pathlib import Path
 
 import pytest
@@ -27,7 +28,7 @@ def rank(world: int) -> None:
     from torch.distributed.fsdp import fully_shard
     from torch.distributed.tensor import DTensor, Partial, Replicate, Shard, distribute_tensor
 
-    dist.init_process_group("gloo")
+    dist.init_process_group("gloo", timeout=timedelta(seconds=60))
     torch.manual_seed(0)
     mesh = init_device_mesh("cpu", (world,), mesh_dim_names=("shard",))
 
