@@ -9,7 +9,7 @@ from contextlib import nullcontext
 from itertools import groupby
 from typing import TYPE_CHECKING, Any
 
-from ridgeline import device as devices
+import ridgeline.device as devices
 from ridgeline.lab.tables import console, table
 
 if TYPE_CHECKING:

@@ -17,7 +17,7 @@ from itertools import repeat
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from ridgeline import device
+import ridgeline.device as device
 
 if TYPE_CHECKING:
     from concurrent.futures import ProcessPoolExecutor

@@ -12,7 +12,7 @@ from itertools import pairwise
 from pathlib import Path
 from typing import Any
 
-from ridgeline import device as devices
+import ridgeline.device as devices
 from ridgeline.lab.catalogue import STATES, defaults, kernels, names, pretended, state
 
 Row = dict[str, Any]
