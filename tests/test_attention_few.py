@@ -13,7 +13,7 @@ from attention_calls import calls, exact, kernels, lawful, lawful_call, make, ne
 from ridgeline import device as devices
 from ridgeline import tuning
 from ridgeline.boundary import Launch, observe
-from ridgeline.lab import catalogue, inspect, readme
+from ridgeline.lab import catalogue, inspect, served
 from ridgeline.op import get
 from ridgeline.ops.attention import _few, _hopper, _hopper_backward, _triton
 from ridgeline.select import select
@@ -225,7 +225,7 @@ def test_what_is_said_of_it() -> None:
             {"impl": impl, "case": case.name, "dtype": "bfloat16", "direction": direction}
             for impl in ("gluon", "triton", "torch")
         ]
-        found = readme.serving(op, rows)
+        found = served.serving(op, rows)
         assert found is not None
         assert found["impl"] == expected
 

@@ -8,7 +8,7 @@ from __future__ import annotations
 import argparse
 import math
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 from ridgeline.lab import units, verdict
 from ridgeline.lab.verdict import Row
@@ -27,6 +27,8 @@ PAPER = {
 }
 SHORT = {"bfloat16": "bf16", "float16": "f16", "float32": "f32"}
 LEAST = 0.01  # FLOP per byte under which a point is not drawn: it would lie decades to the left of all others
+DISTANT = 0.8  # below this share of the roof a picture names an op
+LINE = 15  # pixels from one name to the next
 NARROW = "width < 480"  # a phone: the chart's words get shorter
 FONT = "system-ui, -apple-system, Segoe UI, Roboto, Liberation Sans, sans-serif"
 
@@ -37,7 +39,7 @@ def group(row: Row) -> str:
 
 
 def computes(row: Row) -> bool:
-    """Whether a row's work has arithmetic to speak of: a copy has none, nor has an addition of a few rows into a large tensor."""
+    """Whether a row's work has arithmetic to speak of: a copy has none, nor has adding a few rows to a large tensor."""
     return row["flops"] > LEAST * row["bytes"]
 
 
@@ -56,6 +58,7 @@ def points(bench: list[Row]) -> list[dict[str, Any]]:
                 "time": f"{units.seconds(median)} {units.spread(row['seconds'])}",
                 "rate": rate(row),
                 "of the roof": units.percent(row["share"]),
+                "share": row["share"],
                 **{name: row[name] for name in ("op", "impl", "case", "dtype", "direction")},
             }
         )
@@ -101,10 +104,10 @@ def ceilings(roof: Row, dtypes: set[str]) -> list[dict[str, Any]]:
 def chart(
     rows: list[Row], interactive: bool = True, width: int | str = "container", height: int = 430
 ) -> altair.LayerChart:
-    """The roofline of a run's rows. interactive: with all rungs, a legend that filters and menus for op, dtype and direction; else with the
-    fastest of each colour.
+    """The roofline of a run's rows; names stand at ops whose best implementation is far from the roof.
 
-    Colours are left to the configuration (see `theme`), so that one chart serves light and dark paper.
+    interactive: every timed implementation, a legend that filters, and menus for op, dtype and direction; otherwise
+    the fastest of each colour. Colours are left to the configuration (see `theme`), for light and dark paper.
     """
     import altair as alt
 
@@ -113,7 +116,7 @@ def chart(
     found = found if interactive else _fastest(found, ("op", "case", "dtype", "direction", "group"))
     flats = ceilings(roof, {p["dtype"] for p in found})
     spots = found + [{"x": c["ridge"], "y": c["rate"]} for c in flats]
-    left, right = min(p["x"] for p in spots) / 3, max(p["x"] for p in spots) * 40  # there names stand
+    left, right = min(p["x"] for p in spots) / 3, max(p["x"] for p in spots) * 30  # there the roofs' names stand
     low = min([p["y"] for p in found] + [roof["copy"]["median"] * left]) / 2
     high = max(p["y"] for p in spots) * 3
     wide, tall = alt.Scale(type="log", domain=[left, right]), alt.Scale(type="log", domain=[low, high])
@@ -121,31 +124,72 @@ def chart(
     up = _decades(low, high, titleAngle=0, titleAlign="left", titleAnchor="end", titleX=0, titleY=-12)
     y = alt.Y("y:Q", title="FLOP/s reached", axis=up, scale=tall)
     rungs = _rungs(found, interactive).encode(x, y)
-    best = _fastest(found, ("op",))
-    ridge, least = max((c["ridge"] for c in flats), default=right), min((c["rate"] for c in flats), default=high)
-    bound, others = [p for p in best if p["x"] < ridge], [p for p in best if p["x"] >= ridge]
-    room = height * math.log(least / low) / math.log(high / low)  # beneath the lowest roof, which names would cover
-    line = min(15.0, (room - 6) / max(len(bound), len(others), 1))
-    step = (high / low) ** (line / height)
-    _column(bound, min(max([low * step ** len(bound), *(p["y"] for p in bound)]), least / step), step)
-    _column(others, least / step, step)
-    named = _on(best).encode(alt.X("column:Q", scale=wide), alt.Y("line:Q", scale=tall), text="op:N")
-    place = {"align": "left", "baseline": "middle", "dx": 4, "fontSize": min(13.0, line - 1), "fontWeight": 600}
-    halo = {"stroke": alt.ExprRef("paper"), "strokeWidth": 4, "opacity": 0.8}
-    lines = (
-        _on(best)
-        .mark_rule(color=alt.ExprRef("ink"), strokeWidth=0.7, opacity=0.5)
-        .encode(x, y, x2="column:Q", y2="line:Q")
-    )
-    names = [lines, named.mark_text(**place, **halo), named.mark_text(**place, color=alt.ExprRef("ink"))]
+    ridge = min((c["ridge"] for c in flats), default=right)
+    frame = Frame(left, right, low, high, width if isinstance(width, int) else 860, height)
+    named = _on(_names(found, ridge, frame))
+    leaders = named.mark_rule(color=alt.ExprRef("ink"), strokeWidth=0.7, opacity=0.5)
+    leaders = leaders.encode(x, y, alt.X2("column:Q"), alt.Y2("line:Q"))
+    named = named.encode(alt.X("column:Q", scale=wide), alt.Y("line:Q", scale=tall), text="name:N")
+    place: dict[str, Any] = {"align": "left", "baseline": "middle", "dx": 4, "fontSize": 12}
+    halo = {"stroke": alt.ExprRef("paper"), "strokeWidth": 4, "opacity": 0.85}
+    names = [leaders, named.mark_text(**place, **halo), named.mark_text(**place, color=alt.ExprRef("ink"))]
     layers = [layer.encode(x, y) for layer in _roofs(roof, flats, left, right)]
     return alt.layer(*layers, rungs, *names).properties(width=width, height=height)
 
 
-def _column(named: list[dict[str, Any]], top: float, step: float) -> None:
-    """Gives points places for their names to the right of all of them, one below the other from `top` down."""
-    for n, p in enumerate(sorted(named, key=lambda p: -p["y"])):
-        p["column"], p["line"] = 2.5 * max(q["x"] for q in named), top / step**n
+class Frame(NamedTuple):
+    """The domains of both axes, and how many pixels they have."""
+
+    left: float
+    right: float
+    low: float
+    high: float
+    width: float
+    height: float
+
+    def pixels(self, x: float, y: float) -> tuple[float, float]:
+        """Where a point is, from the left and from above."""
+        across = math.log(x / self.left) / math.log(self.right / self.left)
+        return across * self.width, math.log(self.high / y) / math.log(self.high / self.low) * self.height
+
+    def point(self, across: float, down: float) -> tuple[float, float]:
+        """What stands there: the inverse of `pixels`."""
+        x = self.left * (self.right / self.left) ** (across / self.width)
+        return x, self.high / (self.high / self.low) ** (down / self.height)
+
+
+def _names(found: list[dict[str, Any]], ridge: float, frame: Frame) -> list[dict[str, Any]]:
+    """The best point of each op and direction that is far from the roof, with its name and the name's place.
+
+    Names stand in a column: on the left of the ridge beside the points, as high as theirs; on the right below them.
+    """
+    best: dict[tuple[str, str], dict[str, Any]] = {}
+    for p in found:
+        work = p["op"], p["direction"]
+        if work not in best or p["share"] > best[work]["share"]:
+            best[work] = p
+    far = [p for p in best.values() if p["share"] < DISTANT]
+    placed = []
+    memory = sorted((p for p in far if p["x"] < ridge), key=lambda p: (-p["y"], p["x"], p["op"]))
+    if memory:
+        wanted = [frame.pixels(p["x"], p["y"])[1] for p in memory]
+        downs: list[float] = []
+        for down in wanted:
+            downs.append(max(down, downs[-1] + LINE) if downs else down)
+        up = min((sum(downs) - sum(wanted)) / len(downs), LINE)
+        across = max(frame.pixels(p["x"], p["y"])[0] for p in found if p["x"] < ridge) + 28
+        placed += [(p, across, down - up) for p, down in zip(memory, downs, strict=True)]
+    compute = sorted((p for p in far if p["x"] >= ridge), key=lambda p: (-p["x"], p["y"], p["op"]))
+    if compute:
+        dots = [frame.pixels(p["x"], p["y"]) for p in compute]
+        across, down = max(u for u, _ in dots) + 14, max(v for _, v in dots) + LINE
+        placed += [(p, across, down + n * LINE) for n, p in enumerate(compute)]
+    named = []
+    for p, across, down in placed:
+        column, line = frame.point(across, down)
+        name = p["op"] + (" backward" if p["direction"] == "backward" else "")
+        named.append({"name": name, "x": p["x"], "y": p["y"], "column": column, "line": line})
+    return named
 
 
 def _decades(low: float, high: float, **options: Any) -> altair.Axis:
@@ -217,18 +261,20 @@ def _rungs(found: list[dict[str, Any]], interactive: bool) -> altair.Chart:
     import altair as alt
 
     present = [name for name in GROUPS.values() if any(p["group"] == name for p in found)]
-    directions = sorted({p["direction"] for p in found}, reverse=True)
+    directions = [way for way in ("forward", "backward", "both") if any(p["direction"] == way for p in found)]
     legend = alt.Legend(
         values=present, orient="top", offset=36, columns=alt.ExprRef(f"{NARROW} ? 2 : 5"), symbolOpacity=1
     )
-    dots = _on(found).mark_point(filled=True, size=70, opacity=0.85)
+    dots = _on(found).mark_point(filled=True, size=60, opacity=0.85)
     dots = dots.encode(
         color=alt.Color("group:N", title=None, legend=legend).scale(domain=list(GROUPS.values())),
         shape=alt.Shape(
             "direction:N",
             title=None,
-            legend=None if interactive or len(directions) < 2 else alt.Legend(orient="top", offset=36),
-        ).scale(domain=["forward", "backward"], range=["circle", "triangle-down"]),
+            legend=None
+            if interactive or len(directions) < 2
+            else alt.Legend(orient="top", offset=36, values=directions),
+        ).scale(domain=["forward", "backward", "both"], range=["circle", "triangle-down", "square"]),
         tooltip=[
             alt.Tooltip(f"{name}:N")
             for name in ("op", "impl", "case", "dtype", "direction", "time", "rate", "of the roof")
@@ -275,6 +321,46 @@ def theme(paper: str) -> dict[str, Any]:
         "range": {"category": list(INKS[paper].values())},
         "params": [{"name": name, "value": tones[name]} for name in ("ink", "quiet", "paper")],
     }
+
+
+def svg(rows: list[Row]) -> str:
+    """The text of an SVG for light and dark paper, which ends with the mark that `current` reads."""
+    import vl_convert
+
+    spec = chart(rows, interactive=False, width=860, height=470).to_dict()
+    config = theme("light") | {"background": PAPER["light"]["paper"], "padding": 20}
+    picture = vl_convert.vegalite_to_svg(spec | {"config": config}).replace("</svg>", f"{_dark()}</svg>")
+    return f"{picture.strip()}\n{_mark(rows, picture.strip())}\n"
+
+
+def current(text: str, rows: list[Row]) -> bool:
+    """Whether the text is what `svg` made of these rows.
+
+    The renderer's bytes may differ where other fonts are installed, so its input is compared, and the text with the
+    mark that it was written with.
+    """
+    picture, _, mark = text.strip().rpartition("\n")
+    return mark == _mark(rows, picture)
+
+
+def _mark(rows: list[Row], picture: str) -> str:
+    """A comment with digests of what a picture is drawn from and of the picture."""
+    import hashlib
+    import json
+
+    spec = chart(rows, interactive=False, width=860, height=470).to_dict()
+    spec.pop("$schema", None)
+    drawn_from = json.dumps([spec, theme("light"), _dark()], sort_keys=True)
+    digests = [hashlib.sha256(text.encode()).hexdigest()[:16] for text in (drawn_from, picture)]
+    return f"<!-- drawn from {digests[0]}: {digests[1]} -->"
+
+
+def _dark() -> str:
+    """A style sheet that gives each colour of light paper that of dark paper."""
+    pairs = [(PAPER["light"][name], PAPER["dark"][name]) for name in PAPER["light"]]
+    pairs += [(INKS["light"][name], INKS["dark"][name]) for name in INKS["light"]]
+    rules = [f'[fill="{old}"]{{fill:{new}}}[stroke="{old}"]{{stroke:{new}}}' for old, new in pairs]
+    return f"<style>@media (prefers-color-scheme:dark){{{''.join(rules)}}}</style>"
 
 
 def render(rows: list[Row], folder: Path, name: str = "roofline", papers: tuple[str, ...] = ("light",)) -> list[Path]:
