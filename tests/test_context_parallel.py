@@ -30,9 +30,13 @@ def test_attention_raises_while_the_sequence_is_sharded(mesh: object, device: st
 
     q = torch.randn(1, 2, 16, 16, device=device)
     buffer = torch.zeros(16)
+    torch._dynamo.reset()
+    compiled = torch.compile(lambda q: ridgeline.attention(q, q, q), backend="aot_eager")
+    compiled(q)  # what is compiled outside the context is not used inside
     with context_parallel(mesh, buffers=[buffer], buffer_seq_dims=[0]):
         for call in (
             lambda: ridgeline.attention(q, q, q),
+            lambda: compiled(q),
             lambda: ridgeline.attention(q.clone().requires_grad_(), q, q, causal=True),
         ):
             with pytest.raises(RidgelineError, match="context_parallel"):

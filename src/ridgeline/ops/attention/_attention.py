@@ -323,7 +323,7 @@ def by_kernels(
     """Returns o and lse, both differentiable.
 
     Raises RidgelineError inside `context_parallel`."""
-    if sharded_sequence():
+    if sharded_sequence(torch.nn.functional.scaled_dot_product_attention):
         raise RidgelineError(
             "attention: inside torch's context_parallel a kernel would see this rank's keys only; "
             "call torch.nn.functional.scaled_dot_product_attention there"
@@ -336,11 +336,13 @@ def by_kernels(
 
 
 @torch.compiler.assume_constant_result
-def sharded_sequence() -> bool:
-    """Returns whether torch's `context_parallel` is active: it shards sequences, and patches torch's own attention."""
+def sharded_sequence(function: Any) -> bool:
+    """Returns whether torch's `context_parallel` is active: it shards sequences, and patches torch's own attention.
+
+    function: that attention, as it is now. It is an argument so that torch.compile guards on it."""
     module = sys.modules.get("torch.distributed.tensor.experimental._context_parallel._attention")
     replaced: Any = getattr(module, "_replaced_functions", None) or ()
-    return torch.nn.functional.scaled_dot_product_attention in replaced
+    return function in replaced
 
 
 def check(name: str, dims: int, q: Any, k: Any, v: Any, *given: Any) -> None:
