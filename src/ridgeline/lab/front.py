@@ -33,7 +33,7 @@ def ten(found: dict[Work, list[Row]], ops: dict[str, Op]) -> list[Comparison]:
 def table(compared: list[Comparison], page: str) -> str:
     """A Markdown table with one line per op. page: the page of all cases, which the cases link to."""
     lines = [
-        "| op | case | forward | share | speed of the fastest peer | backward | share | speed of the fastest peer |",
+        "| op | case | forward | share | speed-up over fastest peer | backward | share | speed-up over fastest peer |",
         "|---|---|--:|--:|---|--:|--:|---|",
     ]
     for op, case, dtype in dict.fromkeys((c.op, c.case, c.dtype) for c in compared):
