@@ -10,6 +10,7 @@ import torch.nn.functional as F
 from torch.autograd import forward_ad
 
 from graphs import captured
+import ridgeline
 from ridgeline import bias_mask_scale_add, dropout, gemv, matmul, rope
 from ridgeline import device as devices
 from ridgeline.boundary import Launch, observe
@@ -250,3 +251,12 @@ def test_gemv_of_few_rows(shape: tuple[int, ...], impl: str | None, device: str)
     dy = torch.randn(*shape[:-1], 24, device=device)
     found = torch.autograd.grad(gemv(a, x, impl=impl), (a, x), dy)
     torch.testing.assert_close(list(found), list(torch.autograd.grad(F.linear(x, a), (a, x), dy)), rtol=1e-5, atol=1e-5)
+
+
+def test_vmap_of_a_forward_pass(device: str) -> None:
+    """One sample at a time. Values that validation cannot read inside vmap are not read."""
+    logits, target = torch.randn(3, 4, 32, device=device), torch.zeros(3, 4, dtype=torch.int64, device=device)
+    torch.testing.assert_close(torch.vmap(ridgeline.gelu)(logits), ridgeline.gelu(logits))
+    found = torch.vmap(ridgeline.cross_entropy)(logits, target)
+    wanted = torch.stack([ridgeline.cross_entropy(*one) for one in zip(logits, target, strict=True)])
+    torch.testing.assert_close(found, wanted)

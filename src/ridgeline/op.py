@@ -121,8 +121,10 @@ def nbytes(*tensors: torch.Tensor) -> int:
 def readable(tensor: torch.Tensor) -> bool:
     """Returns whether the host may read a tensor's values to validate them.
 
-    It may on a CPU, and with RIDGELINE_CHECK=1 on any device; never while tracing or capturing a CUDA graph."""
+    It may on a CPU, and with RIDGELINE_CHECK=1 on any device; never while tracing, capturing a graph or in `vmap`."""
     if not (tensor.is_cpu or CHECK) or tensor.is_meta or torch.compiler.is_compiling() or type(tensor) not in _OWN:
+        return False
+    if torch._C._are_functorch_transforms_active():
         return False
     return not (tensor.is_cuda and torch.cuda.is_current_stream_capturing())
 
