@@ -9,8 +9,8 @@ import torch
 import torch.nn.functional as F
 from torch.autograd import forward_ad
 
-from graphs import captured
 import ridgeline
+from graphs import captured
 from ridgeline import bias_mask_scale_add, dropout, gemv, matmul, rope
 from ridgeline import device as devices
 from ridgeline.boundary import Launch, observe
