@@ -107,7 +107,7 @@ format: $(READY) ## write the code in its style
 pyi: $(READY) ## write src/ridgeline/__init__.pyi, which tells editors of every op
 	$(PY) -m ridgeline.lab.stubs
 
-readme: $(READY) ## write README.md's tables, docs/measured.md and docs/roofline.svg from the rows in results/
+readme: $(READY) ## write the README's figures, docs/ops.md, docs/measured/ and the pictures from results/ and the registry
 	$(PY) -m ridgeline.lab.readme
 
 hooks: $(READY) ## run lint, types and the stub's check before each commit

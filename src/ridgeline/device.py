@@ -36,8 +36,8 @@ class Device:
 
 CPU = Device("CPU", "cpu", "cpu")
 
-# Shared memory is from the CUDA Programming Guide, section 5.1 ("Compute Capabilities"), "Maximum amount of shared memory
-# per thread block"; multiprocessors and L2 are what cudaGetDeviceProperties reports.
+# Shared memory is from the CUDA Programming Guide, section 5.1 ("Compute Capabilities"), "Maximum amount of shared
+# memory per thread block"; multiprocessors and L2 are what cudaGetDeviceProperties reports.
 # Cards by name. The first card of an architecture stands for it where only the architecture is named.
 KNOWN = {
     "a100": Device("NVIDIA A100", "cuda", "sm_80", 80, 108, 166_912, 40 << 20),

@@ -124,8 +124,8 @@ def _attention(found: dict[Work, list[Row]], ops: dict[str, Op]) -> str:
         f"**Attention is {mean(forward)} as fast as the fastest peer forward and {mean(backward)} backward**: "
         f"geometric means over {shapes} (head dimension 64 and 128, full and causal, 1k to 16k tokens; "
         f"least {least(forward)} and {least(backward)}) against {_listed(names)}. "
-        f"Bitwise reproducible, as by default, backward is {mean(fixed)} as fast as FlashAttention 4's "
-        f"deterministic one."
+        f"Backward has `deterministic=False` there, as the peers do; reproducible, as by default, it is {mean(fixed)} "
+        f"as fast as FlashAttention 4's deterministic one."
     )
 
 

@@ -1,7 +1,7 @@
 """The report as one HTML file that asks the network for nothing: style, scripts and data are inside it.
 
-The data of a fold or a chart is packed as gzip in base64. `page.js` unpacks it when the reader opens the fold or scrolls
-to the chart, so the first screen is plain HTML.
+The data of a fold or a chart is packed as gzip in base64. `page.js` unpacks it when the reader opens the fold or
+scrolls to the chart, so the first screen is plain HTML.
 """
 
 from __future__ import annotations

@@ -1,4 +1,4 @@
-"""The contents of the page, from rows alone: plain values that the template lays out. Nothing here measures or draws."""
+"""The contents of the page, from rows alone: plain values that the template lays out. Nothing is measured or drawn."""
 
 from __future__ import annotations
 
