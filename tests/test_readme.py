@@ -114,7 +114,7 @@ def test_the_first_of_the_op_s_largest_cases() -> None:
 
 def test_the_machine_s_facts_are_those_of_all_its_runs() -> None:
     text = measured.machine([*run(3.0e12, False, "1"), *run(3.02e12, True, "2"), *run(1e12, True, "3")[:2]])
-    assert "| memory, copied | 3.00 to 3.02 TB/s |" in text, "a run that no timed row leads to counts"
+    assert "| memory bandwidth, copy | 3.00 to 3.02 TB/s |" in text, "a run that no timed row leads to counts"
     assert "| matrix products, float32 | 50.0 TFLOP/s |" in text
     assert "| runs | 2, 2026-11-21 to 2026-11-22 |" in text
     assert text.endswith("\n\n1 run lacks a verified commit.")
@@ -159,7 +159,7 @@ def test_the_headlines_are_taken_from_the_rows() -> None:
     assert "over 20 shapes each" in attention
     assert "least 1.10x and 1.10x" in attention
     assert "against FlashAttention 4 and cuDNN" in attention
-    assert "reproducible, as by default, it is 1.25x as fast as FlashAttention 4's deterministic one" in attention
+    assert "In its reproducible default mode it is 1.25x as fast as FlashAttention 4's deterministic mode" in attention
     assert "**Cross-entropy is 4.0x as fast as torch.compile, in half the memory**" in loss
     assert "take 1.00 ms instead of 4.00 ms; 2.0x to 4.0x over 2 sizes. The fastest peer, quack, takes 3.00 ms." in loss
     assert "need 1.50 GiB instead of 6.00 GiB, at 1.10x the speed of torch.compile**" in memory

@@ -1,4 +1,4 @@
-"""Fast GPU kernels for language models, as drop-in PyTorch functions, and a lab that measures them.
+"""Fast GPU kernels for language models, as differentiable PyTorch functions, and a lab that measures them.
 
 Functions such as `ridgeline.rms_norm` are loaded at first use: importing ridgeline does not import torch.
 So are the modules `ridgeline.nn`, `ridgeline.optim`, `ridgeline.lab` and `ridgeline.op`.

@@ -57,8 +57,8 @@ def _unlike(compared: Comparison) -> str:
     for row in compared.rungs:
         if row["impl"] == f"{compared.peer['impl']}_deterministic":
             return (
-                f"Backward of `{compared.op}` is bitwise reproducible by default, {compared.against}'s is not; "
-                f"its deterministic backward takes {units.seconds(row['seconds']['median'])}."
+                f"The backward pass of `{compared.op}` is bitwise reproducible by default. {compared.against}'s is "
+                f"not; with its deterministic option it takes {units.seconds(row['seconds']['median'])}."
             )
     return ""
 
@@ -124,8 +124,8 @@ def _attention(found: dict[Work, list[Row]], ops: dict[str, Op]) -> str:
         f"**Attention is {mean(forward)} as fast as the fastest peer forward and {mean(backward)} backward**: "
         f"geometric means over {shapes} (head dimension 64 and 128, full and causal, 1k to 16k tokens; "
         f"least {least(forward)} and {least(backward)}) against {_listed(names)}. "
-        f"Backward has `deterministic=False` there, as the peers do; reproducible, as by default, it is {mean(fixed)} "
-        f"as fast as FlashAttention 4's deterministic one."
+        f"Backward ran with `deterministic=False`, as the peers did. In its reproducible default mode it is "
+        f"{mean(fixed)} as fast as FlashAttention 4's deterministic mode."
     )
 
 

@@ -33,7 +33,7 @@ def page(path: Path, rows: list[Row], ops: dict[str, Op], others: dict[str, str]
         + (f" Other GPUs: {also}." if also else "")
         + " [design.md](../design.md) describes the clock.",
         f"{ROOF} *Speed-up*: the fastest peer's time divided by the default implementation's.",
-        "Where PyTorch itself is the default, the fastest kernel stands below it, marked `impl=`.",
+        "Where PyTorch itself is the default, a second row shows the fastest kernel, marked `impl=`.",
         f"![Each op's largest case under the measured roofs of one {gpu}]({path.stem}.svg)",
         "## Machine",
         machine(rows),
@@ -104,7 +104,7 @@ def machine(rows: list[Row]) -> str:
     for name, field in facts.items():
         values = dict.fromkeys(str(run["machine"][field]) for run in reversed(runs))
         lines.append(f"| {name} | {', '.join(values)} |")
-    lines.append(f"| memory, copied | {between([roof['copy']['median'] for roof in roofs], 'B/s')} |")
+    lines.append(f"| memory bandwidth, copy | {between([roof['copy']['median'] for roof in roofs], 'B/s')} |")
     for dtype in dict.fromkeys(dtype for roof in roofs for dtype in roof["matmul"]):
         rates = [roof["matmul"][dtype] for roof in roofs if dtype in roof["matmul"]]
         said = " (at least twice bfloat16's)" if any("twice" in rate for rate in rates) else ""
