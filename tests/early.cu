@@ -1,4 +1,4 @@
-// A kernel that takes its time, and one that may start before it ends: what tests of programmatic dependent launch start.
+// A kernel that takes its time, and one that may start before it ends, for tests of programmatic dependent launch.
 // Macros: PDL; WAITS 0 for a second kernel that does not wait, as none may be.
 #include "early.cuh"
 

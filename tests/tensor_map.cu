@@ -1,4 +1,4 @@
-// Transposes a tensor tile by tile, each read by the copy engine through a tensor map: what tests of `cuda.tensor_map` start.
+// Transposes a tensor tile by tile, each read by TMA through a tensor map, for tests of `cuda.tensor_map`.
 #include "hopper.cuh"
 
 extern "C" __global__ void transpose(float* y, const __grid_constant__ TensorMap x, int rows, int columns) {

@@ -1,4 +1,4 @@
-"""Attention inside torch's context_parallel, which shards the sequence: kernels raise, plain PyTorch works."""
+"""Ops beside DTensors and inside torch's context_parallel: what a kernel cannot do right raises, in one sentence."""
 
 import os
 from collections.abc import Iterator
@@ -42,3 +42,19 @@ def test_attention_raises_while_the_sequence_is_sharded(mesh: object, device: st
             with pytest.raises(RidgelineError, match="context_parallel"):
                 call()
     torch.testing.assert_close(ridgeline.attention(q, q, q), ridgeline.attention(q, q, q, impl="torch"))
+
+
+def test_other_ops_say_that_they_take_no_dtensor(mesh: object, device: str) -> None:
+    from torch.distributed.tensor import Shard, distribute_tensor
+
+    x = distribute_tensor(torch.randn(8, 16), mesh, [Shard(0)])
+    if device != "cpu":
+        pytest.skip("the mesh is of CPUs")
+    for call in (
+        lambda: ridgeline.rms_norm(x),
+        lambda: ridgeline.softmax(x),
+        lambda: ridgeline.rms_norm(torch.randn(8, 16), x[0]),  # plain tensors and DTensors
+        lambda: ridgeline.rms_norm(x.detach().requires_grad_()),
+    ):
+        with pytest.raises(RidgelineError, match=r"a tensor is a DTensor, and kernels take plain tensors; .*to_local"):
+            call()

@@ -29,7 +29,7 @@ from triton.tools.tensor_descriptor import TensorDescriptor
 from ridgeline import device as devices
 from ridgeline import flops, tuning
 from ridgeline.cuda import SWIZZLES, Arranged, CudaKernel, Starter, TensorMap, View, _driver, _layout, parameters
-from ridgeline.op import RidgelineError, dense_only
+from ridgeline.op import RidgelineError, dense_only, dtensor
 from ridgeline.replay import Loose, Plans, Start, recorder
 
 LIBRARY = torch.library.Library("ridgeline", "DEF")
@@ -73,6 +73,7 @@ def kernel_op(schema: str) -> Callable[[Callable[..., Any]], Any]:
         registered = getattr(torch.ops.ridgeline, name).default
         names = {
             "registered": registered,
+            "through": _through(registered, name.rpartition("_")[0]),
             "own": _OWN,
             "observers": _observers,
             "devices": devices,
@@ -91,7 +92,7 @@ def kernel_op(schema: str) -> Callable[[Callable[..., Any]], Any]:
         before = [
             "if compiling(): return registered({args})",
             "if forward._current_level >= 0: no_tangents({args})",
-            f"if {' or '.join(watched)}: return registered({{args}})",
+            f"if {' or '.join(watched)}: return through({{args}})",
             "if observers or devices._pretended is not None or tuning._listener is not None: return launcher({args})",
         ]
         # A sparse tensor has no pointer and raises on its own: checking only then costs valid calls nothing.
@@ -99,6 +100,25 @@ def kernel_op(schema: str) -> Callable[[Callable[..., Any]], Any]:
         return Plans(launcher, leading, loose).front(len(registered._schema.arguments), before, names, failed)
 
     return register
+
+
+def _through(registered: Any, op: str) -> Callable[..., Any]:
+    """Returns the registered op, with one sentence for a DTensor instead of torch's error about sharding strategies."""
+
+    def call(*args: Any) -> Any:
+        try:
+            return registered(*args)
+        except (NotImplementedError, RuntimeError) as error:
+            if any(map(dtensor, args)):
+                advice = (
+                    "give local shards (x.to_local()), or shard the module with FSDP2, whose forward has plain tensors"
+                )
+                raise RidgelineError(
+                    f"{op}: a tensor is a DTensor, and kernels take plain tensors; {advice}"
+                ) from error
+            raise
+
+    return call
 
 
 def differentiate(function: Any, *args: Any) -> Any:

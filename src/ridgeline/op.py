@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import importlib
 import os
+import sys
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, field
 from difflib import get_close_matches
@@ -135,6 +136,12 @@ def dense_only(op: str, values: Iterable[Any]) -> None:
         if isinstance(t, torch.Tensor) and (t.layout is not torch.strided or t.is_nested):
             kind, instead = ("nested", "to_padded_tensor(0)") if t.is_nested else (str(t.layout)[6:], "to_dense()")
             raise RidgelineError(f"{op}: it takes dense tensors, and one is {kind}; give its {instead}")
+
+
+def dtensor(value: Any) -> bool:
+    """Returns whether a value is a DTensor; imports nothing."""
+    module = sys.modules.get("torch.distributed.tensor")
+    return module is not None and isinstance(value, module.DTensor)
 
 
 def tensors_of(values: Iterable[Any]) -> list[torch.Tensor]:

@@ -6,13 +6,12 @@ Kernels read tensors by address, and a wrapper subclass has none: its `data_ptr(
 from __future__ import annotations
 
 import math
-import sys
 from collections.abc import Callable, Sequence
 from typing import Any
 
 import torch
 
-from ridgeline.op import RidgelineError
+from ridgeline.op import RidgelineError, dtensor
 
 OWN = {torch.Tensor, torch.nn.Parameter}
 Lists = Sequence[Sequence[torch.Tensor]]
@@ -21,12 +20,6 @@ Lists = Sequence[Sequence[torch.Tensor]]
 def all_plain(lists: Lists) -> bool:
     """Returns whether all tensors are torch's own, so that `local` has nothing to do."""
     return all(OWN.issuperset(map(type, some)) for some in lists)
-
-
-def dtensor(value: Any) -> bool:
-    """Returns whether a value is a DTensor; imports nothing."""
-    module = sys.modules.get("torch.distributed.tensor")
-    return module is not None and isinstance(value, module.DTensor)
 
 
 def local(op: str, names: Sequence[str], lists: Lists) -> list[list[torch.Tensor]]:
