@@ -162,7 +162,8 @@ def test_a_reader_that_leaves(folder: Path) -> None:
 
 def test_an_interrupt(folder: Path) -> None:
     waiting = (
-        "import sys, time; from ridgeline import cli; "
+        "import signal, sys, time; from ridgeline import cli; "
+        "signal.signal(signal.SIGINT, signal.default_int_handler); "  # a shell's background jobs ignore it
         "cli.run = lambda *_: (print('on', flush=True), time.sleep(60)); sys.exit(cli.main(['list']))"
     )
     process = subprocess.Popen(

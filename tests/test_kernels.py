@@ -156,6 +156,7 @@ CHECKS = 2  # small cases of an op, beside its benchmarks
 LARGE = ("attention", "attention_varlen")
 FULL = "sm_90"  # what results are recorded of: all its kernels are compiled; elsewhere one of each kind
 NEWER = ("sm_120", "sm_86", "sm_89")  # one of them for each op, in turn
+OTHERS = ("sm_80", "sm_100", "gfx942")  # likewise, in the same turn
 
 pytestmark = pytest.mark.compiles
 
@@ -173,9 +174,10 @@ def runs(implementation: Implementation, arch: str) -> bool:
 def targets(implementation: Implementation, turn: int, every: bool) -> list[str]:
     """The architectures to compile an implementation for. turn: the number of its op."""
     able = [arch for arch in inspect.ARCHES if runs(implementation, arch)]
-    turns = [NEWER[(turn + n) % len(NEWER)] for n in range(len(NEWER))]
-    mine = next((arch for arch in turns if arch in able), None)
-    return [arch for arch in able if every or arch not in NEWER or arch == mine]
+    mine = {FULL}
+    for some in (NEWER, OTHERS):
+        mine |= set([a for a in (*some[turn % 3 :], *some[: turn % 3]) if a in able][:1])
+    return [arch for arch in able if every or arch in mine]
 
 
 def rungs(every: bool) -> list[tuple[Implementation, str]]:
