@@ -404,7 +404,8 @@ def clip_grad_norm(
     tensors: parameters (each stands for its `.grad`, and is skipped without one; so does any tensor that requires a
     gradient) or gradients; any shapes and strides, floating point, on one device. norm_type: 2, inf, or another order,
     which PyTorch runs. Nothing waits for the GPU.
-    DTensors: the local shards are scaled, and the norm is summed over their meshes; every rank must call this.
+    DTensors: the local shards are scaled, and the norm is summed over their meshes; every rank must call this,
+    with gradients of the same parameters.
     Returns the norm before scaling, over all gradients as one vector: a 0-d tensor, float32 (float64 for float64
     gradients). A norm that is not finite scales as in PyTorch: infinity gives 0 and NaN, NaN gives NaN.
     Raises RidgelineError if max_norm is negative, if gradients lie on several devices, are sparse or integers, or if
