@@ -1,4 +1,4 @@
-"""What `torch.utils.flop_counter.FlopCounterMode` counts for Ridgeline's registered ops: the operations of `Op.cost`.
+"""The operations that `torch.utils.flop_counter.FlopCounterMode` counts for Ridgeline's ops, from `Op.cost`.
 
 `<op>_fwd` counts as the op's forward cost and `<op>_bwd` as its backward cost. Their arguments reach the cost function
 by name. If a registered op has other names, or does less or more than the cost says, `Op(flops=...)` counts for it.
