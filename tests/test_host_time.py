@@ -1,6 +1,7 @@
 """The host's time of small calls beside torch's: forward, and forward with backward, with ten layouts in turn.
 
-`python tests/test_host_time.py` prints the table; `--profile OP` shows where the time of an op's forward goes.
+`python tests/test_host_time.py` prints the table. `--profile OP` shows where the time of an op's forward goes, and of
+its forward with backward, with backward in the calling thread so that the profiler sees it.
 """
 
 import cProfile
@@ -34,40 +35,41 @@ def turned(q: torch.Tensor, k: torch.Tensor, cos: torch.Tensor, sin: torch.Tenso
 
 def calls() -> dict[str, tuple[Callable[[int], tuple[torch.Tensor, ...]], Call, Call]]:
     """By name: a function that makes the tensors of one layout, our call, and torch's op or its eager formula."""
-    w, gate, up, head = data(256), data(512, 256), data(512, 256), data(1000, 256)
+    w, b, gate, up, head = data(256), data(256), data(512, 256), data(512, 256), data(1000, 256)
     angle = torch.rand(80, 32, device="cuda")
     cos, sin = angle.cos().bfloat16(), angle.sin().bfloat16()
 
     def labels(n: int) -> torch.Tensor:
         return torch.randint(1000, (n,), device="cuda")
 
-    def summed(x: torch.Tensor, y: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+    def summed(x: torch.Tensor, y: torch.Tensor, w: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
         total = x + y
         return F.rms_norm(total, (256,), w), total
 
-    def rows(n: int) -> tuple[torch.Tensor, ...]:
-        return (data(n, 256),)
-
-    def pairs(n: int) -> tuple[torch.Tensor, ...]:
-        return data(n, 256), data(n, 256)
+    def rows(n: int) -> torch.Tensor:
+        return data(n, 256)
 
     return {
-        "rms_norm": (rows, lambda x: ridgeline.rms_norm(x, w), lambda x: F.rms_norm(x, (256,), w)),
-        "layer_norm": (rows, lambda x: ridgeline.layer_norm(x, w, w), lambda x: F.layer_norm(x, (256,), w, w)),
-        "add_rms_norm": (pairs, lambda x, y: ridgeline.add_rms_norm(x, y, w), summed),
-        "softmax": (rows, ridgeline.softmax, lambda x: F.softmax(x, -1)),
-        "gelu": (rows, ridgeline.gelu, F.gelu),
-        "silu_mul": (pairs, ridgeline.silu_mul, lambda a, b: F.silu(a) * b),
-        "rope": (
-            lambda n: (data(2, 4, n, 64), data(2, 2, n, 64)),
-            lambda q, k: ridgeline.rope(q, k, cos[: q.shape[2]], sin[: q.shape[2]]),
-            lambda q, k: turned(q, k, cos[: q.shape[2]], sin[: q.shape[2]]),
+        "rms_norm": (lambda n: (rows(n), w), ridgeline.rms_norm, lambda x, w: F.rms_norm(x, (256,), w)),
+        "layer_norm": (
+            lambda n: (rows(n), w, b),
+            ridgeline.layer_norm,
+            lambda x, w, b: F.layer_norm(x, (256,), w, b),
         ),
-        "linear": (rows, lambda x: ridgeline.linear(x, gate), lambda x: F.linear(x, gate)),
+        "add_rms_norm": (lambda n: (rows(n), rows(n), w), ridgeline.add_rms_norm, summed),
+        "softmax": (lambda n: (rows(n),), ridgeline.softmax, lambda x: F.softmax(x, -1)),
+        "gelu": (lambda n: (rows(n),), ridgeline.gelu, F.gelu),
+        "silu_mul": (lambda n: (rows(n), rows(n)), ridgeline.silu_mul, lambda a, b: F.silu(a) * b),
+        "rope": (
+            lambda n: (data(2, 4, n, 64), data(2, 2, n, 64), cos[:n], sin[:n]),
+            ridgeline.rope,
+            turned,
+        ),
+        "linear": (lambda n: (rows(n), gate), ridgeline.linear, F.linear),
         "gated_linear": (
-            rows,
-            lambda x: ridgeline.gated_linear(x, gate, up),
-            lambda x: F.silu(F.linear(x, gate)) * F.linear(x, up),
+            lambda n: (rows(n), gate, up),
+            ridgeline.gated_linear,
+            lambda x, gate, up: F.silu(F.linear(x, gate)) * F.linear(x, up),
         ),
         "attention": (
             lambda n: tuple(data(1, 4, n, 64) for _ in range(3)),
@@ -76,17 +78,22 @@ def calls() -> dict[str, tuple[Callable[[int], tuple[torch.Tensor, ...]], Call, 
         ),
         "cross_entropy": (lambda n: (data(n, 1000), labels(n)), ridgeline.cross_entropy, F.cross_entropy),
         "linear_cross_entropy": (
-            lambda n: (data(n, 256), labels(n)),
-            lambda x, y: ridgeline.linear_cross_entropy(x, head, y),
-            lambda x, y: F.cross_entropy(F.linear(x, head), y),
+            lambda n: (rows(n), head, labels(n)),
+            ridgeline.linear_cross_entropy,
+            lambda x, head, y: F.cross_entropy(F.linear(x, head), y),
         ),
     }
 
 
 def step(call: Call, given: tuple[torch.Tensor, ...], incoming: list[torch.Tensor]) -> None:
+    """Forward and backward, with the gradients of inputs and weights, as in training."""
     outputs = call(*given)
     outputs = outputs if isinstance(outputs, tuple) else (outputs,)
     torch.autograd.grad(outputs, [t for t in given if t.requires_grad], incoming)
+
+
+# The forward of these makes the gradients too, so their forward alone is measured without gradients.
+LOSSES = ("cross_entropy", "linear_cross_entropy")
 
 
 def works(name: str) -> dict[str, tuple[Callable[[], Any], Callable[[], Any]]]:
@@ -98,15 +105,16 @@ def works(name: str) -> dict[str, tuple[Callable[[], Any], Callable[[], Any]]]:
         outputs = [call(*given) for given in sets]
         incoming = [[torch.ones_like(o) for o in (some if isinstance(some, tuple) else (some,))] for some in outputs]
         turn, again = cycle(sets), cycle(zip(sets, incoming, strict=True))
-        found["forward"].append(lambda call=call, turn=turn: call(*next(turn)))
+        alone = torch.no_grad()(call) if name in LOSSES else call
+        found["forward"].append(lambda call=alone, turn=turn: call(*next(turn)))
         found["forward and backward"].append(lambda call=call, again=again: step(call, *next(again)))
     return {direction: (pair[0], pair[1]) for direction, pair in found.items()}
 
 
-def microseconds(ours: Callable[[], Any], theirs: Callable[[], Any], calls: int = 200) -> tuple[float, float]:
-    """The host's time per call: the best of seven rounds of each, in turn, each begun with an empty queue."""
+def microseconds(ours: Callable[[], Any], theirs: Callable[[], Any], calls: int = 100) -> tuple[float, float]:
+    """The host's time per call: the best of 15 rounds of each, in turn, each begun with an empty queue."""
     best = [float("inf")] * 2
-    for _ in range(7):
+    for _ in range(15):
         for n, work in enumerate((ours, theirs)):
             torch.cuda.synchronize()
             start = time.perf_counter()
@@ -135,15 +143,17 @@ def test_small_calls_cost_the_host_little(name: str) -> None:
 
 if __name__ == "__main__":
     if "--profile" in sys.argv:
-        forward = works(sys.argv[-1])["forward"][0]
-        for _ in range(100):
-            forward()
-        profile = cProfile.Profile()
-        profile.enable()
-        for _ in range(5000):
-            forward()
-        profile.disable()
-        pstats.Stats(profile).sort_stats("tottime").print_stats(20)
+        for direction, (work, _) in works(sys.argv[-1]).items():
+            with torch.autograd.set_multithreading_enabled(False):
+                for _ in range(100):
+                    work()
+                profile = cProfile.Profile()
+                profile.enable()
+                for _ in range(2000):
+                    work()
+                profile.disable()
+            print(f"{sys.argv[-1]}, {direction}, 2000 calls")
+            pstats.Stats(profile).sort_stats("tottime").print_stats(22)
     else:
         for name in NAMES:
             for direction, pair in works(name).items():

@@ -103,9 +103,11 @@ def kernel_op(schema: str) -> Callable[[Callable[..., Any]], Any]:
 
 
 def _through(registered: Any, op: str) -> Callable[..., Any]:
-    """Returns the registered op, with one sentence for a DTensor instead of torch's error about sharding strategies."""
+    """Returns the registered op, for calls that torch intercepts: active FLOP counters learn its formula first, and a
+    DTensor gives one sentence instead of torch's error about sharding strategies."""
 
     def call(*args: Any) -> Any:
+        flops.tell(registered.overloadpacket)
         try:
             return registered(*args)
         except (NotImplementedError, RuntimeError) as error:

@@ -11,7 +11,8 @@ from functools import partial
 from typing import Any
 
 import torch
-from torch.utils.flop_counter import register_flop_formula
+from torch.utils._python_dispatch import _get_current_dispatch_mode_stack
+from torch.utils.flop_counter import flop_registry, register_flop_formula
 
 from ridgeline.op import Op, _registry
 
@@ -23,6 +24,15 @@ PUBLIC = (("saved", "x"), ("saved", "residual"), ("y", "x"), ("dy", "x"), ("w", 
 def register(name: str) -> None:
     """Registers the formula of `torch.ops.ridgeline.<name>`."""
     register_flop_formula(getattr(torch.ops.ridgeline, name), get_raw=True)(partial(count, name))
+
+
+def tell(packet: Any) -> None:
+    """Gives the formula of `packet` to the active counters that lack it: ops load on first use, and a counter made
+    before copied torch's registry without them."""
+    for mode in _get_current_dispatch_mode_stack():
+        known = getattr(getattr(mode, "counter", None), "flop_registry", None)
+        if isinstance(known, dict):
+            known.setdefault(packet, flop_registry[packet])
 
 
 def count(name: str, *args: Any, out_val: Any = None, **_: Any) -> int:
