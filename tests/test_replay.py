@@ -1,12 +1,13 @@
 """Replays of launchers, on a CPU that emulates a GPU: pointers reach their kernels, and unrepeatable launchers run."""
 
+import textwrap
 from collections.abc import Callable
 from typing import Any
 
 import pytest
 import torch
 
-from ridgeline import replay, tuning
+from ridgeline import codegen, replay, tuning
 from ridgeline.boundary import kernel_op
 from ridgeline.device import pretend
 from ridgeline.op import RidgelineError, dense_only
@@ -343,3 +344,23 @@ def test_a_call_like_one_before_is_not_looked_at_again(started: Started, monkeyp
         monkeypatch.setitem(look.__globals__, "autocast", lambda: True)
         assert look(x, w, 1, 2.0) == look(x, w, 1, 2.0) == (None, before + 2)
     assert look(x, w, 1, 2.0) == (None, before + 3)
+
+
+def test_the_docstring_of_codegen_shows_what_it_writes(started: Started) -> None:
+    """Its example is what `by_kind`, the front of a registered op and a plan of one kernel are."""
+    launch = door(started)
+
+    def launcher(x: torch.Tensor, scale: float) -> torch.Tensor:
+        y = torch.empty_like(x)
+        launch((x.shape[0], 1, 1), y, x, scale)
+        return y
+
+    looked = by_kind(1)(lambda x, scale: (None, scale))
+    plans = Plans(launcher, 1)
+    call = plans.front(2)
+    for _ in range(2):
+        call(torch.ones(4), 2.0)
+    (plan,) = plans.found.values()
+    shown = [textwrap.indent(f.source, "    ") for f in (looked, call, plan)]
+    print("\n\n".join(shown))
+    assert "\n\n".join(shown) in codegen.__doc__

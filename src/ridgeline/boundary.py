@@ -28,9 +28,10 @@ from triton.tools.tensor_descriptor import TensorDescriptor
 
 from ridgeline import device as devices
 from ridgeline import flops, tuning
+from ridgeline.codegen import Loose, interceptions
 from ridgeline.cuda import SWIZZLES, Arranged, CudaKernel, Starter, TensorMap, View, _driver, _layout, parameters
 from ridgeline.op import RidgelineError, dense_only, dtensor
-from ridgeline.replay import Loose, Plans, Start, recorder
+from ridgeline.replay import Plans, Start, recorder
 
 LIBRARY = torch.library.Library("ridgeline", "DEF")
 INTERPRETED = bool(triton.knobs.runtime.interpret)
@@ -85,19 +86,10 @@ def kernel_op(schema: str) -> Callable[[Callable[..., Any]], Any]:
             "modes": torch._C._len_torch_dispatch_stack,
             "transforms": torch._C._are_functorch_transforms_active,
         }
-        watched = ["modes()", "transforms()"]  # something traces, intercepts or transforms torch's operations
-        # The dispatcher resolves the lazy negation and conjugation bits of a tensor.
-        odd = "type(t{n}) not in own or t{n}.is_meta or t{n}.is_neg() or t{n}.is_conj()"
-        watched += [f"(t{n} is not None and ({odd.replace('{n}', str(n))}))" for n in range(leading)]
-        before = [
-            "if compiling(): return registered({args})",
-            "if forward._current_level >= 0: no_tangents({args})",
-            f"if {' or '.join(watched)}: return through({{args}})",
-            "if observers or devices._pretended is not None or tuning._listener is not None: return launcher({args})",
-        ]
         # A sparse tensor has no pointer and raises on its own: checking only then costs valid calls nothing.
         failed = "dense_only(op, [{tensors}])"
-        return Plans(launcher, leading, loose).front(len(registered._schema.arguments), before, names, failed)
+        plans, count = Plans(launcher, leading, loose), len(registered._schema.arguments)
+        return plans.front(count, interceptions(leading), names, failed)
 
     return register
 
@@ -281,15 +273,15 @@ def launch(
                 return launch(kernel, grid, *args, config=config, key=key, **constants)
     if elsewhere or _observers:
         constants |= config() if config else {}
+        config = key = None
         grid = grid if isinstance(grid, tuple) else grid(constants)
-        made = _made(kernel, args, constants)
-        for observer in _observers:
-            observer(Launch(kernel, grid, made, constants, devices.of(first)))
+        _show(kernel, grid, args, constants, devices.of(first))
         if devices._pretended is not None or 0 in grid:
             return
         if interpreted:
             options = ("num_warps", "num_stages", "maxnreg", "num_ctas")
-            kernel[grid](*made, **{k: v for k, v in constants.items() if k not in options})
+            taken = {k: v for k, v in constants.items() if k not in options}
+            kernel[grid](*_made(kernel, args, constants), **taken)
             return
     if (config is None) != (key is None):
         raise TypeError(
@@ -305,13 +297,7 @@ def launch(
     started = _started.get(where)
     if started is None:
         constants |= config() if config else {}
-        with _loading():
-            if isinstance(kernel, CudaKernel):
-                start: Start | None = kernel.start(constants, values, index)
-                slow = None
-            else:
-                start, slow = _triton_start(kernel, _made(kernel, args, constants), constants, len(values), index)
-        started = _started[where] = start, slow, constants
+        started = _started[where] = *_load(kernel, args, constants, values, index), constants
     start, slow, constants = started
     if type(grid) is not tuple:
         grid = grid(constants)
@@ -326,6 +312,24 @@ def launch(
         start(x, y, z, stream, values)
     elif slow is not None:
         slow(x, y, z, stream, args)
+
+
+def _show(kernel: Any, grid: Any, args: tuple[Any, ...], constants: dict[str, Any], device: devices.Device) -> None:
+    """Shows a launch to the observers."""
+    made = _made(kernel, args, constants)
+    for observer in _observers:
+        observer(Launch(kernel, grid, made, constants, device))
+
+
+def _load(
+    kernel: Any, args: tuple[Any, ...], constants: dict[str, Any], values: list[Any], index: int
+) -> tuple[Start | None, Callable[..., None] | None]:
+    """Compiles and loads the kernel for these arguments. Returns (start through the driver, start through Triton's
+    launcher), one of them None."""
+    with _loading():
+        if isinstance(kernel, CudaKernel):
+            return kernel.start(constants, values, index), None
+        return _triton_start(kernel, _made(kernel, args, constants), constants, len(values), index)
 
 
 @contextmanager

@@ -15,12 +15,13 @@ from __future__ import annotations
 
 import threading
 from collections.abc import Callable, Sequence
-from typing import Any, NamedTuple
+from typing import Any
 
 import torch
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from ridgeline import tuning
+from ridgeline.codegen import Loose, PlanWriter, Seen, Step, front
 from ridgeline.cuda import Arranged, TensorMap, encoded
 
 Start = Callable[[int, int, int, int, Sequence[Any]], None]  # grid x, y, z, stream, kernel parameters
@@ -47,7 +48,7 @@ _WRITING: dict[Any, Callable[..., Any]] = {  # what a recorder sees: the faster 
 }
 _view = torch._C._dynamo.guards._reinterpret_tensor  # type: ignore[attr-defined]  # faster than as_strided
 _empty = torch._C._dynamo.guards._empty_strided_cuda  # type: ignore[attr-defined]  # as in the code of torch.compile
-_KINDS = 4096  # kinds of calls that an op remembers
+KINDS = 4096  # kinds of calls that an op remembers
 _STEPS = 1000  # most steps of a plan, which keeps some 6 KiB for each
 
 
@@ -63,27 +64,6 @@ def recorder() -> Recorder | None:
     return _local.recorder
 
 
-class Loose(int):
-    """An argument, such as a seed, that is not part of the kind of a call: a plan takes its value at each call."""
-
-    name: str
-
-    @classmethod
-    def of(cls, value: int, name: str) -> Loose:
-        loose = cls(value)
-        loose.name = name
-        return loose
-
-
-class _Seen(NamedTuple):
-    """A tensor argument of a torch operation: the number of a known tensor or, with a shape, a view of that tensor."""
-
-    number: int
-    shape: tuple[int, ...] | None = None
-    stride: tuple[int, ...] = ()
-    offset: int = 0
-
-
 class Recorder(TorchDispatchMode):
     """Records the work of a launcher: allocations, torch operations that write to them and, by `started`, kernels."""
 
@@ -91,8 +71,7 @@ class Recorder(TorchDispatchMode):
         super().__init__()
         self.known: list[torch.Tensor | None] = list(tensors)  # arguments, then allocations
         self.given, self.loose = len(tensors), loose
-        # Each step: function, grid (None for a torch operation), positional arguments, keyword arguments.
-        self.steps: list[tuple[Callable[..., Any], tuple[int, int, int] | None, list[Any], dict[str, Any]]] = []
+        self.steps: list[Step] = []
         places = [(t.data_ptr(), t.untyped_storage().data_ptr()) for t in tensors if t is not None and t.numel()]
         pointers, stored = [p for p, _ in places], [s for _, s in places]
         self.repeatable = len(set(pointers)) == len(pointers)  # else a pointer could belong to two arguments
@@ -107,13 +86,13 @@ class Recorder(TorchDispatchMode):
             self.known.append(result)
         elif function in _WRITING and not self.loose:
             named = {k: self.seen(v) for k, v in (kwargs or {}).items()}
-            self.steps.append((_WRITING[function], None, [self.seen(a) for a in args], named))
+            self.steps.append(Step(_WRITING[function], None, [self.seen(a) for a in args], named))
         elif not function.is_view:
             self.repeatable = False
         return result
 
     def seen(self, arg: Any) -> Any:
-        """Returns an argument of a torch operation, with a tensor as the `_Seen` of a known one."""
+        """Returns an argument of a torch operation, with a tensor as the `Seen` of a known one."""
         if not isinstance(arg, torch.Tensor):
             return arg
         number = self.owner(arg) if arg.numel() else None
@@ -123,9 +102,7 @@ class Recorder(TorchDispatchMode):
             return None
         form, offset = (tuple(arg.shape), arg.stride()), int(arg.storage_offset() - whole.storage_offset())
         return (
-            _Seen(number)
-            if (tuple(whole.shape), whole.stride(), 0) == (*form, offset)
-            else _Seen(number, *form, offset)
+            Seen(number) if (tuple(whole.shape), whole.stride(), 0) == (*form, offset) else Seen(number, *form, offset)
         )
 
     def started(
@@ -139,7 +116,7 @@ class Recorder(TorchDispatchMode):
         if isinstance(start, Arranged):
             sources = [sources[n] if view is None else (*sources[n], view(values[n])) for n, view in start.takes]
             start = start.starter
-        self.steps.append((start, grid, sources, {}))
+        self.steps.append(Step(start, grid, sources, {}))
 
     def source(self, arg: Any, value: Any) -> Any:
         """Returns the parameter itself or, for a tensor or tensor map, (number of a known tensor, offset in bytes)."""
@@ -176,71 +153,11 @@ class Recorder(TorchDispatchMode):
         wanted = [(t.data_ptr(), tuple(t.shape), t.stride(), t.dtype) for t in returned if isinstance(t, torch.Tensor)]
         if not self.repeatable or len(wanted) < len(returned) or any(w not in places for w in wanted):
             return None
-        if set(self.loose) != {v.name for _, _, sources, _ in self.steps for v in sources if type(v) is Loose}:
+        if set(self.loose) != {v.name for step in self.steps for v in step.sources if type(v) is Loose}:
             return None  # a kernel took a value computed from it
-        names: dict[str, Any] = {
-            "empty": _empty,
-            "stream": torch._C._cuda_getCurrentRawStream,
-            "encoded": encoded,
-            "view": _view,
-        }
-
-        def name(value: Any) -> str:
-            names[f"n{len(names)}"] = value
-            return f"n{len(names) - 1}"
-
-        def parameter(source: Any) -> str:
-            if isinstance(source, tuple):
-                number, offset, *view = source
-                pointer = f"p{number} + {offset}" if offset else f"p{number}"
-                return f"encoded({pointer}, {name(view[0])})" if view else pointer
-            return source.name if type(source) is Loose else name(source)
-
-        seen = [s for _, _, sources, named in self.steps for s in (*sources, *named.values()) if isinstance(s, tuple)]
-        used = {s[0] - self.given for s in seen} | {places.index(w) for w in wanted}  # not empty tensors
-        lines = [
-            f"    m{n} = empty({', '.join(map(name, kind))}); p{self.given + n} = m{n}.data_ptr()"
-            for n, kind in enumerate(kinds)
-            if n in used
-        ]
-        views: dict[_Seen, str] = {}
-
-        def operand(value: Any) -> str:
-            """Returns one name per distinct view, so that torch sees an in-place sum as such and copies nothing."""
-            if type(value) is not _Seen:
-                return name(value)
-            whole = f"t{value.number}" if value.number < self.given else f"m{value.number - self.given}"
-            if value.shape is None:
-                return whole
-            if value not in views:
-                views[value] = f"v{len(views)}"
-                lines.append(
-                    f"    {views[value]} = view({whole}, {name(value.shape)}, {name(value.stride)}, {value.offset})"
-                )
-            return views[value]
-
-        lines += ["    s = stream(i)"] if any(grid for _, grid, _, _ in self.steps) else []
-        for step, grid, sources, named in self.steps:
-            if grid:
-                taken = f"{', '.join(map(str, grid))}, s, ({', '.join(map(parameter, sources))},)"
-            else:
-                taken = ", ".join([*map(operand, sources), *(f"{k}={operand(v)}" for k, v in named.items())])
-            lines.append(f"    {name(step)}({taken})")
-        results = [f"m{places.index(w)}" for w in wanted]
-        lines.append(
-            f"    return ({', '.join(results)},)"
-            if isinstance(result, tuple | list)
-            else f"    return {', '.join(results)}"
-        )
-        return _function(
-            "plan", ["i", *(f"{kind}{n}" for kind in "tp" for n in range(self.given)), *self.loose], lines, names
-        )
-
-
-def _function(name: str, parameters: Sequence[str], lines: Sequence[str], names: dict[str, Any]) -> Callable[..., Any]:
-    """Returns a function compiled from these lines: code without loops or packed arguments runs faster."""
-    exec("\n".join([f"def {name}({', '.join(parameters)}):", *lines]), names)
-    return names[name]
+        names = {"empty": _empty, "stream": torch._C._cuda_getCurrentRawStream, "encoded": encoded, "view": _view}
+        writer = PlanWriter(self.given, kinds, self.loose, names)
+        return writer.plan(self.steps, [places.index(w) for w in wanted], isinstance(result, tuple | list))
 
 
 class Plans:
@@ -262,43 +179,13 @@ class Plans:
 
         before: lines to run first, which may return. names: the globals that they use.
         failed: a line to run if anything after the first line raises a RuntimeError, before that is raised again."""
-        tensors = [f"t{n}" for n in range(self.leading)]
-        args = [*tensors, *(f"a{n}" for n in range(count - self.leading))]
-        whole = ", ".join(args)
-        lines = ["    " + line.format(args=whole) for line in before]
-        lines.append("    i = t0.get_device()")
-        lines.append(f"    if i < 0 or i != current(): return launcher({whole})")
-        for n, t in enumerate(tensors):
-            kind = f"p{n} = {t}.data_ptr(); k{n} = {t}.shape, {t}.stride(), {t}.dtype, p{n} & 15, {t}.get_device()"
-            lines += [f"    if {t} is None: p{n} = 0; k{n} = None", f"    else: {kind}"] if n else [f"    {kind}"]
-        kept = [a for a in args[self.leading :] if a not in self.loose.values()]
-        lines.append(f"    key = {', '.join(f'k{n}' for n in range(self.leading))}, tuning.version, {', '.join(kept)}")
-        lines.append("    plan = found(key)")
-        lines.append(f"    if plan is None: return learn(key, {whole})")
-        given = ["i", *tensors, *(f"p{n}" for n in range(self.leading)), *self.loose.values()]
-        lines.append(f"    return plan({', '.join(given)})")
-        if failed is not None:
-            last = "        " + failed.format(tensors=", ".join(tensors))
-            lines[1:] = [
-                "    try:",
-                *["    " + line for line in lines[1:]],
-                "    except RuntimeError:",
-                last,
-                "        raise",
-            ]
-        names = {
-            "launcher": self.launcher,
-            "learn": self.learn,
-            "found": self.found.get,
-            "tuning": tuning,
-            **(names or {}),
-        }
-        names["current"] = getattr(torch._C, "_cuda_getDevice", None)  # absent in builds without CUDA
-        return _function("call", args, lines, names)
+        known = {"launcher": self.launcher, "learn": self.learn, "found": self.found.get, "tuning": tuning}
+        known["current"] = getattr(torch._C, "_cuda_getDevice", None)  # absent in builds without CUDA
+        return front(self.leading, count, list(self.loose.values()), before, failed, known | (names or {}))
 
     def learn(self, key: Any, *args: Any) -> Any:
         """Runs the first call of a kind and records the second; if two recordings fail, all later calls run."""
-        if len(self.seen) >= _KINDS:
+        if len(self.seen) >= KINDS:
             self.seen.clear()
             self.found.clear()
         seen = self.seen[key] = self.seen.get(key, 0) + 1

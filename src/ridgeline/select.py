@@ -9,11 +9,11 @@ from typing import Any
 
 import torch
 
-from ridgeline import cuda
+from ridgeline import codegen, cuda
 from ridgeline import device as devices
 from ridgeline.boundary import _OWN, INTERPRETED, tracing
 from ridgeline.op import CHECK, Implementation, Op, RidgelineError, _registry, dense_only
-from ridgeline.replay import _KINDS, _function
+from ridgeline.replay import KINDS
 
 
 @cache
@@ -192,33 +192,18 @@ def by_kind(leading: int) -> Callable[[Callable[..., Any]], Callable[..., Any]]:
     def remember(look: Callable[..., tuple[Any, ...]]) -> Callable[..., Any]:
         if CHECK:
             return look
-        tensors = [f"t{n}" for n in range(leading)]
-        others = [f"a{n}" for n in range(look.__code__.co_argcount - leading)]
-        args = ", ".join([*tensors, *others])
-        seen = [f"{t}.shape, {t}.dtype, {t}.layout, {t}.get_device()" for t in tensors]
-        seen += [f"{a}, (type({a}), *map(type, {a})) if isinstance({a}, tuple) else type({a})" for a in others]
         known: dict[Any, tuple[Any, ...]] = {}
 
         def learn(key: Any, *args: Any) -> tuple[Any, ...]:
             found = look(*args)
             if found[0] is None:
-                if len(known) >= _KINDS:
+                if len(known) >= KINDS:
                     known.clear()
                 known[key] = found
             return found
 
-        lines = [
-            f"    if compiling() or {' or '.join([f'type({t}) not in own' for t in tensors])}: return look({args})",
-            f"    if not t0.is_cuda or devices._pretended is not None: return look({args})",
-            "    try:",
-            f"        key = {', '.join(seen)}, autocast()",  # the GPU's
-            "        found = get(key)",
-            "    except (RuntimeError, TypeError):",  # nested tensors have no shape, lists no hash
-            f"        return look({args})",
-            f"    return found or learn(key, {args})",
-        ]
         names: dict[str, Any] = {"look": look, "learn": learn, "get": known.get, "own": _OWN, "devices": devices}
         names |= {"compiling": torch.compiler.is_compiling, "autocast": torch.is_autocast_enabled}
-        return _function("looked", [*tensors, *others], lines, names)
+        return codegen.looked(leading, look.__code__.co_argcount - leading, names)
 
     return remember

@@ -22,6 +22,7 @@ import triton.language as tl
 from ridgeline import device as devices
 from ridgeline import flops, tuning
 from ridgeline.boundary import LIBRARY, launch
+from ridgeline.codegen import Loose
 from ridgeline.op import Case, Cost, Op, RidgelineError, Spec, nbytes, tensors_of
 from ridgeline.ops.optimizer._checks import checked, listed, number
 from ridgeline.ops.optimizer._sharded import all_plain, changed, local
@@ -37,7 +38,6 @@ from ridgeline.ops.optimizer._tensors import (
     remember,
     tabled,
 )
-from ridgeline.replay import Loose
 from ridgeline.select import eager, run, select
 from ridgeline.tiles.philox import philox, words
 

@@ -1,0 +1,220 @@
+"""Writes the Python functions on the quick path of a call: straight lines, without loops or packed arguments.
+
+`looked` remembers what a public function found in its arguments (`select.by_kind`), `call` is the front of a registered
+op (`boundary.kernel_op`), and `plan` repeats a launcher (`replay.Recorder`). Arguments are t0, t1, ... for tensors and
+a0, a1, ... for the rest. For an op of one tensor and one number whose launcher allocates its result and starts one
+kernel, they are:
+
+    def looked(t0, a0):
+        if compiling() or type(t0) not in own: return look(t0, a0)
+        if not t0.is_cuda or devices._pretended is not None: return look(t0, a0)
+        try:
+            key = (
+                t0.shape, t0.dtype, t0.layout, t0.get_device(),
+                a0, (type(a0), *map(type, a0)) if isinstance(a0, tuple) else type(a0),
+                autocast(),
+            )
+            found = get(key)
+        except (RuntimeError, TypeError):
+            return look(t0, a0)
+        return found or learn(key, t0, a0)
+
+    def call(t0, a0):
+        i = t0.get_device()
+        if i < 0 or i != current(): return launcher(t0, a0)
+        p0 = t0.data_ptr(); k0 = t0.shape, t0.stride(), t0.dtype, p0 & 15, t0.get_device()
+        key = k0, tuning.version, a0
+        plan = found(key)
+        if plan is None: return learn(key, t0, a0)
+        return plan(i, t0, p0)
+
+    def plan(i, t0, p0):
+        m0 = empty(n4, n5, n6); p1 = m0.data_ptr()
+        s = stream(i)
+        n8(4, 1, 1, s, (p1, p0, n7,))
+        return m0
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from typing import Any, NamedTuple
+
+
+class Loose(int):
+    """An argument, such as a seed, that is not part of the kind of a call: a plan takes its value at each call."""
+
+    name: str
+
+    @classmethod
+    def of(cls, value: int, name: str) -> Loose:
+        loose = cls(value)
+        loose.name = name
+        return loose
+
+
+class Seen(NamedTuple):
+    """A tensor argument of a torch operation: the number of a known tensor or, with a shape, a view of that tensor."""
+
+    number: int
+    shape: tuple[int, ...] | None = None
+    stride: tuple[int, ...] = ()
+    offset: int = 0
+
+
+class Step(NamedTuple):
+    """One step of a launcher: a kernel's start, or a torch operation (without a grid)."""
+
+    function: Callable[..., Any]
+    grid: tuple[int, int, int] | None
+    sources: list[Any]
+    named: dict[str, Any]
+
+
+def function(name: str, parameters: Sequence[str], lines: Sequence[str], names: dict[str, Any]) -> Callable[..., Any]:
+    """Returns a function compiled from these lines, which are not indented, over these globals.
+
+    Its attribute `source` is its text."""
+    text = "\n".join([f"def {name}({', '.join(parameters)}):", *("    " + line for line in lines)])
+    exec(text, names)
+    made = names[name]
+    made.source = text
+    return made
+
+
+def looked(leading: int, others: int, names: dict[str, Any]) -> Callable[..., Any]:
+    """Returns the function that looks a call's kind up before its arguments are examined.
+
+    names: look, learn, get, own, devices, compiling and autocast."""
+    tensors, rest = [f"t{n}" for n in range(leading)], [f"a{n}" for n in range(others)]
+    args = ", ".join([*tensors, *rest])
+    seen = [f"{t}.shape, {t}.dtype, {t}.layout, {t}.get_device()" for t in tensors]
+    # 1, 1.0 and True are equal, but not of one kind.
+    seen += [f"{a}, (type({a}), *map(type, {a})) if isinstance({a}, tuple) else type({a})" for a in rest]
+    lines = [
+        f"if compiling() or {' or '.join([f'type({t}) not in own' for t in tensors])}: return look({args})",
+        f"if not t0.is_cuda or devices._pretended is not None: return look({args})",
+        "try:",
+        "    key = (",
+        *(f"        {part}," for part in [*seen, "autocast()"]),  # the GPU's
+        "    )",
+        "    found = get(key)",
+        "except (RuntimeError, TypeError):",  # nested tensors have no shape, lists no hash
+        f"    return look({args})",
+        f"return found or learn(key, {args})",
+    ]
+    return function("looked", [*tensors, *rest], lines, names)
+
+
+def interceptions(leading: int) -> list[str]:
+    """Returns the first lines of a registered op's front: what hands a call to torch's dispatcher, or to the launcher.
+
+    Their globals: compiling, registered, forward, no_tangents, own, modes, transforms, through, observers, devices and
+    tuning."""
+    # Something traces, intercepts or transforms torch's operations, or the dispatcher must resolve a lazy negation or
+    # conjugation.
+    odd = "(t{n} is not None and (type(t{n}) not in own or t{n}.is_meta or t{n}.is_neg() or t{n}.is_conj()))"
+    watched = ["modes()", "transforms()", *(odd.replace("{n}", str(n)) for n in range(leading))]
+    return [
+        "if compiling(): return registered({args})",
+        "if forward._current_level >= 0: no_tangents({args})",
+        f"if {' or '.join(watched)}: return through({{args}})",
+        "if observers or devices._pretended is not None or tuning._listener is not None: return launcher({args})",
+    ]
+
+
+def front(
+    leading: int,
+    count: int,
+    loose: Sequence[str],
+    before: Sequence[str],
+    failed: str | None,
+    names: dict[str, Any],
+) -> Callable[..., Any]:
+    """Returns the function of an op's `count` arguments that repeats a plan or runs the launcher.
+
+    loose: the arguments that are not part of the kind. before: lines to run first, which may return.
+    failed: a line to run if anything after the first line raises a RuntimeError, before that is raised again.
+    names: launcher, learn, found, tuning, current and what `before` and `failed` use."""
+    tensors = [f"t{n}" for n in range(leading)]
+    args = [*tensors, *(f"a{n}" for n in range(count - leading))]
+    whole = ", ".join(args)
+    lines = [line.format(args=whole) for line in before]
+    lines += ["i = t0.get_device()", f"if i < 0 or i != current(): return launcher({whole})"]
+    for n, t in enumerate(tensors):
+        kind = f"p{n} = {t}.data_ptr(); k{n} = {t}.shape, {t}.stride(), {t}.dtype, p{n} & 15, {t}.get_device()"
+        lines += [f"if {t} is None: p{n} = 0; k{n} = None", f"else: {kind}"] if n else [kind]
+    kept = [a for a in args[leading:] if a not in loose]
+    given = ["i", *tensors, *(f"p{n}" for n in range(leading)), *loose]
+    lines += [
+        f"key = {', '.join([f'k{n}' for n in range(leading)] + ['tuning.version', *kept])}",
+        "plan = found(key)",
+        f"if plan is None: return learn(key, {whole})",
+        f"return plan({', '.join(given)})",
+    ]
+    if failed is not None:
+        last = failed.format(tensors=", ".join(tensors))
+        lines[1:] = ["try:", *["    " + line for line in lines[1:]], "except RuntimeError:", "    " + last, "    raise"]
+    return function("call", args, lines, names)
+
+
+class PlanWriter:
+    """Writes the function that repeats recorded steps.
+
+    given: how many of the known tensors are arguments. kinds: shape, stride and dtype of each allocation after them.
+    names: empty, stream, encoded and view."""
+
+    def __init__(self, given: int, kinds: Sequence[tuple[Any, ...]], loose: Sequence[str], names: dict[str, Any]):
+        self.given, self.kinds, self.loose, self.names = given, kinds, loose, names
+        self.views: dict[Seen, str] = {}
+        self.lines: list[str] = []
+
+    def plan(self, steps: Sequence[Step], results: Sequence[int], several: bool) -> Callable[..., Any]:
+        """results: the numbers of the allocations that the launcher returned. several: whether as a tuple."""
+        seen = [s for step in steps for s in (*step.sources, *step.named.values()) if isinstance(s, tuple)]
+        used = {s[0] - self.given for s in seen} | set(results)  # not empty tensors
+        self.lines = [
+            f"m{n} = empty({', '.join(map(self.name, kind))}); p{self.given + n} = m{n}.data_ptr()"
+            for n, kind in enumerate(self.kinds)
+            if n in used
+        ]
+        self.lines += ["s = stream(i)"] if any(step.grid for step in steps) else []
+        for step in steps:
+            if step.grid:
+                taken = f"{', '.join(map(str, step.grid))}, s, ({', '.join(map(self.parameter, step.sources))},)"
+            else:
+                named = [f"{k}={self.operand(v)}" for k, v in step.named.items()]
+                taken = ", ".join([*map(self.operand, step.sources), *named])
+            self.lines.append(f"{self.name(step.function)}({taken})")
+        returned = ", ".join(f"m{n}" for n in results)
+        self.lines.append(f"return ({returned},)" if several else f"return {returned}")
+        pointers = [f"{kind}{n}" for kind in "tp" for n in range(self.given)]
+        return function("plan", ["i", *pointers, *self.loose], self.lines, self.names)
+
+    def name(self, value: Any) -> str:
+        """Returns a new global's name for a value."""
+        name = f"n{len(self.names)}"
+        self.names[name] = value
+        return name
+
+    def parameter(self, source: Any) -> str:
+        """Returns a kernel's parameter: a pointer with an offset, perhaps in a tensor map, or a number."""
+        if isinstance(source, tuple):
+            number, offset, *view = source
+            pointer = f"p{number} + {offset}" if offset else f"p{number}"
+            return f"encoded({pointer}, {self.name(view[0])})" if view else pointer
+        return source.name if type(source) is Loose else self.name(source)
+
+    def operand(self, value: Any) -> str:
+        """Returns an operand of a torch operation: one name per distinct view, so that torch sees an in-place sum as
+        such and copies nothing."""
+        if type(value) is not Seen:
+            return self.name(value)
+        whole = f"t{value.number}" if value.number < self.given else f"m{value.number - self.given}"
+        if value.shape is None:
+            return whole
+        if value not in self.views:
+            view = self.views[value] = f"v{len(self.views)}"
+            shape, stride = self.name(value.shape), self.name(value.stride)
+            self.lines.append(f"{view} = view({whole}, {shape}, {stride}, {value.offset})")
+        return self.views[value]
