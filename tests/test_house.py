@@ -24,7 +24,7 @@ PYTHON = sorted(SRC.rglob("*.py"))
 CODE = sorted(p for p in SRC.rglob("*") if p.suffix in (".py", ".cu", ".cuh"))
 OPS = [p for p in PYTHON if p.parent.parent.name == "ops" and not p.name.startswith("_")]
 
-CORE = {"op", "boundary", "replay", "select", "tuning", "device", "cuda", "flops", "tiles"}
+CORE = {"op", "boundary", "replay", "codegen", "select", "tuning", "device", "cuda", "flops", "tiles"}
 LAB = {"torch", "triton", "numpy", "cuda", "rich", "jinja2", "markupsafe", "altair", "vl_convert"}
 
 
