@@ -133,7 +133,7 @@ def test_help_is_instant() -> None:
 
 def test_verbs_are_light() -> None:
     """Importing the modules of all verbs, for their help, imports none of the heavy packages."""
-    modules = sorted({f"ridgeline.lab.{module}" for module, _ in cli.VERBS.values()})
+    modules = sorted({cli.module_of(module) for module, _ in cli.VERBS.values()})
     heavy = ("torch", "triton", "numpy", "rich", "jinja2", "altair")
     everything = "\n".join(f"import {m}" for m in modules)
     assert fresh(f"import sys\n{everything}\nprint([h for h in {heavy} if h in sys.modules])") == "[]"
@@ -142,7 +142,7 @@ def test_verbs_are_light() -> None:
 def test_the_table_of_verbs_is_current() -> None:
     modules = [name for name, _ in cli.VERBS.values()]
     for verb, (name, line) in cli.VERBS.items():
-        module = import_module(f"ridgeline.lab.{name}")
+        module = import_module(cli.module_of(name))
         if modules.count(name) > 1:
             assert hasattr(module, f"{verb}_main"), f"{name} has several verbs"
         else:

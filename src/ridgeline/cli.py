@@ -9,7 +9,7 @@ from collections.abc import Sequence
 from importlib import import_module
 from typing import NoReturn
 
-# verb: (module of ridgeline.lab, what the verb does: the first line of the module's docstring).
+# verb: (module of ridgeline.lab, or a module's whole name; what the verb does, the first line of its docstring).
 # A module of one verb has `arguments(parser)` and `main(options)`; a module of several has `<verb>_arguments` and
 # `<verb>_main` for each.
 VERBS = {
@@ -24,6 +24,10 @@ VERBS = {
     "profile": ("profile", "profile an op or your own function: a table, a Chrome trace, flame graphs, Nsight tools"),
     "inspect": ("inspect", "compile a kernel, with or without a GPU: PTX, SASS, registers, spills, shared memory"),
     "tune": ("tune", "search tile configurations on this GPU, and save the best"),
+    "lm": (
+        "ridgeline.lm.command",
+        "the language-model lab: where the time and the memory of a training step go, by `ridgeline lm VERB`",
+    ),
     "report": ("report", "check and time everything on this machine, and write one HTML page"),
 }
 # Packages that the lab needs beyond torch and triton, by their import names.
@@ -73,10 +77,15 @@ def main(arguments: Sequence[str] | None = None) -> int:
         return 141
 
 
+def module_of(name: str) -> str:
+    """Returns the whole name of a module in `VERBS`."""
+    return name if name.startswith("ridgeline.") else f"ridgeline.lab.{name}"
+
+
 def run(verb: str, arguments: Sequence[str]) -> int:
     name, line = VERBS[verb]
     try:
-        module = import_module(f"ridgeline.lab.{name}")
+        module = import_module(module_of(name))
         shared = [v for v, (n, _) in VERBS.items() if n == name] != [verb]
         prefix = f"{verb}_" if shared else ""
         parser = Parser(prog=f"ridgeline {verb}", description=line[0].upper() + line[1:] + ".")

@@ -1,0 +1,23 @@
+"""The language-model lab: where the time and the memory of a training step go, by `ridgeline lm VERB`."""
+
+from __future__ import annotations
+
+import argparse
+from importlib import import_module
+
+# verb: (module of ridgeline.lm with `arguments(parser)` and `main(options)`, what it does).
+VERBS: dict[str, tuple[str, str]] = {
+    "sizes": ("sizes", "list the named sizes with their parameters and operations"),
+    "bench": ("bench", "time forward, backward and the whole step: tokens/s, MFU, peak memory"),
+}
+
+
+def arguments(parser: argparse.ArgumentParser) -> None:
+    verbs = parser.add_subparsers(dest="lm_verb", required=True, metavar="VERB")
+    for verb, (module, line) in VERBS.items():
+        one = verbs.add_parser(verb, help=line, description=line[0].upper() + line[1:] + ".")
+        import_module(f"ridgeline.lm.{module}").arguments(one)
+
+
+def main(options: argparse.Namespace) -> int:
+    return import_module(f"ridgeline.lm.{VERBS[options.lm_verb][0]}").main(options)

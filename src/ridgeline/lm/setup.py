@@ -1,0 +1,101 @@
+"""The flags that the verbs of the language-model lab share, and the model, data and optimizer that they name."""
+
+from __future__ import annotations
+
+import argparse
+from collections.abc import Callable
+from contextlib import AbstractContextManager, nullcontext
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+
+import ridgeline.optim
+from ridgeline.lm.model import IMPLS, Transformer
+from ridgeline.lm.sizes import SIZES, Size, size
+from ridgeline.op import RidgelineError
+
+PRECISIONS = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torch.float16}
+MODES = ("forward", "backward", "step")  # forward alone; with backward; with backward and the optimizer
+
+
+def flags(parser: argparse.ArgumentParser, *, context: int = 512, batch: int = 4, mode: str | None = "step") -> None:
+    """Adds the flags that choose a model, its data and how it runs."""
+    parser.add_argument("--size", default="small", metavar="NAME", help=f"one of {', '.join(SIZES)} (default: small)")
+    for name in ("layers", "width", "hidden", "heads", "key-heads", "head-dim", "vocabulary"):
+        parser.add_argument(f"--{name}", type=int, metavar="N", help=f"instead of the size's {name.replace('-', ' ')}")
+    parser.add_argument("--context", type=int, default=context, metavar="N", help=f"tokens of a sequence ({context})")
+    parser.add_argument("--batch", type=int, default=batch, metavar="N", help=f"sequences ({batch})")
+    if mode:
+        parser.add_argument("--mode", choices=MODES, default=mode, help=f"what runs ({mode})")
+    parser.add_argument("--precision", choices=PRECISIONS, default="float32", help="of weights and activations")
+    parser.add_argument("--autocast", choices=("bfloat16", "float16"), help="keep float32 weights, compute in this")
+    parser.add_argument("--impl", choices=IMPLS, default="ridgeline", help="whose ops (ridgeline)")
+    parser.add_argument("--compile", action="store_true", help="run the model through torch.compile")
+    parser.add_argument("--checkpoint", type=int, default=0, metavar="LAYERS", help="layers per checkpoint; 0: none")
+    parser.add_argument("--device", choices=("cuda", "cpu"), help="the GPU if there is one")
+    parser.add_argument("--seed", type=int, default=0, metavar="N", help="of weights and data (0)")
+    parser.add_argument("--json", action="store_true", help="print JSON")
+
+
+def shape(options: argparse.Namespace) -> Size:
+    """Returns the size that the flags name. Raises RidgelineError if it does not exist or does not fit together."""
+    names = ("layers", "width", "hidden", "heads", "key_heads", "head_dim", "vocabulary")
+    return size(options.size, **{name: getattr(options, name) for name in names})
+
+
+@dataclass
+class Setup:
+    """A model with its data and optimizer. `step(mode)` runs one of MODES and returns the loss, on the device."""
+
+    size: Size
+    model: Callable[..., torch.Tensor]  # compiled if asked for
+    plain: Transformer
+    tokens: torch.Tensor
+    target: torch.Tensor
+    optimizer: Any
+    autocast: torch.dtype | None
+
+    def context(self) -> AbstractContextManager[Any]:
+        return nullcontext() if self.autocast is None else torch.autocast(self.tokens.device.type, self.autocast)
+
+    def step(self, mode: str) -> torch.Tensor:
+        if mode == "forward":
+            with torch.no_grad(), self.context():
+                return self.model(self.tokens, self.target)
+        with self.context():
+            loss = self.model(self.tokens, self.target)
+        loss.backward()
+        if mode == "step":
+            self.optimizer.step()
+        self.plain.zero_grad(set_to_none=True)
+        return loss.detach()
+
+
+def chosen_device(options: argparse.Namespace) -> torch.device:
+    """Returns the device of the flags. Raises RidgelineError if it asks for a GPU and there is none."""
+    if options.device == "cuda" and not torch.cuda.is_available():
+        raise RidgelineError("lm: --device cuda needs a GPU, and PyTorch sees none; leave --device out to use the CPU")
+    return torch.device(options.device or ("cuda" if torch.cuda.is_available() else "cpu"))
+
+
+def build(options: argparse.Namespace, device: torch.device | None = None) -> Setup:
+    """Makes the model of the flags with random weights and data; on the meta device it takes no memory.
+
+    Raises RidgelineError if the numbers do not fit together."""
+    for name in ("context", "batch"):
+        if getattr(options, name) < 1:
+            raise RidgelineError(f"lm: --{name} must be at least 1, but is {getattr(options, name)}")
+    if options.autocast and options.precision != "float32":
+        raise RidgelineError("lm: --autocast computes in half precision over float32 weights: leave --precision out")
+    device = device or chosen_device(options)
+    found, dtype = shape(options), PRECISIONS[options.precision]
+    torch.manual_seed(options.seed)
+    with torch.device(device):
+        plain = Transformer(found, options.impl, options.checkpoint).to(dtype)
+        tokens = torch.randint(found.vocabulary, (options.batch, options.context))
+        target = torch.randint(found.vocabulary, (options.batch, options.context))
+    own = ridgeline.optim.AdamW if options.impl == "ridgeline" else torch.optim.AdamW
+    model = torch.compile(plain) if options.compile else plain
+    cast = PRECISIONS[options.autocast] if options.autocast else None
+    return Setup(found, model, plain, tokens, target, own(plain.parameters(), lr=1e-4), cast)
