@@ -1,0 +1,402 @@
+"""decode_attention: a step of a decoder: appends new keys and values to a cache and attends to all of it.
+
+    k, v written at places lengths, lengths + 1, ...        o = softmax(scale q K^T) V over the keys that q sees
+
+q has 1 to 16 queries at the end of each sequence; query s sees the keys up to its own place. The floor is one read of
+the cached keys and values. The document's five kernels (concatenate, repeat, q k, softmax, p v) are the first rung.
+Source: Dao, Haziza, Massa and Sizov, Flash-Decoding for long-context inference, 2023
+(https://pytorch.org/blog/flash-decoding/).
+"""
+
+from __future__ import annotations
+
+import math
+from functools import partial
+from typing import Any
+
+import torch
+
+from ridgeline.boundary import kernel_op
+from ridgeline.op import Case, Cost, Op, RidgelineError, Spec, dense_only, get, nbytes, readable
+from ridgeline.ops.decode import _split_keys
+from ridgeline.ops.decode._cache import Half, capacity, kind_of, places
+from ridgeline.select import eager, run
+
+Maybe = torch.Tensor | None
+MOST = 16  # queries of a sequence
+
+
+@kernel_op(
+    "decode_attention_fwd(Tensor q, Tensor(a!) k_cache, Tensor(b!) v_cache, Tensor lengths, Tensor? k, Tensor? v, "
+    "Tensor? block_table, Tensor? cos, Tensor? sin, Tensor? positions, Tensor? sinks, Tensor(c!)? k_scale, "
+    "Tensor(d!)? v_scale, Tensor(e!)? k_zero, Tensor(f!)? v_zero, Tensor? tree, float scale, int left, float softcap, "
+    "bool interleaved, bool invariant, str precision, str? impl) -> (Tensor, Tensor)"
+)
+def _forward(q: torch.Tensor, *rest: Any) -> tuple[torch.Tensor, torch.Tensor]:
+    """Returns o (B, S, Hq, D) and lse (B, Hq, S)."""
+    o = torch.empty(q.shape, dtype=q.dtype, device=q.device)
+    lse = torch.empty((q.shape[0], q.shape[2], q.shape[1]), dtype=torch.float32, device=q.device)
+    run(DECODE_ATTENTION, "fwd", rest[-1], (o, lse), q, *rest[:-1])
+    return o, lse
+
+
+@torch.no_grad()
+def reference(
+    q: torch.Tensor, k_cache: torch.Tensor, v_cache: torch.Tensor, lengths: torch.Tensor, *, k: Maybe = None,
+    v: Maybe = None, block_table: Maybe = None, cos: Maybe = None, sin: Maybe = None, positions: Maybe = None,
+    interleaved: bool = False, scale: float | None = None, window: int | None = None, softcap: float | None = None,
+    sinks: Maybe = None, k_scale: Maybe = None, v_scale: Maybe = None, k_zero: Maybe = None, v_zero: Maybe = None,
+    tree: Maybe = None, invariant: bool = False, return_lse: bool = False,
+) -> Any:  # fmt: skip
+    """Every sequence padded to the cache's capacity. It keeps all scores in memory, and no kernel's tricks."""
+    (B, S, heads, D), shared = q.shape, k_cache.shape[2]
+    room, before = capacity(k_cache, block_table), lengths.long().clamp(0, capacity(k_cache, block_table))
+    first = before if k is not None else before - S
+    place = first[:, None] + torch.arange(S, device=q.device)
+    if cos is not None and sin is not None:
+        turns = (place if positions is None else positions.long()).clamp(0, cos.shape[0] - 1)
+        images = q.transpose(1, 2), (q[:, :, :shared] if k is None else k).transpose(1, 2)
+        turned = get("rope").reference(*images, cos, sin, positions=turns, interleaved=interleaved)
+        q, k = turned[0].transpose(1, 2), None if k is None else turned[1].transpose(1, 2)
+    tokens = torch.arange(room, device=q.device).expand(B, room)
+    held = tokens < before[:, None]
+    if block_table is not None:  # past a sequence's end the table holds anything
+        used = torch.arange(block_table.shape[1], device=q.device) * k_cache.shape[1] < before[:, None]
+        owned = torch.where(used, block_table, 0)
+    at = places(tokens, None if block_table is None else owned, k_cache)
+    caches = Half(k_cache, k_scale, k_zero), Half(v_cache, v_scale, v_zero)
+    keys, values = (torch.where(held[:, :, None, None], c.read(at, q.dtype), 0) for c in caches)
+    known, index = held, tokens
+    if k is not None and v is not None:
+        fresh = (lengths >= 0)[:, None].expand(B, S)
+        row, step = (fresh & (place < room)).nonzero(as_tuple=True)
+        to = places(place.clamp(0, room - 1), block_table, k_cache)
+        to = to[0][row, step], to[1][row, step]
+        new = []
+        for cache, made in zip(caches, (k, v), strict=True):
+            kept = made.to(keys.dtype).clone()
+            kept[row, step] = cache.write(to, made[row, step]).to(kept.dtype)
+            new.append(kept)
+        keys, values = torch.cat((keys, new[0]), 1), torch.cat((values, new[1]), 1)
+        known, index = torch.cat((held, fresh), 1), torch.cat((tokens, place), 1)
+    seen = _seen(index, place, known, tree, window)
+    return _attended(q, keys, values, seen, scale, softcap, sinks, return_lse)
+
+
+def _seen(
+    index: torch.Tensor, place: torch.Tensor, known: torch.Tensor, tree: Maybe, window: int | None
+) -> torch.Tensor:
+    """Which keys each query sees, (B, S, keys)."""
+    (B, S), apart = place.shape, place[:, :, None] - index[:, None]
+    if tree is None:
+        seen = apart >= 0 if window is None else (apart >= 0) & (apart <= window)
+    else:
+        branch = index - place[:, :1]  # of the newest S keys
+        path = tree.gather(2, branch.clamp(0, S - 1)[:, None].expand(B, S, -1))
+        seen = (branch < 0)[:, None] | path
+    return seen & known[:, None]
+
+
+def _attended(
+    q: torch.Tensor, keys: torch.Tensor, values: torch.Tensor, seen: torch.Tensor, scale: float | None,
+    softcap: float | None, sinks: Maybe, return_lse: bool,
+) -> Any:  # fmt: skip
+    group = q.shape[2] // keys.shape[2]
+    keys, values = (t.repeat_interleave(group, 2) for t in (keys, values))
+    scores = torch.einsum("bshd,bnhd->bhsn", q.to(keys.dtype), keys).to(torch.promote_types(q.dtype, torch.float32))
+    scores = scores * (q.shape[-1] ** -0.5 if scale is None else scale)
+    if softcap is not None:
+        scores = softcap * torch.tanh(scores / softcap)
+    scores = scores.masked_fill(~seen[:, None], -math.inf)
+    if sinks is not None:
+        scores = torch.cat((scores, sinks.to(scores.dtype)[:, None, None].expand(*scores.shape[:3], 1)), -1)
+    lse = scores.logsumexp(-1)
+    p = (scores - lse.masked_fill(lse == -math.inf, 0)[..., None]).exp()[..., : keys.shape[1]]
+    o = torch.einsum("bhsn,bnhd->bshd", p.to(values.dtype), values).to(q.dtype)
+    return (o, lse.to(torch.promote_types(torch.float32, lse.dtype))) if return_lse else o
+
+
+@torch.no_grad()
+def _naive(
+    q: torch.Tensor, k_cache: torch.Tensor, v_cache: torch.Tensor, lengths: torch.Tensor, *, return_lse: bool = False,
+    **given: Any,
+) -> Any:  # fmt: skip
+    """One sequence at a time, cut to its length, which the host reads."""
+    o, lse = torch.zeros_like(q), q.new_full((q.shape[0], q.shape[2], q.shape[1]), -math.inf, dtype=torch.float32)
+    table, by_token = given.get("block_table"), ("k_scale", "v_scale", "k_zero", "v_zero")
+    for b, length in enumerate(lengths.tolist()):
+        if length < 0:
+            continue
+        mine = dict(given)
+        for name in ("k", "v", "positions", "tree"):
+            mine[name] = None if given.get(name) is None else given[name][b : b + 1]
+        one = slice(b, b + 1)
+        room = length + (q.shape[1] if given.get("k") is not None else 0)
+        if table is None:
+            caches = k_cache[one, :room], v_cache[one, :room]
+            mine |= {n: given[n][one, :room] for n in by_token if given.get(n) is not None and given[n].dim() == 3}
+        else:
+            caches = k_cache, v_cache
+            mine["block_table"] = table[one, : -(-room // k_cache.shape[1])]
+        o[b], lse[b] = [t[0] for t in reference(q[one], *caches, lengths[one], **mine, return_lse=True)]
+    return (o, lse) if return_lse else o
+
+
+def decode_attention(
+    q: torch.Tensor, k_cache: torch.Tensor, v_cache: torch.Tensor, lengths: torch.Tensor, *,
+    k: torch.Tensor | None = None, v: torch.Tensor | None = None, block_table: torch.Tensor | None = None,
+    cos: torch.Tensor | None = None, sin: torch.Tensor | None = None, positions: torch.Tensor | None = None,
+    interleaved: bool = False, scale: float | None = None, window: int | None = None, softcap: float | None = None,
+    sinks: torch.Tensor | None = None, k_scale: torch.Tensor | None = None, v_scale: torch.Tensor | None = None,
+    k_zero: torch.Tensor | None = None, v_zero: torch.Tensor | None = None, tree: torch.Tensor | None = None,
+    invariant: bool = False, return_lse: bool = False, impl: str | None = None,
+) -> torch.Tensor | tuple[torch.Tensor, torch.Tensor]:  # fmt: skip
+    """Appends new keys and values to a cache in place, then attends to it. It has no gradients.
+
+    q: (B, S, Hq, D), the S queries (1 to 16) at the end of each sequence; float32, float16 or bfloat16; D a multiple of
+    8 from 16 to 256. lengths: (B,), int32: how many keys the cache holds before the call. -1 marks padding: its result
+    is 0, and nothing is written. Values on a GPU are not validated; no value is read by the host.
+    k_cache, v_cache: (B, S_max, Hkv, D), Hq a multiple of Hkv; or with block_table (B, most), int32: (blocks, block,
+    Hkv, D), where a sequence's tokens from n block on lie in block block_table[b, n]; block is a multiple of 16, and
+    entries past the length may be anything. They have q's dtype, or are int8, float8_e4m3fn, or int4: uint8 (..., D/2),
+    the number at an even column in the low half of its byte.
+    k_scale, v_scale: float32, for a quantised cache: () or (1,), (Hkv,), or per token and head, the cache's first three
+    sizes; a number is (stored - zero) * scale. k_zero, v_zero: alike, or None for 0 (8 for int4). Scales and zeros per
+    token are made for new tokens and written; others are only read.
+    k, v: (B, S, Hkv, D), written at lengths, lengths + 1, ..., and seen by the queries; None: the cache holds them
+    already, and lengths counts them. Tokens past the cache's end are not written.
+    cos, sin: (most, r): q and k are rotated as `rope` does, at `positions` (B, S), or at their places in the sequence.
+    scale: 1/sqrt(D) by default. window: how many earlier keys a query sees; None: all. softcap: scores become
+    softcap * tanh(scores / softcap). sinks: (Hq,), logits that join each row's sum.
+    tree: (B, S, S), bool: which of the newest S keys each query sees, instead of those up to its own place.
+    invariant: the result does not depend on what else is in the batch.
+    Returns o, of q's shape and dtype, or with return_lse (o, lse), lse (B, Hq, S), float32. A row that sees nothing has
+    o 0 and lse -inf.
+    Raises RidgelineError if the arguments do not fit together, or if `impl` cannot run the call.
+    """
+    given = {"k": k, "v": v, "block_table": block_table, "cos": cos, "sin": sin, "positions": positions}
+    given |= {"sinks": sinks, "k_scale": k_scale, "v_scale": v_scale, "k_zero": k_zero, "v_zero": v_zero, "tree": tree}
+    _check(q, k_cache, v_cache, lengths, given, window, softcap, scale)
+    plain = eager(DECODE_ATTENTION, impl, q, **given)
+    if plain is not None and plain.call is not None:
+        options = {"interleaved": interleaved, "scale": scale, "window": window, "softcap": softcap}
+        return plain.call(q, k_cache, v_cache, lengths, **given, **options, invariant=invariant, return_lse=return_lse)
+    precision = "ieee" if torch.get_float32_matmul_precision() == "highest" else "tf32"
+    numbers = q.shape[-1] ** -0.5 if scale is None else float(scale), -1 if window is None else window, softcap or 0.0
+    o, lse = _forward(q, k_cache, v_cache, lengths, *given.values(), *numbers, interleaved, invariant, precision, impl)
+    return (o, lse) if return_lse else o
+
+
+def _check(
+    q: Any, k_cache: Any, v_cache: Any, lengths: Any, given: dict[str, Any], window: Any, softcap: Any, scale: Any
+) -> None:
+    """Raises RidgelineError if the arguments do not fit together, before anything is written."""
+    wrong = _fault(q, k_cache, v_cache, lengths, given)
+    if wrong is None and window is not None and (type(window) is not int or window < 0):
+        wrong = f"window must be None or how many earlier keys a query sees, at least 0, but is {window!r}"
+    if wrong is None and softcap is not None and not (isinstance(softcap, int | float) and 0 < softcap < math.inf):
+        wrong = f"softcap must be None or a finite number above 0, but is {softcap!r}"
+    if wrong is None and scale is not None and not (isinstance(scale, int | float) and math.isfinite(scale)):
+        wrong = f"scale must be None for 1/sqrt(D) or a finite number, but is {scale!r}"
+    if wrong is None and given["tree"] is not None and window is not None:
+        wrong = "window and tree cannot be given together"
+    if wrong:
+        raise RidgelineError(f"decode_attention: {wrong}")
+
+
+def _fault(q: Any, k_cache: Any, v_cache: Any, lengths: Any, given: dict[str, Any]) -> str | None:
+    """Returns what is wrong with the tensors, or None."""
+    named = {"q": q, "k_cache": k_cache, "v_cache": v_cache, "lengths": lengths, **given}
+    for name, t in named.items():
+        if not isinstance(t, torch.Tensor) and (t is not None or name in ("q", "k_cache", "v_cache", "lengths")):
+            return f"{name} must be a tensor, but is {type(t).__name__}"
+        if t is not None and t.device != q.device:
+            return f"{name} is on {t.device} but q on {q.device}; they must share one device"
+        if t is not None and torch.is_grad_enabled() and t.requires_grad:
+            return f"it has no gradients, but {name} requires one; give it detached or under torch.no_grad()"
+    dense_only("decode_attention", named.values())
+    if q.dim() != 4 or not 1 <= q.shape[1] <= MOST or q.dtype not in (torch.float32, torch.float16, torch.bfloat16):
+        if not (q.dim() == 4 and q.dtype == torch.float64 and 1 <= q.shape[1] <= MOST):
+            return (
+                f"q must be (B, 1 to {MOST}, Hq, D) in float32, float16 or bfloat16, but is {q.dtype} {tuple(q.shape)}"
+            )
+    B, S, heads, D = q.shape
+    if D % 8 or not 16 <= D <= 256:
+        return f"D must be a multiple of 8 from 16 to 256, but is {D}"
+    return (
+        _cache_fault(q, k_cache, v_cache, given)
+        or _new_fault(q, k_cache, lengths, given)
+        or _scale_fault(k_cache, given)
+    )
+
+
+def _cache_fault(q: torch.Tensor, k_cache: torch.Tensor, v_cache: torch.Tensor, given: dict[str, Any]) -> str | None:
+    kind, table = kind_of(k_cache), given["block_table"]
+    B, _, heads, D = q.shape
+    if k_cache.dtype != v_cache.dtype or (not kind and k_cache.dtype != q.dtype):
+        kinds = f"{k_cache.dtype} and {v_cache.dtype}"
+        return f"the caches must have q's dtype ({q.dtype}), or both be int8, float8_e4m3fn or uint8, but are {kinds}"
+    width = D // 2 if kind == "int4" else D
+    shape = k_cache.shape
+    if len(shape) != 4 or shape != v_cache.shape or shape[3] != width or (table is None and shape[0] != B):
+        wanted = f"({'blocks, block' if table is not None else f'{B}, S_max'}, Hkv, {width})"
+        return f"the caches must both be {wanted}, but are {tuple(shape)} and {tuple(v_cache.shape)}"
+    if not shape[2] or heads % shape[2]:
+        return f"q must have a multiple of the caches' heads, but has {heads} for {shape[2]}"
+    for name, t in (("q", q), ("k_cache", k_cache), ("v_cache", v_cache), ("k", given["k"]), ("v", given["v"])):
+        if t is not None and t.stride(-1) != 1:
+            return f"the last dimension of {name} must be contiguous (stride 1), but has stride {t.stride(-1)}"
+    if table is not None:
+        if table.dtype != torch.int32 or table.dim() != 2 or table.shape[0] != B or table.stride(1) != 1:
+            return f"block_table must be ({B}, blocks) in int32, but is {table.dtype} {tuple(table.shape)}"
+        if shape[1] % 16:
+            return f"a block must hold a multiple of 16 tokens, but holds {shape[1]}"
+    return None
+
+
+def _new_fault(q: torch.Tensor, cache: torch.Tensor, lengths: torch.Tensor, given: dict[str, Any]) -> str | None:
+    B, S, heads, D = q.shape
+    if lengths.dtype != torch.int32 or lengths.shape != (B,) or lengths.stride(0) != 1:
+        return f"lengths must be ({B},) in int32, but is {lengths.dtype} {tuple(lengths.shape)}"
+    k, v, cos, sin, tree = (given[n] for n in ("k", "v", "cos", "sin", "tree"))
+    for one, other, names in ((k, v, "k and v"), (cos, sin, "cos and sin")):
+        if (one is None) != (other is None):
+            return f"{names} must be given together"
+    if k is not None and (k.shape != (B, S, cache.shape[2], D) or v.shape != k.shape or k.dtype != q.dtype != v.dtype):
+        return (
+            f"k and v must be {(B, S, cache.shape[2], D)} in q's dtype, but are {tuple(k.shape)} and {tuple(v.shape)}"
+        )
+    if k is not None and (k.dtype != q.dtype or v.dtype != q.dtype):
+        return f"k and v must have q's dtype ({q.dtype}), but have {k.dtype} and {v.dtype}"
+    if cos is not None and (cos.dim() != 2 or cos.shape != sin.shape or not 0 < 2 * cos.shape[1] <= D):
+        return (
+            f"cos and sin must both be (positions, at most {D // 2}), but are {tuple(cos.shape)} and {tuple(sin.shape)}"
+        )
+    if cos is not None and (cos.stride() != sin.stride() or cos.stride(1) != 1):
+        return "cos and sin must have the same strides, the last of them 1"
+    positions, sinks = given["positions"], given["sinks"]
+    if positions is not None and (positions.shape != (B, S) or positions.dtype.is_floating_point):
+        return f"positions must be integers ({B}, {S}), but are {positions.dtype} {tuple(positions.shape)}"
+    if positions is not None and positions.stride(1) != 1:
+        return "positions must be contiguous in their last dimension"
+    if sinks is not None and (sinks.shape != (heads,) or not sinks.is_floating_point() or not sinks.is_contiguous()):
+        return f"sinks must be contiguous floating-point logits ({heads},), but are {sinks.dtype} {tuple(sinks.shape)}"
+    if tree is not None and (tree.shape != (B, S, S) or tree.dtype != torch.bool or tree.stride(2) != 1):
+        return f"tree must be ({B}, {S}, {S}) in bool, but is {tree.dtype} {tuple(tree.shape)}"
+    if readable(lengths) and lengths.numel():
+        most = capacity(cache, given["block_table"])
+        if int(lengths.max()) > most or int(lengths.min()) < -1:
+            return f"lengths must be from -1 to the cache's {most} tokens, but are {lengths.tolist()}"
+    return None
+
+
+def _scale_fault(cache: torch.Tensor, given: dict[str, Any]) -> str | None:
+    kind, heads = kind_of(cache), cache.shape[2]
+    for name in ("k_scale", "v_scale", "k_zero", "v_zero"):
+        t = given[name]
+        if t is None:
+            if name.endswith("scale") and kind in ("int8", "int4"):
+                return f"a cache of {kind} needs {name}"
+            continue
+        if not kind:
+            return f"{name} is for a quantised cache, and this one is {cache.dtype}"
+        if t.dtype != torch.float32 or t.shape not in ((), (1,), (heads,), cache.shape[:3]):
+            wanted = f"(), (1,), ({heads},) or {tuple(cache.shape[:3])} in float32"
+            return f"{name} must be {wanted}, but is {t.dtype} {tuple(t.shape)}"
+        if kind == "float8" and name.endswith("zero"):
+            return "a cache of float8_e4m3fn has no zeros"
+    sizes = {name: None if given[name] is None else given[name].dim() == 3 for name in ("k_scale", "v_scale", "k_zero", "v_zero")}
+    if sizes["k_scale"] != sizes["v_scale"] or sizes["k_zero"] != sizes["v_zero"]:
+        return "k and v must have scales of one kind, and zeros of one kind"
+    if sizes["k_zero"] is not None and sizes["k_zero"] != sizes["k_scale"]:
+        return "zeros must be per token and head exactly if scales are"
+    return None
+
+
+def cost(q: torch.Tensor, k_cache: torch.Tensor, v_cache: torch.Tensor, lengths: Any, **given: Any) -> Any:
+    """One read of q and of all keys and values that the cache can hold, and of what is new; one write of o and of that.
+
+    Lengths are on the device, so the cost is that of full caches."""
+    B, S, heads, D = q.shape
+    keys = B * capacity(k_cache, given.get("block_table"))
+    cached = 2 * keys * k_cache.shape[2] * k_cache.shape[3] * k_cache.element_size()
+    per_token = [given[n] for n in ("k_scale", "v_scale", "k_zero", "v_zero") if given.get(n) is not None]
+    cached += sum(4 * keys * t.shape[2] for t in per_token if t.dim() == 3)
+    new = sum(nbytes(given[n]) for n in ("k", "v") if given.get(n) is not None)
+    return Cost(nbytes(q) + cached + new, nbytes(q) + new, 4 * S * heads * D * keys), None
+
+
+class Filled(Spec):
+    """Lengths of which every one is `high`, or with a step counts down from it."""
+
+    def make(self, dtype: torch.dtype, device: Any, generator: Any) -> torch.Tensor:
+        return torch.full(self.shape, self.high, dtype=torch.int32, device=device)
+
+
+class Table(Spec):
+    """A block table (B, most) that owns every block once, in a mixed order."""
+
+    def make(self, dtype: torch.dtype, device: Any, generator: Any) -> torch.Tensor:
+        count = self.shape[0] * self.shape[1]
+        if torch.device(device).type == "meta":
+            return torch.empty(self.shape, dtype=torch.int32, device=device)
+        return torch.randperm(count, device=device, generator=generator).to(torch.int32).view(self.shape)
+
+
+def _small(name: str, q: tuple[int, ...], heads: int, room: int, new: bool = False, **given: Any) -> Case:
+    cache = Spec(q[0], room, heads, q[3], grad=False)
+    if new:
+        given |= {n: Spec(*q[:2], heads, q[3], grad=False) for n in ("k", "v")}
+    lengths = Spec(q[0], dtype="int32", high=room - q[1] + 1)
+    return Case(name, (Spec(*q, grad=False), cache, cache, lengths), given)
+
+
+def _bench(batch: int, keys: int, block: int = 0, queries: int = 1, heads: tuple[int, int] = (32, 8)) -> Case:
+    room = keys
+    shape = (batch * room // block, block) if block else (batch, room)
+    cache, new = Spec(*shape, heads[1], 128, grad=False), Spec(batch, queries, heads[1], 128, grad=False)
+    given: dict[str, Any] = {"k": new, "v": new}
+    if block:
+        given["block_table"] = Table(batch, room // block)
+    name = f"{batch}x{heads[0]}/{heads[1]}x{queries} of {keys}x128{f' in blocks of {block}' if block else ''}"
+    q = Spec(batch, queries, heads[0], 128, grad=False)
+    return Case(name, (q, cache, cache, Filled(batch, high=keys - queries)), given, ("bfloat16",), "bench")
+
+
+DECODE_ATTENTION = Op(
+    decode_attention,
+    reference=reference,
+    cost=cost,
+    mutates=(1, 2),
+    residue=2e-6,
+    cases=[
+        _small("3x1x4/2 of 37x16", (3, 1, 4, 16), 2, 37),
+        _small("3x1x4/2 of 37x16 appended", (3, 1, 4, 16), 2, 37, True),
+        _small("2x5x6/1 of 70x40 appended, rotated", (2, 5, 6, 40), 1, 70, True, cos=Spec(80, 20, grad=False),
+               sin=Spec(80, 20, grad=False)),
+        _small("2x3x2 of 50x24 window, softcap", (2, 3, 2, 24), 2, 50, window=11, softcap=3.0, scale=0.4),
+        _small("2x4x2/1 of 64x16 sinks, lse", (2, 4, 2, 16), 1, 64, True, sinks=Spec(2, grad=False), return_lse=True),
+        _small("2x4x2/1 of 64x16 tree", (2, 4, 2, 16), 1, 64, True, tree=Spec(2, 4, 4, dtype="bool", high=2)),
+        Case(
+            "3x2x4/2 of 6 blocks of 16",
+            (Spec(3, 2, 4, 16, grad=False), *[Spec(18, 16, 2, 16, grad=False)] * 2, Spec(3, dtype="int32", high=94)),
+            {"block_table": Table(3, 6), **{n: Spec(3, 2, 2, 16, grad=False) for n in ("k", "v")}},
+        ),
+        Case("4x1x8/2 of 256x64", (Spec(4, 1, 8, 64, grad=False), *[Spec(4, 256, 2, 64, grad=False)] * 2,
+             Filled(4, high=256)), dtypes=("float32",), use="quick"),
+        *(_bench(b, n) for b, n in ((1, 8192), (1, 32768), (8, 8192), (32, 1024), (32, 8192), (128, 1024), (128, 8192))),
+        *(_bench(b, n, block) for block in (16, 64) for b, n in ((1, 8192), (32, 8192), (128, 1024))),
+        _bench(16, 8192, queries=8, heads=(64, 8)),
+        _bench(16, 8192, queries=1, heads=(64, 8)),
+    ],
+)  # fmt: skip
+DECODE_ATTENTION.eager("naive", "a sequence at a time, its five steps over the scores in memory", _naive)
+DECODE_ATTENTION.eager("torch", "all sequences at once, padded to the cache's capacity", reference, served=True)
+DECODE_ATTENTION.kernel(
+    "triton",
+    "one pass over the cache: a program per part of the keys, new tokens from registers, parts combined in order",
+    kind="triton",
+    fwd=_split_keys.fwd,
+    served=True,
+    gain=2.0,
+)
