@@ -186,7 +186,7 @@ def _scores(q, q2, k, k2, sums, s, z, seen, scale, softcap, RULES: tl.constexpr)
     x = tl.dot(q, tl.trans(k), input_precision=RULES.PRECISION)
     if RULES.KIND == "int4":
         x = tl.dot(q2, tl.trans(k2), x, input_precision=RULES.PRECISION)
-    if RULES.KIND:
+    if RULES.KIND != "":
         x = (x - sums[:, None] * z[None, :]) * s[None, :]
     x *= scale
     if RULES.CAP:
@@ -204,7 +204,7 @@ def _absorb(state, x, v, v2, s, z, RULES: tl.constexpr):
     p = tl.exp2(x - base[:, None])
     rescale = tl.exp2(row_max - base)
     row_sum = row_sum * rescale + tl.sum(p, 1)
-    if RULES.KIND:
+    if RULES.KIND != "":
         p = tl.where(s[None, :] == 0.0, 0.0, p * s[None, :])
         offset = offset * rescale + tl.sum(p * z[None, :], 1)
     acc = tl.dot(p.to(v.dtype), v, acc * rescale[:, None], input_precision=RULES.PRECISION)
@@ -292,15 +292,13 @@ def _seen(j, place, n, known, row, inside, total, b, queries, numbers, RULES: tl
     if queries.tree is not None:
         branch = n - (total - numbers.queries)
         recent = branch >= 0
-        path = tl.load(
-            queries.tree + b * queries.tree_steps[0] + j[:, None] * queries.tree_steps[1] + branch[None, :],
-            mask=seen & recent[None, :],
-            other=0,
-        )
-        return seen & ((recent[None, :] == 0) | (path != 0))
-    seen &= n[None, :] <= place[:, None]
-    if RULES.WINDOW:
-        seen &= n[None, :] >= place[:, None] - numbers.left
+        at = b * queries.tree_steps[0] + j[:, None] * queries.tree_steps[1] + branch[None, :]
+        path = tl.load(queries.tree + at, mask=seen & recent[None, :], other=0)
+        seen &= (recent[None, :] == 0) | (path != 0)
+    else:
+        seen &= n[None, :] <= place[:, None]
+        if RULES.WINDOW:
+            seen &= n[None, :] >= place[:, None] - numbers.left
     return seen
 
 
@@ -324,12 +322,12 @@ def _attend(
     turns = place
     if new.positions is not None:
         turns = tl.load(new.positions + b * new.position_step + j, mask=inside, other=0)
-    at = b * queries.steps[0] + j * queries.steps[1] + row * queries.steps[2]
-    q = _rotated(queries.q, at, inside, turns, _columns(0, RULES, BD), new, RULES)
+    q_at = b * queries.steps[0] + j * queries.steps[1] + row * queries.steps[2]
+    q = _rotated(queries.q, q_at, inside, turns, _columns(0, RULES, BD), new, RULES)
     q2 = q
     sums = tl.sum(q.to(tl.float32), 1)
     if RULES.KIND == "int4":
-        q2 = _rotated(queries.q, at, inside, turns, _columns(1, RULES, BD), new, RULES)
+        q2 = _rotated(queries.q, q_at, inside, turns, _columns(1, RULES, BD), new, RULES)
         sums += tl.sum(q2.to(tl.float32), 1)
     state = (
         tl.full((BM,), float("-inf"), tl.float32), tl.zeros((BM,), tl.float32), tl.zeros((BM,), tl.float32),
@@ -353,19 +351,21 @@ def _attend(
             i = tl.arange(0, BS)
             fresh = (i < numbers.queries) & (length >= 0)
             n = length + i
-            turns = n
+            new_place = n
             if new.positions is not None:
-                turns = tl.load(new.positions + b * new.position_step + i, mask=fresh, other=0)
-            at = b * new.k_steps[0] + i * new.k_steps[1] + h * new.k_steps[2]
-            k = _rotated(new.k, at, fresh, turns, _columns(0, RULES, BD), new, RULES)
-            at2 = b * new.v_steps[0] + i * new.v_steps[1] + h * new.v_steps[2]
+                new_place = tl.load(new.positions + b * new.position_step + i, mask=fresh, other=0)
+            k_at = b * new.k_steps[0] + i * new.k_steps[1] + h * new.k_steps[2]
+            k = _rotated(new.k, k_at, fresh, new_place, _columns(0, RULES, BD), new, RULES)
+            v_at = b * new.v_steps[0] + i * new.v_steps[1] + h * new.v_steps[2]
             d = _columns(0, RULES, BD)
-            v = tl.load(new.v + at2[:, None] + d[None, :], mask=fresh[:, None] & (d < RULES.D)[None, :], other=0.0)
+            v = tl.load(new.v + v_at[:, None] + d[None, :], mask=fresh[:, None] & (d < RULES.D)[None, :], other=0.0)
             k2, v2 = k, v
             if RULES.KIND == "int4":
                 d = _columns(1, RULES, BD)
-                k2 = _rotated(new.k, at, fresh, turns, d, new, RULES)
-                v2 = tl.load(new.v + at2[:, None] + d[None, :], mask=fresh[:, None] & (d < RULES.D)[None, :], other=0.0)
+                k2 = _rotated(new.k, k_at, fresh, new_place, d, new, RULES)
+                v2 = tl.load(
+                    new.v + v_at[:, None] + d[None, :], mask=fresh[:, None] & (d < RULES.D)[None, :], other=0.0
+                )
             # Programs of several tiles of rows write the same bytes.
             k, k2, s, z = _append(keys, tokens, b, h, n, fresh, k, k2, RULES, BD, q.dtype)
             seen = _seen(j, place, n, fresh, row, inside, total, b, queries, numbers, RULES)
@@ -382,7 +382,7 @@ def _finish(results, queries, state, part, turn, b, j, row, r, inside, numbers, 
     """Writes a part's rows: finished if there is one part, else as pieces."""
     row_max, row_sum, offset, acc, acc2 = state
     heads = numbers.heads * numbers.group
-    if RULES.KIND:
+    if RULES.KIND != "":
         acc -= offset[:, None]
         acc2 -= offset[:, None]
     if results.pieces is None:
@@ -417,14 +417,12 @@ def _keep(at, acc, acc2, known, RULES: tl.constexpr, BD: tl.constexpr):
 @triton.jit
 def _sunk(sinks, row, known, row_max, row_sum):
     """Lets each head's sink join its rows' sums."""
-    if sinks is None:
-        return row_max, row_sum
-    sink = tl.load(sinks + row, mask=known, other=float("-inf")).to(tl.float32) * 1.4426950408889634
-    new_max = tl.maximum(row_max, sink)
-    base = tl.where(new_max == float("-inf"), 0.0, new_max)
-    # The values were made relative to the old maximum, so the sum keeps it.
-    grown = tl.exp2(sink - tl.where(row_max == float("-inf"), base, row_max))
-    return tl.where(row_max == float("-inf"), base, row_max), row_sum + grown
+    if sinks is not None:
+        sink = tl.load(sinks + row, mask=known, other=float("-inf")).to(tl.float32) * 1.4426950408889634
+        # The values were made relative to the old maximum, so it stays, but for rows that saw nothing.
+        row_max = tl.where(row_max == float("-inf"), sink, row_max)
+        row_sum += tl.where(known, tl.exp2(sink - row_max), 0.0)
+    return row_max, row_sum
 
 
 @triton.jit

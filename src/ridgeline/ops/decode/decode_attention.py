@@ -305,7 +305,10 @@ def _scale_fault(cache: torch.Tensor, given: dict[str, Any]) -> str | None:
             return f"{name} must be {wanted}, but is {t.dtype} {tuple(t.shape)}"
         if kind == "float8" and name.endswith("zero"):
             return "a cache of float8_e4m3fn has no zeros"
-    sizes = {name: None if given[name] is None else given[name].dim() == 3 for name in ("k_scale", "v_scale", "k_zero", "v_zero")}
+    sizes = {
+        name: None if given[name] is None else given[name].dim() == 3
+        for name in ("k_scale", "v_scale", "k_zero", "v_zero")
+    }
     if sizes["k_scale"] != sizes["v_scale"] or sizes["k_zero"] != sizes["v_zero"]:
         return "k and v must have scales of one kind, and zeros of one kind"
     if sizes["k_zero"] is not None and sizes["k_zero"] != sizes["k_scale"]:
