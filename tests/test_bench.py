@@ -9,9 +9,10 @@ import torch
 
 from fake import fake_op
 from ridgeline import op as ops
-from ridgeline.lab import bench, compare, ladder, machine, store
-from ridgeline.lab.check import check_row
-from ridgeline.lab.law import Law
+from ridgeline.lab.analysis import ladder
+from ridgeline.lab.measurement import bench, compare, machine, store
+from ridgeline.lab.measurement.check import check_row
+from ridgeline.lab.measurement.law import Law
 from ridgeline.op import RidgelineError
 
 FIGURE = {"median": 1e10, "low": 0.9e10, "high": 1.1e10}
@@ -151,7 +152,7 @@ def test_without_a_backward_the_row_says_so():
 
 
 def test_a_figure_above_the_roof_is_refused(monkeypatch):
-    from ridgeline.lab import clock
+    from ridgeline.lab.measurement import clock
 
     monkeypatch.setattr(clock, "cache_bytes", lambda device: 0)
     size = 2 * 64 * 96 * 4
@@ -184,7 +185,7 @@ def test_what_does_not_fit_together_is_timed_apart():
 def test_a_backward_holds_what_its_forward_saved():
     from functools import partial
 
-    from ridgeline.lab.clock import device_timer
+    from ridgeline.lab.measurement.clock import device_timer
 
     x = torch.randn(1 << 20, device="cuda", requires_grad=True)
 
@@ -349,7 +350,7 @@ def test_the_roof_between_the_measured_mixes():
 
 
 def test_measuring_the_roof(monkeypatch):
-    from ridgeline.lab import roof
+    from ridgeline.lab.measurement import roof
 
     monkeypatch.setattr(roof, "last_level_cache", lambda: 1 << 20)
     monkeypatch.setattr(roof, "CPU_SIDES", (32,))
@@ -364,7 +365,7 @@ def test_measuring_the_roof(monkeypatch):
 @pytest.mark.parametrize(("reached", "expected"), [(100.0, 200.0), (250.0, 250.0)])
 def test_roofs_of_8_bits_say_what_they_are(reached, expected, monkeypatch):
     """At least twice bfloat16's; and then what torch's product reached stands beside it."""
-    from ridgeline.lab import roof
+    from ridgeline.lab.measurement import roof
 
     half, own = ({"median": m, "low": m - 1, "high": m + 1, "shape": [1, 1, 1]} for m in (100.0, reached))
     monkeypatch.setattr(roof, "_matrix_rate", lambda *args: own)

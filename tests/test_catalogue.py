@@ -9,7 +9,8 @@ import pytest
 
 from ridgeline import device as devices
 from ridgeline import select
-from ridgeline.lab import catalogue, check, machine, store
+from ridgeline.lab.analysis import catalogue
+from ridgeline.lab.measurement import check, machine, store
 from ridgeline.op import Case, Columns, RidgelineError, Spec, get, op_modules, registry, tensors_of
 
 

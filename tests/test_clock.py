@@ -7,8 +7,9 @@ import time
 import pytest
 import torch
 
-from ridgeline.lab import benchmark, clock
-from ridgeline.lab.clock import CpuTimer, GpuTimer, Measurement, differs, interval, measure, median
+from ridgeline.lab import benchmark
+from ridgeline.lab.measurement import clock
+from ridgeline.lab.measurement.clock import CpuTimer, GpuTimer, Measurement, differs, interval, measure, median
 from ridgeline.op import RidgelineError
 
 

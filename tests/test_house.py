@@ -16,7 +16,7 @@ from pathlib import Path
 import pytest
 
 from ridgeline import cli
-from ridgeline.lab import readme, stubs
+from ridgeline.lab.presentation import readme, stubs
 
 ROOT = Path(__file__).resolve().parents[1]
 SRC = ROOT / "src/ridgeline"

@@ -10,7 +10,8 @@ from xml.etree import ElementTree
 import pytest
 
 from ridgeline import device
-from ridgeline.lab import counters, flame, ladder, nsight, profile
+from ridgeline.lab.analysis import flame, ladder, profile
+from ridgeline.lab.measurement import counters, nsight
 from ridgeline.op import RidgelineError, registry
 from ridgeline.select import why_not
 

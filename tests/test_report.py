@@ -14,8 +14,10 @@ import pytest
 import browser
 import fixture_rows
 from ridgeline import device
-from ridgeline.lab import bench, report, results, roofline, store, verdict
-from ridgeline.lab.report import budget, command, compiler, interpreter, measure, page, view, worker
+from ridgeline.lab.analysis import roofline, verdict
+from ridgeline.lab.measurement import bench, results, store
+from ridgeline.lab.presentation import report
+from ridgeline.lab.presentation.report import budget, command, compiler, interpreter, measure, page, view, worker
 from ridgeline.op import RidgelineError, get, registry
 
 H100, LAPTOP = fixture_rows.rows(), fixture_rows.rows(gpu=False)

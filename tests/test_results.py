@@ -12,7 +12,8 @@ from pathlib import Path
 import pytest
 
 import fixture_rows
-from ridgeline.lab import bench, compare, results, store, verdict
+from ridgeline.lab.analysis import verdict
+from ridgeline.lab.measurement import bench, compare, results, store
 from ridgeline.op import RidgelineError, get
 
 ROOT = Path(__file__).parents[1]

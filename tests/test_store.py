@@ -10,7 +10,8 @@ import time
 import pytest
 
 import fixture_rows
-from ridgeline.lab import ladder, store, verdict
+from ridgeline.lab.analysis import ladder, verdict
+from ridgeline.lab.measurement import store
 from ridgeline.op import RidgelineError
 
 MACHINE = dict.fromkeys(store.MACHINE) | {"cpu": "a cpu"}
@@ -19,7 +20,7 @@ del BENCH["run"]
 WRITER = """
 import sys
 from pathlib import Path
-from ridgeline.lab.store import append
+from ridgeline.lab.measurement.store import append
 for i in range(int(sys.argv[3])):
     append(Path(sys.argv[1]), [{"schema": 2, "type": "note", "run": sys.argv[2], "i": i, "text": "x" * (i % 977)}])
     if i == 0:
