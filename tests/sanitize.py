@@ -20,7 +20,7 @@ from typing import Any
 import torch
 
 from ridgeline.boundary import INTERPRETED
-from ridgeline.lab.measurement.check import chosen_ops
+from ridgeline.lab.measurement.cases import chosen_ops
 from ridgeline.lab.measurement.law import Law, as_tuple, leaves, real
 from ridgeline.op import Implementation, Op, RidgelineError, registry, tensors_of
 

@@ -7,7 +7,7 @@ import torch
 
 from fake import fake_op
 from ridgeline.lab.measurement import law as laws
-from ridgeline.lab.measurement.check import check
+from ridgeline.lab.measurement.judge import check
 from ridgeline.lab.measurement.law import Law
 from ridgeline.op import RidgelineError
 

@@ -16,7 +16,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 import ridgeline
 from ridgeline import device as devices
 from ridgeline.boundary import INTERPRETED
-from ridgeline.lab.measurement.check import check
+from ridgeline.lab.measurement.judge import check
 from ridgeline.lab.measurement.law import Law, as_tuple, leaves
 from ridgeline.op import Case, Implementation, Op, RidgelineError, Spec, registry
 from ridgeline.select import select, why_not

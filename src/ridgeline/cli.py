@@ -14,7 +14,7 @@ from typing import NoReturn
 # `<verb>_main` for each.
 VERBS = {
     "doctor": (
-        "measurement.machine",
+        "analysis.doctor",
         "describe this machine: hardware, software, what can run, measured bandwidth and FLOP/s",
     ),
     "list": ("analysis.catalogue", "list the ops and their implementations"),

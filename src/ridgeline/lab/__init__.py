@@ -15,7 +15,7 @@ _HOMES = {
     "measure": "measurement.clock",
     "differs": "measurement.clock",
     "Law": "measurement.law",
-    "check": "measurement.check",
+    "check": "measurement.judge",
 }
 
 

@@ -1,4 +1,4 @@
-"""The verbs `list` and `explain`: the ops and their implementations, and which one a call runs. The supported GPUs."""
+"""The verbs `list` and `explain`: the ops and their implementations, and which one a call runs."""
 
 from __future__ import annotations
 
@@ -10,6 +10,7 @@ from itertools import groupby
 from typing import TYPE_CHECKING, Any
 
 import ridgeline.device as devices
+from ridgeline.lab.analysis.cards import names, pretended
 from ridgeline.lab.tables import console, table
 
 if TYPE_CHECKING:
@@ -17,16 +18,6 @@ if TYPE_CHECKING:
 
 Row = dict[str, Any]
 USES = ("bench", "quick", "check", "grid", "sample")
-MEASURED = ("h100", "h200")  # the known cards that results are recorded of
-STATES = {
-    "measured": "timed against PyTorch and the best alternatives, and recorded in results/",
-    "compiled": "every kernel is compiled and checked for registers, spills and shared memory, but none has run on one",
-}
-UNSUPPORTED = (
-    "NVIDIA GPUs before the A100 and the RTX 30 series (sm_75 and older)",
-    "AMD GPUs other than the MI300X",
-    "Intel and Apple GPUs",
-)
 
 
 def list_arguments(parser: argparse.ArgumentParser) -> None:
@@ -35,7 +26,7 @@ def list_arguments(parser: argparse.ArgumentParser) -> None:
 
 
 def list_main(options: argparse.Namespace) -> int:
-    from ridgeline.lab.measurement.check import chosen_ops
+    from ridgeline.lab.measurement.cases import chosen_ops
 
     ops = chosen_ops(options.ops)
     if options.json:
@@ -78,7 +69,7 @@ def explain_arguments(parser: argparse.ArgumentParser) -> None:
 
 
 def explain_main(options: argparse.Namespace) -> int:
-    from ridgeline.lab.measurement.check import chosen_cases
+    from ridgeline.lab.measurement.cases import chosen_cases
     from ridgeline.op import RidgelineError, get
 
     op = get(options.op)
@@ -103,7 +94,7 @@ def explain(op: Op, case: Case, dtype: str, device: str | None = None) -> Row:
     device: "cpu", "cuda", or the name of a known card or architecture, which need not be here (see `device.known`).
     Default: the GPU if there is one, else the CPU. Raises RidgelineError if there is no such device.
     """
-    from ridgeline.lab.measurement.check import default_device
+    from ridgeline.lab.measurement.machine import default_device
     from ridgeline.op import tensors_of
 
     known = pretended(device)
@@ -141,80 +132,6 @@ def explain(op: Op, case: Case, dtype: str, device: str | None = None) -> Row:
     }
 
 
-def names() -> str:
-    """The known cards and architectures, for help texts."""
-    return ", ".join((*devices.KNOWN, *devices.ARCHES))
-
-
-def pretended(device: str | None) -> str | None:
-    """The known card or architecture that `--device` names, or None if it names this machine's CPU or GPU.
-
-    Raises RidgelineError if it names neither.
-    """
-    from ridgeline.op import RidgelineError
-
-    if device in (None, "cpu", "cuda"):
-        return None
-    try:
-        devices.known(str(device))
-    except RidgelineError as error:
-        raise RidgelineError(f"{error}; this machine is cpu or cuda") from None
-    return device
-
-
-def supported() -> list[Row]:
-    """The known cards, with their facts and how far each is tested: "state" is a key of STATES.
-
-    Sizes in bytes. kinds: what its kernels are written in. UNSUPPORTED lists the rest.
-    """
-    found = []
-    for card, gpu in devices.KNOWN.items():
-        facts = {fact: getattr(gpu, fact) for fact in ("name", "arch", "multiprocessors", "shared_memory", "l2")}
-        kinds = [kind for kind, (can, _) in kernels(gpu).items() if can]
-        found.append({"card": card, **facts, "kinds": kinds, "state": state(gpu)})
-    return found
-
-
-def state(gpu: devices.Device) -> str | None:
-    """How far Ridgeline is tested on a GPU: a key of STATES, or None if its architecture is not supported."""
-    from ridgeline.lab.measurement.store import slug
-
-    return "measured" if slug(gpu.name) in MEASURED else "compiled" if gpu.arch in devices.ARCHES else None
-
-
-def kernels(gpu: devices.Device) -> dict[str, tuple[int, int]]:
-    """Per kind of kernel ("cuda", "triton", "gluon"): how many implementations run on a GPU, and how many there are."""
-    import torch
-
-    from ridgeline.op import registry
-    from ridgeline.select import never
-
-    found = dict.fromkeys(("cuda", "triton", "gluon"), (0, 0))
-    for implementation in (i for op in registry().values() for i in op.implementations.values() if i.is_kernel):
-        can, count = found[implementation.kind]
-        reason = never(implementation, "fwd", getattr(torch, implementation.dtypes[0]), gpu)
-        found[implementation.kind] = can + (reason is None), count + 1
-    return found
-
-
-def defaults(card: str) -> list[Row]:
-    """What runs by default on a known card, for each op: its first benchmark, in bfloat16 if that has it, forward.
-
-    impl is None if nothing does: then a call must name an implementation.
-    """
-    from ridgeline.lab.analysis.inspect import default_case
-    from ridgeline.op import registry
-
-    found = []
-    for op in registry().values():
-        case, dtype = default_case(op, None, None)
-        rungs = explain(op, case, dtype, card)["rungs"]
-        chosen = next((row for row in rungs if row["serves"]), {"impl": None, "kind": None})
-        about = {"op": op.name, "family": op.family, "case": case.name, "dtype": dtype}
-        found.append({**about, "impl": chosen["impl"], "kind": chosen["kind"]})
-    return found
-
-
 def why_not(implementation: Implementation, args: list[Any], kwargs: Row) -> str | None:
     """Why an implementation cannot run a call, or None. For a kernel this calls it."""
     from ridgeline import select
@@ -226,7 +143,7 @@ def why_not(implementation: Implementation, args: list[Any], kwargs: Row) -> str
 
 def refusal(function: Callable[..., Any], args: list[Any], kwargs: Row) -> str | None:
     """The message of the error that a call raises, or None."""
-    from ridgeline.lab.measurement.check import plain
+    from ridgeline.lab.measurement.judge import plain
     from ridgeline.op import RidgelineError
 
     try:

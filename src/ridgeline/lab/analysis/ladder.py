@@ -7,9 +7,9 @@ import json
 from typing import Any
 
 from ridgeline.lab import units
-from ridgeline.lab.analysis.verdict import key, of
 from ridgeline.lab.measurement import results, store
 from ridgeline.lab.measurement.compare import machine, title
+from ridgeline.lab.measurement.query import key, of
 from ridgeline.lab.tables import CACHED, console, figure, table, timing
 
 Row = dict[str, Any]
@@ -79,8 +79,7 @@ def arguments(parser: argparse.ArgumentParser) -> None:
 
 
 def main(options: argparse.Namespace) -> int:
-    from ridgeline.lab.measurement.check import default_device
-    from ridgeline.lab.measurement.machine import facts
+    from ridgeline.lab.measurement.machine import default_device, facts
     from ridgeline.op import RidgelineError, get
 
     op = get(options.op)

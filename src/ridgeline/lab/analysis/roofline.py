@@ -12,7 +12,8 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 
 from ridgeline.lab import units
 from ridgeline.lab.analysis import verdict
-from ridgeline.lab.analysis.verdict import Row
+from ridgeline.lab.measurement import query
+from ridgeline.lab.measurement.query import Row
 
 if TYPE_CHECKING:
     import altair
@@ -57,23 +58,13 @@ def points(bench: list[Row]) -> list[dict[str, Any]]:
                 "y": row["flops"] / median,
                 "group": GROUPS[group(row)],
                 "time": f"{units.seconds(median)} {units.spread(row['seconds'])}",
-                "rate": rate(row),
+                "rate": units.rate(row),
                 "of the roof": units.percent(row["share"]),
                 "share": row["share"],
                 **{name: row[name] for name in ("op", "impl", "case", "dtype", "direction")},
             }
         )
     return found
-
-
-def rate(row: Row) -> str:
-    """The figure that people compare: TFLOP/s of compute-bound work, GB/s of the rest."""
-    median = row["seconds"]["median"]
-    return (
-        units.scaled(row["flops"] / median, "FLOP/s")
-        if row["bound"] == "compute"
-        else units.scaled(row["bytes"] / median, "B/s")
-    )
 
 
 def ceilings(roof: Row, dtypes: set[str]) -> list[dict[str, Any]]:
@@ -112,8 +103,8 @@ def chart(
     """
     import altair as alt
 
-    roof = verdict.one(rows, "roof")
-    found = points(verdict.of(rows, "bench"))
+    roof = query.one(rows, "roof")
+    found = points(query.of(rows, "bench"))
     found = found if interactive else _fastest(found, ("op", "case", "dtype", "direction", "group"))
     flats = ceilings(roof, {p["dtype"] for p in found})
     spots = found + [{"x": c["ridge"], "y": c["rate"]} for c in flats]
@@ -432,7 +423,7 @@ def main(options: argparse.Namespace) -> int:
     from ridgeline.op import RidgelineError
 
     rows = store.load(store.find(options.run))
-    timed = sorted({row["op"] for row in verdict.of(rows, "bench")})
+    timed = sorted({row["op"] for row in query.of(rows, "bench")})
     unknown = [op for op in options.ops if op not in timed]
     if unknown:
         raise RidgelineError(
@@ -442,7 +433,7 @@ def main(options: argparse.Namespace) -> int:
     judged = verdict.judged(rows)
     written = render(rows, options.out, papers=("light", "dark")) if options.out else []
     if options.json:
-        roof = verdict.one(rows, "roof")
+        roof = query.one(rows, "roof")
         flats = ceilings(roof, set(roof["matmul"]))
         print(
             json.dumps(
@@ -469,9 +460,9 @@ def _print(judged: list[dict[str, Any]]) -> None:
     from ridgeline.lab.tables import console, figure, table
 
     out = console()
-    for work in dict.fromkeys(verdict.key(row) for row in judged):
+    for work in dict.fromkeys(query.key(row) for row in judged):
         made = table(" ".join(work), ["rung", "why"], ["of roof"])
         for row in judged:
-            if verdict.key(row) == work:
+            if query.key(row) == work:
                 made.add_row(Text(row["impl"]), Text(row["verdict"]), figure(row["share"], units.percent))
         out.print(made)

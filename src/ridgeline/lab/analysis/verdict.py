@@ -5,9 +5,9 @@ from __future__ import annotations
 from typing import Any
 
 from ridgeline.lab import units
+from ridgeline.lab.measurement.query import key, of, one
 
 Row = dict[str, Any]
-CODES = ("int8", "float8_e4m3fn")  # 8-bit dtypes with a matrix rate of their own
 LAUNCH = 3.0  # launch latencies; a kernel that takes less is bounded by the launch
 NEAR = 0.9  # share of the roof from which a kernel is at it
 FAR = 0.6  # share of the roof below which a fused kernel is limited by something else
@@ -16,26 +16,6 @@ WAYS = {
     "triton": "other tile sizes or numbers of warps may help (`ridgeline tune`)",
     "gluon": "more pipeline stages or other tile sizes may help",
 }
-
-
-def of(rows: list[Row], kind: str) -> list[Row]:
-    """Returns the rows of one type."""
-    return [row for row in rows if row["type"] == kind]
-
-
-def one(rows: list[Row], kind: str) -> Row:
-    """Returns the last row of a type that every run has. Raises RidgelineError if there is none."""
-    from ridgeline.op import RidgelineError
-
-    found = of(rows, kind)
-    if not found:
-        raise RidgelineError(f"this run has no {kind!r} row; runs of `ridgeline bench` have one")
-    return found[-1]
-
-
-def key(row: Row) -> tuple[str, str, str, str]:
-    """Returns what a row timed, apart from the implementation: op, case, dtype, direction."""
-    return row["op"], row["case"], row["dtype"], row["direction"]
 
 
 def bound(row: Row, launch_us: float, gpu: bool) -> str:

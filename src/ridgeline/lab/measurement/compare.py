@@ -7,8 +7,8 @@ import json
 from typing import TYPE_CHECKING, Any
 
 from ridgeline.lab import units
-from ridgeline.lab.analysis.verdict import key
 from ridgeline.lab.measurement import store
+from ridgeline.lab.measurement.query import key
 from ridgeline.lab.tables import console, table, timing
 
 if TYPE_CHECKING:

@@ -12,8 +12,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from ridgeline.lab.analysis import verdict
-from ridgeline.lab.measurement import store
+from ridgeline.lab.measurement import query, store
 
 Row = dict[str, Any]
 Work = tuple[str, str, str, str]
@@ -46,9 +45,9 @@ def gpus(results: Path) -> dict[Path, list[Row]]:
 def works(rows: list[Row]) -> dict[Work, list[Row]]:
     """The timed implementations of each piece of work, fastest first."""
     found: dict[Work, list[Row]] = {}
-    for row in verdict.of(rows, "bench"):
+    for row in query.of(rows, "bench"):
         if row["status"] == "ok":
-            found.setdefault(verdict.key(row), []).append(row)
+            found.setdefault(query.key(row), []).append(row)
     return {work: sorted(rungs, key=lambda r: r["seconds"]["median"]) for work, rungs in found.items()}
 
 
@@ -85,7 +84,7 @@ def _order() -> Callable[[Row], tuple[Any, ...]]:
     def order(row: Row) -> tuple[Any, ...]:
         if row["type"] in FACTS:
             return 0, row["run"], FACTS.index(row["type"])
-        op, case, dtype, direction = verdict.key(row)
+        op, case, dtype, direction = query.key(row)
         kind, rung = KINDS.index(row["type"]), rungs.get((op, row["impl"]), len(rungs))
         age = row["run"] if row["type"] == "older" else ""
         return 1, op, cases[op, case], dtype, directions.index(direction), kind, age, rung, row["impl"]
@@ -95,7 +94,7 @@ def _order() -> Callable[[Row], tuple[Any, ...]]:
 
 def place(row: Row) -> Place:
     """Returns the key under which a row replaces older ones."""
-    return (row["type"] == "counter", *verdict.key(row), row["impl"])
+    return (row["type"] == "counter", *query.key(row), row["impl"])
 
 
 @dataclass
@@ -133,12 +132,12 @@ def join(recorded: Iterable[Row], new: Iterable[Row] = ()) -> list[Row]:
     last: dict[Work, str] = {}
     for (counter, *_), row in found.items():
         if not counter:
-            work = verdict.key(row)
+            work = query.key(row)
             last[work] = max(last.get(work, ""), row["run"])
     rows = []
     for row in found.values():
         if row["type"] != "counter":
-            row = row | {"type": "bench" if row["run"] == last[verdict.key(row)] else "older"}
+            row = row | {"type": "bench" if row["run"] == last[query.key(row)] else "older"}
         if exists(row):
             rows.append(row)
     for run in {row["run"] for row in rows}:
@@ -182,7 +181,7 @@ def merge(rows: list[Row], at: str | None = None, folder: Path | None = None) ->
 
 def file_of(rows: list[Row], folder: Path | None = None) -> Path:
     """The file that rows are recorded in: that of the one GPU that they were measured on."""
-    names = {store.slug(row["machine"]["gpu"]) for row in verdict.of(rows, "run")}
+    names = {store.slug(row["machine"]["gpu"]) for row in query.of(rows, "run")}
     if len(names) != 1 or names == {"cpu"}:
         raise store.refusal(
             f"only runs on one GPU are recorded in one file, and these are on {', '.join(sorted(names)) or 'none'}"
@@ -192,7 +191,7 @@ def file_of(rows: list[Row], folder: Path | None = None) -> Path:
 
 def named(rows: list[Row], commit: str) -> list[Row]:
     """The rows with that commit for runs that know none, in their names too; such runs are `dirty`."""
-    unknown = {row["run"] for row in verdict.of(rows, "run") if row["commit"] == "unknown"}
+    unknown = {row["run"] for row in query.of(rows, "run") if row["commit"] == "unknown"}
     if not unknown:
         raise store.refusal("--commit names the commit of runs that do not know theirs, and all of these do")
     names = {run: re.sub(r"^(\d{8}-\d{6})-unknown", rf"\1-{commit}", run) for run in unknown}
@@ -205,9 +204,9 @@ def named(rows: list[Row], commit: str) -> list[Row]:
 
 def apart(rows: list[Row], recorded: list[Row]) -> list[Row]:
     """The rows with another name for each run whose name is taken: two machines may start a run in the same second."""
-    known = {row["run"]: row for row in verdict.of(recorded, "run")}
+    known = {row["run"]: row for row in query.of(recorded, "run")}
     names = {}
-    for row in verdict.of(rows, "run"):
+    for row in query.of(rows, "run"):
         name, number = row["run"], 1
         while name in known and known[name] != row | {"run": name}:
             number += 1
@@ -225,3 +224,20 @@ def pack(value: Any) -> Any:
         optional = store.OPTIONAL.get(value.get("type", ""), {})
         return {k: pack(v) for k, v in value.items() if v is not None or k not in optional}
     return [pack(v) for v in value] if isinstance(value, list) else value
+
+
+def recordable(gpu: str | None, others: bool) -> None:
+    """Raises RidgelineError before anything is measured if a run cannot be recorded.
+
+    gpu: the GPU's name, None on a CPU. others: whether other cases than benchmark ones are chosen.
+    """
+    from ridgeline.op import RidgelineError
+
+    if gpu is None:
+        raise RidgelineError("--record is for GPUs and this run is on a CPU: without it the run is kept in the cache")
+    if others:
+        raise RidgelineError("--record keeps benchmark cases alone: leave out --quick and --grid")
+    path = store.recorded() / f"{store.slug(gpu)}.jsonl"
+    with store.locked(path.parent):
+        if path.exists():
+            store.load(path)

@@ -13,8 +13,8 @@ import triton.language as tl
 from torch import Tensor
 
 from ridgeline.boundary import INTERPRETED, launch
-from ridgeline.lab.analysis.verdict import CODES
 from ridgeline.lab.measurement.clock import Function, Measurement, Timer, device_timer, last_level_cache, measure
+from ridgeline.lab.measurement.limits import CODES
 from ridgeline.op import Implementation, registry
 from ridgeline.select import why_not
 

@@ -7,7 +7,7 @@ from itertools import groupby
 from pathlib import Path
 
 from ridgeline.lab import units
-from ridgeline.lab.analysis import roofline, verdict
+from ridgeline.lab.measurement import query
 from ridgeline.lab.measurement.results import Work, works
 from ridgeline.lab.presentation.served import KERNELS, Row, known, serving
 from ridgeline.op import Op
@@ -24,7 +24,7 @@ def page(path: Path, rows: list[Row], ops: dict[str, Op], others: dict[str, str]
 
     path: its results; others: the other GPUs' names by their pages; noted: ops with a page in docs/notes/.
     """
-    gpu = verdict.one(rows, "run")["machine"]["gpu"]
+    gpu = query.one(rows, "run")["machine"]["gpu"]
     found = {work: rungs for work, rungs in works(rows).items() if work[0] in ops}
     timed = [ops[name] for name in sorted({work[0] for work in found})]
     also = ", ".join(f"[{name}]({page})" for page, name in others.items())
@@ -88,7 +88,7 @@ def table(op: Op, found: dict[Work, list[Row]]) -> str:
 
 def _figures(row: Row, peer: Row | None) -> list[str]:
     seconds = row["seconds"]["median"]
-    own = [units.seconds(seconds), roofline.rate(row), f"{row['share']:.2f}"]
+    own = [units.seconds(seconds), units.rate(row), f"{row['share']:.2f}"]
     if peer is None:
         return [*own, "none", "", ""]
     theirs = peer["seconds"]["median"]
@@ -97,9 +97,9 @@ def _figures(row: Row, peer: Row | None) -> list[str]:
 
 def machine(rows: list[Row]) -> str:
     """What the timed rows were measured on: GPU, driver, versions, and the roofs of their runs, as Markdown."""
-    timed = {row["run"] for row in verdict.of(rows, "bench")}
-    runs = [row for row in verdict.of(rows, "run") if row["run"] in timed]
-    roofs = [row for row in verdict.of(rows, "roof") if row["run"] in timed]
+    timed = {row["run"] for row in query.of(rows, "bench")}
+    runs = [row for row in query.of(rows, "run") if row["run"] in timed]
+    roofs = [row for row in query.of(rows, "roof") if row["run"] in timed]
     facts = {"GPU": "gpu", "driver": "driver", "CUDA": "cuda", "PyTorch": "torch", "Triton": "triton"}
     lines = ["| | |", "|---|---|"]
     for name, field in facts.items():

@@ -9,8 +9,8 @@ from __future__ import annotations
 import sys
 from pathlib import Path
 
-from ridgeline.lab.analysis import roofline, verdict
-from ridgeline.lab.measurement import store
+from ridgeline.lab.analysis import roofline
+from ridgeline.lab.measurement import query, store
 from ridgeline.lab.measurement.results import GPU, gpus, works
 from ridgeline.lab.presentation import bars, front, measured, reference
 from ridgeline.lab.presentation.served import Row, largest
@@ -27,7 +27,7 @@ def pages(root: Path, recorded: dict[Path, list[Row]]) -> dict[Path, str]:
     ops, first = registry(), root / f"results/{GPU}.jsonl"
     if first not in recorded:
         raise RidgelineError(f"{first} holds no recorded run; `ridgeline bench --record` on that GPU writes one")
-    names = {path: verdict.one(rows, "run")["machine"]["gpu"] for path, rows in recorded.items()}
+    names = {path: query.one(rows, "run")["machine"]["gpu"] for path, rows in recorded.items()}
     timed = {path: {op for op, *_ in works(rows)} for path, rows in recorded.items()}
     noted = {path.stem for path in (root / "docs/notes").glob("*.md")}
     found = works(recorded[first])
@@ -65,7 +65,7 @@ def rooflines(root: Path, recorded: dict[Path, list[Row]]) -> dict[Path, list[Ro
     ops, drawn = registry(), {}
     for path, rows in recorded.items():
         shown = [row for rungs in largest(works(rows), ops).values() for row in rungs]
-        facts = [verdict.one(rows, "run"), verdict.one(rows, "roof")]
+        facts = [query.one(rows, "run"), query.one(rows, "roof")]
         drawn[root / f"docs/measured/{path.stem}.svg"] = facts + shown
     return drawn
 

@@ -7,10 +7,10 @@ from collections.abc import Callable
 from statistics import mean
 from typing import TYPE_CHECKING, Any
 
-from ridgeline.lab.measurement.machine import roof_seconds
+from ridgeline.lab.measurement.limits import roof_seconds
 
 if TYPE_CHECKING:
-    from ridgeline.lab.measurement.bench import Candidate
+    from ridgeline.lab.measurement.candidates import Candidate
     from ridgeline.op import Case, Op
 
 Clock = Callable[[], float]
@@ -37,7 +37,7 @@ class Budget:
 
 
 class Pace:
-    """Decides what `bench.record` times first, and whether torch.compile still fits: the `pace` of that function.
+    """Decides what `record` times first, and whether torch.compile still fits: the `pace` of that function.
 
     Every op's first case comes before any op's second one. A case that would be slow by the measured rates comes last.
     torch.compile takes many seconds a case on a CPU: there it is timed only while all remaining cases would still fit.
@@ -69,7 +69,7 @@ class Pace:
 
     def fit(self, candidates: list[Candidate], left: int) -> list[Candidate]:
         """Returns a case's candidates, "skipped" if they do not fit. left: the cases to come, this one included."""
-        from ridgeline.lab.measurement.bench import Candidate
+        from ridgeline.lab.measurement.candidates import Candidate
 
         now = self.clock()
         if self.last is not None:

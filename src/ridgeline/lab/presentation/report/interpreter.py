@@ -7,7 +7,7 @@ from collections.abc import Iterable
 from math import prod
 from typing import Any
 
-from ridgeline.lab.measurement.check import check_row
+from ridgeline.lab.measurement.judge import check_row
 from ridgeline.lab.measurement.law import Law
 from ridgeline.lab.presentation.report.worker import Send
 from ridgeline.op import Case, Implementation, Op, Spec, get

@@ -9,9 +9,8 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from ridgeline.lab.analysis import verdict
-from ridgeline.lab.analysis.verdict import Row
-from ridgeline.lab.measurement import store
+from ridgeline.lab.measurement import query, store
+from ridgeline.lab.measurement.query import Row
 from ridgeline.lab.presentation.report.budget import LATE, Clock, Pace
 from ridgeline.lab.presentation.report.worker import Send, Worker, collect
 
@@ -58,9 +57,9 @@ def bench(quick: bool, until: float, clock: Clock) -> tuple[list[Row], list[Left
     path, cases = next(tuple(message[1:]) for message in worker.found if message[0] == "run")
     done = cases if worker.ended else max((m[2] for m in worker.found if m[0] == "at"), default=0)
     rows = store.load(Path(path))
-    compiled = [row for row in verdict.of(rows, "bench") if row["kind"] == "compile"]
-    wanted = {verdict.key(row)[:3] for row in compiled}
-    late = {verdict.key(row)[:3] for row in compiled if row["reason"] == LATE}
+    compiled = [row for row in query.of(rows, "bench") if row["kind"] == "compile"]
+    wanted = {query.key(row)[:3] for row in compiled}
+    late = {query.key(row)[:3] for row in compiled if row["reason"] == LATE}
     left = [
         Left(cases - done, cases, "benchmark cases", "ridgeline bench"),
         Left(len(late), len(wanted), "timings of torch.compile", "ridgeline bench OP"),
@@ -75,8 +74,8 @@ def _progress(worker: Worker) -> str:
 
 def _bench(send: Send, quick: bool, until: float) -> None:
     """Sends ("run", path, number of cases) once the roof is measured, then ("at", case, cases done, cases)."""
-    from ridgeline.lab.measurement import bench
-    from ridgeline.lab.measurement.check import default_device
+    from ridgeline.lab.measurement.machine import default_device
+    from ridgeline.lab.measurement.record import record
     from ridgeline.op import registry
 
     device, ops = default_device(None), list(registry().values())
@@ -84,7 +83,7 @@ def _bench(send: Send, quick: bool, until: float) -> None:
     pace = Pace(until, gpu, send)
     gc.collect()
     gc.freeze()  # what is loaded by now stays: each case's own collection need not look at it
-    bench.record(
+    record(
         ops,
         device,
         quick=quick,

@@ -10,8 +10,10 @@ from typing import TYPE_CHECKING, Any
 from ridgeline.lab import units
 from ridgeline.lab.analysis import ladder as ladders
 from ridgeline.lab.analysis import roofline, verdict
-from ridgeline.lab.analysis.verdict import CODES, WAYS, Row
+from ridgeline.lab.analysis.verdict import WAYS, Row
+from ridgeline.lab.measurement import query
 from ridgeline.lab.measurement.compare import compare
+from ridgeline.lab.measurement.limits import CODES
 from ridgeline.lab.tables import figure, timing
 
 if TYPE_CHECKING:
@@ -37,8 +39,8 @@ class Source:
     recorded: bool = False
 
     def __post_init__(self) -> None:
-        self.run, self.roof = verdict.one(self.rows, "run"), verdict.one(self.rows, "roof")
-        self.bench, self.checks = verdict.of(self.rows, "bench"), verdict.of(self.rows, "check")
+        self.run, self.roof = query.one(self.rows, "run"), query.one(self.rows, "roof")
+        self.bench, self.checks = query.of(self.rows, "bench"), query.of(self.rows, "check")
         self.machine: dict[str, Any] = self.run["machine"]
         self.gpu = self.machine["gpu"] is not None
 
@@ -56,7 +58,7 @@ class Source:
         found: dict[tuple[str, str, str, str], list[Row]] = {}
         for row in self.bench:
             if row["op"] == op:
-                found.setdefault(verdict.key(row), []).append(row)
+                found.setdefault(query.key(row), []).append(row)
         return found
 
 
@@ -76,7 +78,7 @@ def champions(source: Source) -> list[Row]:
     launch_us = source.roof["launch_us"]
     works: dict[tuple[str, ...], list[Row]] = {}
     for row in source.bench:
-        works.setdefault(verdict.key(row), []).append(row)
+        works.setdefault(query.key(row), []).append(row)
     found = [best(rows) for rows in works.values()]
     whole = [r for r in found if r and verdict.bound(r, launch_us, source.gpu) in ("memory", "compute")]
     return [r for r in whole if not r.get("cached")] or whole
@@ -268,7 +270,7 @@ def line(row: Row, source: Source, siblings: list[Row]) -> dict[str, Any]:
         "time": units.seconds(row["seconds"]["median"]),
         "spread": units.spread(row["seconds"]),
         "interval": f"95% interval {units.seconds(low)} to {units.seconds(high)}",
-        "rate": roofline.rate(row),
+        "rate": units.rate(row),
         "share": row["share"],
         "percent": units.share(row),
         "ratio": figure(row["ratio"], units.times),
@@ -385,7 +387,7 @@ def changes(now: Source, before: Source) -> dict[str, Any]:
     rows = [
         {
             "op": row["op"],
-            "work": " ".join(verdict.key(row)[1:]),
+            "work": " ".join(query.key(row)[1:]),
             "impl": row["impl"],
             "before": timing(row["before"]),
             "now": timing(row["after"]),
