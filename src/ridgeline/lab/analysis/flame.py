@@ -1,129 +1,80 @@
-"""Flame graphs: turns a profiler's trace into a tree of times, and the tree into one SVG file."""
+"""Flame graphs of a profiler's trace, as SVG files and as the folded stacks that viewers read."""
 
 from __future__ import annotations
 
 import re
 from collections import defaultdict
 from collections.abc import Iterator
-from dataclasses import dataclass, field
 from html import escape
 from typing import Any
 
-HOST = ("python_function", "cpu_op", "user_annotation", "cuda_runtime", "cuda_driver")
+from ridgeline.lab import units
+
+KINDS = {"python_function": "python", "cpu_op": "op", "user_annotation": "range"} | dict.fromkeys(
+    ("cuda_runtime", "cuda_driver"), "runtime"
+)
 GPU = ("kernel", "gpu_memcpy", "gpu_memset")
-WIDTH, ROW, TOP, MARGIN = 1200, 19, 64, 12
+ROW, TOP = 19, 56
 ROUNDING = 0.01  # microseconds
-LEAST = 0.0008  # of the width; narrower frames are left out
+LEAST = 0.0008  # of all time; shorter frames are left out
+STYLE = (
+    "text{font:12px system-ui,sans-serif}.title{font-size:17px}rect{stroke:#fff}.python{fill:#f6c894}.op{fill:#a9cdf2}"
+    ".range{fill:#d9dde3}.runtime{fill:#d6c3ee}.gpu{fill:#9fd8b4}svg:hover>rect{stroke:#1c2430}"
+)
 
-STYLE = """
-.flame { font: 12px system-ui, sans-serif; background: #fff; }
-.flame text { fill: #1c2430; pointer-events: none; }
-.flame .title { font-size: 17px; font-weight: 600; } .flame .note { fill: #5b6675; }
-.flame rect { stroke: #fff; stroke-width: 0.6; rx: 2; } .flame g:hover > rect { stroke: #1c2430; }
-.flame .python { fill: #f6c894; } .flame .op { fill: #a9cdf2; } .flame .range { fill: #d9dde3; }
-.flame .runtime { fill: #d6c3ee; } .flame .gpu { fill: #9fd8b4; }
-@media (prefers-color-scheme: dark) {
-  .flame { background: #12161c; } .flame text { fill: #e8ecf1; } .flame .note { fill: #97a3b3; }
-  .flame rect { stroke: #12161c; } .flame g:hover > rect { stroke: #e8ecf1; }
-  .flame .python { fill: #7d5523; } .flame .op { fill: #2a5688; } .flame .range { fill: #3a424e; }
-  .flame .runtime { fill: #5b4680; } .flame .gpu { fill: #27693f; }
-}
-"""
+Path = tuple[tuple[str, str], ...]  # frames, the outermost first: each is a name and a kind
+Stacks = dict[Path, float]  # the own microseconds of each call path
 
 
-@dataclass
-class Node:
-    """A frame: all calls of a function from one call path. Times are in microseconds; `own` excludes the children."""
-
-    name: str
-    kind: str
-    own: float = 0.0
-    calls: int = 0
-    children: dict[str, Node] = field(default_factory=dict)
-
-    @property
-    def total(self) -> float:
-        return self.own + sum(child.total for child in self.children.values())
-
-    def child(self, name: str, kind: str) -> Node:
-        return self.children.setdefault(name, Node(name, kind))
-
-    def at(self, path: tuple[tuple[str, str], ...]) -> Node:
-        """Returns the node at the end of a path of (name, kind), creating what is missing."""
-        node = self
-        for name, kind in path:
-            node = node.child(name, kind)
-        return node
-
-    def depth(self) -> int:
-        return 1 + max((child.depth() for child in self.children.values()), default=0)
-
-
-Path = tuple[tuple[str, str], ...]
-
-
-def trees(trace: dict[str, Any], step: str) -> tuple[Node, Node]:
-    """Returns the trees of host time and of GPU time of a Chrome trace, by call path below the ranges named `step...`.
+def stacks(trace: dict[str, Any], step: str) -> tuple[Stacks, Stacks]:
+    """Returns the host's time and the GPU's time of a Chrome trace, by call path below the ranges named `step...`.
 
     GPU time is counted under the call path that launched it.
     """
     events = [e for e in trace["traceEvents"] if e.get("ph") == "X" and "dur" in e]
-    steps = [
-        (e["ts"], e["ts"] + e["dur"], e["tid"])
-        for e in events
-        if e.get("cat") == "user_annotation" and e["name"].startswith(step)
-    ]
-    host, gpu = Node("host", "range"), Node("GPU", "range")
-    launched: dict[Any, Path] = {}
+    steps = [e for e in events if e.get("cat") == "user_annotation" and e["name"].startswith(step)]
     by_thread = defaultdict(list)
     for event in events:
-        if event.get("cat") in HOST:
+        if event.get("cat") in KINDS:
             by_thread[event["tid"]].append(event)
+    host: Stacks = defaultdict(float)
+    gpu: Stacks = defaultdict(float)
+    launched: dict[Any, Path] = {}
     for thread, those in by_thread.items():
-        for path, event, own in _walk(those):
-            if not any(begin <= event["ts"] < end for begin, end, _ in steps):
-                continue
-            below = (
-                _below(path, step)
-                if any(thread == home for _, _, home in steps)
-                else (("other thread", "range"), *path)
-            )
-            if below:
-                node = host.at(below)
-                node.own += own
-                node.calls += 1
-                if "correlation" in event.get("args", {}):
-                    launched[event["args"]["correlation"]] = below
+        home = any(thread == e["tid"] for e in steps)
+        for path, event, own in _nested(those):
+            below = _below(path, step) if home else (("other thread", "range"), *path)
+            if below and any(e["ts"] <= event["ts"] < e["ts"] + e["dur"] for e in steps):
+                host[below] += own
+                launched[event.get("args", {}).get("correlation")] = below
     for event in events:
-        if event.get("cat") in GPU:
-            correlation = event.get("args", {}).get("correlation")
-            if correlation in launched:
-                node = gpu.at((*launched[correlation], (event["name"], "gpu")))
-                node.own += event["dur"]
-                node.calls += 1
+        correlation = event.get("args", {}).get("correlation")
+        if event.get("cat") in GPU and correlation is not None and correlation in launched:
+            gpu[*launched[correlation], (event["name"], "gpu")] += event["dur"]
     return host, gpu
 
 
-def _walk(events: list[dict[str, Any]]) -> Iterator[tuple[Path, dict[str, Any], float]]:
+def _nested(events: list[dict[str, Any]]) -> Iterator[tuple[Path, dict[str, Any], float]]:
     """Yields (path, event, own time) for the nested events of one thread.
 
     A range may outlive the call that opened it; that call is then taken to end where the range begins.
     """
-    open_: list[tuple[float, dict[str, Any], list[float], tuple[str, str]]] = []
+    opened: list[tuple[float, dict[str, Any], list[float], tuple[str, str]]] = []
 
     def close() -> tuple[Path, dict[str, Any], float]:
-        path = tuple(label for *_, label in open_)
-        _, event, (inner,), _ = open_.pop()
-        return path, event, max(event["dur"] - inner, 0.0)
+        path = tuple(frame for *_, frame in opened)
+        _, event, inner, _ = opened.pop()
+        return path, event, max(event["dur"] - sum(inner), 0.0)
 
     for event in sorted(events, key=lambda e: (e["ts"], -e["dur"])):
         end = event["ts"] + event["dur"]
-        while open_ and (open_[-1][0] <= event["ts"] or open_[-1][0] < end - ROUNDING):
+        while opened and (opened[-1][0] <= event["ts"] or opened[-1][0] < end - ROUNDING):
             yield close()
-        if open_:
-            open_[-1][2][0] += event["dur"]
-        open_.append((end, event, [0.0], (_short(event["name"]), _kind(event["cat"]))))
-    while open_:
+        if opened:
+            opened[-1][2].append(event["dur"])
+        name = re.sub(r"^\S*/([^/]+/[^/]+\.py\(\d+\))", r"\1", event["name"])  # without the folders above its package
+        opened.append((end, event, [], (name, KINDS[event["cat"]])))
+    while opened:
         yield close()
 
 
@@ -135,52 +86,39 @@ def _below(path: Path, step: str) -> Path:
     return ()
 
 
-def _kind(category: str) -> str:
-    return {"python_function": "python", "cpu_op": "op", "user_annotation": "range"}.get(category, "runtime")
+def folded(found: Stacks) -> str:
+    """Returns the folded stacks that speedscope, inferno and flamegraph.pl read: a path and its own ns in each line."""
+    paths = ((";".join(name.replace(";", ",") for name, _ in path), own) for path, own in found.items())
+    return "".join(f"{path} {own * 1e3:.0f}\n" for path, own in paths)
 
 
-def _short(name: str) -> str:
-    """Returns the name of a Python frame without the folders above its package."""
-    return re.sub(r"^\S*/([^/]+/[^/]+\.py\(\d+\))", r"\1", name)
+def frames(found: Stacks, depth: int = 0, left: float = 0.0) -> Iterator[tuple[tuple[str, str], int, float, float]]:
+    """Yields (frame, depth, left, time): a caller before what it calls, and the longest call first."""
+    calls: dict[tuple[str, str], Stacks] = defaultdict(dict)
+    for path, own in found.items():
+        if len(path) > depth:
+            calls[path[depth]][path] = own
+    for frame, inside in sorted(calls.items(), key=lambda call: -sum(call[1].values())):
+        time = sum(inside.values())
+        yield frame, depth, left, time
+        yield from frames(inside, depth + 1, left)
+        left += time
 
 
-def svg(root: Node, title: str, steps: int) -> str:
-    """Returns a flame graph, with the root on top, as the text of an SVG file. Times are per step."""
-    from ridgeline.lab import units
-
-    total = root.total or 1.0
-    rows, hidden = [], 0
-
-    def draw(node: Node, left: float, depth: int) -> None:
-        nonlocal hidden
-        width = node.total / total * (WIDTH - 2 * MARGIN)
-        if width < LEAST * WIDTH:
-            hidden += 1
-            return
-        y = TOP + depth * ROW
-        room = int((width - 6) / 6.4)
-        text = node.name if len(node.name) <= room else node.name[: max(room - 1, 0)] + "\N{HORIZONTAL ELLIPSIS}"
-        told = f"{node.name}\n{units.seconds(node.total / steps * 1e-6)} per step, {units.percent(node.total / total)}"
-        told += f"; own {units.seconds(node.own / steps * 1e-6)}; {node.calls / steps:g} calls" if node.calls else ""
-        label = f'<text x="{left + 4:.1f}" y="{y + 13.5}">{escape(text)}</text>' if room >= 3 else ""
-        box = f'<rect class="{node.kind}" x="{left:.1f}" y="{y}" width="{width:.1f}" height="{ROW - 1}"/>'
-        rows.append(f"<g><title>{escape(told)}</title>{box}{label}</g>")
-        for child in sorted(node.children.values(), key=lambda n: -n.total):
-            draw(child, left, depth + 1)
-            left += child.total / total * (WIDTH - 2 * MARGIN)
-
-    draw(root, MARGIN, 0)
-    height = TOP + root.depth() * ROW + MARGIN
+def svg(found: Stacks, title: str, steps: int) -> str:
+    """Returns a flame graph, with the callers on top, as the text of an SVG file. Times are per step."""
+    total = sum(found.values()) or 1.0
+    drawn = list(frames(found))
+    wide = [frame for frame in drawn if frame[3] >= LEAST * total]
+    rows = []
+    for (name, kind), depth, left, time in wide:
+        told = f"{name}\n{units.seconds(time / steps * 1e-6)} per step, {units.percent(time / total)}"
+        place = f'x="{left / total:.4%}" y="{TOP + depth * ROW}" width="{time / total:.4%}" height="{ROW}"'
+        box = f'<rect class="{kind}" width="100%" height="100%"/><text x="4" y="14">{escape(name)}</text>'
+        rows.append(f"<svg {place}><title>{escape(told)}</title>{box}</svg>")  # an inner svg cuts long names off
     note = f"{units.seconds(total / steps * 1e-6)} per step over {steps} steps; width is time"
-    note += f"; {hidden} narrow frames left out" if hidden else ""
-    return "\n".join(
-        [
-            f'<svg xmlns="http://www.w3.org/2000/svg" class="flame" viewBox="0 0 {WIDTH} {height}" role="img">',
-            f"<desc>{escape(title)}</desc>",
-            f"<style>{STYLE}</style>",
-            f'<text class="title" x="{MARGIN}" y="26">{escape(title)}</text>',
-            f'<text class="note" x="{MARGIN}" y="46">{escape(note)}</text>',
-            *rows,
-            "</svg>\n",
-        ]
-    )
+    note += f"; {len(drawn) - len(wide)} narrow frames left out" if len(drawn) > len(wide) else ""
+    height = TOP + ROW * (1 + max((depth for _, depth, _, _ in wide), default=0))
+    head = f'<svg xmlns="http://www.w3.org/2000/svg" width="100%" height="{height}" style="background:#fff">'
+    words = f'<text class="title" x="4" y="22">{escape(title)}</text><text x="4" y="44">{escape(note)}</text>'
+    return "\n".join([head, f"<style>{STYLE}</style>", words, *rows, "</svg>\n"])

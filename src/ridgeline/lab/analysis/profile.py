@@ -186,9 +186,10 @@ def bare(what: Target, count: int) -> None:
 
 
 def profile(what: Target, count: int, folder: Path) -> tuple[list[Line], dict[str, str]]:
-    """Profiles `count` steps and returns the table and the files written: trace.json, flame-cpu.svg, flame-gpu.svg.
+    """Profiles `count` steps and returns the table and the files written.
 
-    Call stacks slow the host, so the table comes from a run without them; the trace and flame graphs have them.
+    They are trace.json for Perfetto, and for the host (cpu) and the GPU a flame graph, flame-*.svg, and the same stacks
+    for speedscope, stacks-*.folded. Call stacks slow the host, so the table comes from a run without them.
     """
     import json
 
@@ -207,11 +208,12 @@ def profile(what: Target, count: int, folder: Path) -> tuple[list[Line], dict[st
     files = {"trace": "trace.json"}
     trace = folder / files["trace"]
     full.export_chrome_trace(str(trace))
-    host, gpu = flame.trees(json.loads(trace.read_text()), STEP)
-    for name, tree, title in (("flame_cpu", host, "host time"), ("flame_gpu", gpu, "GPU time")):
-        if tree.children:
-            files[name] = f"{name.replace('_', '-')}.svg"
-            (folder / files[name]).write_text(flame.svg(tree, f"{what.name}: {title}", count))
+    host, gpu = flame.stacks(json.loads(trace.read_text()), STEP)
+    for where, stacks, title in (("cpu", host, "host time"), ("gpu", gpu, "GPU time")):
+        if stacks:
+            files |= {f"flame_{where}": f"flame-{where}.svg", f"stacks_{where}": f"stacks-{where}.folded"}
+            (folder / files[f"flame_{where}"]).write_text(flame.svg(stacks, f"{what.name}: {title}", count))
+            (folder / files[f"stacks_{where}"]).write_text(flame.folded(stacks))
     return _table(quick, count), {name: str(folder / file) for name, file in files.items()}
 
 

@@ -11,6 +11,7 @@ import time
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from itertools import count
+from statistics import median
 from typing import Any, Protocol
 
 import torch
@@ -29,11 +30,6 @@ def interval(samples: Sequence[float], z: float = 1.96) -> tuple[float, float]:
     reach = z * math.sqrt(n) / 2
     low, high = math.floor(n / 2 - reach), math.ceil(n / 2 + reach)
     return ordered[max(low - 1, 0)], ordered[min(high, n - 1)]
-
-
-def median(samples: Sequence[float]) -> float:
-    ordered, n = sorted(samples), len(samples)
-    return (ordered[(n - 1) // 2] + ordered[n // 2]) / 2
 
 
 @dataclass(frozen=True)

@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+from statistics import geometric_mean
+
 from ridgeline.lab import units
 from ridgeline.lab.measurement.results import Work
-from ridgeline.lab.presentation.served import PEERS, Comparison, Row, comparisons, geometric_mean, largest, serving
+from ridgeline.lab.presentation.served import PEERS, Comparison, Row, comparisons, largest, serving
 from ridgeline.op import Op, RidgelineError
 
 TEN = (

@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import math
-from collections.abc import Iterable
 from dataclasses import dataclass
 from typing import Any
 
@@ -104,9 +102,3 @@ def largest(found: dict[Work, list[Row]], ops: dict[str, Op]) -> dict[Work, list
         for work, rungs in found.items()
         if work[:3] in one and (work[3] == "both" or (*work[:3], "both") not in found)
     }
-
-
-def geometric_mean(values: Iterable[float]) -> float:
-    """The geometric mean of positive numbers."""
-    logarithms = [math.log(value) for value in values]
-    return math.exp(sum(logarithms) / len(logarithms))
