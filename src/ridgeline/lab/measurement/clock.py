@@ -1,4 +1,4 @@
-"""The clock: times functions with a cold cache and a full queue, interleaved; gives medians with 95% intervals."""
+"""The clock: times functions with a cold cache and a full queue, interleaved, as medians with 95% intervals."""
 
 from __future__ import annotations
 

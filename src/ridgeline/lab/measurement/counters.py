@@ -144,7 +144,7 @@ def main(path: Path) -> None:
     from ridgeline import cuda
     from ridgeline.op import RidgelineError, get
 
-    start = cuda._EMPTY.load({"block": 32}, torch.cuda.current_device())
+    start = cuda.EMPTY.load({"block": 32}, torch.cuda.current_device())
 
     @lru_cache(1)
     def made(op: str, case: str, dtype: str) -> Any:

@@ -1,8 +1,8 @@
-"""Peers: kernels of other packages, timed beside ours with `bench --peers`; one module per package.
+"""Peers: kernels of other packages, timed beside ours with `bench --peers`.
 
-A module has `PACKAGE` (the name to import), `INSTALL` (the name for pip), `KIND` (as in `Implementation`) and
-`PEERS`: {op: function of the op's public arguments}. The function imports the package when called. In its place may
-stand {name: function}, since a package, or PyTorch itself, may have several kernels for an op.
+There is one module per package. It has `PACKAGE` (the name to import), `INSTALL` (the name for pip), `KIND` (as in
+`Implementation`) and `PEERS`: {op: function of the op's public arguments}. The function imports the package when it is
+called. In its place may stand {name: function}, since a package, or PyTorch itself, may have several kernels for an op.
 """
 
 from __future__ import annotations

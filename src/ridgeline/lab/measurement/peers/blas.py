@@ -1,4 +1,7 @@
-"""cuBLAS and cuBLASLt, each chosen by PyTorch's switch; the implementation `torch` leaves the choice to PyTorch."""
+"""cuBLAS and cuBLASLt, each chosen by PyTorch's switch.
+
+The implementation `torch` leaves the choice to PyTorch.
+"""
 
 from __future__ import annotations
 

@@ -1,4 +1,7 @@
-"""FlashAttention 4, in the CuTe DSL; here for sm_90. Layout (batch, tokens, heads, D), or packed (tokens, heads, D)."""
+"""FlashAttention 4, in the CuTe DSL, here for sm_90.
+
+Tensors are (batch, tokens, heads, D), or packed (tokens, heads, D).
+"""
 
 from __future__ import annotations
 

@@ -1,4 +1,7 @@
-"""Liger: Triton kernels for training, along the last dimension. Some backwards overwrite the saved tensors."""
+"""Liger: Triton kernels for training, along the last dimension.
+
+Some backwards overwrite the saved tensors.
+"""
 
 from __future__ import annotations
 

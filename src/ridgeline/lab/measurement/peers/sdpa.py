@@ -1,4 +1,7 @@
-"""PyTorch's attention by one backend, FlashAttention-2 or cuDNN; the implementation `torch` chooses among them."""
+"""PyTorch's attention by one backend, FlashAttention-2 or cuDNN.
+
+The implementation `torch` chooses among them.
+"""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""The contents of the page, from rows alone: plain values that the template lays out. Nothing is measured or drawn."""
+"""The contents of the page, from rows alone: plain values that the template lays out."""
 
 from __future__ import annotations
 
