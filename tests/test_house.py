@@ -237,6 +237,16 @@ def test_importing_ridgeline_imports_no_torch() -> None:
     assert fresh("import sys, ridgeline; print('torch' in sys.modules)") == "False"
 
 
+def test_the_labs_public_names_are_functions_whatever_was_imported() -> None:
+    """A room or a module named like one of them would hide it."""
+    modules = [".".join(("ridgeline", *p.relative_to(SRC).with_suffix("").parts)) for p in (SRC / "lab").glob("*/*.py")]
+    code = "\n".join(f"import {module.removesuffix('.__init__')}" for module in modules)
+    code += "\nfrom ridgeline.lab import Law, benchmark, check, differs, measure\n"
+    assert fresh(f"{code}print([type(f).__name__ for f in (Law, benchmark, check, differs, measure)])") == str(
+        ["type", *["function"] * 4]
+    )
+
+
 def test_help_is_instant() -> None:
     def seconds() -> float:
         start = time.perf_counter()
