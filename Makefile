@@ -105,10 +105,10 @@ format: $(READY) ## write the code in its style
 	$(PY) -m ruff format .
 
 pyi: $(READY) ## write src/ridgeline/__init__.pyi, which tells editors of every op
-	$(PY) -m ridgeline.lab.stubs
+	$(PY) -m ridgeline.lab.presentation.stubs
 
 readme: $(READY) ## write the README's figures, docs/ops.md, docs/measured/ and the pictures from results/ and the registry
-	$(PY) -m ridgeline.lab.readme
+	$(PY) -m ridgeline.lab.presentation.readme
 
 hooks: $(READY) ## run lint, types and the stub's check before each commit
 	$(PY) -m pre_commit install

@@ -12,7 +12,7 @@ import torch
 from hypothesis import strategies as st
 
 from ridgeline.boundary import INTERPRETED
-from ridgeline.lab.law import Law, as_tuple
+from ridgeline.lab.measurement.law import Law, as_tuple
 from ridgeline.op import get
 from ridgeline.select import why_not
 

@@ -4,7 +4,7 @@ import json
 import random
 from pathlib import Path
 
-from ridgeline.lab.store import SCHEMA
+from ridgeline.lab.measurement.store import SCHEMA
 
 HOSTILE = "<script>alert(1)</script>"
 H100 = {"read": 3.09e12, "write": 2.98e12, "copy": 3.03e12, "add": 3.05e12}

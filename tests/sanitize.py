@@ -20,8 +20,8 @@ from typing import Any
 import torch
 
 from ridgeline.boundary import INTERPRETED
-from ridgeline.lab.check import chosen_ops
-from ridgeline.lab.law import Law, as_tuple, leaves, real
+from ridgeline.lab.measurement.cases import chosen_ops
+from ridgeline.lab.measurement.law import Law, as_tuple, leaves, real
 from ridgeline.op import Implementation, Op, RidgelineError, registry, tensors_of
 
 TIMES = 10

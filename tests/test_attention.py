@@ -26,7 +26,7 @@ from attention_calls import (
 )
 from ridgeline import tuning
 from ridgeline.boundary import INTERPRETED, Launch, observe
-from ridgeline.lab.law import Law
+from ridgeline.lab.measurement.law import Law
 from ridgeline.op import RidgelineError, get
 from ridgeline.ops.attention import _hopper, _hopper_backward
 from ridgeline.select import why_not

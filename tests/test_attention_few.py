@@ -13,7 +13,8 @@ from attention_calls import calls, exact, kernels, lawful, lawful_call, make, ne
 from ridgeline import device as devices
 from ridgeline import tuning
 from ridgeline.boundary import Launch, observe
-from ridgeline.lab import catalogue, inspect, served
+from ridgeline.lab.analysis import catalogue, inspect
+from ridgeline.lab.presentation import served
 from ridgeline.op import get
 from ridgeline.ops.attention import _few, _hopper, _hopper_backward, _triton
 from ridgeline.select import select

@@ -22,7 +22,7 @@ import triton
 import ridgeline
 from ridgeline import device
 from ridgeline.boundary import Launch, observe
-from ridgeline.lab import inspect as lab_inspect
+from ridgeline.lab.analysis import inspect as lab_inspect
 from ridgeline.ops.attention import _hopper, _hopper_plan, _hopper_rings, _hopper_softmax
 from ridgeline.ops.attention._attention import seen
 from test_kernels import OWN

@@ -9,9 +9,11 @@ import torch
 
 from fake import fake_op
 from ridgeline import op as ops
-from ridgeline.lab import bench, compare, ladder, machine, store
-from ridgeline.lab.check import check_row
-from ridgeline.lab.law import Law
+from ridgeline.lab.analysis import ladder
+from ridgeline.lab.measurement import bench, compare, limits, machine, plan, record, roof, store, timing
+from ridgeline.lab.measurement.candidates import Candidate
+from ridgeline.lab.measurement.judge import check_row
+from ridgeline.lab.measurement.law import Law
 from ridgeline.op import RidgelineError
 
 FIGURE = {"median": 1e10, "low": 0.9e10, "high": 1.1e10}
@@ -47,8 +49,8 @@ def place(tmp_path, monkeypatch):
 
 def rows_of(op, timer=None, device="cpu"):
     case = op.case("64x96")
-    candidates = [bench.Candidate(rung) for rung in op.implementations.values()]
-    return list(bench.bench_case(op, case, "float32", device, candidates, ROOF, budget=0.01, timer=timer or Steady()))
+    candidates = [Candidate(rung) for rung in op.implementations.values()]
+    return list(timing.bench_case(op, case, "float32", device, candidates, ROOF, budget=0.01, timer=timer or Steady()))
 
 
 def bench_rows(rows, **wanted):
@@ -151,7 +153,7 @@ def test_without_a_backward_the_row_says_so():
 
 
 def test_a_figure_above_the_roof_is_refused(monkeypatch):
-    from ridgeline.lab import clock
+    from ridgeline.lab.measurement import clock
 
     monkeypatch.setattr(clock, "cache_bytes", lambda device: 0)
     size = 2 * 64 * 96 * 4
@@ -175,7 +177,7 @@ def test_what_does_not_fit_together_is_timed_apart():
 
         return made
 
-    found = bench.timed({name: make(name) for name in ("a", "b", "giant")}, 0.01, Steady(), "cpu")
+    found = timing.timed({name: make(name) for name in ("a", "b", "giant")}, 0.01, Steady(), "cpu")
     assert found["giant"] is None
     assert found["a"].median == found["b"].median == 1e-3
 
@@ -184,7 +186,7 @@ def test_what_does_not_fit_together_is_timed_apart():
 def test_a_backward_holds_what_its_forward_saved():
     from functools import partial
 
-    from ridgeline.lab.clock import device_timer
+    from ridgeline.lab.measurement.clock import device_timer
 
     x = torch.randn(1 << 20, device="cuda", requires_grad=True)
 
@@ -192,14 +194,14 @@ def test_a_backward_holds_what_its_forward_saved():
         y = x.exp()
         return partial(torch.autograd.grad, y, x, torch.ones_like(y), retain_graph=True)
 
-    found = bench.timed({"exp": made}, 0.01, device_timer("cuda"), "cuda")
+    found = timing.timed({"exp": made}, 0.01, device_timer("cuda"), "cuda")
     assert found["exp"].held_bytes == 2 * x.nbytes
 
 
 def test_a_run_is_kept_compared_and_climbed(monkeypatch, capsys):
-    monkeypatch.setattr(bench, "measure_roof", lambda *args: ROOF)
+    monkeypatch.setattr(roof, "measure_roof", lambda *args: ROOF)
     with fake_op(naive=lambda x: torch.softmax(x, -1)) as op:
-        runs = [bench.record([op], "cpu", quick=True, dtype="float32", budget=0.01) for _ in range(2)]
+        runs = [record.record([op], "cpu", quick=True, dtype="float32", budget=0.01) for _ in range(2)]
         rows = store.load(runs[0].path)
         assert [row["type"] for row in rows[:2]] == ["run", "roof"]
         assert {row["type"] for row in rows[2:]} == {"check", "bench"}
@@ -221,8 +223,9 @@ def test_a_run_is_kept_compared_and_climbed(monkeypatch, capsys):
 @pytest.fixture
 def recording(monkeypatch):
     """Records the test's op on a CPU that calls itself an H100, in two cases. break_at: the case to interrupt."""
-    monkeypatch.setattr(bench, "facts", lambda device: dict.fromkeys(store.MACHINE) | {"gpu": "NVIDIA H100 80GB HBM3"})
-    monkeypatch.setattr(bench, "measure_roof", lambda *args: ROOF)
+    h100 = dict.fromkeys(store.MACHINE) | {"gpu": "NVIDIA H100 80GB HBM3"}
+    monkeypatch.setattr(machine, "facts", lambda device: h100)
+    monkeypatch.setattr(roof, "measure_roof", lambda *args: ROOF)
     broken = []
 
     def naive(x):
@@ -230,15 +233,15 @@ def recording(monkeypatch):
             raise KeyboardInterrupt
         return torch.softmax(x, -1)
 
-    def record(break_at=None, **how):
+    def run(break_at=None, **how):
         broken[:] = [break_at]
-        return bench.record([op], "cpu", budget=0.01, record=True, **how)
+        return record.record([op], "cpu", budget=0.01, record=True, **how)
 
     with fake_op(naive=naive) as op:
         op.cases[:] = [replace(case, use="bench") for case in op.cases]
         monkeypatch.setattr(ops, "registry", lambda: {op.name: op})
-        monkeypatch.setattr(bench, "chosen_work", lambda ops, *args: [(op, case, "float32") for case in op.cases])
-        yield record
+        monkeypatch.setattr(plan, "chosen_work", lambda ops, *args: [(op, case, "float32") for case in op.cases])
+        yield run
 
 
 def test_a_recorded_run_is_merged_and_kept(recording, tmp_path):
@@ -269,7 +272,7 @@ def test_an_interrupted_run_is_merged_up_to_its_last_whole_case(recording, tmp_p
 
 
 def test_what_cannot_be_recorded_is_said_before_anything_is_measured(recording, tmp_path, monkeypatch):
-    monkeypatch.setattr(bench, "measure_roof", lambda *args: pytest.fail("measured"))
+    monkeypatch.setattr(roof, "measure_roof", lambda *args: pytest.fail("measured"))
     for how in ({"quick": True}, {"grid": True}):
         with pytest.raises(RidgelineError, match="leave out --quick and --grid"):
             recording(**how)
@@ -277,21 +280,21 @@ def test_what_cannot_be_recorded_is_said_before_anything_is_measured(recording, 
     (tmp_path / "results/h100.jsonl").write_text("hello\n")
     with pytest.raises(RidgelineError, match="not a results file"):
         recording()
-    monkeypatch.setattr(bench, "facts", lambda device: {"gpu": None})
+    monkeypatch.setattr(machine, "facts", lambda device: {"gpu": None})
     with pytest.raises(RidgelineError, match="--record is for GPUs and this run is on a CPU"):
         recording()
     assert not store.runs()
 
 
 def test_patterns_of_cases_and_rungs_left_out(monkeypatch):
-    monkeypatch.setattr(bench, "measure_roof", lambda *args: ROOF)
+    monkeypatch.setattr(roof, "measure_roof", lambda *args: ROOF)
     with fake_op(naive=lambda x: torch.softmax(x, -1)) as op:
-        rows = bench.record([op], "cpu", case="256x*", without="naive", dtype="float32", budget=0.01).rows
+        rows = record.record([op], "cpu", case="256x*", without="naive", dtype="float32", budget=0.01).rows
         assert {(row["case"], row["impl"]) for row in bench_rows(rows)} == {("256x512", "torch")}
         with pytest.raises(RidgelineError, match="--without nope: none of fake_softmax has that implementation"):
-            bench.record([op], "cpu", quick=True, without="nope")
+            record.record([op], "cpu", quick=True, without="nope")
         with pytest.raises(RidgelineError, match="nothing has case '7x"):
-            bench.record([op], "cpu", case="7x*")
+            record.record([op], "cpu", case="7x*")
 
 
 def test_changes_are_judged_by_their_intervals():
@@ -303,11 +306,11 @@ def test_changes_are_judged_by_their_intervals():
 
 
 def test_a_wrong_name_is_an_error_before_anything_is_measured(monkeypatch):
-    monkeypatch.setattr(bench, "measure_roof", lambda *args: pytest.fail("measured"))
+    monkeypatch.setattr(roof, "measure_roof", lambda *args: pytest.fail("measured"))
     with fake_op() as op:
         for wrong in ({"impl": "none"}, {"case": "none"}, {"dtype": "int3"}, {"budget": -1.0}):
             with pytest.raises(RidgelineError, match=r"has|budget"):
-                bench.record([op], "cpu", **wrong)
+                record.record([op], "cpu", **wrong)
     assert not store.runs()
 
 
@@ -342,18 +345,16 @@ def test_the_timer_knows_what_is_written():
 def test_the_roof_between_the_measured_mixes():
     roof = {n: {"median": v} for n, v in (("read", 4.0), ("add", 3.0), ("copy", 2.0), ("write", 1.0))}
     for read, write, value in ((1, 0, 4.0), (2, 1, 3.0), (1, 1, 2.0), (0, 1, 1.0)):
-        assert machine.bandwidth(roof, read, write) == pytest.approx(value)
-    assert 1 < machine.bandwidth(roof, 1, 3) < 2
+        assert limits.bandwidth(roof, read, write) == pytest.approx(value)
+    assert 1 < limits.bandwidth(roof, 1, 3) < 2
     roof["spread"] = {"median": 1.9}
-    assert machine.bandwidth(roof, 1, 4) == pytest.approx(1.9)
+    assert limits.bandwidth(roof, 1, 4) == pytest.approx(1.9)
 
 
 def test_measuring_the_roof(monkeypatch):
-    from ridgeline.lab import roof
-
     monkeypatch.setattr(roof, "last_level_cache", lambda: 1 << 20)
     monkeypatch.setattr(roof, "CPU_SIDES", (32,))
-    found = machine.measure_roof("cpu", quick=True)
+    found = roof.measure_roof("cpu", quick=True)
     assert set(found) == {"read", "write", "copy", "spread", "add", "matmul", "launch_us"}
     assert set(found["matmul"]) == {"float32", "float16", "bfloat16"}
     for figure in (found["read"], found["copy"], *found["matmul"].values()):
@@ -364,8 +365,6 @@ def test_measuring_the_roof(monkeypatch):
 @pytest.mark.parametrize(("reached", "expected"), [(100.0, 200.0), (250.0, 250.0)])
 def test_roofs_of_8_bits_say_what_they_are(reached, expected, monkeypatch):
     """At least twice bfloat16's; and then what torch's product reached stands beside it."""
-    from ridgeline.lab import roof
-
     half, own = ({"median": m, "low": m - 1, "high": m + 1, "shape": [1, 1, 1]} for m in (100.0, reached))
     monkeypatch.setattr(roof, "_matrix_rate", lambda *args: own)
     found = roof._rate_of_codes("int8", half, None, None, 1.0)

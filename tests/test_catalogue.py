@@ -9,7 +9,8 @@ import pytest
 
 from ridgeline import device as devices
 from ridgeline import select
-from ridgeline.lab import catalogue, check, machine, store
+from ridgeline.lab.analysis import cards, catalogue, doctor
+from ridgeline.lab.measurement import cases, check, machine, store
 from ridgeline.op import Case, Columns, RidgelineError, Spec, get, op_modules, registry, tensors_of
 
 
@@ -20,7 +21,7 @@ def served(answer):
 def explain(op, device, **wanted):
     op = get(op)
     return catalogue.explain(
-        op, *next(check.chosen_cases(op, ("check", "quick", "bench"), wanted.get("case"), wanted.get("dtype"))), device
+        op, *next(cases.chosen_cases(op, ("check", "quick", "bench"), wanted.get("case"), wanted.get("dtype"))), device
     )
 
 
@@ -68,7 +69,7 @@ def test_the_answer_is_what_a_call_does(name, monkeypatch):
 
     monkeypatch.setattr(select, "select", watched)
     for card in ("h100", "rtx3090", "b200", "rtx5090", "mi300x"):
-        for n, (case, dtype) in enumerate(check.chosen_cases(op, ("check",), None, None)):
+        for n, (case, dtype) in enumerate(cases.chosen_cases(op, ("check",), None, None)):
             args, kwargs = case.make(dtype, "meta")
             if not tensors_of(args)[0].numel():  # an op may choose nothing for an empty tensor
                 continue
@@ -179,7 +180,7 @@ def test_a_wrong_name_lists_what_there_is(name, meant):
     with pytest.raises(RidgelineError, match="this machine is cpu or cuda"):
         explain("softmax", name)
     with pytest.raises(RidgelineError, match="this machine is cpu or cuda"):
-        machine.main(argparse.Namespace(device=name, json=False, quick=True))
+        doctor.main(argparse.Namespace(device=name, json=False, quick=True))
 
 
 def test_an_h200_has_more_than_an_h100():
@@ -191,22 +192,22 @@ def test_an_h200_has_more_than_an_h100():
 
 def test_the_supported_cards():
     """Measured are those with recorded results; all others are compiled alone."""
-    found = {row["card"]: row for row in catalogue.supported()}
+    found = {row["card"]: row for row in cards.supported()}
     assert [*found] == [*devices.KNOWN]
-    assert {row["state"] for row in found.values()} == {*catalogue.STATES}
+    assert {row["state"] for row in found.values()} == {*cards.STATES}
     recorded = {path.name.removesuffix(".jsonl") for path in store.recorded().iterdir()}
     assert {card for card, row in found.items() if row["state"] == "measured"} == recorded & {*found}
     assert found["h100"]["kinds"] == ["cuda", "triton", "gluon"]
     assert found["rtx4090"]["kinds"] == ["cuda", "triton"]
     assert found["mi300x"]["kinds"] == ["triton"]
-    assert catalogue.state(devices.Device("NVIDIA H100 80GB HBM3", "cuda", "sm_90", 90)) == "measured"
-    assert catalogue.state(devices.Device("NVIDIA RTX A6000", "cuda", "sm_86", 86)) == "compiled"
-    assert catalogue.state(devices.Device("Tesla T4", "cuda", "sm_75", 75)) is None
+    assert cards.state(devices.Device("NVIDIA H100 80GB HBM3", "cuda", "sm_90", 90)) == "measured"
+    assert cards.state(devices.Device("NVIDIA RTX A6000", "cuda", "sm_86", 86)) == "compiled"
+    assert cards.state(devices.Device("Tesla T4", "cuda", "sm_75", 75)) is None
 
 
 def test_doctor_tells_of_a_card(capsys):
     options = argparse.Namespace(device="rtx4090", quick=False, json=True)
-    assert machine.main(options) == 0
+    assert doctor.main(options) == 0
     told = json.loads(capsys.readouterr().out)
     assert told["card"] == {
         "name": "NVIDIA GeForce RTX 4090",
@@ -220,14 +221,14 @@ def test_doctor_tells_of_a_card(capsys):
     assert "none of the" in told["runs"]["gluon"]
     assert [row["op"] for row in told["ops"]] == [*registry()]
     assert {row["op"]: row["impl"] for row in told["ops"]}["softmax"] == "triton"
-    assert machine.main(argparse.Namespace(device="RTX 3090", quick=False, json=False)) == 0
+    assert doctor.main(argparse.Namespace(device="RTX 3090", quick=False, json=False)) == 0
     page = " ".join(capsys.readouterr().out.split())
     assert "NVIDIA GeForce RTX 3090" in page
     assert "none has run on one" in page
     assert "none: name one" in page  # fp8_matmul
 
 
-@pytest.mark.parametrize("arguments", [machine.arguments, catalogue.explain_arguments])
+@pytest.mark.parametrize("arguments", [doctor.arguments, catalogue.explain_arguments])
 def test_help_lists_the_cards(arguments):
     parser = argparse.ArgumentParser()
     arguments(parser)
@@ -271,5 +272,5 @@ def test_the_facts_of_this_machine():
         "os",
     }
     assert facts["gpu"] is None
-    assert machine.what_runs("cpu")["eager"] is None
-    assert "GPU" in machine.what_runs("cpu")["gluon"]
+    assert doctor.what_runs("cpu")["eager"] is None
+    assert "GPU" in doctor.what_runs("cpu")["gluon"]

@@ -7,8 +7,9 @@ import time
 import pytest
 import torch
 
-from ridgeline.lab import benchmark, clock
-from ridgeline.lab.clock import CpuTimer, GpuTimer, Measurement, differs, interval, measure, median
+from ridgeline.lab import benchmark
+from ridgeline.lab.measurement import clock
+from ridgeline.lab.measurement.clock import CpuTimer, GpuTimer, Measurement, differs, interval, measure
 from ridgeline.op import RidgelineError
 
 
@@ -77,7 +78,7 @@ def test_the_interval_holds_the_median_19_times_in_20():
             held += low <= 1 <= high
         assert held >= 935, n
     assert interval([3.0]) == (3.0, 3.0)
-    assert median([4.0, 1.0, 3.0, 2.0]) == 2.5
+    assert Measurement((4.0, 1.0, 3.0, 2.0)).median == 2.5
 
 
 def test_at_least_ten_runs_within_any_budget():

@@ -11,7 +11,7 @@ import torch
 from ridgeline import cuda
 from ridgeline.boundary import launch
 from ridgeline.cuda import CudaError, CudaKernel, TensorMap
-from ridgeline.lab import inspect
+from ridgeline.lab.analysis import inspect
 from ridgeline.op import RidgelineError, registry
 from ridgeline.ops.movement import _index_add
 from ridgeline.ops.reduction import _cumsum

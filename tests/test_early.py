@@ -16,7 +16,7 @@ from graphs import captured
 from ridgeline.boundary import Launch, early, launch, observe
 from ridgeline.cuda import CudaError, CudaKernel
 from ridgeline.device import gpu, pretend
-from ridgeline.lab import inspect
+from ridgeline.lab.analysis import inspect
 from ridgeline.op import Implementation, RidgelineError, registry
 from ridgeline.ops.movement import _radix_sort
 

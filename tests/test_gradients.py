@@ -14,7 +14,7 @@ from graphs import captured
 from ridgeline import bias_mask_scale_add, dropout, gemv, matmul, rope
 from ridgeline import device as devices
 from ridgeline.boundary import Launch, observe
-from ridgeline.lab.law import Law, as_tuple, leaves
+from ridgeline.lab.measurement.law import Law, as_tuple, leaves
 from ridgeline.op import Op, RidgelineError, _copy, registry
 from ridgeline.select import never, why_not
 

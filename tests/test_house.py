@@ -10,13 +10,14 @@ import sys
 import time
 import tomllib
 from collections.abc import Iterator
+from graphlib import TopologicalSorter
 from importlib import import_module
 from pathlib import Path
 
 import pytest
 
 from ridgeline import cli
-from ridgeline.lab import readme, stubs
+from ridgeline.lab.presentation import readme, stubs
 
 ROOT = Path(__file__).resolve().parents[1]
 SRC = ROOT / "src/ridgeline"
@@ -106,6 +107,120 @@ def test_detects_a_wrong_import(tmp_path: Path, monkeypatch: pytest.MonkeyPatch)
     ]
 
 
+# --- the rooms of a folder: see "Who may import whom"
+
+ROOMS = ("measurement", "analysis", "presentation")  # of the lab; each imports only itself and the rooms before it
+NEIGHBOURS = 5  # files of its own folder that a file may import
+CROWDED = {"lab/measurement/record.py": 9}  # files that import more of them; entries only shrink and go
+
+
+def home(module: str) -> Path | None:
+    """Returns the file that a dotted name of ridgeline is in: "ridgeline.op.Op" is in op.py."""
+    parts = module.split(".")[1:]
+    for n in range(len(parts), 0, -1):
+        for path in (SRC.joinpath(*parts[:n]).with_suffix(".py"), SRC.joinpath(*parts[:n], "__init__.py")):
+            if path.is_file():
+                return path
+    return None
+
+
+def imported(path: Path) -> set[Path]:
+    """Returns the other files of ridgeline that a file imports from."""
+    return {found for module, _ in imports(path) if module.startswith("ridgeline.") and (found := home(module))} - {
+        path
+    }
+
+
+def neighbours(path: Path) -> set[Path]:
+    """Returns the files of its own folder, and the packages in it, that a file imports from."""
+    return {p for p in imported(path) if path.parent in (p.parent, p.parent.parent if p.stem == "__init__" else None)}
+
+
+def private(path: Path) -> list[str]:
+    """Returns the private names of other files of ridgeline that a file imports or reaches through their module."""
+    ours = [m for m, _ in imports(path) if m.startswith("ridgeline.")]
+    modules = {
+        m.split(".")[-1] for m in ours if (found := home(m)) and m.split(".")[-1] in (found.stem, found.parent.name)
+    }
+    names = [m for m in ours if (last := m.split(".")[-1]).startswith("_") and last not in modules]
+    tree = ast.parse(path.read_text())
+    renamed = {
+        a.asname or a.name.split(".")[-1]
+        for node in ast.walk(tree)
+        if isinstance(node, ast.Import | ast.ImportFrom)
+        for a in node.names
+        if a.name.split(".")[-1] in modules
+    }
+    reached = [node for node in ast.walk(tree) if isinstance(node, ast.Attribute) and re.match("_[^_]", node.attr)]
+    return names + [ast.unparse(n) for n in reached if isinstance(n.value, ast.Name) and n.value.id in renamed]
+
+
+def subject(path: Path) -> str:
+    """Returns the first line of a file's docstring."""
+    return (ast.get_docstring(ast.parse(path.read_text())) or "").partition("\n")[0]
+
+
+def structure(folder: Path) -> dict[str, list[str]]:
+    """Returns what breaks the rules of rooms in the files of a folder, per rule."""
+    files = sorted(folder.rglob("*.py"))
+    subjects = {p: subject(p) for p in files}
+    crowds = {p: len(neighbours(p)) for p in files}
+    return {
+        "imports private names": [f"{p.relative_to(SRC)}: {name}" for p in files for name in private(p)],
+        "imports too many neighbours": [f"{p.relative_to(SRC)}: {n}" for p, n in crowds.items() if n > NEIGHBOURS],
+        "has no docstring that names one subject in one sentence": [
+            f"{p.relative_to(SRC)}: {line}"
+            for p, line in subjects.items()
+            if not re.fullmatch(r"[^;]+?[^;.]\.", line)
+            or re.search(r"\. [A-Z]", line)
+            or list(subjects.values()).count(line) > 1
+        ],
+    }
+
+
+def test_the_structure_of_the_lab() -> None:
+    crowded = [f"{name}: {n}" for name, n in CROWDED.items() if name.startswith("lab/")]
+    found = structure(SRC / "lab")
+    assert found.pop("imports too many neighbours") == crowded, "CROWDED says how many each may import, to the number"
+    assert not [f"{rule}: {which}" for rule, whiches in found.items() for which in whiches]
+
+
+def test_the_rooms_of_the_lab() -> None:
+    """Each room imports only itself and those before it, and no two files of the lab import each other."""
+    files = sorted((SRC / "lab").rglob("*.py"))
+    for path in files:
+        room, *_ = path.relative_to(SRC / "lab").parts
+        place = ROOMS.index(room) if room in ROOMS else -1
+        later = [p for p in imported(path) if p.parts[: len(SRC.parts) + 1] == (*SRC.parts, "lab")]
+        later = [p for p in later if (r := p.relative_to(SRC / "lab").parts[0]) in ROOMS and ROOMS.index(r) > place]
+        assert not later, f"{path.relative_to(ROOT)} imports {later} of a later room"
+    TopologicalSorter({path: imported(path) & {*files} for path in files}).prepare()  # raises for a cycle
+
+
+def test_detects_what_breaks_the_rules_of_rooms(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(sys.modules[__name__], "SRC", tmp_path)
+    folder = tmp_path / "lab"
+    (folder / "sub").mkdir(parents=True)
+    for name in ("b", "c", "d", "e", "_f"):
+        (folder / f"{name}.py").write_text(f'"""The {name} of the lab."""\n')
+    (folder / "sub/__init__.py").write_text('"""One subject. And another."""\n')
+    lines = [
+        "from ridgeline.lab import b as bee, c, d, e, _f",
+        "import ridgeline.lab.sub",
+        "x = bee._hidden, _f.x, c.y",
+    ]
+    (folder / "a.py").write_text("\n".join(['"""The b of the lab."""', *lines, "from ridgeline.lab.d import _name"]))
+    assert structure(folder) == {
+        "imports private names": ["lab/a.py: ridgeline.lab.d._name", "lab/a.py: bee._hidden"],
+        "imports too many neighbours": ["lab/a.py: 6"],
+        "has no docstring that names one subject in one sentence": [
+            "lab/a.py: The b of the lab.",
+            "lab/b.py: The b of the lab.",
+            "lab/sub/__init__.py: One subject. And another.",
+        ],
+    }
+
+
 def test_the_library_needs_torch_and_triton_alone() -> None:
     project = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]
     assert [re.split(r"[<>=~! ]", d)[0] for d in project["dependencies"]] == ["torch", "triton"]
@@ -120,6 +235,16 @@ def fresh(code: str) -> str:
 
 def test_importing_ridgeline_imports_no_torch() -> None:
     assert fresh("import sys, ridgeline; print('torch' in sys.modules)") == "False"
+
+
+def test_the_labs_public_names_are_functions_whatever_was_imported() -> None:
+    """A room or a module named like one of them would hide it."""
+    modules = [".".join(("ridgeline", *p.relative_to(SRC).with_suffix("").parts)) for p in (SRC / "lab").glob("*/*.py")]
+    code = "\n".join(f"import {module.removesuffix('.__init__')}" for module in modules)
+    code += "\nfrom ridgeline.lab import Law, benchmark, check, differs, measure\n"
+    assert fresh(f"{code}print([type(f).__name__ for f in (Law, benchmark, check, differs, measure)])") == str(
+        ["type", *["function"] * 4]
+    )
 
 
 def test_help_is_instant() -> None:

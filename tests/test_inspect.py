@@ -11,7 +11,7 @@ from triton.runtime import driver
 
 import toy
 from ridgeline import device
-from ridgeline.lab import disassembly, inspect
+from ridgeline.lab.analysis import disassembly, inspect
 from ridgeline.op import RidgelineError
 
 pytestmark = pytest.mark.compiles

@@ -16,7 +16,7 @@ import triton
 
 from ridgeline import device, op
 from ridgeline.boundary import Launch
-from ridgeline.lab import inspect
+from ridgeline.lab.analysis import inspect
 from ridgeline.op import Case, Implementation, RidgelineError, Spec
 
 # {(op, implementation, kernel, arch): (bytes per thread in and out, why)}

@@ -6,9 +6,9 @@ import pytest
 import torch
 
 from fake import fake_op
-from ridgeline.lab import law as laws
-from ridgeline.lab.check import check
-from ridgeline.lab.law import Law
+from ridgeline.lab.measurement import law as laws
+from ridgeline.lab.measurement.judge import check
+from ridgeline.lab.measurement.law import Law
 from ridgeline.op import RidgelineError
 
 DTYPES = ("float32", "float16", "bfloat16")

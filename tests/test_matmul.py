@@ -21,7 +21,7 @@ import ridgeline
 from ridgeline import device as devices
 from ridgeline import tuning
 from ridgeline.boundary import INTERPRETED, Launch, observe
-from ridgeline.lab import catalogue, inspect
+from ridgeline.lab.analysis import catalogue, inspect
 from ridgeline.op import Case, Spec, get
 from ridgeline.ops.matmul import _cluster, _hopper, _persistent
 from ridgeline.ops.matmul._epilogue import add_up

@@ -13,7 +13,7 @@ import ridgeline
 from ridgeline import device as devices
 from ridgeline import tuning
 from ridgeline.boundary import Launch, observe
-from ridgeline.lab import inspect
+from ridgeline.lab.analysis import inspect
 from ridgeline.op import RidgelineError, get
 from ridgeline.ops.matmul import _hopper, _hopper8
 from ridgeline.ops.matmul._scaled import blocks

@@ -10,7 +10,7 @@ import pytest
 import torch
 
 from ridgeline import device
-from ridgeline.lab.law import as_tuple, leaves
+from ridgeline.lab.measurement.law import as_tuple, leaves
 from ridgeline.op import Case, Op, nbytes, registry, tensors_of
 
 pytestmark = pytest.mark.gpu

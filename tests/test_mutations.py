@@ -6,7 +6,7 @@
 import pytest
 import torch
 
-from ridgeline.lab.law import Law
+from ridgeline.lab.measurement.law import Law
 from ridgeline.op import Case, Op, Spec, registry
 from ridgeline.select import why_not
 

@@ -16,8 +16,8 @@ from torch.utils._python_dispatch import TorchDispatchMode
 import ridgeline
 from ridgeline import device as devices
 from ridgeline.boundary import INTERPRETED
-from ridgeline.lab.check import check
-from ridgeline.lab.law import Law, as_tuple, leaves
+from ridgeline.lab.measurement.judge import check
+from ridgeline.lab.measurement.law import Law, as_tuple, leaves
 from ridgeline.op import Case, Implementation, Op, RidgelineError, Spec, registry
 from ridgeline.select import select, why_not
 
@@ -504,7 +504,7 @@ def test_host_time(op: Op) -> None:
     """A call costs the host at most max(1.6 x torch's own, 25 us), forward and, with gradients, backward each.
 
     If forward makes the gradients, it is the sum of both, and forward without gradients."""
-    from ridgeline.lab.clock import device_timer
+    from ridgeline.lab.measurement.clock import device_timer
 
     case = (
         FIRST[op.name] if op.name in WITH_GRADIENTS else next(c for c in op.cases if c.use == "bench")

@@ -10,9 +10,9 @@ import torch
 import ridgeline
 from graphs import captured
 from ridgeline.boundary import INTERPRETED
-from ridgeline.lab.bench import forward
-from ridgeline.lab.clock import prepare
-from ridgeline.lab.law import Law
+from ridgeline.lab.measurement.calls import forward
+from ridgeline.lab.measurement.clock import prepare
+from ridgeline.lab.measurement.law import Law
 from ridgeline.op import RidgelineError, get, tensors_of
 from ridgeline.optim import AdamW
 

@@ -12,7 +12,7 @@ import ridgeline
 from graphs import captured
 from ridgeline import device as devices
 from ridgeline.boundary import INTERPRETED, Launch, observe
-from ridgeline.lab.law import Law, as_tuple
+from ridgeline.lab.measurement.law import Law, as_tuple
 from ridgeline.op import RidgelineError, get
 from ridgeline.select import why_not
 
@@ -305,8 +305,8 @@ def test_gemv_of_more_than_two_to_the_31(dtype: str, shape: tuple[int, int]) -> 
 @pytest.mark.parametrize("library", ["cublas", "cublaslt"])
 def test_each_of_torchs_libraries(library: str, monkeypatch: pytest.MonkeyPatch) -> None:
     """The peers of matmul set the switch for forward's product and for backward's two, and reset it even on failure."""
-    from ridgeline.lab import peers
-    from ridgeline.lab.peers import blas
+    from ridgeline.lab.measurement import peers
+    from ridgeline.lab.measurement.peers import blas
 
     said: list[str] = ["default"]
 

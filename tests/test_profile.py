@@ -2,6 +2,7 @@
 
 import argparse
 import json
+import re
 import stat
 from pathlib import Path
 from typing import Any
@@ -10,7 +11,8 @@ from xml.etree import ElementTree
 import pytest
 
 from ridgeline import device
-from ridgeline.lab import counters, flame, ladder, nsight, profile
+from ridgeline.lab.analysis import flame, ladder, profile
+from ridgeline.lab.measurement import counters, nsight
 from ridgeline.op import RidgelineError, registry
 from ridgeline.select import why_not
 
@@ -63,6 +65,7 @@ def test_a_function_of_ones_own(user: Path, tmp_path: Path, capsys: pytest.Captu
     assert [t for t in frames if "user.py(7): helper" in t]
     assert [t for t in frames if t.startswith("aten::mm")]
     assert not [t for t in frames if "profile.py" in t and "span" not in t]
+    assert re.search(r"^step;.*;aten::mm \d+$", Path(told["files"]["stacks_cpu"]).read_text(), flags=re.MULTILINE)
     assert json.loads(Path(told["files"]["trace"]).read_text())["traceEvents"]
 
 
@@ -224,16 +227,31 @@ def test_gpu_time_stands_under_what_launched_it(tmp_path: Path) -> None:
         event("kernel", "_fwd", 450, 100, tid="stream 7", correlation=8),
         event("kernel", "gemm<a, b>", 550, 500, tid="stream 7", correlation=9),
     ]
-    host, gpu = flame.trees({"traceEvents": events}, "step")
-    step = host.children["step"]
-    assert (step.total, step.own) == (60, 25)
-    assert step.children["aten::mm"].own == 25
-    assert "aten::outside" not in step.children
-    assert gpu.total == 1000
-    launch = gpu.children["step"].children["aten::mm"].children["cudaLaunchKernel"]
-    assert launch.children["gemm<a, b>"].own == 400
-    assert gpu.children["step"].children["cuLaunchKernelEx"].children["_fwd"].own == 100
-    assert gpu.children["other thread"].children["MmBackward"].total == 500
+    host, gpu = flame.stacks({"traceEvents": events}, "step")
+    step, product = ("step", "range"), ("aten::mm", "op")
+    assert host[step,] == 25
+    assert host[step, product] == 25
+    assert sum(own for path, own in host.items() if path[0] == step) == 60
+    assert not [path for path in host if ("aten::outside", "op") in path]
+    launch = ("cudaLaunchKernel", "runtime")
+    assert gpu == {
+        (step, product, launch, ("gemm<a, b>", "gpu")): 400,
+        (step, ("cuLaunchKernelEx", "runtime"), ("_fwd", "gpu")): 100,
+        (("other thread", "range"), ("MmBackward", "op"), launch, ("gemm<a, b>", "gpu")): 500,
+    }
+    assert "step;aten::mm;cudaLaunchKernel;gemm<a, b> 400000\n" in flame.folded(gpu)
+    assert [(name, depth, left, time) for (name, _), depth, left, time in flame.frames(gpu)] == [
+        ("step", 0, 0, 500),
+        ("aten::mm", 1, 0, 400),
+        ("cudaLaunchKernel", 2, 0, 400),
+        ("gemm<a, b>", 3, 0, 400),
+        ("cuLaunchKernelEx", 1, 400, 100),
+        ("_fwd", 2, 400, 100),
+        ("other thread", 0, 500, 500),
+        ("MmBackward", 1, 500, 500),
+        ("cudaLaunchKernel", 2, 500, 500),
+        ("gemm<a, b>", 3, 500, 500),
+    ]
     path = tmp_path / "flame.svg"
     path.write_text(flame.svg(gpu, "a < b", steps=1))
     assert [t for t in titles(str(path)) if t.startswith("gemm<a, b>\n400 us per step, 40%")]

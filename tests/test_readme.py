@@ -10,7 +10,9 @@ import pytest
 
 import fixture_rows
 from ridgeline import nn
-from ridgeline.lab import bars, front, measured, readme, reference, results, roofline, served, store
+from ridgeline.lab.analysis import roofline
+from ridgeline.lab.measurement import results, store
+from ridgeline.lab.presentation import bars, front, measured, readme, reference, served
 from ridgeline.op import RidgelineError, get, registry
 
 ROOT = Path(__file__).resolve().parents[1]

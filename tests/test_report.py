@@ -14,8 +14,11 @@ import pytest
 import browser
 import fixture_rows
 from ridgeline import device
-from ridgeline.lab import bench, report, results, roofline, store, verdict
-from ridgeline.lab.report import budget, command, compiler, interpreter, measure, page, view, worker
+from ridgeline.lab.analysis import roofline, verdict
+from ridgeline.lab.measurement import cases, query, results, store
+from ridgeline.lab.measurement.candidates import Candidate
+from ridgeline.lab.presentation import report
+from ridgeline.lab.presentation.report import budget, command, compiler, interpreter, measure, page, view, worker
 from ridgeline.op import RidgelineError, get, registry
 
 H100, LAPTOP = fixture_rows.rows(), fixture_rows.rows(gpu=False)
@@ -356,7 +359,7 @@ def paced(until=100.0, gpu=False, clock=None):
 
 
 def test_every_op_is_timed_once_before_any_twice_and_slow_cases_last():
-    tasks = bench.chosen_work([get(op) for op in ("gelu", "hgemm", "softmax")], ("quick",), None, None)
+    tasks = cases.chosen_work([get(op) for op in ("gelu", "hgemm", "softmax")], ("quick",), None, None)
     slow = [
         row | {"matmul": {"float32": row["copy"], "float16": row["copy"]}} for row in LAPTOP if row["type"] == "roof"
     ]
@@ -371,7 +374,7 @@ def test_every_op_is_timed_once_before_any_twice_and_slow_cases_last():
 def test_torch_compile_is_timed_only_while_all_other_cases_fit():
     def statuses(pace, left):
         rungs = get("gelu").implementations.values()
-        return {c.rung.kind: (c.status, c.reason) for c in pace.fit([bench.Candidate(r) for r in rungs], left)}
+        return {c.rung.kind: (c.status, c.reason) for c in pace.fit([Candidate(r) for r in rungs], left)}
 
     clock = Clock()
     pace, _ = paced(until=200.0, clock=clock)
@@ -492,8 +495,8 @@ def test_work_next_to_no_arithmetic_is_not_drawn():
         row | ({"flops": row["bytes"] // 10**5} if row["type"] == "bench" and row["op"] == "gelu" else {})
         for row in H100
     ]
-    assert "gelu" in {point["op"] for point in roofline.points(verdict.of(H100, "bench"))}
-    assert min(point["x"] for point in roofline.points(verdict.of(rows, "bench"))) > roofline.LEAST
+    assert "gelu" in {point["op"] for point in roofline.points(query.of(H100, "bench"))}
+    assert min(point["x"] for point in roofline.points(query.of(rows, "bench"))) > roofline.LEAST
     assert page._source(view.Source(rows), False, [])["flat"] == "gelu"
 
 
@@ -516,7 +519,7 @@ def test_whose_results_were_wrong_is_said():
 def test_whole_numbers_alone_stand_under_float32_s_roof():
     """No matrix product has been timed in int32."""
     rows = [row | ({"dtype": "int32"} if row["type"] == "bench" else {}) for row in H100]
-    (flat,) = roofline.ceilings(verdict.one(rows, "roof"), {"int32"})
+    (flat,) = roofline.ceilings(query.one(rows, "roof"), {"int32"})
     assert flat["roof"].startswith("float32: 5")
     assert page._source(view.Source(rows), False, [])["chart"]
 

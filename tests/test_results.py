@@ -12,7 +12,7 @@ from pathlib import Path
 import pytest
 
 import fixture_rows
-from ridgeline.lab import bench, compare, results, store, verdict
+from ridgeline.lab.measurement import bench, compare, merging, query, results, store
 from ridgeline.op import RidgelineError, get
 
 ROOT = Path(__file__).parents[1]
@@ -247,13 +247,13 @@ def test_a_merge_says_what_it_replaced_and_what_differs(path, capsys):
             row["seconds"] = {end: 2 * value for end, value in old["seconds"].items()}
     second = [row for row in second if (row["type"], row.get("impl")) != ("bench", "torch")]
     made = results.merge(second)
-    bench.tell(made)
+    merging.tell(made)
     said = " ".join(capsys.readouterr().err.split())
     counts = {op: sum(row["op"] == op for row in made.before) for op in ("mul", "softmax")}
     assert f"{path}: rows replaced: {sum(counts.values())} (mul {counts['mul']}, softmax {counts['softmax']})" in said
     assert "added: none" in said
     assert f"rows left to ladders, since the new run timed their work without them: {len(made.older)} (mul" in said
-    assert said.count("slower") == sum(verdict.key(row)[2] == "float32" and row["impl"] == "triton"
+    assert said.count("slower") == sum(query.key(row)[2] == "float32" and row["impl"] == "triton"
                                        and row["op"] == "softmax" for row in made.after)  # fmt: skip
     assert "slower" in said
     assert "0.500x" in said
@@ -264,7 +264,7 @@ def test_a_merge_says_what_it_replaced_and_what_differs(path, capsys):
 def test_what_no_longer_runs_is_said(path, capsys):
     results.merge(run(0, "mul"))
     broken = [row | {"status": "wrong", "reason": "r"} if row.get("impl") == "cuda" else row for row in run(1, "mul")]
-    bench.tell(results.merge(broken))
+    merging.tell(results.merge(broken))
     assert "gone" in capsys.readouterr().err
 
 
@@ -350,7 +350,7 @@ def test_what_is_committed(tmp_path):
         rows = store.load(file)
         facts = {(row["run"], row["type"]) for row in rows if row["type"] in results.FACTS}
         assert facts == {(row["run"], kind) for row in rows if row["type"] in results.KINDS for kind in results.FACTS}
-        assert {store.slug(row["machine"]["gpu"]) for row in verdict.of(rows, "run")} == {file.stem}
+        assert {store.slug(row["machine"]["gpu"]) for row in query.of(rows, "run")} == {file.stem}
         store.replace(tmp_path / file.name, [results.pack(row) for row in rows])
         assert (tmp_path / file.name).read_bytes() == file.read_bytes()
         places = [results.place(row) for row in rows if row["type"] in results.KINDS]

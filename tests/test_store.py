@@ -10,7 +10,8 @@ import time
 import pytest
 
 import fixture_rows
-from ridgeline.lab import ladder, store, verdict
+from ridgeline.lab.analysis import ladder
+from ridgeline.lab.measurement import query, store
 from ridgeline.op import RidgelineError
 
 MACHINE = dict.fromkeys(store.MACHINE) | {"cpu": "a cpu"}
@@ -19,7 +20,7 @@ del BENCH["run"]
 WRITER = """
 import sys
 from pathlib import Path
-from ridgeline.lab.store import append
+from ridgeline.lab.measurement.store import append
 for i in range(int(sys.argv[3])):
     append(Path(sys.argv[1]), [{"schema": 2, "type": "note", "run": sys.argv[2], "i": i, "text": "x" * (i % 977)}])
     if i == 0:
@@ -170,7 +171,7 @@ def test_a_ladder_is_of_this_gpu_else_of_what_is_recorded(tmp_path):
     fixture_rows.write(tmp_path / "results/h200.jsonl", name="NVIDIA H200", seed=1, ops=("softmax",))
 
     def timed(op, here, gpu=None):
-        return store.slug(verdict.one(ladder.newest(op, here, gpu), "run")["machine"]["gpu"])
+        return store.slug(query.one(ladder.newest(op, here, gpu), "run")["machine"]["gpu"])
 
     assert [timed("softmax", here) for here in ("h100", "h200", "cpu", "b200")] == ["h100", "h200", "h100", "h100"]
     assert [timed("softmax", "h100", "h200"), timed("mul", "h200")] == ["h200", "h100"]

@@ -24,7 +24,7 @@ import ridgeline
 from ridgeline import boundary, cuda
 from ridgeline.boundary import launch
 from ridgeline.cuda import Arranged, CudaKernel, Starter, TensorMap
-from ridgeline.lab import inspect
+from ridgeline.lab.analysis import inspect
 from ridgeline.op import RidgelineError
 from ridgeline.replay import Plans
 

@@ -13,8 +13,8 @@ import torch
 import toy
 from ridgeline import tuning
 from ridgeline.device import Device
-from ridgeline.lab import tune
-from ridgeline.lab.clock import Measurement
+from ridgeline.lab.measurement import tune
+from ridgeline.lab.measurement.clock import Measurement
 from ridgeline.op import RidgelineError, Spec
 
 pytestmark = pytest.mark.kernels

@@ -103,6 +103,6 @@ OP.kernel("triton", "Triton", kind="triton", fwd=_triton, bwd=_triton, served=Tr
 
 def resources(impl: str, dtype: str, arch: str, **options: Any) -> Any:
     """Called in a process that compiles kernels."""
-    from ridgeline.lab import inspect
+    from ridgeline.lab.analysis import inspect
 
     return inspect.resources(OP, OP.implementations[impl], OP.case("bench"), dtype, arch, **options)

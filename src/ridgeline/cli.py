@@ -13,22 +13,34 @@ from typing import NoReturn
 # A module of one verb has `arguments(parser)` and `main(options)`; a module of several has `<verb>_arguments` and
 # `<verb>_main` for each.
 VERBS = {
-    "doctor": ("machine", "describe this machine: hardware, software, what can run, measured bandwidth and FLOP/s"),
-    "list": ("catalogue", "list the ops and their implementations"),
-    "explain": ("catalogue", "show which implementation a call runs, and why not the others"),
-    "check": ("check", "check outputs and gradients against a float64 reference"),
-    "bench": ("bench", "check implementations, then time them against each other and the limits of the hardware"),
-    "compare": ("compare", "compare two recorded runs, and tell real differences from noise"),
-    "ladder": ("ladder", "show what each implementation of an op gained over the one before"),
-    "roofline": ("roofline", "place every implementation on the machine's roofline, and say what limits it"),
-    "profile": ("profile", "profile an op or your own function: a table, a Chrome trace, flame graphs, Nsight tools"),
-    "inspect": ("inspect", "compile a kernel, with or without a GPU: PTX, SASS, registers, spills, shared memory"),
-    "tune": ("tune", "search tile configurations on this GPU, and save the best"),
+    "doctor": (
+        "analysis.doctor",
+        "describe this machine: hardware, software, what can run, measured bandwidth and FLOP/s",
+    ),
+    "list": ("analysis.catalogue", "list the ops and their implementations"),
+    "explain": ("analysis.catalogue", "show which implementation a call runs, and why not the others"),
+    "check": ("measurement.check", "check outputs and gradients against a float64 reference"),
+    "bench": (
+        "measurement.bench",
+        "check implementations, then time them against each other and the limits of the hardware",
+    ),
+    "compare": ("measurement.compare", "compare two recorded runs, and tell real differences from noise"),
+    "ladder": ("analysis.ladder", "show what each implementation of an op gained over the one before"),
+    "roofline": ("analysis.roofline", "place every implementation on the machine's roofline, and say what limits it"),
+    "profile": (
+        "analysis.profile",
+        "profile an op or your own function: a table, a Chrome trace, flame graphs, Nsight tools",
+    ),
+    "inspect": (
+        "analysis.inspect",
+        "compile a kernel, with or without a GPU: PTX, SASS, registers, spills, shared memory",
+    ),
+    "tune": ("measurement.tune", "search tile configurations on this GPU, and save the best"),
     "lm": (
         "ridgeline.lm.command",
         "the language-model lab: where the time and the memory of a training step go, by `ridgeline lm VERB`",
     ),
-    "report": ("report", "check and time everything on this machine, and write one HTML page"),
+    "report": ("presentation.report", "check and time everything on this machine, and write one HTML page"),
 }
 # Packages that the lab needs beyond torch and triton, by their import names.
 EXTRA = ("rich", "jinja2", "altair", "vl_convert", "numpy", "cuda")

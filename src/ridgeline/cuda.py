@@ -437,7 +437,7 @@ class CudaKernel:
         return Arranged(starter, takes) if any(maps) else starter
 
 
-_EMPTY = CudaKernel(TILES / "empty.cu", "empty", "")
+EMPTY = CudaKernel(TILES / "empty.cu", "empty", "")
 
 
 @cache
@@ -448,7 +448,7 @@ def resident_clusters(where: devices.Device, size: int) -> int:
     size: an H100 runs 32 clusters of 4, not 33."""
     if size == 1 or devices.pretended() is not None:
         return where.multiprocessors // size
-    start = _EMPTY.load({"block": 512, "cluster": size, "shared": 160 << 10}, torch.cuda.current_device())
+    start = EMPTY.load({"block": 512, "cluster": size, "shared": 160 << 10}, torch.cuda.current_device())
     start.CONFIG.pack_into(start.memory, start.begin, size, 1, 1, *start.facts, 0, *start.attributes)
     config, function, *_ = start.arguments
     count = ctypes.c_int()

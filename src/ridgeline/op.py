@@ -228,7 +228,7 @@ class Op:
     cost: f(*args, **kwargs) -> (forward Cost, backward Cost or None); it touches no data, so meta tensors are enough.
         A third Cost is for forward and backward in one step, if together they need less than the sum of both.
     roof: "copy", "int8" or "float8_e4m3fn" if the op's kernels help to measure that limit of the machine.
-    standards: rungs whose errors set the tolerance (see lab/law.py): the first of them that supports the call.
+    standards: rungs whose errors set the tolerance (see `ridgeline.lab.Law`): the first of them that supports the call.
     residue: the error allowed in a row that cancels to zero, as a share of the norm of the largest row.
     mutates: positions of the arguments (tensors or lists of them) that the function changes in place. They count as
         results, after the returned ones.

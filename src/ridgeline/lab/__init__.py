@@ -1,14 +1,22 @@
 """The lab measures how fast each implementation is on this machine, how close that is to the hardware's limit, and why.
 
-`ridgeline.lab.benchmark(fn)` times one function; `measure({name: fn})` compares several. Each command of `ridgeline` is
-a module here. The lab calls an implementation of an op a rung, the op's implementations in order its ladder, and the
-fastest possible time at the measured bandwidth and FLOP/s the roof.
+`ridgeline.lab.benchmark(fn)` times one function; `measure({name: fn})` compares several. The lab has three rooms:
+`measurement` checks, times and records; `analysis` says what limits what was measured; `presentation` writes pages of
+it. A room imports only from itself and the rooms named before it. Each command of `ridgeline` is a module in a room.
+The lab calls an implementation of an op a rung, the op's implementations in order its ladder, and the fastest possible
+time at the measured bandwidth and FLOP/s the roof.
 """
 
 from importlib import import_module
 from typing import Any
 
-_HOMES = {"benchmark": "clock", "measure": "clock", "differs": "clock", "Law": "law", "check": "check"}
+_HOMES = {
+    "benchmark": "measurement.clock",
+    "measure": "measurement.clock",
+    "differs": "measurement.clock",
+    "Law": "measurement.law",
+    "check": "measurement.judge",
+}
 
 
 def __getattr__(name: str) -> Any:

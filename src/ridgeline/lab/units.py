@@ -64,3 +64,11 @@ def share(row: dict[str, Any]) -> str:
 def times(ratio: float) -> str:
     """Returns a ratio such as "1.04x", without decimals from ten on."""
     return f"{ratio:.0f}x" if ratio >= 9.95 else f"{ratio:.2f}x" if ratio < 2 else f"{ratio:.1f}x"
+
+
+def rate(row: dict[str, Any]) -> str:
+    """The figure that people compare: TFLOP/s of compute-bound work, GB/s of the rest."""
+    median = row["seconds"]["median"]
+    return (
+        scaled(row["flops"] / median, "FLOP/s") if row["bound"] == "compute" else scaled(row["bytes"] / median, "B/s")
+    )

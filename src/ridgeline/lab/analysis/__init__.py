@@ -1,0 +1,1 @@
+"""Says what runs, how fast it could be, and what limits it."""

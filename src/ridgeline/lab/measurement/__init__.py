@@ -1,0 +1,1 @@
+"""Checks, times and records implementations on this machine."""

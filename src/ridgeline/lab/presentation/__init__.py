@@ -1,0 +1,1 @@
+"""Writes the figures for readers: the report, the README, the generated pages and the type stub."""
