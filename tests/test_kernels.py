@@ -81,6 +81,13 @@ SPILLS: dict[tuple[str, str, str, str], tuple[int, str]] = {
         192,
         "blocks of 128 x 128 whose rows begin anywhere, encoded without an instruction for it",
     ),
+    **{
+        ("decode_attention", "triton", "_attend", arch): (
+            160,
+            "eight queries of eight heads, before the loop; untimed there",
+        )
+        for arch in ("sm_80", "sm_86", "sm_89", "sm_120")
+    },
     ("softmax", "triton", "_fwd", "sm_90"): (
         8,
         "one register at 16 columns in float32, of a tile that the rule makes of short rows",

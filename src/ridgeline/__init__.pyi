@@ -91,6 +91,56 @@ def attention_varlen(
     the call.
     """
 
+def decode_attention(
+    q: torch.Tensor,
+    k_cache: torch.Tensor,
+    v_cache: torch.Tensor,
+    lengths: torch.Tensor,
+    *,
+    k: torch.Tensor | None = None,
+    v: torch.Tensor | None = None,
+    block_table: torch.Tensor | None = None,
+    cos: torch.Tensor | None = None,
+    sin: torch.Tensor | None = None,
+    positions: torch.Tensor | None = None,
+    interleaved: bool = False,
+    scale: float | None = None,
+    window: int | None = None,
+    softcap: float | None = None,
+    sinks: torch.Tensor | None = None,
+    k_scale: torch.Tensor | None = None,
+    v_scale: torch.Tensor | None = None,
+    k_zero: torch.Tensor | None = None,
+    v_zero: torch.Tensor | None = None,
+    tree: torch.Tensor | None = None,
+    invariant: bool = False,
+    return_lse: bool = False,
+    impl: str | None = None,
+) -> torch.Tensor | tuple[torch.Tensor, torch.Tensor]:
+    """Appends new keys and values to a cache in place, then attends to it. It has no gradients.
+
+    q: (B, S, Hq, D), the S queries (1 to 16) at the end of each sequence; float32, float16 or bfloat16; D a multiple of
+    8 from 16 to 256. lengths: (B,), int32: how many keys the cache holds before the call. -1 marks padding: its result
+    is 0, and nothing is written. Values on a GPU are not validated; no value is read by the host.
+    k_cache, v_cache: (B, S_max, Hkv, D), Hq a multiple of Hkv; or with block_table (B, most), int32: (blocks, block,
+    Hkv, D), where a sequence's tokens from n block on lie in block block_table[b, n]; block is a multiple of 16, and
+    entries past the length may be anything. They have q's dtype, or are int8, float8_e4m3fn, or int4: uint8 (..., D/2),
+    the number at an even column in the low half of its byte.
+    k_scale, v_scale: float32, for a quantised cache: () or (1,), (Hkv,), or per token and head, the cache's first three
+    sizes; a number is (stored - zero) * scale. k_zero, v_zero: alike, or None for 0 (8 for int4). Scales and zeros per
+    token are made for new tokens and written; others are only read.
+    k, v: (B, S, Hkv, D), written at lengths, lengths + 1, ..., and seen by the queries; None: the cache holds them
+    already, and lengths counts them. Tokens past the cache's end are not written.
+    cos, sin: (most, r): q and k are rotated as `rope` does, at `positions` (B, S), or at their places in the sequence.
+    scale: 1/sqrt(D) by default. window: how many earlier keys a query sees; None: all. softcap: scores become
+    softcap * tanh(scores / softcap). sinks: (Hq,), logits that join each row's sum.
+    tree: (B, S, S), bool: which of the newest S keys each query sees, instead of those up to its own place.
+    invariant: the result does not depend on what else is in the batch.
+    Returns o, of q's shape and dtype, or with return_lse (o, lse), lse (B, Hq, S), float32. A row that sees nothing has
+    o 0 and lse -inf.
+    Raises RidgelineError if the arguments do not fit together, or if `impl` cannot run the call.
+    """
+
 def cross_entropy(
     logits: torch.Tensor,
     target: torch.Tensor,

@@ -30,10 +30,11 @@ class Half(NamedTuple):
 
     def facts(self, at: tuple[torch.Tensor, torch.Tensor]) -> tuple[Maybe, Maybe]:
         """Scale and zero of the tokens at (row, place), shaped to broadcast over (..., heads, D)."""
-        found = []
-        for t in (self.scale, self.zero):
-            found.append(None if t is None else (t[at] if t.dim() == 3 else t).unsqueeze(-1) if t.dim() else t)
-        return found[0], found[1]
+
+        def spread(t: Maybe) -> Maybe:
+            return t if t is None or not t.dim() else (t[at] if t.dim() == 3 else t).unsqueeze(-1)
+
+        return spread(self.scale), spread(self.zero)
 
     def read(self, at: tuple[torch.Tensor, torch.Tensor], dtype: torch.dtype) -> torch.Tensor:
         """The numbers of the tokens at (row, place), (..., heads, D), in a floating dtype."""

@@ -346,7 +346,7 @@ def _attend(
         v, v2 = _stored(values, at, known, RULES, BD, q.dtype)
         s, z = _facts(values, scale, zero, known)
         state = _absorb(state, x, v, v2, s, z, RULES)
-    if new.k is not None:
+    if new.k is not None:  # noqa: SIM102  # the compiler knows this, and not the next
         if part == active - 1:
             i = tl.arange(0, BS)
             fresh = (i < numbers.queries) & (length >= 0)
@@ -479,11 +479,14 @@ def parts_of(multiprocessors: int, turns: int, keys: int, invariant: bool) -> in
 
 
 def rule(gpu: device.Device, size: int, rows: int, width: int) -> tuning.Config:
-    """Tiles of keys of up to 16 KiB, so that two programs of three stages fit a multiprocessor. size: bytes of D."""
+    """Tiles of keys of up to 16 KiB, so that two programs of three stages fit an H100's multiprocessor.
+
+    size: bytes of a key as its tile holds it."""
     if gpu.backend == "cpu":
         return {"BN": 16, "num_warps": 4, "num_stages": 1}
-    bn = max(16, min(128, 1 << (16384 // max(size, 1)).bit_length() - 1))
-    return {"BN": bn, "num_warps": 8 if rows * width >= 8192 else 4, "num_stages": 3}
+    bn = max(16, min(128, 1 << (16384 // size).bit_length() - 1))
+    stages = max(1, min(3, (gpu.shared_memory - 24576) // (2 * bn * size)))
+    return {"BN": bn, "num_warps": 8 if rows * width >= 8192 else 4, "num_stages": stages}
 
 
 def space() -> list[tuning.Config]:
@@ -502,6 +505,13 @@ def _three(t: torch.Tensor | None) -> tuple[int, int, int] | None:
     if t.dim() < 2:
         return (0, 0, t.stride(0) if t.numel() > 1 else 0)
     return t.stride()[:3]  # type: ignore[return-value]
+
+
+def _new(k: Any, v: Any, cos: Any, sin: Any, positions: Any) -> New:
+    steps = [None if t is None else t.stride()[:3] for t in (k, v)]
+    angles = (0, 0) if cos is None else (cos.stride(0), cos.shape[0])
+    position = 0 if positions is None else positions.stride(0)
+    return New(k, v, cos, sin, positions, steps[0], steps[1], angles[0], position, angles[1])
 
 
 def fwd(
@@ -525,7 +535,7 @@ def fwd(
 
     def config() -> dict[str, Any]:
         key = f"{dtype_name(q)}{' ' + kind if kind else ''} {bm}x{bd}"
-        return tuning.config(gpu, "decode_attention", "fwd", key, partial(rule, gpu, half * bits, bm, bd), space)
+        return tuning.config(gpu, "decode_attention", "fwd", key, partial(rule, gpu, bd * bits, bm, bd), space)
 
     rules = Rules(
         D, 0 if cos is None else cos.shape[1], interleaved, kind, k_scale is not None and k_scale.dim() == 3,
@@ -535,48 +545,18 @@ def fwd(
     results = Results(o, lse, pieces)
     tokens = Tokens(lengths, block_table, 0 if block_table is None else block_table.stride(0), most)
     numbers = Numbers(S, shared, group, parts, scale if softcap else scale * LOG2E, softcap, left)
-    launch(
-        _attend,
-        (parts * turns, triton.cdiv(rows, bm)),
+    given = (
         results,
         Queries(q, sinks, tree, q.stride()[:3], None if tree is None else tree.stride()[:2]),
         Cached(k_codes, k_scale, k_zero, k_cache.stride()[:3], _three(k_scale), _three(k_zero)),
         Cached(v_codes, v_scale, v_zero, v_cache.stride()[:3], _three(v_scale), _three(v_zero)),
         tokens,
-        New(
-            k,
-            v,
-            cos,
-            sin,
-            positions,
-            None if k is None else k.stride()[:3],
-            None if v is None else v.stride()[:3],
-            0 if cos is None else cos.stride(0),
-            0 if positions is None else positions.stride(0),
-            0 if cos is None else cos.shape[0],
-        ),  # fmt: skip
+        _new(k, v, cos, sin, positions),
         numbers,
-        config=config,
-        key=("decode", bm),
-        RULES=rules,
-        BM=bm,
-        BS=16,
-        BD=bd,
     )
+    grid, tile = (parts * turns, triton.cdiv(rows, bm)), {"BM": bm, "BS": 16, "BD": bd}
+    launch(_attend, grid, *given, config=config, key=("decode", bm), RULES=rules, **tile)
     if pieces is not None:
-        bn = config()["BN"]
-        launch(
-            _combine,
-            (turns * rows,),
-            results,
-            sinks,
-            tokens,
-            numbers,
-            APPENDED=k is not None,
-            RULES=rules._replace(PDL=second["PDL"]),
-            BN=bn,
-            BD=triton.next_power_of_2(D),
-            SOME=16,
-            num_warps=4,
-            **({"launch_pdl": True} if second["PDL"] else {}),
-        )
+        facts = {"APPENDED": k is not None, "RULES": rules, "BN": config()["BN"], "BD": triton.next_power_of_2(D)}
+        facts |= {"SOME": 16, "num_warps": 4} | {n: v for n, v in second.items() if n == "launch_pdl"}
+        launch(_combine, (turns * rows,), results, sinks, tokens, numbers, **facts)
