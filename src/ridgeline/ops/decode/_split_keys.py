@@ -25,7 +25,7 @@ from ridgeline.ops.decode._cache import capacity, kind_of
 from ridgeline.tiles.float8 import decoded, encoded
 
 LOG2E = 1.4426950408889634
-LEAST, MOST, GRAIN = 256, 128, 128  # parts hold at least and a multiple of so many keys; the most parts of a sequence
+LEAST, MOST = 256, 128  # parts hold at least so many keys; the most parts of a sequence
 FIXED = 64  # parts of a long sequence if they may depend on its own length only
 
 
@@ -152,20 +152,37 @@ def _where(cache, tokens, b, h, n, known, RULES: tl.constexpr):
 
 
 @triton.jit
+def _whole(u, OFFSET: tl.constexpr, BITS: tl.constexpr, TO: tl.constexpr):
+    """Bytes u, of which BITS bits are used, minus OFFSET, in a floating dtype.
+
+    The bits of u become the last bits of a power of two's mantissa, which is quicker than to convert integers."""
+    if TO == tl.bfloat16 and BITS < 8:
+        return (u.to(tl.uint16) | 0x4300).to(tl.bfloat16, bitcast=True) - (128.0 + OFFSET)
+    elif TO == tl.float16:
+        return (u.to(tl.uint16) | 0x6400).to(tl.float16, bitcast=True) - (1024.0 + OFFSET)
+    else:
+        return ((u.to(tl.uint32) | 0x4B000000).to(tl.float32, bitcast=True) - (8388608.0 + OFFSET)).to(TO)
+
+
+@triton.jit
 def _stored(cache, at, known, RULES: tl.constexpr, BD: tl.constexpr, TO: tl.constexpr):
-    """The numbers of a tile of keys as they are stored, in a dtype for products: one tile or, of int4, two."""
+    """The numbers of a tile of keys as they are stored, in a dtype for products: one tile or, of int4, two.
+
+    Rows and columns that are not known hold any finite number: q or p is 0 there."""
     d = tl.arange(0, BD)
     width: tl.constexpr = RULES.D // 2 if RULES.KIND == "int4" else RULES.D
     raw = tl.load(cache.data + at[:, None] + d[None, :], mask=known[:, None] & (d < width)[None, :], other=0.0)
     if RULES.KIND == "int4":
-        shift: tl.constexpr = 8 if cache.zero is None else 0
-        low = ((raw & 15).to(tl.int8) - shift).to(TO)
-        high = ((raw >> 4).to(tl.int8) - shift).to(TO)
-        inside = known[:, None] & (d < width)[None, :]
-        return tl.where(inside, low, 0.0).to(TO), tl.where(inside, high, 0.0).to(TO)
-    if RULES.KIND == "float8":
-        raw = decoded(raw, RULES.NATIVE)
-    return raw.to(TO), raw.to(TO)
+        shift: tl.constexpr = 8.0 if cache.zero is None else 0.0
+        return _whole(raw & 15, shift, 4, TO), _whole(raw >> 4, shift, 4, TO)
+    elif RULES.KIND == "int8":
+        made = _whole(raw.to(tl.uint8, bitcast=True) ^ 128, 128.0, 8, TO)
+        return made, made
+    elif RULES.KIND == "float8":
+        made = decoded(raw, RULES.NATIVE).to(TO)
+        return made, made
+    else:
+        return raw.to(TO), raw.to(TO)
 
 
 @triton.jit
@@ -205,7 +222,7 @@ def _absorb(state, x, v, v2, s, z, RULES: tl.constexpr):
     rescale = tl.exp2(row_max - base)
     row_sum = row_sum * rescale + tl.sum(p, 1)
     if RULES.KIND != "":
-        p = tl.where(s[None, :] == 0.0, 0.0, p * s[None, :])
+        p *= s[None, :]
         offset = offset * rescale + tl.sum(p * z[None, :], 1)
     acc = tl.dot(p.to(v.dtype), v, acc * rescale[:, None], input_precision=RULES.PRECISION)
     if RULES.KIND == "int4":
@@ -269,8 +286,6 @@ def _append(cache, tokens, b, h, n, known, x, x2, RULES: tl.constexpr, BD: tl.co
         else:
             tl.store(to, y.to(cache.data.dtype.element_ty), mask=inside)
             x, x2 = y.to(TO), y2.to(TO)
-        inner = known[:, None] & (d < width)[None, :]
-        x, x2 = tl.where(inner, x, 0.0).to(TO), tl.where(inner, x2, 0.0).to(TO)
         s = tl.where(known, s, 0.0)
     return x, x2, s, z
 
@@ -472,10 +487,12 @@ def _combine(
 
 
 def parts_of(multiprocessors: int, turns: int, keys: int, invariant: bool) -> int:
-    """How many parts the keys of a sequence have at most: two programs per multiprocessor together."""
+    """How many parts the keys of a sequence have at most: one program per multiprocessor, or two if there are too many
+    sequences and heads for two parts each."""
     if invariant:
         return min(FIXED, max(1, triton.cdiv(keys, LEAST)))
-    return max(1, min(2 * multiprocessors // max(turns, 1), keys // LEAST, MOST))
+    share = multiprocessors // max(turns, 1)
+    return max(1, min(share if share > 1 else 2 * multiprocessors // max(turns, 1), keys // LEAST, MOST))
 
 
 def rule(gpu: device.Device, size: int, rows: int, width: int) -> tuning.Config:
