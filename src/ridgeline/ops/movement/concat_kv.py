@@ -134,8 +134,7 @@ CONCAT_KV = Op(
         _case("64x1 of 8192x8x128", (64, 1, 8, 128), 8192, dtypes=("bfloat16",), use="bench"),
     ],
 )
-# Nothing is computed, so a cache may have any of these dtypes.
-COPIED = (*FLOATS, "int8", "uint8", "float8_e4m3fn")
+COPIED = (*FLOATS, "int8", "uint8", "float8_e4m3fn")  # nothing is computed
 
 
 def _cuda(name: str, idea: str, launcher: Any, supports: Any, **facts: Any) -> None:
