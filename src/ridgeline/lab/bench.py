@@ -12,7 +12,7 @@ from dataclasses import dataclass, field, replace
 from functools import partial
 from typing import TYPE_CHECKING, Any
 
-from ridgeline.lab import units
+from ridgeline.lab import model_bench, units
 from ridgeline.lab.check import (
     check_row,
     choice,
@@ -482,11 +482,14 @@ def arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument(
         "--budget", type=float, metavar="SECONDS", help="seconds of timing per case, dtype and direction"
     )
+    model_bench.arguments(parser)
 
 
 def main(options: argparse.Namespace) -> int:
     if options.merge:
         return merge_files(options)
+    if options.model is not None:
+        return model_bench.main(options)
     device = default_device(options.device)
     names = ("quick", "grid", "peers", "budget", "impl", "without", "case", "dtype", "record", "counters", "commit")
     chosen = {name: getattr(options, name) for name in names}
