@@ -530,7 +530,7 @@ def tell(merge: Merge) -> None:
     from ridgeline.lab.compare import compare, listing
 
     def counted(rows: list[Row]) -> str:
-        ops = [row["op"] for row in rows]
+        ops = [row.get("op") or row["model"] for row in rows]
         return f"{len(rows)} ({', '.join(f'{op} {ops.count(op)}' for op in dict.fromkeys(ops))})" if ops else "none"
 
     out = Console(stderr=True)

@@ -23,6 +23,7 @@ ROUNDS = 6  # the fewest whose least and most are a 95% interval of the median
 STEPS = 24
 APART = 2  # rounds where each starts the processes anew
 PATIENCE = 300  # seconds that one command may take
+GRACE = 5  # seconds in which a process that was hung up on ends by itself
 CONTEXT = 1.2e9  # bytes of the GPU that a process takes beyond its tensors
 FULL = 0.94  # share of the GPU's memory that is planned with
 HOST_SHARE = 0.6  # share of the host's memory that parked processes may take
@@ -33,18 +34,20 @@ class Process:
     """A variant's process, its answers, and the row that becomes of it. `status` is "ok" while it can go on."""
 
     def __init__(self, task: Task):
-        self.task, self.status = task, "ok"
-        self.reason: str | None = None
+        self.task = task
+        self.reason: str | None
         self.found: Row = {}
         self.rounds: list[Row] = []
         self.start()
 
     def start(self) -> None:
+        """Starts a process, also in place of one that has ended, and lets it import what it needs."""
         from ridgeline.lab.model_worker import serve
 
+        self.status, self.reason = "ok", None
         context = get_context("spawn")
         self.connection, theirs = context.Pipe()
-        self.process = context.Process(target=serve, args=(theirs, self.task), daemon=True)
+        self.process = context.Process(target=serve, args=(theirs, self.task))
         self.process.start()
         theirs.close()
         self.send("imports")
@@ -81,19 +84,20 @@ class Process:
         return value if status == "ok" else None
 
     def end(self) -> None:
-        """Ends the process, whatever it does, and waits until its memory is free."""
+        """Hangs up, upon which the process ends, or is ended; then its memory is free."""
         self.connection.close()
+        self.process.join(GRACE)
         if self.process.is_alive():
             self.process.terminate()
-            self.process.join(5)
+            self.process.join(GRACE)
             self.process.kill()
         self.process.join()
 
 
 def imported(processes: list[Process]) -> None:
     """Takes the answers to the first command, with which every process starts."""
-    for process in processes:
-        status, value = process.receive() if process.status == "ok" else ("", None)
+    for process in able(processes):
+        status, value = process.receive()
         process.found |= value if status == "ok" else {}
 
 
@@ -136,10 +140,17 @@ def prepare(processes: list[Process]) -> bool:
             del open_[connection]
             owner = None if process is owner else owner
             process.found |= value if status == "ok" else {}
-            parked = parked or status == "oom" or not fits(processes)
-            for other in able(processes) if parked else []:
-                if "losses" in other.found:
-                    other.ask("park")
+            ready_ones = [p for p in able(processes) if "losses" in p.found]
+            again = status == "oom" and not parked and bool(ready_ones)
+            parked = parked or again or not fits(processes)
+            for other in ready_ones if parked else []:
+                other.ask("park")
+            if again:  # once more, with the others parked
+                process.start()
+                imported([process])
+                build([process])
+                process.send("prepare")
+                open_[process.connection] = process
         if owner is None and waiting:
             owner = min(waiting, key=lambda p: order.index(p))
             waiting.remove(owner)
@@ -179,7 +190,7 @@ def turn(process: Process, steps: int, warm: int, parked: bool) -> None:
 
 def detail(process: Process, parked: bool) -> None:
     """The host time and the profile of a variant. They are left out, with the reason, if they fail."""
-    for command in ("host", "profile"):
+    for command in ("host", "profile", "small")[: 2 + process.task.small]:
         before = process.status
         if found := process.ask(command):
             process.found |= found
@@ -221,11 +232,12 @@ def together(processes: list[Process], steps: int, report: Callable[[str], None]
 
 def apart(processes: list[Process], steps: int, report: Callable[[str], None], emit: Callable[..., None]) -> None:
     """One process is alive at a time, in repeated rounds. Losses are compared in the first round."""
-    for process in able(processes):
+    for process in processes:
         process.end()
+    order = sorted(able(processes), key=lambda p: REFERENCES.index(p.task.variant))
     rounds = min(APART, steps)
     for number in range(rounds):
-        for process in able(processes):
+        for process in able(order):
             report(f"round {number + 1} of {rounds}: {process.task.label}")
             process.start()
             imported([process])
@@ -247,10 +259,12 @@ def record(tasks: list[Task], roof: Callable[[], Row], steps: int, report: Calla
     A row may be written twice; the later one, which has the profile too, replaces the earlier. roof: measures the
     machine's roof, while the processes import.
     """
+    gpu = tasks[0].device.startswith("cuda")
+    report("the roof")
+    limits = {} if gpu else roof()  # on a CPU nothing else may run meanwhile
     processes = [Process(task) for task in tasks]
     try:
-        report("the roof")
-        limits = roof()
+        limits = limits or roof()
         write({"type": "roof", **limits})
         imported(processes)
 
@@ -268,6 +282,8 @@ def record(tasks: list[Task], roof: Callable[[], Row], steps: int, report: Calla
             if process.status != "ok":
                 emit(process)
     finally:
+        for process in processes:
+            process.connection.close()
         for process in processes:
             process.end()
 
@@ -361,6 +377,8 @@ def chosen(options: argparse.Namespace, device: str) -> list[Task]:
         raise RidgelineError(f"--model measures whole steps and does not take {', '.join([*options.ops, *taken])}")
     if options.graph and not device.startswith("cuda"):
         raise RidgelineError("--graph needs a GPU")
+    if options.graph and options.small:
+        raise RidgelineError("--small measures steps that the host enqueues one by one, so it does not go with --graph")
     if options.record and options.model not in SIZES:
         raise RidgelineError(f"--record keeps steps of the sizes {', '.join(SIZES)} alone, and not of a folder's model")
     if find_spec("transformers") is None:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import re
 from collections.abc import Iterator
+from functools import cache
 from typing import Any
 
 KINDS = ("products", "attention", "norms", "loss", "optimizer", "elementwise", "rest")
@@ -33,11 +34,12 @@ RULES = tuple(
 OWN = re.compile(r"ridgeline::(\w+?)(?:_fwd|_bwd)?(?=/|$)")
 
 
+@cache
 def kind(name: str, owner: str) -> str:
     """The kind of work of a kernel. owner: the operators that it runs in, the outermost first, joined by "/"."""
     if found := OWN.findall(owner):
         return _own(found[-1], name)
-    return next((kind for kind, o, n in RULES if o.search(owner) and n.search(name)), "rest")
+    return next((what for what, o, n in RULES if o.search(owner) and n.search(name)), "rest")
 
 
 def _own(op: str, name: str) -> str:
@@ -56,22 +58,14 @@ def kernels(events: Any) -> list[dict[str, Any]]:
 
     events: torch.profiler's events of one step. Kernels that no operator is known to have started have the owner "".
     """
-    found: dict[tuple[str, str], list[float]] = {}
+    found: dict[tuple[str, str, str], dict[str, Any]] = {}
     for name, owner, micro in _linked(events):
-        line = found.setdefault((name, owner), [0, 0.0])
-        line[0] += 1
-        line[1] += micro * 1e-6
-    rows = [
-        {"name": name, "owner": owner.rpartition("/")[2], "kind": kind(name, owner), "calls": calls, "seconds": seconds}
-        for (name, owner), (calls, seconds) in found.items()
-    ]
-    merged: dict[tuple[str, str, str], dict[str, Any]] = {}
-    for row in rows:
-        first = merged.setdefault((row["name"], row["owner"], row["kind"]), row)
-        if first is not row:
-            first["calls"] += row["calls"]
-            first["seconds"] += row["seconds"]
-    return sorted(merged.values(), key=lambda row: -row["seconds"])
+        place = name, owner.rpartition("/")[2], kind(name, owner)
+        fresh = {**dict(zip(("name", "owner", "kind"), place, strict=True)), "calls": 0, "seconds": 0.0}
+        line = found.setdefault(place, fresh)
+        line["calls"] += 1
+        line["seconds"] += micro * 1e-6
+    return sorted(found.values(), key=lambda line: -line["seconds"])
 
 
 def _linked(events: Any) -> Iterator[tuple[str, str, float]]:

@@ -71,11 +71,15 @@ VARIANTS = {
     "compile": "torch.compile of the model, with torch's fused AdamW",
     "eager": "the model as transformers makes it, with torch's fused AdamW",
 }
-LEARNING = {"lr": 1e-3, "betas": (0.9, 0.95), "weight_decay": 0.1}  # moves bfloat16 weights from the first step on
+LEARNING: Row = {"lr": 1e-3, "betas": (0.9, 0.95), "weight_decay": 0.1}  # moves bfloat16 weights from the first step on
 
 
 class Missing(Exception):
-    """A variant cannot run: its package is not installed, or it does not support the model."""
+    """A variant cannot run. status: "skipped" if its package is not installed, else "unsupported"."""
+
+    def __init__(self, reason: str, status: str = "unsupported"):
+        super().__init__(reason)
+        self.status = status
 
 
 @dataclass(frozen=True)
@@ -114,7 +118,7 @@ def known(model: str) -> str:
 
 def configuration(model: str) -> Any:
     """transformers' configuration of a model."""
-    from transformers import AutoConfig  # type: ignore[import-not-found,unused-ignore]
+    from transformers import AutoConfig
 
     if model in SIZES:
         size = SIZES[model]
@@ -141,29 +145,30 @@ def tokens(task: Task, vocabulary: int, batch: int, seq: int) -> Any:
     return torch.randint(0, vocabulary, (batch, seq), generator=dice).to(task.device)
 
 
-def varied(task: Task, model: Any) -> tuple[Any, Any]:
-    """The variant's model and its optimizer. Raises Missing if the variant cannot run here."""
+def varied(task: Task, model: Any) -> tuple[Any, Any, str | None]:
+    """The variant's model, its optimizer, and what hf.patch reports. Raises Missing if the variant cannot run here."""
     import torch
 
+    report = None
     if task.variant == "liger":
         _liger(model)
     elif task.variant == "ridgeline":
         if find_spec("ridgeline.hf") is None:
-            raise Missing("this Ridgeline has no module ridgeline.hf")
-        import_module("ridgeline.hf").patch(model, memory=task.memory)
+            raise Missing("this Ridgeline has no module ridgeline.hf", "skipped")
+        report = str(import_module("ridgeline.hf").patch(model, memory=task.memory))
     parameters = list(model.parameters())
-    capturable = {"capturable": True} if task.graph else {}
+    how: Row = LEARNING | ({"capturable": True} if task.graph else {})
     if task.variant == "ridgeline":
         from ridgeline.optim import AdamW
 
-        return model, AdamW(parameters, **LEARNING, **capturable)
-    optimizer = torch.optim.AdamW(parameters, fused=True, **LEARNING, **capturable)  # type: ignore[arg-type]
-    return (torch.compile(model) if task.variant == "compile" else model), optimizer
+        return model, AdamW(parameters, **how), report
+    optimizer = torch.optim.AdamW(parameters, fused=True, **how)
+    return (torch.compile(model) if task.variant == "compile" else model), optimizer, report
 
 
 def _liger(model: Any) -> None:
     if find_spec("liger_kernel") is None:
-        raise Missing("the package liger_kernel is not installed (pip install liger-kernel)")
+        raise Missing("the package liger_kernel is not installed (pip install liger-kernel)", "skipped")
     appliers = import_module("liger_kernel.transformers.monkey_patch").MODEL_TYPE_TO_APPLY_LIGER_FN
     kind = model.config.model_type
     if kind not in appliers:
@@ -197,7 +202,7 @@ def work(model: Any, batch: int, seq: int) -> Row:
     loss 4 per class and token; the table of embeddings 4 per weight, and 10 per feature and token; AdamW 14 per weight.
     """
     c, count = model.config, batch * seq
-    weights = {name: p for name, p in model.named_parameters()}
+    weights = dict(model.named_parameters())
     parameters = sum(p.numel() for p in weights.values())
     chosen = getattr(c, "num_experts_per_tok", None) or 0
     experts = sum(p.numel() for name, p in weights.items() if p.dim() == 3)

@@ -51,13 +51,20 @@ def _milli(seconds: float) -> str:
 def _figures(out: Any, title: str, rows: list[Row]) -> None:
     from rich.text import Text
 
-    made = table(title, ["variant"], ["step", "tokens/s", "95% interval", "of floor", "lasting", "peak", "host", "1x512"])
+    made = table(
+        title, ["variant"], ["step", "tokens/s", "95% interval", "of floor", "lasting", "peak", "host", "1x512"]
+    )
     best = min(row["seconds"]["median"] for row in rows)
     for row in rows:
         rate, small = row["tokens_per_second"], row.get("host_small_us")
         host = [figure(us, lambda us: f"{us / 1e3:.1f} ms") for us in (row.get("host_us"), small)]
         cells = [timing(row["seconds"]), f"{rate['median']:,.0f}", f"{rate['low']:,.0f} to {rate['high']:,.0f}"]
-        cells += [units.percent(row["share"]), units.percent(row["share_lasting"]), units.size(row["peak_bytes"]), *host]
+        cells += [
+            units.percent(row["share"]),
+            units.percent(row["share_lasting"]),
+            units.size(row["peak_bytes"]),
+            *host,
+        ]
         made.add_row(Text(row["variant"]), *cells, style="green" if row["seconds"]["median"] == best else "")
     out.print(made)
     least = rows[0]["floor"]

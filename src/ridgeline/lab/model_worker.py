@@ -33,6 +33,7 @@ class Session:
         self.task, self.gpu = task, task.device.startswith("cuda")
         self.copies: list[tuple[Any, Any]] = []  # storages that are parked in turn, and their place on the host
         self.parked = False
+        self.least = PARKED
 
     def imports(self) -> dict[str, Any]:
         """Imports what building needs, without touching the GPU. Returns versions, and how much there is of what."""
@@ -61,11 +62,11 @@ class Session:
         model = model_step.plain(task)
         least = model_step.work(model, task.batch, task.seq)
         self.vocabulary = model.config.vocab_size
-        self.model, self.optimizer = model_step.varied(task, model)
+        self.model, self.optimizer, patched = model_step.varied(task, model)
         self.ids = model_step.tokens(task, self.vocabulary, task.batch, task.seq)
         self.step = model_step.stepper(self.model, self.optimizer, self.ids)
         total = torch.cuda.get_device_properties(0).total_memory if self.gpu else 0
-        return {"work": least, "total_bytes": total}
+        return {"work": least, "total_bytes": total, "patched": patched}
 
     def prepare(self, turn: Callable[[], None]) -> dict[str, Any]:
         """Makes the first steps. Returns their losses, the peak of memory, and what stays between turns.
@@ -134,16 +135,19 @@ class Session:
         return found
 
     def host(self) -> dict[str, Any]:
-        """The host's seconds per step: until it is enqueued, after the queue has run empty."""
+        """The host's microseconds per step: until it is enqueued, after the queue has run empty."""
         self.back()
         found = {"host_us": _host(self.step, self.gpu)}
-        if self.task.small:
-            from ridgeline.lab import model_step
+        self._release()
+        return found
 
-            if self.task.graph:
-                raise Missing("--small measures a step without a CUDA graph")
-            ids = model_step.tokens(self.task, self.vocabulary, *SMALL)
-            found["host_small_us"] = _host(model_step.stepper(self.model, self.optimizer, ids), self.gpu)
+    def small(self) -> dict[str, Any]:
+        """The same for a step so small that the GPU waits for the host."""
+        from ridgeline.lab import model_step
+
+        self.back()
+        ids = model_step.tokens(self.task, self.vocabulary, *SMALL)
+        found = {"host_small_us": _host(model_step.stepper(self.model, self.optimizer, ids), self.gpu)}
         self._release()
         return found
 
@@ -168,12 +172,12 @@ class Session:
         """Moves weights and moments to the host's memory, so that others have the GPU's. `back` undoes it."""
         import torch
 
-        if self.gpu and not self.parked:
-            self.copies = self.copies or [(s, torch.empty(s.nbytes(), dtype=torch.uint8, pin_memory=True))
+        if not self.parked:
+            self.copies = self.copies or [(s, torch.empty(s.nbytes(), dtype=torch.uint8, pin_memory=self.gpu))
                                           for s in self._storages()]  # fmt: skip
             for storage, kept in self.copies:
                 kept.copy_(_bytes(storage), non_blocking=True)
-            torch.cuda.synchronize()
+            _synchronize(self.gpu)
             for storage, _ in self.copies:
                 storage.resize_(0)
             self.parked = True
@@ -193,9 +197,9 @@ class Session:
         import torch
 
         states = [t for state in self.optimizer.state.values() for t in state.values() if isinstance(t, torch.Tensor)]
-        tensors = [t for t in (*self.model.parameters(), *self.model.buffers(), *states) if t.is_cuda]
+        tensors = [t for t in (*self.model.parameters(), *self.model.buffers(), *states) if t.is_cuda == self.gpu]
         found = {t.untyped_storage().data_ptr(): t.untyped_storage() for t in tensors}
-        return [storage for storage in found.values() if storage.nbytes() >= PARKED]
+        return [storage for storage in found.values() if storage.nbytes() >= self.least]
 
     def _release(self) -> None:
         gc.collect()
@@ -300,7 +304,9 @@ def answer(session: Session, command: str, arguments: dict[str, Any]) -> tuple[s
         return "ok", getattr(session, command)(**arguments)
     except torch.OutOfMemoryError:
         return "oom", _full()
-    except (Missing, RidgelineError) as error:
+    except Missing as error:
+        return error.status, str(error)
+    except RidgelineError as error:
         return "unsupported", str(error)
     except Exception as error:  # whatever a peer or a model raises is its row's reason, and the others go on
         return "wrong", f"it raised {_sentence(error)}"
