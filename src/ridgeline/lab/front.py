@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
-from ridgeline.lab import units
+from collections.abc import Sequence
+
+from ridgeline.lab import model_table, units
 from ridgeline.lab.results import Work
 from ridgeline.lab.served import PEERS, Comparison, Row, comparisons, geometric_mean, largest, serving
 from ridgeline.op import Op, RidgelineError
@@ -71,12 +73,14 @@ def _figures(compared: Comparison | None) -> list[str]:
     return [units.seconds(compared.ours["seconds"]["median"]), f"{compared.ours['share']:.2f}", against]
 
 
-def headline(found: dict[Work, list[Row]], ops: dict[str, Op], gpu: str) -> str:
+def headline(found: dict[Work, list[Row]], ops: dict[str, Op], gpu: str, models: Sequence[Row] = ()) -> str:
     """Three Markdown bullets, each a figure with its condition: attention, the loss, and the loss's memory.
 
+    models: rows of whole training steps; if they hold one with a peer, a fourth bullet comes first.
     Raises RidgelineError if a figure's rows are missing.
     """
-    lines = [_attention(found, ops), _loss(found, ops), _memory(found, ops)]
+    step = model_table.headline([*models])
+    lines = [*([step] if step else []), _attention(found, ops), _loss(found, ops), _memory(found, ops)]
     return f"Measured on one {gpu} in bfloat16:\n\n" + "\n".join(f"- {line}" for line in lines) + "\n"
 
 

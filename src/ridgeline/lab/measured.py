@@ -6,7 +6,7 @@ from collections.abc import Iterable
 from itertools import groupby
 from pathlib import Path
 
-from ridgeline.lab import roofline, units, verdict
+from ridgeline.lab import model_table, roofline, units, verdict
 from ridgeline.lab.results import Work, works
 from ridgeline.lab.served import KERNELS, Row, known, serving
 from ridgeline.op import Op
@@ -15,6 +15,12 @@ DIRECTIONS = ("forward", "backward", "both")
 ROOF = (
     "*Roof*: the fastest possible time at the bandwidth and FLOP/s that the same run measured. "
     "*Share*: that time divided by the actual one."
+)
+
+STEPS = (
+    "Forward, loss, backward and AdamW of Hugging Face models with random weights, in bfloat16 with bfloat16 moments. "
+    "*Of floor*: the fastest possible time at the measured roof, divided by the step's; *lasting*: the same at the "
+    "rate of matrix products that the GPU keeps up for seconds. *Host*: the time to enqueue a step."
 )
 
 
@@ -40,6 +46,8 @@ def page(path: Path, rows: list[Row], ops: dict[str, Op], others: dict[str, str]
         "## Contents",
         contents(timed),
     ]
+    if steps := model_table.markdown(verdict.of(rows, "model")):
+        text += ["## Whole training steps", STEPS, steps]
     for family, members in families(timed):
         text.append(f"## {family.capitalize()} family")
         for op in members:

@@ -58,10 +58,10 @@ class Process:
         except (BrokenPipeError, OSError):
             self.fail("wrong", "its process has ended")
 
-    def receive(self) -> tuple[str, Any]:
-        """The next message; a status other than "ok" and "turn" ends the process."""
+    def receive(self, patience: float = PATIENCE) -> tuple[str, Any]:
+        """The next message; a status other than "ok" and "turn" ends the process, as does waiting in vain."""
         try:
-            if not self.connection.poll(PATIENCE):
+            if not self.connection.poll(patience):
                 return self.fail("wrong", f"its process gave no answer in {PATIENCE} s")
             status, value = self.connection.recv()
         except (EOFError, OSError):
@@ -130,10 +130,11 @@ def prepare(processes: list[Process]) -> bool:
         process.send("prepare")
     open_ = {process.connection: process for process in able(order)}
     while open_:
-        ready = wait(list(open_), timeout=PATIENCE) or list(open_)
-        for process in [open_[connection] for connection in ready]:  # type: ignore[index]
+        ready = wait(list(open_), timeout=PATIENCE)
+        late = [] if ready else [connection for connection, p in open_.items() if p not in waiting]
+        for process in [open_[connection] for connection in ready or late]:  # type: ignore[index]
             connection = process.connection
-            status, value = process.receive()
+            status, value = process.receive(PATIENCE if ready else 0)
             if status == "turn":
                 waiting.append(process)
                 continue

@@ -8,6 +8,7 @@ from ridgeline.lab import units
 from ridgeline.lab.tables import console, figure, table, timing
 
 Row = dict[str, Any]
+PEERS = {"liger": "Liger", "compile": "torch.compile", "eager": "plain transformers"}
 LONGEST = 8  # kernels that are listed of a variant
 
 
@@ -44,6 +45,51 @@ def show(rows: list[Row]) -> None:
             _kernels(out, row)
 
 
+HEADS = ("step", "tokens/s", "95% interval", "of floor", "lasting", "peak", "host")
+
+
+def cells(row: Row) -> list[str]:
+    """A timed row's figures as text, in the order of HEADS."""
+    rate = row["tokens_per_second"]
+    made = [timing(row["seconds"]), f"{rate['median']:,.0f}", f"{rate['low']:,.0f} to {rate['high']:,.0f}"]
+    made += [units.percent(row["share"]), units.percent(row["share_lasting"]), units.size(row["peak_bytes"])]
+    return [*made, figure(row.get("host_us"), lambda us: units.seconds(us / 1e6))]
+
+
+def timed(rows: list[Row]) -> dict[str, list[Row]]:
+    """The timed rows of each model, batch and sequence length, fastest first, by a title."""
+    found: dict[str, list[Row]] = {}
+    for row in newest(rows):
+        if row["status"] == "ok" and row.get("seconds"):
+            found.setdefault(f"{row['title']}, {row['batch']} x {row['seq']} tokens", []).append(row)
+    return {title: sorted(some, key=lambda row: row["seconds"]["median"]) for title, some in found.items()}
+
+
+def markdown(rows: list[Row]) -> str:
+    """Markdown tables of whole training steps, one for each model and batch; empty if none was timed."""
+    text = []
+    for title, some in timed(rows).items():
+        text += [f"### {title}", ""]
+        text += [f"| variant | {' | '.join(HEADS)} |", f"|---|{'--:|' * len(HEADS)}"]
+        text += [f"| {row['variant']} | {' | '.join(cells(row))} |" for row in some] + [""]
+    return "\n".join(text).strip()
+
+
+def headline(rows: list[Row]) -> str | None:
+    """A sentence on the first model whose step was timed for Ridgeline and a peer, or None."""
+    for title, some in timed(rows).items():
+        ours = next((row for row in some if row["variant"] == "ridgeline"), None)
+        peers = [(PEERS[row["variant"]], row) for row in some if row["variant"] in PEERS]
+        if ours and peers:
+            seconds, peak = ours["seconds"]["median"], units.size(ours["peak_bytes"])
+            said = [f"{units.times(row['seconds']['median'] / seconds)} as fast as {name}" for name, row in peers]
+            return (
+                f"**A training step of {title} runs at {ours['tokens_per_second']['median']:,.0f} tokens/s**: "
+                f"{', '.join(said)}. That is {units.percent(ours['share'])} of the floor, at a peak of {peak}."
+            )
+    return None
+
+
 def _milli(seconds: float) -> str:
     return units.digits(seconds * 1e3)
 
@@ -51,21 +97,12 @@ def _milli(seconds: float) -> str:
 def _figures(out: Any, title: str, rows: list[Row]) -> None:
     from rich.text import Text
 
-    made = table(
-        title, ["variant"], ["step", "tokens/s", "95% interval", "of floor", "lasting", "peak", "host", "1x512"]
-    )
+    made = table(title, ["variant"], [*HEADS, "1x512"])
     best = min(row["seconds"]["median"] for row in rows)
     for row in rows:
-        rate, small = row["tokens_per_second"], row.get("host_small_us")
-        host = [figure(us, lambda us: f"{us / 1e3:.1f} ms") for us in (row.get("host_us"), small)]
-        cells = [timing(row["seconds"]), f"{rate['median']:,.0f}", f"{rate['low']:,.0f} to {rate['high']:,.0f}"]
-        cells += [
-            units.percent(row["share"]),
-            units.percent(row["share_lasting"]),
-            units.size(row["peak_bytes"]),
-            *host,
-        ]
-        made.add_row(Text(row["variant"]), *cells, style="green" if row["seconds"]["median"] == best else "")
+        small = figure(row.get("host_small_us"), lambda us: units.seconds(us / 1e6))
+        style = "green" if row["seconds"]["median"] == best else ""
+        made.add_row(Text(row["variant"]), *cells(row), small, style=style)
     out.print(made)
     least = rows[0]["floor"]
     out.print(
