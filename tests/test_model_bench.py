@@ -243,24 +243,11 @@ def house(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     return tmp_path
 
 
-def model_rows(number: int, *variants: tuple[str, float], status: str = "ok") -> list[dict]:
-    """The rows of a recorded run with whole steps; the run is later the higher its number."""
-    facts = [row for row in fixture_rows.rows(seed=number, ops=()) if row["type"] in ("run", "roof")]
-    rows = []
-    for name, second in variants:
-        row = {"type": "model", "schema": store.SCHEMA, "run": facts[0]["run"], "model": "llama-1b", "batch": 4}
-        row |= {"title": "Llama 3.2 1B", "seq": 4096, "variant": name, "status": status, "reason": None}
-        row |= {"seconds": {"median": second, "low": 0.9 * second, "high": 1.1 * second}, "share": 0.2 / second}
-        row |= {"tokens_per_second": {"median": 16384 / second, "low": 15000.0, "high": 17000.0}}
-        row |= {"share_lasting": 0.22 / second, "peak_bytes": 27 * GIB, "host_us": 32000.0, "losses": [11.7, 11.2]}
-        row |= {"kinds": dict.fromkeys(model_kinds.KINDS, 0.01), "kernels": [], "launches": 9, "between": "on the GPU"}
-        rows.append(row | {"floor": {"products": 0.15, "attention": 0.02, "memory": 0.03, "seconds": 0.2,
-                                     "lasting": 0.22}})  # fmt: skip
-    return [*facts, *rows]
-
-
 def test_the_newest_row_of_each_variant_is_kept(house):
-    first, second = model_rows(0, ("ridgeline", 0.3), ("eager", 0.4)), model_rows(1, ("ridgeline", 0.25))
+    first, second = (
+        fixture_rows.steps(0, ("ridgeline", 0.3), ("eager", 0.4)),
+        fixture_rows.steps(1, ("ridgeline", 0.25)),
+    )
     results.merge(first)
     made = results.merge(second)
     assert [len(rows) for rows in (made.before, made.after, made.added, made.lost, made.left_out)] == [1, 1, 0, 0, 0]
@@ -275,7 +262,7 @@ def test_the_newest_row_of_each_variant_is_kept(house):
 
 
 def test_ops_and_steps_stand_in_one_file(house):
-    results.merge(model_rows(0, ("ridgeline", 0.3)))
+    results.merge(fixture_rows.steps(0, ("ridgeline", 0.3)))
     cases = fixture_rows.rows(seed=1, ops=("gelu",))
     made = results.merge(cases)
     kinds = {row["type"] for row in results.newest(made.path)}
@@ -284,14 +271,14 @@ def test_ops_and_steps_stand_in_one_file(house):
 
 
 def test_a_step_of_a_folder_s_model_is_not_kept(house):
-    rows = model_rows(0, ("ridgeline", 0.3), ("eager", 0.4))
+    rows = fixture_rows.steps(0, ("ridgeline", 0.3), ("eager", 0.4))
     rows[-1]["model"] = "tiny"
     made = results.merge(rows)
     assert [row["model"] for row in made.left_out] == ["tiny"]
 
 
 def test_a_timed_row_needs_its_figures(house):
-    rows = model_rows(0, ("ridgeline", 0.3))
+    rows = fixture_rows.steps(0, ("ridgeline", 0.3))
     del rows[-1]["seconds"]
     store.append(house / "a.jsonl", rows)
     with pytest.raises(RidgelineError, match="'seconds'"):
@@ -299,7 +286,7 @@ def test_a_timed_row_needs_its_figures(house):
 
 
 def test_the_table_shows_figures_and_reasons(capsys):
-    rows = [row for row in model_rows(0, ("ridgeline", 0.25), ("eager", 0.4)) if row["type"] == "model"]
+    rows = [row for row in fixture_rows.steps(0, ("ridgeline", 0.25), ("eager", 0.4)) if row["type"] == "model"]
     full = {"variant": "liger", "status": "oom", "reason": "it needs more memory than there is"}
     rows.append(rows[0] | full | {"seconds": None, "losses": None})
     model_table.show(rows)
@@ -310,7 +297,7 @@ def test_the_table_shows_figures_and_reasons(capsys):
 
 
 def test_the_pages_show_steps_only_if_there_are_some():
-    rows = [row for row in model_rows(0, ("ridgeline", 0.25), ("eager", 0.4)) if row["type"] == "model"]
+    rows = [row for row in fixture_rows.steps(0, ("ridgeline", 0.25), ("eager", 0.4)) if row["type"] == "model"]
     assert model_table.markdown([]) == ""
     assert "| ridgeline | 250 ms" in model_table.markdown(rows)
     said = model_table.headline(rows)

@@ -220,7 +220,7 @@ def _fault(row: Row) -> str | None:
             "matmul"
         ]
     elif kind in (*OPTIONAL, "model") and row["status"] == "ok":
-        figures = {"seconds": row.get("seconds")}
+        figures = {name: row.get(name) for name in ("seconds", *(["tokens_per_second"] if kind == "model" else []))}
         if not isinstance(row.get("share"), NUMBER):
             return "share"
     return next((name for name, figure in figures.items() if not _measured(figure)), None)
