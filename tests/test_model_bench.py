@@ -227,6 +227,18 @@ def test_kernels_are_summed_by_name_owner_and_kind():
     assert found["rest"] == pytest.approx(1e-6)
 
 
+@pytest.mark.kernels
+def test_the_profiler_is_told_the_names_of_ops(device):
+    import ridgeline
+
+    x = torch.randn(4, 8, device=device, requires_grad=True)
+    w = torch.ones(8, device=device, requires_grad=True)
+    with model_kinds.named(), torch.profiler.profile() as profiler:
+        ridgeline.rms_norm(x, w, impl="triton").sum().backward()
+    names = {event.name for event in profiler.events()}
+    assert {"ridgeline::rms_norm_fwd", "ridgeline::rms_norm_bwd"} <= names
+
+
 def test_the_lasting_rate():
     rate = model_bench.lasting("cpu", side=16, seconds=0.01)
     assert 0 < rate["low"] <= rate["median"] <= rate["high"]

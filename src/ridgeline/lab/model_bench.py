@@ -163,7 +163,7 @@ def fits(processes: list[Process]) -> bool:
     """Whether the GPU holds every process between its turns and, beside them, the largest step that was made."""
     found = [process.found for process in able(processes)]
     total = max((f.get("total_bytes", 0) for f in found), default=0)
-    held = sum(STATE * f["parameters"] + CONTEXT for f in found)
+    held = CONTEXT + sum(STATE * f["parameters"] + CONTEXT for f in found)  # the parent measured the roof
     most = max((f["reserved_bytes"] - STATE * f["parameters"] for f in found if "reserved_bytes" in f), default=0)
     return not total or held + most < FULL * total
 

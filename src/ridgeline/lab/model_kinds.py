@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import re
 from collections.abc import Iterator
+from contextlib import contextmanager
 from functools import cache
 from typing import Any
 
@@ -51,6 +52,19 @@ def _own(op: str, name: str) -> str:
     module = max((m for m in op_modules().items() if op.startswith(m[0])), key=lambda m: len(m[0]), default=None)
     family = module[1].split(".")[2] if module else ""
     return FAMILIES.get(family) or ("norms" if "norm" in op else "elementwise")
+
+
+@contextmanager
+def named() -> Iterator[None]:
+    """Inside, Ridgeline's ops go through PyTorch's dispatcher, which tells the profiler their names."""
+    from torch.utils._python_dispatch import TorchDispatchMode
+
+    class Passing(TorchDispatchMode):
+        def __torch_dispatch__(self, function: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+            return function(*args, **(kwargs or {}))
+
+    with Passing():
+        yield
 
 
 def kernels(events: Any) -> list[dict[str, Any]]:

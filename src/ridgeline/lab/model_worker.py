@@ -64,7 +64,7 @@ class Session:
         self.vocabulary = model.config.vocab_size
         self.model, self.optimizer, patched = model_step.varied(task, model)
         self.ids = model_step.tokens(task, self.vocabulary, task.batch, task.seq)
-        self.step = model_step.stepper(self.model, self.optimizer, self.ids)
+        self.step = self.single = model_step.stepper(self.model, self.optimizer, self.ids)
         total = torch.cuda.get_device_properties(0).total_memory if self.gpu else 0
         return {"work": least, "total_bytes": total, "patched": patched}
 
@@ -90,9 +90,12 @@ class Session:
         """Lets `turn` be called when the first compilation has ended, before what it made runs."""
         from torch._dynamo.callback import callback_handler
 
+        asked: list[bool] = []
+
         def once(*_: Any) -> None:
-            callback_handler.remove_end_callback(once)
-            turn()
+            if not asked:
+                asked.append(True)
+                turn()
 
         callback_handler.register_end_callback(once)
 
@@ -152,29 +155,30 @@ class Session:
         return found
 
     def profile(self) -> dict[str, Any]:
-        """The time of one step by kind of work, and its longest kernels."""
+        """The time of one step by kind of work, and its longest kernels. A captured step is profiled uncaptured."""
+        from contextlib import nullcontext
+
         import torch
         from torch.profiler import ProfilerActivity
 
         from ridgeline.lab import model_kinds
 
         self.back()
-        self.step()
-        _synchronize(self.gpu)
-        with torch.profiler.profile(activities=[ProfilerActivity.CPU] + [ProfilerActivity.CUDA] * self.gpu) as profiler:
-            self.step()
+        activities = [ProfilerActivity.CPU] + [ProfilerActivity.CUDA] * self.gpu
+        with model_kinds.named() if self.task.variant == "ridgeline" else nullcontext():
+            self.single()
             _synchronize(self.gpu)
+            with torch.profiler.profile(activities=activities) as profiler:
+                self.single()
+                _synchronize(self.gpu)
         self._release()
         lines = model_kinds.kernels(profiler.events())
         return {"kinds": model_kinds.by_kind(lines), "kernels": lines[:20], "launches": sum(x["calls"] for x in lines)}
 
     def park(self) -> dict[str, Any]:
         """Moves weights and moments to the host's memory, so that others have the GPU's. `back` undoes it."""
-        import torch
-
         if not self.parked:
-            self.copies = self.copies or [(s, torch.empty(s.nbytes(), dtype=torch.uint8, pin_memory=self.gpu))
-                                          for s in self._storages()]  # fmt: skip
+            self.copies = self.copies or [(storage, _on_host(storage, self.gpu)) for storage in self._storages()]
             for storage, kept in self.copies:
                 kept.copy_(_bytes(storage), non_blocking=True)
             _synchronize(self.gpu)
@@ -248,6 +252,16 @@ def _bytes(storage: Any) -> Any:
     import torch
 
     return torch.empty(0, dtype=torch.uint8, device=storage.device).set_(storage)
+
+
+def _on_host(storage: Any, gpu: bool) -> Any:
+    """Pinned memory on the host for a storage. It is pinned in place, since torch's allocator takes up to twice as much."""
+    import torch
+
+    room = torch.empty(storage.nbytes(), dtype=torch.uint8)
+    if gpu:
+        torch.cuda.check_error(int(torch.cuda.cudart().cudaHostRegister(room.data_ptr(), room.numel(), 0)))
+    return room
 
 
 def _synchronize(gpu: bool) -> None:
