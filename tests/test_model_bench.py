@@ -12,7 +12,7 @@ import pytest
 import torch
 
 import fixture_rows
-from ridgeline.lab import front, model_bench, model_kinds, model_step, model_table, results, store
+from ridgeline.lab import compare, front, model_bench, model_kinds, model_step, model_table, results, store
 from ridgeline.lab.model_step import Missing, Task
 from ridgeline.op import RidgelineError
 
@@ -268,6 +268,9 @@ def test_the_newest_row_of_each_variant_is_kept(house):
     assert {row["run"] for row in results.newest(made.path) if row["type"] == "roof"} == {
         row["run"] for row in kept.values()
     }
+    (change,) = [row for row in compare.compare(made.before, made.after) if row["op"] == "llama-1b"]
+    assert (change["case"], change["direction"], change["impl"]) == ("4x4096", "step", "ridgeline")
+    assert (change["gain"], change["change"]) == (pytest.approx(1.2), "same")
     again = results.merge(first)
     assert [row["variant"] for row in again.left_out] == ["ridgeline"]
     assert results.merge(second).path.read_bytes() == again.path.read_bytes()

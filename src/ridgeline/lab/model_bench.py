@@ -296,7 +296,7 @@ def row(process: Process, roof: Row) -> Row:
     task, found = process.task, process.found
     made: Row = {"type": "model", "model": name_of(task.model), "title": known(task.model), "batch": task.batch,
                  "seq": task.seq, "variant": task.label, "status": process.status, "reason": process.reason,
-                 "dtype": "bfloat16"}  # fmt: skip
+                 "dtype": "bfloat16", "tolerance": TOLERANCE}  # fmt: skip
     kept = ("parameters", "versions", "losses", "reference", "between", "host_us", "host_small_us", "kinds", "kernels",
             "launches", "undetailed", "patched")  # fmt: skip
     made |= {name: found[name] for name in kept if name in found}

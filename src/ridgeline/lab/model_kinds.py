@@ -32,6 +32,7 @@ RULES = tuple(
         ("elementwise", r"aten::|liger|autograd::", ""),
     )
 )
+MODE = "PythonDispatchMode"  # the profiler's name of what `named` adds between an operator and its kernel
 OWN = re.compile(r"ridgeline::(\w+?)(?:_fwd|_bwd)?(?=/|$)")
 
 
@@ -87,7 +88,7 @@ def _linked(events: Any) -> Iterator[tuple[str, str, float]]:
     devices = [e for e in events if "CPU" not in str(e.device_type) and not e.is_user_annotation]
     if not devices:
         for event in events:
-            if event.self_cpu_time_total > 0:
+            if event.self_cpu_time_total > 0 and event.name != MODE:
                 yield event.name, _path(event), event.self_cpu_time_total
         return
     left: dict[str, list[float]] = {}
@@ -106,7 +107,8 @@ def _linked(events: Any) -> Iterator[tuple[str, str, float]]:
 def _path(event: Any) -> str:
     names = []
     while event is not None:
-        names.append(event.name.removeprefix("autograd::engine::evaluate_function: ").replace("/", "|"))
+        if event.name != MODE:
+            names.append(event.name.removeprefix("autograd::engine::evaluate_function: ").replace("/", "|"))
         event = event.cpu_parent
     return "/".join(reversed(names))
 

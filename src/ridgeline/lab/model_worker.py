@@ -21,7 +21,7 @@ if TYPE_CHECKING:
     from multiprocessing.connection import Connection
 
 CHECKED = 5  # losses of the first steps that are compared between variants
-HOST_CALLS = 5
+HOST_CALLS = 3
 SMALL = (1, 512)  # batch and tokens of a step that leaves the GPU idle, for its host time
 PARKED = 1 << 20  # bytes; smaller tensors stay on the GPU
 
@@ -255,7 +255,7 @@ def _bytes(storage: Any) -> Any:
 
 
 def _on_host(storage: Any, gpu: bool) -> Any:
-    """Pinned memory on the host for a storage. It is pinned in place, since torch's allocator takes up to twice as much."""
+    """Memory on the host for a storage, pinned in place on a GPU: torch's allocator takes up to twice as much."""
     import torch
 
     room = torch.empty(storage.nbytes(), dtype=torch.uint8)

@@ -35,7 +35,8 @@ FIELDS: dict[str, dict[str, Any]] = {
     "bench": BENCH,
     "older": BENCH,
     "counter": {"status": str},
-    "model": dict.fromkeys(("model", "title", "variant", "status"), str) | dict.fromkeys(("batch", "seq"), int),
+    "model": dict.fromkeys(("model", "title", "variant", "dtype", "status"), str)
+    | dict.fromkeys(("batch", "seq"), int),
 }
 # Fields of a timed row that may be None; a row without one is read as if it held None.
 UNTIMED: Row = dict.fromkeys(
