@@ -23,6 +23,14 @@ WORK = {"parameters": 1000, "products": 10**9, "attention": 10**8, "bytes": {"ad
 GIB = 1 << 30
 
 
+@pytest.fixture
+def house(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    monkeypatch.setattr(store, "HOUSE", tmp_path)
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "cache"))
+    (tmp_path / "pyproject.toml").touch()
+    return tmp_path
+
+
 class Variants:
     """Stands in for the processes: threads that answer from a script. log: (variant, command) in the order of answers.
 
@@ -139,6 +147,23 @@ def test_what_fails_is_a_row_and_the_others_go_on(monkeypatch):
     assert rows["ridgeline"]["host_us"] == 900.0
 
 
+def test_losses_that_are_no_numbers(monkeypatch, house):
+    run = store.Run(dict.fromkeys(store.MACHINE))
+    lost = float("nan")
+    Variants(
+        monkeypatch,
+        liger={"prepare": ("ok", {"losses": [5.0, lost], "reserved_bytes": 0})},
+        ridgeline={"measure": ("ok", {"seconds": 0.1, "loss": lost, "peak_bytes": None})},
+    )
+    tasks = [Task("llama-1b", 2, 8, variant, "cpu") for variant in ("ridgeline", "liger", "eager")]
+    model_bench.record(tasks, lambda: ROOF, 6, lambda text: None, run.write)
+    rows = {row["variant"]: row for row in model_table.newest(store.load(run.path))}
+    assert rows["liger"]["losses"] == [5.0, None]
+    assert "its loss of step 2 is nan" in rows["liger"]["reason"]
+    assert (rows["ridgeline"]["status"], rows["eager"]["status"]) == ("wrong", "ok")
+    assert "not finite" in rows["ridgeline"]["reason"]
+
+
 def test_a_step_that_did_not_fit_beside_others_is_tried_with_them_parked(monkeypatch):
     variants = Variants(monkeypatch, liger={"prepare": ("oom", "it needs more memory than there is")})
     rows = measured()
@@ -247,14 +272,6 @@ def test_the_lasting_rate():
 # --- rows that are recorded
 
 
-@pytest.fixture
-def house(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
-    monkeypatch.setattr(store, "HOUSE", tmp_path)
-    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "cache"))
-    (tmp_path / "pyproject.toml").touch()
-    return tmp_path
-
-
 def test_the_newest_row_of_each_variant_is_kept(house):
     first, second = (
         fixture_rows.steps(0, ("ridgeline", 0.3), ("eager", 0.4)),
@@ -349,6 +366,22 @@ def test_options_become_tasks(monkeypatch, tmp_path):
         model_bench.chosen(options(model=str(tmp_path), record=True), "cpu")
     with pytest.raises(RidgelineError, match="--small .* --graph"):
         model_bench.chosen(options(graph=True, small=True), "cuda")
+
+
+def test_liger_is_applied_to_the_model_it_knows(monkeypatch):
+    applied = []
+    module = SimpleNamespace(MODEL_TYPE_TO_APPLY_LIGER_FN={"llama": lambda model: applied.append(model)})
+    monkeypatch.setattr(model_step, "find_spec", lambda name: object())
+    monkeypatch.setattr(model_step, "import_module", {"liger_kernel.transformers.monkey_patch": module}.get)
+    model = torch.nn.Linear(2, 2)
+    model.config = SimpleNamespace(model_type="llama")  # type: ignore[assignment]
+    made, optimizer, report = model_step.varied(Task("llama-1b", 1, 8, "liger", "cpu"), model)
+    assert (applied, made, report) == ([model], model, None)
+    assert type(optimizer) is torch.optim.AdamW
+    model.config.model_type = "other"
+    with pytest.raises(Missing, match="no kernels for the model type 'other'") as caught:
+        model_step.varied(Task("llama-1b", 1, 8, "liger", "cpu"), model)
+    assert caught.value.status == "unsupported"
 
 
 def test_peers_that_are_missing_say_how_to_install_them(monkeypatch):

@@ -121,6 +121,23 @@ def test_a_variant_that_went_away_and_came_back_learns_the_same(folder: str) -> 
         assert goes.measure(2, 1)["loss"] == stays.measure(2, 1)["loss"]
 
 
+def test_a_compiled_step_takes_the_turn_once_and_can_go_away(folder: str) -> None:
+    one, turns = session(folder, "compile"), []
+    one.least = 0
+    step, steps = one.step, []
+
+    def counted() -> torch.Tensor:
+        steps.append(len(turns))
+        return step()
+
+    one.step = counted
+    losses = one.prepare(lambda: turns.append(len(steps)))["losses"]
+    assert turns == [1], "the turn is asked for in the first step, and once"
+    assert losses == pytest.approx(session(folder).prepare(turn)["losses"], rel=2e-3)
+    one.park()
+    assert one.measure(1, 1)["loss"] < losses[-1]
+
+
 def test_a_measurement_and_a_profile(folder: str) -> None:
     one = session(folder)
     one.prepare(turn)

@@ -8,6 +8,7 @@ import sys
 import time
 from collections.abc import Callable
 from importlib.util import find_spec
+from math import isfinite
 from multiprocessing import get_context
 from typing import TYPE_CHECKING, Any
 
@@ -141,10 +142,10 @@ def prepare(processes: list[Process]) -> bool:
             del open_[connection]
             owner = None if process is owner else owner
             process.found |= value if status == "ok" else {}
-            ready_ones = [p for p in able(processes) if "losses" in p.found]
-            again = status == "oom" and not parked and bool(ready_ones)
+            idle = [p for p in able(processes) if "losses" in p.found]
+            again = status == "oom" and not parked and bool(idle)
             parked = parked or again or not fits(processes)
-            for other in ready_ones if parked else []:
+            for other in idle if parked else []:
                 other.ask("park")
             if again:  # once more, with the others parked
                 process.start()
@@ -165,7 +166,7 @@ def fits(processes: list[Process]) -> bool:
     total = max((f.get("total_bytes", 0) for f in found), default=0)
     held = CONTEXT + sum(STATE * f["parameters"] + CONTEXT for f in found)  # the parent measured the roof
     most = max((f["reserved_bytes"] - STATE * f["parameters"] for f in found if "reserved_bytes" in f), default=0)
-    return not total or held + most < FULL * total
+    return len(found) < 2 or not total or held + most < FULL * total
 
 
 def disagreement(processes: list[Process]) -> None:
@@ -300,6 +301,8 @@ def row(process: Process, roof: Row) -> Row:
     kept = ("parameters", "versions", "losses", "reference", "between", "host_us", "host_small_us", "kinds", "kernels",
             "launches", "undetailed", "patched")  # fmt: skip
     made |= {name: found[name] for name in kept if name in found}
+    if "losses" in made:
+        made["losses"] = [loss if isfinite(loss) else None for loss in made["losses"]]  # JSON has no other numbers
     if "work" in found:
         made["work"] = found["work"]
         made["floor"] = floor(found["work"], roof)
@@ -313,7 +316,7 @@ def row(process: Process, roof: Row) -> Row:
     made["peak_bytes"] = max((r["peak_bytes"] for r in process.rounds if r["peak_bytes"]), default=None)
     made["share"] = made["floor"]["seconds"] / seconds["median"]
     made["share_lasting"] = made["floor"]["lasting"] / seconds["median"]
-    if not all(abs(r["loss"]) < float("inf") for r in process.rounds):
+    if not all(isfinite(r["loss"]) for r in process.rounds):
         made |= {"status": "wrong", "reason": "its loss is not finite after the timed steps", "last_loss": None}
     return made
 

@@ -32,6 +32,7 @@ RULES = tuple(
         ("elementwise", r"aten::|liger|autograd::", ""),
     )
 )
+LONG = 120  # characters of a name that are kept
 MODE = "PythonDispatchMode"  # the profiler's name of what `named` adds between an operator and its kernel
 OWN = re.compile(r"ridgeline::(\w+?)(?:_fwd|_bwd)?(?=/|$)")
 
@@ -75,7 +76,7 @@ def kernels(events: Any) -> list[dict[str, Any]]:
     """
     found: dict[tuple[str, str, str], dict[str, Any]] = {}
     for name, owner, micro in _linked(events):
-        place = name, owner.rpartition("/")[2], kind(name, owner)
+        place = name[:LONG], owner.rpartition("/")[2][:LONG], kind(name, owner)
         fresh = {**dict(zip(("name", "owner", "kind"), place, strict=True)), "calls": 0, "seconds": 0.0}
         line = found.setdefault(place, fresh)
         line["calls"] += 1

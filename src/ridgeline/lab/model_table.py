@@ -137,7 +137,7 @@ def _losses(out: Any, rows: list[Row]) -> None:
     made = table(f"losses of the first steps (beside {rows[0].get('reference', units.DASH)})", ["variant"],
                  [str(n) for n in range(1, len(rows[0]["losses"]) + 1)])  # fmt: skip
     for row in rows:
-        made.add_row(Text(row["variant"]), *[f"{loss:.4f}" for loss in row["losses"]])
+        made.add_row(Text(row["variant"]), *[figure(loss, "{:.4f}".format) for loss in row["losses"]])
     out.print(made)
 
 

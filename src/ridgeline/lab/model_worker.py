@@ -177,7 +177,7 @@ class Session:
 
     def park(self) -> dict[str, Any]:
         """Moves weights and moments to the host's memory, so that others have the GPU's. `back` undoes it."""
-        if not self.parked:
+        if not self.parked and not self.task.graph:  # a graph's addresses stay
             self.copies = self.copies or [(storage, _on_host(storage, self.gpu)) for storage in self._storages()]
             for storage, kept in self.copies:
                 kept.copy_(_bytes(storage), non_blocking=True)
