@@ -101,6 +101,7 @@ BAD = [
     (["bench", "--model", "llama-1b", "--steps", "0"], ["--steps", "0", "1 or more"]),
     (["bench", "--model", "llama-1b", "--variants", f"eager,{NOWHERE}"], [NOWHERE, "ridgeline", "liger"]),
     (["bench", "--model", "llama-1b", "--variants", ""], ["variant", "ridgeline", "liger"]),
+    (["bench", "--model", "llama-1b", "--variants", "eager", "--memory", "low"], ["--memory", "ridgeline", "eager"]),
     (["bench", "gelu", "--model", "llama-1b", "--quick"], ["--model", "gelu", "quick"]),
     (["bench", "--model", "llama-1b", "--graph", "--device", "cpu"], ["--graph", "GPU"]),
     (["bench", "gelu", "--budget", "nan"], ["--budget", "nan", "seconds"]),

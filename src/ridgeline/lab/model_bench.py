@@ -383,6 +383,8 @@ def chosen(options: argparse.Namespace, device: str) -> list[Task]:
         raise RidgelineError("--graph needs a GPU")
     if options.graph and options.small:
         raise RidgelineError("--small measures steps that the host enqueues one by one, so it does not go with --graph")
+    if options.memory is not None and "ridgeline" not in variants:
+        raise RidgelineError(f"--memory is for the variant ridgeline, and the variants are {', '.join(variants)}")
     if options.record and options.model not in SIZES:
         raise RidgelineError(f"--record keeps steps of the sizes {', '.join(SIZES)} alone, and not of a folder's model")
     if find_spec("transformers") is None:

@@ -259,8 +259,8 @@ def _on_host(storage: Any, gpu: bool) -> Any:
     import torch
 
     room = torch.empty(storage.nbytes(), dtype=torch.uint8)
-    if gpu:
-        torch.cuda.check_error(int(torch.cuda.cudart().cudaHostRegister(room.data_ptr(), room.numel(), 0)))
+    if gpu and (code := int(torch.cuda.cudart().cudaHostRegister(room.data_ptr(), room.numel(), 0))):
+        raise Missing(f"the host's memory for its weights cannot be pinned (CUDA error {code})")
     return room
 
 
