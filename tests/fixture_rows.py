@@ -70,6 +70,40 @@ def _machine(gpu: bool, name: str) -> dict:
     }
 
 
+def steps(seed: int, *variants: tuple[str, float]) -> list[dict]:
+    """A run that timed whole training steps: of each variant one in those seconds."""
+    facts = [row for row in rows(seed=seed) if row["type"] in ("run", "roof")]
+    floor = {"products": 0.15, "attention": 0.02, "memory": 0.03, "seconds": 0.2, "lasting": 0.22}
+    common = {
+        "schema": SCHEMA,
+        "type": "model",
+        "run": facts[0]["run"],
+        "status": "ok",
+        "reason": None,
+        "model": "llama-1b",
+        "title": "Llama 3.2 1B",
+        "batch": 4,
+        "seq": 4096,
+        "dtype": "bfloat16",
+        "peak_bytes": 27 << 30,
+        "host_us": 32000.0,
+        "losses": [11.7, 11.2],
+        "reference": "eager",
+        "floor": floor,
+        "kinds": {"products": 0.17, "norms": 0.004},
+        "kernels": [],
+        "launches": 900,
+        "between": "on the GPU",
+    }
+    made = []
+    for name, median in variants:
+        seconds = {"median": median, "low": 0.9 * median, "high": 1.1 * median}
+        rate = {"median": 16384 / median, "low": 16384 / seconds["high"], "high": 16384 / seconds["low"]}
+        shares = {"share": floor["seconds"] / median, "share_lasting": floor["lasting"] / median}
+        made.append(common | {"variant": name, "seconds": seconds, "tokens_per_second": rate} | shares)
+    return [*facts, *made]
+
+
 def rows(
     gpu: bool = True,
     seed: int = 0,

@@ -184,6 +184,15 @@ def test_headline_says_the_main_result():
     assert "Ridgeline's kernels need a GPU" in view.beneath(laptop)
 
 
+def test_whole_training_steps_are_shown_where_there_are_some():
+    steps = view.Source(fixture_rows.steps(0, ("eager", 0.4), ("ridgeline", 0.25)), recorded=True)
+    text = page.render([view.Source(LAPTOP), steps])
+    rows = re.findall(r'<th scope="row">(ridgeline|eager)</th><td data-label="step">(.*?)</td>', text)
+    assert rows == [("ridgeline", "250 ms ±10%"), ("eager", "400 ms ±10%")]
+    assert "Llama 3.2 1B, 4 x 4096 tokens" in text
+    assert 'id="steps"' not in page.render([view.Source(LAPTOP)])
+
+
 def test_the_first_screen_says_what_is_wrong_and_what_was_left_out():
     source = view.Source(LAPTOP)
     wrong = [row | {"ok": n > 1, "reason": "off"} for n, row in enumerate(source.checks)]

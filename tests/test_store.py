@@ -259,7 +259,7 @@ def test_rows_are_json(tmp_path):
 
 def test_a_row_that_lacks_what_readers_rely_on_is_one_sentence(tmp_path):
     """Each field taken out, and each made something else, of each type of row."""
-    path, rows = tmp_path / "run.jsonl", fixture_rows.rows()
+    path, rows = tmp_path / "run.jsonl", [*fixture_rows.rows(), *fixture_rows.steps(0, ("eager", 0.4))]
     for kind, fields in store.FIELDS.items():
         row = next(row for row in rows if row["type"] == ("bench" if kind == "older" else kind)) | {"type": kind}
         for name in fields:

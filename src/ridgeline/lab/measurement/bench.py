@@ -5,17 +5,17 @@ from __future__ import annotations
 import argparse
 import json
 import sys
-from collections.abc import Callable, Iterator
-from contextlib import ExitStack, contextmanager
+from contextlib import ExitStack
 from typing import Any
 
 from ridgeline.lab import units
 from ridgeline.lab.measurement.cases import choice, chosen_ops
 from ridgeline.lab.measurement.machine import default_device
 from ridgeline.lab.measurement.merging import merge_files, tell
+from ridgeline.lab.measurement.model import bench as model_bench
 from ridgeline.lab.measurement.query import key
 from ridgeline.lab.measurement.record import record
-from ridgeline.lab.tables import CACHED, console, figure, table, timing
+from ridgeline.lab.tables import CACHED, console, figure, progress, table, timing
 
 Row = dict[str, Any]
 
@@ -46,11 +46,14 @@ def arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument(
         "--budget", type=float, metavar="SECONDS", help="seconds of timing per case, dtype and direction"
     )
+    model_bench.arguments(parser)
 
 
 def main(options: argparse.Namespace) -> int:
     if options.merge:
         return merge_files(options)
+    if options.model is not None:
+        return model_bench.main(options)
     device = default_device(options.device)
     names = ("quick", "grid", "peers", "budget", "impl", "without", "case", "dtype", "record", "counters", "commit")
     chosen = {name: getattr(options, name) for name in names}
@@ -64,19 +67,6 @@ def main(options: argparse.Namespace) -> int:
             show(run.rows)
         print(f"ridgeline: the run is {run.path}", file=sys.stderr)
     return 0
-
-
-@contextmanager
-def progress() -> Iterator[Callable[[str, int, int], None]]:
-    """A progress bar on stderr, to be passed to `record` as `report`."""
-    from rich.console import Console
-    from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn
-
-    columns = BarColumn(), MofNCompleteColumn(), TimeElapsedColumn(), TextColumn("{task.description}", markup=False)
-    console = Console(stderr=True)
-    with Progress(*columns, console=console, transient=True, disable=not console.is_terminal) as bar:
-        task = bar.add_task("", total=None)
-        yield lambda text, done, total: bar.update(task, description=text, completed=done, total=total)
 
 
 def show(rows: list[Row]) -> None:

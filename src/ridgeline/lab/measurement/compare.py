@@ -21,6 +21,7 @@ STYLES = {"faster": "green", "slower": "red", "gone": "yellow", "new": "yellow",
 def compare(before: list[Row], after: list[Row]) -> list[Row]:
     """A row for each implementation and piece of work that either run timed, with its change.
 
+    A whole training step stands under its model's name, in the direction "step".
     The change is "faster" or "slower" if the intervals do not overlap, else "same". It is "new" or "gone" if only one
     run timed it. Each row has op, case, dtype, direction, impl, before, after, gain and change: before and after are
     the seconds with their intervals, or None, and gain is the time before over the time after.
@@ -37,7 +38,11 @@ def compare(before: list[Row], after: list[Row]) -> list[Row]:
 
 def _timed(rows: list[Row]) -> dict[tuple[str, ...], dict[str, float]]:
     timed = (row for row in rows if row["type"] in ("older", "bench") and row["status"] == "ok")
-    return {(*key(row), row["impl"]): row["seconds"] for row in timed}
+    found: dict[tuple[str, ...], dict[str, float]] = {(*key(row), row["impl"]): row["seconds"] for row in timed}
+    for row in rows:
+        if row["type"] == "model" and row["status"] == "ok":
+            found[row["model"], f"{row['batch']}x{row['seq']}", row["dtype"], "step", row["variant"]] = row["seconds"]
+    return found
 
 
 def change(was: dict[str, float] | None, now: dict[str, float] | None) -> str:

@@ -30,7 +30,7 @@ def tell(merge: results.Merge) -> None:
     from rich.console import Console
 
     def counted(rows: list[Row]) -> str:
-        ops = [row["op"] for row in rows]
+        ops = [row.get("op") or row["model"] for row in rows]
         return f"{len(rows)} ({', '.join(f'{op} {ops.count(op)}' for op in dict.fromkeys(ops))})" if ops else "none"
 
     out = Console(stderr=True)

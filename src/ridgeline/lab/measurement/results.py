@@ -1,7 +1,8 @@
 """The recorded rows of each GPU: `results/<gpu>.jsonl` has the newest row of every piece of work and implementation.
 
 A piece of work is one op, case, dtype and direction. Benchmark cases and implementations that no longer exist are
-dropped. The `run` and `roof` rows of their runs stand beside them: the machine, and its measured limits.
+dropped. A whole training step is one model, batch, sequence length and variant. The `run` and `roof` rows of their
+runs stand beside them: the machine, and its measured limits.
 """
 
 from __future__ import annotations
@@ -13,12 +14,15 @@ from pathlib import Path
 from typing import Any
 
 from ridgeline.lab.measurement import query, store
+from ridgeline.lab.measurement.model import table as model_table
+from ridgeline.lab.measurement.model.step import SIZES
 
 Row = dict[str, Any]
 Work = tuple[str, str, str, str]
-Place = tuple[bool, str, str, str, str, str]  # whether it is a counter; op, case, dtype, direction, implementation
+Place = tuple[Any, ...]  # the key of a row: of a timed op or a counter, or of a whole training step
 GPU = "h100"  # whose figures come first
 KINDS = ("bench", "older", "counter")
+TIMED = ("bench", "older", "model")
 FACTS = ("run", "roof")  # the rows of a run that its other rows lead to
 DIGITS = 6  # significant digits of a recorded figure
 
@@ -60,6 +64,8 @@ def _existing() -> Callable[[Row], bool]:
     cases = {(op.name, case.name) for op in ops.values() for case in op.cases if case.use == "bench"}
 
     def exists(row: Row) -> bool:
+        if row["type"] == "model":
+            return row["model"] in SIZES
         if row["type"] not in KINDS or (row.get("op"), row.get("case")) not in cases:
             return False
         rung = rungs.get((row["op"], row["impl"]))
@@ -84,6 +90,8 @@ def _order() -> Callable[[Row], tuple[Any, ...]]:
     def order(row: Row) -> tuple[Any, ...]:
         if row["type"] in FACTS:
             return 0, row["run"], FACTS.index(row["type"])
+        if row["type"] == "model":
+            return 2, [*SIZES].index(row["model"]), row["batch"], row["seq"], row["variant"]
         op, case, dtype, direction = query.key(row)
         kind, rung = KINDS.index(row["type"]), rungs.get((op, row["impl"]), len(rungs))
         age = row["run"] if row["type"] == "older" else ""
@@ -94,7 +102,9 @@ def _order() -> Callable[[Row], tuple[Any, ...]]:
 
 def place(row: Row) -> Place:
     """Returns the key under which a row replaces older ones."""
-    return (row["type"] == "counter", *query.key(row), row["impl"])
+    if row["type"] == "model":
+        return ("model", *model_table.place(row))
+    return ("counter" if row["type"] == "counter" else "op", *query.key(row), row["impl"])
 
 
 @dataclass
@@ -130,13 +140,13 @@ def join(recorded: Iterable[Row], new: Iterable[Row] = ()) -> list[Row]:
             if at not in found or found[at]["run"] <= row["run"]:
                 found[at] = row
     last: dict[Work, str] = {}
-    for (counter, *_), row in found.items():
-        if not counter:
+    for (what, *_), row in found.items():
+        if what == "op":
             work = query.key(row)
             last[work] = max(last.get(work, ""), row["run"])
     rows = []
     for row in found.values():
-        if row["type"] != "counter":
+        if row["type"] in ("bench", "older"):
             row = row | {"type": "bench" if row["run"] == last[query.key(row)] else "older"}
         if exists(row):
             rows.append(row)
@@ -164,8 +174,8 @@ def merge(rows: list[Row], at: str | None = None, folder: Path | None = None) ->
         joined = join(recorded, rows)
         if joined != recorded:
             store.replace(path, joined)
-    old, now = ({place(row): row for row in some if row["type"] in store.OPTIONAL} for some in (recorded, joined))
-    fresh = {place(row): row for row in rows if row["type"] in store.OPTIONAL}
+    old, now = ({place(row): row for row in some if row["type"] in TIMED} for some in (recorded, joined))
+    fresh = {place(row): row for row in rows if row["type"] in TIMED}
     taken = {at: row for at, row in now.items() if at in fresh and fresh[at]["run"] == row["run"]}
     changed = [at for at, row in taken.items() if at in old and old[at]["run"] != row["run"]]
     return Merge(

@@ -35,6 +35,8 @@ FIELDS: dict[str, dict[str, Any]] = {
     "bench": BENCH,
     "older": BENCH,
     "counter": {"status": str},
+    "model": dict.fromkeys(("model", "title", "variant", "dtype", "status"), str)
+    | dict.fromkeys(("batch", "seq"), int),
 }
 # Fields of a timed row that may be None; a row without one is read as if it held None.
 UNTIMED: Row = dict.fromkeys(
@@ -218,8 +220,8 @@ def _fault(row: Row) -> str | None:
         figures = {name: row[name] for name in ("read", "write", "copy", "add", "spread") if name in row} | row[
             "matmul"
         ]
-    elif kind in OPTIONAL and row["status"] == "ok":
-        figures = {"seconds": row.get("seconds")}
+    elif kind in (*OPTIONAL, "model") and row["status"] == "ok":
+        figures = {name: row.get(name) for name in ("seconds", *(["tokens_per_second"] if kind == "model" else []))}
         if not isinstance(row.get("share"), NUMBER):
             return "share"
     return next((name for name, figure in figures.items() if not _measured(figure)), None)

@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from statistics import geometric_mean
 
 from ridgeline.lab import units
+from ridgeline.lab.measurement.model import table as model_table
 from ridgeline.lab.measurement.results import Work
 from ridgeline.lab.presentation.served import PEERS, Comparison, Row, comparisons, largest, serving
 from ridgeline.op import Op, RidgelineError
@@ -73,12 +75,14 @@ def _figures(compared: Comparison | None) -> list[str]:
     return [units.seconds(compared.ours["seconds"]["median"]), f"{compared.ours['share']:.2f}", against]
 
 
-def headline(found: dict[Work, list[Row]], ops: dict[str, Op], gpu: str) -> str:
+def headline(found: dict[Work, list[Row]], ops: dict[str, Op], gpu: str, models: Sequence[Row] = ()) -> str:
     """Three Markdown bullets, each a figure with its condition: attention, the loss, and the loss's memory.
 
+    models: rows of whole training steps; if they hold one with a peer, a fourth bullet comes first.
     Raises RidgelineError if a figure's rows are missing.
     """
-    lines = [_attention(found, ops), _loss(found, ops), _memory(found, ops)]
+    step = model_table.headline([*models])
+    lines = [*([step] if step else []), _attention(found, ops), _loss(found, ops), _memory(found, ops)]
     return f"Measured on one {gpu} in bfloat16:\n\n" + "\n".join(f"- {line}" for line in lines) + "\n"
 
 

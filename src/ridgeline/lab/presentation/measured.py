@@ -8,6 +8,7 @@ from pathlib import Path
 
 from ridgeline.lab import units
 from ridgeline.lab.measurement import query
+from ridgeline.lab.measurement.model import table as model_table
 from ridgeline.lab.measurement.results import Work, works
 from ridgeline.lab.presentation.served import KERNELS, Row, known, serving
 from ridgeline.op import Op
@@ -16,6 +17,12 @@ DIRECTIONS = ("forward", "backward", "both")
 ROOF = (
     "*Roof*: the fastest possible time at the bandwidth and FLOP/s that the same run measured. "
     "*Share*: that time divided by the actual one."
+)
+
+STEPS = (
+    "Forward, loss, backward and AdamW of Hugging Face models with random weights, in bfloat16 with bfloat16 moments. "
+    "*Of floor*: the fastest possible time at the measured roof, divided by the step's; *lasting*: the same at the "
+    "rate of matrix products that the GPU keeps up for seconds. *Host*: the time to enqueue a step."
 )
 
 
@@ -41,6 +48,8 @@ def page(path: Path, rows: list[Row], ops: dict[str, Op], others: dict[str, str]
         "## Contents",
         contents(timed),
     ]
+    if steps := model_table.markdown(query.of(rows, "model")):
+        text += ["## Whole training steps", STEPS, steps]
     for family, members in families(timed):
         text.append(f"## {family.capitalize()} family")
         for op in members:

@@ -41,7 +41,7 @@ def pages(root: Path, recorded: dict[Path, list[Row]]) -> dict[Path, str]:
         others = {f"{other.stem}.md": names[other] for other in recorded if other != path}
         made[root / f"docs/measured/{path.stem}.md"] = measured.page(path, rows, ops, others, noted)
     blocks = {
-        "headline": front.headline(found, ops, names[first]),
+        "headline": front.headline(found, ops, names[first], query.of(recorded[first], "model")),
         "table": front.table(ten, f"docs/measured/{first.stem}.md"),
     }
     readme = root / "README.md"

@@ -15,6 +15,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from ridgeline.lab.analysis import roofline
+from ridgeline.lab.measurement.model import table as model_table
 from ridgeline.lab.presentation.report import view
 from ridgeline.lab.presentation.report.view import Source
 
@@ -61,6 +62,7 @@ def render(
         left=left,
         minutes=minutes,
         groups=roofline.GROUPS,
+        step_heads=model_table.HEADS,
         css=(HERE / "page.css").read_text(),
         words=packed(words),
         bundle=packed(bundle),
@@ -91,6 +93,10 @@ def _source(source: Source, many: bool, checks: list[dict[str, Any]]) -> dict[st
         "beneath": view.beneath(source),
         "tiles": view.tiles(source),
         "facts": view.facts(source),
+        "steps": [
+            {"title": title, "rows": [(row["variant"], model_table.cells(row)) for row in rows]}
+            for title, rows in model_table.timed(source.rows).items()
+        ],
         "chart": packed(roofline.chart(source.rows).to_dict(validate=False)) if found else "",
         "drawn": len(found),
         "flat": ", ".join(flat),
