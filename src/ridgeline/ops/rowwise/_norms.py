@@ -17,7 +17,7 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from functools import cache, partial
 from math import gcd, inf
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 import torch.nn.functional as F
@@ -32,6 +32,68 @@ from ridgeline.ops.rowwise._rows import TILE_LIMIT, as_rows, ceil, empty_rows, k
 from ridgeline.select import eager, run
 
 Maybe = torch.Tensor | None
+
+
+class Results(NamedTuple):
+    """What forward writes: y, the sum after an addition, and what backward needs of each row's mean and rstd."""
+
+    y: torch.Tensor
+    total: Maybe
+    mean: Maybe
+    rstd: Maybe
+
+
+class Inputs(NamedTuple):
+    """What forward reads: rows, and the weight and bias of their columns."""
+
+    x: torch.Tensor
+    residual: Maybe
+    weight: Maybe
+    bias: Maybe
+
+
+class Layout(NamedTuple):
+    """The rows that forward reads; `units` is their columns, in units of UNIT as the strides are."""
+
+    rows: int
+    units: int
+    x_stride: int
+    residual_stride: int
+
+
+class Scratch(NamedTuple):
+    """Backward's own, in float32: its programs' parts of dweight and dbias, and a wide row's averages."""
+
+    parts: Maybe
+    dots: Maybe
+
+
+class Incoming(NamedTuple):
+    """The gradients of y and of the sum."""
+
+    dy: torch.Tensor
+    dsum: Maybe
+
+
+class Saved(NamedTuple):
+    """What backward has from forward: rows (input, sum or output), the parameters, and each row's mean and rstd."""
+
+    rows: torch.Tensor
+    weight: Maybe
+    bias: Maybe
+    mean: Maybe
+    rstd: torch.Tensor
+
+
+class BackwardLayout(NamedTuple):
+    """As `Layout`, of the rows that backward reads."""
+
+    rows: int
+    units: int
+    dy_stride: int
+    dsum_stride: int
+    saved_stride: int
+
 
 # Kernels get sizes and strides in units of UNIT columns, so the compiler knows their divisors, and loads are 16 bytes
 # wide in rows of 3000 columns too. Arguments that are None are compiled away.
@@ -70,64 +132,87 @@ def _factor(weight, OFFSET: tl.constexpr):
 
 @triton.jit
 def _fwd(
-    y, total, mean, rstd, x, residual, weight, bias, rows, units, x_stride, r_stride, eps, MEAN: tl.constexpr,
-    OFFSET: tl.constexpr, LLAMA: tl.constexpr, UNIT: tl.constexpr, BM: tl.constexpr, BN: tl.constexpr,
-    STAGES: tl.constexpr
-):  # fmt: skip
-    columns = units * UNIT
+    results,
+    inputs,
+    layout,
+    eps,
+    MEAN: tl.constexpr,
+    OFFSET: tl.constexpr,
+    LLAMA: tl.constexpr,
+    UNIT: tl.constexpr,
+    BM: tl.constexpr,
+    BN: tl.constexpr,
+    STAGES: tl.constexpr,
+):
+    columns = layout.units * UNIT
+    dtype: tl.constexpr = inputs.x.dtype.element_ty
     column = tl.arange(0, BN)[None, :]
-    if weight is not None and BN <= 8192:  # wider tiles lack registers and load the weight later
-        w = tl.load(weight + column, mask=column < columns, other=1)
-    if bias is not None and BN <= 8192:
-        b = tl.load(bias + column, mask=column < columns, other=0)
-    for tile in tl.range(tl.program_id(0), tl.cdiv(rows, BM), tl.num_programs(0), num_stages=STAGES):
+    if inputs.weight is not None and BN <= 8192:  # wider tiles lack registers and load the weight later
+        w = tl.load(inputs.weight + column, mask=column < columns, other=1)
+    if inputs.bias is not None and BN <= 8192:
+        b = tl.load(inputs.bias + column, mask=column < columns, other=0)
+    for tile in tl.range(tl.program_id(0), tl.cdiv(layout.rows, BM), tl.num_programs(0), num_stages=STAGES):
         row = (tile * BM + tl.arange(0, BM)).to(tl.int64)[:, None]
-        mask = (row < rows) & (column < columns)
-        value = tl.load(x + row * x_stride * UNIT + column, mask=mask, other=0).to(tl.float32)
-        if residual is not None:
-            value += tl.load(residual + row * r_stride * UNIT + column, mask=mask, other=0).to(tl.float32)
-            tl.store(total + row * units * UNIT + column, value.to(total.dtype.element_ty), mask=mask)
+        mask = (row < layout.rows) & (column < columns)
+        value = tl.load(inputs.x + row * layout.x_stride * UNIT + column, mask=mask, other=0).to(tl.float32)
+        if inputs.residual is not None:
+            value += tl.load(inputs.residual + row * layout.residual_stride * UNIT + column, mask=mask, other=0).to(
+                tl.float32
+            )
+            total = results.total
+            tl.store(total + row * layout.units * UNIT + column, value.to(total.dtype.element_ty), mask=mask)
         if MEAN:
-            center = _average(tl.sum(value, 1), columns, x.dtype.element_ty)[:, None]
+            center = _average(tl.sum(value, 1), columns, dtype)[:, None]
             value = tl.where(column < columns, value - center, 0)
-            if mean is not None:
-                tl.store(mean + row, center, mask=row < rows)
-        scale = _scale(tl.sum(value * value, 1), columns, eps, x.dtype.element_ty)[:, None]
-        if rstd is not None:
-            tl.store(rstd + row, scale, mask=row < rows)
+            if results.mean is not None:
+                tl.store(results.mean + row, center, mask=row < layout.rows)
+        scale = _scale(tl.sum(value * value, 1), columns, eps, dtype)[:, None]
+        if results.rstd is not None:
+            tl.store(results.rstd + row, scale, mask=row < layout.rows)
         value *= scale
         if LLAMA:
-            value = value.to(x.dtype.element_ty).to(tl.float32)
-        if weight is not None:
+            value = value.to(dtype).to(tl.float32)
+        if inputs.weight is not None:
             if BN > 8192:
-                w = tl.load(weight + column, mask=column < columns, other=1)
+                w = tl.load(inputs.weight + column, mask=column < columns, other=1)
             value *= _factor(w, OFFSET)
-        if bias is not None:
+        if inputs.bias is not None:
             if BN > 8192:
-                b = tl.load(bias + column, mask=column < columns, other=0)
+                b = tl.load(inputs.bias + column, mask=column < columns, other=0)
             value += b.to(tl.float32)
-        tl.store(y + row * units * UNIT + column, value.to(y.dtype.element_ty), mask=mask)
+        y = results.y
+        tl.store(y + row * layout.units * UNIT + column, value.to(y.dtype.element_ty), mask=mask)
 
 
 @triton.jit
 def _fwd_wide(
-    y, total, mean, rstd, x, residual, weight, bias, rows, units, x_stride, r_stride, eps, MEAN: tl.constexpr,
-    OFFSET: tl.constexpr, LLAMA: tl.constexpr, UNIT: tl.constexpr, BN: tl.constexpr
-):  # fmt: skip
+    results,
+    inputs,
+    layout,
+    eps,
+    MEAN: tl.constexpr,
+    OFFSET: tl.constexpr,
+    LLAMA: tl.constexpr,
+    UNIT: tl.constexpr,
+    BN: tl.constexpr,
+):
     """One row per program, in chunks: each lane's mean and squared distances by Welford's update, merged as by Chan."""
-    columns = units * UNIT
+    columns = layout.units * UNIT
+    dtype: tl.constexpr = inputs.x.dtype.element_ty
     lane = tl.arange(0, BN)
     row = tl.program_id(0).to(tl.int64)
-    x += row * x_stride * UNIT
     average = tl.zeros((BN,), tl.float32)
     squares = tl.zeros((BN,), tl.float32)
     for chunk in range(tl.cdiv(columns, BN)):
         column = chunk * BN + lane
         mask = column < columns
-        value = tl.load(x + column, mask=mask, other=0).to(tl.float32)
-        if residual is not None:
-            value += tl.load(residual + row * r_stride * UNIT + column, mask=mask, other=0).to(tl.float32)
-            tl.store(total + row * units * UNIT + column, value.to(total.dtype.element_ty), mask=mask)
+        value = tl.load(inputs.x + row * layout.x_stride * UNIT + column, mask=mask, other=0).to(tl.float32)
+        if inputs.residual is not None:
+            value += tl.load(inputs.residual + row * layout.residual_stride * UNIT + column, mask=mask, other=0).to(
+                tl.float32
+            )
+            total = results.total
+            tl.store(total + row * layout.units * UNIT + column, value.to(total.dtype.element_ty), mask=mask)
         if MEAN:
             apart = tl.where(mask, value - average, 0)
             average += apart / (chunk + 1)
@@ -137,27 +222,30 @@ def _fwd_wide(
     center = 0.0
     if MEAN:
         count = (tl.maximum(columns - lane + BN - 1, 0) // BN).to(tl.float32)  # columns of a lane
-        center = _average(tl.sum(count * average, 0), columns, x.dtype.element_ty)
+        center = _average(tl.sum(count * average, 0), columns, dtype)
         squares += count * (average - center) * (average - center)
-        if mean is not None:
-            tl.store(mean + row, center)
-    scale = _scale(tl.sum(squares, 0), columns, eps, x.dtype.element_ty)
-    if rstd is not None:
-        tl.store(rstd + row, scale)
+        if results.mean is not None:
+            tl.store(results.mean + row, center)
+    scale = _scale(tl.sum(squares, 0), columns, eps, dtype)
+    if results.rstd is not None:
+        tl.store(results.rstd + row, scale)
     for start in range(0, columns, BN):
         column = start + lane
         mask = column < columns
-        value = tl.load(x + column, mask=mask, other=0).to(tl.float32)
-        if residual is not None:
-            value += tl.load(residual + row * r_stride * UNIT + column, mask=mask, other=0).to(tl.float32)
+        value = tl.load(inputs.x + row * layout.x_stride * UNIT + column, mask=mask, other=0).to(tl.float32)
+        if inputs.residual is not None:
+            value += tl.load(inputs.residual + row * layout.residual_stride * UNIT + column, mask=mask, other=0).to(
+                tl.float32
+            )
         value = (value - center) * scale
         if LLAMA:
-            value = value.to(x.dtype.element_ty).to(tl.float32)
-        if weight is not None:
-            value *= _factor(tl.load(weight + column, mask=mask, other=0), OFFSET)
-        if bias is not None:
-            value += tl.load(bias + column, mask=mask, other=0).to(tl.float32)
-        tl.store(y + row * units * UNIT + column, value.to(y.dtype.element_ty), mask=mask)
+            value = value.to(dtype).to(tl.float32)
+        if inputs.weight is not None:
+            value *= _factor(tl.load(inputs.weight + column, mask=mask, other=0), OFFSET)
+        if inputs.bias is not None:
+            value += tl.load(inputs.bias + column, mask=mask, other=0).to(tl.float32)
+        y = results.y
+        tl.store(y + row * layout.units * UNIT + column, value.to(y.dtype.element_ty), mask=mask)
 
 
 @triton.jit
@@ -188,25 +276,42 @@ def _vectors(weight, bias, column, mask, OFFSET: tl.constexpr, FROM_OUTPUT: tl.c
 
 @triton.jit
 def _bwd(
-    dx, parts, dots, dy, dsum, saved, weight, bias, mean, rstd, rows, units, dy_stride, dsum_stride, saved_stride,
-    MEAN: tl.constexpr, OFFSET: tl.constexpr, FROM_OUTPUT: tl.constexpr, DW: tl.constexpr, DB: tl.constexpr,
-    UNIT: tl.constexpr, BM: tl.constexpr, BN: tl.constexpr, STAGES: tl.constexpr, PDL: tl.constexpr
-):  # fmt: skip
-    """Tiles of BM rows and a block of BN columns: all columns or, if `dots` holds the rows' averages, some of them."""
-    columns = units * UNIT
+    dx,
+    scratch,
+    incoming,
+    saved,
+    layout,
+    MEAN: tl.constexpr,
+    OFFSET: tl.constexpr,
+    FROM_OUTPUT: tl.constexpr,
+    NEED: tl.constexpr,
+    UNIT: tl.constexpr,
+    BM: tl.constexpr,
+    BN: tl.constexpr,
+    STAGES: tl.constexpr,
+    PDL: tl.constexpr,
+):
+    """Tiles of BM rows and a block of BN columns: all columns or, if `dots` holds the rows' averages, some of them.
+
+    NEED: bit 0 for the weight's gradient, 1 for the bias's.
+    """
+    DW: tl.constexpr = NEED & 1
+    DB: tl.constexpr = NEED >> 1
+    columns = layout.units * UNIT
+    dtype: tl.constexpr = incoming.dy.dtype.element_ty
     column = (tl.program_id(1) * BN + tl.arange(0, BN))[None, :]
-    w, b, inverse = _vectors(weight, bias, column, column < columns, OFFSET, FROM_OUTPUT)
+    w, b, inverse = _vectors(saved.weight, saved.bias, column, column < columns, OFFSET, FROM_OUTPUT)
     dw = tl.zeros((BM, BN), tl.float32)
     db = tl.zeros((BM, BN), tl.float32)
-    for tile in tl.range(tl.program_id(0), tl.cdiv(rows, BM), tl.num_programs(0), num_stages=STAGES):
+    for tile in tl.range(tl.program_id(0), tl.cdiv(layout.rows, BM), tl.num_programs(0), num_stages=STAGES):
         row = (tile * BM + tl.arange(0, BM)).to(tl.int64)[:, None]
-        mask = (row < rows) & (column < columns)
-        slope = tl.load(dy + row * dy_stride * UNIT + column, mask=mask, other=0).to(tl.float32)
-        value = tl.load(saved + row * saved_stride * UNIT + column, mask=mask, other=0).to(tl.float32)
-        scale = tl.load(rstd + row, mask=row < rows, other=0)
+        mask = (row < layout.rows) & (column < columns)
+        slope = tl.load(incoming.dy + row * layout.dy_stride * UNIT + column, mask=mask, other=0).to(tl.float32)
+        value = tl.load(saved.rows + row * layout.saved_stride * UNIT + column, mask=mask, other=0).to(tl.float32)
+        scale = tl.load(saved.rstd + row, mask=row < layout.rows, other=0)
         center = 0.0
-        if mean is not None:
-            center = tl.load(mean + row, mask=row < rows, other=0)
+        if saved.mean is not None:
+            center = tl.load(saved.mean + row, mask=row < layout.rows, other=0)
         x_hat = _x_hat(value, center, scale, b, inverse, FROM_OUTPUT)
         if DW:  # here, so that dy's registers are freed early
             dw += slope * x_hat
@@ -214,55 +319,65 @@ def _bwd(
             db += slope
         g = slope * w
         along = 0.0
-        if dots is not None:
-            turn = tl.load(dots + row, mask=row < rows, other=0)
+        if scratch.dots is not None:
+            turn = tl.load(scratch.dots + row, mask=row < layout.rows, other=0)
             if MEAN:
-                along = tl.load(dots + rows + row, mask=row < rows, other=0)
+                along = tl.load(scratch.dots + layout.rows + row, mask=row < layout.rows, other=0)
         else:
-            turn = _average(tl.sum(g * x_hat, 1), columns, dy.dtype.element_ty)[:, None]
+            turn = _average(tl.sum(g * x_hat, 1), columns, dtype)[:, None]
             if MEAN:
-                along = _average(tl.sum(g, 1), columns, dy.dtype.element_ty)[:, None]
+                along = _average(tl.sum(g, 1), columns, dtype)[:, None]
         grad = (g - along - x_hat * turn) * scale
-        if dsum is not None:
-            grad += tl.load(dsum + row * dsum_stride * UNIT + column, mask=mask, other=0).to(tl.float32)
-        tl.store(dx + row * units * UNIT + column, grad.to(dx.dtype.element_ty), mask=mask)
+        if incoming.dsum is not None:
+            grad += tl.load(incoming.dsum + row * layout.dsum_stride * UNIT + column, mask=mask, other=0).to(tl.float32)
+        tl.store(dx + row * layout.units * UNIT + column, grad.to(dx.dtype.element_ty), mask=mask)
     if PDL:
         gdc_launch_dependents()  # not earlier: the next kernel's blocks would displace blocks of this one
     part = tl.program_id(0).to(tl.int64) * (DW + DB) * columns
     if DW:
-        tl.store(parts + part + column, tl.sum(dw, 0)[None, :], mask=column < columns)
+        tl.store(scratch.parts + part + column, tl.sum(dw, 0)[None, :], mask=column < columns)
     if DB:
-        tl.store(parts + part + DW * columns + column, tl.sum(db, 0)[None, :], mask=column < columns)
+        tl.store(scratch.parts + part + DW * columns + column, tl.sum(db, 0)[None, :], mask=column < columns)
 
 
 @triton.jit
 def _dots(
-    dots, dy, saved, weight, bias, mean, rstd, rows, units, dy_stride, saved_stride, MEAN: tl.constexpr,
-    OFFSET: tl.constexpr, FROM_OUTPUT: tl.constexpr, UNIT: tl.constexpr, BN: tl.constexpr
-):  # fmt: skip
+    dots,
+    dy,
+    saved,
+    layout,
+    MEAN: tl.constexpr,
+    OFFSET: tl.constexpr,
+    FROM_OUTPUT: tl.constexpr,
+    UNIT: tl.constexpr,
+    BN: tl.constexpr,
+):
     """Writes a row's average(g x_hat) to `dots` and, with a mean, average(g)."""
-    columns = units * UNIT
+    columns = layout.units * UNIT
     row = tl.program_id(0).to(tl.int64)
-    dy += row * dy_stride * UNIT
-    saved += row * saved_stride * UNIT
-    scale = tl.load(rstd + row)
+    scale = tl.load(saved.rstd + row)
     center = 0.0
-    if mean is not None:
-        center = tl.load(mean + row)
+    if saved.mean is not None:
+        center = tl.load(saved.mean + row)
     turn = tl.zeros((BN,), tl.float32)
     along = tl.zeros((BN,), tl.float32)
     for start in range(0, columns, BN):
         column = start + tl.arange(0, BN)
         mask = column < columns
-        w, b, inverse = _vectors(weight, bias, column, mask, OFFSET, FROM_OUTPUT)
-        g = tl.load(dy + column, mask=mask, other=0).to(tl.float32) * w
+        w, b, inverse = _vectors(saved.weight, saved.bias, column, mask, OFFSET, FROM_OUTPUT)
+        g = tl.load(dy + row * layout.dy_stride * UNIT + column, mask=mask, other=0).to(tl.float32) * w
         turn += g * _x_hat(
-            tl.load(saved + column, mask=mask, other=0).to(tl.float32), center, scale, b, inverse, FROM_OUTPUT
+            tl.load(saved.rows + row * layout.saved_stride * UNIT + column, mask=mask, other=0).to(tl.float32),
+            center,
+            scale,
+            b,
+            inverse,
+            FROM_OUTPUT,
         )
         along += g
     tl.store(dots + row, tl.sum(turn, 0) / columns)
     if MEAN:
-        tl.store(dots + rows + row, tl.sum(along, 0) / columns)
+        tl.store(dots + layout.rows + row, tl.sum(along, 0) / columns)
 
 
 @triton.jit
@@ -309,7 +424,8 @@ def _launch_fwd(
 ) -> None:  # fmt: skip
     rows, columns = x.shape
     unit, steps = strides(columns, x, residual)
-    args = (y, total, mean, rstd, x, residual, weight, bias, rows, columns // unit, *steps, eps)
+    given = Inputs(x, residual, weight, bias)
+    args = Results(y, total, mean, rstd), given, Layout(rows, columns // unit, *steps), eps
     inputs: tuple[torch.Tensor, ...] = (x,) if residual is None else (x, residual)
     facts: dict[str, Any] = {"MEAN": center, "OFFSET": offset, "LLAMA": rounding == "llama", "UNIT": unit}
     bn = power(columns)
@@ -375,6 +491,7 @@ def _launch_bwd(
 ) -> None:  # fmt: skip
     rows, columns = dx.shape
     unit, steps = strides(columns, dy, dsum, saved)
+    known, layout = Saved(saved, weight, bias, mean, rstd), BackwardLayout(rows, columns // unit, *steps)
     where, bn = device.of(dx), power(columns)
     count = where.multiprocessors
     dots = None
@@ -383,8 +500,7 @@ def _launch_bwd(
     narrow = unit * dy.element_size() < 16
     if bn > REGISTERS:
         dots = torch.empty((2 if center else 1, rows), dtype=torch.float32, device=dx.device)
-        first = (dots, dy, saved, weight, bias, mean, rstd, rows, columns // unit, steps[0], steps[2])
-        launch(_dots, (rows,), *first, **facts, BN=8192, num_warps=8)
+        launch(_dots, (rows,), dots, dy, known, layout, **facts, BN=8192, num_warps=8)
         blocks = ceil(columns, 2048)
         count = min(count, ceil(8 * count, blocks))
         grid: tuple[int, ...] = (count, blocks)
@@ -399,10 +515,10 @@ def _launch_bwd(
             return {"BN": bn, **tuning.config(where, name, "bwd", key, rule, space)}
 
         options = {"config": config, "key": (name, columns)}
-    args = (dx, parts, dots, dy, dsum, saved, weight, bias, mean, rstd, rows, columns // unit, *steps)
-    pdl = early(where)
-    facts |= {"DW": int(dweight is not None), "DB": int(dbias is not None)}
-    launch(_bwd, grid, *args, **facts, PDL=pdl["PDL"] and parts is not None, **options)
+    facts |= {"NEED": (dweight is not None) + 2 * (dbias is not None)}
+    pdl = early(where)["PDL"] and parts is not None
+    args = dx, Scratch(parts, dots), Incoming(dy, dsum), known, layout
+    launch(_bwd, grid, *args, **facts, PDL=pdl, **options)
     if parts is not None:
         add_up(dweight, dbias, parts, count, unit)
 
