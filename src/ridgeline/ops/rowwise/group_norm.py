@@ -17,7 +17,7 @@ import math
 from functools import cache
 from itertools import product
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 import triton
@@ -31,6 +31,54 @@ from ridgeline.op import Case, Cost, Op, RidgelineError, Spec, nbytes
 from ridgeline.ops.rowwise._norms import known_eps
 from ridgeline.ops.rowwise._rows import ceil, key_of, power
 from ridgeline.select import eager, run
+
+
+class Results(NamedTuple):
+    """What forward writes: y, and each group's mean and rstd."""
+
+    y: Any
+    mean: Any
+    rstd: Any
+
+
+class Inputs(NamedTuple):
+    """What forward reads: images, and each channel's weight and bias."""
+
+    x: Any
+    w: Any
+    b: Any
+
+
+class Saved(NamedTuple):
+    """What backward has from forward."""
+
+    x: Any
+    w: Any
+    mean: Any
+    rstd: Any
+
+
+class Shape(NamedTuple):
+    """Groups of an image, channels of a group, and positions of a channel."""
+
+    groups: int
+    width: int
+    size: int
+
+
+class Steps(NamedTuple):
+    """The strides, over images, channels and positions, of what forward writes and reads."""
+
+    y: Any
+    x: Any
+
+
+class BackwardSteps(NamedTuple):
+    """The same of backward."""
+
+    dx: Any
+    dy: Any
+    x: Any
 
 
 @triton.jit
@@ -60,80 +108,92 @@ def _of(parameter, channel, mask, default: tl.constexpr):
 
 @triton.jit
 def _fwd(
-    y, mean, rstd, x, w, b, groups, width, size, eps, y_steps, x_steps, FAR: tl.constexpr, BC: tl.constexpr,
-    BS: tl.constexpr, STAGES: tl.constexpr
-):  # fmt: skip
+    results, inputs, shape, eps, steps, FAR: tl.constexpr, BC: tl.constexpr, BS: tl.constexpr, STAGES: tl.constexpr
+):
     group = tl.program_id(0).to(tl.int64)
-    image, first = group // groups, group % groups * width
+    image, first = group // shape.groups, group % shape.groups * shape.width
     c, place = _grid(BC, BS, FAR)
-    inside, channel = c < width, first + c
-    mask, count = inside & (place < size), width * (size * 1.0)
-    value = tl.load(_at(x, x_steps, image, first, 0, c, place), mask=mask, other=0).to(tl.float32)
+    inside, channel = c < shape.width, first + c
+    mask, count = inside & (place < shape.size), shape.width * (shape.size * 1.0)
+    value = tl.load(_at(inputs.x, steps.x, image, first, 0, c, place), mask=mask, other=0).to(tl.float32)
     middle = tl.sum(value) / count
     off = tl.where(mask, value - middle, 0.0)
     off -= tl.where(mask, tl.sum(off) / count, 0.0)  # the rounding error of the mean
     scale = tl.div_rn(1.0, tl.sqrt_rn(tl.sum(off * off) / count + eps))
-    tl.store(mean + group, middle)
-    tl.store(rstd + group, scale)
-    result = off * scale * _of(w, channel, inside, 1.0) + _of(b, channel, inside, 0.0)
-    tl.store(_at(y, y_steps, image, first, 0, c, place), result.to(y.dtype.element_ty), mask=mask)
+    tl.store(results.mean + group, middle)
+    tl.store(results.rstd + group, scale)
+    result = off * scale * _of(inputs.w, channel, inside, 1.0) + _of(inputs.b, channel, inside, 0.0)
+    tl.store(_at(results.y, steps.y, image, first, 0, c, place), result.to(results.y.dtype.element_ty), mask=mask)
 
 
 @triton.jit
 def _fwd_wide(
-    y, mean, rstd, x, w, b, groups, width, size, eps, y_steps, x_steps, FAR: tl.constexpr, BC: tl.constexpr,
-    BS: tl.constexpr, STAGES: tl.constexpr
-):  # fmt: skip
+    results, inputs, shape, eps, steps, FAR: tl.constexpr, BC: tl.constexpr, BS: tl.constexpr, STAGES: tl.constexpr
+):
     group = tl.program_id(0).to(tl.int64)
-    image, first = group // groups, group % groups * width
+    image, first = group // shape.groups, group % shape.groups * shape.width
     c, place = _grid(BC, BS, FAR)
-    across, count = tl.cdiv(size, BS), width * (size * 1.0)
-    tiles = tl.cdiv(width, BC) * across
-    mask = (c < width) & (place < size)
-    value = tl.load(_at(x, x_steps, image, first, 0, c, place), mask=mask, other=0).to(tl.float32)
+    across, count = tl.cdiv(shape.size, BS), shape.width * (shape.size * 1.0)
+    tiles = tl.cdiv(shape.width, BC) * across
+    mask = (c < shape.width) & (place < shape.size)
+    value = tl.load(_at(inputs.x, steps.x, image, first, 0, c, place), mask=mask, other=0).to(tl.float32)
     guess = tl.sum(value) / tl.sum(mask.to(tl.float32))
     total, square = tl.zeros((BC, BS), tl.float32), tl.zeros((BC, BS), tl.float32)
     for tile in tl.range(0, tiles, num_stages=STAGES):
         c0, s0 = (tile // across * BC).to(tl.int64), (tile % across * BS).to(tl.int64)
-        mask = (c0 + c < width) & (s0 + place < size)
-        at = _at(x, x_steps, image, first + c0, s0, c, place)
+        mask = (c0 + c < shape.width) & (s0 + place < shape.size)
+        at = _at(inputs.x, steps.x, image, first + c0, s0, c, place)
         off = tl.where(mask, tl.load(at, mask=mask, other=0, eviction_policy="evict_last").to(tl.float32) - guess, 0.0)
         total += off
         square += off * off
     shift = tl.sum(total) / count
     scale = tl.div_rn(1.0, tl.sqrt_rn(tl.maximum(tl.sum(square) / count - shift * shift, 0.0) + eps))
-    tl.store(mean + group, guess + shift)
-    tl.store(rstd + group, scale)
+    tl.store(results.mean + group, guess + shift)
+    tl.store(results.rstd + group, scale)
     for back in tl.range(0, tiles, num_stages=STAGES):  # the newest in the cache first
         tile = tiles - 1 - back
         c0, s0 = (tile // across * BC).to(tl.int64), (tile % across * BS).to(tl.int64)
-        channel, inside = first + c0 + c, c0 + c < width
-        mask = inside & (s0 + place < size)
-        at = _at(x, x_steps, image, first + c0, s0, c, place)
+        channel, inside = first + c0 + c, c0 + c < shape.width
+        mask = inside & (s0 + place < shape.size)
+        at = _at(inputs.x, steps.x, image, first + c0, s0, c, place)
         value = tl.load(at, mask=mask, other=0, eviction_policy="evict_first").to(tl.float32)
-        result = (value - guess - shift) * scale * _of(w, channel, inside, 1.0) + _of(b, channel, inside, 0.0)
-        tl.store(_at(y, y_steps, image, first + c0, s0, c, place), result.to(y.dtype.element_ty), mask=mask)
+        result = (value - guess - shift) * scale * _of(inputs.w, channel, inside, 1.0) + _of(
+            inputs.b, channel, inside, 0.0
+        )
+        tl.store(
+            _at(results.y, steps.y, image, first + c0, s0, c, place), result.to(results.y.dtype.element_ty), mask=mask
+        )
 
 
 @triton.jit
 def _bwd(
-    dy, dx, sums, x, w, mean, rstd, images, groups, width, size, dx_steps, dy_steps, x_steps, FAR: tl.constexpr,
-    BC: tl.constexpr, BS: tl.constexpr, STAGES: tl.constexpr, PDL: tl.constexpr
-):  # fmt: skip
+    dy,
+    dx,
+    sums,
+    saved,
+    images,
+    shape,
+    steps,
+    FAR: tl.constexpr,
+    BC: tl.constexpr,
+    BS: tl.constexpr,
+    STAGES: tl.constexpr,
+    PDL: tl.constexpr,
+):
     if PDL:
         gdc_launch_dependents()
-    slot, first = tl.program_id(0) // groups, (tl.program_id(0) % groups).to(tl.int64) * width
+    slot, first = tl.program_id(0) // shape.groups, (tl.program_id(0) % shape.groups).to(tl.int64) * shape.width
     c, place = _grid(BC, BS, FAR)
-    inside, channel = c < width, first + c
-    mask, count = inside & (place < size), width * (size * 1.0)
-    weight = _of(w, channel, inside, 1.0)
+    inside, channel = c < shape.width, first + c
+    mask, count = inside & (place < shape.size), shape.width * (shape.size * 1.0)
+    weight = _of(saved.w, channel, inside, 1.0)
     whole_dw, whole_db = tl.zeros((BC, 1), tl.float32), tl.zeros((BC, 1), tl.float32)
-    for turn in tl.range(slot, images, tl.num_programs(0) // groups, num_stages=1):
+    for turn in tl.range(slot, images, tl.num_programs(0) // shape.groups, num_stages=1):
         image = tl.full((), 0, tl.int64) + turn
-        group = image * groups + tl.program_id(0) % groups
-        middle, scale = tl.load(mean + group), tl.load(rstd + group)
-        value = tl.load(_at(x, x_steps, image, first, 0, c, place), mask=mask, other=0).to(tl.float32)
-        slope = tl.load(_at(dy, dy_steps, image, first, 0, c, place), mask=mask, other=0).to(tl.float32)
+        group = image * shape.groups + tl.program_id(0) % shape.groups
+        middle, scale = tl.load(saved.mean + group), tl.load(saved.rstd + group)
+        value = tl.load(_at(saved.x, steps.x, image, first, 0, c, place), mask=mask, other=0).to(tl.float32)
+        slope = tl.load(_at(dy, steps.dy, image, first, 0, c, place), mask=mask, other=0).to(tl.float32)
         value = tl.where(mask, (value - middle) * scale, 0.0)
         dw, db = tl.sum(slope * value, 1)[:, None], tl.sum(slope, 1)[:, None]
         whole_dw += dw
@@ -141,50 +201,60 @@ def _bwd(
         if dx is not None:
             slant, level = tl.sum(dw * weight) / count, tl.sum(db * weight) / count
             result = scale * (slope * weight - level - value * slant)
-            tl.store(_at(dx, dx_steps, image, first, 0, c, place), result.to(dx.dtype.element_ty), mask=mask)
+            tl.store(_at(dx, steps.dx, image, first, 0, c, place), result.to(dx.dtype.element_ty), mask=mask)
     if sums is not None:
-        at = sums + slot.to(tl.int64) * 2 * groups * width + channel
+        at = sums + slot.to(tl.int64) * 2 * shape.groups * shape.width + channel
         tl.store(at, whole_dw, mask=inside)
-        tl.store(at + groups * width, whole_db, mask=inside)
+        tl.store(at + shape.groups * shape.width, whole_db, mask=inside)
 
 
 @triton.jit
 def _bwd_wide(
-    dy, dx, sums, x, w, mean, rstd, images, groups, width, size, dx_steps, dy_steps, x_steps, FAR: tl.constexpr,
-    BC: tl.constexpr, BS: tl.constexpr, STAGES: tl.constexpr, PDL: tl.constexpr
-):  # fmt: skip
+    dy,
+    dx,
+    sums,
+    saved,
+    images,
+    shape,
+    steps,
+    FAR: tl.constexpr,
+    BC: tl.constexpr,
+    BS: tl.constexpr,
+    STAGES: tl.constexpr,
+    PDL: tl.constexpr,
+):
     if PDL:
         gdc_launch_dependents()
-    slot, first = tl.program_id(0) // groups, (tl.program_id(0) % groups).to(tl.int64) * width
+    slot, first = tl.program_id(0) // shape.groups, (tl.program_id(0) % shape.groups).to(tl.int64) * shape.width
     c, place = _grid(BC, BS, FAR)
-    across, count = tl.cdiv(size, BS), width * (size * 1.0)
-    tiles = tl.cdiv(width, BC) * across
-    for turn in tl.range(slot, images, tl.num_programs(0) // groups, num_stages=1):
+    across, count = tl.cdiv(shape.size, BS), shape.width * (shape.size * 1.0)
+    tiles = tl.cdiv(shape.width, BC) * across
+    for turn in tl.range(slot, images, tl.num_programs(0) // shape.groups, num_stages=1):
         image = tl.full((), 0, tl.int64) + turn
-        group = image * groups + tl.program_id(0) % groups
-        middle, scale = tl.load(mean + group), tl.load(rstd + group)
+        group = image * shape.groups + tl.program_id(0) % shape.groups
+        middle, scale = tl.load(saved.mean + group), tl.load(saved.rstd + group)
         dw, db = tl.zeros((BC, 1), tl.float32), tl.zeros((BC, 1), tl.float32)
         slant, level = tl.zeros((BC, 1), tl.float32), tl.zeros((BC, 1), tl.float32)
         for tile in tl.range(0, tiles, num_stages=STAGES):
             c0, s0 = (tile // across * BC).to(tl.int64), (tile % across * BS).to(tl.int64)
-            channel, inside = first + c0 + c, c0 + c < width
-            mask = inside & (s0 + place < size)
+            channel, inside = first + c0 + c, c0 + c < shape.width
+            mask = inside & (s0 + place < shape.size)
             value = tl.load(
-                _at(x, x_steps, image, first + c0, s0, c, place), mask=mask, other=0, eviction_policy="evict_last"
+                _at(saved.x, steps.x, image, first + c0, s0, c, place), mask=mask, other=0, eviction_policy="evict_last"
             )
             slope = tl.load(
-                _at(dy, dy_steps, image, first + c0, s0, c, place), mask=mask, other=0, eviction_policy="evict_last"
+                _at(dy, steps.dy, image, first + c0, s0, c, place), mask=mask, other=0, eviction_policy="evict_last"
             )
             value, slope = (value.to(tl.float32) - middle) * scale, slope.to(tl.float32)
             some_dw, some_db = tl.sum(slope * value, 1)[:, None], tl.sum(slope, 1)[:, None]
             dw, db = tl.where(s0 == 0, some_dw, dw + some_dw), tl.where(s0 == 0, some_db, db + some_db)
             if sums is not None:  # a channel's last tile adds its sums to those of earlier images
-                last, later = inside & (s0 + BS >= size), turn > slot
-                at = sums + slot.to(tl.int64) * 2 * groups * width + channel
+                last, later = inside & (s0 + BS >= shape.size), turn > slot
+                at = sums + slot.to(tl.int64) * 2 * shape.groups * shape.width + channel
                 tl.store(at, dw + tl.load(at, mask=last & later, other=0), mask=last)
-                at += groups * width
+                at += shape.groups * shape.width
                 tl.store(at, db + tl.load(at, mask=last & later, other=0), mask=last)
-            weight = _of(w, channel, inside, 1.0)
+            weight = _of(saved.w, channel, inside, 1.0)
             slant += some_dw * weight
             level += some_db * weight
         if dx is not None:
@@ -192,20 +262,23 @@ def _bwd_wide(
             for back in tl.range(0, tiles, num_stages=STAGES):  # the newest in the cache first
                 tile = tiles - 1 - back
                 c0, s0 = (tile // across * BC).to(tl.int64), (tile % across * BS).to(tl.int64)
-                channel, inside = first + c0 + c, c0 + c < width
-                mask = inside & (s0 + place < size)
+                channel, inside = first + c0 + c, c0 + c < shape.width
+                mask = inside & (s0 + place < shape.size)
                 value = tl.load(
-                    _at(x, x_steps, image, first + c0, s0, c, place), mask=mask, other=0, eviction_policy="evict_first"
+                    _at(saved.x, steps.x, image, first + c0, s0, c, place),
+                    mask=mask,
+                    other=0,
+                    eviction_policy="evict_first",
                 )
                 slope = tl.load(
-                    _at(dy, dy_steps, image, first + c0, s0, c, place),
+                    _at(dy, steps.dy, image, first + c0, s0, c, place),
                     mask=mask,
                     other=0,
                     eviction_policy="evict_first",
                 )
                 value = (value.to(tl.float32) - middle) * scale
-                result = scale * (slope.to(tl.float32) * _of(w, channel, inside, 1.0) - height - value * along)
-                tl.store(_at(dx, dx_steps, image, first + c0, s0, c, place), result.to(dx.dtype.element_ty), mask=mask)
+                result = scale * (slope.to(tl.float32) * _of(saved.w, channel, inside, 1.0) - height - value * along)
+                tl.store(_at(dx, steps.dx, image, first + c0, s0, c, place), result.to(dx.dtype.element_ty), mask=mask)
 
 
 @triton.jit
@@ -247,8 +320,8 @@ def _dense(parameter: torch.Tensor | None) -> torch.Tensor | None:
 
 
 def _launch(
-    kernel: Any, wide: Any, x: torch.Tensor, groups: int, grid: int, args: tuple[Any, ...], facts: tuple[float, ...],
-    *planes: Any, **flags: bool
+    kernel: Any, wide: Any, x: torch.Tensor, groups: int, grid: int, args: tuple[Any, ...], steps: tuple[Any, ...],
+    *facts: float, **flags: bool
 ) -> None:  # fmt: skip
     """One program per image (backward: concurrent image) and group, in tiles of BC channels by BS positions."""
     _, channels, size = x.shape
@@ -288,17 +361,18 @@ def _launch(
             return {"BC": min(bc, tile), "BS": min(bs, max(1, tile // bc)), **found}
         return {"BC": min(bc, max(1, tile // bs)), "BS": min(bs, tile), **found}
 
-    steps = [None if t is None else t.stride() for t in planes]
     far = max(max(s[1:]) for s in steps if s) > FAR
     chosen, key = kernel if whole else wide, (bc, bs, last, odd)
-    launch(chosen, (grid,), *args, groups, width, size, *facts, *steps, config=config, key=key, FAR=far, **flags)
+    shape = Shape(groups, width, size)
+    launch(chosen, (grid,), *args, shape, *facts, steps, config=config, key=key, FAR=far, **flags)
 
 
 def _launch_fwd(
     y: torch.Tensor, mean: torch.Tensor, rstd: torch.Tensor, x: torch.Tensor, w: Any, b: Any, groups: int, eps: float
 ) -> None:
     x, y = _planes(x), _planes(y)
-    _launch(_fwd, _fwd_wide, x, groups, x.shape[0] * groups, (y, mean, rstd, x, _dense(w), _dense(b)), (eps,), y, x)
+    args = Results(y, mean, rstd), Inputs(x, _dense(w), _dense(b))
+    _launch(_fwd, _fwd_wide, x, groups, x.shape[0] * groups, args, Steps(y.stride(), x.stride()), eps)
 
 
 def _slots(x: torch.Tensor, need: int) -> tuple[int, torch.Tensor | None, bool]:
@@ -338,8 +412,9 @@ def _launch_bwd(
     x, dy, dx = _planes(x), _planes(dy), _planes(dx) if need & 1 else None
     slots, sums, pdl = _slots(x, need)
     # A launch's first argument must be a tensor, and dx may be missing.
-    args = dy, dx, sums, x, _dense(w), mean, rstd, x.shape[0]
-    _launch(_bwd, _bwd_wide, x, groups, slots * groups, args, (), dx, dy, x, PDL=pdl)
+    args = dy, dx, sums, Saved(x, _dense(w), mean, rstd), x.shape[0]
+    steps = BackwardSteps(None if dx is None else dx.stride(), dy.stride(), x.stride())
+    _launch(_bwd, _bwd_wide, x, groups, slots * groups, args, steps, PDL=pdl)
     _add_up(sums, dw, db, need)
 
 

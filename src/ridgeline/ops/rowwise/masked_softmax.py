@@ -11,7 +11,7 @@ Source: Megatron-LM's fused scale, mask and softmax (arXiv:1909.08053), as in On
 from __future__ import annotations
 
 import math
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 import triton
@@ -26,6 +26,67 @@ from ridgeline.tiles.online_softmax import divide, exact_exp, exp_below, update
 from ridgeline.tiles.philox import keep, kept, threshold
 
 INF = math.inf
+Steps = tuple[int, ...]
+
+
+class Inputs(NamedTuple):
+    """What forward reads; `seed` is None without dropout."""
+
+    x: torch.Tensor
+    mask: torch.Tensor
+    bias: torch.Tensor | None
+    seed: torch.Tensor | None
+
+
+class Given(NamedTuple):
+    """What backward reads; `mask` is None if y is 0 wherever it hides."""
+
+    dy: torch.Tensor
+    y: torch.Tensor
+    mask: torch.Tensor | None
+    seed: torch.Tensor | None
+
+
+class Layout(NamedTuple):
+    """The matrix that forward reads, and the step between its rows."""
+
+    rows: int
+    columns: int
+    x_stride: int
+
+
+class BackwardLayout(NamedTuple):
+    """The same of the two matrices that backward reads."""
+
+    rows: int
+    columns: int
+    dy_stride: int
+    y_stride: int
+
+
+class Scaling(NamedTuple):
+    """What x is multiplied by, and what takes its place where the mask hides it."""
+
+    scale: float
+    fill: float
+
+
+class Dropout(NamedTuple):
+    """The least random number whose element stays, and what such an element is multiplied by."""
+
+    least: int
+    gain: float
+
+
+class Outer(NamedTuple):
+    """How rows find their mask and bias: the sizes of x's outer dimensions, innermost first, and strides over them.
+
+    Strides begin with that of the last dimension.
+    """
+
+    sizes: Steps
+    mask: Steps
+    bias: Steps | None
 
 
 @triton.jit
@@ -42,73 +103,60 @@ def _offset(row, sizes, strides):
 
 
 @triton.jit
-def _scores(x, mask, bias, mask_step, bias_step, column, inside, scale, fill):
+def _scores(x, mask, bias, outer, column, inside, scaling):
     """z, and -inf outside the row."""
-    z = tl.load(x + column, mask=inside, other=0).to(tl.float32) * scale
+    z = tl.load(x + column, mask=inside, other=0).to(tl.float32) * scaling.scale
     if bias is not None:
-        z += tl.load(bias + column.to(tl.int64) * bias_step, mask=inside, other=0).to(tl.float32)
-    z = tl.where(tl.load(mask + column.to(tl.int64) * mask_step, mask=inside, other=0) != 0, z, fill)
+        z += tl.load(bias + column.to(tl.int64) * outer.bias[0], mask=inside, other=0).to(tl.float32)
+    z = tl.where(tl.load(mask + column.to(tl.int64) * outer.mask[0], mask=inside, other=0) != 0, z, scaling.fill)
     return tl.where(inside, z, float("-inf"))
 
 
 @triton.jit
-def _finish(y, p, probability, row, start, column, inside, seed, least, gain, BN: tl.constexpr):
+def _finish(y, p, probability, row, start, column, inside, seed, dropout, BN: tl.constexpr):
     """Writes y and, with dropout, the probabilities p that backward needs."""
     if seed is not None:
         tl.store(p + column, probability, mask=inside)
-        stays = keep(tl.load(seed), row, start, least, BN)
-        probability = tl.where(stays, probability.to(tl.float32) * gain, 0.0).to(y.dtype.element_ty)
+        stays = keep(tl.load(seed), row, start, dropout.least, BN)
+        probability = tl.where(stays, probability.to(tl.float32) * dropout.gain, 0.0).to(y.dtype.element_ty)
     tl.store(y + column, probability, mask=inside)
 
 
 @triton.jit
-def _fwd(
-    y, p, x, mask, bias, seed, rows, columns, x_stride, scale, fill, least, gain, sizes, mask_strides, bias_strides,
-    BM: tl.constexpr, BN: tl.constexpr, STAGES: tl.constexpr
-):  # fmt: skip
+def _fwd(y, p, inputs, layout, scaling, dropout, outer, BM: tl.constexpr, BN: tl.constexpr, STAGES: tl.constexpr):
+    rows, columns, seed = layout.rows, layout.columns, inputs.seed
+    dtype: tl.constexpr = inputs.x.dtype.element_ty
     column = tl.arange(0, BN)[None, :]
     for tile in tl.range(tl.program_id(0), tl.cdiv(rows, BM), tl.num_programs(0), num_stages=STAGES):
         row = (tile * BM + tl.arange(0, BM))[:, None]
         inside = (row < rows) & (column < columns)
-        masks = mask + _offset(row, sizes, mask_strides[1:])
-        biases = bias if bias is None else bias + _offset(row, sizes, bias_strides[1:])
-        z = _scores(
-            x + row.to(tl.int64) * x_stride,
-            masks,
-            biases,
-            mask_strides[0],
-            bias_strides[0],
-            column,
-            inside,
-            scale,
-            fill,
-        )
+        mask = inputs.mask + _offset(row, outer.sizes, outer.mask[1:])
+        bias = None if inputs.bias is None else inputs.bias + _offset(row, outer.sizes, outer.bias[1:])
+        z = _scores(inputs.x + row.to(tl.int64) * layout.x_stride, mask, bias, outer, column, inside, scaling)
         most = tl.max(z, 1)[:, None]
-        e = exp_below(z - tl.where(most == float("-inf"), 0.0, most), BN, x.dtype.element_ty)
+        e = exp_below(z - tl.where(most == float("-inf"), 0.0, most), BN, dtype)
         total = tl.sum(e, 1)[:, None]
         probability = divide(e, tl.where(total == 0, 1.0, total), y.dtype.element_ty)
         at = row.to(tl.int64) * columns
-        _finish(y + at, p if p is None else p + at, probability, row, 0, column, inside, seed, least, gain, BN)
+        _finish(y + at, p if p is None else p + at, probability, row, 0, column, inside, seed, dropout, BN)
 
 
 @triton.jit
-def _fwd_wide(
-    y, p, x, mask, bias, seed, rows, columns, x_stride, scale, fill, least, gain, sizes, mask_strides, bias_strides,
-    BN: tl.constexpr
-):  # fmt: skip
+def _fwd_wide(y, p, inputs, layout, scaling, dropout, outer, BN: tl.constexpr):
     row = tl.program_id(0) + tl.zeros((1, 1), tl.int32)
-    dtype: tl.constexpr = x.dtype.element_ty
+    dtype: tl.constexpr = inputs.x.dtype.element_ty
+    columns, seed = layout.columns, inputs.seed
     columns_here = tl.arange(0, BN)[None, :]
-    x += tl.program_id(0).to(tl.int64) * x_stride
+    x = inputs.x + tl.program_id(0).to(tl.int64) * layout.x_stride
     y += tl.program_id(0).to(tl.int64) * columns
     p = p if p is None else p + tl.program_id(0).to(tl.int64) * columns
-    masks = mask + _offset(row, sizes, mask_strides[1:])
-    biases = bias if bias is None else bias + _offset(row, sizes, bias_strides[1:])
+    mask = inputs.mask + _offset(row, outer.sizes, outer.mask[1:])
+    bias = None if inputs.bias is None else inputs.bias + _offset(row, outer.sizes, outer.bias[1:])
     top = tl.full((1, BN), float("-inf"), tl.float32)
     total = tl.zeros((1, BN), tl.float32)
     for start in range(0, columns, BN):
         column = start + columns_here
-        z = _scores(x, masks, biases, mask_strides[0], bias_strides[0], column, column < columns, scale, fill)
+        z = _scores(x, mask, bias, outer, column, column < columns, scaling)
         top, total = update(top, total, z, dtype)
     most = tl.max(top, 1)[:, None]
     most = tl.where(most == float("-inf"), 0.0, most)
@@ -116,96 +164,65 @@ def _fwd_wide(
     whole = tl.where(whole == 0, 1.0, whole)
     for start in range(0, columns, BN):
         column = start + columns_here
-        z = _scores(x, masks, biases, mask_strides[0], bias_strides[0], column, column < columns, scale, fill)
+        z = _scores(x, mask, bias, outer, column, column < columns, scaling)
         probability = divide(exact_exp(z - most, dtype), whole, y.dtype.element_ty)
-        _finish(y, p, probability, row, start, column, column < columns, seed, least, gain, BN)
+        _finish(y, p, probability, row, start, column, column < columns, seed, dropout, BN)
 
 
 @triton.jit
-def _slope(dy, y, row, start, column, inside, seed, least, gain, BN: tl.constexpr):
+def _slope(dy, y, row, start, column, inside, seed, dropout, BN: tl.constexpr):
     """The gradient of the probabilities, and the probabilities."""
     slope = tl.load(dy + column, mask=inside, other=0).to(tl.float32)
     if seed is not None:
-        slope = tl.where(keep(tl.load(seed), row, start, least, BN), slope * gain, 0.0)
+        slope = tl.where(keep(tl.load(seed), row, start, dropout.least, BN), slope * dropout.gain, 0.0)
     return slope, tl.load(y + column, mask=inside, other=0).to(tl.float32)
 
 
 @triton.jit
-def _gradients(dx, dz, value, masks, mask_step, column, inside, scale):
-    if masks is not None:
-        value = tl.where(tl.load(masks + column.to(tl.int64) * mask_step, mask=inside, other=0) != 0, value, 0.0)
+def _gradients(dx, dz, value, mask, step, column, inside, scale):
+    if mask is not None:
+        value = tl.where(tl.load(mask + column.to(tl.int64) * step, mask=inside, other=0) != 0, value, 0.0)
     tl.store(dx + column, (value * scale).to(dx.dtype.element_ty), mask=inside)
     if dz is not None:
         tl.store(dz + column, value.to(dz.dtype.element_ty), mask=inside)
 
 
 @triton.jit
-def _bwd(
-    dx, dz, dy, y, mask, seed, rows, columns, dy_stride, y_stride, scale, least, gain, sizes, mask_strides,
-    BM: tl.constexpr, BN: tl.constexpr, STAGES: tl.constexpr
-):  # fmt: skip
+def _bwd(dx, dz, given, layout, scale, dropout, outer, BM: tl.constexpr, BN: tl.constexpr, STAGES: tl.constexpr):
+    rows, columns = layout.rows, layout.columns
     column = tl.arange(0, BN)[None, :]
     for tile in tl.range(tl.program_id(0), tl.cdiv(rows, BM), tl.num_programs(0), num_stages=STAGES):
         row = (tile * BM + tl.arange(0, BM))[:, None]
         long = row.to(tl.int64)
         inside = (row < rows) & (column < columns)
-        slope, value = _slope(dy + long * dy_stride, y + long * y_stride, row, 0, column, inside, seed, least, gain, BN)
+        dy, y = given.dy + long * layout.dy_stride, given.y + long * layout.y_stride
+        slope, value = _slope(dy, y, row, 0, column, inside, given.seed, dropout, BN)
         value *= slope - tl.sum(slope * value, 1)[:, None]
-        masks = mask if mask is None else mask + _offset(row, sizes, mask_strides[1:])
-        _gradients(
-            dx + long * columns,
-            dz if dz is None else dz + long * columns,
-            value,
-            masks,
-            mask_strides[0],
-            column,
-            inside,
-            scale,
-        )
+        mask = None if given.mask is None else given.mask + _offset(row, outer.sizes, outer.mask[1:])
+        at = long * columns
+        _gradients(dx + at, dz if dz is None else dz + at, value, mask, outer.mask[0], column, inside, scale)
 
 
 @triton.jit
-def _bwd_wide(
-    dx,
-    dz,
-    dy,
-    y,
-    mask,
-    seed,
-    rows,
-    columns,
-    dy_stride,
-    y_stride,
-    scale,
-    least,
-    gain,
-    sizes,
-    mask_strides,
-    BN: tl.constexpr,
-):
+def _bwd_wide(dx, dz, given, layout, scale, dropout, outer, BN: tl.constexpr):
     row = tl.program_id(0) + tl.zeros((1, 1), tl.int32)
     long = tl.program_id(0).to(tl.int64)
+    columns, seed = layout.columns, given.seed
     columns_here = tl.arange(0, BN)[None, :]
-    masks = mask if mask is None else mask + _offset(row, sizes, mask_strides[1:])
+    mask = None if given.mask is None else given.mask + _offset(row, outer.sizes, outer.mask[1:])
+    dy, y = given.dy + long * layout.dy_stride, given.y + long * layout.y_stride
     dx += long * columns
     dz = dz if dz is None else dz + long * columns
     sums = tl.zeros((1, BN), tl.float32)
     for start in range(0, columns, BN):
         column = start + columns_here
-        slope, value = _slope(
-            dy + long * dy_stride, y + long * y_stride, row, start, column, column < columns, seed, least, gain, BN
-        )
+        slope, value = _slope(dy, y, row, start, column, column < columns, seed, dropout, BN)
         sums += slope * value
     total = tl.sum(sums, 1)[:, None]
     for start in range(0, columns, BN):
         column = start + columns_here
-        slope, value = _slope(
-            dy + long * dy_stride, y + long * y_stride, row, start, column, column < columns, seed, least, gain, BN
-        )
-        _gradients(dx, dz, value * (slope - total), masks, mask_strides[0], column, column < columns, scale)
-
-
-Steps = tuple[int, ...]
+        slope, value = _slope(dy, y, row, start, column, column < columns, seed, dropout, BN)
+        _gradients(dx, dz, value * (slope - total), mask, outer.mask[0], column, column < columns, scale)
 
 
 def _steps(shape: torch.Size, *tensors: torch.Tensor | None) -> tuple[Steps, list[Steps]]:
@@ -240,8 +257,8 @@ def _launch(kernel: Any, wide: Any, inputs: list[torch.Tensor], *given: Any) -> 
     launch(kernel, grid, *given, config=config, key=bn)
 
 
-def _dropping(p: float) -> tuple[int, float]:
-    return threshold(p), 1 / (1 - p) if p < 1 else 0.0
+def _dropping(p: float) -> Dropout:
+    return Dropout(threshold(p), 1 / (1 - p) if p < 1 else 0.0)
 
 
 def _launch_fwd(
@@ -250,8 +267,8 @@ def _launch_fwd(
     sizes, (masks, biases) = _steps(x.shape, mask, bias)
     rows = as_rows(x, -1)
     out = as_rows(y, -1), None if seed is None else as_rows(saved, -1)
-    numbers = *rows.shape, rows.stride(0), scale, fill, *_dropping(p), sizes, masks, biases
-    _launch(_fwd, _fwd_wide, [rows], *out, rows, mask.view(torch.uint8), bias, seed, *numbers)
+    given = Inputs(rows, mask.view(torch.uint8), bias, seed), Layout(rows.shape[0], rows.shape[1], rows.stride(0))
+    _launch(_fwd, _fwd_wide, [rows], *out, *given, Scaling(scale, fill), _dropping(p), Outer(sizes, masks, biases))
 
 
 def _launch_bwd(dx: Any, dz: Any, dy: Any, y: Any, mask: Any, seed: Any, scale: float, fill: float, p: float) -> None:
@@ -259,8 +276,11 @@ def _launch_bwd(dx: Any, dz: Any, dy: Any, y: Any, mask: Any, seed: Any, scale: 
     slopes, rows = as_rows(dy, -1), as_rows(y, -1)
     out = as_rows(dx, -1), as_rows(dz, -1) if dz.numel() else None
     hidden = None if fill == -INF else mask.view(torch.uint8)
-    numbers = *rows.shape, slopes.stride(0), rows.stride(0), scale, *_dropping(p), sizes, masks
-    _launch(_bwd, _bwd_wide, [slopes, rows], *out, slopes, rows, hidden, seed, *numbers)
+    given = (
+        Given(slopes, rows, hidden, seed),
+        BackwardLayout(rows.shape[0], rows.shape[1], slopes.stride(0), rows.stride(0)),
+    )
+    _launch(_bwd, _bwd_wide, [slopes, rows], *out, *given, scale, _dropping(p), Outer(sizes, masks, None))
 
 
 _SCALARS = "float scale, float fill, float p"
@@ -331,7 +351,7 @@ def _dropped(y: torch.Tensor, p: float, seed: int | torch.Tensor | None) -> torc
     if p == 0:
         return y
     stays = kept(_seed(seed, y), math.prod(y.shape[:-1]), y.shape[-1], p, y.device).view(y.shape)
-    return (y * _dropping(p)[1]).masked_fill(~stays, 0)
+    return (y * _dropping(p).gain).masked_fill(~stays, 0)
 
 
 def _seed(seed: int | torch.Tensor | None, like: torch.Tensor) -> torch.Tensor:
