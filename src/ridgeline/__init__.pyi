@@ -664,13 +664,21 @@ def add_layer_norm(
     """
 
 def add_rms_norm(
-    x: torch.Tensor, residual: torch.Tensor, weight: torch.Tensor, eps: float = 1e-6, *, impl: str | None = None
+    x: torch.Tensor,
+    residual: torch.Tensor,
+    weight: torch.Tensor,
+    eps: float = 1e-6,
+    *,
+    offset: float = 0.0,
+    rounding: str = "once",
+    impl: str | None = None,
 ) -> tuple[torch.Tensor, torch.Tensor]:
     """`rms_norm` of x + residual over the last dimension, and the sum itself: (y, sum).
 
     x, residual: one shape (at least one dimension) and floating dtype, any strides. weight: (columns,), of any floating
-    dtype. eps: at least 0, added to the mean square. y and sum have x's shape and dtype; y comes from the float32 sum,
-    not from the rounded one that is returned.
+    dtype. eps: at least 0, added to the mean square. offset and rounding are `rms_norm`'s. y and sum have x's shape and
+    dtype (y with rounding="llama" the promoted dtype of x and weight); y comes from the float32 sum, not from the
+    rounded one that is returned.
     Gradients flow to x, residual and weight, from either result; backward saves the sum and a float32 per row.
     Raises RidgelineError if shapes, dtypes or devices do not fit together, or if `impl` cannot run the call.
     """
@@ -751,18 +759,28 @@ def rms_norm(
     weight: torch.Tensor | None = None,
     eps: float | None = 1e-6,
     *,
+    offset: float = 0.0,
+    rounding: str = "once",
     memory_efficient: bool = False,
     impl: str | None = None,
 ) -> torch.Tensor:
-    """Each row of x over its root mean square, times `weight`, as `torch.nn.functional.rms_norm` on the last dimension.
+    """Each row of x over its root mean square, times `offset + weight`; by default as `torch.nn.functional.rms_norm` on
+    the last dimension.
 
     x: at least one dimension, any strides, floating point. weight: (columns,), of any floating dtype, or None.
     eps: at least 0; None means torch's default, the machine epsilon of float32 (of float64 for float64).
-    Returns a tensor of x's shape and dtype. Gradients flow to x and weight; backward saves x and a float32 per row.
+    offset: a finite number that is added to the weight in float32. Gemma's norms store weights around 0: offset=1.0.
+    rounding: "once" computes in float32 and rounds the result to x's dtype, as Gemma and OLMo do. "llama" rounds the
+    normalised row to x's dtype before it multiplies by offset + weight, and the product to the promoted dtype of x and
+    weight; without an offset these are Llama's two roundings. Gradients are those of the unrounded formula either way.
+    Returns x's shape, in x's dtype ("llama": the promoted one). Gradients flow to x and weight; backward saves x and a
+    float32 per row.
     memory_efficient: backward saves the result instead of x, which frees x if the next layer saves the result anyway.
-    No weight may then be zero (checked on a CPU, or with RIDGELINE_CHECK=1), and weight's gradient has the result's
-    rounding.
-    Raises RidgelineError if weight or eps is none of these, if devices differ, or if `impl` cannot run the call.
+    No offset + weight may then be zero (checked on a CPU, or with RIDGELINE_CHECK=1), and weight's gradient has the
+    result's rounding.
+    Under autocast on a GPU, "once" returns float32 as torch does; "llama" is as without autocast.
+    Raises RidgelineError if an argument is none of these, if devices differ, if there is an offset but no weight, if
+    memory_efficient would save a result wider than x, or if `impl` cannot run the call.
     """
 
 def softmax(
