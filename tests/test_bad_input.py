@@ -506,6 +506,13 @@ for name in ("rms_norm", "layer_norm", "add_rms_norm", "add_layer_norm"):
     }
     for eps in (*(() if name == "rms_norm" else (None,)), "a", -1, -1e-5, float("nan")):
         BAD[f"{name}: eps {eps!r}"] = partial(_norm, name, w, eps=eps), ["eps", "at least 0", repr(eps)]
+for name in ("rms_norm", "add_rms_norm"):
+    for offset in ("1", None, float("nan"), float("inf")):
+        BAD[f"{name}: offset {offset!r}"] = partial(_norm, name, w, offset=offset), ["offset", "finite", repr(offset)]
+    for rounding in ("twice", None, 1):
+        said = ["rounding", "'once' or 'llama'", repr(rounding)]
+        BAD[f"{name}: rounding {rounding!r}"] = partial(_norm, name, w, rounding=rounding), said
+BAD["rms_norm: an offset without a weight"] = partial(ridgeline.rms_norm, x, offset=1.0), ["offset=1.0", "None"]
 for eps in (None, "a", -1, float("nan")):
     BAD[f"group_norm: eps {eps!r}"] = partial(ridgeline.group_norm, image, 2, eps=eps), ["eps", "at least 0", repr(eps)]
 for name, args in {

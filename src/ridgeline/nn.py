@@ -18,7 +18,7 @@ from ridgeline.op import RidgelineError
 
 
 def _normalised(
-    norm: Any, function: Callable[..., Any], inputs: tuple[torch.Tensor, ...], *parameters: Any, eps: float
+    norm: Any, function: Callable[..., Any], inputs: tuple[torch.Tensor, ...], *parameters: Any, **options: Any
 ) -> Any:
     """Returns `function` of the inputs, with the dimensions of the module's normalized_shape flattened into one."""
     shape = norm.normalized_shape
@@ -29,25 +29,56 @@ def _normalised(
                 f"{type(norm).__name__}: the last dimensions must be {shape}, and the input is {tuple(x.shape)}"
             )
     if many == 1:
-        return function(*inputs, *parameters, eps=eps)
+        return function(*inputs, *parameters, **options)
     result = function(
-        *[x.flatten(-many) for x in inputs], *[p if p is None else p.flatten() for p in parameters], eps=eps
+        *[x.flatten(-many) for x in inputs], *[p if p is None else p.flatten() for p in parameters], **options
     )
     return tuple(y.unflatten(-1, shape) for y in result) if isinstance(result, tuple) else result.unflatten(-1, shape)
 
 
 class RMSNorm(nn.RMSNorm):
-    """`torch.nn.RMSNorm`, by `ridgeline.rms_norm`. As in torch, half precision has the default eps of float32."""
+    """`torch.nn.RMSNorm`, by `ridgeline.rms_norm`. As in torch, half precision has the default eps of float32.
 
-    def _eps(self, x: torch.Tensor) -> float:
-        return (
-            self.eps
-            if self.eps is not None
-            else torch.finfo(torch.float64 if x.dtype == torch.float64 else torch.float32).eps
-        )
+    offset, rounding: as in `ridgeline.rms_norm`. offset=1.0 is Gemma's norm, rounding="llama" Llama's. The weight is
+    stored without the offset, and starts at 1 - offset."""
+
+    offset = 0.0
+    rounding = "once"
+
+    def __init__(
+        self,
+        normalized_shape: Any,
+        eps: float | None = None,
+        elementwise_affine: bool = True,
+        device: Any = None,
+        dtype: Any = None,
+        *,
+        offset: float = 0.0,
+        rounding: str = "once",
+    ) -> None:
+        if not isinstance(offset, int | float):
+            raise RidgelineError(f"{type(self).__name__}: offset must be a number, but is {offset!r}")
+        super().__init__(normalized_shape, eps, elementwise_affine, device, dtype)
+        self.offset, self.rounding = float(offset), rounding
+        if offset:
+            self.reset_parameters()
+
+    def reset_parameters(self) -> None:
+        if self.elementwise_affine:
+            nn.init.constant_(self.weight, 1 - self.offset)
+
+    def extra_repr(self) -> str:
+        given = {"offset": (self.offset, 0.0), "rounding": (self.rounding, "once")}
+        return ", ".join([super().extra_repr(), *(f"{k}={v!r}" for k, (v, usual) in given.items() if v != usual)])
+
+    def _options(self, x: torch.Tensor) -> dict[str, Any]:
+        eps = self.eps
+        if eps is None:
+            eps = torch.finfo(torch.float64 if x.dtype == torch.float64 else torch.float32).eps
+        return {"eps": eps, "offset": self.offset, "rounding": self.rounding}
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
-        return _normalised(self, ridgeline.rms_norm, (x,), self.weight, eps=self._eps(x))
+        return _normalised(self, ridgeline.rms_norm, (x,), self.weight, **self._options(x))
 
 
 class LayerNorm(nn.LayerNorm):
@@ -63,7 +94,7 @@ class AddRMSNorm(RMSNorm):
     def forward(  # type: ignore[override]
         self, x: torch.Tensor, residual: torch.Tensor
     ) -> tuple[torch.Tensor, torch.Tensor]:
-        return _normalised(self, ridgeline.add_rms_norm, (x, residual), self.weight, eps=self._eps(x))
+        return _normalised(self, ridgeline.add_rms_norm, (x, residual), self.weight, **self._options(x))
 
 
 class AddLayerNorm(LayerNorm):

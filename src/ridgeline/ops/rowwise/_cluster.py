@@ -14,7 +14,7 @@ from ridgeline import device, tuning
 from ridgeline.boundary import launch
 from ridgeline.cuda import CTYPE, CudaKernel, resident_clusters
 from ridgeline.ops.rowwise._norms import _launch_bwd as tiled_bwd
-from ridgeline.ops.rowwise._norms import add_up
+from ridgeline.ops.rowwise._norms import add_up, result_dtype
 from ridgeline.ops.rowwise._rows import ceil, key_of, power
 from ridgeline.tiles import cluster_rows
 
@@ -88,6 +88,8 @@ def launch_fwd(
     weight: Any,
     bias: Any,
     eps: float,
+    offset: float,
+    rounding: str,
 ) -> None:
     rows, columns = x.shape
     where, inputs = device.of(x), 1 + (residual is not None)
@@ -100,12 +102,14 @@ def launch_fwd(
         found = tuning.config(where, op, "norm_fwd", key, rule, space)
         return cluster_rows.plan(columns, inputs, x.itemsize, x.itemsize, **found) | _types(x.dtype, weights)
 
-    flags = {
+    flags: dict[str, Any] = {
         "BACKWARD": 0,
         "MEAN": int(centred),
         "ADD": inputs - 1,
         "WEIGHT": int(weight is not None),
         "BIAS": int(bias is not None),
+        "OFFSET": offset,
+        "LLAMA": int(rounding == "llama"),
     }
     values = (
         y,
@@ -127,7 +131,7 @@ def launch_fwd(
 
 def launch_bwd(
     op: str, centred: bool, dx: Any, dweight: Any, dbias: Any, parts: Any, dy: torch.Tensor, dsum: Any,
-    saved: torch.Tensor, weight: Any, bias: Any, mean: Any, rstd: Any, from_output: bool
+    saved: torch.Tensor, weight: Any, bias: Any, mean: Any, rstd: Any, offset: float, from_output: bool
 ) -> None:  # fmt: skip
     rows, columns = saved.shape
     where, inputs = device.of(saved), 2 + (dsum is not None)
@@ -135,8 +139,14 @@ def launch_bwd(
     size, heavy = whole * saved.element_size() * inputs, centred or dsum is not None or whole < columns
     weights = saved.dtype if weight is None else weight.dtype
     wanted = {"DW": int(dweight is not None), "DB": int(dbias is not None)}
-    flags = {"BACKWARD": 1, "MEAN": int(centred), "ADD": inputs - 2, "WEIGHT": int(weight is not None), **wanted}
-    flags["PDL"] = int(parts is not None)
+    flags: dict[str, Any] = {
+        "BACKWARD": 1,
+        "MEAN": int(centred),
+        "ADD": inputs - 2,
+        "WEIGHT": int(weight is not None),
+        **wanted,
+    }
+    flags |= {"PDL": int(parts is not None), "OFFSET": offset}
 
     def config() -> dict[str, Any]:
         key = key_of(saved.dtype, weights, columns)
@@ -172,8 +182,8 @@ def in_tiles(columns: int, size: int, limits: tuple[int, float]) -> bool:
 
 
 def fits(centred: bool, x: torch.Tensor, *rest: Any) -> str | None:
-    """Why clusters cannot run a call, or None; takes a public call's arguments or a launcher's inputs (backward: 8)."""
-    backward = len(rest) == 7
+    """Why clusters cannot run a call, or None; takes a public call's arguments or a launcher's inputs (backward: 9)."""
+    backward = len(rest) == 8
     if any(value is True for value in rest):
         return "it computes the gradient from the input, but memory_efficient=True saves the output"
     tensors = [t for t in rest if isinstance(t, torch.Tensor)]
@@ -186,6 +196,9 @@ def fits(centred: bool, x: torch.Tensor, *rest: Any) -> str | None:
         reason = f"for rows of {columns} columns tiles are faster"
     if reason is None and (any([t.dtype != x.dtype for t in rows]) or len({t.dtype for t in vectors}) > 1):
         reason = "it takes tensors of one dtype, and a weight and bias of one dtype"
+    two_roundings = any([isinstance(value, str) and value == "llama" for value in rest])
+    if reason is None and two_roundings and any([result_dtype(x, t, "llama") != x.dtype for t in vectors]):
+        reason = "it writes the result in x's dtype, but rounding='llama' makes it as wide as the weight"
     return reason
 
 

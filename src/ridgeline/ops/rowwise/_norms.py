@@ -1,7 +1,8 @@
 """Shared by the norms: kernels, launchers, torch ops and autograd of layer_norm, rms_norm, and both after a sum.
 
-    forward:   v = x (+ residual)      x_hat = (v - mean) rstd,  mean = 0 for rms_norm      y = x_hat weight + bias
-    backward:  g = dy weight           dx = rstd (g - average(g) - x_hat average(g x_hat)) (+ dsum)
+    forward:   v = x (+ residual)      x_hat = (v - mean) rstd,  mean = 0 for rms_norm
+               w = offset + weight     y = x_hat w + bias        (rms_norm has the offset, layer_norm the bias)
+    backward:  g = dy w                dx = rstd (g - average(g) - x_hat average(g x_hat)) (+ dsum)
                dweight = sum over rows of dy x_hat           dbias = sum over rows of dy
 
 Forward reads a row once, into registers. Backward is persistent: one program per multiprocessor loops over tiles of
@@ -15,10 +16,11 @@ from __future__ import annotations
 from collections.abc import Callable
 from dataclasses import dataclass
 from functools import cache, partial
-from math import gcd
+from math import gcd, inf
 from typing import Any
 
 import torch
+import torch.nn.functional as F
 import triton
 import triton.language as tl
 from triton.language.extra.cuda import gdc_launch_dependents, gdc_wait
@@ -58,9 +60,19 @@ def _scale(squares, columns, eps, dtype: tl.constexpr):
 
 
 @triton.jit
+def _factor(weight, OFFSET: tl.constexpr):
+    """offset + weight in float32."""
+    if OFFSET == 0:
+        return weight.to(tl.float32)
+    else:
+        return weight.to(tl.float32) + OFFSET
+
+
+@triton.jit
 def _fwd(
     y, total, mean, rstd, x, residual, weight, bias, rows, units, x_stride, r_stride, eps, MEAN: tl.constexpr,
-    UNIT: tl.constexpr, BM: tl.constexpr, BN: tl.constexpr, STAGES: tl.constexpr
+    OFFSET: tl.constexpr, LLAMA: tl.constexpr, UNIT: tl.constexpr, BM: tl.constexpr, BN: tl.constexpr,
+    STAGES: tl.constexpr
 ):  # fmt: skip
     columns = units * UNIT
     column = tl.arange(0, BN)[None, :]
@@ -84,10 +96,12 @@ def _fwd(
         if rstd is not None:
             tl.store(rstd + row, scale, mask=row < rows)
         value *= scale
+        if LLAMA:
+            value = value.to(x.dtype.element_ty).to(tl.float32)
         if weight is not None:
             if BN > 8192:
                 w = tl.load(weight + column, mask=column < columns, other=1)
-            value *= w.to(tl.float32)
+            value *= _factor(w, OFFSET)
         if bias is not None:
             if BN > 8192:
                 b = tl.load(bias + column, mask=column < columns, other=0)
@@ -98,7 +112,7 @@ def _fwd(
 @triton.jit
 def _fwd_wide(
     y, total, mean, rstd, x, residual, weight, bias, rows, units, x_stride, r_stride, eps, MEAN: tl.constexpr,
-    UNIT: tl.constexpr, BN: tl.constexpr
+    OFFSET: tl.constexpr, LLAMA: tl.constexpr, UNIT: tl.constexpr, BN: tl.constexpr
 ):  # fmt: skip
     """One row per program, in chunks: each lane's mean and squared distances by Welford's update, merged as by Chan."""
     columns = units * UNIT
@@ -137,8 +151,10 @@ def _fwd_wide(
         if residual is not None:
             value += tl.load(residual + row * r_stride * UNIT + column, mask=mask, other=0).to(tl.float32)
         value = (value - center) * scale
+        if LLAMA:
+            value = value.to(x.dtype.element_ty).to(tl.float32)
         if weight is not None:
-            value *= tl.load(weight + column, mask=mask, other=0).to(tl.float32)
+            value *= _factor(tl.load(weight + column, mask=mask, other=0), OFFSET)
         if bias is not None:
             value += tl.load(bias + column, mask=mask, other=0).to(tl.float32)
         tl.store(y + row * units * UNIT + column, value.to(y.dtype.element_ty), mask=mask)
@@ -154,13 +170,15 @@ def _x_hat(value, center, scale, b, inverse, FROM_OUTPUT: tl.constexpr):
 
 
 @triton.jit
-def _vectors(weight, bias, column, mask, FROM_OUTPUT: tl.constexpr):
-    """The columns' weight and, if x_hat comes from the output, what recovers it: the bias and 1 / weight."""
+def _vectors(weight, bias, column, mask, OFFSET: tl.constexpr, FROM_OUTPUT: tl.constexpr):
+    """The columns' offset + weight and, if x_hat comes from the output, what recovers it: the bias and an inverse."""
     w = 1.0
     b = 0.0
     inverse = 1.0
     if weight is not None:
-        w = tl.load(weight + column, mask=mask, other=1).to(tl.float32)
+        w = _factor(tl.load(weight + column, mask=mask, other=1), OFFSET)
+        if FROM_OUTPUT and OFFSET != 0:
+            w = tl.where(mask, w, 1.0)  # an offset of -1 would make it zero beyond the last column
         if FROM_OUTPUT:
             inverse = tl.div_rn(1.0, w)
     if bias is not None and FROM_OUTPUT:
@@ -171,13 +189,13 @@ def _vectors(weight, bias, column, mask, FROM_OUTPUT: tl.constexpr):
 @triton.jit
 def _bwd(
     dx, parts, dots, dy, dsum, saved, weight, bias, mean, rstd, rows, units, dy_stride, dsum_stride, saved_stride,
-    MEAN: tl.constexpr, FROM_OUTPUT: tl.constexpr, DW: tl.constexpr, DB: tl.constexpr, UNIT: tl.constexpr,
-    BM: tl.constexpr, BN: tl.constexpr, STAGES: tl.constexpr, PDL: tl.constexpr
+    MEAN: tl.constexpr, OFFSET: tl.constexpr, FROM_OUTPUT: tl.constexpr, DW: tl.constexpr, DB: tl.constexpr,
+    UNIT: tl.constexpr, BM: tl.constexpr, BN: tl.constexpr, STAGES: tl.constexpr, PDL: tl.constexpr
 ):  # fmt: skip
     """Tiles of BM rows and a block of BN columns: all columns or, if `dots` holds the rows' averages, some of them."""
     columns = units * UNIT
     column = (tl.program_id(1) * BN + tl.arange(0, BN))[None, :]
-    w, b, inverse = _vectors(weight, bias, column, column < columns, FROM_OUTPUT)
+    w, b, inverse = _vectors(weight, bias, column, column < columns, OFFSET, FROM_OUTPUT)
     dw = tl.zeros((BM, BN), tl.float32)
     db = tl.zeros((BM, BN), tl.float32)
     for tile in tl.range(tl.program_id(0), tl.cdiv(rows, BM), tl.num_programs(0), num_stages=STAGES):
@@ -220,7 +238,7 @@ def _bwd(
 @triton.jit
 def _dots(
     dots, dy, saved, weight, bias, mean, rstd, rows, units, dy_stride, saved_stride, MEAN: tl.constexpr,
-    FROM_OUTPUT: tl.constexpr, UNIT: tl.constexpr, BN: tl.constexpr
+    OFFSET: tl.constexpr, FROM_OUTPUT: tl.constexpr, UNIT: tl.constexpr, BN: tl.constexpr
 ):  # fmt: skip
     """Writes a row's average(g x_hat) to `dots` and, with a mean, average(g)."""
     columns = units * UNIT
@@ -236,7 +254,7 @@ def _dots(
     for start in range(0, columns, BN):
         column = start + tl.arange(0, BN)
         mask = column < columns
-        w, b, inverse = _vectors(weight, bias, column, mask, FROM_OUTPUT)
+        w, b, inverse = _vectors(weight, bias, column, mask, OFFSET, FROM_OUTPUT)
         g = tl.load(dy + column, mask=mask, other=0).to(tl.float32) * w
         turn += g * _x_hat(
             tl.load(saved + column, mask=mask, other=0).to(tl.float32), center, scale, b, inverse, FROM_OUTPUT
@@ -287,24 +305,25 @@ def strides(columns: int, *tensors: Maybe) -> tuple[int, list[int]]:
 
 def _launch_fwd(
     name: str, center: bool, y: torch.Tensor, total: Maybe, mean: Maybe, rstd: Maybe,
-    x: torch.Tensor, residual: Maybe, weight: Maybe, bias: Maybe, eps: float,
+    x: torch.Tensor, residual: Maybe, weight: Maybe, bias: Maybe, eps: float, offset: float, rounding: str
 ) -> None:  # fmt: skip
     rows, columns = x.shape
     unit, steps = strides(columns, x, residual)
     args = (y, total, mean, rstd, x, residual, weight, bias, rows, columns // unit, *steps, eps)
     inputs: tuple[torch.Tensor, ...] = (x,) if residual is None else (x, residual)
+    facts: dict[str, Any] = {"MEAN": center, "OFFSET": offset, "LLAMA": rounding == "llama", "UNIT": unit}
     bn = power(columns)
     narrow = unit * x.element_size() < 16
     if bn * 4 * len(inputs) > TILE_LIMIT:
         bn = (8192 if narrow else 16384) // len(inputs)
-        launch(_fwd_wide, (rows,), *args, MEAN=center, UNIT=unit, BN=bn, num_warps=16)
+        launch(_fwd_wide, (rows,), *args, **facts, BN=bn, num_warps=16)
         return
     if narrow and bn < 8192:  # loads of single elements need registers for addresses: halve the tiles
         inputs *= 2
     # The work per row costs a thread as much as several elements.
     each = 64 if center and x.element_size() < 4 else 32
     config, grid = tiles(name, _fwd, rows, bn, *inputs, each=each)
-    launch(_fwd, grid, *args, MEAN=center, UNIT=unit, config=config, key=(name, bn, narrow))
+    launch(_fwd, grid, *args, **facts, config=config, key=(name, bn, narrow))
 
 
 REGISTERS = 8192  # the most columns of a row that backward holds in registers, with their sums
@@ -351,14 +370,15 @@ def bwd_space(where: device.Device, bn: int, size: int) -> list[tuning.Config]:
 
 def _launch_bwd(
     name: str, center: bool, dx: torch.Tensor, dweight: Maybe, dbias: Maybe, parts: Maybe, dy: torch.Tensor,
-    dsum: Maybe, saved: torch.Tensor, weight: Maybe, bias: Maybe, mean: Maybe, rstd: torch.Tensor, from_output: bool
+    dsum: Maybe, saved: torch.Tensor, weight: Maybe, bias: Maybe, mean: Maybe, rstd: torch.Tensor, offset: float,
+    from_output: bool
 ) -> None:  # fmt: skip
     rows, columns = dx.shape
     unit, steps = strides(columns, dy, dsum, saved)
     where, bn = device.of(dx), power(columns)
     count = where.multiprocessors
     dots = None
-    facts: dict[str, Any] = {"MEAN": center, "FROM_OUTPUT": from_output, "UNIT": unit}
+    facts: dict[str, Any] = {"MEAN": center, "OFFSET": offset, "FROM_OUTPUT": from_output, "UNIT": unit}
     options: dict[str, Any]
     narrow = unit * dy.element_size() < 16
     if bn > REGISTERS:
@@ -420,24 +440,25 @@ class Norm:
         self.name, self.center, self.add = name, center, add
         tensors = "Tensor? weight, Tensor? bias"
         self.fwd = fwd = kernel_op(
-            f"{name}_fwd(Tensor x, Tensor? residual, {tensors}, float eps, int stats, str? impl) -> Tensor[]"
+            f"{name}_fwd(Tensor x, Tensor? residual, {tensors}, float eps, float offset, str rounding, int stats, "
+            "str? impl) -> Tensor[]"
         )(self._forward)
         self.bwd = bwd = kernel_op(
             f"{name}_bwd(Tensor dy, Tensor? dsum, Tensor saved, {tensors}, Tensor? mean, Tensor rstd, "
-            "bool from_output, int need, str? impl) -> Tensor[]"
+            "float offset, bool from_output, int need, str? impl) -> Tensor[]"
         )(self._backward)
         stats = 2 if center else 1
 
         class Differentiable(Function):
             @staticmethod
             def forward(
-                ctx: Any, x: torch.Tensor, residual: Maybe, weight: Maybe, bias: Maybe, eps: float, thrifty: bool,
-                impl: str | None
+                ctx: Any, x: torch.Tensor, residual: Maybe, weight: Maybe, bias: Maybe, eps: float, offset: float,
+                rounding: str, thrifty: bool, impl: str | None
             ) -> Any:  # fmt: skip
-                made = fwd(x, residual, weight, bias, eps, 1 if thrifty else stats, impl)
+                made = fwd(x, residual, weight, bias, eps, offset, rounding, 1 if thrifty else stats, impl)
                 saved = made[0] if thrifty else made[1] if add else x
                 ctx.save_for_backward(saved, weight, bias, made[-2] if center and not thrifty else None, made[-1])
-                ctx.facts = thrifty, impl
+                ctx.facts = offset, thrifty, impl
                 if not add:
                     return made[0]
                 if not torch.compiler.is_compiling():
@@ -448,13 +469,13 @@ class Norm:
             @first_order
             def backward(ctx: Any, dy: Maybe, dsum: Maybe = None) -> Any:
                 if dy is None:
-                    return dsum, dsum, None, None, None, None, None
+                    return dsum, dsum, *[None] * 7
                 saved, weight, bias, mean, rstd = ctx.saved_tensors
-                thrifty, impl = ctx.facts
+                offset, thrifty, impl = ctx.facts
                 _, _, scaled, shifted, *_ = ctx.needs_input_grad
-                made = bwd(dy, dsum, saved, weight, bias, mean, rstd, thrifty, scaled + 2 * shifted, impl)
+                made = bwd(dy, dsum, saved, weight, bias, mean, rstd, offset, thrifty, scaled + 2 * shifted, impl)
                 dx = made[0]
-                return dx, dx if add else None, made[1] if scaled else None, made[-1] if shifted else None, *[None] * 3
+                return dx, dx if add else None, made[1] if scaled else None, made[-1] if shifted else None, *[None] * 5
 
         Differentiable.__name__ = Differentiable.__qualname__ = name
         self.function = Differentiable
@@ -468,29 +489,51 @@ class Norm:
         bias: Maybe,
         eps: float | None,
         thrifty: bool = False,
+        offset: float = 0.0,
+        rounding: str = "once",
     ) -> Any:
         """Runs `impl`, or the implementation chosen for the call. thrifty: backward uses the output, not the input."""
-        if not (impl is None and type(eps) is float and eps >= 0 and self._usual(x, residual, weight, bias)):
+        known = impl is None and type(eps) is float and eps >= 0 and type(offset) is float
+        if known and not (offset == 0 and rounding == "once"):
+            known = weight is not None and not thrifty and abs(offset) < inf and rounding in ROUNDINGS
+        if not (known and self._usual(x, residual, weight, bias)):
             plain = self._plain(impl, x, residual, weight, bias)
             if eps is None and self.name == "rms_norm":  # torch's default there, also for half precision
                 eps = torch.finfo(torch.promote_types(x.dtype, torch.float32)).eps
-            eps = known_eps(self.name, eps)
-            if thrifty and weight is not None and torch.is_grad_enabled() and readable(weight) and not weight.all():
-                reason = "memory_efficient=True divides by the weight in backward, but the weight has a zero"
-                raise RidgelineError(f"{self.name}: {reason}")
-            if x.is_cuda and torch.is_autocast_enabled("cuda") and x.dtype in (torch.float16, torch.bfloat16):
+            eps, offset = known_eps(self.name, eps), known_offset(self.name, offset, rounding, weight)
+            if thrifty:
+                self._invertible(x, weight, offset, rounding)
+            halves = x.dtype in (torch.float16, torch.bfloat16)
+            if halves and rounding == "once" and x.is_cuda and torch.is_autocast_enabled("cuda"):
                 # As torch's own: normalised in float32, the sum rounded to the given dtype.
-                made = self(impl, x.float(), None if residual is None else residual.float(), weight, bias, eps, thrifty)
+                wide = x.float(), None if residual is None else residual.float()
+                made = self(impl, *wide, weight, bias, eps, thrifty, offset)
                 return (made[0], made[1].to(x.dtype)) if self.add else made
             if plain is not None:
                 given = (x, *((residual,) if self.add else ()), weight, *((bias,) if self.center else ()))
-                return plain(*given, eps)
+                return plain(*given, eps, **({} if self.center else {"offset": offset, "rounding": rounding}))
         if torch.is_grad_enabled():
             for t in (x, residual, weight, bias):
                 if t is not None and t.requires_grad:
-                    return differentiate(self.function, x, residual, weight, bias, eps, thrifty, impl)
-        made = self.fwd(x, residual, weight, bias, eps, 0, impl)
+                    args = x, residual, weight, bias, eps, offset, rounding, thrifty, impl
+                    return differentiate(self.function, *args)
+        made = self.fwd(x, residual, weight, bias, eps, offset, rounding, 0, impl)
         return (made[0], made[1]) if self.add else made[0]
+
+    def _invertible(self, x: torch.Tensor, weight: Maybe, offset: float, rounding: str) -> None:
+        """Raises RidgelineError if backward could not, or should not, take the normalised row from the result."""
+        made = result_dtype(x, weight, rounding)
+        if made != x.dtype:
+            raise RidgelineError(
+                f"{self.name}: memory_efficient=True saves the result in place of x, but rounding='llama' makes it "
+                f"{made} where x is {x.dtype}; give a weight in {x.dtype}, or leave memory_efficient out"
+            )
+        if weight is None or not torch.is_grad_enabled() or not readable(weight):
+            return
+        if not (widened(weight) + offset if offset else weight).all():
+            what = "offset + weight" if offset else "the weight"
+            reason = f"memory_efficient=True divides by {what} in backward, but {what} has a zero"
+            raise RidgelineError(f"{self.name}: {reason}")
 
     def _usual(self, x: torch.Tensor, residual: Maybe, weight: Maybe, bias: Maybe) -> bool:
         """Whether kernels take the call and no closer look is needed."""
@@ -556,21 +599,23 @@ class Norm:
         return None if chosen is None else chosen.call
 
     def _forward(
-        self, x: torch.Tensor, residual: Maybe, weight: Maybe, bias: Maybe, eps: float, stats: int, impl: str | None
-    ) -> list[torch.Tensor]:
+        self, x: torch.Tensor, residual: Maybe, weight: Maybe, bias: Maybe, eps: float, offset: float,
+        rounding: str, stats: int, impl: str | None
+    ) -> list[torch.Tensor]:  # fmt: skip
         """y, the sum if there is one, and the last `stats` of each row's mean and rstd."""
-        y = empty_rows(x, -1, None)
+        y = empty_rows(x, -1, result_dtype(x, weight, rounding))
         total = empty_rows(x, -1, None) if self.add else None
         mean = torch.empty(x.shape[:-1], dtype=torch.float32, device=x.device) if stats > 1 else None
         rstd = torch.empty(x.shape[:-1], dtype=torch.float32, device=x.device) if stats else None
         if not tracing() and x.numel():
             outs: Any = as_rows(y, -1), _rows(total), _flat(mean), _flat(rstd)
-            run(self.op, "fwd", impl, outs, as_rows(x, -1), _rows(residual), _vector(weight), _vector(bias), eps)
+            inputs = as_rows(x, -1), _rows(residual), _vector(weight), _vector(bias)
+            run(self.op, "fwd", impl, outs, *inputs, eps, offset, rounding)
         return [t for t in (y, total, mean, rstd) if t is not None]
 
     def _backward(
         self, dy: torch.Tensor, dsum: Maybe, saved: torch.Tensor, weight: Maybe, bias: Maybe, mean: Maybe,
-        rstd: torch.Tensor, from_output: bool, need: int, impl: str | None
+        rstd: torch.Tensor, offset: float, from_output: bool, need: int, impl: str | None
     ) -> list[torch.Tensor]:  # fmt: skip
         """dx, and dweight and dbias as the bits of `need` say."""
         dx = empty_rows(saved, -1, None)
@@ -597,7 +642,7 @@ class Norm:
             rstd.view(-1),
         )
         outs: Any = as_rows(dx, -1), dweight, dbias, parts
-        run(self.op, "bwd", impl, outs, *inputs, from_output)
+        run(self.op, "bwd", impl, outs, *inputs, offset, from_output)
         return made
 
     def triton(self) -> None:
@@ -611,21 +656,25 @@ class Norm:
             bwd=partial(_launch_bwd, self.name, self.center),
         )
 
-    def cost(self, x: torch.Tensor, residual: Maybe, weight: Maybe, bias: Maybe) -> tuple[Cost, Cost]:
+    def cost(
+        self, x: torch.Tensor, residual: Maybe, weight: Maybe, bias: Maybe, rounding: str = "once"
+    ) -> tuple[Cost, Cost]:
         """Forward reads x (and the residual) and writes y (and the sum).
 
         Backward reads what was saved and the gradients of what was written, and writes dx, which is the residual's
         gradient too. Weights are read, and their gradients written, once.
         """
         one, count = nbytes(x), 2 if self.add else 1
+        written = x.numel() * result_dtype(x, weight, rounding).itemsize + (count - 1) * one
         weights = sum([nbytes(t) for t in (weight, bias) if t is not None])
         scale = 0 if weight is None else nbytes(weight)
         return (
-            Cost(count * one + weights, count * one, (6 if self.center else 4) * x.numel()),
-            Cost((1 + count) * one + scale, one + weights, (11 if self.center else 9) * x.numel()),
+            Cost(count * one + weights, written, (6 if self.center else 4) * x.numel()),
+            Cost(one + written + scale, one + weights, (11 if self.center else 9) * x.numel()),
         )
 
 
+ROUNDINGS = ("once", "llama")
 _OWN = frozenset((torch.Tensor, torch.nn.Parameter))
 
 
@@ -634,6 +683,40 @@ def known_eps(name: str, eps: Any) -> float:
     if not isinstance(eps, int | float) or not eps >= 0:
         raise RidgelineError(f"{name}: eps must be a number of at least 0, but is {eps!r}")
     return float(eps)
+
+
+def result_dtype(x: torch.Tensor, weight: Maybe, rounding: str) -> torch.dtype:
+    """The dtype of y: x's, or for "llama" that of x times the weight."""
+    return x.dtype if weight is None or rounding == "once" else torch.promote_types(x.dtype, weight.dtype)
+
+
+def scaled(x_hat: torch.Tensor, weight: Maybe, offset: float, rounding: str, dtype: torch.dtype) -> torch.Tensor:
+    """y in plain PyTorch, from the normalised row. dtype: x's."""
+    if weight is None:
+        return x_hat.to(dtype)
+    w = widened(weight) + offset if offset else weight
+    if rounding == "once":
+        return (x_hat * w).to(dtype)
+    return (x_hat.to(dtype) * w).to(torch.promote_types(dtype, weight.dtype))
+
+
+def torch_rms_norm(x: torch.Tensor, weight: Maybe, eps: float, offset: float, rounding: str) -> torch.Tensor:
+    """rms_norm by PyTorch's own kernel."""
+    if rounding == "llama":
+        return scaled(F.rms_norm(x, x.shape[-1:], None, eps), weight, offset, rounding, x.dtype)
+    v, w = alike(x, widened(weight) + offset if weight is not None and offset else weight)
+    return F.rms_norm(v, x.shape[-1:], w, eps).to(x.dtype)
+
+
+def known_offset(name: str, offset: Any, rounding: Any, weight: Maybe) -> float:
+    """A norm's offset as a float. Raises RidgelineError if it cannot be one, or if there is no such rounding."""
+    if rounding not in ROUNDINGS:
+        raise RidgelineError(f"{name}: rounding must be 'once' or 'llama', but is {rounding!r}")
+    if not isinstance(offset, int | float) or not abs(offset) < inf:
+        raise RidgelineError(f"{name}: offset must be a finite number, but is {offset!r}")
+    if offset and weight is None:
+        raise RidgelineError(f"{name}: offset={offset!r} is added to the weight, but weight is None")
+    return float(offset)
 
 
 def _rows(t: Maybe) -> Maybe:

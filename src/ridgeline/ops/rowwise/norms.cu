@@ -3,8 +3,9 @@
 // rows in turn and prefetch the next ones; each thread keeps its columns' weights, and its sums for their gradients, in
 // registers.
 // Macros besides those of cluster_rows.cuh: X = Y; WTYPE of the weights; MEAN, whether the mean is subtracted; ADD,
-// whether there is a residual (forward) or a gradient of the sum (backward); WEIGHT, whether there is one; forward:
-// BIAS; BACKWARD, which kernel; for backward, DW and DB, which gradients are wanted, and PDL, whether the kernel that
+// whether there is a residual (forward) or a gradient of the sum (backward); WEIGHT, whether there is one;
+// OFFSET, the number added to it; forward: BIAS, and LLAMA, whether the normalised row is rounded before it is
+// multiplied; BACKWARD, which kernel; for backward, DW and DB, which gradients are wanted, and PDL, whether the kernel that
 // adds up their parts starts early.
 #include "cluster_rows.cuh"
 #include "early.cuh"
@@ -13,6 +14,20 @@ using W = WTYPE;
 // Backward: whether a row stays in registers between its two uses.
 constexpr bool KEEP = ITEMS * PACK <= 16 && sizeof(X) == 2;
 constexpr int FLOATS = 1 + MEAN, INPUTS_FWD = 1 + ADD, INPUTS_BWD = 2 + ADD;
+
+// What the normalised row is multiplied by.
+__device__ inline float factor(W weight) {
+    if constexpr (float(OFFSET) == 0)
+        return to_float(weight);
+    else
+        return to_float(weight) + float(OFFSET);
+}
+
+__device__ inline float rounded(float value) {
+    X nearest;
+    from_float(value, nearest);
+    return to_float(nearest);
+}
 
 // Makes the compiler keep a pack in 32-bit registers, not each half in its own.
 template <typename P>
@@ -120,7 +135,8 @@ extern "C" __global__ void __launch_bounds__(THREADS, BLOCKS)
 #pragma unroll
         for (int j = 0; j < N; ++j) {
             float v = (value(a, b, j) - center) * scale;
-            if (WEIGHT) v *= to_float(w.at[j]);
+            if (LLAMA) v = rounded(v);
+            if (WEIGHT) v *= factor(w.at[j]);
             if (BIAS) v += to_float(shift.at[j]);
             from_float(v, pack.at[j]);
         }
@@ -188,7 +204,7 @@ extern "C" __global__ void __launch_bounds__(THREADS* GROUPS, BLOCKS)
 #pragma unroll
             for (int j = 0; j < N; ++j) {
                 const float unit = (to_float(a.at[j]) - center) * scale, slope = to_float(b.at[j]);
-                const float weighted = WEIGHT ? slope * to_float(w[c.slot].at[j]) : slope;
+                const float weighted = WEIGHT ? slope * factor(w[c.slot].at[j]) : slope;
                 product += weighted * unit;
                 if (MEAN) sum += weighted;
                 if (DW) dweight[c.slot][j] += slope * unit;
@@ -214,7 +230,7 @@ extern "C" __global__ void __launch_bounds__(THREADS* GROUPS, BLOCKS)
 #pragma unroll
             for (int j = 0; j < N; ++j) {
                 const float unit = (to_float(a.at[j]) - center) * scale, slope = to_float(b.at[j]);
-                const float weighted = WEIGHT ? slope * to_float(w[c.slot].at[j]) : slope;
+                const float weighted = WEIGHT ? slope * factor(w[c.slot].at[j]) : slope;
                 const float along = scale * (weighted - shift - unit * toward);
                 from_float(ADD ? along + to_float(other.at[j]) : along, pack.at[j]);
             }
