@@ -33,9 +33,16 @@ def rule(size: int) -> tuning.Config:
 
 
 def rows(
-    losses: torch.Tensor, stats: torch.Tensor, d: torch.Tensor, logits: torch.Tensor, target: torch.Tensor,
-    counts: torch.Tensor, ignore: int, smoothing: float, z: float, cap: float, need: int, options: dict[str, bool]
-) -> None:  # fmt: skip
+    losses: torch.Tensor,
+    stats: torch.Tensor,
+    d: torch.Tensor,
+    logits: torch.Tensor,
+    labels: Any,
+    counts: torch.Tensor,
+    rules: Any,
+    need: int,
+    mean: bool,
+) -> None:
     """Computes the rows' losses and what `need` asks for; calls that `fits` takes have no smoothing and no cap."""
     x = logits.view(-1, logits.shape[-1])
     count, columns = x.shape
@@ -48,7 +55,7 @@ def rows(
         kind = {"XTYPE": CTYPE[x.dtype], "YTYPE": CTYPE[x.dtype]}
         return cluster_rows.plan(columns, 1, x.itemsize, x.itemsize, **found) | kind
 
-    values = losses, stats, d, x, target, counts, count, columns, x.stride(0), ignore, z
+    values = losses, stats, d, x, labels.data, counts, count, columns, x.stride(0), labels.ignore, rules.z or 0.0
     launch(
         KERNEL,
         lambda c: (c["CLUSTER"] * count,),
@@ -56,7 +63,7 @@ def rows(
         config=config,
         key=columns,
         NEED=need,
-        MEAN=int(options["MEAN"]),
+        MEAN=int(mean),
     )
 
 
