@@ -43,7 +43,7 @@ def rows(
     need: int,
     mean: bool,
 ) -> None:
-    """Computes the rows' losses and what `need` asks for; calls that `fits` takes have no smoothing and no cap."""
+    """Computes the rows' losses and what `need` asks for; no smoothing, cap or scale, as `fits` has found."""
     x = logits.view(-1, logits.shape[-1])
     count, columns = x.shape
     where, size = device.of(x), cluster_rows.whole(columns, x.element_size()) * x.element_size()
@@ -68,14 +68,14 @@ def rows(
 
 
 def fits(logits: torch.Tensor, target: torch.Tensor | None = None, *rest: Any) -> str | None:
-    """Returns why clusters do not take a call, or None, by public arguments or a launcher's inputs (8 in forward)."""
+    """Returns why clusters do not take a call, or None, by public arguments or a launcher's inputs (9 in forward)."""
     reason = cluster_rows.refusal(logits.shape[-1], COLUMNS, 2 << 20, (logits,))
     if reason or not logits.is_contiguous():
         return reason or "it takes contiguous logits"
     if target is not None and not target.is_contiguous():
         return "it takes a contiguous target"
-    if len(rest) == 6:
-        _, _, smoothing, _, cap, reduction = rest
-        if smoothing or cap or (reduction == "none" and logits.dtype != torch.float32):
-            return "it supports neither label smoothing nor a softcap, and reduction='none' only in float32"
+    if len(rest) == 7:
+        _, _, smoothing, _, cap, scale, reduction = rest
+        if smoothing or cap or scale != 1 or (reduction == "none" and logits.dtype != torch.float32):
+            return "it supports no label smoothing, softcap or logit_scale, and reduction='none' only in float32"
     return None

@@ -1,7 +1,8 @@
-"""cross_entropy: -log softmax(logits)[target] over the last dimension, with label smoothing s, z-loss z and softcap c.
+"""cross_entropy: -log softmax(a logits)[target] in the last dimension, with label smoothing s, z-loss z and softcap c.
 
-    x = c tanh(logits / c),   lse = log sum_j exp x_j,   loss = lse - (1 - s) x_t - s mean(x) + z lse^2
-    backward: dx_j = (p_j (1 + 2 z lse) - s / V - (1 - s) [j = t]) dloss,   p_j = exp(x_j - lse)
+    x = c tanh(a logits / c),   lse = log sum_j exp x_j,   loss = lse - (1 - s) x_t - s mean(x) + z lse^2
+    backward: dx_j = (p_j (1 + 2 z lse) - s / V - (1 - s) [j = t]) dloss,   p_j = exp(x_j - lse),
+              dlogits_j = a (1 - (x_j / c)^2) dx_j
 
 An online pass over a row finds its maximum and sum of exponentials. For a mean or a sum, the gradient up to a factor
 depends on the row alone: forward writes it while the row is still in L2, so forward and backward read the logits once.
@@ -61,6 +62,7 @@ class Slab(NamedTuple):
 class Rules(NamedTuple):
     """The options of the loss; None if one is off."""
 
+    scale: float | None
     cap: float | None
     smoothing: float | None
     z: float | None
@@ -139,13 +141,15 @@ def _total(out, values, n, counts, labels, MEAN: tl.constexpr, FEW: tl.constexpr
 
 @triton.jit
 def _logit(x, rules):
-    """Returns capped float32 logits, and the cap's slope."""
+    """Returns scaled and capped float32 logits, and the cap's slope."""
+    if rules.scale is not None:
+        x *= rules.scale
     return capped(x, rules.cap, rules.cap is not None)
 
 
 @triton.jit
 def _load(x, column, mask, rules, POLICY: tl.constexpr):
-    """Returns capped logits as float32, -inf outside the mask, and the cap's slope."""
+    """Returns scaled and capped logits as float32, -inf outside the mask, and the cap's slope."""
     given = tl.load(x + column, mask=mask, other=float("-inf"), eviction_policy=POLICY)
     values, slope = _logit(given.to(tl.float32), rules)
     return (tl.where(mask, values, float("-inf")) if rules.cap is not None else values), slope
@@ -191,6 +195,8 @@ def _gradient(d, x, span, slab, row, rules, tile: tl.constexpr):
     """Writes the slab's columns of a row of the gradient: NaN if the label is invalid, 0 if it is ignored."""
     known = (row.label >= 0) & (row.label < slab.classes)
     upstream = tl.where(row.live, tl.where(known, row.upstream, float("nan")), 0.0)
+    if rules.scale is not None:
+        upstream *= rules.scale
     row = Row(row.label, row.live, row.top, row.total, upstream)
     factor, spread, pull = tl.div_rn(1.0, row.total), 0.0, 1.0
     if rules.z is not None:
@@ -368,9 +374,9 @@ def _launch_rows(kernel: Any, x: torch.Tensor, *args: Any, persist: bool = False
     launch(kernel, grid, *args, config=config, key=(bucket, peel), **constants)
 
 
-def _rules(smoothing: float, z: float, cap: float, *, number: bool = False) -> Rules:
+def _rules(smoothing: float, z: float, cap: float, scale: float, *, number: bool = False) -> Rules:
     """Returns the options as kernels take them. number: smoothing of 0 too, with which `_bwd` has fewer registers."""
-    return Rules(cap or None, smoothing if number else smoothing or None, z or None)
+    return Rules(None if scale == 1 else scale, cap or None, smoothing if number else smoothing or None, z or None)
 
 
 def _labels_of(target: torch.Tensor, ignore: int) -> Labels:
@@ -461,7 +467,7 @@ def _launch_bwd(
     _launch_rows(_bwd, x, *given, slab, _rules(*values, number=True), persist=made, **flags)
 
 
-_OPTIONS = "int ignore_index, float label_smoothing, float z_loss, float softcap, str reduction"
+_OPTIONS = "int ignore_index, float label_smoothing, float z_loss, float softcap, float logit_scale, str reduction"
 
 
 @kernel_op(
@@ -535,15 +541,19 @@ class _CrossEntropy(Function):
 
 def reference(
     logits: torch.Tensor, target: torch.Tensor, *, ignore_index: int = -100, label_smoothing: float = 0.0,
-    z_loss: float = 0.0, softcap: float | None = None, reduction: str = "mean", dtype: torch.dtype | None = None
+    z_loss: float = 0.0, softcap: float | None = None, logit_scale: float = 1.0, reduction: str = "mean",
+    dtype: torch.dtype | None = None
 ) -> torch.Tensor:  # fmt: skip
     if dtype not in (None, logits.dtype):
         wide = logits.to(torch.promote_types(logits.dtype, dtype))
         options: dict[str, Any] = {"ignore_index": ignore_index, "label_smoothing": label_smoothing, "z_loss": z_loss}
-        return reference(wide, target, softcap=softcap, reduction=reduction, **options).to(dtype)
+        options |= {"softcap": softcap, "logit_scale": logit_scale, "reduction": reduction}
+        return reference(wide, target, **options).to(dtype)
     ignored = target == ignore_index
     known = (target >= 0) & (target < logits.shape[-1])
     logits = logits.masked_fill(ignored[..., None], 0.0)
+    if logit_scale != 1:
+        logits = logits * logit_scale
     if softcap is not None:
         logits = softcap * torch.tanh(logits / softcap)
     logp = logits.log_softmax(-1)
@@ -560,14 +570,16 @@ def reference(
 
 def _torch(
     logits: torch.Tensor, target: torch.Tensor, *, z_loss: float = 0.0, softcap: float | None = None,
-    dtype: torch.dtype | None = None, **options: Any
+    logit_scale: float = 1.0, dtype: torch.dtype | None = None, **options: Any
 ) -> torch.Tensor:  # fmt: skip
-    """PyTorch's own, with the softcap, the z-loss and the dtype, which it lacks, added."""
+    """PyTorch's own, with the scale, the softcap, the z-loss and the dtype, which it lacks, added."""
     if dtype is not None:
-        wide = torch.promote_types(logits.dtype, dtype)
-        return _torch(logits.to(wide), target, z_loss=z_loss, softcap=softcap, **options).to(dtype)
+        options |= {"z_loss": z_loss, "softcap": softcap, "logit_scale": logit_scale}
+        return _torch(logits.to(torch.promote_types(logits.dtype, dtype)), target, **options).to(dtype)
     rows, labels = logits.reshape(target.numel(), logits.shape[-1]), target.reshape(-1)
     reduction = options.get("reduction", "mean")
+    if logit_scale != 1:
+        rows = rows * logit_scale
     if softcap is not None:
         rows = softcap * torch.tanh(rows / softcap)
     loss = F.cross_entropy(rows, labels, **options)
@@ -581,8 +593,8 @@ def _torch(
 
 
 def _fault(
-    logits: Any, target: Any, ignore_index: Any, label_smoothing: Any, z_loss: Any, softcap: Any, reduction: Any,
-    dtype: Any = None
+    logits: Any, target: Any, ignore_index: Any, label_smoothing: Any, z_loss: Any, softcap: Any, logit_scale: Any,
+    reduction: Any, dtype: Any = None
 ) -> str | None:  # fmt: skip
     """Returns what is wrong with a call, or None."""
     for name, t in (("logits", logits), ("target", target)):
@@ -603,6 +615,7 @@ def _fault(
         ("label_smoothing", label_smoothing),
         ("z_loss", z_loss),
         ("softcap", 0.0 if softcap is None else softcap),
+        ("logit_scale", logit_scale),
     ):
         if not isinstance(value, int | float):
             return f"{name} must be a number, got {value!r}"
@@ -612,6 +625,8 @@ def _fault(
         return f"z_loss must be finite and at least 0, got {z_loss}"
     if softcap is not None and not 0 < softcap < float("inf"):
         return f"softcap must be None or a finite number above 0, got {softcap}"
+    if not 0 < logit_scale < float("inf"):
+        return f"logit_scale must be a finite number above 0, got {logit_scale}"
     if reduction not in ("none", "mean", "sum"):
         return f'reduction must be "none", "mean" or "sum", got {reduction!r}'
     if dtype not in (None, torch.float32, torch.float16, torch.bfloat16, torch.float64):
@@ -629,8 +644,8 @@ def _all_classes(op: str, target: torch.Tensor, classes: int, ignore_index: int)
 
 def cross_entropy(
     logits: torch.Tensor, target: torch.Tensor, *, ignore_index: int = -100, label_smoothing: float = 0.0,
-    z_loss: float = 0.0, softcap: float | None = None, reduction: str = "mean", dtype: torch.dtype | None = None,
-    impl: str | None = None
+    z_loss: float = 0.0, softcap: float | None = None, logit_scale: float = 1.0, reduction: str = "mean",
+    dtype: torch.dtype | None = None, impl: str | None = None
 ) -> torch.Tensor:  # fmt: skip
     """Returns the cross-entropy loss, -log softmax(logits)[target], with the classes in the last dimension.
 
@@ -639,7 +654,9 @@ def cross_entropy(
     logits: (..., V), floating point, any strides; never modified. target: (...), int64 class indices.
     ignore_index: a target with this value has loss and gradient 0, whatever its logits.
     label_smoothing: the share, 0 to 1, of the target that is spread over all classes.
-    z_loss: adds z_loss * logsumexp(logits)^2 to each row. softcap: replaces logits by softcap * tanh(logits / softcap).
+    logit_scale: a number above 0 that multiplies the logits before all else, as in Cohere's models.
+    softcap: then replaces logits by softcap * tanh(logits / softcap).
+    z_loss: adds z_loss * logsumexp(logits)^2, of these logits, to each row.
     reduction: "mean" over the rows that are not ignored (NaN if there are none), "sum", or "none" for a loss per row.
     dtype: the loss's. None means the logits', or float32 under autocast, as in PyTorch; torch.float32 keeps all digits
     of the float32 arithmetic beside narrower logits.
@@ -650,6 +667,7 @@ def cross_entropy(
     plain = impl is dtype is softcap is None and reduction == "mean" and label_smoothing == 0 == z_loss and not CHECK
     plain = (
         plain
+        and logit_scale == 1
         and type(ignore_index) is int
         and type(logits) is type(target) is torch.Tensor
         and logits.layout is torch.strided
@@ -658,18 +676,19 @@ def cross_entropy(
         alike = logits.dtype in CROSS_ENTROPY.kernel_dtypes and logits.dim() and logits.shape[-1]
         alike = alike and target.shape == logits.shape[:-1] and target.get_device() == logits.get_device()
         if alike and not torch.is_autocast_enabled("cuda"):  # the common call needs no other check
-            return _call(logits, target, logits.dtype, ignore_index, 0.0, 0.0, 0.0, reduction, None)
-    fault = _fault(logits, target, ignore_index, label_smoothing, z_loss, softcap, reduction, dtype)
+            return _call(logits, target, logits.dtype, ignore_index, 0.0, 0.0, 0.0, 1.0, reduction, None)
+    fault = _fault(logits, target, ignore_index, label_smoothing, z_loss, softcap, logit_scale, reduction, dtype)
     if fault:
         raise RidgelineError(f"cross_entropy: {fault}")
     found = eager(CROSS_ENTROPY, impl, logits)
     _all_classes("cross_entropy", target, logits.shape[-1], ignore_index)
     if found is not None and found.call is not None:
-        options = {"ignore_index": ignore_index, "label_smoothing": label_smoothing, "reduction": reduction}
-        return found.call(logits, target, z_loss=z_loss, softcap=softcap, dtype=dtype, **options)
+        options: dict[str, Any] = {"ignore_index": ignore_index, "label_smoothing": label_smoothing}
+        options |= {"z_loss": z_loss, "softcap": softcap, "logit_scale": logit_scale, "reduction": reduction}
+        return found.call(logits, target, dtype=dtype, **options)
     if dtype is None:
         dtype = torch.float32 if torch.is_autocast_enabled("cuda" if logits.is_cuda else "cpu") else logits.dtype
-    values = float(label_smoothing), float(z_loss), float(softcap or 0)
+    values = float(label_smoothing), float(z_loss), float(softcap or 0), float(logit_scale)
     return _call(logits, target, dtype, ignore_index, *values, reduction, impl)
 
 
@@ -743,6 +762,12 @@ CROSS_ENTROPY = Op(
         ),
         Case("7x1", (Spec(7, 1), _labels(7, high=1)), {"label_smoothing": 0.5}),
         Case("129", (Spec(129), _labels(high=129)), {"softcap": 30.0}),
+        Case("33x300 scale", (Spec(33, 300), _labels(33, high=300)), {"logit_scale": 0.3}),
+        Case(
+            "2x9x907 none, scale, all",
+            (Spec(2, 9, 907), _labels(2, 9, high=907, some=Ignored)),
+            {"logit_scale": 3.0, "reduction": "none"} | ALL,
+        ),
         Case("no rows", (Spec(0, 4), _labels(0, high=4)), {"reduction": "sum"}),
         Case("5x40 nothing but ignored", (Spec(5, 40), _labels(5, high=1)), {"ignore_index": 0}),
         Case("20x400 extreme", (Extreme(20, 400, high=10000), _labels(20, high=1)), {"z_loss": 1e-4}),

@@ -278,7 +278,7 @@ def _whole(
 ) -> None:
     """Computes rows with all classes by cross_entropy's kernels, in clusters if they take the call."""
     values = [value or 0.0 for value in (rules.smoothing, rules.z, rules.cap)]
-    options = labels.ignore, *values, "mean" if losses.dtype == torch.float32 else "none"
+    options = labels.ignore, *values, rules.scale or 1.0, "mean" if losses.dtype == torch.float32 else "none"
     refused = why_not(CROSS_ENTROPY.implementations["cuda_cluster"], logits[0], labels.data[0], need, *options)
     rows = cross_entropy._rows if refused else _cluster.rows
     rows(losses, kept, logits, logits, labels, counts, rules, need, mean)
@@ -349,7 +349,7 @@ def _scale(dx, dw, db, dloss, nx, nw, nb, BLOCK: tl.constexpr):
         _times(db, factor, nb, BLOCK)
 
 
-_OPTIONS = "int ignore_index, float label_smoothing, float z_loss, float softcap, str reduction"
+_OPTIONS = "int ignore_index, float label_smoothing, float z_loss, float softcap, float logit_scale, str reduction"
 
 
 @kernel_op(
@@ -410,7 +410,7 @@ class _LinearCrossEntropy(Function):
     ) -> torch.Tensor:
         """facts: the dtype, the memory and the options, in one argument, since torch inspects each argument."""
         dtype, memory, *options = facts
-        need = 1 if options[4] == "none" or x.dtype == torch.float16 else 2
+        need = 1 if options[-2] == "none" or x.dtype == torch.float16 else 2
         some = ctx.needs_input_grad
         wanted = some[0], some[1], some[2]
         hooks = packed() if need == 2 else None
@@ -491,14 +491,15 @@ def _fault(x: Any, weight: Any, target: Any, bias: Any, chunk_memory: Any) -> st
 def linear_cross_entropy(
     x: torch.Tensor, weight: torch.Tensor, target: torch.Tensor, bias: torch.Tensor | None = None, *,
     ignore_index: int = -100, label_smoothing: float = 0.0, z_loss: float = 0.0, softcap: float | None = None,
-    reduction: str = "mean", chunk_memory: int | None = None, dtype: torch.dtype | None = None, impl: str | None = None
+    logit_scale: float = 1.0, reduction: str = "mean", chunk_memory: int | None = None,
+    dtype: torch.dtype | None = None, impl: str | None = None
 ) -> torch.Tensor:  # fmt: skip
     """Returns `cross_entropy(x @ weight.T + bias, target)` without all logits in memory.
 
     Gradients flow to x, weight and bias.
 
     x: (..., H); weight: (V, H); bias: (V,) or None; of one dtype, float32, float16 or bfloat16. target: (...), int64.
-    ignore_index, label_smoothing, z_loss, softcap, reduction: as in `cross_entropy`.
+    ignore_index, label_smoothing, z_loss, softcap, logit_scale, reduction: as in `cross_entropy`.
     chunk_memory: bytes of logits in memory at a time. The default is a fourth of all, or 216 MiB if that is at least a
     fifth. With less, some logits are computed twice, for up to a third more products per step. At least 128 classes of
     a fourth of the rows are held and, below a sixteenth of the logits, the float32 gradient of x for these rows.
@@ -517,6 +518,7 @@ def linear_cross_entropy(
         impl is bias is softcap is chunk_memory is dtype is None
         and reduction == "mean"
         and label_smoothing == 0 == z_loss
+        and logit_scale == 1
         and not CHECK
     )
     plain = plain and type(ignore_index) is int and type(x) is type(target) is torch.Tensor and type(weight) in _OWN
@@ -531,25 +533,29 @@ def linear_cross_entropy(
         alike = alike and x.get_device() == weight.get_device() == target.get_device()
         alike = alike and weight.shape[0] and x.shape[1] == weight.shape[1] and target.shape == x.shape[:1]
         if alike and not torch.is_autocast_enabled("cuda"):  # the common call needs no other check
-            return _call(x, weight, None, target, torch.float32, 0, ignore_index, 0.0, 0.0, 0.0, "mean", None)
+            return _call(x, weight, None, target, torch.float32, 0, ignore_index, 0.0, 0.0, 0.0, 1.0, "mean", None)
     kind = "cuda" if isinstance(x, torch.Tensor) and x.is_cuda else "cpu"
     if torch.is_autocast_enabled(kind):
         x, weight, bias = (_cast(t, torch.get_autocast_dtype(kind)) for t in (x, weight, bias))
     fault = _fault(x, weight, target, bias, chunk_memory)
     if fault is None:
         logits = torch.empty((), dtype=x.dtype, device=x.device).expand(*x.shape[:-1], weight.shape[0])
-        fault = cross_entropy._fault(logits, target, ignore_index, label_smoothing, z_loss, softcap, reduction, dtype)
+        values = ignore_index, label_smoothing, z_loss, softcap, logit_scale
+        fault = cross_entropy._fault(logits, target, *values, reduction, dtype)
     if fault:
         raise RidgelineError(f"linear_cross_entropy: {fault}")
     dtype = torch.promote_types(x.dtype, torch.float32) if dtype is None else dtype
     found = eager(LINEAR_CROSS_ENTROPY, impl, x, weight, bias)
     cross_entropy._all_classes("linear_cross_entropy", target, weight.shape[0], ignore_index)
     if found is not None and found.call is not None:
-        options = {"ignore_index": ignore_index, "label_smoothing": label_smoothing, "reduction": reduction}
-        return found.call(x, weight, target, bias, z_loss=z_loss, softcap=softcap, dtype=dtype, **options)
+        options: dict[str, Any] = {"ignore_index": ignore_index, "label_smoothing": label_smoothing}
+        options |= {"z_loss": z_loss, "softcap": softcap, "logit_scale": logit_scale, "reduction": reduction}
+        return found.call(x, weight, target, bias, dtype=dtype, **options)
     rows = x.reshape(target.numel(), x.shape[-1])
-    options = ignore_index, float(label_smoothing), float(z_loss), float(softcap or 0), reduction, impl
-    loss = _call(rows, weight, bias, target.reshape(-1), dtype, chunk_memory or 0, *options)
+    values = float(label_smoothing), float(z_loss), float(softcap or 0), float(logit_scale)
+    loss = _call(
+        rows, weight, bias, target.reshape(-1), dtype, chunk_memory or 0, ignore_index, *values, reduction, impl
+    )
     return loss.view(target.shape) if reduction == "none" else loss
 
 
@@ -629,6 +635,12 @@ LINEAR_CROSS_ENTROPY = Op(
             {"chunk_memory": 2304},
             ("float16", "bfloat16"),  # the last bit of a float32 mean varies
         ),
+        Case(
+            "33x16x400 none, slabs, scale",
+            (Spec(33, 16), Spec(400, 16), _labels(33, high=400)),
+            {"logit_scale": 0.3, "softcap": 3.0, "reduction": "none", "chunk_memory": 4608},
+        ),
+        Case("33x16x129 scale", (Spec(33, 16), Spec(129, 16), _labels(33, high=129)), {"logit_scale": 0.0625}),
         Case("33x16x900 slabs, sums", (Spec(33, 16), Spec(900, 16), _labels(33, high=900)), {"chunk_memory": 5184}),
         Case(
             "30x16x300 none",
