@@ -106,9 +106,10 @@ def test_cross_entropy(options: dict, device: str) -> None:
 def test_cross_entropy_constructor() -> None:
     mine, theirs = (inspect.signature(where.CrossEntropyLoss).parameters for where in (ours, nn))
     assert [(n, p.default) for n, p in mine.items()][: len(theirs)] == [(n, p.default) for n, p in theirs.items()]
-    assert [n for n, p in mine.items() if p.kind is p.KEYWORD_ONLY] == ["z_loss", "softcap"]
+    assert [n for n, p in mine.items() if p.kind is p.KEYWORD_ONLY] == ["z_loss", "softcap", "logit_scale"]
     assert repr(ours.CrossEntropyLoss(z_loss=1e-4, softcap=30.0)) == "CrossEntropyLoss(z_loss=0.0001, softcap=30.0)"
     assert repr(ours.CrossEntropyLoss(softcap=30.0)) == "CrossEntropyLoss(softcap=30.0)"
+    assert repr(ours.CrossEntropyLoss(logit_scale=0.5)) == "CrossEntropyLoss(logit_scale=0.5)"
 
 
 def test_submodules_of_the_package() -> None:

@@ -252,8 +252,8 @@ def launch(
 
     kernel: a `triton.jit` or `gluon.jit` function whose constexpr parameters come last, or a `CudaKernel`.
     grid: a tuple, or a function from the constants to a tuple. A grid with a zero in it starts nothing.
-    args: the runtime arguments in order; the first is a tensor or a tuple of tensors. Give a tensor descriptor as a
-        `TensorMap`.
+    args: the runtime arguments in order: tensors, numbers, None, and tuples or NamedTuples of these, the first with a
+        tensor first. Give a tensor descriptor as a `TensorMap`.
     constants: the constexpr parameters and compile options (num_warps, num_stages, ...) by name; macros for CUDA C++.
     config: a function that returns the tile configuration, merged into `constants`. It is called once for each
         combination of argument kinds, constants and `key`.
@@ -263,7 +263,7 @@ def launch(
     if _trace.on:
         return
     first = args[0]
-    if type(first) is tuple:
+    while isinstance(first, tuple):
         first = first[0]
     interpreted = INTERPRETED and not isinstance(kernel, CudaKernel)
     elsewhere = interpreted or devices._pretended is not None  # no GPU is used
@@ -351,7 +351,7 @@ def _read(args: tuple[Any, ...], values: list[Any], key: list[Any]) -> None:
             pointer = arg.data_ptr()
             values.append(pointer)
             key += arg.dtype, pointer & 15 == 0
-        elif kind is tuple:
+        elif issubclass(kind, tuple):
             key.append(len(arg))
             _read(arg, values, key)
         elif kind is int or kind is Loose:
@@ -382,9 +382,16 @@ def _made(kernel: Any, args: tuple[Any, ...], constants: dict[str, Any]) -> tupl
     """Returns the arguments in the form that Triton's compiler and interpreter take."""
     if isinstance(kernel, CudaKernel):
         return args
-    return tuple(
-        [_descriptor(kernel, a, constants) if type(a) is TensorMap else int(a) if type(a) is Loose else a for a in args]
-    )
+    return tuple([_form(kernel, a, constants) for a in args])
+
+
+def _form(kernel: Any, arg: Any, constants: dict[str, Any]) -> Any:
+    if isinstance(arg, tuple):
+        made = [_form(kernel, a, constants) for a in arg]
+        return tuple(made) if type(arg) is tuple else type(arg)(*made)
+    if type(arg) is TensorMap:
+        return _descriptor(kernel, arg, constants)
+    return int(arg) if type(arg) is Loose else arg
 
 
 def _descriptor(kernel: Any, seen: TensorMap, constants: dict[str, Any]) -> Any:

@@ -190,7 +190,7 @@ class CrossEntropyLoss(nn.CrossEntropyLoss):
     Classes are the LAST dimension: logits (..., classes), target (...). A language model's logits (batch, seq,
     vocabulary) and target (batch, seq) need no reshaping. With more than two dimensions, torch takes the classes in
     dimension 1; for such logits pass `logits.movedim(1, -1)`.
-    z_loss, softcap: as in `ridgeline.cross_entropy`.
+    z_loss, softcap, logit_scale: as in `ridgeline.cross_entropy`.
     Raises RidgelineError if class weights are given; they are not supported.
     """
 
@@ -205,17 +205,19 @@ class CrossEntropyLoss(nn.CrossEntropyLoss):
         *,
         z_loss: float = 0.0,
         softcap: float | None = None,
+        logit_scale: float = 1.0,
     ) -> None:
         if weight is not None:
             raise RidgelineError(
                 "CrossEntropyLoss: class weights are not supported, so weight must be None; torch's loss takes them"
             )
         super().__init__(None, size_average, ignore_index, reduce, reduction, label_smoothing)
-        self.z_loss, self.softcap = z_loss, softcap
+        self.z_loss, self.softcap, self.logit_scale = z_loss, softcap, logit_scale
 
     def extra_repr(self) -> str:
         """Returns Ridgeline's options; torch prints none of its own."""
         own = [f"z_loss={self.z_loss}"] * bool(self.z_loss) + [f"softcap={self.softcap}"] * (self.softcap is not None)
+        own += [f"logit_scale={self.logit_scale}"] * (self.logit_scale != 1)
         return ", ".join(own)
 
     def forward(self, input: torch.Tensor, target: torch.Tensor) -> torch.Tensor:
@@ -226,5 +228,6 @@ class CrossEntropyLoss(nn.CrossEntropyLoss):
             label_smoothing=self.label_smoothing,
             z_loss=self.z_loss,
             softcap=self.softcap,
+            logit_scale=self.logit_scale,
             reduction=self.reduction,
         )
