@@ -56,7 +56,7 @@ def step(model: Any, **inputs: Any) -> tuple[torch.Tensor, torch.Tensor, dict[st
     model.zero_grad()
     out = model(**inputs)
     out.loss.backward()
-    grads = {n: p.grad for n, p in model.named_parameters() if p.grad is not None}
+    grads = {n.removeprefix("_orig_mod."): p.grad for n, p in model.named_parameters() if p.grad is not None}
     return out.logits, out.loss, grads
 
 
@@ -70,5 +70,9 @@ def assert_same(own: Any, ours: Any, live: torch.Tensor | None = None, tolerance
     assert grads.keys() == found.keys()
     for name, grad in grads.items():
         torch.testing.assert_close(
-            found[name], grad, rtol=tolerance, atol=tolerance * max(1, float(grad.abs().max())), msg=lambda m, n=name: f"{n}: {m}"
+            found[name],
+            grad,
+            rtol=tolerance,
+            atol=tolerance * max(1, float(grad.abs().max())),
+            msg=lambda m, n=name: f"{n}: {m}",
         )

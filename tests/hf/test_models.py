@@ -2,12 +2,13 @@
 
 import pytest
 import torch
-from models import OPTIONS, assert_same, build, pair, step, tokens
+from models import OPTIONS, assert_same, pair, step, tokens
 
 from ridgeline import hf
 
 LEFT = torch.tensor([[0] * 5 + [1] * 16, [1] * 21])
 RIGHT = torch.tensor([[1] * 16 + [0] * 5, [1] * 21])
+TARGETS = {"left padding": LEFT.cumsum(1) > 1, "right padding": RIGHT > 0}  # a token after padding has no prediction
 INPUTS = {"plain": None, "left padding": LEFT, "right padding": RIGHT}
 PATCHED = {
     "Llama": {"norm", "rotary", "mlp", "attention", "loss"},
@@ -23,8 +24,8 @@ def test_same_as_unpatched(name: str) -> None:
     report = hf.patch(ours)
     assert {r.part for r in report.patched()} == PATCHED.get(name, PATCHED["Llama"]), str(report)
     ids = tokens()
-    for mask in INPUTS.values():
-        labels = ids if mask is None else ids.masked_fill(mask == 0, -100)
+    for kind, mask in INPUTS.items():
+        labels = ids if mask is None else ids.masked_fill(~TARGETS[kind], -100)
         given = {"input_ids": ids, "labels": labels, "attention_mask": mask}
         assert_same(step(own, **given), step(ours, **given), None if mask is None else mask == 1)
     assert not report.fallbacks
@@ -63,4 +64,3 @@ def test_bert_is_left_alone_with_reasons() -> None:
     assert all(r.reason for r in report.left())
     assert "Norm" in str(report)
     torch.testing.assert_close(model(input_ids=ids, attention_mask=mask).logits[mask == 1], before[mask == 1])
-    assert not build("Llama") is model

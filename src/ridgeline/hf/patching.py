@@ -46,7 +46,7 @@ class _Planner:
 
     def __init__(self, model: nn.Module, only: frozenset[str]):
         self.model, self.only, self.plans = model, only, []  # type: ignore[var-annotated]
-        self.models = [m for m in model.modules() if hasattr(m, "set_attn_implementation")]
+        self.models = _models(model)
         config = getattr(self.models[0], "config", None)
         self.config = config.get_text_config() if hasattr(config, "get_text_config") else config
         self.width = 2  # bytes of an element in training
@@ -132,7 +132,7 @@ class _Planner:
         if not forms.calls_rotary(type(module)):
             return None
         heads = getattr(self.config, "num_attention_heads", 0) + (getattr(self.config, "num_key_value_heads", 0) or 0)
-        cost = {"nbytes": 2.0 * heads * (getattr(module, "head_dim", 0) or 0) * self.width}
+        cost = {"nbytes": 2.0 * heads * self.head_dim(module) * self.width}
         facts, tables = forms.rotary(type(module)), self.tables()
         reason = _replaced(module)
         if facts is None:
@@ -146,13 +146,17 @@ class _Planner:
         modules.prepare_attention(type(module))
         return self.note(name, module, "rotary", "rope", "", _set(module, modules.attention), **cost)
 
+    def head_dim(self, module: Any) -> int:
+        found = getattr(module, "head_dim", None) or getattr(module, "attention_head_size", None)
+        return found or self.config.hidden_size // self.config.num_attention_heads
+
     def tables(self) -> set[str]:
         kinds = {type(m) for m in self.model.modules() if type(m).__name__.endswith("RotaryEmbedding")}
         found = [syntax.class_form(k) for k in kinds]
         return {forms.TABLES.get(f.digest, "") if f else "" for f in found}
 
     def attention(self, name: str, module: nn.Module) -> None:
-        width, heads = getattr(module, "head_dim", 0) or 0, getattr(self.config, "num_attention_heads", 0)
+        width, heads = self.head_dim(module), getattr(self.config, "num_attention_heads", 0)
         length = min(4096, getattr(self.config, "max_position_embeddings", 4096) or 4096)
         window = getattr(module, "sliding_window", None)
         keys = min(length / 2, window) if isinstance(window, int) and window else length / 2
@@ -225,6 +229,13 @@ def _experts(module: Any, config: Any) -> float:
     return 2.0 * (module.gate_up_proj.numel() + module.down_proj.numel()) * used / total
 
 
+def _models(model: nn.Module) -> list[Any]:
+    """Returns transformers' models in a model, the outermost first; those of peft and the like only wrap one."""
+    from transformers import PreTrainedModel
+
+    return [m for m in model.modules() if isinstance(m, PreTrainedModel)]
+
+
 def _configs(config: Any) -> list[Any]:
     """Returns a configuration and those in it."""
     inner = [getattr(config, key, None) for key in getattr(config, "sub_configs", None) or ()]
@@ -254,13 +265,13 @@ def plan(model: nn.Module, only: Iterable[str] | None) -> tuple[Report, list[Pla
         import transformers  # noqa: F401
     except ModuleNotFoundError:
         raise RidgelineError("ridgeline.hf needs transformers; install it with: pip install 'ridgeline[hf]'") from None
-    if not isinstance(model, nn.Module) or not any(hasattr(m, "set_attn_implementation") for m in model.modules()):
+    if not isinstance(model, nn.Module) or not _models(model):
         raise RidgelineError(f"hf.patch takes a model of transformers, got {type(model).__name__}")
     parts = frozenset(PARTS if only is None else [only] if isinstance(only, str) else only)
     if not parts <= set(PARTS):
         raise RidgelineError(f"only must be among {', '.join(PARTS)}, got {', '.join(sorted(parts - set(PARTS)))}")
     plans = _Planner(model, parts).run()
-    found = next(m for m in model.modules() if hasattr(m, "set_attn_implementation"))
+    found = _models(model)[0]
     config = found.config.get_text_config() if hasattr(found.config, "get_text_config") else found.config
     length = min(4096, getattr(config, "max_position_embeddings", 4096) or 4096)
     return Report(type(found).__name__, [r for r, _ in plans if r.name], length), plans
