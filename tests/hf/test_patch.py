@@ -1,4 +1,4 @@
-"""What a patched model must still do: be restored, copied, saved, compiled, checkpointed, generated from and trained."""
+"""What a patched model must still do: be restored, copied, saved, compiled, checkpointed, sampled and trained."""
 
 import copy
 import io
@@ -92,7 +92,7 @@ def test_refusals() -> None:
 
 
 def test_a_changed_form_is_left_alone() -> None:
-    own, ours = pair("Llama")
+    ours = build("Llama")
     kind = type(ours.model.norm)
 
     class OtherRMSNorm(kind):  # type: ignore[misc, valid-type]
@@ -305,3 +305,16 @@ def test_what_attention_cannot_do_falls_back_and_says_so_once() -> None:
 def test_hf_is_a_part_of_ridgeline() -> None:
     assert ridgeline.hf is hf
     assert "hf" in dir(ridgeline)
+
+
+def test_explain_on_the_command_line(tmp_path: Any, capsys: Any) -> None:
+    from ridgeline.cli import main
+
+    build("Qwen3").config.save_pretrained(tmp_path)
+    assert main(["explain", "--model", str(tmp_path)]) == 0
+    text = capsys.readouterr().out
+    assert "Qwen3ForCausalLM" in text
+    assert "model.layers.*.self_attn.q_norm" in text
+    for wrong in (["explain", "--model", str(tmp_path / "none")], ["explain"]):
+        with pytest.raises(SystemExit):
+            main(wrong)

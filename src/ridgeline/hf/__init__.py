@@ -3,7 +3,7 @@
 transformers is imported when one of them is called; `pip install ridgeline[hf]` installs it.
 """
 
-from ridgeline.hf.patching import explain, patch, unpatch
+from ridgeline.hf.patching import explain, on_meta, patch, unpatch
 from ridgeline.hf.report import Report, Row
 
-__all__ = ["Report", "Row", "explain", "patch", "unpatch"]
+__all__ = ["Report", "Row", "explain", "on_meta", "patch", "unpatch"]

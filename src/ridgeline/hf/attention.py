@@ -242,5 +242,5 @@ def _own(
     if seen.dtype == torch.bool:
         low = torch.finfo(q.dtype).min
         seen = torch.zeros(seen.shape, dtype=q.dtype, device=q.device).masked_fill(~seen, low)
-    eager = sys.modules[type(module).__module__].eager_attention_forward  # type: ignore[attr-defined]
+    eager = sys.modules[type(module).__module__].eager_attention_forward
     return eager(module, q, k, v, seen, **named)

@@ -12,7 +12,6 @@ from torch import nn
 from torch.distributed.tensor import DTensor
 
 import ridgeline
-from ridgeline.hf.modules import plain_linear
 from ridgeline.op import RidgelineError
 
 Step = tuple[Any, ...]
@@ -45,10 +44,10 @@ class _Later(torch.autograd.Function):
     @staticmethod
     @torch.autograd.function.once_differentiable
     def backward(ctx: Any, dy: torch.Tensor) -> Any:
-        given = [t if t is None else t.detach().requires_grad_() for t in ctx.saved_tensors]
+        given: list[Any] = [t if t is None else t.detach().requires_grad_() for t in ctx.saved_tensors]
         with torch.enable_grad():
-            y = _compute(*given, ctx.steps)  # type: ignore[arg-type]
-        wanted = [t for t, need in zip(given, ctx.needs_input_grad) if need]
+            y = _compute(given[0], given[1], given[2], ctx.steps)
+        wanted: list[Any] = [t for t, need in zip(given, ctx.needs_input_grad) if need]
         found = iter(torch.autograd.grad(y, wanted, dy))
         return *(next(found) if need else None for need in ctx.needs_input_grad[:3]), None, None
 
@@ -62,6 +61,10 @@ class DeferredLogits(torch.Tensor):
 
     source: tuple[torch.Tensor, torch.Tensor, torch.Tensor | None]
     steps: tuple[Step, ...]
+    made: torch.Tensor | None
+    version: int
+    grad_mode: bool
+    autocast: torch.dtype | None
 
     @staticmethod
     def _make(hidden: torch.Tensor, weight: torch.Tensor, dtype: torch.dtype) -> DeferredLogits:
@@ -115,7 +118,7 @@ class DeferredLogits(torch.Tensor):
         return func(*plain[0], **plain[1])
 
     @classmethod
-    def __torch_dispatch__(cls, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+    def __torch_dispatch__(cls, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:  # type: ignore[override]
         if func is torch.ops.aten.detach.default:  # autograd detaches what a function returns
             return args[0]
         plain = torch.utils._pytree.tree_map_only(DeferredLogits, lambda t: t.tensor().detach(), (args, kwargs or {}))
@@ -199,16 +202,12 @@ def causal_loss(
     if shift_labels is None:
         shift_labels = F.pad(labels, (0, 1), value=ignore_index)[..., 1:]
     target = shift_labels.reshape(-1).to(hidden.device)
-    options = {"logit_scale": found[0]} if found[0] != 1 else {}
     loss = ridgeline.linear_cross_entropy(
-        hidden.reshape(-1, hidden.shape[-1]), weight, target, bias, ignore_index=ignore_index, softcap=found[1],
-        reduction="mean" if num_items_in_batch is None else "sum", **options,
+        hidden.reshape(-1, hidden.shape[-1]), weight, target, bias, ignore_index=ignore_index, logit_scale=found[0],
+        softcap=found[1], reduction="mean" if num_items_in_batch is None else "sum",
     )  # fmt: skip
     if num_items_in_batch is None:
         return loss
     if isinstance(num_items_in_batch, torch.Tensor):
         num_items_in_batch = num_items_in_batch.to(loss.device)
     return loss / num_items_in_batch
-
-
-__all__ = ["DeferredLogits", "causal_loss", "lm_head", "plain_linear", "scale_and_cap"]

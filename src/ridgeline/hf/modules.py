@@ -98,17 +98,17 @@ def _with_rotary(function: Callable[..., Any], replacement: Callable[..., Any]) 
     The code, not a copy of the source, is shared; only the dictionary in which it looks names up is another.
     """
     inner = getattr(function, "__wrapped__", None)
-    names, cells = dict(function.__globals__), function.__closure__  # type: ignore[attr-defined]
+    names, cells = dict(function.__globals__), function.__closure__
     if inner is None:
         names[forms.ROTARY] = replacement
         names.pop("__name__")  # torch.compile would look the names up in the module of that name
     else:
         changed = _with_rotary(inner, replacement)
         cells = tuple(types.CellType(changed) if c.cell_contents is inner else c for c in cells or ())
-        names = function.__globals__  # type: ignore[attr-defined]
-    code = function.__code__  # type: ignore[attr-defined]
-    made = types.FunctionType(code, names, function.__name__, function.__defaults__, cells)  # type: ignore[attr-defined]
-    made.__kwdefaults__ = function.__kwdefaults__  # type: ignore[attr-defined]
+        names = function.__globals__
+    code = function.__code__
+    made = types.FunctionType(code, names, function.__name__, function.__defaults__, cells)
+    made.__kwdefaults__ = function.__kwdefaults__
     made.__module__, made.__qualname__, made.__doc__ = function.__module__, function.__qualname__, function.__doc__
     if inner is not None:
         made.__wrapped__ = changed  # type: ignore[attr-defined]

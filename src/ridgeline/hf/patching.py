@@ -45,10 +45,11 @@ class _Planner:
     """Goes through a model and notes for each module what would be done, or why nothing."""
 
     def __init__(self, model: nn.Module, only: frozenset[str]):
-        self.model, self.only, self.plans = model, only, []  # type: ignore[var-annotated]
+        self.model, self.only = model, only
+        self.plans: list[Plan] = []
         self.models = _models(model)
-        config = getattr(self.models[0], "config", None)
-        self.config = config.get_text_config() if hasattr(config, "get_text_config") else config
+        config: Any = getattr(self.models[0], "config", None)
+        self.config: Any = config.get_text_config() if hasattr(config, "get_text_config") else config
         self.width = 2  # bytes of an element in training
 
     def note(
@@ -61,8 +62,9 @@ class _Planner:
     def run(self) -> list[Plan]:
         inside: set[str] = set()
         head = self.models[0].get_output_embeddings() if hasattr(self.models[0], "get_output_embeddings") else None
+        module: Any
         for name, module in self.model.named_modules():
-            kind = type(module)
+            kind: Any = type(module)
             if module is head:
                 self.head(name, module)
             elif hasattr(module, "gate_up_proj") and isinstance(getattr(module, "gate_up_proj", None), nn.Parameter):
@@ -86,7 +88,7 @@ class _Planner:
         found = syntax.class_form(kind)
         return found is not None and found.digest in forms.MLPS
 
-    def norm(self, name: str, module: nn.Module) -> None:
+    def norm(self, name: str, module: Any) -> None:
         found = syntax.class_form(type(module))
         facts = forms.NORMS.get(found.digest) if found else None
         size = module.weight.numel() if getattr(module, "weight", None) is not None else self.config.hidden_size
@@ -105,7 +107,7 @@ class _Planner:
         given = {"eps": names["eps"], "weight": names.get("weight"), "options": options}
         return self.note(name, module, "norm", "rms_norm", "", _set(module, modules.rms_norm, **given), **cost)
 
-    def mlp(self, name: str, module: nn.Module) -> None:
+    def mlp(self, name: str, module: Any) -> None:
         found = syntax.class_form(type(module))
         facts = forms.MLPS.get(found.digest) if found else None
         layers = [m for m in module.modules() if isinstance(m, nn.Linear)]
@@ -128,7 +130,7 @@ class _Planner:
         remark = "" if fused else "gate or up has a bias or is no plain nn.Linear, so their products are its own"
         return self.note(name, module, "mlp", "gated_linear" if fused else gate, remark, act, **cost)
 
-    def rotary(self, name: str, module: nn.Module) -> None:
+    def rotary(self, name: str, module: Any) -> None:
         if not forms.calls_rotary(type(module)):
             return None
         heads = getattr(self.config, "num_attention_heads", 0) + (getattr(self.config, "num_key_value_heads", 0) or 0)
@@ -155,7 +157,7 @@ class _Planner:
         found = [syntax.class_form(k) for k in kinds]
         return {forms.TABLES.get(f.digest, "") if f else "" for f in found}
 
-    def attention(self, name: str, module: nn.Module) -> None:
+    def attention(self, name: str, module: Any) -> None:
         width, heads = self.head_dim(module), getattr(self.config, "num_attention_heads", 0)
         length = min(4096, getattr(self.config, "max_position_embeddings", 4096) or 4096)
         window = getattr(module, "sliding_window", None)
@@ -186,7 +188,7 @@ class _Planner:
         elif not left:
             self.plans.append((Row("", "", "", None), partial(_choose_attention, self.model, self.models)))
 
-    def head(self, name: str, module: nn.Module) -> None:
+    def head(self, name: str, module: Any) -> None:
         owner = self.models[0]
         weight = getattr(module, "weight", None)
         if weight is None:
@@ -260,11 +262,16 @@ def _choose_attention(model: nn.Module, models: list[Any]) -> None:
     models[0].__dict__["_ridgeline_attention"] = before
 
 
-def plan(model: nn.Module, only: Iterable[str] | None) -> tuple[Report, list[Plan]]:
+def _transformers() -> Any:
     try:
-        import transformers  # noqa: F401
+        import transformers
     except ModuleNotFoundError:
         raise RidgelineError("ridgeline.hf needs transformers; install it with: pip install 'ridgeline[hf]'") from None
+    return transformers
+
+
+def plan(model: nn.Module, only: Iterable[str] | None) -> tuple[Report, list[Plan]]:
+    _transformers()
     if not isinstance(model, nn.Module) or not _models(model):
         raise RidgelineError(f"hf.patch takes a model of transformers, got {type(model).__name__}")
     parts = frozenset(PARTS if only is None else [only] if isinstance(only, str) else only)
@@ -326,3 +333,18 @@ def explain(model: nn.Module, *, only: Iterable[str] | None = None) -> Report:
     """Returns the report that `patch` would, and changes nothing."""
     with torch.no_grad():
         return plan(model, only)[0]
+
+
+def on_meta(name: str) -> Any:
+    """Returns a causal language model without weights, on the meta device, from a name on the hub or a folder.
+
+    Raises RidgelineError if there is no configuration of that name, or none of a causal language model.
+    """
+    transformers = _transformers()
+    try:
+        config = transformers.AutoConfig.from_pretrained(name)
+        with torch.device("meta"):
+            return transformers.AutoModelForCausalLM.from_config(config)
+    except (OSError, ValueError) as error:
+        first = str(error).strip().splitlines()[0]
+        raise RidgelineError(f"{name!r} gives no causal language model of transformers: {first}") from None

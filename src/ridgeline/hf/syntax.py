@@ -93,20 +93,24 @@ def form(function: Callable[..., Any], owner: type | None = None) -> Form | None
     return Form(hashlib.sha256(text.encode()).hexdigest()[:12], tuple(renamer.attributes), text)
 
 
-def class_form(kind: type) -> Form | None:
+def class_form(kind: Any) -> Form | None:
     """Returns the form of a module class's forward."""
-    return form(kind.forward, kind)  # type: ignore[attr-defined]
+    return form(kind.forward, kind)
+
+
+def interface_keywords(kind: Any) -> frozenset[str] | None:
+    """Returns the keywords that an attention class gives to the attention interface, or None if it does not call it."""
+    return _keywords(kind.forward)
 
 
 @lru_cache(maxsize=1024)
-def interface_keywords(kind: type) -> frozenset[str] | None:
-    """Returns the keywords that an attention class gives to the attention interface, or None if it does not call it."""
+def _keywords(function: Callable[..., Any]) -> frozenset[str] | None:
     try:
-        tree = ast.parse(textwrap.dedent(inspect.getsource(inspect.unwrap(kind.forward))))  # type: ignore[attr-defined]
+        tree = ast.parse(textwrap.dedent(inspect.getsource(inspect.unwrap(function))))
     except (OSError, TypeError, SyntaxError):
         return None
-    calls = [n for n in ast.walk(tree) if isinstance(n, ast.Call) and isinstance(n.func, ast.Name)]
-    calls = [c for c in calls if c.func.id == "attention_interface"]  # type: ignore[attr-defined]
+    calls = [n for n in ast.walk(tree) if isinstance(n, ast.Call)]
+    calls = [c for c in calls if isinstance(c.func, ast.Name) and c.func.id == "attention_interface"]
     if len(calls) != 1:
         return None
     return frozenset(k.arg for k in calls[0].keywords if k.arg is not None)
