@@ -17,17 +17,30 @@ import torch.nn.functional as F
 from torch import nn
 
 import ridgeline
+from ridgeline import recomputation
 from ridgeline.hf import forms
 
 
 def rms_norm(
-    module: nn.Module, hidden_states: torch.Tensor, *, eps: str, weight: str | None, options: dict[str, Any]
-) -> torch.Tensor:
-    """RMSNorm by `ridgeline.rms_norm`. eps, weight: the names of the module's attributes."""
-    scale = getattr(module, weight) if weight else None
-    y = ridgeline.rms_norm(hidden_states, scale, getattr(module, eps), **options)
+    module: nn.Module, hidden_states: torch.Tensor, *, eps: str, weight: str | None, options: dict[str, Any],
+    again: bool = False,
+) -> torch.Tensor:  # fmt: skip
+    """RMSNorm by `ridgeline.rms_norm`. eps, weight: the names of the module's attributes.
+
+    again: products that take the result may make it again in backward.
+    """
+    scale, epsilon = getattr(module, weight) if weight else None, getattr(module, eps)
+    y = _norm(scale, epsilon, options, hidden_states)
+    if again and not torch.compiler.is_compiling() and torch.is_grad_enabled():
+        make = partial(_norm, None if scale is None else scale.detach(), epsilon, options)
+        return recomputation.Normalised(make, hidden_states).tag(y)
+    return y
+
+
+def _norm(weight: torch.Tensor | None, eps: float, options: dict[str, Any], x: torch.Tensor) -> torch.Tensor:
+    y = ridgeline.rms_norm(x, weight, eps, **options)
     # Under autocast the op returns float32, where these modules return their input's dtype.
-    return y if options.get("rounding") == "llama" else y.to(hidden_states.dtype)
+    return y if options.get("rounding") == "llama" else y.to(x.dtype)
 
 
 def plain_linear(layer: Any) -> bool:
@@ -36,24 +49,33 @@ def plain_linear(layer: Any) -> bool:
     return type(layer) is nn.Linear and "forward" not in layer.__dict__ and not hooks
 
 
-def gated_mlp(module: nn.Module, x: torch.Tensor, *, gate: str, up: str, down: str, activation: str) -> torch.Tensor:
-    """down(activation(gate(x)) * up(x)) by `ridgeline.gated_linear`; by `silu_mul` if gate or up is no plain layer."""
+def linear(module: nn.Linear, x: torch.Tensor) -> torch.Tensor:
+    """A linear layer that saves the input of the norm before it, not the norm's result."""
+    return recomputation.linear(x, module.weight, module.bias)
+
+
+def gated_mlp(
+    module: nn.Module, x: torch.Tensor, *, gate: str, up: str, down: str, activation: str, again: bool = False
+) -> torch.Tensor:
+    """down(activation(gate(x)) * up(x)): one function if all three are plain layers, else their own products."""
     first, second, last = getattr(module, gate), getattr(module, up), getattr(module, down)
-    if plain_linear(first) and plain_linear(second) and first.bias is None and second.bias is None:
+    if not (plain_linear(first) and plain_linear(second) and first.bias is None and second.bias is None):
+        return last(recomputation.gate(first(x), second(x), activation))
+    if not plain_linear(last):
         return last(ridgeline.gated_linear(x, first.weight, second.weight, activation=activation))
-    return last(_gate(first(x), second(x), activation))
+    options: Any = {"activation": activation, "recompute_products": again}
+    return recomputation.gated_mlp(x, first.weight, second.weight, last.weight, last.bias, **options)
 
 
-def merged_mlp(module: nn.Module, x: torch.Tensor, *, gate_up: str, down: str, activation: str) -> torch.Tensor:
+def merged_mlp(
+    module: nn.Module, x: torch.Tensor, *, gate_up: str, down: str, activation: str, again: bool = False
+) -> torch.Tensor:
     """down(activation(g) * u) for (g, u) the halves of gate_up(x)."""
-    gate, up = getattr(module, gate_up)(x).chunk(2, -1)
-    return getattr(module, down)(_gate(gate, up, activation))
-
-
-def _gate(gate: torch.Tensor, up: torch.Tensor, activation: str) -> torch.Tensor:
-    if activation == "silu":
-        return ridgeline.silu_mul(gate, up)
-    return ridgeline.gelu_mul(gate, up, "tanh" if activation == "gelu_tanh" else "none")
+    first, last = getattr(module, gate_up), getattr(module, down)
+    if not (plain_linear(first) and plain_linear(last) and first.bias is None):
+        return last(recomputation.gate(*first(x).chunk(2, -1), activation))
+    options: Any = {"activation": activation, "recompute_products": again}
+    return recomputation.gated_mlp(x, first.weight, None, last.weight, last.bias, **options)
 
 
 def activation_name(function: Callable[[torch.Tensor], torch.Tensor]) -> str | None:

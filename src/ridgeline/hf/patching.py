@@ -16,8 +16,9 @@ from ridgeline.hf import attention, forms, logits, modules, syntax
 from ridgeline.hf.report import PARTS, Report, Row
 from ridgeline.op import RidgelineError
 
-MEMORY = (None,)
-OURS = (modules.rms_norm, modules.gated_mlp, modules.merged_mlp, modules.attention, logits.lm_head)
+MEMORY = (None, "recompute", "products")
+INPUTS = ("q_proj", "k_proj", "v_proj", "qkv_proj")  # products of a normalised input
+OURS = (modules.rms_norm, modules.linear, modules.gated_mlp, modules.merged_mlp, modules.attention, logits.lm_head)
 Plan = tuple[Row, Callable[[], None]]
 
 
@@ -44,8 +45,8 @@ def _options(name: str) -> Any:
 class _Planner:
     """Goes through a model and notes for each module what would be done, or why nothing."""
 
-    def __init__(self, model: nn.Module, only: frozenset[str]):
-        self.model, self.only = model, only
+    def __init__(self, model: nn.Module, only: frozenset[str], memory: str | None):
+        self.model, self.only, self.memory = model, only, memory
         self.plans: list[Plan] = []
         self.models = _models(model)
         config: Any = getattr(self.models[0], "config", None)
@@ -80,9 +81,17 @@ class _Planner:
                 self.rotary(name, module)
                 self.attention(name, module)
             elif isinstance(module, nn.Linear) and not any(name.startswith(f"{n}.") for n in inside):
-                self.note(name, module, "linear", None, "torch's product", flops=2 * module.weight.numel())
+                self.linear(name, module)
         self.settle_attention()
         return self.plans
+
+    def linear(self, name: str, module: nn.Linear) -> None:
+        remark, flops = "torch's product", 2.0 * module.weight.numel()
+        again = self.memory is not None and name.rpartition(".")[2] in INPUTS and not _replaced(module)
+        if again and "norm" in self.only:
+            remark += "; backward makes its normalised input again"
+            self.plans.append((Row("", "", "", None), _set(module, modules.linear)))
+        self.note(name, module, "linear", None, remark, flops=flops)
 
     def is_mlp(self, kind: type) -> bool:
         found = syntax.class_form(kind)
@@ -105,6 +114,7 @@ class _Planner:
             return self.note(name, module, "norm", None, f"rms_norm has no option {lacking[0]}", **cost)
         options = {o: v for o, v in options.items() if v != usual[o]}
         given = {"eps": names["eps"], "weight": names.get("weight"), "options": options}
+        given["again"] = self.memory is not None
         return self.note(name, module, "norm", "rms_norm", "", _set(module, modules.rms_norm, **given), **cost)
 
     def mlp(self, name: str, module: Any) -> None:
@@ -120,15 +130,16 @@ class _Planner:
         reason = _replaced(module) or (None if activation else "its activation is not known")
         if reason:
             return self.note(name, module, "mlp", None, reason, **cost)
-        gate = "silu_mul" if activation == "silu" else "gelu_mul"
+        gate, again = "silu_mul" if activation == "silu" else "gelu_mul", self.memory == "products"
+        remark = "gate or up has a bias or is no plain nn.Linear, so their products are its own", ""
         if facts.merged:
-            act = _set(module, modules.merged_mlp, **names, activation=activation)
-            return self.note(name, module, "mlp", gate, "gate and up are one product", act, **cost)
+            fused = all(modules.plain_linear(m) for m in layers) and getattr(module, names["gate_up"]).bias is None
+            act = _set(module, modules.merged_mlp, **names, activation=activation, again=again)
+            return self.note(name, module, "mlp", "gated_linear" if fused else gate, remark[fused], act, **cost)
         first, second = getattr(module, names["gate"]), getattr(module, names["up"])
         fused = all(modules.plain_linear(m) and m.bias is None for m in (first, second))
-        act = _set(module, modules.gated_mlp, **names, activation=activation)
-        remark = "" if fused else "gate or up has a bias or is no plain nn.Linear, so their products are its own"
-        return self.note(name, module, "mlp", "gated_linear" if fused else gate, remark, act, **cost)
+        act = _set(module, modules.gated_mlp, **names, activation=activation, again=again)
+        return self.note(name, module, "mlp", "gated_linear" if fused else gate, remark[fused], act, **cost)
 
     def rotary(self, name: str, module: Any) -> None:
         if not forms.calls_rotary(type(module)):
@@ -270,18 +281,18 @@ def _transformers() -> Any:
     return transformers
 
 
-def plan(model: nn.Module, only: Iterable[str] | None) -> tuple[Report, list[Plan]]:
+def plan(model: nn.Module, only: Iterable[str] | None, memory: str | None = None) -> tuple[Report, list[Plan]]:
     _transformers()
     if not isinstance(model, nn.Module) or not _models(model):
         raise RidgelineError(f"hf.patch takes a model of transformers, got {type(model).__name__}")
     parts = frozenset(PARTS if only is None else [only] if isinstance(only, str) else only)
     if not parts <= set(PARTS):
         raise RidgelineError(f"only must be among {', '.join(PARTS)}, got {', '.join(sorted(parts - set(PARTS)))}")
-    plans = _Planner(model, parts).run()
+    plans = _Planner(model, parts, memory).run()
     found = _models(model)[0]
     config = found.config.get_text_config() if hasattr(found.config, "get_text_config") else found.config
     length = min(4096, getattr(config, "max_position_embeddings", 4096) or 4096)
-    return Report(type(found).__name__, [r for r, _ in plans if r.name], length), plans
+    return Report(type(found).__name__, [r for r, _ in plans if r.name], length, memory=memory), plans
 
 
 def patch(
@@ -292,6 +303,8 @@ def patch(
 
     Only this instance changes, and `unpatch` takes it back; parameters, state_dict and classes stay as they are.
     only: which of "norm", "rotary", "mlp", "attention" and "loss"; None means all.
+    memory: what backward makes again instead of saving it. None: the gated product of feed-forward layers, which costs
+    next to nothing. "recompute": also the normalised inputs of products. "products": also the gate's and up's products.
     strict: raises RidgelineError if a module of these parts is left alone.
     quantize: must be None.
     Raises RidgelineError if the model is none of transformers', or an argument is none of these.
@@ -301,14 +314,13 @@ def patch(
     if memory not in MEMORY:
         raise RidgelineError(f"hf.patch: memory must be one of {', '.join(map(repr, MEMORY))}, got {memory!r}")
     unpatch(model)
-    report, plans = plan(model, only)
+    report, plans = plan(model, only, memory)
     left = [r for r in report.left() if r.part in PARTS and r.reason != "not asked for"]
     if strict and left:
         raise RidgelineError(f"{left[0].name} ({left[0].kind}) is left alone: {left[0].reason}; strict=True wants all")
     for row, act in plans:
         if row.op is not None or not row.name:
             act()
-    report.memory = memory
     for module in model.modules():
         if syntax.interface_keywords(type(module)) is not None:
             module.__dict__["_ridgeline_report"] = report
