@@ -64,9 +64,15 @@ ROTARIES = {
     ("be80094eafa5", COHERE): Rotary(interleaved=True, table="pairs"),  # BLT
     ("53e758234267", "6e04c918052c"): Rotary(table="once"),  # gpt-oss
 }
-# Digests of the forwards of rotary embeddings, which make the tables.
+# Digests of the forwards of rotary embeddings, which make the tables. 5.17 computes the angles as a product.
 TABLES = {
     "9b4b109d2bb0": "halves",  # Llama
+    "b23fab0dc26c": "halves",  # Llama in 5.17
+    "a6a2ce7e4b08": "halves",  # Gemma 2 in 5.17
+    "2fe7d66f02f9": "halves",  # Gemma 3 in 5.17
+    "c9e94d789cb2": "halves",  # OLMo 2 in 5.17
+    "2f56b4dd687c": "pairs",  # Cohere in 5.17
+    "60158c1fa509": "once",  # gpt-oss in 5.17
     "5f98d5fbbfa0": "halves",  # Gemma 3: a theta per type of layer
     "03330b719d31": "halves",  # OLMo 2
     "341ac6ed4f41": "halves",  # OLMo 3
