@@ -29,6 +29,8 @@ TWINS = [
     ("Softmax", (1,), {}, (3, 5, 7)),
     ("LogSoftmax", (-1,), {}, (5, 48)),
     ("Dropout", (0.25,), {}, (5, 48)),
+    ("Linear", (48, 48), {}, (3, 5, 48)),
+    ("Linear", (48, 48), {"bias": False}, (5, 48)),
 ]
 named = pytest.mark.parametrize(
     ("name", "args", "kwargs", "shape"), TWINS, ids=[f"{n}{a}{''.join(map(str, k.items()))}" for n, a, k, _ in TWINS]
@@ -124,7 +126,7 @@ def test_submodules_of_the_package() -> None:
         ).stdout.strip()
         assert said == "True", name
     with pytest.raises(
-        AttributeError, match="ridgeline has no 'nothing'; its ops are .*gelu.*, its modules nn, optim, lab, op"
+        AttributeError, match="ridgeline has no 'nothing'; its ops are .*gelu.*, its modules nn, optim, hf, lab, op"
     ):
         _ = ridgeline.nothing
 
