@@ -200,7 +200,8 @@ def forward(
         fall_back(module, "attention", reason)
         given = {n: t for n, t in given.items() if t is not None}
         return _own(module, query, key, value, attention_mask, causal, dropout=dropout, **given, **named)
-    options: dict[str, Any] = {"scale": scaling, "softcap": softcap}
+    usual = scaling is not None and abs(scaling * query.shape[-1] ** 0.5 - 1) < 1e-12
+    options: dict[str, Any] = {"scale": None if usual else scaling, "softcap": softcap}  # attention's quick path
     q_length, kv_length = query.shape[2], key.shape[2]
     if attention_mask is not None and attention_mask.dim() == 4:
         options["mask"] = attention_mask[..., :kv_length]

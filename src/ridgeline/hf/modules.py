@@ -49,6 +49,11 @@ def plain_linear(layer: Any) -> bool:
     return type(layer) is nn.Linear and "forward" not in layer.__dict__ and not hooks
 
 
+def layer_norm(module: nn.LayerNorm, input: torch.Tensor) -> torch.Tensor:
+    """torch.nn.LayerNorm over the last dimension, by `ridgeline.layer_norm`."""
+    return ridgeline.layer_norm(input, module.weight, module.bias, eps=module.eps)
+
+
 def linear(module: nn.Linear, x: torch.Tensor) -> torch.Tensor:
     """A linear layer that saves the input of the norm before it, not the norm's result."""
     return recomputation.linear(x, module.weight, module.bias)
@@ -73,7 +78,8 @@ def merged_mlp(
     """down(activation(g) * u) for (g, u) the halves of gate_up(x)."""
     first, last = getattr(module, gate_up), getattr(module, down)
     if not (plain_linear(first) and plain_linear(last) and first.bias is None):
-        return last(recomputation.gate(*first(x).chunk(2, -1), activation))
+        g, u = first(x).chunk(2, -1)
+        return last(recomputation.gate(g, u, activation))
     options: Any = {"activation": activation, "recompute_products": again}
     return recomputation.gated_mlp(x, first.weight, None, last.weight, last.bias, **options)
 

@@ -18,7 +18,15 @@ from ridgeline.op import RidgelineError
 
 MEMORY = (None, "recompute", "products")
 INPUTS = ("q_proj", "k_proj", "v_proj", "qkv_proj")  # products of a normalised input
-OURS = (modules.rms_norm, modules.linear, modules.gated_mlp, modules.merged_mlp, modules.attention, logits.lm_head)
+OURS = (
+    modules.rms_norm,
+    modules.layer_norm,
+    modules.linear,
+    modules.gated_mlp,
+    modules.merged_mlp,
+    modules.attention,
+    logits.lm_head,
+)
 Plan = tuple[Row, Callable[[], None]]
 
 
@@ -102,6 +110,8 @@ class _Planner:
         facts = forms.NORMS.get(found.digest) if found else None
         size = module.weight.numel() if getattr(module, "weight", None) is not None else self.config.hidden_size
         cost = {"nbytes": 2.0 * size * self.width}
+        if type(module) is nn.LayerNorm and len(module.normalized_shape) == 1 and not _replaced(module):
+            return self.note(name, module, "norm", "layer_norm", "", _set(module, modules.layer_norm), **cost)
         if facts is None or found is None:
             return self.note(name, module, "norm", None, "its form is not known", **cost)
         names = forms.named(facts.roles, found.attributes)
@@ -113,8 +123,12 @@ class _Planner:
         if lacking:
             return self.note(name, module, "norm", None, f"rms_norm has no option {lacking[0]}", **cost)
         options = {o: v for o, v in options.items() if v != usual[o]}
-        given = {"eps": names["eps"], "weight": names.get("weight"), "options": options}
-        given["again"] = self.memory is not None
+        given = {
+            "eps": names["eps"],
+            "weight": names.get("weight"),
+            "options": options,
+            "again": self.memory is not None,
+        }
         return self.note(name, module, "norm", "rms_norm", "", _set(module, modules.rms_norm, **given), **cost)
 
     def mlp(self, name: str, module: Any) -> None:
