@@ -105,10 +105,8 @@ class _GatedMLP(torch.autograd.Function):
     ) -> Tensor:  # fmt: skip
         """again: backward makes the first two products again, too."""
         weights = first.chunk(2) if second is None else (first, second)
-        if again:
-            y, products = ridgeline.gated_linear(x, *weights, activation=activation), ()
-        else:
-            y, *products = ridgeline.gated_linear(x, *weights, activation=activation, return_products=True)
+        y: Any = ridgeline.gated_linear(x, *weights, activation=activation, return_products=not again)
+        y, *products = (y,) if again else y
         ctx.save_for_backward(kept, first, second, down, *products)
         ctx.source, ctx.activation = source, activation
         return F.linear(y, down, bias)
