@@ -2,7 +2,7 @@
 SHELL := bash
 .SHELLFLAGS := -euo pipefail -c
 .DEFAULT_GOAL := help
-.PHONY: help setup report test test-gpu test-tritons sanitize lint types format pyi readme hooks clean browser
+.PHONY: help setup report test test-gpu test-hf test-tritons sanitize lint types format pyi readme hooks clean browser
 
 PYTHON ?= python3
 # Processes that run tests side by side.
@@ -14,6 +14,8 @@ PY := $(VENV)/bin/python
 ONE_THREAD := OMP_NUM_THREADS=1 MKL_NUM_THREADS=1
 PYTEST := $(ONE_THREAD) $(PY) -m pytest -q -n $(JOBS) --timeout 300
 TRITONS := 3.6.0 3.9.0
+# The two newest minor versions that `make test-hf` runs with.
+TRANSFORMERS := 5.23.0 5.24.0
 
 # $(call debian,PACKAGE): installs a package of Debian's where we may, else says what to do and fails.
 define debian
@@ -61,6 +63,13 @@ test-tritons: $(READY) $(TRITONS:%=build/triton-%/.ready) ## run the interpreter
 		PYTHONPATH=build/triton-$$version $(PYTEST) -m compiles || failed=1; \
 	done; exit $$failed
 
+test-hf: $(TRANSFORMERS:%=build/transformers-%/.ready) ## run the tests of ridgeline.hf with the two newest versions of transformers
+	@failed=0; for version in $(TRANSFORMERS); do \
+		echo "transformers $$version"; \
+		HF_HUB_OFFLINE=1 PYTHONPATH=build/transformers-$$version $(PYTEST) tests/hf || failed=1; \
+		TRITON_INTERPRET=1 HF_HUB_OFFLINE=1 PYTHONPATH=build/transformers-$$version $(PYTEST) tests/hf || failed=1; \
+	done; exit $$failed
+
 # compute-sanitizer is the PATH's, a CUDA toolkit's, or the package index's. Every tensor is an allocation of its own, so that a
 # step past its end is seen; racecheck, which is slow, leaves torch's kernels out. A check that watched no call is not clean.
 # initcheck does not see what the copy engine writes: whose results come so has no such check, and what is copied to the CPU (cuBLAS may have
@@ -87,6 +96,12 @@ sanitize: ## run compute-sanitizer's memcheck and, but for Gluon's, initcheck an
 # Triton 3.6's interpreter does not work with numpy 2.4 and later.
 build/triton-%/.ready: requirements.lock | $(READY)
 	$(PY) -m pip install --quiet --no-deps --upgrade --target $(@D) triton==$* $(if $(filter 3.6.%,$*),numpy==2.3.5)
+	@touch $@
+
+# accelerate and peft would bring a torch of their own.
+build/transformers-%/.ready: requirements.lock | $(READY)
+	$(PY) -m pip install --quiet --upgrade --target $(@D) transformers==$* psutil
+	$(PY) -m pip install --quiet --no-deps --upgrade --target $(@D) accelerate==1.15.0 peft==0.21.2
 	@touch $@
 
 browser:

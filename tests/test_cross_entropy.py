@@ -87,6 +87,32 @@ def test_shifted_logits(columns: int, device: str) -> None:
 
 
 @kernels
+@pytest.mark.parametrize("impl", ["triton", "torch", "naive"])
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float16], ids=str)
+@pytest.mark.parametrize("softcap", [None, 5.0])
+@pytest.mark.parametrize("reduction", ["mean", "none"])
+def test_logit_scale(reduction: str, softcap: float | None, dtype: torch.dtype, impl: str, device: str) -> None:
+    """The scale comes first, then the softcap, as for Cohere's and Gemma 2's logits; gradients are those of both."""
+    logits, target = make(9, 77, device, dtype)
+    target[::4] = -100
+    with torch.no_grad():
+        logits[1, 3], target[1] = float("-inf"), 5
+    options = {"label_smoothing": 0.1 if softcap else 0.0, "reduction": reduction}
+    loss = ridgeline.cross_entropy(
+        logits, target, logit_scale=0.375, softcap=softcap, dtype=torch.float32, impl=impl, **options
+    )
+    wide = logits.detach().double().requires_grad_()
+    x = wide * 0.375
+    x = x if softcap is None else softcap * torch.tanh(x / softcap)
+    expected = F.cross_entropy(x, target, **options)
+    torch.testing.assert_close(loss.double(), expected, rtol=1e-5, atol=1e-6)
+    upstream = torch.randn(loss.shape, device=device)
+    exact = grad(expected, wide, upstream.double())
+    rtol = 1e-4 if dtype == torch.float32 else 2e-3
+    torch.testing.assert_close(grad(loss, logits, upstream).double(), exact, rtol=rtol, atol=1e-6)
+
+
+@kernels
 def test_inputs_stay(device: str) -> None:
     logits, target = make(9, 77, device)
     before = logits.detach().clone(), target.clone()
@@ -154,7 +180,8 @@ def test_many_losses_add_up(rows: int, reduction: str, device: str) -> None:
     logits, target = make(rows, 1, device)
     target[::3] = -100
     loss, saved, none = torch.empty((), device=device), torch.empty(64, device=device), torch.empty(0, device=device)
-    options = 0, -100, 0.0, 0.0, 0.0, reduction  # need, ignore_index, label_smoothing, z_loss, softcap
+    # need, ignore_index, label_smoothing, z_loss, softcap, logit_scale
+    options = 0, -100, 0.0, 0.0, 0.0, 1.0, reduction
     module._launch_fwd(
         lambda losses, *_: losses.copy_(given), False, loss, none, saved, logits.detach(), target, *options
     )
@@ -230,6 +257,13 @@ BAD = {
     "too smooth": (lambda: ridgeline.cross_entropy(x, y, label_smoothing=1.5), ["1.5", "between 0 and 1"]),
     "a negative z-loss": (lambda: ridgeline.cross_entropy(x, y, z_loss=-1.0), ["-1.0", "at least 0"]),
     "a cap of 0": (lambda: ridgeline.cross_entropy(x, y, softcap=0), ["0", "None"]),
+    "a scale in words": (lambda: ridgeline.cross_entropy(x, y, logit_scale="2"), ["logit_scale", "'2'", "number"]),
+    "no scale": (lambda: ridgeline.cross_entropy(x, y, logit_scale=None), ["logit_scale", "None", "number"]),
+    "a scale of 0": (lambda: ridgeline.cross_entropy(x, y, logit_scale=0), ["logit_scale", "0", "above 0"]),
+    "an infinite scale": (
+        lambda: ridgeline.cross_entropy(x, y, logit_scale=float("inf")),
+        ["logit_scale", "inf", "finite"],
+    ),
     "a class too many": (lambda: ridgeline.cross_entropy(x, y + 5), ["0 to 4", "-100"]),
     "a negative class": (lambda: ridgeline.cross_entropy(x, y - 1), ["0 to 4", "-100"]),
 }

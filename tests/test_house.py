@@ -90,6 +90,8 @@ def test_packages(path: Path) -> None:
             assert package in LAB or not at_top, f"{module} is a peer's: imported inside functions"
         elif where[0] == "lab":
             assert package in LAB or (package in MODELS and not at_top), module
+        elif where[0] == "hf":
+            assert package == "torch" or (package == "transformers" and not at_top), module
         else:
             assert package in ("torch", "triton") or (package == "cuda" and not at_top), module
 

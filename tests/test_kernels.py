@@ -217,6 +217,15 @@ def calls(
                 continue  # a case or dtype that the implementation refuses, as test_ops checks
 
 
+def leaves(values: Iterable[Any]) -> Iterator[Any]:
+    """The values, with those of tuples among them one by one."""
+    for value in values:
+        if isinstance(value, tuple):
+            yield from leaves(value)
+        else:
+            yield value
+
+
 def one_of_each(found: Iterable[tuple[Launch, dict[str, Any]]]) -> list[tuple[Launch, dict[str, Any]]]:
     """The launches that show something new: an option, a dtype, a kind of argument, or in benchmarks a size.
 
@@ -228,12 +237,13 @@ def one_of_each(found: Iterable[tuple[Launch, dict[str, Any]]]) -> list[tuple[La
 
     def order(one: tuple[Launch, dict[str, Any]]) -> tuple[bool, int]:
         launch, facts = one
-        return not facts["bench"], -sum(value is True for value in launch.constants.values()) * facts["bench"]
+        return not facts["bench"], -sum(value is True for value in leaves(launch.constants.values())) * facts["bench"]
 
     kept, seen = [], set()
     for launch, facts in sorted(found, key=order):
-        new = {(k, v) for k, v in launch.constants.items() if v is True or (facts["bench"] and type(v) in (int, bool))}
-        new |= {facts["dtype"], *[(n, kind(arg)) for n, arg in enumerate(launch.args)]}
+        named = [(k, n, v) for k, value in launch.constants.items() for n, v in enumerate(leaves([value]))]
+        new = {one for one in named if one[2] is True or (facts["bench"] and type(one[2]) in (int, bool))}
+        new |= {facts["dtype"], *[(n, kind(arg)) for n, arg in enumerate(leaves(launch.args))]}
         new = {(id(launch.kernel), one) for one in new} - seen
         if new:
             kept.append((launch, facts))

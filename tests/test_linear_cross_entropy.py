@@ -110,6 +110,26 @@ def test_every_way_of_cutting(memory: int | None, reduction: str, device: str) -
 
 
 @kernels
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float16], ids=str)
+@pytest.mark.parametrize("softcap", [None, 5.0])
+@memories
+def test_logit_scale(memory: int | None, softcap: float | None, dtype: torch.dtype, device: str) -> None:
+    """Scaled logits are those of a scaled weight and bias; the softcap comes after."""
+    leaves, target = make(device, dtype)
+    options = {"softcap": softcap, "reduction": "sum"}
+    loss = ours(leaves, target, logit_scale=0.375, chunk_memory=memory, **options)
+    x, weight, bias = leaves
+    expected = theirs([x, weight.double() * 0.375, bias.double() * 0.375], target, **options)
+    exact = grads(expected, leaves)
+    if dtype == torch.float32:
+        same([loss], [expected])
+        same(grads(loss, leaves), exact)
+        return
+    for one, other in zip([loss, *grads(loss, leaves)], [expected, *exact], strict=True):
+        assert (one.double() - other).norm() < 2e-3 * other.double().norm()
+
+
+@kernels
 @pytest.mark.parametrize("wanted", [(1, 0, 0), (0, 1, 0), (0, 0, 1), (1, 0, 1)])
 @pytest.mark.parametrize("memory", [MEMORY["slabs"], MEMORY["sums"]])
 def test_some_gradients(memory: int, wanted: tuple[int, ...], device: str) -> None:
@@ -370,6 +390,7 @@ BAD = {
     "memory as a truth": (lambda x, w, y: (x, w, y), {"chunk_memory": True}, ["chunk_memory", "True"]),
     "another reduction": (lambda x, w, y: (x, w, y), {"reduction": "max"}, ["max", "mean"]),
     "too smooth": (lambda x, w, y: (x, w, y), {"label_smoothing": 1.5}, ["1.5", "between 0 and 1"]),
+    "a negative scale": (lambda x, w, y: (x, w, y), {"logit_scale": -2.0}, ["logit_scale", "-2.0", "above 0"]),
 }
 
 

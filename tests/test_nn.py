@@ -29,6 +29,8 @@ TWINS = [
     ("Softmax", (1,), {}, (3, 5, 7)),
     ("LogSoftmax", (-1,), {}, (5, 48)),
     ("Dropout", (0.25,), {}, (5, 48)),
+    ("Linear", (48, 48), {}, (3, 5, 48)),
+    ("Linear", (48, 48), {"bias": False}, (5, 48)),
 ]
 named = pytest.mark.parametrize(
     ("name", "args", "kwargs", "shape"), TWINS, ids=[f"{n}{a}{''.join(map(str, k.items()))}" for n, a, k, _ in TWINS]
@@ -106,9 +108,10 @@ def test_cross_entropy(options: dict, device: str) -> None:
 def test_cross_entropy_constructor() -> None:
     mine, theirs = (inspect.signature(where.CrossEntropyLoss).parameters for where in (ours, nn))
     assert [(n, p.default) for n, p in mine.items()][: len(theirs)] == [(n, p.default) for n, p in theirs.items()]
-    assert [n for n, p in mine.items() if p.kind is p.KEYWORD_ONLY] == ["z_loss", "softcap"]
+    assert [n for n, p in mine.items() if p.kind is p.KEYWORD_ONLY] == ["z_loss", "softcap", "logit_scale"]
     assert repr(ours.CrossEntropyLoss(z_loss=1e-4, softcap=30.0)) == "CrossEntropyLoss(z_loss=0.0001, softcap=30.0)"
     assert repr(ours.CrossEntropyLoss(softcap=30.0)) == "CrossEntropyLoss(softcap=30.0)"
+    assert repr(ours.CrossEntropyLoss(logit_scale=0.5)) == "CrossEntropyLoss(logit_scale=0.5)"
 
 
 def test_submodules_of_the_package() -> None:
@@ -123,7 +126,7 @@ def test_submodules_of_the_package() -> None:
         ).stdout.strip()
         assert said == "True", name
     with pytest.raises(
-        AttributeError, match="ridgeline has no 'nothing'; its ops are .*gelu.*, its modules nn, optim, lab, op"
+        AttributeError, match="ridgeline has no 'nothing'; its ops are .*gelu.*, its modules nn, optim, hf, lab, op"
     ):
         _ = ridgeline.nothing
 

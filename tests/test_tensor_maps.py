@@ -10,7 +10,7 @@ import struct
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from types import SimpleNamespace
-from typing import Any
+from typing import Any, NamedTuple
 
 import pytest
 import torch
@@ -54,6 +54,37 @@ def _tiles(marks, source, out, mark):
     mbarrier.wait(ready, 0)
     _store(out, [row, column], tile)
     tma.store_wait(0)
+
+
+class Lines(NamedTuple):
+    """A tensor with its strides, as kernels take what belongs together."""
+
+    data: Any
+    stride: int
+    step: int
+
+
+class Rules(NamedTuple):
+    first: int
+    scale: float | None
+    shift: float | None
+
+
+@triton.jit
+def _line(x, row, wide: tl.constexpr):
+    return x.data + row * x.stride + tl.arange(0, wide) * x.step
+
+
+@triton.jit
+def _scaled(out, x, rules, rows, tile: tl.constexpr):
+    for row in range(rules.first, rows):
+        moved = Lines(x.data + 1, x.stride, x.step)
+        values = tl.load(_line(moved, row, tile[0]))
+        if rules.scale is not None:
+            values *= rules.scale
+        if rules.shift is not None:
+            values += rules.shift
+        tl.store(_line(out, row, tile[0]), values)
 
 
 def boxes(marks: torch.Tensor, x: torch.Tensor, y: torch.Tensor, mark: int, R: int = 16, C: int = 32) -> None:
@@ -171,6 +202,37 @@ def test_parameters_lie_where_the_compiled_kernel_has_them(
 
 
 @pytest.mark.compiles
+@pytest.mark.parametrize("scale", [2.0, None])
+def test_fields_of_named_tuples_are_parameters(
+    driver: Driver, monkeypatch: pytest.MonkeyPatch, scale: float | None
+) -> None:
+    """A 1 and a None are compiled into the kernel; all other fields lie where it has them."""
+    x, out = torch.zeros(3, 48), torch.zeros(3, 32)
+    args = Lines(out, 32, 1), Lines(x, 48, 1), Rules(2, scale, None), 7
+    found, real = compiled(_scaled, args, {"tile": (32,)})
+    monkeypatch.setattr(boundary, "parameters", lambda function: real)
+    values: list[Any] = []
+    boundary._read(args, values, [])
+    start, slow = boundary._triton_start(found, (), {}, len(values), 0)
+    assert isinstance(start, Arranged)
+    assert slow is None
+    start(1, 1, 1, 0, values)
+    codes = "QiQiii" if scale is None else "QiQiifi"
+    passed = [struct.unpack_from(c, driver.parameters, o)[0] for c, (o, _) in zip(codes, real, strict=False)]
+    assert passed == [out.data_ptr(), 32, x.data_ptr(), 48, 2, *([] if scale is None else [scale]), 7]
+    assert len(real) == len(codes) + 2
+
+
+@pytest.mark.kernels
+@pytest.mark.parametrize("scale", [2.0, None])
+def test_named_tuples_through_launch(scale: float | None, device: str) -> None:
+    x, out = torch.randn(3, 48, device=device), torch.zeros(3, 32, device=device)
+    launch(_scaled, (1,), Lines(out, 32, 1), Lines(x, 48, 1), Rules(1, scale, None), 3, tile=(32,))
+    assert torch.equal(out[1:], x[1:, 1:33] * (scale or 1))
+    assert not out[0].any()
+
+
+@pytest.mark.compiles
 def test_a_kernel_with_maps_is_never_started_slowly(driver: Driver, monkeypatch: pytest.MonkeyPatch) -> None:
     maps = [TensorMap(torch.zeros(40, 256, dtype=torch.float16), (16, 64), 128)] * 2
     found, real = compiled(_tiles, (torch.zeros(1, dtype=torch.int32), *maps, 7), {})
@@ -201,6 +263,10 @@ def test_what_a_kernel_is_found_by() -> None:
     keys = [key(TensorMap(*kind)) for kind in kinds]
     assert all(a not in keys[:n] for n, a in enumerate(keys))
     assert key(TensorMap(x, (16, 32))) == key(TensorMap(torch.ones(3, 8), (16, 32)))
+    bundles = [(x, 1, 48), (x, 48, 1), (x, 48, 47), (x, 48, None), (x.half(), 48, 1), (x[:, 1:], 48, 1)]
+    keys = [key(Lines(*bundle)) for bundle in bundles]
+    assert all(a not in keys[:n] for n, a in enumerate(keys))
+    assert key(Lines(x, 48, 1)) == key(Lines(torch.ones(2), 16, 1))
     with pytest.raises(TypeError, match="TensorMaps"):
         key(object())
 

@@ -357,7 +357,7 @@ def _read(args: tuple[Any, ...], values: list[Any], key: list[Any]) -> None:
             pointer = arg.data_ptr()
             values.append(pointer)
             key += arg.dtype, pointer & 15 == 0
-        elif kind is tuple:
+        elif issubclass(kind, tuple):
             key.append(len(arg))
             _read(arg, values, key)
         elif kind is int or kind is Loose:

@@ -1,8 +1,8 @@
 """`torch.nn` modules that call Ridgeline's functions: same names, arguments, parameters, state_dicts and repr.
 
-They are subclasses of torch's modules, so `isinstance(m, nn.LayerNorm)` holds, and torch documents their arguments.
-Only `forward` differs. One rule is Ridgeline's own: `CrossEntropyLoss` takes the classes in the last dimension, while
-torch takes them in dimension 1.
+Those that torch has are subclasses of torch's, so `isinstance(m, nn.LayerNorm)` holds, and torch documents their
+arguments. Only `forward` differs. One rule is Ridgeline's own: `CrossEntropyLoss` takes the classes in the last
+dimension, while torch takes them in dimension 1.
 """
 
 from __future__ import annotations
@@ -15,6 +15,7 @@ from torch import nn
 
 import ridgeline
 from ridgeline.op import RidgelineError
+from ridgeline.recomputation import gated_mlp
 
 
 def _normalised(
@@ -190,7 +191,7 @@ class CrossEntropyLoss(nn.CrossEntropyLoss):
     Classes are the LAST dimension: logits (..., classes), target (...). A language model's logits (batch, seq,
     vocabulary) and target (batch, seq) need no reshaping. With more than two dimensions, torch takes the classes in
     dimension 1; for such logits pass `logits.movedim(1, -1)`.
-    z_loss, softcap: as in `ridgeline.cross_entropy`.
+    z_loss, softcap, logit_scale: as in `ridgeline.cross_entropy`.
     Raises RidgelineError if class weights are given; they are not supported.
     """
 
@@ -205,17 +206,19 @@ class CrossEntropyLoss(nn.CrossEntropyLoss):
         *,
         z_loss: float = 0.0,
         softcap: float | None = None,
+        logit_scale: float = 1.0,
     ) -> None:
         if weight is not None:
             raise RidgelineError(
                 "CrossEntropyLoss: class weights are not supported, so weight must be None; torch's loss takes them"
             )
         super().__init__(None, size_average, ignore_index, reduce, reduction, label_smoothing)
-        self.z_loss, self.softcap = z_loss, softcap
+        self.z_loss, self.softcap, self.logit_scale = z_loss, softcap, logit_scale
 
     def extra_repr(self) -> str:
         """Returns Ridgeline's options; torch prints none of its own."""
         own = [f"z_loss={self.z_loss}"] * bool(self.z_loss) + [f"softcap={self.softcap}"] * (self.softcap is not None)
+        own += [f"logit_scale={self.logit_scale}"] * (self.logit_scale != 1)
         return ", ".join(own)
 
     def forward(self, input: torch.Tensor, target: torch.Tensor) -> torch.Tensor:
@@ -226,5 +229,154 @@ class CrossEntropyLoss(nn.CrossEntropyLoss):
             label_smoothing=self.label_smoothing,
             z_loss=self.z_loss,
             softcap=self.softcap,
+            logit_scale=self.logit_scale,
             reduction=self.reduction,
         )
+
+
+class Linear(nn.Linear):
+    """`torch.nn.Linear`, by `ridgeline.linear`: activation(x W^T + b) + residual.
+
+    activation: None, "silu", "gelu" or "gelu_tanh", applied to the product.
+    """
+
+    def __init__(
+        self,
+        in_features: int,
+        out_features: int,
+        bias: bool = True,
+        device: Any = None,
+        dtype: Any = None,
+        *,
+        activation: str | None = None,
+    ) -> None:
+        super().__init__(in_features, out_features, bias, device, dtype)
+        self.activation = activation
+
+    def extra_repr(self) -> str:
+        return super().extra_repr() + (f", activation={self.activation!r}" if self.activation else "")
+
+    def forward(self, input: torch.Tensor, residual: torch.Tensor | None = None) -> torch.Tensor:
+        return ridgeline.linear(input, self.weight, self.bias, activation=self.activation, residual=residual)
+
+
+class GatedMLP(nn.Module):
+    """down_proj(activation(gate_proj(x)) * up_proj(x)): a gated feed-forward layer, with Llama's names of parameters.
+
+    x: (..., hidden_size). activation: "silu" (SwiGLU), "gelu" or "gelu_tanh" (GEGLU). Backward makes the gated product
+    again; with recompute_products also the products before it, which saves more and costs two products.
+    Source: Shazeer, GLU Variants Improve Transformer, 2020 (arXiv:2002.05202).
+    """
+
+    def __init__(
+        self,
+        hidden_size: int,
+        intermediate_size: int,
+        activation: str = "silu",
+        device: Any = None,
+        dtype: Any = None,
+        *,
+        recompute_products: bool = False,
+    ) -> None:
+        super().__init__()
+        where = {"bias": False, "device": device, "dtype": dtype}
+        self.gate_proj = nn.Linear(hidden_size, intermediate_size, **where)
+        self.up_proj = nn.Linear(hidden_size, intermediate_size, **where)
+        self.down_proj = nn.Linear(intermediate_size, hidden_size, **where)
+        self.activation, self.recompute_products = activation, recompute_products
+
+    def extra_repr(self) -> str:
+        return f"activation={self.activation!r}" + ", recompute_products=True" * self.recompute_products
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        weights = self.gate_proj.weight, self.up_proj.weight, self.down_proj.weight
+        return gated_mlp(x, *weights, activation=self.activation, recompute_products=self.recompute_products)
+
+
+class RotaryEmbedding(nn.Module):
+    """Rotary position embedding of q and k, by `ridgeline.rope`; the angles of `max_length` positions are buffers.
+
+    head_dim: even. theta: the base of the frequencies theta^(-2 i / rotary_dim). rotary_dim: how many dimensions turn,
+    from the first on; None means all. interleaved: pairs are (2i, 2i + 1); by default (i, i + rotary_dim / 2).
+    Source: Su et al., RoFormer: Enhanced Transformer with Rotary Position Embedding, 2021 (arXiv:2104.09864).
+    """
+
+    cos: torch.Tensor
+    sin: torch.Tensor
+
+    def __init__(
+        self,
+        head_dim: int,
+        max_length: int,
+        theta: float = 10000.0,
+        *,
+        rotary_dim: int | None = None,
+        interleaved: bool = False,
+        device: Any = None,
+    ) -> None:
+        super().__init__()
+        width = head_dim if rotary_dim is None else rotary_dim
+        if width % 2 or not 0 < width <= head_dim:
+            raise RidgelineError(f"RotaryEmbedding: rotary_dim must be even and at most {head_dim}, got {width}")
+        steps = torch.arange(0, width, 2, dtype=torch.float32, device=device) / width
+        angles = torch.arange(max_length, dtype=torch.float32, device=device)[:, None] * theta**-steps
+        self.register_buffer("cos", angles.cos(), persistent=False)
+        self.register_buffer("sin", angles.sin(), persistent=False)
+        self.interleaved = interleaved
+
+    def forward(
+        self, q: torch.Tensor, k: torch.Tensor, positions: torch.Tensor | None = None
+    ) -> tuple[torch.Tensor, torch.Tensor]:
+        """q: (b, hq, s, head_dim); k: (b, hk, s, head_dim); positions: (s) or (b, s), int64; None means 0, 1, ..."""
+        return ridgeline.rope(q, k, self.cos, self.sin, positions=positions, interleaved=self.interleaved)
+
+
+class Attention(nn.Module):
+    """Self-attention with shared heads: o_proj(attention(q_proj(x), k_proj(x), v_proj(x))), with Llama's names.
+
+    x: (b, s, hidden_size). num_kv_heads: None means num_heads. head_dim: None means hidden_size / num_heads.
+    causal, scale, window, softcap: as in `ridgeline.attention`. rotary: turns q and k, if given to forward.
+    """
+
+    def __init__(
+        self,
+        hidden_size: int,
+        num_heads: int,
+        num_kv_heads: int | None = None,
+        head_dim: int | None = None,
+        bias: bool = False,
+        device: Any = None,
+        dtype: Any = None,
+        *,
+        causal: bool = True,
+        scale: float | None = None,
+        window: tuple[int | None, int | None] | None = None,
+        softcap: float | None = None,
+    ) -> None:
+        super().__init__()
+        shared = num_heads if num_kv_heads is None else num_kv_heads
+        if (head_dim is None and hidden_size % num_heads) or num_heads % shared:
+            raise RidgelineError(
+                f"Attention: hidden_size must be a multiple of num_heads, and that one of num_kv_heads, got "
+                f"{hidden_size}, {num_heads} and {shared}"
+            )
+        self.head_dim = hidden_size // num_heads if head_dim is None else head_dim
+        where = {"bias": bias, "device": device, "dtype": dtype}
+        self.q_proj = nn.Linear(hidden_size, num_heads * self.head_dim, **where)
+        self.k_proj = nn.Linear(hidden_size, shared * self.head_dim, **where)
+        self.v_proj = nn.Linear(hidden_size, shared * self.head_dim, **where)
+        self.o_proj = nn.Linear(num_heads * self.head_dim, hidden_size, **where)
+        self.options: dict[str, Any] = {"causal": causal, "scale": scale, "window": window, "softcap": softcap}
+
+    def extra_repr(self) -> str:
+        return ", ".join([f"{n}={v!r}" for n, v in self.options.items() if v is not None])
+
+    def forward(
+        self, x: torch.Tensor, rotary: RotaryEmbedding | None = None, positions: torch.Tensor | None = None
+    ) -> torch.Tensor:
+        heads = *x.shape[:-1], -1, self.head_dim
+        q, k, v = [p(x).view(heads).transpose(1, 2) for p in (self.q_proj, self.k_proj, self.v_proj)]
+        if rotary is not None:
+            q, k = rotary(q, k, positions)
+        o: Any = ridgeline.attention(q, k, v, **self.options)
+        return self.o_proj(o.transpose(1, 2).flatten(2))

@@ -6,6 +6,7 @@ import argparse
 import json
 from collections.abc import Callable
 from contextlib import nullcontext
+from dataclasses import asdict
 from itertools import groupby
 from typing import TYPE_CHECKING, Any
 
@@ -61,7 +62,8 @@ def rung(implementation: Implementation) -> Row:
 
 
 def explain_arguments(parser: argparse.ArgumentParser) -> None:
-    parser.add_argument("op", metavar="OP")
+    parser.add_argument("op", metavar="OP", nargs="?")
+    parser.add_argument("--model", help="instead of an op: a transformers model by name or folder, without its weights")
     parser.add_argument("--case", help="the case to explain (default: the op's first)")
     parser.add_argument("--dtype", help="float32, float16 or bfloat16 (default: the case's first)")
     parser.add_argument("--device", help=f"cpu or cuda, or a card or architecture that need not be here: {names()}")
@@ -72,6 +74,14 @@ def explain_main(options: argparse.Namespace) -> int:
     from ridgeline.lab.measurement.cases import chosen_cases
     from ridgeline.op import RidgelineError, get
 
+    if (options.op is None) == (options.model is None):
+        raise RidgelineError("explain takes an op or --model with the name or folder of a transformers model")
+    if options.model is not None:
+        from ridgeline import hf
+
+        report = hf.explain(hf.on_meta(options.model))
+        print(json.dumps(asdict(report)) if options.json else report)
+        return 0
     op = get(options.op)
     uses = ("check", "quick", "bench")
     call = next(chosen_cases(op, uses, options.case, options.dtype), None)

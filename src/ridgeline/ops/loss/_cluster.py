@@ -33,10 +33,17 @@ def rule(size: int) -> tuning.Config:
 
 
 def rows(
-    losses: torch.Tensor, stats: torch.Tensor, d: torch.Tensor, logits: torch.Tensor, target: torch.Tensor,
-    counts: torch.Tensor, ignore: int, smoothing: float, z: float, cap: float, need: int, options: dict[str, bool]
-) -> None:  # fmt: skip
-    """Computes the rows' losses and what `need` asks for; calls that `fits` takes have no smoothing and no cap."""
+    losses: torch.Tensor,
+    stats: torch.Tensor,
+    d: torch.Tensor,
+    logits: torch.Tensor,
+    labels: Any,
+    counts: torch.Tensor,
+    rules: Any,
+    need: int,
+    mean: bool,
+) -> None:
+    """Computes the rows' losses and what `need` asks for; no smoothing, cap or scale, as `fits` has found."""
     x = logits.view(-1, logits.shape[-1])
     count, columns = x.shape
     where, size = device.of(x), cluster_rows.whole(columns, x.element_size()) * x.element_size()
@@ -48,7 +55,7 @@ def rows(
         kind = {"XTYPE": CTYPE[x.dtype], "YTYPE": CTYPE[x.dtype]}
         return cluster_rows.plan(columns, 1, x.itemsize, x.itemsize, **found) | kind
 
-    values = losses, stats, d, x, target, counts, count, columns, x.stride(0), ignore, z
+    values = losses, stats, d, x, labels.data, counts, count, columns, x.stride(0), labels.ignore, rules.z or 0.0
     launch(
         KERNEL,
         lambda c: (c["CLUSTER"] * count,),
@@ -56,19 +63,19 @@ def rows(
         config=config,
         key=columns,
         NEED=need,
-        MEAN=int(options["MEAN"]),
+        MEAN=int(mean),
     )
 
 
 def fits(logits: torch.Tensor, target: torch.Tensor | None = None, *rest: Any) -> str | None:
-    """Returns why clusters do not take a call, or None, by public arguments or a launcher's inputs (8 in forward)."""
+    """Returns why clusters do not take a call, or None, by public arguments or a launcher's inputs (9 in forward)."""
     reason = cluster_rows.refusal(logits.shape[-1], COLUMNS, 2 << 20, (logits,))
     if reason or not logits.is_contiguous():
         return reason or "it takes contiguous logits"
     if target is not None and not target.is_contiguous():
         return "it takes a contiguous target"
-    if len(rest) == 6:
-        _, _, smoothing, _, cap, reduction = rest
-        if smoothing or cap or (reduction == "none" and logits.dtype != torch.float32):
-            return "it supports neither label smoothing nor a softcap, and reduction='none' only in float32"
+    if len(rest) == 7:
+        _, _, smoothing, _, cap, scale, reduction = rest
+        if smoothing or cap or scale != 1 or (reduction == "none" and logits.dtype != torch.float32):
+            return "it supports no label smoothing, softcap or logit_scale, and reduction='none' only in float32"
     return None

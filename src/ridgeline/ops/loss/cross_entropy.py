@@ -1,7 +1,8 @@
-"""cross_entropy: -log softmax(logits)[target] over the last dimension, with label smoothing s, z-loss z and softcap c.
+"""cross_entropy: -log softmax(a logits)[target] in the last dimension, with label smoothing s, z-loss z and softcap c.
 
-    x = c tanh(logits / c),   lse = log sum_j exp x_j,   loss = lse - (1 - s) x_t - s mean(x) + z lse^2
-    backward: dx_j = (p_j (1 + 2 z lse) - s / V - (1 - s) [j = t]) dloss,   p_j = exp(x_j - lse)
+    x = c tanh(a logits / c),   lse = log sum_j exp x_j,   loss = lse - (1 - s) x_t - s mean(x) + z lse^2
+    backward: dx_j = (p_j (1 + 2 z lse) - s / V - (1 - s) [j = t]) dloss,   p_j = exp(x_j - lse),
+              dlogits_j = a (1 - (x_j / c)^2) dx_j
 
 An online pass over a row finds its maximum and sum of exponentials. For a mean or a sum, the gradient up to a factor
 depends on the row alone: forward writes it while the row is still in L2, so forward and backward read the logits once.
@@ -12,7 +13,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from functools import partial
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 import torch.nn.functional as F
@@ -31,45 +32,102 @@ PARTS = tl.constexpr(64)  # programs that count or sum rows
 FEW = 512  # up to so many rows, every program counts them itself, which is faster than another launch
 
 
+class Labels(NamedTuple):
+    """The target, (outer, inner), and its strides: `rows` labels in all. Rows with the label `ignore` do not count."""
+
+    data: Any
+    rows: int
+    inner: int
+    outer_stride: int
+    inner_stride: int
+    ignore: int
+
+
+class Planes(NamedTuple):
+    """A tensor (outer, inner, ...) with the strides of its first two dimensions."""
+
+    data: Any
+    outer_stride: int
+    inner_stride: int
+
+
+class Slab(NamedTuple):
+    """The `columns` columns of the logits from `first` on of all `classes`."""
+
+    columns: int
+    first: int
+    classes: int
+
+
+class Rules(NamedTuple):
+    """The options of the loss; None if one is off."""
+
+    scale: float | None
+    cap: float | None
+    smoothing: float | None
+    z: float | None
+
+
+class Tile(NamedTuple):
+    """How a program goes along a row: K x W columns at a time. With PEEL rows begin inside a 16-byte pack of VEC."""
+
+    K: int
+    W: int
+    VEC: int
+    PEEL: bool
+    STAGES: int
+
+
+class Span(NamedTuple):
+    """The columns of a row: those before its first 16-byte pack, those in whole packs, and all."""
+
+    head: Any
+    body: Any
+    columns: Any
+
+
+class Row(NamedTuple):
+    """A row's label, whether it counts, its maximum, its sum of exponentials, and the gradient of its loss."""
+
+    label: Any
+    live: Any
+    top: Any
+    total: Any
+    upstream: Any
+
+
 @triton.jit
-def _count(counts, target, rows, inner, t0, t1, ignore, BLOCK: tl.constexpr):
+def _at(row, inner, outer_stride, inner_stride):
+    """Returns the offset of a row of (outer, inner)."""
+    return row // inner * outer_stride + row % inner * inner_stride
+
+
+@triton.jit
+def _count(counts, labels, BLOCK: tl.constexpr):
     """Counts the rows that are not ignored, in PARTS parts."""
     found = tl.zeros((BLOCK,), tl.int32)
-    for start in range(tl.program_id(0) * BLOCK, rows, PARTS * BLOCK):
+    for start in range(tl.program_id(0) * BLOCK, labels.rows, PARTS * BLOCK):
         row = (start + tl.arange(0, BLOCK)).to(tl.int64)
-        label = tl.load(target + row // inner * t0 + row % inner * t1, mask=row < rows, other=ignore)
-        found += (label != ignore).to(tl.int32)
+        at = labels.data + _at(row, labels.inner, labels.outer_stride, labels.inner_stride)
+        found += (tl.load(at, mask=row < labels.rows, other=labels.ignore) != labels.ignore).to(tl.int32)
     tl.store(counts + tl.program_id(0), tl.sum(found, 0))
 
 
 @triton.jit
-def _counted(counts, target, rows, inner, t0, t1, ignore, FEW: tl.constexpr):
+def _counted(counts, labels, FEW: tl.constexpr):
     """Returns how many rows are not ignored: counted here if there are at most FEW, else from `_count`'s parts."""
     if FEW:
         row = tl.arange(0, FEW).to(tl.int64)
-        label = tl.load(target + row // inner * t0 + row % inner * t1, mask=row < rows, other=ignore)
-        found = tl.sum((label != ignore).to(tl.int32), 0)
+        at = labels.data + _at(row, labels.inner, labels.outer_stride, labels.inner_stride)
+        label = tl.load(at, mask=row < labels.rows, other=labels.ignore)
+        found = tl.sum((label != labels.ignore).to(tl.int32), 0)
     else:
         found = tl.sum(tl.load(counts + tl.arange(0, PARTS)), 0)
     return found.to(tl.float32)
 
 
 @triton.jit
-def _total(
-    out,
-    values,
-    n,
-    counts,
-    target,
-    rows,
-    inner,
-    t0,
-    t1,
-    ignore,
-    MEAN: tl.constexpr,
-    FEW: tl.constexpr,
-    BLOCK: tl.constexpr,
-):
+def _total(out, values, n, counts, labels, MEAN: tl.constexpr, FEW: tl.constexpr, BLOCK: tl.constexpr):
     """Sums n losses, one part per program; with MEAN, divides by the count of rows."""
     sums = tl.zeros((BLOCK,), tl.float32)
     for start in range(tl.program_id(0) * BLOCK, n, tl.num_programs(0) * BLOCK):
@@ -77,94 +135,106 @@ def _total(
         sums += tl.load(values + at, mask=at < n, other=0)
     whole = tl.sum(sums, 0)
     if MEAN:
-        whole = tl.div_rn(whole, _counted(counts, target, rows, inner, t0, t1, ignore, FEW))
+        whole = tl.div_rn(whole, _counted(counts, labels, FEW))
     tl.store(out + tl.program_id(0), whole.to(out.dtype.element_ty))
 
 
 @triton.jit
-def _load(x, column, mask, cap, CAP: tl.constexpr, POLICY: tl.constexpr):
-    """Returns capped logits as float32, -inf outside the mask, and the cap's slope."""
-    values, slope = capped(
-        tl.load(x + column, mask=mask, other=float("-inf"), eviction_policy=POLICY).to(tl.float32), cap, CAP
-    )
-    return (tl.where(mask, values, float("-inf")) if CAP else values), slope
+def _logit(x, rules):
+    """Returns scaled and capped float32 logits, and the cap's slope."""
+    if rules.scale is not None:
+        x *= rules.scale
+    return capped(x, rules.cap, rules.cap is not None)
 
 
 @triton.jit
-def _peel(start, columns, PEEL: tl.constexpr, VEC: tl.constexpr):
-    """Returns where a row's first 16-byte pack begins, the columns before it, and the columns in whole packs."""
+def _load(x, column, mask, rules, POLICY: tl.constexpr):
+    """Returns scaled and capped logits as float32, -inf outside the mask, and the cap's slope."""
+    given = tl.load(x + column, mask=mask, other=float("-inf"), eviction_policy=POLICY)
+    values, slope = _logit(given.to(tl.float32), rules)
+    return (tl.where(mask, values, float("-inf")) if rules.cap is not None else values), slope
+
+
+@triton.jit
+def _peel(start, columns, tile: tl.constexpr):
+    """Returns where a row's first 16-byte pack begins, and the row's columns as a Span."""
     head, body = columns * 0, columns
-    if PEEL:
+    VEC: tl.constexpr = tile.VEC
+    if tile.PEEL:
         head = tl.minimum((VEC - start % VEC) % VEC, columns).to(tl.int32)
         body = (columns - head) // VEC * VEC
         start = tl.multiple_of(start + head, VEC)
-    return start, head, body
+    return start, Span(head, body, columns)
 
 
 @triton.jit
-def _edges(head, body, columns, VEC: tl.constexpr):
+def _edges(span, VEC: tl.constexpr):
     """Returns the columns of a row outside whole packs, relative to its first pack, and their mask."""
     i = tl.arange(0, 2 * VEC)
-    column = tl.where(i < VEC, i - head, body + i - VEC)
-    return column, tl.where(i < VEC, i < head, column < columns - head)
+    column = tl.where(i < VEC, i - span.head, span.body + i - VEC)
+    return column, tl.where(i < VEC, i < span.head, column < span.columns - span.head)
 
 
 @triton.jit
-def _slopes(x, column, mask, hit, live, top, scale, factor, spread, pull, cap, CAP: tl.constexpr):
+def _columns(tile: tl.constexpr):
+    """Returns the columns of a tile, (K, W)."""
+    W: tl.constexpr = tile.W
+    return tl.arange(0, tile.K)[:, None] * W + tl.arange(0, W)[None, :]
+
+
+@triton.jit
+def _slopes(x, column, mask, hit, row, factor, spread, pull, rules):
     """Returns the gradient of logits."""
-    values, slope = _load(x, column, tl.where(live, mask, False), cap, CAP, "evict_first")
-    p = exact_exp(values - top, x.dtype.element_ty) * factor
-    return ((p - spread - tl.where(column == hit, pull, 0.0)) * scale * slope).to(x.dtype.element_ty)
+    values, slope = _load(x, column, tl.where(row.live, mask, False), rules, "evict_first")
+    p = exact_exp(values - row.top, x.dtype.element_ty) * factor
+    return ((p - spread - tl.where(column == hit, pull, 0.0)) * row.upstream * slope).to(x.dtype.element_ty)
 
 
 @triton.jit
-def _gradient(
-    d, x, head, body, columns, first, classes, label, live, top, total, upstream, smoothing, z, cap, Z: tl.constexpr,
-    CAP: tl.constexpr, PEEL: tl.constexpr, VEC: tl.constexpr, K: tl.constexpr, W: tl.constexpr, STAGES: tl.constexpr
-):  # fmt: skip
-    """Writes a row of the gradient: NaN if the label is invalid, 0 if it is ignored.
-
-    The columns are those from `first` on of `classes`.
-    """
-    scale = tl.where(live, tl.where((label >= 0) & (label < classes), upstream, float("nan")), 0.0)
-    factor = tl.div_rn(1.0, total)
-    if Z:
-        factor *= 1 + 2 * z * (top + tl.log(total))
-    spread, pull, hit = smoothing / classes, 1 - smoothing, (label - first - head).to(tl.int32)
-    tile = tl.arange(0, K)[:, None] * W + tl.arange(0, W)[None, :]
-    for start in tl.range(0, body, K * W, num_stages=STAGES):
-        column = start + tile
-        mask = column < body
-        tl.store(d + column, _slopes(x, column, mask, hit, live, top, scale, factor, spread, pull, cap, CAP), mask=mask)
-    if PEEL:
-        column, mask = _edges(head, body, columns, VEC)
-        tl.store(d + column, _slopes(x, column, mask, hit, live, top, scale, factor, spread, pull, cap, CAP), mask=mask)
+def _gradient(d, x, span, slab, row, rules, tile: tl.constexpr):
+    """Writes the slab's columns of a row of the gradient: NaN if the label is invalid, 0 if it is ignored."""
+    known = (row.label >= 0) & (row.label < slab.classes)
+    upstream = tl.where(row.live, tl.where(known, row.upstream, float("nan")), 0.0)
+    if rules.scale is not None:
+        upstream *= rules.scale
+    row = Row(row.label, row.live, row.top, row.total, upstream)
+    factor, spread, pull = tl.div_rn(1.0, row.total), 0.0, 1.0
+    if rules.z is not None:
+        factor *= 1 + 2 * rules.z * (row.top + tl.log(row.total))
+    if rules.smoothing is not None:
+        spread, pull = rules.smoothing / slab.classes, 1 - rules.smoothing
+    hit = (row.label - slab.first - span.head).to(tl.int32)
+    for start in tl.range(0, span.body, tile.K * tile.W, num_stages=tile.STAGES):
+        column = start + _columns(tile)
+        mask = column < span.body
+        tl.store(d + column, _slopes(x, column, mask, hit, row, factor, spread, pull, rules), mask=mask)
+    if tile.PEEL:
+        column, mask = _edges(span, tile.VEC)
+        tl.store(d + column, _slopes(x, column, mask, hit, row, factor, spread, pull, rules), mask=mask)
 
 
 @triton.jit
-def _stream(
-    x, head, body, columns, base, cap, POLICY: tl.constexpr, SMOOTH: tl.constexpr, CAP: tl.constexpr,
-    PEEL: tl.constexpr, VEC: tl.constexpr, K: tl.constexpr, W: tl.constexpr, STAGES: tl.constexpr
-):  # fmt: skip
+def _stream(x, span, base, rules, tile: tl.constexpr, POLICY: tl.constexpr):
     """Returns a row's maximum, its sum of exponentials and its sum of differences from `base`."""
     dtype: tl.constexpr = x.dtype.element_ty
+    W: tl.constexpr = tile.W
     top = tl.full((W,), float("-inf"), tl.float32)
     total = tl.zeros((W,), tl.float32)
     sums = tl.zeros((W,), tl.float32)
-    tile = tl.arange(0, K)[:, None] * W + tl.arange(0, W)[None, :]
-    for first in tl.range(0, body, K * W, num_stages=STAGES):
-        mask = first + tile < body
-        values, _ = _load(x, first + tile, mask, cap, CAP, POLICY)
+    for first in tl.range(0, span.body, tile.K * tile.W, num_stages=tile.STAGES):
+        column = first + _columns(tile)
+        mask = column < span.body
+        values, _ = _load(x, column, mask, rules, POLICY)
         new = tl.maximum(top, tl.max(values, 0))
         near = tl.where(new == float("-inf"), 0.0, new)  # if all are -inf, exponentials are 0, not exp(-inf + inf)
         total = total * exact_exp(top - near, dtype) + tl.sum(exact_exp(values - near[None, :], dtype), 0)
         top = new
-        if SMOOTH:
+        if rules.smoothing is not None:
             sums += tl.sum(tl.where(mask, values - base, 0.0), 0)
     most, away = tl.max(top, 0), tl.sum(sums, 0)
-    if PEEL:
-        column, mask = _edges(head, body, columns, VEC)
-        values, _ = _load(x, column, mask, cap, CAP, "")
+    if tile.PEEL:
+        column, mask = _edges(span, tile.VEC)
+        values, _ = _load(x, column, mask, rules, "")
         most = tl.maximum(most, tl.max(values, 0))
         near = tl.where(most == float("-inf"), 0.0, most)
         whole = tl.sum(total * exact_exp(top - near, dtype), 0) + tl.sum(exact_exp(values - near, dtype), 0)
@@ -176,126 +246,91 @@ def _stream(
 
 
 @triton.jit
-def _loss(most, whole, away, base, chosen, classes, smoothing, z, SMOOTH: tl.constexpr, Z: tl.constexpr):
-    if SMOOTH:
-        loss = tl.log(whole) + (most - base) - (1 - smoothing) * (chosen - base) - smoothing * (away / classes)
+def _loss(most, whole, away, base, chosen, classes, rules):
+    if rules.smoothing is not None:
+        share = rules.smoothing
+        loss = tl.log(whole) + (most - base) - (1 - share) * (chosen - base) - share * (away / classes)
     else:  # two roundings fewer if the base is not the target's logit
         loss = tl.log(whole) + (most - chosen)
-    if Z:
+    if rules.z is not None:
         lse = most + tl.log(whole)
-        loss += z * lse * lse
+        loss += rules.z * lse * lse
     return loss
 
 
 @triton.jit
 def _fwd(
-    losses, stats, d, x, target, counts, rows, columns, inner, x0, x1, t0, t1, ignore, smoothing, z, cap,
-    NEED: tl.constexpr, MEAN: tl.constexpr, FEW: tl.constexpr, SMOOTH: tl.constexpr, Z: tl.constexpr, CAP: tl.constexpr,
-    PEEL: tl.constexpr, VEC: tl.constexpr, K: tl.constexpr, W: tl.constexpr, STAGES: tl.constexpr
-):  # fmt: skip
+    losses,
+    stats,
+    d,
+    x,
+    labels,
+    counts,
+    columns,
+    rules,
+    tile: tl.constexpr,
+    NEED: tl.constexpr,
+    MEAN: tl.constexpr,
+    FEW: tl.constexpr,
+):
+    """Computes a row's loss, with NEED 1 what backward needs of it, and with NEED 2 the gradient for dloss = 1."""
     row = tl.program_id(0).to(tl.int64)
-    label = tl.load(target + row // inner * t0 + row % inner * t1)
-    live, known = label != ignore, (label >= 0) & (label < columns)
-    start, head, body = _peel(row // inner * x0 + row % inner * x1, columns, PEEL, VEC)
-    x += start
-    chosen, _slope = capped(tl.load(x + tl.where(known, label, 0) - head).to(tl.float32), cap, CAP)
+    label = tl.load(labels.data + _at(row, labels.inner, labels.outer_stride, labels.inner_stride))
+    live, known = label != labels.ignore, (label >= 0) & (label < columns)
+    start, span = _peel(_at(row, labels.inner, x.outer_stride, x.inner_stride), columns, tile)
+    logits = x.data + start
+    chosen, _slope = _logit(tl.load(logits + tl.where(known, label, 0) - span.head).to(tl.float32), rules)
     base = tl.where(tl.abs(chosen) < float("inf"), chosen, 0.0)  # sums are of differences from it, which stay small
-    most, whole, away = _stream(
-        x,
-        head,
-        tl.where(live, body, 0),
-        columns,
-        base,
-        cap,
-        "evict_last" if NEED == 2 else "",
-        SMOOTH,
-        CAP,
-        PEEL,
-        VEC,
-        K,
-        W,
-        STAGES,
-    )
-    loss = _loss(most, whole, away, base, chosen, columns, smoothing, z, SMOOTH, Z)
+    policy: tl.constexpr = "evict_last" if NEED == 2 else ""
+    read = Span(span.head, tl.where(live, span.body, 0), columns)
+    most, whole, away = _stream(logits, read, base, rules, tile, policy)
+    loss = _loss(most, whole, away, base, chosen, columns, rules)
     loss = tl.where(live, tl.where(known, loss, float("nan")), 0.0)
     tl.store(losses + row, loss.to(losses.dtype.element_ty))
     most, whole = tl.where(live, most, 0.0), tl.where(live, whole, 1.0)  # ignored rows were not read
     if NEED:
         tl.store(stats + row, most)
-        tl.store(stats + rows + row, whole)
+        tl.store(stats + labels.rows + row, whole)
     if NEED == 2:
-        upstream = tl.div_rn(1.0, _counted(counts, target, rows, inner, t0, t1, ignore, FEW)) if MEAN else 1.0
-        out, _, _ = _peel(row * columns, columns, PEEL, VEC)
-        _gradient(
-            d + out,
-            x,
-            head,
-            body,
-            columns,
-            0,
-            columns,
-            label,
-            live,
-            most,
-            whole,
-            upstream,
-            smoothing,
-            z,
-            cap,
-            Z,
-            CAP,
-            PEEL,
-            VEC,
-            K,
-            W,
-            STAGES,
-        )
+        upstream = tl.div_rn(1.0, _counted(counts, labels, FEW)) if MEAN else 1.0
+        out, _ = _peel(row * columns, columns, tile)
+        slab = Slab(columns, 0, columns)
+        _gradient(d + out, logits, span, slab, Row(label, live, most, whole, upstream), rules, tile)
 
 
 @triton.jit
 def _bwd(
-    d, x, target, dloss, stats, counts, rows, columns, first, classes, inner, x0, x1, t0, t1, g0, g1, ignore, smoothing,
-    z, cap, MADE: tl.constexpr, EACH: tl.constexpr, MEAN: tl.constexpr, FEW: tl.constexpr, Z: tl.constexpr,
-    CAP: tl.constexpr, PEEL: tl.constexpr, VEC: tl.constexpr, K: tl.constexpr, W: tl.constexpr, STAGES: tl.constexpr
-):  # fmt: skip
-    """Writes the gradient of the columns from `first` on of `classes`.
+    d,
+    x,
+    labels,
+    dloss,
+    stats,
+    counts,
+    slab,
+    rules,
+    tile: tl.constexpr,
+    MADE: tl.constexpr,
+    EACH: tl.constexpr,
+    MEAN: tl.constexpr,
+    FEW: tl.constexpr,
+):
+    """Writes the slab's columns of the gradient.
 
     MADE: forward has written the gradient for dloss = 1, so nothing is left to do if dloss is 1.
     """
-    end = tl.where(tl.load(dloss) == 1, 0, rows) if MADE else rows
+    end = tl.where(tl.load(dloss.data) == 1, 0, labels.rows) if MADE else labels.rows
     for index in range(tl.program_id(0), end, tl.num_programs(0)):
         row = tl.full((), index, tl.int64)
-        label = tl.load(target + row // inner * t0 + row % inner * t1)
-        upstream = tl.load(dloss + (row // inner * g0 + row % inner * g1 if EACH else 0)).to(tl.float32)
+        label = tl.load(labels.data + _at(row, labels.inner, labels.outer_stride, labels.inner_stride))
+        each = _at(row, labels.inner, dloss.outer_stride, dloss.inner_stride) if EACH else 0
+        upstream = tl.load(dloss.data + each).to(tl.float32)
         if MEAN:
-            upstream = tl.div_rn(upstream, _counted(counts, target, rows, inner, t0, t1, ignore, FEW))
-        top, total = tl.load(stats + row), tl.load(stats + rows + row)
-        start, head, body = _peel(row // inner * x0 + row % inner * x1, columns, PEEL, VEC)
-        out, _, _ = _peel(row * columns, columns, PEEL, VEC)
-        _gradient(
-            d + out,
-            x + start,
-            head,
-            body,
-            columns,
-            first,
-            classes,
-            label,
-            label != ignore,
-            top,
-            total,
-            upstream,
-            smoothing,
-            z,
-            cap,
-            Z,
-            CAP,
-            PEEL,
-            VEC,
-            K,
-            W,
-            STAGES,
-        )
+            upstream = tl.div_rn(upstream, _counted(counts, labels, FEW))
+        top, total = tl.load(stats + row), tl.load(stats + labels.rows + row)
+        start, span = _peel(_at(row, labels.inner, x.outer_stride, x.inner_stride), slab.columns, tile)
+        out, _ = _peel(row * slab.columns, slab.columns, tile)
+        facts = Row(label, label != labels.ignore, top, total, upstream)
+        _gradient(d + out, x.data + start, span, slab, facts, rules, tile)
 
 
 _SPACE = [{"K": k, "num_warps": w, "STAGES": s} for k in (1, 2, 4, 8) for w in (8, 16, 32) for s in (1, 2, 3)]
@@ -329,7 +364,9 @@ def _launch_rows(kernel: Any, x: torch.Tensor, *args: Any, persist: bool = False
     def config() -> dict[str, Any]:
         key = f"{dtype_name(x)} {bucket}"
         found = tuning.config(where, "cross_entropy", kernel.__name__[1:], key, rule, lambda: _SPACE)
-        return {**found, "W": found["num_warps"] * where.warp * vec, "VEC": vec, "PEEL": peel}
+        warps = found["num_warps"]
+        tile = Tile(found["K"], warps * where.warp * vec, vec, peel, found["STAGES"])
+        return {"num_warps": warps, "tile": tile}
 
     def grid(c: dict[str, Any]) -> tuple[int]:
         return (min(rows, where.multiprocessors * 2048 // (c["num_warps"] * where.warp)) if persist else rows,)
@@ -337,8 +374,15 @@ def _launch_rows(kernel: Any, x: torch.Tensor, *args: Any, persist: bool = False
     launch(kernel, grid, *args, config=config, key=(bucket, peel), **constants)
 
 
-def _flags(z: float, cap: float, reduction: str) -> dict[str, bool]:
-    return {"MEAN": reduction == "mean", "Z": z != 0, "CAP": cap != 0}
+def _rules(smoothing: float, z: float, cap: float, scale: float, *, number: bool = False) -> Rules:
+    """Returns the options as kernels take them. number: smoothing of 0 too, with which `_bwd` has fewer registers."""
+    return Rules(None if scale == 1 else scale, cap or None, smoothing if number else smoothing or None, z or None)
+
+
+def _labels_of(target: torch.Tensor, ignore: int) -> Labels:
+    """Returns a target (outer, inner) as kernels take it."""
+    outer_stride, inner_stride = target.stride()
+    return Labels(target, target.numel(), target.shape[1], outer_stride, inner_stride, ignore)
 
 
 def _parts(rows: int, reduction: str) -> int:
@@ -353,57 +397,77 @@ def _split(saved: torch.Tensor, rows: int, reduction: str) -> tuple[torch.Tensor
 
 
 def _launch_fwd(
-    each: Callable[..., None], counts_few: bool, loss: torch.Tensor, d: torch.Tensor, saved: torch.Tensor,
-    logits: torch.Tensor, target: torch.Tensor, need: int, ignore: int, smoothing: float, z: float, cap: float,
-    reduction: str
-) -> None:  # fmt: skip
+    each: Callable[..., None],
+    counts_few: bool,
+    loss: torch.Tensor,
+    d: torch.Tensor,
+    saved: torch.Tensor,
+    logits: torch.Tensor,
+    target: torch.Tensor,
+    need: int,
+    ignore: int,
+    *options: Any,
+) -> None:
     """Fills loss, d and saved. counts_few: `each` counts the rows itself if they are few, as `_rows` does."""
+    *values, reduction = options
     x, t = _planes(logits, target)
-    rows, inner = t.numel(), t.shape[1]
-    losses, options, (counts, stats) = loss, _flags(z, cap, reduction), _split(saved, rows, reduction)
+    labels, rows, mean = _labels_of(t, ignore), t.numel(), reduction == "mean"
+    losses, (counts, stats) = loss, _split(saved, rows, reduction)
     if reduction != "none":
         losses = torch.empty((rows,), dtype=torch.float32, device=x.device)
-    some = rows, inner, *t.stride(), ignore
     few = FEW if rows <= FEW and counts_few else 0
-    if options["MEAN"] and not few:
+    if mean and not few:
         if not counts.numel():
             counts = torch.empty((PARTS.value,), dtype=torch.int32, device=x.device)
-        launch(_count, (PARTS.value,), counts, t, *some, BLOCK=256, num_warps=4)
-    each(losses, stats, d, x, t, counts, ignore, smoothing, z, cap, need, options)
+        launch(_count, (PARTS.value,), counts, labels, BLOCK=256, num_warps=4)
+    each(losses, stats, d, x, labels, counts, _rules(*values), need, mean)
     if reduction == "none":
         return
     if rows > 65536:
         parts = torch.empty((PARTS.value,), dtype=torch.float32, device=x.device)
-        launch(
-            _total, (PARTS.value,), parts, losses, rows, counts, t, *some, MEAN=False, FEW=0, BLOCK=1024, num_warps=4
-        )
+        launch(_total, (PARTS.value,), parts, losses, rows, counts, labels, MEAN=False, FEW=0, BLOCK=1024, num_warps=4)
         losses, rows = parts, PARTS.value
-    launch(_total, (1,), loss, losses, rows, counts, t, *some, MEAN=options["MEAN"], FEW=few, BLOCK=4096, num_warps=16)
+    launch(_total, (1,), loss, losses, rows, counts, labels, MEAN=mean, FEW=few, BLOCK=4096, num_warps=16)
 
 
 def _rows(
-    losses: torch.Tensor, stats: torch.Tensor, d: torch.Tensor, x: torch.Tensor, t: torch.Tensor, counts: torch.Tensor,
-    ignore: int, smoothing: float, z: float, cap: float, need: int, options: dict[str, bool],
-) -> None:  # fmt: skip
-    sizes = t.numel(), x.shape[2], t.shape[1], *x.stride()[:2], *t.stride(), ignore, smoothing, z, cap
-    few = FEW if t.numel() <= FEW and not counts.numel() else 0  # counts may cover more rows than these
-    _launch_rows(_fwd, x, losses, stats, d, x, t, counts, *sizes, NEED=need, FEW=few, SMOOTH=smoothing != 0, **options)
+    losses: torch.Tensor,
+    stats: torch.Tensor,
+    d: torch.Tensor,
+    x: torch.Tensor,
+    labels: Labels,
+    counts: torch.Tensor,
+    rules: Rules,
+    need: int,
+    mean: bool,
+) -> None:
+    few = FEW if labels.rows <= FEW and not counts.numel() else 0  # counts may cover more rows than these
+    given = losses, stats, d, Planes(x, *x.stride()[:2]), labels, counts, x.shape[2], rules
+    _launch_rows(_fwd, x, *given, NEED=need, FEW=few, MEAN=mean)
 
 
 def _launch_bwd(
-    d: torch.Tensor, logits: torch.Tensor, target: torch.Tensor, dloss: torch.Tensor, saved: torch.Tensor,
-    made: bool, ignore: int, smoothing: float, z: float, cap: float, reduction: str,
-) -> None:  # fmt: skip
+    d: torch.Tensor,
+    logits: torch.Tensor,
+    target: torch.Tensor,
+    dloss: torch.Tensor,
+    saved: torch.Tensor,
+    made: bool,
+    ignore: int,
+    *options: Any,
+) -> None:
+    *values, reduction = options
     each = reduction == "none"
     x, t, g = _planes(logits, target, dloss) if each else (*_planes(logits, target), dloss)
-    steps = *x.stride()[:2], *t.stride(), *(g.stride() if each else (0, 0))
-    sizes = t.numel(), x.shape[2], 0, x.shape[2], t.shape[1], *steps, ignore, smoothing, z, cap
-    options, (counts, stats) = _flags(z, cap, reduction), _split(saved, t.numel(), reduction)
-    few = FEW if t.numel() <= FEW else 0
-    _launch_rows(_bwd, x, d, x, t, g, stats, counts, *sizes, persist=made, MADE=made, EACH=each, FEW=few, **options)
+    counts, stats = _split(saved, t.numel(), reduction)
+    upstream = Planes(g, *(g.stride() if each else (0, 0)))
+    given = d, Planes(x, *x.stride()[:2]), _labels_of(t, ignore), upstream, stats, counts
+    slab, few = Slab(x.shape[2], 0, x.shape[2]), FEW if t.numel() <= FEW else 0
+    flags = {"MADE": made, "EACH": each, "MEAN": reduction == "mean", "FEW": few}
+    _launch_rows(_bwd, x, *given, slab, _rules(*values, number=True), persist=made, **flags)
 
 
-_OPTIONS = "int ignore_index, float label_smoothing, float z_loss, float softcap, str reduction"
+_OPTIONS = "int ignore_index, float label_smoothing, float z_loss, float softcap, float logit_scale, str reduction"
 
 
 @kernel_op(
@@ -427,9 +491,9 @@ def _forward(
     f"cross_entropy_bwd(Tensor logits, Tensor target, Tensor dloss, Tensor saved, {_OPTIONS}, str? impl) -> Tensor"
 )
 def _backward(logits: torch.Tensor, *rest: Any) -> torch.Tensor:
-    *inputs, ignore, smoothing, z, cap, reduction, impl = rest
+    target, dloss, saved, *options, impl = rest
     d = torch.empty(logits.shape, dtype=logits.dtype, device=logits.device)
-    run(CROSS_ENTROPY, "bwd", impl, (d,), logits, *inputs, False, ignore, smoothing, z, cap, reduction)
+    run(CROSS_ENTROPY, "bwd", impl, (d,), logits, target, dloss, saved, False, *options)
     return d
 
 
@@ -439,8 +503,8 @@ def _backward(logits: torch.Tensor, *rest: Any) -> torch.Tensor:
 )
 def _finish(made: torch.Tensor, logits: torch.Tensor, *rest: Any) -> None:
     """Turns forward's gradient, for dloss = 1, into that for `dloss`: a kernel that only looks if it is 1."""
-    *inputs, ignore, smoothing, z, cap, reduction, impl = rest
-    run(CROSS_ENTROPY, "bwd", impl, (made,), logits, *inputs, True, ignore, smoothing, z, cap, reduction)
+    target, dloss, saved, *options, impl = rest
+    run(CROSS_ENTROPY, "bwd", impl, (made,), logits, target, dloss, saved, True, *options)
 
 
 class _CrossEntropy(Function):
@@ -477,15 +541,19 @@ class _CrossEntropy(Function):
 
 def reference(
     logits: torch.Tensor, target: torch.Tensor, *, ignore_index: int = -100, label_smoothing: float = 0.0,
-    z_loss: float = 0.0, softcap: float | None = None, reduction: str = "mean", dtype: torch.dtype | None = None
+    z_loss: float = 0.0, softcap: float | None = None, logit_scale: float = 1.0, reduction: str = "mean",
+    dtype: torch.dtype | None = None
 ) -> torch.Tensor:  # fmt: skip
     if dtype not in (None, logits.dtype):
         wide = logits.to(torch.promote_types(logits.dtype, dtype))
         options: dict[str, Any] = {"ignore_index": ignore_index, "label_smoothing": label_smoothing, "z_loss": z_loss}
-        return reference(wide, target, softcap=softcap, reduction=reduction, **options).to(dtype)
+        options |= {"softcap": softcap, "logit_scale": logit_scale, "reduction": reduction}
+        return reference(wide, target, **options).to(dtype)
     ignored = target == ignore_index
     known = (target >= 0) & (target < logits.shape[-1])
     logits = logits.masked_fill(ignored[..., None], 0.0)
+    if logit_scale != 1:
+        logits = logits * logit_scale
     if softcap is not None:
         logits = softcap * torch.tanh(logits / softcap)
     logp = logits.log_softmax(-1)
@@ -502,14 +570,16 @@ def reference(
 
 def _torch(
     logits: torch.Tensor, target: torch.Tensor, *, z_loss: float = 0.0, softcap: float | None = None,
-    dtype: torch.dtype | None = None, **options: Any
+    logit_scale: float = 1.0, dtype: torch.dtype | None = None, **options: Any
 ) -> torch.Tensor:  # fmt: skip
-    """PyTorch's own, with the softcap, the z-loss and the dtype, which it lacks, added."""
+    """PyTorch's own, with the scale, the softcap, the z-loss and the dtype, which it lacks, added."""
     if dtype is not None:
-        wide = torch.promote_types(logits.dtype, dtype)
-        return _torch(logits.to(wide), target, z_loss=z_loss, softcap=softcap, **options).to(dtype)
+        options |= {"z_loss": z_loss, "softcap": softcap, "logit_scale": logit_scale}
+        return _torch(logits.to(torch.promote_types(logits.dtype, dtype)), target, **options).to(dtype)
     rows, labels = logits.reshape(target.numel(), logits.shape[-1]), target.reshape(-1)
     reduction = options.get("reduction", "mean")
+    if logit_scale != 1:
+        rows = rows * logit_scale
     if softcap is not None:
         rows = softcap * torch.tanh(rows / softcap)
     loss = F.cross_entropy(rows, labels, **options)
@@ -523,8 +593,8 @@ def _torch(
 
 
 def _fault(
-    logits: Any, target: Any, ignore_index: Any, label_smoothing: Any, z_loss: Any, softcap: Any, reduction: Any,
-    dtype: Any = None
+    logits: Any, target: Any, ignore_index: Any, label_smoothing: Any, z_loss: Any, softcap: Any, logit_scale: Any,
+    reduction: Any, dtype: Any = None
 ) -> str | None:  # fmt: skip
     """Returns what is wrong with a call, or None."""
     for name, t in (("logits", logits), ("target", target)):
@@ -545,6 +615,7 @@ def _fault(
         ("label_smoothing", label_smoothing),
         ("z_loss", z_loss),
         ("softcap", 0.0 if softcap is None else softcap),
+        ("logit_scale", logit_scale),
     ):
         if not isinstance(value, int | float):
             return f"{name} must be a number, got {value!r}"
@@ -554,6 +625,8 @@ def _fault(
         return f"z_loss must be finite and at least 0, got {z_loss}"
     if softcap is not None and not 0 < softcap < float("inf"):
         return f"softcap must be None or a finite number above 0, got {softcap}"
+    if not 0 < logit_scale < float("inf"):
+        return f"logit_scale must be a finite number above 0, got {logit_scale}"
     if reduction not in ("none", "mean", "sum"):
         return f'reduction must be "none", "mean" or "sum", got {reduction!r}'
     if dtype not in (None, torch.float32, torch.float16, torch.bfloat16, torch.float64):
@@ -571,8 +644,8 @@ def _all_classes(op: str, target: torch.Tensor, classes: int, ignore_index: int)
 
 def cross_entropy(
     logits: torch.Tensor, target: torch.Tensor, *, ignore_index: int = -100, label_smoothing: float = 0.0,
-    z_loss: float = 0.0, softcap: float | None = None, reduction: str = "mean", dtype: torch.dtype | None = None,
-    impl: str | None = None
+    z_loss: float = 0.0, softcap: float | None = None, logit_scale: float = 1.0, reduction: str = "mean",
+    dtype: torch.dtype | None = None, impl: str | None = None
 ) -> torch.Tensor:  # fmt: skip
     """Returns the cross-entropy loss, -log softmax(logits)[target], with the classes in the last dimension.
 
@@ -581,7 +654,9 @@ def cross_entropy(
     logits: (..., V), floating point, any strides; never modified. target: (...), int64 class indices.
     ignore_index: a target with this value has loss and gradient 0, whatever its logits.
     label_smoothing: the share, 0 to 1, of the target that is spread over all classes.
-    z_loss: adds z_loss * logsumexp(logits)^2 to each row. softcap: replaces logits by softcap * tanh(logits / softcap).
+    logit_scale: a number above 0 that multiplies the logits before all else, as in Cohere's models.
+    softcap: then replaces logits by softcap * tanh(logits / softcap).
+    z_loss: adds z_loss * logsumexp(logits)^2, of these logits, to each row.
     reduction: "mean" over the rows that are not ignored (NaN if there are none), "sum", or "none" for a loss per row.
     dtype: the loss's. None means the logits', or float32 under autocast, as in PyTorch; torch.float32 keeps all digits
     of the float32 arithmetic beside narrower logits.
@@ -592,6 +667,7 @@ def cross_entropy(
     plain = impl is dtype is softcap is None and reduction == "mean" and label_smoothing == 0 == z_loss and not CHECK
     plain = (
         plain
+        and logit_scale == 1
         and type(ignore_index) is int
         and type(logits) is type(target) is torch.Tensor
         and logits.layout is torch.strided
@@ -600,18 +676,19 @@ def cross_entropy(
         alike = logits.dtype in CROSS_ENTROPY.kernel_dtypes and logits.dim() and logits.shape[-1]
         alike = alike and target.shape == logits.shape[:-1] and target.get_device() == logits.get_device()
         if alike and not torch.is_autocast_enabled("cuda"):  # the common call needs no other check
-            return _call(logits, target, logits.dtype, ignore_index, 0.0, 0.0, 0.0, reduction, None)
-    fault = _fault(logits, target, ignore_index, label_smoothing, z_loss, softcap, reduction, dtype)
+            return _call(logits, target, logits.dtype, ignore_index, 0.0, 0.0, 0.0, 1.0, reduction, None)
+    fault = _fault(logits, target, ignore_index, label_smoothing, z_loss, softcap, logit_scale, reduction, dtype)
     if fault:
         raise RidgelineError(f"cross_entropy: {fault}")
     found = eager(CROSS_ENTROPY, impl, logits)
     _all_classes("cross_entropy", target, logits.shape[-1], ignore_index)
     if found is not None and found.call is not None:
-        options = {"ignore_index": ignore_index, "label_smoothing": label_smoothing, "reduction": reduction}
-        return found.call(logits, target, z_loss=z_loss, softcap=softcap, dtype=dtype, **options)
+        options: dict[str, Any] = {"ignore_index": ignore_index, "label_smoothing": label_smoothing}
+        options |= {"z_loss": z_loss, "softcap": softcap, "logit_scale": logit_scale, "reduction": reduction}
+        return found.call(logits, target, dtype=dtype, **options)
     if dtype is None:
         dtype = torch.float32 if torch.is_autocast_enabled("cuda" if logits.is_cuda else "cpu") else logits.dtype
-    values = float(label_smoothing), float(z_loss), float(softcap or 0)
+    values = float(label_smoothing), float(z_loss), float(softcap or 0), float(logit_scale)
     return _call(logits, target, dtype, ignore_index, *values, reduction, impl)
 
 
@@ -685,6 +762,12 @@ CROSS_ENTROPY = Op(
         ),
         Case("7x1", (Spec(7, 1), _labels(7, high=1)), {"label_smoothing": 0.5}),
         Case("129", (Spec(129), _labels(high=129)), {"softcap": 30.0}),
+        Case("33x300 scale", (Spec(33, 300), _labels(33, high=300)), {"logit_scale": 0.3}),
+        Case(
+            "2x9x907 none, scale, all",
+            (Spec(2, 9, 907), _labels(2, 9, high=907, some=Ignored)),
+            {"logit_scale": 3.0, "reduction": "none"} | ALL,
+        ),
         Case("no rows", (Spec(0, 4), _labels(0, high=4)), {"reduction": "sum"}),
         Case("5x40 nothing but ignored", (Spec(5, 40), _labels(5, high=1)), {"ignore_index": 0}),
         Case("20x400 extreme", (Extreme(20, 400, high=10000), _labels(20, high=1)), {"z_loss": 1e-4}),

@@ -31,9 +31,23 @@ import triton.language as tl
 from ridgeline.boundary import Function, differentiate, first_order, kernel_op, launch, packed
 from ridgeline.op import CHECK, Case, Cost, Op, OwnDtype, RidgelineError, Spec, dense_only, nbytes
 from ridgeline.ops.loss import _cluster, cross_entropy
-from ridgeline.ops.loss.cross_entropy import CROSS_ENTROPY, Ignored, _counted, _gradient, _loss, _peel, _stream
+from ridgeline.ops.loss.cross_entropy import (
+    CROSS_ENTROPY,
+    Ignored,
+    Labels,
+    Planes,
+    Row,
+    Rules,
+    Slab,
+    Span,
+    _counted,
+    _gradient,
+    _logit,
+    _loss,
+    _peel,
+    _stream,
+)
 from ridgeline.select import eager, run, why_not
-from ridgeline.tiles.activations import capped
 from ridgeline.tiles.online_softmax import exact_exp
 
 _OWN = frozenset((torch.Tensor, torch.nn.Parameter))
@@ -69,93 +83,72 @@ def plan(rows: int, classes: int, hidden: int, size: int, memory: int) -> Plan:
 
 
 @triton.jit
+def _merged(stats, state, row, rows, most, whole, away, rules, dtype: tl.constexpr):
+    """Returns a row's maximum and sums over this slab and those before."""
+    top, total = tl.load(stats + row), tl.load(stats + rows + row)
+    new = tl.maximum(most, top)
+    near = tl.where(new == float("-inf"), 0.0, new)
+    whole = whole * exact_exp(most - near, dtype) + total * exact_exp(top - near, dtype)
+    if rules.smoothing is not None:
+        away += tl.load(state + 2 * rows + row)
+    return new, whole, away
+
+
+@triton.jit
 def _fold(
-    losses, stats, state, x, target, counts, rows, columns, first, classes, t1, ignore, smoothing, z, cap,
-    NEED: tl.constexpr, FIRST: tl.constexpr, LAST: tl.constexpr, MEAN: tl.constexpr, SMOOTH: tl.constexpr,
-    Z: tl.constexpr, CAP: tl.constexpr, PEEL: tl.constexpr, VEC: tl.constexpr, K: tl.constexpr, W: tl.constexpr,
-    STAGES: tl.constexpr
-):  # fmt: skip
-    """Folds a slab of a row, the columns from `first` on of `classes`, into its running values.
+    losses,
+    stats,
+    state,
+    x,
+    labels,
+    counts,
+    slab,
+    rules,
+    tile: tl.constexpr,
+    NEED: tl.constexpr,
+    FIRST: tl.constexpr,
+    LAST: tl.constexpr,
+    MEAN: tl.constexpr,
+):
+    """Folds a slab of a row into its running values.
 
     stats: maximum and sum of exponentials. state: the target's logit, a base and the sum of differences from it. After
     the LAST slab the loss is known; with NEED 2 that slab becomes its gradient in place.
     """
     row = tl.program_id(0).to(tl.int64)
-    label = tl.load(target + row * t1)
-    live, known = label != ignore, (label >= 0) & (label < classes)
+    rows, columns, first, classes = labels.rows, slab.columns, slab.first, slab.classes
+    label = tl.load(labels.data + row * labels.inner_stride)
+    live, known = label != labels.ignore, (label >= 0) & (label < classes)
     here = known & (label >= first) & (label < first + columns)
-    start, head, body = _peel(row * columns, columns, PEEL, VEC)
+    start, span = _peel(row * columns, columns, tile)
     x += start
-    dtype: tl.constexpr = x.dtype.element_ty
-    chosen, _slope = capped(tl.load(x + tl.where(here, label - first, 0) - head).to(tl.float32), cap, CAP)
+    chosen, _slope = _logit(tl.load(x + tl.where(here, label - first, 0) - span.head).to(tl.float32), rules)
     if FIRST:  # the base is any logit of the row; differences from it stay small
-        zeroth, _slope = capped(tl.load(x - head).to(tl.float32), cap, CAP)
+        zeroth, _slope = _logit(tl.load(x - span.head).to(tl.float32), rules)
         base = tl.where(tl.abs(zeroth) < float("inf"), zeroth, 0.0)
         tl.store(state + row, base)
     else:
         base = tl.load(state + row)
         chosen = tl.where(here, chosen, tl.load(state + rows + row))
-    most, whole, away = _stream(
-        x,
-        head,
-        tl.where(live, body, 0),
-        columns,
-        base,
-        cap,
-        "evict_last" if LAST and NEED == 2 else "",
-        SMOOTH,
-        CAP,
-        PEEL,
-        VEC,
-        K,
-        W,
-        STAGES,
-    )
+    policy: tl.constexpr = "evict_last" if LAST and NEED == 2 else ""
+    read = Span(span.head, tl.where(live, span.body, 0), columns)
+    most, whole, away = _stream(x, read, base, rules, tile, policy)
     if not FIRST:
-        top, total = tl.load(stats + row), tl.load(stats + rows + row)
-        new = tl.maximum(most, top)
-        near = tl.where(new == float("-inf"), 0.0, new)
-        whole = whole * exact_exp(most - near, dtype) + total * exact_exp(top - near, dtype)
-        most = new
-        if SMOOTH:
-            away += tl.load(state + 2 * rows + row)
+        most, whole, away = _merged(stats, state, row, rows, most, whole, away, rules, x.dtype.element_ty)
     if LAST:
-        loss = _loss(most, whole, away, base, chosen, classes, smoothing, z, SMOOTH, Z)
+        loss = _loss(most, whole, away, base, chosen, classes, rules)
         loss = tl.where(live, tl.where(known, loss, float("nan")), 0.0)
         tl.store(losses + row, loss.to(losses.dtype.element_ty))
         most, whole = tl.where(live, most, 0.0), tl.where(live, whole, 1.0)
     else:
         tl.store(state + rows + row, chosen)
-        if SMOOTH:
+        if rules.smoothing is not None:
             tl.store(state + 2 * rows + row, away)
     tl.store(stats + row, most)
     tl.store(stats + rows + row, whole)
     if LAST and NEED == 2:
-        upstream = tl.div_rn(1.0, _counted(counts, target, rows, 1, 0, t1, ignore, 0)) if MEAN else 1.0
-        _gradient(
-            x,
-            x,
-            head,
-            body,
-            columns,
-            first,
-            classes,
-            label,
-            live,
-            most,
-            whole,
-            upstream,
-            smoothing,
-            z,
-            cap,
-            Z,
-            CAP,
-            PEEL,
-            VEC,
-            K,
-            W,
-            STAGES,
-        )
+        upstream = tl.div_rn(1.0, _counted(counts, labels, 0)) if MEAN else 1.0
+        _gradient(x, x, span, slab, Row(label, live, most, whole, upstream), rules, tile)
 
 
 def _add(out: torch.Tensor, a: torch.Tensor, b: torch.Tensor, more: bool) -> None:
@@ -200,6 +193,10 @@ class _Work:
         ends = range((classes - 1) % wide + 1, classes + 1, wide)
         return [slice(max(0, end - wide), end) for end in ends]
 
+    def slab(self, slab: slice) -> Slab:
+        """Returns a slab as kernels take it."""
+        return Slab(slab.stop - slab.start, slab.start, self.weight.shape[0])
+
     def logits(self, rows: slice, slab: slice) -> torch.Tensor:
         """Returns x W^T + b as cross_entropy's kernels take it: (1, rows, classes)."""
         x, weight = self.x[rows], self.weight[slab]
@@ -236,26 +233,25 @@ def _fwd(
     work = _Work(x, weight, bias, memory, (dx, dw, db))
     *slabs, last = work.slabs()
 
-    def each(losses: Any, stats: Any, _d: Any, _planes: Any, t: Any, counts: Any, *rest: Any) -> None:
-        ignore, smoothing, z, cap, need, flags = rest
+    def each(losses: Any, stats: Any, _d: Any, _x: Any, labels: Labels, counts: Any, *options: Any) -> None:
+        rules, need, mean = options
         one = torch.empty((), dtype=torch.float32, device=x.device).fill_(1) if slabs and need == 2 else losses
         own = torch.empty((5 * work.plan.rows if slabs else 0,), dtype=torch.float32, device=x.device)
         for rows in work.groups():
-            count, labels = rows.stop - rows.start, t[:, rows]
+            some = _some(labels, rows)
             kept = stats[2 * rows.start : 2 * rows.stop] if need else own[3 * work.plan.rows :]
             if not slabs:
                 logits = work.logits(rows, last)
-                _whole(losses[rows], kept, logits, labels, counts, *rest)
+                _whole(losses[rows], kept, logits, some, counts, *options)
             for slab in (*slabs, last) if slabs else ():
                 logits = work.logits(rows, slab)
-                sizes = count, logits.shape[2], slab.start, weight.shape[0], labels.stride(1), ignore, smoothing, z, cap
-                ends = {"FIRST": not slab.start, "LAST": slab is last, "SMOOTH": smoothing != 0, "NEED": need}
-                cross_entropy._launch_rows(
-                    _fold, logits, losses[rows], kept, own, logits, labels, counts, *sizes, **ends, **flags
-                )
+                ends = {"FIRST": not slab.start, "LAST": slab is last, "NEED": need, "MEAN": mean}
+                given = losses[rows], kept, own, logits, some, counts, work.slab(slab), rules
+                cross_entropy._launch_rows(_fold, logits, *given, **ends)
             if need == 2:
                 work.differentiate(logits[0], rows, last, False)
-                _again(work, rows, slabs, True, labels, one, kept, counts, ignore, smoothing, z, cap, flags)
+                number = rules._replace(smoothing=rules.smoothing or 0.0)
+                _again(work, rows, slabs, True, (some, one, kept, counts), number, mean)
                 work.finish(rows)
 
     nothing = torch.empty((0,), dtype=x.dtype, device=x.device)
@@ -265,73 +261,74 @@ def _fwd(
     cross_entropy._launch_fwd(each, small, flat, nothing, saved, x, target, need, *options)
 
 
-def _whole(losses: Any, kept: Any, logits: Any, labels: Any, counts: Any, *rest: Any) -> None:
+def _some(labels: Labels, rows: slice) -> Labels:
+    """Returns the labels of these rows, all in one plane."""
+    return cross_entropy._labels_of(labels.data[:, rows], labels.ignore)
+
+
+def _whole(
+    losses: torch.Tensor,
+    kept: torch.Tensor,
+    logits: torch.Tensor,
+    labels: Labels,
+    counts: torch.Tensor,
+    rules: Rules,
+    need: int,
+    mean: bool,
+) -> None:
     """Computes rows with all classes by cross_entropy's kernels, in clusters if they take the call."""
-    ignore, smoothing, z, cap, need, _ = rest
-    options = ignore, smoothing, z, cap, "mean" if losses.dtype == torch.float32 else "none"
-    if why_not(CROSS_ENTROPY.implementations["cuda_cluster"], logits[0], labels[0], need, *options):
-        cross_entropy._rows(losses, kept, logits, logits, labels, counts, *rest)
-    else:
-        _cluster.rows(losses, kept, logits, logits[0], labels[0], counts, *rest)
+    values = [value or 0.0 for value in (rules.smoothing, rules.z, rules.cap)]
+    options = labels.ignore, *values, rules.scale or 1.0, "mean" if losses.dtype == torch.float32 else "none"
+    refused = why_not(CROSS_ENTROPY.implementations["cuda_cluster"], logits[0], labels.data[0], need, *options)
+    rows = cross_entropy._rows if refused else _cluster.rows
+    rows(losses, kept, logits, logits, labels, counts, rules, need, mean)
 
 
 def _again(
-    work: _Work, rows: slice, slabs: list[slice], more: bool, labels: torch.Tensor, upstream: torch.Tensor,
-    kept: torch.Tensor, counts: torch.Tensor, ignore: int, smoothing: float, z: float, cap: float,
-    flags: dict[str, bool]
-) -> None:  # fmt: skip
-    """Computes these slabs' logits again, and from them the gradients. upstream: (1, rows), or one for all rows."""
+    work: _Work, rows: slice, slabs: list[slice], more: bool, facts: tuple[Any, ...], rules: Rules, mean: bool
+) -> None:
+    """Computes these slabs' logits again, and from them the gradients.
+
+    facts: the rows' labels, their upstream gradient, (1, rows) or one for all rows, their statistics, and the counts.
+    """
+    labels, upstream, kept, counts = facts
     each = upstream.dim() == 2
+    given = Planes(upstream, *(upstream.stride() if each else (0, 0))), kept, counts
     for slab in slabs:
         logits = work.logits(rows, slab)
-        steps = *logits.stride()[:2], *labels.stride(), *(upstream.stride() if each else (0, 0))
-        sizes = (
-            labels.numel(),
-            logits.shape[2],
-            slab.start,
-            work.weight.shape[0],
-            labels.numel(),
-            *steps,
-            ignore,
-            smoothing,
-            z,
-            cap,
-        )
-        given = logits, logits, labels, upstream, kept, counts, *sizes
-        cross_entropy._launch_rows(cross_entropy._bwd, logits, *given, MADE=False, EACH=each, FEW=0, **flags)
+        taken = logits, Planes(logits, *logits.stride()[:2]), labels, *given, work.slab(slab), rules
+        flags = {"MADE": False, "EACH": each, "FEW": 0, "MEAN": mean}
+        cross_entropy._launch_rows(cross_entropy._bwd, logits, *taken, **flags)
         work.differentiate(logits[0], rows, slab, more or slab is not slabs[0])
 
 
 def _bwd(
-    dx: torch.Tensor, dw: torch.Tensor, db: torch.Tensor, x: torch.Tensor, weight: torch.Tensor,
-    bias: torch.Tensor | None, target: torch.Tensor, dloss: torch.Tensor, saved: torch.Tensor, memory: int, ignore: int,
-    smoothing: float, z: float, cap: float, reduction: str
-) -> None:  # fmt: skip
+    dx: torch.Tensor,
+    dw: torch.Tensor,
+    db: torch.Tensor,
+    x: torch.Tensor,
+    weight: torch.Tensor,
+    bias: torch.Tensor | None,
+    target: torch.Tensor,
+    dloss: torch.Tensor,
+    saved: torch.Tensor,
+    memory: int,
+    ignore: int,
+    *options: Any,
+) -> None:
     """Computes all logits again, in forward's groups, and from them the gradients."""
-    work, flags = _Work(x, weight, bias, memory, (dx, dw, db)), cross_entropy._flags(z, cap, reduction)
+    *values, reduction = options
+    work, rules = _Work(x, weight, bias, memory, (dx, dw, db)), cross_entropy._rules(*values, number=True)
+    mean = reduction == "mean"
     counts, stats = cross_entropy._split(saved, target.numel(), reduction)
-    if flags["MEAN"] and not counts.numel():  # forward keeps none for few rows
-        counts, planes = torch.empty((cross_entropy.PARTS.value,), dtype=torch.int32, device=x.device), target[None]
-        given = planes, target.numel(), target.numel(), *planes.stride(), ignore
-        launch(cross_entropy._count, (counts.numel(),), counts, *given, BLOCK=256, num_warps=4)
+    labels = cross_entropy._labels_of(target[None], ignore)
+    if mean and not counts.numel():  # forward keeps none for few rows
+        counts = torch.empty((cross_entropy.PARTS.value,), dtype=torch.int32, device=x.device)
+        launch(cross_entropy._count, (counts.numel(),), counts, labels, BLOCK=256, num_warps=4)
     for rows in work.groups():
         upstream = dloss.reshape(1, -1)[:, rows] if reduction == "none" else dloss
-        kept = stats[2 * rows.start : 2 * rows.stop]
-        _again(
-            work,
-            rows,
-            work.slabs(),
-            False,
-            target[None, rows],
-            upstream,
-            kept,
-            counts,
-            ignore,
-            smoothing,
-            z,
-            cap,
-            flags,
-        )
+        facts = _some(labels, rows), upstream, stats[2 * rows.start : 2 * rows.stop], counts
+        _again(work, rows, work.slabs(), False, facts, rules, mean)
         work.finish(rows)
 
 
@@ -352,7 +349,7 @@ def _scale(dx, dw, db, dloss, nx, nw, nb, BLOCK: tl.constexpr):
         _times(db, factor, nb, BLOCK)
 
 
-_OPTIONS = "int ignore_index, float label_smoothing, float z_loss, float softcap, str reduction"
+_OPTIONS = "int ignore_index, float label_smoothing, float z_loss, float softcap, float logit_scale, str reduction"
 
 
 @kernel_op(
@@ -413,7 +410,7 @@ class _LinearCrossEntropy(Function):
     ) -> torch.Tensor:
         """facts: the dtype, the memory and the options, in one argument, since torch inspects each argument."""
         dtype, memory, *options = facts
-        need = 1 if options[4] == "none" or x.dtype == torch.float16 else 2
+        need = 1 if options[-2] == "none" or x.dtype == torch.float16 else 2
         some = ctx.needs_input_grad
         wanted = some[0], some[1], some[2]
         hooks = packed() if need == 2 else None
@@ -494,14 +491,15 @@ def _fault(x: Any, weight: Any, target: Any, bias: Any, chunk_memory: Any) -> st
 def linear_cross_entropy(
     x: torch.Tensor, weight: torch.Tensor, target: torch.Tensor, bias: torch.Tensor | None = None, *,
     ignore_index: int = -100, label_smoothing: float = 0.0, z_loss: float = 0.0, softcap: float | None = None,
-    reduction: str = "mean", chunk_memory: int | None = None, dtype: torch.dtype | None = None, impl: str | None = None
+    logit_scale: float = 1.0, reduction: str = "mean", chunk_memory: int | None = None,
+    dtype: torch.dtype | None = None, impl: str | None = None
 ) -> torch.Tensor:  # fmt: skip
     """Returns `cross_entropy(x @ weight.T + bias, target)` without all logits in memory.
 
     Gradients flow to x, weight and bias.
 
     x: (..., H); weight: (V, H); bias: (V,) or None; of one dtype, float32, float16 or bfloat16. target: (...), int64.
-    ignore_index, label_smoothing, z_loss, softcap, reduction: as in `cross_entropy`.
+    ignore_index, label_smoothing, z_loss, softcap, logit_scale, reduction: as in `cross_entropy`.
     chunk_memory: bytes of logits in memory at a time. The default is a fourth of all, or 216 MiB if that is at least a
     fifth. With less, some logits are computed twice, for up to a third more products per step. At least 128 classes of
     a fourth of the rows are held and, below a sixteenth of the logits, the float32 gradient of x for these rows.
@@ -520,6 +518,7 @@ def linear_cross_entropy(
         impl is bias is softcap is chunk_memory is dtype is None
         and reduction == "mean"
         and label_smoothing == 0 == z_loss
+        and logit_scale == 1
         and not CHECK
     )
     plain = plain and type(ignore_index) is int and type(x) is type(target) is torch.Tensor and type(weight) in _OWN
@@ -534,25 +533,29 @@ def linear_cross_entropy(
         alike = alike and x.get_device() == weight.get_device() == target.get_device()
         alike = alike and weight.shape[0] and x.shape[1] == weight.shape[1] and target.shape == x.shape[:1]
         if alike and not torch.is_autocast_enabled("cuda"):  # the common call needs no other check
-            return _call(x, weight, None, target, torch.float32, 0, ignore_index, 0.0, 0.0, 0.0, "mean", None)
+            return _call(x, weight, None, target, torch.float32, 0, ignore_index, 0.0, 0.0, 0.0, 1.0, "mean", None)
     kind = "cuda" if isinstance(x, torch.Tensor) and x.is_cuda else "cpu"
     if torch.is_autocast_enabled(kind):
         x, weight, bias = (_cast(t, torch.get_autocast_dtype(kind)) for t in (x, weight, bias))
     fault = _fault(x, weight, target, bias, chunk_memory)
     if fault is None:
         logits = torch.empty((), dtype=x.dtype, device=x.device).expand(*x.shape[:-1], weight.shape[0])
-        fault = cross_entropy._fault(logits, target, ignore_index, label_smoothing, z_loss, softcap, reduction, dtype)
+        values = ignore_index, label_smoothing, z_loss, softcap, logit_scale
+        fault = cross_entropy._fault(logits, target, *values, reduction, dtype)
     if fault:
         raise RidgelineError(f"linear_cross_entropy: {fault}")
     dtype = torch.promote_types(x.dtype, torch.float32) if dtype is None else dtype
     found = eager(LINEAR_CROSS_ENTROPY, impl, x, weight, bias)
     cross_entropy._all_classes("linear_cross_entropy", target, weight.shape[0], ignore_index)
     if found is not None and found.call is not None:
-        options = {"ignore_index": ignore_index, "label_smoothing": label_smoothing, "reduction": reduction}
-        return found.call(x, weight, target, bias, z_loss=z_loss, softcap=softcap, dtype=dtype, **options)
+        options: dict[str, Any] = {"ignore_index": ignore_index, "label_smoothing": label_smoothing}
+        options |= {"z_loss": z_loss, "softcap": softcap, "logit_scale": logit_scale, "reduction": reduction}
+        return found.call(x, weight, target, bias, dtype=dtype, **options)
     rows = x.reshape(target.numel(), x.shape[-1])
-    options = ignore_index, float(label_smoothing), float(z_loss), float(softcap or 0), reduction, impl
-    loss = _call(rows, weight, bias, target.reshape(-1), dtype, chunk_memory or 0, *options)
+    values = float(label_smoothing), float(z_loss), float(softcap or 0), float(logit_scale)
+    loss = _call(
+        rows, weight, bias, target.reshape(-1), dtype, chunk_memory or 0, ignore_index, *values, reduction, impl
+    )
     return loss.view(target.shape) if reduction == "none" else loss
 
 
@@ -632,6 +635,12 @@ LINEAR_CROSS_ENTROPY = Op(
             {"chunk_memory": 2304},
             ("float16", "bfloat16"),  # the last bit of a float32 mean varies
         ),
+        Case(
+            "33x16x400 none, slabs, scale",
+            (Spec(33, 16), Spec(400, 16), _labels(33, high=400)),
+            {"logit_scale": 0.3, "softcap": 3.0, "reduction": "none", "chunk_memory": 4608},
+        ),
+        Case("33x16x129 scale", (Spec(33, 16), Spec(129, 16), _labels(33, high=129)), {"logit_scale": 0.0625}),
         Case("33x16x900 slabs, sums", (Spec(33, 16), Spec(900, 16), _labels(33, high=900)), {"chunk_memory": 5184}),
         Case(
             "30x16x300 none",

@@ -86,22 +86,37 @@ def reference(x: _T, gate: _T, up: _T, *, activation: str = "silu") -> _T:
 
 
 def gated_linear(
-    x: torch.Tensor, gate: torch.Tensor, up: torch.Tensor, *, activation: str = "silu", impl: str | None = None
-) -> torch.Tensor:
+    x: torch.Tensor, gate: torch.Tensor, up: torch.Tensor, *, activation: str = "silu", return_products: bool = False,
+    impl: str | None = None
+) -> torch.Tensor | tuple[torch.Tensor, torch.Tensor, torch.Tensor]:  # fmt: skip
     """Returns `activation(x @ gate.T) * (x @ up.T)`, (..., N). Gradients flow to x, gate and up.
 
     x: (..., K); gate, up: (N, K), laid out as the weights of `torch.nn.Linear`; one dtype and device, any strides.
     activation: "silu", "gelu" or "gelu_tanh". Fused implementations round once; PyTorch also rounds both products.
     float32 products follow `torch.get_float32_matmul_precision()`. Autocast casts all inputs first.
+    return_products: returns (y, x @ gate.T, x @ up.T), for a backward pass of the caller's own; no gradients flow then.
     Raises RidgelineError if shapes, dtypes or devices do not match, or if `impl` cannot run the call.
     """
     x, gate, up = in_autocast(x, gate, up)
     (plain,) = _look(x, gate, up, activation, impl)
+    if return_products:
+        return _with_products(plain, x.detach(), gate.detach(), up.detach(), activation, impl)
     if plain is not None:
         return plain.call(x, gate, up, activation=activation)
     keep = torch.is_grad_enabled() and (x.requires_grad or gate.requires_grad or up.requires_grad)
     y = differentiate(_Function, rows_of(x), gate, up, activation, keep, impl)
     return y if x.dim() == 2 else y.view(*x.shape[:-1], gate.shape[0])
+
+
+def _with_products(
+    plain: Implementation | None, x: _T, weight: _T, up: _T, activation: str, impl: str | None
+) -> tuple[_T, _T, _T]:
+    if plain is not None:
+        z, z_up = F.linear(x, weight), F.linear(x, up)
+        return ACTIVATIONS[activation](z) * z_up, z, z_up
+    shape = *x.shape[:-1], weight.shape[0]
+    y, z, z_up = _fwd_op(rows_of(x), weight, up, activation, True, precision(), impl)
+    return y.view(shape), z.view(shape), z_up.view(shape)
 
 
 @by_kind(3)

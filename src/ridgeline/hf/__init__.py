@@ -1,0 +1,9 @@
+"""Ridgeline's ops in models of Hugging Face's transformers: `patch(model)`, `unpatch(model)`, `explain(model)`.
+
+transformers is imported when one of them is called; `pip install ridgeline[hf]` installs it.
+"""
+
+from ridgeline.hf.patching import explain, on_meta, patch, unpatch
+from ridgeline.hf.report import Report, Row
+
+__all__ = ["Report", "Row", "explain", "on_meta", "patch", "unpatch"]

@@ -1,0 +1,113 @@
+"""Which form of a module is which op, with which facts: data, read off the sources of transformers 5.17 to 5.24.
+
+A form is the digest of a normalised source (`syntax.form`). A module whose form is not here is left alone, so a formula
+that upstream changes is never computed in its old way. `roles` names what the source reads of `self`, in that order.
+"""
+
+from __future__ import annotations
+
+import inspect
+from collections.abc import Callable
+from typing import Any, NamedTuple
+
+from ridgeline.hf import syntax
+
+ROTARY = "apply_rotary_pos_emb"
+
+
+class Norm(NamedTuple):
+    """weight * x / sqrt(mean x^2 + eps). rounding "llama": x / rms is rounded to x's dtype before the product."""
+
+    roles: tuple[str, ...]
+    offset: float = 0.0
+    rounding: str = "once"
+
+
+class MLP(NamedTuple):
+    """down(activation(gate(x)) * up(x)). merged: one product has gate in its first half and up in its second."""
+
+    roles: tuple[str, ...]
+    merged: bool = False
+
+
+class Rotary(NamedTuple):
+    """table: how cos and sin hold an angle per pair: "halves" (all, then all again), "pairs" (each twice) or "once"."""
+
+    interleaved: bool = False
+    table: str = "halves"
+
+
+NORMS = {
+    "cb0b0907d506": Norm(("eps", "weight"), rounding="llama"),  # Llama
+    "f932e0a925a7": Norm(("eps", "weight")),  # OLMo 2, gpt-oss
+    "5e9bdf02f231": Norm(("eps", "weight")),  # Helium: the weight in float32
+    "3b745395ceef": Norm(("weight", "eps"), offset=1.0),  # Gemma
+    "3a495b2d0df3": Norm(("eps",)),  # without a weight: Llama 4's L2 norm
+}
+MLPS = {
+    "be1d38b5026f": MLP(("down", "activation", "gate", "up")),  # Llama
+    "86518074e95e": MLP(("gate_up", "activation", "down"), merged=True),  # Phi3, GLM
+    "d1c31854d331": MLP(("gate_up", "activation", "down"), merged=True),  # Granite's shared experts
+}
+# Digests of apply_rotary_pos_emb and of the function that it calls.
+HALVES, INTERLEAVED, COHERE = "3d488c0cec66", "6f3523dffdca", "7f8ef8d4ac78"
+ROTARIES = {
+    ("be80094eafa5", HALVES): Rotary(),  # Llama
+    ("7eaf8d324cc4", HALVES): Rotary(),  # GPT-NeoX, GLM-4 MoE: part of a head
+    ("33e92bf9aa90", HALVES): Rotary(),  # Nemotron: part of a head
+    ("24f8d9a2e4fe", HALVES): Rotary(),  # Phi3: part of a head
+    ("05991b40438a", HALVES): Rotary(),  # OLMo 2: float32 tables, cast back
+    ("092e097bf36a", INTERLEAVED): Rotary(interleaved=True),  # GLM-4: part of a head
+    ("b7a7d38556e0", INTERLEAVED): Rotary(interleaved=True),  # ERNIE 4.5: float32 inside, cast back
+    ("9fb401b5b413", INTERLEAVED): Rotary(interleaved=True),  # Helium
+    ("613cf3a05c96", COHERE): Rotary(interleaved=True, table="pairs"),  # Cohere: float32 inside, cast back
+    ("be80094eafa5", COHERE): Rotary(interleaved=True, table="pairs"),  # BLT
+    ("53e758234267", "6e04c918052c"): Rotary(table="once"),  # gpt-oss
+}
+# Digests of the forwards of rotary embeddings, which make the tables. 5.17 computes the angles as a product.
+TABLES = {
+    "9b4b109d2bb0": "halves",  # Llama
+    "b23fab0dc26c": "halves",  # Llama in 5.17
+    "a6a2ce7e4b08": "halves",  # Gemma 2 in 5.17
+    "2fe7d66f02f9": "halves",  # Gemma 3 in 5.17
+    "c9e94d789cb2": "halves",  # OLMo 2 in 5.17
+    "2f56b4dd687c": "pairs",  # Cohere in 5.17
+    "60158c1fa509": "once",  # gpt-oss in 5.17
+    "5f98d5fbbfa0": "halves",  # Gemma 3: a theta per type of layer
+    "03330b719d31": "halves",  # OLMo 2
+    "341ac6ed4f41": "halves",  # OLMo 3
+    "a2677416331e": "pairs",  # Cohere
+    "ecf0db5b7af5": "once",  # gpt-oss
+}
+LOSSES = {"1ae595492bcf 53e5856f21cf"}  # ForCausalLMLoss and fixed_cross_entropy
+HELPERS = ("rotate_half", "_apply_rotary_emb", "fixed_cross_entropy")
+
+
+def of_function(function: Callable[..., Any]) -> tuple[str, str]:
+    """Returns the digests of a function and of the helper that it calls, "" where there is none."""
+    found, plain = syntax.form(function), inspect.unwrap(function)
+    names = [n for n in HELPERS if n in getattr(getattr(plain, "__code__", None), "co_names", ())]
+    helper = syntax.form(plain.__globals__[names[0]]) if names else None
+    return found.digest if found else "", helper.digest if helper else ""
+
+
+def calls_rotary(attention: type) -> bool:
+    """Whether an attention class calls the rotary function of its file."""
+    code = getattr(inspect.unwrap(attention.forward), "__code__", None)  # type: ignore[attr-defined]
+    return code is not None and ROTARY in code.co_names
+
+
+def rotary(attention: type) -> Rotary | None:
+    """Returns the facts of the rotary function that an attention class calls, or None if its form is unknown."""
+    function = inspect.unwrap(attention.forward).__globals__.get(ROTARY)  # type: ignore[attr-defined]
+    return ROTARIES.get(of_function(function)) if callable(function) else None
+
+
+def known_loss(function: Callable[..., Any]) -> bool:
+    """Whether a loss function is a form of transformers' loss of causal language models."""
+    return " ".join(of_function(function)) in LOSSES
+
+
+def named(roles: tuple[str, ...], attributes: tuple[str, ...]) -> dict[str, str]:
+    """Returns a module's attribute for each role."""
+    return dict(zip(roles, attributes, strict=True))

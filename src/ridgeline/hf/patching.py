@@ -1,0 +1,376 @@
+"""patch, unpatch and explain: finds the modules of a model whose forms are known, and sets their forwards."""
+
+from __future__ import annotations
+
+import copy
+import inspect
+from collections.abc import Callable, Iterable
+from functools import partial
+from typing import Any
+
+import torch
+from torch import nn
+
+import ridgeline
+from ridgeline.hf import attention, forms, logits, modules, syntax
+from ridgeline.hf.report import PARTS, Report, Row
+from ridgeline.op import RidgelineError
+
+MEMORY = (None, "recompute", "products")
+INPUTS = ("q_proj", "k_proj", "v_proj", "qkv_proj")  # products of a normalised input
+OURS = (
+    modules.rms_norm,
+    modules.layer_norm,
+    modules.linear,
+    modules.gated_mlp,
+    modules.merged_mlp,
+    modules.attention,
+    logits.lm_head,
+)
+Plan = tuple[Row, Callable[[], None]]
+
+
+def _ours(module: nn.Module) -> bool:
+    forward = module.__dict__.get("forward")
+    return isinstance(forward, partial) and forward.func in OURS
+
+
+def _set(module: nn.Module, function: Callable[..., Any], **facts: Any) -> Callable[[], None]:
+    return lambda: setattr(module, "forward", partial(function, module, **facts))
+
+
+def _replaced(module: nn.Module) -> str | None:
+    """Returns why a module's forward is not its class's, or None."""
+    if "forward" in module.__dict__ and not _ours(module):
+        return "its forward has been replaced already"
+    return None
+
+
+def _options(name: str) -> Any:
+    return inspect.signature(getattr(ridgeline, name)).parameters
+
+
+class _Planner:
+    """Goes through a model and notes for each module what would be done, or why nothing."""
+
+    def __init__(self, model: nn.Module, only: frozenset[str], memory: str | None):
+        self.model, self.only, self.memory = model, only, memory
+        self.plans: list[Plan] = []
+        self.models = _models(model)
+        config: Any = getattr(self.models[0], "config", None)
+        self.config: Any = config.get_text_config() if hasattr(config, "get_text_config") else config
+        self.width = 2  # bytes of an element in training
+
+    def note(
+        self, name: str, module: Any, part: str, op: str | None, reason: str = "", act: Any = None, **cost: float
+    ) -> None:
+        if op is not None and part not in self.only:
+            op, reason, act = None, "not asked for", None
+        self.plans.append((Row(name, type(module).__name__, part, op, reason, **cost), act or (lambda: None)))
+
+    def run(self) -> list[Plan]:
+        inside: set[str] = set()
+        head = self.models[0].get_output_embeddings() if hasattr(self.models[0], "get_output_embeddings") else None
+        module: Any
+        for name, module in self.model.named_modules():
+            kind: Any = type(module)
+            if module is head:
+                self.head(name, module)
+            elif hasattr(module, "gate_up_proj") and isinstance(getattr(module, "gate_up_proj", None), nn.Parameter):
+                self.note(
+                    name, module, "experts", None, "experts stay the model's own", flops=_experts(module, self.config)
+                )
+            elif "Norm" in kind.__name__:
+                self.norm(name, module)
+            elif kind.__name__.endswith("MLP") or self.is_mlp(kind):
+                self.mlp(name, module)
+                inside.add(name)
+            elif syntax.interface_keywords(kind) is not None or forms.calls_rotary(kind):
+                self.rotary(name, module)
+                self.attention(name, module)
+            elif isinstance(module, nn.Linear) and not any(name.startswith(f"{n}.") for n in inside):
+                self.linear(name, module)
+        self.settle_attention()
+        return self.plans
+
+    def linear(self, name: str, module: nn.Linear) -> None:
+        remark, flops = "torch's product", 2.0 * module.weight.numel()
+        again = self.memory is not None and name.rpartition(".")[2] in INPUTS and not _replaced(module)
+        if again and "norm" in self.only:
+            remark += "; backward makes its normalised input again"
+            self.plans.append((Row("", "", "", None), _set(module, modules.linear)))
+        self.note(name, module, "linear", None, remark, flops=flops)
+
+    def is_mlp(self, kind: type) -> bool:
+        found = syntax.class_form(kind)
+        return found is not None and found.digest in forms.MLPS
+
+    def norm(self, name: str, module: Any) -> None:
+        found = syntax.class_form(type(module))
+        facts = forms.NORMS.get(found.digest) if found else None
+        size = module.weight.numel() if getattr(module, "weight", None) is not None else self.config.hidden_size
+        cost = {"nbytes": 2.0 * size * self.width}
+        if type(module) is nn.LayerNorm and len(module.normalized_shape) == 1 and not _replaced(module):
+            return self.note(name, module, "norm", "layer_norm", "", _set(module, modules.layer_norm), **cost)
+        if facts is None or found is None:
+            return self.note(name, module, "norm", None, "its form is not known", **cost)
+        names = forms.named(facts.roles, found.attributes)
+        if reason := _replaced(module):
+            return self.note(name, module, "norm", None, reason, **cost)
+        options = {"offset": facts.offset, "rounding": facts.rounding}
+        usual = {"offset": 0.0, "rounding": "once"}
+        lacking = [o for o, v in options.items() if v != usual[o] and o not in _options("rms_norm")]
+        if lacking:
+            return self.note(name, module, "norm", None, f"rms_norm has no option {lacking[0]}", **cost)
+        options = {o: v for o, v in options.items() if v != usual[o]}
+        given = {
+            "eps": names["eps"],
+            "weight": names.get("weight"),
+            "options": options,
+            "again": self.memory is not None,
+        }
+        return self.note(name, module, "norm", "rms_norm", "", _set(module, modules.rms_norm, **given), **cost)
+
+    def mlp(self, name: str, module: Any) -> None:
+        found = syntax.class_form(type(module))
+        facts = forms.MLPS.get(found.digest) if found else None
+        layers = [m for m in module.modules() if isinstance(m, nn.Linear)]
+        cost = {"flops": 2.0 * sum([m.weight.numel() for m in layers])}
+        cost["nbytes"] = 3.0 * max([m.in_features for m in layers], default=0) * self.width
+        if facts is None or found is None:
+            return self.note(name, module, "mlp", None, "its form is not known", **cost)
+        names = forms.named(facts.roles, found.attributes)
+        activation = modules.activation_name(getattr(module, names.pop("activation")))
+        reason = _replaced(module) or (None if activation else "its activation is not known")
+        if reason:
+            return self.note(name, module, "mlp", None, reason, **cost)
+        gate, again = "silu_mul" if activation == "silu" else "gelu_mul", self.memory == "products"
+        remark = "gate or up has a bias or is no plain nn.Linear, so their products are its own", ""
+        if facts.merged:
+            fused = all(modules.plain_linear(m) for m in layers) and getattr(module, names["gate_up"]).bias is None
+            act = _set(module, modules.merged_mlp, **names, activation=activation, again=again)
+            return self.note(name, module, "mlp", "gated_linear" if fused else gate, remark[fused], act, **cost)
+        first, second = getattr(module, names["gate"]), getattr(module, names["up"])
+        fused = all(modules.plain_linear(m) and m.bias is None for m in (first, second))
+        act = _set(module, modules.gated_mlp, **names, activation=activation, again=again)
+        return self.note(name, module, "mlp", "gated_linear" if fused else gate, remark[fused], act, **cost)
+
+    def rotary(self, name: str, module: Any) -> None:
+        if not forms.calls_rotary(type(module)):
+            return None
+        heads = getattr(self.config, "num_attention_heads", 0) + (getattr(self.config, "num_key_value_heads", 0) or 0)
+        cost = {"nbytes": 2.0 * heads * self.head_dim(module) * self.width}
+        facts, tables = forms.rotary(type(module)), self.tables()
+        reason = _replaced(module)
+        if facts is None:
+            reason = "the form of its rotary function is not known"
+        elif tables != {facts.table}:
+            reason = "the form of its rotary tables is not known"
+        elif not modules.can_rebind(type(module)):
+            reason = "its forward is wrapped in a way that hides it"
+        if reason:
+            return self.note(name, module, "rotary", None, reason, **cost)
+        modules.prepare_attention(type(module))
+        return self.note(name, module, "rotary", "rope", "", _set(module, modules.attention), **cost)
+
+    def head_dim(self, module: Any) -> int:
+        found = getattr(module, "head_dim", None) or getattr(module, "attention_head_size", None)
+        return found or self.config.hidden_size // self.config.num_attention_heads
+
+    def tables(self) -> set[str]:
+        kinds = {type(m) for m in self.model.modules() if type(m).__name__.endswith("RotaryEmbedding")}
+        found = [syntax.class_form(k) for k in kinds]
+        return {forms.TABLES.get(f.digest, "") if f else "" for f in found}
+
+    def attention(self, name: str, module: Any) -> None:
+        width, heads = self.head_dim(module), getattr(self.config, "num_attention_heads", 0)
+        length = min(4096, getattr(self.config, "max_position_embeddings", 4096) or 4096)
+        window = getattr(module, "sliding_window", None)
+        keys = min(length / 2, window) if isinstance(window, int) and window else length / 2
+        cost = {"flops": 4.0 * heads * width * keys}
+        keywords = syntax.interface_keywords(type(module))
+        reason = None
+        if keywords is None:
+            reason = "it does not call the attention interface"
+        elif unknown := sorted(keywords - attention.KEYWORDS):
+            reason = f"it gives {unknown[0]} to attention, which has no such option"
+        elif _windows(self.config) and "sliding_window" not in keywords:
+            reason = "it does not give its window to attention"
+        elif width % 8 or not 16 <= width <= 256:
+            reason = f"its heads have {width} dimensions; attention takes multiples of 8 from 16 to 256"
+        self.note(name, module, "attention", None if reason else "attention", reason or "", **cost)
+
+    def settle_attention(self) -> None:
+        """Attention is chosen by the model's configuration, so for all layers or none."""
+        rows = [r for r, _ in self.plans if r.part == "attention"]
+        wanted = [r for r in rows if r.op]
+        if not wanted:
+            return
+        left = [r for r in rows if not r.op]
+        if left and "attention" in self.only:
+            for r in wanted:
+                r.op, r.reason = None, f"{left[0].name} is left alone, and the choice is the whole model's"
+        elif not left:
+            self.plans.append((Row("", "", "", None), partial(_choose_attention, self.model, self.models)))
+
+    def head(self, name: str, module: Any) -> None:
+        owner = self.models[0]
+        weight = getattr(module, "weight", None)
+        if weight is None:
+            return self.note(name, module, "loss", None, "it has no weight")
+        cost = {"flops": 2.0 * weight.numel(), "nbytes": 4.0 * weight.shape[0] * self.width}
+        reason = _replaced(module) or (
+            None if modules.plain_linear(module) or _ours(module) else "it is no plain nn.Linear"
+        )
+        if not reason and not _uses_loss(type(owner)):
+            reason = "the model computes its loss itself"
+        original = _original_loss(owner)
+        if not reason and not forms.known_loss(original):
+            reason = "the form of its loss is not known"
+
+        def act() -> None:
+            module.forward = partial(logits.lm_head, module)
+            owner.loss_function = partial(logits.causal_loss, original)
+
+        return self.note(name, module, "loss", None if reason else "linear_cross_entropy", reason or "", act, **cost)
+
+
+def _original_loss(model: Any) -> Callable[..., Any]:
+    found = model.loss_function
+    return found.args[0] if isinstance(found, partial) and found.func is logits.causal_loss else found
+
+
+def _uses_loss(kind: type) -> bool:
+    code = getattr(inspect.unwrap(kind.forward), "__code__", None)  # type: ignore[attr-defined]
+    return code is not None and "loss_function" in code.co_names
+
+
+def _windows(config: Any) -> bool:
+    kinds = getattr(config, "layer_types", None) or []
+    return bool(getattr(config, "sliding_window", None)) or "sliding_attention" in kinds
+
+
+def _experts(module: Any, config: Any) -> float:
+    used = getattr(config, "num_experts_per_tok", 1) or 1
+    total = module.gate_up_proj.shape[0]
+    return 2.0 * (module.gate_up_proj.numel() + module.down_proj.numel()) * used / total
+
+
+def _models(model: nn.Module) -> list[Any]:
+    """Returns transformers' models in a model, the outermost first; those of peft and the like only wrap one."""
+    from transformers import PreTrainedModel
+
+    return [m for m in model.modules() if isinstance(m, PreTrainedModel)]
+
+
+def _configs(config: Any) -> list[Any]:
+    """Returns a configuration and those in it."""
+    inner = [getattr(config, key, None) for key in getattr(config, "sub_configs", None) or ()]
+    return [config, *(c for each in inner if each is not None for c in _configs(each))]
+
+
+def _choose_attention(model: nn.Module, models: list[Any]) -> None:
+    """Chooses our attention in a configuration of the model's own, so that others who share it keep theirs."""
+    attention.register()
+    old = models[0].config
+    memo: dict[int, Any] = {}
+    new = copy.deepcopy(old, memo)
+    copies = {id(a): b for a, b in zip(_configs(old), _configs(new), strict=True)}
+    for module in model.modules():
+        for name, value in module.__dict__.items():
+            if id(value) in copies:
+                module.__dict__[name] = copies[id(value)]
+    before = [c._attn_implementation_internal for c in _configs(new)]
+    models[0].set_attn_implementation(attention.NAME)
+    if new._attn_implementation != attention.NAME:
+        raise RidgelineError(f"{type(models[0]).__name__} does not let its attention be chosen after it is built")
+    models[0].__dict__["_ridgeline_attention"] = before
+
+
+def _transformers() -> Any:
+    try:
+        import transformers
+    except ModuleNotFoundError:
+        raise RidgelineError("ridgeline.hf needs transformers; install it with: pip install 'ridgeline[hf]'") from None
+    return transformers
+
+
+def plan(model: nn.Module, only: Iterable[str] | None, memory: str | None = None) -> tuple[Report, list[Plan]]:
+    _transformers()
+    if not isinstance(model, nn.Module) or not _models(model):
+        raise RidgelineError(f"hf.patch takes a model of transformers, got {type(model).__name__}")
+    parts = frozenset(PARTS if only is None else [only] if isinstance(only, str) else only)
+    if not parts <= set(PARTS):
+        raise RidgelineError(f"only must be among {', '.join(PARTS)}, got {', '.join(sorted(parts - set(PARTS)))}")
+    plans = _Planner(model, parts, memory).run()
+    found = _models(model)[0]
+    config = found.config.get_text_config() if hasattr(found.config, "get_text_config") else found.config
+    length = min(4096, getattr(config, "max_position_embeddings", 4096) or 4096)
+    return Report(type(found).__name__, [r for r, _ in plans if r.name], length, memory=memory), plans
+
+
+def patch(
+    model: nn.Module, *, only: Iterable[str] | None = None, memory: str | None = None, quantize: None = None,
+    strict: bool = False,
+) -> Report:  # fmt: skip
+    """Lets Ridgeline compute the parts of a transformers model whose forms it knows. Returns a report of what it did.
+
+    Only this instance changes, and `unpatch` takes it back; parameters, state_dict and classes stay as they are.
+    only: which of "norm", "rotary", "mlp", "attention" and "loss"; None means all.
+    memory: what backward makes again instead of saving it. None: the gated product of feed-forward layers, which costs
+    next to nothing. "recompute": also the normalised inputs of products. "products": also the gate's and up's products.
+    strict: raises RidgelineError if a module of these parts is left alone.
+    quantize: must be None.
+    Raises RidgelineError if the model is none of transformers', or an argument is none of these.
+    """
+    if quantize is not None:
+        raise RidgelineError(f"hf.patch: quantize must be None, got {quantize!r}; 8-bit products are not built in yet")
+    if memory not in MEMORY:
+        raise RidgelineError(f"hf.patch: memory must be one of {', '.join(map(repr, MEMORY))}, got {memory!r}")
+    unpatch(model)
+    report, plans = plan(model, only, memory)
+    left = [r for r in report.left() if r.part in PARTS and r.reason != "not asked for"]
+    if strict and left:
+        raise RidgelineError(f"{left[0].name} ({left[0].kind}) is left alone: {left[0].reason}; strict=True wants all")
+    for row, act in plans:
+        if row.op is not None or not row.name:
+            act()
+    for module in model.modules():
+        if syntax.interface_keywords(type(module)) is not None:
+            module.__dict__["_ridgeline_report"] = report
+    return report
+
+
+def unpatch(model: nn.Module) -> None:
+    """Gives a patched model its own forwards, loss and attention back. Does nothing to a model that is not patched."""
+    for module in model.modules():
+        if _ours(module):
+            del module.forward
+        module.__dict__.pop("_ridgeline_report", None)
+        found = module.__dict__.get("_loss_function")
+        if isinstance(found, partial) and found.func is logits.causal_loss:
+            del module.__dict__["_loss_function"]
+        before = module.__dict__.pop("_ridgeline_attention", None)
+        for config, name in zip(_configs(module.config), before, strict=True) if before else ():
+            config._attn_implementation_internal = name
+
+
+def explain(model: nn.Module, *, only: Iterable[str] | None = None) -> Report:
+    """Returns the report that `patch` would, and changes nothing."""
+    with torch.no_grad():
+        return plan(model, only)[0]
+
+
+def on_meta(name: str) -> Any:
+    """Returns a causal language model without weights, on the meta device, from a name on the hub or a folder.
+
+    Raises RidgelineError if there is no configuration of that name, or none of a causal language model.
+    """
+    transformers = _transformers()
+    try:
+        config = transformers.AutoConfig.from_pretrained(name)
+        with torch.device("meta"):
+            return transformers.AutoModelForCausalLM.from_config(config)
+    except (OSError, ValueError) as error:
+        first = str(error).strip().splitlines()[0]
+        raise RidgelineError(f"{name!r} gives no causal language model of transformers: {first}") from None

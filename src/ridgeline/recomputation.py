@@ -1,0 +1,166 @@
+"""Layers that save less for backward: what is cheap to make again is made again there.
+
+    gated_mlp       y = (activation(x G^T) * (x U^T)) D^T saves x and both first products, not their gated product
+    Normalised      a norm's result that products make again from the norm's input instead of saving it
+    linear          y = x W^T + b, which takes a Normalised x so
+
+The gated product takes a sixth of what a layer of Llama saves for backward, and 1% of a step to make again.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import torch
+import torch.nn.functional as F
+from torch.autograd.function import once_differentiable
+
+import ridgeline
+
+Tensor = torch.Tensor
+
+
+def gate(first: Tensor, second: Tensor, activation: str) -> Tensor:
+    """Returns activation(first) * second. activation: "silu", "gelu" or "gelu_tanh"."""
+    if activation == "silu":
+        return ridgeline.silu_mul(first, second)
+    return ridgeline.gelu_mul(first, second, "tanh" if activation == "gelu_tanh" else "none")
+
+
+class Normalised:
+    """How the result of a norm is made again: by `make(x)`. Its users share one copy in backward.
+
+    make: a function of the norm's input, called without gradients.
+    """
+
+    def __init__(self, make: Callable[[Tensor], Tensor], x: Tensor):
+        self.make, self.x = make, x.detach()
+        self.users, self.made = 0, None  # type: tuple[int, Tensor | None]
+
+    @staticmethod
+    def of(y: Tensor) -> Normalised | None:
+        """Returns how a tensor is made again, if a norm has said so."""
+        return getattr(y, "_normalised", None)
+
+    def tag(self, y: Tensor) -> Tensor:
+        """Says on a tensor that this makes it."""
+        y._normalised = self  # type: ignore[attr-defined]
+        return y
+
+    def again(self, x: Tensor) -> Tensor:
+        """Returns the norm of x, which forward's users saved; the last of them gives the copy away."""
+        made = self.made
+        if made is None:
+            with torch.no_grad():
+                made = self.make(x)
+        self.users -= 1
+        self.made = made if self.users > 0 else None
+        return made
+
+
+def _save(x: Tensor) -> tuple[Tensor, Normalised | None]:
+    """Returns what to save of an input, and how it is made again, or None if it is saved itself."""
+    source = Normalised.of(x)
+    if source is None:
+        return x, None
+    source.users += 1
+    return source.x, source
+
+
+class _Linear(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, x: Tensor, weight: Tensor, bias: Tensor | None, kept: Tensor, source: Normalised) -> Tensor:
+        ctx.save_for_backward(kept, weight)
+        ctx.source = source
+        return F.linear(x, weight, bias)
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx: Any, dy: Tensor) -> Any:
+        kept, weight = ctx.saved_tensors
+        need = ctx.needs_input_grad
+        x = ctx.source.again(kept)
+        rows = dy.reshape(-1, dy.shape[-1])
+        dx = (rows @ weight).view(x.shape) if need[0] else None
+        dw = rows.mT @ x.reshape(-1, x.shape[-1]) if need[1] else None
+        return dx, dw, rows.sum(0) if need[2] else None, None, None
+
+
+def linear(x: Tensor, weight: Tensor, bias: Tensor | None = None) -> Tensor:
+    """`torch.nn.functional.linear`, which saves a normalised x as the norm's input, to make it again in backward."""
+    wanted = torch.is_grad_enabled() and weight.requires_grad
+    if Normalised.of(x) is None or not wanted or torch.is_autocast_enabled(x.device.type):
+        return F.linear(x, weight, bias)
+    return _Linear.apply(x, weight, bias, *_save(x))
+
+
+class _GatedMLP(torch.autograd.Function):
+    """first, second: the products' weights, or both in first if second is None: gate in its first half."""
+
+    @staticmethod
+    def forward(
+        ctx: Any, x: Tensor, first: Tensor, second: Tensor | None, down: Tensor, bias: Tensor | None, activation: str,
+        again: bool, kept: Tensor, source: Normalised | None,
+    ) -> Tensor:  # fmt: skip
+        """again: backward makes the first two products again, too."""
+        weights = first.chunk(2) if second is None else (first, second)
+        y: Any = ridgeline.gated_linear(x, *weights, activation=activation, return_products=not again)
+        y, *products = (y,) if again else y
+        ctx.save_for_backward(kept, first, second, down, *products)
+        ctx.source, ctx.activation = source, activation
+        return F.linear(y, down, bias)
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx: Any, dy: Tensor) -> Any:
+        kept, first, second, down, *products = ctx.saved_tensors
+        need = ctx.needs_input_grad
+        x = kept if ctx.source is None else ctx.source.again(kept)
+        gates, ups = first.chunk(2) if second is None else (first, second)
+        rows, given = x.reshape(-1, x.shape[-1]), dy.reshape(-1, dy.shape[-1])
+        z, up = [p.reshape(len(rows), -1) for p in products] or [rows @ gates.mT, rows @ ups.mT]
+        z, up = z.detach().requires_grad_(), up.detach().requires_grad_()
+        with torch.enable_grad():
+            y = gate(z, up, ctx.activation)
+        d_down = given.mT @ y.detach() if need[3] else None
+        d_bias = given.sum(0) if need[4] else None
+        dz, dup = torch.autograd.grad(y, (z, up), given @ down)
+        del y, z, up
+        dx = torch.addmm(dz @ gates, dup, ups).view(x.shape) if need[0] else None
+        d_first = d_second = None
+        if need[1] and second is None:
+            d_first = torch.empty_like(first)
+            torch.mm(dz.mT, rows, out=d_first[: len(gates)])
+            torch.mm(dup.mT, rows, out=d_first[len(gates) :])
+        elif need[1]:
+            d_first = dz.mT @ rows
+        if need[2]:
+            d_second = dup.mT @ rows
+        return dx, d_first, d_second, d_down, d_bias, None, None, None, None
+
+
+def gated_mlp(
+    x: Tensor, gate_weight: Tensor, up_weight: Tensor | None, down_weight: Tensor, bias: Tensor | None = None, *,
+    activation: str = "silu", recompute_products: bool = False,
+) -> Tensor:  # fmt: skip
+    """Returns `(activation(x G^T) * (x U^T)) D^T + bias`, (..., H). Gradients flow to x, the weights and the bias.
+
+    x: (..., K). gate_weight, up_weight: (N, K), or (2 N, K) with the gate first, and None. down_weight: (H, N).
+    activation: "silu", "gelu" or "gelu_tanh". Backward makes the gated product again from its factors, which it has to
+    read anyway; with recompute_products it makes the factors again too, for two products more.
+    The first two products are `gated_linear`'s, the others torch's. Autocast casts all inputs first.
+    Raises RidgelineError as `gated_linear` does.
+    """
+    kind = x.device.type
+    given: list[Any] = [x, gate_weight, up_weight, down_weight, bias]
+    if torch.is_autocast_enabled(kind):
+        dtype = torch.get_autocast_dtype(kind)
+        given = [t if t is None or t.dtype == torch.float64 else t.to(dtype) for t in given]
+    if torch.compiler.is_compiling() or not (
+        torch.is_grad_enabled() and any(t is not None and t.requires_grad for t in given)
+    ):
+        first, second = given[1].chunk(2) if up_weight is None else given[1:3]
+        y: Any = ridgeline.gated_linear(given[0], first, second, activation=activation)
+        return F.linear(y, given[3], given[4])
+    return _GatedMLP.apply(*given, activation, recompute_products, *_save(given[0]))
