@@ -9,6 +9,7 @@ from importlib import import_module
 VERBS: dict[str, tuple[str, str]] = {
     "sizes": ("sizes", "list the named sizes with their parameters and operations"),
     "bench": ("bench", "time forward, backward and the whole step: tokens/s, MFU, peak memory"),
+    "attention": ("attention", "time attention over the assignment's grids: forward, backward, memory"),
 }
 
 
