@@ -10,6 +10,7 @@ import subprocess
 import sys
 import time
 from collections.abc import Sequence
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -85,7 +86,7 @@ def product_rate(device: torch.device, dtype: torch.dtype, budget: float = 1.0) 
         if best and 20 * work / best > budget:
             continue
         a, b = torch.randn(m, k, device=device, dtype=dtype), torch.randn(n, k, device=device, dtype=dtype)
-        found = measure({"mm": lambda a=a, b=b: a @ b.mT}, budget=budget / len(shapes), min_reps=3, details=False)
+        found = measure({"mm": partial(torch.matmul, a, b.mT)}, budget=budget / len(shapes), min_reps=3, details=False)
         best = max(best, work / found["mm"].median)
     return best
 
