@@ -10,6 +10,7 @@ VERBS: dict[str, tuple[str, str]] = {
     "sizes": ("sizes", "list the named sizes with their parameters and operations"),
     "bench": ("bench", "time forward, backward and the whole step: tokens/s, MFU, peak memory"),
     "attention": ("attention", "time attention over the assignment's grids: forward, backward, memory"),
+    "profile": ("profile", "show where the time goes, by layer, module, kind of work and kernel"),
     "leaderboard": ("leaderboard", "run the leaderboard's step of 8.1 B parameters beside its floor; plan its memory"),
 }
 

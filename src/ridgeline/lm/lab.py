@@ -119,12 +119,16 @@ def command(verb: str, options: argparse.Namespace, drop: Sequence[str] = (), **
     return words
 
 
+def environment() -> dict[str, str]:
+    """Returns the environment in which another process imports the same ridgeline."""
+    return {**os.environ, "PYTHONPATH": os.pathsep.join(p for p in sys.path if p)}
+
+
 def child(words: Sequence[str]) -> dict[str, Any]:
     """Runs a command that prints one line of JSON, and returns it.
 
     A process that dies gives {"error": ...}; its own sentence of bad input raises RidgelineError."""
-    environment = {**os.environ, "PYTHONPATH": os.pathsep.join(p for p in sys.path if p)}
-    done = subprocess.run(words, env=environment, text=True, capture_output=True)
+    done = subprocess.run(words, env=environment(), text=True, capture_output=True)
     last = (done.stdout.strip().splitlines() or [""])[-1]
     if last.startswith("{"):
         return json.loads(last)

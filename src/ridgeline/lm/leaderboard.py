@@ -32,7 +32,7 @@ import ridgeline.optim
 from ridgeline import device as devices
 from ridgeline.lm import lab
 from ridgeline.lm.lab import units
-from ridgeline.lm.model import IMPLS, Layer, Transformer, called
+from ridgeline.lm.model import IMPLS, Transformer, called
 from ridgeline.lm.setup import chosen_device
 from ridgeline.lm.sizes import SIZES, Size, size
 from ridgeline.op import RidgelineError
@@ -194,7 +194,7 @@ class Planned(Transformer):
             x, stream = self._run(layer, policy, x, stream, cos, sin)
         return self.model.norm(x, stream)[0]
 
-    def _run(self, layer: Layer, policy: str, x: torch.Tensor, stream: Any, cos: Any, sin: Any) -> Any:
+    def _run(self, layer: Any, policy: str, x: torch.Tensor, stream: Any, cos: Any, sin: Any) -> Any:
         if policy == "keep":
             return layer(x, stream, cos, sin)
         if policy == "layer":
@@ -206,11 +206,11 @@ class Planned(Transformer):
         n, stream = layer.post_attention_layernorm(a, stream)
         return AGAIN(partial(self._down, layer), layer.mlp.gate_proj(n), layer.mlp.up_proj(n)), stream
 
-    def _mlp(self, layer: Layer, a: torch.Tensor, stream: torch.Tensor) -> Any:
+    def _mlp(self, layer: Any, a: torch.Tensor, stream: torch.Tensor) -> Any:
         n, stream = layer.post_attention_layernorm(a, stream)
         return layer.mlp(n), stream
 
-    def _down(self, layer: Layer, gate: torch.Tensor, up: torch.Tensor) -> torch.Tensor:
+    def _down(self, layer: Any, gate: torch.Tensor, up: torch.Tensor) -> torch.Tensor:
         """Backward needs this product's input alone, so the recomputation stops before the product."""
         return F.linear(self.silu_mul(gate, up), layer.mlp.down_proj.weight)
 
