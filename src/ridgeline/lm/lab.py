@@ -44,6 +44,13 @@ def wholes(text: str) -> list[int]:
     return [whole(part) for part in text.split(",")]
 
 
+def above_zero(verb: str, **flags: Sequence[int]) -> None:
+    """Raises RidgelineError if a list of a flag has a 0."""
+    for name, values in flags.items():
+        if 0 in values:
+            raise RidgelineError(f"lm {verb}: --{name} takes whole numbers of 1 or more, and got 0")
+
+
 def names(text: str) -> list[str]:
     """A flag's type: names, with commas between them."""
     return [part.strip() for part in text.split(",") if part.strip()]
