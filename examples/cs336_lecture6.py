@@ -131,10 +131,11 @@ def profile(description: str, make: Callable[[], Run], folder: Path) -> None:
     except ridgeline.RidgelineError as error:
         print(error)
         return
-    folder /= description.translate(str.maketrans("(=)", "___"))
-    file = folder.with_suffix(".py")  # `ridgeline profile` takes a function of a file
-    file.write_text(f"import sys\n\nstep = sys.modules[{__name__!r}].current\n")
-    cli.main(["profile", f"{file}:step", "--steps", "1", "--out", str(folder)])
+    name = description.translate(str.maketrans("(=)", "___")).strip("_")
+    with tempfile.TemporaryDirectory() as scratch:
+        file = Path(scratch) / f"{name}.py"  # `ridgeline profile` takes a function of a file
+        file.write_text(f"import sys\n\nstep = sys.modules[{__name__!r}].current\n")
+        cli.main(["profile", f"{file}:step", "--steps", "1", "--out", str(folder / name)])
 
 
 current: Run = sleep_50ms
@@ -144,17 +145,16 @@ def main(arguments: list[str] | None = None) -> None:
     parser = argparse.ArgumentParser(description=(__doc__ or "").splitlines()[0])
     parser.add_argument("name", nargs="?", default="", help="only the calls whose name has this in it")
     parser.add_argument("--quick", action="store_true", help="small sizes also on a GPU")
-    parser.add_argument("--out", type=Path, help="keep the traces and flame graphs in this folder")
+    parser.add_argument(
+        "--out", type=Path, default=Path("lecture6"), help="write traces and flame graphs here (lecture6)"
+    )
     options = parser.parse_args(arguments)
     chosen = [(d, make) for d, make in benchmarks() if options.name in d]
     for description, make in chosen:
         benchmark(description, make)
-    with tempfile.TemporaryDirectory() as scratch:
-        folder = options.out or Path(scratch)
-        folder.mkdir(parents=True, exist_ok=True)
-        for description, make in profiles().items():
-            if options.name in description:
-                profile(description, make, folder)
+    for description, make in profiles().items():
+        if options.name in description:
+            profile(description, make, options.out)
 
 
 if __name__ == "__main__":

@@ -8,7 +8,7 @@ from pathlib import Path
 import pytest
 import torch
 
-from ridgeline import cli
+from ridgeline import cli, cuda
 from ridgeline.lm import attention, bench, lab
 from ridgeline.lm.sizes import SIZES
 
@@ -88,6 +88,15 @@ def test_the_warm_up_study(capsys: pytest.CaptureFixture[str]) -> None:
     assert parts["running"] > 0
 
 
+def test_nvrtc_is_counted_and_put_back(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(cuda, "compile_source", lambda *args: args)
+    before = cuda.compile_source
+    with bench.Spent() as spent:
+        assert cuda.compile_source(1, 2) == (1, 2)
+    assert spent.compiling > 0
+    assert cuda.compile_source is before
+
+
 def test_compilers_are_counted() -> None:
     with bench.Spent() as spent:
         torch.compile(lambda x: x + 1, backend="eager")(torch.ones(2))
@@ -104,6 +113,7 @@ def test_compilers_are_counted() -> None:
         (("bench", "--size", "tiny", "--context", "1000000000"), "needs at least"),
         (("bench", "--size", "tiny", "--context", "-4"), "--context must be at least 1, but is -4"),
         (("bench", "--size", "tiny", "--heads", "3"), "heads"),
+        (("bench", "--size", "tiny", "--checkpoint", "-1"), "--checkpoint must be 0 or more, but is -1"),
         (("bench", "--size", "tiny", "--steps", "-3"), "a whole number of 1 or more, and got '-3'"),
         (("bench", "--size", "tiny", "--warmups", "1,x"), "a whole number of 0 or more, and got 'x'"),
         (("bench", "--warmups", "0,1", "--grid", "tiny", "16"), "one number of warm-ups"),
@@ -150,6 +160,15 @@ def test_scores_beyond_memory_are_a_row(monkeypatch: pytest.MonkeyPatch, capsys:
     flags = "--device", "cpu", "--grid", "20", "--seq", "16384", "--dim", "16", "--impls", "plain"
     (row,) = rows(capsys, "attention", *flags)
     assert row["error"] == "out of memory: three matrices of scores take 24.0 GiB"
+
+
+def test_a_point_that_fails_is_a_row(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
+    def broken(*_):
+        raise ValueError("a mistake\nof many lines")
+
+    monkeypatch.setattr(attention, "_figures", broken)
+    assert run("attention", "--device", "cpu", "--seq", "64", "--dim", "16", "--impls", "tiled") == 1
+    assert "tiled: failed: ValueError: a mistake\n" in capsys.readouterr().out
 
 
 def test_a_slow_point_is_a_row(capsys: pytest.CaptureFixture[str]) -> None:

@@ -10,12 +10,14 @@ from typing import Any
 
 import torch
 
+from ridgeline import cuda
 from ridgeline.lm import lab
 from ridgeline.lm.lab import units
 from ridgeline.lm.setup import PRECISIONS, Setup, build, chosen_device, flags, shape
 from ridgeline.lm.sizes import SIZES, Size
 from ridgeline.op import RidgelineError
 
+DRIVER = ("cudaMalloc", "cuMemCreate", "cuMemMap", "cuMemSetAccess", "cuMemAddressReserve")  # calls that allocate
 OWN = ("json", "grid", "record", "fresh", "first")  # flags that a row's own process does not take over
 
 
@@ -146,8 +148,8 @@ def roof(options: argparse.Namespace) -> float | None:
 def first_step(options: argparse.Namespace) -> dict[str, Any]:
     """Returns where the first step of this process goes, in seconds.
 
-    compiling: by Triton, NVRTC and torch.compile. loading: kernels into the GPU. allocating: memory from the driver or,
-    on a CPU, from the system. running: a later step's whole time. other: what is left, such as Python's imports."""
+    compiling: by Triton, NVRTC and torch.compile. loading: Triton's and torch's kernels. allocating: memory
+    from the driver or, on a CPU, tensors. running: a later step's whole time. other: what is left, such as imports."""
     device = chosen_device(options)
     setup, spent = build(options, device), Spent()
     gpu = device.type == "cuda"
@@ -157,8 +159,8 @@ def first_step(options: argparse.Namespace) -> dict[str, Any]:
     events = profiler.events() or []
     found = {
         "compiling": spent.compiling,
-        "loading": spent.loading + _self_seconds(events, ("Lazy Function Loading", "cuModuleLoad", "cuLibraryLoad")),
-        "allocating": _self_seconds(events, ("cudaMalloc", "cuMem") if gpu else ("aten::empty", "aten::resize_")),
+        "loading": spent.loading + _self_seconds(events, ("Lazy Function Loading",)),
+        "allocating": _self_seconds(events, DRIVER if gpu else ("aten::empty", "aten::resize_")),
         "running": lab.median([Stopwatch(setup, options.mode).whole for _ in range(3)]),
     }
     return named(options) | {"first": found | {"other": max(0.0, first - sum(found.values())), "whole": first}}
@@ -176,26 +178,39 @@ class Spent:
         self.since = 0.0
 
     def __enter__(self) -> Spent:
-        from torch._dynamo.utils import calculate_time_spent
         from triton import knobs
 
-        self.dynamo = calculate_time_spent().get("entire_frame_compile", 0.0)
+        self.dynamo, self.nvrtc = self._by_dynamo(), cuda.compile_source
         self.before, knobs.compilation.listener = knobs.compilation.listener, self._compiled
         knobs.runtime.kernel_load_start_hook.add(self._begin)
         knobs.runtime.kernel_load_end_hook.add(self._end)
+        cuda.compile_source = self._compile_source  # type: ignore[assignment]
         return self
 
     def __exit__(self, *_: Any) -> None:
-        from torch._dynamo.utils import calculate_time_spent
         from triton import knobs
 
-        self.compiling += calculate_time_spent().get("entire_frame_compile", 0.0) - self.dynamo
+        self.compiling += self._by_dynamo() - self.dynamo
         knobs.compilation.listener = self.before
         knobs.runtime.kernel_load_start_hook.remove(self._begin)
         knobs.runtime.kernel_load_end_hook.remove(self._end)
+        cuda.compile_source = self.nvrtc
+
+    @staticmethod
+    def _by_dynamo() -> float:
+        from torch._dynamo.utils import calculate_time_spent
+
+        return calculate_time_spent().get("entire_frame_compile", 0.0)
+
+    def _compile_source(self, *args: Any) -> Any:
+        start = time.perf_counter()
+        compiled = self.nvrtc(*args)
+        self.compiling += time.perf_counter() - start
+        return compiled
 
     def _compiled(self, *, times: Any, **_: Any) -> None:
-        self.compiling += times.total / 1e6
+        if torch._guards.CompileContext.current_compile_id() is None:  # else torch.compile's time has it
+            self.compiling += times.total / 1e6
 
     def _begin(self, *_: Any) -> None:
         self.since = time.perf_counter()

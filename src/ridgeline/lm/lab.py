@@ -9,20 +9,20 @@ import statistics
 import subprocess
 import sys
 import time
-from collections.abc import Sequence
+from collections.abc import Callable, Mapping, Sequence
 from functools import partial
 from pathlib import Path
 from typing import Any
 
 import torch
 
-from ridgeline.lab import units
-from ridgeline.lab.clock import interval, measure, median
+from ridgeline.lab import clock, units
+from ridgeline.lab.clock import Measurement, interval, median
 from ridgeline.lab.roof import CPU_SIDES, SHAPES
 from ridgeline.lab.tables import console, table
 from ridgeline.op import RidgelineError
 
-__all__ = ["column", "interval", "measure", "median", "units"]
+__all__ = ["interval", "median", "units"]
 
 
 def whole(text: str) -> int:
@@ -81,6 +81,14 @@ def figures(seconds: Sequence[float]) -> dict[str, float]:
     }
 
 
+def measure(
+    functions: Mapping[str, Callable[[], Any]], device: torch.device, budget: float, min_reps: int = 5, **options: Any
+) -> dict[str, Measurement]:
+    """Times functions without arguments on a device, interleaved, from a cold cache: `ridgeline.lab.measure`."""
+    timer = clock.device_timer(device.type)
+    return clock.measure(functions, budget=budget, min_reps=min_reps, timer=timer, details=False, **options)
+
+
 def product_rate(device: torch.device, dtype: torch.dtype, budget: float = 1.0) -> float:
     """Returns the highest rate of matrix products that torch reaches here, in FLOP/s, over the roof's list of shapes.
 
@@ -93,7 +101,7 @@ def product_rate(device: torch.device, dtype: torch.dtype, budget: float = 1.0) 
         if best and 20 * work / best > budget:
             continue
         a, b = torch.randn(m, k, device=device, dtype=dtype), torch.randn(n, k, device=device, dtype=dtype)
-        found = measure({"mm": partial(torch.matmul, a, b.mT)}, budget=budget / len(shapes), min_reps=3, details=False)
+        found = measure({"mm": partial(torch.matmul, a, b.mT)}, device, budget / len(shapes), min_reps=3)
         best = max(best, work / found["mm"].median)
     return best
 
@@ -149,7 +157,8 @@ def child(words: Sequence[str]) -> dict[str, Any]:
 
 def out_of_memory(error: BaseException) -> bool:
     """Returns whether an exception says that memory ran out, on a GPU or on the CPU."""
-    return isinstance(error, torch.OutOfMemoryError | MemoryError) or "can't allocate memory" in str(error)
+    signs = "can't allocate memory", "CUDA out of memory", "CUBLAS_STATUS_ALLOC_FAILED"
+    return isinstance(error, torch.OutOfMemoryError | MemoryError) or any(sign in str(error) for sign in signs)
 
 
 def memory_of(device: torch.device) -> int:

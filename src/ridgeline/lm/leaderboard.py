@@ -377,7 +377,7 @@ def attention_board(options: argparse.Namespace) -> dict[str, Any]:
         q.grad = k.grad = v.grad = None
 
     names = list(dict.fromkeys([options.impl, "torch"]))
-    found = lab.measure({name: partial(step, called("attention", name)) for name in names}, budget=options.steps)
+    found = lab.measure({name: partial(step, called("attention", name)) for name in names}, device, options.steps)
     flops = 4 * 16 * 64 * (context * (context + 1) // 2) * 7 // 2
     floor = flops / options.rate / 1e12
     seconds = {name: one.seconds for name, one in found.items()}

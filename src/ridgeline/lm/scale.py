@@ -103,9 +103,9 @@ def table(name: str, sizes: Sequence[int], flops: Sequence[int], found: Sequence
     }
 
 
-def seconds_of(run: Callable[[], Any], budget: float) -> dict[str, float]:
+def seconds_of(run: Callable[[], Any], device: torch.device, budget: float) -> dict[str, float]:
     """Returns the median of a function's times with its 95% interval, in seconds."""
-    return lab.measure({"run": run}, budget=budget, min_reps=5, details=False)["run"].seconds
+    return lab.measure({"run": run}, device, budget)["run"].seconds
 
 
 def product_table(sides: Sequence[int], device: torch.device, dtype: torch.dtype, budget: float) -> dict[str, Any]:
@@ -113,7 +113,7 @@ def product_table(sides: Sequence[int], device: torch.device, dtype: torch.dtype
     found = []
     for side in sides:
         a, b = (torch.randn(side, side, device=device, dtype=dtype) for _ in range(2))
-        found.append(seconds_of(partial(torch.matmul, a, b), budget))
+        found.append(seconds_of(partial(torch.matmul, a, b), device, budget))
         del a, b
         lab.release(device)
     return table("products", sides, [2 * side**3 for side in sides], found)
@@ -124,7 +124,7 @@ def stack_table(
 ) -> dict[str, Any]:
     """Returns the table of the MLP along one of AXES."""
     stacks = [replace(base, **{axis: getattr(base, axis) * factor}) for factor in factors]
-    found = [seconds_of(stack.function(device, dtype), budget) for stack in stacks]
+    found = [seconds_of(stack.function(device, dtype), device, budget) for stack in stacks]
     return table(axis, [getattr(s, axis) for s in stacks], [s.flops for s in stacks], found)
 
 
