@@ -90,6 +90,8 @@ def build(options: argparse.Namespace, device: torch.device | None = None) -> Se
     for name in ("context", "batch"):
         if getattr(options, name) < 1:
             raise RidgelineError(f"lm: --{name} must be at least 1, but is {getattr(options, name)}")
+    if options.checkpoint < 0:
+        raise RidgelineError(f"lm: --checkpoint must be 0 or more, but is {options.checkpoint}")
     if options.autocast and options.precision != "float32":
         raise RidgelineError("lm: --autocast computes in half precision over float32 weights: leave --precision out")
     device = device or chosen_device(options)
