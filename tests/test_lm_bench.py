@@ -2,14 +2,17 @@
 
 from __future__ import annotations
 
+import argparse
 import json
+import re
+import shlex
 from pathlib import Path
 
 import pytest
 import torch
 
 from ridgeline import cli, cuda
-from ridgeline.lm import attention, bench, lab
+from ridgeline.lm import attention, bench, command, lab
 from ridgeline.lm.sizes import SIZES
 
 TINY = ("--size", "tiny", "--batch", "2", "--context", "16", "--device", "cpu")
@@ -102,6 +105,16 @@ def test_compilers_are_counted() -> None:
         torch.compile(lambda x: x + 1, backend="eager")(torch.ones(2))
     assert spent.compiling > 0
     torch._dynamo.reset()
+
+
+def test_the_guide_names_flags_that_exist() -> None:
+    text = (Path(__file__).parents[1] / "docs/guide.md").read_text()
+    found = [c for c in re.findall(r"`ridgeline lm ([a-z]+ ?[^`]*)`", text) if c != "VERB"]
+    assert len(found) >= 10
+    parser = argparse.ArgumentParser(exit_on_error=False)
+    command.arguments(parser)
+    for line in found:
+        assert parser.parse_args(shlex.split(line)).lm_verb == line.split()[0]
 
 
 @pytest.mark.parametrize(

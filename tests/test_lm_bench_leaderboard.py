@@ -9,6 +9,7 @@ from pathlib import Path
 
 import pytest
 import torch
+from torch.utils.flop_counter import FlopCounterMode
 
 from ridgeline import cli
 from ridgeline.lm import leaderboard
@@ -78,6 +79,25 @@ def test_every_policy_gives_the_same_gradients() -> None:
     planned.load_state_dict(plain.state_dict())
     for expected, found in zip(gradients(plain), gradients(planned), strict=True):
         torch.testing.assert_close(found, expected, rtol=1e-5, atol=1e-7)
+
+
+def test_recomputation_is_the_formula() -> None:
+    """At a rate of 1 FLOP/s and with endless bandwidth, the seconds are the operations that a policy adds."""
+    shape, tokens = replace(SIZES["tiny"], layers=1), torch.randint(256, (1, 32))
+
+    def flops(policy: str) -> int:
+        model = leaderboard.Planned(shape, [policy], "naive")
+        with FlopCounterMode(display=False) as counter:
+            model(tokens, tokens).backward()
+        return counter.get_total_flops()
+
+    for policy in ("mlp", "gate", "keep"):
+        added = 32 * leaderboard.again(shape, policy, 32, 1.0, float("inf"))
+        assert flops(policy) - flops("keep") == added, policy
+    # the formula of attention has all pairs' scores in memory, and counts those that no query sees
+    seen = 32 * leaderboard.again(shape, "layer", 32, 1.0, float("inf"))
+    unseen = shape.scores(1, 32, causal=False) - shape.scores(1, 32)
+    assert flops("layer") - flops("keep") == seen + unseen
 
 
 def test_gradients_add_up_in_place() -> None:

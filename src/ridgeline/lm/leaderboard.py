@@ -80,8 +80,10 @@ def kept(shape: Size, policy: str, width: int = 2) -> int:
 
 
 def again(shape: Size, policy: str, context: int, rate: float, bandwidth: float) -> float:
-    """Returns the seconds per token that a layer's recomputation takes at these rates."""
-    products = 2 * (shape.per_layer - 2 * shape.width) / rate
+    """Returns the seconds per token that a layer's recomputation takes at these rates.
+
+    It stops before the down product, whose result backward does not need."""
+    products = 2 * (shape.per_layer - 2 * shape.width - shape.width * shape.hidden) / rate
     if policy == "layer":
         return products + shape.scores(1, context) / shape.layers / context / rate
     if policy == "mlp":
