@@ -158,6 +158,10 @@ def test_the_tables_add_up(capsys: pytest.CaptureFixture[str], tmp_path: Path) -
     assert halves["softmax"]["us"] > 0
     assert halves["products"]["flops"] / halves["softmax"]["flops"] == 4 * 16 / 5  # 4 head_dim to 5 a score
     assert found["gaps"] is None
+    for name, phases in (("inference", profile.PHASES[:1]), ("training", profile.TRAINING)):
+        summed = sum(row[phase] for row in found["layers"].values() for phase in phases)
+        assert found["timer"][name]["summed"] == pytest.approx(summed)
+        assert found["timer"][name]["timed"] > 0
     assert set(found["demo"]) == {"quiet", "quiet_host", "printing", "printing_host"}
     assert "traceEvents" in json.loads(trace.read_text())
 
@@ -170,6 +174,13 @@ def test_it_prints(capsys: pytest.CaptureFixture[str], monkeypatch: pytest.Monke
         assert text in said
     assert "nsys is not installed here" in said
     assert "--cudabacktrace=all" in said
+
+
+def test_the_steps_that_nsys_records(monkeypatch: pytest.MonkeyPatch) -> None:
+    counts = []
+    monkeypatch.setattr(profile, "steps", lambda made, ranges, count: counts.append(count))
+    assert cli.main(["lm", "profile", *TINY, "--warmups", "2", "--steps", "3", "--bare"]) == 0
+    assert counts == [2, 3]
 
 
 @pytest.mark.skipif(torch.cuda.is_available(), reason="needs a machine without a GPU")

@@ -212,6 +212,11 @@ def overhead(setup: Setup, ranges: Ranges) -> dict[str, float]:
     return {"ranges": entered, "seconds_each": each, "share": entered * each / seconds}
 
 
+def by_timer(setup: Setup, mode: str) -> float:
+    """Returns the microseconds of a step without the profiler, from an idle device to an idle device."""
+    return 1e6 * lab.median([Stopwatch(setup, mode).whole for _ in range(5)])
+
+
 def waits(events: Iterable[Any]) -> list[dict[str, Any]]:
     """Returns the gaps between kernels, summed by what the host did then, the longest first."""
     device, host = [], []
@@ -274,6 +279,10 @@ def measured(options: argparse.Namespace) -> dict[str, Any]:
             "inference": share_of_products(kinds, ("inference",)),
             "training": share_of_products(kinds, TRAINING),
         },
+        "timer": {
+            name: {"timed": by_timer(setup, mode), "summed": sum(sum(row[p] for p in phases) for row in kinds.values())}
+            for name, mode, phases in (("inference", "forward", ("inference",)), ("training", "step", TRAINING))
+        },
         "gaps": waits(events) if gpu else None,
         "reads": reads(setup, ranges, options.demo),
         "overhead": overhead(setup, ranges),
@@ -304,6 +313,9 @@ def show(figures: dict[str, Any], options: argparse.Namespace) -> None:
     for name, rows in figures["kernels"].items():
         cells = [[r["kind"], f"{r['calls']:g}", units.seconds(r["us"] / 1e6), r["name"][:80]] for r in rows]
         lab.column(f"longest in {name}, per step", ["kind"], ["calls", "time", "name"], cells)
+    for name, found in figures["timer"].items():
+        timed, total = (units.seconds(found[key] / 1e6) for key in ("timed", "summed"))
+        lab.say(f"{name} takes {timed} by the timer without the profiler, and {total} by the sum of the rows above")
     for name, share in figures["products_share"].items():
         lab.say(f"matrix products, without attention's, take {units.percent(share)} of {name}")
     if halves := figures.get("attention"):
