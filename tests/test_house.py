@@ -69,6 +69,8 @@ def allowed(path: Path, module: str) -> bool:
         return target[0] == "tiles"
     if where[0] == "lab":
         return target[0] != "ops"
+    if where == ("lm", "lab.py"):
+        return target[0] in ("lab", "op")
     return target[0] not in ("lab", "ops")
 
 

@@ -1,7 +1,7 @@
 """Fast GPU kernels for language models, as differentiable PyTorch functions, and a lab that measures them.
 
 Functions such as `ridgeline.rms_norm` are loaded at first use: importing ridgeline does not import torch.
-So are the modules `ridgeline.nn`, `ridgeline.optim`, `ridgeline.lab` and `ridgeline.op`.
+So are the modules `ridgeline.nn`, `ridgeline.optim`, `ridgeline.hf`, `ridgeline.lab` and `ridgeline.op`.
 
 Written by `make pyi`.
 """
@@ -10,6 +10,7 @@ from collections.abc import Iterable, Sequence
 
 import torch
 
+from ridgeline import hf as hf
 from ridgeline import lab as lab
 from ridgeline import nn as nn
 from ridgeline import op as op
@@ -149,6 +150,7 @@ def cross_entropy(
     label_smoothing: float = 0.0,
     z_loss: float = 0.0,
     softcap: float | None = None,
+    logit_scale: float = 1.0,
     reduction: str = "mean",
     dtype: torch.dtype | None = None,
     impl: str | None = None,
@@ -160,7 +162,9 @@ def cross_entropy(
     logits: (..., V), floating point, any strides; never modified. target: (...), int64 class indices.
     ignore_index: a target with this value has loss and gradient 0, whatever its logits.
     label_smoothing: the share, 0 to 1, of the target that is spread over all classes.
-    z_loss: adds z_loss * logsumexp(logits)^2 to each row. softcap: replaces logits by softcap * tanh(logits / softcap).
+    logit_scale: a number above 0 that multiplies the logits before all else, as in Cohere's models.
+    softcap: then replaces logits by softcap * tanh(logits / softcap).
+    z_loss: adds z_loss * logsumexp(logits)^2, of these logits, to each row.
     reduction: "mean" over the rows that are not ignored (NaN if there are none), "sum", or "none" for a loss per row.
     dtype: the loss's. None means the logits', or float32 under autocast, as in PyTorch; torch.float32 keeps all digits
     of the float32 arithmetic beside narrower logits.
@@ -179,6 +183,7 @@ def linear_cross_entropy(
     label_smoothing: float = 0.0,
     z_loss: float = 0.0,
     softcap: float | None = None,
+    logit_scale: float = 1.0,
     reduction: str = "mean",
     chunk_memory: int | None = None,
     dtype: torch.dtype | None = None,
@@ -189,7 +194,7 @@ def linear_cross_entropy(
     Gradients flow to x, weight and bias.
 
     x: (..., H); weight: (V, H); bias: (V,) or None; of one dtype, float32, float16 or bfloat16. target: (...), int64.
-    ignore_index, label_smoothing, z_loss, softcap, reduction: as in `cross_entropy`.
+    ignore_index, label_smoothing, z_loss, softcap, logit_scale, reduction: as in `cross_entropy`.
     chunk_memory: bytes of logits in memory at a time. The default is a fourth of all, or 216 MiB if that is at least a
     fifth. With less, some logits are computed twice, for up to a third more products per step. At least 128 classes of
     a fourth of the rows are held and, below a sixteenth of the logits, the float32 gradient of x for these rows.
@@ -231,13 +236,20 @@ def fp8_matmul(
     """
 
 def gated_linear(
-    x: torch.Tensor, gate: torch.Tensor, up: torch.Tensor, *, activation: str = "silu", impl: str | None = None
-) -> torch.Tensor:
+    x: torch.Tensor,
+    gate: torch.Tensor,
+    up: torch.Tensor,
+    *,
+    activation: str = "silu",
+    return_products: bool = False,
+    impl: str | None = None,
+) -> torch.Tensor | tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
     """Returns `activation(x @ gate.T) * (x @ up.T)`, (..., N). Gradients flow to x, gate and up.
 
     x: (..., K); gate, up: (N, K), laid out as the weights of `torch.nn.Linear`; one dtype and device, any strides.
     activation: "silu", "gelu" or "gelu_tanh". Fused implementations round once; PyTorch also rounds both products.
     float32 products follow `torch.get_float32_matmul_precision()`. Autocast casts all inputs first.
+    return_products: returns (y, x @ gate.T, x @ up.T), for a backward pass of the caller's own; no gradients flow then.
     Raises RidgelineError if shapes, dtypes or devices do not match, or if `impl` cannot run the call.
     """
 

@@ -9,6 +9,10 @@ from importlib import import_module
 VERBS: dict[str, tuple[str, str]] = {
     "sizes": ("sizes", "list the named sizes with their parameters and operations"),
     "bench": ("bench", "time forward, backward and the whole step: tokens/s, MFU, peak memory"),
+    "attention": ("attention", "time attention over the assignment's grids: forward, backward, memory"),
+    "profile": ("profile", "show where the time goes, by layer, module, kind of work and kernel"),
+    "scale": ("scale", "time matrix products and an MLP as they grow, and fit the exponents"),
+    "leaderboard": ("leaderboard", "run the leaderboard's step of 8.1 B parameters beside its floor; plan its memory"),
 }
 
 

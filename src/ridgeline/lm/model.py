@@ -144,7 +144,7 @@ class Transformer(nn.Module):
     def hidden(self, tokens: torch.Tensor) -> torch.Tensor:
         """Returns the last layer's input, (batch, context, width)."""
         x, stream = self.model.embed_tokens(tokens), None
-        if torch.is_autocast_enabled(x.device.type):
+        if not x.is_meta and torch.is_autocast_enabled(x.device.type):
             x = x.to(torch.get_autocast_dtype(x.device.type))
         cos, sin = self.rotations(tokens.shape[1], tokens.device)
         for first in range(0, self.size.layers, self.every or self.size.layers):

@@ -46,7 +46,9 @@ def shape(options: argparse.Namespace) -> Size:
 
 @dataclass
 class Setup:
-    """A model with its data and optimizer. `step(mode)` runs one of MODES and returns the loss, on the device."""
+    """A model with its data and optimizer. `step(mode)` runs one of MODES and returns the loss, on the device.
+
+    It calls `mark` with "forward", "backward" and "optimizer" when the host has started each of them."""
 
     size: Size
     model: Callable[..., torch.Tensor]  # compiled if asked for
@@ -59,15 +61,17 @@ class Setup:
     def context(self) -> AbstractContextManager[Any]:
         return nullcontext() if self.autocast is None else torch.autocast(self.tokens.device.type, self.autocast)
 
-    def step(self, mode: str) -> torch.Tensor:
-        if mode == "forward":
-            with torch.no_grad(), self.context():
-                return self.model(self.tokens, self.target)
-        with self.context():
+    def step(self, mode: str, mark: Callable[[str], Any] = lambda part: None) -> torch.Tensor:
+        with torch.set_grad_enabled(mode != "forward"), self.context():
             loss = self.model(self.tokens, self.target)
+        mark("forward")
+        if mode == "forward":
+            return loss
         loss.backward()
+        mark("backward")
         if mode == "step":
             self.optimizer.step()
+            mark("optimizer")
         self.plain.zero_grad(set_to_none=True)
         return loss.detach()
 
@@ -86,6 +90,8 @@ def build(options: argparse.Namespace, device: torch.device | None = None) -> Se
     for name in ("context", "batch"):
         if getattr(options, name) < 1:
             raise RidgelineError(f"lm: --{name} must be at least 1, but is {getattr(options, name)}")
+    if options.checkpoint < 0:
+        raise RidgelineError(f"lm: --checkpoint must be 0 or more, but is {options.checkpoint}")
     if options.autocast and options.precision != "float32":
         raise RidgelineError("lm: --autocast computes in half precision over float32 weights: leave --precision out")
     device = device or chosen_device(options)

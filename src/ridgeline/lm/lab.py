@@ -1,0 +1,183 @@
+"""All that the language-model lab takes from `ridgeline.lab`: its statistics, its clock, its units and its tables."""
+
+from __future__ import annotations
+
+import argparse
+import json
+import os
+import statistics
+import subprocess
+import sys
+import time
+from collections.abc import Callable, Mapping, Sequence
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from ridgeline.lab import units
+from ridgeline.lab.measurement import clock
+from ridgeline.lab.measurement.clock import Measurement, interval, median
+from ridgeline.lab.measurement.roof import CPU_SIDES, SHAPES
+from ridgeline.lab.tables import console, table
+from ridgeline.op import RidgelineError
+
+__all__ = ["interval", "median", "units"]
+
+
+def whole(text: str) -> int:
+    """A flag's type: an integer of at least 0."""
+    if not text.strip().isdigit():
+        raise argparse.ArgumentTypeError(f"takes a whole number of 0 or more, and got {text!r}")
+    return int(text)
+
+
+def positive(text: str) -> int:
+    """A flag's type: an integer of at least 1."""
+    if not text.strip().isdigit() or not int(text):
+        raise argparse.ArgumentTypeError(f"takes a whole number of 1 or more, and got {text!r}")
+    return int(text)
+
+
+def wholes(text: str) -> list[int]:
+    """A flag's type: integers of at least 0, with commas between them."""
+    return [whole(part) for part in text.split(",")]
+
+
+def above_zero(verb: str, **flags: Sequence[int]) -> None:
+    """Raises RidgelineError if a list of a flag has a 0."""
+    for name, values in flags.items():
+        if 0 in values:
+            raise RidgelineError(f"lm {verb}: --{name} takes whole numbers of 1 or more, and got 0")
+
+
+def names(text: str) -> list[str]:
+    """A flag's type: names, with commas between them."""
+    return [part.strip() for part in text.split(",") if part.strip()]
+
+
+def column(title: str | None, words: Sequence[str], figures: Sequence[str], rows: Sequence[Sequence[str]]) -> None:
+    """Prints a table: columns of words, then columns of figures."""
+    made = table(title, words, figures)
+    for row in rows:
+        made.add_row(*row)
+    console().print(made, soft_wrap=True)
+
+
+def say(text: str) -> None:
+    """Prints a line as it is."""
+    print(text, flush=True)
+
+
+def figures(seconds: Sequence[float]) -> dict[str, float]:
+    """Returns the median of times with its 95% interval, their mean and their standard deviation."""
+    low, high = interval(seconds)
+    return {
+        "median": median(seconds),
+        "low": low,
+        "high": high,
+        "mean": statistics.mean(seconds),
+        "deviation": statistics.stdev(seconds) if len(seconds) > 1 else 0.0,
+    }
+
+
+def measure(
+    functions: Mapping[str, Callable[[], Any]], device: torch.device, budget: float, min_reps: int = 5, **options: Any
+) -> dict[str, Measurement]:
+    """Times functions without arguments on a device, interleaved, from a cold cache: `ridgeline.lab.measure`."""
+    timer = clock.device_timer(device.type)
+    return clock.measure(functions, budget=budget, min_reps=min_reps, timer=timer, details=False, **options)
+
+
+def product_rate(device: torch.device, dtype: torch.dtype, budget: float = 1.0) -> float:
+    """Returns the highest rate of matrix products that torch reaches here, in FLOP/s, over the roof's list of shapes.
+
+    budget: seconds, about. On a GPU these are short bursts; a long run may get less, since power limits the clock."""
+    gpu = device.type == "cuda"
+    shapes = SHAPES if gpu else [(side,) * 3 for side in CPU_SIDES]
+    best = 0.0
+    for m, n, k in shapes:
+        work = 2 * m * n * k
+        if best and 20 * work / best > budget:
+            continue
+        a, b = torch.randn(m, k, device=device, dtype=dtype), torch.randn(n, k, device=device, dtype=dtype)
+        found = measure({"mm": partial(torch.matmul, a, b.mT)}, device, budget / len(shapes), min_reps=3)
+        best = max(best, work / found["mm"].median)
+    return best
+
+
+def machine() -> dict[str, Any]:
+    """Returns what a recorded row says of this machine."""
+    gpu = torch.cuda.get_device_name() if torch.cuda.is_available() else None
+    return {"gpu": gpu, "threads": torch.get_num_threads(), "torch": torch.__version__}
+
+
+def record(path: Path, rows: Sequence[dict[str, Any]], verb: str) -> None:
+    """Appends rows to a file of JSON lines in one write. Raises RidgelineError if the file cannot be written."""
+    stamp = {"type": f"lm {verb}", "time": time.strftime("%Y-%m-%dT%H:%M:%SZ", time.gmtime()), "machine": machine()}
+    try:
+        with path.open("a") as file:
+            file.write("".join(json.dumps(stamp | row) + "\n" for row in rows))
+    except OSError as error:
+        raise RidgelineError(f"lm: --record {path} cannot be written: {error.strerror}") from error
+
+
+def command(verb: str, options: argparse.Namespace, drop: Sequence[str] = (), **changes: Any) -> list[str]:
+    """Returns the command line that runs a verb with these options in a process of its own."""
+    words = [sys.executable, "-m", "ridgeline", "lm", verb]
+    kept = {name: value for name, value in vars(options).items() if name not in ("lm_verb", *drop)}
+    for name, value in (kept | changes).items():
+        if value is None or value is False:
+            continue
+        flag = f"--{name.replace('_', '-')}"
+        words.append(flag if value is True else f"{flag}={value}")
+    return words
+
+
+def environment() -> dict[str, str]:
+    """Returns the environment in which another process imports the same ridgeline."""
+    return {**os.environ, "PYTHONPATH": os.pathsep.join(p for p in sys.path if p)}
+
+
+def child(words: Sequence[str]) -> dict[str, Any]:
+    """Runs a command that prints one line of JSON, and returns it.
+
+    A process that dies gives {"error": ...}; its own sentence of bad input raises RidgelineError."""
+    done = subprocess.run(words, env=environment(), text=True, capture_output=True)
+    last = (done.stdout.strip().splitlines() or [""])[-1]
+    if last.startswith("{"):
+        return json.loads(last)
+    said = (done.stderr.strip().splitlines() or ["nothing"])[-1]
+    if done.returncode == 2 and said.startswith("ridgeline: "):
+        raise RidgelineError(said.removeprefix("ridgeline: "))
+    if done.returncode == -9:
+        return {"error": "out of memory: the system killed the process"}
+    return {"error": f"the process ended with {done.returncode} and said: {said}"}
+
+
+def out_of_memory(error: BaseException) -> bool:
+    """Returns whether an exception says that memory ran out, on a GPU or on the CPU."""
+    signs = "can't allocate memory", "CUDA out of memory", "CUBLAS_STATUS_ALLOC_FAILED"
+    return isinstance(error, torch.OutOfMemoryError | MemoryError) or any(sign in str(error) for sign in signs)
+
+
+def memory_of(device: torch.device) -> int:
+    """Returns the bytes of memory that the device has."""
+    if device.type == "cuda":
+        return torch.cuda.get_device_properties(device).total_memory
+    return os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")
+
+
+def release(device: torch.device) -> None:
+    """Frees memory that nothing refers to."""
+    import gc
+
+    gc.collect()
+    if device.type == "cuda":
+        torch.cuda.empty_cache()
+
+
+def synchronize(device: torch.device) -> None:
+    if device.type == "cuda":
+        torch.cuda.synchronize(device)
