@@ -328,11 +328,12 @@ def name_of(model: str) -> str:
 
 def measured_roof(device: str) -> Row:
     """The roof of bench, measured quickly, with the rate of matrix products that the machine keeps up for seconds."""
-    from ridgeline.lab import bench
+    from ridgeline.lab.measurement.candidates import release
+    from ridgeline.lab.measurement.roof import measure_roof
 
-    roof = bench.measure_roof(device, True)
+    roof = measure_roof(device, True)
     roof["lasting"] = {"bfloat16": lasting(device)}
-    bench.release(device)
+    release(device)
     return roof
 
 
