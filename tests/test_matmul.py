@@ -24,7 +24,7 @@ from ridgeline.boundary import INTERPRETED, Launch, observe
 from ridgeline.lab import catalogue, inspect
 from ridgeline.op import Case, Spec, get
 from ridgeline.ops.matmul import _cluster, _hopper, _persistent
-from ridgeline.ops.matmul._epilogue import add_up
+from ridgeline.ops.matmul._epilogue import Epilogue, add_up
 from ridgeline.ops.matmul._hopper import aligned, copied, whole
 from ridgeline.select import why_not
 
@@ -107,7 +107,7 @@ def emulate(launch: Launch) -> None:
         out[..., :columns].copy_(t.as_strided((out.shape[0], rows, columns), strides))
         return
     if name == "_sum":
-        y, z, sums, bias, residual, *_ = args
+        y, (z, bias, residual), sums, *_ = args
         x = sums.sum(0)[..., : y.shape[-1]] + (0 if bias is None else bias)
         if z is not None:
             z.view(y.shape).copy_(x)
@@ -507,7 +507,7 @@ def test_parts_are_added_up(device: str) -> None:
     sums, bias = torch.randn(3, 2, 17, 28, device=device), torch.randn(26, device=device)
     residual = torch.randn(2, 17, 26, device=device)
     y, z = torch.empty_like(residual), torch.empty_like(residual)
-    add_up(y, sums, z, bias, residual, "gelu")
+    add_up(y, sums, Epilogue(z, bias, residual), "gelu")
     exact = sums.sum(0)[..., :26] + bias
     torch.testing.assert_close(z, exact)
     torch.testing.assert_close(y, torch.nn.functional.gelu(exact) + residual)

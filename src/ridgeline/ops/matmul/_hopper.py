@@ -32,7 +32,7 @@ from ridgeline import device, tuning
 from ridgeline.boundary import launch
 from ridgeline.cuda import TensorMap
 from ridgeline.op import dtype_name, nbytes
-from ridgeline.ops.matmul._epilogue import add_up
+from ridgeline.ops.matmul._epilogue import Epilogue, add_up
 
 _load: gl.constexpr = getattr(tma, "async_load", None) or tma.async_copy_global_to_shared
 _reinterpret: gl.constexpr = (
@@ -428,7 +428,7 @@ def product(
     if parts > 1:
         sums = y.new_empty((parts, batch, M, triton.cdiv(N, 8) * 8), dtype=torch.float32)
         result = sums.view(parts * batch, M, -1)
-        epilogue: dict[str, Any] = {"z": z, "bias": bias, "residual": residual, "activation": activation}
+        epilogue, last = Epilogue(z, bias, residual), activation
         z = bias = residual = None
         activation = ""
     rows, wide = made["ROWS"], made["BN"] // (2 if up is not None else 1)
@@ -449,7 +449,7 @@ def product(
     maps = board(result), board(z), board(z_up), bias, board(residual), left, *rights
     launch(_fwd, (min(tiles, gpu.multiprocessors),), result, *maps, *numbers, **facts)
     if parts > 1:
-        add_up(y, sums, **epilogue)
+        add_up(y, sums, epilogue, last)
 
 
 # ROWS, BN, STAGES, BOARDS: as many as fit in shared memory.
