@@ -422,7 +422,7 @@ def product(
     by_blocks = bool(_wide(a, b, scale_a, scale_b))
     words = [word for word, on in (("straddling", min(starts) < 128), ("blocks", by_blocks)) if on]
     key = " ".join([dtype_name(a), *sizes, *words])
-    made = tuning.config(gpu, op, "hopper", key, lambda: rule(gpu, M, N, K, starts), space)
+    made: dict[str, Any] = tuning.config(gpu, op, "hopper", key, lambda: rule(gpu, M, N, K, starts), space)
     steps = (*scale_a.stride(), *scale_b.stride()[::-1]) if by_blocks else (step(scale_a, 0), 0, step(scale_b, -1), 0)
     more = step(zero_a, 0), 0 if bias is None else bias.stride(0)
     rows, wide = made["ROWS"], made["BN"]

@@ -16,27 +16,11 @@ BLOCK = 128  # elements along K, and along N, that share a scale of an fp8 block
 OUT = (torch.bfloat16, torch.float16, torch.float32)
 
 
-class Matrix(NamedTuple):
-    """A matrix with its strides."""
-
-    data: Any
-    row_stride: int
-    column_stride: int
-
-
 class Line(NamedTuple):
     """A number for each row or column, with their stride: 0 if there is one for all. data may be None."""
 
     data: Any
     stride: int
-
-
-class Sizes(NamedTuple):
-    """Those of a product of (M, K) and (K, N)."""
-
-    M: int
-    N: int
-    K: int
 
 
 @triton.jit

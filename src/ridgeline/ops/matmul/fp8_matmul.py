@@ -20,13 +20,12 @@ from ridgeline import device
 from ridgeline.boundary import INTERPRETED, kernel_op, launch
 from ridgeline.op import Case, Columns, Cost, Op, OwnDtype, RidgelineError, Spec, nbytes
 from ridgeline.ops.matmul import _hopper8
+from ridgeline.ops.matmul._operands import Matrix, Sizes
 from ridgeline.ops.matmul._scaled import (
     BLOCK,
     Inside,
-    Matrix,
     Scale,
     ScaleColumns,
-    Sizes,
     blocks,
     config,
     fault,

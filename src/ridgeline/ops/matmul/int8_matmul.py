@@ -19,11 +19,10 @@ import triton.language as tl
 from ridgeline.boundary import kernel_op, launch
 from ridgeline.op import Case, Columns, Cost, Op, OwnDtype, RidgelineError, Spec, nbytes
 from ridgeline.ops.matmul import _hopper8
+from ridgeline.ops.matmul._operands import Matrix, Sizes
 from ridgeline.ops.matmul._scaled import (
     Inside,
-    Matrix,
     Scale,
-    Sizes,
     add_columns,
     along_columns,
     along_rows,

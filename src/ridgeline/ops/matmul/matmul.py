@@ -22,6 +22,7 @@ from ridgeline.boundary import Function, differentiate, first_order, kernel_op, 
 from ridgeline.op import Case, Columns, Cost, Op, RidgelineError, Spec, dense_only, dtype_name, nbytes
 from ridgeline.ops.matmul import _cluster, _hopper, _persistent
 from ridgeline.ops.matmul._epilogue import Epilogue, finish
+from ridgeline.ops.matmul._operands import Sizes
 from ridgeline.select import eager, run
 
 
@@ -32,14 +33,6 @@ class Matrices(NamedTuple):
     batch_stride: int
     row_stride: int
     column_stride: int
-
-
-class Sizes(NamedTuple):
-    """Those of a product of (M, K) and (K, N)."""
-
-    M: int
-    N: int
-    K: int
 
 
 @triton.jit
