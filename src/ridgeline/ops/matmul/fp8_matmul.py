@@ -43,8 +43,14 @@ E4M3 = torch.float8_e4m3fn
 
 
 class Scales(NamedTuple):
-    a: Matrix
-    b: Matrix
+    """Those of a's rows and b's columns, with their strides; a block is one of K."""
+
+    a: Any
+    b: Any
+    a_row_stride: int
+    a_block_stride: int
+    b_block_stride: int
+    b_column_stride: int
 
 
 @triton.jit
@@ -73,11 +79,11 @@ def _fwd(
     k = tl.arange(0, BK).to(tl.int64)
     at_a = a.data + (m % M)[:, None].to(tl.int64) * a.row_stride + k[None, :] * a.column_stride
     at_b = b.data + k[:, None] * b.row_stride + (n % N)[None, :].to(tl.int64) * b.column_stride
-    scale_a = scales.a.data + (m % M).to(tl.int64) * scales.a.row_stride
+    scale_a = scales.a + (m % M).to(tl.int64) * scales.a_row_stride
     if WIDE > 1:
-        scale_b = scales.b.data + tl.min(n, 0).to(tl.int64) // WIDE * scales.b.column_stride
+        scale_b = scales.b + tl.min(n, 0).to(tl.int64) // WIDE * scales.b_column_stride
     else:
-        scale_b = scales.b.data + (n % N).to(tl.int64) * scales.b.column_stride
+        scale_b = scales.b + (n % N).to(tl.int64) * scales.b_column_stride
     total = tl.zeros((BM, BN), tl.float32)
     ahead = tl.full((), BK, tl.int64)  # BK strides may exceed 2^31
     for start in range(0, K, BK):
@@ -97,8 +103,8 @@ def _fwd(
                 total += part * (rows[:, None] * columns[None, :])
             else:
                 total += part * (rows * columns)[:, None]
-            scale_a += scales.a.column_stride
-            scale_b += scales.b.row_stride
+            scale_a += scales.a_block_stride
+            scale_b += scales.b_block_stride
         at_a += a.column_stride * ahead
         at_b += b.row_stride * ahead
     if WIDE == 0:
@@ -117,7 +123,7 @@ def _launch(
     codes = (a, b) if native else (a.view(torch.uint8), b.view(torch.uint8))
     steps = (scale_a.stride(), scale_b.stride()) if wide else ((step(scale_a, 0), 0), (0, step(scale_b, -1)))
     operands = [Matrix(code, *t.stride()) for code, t in zip(codes, (a, b), strict=True)]
-    scales = Scales(Matrix(scale_a, *steps[0]), Matrix(scale_b, *steps[1]))
+    scales = Scales(scale_a, scale_b, *steps[0], *steps[1])
     given = y, *operands, scales, line(bias, 0), Sizes(M, N, K)
     configured: dict[str, Any] = {
         "config": lambda: config("fp8_matmul", a, b, wide=False, whole=native),

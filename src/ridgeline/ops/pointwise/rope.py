@@ -26,12 +26,13 @@ Pair = tuple[torch.Tensor, torch.Tensor]
 
 
 class Heads(NamedTuple):
-    """A result and its input, (batch, heads, seq, D), with their strides."""
+    """A tensor (batch, heads, seq, D) with its strides. No tuple here holds another: Triton 3.6 would mix them up."""
 
-    y: Any
-    x: Any
-    y_strides: tuple[int, ...]
-    x_strides: tuple[int, ...]
+    data: Any
+    batch_stride: int
+    head_stride: int
+    seq_stride: int
+    column_stride: int
 
 
 class Angles(NamedTuple):
@@ -39,8 +40,10 @@ class Angles(NamedTuple):
 
     cos: Any
     sin: Any
-    cos_strides: tuple[int, ...]
-    sin_strides: tuple[int, ...]
+    cos_row_stride: int
+    cos_column_stride: int
+    sin_row_stride: int
+    sin_column_stride: int
     length: int
 
 
@@ -48,7 +51,8 @@ class Positions(NamedTuple):
     """Positions, (batch, seq), with their strides; data is None if they are 0, 1, ..."""
 
     data: Any
-    strides: tuple[int, ...]
+    batch_stride: int
+    seq_stride: int
 
 
 class Form(NamedTuple):
@@ -67,7 +71,7 @@ class Form(NamedTuple):
 
 @triton.jit
 def _turned(
-    heads, angles, at, place, fault, seq, batch, head, form: tl.constexpr, HEADS: tl.constexpr, BH: tl.constexpr
+    y, x, angles, at, place, fault, seq, batch, head, form: tl.constexpr, HEADS: tl.constexpr, BH: tl.constexpr
 ):
     """Rotates heads from `head` on at positions `at` by the angles in rows `place`; fault: (BS,), 0 or NaN, or None.
 
@@ -76,52 +80,54 @@ def _turned(
     R: tl.constexpr = form.R
     BR: tl.constexpr = form.BR
     BP: tl.constexpr = form.BP
-    x_strides, y_strides = heads.x_strides, heads.y_strides
-    cos_strides, sin_strides = angles.cos_strides, angles.sin_strides
     h = (head + tl.arange(0, BH)).to(tl.int64)[:, None, None]
     rows = at[None, :, None]
     known = rows < seq
     if HEADS % BH:
         known &= h < HEADS
-    x = heads.x + batch * x_strides[0] + h * x_strides[1] + rows * x_strides[2]
-    y = heads.y + batch * y_strides[0] + h * y_strides[1] + rows * y_strides[2]
+    at_x = x.data + batch * x.batch_stride + h * x.head_stride + rows * x.seq_stride
+    at_y = y.data + batch * y.batch_stride + h * y.head_stride + rows * y.seq_stride
     pair = tl.arange(0, BR)[None, None, :]
     if form.INTERLEAVED:
         column = tl.arange(0, 2 * BR)[None, None, :]
         both = known & (column < 2 * R)
-        values = tl.load(x + column * x_strides[3], mask=both).to(tl.float32)
+        values = tl.load(at_x + column * x.column_stride, mask=both).to(tl.float32)
         a, b = tl.split(tl.reshape(values, (BH, at.shape[0], BR, 2)))
     else:
         half = known & (pair < R)
-        a = tl.load(x + pair * x_strides[3], mask=half).to(tl.float32)
-        b = tl.load(x + (pair + R) * x_strides[3], mask=half).to(tl.float32)
+        a = tl.load(at_x + pair * x.column_stride, mask=half).to(tl.float32)
+        b = tl.load(at_x + (pair + R) * x.column_stride, mask=half).to(tl.float32)
     if BP:
         passed = 2 * R + tl.arange(0, BP)[None, None, :]
         beyond = known & (passed < form.D)
-        rest = tl.load(x + passed * x_strides[3], mask=beyond)
+        rest = tl.load(at_x + passed * x.column_stride, mask=beyond)
     row = place[None, :, None] + tl.zeros_like(h)
     turns = known & (pair < R)
-    c = tl.load(angles.cos + row * cos_strides[0] + pair * cos_strides[1], mask=turns, other=0).to(tl.float32)
-    s = tl.load(angles.sin + row * sin_strides[0] + pair * sin_strides[1], mask=turns, other=0).to(tl.float32)
+    at_c = angles.cos + row * angles.cos_row_stride + pair * angles.cos_column_stride
+    at_s = angles.sin + row * angles.sin_row_stride + pair * angles.sin_column_stride
+    c = tl.load(at_c, mask=turns, other=0).to(tl.float32)
+    s = tl.load(at_s, mask=turns, other=0).to(tl.float32)
     if form.BACK:
         s = -s
     if fault is not None:
         c += fault[None, :, None]
         if BP:
             rest += fault[None, :, None].to(rest.dtype)
-    to = y.dtype.element_ty
+    to = y.data.dtype.element_ty
     if form.INTERLEAVED:
         turned = tl.reshape(tl.join(a * c - b * s, b * c + a * s), (BH, at.shape[0], 2 * BR))
-        tl.store(y + column * y_strides[3], turned.to(to), mask=both)
+        tl.store(at_y + column * y.column_stride, turned.to(to), mask=both)
     else:
-        tl.store(y + pair * y_strides[3], (a * c - b * s).to(to), mask=half)
-        tl.store(y + (pair + R) * y_strides[3], (b * c + a * s).to(to), mask=half)
+        tl.store(at_y + pair * y.column_stride, (a * c - b * s).to(to), mask=half)
+        tl.store(at_y + (pair + R) * y.column_stride, (b * c + a * s).to(to), mask=half)
     if BP:
-        tl.store(y + passed * y_strides[3], rest, mask=beyond)
+        tl.store(at_y + passed * y.column_stride, rest, mask=beyond)
 
 
 @triton.jit
 def _fwd(
+    yq,
+    yk,
     q,
     k,
     angles,
@@ -144,14 +150,14 @@ def _fwd(
     place = at
     fault = None
     if positions.data is not None:
-        steps = positions.strides
-        place = tl.load(positions.data + batch * steps[0] + at * steps[1], mask=at < seq, other=0)
+        where = positions.data + batch * positions.batch_stride + at * positions.seq_stride
+        place = tl.load(where, mask=at < seq, other=0)
         fault = tl.where((place >= 0) & (place < angles.length), 0.0, float("nan"))
         place = tl.minimum(tl.maximum(place, 0), angles.length - 1)
     if group < of_q:
-        _turned(q, angles, at, place, fault, seq, batch, group * BH, form, Q, BH)
+        _turned(yq, q, angles, at, place, fault, seq, batch, group * BH, form, Q, BH)
     else:
-        _turned(k, angles, at, place, fault, seq, batch, (group - of_q) * BH, form, K, BH)
+        _turned(yk, k, angles, at, place, fault, seq, batch, (group - of_q) * BH, form, K, BH)
 
 
 _SPACE = [{"BH": h, "BS": s, "num_warps": w} for h in (1, 2, 4, 8, 16) for s in (1, 2, 4, 8, 16, 32) for w in (2, 4, 8)]
@@ -186,9 +192,9 @@ def _launch(back: bool, yq: torch.Tensor, yk: torch.Tensor, *args: Any) -> None:
     steps = (0, 0) if positions is None else (0, positions.stride(0)) if positions.dim() == 1 else positions.stride()
     passed = triton.next_power_of_2(d - 2 * r) if d > 2 * r else 0
     shape = {"form": Form(d, r, interleaved, back, br, passed), "Q": q_heads, "K": k_heads}
-    heads = [Heads(y, x, y.stride(), x.stride()) for y, x in ((yq, q), (yk, k))]
-    angles = Angles(cos, sin, cos.stride(), sin.stride(), length)
-    given = *heads, angles, Positions(positions, steps), batch, seq
+    heads = [Heads(t, *t.stride()) for t in (yq, yk, q, k)]
+    angles = Angles(cos, sin, *cos.stride(), *sin.stride(), length)
+    given = *heads, angles, Positions(positions, *steps), batch, seq
     launch(_fwd, grid, *given, config=config, key=(br, most), **shape)
 
 
