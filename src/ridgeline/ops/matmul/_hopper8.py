@@ -163,6 +163,27 @@ def _add_floats(
 
 
 @gluon.jit
+def _add_whole(place, odd, low, high, ring, tiles, ME: gl.constexpr):
+    """Returns the int32 sums of a group's rows of a tile, and the ring's next place."""
+    # Triton has no int8 product wider than 224 columns.
+    layout: gl.constexpr = gl.NVMMADistributedLayout(
+        version=[3, 0], warps_per_cta=[4, 1], instr_shape=[16, min(tiles.BN, 128), 32]
+    )
+    acc = gl.zeros([tiles.BM // GROUPS, tiles.BN], gl.int32, layout)
+    started = ring.multiply(place, odd, acc, ME, False)
+    return ring.add_up(place, odd, started, low, high, ME)
+
+
+@gluon.jit
+def _scales_of(m, n, scaling, strides, tiles):
+    """Loads the scales of a tile's columns and of a group's rows."""
+    j = n + gl.arange(0, tiles.BN, gl.BlockedLayout([max(1, tiles.BN // 128)], [32], [4], [0]))
+    columns = gl.load(scaling.b + j.to(gl.int64) * strides.b_column, mask=j < tiles.N, other=0)
+    i = m + gl.arange(0, tiles.BM // GROUPS, gl.BlockedLayout([1], [32], [4], [0]))
+    return columns, _down(scaling.a, i, tiles.M, strides.a_row)
+
+
+@gluon.jit
 def _multiply(
     ME: gl.constexpr,
     result,
@@ -176,10 +197,7 @@ def _multiply(
     LAG: gl.constexpr,
     BLOCKS: gl.constexpr,
 ):
-    """A consumer group: its rows of all tiles of this program.
-
-    Scales of rows and columns are loaded as a tile begins, one or two numbers per thread, and used as it ends.
-    """
+    """A consumer group: its rows of all tiles. Scales by rows are loaded as a tile begins, and used as it ends."""
     ROWS: gl.constexpr = tiles.BM // GROUPS
     CHUNK: gl.constexpr = boards.type.shape[3]
     CHUNKS: gl.constexpr = tiles.BN // CHUNK
@@ -194,21 +212,14 @@ def _multiply(
         m, n, batch, _part, low, high = tiles.place(t)
         m += ME * ROWS
         if not BLOCKS:
-            j = n + gl.arange(0, tiles.BN, gl.BlockedLayout([max(1, tiles.BN // 128)], [32], [4], [0]))
-            columns = gl.load(scaling.b + j.to(gl.int64) * strides.b_column, mask=j < tiles.N, other=0)
-            i = m + gl.arange(0, ROWS, gl.BlockedLayout([1], [32], [4], [0]))
-            lines = _down(scaling.a, i, tiles.M, strides.a_row)
+            columns, lines = _scales_of(m, n, scaling, strides, tiles)
         if WHOLE:
             if ME * LAG > 0 and n_th == 0:
                 mbarrier.wait(ring.ready.index(gl.minimum(ME * LAG, high - low - 1)), 0)
         elif ME == 1 and n_th == 0:
             mbarrier.wait(begun.index(0), 0)
-        if WHOLE:  # Triton has no int8 product wider than 224 columns
-            across: gl.constexpr = gl.NVMMADistributedLayout(
-                version=[3, 0], warps_per_cta=[4, 1], instr_shape=[16, min(tiles.BN, 128), 32]
-            )
-            started = ring.multiply(place, odd, gl.zeros([ROWS, tiles.BN], gl.int32, across), ME, False)
-            acc, place, odd = ring.add_up(place, odd, started, low, high, ME)
+        if WHOLE:
+            acc, place, odd = _add_whole(place, odd, low, high, ring, tiles, ME)
             pieces = _chunks(acc, CHUNKS)
         else:
             begins = gl.where(n_th == 0, gl.minimum(low + LAG, high - 1), -1)

@@ -193,7 +193,8 @@ def _launch(back: bool, yq: torch.Tensor, yk: torch.Tensor, *args: Any) -> None:
     passed = triton.next_power_of_2(d - 2 * r) if d > 2 * r else 0
     shape = {"form": Form(d, r, interleaved, back, br, passed), "Q": q_heads, "K": k_heads}
     heads = [Heads(t, *t.stride()) for t in (yq, yk, q, k)]
-    angles = Angles(cos, sin, *cos.stride(), *sin.stride(), length)
+    (cos_row, cos_column), (sin_row, sin_column) = cos.stride(), sin.stride()
+    angles = Angles(cos, sin, cos_row, cos_column, sin_row, sin_column, length)
     given = *heads, angles, Positions(positions, *steps), batch, seq
     launch(_fwd, grid, *given, config=config, key=(br, most), **shape)
 
