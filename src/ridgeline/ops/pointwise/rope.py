@@ -11,7 +11,7 @@ Source: Su et al., RoFormer: Enhanced Transformer with Rotary Position Embedding
 from __future__ import annotations
 
 from functools import partial
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 import triton
@@ -25,65 +25,121 @@ from ridgeline.select import by_kind, eager, run
 Pair = tuple[torch.Tensor, torch.Tensor]
 
 
+class Heads(NamedTuple):
+    """A tensor (batch, heads, seq, D) with its strides. No tuple here holds another: Triton 3.6 would mix them up."""
+
+    data: Any
+    batch_stride: int
+    head_stride: int
+    seq_stride: int
+    column_stride: int
+
+
+class Angles(NamedTuple):
+    """Cosines and sines, (length, R), with their strides."""
+
+    cos: Any
+    sin: Any
+    cos_row_stride: int
+    cos_column_stride: int
+    sin_row_stride: int
+    sin_column_stride: int
+    length: int
+
+
+class Positions(NamedTuple):
+    """Positions, (batch, seq), with their strides; data is None if they are 0, 1, ..."""
+
+    data: Any
+    batch_stride: int
+    seq_stride: int
+
+
+class Form(NamedTuple):
+    """How a head turns: D dimensions in R pairs (BR: the power of 2 from R on), BACK by the negative angle.
+
+    BP: the power of 2 from the number of dimensions on that stay, or 0.
+    """
+
+    D: int
+    R: int
+    INTERLEAVED: bool
+    BACK: bool
+    BR: int
+    BP: int
+
+
 @triton.jit
 def _turned(
-    y, x, cos, sin, at, place, fault, seq, batch, head, y_strides, x_strides, cos_strides, sin_strides,
-    HEADS: tl.constexpr, D: tl.constexpr, R: tl.constexpr, INTERLEAVED: tl.constexpr, BACK: tl.constexpr,
-    BH: tl.constexpr, BR: tl.constexpr, BP: tl.constexpr
-):  # fmt: skip
+    y, x, angles, at, place, fault, seq, batch, head, form: tl.constexpr, HEADS: tl.constexpr, BH: tl.constexpr
+):
     """Rotates heads from `head` on at positions `at` by the angles in rows `place`; fault: (BS,), 0 or NaN, or None.
 
     Loads of all heads come first, then loads of the angles, then the arithmetic.
     """
+    R: tl.constexpr = form.R
+    BR: tl.constexpr = form.BR
+    BP: tl.constexpr = form.BP
     h = (head + tl.arange(0, BH)).to(tl.int64)[:, None, None]
     rows = at[None, :, None]
     known = rows < seq
     if HEADS % BH:
         known &= h < HEADS
-    x += batch * x_strides[0] + h * x_strides[1] + rows * x_strides[2]
-    y += batch * y_strides[0] + h * y_strides[1] + rows * y_strides[2]
+    at_x = x.data + batch * x.batch_stride + h * x.head_stride + rows * x.seq_stride
+    at_y = y.data + batch * y.batch_stride + h * y.head_stride + rows * y.seq_stride
     pair = tl.arange(0, BR)[None, None, :]
-    if INTERLEAVED:
+    if form.INTERLEAVED:
         column = tl.arange(0, 2 * BR)[None, None, :]
         both = known & (column < 2 * R)
-        values = tl.load(x + column * x_strides[3], mask=both).to(tl.float32)
+        values = tl.load(at_x + column * x.column_stride, mask=both).to(tl.float32)
         a, b = tl.split(tl.reshape(values, (BH, at.shape[0], BR, 2)))
     else:
         half = known & (pair < R)
-        a = tl.load(x + pair * x_strides[3], mask=half).to(tl.float32)
-        b = tl.load(x + (pair + R) * x_strides[3], mask=half).to(tl.float32)
+        a = tl.load(at_x + pair * x.column_stride, mask=half).to(tl.float32)
+        b = tl.load(at_x + (pair + R) * x.column_stride, mask=half).to(tl.float32)
     if BP:
         passed = 2 * R + tl.arange(0, BP)[None, None, :]
-        beyond = known & (passed < D)
-        rest = tl.load(x + passed * x_strides[3], mask=beyond)
-    angles = place[None, :, None] + tl.zeros_like(h)
+        beyond = known & (passed < form.D)
+        rest = tl.load(at_x + passed * x.column_stride, mask=beyond)
+    row = place[None, :, None] + tl.zeros_like(h)
     turns = known & (pair < R)
-    c = tl.load(cos + angles * cos_strides[0] + pair * cos_strides[1], mask=turns, other=0).to(tl.float32)
-    s = tl.load(sin + angles * sin_strides[0] + pair * sin_strides[1], mask=turns, other=0).to(tl.float32)
-    if BACK:
+    at_c = angles.cos + row * angles.cos_row_stride + pair * angles.cos_column_stride
+    at_s = angles.sin + row * angles.sin_row_stride + pair * angles.sin_column_stride
+    c = tl.load(at_c, mask=turns, other=0).to(tl.float32)
+    s = tl.load(at_s, mask=turns, other=0).to(tl.float32)
+    if form.BACK:
         s = -s
     if fault is not None:
         c += fault[None, :, None]
         if BP:
             rest += fault[None, :, None].to(rest.dtype)
-    to = y.dtype.element_ty
-    if INTERLEAVED:
+    to = y.data.dtype.element_ty
+    if form.INTERLEAVED:
         turned = tl.reshape(tl.join(a * c - b * s, b * c + a * s), (BH, at.shape[0], 2 * BR))
-        tl.store(y + column * y_strides[3], turned.to(to), mask=both)
+        tl.store(at_y + column * y.column_stride, turned.to(to), mask=both)
     else:
-        tl.store(y + pair * y_strides[3], (a * c - b * s).to(to), mask=half)
-        tl.store(y + (pair + R) * y_strides[3], (b * c + a * s).to(to), mask=half)
+        tl.store(at_y + pair * y.column_stride, (a * c - b * s).to(to), mask=half)
+        tl.store(at_y + (pair + R) * y.column_stride, (b * c + a * s).to(to), mask=half)
     if BP:
-        tl.store(y + passed * y_strides[3], rest, mask=beyond)
+        tl.store(at_y + passed * y.column_stride, rest, mask=beyond)
 
 
 @triton.jit
 def _fwd(
-    yq, yk, q, k, cos, sin, positions, batches, seq, length, yq_strides, yk_strides, q_strides, k_strides, cos_strides,
-    sin_strides, position_strides, Q: tl.constexpr, K: tl.constexpr, D: tl.constexpr, R: tl.constexpr,
-    INTERLEAVED: tl.constexpr, BACK: tl.constexpr, BR: tl.constexpr, BP: tl.constexpr, BH: tl.constexpr,
-    BS: tl.constexpr
-):  # fmt: skip
+    yq,
+    yk,
+    q,
+    k,
+    angles,
+    positions,
+    batches,
+    seq,
+    form: tl.constexpr,
+    Q: tl.constexpr,
+    K: tl.constexpr,
+    BH: tl.constexpr,
+    BS: tl.constexpr,
+):
     of_q: tl.constexpr = tl.cdiv(Q, BH)
     tiles = tl.cdiv(seq, BS)
     # Positions of one group are adjacent, so programs that run together read memory in order.
@@ -93,60 +149,15 @@ def _fwd(
     seq = tl.where(batch < batches, seq, 0)
     place = at
     fault = None
-    if positions is not None:
-        place = tl.load(positions + batch * position_strides[0] + at * position_strides[1], mask=at < seq, other=0)
-        fault = tl.where((place >= 0) & (place < length), 0.0, float("nan"))
-        place = tl.minimum(tl.maximum(place, 0), length - 1)
+    if positions.data is not None:
+        where = positions.data + batch * positions.batch_stride + at * positions.seq_stride
+        place = tl.load(where, mask=at < seq, other=0)
+        fault = tl.where((place >= 0) & (place < angles.length), 0.0, float("nan"))
+        place = tl.minimum(tl.maximum(place, 0), angles.length - 1)
     if group < of_q:
-        _turned(
-            yq,
-            q,
-            cos,
-            sin,
-            at,
-            place,
-            fault,
-            seq,
-            batch,
-            group * BH,
-            yq_strides,
-            q_strides,
-            cos_strides,
-            sin_strides,
-            Q,
-            D,
-            R,
-            INTERLEAVED,
-            BACK,
-            BH,
-            BR,
-            BP,
-        )
+        _turned(yq, q, angles, at, place, fault, seq, batch, group * BH, form, Q, BH)
     else:
-        _turned(
-            yk,
-            k,
-            cos,
-            sin,
-            at,
-            place,
-            fault,
-            seq,
-            batch,
-            (group - of_q) * BH,
-            yk_strides,
-            k_strides,
-            cos_strides,
-            sin_strides,
-            K,
-            D,
-            R,
-            INTERLEAVED,
-            BACK,
-            BH,
-            BR,
-            BP,
-        )
+        _turned(yk, k, angles, at, place, fault, seq, batch, (group - of_q) * BH, form, K, BH)
 
 
 _SPACE = [{"BH": h, "BS": s, "num_warps": w} for h in (1, 2, 4, 8, 16) for s in (1, 2, 4, 8, 16, 32) for w in (2, 4, 8)]
@@ -179,11 +190,13 @@ def _launch(back: bool, yq: torch.Tensor, yk: torch.Tensor, *args: Any) -> None:
         return groups * triton.cdiv(seq, c["BS"]), min(batch, 32768), triton.cdiv(batch, 32768)
 
     steps = (0, 0) if positions is None else (0, positions.stride(0)) if positions.dim() == 1 else positions.stride()
-    strides = [t.stride() for t in (yq, yk, q, k, cos, sin)]
-    shape = {"Q": q_heads, "K": k_heads, "D": d, "R": r, "INTERLEAVED": interleaved, "BACK": back, "BR": br}
-    shape["BP"] = triton.next_power_of_2(d - 2 * r) if d > 2 * r else 0
-    tables = *strides, steps
-    launch(_fwd, grid, yq, yk, *args[:5], batch, seq, length, *tables, config=config, key=(br, most), **shape)
+    passed = triton.next_power_of_2(d - 2 * r) if d > 2 * r else 0
+    shape = {"form": Form(d, r, interleaved, back, br, passed), "Q": q_heads, "K": k_heads}
+    heads = [Heads(t, *t.stride()) for t in (yq, yk, q, k)]
+    (cos_row, cos_column), (sin_row, sin_column) = cos.stride(), sin.stride()
+    angles = Angles(cos, sin, cos_row, cos_column, sin_row, sin_column, length)
+    given = *heads, angles, Positions(positions, *steps), batch, seq
+    launch(_fwd, grid, *given, config=config, key=(br, most), **shape)
 
 
 @kernel_op(
