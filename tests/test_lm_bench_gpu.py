@@ -76,6 +76,8 @@ def test_the_plan_holds_what_a_step_takes() -> None:
         board.step()
         torch.cuda.reset_peak_memory_stats()
         assert board.step().isfinite()
-        assert torch.cuda.max_memory_allocated() <= made.peak - leaderboard.RESERVE + 0.3e9, policy
+        assert torch.cuda.max_memory_allocated() <= made.peak - leaderboard.RESERVE + 0.5e9, (
+            policy
+        )  # cuBLAS's workspaces
         del board
         torch.cuda.empty_cache()

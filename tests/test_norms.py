@@ -8,7 +8,7 @@ import torch
 import ridgeline
 from ridgeline import device as devices
 from ridgeline import nn as ours
-from ridgeline.op import RidgelineError
+from ridgeline.op import RidgelineError, get
 
 pytestmark = pytest.mark.kernels
 
@@ -171,6 +171,7 @@ def test_opcheck(name: str, device: str) -> None:
     rows, weight = torch.randn(9, 130, device=device, dtype=HALF), torch.randn(130, device=device)
     residual = rows if name == "add_rms_norm" else None
     args = rows, None if residual is None else residual.clone(), weight, None, 1e-6, 1.0, "llama", 1, None
+    get(name)  # registers it
     torch.library.opcheck(getattr(torch.ops.ridgeline, f"{name}_fwd").default, args)
 
 
@@ -236,4 +237,4 @@ def test_modules(device: str) -> None:
         ({"offset": 1.0, "elementwise_affine": False}, "rms_norm: offset=1.0 is added to the weight, but weight is"),
     ):
         with pytest.raises(RidgelineError, match=said):
-            ours.RMSNorm(48, **wrong)(flat)
+            ours.RMSNorm(48, **wrong).to(device)(flat)

@@ -13,9 +13,11 @@ from types import ModuleType
 
 import pytest
 import torch
-from ridgeline.lab.model_step import Task
 
-from ridgeline.lab import model_kinds, model_step, model_worker
+from ridgeline.lab.measurement.model import kinds as model_kinds
+from ridgeline.lab.measurement.model import step as model_step
+from ridgeline.lab.measurement.model import worker as model_worker
+from ridgeline.lab.measurement.model.step import Task
 
 pytestmark = [
     pytest.mark.hf,

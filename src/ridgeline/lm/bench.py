@@ -244,6 +244,8 @@ def rows_of(options: argparse.Namespace) -> list[dict[str, Any]]:
 
 def _row(options: argparse.Namespace, fresh: bool, first: bool = False) -> dict[str, Any]:
     if fresh:
+        if why := fits(options):
+            return named(options) | {"error": f"out of memory: {why}"}
         warmups = ",".join(map(str, options.warmups))
         words = lab.command("bench", options, OWN, json=True, warmups=warmups, **({"first": True} if first else {}))
         row = lab.child(words)
