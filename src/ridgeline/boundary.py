@@ -252,8 +252,8 @@ def launch(
 
     kernel: a `triton.jit` or `gluon.jit` function whose constexpr parameters come last, or a `CudaKernel`.
     grid: a tuple, or a function from the constants to a tuple. A grid with a zero in it starts nothing.
-    args: the runtime arguments in order; the first is a tensor or a tuple of tensors. Give a tensor descriptor as a
-        `TensorMap`.
+    args: the runtime arguments in order; the first is a tensor or a tuple that begins with one. Give a tensor
+        descriptor as a `TensorMap`. Tuples and NamedTuples of arguments may be nested.
     constants: the constexpr parameters and compile options (num_warps, num_stages, ...) by name; macros for CUDA C++.
     config: a function that returns the tile configuration, merged into `constants`. It is called once for each
         combination of argument kinds, constants and `key`.
@@ -263,7 +263,7 @@ def launch(
     if _trace.on:
         return
     first = args[0]
-    if type(first) is tuple:
+    while isinstance(first, tuple):
         first = first[0]
     interpreted = INTERPRETED and not isinstance(kernel, CudaKernel)
     elsewhere = interpreted or devices._pretended is not None  # no GPU is used
@@ -363,6 +363,9 @@ def _read(args: tuple[Any, ...], values: list[Any], key: list[Any]) -> None:
         elif arg is None:
             values.append(0)
             key.append(None)
+        elif isinstance(arg, tuple):  # a NamedTuple
+            key.append(kind)
+            _read(arg, values, key)
         elif isinstance(arg, torch.Tensor):
             _read((arg.as_subclass(torch.Tensor),), values, key)
         elif kind is TensorMap:
@@ -382,9 +385,35 @@ def _made(kernel: Any, args: tuple[Any, ...], constants: dict[str, Any]) -> tupl
     """Returns the arguments in the form that Triton's compiler and interpreter take."""
     if isinstance(kernel, CudaKernel):
         return args
-    return tuple(
-        [_descriptor(kernel, a, constants) if type(a) is TensorMap else int(a) if type(a) is Loose else a for a in args]
-    )
+
+    def made(a: Any) -> Any:
+        if type(a) is TensorMap:
+            return _descriptor(kernel, a, constants)
+        return _mapped(made, a) if isinstance(a, tuple) else int(a) if type(a) is Loose else a
+
+    return tuple([made(a) for a in args])
+
+
+def _mapped(function: Callable[[Any], Any], some: Any) -> Any:
+    """Returns a tuple of the same kind, perhaps a NamedTuple, with the function's results."""
+    found = [function(a) for a in some]
+    return type(some)(*found) if hasattr(some, "_fields") else tuple(found)
+
+
+def compiled(kernel: Any, args: tuple[Any, ...], constants: dict[str, Any]) -> Any:
+    """Returns a Triton kernel compiled for arguments of this kind; args as `Launch` has them.
+
+    Triton specialises on the integers in a tuple even if the kernel names the tuple in `do_not_specialize` (3.6 to
+    3.9). So such integers are replaced here by one that says nothing but its width.
+    """
+
+    def loose(a: Any) -> Any:
+        if isinstance(a, tuple):
+            return _mapped(loose, a)
+        return (3 if -0x80000000 <= a < 0x80000000 else 1 << 40 | 3) if type(a) is int else a
+
+    shown = [loose(a) if p.do_not_specialize and isinstance(a, tuple) else a for a, p in zip(args, kernel.params)]
+    return kernel.warmup(*shown, grid=(1,), **constants)
 
 
 def _descriptor(kernel: Any, seen: TensorMap, constants: dict[str, Any]) -> Any:
@@ -412,9 +441,9 @@ def _triton_start(
     One of them is None. The driver is called directly if all parameters are pointers, numbers and tensor maps, laid out
     as we pack them; Triton's own launcher is slower, and much slower for tensor maps.
     Raises RidgelineError if a kernel with tensor maps cannot be started through the driver."""
-    compiled = kernel.warmup(*args, grid=(1,), **constants)
-    run, function, metadata = compiled.run, compiled.function, compiled.metadata
-    types = list(_leaves(compiled.src.signature.values()))[:count]
+    found = compiled(kernel, args, constants)
+    run, function, metadata = found.run, found.function, found.metadata
+    types = list(_leaves(found.src.signature.values()))[:count]
     maps = _views(kernel, types, metadata)
     passed = [n for n, t in enumerate(types) if t != "constexpr"]  # Triton compiles a 1 or a None into the kernel
     codes = [
@@ -439,7 +468,7 @@ def _triton_start(
         )
     defaults = {p.name: p.default for p in kernel.params if p.has_default}
     trailing = tuple([constants[n] if n in constants else defaults[n] for n in kernel.arg_names[len(args) :]])
-    packed = compiled.packed_metadata
+    packed = found.packed_metadata
     return None, lambda x, y, z, stream, args: run(
         x, y, z, stream, function, packed, None, None, None, *args, *trailing
     )
