@@ -19,23 +19,11 @@ import torch
 import torch.nn.functional as F
 
 from ridgeline.op import Case, Cost, Op, RidgelineError, Spec, dense_only, nbytes
-from ridgeline.ops.attention._attention import (
-    FLOPS,
-    GLUON,
-    OPS,
-    ORDERS,
-    TRITON,
-    by_kernels,
-    check,
-    formula,
-    in_autocast,
-    in_pieces,
-    options,
-    pairs,
-    rounds_scores,
-    usual,
-)
-from ridgeline.ops.attention._tiled import tiled
+from ridgeline.ops.attention.common.arguments import check, in_autocast, options, usual
+from ridgeline.ops.attention.common.cost import FLOPS, ORDERS, pairs
+from ridgeline.ops.attention.common.kernels import GLUON, OPS, TRITON, by_kernels
+from ridgeline.ops.attention.common.reference import formula, in_pieces, rounds_scores
+from ridgeline.ops.attention.common.tiled import tiled
 from ridgeline.select import eager
 
 
