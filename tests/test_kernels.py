@@ -210,23 +210,36 @@ def calls(
                 continue  # a case or dtype that the implementation refuses, as test_ops checks
 
 
+def spelled_out(constants: dict[str, Any]) -> list[tuple[str, Any]]:
+    """The constants of a launch, with those in a NamedTuple one by one."""
+    found: list[tuple[str, Any]] = []
+    for name, value in constants.items():
+        found += value._asdict().items() if hasattr(value, "_asdict") else [(name, value)]
+    return found
+
+
 def one_of_each(found: Iterable[tuple[Launch, dict[str, Any]]]) -> list[tuple[Launch, dict[str, Any]]]:
     """The launches that show something new: an option, a dtype, a kind of argument, or in benchmarks a size.
 
     Benchmarks come first, those with the most options before others.
     """
 
-    def kind(arg: Any) -> Any:
-        return arg.dtype.is_floating_point if isinstance(arg, torch.Tensor) else type(arg)
+    def kinds(arg: Any, at: tuple[int, ...] = ()) -> Iterator[Any]:
+        if isinstance(arg, tuple):
+            for n, part in enumerate(arg):
+                yield from kinds(part, (*at, n))
+        else:
+            yield at, arg.dtype.is_floating_point if isinstance(arg, torch.Tensor) else type(arg)
 
     def order(one: tuple[Launch, dict[str, Any]]) -> tuple[bool, int]:
         launch, facts = one
-        return not facts["bench"], -sum(value is True for value in launch.constants.values()) * facts["bench"]
+        return not facts["bench"], -sum(value is True for _, value in spelled_out(launch.constants)) * facts["bench"]
 
     kept, seen = [], set()
     for launch, facts in sorted(found, key=order):
-        new = {(k, v) for k, v in launch.constants.items() if v is True or (facts["bench"] and type(v) in (int, bool))}
-        new |= {facts["dtype"], *[(n, kind(arg)) for n, arg in enumerate(launch.args)]}
+        constants = spelled_out(launch.constants)
+        new = {(k, v) for k, v in constants if v is True or (facts["bench"] and type(v) in (int, bool))}
+        new |= {facts["dtype"], *kinds(launch.args)}
         new = {(id(launch.kernel), one) for one in new} - seen
         if new:
             kept.append((launch, facts))

@@ -48,9 +48,9 @@ def store_keys(ME: gl.constexpr, out, sums, memory, work):
     """Stores dK or dV of a group's keys, through its values' shared memory, which only it reads."""
     room = flat(memory.v.tiles.index(ME))
     D: gl.constexpr = sums.main.shape[1]
-    if sums.rest is not None:
+    if len(sums.rest) > 0:
         room.slice(0, D, 1).store(sums.main.to(out.dtype))
-        room.slice(D, sums.rest.shape[1], 1).store(sums.rest.to(out.dtype))
+        room.slice(D, sums.rest[0].shape[1], 1).store(sums.rest[0].to(out.dtype))
     else:
         room.store(sums.main.to(out.dtype))
     fence_async_shared()
@@ -72,17 +72,17 @@ def store_shares(ME: gl.constexpr, shares, dk, dv, work, WIDE: gl.constexpr):
     D: gl.constexpr = dk.main.shape[1]
     store_share(ME, shares, 2 * work.share, dk.main, 0, WIDE)
     store_share(ME, shares, 2 * work.share + 1, dv.main, 0, WIDE)
-    if dk.rest is not None:
-        store_share(ME, shares, 2 * work.share, dk.rest, D, WIDE)
-        store_share(ME, shares, 2 * work.share + 1, dv.rest, D, WIDE)
+    if len(dk.rest) > 0:
+        store_share(ME, shares, 2 * work.share, dk.rest[0], D, WIDE)
+        store_share(ME, shares, 2 * work.share + 1, dv.rest[0], D, WIDE)
 
 
 @gluon.jit
 def scale_sums(sums, scale):
-    if sums.rest is not None:
-        return Sums(sums.main * scale, sums.rest * scale)
+    if len(sums.rest) > 0:
+        return Sums(sums.main * scale, (sums.rest[0] * scale,))
     else:  # the compiler also compiles what follows a return
-        return Sums(sums.main * scale, None)
+        return Sums(sums.main * scale, ())
 
 
 @gluon.jit

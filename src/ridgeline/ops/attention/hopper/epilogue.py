@@ -32,17 +32,18 @@ def store_output(acc, divisor, ring, n, row, tile, out, scheduler):
     """Stores o = acc / divisor through the place of the n-th tile of q, and releases it. Returns o."""
     where = ring.tile(n)  # q's place, now free
     main = rescale(acc.main, 1.0 / divisor)
-    rest = acc.rest
     D: gl.constexpr = main.shape[1]
-    if rest is not None:
-        rest = rescale(rest, 1.0 / divisor)
+    if len(acc.rest) > 0:
+        rest = rescale(acc.rest[0], 1.0 / divisor)
+        others = (rest,)
         where.slice(0, D, 1).store(main.to(out.dtype))
         where.slice(D, rest.shape[1], 1).store(rest.to(out.dtype))
     else:
+        others = ()
         where.store(main.to(out.dtype))
     fence_async_shared()
     at = scheduler.coordinates(tile.head, row, tile.start, tile.length)
     store(out, at, ring.tiles.index(n % ring.SIZE))
     tma.store_wait(0)
     ring.release(n)
-    return Sums(main, rest)
+    return Sums(main, others)

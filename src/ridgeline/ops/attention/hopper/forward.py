@@ -189,27 +189,27 @@ def first_block(ME: gl.constexpr, q, keys, tile, block, zero, rings, scheduler):
 @gluon.jit
 def start_output(left, p, values, acc, more):
     """Starts acc + p V, without acc unless `more`. left: p as the left operand for the main columns."""
-    if acc.rest is not None:
+    if len(acc.rest) > 0:
         D: gl.constexpr = acc.main.shape[1]
-        REST: gl.constexpr = acc.rest.shape[1]
-        layout: gl.constexpr = operand_layout(acc.rest.type.layout)
+        REST: gl.constexpr = acc.rest[0].shape[1]
+        layout: gl.constexpr = operand_layout(acc.rest[0].type.layout)
         main = warpgroup_mma(left, values.slice(0, D, 1), acc.main, use_acc=more, is_async=True)
         rest_left = pairs_to_operand(p, values.dtype, layout)
-        rest = warpgroup_mma(rest_left, values.slice(D, REST, 1), acc.rest, use_acc=more, is_async=True)
-        return Sums(main, rest)
+        rest = warpgroup_mma(rest_left, values.slice(D, REST, 1), acc.rest[0], use_acc=more, is_async=True)
+        return Sums(main, (rest,))
     else:
-        return Sums(warpgroup_mma(left, values, acc.main, use_acc=more, is_async=True), None)
+        return Sums(warpgroup_mma(left, values, acc.main, use_acc=more, is_async=True), ())
 
 
 @gluon.jit
 def await_output(pending, s):
     """Waits for `start_output`. s: what must not be computed later."""
-    if pending.rest is not None:
-        main, rest, s = warpgroup_mma_wait(0, deps=(pending.main, pending.rest, s))
-        return Sums(main, rest), s
+    if len(pending.rest) > 0:
+        main, rest, s = warpgroup_mma_wait(0, deps=(pending.main, pending.rest[0], s))
+        return Sums(main, (rest,)), s
     else:
         main, s = warpgroup_mma_wait(0, deps=(pending.main, s))
-        return Sums(main, None), s
+        return Sums(main, ()), s
 
 
 @gluon.jit
@@ -223,8 +223,8 @@ def repeat_block(q, keys, tile, row, block, state, acc, zero, scheduler):
     row_sum = rescale(state.row_sum, less)
     main = rescale(acc.main, less)
     rest = acc.rest
-    if rest is not None:
-        rest = rescale(rest, less)
+    if len(rest) > 0:
+        rest = (rescale(rest[0], less),)
     return s, sums, State(state.p, row_max, row_sum), Sums(main, rest)
 
 
@@ -284,7 +284,7 @@ def last_output(ME: gl.constexpr, n, tile, state, acc, block, zero, rings, sched
         rings.k.release(block, following.head >= 0)
         after = State(pack_pairs(s, values.dtype), row_max, row_sum)
     else:
-        acc = Sums(warpgroup_mma_wait(0, deps=(pending.main,)), None)
+        acc = Sums(warpgroup_mma_wait(0, deps=(pending.main,)), ())
         rings.v.release(last)
     return acc, following, after, block
 

@@ -8,7 +8,7 @@ from triton.experimental.gluon.language.nvidia.hopper import warpgroup_mma, warp
 
 
 class Sums(NamedTuple):
-    """A warpgroup's sums: of the main columns, and of the rest or None."""
+    """A warpgroup's sums: of the main columns, and of the rest in a tuple, which is empty if there is no rest."""
 
     main: Any
     rest: Any
@@ -80,31 +80,31 @@ def no_sums(ROWS: gl.constexpr, MAIN: gl.constexpr, REST: gl.constexpr):
     """Returns sums of zero, without a rest if REST is 0."""
     if REST:
         main = gl.zeros([ROWS, MAIN], gl.float32, sums_layout(MAIN))
-        return Sums(main, gl.zeros([ROWS, REST], gl.float32, sums_layout(REST)))
+        return Sums(main, (gl.zeros([ROWS, REST], gl.float32, sums_layout(REST)),))
     else:  # the compiler also compiles what follows a return
-        return Sums(gl.zeros([ROWS, MAIN], gl.float32, sums_layout(MAIN)), None)
+        return Sums(gl.zeros([ROWS, MAIN], gl.float32, sums_layout(MAIN)), ())
 
 
 @gluon.jit
 def start_sums(left, x, sums):
     """Starts sums + left x. left: in registers, in any layout."""
     left = gl.convert_layout(left, operand_layout(sums.main.type.layout))
-    if sums.rest is not None:
+    if len(sums.rest) > 0:
         D: gl.constexpr = sums.main.shape[1]
-        REST: gl.constexpr = sums.rest.shape[1]
-        rest_left: gl.constexpr = operand_layout(sums.rest.type.layout)
+        REST: gl.constexpr = sums.rest[0].shape[1]
+        rest_left: gl.constexpr = operand_layout(sums.rest[0].type.layout)
         main = warpgroup_mma(left, x.slice(0, D, 1), sums.main, is_async=True)
-        rest = warpgroup_mma(gl.convert_layout(left, rest_left), x.slice(D, REST, 1), sums.rest, is_async=True)
-        return Sums(main, rest)
+        rest = warpgroup_mma(gl.convert_layout(left, rest_left), x.slice(D, REST, 1), sums.rest[0], is_async=True)
+        return Sums(main, (rest,))
     else:
-        return Sums(warpgroup_mma(left, x, sums.main, is_async=True), None)
+        return Sums(warpgroup_mma(left, x, sums.main, is_async=True), ())
 
 
 @gluon.jit
 def await_sums(pending, LATER: gl.constexpr):
     """Waits for `start_sums`, after which LATER others were started."""
-    if pending.rest is not None:
-        main, rest = warpgroup_mma_wait(2 * LATER, deps=(pending.main, pending.rest))
-        return Sums(main, rest)
+    if len(pending.rest) > 0:
+        main, rest = warpgroup_mma_wait(2 * LATER, deps=(pending.main, pending.rest[0]))
+        return Sums(main, (rest,))
     else:
-        return Sums(warpgroup_mma_wait(LATER, deps=(pending.main,)), None)
+        return Sums(warpgroup_mma_wait(LATER, deps=(pending.main,)), ())

@@ -25,7 +25,7 @@ from ridgeline.ops.attention.triton.scheduler import (
     section_of,
     seen_band,
 )
-from ridgeline.ops.attention.triton.softmax import head_mask, mask_of_group, masked_scores, power, scaled
+from ridgeline.ops.attention.triton.softmax import head_mask, masked_scores, power, scaled
 from ridgeline.ops.attention.triton.tiles import (
     Parts,
     Rules,
@@ -127,7 +127,8 @@ def _add_queries(
     else:
         lse = tl.load(of_lse + m)
         delta = tl.load(of_delta + m)
-    mask = mask_of_group(mask, g)
+    if mask is not None:
+        mask = head_mask(mask, 0, g)
     s = scores(k, queries, RULES)
     s, slope = masked_scores(s, i[None, :], j[:, None], band, mask, scale, RULES, MASKED)
     p = power(s, lse[None, :], scale.factor, RULES.APART, k.main.dtype)
@@ -158,7 +159,8 @@ def _bwd(
     do = heads_from(sides.do, b, h * group, tile.q_start, RULES)
     at = (b * sizes.heads + h).to(tl.int64) * group * sizes.rows + tile.q_start
     x = Queries(q, do, terms.lse + at, terms.delta + at, sizes.rows)
-    hidden = head_mask(mask, b, h * group)
+    if mask is not None:
+        mask = head_mask(mask, b, h * group)
     sums = Gradients(zeros(BN, RULES), zeros(BN, RULES))
     for SECTION in tl.static_range(3):
         if RULES.RIGHT if SECTION == 0 else mask is None if SECTION == 1 else TAIL:
@@ -169,7 +171,7 @@ def _bwd(
                 # The pipeliner computes the first addresses even of a loop that does not run.
                 g = tl.cast(t // tl.maximum(count, 1), tl.int64)
                 start = low + t % tl.maximum(count, 1) * BM
-                sums = _add_queries(sums, keys, values, x, g, start, j, band, hidden, scale, RULES, BM, SECTION != 1)
+                sums = _add_queries(sums, keys, values, x, g, start, j, band, mask, scale, RULES, BM, SECTION != 1)
     dks = scaled_tile(sums.dk, scale, RULES)
     store_tile(head_rows(dk, b, h, first, RULES), dks, n, limit, RULES)
     store_tile(head_rows(dv, b, h, first, RULES), sums.dv, n, limit, RULES)
@@ -217,7 +219,8 @@ def _bwd_dq(
     tiles, own = Sides(None, None, queries, slopes), RowTerms(lse, delta)
     keys = head_rows(sides.k, b, h // group, tile.k_start, RULES)
     values = head_rows(sides.v, b, h // group, tile.k_start, RULES)
-    hidden = head_mask(mask, b, h)
+    if mask is not None:
+        mask = head_mask(mask, b, h)
     band = seen_band(tile, sizes, RULES)
     blocks = key_blocks(tile, band, RULES, BM, BN, mask is not None)
     sums = zeros(BM, RULES)
@@ -225,7 +228,7 @@ def _bwd_dq(
         if RULES.LEFT if SECTION == 0 else mask is None if SECTION == 1 else TAIL:
             low, high = section_of(blocks, SECTION)
             for start in range(low, high, BN):
-                sums = _add_keys(sums, tiles, own, keys, values, start, i, band, hidden, scale, RULES, BN, SECTION != 1)
+                sums = _add_keys(sums, tiles, own, keys, values, start, i, band, mask, scale, RULES, BN, SECTION != 1)
     store_tile(head_rows(dq, b, h, first, RULES), scaled_tile(sums, scale, RULES), m, limit, RULES)
 
 

@@ -45,7 +45,8 @@ def _fwd(
     queries = load_tile(head_rows(q, b, h, first, RULES), tl.arange(0, BM), limit, RULES)
     keys = head_rows(k, b, h // group, tile.k_start, RULES)
     values = head_rows(v, b, h // group, tile.k_start, RULES)
-    hidden = head_mask(mask, b, h)
+    if mask is not None:
+        mask = head_mask(mask, b, h)
     band = seen_band(tile, sizes, RULES)
     blocks = key_blocks(tile, band, RULES, BM, BN, mask is not None)
     state = no_keys(BM, RULES)
@@ -53,9 +54,7 @@ def _fwd(
         if RULES.LEFT if SECTION == 0 else mask is None if SECTION == 1 else TAIL:
             low, high = section_of(blocks, SECTION)
             for k_start in range(low, high, BN):
-                state = add_block(
-                    state, queries, keys, values, k_start, i, band, hidden, scale, RULES, BN, SECTION != 1
-                )
+                state = add_block(state, queries, keys, values, k_start, i, band, mask, scale, RULES, BN, SECTION != 1)
     factors, sums = normalizer(state.row_sum, state.row_max, RULES.APART)
     acc = scale_rows(state.acc, factors, RULES)
     store_tile(head_rows(o, b, h, first, RULES), acc, tl.arange(0, BM), limit, RULES)

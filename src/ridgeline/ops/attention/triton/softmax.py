@@ -59,21 +59,9 @@ def normalizer(row_sum, row_max, APART: tl.constexpr):
 
 @triton.jit
 def head_mask(mask, batch, head):
-    """Returns the mask of a head, or None."""
-    if mask is None:
-        return None
-    else:  # the compiler also compiles what follows a return
-        data = mask.data + (batch.to(tl.int64) * mask.batch_step + head.to(tl.int64) * mask.head_step)
-        return Mask(data, 0, mask.head_step, mask.row_step, mask.column_step)
-
-
-@triton.jit
-def mask_of_group(mask, head):
-    """Returns the mask of a later head, or None; mask: of a head of `head_mask`."""
-    if mask is None:
-        return None
-    else:
-        return Mask(mask.data + head * mask.head_step, 0, mask.head_step, mask.row_step, mask.column_step)
+    """Returns the mask from a head on."""
+    data = mask.data + (tl.cast(batch, tl.int64) * mask.batch_step + tl.cast(head, tl.int64) * mask.head_step)
+    return Mask(data, mask.batch_step, mask.head_step, mask.row_step, mask.column_step)
 
 
 @triton.jit

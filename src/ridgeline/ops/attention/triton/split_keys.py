@@ -27,7 +27,7 @@ from ridgeline.op import dtype_name
 from ridgeline.ops.attention.triton import forward
 from ridgeline.ops.attention.triton.launcher import Call, heads, step_unit
 from ridgeline.ops.attention.triton.scheduler import Band, span
-from ridgeline.ops.attention.triton.softmax import Mask, add_block, no_keys, normalizer, power
+from ridgeline.ops.attention.triton.softmax import Mask, add_block, head_mask, no_keys, normalizer, power
 from ridgeline.ops.attention.triton.tiles import Rows, address, head_rows, load_tile, scale_rows, store_tile
 
 ROWS, TILE, KEYS = 64, 32768, 512  # at most so many rows and bytes of a tile; at least so many keys to split
@@ -68,13 +68,15 @@ def _fwd(
     size, i, own = sizes.rows * sizes.group, r // sizes.group, h * sizes.group + r % sizes.group
     queries = load_tile(Rows(head_rows(q, b, own, i, RULES).data[:, None], 0), r, size, RULES)
     keys, values = head_rows(k, b, h, 0, RULES), head_rows(v, b, h, 0, RULES)
-    hidden = rows_mask(mask, b, own)
+    if mask is not None:  # each row has its own head
+        mask = head_mask(mask, b, own)
+        mask = Mask(mask.data[:, None], 0, 0, mask.row_step, mask.column_step)
     shift = sizes.columns - sizes.rows if RULES.BOTTOM else 0
     band = Band(sizes.rows, sizes.columns, sizes.window_left - shift, sizes.window_right + shift)
     low, high = part_of_keys(part, sizes, band, RULES, BN)
     state = no_keys(BM, RULES)
     for k_start in range(low, high, BN):
-        state = add_block(state, queries, keys, values, k_start, i, band, hidden, scale, RULES, BN, True)
+        state = add_block(state, queries, keys, values, k_start, i, band, mask, scale, RULES, BN, True)
     if PDL:
         gdc_launch_dependents()
     if pieces is None:
@@ -85,16 +87,6 @@ def _fwd(
         tl.store(lse + at, sums, mask=r < size)
     else:
         store_piece(pieces, state, r, size, RULES)
-
-
-@triton.jit
-def rows_mask(mask, batch, heads):
-    """Returns the mask of a tile's rows, each with its own head, or None."""
-    if mask is None:
-        return None
-    else:  # the compiler also compiles what follows a return
-        step = tl.cast(batch, tl.int64) * mask.batch_step + tl.cast(heads, tl.int64) * mask.head_step
-        return Mask((mask.data + step)[:, None], 0, 0, mask.row_step, mask.column_step)
 
 
 @triton.jit

@@ -138,8 +138,9 @@ def scores(a, b, RULES: tl.constexpr):
 @triton.jit
 def add_product(acc, p, x, RULES: tl.constexpr):
     """Returns acc + p x, in both parts."""
-    main = add_columns(acc.main, p, x.main, RULES.PRECISION)
-    return Parts(main, add_columns(acc.rest, p, x.rest, RULES.PRECISION) if RULES.BE else acc.rest)
+    PRECISION: tl.constexpr = RULES.PRECISION
+    main = add_columns(acc.main, p, x.main, PRECISION)
+    return Parts(main, add_columns(acc.rest, p, x.rest, PRECISION) if RULES.BE else acc.rest)
 
 
 @triton.jit
