@@ -4,8 +4,8 @@
               dQ = scale dS k,  dK = scale dS^T q
 
 Tiles of queries walk tiles of keys and keep a running maximum and sum per row (`gluon`: the first tile's maximum). So
-the time is that of the matrix products, and inputs and outputs pass through memory once. `_attention.py` has what
-attention_varlen shares, `_triton.py` the Triton kernels, `_few.py` the forward for few queries of many keys.
+the time is that of the matrix products, and inputs and outputs pass through memory once. docs/attention.md tells which
+file has what.
 Source: Dao, FlashAttention-2, 2023 (arXiv:2307.08691); Rabe and Staats, Self-attention does not need O(n^2) memory,
 2021 (arXiv:2112.05682); Milakov and Gimelshein, Online normalizer calculation for softmax, 2018 (arXiv:1805.02867).
 """
