@@ -101,8 +101,8 @@ def load_tile(x, row, limit, RULES: tl.constexpr, ALL: tl.constexpr = False):
 
 @triton.jit
 def store_columns(x, values, row, limit, d, D: tl.constexpr, UNIT: tl.constexpr):
-    at = x.data + row[:, None] * (x.step * UNIT) + d[None, :]
-    tl.store(at, values.to(x.data.dtype.element_ty), mask=(row[:, None] < limit) & (d[None, :] < D))
+    at = x.data + row[:, None] * (x.step * UNIT)
+    tl.store(at + d[None, :], values.to(x.data.dtype.element_ty), mask=(row[:, None] < limit) & (d[None, :] < D))
 
 
 @triton.jit
