@@ -28,7 +28,7 @@ from ridgeline import tuning
 from ridgeline.boundary import INTERPRETED, Launch, observe
 from ridgeline.lab.measurement.law import Law
 from ridgeline.op import RidgelineError, get
-from ridgeline.ops.attention import _hopper, _hopper_backward
+from ridgeline.ops.attention.hopper import backward_launcher, forward, launcher
 from ridgeline.select import why_not
 
 
@@ -199,7 +199,7 @@ def test_maxima_that_rise_from_block_to_block(
     """Scores grow from the last key to the first, the order of the blocks.
 
     Exponentials relative to the first block's maxima would overflow the dtype, and float32."""
-    monkeypatch.setattr(_hopper, "_groups", lambda *_: groups)
+    monkeypatch.setattr(launcher, "consumer_groups", lambda *_: groups)
     for length in (40, 90) if INTERPRETED else (500, 1030):
         shapes = (1, 3, length, D), (1, 3, length + 5, D)
         q, k, v = (t.detach() for t in qkv(*shapes, device, dtype=dtype))
@@ -221,7 +221,7 @@ def test_maxima_that_rise_from_block_to_block(
                 found.append(ridgeline.attention(q, k, v, return_lse=True, impl=impl, **given))
             assert (
                 impl != "gluon"
-                or [one.constants["GROUPS"] for one in launched if one.kernel is _hopper._fwd] == [groups] * 2
+                or [one.constants["RULES"].GROUPS for one in launched if one.kernel is forward._fwd] == [groups] * 2
             )
             for (o, lse), (o_exact, lse_exact) in zip(found, [*exact, exact[1]], strict=True):
                 near([o], [o_exact], 1e-2)
@@ -348,7 +348,7 @@ def test_what_is_told_of_is_there(monkeypatch: pytest.MonkeyPatch) -> None:
     """Pieces run closer together than the rule allows: with a relaxed signal, one rerun in a hundred lost lines."""
     if "gluon" not in HERE:
         pytest.skip("needs a Hopper GPU")
-    monkeypatch.setattr(_hopper_backward, "_section", lambda *_: (8, True))
+    monkeypatch.setattr(backward_launcher, "head_section", lambda *_: (8, True))
     args = qkv((2, 8, 4096, 256), (2, 2, 4096, 256), "cuda", dtype=torch.bfloat16)
     first = outcome(ridgeline.attention, args, causal=True, impl="gluon")
     for _ in range(600):
@@ -380,10 +380,10 @@ def test_pieces_in_parts(deterministic: bool, D: int, given: dict[str, Any], mon
     """Gradients of keys whose queries are split over several programs."""
     args = qkv((2, 8, 1500, D), (2, 4, 1450, D), "cuda", dtype=torch.bfloat16)
     for whole, parts in ((0, 3), (50, 2), (95, 7)):  # of 2 x 4 x 12 pieces
-        monkeypatch.setattr(_hopper_backward, "_share_out", lambda *_, shared=(whole, parts): shared)
+        monkeypatch.setattr(backward_launcher, "split_work", lambda *_, shared=(whole, parts): shared)
         lawful("attention", args, given | {"deterministic": deterministic}, HERE)
     monkeypatch.setattr(
-        _hopper_backward, "_share_out", lambda *_: (10, 3)
+        backward_launcher, "split_work", lambda *_: (10, 3)
     )  # of 2 x 12, whose two blocks of queries leave one part empty
     args = qkv((1, 4, 70, D), (1, 2, 1450, D), "cuda", dtype=torch.float16)
     lawful(
@@ -469,19 +469,21 @@ def test_tiles_are_the_formula() -> None:
 
 def test_pieces_are_the_whole(monkeypatch: pytest.MonkeyPatch) -> None:
     """The reference gives the same in pieces and at once."""
-    from ridgeline.ops.attention import _attention
+    from ridgeline.ops.attention.common import reference
 
     args = qkv((2, 4, 18, 16), (2, 2, 20, 16), "cpu", dtype=torch.float64)
     mask = make(2, 1, 18, 20, device="cpu").detach()
     for given in ({}, {"causal": "bottom_right", "window": (5, None), "softcap": 3.0, "mask": mask}):
-        monkeypatch.setattr(_attention, "PIECE", 1 << 27)
+        monkeypatch.setattr(reference, "PIECE", 1 << 27)
         whole = exact(args, **given, return_lse=True)
-        monkeypatch.setattr(_attention, "PIECE", 200)
+        monkeypatch.setattr(reference, "PIECE", 200)
         near(exact(args, **given, return_lse=True), whole, 1e-12)
 
 
 def test_cost_counts_what_is_seen() -> None:
-    from ridgeline.ops.attention._attention import options, pairs, seen
+    from ridgeline.ops.attention.common.arguments import options
+    from ridgeline.ops.attention.common.cost import pairs
+    from ridgeline.ops.attention.common.reference import seen
 
     for sq, sk in ((18, 20), (20, 18), (5, 5), (3, 0)):
         for given in (

@@ -18,9 +18,22 @@ from torch.nn.functional import pad
 
 from ridgeline import device
 from ridgeline.boundary import Launch, observe
-from ridgeline.ops.attention import _hopper_backward, _hopper_backward_wide, _hopper_pieces, _hopper_rings
-from ridgeline.ops.attention._attention import options, seen
-from ridgeline.ops.attention._triton import LOG2E, UNBOUNDED
+from ridgeline.ops.attention.common.arguments import LOG2E, UNBOUNDED, options
+from ridgeline.ops.attention.common.reference import seen
+from ridgeline.ops.attention.hopper import (
+    backward,
+    backward_dq,
+    backward_launcher,
+    backward_pipeline,
+    backward_schedule,
+    backward_sums,
+    backward_wide,
+    backward_work,
+    pipeline,
+    products,
+)
+from ridgeline.ops.attention.triton.tiles import Heads
+from ridgeline.tiles import hopper as shared_hopper
 from warps import Barrier, Pointer, Shared, Turns, define, language, nbytes
 
 
@@ -40,7 +53,8 @@ class Kernel:
     def __init__(self, launch: Launch, program: int, turns: Turns):
         self.turns, self.works = turns, []  # type: ignore[var-annotated]
         names = language(turns)
-        define(names, _hopper_rings, _hopper_pieces, _hopper_backward, _hopper_backward_wide)
+        kinds = backward_pipeline, backward_work, backward_dq, backward, backward_wide
+        define(names, shared_hopper, pipeline, products, *kinds)
         kind = type("Fenced", (Fenced,), {"turns": turns})
 
         def allocate(dtype: torch.dtype, shape: list[int], layout: Any) -> Shared:
@@ -90,20 +104,20 @@ class Kernel:
         gl.warp_specialize = lambda works, *_: self.works.extend(works)
         names["mbarrier"].init = init
         names |= {
-            "KEYS": 2, "_flat": lambda tile: tile.reshape(tile.shape[-2:]), "fence_async_shared": fence,
-            "_pack": lambda p, dtype: p.to(dtype), "_halves": lambda p, *_: p, "_singles": lambda p, *_: p.float(),
-            "_lain": lambda pairs: pairs, "_stood": lambda pairs, like: pairs,
-            "_look": lambda place: int(place.t[place.at]), "_await": await_word, "_added": names["tma"].store_wait,
-            "_add": add, "_hand_in": hand_in,
+            "KEYS": 2, "flat": lambda tile: tile.reshape(tile.shape[-2:]), "fence_async_shared": fence,
+            "pack_pairs": lambda p, dtype: p.to(dtype), "pairs_to_operand": lambda p, *_: p,
+            "pairs_to_float": lambda p, *_: p.float(), "in_order": lambda pairs: pairs,
+            "from_order": lambda pairs, like: pairs, "load_count": lambda place: int(place.t[place.at]),
+            "await_count": await_word, "await_writes": names["tma"].store_wait, "add_sums": add,
+            "store_share": hand_in,
         }  # fmt: skip
         turns.me.stored = []
         args = [Pointer(a) if isinstance(a, torch.Tensor) else a for a in launch.args]
-        for desc in args:
-            if hasattr(desc, "block_shape"):
-                desc.block_type = SimpleNamespace(shape=desc.block_shape, nbytes=nbytes(desc))
-                desc.dtype, desc.layout = desc.base.dtype, None
-        facts = {n: x for n, x in launch.constants.items() if n.isupper()}
-        names[launch.kernel.__name__](*args, **facts)
+        (maps,) = [a for a in args if isinstance(a, backward_pipeline.Maps)]
+        for desc in maps:
+            desc.block_type = SimpleNamespace(shape=desc.block_shape, nbytes=nbytes(desc))
+            desc.dtype, desc.layout = desc.base.dtype, None
+        names[launch.kernel.__name__](*args, RULES=launch.constants["RULES"])
 
     def groups(self) -> list[Any]:
         def work(function: Any, args: tuple[Any, ...]) -> None:
@@ -153,41 +167,41 @@ def test_gradients_of_random_calls(seed: int, monkeypatch: pytest.MonkeyPatch) -
         found = [torch.full_like(t, float("nan")) for t in (q, k, v)]
         few, section = dice.randint(1, 3), dice.randint(1, B * kv)
         down = deterministic and given["causal"] is not False and dice.random() < 0.7
-        monkeypatch.setattr(_hopper_backward, "_section", lambda *_, s=section, down=down: (s, down))
+        monkeypatch.setattr(backward_launcher, "head_section", lambda *_, s=section, down=down: (s, down))
         pieces, split = B * kv * -(-columns // 128), dice.randint(1, 3)
         entire = pieces if split == 1 else dice.randint(0, pieces - 1)
-        monkeypatch.setattr(_hopper_backward, "_share_out", lambda *_, shared=(entire, split): shared)
+        monkeypatch.setattr(backward_launcher, "split_work", lambda *_, shared=(entire, split): shared)
         chosen = options(D, **given)
         with device.pretend("sm_90"), observe(launched.append):
-            _hopper_backward.bwd(
+            backward_launcher.bwd(
                 *found, do, None, q, k, v, o, lse, None, None, None, *chosen, 0, 0, "ieee", deterministic
             )
         (launch,) = [one for one in launched if one.kernel.__name__.startswith("_bwd")]
-        order, sums, tops, deltas = (
-            launch.args[0],
-            *(a.base for a in [a for a in launch.args if hasattr(a, "block_shape")][-3:]),
-        )
+        (maps,) = [a for a in launch.args if isinstance(a, backward_pipeline.Maps)]
+        order, (sums, tops, deltas) = launch.args[0], (a.base for a in (maps.dq_sums, maps.lse, maps.delta))
         tiles = -(-rows // 64)
         beyond = (0, tiles * 64 - rows)
         tops.copy_(pad(lse.masked_fill(lse == -torch.inf, torch.inf) * LOG2E, beyond, value=torch.inf).view(-1, 64))
         deltas.copy_(pad((o.float() * do.float()).sum(-1), beyond).view(-1, 64))
         order.zero_(), sums.fill_(float("nan"))
-        if launch.kernel is _hopper_backward._bwd and launch.args[2] is not None:
+        if launch.kernel is backward._bwd and launch.args[2] is not None:
             launch.args[2].fill_(float("nan"))  # partial results of parts
 
-        programs = few if launch.constants.get("STAY") else launch.grid[0]
+        programs = few if launch.constants["RULES"].STAY else launch.grid[0]
         for first in range(0, programs, few):
             turns = Turns(dice)
             kernels = [Kernel(launch, program, turns) for program in range(first, min(first + few, programs))]
             turns.run([work for kernel in kernels for work in kernel.groups()])
         parts = torch.where((order[1:] > 0)[:, None, None], sums.view(-1, D, 64), 0.0).mT * D**-0.5
         found[0].copy_(parts.reshape(B, kv * group, -1, D)[:, :, :rows])
-        if split > 1 and launch.kernel is _hopper_backward._bwd:
-            (join,) = [one for one in launched if one.kernel is _hopper_backward._join]
-            *to, shares, dk_steps, dv_steps, length, whole, parts, heads, turns, blocks, shared, scale = join.args
-            assert (join.grid, join.constants["W"], join.constants["D"]) == ((pieces - entire, 8), shares.shape[-1], D)
-            for steps in (dk_steps, dv_steps):
-                assert all(k.shape[n] == 1 or steps[n] * join.constants["UNIT"] == k.stride(n) for n in range(3))
+        if split > 1 and launch.kernel is backward._bwd:
+            (join,) = [one for one in launched if one.kernel is backward_sums._join]
+            *to, shares, length, whole, parts, heads, turns, blocks, shared, scale = join.args
+            rules = join.constants["RULES"]
+            assert (join.grid, rules.BD, rules.D) == ((pieces - entire, 8), shares.shape[-1], D)
+            for x in to:
+                assert all(k.shape[n] == 1 or step * rules.UNIT == k.stride(n) for n, step in enumerate(x[1:]))
+            to = [x.data for x in to]
             for n, left in enumerate(shares.unflatten(0, (-1, parts))[..., :D].sum(1), whole):
                 turn, start = lies(n, turns, blocks, heads, join.constants["DOWN"], 128)
                 for t, keys, factor in zip(to, left, (scale, 1), strict=True):
@@ -234,18 +248,18 @@ def test_which_pieces_come_first(l2: int, monkeypatch: pytest.MonkeyPatch) -> No
     monkeypatch.setattr(device, "_pretended", replace(device.known("sm_90"), l2=l2 << 20))
     for (batch, heads, group, length, D), causal, ordered, packed, *expected in cases:
         q, k = (torch.empty(batch, n, length, D, device="meta") for n in (heads * group, heads))
-        found = _hopper_backward._section(q, k, length, 64 if D > 128 else 128, ordered, causal, False, packed)
+        found = backward_schedule.head_section(q, k, length, 64 if D > 128 else 128, ordered, causal, False, packed)
         assert found == expected[l2 > 50], (batch, heads, group, length, D, causal, ordered, packed)
 
 
 class Piece(SimpleNamespace):
-    """`_hopper_pieces.Work` as Python."""
+    """`backward_work.Work` as Python."""
 
-    def __init__(self, call: Any, batch: int, head: int, first: int, low: int, blocks: int, share: int, *_: Any):
-        super().__init__(call=call, place=(batch, head), first=first, low=low, blocks=blocks, share=share)
+    def __init__(self, scheduler: Any, batch: int, head: int, first: int, low: int, blocks: int, share: int, *_: Any):
+        super().__init__(scheduler=scheduler, place=(batch, head), k_start=first, low=low, blocks=blocks, share=share)
 
     def __getattr__(self, name: str) -> Any:
-        return partial(python(getattr(_hopper_pieces.Work, name)), self)
+        return partial(python(getattr(backward_work.Work, name)), self)
 
 
 def python(jitted: Any) -> Any:
@@ -269,20 +283,21 @@ def test_pieces_of_backward_on_hopper() -> None:
             "LEFT": left is not None,
             "RIGHT": right is not None,
             "DOWN": right is not None and dice.random() < 0.7,
-            "PACKED": False,
+            "GROUP": group,
         }
         sizes = {
             "heads": kv * group,
             "section": dice.randint(1, turns),
-            "turns": turns,
+            "key_heads": turns,
             "tiles": -(-rows // 64),
             "columns": columns,
         }
         pieces, parts = turns * -(-columns // span), dice.choice((1, 1, 2, 5))
         sizes |= {"entire": pieces if parts == 1 else dice.randint(0, pieces - 1), "parts": parts, "SPLIT": parts > 1}
-        call = SimpleNamespace(**facts, **sizes, GROUP=group, SPAN=span, shift=shift, left=left, right=right)
+        call = SimpleNamespace(**sizes, RULES=SimpleNamespace(**facts), PACKED=False, SPAN=span, shift=shift)
+        call.window_left, call.window_right = left, right
         items = call.entire + parts * (pieces - call.entire)
-        works = [python(_hopper_pieces.Call.work)(call, n, 0, 0, 0, 0) for n in range(items)]
+        works = [python(backward_work.WorkScheduler.work)(call, n, 0, 0, 0, 0) for n in range(items)]
         apart = torch.arange(columns) - torch.arange(rows)[:, None] - shift
         seen = (apart <= (columns + rows if right is None else right)) & (
             apart >= -(columns + rows if left is None else left)
@@ -292,15 +307,15 @@ def test_pieces_of_backward_on_hopper() -> None:
         for n, p in enumerate(works):
             number = n if n < call.entire else call.entire + (n - call.entire) // parts
             assert (p.share < 0) if n < call.entire else (p.share == n - call.entire)
-            mine = unseen.setdefault(number, seen[:, p.first : p.first + span].clone())
-            head, first = lies(number, turns, -(-columns // span), call.section, call.DOWN, span)
-            assert (divmod(head, kv), first) == (p.place, p.first)
+            mine = unseen.setdefault(number, seen[:, p.k_start : p.k_start + span].clone())
+            head, first = lies(number, turns, -(-columns // span), call.section, call.RULES.DOWN, span)
+            assert (divmod(head, kv), first) == (p.place, p.k_start)
             for block in (p.block(n) for n in range(p.blocks)):
                 tile = mine[block * 64 : block * 64 + 64]
-                assert p.edge(block * 64) or (tile.shape[1] == span and tile.all())
+                assert p.masked(block * 64) or (tile.shape[1] == span and tile.all())
                 tile[:] = False
                 adders.setdefault((*p.place, block), []).append(p)
-        assert len({(*p.place, p.first) for p in works}) == pieces == len(unseen)
+        assert len({(*p.place, p.k_start) for p in works}) == pieces == len(unseen)
         assert not any(mine.any() for mine in unseen.values())
         for (*_, block), those in adders.items():
             assert [p.before(block) for p in those] == list(range(len(those)))
@@ -327,7 +342,7 @@ def test_which_pieces_go_in_parts() -> None:
     ]
     for (turns, group, rows, columns, D), (left, right), expected in cases:
         most, tiles = -(-columns // 128), -(-rows // 64)
-        found = _hopper_backward._share_out(most, turns, False, group, tiles, 0, left, right, D, 132)
+        found = backward_schedule.split_work(most, turns, False, group, tiles, 0, left, right, D, 132)
         assert found == expected, (turns, group, rows, columns, D, left, right, found)
 
 
@@ -337,8 +352,12 @@ def test_parts_are_added_up(D: int, down: bool, entire: int, parts: int, device:
     B, kv, columns, section, wide = 2, 3, 300, 2, -(-D // 64) * 64
     shares = torch.randn(18 - entire, parts, 2, 128, wide, device=device)
     dk, dv = (torch.full((B, columns, kv, D), float("nan"), device=device).transpose(1, 2) for _ in range(2))
-    steps, numbers = [t.stride()[:3] for t in (dk, dv)], (columns, entire, parts, section, B * kv, 3, kv, 0.5)
-    _hopper_backward._join[18 - entire, 8](dk, dv, shares, *steps, *numbers, DOWN=down, W=wide, D=D, UNIT=1)
+    given, numbers = (
+        [Heads(t, *t.stride()[:3]) for t in (dk, dv)],
+        (columns, entire, parts, section, B * kv, 3, kv, 0.5),
+    )
+    rules = backward_sums.converting_rules(D, wide, 0, 1)
+    backward_sums._join[18 - entire, 8](*given, shares, *numbers, DOWN=down, RULES=rules)
     for n, left in zip(range(entire, 18), shares.sum(1), strict=True):
         head, first = lies(n, B * kv, 3, section, down, 128)
         for found, sums in zip((dk, dv), left * torch.tensor([0.5, 1.0], device=device)[:, None, None], strict=True):

@@ -16,7 +16,11 @@ from ridgeline.boundary import Launch, observe
 from ridgeline.lab.analysis import catalogue, inspect
 from ridgeline.lab.presentation import served
 from ridgeline.op import get
-from ridgeline.ops.attention import _few, _hopper, _hopper_backward, _triton
+from ridgeline.ops.attention.common.arguments import UNBOUNDED
+from ridgeline.ops.attention.hopper import backward as hopper_backward
+from ridgeline.ops.attention.hopper import forward as hopper_forward
+from ridgeline.ops.attention.triton import forward as triton_forward
+from ridgeline.ops.attention.triton import split_keys
 from ridgeline.select import select
 from test_kernels import OWN
 
@@ -29,9 +33,9 @@ def parts(monkeypatch: pytest.MonkeyPatch) -> list[int]:
     """Small calls are split too, into the listed number of parts; a GPU chooses for itself only for calls with many
     keys."""
     wanted = [3]
-    monkeypatch.setattr(_few, "KEYS", 1)
-    monkeypatch.setattr(_few, "BUSY", 1 << 30)
-    monkeypatch.setattr(_few, "_split", lambda *_: wanted[0])
+    monkeypatch.setattr(split_keys, "KEYS", 1)
+    monkeypatch.setattr(split_keys, "BUSY", 1 << 30)
+    monkeypatch.setattr(split_keys, "_split", lambda *_: wanted[0])
     return wanted
 
 
@@ -69,7 +73,7 @@ def test_the_law(
     ]
     lawful("attention", args, given, ["triton"])
     found = launches(ridgeline.attention, *args, impl="triton", **given)
-    assert [one.kernel for one in found] == [_few._fwd] + [_few._join] * (many > 1)
+    assert [one.kernel for one in found] == [split_keys._fwd] + [split_keys._join] * (many > 1)
     assert found[0].grid == (many * k[0] * k[1],)
 
 
@@ -142,7 +146,7 @@ def test_nothing_depends_on_the_run(parts: list[int], device: str) -> None:
 
 def test_parts_of_the_keys() -> None:
     """One or two programs per multiprocessor; with few keys, no keys or keys that no row sees, at most one part."""
-    unbounded = _triton.UNBOUNDED
+    unbounded = UNBOUNDED
     for turns, rows, columns, left, right, expected in (
         (8, 1, 32768, unbounded, 0, 16),  # 16 blocks of 128 each
         (8, 1, 8192, unbounded, 0, 16),
@@ -153,13 +157,13 @@ def test_parts_of_the_keys() -> None:
         (300, 1, 32768, unbounded, 0, 1),
         (4, 1, 512, 0, 0, 1),
     ):
-        assert _few._split(132, turns, rows, columns, left, right, True) == expected
+        assert split_keys._split(132, turns, rows, columns, left, right, True) == expected
     for columns in (512, 700, 5000, 9999):
         for turns in (1, 7, 40):
-            n = _few._split(132, turns, 1, columns, unbounded, unbounded, False)
-            blocks = -(-columns // _few.GRAIN)
+            n = split_keys._split(132, turns, 1, columns, unbounded, unbounded, False)
+            blocks = -(-columns // split_keys.GRAIN)
             assert (n - 1) * -(-blocks // n) < blocks  # the last part is partly filled
-            assert columns // n >= _few.LEAST // 2
+            assert columns // n >= split_keys.LEAST // 2
 
 
 # --- which implementation serves
@@ -171,7 +175,7 @@ def meta(*shape: int) -> torch.Tensor:
 
 def serves(q: torch.Tensor, k: torch.Tensor) -> tuple[str, str]:
     """Returns the implementations that serve forward and backward on an H100."""
-    op, options = get("attention"), (None, None, None, 0.1, 0.0, _triton.UNBOUNDED, 0, True, 0, 0, "ieee")
+    op, options = get("attention"), (None, None, None, 0.1, 0.0, UNBOUNDED, 0, True, 0, 0, "ieee")
     lse = torch.empty(q.shape[:3], device="meta")
     with devices.pretend("sm_90"):
         backward = select(op, None, q, None, q, k, k, q, lse, *options, True, direction="bwd", kernels=True)
@@ -195,20 +199,20 @@ def test_who_serves(q: tuple[int, ...], k: tuple[int, ...], expected: str) -> No
 def test_a_named_rung_runs() -> None:
     q, k = meta(1, 32, 2, 128).requires_grad_(), meta(1, 8, 4096, 128)
     with devices.pretend("sm_90"):
-        assert launches(ridgeline.attention, q, k, k, impl="gluon", **DECODE)[0].kernel is _hopper._fwd
+        assert launches(ridgeline.attention, q, k, k, impl="gluon", **DECODE)[0].kernel is hopper_forward._fwd
         seen: list[Launch] = []
         with observe(seen.append):
             o = ridgeline.attention(q, k, k, **DECODE)
             torch.autograd.grad(o, q, torch.empty_like(o))
-    assert [one.kernel for one in seen[:2]] == [_few._fwd, _few._join]
-    assert _hopper_backward._bwd in [one.kernel for one in seen[2:]]
+    assert [one.kernel for one in seen[:2]] == [split_keys._fwd, split_keys._join]
+    assert hopper_backward._bwd in [one.kernel for one in seen[2:]]
 
 
 def test_packed_sequences_stay() -> None:
     q, k = meta(4, 32, 128), meta(4096, 8, 128)
     cu = torch.empty(2, dtype=torch.int32, device="meta")
     with devices.pretend("sm_90"):
-        for impl, kernel in ((None, _hopper._fwd), ("triton", _triton._fwd)):
+        for impl, kernel in ((None, hopper_forward._fwd), ("triton", triton_forward._fwd)):
             assert kernel in [
                 one.kernel for one in launches(ridgeline.attention_varlen, q, k, k, cu, cu.clone(), impl=impl)
             ]
@@ -255,7 +259,7 @@ def test_kernels_fit(arch: str) -> None:
         ):
             q, k = (torch.empty(1, h, n, D, dtype=dtype, device="meta") for h, n in ((heads, rows), (8, 1024)))
             ridgeline.attention(q, k, k, impl="triton", **given)
-    assert [one.kernel for one in seen].count(_few._join) == 9  # a window leaves one part
+    assert [one.kernel for one in seen].count(split_keys._join) == 9  # a window leaves one part
     inspect.compile_side_by_side(seen, arch)
     for one in seen:
         found = inspect.of_launch(one)
@@ -266,7 +270,7 @@ def test_kernels_fit(arch: str) -> None:
             spilled,
         )
         assert found.shared <= devices.known(arch).shared_memory
-        assert found.widest_load == 16 or one.kernel is _few._join
+        assert found.widest_load == 16 or one.kernel is split_keys._join
 
 
 # --- on a GPU alone
@@ -285,7 +289,7 @@ def test_on_a_gpu(q: tuple[int, ...], k: tuple[int, ...], given: dict[str, Any],
     """Passes the tolerance check, with the same bits each time, by default and captured."""
     args = qkv(q, k, "cuda", dtype=dtype)
     lawful("attention", args, given, ["triton"])
-    assert launches(ridgeline.attention, *args, **given)[0].kernel is _few._fwd
+    assert launches(ridgeline.attention, *args, **given)[0].kernel is split_keys._fwd
     given = given | {"return_lse": True}
     with torch.no_grad():
         first = ridgeline.attention(*args, **given)
@@ -304,7 +308,7 @@ def test_on_a_gpu(q: tuple[int, ...], k: tuple[int, ...], given: dict[str, Any],
 @pytest.mark.parametrize("many", [1, 2, 3, 17, 32, 33, 128])
 def test_any_number_of_parts(many: int, monkeypatch: pytest.MonkeyPatch) -> None:
     """Including more parts than there are blocks of keys."""
-    monkeypatch.setattr(_few, "_split", lambda *_: many)
+    monkeypatch.setattr(split_keys, "_split", lambda *_: many)
     args = qkv((1, 8, 3, 64), (1, 2, 1500, 64), "cuda", dtype=torch.bfloat16)
     with tuning.listen(lambda request: None):  # no call is replayed from a plan with another number of parts
         lawful("attention", args, {**DECODE, "return_lse": True}, ["triton"])

@@ -1,8 +1,8 @@
 """attention's forward kernel for Hopper, run as Python (warps.py): finds overwriting of probabilities that a product
 still reads.
 
-Packed sequences, Gluon's compilation and inline PTX are not covered: `_watch`, `_beyond`, `_cut` and the scheduling
-board are models here.
+Packed sequences, Gluon's compilation and inline PTX are not covered: `watch_overflow`, `overflowed`,
+`cut_columns` and the records of tiles are models here.
 """
 
 import math
@@ -23,8 +23,17 @@ import ridgeline
 from ridgeline import device
 from ridgeline.boundary import Launch, observe
 from ridgeline.lab.analysis import inspect as lab_inspect
-from ridgeline.ops.attention import _hopper, _hopper_plan, _hopper_rings, _hopper_softmax
-from ridgeline.ops.attention._attention import seen
+from ridgeline.ops.attention.common.reference import seen
+from ridgeline.ops.attention.hopper import (
+    epilogue,
+    forward,
+    launcher,
+    mask,
+    pipeline,
+    products,
+    scheduler,
+    softmax,
+)
 from test_kernels import OWN
 from test_matmul import said_of
 from warps import Barrier, Pointer, Shared, Turns, define, language, nbytes, registers
@@ -35,20 +44,20 @@ class Kernel:
 
     def __init__(self, launch: Launch, program: int, dice: random.Random):
         self.facts, self.turns, self.named, self.again, self.scores = (
-            launch.constants,
+            launch.constants["RULES"],
             Turns(dice),
             {0: 0, 1: 0},
             0,
             Counter[int](),
         )
-        self.lse, _, self.queries, self.keys, self.values, self.out, *self.numbers = launch.args
+        self.lse, _, self.maps, self.sizes, self.factor = launch.args
         self.program, self.programs = program, launch.grid[0]
 
     def names(self) -> dict[str, Any]:
         """The names that the source uses."""
         turns = self.turns
         names = language(turns)
-        define(names, _hopper_rings, _hopper_softmax, _hopper_plan, _hopper)
+        define(names, pipeline, products, mask, softmax, scheduler, epilogue, forward)
 
         def store(to: Pointer, x: torch.Tensor, mask: torch.Tensor) -> None:
             to.t[to.at[mask]] = x[mask]
@@ -83,49 +92,34 @@ class Kernel:
         def cut(s: torch.Tensor, last: torch.Tensor, keep: bool = True) -> torch.Tensor:
             return registers(s.masked_fill((torch.arange(s.shape[1]) > last[:, None]) == keep, -torch.inf))
 
-        products = names["_scores"]
+        started = names["start_scores"]
 
         def scores(*args: Any) -> torch.Tensor:
             self.scores[get_ident()] += 1
-            return products(*args)
+            return started(*args)
 
         gl = names["gl"]
         gl.num_programs, gl.program_id, gl.store = lambda _: self.programs, lambda _: self.program, store
         names |= {
-            "NONE": -1e30,
-            "_named": named,
-            "_pack": pack,
-            "_write": write,
-            "_read": lambda board, n, ALL: board[n & 1],
-            "_cut": cut,
-            "_declare": lambda *_: None,
-            "_watch": watch,
-            "_beyond": beyond,
-            "_halves": lambda p, dtype, layout: p,
-            "_scores": scores,
+            "NO_KEYS": -1e30,
+            "named_barrier": named,
+            "pack_pairs": pack,
+            "write_record": write,
+            "read_record": lambda records, n, ALL: records[n & 1],
+            "cut_columns": cut,
+            "declare_overflow": lambda *_: None,
+            "watch_overflow": watch,
+            "overflowed": beyond,
+            "pairs_to_operand": lambda p, dtype, layout: p,
+            "start_scores": scores,
         }
         return names
 
     def run(self) -> None:
-        names, facts = self.names(), self.facts
-        groups, wide = facts["GROUPS"], self.queries.block_shape[-1]
-        plan = object.__new__(names["Plan"])
-        turn = (
-            "turns",
-            "heads",
-            "group",
-            "couples",
-            "section",
-            "tiles",
-            "rows",
-            "columns",
-            "shift",
-            "left",
-            "right",
-            "factor",
-        )
-        plan.__dict__.update(zip(turn, self.numbers, strict=True), BM=64 * groups, PACKED=False)
-        plan.__dict__.update({name: facts[name] for name in ("BN", "LEFT", "RIGHT", "MASKS")})
+        names, facts, maps = self.names(), self.facts, self.maps
+        groups, wide = facts.GROUPS, maps.q.block_shape[-1]
+        plan = object.__new__(names["TileScheduler"])
+        plan.__dict__.update(self.sizes._asdict(), factor=self.factor, RULES=facts, BM=64 * groups, PACKED=False)
 
         def ring(source: Any, size: int, readers: int) -> Any:
             made = object.__new__(names["Ring"])
@@ -134,17 +128,14 @@ class Kernel:
             made.SIZE = size
             return made
 
-        for desc in (self.queries, self.keys, self.values, self.out):
+        for desc in maps:
             desc.block_type = SimpleNamespace(shape=desc.block_shape, nbytes=nbytes(desc))
             desc.dtype = desc.base.dtype
-        qs = ring(self.queries, groups if wide > 128 else 2 * groups, 1)
-        ks, vs = (ring(source, facts["STAGES"], groups) for source in (self.keys, self.values))
-        board: list[Any] = [None, None]
-        args = self.out, Pointer(self.lse), qs, ks, vs, plan, board, facts["TURNS"], facts["REST"]
-        works = [lambda g=g: names["_attend"](g, *args) for g in range(groups)]
-        self.turns.run(
-            [*works, lambda: names["_fetch"](None, self.queries, self.keys, self.values, qs, ks, vs, plan, board)]
-        )
+        qs = ring(maps.q, groups if wide > 128 else 2 * groups, 1)
+        ks, vs = (ring(source, facts.STAGES, groups) for source in (maps.k, maps.v))
+        rings = forward.Rings(qs, ks, vs, [None, None])
+        works = [lambda g=g: names["consumer"](g, maps.o, Pointer(self.lse), rings, plan) for g in range(groups)]
+        self.turns.run([*works, lambda: names["producer"](None, maps, rings, plan)])
 
 
 def calls(dice: random.Random) -> tuple[tuple[int, ...], dict[str, Any]]:
@@ -164,7 +155,7 @@ def test_every_row_of_random_calls(seed: int, monkeypatch: pytest.MonkeyPatch) -
 
     In some calls keys grow from the last to the first, the order of the blocks: exponentials relative to the first
     block's maxima overflow."""
-    from ridgeline.ops.attention._attention import options
+    from ridgeline.ops.attention.common.arguments import options
 
     dice, again = random.Random(seed), Counter[int]()
     torch.manual_seed(seed)
@@ -184,11 +175,11 @@ def test_every_row_of_random_calls(seed: int, monkeypatch: pytest.MonkeyPatch) -
             k *= torch.linspace(keys, 0, columns)[:, None].to(dtype)
         launched: list[Launch] = []
         groups, couples = 2 if D > 96 else dice.choice((2, 3)), dice.randint(0, B * kv * group // 2)
-        monkeypatch.setattr(_hopper, "_groups", lambda *_, groups=groups: groups)
-        monkeypatch.setattr(_hopper, "_couples", lambda *_, couples=couples: couples)
+        monkeypatch.setattr(launcher, "consumer_groups", lambda *_, groups=groups: groups)
+        monkeypatch.setattr(launcher, "paired_heads", lambda *_, couples=couples: couples)
         with device.pretend("sm_90"), observe(launched.append):
             o, lse = ridgeline.attention(q, k, v, return_lse=True, impl="gluon", **given)
-        (launch,) = [one for one in launched if one.kernel is _hopper._fwd]
+        (launch,) = [one for one in launched if one.kernel is forward._fwd]
         o.fill_(float("nan")), lse.fill_(float("nan"))
         programs = min(launch.grid[0], dice.randint(1, 4))
         launch = Launch(launch.kernel, (programs,), launch.args, launch.constants, launch.device)
@@ -196,7 +187,7 @@ def test_every_row_of_random_calls(seed: int, monkeypatch: pytest.MonkeyPatch) -
             kernel = Kernel(launch, program, dice)
             kernel.run()
             assert grown or not kernel.again, f"{tuple(q.shape)} {columns} {given}: a block was made again for nothing"
-            again[launch.constants["MASKS"]] += kernel.again
+            again[launch.constants["RULES"].MASKS] += kernel.again
         band = options(D, **given).band(rows, columns)
         scores = q.double() @ k.double().repeat_interleave(group, 1).mT * D**-0.5
         if band is not None:
@@ -213,7 +204,7 @@ def test_every_row_of_random_calls(seed: int, monkeypatch: pytest.MonkeyPatch) -
 def test_groups_without_rows(monkeypatch: pytest.MonkeyPatch) -> None:
     """They compute the scores of one block per tile, and those that a group prepares for a tile that never comes."""
     launched: list[Launch] = []
-    monkeypatch.setattr(_hopper, "_groups", lambda *_: 3)
+    monkeypatch.setattr(launcher, "consumer_groups", lambda *_: 3)
     q, k = torch.zeros(1, 2, 64, 64, dtype=torch.bfloat16), torch.zeros(1, 2, 640, 64, dtype=torch.bfloat16)
     with device.pretend("sm_90"), observe(launched.append):
         ridgeline.attention(q, k, k, impl="gluon")
@@ -228,11 +219,12 @@ def test_ragged_tiles_of_full_attention(groups: int) -> None:
     """Every tile comes once. With three groups, tiles with an empty group come last; else a head's last tile is its
     first."""
     dice, names = random.Random(groups), {"ROWS": 64, "gl": SimpleNamespace()}
-    define(names, _hopper_plan)
+    define(names, scheduler)
     for _ in range(200):
         heads, rows, high = dice.randint(1, 9), dice.randint(1, 2000), 64 * groups
-        tiles, plan = -(-rows // high), object.__new__(names["Plan"])
-        plan.__dict__.update(turns=heads, tiles=tiles, rows=rows, BM=high, LEFT=False, RIGHT=False)
+        tiles, plan = -(-rows // high), object.__new__(names["TileScheduler"])
+        rules = SimpleNamespace(LEFT=False, RIGHT=False)
+        plan.__dict__.update(all_heads=heads, tiles=tiles, rows=rows, BM=high, RULES=rules)
         places = [plan.place(t) for t in range(heads * tiles)]
         assert sorted(places) == [(head, tile * high) for head in range(heads) for tile in range(tiles)]
         ends = [n for n, (_, row) in enumerate(places) if row == (tiles - 1) * high]
@@ -248,22 +240,21 @@ def loads(heads: int, tiles: int, couples: int, section: int, programs: int, mor
     names: dict[str, Any] = {
         "gl": SimpleNamespace(num_programs=lambda _: programs, minimum=min, where=lambda c, x, y: x if c else y)
     }
-    define(names, _hopper_plan)
-    plan, taken, found = object.__new__(names["Plan"]), set(), []
+    define(names, scheduler)
+    plan, taken, found = object.__new__(names["TileScheduler"]), set(), []
     facts = {
-        "turns": heads,
+        "all_heads": heads,
         "tiles": tiles,
-        "couples": couples,
+        "head_pairs": couples,
         "section": section,
         "BM": 128,
-        "LEFT": False,
-        "RIGHT": True,
+        "RULES": SimpleNamespace(LEFT=False, RIGHT=True),
     }
     plan.__dict__.update(facts)
     for program in range(programs):
         names["gl"].program_id = lambda _, program=program: program
         n, load = 0, 0.0
-        while (t := plan.step(n)) < heads * tiles:
+        while (t := plan.nth(n)) < heads * tiles:
             head, row = plan.place(t)
             assert 0 <= head < heads
             assert 0 <= row < tiles * 128
@@ -281,7 +272,7 @@ def test_every_tile_is_taken_once() -> None:
         heads, tiles, programs = dice.randint(1, 40), dice.randint(1, 20), dice.randint(1, 30)
         couples = dice.randint(0, heads // 2)
         loads(heads, tiles, couples, dice.randint(1, max(1, heads - 2 * couples)), programs)
-        couples = _hopper_plan._couples(
+        couples = scheduler.paired_heads(
             heads, tiles * dice.choice((1, 10)), programs, dice.randint(0, 10), dice.randint(0, 9)
         )
         assert 0 <= 2 * couples <= heads
@@ -309,12 +300,12 @@ def test_causal_programs_end_together(heads: int, tiles: int, programs: int, mor
 
     Pairs alone keep 132 programs busy for 0.970 of it if the number of tiles is a power of two. For chunks at the end
     of long keys (`more`) all tiles are nearly equal, so their number decides."""
-    couples = _hopper_plan._couples(heads, tiles, programs, 1000, more)
+    couples = scheduler.paired_heads(heads, tiles, programs, 1000, more)
     found = loads(heads, tiles, couples, heads - 2 * couples, programs, more)
     assert sum(found) / programs / max(found) > least
     if not more:
         assert 0.9 * programs < (heads - 2 * couples) * tiles / 2 < 2.1 * programs
-        assert heads - 2 * _hopper_plan._couples(heads, tiles, programs, 0, 0) <= math.ceil(2 * programs / tiles) + 1
+        assert heads - 2 * scheduler.paired_heads(heads, tiles, programs, 0, 0) <= math.ceil(2 * programs / tiles) + 1
 
 
 @pytest.mark.parametrize("keep", [True, False])
@@ -327,7 +318,7 @@ def test_masks_by_bits(columns: int, keep: bool) -> None:
         "bmsk": lambda at, n: ((1 << n) - 1) << at, "selp": lambda a, b, keep: a if keep else b,
     }  # fmt: skip
     N = columns // 2
-    text, operands = _hopper_softmax._cutting(N, keep)
+    text, operands = mask.cutting_code(N, keep)
     assert text.count("setp.ne" if keep else "setp.eq") == N
     assert operands == ",".join(["=f"] * N + [str(n) for n in range(N)] + ["r"] * N)
     lines = [line.strip() for line in text.strip("{} ").split(";") if line.strip() and ".reg" not in line]
@@ -360,7 +351,7 @@ def test_products_with_masks_are_not_serialized(D: int, given: dict[str, Any], m
     with device.pretend("sm_90"), observe(launched.append):
         q, k = (torch.empty(4, 32, n, D, dtype=torch.bfloat16, device="meta") for n in (4096, 4101))
         ridgeline.attention(q, k, k, impl="gluon", **given)
-    assert launched[0].constants["MASKS"] == masks
+    assert launched[0].constants["RULES"].MASKS == masks
     found = lab_inspect.of_launch(launched[0], True)
     assert masks == 2 or triton.__version__ != OWN or found.spill_loads == found.spill_stores == 0
     said = said_of(found, tmp_path)
@@ -382,18 +373,16 @@ def test_exponentials_come_before_the_wait(D: int, causal: bool, dtype: torch.dt
     with device.pretend("sm_90"), observe(launched.append):
         q = torch.empty(4, 32, 4096, D, dtype=dtype, device="meta")
         ridgeline.attention(q, q, q, causal=causal, impl="gluon")
-    found, facts = lab_inspect.of_launch(launched[0], True), launched[0].constants
+    found, facts = lab_inspect.of_launch(launched[0], True), launched[0].constants["RULES"]
     assert triton.__version__ != OWN or found.spill_loads == found.spill_stores == 0
     most = {torch.float16: "47000000", torch.bfloat16: "5D800000"}[dtype]
-    for group in range(facts["GROUPS"]):
-        assert found.texts["ptx"].count(f".reg .pred beyond{group};") == 1
-        assert (
-            found.texts["ptx"].count(f"barrier.cta.red.or.pred beyond{group}, {10 + group}, 128, beyond{group};") == 1
-        )
-        above = re.findall(
-            rf"setp.gtu(.*).f32 beyond{group}, %r?f?\d+, 0f{most}(.*);$", found.texts["ptx"].replace("; ", ";\n"), re.M
-        )
-        assert above == [("", "")] + [(".or", f", beyond{group}")] * 3
+    for group in range(facts.GROUPS):
+        ptx, flag = found.texts["ptx"], f"overflow{group}"
+        assert ptx.count(f".reg .pred {flag};") == 1
+        assert ptx.count(f"barrier.cta.red.or.pred {flag}, {10 + group}, 128, {flag};") == 1
+        test = rf"setp.gtu(.*).f32 {flag}, %r?f?\d+, 0f{most}(.*);$"
+        above = re.findall(test, ptx.replace("; ", ";\n"), re.M)
+        assert above == [("", "")] + [(".or", f", overflow{group}")] * 3
     code = re.findall(r"^\s*(?:(\.L_x_\d+):|/\*\w{4,}\*/\s+(.*?) *;)", found.texts["sass"], re.M)
     labels = {label: n for n, (label, _) in enumerate(code) if label}
     tokens = [
@@ -410,7 +399,7 @@ def test_exponentials_come_before_the_wait(D: int, causal: bool, dtype: torch.dt
                 orders[inside[0]] = [what for _, what in tokens[inside[0] :]]
     firsts = [o.index("WARPGROUP.DEPBAR") for o in orders.values()]
     wanted = [
-        ["HGMMA"] * n + ["WARPGROUP.DEPBAR"] + ["MUFU.EX2"] * (facts["BN"] // 2) + ["WARPGROUP.DEPBAR"] for n in firsts
+        ["HGMMA"] * n + ["WARPGROUP.DEPBAR"] + ["MUFU.EX2"] * (facts.BN // 2) + ["WARPGROUP.DEPBAR"] for n in firsts
     ]
     kept = [o[: len(w)] == w and n > D // 16 for o, w, n in zip(orders.values(), wanted, firsts, strict=True)]
-    assert sum(kept) == facts["GROUPS"], orders
+    assert sum(kept) == facts.GROUPS, orders

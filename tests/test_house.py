@@ -353,3 +353,106 @@ def test_detects_repetition(tmp_path: Path) -> None:
         '"""Doc."""\nimport os\n\n\ndef f(x):  # why\n    """Doc\n    string."""\n    return (\n        x\n    )\n'
     )
     assert significant(path) == ["def f(x):", "return (", "x"]
+
+
+# --- how the code reads, room by room: a room is a family of ops; the exceptions only shrink
+
+ROOMS = sorted(p.name for p in (SRC / "ops").iterdir() if p.is_dir() and p.name != "__pycache__")
+# Rooms that do not hold the rule yet.
+LONG_SIGNATURES: set[str] = set()
+LONG_FUNCTIONS: set[str] = set()
+PRIVATE_NAMES = {"loss", "matmul", "rowwise"}
+MANY_NEIGHBOURS: set[str] = set()
+PARAMETERS, FUNCTION_LINES, NEIGHBOURS = 14, 80, 5
+
+
+def functions(path: Path) -> Iterator[ast.FunctionDef]:
+    return (node for node in ast.walk(ast.parse(path.read_text())) if isinstance(node, ast.FunctionDef))
+
+
+def is_kernel(function: ast.FunctionDef) -> bool:
+    """Whether Triton or Gluon compiles the function."""
+    return any(re.match(r"(triton|gluon)\.(jit|constexpr_function)\b", ast.unparse(d)) for d in function.decorator_list)
+
+
+def long_signatures(path: Path) -> list[str]:
+    return [f.name for f in functions(path) if is_kernel(f) and len(f.args.args) > PARAMETERS]
+
+
+def long_functions(path: Path) -> list[str]:
+    return [f.name for f in functions(path) if (f.end_lineno or 0) - f.lineno >= FUNCTION_LINES]
+
+
+def of_the_room(path: Path, room: str) -> dict[str, set[str]]:
+    """Returns the files of the room that a file imports from, and the names that it takes from each."""
+    tree, prefix = ast.parse(path.read_text()), f"ridgeline.ops.{room}"
+    found: dict[str, set[str]] = {}
+    bound: dict[str, str] = {}  # names of modules
+    for node in ast.walk(tree):
+        if isinstance(node, ast.ImportFrom) and node.module and (node.module + ".").startswith(prefix + "."):
+            for alias in node.names:
+                module = f"{node.module}.{alias.name}"
+                if (SRC.parent / module.replace(".", "/")).with_suffix(".py").exists():
+                    bound[alias.asname or alias.name] = module
+                    found.setdefault(module, set())
+                else:
+                    found.setdefault(node.module, set()).add(alias.name)
+    for node in ast.walk(tree):
+        if isinstance(node, ast.Attribute) and isinstance(node.value, ast.Name) and node.value.id in bound:
+            found[bound[node.value.id]].add(node.attr)
+    return found
+
+
+def private_names(path: Path, room: str) -> list[str]:
+    taken = of_the_room(path, room).items()
+    return [f"{module}.{name}" for module, names in taken for name in names if name.startswith("_")]
+
+
+def in_room(room: str) -> list[Path]:
+    return sorted((SRC / "ops" / room).rglob("*.py"))
+
+
+def judge(room: str, wrong: dict[str, list[str]], exceptions: set[str]) -> None:
+    """A room without faults must leave the exceptions, so that they only shrink."""
+    wrong = {path: names for path, names in wrong.items() if names}
+    if room in exceptions:
+        assert wrong, f"{room} holds the rule now: take it off the exceptions"
+    else:
+        assert not wrong, wrong
+
+
+@pytest.mark.parametrize("room", ROOMS)
+def test_kernels_take_few_arguments(room: str) -> None:
+    judge(room, {str(p): long_signatures(p) for p in in_room(room)}, LONG_SIGNATURES)
+
+
+@pytest.mark.parametrize("room", ROOMS)
+def test_functions_are_short(room: str) -> None:
+    judge(room, {str(p): long_functions(p) for p in in_room(room)}, LONG_FUNCTIONS)
+
+
+@pytest.mark.parametrize("room", ROOMS)
+def test_private_names_stay_in_their_files(room: str) -> None:
+    judge(room, {str(p): private_names(p, room) for p in in_room(room)}, PRIVATE_NAMES)
+
+
+@pytest.mark.parametrize("room", ROOMS)
+def test_files_have_few_of_the_room(room: str) -> None:
+    many = {str(p): sorted(of_the_room(p, room)) for p in in_room(room)}
+    judge(room, {p: names for p, names in many.items() if len(names) > NEIGHBOURS}, MANY_NEIGHBOURS)
+
+
+def test_detects_what_reads_badly(tmp_path: Path) -> None:
+    path = tmp_path / "a.py"
+    many = ", ".join(f"a{n}" for n in range(PARAMETERS + 1))
+    body = "    x = 1\n" * FUNCTION_LINES
+    path.write_text(
+        "from ridgeline.ops.attention.common.reference import _b\nfrom ridgeline.ops.attention.hopper import forward\n"
+        f"forward._fwd\n@triton.jit(debug=True)\ndef f({many}):\n    pass\ndef g():\n{body}"
+    )
+    assert (long_signatures(path), long_functions(path)) == (["f"], ["g"])
+    assert private_names(path, "attention") == [
+        "ridgeline.ops.attention.common.reference._b",
+        "ridgeline.ops.attention.hopper.forward._fwd",
+    ]
+    assert len(of_the_room(path, "attention")) == 2

@@ -3,14 +3,17 @@
 import argparse
 import json
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 import pytest
 import torch
+import triton
+import triton.language as tl
 from triton.runtime import driver
 
 import toy
 from ridgeline import device
+from ridgeline.boundary import Launch, launch, observe
 from ridgeline.lab.analysis import disassembly, inspect
 from ridgeline.op import RidgelineError
 
@@ -181,3 +184,40 @@ def test_no_gpu_memory_is_taken() -> None:
     before = torch.cuda.memory_allocated() if torch.cuda.is_available() else 0
     toy.resources("triton", "float16", "sm_90")
     assert (torch.cuda.memory_allocated() if torch.cuda.is_available() else 0) == before
+
+
+class Sizes(NamedTuple):
+    rows: Any
+    columns: Any
+
+
+class Rows(NamedTuple):
+    data: Any
+    step: Any
+
+
+class Rules(NamedTuple):
+    SCALE: int
+    LIMITED: bool
+
+
+@triton.jit(do_not_specialize=["sizes"])
+def _bundled(y, x, sizes, RULES: tl.constexpr, BLOCK: tl.constexpr):
+    n = tl.arange(0, BLOCK)
+    inside = n < sizes.rows * sizes.columns if RULES.LIMITED else n < BLOCK
+    tl.store(y.data + n * y.step, tl.load(x.data + n * x.step, mask=inside) * RULES.SCALE, mask=inside)
+
+
+def test_numbers_in_a_bundle_are_not_specialised_on() -> None:
+    """One kernel serves all numbers of a bundle in do_not_specialize, however deep; in other bundles they count."""
+    launched: list[Launch] = []
+    t = torch.empty(64, device="meta")
+    calls = [(1, 1, 1), (16, 1, 1), (7, 5, 1), (1, 1, 2)]
+    with device.pretend("sm_90"), observe(launched.append):
+        for rows, columns, step in calls:
+            given = Rows(t, step), Rows(t, 1), Sizes(rows, columns)
+            launch(_bundled, (1,), *given, RULES=Rules(2, True), BLOCK=64)
+    assert [one.args[2] for one in launched] == [call[:2] for call in calls]  # observers see the numbers themselves
+    code = [inspect.of_launch(one).texts["ptx"] for one in launched]
+    assert code[0] == code[1] == code[2] != code[3]
+    assert len({inspect.signature(one) for one in launched}) == 2

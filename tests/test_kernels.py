@@ -217,13 +217,12 @@ def calls(
                 continue  # a case or dtype that the implementation refuses, as test_ops checks
 
 
-def leaves(values: Iterable[Any]) -> Iterator[Any]:
-    """The values, with those of tuples among them one by one."""
-    for value in values:
-        if isinstance(value, tuple):
-            yield from leaves(value)
-        else:
-            yield value
+def spelled_out(constants: dict[str, Any]) -> list[tuple[str, Any]]:
+    """The constants of a launch, with those in a NamedTuple one by one."""
+    found: list[tuple[str, Any]] = []
+    for name, value in constants.items():
+        found += value._asdict().items() if hasattr(value, "_asdict") else [(name, value)]
+    return found
 
 
 def one_of_each(found: Iterable[tuple[Launch, dict[str, Any]]]) -> list[tuple[Launch, dict[str, Any]]]:
@@ -232,18 +231,22 @@ def one_of_each(found: Iterable[tuple[Launch, dict[str, Any]]]) -> list[tuple[La
     Benchmarks come first, those with the most options before others.
     """
 
-    def kind(arg: Any) -> Any:
-        return arg.dtype.is_floating_point if isinstance(arg, torch.Tensor) else type(arg)
+    def kinds(arg: Any, at: tuple[int, ...] = ()) -> Iterator[Any]:
+        if isinstance(arg, tuple):
+            for n, part in enumerate(arg):
+                yield from kinds(part, (*at, n))
+        else:
+            yield at, arg.dtype.is_floating_point if isinstance(arg, torch.Tensor) else type(arg)
 
     def order(one: tuple[Launch, dict[str, Any]]) -> tuple[bool, int]:
         launch, facts = one
-        return not facts["bench"], -sum(value is True for value in leaves(launch.constants.values())) * facts["bench"]
+        return not facts["bench"], -sum(value is True for _, value in spelled_out(launch.constants)) * facts["bench"]
 
     kept, seen = [], set()
     for launch, facts in sorted(found, key=order):
-        named = [(k, n, v) for k, value in launch.constants.items() for n, v in enumerate(leaves([value]))]
-        new = {one for one in named if one[2] is True or (facts["bench"] and type(one[2]) in (int, bool))}
-        new |= {facts["dtype"], *[(n, kind(arg)) for n, arg in enumerate(leaves(launch.args))]}
+        constants = spelled_out(launch.constants)
+        new = {(k, v) for k, v in constants if v is True or (facts["bench"] and type(v) in (int, bool))}
+        new |= {facts["dtype"], *kinds(launch.args)}
         new = {(id(launch.kernel), one) for one in new} - seen
         if new:
             kept.append((launch, facts))

@@ -437,11 +437,11 @@ def test_replays(starts: list[Any], kind: str) -> None:
 @pytest.mark.gpu
 @pytest.mark.parametrize("D", [64, 128])
 def test_attention_is_started_by_the_driver_and_replayed(starts: list[Any], D: int) -> None:
-    from ridgeline.ops.attention import _attention
+    from ridgeline.ops.attention.common import kernels
 
     if torch.cuda.get_device_capability() != (9, 0):
         pytest.skip("its kernels are Hopper's")
-    plans: Plans = _attention._forward.__globals__["learn"].__self__
+    plans: Plans = kernels._forward.__globals__["learn"].__self__
     plans.found.clear()
     plans.seen.clear()
     for n in range(5):

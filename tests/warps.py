@@ -170,10 +170,17 @@ class _Plain(ast.NodeTransformer):
         return node.func.value if wide else node  # type: ignore[union-attr,attr-defined]
 
 
+def _bundle(node: ast.AST) -> bool:
+    """Whether this is the class of a NamedTuple, which is Python already."""
+    return isinstance(node, ast.ClassDef) and "NamedTuple" in [ast.unparse(base) for base in node.bases]
+
+
 @cache
 def _code(module: Any) -> CodeType:
     kept = [
-        node for node in ast.parse(inspect.getsource(module)).body if isinstance(node, ast.FunctionDef | ast.ClassDef)
+        node
+        for node in ast.parse(inspect.getsource(module)).body
+        if isinstance(node, ast.FunctionDef | ast.ClassDef) and not _bundle(node)
     ]
     return compile(ast.fix_missing_locations(_Plain().visit(ast.Module(kept, []))), str(module.__file__), "exec")
 
@@ -183,6 +190,8 @@ def define(names: dict[str, Any], *modules: Any) -> None:
     looked up there."""
     for module in modules:
         exec(_code(module), names)
+        bundles = [node.name for node in ast.parse(inspect.getsource(module)).body if _bundle(node)]  # type: ignore[attr-defined]
+        names |= {name: getattr(module, name) for name in bundles}
 
 
 def language(turns: Turns) -> dict[str, Any]:
@@ -271,8 +280,10 @@ def language(turns: Turns) -> dict[str, Any]:
         "tma": SimpleNamespace(store_wait=stored),
         "ROWS": 64,
         "_load": load,
+        "load": load,
         "_store": put,
-        "_bits": lambda size: size.bit_length() - 1,
+        "store": put,
+        "log2_of": lambda size: size.bit_length() - 1,
         "warpgroup_mma": start,
         "warpgroup_mma_wait": wait,
         "fence_async_shared": nobody,

@@ -409,8 +409,8 @@ def _mapped(function: Callable[[Any], Any], some: Any) -> Any:
 def compiled(kernel: Any, args: tuple[Any, ...], constants: dict[str, Any]) -> Any:
     """Returns a Triton kernel compiled for arguments of this kind; args as `Launch` has them.
 
-    Triton specialises on the integers in a tuple even if the kernel names the tuple in `do_not_specialize` (3.6 to
-    3.9). So such integers are replaced here by one that says nothing but its width.
+    Triton specialises on the integers in a tuple even if the kernel names the tuple in `do_not_specialize` (3.6.0 and
+    3.7.1). So such integers are replaced here by one that says nothing but its width.
     """
 
     def loose(a: Any) -> Any:
@@ -418,8 +418,10 @@ def compiled(kernel: Any, args: tuple[Any, ...], constants: dict[str, Any]) -> A
             return _mapped(loose, a)
         return (3 if -0x80000000 <= a < 0x80000000 else 1 << 40 | 3) if type(a) is int else a
 
-    shown = [loose(a) if p.do_not_specialize and isinstance(a, tuple) else a for a, p in zip(args, kernel.params)]
-    return kernel.warmup(*shown, grid=(1,), **constants)
+    if any([isinstance(a, tuple) for a in args]):
+        marked = [p.do_not_specialize for p in kernel.params]
+        args = tuple([loose(a) if isinstance(a, tuple) and free else a for a, free in zip(args, marked)])
+    return kernel.warmup(*args, grid=(1,), **constants)
 
 
 def _descriptor(kernel: Any, seen: TensorMap, constants: dict[str, Any]) -> Any:

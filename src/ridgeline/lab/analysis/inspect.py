@@ -229,6 +229,7 @@ def compile_side_by_side(launches: Iterable[Launch], arch: str) -> None:
 
     from triton.runtime._async_compile import AsyncCompileMode
 
+    from ridgeline import boundary
     from ridgeline.cuda import CudaKernel
 
     kernels = {signature(launch): launch for launch in launches if not isinstance(launch.kernel, CudaKernel)}
@@ -238,7 +239,7 @@ def compile_side_by_side(launches: Iterable[Launch], arch: str) -> None:
         AsyncCompileMode(threads),
     ):
         for launch in kernels.values():
-            launch.kernel.warmup(*launch.args, grid=(1,), **launch.constants)
+            boundary.compiled(launch.kernel, launch.args, launch.constants)
 
 
 def _cuda(launch: Launch) -> Facts:
@@ -262,10 +263,11 @@ def _cuda(launch: Launch) -> Facts:
 
 
 def _triton(launch: Launch) -> Facts:
+    from ridgeline import boundary
     from ridgeline.lab.analysis.disassembly import usage
 
     with _triton_for(launch.device.arch):
-        compiled = launch.kernel.warmup(*launch.args, grid=(1,), **launch.constants)
+        compiled = boundary.compiled(launch.kernel, launch.args, launch.constants)
     name, asm = compiled.metadata.name, compiled.asm
     texts = {kind: asm[kind] for kind in TEXTS if kind in asm}
     threads = compiled.metadata.num_warps * launch.device.warp

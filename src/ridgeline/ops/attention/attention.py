@@ -4,8 +4,8 @@
               dQ = scale dS k,  dK = scale dS^T q
 
 Tiles of queries walk tiles of keys and keep a running maximum and sum per row (`gluon`: the first tile's maximum). So
-the time is that of the matrix products, and inputs and outputs pass through memory once. `_attention.py` has what
-attention_varlen shares, `_triton.py` the Triton kernels, `_few.py` the forward for few queries of many keys.
+the time is that of the matrix products, and inputs and outputs pass through memory once. docs/attention.md tells which
+file has what.
 Source: Dao, FlashAttention-2, 2023 (arXiv:2307.08691); Rabe and Staats, Self-attention does not need O(n^2) memory,
 2021 (arXiv:2112.05682); Milakov and Gimelshein, Online normalizer calculation for softmax, 2018 (arXiv:1805.02867).
 """
@@ -19,23 +19,11 @@ import torch
 import torch.nn.functional as F
 
 from ridgeline.op import Case, Cost, Op, RidgelineError, Spec, dense_only, nbytes
-from ridgeline.ops.attention._attention import (
-    FLOPS,
-    GLUON,
-    OPS,
-    ORDERS,
-    TRITON,
-    by_kernels,
-    check,
-    formula,
-    in_autocast,
-    in_pieces,
-    options,
-    pairs,
-    rounds_scores,
-    usual,
-)
-from ridgeline.ops.attention._tiled import tiled
+from ridgeline.ops.attention.common.arguments import check, in_autocast, options, usual
+from ridgeline.ops.attention.common.cost import FLOPS, ORDERS, pairs
+from ridgeline.ops.attention.common.kernels import GLUON, OPS, TRITON, by_kernels
+from ridgeline.ops.attention.common.reference import formula, in_pieces, rounds_scores
+from ridgeline.ops.attention.common.tiled import tiled
 from ridgeline.select import eager
 
 

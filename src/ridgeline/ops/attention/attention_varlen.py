@@ -16,22 +16,11 @@ import torch
 import torch.nn.functional as F
 
 from ridgeline.op import Case, Cost, Op, RidgelineError, Spec, dense_only, nbytes, readable
-from ridgeline.ops.attention._attention import (
-    GLUON,
-    OPS,
-    ORDERS,
-    TRITON,
-    Options,
-    by_kernels,
-    check,
-    formula,
-    in_autocast,
-    in_pieces,
-    options,
-    pairs,
-    rounds_scores,
-)
-from ridgeline.ops.attention._tiled import tiled
+from ridgeline.ops.attention.common.arguments import Options, check, in_autocast, options
+from ridgeline.ops.attention.common.cost import ORDERS, pairs
+from ridgeline.ops.attention.common.kernels import GLUON, OPS, TRITON, by_kernels
+from ridgeline.ops.attention.common.reference import formula, in_pieces, rounds_scores
+from ridgeline.ops.attention.common.tiled import tiled
 from ridgeline.select import eager
 
 

@@ -33,12 +33,12 @@ from ridgeline.boundary import launch
 from ridgeline.cuda import TensorMap
 from ridgeline.op import dtype_name, nbytes
 from ridgeline.ops.matmul._epilogue import Epilogue, add_up
+from ridgeline.tiles.hopper import load as _load
+from ridgeline.tiles.hopper import store as _store
 
-_load: gl.constexpr = getattr(tma, "async_load", None) or tma.async_copy_global_to_shared
 _reinterpret: gl.constexpr = (
     getattr(gl.shared_memory_descriptor, "reinterpret", None) or gl.shared_memory_descriptor._reinterpret
 )
-_store: gl.constexpr = getattr(tma, "async_store", None) or tma.async_copy_shared_to_global
 GROUPS = gl.constexpr(2)  # consumer groups of four warps
 
 

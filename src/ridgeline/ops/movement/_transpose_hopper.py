@@ -19,9 +19,7 @@ from triton.experimental.gluon.language.nvidia.hopper import fence_async_shared,
 from ridgeline import device
 from ridgeline.boundary import launch
 from ridgeline.cuda import TensorMap
-
-_load: gl.constexpr = getattr(tma, "async_load", None) or tma.async_copy_global_to_shared
-_store: gl.constexpr = getattr(tma, "async_store", None) or tma.async_copy_shared_to_global
+from ridgeline.tiles.hopper import load, make_barriers, store
 
 
 @gluon.constexpr_function
@@ -49,7 +47,7 @@ def _fetch(x, ring, ready, t, tiles, stage, rows, columns, SIDE: gl.constexpr, G
     """Loads tile t into a stage if there is a tile of that number."""
     batch, row, column = _place(t, rows, columns, SIDE, GROUP)
     mbarrier.expect(ready.index(stage), x.block_type.nbytes, pred=t < tiles)
-    _load(x, [batch, row, column], ready.index(stage), ring.index(stage), pred=t < tiles)
+    load(x, [batch, row, column], ready.index(stage), ring.index(stage), pred=t < tiles)
 
 
 @gluon.jit(do_not_specialize=["batches", "rows", "columns"])
@@ -60,9 +58,7 @@ def _fwd(
     layout: gl.constexpr = _threads(x.dtype.primitive_bitwidth // 8, num_warps)
     ring = gl.allocate_shared_memory(x.dtype, [STAGES] + x.block_type.shape, x.layout)
     outs = gl.allocate_shared_memory(x.dtype, [OUTS] + x.block_type.shape, x.layout)
-    ready = gl.allocate_shared_memory(gl.int64, [STAGES, 1], mbarrier.MBarrierLayout())
-    for n in gl.static_range(STAGES):
-        mbarrier.init(ready.index(n), count=1)
+    ready = make_barriers(STAGES, 1)
     fence_async_shared()
     first, step = gl.program_id(0), gl.num_programs(0)
     tiles = batches * gl.cdiv(rows, SIDE) * gl.cdiv(columns, SIDE)
@@ -79,7 +75,7 @@ def _fwd(
         board = outs.index(place)
         board.reshape([SIDE, SIDE]).store(turned)
         fence_async_shared()
-        _store(out, [batch, column, row], board)
+        store(out, [batch, column, row], board)
         stage += 1
         odd ^= (stage == STAGES).to(gl.int32)
         stage = gl.where(stage == STAGES, 0, stage)

@@ -12,7 +12,7 @@ from typing import Any
 import torch
 
 from ridgeline.boundary import Function, first_order
-from ridgeline.ops.attention._attention import seen
+from ridgeline.ops.attention.common.reference import seen
 
 TILE = 128  # at least so many queries and keys, and at most 16 tiles: each costs a dozen kernels
 

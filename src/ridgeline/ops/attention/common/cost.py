@@ -1,0 +1,41 @@
+"""The cost of a call of attention: pairs of a query and a key that see each other, and floating-point operations."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+
+from ridgeline.ops.attention.common.arguments import Options
+
+# Benchmarks off the grid: the default backward, and one with unordered sums, as peers have.
+ORDERS: tuple[dict[str, Any], ...] = ({}, {"note": " out of order", "deterministic": False})
+
+
+def pairs(sq: int, sk: int, chosen: Options) -> int:
+    """Returns how many pairs of a query and a key see each other."""
+    band = chosen.band(sq, sk)
+    if band is None:
+        return sq * sk
+    i = torch.arange(sq)
+    return int(((i + band[1]).clamp(max=sk - 1) - (i + band[0]).clamp(min=0) + 1).clamp(min=0).sum())
+
+
+def count(q: Any, k: Any, mask: Any, cu_q: Any, cu_k: Any, chosen: Options) -> int:
+    """Returns the operations of the forward pass in the torch ops' arguments; lengths of packed sequences are read."""
+    if mask is not None:
+        seen = q.shape[2] * k.shape[2]
+    elif cu_q is None:
+        seen = pairs(q.shape[2], k.shape[2], chosen)
+    else:
+        lengths = [cu.diff().tolist() for cu in (cu_q, cu_q if cu_k is None else cu_k)]
+        seen = sum(pairs(sq, sk, chosen) for sq, sk in zip(*lengths, strict=True))
+    return 4 * q.shape[0] * q.shape[1] * q.shape[3] * seen
+
+
+FLOPS: dict[str, Any] = {
+    "attention_fwd": lambda q, k, v, mask, cu_q, cu_k, *o: count(q, k, mask, cu_q, cu_k, Options(*o[:5])),
+    "attention_bwd": lambda do, dlse, q, k, v, o, lse, mask, cu_q, cu_k, *options: (
+        count(q, k, mask, cu_q, cu_k, Options(*options[:5])) * 5 // 2
+    ),
+}

@@ -1,0 +1,49 @@
+"""The end of a tile of queries in attention's Hopper forward: o and lse leave the registers."""
+
+from triton.experimental import gluon
+from triton.experimental.gluon import language as gl
+from triton.experimental.gluon.language.nvidia.hopper import fence_async_shared, tma
+
+from ridgeline.ops.attention.hopper.pipeline import ROWS
+from ridgeline.ops.attention.hopper.products import Sums
+from ridgeline.ops.attention.hopper.softmax import rescale
+from ridgeline.tiles.hopper import store
+
+
+@gluon.jit
+def store_lse(lse, row_max, row_sum, row, tile, scheduler):
+    """Stores the rows' lse, -inf for rows that see no key, and returns the divisors of their sums of values."""
+    rows: gl.constexpr = row_max.type.layout
+    divisor = gl.convert_layout(gl.sum(row_sum, 1), rows)
+    some = divisor != 0.0
+    divisor = gl.where(some, divisor, 1.0)
+    i = row + gl.arange(0, ROWS, rows)
+    sums = gl.where(some, (row_max + gl.log2(divisor)) * 0.6931471805599453, float("-inf"))
+    if scheduler.PACKED:
+        first = tile.head.to(gl.int64) * scheduler.rows + tile.start
+    else:
+        first = (tile.start * scheduler.heads + tile.head).to(gl.int64) * scheduler.rows
+    gl.store(lse + first + i, sums, mask=i < tile.length)
+    return divisor
+
+
+@gluon.jit
+def store_output(acc, divisor, ring, n, row, tile, out, scheduler):
+    """Stores o = acc / divisor through the place of the n-th tile of q, and releases it. Returns o."""
+    where = ring.tile(n)  # q's place, now free
+    main = rescale(acc.main, 1.0 / divisor)
+    D: gl.constexpr = main.shape[1]
+    if len(acc.rest) > 0:
+        rest = rescale(acc.rest[0], 1.0 / divisor)
+        others = (rest,)
+        where.slice(0, D, 1).store(main.to(out.dtype))
+        where.slice(D, rest.shape[1], 1).store(rest.to(out.dtype))
+    else:
+        others = ()
+        where.store(main.to(out.dtype))
+    fence_async_shared()
+    at = scheduler.coordinates(tile.head, row, tile.start, tile.length)
+    store(out, at, ring.tiles.index(n % ring.SIZE))
+    tma.store_wait(0)
+    ring.release(n)
+    return Sums(main, others)

@@ -1,0 +1,80 @@
+"""Starts of the forward kernel for Hopper: which calls it takes, its rules, and its tensor maps."""
+
+from typing import Any
+
+import torch
+import triton
+
+from ridgeline import device
+from ridgeline.cuda import TensorMap
+from ridgeline.ops.attention.common.arguments import LOG2E, UNBOUNDED, column_parts, whole
+from ridgeline.ops.attention.hopper import forward
+from ridgeline.ops.attention.hopper.packed_tiles import list_tiles
+from ridgeline.ops.attention.hopper.scheduler import Rules, Sizes, consumer_groups, masked_blocks, paired_heads
+
+
+def refusal(
+    x: torch.Tensor, *rest: Any, mask: Any = None, softcap: Any = None, scale: Any = None, **_: Any
+) -> str | None:
+    """Returns why these kernels do not take a call, or None.
+
+    Takes public arguments or a launcher's inputs; backward's begin with do and dlse.
+    """
+    q, *rest = rest[1:] if len(rest) > 15 else (x, *rest)
+    k, v, *rest = rest[:2] + rest[4:] if len(rest) > 13 else rest
+    if len(rest) > 8:  # else public arguments
+        mask, _cu_q, _cu_k, scale, softcap, *_rest = rest
+    if mask is not None or softcap or (scale is not None and scale <= 0):
+        return "it takes no mask, no softcap, and only a scale above 0"
+    if 128 < q.shape[-1] <= 192:  # padded to 256, slower than `triton`'s two parts
+        return f"D must be at most 128 or above 192, got {q.shape[-1]}"
+    if not (q.numel() and k.numel()):
+        return f"no size may be 0, but q is {tuple(q.shape)} and k {tuple(k.shape)}"
+    for t in (q, k, v):
+        if not whole(t):
+            return (
+                "it copies 16 bytes at a time: q, k, v and their rows must begin at multiples of 16 bytes, not expanded"
+            )
+    return None
+
+
+def fwd(
+    o: torch.Tensor, lse: torch.Tensor, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, mask: None,
+    cu_q: torch.Tensor | None, cu_k: torch.Tensor | None, scale: float, softcap: float, left: int, right: int,
+    bottom: bool, max_q: int, max_k: int, precision: str
+) -> None:  # fmt: skip
+    """Fills o and lse; see `attention_fwd` in common/kernels.py.
+
+    For packed sequences max_q, or else their average length, decides the height of tiles.
+    """
+    (batch, heads, rows, D), columns = q.shape, k.shape[2]
+    ahead, back, packed = right < UNBOUNDED, left < UNBOUNDED, cu_q is not None
+    longest = rows if cu_q is None else min(rows, max_q or rows // max(1, cu_q.numel() - 1))
+    programs = device.of(q).multiprocessors
+    groups = consumer_groups(D, batch * heads, longest, ahead, packed, programs)
+    all_heads, tiles, high = batch * heads, triton.cdiv(rows, 64 * groups), 64 * groups
+    listed, group, wide, pairs = None, heads // k.shape[1], triton.next_power_of_2(D), 0
+    BN = 64 if D > 128 or (D > 64 and groups == 3) else 128
+    # Turns help up to 2048 queries, except for causal calls at D 64, and cost time in long causal calls.
+    by_turns = groups == 2 and D > 64 and not (ahead and not back and longest > 8192)
+    options: dict[str, Any] = {"num_warps": 4, "maxnreg": 128 if groups == 3 else 168}
+    if cu_q is not None:
+        listed, most = list_tiles(q, k, cu_q, cu_q if cu_k is None else cu_k, bottom, left, right, high, BN)
+        section = min(heads, 32 * group) if ahead and not back else group
+        shift, count = int(bottom), most * heads
+        options["launch_pdl"] = True
+    else:
+        shared = 4 * columns * D * k.shape[1] // heads  # bytes of keys and values per head of queries
+        shift = columns - rows if bottom else 0
+        if ahead and not back and 0 <= shift + right <= columns - rows + high:  # else pairs are not equally heavy
+            most = min((32 << 20) // max(1, shared), triton.cdiv(4 * programs, tiles))
+            pairs = paired_heads(all_heads, tiles, programs, most, min((shift + right) // high, 8 * tiles))
+        section = max(1, min(all_heads, (24 << 20) // max(1, shared)) if back else all_heads - 2 * pairs)
+        count = all_heads * tiles
+    rest, stages = column_parts(D)[1] if 64 < D <= 128 else 0, 4 if wide * BN <= 8192 else 2
+    masks = masked_blocks(high, BN, columns, shift, right, back, ahead, bottom, packed)
+    rules = Rules(groups, by_turns, stages, back, ahead, BN, rest, masks)
+    sizes = Sizes(all_heads, heads, group, pairs, section, tiles, rows, columns, shift, left, right)
+    box = (1, 1, 1) if packed else (1, 1)
+    maps = [TensorMap(t, (*box, n, wide), min(128, 2 * wide), packed) for t, n in ((q, 64), (k, BN), (v, BN), (o, 64))]
+    forward.start(min(count, programs), lse, listed, maps, sizes, scale * LOG2E, rules, options)
