@@ -24,7 +24,7 @@ from ridgeline.boundary import INTERPRETED, Launch, observe
 from ridgeline.lab import catalogue, inspect
 from ridgeline.op import Case, Spec, get
 from ridgeline.ops.matmul import _cluster, _hopper, _persistent
-from ridgeline.ops.matmul._epilogue import add_up
+from ridgeline.ops.matmul._epilogue import Epilogue, add_up
 from ridgeline.ops.matmul._hopper import aligned, copied, whole
 from ridgeline.select import why_not
 
@@ -107,27 +107,24 @@ def emulate(launch: Launch) -> None:
         out[..., :columns].copy_(t.as_strided((out.shape[0], rows, columns), strides))
         return
     if name == "_sum":
-        y, z, sums, bias, residual, *_ = args
+        y, (z, bias, residual), sums, *_ = args
         x = sums.sum(0)[..., : y.shape[-1]] + (0 if bias is None else bias)
         if z is not None:
             z.view(y.shape).copy_(x)
         y.copy_(ENDS[facts["ACTIVATION"]](x) + (0 if residual is None else residual.view(y.shape)))
         return
-    y, out, z, z_up, bias, residual, a, b, up, M, N, steps, batches, parts, a_step, b_step = args
-    rows, wide = facts["ROWS"], facts["BN"] // (1 if up is None else 2)
-    tiles = SimpleNamespace(
-        M=M, N=N, steps=steps, batch=batches, parts=parts, BM=2 * rows, BN=wide, GROUP=facts["GROUP"]
-    )
+    y, (out, z, z_up), (bias, residual), (a, b, up), M, N, steps, batches, parts, a_step, b_step = args
+    tile = facts["tile"]
+    rows, wide = tile.ROWS, tile.BN // (1 if up is None else 2)
+    tiles = SimpleNamespace(M=M, N=N, steps=steps, batch=batches, parts=parts, BM=2 * rows, BN=wide, GROUP=tile.GROUP)
     for t in range(triton.cdiv(M, 2 * rows) * triton.cdiv(N, wide) * parts * batches):
         m, n, batch, part, low, high = PLACE(tiles, t)
         for first in (m, m + rows):
             sums = [torch.zeros(rows, wide) for _ in range(1 if up is None else 2)]
             for k in range(64 * low, 64 * high, 64):
-                left = box(a, [batch * a_step, first, k]) if facts["A_BY_K"] else box(a, [batch * a_step, k, first]).T
+                left = box(a, [batch * a_step, first, k]) if tile.A_BY_K else box(a, [batch * a_step, k, first]).T
                 for total, right in zip(sums, (b, up)):
-                    side = (
-                        box(right, [batch * b_step, n, k]).T if facts["B_BY_K"] else box(right, [batch * b_step, k, n])
-                    )
+                    side = box(right, [batch * b_step, n, k]).T if tile.B_BY_K else box(right, [batch * b_step, k, n])
                     total += left.float() @ side.float()
             x = sums[0] if bias is None else sums[0] + F.pad(bias[n : n + wide], (0, max(0, n + wide - N)))
             for kept, value in ((z, x), (z_up, sums[-1])):
@@ -160,14 +157,8 @@ def test_products_tile_by_tile() -> None:
     torch.manual_seed(0)
 
     def see(launch: Launch) -> None:
-        made.append(
-            (
-                launch.kernel.__name__,
-                launch.constants.get("A_BY_K"),
-                launch.constants.get("B_BY_K"),
-                launch.args[1] is None,
-            )
-        )
+        name, tile = launch.kernel.__name__, launch.constants.get("tile")
+        made.append((name, *(() if tile is None else (tile.A_BY_K, tile.B_BY_K, launch.args[1].out is None))))
         emulate(launch)
 
     with devices.pretend("sm_90"), observe(see):
@@ -507,7 +498,7 @@ def test_parts_are_added_up(device: str) -> None:
     sums, bias = torch.randn(3, 2, 17, 28, device=device), torch.randn(26, device=device)
     residual = torch.randn(2, 17, 26, device=device)
     y, z = torch.empty_like(residual), torch.empty_like(residual)
-    add_up(y, sums, z, bias, residual, "gelu")
+    add_up(y, sums, Epilogue(z, bias, residual), "gelu")
     exact = sums.sum(0)[..., :26] + bias
     torch.testing.assert_close(z, exact)
     torch.testing.assert_close(y, torch.nn.functional.gelu(exact) + residual)
@@ -526,7 +517,7 @@ def test_parts_are_written_by_the_copy_engine(shape: tuple[int, int, int]) -> No
         )
     ]
     assert len(made) == 2
-    sums, out = made[0].args[:2]
+    sums, (out, *_) = made[0].args[:2]
     assert sums.dtype == torch.float32
     assert out is not None
     assert list(out.block_shape)[-1] == 32

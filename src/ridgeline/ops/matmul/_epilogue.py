@@ -1,6 +1,6 @@
 """Epilogues of matrix products on float32 sums: bias, activation and residual; and the backward of an activation."""
 
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 import torch.nn.functional as F
@@ -42,20 +42,28 @@ def slope(x, ACTIVATION: tl.constexpr, dtype: tl.constexpr):
     return y, by
 
 
+class Epilogue(NamedTuple):
+    """What follows a product x: z = x + bias and y = activation(z) + residual. None where there is no such tensor."""
+
+    z: Any
+    bias: Any
+    residual: Any
+
+
 @triton.jit
-def finish(x, z, y, bias, residual, m, n, M, N, first, ACTIVATION: tl.constexpr):
+def finish(x, y, epilogue, m, n, M, N, first, ACTIVATION: tl.constexpr):
     """Stores rows m and columns n of y, and of z (the activation's input), from the sums x.
 
     first: offset of their matrix in the batch.
     """
-    if bias is not None:
-        x += tl.load(bias + n, mask=n < N, other=0.0).to(tl.float32)[None, :]
-    if z is not None:
-        at_z = z + first + m[:, None].to(tl.int64) * N + n[None, :]
+    if epilogue.bias is not None:
+        x += tl.load(epilogue.bias + n, mask=n < N, other=0.0).to(tl.float32)[None, :]
+    if epilogue.z is not None:
+        at_z = epilogue.z + first + m[:, None].to(tl.int64) * N + n[None, :]
         tl.store(at_z, x.to(y.dtype.element_ty), mask=(m[:, None] < M) & (n[None, :] < N))
     x = activate(x, ACTIVATION, y.dtype.element_ty)
-    if residual is not None:
-        at_r = residual + first + m[:, None].to(tl.int64) * N + n[None, :]
+    if epilogue.residual is not None:
+        at_r = epilogue.residual + first + m[:, None].to(tl.int64) * N + n[None, :]
         x += tl.load(at_r, mask=(m[:, None] < M) & (n[None, :] < N), other=0.0).to(tl.float32)
     at_y = y + first + m[:, None].to(tl.int64) * N + n[None, :]
     tl.store(at_y, x.to(y.dtype.element_ty), mask=(m[:, None] < M) & (n[None, :] < N))
@@ -63,9 +71,19 @@ def finish(x, z, y, bias, residual, m, n, M, N, first, ACTIVATION: tl.constexpr)
 
 @triton.jit(do_not_specialize=["parts"])
 def _sum(
-    y, z, sums, bias, residual, M, N, pitch, parts, size, ROWS: tl.constexpr, COLUMNS: tl.constexpr,
-    ACTIVATION: tl.constexpr, PDL: tl.constexpr
-):  # fmt: skip
+    y,
+    epilogue,
+    sums,
+    M,
+    N,
+    pitch,
+    parts,
+    size,
+    ROWS: tl.constexpr,
+    COLUMNS: tl.constexpr,
+    ACTIVATION: tl.constexpr,
+    PDL: tl.constexpr,
+):
     if PDL:
         gdc_wait()
     across = tl.cdiv(N, COLUMNS)
@@ -83,13 +101,10 @@ def _sum(
         x3 = tl.load(at + 3 * size, mask=here & (part + 3 < parts), other=0.0)
         x = x + x0 + x1 + x2 + x3
         at += 4 * size
-    finish(x, z, y, bias, residual, m, n, M, N, batch * M * N, ACTIVATION)
+    finish(x, y, epilogue, m, n, M, N, batch * M * N, ACTIVATION)
 
 
-def add_up(
-    y: torch.Tensor, sums: torch.Tensor, z: torch.Tensor | None = None, bias: torch.Tensor | None = None,
-    residual: torch.Tensor | None = None, activation: str = "",
-) -> None:  # fmt: skip
+def add_up(y: torch.Tensor, sums: torch.Tensor, epilogue: Epilogue, activation: str) -> None:
     """Adds the partial sums (parts, batch, M, pitch) over the parts of K, in order, into y (batch, M, N)."""
     parts, batch, M, pitch = sums.shape
     N = y.shape[-1]
@@ -98,7 +113,7 @@ def add_up(
     rows = tile // columns
     grid = triton.cdiv(M, rows) * triton.cdiv(N, columns), batch
     facts = {"ROWS": rows, "COLUMNS": columns, "ACTIVATION": activation, "num_warps": 4, **early(device.of(y))}
-    launch(_sum, grid, y, z, sums, bias, residual, M, N, pitch, parts, batch * M * pitch, **facts)
+    launch(_sum, grid, y, epilogue, sums, M, N, pitch, parts, batch * M * pitch, **facts)
 
 
 @triton.jit

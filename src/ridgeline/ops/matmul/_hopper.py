@@ -12,7 +12,7 @@ Source: CUTLASS's warp-specialised persistent kernels (NVIDIA, 2023), which also
 """
 
 from math import gcd
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 import triton
@@ -32,7 +32,7 @@ from ridgeline import device, tuning
 from ridgeline.boundary import launch
 from ridgeline.cuda import TensorMap
 from ridgeline.op import dtype_name, nbytes
-from ridgeline.ops.matmul._epilogue import add_up
+from ridgeline.ops.matmul._epilogue import Epilogue, add_up
 
 _load: gl.constexpr = getattr(tma, "async_load", None) or tma.async_copy_global_to_shared
 _reinterpret: gl.constexpr = (
@@ -168,8 +168,10 @@ def _shared_out(shape, stages, pieces, by_k):
 
 
 @gluon.jit
-def _ring(a, b, up, STAGES: gl.constexpr, A_BY_K: gl.constexpr, B_BY_K: gl.constexpr, MORE: gl.constexpr = 0):
+def _ring(operands, tile: gl.constexpr, MORE: gl.constexpr = 0):
     """Makes the ring. MORE: arrivals at a step besides the producer warp's."""
+    a, b, up = operands
+    STAGES: gl.constexpr = tile.STAGES
     ready = gl.allocate_shared_memory(gl.int64, [STAGES, 1], mbarrier.MBarrierLayout())
     free = gl.allocate_shared_memory(gl.int64, [STAGES, 1], mbarrier.MBarrierLayout())
     for n in gl.static_range(STAGES):
@@ -177,7 +179,7 @@ def _ring(a, b, up, STAGES: gl.constexpr, A_BY_K: gl.constexpr, B_BY_K: gl.const
         mbarrier.init(free.index(n), count=GROUPS)
     a_tiles = gl.allocate_shared_memory(a.dtype, [GROUPS * STAGES] + a.block_type.shape, a.layout)
     b_tiles = gl.allocate_shared_memory(b.dtype, [(1 if up is None else 2) * STAGES] + b.block_type.shape, b.layout)
-    return Ring(a_tiles, b_tiles, ready, free, A_BY_K, B_BY_K)
+    return Ring(a_tiles, b_tiles, ready, free, tile.A_BY_K, tile.B_BY_K)
 
 
 @gluon.jit
@@ -185,9 +187,49 @@ def _at(batch, line, k, BY_K: gl.constexpr):
     return (batch, line, k) if BY_K else (batch, k, line)
 
 
+class Operands(NamedTuple):
+    """The tensor maps of a product's operands. up: the second right-hand side of a gated unit, or None."""
+
+    a: Any
+    b: Any
+    up: Any
+
+
+class Results(NamedTuple):
+    """The tensor maps of what is stored: y or its parts, the activation's input and a @ up; None if TMA stores none."""
+
+    out: Any
+    z: Any
+    z_up: Any
+
+
+class Added(NamedTuple):
+    """What is added to the products: a pointer to the bias and the residual's tensor map, or None."""
+
+    bias: Any
+    residual: Any
+
+
+class Tile(NamedTuple):
+    """How a program multiplies: rows of a group, columns, the ring's stages, boards of a group, GROUP and LAG.
+
+    A_BY_K, B_BY_K: whether the operands' rows in memory run along K.
+    """
+
+    ROWS: int
+    BN: int
+    STAGES: int
+    BOARDS: int
+    GROUP: int
+    LAG: int
+    A_BY_K: bool = True
+    B_BY_K: bool = True
+
+
 @gluon.jit
-def _fetch(a, b, up, a_step, b_step, ring, tiles):
+def _fetch(operands, a_step, b_step, ring, tiles):
     """The producer warp, which fills the ring. A matrix shared by the whole batch has a step of 0."""
+    a, b, up = operands
     ROWS: gl.constexpr = tiles.BM // GROUPS
     HALVES: gl.constexpr = 1 if up is None else 2
     BK: gl.constexpr = a.block_type.shape[2 if ring.A_BY_K else 1]  # rows of 128 bytes, TMA's swizzle
@@ -270,12 +312,23 @@ def _send(out, y, x, board, batch, m, n, M, N, PENDING: gl.constexpr):
 
 @gluon.jit
 def _multiply(
-    ME: gl.constexpr, y, out, z, z_up, bias, residual, ring, boards, arrived, tiles, ACTIVATION: gl.constexpr,
-    LAG: gl.constexpr, GATED: gl.constexpr
-):  # fmt: skip
+    ME: gl.constexpr,
+    y,
+    results,
+    added,
+    ring,
+    boards,
+    arrived,
+    tiles,
+    ACTIVATION: gl.constexpr,
+    LAG: gl.constexpr,
+    GATED: gl.constexpr,
+):
     """A consumer group: its rows of all tiles of this program. boards: staging buffers for its TMA stores."""
     ROWS: gl.constexpr = tiles.BM // GROUPS
     WIDE: gl.constexpr = tiles.BN * (2 if GATED else 1)
+    out, z, z_up = results
+    bias, residual = added
     CHUNK: gl.constexpr = boards.type.shape[3]
     CHUNKS: gl.constexpr = tiles.BN // CHUNK
     BOARDS: gl.constexpr = boards.type.shape[0] // GROUPS
@@ -335,27 +388,39 @@ def _multiply(
 
 @gluon.jit(do_not_specialize=["M", "N", "steps", "batch", "parts", "a_step", "b_step"])
 def _fwd(
-    y, out, z, z_up, bias, residual, a, b, up, M, N, steps, batch, parts, a_step, b_step, A_BY_K: gl.constexpr,
-    B_BY_K: gl.constexpr, ROWS: gl.constexpr, BN: gl.constexpr, STAGES: gl.constexpr, BOARDS: gl.constexpr,
-    GROUP: gl.constexpr, LAG: gl.constexpr, ACTIVATION: gl.constexpr
-):  # fmt: skip
-    GATED: gl.constexpr = up is not None
+    y,
+    results,
+    added,
+    operands,
+    M,
+    N,
+    steps,
+    batch,
+    parts,
+    a_step,
+    b_step,
+    tile: gl.constexpr,
+    ACTIVATION: gl.constexpr,
+):
+    GATED: gl.constexpr = operands.up is not None
     dtype: gl.constexpr = y.dtype.element_ty
     CHUNK: gl.constexpr = 1024 // dtype.primitive_bitwidth
-    tiles = Tiles(M, N, steps, batch, parts, GROUPS * ROWS, BN // 2 if GATED else BN, GROUP)
-    ring = _ring(a, b, up, STAGES, A_BY_K, B_BY_K)
+    ROWS: gl.constexpr = tile.ROWS
+    LAG: gl.constexpr = tile.LAG
+    tiles = Tiles(M, N, steps, batch, parts, GROUPS * ROWS, tile.BN // 2 if GATED else tile.BN, tile.GROUP)
+    ring = _ring(operands, tile)
     arrived = gl.allocate_shared_memory(gl.int64, [GROUPS, 1], mbarrier.MBarrierLayout())
     for n in gl.static_range(GROUPS):
         mbarrier.init(arrived.index(n), count=1)
     boards = gl.allocate_shared_memory(
-        dtype, [GROUPS * BOARDS, 1, ROWS, CHUNK], gl.NVMMASharedLayout(128, dtype.primitive_bitwidth, 3)
+        dtype, [GROUPS * tile.BOARDS, 1, ROWS, CHUNK], gl.NVMMASharedLayout(128, dtype.primitive_bitwidth, 3)
     )
     fence_async_shared()
     gl.warp_specialize(
         [
-            (_multiply, (0, y, out, z, z_up, bias, residual, ring, boards, arrived, tiles, ACTIVATION, LAG, GATED)),
-            (_multiply, (1, y, out, z, z_up, bias, residual, ring, boards, arrived, tiles, ACTIVATION, LAG, GATED)),
-            (_fetch, (a, b, up, a_step, b_step, ring, tiles)),
+            (_multiply, (0, y, results, added, ring, boards, arrived, tiles, ACTIVATION, LAG, GATED)),
+            (_multiply, (1, y, results, added, ring, boards, arrived, tiles, ACTIVATION, LAG, GATED)),
+            (_fetch, (operands, a_step, b_step, ring, tiles)),
         ],
         [4, 1],
         [240, 24],
@@ -428,7 +493,7 @@ def product(
     if parts > 1:
         sums = y.new_empty((parts, batch, M, triton.cdiv(N, 8) * 8), dtype=torch.float32)
         result = sums.view(parts * batch, M, -1)
-        epilogue: dict[str, Any] = {"z": z, "bias": bias, "residual": residual, "activation": activation}
+        epilogue, last = Epilogue(z, bias, residual), activation
         z = bias = residual = None
         activation = ""
     rows, wide = made["ROWS"], made["BN"] // (2 if up is not None else 1)
@@ -444,12 +509,12 @@ def product(
     rights = [None if t is None else TensorMap(t, box, 128) for t in (b, None if up is None else by_k(up.mT)[0])]
     tiles = triton.cdiv(M, 2 * rows) * triton.cdiv(N, wide) * parts * batch
     numbers = M, N, triton.cdiv(K, 64), batch, parts, int(a.shape[0] > 1), int(b.shape[0] > 1)
-    facts: dict[str, Any] = {"A_BY_K": a_by_k, "B_BY_K": b_by_k, **made, "ACTIVATION": activation}
-    facts |= {"num_warps": 4, "maxnreg": 168}
-    maps = board(result), board(z), board(z_up), bias, board(residual), left, *rights
+    facts: dict[str, Any] = {"ACTIVATION": activation, "num_warps": 4, "maxnreg": 168}
+    facts["tile"] = Tile(**made, A_BY_K=a_by_k, B_BY_K=b_by_k)
+    maps = Results(board(result), board(z), board(z_up)), Added(bias, board(residual)), Operands(left, *rights)
     launch(_fwd, (min(tiles, gpu.multiprocessors),), result, *maps, *numbers, **facts)
     if parts > 1:
-        add_up(y, sums, **epilogue)
+        add_up(y, sums, epilogue, last)
 
 
 # ROWS, BN, STAGES, BOARDS: as many as fit in shared memory.

@@ -9,7 +9,7 @@ Source: the promotion is DeepSeek-V3's (arXiv:2412.19437, section 3.3.2); the st
 (DeepSeek-AI, 2025).
 """
 
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 import triton
@@ -29,13 +29,48 @@ from ridgeline.boundary import launch
 from ridgeline.cuda import TensorMap
 from ridgeline.op import dtype_name
 from ridgeline.ops.matmul import _hopper
-from ridgeline.ops.matmul._hopper import GROUPS, Tiles, _chunks, _fetch, _ring, _send, whole
+from ridgeline.ops.matmul._hopper import GROUPS, Operands, Tile, Tiles, _chunks, _fetch, _ring, _send, whole
 from ridgeline.ops.matmul._scaled import BLOCK, add_columns, blocks, step, unlike
 
 # Triton 3.9 renamed it.
 _gather: gl.constexpr = getattr(async_copy, "async_load", None) or async_copy.async_copy_global_to_shared
 
 DEEP = gl.constexpr(BLOCK)
+
+
+class Result(NamedTuple):
+    """What is stored: a pointer to y, and its tensor map, None if TMA cannot store its rows."""
+
+    y: Any
+    out: Any
+
+
+class Scaling(NamedTuple):
+    """What turns sums of 8-bit products into results; zero_a, sums (of b's columns) and bias may be None."""
+
+    a: Any
+    b: Any
+    zero_a: Any
+    sums: Any
+    bias: Any
+
+
+class Strides(NamedTuple):
+    """The strides of scales, zero points and bias. A block is 128 of K."""
+
+    a_row: Any
+    a_block: Any
+    b_column: Any
+    b_block: Any
+    zero: Any
+    bias: Any
+
+
+class Held(NamedTuple):
+    """Scales in shared memory: those of rows of a, and those of columns of b."""
+
+    left: Any
+    right: Any
 
 
 @gluon.jit
@@ -52,31 +87,42 @@ def _down(t, i, M, t_step):
 
 
 @gluon.jit
-def _weigh(scale_a, scale_b, a_row, a_block, b_column, b_block, ring, left, right, tiles):
-    """The warp that loads each step's scales: `left` for rows of a, `right` for blocks of columns of b."""
+def _weigh(scaling, strides, held, ring, tiles):
+    """The warp that loads each step's scales, by blocks."""
+    left, right = held
     ROWS: gl.constexpr = left.type.shape[1]
     PIECES: gl.constexpr = right.type.shape[1]
     lanes: gl.constexpr = gl.BlockedLayout([1], [32], [1], [0])
     place, odd = 0, 0
     for t in range(gl.program_id(0), tiles.count(), gl.num_programs(0)):
         m, n, _batch, _part, low, high = tiles.place(t)
-        i = gl.minimum(m + gl.arange(0, ROWS, lanes), tiles.M - 1) * a_row
-        other = gl.minimum(m + ROWS + gl.arange(0, ROWS, lanes), tiles.M - 1) * a_row
-        j = gl.minimum(n // DEEP + gl.arange(0, PIECES, lanes), gl.cdiv(tiles.N, DEEP) - 1) * b_column
+        i = gl.minimum(m + gl.arange(0, ROWS, lanes), tiles.M - 1) * strides.a_row
+        other = gl.minimum(m + ROWS + gl.arange(0, ROWS, lanes), tiles.M - 1) * strides.a_row
+        j = gl.minimum(n // DEEP + gl.arange(0, PIECES, lanes), gl.cdiv(tiles.N, DEEP) - 1) * strides.b_column
         for k in range(low, high):
             mbarrier.wait(ring.free.index(place), odd ^ 1)
-            _gather(left.index(place * GROUPS), scale_a + (i + k * a_block))
-            _gather(left.index(place * GROUPS + 1), scale_a + (other + k * a_block))
-            _gather(right.index(place), scale_b + (j + k * b_block))
+            _gather(left.index(place * GROUPS), scaling.a + (i + k * strides.a_block))
+            _gather(left.index(place * GROUPS + 1), scaling.a + (other + k * strides.a_block))
+            _gather(right.index(place), scaling.b + (j + k * strides.b_block))
             async_copy.mbarrier_arrive(ring.ready.index(place), increment_count=False)
             place, odd = ring.after(place, odd)
 
 
 @gluon.jit
 def _add_floats(
-    place, odd, low, high, left_scales, right_scales, ring, begun, begins, tiles, ME: gl.constexpr,
-    PIECES: gl.constexpr, BLOCKS: gl.constexpr
-):  # fmt: skip
+    place,
+    odd,
+    low,
+    high,
+    held,
+    ring,
+    begun,
+    begins,
+    tiles,
+    ME: gl.constexpr,
+    PIECES: gl.constexpr,
+    BLOCKS: gl.constexpr,
+):
     """Returns the float32 sums of a group's rows of a tile, in pieces by columns, and the ring's next place.
 
     BLOCKS: scales are per 128 of K and 128 columns of b. begins: the step at which `begun` releases the other group,
@@ -97,8 +143,8 @@ def _add_floats(
         if ME == 0 and k == begins:
             mbarrier.arrive(begun.index(0), count=1)
         if BLOCKS:  # loaded during the products
-            rows = left_scales.index(place * GROUPS + ME).load(gl.SliceLayout(1, layout))
-            scale = rows * right_scales.index(place).slice(0, 1).load(gl.SliceLayout(1, layout))
+            rows = held.left.index(place * GROUPS + ME).load(gl.SliceLayout(1, layout))
+            scale = rows * held.right.index(place).slice(0, 1).load(gl.SliceLayout(1, layout))
         part = warpgroup_mma_wait(0, deps=(part,))
         if PIECES == 1:
             ring.give(place)
@@ -108,7 +154,7 @@ def _add_floats(
             total, part = warpgroup_mma_wait(0, deps=(total, part))
             part = warpgroup_mma(left, ring.right(place, 1, PIECES), part, use_acc=never, is_async=True)
             if BLOCKS:
-                scale = rows * right_scales.index(place).slice(1, 1).load(gl.SliceLayout(1, layout))
+                scale = rows * held.right.index(place).slice(1, 1).load(gl.SliceLayout(1, layout))
             part = warpgroup_mma_wait(0, deps=(part,))
             ring.give(place)
             other += part * scale[:, None] if BLOCKS else part
@@ -118,9 +164,18 @@ def _add_floats(
 
 @gluon.jit
 def _multiply(
-    ME: gl.constexpr, y, out, scale_a, scale_b, zero_a, sums, bias, a_row, b_column, zero_step, bias_step, left_scales,
-    right_scales, ring, boards, begun, tiles, LAG: gl.constexpr, BLOCKS: gl.constexpr
-):  # fmt: skip
+    ME: gl.constexpr,
+    result,
+    scaling,
+    strides,
+    held,
+    ring,
+    boards,
+    begun,
+    tiles,
+    LAG: gl.constexpr,
+    BLOCKS: gl.constexpr,
+):
     """A consumer group: its rows of all tiles of this program.
 
     Scales of rows and columns are loaded as a tile begins, one or two numbers per thread, and used as it ends.
@@ -140,8 +195,9 @@ def _multiply(
         m += ME * ROWS
         if not BLOCKS:
             j = n + gl.arange(0, tiles.BN, gl.BlockedLayout([max(1, tiles.BN // 128)], [32], [4], [0]))
-            columns = gl.load(scale_b + j.to(gl.int64) * b_column, mask=j < tiles.N, other=0)
-            lines = _down(scale_a, m + gl.arange(0, ROWS, gl.BlockedLayout([1], [32], [4], [0])), tiles.M, a_row)
+            columns = gl.load(scaling.b + j.to(gl.int64) * strides.b_column, mask=j < tiles.N, other=0)
+            i = m + gl.arange(0, ROWS, gl.BlockedLayout([1], [32], [4], [0]))
+            lines = _down(scaling.a, i, tiles.M, strides.a_row)
         if WHOLE:
             if ME * LAG > 0 and n_th == 0:
                 mbarrier.wait(ring.ready.index(gl.minimum(ME * LAG, high - low - 1)), 0)
@@ -157,7 +213,7 @@ def _multiply(
         else:
             begins = gl.where(n_th == 0, gl.minimum(low + LAG, high - 1), -1)
             acc, other, place, odd = _add_floats(
-                place, odd, low, high, left_scales, right_scales, ring, begun, begins, tiles, ME, PIECES, BLOCKS
+                place, odd, low, high, held, ring, begun, begins, tiles, ME, PIECES, BLOCKS
             )
             pieces = _chunks(acc, CHUNKS // PIECES)
             if PIECES == 2:
@@ -165,108 +221,83 @@ def _multiply(
         x = pieces[0]
         i = m + gl.arange(0, ROWS, gl.SliceLayout(1, x.type.layout))
         if not BLOCKS:
-            left_scales.index(ME).store(lines)
-            right_scales.index(ME).store(columns)
-            rows = left_scales.index(ME).load(gl.SliceLayout(1, x.type.layout))[:, None]
-        if zero_a is not None:
-            zero = _down(zero_a, i, tiles.M, zero_step).to(gl.int32)[:, None]
+            held.left.index(ME).store(lines)
+            held.right.index(ME).store(columns)
+            rows = held.left.index(ME).load(gl.SliceLayout(1, x.type.layout))[:, None]
+        if scaling.zero_a is not None:
+            zero = _down(scaling.zero_a, i, tiles.M, strides.zero).to(gl.int32)[:, None]
         for c in gl.static_range(CHUNKS):
             at = n + c * CHUNK
             x = pieces[c]
-            if zero_a is not None:
-                x -= zero * _across(sums, at, tiles.N, 1, x)
+            if scaling.zero_a is not None:
+                x -= zero * _across(scaling.sums, at, tiles.N, 1, x)
             x = x.to(gl.float32)
             if not BLOCKS:
-                x = (
-                    x
-                    * rows
-                    * right_scales.index(ME).slice(c * CHUNK, CHUNK).load(gl.SliceLayout(0, x.type.layout))[None, :]
-                )
-            if bias is not None:
-                x += _across(bias, at, tiles.N, bias_step, x).to(gl.float32)
-            _send(out, y, x, boards.index(ME * BOARDS + c % BOARDS), batch, m, at, tiles.M, tiles.N, BOARDS - 1)
+                x *= rows
+                x *= held.right.index(ME).slice(c * CHUNK, CHUNK).load(gl.SliceLayout(0, x.type.layout))[None, :]
+            if scaling.bias is not None:
+                x += _across(scaling.bias, at, tiles.N, strides.bias, x).to(gl.float32)
+            _send(
+                result.out,
+                result.y,
+                x,
+                boards.index(ME * BOARDS + c % BOARDS),
+                batch,
+                m,
+                at,
+                tiles.M,
+                tiles.N,
+                BOARDS - 1,
+            )
         n_th += 1  # noqa: SIM113  # Gluon knows no enumerate
     tma.store_wait(0)
 
 
 @gluon.jit(do_not_specialize=["M", "N", "steps", "a_row", "a_block", "b_column", "b_block", "zero_step", "bias_step"])
 def _fwd(
-    y, out, a, b, scale_a, scale_b, zero_a, sums, bias, M, N, steps, a_row, a_block, b_column, b_block, zero_step,
-    bias_step, ROWS: gl.constexpr, BN: gl.constexpr, STAGES: gl.constexpr, BOARDS: gl.constexpr, GROUP: gl.constexpr,
-    LAG: gl.constexpr, BLOCKS: gl.constexpr
-):  # fmt: skip
-    dtype: gl.constexpr = y.dtype.element_ty
+    result,
+    operands,
+    scaling,
+    M,
+    N,
+    steps,
+    a_row,
+    a_block,
+    b_column,
+    b_block,
+    zero_step,
+    bias_step,
+    tile: gl.constexpr,
+    BLOCKS: gl.constexpr,
+):
+    dtype: gl.constexpr = result.y.dtype.element_ty
     CHUNK: gl.constexpr = 1024 // dtype.primitive_bitwidth
-    tiles = Tiles(M, N, steps, gl.to_tensor(1), gl.to_tensor(1), GROUPS * ROWS, BN, GROUP)
+    ROWS: gl.constexpr = tile.ROWS
+    LAG: gl.constexpr = tile.LAG
+    tiles = Tiles(M, N, steps, gl.to_tensor(1), gl.to_tensor(1), GROUPS * ROWS, tile.BN, tile.GROUP)
+    strides = Strides(a_row, a_block, b_column, b_block, zero_step, bias_step)
     begun = gl.allocate_shared_memory(gl.int64, [1, 1], mbarrier.MBarrierLayout())
     mbarrier.init(begun.index(0), count=1)
-    ring = _ring(a, b, None, STAGES, True, True, 32 if BLOCKS else 0)
-    scales: gl.constexpr = gl.SwizzledSharedLayout(1, 1, 1, [0])
+    ring = _ring(operands, tile, 32 if BLOCKS else 0)
+    layout: gl.constexpr = gl.SwizzledSharedLayout(1, 1, 1, [0])
     if BLOCKS:
-        left = gl.allocate_shared_memory(gl.float32, [GROUPS * STAGES, ROWS], scales)
-        right = gl.allocate_shared_memory(gl.float32, [STAGES, 2 if BN > DEEP else 1], scales)
+        left = gl.allocate_shared_memory(gl.float32, [GROUPS * tile.STAGES, ROWS], layout)
+        right = gl.allocate_shared_memory(gl.float32, [tile.STAGES, 2 if tile.BN > DEEP else 1], layout)
     else:
-        left = gl.allocate_shared_memory(gl.float32, [GROUPS, ROWS], scales)
-        right = gl.allocate_shared_memory(gl.float32, [GROUPS, BN], scales)
+        left = gl.allocate_shared_memory(gl.float32, [GROUPS, ROWS], layout)
+        right = gl.allocate_shared_memory(gl.float32, [GROUPS, tile.BN], layout)
+    held = Held(left, right)
     boards = gl.allocate_shared_memory(
-        dtype, [GROUPS * BOARDS, 1, ROWS, CHUNK], gl.NVMMASharedLayout(128, dtype.primitive_bitwidth, 3)
+        dtype, [GROUPS * tile.BOARDS, 1, ROWS, CHUNK], gl.NVMMASharedLayout(128, dtype.primitive_bitwidth, 3)
     )
     fence_async_shared()
     if BLOCKS:
         gl.warp_specialize(
             [
-                (
-                    _multiply,
-                    (
-                        0,
-                        y,
-                        out,
-                        scale_a,
-                        scale_b,
-                        zero_a,
-                        sums,
-                        bias,
-                        a_row,
-                        b_column,
-                        zero_step,
-                        bias_step,
-                        left,
-                        right,
-                        ring,
-                        boards,
-                        begun,
-                        tiles,
-                        LAG,
-                        BLOCKS,
-                    ),
-                ),
-                (
-                    _multiply,
-                    (
-                        1,
-                        y,
-                        out,
-                        scale_a,
-                        scale_b,
-                        zero_a,
-                        sums,
-                        bias,
-                        a_row,
-                        b_column,
-                        zero_step,
-                        bias_step,
-                        left,
-                        right,
-                        ring,
-                        boards,
-                        begun,
-                        tiles,
-                        LAG,
-                        BLOCKS,
-                    ),
-                ),
-                (_fetch, (a, b, None, 0, 0, ring, tiles)),
-                (_weigh, (scale_a, scale_b, a_row, a_block, b_column, b_block, ring, left, right, tiles)),
+                (_multiply, (0, result, scaling, strides, held, ring, boards, begun, tiles, LAG, BLOCKS)),
+                (_multiply, (1, result, scaling, strides, held, ring, boards, begun, tiles, LAG, BLOCKS)),
+                (_fetch, (operands, 0, 0, ring, tiles)),
+                (_weigh, (scaling, strides, held, ring, tiles)),
             ],
             [4, 1, 1],
             [240, 24, 24],
@@ -274,57 +305,9 @@ def _fwd(
     else:
         gl.warp_specialize(
             [
-                (
-                    _multiply,
-                    (
-                        0,
-                        y,
-                        out,
-                        scale_a,
-                        scale_b,
-                        zero_a,
-                        sums,
-                        bias,
-                        a_row,
-                        b_column,
-                        zero_step,
-                        bias_step,
-                        left,
-                        right,
-                        ring,
-                        boards,
-                        begun,
-                        tiles,
-                        LAG,
-                        BLOCKS,
-                    ),
-                ),
-                (
-                    _multiply,
-                    (
-                        1,
-                        y,
-                        out,
-                        scale_a,
-                        scale_b,
-                        zero_a,
-                        sums,
-                        bias,
-                        a_row,
-                        b_column,
-                        zero_step,
-                        bias_step,
-                        left,
-                        right,
-                        ring,
-                        boards,
-                        begun,
-                        tiles,
-                        LAG,
-                        BLOCKS,
-                    ),
-                ),
-                (_fetch, (a, b, None, 0, 0, ring, tiles)),
+                (_multiply, (0, result, scaling, strides, held, ring, boards, begun, tiles, LAG, BLOCKS)),
+                (_multiply, (1, result, scaling, strides, held, ring, boards, begun, tiles, LAG, BLOCKS)),
+                (_fetch, (operands, 0, 0, ring, tiles)),
             ],
             [4, 1],
             [240, 24],
@@ -417,9 +400,17 @@ def space() -> list[tuning.Config]:
 
 
 def product(
-    op: str, y: torch.Tensor, a: torch.Tensor, b: torch.Tensor, scale_a: torch.Tensor, scale_b: torch.Tensor, *,
-    zero_a: torch.Tensor | None = None, sums: torch.Tensor | None = None, bias: torch.Tensor | None = None,
-) -> None:  # fmt: skip
+    op: str,
+    y: torch.Tensor,
+    a: torch.Tensor,
+    b: torch.Tensor,
+    scale_a: torch.Tensor,
+    scale_b: torch.Tensor,
+    *,
+    zero_a: torch.Tensor | None = None,
+    sums: torch.Tensor | None = None,
+    bias: torch.Tensor | None = None,
+) -> None:
     """y = (a - zero_a) @ b * scale_a * scale_b + bias. a: (M, K) and b.mT: (N, K), `whole`; y: (M, N), contiguous.
 
     sums: of b's columns, needed with zero_a.
@@ -431,7 +422,7 @@ def product(
     by_blocks = bool(_wide(a, b, scale_a, scale_b))
     words = [word for word, on in (("straddling", min(starts) < 128), ("blocks", by_blocks)) if on]
     key = " ".join([dtype_name(a), *sizes, *words])
-    made = tuning.config(gpu, op, "hopper", key, lambda: rule(gpu, M, N, K, starts), space)
+    made: dict[str, Any] = tuning.config(gpu, op, "hopper", key, lambda: rule(gpu, M, N, K, starts), space)
     steps = (*scale_a.stride(), *scale_b.stride()[::-1]) if by_blocks else (step(scale_a, 0), 0, step(scale_b, -1), 0)
     more = step(zero_a, 0), 0 if bias is None else bias.stride(0)
     rows, wide = made["ROWS"], made["BN"]
@@ -440,11 +431,12 @@ def product(
         if whole(y) and N * y.element_size() % 16 == 0
         else None
     )
-    maps = out, TensorMap(left, (1, rows, BLOCK), 128), TensorMap(right, (1, wide, BLOCK), 128)
+    operands = Operands(TensorMap(left, (1, rows, BLOCK), 128), TensorMap(right, (1, wide, BLOCK), 128), None)
     tiles = triton.cdiv(M, 2 * rows) * triton.cdiv(N, wide)
-    given = scale_a, scale_b, zero_a, sums, bias, M, N, triton.cdiv(K, BLOCK), *steps, *more
-    facts: dict[str, Any] = {**made, "BLOCKS": by_blocks, "num_warps": 4, "maxnreg": 168}
-    launch(_fwd, (min(tiles, gpu.multiprocessors),), y, *maps, *given, **facts)
+    given = Result(y, out), operands, Scaling(scale_a, scale_b, zero_a, sums, bias)
+    numbers = M, N, triton.cdiv(K, BLOCK), *steps, *more
+    facts: dict[str, Any] = {"tile": Tile(**made), "BLOCKS": by_blocks, "num_warps": 4, "maxnreg": 168}
+    launch(_fwd, (min(tiles, gpu.multiprocessors),), *given, *numbers, **facts)
 
 
 def fp8(

@@ -9,7 +9,7 @@ Source: CUTLASS's persistent kernels (NVIDIA, 2023); Triton's compiler decides w
 
 from __future__ import annotations
 
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 import triton
@@ -20,7 +20,7 @@ from ridgeline.boundary import launch
 from ridgeline.cuda import TensorMap
 from ridgeline.op import dtype_name
 from ridgeline.ops.matmul import _hopper
-from ridgeline.ops.matmul._epilogue import finish
+from ridgeline.ops.matmul._epilogue import Epilogue, finish
 
 
 @triton.jit
@@ -38,18 +38,44 @@ def _keep(y, out, x, batch, m, n, M, N):
     """Stores a tile of y, or half of one: with TMA, or from threads if y's rows are no multiple of 16 bytes."""
     if out is None:
         rows, columns = m + tl.arange(0, x.shape[0]), n + tl.arange(0, x.shape[1])
-        finish(x, None, y, None, None, rows, columns, M, N, batch.to(tl.int64) * M * N, "")
+        finish(x, y, Epilogue(None, None, None), rows, columns, M, N, batch.to(tl.int64) * M * N, "")
     else:
         out.store([batch, m, n], x.to(y.dtype.element_ty).reshape(1, x.shape[0], x.shape[1]))
 
 
+class Tile(NamedTuple):
+    """A program's tile. PIECES: parts in which it is stored. FLAT: whether the loops over tiles and K are one."""
+
+    BM: int
+    BN: int
+    BK: int
+    GROUP: int
+    PIECES: int
+    FLAT: int
+
+
 @triton.jit(do_not_specialize=["M", "N", "K", "batches", "a_step", "b_step"])
 def _stay(
-    y, out, a, b, M, N, K, batches, a_step, b_step, A_BY_K: tl.constexpr, B_BY_K: tl.constexpr, BM: tl.constexpr,
-    BN: tl.constexpr, BK: tl.constexpr, GROUP: tl.constexpr, PIECES: tl.constexpr, FLAT: tl.constexpr
-):  # fmt: skip
+    y,
+    out,
+    a,
+    b,
+    M,
+    N,
+    K,
+    batches,
+    a_step,
+    b_step,
+    tile: tl.constexpr,
+    A_BY_K: tl.constexpr,
+    B_BY_K: tl.constexpr,
+):
+    BM: tl.constexpr = tile.BM
+    BN: tl.constexpr = tile.BN
+    BK: tl.constexpr = tile.BK
+    GROUP: tl.constexpr = tile.GROUP
     down, across = tl.cdiv(M, BM), tl.cdiv(N, BN)
-    for t in tl.range(tl.program_id(0), down * across * batches, tl.num_programs(0), flatten=FLAT):
+    for t in tl.range(tl.program_id(0), down * across * batches, tl.num_programs(0), flatten=tile.FLAT):
         batch, place = t // (down * across), t % (down * across)
         first = place // (GROUP * across) * GROUP
         size = min(down - first, GROUP)
@@ -60,7 +86,7 @@ def _stay(
             left = _lines(a, batch * a_step, m, k, BM, BK, A_BY_K)
             right = _lines(b, batch * b_step, n, k, BN, BK, B_BY_K)
             total = tl.dot(left, right.T, total, input_precision="tf32")
-        if PIECES == 2:  # results in half the shared memory make room for another stage
+        if tile.PIECES == 2:  # results in half the shared memory make room for another stage
             one, other = total.reshape(BM, 2, BN // 2).permute(0, 2, 1).split()
             _keep(y, out, one, batch, m, n, M, N)
             _keep(y, out, other, batch, m, n + BN // 2, M, N)
@@ -77,7 +103,7 @@ def fwd(y: torch.Tensor, a: torch.Tensor, b: torch.Tensor, precision: str) -> No
     whole = N * size % 16 == 0
     sizes = [str(min(16384, triton.next_power_of_2(d))) for d in (batch, M, N, K)]
     key = " ".join([dtype_name(a), *sizes, *(["threads"] * (not whole))])
-    made = tuning.config(
+    found = tuning.config(
         gpu,
         "matmul",
         "persistent",
@@ -85,12 +111,14 @@ def fwd(y: torch.Tensor, a: torch.Tensor, b: torch.Tensor, precision: str) -> No
         lambda: rule(gpu, size, batch, M, N, K, whole),
         lambda: space(gpu, size, whole),
     )
-    left = TensorMap(a, (1, "BM", "BK") if a_by_k else (1, "BK", "BM"))
-    right = TensorMap(b, (1, "BN", "BK") if b_by_k else (1, "BK", "BN"))
-    out = TensorMap(y, (1, made["BM"], made["BN"] // made["PIECES"])) if whole else None
-    tiles = triton.cdiv(M, made["BM"]) * triton.cdiv(N, made["BN"]) * batch
+    tile = Tile(**{k: v for k, v in found.items() if k in Tile._fields})
+    left = TensorMap(a, (1, tile.BM, tile.BK) if a_by_k else (1, tile.BK, tile.BM))
+    right = TensorMap(b, (1, tile.BN, tile.BK) if b_by_k else (1, tile.BK, tile.BN))
+    out = TensorMap(y, (1, tile.BM, tile.BN // tile.PIECES)) if whole else None
+    tiles = triton.cdiv(M, tile.BM) * triton.cdiv(N, tile.BN) * batch
     numbers = M, N, K, batch, int(a.shape[0] > 1), int(b.shape[0] > 1)
-    facts: dict[str, Any] = {"A_BY_K": a_by_k, "B_BY_K": b_by_k, **made}
+    facts: dict[str, Any] = {k: v for k, v in found.items() if k not in Tile._fields}
+    facts |= {"tile": tile, "A_BY_K": a_by_k, "B_BY_K": b_by_k}
     launch(_stay, (min(tiles, gpu.multiprocessors),), y, out, left, right, *numbers, **facts)
 
 

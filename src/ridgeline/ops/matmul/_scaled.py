@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 import triton
@@ -14,6 +14,13 @@ from ridgeline.op import Spec, dtype_name
 
 BLOCK = 128  # elements along K, and along N, that share a scale of an fp8 block
 OUT = (torch.bfloat16, torch.float16, torch.float32)
+
+
+class Line(NamedTuple):
+    """A number for each row or column, with their stride: 0 if there is one for all. data may be None."""
+
+    data: Any
+    stride: int
 
 
 @triton.jit
@@ -29,10 +36,10 @@ def place(M, N, BM: tl.constexpr, BN: tl.constexpr, GROUP: tl.constexpr):
 
 
 @triton.jit
-def finish(y, total, bias, m, n, M, N, bias_step):
+def finish(y, total, bias, m, n, M, N):
     """Adds the bias and stores a tile of float32 sums."""
-    if bias is not None:
-        total += tl.load(bias + n.to(tl.int64) * bias_step, mask=n < N, other=0).to(tl.float32)[None, :]
+    if bias.data is not None:
+        total += tl.load(bias.data + n.to(tl.int64) * bias.stride, mask=n < N, other=0).to(tl.float32)[None, :]
     at = y + m[:, None].to(tl.int64) * N + n[None, :]
     tl.store(at, total.to(y.dtype.element_ty), mask=(m[:, None] < M) & (n[None, :] < N))
 
@@ -124,6 +131,11 @@ def along_rows(t: torch.Tensor, M: int) -> bool:
 def along_columns(t: torch.Tensor, N: int) -> bool:
     """Returns whether t has one number, or one for each of N columns: (N,) or (1, N)."""
     return t.numel() == 1 or tuple(t.shape) in ((N,), (1, N))
+
+
+def line(t: torch.Tensor | None, dim: int) -> Line:
+    """Returns numbers along a dimension as kernels take them."""
+    return Line(t, step(t, dim))
 
 
 def step(t: torch.Tensor | None, dim: int) -> int:

@@ -10,7 +10,7 @@ Source: DeepSeek-AI, DeepSeek-V3 technical report, 2024 (arXiv:2412.19437), sect
 
 from __future__ import annotations
 
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 import triton
@@ -20,6 +20,7 @@ from ridgeline import device
 from ridgeline.boundary import INTERPRETED, kernel_op, launch
 from ridgeline.op import Case, Columns, Cost, Op, OwnDtype, RidgelineError, Spec, nbytes
 from ridgeline.ops.matmul import _hopper8
+from ridgeline.ops.matmul._operands import Matrix, Sizes
 from ridgeline.ops.matmul._scaled import (
     BLOCK,
     Inside,
@@ -30,6 +31,7 @@ from ridgeline.ops.matmul._scaled import (
     fault,
     finish,
     grid,
+    line,
     place,
     step,
     unlike,
@@ -40,25 +42,42 @@ from ridgeline.tiles.float8 import decoded
 E4M3 = torch.float8_e4m3fn
 
 
+class Scales(NamedTuple):
+    a: Matrix
+    b: Matrix
+
+
 @triton.jit
 def _fwd(
-    y, a, b, scale_a, scale_b, bias, M, N, K, a_m, a_k, b_k, b_n, a_steps, b_steps, bias_step, WIDE: tl.constexpr,
-    NATIVE: tl.constexpr, DECODE: tl.constexpr, BM: tl.constexpr, BN: tl.constexpr, BK: tl.constexpr,
-    GROUP: tl.constexpr, EVEN: tl.constexpr
-):  # fmt: skip
+    y,
+    a,
+    b,
+    scales,
+    bias,
+    sizes,
+    WIDE: tl.constexpr,
+    NATIVE: tl.constexpr,
+    DECODE: tl.constexpr,
+    BM: tl.constexpr,
+    BN: tl.constexpr,
+    BK: tl.constexpr,
+    GROUP: tl.constexpr,
+    EVEN: tl.constexpr,
+):
     """WIDE: columns of b that share a block's scale (1, or at least a tile's width); 0 for scales by rows.
     NATIVE: multiply on 8-bit matrix units; else decode a and b to float16, which is exact.
     DECODE: the GPU has an instruction that converts fp8 to float16.
     """
+    M, N, K = sizes
     m, n = place(M, N, BM, BN, GROUP)
     k = tl.arange(0, BK).to(tl.int64)
-    at_a = a + (m % M)[:, None].to(tl.int64) * a_m + k[None, :] * a_k
-    at_b = b + k[:, None] * b_k + (n % N)[None, :].to(tl.int64) * b_n
-    scale_a += (m % M).to(tl.int64) * a_steps[0]
+    at_a = a.data + (m % M)[:, None].to(tl.int64) * a.row_stride + k[None, :] * a.column_stride
+    at_b = b.data + k[:, None] * b.row_stride + (n % N)[None, :].to(tl.int64) * b.column_stride
+    scale_a = scales.a.data + (m % M).to(tl.int64) * scales.a.row_stride
     if WIDE > 1:
-        scale_b += tl.min(n, 0).to(tl.int64) // WIDE * b_steps[1]
+        scale_b = scales.b.data + tl.min(n, 0).to(tl.int64) // WIDE * scales.b.column_stride
     else:
-        scale_b += (n % N).to(tl.int64) * b_steps[1]
+        scale_b = scales.b.data + (n % N).to(tl.int64) * scales.b.column_stride
     total = tl.zeros((BM, BN), tl.float32)
     ahead = tl.full((), BK, tl.int64)  # BK strides may exceed 2^31
     for start in range(0, K, BK):
@@ -78,13 +97,13 @@ def _fwd(
                 total += part * (rows[:, None] * columns[None, :])
             else:
                 total += part * (rows * columns)[:, None]
-            scale_a += a_steps[1]
-            scale_b += b_steps[0]
-        at_a += a_k * ahead
-        at_b += b_k * ahead
+            scale_a += scales.a.column_stride
+            scale_b += scales.b.row_stride
+        at_a += a.column_stride * ahead
+        at_b += b.row_stride * ahead
     if WIDE == 0:
         total = total * tl.load(scale_a)[:, None] * tl.load(scale_b)[None, :]
-    finish(y, total, bias, m, n, M, N, bias_step)
+    finish(y, total, bias, m, n, M, N)
 
 
 def _launch(
@@ -97,20 +116,9 @@ def _launch(
     native = decode and y.dtype != torch.float32
     codes = (a, b) if native else (a.view(torch.uint8), b.view(torch.uint8))
     steps = (scale_a.stride(), scale_b.stride()) if wide else ((step(scale_a, 0), 0), (0, step(scale_b, -1)))
-    given = (
-        y,
-        *codes,
-        scale_a,
-        scale_b,
-        bias,
-        M,
-        N,
-        K,
-        *a.stride(),
-        *b.stride(),
-        *steps,
-        0 if bias is None else bias.stride(0),
-    )
+    operands = [Matrix(code, *t.stride()) for code, t in zip(codes, (a, b), strict=True)]
+    scales = Scales(Matrix(scale_a, *steps[0]), Matrix(scale_b, *steps[1]))
+    given = y, *operands, scales, line(bias, 0), Sizes(M, N, K)
     configured: dict[str, Any] = {
         "config": lambda: config("fp8_matmul", a, b, wide=False, whole=native),
         "key": (M, N, K, a.stride(), b.stride()),

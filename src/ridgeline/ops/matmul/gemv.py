@@ -24,6 +24,7 @@ from ridgeline import device, tuning
 from ridgeline.boundary import Function, differentiate, first_order, kernel_op, launch
 from ridgeline.op import Case, Columns, Cost, Op, RidgelineError, Spec, dense_only, dtype_name, nbytes
 from ridgeline.ops.matmul import _gemv_cuda
+from ridgeline.ops.matmul._operands import Matrix, Sizes
 from ridgeline.ops.matmul.matmul import matmul, rows_of
 from ridgeline.select import eager, run
 
@@ -40,8 +41,9 @@ def _share(K, STEP: tl.constexpr, SPLITS: tl.constexpr):
 
 
 @triton.jit
-def _put(y, parts, total, m, n, M, N, SPLITS: tl.constexpr):
+def _put(y, parts, total, m, n, sizes, SPLITS: tl.constexpr):
     """Stores sums at (m, n): in y if over all of K, else in parts as float32."""
+    M, N, _ = sizes
     inside = (m < M) & (n < N)
     at = m.to(tl.int64) * N + n
     if SPLITS == 1:
@@ -52,10 +54,20 @@ def _put(y, parts, total, m, n, M, N, SPLITS: tl.constexpr):
 
 @triton.jit
 def _fwd(
-    y, parts, a, x, M, N, K, a_n, a_k, x_m, x_k, BM: tl.constexpr, BN: tl.constexpr, BK: tl.constexpr,
-    TILES: tl.constexpr, PACK: tl.constexpr, SPLITS: tl.constexpr
-):  # fmt: skip
+    y,
+    parts,
+    a,
+    x,
+    sizes,
+    BM: tl.constexpr,
+    BN: tl.constexpr,
+    BK: tl.constexpr,
+    TILES: tl.constexpr,
+    PACK: tl.constexpr,
+    SPLITS: tl.constexpr,
+):
     """A step loads TILES tiles of BN rows and BK columns; a thread first adds the PACK neighbours of one load."""
+    M, N, K = sizes
     m = tl.arange(0, BM)[:, None, None]
     n = (tl.program_id(0).to(tl.int64) * BN + tl.arange(0, BN))[None, :, None]
     sums = tl.zeros((BM, BN, BK // PACK), tl.float32)
@@ -64,47 +76,34 @@ def _fwd(
         loaded = ()
         for t in tl.static_range(TILES):
             k = start + t * BK + tl.arange(0, BK)[None, None, :]
-            left = tl.load(
-                a + n * a_n + k.to(tl.int64) * a_k, mask=(n < N) & (k < K), other=0, eviction_policy="evict_first"
-            )
-            loaded = loaded + (left, tl.load(x + m * x_m + k.to(tl.int64) * x_k, mask=(m < M) & (k < K), other=0))
+            at_a = a.data + n * a.row_stride + k.to(tl.int64) * a.column_stride
+            left = tl.load(at_a, mask=(n < N) & (k < K), other=0, eviction_policy="evict_first")
+            at_x = x.data + m * x.row_stride + k.to(tl.int64) * x.column_stride
+            loaded = loaded + (left, tl.load(at_x, mask=(m < M) & (k < K), other=0))
         for t in tl.static_range(TILES):
             products = tl.reshape(
                 loaded[2 * t].to(tl.float32) * loaded[2 * t + 1].to(tl.float32), (BM, BN, BK // PACK, PACK)
             )
             sums += tl.sum(products, 3)
-    _put(y, parts, tl.sum(sums, 2), tl.arange(0, BM)[:, None], tl.reshape(n, (1, BN)), M, N, SPLITS)
+    _put(y, parts, tl.sum(sums, 2), tl.arange(0, BM)[:, None], tl.reshape(n, (1, BN)), sizes, SPLITS)
 
 
 @triton.jit
-def _few(
-    y,
-    parts,
-    a,
-    x,
-    M,
-    N,
-    K,
-    a_n,
-    a_k,
-    x_m,
-    x_k,
-    BM: tl.constexpr,
-    BN: tl.constexpr,
-    BK: tl.constexpr,
-    SPLITS: tl.constexpr,
-):
+def _few(y, parts, a, x, sizes, BM: tl.constexpr, BN: tl.constexpr, BK: tl.constexpr, SPLITS: tl.constexpr):
     """The same on the matrix units, in half precision: from 3 rows of x on, plain FMAs take longer than the reads."""
+    M, N, K = sizes
     m = tl.arange(0, BM)[None, :]
     n = (tl.program_id(0).to(tl.int64) * BN + tl.arange(0, BN))[:, None]
     total = tl.zeros((BN, BM), tl.float32)
     begin, end = _share(K, BK, SPLITS)
     for start in range(begin, end, BK):
         k = (start + tl.arange(0, BK)).to(tl.int64)
-        left = tl.load(a + n * a_n + k[None, :] * a_k, mask=(n < N) & (k[None, :] < K), other=0)
-        right = tl.load(x + m * x_m + k[:, None] * x_k, mask=(m < M) & (k[:, None] < K), other=0)
+        at_a = a.data + n * a.row_stride + k[None, :] * a.column_stride
+        left = tl.load(at_a, mask=(n < N) & (k[None, :] < K), other=0)
+        at_x = x.data + m * x.row_stride + k[:, None] * x.column_stride
+        right = tl.load(at_x, mask=(m < M) & (k[:, None] < K), other=0)
         total = tl.dot(left, right, total)
-    _put(y, parts, total, m, n, M, N, SPLITS)
+    _put(y, parts, total, m, n, sizes, SPLITS)
 
 
 @triton.jit
@@ -159,21 +158,9 @@ def _launch(y: torch.Tensor, parts: torch.Tensor, a: torch.Tensor, x: torch.Tens
         return chosen if few else chosen | {"PACK": pack if whole and chosen["BK"] % pack == 0 else 1}
 
     key = M, N, K, columns, whole
-    strides = *a.stride(), x.stride(0) if x.dim() == 2 else 0, x.stride(-1)
-    launch(
-        _few if few else _fwd,
-        lambda c: (triton.cdiv(N, c["BN"]), c["SPLITS"]),
-        y,
-        parts,
-        a,
-        x,
-        M,
-        N,
-        K,
-        *strides,
-        config=config,
-        key=key,
-    )
+    rows = Matrix(x, x.stride(0) if x.dim() == 2 else 0, x.stride(-1))
+    given = y, parts, Matrix(a, *a.stride()), rows, Sizes(M, N, K)
+    launch(_few if few else _fwd, lambda c: (triton.cdiv(N, c["BN"]), c["SPLITS"]), *given, config=config, key=key)
 
     def adders(c: dict[str, Any]) -> tuple[int]:
         return (triton.cdiv(M * N, c["BLOCK"]) if c["SPLITS"] > 1 else 0,)

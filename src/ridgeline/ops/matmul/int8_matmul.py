@@ -19,6 +19,7 @@ import triton.language as tl
 from ridgeline.boundary import kernel_op, launch
 from ridgeline.op import Case, Columns, Cost, Op, OwnDtype, RidgelineError, Spec, nbytes
 from ridgeline.ops.matmul import _hopper8
+from ridgeline.ops.matmul._operands import Matrix, Sizes
 from ridgeline.ops.matmul._scaled import (
     Inside,
     Scale,
@@ -29,8 +30,8 @@ from ridgeline.ops.matmul._scaled import (
     fault,
     finish,
     grid,
+    line,
     place,
-    step,
     unlike,
 )
 from ridgeline.select import eager, run
@@ -40,13 +41,26 @@ MOST = 65536  # of K: 255 * 128 * 65536 still fits in 32 bits
 
 @triton.jit
 def _fwd(
-    y, a, b, scale_a, scale_b, zero_a, sums, bias, M, N, K, a_m, a_k, b_k, b_n, steps, BM: tl.constexpr,
-    BN: tl.constexpr, BK: tl.constexpr, GROUP: tl.constexpr, EVEN: tl.constexpr
-):  # fmt: skip
+    y,
+    a,
+    b,
+    scale_a,
+    scale_b,
+    zero_a,
+    sums,
+    bias,
+    sizes,
+    BM: tl.constexpr,
+    BN: tl.constexpr,
+    BK: tl.constexpr,
+    GROUP: tl.constexpr,
+    EVEN: tl.constexpr,
+):
+    M, N, K = sizes
     m, n = place(M, N, BM, BN, GROUP)
     k = tl.arange(0, BK).to(tl.int64)
-    at_a = a + (m % M)[:, None].to(tl.int64) * a_m + k[None, :] * a_k
-    at_b = b + k[:, None] * b_k + (n % N)[None, :].to(tl.int64) * b_n
+    at_a = a.data + (m % M)[:, None].to(tl.int64) * a.row_stride + k[None, :] * a.column_stride
+    at_b = b.data + k[:, None] * b.row_stride + (n % N)[None, :].to(tl.int64) * b.column_stride
     total = tl.zeros((BM, BN), tl.int32)
     ahead = tl.full((), BK, tl.int64)  # BK strides may exceed 2^31
     for start in range(0, K, BK):
@@ -56,14 +70,14 @@ def _fwd(
             left = tl.load(at_a, mask=k[None, :] < K - start, other=0)
             right = tl.load(at_b, mask=k[:, None] < K - start, other=0)
         total = tl.dot(left, right, total, out_dtype=tl.int32)
-        at_a += a_k * ahead
-        at_b += b_k * ahead
-    if zero_a is not None:
-        zero = tl.load(zero_a + m.to(tl.int64) * steps[2], mask=m < M, other=0).to(tl.int32)
+        at_a += a.column_stride * ahead
+        at_b += b.row_stride * ahead
+    if zero_a.data is not None:
+        zero = tl.load(zero_a.data + m.to(tl.int64) * zero_a.stride, mask=m < M, other=0).to(tl.int32)
         total -= zero[:, None] * tl.load(sums + n, mask=n < N, other=0)[None, :]
-    v = total.to(tl.float32) * tl.load(scale_a + m.to(tl.int64) * steps[0], mask=m < M, other=0)[:, None]
-    v *= tl.load(scale_b + n.to(tl.int64) * steps[1], mask=n < N, other=0)[None, :]
-    finish(y, v, bias, m, n, M, N, steps[3])
+    v = total.to(tl.float32) * tl.load(scale_a.data + m.to(tl.int64) * scale_a.stride, mask=m < M, other=0)[:, None]
+    v *= tl.load(scale_b.data + n.to(tl.int64) * scale_b.stride, mask=n < N, other=0)[None, :]
+    finish(y, v, bias, m, n, M, N)
 
 
 def _launch(y: torch.Tensor, sums: torch.Tensor, a: torch.Tensor, b: torch.Tensor, *rest: Any) -> None:
@@ -72,23 +86,9 @@ def _launch(y: torch.Tensor, sums: torch.Tensor, a: torch.Tensor, b: torch.Tenso
     (M, K), N = a.shape, b.shape[1]
     if zero_a is not None:
         add_columns(sums, b)
-    steps = step(scale_a, 0), step(scale_b, -1), step(zero_a, 0), 0 if bias is None else bias.stride(0)
-    given = (
-        y,
-        a,
-        b,
-        scale_a,
-        scale_b,
-        zero_a,
-        sums if zero_a is not None else None,
-        bias,
-        M,
-        N,
-        K,
-        *a.stride(),
-        *b.stride(),
-        steps,
-    )
+    lines = line(scale_a, 0), line(scale_b, -1), line(zero_a, 0)
+    operands = Matrix(a, *a.stride()), Matrix(b, *b.stride())
+    given = y, *operands, *lines, None if zero_a is None else sums, line(bias, 0), Sizes(M, N, K)
     launch(
         _fwd,
         grid(M, N),

@@ -11,7 +11,7 @@ from __future__ import annotations
 import math
 import random
 from collections.abc import Iterator
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 import triton
@@ -21,16 +21,39 @@ from ridgeline import device, tuning
 from ridgeline.boundary import Function, differentiate, first_order, kernel_op, launch
 from ridgeline.op import Case, Columns, Cost, Op, RidgelineError, Spec, dense_only, dtype_name, nbytes
 from ridgeline.ops.matmul import _cluster, _hopper, _persistent
-from ridgeline.ops.matmul._epilogue import finish
+from ridgeline.ops.matmul._epilogue import Epilogue, finish
+from ridgeline.ops.matmul._operands import Sizes
 from ridgeline.select import eager, run
+
+
+class Matrices(NamedTuple):
+    """A batch of matrices with its strides; batch_stride is 0 if all are one."""
+
+    data: Any
+    batch_stride: int
+    row_stride: int
+    column_stride: int
 
 
 @triton.jit
 def _fwd(
-    y, z, a, b, bias, residual, M, N, K, a_batch, a_m, a_k, b_batch, b_k, b_n, BM: tl.constexpr, BN: tl.constexpr,
-    BK: tl.constexpr, GROUP: tl.constexpr, EVEN: tl.constexpr, LONG: tl.constexpr, CHAIN: tl.constexpr,
-    PRECISION: tl.constexpr, ACTIVATION: tl.constexpr
-):  # fmt: skip
+    y,
+    epilogue,
+    a,
+    b,
+    sizes,
+    BM: tl.constexpr,
+    BN: tl.constexpr,
+    BK: tl.constexpr,
+    GROUP: tl.constexpr,
+    EVEN: tl.constexpr,
+    LONG: tl.constexpr,
+    CHAIN: tl.constexpr,
+    PRECISION: tl.constexpr,
+    ACTIVATION: tl.constexpr,
+):
+    M, N, K = sizes
+    a_k, b_k = a.column_stride, b.row_stride
     if LONG:  # steps along K overflow 32 bits
         a_k, b_k = tl.cast(a_k, tl.int64), tl.cast(b_k, tl.int64)
     batch = tl.program_id(1).to(tl.int64)
@@ -42,8 +65,8 @@ def _fwd(
     n = pid % (GROUP * across) // size * BN + tl.arange(0, BN)
     k = tl.arange(0, BK)
     # Rows past the edge wrap around and are never stored: an index in range costs less than a mask.
-    at_a = a + batch * a_batch + (m % M)[:, None].to(tl.int64) * a_m + k[None, :] * a_k
-    at_b = b + batch * b_batch + k[:, None] * b_k + (n % N)[None, :].to(tl.int64) * b_n
+    at_a = a.data + batch * a.batch_stride + (m % M)[:, None].to(tl.int64) * a.row_stride + k[None, :] * a_k
+    at_b = b.data + batch * b.batch_stride + k[:, None] * b_k + (n % N)[None, :].to(tl.int64) * b.column_stride
     total = tl.zeros((BM, BN), tl.float32)
     before = total
     for start in range(0, K, BK):
@@ -61,16 +84,23 @@ def _fwd(
             total = tl.zeros((BM, BN), tl.float32)
     if CHAIN:
         total += before
-    finish(total, z, y, bias, residual, m, n, M, N, batch * M * N, ACTIVATION)
+    finish(total, y, epilogue, m, n, M, N, batch * M * N, ACTIVATION)
 
 
 GRID_Y = 65535  # CUDA's limit on blocks along y, one for each matrix of a batch
 
 
 def by_triton(
-    y: torch.Tensor, a: torch.Tensor, b: torch.Tensor, precision: str, *, z: torch.Tensor | None = None,
-    bias: torch.Tensor | None = None, residual: torch.Tensor | None = None, activation: str = ""
-) -> None:  # fmt: skip
+    y: torch.Tensor,
+    a: torch.Tensor,
+    b: torch.Tensor,
+    precision: str,
+    *,
+    z: torch.Tensor | None = None,
+    bias: torch.Tensor | None = None,
+    residual: torch.Tensor | None = None,
+    activation: str = "",
+) -> None:
     """z = a @ b + bias and y = activation(z) + residual, without a batch if z or residual is given.
 
     a: (B, M, K) or (M, K); b: (B, K, N) or (K, N), any strides; y, z, residual: contiguous. precision: of float32
@@ -95,21 +125,20 @@ def by_triton(
     def grid(c: dict[str, Any]) -> tuple[int, ...]:
         return triton.cdiv(M, c["BM"]) * triton.cdiv(N, c["BN"]), a.shape[0] if a.dim() == 3 else 1
 
-    strides = (
-        a.stride(0) if a.dim() == 3 else 0,
-        *a.stride()[-2:],
-        b.stride(0) if b.dim() == 3 else 0,
-        *b.stride()[-2:],
-    )
-    numbers = M, N, K, *strides
-    exact = a.dtype == torch.float32 and precision == "ieee"
+    left, right = _strided(a), _strided(b)
     facts = {
-        "LONG": max(strides[2], strides[4]) >= 1 << 24,
-        "CHAIN": 512 if exact and K > 1024 else 0,
+        "LONG": max(left.column_stride, right.row_stride) >= 1 << 24,
+        "CHAIN": 512 if a.dtype == torch.float32 and precision == "ieee" and K > 1024 else 0,
         "PRECISION": precision,
+        "ACTIVATION": activation,
     }
-    facts["ACTIVATION"] = activation
-    launch(_fwd, grid, y, z, a, b, bias, residual, *numbers, config=config, key=(M, N, K, more), **facts)
+    given = y, Epilogue(z, bias, residual), left, right, Sizes(M, N, K)
+    launch(_fwd, grid, *given, config=config, key=(M, N, K, more), **facts)
+
+
+def _strided(t: torch.Tensor) -> Matrices:
+    """Returns a matrix or a batch of matrices as kernels take it."""
+    return Matrices(t, t.stride(0) if t.dim() == 3 else 0, *t.stride()[-2:])
 
 
 def _rule(gpu: device.Device, dtype: torch.dtype, precision: str, M: int, N: int, K: int, more: bool) -> tuning.Config:

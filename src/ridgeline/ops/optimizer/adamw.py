@@ -13,7 +13,7 @@ from __future__ import annotations
 import math
 from collections.abc import Sequence
 from itertools import chain
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 import triton
@@ -68,74 +68,138 @@ def _rounded(x, bits, DTYPE: tl.constexpr, STOCHASTIC: tl.constexpr):
     return result
 
 
+class Numbers(NamedTuple):
+    """The numbers of a step.
+
+    lr_at: the learning rate's address, or None to use lr. one, two: 1 - b1, 1 - b2. first, second: 1 / (1 - b1^t) and
+    1 / sqrt(1 - b2^t); with STEPS, when steps are in memory, log b1 and log b2. count: t, for random bits.
+    """
+
+    lr_at: torch.Tensor | None
+    lr: float
+    decay: float
+    one: float
+    two: float
+    first: float
+    second: float
+    eps: float
+    count: float
+
+
+class Dtypes(NamedTuple):
+    """Of parameters, gradients and both moments."""
+
+    P: Any
+    G: Any
+    M: Any
+    V: Any
+
+
+class Rules(NamedTuple):
+    """MASTER: the fifth tensors are float32 weights. ALIGNED: all begin at multiples of 16 bytes."""
+
+    MASTER: bool
+    ALIGNED: bool
+    STEPS: bool
+    MAXIMIZE: bool
+    STOCHASTIC: bool
+
+
+class Chunk(NamedTuple):
+    """Where a chunk of a parameter, its gradient, its moments and its float32 weights (or itself) begin."""
+
+    p: Any
+    g: Any
+    m: Any
+    v: Any
+    w: Any
+
+
+class Factors(NamedTuple):
+    """A step's factors of the averaged gradient, of the weights and of the root of the second average."""
+
+    rate: Any
+    decay: Any
+    correct: Any
+
+
 @triton.jit
-def _update(
-    p, g, m, v, w, i, mask, rate, decay, one, two, eps, correct, place, count, seed, MAXIMIZE: tl.constexpr,
-    STOCHASTIC: tl.constexpr, MASTER: tl.constexpr
-):  # fmt: skip
-    """Updates the elements i. w: float32 master weights, or p. place, count, seed: of the random bits."""
+def _update(chunk, i, mask, numbers, factors, place, seed, rules: tl.constexpr):
+    """Updates the elements i. place, seed: of the random bits."""
+    p, g, m, v, w = chunk
+    one = numbers.one
+    STOCHASTIC: tl.constexpr = rules.STOCHASTIC
     x, slope = tl.load(w + i, mask=mask).to(tl.float32), tl.load(g + i, mask=mask).to(tl.float32)
     mean, square = tl.load(m + i, mask=mask).to(tl.float32), tl.load(v + i, mask=mask).to(tl.float32)
-    if MAXIMIZE:
+    if rules.MAXIMIZE:
         slope = -slope
     mean = tl.where(one < 0.5, mean + one * (slope - mean), slope - (1 - one) * (slope - mean))  # exact for 1
-    square += two * (slope * slope - square)
-    x -= decay * x + rate * tl.div_rn(mean, tl.sqrt_rn(square) * correct + eps)
+    square += numbers.two * (slope * slope - square)
+    x -= factors.decay * x + factors.rate * tl.div_rn(mean, tl.sqrt_rn(square) * factors.correct + numbers.eps)
     a, b = i, i
     if STOCHASTIC:
-        index, step = (place + i).to(tl.uint32), (i * 0 + count).to(tl.uint32)
+        index, step = (place + i).to(tl.uint32), (i * 0 + numbers.count).to(tl.uint32)
         key = seed.to(tl.int64)
         a, b, _, _ = philox(index, step, key.to(tl.uint32), (key >> 32).to(tl.uint32))
-    if MASTER:
+    if rules.MASTER:
         tl.store(w + i, x, mask=mask)
     tl.store(p + i, _rounded(x, a, p.dtype.element_ty, STOCHASTIC), mask=mask)
     tl.store(m + i, _rounded(mean, a >> 16, m.dtype.element_ty, STOCHASTIC), mask=mask)
     tl.store(v + i, _rounded(square, b, v.dtype.element_ty, STOCHASTIC), mask=mask)
 
 
-@triton.jit(do_not_specialize=["seed"])
-def _step(
-    table, owners, lr_at, lr, decay, one, two, first, second, eps, count, seed, P: tl.constexpr, G: tl.constexpr,
-    M: tl.constexpr, V: tl.constexpr, MASTER: tl.constexpr, ALIGNED: tl.constexpr, STEPS: tl.constexpr,
-    MAXIMIZE: tl.constexpr, STOCHASTIC: tl.constexpr, CHUNK: tl.constexpr, BLOCK: tl.constexpr
-):  # fmt: skip
-    """Updates one chunk. lr_at: the learning rate's address, or None to use lr. one, two: 1 - b1, 1 - b2.
-
-    first, second: 1 / (1 - b1^t) and 1 / sqrt(1 - b2^t); with STEPS, when steps are in memory, log b1 and log b2.
-    count, seed: t, and the key of the random bits, for STOCHASTIC. MASTER: the fifth tensors are float32 weights.
-    """
-    entry, start, size = chunk_of(table, owners, tl.program_id(0), CHUNK)
+@triton.jit
+def _chunk(entry, start, dtypes: tl.constexpr, rules: tl.constexpr):
+    P: tl.constexpr = dtypes.P
+    G: tl.constexpr = dtypes.G
+    M: tl.constexpr = dtypes.M
+    V: tl.constexpr = dtypes.V
+    ALIGNED: tl.constexpr = rules.ALIGNED
     p, g = pointer(entry, 0, start, P, ALIGNED), pointer(entry, 1, start, G, ALIGNED)
     m, v = pointer(entry, 2, start, M, ALIGNED), pointer(entry, 3, start, V, ALIGNED)
     w = p
-    if MASTER:
+    if rules.MASTER:
         w = pointer(entry, 4, start, tl.float32, ALIGNED)
-    rate = lr
-    if lr_at is not None:
-        rate = tl.load(lr_at).to(tl.float32)
-    if STEPS:
-        count = tl.load(pointer(entry, 5 if MASTER else 4, 0, tl.float32, False)).to(tl.float32)
+    return Chunk(p, g, m, v, w)
+
+
+@triton.jit(do_not_specialize=["seed"])
+def _step(
+    table,
+    owners,
+    numbers,
+    seed,
+    dtypes: tl.constexpr,
+    rules: tl.constexpr,
+    CHUNK: tl.constexpr,
+    BLOCK: tl.constexpr,
+):
+    """Updates one chunk. seed: the key of the random bits, for STOCHASTIC."""
+    entry, start, size = chunk_of(table, owners, tl.program_id(0), CHUNK)
+    chunk = _chunk(entry, start, dtypes, rules)
+    rate = numbers.lr
+    first, second, count = numbers.first, numbers.second, numbers.count
+    if numbers.lr_at is not None:
+        rate = tl.load(numbers.lr_at).to(tl.float32)
+    if rules.STEPS:
+        count = tl.load(pointer(entry, 5 if rules.MASTER else 4, 0, tl.float32, False)).to(tl.float32)
         first = 1 / _one_less(first * count)
         second = 1 / tl.sqrt_rn(_one_less(second * count))
-    decay *= rate
-    rate *= first
+    factors = Factors(rate * first, numbers.decay * rate, second)
+    numbers = Numbers(
+        numbers.lr_at, numbers.lr, numbers.decay, numbers.one, numbers.two, first, second, numbers.eps, count
+    )
     place = tl.program_id(0) * CHUNK
     whole = size // BLOCK * BLOCK
     for at in range(0, whole, BLOCK):
-        i = at + tl.arange(0, BLOCK)
-        _update(
-            p, g, m, v, w, i, None, rate, decay, one, two, eps, second, place, count, seed, MAXIMIZE, STOCHASTIC, MASTER
-        )
+        _update(chunk, at + tl.arange(0, BLOCK), None, numbers, factors, place, seed, rules)
     if whole < size:
         i = whole + tl.arange(0, BLOCK)
-        _update(
-            p, g, m, v, w, i, i < size, rate, decay, one, two, eps, second, place, count, seed, MAXIMIZE, STOCHASTIC,
-            MASTER
-        )  # fmt: skip
+        _update(chunk, i, i < size, numbers, factors, place, seed, rules)
 
 
 def _launch_triton(
-    like: torch.Tensor, table: Table, steps: bool, numbers: tuple[Any, ...], maximize: bool, stochastic: bool
+    like: torch.Tensor, table: Table, steps: bool, numbers: Numbers, seed: int, maximize: bool, stochastic: bool
 ) -> None:
     def rule() -> tuning.Config:
         """16 bytes of the widest tensors per thread, for eight warps."""
@@ -148,10 +212,11 @@ def _launch_triton(
         return tuning.config(devices.of(like), "adamw", "step", key, rule, lambda: space)
 
     key = " ".join([str(d)[6:] for d in table.dtypes])
-    types = dict(zip("PGMV", [TL[d] for d in table.dtypes[:4]], strict=True))
-    flags = {"ALIGNED": table.aligned, "STEPS": steps, "MAXIMIZE": maximize, "CHUNK": CHUNK}
-    flags |= {"MASTER": len(table.dtypes) > 4, "STOCHASTIC": stochastic}
-    launch(_step, (table.chunks,), table.table, table.owners, *numbers, **types, **flags, config=config, key=key)
+    dtypes = Dtypes(*[TL[d] for d in table.dtypes[:4]])
+    rules = Rules(len(table.dtypes) > 4, table.aligned, steps, maximize, stochastic)
+    flags: dict[str, Any] = {"dtypes": dtypes, "rules": rules, "CHUNK": CHUNK}
+    given = table.table, table.owners, numbers, seed
+    launch(_step, (table.chunks,), *given, **flags, config=config, key=key)
 
 
 def _in_layout(row: tuple[torch.Tensor, ...]) -> tuple[torch.Tensor, ...]:
@@ -198,10 +263,10 @@ def _run(
         first, second = (math.log(b) if b else -math.inf for b in (beta1, beta2))
     else:
         first, second = 1 / (1 - beta1**step), 1 / math.sqrt(1 - beta2**step)
-    numbers = lr_at, lr, weight_decay, 1 - beta1, 1 - beta2, first, second, eps, float(step)
+    numbers = Numbers(lr_at, lr, weight_decay, 1 - beta1, 1 - beta2, first, second, eps, float(step))
     for n, table in enumerate(tables):
         key = Loose(seed ^ n << 32)  # tables number their elements alike
-        run(ADAMW, "fwd", impl, (), table.like, table, bool(steps), (*numbers, key), maximize, stochastic)
+        run(ADAMW, "fwd", impl, (), table.like, table, bool(steps), numbers, key, maximize, stochastic)
     place = address_key(*lists, steps) if keep else None
     if place is not None:
         remember(_tables, (stochastic, place), tables)

@@ -11,7 +11,7 @@ Source: Su et al., RoFormer: Enhanced Transformer with Rotary Position Embedding
 from __future__ import annotations
 
 from functools import partial
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 import triton
@@ -25,25 +25,68 @@ from ridgeline.select import by_kind, eager, run
 Pair = tuple[torch.Tensor, torch.Tensor]
 
 
+class Heads(NamedTuple):
+    """A result and its input, (batch, heads, seq, D), with their strides."""
+
+    y: Any
+    x: Any
+    y_strides: tuple[int, ...]
+    x_strides: tuple[int, ...]
+
+
+class Angles(NamedTuple):
+    """Cosines and sines, (length, R), with their strides."""
+
+    cos: Any
+    sin: Any
+    cos_strides: tuple[int, ...]
+    sin_strides: tuple[int, ...]
+    length: int
+
+
+class Positions(NamedTuple):
+    """Positions, (batch, seq), with their strides; data is None if they are 0, 1, ..."""
+
+    data: Any
+    strides: tuple[int, ...]
+
+
+class Form(NamedTuple):
+    """How a head turns: D dimensions in R pairs (BR: the power of 2 from R on), BACK by the negative angle.
+
+    BP: the power of 2 from the number of dimensions on that stay, or 0.
+    """
+
+    D: int
+    R: int
+    INTERLEAVED: bool
+    BACK: bool
+    BR: int
+    BP: int
+
+
 @triton.jit
 def _turned(
-    y, x, cos, sin, at, place, fault, seq, batch, head, y_strides, x_strides, cos_strides, sin_strides,
-    HEADS: tl.constexpr, D: tl.constexpr, R: tl.constexpr, INTERLEAVED: tl.constexpr, BACK: tl.constexpr,
-    BH: tl.constexpr, BR: tl.constexpr, BP: tl.constexpr
-):  # fmt: skip
+    heads, angles, at, place, fault, seq, batch, head, form: tl.constexpr, HEADS: tl.constexpr, BH: tl.constexpr
+):
     """Rotates heads from `head` on at positions `at` by the angles in rows `place`; fault: (BS,), 0 or NaN, or None.
 
     Loads of all heads come first, then loads of the angles, then the arithmetic.
     """
+    R: tl.constexpr = form.R
+    BR: tl.constexpr = form.BR
+    BP: tl.constexpr = form.BP
+    x_strides, y_strides = heads.x_strides, heads.y_strides
+    cos_strides, sin_strides = angles.cos_strides, angles.sin_strides
     h = (head + tl.arange(0, BH)).to(tl.int64)[:, None, None]
     rows = at[None, :, None]
     known = rows < seq
     if HEADS % BH:
         known &= h < HEADS
-    x += batch * x_strides[0] + h * x_strides[1] + rows * x_strides[2]
-    y += batch * y_strides[0] + h * y_strides[1] + rows * y_strides[2]
+    x = heads.x + batch * x_strides[0] + h * x_strides[1] + rows * x_strides[2]
+    y = heads.y + batch * y_strides[0] + h * y_strides[1] + rows * y_strides[2]
     pair = tl.arange(0, BR)[None, None, :]
-    if INTERLEAVED:
+    if form.INTERLEAVED:
         column = tl.arange(0, 2 * BR)[None, None, :]
         both = known & (column < 2 * R)
         values = tl.load(x + column * x_strides[3], mask=both).to(tl.float32)
@@ -54,20 +97,20 @@ def _turned(
         b = tl.load(x + (pair + R) * x_strides[3], mask=half).to(tl.float32)
     if BP:
         passed = 2 * R + tl.arange(0, BP)[None, None, :]
-        beyond = known & (passed < D)
+        beyond = known & (passed < form.D)
         rest = tl.load(x + passed * x_strides[3], mask=beyond)
-    angles = place[None, :, None] + tl.zeros_like(h)
+    row = place[None, :, None] + tl.zeros_like(h)
     turns = known & (pair < R)
-    c = tl.load(cos + angles * cos_strides[0] + pair * cos_strides[1], mask=turns, other=0).to(tl.float32)
-    s = tl.load(sin + angles * sin_strides[0] + pair * sin_strides[1], mask=turns, other=0).to(tl.float32)
-    if BACK:
+    c = tl.load(angles.cos + row * cos_strides[0] + pair * cos_strides[1], mask=turns, other=0).to(tl.float32)
+    s = tl.load(angles.sin + row * sin_strides[0] + pair * sin_strides[1], mask=turns, other=0).to(tl.float32)
+    if form.BACK:
         s = -s
     if fault is not None:
         c += fault[None, :, None]
         if BP:
             rest += fault[None, :, None].to(rest.dtype)
     to = y.dtype.element_ty
-    if INTERLEAVED:
+    if form.INTERLEAVED:
         turned = tl.reshape(tl.join(a * c - b * s, b * c + a * s), (BH, at.shape[0], 2 * BR))
         tl.store(y + column * y_strides[3], turned.to(to), mask=both)
     else:
@@ -79,11 +122,18 @@ def _turned(
 
 @triton.jit
 def _fwd(
-    yq, yk, q, k, cos, sin, positions, batches, seq, length, yq_strides, yk_strides, q_strides, k_strides, cos_strides,
-    sin_strides, position_strides, Q: tl.constexpr, K: tl.constexpr, D: tl.constexpr, R: tl.constexpr,
-    INTERLEAVED: tl.constexpr, BACK: tl.constexpr, BR: tl.constexpr, BP: tl.constexpr, BH: tl.constexpr,
-    BS: tl.constexpr
-):  # fmt: skip
+    q,
+    k,
+    angles,
+    positions,
+    batches,
+    seq,
+    form: tl.constexpr,
+    Q: tl.constexpr,
+    K: tl.constexpr,
+    BH: tl.constexpr,
+    BS: tl.constexpr,
+):
     of_q: tl.constexpr = tl.cdiv(Q, BH)
     tiles = tl.cdiv(seq, BS)
     # Positions of one group are adjacent, so programs that run together read memory in order.
@@ -93,60 +143,15 @@ def _fwd(
     seq = tl.where(batch < batches, seq, 0)
     place = at
     fault = None
-    if positions is not None:
-        place = tl.load(positions + batch * position_strides[0] + at * position_strides[1], mask=at < seq, other=0)
-        fault = tl.where((place >= 0) & (place < length), 0.0, float("nan"))
-        place = tl.minimum(tl.maximum(place, 0), length - 1)
+    if positions.data is not None:
+        steps = positions.strides
+        place = tl.load(positions.data + batch * steps[0] + at * steps[1], mask=at < seq, other=0)
+        fault = tl.where((place >= 0) & (place < angles.length), 0.0, float("nan"))
+        place = tl.minimum(tl.maximum(place, 0), angles.length - 1)
     if group < of_q:
-        _turned(
-            yq,
-            q,
-            cos,
-            sin,
-            at,
-            place,
-            fault,
-            seq,
-            batch,
-            group * BH,
-            yq_strides,
-            q_strides,
-            cos_strides,
-            sin_strides,
-            Q,
-            D,
-            R,
-            INTERLEAVED,
-            BACK,
-            BH,
-            BR,
-            BP,
-        )
+        _turned(q, angles, at, place, fault, seq, batch, group * BH, form, Q, BH)
     else:
-        _turned(
-            yk,
-            k,
-            cos,
-            sin,
-            at,
-            place,
-            fault,
-            seq,
-            batch,
-            (group - of_q) * BH,
-            yk_strides,
-            k_strides,
-            cos_strides,
-            sin_strides,
-            K,
-            D,
-            R,
-            INTERLEAVED,
-            BACK,
-            BH,
-            BR,
-            BP,
-        )
+        _turned(k, angles, at, place, fault, seq, batch, (group - of_q) * BH, form, K, BH)
 
 
 _SPACE = [{"BH": h, "BS": s, "num_warps": w} for h in (1, 2, 4, 8, 16) for s in (1, 2, 4, 8, 16, 32) for w in (2, 4, 8)]
@@ -179,11 +184,12 @@ def _launch(back: bool, yq: torch.Tensor, yk: torch.Tensor, *args: Any) -> None:
         return groups * triton.cdiv(seq, c["BS"]), min(batch, 32768), triton.cdiv(batch, 32768)
 
     steps = (0, 0) if positions is None else (0, positions.stride(0)) if positions.dim() == 1 else positions.stride()
-    strides = [t.stride() for t in (yq, yk, q, k, cos, sin)]
-    shape = {"Q": q_heads, "K": k_heads, "D": d, "R": r, "INTERLEAVED": interleaved, "BACK": back, "BR": br}
-    shape["BP"] = triton.next_power_of_2(d - 2 * r) if d > 2 * r else 0
-    tables = *strides, steps
-    launch(_fwd, grid, yq, yk, *args[:5], batch, seq, length, *tables, config=config, key=(br, most), **shape)
+    passed = triton.next_power_of_2(d - 2 * r) if d > 2 * r else 0
+    shape = {"form": Form(d, r, interleaved, back, br, passed), "Q": q_heads, "K": k_heads}
+    heads = [Heads(y, x, y.stride(), x.stride()) for y, x in ((yq, q), (yk, k))]
+    angles = Angles(cos, sin, cos.stride(), sin.stride(), length)
+    given = *heads, angles, Positions(positions, steps), batch, seq
+    launch(_fwd, grid, *given, config=config, key=(br, most), **shape)
 
 
 @kernel_op(

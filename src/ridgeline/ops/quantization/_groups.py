@@ -14,7 +14,7 @@ second pass reads it from its end, which is still in L2.
 
 from __future__ import annotations
 
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 import triton
@@ -33,6 +33,24 @@ RIGHT: dict[str, Any] = {"eager_numerics.division_rounding": True}
 BLOCK = 128  # numbers along a side of fp8's blocks
 Group = tuple[int, int]  # rows and columns that share a scale; 0 for all
 TENSOR, ROW = (0, 0), (1, 0)
+
+
+class Plane(NamedTuple):
+    """A matrix with its sizes and strides."""
+
+    data: Any
+    rows: int
+    columns: int
+    row_stride: int
+    column_stride: int
+
+
+class PerGroup(NamedTuple):
+    """A number for each group, with the strides from group to group. data may be None."""
+
+    data: Any
+    row_stride: int
+    column_stride: int
 
 
 @triton.jit
@@ -77,10 +95,18 @@ def _codes(v, scale, zero, FP8: tl.constexpr, NATIVE: tl.constexpr):
 
 @triton.jit
 def _tiles(
-    q, scales, x, rows, columns, x_row, x_column, across, GM: tl.constexpr, BM: tl.constexpr, G: tl.constexpr,
-    GK: tl.constexpr, NATIVE: tl.constexpr
-):  # fmt: skip
+    q,
+    scales,
+    x,
+    across,
+    GM: tl.constexpr,
+    BM: tl.constexpr,
+    G: tl.constexpr,
+    GK: tl.constexpr,
+    NATIVE: tl.constexpr,
+):
     """Blocks of fp8: a program takes BM rows of G blocks of GK columns; BM is GM, or GM is 1."""
+    rows, columns = x.rows, x.columns
     if GM > 1:  # a two-dimensional grid saves the registers of the division below
         down, right = tl.program_id(0), tl.program_id(1)
     else:
@@ -91,7 +117,8 @@ def _tiles(
     group = right * G + tl.arange(0, G)[None, :, None]
     column = group * GK + tl.arange(0, GK)[None, None, :]
     inside = (row < rows) & (column < columns)
-    v = tl.load(x + row * x_row + column.to(tl.int64) * x_column, mask=inside, other=0).to(tl.float32)
+    at = x.data + row * x.row_stride + column.to(tl.int64) * x.column_stride
+    v = tl.load(at, mask=inside, other=0).to(tl.float32)
     _, sizes = _ends(v, True)
     high = tl.max(sizes, 2, keep_dims=True)
     if GM > 1:
@@ -104,19 +131,28 @@ def _tiles(
 
 @triton.jit
 def _rows(
-    q, scales, zeros, x, columns, x_row, x_column, BK: tl.constexpr, ONE: tl.constexpr, FP8: tl.constexpr,
-    SYMMETRIC: tl.constexpr, NATIVE: tl.constexpr
-):  # fmt: skip
+    q,
+    scales,
+    zeros,
+    x,
+    BK: tl.constexpr,
+    ONE: tl.constexpr,
+    FP8: tl.constexpr,
+    SYMMETRIC: tl.constexpr,
+    NATIVE: tl.constexpr,
+):
     """One row per program: in registers if it is ONE tile, else read again from L2."""
     row = tl.program_id(0).to(tl.int64)
-    x += row * x_row
+    columns, x_column = x.columns, x.column_stride
+    values = x.data + row * x.row_stride
     q += row * columns
     column = tl.arange(0, BK).to(tl.int64)
-    v = tl.load(x + column * x_column, mask=column < columns, other=0).to(tl.float32)
+    v = tl.load(values + column * x_column, mask=column < columns, other=0).to(tl.float32)
     lows, highs = _ends(v, SYMMETRIC)
     if not ONE:
         for start in range(BK, columns, BK):
-            more = tl.load(x + (start + column) * x_column, mask=start + column < columns, other=0).to(tl.float32)
+            at = start + column
+            more = tl.load(values + at * x_column, mask=at < columns, other=0).to(tl.float32)
             low, high = _ends(more, SYMMETRIC)
             lows, highs = tl.minimum(lows, low), tl.maximum(highs, high)
     scale, zero = _scaled(tl.minimum(tl.min(lows, 0), 0.0), tl.maximum(tl.max(highs, 0), 0.0), FP8, SYMMETRIC)
@@ -126,32 +162,28 @@ def _rows(
     tl.store(q + column, _codes(v, scale, zero, FP8, NATIVE), mask=column < columns)
     if not ONE:
         for start in range(BK, columns, BK):
-            more = tl.load(x + (start + column) * x_column, mask=start + column < columns, other=0).to(tl.float32)
-            tl.store(q + start + column, _codes(more, scale, zero, FP8, NATIVE), mask=start + column < columns)
+            at = start + column
+            more = tl.load(values + at * x_column, mask=at < columns, other=0).to(tl.float32)
+            tl.store(q + start + column, _codes(more, scale, zero, FP8, NATIVE), mask=at < columns)
 
 
 @triton.jit
-def _tile(x, tile, rows, columns, x_row, x_column, BM: tl.constexpr, BK: tl.constexpr):
+def _tile(x, tile, BM: tl.constexpr, BK: tl.constexpr):
     """The numbers of a tile, their offsets in q, and which of them exist."""
-    wide = tl.cdiv(columns, BK)
+    wide = tl.cdiv(x.columns, BK)
     row = ((tile // wide).to(tl.int64) * BM + tl.arange(0, BM))[:, None]
     column = ((tile % wide).to(tl.int64) * BK + tl.arange(0, BK))[None, :]
-    inside = (row < rows) & (column < columns)
-    return (
-        tl.load(x + row * x_row + column * x_column, mask=inside, other=0).to(tl.float32),
-        row * columns + column,
-        inside,
-    )
+    inside = (row < x.rows) & (column < x.columns)
+    at = x.data + row * x.row_stride + column * x.column_stride
+    return tl.load(at, mask=inside, other=0).to(tl.float32), row * x.columns + column, inside
 
 
 @triton.jit
-def _extremes(
-    parts, x, rows, columns, x_row, x_column, tiles, BM: tl.constexpr, BK: tl.constexpr, SYMMETRIC: tl.constexpr
-):
+def _extremes(parts, x, tiles, BM: tl.constexpr, BK: tl.constexpr, SYMMETRIC: tl.constexpr):
     """Extremes of some tiles, into parts (2, programs)."""
     lows, highs = tl.zeros((BM, BK), tl.float32), tl.zeros((BM, BK), tl.float32)
     for tile in range(tl.program_id(0), tiles, tl.num_programs(0)):
-        v, _, _ = _tile(x, tile, rows, columns, x_row, x_column, BM, BK)
+        v, _, _ = _tile(x, tile, BM, BK)
         low, high = _ends(v, SYMMETRIC)
         lows, highs = tl.minimum(lows, low), tl.maximum(highs, high)
     tl.store(parts + tl.program_id(0), tl.min(tl.min(lows, 1), 0))
@@ -160,9 +192,20 @@ def _extremes(
 
 @triton.jit
 def _spread(
-    q, scales, zeros, parts, x, rows, columns, x_row, x_column, tiles, count, PARTS: tl.constexpr, BM: tl.constexpr,
-    BK: tl.constexpr, FP8: tl.constexpr, SYMMETRIC: tl.constexpr, NATIVE: tl.constexpr
-):  # fmt: skip
+    q,
+    scales,
+    zeros,
+    parts,
+    x,
+    tiles,
+    count,
+    PARTS: tl.constexpr,
+    BM: tl.constexpr,
+    BK: tl.constexpr,
+    FP8: tl.constexpr,
+    SYMMETRIC: tl.constexpr,
+    NATIVE: tl.constexpr,
+):
     """Every program finds the tensor's scale from the parts, and writes the codes of some tiles."""
     part = tl.arange(0, PARTS)
     low = tl.load(parts + part, mask=part < count, other=0)
@@ -173,30 +216,41 @@ def _spread(
         if not SYMMETRIC:
             tl.store(zeros, zero.to(tl.int32))
     for tile in range(tl.program_id(0), tiles, tl.num_programs(0)):
-        v, at, inside = _tile(x, tiles - 1 - tile, rows, columns, x_row, x_column, BM, BK)
+        v, at, inside = _tile(x, tiles - 1 - tile, BM, BK)
         tl.store(q + at, _codes(v, scale, zero, FP8, NATIVE), mask=inside)
 
 
 @triton.jit
 def _back(
-    y, q, scales, zeros, rows, columns, q_row, q_column, s_row, s_column, z_row, z_column, GM: tl.constexpr,
-    BM: tl.constexpr, G: tl.constexpr, GK: tl.constexpr, FP8: tl.constexpr, NATIVE: tl.constexpr
-):  # fmt: skip
+    y,
+    q,
+    scales,
+    zeros,
+    GM: tl.constexpr,
+    BM: tl.constexpr,
+    G: tl.constexpr,
+    GK: tl.constexpr,
+    FP8: tl.constexpr,
+    NATIVE: tl.constexpr,
+):
     """(q - zero) * scale of BM rows of G groups of GK columns."""
+    rows, columns = q.rows, q.columns
     wide = tl.cdiv(columns, G * GK)
     row = ((tl.program_id(0) // wide).to(tl.int64) * BM + tl.arange(0, BM))[:, None]
     group = ((tl.program_id(0) % wide).to(tl.int64) * G + tl.arange(0, G))[None, :]
     known = (row < rows) & (group * GK < columns)
-    scale = tl.load(scales + row // GM * s_row + group * s_column, mask=known, other=0)[:, :, None]
+    at = scales.data + row // GM * scales.row_stride + group * scales.column_stride
+    scale = tl.load(at, mask=known, other=0)[:, :, None]
     column = group[:, :, None] * GK + tl.arange(0, GK)[None, None, :]
     inside = (row[:, :, None] < rows) & (column < columns)
-    code = tl.load(q + row[:, :, None] * q_row + column * q_column, mask=inside, other=0)
+    code = tl.load(q.data + row[:, :, None] * q.row_stride + column * q.column_stride, mask=inside, other=0)
     if FP8:
         v = decoded(code, NATIVE)
     else:
         v = code.to(tl.float32)
-    if zeros is not None:
-        v -= tl.load(zeros + row // GM * z_row + group * z_column, mask=known, other=0).to(tl.float32)[:, :, None]
+    if zeros.data is not None:
+        at_zero = zeros.data + row // GM * zeros.row_stride + group * zeros.column_stride
+        v -= tl.load(at_zero, mask=known, other=0).to(tl.float32)[:, :, None]
     tl.store(y + row[:, :, None] * columns + column, (v * scale).to(y.dtype.element_ty), mask=inside)
 
 
@@ -221,20 +275,20 @@ def quantize(
     codes = q.view(torch.uint8) if fp8 else q
     facts: dict[str, Any] = {"FP8": fp8, "SYMMETRIC": zero is None, "NATIVE": fp8 and native(x)}
     warps = 256 // gpu.warp
-    given = values, rows, columns, *values.stride()
+    given = Plane(values, rows, columns, *values.stride())
     if group == ROW:
         most = 16384 if x.element_size() == 2 else 8192
         bk = min(most, max(128, triton.next_power_of_2(columns)))
         facts |= {"BK": bk, "ONE": columns <= bk, "num_warps": min(16, max(1, bk // 1024)) * 32 // gpu.warp or 1}
-        launch(_rows, (rows,), codes, scale, zero, values, columns, *values.stride(), **facts)
+        launch(_rows, (rows,), codes, scale, zero, given, **facts)
     elif group == TENSOR:
         bk = min(4096, triton.next_power_of_2(columns))
         tile: dict[str, Any] = {"BM": 8192 // bk, "BK": bk, "num_warps": warps}
         tiles = triton.cdiv(rows, tile["BM"]) * triton.cdiv(columns, bk)
         count = min(PARTS, tiles)
-        launch(_extremes, (count,), parts, *given, tiles, SYMMETRIC=facts["SYMMETRIC"], **tile)
+        launch(_extremes, (count,), parts, given, tiles, SYMMETRIC=facts["SYMMETRIC"], **tile)
         grid = (min(tiles, 8 * gpu.multiprocessors),)
-        launch(_spread, grid, codes, scale, zero, parts, *given, tiles, count, PARTS=PARTS, **tile, **facts)
+        launch(_spread, grid, codes, scale, zero, parts, given, tiles, count, PARTS=PARTS, **tile, **facts)
     else:
         gm, across = group[0], triton.cdiv(columns, BLOCK)
         g = 1 if gm > 1 else min(32, triton.next_power_of_2(across))
@@ -243,7 +297,7 @@ def quantize(
         if gm > 1:  # unaligned rows load number by number: fewer per thread, to save registers for addresses
             tile["num_warps"] = warps * (4 if columns % 16 or values.stride(0) % 16 else 2)
         down, right = triton.cdiv(rows, bm), triton.cdiv(across, g)
-        launch(_tiles, (down, right) if gm > 1 else (down * right,), codes, scale, *given, across, **tile)
+        launch(_tiles, (down, right) if gm > 1 else (down * right,), codes, scale, given, across, **tile)
 
 
 def group_of(q: torch.Tensor, scale: torch.Tensor) -> Group | None:
@@ -267,16 +321,17 @@ def dequantize(y: torch.Tensor, q: torch.Tensor, scale: torch.Tensor, zero: torc
     """Writes (q - zero) * scale to y, contiguous."""
     values = plane(q.view(torch.uint8) if q.dtype != torch.int8 else q)
     rows, columns = values.shape
-    strides = []
+    groups = []
     for t in (scale, zero):
         seen = plane(t) if t is not None and t.numel() > 1 else None
-        strides += [0, 0] if seen is None else [seen.stride(0), seen.stride(1) if group[1] else 0]
+        strides = (0, 0) if seen is None else (seen.stride(0), seen.stride(1) if group[1] else 0)
+        groups.append(PerGroup(t, *strides))
     gk = group[1] if group[1] > 1 else min(4096, triton.next_power_of_2(columns))
     g = min(32, triton.next_power_of_2(triton.cdiv(columns, gk))) if gk == BLOCK else 1
     bm, fp8 = max(1, 8192 // (g * gk)), q.dtype != torch.int8
     tile: dict[str, Any] = {"GM": max(1, group[0]), "BM": bm, "G": g, "GK": gk, "num_warps": 256 // device.of(q).warp}
     grid = (triton.cdiv(rows, bm) * triton.cdiv(columns, g * gk),)
-    given = y, values, scale, zero, rows, columns, *values.stride(), *strides
+    given = y, Plane(values, rows, columns, *values.stride()), *groups
     launch(_back, grid, *given, FP8=fp8, NATIVE=fp8 and native(q), **tile)
 
 

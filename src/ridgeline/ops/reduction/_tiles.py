@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from typing import NamedTuple
+
 import torch
 import triton
 import triton.language as tl
@@ -12,11 +14,34 @@ from ridgeline.ops.reduction._layout import groups
 from ridgeline.ops.reduction._sums import across, add_up, ceil, parts_like
 
 
+class Strides(NamedTuple):
+    """Those of x along the sums' two dimensions and the two summed ones, and those of y."""
+
+    x_outer: int
+    x_a: int
+    x_far: int
+    x_r: int
+    y_outer: int
+    y_a: int
+
+
 @triton.jit
 def _fwd(
-    y, parts, x, A, R, steps, size, x_outer, x_a, x_far, x_r, y_outer, y_a, BA: tl.constexpr, BR: tl.constexpr,
-    FEW: tl.constexpr, ROWS: tl.constexpr, SPLIT: tl.constexpr, RUN: tl.constexpr
-):  # fmt: skip
+    y,
+    parts,
+    x,
+    A,
+    R,
+    steps,
+    size,
+    strides,
+    BA: tl.constexpr,
+    BR: tl.constexpr,
+    FEW: tl.constexpr,
+    ROWS: tl.constexpr,
+    SPLIT: tl.constexpr,
+    RUN: tl.constexpr,
+):
     """Sums tiles of BR elements for each of BA sums; the contiguous dimension comes last.
 
     FEW elements, loaded by one thread, are added first; then RUN tiles are added before they join the total.
@@ -26,7 +51,7 @@ def _fwd(
     a = (tl.program_id(0) % tiles).to(tl.int64) * BA + tl.arange(0, BA)
     r = tl.arange(0, BR)
     a, r = (a[:, None], r[None, :]) if ROWS else (a[None, :], r[:, None])
-    x += outer * x_outer + a * x_a
+    x += outer * strides.x_outer + a * strides.x_a
     wide: tl.constexpr = tl.float32 if x.dtype.element_ty.is_floating() else tl.int64
     blocks = tl.cdiv(R, BR)
     length = tl.cdiv(steps, tl.num_programs(1))
@@ -37,14 +62,14 @@ def _fwd(
         part = tl.zeros((BA, BR // FEW) if ROWS else (BR // FEW, BA), wide)
         for step in range(some, tl.minimum(some + RUN, end)):
             at = (step % blocks).to(tl.int64) * BR + r
-            far = (step // blocks).to(tl.int64) * x_far
-            found = tl.load(x + far + at * x_r, mask=(a < A) & (at < R), other=0).to(wide)
+            far = (step // blocks).to(tl.int64) * strides.x_far
+            found = tl.load(x + far + at * strides.x_r, mask=(a < A) & (at < R), other=0).to(wide)
             if ROWS:
                 part += tl.sum(tl.reshape(found, (BA, BR // FEW, FEW)), 2)
             else:
                 part += tl.sum(tl.reshape(found, (FEW, BR // FEW, BA)), 0)
         total += part
-    place = outer * y_outer + a * y_a
+    place = outer * strides.y_outer + a * strides.y_a
     sums = across(total, min(16, BR // FEW), ROWS)
     if SPLIT:
         tl.store(parts + tl.program_id(1).to(tl.int64) * size + place, sums, mask=a < A)
@@ -72,7 +97,7 @@ def sum_tiles(y: torch.Tensor, x: torch.Tensor, dims: tuple[int, ...], keepdim: 
     splits = max(1, min(8 * gpu.multiprocessors // programs, steps, (1 << 22) // y.numel()))
     parts = parts_like(x, splits if splits > 1 else 0, y.numel())
     facts = {"BA": BA, "BR": BR, "FEW": min(few, BR), "ROWS": rows, "SPLIT": splits > 1, "RUN": 16, "num_warps": warps}
-    strides = x_outer, x_a, x_far, x_r, y_outer, y_a
-    launch(_fwd, (programs, splits), y, parts, x, A, R, steps, y.numel(), *strides, **facts)
+    strides = Strides(x_outer, x_a, x_far, x_r, y_outer, y_a)
+    launch(_fwd, (programs, splits), y, parts, x, A, R, steps, y.numel(), strides, **facts)
     if splits > 1:
         add_up(y, parts)
