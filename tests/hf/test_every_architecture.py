@@ -16,6 +16,7 @@ from ridgeline import hf
 MASK = torch.tensor([[0] * 4 + [1] * 9, [1] * 13])
 PARTS = 6
 LARGE = 3e7  # parameters; a larger model does not heed the small sizes
+SLOW = {"falcon_h1"}  # its own scan takes minutes in transformers 5.17
 COMPARED = 14  # at least, of each part
 
 
@@ -41,7 +42,7 @@ def test_same_as_unpatched(part: int) -> None:
     ids = tokens(*MASK.shape)
     given = {"input_ids": ids, "labels": ids.masked_fill(MASK.cumsum(1) < 2, -100), "attention_mask": MASK}
     compared, wrong = 0, []
-    for name in sorted(MODEL_FOR_CAUSAL_LM_MAPPING_NAMES)[part::PARTS]:
+    for name in sorted({*MODEL_FOR_CAUSAL_LM_MAPPING_NAMES} - SLOW)[part::PARTS]:
         own = build(name, given)
         if own is None:
             continue
