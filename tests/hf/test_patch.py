@@ -171,7 +171,7 @@ def test_logits_read_after_the_step_raise() -> None:
     out = model(input_ids=ids, labels=ids)
     out.loss.backward()
     torch.optim.SGD(model.parameters(), 0.1).step()
-    with pytest.raises(RidgelineError, match="before optimizer.step"):
+    with pytest.raises(RidgelineError, match="before backward.. or optimizer.step"):
         out.logits.argmax()
 
 
@@ -300,6 +300,18 @@ def test_what_attention_cannot_do_falls_back_and_says_so_once() -> None:
     with warnings.catch_warnings():
         warnings.simplefilter("error")
         ours(input_ids=ids, output_attentions=True)
+
+
+def test_dropout_in_attention_is_torchs() -> None:
+    own, ours = pair("Llama", attention_dropout=0.4)
+    report = hf.patch(ours)
+    ids = tokens()
+    torch.manual_seed(5)
+    want = step(own, input_ids=ids, labels=ids)
+    torch.manual_seed(5)
+    with pytest.warns(UserWarning, match="dropout 0.4 in training"):
+        assert_same(want, step(ours, input_ids=ids, labels=ids))
+    assert len(report.fallbacks) == 1
 
 
 def test_hf_is_a_part_of_ridgeline() -> None:

@@ -16,6 +16,7 @@ from torch import nn
 
 import ridgeline
 from ridgeline.hf.report import fall_back
+from ridgeline.op import RidgelineError
 
 NAME = "ridgeline"
 # What `forward` honours or may ignore, of the keywords that attention layers give to the interface.
@@ -226,13 +227,20 @@ def forward(
 def _own(
     module: nn.Module, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, given: Any, causal: bool, **named: Any
 ) -> tuple[torch.Tensor, torch.Tensor | None]:
-    """The eager attention of the module's own file, with the mask that it takes: one that is added to the scores."""
+    """transformers' attention: by torch's where that takes the call, else the eager one of the module's own file."""
+    from transformers.integrations.sdpa_attention import sdpa_attention_forward
+
+    by_torch = not named.get("output_attentions") and all(
+        named.get(n) is None for n in ("softcap", "s_aux", "head_mask", "alibi")
+    )
+    window = named.get("sliding_window")
+    if by_torch and given is None and window is None and q.shape[2] == k.shape[2]:
+        return sdpa_attention_forward(module, q, k, v, None, is_causal=causal, **named)
     seen, (rows, columns) = given, (q.shape[2], k.shape[2])
     if given is None or given.dim() == 2:
         at = torch.arange(columns - rows, columns, device=q.device)[:, None]
         keys = torch.arange(columns, device=q.device)
         seen = (keys <= at) if causal else torch.ones(rows, columns, dtype=torch.bool, device=q.device)
-        window = named.get("sliding_window")
         if window is not None:
             seen = seen & (keys > at - window) & (keys < at + window)
         seen = seen[None, None]
@@ -240,8 +248,14 @@ def _own(
             seen = seen & given[:, None, None, :]
         elif given is not None:
             seen = seen & (given[:, None, :, None] == given[:, None, None, :])
+    if by_torch:
+        return sdpa_attention_forward(module, q, k, v, seen, is_causal=False, **named)
     if seen.dtype == torch.bool:
         low = torch.finfo(q.dtype).min
         seen = torch.zeros(seen.shape, dtype=q.dtype, device=q.device).masked_fill(~seen, low)
-    eager = sys.modules[type(module).__module__].eager_attention_forward
+    eager = getattr(sys.modules[type(module).__module__], "eager_attention_forward", None)
+    if eager is None:
+        raise RidgelineError(
+            f"attention of {type(module).__name__}: its file has no eager_attention_forward to fall to"
+        )
     return eager(module, q, k, v, seen, **named)

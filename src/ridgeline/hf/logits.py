@@ -87,10 +87,11 @@ class DeferredLogits(torch.Tensor):
         """Returns the logits as a plain tensor; gradients flow to the hidden states and the weight."""
         if self.made is None:
             hidden, weight, bias = self.source
-            if _version(weight) != self.version:
+            freed = weight.numel() and not weight.is_meta and not weight.untyped_storage().size()  # by FSDP
+            if freed or _version(weight) != self.version:
                 raise RidgelineError(
-                    "the logits were not read before the weight of lm_head changed, and would now be others; "
-                    "read outputs.logits before optimizer.step()"
+                    "the logits cannot be made any more, as the weight of lm_head has changed or FSDP has freed it; "
+                    "read outputs.logits before backward() or optimizer.step()"
                 )
             cast = torch.autocast(hidden.device.type, self.autocast or torch.bfloat16, self.autocast is not None)
             with torch.set_grad_enabled(self.grad_mode), cast:

@@ -59,6 +59,7 @@ class _Planner:
         self.models = _models(model)
         config: Any = getattr(self.models[0], "config", None)
         self.config: Any = config.get_text_config() if hasattr(config, "get_text_config") else config
+        self.facts: dict[str, Any] = self.config.to_dict()  # where a value per layer is a list
         self.width = 2  # bytes of an element in training
 
     def note(
@@ -108,7 +109,7 @@ class _Planner:
     def norm(self, name: str, module: Any) -> None:
         found = syntax.class_form(type(module))
         facts = forms.NORMS.get(found.digest) if found else None
-        size = module.weight.numel() if getattr(module, "weight", None) is not None else self.config.hidden_size
+        size = module.weight.numel() if getattr(module, "weight", None) is not None else self.number("hidden_size")
         cost = {"nbytes": 2.0 * size * self.width}
         if type(module) is nn.LayerNorm and len(module.normalized_shape) == 1 and not _replaced(module):
             return self.note(name, module, "norm", "layer_norm", "", _set(module, modules.layer_norm), **cost)
@@ -158,7 +159,7 @@ class _Planner:
     def rotary(self, name: str, module: Any) -> None:
         if not forms.calls_rotary(type(module)):
             return None
-        heads = getattr(self.config, "num_attention_heads", 0) + (getattr(self.config, "num_key_value_heads", 0) or 0)
+        heads = self.number("num_attention_heads") + self.number("num_key_value_heads")
         cost = {"nbytes": 2.0 * heads * self.head_dim(module) * self.width}
         facts, tables = forms.rotary(type(module)), self.tables()
         reason = _replaced(module)
@@ -175,7 +176,12 @@ class _Planner:
 
     def head_dim(self, module: Any) -> int:
         found = getattr(module, "head_dim", None) or getattr(module, "attention_head_size", None)
-        return found or self.config.hidden_size // self.config.num_attention_heads
+        return found or self.number("hidden_size") // max(1, self.number("num_attention_heads"))
+
+    def number(self, name: str) -> int:
+        """Returns a number of the configuration; 0 if it has none or one per layer."""
+        value = self.facts.get(name)
+        return value if isinstance(value, int) else 0
 
     def tables(self) -> set[str]:
         kinds = {type(m) for m in self.model.modules() if type(m).__name__.endswith("RotaryEmbedding")}
@@ -183,8 +189,9 @@ class _Planner:
         return {forms.TABLES.get(f.digest, "") if f else "" for f in found}
 
     def attention(self, name: str, module: Any) -> None:
-        width, heads = self.head_dim(module), getattr(self.config, "num_attention_heads", 0)
-        length = min(4096, getattr(self.config, "max_position_embeddings", 4096) or 4096)
+        width, heads = self.head_dim(module), self.number("num_attention_heads")
+        length = min(4096, self.number("max_position_embeddings") or 4096)
+        q_width, v_width = getattr(module, "qk_head_dim", width), getattr(module, "v_head_dim", width)
         window = getattr(module, "sliding_window", None)
         keys = min(length / 2, window) if isinstance(window, int) and window else length / 2
         cost = {"flops": 4.0 * heads * width * keys}
@@ -196,6 +203,12 @@ class _Planner:
             reason = f"it gives {unknown[0]} to attention, which has no such option"
         elif _windows(self.config) and "sliding_window" not in keywords:
             reason = "it does not give its window to attention"
+        elif not syntax.only_passes_on(type(module).forward, "attention_mask"):
+            reason = "it reads the attention mask itself"
+        elif not all(m._can_set_attn_implementation() for m in self.models):
+            reason = "the model does not let its attention be chosen after it is built"
+        elif q_width != v_width:
+            reason = f"its heads have {q_width} dimensions in q and {v_width} in v; attention takes one number"
         elif width % 8 or not 16 <= width <= 256:
             reason = f"its heads have {width} dimensions; attention takes multiples of 8 from 16 to 256"
         self.note(name, module, "attention", None if reason else "attention", reason or "", **cost)

@@ -114,3 +114,14 @@ def _keywords(function: Callable[..., Any]) -> frozenset[str] | None:
     if len(calls) != 1:
         return None
     return frozenset(k.arg for k in calls[0].keywords if k.arg is not None)
+
+
+@lru_cache(maxsize=1024)
+def only_passes_on(function: Callable[..., Any], name: str) -> bool:
+    """Whether a function uses a variable only as an argument of the attention interface."""
+    tree = ast.parse(textwrap.dedent(inspect.getsource(inspect.unwrap(function))))
+    used = [n for n in ast.walk(tree) if isinstance(n, ast.Name) and n.id == name]
+    calls = [n for n in ast.walk(tree) if isinstance(n, ast.Call)]
+    calls = [c for c in calls if isinstance(c.func, ast.Name) and c.func.id == "attention_interface"]
+    given = [a for c in calls for a in (*c.args, *(k.value for k in c.keywords)) if isinstance(a, ast.Name)]
+    return all(any(u is g for g in given) for u in used)

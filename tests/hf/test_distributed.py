@@ -1,0 +1,49 @@
+"""Patched models under DistributedDataParallel and FSDP2, in a group of one process on the CPU."""
+
+from collections.abc import Iterator
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+from models import pair, step, tokens
+from torch.distributed.fsdp import fully_shard
+
+from ridgeline import hf
+
+
+@pytest.fixture
+def mesh() -> Iterator[Any]:
+    dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
+    yield dist.device_mesh.init_device_mesh("cpu", (1,))
+    dist.destroy_process_group()
+
+
+def assert_same_gradients(own: Any, ours: Any) -> None:
+    for (name, p), q in zip(own.named_parameters(), ours.named_parameters(), strict=True):
+        grad = q[1].grad.full_tensor() if hasattr(q[1].grad, "full_tensor") else q[1].grad
+        torch.testing.assert_close(grad, p.grad, msg=lambda m, n=name: f"{n}: {m}")
+
+
+@pytest.mark.parametrize("options", [{}, {"static_graph": True}])
+def test_data_parallel(options: dict[str, bool], mesh: Any) -> None:
+    own, ours = pair("Llama")
+    hf.patch(ours, memory="recompute")
+    ids = tokens()
+    step(own, input_ids=ids, labels=ids)
+    step(torch.nn.parallel.DistributedDataParallel(ours, **options), input_ids=ids, labels=ids)
+    assert_same_gradients(own, ours)
+
+
+@pytest.mark.parametrize("memory", [None, "recompute", "products"])
+@pytest.mark.parametrize("head_apart", [False, True])
+def test_fsdp(memory: str | None, head_apart: bool, mesh: Any) -> None:
+    own, ours = pair("Llama")
+    hf.patch(ours, memory=memory)
+    for module in (*ours.model.layers, *([ours.lm_head] if head_apart else [])):
+        fully_shard(module, mesh=mesh)
+    fully_shard(ours, mesh=mesh)
+    ids = tokens()
+    step(own, input_ids=ids, labels=ids)
+    ours(input_ids=ids, labels=ids).loss.backward()
+    assert_same_gradients(own, ours)
