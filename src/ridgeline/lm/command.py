@@ -9,6 +9,7 @@ from importlib import import_module
 VERBS: dict[str, tuple[str, str]] = {
     "sizes": ("sizes", "list the named sizes with their parameters and operations"),
     "bench": ("bench", "time forward, backward and the whole step: tokens/s, MFU, peak memory"),
+    "train": ("train", "train a model on a text file, with checkpoints that resume bitwise, and sample from it"),
 }
 
 
