@@ -10,6 +10,9 @@ VERBS: dict[str, tuple[str, str]] = {
     "sizes": ("sizes", "list the named sizes with their parameters and operations"),
     "bench": ("bench", "time forward, backward and the whole step: tokens/s, MFU, peak memory"),
     "train": ("train", "train a model on a text file, with checkpoints that resume bitwise, and sample from it"),
+    "memory": ("memory", "predict and measure where the memory of a step goes, by kind and module"),
+    "checkpoint": ("checkpoint", "compare ways of keeping less for backward: memory, operations and time"),
+    "precision": ("precision", "show what number formats do to sums, to autocast's dtypes and to numbers"),
 }
 
 

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from html import escape
 
 Points = Sequence[tuple[float, float]]
@@ -61,8 +61,8 @@ def frame(
         (x1, y1), (x2, _) = (at(x, y).split(",") for x in (left, right))
         parts.append(f'<line class="grid" x1="{x1}" y1="{y1}" x2="{x2}" y2="{y1}"/>')
         parts.append(f'<text x="64" y="{float(y1) + 4:.1f}" text-anchor="end">{escape(shown(y))}</text>')
-    for x in ticks(left, right):
-        parts.append(f'<text x="{at(x, low).split(",")[0]}" y="377" text-anchor="middle">{x:g}</text>')
+    places = {x: at(x, low).split(",")[0] for x in ticks(left, right)}
+    parts += [f'<text x="{place}" y="377" text-anchor="middle">{x:g}</text>' for x, place in places.items()]
     parts.append(f'<text x="425" y="395" text-anchor="middle">{escape(label[0])}</text>')
     parts.append(f'<text x="70" y="37">{escape(label[1])}</text>')
     return parts, at
@@ -90,7 +90,7 @@ def svg(title: str, curves: dict[str, Points], x: str, y: str) -> str:
     return picture([*parts, *legend(list(curves))])
 
 
-def stacked(title: str, xs: Sequence[float], areas: dict[str, Sequence[float]], x: str, y: str, scale: str) -> str:
+def stacked(title: str, xs: Sequence[float], areas: Mapping[str, Sequence[float]], x: str, y: str, scale: str) -> str:
     """Returns areas on top of each other as an SVG picture. areas: by name, a value for each x; scale: their unit."""
     totals = [sum(values) for values in zip(*areas.values())]
     box = xs[0], max(xs[-1], xs[0] + 1), 0.0, max(totals) or 1.0

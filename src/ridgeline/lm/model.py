@@ -264,7 +264,7 @@ class Transformer(nn.Module):
         x, stream = self.model.embed_tokens(tokens), None
         cast = autocast(x)
         x = x if cast is None else x.to(cast)
-        cos, sin = self.rotations(tokens.shape[1], tokens.device)
+        cos, sin = (t.to(x.dtype) for t in self.rotations(tokens.shape[1], tokens.device))  # once for all layers
         x, stream = self._span(0, self.size.layers, x, stream, cos, sin)
         return self.model.norm(x, stream)[0]
 
@@ -278,12 +278,16 @@ class Transformer(nn.Module):
         for start in range(first, first + count, part):
             size = min(part, first + count - start)
             run = partial(self._span if self.nested and size > max(1, self.every) else self._block, start, size)
-            args = *checkpoint(run, *args, use_reentrant=False), *args[2:]
+            x, stream, *rotations = args
+            x = x if stream is None else x + stream  # a checkpoint keeps one tensor, not two
+            args = *checkpoint(run, x, None, *rotations, use_reentrant=False), *rotations
         return args[:2]
 
     def _block(self, first: int, count: int, x: torch.Tensor, stream: Any, cos: Any, sin: Any) -> Any:
+        remade = self.remake is not None and self.training
         for layer in self.model.layers[first : first + count]:
-            x, stream = (layer.remade if self.remake and self.training else layer)(x, stream, cos, sin)
+            assert isinstance(layer, Layer)
+            x, stream = layer.remade(x, stream, cos, sin) if remade else layer(x, stream, cos, sin)
         return x, stream
 
     def forward(self, tokens: torch.Tensor, target: torch.Tensor | None = None) -> torch.Tensor:

@@ -1,4 +1,4 @@
-"""Trains a language model on a text file: schedule, clipping, checkpoints that resume bitwise, samples, distillation."""
+"""Trains a language model on a text file: schedule, clipping, checkpoints that resume bitwise, distillation."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ import torch.nn.functional as F
 import ridgeline.optim
 from ridgeline.lm import curves, folder
 from ridgeline.lm.model import Transformer, called, load
-from ridgeline.lm.setup import PRECISIONS, chosen_device, flags, shape
+from ridgeline.lm.setup import PRECISIONS, chosen_device, flags, made, shape
 from ridgeline.lm.sizes import described
 from ridgeline.lm.snapshots import Snapshots
 from ridgeline.lm.tokens import Sequences, Text, in_order, read, split
@@ -80,6 +80,8 @@ def check(options: argparse.Namespace) -> None:
         folder.package("safetensors.torch", "--export")
     if options.plot and not options.plot.parent.is_dir():
         raise RidgelineError(f"lm: --plot {options.plot} is in a folder that does not exist")
+    if options.remake and options.compile:
+        raise RidgelineError("lm: torch.compile itself chooses what backward makes again: leave --remake out")
     if options.autocast and options.precision != "float32":
         raise RidgelineError("lm: --autocast computes in half precision over float32 weights: leave --precision out")
 
@@ -118,7 +120,7 @@ class Run:
         torch.manual_seed(options.seed)
         dtype = PRECISIONS[options.precision]
         with torch.device(self.device):
-            self.plain = Transformer(size, options.impl, options.checkpoint).to(dtype)
+            self.plain = made(size, options).to(dtype)
         self.model: Callable[..., torch.Tensor] = torch.compile(self.plain) if options.compile else self.plain
         matrices = [p for p in self.plain.parameters() if p.dim() > 1]
         groups = [
