@@ -16,7 +16,7 @@ from torch.utils.flop_counter import FlopCounterMode
 
 from ridgeline import cli
 from ridgeline.lm import checkpoint, memory, precision
-from ridgeline.lm.ledger import Ledger
+from ridgeline.lm.ledger import Ledger, account, embody
 from ridgeline.lm.model import Layer, Transformer
 from ridgeline.lm.setup import build, shape
 from ridgeline.lm.sizes import Size, size
@@ -235,6 +235,8 @@ def test_checkpoints_need_less(capsys: Any) -> None:
     assert cli.main([*given, "--json", "--memory", "1"]) == 0
     found = json.loads(capsys.readouterr().out)
     peaks = {row["way"]: row["peak_bytes"] for row in found["ways"]}
+    kept = {row["way"]: row["kept_bytes"] for row in found["ways"]}
+    assert kept["nested halves"] < kept["1 a checkpoint"] < kept["keep everything"]
     assert peaks["keep everything"] > peaks["cheap results again"] > peaks["1 a checkpoint"]
     assert found["best"]["way"] == "keep everything"
     assert [row["more"] for row in found["ways"][:2]] == [1.0, 1.0]
@@ -291,3 +293,21 @@ def test_precision_prints_and_draws(tmp_path: Path, capsys: Any) -> None:
     for words in ("float16 += float16", "fc1's output", "e5m2"):
         assert words in said
     assert len(ET.parse(tmp_path / "p.svg").findall(".//{*}rect")) == 12
+
+
+def test_four_layers_in_two_checkpoints_keep_two_inputs() -> None:
+    """The assignment's example: 160 MiB for 4 x 2048 tokens of width 2560 in float32."""
+    with torch.device("meta"):
+        model = Transformer(Size(4, 2560, 10240, 16, vocabulary=64), every=2)
+        cos, sin = model.rotations(2048, torch.device("meta"))
+    with account("h100") as ledger:
+        embody(model)
+        cos, sin = torch.empty(cos.shape), torch.empty(sin.shape)
+        x = torch.empty(4, 2048, 2560, requires_grad=True)
+        start = ledger.events
+        out = model._span(0, 4, x, None, cos, sin)
+        given = {id(record) for record in map(ledger.of, out)}
+        kept = [r.nbytes for r in ledger.live.values() if r.born > start and id(r) not in given]
+        first = ledger.of(x)
+    assert first is not None
+    assert first.nbytes + sum(kept) == pytest.approx(160 << 20, rel=1e-3)

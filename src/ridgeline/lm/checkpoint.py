@@ -105,14 +105,15 @@ def run(way: Way, options: argparse.Namespace) -> dict[str, Any]:
 
 
 def rows(options: argparse.Namespace) -> list[dict[str, Any]]:
-    """Returns a row for each way: bytes at the peak, operations and, on a GPU, what was measured."""
+    """Returns a row for each way: bytes at the peak, the most that activations take, operations and, on a GPU, what was
+    measured."""
     size, card = shape(options), card_of(options)
     found = []
     for way in ways(size.layers):
         use = predicted(size, argparse.Namespace(**vars(options) | way.flags), card)
         operations = way.operations(size, options.batch, options.context)
         row = {"way": way.name, "every": way.every, "nested": way.nested, "remake": way.remake, "peak_bytes": use.peak,
-               "operations": operations}  # fmt: skip
+               "kept_bytes": max(use.curve["activations"]), "operations": operations}  # fmt: skip
         row["more"] = operations / Way().operations(size, options.batch, options.context)
         if torch.cuda.is_available() and options.device != "cpu" and options.card is None:
             row |= run(way, options)
@@ -150,11 +151,11 @@ def main(options: argparse.Namespace) -> int:
         print(json.dumps({"ways": found, "best": chosen}))
         return 0
     print(f"{options.size}, {options.mode}, {options.batch} x {options.context} tokens, {card_of(options) or 'cpu'}")
-    print("way                    peak, predicted   measured  operations  of a plain step's         time")
+    print("way                    peak, predicted  activations    measured  operations  of a plain step's         time")
     for row in found:
         there = gib(row["measured_bytes"]) if "measured_bytes" in row else row.get("why", "-")
         took = f"{row['seconds'] * 1e3:.1f} ms" if "seconds" in row else "-"
-        print(f"{row['way']:21} {gib(row['peak_bytes']):>16} {there:>10} {row['operations'] / 1e12:8.2f} TF "
+        print(f"{row['way']:21} {gib(row['peak_bytes']):>16} {gib(row['kept_bytes']):>12} {there:>11} {row['operations'] / 1e12:8.2f} TF "
               f"{row['more']:18.2f} x {took:>12}")  # fmt: skip
     if chosen:
         print(f"quickest within {options.memory:g} GiB: {chosen['way']}")
