@@ -155,8 +155,9 @@ def main(options: argparse.Namespace) -> int:
     for row in found:
         there = gib(row["measured_bytes"]) if "measured_bytes" in row else row.get("why", "-")
         took = f"{row['seconds'] * 1e3:.1f} ms" if "seconds" in row else "-"
-        print(f"{row['way']:21} {gib(row['peak_bytes']):>16} {gib(row['kept_bytes']):>12} {there:>11} {row['operations'] / 1e12:8.2f} TF "
-              f"{row['more']:18.2f} x {took:>12}")  # fmt: skip
+        peak, kept = gib(row["peak_bytes"]), gib(row["kept_bytes"])
+        work = f"{row['operations'] / 1e12:8.2f} TF {row['more']:18.2f} x"
+        print(f"{row['way']:21} {peak:>16} {kept:>12} {there:>11} {work} {took:>12}")
     if chosen:
         print(f"quickest within {options.memory:g} GiB: {chosen['way']}")
     return 0

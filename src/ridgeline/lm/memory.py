@@ -226,7 +226,10 @@ def report(options: argparse.Namespace) -> dict[str, Any]:
         if not gpu and use.peak > 4 * GIB:
             row["measured_bytes"], row["why"] = None, "not measured: it is above 4 GiB on a CPU"
         else:
-            row["measured_bytes"] = measured(build(options), options.mode)
+            try:
+                row["measured_bytes"] = measured(build(options), options.mode)
+            except torch.OutOfMemoryError:
+                row["measured_bytes"], row["why"] = None, "not measured: the GPU's memory ran out"
     row["use"] = use
     return row
 
