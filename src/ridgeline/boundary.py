@@ -44,6 +44,7 @@ class _Trace(threading.local):
 _trace = _Trace()
 _OWN = frozenset((torch.Tensor, torch.nn.Parameter))
 _observers: list[Callable[[Launch], None]] = []
+launchers: dict[str, Callable[..., Any]] = {}  # by the registered op's name, for accounts of what they allocate
 
 
 def kernel_op(schema: str) -> Callable[[Callable[..., Any]], Any]:
@@ -67,6 +68,7 @@ def kernel_op(schema: str) -> Callable[[Callable[..., Any]], Any]:
             finally:
                 _trace.on = False
 
+        launchers[name] = launcher
         LIBRARY.define(schema, tags=torch.Tag.pt2_compliant_tag)
         LIBRARY.impl(name, launcher, "CompositeExplicitAutograd")
         torch.library.register_fake(f"ridgeline::{name}", fake, lib=LIBRARY)

@@ -13,6 +13,10 @@ VERBS: dict[str, tuple[str, str]] = {
     "profile": ("profile", "show where the time goes, by layer, module, kind of work and kernel"),
     "scale": ("scale", "time matrix products and an MLP as they grow, and fit the exponents"),
     "leaderboard": ("leaderboard", "run the leaderboard's step of 8.1 B parameters beside its floor; plan its memory"),
+    "train": ("train", "train a model on a text file, with checkpoints that resume bitwise, and sample from it"),
+    "memory": ("memory", "predict and measure where the memory of a step goes, by kind and module"),
+    "checkpoint": ("checkpoint", "compare ways of keeping less for backward: memory, operations and time"),
+    "precision": ("precision", "show what number formats do to sums, to autocast's dtypes and to numbers"),
 }
 
 

@@ -4,12 +4,17 @@
     x = h + (silu(n W_gate) * (n W_up)) W_down        n = rms_norm(h)
     loss = cross_entropy(rms_norm(x) W_head, target)
 
-Names in the state dict are those of Llama in Hugging Face, so its checkpoints load.
+Names in the state dict are those of Llama and Qwen3 in Hugging Face, so their checkpoints load. Three ways of keeping
+less for backward: checkpoints of several layers, nested checkpoints, and making the cheap results again.
 """
 
 from __future__ import annotations
 
+import math
+from collections.abc import Callable
+from contextlib import AbstractContextManager, nullcontext
 from functools import partial
+from pathlib import Path
 from typing import Any
 
 import torch
@@ -20,6 +25,7 @@ from ridgeline.lm.sizes import Size
 from ridgeline.op import RidgelineError, get
 
 IMPLS = ("ridgeline", "torch", "naive")
+REMAKES = ("cheap",)  # norms and silu(gate) * up, which only read and write memory
 _PREFERRED = {"torch": ("torch", "naive"), "naive": ("naive", "torch")}
 
 
@@ -32,6 +38,12 @@ def called(op: str, impl: str) -> Any:
     if impl == "ridgeline":
         return found.function
     return partial(found.function, impl=next(name for name in _PREFERRED[impl] if name in found.implementations))
+
+
+def autocast(x: torch.Tensor) -> torch.dtype | None:
+    """Returns the dtype that autocast computes in on a tensor's device, or None without it."""
+    kind = x.device.type
+    return None if kind == "meta" or not torch.is_autocast_enabled(kind) else torch.get_autocast_dtype(kind)
 
 
 class Attention(nn.Module):
@@ -62,13 +74,81 @@ class MLP(nn.Module):
 
     def __init__(self, size: Size, impl: str) -> None:
         super().__init__()
-        self.gated = called("gated_linear", impl)
+        self.gated, self.apart = called("gated_linear", impl), called("silu_mul", impl)
         self.gate_proj = nn.Linear(size.width, size.hidden, bias=False)
         self.up_proj = nn.Linear(size.width, size.hidden, bias=False)
         self.down_proj = nn.Linear(size.hidden, size.width, bias=False)
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
         return self.down_proj(self.gated(x, self.gate_proj.weight, self.up_proj.weight))
+
+    def remade(self, x: torch.Tensor, again: Remade) -> torch.Tensor:
+        """As `forward`, but backward makes silu(gate) * up again instead of keeping it."""
+        gate, up = self.gate_proj(x), self.up_proj(x)
+        return self.down_proj(again.of(self.apart(gate, up), self.apart, gate, up))
+
+
+class Recipe:
+    """How to make a tensor again: f(*inputs) under the autocast of its forward."""
+
+    def __init__(self, y: torch.Tensor, f: Callable[..., torch.Tensor], inputs: tuple[Any, ...]) -> None:
+        self.y: torch.Tensor | None = y  # until the forward is over
+        self.f, self.inputs = f, [t.detach() if isinstance(t, torch.Tensor) else t for t in inputs]
+        self.autocast, self.device = autocast(y), y.device.type
+        self.uses = self.left = 0
+        self.made: torch.Tensor | None = None
+
+    def casting(self) -> AbstractContextManager[Any]:
+        return torch.autocast(self.device, self.autocast) if self.autocast else nullcontext()
+
+    def make(self) -> torch.Tensor:
+        """Makes the tensor, and keeps it until each use in this backward has had it."""
+        if self.made is None:
+            self.left = self.uses
+            with torch.no_grad(), self.casting():
+                self.made = self.f(*self.inputs)
+        made, self.left = self.made, self.left - 1
+        if not self.left:
+            self.made = None
+        return made
+
+
+class Remade:
+    """Inside this context, autograd keeps how to make some tensors again, in place of the tensors.
+
+    `of(y, f, *inputs)` says that y is f(*inputs); it keeps the inputs, so it pays only if autograd keeps them anyway.
+    """
+
+    def __init__(self) -> None:
+        self.recipes: dict[int, Recipe] = {}
+        self.hooks = torch.autograd.graph.saved_tensors_hooks(self.pack, self.unpack)
+
+    def of(self, y: torch.Tensor, f: Callable[..., torch.Tensor], *inputs: Any) -> torch.Tensor:
+        if torch.is_grad_enabled():
+            self.recipes[y.untyped_storage()._cdata] = Recipe(y, f, inputs)
+        return y
+
+    def pack(self, saved: torch.Tensor) -> Any:
+        recipe = self.recipes.get(saved.untyped_storage()._cdata)
+        y = recipe.y if recipe else None
+        if recipe is None or y is None or saved.numel() != y.numel() or not saved.is_contiguous():
+            return saved
+        recipe.uses += 1
+        return recipe, saved.shape
+
+    @staticmethod
+    def unpack(kept: Any) -> torch.Tensor:
+        return kept if isinstance(kept, torch.Tensor) else kept[0].make().view(kept[1])
+
+    def __enter__(self) -> Remade:
+        self.hooks.__enter__()
+        return self
+
+    def __exit__(self, *error: Any) -> None:
+        self.hooks.__exit__(*error)
+        for recipe in self.recipes.values():
+            recipe.y = None
+        self.recipes.clear()
 
 
 class Norm(nn.Module):
@@ -84,6 +164,10 @@ class Norm(nn.Module):
         if residual is None:
             return self.norm(x, self.weight, self.eps)
         return self.add_norm(x, residual, self.weight, self.eps)
+
+    def alone(self, x: torch.Tensor) -> torch.Tensor:
+        """Returns the norm of x."""
+        return self.norm(x, self.weight, self.eps)
 
 
 class Layer(nn.Module):
@@ -102,6 +186,17 @@ class Layer(nn.Module):
         n, stream = self.post_attention_layernorm(self.self_attn(n, cos, sin), stream)
         return self.mlp(n), stream
 
+    def remade(
+        self, x: torch.Tensor, stream: torch.Tensor | None, cos: torch.Tensor, sin: torch.Tensor
+    ) -> tuple[torch.Tensor, torch.Tensor]:
+        """As `forward`, but backward makes both norms and silu(gate) * up again from what it keeps in any case."""
+        with Remade() as again:
+            n, stream = (self.input_layernorm(x), x) if stream is None else self.input_layernorm(x, stream)
+            again.of(n, self.input_layernorm.alone, stream)
+            n, stream = self.post_attention_layernorm(self.self_attn(n, cos, sin), stream)
+            again.of(n, self.post_attention_layernorm.alone, stream)
+            return self.mlp.remade(n, again), stream
+
 
 class Body(nn.Module):
     """Everything before the last layer."""
@@ -113,16 +208,36 @@ class Body(nn.Module):
         self.norm = Norm(size.width, size.eps, impl)
 
 
+def stretched(turns: torch.Tensor, factor: float, low: float, high: float, context: float) -> torch.Tensor:
+    """Slows rotations for longer contexts, as Llama 3.1: those that turn fewer than `low` times in the old context by
+    `factor`, those that turn more than `high` times not at all, and those between in part."""
+    often = context * turns / (2 * math.pi)
+    kept = ((often - low) / (high - low)).clamp(0, 1)
+    return turns * kept + turns / factor * (1 - kept)
+
+
 class Transformer(nn.Module):
     """The language model. `forward(tokens)` gives logits; `forward(tokens, target)` gives the mean loss in float32.
 
     tokens, target: (batch, context) integers; a target of -100 does not count. impl: "ridgeline", "torch" or "naive".
     every: layers per checkpoint: backward computes them again from their input; 0 keeps everything.
+    nested: halves the layers again and again, down to `every` of them; each half is a checkpoint. Backward then keeps
+        few inputs at a time, in proportion to the logarithm of the layers, and computes each layer once per halving.
+    remake: "cheap" makes norms and silu(gate) * up again in backward, and keeps everything else.
+    Raises RidgelineError if these do not go together.
     """
 
-    def __init__(self, size: Size, impl: str = "ridgeline", every: int = 0) -> None:
+    def __init__(
+        self, size: Size, impl: str = "ridgeline", every: int = 0, *, nested: bool = False, remake: str | None = None
+    ) -> None:
         super().__init__()
-        self.size, self.impl, self.every = size, impl, every
+        if every < 0:
+            raise RidgelineError(f"lm: layers per checkpoint must be at least 0, but are {every}")
+        if remake not in (None, *REMAKES):
+            raise RidgelineError(f"lm: remake must be None or one of {', '.join(REMAKES)}, but is {remake!r}")
+        if remake and (every or nested):
+            raise RidgelineError("lm: a checkpoint keeps no layer's results, so remake cannot save more: give one")
+        self.size, self.impl, self.every, self.nested, self.remake = size, impl, every, nested, remake
         self.model = Body(size, impl)
         self.lm_head = nn.Linear(size.width, size.vocabulary, bias=False)
         if size.tied:
@@ -138,24 +253,41 @@ class Transformer(nn.Module):
     def rotations(self, context: int, device: torch.device) -> tuple[torch.Tensor, torch.Tensor]:
         """Returns cos and sin, (context, head_dim / 2), float32."""
         steps = torch.arange(0, self.size.dim, 2, device=device, dtype=torch.float32) / self.size.dim
-        angles = torch.outer(torch.arange(context, device=device, dtype=torch.float32), self.size.theta**-steps)
+        turns = 1.0 / self.size.theta**steps
+        if self.size.stretch is not None:
+            turns = stretched(turns, *self.size.stretch)
+        angles = torch.outer(torch.arange(context, device=device, dtype=torch.float32), turns)
         return angles.cos(), angles.sin()
 
     def hidden(self, tokens: torch.Tensor) -> torch.Tensor:
         """Returns the last layer's input, (batch, context, width)."""
         x, stream = self.model.embed_tokens(tokens), None
-        if not x.is_meta and torch.is_autocast_enabled(x.device.type):
-            x = x.to(torch.get_autocast_dtype(x.device.type))
-        cos, sin = self.rotations(tokens.shape[1], tokens.device)
-        for first in range(0, self.size.layers, self.every or self.size.layers):
-            block = partial(self._block, first, self.every or self.size.layers)
-            args = x, stream, cos, sin
-            x, stream = checkpoint(block, *args, use_reentrant=False) if self.every and self.training else block(*args)
+        cast = autocast(x)
+        x = x if cast is None else x.to(cast)
+        cos, sin = (t.to(x.dtype) for t in self.rotations(tokens.shape[1], tokens.device))  # once for all layers
+        x, stream = self._span(0, self.size.layers, x, stream, cos, sin)
         return self.model.norm(x, stream)[0]
 
+    def _span(self, first: int, count: int, *args: Any) -> Any:
+        """Runs `count` layers, in checkpoints as asked for. args: x, stream, cos and sin."""
+        if not self.training or not (self.every or self.nested):
+            return self._block(first, count, *args)
+        part = max(1, self.every)
+        if self.nested and count > part:
+            part = max(part, math.ceil(count / 2))
+        for start in range(first, first + count, part):
+            size = min(part, first + count - start)
+            run = partial(self._span if self.nested and size > max(1, self.every) else self._block, start, size)
+            x, stream, *rotations = args
+            x = x if stream is None else x + stream  # a checkpoint keeps one tensor, not two
+            args = *checkpoint(run, x, None, *rotations, use_reentrant=False), *rotations
+        return args[:2]
+
     def _block(self, first: int, count: int, x: torch.Tensor, stream: Any, cos: Any, sin: Any) -> Any:
+        remade = self.remake is not None and self.training
         for layer in self.model.layers[first : first + count]:
-            x, stream = layer(x, stream, cos, sin)
+            assert isinstance(layer, Layer)
+            x, stream = layer.remade(x, stream, cos, sin) if remade else layer(x, stream, cos, sin)
         return x, stream
 
     def forward(self, tokens: torch.Tensor, target: torch.Tensor | None = None) -> torch.Tensor:
@@ -163,3 +295,16 @@ class Transformer(nn.Module):
         if target is None:
             return self.lm_head(x)
         return self.loss(x.flatten(0, 1), self.lm_head.weight, target.flatten(), dtype=torch.float32)
+
+
+def load(folder: str | Path, impl: str = "ridgeline", device: str | torch.device = "cpu") -> Transformer:
+    """Returns the model of a folder in Hugging Face's layout: config.json and *.safetensors, of Llama or Qwen3.
+
+    The weights keep the file's dtype. Raises RidgelineError if the folder, its config or a tensor does not fit."""
+    from ridgeline.lm import folder as files
+
+    size, weights = files.read(Path(folder))
+    with torch.device("meta"):
+        model = Transformer(size, impl)
+    files.fill(model, weights, Path(folder))
+    return model.to(device)

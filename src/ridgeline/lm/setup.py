@@ -11,7 +11,7 @@ from typing import Any
 import torch
 
 import ridgeline.optim
-from ridgeline.lm.model import IMPLS, Transformer
+from ridgeline.lm.model import IMPLS, REMAKES, Transformer
 from ridgeline.lm.sizes import SIZES, Size, size
 from ridgeline.op import RidgelineError
 
@@ -33,6 +33,8 @@ def flags(parser: argparse.ArgumentParser, *, context: int = 512, batch: int = 4
     parser.add_argument("--impl", choices=IMPLS, default="ridgeline", help="whose ops (ridgeline)")
     parser.add_argument("--compile", action="store_true", help="run the model through torch.compile")
     parser.add_argument("--checkpoint", type=int, default=0, metavar="LAYERS", help="layers per checkpoint; 0: none")
+    parser.add_argument("--nested", action="store_true", help="nest the checkpoints by halving the layers")
+    parser.add_argument("--remake", choices=REMAKES, help="make these results again in backward, without checkpoints")
     parser.add_argument("--device", choices=("cuda", "cpu"), help="the GPU if there is one")
     parser.add_argument("--seed", type=int, default=0, metavar="N", help="of weights and data (0)")
     parser.add_argument("--json", action="store_true", help="print JSON")
@@ -83,6 +85,11 @@ def chosen_device(options: argparse.Namespace) -> torch.device:
     return torch.device(options.device or ("cuda" if torch.cuda.is_available() else "cpu"))
 
 
+def made(size: Size, options: argparse.Namespace) -> Transformer:
+    """Returns the model of the flags, on the default device."""
+    return Transformer(size, options.impl, options.checkpoint, nested=options.nested, remake=options.remake)
+
+
 def build(options: argparse.Namespace, device: torch.device | None = None) -> Setup:
     """Makes the model of the flags with random weights and data; on the meta device it takes no memory.
 
@@ -94,11 +101,13 @@ def build(options: argparse.Namespace, device: torch.device | None = None) -> Se
         raise RidgelineError(f"lm: --checkpoint must be 0 or more, but is {options.checkpoint}")
     if options.autocast and options.precision != "float32":
         raise RidgelineError("lm: --autocast computes in half precision over float32 weights: leave --precision out")
+    if options.remake and options.compile:
+        raise RidgelineError("lm: torch.compile itself chooses what backward makes again: leave --remake out")
     device = device or chosen_device(options)
     found, dtype = shape(options), PRECISIONS[options.precision]
     torch.manual_seed(options.seed)
     with torch.device(device):
-        plain = Transformer(found, options.impl, options.checkpoint).to(dtype)
+        plain = made(found, options).to(dtype)
         tokens = torch.randint(found.vocabulary, (options.batch, options.context))
         target = torch.randint(found.vocabulary, (options.batch, options.context))
     own = ridgeline.optim.AdamW if options.impl == "ridgeline" else torch.optim.AdamW

@@ -16,6 +16,7 @@ class Size:
 
     width: of the residual stream. hidden: of the gated MLP. key_heads: of keys and values; None means `heads`.
     head_dim: None means width / heads. tied: whether the last layer's weight is the embedding's.
+    stretch: of rotary positions, as Llama 3.1: (factor, low, high, old context); None for none.
     Raises RidgelineError if a number is not positive or if the heads do not divide.
     """
 
@@ -30,6 +31,7 @@ class Size:
     eps: float = 1e-5
     qk_norm: bool = False
     tied: bool = False
+    stretch: tuple[float, float, float, float] | None = None
 
     def __post_init__(self) -> None:
         for field in fields(self):

@@ -1,0 +1,321 @@
+"""Where the memory of a training step goes: predicted without running it, and measured."""
+
+from __future__ import annotations
+
+import argparse
+import json
+import re
+from collections import Counter
+from contextlib import nullcontext
+from dataclasses import dataclass, field
+from html import escape
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import nn
+
+from ridgeline import device as devices
+from ridgeline.lm import curves
+from ridgeline.lm.ledger import Ledger, account, embody
+from ridgeline.lm.model import Layer, Transformer
+from ridgeline.lm.setup import MODES, PRECISIONS, Setup, build, flags, made, shape
+from ridgeline.lm.sizes import Size
+from ridgeline.op import RidgelineError
+
+MIB, GIB = 2**20, 2**30
+
+
+def arguments(parser: argparse.ArgumentParser) -> None:
+    flags(parser, mode="step")
+    add = parser.add_argument
+    add("--card", metavar="NAME", help="predict for this card, or cpu (the GPU here, else h100)")
+    add("--grid", metavar="N,N", help="predict these contexts instead, forward and step, in float32 and bfloat16")
+    add("--picture", type=Path, metavar="FILE", help="write the timeline by kind: .svg, or .html with the tables")
+    add("--snapshot", type=Path, metavar="FILE", help="record allocations on a GPU, for PyTorch's memory viewer")
+
+
+@dataclass
+class Use:
+    """The memory of a step, in bytes. kinds: at the peak. activations: at the peak, by module, over all layers.
+
+    events, curve: the timeline, by kind."""
+
+    peak: int
+    kinds: dict[str, int]
+    activations: dict[str, int] = field(default_factory=dict)
+    events: list[int] = field(default_factory=list)
+    curve: dict[str, list[int]] = field(default_factory=dict)
+
+
+def place(module: str) -> str:
+    """Returns a module's name for all layers: "layers.mlp"."""
+    return re.sub(r"^model\.|\.\d+", "", module) or "loss"
+
+
+def cast(options: argparse.Namespace) -> Any:
+    return torch.autocast("cpu", PRECISIONS[options.autocast]) if options.autocast else nullcontext()
+
+
+def optimizer_temporaries(model: nn.Module, impl: str, card: str | None) -> int:
+    """Returns the bytes that a step of the optimizer needs beside the moments. Ours needs none; torch's makes a square
+    root of the second moment, on a GPU of all parameters at once, on a CPU twice of each."""
+    sizes = [p.numel() * p.element_size() for p in model.parameters()]
+    if impl == "ridgeline":
+        return 0
+    return sum(sizes) if card else 2 * max(sizes)
+
+
+def predicted(size: Size, options: argparse.Namespace, card: str | None) -> Use:
+    """Predicts the memory of a step of the options' model without running it.
+
+    card: the name of a card, or None for the CPU."""
+    mode, dtype = options.mode, PRECISIONS[options.precision]
+    with torch.device("meta"):
+        model = made(size, options).to(dtype)
+    with account(card) as ledger:
+        ledger.kind = "weights"
+        embody(model)
+        ledger.kind = "moments"
+        moments = [torch.empty_like(p) for p in model.parameters() for _ in range(2)] if mode == "step" else []
+        ledger.kind = "data"
+        tokens, target = (torch.zeros(options.batch, options.context, dtype=torch.int64) for _ in range(2))
+        ledger.kind = "temporaries"
+        ledger.watch(model, set(model.model.layers))
+        start = ledger.events
+        with torch.set_grad_enabled(mode != "forward"), cast(options):
+            loss = model(tokens, target)
+        if mode != "forward":
+            loss.backward()
+            for p in model.parameters():
+                record = ledger.of(p.grad) if p.grad is not None else None
+                if record is not None:
+                    record.kind = "gradients"
+            if mode == "step" and (extra := optimizer_temporaries(model, options.impl, card)):
+                temporary = torch.empty(extra, dtype=torch.uint8)
+                del temporary
+        use = summed(ledger, start)
+        del moments, loss
+    return use
+
+
+def summed(ledger: Ledger, since: int) -> Use:
+    """Returns what a ledger holds from an event on."""
+    events, curve = ledger.curve(since)
+    totals = [sum(values) for values in zip(*curve.values())]
+    top = max(range(len(totals)), key=totals.__getitem__)
+    activations: Counter[str] = Counter()
+    for record in ledger.live_at(events[top]):
+        if record.kind == "activations":
+            activations[place(record.module)] += record.nbytes
+    kinds = {kind: values[top] for kind, values in curve.items()}
+    return Use(totals[top], kinds, dict(activations.most_common()), events, curve)
+
+
+def saved_by_block(size: Size, options: argparse.Namespace, card: str | None) -> list[dict[str, Any]]:
+    """Returns what autograd saves for one layer behind another one, the largest first: bytes, shape, dtype, its maker.
+
+    Each storage counts once, and parameters do not count."""
+    dtype = PRECISIONS[options.precision]
+    flow = PRECISIONS[options.autocast] if options.autocast else dtype
+    with torch.device("meta"):
+        layer, rotations = Layer(size, options.impl).to(dtype), Transformer.rotations
+        whole = Transformer(size, options.impl)
+    found: dict[int, tuple[torch.Tensor, str, str]] = {}
+    with account(card) as ledger:
+        embody(layer)
+        given = (options.batch, options.context, size.width)
+        x, stream = (torch.empty(given, dtype=flow, requires_grad=True) for _ in range(2))
+        cos, sin = rotations(whole, options.context, torch.device("cpu"))
+        own = {t.untyped_storage()._cdata for t in (*layer.parameters(), cos, sin)}
+        ledger.watch(layer, {layer})
+
+        def pack(t: torch.Tensor) -> torch.Tensor:
+            key, record = t.untyped_storage()._cdata, ledger.of(t)
+            if key not in own and key not in found:
+                found[key] = t, record.module if record else "", record.op if record else ""
+            return t
+
+        with torch.autograd.graph.saved_tensors_hooks(pack, lambda t: t), cast(options):
+            out = layer(x, stream, cos, sin)
+        rows = [
+            {"bytes": t.untyped_storage().nbytes(), "shape": list(t.shape), "dtype": str(t.dtype)[6:],
+             "module": module or "the layer", "op": op}
+            for t, module, op in found.values()
+        ]  # fmt: skip
+        del out
+    return sorted(rows, key=lambda row: -row["bytes"])
+
+
+def residual_stream(size: Size, batch: int, context: int, itemsize: int) -> int:
+    """Returns the bytes of one tensor of the residual stream."""
+    return batch * context * size.width * itemsize
+
+
+def measured(setup: Setup, mode: str) -> int:
+    """Runs a step after a warm-up, and returns the peak of memory, in bytes, with everything that lived before it.
+
+    On a GPU by PyTorch's allocator; what libraries keep beside our tensors is left out. On a CPU by the profiler."""
+    setup.step(mode)
+    kept = [*setup.plain.parameters(), setup.tokens, setup.target]
+    if mode == "step":
+        kept += [t for s in setup.optimizer.state.values() for name, t in s.items() if name.startswith("exp_avg")]
+    cuda = setup.tokens.device.type == "cuda"
+    resting = sum({t.untyped_storage()._cdata: t.untyped_storage().nbytes() for t in kept}.values())
+    if cuda:
+        torch.cuda.synchronize()
+        torch.cuda.reset_peak_memory_stats()
+        before = torch.cuda.memory_allocated()
+        setup.step(mode)
+        return torch.cuda.max_memory_allocated() - before + resting
+    activities = [torch.profiler.ProfilerActivity.CPU]
+    with torch.profiler.profile(activities=activities, profile_memory=True) as profiler:
+        setup.step(mode)
+    results = profiler.profiler.kineto_results  # the events without their operations
+    changes = sorted((e.start_ns(), e.nbytes()) for e in results.events() if e.name() == "[memory]")
+    now = peak = 0
+    for _, change in changes:
+        now += change
+        peak = max(peak, now)
+    return peak + resting
+
+
+def snapshot(setup: Setup, options: argparse.Namespace) -> None:
+    """Writes the allocations of a step, for https://pytorch.org/memory_viz."""
+    if setup.tokens.device.type != "cuda":
+        raise RidgelineError("lm: --snapshot records PyTorch's allocator on a GPU, and this runs on the CPU")
+    setup.step(options.mode)
+    torch.cuda.memory._record_memory_history(max_entries=1_000_000)
+    setup.step(options.mode)
+    torch.cuda.memory._dump_snapshot(str(options.snapshot))
+    torch.cuda.memory._record_memory_history(enabled=None)
+
+
+def card_of(options: argparse.Namespace) -> str | None:
+    """Returns the card to predict for, or None for the CPU. Raises RidgelineError if it is unknown."""
+    if options.card == "cpu" or (options.card is None and options.device == "cpu"):
+        return None
+    if options.card is None:
+        here = devices.here()
+        return "h100" if here.backend == "cpu" else here.arch
+    devices.known(options.card)
+    return options.card
+
+
+def gib(nbytes: float) -> str:
+    """Returns bytes as text in MiB or GiB."""
+    return f"{nbytes / GIB:.2f} GiB" if nbytes >= GIB else f"{nbytes / MIB:.2f} MiB"
+
+
+def report(options: argparse.Namespace) -> dict[str, Any]:
+    """Returns everything that the verb prints: the prediction, the measurement if this is its machine, the block."""
+    size, card = shape(options), card_of(options)
+    use = predicted(size, options, card)
+    block = saved_by_block(size, options, card)
+    total = sum(row["bytes"] for row in block)
+    item = PRECISIONS[options.autocast or options.precision].itemsize
+    row: dict[str, Any] = {
+        "size": options.size, "mode": options.mode, "context": options.context, "batch": options.batch,
+        "card": card or "cpu", "peak_bytes": use.peak, "kinds": use.kinds, "activations": use.activations,
+        "stream_bytes": residual_stream(size, options.batch, options.context, item),
+        "block_bytes": total, "block": [r | {"share": r["bytes"] / total} for r in block[:5]],
+        "block_gradient_bytes": size.per_layer * PRECISIONS[options.precision].itemsize,
+    }  # fmt: skip
+    gpu = torch.cuda.is_available() and options.device != "cpu"
+    if (card is None) if not gpu else (options.card is None):
+        if not gpu and use.peak > 4 * GIB:
+            row["measured_bytes"], row["why"] = None, "not measured: it is above 4 GiB on a CPU"
+        else:
+            try:
+                row["measured_bytes"] = measured(build(options), options.mode)
+            except torch.OutOfMemoryError:
+                row["measured_bytes"], row["why"] = None, "not measured: the GPU's memory ran out"
+    row["use"] = use
+    return row
+
+
+def lines(row: dict[str, Any]) -> list[str]:
+    """Returns a report as text."""
+    found = [f"{row['size']}, {row['mode']}, {row['batch']} x {row['context']} tokens, on {row['card']}"]
+    found.append(f"peak, predicted: {gib(row['peak_bytes'])}")
+    if row.get("measured_bytes"):
+        off = row["peak_bytes"] / row["measured_bytes"] - 1
+        found.append(f"peak, measured:  {gib(row['measured_bytes'])} (the prediction is {off:+.1%} off)")
+    elif "why" in row:
+        found.append(row["why"])
+    found += [f"  {kind:12} {gib(n):>12} {n / row['peak_bytes']:6.1%}" for kind, n in row["kinds"].items() if n]
+    if row["activations"]:
+        found.append("activations at the peak, by module, all layers together:")
+        found += [f"  {name:36} {gib(n):>12}" for name, n in list(row["activations"].items())[:8]]
+    found.append(f"one tensor of the residual stream: {gib(row['stream_bytes'])}")
+    found.append(f"one layer saves {gib(row['block_bytes'])} for backward, and its weights' gradients take "
+                 f"{gib(row['block_gradient_bytes'])}; its five largest tensors:")  # fmt: skip
+    for r in row["block"]:
+        shape = "x".join(map(str, r["shape"]))
+        found.append(f"  {gib(r['bytes']):>12} {r['share']:6.1%}  {shape} {r['dtype']}, {r['op']} in {r['module']}")
+    return found
+
+
+def picture(row: dict[str, Any]) -> str:
+    """Returns the timeline by kind, as SVG."""
+    use: Use = row["use"]
+    kinds = {kind: [n / MIB for n in values] for kind, values in use.curve.items() if any(values)}
+    title = f"Memory of {row['size']}, {row['mode']}, {row['batch']} x {row['context']} tokens, {row['card']}"
+    steps = [float(n) for n in range(len(use.events))]
+    return curves.stacked(title, steps, kinds, "allocations and releases", "predicted, live", "MiB")
+
+
+def grid(options: argparse.Namespace) -> list[dict[str, Any]]:
+    """Returns the predicted peaks of the assignment's table: contexts, forward and step, float32 and bfloat16."""
+    try:
+        contexts = [int(text) for text in options.grid.split(",")]
+    except ValueError:
+        raise RidgelineError(f"lm: --grid takes contexts such as 128,2048, and got {options.grid!r}") from None
+    rows = []
+    for context in contexts:
+        for mode in (MODES[0], MODES[-1]):
+            for precision in ("float32", "bfloat16"):
+                given = argparse.Namespace(**vars(options) | {"context": context, "mode": mode, "precision": precision})
+                use = predicted(shape(given), given, card_of(given))
+                stream = residual_stream(shape(given), given.batch, context, PRECISIONS[precision].itemsize)
+                rows.append({"context": context, "mode": mode, "precision": precision, "peak_bytes": use.peak,
+                             "kinds": use.kinds, "stream_bytes": stream})  # fmt: skip
+    return rows
+
+
+def main(options: argparse.Namespace) -> int:
+    """Prints where the memory goes; writes a picture or a snapshot."""
+    if options.picture and options.picture.suffix not in (".svg", ".html"):
+        raise RidgelineError(f"lm: --picture writes .svg or .html, and got {options.picture}")
+    for path in (options.picture, options.snapshot):
+        if path and not path.parent.is_dir():
+            raise RidgelineError(f"lm: {path} is in a folder that does not exist")
+    for name in ("context", "batch"):
+        if getattr(options, name) < 1:
+            raise RidgelineError(f"lm: --{name} must be at least 1, but is {getattr(options, name)}")
+    if options.snapshot:
+        snapshot(build(options), options)
+        print(f"{options.snapshot}: open it at https://pytorch.org/memory_viz")
+    if options.grid:
+        rows = grid(options)
+        if options.json:
+            print(json.dumps(rows))
+            return 0
+        print(f"{options.size}, batch {options.batch}, predicted for {card_of(options) or 'cpu'}")
+        print("context  mode     precision        peak  weights and more      activations  residual stream")
+        for row in rows:
+            rest = sum(row["kinds"][kind] for kind in ("weights", "moments", "gradients"))
+            print(f"{row['context']:7}  {row['mode']:7}  {row['precision']:8} {gib(row['peak_bytes']):>13} "
+                  f"{gib(rest):>17} {gib(row['kinds']['activations']):>16} {gib(row['stream_bytes']):>16}")  # fmt: skip
+        return 0
+    row = report(options)
+    drawn = picture(row)
+    if options.json:
+        print(json.dumps({name: value for name, value in row.items() if name != "use"}))
+    else:
+        print("\n".join(lines(row)))
+    if options.picture:
+        text = "\n".join(lines(row))
+        page = f'<!doctype html><meta charset="utf-8"><title>Memory</title>{drawn}<pre>{escape(text)}</pre>\n'
+        options.picture.write_text(drawn if options.picture.suffix == ".svg" else page)
+    return 0
