@@ -66,8 +66,8 @@ test-tritons: $(READY) $(TRITONS:%=build/triton-%/.ready) ## run the interpreter
 test-hf: $(TRANSFORMERS:%=build/transformers-%/.ready) ## run the tests of ridgeline.hf with the two newest versions of transformers
 	@failed=0; for version in $(TRANSFORMERS); do \
 		echo "transformers $$version"; \
-		HF_HUB_OFFLINE=1 PYTHONPATH=build/transformers-$$version $(PYTEST) tests/hf || failed=1; \
-		TRITON_INTERPRET=1 HF_HUB_OFFLINE=1 PYTHONPATH=build/transformers-$$version $(PYTEST) tests/hf || failed=1; \
+		HF_HUB_OFFLINE=1 PYTHONPATH=$(CURDIR)/build/transformers-$$version $(PYTEST) tests/hf || failed=1; \
+		TRITON_INTERPRET=1 HF_HUB_OFFLINE=1 PYTHONPATH=$(CURDIR)/build/transformers-$$version $(PYTEST) tests/hf || failed=1; \
 	done; exit $$failed
 
 # compute-sanitizer is the PATH's, a CUDA toolkit's, or the package index's. Every tensor is an allocation of its own, so that a

@@ -56,6 +56,20 @@ def _tiles(marks, source, out, mark):
     tma.store_wait(0)
 
 
+class Copy(NamedTuple):
+    """What `_bundled` copies: maps between other arguments."""
+
+    marks: Any
+    source: Any
+    size: int
+    out: Any
+
+
+@gluon.jit
+def _bundled(copy, mark):
+    _tiles(copy.marks, copy.source, copy.out, mark + copy.size)
+
+
 class Lines(NamedTuple):
     """A tensor with its strides, as kernels take what belongs together."""
 
@@ -199,6 +213,41 @@ def test_parameters_lie_where_the_compiled_kernel_has_them(
     assert packed[offsets[-2] :] == bytes(16)  # scratch memory
     start(1, 2, 3, 0, [marks.data_ptr(), *maps, 8])
     assert driver.encoded == 2  # equal tensors give equal maps
+
+
+@pytest.mark.compiles
+def test_maps_in_a_bundle_lie_where_the_compiled_kernel_has_them(
+    driver: Driver, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The kernel is loaded without Triton's launcher, which Triton 3.6 cannot make for it."""
+    x, y, marks = *(torch.zeros(40, 256, dtype=torch.bfloat16) for _ in range(2)), torch.zeros(1, dtype=torch.int32)
+    maps = [TensorMap(t, (16, 64), 128) for t in (x, y)]
+    args = Copy(marks, maps[0], 3, maps[1]), 7
+    with inspect._triton_for("sm_90"):
+        made = _bundled.warmup(*boundary._made(_bundled, args, {}), grid=(1,))
+    real = declared(made.asm["ptx"])
+    monkeypatch.setattr(boundary, "parameters", lambda function: real)
+    loads = []
+
+    def load_binary(*given: Any) -> tuple[int, int, int, int, int]:
+        loads.append(given)
+        return 5, 6, 32, 0, 1024
+
+    active = SimpleNamespace(utils=SimpleNamespace(load_binary=load_binary))
+    monkeypatch.setattr(boundary.triton.runtime, "driver", SimpleNamespace(active=active))
+    kernel = SimpleNamespace(warmup=lambda *_, **__: made, __name__="_bundled", params=_bundled.params)
+    values: list[Any] = []
+    boundary._read(args, values, [])
+    start, slow = boundary._triton_start(kernel, args, {}, len(values), 0)
+    assert isinstance(start, Arranged)
+    assert (slow, loads) == (None, [(made.name, made.kernel, made.metadata.shared, 0)])
+    start(1, 2, 3, 0, values)
+    packed, offsets = driver.parameters, [offset for offset, _ in real]
+    assert struct.unpack_from("Q", packed, offsets[0]) == (marks.data_ptr(),)
+    for first, t in ((1, x), (7, y)):  # a map has two sizes and two steps; the number is between them
+        assert struct.unpack_from("<Q2B2xB", packed, offsets[first]) == (t.data_ptr(), 9, 2, 3)
+    assert [struct.unpack_from("i", packed, offsets[n]) for n in (6, 12)] == [(3,), (7,)]
+    assert packed[offsets[-2] :] == bytes(16)  # scratch memory
 
 
 @pytest.mark.compiles

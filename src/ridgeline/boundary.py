@@ -452,9 +452,15 @@ def _triton_start(
     as we pack them; Triton's own launcher is slower, and much slower for tensor maps.
     Raises RidgelineError if a kernel with tensor maps cannot be started through the driver."""
     found = compiled(kernel, args, constants)
-    run, function, metadata = found.run, found.function, found.metadata
-    types = list(_leaves(found.src.signature.values()))[:count]
+    metadata, signature = found.metadata, list(found.src.signature.values())
+    types = list(_leaves(signature))[:count]
     maps = _views(kernel, types, metadata)
+    bundled = any([t.startswith("tensordesc") for s in signature if isinstance(s, tuple | list) for t in _leaves(s)])
+    run: Any = None
+    if bundled:
+        function = _loaded(found, index)
+    else:
+        run, function = found.run, found.function
     passed = [n for n, t in enumerate(types) if t != "constexpr"]  # Triton compiles a 1 or a None into the kernel
     codes = [
         f"M{len(maps[n].keywords['box'])}" if n in maps else "P" if types[n][0] == "*" else _CODES.get(types[n], "")
@@ -482,6 +488,25 @@ def _triton_start(
     return None, lambda x, y, z, stream, args: run(
         x, y, z, stream, function, packed, None, None, None, *args, *trailing
     )
+
+
+def _loaded(found: Any, index: int) -> int:
+    """Loads a compiled kernel and returns its function, without Triton's own launcher.
+
+    Triton 3.6 cannot make that for a kernel with tensor maps inside a tuple."""
+    active: Any = triton.runtime.driver.active
+    runtime: Any = triton.knobs.runtime
+    hooks = [getattr(runtime, f"kernel_load_{when}_hook", None) for when in ("start", "end")]
+    about = found.name, found.metadata_group, found.hash
+    if hooks[0] is not None:
+        hooks[0](None, None, *about)
+    module, function, _, _, threads = active.utils.load_binary(found.name, found.kernel, found.metadata.shared, index)
+    wanted = 32 * found.metadata.num_warps
+    if wanted > threads:
+        raise RidgelineError(f"{found.name} starts {wanted} threads per block, and its registers allow {threads}")
+    if hooks[1] is not None:
+        hooks[1](module, function, *about)
+    return function
 
 
 def _views(kernel: Any, types: list[str], metadata: Any) -> dict[int, partial[View]]:
