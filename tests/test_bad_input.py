@@ -20,6 +20,8 @@ zero = torch.tensor([1.0, 1, 0, 1, 1, 1])
 a, b, ends = torch.ones(1, 4, 5, 16), torch.ones(1, 2, 7, 16), torch.tensor([0, 3, 5], dtype=torch.int32)
 packed = torch.ones(5, 2, 16)
 codes, E4M3 = torch.ones(4, 6, dtype=torch.int8), torch.float8_e4m3fn
+keys, lengths = torch.ones(2, 9, 2, 16), torch.ones(2, dtype=torch.int32)
+step = torch.ones(2, 1, 4, 16)
 cache, new, at = torch.ones(2, 5, 3, 4), torch.full((2, 2, 3, 4), 2.0), torch.zeros(2, dtype=torch.int64)
 
 Bad = dict[str, tuple[Callable[[], object], list[str]]]
@@ -429,6 +431,22 @@ BAD: Bad = {
     "fp8_matmul: a scale elsewhere": (
         lambda: ridgeline.fp8_matmul(codes.to(E4M3), codes.T.to(E4M3), waway[:1], w[:1]),
         ["scale_a", "meta"],
+    ),
+    "decode_attention: lengths of int64": (
+        lambda: ridgeline.decode_attention(step, keys, keys, lengths.long()),
+        ["lengths", "int32", "int64"],
+    ),
+    "decode_attention: heads": (
+        lambda: ridgeline.decode_attention(step[:, :, :3], keys, keys, lengths),
+        ["multiple", "3", "2"],
+    ),
+    "decode_attention: a longer sequence than the cache": (
+        lambda: ridgeline.decode_attention(step, keys, keys, lengths + 9),
+        ["lengths", "9", "10"],
+    ),
+    "decode_attention: a sparse cache": (
+        lambda: ridgeline.decode_attention(step, keys.to_sparse(), keys, lengths),
+        ["sparse", "dense"],
     ),
     "concat_kv: another width": (
         lambda: ridgeline.concat_kv(cache, cache, new[..., :3], new[..., :3], at),
