@@ -117,6 +117,18 @@ def test_a_sequence_gets_the_same_bits_in_any_batch(device: str) -> None:
         assert torch.equal(alone[0], together[b])
 
 
+def test_autograd_learns_what_is_written(device: str) -> None:
+    """A cache that was saved for backward and appended to since is an error, as after any change in place."""
+    q, k = torch.randn(2, 1, 4, 32, device=device), torch.randn(2, 1, 2, 32, device=device)
+    cache, other = (torch.randn(2, 64, 2, 32, device=device) for _ in range(2))
+    lengths = torch.ones(2, dtype=torch.int32, device=device)
+    before = cache._version
+    ridgeline.decode_attention(q, cache, other, lengths)
+    assert cache._version == before
+    ridgeline.decode_attention(q, cache, other, lengths, k=k, v=k)
+    assert cache._version > before
+
+
 def test_bad_input(device: str) -> None:
     q, k = torch.randn(2, 1, 4, 32, device=device), torch.randn(2, 1, 2, 32, device=device)
     cache, lengths = torch.randn(2, 64, 2, 32, device=device), torch.ones(2, dtype=torch.int32, device=device)

@@ -183,6 +183,10 @@ def decode_attention(
     precision = "ieee" if torch.get_float32_matmul_precision() == "highest" else "tf32"
     numbers = q.shape[-1] ** -0.5 if scale is None else float(scale), -1 if window is None else window, softcap or 0.0
     o, lse = _forward(q, k_cache, v_cache, lengths, *given.values(), *numbers, interleaved, invariant, precision, impl)
+    if k is not None and not torch.compiler.is_compiling():
+        made = (k_scale, v_scale, k_zero, v_zero)
+        written = [k_cache, v_cache, *(t for t in made if t is not None and t.dim() == 3)]
+        torch.autograd.graph.increment_version(written)
     return (o, lse) if return_lse else o
 
 
