@@ -115,6 +115,37 @@ def test_a_sequence_gets_the_same_bits_in_any_batch(device: str) -> None:
         one = slice(b, b + 1)
         alone = call(q[one], caches[0][one], caches[1][one], lengths[one], invariant=True, impl="triton")
         assert torch.equal(alone[0], together[b])
+        short = [t[one, : max(16, int(lengths[b]))] for t in caches]  # another capacity, perhaps one part
+        assert torch.equal(call(q[one], *short, lengths[one], invariant=True, impl="triton")[0], together[b])
+
+
+@pytest.mark.parametrize("kind", ["int8", "int4"])
+def test_tokens_past_the_end_are_seen_and_not_written(device: str, kind: str) -> None:
+    torch.manual_seed(3)
+    shape = (2, 16, SHARED, D)
+    caches = [cache(shape, kind, device) for _ in range(2)]
+    facts = scales(shape, "head", False, kind, device)
+    q, k, v = (torch.randn(2, 2, h, D, device=device) for h in (HEADS, SHARED, SHARED))
+    lengths = torch.tensor([15, 16], dtype=torch.int32, device=device)
+    found = [
+        ridgeline.decode_attention(q, *[c.clone() for c in caches], lengths, k=k, v=v, **facts, impl=impl)
+        for impl in ("torch", "triton")
+    ]
+    # The reference sees such a token unquantised.
+    torch.testing.assert_close(found[1], found[0], rtol=5e-2, atol=2e-1 if kind == "int4" else 2e-2)
+
+
+@pytest.mark.parametrize("sink", [-float("inf"), -50.0, 300.0])
+@pytest.mark.parametrize("length", [0, 700])
+def test_sinks_of_any_size(device: str, sink: float, length: int) -> None:
+    q = torch.randn(1, 1, HEADS, D, device=device)
+    caches = [torch.randn(1, 1024, SHARED, D, device=device) for _ in range(2)]
+    lengths = torch.tensor([length], dtype=torch.int32, device=device)
+    given = {"sinks": torch.full((HEADS,), sink, device=device), "return_lse": True}
+    expected = ridgeline.decode_attention(q, *caches, lengths, **given, impl="torch")
+    got = ridgeline.decode_attention(q, *caches, lengths, **given, impl="triton")
+    for one, other in zip(expected, got, strict=True):
+        torch.testing.assert_close(other, one, rtol=1e-4, atol=1e-5)
 
 
 def test_autograd_learns_what_is_written(device: str) -> None:

@@ -233,7 +233,8 @@ def test_maps_in_a_bundle_lie_where_the_compiled_kernel_has_them(
         loads.append(given)
         return 5, 6, 32, 0, 1024
 
-    active = SimpleNamespace(utils=SimpleNamespace(load_binary=load_binary))
+    utils = SimpleNamespace(load_binary=load_binary, get_device_properties=lambda index: {"max_shared_mem": 232448})
+    active = SimpleNamespace(utils=utils)
     monkeypatch.setattr(boundary.triton.runtime, "driver", SimpleNamespace(active=active))
     kernel = SimpleNamespace(warmup=lambda *_, **__: made, __name__="_bundled", params=_bundled.params)
     values: list[Any] = []

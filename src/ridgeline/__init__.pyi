@@ -138,7 +138,7 @@ def decode_attention(
     tree: (B, S, S), bool: which of the newest S keys each query sees, instead of those up to its own place.
     invariant: the result does not depend on what else is in the batch.
     Returns o, of q's shape and dtype, or with return_lse (o, lse), lse (B, Hq, S), float32. A row that sees nothing has
-    o 0 and lse -inf.
+    o 0 and lse -inf, or its sink.
     Raises RidgelineError if the arguments do not fit together, or if `impl` cannot run the call.
     """
 

@@ -24,6 +24,7 @@ from typing import Any
 import torch
 import triton
 from torch.autograd import forward_ad
+from triton.runtime.errors import OutOfResources
 from triton.tools.tensor_descriptor import TensorDescriptor
 
 from ridgeline import device as devices
@@ -500,10 +501,13 @@ def _loaded(found: Any, index: int) -> int:
     about = found.name, found.metadata_group, found.hash
     if hooks[0] is not None:
         hooks[0](None, None, *about)
+    shared, most = found.metadata.shared, active.utils.get_device_properties(index)["max_shared_mem"]
+    if shared > most:
+        raise OutOfResources(shared, most, "shared memory")
     module, function, _, _, threads = active.utils.load_binary(found.name, found.kernel, found.metadata.shared, index)
     wanted = 32 * found.metadata.num_warps
     if wanted > threads:
-        raise RidgelineError(f"{found.name} starts {wanted} threads per block, and its registers allow {threads}")
+        raise OutOfResources(wanted, threads, "threads")
     if hooks[1] is not None:
         hooks[1](module, function, *about)
     return function

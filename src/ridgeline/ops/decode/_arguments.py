@@ -80,13 +80,14 @@ def _cache_fault(q: torch.Tensor, k_cache: torch.Tensor, v_cache: torch.Tensor, 
 
 def _new_fault(q: torch.Tensor, cache: torch.Tensor, lengths: torch.Tensor, given: dict[str, Any]) -> str | None:
     B, S, heads, D = q.shape
-    if lengths.dtype != torch.int32 or lengths.shape != (B,) or lengths.stride(0) != 1:
-        return f"lengths must be ({B},) in int32, but is {lengths.dtype} {tuple(lengths.shape)}"
+    if lengths.dtype != torch.int32 or lengths.shape != (B,) or not lengths.is_contiguous():
+        found = f"{lengths.dtype} {tuple(lengths.shape)} with strides {lengths.stride()}"
+        return f"lengths must be contiguous ({B},) in int32, but is {found}"
     k, v, cos, sin, tree = (given[n] for n in ("k", "v", "cos", "sin", "tree"))
     for one, other, names in ((k, v, "k and v"), (cos, sin, "cos and sin")):
         if (one is None) != (other is None):
             return f"{names} must be given together"
-    if k is not None and (k.shape != (B, S, cache.shape[2], D) or v.shape != k.shape or k.dtype != q.dtype != v.dtype):
+    if k is not None and (k.shape != (B, S, cache.shape[2], D) or v.shape != k.shape):
         return (
             f"k and v must be {(B, S, cache.shape[2], D)} in q's dtype, but are {tuple(k.shape)} and {tuple(v.shape)}"
         )
@@ -107,6 +108,13 @@ def _new_fault(q: torch.Tensor, cache: torch.Tensor, lengths: torch.Tensor, give
         return f"sinks must be contiguous floating-point logits ({heads},), but are {sinks.dtype} {tuple(sinks.shape)}"
     if tree is not None and (tree.shape != (B, S, S) or tree.dtype != torch.bool or tree.stride(2) != 1):
         return f"tree must be ({B}, {S}, {S}) in bool, but is {tree.dtype} {tuple(tree.shape)}"
+    if k is not None and any(n > 1 and not s for n, s in zip(cache.shape, cache.stride(), strict=True)):
+        return "the caches are written, but one is expanded and cannot be changed in place; give its clone()"
+    if cos is not None and readable(cos) and B:
+        places = positions if positions is not None else lengths.clamp(min=0) - (0 if k is not None else S) + S - 1
+        held = places[lengths >= 0]
+        if held.numel() and (int(held.max()) >= cos.shape[0] or (positions is not None and int(held.min()) < 0)):
+            return f"positions must be below cos's {cos.shape[0]} rows, but reach {int(held.max())}"
     if readable(lengths) and lengths.numel():
         most = capacity(cache, given["block_table"])
         if int(lengths.max()) > most or int(lengths.min()) < -1:

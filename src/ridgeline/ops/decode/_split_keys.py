@@ -138,9 +138,10 @@ def _where(cache, tokens, b, h, n, known, RULES: tl.constexpr):
     """Offsets of tokens n of sequence b in the cache, in its scales and in its zeros."""
     if RULES.BLOCK:
         row = tl.load(tokens.table + b * tokens.table_step + n // RULES.BLOCK, mask=known, other=0).to(tl.int64)
-        place = n % RULES.BLOCK
+        place = (n % RULES.BLOCK).to(tl.int64)
     else:
-        row, place = n * 0 + b, n
+        row, place = n * 0 + b, n.to(tl.int64)
+    h = h.to(tl.int64)
     at = row * cache.steps[0] + place * cache.steps[1] + h * cache.steps[2]
     scale = at * 0
     zero = at * 0
@@ -222,17 +223,25 @@ def _absorb(state, x, v, v2, s, z, RULES: tl.constexpr):
     rescale = tl.exp2(row_max - base)
     row_sum = row_sum * rescale + tl.sum(p, 1)
     if RULES.KIND != "":
+        if v.dtype == tl.float16:  # small scales would leave float16's range
+            most = tl.maximum(tl.max(tl.abs(s), 0), 1e-30)
+            s /= most
+            acc, acc2, offset = acc / most, acc2 / most, offset / most
         p *= s[None, :]
         offset = offset * rescale + tl.sum(p * z[None, :], 1)
     acc = tl.dot(p.to(v.dtype), v, acc * rescale[:, None], input_precision=RULES.PRECISION)
     if RULES.KIND == "int4":
         acc2 = tl.dot(p.to(v.dtype), v2, acc2 * rescale[:, None], input_precision=RULES.PRECISION)
+    if RULES.KIND != "":  # noqa: SIM102
+        if v.dtype == tl.float16:
+            acc, acc2, offset = acc * most, acc2 * most, offset * most
     return new_max, row_sum, offset, acc, acc2
 
 
 @triton.jit
-def _levels(x, x2, known, scale, zero, cache, RULES: tl.constexpr):
-    """Quantises new tokens. Returns the levels of both tiles, with their scales and zeros."""
+def _levels(x, x2, known, written, scale, zero, cache, RULES: tl.constexpr):
+    """Quantises new tokens, and stores what is made per token of those that are written. Returns the levels of both
+    tiles, with their scales and zeros."""
     low: tl.constexpr = -128.0 if RULES.KIND == "int8" else -448.0 if RULES.KIND == "float8" else 0.0
     high: tl.constexpr = 127.0 if RULES.KIND == "int8" else 448.0 if RULES.KIND == "float8" else 15.0
     even: tl.constexpr = 12582912.0  # adding and subtracting 1.5 x 2^23 rounds to an integer, half to even
@@ -242,11 +251,11 @@ def _levels(x, x2, known, scale, zero, cache, RULES: tl.constexpr):
         if cache.zero is not None:
             s = tl.maximum((most - least) / (high - low), 1e-12)
             z = low - (least / s + even - even)
-            tl.store(cache.zero + zero, z, mask=known)
+            tl.store(cache.zero + zero, z, mask=written)
         else:
             s = tl.maximum(tl.maximum(most, -least), 1e-12) / (7.0 if RULES.KIND == "int4" else high)
             z = tl.zeros_like(s)
-        tl.store(cache.scale + scale, s, mask=known)
+        tl.store(cache.scale + scale, s, mask=written)
     else:
         s, z = _facts(cache, scale, zero, known)
     shift = z + 8.0 if RULES.KIND == "int4" and cache.zero is None else z
@@ -274,7 +283,7 @@ def _append(cache, tokens, b, h, n, known, x, x2, RULES: tl.constexpr, BD: tl.co
         tl.store(to, x, mask=inside)
         x, x2 = x.to(TO), x.to(TO)
     else:
-        y, y2, s, z = _levels(x, x2, written, scale, zero, cache, RULES)
+        y, y2, s, z = _levels(x, x2, known, written, scale, zero, cache, RULES)
         if RULES.KIND == "int4":
             tl.store(to, (y.to(tl.int32) | y2.to(tl.int32) << 4).to(tl.uint8), mask=inside)
             shift: tl.constexpr = 8.0 if cache.zero is None else 0.0
@@ -352,6 +361,8 @@ def _attend(
     for start in range(begin, tl.minimum(begin + share, length), BN):
         n = start + tl.arange(0, BN)
         known = n < length
+        if RULES.WINDOW:  # what no query sees may be given away already
+            known &= n >= first - numbers.left
         at, scale, zero = _where(keys, tokens, b, h, n, known, RULES)
         k, k2 = _stored(keys, at, known, RULES, BD, q.dtype)
         s, z = _facts(keys, scale, zero, known)
@@ -402,11 +413,14 @@ def _finish(results, queries, state, part, turn, b, j, row, r, inside, numbers, 
         acc2 -= offset[:, None]
     if results.pieces is None:
         known = j < numbers.queries
-        row_max, row_sum = _sunk(queries.sinks, row, known, row_max, row_sum)
+        if queries.sinks is not None:
+            row_max, row_sum, rescale = _sunk(queries.sinks, row, known, row_max, row_sum)
+            acc *= rescale[:, None]
+            acc2 *= rescale[:, None]
         empty = row_sum == 0.0
-        share = 1 / tl.where(empty, 1.0, row_sum)
+        whole = tl.where(empty, 1.0, row_sum)[:, None]
         at = results.o + ((b * numbers.queries + j) * heads + row)[:, None] * RULES.D
-        _keep(at, acc * share[:, None], acc2 * share[:, None], known, RULES, BD)
+        _keep(at, acc / whole, acc2 / whole, known, RULES, BD)
         lse = tl.where(empty, float("-inf"), (row_max + tl.log2(tl.where(empty, 1.0, row_sum))) * 0.6931471805599453)
         tl.store(results.lse + (b * heads + row) * numbers.queries + j, lse, mask=known)
     else:
@@ -431,13 +445,12 @@ def _keep(at, acc, acc2, known, RULES: tl.constexpr, BD: tl.constexpr):
 
 @triton.jit
 def _sunk(sinks, row, known, row_max, row_sum):
-    """Lets each head's sink join its rows' sums."""
-    if sinks is not None:
-        sink = tl.load(sinks + row, mask=known, other=float("-inf")).to(tl.float32) * 1.4426950408889634
-        # The values were made relative to the old maximum, so it stays, but for rows that saw nothing.
-        row_max = tl.where(row_max == float("-inf"), sink, row_max)
-        row_sum += tl.where(known, tl.exp2(sink - row_max), 0.0)
-    return row_max, row_sum
+    """Lets each head's sink join its rows' sums. Returns the new maxima and sums, and what values are rescaled by."""
+    sink = tl.load(sinks + row, mask=known, other=float("-inf")).to(tl.float32) * 1.4426950408889634
+    new_max = tl.maximum(row_max, sink)
+    base = tl.where(new_max == float("-inf"), 0.0, new_max)
+    rescale = tl.exp2(row_max - base)
+    return base, row_sum * rescale + tl.exp2(sink - base), rescale
 
 
 @triton.jit
@@ -475,9 +488,8 @@ def _combine(
         row_sum = row_sum * shrink + tl.sum(sums * weights, 0)
         row_max = most
     if sinks is not None:
-        sink = tl.load(sinks + row).to(tl.float32) * 1.4426950408889634
-        row_max = tl.where(row_max == float("-inf"), sink, row_max)
-        row_sum += tl.exp2(sink - row_max)
+        row_max, row_sum, rescale = _sunk(sinks, row, True, row_max, row_sum)
+        acc *= rescale
     empty = row_sum == 0.0
     whole = tl.where(empty, 1.0, row_sum)
     o = results.o + ((b * numbers.queries + j) * numbers.heads * numbers.group + row) * RULES.D

@@ -122,6 +122,8 @@ def _naive(
 ) -> Any:  # fmt: skip
     """One sequence at a time, cut to its length, which the host reads."""
     o, lse = torch.zeros_like(q), q.new_full((q.shape[0], q.shape[2], q.shape[1]), -math.inf, dtype=torch.float32)
+    if given.get("sinks") is not None:
+        lse = lse.copy_(given["sinks"][:, None])
     table, by_token = given.get("block_table"), ("k_scale", "v_scale", "k_zero", "v_zero")
     for b, length in enumerate(lengths.tolist()):
         if length < 0:
@@ -170,7 +172,7 @@ def decode_attention(
     tree: (B, S, S), bool: which of the newest S keys each query sees, instead of those up to its own place.
     invariant: the result does not depend on what else is in the batch.
     Returns o, of q's shape and dtype, or with return_lse (o, lse), lse (B, Hq, S), float32. A row that sees nothing has
-    o 0 and lse -inf.
+    o 0 and lse -inf, or its sink.
     Raises RidgelineError if the arguments do not fit together, or if `impl` cannot run the call.
     """
     given = {"k": k, "v": v, "block_table": block_table, "cos": cos, "sin": sin, "positions": positions}
