@@ -346,6 +346,27 @@ def test_a_call_like_one_before_is_not_looked_at_again(started: Started, monkeyp
     assert look(x, w, 1, 2.0) == (None, before + 3)
 
 
+def test_a_kind_may_lack_tensors_and_have_strides(monkeypatch: pytest.MonkeyPatch) -> None:
+    looks: list[Any] = []
+
+    @by_kind(2, optional=1, strides=True)
+    def look(x: torch.Tensor, w: torch.Tensor | None, n: int, impl: str | None) -> tuple[None, int]:
+        looks.append(x)
+        return None, len(looks)
+
+    @by_kind(2, others=("str | None",))
+    def several(*args: Any) -> tuple[None, int]:
+        return None, len(args)
+
+    monkeypatch.setattr(torch.Tensor, "is_cuda", True)
+    x, w = torch.randn(4, 4), torch.randn(4)
+    kinds = [(x, None, 1, None), (x, w, 1, None), (x.T, w, 1, None), (x, None, True, None), (x, None, 1, "triton")]
+    for n, given in enumerate(kinds, 1):
+        assert look(*given) == look(*given) == (None, n)
+    assert look(None, w, 1, None) == (None, len(kinds) + 1)  # examined, so that the op can raise
+    assert several(x, w, None) == several(x, w, "triton") == (None, 3)
+
+
 def test_the_docstring_of_codegen_shows_what_it_writes(started: Started) -> None:
     """Its example is what `by_kind`, the front of a registered op and a plan of one kernel are."""
     launch = door(started)

@@ -82,17 +82,37 @@ def function(name: str, parameters: Sequence[str], lines: Sequence[str], names: 
     return made
 
 
-def looked(leading: int, others: int, names: dict[str, Any]) -> Callable[..., Any]:
+def _told_apart(a: str, annotation: str) -> str:
+    """Returns the parts of the key for an argument. 1, 1.0 and True are equal, but not of one kind.
+
+    Only arguments that the annotation allows are remembered, so a string or a dtype is told from others by its value,
+    and a number by its type, too. Any other argument may be a tuple of numbers."""
+    allowed = {part.strip() for part in annotation.split("|")} - {"None"}
+    if allowed and allowed <= {"str", "torch.dtype"}:
+        return a
+    if allowed and allowed <= {"str", "torch.dtype", "bool", "int", "float"}:
+        return f"{a}, type({a})"
+    return f"{a}, (type({a}), *map(type, {a})) if isinstance({a}, tuple) else type({a})"
+
+
+def looked(
+    leading: int, optional: int, others: Sequence[str], strides: bool, names: dict[str, Any]
+) -> Callable[..., Any]:
     """Returns the function that looks a call's kind up before its arguments are examined.
 
+    optional: how many of the `leading` tensors, the last ones, may be None. others: the annotations of the other
+    arguments, or "". strides: whether the tensors' are part of the kind.
     names: look, learn, get, own, devices, compiling and autocast."""
-    tensors, rest = [f"t{n}" for n in range(leading)], [f"a{n}" for n in range(others)]
-    args = ", ".join([*tensors, *rest])
-    seen = [f"{t}.shape, {t}.dtype, {t}.layout, {t}.get_device()" for t in tensors]
-    # 1, 1.0 and True are equal, but not of one kind.
-    seen += [f"{a}, (type({a}), *map(type, {a})) if isinstance({a}, tuple) else type({a})" for a in rest]
+    tensors, rest = [f"t{n}" for n in range(leading)], [f"a{n}" for n in range(len(others))]
+    args, required = ", ".join([*tensors, *rest]), leading - optional
+    facts = "{t}.shape, {t}.dtype, {t}.layout, {t}.get_device()" + (", {t}.stride()" if strides else "")
+    seen = [facts.format(t=t) for t in tensors[:required]]
+    seen += [f"None if {t} is None else ({facts.format(t=t)})" for t in tensors[required:]]
+    seen += [_told_apart(a, annotation) for a, annotation in zip(rest, others, strict=True)]
+    odd = [f"type({t}) not in own" for t in tensors[:required]]
+    odd += [f"({t} is not None and type({t}) not in own)" for t in tensors[required:]]
     lines = [
-        f"if compiling() or {' or '.join([f'type({t}) not in own' for t in tensors])}: return look({args})",
+        f"if compiling() or {' or '.join(odd)}: return look({args})",
         f"if not t0.is_cuda or devices._pretended is not None: return look({args})",
         "try:",
         "    key = (",

@@ -3,8 +3,9 @@
 from __future__ import annotations
 
 import shutil
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from functools import cache
+from inspect import signature
 from typing import Any
 
 import torch
@@ -181,12 +182,17 @@ def eager(op: Op, impl: str | None, *args: Any, **options: Any) -> Implementatio
     return next((i for i in plain[:-1] if i.supports is None or i.supports(*args, **options) is None), plain[-1])
 
 
-def by_kind(leading: int) -> Callable[[Callable[..., Any]], Callable[..., Any]]:
+def by_kind(
+    leading: int, *, optional: int = 0, others: Sequence[str] | None = None, strides: bool = False
+) -> Callable[[Callable[..., Any]], Callable[..., Any]]:
     """Returns a decorator for a function that examines an op's arguments: it caches the findings by kind of call.
 
-    The first `leading` arguments are tensors. The function returns a tuple that starts with the result of `eager`, or
-    raises. Its result is cached if kernels serve the call on a GPU. The key is the tensors' shapes, dtypes, layouts and
-    devices, the other arguments' values and types, and whether autocast is on. The function may use nothing else.
+    The first `leading` arguments are tensors; the last `optional` of these may be None. The function returns a tuple
+    that starts with the result of `eager`, or raises. Its result is cached if kernels serve the call on a GPU. The key
+    is the tensors' shapes, dtypes, layouts and devices, with `strides` those too, the other arguments' values and
+    types, and whether autocast is on. The function may use nothing else: it checks values only if they are `readable`.
+    others: the annotations of the other arguments, if the function takes any number. The function raises for an
+    argument that its annotation does not allow.
     """
 
     def remember(look: Callable[..., tuple[Any, ...]]) -> Callable[..., Any]:
@@ -204,6 +210,8 @@ def by_kind(leading: int) -> Callable[[Callable[..., Any]], Callable[..., Any]]:
 
         names: dict[str, Any] = {"look": look, "learn": learn, "get": known.get, "own": _OWN, "devices": devices}
         names |= {"compiling": torch.compiler.is_compiling, "autocast": torch.is_autocast_enabled}
-        return codegen.looked(leading, look.__code__.co_argcount - leading, names)
+        rest = [*signature(look).parameters.values()][leading:] if others is None else ()
+        annotations = others or ["" if p.annotation is p.empty else str(p.annotation) for p in rest]
+        return codegen.looked(leading, optional, annotations, strides, names)
 
     return remember

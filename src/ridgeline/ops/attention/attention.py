@@ -18,13 +18,13 @@ from typing import Any
 import torch
 import torch.nn.functional as F
 
-from ridgeline.op import Case, Cost, Op, RidgelineError, Spec, dense_only, nbytes
-from ridgeline.ops.attention.common.arguments import check, in_autocast, options, usual
+from ridgeline.op import Case, Cost, Implementation, Op, RidgelineError, Spec, dense_only, nbytes
+from ridgeline.ops.attention.common.arguments import Options, check, in_autocast, options
 from ridgeline.ops.attention.common.cost import FLOPS, ORDERS, pairs
 from ridgeline.ops.attention.common.kernels import GLUON, OPS, TRITON, by_kernels
 from ridgeline.ops.attention.common.reference import formula, in_pieces, rounds_scores
 from ridgeline.ops.attention.common.tiled import tiled
-from ridgeline.select import eager
+from ridgeline.select import by_kind, eager
 
 
 def _formula(
@@ -93,8 +93,6 @@ def _check_mask(mask: Any, q: torch.Tensor, k: torch.Tensor) -> str | None:
         return f"mask and q must be on one device, got {mask.device} and {q.device}"
     if mask.dim() > 4 or any([n not in (1, m) for n, m in zip(reversed(mask.shape), reversed(shape), strict=False)]):
         return f"mask must broadcast to (batch, heads, queries, keys), here {shape}, got {tuple(mask.shape)}"
-    if mask.requires_grad and torch.is_grad_enabled():
-        return "mask requires a gradient, but attention computes none for it; pass mask.detach()"
     return None
 
 
@@ -124,12 +122,25 @@ def attention(
     Raises RidgelineError if shapes, strides, dtypes, devices or options do not match the above, or if `impl` cannot run
     the call.
     """
-    if mask is None and scale is None and window is None and softcap is None and impl is None:
-        chosen = usual(ATTENTION.kernel_dtypes, 4, q, k, v, causal, deterministic)
-        if chosen is not None:
-            o, lse = by_kernels(q, k, v, None, None, None, chosen, (0, 0), deterministic, None)
-            return (o, lse) if return_lse else o
     q, k, v = in_autocast(q, k, v)
+    plain, chosen = _look(q, k, v, mask, causal, scale, window, softcap, return_lse, deterministic, impl)
+    if mask is not None and mask.requires_grad and torch.is_grad_enabled():
+        wrong = "mask requires a gradient, but attention computes none for it; pass mask.detach()"
+        raise RidgelineError(f"attention: {wrong}")
+    if plain is not None:
+        given = {"mask": mask, "causal": causal, "scale": scale, "window": window, "softcap": softcap}
+        return plain.call(q, k, v, **given, return_lse=return_lse)
+    o, lse = by_kernels(q, k, v, mask, None, None, chosen, (0, 0), deterministic, impl)
+    return (o, lse) if return_lse else o
+
+
+@by_kind(4, optional=1, strides=True)
+def _look(
+    q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, mask: torch.Tensor | None, causal: bool | str,
+    scale: float | None, window: tuple[int | None, int | None] | None, softcap: float | None, return_lse: bool,
+    deterministic: bool | None, impl: str | None,
+) -> tuple[Implementation | None, Options]:  # fmt: skip
+    """Checks a call, but for the mask's gradient, and chooses. Returns too the options of kernels."""
     check("attention", 4, q, k, v, causal, scale, window, softcap, deterministic)
     if mask is not None:
         dense_only("attention", (mask,))
@@ -137,13 +148,8 @@ def attention(
         if wrong:
             raise RidgelineError(f"attention: {wrong}")
     given = {"mask": mask, "causal": causal, "scale": scale, "window": window, "softcap": softcap}
-    given["return_lse"] = return_lse
-    plain = eager(ATTENTION, impl, q, k, v, **given)
-    if plain is not None:
-        return plain.call(q, k, v, **given)  # type: ignore[misc]
-    chosen = options(q.shape[-1], causal, scale, window, softcap)
-    o, lse = by_kernels(q, k, v, mask, None, None, chosen, (0, 0), deterministic, impl)
-    return (o, lse) if return_lse else o
+    plain = eager(ATTENTION, impl, q, k, v, **given, return_lse=return_lse)
+    return plain, options(q.shape[-1], causal, scale, window, softcap)
 
 
 def cost(

@@ -22,9 +22,9 @@ import triton.language as tl
 
 from ridgeline import device, tuning
 from ridgeline.boundary import Function, differentiate, first_order, kernel_op, launch, packed
-from ridgeline.op import CHECK, Case, Cost, Op, RidgelineError, Spec, dtype_name, nbytes, readable
+from ridgeline.op import Case, Cost, Op, RidgelineError, Spec, dtype_name, nbytes, readable
 from ridgeline.ops.loss import _cluster
-from ridgeline.select import eager, run
+from ridgeline.select import by_kind, eager, run
 from ridgeline.tiles.activations import capped
 from ridgeline.tiles.online_softmax import exact_exp
 
@@ -664,32 +664,32 @@ def cross_entropy(
     RIDGELINE_CHECK=1, it raises.
     Raises RidgelineError if shapes, dtypes, devices or options do not match the above or `impl` cannot run the call.
     """
-    plain = impl is dtype is softcap is None and reduction == "mean" and label_smoothing == 0 == z_loss and not CHECK
-    plain = (
-        plain
-        and logit_scale == 1
-        and type(ignore_index) is int
-        and type(logits) is type(target) is torch.Tensor
-        and logits.layout is torch.strided
-    )
-    if plain and logits.is_cuda and target.dtype == torch.int64:
-        alike = logits.dtype in CROSS_ENTROPY.kernel_dtypes and logits.dim() and logits.shape[-1]
-        alike = alike and target.shape == logits.shape[:-1] and target.get_device() == logits.get_device()
-        if alike and not torch.is_autocast_enabled("cuda"):  # the common call needs no other check
-            return _call(logits, target, logits.dtype, ignore_index, 0.0, 0.0, 0.0, 1.0, reduction, None)
+    options = ignore_index, label_smoothing, z_loss, softcap, logit_scale, reduction
+    plain, made, *facts = _look(logits, target, *options, dtype, impl)
+    if plain is None:
+        return _call(logits, target, made, *facts, impl)
+    named = dict(zip(OPTIONS, options, strict=True))
+    return plain.call(logits, target, dtype=dtype, **named)
+
+
+OPTIONS = "ignore_index", "label_smoothing", "z_loss", "softcap", "logit_scale", "reduction"
+
+
+@by_kind(2)
+def _look(
+    logits: torch.Tensor, target: torch.Tensor, ignore_index: int, label_smoothing: float, z_loss: float,
+    softcap: float | None, logit_scale: float, reduction: str, dtype: torch.dtype | None, impl: str | None
+) -> tuple[Any, ...]:  # fmt: skip
+    """Checks a call and chooses. Returns too the loss's dtype and the options as the launchers take them."""
     fault = _fault(logits, target, ignore_index, label_smoothing, z_loss, softcap, logit_scale, reduction, dtype)
     if fault:
         raise RidgelineError(f"cross_entropy: {fault}")
-    found = eager(CROSS_ENTROPY, impl, logits)
+    plain = eager(CROSS_ENTROPY, impl, logits)
     _all_classes("cross_entropy", target, logits.shape[-1], ignore_index)
-    if found is not None and found.call is not None:
-        options: dict[str, Any] = {"ignore_index": ignore_index, "label_smoothing": label_smoothing}
-        options |= {"z_loss": z_loss, "softcap": softcap, "logit_scale": logit_scale, "reduction": reduction}
-        return found.call(logits, target, dtype=dtype, **options)
     if dtype is None:
         dtype = torch.float32 if torch.is_autocast_enabled("cuda" if logits.is_cuda else "cpu") else logits.dtype
     values = float(label_smoothing), float(z_loss), float(softcap or 0), float(logit_scale)
-    return _call(logits, target, dtype, ignore_index, *values, reduction, impl)
+    return plain, dtype, ignore_index, *values, reduction
 
 
 def _call(logits: torch.Tensor, target: torch.Tensor, dtype: torch.dtype, *options: Any) -> torch.Tensor:

@@ -29,7 +29,7 @@ import triton
 import triton.language as tl
 
 from ridgeline.boundary import Function, differentiate, first_order, kernel_op, launch, packed
-from ridgeline.op import CHECK, Case, Cost, Op, OwnDtype, RidgelineError, Spec, dense_only, nbytes
+from ridgeline.op import Case, Cost, Op, OwnDtype, RidgelineError, Spec, dense_only, nbytes
 from ridgeline.ops.loss import _cluster, cross_entropy
 from ridgeline.ops.loss.cross_entropy import (
     CROSS_ENTROPY,
@@ -47,10 +47,9 @@ from ridgeline.ops.loss.cross_entropy import (
     _peel,
     _stream,
 )
-from ridgeline.select import eager, run, why_not
+from ridgeline.select import by_kind, eager, run, why_not
 from ridgeline.tiles.online_softmax import exact_exp
 
-_OWN = frozenset((torch.Tensor, torch.nn.Parameter))
 ROUNDINGS = 4  # at most, of dW and of dx, which accumulate in their own dtype over so many groups or slabs
 LEAST = 216 << 20  # default bytes of logits for large calls: up to 864 MiB in four groups
 SLAB = 128  # a slab has a multiple of so many classes
@@ -514,29 +513,27 @@ def linear_cross_entropy(
     weight and of x are each rounded at most four times, and once more if dloss is no power of two.
     Raises RidgelineError if shapes, dtypes, devices or options do not match the above or `impl` cannot run the call.
     """
-    plain = (
-        impl is bias is softcap is chunk_memory is dtype is None
-        and reduction == "mean"
-        and label_smoothing == 0 == z_loss
-        and logit_scale == 1
-        and not CHECK
-    )
-    plain = plain and type(ignore_index) is int and type(x) is type(target) is torch.Tensor and type(weight) in _OWN
-    if (
-        plain
-        and x.is_cuda
-        and target.dtype == torch.int64
-        and x.layout is weight.layout is torch.strided
-        and x.dim() == 2 == weight.dim()
-    ):
-        alike = x.dtype == weight.dtype and x.dtype in LINEAR_CROSS_ENTROPY.kernel_dtypes
-        alike = alike and x.get_device() == weight.get_device() == target.get_device()
-        alike = alike and weight.shape[0] and x.shape[1] == weight.shape[1] and target.shape == x.shape[:1]
-        if alike and not torch.is_autocast_enabled("cuda"):  # the common call needs no other check
-            return _call(x, weight, None, target, torch.float32, 0, ignore_index, 0.0, 0.0, 0.0, 1.0, "mean", None)
     kind = "cuda" if isinstance(x, torch.Tensor) and x.is_cuda else "cpu"
     if torch.is_autocast_enabled(kind):
         x, weight, bias = (_cast(t, torch.get_autocast_dtype(kind)) for t in (x, weight, bias))
+    options = ignore_index, label_smoothing, z_loss, softcap, logit_scale, reduction
+    plain, *facts = _look(x, weight, target, bias, *options, chunk_memory, dtype, impl)
+    if plain is not None:
+        named = dict(zip(cross_entropy.OPTIONS, options, strict=True))
+        return plain.call(x, weight, target, bias, dtype=facts[0], **named)
+    if x.dim() == 2:
+        return _call(x, weight, bias, target, *facts, impl)
+    loss = _call(x.reshape(target.numel(), x.shape[-1]), weight, bias, target.reshape(-1), *facts, impl)
+    return loss.view(target.shape) if reduction == "none" else loss
+
+
+@by_kind(4, optional=1)
+def _look(
+    x: torch.Tensor, weight: torch.Tensor, target: torch.Tensor, bias: torch.Tensor | None, ignore_index: int,
+    label_smoothing: float, z_loss: float, softcap: float | None, logit_scale: float, reduction: str,
+    chunk_memory: int | None, dtype: torch.dtype | None, impl: str | None
+) -> tuple[Any, ...]:  # fmt: skip
+    """Checks a call and chooses. Returns too the loss's dtype, the memory and the options as the launchers take them"""
     fault = _fault(x, weight, target, bias, chunk_memory)
     if fault is None:
         logits = torch.empty((), dtype=x.dtype, device=x.device).expand(*x.shape[:-1], weight.shape[0])
@@ -545,18 +542,10 @@ def linear_cross_entropy(
     if fault:
         raise RidgelineError(f"linear_cross_entropy: {fault}")
     dtype = torch.promote_types(x.dtype, torch.float32) if dtype is None else dtype
-    found = eager(LINEAR_CROSS_ENTROPY, impl, x, weight, bias)
+    plain = eager(LINEAR_CROSS_ENTROPY, impl, x, weight, bias)
     cross_entropy._all_classes("linear_cross_entropy", target, weight.shape[0], ignore_index)
-    if found is not None and found.call is not None:
-        options: dict[str, Any] = {"ignore_index": ignore_index, "label_smoothing": label_smoothing}
-        options |= {"z_loss": z_loss, "softcap": softcap, "logit_scale": logit_scale, "reduction": reduction}
-        return found.call(x, weight, target, bias, dtype=dtype, **options)
-    rows = x.reshape(target.numel(), x.shape[-1])
-    values = float(label_smoothing), float(z_loss), float(softcap or 0), float(logit_scale)
-    loss = _call(
-        rows, weight, bias, target.reshape(-1), dtype, chunk_memory or 0, ignore_index, *values, reduction, impl
-    )
-    return loss.view(target.shape) if reduction == "none" else loss
+    facts = float(label_smoothing), float(z_loss), float(softcap or 0), float(logit_scale)
+    return plain, dtype, chunk_memory or 0, ignore_index, *facts, reduction
 
 
 def _call(

@@ -25,7 +25,7 @@ from ridgeline import device, tuning
 from ridgeline.boundary import Function, differentiate, early, first_order, kernel_op, launch
 from ridgeline.cuda import CudaKernel
 from ridgeline.op import FLOATS, Cost, Op, RidgelineError, dense_only, dtype_name, nbytes
-from ridgeline.select import eager, run
+from ridgeline.select import by_kind, eager, run
 
 Tensors = tuple[torch.Tensor, ...]
 
@@ -418,26 +418,15 @@ class Pointwise:
 
         Differentiable.__name__ = Differentiable.__qualname__ = name
         self.function = Differentiable
+        self.look = by_kind(self.count, others=("str | None",))(self._look)
 
-    def plain(self, impl: str | None, *tensors: torch.Tensor) -> Callable[..., Any] | None:
-        """The plain-PyTorch implementation that runs a call, or None if kernels do.
+    def _look(self, *args: Any) -> tuple[Callable[..., Any] | None]:
+        """Checks the tensors, after which `impl` comes. Returns what runs the call: plain PyTorch, or None for kernels.
 
-        Raises RidgelineError if the inputs do not fit together.
+        Raises RidgelineError if the tensors do not fit together. It does not look at whether they require gradients.
         """
+        *tensors, impl = args
         x = tensors[0]
-        if impl is None:
-            for t in tensors:
-                if type(t) is not torch.Tensor or not t.is_cuda:
-                    break
-                if t.dtype not in self.op.kernel_dtypes and not (self.fixed and t is not x and t.dtype == torch.bool):
-                    break
-                if t is not x and ((t.shape != x.shape and t.shape != x.shape[-1:]) or t.device != x.device):
-                    break
-            else:  # the usual case: no closer look is needed
-                if not self.fixed or not any(
-                    [t.requires_grad for i, t in zip(self.inputs, tensors) if i in self.fixed]
-                ):
-                    return None
         for name, t in zip(self.inputs, tensors, strict=True):
             if not isinstance(t, torch.Tensor):
                 raise RidgelineError(f"{self.name}: {name} must be a tensor, but is {type(t).__name__}")
@@ -448,8 +437,6 @@ class Pointwise:
                 also = " or boolean" if name in self.fixed else ""
                 wanted = f"floating point{also} (float32, float16, bfloat16)"
                 raise RidgelineError(f"{self.name}: {name} must be {wanted}, but is {t.dtype}")
-            if name in self.fixed and t.requires_grad and torch.is_grad_enabled():
-                raise RidgelineError(f"{self.name}: {name} has no gradient, but requires one; give {name}.detach()")
         dense_only(self.name, tensors)
         if any([t.shape != x.shape for t in tensors]):
             shapes = [tuple(t.shape) for t in tensors]
@@ -459,7 +446,7 @@ class Pointwise:
                 found = ", ".join(map(str, shapes))
                 raise RidgelineError(f"{self.name}: shapes must broadcast together, but are {found}") from error
         chosen = eager(self.op, impl, *[t for t in tensors if not self.fixed or t.dtype != torch.bool])
-        return None if chosen is None else chosen.call
+        return (None if chosen is None else chosen.call,)
 
     def __call__(
         self, impl: str | None, *tensors: torch.Tensor, scalars: tuple[float, ...] = (), mode: str = ""

@@ -58,7 +58,9 @@ def bias_mask_scale_add(
         if not isinstance(scale, int | float):
             raise RidgelineError(f"bias_mask_scale_add: scale must be a number, but is {type(scale).__name__}")
         scale = float(scale)
-    plain = KERNELS.plain(impl, x, bias, mask, add)
+    (plain,) = KERNELS.look(x, bias, mask, add, impl)
+    if mask.requires_grad and torch.is_grad_enabled():
+        raise RidgelineError("bias_mask_scale_add: mask has no gradient, but requires one; give mask.detach()")
     if bias.dim() != 1 or x.shape[-1:] != bias.shape:
         found = f"x is {tuple(x.shape)} and bias {tuple(bias.shape)}"
         raise RidgelineError(f"bias_mask_scale_add: bias must be as long as x's last dimension, but {found}")

@@ -54,7 +54,7 @@ def gelu(x: torch.Tensor, approximate: str = "none", *, impl: str | None = None)
         raise RidgelineError(f'gelu: approximate must be "none" or "tanh", but is {approximate!r}')
     if isinstance(x, torch.Tensor) and not x.is_floating_point():
         raise RidgelineError(f"gelu: x must be floating point (float32, float16, bfloat16), but is {x.dtype}")
-    plain = KERNELS.plain(impl, x)
+    (plain,) = KERNELS.look(x, impl)
     return plain(x, approximate) if plain else KERNELS(impl, x, mode=approximate)
 
 

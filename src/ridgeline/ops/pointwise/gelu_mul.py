@@ -63,7 +63,7 @@ def gelu_mul(
     """
     if approximate not in ("none", "tanh"):
         raise RidgelineError(f'gelu_mul: approximate must be "none" or "tanh", but is {approximate!r}')
-    plain = KERNELS.plain(impl, gate, up)
+    (plain,) = KERNELS.look(gate, up, impl)
     return plain(gate, up, approximate) if plain else KERNELS(impl, gate, up, mode=approximate)
 
 

@@ -41,7 +41,7 @@ def mul(a: torch.Tensor, b: torch.Tensor, *, impl: str | None = None) -> torch.T
     a, b: tensors on one device whose shapes broadcast; the result has PyTorch's promoted dtype.
     Raises RidgelineError if an argument is not a tensor, if devices differ, or if `impl` cannot run the call.
     """
-    plain = KERNELS.plain(impl, a, b)
+    (plain,) = KERNELS.look(a, b, impl)
     return plain(a, b) if plain else KERNELS(impl, a, b)
 
 

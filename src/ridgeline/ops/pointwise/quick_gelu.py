@@ -39,7 +39,7 @@ def quick_gelu(x: torch.Tensor, *, impl: str | None = None) -> torch.Tensor:
     x: any shape and strides, floating point. Returns a tensor of x's shape and dtype.
     Raises RidgelineError if x is not floating point, or if `impl` cannot run the call.
     """
-    plain = KERNELS.plain(impl, x)
+    (plain,) = KERNELS.look(x, impl)
     return plain(x) if plain else KERNELS(impl, x)
 
 

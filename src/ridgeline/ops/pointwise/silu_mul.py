@@ -43,7 +43,7 @@ def silu_mul(gate: torch.Tensor, up: torch.Tensor, *, impl: str | None = None) -
     Gradients flow to both.
     Raises RidgelineError if an argument is none of these, or if `impl` cannot run the call.
     """
-    plain = KERNELS.plain(impl, gate, up)
+    (plain,) = KERNELS.look(gate, up, impl)
     return plain(gate, up) if plain else KERNELS(impl, gate, up)
 
 

@@ -27,9 +27,9 @@ from triton.language.extra.cuda import gdc_launch_dependents, gdc_wait
 
 from ridgeline import device, tuning
 from ridgeline.boundary import Function, differentiate, early, first_order, kernel_op, launch, tracing
-from ridgeline.op import CHECK, Cost, Op, RidgelineError, Spec, nbytes, readable
+from ridgeline.op import Cost, Op, RidgelineError, Spec, nbytes, readable
 from ridgeline.ops.rowwise._rows import TILE_LIMIT, as_rows, ceil, empty_rows, key_of, power, tiles
-from ridgeline.select import eager, run
+from ridgeline.select import by_kind, eager, run
 
 Maybe = torch.Tensor | None
 
@@ -595,6 +595,7 @@ class Norm:
 
         Differentiable.__name__ = Differentiable.__qualname__ = name
         self.function = Differentiable
+        self.look = by_kind(4, optional=3)(self._look)
 
     def __call__(
         self,
@@ -609,25 +610,14 @@ class Norm:
         rounding: str = "once",
     ) -> Any:
         """Runs `impl`, or the implementation chosen for the call. thrifty: backward uses the output, not the input."""
-        known = impl is None and type(eps) is float and eps >= 0 and type(offset) is float
-        if known and not (offset == 0 and rounding == "once"):
-            known = weight is not None and not thrifty and abs(offset) < inf and rounding in ROUNDINGS
-        if not (known and self._usual(x, residual, weight, bias)):
-            plain = self._plain(impl, x, residual, weight, bias)
-            if eps is None and self.name == "rms_norm":  # torch's default there, also for half precision
-                eps = torch.finfo(torch.promote_types(x.dtype, torch.float32)).eps
-            eps, offset = known_eps(self.name, eps), known_offset(self.name, offset, rounding, weight)
-            if thrifty:
-                self._invertible(x, weight, offset, rounding)
-            halves = x.dtype in (torch.float16, torch.bfloat16)
-            if halves and rounding == "once" and x.is_cuda and torch.is_autocast_enabled("cuda"):
-                # As torch's own: normalised in float32, the sum rounded to the given dtype.
-                wide = x.float(), None if residual is None else residual.float()
-                made = self(impl, *wide, weight, bias, eps, thrifty, offset)
-                return (made[0], made[1].to(x.dtype)) if self.add else made
-            if plain is not None:
-                given = (x, *((residual,) if self.add else ()), weight, *((bias,) if self.center else ()))
-                return plain(*given, eps, **({} if self.center else {"offset": offset, "rounding": rounding}))
+        plain, eps, offset, widen = self.look(x, residual, weight, bias, impl, eps, thrifty, offset, rounding)
+        if widen:
+            wide = x.float(), None if residual is None else residual.float()
+            made = self(impl, *wide, weight, bias, eps, thrifty, offset)
+            return (made[0], made[1].to(x.dtype)) if self.add else made
+        if plain is not None:
+            given = (x, *((residual,) if self.add else ()), weight, *((bias,) if self.center else ()))
+            return plain(*given, eps, **({} if self.center else {"offset": offset, "rounding": rounding}))
         if torch.is_grad_enabled():
             for t in (x, residual, weight, bias):
                 if t is not None and t.requires_grad:
@@ -651,33 +641,21 @@ class Norm:
             reason = f"memory_efficient=True divides by {what} in backward, but {what} has a zero"
             raise RidgelineError(f"{self.name}: {reason}")
 
-    def _usual(self, x: torch.Tensor, residual: Maybe, weight: Maybe, bias: Maybe) -> bool:
-        """Whether kernels take the call and no closer look is needed."""
-        known = self.op.kernel_dtypes
-        if (
-            CHECK
-            or type(x) is not torch.Tensor
-            or not x.is_cuda
-            or x.dtype not in known
-            or x.layout is not torch.strided
-        ):
-            return False
-        if not x.dim() or torch.is_autocast_enabled("cuda"):
-            return False
-        at, last = x.get_device(), x.shape[-1:]
-        for t in (weight, bias):
-            if t is not None and (
-                type(t) not in _OWN or t.shape != last or t.get_device() != at or t.dtype not in known
-            ):
-                return False
-        if residual is None:
-            return not self.add
-        return (
-            type(residual) is torch.Tensor
-            and residual.shape == x.shape
-            and residual.dtype == x.dtype
-            and residual.get_device() == at
-        )
+    def _look(
+        self, x: torch.Tensor, residual: Maybe, weight: Maybe, bias: Maybe, impl: str | None, eps: float | None,
+        thrifty: bool, offset: float, rounding: str
+    ) -> tuple[Callable[..., Any] | None, float, float, bool]:  # fmt: skip
+        """Checks a call. Returns what runs it as `_plain` does, eps, offset, and whether it runs in float32.
+
+        Autocast makes half precision float32, as for torch's own; the sum is rounded to the given dtype."""
+        plain = self._plain(impl, x, residual, weight, bias)
+        if eps is None and self.name == "rms_norm":  # torch's default there, also for half precision
+            eps = torch.finfo(torch.promote_types(x.dtype, torch.float32)).eps
+        eps, offset = known_eps(self.name, eps), known_offset(self.name, offset, rounding, weight)
+        if thrifty:
+            self._invertible(x, weight, offset, rounding)
+        halves = x.dtype in (torch.float16, torch.bfloat16)
+        return plain, eps, offset, halves and rounding == "once" and x.is_cuda and torch.is_autocast_enabled("cuda")
 
     def _plain(
         self, impl: str | None, x: torch.Tensor, residual: Maybe, weight: Maybe, bias: Maybe
@@ -791,7 +769,6 @@ class Norm:
 
 
 ROUNDINGS = ("once", "llama")
-_OWN = frozenset((torch.Tensor, torch.nn.Parameter))
 
 
 def known_eps(name: str, eps: Any) -> float:

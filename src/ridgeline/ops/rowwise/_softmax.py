@@ -18,9 +18,9 @@ import triton.language as tl
 from ridgeline import device, tuning
 from ridgeline.boundary import Function, differentiate, first_order, kernel_op, launch, tracing
 from ridgeline.cuda import CTYPE, CudaKernel
-from ridgeline.op import Case, Op, RidgelineError, Spec
+from ridgeline.op import Case, Implementation, Op, RidgelineError, Spec
 from ridgeline.ops.rowwise._rows import BENCH, TILE_LIMIT, as_rows, ceil, empty_rows, key_of, power, tiles
-from ridgeline.select import eager, run
+from ridgeline.select import by_kind, eager, run
 from ridgeline.tiles import cluster_rows
 from ridgeline.tiles.online_softmax import divide, exact_exp, exp, exp_below, log, merge, update
 
@@ -203,28 +203,23 @@ class Softmax:
 
         Differentiable.__name__ = Differentiable.__qualname__ = name
         self.function = Differentiable
+        self.look = by_kind(1)(self._look)
 
     def __call__(self, x: torch.Tensor, dim: int, dtype: torch.dtype | None, impl: str | None) -> torch.Tensor:
-        usual = (
-            impl is None
-            and dtype is None
-            and type(x) is torch.Tensor
-            and x.is_cuda
-            and x.dtype in self.op.kernel_dtypes
-        )
-        if (
-            usual
-            and x.layout is torch.strided
-            and type(dim) is int
-            and -x.dim() <= dim < x.dim()
-            and not torch.is_autocast_enabled("cuda")
-        ):
-            return (
-                differentiate(self.function, x, dim, None, None)
-                if torch.is_grad_enabled() and x.requires_grad
-                else self.fwd(x, dim, None, None)
-            )
-        name = self.name
+        plain, cast, dtype = self.look(x, dim, dtype, impl)
+        if cast is not None:
+            x = x.to(cast)
+        if plain is not None and plain.call is not None:
+            return plain.call(x, dim, dtype)
+        if torch.is_grad_enabled() and x.requires_grad:
+            return differentiate(self.function, x, dim, dtype, impl)
+        return self.fwd(x, dim, dtype, impl)
+
+    def _look(
+        self, x: torch.Tensor, dim: int, dtype: torch.dtype | None, impl: str | None
+    ) -> tuple[Implementation | None, torch.dtype | None, torch.dtype | None]:
+        """Checks a call and chooses. Returns too to which dtype x is cast, and that of the result if it differs."""
+        name, cast = self.name, None
         if not isinstance(x, torch.Tensor):
             raise RidgelineError(f"{name}: x must be a tensor, but is {type(x).__name__}")
         if dtype is not None and not isinstance(dtype, torch.dtype):
@@ -240,13 +235,8 @@ class Softmax:
         if dtype is None and x.is_cuda and torch.is_autocast_enabled("cuda"):
             dtype = torch.promote_types(x.dtype, torch.float32)  # as autocast does for torch's own
         if dtype is not None and (dtype != torch.float32 or x.dtype not in (torch.float16, torch.bfloat16)):
-            x, dtype = x.to(dtype), None
-        plain = eager(self.op, impl, x, dim, dtype)
-        if plain is not None and plain.call is not None:
-            return plain.call(x, dim, dtype)
-        if torch.is_grad_enabled() and x.requires_grad:
-            return differentiate(self.function, x, dim, dtype, impl)
-        return self.fwd(x, dim, dtype, impl)
+            x, cast, dtype = x.to(dtype), dtype, None
+        return eager(self.op, impl, x, dim, dtype), cast, dtype
 
     def _forward(self, x: torch.Tensor, dim: int, dtype: torch.dtype | None, impl: str | None) -> torch.Tensor:
         y = empty_rows(x, dim, dtype)

@@ -18,10 +18,10 @@ import triton
 import triton.language as tl
 
 from ridgeline.boundary import Function, differentiate, first_order, kernel_op, launch
-from ridgeline.op import Case, Cost, Op, RidgelineError, Spec, dense_only, nbytes
+from ridgeline.op import Case, Cost, Implementation, Op, RidgelineError, Spec, dense_only, nbytes
 from ridgeline.ops.rowwise._rows import TILE_LIMIT, as_rows, empty_rows, power, tiles
 from ridgeline.ops.rowwise._softmax import full_precision
-from ridgeline.select import eager, run
+from ridgeline.select import by_kind, eager, run
 from ridgeline.tiles.online_softmax import divide, exact_exp, exp_below, update
 from ridgeline.tiles.philox import keep, kept, threshold
 
@@ -364,27 +364,17 @@ def _seed(seed: int | torch.Tensor | None, like: torch.Tensor) -> torch.Tensor:
     return torch.full((), seed, dtype=torch.int64, device=like.device)
 
 
-def _usual(x: Any, mask: Any, bias: Any, scale: Any, fill: Any) -> bool:
-    """Whether kernels run the call and no closer look is needed: a quick check."""
-    if (
-        type(x) is not torch.Tensor
-        or type(mask) is not torch.Tensor
-        or bias is not None
-        or mask.dtype is not torch.bool
-    ):
-        return False
-    if not x.is_cuda or x.dtype not in MASKED_SOFTMAX.kernel_dtypes or mask.get_device() != x.get_device():
-        return False
-    shape, other = x.shape, mask.shape
-    if len(shape) != len(other) or not shape or type(scale) is not float or type(fill) is not float:
-        return False
-    for n, m in zip(shape, other, strict=True):
-        if m != n and m != 1:
-            return False
-    return True
+@by_kind(3, optional=1)
+def _look(
+    x: torch.Tensor, mask: torch.Tensor, bias: torch.Tensor | None, scale: float, fill: float, p: float,
+    impl: str | None,
+) -> tuple[Implementation | None, float, float, float]:  # fmt: skip
+    """Checks a call but for its seed, and chooses. Returns scale, fill and p as floats, too."""
+    _check(x, mask, scale, fill, bias, p)
+    return eager(MASKED_SOFTMAX, impl, x, bias), float(scale), float(fill), float(p)
 
 
-def _check(x: Any, mask: Any, scale: Any, fill: Any, bias: Any, p: Any, seed: Any) -> None:
+def _check(x: Any, mask: Any, scale: Any, fill: Any, bias: Any, p: Any) -> None:
     def broadcasts(t: torch.Tensor) -> bool:
         return t.dim() <= x.dim() and all(
             [n in (1, m) for n, m in zip(reversed(t.shape), reversed(x.shape), strict=False)]
@@ -413,6 +403,9 @@ def _check(x: Any, mask: Any, scale: Any, fill: Any, bias: Any, p: Any, seed: An
             raise RidgelineError(f"masked_softmax: {name} must be a number, but is {type(value).__name__}")
     if not 0 <= p <= 1:
         raise RidgelineError(f"masked_softmax: dropout_p must be between 0 and 1, but is {p}")
+
+
+def _check_seed(x: torch.Tensor, seed: Any) -> None:
     if isinstance(seed, torch.Tensor) and (seed.dim() or seed.dtype != torch.int64 or seed.device != x.device):
         found = f"{seed.dtype} of shape {tuple(seed.shape)} on {seed.device}"
         raise RidgelineError(f"masked_softmax: seed must be an int or a 0-d int64 tensor on {x.device}, but is {found}")
@@ -439,13 +432,13 @@ def masked_softmax(
     Returns a tensor of x's shape and dtype. A row with +inf or NaN among its kept elements gives NaN.
     Raises RidgelineError if an argument is none of these, if devices differ, or if `impl` cannot run the call.
     """
-    if impl is not None or dropout_p or not _usual(x, mask, bias, scale, fill):
-        _check(x, mask, scale, fill, bias, dropout_p, seed)
-        plain = eager(MASKED_SOFTMAX, impl, x, bias)
-        if plain is not None and plain.call is not None:
-            return plain.call(x, mask, scale, fill, bias, dropout_p=dropout_p, seed=seed)
+    plain, scale, fill, dropout_p = _look(x, mask, bias, scale, fill, dropout_p, impl)
+    if seed is not None:
+        _check_seed(x, seed)
+    if plain is not None and plain.call is not None:
+        return plain.call(x, mask, scale, fill, bias, dropout_p=dropout_p, seed=seed)
     drops = _seed(seed, x) if dropout_p else None
-    arguments = x, mask, bias, drops, float(scale), float(fill), float(dropout_p), impl
+    arguments = x, mask, bias, drops, scale, fill, dropout_p, impl
     if torch.is_grad_enabled() and (x.requires_grad or (bias is not None and bias.requires_grad)):
         return differentiate(_MaskedSoftmax, *arguments)
     return _forward(*arguments)[0]

@@ -96,46 +96,6 @@ def fault(
     return f"deterministic must be None, True or False, got {deterministic!r}" if wrong else None
 
 
-def usual(
-    kernels: set[torch.dtype], dims: int, q: Any, k: Any, v: Any, causal: Any, deterministic: Any
-) -> Options | None:
-    """Returns the options of a call with only these arguments if kernels serve it and nothing needs a closer check.
-
-    It is the fast path of the public functions; None means that the full checks decide.
-    """
-    if not (
-        type(q) is type(k) is type(v) is torch.Tensor
-        and q.is_cuda
-        and q.layout is k.layout is v.layout is torch.strided
-    ):
-        return None
-    device, shape, other = q.get_device(), q.shape, k.shape
-    if (
-        len(shape) != dims
-        or q.dtype not in kernels
-        or k.get_device() != device
-        or v.get_device() != device
-        or other != v.shape
-    ):
-        return None
-    D, first = shape[-1], shape[0] == other[0] or dims == 3
-    if (
-        not first
-        or len(other) != dims
-        or other[-1] != D
-        or D & 7
-        or not 16 <= D <= 256
-        or not other[1]
-        or shape[1] % other[1]
-    ):
-        return None
-    if not (q.dtype is k.dtype is v.dtype and q.stride(-1) == k.stride(-1) == v.stride(-1) == 1):
-        return None
-    if type(causal) is not bool or type(deterministic) not in (bool, type(None)) or torch.is_autocast_enabled("cuda"):
-        return None
-    return Options(D**-0.5, 0.0, UNBOUNDED, 0 if causal else UNBOUNDED, False)
-
-
 def in_autocast(*tensors: torch.Tensor) -> tuple[torch.Tensor, ...]:
     """Returns the tensors cast to autocast's dtype if it is enabled; anything else passes, and is refused later."""
     if not all([isinstance(t, torch.Tensor) for t in tensors]):
