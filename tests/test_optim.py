@@ -229,6 +229,16 @@ def test_autograd_sees_the_change(device: str) -> None:
         loss.backward()
 
 
+def test_autograd_sees_all_that_is_written(device: str) -> None:
+    p = torch.ones(4, device=device, dtype=torch.float16)
+    g, m, v, master = p.clone(), torch.zeros_like(p), torch.zeros_like(p), p.float()
+    for _ in range(2):  # the second call finds its table
+        before = [t._version for t in (p, g, m, v, master)]
+        ridgeline.adamw([p], [g], [m], [v], 1, masters=[master])
+        after = [t._version for t in (p, g, m, v, master)]
+        assert [a > b for a, b in zip(after, before, strict=True)] == [True, False, True, True, True]
+
+
 def test_refusals(device: str) -> None:
     p = torch.nn.Parameter(torch.ones(4, 6, device=device))
     with pytest.raises(RidgelineError, match="amsgrad=True"):

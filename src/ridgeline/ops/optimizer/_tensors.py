@@ -115,8 +115,8 @@ def address_key(*lists: Sequence[torch.Tensor]) -> Any:
         elif not INTERPRETED or first.is_meta:
             return None
         every = [t for some in lists for t in some]
-        addresses, dtypes = tuple([t.data_ptr() for t in every]), tuple([t.dtype for t in every])
-        layouts = tuple([t.is_contiguous() or t.stride() for t in every])
+        addresses, dtypes = tuple(map(torch.Tensor.data_ptr, every)), tuple([t.dtype for t in every])
+        layouts = all(map(torch.Tensor.is_contiguous, every)) or tuple([t.stride() for t in every])
         return stream, tuple(map(len, lists)), addresses, dtypes, tuple([t.shape for t in every]), layouts
     except (AttributeError, IndexError, RuntimeError, TypeError):
         return None

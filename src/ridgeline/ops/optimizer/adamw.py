@@ -272,7 +272,7 @@ def _run(
         remember(_tables, (stochastic, place), tables)
     for tensor, copy in copies:
         tensor.copy_(copy)
-    torch.autograd.graph.increment_version(params)
+    torch.autograd.graph.increment_version([*params, *exp_avgs, *exp_avg_sqs, *masters])  # all that is written
 
 
 LIBRARY.define(
@@ -392,7 +392,7 @@ def adamw(
     one = isinstance(params, torch.Tensor)
     lists: Any = [[a] if one else listed("adamw", name, a) for name, a in zip(NAMES, given, strict=False)]
     if not all_plain(lists):
-        changed(lists[0])
+        changed([t for n, some in enumerate(lists) if n != 1 for t in some])  # gradients are only read
         lists = local("adamw", NAMES[: len(lists)], lists)
     if not isinstance(betas, list | tuple) or len(betas) != 2:
         raise RidgelineError(f"adamw: betas must be two numbers, but are {betas!r}")
