@@ -221,3 +221,22 @@ def test_numbers_in_a_bundle_are_not_specialised_on() -> None:
     code = [inspect.of_launch(one).texts["ptx"] for one in launched]
     assert code[0] == code[1] == code[2] != code[3]
     assert len({inspect.signature(one) for one in launched}) == 2
+
+
+@triton.jit
+def _strided(y, x, BLOCK: tl.constexpr):
+    n = tl.arange(0, BLOCK)
+    tl.store(y.data + n * y.step, tl.load(x.data + n * x.step))
+
+
+def test_numbers_in_a_bundle_are_compared_as_triton_specialises() -> None:
+    """In a bundle outside do_not_specialize, 1, multiples of 16, other numbers and truths each have a kernel."""
+    launched: list[Launch] = []
+    t = torch.empty(64, device="meta")
+    with device.pretend("sm_90"), observe(launched.append):
+        for step in (1, 16, 48, 3, 5, 1 << 40, True):
+            launch(_strided, (1,), Rows(t, step), Rows(t, 1), BLOCK=64)
+    signatures = [inspect.signature(one) for one in launched]
+    assert [signatures.index(one) for one in signatures] == [0, 1, 1, 3, 3, 5, 6]
+    code = [inspect.of_launch(one).texts["ptx"] for one in launched[:4]]
+    assert code[1] == code[2] and code[0] not in code[1:]

@@ -170,7 +170,7 @@ def _specialised(args: Any, loose: Iterable[bool]) -> tuple[Any, ...]:
     for arg, free in zip(args, loose, strict=False):
         if isinstance(arg, torch.Tensor):
             found.append((arg.dtype, arg.data_ptr() % 16 == 0, arg.untyped_storage().nbytes() < 2**31))
-        elif isinstance(arg, int):
+        elif isinstance(arg, int) and not isinstance(arg, bool):
             found.append((-(2**31) <= arg < 2**31, not free and arg == 1, not free and arg % 16 == 0))
         elif isinstance(arg, tuple | list):
             found.append(_specialised(arg, repeat(free)))
