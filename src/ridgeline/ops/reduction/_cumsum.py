@@ -11,7 +11,7 @@ import torch
 from ridgeline import device
 from ridgeline.boundary import early, launch
 from ridgeline.cuda import CudaKernel
-from ridgeline.ops.reduction._kinds import KINDS
+from ridgeline.ops.reduction._arguments import KINDS
 
 FILE = Path(__file__).with_name("cumsum.cu")
 _TILES, _TOTALS = CudaKernel(FILE, "cumsum_tiles", "PPPqqq"), CudaKernel(FILE, "cumsum_totals", "Pq")

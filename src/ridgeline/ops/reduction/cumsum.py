@@ -17,9 +17,8 @@ import torch
 
 from ridgeline.boundary import Function, differentiate, first_order, kernel_op
 from ridgeline.op import FLOATS, Case, Cost, Op, RidgelineError, Spec, nbytes
+from ridgeline.ops.reduction._arguments import INTEGERS, KINDS, result_dtype
 from ridgeline.ops.reduction._cumsum import best, by_ring, by_tiles, last_dim, short, whole
-from ridgeline.ops.reduction._kinds import KINDS, WHOLE
-from ridgeline.ops.reduction._layout import result_dtype
 from ridgeline.select import eager, run
 
 
@@ -114,7 +113,7 @@ CUMSUM = Op(
 
 
 def _rung(name: str, idea: str, start: Any, gain: float, counter: str, **facts: Any) -> None:
-    facts |= {"kind": "cuda", "dtypes": (*FLOATS, *WHOLE), "gain": gain, "counter": counter}
+    facts |= {"kind": "cuda", "dtypes": (*FLOATS, *INTEGERS), "gain": gain, "counter": counter}
     CUMSUM.kernel(name, idea, fwd=start, bwd=start, **facts)
 
 

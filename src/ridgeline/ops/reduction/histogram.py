@@ -20,7 +20,7 @@ from ridgeline import device
 from ridgeline.boundary import kernel_op, launch
 from ridgeline.cuda import CudaKernel
 from ridgeline.op import FLOATS, Case, Cost, Op, RidgelineError, Spec, nbytes, readable
-from ridgeline.ops.reduction._kinds import KINDS, WHOLE
+from ridgeline.ops.reduction._arguments import INTEGERS, KINDS
 from ridgeline.select import eager, run
 
 FILE = Path(__file__).with_name("histogram.cu")
@@ -168,7 +168,7 @@ def _unless(x: torch.Tensor, bins: int, *_: Any) -> str | None:
 def _rung(name: str, idea: str, shared: bool, most: int, packed: bool, **facts: Any) -> None:
     start = partial(_launch, shared, most, packed)
     fits = partial(_supports, 0 if packed or not shared else min(most, 2))
-    HISTOGRAM.kernel(name, idea, kind="cuda", fwd=start, supports=fits, dtypes=(*FLOATS, *WHOLE), **facts)
+    HISTOGRAM.kernel(name, idea, kind="cuda", fwd=start, supports=fits, dtypes=(*FLOATS, *INTEGERS), **facts)
 
 
 REQUESTS = "l1tex__t_set_accesses_pipe_lsu_mem_global_op_red.sum"

@@ -18,11 +18,8 @@ import torch
 
 from ridgeline.boundary import Function, differentiate, first_order, kernel_op
 from ridgeline.op import FLOATS, Case, Cost, Implementation, Op, RidgelineError, dense_only, nbytes
-from ridgeline.ops.reduction._data import Positive
-from ridgeline.ops.reduction._layout import left_to_torch, normal, result_dtype, takes_dtypes, tiny
-from ridgeline.ops.reduction._sums import no_kernel
-from ridgeline.ops.reduction._tiles import sum_tiles
-from ridgeline.ops.reduction._whole import best, takes_whole, teach
+from ridgeline.ops.reduction._arguments import Positive, left_to_torch, normal, result_dtype, takes_dtypes, tiny
+from ridgeline.ops.reduction._sums import best, no_kernel, sum_tiles, takes_whole, teach
 from ridgeline.select import by_kind, eager, find, run
 
 INTS = ("int32", "int64", "int16", "int8", "uint8", "bool")

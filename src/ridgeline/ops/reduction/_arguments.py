@@ -1,4 +1,4 @@
-"""A sum's arguments: which dimensions are summed, in which dtype, and where the elements lie."""
+"""What reductions take: dtypes, which dimensions are summed and where the elements lie; random data for their cases."""
 
 from __future__ import annotations
 
@@ -6,8 +6,11 @@ from typing import Any
 
 import torch
 
-from ridgeline.op import RidgelineError
+from ridgeline.cuda import CTYPE
+from ridgeline.op import RidgelineError, Spec
 
+INTEGERS = {"int32": "int", "int64": "long long", "int16": "short", "int8": "signed char", "uint8": "unsigned char"}
+KINDS = CTYPE | {getattr(torch, name): ctype for name, ctype in INTEGERS.items()}
 FLOATS = (torch.float32, torch.float16, torch.bfloat16)
 WHOLE = (torch.int64, torch.int32, torch.int16, torch.int8, torch.uint8)
 
@@ -117,3 +120,37 @@ def groups(x: torch.Tensor, dims: tuple[int, ...]) -> tuple[torch.Tensor, Group,
     far: list[Group] = [(1, 0, 0)] * (2 - len(kept)) + kept
     deep: list[Group] = [(1, 0)] * (2 - len(added)) + added
     return x, far[0], far[1], deep[0], deep[1]
+
+
+class Positive(Spec):
+    """Uniform numbers from 0 to 1; integers from their dtype's whole range.
+
+    Sums of normal numbers cancel, and one rounding more may then matter much or little, by luck.
+    """
+
+    def make(self, dtype: torch.dtype, device: str | torch.device, generator: torch.Generator | None) -> torch.Tensor:
+        dtype = getattr(torch, self.dtype) if self.dtype else dtype
+        if dtype.is_floating_point:
+            base = torch.float64 if dtype == torch.float64 else torch.float32
+            made = torch.rand(self.shape, dtype=base, device=device, generator=generator)
+            return made.to(dtype).requires_grad_(self.grad)
+        ends = torch.iinfo(dtype)
+        return torch.randint(ends.min, ends.max, self.shape, dtype=dtype, device=device, generator=generator)
+
+
+class Signs(Spec):
+    """-1 or 1 in about one element of `high`; 0 in the others."""
+
+    def make(self, dtype: torch.dtype, device: str | torch.device, generator: torch.Generator | None) -> torch.Tensor:
+        signs = torch.randint(0, 2, self.shape, dtype=torch.int8, device=device, generator=generator) * 2 - 1
+        if self.high > 1:
+            signs *= torch.randint(0, self.high, self.shape, dtype=torch.int16, device=device, generator=generator) == 0
+        return signs.to(dtype).requires_grad_(self.grad)
+
+
+class Strided(Positive):
+    """Every second element of a tensor twice as long."""
+
+    def make(self, *args: Any) -> torch.Tensor:
+        made = super().make(*args).detach()
+        return torch.stack([made, made], -1)[..., 0].requires_grad_(self.grad)
