@@ -23,13 +23,13 @@ from ridgeline import tuning
 from ridgeline.boundary import INTERPRETED, Launch, observe
 from ridgeline.lab.analysis import catalogue, inspect
 from ridgeline.op import Case, Spec, get
-from ridgeline.ops.matmul import _cluster, _hopper, _persistent
+from ridgeline.ops.matmul import _cluster, _hopper, _hopper_pipeline, _persistent
 from ridgeline.ops.matmul._epilogue import Epilogue, add_up
 from ridgeline.ops.matmul._hopper import aligned, copied, whole
 from ridgeline.select import why_not
 
 HALF = torch.bfloat16
-PLACE = FunctionType(_hopper.Tiles.place.fn.__code__, {"gl": SimpleNamespace(cdiv=triton.cdiv, minimum=min)})
+PLACE = FunctionType(_hopper_pipeline.Tiles.place.fn.__code__, {"gl": SimpleNamespace(cdiv=triton.cdiv, minimum=min)})
 
 
 def test_which_operands_the_copy_engine_takes() -> None:
@@ -170,7 +170,7 @@ def test_products_tile_by_tile() -> None:
                 a = a[:1].expand_as(a)
             tile = dice.choice(_hopper.TILES)
             with tuning.listen(
-                lambda request, tile=tile: {**_hopper._tile(*tile, False), "PARTS": dice.choice((1, 1, 3))}
+                lambda request, tile=tile: {**_hopper.tile_of(*tile, False), "PARTS": dice.choice((1, 1, 3))}
             ):
                 y = torch.full((*batch, M, N), float("nan"), dtype=torch.float16)
                 _hopper.padded(y, a, b.mT, "ieee")

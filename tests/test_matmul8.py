@@ -127,7 +127,7 @@ def test_products_tile_by_tile(op: str, impl: str) -> None:
                     (None, *[torch.randint(-128, 128, (rows, 1), dtype=torch.int32) for rows in (M, 1)])
                 )
             function = ridgeline.int8_matmul if op == "int8" else ridgeline.fp8_matmul
-            tile = _hopper._tile(*dice.choice(_hopper8.TILES), False)
+            tile = _hopper.tile_of(*dice.choice(_hopper8.TILES), False)
             with tuning.listen(lambda request, tile=tile: tile if request.kernel == "hopper" else None):
                 y = function(a, b, *scales, **options, impl=impl)
             exact = function(
@@ -339,7 +339,7 @@ def test_scales_of_rows_and_columns(op: str, sizes: tuple[int, int, int]) -> Non
         ways += [{"zero_a": zeros, "bias": bias}, {"out_dtype": torch.float32}]
     for tile in _hopper8.TILES:
         for options in ways:
-            with tuning.listen(lambda request, t=tile: _hopper._tile(*t, False)):
+            with tuning.listen(lambda request, t=tile: _hopper.tile_of(*t, False)):
                 first, again = (getattr(ridgeline, op)(a, b.T, *scales, impl="gluon", **options) for _ in range(2))
             assert torch.equal(first, again)
             exact = (a.double() - options.get("zero_a", 0)) @ b.double().T * scales[0] * scales[1] + options.get(
@@ -407,7 +407,7 @@ def test_products_are_not_serialized(name: str, tmp_path) -> None:  # type: igno
     ]
     assert cases
     for case in cases:
-        with tuning.listen(lambda request: _hopper._tile(*_hopper8.TILES[0], False)):
+        with tuning.listen(lambda request: _hopper.tile_of(*_hopper8.TILES[0], False)):
             for r in inspect.resources(op, op.implementations["gluon"], case, dtype, "sm_90"):
                 said = said_of(r, tmp_path)
                 assert "serial" not in said

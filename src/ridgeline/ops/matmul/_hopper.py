@@ -23,176 +23,24 @@ from triton.experimental.gluon.language.nvidia.hopper import (
     fence_async_shared,
     mbarrier,
     tma,
-    warpgroup_mma,
-    warpgroup_mma_wait,
 )
-from triton.language.core import _aggregate as aggregate
 
 from ridgeline import device, tuning
 from ridgeline.boundary import launch
 from ridgeline.cuda import TensorMap
 from ridgeline.op import dtype_name, nbytes
 from ridgeline.ops.matmul._epilogue import Epilogue, add_up
-from ridgeline.tiles.hopper import load as _load
-from ridgeline.tiles.hopper import store as _store
-
-_reinterpret: gl.constexpr = (
-    getattr(gl.shared_memory_descriptor, "reinterpret", None) or gl.shared_memory_descriptor._reinterpret
+from ridgeline.ops.matmul._hopper_pipeline import (
+    GROUPS,
+    Operands,
+    Tile,
+    Tiles,
+    column_chunks,
+    fetch_tiles,
+    make_ring,
+    send_chunk,
 )
-GROUPS = gl.constexpr(2)  # consumer groups of four warps
-
-
-@aggregate
-class Tiles:
-    """The tiles that a program computes: every num_programs-th, in bands of GROUP rows of tiles for reuse in L2.
-
-    The order is by matrix of the batch, then by part of K, then by tile.
-    """
-
-    M: gl.tensor
-    N: gl.tensor
-    steps: gl.tensor
-    batch: gl.tensor
-    parts: gl.tensor
-    BM: gl.constexpr
-    BN: gl.constexpr
-    GROUP: gl.constexpr
-
-    @gluon.constexpr_function
-    def __init__(self, M, N, steps, batch, parts, BM, BN, GROUP):
-        self.M = M
-        self.N = N
-        self.steps = steps
-        self.batch = batch
-        self.parts = parts
-        self.BM = gl.constexpr(BM)
-        self.BN = gl.constexpr(BN)
-        self.GROUP = gl.constexpr(GROUP)
-
-    @gluon.jit
-    def count(self):
-        return gl.cdiv(self.M, self.BM) * gl.cdiv(self.N, self.BN) * self.parts * self.batch
-
-    @gluon.jit
-    def place(self, t):
-        """Returns a tile's first row and column, its matrix, its part of K, and that part's steps [low, high)."""
-        down, across = gl.cdiv(self.M, self.BM), gl.cdiv(self.N, self.BN)
-        layer = t // (down * across)
-        t -= layer * (down * across)
-        first = t // (self.GROUP * across) * self.GROUP
-        t -= first * across
-        size = gl.minimum(down - first, self.GROUP)
-        part = layer % self.parts
-        low, high = part * self.steps // self.parts, (part + 1) * self.steps // self.parts
-        return (first + t % size) * self.BM, t // size * self.BN, layer // self.parts, part, low, high
-
-
-@aggregate
-class Ring:
-    """A ring of steps of K in shared memory: a tile of b (or two halves) and each group's rows of a per step."""
-
-    a: gl.shared_memory_descriptor
-    b: gl.shared_memory_descriptor
-    ready: gl.shared_memory_descriptor
-    free: gl.shared_memory_descriptor
-    STAGES: gl.constexpr
-    A_BY_K: gl.constexpr  # whether rows in memory are along K
-    B_BY_K: gl.constexpr
-
-    @gluon.constexpr_function
-    def __init__(self, a, b, ready, free, A_BY_K, B_BY_K):
-        self.a = a
-        self.b = b
-        self.ready = ready
-        self.free = free
-        self.STAGES = gl.constexpr(ready.type.shape[0])
-        self.A_BY_K = gl.constexpr(A_BY_K)
-        self.B_BY_K = gl.constexpr(B_BY_K)
-
-    @gluon.jit
-    def after(self, place, odd):
-        """Returns the next place, and whether its round is odd."""
-        place += 1
-        end = place == self.STAGES
-        return gl.where(end, 0, place), odd ^ end.to(gl.int32)
-
-    @gluon.jit
-    def multiply(self, place, odd, acc, ME: gl.constexpr, ADD: gl.constexpr):
-        """Waits for a step's tiles and starts their products."""
-        mbarrier.wait(self.ready.index(place), odd)
-        return warpgroup_mma(self.left(place, ME), self.right(place), acc, use_acc=ADD, is_async=True)
-
-    @gluon.jit
-    def left(self, place, ME: gl.constexpr):
-        a = self.a.index(place * GROUPS + ME)
-        a = a.reshape([a.shape[1], a.shape[2]])
-        return a if self.A_BY_K else a.permute((1, 0))
-
-    @gluon.jit
-    def right(self, place, PIECE: gl.constexpr = 0, PIECES: gl.constexpr = 1):
-        """Returns a step's columns, or one of PIECES equal parts of them."""
-        shape: gl.constexpr = _shared_out(self.b.type.shape, self.STAGES, PIECES, self.B_BY_K)
-        b = _reinterpret(self.b, self.b.dtype, shape, self.b.type.layout).index(place * PIECES + PIECE)
-        b = b.reshape([b.shape[1], b.shape[2]])
-        return b.permute((1, 0)) if self.B_BY_K else b
-
-    @gluon.jit
-    def add_up(self, place, odd, sums, low, high, ME: gl.constexpr):
-        """Returns the sums over steps [low, high), whose first is already started, and the ring's next place."""
-        acc = warpgroup_mma_wait(1, deps=(sums,))
-        for _ in range(low + 1, high):
-            before = place
-            place, odd = self.after(place, odd)
-            sums = self.multiply(place, odd, acc, ME, True)
-            acc = warpgroup_mma_wait(1, deps=(sums,))
-            self.give(before)
-        acc = warpgroup_mma_wait(0, deps=(acc,))
-        self.give(place)
-        place, odd = self.after(place, odd)
-        return acc, place, odd
-
-    @gluon.jit
-    def give(self, place):
-        mbarrier.arrive(self.free.index(place), count=1)
-
-
-@gluon.constexpr_function
-def _shared_out(shape, stages, pieces, by_k):
-    """Returns a ring's shape with the `pieces` tiles of a step joined: rows, or columns by 128 bytes, are adjacent."""
-    many = shape[0] // stages
-    return (
-        [stages * pieces, 1, many * shape[2] // pieces, shape[3]]
-        if by_k
-        else [stages * pieces, 1, shape[2], many * shape[3] // pieces]
-    )
-
-
-@gluon.jit
-def _ring(operands, tile: gl.constexpr, MORE: gl.constexpr = 0):
-    """Makes the ring. MORE: arrivals at a step besides the producer warp's."""
-    a, b, up = operands
-    STAGES: gl.constexpr = tile.STAGES
-    ready = gl.allocate_shared_memory(gl.int64, [STAGES, 1], mbarrier.MBarrierLayout())
-    free = gl.allocate_shared_memory(gl.int64, [STAGES, 1], mbarrier.MBarrierLayout())
-    for n in gl.static_range(STAGES):
-        mbarrier.init(ready.index(n), count=1 + MORE)
-        mbarrier.init(free.index(n), count=GROUPS)
-    a_tiles = gl.allocate_shared_memory(a.dtype, [GROUPS * STAGES] + a.block_type.shape, a.layout)
-    b_tiles = gl.allocate_shared_memory(b.dtype, [(1 if up is None else 2) * STAGES] + b.block_type.shape, b.layout)
-    return Ring(a_tiles, b_tiles, ready, free, tile.A_BY_K, tile.B_BY_K)
-
-
-@gluon.jit
-def _at(batch, line, k, BY_K: gl.constexpr):
-    return (batch, line, k) if BY_K else (batch, k, line)
-
-
-class Operands(NamedTuple):
-    """The tensor maps of a product's operands. up: the second right-hand side of a gated unit, or None."""
-
-    a: Any
-    b: Any
-    up: Any
+from ridgeline.tiles.hopper import load as _load
 
 
 class Results(NamedTuple):
@@ -208,59 +56,6 @@ class Added(NamedTuple):
 
     bias: Any
     residual: Any
-
-
-class Tile(NamedTuple):
-    """How a program multiplies: rows of a group, columns, the ring's stages, boards of a group, GROUP and LAG.
-
-    A_BY_K, B_BY_K: whether the operands' rows in memory run along K.
-    """
-
-    ROWS: int
-    BN: int
-    STAGES: int
-    BOARDS: int
-    GROUP: int
-    LAG: int
-    A_BY_K: bool = True
-    B_BY_K: bool = True
-
-
-@gluon.jit
-def _fetch(operands, a_step, b_step, ring, tiles):
-    """The producer warp, which fills the ring. A matrix shared by the whole batch has a step of 0."""
-    a, b, up = operands
-    ROWS: gl.constexpr = tiles.BM // GROUPS
-    HALVES: gl.constexpr = 1 if up is None else 2
-    BK: gl.constexpr = a.block_type.shape[2 if ring.A_BY_K else 1]  # rows of 128 bytes, TMA's swizzle
-    place, odd = 0, 0
-    for t in range(gl.program_id(0), tiles.count(), gl.num_programs(0)):
-        m, n, batch, _part, low, high = tiles.place(t)
-        for step in range(low, high):
-            mbarrier.wait(ring.free.index(place), odd ^ 1)
-            ready = ring.ready.index(place)
-            mbarrier.expect(ready, GROUPS * a.block_type.nbytes + HALVES * b.block_type.nbytes)
-            for g in gl.static_range(GROUPS):
-                _load(
-                    a,
-                    _at(batch * a_step, m + g * ROWS, step * BK, ring.A_BY_K),
-                    ready,
-                    ring.a.index(place * GROUPS + g),
-                )
-            _load(b, _at(batch * b_step, n, step * BK, ring.B_BY_K), ready, ring.b.index(place * HALVES))
-            if up is not None:
-                _load(up, _at(batch * b_step, n, step * BK, ring.B_BY_K), ready, ring.b.index(place * HALVES + 1))
-            place, odd = ring.after(place, odd)
-
-
-@gluon.jit
-def _chunks(x, COUNT: gl.constexpr):
-    """Splits a tensor's columns into COUNT equal pieces."""
-    if COUNT == 1:
-        return (x,)
-    else:  # the compiler also compiles what follows a return
-        left, right = gl.split(gl.permute(gl.reshape(x, [x.shape[0], 2, x.shape[1] // 2]), (0, 2, 1)))
-        return _chunks(left, COUNT // 2) + _chunks(right, COUNT // 2)
 
 
 @gluon.jit
@@ -286,28 +81,6 @@ def _activate(x, ACTIVATION: gl.constexpr):
         q = ((q * z + 0.000252738427) * z - 0.105174506) * z - 2.30199259
         x *= _share(x * q)
     return x
-
-
-@gluon.jit
-def _send(out, y, x, board, batch, m, n, M, N, PENDING: gl.constexpr):
-    """Stores a chunk through a board in shared memory with TMA, once at most PENDING earlier stores are under way.
-
-    If TMA cannot take the tensor's rows (out is None), the threads store them instead, coalesced.
-    """
-    ROWS: gl.constexpr = board.type.shape[1]
-    CHUNK: gl.constexpr = board.type.shape[2]
-    flat = board.reshape([ROWS, CHUNK])
-    if out is None:
-        flat.store(x.to(board.dtype))
-        layout: gl.constexpr = gl.BlockedLayout([1, 1], [1, 32], [4, 1], [1, 0])
-        i = m + gl.arange(0, ROWS, gl.SliceLayout(1, layout))[:, None]
-        j = n + gl.arange(0, CHUNK, gl.SliceLayout(0, layout))[None, :]
-        gl.store(y + (batch.to(gl.int64) * M + i) * N + j, flat.load(layout), mask=(i < M) & (j < N))
-    else:
-        tma.store_wait(PENDING)
-        flat.store(x.to(board.dtype))
-        fence_async_shared()
-        _store(out, [batch, m, n], board)
 
 
 @gluon.jit
@@ -355,7 +128,7 @@ def _multiply(
             for c in gl.static_range(CHUNKS):
                 _load(residual, [batch, m, n + c * CHUNK], arrived.index(ME), boards.index(ME * BOARDS + c))
         acc, place, odd = ring.add_up(place, odd, sums, low, high, ME)
-        pieces = _chunks(acc, WIDE // CHUNK)
+        pieces = column_chunks(acc, WIDE // CHUNK)
         if residual is not None:
             mbarrier.wait(arrived.index(ME), n_th & 1)
         for c in gl.static_range(CHUNKS):
@@ -370,10 +143,10 @@ def _multiply(
             if z is not None:
                 if residual is None:
                     board = boards.index(ME * BOARDS + c * (KEPT + 1) % BOARDS)
-                _send(z, y, x, board, batch, m, at, M, N, PENDING)
+                send_chunk(z, y, x, board, batch, m, at, M, N, PENDING)
             if z_up is not None:
                 board = boards.index(ME * BOARDS + (c * (KEPT + 1) + 1) % BOARDS)
-                _send(z_up, y, pieces[c + CHUNKS], board, batch, m, at, M, N, PENDING)
+                send_chunk(z_up, y, pieces[c + CHUNKS], board, batch, m, at, M, N, PENDING)
             x = _activate(x, ACTIVATION)
             if GATED:
                 x *= pieces[c + CHUNKS]
@@ -381,7 +154,7 @@ def _multiply(
                 x += more
             else:
                 board = boards.index(ME * BOARDS + (c * (KEPT + 1) + KEPT) % BOARDS)
-            _send(out, y, x, board, batch, m, at, M, N, PENDING)
+            send_chunk(out, y, x, board, batch, m, at, M, N, PENDING)
         n_th += 1  # noqa: SIM113  # Gluon knows no enumerate
     tma.store_wait(0)
 
@@ -408,7 +181,7 @@ def _fwd(
     ROWS: gl.constexpr = tile.ROWS
     LAG: gl.constexpr = tile.LAG
     tiles = Tiles(M, N, steps, batch, parts, GROUPS * ROWS, tile.BN // 2 if GATED else tile.BN, tile.GROUP)
-    ring = _ring(operands, tile)
+    ring = make_ring(operands, tile)
     arrived = gl.allocate_shared_memory(gl.int64, [GROUPS, 1], mbarrier.MBarrierLayout())
     for n in gl.static_range(GROUPS):
         mbarrier.init(arrived.index(n), count=1)
@@ -420,7 +193,7 @@ def _fwd(
         [
             (_multiply, (0, y, results, added, ring, boards, arrived, tiles, ACTIVATION, LAG, GATED)),
             (_multiply, (1, y, results, added, ring, boards, arrived, tiles, ACTIVATION, LAG, GATED)),
-            (_fetch, (operands, a_step, b_step, ring, tiles)),
+            (fetch_tiles, (operands, a_step, b_step, ring, tiles)),
         ],
         [4, 1],
         [240, 24],
@@ -527,7 +300,7 @@ def _tiles(gated: bool) -> tuple[tuple[int, int, int, int], ...]:
     return TILES[:-1] if gated else TILES
 
 
-def _tile(rows: int, wide: int, stages: int, boards: int, more: bool, gated: bool = False) -> tuning.Config:
+def tile_of(rows: int, wide: int, stages: int, boards: int, more: bool, gated: bool = False) -> tuning.Config:
     """Returns a tile's configuration: a residual needs boards for its whole tile and leaves one stage less.
 
     A tile of one chunk has one board. GROUP makes a wave of 132 tiles as close to a square as possible.
@@ -600,12 +373,12 @@ def rule(
     tile, parts = min(ways, key=lambda way: cycles(*way))
     alone = {"LAG": 0} if count(tile, parts) <= gpu.multiprocessors else {}
     straddling = {"LAG": 0, "GROUP": 8} if min(starts) < 128 else {}
-    return {**_tile(*tile, more, gated), **alone, **straddling, "PARTS": parts}
+    return {**tile_of(*tile, more, gated), **alone, **straddling, "PARTS": parts}
 
 
 def space(gated: bool, more: bool, kept: bool) -> list[tuning.Config]:
     splits = (1,) if gated else (1, 2, 3, 4, 8)
-    tiles = [{**_tile(*tile, more, gated), "GROUP": g} for tile in _tiles(gated) for g in (8, 16)]
+    tiles = [{**tile_of(*tile, more, gated), "GROUP": g} for tile in _tiles(gated) for g in (8, 16)]
     return [{**tile, "LAG": lag, "PARTS": p} for tile in tiles for lag in (0, tile["LAG"]) for p in splits]
 
 

@@ -29,7 +29,17 @@ from ridgeline.boundary import launch
 from ridgeline.cuda import TensorMap
 from ridgeline.op import dtype_name
 from ridgeline.ops.matmul import _hopper
-from ridgeline.ops.matmul._hopper import GROUPS, Operands, Tile, Tiles, _chunks, _fetch, _ring, _send, whole
+from ridgeline.ops.matmul._hopper import whole
+from ridgeline.ops.matmul._hopper_pipeline import (
+    GROUPS,
+    Operands,
+    Tile,
+    Tiles,
+    column_chunks,
+    fetch_tiles,
+    make_ring,
+    send_chunk,
+)
 from ridgeline.ops.matmul._scaled import BLOCK, add_columns, blocks, step, unlike
 
 # Triton 3.9 renamed it.
@@ -220,15 +230,15 @@ def _multiply(
             mbarrier.wait(begun.index(0), 0)
         if WHOLE:
             acc, place, odd = _add_whole(place, odd, low, high, ring, tiles, ME)
-            pieces = _chunks(acc, CHUNKS)
+            pieces = column_chunks(acc, CHUNKS)
         else:
             begins = gl.where(n_th == 0, gl.minimum(low + LAG, high - 1), -1)
             acc, other, place, odd = _add_floats(
                 place, odd, low, high, held, ring, begun, begins, tiles, ME, PIECES, BLOCKS
             )
-            pieces = _chunks(acc, CHUNKS // PIECES)
+            pieces = column_chunks(acc, CHUNKS // PIECES)
             if PIECES == 2:
-                pieces = pieces + _chunks(other, CHUNKS // PIECES)
+                pieces = pieces + column_chunks(other, CHUNKS // PIECES)
         x = pieces[0]
         i = m + gl.arange(0, ROWS, gl.SliceLayout(1, x.type.layout))
         if not BLOCKS:
@@ -248,7 +258,7 @@ def _multiply(
                 x *= held.right.index(ME).slice(c * CHUNK, CHUNK).load(gl.SliceLayout(0, x.type.layout))[None, :]
             if scaling.bias is not None:
                 x += _across(scaling.bias, at, tiles.N, strides.bias, x).to(gl.float32)
-            _send(
+            send_chunk(
                 result.out,
                 result.y,
                 x,
@@ -289,7 +299,7 @@ def _fwd(
     strides = Strides(a_row, a_block, b_column, b_block, zero_step, bias_step)
     begun = gl.allocate_shared_memory(gl.int64, [1, 1], mbarrier.MBarrierLayout())
     mbarrier.init(begun.index(0), count=1)
-    ring = _ring(operands, tile, 32 if BLOCKS else 0)
+    ring = make_ring(operands, tile, 32 if BLOCKS else 0)
     layout: gl.constexpr = gl.SwizzledSharedLayout(1, 1, 1, [0])
     if BLOCKS:
         left = gl.allocate_shared_memory(gl.float32, [GROUPS * tile.STAGES, ROWS], layout)
@@ -307,7 +317,7 @@ def _fwd(
             [
                 (_multiply, (0, result, scaling, strides, held, ring, boards, begun, tiles, LAG, BLOCKS)),
                 (_multiply, (1, result, scaling, strides, held, ring, boards, begun, tiles, LAG, BLOCKS)),
-                (_fetch, (operands, 0, 0, ring, tiles)),
+                (fetch_tiles, (operands, 0, 0, ring, tiles)),
                 (_weigh, (scaling, strides, held, ring, tiles)),
             ],
             [4, 1, 1],
@@ -318,7 +328,7 @@ def _fwd(
             [
                 (_multiply, (0, result, scaling, strides, held, ring, boards, begun, tiles, LAG, BLOCKS)),
                 (_multiply, (1, result, scaling, strides, held, ring, boards, begun, tiles, LAG, BLOCKS)),
-                (_fetch, (operands, 0, 0, ring, tiles)),
+                (fetch_tiles, (operands, 0, 0, ring, tiles)),
             ],
             [4, 1],
             [240, 24],
@@ -406,7 +416,7 @@ def rule(gpu: device.Device, M: int, N: int, K: int, starts: tuple[int, int] = (
 
 
 def space() -> list[tuning.Config]:
-    made = [{**_hopper._tile(*tile, False), "GROUP": group} for tile in TILES for group in (8, 16)]
+    made = [{**_hopper.tile_of(*tile, False), "GROUP": group} for tile in TILES for group in (8, 16)]
     return [tile | {"LAG": lag} for tile in made for lag in (0, tile["LAG"])]
 
 
