@@ -238,7 +238,7 @@ def by_programs(y: torch.Tensor, a: torch.Tensor, b: torch.Tensor) -> None:
     add_up(y, parts)
 
 
-def pairs_side_by_side(a: torch.Tensor, b: torch.Tensor, bytes: int = 1) -> str | None:
+def paired(a: torch.Tensor, b: torch.Tensor, bytes: int = 1) -> str | None:
     """Why a kernel that loads `bytes` at once cannot take a and b, or None."""
     if a.numel() > 1 and not a.stride(0) == b.stride(0) == 1:
         return f"it takes contiguous elements, but the strides are {a.stride(0)} and {b.stride(0)}"
@@ -251,7 +251,7 @@ def pairs_side_by_side(a: torch.Tensor, b: torch.Tensor, bytes: int = 1) -> str 
 def together(a: torch.Tensor, b: torch.Tensor) -> str | None:
     if (a.data_ptr() - b.data_ptr()) % 16:
         return "a and b must begin at the same offset from a multiple of 16 bytes"
-    return pairs_side_by_side(a, b)
+    return paired(a, b)
 
 
 def atomic(names: tuple[str, str, str], each: int, y: torch.Tensor, a: torch.Tensor, b: torch.Tensor) -> None:

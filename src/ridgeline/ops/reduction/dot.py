@@ -20,7 +20,7 @@ import torch
 from ridgeline.boundary import Function, differentiate, first_order, kernel_op
 from ridgeline.op import FLOATS, Case, Cost, Implementation, Op, RidgelineError, Spec, nbytes
 from ridgeline.ops.reduction._arguments import Positive, Signs, Strided
-from ridgeline.ops.reduction._sums import atomic, by_programs, in_order, no_kernel, pairs_side_by_side, together
+from ridgeline.ops.reduction._sums import atomic, by_programs, in_order, no_kernel, paired, together
 from ridgeline.select import by_kind, eager, run
 
 TAKEN = (torch.float32, torch.float16, torch.bfloat16, torch.float64)
@@ -138,15 +138,12 @@ for end, each, gain, idea in (
     ("half2", 2, 6.0, "two elements per thread, one native atomic on a pair of halves"),
     ("padded", 1, 0.5, "one element per thread, paired with a zero to use the native atomic"),
 ):
-    fwd, fits = (
-        partial(atomic, ("half_zero", f"half_{end}", "half_end"), each),
-        partial(pairs_side_by_side, bytes=2 * each),
-    )
+    fwd, fits = partial(atomic, ("half_zero", f"half_{end}", "half_end"), each), partial(paired, bytes=2 * each)
     _rung(f"atomic_{end}", idea, fwd, supports=fits, dtypes=("float16",), gain=gain, **unordered)
 idea = "sums in registers and shared memory first; one float32 atomic per block"
 fwd = partial(atomic, ("block_zero", "block_one", "block_end"), 0)
 # Not for float32: float32 sums of that many float32 products would fail the tolerance check.
-_rung("atomic_block", idea, fwd, supports=pairs_side_by_side, dtypes=("float16", "bfloat16"), gain=1000.0, **unordered)
+_rung("atomic_block", idea, fwd, supports=paired, dtypes=("float16", "bfloat16"), gain=1000.0, **unordered)
 _rung("triton", "any strides: one part per program, added in order", by_programs, "triton", served=True)
 idea = "16-byte loads, two of each vector in flight; an early-started second kernel adds the parts"
 _rung("cuda", idea, in_order, supports=together, served=True, gain=1.04, counter=DRAM)
