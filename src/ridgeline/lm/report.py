@@ -1,0 +1,9 @@
+"""stub"""
+
+
+def arguments(parser):
+    pass
+
+
+def main(options):
+    return 0
