@@ -29,5 +29,12 @@ def arguments(parser: argparse.ArgumentParser) -> None:
         import_module(f"ridgeline.lm.{module}").arguments(one)
 
 
+def parser_of(verb: str) -> argparse.ArgumentParser:
+    """Returns a parser of a verb's own flags."""
+    parser = argparse.ArgumentParser(prog=f"ridgeline lm {verb}")
+    import_module(f"ridgeline.lm.{VERBS[verb][0]}").arguments(parser)
+    return parser
+
+
 def main(options: argparse.Namespace) -> int:
     return import_module(f"ridgeline.lm.{VERBS[options.lm_verb][0]}").main(options)

@@ -3,6 +3,9 @@
 from __future__ import annotations
 
 import argparse
+import contextlib
+import importlib
+import io
 import json
 import os
 import queue
@@ -160,11 +163,19 @@ def child(words: Sequence[str]) -> dict[str, Any]:
     return {"error": f"the process ended with {done.returncode} and said: {said}"}
 
 
+def printed(options: argparse.Namespace, verb: str) -> Any:
+    """Returns what a verb of `ridgeline lm` prints as JSON with these options, run in this process."""
+    text = io.StringIO()
+    with contextlib.redirect_stdout(text):
+        importlib.import_module(f"ridgeline.lm.{verb}").main(options)
+    return json.loads(text.getvalue().strip().splitlines()[-1])
+
+
 class Lines:
     """A process that prints rows of JSON, a line each. `next` waits for one, `fault` says how the process ended."""
 
     def __init__(self, words: Sequence[str]) -> None:
-        self.said = tempfile.TemporaryFile("w+")
+        self.said = tempfile.TemporaryFile("w+")  # noqa: SIM115, closed by `end`
         self.process = subprocess.Popen(words, env=environment(), text=True, stdout=subprocess.PIPE, stderr=self.said)
         self.queue: queue.Queue[dict[str, Any] | None] = queue.Queue()
         threading.Thread(target=self._read, daemon=True).start()
@@ -239,6 +250,35 @@ def recording(path: Path) -> tuple[dict[str, Any], list[dict[str, Any]]]:
     if not about or not found:
         raise RidgelineError(f"lm: {path} holds no run of `ridgeline lm report` or `ridgeline lm survey`")
     return about[0], found
+
+
+def page(template: str, **parts: Any) -> str:
+    """Returns a page in the look of the lab's report, from a template of this folder."""
+    from ridgeline.lab.presentation.report import shell
+
+    return shell.rendered(template, Path(__file__).parent, **parts)
+
+
+def about(run: dict[str, Any]) -> dict[str, Any]:
+    """Returns what a page says of a run: the machine's name, the date, the commit and further facts."""
+    m = run["machine"]
+    facts_ = [
+        ("GPU", f"{m['gpu']} ({m['arch']})" if m["gpu"] else "none"),
+        ("CPU", f"{m['cpu']}, {m['cores']} cores"),
+        ("Memory", units.size(m["memory_bytes"])),
+        ("PyTorch", m["torch"]),
+        *((name, m[name.lower()]) for name in ("Triton", "CUDA", "Driver", "Python")),
+        ("Measured", run["time"].replace("T", " ").removesuffix("Z") + " UTC"),
+        ("Commit", run["commit"] + (", with changes" if run["dirty"] else "")),
+        ("Command", run["command"]),
+    ]
+    return {
+        "name": m["gpu"] or m["cpu"],
+        "gpu": bool(m["gpu"]),
+        "date": run["time"][:10],
+        "commit": run["commit"],
+        "facts": [(name, str(value)) for name, value in facts_ if value],
+    }
 
 
 def recorded() -> Path:
