@@ -84,43 +84,6 @@ def timed(setup: Setup, mode: str) -> list[Stopwatch]:
     return [Stopwatch(setup, mode) for _ in range(count)]
 
 
-def bench(precisions: Sequence[str], impls: Sequence[str]) -> list[str]:
-        return [f"bench:{s}:{p}:{i}" for p in precisions for s in sizes for i in impls if i in options.impls]
-
-    eager = [name for name, (_, compiled) in IMPLS.items() if not compiled]
-    found = bench(half, eager)
-    found += [f"context:{sizes[0]}:{half[0]}:{i}" for i in eager if i in options.impls]
-    found += [f"overhead:{s}:{half[0]}:ours" for s in sizes[:2]]
-    return found + bench(options.precisions[1:], eager) + bench(options.precisions, ["compiled"])
-
-
-def options_of(job: str, options: argparse.Namespace, **changes: Any) -> argparse.Namespace:
-    """Returns the flags of `lm bench` for a job."""
-    parser = argparse.ArgumentParser()
-    flags(parser)
-    _, size, precision, impl = job.split(":")
-    kind, compiled = IMPLS[impl]
-    given = {"size": size, "precision": precision, "impl": kind, "compile": compiled, "card": None}
-    shared = {name: getattr(options, name) for name in ("context", "batch", "device")}
-    return argparse.Namespace(**vars(parser.parse_args([])) | given | shared | changes)
-
-
-def named(job: str, mode: str, one: argparse.Namespace) -> dict[str, Any]:
-    """Returns what names a row of a run: `ridgeline compare` holds rows of the same names against each other."""
-    what, size, precision, impl = job.split(":")
-    case = f"{size} {one.batch} x {one.context}"
-    part = "bench" if what == "predict" else what
-    return {"part": part, "case": case, "dtype": precision, "direction": mode, "impl": impl, "status": "ok"}
-
-
-def timed(setup: Setup, mode: str) -> list[Stopwatch]:
-    """Returns the runs of a step: ten, or as many as SECONDS take and at least three, after two that do not count."""
-    for _ in range(2):
-        last = Stopwatch(setup, mode).whole
-    count = max(3, min(10, int(SECONDS / last)))
-    return [Stopwatch(setup, mode) for _ in range(count)]
-
-
 def bench(job: str, options: argparse.Namespace, rates: dict[str, float]) -> Iterator[dict[str, Any]]:
     """Yields a row for forward, backward and the step: seconds, parts, tokens/s, MFU and peak memory."""
     one = options_of(job, options)
