@@ -104,20 +104,25 @@ def headline(first: dict[str, Any]) -> tuple[str, str]:
     ours = found["ours"]["seconds"]["median"]
     others = {n: found[n]["seconds"]["median"] for n in ("compiled", "plain") if n in found}
     best = min(others, key=others.__getitem__)
-    said = f"{units.times(others[best] / ours)} the speed of the {best} formulas"
+    a, b = found["ours"]["seconds"], found[best]["seconds"]
+    apart = a["high"] < b["low"] or b["high"] < a["low"]
+    ratio = units.times(others[best] / ours)
+    said = (
+        f"at {ratio} the speed of the {best} formulas" if apart else f"as fast as the {best} formulas, within the noise"
+    )
     rate = f"{found['ours']['tokens_per_second']:,.0f} tokens/s"
     beneath = f"A training step of {case} tokens in {dtype} takes {units.seconds(ours)}: {rate}."
-    return f"{first['name']}: a step of {case.split()[0]} at {said}", beneath
+    return f"{first['name']}: a step of {case.split()[0]} {said}", beneath
 
 
 def render(sources: list[dict[str, Any]], options: argparse.Namespace) -> str:
     """Returns the page. sources: from `source`, the main one first."""
     sections: list[dict[str, Any]] = []
-    for name, title, lead, view in views.SECTIONS:
+    for name, short, title, lead, view in views.SECTIONS:
         shown = [(s, view(s["rows"])) for s in sources]
         shown = [(s, found) for s, found in shown if found.tables or found.pictures or found.said]
         if shown:
-            sections.append({"id": name, "title": title, "lead": lead, "shown": shown})
+            sections.append({"id": name, "short": short, "title": title, "lead": lead, "shown": shown})
     left = [] if sources[0]["recorded"] else missing(sources[0]["rows"], options)
     top, beneath = headline(sources[0])
     states = []

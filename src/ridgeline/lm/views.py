@@ -54,7 +54,17 @@ def sizes() -> Shown:
          str(s.dim), f"{s.vocabulary:,}", units.scaled(s.step(1, 512), "FLOP")]
         for name, s in SIZES.items()
     ]  # fmt: skip
-    heads = ("Size", "Parameters", "Layers", "Width", "Hidden", "Heads/keys", "Head", "Vocabulary", "A step of 512 tokens")
+    heads = (
+        "Size",
+        "Parameters",
+        "Layers",
+        "Width",
+        "Hidden",
+        "Heads/keys",
+        "Head",
+        "Vocabulary",
+        "A step of 512 tokens",
+    )
     return Shown([Table("", heads, rows)])
 
 
@@ -66,7 +76,7 @@ def bench(rows: list[Row]) -> Shown:
     for row in rows:
         if row["part"] == "bench" and row.get("seconds"):
             works.setdefault((row["case"], row["dtype"], row["impl"]), {})[row["direction"]] = row
-        elif row["part"] == "bench" and row["status"] != "ok":
+        elif row["part"] == "bench" and row["status"] not in ("ok", "left out"):
             out.append(f"{row['case']} {row['dtype']} {row['impl']}: {row['status']}, {row.get('reason', '')}")
     for (case, dtype, impl), ways in works.items():
         step = ways.get("step", {})
@@ -75,7 +85,9 @@ def bench(rows: list[Row]) -> Shown:
         mfu = step["mfu"] if step and step["mfu"] else units.DASH
         times = [time(ways[way]["seconds"]) if way in ways else units.DASH for way in ("forward", "backward", "step")]
         peak = step.get("peak_bytes")
-        cells.append([f"{case} {dtype}", impl, *times, rate, mfu, units.size(guess), units.size(peak), off(guess, peak)])
+        cells.append(
+            [f"{case} {dtype}", impl, *times, rate, mfu, units.size(guess), units.size(peak), off(guess, peak)]
+        )
     heads = ("Work", "Implementation", "Forward", "Forward and backward", "Step", "Tokens/s", "MFU", "Peak, predicted",
              "Peak, measured", "Prediction is off")  # fmt: skip
     shown = Shown([Table("", heads, cells)] if cells else [])
@@ -83,11 +95,13 @@ def bench(rows: list[Row]) -> Shown:
     if largest:
         found = [[f"{r['case']} {r['dtype']}", r["impl"], f"{r['fits']:,}", f"{r['fails']:,}" if r["fails"] else "none"]
                  for r in largest]  # fmt: skip
-        shown.tables.append(Table("Largest context whose step fits", ("Work", "Implementation", "Fits", "Does not"), found))
+        shown.tables.append(
+            Table("Largest context whose step fits", ("Work", "Implementation", "Fits", "Does not"), found)
+        )
     for row in rows:
         if row["part"] == "overhead" and "overhead" in row:
-            shown.said.append(f"The ranges of lm profile, without tracing, make a step of {row['case']} "
-                              f"{row['overhead']:+.2%} longer.")  # fmt: skip
+            shown.said.append(f"With the ranges of lm profile, and without tracing, a step of {row['case']} takes "
+                              f"{time(row['seconds'])}: {row['overhead']:+.2%} against a step without.")  # fmt: skip
     shown.said += out
     return shown
 
@@ -135,7 +149,9 @@ def profile(rows: list[Row]) -> Shown:
 def phases(title: str, rows: dict[str, dict[str, float]], more: bool) -> Table:
     there = [p for p in PHASES if any(row[p] for row in rows.values())]
     whole = sum(row[p] for row in rows.values() for p in PHASES[1:]) or 1.0
-    cells = [[name, *(us(row[p]) for p in there), sum(row[p] for p in PHASES[1:]) / whole] for name, row in rows.items()]
+    cells = [
+        [name, *(us(row[p]) for p in there), sum(row[p] for p in PHASES[1:]) / whole] for name, row in rows.items()
+    ]
     return Table(title, ("Part", *(p.capitalize() for p in there), "Share of training"), cells, more)
 
 
@@ -150,7 +166,9 @@ def memory(rows: list[Row]) -> Shown:
         curve = {kind: [n / MIB for n in values] for kind, values in data["curve"].items()}
         if curve:
             points = [float(n) for n in range(len(next(iter(curve.values()))))]
-            drawn = curves.stacked(f"Memory of {title}", points, curve, "allocations and releases", "predicted, live", "MiB")
+            drawn = curves.stacked(
+                f"Memory of {title}", points, curve, "allocations and releases", "predicted, live", "MiB"
+            )
             shown.pictures.append(drawn)
         whole = data["peak_bytes"] or 1
         kinds = [[kind, units.size(n), n / whole] for kind, n in data["kinds"].items() if n]
@@ -178,8 +196,19 @@ def attention(rows: list[Row]) -> Shown:
         both = ways["both"]
         times = [time(ways[way]["seconds"]) for way in ("forward", "backward", "both")]
         rate = units.scaled(both["flops_per_second"], "FLOP/s")
-        cells.append([f"{case} {dtype}", impl, *times, rate, units.size(both["held_bytes"]), units.size(both["formula_bytes"])])
-    heads = ("Batch x length x head", "Implementation", "Forward", "Backward", "Both", "Rate", "Before backward", "By formula")
+        cells.append(
+            [f"{case} {dtype}", impl, *times, rate, units.size(both["held_bytes"]), units.size(both["formula_bytes"])]
+        )
+    heads = (
+        "Batch x length x head",
+        "Implementation",
+        "Forward",
+        "Backward",
+        "Both",
+        "Rate",
+        "Before backward",
+        "By formula",
+    )
     return Shown([Table("", heads, cells)] if cells else [], said=list(dict.fromkeys(why))[:12])
 
 
@@ -244,16 +273,16 @@ def leaderboard(rows: list[Row]) -> Shown:
     return Shown([Table("", heads, cells)] if cells else [])
 
 
-# (id, title, what it answers, the function from rows).
-SECTIONS: list[tuple[str, str, str, Callable[[list[Row]], Shown]]] = [
-    ("bench", "Forward, backward, step", "Medians with half their 95% interval. “Ours” are Ridgeline’s ops, “plain” the "
+# (id, short title, title, what it answers, the function from rows).
+SECTIONS: list[tuple[str, str, str, str, Callable[[list[Row]], Shown]]] = [
+    ("bench", "Times", "Forward, backward, step", "Medians with half their 95% interval. “Ours” are Ridgeline’s ops, “plain” the "
      "formulas in PyTorch, “compiled” these through torch.compile. MFU is the share of the rate of matrix products measured "
      "just before.", bench),
-    ("profile", "Where the time goes", "Backward’s work belongs to the module whose forward call caused it.", profile),
-    ("memory", "Where the memory goes", "The prediction runs the same code on fake tensors and needs no GPU.", memory),
-    ("checkpoint", "Keep less for backward", "Each way of keeping less, with the operations that it repeats.", checkpoint),
-    ("attention", "Attention alone", "Times of forward, backward and both, and the memory in use before backward.", attention),
-    ("precision", "What number formats do", "Dark bars are normal numbers, light bars subnormal ones.", formats),
-    ("scale", "How time grows with size", "Exponents are fitted to the medians.", scale),
-    ("leaderboard", "The leaderboard’s step", "8.1 B parameters, 2 x 32768 tokens, beside the floor by formula.", leaderboard),
+    ("profile", "Profile", "Where the time goes", "Backward’s work belongs to the module whose forward call caused it.", profile),
+    ("memory", "Memory", "Where the memory goes", "The prediction runs the same code on fake tensors and needs no GPU.", memory),
+    ("checkpoint", "Checkpoints", "Keep less for backward", "Each way of keeping less, with the operations that it repeats.", checkpoint),
+    ("attention", "Attention", "Attention alone", "Times of forward, backward and both, and the memory in use before backward.", attention),
+    ("precision", "Formats", "What number formats do", "Dark bars are normal numbers, light bars subnormal ones.", formats),
+    ("scale", "Scale", "How time grows with size", "Exponents are fitted to the medians.", scale),
+    ("leaderboard", "Leaderboard", "The leaderboard’s step", "8.1 B parameters, 2 x 32768 tokens, beside the floor by formula.", leaderboard),
 ]  # fmt: skip
