@@ -10,9 +10,10 @@ Points = Sequence[tuple[float, float]]
 COLOURS = ("#2563eb", "#d97706", "#059669", "#dc2626", "#7c3aed", "#64748b", "#0891b2", "#be185d")
 MARKS = "*o+x"
 STYLE = (  # of these pictures alone, since a page may hold several
-    "<style>.curves{background:#fff;font:12px system-ui,sans-serif}.curves text{fill:#334155}.curves .grid{stroke:#e2e8f0}"
-    "@media(prefers-color-scheme:dark){.curves{background:#0f172a}.curves text{fill:#cbd5e1}.curves .grid{stroke:#334155}}"
-    "</style>"
+    "<style>.curves{background:#fff;font:12px system-ui,sans-serif}"
+    ".curves text{fill:#334155}.curves .grid{stroke:#e2e8f0}"
+    "@media(prefers-color-scheme:dark){.curves{background:#0f172a}"
+    ".curves text{fill:#cbd5e1}.curves .grid{stroke:#334155}}</style>"
 )
 
 

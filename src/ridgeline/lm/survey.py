@@ -5,7 +5,7 @@ from __future__ import annotations
 import argparse
 import json
 import time
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from contextlib import suppress
 from pathlib import Path
 from typing import Any
@@ -264,10 +264,10 @@ def line(row: dict[str, Any]) -> str:
 
 def check(options: argparse.Namespace) -> None:
     """Raises RidgelineError if a list names what is not there, or the time is none."""
-    known = {"sizes": SIZES, "precisions": PRECISIONS, "impls": IMPLS}
+    known: dict[str, Iterable[str]] = {"sizes": SIZES, "precisions": PRECISIONS, "impls": IMPLS}
     for name, there in known.items():
         for given in getattr(options, name):
-            if given not in there:
+            if given not in [*there]:
                 raise RidgelineError(f"lm survey: --{name} takes some of {', '.join(there)}, and got {given!r}")
         if not getattr(options, name):
             raise RidgelineError(f"lm survey: --{name} is empty")

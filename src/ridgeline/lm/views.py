@@ -125,13 +125,15 @@ def profile(rows: list[Row]) -> Shown:
             shown.tables.append(Table(f"Longest in {name}, per step", heads, cells, more=name == "inference"))
         for name, timer in data["timer"].items():
             share = units.percent(data["products_share"][name])
-            shown.said.append(f"{name.capitalize()} takes {us(timer['timed'])} by the timer without the profiler, and "
-                              f"{us(timer['summed'])} by the sum of its parts. Matrix products take {share} of it.")  # fmt: skip
+            shown.said.append(
+                f"{name.capitalize()} takes {us(timer['timed'])} by the timer without the profiler, and "
+                f"{us(timer['summed'])} by the sum of its parts. Matrix products take {share} of it."
+            )
         gaps = data["gaps"] or []
         cells = [[g["host"], str(g["gaps"]), us(g["us"])] for g in gaps[:8]]
         if cells:
-            heads = ("The host did", "Gaps", "The GPU waited")
-            shown.tables.append(Table("Gaps in which the GPU waited for the host, all profiled steps", heads, cells))
+            columns = ("The host did", "Gaps", "The GPU waited")
+            shown.tables.append(Table("Gaps in which the GPU waited for the host, all profiled steps", columns, cells))
         elif data["gaps"] is None:
             shown.said.append("On a CPU there are no gaps: no GPU waits for the host.")
         reads = "; ".join(f"{n} a step at {line}" for line, n in data["reads"].items())
@@ -140,8 +142,8 @@ def profile(rows: list[Row]) -> Shown:
         shown.said.append(f"The {over['ranges']} ranges of a step cost at most {over['share']:.2%} of it.")
     if (row := found.get("naive")) and (halves := row["data"].get("attention")):
         cells = [[name, us(h["us"]), units.scaled(h["flops"], "FLOP")] for name, h in halves.items()]
-        heads = ("Half of attention, forward, by the formulas", "Time", "Operations")
-        shown.tables.append(Table("Softmax against products", heads, cells))
+        columns = ("Half of attention, forward, by the formulas", "Time", "Operations")
+        shown.tables.append(Table("Softmax against products", columns, cells))
     shown.said += [f"{r['impl']}: {r['reason']}" for r in rows if r["part"] == "profile" and r["status"] != "ok"]
     return shown
 
@@ -161,8 +163,9 @@ def memory(rows: list[Row]) -> Shown:
         data, measured = row["data"], row.get("peak_bytes")
         title = f"{row['case']} {row['dtype']}"
         peak = f"A step of {title} peaks at {units.size(row['predicted_bytes'])} by prediction"
-        shown.said.append(f"{peak}; measured: {units.size(measured)} (the prediction is {off(row['predicted_bytes'], measured)} off)."
-                          if measured else f"{peak}; {data.get('why', 'not measured here')}.")  # fmt: skip
+        wrong = off(row["predicted_bytes"], measured)
+        there = f"measured: {units.size(measured)} (the prediction is {wrong} off)"
+        shown.said.append(f"{peak}; {there if measured else data.get('why', 'not measured here')}.")
         curve = {kind: [n / MIB for n in values] for kind, values in data["curve"].items()}
         if curve:
             points = [float(n) for n in range(len(next(iter(curve.values()))))]
@@ -173,8 +176,8 @@ def memory(rows: list[Row]) -> Shown:
         whole = data["peak_bytes"] or 1
         kinds = [[kind, units.size(n), n / whole] for kind, n in data["kinds"].items() if n]
         shown.tables.append(Table("At the peak, by kind", ("Kind", "Bytes", "Share"), kinds))
-        saved = [["x".join(map(str, r["shape"])), r["dtype"], f"{r['op']} in {r['module']}", units.size(r["bytes"]), r["share"]]
-                 for r in data["block"]]  # fmt: skip
+        saved = [["x".join(map(str, r["shape"])), r["dtype"], f"{r['op']} in {r['module']}", units.size(r["bytes"]),
+                  r["share"]] for r in data["block"]]  # fmt: skip
         heads = ("Shape", "Dtype", "Made by", "Bytes", "Share of the layer's")
         title = f"The five largest of {units.size(data['block_bytes'])} that one layer saves for backward"
         shown.tables.append(Table(title, heads, saved))
@@ -232,8 +235,8 @@ def formats(rows: list[Row]) -> Shown:
     sums = [[s["sum"], f"{s['value']:.6f}", f"{s['error']:+.6f}"] for s in data["sums"]]
     cast = data["autocast"]
     parts = [[part, cast["float16"][part], cast["bfloat16"][part]] for part in cast["float16"]]
-    table = [[f["format"], f"{f['exponent']}+{f['fraction']}", f"{f['largest']:.3g}", f"{f['normal']:.3g}", f"{f['least']:.3g}",
-              f"{f['spacing']:.2g}"] for f in data["formats"]]  # fmt: skip
+    table = [[f["format"], f"{f['exponent']}+{f['fraction']}", f"{f['largest']:.3g}", f"{f['normal']:.3g}",
+              f"{f['least']:.3g}", f"{f['spacing']:.2g}"] for f in data["formats"]]  # fmt: skip
     return Shown(
         [
             Table("0.01 added a thousand times; the sum is 10", ("Sum", "Result", "Error"), sums),
@@ -257,8 +260,8 @@ def scale(rows: list[Row]) -> Shown:
         if data["exponent"] is not None:
             larger = data["exponent_of_larger_half"]
             half = "" if larger is None else f", as size^{larger:.2f} over the larger half"
-            said.append(f"{title}: time grows as size^{data['exponent']:.2f}{half}; {us(data['overhead_ms'] * 1e3)} of the "
-                        "smallest are overhead.")  # fmt: skip
+            said.append(f"{title}: time grows as size^{data['exponent']:.2f}{half}; {us(data['overhead_ms'] * 1e3)} "
+                        "of the smallest are overhead.")  # fmt: skip
     return Shown(tables, said=said)
 
 
@@ -273,16 +276,37 @@ def leaderboard(rows: list[Row]) -> Shown:
     return Shown([Table("", heads, cells)] if cells else [])
 
 
-# (id, short title, title, what it answers, the function from rows).
-SECTIONS: list[tuple[str, str, str, str, Callable[[list[Row]], Shown]]] = [
-    ("bench", "Times", "Forward, backward, step", "Medians with half their 95% interval. “Ours” are Ridgeline’s ops, “plain” the "
-     "formulas in PyTorch, “compiled” these through torch.compile. MFU is the share of the rate of matrix products measured "
-     "just before.", bench),
-    ("profile", "Profile", "Where the time goes", "Backward’s work belongs to the module whose forward call caused it.", profile),
-    ("memory", "Memory", "Where the memory goes", "The prediction runs the same code on fake tensors and needs no GPU.", memory),
-    ("checkpoint", "Checkpoints", "Keep less for backward", "Each way of keeping less, with the operations that it repeats.", checkpoint),
-    ("attention", "Attention", "Attention alone", "Times of forward, backward and both, and the memory in use before backward.", attention),
-    ("precision", "Formats", "What number formats do", "Dark bars are normal numbers, light bars subnormal ones.", formats),
+# (id, short title, title, what it says, the function from rows).
+View = Callable[[list[Row]], Shown]
+SECTIONS: list[tuple[str, str, str, str, View]] = [
+    (
+        "bench", "Times", "Forward, backward, step",
+        "Medians with half their 95% interval. “Ours” are Ridgeline’s ops, “plain” the formulas in PyTorch, “compiled” "
+        "these through torch.compile. MFU is the share of the rate of matrix products measured just before.", bench,
+    ),
+    (
+        "profile", "Profile", "Where the time goes",
+        "Backward’s work belongs to the module whose forward call caused it.", profile,
+    ),
+    (
+        "memory", "Memory", "Where the memory goes",
+        "The prediction runs the same code on fake tensors and needs no GPU.", memory,
+    ),
+    (
+        "checkpoint", "Checkpoints", "Keep less for backward",
+        "Each way of keeping less, with the operations that it repeats.", checkpoint,
+    ),
+    (
+        "attention", "Attention", "Attention alone",
+        "Times of forward, backward and both, and the memory in use before backward.", attention,
+    ),
+    (
+        "precision", "Formats", "What number formats do",
+        "Dark bars are normal numbers, light bars subnormal ones.", formats,
+    ),
     ("scale", "Scale", "How time grows with size", "Exponents are fitted to the medians.", scale),
-    ("leaderboard", "Leaderboard", "The leaderboard’s step", "8.1 B parameters, 2 x 32768 tokens, beside the floor by formula.", leaderboard),
+    (
+        "leaderboard", "Leaderboard", "The leaderboard’s step",
+        "8.1 B parameters, 2 x 32768 tokens, beside the floor by formula.", leaderboard,
+    ),
 ]  # fmt: skip
