@@ -257,9 +257,14 @@ def test_rows_are_json(tmp_path):
     assert json.loads((tmp_path / "run.jsonl").read_text())["name"] == "µ\n\u2028"
 
 
+LM = dict.fromkeys(("case", "dtype", "direction", "impl"), "") | {
+    "schema": store.SCHEMA, "type": "lm", "run": "a", "part": "bench", "status": "ok"
+}  # fmt: skip
+
+
 def test_a_row_that_lacks_what_readers_rely_on_is_one_sentence(tmp_path):
     """Each field taken out, and each made something else, of each type of row."""
-    path, rows = tmp_path / "run.jsonl", [*fixture_rows.rows(), *fixture_rows.steps(0, ("eager", 0.4))]
+    path, rows = tmp_path / "run.jsonl", [*fixture_rows.rows(), *fixture_rows.steps(0, ("eager", 0.4)), LM]
     for kind, fields in store.FIELDS.items():
         row = next(row for row in rows if row["type"] == ("bench" if kind == "older" else kind)) | {"type": kind}
         for name in fields:

@@ -13,6 +13,8 @@ VERBS: dict[str, tuple[str, str]] = {
     "profile": ("profile", "show where the time goes, by layer, module, kind of work and kernel"),
     "scale": ("scale", "time matrix products and an MLP as they grow, and fit the exponents"),
     "leaderboard": ("leaderboard", "run the leaderboard's step of 8.1 B parameters beside its floor; plan its memory"),
+    "survey": ("survey", "time several sizes plain, compiled and ours, and keep each row as it comes"),
+    "report": ("report", "answer all of this for one size on one HTML page"),
     "train": ("train", "train a model on a text file, with checkpoints that resume bitwise, and sample from it"),
     "memory": ("memory", "predict and measure where the memory of a step goes, by kind and module"),
     "checkpoint": ("checkpoint", "compare ways of keeping less for backward: memory, operations and time"),
@@ -25,6 +27,13 @@ def arguments(parser: argparse.ArgumentParser) -> None:
     for verb, (module, line) in VERBS.items():
         one = verbs.add_parser(verb, help=line, description=line[0].upper() + line[1:] + ".")
         import_module(f"ridgeline.lm.{module}").arguments(one)
+
+
+def parser_of(verb: str) -> argparse.ArgumentParser:
+    """Returns a parser of a verb's own flags."""
+    parser = argparse.ArgumentParser(prog=f"ridgeline lm {verb}")
+    import_module(f"ridgeline.lm.{VERBS[verb][0]}").arguments(parser)
+    return parser
 
 
 def main(options: argparse.Namespace) -> int:

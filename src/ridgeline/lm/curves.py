@@ -9,9 +9,11 @@ from html import escape
 Points = Sequence[tuple[float, float]]
 COLOURS = ("#2563eb", "#d97706", "#059669", "#dc2626", "#7c3aed", "#64748b", "#0891b2", "#be185d")
 MARKS = "*o+x"
-STYLE = (
-    "<style>svg{background:#fff;font:12px system-ui,sans-serif}text{fill:#334155}.grid{stroke:#e2e8f0}"
-    "@media(prefers-color-scheme:dark){svg{background:#0f172a}text{fill:#cbd5e1}.grid{stroke:#334155}}</style>"
+STYLE = (  # of these pictures alone, since a page may hold several
+    "<style>.curves{background:#fff;font:12px system-ui,sans-serif}"
+    ".curves text{fill:#334155}.curves .grid{stroke:#e2e8f0}"
+    "@media(prefers-color-scheme:dark){.curves{background:#0f172a}"
+    ".curves text{fill:#cbd5e1}.curves .grid{stroke:#334155}}</style>"
 )
 
 
@@ -78,7 +80,8 @@ def legend(names: Sequence[str]) -> list[str]:
 
 
 def picture(parts: Sequence[str], height: int = 400) -> str:
-    return f'<svg xmlns="http://www.w3.org/2000/svg" viewBox="0 0 800 {height}" role="img">{"".join(parts)}</svg>\n'
+    start = f'<svg class="curves" xmlns="http://www.w3.org/2000/svg" viewBox="0 0 800 {height}" role="img">'
+    return f"{start}{''.join(parts)}</svg>\n"
 
 
 def svg(title: str, curves: dict[str, Points], x: str, y: str) -> str:

@@ -3,11 +3,17 @@
 from __future__ import annotations
 
 import argparse
+import contextlib
+import importlib
+import io
 import json
 import os
+import queue
 import statistics
 import subprocess
 import sys
+import tempfile
+import threading
 import time
 from collections.abc import Callable, Mapping, Sequence
 from functools import partial
@@ -17,8 +23,9 @@ from typing import Any
 import torch
 
 from ridgeline.lab import units
-from ridgeline.lab.measurement import clock
+from ridgeline.lab.measurement import clock, store
 from ridgeline.lab.measurement.clock import Measurement, interval, median
+from ridgeline.lab.measurement.machine import facts
 from ridgeline.lab.measurement.roof import CPU_SIDES, SHAPES
 from ridgeline.lab.tables import console, table
 from ridgeline.op import RidgelineError
@@ -154,6 +161,129 @@ def child(words: Sequence[str]) -> dict[str, Any]:
     if done.returncode == -9:
         return {"error": "out of memory: the system killed the process"}
     return {"error": f"the process ended with {done.returncode} and said: {said}"}
+
+
+def printed(options: argparse.Namespace, verb: str) -> Any:
+    """Returns what a verb of `ridgeline lm` prints as JSON with these options, run in this process."""
+    text = io.StringIO()
+    with contextlib.redirect_stdout(text):
+        importlib.import_module(f"ridgeline.lm.{verb}").main(options)
+    return json.loads(text.getvalue().strip().splitlines()[-1])
+
+
+class Lines:
+    """A process that prints rows of JSON, a line each. `next` waits for one, `fault` says how the process ended."""
+
+    def __init__(self, words: Sequence[str]) -> None:
+        self.said = tempfile.TemporaryFile("w+")  # noqa: SIM115, closed by `end`
+        self.process = subprocess.Popen(words, env=environment(), text=True, stdout=subprocess.PIPE, stderr=self.said)
+        self.queue: queue.Queue[dict[str, Any] | None] = queue.Queue()
+        threading.Thread(target=self._read, daemon=True).start()
+
+    def _read(self) -> None:
+        assert self.process.stdout is not None
+        for line in self.process.stdout:
+            if line.startswith("{"):
+                self.queue.put(json.loads(line))
+        self.queue.put(None)
+
+    def next(self, seconds: float) -> dict[str, Any] | None:
+        """Returns the next row, or None if the process has ended or none comes for so long."""
+        try:
+            return self.queue.get(timeout=max(0.01, seconds))
+        except queue.Empty:
+            return None
+
+    def ready(self) -> list[dict[str, Any]]:
+        """Returns the rows that are there."""
+        found = []
+        while not self.queue.empty():
+            row = self.queue.get()
+            if row is None:
+                self.queue.put(None)  # for those who wait
+                break
+            found.append(row)
+        return found
+
+    def fault(self) -> str | None:
+        """Returns None while the process runs, or what it said last."""
+        try:
+            code = self.process.wait(1)
+        except subprocess.TimeoutExpired:
+            return None
+        self.said.seek(0)
+        last = (self.said.read().strip().splitlines() or ["nothing"])[-1]
+        return f"the process ended with {code} and said: {last}"
+
+    def end(self) -> None:
+        """Ends the process, whatever it does."""
+        self.process.kill()
+        self.process.wait()
+        self.said.close()
+
+
+class Recording:
+    """A run's file, as `ridgeline bench` writes them: a row about the machine, then rows of the type "lm".
+
+    The file is begun anew. at: the commit, where the source tree is a copy without git."""
+
+    def __init__(self, path: Path, device: str, at: str | None = None) -> None:
+        digits, dirty = (store.short_commit(at), True) if at else store.commit()
+        now = time.gmtime()
+        self.path, self.name = path, f"{time.strftime('%Y%m%d-%H%M%S', now)}-{digits}"
+        path.unlink(missing_ok=True)
+        about = {"time": time.strftime("%Y-%m-%dT%H:%M:%SZ", now), "commit": digits, "dirty": dirty}
+        command = " ".join(["ridgeline", *sys.argv[1:]])
+        self.write(about | {"command": command, "machine": facts(device)}, "run")
+
+    def write(self, row: dict[str, Any], kind: str = "lm") -> None:
+        """Appends a row at once."""
+        store.append(self.path, [{"schema": store.SCHEMA, "type": kind, "run": self.name, **row}])
+
+
+def recording(path: Path) -> tuple[dict[str, Any], list[dict[str, Any]]]:
+    """Returns the row about the machine and the "lm" rows of a run's file.
+
+    Raises RidgelineError if it is corrupt, of another schema, or no run of the language-model lab."""
+    rows = store.load(path)
+    about, found = [r for r in rows if r["type"] == "run"], [r for r in rows if r["type"] == "lm"]
+    if not about or not found:
+        raise RidgelineError(f"lm: {path} holds no run of `ridgeline lm report` or `ridgeline lm survey`")
+    return about[0], found
+
+
+def page(template: str, **parts: Any) -> str:
+    """Returns a page in the look of the lab's report, from a template of this folder."""
+    from ridgeline.lab.presentation.report import shell
+
+    return shell.rendered(template, Path(__file__).parent, **parts)
+
+
+def about(run: dict[str, Any]) -> dict[str, Any]:
+    """Returns what a page says of a run: the machine's name, the date, the commit and further facts."""
+    m = run["machine"]
+    facts_ = [
+        ("GPU", f"{m['gpu']} ({m['arch']})" if m["gpu"] else "none"),
+        ("CPU", f"{m['cpu']}, {m['cores']} cores"),
+        ("Memory", units.size(m["memory_bytes"])),
+        ("PyTorch", m["torch"]),
+        *((name, m[name.lower()]) for name in ("Triton", "CUDA", "Driver", "Python")),
+        ("Measured", run["time"].replace("T", " ").removesuffix("Z") + " UTC"),
+        ("Commit", run["commit"] + (", with changes" if run["dirty"] else "")),
+        ("Command", run["command"]),
+    ]
+    return {
+        "name": m["gpu"] or m["cpu"],
+        "gpu": bool(m["gpu"]),
+        "date": run["time"][:10],
+        "commit": run["commit"],
+        "facts": [(name, str(value)) for name, value in facts_ if value],
+    }
+
+
+def recorded() -> Path:
+    """Returns the folder of the recorded runs, a file for each GPU."""
+    return store.recorded() / "lm"
 
 
 def out_of_memory(error: BaseException) -> bool:

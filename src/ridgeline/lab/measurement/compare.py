@@ -42,6 +42,34 @@ def _timed(rows: list[Row]) -> dict[tuple[str, ...], dict[str, float]]:
     for row in rows:
         if row["type"] == "model" and row["status"] == "ok":
             found[row["model"], f"{row['batch']}x{row['seq']}", row["dtype"], "step", row["variant"]] = row["seconds"]
+        elif row["type"] == "lm" and row["status"] == "ok" and row.get("seconds"):
+            found[_place(row)] = row["seconds"]
+    return found
+
+
+def _place(row: Row) -> tuple[str, ...]:
+    return f"lm {row['part']}", row["case"], row["dtype"], row["direction"], row["impl"]
+
+
+LEAST = 0.01  # a peak of memory that differs by less is the same: the allocator rounds
+
+
+def memory(before: list[Row], after: list[Row]) -> list[Row]:
+    """A row for each piece of work of `ridgeline lm` whose peak of memory both runs measured.
+
+    Each has op, case, dtype, direction, impl, before_bytes, after_bytes and change: "less", "more" or, within LEAST,
+    "same"."""
+
+    def peaks(rows: list[Row]) -> dict[tuple[str, ...], int]:
+        return {_place(row): row["peak_bytes"] for row in rows if row["type"] == "lm" and row.get("peak_bytes")}
+
+    old, new = peaks(before), peaks(after)
+    found = []
+    for place in (p for p in old if p in new):
+        ratio = new[place] / old[place]
+        word = "same" if abs(ratio - 1) <= LEAST else "less" if ratio < 1 else "more"
+        row: Row = dict(zip(("op", "case", "dtype", "direction", "impl"), place, strict=True))
+        found.append(row | {"before_bytes": old[place], "after_bytes": new[place], "change": word})
     return found
 
 
@@ -66,11 +94,13 @@ def arguments(parser: argparse.ArgumentParser) -> None:
 
 def main(options: argparse.Namespace) -> int:
     runs = [store.load(store.find(name)) for name in (options.before, options.after)]
-    rows = compare(*runs)
+    rows, peaks = compare(*runs), memory(*runs)
     if options.json:
-        print(json.dumps(rows))
+        print(json.dumps(rows + peaks))
     else:
         show(rows, *runs)
+        if peaks:
+            show_memory(peaks)
     return 0
 
 
@@ -80,6 +110,22 @@ def show(rows: list[Row], before: list[Row], after: list[Row]) -> None:
     out.print(listing(f"{title(before)}, then {title(after)}", rows))
     counts = {word: sum(row["change"] == word for row in rows) for word in STYLES}
     out.print(", ".join(f"{count} {word}" for word, count in counts.items() if count) or "neither run timed anything")
+
+
+def show_memory(rows: list[Row]) -> None:
+    """The table of the peaks of memory that differ, and how many there are of each kind."""
+    out = console()
+    moved = [row for row in rows if row["change"] != "same"]
+    if moved:
+        made = table("peak of memory", ["work", "impl", ""], ["before", "after", "ratio"])
+        for row in moved:
+            sizes = [units.size(row[end]) for end in ("before_bytes", "after_bytes")]
+            ratio = f"{row['after_bytes'] / row['before_bytes']:.3f}x"
+            made.add_row(" ".join(key(row)), row["impl"], row["change"], *sizes, ratio)
+        out.print(made)
+    words = ("less", "more", "same")
+    counts = {word: sum(row["change"] == word for row in rows) for word in words}
+    out.print("peaks of memory: " + ", ".join(f"{count} {word}" for word, count in counts.items() if count))
 
 
 def listing(heading: str, rows: list[Row]) -> Table:

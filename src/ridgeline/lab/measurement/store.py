@@ -37,6 +37,7 @@ FIELDS: dict[str, dict[str, Any]] = {
     "counter": {"status": str},
     "model": dict.fromkeys(("model", "title", "variant", "dtype", "status"), str)
     | dict.fromkeys(("batch", "seq"), int),
+    "lm": dict.fromkeys(("part", "case", "dtype", "direction", "impl", "status"), str),
 }
 # Fields of a timed row that may be None; a row without one is read as if it held None.
 UNTIMED: Row = dict.fromkeys(
@@ -224,6 +225,8 @@ def _fault(row: Row) -> str | None:
         figures = {name: row.get(name) for name in ("seconds", *(["tokens_per_second"] if kind == "model" else []))}
         if not isinstance(row.get("share"), NUMBER):
             return "share"
+    elif kind == "lm" and row.get("seconds") is not None:
+        figures = {"seconds": row["seconds"]}
     return next((name for name, figure in figures.items() if not _measured(figure)), None)
 
 

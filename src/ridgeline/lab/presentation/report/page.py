@@ -11,18 +11,16 @@ import hashlib
 import json
 from base64 import b64encode
 from importlib import import_module
-from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from ridgeline.lab.analysis import roofline
 from ridgeline.lab.measurement.model import table as model_table
 from ridgeline.lab.presentation.report import view
+from ridgeline.lab.presentation.report.shell import HERE, rendered
 from ridgeline.lab.presentation.report.view import Source
 
 if TYPE_CHECKING:
     from ridgeline.lab.presentation.report.measure import Left
-
-HERE = Path(__file__).parent
 
 
 def render(
@@ -40,19 +38,17 @@ def render(
     `minutes` had no room for. Every name is escaped, and only the page's own scripts may run.
     """
     import vl_convert
-    from jinja2 import Environment, FileSystemLoader, StrictUndefined
 
     bundle, js = vl_convert.javascript_bundle(), (HERE / "page.js").read_text()
-    environment = Environment(
-        loader=FileSystemLoader(HERE), autoescape=True, undefined=StrictUndefined, trim_blocks=True, lstrip_blocks=True
-    )
+    hashes = (f"'sha256-{b64encode(hashlib.sha256(text.encode()).digest()).decode()}'" for text in (bundle, js))
     kernels, checks, left = kernels or [], checks or [], left or []
     compiled = {table["op"]: table for table in kernels}
     shown = {id(s): _source(s, len(sources) > 1, [] if n else checks) for n, s in enumerate(sources)}
     timed = view.names(sources)
     names = [*timed, *(op for op in compiled if op not in timed)]
     words = {"groups": roofline.GROUPS, "themes": {paper: roofline.theme(paper) for paper in roofline.PAPER}}
-    return environment.get_template("page.html.j2").render(
+    return rendered(
+        "page.html.j2",
         sources=list(shown.values()),
         states=view.states(sources[0], checks, kernels, changes, left, minutes),
         families=_families([_op(name, sources, shown, compiled.get(name)) for name in names]),
@@ -63,13 +59,10 @@ def render(
         minutes=minutes,
         groups=roofline.GROUPS,
         step_heads=model_table.HEADS,
-        css=(HERE / "page.css").read_text(),
         words=packed(words),
         bundle=packed(bundle),
         js=js,
-        hashes=" ".join(
-            f"'sha256-{b64encode(hashlib.sha256(text.encode()).digest()).decode()}'" for text in (bundle, js)
-        ),
+        scripts=f"{' '.join(hashes)} 'unsafe-eval'",
     )
 
 
