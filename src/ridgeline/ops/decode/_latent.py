@@ -139,14 +139,14 @@ def _attend_latent(
 
 
 def rule(gpu: device.Device, rows: int, width: int, size: int, bits: int) -> tuning.Config:
-    """The most keys whose tiles fit into shared memory twice, beside the queries and a tile of probabilities.
+    """Tiles of up to 32 keys, which need no more than 255 registers; one fewer tile than stages is held at a time.
 
     size: bytes of a query's number; bits: bytes of a stored one."""
     if gpu.backend == "cpu":
         return {"BN": 16, "num_warps": 4, "num_stages": 1}
-    room = gpu.shared_memory - 12288 - rows * width * size
-    for bn, stages in ((64, 2), (32, 2), (16, 2)):
-        if stages * bn * width * (size if bits == size else size + bits) <= room:
+    for bn, stages in ((32, 4 if rows < 64 else 3), (32, 3), (16, 3), (16, 2)):
+        held = (stages - 1) * bits + (0 if bits == size else 2 * size)
+        if rows * width * size + bn * width * held + 12288 <= gpu.shared_memory:
             return {"BN": bn, "num_warps": 8, "num_stages": stages}
     return {"BN": 16, "num_warps": 8, "num_stages": 1}
 
