@@ -448,6 +448,18 @@ BAD: Bad = {
         lambda: ridgeline.decode_attention(step, keys.to_sparse(), keys, lengths),
         ["sparse", "dense"],
     ),
+    "mla_decode: lengths of int64": (
+        lambda: ridgeline.mla_decode(
+            torch.ones(2, 1, 4, 48), torch.ones(2, 8, 48), torch.ones(2).long(), latent=32, scale=1.0
+        ),
+        ["lengths", "int32", "int64"],
+    ),
+    "mla_decode: a cache of another width": (
+        lambda: ridgeline.mla_decode(
+            torch.ones(2, 1, 4, 48), torch.ones(2, 8, 40), torch.ones(2).int(), latent=32, scale=1.0
+        ),
+        ["cache", "(2, S_max, 48)", "(2, 8, 40)"],
+    ),
     "concat_kv: another width": (
         lambda: ridgeline.concat_kv(cache, cache, new[..., :3], new[..., :3], at),
         ["(2, 5, 3, 4)", "(2, 2, 3, 3)"],

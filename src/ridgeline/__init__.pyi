@@ -142,6 +142,44 @@ def decode_attention(
     Raises RidgelineError if the arguments do not fit together, or if `impl` cannot run the call.
     """
 
+def mla_decode(
+    q: torch.Tensor,
+    cache: torch.Tensor,
+    lengths: torch.Tensor,
+    *,
+    kv: torch.Tensor | None = None,
+    block_table: torch.Tensor | None = None,
+    latent: int = 512,
+    scale: float,
+    cos: torch.Tensor | None = None,
+    sin: torch.Tensor | None = None,
+    interleaved: bool = False,
+    kv_scale: torch.Tensor | None = None,
+    invariant: bool = False,
+    return_lse: bool = False,
+    impl: str | None = None,
+) -> torch.Tensor | tuple[torch.Tensor, torch.Tensor]:
+    """Appends latents to a cache in place, then lets all heads attend to it. It has no gradients.
+
+    q: (B, S, H, D), the S queries (1 to 16) at the end of each sequence, with the keys' matrix absorbed; float32,
+    float16 or bfloat16. D is `latent` (a multiple of 16 to 512) and 8 to 128 columns for rotation: 576 in DeepSeek's.
+    cache: (B, S_max, D), or with block_table (B, most), int32: (blocks, block, D), where a sequence's tokens from n
+    block on lie in block block_table[b, n]; block is a multiple of 16, and entries past the length may be anything. Its
+    first `latent` columns are the values too. It has q's dtype or is float8_e4m3fn.
+    lengths: (B,), int32: how many tokens the cache holds before the call. -1 marks padding: its result is 0, and
+    nothing is written. Values on a GPU are not validated; no value is read by the host.
+    kv: (B, S, D), written at lengths, lengths + 1, ..., and seen by the queries up to their own place; None: the cache
+    holds them already, and lengths counts them. Tokens past the cache's end are not written.
+    scale: what scores are multiplied by, 1/sqrt(128 + 64) in DeepSeek's: the head before absorption.
+    cos, sin: (most, r): the columns of q and kv after the latent ones are rotated as `rope` does, at their places.
+    kv_scale: float32, for a float8_e4m3fn cache: () or (1,), or the cache's first two sizes, a scale per token: a
+    number is stored * scale. Scales per token are made for new tokens and written; one for all is only read.
+    invariant: the result does not depend on what else is in the batch.
+    Returns o (B, S, H, latent), of q's dtype, or with return_lse (o, lse), lse (B, H, S), float32. A row that sees
+    nothing has o 0 and lse -inf.
+    Raises RidgelineError if the arguments do not fit together, or if `impl` cannot run the call.
+    """
+
 def cross_entropy(
     logits: torch.Tensor,
     target: torch.Tensor,

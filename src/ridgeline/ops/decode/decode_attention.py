@@ -16,13 +16,13 @@ from typing import Any
 import torch
 
 from ridgeline.boundary import kernel_op
-from ridgeline.op import Case, Cost, Op, Spec, get, nbytes
+from ridgeline.op import Case, Cost, Op, Spec, nbytes
 from ridgeline.ops.decode import _split_keys
 from ridgeline.ops.decode._arguments import check
-from ridgeline.ops.decode._cache import Half, capacity, places
+from ridgeline.ops.decode._cache import Half, Maybe, capacity
+from ridgeline.ops.decode._cases import Filled, Table
+from ridgeline.ops.decode._history import history, query_places, seen_keys, turned
 from ridgeline.select import eager, run
-
-Maybe = torch.Tensor | None
 
 
 @kernel_op(
@@ -48,52 +48,16 @@ def reference(
     tree: Maybe = None, invariant: bool = False, return_lse: bool = False,
 ) -> Any:  # fmt: skip
     """Every sequence padded to the cache's capacity. It keeps all scores in memory, and no kernel's tricks."""
-    (B, S), shared = q.shape[:2], k_cache.shape[2]
-    room, before = capacity(k_cache, block_table), lengths.long().clamp(0, capacity(k_cache, block_table))
-    first = before if k is not None else before - S
-    place = first[:, None] + torch.arange(S, device=q.device)
+    place = query_places(k_cache, lengths, block_table, q.shape[1], k is not None)
     if cos is not None and sin is not None:
-        turns = (place if positions is None else positions.long()).clamp(0, cos.shape[0] - 1)
-        images = q.transpose(1, 2), (q[:, :, :shared] if k is None else k).transpose(1, 2)
-        turned = get("rope").reference(*images, cos, sin, positions=turns, interleaved=interleaved)
-        q, k = turned[0].transpose(1, 2), None if k is None else turned[1].transpose(1, 2)
-    tokens = torch.arange(room, device=q.device).expand(B, room)
-    held = tokens < before[:, None]
-    if block_table is not None:  # past a sequence's end the table holds anything
-        used = torch.arange(block_table.shape[1], device=q.device) * k_cache.shape[1] < before[:, None]
-        owned = torch.where(used, block_table, 0)
-    at = places(tokens, None if block_table is None else owned, k_cache)
+        at, other = place if positions is None else positions, q[:, :, : k_cache.shape[2]] if k is None else k
+        q, other = turned(q, other, cos, sin, at, interleaved)
+        k = None if k is None else other
+    new = None if k is None or v is None else (k, v)
     caches = Half(k_cache, k_scale, k_zero), Half(v_cache, v_scale, v_zero)
-    keys, values = (torch.where(held[:, :, None, None], c.read(at, q.dtype), 0) for c in caches)
-    known, index = held, tokens
-    if k is not None and v is not None:
-        fresh = (lengths >= 0)[:, None].expand(B, S)
-        row, step = (fresh & (place < room)).nonzero(as_tuple=True)
-        to = places(place.clamp(0, room - 1), block_table, k_cache)
-        to = to[0][row, step], to[1][row, step]
-        new = []
-        for cache, made in zip(caches, (k, v), strict=True):
-            kept = made.to(keys.dtype).clone()
-            kept[row, step] = cache.write(to, made[row, step]).to(kept.dtype)
-            new.append(kept)
-        keys, values = torch.cat((keys, new[0]), 1), torch.cat((values, new[1]), 1)
-        known, index = torch.cat((held, fresh), 1), torch.cat((tokens, place), 1)
-    seen = _seen(index, place, known, tree, window)
+    (keys, values), known, index = history(caches, new, lengths, block_table, place, q.dtype)
+    seen = seen_keys(index, place, known, tree, window)
     return _attended(q, keys, values, seen, scale, softcap, sinks, return_lse)
-
-
-def _seen(
-    index: torch.Tensor, place: torch.Tensor, known: torch.Tensor, tree: Maybe, window: int | None
-) -> torch.Tensor:
-    """Which keys each query sees, (B, S, keys)."""
-    (B, S), apart = place.shape, place[:, :, None] - index[:, None]
-    if tree is None:
-        seen = apart >= 0 if window is None else (apart >= 0) & (apart <= window)
-    else:
-        branch = index - place[:, :1]  # of the newest S keys
-        path = tree.gather(2, branch.clamp(0, S - 1)[:, None].expand(B, S, -1))
-        seen = (branch < 0)[:, None] | path
-    return seen & known[:, None]
 
 
 def _attended(
@@ -203,23 +167,6 @@ def cost(q: torch.Tensor, k_cache: torch.Tensor, v_cache: torch.Tensor, lengths:
     cached += sum(4 * keys * t.shape[2] for t in per_token if t.dim() == 3)
     new = sum(nbytes(given[n]) for n in ("k", "v") if given.get(n) is not None)
     return Cost(nbytes(q) + cached + new, nbytes(q) + new, 4 * S * heads * D * keys), None
-
-
-class Filled(Spec):
-    """Lengths of which every one is `high`, or with a step counts down from it."""
-
-    def make(self, dtype: torch.dtype, device: Any, generator: Any) -> torch.Tensor:
-        return torch.full(self.shape, self.high, dtype=torch.int32, device=device)
-
-
-class Table(Spec):
-    """A block table (B, most) that owns every block once, in a mixed order."""
-
-    def make(self, dtype: torch.dtype, device: Any, generator: Any) -> torch.Tensor:
-        count = self.shape[0] * self.shape[1]
-        if torch.device(device).type == "meta":
-            return torch.empty(self.shape, dtype=torch.int32, device=device)
-        return torch.randperm(count, device=device, generator=generator).to(torch.int32).view(self.shape)
 
 
 def _small(name: str, q: tuple[int, ...], heads: int, room: int, new: bool = False, **given: Any) -> Case:
