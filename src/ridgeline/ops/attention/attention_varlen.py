@@ -9,98 +9,40 @@ Source: the packed form of Dao, FlashAttention-2, 2023 (arXiv:2307.08691).
 
 from __future__ import annotations
 
-from functools import partial
 from itertools import pairwise
 from typing import Any
 
 import torch
-import torch.nn.functional as F
 
 from ridgeline.op import Case, Cost, Op, RidgelineError, Spec, dense_only, nbytes, readable
-from ridgeline.ops.attention.common.arguments import Options, check, in_autocast, options
-from ridgeline.ops.attention.common.cached import (
-    by_cache_kernels,
-    cached_options,
-    capacity,
-    check_cache,
-    gathered,
-    sees_cached,
-)
+from ridgeline.ops.attention.common.arguments import check, in_autocast, options
+from ridgeline.ops.attention.common.cached import by_cache_kernels, cached_options, check_cache
 from ridgeline.ops.attention.common.cost import ORDERS, pairs
 from ridgeline.ops.attention.common.kernels import GLUON, OPS, TRITON, by_kernels
-from ridgeline.ops.attention.common.reference import formula, in_pieces, rounds_scores
-from ridgeline.ops.attention.common.tiled import tiled
+from ridgeline.ops.attention.common.packed import (
+    by_naive,
+    by_reference,
+    by_tiles,
+    by_torch,
+    packed_heads,
+    rounds_scores,
+)
 from ridgeline.select import eager
 
-
 Maybe = torch.Tensor | None
-
-
-def _heads(x: torch.Tensor) -> torch.Tensor:
-    """Returns packed tokens as attention takes them: (1, heads, tokens, D)."""
-    return x.transpose(0, 1)[None]
-
-
-def _sees(cu_q: torch.Tensor, cu_k: torch.Tensor, queries: int, keys: int, chosen: Options) -> torch.Tensor:
-    """Returns (queries, keys), True where a token sees another: in its own sequence, within its band."""
-
-    def placed(cu: torch.Tensor, tokens: int) -> tuple[torch.Tensor, torch.Tensor]:
-        token = torch.arange(tokens, device=cu.device, dtype=torch.int32)
-        number = torch.searchsorted(cu, token, right=True)
-        return number, token - cu[number - 1]
-
-    (mine, i), (other, j) = placed(cu_q, queries), placed(cu_k, keys)
-    same = (mine[:, None] == other) & (mine < cu_q.numel())[:, None]
-    if chosen.bottom:
-        i = i + torch.cat([torch.zeros_like(cu_q[:1]), cu_k.diff() - cu_q.diff(), torch.zeros_like(cu_q[:1])])[mine]
-    apart = j - i[:, None]
-    return same & (apart >= -chosen.left) & (apart <= chosen.right)
-
-
-def _plain(
-    q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, cu_q: torch.Tensor, cu_k: Maybe, block_table: Maybe,
-    lengths: Maybe, given: dict[str, Any],
-) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor, Options]:  # fmt: skip
-    """Returns q, k and v as attention takes them, which keys each query sees, and the options. Caches are gathered."""
-    if lengths is None:
-        chosen = options(q.shape[-1], **given)
-        mask = _sees(cu_q, cu_k, q.shape[0], k.shape[0], chosen)  # type: ignore[arg-type]
-        return _heads(q), _heads(k), _heads(v), mask, chosen
-    chosen = cached_options(q.shape[-1], **given)
-    mask = sees_cached(cu_q, lengths, q.shape[0], capacity(k, block_table), chosen)
-    return _heads(q), *gathered(k, v, block_table, lengths), mask, chosen
-
-
-def _formula(
-    how: Any, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, cu_q: torch.Tensor, cu_k: Maybe = None, *,
-    block_table: Maybe = None, lengths: Maybe = None, return_lse: bool = False, **given: Any
-) -> Any:  # fmt: skip
-    *qkv, mask, chosen = _plain(q, k, v, cu_q, cu_k, block_table, lengths, given)
-    o, lse = how(*qkv, mask, None, chosen.scale, chosen.softcap)
-    return (o.squeeze(0).transpose(0, 1), lse.squeeze(0)) if return_lse else o.squeeze(0).transpose(0, 1)
 
 
 def reference(
     q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, cu_seqlens_q: torch.Tensor,
     cu_seqlens_k: torch.Tensor | None = None, *, block_table: torch.Tensor | None = None,
-    lengths: torch.Tensor | None = None, max_seqlen_q: int | None = None, max_seqlen_k: int | None = None, causal: bool | str = False,
+    lengths: torch.Tensor | None = None, max_seqlen_q: int | None = None,
+    max_seqlen_k: int | None = None, causal: bool | str = False,
     scale: float | None = None, window: tuple[int | None, int | None] | None = None, softcap: float | None = None,
     return_lse: bool = False, deterministic: bool | None = None
 ) -> Any:  # fmt: skip
     given: dict[str, Any] = {"causal": causal, "scale": scale, "window": window, "softcap": softcap}
     given |= {"block_table": block_table, "lengths": lengths, "return_lse": return_lse}
-    return _formula(in_pieces, q, k, v, cu_seqlens_q, cu_seqlens_k, **given)
-
-
-def _torch(
-    q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, cu_q: torch.Tensor, cu_k: Maybe = None, *,
-    block_table: Maybe = None, lengths: Maybe = None, return_lse: bool = False, **given: Any,
-) -> torch.Tensor:  # fmt: skip
-    queries, keys, values, mask, chosen = _plain(q, k, v, cu_q, cu_k, block_table, lengths, given)
-    mask = mask.expand(1, q.shape[1], -1, -1)
-    grouped = queries.shape[1] != keys.shape[1]
-    o = F.scaled_dot_product_attention(queries, keys, values, mask, scale=chosen.scale, enable_gqa=grouped)
-    return o.squeeze(0).transpose(0, 1)
+    return by_reference(q, k, v, cu_seqlens_q, cu_seqlens_k, **given)
 
 
 def _torch_refuses(q: torch.Tensor, *_: Any, softcap: Any = None, return_lse: bool = False, **__: Any) -> str | None:
@@ -136,7 +78,8 @@ def _faults(cu: dict[str, Any], q: torch.Tensor, k: torch.Tensor, longest: dict[
 def attention_varlen(
     q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, cu_seqlens_q: torch.Tensor,
     cu_seqlens_k: torch.Tensor | None = None, *, block_table: torch.Tensor | None = None,
-    lengths: torch.Tensor | None = None, max_seqlen_q: int | None = None, max_seqlen_k: int | None = None, causal: bool | str = False,
+    lengths: torch.Tensor | None = None, max_seqlen_q: int | None = None,
+    max_seqlen_k: int | None = None, causal: bool | str = False,
     scale: float | None = None, window: tuple[int | None, int | None] | None = None, softcap: float | None = None,
     return_lse: bool = False, deterministic: bool | None = None, impl: str | None = None
 ) -> torch.Tensor | tuple[torch.Tensor, torch.Tensor]:  # fmt: skip
@@ -180,7 +123,7 @@ def attention_varlen(
         return plain.call(q, k, v, cu_seqlens_q, cu_seqlens_k, **given)  # type: ignore[misc]
     chosen, longest = options(q.shape[-1], causal, scale, window, softcap), (max_seqlen_q or 0, max_seqlen_k or 0)
     other = None if cu_seqlens_k is cu_seqlens_q else cu_seqlens_k.contiguous()
-    packed = _heads(q), _heads(k), _heads(v), None, cu_seqlens_q.contiguous(), other
+    packed = packed_heads(q), packed_heads(k), packed_heads(v), None, cu_seqlens_q.contiguous(), other
     o, lse = by_kernels(*packed, chosen, longest, deterministic, impl)
     # Not o[0], whose backward copies the incoming gradient into zeros.
     return (o.squeeze(0).transpose(0, 1), lse.squeeze(0)) if return_lse else o.squeeze(0).transpose(0, 1)
@@ -272,6 +215,7 @@ def cost(
     if lengths is not None:
         owned = 2 * sum(keys) * k.shape[2] * k.shape[3] * k.element_size()
         return Cost(nbytes(q, cu_q, lengths) + owned, written, flops), None
+    assert cu_k is not None
     backward = Cost(3 * nbytes(q) + nbytes(k, v, cu_q, cu_k) + rows, nbytes(q, k, v), flops * 5 // 2)
     return Cost(nbytes(q, k, v, cu_q, cu_k), written, flops), backward
 
@@ -317,9 +261,7 @@ OPS[True] = ATTENTION_VARLEN = Op(
         ),
         _case("50 tokens, softcap, lse", 2, 2, 32, (17, 33), (25, 20), softcap=3.0, return_lse=True),
         _chunks("50 tokens, blocks of 16", 4, 2, 16, (33, 0, 1, 16), (80, 5, 0, 47), 16, causal=True),
-        _chunks(
-            "40 tokens, blocks of 48, window, lse", 2, 1, 40, (7, 33), (7, 101), 48, window=(9, 2), return_lse=True
-        ),
+        _chunks("40 tokens, blocks of 48, lse", 2, 1, 40, (7, 33), (7, 101), 48, window=(9, 2), return_lse=True),
         _chunks("40 tokens, contiguous cache, softcap", 2, 2, 24, (7, 33), (60, 33), causal=True, softcap=3.0),
         _case("1024 tokens", 4, 4, 64, (600, 24, 400), use="quick", causal=True),
         *(
@@ -354,19 +296,19 @@ def _hopper_refuses(*args: Any, lengths: Maybe = None, **given: Any) -> str | No
 ATTENTION_VARLEN.eager(
     "naive",
     "the formula in eager PyTorch: scores of all pairs of tokens, other sequences masked",
-    partial(_formula, formula),
+    by_naive,
     supports=rounds_scores,
 )
 ATTENTION_VARLEN.eager(
     "tiled",
     "FlashAttention's loop over tiles in eager PyTorch, with other sequences masked",
-    partial(_formula, tiled),
+    by_tiles,
     served=True,
 )
 ATTENTION_VARLEN.eager(
     "torch",
     "PyTorch's own, with a mask of tokens by tokens that separates sequences",
-    _torch,
+    by_torch,
     supports=_torch_refuses,
     served=True,
 )

@@ -1,6 +1,6 @@
-"""attention_varlen against caches of keys and values, in blocks or one piece per sequence: its arguments and its torch op.
+"""attention_varlen against caches of keys and values, in blocks or contiguous: its arguments and its torch op.
 
-The queries of a sequence are its last tokens: query i of rows is at place length - rows + i. Everything is aligned there.
+The queries of a sequence are its last tokens: query i of rows is at place length - rows + i. All is aligned there.
 """
 
 from __future__ import annotations

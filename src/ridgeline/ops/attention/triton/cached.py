@@ -1,7 +1,7 @@
 """Packed queries of any lengths against a cache of keys and values, in blocks or contiguous: prefill in chunks.
 
 A program takes a tile of queries of one sequence, as in `forward.py`, and finds its keys through the sequence's row of
-the block table: a tile of keys may cross blocks, so each key has an address of its own unless a block holds whole tiles.
+the block table. A tile of keys may cross blocks: each key has its own address, unless a block holds whole tiles.
 Entries past a sequence's keys are never read. Keys past its end are 0, so that memory no key owns stays out.
 Source: Kwon et al., Efficient Memory Management for Large Language Model Serving with PagedAttention, 2023
 (arXiv:2309.06180).
@@ -37,7 +37,7 @@ from ridgeline.tiles.online_softmax import exact_exp
 
 
 class Owners(NamedTuple):
-    """Whose queries and keys are whose: cu_seqlens of queries, the keys of each sequence, and the block table or None."""
+    """Whose queries and keys are whose: cu_seqlens of queries, each sequence's keys, and the block table or None."""
 
     cu: Any
     lengths: Any
