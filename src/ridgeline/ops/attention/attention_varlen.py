@@ -202,7 +202,7 @@ def cost(
     q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, cu_q: torch.Tensor, cu_k: Maybe = None, *,
     block_table: Maybe = None, lengths: Maybe = None, return_lse: bool = False, **given: Any,
 ) -> tuple[Cost, Cost | None]:  # fmt: skip
-    """Returns attention's costs by sequence lengths: from `ends` or `held` of tensors that have it, else from values."""
+    """Returns attention's costs by lengths: from `ends` or `held` of tensors that have it, else from values."""
 
     def between(cu: Any) -> list[int]:
         return [b - a for a, b in pairwise(getattr(cu, "ends", None) or cu.tolist())]
