@@ -63,8 +63,10 @@ def attention_varlen(
     k: torch.Tensor,
     v: torch.Tensor,
     cu_seqlens_q: torch.Tensor,
-    cu_seqlens_k: torch.Tensor,
+    cu_seqlens_k: torch.Tensor | None = None,
     *,
+    block_table: torch.Tensor | None = None,
+    lengths: torch.Tensor | None = None,
     max_seqlen_q: int | None = None,
     max_seqlen_k: int | None = None,
     causal: bool | str = False,
@@ -81,6 +83,11 @@ def attention_varlen(
     dtypes and strides are as in `attention`.
     cu_seqlens_q, cu_seqlens_k: (sequences + 1,), int32, rising from 0 to the number of tokens: where each sequence
     begins, and the end.
+    lengths: (sequences,), int32, instead of cu_seqlens_k: k and v are caches that hold so many keys of each sequence,
+    those of its queries included, which are its last tokens. k, v: (sequences, S_max, Hkv, D); or with block_table
+    (sequences, most), int32: (blocks, block, Hkv, D), where a sequence's keys from n block on lie in block
+    block_table[b, n]; block is a multiple of 16, and entries past the length may be anything. causal (True or
+    "bottom_right") and window then count from each query's own place in its sequence. A cache has no gradients.
     max_seqlen_q, max_seqlen_k: the longest lengths, if known; no implementation needs them.
     causal, window, scale, softcap, return_lse, deterministic: as in `attention`; "bottom_right" aligns each sequence.
     Returns o, with q's shape and dtype; with return_lse (o, lse), where lse is (Hq, tokens), float32, also

@@ -2,85 +2,47 @@
 
     sequence n has the tokens cu_seqlens[n] to cu_seqlens[n + 1] - 1;  o, lse and gradients as in attention, for each
 
+With a cache (`lengths`), keys lie in blocks that a table names, or in a row per sequence: prefill in chunks.
 The kernels are attention's: a program looks up its tile's sequence, so nothing is padded and the host reads no lengths.
 Source: the packed form of Dao, FlashAttention-2, 2023 (arXiv:2307.08691).
 """
 
 from __future__ import annotations
 
-from functools import partial
 from itertools import pairwise
 from typing import Any
 
 import torch
-import torch.nn.functional as F
 
 from ridgeline.op import Case, Cost, Op, RidgelineError, Spec, dense_only, nbytes, readable
-from ridgeline.ops.attention.common.arguments import Options, check, in_autocast, options
+from ridgeline.ops.attention.common.arguments import check, in_autocast, options
+from ridgeline.ops.attention.common.cached import by_cache_kernels, cached_options, check_cache
 from ridgeline.ops.attention.common.cost import ORDERS, pairs
 from ridgeline.ops.attention.common.kernels import GLUON, OPS, TRITON, by_kernels
-from ridgeline.ops.attention.common.reference import formula, in_pieces, rounds_scores
-from ridgeline.ops.attention.common.tiled import tiled
+from ridgeline.ops.attention.common.packed import (
+    by_naive,
+    by_reference,
+    by_tiles,
+    by_torch,
+    packed_heads,
+    rounds_scores,
+)
 from ridgeline.select import eager
 
-
-def _heads(x: torch.Tensor) -> torch.Tensor:
-    """Returns packed tokens as attention takes them: (1, heads, tokens, D)."""
-    return x.transpose(0, 1)[None]
-
-
-def _sees(cu_q: torch.Tensor, cu_k: torch.Tensor, queries: int, keys: int, chosen: Options) -> torch.Tensor:
-    """Returns (queries, keys), True where a token sees another: in its own sequence, within its band."""
-
-    def placed(cu: torch.Tensor, tokens: int) -> tuple[torch.Tensor, torch.Tensor]:
-        token = torch.arange(tokens, device=cu.device, dtype=torch.int32)
-        number = torch.searchsorted(cu, token, right=True)
-        return number, token - cu[number - 1]
-
-    (mine, i), (other, j) = placed(cu_q, queries), placed(cu_k, keys)
-    same = (mine[:, None] == other) & (mine < cu_q.numel())[:, None]
-    if chosen.bottom:
-        i = i + torch.cat([torch.zeros_like(cu_q[:1]), cu_k.diff() - cu_q.diff(), torch.zeros_like(cu_q[:1])])[mine]
-    apart = j - i[:, None]
-    return same & (apart >= -chosen.left) & (apart <= chosen.right)
-
-
-def _formula(
-    how: Any, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, cu_q: torch.Tensor, cu_k: torch.Tensor, *,
-    return_lse: bool = False, **given: Any
-) -> Any:  # fmt: skip
-    chosen = options(q.shape[-1], **given)
-    mask = _sees(cu_q, cu_k, q.shape[0], k.shape[0], chosen)
-    o, lse = how(_heads(q), _heads(k), _heads(v), mask, None, chosen.scale, chosen.softcap)
-    return (o.squeeze(0).transpose(0, 1), lse.squeeze(0)) if return_lse else o.squeeze(0).transpose(0, 1)
+Maybe = torch.Tensor | None
 
 
 def reference(
-    q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, cu_seqlens_q: torch.Tensor, cu_seqlens_k: torch.Tensor, *,
-    max_seqlen_q: int | None = None, max_seqlen_k: int | None = None, causal: bool | str = False,
+    q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, cu_seqlens_q: torch.Tensor,
+    cu_seqlens_k: torch.Tensor | None = None, *, block_table: torch.Tensor | None = None,
+    lengths: torch.Tensor | None = None, max_seqlen_q: int | None = None,
+    max_seqlen_k: int | None = None, causal: bool | str = False,
     scale: float | None = None, window: tuple[int | None, int | None] | None = None, softcap: float | None = None,
     return_lse: bool = False, deterministic: bool | None = None
 ) -> Any:  # fmt: skip
     given: dict[str, Any] = {"causal": causal, "scale": scale, "window": window, "softcap": softcap}
-    return _formula(in_pieces, q, k, v, cu_seqlens_q, cu_seqlens_k, return_lse=return_lse, **given)
-
-
-def _torch(
-    q: torch.Tensor,
-    k: torch.Tensor,
-    v: torch.Tensor,
-    cu_q: torch.Tensor,
-    cu_k: torch.Tensor,
-    *,
-    return_lse: bool = False,
-    **given: Any,
-) -> torch.Tensor:
-    chosen = options(q.shape[-1], **given)
-    mask = _sees(cu_q, cu_k, q.shape[0], k.shape[0], chosen).expand(1, q.shape[1], -1, -1)
-    queries, keys, values = _heads(q), _heads(k), _heads(v)
-    grouped = q.shape[1] != k.shape[1]
-    o = F.scaled_dot_product_attention(queries, keys, values, mask, scale=chosen.scale, enable_gqa=grouped)
-    return o.squeeze(0).transpose(0, 1)
+    given |= {"block_table": block_table, "lengths": lengths, "return_lse": return_lse}
+    return by_reference(q, k, v, cu_seqlens_q, cu_seqlens_k, **given)
 
 
 def _torch_refuses(q: torch.Tensor, *_: Any, softcap: Any = None, return_lse: bool = False, **__: Any) -> str | None:
@@ -114,8 +76,10 @@ def _faults(cu: dict[str, Any], q: torch.Tensor, k: torch.Tensor, longest: dict[
 
 
 def attention_varlen(
-    q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, cu_seqlens_q: torch.Tensor, cu_seqlens_k: torch.Tensor, *,
-    max_seqlen_q: int | None = None, max_seqlen_k: int | None = None, causal: bool | str = False,
+    q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, cu_seqlens_q: torch.Tensor,
+    cu_seqlens_k: torch.Tensor | None = None, *, block_table: torch.Tensor | None = None,
+    lengths: torch.Tensor | None = None, max_seqlen_q: int | None = None,
+    max_seqlen_k: int | None = None, causal: bool | str = False,
     scale: float | None = None, window: tuple[int | None, int | None] | None = None, softcap: float | None = None,
     return_lse: bool = False, deterministic: bool | None = None, impl: str | None = None
 ) -> torch.Tensor | tuple[torch.Tensor, torch.Tensor]:  # fmt: skip
@@ -125,6 +89,11 @@ def attention_varlen(
     dtypes and strides are as in `attention`.
     cu_seqlens_q, cu_seqlens_k: (sequences + 1,), int32, rising from 0 to the number of tokens: where each sequence
     begins, and the end.
+    lengths: (sequences,), int32, instead of cu_seqlens_k: k and v are caches that hold so many keys of each sequence,
+    those of its queries included, which are its last tokens. k, v: (sequences, S_max, Hkv, D); or with block_table
+    (sequences, most), int32: (blocks, block, Hkv, D), where a sequence's keys from n block on lie in block
+    block_table[b, n]; block is a multiple of 16, and entries past the length may be anything. causal (True or
+    "bottom_right") and window then count from each query's own place in its sequence. A cache has no gradients.
     max_seqlen_q, max_seqlen_k: the longest lengths, if known; no implementation needs them.
     causal, window, scale, softcap, return_lse, deterministic: as in `attention`; "bottom_right" aligns each sequence.
     Returns o, with q's shape and dtype; with return_lse (o, lse), where lse is (Hq, tokens), float32, also
@@ -136,22 +105,44 @@ def attention_varlen(
     the call.
     """
     q, k, v = in_autocast(q, k, v)
+    given = {"causal": causal, "scale": scale, "window": window, "softcap": softcap, "return_lse": return_lse}
+    if lengths is not None or block_table is not None:
+        check_cache(
+            q, k, v, cu_seqlens_q, cu_seqlens_k, block_table, lengths, causal, scale, window, softcap, deterministic
+        )
+        return _cached(q, k, v, cu_seqlens_q, block_table, lengths, max_seqlen_q or 0, impl, given)
     check("attention_varlen", 3, q, k, v, causal, scale, window, softcap, deterministic)
     cu = {"cu_seqlens_q": cu_seqlens_q, "cu_seqlens_k": cu_seqlens_k}
     dense_only("attention_varlen", cu.values())
     wrong = _faults(cu, q, k, {"max_seqlen_q": max_seqlen_q, "max_seqlen_k": max_seqlen_k})
     if wrong:
         raise RidgelineError(f"attention_varlen: {wrong}")
-    given = {"causal": causal, "scale": scale, "window": window, "softcap": softcap, "return_lse": return_lse}
+    assert cu_seqlens_k is not None
     plain = eager(ATTENTION_VARLEN, impl, q, k, v, **given)
     if plain is not None:
         return plain.call(q, k, v, cu_seqlens_q, cu_seqlens_k, **given)  # type: ignore[misc]
     chosen, longest = options(q.shape[-1], causal, scale, window, softcap), (max_seqlen_q or 0, max_seqlen_k or 0)
     other = None if cu_seqlens_k is cu_seqlens_q else cu_seqlens_k.contiguous()
-    packed = _heads(q), _heads(k), _heads(v), None, cu_seqlens_q.contiguous(), other
+    packed = packed_heads(q), packed_heads(k), packed_heads(v), None, cu_seqlens_q.contiguous(), other
     o, lse = by_kernels(*packed, chosen, longest, deterministic, impl)
     # Not o[0], whose backward copies the incoming gradient into zeros.
     return (o.squeeze(0).transpose(0, 1), lse.squeeze(0)) if return_lse else o.squeeze(0).transpose(0, 1)
+
+
+def _cached(
+    q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, cu_q: torch.Tensor, table: Maybe, lengths: Any, max_q: int,
+    impl: str | None, given: dict[str, Any]
+) -> Any:  # fmt: skip
+    """Returns what attention_varlen does against caches."""
+    caches = {"block_table": table, "lengths": lengths}
+    plain = eager(ATTENTION_VARLEN, impl, q, k, v, **given, **caches)
+    if plain is not None:
+        return plain.call(q, k, v, cu_q, **given, **caches)  # type: ignore[misc]
+    if impl == "gluon":
+        raise RidgelineError(f"attention_varlen: impl='gluon' cannot run this call: {NO_CACHE}")
+    chosen = cached_options(q.shape[-1], **given)
+    o, lse = by_cache_kernels(q, k, v, cu_q, lengths, table, chosen, max_q, impl)
+    return (o, lse) if given["return_lse"] else o
 
 
 class Packed(Spec):
@@ -172,24 +163,61 @@ class Packed(Spec):
         return made
 
 
+class Held(Spec):
+    """How many keys of each sequence a cache holds."""
+
+    parts: tuple[int, ...]
+
+    def __init__(self, *parts: int):
+        super().__init__(len(parts), dtype="int32", grad=False, high=max(parts) + 1)
+        object.__setattr__(self, "parts", parts)
+
+    def make(self, dtype: Any, device: Any, generator: Any) -> torch.Tensor:
+        made = torch.tensor(self.parts, dtype=torch.int32, device=device)
+        made.held = list(self.parts)  # type: ignore[attr-defined]  # as `ends` of Packed
+        return made
+
+
+class Table(Spec):
+    """A block table that gives sequences of these lengths blocks in a mixed order, and nonsense past their ends."""
+
+    used: tuple[int, ...]
+
+    def __init__(self, block: int, *parts: int):
+        used = tuple(-(-n // block) for n in parts)
+        super().__init__(len(parts), max(used) + 1, dtype="int32", grad=False, high=sum(used) + 1)
+        object.__setattr__(self, "used", used)
+
+    def make(self, dtype: Any, device: Any, generator: Any) -> torch.Tensor:
+        made = torch.full(self.shape, -(1 << 31), dtype=torch.int32, device=device)
+        if made.is_meta:
+            return made
+        left = torch.randperm(self.high, device=device, generator=generator).to(torch.int32)
+        for row, count in zip(made, self.used, strict=True):
+            row[:count], left = left[:count], left[count:]
+        return made
+
+
 def cost(
-    q: torch.Tensor,
-    k: torch.Tensor,
-    v: torch.Tensor,
-    cu_q: torch.Tensor,
-    cu_k: torch.Tensor,
-    *,
-    return_lse: bool = False,
-    **given: Any,
-) -> tuple[Cost, Cost]:
-    """Returns attention's costs by sequence lengths: from `ends` if cu_q and cu_k have it, else from their values."""
-    chosen = options(q.shape[-1], **given)
-    ends = [getattr(cu, "ends", None) or cu.tolist() for cu in (cu_q, cu_k)]
-    lengths = [[b - a for a, b in pairwise(e)] for e in ends]
-    flops = 4 * q.shape[1] * q.shape[2] * sum(pairs(sq, sk, chosen) for sq, sk in zip(*lengths, strict=True))
-    rows = 4 * q.shape[0] * q.shape[1]
-    forward = Cost(nbytes(q, k, v, cu_q, cu_k), nbytes(q) + (rows if return_lse else 0), flops)
-    return forward, Cost(3 * nbytes(q) + nbytes(k, v, cu_q, cu_k) + rows, nbytes(q, k, v), flops * 5 // 2)
+    q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, cu_q: torch.Tensor, cu_k: Maybe = None, *,
+    block_table: Maybe = None, lengths: Maybe = None, return_lse: bool = False, **given: Any,
+) -> tuple[Cost, Cost | None]:  # fmt: skip
+    """Returns attention's costs by lengths: from `ends` or `held` of tensors that have it, else from values."""
+
+    def between(cu: Any) -> list[int]:
+        return [b - a for a, b in pairwise(getattr(cu, "ends", None) or cu.tolist())]
+
+    rows, queries = 4 * q.shape[0] * q.shape[1], between(cu_q)
+    written = nbytes(q) + (rows if return_lse else 0)
+    chosen = options(q.shape[-1], **given) if lengths is None else cached_options(q.shape[-1], **given)
+    keys = between(cu_k) if lengths is None else getattr(lengths, "held", None) or lengths.tolist()
+    flops = 4 * q.shape[1] * q.shape[2] * sum(pairs(sq, sk, chosen) for sq, sk in zip(queries, keys, strict=True))
+    if lengths is not None:
+        owned = 2 * sum(keys) * k.shape[2] * k.shape[3] * k.element_size()
+        return Cost(nbytes(q, cu_q, lengths) + owned, written, flops), None
+    assert cu_k is not None
+    backward = Cost(3 * nbytes(q) + nbytes(k, v, cu_q, cu_k) + rows, nbytes(q, k, v), flops * 5 // 2)
+    return Cost(nbytes(q, k, v, cu_q, cu_k), written, flops), backward
 
 
 def _case(
@@ -202,6 +230,20 @@ def _case(
         given |= {"max_seqlen_q": max(parts), "max_seqlen_k": max(keys)}
     dtypes = {"check": ("float32", "float16", "bfloat16"), "quick": ("float32",), "bench": ("bfloat16",)}[use]
     return Case(name, (Spec(sum(parts), heads, D), k, k, Packed(*parts), Packed(*keys)), given, dtypes=dtypes, use=use)
+
+
+def _chunks(
+    name: str, heads: int, kv: int, D: int, parts: tuple[int, ...], keys: tuple[int, ...], block: int = 0,
+    use: str = "check", **given: Any
+) -> Case:  # fmt: skip
+    """A case of chunks of queries against a cache, in blocks if `block` is not 0."""
+    count = sum(-(-n // block) for n in keys) + 1 if block else len(keys)
+    k = Spec(count, block or max(keys) + 3, kv, D, grad=False)
+    given["lengths"] = Held(*keys)
+    if block:
+        given["block_table"] = Table(block, *keys)
+    dtypes = ("bfloat16",) if use == "bench" else ("float32", "float16", "bfloat16")
+    return Case(name, (Spec(sum(parts), heads, D, grad=False), k, k, Packed(*parts)), given, dtypes, use)
 
 
 LENGTHS = (3072, 64, 8192, 512, 192, 1536, 768, 2048)  # drawn from 64 to 8192, 16384 in total
@@ -218,6 +260,9 @@ OPS[True] = ATTENTION_VARLEN = Op(
             "60 tokens, bottom right, window", 2, 1, 16, (1, 40, 19), (8, 30, 40), causal="bottom_right", window=(12, 0)
         ),
         _case("50 tokens, softcap, lse", 2, 2, 32, (17, 33), (25, 20), softcap=3.0, return_lse=True),
+        _chunks("50 tokens, blocks of 16", 4, 2, 16, (33, 0, 1, 16), (80, 5, 0, 47), 16, causal=True),
+        _chunks("40 tokens, blocks of 48, lse", 2, 1, 40, (7, 33), (7, 101), 48, window=(9, 2), return_lse=True),
+        _chunks("40 tokens, contiguous cache, softcap", 2, 2, 24, (7, 33), (60, 33), causal=True, softcap=3.0),
         _case("1024 tokens", 4, 4, 64, (600, 24, 400), use="quick", causal=True),
         *(
             _case(name, heads, kv, D, LENGTHS, use="bench", causal="causal" in name, **order)
@@ -229,34 +274,51 @@ OPS[True] = ATTENTION_VARLEN = Op(
                 ("8x16384x256 causal", 8, 8, 256),
             )
         ),
+        *(
+            _chunks(f"{name} causal in blocks of {block}", 32, 8, 128, parts, keys, block, "bench", causal=True)
+            for block in (16, 64, 128)
+            for name, parts, keys in (
+                ("32/8x4x2048 of 8192x128", (2048,) * 4, (8192,) * 4),
+                ("32/8x2047+63x1 of 4096x128", (2047, *(1,) * 63), (4096,) * 64),
+            )
+        ),
     ],
 )
+
+
+NO_CACHE = "it takes no cache; `triton` does"
+
+
+def _hopper_refuses(*args: Any, lengths: Maybe = None, **given: Any) -> str | None:
+    return NO_CACHE if lengths is not None else GLUON["supports"](*args, **given)
 
 
 ATTENTION_VARLEN.eager(
     "naive",
     "the formula in eager PyTorch: scores of all pairs of tokens, other sequences masked",
-    partial(_formula, formula),
+    by_naive,
     supports=rounds_scores,
 )
 ATTENTION_VARLEN.eager(
     "tiled",
     "FlashAttention's loop over tiles in eager PyTorch, with other sequences masked",
-    partial(_formula, tiled),
+    by_tiles,
     served=True,
 )
 ATTENTION_VARLEN.eager(
     "torch",
     "PyTorch's own, with a mask of tokens by tokens that separates sequences",
-    _torch,
+    by_torch,
     supports=_torch_refuses,
     served=True,
 )
 ATTENTION_VARLEN.kernel(
-    "triton", "attention's kernels: each program looks up its tile's sequence, so nothing is padded", **TRITON
+    "triton",
+    "attention's kernels: a program looks up its tile's sequence, or its blocks: no padding, no copy",
+    **TRITON,
 )
 ATTENTION_VARLEN.kernel(
     "gluon",
     "attention's Hopper kernels: programs take tiles from a list, the longest sequences first",
-    **GLUON,
+    **GLUON | {"supports": _hopper_refuses},
 )
