@@ -121,8 +121,8 @@ def _fault(logits: Any, mask: Any, numbers: dict[str, Any], places: dict[str, An
                 kind = "whole" if whole else "floating-point"
                 return f"{name} as a tensor must hold {kind} numbers of {where}, not {found}"
         elif value is not None or name == "temperature":
-            kind = (int,) if name == "top_k" else (int, float)
-            if not isinstance(value, kind) or isinstance(value, bool) or not low <= value <= high or value == math.inf:
+            types = (int,) if name == "top_k" else (int, float)
+            if not isinstance(value, types) or isinstance(value, bool) or not low <= value <= high or value == math.inf:
                 most = "" if high == math.inf else f" to {high}"
                 kind_of = "an int" if name == "top_k" else "a number"
                 return f"{name} must be {kind_of} from {low}{most} or a tensor, but is {value!r}"
