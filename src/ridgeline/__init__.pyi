@@ -187,6 +187,36 @@ def mla_decode(
     Raises RidgelineError if the arguments do not fit together, or if `impl` cannot run the call.
     """
 
+def sample(
+    logits: torch.Tensor,
+    *,
+    temperature: float | torch.Tensor = 1.0,
+    top_k: int | torch.Tensor | None = None,
+    top_p: float | torch.Tensor | None = None,
+    min_p: float | torch.Tensor | None = None,
+    mask: torch.Tensor | None = None,
+    seed: int | torch.Tensor | None = None,
+    offset: int | torch.Tensor | None = None,
+    return_logprobs: bool = False,
+    impl: str | None = None,
+) -> torch.Tensor | tuple[torch.Tensor, torch.Tensor]:
+    """A token for each row, drawn from softmax(logits / temperature) after top-k, top-p and min-p. It has no gradients.
+
+    logits: (B, V), floating point, any strides, V at most 2^22. A row with +inf draws evenly among those.
+    temperature, top_k, top_p, min_p: numbers, or tensors () or (B,) on logits' device, whose values are not validated.
+    They are read as float32. A temperature below 1e-37 takes the largest logit, the first of equal ones.
+    top_k: how many of the largest logits stay, exactly; of equal logits those with lower indices.
+    top_p: of what top_k leaves, the fewest largest whose mass is at least top_p of it, and at least one.
+    min_p: of these, tokens with at least min_p times the largest probability.
+    mask: (B, V) or (V,), bool: True where a token is allowed. Logits elsewhere are ignored, NaN too.
+    seed, offset: ints, or one int64 on logits' device, which a CUDA graph reads anew. The same seed and offset draw the
+    same tokens; offsets count modulo 2^32, and None is 0. A seed of None comes from PyTorch's CPU generator, or under
+    torch.compile or in a CUDA graph from that of the device at every run.
+    Returns the tokens (B,), int64, or with return_logprobs (tokens, their log-probabilities in the final distribution
+    (B,), float32). A row that holds NaN or allows nothing (-inf everywhere) gives -1 and NaN.
+    Raises RidgelineError if the arguments do not fit together, or if `impl` cannot run the call.
+    """
+
 def cross_entropy(
     logits: torch.Tensor,
     target: torch.Tensor,
