@@ -42,27 +42,30 @@ def _sees(cu_q: torch.Tensor, cu_k: torch.Tensor, queries: int, keys: int, chose
     if chosen.bottom:
         i = i + torch.cat([torch.zeros_like(cu_q[:1]), cu_k.diff() - cu_q.diff(), torch.zeros_like(cu_q[:1])])[mine]
     apart = j - i[:, None]
-    return same & (apart >= -chosen.left) & (apart <= chosen.right)
+    inside = (apart >= -chosen.left) & (apart <= chosen.right)
+    return same & (inside | (j < chosen.prefix) if chosen.prefix else inside)
 
 
 def _formula(
     how: Any, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, cu_q: torch.Tensor, cu_k: torch.Tensor, *,
-    return_lse: bool = False, **given: Any
+    return_lse: bool = False, sinks: Any = None, **given: Any
 ) -> Any:  # fmt: skip
     chosen = options(q.shape[-1], **given)
     mask = _sees(cu_q, cu_k, q.shape[0], k.shape[0], chosen)
-    o, lse = how(_heads(q), _heads(k), _heads(v), mask, None, chosen.scale, chosen.softcap)
+    o, lse = how(_heads(q), _heads(k), _heads(v), mask, sinks, None, chosen.scale, chosen.softcap)
     return (o.squeeze(0).transpose(0, 1), lse.squeeze(0)) if return_lse else o.squeeze(0).transpose(0, 1)
 
 
 def reference(
     q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, cu_seqlens_q: torch.Tensor, cu_seqlens_k: torch.Tensor, *,
     max_seqlen_q: int | None = None, max_seqlen_k: int | None = None, causal: bool | str = False,
-    scale: float | None = None, window: tuple[int | None, int | None] | None = None, softcap: float | None = None,
+    scale: float | None = None, window: tuple[int | None, int | None] | None = None, window_align: str | None = None,
+    prefix: int | None = None, softcap: float | None = None, sinks: torch.Tensor | None = None,
     return_lse: bool = False, deterministic: bool | None = None
 ) -> Any:  # fmt: skip
-    given: dict[str, Any] = {"causal": causal, "scale": scale, "window": window, "softcap": softcap}
-    return _formula(in_pieces, q, k, v, cu_seqlens_q, cu_seqlens_k, return_lse=return_lse, **given)
+    given: dict[str, Any] = {"causal": causal, "scale": scale, "window": window, "window_align": window_align}
+    given |= {"prefix": prefix, "softcap": softcap, "sinks": sinks, "return_lse": return_lse}
+    return _formula(in_pieces, q, k, v, cu_seqlens_q, cu_seqlens_k, **given)
 
 
 def _torch(
@@ -83,8 +86,11 @@ def _torch(
     return o.squeeze(0).transpose(0, 1)
 
 
-def _torch_refuses(q: torch.Tensor, *_: Any, softcap: Any = None, return_lse: bool = False, **__: Any) -> str | None:
-    return "scaled_dot_product_attention has no softcap and no lse" if softcap is not None or return_lse else None
+def _torch_refuses(
+    q: torch.Tensor, *_: Any, softcap: Any = None, sinks: Any = None, return_lse: bool = False, **__: Any
+) -> str | None:
+    missing = softcap is not None or sinks is not None or return_lse
+    return "scaled_dot_product_attention has no softcap, no sinks and no lse" if missing else None
 
 
 def _faults(cu: dict[str, Any], q: torch.Tensor, k: torch.Tensor, longest: dict[str, Any]) -> str | None:
@@ -116,17 +122,21 @@ def _faults(cu: dict[str, Any], q: torch.Tensor, k: torch.Tensor, longest: dict[
 def attention_varlen(
     q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, cu_seqlens_q: torch.Tensor, cu_seqlens_k: torch.Tensor, *,
     max_seqlen_q: int | None = None, max_seqlen_k: int | None = None, causal: bool | str = False,
-    scale: float | None = None, window: tuple[int | None, int | None] | None = None, softcap: float | None = None,
+    scale: float | None = None, window: tuple[int | None, int | None] | None = None, window_align: str | None = None,
+    prefix: int | None = None, softcap: float | None = None, sinks: torch.Tensor | None = None,
     return_lse: bool = False, deterministic: bool | None = None, impl: str | None = None
 ) -> torch.Tensor | tuple[torch.Tensor, torch.Tensor]:  # fmt: skip
-    """Returns `attention` within sequences that are packed one after the other. Gradients flow to q, k and v.
+    """Returns `attention` within sequences that are packed one after the other.
+
+    Gradients flow to q, k, v and sinks.
 
     q: (tokens, Hq, D); k, v: (tokens, Hkv, D), with as many sequences, whose lengths may differ from q's. Heads, D,
     dtypes and strides are as in `attention`.
     cu_seqlens_q, cu_seqlens_k: (sequences + 1,), int32, rising from 0 to the number of tokens: where each sequence
     begins, and the end.
     max_seqlen_q, max_seqlen_k: the longest lengths, if known; no implementation needs them.
-    causal, window, scale, softcap, return_lse, deterministic: as in `attention`; "bottom_right" aligns each sequence.
+    causal, window, window_align, prefix, scale, softcap, sinks, return_lse, deterministic: as in `attention`;
+    "bottom_right" aligns each sequence, and the first `prefix` keys are each sequence's.
     Returns o, with q's shape and dtype; with return_lse (o, lse), where lse is (Hq, tokens), float32, also
     differentiable.
     Values on the GPU are not validated (that would synchronise): wrong cu_seqlens give meaningless results, but no
@@ -136,20 +146,23 @@ def attention_varlen(
     the call.
     """
     q, k, v = in_autocast(q, k, v)
-    check("attention_varlen", 3, q, k, v, causal, scale, window, softcap, deterministic)
+    check("attention_varlen", 3, q, k, v, sinks, causal, scale, window, softcap, deterministic, window_align, prefix)
     cu = {"cu_seqlens_q": cu_seqlens_q, "cu_seqlens_k": cu_seqlens_k}
     dense_only("attention_varlen", cu.values())
     wrong = _faults(cu, q, k, {"max_seqlen_q": max_seqlen_q, "max_seqlen_k": max_seqlen_k})
     if wrong:
         raise RidgelineError(f"attention_varlen: {wrong}")
-    given = {"causal": causal, "scale": scale, "window": window, "softcap": softcap, "return_lse": return_lse}
+    given = {"causal": causal, "scale": scale, "window": window, "window_align": window_align, "prefix": prefix}
+    given |= {"softcap": softcap, "sinks": sinks, "return_lse": return_lse}
     plain = eager(ATTENTION_VARLEN, impl, q, k, v, **given)
     if plain is not None:
         return plain.call(q, k, v, cu_seqlens_q, cu_seqlens_k, **given)  # type: ignore[misc]
-    chosen, longest = options(q.shape[-1], causal, scale, window, softcap), (max_seqlen_q or 0, max_seqlen_k or 0)
+    chosen = options(q.shape[-1], causal, scale, window, softcap, window_align, prefix)
+    longest = max_seqlen_q or 0, max_seqlen_k or 0
     other = None if cu_seqlens_k is cu_seqlens_q else cu_seqlens_k.contiguous()
     packed = _heads(q), _heads(k), _heads(v), None, cu_seqlens_q.contiguous(), other
-    o, lse = by_kernels(*packed, chosen, longest, deterministic, impl)
+    sinks = None if sinks is None else sinks.contiguous()
+    o, lse = by_kernels(*packed, sinks, chosen, longest, deterministic, impl)
     # Not o[0], whose backward copies the incoming gradient into zeros.
     return (o.squeeze(0).transpose(0, 1), lse.squeeze(0)) if return_lse else o.squeeze(0).transpose(0, 1)
 
@@ -180,6 +193,7 @@ def cost(
     cu_k: torch.Tensor,
     *,
     return_lse: bool = False,
+    sinks: Any = None,
     **given: Any,
 ) -> tuple[Cost, Cost]:
     """Returns attention's costs by sequence lengths: from `ends` if cu_q and cu_k have it, else from their values."""
@@ -187,9 +201,10 @@ def cost(
     ends = [getattr(cu, "ends", None) or cu.tolist() for cu in (cu_q, cu_k)]
     lengths = [[b - a for a, b in pairwise(e)] for e in ends]
     flops = 4 * q.shape[1] * q.shape[2] * sum(pairs(sq, sk, chosen) for sq, sk in zip(*lengths, strict=True))
-    rows = 4 * q.shape[0] * q.shape[1]
-    forward = Cost(nbytes(q, k, v, cu_q, cu_k), nbytes(q) + (rows if return_lse else 0), flops)
-    return forward, Cost(3 * nbytes(q) + nbytes(k, v, cu_q, cu_k) + rows, nbytes(q, k, v), flops * 5 // 2)
+    rows, more = 4 * q.shape[0] * q.shape[1], 0 if sinks is None else nbytes(sinks)
+    forward = Cost(nbytes(q, k, v, cu_q, cu_k) + more, nbytes(q) + (rows if return_lse else 0), flops)
+    read = 3 * nbytes(q) + nbytes(k, v, cu_q, cu_k) + rows + more
+    return forward, Cost(read, nbytes(q, k, v) + more, flops * 5 // 2)
 
 
 def _case(
@@ -218,6 +233,11 @@ OPS[True] = ATTENTION_VARLEN = Op(
             "60 tokens, bottom right, window", 2, 1, 16, (1, 40, 19), (8, 30, 40), causal="bottom_right", window=(12, 0)
         ),
         _case("50 tokens, softcap, lse", 2, 2, 32, (17, 33), (25, 20), softcap=3.0, return_lse=True),
+        _case(
+            "60 tokens, sinks, lse", 4, 2, 16, (1, 40, 19), (8, 0, 52), sinks=Spec(4, grad=False), return_lse=True
+        ),
+        _case("70 tokens, prefix", 2, 1, 16, (33, 0, 37), (30, 5, 60), causal="bottom_right", prefix=35),
+        _case("60 tokens, window bottom right", 2, 1, 16, (20, 40), (50, 30), window=(8, 3), window_align="bottom_right"),
         _case("1024 tokens", 4, 4, 64, (600, 24, 400), use="quick", causal=True),
         *(
             _case(name, heads, kv, D, LENGTHS, use="bench", causal="causal" in name, **order)

@@ -25,6 +25,7 @@ from ridgeline.ops.attention.triton.scheduler import (
     section_of,
     seen_band,
 )
+from ridgeline.ops.attention.triton.sinks import sum_sinks
 from ridgeline.ops.attention.triton.softmax import head_mask, masked_scores, power, scaled
 from ridgeline.ops.attention.triton.tiles import (
     Parts,
@@ -253,13 +254,15 @@ def start_delta(
 
 
 def bwd(
-    dq: torch.Tensor, dk: torch.Tensor, dv: torch.Tensor, do: torch.Tensor, dlse: torch.Tensor | None, q: torch.Tensor,
-    k: torch.Tensor, v: torch.Tensor, o: torch.Tensor, lse: torch.Tensor, *rest: Any
+    dq: torch.Tensor, dk: torch.Tensor, dv: torch.Tensor, dsinks: torch.Tensor | None, do: torch.Tensor,
+    dlse: torch.Tensor | None, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, o: torch.Tensor, lse: torch.Tensor,
+    *rest: Any
 ) -> None:  # fmt: skip
-    """Fills dq, dk and dv; see `attention_bwd` in common/kernels.py. Always deterministic."""
+    """Fills dq, dk, dv and, unless it is None, dsinks; see `attention_bwd` in common/kernels.py. Always deterministic."""
     call = Call(q, k, v, *rest[:-1])
     terms = RowTerms(torch.empty_like(lse), torch.empty_like(lse))
     start_delta(terms, o, do, dlse, lse, apart=call.apart)
+    sum_sinks(dsinks, call.sinks, terms, q.shape[0], call.apart)
     inputs = k, v, q, do
     unit = step_unit((dk, dv, *inputs))
     given = heads(dk, unit), heads(dv, unit), Sides(*[heads(t, unit) for t in inputs]), terms
