@@ -15,8 +15,6 @@ from ridgeline.ops.attention.common.arguments import LOG2E, UNBOUNDED, column_pa
 from ridgeline.ops.attention.hopper import backward, backward_wide
 from ridgeline.ops.attention.hopper.backward_schedule import head_section, list_pieces, split_work
 from ridgeline.ops.attention.hopper.backward_sums import add_shares, convert_dq, row_terms
-from ridgeline.ops.attention.triton.backward import RowTerms
-from ridgeline.ops.attention.triton.sinks import sum_sinks
 
 
 def bwd(
@@ -42,8 +40,7 @@ def bwd(
     listed, most = None, triton.cdiv(columns, span)
     if cu_q is not None:
         listed, most = list_pieces(q, k, cu_q, cu_q if cu_k is None else cu_k, bottom, left, right, span)
-    tops, deltas, order = row_terms(o, do, dlse, lse, tiles, cu_q)
-    sum_sinks(dsinks, sinks, RowTerms(tops, deltas), batch, False)
+    tops, deltas, order = row_terms(o, do, dlse, lse, tiles, cu_q, dsinks, sinks)
     # In the order of `as_held` (backward_dq.py).
     sums = torch.empty((batch * heads * tiles, 2 * D, 32), dtype=torch.float32, device=q.device)
     section, down = head_section(q, k, longest, span, deterministic, ahead, back, packed)
