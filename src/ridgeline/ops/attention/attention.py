@@ -251,7 +251,11 @@ ATTENTION = OPS[False] = Op(
         ),
         _small("1x2x75x90x32 prefix", (1, 2, 75, 32), (1, 2, 90, 32), causal=True, prefix=41),
         _small(
-            "1x2x33x80x16 window bottom right", (1, 2, 33, 16), (1, 2, 80, 16), window=(9, 5), window_align="bottom_right"
+            "1x2x33x80x16 window bottom right",
+            (1, 2, 33, 16),
+            (1, 2, 80, 16),
+            window=(9, 5),
+            window_align="bottom_right",
         ),
         _case(2, 4, 256, 64, "quick"),
         _case(1, 8, 512, 64, "quick", causal=True),

@@ -17,7 +17,15 @@ import triton.language as tl
 from ridgeline.ops.attention.common.arguments import UNBOUNDED
 from ridgeline.ops.attention.triton.launcher import Call, heads, start, step_unit
 from ridgeline.ops.attention.triton.scheduler import key_blocks, query_tile, section_of, seen_band
-from ridgeline.ops.attention.triton.softmax import RowSums, add_block, add_sink, head_mask, load_sink, no_keys, normalizer
+from ridgeline.ops.attention.triton.softmax import (
+    RowSums,
+    add_block,
+    add_sink,
+    head_mask,
+    load_sink,
+    no_keys,
+    normalizer,
+)
 from ridgeline.ops.attention.triton.tiles import head_rows, load_tile, scale_rows, store_tile
 
 

@@ -181,7 +181,9 @@ def aside(q: torch.Tensor, k: torch.Tensor, *rest: Any, **_: Any) -> str | None:
 
 
 @lru_cache(1 << 10)
-def _split(multiprocessors: int, turns: int, rows: int, columns: int, left: int, right: int, bottom: bool, prefix: int) -> int:
+def _split(
+    multiprocessors: int, turns: int, rows: int, columns: int, left: int, right: int, bottom: bool, prefix: int
+) -> int:
     """Returns into how many parts a head's keys are split.
 
     The aim is one program per multiprocessor, or two if there are too many heads for two parts each; two everywhere is
