@@ -156,7 +156,8 @@ def _varlen(
     flat = [t.transpose(1, 2).reshape(batch * length, t.shape[1], width) for t in (q, k, v)]
     if where.index is not None:
         flat = [t.index_select(0, where.index) for t in flat]
-    o = ridgeline.attention_varlen(*flat, where.cu_seqlens, where.cu_seqlens, **options)
+    q, k, v = flat
+    o: Any = ridgeline.attention_varlen(q, k, v, where.cu_seqlens, where.cu_seqlens, **options)
     if where.index is not None:
         o = o.new_zeros(batch * length, heads, width).index_copy(0, where.index, o)
     return o.view(batch, length, heads, width)
@@ -209,7 +210,7 @@ def forward(
         where = _Packing.__new__(_Packing)
         where.index, where.cu_seqlens = None, cu.to(torch.int32)
         return _varlen(query, key, value, where, options), None
-    o = ridgeline.attention(query, key, value, **options)
+    o: Any = ridgeline.attention(query, key, value, **options)
     return o.transpose(1, 2), None
 
 

@@ -152,8 +152,8 @@ def attention_varlen(
     wrong = _faults(cu, q, k, {"max_seqlen_q": max_seqlen_q, "max_seqlen_k": max_seqlen_k})
     if wrong:
         raise RidgelineError(f"attention_varlen: {wrong}")
-    given = {"causal": causal, "scale": scale, "window": window, "window_align": window_align, "prefix": prefix}
-    given |= {"softcap": softcap, "sinks": sinks, "return_lse": return_lse}
+    given: dict[str, Any] = {"causal": causal, "scale": scale, "window": window, "window_align": window_align}
+    given |= {"prefix": prefix, "softcap": softcap, "sinks": sinks, "return_lse": return_lse}
     plain = eager(ATTENTION_VARLEN, impl, q, k, v, **given)
     if plain is not None:
         return plain.call(q, k, v, cu_seqlens_q, cu_seqlens_k, **given)  # type: ignore[misc]

@@ -29,7 +29,8 @@ def count(q: Any, k: Any, mask: Any, cu_q: Any, cu_k: Any, chosen: Options) -> i
 
 
 def _backward(
-    do: Any, dlse: Any, q: Any, k: Any, v: Any, o: Any, lse: Any, mask: Any, cu_q: Any, cu_k: Any, sinks: Any, *rest: Any
+    do: Any, dlse: Any, q: Any, k: Any, v: Any, o: Any, lse: Any, mask: Any, cu_q: Any, cu_k: Any, sinks: Any,
+    *rest: Any,
 ) -> int:  # fmt: skip
     return count(q, k, mask, cu_q, cu_k, Options(*rest[:6])) * 5 // 2
 

@@ -88,7 +88,7 @@ def _scores(
     if mask is not None:
         s = s.masked_fill(~mask[..., i, j], -torch.inf) if mask.dtype == torch.bool else s + mask[..., i, j]
     if band is not None:
-        s = s.masked_fill(~band.moved(i.start, j.start).seen(*s.shape[-2:], s.device), -torch.inf)
+        s = s.masked_fill(~band.moved(i.start, j.start).seen(s.shape[-2], s.shape[-1], s.device), -torch.inf)
     return s, slope
 
 

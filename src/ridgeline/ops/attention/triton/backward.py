@@ -262,8 +262,8 @@ def _bwd_sinks(dsinks, sinks, terms, batch, rows, APART: tl.constexpr, SIZE: tl.
     head, heads = tl.program_id(0), tl.num_programs(0)
     sink = load_sink(sinks, head, APART)
     total = tl.zeros((SIZE,), tl.float32)
-    for start in range(0, tl.cast(batch, tl.int64) * rows, SIZE):
-        n = start + tl.arange(0, SIZE)
+    for first in range(0, tl.cast(batch, tl.int64) * rows, SIZE):
+        n = first + tl.arange(0, SIZE)
         inside = n < tl.cast(batch, tl.int64) * rows
         at = n + (n // rows * (heads - 1) + head) * rows
         lse = tl.load(terms.lse + at, mask=inside, other=float("inf"))
@@ -288,7 +288,10 @@ def bwd(
     dlse: torch.Tensor | None, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, o: torch.Tensor, lse: torch.Tensor,
     *rest: Any
 ) -> None:  # fmt: skip
-    """Fills dq, dk, dv and, unless it is None, dsinks; see `attention_bwd` in common/kernels.py. Always deterministic."""
+    """Fills dq, dk, dv and, unless it is None, dsinks; see `attention_bwd` in common/kernels.py.
+
+    Always deterministic.
+    """
     call = Call(q, k, v, *rest[:-1])
     terms = RowTerms(torch.empty_like(lse), torch.empty_like(lse))
     start_delta(terms, o, do, dlse, lse, apart=call.apart)

@@ -139,7 +139,8 @@ def key_tile(cu, sizes, BN: tl.constexpr):
 def seen_band(tile, sizes, RULES: tl.constexpr):
     """Returns the band of keys that a sequence's queries see."""
     shift = tile.columns - tile.rows if RULES.BOTTOM else 0
-    return Band(tile.rows, tile.columns, sizes.window_left - shift, sizes.window_right + shift, sizes.prefix)
+    prefix = sizes.prefix if RULES.PREFIX else 0  # Triton 3.6 cannot return None in a tuple
+    return Band(tile.rows, tile.columns, sizes.window_left - shift, sizes.window_right + shift, prefix)
 
 
 @triton.jit

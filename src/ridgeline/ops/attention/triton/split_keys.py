@@ -83,7 +83,8 @@ def _fwd(
         mask = head_mask(mask, b, own)
         mask = Mask(mask.data[:, None], 0, 0, mask.row_step, mask.column_step)
     shift = sizes.columns - sizes.rows if RULES.BOTTOM else 0
-    band = Band(sizes.rows, sizes.columns, sizes.window_left - shift, sizes.window_right + shift, sizes.prefix)
+    prefix = sizes.prefix if RULES.PREFIX else 0
+    band = Band(sizes.rows, sizes.columns, sizes.window_left - shift, sizes.window_right + shift, prefix)
     low, high = part_of_keys(part, sizes, band, RULES, BN)
     state = no_keys(BM, RULES)
     for k_start in range(low, high, BN):
