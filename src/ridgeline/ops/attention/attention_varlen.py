@@ -235,9 +235,7 @@ OPS[True] = ATTENTION_VARLEN = Op(
         _case("50 tokens, softcap, lse", 2, 2, 32, (17, 33), (25, 20), softcap=3.0, return_lse=True),
         _case("60 tokens, sinks, lse", 4, 2, 16, (1, 40, 19), (8, 0, 52), sinks=Spec(4, grad=False), return_lse=True),
         _case("70 tokens, prefix", 2, 1, 16, (33, 0, 37), (30, 5, 60), causal="bottom_right", prefix=35),
-        _case(
-            "60 tokens, window bottom right", 2, 1, 16, (20, 40), (50, 30), window=(8, 3), window_align="bottom_right"
-        ),
+        _case("60 tokens, aligned window", 2, 1, 16, (20, 40), (50, 60), window=(20, 12), window_align="bottom_right"),
         _case("1024 tokens", 4, 4, 64, (600, 24, 400), use="quick", causal=True),
         *(
             _case(name, heads, kv, D, LENGTHS, use="bench", causal="causal" in name, **order)
