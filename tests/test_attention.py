@@ -483,7 +483,6 @@ def test_pieces_are_the_whole(monkeypatch: pytest.MonkeyPatch) -> None:
 def test_cost_counts_what_is_seen() -> None:
     from ridgeline.ops.attention.common.arguments import options
     from ridgeline.ops.attention.common.cost import pairs
-    from ridgeline.ops.attention.common.reference import seen
 
     for sq, sk in ((18, 20), (20, 18), (5, 5), (3, 0)):
         for given in (
@@ -496,7 +495,7 @@ def test_cost_counts_what_is_seen() -> None:
             chosen = options(16, **given)
             band = chosen.band(sq, sk)
             assert pairs(sq, sk, chosen) == (
-                sq * sk if band is None else int(seen(sq, sk, band, torch.device("cpu")).sum())
+                sq * sk if band is None else int(band.seen(sq, sk, torch.device("cpu")).sum())
             )
 
 

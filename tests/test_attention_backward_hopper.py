@@ -19,7 +19,6 @@ from torch.nn.functional import pad
 from ridgeline import device
 from ridgeline.boundary import Launch, observe
 from ridgeline.ops.attention.common.arguments import LOG2E, UNBOUNDED, options
-from ridgeline.ops.attention.common.reference import seen
 from ridgeline.ops.attention.hopper import (
     backward,
     backward_dq,
@@ -134,6 +133,8 @@ def calls(dice: random.Random) -> tuple[tuple[int, ...], dict[str, Any]]:
     given: dict[str, Any] = {"causal": dice.choice((False, True, "bottom_right"))}
     if dice.random() < 0.25:
         given["window"] = dice.choice(((100, None), (70, 64), (None, 128), (200, 3), (300, 0)))
+        if not given["causal"]:
+            given["window_align"] = dice.choice(("top_left", "bottom_right"))
     return (dice.choice((1, 2)), dice.choice((1, 2)), dice.choice((1, 1, 2)), rows, columns, D), given
 
 
@@ -158,7 +159,7 @@ def test_gradients_of_random_calls(seed: int, monkeypatch: pytest.MonkeyPatch) -
         exact = [t.double().requires_grad_() for t in (q, k, v)]
         scores = exact[0] @ exact[1].repeat_interleave(group, 1).mT * D**-0.5
         if band is not None:
-            scores = scores.masked_fill(~seen(rows, columns, band, torch.device("cpu")), -torch.inf)
+            scores = scores.masked_fill(~band.seen(rows, columns, torch.device("cpu")), -torch.inf)
         o = scores.softmax(-1).nan_to_num(0) @ exact[2].repeat_interleave(group, 1)
         expected = torch.autograd.grad(o, exact, do.double())
         lse, o = scores.logsumexp(-1).float().detach(), o.detach().to(dtype)
@@ -174,7 +175,7 @@ def test_gradients_of_random_calls(seed: int, monkeypatch: pytest.MonkeyPatch) -
         chosen = options(D, **given)
         with device.pretend("sm_90"), observe(launched.append):
             backward_launcher.bwd(
-                *found, do, None, q, k, v, o, lse, None, None, None, *chosen, 0, 0, "ieee", deterministic
+                *found, None, do, None, q, k, v, o, lse, None, None, None, None, *chosen, 0, 0, "ieee", deterministic
             )
         (launch,) = [one for one in launched if one.kernel.__name__.startswith("_bwd")]
         (maps,) = [a for a in launch.args if isinstance(a, backward_pipeline.Maps)]

@@ -23,7 +23,6 @@ import ridgeline
 from ridgeline import device
 from ridgeline.boundary import Launch, observe
 from ridgeline.lab.analysis import inspect as lab_inspect
-from ridgeline.ops.attention.common.reference import seen
 from ridgeline.ops.attention.hopper import (
     epilogue,
     forward,
@@ -50,7 +49,7 @@ class Kernel:
             0,
             Counter[int](),
         )
-        self.lse, _, self.maps, self.sizes, self.factor = launch.args
+        self.lse, self.sinks, _, self.maps, self.sizes, self.factor = launch.args
         self.program, self.programs = program, launch.grid[0]
 
     def names(self) -> dict[str, Any]:
@@ -100,6 +99,7 @@ class Kernel:
 
         gl = names["gl"]
         gl.num_programs, gl.program_id, gl.store = lambda _: self.programs, lambda _: self.program, store
+        gl.load = lambda of: of.t[of.at]
         names |= {
             "NO_KEYS": -1e30,
             "named_barrier": named,
@@ -134,7 +134,8 @@ class Kernel:
         qs = ring(maps.q, groups if wide > 128 else 2 * groups, 1)
         ks, vs = (ring(source, facts.STAGES, groups) for source in (maps.k, maps.v))
         rings = forward.Rings(qs, ks, vs, [None, None])
-        works = [lambda g=g: names["consumer"](g, maps.o, Pointer(self.lse), rings, plan) for g in range(groups)]
+        sinks = None if self.sinks is None else Pointer(self.sinks)
+        works = [lambda g=g: names["consumer"](g, maps.o, Pointer(self.lse), sinks, rings, plan) for g in range(groups)]
         self.turns.run([*works, lambda: names["producer"](None, maps, rings, plan)])
 
 
@@ -146,6 +147,8 @@ def calls(dice: random.Random) -> tuple[tuple[int, ...], dict[str, Any]]:
     given: dict[str, Any] = {"causal": dice.choice((False, True, "bottom_right"))}
     if dice.random() < 0.2:
         given["window"] = dice.choice(((100, None), (70, 64), (None, 128), (200, 3), (300, 0)))
+    if not given["causal"] and "window" in given:
+        given["window_align"] = dice.choice(("top_left", "bottom_right"))
     return (dice.choice((1, 2)), kv, group, rows, columns, D), given
 
 
@@ -173,12 +176,13 @@ def test_every_row_of_random_calls(seed: int, monkeypatch: pytest.MonkeyPatch) -
             queries, keys = (8, 30) if n < 2 else (dice.choice((1, 8)), dice.choice((4, 30)))
             q *= queries
             k *= torch.linspace(keys, 0, columns)[:, None].to(dtype)
+        sinks = dice.choice((None, torch.tensor([-torch.inf, 4.0, 1000.0, -1000.0, 0.0, 30.0])[: kv * group]))
         launched: list[Launch] = []
         groups, couples = 2 if D > 96 else dice.choice((2, 3)), dice.randint(0, B * kv * group // 2)
         monkeypatch.setattr(launcher, "consumer_groups", lambda *_, groups=groups: groups)
         monkeypatch.setattr(launcher, "paired_heads", lambda *_, couples=couples: couples)
         with device.pretend("sm_90"), observe(launched.append):
-            o, lse = ridgeline.attention(q, k, v, return_lse=True, impl="gluon", **given)
+            o, lse = ridgeline.attention(q, k, v, return_lse=True, impl="gluon", sinks=sinks, **given)
         (launch,) = [one for one in launched if one.kernel is forward._fwd]
         o.fill_(float("nan")), lse.fill_(float("nan"))
         programs = min(launch.grid[0], dice.randint(1, 4))
@@ -191,7 +195,10 @@ def test_every_row_of_random_calls(seed: int, monkeypatch: pytest.MonkeyPatch) -
         band = options(D, **given).band(rows, columns)
         scores = q.double() @ k.double().repeat_interleave(group, 1).mT * D**-0.5
         if band is not None:
-            scores = scores.masked_fill(~seen(rows, columns, band, torch.device("cpu")), -torch.inf)
+            scores = scores.masked_fill(~band.seen(rows, columns, torch.device("cpu")), -torch.inf)
+        if sinks is not None:
+            scores = torch.cat([scores, sinks.double()[:, None, None].expand(B, -1, rows, 1)], -1)
+            v = torch.cat([v, torch.zeros_like(v[:, :, :1])], 2)
         expected = scores.softmax(-1).nan_to_num(0) @ v.double().repeat_interleave(group, 1)
         what = f"{tuple(q.shape)} {columns} {given} {groups} groups, {programs} programs"
         torch.testing.assert_close(o.double(), expected, atol=2e-2, rtol=2e-2, msg=lambda m, what=what: f"{what}: {m}")

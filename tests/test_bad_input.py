@@ -315,6 +315,47 @@ BAD: Bad = {
         lambda: ridgeline.attention(a, b, b, softcap=1.0, impl="torch"),
         ["impl='torch'", "softcap"],
     ),
+    "attention: sinks of too many heads": (
+        lambda: ridgeline.attention(a, b, b, sinks=torch.ones(7)),
+        ["sinks", "each head", "(7,)"],
+    ),
+    "attention: sinks of integers": (
+        lambda: ridgeline.attention(a, b, b, sinks=torch.ones(a.shape[1]).int()),
+        ["sinks", "floating-point", "int32"],
+    ),
+    "attention: sinks that are no tensor": (
+        lambda: ridgeline.attention(a, b, b, sinks=[0.0] * a.shape[1]),
+        ["sinks", "tensor", "list"],
+    ),
+    "attention: sinks elsewhere": (
+        lambda: ridgeline.attention(a, b, b, sinks=torch.ones(a.shape[1], device="meta")),
+        ["sinks and q", "cpu", "meta"],
+    ),
+    "attention: sinks that torch has not": (
+        lambda: ridgeline.attention(a, b, b, sinks=torch.ones(a.shape[1]), impl="torch"),
+        ["impl='torch'", "sinks"],
+    ),
+    "attention: a prefix without causal": (
+        lambda: ridgeline.attention(a, b, b, prefix=2),
+        ["prefix", "causal=False", "window"],
+    ),
+    "attention: a prefix and a window": (
+        lambda: ridgeline.attention(a, b, b, causal=True, window=(2, 0), prefix=2),
+        ["prefix", "(2, 0)"],
+    ),
+    "attention: a prefix below 0": (lambda: ridgeline.attention(a, b, b, causal=True, prefix=-1), ["prefix", "-1"]),
+    "attention: a window aligned nowhere": (
+        lambda: ridgeline.attention(a, b, b, window=(2, 0), window_align="middle"),
+        ["window_align", "top_left", "middle"],
+    ),
+    "attention: a window aligned against causal": (
+        lambda: ridgeline.attention(a, b, b, causal=True, window=(2, 0), window_align="bottom_right"),
+        ["agree", "True", "bottom_right"],
+    ),
+    "attention_varlen: sinks": (
+        lambda: ridgeline.attention_varlen(*[packed] * 3, ends, ends, sinks=torch.ones(9)),
+        ["attention_varlen", "sinks", "(9,)"],
+    ),
     "attention_varlen: a long dtype": (
         lambda: ridgeline.attention_varlen(*[packed] * 3, ends.long(), ends),
         ["cu_seqlens_q", "int32", "int64"],

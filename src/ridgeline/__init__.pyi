@@ -31,14 +31,17 @@ def attention(
     causal: bool | str = False,
     scale: float | None = None,
     window: tuple[int | None, int | None] | None = None,
+    window_align: str | None = None,
+    prefix: int | None = None,
     softcap: float | None = None,
+    sinks: torch.Tensor | None = None,
     return_lse: bool = False,
     deterministic: bool | None = None,
     impl: str | None = None,
 ) -> torch.Tensor | tuple[torch.Tensor, torch.Tensor]:
     """Returns softmax(scale q k^T) v for each head, as `torch.nn.functional.scaled_dot_product_attention`.
 
-    Gradients flow to q, k and v.
+    Gradients flow to q, k, v and sinks.
 
     q: (B, Hq, Sq, D); k, v: (B, Hkv, Sk, D); float32, float16 or bfloat16, of one dtype and device. Hq is a multiple of
     Hkv: Hq/Hkv neighbouring heads share keys and values, which are not repeated. D is a multiple of 8 from 16 to 256.
@@ -46,13 +49,17 @@ def attention(
     mask: broadcasts to (B, Hq, Sq, Sk); torch.bool, True for keys that are seen, or floating point, added to the
     scores. It gets no gradient.
     causal: True lets query i see keys up to i; "bottom_right" up to i + Sk - Sq, as a decoder with a cache needs.
-    window: (left, right), how many keys before and after its own position a query sees, which "bottom_right" shifts by
-    Sk - Sq; None or -1 is unbounded.
+    window: (left, right), how many keys before and after its own position a query sees; None or -1 is unbounded.
+    window_align: "bottom_right" shifts positions by Sk - Sq, for windows without causal; "top_left" or None does not.
+    With causal the window is aligned as causal is.
+    prefix: with causal and without a window, how many first keys all queries see (a prefix LM).
     scale: 1/sqrt(D) by default. softcap: replaces scores by softcap * tanh(scores / softcap), before masks.
+    sinks: (Hq,), floating point of any dtype: logits that join the softmax of each row of their head, as a key without
+    a value would; neither scaled nor capped. -inf counts for nothing.
     deterministic: False allows faster backward passes whose gradients vary in the last bits; by default they are equal.
     Returns o, with q's shape, dtype and order of dimensions; with return_lse (o, lse), where lse is the natural
-    logarithm of each row's sum of exponentials, (B, Hq, Sq), float32, also differentiable. A row that sees no key has
-    o 0, lse -inf and no gradient.
+    logarithm of each row's sum of exponentials, its sink's included, (B, Hq, Sq), float32, also differentiable. A row
+    that sees no key has o 0, lse -inf or its sink, and no gradient but the sink's.
     float32 products follow `torch.get_float32_matmul_precision()`. Autocast casts q, k and v first.
     Raises RidgelineError if shapes, strides, dtypes, devices or options do not match the above, or if `impl` cannot run
     the call.
@@ -72,12 +79,17 @@ def attention_varlen(
     causal: bool | str = False,
     scale: float | None = None,
     window: tuple[int | None, int | None] | None = None,
+    window_align: str | None = None,
+    prefix: int | None = None,
     softcap: float | None = None,
+    sinks: torch.Tensor | None = None,
     return_lse: bool = False,
     deterministic: bool | None = None,
     impl: str | None = None,
 ) -> torch.Tensor | tuple[torch.Tensor, torch.Tensor]:
-    """Returns `attention` within sequences that are packed one after the other. Gradients flow to q, k and v.
+    """Returns `attention` within sequences that are packed one after the other.
+
+    Gradients flow to q, k, v and sinks.
 
     q: (tokens, Hq, D); k, v: (tokens, Hkv, D), with as many sequences, whose lengths may differ from q's. Heads, D,
     dtypes and strides are as in `attention`.
@@ -89,7 +101,8 @@ def attention_varlen(
     block_table[b, n]; block is a multiple of 16, and entries past the length may be anything. causal (True or
     "bottom_right") and window then count from each query's own place in its sequence. A cache has no gradients.
     max_seqlen_q, max_seqlen_k: the longest lengths, if known; no implementation needs them.
-    causal, window, scale, softcap, return_lse, deterministic: as in `attention`; "bottom_right" aligns each sequence.
+    causal, window, window_align, prefix, scale, softcap, sinks, return_lse, deterministic: as in `attention`;
+    "bottom_right" aligns each sequence, and the first `prefix` keys are each sequence's.
     Returns o, with q's shape and dtype; with return_lse (o, lse), where lse is (Hq, tokens), float32, also
     differentiable.
     Values on the GPU are not validated (that would synchronise): wrong cu_seqlens give meaningless results, but no

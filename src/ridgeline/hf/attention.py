@@ -148,27 +148,16 @@ class _Packing:
         self.cu_seqlens = torch.nn.functional.pad(lengths.cumsum(0), (1, 0)).to(torch.int32)
 
 
-def _with_sinks(function: Callable[..., Any], *given: torch.Tensor, sinks: Any, **options: Any) -> torch.Tensor:
-    """Attention with a logit per head that takes part in the sum of exponentials and has no value. sinks: (Hq,)."""
-    if sinks is None:
-        return function(*given, **options)
-    if "sinks" in inspect.signature(function).parameters:
-        return function(*given, sinks=sinks, **options)
-    o, lse = function(*given, return_lse=True, **options)
-    share = torch.sigmoid(lse - sinks.float()[:, None])  # lse: (..., Hq, S)
-    share = share if o.dim() == 4 else share.transpose(0, 1)  # packed o is (tokens, Hq, D)
-    return (o * share[..., None]).to(o.dtype)
-
-
 def _varlen(
-    q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, where: _Packing, sinks: Any, options: dict[str, Any]
+    q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, where: _Packing, options: dict[str, Any]
 ) -> torch.Tensor:
     """Attention within sequences, from and to (B, H, S, D); the places of padding get zeros."""
     batch, heads, length, width = q.shape
     flat = [t.transpose(1, 2).reshape(batch * length, t.shape[1], width) for t in (q, k, v)]
     if where.index is not None:
         flat = [t.index_select(0, where.index) for t in flat]
-    o = _with_sinks(ridgeline.attention_varlen, *flat, where.cu_seqlens, where.cu_seqlens, sinks=sinks, **options)
+    q, k, v = flat
+    o: Any = ridgeline.attention_varlen(q, k, v, where.cu_seqlens, where.cu_seqlens, **options)
     if where.index is not None:
         o = o.new_zeros(batch * length, heads, width).index_copy(0, where.index, o)
     return o.view(batch, length, heads, width)
@@ -202,7 +191,8 @@ def forward(
         given = {n: t for n, t in given.items() if t is not None}
         return _own(module, query, key, value, attention_mask, causal, dropout=dropout, **given, **named)
     usual = scaling is not None and abs(scaling * query.shape[-1] ** 0.5 - 1) < 1e-12
-    options: dict[str, Any] = {"scale": None if usual else scaling, "softcap": softcap}  # attention's quick path
+    # None takes attention's quick path.
+    options: dict[str, Any] = {"scale": None if usual else scaling, "softcap": softcap, "sinks": s_aux}
     q_length, kv_length = query.shape[2], key.shape[2]
     if attention_mask is not None and attention_mask.dim() == 4:
         options["mask"] = attention_mask[..., :kv_length]
@@ -215,12 +205,12 @@ def forward(
         where = getattr(attention_mask, "_packing", None)
         if where is None:  # layers share the mask, and so what is read off it
             where = attention_mask._packing = _Packing(attention_mask)
-        return _varlen(query, key, value, where, s_aux, options), None
+        return _varlen(query, key, value, where, options), None
     if attention_mask is None and cu is not None and query.shape[0] == 1 and q_length == kv_length:
         where = _Packing.__new__(_Packing)
         where.index, where.cu_seqlens = None, cu.to(torch.int32)
-        return _varlen(query, key, value, where, s_aux, options), None
-    o = _with_sinks(ridgeline.attention, query, key, value, sinks=s_aux, **options)
+        return _varlen(query, key, value, where, options), None
+    o: Any = ridgeline.attention(query, key, value, **options)
     return o.transpose(1, 2), None
 
 

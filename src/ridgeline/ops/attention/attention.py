@@ -34,19 +34,22 @@ def _formula(
     v: torch.Tensor,
     mask: torch.Tensor | None = None,
     return_lse: bool = False,
+    sinks: torch.Tensor | None = None,
     **given: Any,
 ) -> Any:
     chosen = options(q.shape[-1], **given)
-    o, lse = how(q, k, v, mask, chosen.band(q.shape[2], k.shape[2]), chosen.scale, chosen.softcap)
+    o, lse = how(q, k, v, mask, sinks, chosen.band(q.shape[2], k.shape[2]), chosen.scale, chosen.softcap)
     return (o, lse) if return_lse else o
 
 
 def reference(
     q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, *, mask: torch.Tensor | None = None, causal: bool | str = False,
-    scale: float | None = None, window: tuple[int | None, int | None] | None = None, softcap: float | None = None,
+    scale: float | None = None, window: tuple[int | None, int | None] | None = None, window_align: str | None = None,
+    prefix: int | None = None, softcap: float | None = None, sinks: torch.Tensor | None = None,
     return_lse: bool = False, deterministic: bool | None = None,
 ) -> Any:  # fmt: skip
-    return _formula(in_pieces, q, k, v, mask, return_lse, causal=causal, scale=scale, window=window, softcap=softcap)
+    given: dict[str, Any] = {"causal": causal, "scale": scale, "window": window, "window_align": window_align}
+    return _formula(in_pieces, q, k, v, mask, return_lse, sinks, prefix=prefix, softcap=softcap, **given)
 
 
 NAIVE = partial(_formula, formula)
@@ -73,8 +76,10 @@ def _torch(
 
 def _torch_refuses(
     q: torch.Tensor, k: Any = None, v: Any = None, *, mask: Any = None, causal: Any = False, window: Any = None,
-    softcap: Any = None, return_lse: bool = False, **_: Any
+    softcap: Any = None, return_lse: bool = False, prefix: Any = None, sinks: Any = None, **_: Any
 ) -> str | None:  # fmt: skip
+    if prefix or sinks is not None:
+        return "scaled_dot_product_attention has no prefix and no sinks"
     if causal == "bottom_right" or window not in (None, (None, None), (-1, -1)) or softcap is not None or return_lse:
         return "scaled_dot_product_attention has no window, softcap, lse or causal='bottom_right'"
     there = q.is_cuda and not torch.compiler.is_compiling()
@@ -98,12 +103,13 @@ def _check_mask(mask: Any, q: torch.Tensor, k: torch.Tensor) -> str | None:
 
 def attention(
     q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, *, mask: torch.Tensor | None = None, causal: bool | str = False,
-    scale: float | None = None, window: tuple[int | None, int | None] | None = None, softcap: float | None = None,
+    scale: float | None = None, window: tuple[int | None, int | None] | None = None, window_align: str | None = None,
+    prefix: int | None = None, softcap: float | None = None, sinks: torch.Tensor | None = None,
     return_lse: bool = False, deterministic: bool | None = None, impl: str | None = None,
 ) -> torch.Tensor | tuple[torch.Tensor, torch.Tensor]:  # fmt: skip
     """Returns softmax(scale q k^T) v for each head, as `torch.nn.functional.scaled_dot_product_attention`.
 
-    Gradients flow to q, k and v.
+    Gradients flow to q, k, v and sinks.
 
     q: (B, Hq, Sq, D); k, v: (B, Hkv, Sk, D); float32, float16 or bfloat16, of one dtype and device. Hq is a multiple of
     Hkv: Hq/Hkv neighbouring heads share keys and values, which are not repeated. D is a multiple of 8 from 16 to 256.
@@ -111,60 +117,73 @@ def attention(
     mask: broadcasts to (B, Hq, Sq, Sk); torch.bool, True for keys that are seen, or floating point, added to the
     scores. It gets no gradient.
     causal: True lets query i see keys up to i; "bottom_right" up to i + Sk - Sq, as a decoder with a cache needs.
-    window: (left, right), how many keys before and after its own position a query sees, which "bottom_right" shifts by
-    Sk - Sq; None or -1 is unbounded.
+    window: (left, right), how many keys before and after its own position a query sees; None or -1 is unbounded.
+    window_align: "bottom_right" shifts positions by Sk - Sq, for windows without causal; "top_left" or None does not.
+    With causal the window is aligned as causal is.
+    prefix: with causal and without a window, how many first keys all queries see (a prefix LM).
     scale: 1/sqrt(D) by default. softcap: replaces scores by softcap * tanh(scores / softcap), before masks.
+    sinks: (Hq,), floating point of any dtype: logits that join the softmax of each row of their head, as a key without
+    a value would; neither scaled nor capped. -inf counts for nothing.
     deterministic: False allows faster backward passes whose gradients vary in the last bits; by default they are equal.
     Returns o, with q's shape, dtype and order of dimensions; with return_lse (o, lse), where lse is the natural
-    logarithm of each row's sum of exponentials, (B, Hq, Sq), float32, also differentiable. A row that sees no key has
-    o 0, lse -inf and no gradient.
+    logarithm of each row's sum of exponentials, its sink's included, (B, Hq, Sq), float32, also differentiable. A row
+    that sees no key has o 0, lse -inf or its sink, and no gradient but the sink's.
     float32 products follow `torch.get_float32_matmul_precision()`. Autocast casts q, k and v first.
     Raises RidgelineError if shapes, strides, dtypes, devices or options do not match the above, or if `impl` cannot run
     the call.
     """
     q, k, v = in_autocast(q, k, v)
-    plain, chosen = _look(q, k, v, mask, causal, scale, window, softcap, return_lse, deterministic, impl)
+    wants = causal, scale, window, window_align, prefix, softcap
+    plain, chosen = _look(q, k, v, mask, sinks, *wants, return_lse, deterministic, impl)
     if mask is not None and mask.requires_grad and torch.is_grad_enabled():
         wrong = "mask requires a gradient, but attention computes none for it; pass mask.detach()"
         raise RidgelineError(f"attention: {wrong}")
     if plain is not None:
-        given = {"mask": mask, "causal": causal, "scale": scale, "window": window, "softcap": softcap}
-        return plain.call(q, k, v, **given, return_lse=return_lse)
-    o, lse = by_kernels(q, k, v, mask, None, None, chosen, (0, 0), deterministic, impl)
+        return plain.call(q, k, v, **_given(mask, sinks, *wants), return_lse=return_lse)
+    sinks = None if sinks is None else sinks.contiguous()
+    o, lse = by_kernels(q, k, v, mask, None, None, sinks, chosen, (0, 0), deterministic, impl)
     return (o, lse) if return_lse else o
 
 
-@by_kind(4, optional=1, strides=True)
+def _given(
+    mask: Any, sinks: Any, causal: Any, scale: Any, window: Any, window_align: Any, prefix: Any, softcap: Any
+) -> dict[str, Any]:
+    given = {"mask": mask, "sinks": sinks, "causal": causal, "scale": scale, "window": window}
+    return given | {"window_align": window_align, "prefix": prefix, "softcap": softcap}
+
+
+@by_kind(5, optional=2, strides=True)
 def _look(
-    q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, mask: torch.Tensor | None, causal: bool | str,
-    scale: float | None, window: tuple[int | None, int | None] | None, softcap: float | None, return_lse: bool,
-    deterministic: bool | None, impl: str | None,
+    q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, mask: torch.Tensor | None, sinks: torch.Tensor | None,
+    causal: bool | str, scale: float | None, window: tuple[int | None, int | None] | None, window_align: str | None,
+    prefix: int | None, softcap: float | None, return_lse: bool, deterministic: bool | None, impl: str | None,
 ) -> tuple[Implementation | None, Options]:  # fmt: skip
     """Checks a call, but for the mask's gradient, and chooses. Returns too the options of kernels."""
-    check("attention", 4, q, k, v, causal, scale, window, softcap, deterministic)
+    check("attention", 4, q, k, v, sinks, causal, scale, window, softcap, deterministic, window_align, prefix)
     if mask is not None:
         dense_only("attention", (mask,))
         wrong = _check_mask(mask, q, k)
         if wrong:
             raise RidgelineError(f"attention: {wrong}")
-    given = {"mask": mask, "causal": causal, "scale": scale, "window": window, "softcap": softcap}
+    given = _given(mask, sinks, causal, scale, window, window_align, prefix, softcap)
     plain = eager(ATTENTION, impl, q, k, v, **given, return_lse=return_lse)
-    return plain, options(q.shape[-1], causal, scale, window, softcap)
+    return plain, options(q.shape[-1], causal, scale, window, softcap, window_align, prefix)
 
 
 def cost(
-    q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, *, mask: Any = None, return_lse: bool = False, **given: Any
-) -> tuple[Cost, Cost]:
+    q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, *, mask: Any = None, return_lse: bool = False,
+    sinks: Any = None, **given: Any
+) -> tuple[Cost, Cost]:  # fmt: skip
     """Returns the costs: two products forward, five backward, which reads do, q, k, v, o and lse.
 
-    A mask counts as all pairs, plus its own bytes.
+    A mask counts as all pairs, plus its own bytes. Sinks cost their own bytes.
     """
     chosen = options(q.shape[-1], **given)
     count = q.shape[2] * k.shape[2] if mask is not None else pairs(q.shape[2], k.shape[2], chosen)
     flops, masks = 4 * q.shape[0] * q.shape[1] * q.shape[3] * count, 0 if mask is None else nbytes(mask)
-    rows = 4 * q.shape[0] * q.shape[1] * q.shape[2]
-    forward = Cost(nbytes(q, k, v) + masks, nbytes(q) + (rows if return_lse else 0), flops)
-    return forward, Cost(3 * nbytes(q) + nbytes(k, v) + rows + masks, nbytes(q, k, v), flops * 5 // 2)
+    rows, more = 4 * q.shape[0] * q.shape[1] * q.shape[2], 0 if sinks is None else nbytes(sinks)
+    forward = Cost(nbytes(q, k, v) + masks + more, nbytes(q) + (rows if return_lse else 0), flops)
+    return forward, Cost(3 * nbytes(q) + nbytes(k, v) + rows + masks + more, nbytes(q, k, v) + more, flops * 5 // 2)
 
 
 def _case(batch: int, heads: int, length: int, D: int, use: str = "bench", kv: int = 0, **given: Any) -> Case:
@@ -234,6 +253,22 @@ ATTENTION = OPS[False] = Op(
             "1x2x80x100x16 bias",
             (Spec(1, 2, 80, 16), *[Spec(1, 2, 100, 16)] * 2),
             {"mask": Spec(2, 1, 100, grad=False), "softcap": 5.0},
+        ),
+        _small(
+            "2x4/2x70x37x16 causal, sinks, lse",
+            (2, 4, 70, 16),
+            (2, 2, 37, 16),
+            causal="bottom_right",
+            sinks=Spec(4, grad=False),
+            return_lse=True,
+        ),
+        _small("1x2x75x90x32 prefix", (1, 2, 75, 32), (1, 2, 90, 32), causal=True, prefix=41),
+        _small(
+            "1x2x33x80x16 window bottom right",
+            (1, 2, 33, 16),
+            (1, 2, 80, 16),
+            window=(9, 5),
+            window_align="bottom_right",
         ),
         _case(2, 4, 256, 64, "quick"),
         _case(1, 8, 512, 64, "quick", causal=True),

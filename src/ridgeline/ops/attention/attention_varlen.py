@@ -37,16 +37,21 @@ def reference(
     cu_seqlens_k: torch.Tensor | None = None, *, block_table: torch.Tensor | None = None,
     lengths: torch.Tensor | None = None, max_seqlen_q: int | None = None,
     max_seqlen_k: int | None = None, causal: bool | str = False,
-    scale: float | None = None, window: tuple[int | None, int | None] | None = None, softcap: float | None = None,
+    scale: float | None = None, window: tuple[int | None, int | None] | None = None, window_align: str | None = None,
+    prefix: int | None = None, softcap: float | None = None, sinks: torch.Tensor | None = None,
     return_lse: bool = False, deterministic: bool | None = None
 ) -> Any:  # fmt: skip
-    given: dict[str, Any] = {"causal": causal, "scale": scale, "window": window, "softcap": softcap}
-    given |= {"block_table": block_table, "lengths": lengths, "return_lse": return_lse}
+    given: dict[str, Any] = {"causal": causal, "scale": scale, "window": window, "window_align": window_align}
+    given |= {"prefix": prefix, "softcap": softcap, "sinks": sinks, "return_lse": return_lse}
+    given |= {"block_table": block_table, "lengths": lengths}
     return by_reference(q, k, v, cu_seqlens_q, cu_seqlens_k, **given)
 
 
-def _torch_refuses(q: torch.Tensor, *_: Any, softcap: Any = None, return_lse: bool = False, **__: Any) -> str | None:
-    return "scaled_dot_product_attention has no softcap and no lse" if softcap is not None or return_lse else None
+def _torch_refuses(
+    q: torch.Tensor, *_: Any, softcap: Any = None, sinks: Any = None, return_lse: bool = False, **__: Any
+) -> str | None:
+    missing = softcap is not None or sinks is not None or return_lse
+    return "scaled_dot_product_attention has no softcap, no sinks and no lse" if missing else None
 
 
 def _faults(cu: dict[str, Any], q: torch.Tensor, k: torch.Tensor, longest: dict[str, Any]) -> str | None:
@@ -80,10 +85,13 @@ def attention_varlen(
     cu_seqlens_k: torch.Tensor | None = None, *, block_table: torch.Tensor | None = None,
     lengths: torch.Tensor | None = None, max_seqlen_q: int | None = None,
     max_seqlen_k: int | None = None, causal: bool | str = False,
-    scale: float | None = None, window: tuple[int | None, int | None] | None = None, softcap: float | None = None,
+    scale: float | None = None, window: tuple[int | None, int | None] | None = None, window_align: str | None = None,
+    prefix: int | None = None, softcap: float | None = None, sinks: torch.Tensor | None = None,
     return_lse: bool = False, deterministic: bool | None = None, impl: str | None = None
 ) -> torch.Tensor | tuple[torch.Tensor, torch.Tensor]:  # fmt: skip
-    """Returns `attention` within sequences that are packed one after the other. Gradients flow to q, k and v.
+    """Returns `attention` within sequences that are packed one after the other.
+
+    Gradients flow to q, k, v and sinks.
 
     q: (tokens, Hq, D); k, v: (tokens, Hkv, D), with as many sequences, whose lengths may differ from q's. Heads, D,
     dtypes and strides are as in `attention`.
@@ -95,7 +103,8 @@ def attention_varlen(
     block_table[b, n]; block is a multiple of 16, and entries past the length may be anything. causal (True or
     "bottom_right") and window then count from each query's own place in its sequence. A cache has no gradients.
     max_seqlen_q, max_seqlen_k: the longest lengths, if known; no implementation needs them.
-    causal, window, scale, softcap, return_lse, deterministic: as in `attention`; "bottom_right" aligns each sequence.
+    causal, window, window_align, prefix, scale, softcap, sinks, return_lse, deterministic: as in `attention`;
+    "bottom_right" aligns each sequence, and the first `prefix` keys are each sequence's.
     Returns o, with q's shape and dtype; with return_lse (o, lse), where lse is (Hq, tokens), float32, also
     differentiable.
     Values on the GPU are not validated (that would synchronise): wrong cu_seqlens give meaningless results, but no
@@ -105,13 +114,13 @@ def attention_varlen(
     the call.
     """
     q, k, v = in_autocast(q, k, v)
-    given = {"causal": causal, "scale": scale, "window": window, "softcap": softcap, "return_lse": return_lse}
+    given: dict[str, Any] = {"causal": causal, "scale": scale, "window": window, "window_align": window_align}
+    given |= {"prefix": prefix, "softcap": softcap, "sinks": sinks, "return_lse": return_lse}
+    rules = causal, scale, window, softcap, deterministic, window_align, prefix
     if lengths is not None or block_table is not None:
-        check_cache(
-            q, k, v, cu_seqlens_q, cu_seqlens_k, block_table, lengths, causal, scale, window, softcap, deterministic
-        )
+        check_cache(q, k, v, cu_seqlens_q, cu_seqlens_k, block_table, lengths, sinks, *rules)
         return _cached(q, k, v, cu_seqlens_q, block_table, lengths, max_seqlen_q or 0, impl, given)
-    check("attention_varlen", 3, q, k, v, causal, scale, window, softcap, deterministic)
+    check("attention_varlen", 3, q, k, v, sinks, *rules)
     cu = {"cu_seqlens_q": cu_seqlens_q, "cu_seqlens_k": cu_seqlens_k}
     dense_only("attention_varlen", cu.values())
     wrong = _faults(cu, q, k, {"max_seqlen_q": max_seqlen_q, "max_seqlen_k": max_seqlen_k})
@@ -121,10 +130,12 @@ def attention_varlen(
     plain = eager(ATTENTION_VARLEN, impl, q, k, v, **given)
     if plain is not None:
         return plain.call(q, k, v, cu_seqlens_q, cu_seqlens_k, **given)  # type: ignore[misc]
-    chosen, longest = options(q.shape[-1], causal, scale, window, softcap), (max_seqlen_q or 0, max_seqlen_k or 0)
+    chosen = options(q.shape[-1], causal, scale, window, softcap, window_align, prefix)
+    longest = max_seqlen_q or 0, max_seqlen_k or 0
     other = None if cu_seqlens_k is cu_seqlens_q else cu_seqlens_k.contiguous()
     packed = packed_heads(q), packed_heads(k), packed_heads(v), None, cu_seqlens_q.contiguous(), other
-    o, lse = by_kernels(*packed, chosen, longest, deterministic, impl)
+    sinks = None if sinks is None else sinks.contiguous()
+    o, lse = by_kernels(*packed, sinks, chosen, longest, deterministic, impl)
     # Not o[0], whose backward copies the incoming gradient into zeros.
     return (o.squeeze(0).transpose(0, 1), lse.squeeze(0)) if return_lse else o.squeeze(0).transpose(0, 1)
 
@@ -200,7 +211,7 @@ class Table(Spec):
 
 def cost(
     q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, cu_q: torch.Tensor, cu_k: Maybe = None, *,
-    block_table: Maybe = None, lengths: Maybe = None, return_lse: bool = False, **given: Any,
+    block_table: Maybe = None, lengths: Maybe = None, return_lse: bool = False, sinks: Maybe = None, **given: Any,
 ) -> tuple[Cost, Cost | None]:  # fmt: skip
     """Returns attention's costs by lengths: from `ends` or `held` of tensors that have it, else from values."""
 
@@ -208,6 +219,7 @@ def cost(
         return [b - a for a, b in pairwise(getattr(cu, "ends", None) or cu.tolist())]
 
     rows, queries = 4 * q.shape[0] * q.shape[1], between(cu_q)
+    more = 0 if sinks is None else nbytes(sinks)
     written = nbytes(q) + (rows if return_lse else 0)
     chosen = options(q.shape[-1], **given) if lengths is None else cached_options(q.shape[-1], **given)
     keys = between(cu_k) if lengths is None else getattr(lengths, "held", None) or lengths.tolist()
@@ -216,8 +228,8 @@ def cost(
         owned = 2 * sum(keys) * k.shape[2] * k.shape[3] * k.element_size()
         return Cost(nbytes(q, cu_q, lengths) + owned, written, flops), None
     assert cu_k is not None
-    backward = Cost(3 * nbytes(q) + nbytes(k, v, cu_q, cu_k) + rows, nbytes(q, k, v), flops * 5 // 2)
-    return Cost(nbytes(q, k, v, cu_q, cu_k), written, flops), backward
+    backward = Cost(3 * nbytes(q) + nbytes(k, v, cu_q, cu_k) + rows + more, nbytes(q, k, v) + more, flops * 5 // 2)
+    return Cost(nbytes(q, k, v, cu_q, cu_k) + more, written, flops), backward
 
 
 def _case(
@@ -263,6 +275,9 @@ OPS[True] = ATTENTION_VARLEN = Op(
         _chunks("50 tokens, blocks of 16", 4, 2, 16, (33, 0, 1, 16), (80, 5, 0, 47), 16, causal=True),
         _chunks("40 tokens, blocks of 48, lse", 2, 1, 40, (7, 33), (7, 101), 48, window=(9, 2), return_lse=True),
         _chunks("40 tokens, contiguous cache, softcap", 2, 2, 24, (7, 33), (60, 33), causal=True, softcap=3.0),
+        _case("60 tokens, sinks, lse", 4, 2, 16, (1, 40, 19), (8, 0, 52), sinks=Spec(4, grad=False), return_lse=True),
+        _case("70 tokens, prefix", 2, 1, 16, (33, 0, 37), (30, 5, 60), causal="bottom_right", prefix=35),
+        _case("60 tokens, aligned window", 2, 1, 16, (20, 40), (50, 60), window=(20, 12), window_align="bottom_right"),
         _case("1024 tokens", 4, 4, 64, (600, 24, 400), use="quick", causal=True),
         *(
             _case(name, heads, kv, D, LENGTHS, use="bench", causal="causal" in name, **order)

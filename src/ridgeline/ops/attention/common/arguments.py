@@ -1,7 +1,8 @@
 """The arguments of attention and attention_varlen: what is wrong with them, and the options in the kernels' terms.
 
 In a sequence of sq queries and sk keys, row i of q sees the keys j with i + off - left <= j <= i + off + right, where
-off is sk - sq with `bottom`, else 0. The public options causal and window reduce to left, right and bottom.
+off is sk - sq with `bottom`, else 0, and those with j < prefix. The public options causal, window and window_align
+reduce to left, right and bottom.
 """
 
 from __future__ import annotations
@@ -12,6 +13,7 @@ from typing import Any, NamedTuple
 import torch
 
 from ridgeline.op import RidgelineError, dense_only
+from ridgeline.ops.attention.common.band import Band
 
 HEAD_DIMS = 16, 256  # D is a multiple of 8 in this range
 UNBOUNDED = 1 << 30  # left or right of a query that sees all keys on that side
@@ -26,22 +28,23 @@ class Options(NamedTuple):
     left: int
     right: int
     bottom: bool
+    prefix: int  # 0 for none
 
-    def band(self, sq: int, sk: int) -> tuple[int, int] | None:
-        """Returns (low, high), so that row i sees the keys i + low to i + high; None if every row sees every key."""
+    def band(self, sq: int, sk: int) -> Band | None:
+        """Returns what a sequence's rows see; None if every row sees every key."""
         off = sk - sq if self.bottom else 0
-        return (off - self.left, off + self.right) if min(self.left, self.right) < UNBOUNDED else None
+        bounded = min(self.left, self.right) < UNBOUNDED
+        return Band(off - self.left, off + self.right, self.prefix) if bounded else None
 
 
 def options(
     D: int, causal: bool | str = False, scale: float | None = None, window: tuple[int | None, int | None] | None = None,
-    softcap: float | None = None, **_: Any,
+    softcap: float | None = None, window_align: str | None = None, prefix: int | None = None, **_: Any,
 ) -> Options:  # fmt: skip
     left, right = [UNBOUNDED if w is None or w < 0 else min(w, UNBOUNDED) for w in window or (None, None)]
     right = min(right, 0) if causal else right
-    return Options(
-        D**-0.5 if scale is None else float(scale), float(softcap or 0), left, right, causal == "bottom_right"
-    )
+    bottom = "bottom_right" in (causal, window_align)
+    return Options(D**-0.5 if scale is None else float(scale), float(softcap or 0), left, right, bottom, prefix or 0)
 
 
 def precision() -> str:
@@ -54,10 +57,8 @@ def _precision() -> str:
     return "ieee" if torch.get_float32_matmul_precision() == "highest" else "tf32"
 
 
-def fault(
-    dims: int, q: Any, k: Any, v: Any, causal: Any, scale: Any, window: Any, softcap: Any, deterministic: Any
-) -> str | None:  # fmt: skip
-    """Returns what is wrong with a call, or None. dims: 4 for (batch, heads, tokens, D), 3 for packed sequences."""
+def _tensor_fault(dims: int, q: Any, k: Any, v: Any) -> str | None:
+    """Returns what is wrong with q, k and v, or None. dims: 4 for (batch, heads, tokens, D), 3 for packed sequences."""
     for name, t in (("q", q), ("k", k), ("v", v)):
         if not isinstance(t, torch.Tensor):
             return f"{name} must be a tensor, got {type(t).__name__}"
@@ -82,6 +83,13 @@ def fault(
         if t.layout is torch.strided and t.stride(-1) != 1:
             fix = f"got stride {t.stride(-1)}; pass {name}.contiguous()"
             return f"the last dimension of {name} must be contiguous (stride 1), {fix}"
+    return None
+
+
+def _option_fault(
+    causal: Any, scale: Any, window: Any, softcap: Any, deterministic: Any, window_align: Any, prefix: Any
+) -> str | None:
+    """Returns what is wrong with the options, or None."""
     if isinstance(causal, torch.Tensor) or causal not in (False, True, "bottom_right"):
         return f'causal must be False, True (aligned at the top left) or "bottom_right", got {causal!r}'
     if scale is not None and not (isinstance(scale, int | float) and math.isfinite(scale)):
@@ -92,8 +100,29 @@ def fault(
         pair = isinstance(window, tuple | list) and len(window) == 2
         if not pair or any(w is not None and (type(w) is not int or w < -1) for w in window):
             return f"window must be None or (left, right), each at least 0, or None or -1 for unbounded, got {window!r}"
+    if isinstance(window_align, torch.Tensor) or window_align not in (None, "top_left", "bottom_right"):
+        return f'window_align must be None, "top_left" or "bottom_right", got {window_align!r}'
+    if window_align is not None and causal and (window_align == "bottom_right") != (causal == "bottom_right"):
+        return f"causal aligns the window too, so it and window_align must agree, got {causal!r} and {window_align!r}"
+    if prefix is not None:
+        if type(prefix) is not int or not 0 <= prefix < UNBOUNDED:
+            return f"prefix must be None or a number of keys, an int of at least 0, got {prefix!r}"
+        if not causal or window not in (None, (None, None), (-1, -1)):
+            return f"prefix needs causal and no window, got causal={causal!r} and window={window!r}"
     wrong = isinstance(deterministic, torch.Tensor) or deterministic not in (None, True, False)
     return f"deterministic must be None, True or False, got {deterministic!r}" if wrong else None
+
+
+def _sink_fault(q: Any, sinks: Any) -> str | None:
+    """Returns what is wrong with the sinks, or None."""
+    if sinks is None:
+        return None
+    if not isinstance(sinks, torch.Tensor):
+        return f"sinks must be a tensor or None, got {type(sinks).__name__}"
+    if sinks.shape != (q.shape[1],) or not sinks.is_floating_point() or sinks.element_size() < 2:
+        given = f"{sinks.dtype} {tuple(sinks.shape)}"
+        return f"sinks must be a floating-point logit for each head of q, ({q.shape[1]},), got {given}"
+    return None if sinks.device == q.device else f"sinks and q must be on one device, got {sinks.device} and {q.device}"
 
 
 def in_autocast(*tensors: torch.Tensor) -> tuple[torch.Tensor, ...]:
@@ -133,9 +162,14 @@ def refusal(x: torch.Tensor, *rest: Any, **_: Any) -> str | None:
     return None
 
 
-def check(name: str, dims: int, q: Any, k: Any, v: Any, *given: Any) -> None:
-    """Raises RidgelineError if q, k, v or the options are wrong."""
-    dense_only(name, (q, k, v))
-    wrong = fault(dims, q, k, v, *given)
+def fault(dims: int, q: Any, k: Any, v: Any, sinks: Any, *given: Any) -> str | None:
+    """Returns what is wrong with q, k, v, the sinks or the options, or None."""
+    return _tensor_fault(dims, q, k, v) or _option_fault(*given) or _sink_fault(q, sinks)
+
+
+def check(name: str, dims: int, q: Any, k: Any, v: Any, sinks: Any, *given: Any) -> None:
+    """Raises RidgelineError if q, k, v, the sinks or the options are wrong."""
+    dense_only(name, (q, k, v) if sinks is None else (q, k, v, sinks))
+    wrong = fault(dims, q, k, v, sinks, *given)
     if wrong:
         raise RidgelineError(f"{name}: {wrong}")

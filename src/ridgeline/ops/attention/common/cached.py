@@ -26,13 +26,20 @@ def capacity(cache: torch.Tensor, table: Maybe) -> int:
 
 
 def check_cache(
-    q: Any, k: Any, v: Any, cu_q: Any, cu_k: Any, table: Any, lengths: Any, *rest: Any
+    q: Any, k: Any, v: Any, cu_q: Any, cu_k: Any, table: Any, lengths: Any, sinks: Any, *rest: Any
 ) -> None:  # fmt: skip
     """Raises RidgelineError if the arguments of a call with a cache do not fit together. rest: as in `check`."""
     dense_only("attention_varlen", (q, k, v, cu_q, table, lengths))
-    wrong = _fault(q, k, v, cu_q, cu_k, table, lengths) or fault(3, q, k[0], v[0], *rest) or _values(
-        q, k, cu_q, table, lengths
-    )  # fmt: skip
+    *_, align, prefix = rest
+    wrong = (
+        _fault(q, k, v, cu_q, cu_k, table, lengths)
+        or fault(3, q, k[0], v[0], sinks, *rest)
+        or _values(q, k, cu_q, table, lengths)
+    )
+    if not wrong and (sinks is not None or prefix):
+        wrong = "with a cache it takes no sinks and no prefix"
+    if not wrong and align == "top_left":
+        wrong = 'with a cache a window counts from each query\'s own place, so window_align cannot be "top_left"'
     if wrong:
         raise RidgelineError(f"attention_varlen: {wrong}")
 
@@ -145,4 +152,4 @@ def by_cache_kernels(
 ) -> tuple[torch.Tensor, torch.Tensor]:  # fmt: skip
     """Returns o (T, Hq, D) and lse (Hq, T), without gradients."""
     held, owned = lengths.contiguous(), None if table is None else table.contiguous()
-    return _forward(q, k, v, cu_q.contiguous(), held, owned, *chosen, max_q, precision(), impl)
+    return _forward(q, k, v, cu_q.contiguous(), held, owned, *chosen[:5], max_q, precision(), impl)

@@ -4,8 +4,6 @@ from __future__ import annotations
 
 from typing import Any
 
-import torch
-
 from ridgeline.ops.attention.common.arguments import Options
 
 # Benchmarks off the grid: the default backward, and one with unordered sums, as peers have.
@@ -15,10 +13,7 @@ ORDERS: tuple[dict[str, Any], ...] = ({}, {"note": " out of order", "determinist
 def pairs(sq: int, sk: int, chosen: Options) -> int:
     """Returns how many pairs of a query and a key see each other."""
     band = chosen.band(sq, sk)
-    if band is None:
-        return sq * sk
-    i = torch.arange(sq)
-    return int(((i + band[1]).clamp(max=sk - 1) - (i + band[0]).clamp(min=0) + 1).clamp(min=0).sum())
+    return sq * sk if band is None else band.pairs(sq, sk)
 
 
 def count(q: Any, k: Any, mask: Any, cu_q: Any, cu_k: Any, chosen: Options) -> int:
@@ -33,9 +28,15 @@ def count(q: Any, k: Any, mask: Any, cu_q: Any, cu_k: Any, chosen: Options) -> i
     return 4 * q.shape[0] * q.shape[1] * q.shape[3] * seen
 
 
+def _backward(
+    do: Any, dlse: Any, q: Any, k: Any, v: Any, o: Any, lse: Any, mask: Any, cu_q: Any, cu_k: Any, sinks: Any,
+    *rest: Any,
+) -> int:  # fmt: skip
+    return count(q, k, mask, cu_q, cu_k, Options(*rest[:6])) * 5 // 2
+
+
 FLOPS: dict[str, Any] = {
-    "attention_fwd": lambda q, k, v, mask, cu_q, cu_k, *o: count(q, k, mask, cu_q, cu_k, Options(*o[:5])),
-    "attention_bwd": lambda do, dlse, q, k, v, o, lse, mask, cu_q, cu_k, *options: (
-        count(q, k, mask, cu_q, cu_k, Options(*options[:5])) * 5 // 2
-    ),
+    "attention_fwd": lambda q, k, v, mask, cu_q, cu_k, sinks, *o: count(q, k, mask, cu_q, cu_k, Options(*o[:6])),
+    "attention_bwd": _backward,
+    "attention_bwd_sinks": _backward,
 }

@@ -29,7 +29,10 @@ def _like(t: torch.Tensor) -> torch.Tensor:
     return torch.empty_permuted(t.shape, order, dtype=t.dtype, device=t.device)
 
 
-_OPTIONS = "float scale, float softcap, int left, int right, bool bottom, int max_q, int max_k, str precision"
+_OPTIONS = (
+    "Tensor? sinks, float scale, float softcap, int left, int right, bool bottom, int prefix, int max_q, int max_k, "
+    "str precision"
+)
 
 
 @kernel_op(
@@ -45,37 +48,43 @@ def _forward(
     return o, lse
 
 
-@kernel_op(
-    "attention_bwd(Tensor do, Tensor? dlse, Tensor q, Tensor k, Tensor v, Tensor o, Tensor lse, Tensor? mask, "
-    f"Tensor? cu_q, Tensor? cu_k, {_OPTIONS}, bool deterministic, str? impl) -> (Tensor, Tensor, Tensor)"
-)
-def _backward(
-    do: torch.Tensor, dlse: Any, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, o: torch.Tensor, lse: torch.Tensor,
-    mask: Any, cu_q: Any, cu_k: Any, *rest: Any
-) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:  # fmt: skip
+_SAVED = "Tensor do, Tensor? dlse, Tensor q, Tensor k, Tensor v, Tensor o, Tensor lse, Tensor? mask, Tensor? cu_q, "
+_GIVEN = f"{_SAVED}Tensor? cu_k, {_OPTIONS}, bool deterministic, str? impl"
+
+
+@kernel_op(f"attention_bwd({_GIVEN}) -> (Tensor, Tensor, Tensor)")
+def _backward(do: torch.Tensor, dlse: Any, *rest: Any) -> tuple[torch.Tensor, ...]:
+    """Returns dq, dk and dv."""
+    grads = tuple([_like(t) for t in rest[:3]])
+    _fill((*grads, None), do, dlse, *rest)
+    return grads
+
+
+@kernel_op(f"attention_bwd_sinks({_GIVEN}) -> (Tensor, Tensor, Tensor, Tensor)")
+def _backward_with_sinks(do: torch.Tensor, dlse: Any, *rest: Any) -> tuple[torch.Tensor, ...]:
+    """Returns dq, dk, dv and dsinks."""
+    grads = *[_like(t) for t in rest[:3]], torch.empty_like(rest[_SINKS])
+    _fill(grads, do, dlse, *rest)
+    return grads
+
+
+_SINKS = 8  # where sinks stand among what follows dlse
+
+
+def _fill(grads: tuple[Any, ...], do: torch.Tensor, dlse: Any, *rest: Any) -> None:
     do = do if do.stride(-1) == 1 else do.contiguous()
     dlse = dlse if dlse is None or dlse.is_contiguous() else dlse.contiguous()
-    grads = _like(q), _like(k), _like(v)
-    run(OPS[cu_q is not None], "bwd", rest[-1], grads, do, dlse, q, k, v, o, lse, mask, cu_q, cu_k, *rest[:-1])
-    return grads
+    run(OPS[rest[6] is not None], "bwd", rest[-1], grads, do, dlse, *rest[:-1])
 
 
 class _Attention(Function):
     @staticmethod
     def forward(
-        ctx: Any,
-        q: Any,
-        k: Any,
-        v: Any,
-        mask: Any,
-        cu_q: Any,
-        cu_k: Any,
-        numbers: tuple[Any, ...],
-        deterministic: bool,
-        impl: Any,
-    ) -> Any:
-        o, lse = _forward(q, k, v, mask, cu_q, cu_k, *numbers, impl)
-        ctx.save_for_backward(q, k, v, o, lse, mask, cu_q, cu_k)
+        ctx: Any, q: Any, k: Any, v: Any, mask: Any, cu_q: Any, cu_k: Any, sinks: Any, numbers: tuple[Any, ...],
+        deterministic: bool, impl: Any,
+    ) -> Any:  # fmt: skip
+        o, lse = _forward(q, k, v, mask, cu_q, cu_k, sinks, *numbers, impl)
+        ctx.save_for_backward(q, k, v, o, lse, mask, cu_q, cu_k, sinks)
         ctx.facts = *numbers, deterministic, impl
         ctx.set_materialize_grads(False)
         return o, lse
@@ -84,13 +93,17 @@ class _Attention(Function):
     @first_order
     def backward(ctx: Any, do: Any, dlse: Any) -> Any:
         if do is None and dlse is None:
-            return (None,) * 9
+            return (None,) * 10
         saved = ctx.saved_tensors
-        return *_backward(torch.zeros_like(saved[3]) if do is None else do, dlse, *saved, *ctx.facts), *(None,) * 6
+        given = torch.zeros_like(saved[3]) if do is None else do, dlse, *saved, *ctx.facts
+        if saved[_SINKS] is None or not ctx.needs_input_grad[6]:
+            return *_backward(*given), *(None,) * 7
+        *grads, dsinks = _backward_with_sinks(*given)
+        return *grads, None, None, None, dsinks, None, None, None
 
 
 def by_kernels(
-    q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, mask: Any, cu_q: Any, cu_k: Any, chosen: Options,
+    q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, mask: Any, cu_q: Any, cu_k: Any, sinks: Any, chosen: Options,
     longest: tuple[int, int], deterministic: bool | None, impl: str | None
 ) -> tuple[torch.Tensor, torch.Tensor]:  # fmt: skip
     """Returns o and lse, both differentiable.
@@ -102,10 +115,12 @@ def by_kernels(
             "call torch.nn.functional.scaled_dot_product_attention there"
         )
     numbers = *chosen, *longest, precision()
-    if torch.is_grad_enabled() and (q.requires_grad or k.requires_grad or v.requires_grad):
+    if torch.is_grad_enabled() and (
+        q.requires_grad or k.requires_grad or v.requires_grad or (sinks is not None and sinks.requires_grad)
+    ):
         same = deterministic is not False or torch.are_deterministic_algorithms_enabled()
-        return differentiate(_Attention, q, k, v, mask, cu_q, cu_k, numbers, same, impl)
-    return _forward(q, k, v, mask, cu_q, cu_k, *numbers, impl)
+        return differentiate(_Attention, q, k, v, mask, cu_q, cu_k, sinks, numbers, same, impl)
+    return _forward(q, k, v, mask, cu_q, cu_k, sinks, *numbers, impl)
 
 
 @torch.compiler.assume_constant_result

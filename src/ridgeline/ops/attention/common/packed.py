@@ -35,7 +35,8 @@ def _sees(cu_q: torch.Tensor, cu_k: torch.Tensor, queries: int, keys: int, chose
     if chosen.bottom:
         i = i + torch.cat([torch.zeros_like(cu_q[:1]), cu_k.diff() - cu_q.diff(), torch.zeros_like(cu_q[:1])])[mine]
     apart = j - i[:, None]
-    return same & (apart >= -chosen.left) & (apart <= chosen.right)
+    inside = (apart >= -chosen.left) & (apart <= chosen.right)
+    return same & (inside | (j < chosen.prefix) if chosen.prefix else inside)
 
 
 def _plain(
@@ -54,10 +55,10 @@ def _plain(
 
 def by_formula(
     how: Any, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, cu_q: torch.Tensor, cu_k: Maybe = None, *,
-    block_table: Maybe = None, lengths: Maybe = None, return_lse: bool = False, **given: Any
+    block_table: Maybe = None, lengths: Maybe = None, return_lse: bool = False, sinks: Maybe = None, **given: Any
 ) -> Any:  # fmt: skip
     *qkv, mask, chosen = _plain(q, k, v, cu_q, cu_k, block_table, lengths, given)
-    o, lse = how(*qkv, mask, None, chosen.scale, chosen.softcap)
+    o, lse = how(*qkv, mask, sinks, None, chosen.scale, chosen.softcap)
     return (o.squeeze(0).transpose(0, 1), lse.squeeze(0)) if return_lse else o.squeeze(0).transpose(0, 1)
 
 

@@ -8,6 +8,8 @@ from typing import Any
 import torch
 from torch.utils.checkpoint import checkpoint
 
+from ridgeline.ops.attention.common.band import Band
+
 PIECE = 1 << 27  # scores that the reference holds in memory at a time
 
 
@@ -16,11 +18,15 @@ def formula(
     k: torch.Tensor,
     v: torch.Tensor,
     mask: torch.Tensor | None,
-    band: tuple[int, int] | None,
+    sinks: torch.Tensor | None,
+    band: Band | None,
     scale: float,
     softcap: float,
 ) -> tuple[torch.Tensor, torch.Tensor]:
-    """Returns o and lse, with all scores in memory. A row that sees no key has o 0 and lse -inf."""
+    """Returns o and lse, with all scores in memory.
+
+    A row that sees no key has o 0, and lse -inf or its head's sink. A sink is a key without a value.
+    """
     (batch, heads, rows, D), groups, columns = q.shape, k.shape[1], k.shape[2]
     # Queries that share keys become more rows of one head.
     folded = q.reshape(batch, groups, heads // max(groups, 1) * rows, D)
@@ -31,21 +37,17 @@ def formula(
     if mask is not None:
         s = s.masked_fill(~mask, -math.inf) if mask.dtype == torch.bool else s + mask
     if band is not None:
-        s = s.masked_fill(~seen(rows, columns, band, q.device), -math.inf)
-    most = s.detach().amax(-1, keepdim=True) if columns else s.new_full((*s.shape[:-1], 1), -math.inf)
+        s = s.masked_fill(~band.seen(rows, columns, q.device), -math.inf)
+    if sinks is not None:
+        s = torch.cat([s, sinks.to(s.dtype)[:, None, None].expand(batch, heads, rows, 1)], -1)
+    most = s.detach().amax(-1, keepdim=True) if s.shape[-1] else s.new_full((*s.shape[:-1], 1), -math.inf)
     empty = most == -math.inf
     most = most.masked_fill(empty, 0)
     e = (s - most).exp()
     total = e.sum(-1, keepdim=True).masked_fill(empty, 1)
-    p = (e / total).to(q.dtype)
+    p = (e / total)[..., :columns].to(q.dtype)
     o = (p.view(batch, groups, folded.shape[2], columns) @ v).view(q.shape)
     return o, (most + total.log()).masked_fill(empty, -math.inf)[..., 0]
-
-
-def seen(rows: int, columns: int, band: tuple[int, int], device: torch.device) -> torch.Tensor:
-    """Returns (rows, columns), True where a row sees a column of its band."""
-    apart = torch.arange(columns, device=device) - torch.arange(rows, device=device)[:, None]
-    return (apart >= band[0]) & (apart <= band[1])
 
 
 def in_pieces(
@@ -53,14 +55,15 @@ def in_pieces(
     k: torch.Tensor,
     v: torch.Tensor,
     mask: torch.Tensor | None,
-    band: tuple[int, int] | None,
+    sinks: torch.Tensor | None,
+    band: Band | None,
     scale: float,
     softcap: float,
 ) -> tuple[torch.Tensor, torch.Tensor]:
     """`formula`, by heads and rows of queries if the scores would take too much memory; backward recomputes them."""
     (batch, heads, rows, _), groups, columns = q.shape, k.shape[1], k.shape[2]
     if batch * heads * rows * columns <= PIECE:
-        return formula(q, k, v, mask, band, scale, softcap)
+        return formula(q, k, v, mask, sinks, band, scale, softcap)
     size = max(1, PIECE // (heads // groups * columns))
     whole = None if mask is None else mask.expand(batch, heads, rows, columns)
     found: list[list[torch.Tensor]] = [[], []]
@@ -71,8 +74,8 @@ def in_pieces(
             for n, some in enumerate(queries.split(size, 2)):
                 first, own = n * size, slice(h * (heads // groups), (h + 1) * (heads // groups))
                 hidden = None if whole is None else whole[b : b + 1, own, first : first + size]
-                moved = None if band is None else (band[0] + first, band[1] + first)
-                args = some, keys, values, hidden, moved, scale, softcap
+                moved = None if band is None else band.moved(first, 0)
+                args = some, keys, values, hidden, None if sinks is None else sinks[own], moved, scale, softcap
                 made.append(checkpoint(formula, *args, use_reentrant=False, preserve_rng_state=False))
             for kept, pieces in zip(found, zip(*made, strict=True), strict=True):
                 kept.append(torch.cat(pieces, 2))

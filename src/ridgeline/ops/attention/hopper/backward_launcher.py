@@ -18,12 +18,13 @@ from ridgeline.ops.attention.hopper.backward_sums import add_shares, convert_dq,
 
 
 def bwd(
-    dq: torch.Tensor, dk: torch.Tensor, dv: torch.Tensor, do: torch.Tensor, dlse: torch.Tensor | None, q: torch.Tensor,
-    k: torch.Tensor, v: torch.Tensor, o: torch.Tensor, lse: torch.Tensor, mask: None, cu_q: torch.Tensor | None,
-    cu_k: torch.Tensor | None, scale: float, softcap: float, left: int, right: int, bottom: bool, max_q: int,
-    max_k: int, precision: str, deterministic: bool
+    dq: torch.Tensor, dk: torch.Tensor, dv: torch.Tensor, dsinks: torch.Tensor | None, do: torch.Tensor,
+    dlse: torch.Tensor | None, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, o: torch.Tensor, lse: torch.Tensor,
+    mask: None, cu_q: torch.Tensor | None, cu_k: torch.Tensor | None, sinks: torch.Tensor | None, scale: float,
+    softcap: float, left: int, right: int, bottom: bool, prefix: int, max_q: int, max_k: int, precision: str,
+    deterministic: bool
 ) -> None:  # fmt: skip
-    """Fills dq, dk and dv; see `attention_bwd` in common/kernels.py.
+    """Fills dq, dk, dv and, unless it is None, dsinks; see `attention_bwd` in common/kernels.py.
 
     No block of queries has rows of two packed sequences: a sequence's first block is cu // 64 + the sequence's number.
     """
@@ -39,7 +40,7 @@ def bwd(
     listed, most = None, triton.cdiv(columns, span)
     if cu_q is not None:
         listed, most = list_pieces(q, k, cu_q, cu_q if cu_k is None else cu_k, bottom, left, right, span)
-    tops, deltas, order = row_terms(o, do, dlse, lse, tiles, cu_q)
+    tops, deltas, order = row_terms(o, do, dlse, lse, tiles, cu_q, dsinks, sinks)
     # In the order of `as_held` (backward_dq.py).
     sums = torch.empty((batch * heads * tiles, 2 * D, 32), dtype=torch.float32, device=q.device)
     section, down = head_section(q, k, longest, span, deterministic, ahead, back, packed)

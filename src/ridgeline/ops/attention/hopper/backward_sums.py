@@ -8,7 +8,7 @@ import triton.language as tl
 
 from ridgeline.boundary import launch
 from ridgeline.ops.attention.common.arguments import column_parts
-from ridgeline.ops.attention.triton.backward import RowTerms, start_delta
+from ridgeline.ops.attention.triton.backward import RowTerms, start_delta, sum_sinks
 from ridgeline.ops.attention.triton.launcher import heads as as_heads
 from ridgeline.ops.attention.triton.launcher import step_unit
 from ridgeline.ops.attention.triton.scheduler import place, row_tile
@@ -66,13 +66,17 @@ def _join(
 
 def row_terms(
     o: torch.Tensor, do: torch.Tensor, dlse: torch.Tensor | None, lse: torch.Tensor, tiles: int,
-    cu: torch.Tensor | None
+    cu: torch.Tensor | None, dsinks: torch.Tensor | None = None, sinks: torch.Tensor | None = None
 ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:  # fmt: skip
-    """Returns lse and delta by `tiles` blocks of 64 rows per head, and the zeroed counts of additions to them."""
+    """Returns lse and delta by `tiles` blocks of 64 rows per head, and the zeroed counts of additions to them.
+
+    Fills dsinks unless it is None.
+    """
     many = o.shape[0] * o.shape[1] * tiles
     terms = RowTerms(*[torch.empty((many, 64), dtype=torch.float32, device=o.device) for _ in range(2)])
     order = torch.empty((1 + many,), dtype=torch.int32, device=o.device)
     start_delta(terms, o, do, dlse, lse, order, cu)
+    sum_sinks(dsinks, sinks, terms, o.shape[0])
     return *terms, order
 
 

@@ -11,10 +11,21 @@ from ridgeline.tiles.hopper import store
 
 
 @gluon.jit
-def store_lse(lse, row_max, row_sum, row, tile, scheduler):
-    """Stores the rows' lse, -inf for rows that see no key, and returns the divisors of their sums of values."""
+def add_sink(row_sum, row_max, sink):
+    """Lets a head's sink join rows' sums. Returns the new sums and maxima, and what sums of values are rescaled by."""
+    sink = sink.to(gl.float32) * 1.4426950408889634
+    new = gl.maximum(row_max, sink)
+    rescale = gl.exp2(row_max - new)
+    return row_sum * rescale + gl.exp2(sink - new), new, rescale
+
+
+@gluon.jit
+def store_lse(lse, sinks, row_max, row_sum, row, tile, scheduler):
+    """Stores the rows' lse, -inf for rows that see no key or sink, and returns the divisors of their sums of values."""
     rows: gl.constexpr = row_max.type.layout
     divisor = gl.convert_layout(gl.sum(row_sum, 1), rows)
+    if sinks is not None:
+        divisor, row_max, rescale = add_sink(divisor, row_max, gl.load(sinks + tile.head))
     some = divisor != 0.0
     divisor = gl.where(some, divisor, 1.0)
     i = row + gl.arange(0, ROWS, rows)
@@ -24,6 +35,8 @@ def store_lse(lse, row_max, row_sum, row, tile, scheduler):
     else:
         first = (tile.start * scheduler.heads + tile.head).to(gl.int64) * scheduler.rows
     gl.store(lse + first + i, sums, mask=i < tile.length)
+    if sinks is not None:
+        divisor = divisor / rescale  # infinite if the sink is all that counts
     return divisor
 
 

@@ -290,7 +290,7 @@ def last_output(ME: gl.constexpr, n, tile, state, acc, block, zero, rings, sched
 
 
 @gluon.jit
-def consumer(ME: gl.constexpr, out, lse, rings, scheduler):
+def consumer(ME: gl.constexpr, out, lse, sinks, rings, scheduler):
     """A consumer group: its rows of all tiles of this program.
 
     With REST, D is half of a tile's columns plus at most REST, and o is in two parts. If q has room for only one tile
@@ -323,7 +323,7 @@ def consumer(ME: gl.constexpr, out, lse, rings, scheduler):
         tile = Tile(tile.head, tile.row, low, tile.high, tile.start, tile.length, tile.columns, tile.shift)
         state, acc, block = later_blocks(ME, q, tile, state, acc, block, zero, rings, scheduler)
         acc, following, after, block = last_output(ME, n + 1, tile, state, acc, block, zero, rings, scheduler, AHEAD)
-        divisor = store_lse(lse, state.row_max, state.row_sum, row, tile, scheduler)
+        divisor = store_lse(lse, sinks, state.row_max, state.row_sum, row, tile, scheduler)
         acc = store_output(acc, divisor, rings.q, n * GROUPS + ME, row, tile, out, scheduler)
         if not AHEAD:
             q, keys, following, block = take_tile(ME, n + 1, block, rings, scheduler)
@@ -336,7 +336,7 @@ def consumer(ME: gl.constexpr, out, lse, rings, scheduler):
 
 
 @gluon.jit(do_not_specialize=["sizes"])
-def _fwd(lse, listed, maps, sizes, factor, RULES: gl.constexpr):
+def _fwd(lse, sinks, listed, maps, sizes, factor, RULES: gl.constexpr):
     GROUPS: gl.constexpr = RULES.GROUPS
     STAGES: gl.constexpr = RULES.STAGES
     scheduler = TileScheduler(sizes, factor, RULES, GROUPS * ROWS, listed is not None)
@@ -349,8 +349,8 @@ def _fwd(lse, listed, maps, sizes, factor, RULES: gl.constexpr):
     if GROUPS == 2:
         gl.warp_specialize(
             [
-                (consumer, (0, maps.o, lse, rings, scheduler)),
-                (consumer, (1, maps.o, lse, rings, scheduler)),
+                (consumer, (0, maps.o, lse, sinks, rings, scheduler)),
+                (consumer, (1, maps.o, lse, sinks, rings, scheduler)),
                 (producer, (listed, maps, rings, scheduler)),
             ],
             [4, 1],
@@ -359,9 +359,9 @@ def _fwd(lse, listed, maps, sizes, factor, RULES: gl.constexpr):
     else:
         gl.warp_specialize(
             [
-                (consumer, (0, maps.o, lse, rings, scheduler)),
-                (consumer, (1, maps.o, lse, rings, scheduler)),
-                (consumer, (2, maps.o, lse, rings, scheduler)),
+                (consumer, (0, maps.o, lse, sinks, rings, scheduler)),
+                (consumer, (1, maps.o, lse, sinks, rings, scheduler)),
+                (consumer, (2, maps.o, lse, sinks, rings, scheduler)),
                 (producer, (listed, maps, rings, scheduler)),
             ],
             [4, 4, 1],
@@ -370,7 +370,8 @@ def _fwd(lse, listed, maps, sizes, factor, RULES: gl.constexpr):
 
 
 def start(
-    programs: int, lse: Any, listed: Any, maps: Any, sizes: Sizes, factor: float, rules: Rules, options: dict[str, Any]
-) -> None:
+    programs: int, lse: Any, sinks: Any, listed: Any, maps: Any, sizes: Sizes, factor: float, rules: Rules,
+    options: dict[str, Any],
+) -> None:  # fmt: skip
     """Starts the kernel with so many programs. maps: of q, k, v and o; options: of the compiler."""
-    launch(_fwd, (programs,), lse, listed, Maps(*maps), sizes, factor, RULES=rules, **options)
+    launch(_fwd, (programs,), lse, sinks, listed, Maps(*maps), sizes, factor, RULES=rules, **options)

@@ -14,18 +14,18 @@ from ridgeline.ops.attention.hopper.scheduler import Rules, Sizes, consumer_grou
 
 
 def refusal(
-    x: torch.Tensor, *rest: Any, mask: Any = None, softcap: Any = None, scale: Any = None, **_: Any
+    x: torch.Tensor, *rest: Any, mask: Any = None, softcap: Any = None, scale: Any = None, prefix: Any = None, **_: Any
 ) -> str | None:
     """Returns why these kernels do not take a call, or None.
 
     Takes public arguments or a launcher's inputs; backward's begin with do and dlse.
     """
-    q, *rest = rest[1:] if len(rest) > 15 else (x, *rest)
-    k, v, *rest = rest[:2] + rest[4:] if len(rest) > 13 else rest
+    q, *rest = rest[1:] if len(rest) > 16 else (x, *rest)
+    k, v, *rest = rest[:2] + rest[4:] if len(rest) > 15 else rest
     if len(rest) > 8:  # else public arguments
-        mask, _cu_q, _cu_k, scale, softcap, *_rest = rest
-    if mask is not None or softcap or (scale is not None and scale <= 0):
-        return "it takes no mask, no softcap, and only a scale above 0"
+        mask, _cu_q, _cu_k, _sinks, scale, softcap, _left, _right, _bottom, prefix, *_rest = rest
+    if mask is not None or softcap or prefix or (scale is not None and scale <= 0):
+        return "it takes no mask, no softcap, no prefix, and only a scale above 0"
     if 128 < q.shape[-1] <= 192:  # padded to 256, slower than `triton`'s two parts
         return f"D must be at most 128 or above 192, got {q.shape[-1]}"
     if not (q.numel() and k.numel()):
@@ -40,8 +40,8 @@ def refusal(
 
 def fwd(
     o: torch.Tensor, lse: torch.Tensor, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, mask: None,
-    cu_q: torch.Tensor | None, cu_k: torch.Tensor | None, scale: float, softcap: float, left: int, right: int,
-    bottom: bool, max_q: int, max_k: int, precision: str
+    cu_q: torch.Tensor | None, cu_k: torch.Tensor | None, sinks: torch.Tensor | None, scale: float, softcap: float,
+    left: int, right: int, bottom: bool, prefix: int, max_q: int, max_k: int, precision: str
 ) -> None:  # fmt: skip
     """Fills o and lse; see `attention_fwd` in common/kernels.py.
 
@@ -77,4 +77,4 @@ def fwd(
     sizes = Sizes(all_heads, heads, group, pairs, section, tiles, rows, columns, shift, left, right)
     box = (1, 1, 1) if packed else (1, 1)
     maps = [TensorMap(t, (*box, n, wide), min(128, 2 * wide), packed) for t, n in ((q, 64), (k, BN), (v, BN), (o, 64))]
-    forward.start(min(count, programs), lse, listed, maps, sizes, scale * LOG2E, rules, options)
+    forward.start(min(count, programs), lse, sinks, listed, maps, sizes, scale * LOG2E, rules, options)

@@ -2,6 +2,10 @@
 
 A tile of keys walks the queries that see it, for dK and dV; then a tile of queries walks the keys, for dQ. Both
 recompute the probabilities from lse. A kernel before them computes delta, the term that softmax's derivative subtracts.
+lse holds the sinks, so these change nothing but their own gradient, which comes from lse and delta:
+
+    p_sink = exp(sink - lse),  dsink = -sum over its head's rows of p_sink delta
+
 Source: Dao, FlashAttention-2, 2023 (arXiv:2307.08691), algorithm 2.
 """
 
@@ -25,7 +29,7 @@ from ridgeline.ops.attention.triton.scheduler import (
     section_of,
     seen_band,
 )
-from ridgeline.ops.attention.triton.softmax import head_mask, masked_scores, power, scaled
+from ridgeline.ops.attention.triton.softmax import head_mask, load_sink, masked_scores, power, scaled
 from ridgeline.ops.attention.triton.tiles import (
     Parts,
     Rules,
@@ -252,14 +256,46 @@ def start_delta(
     )  # fmt: skip
 
 
+@triton.jit(do_not_specialize=["batch", "rows"])
+def _bwd_sinks(dsinks, sinks, terms, batch, rows, APART: tl.constexpr, SIZE: tl.constexpr):
+    """Computes a head's dsink over its rows, first to last. Rows beyond q's have an infinite lse."""
+    head, heads = tl.program_id(0), tl.num_programs(0)
+    sink = load_sink(sinks, head, APART)
+    total = tl.zeros((SIZE,), tl.float32)
+    for first in range(0, tl.cast(batch, tl.int64) * rows, SIZE):
+        n = first + tl.arange(0, SIZE)
+        inside = n < tl.cast(batch, tl.int64) * rows
+        at = n + (n // rows * (heads - 1) + head) * rows
+        lse = tl.load(terms.lse + at, mask=inside, other=float("inf"))
+        delta = tl.load(terms.delta + at, mask=inside, other=0.0)
+        total += power(sink, lse, 1.0, APART, tl.float32) * delta
+    tl.store(dsinks + head, (-tl.sum(total, 0)).to(dsinks.dtype.element_ty))
+
+
+def sum_sinks(
+    dsinks: torch.Tensor | None, sinks: torch.Tensor | None, terms: RowTerms, batch: int, apart: bool = False
+) -> None:
+    """Fills dsinks unless it is None. terms: filled by `start_delta`, with at least the rows of each head."""
+    if dsinks is None or sinks is None:
+        return
+    heads, count = sinks.shape[0], terms.lse.numel()
+    facts: dict[str, Any] = {"APART": apart, "SIZE": 2048, "num_warps": 8}
+    launch(_bwd_sinks, (heads,), dsinks, sinks, terms, batch, count // max(batch * heads, 1), **facts)
+
+
 def bwd(
-    dq: torch.Tensor, dk: torch.Tensor, dv: torch.Tensor, do: torch.Tensor, dlse: torch.Tensor | None, q: torch.Tensor,
-    k: torch.Tensor, v: torch.Tensor, o: torch.Tensor, lse: torch.Tensor, *rest: Any
+    dq: torch.Tensor, dk: torch.Tensor, dv: torch.Tensor, dsinks: torch.Tensor | None, do: torch.Tensor,
+    dlse: torch.Tensor | None, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, o: torch.Tensor, lse: torch.Tensor,
+    *rest: Any
 ) -> None:  # fmt: skip
-    """Fills dq, dk and dv; see `attention_bwd` in common/kernels.py. Always deterministic."""
+    """Fills dq, dk, dv and, unless it is None, dsinks; see `attention_bwd` in common/kernels.py.
+
+    Always deterministic.
+    """
     call = Call(q, k, v, *rest[:-1])
     terms = RowTerms(torch.empty_like(lse), torch.empty_like(lse))
     start_delta(terms, o, do, dlse, lse, apart=call.apart)
+    sum_sinks(dsinks, call.sinks, terms, q.shape[0], call.apart)
     inputs = k, v, q, do
     unit = step_unit((dk, dv, *inputs))
     given = heads(dk, unit), heads(dv, unit), Sides(*[heads(t, unit) for t in inputs]), terms

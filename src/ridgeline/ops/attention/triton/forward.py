@@ -17,14 +17,22 @@ import triton.language as tl
 from ridgeline.ops.attention.common.arguments import UNBOUNDED
 from ridgeline.ops.attention.triton.launcher import Call, heads, start, step_unit
 from ridgeline.ops.attention.triton.scheduler import key_blocks, query_tile, section_of, seen_band
-from ridgeline.ops.attention.triton.softmax import add_block, head_mask, no_keys, normalizer
+from ridgeline.ops.attention.triton.softmax import (
+    RowSums,
+    add_block,
+    add_sink,
+    head_mask,
+    load_sink,
+    no_keys,
+    normalizer,
+)
 from ridgeline.ops.attention.triton.tiles import head_rows, load_tile, scale_rows, store_tile
 
 
 @triton.jit(do_not_specialize=["sizes"])
 def _fwd(
     o,
-    lse,
+    ends,
     q,
     k,
     v,
@@ -55,15 +63,20 @@ def _fwd(
             low, high = section_of(blocks, SECTION)
             for k_start in range(low, high, BN):
                 state = add_block(state, queries, keys, values, k_start, i, band, mask, scale, RULES, BN, SECTION != 1)
-    factors, sums = normalizer(state.row_sum, state.row_max, RULES.APART)
-    acc = scale_rows(state.acc, factors, RULES)
+    acc, row_sum, row_max = state.acc, state.row_sum, state.row_max
+    if ends.sinks is not None:
+        sink = load_sink(ends.sinks, h, RULES.APART)
+        row_sum, row_max, rescale = add_sink(row_sum, row_max, sink, RULES.APART)
+        acc = scale_rows(acc, rescale, RULES)
+    factors, sums = normalizer(row_sum, row_max, RULES.APART)
+    acc = scale_rows(acc, factors, RULES)
     store_tile(head_rows(o, b, h, first, RULES), acc, tl.arange(0, BM), limit, RULES)
-    tl.store(lse + tile.head.to(tl.int64) * sizes.rows + tile.q_start + i, sums, mask=i < tile.rows)
+    tl.store(ends.lse + tile.head.to(tl.int64) * sizes.rows + tile.q_start + i, sums, mask=i < tile.rows)
 
 
 def fwd(o: torch.Tensor, lse: torch.Tensor, *inputs: Any) -> None:
     """Fills o and lse; see `attention_fwd` in common/kernels.py. max_q and max_k are not used."""
     call = Call(*inputs)
     unit = step_unit((o, call.q, call.k, call.v))
-    given = heads(o, unit), lse, *[heads(t, unit) for t in (call.q, call.k, call.v)]
+    given = heads(o, unit), RowSums(lse, call.sinks), *[heads(t, unit) for t in (call.q, call.k, call.v)]
     start(_fwd, "fwd", given, call, unit, call.right < UNBOUNDED)

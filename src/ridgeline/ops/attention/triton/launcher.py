@@ -27,11 +27,13 @@ class Call(NamedTuple):
     mask: torch.Tensor | None
     cu_q: torch.Tensor | None
     cu_k: torch.Tensor | None
+    sinks: torch.Tensor | None
     scale: float
     softcap: float
     left: int
     right: int
     bottom: bool
+    prefix: int
     max_q: int
     max_k: int
     precision: str
@@ -46,8 +48,8 @@ class Call(NamedTuple):
 
     def rules(self, unit: int) -> Rules:
         main, rest = column_parts(self.q.shape[-1])
-        sides = self.left < UNBOUNDED, self.right < UNBOUNDED, self.bottom
-        return Rules(*sides, self.softcap > 0, self.apart, self.q.shape[-1], main, rest, unit, self.precision)
+        facts = self.left < UNBOUNDED, self.right < UNBOUNDED, self.bottom, self.softcap > 0, self.apart
+        return Rules(*facts, self.q.shape[-1], main, rest, unit, self.precision, self.prefix > 0)
 
     def scales(self) -> Scale:
         return Scale(self.scale, rounded_off(self.scale) if self.apart else self.scale * LOG2E, self.softcap)
@@ -182,6 +184,6 @@ def start(kernel: Any, name: str, given: tuple[Any, ...], call: Call, unit: int,
         tiles = across // size + sequences + 1 if cu is not None else triton.cdiv(across, size)
         return (tiles * turns * (1 if cu is not None else batch),)
 
-    sizes = Sizes(rows, columns, turns, sequences, section, call.left, call.right)
+    sizes = Sizes(rows, columns, turns, sequences, section, call.left, call.right, call.prefix or None)
     bundles = call.masked(), cu, sizes, group, call.scales()
     launch(kernel, grid, *given, *bundles, config=config, key=(name, rows, columns), RULES=call.rules(unit))

@@ -28,6 +28,7 @@ class Sizes(NamedTuple):
     section: Any  # heads that share the L2 cache
     window_left: Any
     window_right: Any
+    prefix: Any
 
 
 class Tile(NamedTuple):
@@ -44,12 +45,13 @@ class Tile(NamedTuple):
 
 
 class Band(NamedTuple):
-    """Query i sees the keys i - left to i + right of its sequence."""
+    """Query i sees the keys i - left to i + right of its sequence, and those before `prefix`."""
 
     rows: Any
     columns: Any
     left: Any
     right: Any
+    prefix: Any
 
 
 class Blocks(NamedTuple):
@@ -137,7 +139,21 @@ def key_tile(cu, sizes, BN: tl.constexpr):
 def seen_band(tile, sizes, RULES: tl.constexpr):
     """Returns the band of keys that a sequence's queries see."""
     shift = tile.columns - tile.rows if RULES.BOTTOM else 0
-    return Band(tile.rows, tile.columns, sizes.window_left - shift, sizes.window_right + shift)
+    prefix = sizes.prefix if RULES.PREFIX else 0  # Triton 3.6 cannot return None in a tuple
+    return Band(tile.rows, tile.columns, sizes.window_left - shift, sizes.window_right + shift, prefix)
+
+
+@triton.jit
+def in_band(i, j, band, RULES: tl.constexpr):
+    """Returns whether queries i see keys j by their positions alone."""
+    seen = j < band.columns
+    if RULES.LEFT:
+        seen = seen & (j >= i - band.left)
+    if RULES.PREFIX:
+        seen = seen & (j <= tl.maximum(i + band.right, band.prefix - 1))
+    elif RULES.RIGHT:
+        seen = seen & (j <= i + band.right)
+    return seen
 
 
 @triton.jit
@@ -162,14 +178,31 @@ def span(first, last, end, left, right, LEFT: tl.constexpr, RIGHT: tl.constexpr,
 def key_blocks(tile, band, RULES: tl.constexpr, BM: tl.constexpr, BN: tl.constexpr, MASK: tl.constexpr):
     """Returns the blocks of BN keys that a tile of queries sees."""
     last = tl.minimum(tile.start + BM, band.rows) - 1
-    return span(tile.start, last, band.columns, band.left, band.right, RULES.LEFT, RULES.RIGHT, BN, MASK)
+    return seen_keys(tile.start, last, band, RULES, BN, MASK)
+
+
+@triton.jit
+def seen_keys(first, last, band, RULES: tl.constexpr, BN: tl.constexpr, MASK: tl.constexpr):
+    """Returns the blocks of BN keys that the queries first..last see."""
+    left, right = band.left, band.right
+    blocks = span(first, last, band.columns, left, right, RULES.LEFT, RULES.RIGHT, BN, MASK)
+    if RULES.PREFIX:  # without LEFT
+        end = tl.minimum(band.prefix, band.columns)
+        edge = blocks.edge if MASK else tl.maximum(blocks.edge, end // BN * BN)
+        blocks = Blocks(blocks.low, blocks.full, edge, tl.maximum(blocks.high, end))
+    return blocks
 
 
 @triton.jit
 def query_blocks(tile, band, RULES: tl.constexpr, BM: tl.constexpr, BN: tl.constexpr, MASK: tl.constexpr):
     """Returns the blocks of BM queries that see a tile of keys."""
     last = tl.minimum(tile.start + BN, band.columns) - 1
-    return span(tile.start, last, band.rows, band.right, band.left, RULES.RIGHT, RULES.LEFT, BM, MASK)
+    blocks = span(tile.start, last, band.rows, band.right, band.left, RULES.RIGHT, RULES.LEFT, BM, MASK)
+    if RULES.PREFIX:  # without LEFT
+        low = tl.where(tile.start < band.prefix, 0, blocks.low)
+        full = low if MASK else tl.where(last < band.prefix, 0, blocks.full)
+        blocks = Blocks(low, full, low if MASK else blocks.edge, blocks.high)
+    return blocks
 
 
 @triton.jit

@@ -12,6 +12,7 @@ from typing import Any, NamedTuple
 import triton
 import triton.language as tl
 
+from ridgeline.ops.attention.triton.scheduler import in_band
 from ridgeline.ops.attention.triton.tiles import add_product, load_tile, rows_from, scale_rows, scores, zeros
 from ridgeline.tiles.activations import capped
 from ridgeline.tiles.online_softmax import exact_exp, log
@@ -43,10 +44,36 @@ class Softmax(NamedTuple):
     row_max: Any
 
 
+class RowSums(NamedTuple):
+    """lse (batch, heads, rows); and sinks (heads,), logits that join their heads' sums of exponentials, or None."""
+
+    lse: Any
+    sinks: Any
+
+
 @triton.jit
 def no_keys(BM: tl.constexpr, RULES: tl.constexpr):
     """Returns the `Softmax` of BM queries that have seen no key."""
     return Softmax(zeros(BM, RULES), tl.zeros((BM,), tl.float32), tl.full((BM,), float("-inf"), tl.float32))
+
+
+@triton.jit
+def load_sink(sinks, head, APART: tl.constexpr):
+    """Loads heads' sinks, in base 2 unless APART."""
+    sink = tl.load(sinks + head).to(tl.float32)
+    return sink if APART else sink * 1.4426950408889634
+
+
+@triton.jit
+def add_sink(row_sum, row_max, sink, APART: tl.constexpr):
+    """Lets a sink join rows' sums. Returns the new sums and maxima, and what the sums of values are rescaled by."""
+    new = tl.maximum(row_max, sink)
+    base = tl.where(new == float("-inf"), 0.0, new)
+    if APART:
+        rescale, share = exact_exp(row_max - base, tl.float32), exact_exp(sink - base, tl.float32)
+    else:
+        rescale, share = tl.exp2(row_max - base), tl.exp2(sink - base)
+    return row_sum * rescale + share, new, rescale
 
 
 @triton.jit
@@ -82,11 +109,7 @@ def masked_scores(s, i, j, band, mask, scale, RULES: tl.constexpr, MASKED: tl.co
     elif RULES.APART:
         s = scaled(s, scale, RULES.APART)
     if MASKED:
-        seen = j < band.columns
-        if RULES.LEFT:
-            seen = seen & (j >= i - band.left)
-        if RULES.RIGHT:
-            seen = seen & (j <= i + band.right)
+        seen = in_band(i, j, band, RULES)
         if mask is not None:
             at = mask.data + i.to(tl.int64) * mask.row_step + j.to(tl.int64) * mask.column_step
             bias = tl.load(at, mask=seen & (i < band.rows), other=0)

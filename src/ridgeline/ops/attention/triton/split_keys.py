@@ -26,8 +26,18 @@ from ridgeline.boundary import early, launch
 from ridgeline.op import dtype_name
 from ridgeline.ops.attention.triton import forward
 from ridgeline.ops.attention.triton.launcher import Call, heads, step_unit
-from ridgeline.ops.attention.triton.scheduler import Band, span
-from ridgeline.ops.attention.triton.softmax import Mask, add_block, head_mask, no_keys, normalizer, power
+from ridgeline.ops.attention.triton.scheduler import Band, seen_keys
+from ridgeline.ops.attention.triton.softmax import (
+    Mask,
+    RowSums,
+    add_block,
+    add_sink,
+    head_mask,
+    load_sink,
+    no_keys,
+    normalizer,
+    power,
+)
 from ridgeline.ops.attention.triton.tiles import Rows, address, head_rows, load_tile, scale_rows, store_tile
 
 ROWS, TILE, KEYS = 64, 32768, 512  # at most so many rows and bytes of a tile; at least so many keys to split
@@ -45,12 +55,13 @@ class Sizes(NamedTuple):
     parts: Any  # that a head's keys are split into
     window_left: Any
     window_right: Any
+    prefix: Any
 
 
 @triton.jit
 def part_of_keys(part, sizes, band, RULES: tl.constexpr, BN: tl.constexpr):
     """Returns the range of keys of a part, of those that any query sees."""
-    blocks = span(0, band.rows - 1, band.columns, band.left, band.right, RULES.LEFT, RULES.RIGHT, BN, True)
+    blocks = seen_keys(0, band.rows - 1, band, RULES, BN, True)
     share = tl.cdiv(tl.cdiv(tl.maximum(blocks.high - blocks.low, 0), sizes.parts), BN) * BN
     low = blocks.low + part * share
     return low, tl.minimum(low + share, blocks.high)
@@ -58,7 +69,7 @@ def part_of_keys(part, sizes, band, RULES: tl.constexpr, BN: tl.constexpr):
 
 @triton.jit(do_not_specialize=["sizes"])
 def _fwd(
-    o, lse, pieces, q, k, v, mask, sizes, scale, RULES: tl.constexpr, PDL: tl.constexpr, BM: tl.constexpr,
+    o, ends, pieces, q, k, v, mask, sizes, scale, RULES: tl.constexpr, PDL: tl.constexpr, BM: tl.constexpr,
     BN: tl.constexpr
 ):  # fmt: skip
     """Row r of a tile is query r // group of head r % group, among the heads that share keys."""
@@ -72,7 +83,8 @@ def _fwd(
         mask = head_mask(mask, b, own)
         mask = Mask(mask.data[:, None], 0, 0, mask.row_step, mask.column_step)
     shift = sizes.columns - sizes.rows if RULES.BOTTOM else 0
-    band = Band(sizes.rows, sizes.columns, sizes.window_left - shift, sizes.window_right + shift)
+    prefix = sizes.prefix if RULES.PREFIX else 0
+    band = Band(sizes.rows, sizes.columns, sizes.window_left - shift, sizes.window_right + shift, prefix)
     low, high = part_of_keys(part, sizes, band, RULES, BN)
     state = no_keys(BM, RULES)
     for k_start in range(low, high, BN):
@@ -80,11 +92,16 @@ def _fwd(
     if PDL:
         gdc_launch_dependents()
     if pieces is None:
-        factors, sums = normalizer(state.row_sum, state.row_max, RULES.APART)
+        acc, row_sum, row_max = state.acc, state.row_sum, state.row_max
+        if ends.sinks is not None:
+            sink = load_sink(ends.sinks, own, RULES.APART)
+            row_sum, row_max, rescale = add_sink(row_sum, row_max, sink, RULES.APART)
+            acc = scale_rows(acc, rescale, RULES)
+        factors, sums = normalizer(row_sum, row_max, RULES.APART)
         rows = Rows(head_rows(o, b, own, i, RULES).data[:, None], 0)
-        store_tile(rows, scale_rows(state.acc, factors, RULES), r, size, RULES)
+        store_tile(rows, scale_rows(acc, factors, RULES), r, size, RULES)
         at = (turn.to(tl.int64) * sizes.group + r % sizes.group) * sizes.rows + i
-        tl.store(lse + at, sums, mask=r < size)
+        tl.store(ends.lse + at, sums, mask=r < size)
     else:
         store_piece(pieces, state, r, size, RULES)
 
@@ -101,7 +118,7 @@ def store_piece(pieces, state, r, size, RULES: tl.constexpr):
 
 @triton.jit(do_not_specialize=["rows", "heads", "group", "parts"])
 def _join(
-    o, lse, pieces, rows, heads, group, parts, APART: tl.constexpr, D: tl.constexpr, BD: tl.constexpr,
+    o, ends, pieces, rows, heads, group, parts, APART: tl.constexpr, D: tl.constexpr, BD: tl.constexpr,
     UNIT: tl.constexpr, PDL: tl.constexpr, SOME: tl.constexpr
 ):  # fmt: skip
     """Combines a row's parts into o and lse, SOME at a time."""
@@ -126,10 +143,14 @@ def _join(
         acc = acc * rescale + tl.sum(some * weights[:, None], 0)
         row_sum = row_sum * rescale + tl.sum(sums * weights, 0)
         row_max = new
+    if ends.sinks is not None:
+        sink = load_sink(ends.sinks, turn % heads * group + r % group, APART)
+        row_sum, row_max, rescale = add_sink(row_sum, row_max, sink, APART)
+        acc = acc * rescale
     factor, total = normalizer(row_sum, row_max, APART)
     at = address(o, turn // heads, turn % heads * group + r % group, r // group, UNIT)
     tl.store(at + d, (acc * factor).to(o.data.dtype.element_ty), mask=d < D)
-    tl.store(lse + (turn.to(tl.int64) * group + r % group) * rows + r // group, total)
+    tl.store(ends.lse + (turn.to(tl.int64) * group + r % group) * rows + r // group, total)
 
 
 def few(q: torch.Tensor, k: torch.Tensor, packed: bool = False) -> bool:
@@ -161,14 +182,16 @@ def aside(q: torch.Tensor, k: torch.Tensor, *rest: Any, **_: Any) -> str | None:
 
 
 @lru_cache(1 << 10)
-def _split(multiprocessors: int, turns: int, rows: int, columns: int, left: int, right: int, bottom: bool) -> int:
+def _split(
+    multiprocessors: int, turns: int, rows: int, columns: int, left: int, right: int, bottom: bool, prefix: int
+) -> int:
     """Returns into how many parts a head's keys are split.
 
     The aim is one program per multiprocessor, or two if there are too many heads for two parts each; two everywhere is
     slower (docs/notes/attention.md).
     """
     shift = columns - rows if bottom else 0
-    low, high = max(shift - left, 0), min(columns, rows + shift + right)
+    low, high = max(shift - left, 0), min(columns, max(rows + shift + right, prefix))
     blocks = triton.cdiv(max(high - low, 1), GRAIN)
     share = multiprocessors // turns
     parts = max(1, min(share if share > 1 else 2 * multiprocessors // turns, blocks * GRAIN // LEAST, MOST))
@@ -207,7 +230,7 @@ def fwd(o: torch.Tensor, lse: torch.Tensor, *inputs: Any) -> None:
     gpu, unit, group = device.of(q), step_unit((o, q, k, v)), query_heads // shared
     BM, rules = max(16, triton.next_power_of_2(rows * group)), call.rules(unit)
     width = rules.BD + rules.BE
-    split = _split(gpu.multiprocessors, batch * shared, rows, columns, call.left, call.right, call.bottom)
+    split = _split(gpu.multiprocessors, batch * shared, rows, columns, call.left, call.right, call.bottom, call.prefix)
     pieces = q.new_empty(split * batch * query_heads * rows * (D + 2), dtype=torch.float32) if split > 1 else None
 
     def config() -> dict[str, Any]:
@@ -215,13 +238,14 @@ def fwd(o: torch.Tensor, lse: torch.Tensor, *inputs: Any) -> None:
         return tuning.config(gpu, "attention", "few", key, partial(_rule, gpu, q.dtype, BM, width), _space)
 
     second = early(gpu)
-    sizes = Sizes(rows, columns, shared, group, split, call.left, call.right)
+    sizes = Sizes(rows, columns, shared, group, split, call.left, call.right, call.prefix or None)
+    ends = RowSums(lse, call.sinks)
     out, *inputs_ = [heads(t, unit) for t in (o, q, k, v)]
-    given = out, lse, pieces, *inputs_, call.masked(), sizes, call.scales()
+    given = out, ends, pieces, *inputs_, call.masked(), sizes, call.scales()
     facts: dict[str, Any] = {"RULES": rules, "PDL": split > 1 and second["PDL"], "BM": BM}
     launch(_fwd, (split * batch * shared,), *given, config=config, key=("few",), **facts)
     if pieces is None:
         return None
     facts = {"APART": call.apart, "D": D, "BD": triton.next_power_of_2(D), "UNIT": unit, "SOME": 32, "num_warps": 4}
-    launch(_join, (batch * query_heads * rows,), out, lse, pieces, rows, shared, group, split, **facts, **second)
+    launch(_join, (batch * query_heads * rows,), out, ends, pieces, rows, shared, group, split, **facts, **second)
     return None

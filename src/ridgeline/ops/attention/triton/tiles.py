@@ -33,6 +33,7 @@ class Rules(NamedTuple):
     BE: int  # and of its second, 0 for none
     UNIT: int  # of steps, in elements
     PRECISION: str  # of float32 products
+    PREFIX: bool = False  # whether all queries see a number of first keys
 
 
 class Parts(NamedTuple):
