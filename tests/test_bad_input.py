@@ -22,6 +22,7 @@ packed = torch.ones(5, 2, 16)
 codes, E4M3 = torch.ones(4, 6, dtype=torch.int8), torch.float8_e4m3fn
 keys, lengths = torch.ones(2, 9, 2, 16), torch.ones(2, dtype=torch.int32)
 step = torch.ones(2, 1, 4, 16)
+odd_cache = torch.ones(2, 9, 2, 17, dtype=torch.int8)[..., :16]
 cache, new, at = torch.ones(2, 5, 3, 4), torch.full((2, 2, 3, 4), 2.0), torch.zeros(2, dtype=torch.int64)
 
 Bad = dict[str, tuple[Callable[[], object], list[str]]]
@@ -488,6 +489,10 @@ BAD: Bad = {
     "decode_attention: a sparse cache": (
         lambda: ridgeline.decode_attention(step, keys.to_sparse(), keys, lengths),
         ["sparse", "dense"],
+    ),
+    "decode_attention: an 8-bit cache of odd strides": (
+        lambda: ridgeline.decode_attention(step, *[odd_cache] * 2, lengths),
+        ["k_cache", "even", "17"],
     ),
     "mla_decode: lengths of int64": (
         lambda: ridgeline.mla_decode(

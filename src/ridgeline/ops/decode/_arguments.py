@@ -84,6 +84,9 @@ def _cache_fault(q: torch.Tensor, k_cache: torch.Tensor, v_cache: torch.Tensor, 
     for name, t in (("q", q), ("k_cache", k_cache), ("v_cache", v_cache), ("k", given["k"]), ("v", given["v"])):
         if t is not None and t.stride(-1) != 1:
             return f"the last dimension of {name} must be contiguous (stride 1), but has stride {t.stride(-1)}"
+    for name, t in (("k_cache", k_cache), ("v_cache", v_cache)):
+        if kind and (t.storage_offset() % 2 or any([step % 2 for step in t.stride()[:3]])):
+            return f"an 8-bit {name} must begin at an even byte and have even strides, but has {t.stride()}"
     return table_fault(table, B, shape[1])
 
 

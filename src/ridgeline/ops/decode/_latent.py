@@ -70,8 +70,8 @@ def _append(cache, tokens, b, h, n, known, x, x_rope, RULES: tl.constexpr, ROPE:
         tl.store(to, x.to(cache.data.dtype.element_ty), mask=inside)
         tl.store(to_rope, x_rope.to(cache.data.dtype.element_ty), mask=inside_rope)
     else:
-        y, y_rope, s, _ = quantised(x, x_rope, known, written, scale, zero, cache, RULES)
-        code, code_rope = encoded(y, RULES.NATIVE), encoded(y_rope, RULES.NATIVE)
+        levels, s, _ = quantised((x, x_rope), known, written, scale, zero, cache, RULES)
+        code, code_rope = encoded(levels[0], RULES.NATIVE), encoded(levels[1], RULES.NATIVE)
         tl.store(to, code, mask=inside)
         tl.store(to_rope, code_rope, mask=inside_rope)
         x, x_rope = decoded(code, RULES.NATIVE).to(x.dtype), decoded(code_rope, RULES.NATIVE).to(x.dtype)
@@ -104,22 +104,21 @@ def _attend_latent(
     d, e = tl.arange(0, BD), tl.arange(0, BE)
     q = rotated(queries.q, q_at, inside, place, d, new, RULES)
     q_rope = rotated(queries.q + RULES.D, q_at, inside, place, e, new, ROPE)
-    rest = tl.zeros((BM, 16), tl.float32)  # in place of int4's second tile
     state = (
         tl.full((BM,), float("-inf"), tl.float32), tl.zeros((BM,), tl.float32), tl.zeros((BM,), tl.float32),
-        tl.zeros((BM, BD), tl.float32), rest,
+        (tl.zeros((BM, BD), tl.float32),),
     )  # fmt: skip
     begin = low + part * share
     for start in range(begin, tl.minimum(begin + share, length), BN):
         n = start + tl.arange(0, BN)
         known = n < length
         at, scale, zero = offsets(keys, tokens, b, h, n, known, RULES)
-        k, v = stored(keys, at, known, RULES, BD, q.dtype)
-        k_rope, _ = stored(keys, at + RULES.D, known, ROPE, BE, q.dtype)
+        k = stored(keys, at, known, RULES, BD, q.dtype)
+        k_rope = stored(keys, at + RULES.D, known, ROPE, BE, q.dtype)
         s, z = scale_and_zero(keys, scale, zero, known)
         seen = visible(j, place, n, known, row, inside, total, b, queries, numbers, RULES)
-        x = _scores(q, q_rope, k, k_rope, s, seen, numbers.scale, RULES)
-        state = absorb(state, x, k, v, s, z, RULES)
+        x = _scores(q, q_rope, k[0], k_rope[0], s, seen, numbers.scale, RULES)
+        state = absorb(state, x, k, s, z, RULES)
     if new.k is not None:  # noqa: SIM102  # the compiler knows this, and not the next
         if part == active - 1:
             i = tl.arange(0, BS)
@@ -132,22 +131,23 @@ def _attend_latent(
             k, k_rope, s = _append(keys, tokens, b, h, n, fresh, k, k_rope, RULES, ROPE)
             seen = visible(j, place, n, fresh, row, inside, total, b, queries, numbers, RULES)
             x = _scores(q, q_rope, k, k_rope, s, seen, numbers.scale, RULES)
-            state = absorb(state, x, k, k, s, tl.zeros_like(s), RULES)
+            state = absorb(state, x, (k,), s, tl.zeros_like(s), RULES)
     if RULES.PDL:
         gdc_launch_dependents()
     finish(results, queries, state, part, turn, programs, b, j, row, r, numbers, RULES, BD)
 
 
-def rule(gpu: device.Device, rows: int, width: int, size: int, bits: int) -> tuning.Config:
+def rule(gpu: device.Device, rows: int, width: int, size: int, bits: int, paged: bool) -> tuning.Config:
     """Tiles of up to 32 keys, which need no more than 255 registers; one fewer tile than stages is held at a time.
 
-    size: bytes of a query's number; bits: bytes of a stored one."""
+    size: bytes of a query's number; bits: bytes of a stored one. paged: reading the block table takes two stages more,
+    which need no room."""
     if gpu.backend == "cpu":
         return {"BN": 16, "num_warps": 4, "num_stages": 1}
     for bn, stages in ((32, 4 if rows < 64 else 3), (32, 3), (16, 3), (16, 2)):
         held = (stages - 1) * bits + (0 if bits == size else 2 * size)
         if rows * width * size + bn * width * held + 12288 <= gpu.shared_memory:
-            return {"BN": bn, "num_warps": 8, "num_stages": stages}
+            return {"BN": bn, "num_warps": 8, "num_stages": stages + 2 * paged}
     return {"BN": 16, "num_warps": 8, "num_stages": 1}
 
 
@@ -171,13 +171,13 @@ def fwd(
     bits = 1 if kind else q.element_size()
 
     def config() -> dict[str, Any]:
-        key = f"{dtype_name(q)}{' ' + kind if kind else ''} {bm}x{bd}"
-        made = partial(rule, gpu, bm, bd + be, q.element_size(), bits)
+        key = f"{dtype_name(q)}{' ' + kind if kind else ''} {bm}x{bd}{'' if block_table is None else ' blocks'}"
+        made = partial(rule, gpu, bm, bd + be, q.element_size(), bits, block_table is not None)
         return tuning.config(gpu, "mla_decode", "fwd", key, made, space)
 
     per_token = kv_scale is not None and kv_scale.dim() == 2
     block = 0 if block_table is None else cache.shape[1]
-    common = kind, per_token, block, False, False, invariant, gpu.capability >= 89, precision
+    common = kind, 1, per_token, block, False, False, invariant, gpu.capability >= 89, precision
     pdl = parts > 1 and second["PDL"]
     rules = Rules(latent, 0, interleaved, *common, pdl)
     scale_steps = (*kv_scale.stride(), 0) if per_token else three_steps(kv_scale)

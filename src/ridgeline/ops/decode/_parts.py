@@ -85,6 +85,7 @@ class Rules(NamedTuple):
     R: Any  # pairs that are rotated; 0 without rotation
     INTERLEAVED: Any
     KIND: Any  # of the cache: "", "int8", "int4", "float8"
+    WAYS: Any  # neighbouring columns in one element of the cache as the kernel reads it
     PER_TOKEN: Any  # scales are per token and head
     BLOCK: Any  # tokens of a block; 0: contiguous
     CAP: Any
@@ -96,9 +97,9 @@ class Rules(NamedTuple):
 
 
 @triton.jit
-def columns(HALF: tl.constexpr, RULES: tl.constexpr, BD: tl.constexpr):
-    """The columns of a tile: all of D, or of int4 the even (HALF 0) or odd (1) ones."""
-    return 2 * tl.arange(0, BD) + HALF if RULES.KIND == "int4" else tl.arange(0, BD)
+def columns(WAY: tl.constexpr, RULES: tl.constexpr, BD: tl.constexpr):
+    """The columns of tile WAY: all of D, or every second or fourth."""
+    return RULES.WAYS * tl.arange(0, BD) + WAY
 
 
 @triton.jit
@@ -143,37 +144,113 @@ def offsets(cache, tokens, b, h, n, known, RULES: tl.constexpr):
 
 
 @triton.jit
-def _whole(u, OFFSET: tl.constexpr, BITS: tl.constexpr, TO: tl.constexpr):
-    """Bytes u, of which BITS bits are used, minus OFFSET, in a floating dtype.
+def _integers(raw, BITS: tl.constexpr, OFFSET: tl.constexpr, RULES: tl.constexpr):
+    """The integers of BITS bits in elements of 16 bits, minus OFFSET, lowest bits first: a tile of float16 for each.
 
-    The bits of u become the last bits of a power of two's mantissa, which is quicker than to convert integers."""
-    if TO == tl.bfloat16 and BITS < 8:
-        return (u.to(tl.uint16) | 0x4300).to(tl.bfloat16, bitcast=True) - (128.0 + OFFSET)
-    elif TO == tl.float16:
-        return (u.to(tl.uint16) | 0x6400).to(tl.float16, bitcast=True) - (1024.0 + OFFSET)
+    The bits become the last ones of 1024's mantissa, which is quicker than to convert integers. Two elements share a
+    register, so one instruction makes two numbers of the same tile."""
+    WAYS: tl.constexpr = RULES.WAYS
+    if BITS == 8 and RULES.NATIVE:
+        return tl.inline_asm_elementwise(
+            """{
+            .reg .b32 one, offset;
+            mov.b32 one, 0x64646464;
+            mov.b32 offset, 0x64806480;
+            prmt.b32 $0, $2, one, 0x4240;
+            prmt.b32 $1, $2, one, 0x4341;
+            sub.f16x2 $0, $0, offset;
+            sub.f16x2 $1, $1, offset;
+            }""",
+            "=&r,=&r,r", [raw ^ -32640], dtype=(tl.float16, tl.float16), is_pure=True, pack=2,
+        )  # fmt: skip
+    elif BITS == 4 and RULES.NATIVE:
+        # At bits 4 to 7 the number is 1024 + 16 n: a product with 1/16 brings it down. 1032, 72: with int4's zero of 8
+        offsets: tl.constexpr = (
+            "0x64086408; mov.b32 high, 0xd480d480;" if OFFSET else "0x64006400; mov.b32 high, 0xd400d400;"
+        )
+        return tl.inline_asm_elementwise(
+            "{ .reg .b32 next, one, part, low, high; mov.b32 one, 0x64006400; mov.b32 part, 0x2c002c00; mov.b32 low, "
+            + offsets
+            + """
+            shr.u32 next, $4, 8;
+            lop3.b32 $0, $4, 0x000f000f, one, 0xea;
+            lop3.b32 $1, $4, 0x00f000f0, one, 0xea;
+            lop3.b32 $2, next, 0x000f000f, one, 0xea;
+            lop3.b32 $3, next, 0x00f000f0, one, 0xea;
+            sub.f16x2 $0, $0, low;
+            fma.rn.f16x2 $1, $1, part, high;
+            sub.f16x2 $2, $2, low;
+            fma.rn.f16x2 $3, $3, part, high;
+            }""",
+            "=&r,=&r,=&r,=&r,r", [raw], dtype=(tl.float16, tl.float16, tl.float16, tl.float16), is_pure=True, pack=2,
+        )  # fmt: skip
     else:
-        return ((u.to(tl.uint32) | 0x4B000000).to(tl.float32, bitcast=True) - (8388608.0 + OFFSET)).to(TO)
+        made = ()
+        turned = raw.to(tl.uint16, bitcast=True) ^ (32896 if BITS == 8 else 0)
+        for way in tl.static_range(WAYS):
+            bits = turned >> (BITS * way) & (255 if BITS == 8 else 15)
+            made = made + ((bits | 0x6400).to(tl.float16, bitcast=True) - (1152.0 if BITS == 8 else 1024.0 + OFFSET),)
+        return made
+
+
+@triton.jit
+def _floats(raw, RULES: tl.constexpr):
+    """The 8-bit floating-point numbers in elements of 16 bits, lower bits first: two tiles of float16."""
+    if RULES.NATIVE:
+        return tl.inline_asm_elementwise(
+            """{
+            .reg .b32 sorted;
+            .reg .b16 even, odd;
+            prmt.b32 sorted, $2, 0, 0x3120;
+            mov.b32 {even, odd}, sorted;
+            cvt.rn.f16x2.e4m3x2 $0, even;
+            cvt.rn.f16x2.e4m3x2 $1, odd;
+            }""",
+            "=&r,=&r,r", [raw], dtype=(tl.float16, tl.float16), is_pure=True, pack=2,
+        )  # fmt: skip
+    else:
+        pairs = raw.to(tl.uint16, bitcast=True)
+        even, odd = (pairs & 255).to(tl.uint8), (pairs >> 8).to(tl.uint8)
+        return decoded(even, RULES.NATIVE).to(tl.float16), decoded(odd, RULES.NATIVE).to(tl.float16)
 
 
 @triton.jit
 def stored(cache, at, known, RULES: tl.constexpr, BD: tl.constexpr, TO: tl.constexpr):
-    """The numbers of a tile of keys as they are stored, in a dtype for products: one tile or, of int4, two.
+    """The numbers of a tile of keys as they are stored, in a dtype for products: a tile for each of the WAYS.
 
     Rows and columns that are not known hold any finite number: q or p is 0 there."""
+    WAYS: tl.constexpr = RULES.WAYS
     d = tl.arange(0, BD)
-    width: tl.constexpr = RULES.D // 2 if RULES.KIND == "int4" else RULES.D
-    raw = tl.load(cache.data + at[:, None] + d[None, :], mask=known[:, None] & (d < width)[None, :], other=0.0)
+    inside = known[:, None] & (d < RULES.D // RULES.WAYS)[None, :]
+    raw = tl.load(cache.data + at[:, None] + d[None, :], mask=inside, other=0)
+    made = (raw,)
     if RULES.KIND == "int4":
-        shift: tl.constexpr = 8.0 if cache.zero is None else 0.0
-        return _whole(raw & 15, shift, 4, TO), _whole(raw >> 4, shift, 4, TO)
+        made = _integers(raw, 4, 8 if cache.zero is None else 0, RULES)
     elif RULES.KIND == "int8":
-        made = _whole(raw.to(tl.uint8, bitcast=True) ^ 128, 128.0, 8, TO)
-        return made, made
+        made = _integers(raw, 8, 0, RULES)
+    elif RULES.KIND == "float8" and RULES.WAYS == 2:
+        made = _floats(raw, RULES)
     elif RULES.KIND == "float8":
-        made = decoded(raw, RULES.NATIVE).to(TO)
-        return made, made
-    else:
-        return raw.to(TO), raw.to(TO)
+        made = (decoded(raw, RULES.NATIVE),)
+    cast = ()
+    for way in tl.static_range(WAYS):
+        cast = cast + (made[way].to(TO),)
+    return cast
+
+
+@triton.jit
+def fitted(q, WAYS: tl.constexpr, TO: tl.constexpr):
+    """Tiles of queries in the dtype of products with quantised keys, and the power of two that divides each row so that
+    float16 holds it."""
+    most = tl.max(tl.abs(q[0]).to(tl.float32), 1)
+    for way in tl.static_range(1, WAYS):
+        most = tl.maximum(most, tl.max(tl.abs(q[way]).to(tl.float32), 1))
+    power = (most.to(tl.uint32, bitcast=True) & 0x7F800000).to(tl.float32, bitcast=True)
+    power = tl.where(power == 0.0, 1.0, power)
+    made = ()
+    for way in tl.static_range(WAYS):
+        made = made + ((q[way].to(tl.float32) / power[:, None]).to(TO),)
+    return made, power
 
 
 @triton.jit
@@ -189,40 +266,44 @@ def scale_and_zero(cache, scale, zero, known):
 
 
 @triton.jit
-def absorb(state, x, v, v2, s, z, RULES: tl.constexpr):
+def absorb(state, x, v, s, z, RULES: tl.constexpr):
     """Adds a tile of keys to the rows' running maximum, sum and values, as the online softmax does."""
-    row_max, row_sum, offset, acc, acc2 = state
+    WAYS: tl.constexpr = RULES.WAYS
+    row_max, row_sum, offset, acc = state
     new_max = tl.maximum(row_max, tl.max(x, 1))
     base = tl.where(new_max == float("-inf"), 0.0, new_max)
     p = tl.exp2(x - base[:, None])
     rescale = tl.exp2(row_max - base)
     row_sum = row_sum * rescale + tl.sum(p, 1)
+    shrink, most = rescale, 1.0
     if RULES.KIND != "":
-        if v.dtype == tl.float16:  # small scales would leave float16's range
+        if v[0].dtype == tl.float16:  # small scales would leave float16's range
             most = tl.maximum(tl.max(tl.abs(s), 0), 1e-30)
             s /= most
-            acc, acc2, offset = acc / most, acc2 / most, offset / most
+            shrink /= most
         p *= s[None, :]
-        offset = offset * rescale + tl.sum(p * z[None, :], 1)
-    acc = tl.dot(p.to(v.dtype), v, acc * rescale[:, None], input_precision=RULES.PRECISION)
-    if RULES.KIND == "int4":
-        acc2 = tl.dot(p.to(v.dtype), v2, acc2 * rescale[:, None], input_precision=RULES.PRECISION)
-    if RULES.KIND != "":  # noqa: SIM102
-        if v.dtype == tl.float16:
-            acc, acc2, offset = acc * most, acc2 * most, offset * most
-    return new_max, row_sum, offset, acc, acc2
+        offset = offset * rescale + tl.sum(p * z[None, :], 1) * most
+    sums = ()
+    for way in tl.static_range(WAYS):
+        made = tl.dot(p.to(v[way].dtype), v[way], acc[way] * shrink[:, None], input_precision=RULES.PRECISION)
+        if RULES.KIND != "" and v[way].dtype == tl.float16:
+            made *= most
+        sums = sums + (made,)
+    return new_max, row_sum, offset, sums
 
 
 @triton.jit
-def quantised(x, x2, known, written, scale, zero, cache, RULES: tl.constexpr):
-    """Quantises new tokens, and stores what is made per token of those that are written. Returns the levels of both
+def quantised(x, known, written, scale, zero, cache, RULES: tl.constexpr):
+    """Quantises new tokens, and stores what is made per token of those that are written. Returns the levels of all
     tiles, with their scales and zeros."""
     low: tl.constexpr = -128.0 if RULES.KIND == "int8" else -448.0 if RULES.KIND == "float8" else 0.0
     high: tl.constexpr = 127.0 if RULES.KIND == "int8" else 448.0 if RULES.KIND == "float8" else 15.0
     even: tl.constexpr = 12582912.0  # adding and subtracting 1.5 x 2^23 rounds to an integer, half to even
-    x, x2 = x.to(tl.float32), x2.to(tl.float32)
     if RULES.PER_TOKEN:
-        most, least = tl.maximum(tl.max(x, 1), tl.max(x2, 1)), tl.minimum(tl.min(x, 1), tl.min(x2, 1))
+        most, least = tl.max(x[0].to(tl.float32), 1), tl.min(x[0].to(tl.float32), 1)
+        for way in tl.static_range(1, len(x)):
+            most = tl.maximum(most, tl.max(x[way].to(tl.float32), 1))
+            least = tl.minimum(least, tl.min(x[way].to(tl.float32), 1))
         if cache.zero is not None:
             s = tl.maximum((most - least) / (high - low), 1e-12)
             z = low - (least / s + even - even)
@@ -235,11 +316,13 @@ def quantised(x, x2, known, written, scale, zero, cache, RULES: tl.constexpr):
         s, z = scale_and_zero(cache, scale, zero, known)
     shift = z + 8.0 if RULES.KIND == "int4" and cache.zero is None else z
     safe = tl.where(s == 0.0, 1.0, s)[:, None]
-    y, y2 = x / safe + shift[:, None], x2 / safe + shift[:, None]
-    if RULES.KIND != "float8":
-        y, y2 = y + even - even, y2 + even - even
-    y, y2 = tl.minimum(tl.maximum(y, low), high), tl.minimum(tl.maximum(y2, low), high)
-    return y, y2, s, z
+    levels = ()
+    for way in tl.static_range(len(x)):
+        y = x[way].to(tl.float32) / safe + shift[:, None]
+        if RULES.KIND != "float8":
+            y = y + even - even
+        levels = levels + (tl.minimum(tl.maximum(y, low), high),)
+    return levels, s, z
 
 
 @triton.jit
@@ -274,21 +357,17 @@ def finish(
     results, queries, state, part, turn, programs, b, j, row, r, numbers, RULES: tl.constexpr, BD: tl.constexpr,
 ):  # fmt: skip
     """Writes a part's rows: finished if there is one part, else as pieces. programs: parts of all turns together."""
-    row_max, row_sum, offset, acc, acc2 = state
+    row_max, row_sum, offset, acc = state
     heads = numbers.heads * numbers.group
-    if RULES.KIND != "":
-        acc -= offset[:, None]
-        acc2 -= offset[:, None]
     if results.pieces is None:
         known = j < numbers.queries
+        rescale = tl.full(row_sum.shape, 1.0, tl.float32)
         if queries.sinks is not None:
             row_max, row_sum, rescale = _sunk(queries.sinks, row, known, row_max, row_sum)
-            acc *= rescale[:, None]
-            acc2 *= rescale[:, None]
         empty = row_sum == 0.0
-        whole = tl.where(empty, 1.0, row_sum)[:, None]
+        whole = tl.where(empty, 1.0, row_sum)
         at = results.o + ((b * numbers.queries + j) * heads + row)[:, None] * RULES.D
-        _keep(at, acc / whole, acc2 / whole, known, RULES, BD)
+        _keep(at, acc, offset, rescale, whole, known, RULES, BD)
         lse = tl.where(empty, float("-inf"), (row_max + tl.log2(tl.where(empty, 1.0, row_sum))) * 0.6931471805599453)
         tl.store(results.lse + (b * heads + row) * numbers.queries + j, lse, mask=known)
     else:
@@ -296,19 +375,23 @@ def finish(
         at = ((turn * numbers.parts + part) * size + r).to(tl.int64)
         count = (programs * size).to(tl.int64)
         known = r < size
-        _keep(results.pieces + at[:, None] * RULES.D, acc, acc2, known, RULES, BD)
+        one = tl.full(row_sum.shape, 1.0, tl.float32)
+        _keep(results.pieces + at[:, None] * RULES.D, acc, offset, one, one, known, RULES, BD)
         tl.store(results.pieces + count * RULES.D + at, row_max, mask=known)
         tl.store(results.pieces + count * (RULES.D + 1) + at, row_sum, mask=known)
 
 
 @triton.jit
-def _keep(at, acc, acc2, known, RULES: tl.constexpr, BD: tl.constexpr):
-    """Stores rows of values, of int4 the even and the odd columns."""
-    d = columns(0, RULES, BD)
-    tl.store(at + d[None, :], acc.to(at.dtype.element_ty), mask=known[:, None] & (d < RULES.D)[None, :])
-    if RULES.KIND == "int4":
-        d = columns(1, RULES, BD)
-        tl.store(at + d[None, :], acc2.to(at.dtype.element_ty), mask=known[:, None] & (d < RULES.D)[None, :])
+def _keep(at, acc, offset, rescale, whole, known, RULES: tl.constexpr, BD: tl.constexpr):
+    """Stores rows of values, less what their zeros add, times one number per row and divided by another."""
+    WAYS: tl.constexpr = RULES.WAYS
+    for way in tl.static_range(WAYS):
+        d = columns(way, RULES, BD)
+        values = acc[way]
+        if RULES.KIND != "":
+            values -= offset[:, None]
+        values = (values * rescale[:, None] / whole[:, None]).to(at.dtype.element_ty)
+        tl.store(at + d[None, :], values, mask=known[:, None] & (d < RULES.D)[None, :])
 
 
 @triton.jit

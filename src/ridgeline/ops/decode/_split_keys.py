@@ -34,6 +34,7 @@ from ridgeline.ops.decode._parts import (
     columns,
     combine,
     finish,
+    fitted,
     new_tokens,
     offsets,
     parts_of,
@@ -49,11 +50,12 @@ from ridgeline.tiles.float8 import decoded, encoded
 
 
 @triton.jit
-def _scores(q, q2, k, k2, sums, s, z, seen, scale, softcap, RULES: tl.constexpr):
+def _scores(q, k, sums, s, z, seen, scale, softcap, RULES: tl.constexpr):
     """Scores in base 2 of a tile of rows and keys, -inf where a row does not see a key."""
-    x = tl.dot(q, tl.trans(k), input_precision=RULES.PRECISION)
-    if RULES.KIND == "int4":
-        x = tl.dot(q2, tl.trans(k2), x, input_precision=RULES.PRECISION)
+    WAYS: tl.constexpr = RULES.WAYS
+    x = tl.dot(q[0], tl.trans(k[0]), input_precision=RULES.PRECISION)
+    for way in tl.static_range(1, WAYS):
+        x = tl.dot(q[way], tl.trans(k[way]), x, input_precision=RULES.PRECISION)
     if RULES.KIND != "":
         x = (x - sums[:, None] * z[None, :]) * s[None, :]
     x *= scale
@@ -64,35 +66,58 @@ def _scores(q, q2, k, k2, sums, s, z, seen, scale, softcap, RULES: tl.constexpr)
 
 
 @triton.jit
-def _append(cache, tokens, b, h, n, known, x, x2, RULES: tl.constexpr, BD: tl.constexpr, TO: tl.constexpr):
-    """Writes new tokens at n. Returns them as `_stored` would read them, with their scales and zeros."""
+def _append(cache, tokens, b, h, n, known, x, RULES: tl.constexpr, BD: tl.constexpr, TO: tl.constexpr):
+    """Writes new tokens at n. Returns them as `stored` would read them, with their scales and zeros."""
+    WAYS: tl.constexpr = RULES.WAYS
     written = known & (n < tokens.capacity)
     at, scale, zero = offsets(cache, tokens, b, h, n, written, RULES)
     d = tl.arange(0, BD)
-    width: tl.constexpr = RULES.D // 2 if RULES.KIND == "int4" else RULES.D
-    inside = written[:, None] & (d < width)[None, :]
+    inside = written[:, None] & (d < RULES.D // RULES.WAYS)[None, :]
     to = cache.data + at[:, None] + d[None, :]
     s = known.to(tl.float32)
     z = tl.zeros_like(s)
+    made = ()
     if RULES.KIND == "":
-        x = x.to(cache.data.dtype.element_ty)
-        tl.store(to, x, mask=inside)
-        x, x2 = x.to(TO), x.to(TO)
+        kept = x[0].to(cache.data.dtype.element_ty)
+        tl.store(to, kept, mask=inside)
+        made = (kept.to(TO),)
     else:
-        y, y2, s, z = quantised(x, x2, known, written, scale, zero, cache, RULES)
-        if RULES.KIND == "int4":
-            tl.store(to, (y.to(tl.int32) | y2.to(tl.int32) << 4).to(tl.uint8), mask=inside)
-            shift: tl.constexpr = 8.0 if cache.zero is None else 0.0
-            x, x2 = (y - shift).to(TO), (y2 - shift).to(TO)
-        elif RULES.KIND == "float8":
-            code = encoded(y, RULES.NATIVE)
-            tl.store(to, code, mask=inside)
-            x, x2 = decoded(code, RULES.NATIVE).to(TO), x2.to(TO)
-        else:
-            tl.store(to, y.to(cache.data.dtype.element_ty), mask=inside)
-            x, x2 = y.to(TO), y2.to(TO)
+        levels, s, z = quantised(x, known, written, scale, zero, cache, RULES)
+        codes = tl.zeros(levels[0].shape, tl.int32)
+        for way in tl.static_range(WAYS):
+            y = levels[way]
+            if RULES.KIND == "int4":
+                codes |= y.to(tl.int32) << 4 * way
+                y -= 8.0 if cache.zero is None else 0.0
+            elif RULES.KIND == "int8":
+                codes |= (y.to(tl.int32) & 255) << 8 * way
+            else:
+                code = encoded(y, RULES.NATIVE)
+                codes |= code.to(tl.int32) << 8 * way
+                y = decoded(code, RULES.NATIVE)
+            made = made + (y.to(TO),)
+        tl.store(to, codes.to(tl.int16), mask=inside)
         s = tl.where(known, s, 0.0)
-    return x, x2, s, z
+    return made, s, z
+
+
+@triton.jit
+def _newest(new, b, h, length, fresh, i, RULES: tl.constexpr, BD: tl.constexpr):
+    """New tokens i of a sequence: tiles of keys, rotated, and of values."""
+    WAYS: tl.constexpr = RULES.WAYS
+    place = length + i
+    if new.positions is not None:
+        place = tl.load(new.positions + b * new.position_step + i, mask=fresh, other=0)
+    k_at = b * new.k_steps[0] + i * new.k_steps[1] + h * new.k_steps[2]
+    v_at = b * new.v_steps[0] + i * new.v_steps[1] + h * new.v_steps[2]
+    k = ()
+    v = ()
+    for way in tl.static_range(WAYS):
+        d = columns(way, RULES, BD)
+        inside = fresh[:, None] & (d < RULES.D)[None, :]
+        k = k + (rotated(new.k, k_at, fresh, place, d, new, RULES),)
+        v = v + (tl.load(new.v + v_at[:, None] + d[None, :], mask=inside, other=0.0),)
+    return k, v
 
 
 @triton.jit
@@ -100,6 +125,7 @@ def _attend(
     results, queries, keys, values, tokens, new, numbers, RULES: tl.constexpr, BM: tl.constexpr, BN: tl.constexpr,
     BS: tl.constexpr, BD: tl.constexpr,
 ):  # fmt: skip
+    WAYS: tl.constexpr = RULES.WAYS
     part, turn = tl.program_id(0) % numbers.parts, tl.program_id(0) // numbers.parts
     b, h = (turn // numbers.heads).to(tl.int64), turn % numbers.heads
     length = tl.minimum(tl.load(tokens.lengths + b), tokens.capacity)
@@ -116,70 +142,60 @@ def _attend(
     if new.positions is not None:
         turns = tl.load(new.positions + b * new.position_step + j, mask=inside, other=0)
     q_at = b * queries.steps[0] + j * queries.steps[1] + row * queries.steps[2]
-    q = rotated(queries.q, q_at, inside, turns, columns(0, RULES, BD), new, RULES)
-    q2 = q
-    sums = tl.sum(q.to(tl.float32), 1)
-    if RULES.KIND == "int4":
-        q2 = rotated(queries.q, q_at, inside, turns, columns(1, RULES, BD), new, RULES)
-        sums += tl.sum(q2.to(tl.float32), 1)
-    state = (
-        tl.full((BM,), float("-inf"), tl.float32), tl.zeros((BM,), tl.float32), tl.zeros((BM,), tl.float32),
-        tl.zeros((BM, BD), tl.float32), tl.zeros((BM, BD), tl.float32),
-    )  # fmt: skip
+    q = ()
+    acc = ()
+    for way in tl.static_range(WAYS):
+        q = q + (rotated(queries.q, q_at, inside, turns, columns(way, RULES, BD), new, RULES),)
+        acc = acc + (tl.zeros((BM, BD), tl.float32),)
+    scale = numbers.scale
+    TO: tl.constexpr = tl.float16 if RULES.KIND != "" and q[0].dtype == tl.bfloat16 else q[0].dtype
+    if TO != q[0].dtype:
+        q, power = fitted(q, RULES.WAYS, TO)
+        scale = (numbers.scale * power)[:, None]
+    sums = tl.sum(q[0].to(tl.float32), 1)
+    for way in tl.static_range(1, WAYS):
+        sums += tl.sum(q[way].to(tl.float32), 1)
+    state = tl.full((BM,), float("-inf"), tl.float32), tl.zeros((BM,), tl.float32), tl.zeros((BM,), tl.float32), acc
     begin = low + part * share
     for start in range(begin, tl.minimum(begin + share, length), BN):
         n = start + tl.arange(0, BN)
         known = n < length
         if RULES.WINDOW:  # what no query sees may be given away already
             known &= n >= first - numbers.left
-        at, scale, zero = offsets(keys, tokens, b, h, n, known, RULES)
-        k, k2 = stored(keys, at, known, RULES, BD, q.dtype)
-        s, z = scale_and_zero(keys, scale, zero, known)
+        at, at_scale, at_zero = offsets(keys, tokens, b, h, n, known, RULES)
+        k = stored(keys, at, known, RULES, BD, TO)
+        s, z = scale_and_zero(keys, at_scale, at_zero, known)
         seen = visible(j, place, n, known, row, inside, total, b, queries, numbers, RULES)
-        x = _scores(q, q2, k, k2, sums, s, z, seen, numbers.scale, numbers.softcap, RULES)
-        at, scale, zero = offsets(values, tokens, b, h, n, known, RULES)
-        v, v2 = stored(values, at, known, RULES, BD, q.dtype)
-        s, z = scale_and_zero(values, scale, zero, known)
-        state = absorb(state, x, v, v2, s, z, RULES)
+        x = _scores(q, k, sums, s, z, seen, scale, numbers.softcap, RULES)
+        at, at_scale, at_zero = offsets(values, tokens, b, h, n, known, RULES)
+        v = stored(values, at, known, RULES, BD, TO)
+        s, z = scale_and_zero(values, at_scale, at_zero, known)
+        state = absorb(state, x, v, s, z, RULES)
     if new.k is not None:  # noqa: SIM102  # the compiler knows this, and not the next
         if part == active - 1:
             i = tl.arange(0, BS)
             fresh = (i < numbers.queries) & (length >= 0)
-            n = length + i
-            new_place = n
-            if new.positions is not None:
-                new_place = tl.load(new.positions + b * new.position_step + i, mask=fresh, other=0)
-            k_at = b * new.k_steps[0] + i * new.k_steps[1] + h * new.k_steps[2]
-            k = rotated(new.k, k_at, fresh, new_place, columns(0, RULES, BD), new, RULES)
-            v_at = b * new.v_steps[0] + i * new.v_steps[1] + h * new.v_steps[2]
-            d = columns(0, RULES, BD)
-            v = tl.load(new.v + v_at[:, None] + d[None, :], mask=fresh[:, None] & (d < RULES.D)[None, :], other=0.0)
-            k2, v2 = k, v
-            if RULES.KIND == "int4":
-                d = columns(1, RULES, BD)
-                k2 = rotated(new.k, k_at, fresh, new_place, d, new, RULES)
-                v2 = tl.load(
-                    new.v + v_at[:, None] + d[None, :], mask=fresh[:, None] & (d < RULES.D)[None, :], other=0.0
-                )
+            k, v = _newest(new, b, h, length, fresh, i, RULES, BD)
             # Programs of several tiles of rows write the same bytes.
-            k, k2, s, z = _append(keys, tokens, b, h, n, fresh, k, k2, RULES, BD, q.dtype)
-            seen = visible(j, place, n, fresh, row, inside, total, b, queries, numbers, RULES)
-            x = _scores(q, q2, k, k2, sums, s, z, seen, numbers.scale, numbers.softcap, RULES)
-            v, v2, s, z = _append(values, tokens, b, h, n, fresh, v, v2, RULES, BD, q.dtype)
-            state = absorb(state, x, v, v2, s, z, RULES)
+            k, s, z = _append(keys, tokens, b, h, length + i, fresh, k, RULES, BD, TO)
+            seen = visible(j, place, length + i, fresh, row, inside, total, b, queries, numbers, RULES)
+            x = _scores(q, k, sums, s, z, seen, scale, numbers.softcap, RULES)
+            v, s, z = _append(values, tokens, b, h, length + i, fresh, v, RULES, BD, TO)
+            state = absorb(state, x, v, s, z, RULES)
     if RULES.PDL:
         gdc_launch_dependents()
     finish(results, queries, state, part, turn, tl.num_programs(0), b, j, row, r, numbers, RULES, BD)
 
 
-def rule(gpu: device.Device, size: int, rows: int, width: int) -> tuning.Config:
+def rule(gpu: device.Device, size: int, rows: int, width: int, paged: bool) -> tuning.Config:
     """Tiles of keys of up to 16 KiB, so that two programs of three stages fit an H100's multiprocessor.
 
-    size: bytes of a key as its tile holds it."""
+    size: bytes of a key as its tile holds it. paged: reading the block table takes two stages more, which need no room.
+    """
     if gpu.backend == "cpu":
         return {"BN": 16, "num_warps": 4, "num_stages": 1}
     bn = max(16, min(128, 1 << (16384 // size).bit_length() - 1))
-    stages = max(1, min(3, (gpu.shared_memory - 24576) // (2 * bn * size)))
+    stages = max(1, min(3, (gpu.shared_memory - 24576) // (2 * bn * size))) + 2 * paged
     return {"BN": bn, "num_warps": 8 if rows * width >= 8192 else 4, "num_stages": stages}
 
 
@@ -188,7 +204,7 @@ def space() -> list[tuning.Config]:
         {"BN": bn, "num_warps": warps, "num_stages": stages}
         for bn in (32, 64, 128)
         for warps in (4, 8)
-        for stages in (2, 3, 4)
+        for stages in (2, 3, 4, 5)
     ]
 
 
@@ -201,22 +217,23 @@ def fwd(
     """Fills o and lse, and appends k and v. left: how many earlier keys a query sees; -1: all."""
     (B, S, heads, D), shared = q.shape, k_cache.shape[2]
     gpu, group, most, kind = device.of(q), heads // shared, capacity(k_cache, block_table), kind_of(k_cache)
-    half = D // 2 if kind == "int4" else D
-    rows, bd = S * group, max(16, triton.next_power_of_2(half))
+    ways = {"": 1, "int4": 4}.get(kind, 2)
+    rows, bd = S * group, max(16, triton.next_power_of_2(D // ways))
     bm = min(64, max(16, triton.next_power_of_2(rows)))
     turns = B * shared
     parts = parts_of(gpu.multiprocessors, turns * triton.cdiv(rows, bm), most, invariant)
     pieces = torch.empty(parts * turns * rows * (D + 2), dtype=torch.float32, device=q.device) if parts > 1 else None
     second = early(gpu)
-    bits = 1 if kind else q.element_size()
-    k_codes, v_codes = (t.view(torch.uint8) if kind == "float8" else t for t in (k_cache, v_cache))
+    bits = 2 if kind else q.element_size()
+    keys, values = (t.view(torch.int16) if kind else t for t in (k_cache, v_cache))
 
     def config() -> dict[str, Any]:
-        key = f"{dtype_name(q)}{' ' + kind if kind else ''} {bm}x{bd}"
-        return tuning.config(gpu, "decode_attention", "fwd", key, partial(rule, gpu, bd * bits, bm, bd), space)
+        key = f"{dtype_name(q)}{' ' + kind if kind else ''} {bm}x{bd}{'' if block_table is None else ' blocks'}"
+        found = partial(rule, gpu, bd * bits, bm, bd, block_table is not None)
+        return tuning.config(gpu, "decode_attention", "fwd", key, found, space)
 
     rules = Rules(
-        D, 0 if cos is None else cos.shape[1], interleaved, kind, k_scale is not None and k_scale.dim() == 3,
+        D, 0 if cos is None else cos.shape[1], interleaved, kind, ways, k_scale is not None and k_scale.dim() == 3,
         0 if block_table is None else k_cache.shape[1], softcap > 0, left >= 0, invariant,
         gpu.capability >= 89, precision, parts > 1 and second["PDL"],
     )  # fmt: skip
@@ -226,8 +243,8 @@ def fwd(
     given = (
         results,
         Queries(q, sinks, tree, q.stride()[:3], None if tree is None else tree.stride()[:2]),
-        Cached(k_codes, k_scale, k_zero, k_cache.stride()[:3], three_steps(k_scale), three_steps(k_zero)),
-        Cached(v_codes, v_scale, v_zero, v_cache.stride()[:3], three_steps(v_scale), three_steps(v_zero)),
+        Cached(keys, k_scale, k_zero, keys.stride()[:3], three_steps(k_scale), three_steps(k_zero)),
+        Cached(values, v_scale, v_zero, values.stride()[:3], three_steps(v_scale), three_steps(v_zero)),
         tokens,
         new_tokens(k, v, cos, sin, positions),
         numbers,
