@@ -13,6 +13,7 @@ import triton.language as tl
 from triton.language.extra.cuda import gdc_wait
 
 from ridgeline.tiles.float8 import decoded
+from ridgeline.tiles.integers import whole
 
 LOG2E = 1.4426950408889634
 LEAST, MOST = 256, 128  # parts hold at least so many keys; the most parts of a sequence
@@ -143,19 +144,6 @@ def offsets(cache, tokens, b, h, n, known, RULES: tl.constexpr):
 
 
 @triton.jit
-def _whole(u, OFFSET: tl.constexpr, BITS: tl.constexpr, TO: tl.constexpr):
-    """Bytes u, of which BITS bits are used, minus OFFSET, in a floating dtype.
-
-    The bits of u become the last bits of a power of two's mantissa, which is quicker than to convert integers."""
-    if TO == tl.bfloat16 and BITS < 8:
-        return (u.to(tl.uint16) | 0x4300).to(tl.bfloat16, bitcast=True) - (128.0 + OFFSET)
-    elif TO == tl.float16:
-        return (u.to(tl.uint16) | 0x6400).to(tl.float16, bitcast=True) - (1024.0 + OFFSET)
-    else:
-        return ((u.to(tl.uint32) | 0x4B000000).to(tl.float32, bitcast=True) - (8388608.0 + OFFSET)).to(TO)
-
-
-@triton.jit
 def stored(cache, at, known, RULES: tl.constexpr, BD: tl.constexpr, TO: tl.constexpr):
     """The numbers of a tile of keys as they are stored, in a dtype for products: one tile or, of int4, two.
 
@@ -165,9 +153,9 @@ def stored(cache, at, known, RULES: tl.constexpr, BD: tl.constexpr, TO: tl.const
     raw = tl.load(cache.data + at[:, None] + d[None, :], mask=known[:, None] & (d < width)[None, :], other=0.0)
     if RULES.KIND == "int4":
         shift: tl.constexpr = 8.0 if cache.zero is None else 0.0
-        return _whole(raw & 15, shift, 4, TO), _whole(raw >> 4, shift, 4, TO)
+        return whole(raw & 15, shift, 4, TO), whole(raw >> 4, shift, 4, TO)
     elif RULES.KIND == "int8":
-        made = _whole(raw.to(tl.uint8, bitcast=True) ^ 128, 128.0, 8, TO)
+        made = whole(raw.to(tl.uint8, bitcast=True) ^ 128, 128.0, 8, TO)
         return made, made
     elif RULES.KIND == "float8":
         made = decoded(raw, RULES.NATIVE).to(TO)
