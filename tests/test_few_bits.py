@@ -4,7 +4,7 @@ import pytest
 import torch
 
 import ridgeline
-from ridgeline import formats
+from ridgeline import formats, nn
 from ridgeline.op import RidgelineError
 
 AWQ = (0, 2, 4, 6, 1, 3, 5, 7)
@@ -29,7 +29,8 @@ def test_gptq_by_its_formula(version: int) -> None:
             assert stored + (version == 1) == zero[n, k // 32]
     assert torch.equal(scales, scale.T)
     q, s, z, order = formats.unpack_gptq(qweight, qzeros, scales, g_idx, version=version)
-    assert torch.equal(formats.nibbles(q), numbers) and torch.equal(s, scale) and torch.equal(z, zero)
+    for got, given in ((formats.nibbles(q), numbers), (s, scale), (z, zero)):
+        assert torch.equal(got, given)
     assert order is None
 
 
@@ -56,7 +57,8 @@ def test_awq_by_its_formula() -> None:
         for g in range(2):
             assert int(qzeros[g, n // 8]) >> place & 15 == zero[n, g]
     q, s, z = formats.unpack_awq(qweight, qzeros, scales)
-    assert torch.equal(formats.nibbles(q), numbers) and torch.equal(s, scale) and torch.equal(z, zero)
+    for got, given in ((formats.nibbles(q), numbers), (s, scale), (z, zero)):
+        assert torch.equal(got, given)
 
 
 def test_formats_refuse() -> None:
@@ -76,11 +78,48 @@ def test_formats_refuse() -> None:
 def test_quantize_int4_is_within_half_a_step(symmetric: bool) -> None:
     w = torch.randn(8, 256) + 0.3
     q, scale, zero = ridgeline.quantize_int4(w, group=64, symmetric=symmetric)
-    assert (zero is None) == symmetric and q.shape == (8, 128) and scale.shape == (8, 4)
+    assert (zero is None) == symmetric
+    assert (q.shape, scale.shape) == ((8, 128), (8, 4))
     away = torch.full((8, 4), 8.0) if zero is None else zero.float()
     near = (formats.nibbles(q).float().unflatten(1, (4, 64)) - away[..., None]) * scale[..., None]
     slack = 1e-5 if symmetric else 0.5  # the zero is rounded too, which may clip the ends by half a step
     assert ((near - w.unflatten(1, (4, 64))).abs() <= (0.5 + slack) * scale[..., None]).all()
+
+
+@pytest.mark.parametrize("layout", ["gptq", "gptq_v2", "awq"])
+@pytest.mark.parametrize("shuffled", [False, True])
+def test_int4_linear_module_loads_files(layout: str, shuffled: bool) -> None:
+    numbers, scale, zero = layer(least=1, most=16)
+    q, bias, g_idx = formats.pairs(numbers), torch.randn(16), torch.arange(64) // 32
+    if shuffled and layout == "awq":
+        return
+    if shuffled:
+        g_idx = g_idx[torch.randperm(64)]
+    if layout == "awq":
+        stored = dict(zip(("qweight", "qzeros", "scales"), formats.pack_awq(q, scale, zero), strict=True))
+    else:
+        packed = formats.pack_gptq(q, scale, zero, g_idx, version=1 if layout == "gptq" else 2)
+        stored = dict(zip(("qweight", "qzeros", "scales", "g_idx"), packed, strict=True))
+    module = nn.Int4Linear(64, 16, group=32, layout=layout)
+    module.load_state_dict(stored | {"bias": bias})
+    x = torch.randn(5, 64)
+    weight = (numbers.float() - zero[:, g_idx].float()) * scale[:, g_idx]
+    torch.testing.assert_close(module(x), x @ weight.T + bias)
+    saved = module.state_dict()
+    assert saved.keys() == stored.keys() | {"bias"}
+    assert all(torch.equal(saved[name], stored[name]) for name in stored)
+
+
+def test_modules_of_a_linear_layer() -> None:
+    linear, x = torch.nn.Linear(64, 16), torch.randn(5, 64)
+    with torch.no_grad():
+        eight, four = nn.Int8Linear.of(linear), nn.Int4Linear.of(linear, group=32)
+        exact = linear(x)
+        assert (eight(x) - exact).norm() < 0.01 * exact.norm()
+        assert (four(x) - exact).norm() < 0.2 * exact.norm()
+    again = nn.Int8Linear(64, 16)
+    again.load_state_dict(eight.state_dict())
+    assert torch.equal(again(x), eight(x))
 
 
 @pytest.mark.gpu

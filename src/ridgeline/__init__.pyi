@@ -1,7 +1,8 @@
 """Fast GPU kernels for language models, as differentiable PyTorch functions, and a lab that measures them.
 
 Functions such as `ridgeline.rms_norm` are loaded at first use: importing ridgeline does not import torch.
-So are the modules `ridgeline.nn`, `ridgeline.optim`, `ridgeline.hf`, `ridgeline.formats`, `ridgeline.lab` and `ridgeline.op`.
+So are the modules `ridgeline.nn`, `ridgeline.optim`, `ridgeline.hf`, `ridgeline.formats`, `ridgeline.lab` and
+`ridgeline.op`.
 
 Written by `make pyi`.
 """
@@ -733,9 +734,9 @@ def quantize_int4(
     """A weight as 4-bit codes: (q, scale, zero) for `int4_linear`; w is about (q - zero) * scale.
 
     w: (N, K), floating point, any strides. group: the columns that share a scale; it divides K, and K is even.
-    symmetric: codes are 1 to 15, and the zero is 8, returned as None; else 0 to 15 cover the group's range with 0 in it.
-    Returns q, uint8 (N, K / 2), the even k in the low half of a byte; scale, float32 (N, K / group); zero, uint8, alike,
-    or None. It has no gradients.
+    symmetric: codes are 1 to 15, and the zero is 8, returned as None; else 0 to 15 cover the range, extended by 0.
+    Returns q, uint8 (N, K / 2), the even k in the low half of a byte; scale, float32 (N, K / group); zero, uint8,
+    alike, or None. It has no gradients.
     w / scale is rounded to float32, then to the nearest integer, ties to even. A scale is at least 2^-126 (all zeros),
     and infinite if its numbers hold an infinity or NaN.
     Raises RidgelineError if w is not a floating-point matrix, if group does not divide K, or if `impl` cannot run.

@@ -109,7 +109,7 @@ def pack_gptq(
     """
     op = "pack_gptq"
     _version(op, version)
-    K, N = _layer(op, q, scale, zero)
+    K = _layer(op, q, scale, zero)
     _index(op, g_idx, K, scale.shape[1])
     zeros = torch.full_like(scale, 8, dtype=torch.uint8) if zero is None else zero
     least = 1 if version == 1 else 0
@@ -151,15 +151,15 @@ def pack_awq(
     q: uint8 (N, K / 2). scale: (N, K / group). zero: uint8, alike, from 0 to 15, or None for 8. N: a multiple of 8.
     """
     op = "pack_awq"
-    K, _ = _layer(op, q, scale, zero, by_k=False)
+    K = _layer(op, q, scale, zero, by_k=False)
     _index(op, None, K, scale.shape[1])
     zeros = torch.full_like(scale, 8, dtype=torch.uint8) if zero is None else zero
     _in_range(op, zeros, "from 0 to 15")
     return _packed(nibbles(q).T, AWQ_ORDER), _packed(zeros.T, AWQ_ORDER), scale.T.contiguous()
 
 
-def _layer(op: str, q: Any, scale: Any, zero: Any, by_k: bool = True) -> tuple[int, int]:
-    """Returns K and N of a layer, or raises."""
+def _layer(op: str, q: Any, scale: Any, zero: Any, by_k: bool = True) -> int:
+    """Returns K of a layer, or raises."""
     _require(op, "q", q, torch.uint8, None)
     _require(op, "scale", scale, None, None)
     N, K = q.shape[0], 2 * q.shape[1]
@@ -168,7 +168,7 @@ def _layer(op: str, q: Any, scale: Any, zero: Any, by_k: bool = True) -> tuple[i
         _require(op, "zero", zero, torch.uint8, tuple(scale.shape))
     if N % 8 or (by_k and K % 8):
         raise RidgelineError(f"{op}: {'N and K' if by_k else 'N'} must be a multiple of 8, got N = {N}, K = {K}")
-    return K, N
+    return K
 
 
 def _in_range(op: str, stored: torch.Tensor, wanted: str) -> None:

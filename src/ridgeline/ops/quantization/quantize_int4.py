@@ -49,9 +49,9 @@ def quantize_int4(
     """A weight as 4-bit codes: (q, scale, zero) for `int4_linear`; w is about (q - zero) * scale.
 
     w: (N, K), floating point, any strides. group: the columns that share a scale; it divides K, and K is even.
-    symmetric: codes are 1 to 15, and the zero is 8, returned as None; else 0 to 15 cover the group's range with 0 in it.
-    Returns q, uint8 (N, K / 2), the even k in the low half of a byte; scale, float32 (N, K / group); zero, uint8, alike,
-    or None. It has no gradients.
+    symmetric: codes are 1 to 15, and the zero is 8, returned as None; else 0 to 15 cover the range, extended by 0.
+    Returns q, uint8 (N, K / 2), the even k in the low half of a byte; scale, float32 (N, K / group); zero, uint8,
+    alike, or None. It has no gradients.
     w / scale is rounded to float32, then to the nearest integer, ties to even. A scale is at least 2^-126 (all zeros),
     and infinite if its numbers hold an infinity or NaN.
     Raises RidgelineError if w is not a floating-point matrix, if group does not divide K, or if `impl` cannot run.
@@ -64,8 +64,8 @@ def quantize_int4(
     if not isinstance(group, int) or group < 1 or w.shape[1] % group or w.shape[1] % 2 or not w.shape[1]:
         raise RidgelineError(f"quantize_int4: group must divide K, which is even, but is {group!r} with K {w.shape[1]}")
     plain = eager(QUANTIZE_INT4, impl, w)
-    assert plain is not None and plain.call is not None  # it has no kernels
-    return plain.call(w.detach(), group=group, symmetric=symmetric)
+    assert plain is not None  # it has no kernels
+    return plain.call(w.detach(), group=group, symmetric=symmetric)  # type: ignore[misc]
 
 
 def cost(w: torch.Tensor, *, group: int = 128, symmetric: bool = False) -> tuple[Cost, None]:
