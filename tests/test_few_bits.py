@@ -5,6 +5,7 @@ import torch
 
 import ridgeline
 from ridgeline import formats, nn
+from ridgeline.boundary import INTERPRETED
 from ridgeline.op import RidgelineError
 
 AWQ = (0, 2, 4, 6, 1, 3, 5, 7)
@@ -120,6 +121,18 @@ def test_modules_of_a_linear_layer() -> None:
     again = nn.Int8Linear(64, 16)
     again.load_state_dict(eight.state_dict())
     assert torch.equal(again(x), eight(x))
+
+
+@pytest.mark.skipif(not INTERPRETED, reason="runs a kernel in Triton's interpreter")
+def test_dequantised_copy() -> None:
+    ridgeline.int4_linear  # noqa: B018 - registers the op
+    numbers, scale, zero = layer(N=10, K=576, group=192, most=17)
+    w = torch.ops.ridgeline.few_bits_weight(formats.pairs(numbers), scale, zero, torch.float32)
+    spread = (numbers.float().unflatten(1, (3, 192)) - zero[..., None].float()) * scale[..., None]
+    assert torch.equal(w, spread.flatten(1))
+    codes = torch.randint(-128, 128, (10, 33), dtype=torch.int8)
+    w = torch.ops.ridgeline.few_bits_weight(codes, scale[:, :1], None, torch.float32)
+    assert torch.equal(w, codes * scale[:, :1])
 
 
 @pytest.mark.gpu

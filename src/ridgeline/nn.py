@@ -14,6 +14,7 @@ import torch
 from torch import nn
 
 import ridgeline
+from ridgeline import formats
 from ridgeline.op import RidgelineError
 from ridgeline.recomputation import gated_mlp
 
@@ -267,6 +268,10 @@ class Int8Linear(nn.Module):
     `Int8Linear.of(linear)` quantises a layer's weight. Gradients flow to the input alone.
     """
 
+    weight: torch.Tensor
+    scale: torch.Tensor
+    bias: torch.Tensor | None
+
     def __init__(
         self, in_features: int, out_features: int, bias: bool = True, device: Any = None, dtype: Any = None, *,
         activation: str | None = None,
@@ -305,6 +310,10 @@ class Int4Linear(nn.Module):
     again, bit for bit. `Int4Linear.of(linear)` quantises a layer's weight by rounding to nearest.
     """
 
+    q: torch.Tensor
+    scale: torch.Tensor
+    zero: torch.Tensor
+    bias: torch.Tensor | None
     order: torch.Tensor | None
 
     def __init__(
@@ -330,24 +339,25 @@ class Int4Linear(nn.Module):
     @classmethod
     def of(cls, linear: nn.Linear, *, group: int = 128, **options: Any) -> Int4Linear:
         weight, bias = linear.weight, linear.bias
-        facts = {"group": group, "layout": "gptq_v2"} | options
+        facts: dict[str, Any] = {"group": group, "layout": "gptq_v2"} | options
         made = cls(weight.shape[1], weight.shape[0], bias is not None, weight.device, weight.dtype, **facts)
-        made.q, made.scale, made.zero = ridgeline.quantize_int4(weight, group=group)
+        made.q, made.scale, made.zero = ridgeline.quantize_int4(weight, group=group)  # type: ignore[assignment]
         if bias is not None:
             made.bias = bias.detach().clone()
         return made
 
     def _save_to_state_dict(self, destination: Any, prefix: str, keep_vars: bool) -> None:
-        super()._save_to_state_dict(destination, prefix, keep_vars)  # type: ignore[no-untyped-call]
-        formats, q, g_idx = ridgeline.formats, self.q, None
+        super()._save_to_state_dict(destination, prefix, keep_vars)
+        q, g_idx = self.q, None
         if self.order is not None:
             place = self.order.argsort()  # of each stored column
             q, g_idx = formats.pairs(formats.nibbles(q)[:, place]), (place // self.group).int()
-        if self.layout == "awq":
-            packed = formats.pack_awq(q, self.scale, self.zero)
-        else:
-            version = 1 if self.layout == "gptq" else 2
-            packed = formats.pack_gptq(q, self.scale, self.zero, g_idx, version=version)
+        version = 1 if self.layout == "gptq" else 2
+        packed: tuple[torch.Tensor, ...] = (
+            formats.pack_awq(q, self.scale, self.zero)
+            if self.layout == "awq"
+            else formats.pack_gptq(q, self.scale, self.zero, g_idx, version=version)
+        )
         destination.update({prefix + n: t for n, t in zip(self._names(), packed, strict=True)})
 
     def _names(self) -> tuple[str, ...]:
@@ -360,7 +370,7 @@ class Int4Linear(nn.Module):
         optional = [] if self.layout == "awq" else names[-1:]
         lost = [n for n in names if n not in state_dict and n not in optional]
         rest = {k: v for k, v in state_dict.items() if k not in names}
-        super()._load_from_state_dict(rest, prefix, metadata, strict, missing, unexpected, errors)  # type: ignore[no-untyped-call]
+        super()._load_from_state_dict(rest, prefix, metadata, strict, missing, unexpected, errors)
         missing += lost
         if not lost:
             try:
@@ -368,9 +378,9 @@ class Int4Linear(nn.Module):
             except RidgelineError as error:
                 errors.append(f"{prefix}: {error}")
 
-    def _take(self, stored: list[torch.Tensor | None]) -> None:
+    def _take(self, stored: list[Any]) -> None:
         """Repacks a layer's tensors for the kernel."""
-        formats, order = ridgeline.formats, None
+        order = None
         if self.layout == "awq":
             q, scale, zero = formats.unpack_awq(*stored)
         else:

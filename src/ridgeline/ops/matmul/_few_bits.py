@@ -42,7 +42,6 @@ class Rules(NamedTuple):
     BITS: Any
     PACKED: Any  # the GPU has the instructions of `quarters`
     EVEN: Any  # steps divide K
-    ACTIVATION: Any
     PRECISION: Any
     PDL: Any
     GROUP: Any  # columns that share a scale; a multiple of a step
@@ -93,6 +92,7 @@ def _fwd(
     epilogue,
     sizes,
     RULES: tl.constexpr,
+    ACTIVATION: tl.constexpr,
     BM: tl.constexpr,
     BN: tl.constexpr,
     BK: tl.constexpr,
@@ -133,14 +133,16 @@ def _fwd(
     if RULES.PDL:
         gdc_launch_dependents()
     if SPLITS == 1:
-        finish(tl.trans(total), y, epilogue, m, n, M, N, 0, RULES.ACTIVATION)
+        finish(tl.trans(total), y, epilogue, m, n, M, N, 0, ACTIVATION)
     else:
         at = parts + (tl.program_id(1) * M + m[None, :]).to(tl.int64) * N + n[:, None]
         tl.store(at, total, mask=(m[None, :] < M) & (n[:, None] < N))
 
 
 @triton.jit
-def _add(y, parts, epilogue, M, N, RULES: tl.constexpr, SPLITS: tl.constexpr, BLOCK: tl.constexpr):
+def _add(
+    y, parts, epilogue, M, N, RULES: tl.constexpr, ACTIVATION: tl.constexpr, SPLITS: tl.constexpr, BLOCK: tl.constexpr
+):
     """Adds the parts of K in order, for a row of x and BLOCK rows of W."""
     if RULES.PDL:
         gdc_wait()
@@ -150,7 +152,7 @@ def _add(y, parts, epilogue, M, N, RULES: tl.constexpr, SPLITS: tl.constexpr, BL
     for part in tl.static_range(SPLITS):
         at = parts + (part * M + m[:, None]).to(tl.int64) * N + n[None, :]
         total += tl.load(at, mask=n[None, :] < N, other=0.0)
-    finish(total, y, epilogue, m, n, M, N, 0, RULES.ACTIVATION)
+    finish(total, y, epilogue, m, n, M, N, 0, ACTIVATION)
 
 
 @triton.jit
@@ -210,17 +212,18 @@ def fwd(
     key = M, N, K, group
     native = gpu.backend == "cuda" and gpu.capability >= 80 and not INTERPRETED
     facts = early(gpu)
-    rules = Rules(bits, native, K % step == 0, activation, "ieee", facts["PDL"], group)
+    rules = Rules(bits, native, K % step == 0, "ieee", facts["PDL"], group)
     weight, epilogue = Weight(q.view(torch.int16), scale, zero), Epilogue(None, bias, None)
     given = y, parts, weight, Matrix(x, *x.stride()), epilogue, Sizes(M, N, K), rules
     launch(
         _fwd,
         lambda c: (triton.cdiv(M, c["BM"]) * triton.cdiv(N, c["BN"]), c["SPLITS"]),
         *given,
+        ACTIVATION=activation,
         config=config,
         key=key,
     )
-    early_start = {"launch_pdl": True} if facts["PDL"] else {}
+    early_start: dict[str, Any] = {"launch_pdl": True} if facts["PDL"] else {}
 
     def adders(c: dict[str, Any]) -> tuple[int, int]:
         return (triton.cdiv(N, c["BLOCK"]) if c["SPLITS"] > 1 else 0, M)
@@ -229,6 +232,7 @@ def fwd(
         _add,
         adders,
         *(y, parts, epilogue, M, N, rules),
+        ACTIVATION=activation,
         BLOCK=256,
         **early_start,
         config=lambda: {"SPLITS": config()["SPLITS"]},
@@ -253,7 +257,13 @@ def _weight(q: torch.Tensor, scale: torch.Tensor, zero: _Maybe, dtype: torch.dty
     N, K = q.shape[0], q.shape[1] * 8 // bits
     w = torch.empty((N, K), dtype=dtype, device=q.device)
     weight, gpu = Weight(q, scale, zero), device.of(q)
-    facts = {"BITS": bits, "GROUP": group_of(q, scale), "BN": 4, "BK": 512, "num_warps": 256 // gpu.warp}
+    facts: dict[str, Any] = {
+        "BITS": bits,
+        "GROUP": group_of(q, scale),
+        "BN": 4,
+        "BK": 512,
+        "num_warps": 256 // gpu.warp,
+    }
     grid = triton.cdiv(N, 4), triton.cdiv(K, 512)
     if w.numel():
         launch(_dequantise, grid, w, weight, Sizes(0, N, K), **facts)
