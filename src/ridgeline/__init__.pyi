@@ -377,9 +377,10 @@ def int4_linear(
     """Returns `activation(x @ W.T + bias)`, (..., N), for W = (q - zero) * scale. Gradients flow to x and bias.
 
     x: (..., K), float32, float16 or bfloat16. q: (N, K / 2), uint8, the even k in the low half of a byte, as
-    `quantize_int4` returns it. scale: (N, K / group), floating point. zero: uint8, of the scale's shape, up to 128; None is 8.
+    `quantize_int4` returns it. scale: (N, K / group), floating point. zero: uint8, of the scale's shape, at most 128;
+    None is 8. bias: (N,), in x's dtype, or None.
     g_idx: (K,), the group of each k, for groups out of order (GPTQ's desc_act); plain PyTorch then computes, and
-    `nn.Int4Linear` avoids that: it puts the groups in order once. None: k // group. bias: (N,), in x's dtype, or None.
+    `nn.Int4Linear` avoids that: it puts the groups in order once. None: k // group.
     activation: None, "silu", "gelu" or "gelu_tanh". Kernels take groups of multiples of 32.
     q - zero is exact, sums and scales are float32, and the result is rounded once. Autocast casts x and bias first.
     Above 256 rows a copy of the weight is dequantised to x's dtype, which rounds, and multiplied.
