@@ -16,10 +16,11 @@ from triton.language.extra.cuda import gdc_launch_dependents, gdc_wait
 
 from ridgeline import device, tuning
 from ridgeline.boundary import INTERPRETED, early, kernel_op, launch
-from ridgeline.op import RidgelineError, dtype_name, nbytes
+from ridgeline.op import Implementation, Op, RidgelineError, dtype_name, nbytes
 from ridgeline.ops.matmul._epilogue import ACTIVATIONS, Epilogue, finish
 from ridgeline.ops.matmul._operands import Matrix, Sizes
 from ridgeline.ops.matmul.matmul import in_autocast
+from ridgeline.select import eager
 from ridgeline.tiles.integers import halves, quarters
 
 FLOATS = torch.float32, torch.float16, torch.bfloat16
@@ -334,6 +335,18 @@ def unfit(x: torch.Tensor, q: torch.Tensor, scale: torch.Tensor, *rest: Any) -> 
     if q.dtype == torch.uint8 and group_of(q, scale) % 32:
         return f"it takes groups of a multiple of 32 columns, and these are of {group_of(q, scale)}"
     return None
+
+
+def plain_rung(op: Op, impl: str | None, x: torch.Tensor, reason: str | None) -> Implementation | None:
+    """Returns the plain PyTorch implementation that serves a call, or None if a kernel does.
+
+    reason: why kernels cannot; raises it if one of them is named."""
+    plain = eager(op, impl, x)
+    if plain is not None or reason is None:
+        return plain
+    if impl is not None:
+        raise RidgelineError(f"{op.name}: impl={impl!r} cannot run this call: {reason}")
+    return op.implementations["torch"]
 
 
 def few(x: torch.Tensor, *_: Any, **__: Any) -> str | None:

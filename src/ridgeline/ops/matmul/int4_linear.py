@@ -19,7 +19,7 @@ from ridgeline.ops.matmul import _few_bits
 from ridgeline.ops.matmul._epilogue import ACTIVATIONS
 from ridgeline.ops.matmul._scaled import Scale
 from ridgeline.ops.matmul.matmul import rows_of
-from ridgeline.select import eager, run
+from ridgeline.select import run
 
 _Maybe = torch.Tensor | None
 
@@ -92,12 +92,8 @@ def int4_linear(
     x, bias = _few_bits.cast(x, bias)
     _few_bits.check("int4_linear", x, q, scale, bias, activation, torch.uint8, zero=zero, g_idx=g_idx)
     _check_groups(q, scale, zero, g_idx)
-    plain = eager(INT4_LINEAR, impl, x)
     reason = "it takes groups in order, without g_idx" if g_idx is not None else _few_bits.unfit(x, q, scale)
-    if plain is None and reason:
-        if impl is not None:
-            raise RidgelineError(f"int4_linear: impl={impl!r} cannot run this call: {reason}")
-        plain = INT4_LINEAR.implementations["torch"]
+    plain = _few_bits.plain_rung(INT4_LINEAR, impl, x, reason)
     if plain is not None and plain.call is not None:
         return plain.call(x, q, scale, zero, g_idx=g_idx, bias=bias, activation=activation)
     rows = rows_of(x).contiguous()

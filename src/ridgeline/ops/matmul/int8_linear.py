@@ -19,7 +19,7 @@ from ridgeline.ops.matmul import _few_bits
 from ridgeline.ops.matmul._epilogue import ACTIVATIONS
 from ridgeline.ops.matmul._scaled import Scale
 from ridgeline.ops.matmul.matmul import rows_of
-from ridgeline.select import eager, run
+from ridgeline.select import run
 
 _Maybe = torch.Tensor | None
 
@@ -90,12 +90,7 @@ def int8_linear(
         raise RidgelineError(
             f"int8_linear: scale must be ({q.shape[0]},) or ({q.shape[0]}, 1), got {tuple(scale.shape)}"
         )
-    plain = eager(INT8_LINEAR, impl, x)
-    reason = _few_bits.unfit(x, q, scale)
-    if plain is None and reason:
-        if impl is not None:
-            raise RidgelineError(f"int8_linear: impl={impl!r} cannot run this call: {reason}")
-        plain = INT8_LINEAR.implementations["torch"]
+    plain = _few_bits.plain_rung(INT8_LINEAR, impl, x, _few_bits.unfit(x, q, scale))
     if plain is not None and plain.call is not None:
         return plain.call(x, q, scale, bias=bias, activation=activation)
     rows, weight = rows_of(x).contiguous(), (q.contiguous(), scale.detach().contiguous())
