@@ -474,6 +474,25 @@ BAD: Bad = {
         lambda: ridgeline.fp8_matmul(codes.to(E4M3), codes.T.to(E4M3), waway[:1], w[:1]),
         ["scale_a", "meta"],
     ),
+    "quantize_int4: a group that does not divide K": (
+        lambda: ridgeline.quantize_int4(torch.ones(4, 96)),
+        ["group", "128", "96"],
+    ),
+    "quantize_int4: integers": (lambda: ridgeline.quantize_int4(whole), ["int32", "float"]),
+    "int4_linear: another K": (
+        lambda: ridgeline.int4_linear(x, torch.zeros(3, 4).byte(), torch.ones(3, 1)),
+        ["(..., 8)", "(4, 6)"],
+    ),
+    "int4_linear: groups that do not divide K": (
+        lambda: ridgeline.int4_linear(x, torch.zeros(3, 3).byte(), torch.ones(3, 4)),
+        ["group", "K = 6", "(3, 4)"],
+    ),
+    "int4_linear: zeros of float32": (
+        lambda: ridgeline.int4_linear(x, torch.zeros(3, 3).byte(), torch.ones(3, 1), torch.ones(3, 1)),
+        ["zero", "uint8", "float32"],
+    ),
+    "int8_linear: another dtype": (lambda: ridgeline.int8_linear(x, square, w), ["q", "int8", "float32"]),
+    "int8_linear: scales": (lambda: ridgeline.int8_linear(x, codes, w), ["scale", "(4,)", "(6,)"]),
     "decode_attention: lengths of int64": (
         lambda: ridgeline.decode_attention(step, keys, keys, lengths.long()),
         ["lengths", "int32", "int64"],

@@ -1,7 +1,8 @@
 """Fast GPU kernels for language models, as differentiable PyTorch functions, and a lab that measures them.
 
 Functions such as `ridgeline.rms_norm` are loaded at first use: importing ridgeline does not import torch.
-So are the modules `ridgeline.nn`, `ridgeline.optim`, `ridgeline.hf`, `ridgeline.lab` and `ridgeline.op`.
+So are the modules `ridgeline.nn`, `ridgeline.optim`, `ridgeline.hf`, `ridgeline.formats`, `ridgeline.lab` and
+`ridgeline.op`.
 
 Written by `make pyi`.
 """
@@ -10,6 +11,7 @@ from collections.abc import Iterable, Sequence
 
 import torch
 
+from ridgeline import formats as formats
 from ridgeline import hf as hf
 from ridgeline import lab as lab
 from ridgeline import nn as nn
@@ -361,6 +363,49 @@ def hgemm(a: torch.Tensor, b: torch.Tensor, *, impl: str | None = None) -> torch
     Raises RidgelineError if shapes, dtypes or devices do not match, or if `impl` cannot run the call.
     """
 
+def int4_linear(
+    x: torch.Tensor,
+    q: torch.Tensor,
+    scale: torch.Tensor,
+    zero: torch.Tensor | None = None,
+    *,
+    g_idx: torch.Tensor | None = None,
+    bias: torch.Tensor | None = None,
+    activation: str | None = None,
+    impl: str | None = None,
+) -> torch.Tensor:
+    """Returns `activation(x @ W.T + bias)`, (..., N), for W = (q - zero) * scale. Gradients flow to x and bias.
+
+    x: (..., K), float32, float16 or bfloat16. q: (N, K / 2), uint8, the even k in the low half of a byte, as
+    `quantize_int4` returns it. scale: (N, K / group), floating point. zero: uint8, of the scale's shape, at most 128;
+    None is 8. bias: (N,), in x's dtype, or None.
+    g_idx: (K,), the group of each k, for groups out of order (GPTQ's desc_act); plain PyTorch then computes, and
+    `nn.Int4Linear` avoids that: it puts the groups in order once. None: k // group.
+    activation: None, "silu", "gelu" or "gelu_tanh". Kernels take groups of multiples of 32.
+    q - zero is exact, sums and scales are float32, and the result is rounded once. Autocast casts x and bias first.
+    Above 256 rows a copy of the weight is dequantised to x's dtype, which rounds, and multiplied.
+    Raises RidgelineError if shapes, dtypes or devices do not match, or if `impl` cannot run the call.
+    """
+
+def int8_linear(
+    x: torch.Tensor,
+    q: torch.Tensor,
+    scale: torch.Tensor,
+    *,
+    bias: torch.Tensor | None = None,
+    activation: str | None = None,
+    impl: str | None = None,
+) -> torch.Tensor:
+    """Returns `activation(x @ (q * scale).T + bias)`, (..., N). Gradients flow to x and bias.
+
+    x: (..., K), float32, float16 or bfloat16. q: (N, K), int8, as `quantize_int8(w, granularity="row")` returns it.
+    scale: (N,) or (N, 1), floating point. bias: (N,), in x's dtype, or None.
+    activation: None, "silu", "gelu" or "gelu_tanh".
+    q is exact, sums and scales are float32, and the result is rounded once. Autocast casts x and bias first.
+    Above 256 rows a copy of the weight is dequantised to x's dtype, which rounds, and multiplied.
+    Raises RidgelineError if shapes, dtypes or devices do not match, or if `impl` cannot run the call.
+    """
+
 def int8_matmul(
     a: torch.Tensor,
     b: torch.Tensor,
@@ -682,6 +727,20 @@ def quantize_fp8(
     zeros), and infinite if its numbers hold an infinity or NaN; `dequantize` then gives NaN. GPUs without e4m3 give the
     same codes, slower.
     Raises RidgelineError if x is not floating point, if `block` is none of these, or if `impl` cannot run the call.
+    """
+
+def quantize_int4(
+    w: torch.Tensor, *, group: int = 128, symmetric: bool = False, impl: str | None = None
+) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor | None]:
+    """A weight as 4-bit codes: (q, scale, zero) for `int4_linear`; w is about (q - zero) * scale.
+
+    w: (N, K), floating point, any strides. group: the columns that share a scale; it divides K, and K is even.
+    symmetric: codes are 1 to 15, and the zero is 8, returned as None; else 0 to 15 cover the range, extended by 0.
+    Returns q, uint8 (N, K / 2), the even k in the low half of a byte; scale, float32 (N, K / group); zero, uint8,
+    alike, or None. It has no gradients.
+    w / scale is rounded to float32, then to the nearest integer, ties to even. A scale is at least 2^-126 (all zeros),
+    and infinite if its numbers hold an infinity or NaN.
+    Raises RidgelineError if w is not a floating-point matrix, if group does not divide K, or if `impl` cannot run.
     """
 
 def quantize_int8(

@@ -14,6 +14,7 @@ import torch
 from torch import nn
 
 import ridgeline
+from ridgeline import formats
 from ridgeline.op import RidgelineError
 from ridgeline.recomputation import gated_mlp
 
@@ -258,6 +259,154 @@ class Linear(nn.Linear):
 
     def forward(self, input: torch.Tensor, residual: torch.Tensor | None = None) -> torch.Tensor:
         return ridgeline.linear(input, self.weight, self.bias, activation=self.activation, residual=residual)
+
+
+class Int8Linear(nn.Module):
+    """A linear layer with a weight of int8 codes, by `ridgeline.int8_linear`: a scale for each row of the weight.
+
+    state_dict: weight, int8 (out_features, in_features); scale, float32 (out_features,); bias, if there is one.
+    `Int8Linear.of(linear)` quantises a layer's weight. Gradients flow to the input alone.
+    """
+
+    weight: torch.Tensor
+    scale: torch.Tensor
+    bias: torch.Tensor | None
+
+    def __init__(
+        self, in_features: int, out_features: int, bias: bool = True, device: Any = None, dtype: Any = None, *,
+        activation: str | None = None,
+    ) -> None:  # fmt: skip
+        super().__init__()
+        self.in_features, self.out_features, self.activation = in_features, out_features, activation
+        codes = torch.zeros(out_features, in_features, dtype=torch.int8, device=device)
+        self.register_buffer("weight", codes)
+        self.register_buffer("scale", torch.ones(out_features, dtype=torch.float32, device=device))
+        self.register_buffer("bias", torch.zeros(out_features, dtype=dtype, device=device) if bias else None)
+
+    @classmethod
+    def of(cls, linear: nn.Linear, **options: Any) -> Int8Linear:
+        weight, bias = linear.weight, linear.bias
+        made = cls(weight.shape[1], weight.shape[0], bias is not None, weight.device, weight.dtype, **options)
+        made.weight, scale = ridgeline.quantize_int8(weight, granularity="row")
+        made.scale = scale.reshape(-1)
+        if bias is not None:
+            made.bias = bias.detach().clone()
+        return made
+
+    def extra_repr(self) -> str:
+        return f"in_features={self.in_features}, out_features={self.out_features}, bias={self.bias is not None}"
+
+    def forward(self, input: torch.Tensor) -> torch.Tensor:
+        bias = None if self.bias is None else self.bias.to(input.dtype)
+        return ridgeline.int8_linear(input, self.weight, self.scale, bias=bias, activation=self.activation)
+
+
+class Int4Linear(nn.Module):
+    """A linear layer with a weight of 4-bit codes, by `ridgeline.int4_linear`. Gradients flow to the input alone.
+
+    group: the columns that share a scale and a zero. layout: "gptq" (zeros stored minus 1), "gptq_v2" or "awq".
+    state_dict: the layout's tensors: qweight, qzeros, scales and, of GPTQ, g_idx; and bias, if there is one. Loading
+    repacks them once for the kernel, and puts the columns of GPTQ's act-order into the groups' order; saving packs them
+    again, bit for bit. `Int4Linear.of(linear)` quantises a layer's weight by rounding to nearest.
+    """
+
+    q: torch.Tensor
+    scale: torch.Tensor
+    zero: torch.Tensor
+    bias: torch.Tensor | None
+    order: torch.Tensor | None
+
+    def __init__(
+        self, in_features: int, out_features: int, bias: bool = True, device: Any = None, dtype: Any = None, *,
+        group: int = 128, layout: str = "gptq", activation: str | None = None,
+    ) -> None:  # fmt: skip
+        super().__init__()
+        if layout not in ("gptq", "gptq_v2", "awq"):
+            raise RidgelineError(f"Int4Linear: layout must be 'gptq', 'gptq_v2' or 'awq', got {layout!r}")
+        if not isinstance(group, int) or group < 1 or in_features % group or in_features % 8 or out_features % 8:
+            sizes = f"group={group!r}, in_features={in_features}, out_features={out_features}"
+            raise RidgelineError(f"Int4Linear: group must divide in_features, and 8 both features, got {sizes}")
+        self.in_features, self.out_features, self.activation = in_features, out_features, activation
+        self.group, self.layout = group, layout
+        groups = out_features, in_features // group
+        codes = torch.full((out_features, in_features // 2), 0x88, dtype=torch.uint8, device=device)
+        self.register_buffer("q", codes, persistent=False)
+        self.register_buffer("scale", torch.ones(groups, dtype=torch.float32, device=device), persistent=False)
+        self.register_buffer("zero", torch.full(groups, 8, dtype=torch.uint8, device=device), persistent=False)
+        self.register_buffer("order", None, persistent=False)  # of columns: x[..., order] has the groups in order
+        self.register_buffer("bias", torch.zeros(out_features, dtype=dtype, device=device) if bias else None)
+
+    @classmethod
+    def of(cls, linear: nn.Linear, *, group: int = 128, **options: Any) -> Int4Linear:
+        weight, bias = linear.weight, linear.bias
+        facts: dict[str, Any] = {"group": group, "layout": "gptq_v2"} | options
+        made = cls(weight.shape[1], weight.shape[0], bias is not None, weight.device, weight.dtype, **facts)
+        made.q, made.scale, made.zero = ridgeline.quantize_int4(weight, group=group)  # type: ignore[assignment]
+        if bias is not None:
+            made.bias = bias.detach().clone()
+        return made
+
+    def _save_to_state_dict(self, destination: Any, prefix: str, keep_vars: bool) -> None:
+        super()._save_to_state_dict(destination, prefix, keep_vars)
+        q, g_idx = self.q, None
+        if self.order is not None:
+            place = self.order.argsort()  # of each stored column
+            q, g_idx = formats.pairs(formats.nibbles(q)[:, place]), (place // self.group).int()
+        version = 1 if self.layout == "gptq" else 2
+        packed: tuple[torch.Tensor, ...] = (
+            formats.pack_awq(q, self.scale, self.zero)
+            if self.layout == "awq"
+            else formats.pack_gptq(q, self.scale, self.zero, g_idx, version=version)
+        )
+        destination.update({prefix + n: t for n, t in zip(self._names(), packed, strict=True)})
+
+    def _names(self) -> tuple[str, ...]:
+        return ("qweight", "qzeros", "scales", *(() if self.layout == "awq" else ("g_idx",)))
+
+    def _load_from_state_dict(
+        self, state_dict: Any, prefix: str, metadata: Any, strict: bool, missing: Any, unexpected: Any, errors: Any
+    ) -> None:
+        names = [prefix + n for n in self._names()]
+        optional = [] if self.layout == "awq" else names[-1:]
+        lost = [n for n in names if n not in state_dict and n not in optional]
+        rest = {k: v for k, v in state_dict.items() if k not in names}
+        super()._load_from_state_dict(rest, prefix, metadata, strict, missing, unexpected, errors)
+        missing += lost
+        if not lost:
+            try:
+                self._take([state_dict.get(n) for n in names])
+            except RidgelineError as error:
+                errors.append(f"{prefix}: {error}")
+
+    def _take(self, stored: list[Any]) -> None:
+        """Repacks a layer's tensors for the kernel."""
+        order = None
+        if self.layout == "awq":
+            q, scale, zero = formats.unpack_awq(*stored)
+        else:
+            q, scale, zero, g_idx = formats.unpack_gptq(*stored, version=1 if self.layout == "gptq" else 2)
+            if g_idx is not None:
+                sizes = torch.bincount(g_idx.long(), minlength=scale.shape[1])
+                if sizes.tolist() != [self.group] * scale.shape[1]:
+                    raise RidgelineError(f"Int4Linear: g_idx must have {self.group} columns in each of its groups")
+                order = torch.argsort(g_idx.long(), stable=True)
+                q = formats.pairs(formats.nibbles(q)[:, order])
+        if q.shape != self.q.shape or scale.shape != self.scale.shape:
+            given = f"{tuple(q.shape)} and {tuple(scale.shape)}"
+            wanted = f"{tuple(self.q.shape)} and {tuple(self.scale.shape)}"
+            raise RidgelineError(f"Int4Linear: its codes and scales are {wanted}, and the stored ones {given}")
+        device = self.q.device
+        self.q, self.scale, self.zero = q.to(device), scale.to(device), zero.to(device)
+        self.order = None if order is None else order.to(device)
+
+    def extra_repr(self) -> str:
+        facts = f"bias={self.bias is not None}, group={self.group}, layout={self.layout!r}"
+        return f"in_features={self.in_features}, out_features={self.out_features}, {facts}"
+
+    def forward(self, input: torch.Tensor) -> torch.Tensor:
+        x = input if self.order is None else input.index_select(-1, self.order)
+        bias = None if self.bias is None else self.bias.to(x.dtype)
+        return ridgeline.int4_linear(x, self.q, self.scale, self.zero, bias=bias, activation=self.activation)
 
 
 class GatedMLP(nn.Module):

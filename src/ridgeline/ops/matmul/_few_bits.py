@@ -1,0 +1,368 @@
+"""Products with weights of 4 or 8 bits, y = activation(x W^T + b), W = (q - zero) * scale: the kernels and launchers.
+
+A program takes some rows of W and a part of K. Codes become numbers of x's dtype in registers, exactly, and are the
+left operand of the matrix units; x, padded to 16 rows, is the right one. The float32 sum over a group is multiplied by
+the group's scale. If rows of W are few, K is split, and a second kernel adds the parts in order.
+"""
+
+from __future__ import annotations
+
+from typing import Any, NamedTuple
+
+import torch
+import triton
+import triton.language as tl
+from triton.language.extra.cuda import gdc_launch_dependents, gdc_wait
+
+from ridgeline import device, tuning
+from ridgeline.boundary import INTERPRETED, early, kernel_op, launch
+from ridgeline.op import Implementation, Op, RidgelineError, dtype_name, nbytes
+from ridgeline.ops.matmul._epilogue import ACTIVATIONS, Epilogue, finish
+from ridgeline.ops.matmul._operands import Matrix, Sizes
+from ridgeline.ops.matmul.matmul import in_autocast
+from ridgeline.select import eager
+from ridgeline.tiles.integers import halves, quarters
+
+FLOATS = torch.float32, torch.float16, torch.bfloat16
+MANY = 256  # rows of x from which a dequantised copy of the weight and a plain product are quicker
+ROOM = 1 << 21  # float32 elements for partial sums: fixed, since allocations cannot depend on tuning
+_Maybe = torch.Tensor | None
+
+
+class Weight(NamedTuple):
+    """q: (N, K / 2) uint8 or (N, K) int8. scale, zero: (N, K / group), or (N,) without groups; zero None is 8 or 0."""
+
+    q: Any
+    scale: Any
+    zero: Any
+
+
+class Rules(NamedTuple):
+    """What the compiler knows."""
+
+    BITS: Any
+    PACKED: Any  # the GPU has the instructions of `quarters`
+    EVEN: Any  # steps divide K
+    PRECISION: Any
+    PDL: Any
+    GROUP: Any  # columns that share a scale; a multiple of a step
+
+
+@triton.jit
+def _group(weight, n, k, end, K, RULES: tl.constexpr):
+    """The scales and zeros of rows n in the group of column k; past the end of this part any."""
+    at = n.to(tl.int64) * (K // RULES.GROUP) + k // RULES.GROUP
+    scale = tl.load(weight.scale + at, mask=(n >= 0) & (k < end), other=0.0).to(tl.float32)
+    if weight.zero is None:
+        zero = tl.full(n.shape, 8, tl.int32)
+    else:
+        zero = tl.load(weight.zero + at, mask=(n >= 0) & (k < end), other=0).to(tl.int32)
+    return scale, zero
+
+
+@triton.jit
+def _dot4(raw, rows, zero, RULES: tl.constexpr):
+    """A tile of 4-bit codes minus their zeros, four to a word, times a tile of x."""
+    BM: tl.constexpr = rows.shape[0]
+    WORDS: tl.constexpr = raw.shape[1]
+    even, odd = tl.split(tl.reshape(rows, (BM, WORDS, 2, 2)))
+    x0, x2 = tl.split(even)
+    x1, x3 = tl.split(odd)
+    w0, w1, w2, w3 = quarters(raw, tl.broadcast_to(zero[:, None], raw.shape), rows.dtype, RULES.PACKED)
+    total = tl.dot(w0, tl.trans(x0), input_precision=RULES.PRECISION)
+    total = tl.dot(w1, tl.trans(x1), total, input_precision=RULES.PRECISION)
+    total = tl.dot(w2, tl.trans(x2), total, input_precision=RULES.PRECISION)
+    return tl.dot(w3, tl.trans(x3), total, input_precision=RULES.PRECISION)
+
+
+@triton.jit
+def _dot8(raw, rows, total, RULES: tl.constexpr):
+    """A tile of 8-bit codes, two to a word, times a tile of x, added to the total."""
+    even, odd = tl.split(tl.reshape(rows, (rows.shape[0], raw.shape[1], 2)))
+    low, high = halves(raw, rows.dtype, RULES.PACKED)
+    total = tl.dot(low, tl.trans(even), total, input_precision=RULES.PRECISION)
+    return tl.dot(high, tl.trans(odd), total, input_precision=RULES.PRECISION)
+
+
+@triton.jit
+def _fwd(
+    y,
+    parts,
+    weight,
+    x,
+    epilogue,
+    sizes,
+    RULES: tl.constexpr,
+    ACTIVATION: tl.constexpr,
+    BM: tl.constexpr,
+    BN: tl.constexpr,
+    BK: tl.constexpr,
+    SPLITS: tl.constexpr,
+):
+    M, N, K = sizes
+    deep = tl.cdiv(M, BM)
+    m = tl.program_id(0) % deep * BM + tl.arange(0, BM)
+    n = tl.program_id(0) // deep * BN + tl.arange(0, BN)
+    row = n % N
+    length = tl.cdiv(K, BK * SPLITS) * BK
+    begin = tl.program_id(1) * length
+    end = tl.minimum(K, begin + length)
+    total = tl.zeros((BN, BM), tl.float32)
+    each: tl.constexpr = 16 // RULES.BITS  # codes of a word of 16 bits
+    wide: tl.constexpr = BK // each
+    at_x = x.data + m[:, None].to(tl.int64) * x.row_stride
+    at_q = weight.q + row[:, None].to(tl.int64) * (K // each)
+    if RULES.BITS == 4:
+        scale, zero = _group(weight, row, begin, end, K, RULES)
+    for start in range(begin, end, BK):
+        k = start + tl.arange(0, BK)[None, :]
+        word = start // each + tl.arange(0, wide)[None, :]
+        if RULES.EVEN:
+            raw = tl.load(at_q + word).to(tl.uint16, bitcast=True)
+            rows = tl.load(at_x + k, mask=m[:, None] < M, other=0)
+        else:
+            raw = tl.load(at_q + word, mask=word < K // each, other=0).to(tl.uint16, bitcast=True)
+            rows = tl.load(at_x + k, mask=(m[:, None] < M) & (k < K), other=0)
+        if RULES.BITS == 4:
+            next_scale, next_zero = _group(weight, row, start + BK, end, K, RULES)  # in flight during the product
+            total += _dot4(raw, rows, zero, RULES) * scale[:, None]
+            scale, zero = next_scale, next_zero
+        else:
+            total = _dot8(raw, rows, total, RULES)
+    if RULES.BITS == 8:
+        total *= tl.load(weight.scale + row).to(tl.float32)[:, None]
+    if RULES.PDL:
+        gdc_launch_dependents()
+    if SPLITS == 1:
+        finish(tl.trans(total), y, epilogue, m, n, M, N, 0, ACTIVATION)
+    else:
+        at = parts + (tl.program_id(1) * M + m[None, :]).to(tl.int64) * N + n[:, None]
+        tl.store(at, total, mask=(m[None, :] < M) & (n[:, None] < N))
+
+
+@triton.jit
+def _add(
+    y, parts, epilogue, M, N, RULES: tl.constexpr, ACTIVATION: tl.constexpr, SPLITS: tl.constexpr, BLOCK: tl.constexpr
+):
+    """Adds the parts of K in order, for a row of x and BLOCK rows of W."""
+    if RULES.PDL:
+        gdc_wait()
+    m = tl.program_id(1) + tl.arange(0, 1)
+    n = tl.program_id(0) * BLOCK + tl.arange(0, BLOCK)
+    total = tl.zeros((1, BLOCK), tl.float32)
+    for part in tl.static_range(SPLITS):
+        at = parts + (part * M + m[:, None]).to(tl.int64) * N + n[None, :]
+        total += tl.load(at, mask=n[None, :] < N, other=0.0)
+    finish(total, y, epilogue, m, n, M, N, 0, ACTIVATION)
+
+
+@triton.jit
+def _dequantise(w, weight, sizes, BITS: tl.constexpr, GROUP: tl.constexpr, BN: tl.constexpr, BK: tl.constexpr):
+    """w (N, K) = the weight, scaled in float32 and rounded once."""
+    _, N, K = sizes
+    n = (tl.program_id(0) * BN + tl.arange(0, BN)).to(tl.int64)[:, None]
+    column = tl.program_id(1) * BK + tl.arange(0, BK)[None, :]
+    k = column // 2 * 2 if BITS == 4 else column
+    inside = (n < N) & (k < K)
+    scale = tl.load(weight.scale + n * (K // GROUP) + k // GROUP, mask=inside, other=0.0).to(tl.float32)
+    zero = tl.full((BN, BK), 8 if BITS == 4 else 0, tl.int32)
+    if weight.zero is not None:
+        zero = tl.load(weight.zero + n * (K // GROUP) + k // GROUP, mask=inside, other=0).to(tl.int32)
+    code = tl.load(weight.q + (n * K + k) * BITS // 8, mask=inside, other=0).to(tl.int32)
+    if BITS == 4:
+        code = (code >> (column % 2 * 4)) & 15
+    v = (code - zero).to(tl.float32) * scale
+    tl.store(w + n * K + column, v.to(w.dtype.element_ty), mask=(n < N) & (column < K))
+
+
+def group_of(q: torch.Tensor, scale: torch.Tensor) -> int:
+    """Returns the columns of a weight that share a scale: K / groups, or K."""
+    K = q.shape[1] * (2 if q.dtype == torch.uint8 else 1)
+    return max(1, K // max(1, scale.shape[1] if scale.dim() == 2 else 1))
+
+
+def step_of(group: int) -> int:
+    """Returns the largest power of two up to 128 that divides a group: the columns of a step."""
+    return min(128, group & -group)
+
+
+def fwd(
+    y: torch.Tensor, parts: torch.Tensor, x: torch.Tensor, q: torch.Tensor, scale: torch.Tensor, zero: _Maybe,
+    bias: _Maybe, activation: str
+) -> None:  # fmt: skip
+    """Fills y (M, N). x: (M, K) with contiguous rows; q, scale and zero contiguous."""
+    (M, K), N, gpu = x.shape, q.shape[0], device.of(x)
+    bits, group = 4 if q.dtype == torch.uint8 else 8, group_of(q, scale)
+    step = step_of(group) if bits == 4 else 128
+
+    def rule() -> tuning.Config:
+        """Splits K until there are four programs for each multiprocessor, of at least eight steps each."""
+        rows = min(64, max(16, triton.next_power_of_2(M)))
+        columns, threads = (64 if N <= 64 * gpu.multiprocessors else 128, 128) if M <= 32 else (128, 256)
+        tiles, steps = triton.cdiv(N, columns) * triton.cdiv(M, rows), triton.cdiv(K, step)
+        most = max(1, min(triton.cdiv(4 * gpu.multiprocessors, max(1, tiles)), steps // 8, 16))
+        stages = 4 if gpu.backend == "cuda" else 2
+        return {"BM": rows, "BN": columns, "SPLITS": most, "num_warps": threads // gpu.warp, "num_stages": stages}
+
+    def config() -> dict[str, Any]:
+        sizes = [str(triton.next_power_of_2(n)) for n in (M, N, K)]
+        key = " ".join([dtype_name(x), str(step), *sizes])
+        chosen = tuning.config(gpu, f"int{bits}_linear", "fwd", key, rule, lambda: _space(rule()))
+        return chosen | {"BK": step, "SPLITS": max(1, min(chosen["SPLITS"], ROOM // max(1, M * N)))}
+
+    key = M, N, K, group
+    native = gpu.backend == "cuda" and gpu.capability >= 80 and not INTERPRETED
+    facts = early(gpu)
+    rules = Rules(bits, native, K % step == 0, "ieee", facts["PDL"], group)
+    weight, epilogue = Weight(q.view(torch.int16), scale, zero), Epilogue(None, bias, None)
+    given = y, parts, weight, Matrix(x, *x.stride()), epilogue, Sizes(M, N, K), rules
+    launch(
+        _fwd,
+        lambda c: (triton.cdiv(M, c["BM"]) * triton.cdiv(N, c["BN"]), c["SPLITS"]),
+        *given,
+        ACTIVATION=activation,
+        config=config,
+        key=key,
+    )
+    early_start: dict[str, Any] = {"launch_pdl": True} if facts["PDL"] else {}
+
+    def adders(c: dict[str, Any]) -> tuple[int, int]:
+        return (triton.cdiv(N, c["BLOCK"]) if c["SPLITS"] > 1 else 0, M)
+
+    launch(
+        _add,
+        adders,
+        *(y, parts, epilogue, M, N, rules),
+        ACTIVATION=activation,
+        BLOCK=256,
+        **early_start,
+        config=lambda: {"SPLITS": config()["SPLITS"]},
+        key=key,
+    )
+
+
+def _space(c: tuning.Config) -> list[tuning.Config]:
+    """Returns the rule's tile with other rows of W, parts of K and stages."""
+    rows, parts = sorted({64, 128, c["BN"]}), [max(1, c["SPLITS"] // 2), c["SPLITS"], 2 * c["SPLITS"]]
+    return [
+        c | {"BN": n, "SPLITS": s, "num_stages": stages}
+        for n in rows
+        for s in sorted(set(parts))
+        for stages in (3, 4, 6)
+    ]
+
+
+@kernel_op("few_bits_weight(Tensor q, Tensor scale, Tensor? zero, ScalarType dtype) -> Tensor")
+def _weight(q: torch.Tensor, scale: torch.Tensor, zero: _Maybe, dtype: torch.dtype) -> torch.Tensor:
+    bits = 4 if q.dtype == torch.uint8 else 8
+    N, K = q.shape[0], q.shape[1] * 8 // bits
+    w = torch.empty((N, K), dtype=dtype, device=q.device)
+    weight, gpu = Weight(q, scale, zero), device.of(q)
+    facts: dict[str, Any] = {
+        "BITS": bits,
+        "GROUP": group_of(q, scale),
+        "BN": 4,
+        "BK": 512,
+        "num_warps": 256 // gpu.warp,
+    }
+    grid = triton.cdiv(N, 4), triton.cdiv(K, 512)
+    if w.numel():
+        launch(_dequantise, grid, w, weight, Sizes(0, N, K), **facts)
+    return w
+
+
+def dequantised(
+    q: torch.Tensor, scale: torch.Tensor, zero: _Maybe, dtype: torch.dtype, g_idx: _Maybe = None
+) -> torch.Tensor:
+    """Returns the weight (N, K) in a dtype, rounded once: by a kernel on a GPU if groups are in order."""
+    if g_idx is None and dtype != torch.float64 and scale.dtype != torch.float64 and q.is_cuda:
+        return _weight(q, scale, zero, dtype)
+    wide = torch.promote_types(scale.dtype, torch.float32)
+    codes, K = q, q.shape[1] * (2 if q.dtype == torch.uint8 else 1)
+    if q.dtype == torch.uint8:
+        codes = torch.stack((q & 15, q >> 4), -1).flatten(1)
+    scale = scale.reshape(q.shape[0], -1)
+    group = torch.arange(K, device=q.device) // group_of(q, scale) if g_idx is None else g_idx.long()
+    away: Any = (8 if q.dtype == torch.uint8 else 0) if zero is None else zero.to(wide)[:, group]
+    return ((codes.to(wide) - away) * scale.to(wide)[:, group]).to(dtype)
+
+
+def product(x: torch.Tensor, weight: torch.Tensor, bias: _Maybe, activation: str | None) -> torch.Tensor:
+    """Returns activation(x W^T + bias) in plain PyTorch."""
+    return ACTIVATIONS[activation or ""](torch.nn.functional.linear(x, weight, bias))
+
+
+def cast(x: Any, bias: Any) -> tuple[Any, Any]:
+    """Returns x and bias in autocast's dtype, if that is on."""
+    made = in_autocast(x, bias)
+    return made[0], made[1]
+
+
+def check(op: str, x: Any, q: Any, scale: Any, bias: Any, activation: Any, code: torch.dtype, **others: Any) -> None:
+    """Raises RidgelineError unless the arguments fit together. others: tensors by name, or None."""
+    for name, t in {"x": x, "q": q, "scale": scale, "bias": bias, **others}.items():
+        if t is None and name not in ("x", "q", "scale"):
+            continue
+        if not isinstance(t, torch.Tensor):
+            raise RidgelineError(f"{op}: {name} must be a tensor, got {type(t).__name__}")
+        if t.layout is not torch.strided or t.is_nested:
+            raise RidgelineError(f"{op}: it takes dense tensors, but {name} is {'nested' if t.is_nested else t.layout}")
+        if t.device != x.device:
+            raise RidgelineError(f"{op}: all tensors must be on one device; {name} is on {t.device}, x on {x.device}")
+    double = x.dtype == torch.float64 and scale.dtype == torch.float64  # the reference
+    if x.dtype not in FLOATS and not double:
+        raise RidgelineError(f"{op}: x must be float32, float16 or bfloat16, got {x.dtype}")
+    if scale.dtype not in FLOATS and not double:
+        raise RidgelineError(f"{op}: scale must be float32, float16 or bfloat16, got {scale.dtype}")
+    if q.dtype != code or q.dim() != 2:
+        raise RidgelineError(f"{op}: q must be {code} with two dimensions, got {q.dtype} {tuple(q.shape)}")
+    K = q.shape[1] * (2 if code == torch.uint8 else 1)
+    if not x.dim() or x.shape[-1] != K:
+        raise RidgelineError(f"{op}: x must be (..., {K}) for q {tuple(q.shape)}, got {tuple(x.shape)}")
+    if bias is not None and (bias.shape != q.shape[:1] or bias.dtype != x.dtype):
+        given = f"{bias.dtype} {tuple(bias.shape)}"
+        raise RidgelineError(f"{op}: bias must be {x.dtype} {tuple(q.shape[:1])}, got {given}")
+    if activation is not None and (not isinstance(activation, str) or activation not in ACTIVATIONS or not activation):
+        raise RidgelineError(f"{op}: activation must be None, 'silu', 'gelu' or 'gelu_tanh', got {activation!r}")
+
+
+def unfit(x: torch.Tensor, q: torch.Tensor, scale: torch.Tensor, *rest: Any) -> str | None:
+    """Returns why the kernel does not take a call, or None."""
+    if x.shape[-1] != q.shape[1] * (2 if q.dtype == torch.uint8 else 1):
+        return f"q must have x's {x.shape[-1]} columns"
+    if q.dtype == torch.int8 and x.shape[-1] % 2:
+        return "it reads two columns at once, and their number is odd"
+    if q.dtype == torch.uint8 and group_of(q, scale) % 32:
+        return f"it takes groups of a multiple of 32 columns, and these are of {group_of(q, scale)}"
+    return None
+
+
+def plain_rung(op: Op, impl: str | None, x: torch.Tensor, reason: str | None) -> Implementation | None:
+    """Returns the plain PyTorch implementation that serves a call, or None if a kernel does.
+
+    reason: why kernels cannot; raises it if one of them is named."""
+    plain = eager(op, impl, x)
+    if plain is not None or reason is None:
+        return plain
+    if impl is not None:
+        raise RidgelineError(f"{op.name}: impl={impl!r} cannot run this call: {reason}")
+    return op.implementations["torch"]
+
+
+def few(x: torch.Tensor, *_: Any, **__: Any) -> str | None:
+    """Returns why a call is left to a dequantised copy of the weight, or None."""
+    many = x.numel() > MANY * max(1, x.shape[-1])
+    return "for many rows a dequantised weight and a plain product are quicker" if many else None
+
+
+def words(q: torch.Tensor) -> torch.Tensor:
+    """Returns codes as kernels read them: contiguous, from an even address on."""
+    return q.clone(memory_format=torch.contiguous_format) if q.storage_offset() % 2 else q.contiguous()
+
+
+def work(x: torch.Tensor, q: torch.Tensor, scale: torch.Tensor, *others: Any) -> Any:
+    """Returns the bytes read and written and the operations of a product, and of x's gradient."""
+    extra = sum([nbytes(t) for t in others if isinstance(t, torch.Tensor)])
+    rows, K = x.numel() // max(1, x.shape[-1]), x.shape[-1]
+    y, flops = rows * q.shape[0] * x.element_size(), 2 * rows * q.shape[0] * K
+    return nbytes(x, q, scale) + extra, y, flops

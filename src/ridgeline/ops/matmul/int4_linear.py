@@ -1,0 +1,173 @@
+"""int4_linear: y = activation(x W^T + b) with a weight of 4-bit codes in groups of K: W = (q - zero) * scale.
+
+    y_mn = sum_g s_ng sum_{k in g} (q_nk - z_ng) x_mk + b_n        backward: dx = dy W
+
+With few rows of x the weight's bytes are the limit: a quarter of bf16's. q - z is exact in x's dtype, a group's sum is
+float32, and so is its scale. The kernels are in `_few_bits.py`.
+Source: Frantar et al., GPTQ, 2022 (arXiv:2210.17323); Lin et al., AWQ, 2023 (arXiv:2306.00978).
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+
+from ridgeline.boundary import Function, differentiate, first_order, kernel_op
+from ridgeline.op import Case, Cost, Op, RidgelineError, Spec
+from ridgeline.ops.matmul import _few_bits
+from ridgeline.ops.matmul._epilogue import ACTIVATIONS
+from ridgeline.ops.matmul._scaled import Scale
+from ridgeline.ops.matmul.matmul import rows_of
+from ridgeline.select import run
+
+_Maybe = torch.Tensor | None
+
+
+@kernel_op(
+    "int4_linear_fwd(Tensor x, Tensor q, Tensor scale, Tensor? zero, Tensor? bias, str activation, str? impl) -> Tensor"
+)
+def _forward(x: torch.Tensor, q: torch.Tensor, *rest: Any) -> torch.Tensor:
+    *given, impl = rest
+    y = x.new_empty((x.shape[0], q.shape[0]))
+    parts = torch.empty(_few_bits.ROOM, dtype=torch.float32, device=x.device)
+    run(INT4_LINEAR, "fwd", impl, (y, parts), x, _few_bits.words(q), *given)
+    return y
+
+
+class _Function(Function):
+    @staticmethod
+    def forward(
+        ctx: Any, x: torch.Tensor, q: torch.Tensor, scale: torch.Tensor, zero: _Maybe, bias: _Maybe, impl: str | None
+    ) -> torch.Tensor:
+        ctx.save_for_backward(q, scale, zero)
+        return _forward(x, q, scale, zero, bias, "", impl)
+
+    @staticmethod
+    @first_order
+    def backward(ctx: Any, dy: torch.Tensor) -> Any:
+        q, scale, zero = ctx.saved_tensors
+        dx = dy @ _few_bits.dequantised(q, scale, zero, dy.dtype) if ctx.needs_input_grad[0] else None
+        return dx, None, None, None, dy.sum(0) if ctx.needs_input_grad[4] else None, None
+
+
+def reference(
+    x: torch.Tensor, q: torch.Tensor, scale: torch.Tensor, zero: _Maybe = None, *,
+    g_idx: _Maybe = None, bias: _Maybe = None, activation: str | None = None
+) -> torch.Tensor:  # fmt: skip
+    codes = torch.stack((q & 15, q >> 4), -1).flatten(1)
+    group = torch.arange(codes.shape[1], device=q.device) // _few_bits.group_of(q, scale) if g_idx is None else g_idx
+    wide = torch.promote_types(x.dtype, torch.float32)
+    zeros: Any = 8 if zero is None else zero[:, group.long()].to(wide)
+    weight = (codes.to(wide) - zeros) * scale.detach()[:, group.long()].to(wide)
+    y = x.to(wide) @ weight.T
+    return ACTIVATIONS[activation or ""](y if bias is None else y + bias.to(wide)).to(x.dtype)
+
+
+def _torch(
+    x: torch.Tensor, q: torch.Tensor, scale: torch.Tensor, zero: _Maybe = None, *,
+    g_idx: _Maybe = None, bias: _Maybe = None, activation: str | None = None
+) -> torch.Tensor:  # fmt: skip
+    weight = _few_bits.dequantised(q, scale.detach(), zero, x.dtype, g_idx)
+    return _few_bits.product(x, weight, bias, activation)
+
+
+def int4_linear(
+    x: torch.Tensor, q: torch.Tensor, scale: torch.Tensor, zero: torch.Tensor | None = None, *,
+    g_idx: torch.Tensor | None = None, bias: torch.Tensor | None = None, activation: str | None = None,
+    impl: str | None = None,
+) -> torch.Tensor:  # fmt: skip
+    """Returns `activation(x @ W.T + bias)`, (..., N), for W = (q - zero) * scale. Gradients flow to x and bias.
+
+    x: (..., K), float32, float16 or bfloat16. q: (N, K / 2), uint8, the even k in the low half of a byte, as
+    `quantize_int4` returns it. scale: (N, K / group), floating point. zero: uint8, of the scale's shape, at most 128;
+    None is 8. bias: (N,), in x's dtype, or None.
+    g_idx: (K,), the group of each k, for groups out of order (GPTQ's desc_act); plain PyTorch then computes, and
+    `nn.Int4Linear` avoids that: it puts the groups in order once. None: k // group.
+    activation: None, "silu", "gelu" or "gelu_tanh". Kernels take groups of multiples of 32.
+    q - zero is exact, sums and scales are float32, and the result is rounded once. Autocast casts x and bias first.
+    Above 256 rows a copy of the weight is dequantised to x's dtype, which rounds, and multiplied.
+    Raises RidgelineError if shapes, dtypes or devices do not match, or if `impl` cannot run the call.
+    """
+    x, bias = _few_bits.cast(x, bias)
+    _few_bits.check("int4_linear", x, q, scale, bias, activation, torch.uint8, zero=zero, g_idx=g_idx)
+    _check_groups(q, scale, zero, g_idx)
+    reason = "it takes groups in order, without g_idx" if g_idx is not None else _few_bits.unfit(x, q, scale)
+    plain = _few_bits.plain_rung(INT4_LINEAR, impl, x, reason)
+    if plain is not None and plain.call is not None:
+        return plain.call(x, q, scale, zero, g_idx=g_idx, bias=bias, activation=activation)
+    rows = rows_of(x).contiguous()
+    weight = q.contiguous(), scale.detach().contiguous(), None if zero is None else zero.contiguous()
+    bias = None if bias is None else bias.contiguous()
+    if torch.is_grad_enabled() and (x.requires_grad or (bias is not None and bias.requires_grad)):
+        y = ACTIVATIONS[activation or ""](differentiate(_Function, rows, *weight, bias, impl))
+    else:
+        y = _forward(rows, *weight, bias, activation or "", impl)
+    return y.view(*x.shape[:-1], q.shape[0])
+
+
+def _check_groups(q: torch.Tensor, scale: torch.Tensor, zero: _Maybe, g_idx: _Maybe) -> None:
+    K = 2 * q.shape[1]
+    if scale.dim() != 2 or scale.shape[0] != q.shape[0] or not scale.shape[1] or (g_idx is None and K % scale.shape[1]):
+        wanted = f"(N, K / group) with N = {q.shape[0]} and a group that divides K = {K}"
+        raise RidgelineError(f"int4_linear: scale must be {wanted}, got {tuple(scale.shape)}")
+    if zero is not None and (zero.dtype != torch.uint8 or zero.shape != scale.shape):
+        raise RidgelineError(
+            f"int4_linear: zero must be uint8 {tuple(scale.shape)}, got {zero.dtype} {tuple(zero.shape)}"
+        )
+    if g_idx is not None and (g_idx.dtype not in (torch.int32, torch.int64) or tuple(g_idx.shape) != (K,)):
+        raise RidgelineError(f"int4_linear: g_idx must be int32 ({K},), got {g_idx.dtype} {tuple(g_idx.shape)}")
+
+
+def cost(
+    x: torch.Tensor, q: torch.Tensor, scale: torch.Tensor, zero: _Maybe = None, **options: Any
+) -> tuple[Cost, Cost]:
+    read, write, flops = _few_bits.work(x, q, scale, zero, options.get("bias"))
+    return Cost(read, write, flops), Cost(
+        read - x.numel() * x.element_size() + write, x.numel() * x.element_size(), flops
+    )
+
+
+def _case(
+    M: int, N: int, K: int, group: int = 128, use: str = "check", zero: bool = False, bias: bool = False, **options: Any
+) -> Case:
+    what = [f"{M}x{N}x{K}", f"groups of {group}", *["zeros"] * zero, *["bias"] * bias, *options.values()]
+    args = [Spec(M, K), Spec(N, K // 2, dtype="uint8", high=256), Scale(N, K // group, grad=False)]
+    args += [Spec(N, K // group, dtype="uint8", high=17)] * zero
+    options |= {"bias": Spec(N)} if bias else {}
+    dtypes = {"bench": ("bfloat16",), "quick": ("float32",), "check": ("float32", "float16", "bfloat16")}[use]
+    return Case(", ".join(what), tuple(args), options, dtypes=dtypes, use=use)
+
+
+BENCH = [(14336, 4096), (4096, 14336), (28672, 8192)]
+INT4_LINEAR = Op(
+    int4_linear,
+    reference=reference,
+    cost=cost,
+    flops={"few_bits_weight": lambda *_: 0},  # a copy of the weight; the products are matmul's or torch's
+    cases=[
+        _case(3, 40, 256),
+        _case(1, 70, 512, zero=True),
+        _case(17, 24, 192, 64, zero=True, bias=True, activation="gelu"),
+        _case(2, 16, 96, 32, activation="silu"),
+        _case(16, 1024, 1024, use="quick"),
+        *(_case(m, *shape, use="bench") for m in (1, 8, 16) for shape in BENCH),
+        *(_case(m, 28672, 8192, use="bench") for m in (32, 64, 256)),
+        _case(1, 14336, 4096, use="bench", zero=True),
+    ],
+)
+
+INT4_LINEAR.eager("naive", "the formula in float32: a weight of eight times the bytes", reference)
+INT4_LINEAR.eager("torch", "the weight dequantised to x's dtype, then PyTorch's linear (cuBLAS)", _torch, served=True)
+INT4_LINEAR.compiled("the formula, dequantised in passes that torch.compile fuses")
+INT4_LINEAR.kernel(
+    "triton",
+    "4-bit codes become numbers in registers, on the matrix units; groups are scaled in float32",
+    kind="triton",
+    fwd=_few_bits.fwd,
+    supports=_few_bits.unfit,
+    bwd=_few_bits.fwd,
+    unless=_few_bits.few,
+    leaves=("fwd",),
+    served=True,
+)

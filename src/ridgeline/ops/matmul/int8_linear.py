@@ -1,0 +1,148 @@
+"""int8_linear: y = activation(x W^T + b) with a weight of 8-bit codes, a scale for each row: W = q * scale.
+
+    y_mn = s_n sum_k q_nk x_mk + b_n        backward: dx = dy W
+
+With few rows of x the weight's bytes are the limit: half of bf16's. q is exact in x's dtype, and a row's sum is scaled
+in float32. The kernels are in `_few_bits.py`.
+Source: Dettmers et al., LLM.int8(), 2022 (arXiv:2208.07339), for scales by rows.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+
+from ridgeline.boundary import Function, differentiate, first_order, kernel_op
+from ridgeline.op import Case, Cost, Op, RidgelineError, Spec
+from ridgeline.ops.matmul import _few_bits
+from ridgeline.ops.matmul._epilogue import ACTIVATIONS
+from ridgeline.ops.matmul._scaled import Scale
+from ridgeline.ops.matmul.matmul import rows_of
+from ridgeline.select import run
+
+_Maybe = torch.Tensor | None
+
+
+@kernel_op("int8_linear_fwd(Tensor x, Tensor q, Tensor scale, Tensor? bias, str activation, str? impl) -> Tensor")
+def _forward(
+    x: torch.Tensor, q: torch.Tensor, scale: torch.Tensor, bias: _Maybe, activation: str, impl: str | None
+) -> torch.Tensor:
+    y = x.new_empty((x.shape[0], q.shape[0]))
+    parts = torch.empty(_few_bits.ROOM, dtype=torch.float32, device=x.device)
+    run(INT8_LINEAR, "fwd", impl, (y, parts), x, _few_bits.words(q), scale, bias, activation)
+    return y
+
+
+class _Function(Function):
+    @staticmethod
+    def forward(
+        ctx: Any, x: torch.Tensor, q: torch.Tensor, scale: torch.Tensor, bias: _Maybe, impl: str | None
+    ) -> torch.Tensor:
+        ctx.save_for_backward(q, scale)
+        return _forward(x, q, scale, bias, "", impl)
+
+    @staticmethod
+    @first_order
+    def backward(ctx: Any, dy: torch.Tensor) -> Any:
+        q, scale = ctx.saved_tensors
+        dx = dy @ _few_bits.dequantised(q, scale, None, dy.dtype) if ctx.needs_input_grad[0] else None
+        return dx, None, None, dy.sum(0) if ctx.needs_input_grad[3] else None, None
+
+
+def _launch(
+    y: torch.Tensor, parts: torch.Tensor, x: torch.Tensor, q: torch.Tensor, scale: torch.Tensor, bias: _Maybe,
+    activation: str
+) -> None:  # fmt: skip
+    _few_bits.fwd(y, parts, x, q, scale, None, bias, activation)
+
+
+def reference(
+    x: torch.Tensor, q: torch.Tensor, scale: torch.Tensor, *, bias: _Maybe = None, activation: str | None = None
+) -> torch.Tensor:
+    wide = torch.promote_types(x.dtype, torch.float32)
+    y = x.to(wide) @ q.to(wide).T * scale.detach().reshape(-1).to(wide)
+    return ACTIVATIONS[activation or ""](y if bias is None else y + bias.to(wide)).to(x.dtype)
+
+
+def _torch(
+    x: torch.Tensor, q: torch.Tensor, scale: torch.Tensor, *, bias: _Maybe = None, activation: str | None = None
+) -> torch.Tensor:
+    return _few_bits.product(x, _few_bits.dequantised(q, scale.detach(), None, x.dtype), bias, activation)
+
+
+def int8_linear(
+    x: torch.Tensor, q: torch.Tensor, scale: torch.Tensor, *, bias: torch.Tensor | None = None,
+    activation: str | None = None, impl: str | None = None,
+) -> torch.Tensor:  # fmt: skip
+    """Returns `activation(x @ (q * scale).T + bias)`, (..., N). Gradients flow to x and bias.
+
+    x: (..., K), float32, float16 or bfloat16. q: (N, K), int8, as `quantize_int8(w, granularity="row")` returns it.
+    scale: (N,) or (N, 1), floating point. bias: (N,), in x's dtype, or None.
+    activation: None, "silu", "gelu" or "gelu_tanh".
+    q is exact, sums and scales are float32, and the result is rounded once. Autocast casts x and bias first.
+    Above 256 rows a copy of the weight is dequantised to x's dtype, which rounds, and multiplied.
+    Raises RidgelineError if shapes, dtypes or devices do not match, or if `impl` cannot run the call.
+    """
+    x, bias = _few_bits.cast(x, bias)
+    _few_bits.check("int8_linear", x, q, scale, bias, activation, torch.int8)
+    if tuple(scale.shape) not in ((q.shape[0],), (q.shape[0], 1)):
+        raise RidgelineError(
+            f"int8_linear: scale must be ({q.shape[0]},) or ({q.shape[0]}, 1), got {tuple(scale.shape)}"
+        )
+    plain = _few_bits.plain_rung(INT8_LINEAR, impl, x, _few_bits.unfit(x, q, scale))
+    if plain is not None and plain.call is not None:
+        return plain.call(x, q, scale, bias=bias, activation=activation)
+    rows, weight = rows_of(x).contiguous(), (q.contiguous(), scale.detach().contiguous())
+    bias = None if bias is None else bias.contiguous()
+    if torch.is_grad_enabled() and (x.requires_grad or (bias is not None and bias.requires_grad)):
+        y = ACTIVATIONS[activation or ""](differentiate(_Function, rows, *weight, bias, impl))
+    else:
+        y = _forward(rows, *weight, bias, activation or "", impl)
+    return y.view(*x.shape[:-1], q.shape[0])
+
+
+def cost(x: torch.Tensor, q: torch.Tensor, scale: torch.Tensor, **options: Any) -> tuple[Cost, Cost]:
+    read, write, flops = _few_bits.work(x, q, scale, options.get("bias"))
+    size = x.numel() * x.element_size()
+    return Cost(read, write, flops), Cost(read - size + write, size, flops)
+
+
+def _case(M: int, N: int, K: int, use: str = "check", bias: bool = False, **options: Any) -> Case:
+    what = [f"{M}x{N}x{K}", *["bias"] * bias, *options.values()]
+    args = Spec(M, K), Spec(N, K, dtype="int8"), Scale(N, 1, grad=False)
+    options |= {"bias": Spec(N)} if bias else {}
+    dtypes = {"bench": ("bfloat16",), "quick": ("float32",), "check": ("float32", "float16", "bfloat16")}[use]
+    return Case(", ".join(what), args, options, dtypes=dtypes, use=use)
+
+
+BENCH = [(14336, 4096), (4096, 14336), (28672, 8192)]
+INT8_LINEAR = Op(
+    int8_linear,
+    reference=reference,
+    cost=cost,
+    cases=[
+        _case(3, 40, 256),
+        _case(1, 70, 130, bias=True),
+        _case(17, 24, 640, bias=True, activation="gelu"),
+        _case(2, 16, 33, activation="silu"),
+        _case(16, 1024, 1024, use="quick"),
+        *(_case(m, *shape, use="bench") for m in (1, 8, 16) for shape in BENCH),
+        *(_case(m, 28672, 8192, use="bench") for m in (32, 64, 256)),
+    ],
+)
+
+INT8_LINEAR.eager("naive", "the formula in float32: a weight of four times the bytes", reference)
+INT8_LINEAR.eager("torch", "the weight dequantised to x's dtype, then PyTorch's linear (cuBLAS)", _torch, served=True)
+INT8_LINEAR.compiled("the formula, dequantised in passes that torch.compile fuses")
+INT8_LINEAR.kernel(
+    "triton",
+    "8-bit codes become numbers in registers, on the matrix units; splits K if rows of W are few",
+    kind="triton",
+    fwd=_launch,
+    supports=_few_bits.unfit,
+    bwd=_launch,
+    unless=_few_bits.few,
+    leaves=("fwd",),
+    served=True,
+)
