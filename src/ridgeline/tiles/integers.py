@@ -58,9 +58,19 @@ def _halves(kind: str, power: str, shifted: str, one: str, sixteen: str, away: s
 
 _QUARTERS_BF16 = _quarters("bf16x2", "0x43004300", "0x3f803f80")
 _QUARTERS_F16 = _quarters("f16x2", "0x64006400", "0x3c003c00")
-# away: -16 * 136 - 128 in bfloat16, -16 * 1032 - 1024 in float16
+# away: -16 * 136 - 128
 _HALVES_BF16 = _halves("bf16x2", "0x43004300", "0x43084308", "0x3f803f80", "0x41804180", "0xc510c510")
-_HALVES_F16 = _halves("f16x2", "0x64006400", "0x64086408", "0x3c003c00", "0x4c004c00", "0xf448f448")
+# float16's mantissa holds a whole byte: prmt puts each behind 1024, and 1152 = 1024 + 128 is taken away.
+_HALVES_F16 = tl.constexpr("""{
+        .reg .b32 a, power, away;
+        mov.b32 power, 0x64646464;
+        mov.b32 away, 0x64806480;
+        xor.b32 a, $2, 0x80808080;
+        prmt.b32 $0, a, power, 0x4240;
+        prmt.b32 $1, a, power, 0x4341;
+        sub.f16x2 $0, $0, away;
+        sub.f16x2 $1, $1, away;
+        }""")
 
 
 @triton.jit

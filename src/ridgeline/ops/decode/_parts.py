@@ -13,6 +13,7 @@ import triton.language as tl
 from triton.language.extra.cuda import gdc_wait
 
 from ridgeline.tiles.float8 import decoded
+from ridgeline.tiles.integers import halves, quarters
 
 LOG2E = 1.4426950408889634
 LEAST, MOST = 256, 128  # parts hold at least so many keys; the most parts of a sequence
@@ -144,56 +145,6 @@ def offsets(cache, tokens, b, h, n, known, RULES: tl.constexpr):
 
 
 @triton.jit
-def _integers(raw, BITS: tl.constexpr, OFFSET: tl.constexpr, RULES: tl.constexpr):
-    """The integers of BITS bits in elements of 16 bits, minus OFFSET, lowest bits first: a tile of float16 for each.
-
-    The bits become the last ones of 1024's mantissa, which is quicker than to convert integers. Two elements share a
-    register, so one instruction makes two numbers of the same tile."""
-    WAYS: tl.constexpr = RULES.WAYS
-    if BITS == 8 and RULES.NATIVE:
-        return tl.inline_asm_elementwise(
-            """{
-            .reg .b32 one, offset;
-            mov.b32 one, 0x64646464;
-            mov.b32 offset, 0x64806480;
-            prmt.b32 $0, $2, one, 0x4240;
-            prmt.b32 $1, $2, one, 0x4341;
-            sub.f16x2 $0, $0, offset;
-            sub.f16x2 $1, $1, offset;
-            }""",
-            "=&r,=&r,r", [raw ^ -32640], dtype=(tl.float16, tl.float16), is_pure=True, pack=2,
-        )  # fmt: skip
-    elif BITS == 4 and RULES.NATIVE:
-        # At bits 4 to 7 the number is 1024 + 16 n: a product with 1/16 brings it down. 1032, 72: with int4's zero of 8
-        offsets: tl.constexpr = (
-            "0x64086408; mov.b32 high, 0xd480d480;" if OFFSET else "0x64006400; mov.b32 high, 0xd400d400;"
-        )
-        return tl.inline_asm_elementwise(
-            "{ .reg .b32 next, one, part, low, high; mov.b32 one, 0x64006400; mov.b32 part, 0x2c002c00; mov.b32 low, "
-            + offsets
-            + """
-            shr.u32 next, $4, 8;
-            lop3.b32 $0, $4, 0x000f000f, one, 0xea;
-            lop3.b32 $1, $4, 0x00f000f0, one, 0xea;
-            lop3.b32 $2, next, 0x000f000f, one, 0xea;
-            lop3.b32 $3, next, 0x00f000f0, one, 0xea;
-            sub.f16x2 $0, $0, low;
-            fma.rn.f16x2 $1, $1, part, high;
-            sub.f16x2 $2, $2, low;
-            fma.rn.f16x2 $3, $3, part, high;
-            }""",
-            "=&r,=&r,=&r,=&r,r", [raw], dtype=(tl.float16, tl.float16, tl.float16, tl.float16), is_pure=True, pack=2,
-        )  # fmt: skip
-    else:
-        made = ()
-        turned = raw.to(tl.uint16, bitcast=True) ^ (32896 if BITS == 8 else 0)
-        for way in tl.static_range(WAYS):
-            bits = turned >> (BITS * way) & (255 if BITS == 8 else 15)
-            made = made + ((bits | 0x6400).to(tl.float16, bitcast=True) - (1152.0 if BITS == 8 else 1024.0 + OFFSET),)
-        return made
-
-
-@triton.jit
 def _floats(raw, RULES: tl.constexpr):
     """The 8-bit floating-point numbers in elements of 16 bits, lower bits first: two tiles of float16."""
     if RULES.NATIVE:
@@ -225,9 +176,10 @@ def stored(cache, at, known, RULES: tl.constexpr, BD: tl.constexpr, TO: tl.const
     raw = tl.load(cache.data + at[:, None] + d[None, :], mask=inside, other=0)
     made = (raw,)
     if RULES.KIND == "int4":
-        made = _integers(raw, 4, 8 if cache.zero is None else 0, RULES)
+        zero = tl.full(raw.shape, 8 if cache.zero is None else 0, tl.int32)
+        made = quarters(raw.to(tl.uint16, bitcast=True), zero, tl.float16, RULES.NATIVE)
     elif RULES.KIND == "int8":
-        made = _integers(raw, 8, 0, RULES)
+        made = halves(raw.to(tl.uint16, bitcast=True), tl.float16, RULES.NATIVE)
     elif RULES.KIND == "float8" and RULES.WAYS == 2:
         made = _floats(raw, RULES)
     elif RULES.KIND == "float8":
