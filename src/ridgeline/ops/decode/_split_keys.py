@@ -221,7 +221,8 @@ def fwd(
     rows, bd = S * group, max(16, triton.next_power_of_2(D // ways))
     bm = min(64, max(16, triton.next_power_of_2(rows)))
     turns = B * shared
-    parts = parts_of(gpu.multiprocessors, turns * triton.cdiv(rows, bm), most, invariant)
+    slow = 1 if kind == "" and block_table is None else 2  # programs of a multiprocessor: the numbers come late
+    parts = parts_of(slow * gpu.multiprocessors, turns * triton.cdiv(rows, bm), most, invariant)
     pieces = torch.empty(parts * turns * rows * (D + 2), dtype=torch.float32, device=q.device) if parts > 1 else None
     second = early(gpu)
     bits = 2 if kind else q.element_size()

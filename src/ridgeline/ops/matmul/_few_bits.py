@@ -215,11 +215,12 @@ def fwd(
     facts = early(gpu)
     rules = Rules(bits, native, K % step == 0, "ieee", facts["PDL"], group)
     weight, epilogue = Weight(q.view(torch.int16), scale, zero), Epilogue(None, bias, None)
-    given = y, parts, weight, Matrix(x, *x.stride()), epilogue, Sizes(M, N, K), rules
+    given = y, parts, weight, Matrix(x, *x.stride()), epilogue, Sizes(M, N, K)
     launch(
         _fwd,
         lambda c: (triton.cdiv(M, c["BM"]) * triton.cdiv(N, c["BN"]), c["SPLITS"]),
         *given,
+        RULES=rules,
         ACTIVATION=activation,
         config=config,
         key=key,
@@ -232,7 +233,8 @@ def fwd(
     launch(
         _add,
         adders,
-        *(y, parts, epilogue, M, N, rules),
+        *(y, parts, epilogue, M, N),
+        RULES=rules,
         ACTIVATION=activation,
         BLOCK=256,
         **early_start,
