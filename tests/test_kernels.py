@@ -88,6 +88,7 @@ SPILLS: dict[tuple[str, str, str, str], tuple[int, str]] = {
         )
         for arch in ("sm_80", "sm_86", "sm_89", "sm_120")
     },
+    ("mla_decode", "triton", "_attend_latent", "sm_90"): (8, "one register in 16 rows of bfloat16; untimed there"),
     ("softmax", "triton", "_fwd", "sm_90"): (
         8,
         "one register at 16 columns in float32, of a tile that the rule makes of short rows",

@@ -163,7 +163,9 @@ def fwd(
     B, S, heads, D = q.shape
     gpu, most, kind, rope, rows = device.of(q), capacity(cache, block_table), kind_of(cache), D - latent, S * heads
     bd, be = max(16, triton.next_power_of_2(latent)), max(16, triton.next_power_of_2(rope))
-    bm = min(64 if q.element_size() == 2 and gpu.capability >= 90 else 16, max(16, triton.next_power_of_2(rows)))
+    bm = min(
+        64 if q.element_size() == 2 and gpu.shared_memory >= 200 << 10 else 16, max(16, triton.next_power_of_2(rows))
+    )
     tiles = triton.cdiv(rows, bm)
     parts = parts_of(gpu.multiprocessors, B * tiles, most, invariant)
     pieces = torch.empty(parts * B * rows * (latent + 2), dtype=torch.float32, device=q.device) if parts > 1 else None
@@ -189,7 +191,10 @@ def fwd(
         results, Queries(q, None, None, q.stride()[:3], None),
         Cached(data, kv_scale, None, (*cache.stride()[:2], 0), scale_steps, None), tokens, angles, numbers,
     )  # fmt: skip
-    sizes = {"RULES": rules, "ROPE": Rules(rope, 0 if cos is None else cos.shape[1], interleaved, *common, pdl)}
+    sizes: dict[str, Any] = {
+        "RULES": rules,
+        "ROPE": Rules(rope, 0 if cos is None else cos.shape[1], interleaved, *common, pdl),
+    }
     sizes |= {"BM": bm, "BS": 16, "BD": bd, "BE": be}
     launch(_attend_latent, (tiles * parts * B,), *given, config=config, key=("latent", bm), **sizes)
     if pieces is not None:
