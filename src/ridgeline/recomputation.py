@@ -18,6 +18,9 @@ import torch.nn.functional as F
 from torch.autograd.function import once_differentiable
 
 import ridgeline
+from ridgeline.op import get
+from ridgeline.ops.matmul.gated_linear import undo_gate
+from ridgeline.select import eager
 
 Tensor = torch.Tensor
 
@@ -125,6 +128,18 @@ def linear(x: Tensor, weight: Tensor, bias: Tensor | None = None) -> Tensor:
     return linears(x, [weight], [bias])[0]
 
 
+def _undo_gate(dy: Tensor, z: Tensor, up: Tensor, activation: str) -> tuple[Tensor, Tensor, Tensor]:
+    """Returns the gradients of z and up, and activation(z) * up again: in one pass if kernels serve the gate."""
+    op = get("silu_mul" if activation == "silu" else "gelu_mul")
+    if eager(op, None, z, up) is None:
+        return undo_gate(dy.contiguous(), z.contiguous(), up.contiguous(), activation)
+    z, up = z.detach().requires_grad_(), up.detach().requires_grad_()
+    with torch.enable_grad():
+        y = gate(z, up, activation)
+    dz, dup = torch.autograd.grad(y, (z, up), dy)
+    return dz, dup, y.detach()
+
+
 class _GatedMLP(torch.autograd.Function):
     """first, second: the products' weights, or both in first if second is None: gate in its first half."""
 
@@ -150,12 +165,9 @@ class _GatedMLP(torch.autograd.Function):
         gates, ups = first.chunk(2) if second is None else (first, second)
         rows, given = x.reshape(-1, x.shape[-1]), dy.reshape(-1, dy.shape[-1])
         z, up = [p.reshape(len(rows), -1) for p in products] or [rows @ gates.mT, rows @ ups.mT]
-        z, up = z.detach().requires_grad_(), up.detach().requires_grad_()
-        with torch.enable_grad():
-            y = gate(z, up, ctx.activation)
-        d_down = given.mT @ y.detach() if need[3] else None
+        dz, dup, y = _undo_gate(given @ down, z, up, ctx.activation)
+        d_down = given.mT @ y if need[3] else None
         d_bias = given.sum(0) if need[4] else None
-        dz, dup = torch.autograd.grad(y, (z, up), given @ down)
         del y, z, up
         dx = (dz @ gates).addmm_(dup, ups).view(x.shape) if need[0] else None
         d_first = d_second = None

@@ -84,14 +84,14 @@ def joint_linear(module: nn.Module, x: torch.Tensor, *, owner: nn.Module, names:
     So backward sums the gradients of x inside its products. A layer that is no plain nn.Linear with a plain weight,
     is replaced or has hooks computes its own product, and so do its neighbours; without gradients each does, too.
     """
-    layers: list[Any] = [getattr(owner, name, None) for name in names]
+    if torch.compiler.is_compiling() or torch.is_autocast_enabled(x.device.type):
+        return F.linear(x, module.weight, module.bias)  # type: ignore[arg-type]
     made = _WAITING.take(module, x)
     if made is not None:
         return made
+    layers: list[Any] = [getattr(owner, name, None) for name in names]
     if module is not layers[0] or not torch.is_grad_enabled() or not all(map(_joins, layers)):
         return recomputation.linear(x, module.weight, module.bias)  # type: ignore[arg-type]
-    if torch.compiler.is_compiling() or torch.is_autocast_enabled(x.device.type):
-        return F.linear(x, module.weight, module.bias)  # type: ignore[arg-type]
     own, *rest = recomputation.linears(x, [m.weight for m in layers], [m.bias for m in layers])
     _WAITING.put(x, dict(zip(layers[1:], rest, strict=True)))
     return own
