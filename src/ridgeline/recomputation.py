@@ -19,7 +19,6 @@ from torch.autograd.function import once_differentiable
 
 import ridgeline
 from ridgeline.op import get
-from ridgeline.ops.matmul.gated_linear import undo_gate
 from ridgeline.select import eager
 
 Tensor = torch.Tensor
@@ -98,14 +97,12 @@ class _Linears(torch.autograd.Function):
             given, shape = dy.reshape(-1, dy.shape[-1]), (*dy.shape[:-1], weights[i].shape[1])
             if ctx.needs_input_grad[0]:  # in place: out of place, addmm would copy dx first
                 dx = given @ weights[i] if dx is None else dx.addmm_(given, weights[i])
-            found[i] = given.mT @ rows if need[i] else None
+            found[i] = given.mT @ rows if rows is not None and need[i] else None
             found[count + i] = given.sum(0) if need[count + i] else None
         return None if dx is None else dx.view(shape), None, None, None, *found
 
 
-def linears(
-    x: Tensor, weights: Sequence[Tensor], biases: Sequence[Tensor | None] | None = None
-) -> tuple[Tensor, ...]:
+def linears(x: Tensor, weights: Sequence[Tensor], biases: Sequence[Tensor | None] | None = None) -> tuple[Tensor, ...]:
     """Returns `x W^T + b` for each weight W, as `torch.nn.functional.linear` does.
 
     x: (..., K). weights: (N, K) each; N may differ. biases: (N,) or None each; None means none.
@@ -132,7 +129,9 @@ def _undo_gate(dy: Tensor, z: Tensor, up: Tensor, activation: str) -> tuple[Tens
     """Returns the gradients of z and up, and activation(z) * up again: in one pass if kernels serve the gate."""
     op = get("silu_mul" if activation == "silu" else "gelu_mul")
     if eager(op, None, z, up) is None:
-        return undo_gate(dy.contiguous(), z.contiguous(), up.contiguous(), activation)
+        get("gated_linear")  # registers the op
+        given = dy.contiguous(), z.contiguous(), up.contiguous()
+        return torch.ops.ridgeline.gated_linear_again(*given, activation)
     z, up = z.detach().requires_grad_(), up.detach().requires_grad_()
     with torch.enable_grad():
         y = gate(z, up, activation)

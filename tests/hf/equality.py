@@ -5,7 +5,7 @@ up to half an ulp before they are rounded; once unpatched as a control; once pat
 precision. All runs see the same batches. The patched run passes if
 
     envelope   each of its losses lies within twice the envelope of the five,
-    oracle     its losses are on average no farther from the high-precision run's than those of the farthest of the five.
+    oracle     its losses are on average no farther from the high-precision run's than the farthest of the five's.
 
 The envelope of a step has the five losses' middle, and as half-width their largest half-range within NEAR steps:
 five losses of one step alone would leave out one in twenty steps of any further run. The control is judged alike.
@@ -35,6 +35,7 @@ class Sizes(NamedTuple):
     steps: int = 200
 
 
+LLAMA = Sizes()
 TINY = Sizes(2, 64, 97, 2, 16, 30)
 
 
@@ -103,7 +104,7 @@ def _verdict(losses: torch.Tensor, runs: torch.Tensor, oracle: torch.Tensor) -> 
 
 
 def compare(
-    sizes: Sizes = Sizes(), device: str = "cuda", low: torch.dtype = torch.bfloat16, memory: str | None = None
+    sizes: Sizes = LLAMA, device: str = "cuda", low: torch.dtype = torch.bfloat16, memory: str | None = None
 ) -> tuple[bool, list[str]]:
     """Returns whether the patched run passes, and the lines that say by how much.
 
@@ -124,14 +125,15 @@ def compare(
         v = _verdict(losses, runs, oracle)
         good = v.outside == 0 and v.distance <= max(own)
         lines.append(
-            f"{'PASS' if good else 'FAIL'} {name}: {v.outside} of {sizes.steps} losses outside twice the envelope (worst "
-            f"{v.worst:.2f} half-widths of 2), {v.distance:.3g} from {str(high)[6:]} (unpatched {min(own):.3g} to "
-            f"{max(own):.3g}), last loss {v.last:.4f}"
+            f"{'PASS' if good else 'FAIL'} {name}: {v.outside} of {sizes.steps} losses outside twice the envelope "
+            f"(worst {v.worst:.2f} half-widths of 2), {v.distance:.3g} from {str(high)[6:]} "
+            f"(unpatched {min(own):.3g} to {max(own):.3g}), last loss {v.last:.4f}"
         )
     passed = lines[0].startswith("PASS") and not report.fallbacks
     lines += [f"FAIL fell back: {line}" for line in report.fallbacks]
     first, last = float(runs[:, 0].mean()), float(runs[:, -1].mean())
-    lines.append(f"unpatched {str(low)[6:]}: loss {first:.4f} to {last:.4f}; {time.perf_counter() - start:.0f} s in all")
+    seconds = time.perf_counter() - start
+    lines.append(f"unpatched {str(low)[6:]}: loss {first:.4f} to {last:.4f}; {seconds:.0f} s in all")
     return passed, lines
 
 

@@ -1,4 +1,4 @@
-"""Products of one input: q, k and v are computed together, and backward sums their input's gradients in the products."""
+"""Products of one input: q, k and v are made together, and backward sums their input's gradients in its products."""
 
 import copy
 from typing import Any

@@ -102,7 +102,8 @@ class _Planner:
         owner = self.model.get_submodule(parent)
         names = syntax.layers_of_one_input(type(owner).forward) if "attention" in self.only else ()
         if own in names and not _replaced(module):
-            remark += f"; backward sums the gradients of its input with those of {', '.join((n for n in names if n != own))}"
+            others = ", ".join([n for n in names if n != own])
+            remark += f"; backward sums the gradients of its input with those of {others}"
             facts = {"owner": owner, "names": names}
             self.plans.append((Row("", "", "", None), _set(module, modules.joint_linear, **facts)))
         elif again and not _replaced(module):
