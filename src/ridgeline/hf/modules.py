@@ -7,14 +7,17 @@ so that it is copied and pickled with the module, and deleting the attribute res
 from __future__ import annotations
 
 import inspect
+import threading
 import types
+import weakref
 from collections.abc import Callable
 from functools import partial
-from typing import Any
+from typing import Any, ClassVar
 
 import torch
 import torch.nn.functional as F
 from torch import nn
+from torch.distributed.tensor import DTensor
 
 import ridgeline
 from ridgeline import recomputation
@@ -57,6 +60,50 @@ def layer_norm(module: nn.LayerNorm, input: torch.Tensor) -> torch.Tensor:
 def linear(module: nn.Linear, x: torch.Tensor) -> torch.Tensor:
     """A linear layer that saves the input of the norm before it, not the norm's result."""
     return recomputation.linear(x, module.weight, module.bias)
+
+
+class _Waiting(threading.local):
+    """Products that a layer has made for its neighbours, until they are called; one attention layer's at a time."""
+
+    x: weakref.ref[torch.Tensor] | None = None
+    made: ClassVar[dict[nn.Module, torch.Tensor]] = {}
+
+    def put(self, x: torch.Tensor, made: dict[nn.Module, torch.Tensor]) -> None:
+        self.x, self.made = weakref.ref(x), made  # type: ignore[misc]
+
+    def take(self, module: nn.Module, x: torch.Tensor) -> torch.Tensor | None:
+        return self.made.pop(module, None) if self.x is not None and self.x() is x else None
+
+
+_WAITING = _Waiting()
+
+
+def joint_linear(module: nn.Module, x: torch.Tensor, *, owner: nn.Module, names: tuple[str, ...]) -> torch.Tensor:
+    """One of the linear layers `names` of `owner`, which all take the same x: the first computes all of them.
+
+    So backward sums the gradients of x inside its products. A layer that is no plain nn.Linear with a plain weight,
+    is replaced or has hooks computes its own product, and so do its neighbours; without gradients each does, too.
+    """
+    if torch.compiler.is_compiling() or torch.is_autocast_enabled(x.device.type):
+        return F.linear(x, module.weight, module.bias)  # type: ignore[arg-type]
+    made = _WAITING.take(module, x)
+    if made is not None:
+        return made
+    layers: list[Any] = [getattr(owner, name, None) for name in names]
+    if module is not layers[0] or not torch.is_grad_enabled() or not all(map(_joins, layers)):
+        return recomputation.linear(x, module.weight, module.bias)  # type: ignore[arg-type]
+    own, *rest = recomputation.linears(x, [m.weight for m in layers], [m.bias for m in layers])
+    _WAITING.put(x, dict(zip(layers[1:], rest, strict=True)))
+    return own
+
+
+def _joins(layer: Any) -> bool:
+    """Whether a layer, in the place where its owner looks it up, computes x W^T + b by `joint_linear` alone."""
+    if type(layer) is not nn.Linear or isinstance(layer.weight, DTensor):
+        return False
+    forward = layer.__dict__.get("forward")
+    hooks = layer._forward_hooks or layer._forward_pre_hooks or layer._backward_hooks or layer._backward_pre_hooks
+    return isinstance(forward, partial) and forward.func is joint_linear and not hooks
 
 
 def gated_mlp(

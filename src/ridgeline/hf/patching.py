@@ -22,6 +22,7 @@ OURS = (
     modules.rms_norm,
     modules.layer_norm,
     modules.linear,
+    modules.joint_linear,
     modules.gated_mlp,
     modules.merged_mlp,
     modules.attention,
@@ -96,10 +97,19 @@ class _Planner:
 
     def linear(self, name: str, module: nn.Linear) -> None:
         remark, flops = "torch's product", 2.0 * module.weight.numel()
-        again = self.memory is not None and name.rpartition(".")[2] in INPUTS and not _replaced(module)
-        if again and "norm" in self.only:
-            remark += "; backward makes its normalised input again"
+        parent, _, own = name.rpartition(".")
+        again = self.memory is not None and own in INPUTS and "norm" in self.only
+        owner = self.model.get_submodule(parent)
+        names = syntax.layers_of_one_input(type(owner).forward) if "attention" in self.only else ()
+        if own in names and not _replaced(module):
+            others = ", ".join([n for n in names if n != own])
+            remark += f"; backward sums the gradients of its input with those of {others}"
+            facts = {"owner": owner, "names": names}
+            self.plans.append((Row("", "", "", None), _set(module, modules.joint_linear, **facts)))
+        elif again and not _replaced(module):
             self.plans.append((Row("", "", "", None), _set(module, modules.linear)))
+        if again and not _replaced(module):
+            remark += "; backward makes its normalised input again"
         self.note(name, module, "linear", None, remark, flops=flops)
 
     def is_mlp(self, kind: type) -> bool:

@@ -125,3 +125,37 @@ def only_passes_on(function: Callable[..., Any], name: str) -> bool:
     calls = [c for c in calls if isinstance(c.func, ast.Name) and c.func.id == "attention_interface"]
     given = [a for c in calls for a in (*c.args, *(k.value for k in c.keywords)) if isinstance(a, ast.Name)]
     return all(any(u is g for g in given) for u in used)
+
+
+@lru_cache(maxsize=1024)
+def layers_of_one_input(function: Callable[..., Any]) -> tuple[str, ...]:
+    """Returns the layers `self.*_proj` that a forward always calls, each once, with one variable that never changes.
+
+    Empty if there are fewer than two, or if the forward has no source.
+    """
+    try:
+        tree = _tree(function)
+    except (OSError, TypeError, SyntaxError):
+        return ()
+    always = [s for s in tree.body if isinstance(s, ast.Assign | ast.AnnAssign | ast.Expr)]
+    found: dict[str, list[str]] = {}
+    names = [name for name, _ in _layer_calls(tree)]
+    for statement in always:
+        for name, variable in _layer_calls(statement):
+            if variable is not None and names.count(name) == 1:
+                found.setdefault(variable, []).append(name)
+    stored = {n.id for n in ast.walk(tree) if isinstance(n, ast.Name) and isinstance(n.ctx, ast.Store)}
+    groups = [g for v, g in found.items() if v not in stored and len(g) > 1]
+    return tuple(groups[0]) if len(groups) == 1 else ()
+
+
+def _layer_calls(tree: ast.AST) -> list[tuple[str, str | None]]:
+    """The calls `self.NAME_proj(VARIABLE)` in a tree, in order; no variable if the argument is anything else."""
+    calls = [n for n in ast.walk(tree) if isinstance(n, ast.Call) and isinstance(n.func, ast.Attribute)]
+    found: list[tuple[str, str | None]] = []
+    for call in calls:
+        layer: Any = call.func
+        if isinstance(layer.value, ast.Name) and layer.value.id == "self" and layer.attr.endswith("_proj"):
+            plain = len(call.args) == 1 and not call.keywords and isinstance(call.args[0], ast.Name)
+            found.append((layer.attr, call.args[0].id if plain else None))  # type: ignore[attr-defined]
+    return found

@@ -133,13 +133,17 @@ def _gate(y, z, up, size, BLOCK: tl.constexpr, ACTIVATION: tl.constexpr):
 
 
 @triton.jit
-def _ungate(dz, dup, dy, z, up, size, BLOCK: tl.constexpr, ACTIVATION: tl.constexpr):
+def _ungate(dz, dup, y, dy, z, up, size, BLOCK: tl.constexpr, ACTIVATION: tl.constexpr):
+    """y: activation(z) * up again, or None."""
     i = tl.program_id(0).to(tl.int64) * BLOCK + tl.arange(0, BLOCK)
     here = i < size
     x, by = slope(tl.load(z + i, mask=here).to(tl.float32), ACTIVATION, z.dtype.element_ty)
     d = tl.load(dy + i, mask=here).to(tl.float32)
+    factor = tl.load(up + i, mask=here).to(tl.float32)
     tl.store(dup + i, (d * x).to(dup.dtype.element_ty), mask=here)
-    tl.store(dz + i, (d * by * tl.load(up + i, mask=here).to(tl.float32)).to(dz.dtype.element_ty), mask=here)
+    tl.store(dz + i, (d * by * factor).to(dz.dtype.element_ty), mask=here)
+    if y is not None:
+        tl.store(y + i, (x * factor).to(y.dtype.element_ty), mask=here)
 
 
 def gate(y: torch.Tensor, z: torch.Tensor, up: torch.Tensor, activation: str) -> None:
@@ -148,10 +152,11 @@ def gate(y: torch.Tensor, z: torch.Tensor, up: torch.Tensor, activation: str) ->
 
 
 def ungate(
-    dz: torch.Tensor, dup: torch.Tensor, dy: torch.Tensor, z: torch.Tensor, up: torch.Tensor, activation: str
-) -> None:
-    """dup = dy * activation(z) and dz = dy * up * activation'(z); all contiguous."""
-    tensors, blocks = (dz, dup, dy, z, up), triton.cdiv(z.numel(), 1024)
+    dz: torch.Tensor, dup: torch.Tensor, dy: torch.Tensor, z: torch.Tensor, up: torch.Tensor, activation: str,
+    y: torch.Tensor | None = None,
+) -> None:  # fmt: skip
+    """dup = dy * activation(z), dz = dy * up * activation'(z) and, if given, y = activation(z) * up; all contiguous."""
+    tensors, blocks = (dz, dup, y, dy, z, up), triton.cdiv(z.numel(), 1024)
     launch(_ungate, (blocks,), *tensors, z.numel(), BLOCK=1024, ACTIVATION=activation, num_warps=4)
 
 

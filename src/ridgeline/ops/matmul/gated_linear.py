@@ -62,6 +62,14 @@ def _bwd_op(dy: _T, z: _T, up: _T, activation: str) -> tuple[_T, _T]:
     return dz, dup
 
 
+@kernel_op("gated_linear_again(Tensor dy, Tensor z, Tensor up, str activation) -> (Tensor, Tensor, Tensor)")
+def _again_op(dy: _T, z: _T, up: _T, activation: str) -> tuple[_T, _T, _T]:
+    """Returns dz, dup and y = activation(z) * up itself, for a backward that has not saved y; all are contiguous."""
+    dz, dup, y = torch.empty_like(z), torch.empty_like(z), torch.empty_like(z)
+    ungate(dz, dup, dy, z, up, activation, y)
+    return dz, dup, y
+
+
 class _Function(Function):
     @staticmethod
     def forward(ctx: Any, x: _T, weight: _T, up: _T, activation: str, keep: bool, impl: str | None) -> _T:
@@ -147,7 +155,8 @@ GATED_LINEAR = Op(
     gated_linear,
     reference=reference,
     cost=cost,
-    flops={"gated_linear_bwd": lambda *_: 0},  # the activation alone; the products are matmul's or torch's
+    # The activation alone; the products are matmul's or torch's.
+    flops={"gated_linear_bwd": lambda *_: 0, "gated_linear_again": lambda *_: 0},
     cases=[
         _case(67, 40, 45, "check"),
         _case(33, 17, 64, "check", activation="gelu"),

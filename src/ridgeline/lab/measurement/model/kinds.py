@@ -51,6 +51,8 @@ def _own(op: str, name: str) -> str:
 
     if op == "linear_cross_entropy" and re.search(r"gemm|nvjet|cutlass|matmul|product", name, re.IGNORECASE):
         return "products"
+    if op.startswith("gated_linear") and name in ("_gate", "_ungate"):
+        return "elementwise"
     module = max((m for m in op_modules().items() if op.startswith(m[0])), key=lambda m: len(m[0]), default=None)
     family = module[1].split(".")[2] if module else ""
     return FAMILIES.get(family) or ("norms" if "norm" in op else "elementwise")
