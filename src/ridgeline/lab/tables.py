@@ -49,7 +49,7 @@ def _filled(title: str | None, words: Sequence[str], figures: Sequence[str], row
     return made
 
 
-def show(
+def print_table(
     title: str | None,
     words: Sequence[str],
     figures: Sequence[str],
@@ -60,12 +60,12 @@ def show(
     (out or console()).print(_filled(title, words, figures, rows), soft_wrap=True)
 
 
-def text(title: str | None, words: Sequence[str], figures: Sequence[str], rows: Iterable[Sequence[Any]]) -> str:
-    """Returns what `show` prints to a file, without spaces at the ends of lines."""
+def table_text(title: str | None, words: Sequence[str], figures: Sequence[str], rows: Iterable[Sequence[Any]]) -> str:
+    """Returns what `print_table` prints to a file, without spaces at the ends of lines."""
     from rich.console import Console
 
     out = Console(file=io.StringIO(), width=120)
-    show(title, words, figures, rows, out)
+    print_table(title, words, figures, rows, out)
     return "\n".join(line.rstrip() for line in out.file.getvalue().splitlines())  # type: ignore[attr-defined]
 
 

@@ -161,7 +161,7 @@ def main(options: argparse.Namespace) -> int:
             [row["way"], peak, kept, there, f"{row['operations'] / 1e12:.2f} TF", f"{row['more']:.2f} x", took]
         )
     figures = "peak, predicted", "activations", "measured", "operations", "of a plain step", "time"
-    lab.show(title, ["way"], figures, shown)
+    lab.print_table(title, ["way"], figures, shown)
     for row in found:
         if "why" in row:
             lab.say(f"{row['way']}: {row['why']}")

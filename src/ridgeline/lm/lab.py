@@ -27,10 +27,10 @@ from ridgeline.lab.measurement import clock, store
 from ridgeline.lab.measurement.clock import Measurement, interval, median
 from ridgeline.lab.measurement.machine import facts
 from ridgeline.lab.measurement.roof import CPU_SIDES, SHAPES
-from ridgeline.lab.tables import show, text
+from ridgeline.lab.tables import print_table, table_text
 from ridgeline.op import RidgelineError
 
-__all__ = ["interval", "median", "show", "text", "units"]
+__all__ = ["interval", "median", "print_table", "table_text", "units"]
 
 
 def whole(text: str) -> int:

@@ -244,10 +244,10 @@ def lines(row: dict[str, Any]) -> list[str]:
     elif "why" in row:
         found.append(row["why"])
     kinds = [(kind, gib(n), f"{n / row['peak_bytes']:.1%}") for kind, n in row["kinds"].items() if n]
-    found.append(lab.text(None, ["kind"], ["at the peak", "share"], kinds))
+    found.append(lab.table_text(None, ["kind"], ["at the peak", "share"], kinds))
     if row["activations"]:
         largest = [(name, gib(n)) for name, n in list(row["activations"].items())[:8]]
-        found.append(lab.text("activations at the peak, all layers together", ["module"], ["size"], largest))
+        found.append(lab.table_text("activations at the peak, all layers together", ["module"], ["size"], largest))
     found.append(f"one tensor of the residual stream: {gib(row['stream_bytes'])}")
     found.append(f"one layer saves {gib(row['block_bytes'])} for backward, and its weights' gradients take "
                  f"{gib(row['block_gradient_bytes'])}; its five largest tensors:")  # fmt: skip
@@ -255,7 +255,7 @@ def lines(row: dict[str, Any]) -> list[str]:
         (r["module"], r["op"], "x".join(map(str, r["shape"])), r["dtype"], gib(r["bytes"]), f"{r['share']:.1%}")
         for r in row["block"]
     ]
-    found.append(lab.text(None, ["module", "op", "shape", "dtype"], ["size", "share"], tensors))
+    found.append(lab.table_text(None, ["module", "op", "shape", "dtype"], ["size", "share"], tensors))
     return found
 
 
@@ -311,7 +311,7 @@ def main(options: argparse.Namespace) -> int:
             shown.append([str(row["context"]), row["mode"], row["precision"], *map(gib, sizes)])
         title = f"{options.size}, batch {options.batch}, predicted for {card_of(options) or 'cpu'}"
         figures = "peak", "weights and more", "activations", "residual stream"
-        lab.show(title, ["context", "mode", "precision"], figures, shown)
+        lab.print_table(title, ["context", "mode", "precision"], figures, shown)
         return 0
     row = report(options)
     drawn = picture(row)

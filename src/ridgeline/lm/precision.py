@@ -168,9 +168,9 @@ def main(options: argparse.Namespace) -> int:
         print(json.dumps({"sums": sums, "device": device, "autocast": cast, "formats": formats}))
         return 0
     added = [(row["sum"], f"{row['value']:.6f}", f"{row['error']:+.6f}") for row in sums]
-    lab.show("0.01 added a thousand times; the sum is 10", ["sum"], ["value", "error"], added)
+    lab.print_table("0.01 added a thousand times; the sum is 10", ["sum"], ["value", "error"], added)
     parts = [(part, cast["float16"][part], cast["bfloat16"][part]) for part in cast["float16"]]
-    lab.show(f"dtypes under autocast on {device}", ["part", "float16", "bfloat16"], [], parts)
+    lab.print_table(f"dtypes under autocast on {device}", ["part", "float16", "bfloat16"], [], parts)
     if device == "cpu":
         print("On a GPU autocast runs LayerNorm in float32, so that ln's output is float32 there.\n")
     facts = [
@@ -182,7 +182,7 @@ def main(options: argparse.Namespace) -> int:
         )
         for row in formats
     ]
-    lab.show("formats", ["format"], ["bits", "largest", "normal", "least", "spacing"], facts)
+    lab.print_table("formats", ["format"], ["bits", "largest", "normal", "least", "spacing"], facts)
     rounded = [(row["format"], *[f"{x:.5g}" for x in row["rounded"]]) for row in formats]
-    lab.show("numbers rounded to each", ["format"], [f"{x:.4g}" for x in SHOWN], rounded)
+    lab.print_table("numbers rounded to each", ["format"], [f"{x:.4g}" for x in SHOWN], rounded)
     return 0

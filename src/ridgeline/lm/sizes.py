@@ -128,5 +128,5 @@ def main(options: argparse.Namespace) -> int:
         counts = s.layers, s.width, s.hidden, f"{s.heads}/{s.groups}", s.dim, s.vocabulary
         step = f"{s.step(1, 512) / 1e12:.2f} TFLOP"
         shown.append([name, f"{s.parameters / 1e6:.1f} M", *map(str, counts), step])
-    lab.show(None, ["size"], figures, shown)
+    lab.print_table(None, ["size"], figures, shown)
     return 0
