@@ -246,7 +246,7 @@ def test_which_pieces_come_first(l2: int, monkeypatch: pytest.MonkeyPatch) -> No
         ((1, 16, 1, 8192, 128), True, True, True, (3, True), (3, True)),
         ((1, 16, 1, 16384, 128), False, True, True, (8, False), (16, False)),
     ]
-    monkeypatch.setattr(device, "_pretended", replace(device.known("sm_90"), l2=l2 << 20))
+    monkeypatch.setattr(device, "stand_in", replace(device.known("sm_90"), l2=l2 << 20))
     for (batch, heads, group, length, D), causal, ordered, packed, *expected in cases:
         q, k = (torch.empty(batch, n, length, D, device="meta") for n in (heads * group, heads))
         found = backward_schedule.head_section(q, k, length, 64 if D > 128 else 128, ordered, causal, False, packed)

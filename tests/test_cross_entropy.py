@@ -10,7 +10,8 @@ import torch
 import torch.nn.functional as F
 
 import ridgeline
-from ridgeline.op import RidgelineError, get
+from ridgeline.op import RidgelineError
+from ridgeline.ops.loss import _arguments, _rows
 
 kernels = pytest.mark.kernels
 IMPL = "triton"
@@ -175,14 +176,13 @@ def test_many_losses_add_up(rows: int, reduction: str, device: str) -> None:
     stages.
 
     The interpreter takes 25 ms a row for the losses, so they are given here."""
-    module = sys.modules[get("cross_entropy").function.__module__]
     given = torch.rand(rows, device=device)
     logits, target = make(rows, 1, device)
     target[::3] = -100
     loss, saved, none = torch.empty((), device=device), torch.empty(64, device=device), torch.empty(0, device=device)
     # need, ignore_index, label_smoothing, z_loss, softcap, logit_scale
     options = 0, -100, 0.0, 0.0, 0.0, 1.0, reduction
-    module._launch_fwd(
+    _rows.launch_fwd(
         lambda losses, *_: losses.copy_(given), False, loss, none, saved, logits.detach(), target, *options
     )
     torch.testing.assert_close(loss, given.sum() / (target != -100).sum() if reduction == "mean" else given.sum())
@@ -208,7 +208,7 @@ def test_a_target_that_is_no_class(reduction: str, device: str, monkeypatch: pyt
     """In a kernel an invalid target makes its row NaN, and the host does not look.
 
     Tensors of the interpreter are on a CPU, where it would raise."""
-    monkeypatch.setattr(sys.modules[get("cross_entropy").function.__module__], "readable", lambda target: False)
+    monkeypatch.setattr(_arguments, "readable", lambda target: False)
     logits, target = make(5, 40, device)
     good = grad(F.cross_entropy(logits, target, reduction=reduction).sum(), logits)
     target[1], target[3] = 40, -(2**40)

@@ -20,19 +20,19 @@ TRANSPOSE = CudaKernel(Path(__file__).with_name("tensor_map.cu"), "transpose", "
 
 
 def test_parameters_lie_where_the_driver_says() -> None:
-    assert cuda._layout("Pif", [(0, 8), (8, 4), (12, 4)]) == "0xP0xi0xf"
-    layout = cuda._layout("PMiiP", [(0, 8), (64, 128), (192, 4), (196, 4), (200, 8)])
+    assert cuda.parameter_layout("Pif", [(0, 8), (8, 4), (12, 4)]) == "0xP0xi0xf"
+    layout = cuda.parameter_layout("PMiiP", [(0, 8), (64, 128), (192, 4), (196, 4), (200, 8)])
     assert layout is not None
     packed = struct.pack("@" + layout, 1, bytes(range(128)), 2, 3, 4)
     assert packed == struct.pack("@P56x128siiP", 1, bytes(range(128)), 2, 3, 4)
     triton = [(0, 8), (64, 128), (192, 4), (196, 4), (200, 4), (208, 8), (216, 8), (224, 8), (232, 1), (240, 8)]
     assert (
-        cuda._layout(["P", "M3", "?", "8x"], triton) == "0xP56x168s0x?7x8x"
+        cuda.parameter_layout(["P", "M3", "?", "8x"], triton) == "0xP56x168s0x?7x8x"
     )  # three sizes and three strides follow the map
-    assert cuda._layout(["P", "M2", "?", "8x"], triton) is None
-    assert cuda._layout("PP", [(0, 8), (8, 4)]) is None
-    assert cuda._layout("PP", [(0, 8)]) is None
-    assert cuda._layout("P", [(0, 8), (8, 8)]) is None
+    assert cuda.parameter_layout(["P", "M2", "?", "8x"], triton) is None
+    assert cuda.parameter_layout("PP", [(0, 8), (8, 4)]) is None
+    assert cuda.parameter_layout("PP", [(0, 8)]) is None
+    assert cuda.parameter_layout("P", [(0, 8), (8, 8)]) is None
 
 
 @pytest.mark.parametrize(

@@ -144,20 +144,19 @@ def neighbours(path: Path) -> set[Path]:
 def private(path: Path) -> list[str]:
     """Returns the private names of other files of ridgeline that a file imports or reaches through their module."""
     ours = [m for m, _ in imports(path) if m.startswith("ridgeline.")]
-    modules = {
-        m.split(".")[-1] for m in ours if (found := home(m)) and m.split(".")[-1] in (found.stem, found.parent.name)
-    }
-    names = [m for m in ours if (last := m.split(".")[-1]).startswith("_") and last not in modules]
+    modules = {m for m in ours if (found := home(m)) and m.split(".")[-1] in (found.stem, found.parent.name)}
+    names = [m for m in ours if m.split(".")[-1].startswith("_") and m not in modules]
     tree = ast.parse(path.read_text())
-    renamed = {
-        a.asname or a.name.split(".")[-1]
+    last = {m.split(".")[-1] for m in modules}
+    bound = {
+        a.asname or a.name
         for node in ast.walk(tree)
         if isinstance(node, ast.Import | ast.ImportFrom)
         for a in node.names
-        if a.name.split(".")[-1] in modules
+        if a.name.split(".")[-1] in last
     }
     reached = [node for node in ast.walk(tree) if isinstance(node, ast.Attribute) and re.match("_[^_]", node.attr)]
-    return names + [ast.unparse(n) for n in reached if isinstance(n.value, ast.Name) and n.value.id in renamed]
+    return names + [ast.unparse(n) for n in reached if ast.unparse(n.value) in bound]
 
 
 def subject(path: Path) -> str:
@@ -171,7 +170,6 @@ def structure(folder: Path) -> dict[str, list[str]]:
     subjects = {p: subject(p) for p in files}
     crowds = {p: len(neighbours(p)) for p in files}
     return {
-        "imports private names": [f"{p.relative_to(SRC)}: {name}" for p in files for name in private(p)],
         "imports too many neighbours": [f"{p.relative_to(SRC)}: {n}" for p, n in crowds.items() if n > NEIGHBOURS],
         "has no docstring that names one subject in one sentence": [
             f"{p.relative_to(SRC)}: {line}"
@@ -181,6 +179,11 @@ def structure(folder: Path) -> dict[str, list[str]]:
             or list(subjects.values()).count(line) > 1
         ],
     }
+
+
+@pytest.mark.parametrize("path", PYTHON, ids=lambda p: str(p.relative_to(SRC)))
+def test_private_names_stay_in_their_files(path: Path) -> None:
+    assert not private(path), f"{path.relative_to(ROOT)} takes private names of other files"
 
 
 def test_the_structure_of_the_lab() -> None:
@@ -212,11 +215,11 @@ def test_detects_what_breaks_the_rules_of_rooms(tmp_path: Path, monkeypatch: pyt
     lines = [
         "from ridgeline.lab import b as bee, c, d, e, _f",
         "import ridgeline.lab.sub",
-        "x = bee._hidden, _f.x, c.y",
+        "x = bee._hidden, _f.x, c.y, ridgeline.lab.sub._deep",
     ]
     (folder / "a.py").write_text("\n".join(['"""The b of the lab."""', *lines, "from ridgeline.lab.d import _name"]))
+    assert private(folder / "a.py") == ["ridgeline.lab.d._name", "bee._hidden", "ridgeline.lab.sub._deep"]
     assert structure(folder) == {
-        "imports private names": ["lab/a.py: ridgeline.lab.d._name", "lab/a.py: bee._hidden"],
         "imports too many neighbours": ["lab/a.py: 6"],
         "has no docstring that names one subject in one sentence": [
             "lab/a.py: The b of the lab.",
@@ -355,15 +358,10 @@ def test_detects_repetition(tmp_path: Path) -> None:
     assert significant(path) == ["def f(x):", "return (", "x"]
 
 
-# --- how the code reads, room by room: a room is a family of ops; the exceptions only shrink
+# --- how the code reads, family by family of ops
 
-ROOMS = sorted(p.name for p in (SRC / "ops").iterdir() if p.is_dir() and p.name != "__pycache__")
-# Rooms that do not hold the rule yet.
-LONG_SIGNATURES: set[str] = set()
-LONG_FUNCTIONS: set[str] = set()
-PRIVATE_NAMES = {"loss", "rowwise"}
-MANY_NEIGHBOURS: set[str] = set()
-PARAMETERS, FUNCTION_LINES, NEIGHBOURS = 14, 80, 5
+FAMILIES = sorted(p.name for p in (SRC / "ops").iterdir() if p.is_dir() and p.name != "__pycache__")
+PARAMETERS, FUNCTION_LINES = 14, 80
 
 
 def functions(path: Path) -> Iterator[ast.FunctionDef]:
@@ -383,76 +381,33 @@ def long_functions(path: Path) -> list[str]:
     return [f.name for f in functions(path) if (f.end_lineno or 0) - f.lineno >= FUNCTION_LINES]
 
 
-def of_the_room(path: Path, room: str) -> dict[str, set[str]]:
-    """Returns the files of the room that a file imports from, and the names that it takes from each."""
-    tree, prefix = ast.parse(path.read_text()), f"ridgeline.ops.{room}"
-    found: dict[str, set[str]] = {}
-    bound: dict[str, str] = {}  # names of modules
-    for node in ast.walk(tree):
-        if isinstance(node, ast.ImportFrom) and node.module and (node.module + ".").startswith(prefix + "."):
-            for alias in node.names:
-                module = f"{node.module}.{alias.name}"
-                if (SRC.parent / module.replace(".", "/")).with_suffix(".py").exists():
-                    bound[alias.asname or alias.name] = module
-                    found.setdefault(module, set())
-                else:
-                    found.setdefault(node.module, set()).add(alias.name)
-    for node in ast.walk(tree):
-        if isinstance(node, ast.Attribute) and isinstance(node.value, ast.Name) and node.value.id in bound:
-            found[bound[node.value.id]].add(node.attr)
-    return found
+def of_the_family(family: str) -> list[Path]:
+    return sorted((SRC / "ops" / family).rglob("*.py"))
 
 
-def private_names(path: Path, room: str) -> list[str]:
-    taken = of_the_room(path, room).items()
-    return [f"{module}.{name}" for module, names in taken for name in names if name.startswith("_")]
+@pytest.mark.parametrize("family", FAMILIES)
+def test_kernels_take_few_arguments(family: str) -> None:
+    wrong = {str(p): names for p in of_the_family(family) if (names := long_signatures(p))}
+    assert not wrong, wrong
 
 
-def in_room(room: str) -> list[Path]:
-    return sorted((SRC / "ops" / room).rglob("*.py"))
+@pytest.mark.parametrize("family", FAMILIES)
+def test_functions_are_short(family: str) -> None:
+    wrong = {str(p): names for p in of_the_family(family) if (names := long_functions(p))}
+    assert not wrong, wrong
 
 
-def judge(room: str, wrong: dict[str, list[str]], exceptions: set[str]) -> None:
-    """A room without faults must leave the exceptions, so that they only shrink."""
-    wrong = {path: names for path, names in wrong.items() if names}
-    if room in exceptions:
-        assert wrong, f"{room} holds the rule now: take it off the exceptions"
-    else:
-        assert not wrong, wrong
-
-
-@pytest.mark.parametrize("room", ROOMS)
-def test_kernels_take_few_arguments(room: str) -> None:
-    judge(room, {str(p): long_signatures(p) for p in in_room(room)}, LONG_SIGNATURES)
-
-
-@pytest.mark.parametrize("room", ROOMS)
-def test_functions_are_short(room: str) -> None:
-    judge(room, {str(p): long_functions(p) for p in in_room(room)}, LONG_FUNCTIONS)
-
-
-@pytest.mark.parametrize("room", ROOMS)
-def test_private_names_stay_in_their_files(room: str) -> None:
-    judge(room, {str(p): private_names(p, room) for p in in_room(room)}, PRIVATE_NAMES)
-
-
-@pytest.mark.parametrize("room", ROOMS)
-def test_files_have_few_of_the_room(room: str) -> None:
-    many = {str(p): sorted(of_the_room(p, room)) for p in in_room(room)}
-    judge(room, {p: names for p, names in many.items() if len(names) > NEIGHBOURS}, MANY_NEIGHBOURS)
+@pytest.mark.parametrize("family", FAMILIES)
+def test_files_import_few_of_their_family(family: str) -> None:
+    files = of_the_family(family)
+    crowds = {str(p): sorted(imported(p) & {*files}) for p in files}
+    wrong = {p: others for p, others in crowds.items() if len(others) > NEIGHBOURS}
+    assert not wrong, wrong
 
 
 def test_detects_what_reads_badly(tmp_path: Path) -> None:
     path = tmp_path / "a.py"
     many = ", ".join(f"a{n}" for n in range(PARAMETERS + 1))
     body = "    x = 1\n" * FUNCTION_LINES
-    path.write_text(
-        "from ridgeline.ops.attention.common.reference import _b\nfrom ridgeline.ops.attention.hopper import forward\n"
-        f"forward._fwd\n@triton.jit(debug=True)\ndef f({many}):\n    pass\ndef g():\n{body}"
-    )
+    path.write_text(f"@triton.jit(debug=True)\ndef f({many}):\n    pass\ndef g():\n{body}")
     assert (long_signatures(path), long_functions(path)) == (["f"], ["g"])
-    assert private_names(path, "attention") == [
-        "ridgeline.ops.attention.common.reference._b",
-        "ridgeline.ops.attention.hopper.forward._fwd",
-    ]
-    assert len(of_the_room(path, "attention")) == 2

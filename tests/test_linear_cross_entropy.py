@@ -225,7 +225,7 @@ def test_a_target_that_is_no_class(memory: int, reduction: str, device: str, mon
     """In a kernel an invalid target makes its row NaN, and the host does not look.
 
     Tensors of the interpreter are on a CPU, where it would raise."""
-    monkeypatch.setattr(MODULE.cross_entropy, "readable", lambda target: False)
+    monkeypatch.setattr(MODULE._arguments, "readable", lambda target: False)
     leaves, target = make(device)
     target[1], target[9] = CLASSES, -(2**40)
     loss = ours(leaves, target, reduction=reduction, chunk_memory=memory)

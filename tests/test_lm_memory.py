@@ -15,6 +15,7 @@ from torch import nn
 from torch.utils.flop_counter import FlopCounterMode
 
 from ridgeline import cli
+from ridgeline.lab import tables
 from ridgeline.lm import checkpoint, memory, precision
 from ridgeline.lm.ledger import Ledger, account, embody
 from ridgeline.lm.model import Layer, Transformer
@@ -157,7 +158,7 @@ def test_prints_and_draws(tmp_path: Path, capsys: Any) -> None:
     assert sum(row["kinds"].values()) == row["peak_bytes"]
     ET.parse(tmp_path / "m.svg")
     assert cli.main([*given, "--grid", "16,32"]) == 0
-    assert len(capsys.readouterr().out.splitlines()) == 2 + 8
+    assert sum("MiB" in line for line in capsys.readouterr().out.splitlines()) == 8
 
 
 @pytest.mark.parametrize(
@@ -285,6 +286,14 @@ def test_formats() -> None:
         assert f.rounded(torch.tensor([f.least])).item() > 0
     assert precision.tf32(torch.tensor([math.inf, -1.5])).tolist() == [math.inf, -1.5]
     assert precision.FORMATS["e4m3"].largest == 448
+
+
+def test_a_printed_table_shows_strings_as_they_are(capsys: Any) -> None:
+    words, figures, rows = ["name"], ["size"], [("[red]a[/red]", "1.0"), ("b", "12.0")]
+    tables.print_table("title", words, figures, rows)
+    said = [line.rstrip() for line in capsys.readouterr().out.splitlines()]
+    assert said[:-1] == tables.table_text("title", words, figures, rows).splitlines()
+    assert [line.split() for line in said[4:6]] == [["[red]a[/red]", "1.0"], ["b", "12.0"]]
 
 
 def test_precision_prints_and_draws(tmp_path: Path, capsys: Any) -> None:

@@ -149,7 +149,7 @@ class Driver:
 @pytest.fixture
 def driver(monkeypatch: pytest.MonkeyPatch) -> Iterator[Driver]:
     fake = Driver()
-    monkeypatch.setattr(cuda, "_driver", lambda: fake)
+    monkeypatch.setattr(cuda, "driver_library", lambda: fake)
     for cached in (cuda._driver_version, cuda.encoded):
         cached.cache_clear()
     yield fake

@@ -30,8 +30,18 @@ from triton.tools.tensor_descriptor import TensorDescriptor
 from ridgeline import device as devices
 from ridgeline import flops, tuning
 from ridgeline.codegen import Loose, interceptions
-from ridgeline.cuda import SWIZZLES, Arranged, CudaKernel, Starter, TensorMap, View, _driver, _layout, parameters
-from ridgeline.op import RidgelineError, dense_only, dtensor
+from ridgeline.cuda import (
+    SWIZZLES,
+    Arranged,
+    CudaKernel,
+    Starter,
+    TensorMap,
+    View,
+    driver_library,
+    parameter_layout,
+    parameters,
+)
+from ridgeline.op import OWN, RidgelineError, dense_only, dtensor
 from ridgeline.replay import Plans, Start, recorder
 
 LIBRARY = torch.library.Library("ridgeline", "DEF")
@@ -43,7 +53,6 @@ class _Trace(threading.local):
 
 
 _trace = _Trace()
-_OWN = frozenset((torch.Tensor, torch.nn.Parameter))
 _observers: list[Callable[[Launch], None]] = []
 launchers: dict[str, Callable[..., Any]] = {}  # by the registered op's name, for accounts of what they allocate
 
@@ -63,7 +72,7 @@ def kernel_op(schema: str) -> Callable[[Callable[..., Any]], Any]:
 
     def register(launcher: Callable[..., Any]) -> Any:
         def fake(*args: Any) -> Any:
-            _trace.on = devices._pretended is None  # with a pretended GPU, meta tensors must reach `launch`
+            _trace.on = devices.stand_in is None  # with a pretended GPU, meta tensors must reach `launch`
             try:
                 return launcher(*args)
             finally:
@@ -78,7 +87,7 @@ def kernel_op(schema: str) -> Callable[[Callable[..., Any]], Any]:
         names = {
             "registered": registered,
             "through": _through(registered, name.rpartition("_")[0]),
-            "own": _OWN,
+            "own": OWN,
             "observers": _observers,
             "devices": devices,
             "compiling": torch.compiler.is_compiling,
@@ -263,7 +272,7 @@ def launch(
     while isinstance(first, tuple):
         first = first[0]
     interpreted = INTERPRETED and not isinstance(kernel, CudaKernel)
-    elsewhere = interpreted or devices._pretended is not None  # no GPU is used
+    elsewhere = interpreted or devices.stand_in is not None  # no GPU is used
     if not elsewhere:
         if not first.is_cuda:
             raise RidgelineError(
@@ -279,7 +288,7 @@ def launch(
         config = key = None
         grid = grid if isinstance(grid, tuple) else grid(constants)
         _show(kernel, grid, args, constants, devices.of(first))
-        if devices._pretended is not None or 0 in grid:
+        if devices.stand_in is not None or 0 in grid:
             return
         if interpreted:
             options = ("num_warps", "num_stages", "maxnreg", "num_ctas")
@@ -341,7 +350,8 @@ def _loading() -> Iterator[None]:
     if torch.version.hip or not torch.cuda.is_current_stream_capturing():
         yield
         return
-    mode, exchange = ctypes.c_int(2), _driver().cuThreadExchangeStreamCaptureMode  # CU_STREAM_CAPTURE_MODE_RELAXED
+    mode = ctypes.c_int(2)  # CU_STREAM_CAPTURE_MODE_RELAXED
+    exchange = driver_library().cuThreadExchangeStreamCaptureMode
     exchange(ctypes.byref(mode))
     try:
         yield
@@ -470,7 +480,7 @@ def _triton_start(
     plain = metadata.num_ctas == 1 and not (metadata.launch_cooperative_grid or metadata.global_scratch_size)
     if plain and all(codes) and not torch.version.hip:
         # The parameters of every Triton kernel end with two pointers to scratch memory, which these kernels do not use.
-        layout = _layout([*codes, "8x", "8x"], parameters(function))
+        layout = parameter_layout([*codes, "8x", "8x"], parameters(function))
         if layout is not None:
             threads, pdl = 32 * metadata.num_warps, bool(metadata.launch_pdl)
             starter = Starter(function, layout, threads, metadata.shared, index, pdl=pdl, what=kernel.__name__)
@@ -480,7 +490,7 @@ def _triton_start(
     if maps:
         raise RidgelineError(
             f"{kernel.__name__} takes tensor maps, and `launch` cannot start it: that needs num_ctas=1, "
-            f"no cooperative grid, no scratch memory, and parameters {' '.join(codes)} (as cuda._layout has them); "
+            f"no cooperative grid, no scratch memory, and parameters {' '.join(codes)} (as in cuda.parameter_layout); "
             f"the driver's (offset, bytes) are {parameters(function)}"
         )
     defaults = {p.name: p.default for p in kernel.params if p.has_default}

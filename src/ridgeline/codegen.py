@@ -7,7 +7,7 @@ kernel, they are:
 
     def looked(t0, a0):
         if compiling() or type(t0) not in own: return look(t0, a0)
-        if not t0.is_cuda or devices._pretended is not None: return look(t0, a0)
+        if not t0.is_cuda or devices.stand_in is not None: return look(t0, a0)
         try:
             key = (
                 t0.shape, t0.dtype, t0.layout, t0.get_device(),
@@ -113,7 +113,7 @@ def looked(
     odd += [f"({t} is not None and type({t}) not in own)" for t in tensors[required:]]
     lines = [
         f"if compiling() or {' or '.join(odd)}: return look({args})",
-        f"if not t0.is_cuda or devices._pretended is not None: return look({args})",
+        f"if not t0.is_cuda or devices.stand_in is not None: return look({args})",
         "try:",
         "    key = (",
         *(f"        {part}," for part in [*seen, "autocast()"]),  # the GPU's
@@ -139,7 +139,7 @@ def interceptions(leading: int) -> list[str]:
         "if compiling(): return registered({args})",
         "if forward._current_level >= 0: no_tangents({args})",
         f"if {' or '.join(watched)}: return through({{args}})",
-        "if observers or devices._pretended is not None or tuning._listener is not None: return launcher({args})",
+        "if observers or devices.stand_in is not None or tuning.current_listener is not None: return launcher({args})",
     ]
 
 

@@ -109,14 +109,14 @@ def _bytes(size: Any, get: Any, program: Any) -> bytes:
 
 
 @cache
-def _driver() -> Any:
+def driver_library() -> Any:
     return ctypes.CDLL("libcuda.so.1")
 
 
 def _check(code: int, what: str) -> None:
     if code:
         text = ctypes.c_char_p()
-        _driver().cuGetErrorString(code, ctypes.byref(text))
+        driver_library().cuGetErrorString(code, ctypes.byref(text))
         raise CudaError(f"{what}: {(text.value or b'error %d' % code).decode()}")
 
 
@@ -125,14 +125,15 @@ def parameters(function: int) -> list[tuple[int, int]]:
     found: list[tuple[int, int]] = []
     offset, size = ctypes.c_size_t(), ctypes.c_size_t()
     at = ctypes.c_void_p(function)
-    while not _driver().cuFuncGetParamInfo(at, ctypes.c_size_t(len(found)), ctypes.byref(offset), ctypes.byref(size)):
+    driver = driver_library()
+    while not driver.cuFuncGetParamInfo(at, ctypes.c_size_t(len(found)), ctypes.byref(offset), ctypes.byref(size)):
         found.append((offset.value, size.value))
     return found
 
 
 def ensure_context(index: int) -> None:
     """Makes the GPU's context current in a thread without a context, such as one of autograd's."""
-    driver, current = _driver(), ctypes.c_void_p()
+    driver, current = driver_library(), ctypes.c_void_p()
     _check(driver.cuCtxGetCurrent(ctypes.byref(current)), "reading the CUDA context")
     if not current.value:
         device = ctypes.c_int()
@@ -180,7 +181,7 @@ class Starter:
         self.extra = (ctypes.c_void_p * 5)(1, base, 2, ctypes.addressof(self.size), 0)
         pointers = base + self.begin, function, 0, ctypes.addressof(self.extra)
         self.arguments = tuple(map(ctypes.c_void_p, pointers))
-        self.lock, self.stream, self.launch = threading.Lock(), -1, _driver().cuLaunchKernelEx
+        self.lock, self.stream, self.launch = threading.Lock(), -1, driver_library().cuLaunchKernelEx
         self.pack = struct.Struct("@" + layout + "0P3I").pack_into
 
     def __call__(self, x: int, y: int, z: int, stream: int, values: Sequence[Any]) -> None:
@@ -305,10 +306,10 @@ class View:
         memory = ctypes.create_string_buffer(128 + 64)  # the driver needs 64-byte alignment
         at = -(-ctypes.addressof(memory) // 64) * 64
         facts = ctypes.c_void_p(at), *self.before, ctypes.c_void_p(pointer), *self.after
-        code = _driver().cuTensorMapEncodeTiled(*facts)
+        code = driver_library().cuTensorMapEncodeTiled(*facts)
         if code == Starter.INVALID_CONTEXT:
             ensure_context(torch.cuda.current_device())
-            code = _driver().cuTensorMapEncodeTiled(*facts)
+            code = driver_library().cuTensorMapEncodeTiled(*facts)
         _check(
             code, f"{self.what} (a box's sides are at most 256, and with a swizzle its rows at most that many bytes)"
         )
@@ -330,7 +331,7 @@ def encoded(pointer: int, view: View) -> bytes:
 @cache
 def _driver_version() -> int:
     version = ctypes.c_int()
-    _check(_driver().cuDriverGetVersion(ctypes.byref(version)), "reading the driver's version")
+    _check(driver_library().cuDriverGetVersion(ctypes.byref(version)), "reading the driver's version")
     return version.value
 
 
@@ -350,7 +351,7 @@ class Arranged:
         self.starter(x, y, z, stream, given)
 
 
-def _layout(arguments: Sequence[str], real: Sequence[tuple[int, int]]) -> str | None:
+def parameter_layout(arguments: Sequence[str], real: Sequence[tuple[int, int]]) -> str | None:
     """Returns a `struct` format of a kernel's parameters, or None if it does not match the driver's offsets and sizes.
 
     arguments: codes of `struct`. M is a tensor map; M4 is one followed by four sizes and four strides, a parameter
@@ -393,14 +394,14 @@ class CudaKernel:
 
     def load(self, constants: dict[str, Any], index: int) -> Starter:
         """Compiles the kernel for a GPU and loads it there."""
-        driver = _driver()
+        driver = driver_library()
         compiled = self.compile(devices.gpu(index).arch, constants)
         module, function = ctypes.c_void_p(), ctypes.c_void_p()
         ensure_context(index)
         _check(driver.cuModuleLoadData(ctypes.byref(module), compiled.cubin), f"loading {self}")
         _check(driver.cuModuleGetFunction(ctypes.byref(function), module, self.name.encode()), f"finding {self}")
         real = parameters(function.value or 0)  # the offset of a tensor map depends on the architecture
-        layout = _layout(self.arguments, real)
+        layout = parameter_layout(self.arguments, real)
         if layout is None:
             raise CudaError(
                 f"{self} takes parameters of (offset, bytes) {real}, but is declared with {self.arguments!r}"
@@ -452,5 +453,5 @@ def resident_clusters(where: devices.Device, size: int) -> int:
     start.CONFIG.pack_into(start.memory, start.begin, size, 1, 1, *start.facts, 0, *start.attributes)
     config, function, *_ = start.arguments
     count = ctypes.c_int()
-    _check(_driver().cuOccupancyMaxActiveClusters(ctypes.byref(count), function, config), f"clusters of {size}")
+    _check(driver_library().cuOccupancyMaxActiveClusters(ctypes.byref(count), function, config), f"clusters of {size}")
     return count.value

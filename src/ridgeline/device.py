@@ -54,7 +54,7 @@ ARCHES: dict[str, Device] = {}
 for _card in KNOWN.values():
     ARCHES.setdefault(_card.arch, _card)
 
-_pretended: Device | None = None
+stand_in: Device | None = None  # the card that is pretended; the quick path reads it without a call
 
 
 def known(name: str) -> Device:
@@ -90,8 +90,8 @@ def gpu(index: int) -> Device:
 
 def of(tensor: torch.Tensor) -> Device:
     """The device that a kernel on this tensor runs on (or is compiled for, while one is pretended)."""
-    if _pretended is not None:
-        return _pretended
+    if stand_in is not None:
+        return stand_in
     return gpu(tensor.get_device()) if tensor.is_cuda else CPU
 
 
@@ -99,14 +99,14 @@ def here() -> Device:
     """The current GPU; the CPU where there is none."""
     import torch
 
-    if _pretended is not None:
-        return _pretended
+    if stand_in is not None:
+        return stand_in
     return gpu(torch.cuda.current_device()) if torch.cuda.is_available() else CPU
 
 
 def pretended() -> Device | None:
     """The card that is pretended, or None."""
-    return _pretended
+    return stand_in
 
 
 @contextmanager
@@ -115,9 +115,9 @@ def pretend(name: str) -> Iterator[Device]:
 
     Raises RidgelineError if there is none.
     """
-    global _pretended
-    before, _pretended = _pretended, known(name)
+    global stand_in
+    before, stand_in = stand_in, known(name)
     try:
-        yield _pretended
+        yield stand_in
     finally:
-        _pretended = before
+        stand_in = before

@@ -14,7 +14,7 @@ import torch
 from torch.utils._python_dispatch import _get_current_dispatch_mode_stack
 from torch.utils.flop_counter import flop_registry, register_flop_formula
 
-from ridgeline.op import Op, _registry
+from ridgeline.op import LOADED, Op
 
 # Names in registered ops, and arguments of public functions with the same shape. The backward of an add_ norm has the
 # sum in place of the summands.
@@ -37,7 +37,7 @@ def tell(packet: Any) -> None:
 
 def count(name: str, *args: Any, out_val: Any = None, **_: Any) -> int:
     """Returns the floating-point operations of one call of `torch.ops.ridgeline.<name>`."""
-    op = _registry[name if name in _registry else name.rpartition("_")[0]]
+    op = LOADED[name if name in LOADED else name.rpartition("_")[0]]
     if name in op.flops:
         return int(op.flops[name](*args))
     schema = getattr(torch.ops.ridgeline, name).default._schema

@@ -22,7 +22,7 @@ import torch
 OPS = Path(__file__).with_name("ops")
 FLOATS = ("float32", "float16", "bfloat16")
 CHECK = os.environ.get("RIDGELINE_CHECK") == "1"  # also validate values on a GPU, at the cost of a synchronisation
-_OWN = (torch.Tensor, torch.nn.Parameter)
+OWN = frozenset((torch.Tensor, torch.nn.Parameter))  # the types of tensors that no other package has changed
 
 
 class RidgelineError(ValueError):
@@ -123,7 +123,7 @@ def readable(tensor: torch.Tensor) -> bool:
     """Returns whether the host may read a tensor's values to validate them.
 
     It may on a CPU, and with RIDGELINE_CHECK=1 on any device; never while tracing, capturing a graph or in `vmap`."""
-    if not (tensor.is_cpu or CHECK) or tensor.is_meta or torch.compiler.is_compiling() or type(tensor) not in _OWN:
+    if not (tensor.is_cpu or CHECK) or tensor.is_meta or torch.compiler.is_compiling() or type(tensor) not in OWN:
         return False
     if torch._C._are_functorch_transforms_active():
         return False
@@ -257,7 +257,7 @@ class Op:
         self.implementations: dict[str, Implementation] = {}
         self.kernel_dtypes: set[torch.dtype] = set()  # of served kernels; other dtypes run plain PyTorch
         self.always = False  # whether a Triton kernel, which runs on any GPU, serves all calls
-        _registry[self.name] = self
+        LOADED[self.name] = self
 
     def __repr__(self) -> str:
         return f"Op({self.name})"
@@ -319,7 +319,7 @@ class Op:
         raise RidgelineError(f"{self.name} has no case {name!r}; its cases are {', '.join(c.name for c in self.cases)}")
 
 
-_registry: dict[str, Op] = {}
+LOADED: dict[str, Op] = {}  # the ops whose modules have been imported
 
 
 def op_modules() -> dict[str, str]:
@@ -339,7 +339,7 @@ def get(name: str) -> Op:
         meant = f" (perhaps {' or '.join(alike)} is meant)" if alike else ""
         raise RidgelineError(f"there is no op {name!r}{meant}; the ops are {', '.join(modules)}")
     importlib.import_module(modules[name])
-    return _registry[name]
+    return LOADED[name]
 
 
 def registry() -> dict[str, Op]:

@@ -12,8 +12,8 @@ import torch
 
 from ridgeline import codegen, cuda
 from ridgeline import device as devices
-from ridgeline.boundary import _OWN, INTERPRETED, tracing
-from ridgeline.op import CHECK, Implementation, Op, RidgelineError, _registry, dense_only
+from ridgeline.boundary import INTERPRETED, tracing
+from ridgeline.op import CHECK, LOADED, OWN, Implementation, Op, RidgelineError, dense_only
 from ridgeline.replay import KINDS
 
 
@@ -86,7 +86,7 @@ def select(op: Op, impl: str | None, *args: Any, direction: str = "fwd", kernels
     Raises RidgelineError, with the reason, if the named implementation or every one of them cannot run the call.
     """
     x = args[0]
-    key = op, impl, direction, kernels, x.dtype, x.get_device(), devices._pretended
+    key = op, impl, direction, kernels, x.dtype, x.get_device(), devices.stand_in
     candidates = _candidates.get(key)
     if candidates is None:
         device = devices.of(x)
@@ -115,16 +115,14 @@ def _eligible(op: Op, impl: str | None, kernels: bool) -> list[Implementation]:
 
 @torch.compiler.assume_constant_result  # what a device can run does not change
 def _runs_here(op: str, impl: str, dtype: torch.dtype, index: int | None) -> bool:
-    device = devices._pretended or (devices.CPU if index is None else devices.gpu(index))
-    return never(_registry[op].implementations[impl], "fwd", dtype, device) is None
+    device = devices.stand_in or (devices.CPU if index is None else devices.gpu(index))
+    return never(LOADED[op].implementations[impl], "fwd", dtype, device) is None
 
 
 def _kernels_serve(op: Op, args: tuple[Any, ...], options: dict[str, Any]) -> bool:
     """Returns whether a kernel serves a call without `impl`, for an op that Triton does not always serve."""
     dtype, index = args[0].dtype, args[0].device.index if args[0].is_cuda else None
-    able = (
-        _able_here(op, dtype, index) if torch.compiler.is_compiling() else _able(op, dtype, index, devices._pretended)
-    )
+    able = _able_here(op, dtype, index) if torch.compiler.is_compiling() else _able(op, dtype, index, devices.stand_in)
     for i in able:
         if i.left("fwd", *args, **options) is None:
             return True
@@ -174,7 +172,7 @@ def eager(op: Op, impl: str | None, *args: Any, **options: Any) -> Implementatio
         return implementation
     if (
         known
-        and (args[0].is_cuda or INTERPRETED or devices._pretended is not None)
+        and (args[0].is_cuda or INTERPRETED or devices.stand_in is not None)
         and (op.always or _kernels_serve(op, args, options))
     ):
         return None
@@ -208,7 +206,7 @@ def by_kind(
                 known[key] = found
             return found
 
-        names: dict[str, Any] = {"look": look, "learn": learn, "get": known.get, "own": _OWN, "devices": devices}
+        names: dict[str, Any] = {"look": look, "learn": learn, "get": known.get, "own": OWN, "devices": devices}
         names |= {"compiling": torch.compiler.is_compiling, "autocast": torch.is_autocast_enabled}
         rest = [*signature(look).parameters.values()][leading:] if others is None else ()
         annotations = others or ["" if p.annotation is p.empty else str(p.annotation) for p in rest]

@@ -30,7 +30,7 @@ class Request:
 
 
 _requests: dict[tuple[str, str, str, str], Request] = {}
-_listener: Callable[[Request], Config | None] | None = None
+current_listener: Callable[[Request], Config | None] | None = None
 version = 0  # increases at each save, so that caches keyed by it look configurations up again
 
 
@@ -58,11 +58,11 @@ def config(
     rule: gives the configuration if none is committed.
     space: gives the candidates for `tune`; without it the kernel is not tuned.
     """
-    if _listener is not None and space is not None:
+    if current_listener is not None and space is not None:
         where = device.arch, op, kernel, key
         if where not in _requests:
             _requests[where] = Request(op, kernel, key, tuple(tuple(c.items()) for c in space()))
-        chosen = _listener(_requests[where])
+        chosen = current_listener(_requests[where])
         if chosen is not None:
             return chosen
     for name in (folder(device), device.arch):
@@ -73,18 +73,18 @@ def config(
 
 def listening() -> bool:
     """Returns whether a search is running, so that no configuration may be cached."""
-    return _listener is not None
+    return current_listener is not None
 
 
 @contextmanager
 def listen(listener: Callable[[Request], Config | None]) -> Iterator[None]:
     """Inside the context, `listener` answers every request first; None from it means the usual answer."""
-    global _listener
-    before, _listener = _listener, listener
+    global current_listener
+    before, current_listener = current_listener, listener
     try:
         yield
     finally:
-        _listener = before
+        current_listener = before
 
 
 def save(name: str, op: str, found: dict[str, dict[str, Config]], configs: Path = CONFIGS) -> Path:

@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Sequence
+import io
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from typing import TYPE_CHECKING, Any
 
@@ -37,6 +38,35 @@ def table(title: str | None, words: Sequence[str], figures: Sequence[str] = ()) 
     for header in figures:
         made.add_column(header, justify="right", no_wrap=True)
     return made
+
+
+def _filled(title: str | None, words: Sequence[str], figures: Sequence[str], rows: Iterable[Sequence[Any]]) -> Table:
+    from rich.text import Text
+
+    made = table(title, words, figures)
+    for row in rows:
+        made.add_row(*[Text(cell) if isinstance(cell, str) else cell for cell in row])
+    return made
+
+
+def print_table(
+    title: str | None,
+    words: Sequence[str],
+    figures: Sequence[str],
+    rows: Iterable[Sequence[Any]],
+    out: Console | None = None,
+) -> None:
+    """Prints a table: columns of words, then columns of figures. Strings are printed as they are, without markup."""
+    (out or console()).print(_filled(title, words, figures, rows), soft_wrap=True)
+
+
+def table_text(title: str | None, words: Sequence[str], figures: Sequence[str], rows: Iterable[Sequence[Any]]) -> str:
+    """Returns what `print_table` prints to a file, without spaces at the ends of lines."""
+    from rich.console import Console
+
+    out = Console(file=io.StringIO(), width=120)
+    print_table(title, words, figures, rows, out)
+    return "\n".join(line.rstrip() for line in out.file.getvalue().splitlines())  # type: ignore[attr-defined]
 
 
 def figure(value: float | None, text: Any) -> str:

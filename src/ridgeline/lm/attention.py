@@ -205,7 +205,7 @@ def show(rows: Sequence[dict[str, Any]]) -> None:
     one = rows[0]
     title = f"attention, batch {one['batch']}, {'causal' if one['causal'] else 'not causal'}, on {one['device']}"
     figures = ["seq", "d", "forward", "backward", "both", "rate", "before backward", "by formula", "scores"]
-    lab.column(title, ["impl", "dtype"], figures, [_cells(row) for row in rows])
+    lab.print_table(title, ["impl", "dtype"], figures, [_cells(row) for row in rows])
     lab.say("before backward: inputs and what forward keeps; by formula: the same, counted; scores: one matrix of them")
     for why in dict.fromkeys(f"{row['impl']}: {row['error']}" for row in rows if "error" in row):
         lab.say(why)

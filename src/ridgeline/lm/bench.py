@@ -295,7 +295,7 @@ def _table(rows: list[dict[str, Any]]) -> None:
     one = rows[0]
     how = f"{one['mode']}, {one['autocast'] or one['precision']}, {one['impl']}{', compiled' * one['compile']}"
     figures = ["context", "batch", "median", "95%", "mean", "deviation", "tokens/s", "MFU", "peak"]
-    lab.column(f"{how}, on {one['device']}", ["size"], figures, shown)
+    lab.print_table(f"{how}, on {one['device']}", ["size"], figures, shown)
 
 
 def _show_study(rows: list[dict[str, Any]]) -> None:
@@ -309,14 +309,14 @@ def _show_study(rows: list[dict[str, Any]]) -> None:
         shown.append([str(row["warmups"]), *map(units.seconds, times)])
     if shown:
         title = f"warm-up of {rows[0]['size']}, {rows[0]['mode']}: each row in a process of its own"
-        lab.column(title, ["warm-ups"], ["first timed step", "median", "mean", "deviation"], shown)
+        lab.print_table(title, ["warm-ups"], ["first timed step", "median", "mean", "deviation"], shown)
     last = rows[-1]
     if "error" in last:
         lab.say(line(last))
         return
     whole = last["first"]["whole"]
     parts = [[name, units.seconds(s), units.percent(s / whole)] for name, s in last["first"].items() if s]
-    lab.column("the first step, under the profiler", ["part"], ["time", "share"], parts)
+    lab.print_table("the first step, under the profiler", ["part"], ["time", "share"], parts)
 
 
 def main(options: argparse.Namespace) -> int:

@@ -12,6 +12,7 @@ from typing import Any
 
 import torch
 
+from ridgeline.lm import lab
 from ridgeline.lm.memory import GIB, card_of, gib, measured, predicted
 from ridgeline.lm.setup import Setup, build, flags, shape
 from ridgeline.lm.sizes import Size
@@ -150,14 +151,20 @@ def main(options: argparse.Namespace) -> int:
     if options.json:
         print(json.dumps({"ways": found, "best": chosen}))
         return 0
-    print(f"{options.size}, {options.mode}, {options.batch} x {options.context} tokens, {card_of(options) or 'cpu'}")
-    print("way                    peak, predicted  activations    measured  operations  of a plain step's         time")
+    title = f"{options.size}, {options.mode}, {options.batch} x {options.context} tokens, {card_of(options) or 'cpu'}"
+    shown = []
     for row in found:
-        there = gib(row["measured_bytes"]) if "measured_bytes" in row else row.get("why", "-")
+        there = gib(row["measured_bytes"]) if "measured_bytes" in row else "-"
         took = f"{row['seconds'] * 1e3:.1f} ms" if "seconds" in row else "-"
         peak, kept = gib(row["peak_bytes"]), gib(row["kept_bytes"])
-        work = f"{row['operations'] / 1e12:8.2f} TF {row['more']:18.2f} x"
-        print(f"{row['way']:21} {peak:>16} {kept:>12} {there:>11} {work} {took:>12}")
+        shown.append(
+            [row["way"], peak, kept, there, f"{row['operations'] / 1e12:.2f} TF", f"{row['more']:.2f} x", took]
+        )
+    figures = "peak, predicted", "activations", "measured", "operations", "of a plain step", "time"
+    lab.print_table(title, ["way"], figures, shown)
+    for row in found:
+        if "why" in row:
+            lab.say(f"{row['way']}: {row['why']}")
     if chosen:
         print(f"quickest within {options.memory:g} GiB: {chosen['way']}")
     return 0

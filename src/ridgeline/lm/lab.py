@@ -27,10 +27,10 @@ from ridgeline.lab.measurement import clock, store
 from ridgeline.lab.measurement.clock import Measurement, interval, median
 from ridgeline.lab.measurement.machine import facts
 from ridgeline.lab.measurement.roof import CPU_SIDES, SHAPES
-from ridgeline.lab.tables import console, table
+from ridgeline.lab.tables import print_table, table_text
 from ridgeline.op import RidgelineError
 
-__all__ = ["interval", "median", "units"]
+__all__ = ["interval", "median", "print_table", "table_text", "units"]
 
 
 def whole(text: str) -> int:
@@ -62,14 +62,6 @@ def above_zero(verb: str, **flags: Sequence[int]) -> None:
 def names(text: str) -> list[str]:
     """A flag's type: names, with commas between them."""
     return [part.strip() for part in text.split(",") if part.strip()]
-
-
-def column(title: str | None, words: Sequence[str], figures: Sequence[str], rows: Sequence[Sequence[str]]) -> None:
-    """Prints a table: columns of words, then columns of figures."""
-    made = table(title, words, figures)
-    for row in rows:
-        made.add_row(*row)
-    console().print(made, soft_wrap=True)
 
 
 def say(text: str) -> None:

@@ -313,13 +313,13 @@ def show_plan(plan: Plan, counts: dict[str, float]) -> None:
     rows.append(["peak", f"{plan.peak / 1e9:.1f} GB"])
     rows.append(["limit", f"{plan.limit / 1e9:.1f} GB"])
     title = f"{s.parameters / 1e9:.2f} B parameters, {plan.batch} x {plan.context} tokens, one sequence at a time"
-    lab.column(title, ["memory"], [""], rows)
+    lab.print_table(title, ["memory"], [""], rows)
     rows = []
     for policy in POLICIES:
         price = plan.context * again(s, policy, plan.context, plan.rate, plan.bandwidth)
         own = [f"{kept(s, policy):,} B", f"{counts[policy]:,.0f} B" if counts else units.DASH, units.seconds(price)]
         rows.append([policy, str(plan.policies.count(policy)), *own])
-    lab.column("layers", ["policy"], ["layers", "keeps, a token", "counted", "recomputation, a sequence"], rows)
+    lab.print_table("layers", ["policy"], ["layers", "keeps, a token", "counted", "recomputation, a sequence"], rows)
     lab.say("the peak has the loss or the backward of a layer, whichever is more: they do not meet")
 
 
@@ -331,7 +331,7 @@ def show_floor(plan: Plan, measured: dict[str, float] | None = None) -> None:
         rows.append(["measured", f"{units.seconds(measured['median'])} {units.spread(measured)}"])
         rows.append(["floor / measured", units.percent(sum(floor.values()) / measured["median"])])
     rates = f"{plan.rate / 1e12:.0f} TFLOP/s and {plan.bandwidth / 1e12:.2f} TB/s"
-    lab.column(f"a step at {rates}, nothing overlapped", ["part"], ["time"], rows)
+    lab.print_table(f"a step at {rates}, nothing overlapped", ["part"], ["time"], rows)
 
 
 @contextmanager
@@ -395,7 +395,7 @@ def main(options: argparse.Namespace) -> int:
             cells = [[n, units.seconds(s["median"]), units.spread(s)] for n, s in row["seconds"].items()]
             cells.append(["floor", units.seconds(row["floor_seconds"]), ""])
             title = f"attention, 16 heads of 64, {row['context']} tokens, causal, forward and backward"
-            lab.column(title, ["impl"], ["time", "95%"], cells)
+            lab.print_table(title, ["impl"], ["time", "95%"], cells)
     else:
         plan = plan_of(options)
         row = described(plan)

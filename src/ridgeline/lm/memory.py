@@ -16,7 +16,7 @@ import torch
 from torch import nn
 
 from ridgeline import device as devices
-from ridgeline.lm import curves
+from ridgeline.lm import curves, lab
 from ridgeline.lm.ledger import Ledger, account, embody
 from ridgeline.lm.model import Layer, Transformer
 from ridgeline.lm.setup import MODES, PRECISIONS, Setup, build, flags, made, shape
@@ -243,16 +243,19 @@ def lines(row: dict[str, Any]) -> list[str]:
         found.append(f"peak, measured:  {gib(row['measured_bytes'])} (the prediction is {off:+.1%} off)")
     elif "why" in row:
         found.append(row["why"])
-    found += [f"  {kind:12} {gib(n):>12} {n / row['peak_bytes']:6.1%}" for kind, n in row["kinds"].items() if n]
+    kinds = [(kind, gib(n), f"{n / row['peak_bytes']:.1%}") for kind, n in row["kinds"].items() if n]
+    found.append(lab.table_text(None, ["kind"], ["at the peak", "share"], kinds))
     if row["activations"]:
-        found.append("activations at the peak, by module, all layers together:")
-        found += [f"  {name:36} {gib(n):>12}" for name, n in list(row["activations"].items())[:8]]
+        largest = [(name, gib(n)) for name, n in list(row["activations"].items())[:8]]
+        found.append(lab.table_text("activations at the peak, all layers together", ["module"], ["size"], largest))
     found.append(f"one tensor of the residual stream: {gib(row['stream_bytes'])}")
     found.append(f"one layer saves {gib(row['block_bytes'])} for backward, and its weights' gradients take "
                  f"{gib(row['block_gradient_bytes'])}; its five largest tensors:")  # fmt: skip
-    for r in row["block"]:
-        shape = "x".join(map(str, r["shape"]))
-        found.append(f"  {gib(r['bytes']):>12} {r['share']:6.1%}  {shape} {r['dtype']}, {r['op']} in {r['module']}")
+    tensors = [
+        (r["module"], r["op"], "x".join(map(str, r["shape"])), r["dtype"], gib(r["bytes"]), f"{r['share']:.1%}")
+        for r in row["block"]
+    ]
+    found.append(lab.table_text(None, ["module", "op", "shape", "dtype"], ["size", "share"], tensors))
     return found
 
 
@@ -301,12 +304,14 @@ def main(options: argparse.Namespace) -> int:
         if options.json:
             print(json.dumps(rows))
             return 0
-        print(f"{options.size}, batch {options.batch}, predicted for {card_of(options) or 'cpu'}")
-        print("context  mode     precision        peak  weights and more      activations  residual stream")
+        shown = []
         for row in rows:
             rest = sum(row["kinds"][kind] for kind in ("weights", "moments", "gradients"))
-            print(f"{row['context']:7}  {row['mode']:7}  {row['precision']:8} {gib(row['peak_bytes']):>13} "
-                  f"{gib(rest):>17} {gib(row['kinds']['activations']):>16} {gib(row['stream_bytes']):>16}")  # fmt: skip
+            sizes = row["peak_bytes"], rest, row["kinds"]["activations"], row["stream_bytes"]
+            shown.append([str(row["context"]), row["mode"], row["precision"], *map(gib, sizes)])
+        title = f"{options.size}, batch {options.batch}, predicted for {card_of(options) or 'cpu'}"
+        figures = "peak", "weights and more", "activations", "residual stream"
+        lab.print_table(title, ["context", "mode", "precision"], figures, shown)
         return 0
     row = report(options)
     drawn = picture(row)

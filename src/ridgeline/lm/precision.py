@@ -13,7 +13,7 @@ from typing import Any, NamedTuple
 import torch
 from torch import nn
 
-from ridgeline.lm import curves
+from ridgeline.lm import curves, lab
 from ridgeline.op import RidgelineError
 
 
@@ -167,18 +167,22 @@ def main(options: argparse.Namespace) -> int:
     if options.json:
         print(json.dumps({"sums": sums, "device": device, "autocast": cast, "formats": formats}))
         return 0
-    print("0.01 added a thousand times; the sum is 10")
-    for row in sums:
-        print(f"  {row['sum']:28} {row['value']:10.6f} {row['error']:+.6f}")
-    print(f"\ndtypes under autocast on {device}")
-    print(f"  {'part':15} {'float16':10} bfloat16")
-    for part in cast["float16"]:
-        print(f"  {part:15} {cast['float16'][part]:10} {cast['bfloat16'][part]}")
+    added = [(row["sum"], f"{row['value']:.6f}", f"{row['error']:+.6f}") for row in sums]
+    lab.print_table("0.01 added a thousand times; the sum is 10", ["sum"], ["value", "error"], added)
+    parts = [(part, cast["float16"][part], cast["bfloat16"][part]) for part in cast["float16"]]
+    lab.print_table(f"dtypes under autocast on {device}", ["part", "float16", "bfloat16"], [], parts)
     if device == "cpu":
-        print("  (on a GPU autocast runs LayerNorm in float32, so that ln's output is float32 there)")
-    print("\nformat    bits   largest    normal     least  spacing  " + " ".join(f"{x:>9.4g}" for x in SHOWN))
-    for row in formats:
-        bits = f"{row['exponent']}+{row['fraction']}"
-        print(f"{row['format']:8} {bits:>5} {row['largest']:9.3g} {row['normal']:9.3g} {row['least']:9.3g} "
-              f"{row['spacing']:8.2g}  " + " ".join(f"{x:>9.5g}" for x in row["rounded"]))  # fmt: skip
+        print("On a GPU autocast runs LayerNorm in float32, so that ln's output is float32 there.\n")
+    facts = [
+        (
+            row["format"],
+            f"{row['exponent']}+{row['fraction']}",
+            *[f"{row[fact]:.3g}" for fact in ("largest", "normal", "least")],
+            f"{row['spacing']:.2g}",
+        )
+        for row in formats
+    ]
+    lab.print_table("formats", ["format"], ["bits", "largest", "normal", "least", "spacing"], facts)
+    rounded = [(row["format"], *[f"{x:.5g}" for x in row["rounded"]]) for row in formats]
+    lab.print_table("numbers rounded to each", ["format"], [f"{x:.4g}" for x in SHOWN], rounded)
     return 0

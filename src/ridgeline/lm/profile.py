@@ -302,7 +302,7 @@ def _phases(title: str, rows: dict[str, dict[str, float]]) -> None:
     for name, row in rows.items():
         times = [units.seconds(row[p] / 1e6) if row[p] else units.DASH for p in shown]
         cells.append([name, *times, units.percent(sum(row[p] for p in TRAINING) / whole)])
-    lab.column(title, ["part"], [*shown, "of training"], cells)
+    lab.print_table(title, ["part"], [*shown, "of training"], cells)
 
 
 def show(figures: dict[str, Any], options: argparse.Namespace) -> None:
@@ -312,7 +312,7 @@ def show(figures: dict[str, Any], options: argparse.Namespace) -> None:
         _phases(f"{where} per step, by {title}", figures[name])
     for name, rows in figures["kernels"].items():
         cells = [[r["kind"], f"{r['calls']:g}", units.seconds(r["us"] / 1e6), r["name"][:80]] for r in rows]
-        lab.column(f"longest in {name}, per step", ["kind"], ["calls", "time", "name"], cells)
+        lab.print_table(f"longest in {name}, per step", ["kind"], ["calls", "time", "name"], cells)
     for name, found in figures["timer"].items():
         timed, total = (units.seconds(found[key] / 1e6) for key in ("timed", "summed"))
         lab.say(f"{name} takes {timed} by the timer without the profiler, and {total} by the sum of the rows above")

@@ -149,7 +149,7 @@ def show(made: dict[str, Any]) -> None:
         rate = units.scaled(row["flops_per_second"], "FLOP/s")
         rows.append([str(row["size"]), f"{units.digits(row['ms']['median'])} ms", spread, rate])
     title = "square matrix products, by side" if made["name"] == "products" else f"MLP, by {made['name']}"
-    lab.column(title, ["size"], ["time", "95%", "rate"], rows)
+    lab.print_table(title, ["size"], ["time", "95%", "rate"], rows)
     whole, half = made["exponent"], made["exponent_of_larger_half"]
     if whole is not None:
         larger = "" if half is None else f", as size^{half:.2f} over the larger half"

@@ -120,11 +120,13 @@ def main(options: argparse.Namespace) -> int:
     if options.json:
         print(json.dumps(rows))
         return 0
-    print(f"{'size':12} {'parameters':>10} layers width hidden heads/keys head vocabulary  TFLOP a step of 512 tokens")
+    from ridgeline.lm import lab  # here, because it imports torch
+
+    figures = "parameters", "layers", "width", "hidden", "heads/keys", "head", "vocabulary", "step of 512 tokens"
+    shown = []
     for name, s in SIZES.items():
-        heads = f"{s.heads}/{s.groups}"
-        print(
-            f"{name:12} {s.parameters / 1e6:8.1f} M {s.layers:6} {s.width:5} {s.hidden:6} {heads:>10} {s.dim:4} "
-            f"{s.vocabulary:10} {s.step(1, 512) / 1e12:8.2f}"
-        )
+        counts = s.layers, s.width, s.hidden, f"{s.heads}/{s.groups}", s.dim, s.vocabulary
+        step = f"{s.step(1, 512) / 1e12:.2f} TFLOP"
+        shown.append([name, f"{s.parameters / 1e6:.1f} M", *map(str, counts), step])
+    lab.print_table(None, ["size"], figures, shown)
     return 0

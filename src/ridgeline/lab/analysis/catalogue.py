@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING, Any
 
 import ridgeline.device as devices
 from ridgeline.lab.analysis.cards import names, pretended
-from ridgeline.lab.tables import console, table
+from ridgeline.lab.tables import console, print_table
 
 if TYPE_CHECKING:
     from ridgeline.op import Case, Implementation, Op
@@ -37,7 +37,7 @@ def list_main(options: argparse.Namespace) -> int:
 
     out = console()
     for op in ops:
-        made = table(f"{op.name}  ({op.family})", ["impl", "kind", "idea", "dtypes", ""])
+        shown = []
         for row in map(rung, op.implementations.values()):
             marks = [word for word, on in (("served", row["served"]), ("no backward", not row["differentiable"])) if on]
             marks += [] if row["deterministic"] else ["not deterministic"]
@@ -45,8 +45,8 @@ def list_main(options: argparse.Namespace) -> int:
             marks += [only] if row["arch"] else []
             marks += [f"{row['shared'] >> 10} KiB of shared memory"] if row["shared"] else []
             dtypes = ", ".join(d.replace("float", "f") for d in row["dtypes"])
-            made.add_row(row["impl"], row["kind"], Text(row["idea"]), dtypes, ", ".join(marks))
-        out.print(made)
+            shown.append((row["impl"], row["kind"], row["idea"], dtypes, ", ".join(marks)))
+        print_table(f"{op.name}  ({op.family})", ["impl", "kind", "idea", "dtypes", ""], [], shown, out)
         if options.ops:
             for use, cases in groupby(sorted(op.cases, key=lambda c: USES.index(c.use)), lambda c: c.use):
                 out.print(Text(f"  cases, {use}: {', '.join(c.name for c in cases)}\n"))
@@ -166,9 +166,7 @@ def refusal(function: Callable[..., Any], args: list[Any], kwargs: Row) -> str |
 def show(op: Op, answer: Row) -> None:
     from rich.text import Text
 
-    made = table(
-        f"{op.name}, {answer['case']} in {answer['dtype']}, on {answer['device']}", ["impl", "kind", "", "why"]
-    )
+    title, shown = f"{op.name}, {answer['case']} in {answer['dtype']}, on {answer['device']}", []
     for row in answer["rungs"]:
         word, style, why = "can", "", "a later implementation runs by default"
         if row["serves"]:
@@ -179,7 +177,7 @@ def show(op: Op, answer: Row) -> None:
             why = "for teaching and comparison: it runs only by name"
         elif row["left"]:
             why = f"by name only: {row['left']}"
-        made.add_row(row["impl"], row["kind"], Text(word, style=style), Text(why))
-    console().print(made)
+        shown.append((row["impl"], row["kind"], Text(word, style=style), why))
+    print_table(title, ["impl", "kind", "", "why"], [], shown)
     if not any(row["serves"] for row in answer["rungs"]):
         console().print("Nothing runs this call by default: it raises unless `impl=` names an implementation.")

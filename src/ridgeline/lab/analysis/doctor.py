@@ -84,7 +84,7 @@ def show_card(about: Row) -> None:
     from rich.text import Text
 
     from ridgeline.lab import units
-    from ridgeline.lab.tables import console, table
+    from ridgeline.lab.tables import console, print_table
 
     out, gpu = console(), about["card"]
     facts = {
@@ -99,11 +99,11 @@ def show_card(about: Row) -> None:
     out.print()
     notes = {kind: f"{n['run']} of {n['of']} implementations run" for kind, n in about["kernels"].items()}
     out.print(_kinds(about["runs"], notes))
-    made = table("What a call runs if it names no implementation", ["op", "default", "kind", "case"])
+    shown = []
     for row in about["ops"]:
         default = Text(row["impl"]) if row["impl"] else Text("none: name one", style="yellow")
-        made.add_row(row["op"], default, KINDS.get(row["kind"], ""), Text(f"{row['case']}, {row['dtype']}"))
-    out.print(made)
+        shown.append((row["op"], default, KINDS.get(row["kind"], ""), f"{row['case']}, {row['dtype']}"))
+    print_table("What a call runs if it names no implementation", ["op", "default", "kind", "case"], [], shown, out)
 
 
 def _facts(found: dict[str, str]) -> Any:
@@ -129,7 +129,7 @@ def _kinds(runs: dict[str, str | None], notes: dict[str, str]) -> Any:
 
 def show(machine: Row, runs: dict[str, str | None], roof: Row) -> None:
     from ridgeline.lab import units
-    from ridgeline.lab.tables import console, table
+    from ridgeline.lab.tables import console, print_table
 
     out = console()
     found = {
@@ -142,18 +142,18 @@ def show(machine: Row, runs: dict[str, str | None], roof: Row) -> None:
     out.print(_facts(found))
     out.print()
     out.print(_kinds(runs, {}))
-    made = table(None, ["roof"], ["measured", "interval", "at"])
-    for share, name in SEGMENTS:
-        if name in roof:
-            made.add_row(
-                name, units.scaled(roof[name]["median"], "B/s"), units.spread(roof[name]), f"{share:.0%} writes"
-            )
+    shown = [
+        (name, units.scaled(roof[name]["median"], "B/s"), units.spread(roof[name]), f"{share:.0%} writes")
+        for share, name in SEGMENTS
+        if name in roof
+    ]
     for dtype, figure in roof["matmul"].items():
         shape = "x".join(map(str, figure["shape"]))
         dtype += f", twice {figure['twice']}" if "twice" in figure else ""
-        made.add_row(f"matrix product, {dtype}", units.scaled(figure["median"], "FLOP/s"), units.spread(figure), shape)
-    made.add_row("an empty kernel", units.seconds(roof["launch_us"] * 1e-6))
-    out.print(made)
+        rate = units.scaled(figure["median"], "FLOP/s")
+        shown.append((f"matrix product, {dtype}", rate, units.spread(figure), shape))
+    shown.append(("an empty kernel", units.seconds(roof["launch_us"] * 1e-6), "", ""))
+    print_table(None, ["roof"], ["measured", "interval", "at"], shown, out)
 
 
 def defaults(card: str) -> list[Row]:

@@ -401,11 +401,10 @@ def _write(found: list[Resources], folder: Path) -> None:
 
 
 def _print(found: list[Resources]) -> None:
-    from ridgeline.lab.tables import console, table
+    from ridgeline.lab.tables import print_table
 
     first = found[0]
     title = f"{first.op} {first.implementation}, {first.case} {first.dtype}, compiled for {first.arch}"
-    made = table(title, [""], [f"{r.kernel}\n{r.direction}" for r in found])
     facts = {
         "threads per block": lambda r: f"{r.threads}",
         "registers per thread": lambda r: f"{r.registers}",
@@ -418,6 +417,5 @@ def _print(found: list[Resources]) -> None:
         "occupancy": lambda r: f"{r.occupancy:.0%}" + (f" ({r.limit})" if r.limit else ""),
         "constants": lambda r: "\n".join(f"{k}={v}" for k, v in r.constants.items()),
     }
-    for what, say in facts.items():
-        made.add_row(what, *(say(r) for r in found))
-    console().print(made)
+    rows = [(what, *[say(r) for r in found]) for what, say in facts.items()]
+    print_table(title, [""], [f"{r.kernel}\n{r.direction}" for r in found], rows)

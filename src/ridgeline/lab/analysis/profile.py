@@ -300,20 +300,16 @@ def _again(options: argparse.Namespace, count: int) -> list[str]:
 
 
 def _print(what: Target, lines: list[Line], files: dict[str, str], tools: list[Any]) -> None:
-    from rich.text import Text
-
-    from ridgeline.lab.tables import console, table
+    from ridgeline.lab.tables import console, print_table
 
     out = console()
     for where, title in (("gpu", "kernels on the GPU"), ("cpu", "on the host")):
         some = [line for line in lines if line.where == where][:20]
         if some:
-            made = table(f"{what.name}: {title}, own time per step", ["name"], ["calls", "us", ""])
             total = sum(line.gpu_us + line.cpu_us for line in lines if line.where == where) or 1.0
-            for line in some:
-                us = line.gpu_us + line.cpu_us
-                made.add_row(Text(line.name[:90]), f"{line.calls:g}", f"{us:.1f}", f"{us / total:.0%}")
-            out.print(made)
+            times = [(line, line.gpu_us + line.cpu_us) for line in some]
+            rows = [(line.name[:90], f"{line.calls:g}", f"{us:.1f}", f"{us / total:.0%}") for line, us in times]
+            print_table(f"{what.name}: {title}, own time per step", ["name"], ["calls", "us", ""], rows, out)
     for name, path in files.items():
         out.print(f"{name.replace('_', ' ')}: {path}", soft_wrap=True, highlight=False)
     for tool in tools:

@@ -455,14 +455,10 @@ def main(options: argparse.Namespace) -> int:
 
 
 def _print(judged: list[dict[str, Any]]) -> None:
-    from rich.text import Text
-
-    from ridgeline.lab.tables import console, figure, table
+    from ridgeline.lab.tables import console, figure, print_table
 
     out = console()
     for work in dict.fromkeys(query.key(row) for row in judged):
-        made = table(" ".join(work), ["rung", "why"], ["of roof"])
-        for row in judged:
-            if query.key(row) == work:
-                made.add_row(Text(row["impl"]), Text(row["verdict"]), figure(row["share"], units.percent))
-        out.print(made)
+        some = [row for row in judged if query.key(row) == work]
+        rows = [(row["impl"], row["verdict"], figure(row["share"], units.percent)) for row in some]
+        print_table(" ".join(work), ["rung", "why"], ["of roof"], rows, out)

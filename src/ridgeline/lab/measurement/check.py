@@ -54,20 +54,20 @@ def show(rows: list[Row]) -> None:
     """Prints a line per implementation: for each dtype, its largest ratio of error to allowed error over all cases."""
     from rich.text import Text
 
-    from ridgeline.lab.tables import console, table
+    from ridgeline.lab.tables import console, print_table
 
     dtypes = list(dict.fromkeys(row["dtype"] for row in rows))
     lines: dict[tuple[str, str], dict[str, list[Row]]] = {}
     for row in rows:
         lines.setdefault((row["op"], row["impl"]), {}).setdefault(row["dtype"], []).append(row)
-    made = table("largest error / allowed error (broken above 1)", ["op", "impl", "cases"], dtypes)
+    shown = []
     for (op, impl), cells in lines.items():
         own = [row for found in cells.values() for row in found]
         ran = [row for row in own if row["ok"] is not None]
         count = f"{len(ran)}" if len(ran) == len(own) else f"{len(ran)} of {len(own)}"
-        made.add_row(op, impl, count, *(Text(*_cell(cells.get(dtype, []))) for dtype in dtypes))
+        shown.append((op, impl, count, *[Text(*_cell(cells.get(dtype, []))) for dtype in dtypes]))
     out = console()
-    out.print(made)
+    print_table("largest error / allowed error (broken above 1)", ["op", "impl", "cases"], dtypes, shown, out)
     for op, impl, reason in dict.fromkeys((r["op"], r["impl"], r["reason"]) for r in rows if r["ok"] is None):
         out.print(f"{op} {impl}: not run: {reason}", style="dim", markup=False)
     broken = [row for row in rows if row["ok"] is False]

@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, Any
 from ridgeline.lab import units
 from ridgeline.lab.measurement import store
 from ridgeline.lab.measurement.query import key
-from ridgeline.lab.tables import console, table, timing
+from ridgeline.lab.tables import console, print_table, table, timing
 
 if TYPE_CHECKING:
     from rich.table import Table
@@ -117,12 +117,12 @@ def show_memory(rows: list[Row]) -> None:
     out = console()
     moved = [row for row in rows if row["change"] != "same"]
     if moved:
-        made = table("peak of memory", ["work", "impl", ""], ["before", "after", "ratio"])
+        shown = []
         for row in moved:
             sizes = [units.size(row[end]) for end in ("before_bytes", "after_bytes")]
             ratio = f"{row['after_bytes'] / row['before_bytes']:.3f}x"
-            made.add_row(" ".join(key(row)), row["impl"], row["change"], *sizes, ratio)
-        out.print(made)
+            shown.append((" ".join(key(row)), row["impl"], row["change"], *sizes, ratio))
+        print_table("peak of memory", ["work", "impl", ""], ["before", "after", "ratio"], shown, out)
     words = ("less", "more", "same")
     counts = {word: sum(row["change"] == word for row in rows) for word in words}
     out.print("peaks of memory: " + ", ".join(f"{count} {word}" for word, count in counts.items() if count))

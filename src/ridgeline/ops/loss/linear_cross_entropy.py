@@ -30,23 +30,22 @@ import triton.language as tl
 
 from ridgeline.boundary import Function, differentiate, first_order, kernel_op, launch, packed
 from ridgeline.op import Case, Cost, Op, OwnDtype, RidgelineError, Spec, dense_only, nbytes
-from ridgeline.ops.loss import _cluster, cross_entropy
-from ridgeline.ops.loss.cross_entropy import (
-    CROSS_ENTROPY,
-    Ignored,
+from ridgeline.ops.loss import _arguments, _cluster, _rows, cross_entropy
+from ridgeline.ops.loss._rows import (
     Labels,
     Planes,
     Row,
     Rules,
     Slab,
     Span,
-    _counted,
-    _gradient,
-    _logit,
-    _loss,
-    _peel,
-    _stream,
+    counted,
+    logit,
+    peel_row,
+    row_loss,
+    stream_row,
+    write_gradient,
 )
+from ridgeline.ops.loss.cross_entropy import CROSS_ENTROPY, Ignored
 from ridgeline.select import by_kind, eager, run, why_not
 from ridgeline.tiles.online_softmax import exact_exp
 
@@ -119,11 +118,11 @@ def _fold(
     label = tl.load(labels.data + row * labels.inner_stride)
     live, known = label != labels.ignore, (label >= 0) & (label < classes)
     here = known & (label >= first) & (label < first + columns)
-    start, span = _peel(row * columns, columns, tile)
+    start, span = peel_row(row * columns, columns, tile)
     x += start
-    chosen, _slope = _logit(tl.load(x + tl.where(here, label - first, 0) - span.head).to(tl.float32), rules)
+    chosen, _slope = logit(tl.load(x + tl.where(here, label - first, 0) - span.head).to(tl.float32), rules)
     if FIRST:  # the base is any logit of the row; differences from it stay small
-        zeroth, _slope = _logit(tl.load(x - span.head).to(tl.float32), rules)
+        zeroth, _slope = logit(tl.load(x - span.head).to(tl.float32), rules)
         base = tl.where(tl.abs(zeroth) < float("inf"), zeroth, 0.0)
         tl.store(state + row, base)
     else:
@@ -131,11 +130,11 @@ def _fold(
         chosen = tl.where(here, chosen, tl.load(state + rows + row))
     policy: tl.constexpr = "evict_last" if LAST and NEED == 2 else ""
     read = Span(span.head, tl.where(live, span.body, 0), columns)
-    most, whole, away = _stream(x, read, base, rules, tile, policy)
+    most, whole, away = stream_row(x, read, base, rules, tile, policy)
     if not FIRST:
         most, whole, away = _merged(stats, state, row, rows, most, whole, away, rules, x.dtype.element_ty)
     if LAST:
-        loss = _loss(most, whole, away, base, chosen, classes, rules)
+        loss = row_loss(most, whole, away, base, chosen, classes, rules)
         loss = tl.where(live, tl.where(known, loss, float("nan")), 0.0)
         tl.store(losses + row, loss.to(losses.dtype.element_ty))
         most, whole = tl.where(live, most, 0.0), tl.where(live, whole, 1.0)
@@ -146,8 +145,8 @@ def _fold(
     tl.store(stats + row, most)
     tl.store(stats + rows + row, whole)
     if LAST and NEED == 2:
-        upstream = tl.div_rn(1.0, _counted(counts, labels, 0)) if MEAN else 1.0
-        _gradient(x, x, span, slab, Row(label, live, most, whole, upstream), rules, tile)
+        upstream = tl.div_rn(1.0, counted(counts, labels, 0)) if MEAN else 1.0
+        write_gradient(x, x, span, slab, Row(label, live, most, whole, upstream), rules, tile)
 
 
 def _add(out: torch.Tensor, a: torch.Tensor, b: torch.Tensor, more: bool) -> None:
@@ -246,7 +245,7 @@ def _fwd(
                 logits = work.logits(rows, slab)
                 ends = {"FIRST": not slab.start, "LAST": slab is last, "NEED": need, "MEAN": mean}
                 given = losses[rows], kept, own, logits, some, counts, work.slab(slab), rules
-                cross_entropy._launch_rows(_fold, logits, *given, **ends)
+                _rows.launch_rows(_fold, logits, *given, **ends)
             if need == 2:
                 work.differentiate(logits[0], rows, last, False)
                 number = rules._replace(smoothing=rules.smoothing or 0.0)
@@ -257,12 +256,12 @@ def _fwd(
     flat = loss if loss.dim() == 0 else loss.view(-1)
     # One group, which clusters do not take.
     small = not slabs and work.plan.rows >= x.shape[0] and weight.shape[0] <= _cluster.COLUMNS[0]
-    cross_entropy._launch_fwd(each, small, flat, nothing, saved, x, target, need, *options)
+    _rows.launch_fwd(each, small, flat, nothing, saved, x, target, need, *options)
 
 
 def _some(labels: Labels, rows: slice) -> Labels:
     """Returns the labels of these rows, all in one plane."""
-    return cross_entropy._labels_of(labels.data[:, rows], labels.ignore)
+    return _rows.labels_of(labels.data[:, rows], labels.ignore)
 
 
 def _whole(
@@ -279,7 +278,7 @@ def _whole(
     values = [value or 0.0 for value in (rules.smoothing, rules.z, rules.cap)]
     options = labels.ignore, *values, rules.scale or 1.0, "mean" if losses.dtype == torch.float32 else "none"
     refused = why_not(CROSS_ENTROPY.implementations["cuda_cluster"], logits[0], labels.data[0], need, *options)
-    rows = cross_entropy._rows if refused else _cluster.rows
+    rows = _rows.forward_rows if refused else _cluster.rows
     rows(losses, kept, logits, logits, labels, counts, rules, need, mean)
 
 
@@ -292,12 +291,11 @@ def _again(
     """
     labels, upstream, kept, counts = facts
     each = upstream.dim() == 2
-    given = Planes(upstream, *(upstream.stride() if each else (0, 0))), kept, counts
+    given = labels, Planes(upstream, *(upstream.stride() if each else (0, 0))), kept, counts
     for slab in slabs:
         logits = work.logits(rows, slab)
-        taken = logits, Planes(logits, *logits.stride()[:2]), labels, *given, work.slab(slab), rules
-        flags = {"MADE": False, "EACH": each, "FEW": 0, "MEAN": mean}
-        cross_entropy._launch_rows(cross_entropy._bwd, logits, *taken, **flags)
+        facts = *given, work.slab(slab), rules
+        _rows.launch_gradient(logits, logits, *facts, made=False, each=each, mean=mean, few=0)
         work.differentiate(logits[0], rows, slab, more or slab is not slabs[0])
 
 
@@ -317,13 +315,12 @@ def _bwd(
 ) -> None:
     """Computes all logits again, in forward's groups, and from them the gradients."""
     *values, reduction = options
-    work, rules = _Work(x, weight, bias, memory, (dx, dw, db)), cross_entropy._rules(*values, number=True)
+    work, rules = _Work(x, weight, bias, memory, (dx, dw, db)), _rows.rules_of(*values, number=True)
     mean = reduction == "mean"
-    counts, stats = cross_entropy._split(saved, target.numel(), reduction)
-    labels = cross_entropy._labels_of(target[None], ignore)
+    counts, stats = _rows.split_saved(saved, target.numel(), reduction)
+    labels = _rows.labels_of(target[None], ignore)
     if mean and not counts.numel():  # forward keeps none for few rows
-        counts = torch.empty((cross_entropy.PARTS.value,), dtype=torch.int32, device=x.device)
-        launch(cross_entropy._count, (counts.numel(),), counts, labels, BLOCK=256, num_warps=4)
+        counts = _rows.launch_count(counts, labels)
     for rows in work.groups():
         upstream = dloss.reshape(1, -1)[:, rows] if reduction == "none" else dloss
         facts = _some(labels, rows), upstream, stats[2 * rows.start : 2 * rows.stop], counts
@@ -348,12 +345,9 @@ def _scale(dx, dw, db, dloss, nx, nw, nb, BLOCK: tl.constexpr):
         _times(db, factor, nb, BLOCK)
 
 
-_OPTIONS = "int ignore_index, float label_smoothing, float z_loss, float softcap, float logit_scale, str reduction"
-
-
 @kernel_op(
     "linear_cross_entropy_fwd(Tensor x, Tensor weight, Tensor? bias, Tensor target, ScalarType dtype, int need, "
-    f"bool[] wanted, int memory, {_OPTIONS}, str? impl) -> (Tensor, Tensor, Tensor, Tensor, Tensor)"
+    f"bool[] wanted, int memory, {_arguments.SCHEMA}, str? impl) -> (Tensor, Tensor, Tensor, Tensor, Tensor)"
 )
 def _forward(
     x: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None, target: torch.Tensor, dtype: torch.dtype,
@@ -363,7 +357,7 @@ def _forward(
     *options, reduction, impl = options
     loss = torch.empty((target.numel(),) if reduction == "none" else (), dtype=dtype, device=x.device)
     outputs = loss, *_gradients(x, weight, bias, [w and need == 2 for w in wanted])
-    kept = cross_entropy._parts(target.numel(), reduction) + (2 * target.numel() if need else 0)
+    kept = _rows.kept_counts(target.numel(), reduction) + (2 * target.numel() if need else 0)
     saved = torch.empty((kept,), dtype=torch.float32, device=x.device)
     given = x, weight, bias, target, need, memory, *options, reduction
     run(LINEAR_CROSS_ENTROPY, "fwd", impl, (*outputs, saved), *given)
@@ -372,7 +366,7 @@ def _forward(
 
 @kernel_op(
     "linear_cross_entropy_bwd(Tensor x, Tensor weight, Tensor? bias, Tensor target, Tensor dloss, Tensor saved, "
-    f"bool[] wanted, int memory, {_OPTIONS}, str? impl) -> (Tensor, Tensor, Tensor)"
+    f"bool[] wanted, int memory, {_arguments.SCHEMA}, str? impl) -> (Tensor, Tensor, Tensor)"
 )
 def _backward(
     x: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None, target: torch.Tensor, dloss: torch.Tensor,
@@ -456,7 +450,7 @@ def _torch(
     x: torch.Tensor, weight: torch.Tensor, target: torch.Tensor, bias: torch.Tensor | None = None, *,
     dtype: torch.dtype, **options: Any
 ) -> torch.Tensor:  # fmt: skip
-    return cross_entropy._torch(F.linear(x, weight, bias), target, dtype=dtype, **options)
+    return cross_entropy.by_torch(F.linear(x, weight, bias), target, dtype=dtype, **options)
 
 
 def _cast(t: Any, dtype: torch.dtype) -> Any:
@@ -519,7 +513,7 @@ def linear_cross_entropy(
     options = ignore_index, label_smoothing, z_loss, softcap, logit_scale, reduction
     plain, *facts = _look(x, weight, target, bias, *options, chunk_memory, dtype, impl)
     if plain is not None:
-        named = dict(zip(cross_entropy.OPTIONS, options, strict=True))
+        named = dict(zip(_arguments.OPTIONS, options, strict=True))
         return plain.call(x, weight, target, bias, dtype=facts[0], **named)
     if x.dim() == 2:
         return _call(x, weight, bias, target, *facts, impl)
@@ -538,12 +532,12 @@ def _look(
     if fault is None:
         logits = torch.empty((), dtype=x.dtype, device=x.device).expand(*x.shape[:-1], weight.shape[0])
         values = ignore_index, label_smoothing, z_loss, softcap, logit_scale
-        fault = cross_entropy._fault(logits, target, *values, reduction, dtype)
+        fault = _arguments.fault(logits, target, *values, reduction, dtype)
     if fault:
         raise RidgelineError(f"linear_cross_entropy: {fault}")
     dtype = torch.promote_types(x.dtype, torch.float32) if dtype is None else dtype
     plain = eager(LINEAR_CROSS_ENTROPY, impl, x, weight, bias)
-    cross_entropy._all_classes("linear_cross_entropy", target, weight.shape[0], ignore_index)
+    _arguments.check_classes("linear_cross_entropy", target, weight.shape[0], ignore_index)
     facts = float(label_smoothing), float(z_loss), float(softcap or 0), float(logit_scale)
     return plain, dtype, chunk_memory or 0, ignore_index, *facts, reduction
 

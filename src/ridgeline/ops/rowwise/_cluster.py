@@ -1,4 +1,4 @@
-"""Norms by thread-block clusters (norms.cu): configurations and launchers, with the interface of `_norms.py`."""
+"""Norms by thread-block clusters (norms.cu): configurations, and launchers that take what the Triton launchers take."""
 
 from __future__ import annotations
 
@@ -13,8 +13,8 @@ import torch
 from ridgeline import device, tuning
 from ridgeline.boundary import launch
 from ridgeline.cuda import CTYPE, CudaKernel, resident_clusters
-from ridgeline.ops.rowwise._norms import _launch_bwd as tiled_bwd
-from ridgeline.ops.rowwise._norms import add_up, result_dtype
+from ridgeline.ops.rowwise import _norm_backward
+from ridgeline.ops.rowwise._norm_options import result_dtype
 from ridgeline.ops.rowwise._rows import ceil, key_of, power
 from ridgeline.tiles import cluster_rows
 
@@ -165,7 +165,7 @@ def launch_bwd(
     values = dx, parts, dy, dsum, saved, weight, mean, rstd, rows, columns, *strides
     launch(_BWD, lambda c: (c["CLUSTER"] * clusters(c),), *values, config=config, key=(op, columns), **flags)
     if parts is not None:
-        add_up(dweight, dbias, parts, clusters(config()) + min(apart, rows), gcd(8, columns))
+        _norm_backward.add_up(dweight, dbias, parts, clusters(config()) + min(apart, rows), gcd(8, columns))
 
 
 NARROWEST = 1024  # clusters are not used up to so many columns
@@ -204,7 +204,8 @@ def fits(centred: bool, x: torch.Tensor, *rest: Any) -> str | None:
 
 def _backward(op: str, centred: bool, dx: torch.Tensor, *rest: Any) -> None:
     """By clusters, or in tiles for rows on which tiles are as fast."""
-    (tiled_bwd if in_tiles(dx.shape[1], dx.element_size(), TILED_BACKWARD) else launch_bwd)(op, centred, dx, *rest)
+    tiled = in_tiles(dx.shape[1], dx.element_size(), TILED_BACKWARD)
+    (_norm_backward.launch_bwd if tiled else launch_bwd)(op, centred, dx, *rest)
 
 
 def register(norm: Any) -> None:

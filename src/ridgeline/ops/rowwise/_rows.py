@@ -10,6 +10,7 @@ import torch
 
 from ridgeline import device, tuning
 
+Maybe = torch.Tensor | None
 TILE_LIMIT = 131072  # bytes of a row, all inputs in float32, that a block can hold in registers
 _TILES = [
     {"BM": m, "num_warps": w, "STAGES": s}
@@ -52,6 +53,11 @@ def as_rows(x: torch.Tensor, dim: int) -> torch.Tensor:
         return x
     rows = x.movedim(dim, -1).reshape(-1, x.shape[dim]) if x.dim() > 1 else x.reshape(1, -1)
     return rows if rows.stride(1) == 1 or rows.shape[1] == 1 else rows.contiguous()
+
+
+def dense(vector: Maybe) -> Maybe:
+    """A vector with contiguous elements, if there is one."""
+    return vector if vector is None or vector.is_contiguous() else vector.contiguous()
 
 
 def empty_rows(like: torch.Tensor, dim: int, dtype: torch.dtype | None) -> torch.Tensor:

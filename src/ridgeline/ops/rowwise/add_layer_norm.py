@@ -18,8 +18,9 @@ import torch.nn.functional as F
 
 from ridgeline.op import Case, Cost, Op, Spec
 from ridgeline.ops.rowwise import _cluster
-from ridgeline.ops.rowwise._norms import Maybe, Norm, alike, widened
-from ridgeline.ops.rowwise._rows import BENCH
+from ridgeline.ops.rowwise._norm_formulas import alike, widened
+from ridgeline.ops.rowwise._norms import Norm
+from ridgeline.ops.rowwise._rows import BENCH, Maybe
 
 NORM = Norm("add_layer_norm", center=True, add=True)
 Pair = tuple[torch.Tensor, torch.Tensor]

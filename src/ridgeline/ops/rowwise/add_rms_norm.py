@@ -16,7 +16,8 @@ import torch
 
 from ridgeline.op import Case, Cost, Op, Spec
 from ridgeline.ops.rowwise import _cluster
-from ridgeline.ops.rowwise._norms import Near, Norm, scaled, torch_rms_norm, widened
+from ridgeline.ops.rowwise._norm_formulas import Near, scaled, torch_rms_norm, widened
+from ridgeline.ops.rowwise._norms import Norm
 from ridgeline.ops.rowwise._rows import BENCH
 
 NORM = Norm("add_rms_norm", center=False, add=True)

@@ -15,8 +15,9 @@ import torch.nn.functional as F
 
 from ridgeline.op import Case, Cost, Op, Spec
 from ridgeline.ops.rowwise import _cluster
-from ridgeline.ops.rowwise._norms import Maybe, Near, Norm, alike, widened
-from ridgeline.ops.rowwise._rows import BENCH
+from ridgeline.ops.rowwise._norm_formulas import Near, alike, widened
+from ridgeline.ops.rowwise._norms import Norm
+from ridgeline.ops.rowwise._rows import BENCH, Maybe
 
 NORM = Norm("layer_norm", center=True, add=False)
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 from typing import Any
 
 from ridgeline.lab import units
-from ridgeline.lab.tables import console, figure, table, timing
+from ridgeline.lab.tables import console, figure, print_table, table, timing
 
 Row = dict[str, Any]
 PEERS = {"liger": "Liger", "compile": "torch.compile", "eager": "plain transformers"}
@@ -114,40 +114,32 @@ def _figures(out: Any, title: str, rows: list[Row]) -> None:
 
 
 def _by_kind(out: Any, rows: list[Row]) -> None:
-    from rich.text import Text
-
     if not rows:
         return
     kinds = list(rows[0]["kinds"])
-    made = table("ms of a step by kind of work", ["variant"], [*kinds, "sum", "kernels"])
+    shown = []
     for row in rows:
         cells = [_milli(row["kinds"][kind]) for kind in kinds]
-        made.add_row(Text(row["variant"]), *cells, _milli(sum(row["kinds"].values())), str(row["launches"]))
+        shown.append((row["variant"], *cells, _milli(sum(row["kinds"].values())), str(row["launches"])))
     least = rows[0]["floor"]
     cells = [_milli(least[kind]) if kind in least else "" for kind in kinds]
-    made.add_row(Text(f"floor (memory-bound: {_milli(least['memory'])})"), *cells, _milli(least["seconds"]), "")
-    out.print(made)
+    shown.append((f"floor (memory-bound: {_milli(least['memory'])})", *cells, _milli(least["seconds"]), ""))
+    print_table("ms of a step by kind of work", ["variant"], [*kinds, "sum", "kernels"], shown, out)
 
 
 def _losses(out: Any, rows: list[Row]) -> None:
-    from rich.text import Text
-
     if not rows:
         return
-    made = table(f"losses of the first steps (beside {rows[0].get('reference', units.DASH)})", ["variant"],
-                 [str(n) for n in range(1, len(rows[0]["losses"]) + 1)])  # fmt: skip
-    for row in rows:
-        made.add_row(Text(row["variant"]), *[figure(loss, "{:.4f}".format) for loss in row["losses"]])
-    out.print(made)
+    title = f"losses of the first steps (beside {rows[0].get('reference', units.DASH)})"
+    shown = [(row["variant"], *[figure(loss, "{:.4f}".format) for loss in row["losses"]]) for row in rows]
+    print_table(title, ["variant"], [str(n) for n in range(1, len(rows[0]["losses"]) + 1)], shown, out)
 
 
 def _kernels(out: Any, row: Row) -> None:
-    from rich.text import Text
-
     if not row.get("kernels"):
         return
-    made = table(f"longest kernels of {row['variant']}", ["name", "started by", "kind"], ["calls", "ms"])
-    for line in row["kernels"][:LONGEST]:
-        cells = str(line["calls"]), _milli(line["seconds"])
-        made.add_row(Text(line["name"][:50]), Text(line["owner"][:34]), Text(line["kind"]), *cells)
-    out.print(made)
+    shown = [
+        (line["name"][:50], line["owner"][:34], line["kind"], str(line["calls"]), _milli(line["seconds"]))
+        for line in row["kernels"][:LONGEST]
+    ]
+    print_table(f"longest kernels of {row['variant']}", ["name", "started by", "kind"], ["calls", "ms"], shown, out)
