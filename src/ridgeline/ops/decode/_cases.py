@@ -67,7 +67,7 @@ def _bench(
 
 def benches() -> list[Case]:
     """The cases to record on a GPU. 128 x 32768 keys are 17 GB, and each rung has a copy of its own."""
-    angles = {n: Spec(8192, D // 2, grad=False) for n in ("cos", "sin")}
+    angles: dict[str, Any] = {n: Spec(8192, D // 2, grad=False) for n in ("cos", "sin")}
     return [
         *(_bench(b, n) for b in BATCHES for n in KEYS),
         *(

@@ -199,6 +199,7 @@ DECODE_ATTENTION = Op(
     reference=reference,
     cost=cost,
     mutates=(1, 2),
+    graphed=True,
     flops={"decode_attention_fwd": lambda q, k_cache, v_cache, lengths, k, v, table, *_: (
         cost(q, k_cache, v_cache, lengths, k=k, v=v, block_table=table)[0].flops
     )},
@@ -223,7 +224,7 @@ DECODE_ATTENTION = Op(
         *benches(),
     ],
 )  # fmt: skip
-DECODE_ATTENTION.eager("naive", "a sequence at a time, its five steps over the scores in memory", _naive)
+DECODE_ATTENTION.eager("naive", "a sequence at a time, its five steps over the scores in memory", _naive, reads=True)
 DECODE_ATTENTION.eager("torch", "all sequences at once, padded to the cache's capacity", reference, served=True)
 DECODE_ATTENTION.kernel(
     "triton",

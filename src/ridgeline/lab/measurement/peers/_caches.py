@@ -41,9 +41,11 @@ class Step:
     options: dict[str, Any]
 
     @classmethod
-    def of(cls, package: str, *args: torch.Tensor, **options: Any) -> Step:
+    def of(
+        cls, package: str, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, lengths: torch.Tensor, **options: Any
+    ) -> Step:
         """Returns the step. Raises RidgelineError if it does more than to attend to a cache of q's dtype."""
-        step = cls(package, *args, options)
+        step = cls(package, q, k, v, lengths, options)
         step.refuse(*ALWAYS)
         if step.k.dtype != step.q.dtype:
             raise RidgelineError(f"{package} {WORDS['k_scale']}")

@@ -1,4 +1,4 @@
-"""FlashInfer's decoding over a cache in pages. What it plans on the host, once for all layers, is not timed."""
+"""FlashInfer's decoding over a cache in pages, without the time of what it plans on the host once for all layers."""
 
 from __future__ import annotations
 
