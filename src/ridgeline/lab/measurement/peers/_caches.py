@@ -42,10 +42,11 @@ class Step:
 
     @classmethod
     def of(
-        cls, package: str, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, lengths: torch.Tensor, **options: Any
-    ) -> Step:
+        cls, package: str, q: torch.Tensor, cache_k: torch.Tensor, cache_v: torch.Tensor, lengths: torch.Tensor, /,
+        **options: Any,
+    ) -> Step:  # fmt: skip
         """Returns the step. Raises RidgelineError if it does more than to attend to a cache of q's dtype."""
-        step = cls(package, q, k, v, lengths, options)
+        step = cls(package, q, cache_k, cache_v, lengths, options)
         step.refuse(*ALWAYS)
         if step.k.dtype != step.q.dtype:
             raise RidgelineError(f"{package} {WORDS['k_scale']}")

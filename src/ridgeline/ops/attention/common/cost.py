@@ -33,9 +33,18 @@ def count(q: Any, k: Any, mask: Any, cu_q: Any, cu_k: Any, chosen: Options) -> i
     return 4 * q.shape[0] * q.shape[1] * q.shape[3] * seen
 
 
+def count_cached(q: Any, cu_q: Any, lengths: Any, chosen: Options) -> int:
+    """Returns the same of attention_varlen with a cache, (tokens, heads, D); lengths are read."""
+    each = zip(cu_q.diff().tolist(), lengths.tolist(), strict=True)
+    return 4 * q.shape[1] * q.shape[2] * sum(pairs(sq, sk, chosen) for sq, sk in each)
+
+
 FLOPS: dict[str, Any] = {
     "attention_fwd": lambda q, k, v, mask, cu_q, cu_k, *o: count(q, k, mask, cu_q, cu_k, Options(*o[:5])),
     "attention_bwd": lambda do, dlse, q, k, v, o, lse, mask, cu_q, cu_k, *options: (
         count(q, k, mask, cu_q, cu_k, Options(*options[:5])) * 5 // 2
     ),
+}
+CACHED_FLOPS: dict[str, Any] = {
+    "attention_cached_fwd": lambda q, k, v, cu_q, lengths, table, *o: count_cached(q, cu_q, lengths, Options(*o[:5])),
 }
