@@ -22,6 +22,7 @@ from ridgeline.ops.decode._arguments import check
 from ridgeline.ops.decode._cache import Half, Maybe, capacity
 from ridgeline.ops.decode._cases import Filled, Scales, Table, benches
 from ridgeline.ops.decode._history import history, query_places, seen_keys, turned
+from ridgeline.ops.decode._steps import five_kernels, two_kernels
 from ridgeline.select import eager, run
 
 
@@ -224,13 +225,22 @@ DECODE_ATTENTION = Op(
         *benches(),
     ],
 )  # fmt: skip
-DECODE_ATTENTION.eager("naive", "a sequence at a time, its five steps over the scores in memory", _naive, reads=True)
+DECODE_ATTENTION.eager(
+    "naive", "a sequence at a time, its steps in memory: the cache's bytes moved about 7 times", _naive, reads=True
+)
 DECODE_ATTENTION.eager("torch", "all sequences at once, padded to the cache's capacity", reference, served=True)
+DECODE_ATTENTION.eager(
+    "five_kernels",
+    "concat_kv in place, repeat_kv, q k, masked_softmax, p v: its bytes 1 + 2 x group times",
+    five_kernels,
+)
+DECODE_ATTENTION.eager(
+    "two_kernels", "concat_kv in place, attention_varlen over the cache: its bytes once, few programs", two_kernels
+)
 DECODE_ATTENTION.kernel(
     "triton",
     "one pass over the cache: a program per part of the keys, new tokens from registers, parts combined in order",
     kind="triton",
     fwd=_split_keys.fwd,
     served=True,
-    gain=2.0,
 )
