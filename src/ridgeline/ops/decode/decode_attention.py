@@ -19,11 +19,12 @@ from ridgeline.boundary import kernel_op
 from ridgeline.op import Case, Cost, Op, Spec, nbytes
 from ridgeline.ops.decode import _split_keys
 from ridgeline.ops.decode._arguments import check
-from ridgeline.ops.decode._cache import Half, Maybe, capacity
 from ridgeline.ops.decode._cases import Filled, Scales, Table, benches
-from ridgeline.ops.decode._history import history, query_places, seen_keys, turned
+from ridgeline.ops.decode._history import halves, history, query_places, seen_keys, turned
 from ridgeline.ops.decode._steps import five_kernels, two_kernels
 from ridgeline.select import eager, run
+
+Maybe = torch.Tensor | None
 
 
 @kernel_op(
@@ -55,7 +56,7 @@ def reference(
         q, other = turned(q, other, cos, sin, at, interleaved)
         k = None if k is None else other
     new = None if k is None or v is None else (k, v)
-    caches = Half(k_cache, k_scale, k_zero), Half(v_cache, v_scale, v_zero)
+    caches = halves((k_cache, k_scale, k_zero), (v_cache, v_scale, v_zero))
     (keys, values), known, index = history(caches, new, lengths, block_table, place, q.dtype)
     seen = seen_keys(index, place, known, tree, window)
     return _attended(q, keys, values, seen, scale, softcap, sinks, return_lse)
@@ -167,13 +168,13 @@ def cost(
 
     Lengths are on the device, so the cost is that of full caches, of which the new tokens are the end."""
     B, S, heads, D = q.shape
-    keys = B * capacity(k_cache, given.get("block_table"))
+    table = given.get("block_table")
+    keys = B * k_cache.shape[1] * (1 if table is None else table.shape[1])
     facts = [given[n] for n in ("k_scale", "v_scale", "k_zero", "v_zero") if given.get(n) is not None]
     token = 2 * k_cache.shape[2] * k_cache.shape[3] * k_cache.element_size()  # a token's bytes in both caches
     token += sum(nbytes(t[0, 0]) for t in facts if t.dim() == 3)
     shared = nbytes(lengths, *(t for t in facts if t.dim() < 3))
-    if given.get("block_table") is not None:
-        shared += nbytes(given["block_table"])
+    shared += 0 if table is None else nbytes(table)
     fresh = B * S if given.get("k") is not None else 0
     new = nbytes(given["k"], given["v"]) if fresh else 0
     read = nbytes(q) + max(keys - fresh, 0) * token + shared + new
