@@ -23,6 +23,7 @@ codes, E4M3 = torch.ones(4, 6, dtype=torch.int8), torch.float8_e4m3fn
 keys, lengths = torch.ones(2, 9, 2, 16), torch.ones(2, dtype=torch.int32)
 step = torch.ones(2, 1, 4, 16)
 odd_cache = torch.ones(2, 9, 2, 17, dtype=torch.int8)[..., :16]
+blocks, table = torch.ones(3, 16, 2, 16), torch.zeros(2, 1, dtype=torch.int32)
 cache, new, at = torch.ones(2, 5, 3, 4), torch.full((2, 2, 3, 4), 2.0), torch.zeros(2, dtype=torch.int64)
 
 Bad = dict[str, tuple[Callable[[], object], list[str]]]
@@ -388,6 +389,50 @@ BAD: Bad = {
     "attention_varlen: four dimensions": (
         lambda: ridgeline.attention_varlen(a, b, b, ends, ends),
         ["(tokens, heads, D)", "(1, 4, 5, 16)"],
+    ),
+    "attention_varlen: a table without lengths": (
+        lambda: ridgeline.attention_varlen(packed, keys, keys, ends, block_table=lengths[None]),
+        ["block_table", "lengths"],
+    ),
+    "attention_varlen: lengths and cu_seqlens_k": (
+        lambda: ridgeline.attention_varlen(packed, keys, keys, ends, ends, lengths=lengths),
+        ["cu_seqlens_k", "lengths", "together"],
+    ),
+    "attention_varlen: lengths of int64": (
+        lambda: ridgeline.attention_varlen(packed, keys, keys, ends, lengths=lengths.long()),
+        ["lengths", "int32", "int64"],
+    ),
+    "attention_varlen: a length too few": (
+        lambda: ridgeline.attention_varlen(packed, keys, keys, ends, lengths=lengths[:1]),
+        ["cu_seqlens_q", "one element more", "3", "1"],
+    ),
+    "attention_varlen: packed keys with lengths": (
+        lambda: ridgeline.attention_varlen(*[packed] * 3, ends, lengths=lengths),
+        ["(B, S_max, Hkv, D)", "(5, 2, 16)"],
+    ),
+    "attention_varlen: two caches": (
+        lambda: ridgeline.attention_varlen(packed, keys, keys[:, :8], ends, lengths=lengths),
+        ["(2, 9, 2, 16)", "(2, 8, 2, 16)"],
+    ),
+    "attention_varlen: a longer sequence than the cache": (
+        lambda: ridgeline.attention_varlen(packed, keys, keys, ends, lengths=lengths + 9),
+        ["lengths", "9", "10"],
+    ),
+    "attention_varlen: blocks of 9": (
+        lambda: ridgeline.attention_varlen(packed, keys, keys, ends, lengths=lengths, block_table=table),
+        ["multiple of 16", "9"],
+    ),
+    "attention_varlen: a block that is none": (
+        lambda: ridgeline.attention_varlen(packed, blocks, blocks, ends, lengths=lengths, block_table=table + 3),
+        ["block_table", "0 to 2", "3"],
+    ),
+    "attention_varlen: a table of int64": (
+        lambda: ridgeline.attention_varlen(packed, blocks, blocks, ends, lengths=lengths, block_table=table.long()),
+        ["block_table", "int32", "int64"],
+    ),
+    "attention_varlen: gradients of a cache": (
+        lambda: ridgeline.attention_varlen(packed, keys.clone().requires_grad_(), keys, ends, lengths=lengths),
+        ["no gradients", "k", "detach"],
     ),
     "gemv: inner sizes": (lambda: ridgeline.gemv(x, w5), ["(4, 6)", "(5,)"]),
     "gemv: many rows": (lambda: ridgeline.gemv(x, torch.ones(17, 6)), ["16", "17", "matmul"]),

@@ -10,7 +10,9 @@ import torch
 from ridgeline.lab import benchmark
 from ridgeline.lab.measurement import clock
 from ridgeline.lab.measurement.clock import CpuTimer, GpuTimer, Measurement, differs, interval, measure
-from ridgeline.op import RidgelineError
+from ridgeline.lab.measurement.graphed import copies, graphed
+from ridgeline.lab.measurement.law import Law
+from ridgeline.op import RidgelineError, get
 
 
 class NoisyTimer:
@@ -178,6 +180,47 @@ def test_what_a_function_does_not_write_it_finds_read(gpu_timer):
     for writes in (None, 0, 600, 1000, 5000):
         timer.cool(writes)
     assert read == [2000, 800]
+
+
+def test_a_function_that_makes_several_calls_is_timed_by_the_call():
+    class Eight:
+        calls, one = 8, staticmethod(one)
+
+        def __call__(self):
+            pass
+
+    class Timer(NoisyTimer):
+        def peak(self, function):
+            return 5 if function is one else 0
+
+        def host(self, function, seconds):
+            return seconds if function is one else 0
+
+    eight = Eight()
+    found = measure({"eight": eight}, timer=Timer({eight: 8e-5}, 0), min_reps=40)["eight"]
+    assert found.median == pytest.approx(1e-5, rel=0.05)
+    assert found.host_us == pytest.approx(10, rel=0.2)
+    assert found.peak_bytes == 5
+
+
+def test_copies_of_the_arguments_overflow_the_cache_four_times():
+    assert [copies(size, 50) for size in (1, 40, 199, 200, 1000)] == [200, 5, 2, 1, 1]
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("new", [False, True])
+def test_a_graph_of_calls_gives_what_one_gives(new):
+    """It times the kernels of a short call, and its copies hold what a call wrote."""
+    op = get("decode_attention")
+    law = Law.of(op, "3x1x4/2 of 37x16 appended" if new else "3x1x4/2 of 37x16", "bfloat16", "cuda")
+    function = graphed(law, op.implementations["triton"], 1 << 16)
+    args = op.fresh(law.args)
+    expected = op.implementations["triton"](*args, **law.kwargs)
+    function()
+    assert torch.equal(function.one(), expected)
+    for call in function.held[1]:
+        assert torch.equal(call.args[1], args[1])
+    assert measure({"graph": function}, budget=0.1)["graph"].median < 1e-3
 
 
 @pytest.mark.gpu

@@ -79,6 +79,19 @@ def test_a_step_counts_as_torchs(device: str) -> None:
     assert found == 4 * 2 * 16 * sum(n * (n + 1) // 2 for n in (5, 27))
 
 
+def test_attention_to_caches_counts_the_keys_that_are_seen(device: str) -> None:
+    op = get("attention_varlen")
+    for case in [c for c in op.cases if "lengths" in c.kwargs and c.use == "check"]:
+        args, kwargs = case.make("float32", device)
+        assert counted(lambda args=args, kwargs=kwargs: op.function(*args, **kwargs, impl="triton")) == (
+            op.cost(*args, **kwargs)[0].flops
+        )
+    ends, lengths = (torch.tensor(n, dtype=torch.int32, device=device) for n in ([0, 2, 3], [5, 7]))
+    q, cache = torch.randn(3, 2, 16, device=device), torch.randn(2, 8, 1, 16, device=device)
+    found = counted(lambda: op.function(q, cache, cache, ends, lengths=lengths, causal=True, impl="triton"))
+    assert found == 4 * 2 * 16 * (4 + 5 + 7)
+
+
 def test_a_counter_made_before_an_op_loads_counts_it() -> None:
     """Ops load on first use, and a counter copies torch's registry when it is made."""
     code = """

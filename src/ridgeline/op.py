@@ -181,6 +181,7 @@ class Implementation:
         traceable it depends only on sizes and options, and its sentence contains no number: each size would compile a
         graph of its own. Where it returns None, the kernel must support the call and its backward.
     leaves: the directions to which `unless` applies.
+    reads: whether the host reads values from the GPU, so that no CUDA graph can hold a call.
     gain: the least speed-up over the rung before, from counting the work it saves, not from timing; 0 if not stated.
     counter: the Nsight Compute metric that shows the idea at work.
     arch: the oldest compute capability it runs on, such as 90.
@@ -201,6 +202,7 @@ class Implementation:
     leaves: tuple[str, ...] = ("fwd", "bwd")
     differentiable: bool = True
     deterministic: bool = True
+    reads: bool = False
     gain: float = 0.0
     counter: str = ""
     arch: int = 0
@@ -232,6 +234,8 @@ class Op:
     residue: the error allowed in a row that cancels to zero, as a share of the norm of the largest row.
     mutates: positions of the arguments (tensors or lists of them) that the function changes in place. They count as
         results, after the returned ones.
+    graphed: time forward in a CUDA graph of calls over copies of the arguments, as a decoder runs its short kernels.
+        A second call must then give what the first gave.
     flops: for registered torch ops whose arguments `cost` cannot take by name, functions that count their operations,
         for `FlopCounterMode` (see `flops.py`).
     """
@@ -247,10 +251,11 @@ class Op:
         standards: tuple[str, ...] = ("torch",),
         residue: float = 0.0,
         mutates: tuple[int, ...] = (),
+        graphed: bool = False,
         flops: dict[str, Callable[..., int]] | None = None,
     ):
         self.function, self.reference, self.cases, self.cost, self.roof = function, reference, cases, cost, roof
-        self.standards, self.residue, self.mutates = standards, residue, mutates
+        self.standards, self.residue, self.mutates, self.graphed = standards, residue, mutates, graphed
         self.flops = flops or {}
         self.name = function.__name__
         self.family = function.__module__.removeprefix("ridgeline.ops.").split(".")[0]

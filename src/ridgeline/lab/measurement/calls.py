@@ -12,9 +12,16 @@ if TYPE_CHECKING:
 
 
 def forward(law: Law, rung: Implementation) -> Function:
-    """The forward call as a function of no arguments. Tensors that it changes in place are restored before each run."""
+    """The forward call as a function of no arguments. Tensors that it changes in place are restored before each run.
+
+    On a GPU, an op that asks for it (`Op.graphed`) gives a graph of calls, except where the host reads values."""
     from ridgeline.op import tensors_of
 
+    if law.op.graphed and not rung.reads and tensors_of(law.args)[0].is_cuda:
+        from ridgeline.lab.measurement.clock import cache_bytes
+        from ridgeline.lab.measurement.graphed import graphed
+
+        return graphed(law, rung, cache_bytes("cuda"))
     if not law.op.mutates:
         return partial(rung, *law.args, **law.kwargs)
     args = law.op.fresh(law.args)

@@ -93,11 +93,24 @@ def prepare(function: Function) -> None:
         before()
 
 
+def calls(function: Function) -> int:
+    """Returns how many calls a function makes: its attribute `calls`, or 1. Its time is divided by that."""
+    return getattr(function, "calls", 1)
+
+
+def one(function: Function) -> Function:
+    """Returns the single call of a function that makes several: its attribute `one`, or the function itself."""
+    single: Function = getattr(function, "one", function)
+    return single
+
+
 class Timer(Protocol):
     """The interface to a device that `measure` needs."""
 
     def round(self, functions: Sequence[Function], writes: int | None = None) -> list[float]:
         """Runs each function once in this order, with a cold cache, and returns the seconds of each.
+
+        They are those of all of its `calls`.
 
         writes: as in `measure`."""
 
@@ -207,7 +220,7 @@ def measure(
 ) -> dict[str, Measurement]:
     """Times functions without arguments against each other, interleaved in changing order.
 
-    Returns a Measurement for each name.
+    Returns a Measurement for each name. A function that makes several `calls` is timed by the call.
     budget: seconds of timing for all functions together, without warm-up; each runs at least `min_reps` times.
     details: also measure host time, peak memory and clocks.
     writes: bytes that each function writes. Before each run L2 is filled with as many dirty bytes as the function
@@ -218,7 +231,7 @@ def measure(
     for function in functions.values():
         function()
     if details:
-        peaks = {name: timer.peak(function) for name, function in functions.items()}
+        peaks = {name: timer.peak(one(function)) for name, function in functions.items()}
     timer.round(list(functions.values()), writes)
     start = time.perf_counter()
     rough = dict(zip(names, timer.round(list(functions.values()), writes), strict=True))
@@ -230,14 +243,14 @@ def measure(
             clocks = _ask_clocks()
         dice.shuffle(order)
         for name, seconds in zip(order, timer.round([functions[name] for name in order], writes), strict=True):
-            samples[name].append(seconds)
+            samples[name].append(seconds / calls(functions[name]))
     group = next(_groups)
     found = {name: Measurement(tuple(samples[name]), group) for name in names}
     if not details:
         return found
     mhz, throttled = _told(clocks)
     for name, function in functions.items():
-        host = timer.host(function, rough[name])
+        host = timer.host(one(function), rough[name] / calls(function))
         host_us = None if host is None else host * 1e6
         found[name] = replace(found[name], host_us=host_us, peak_bytes=peaks[name], mhz=mhz, throttled=throttled)
     return found

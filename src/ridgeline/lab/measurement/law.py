@@ -129,8 +129,8 @@ class Standard:
     def __init__(self, oracle: Tensor, dtype: torch.dtype, residue: float = 0.0):
         self.given = dtype
         # 8-bit floats are codes: like integers, they must be equal.
-        if dtype.itemsize == 1 and dtype.is_floating_point and oracle.dtype == dtype:
-            oracle, dtype = oracle.view(torch.uint8), torch.uint8
+        if dtype.itemsize == 1 and dtype.is_floating_point:
+            oracle, dtype = oracle.to(dtype).view(torch.uint8), torch.uint8
         if dtype.is_floating_point and oracle.dtype != torch.float64:
             raise RidgelineError(f"the reference must return float64 for float64 inputs, but returned {oracle.dtype}")
         self.shape, self.dtype, self.oracle, self.residue = oracle.shape, dtype, _plane(oracle), residue

@@ -17,7 +17,7 @@ import torch
 from ridgeline.op import Case, Cost, Op, RidgelineError, Spec, dense_only, nbytes, readable
 from ridgeline.ops.attention.common.arguments import check, in_autocast, options
 from ridgeline.ops.attention.common.cached import by_cache_kernels, cached_options, check_cache
-from ridgeline.ops.attention.common.cost import ORDERS, pairs
+from ridgeline.ops.attention.common.cost import CACHED_FLOPS, ORDERS, pairs
 from ridgeline.ops.attention.common.kernels import GLUON, OPS, TRITON, by_kernels
 from ridgeline.ops.attention.common.packed import (
     by_naive,
@@ -265,6 +265,7 @@ OPS[True] = ATTENTION_VARLEN = Op(
     cost=cost,
     standards=("torch", "tiled"),
     residue=2e-6,  # for rows that see one key
+    flops=CACHED_FLOPS,
     cases=[
         _case("130 tokens", 2, 1, 16, (33, 97), (80, 47)),
         _case("70 tokens, one empty, causal", 2, 2, 24, (33, 0, 37), causal=True),

@@ -25,6 +25,11 @@ def turned(q: torch.Tensor, k: torch.Tensor, cos: torch.Tensor, sin: torch.Tenso
     return q.transpose(1, 2), k.transpose(1, 2)
 
 
+def halves(*caches: tuple[torch.Tensor, Maybe, Maybe]) -> list[Half]:
+    """Caches from their numbers, scales and zeros."""
+    return [Half(*cache) for cache in caches]
+
+
 def history(
     caches: Sequence[Half], new: Sequence[torch.Tensor] | None, lengths: torch.Tensor, table: Maybe,
     place: torch.Tensor, dtype: torch.dtype,

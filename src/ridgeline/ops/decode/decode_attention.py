@@ -19,10 +19,12 @@ from ridgeline.boundary import kernel_op
 from ridgeline.op import Case, Cost, Op, Spec, nbytes
 from ridgeline.ops.decode import _split_keys
 from ridgeline.ops.decode._arguments import check
-from ridgeline.ops.decode._cache import Half, Maybe, capacity
-from ridgeline.ops.decode._cases import Filled, Table
-from ridgeline.ops.decode._history import history, query_places, seen_keys, turned
+from ridgeline.ops.decode._cases import Filled, Scales, Table, benches
+from ridgeline.ops.decode._history import halves, history, query_places, seen_keys, turned
+from ridgeline.ops.decode._steps import five_kernels, two_kernels
 from ridgeline.select import eager, run
+
+Maybe = torch.Tensor | None
 
 
 @kernel_op(
@@ -54,7 +56,7 @@ def reference(
         q, other = turned(q, other, cos, sin, at, interleaved)
         k = None if k is None else other
     new = None if k is None or v is None else (k, v)
-    caches = Half(k_cache, k_scale, k_zero), Half(v_cache, v_scale, v_zero)
+    caches = halves((k_cache, k_scale, k_zero), (v_cache, v_scale, v_zero))
     (keys, values), known, index = history(caches, new, lengths, block_table, place, q.dtype)
     seen = seen_keys(index, place, known, tree, window)
     return _attended(q, keys, values, seen, scale, softcap, sinks, return_lse)
@@ -64,9 +66,9 @@ def _attended(
     q: torch.Tensor, keys: torch.Tensor, values: torch.Tensor, seen: torch.Tensor, scale: float | None,
     softcap: float | None, sinks: Maybe, return_lse: bool,
 ) -> Any:  # fmt: skip
-    group = q.shape[2] // keys.shape[2]
-    keys, values = (t.repeat_interleave(group, 2) for t in (keys, values))
-    scores = torch.einsum("bshd,bnhd->bhsn", q.to(keys.dtype), keys).to(torch.promote_types(q.dtype, torch.float32))
+    grouped = q.to(keys.dtype).unflatten(2, (keys.shape[2], -1))  # query heads share keys, which are not repeated
+    scores = torch.einsum("bshgd,bnhd->bhgsn", grouped, keys).flatten(1, 2)
+    scores = scores.to(torch.promote_types(q.dtype, torch.float32))
     scores = scores * (q.shape[-1] ** -0.5 if scale is None else scale)
     if softcap is not None:
         scores = softcap * torch.tanh(scores / softcap)
@@ -75,7 +77,8 @@ def _attended(
         scores = torch.cat((scores, sinks.to(scores.dtype)[:, None, None].expand(*scores.shape[:3], 1)), -1)
     lse = scores.logsumexp(-1)
     p = (scores - lse.masked_fill(lse == -math.inf, 0)[..., None]).exp()[..., : keys.shape[1]]
-    o = torch.einsum("bhsn,bnhd->bshd", p.to(values.dtype), values).to(q.dtype)
+    shared = p.to(values.dtype).unflatten(1, (values.shape[2], -1))
+    o = torch.einsum("bhgsn,bnhd->bshgd", shared, values).flatten(2, 3).to(q.dtype)
     return (o, lse.to(torch.promote_types(torch.float32, lse.dtype))) if return_lse else o
 
 
@@ -156,37 +159,41 @@ def decode_attention(
     return (o, lse) if return_lse else o
 
 
-def cost(q: torch.Tensor, k_cache: torch.Tensor, v_cache: torch.Tensor, lengths: Any, **given: Any) -> Any:
-    """One read of q and of all keys and values that the cache can hold, and of what is new; one write of o and of that.
+def cost(
+    q: torch.Tensor, k_cache: torch.Tensor, v_cache: torch.Tensor, lengths: Any, *, return_lse: bool = False,
+    **given: Any
+) -> Any:  # fmt: skip
+    """One read of q, of what the cache can hold (numbers or codes, scales and zeros) and of what is new; one write of o
+    and of the new tokens in the cache's form.
 
-    Lengths are on the device, so the cost is that of full caches."""
+    Lengths are on the device, so the cost is that of full caches, of which the new tokens are the end."""
     B, S, heads, D = q.shape
-    keys = B * capacity(k_cache, given.get("block_table"))
-    cached = 2 * keys * k_cache.shape[2] * k_cache.shape[3] * k_cache.element_size()
-    per_token = [given[n] for n in ("k_scale", "v_scale", "k_zero", "v_zero") if given.get(n) is not None]
-    cached += sum(4 * keys * t.shape[2] for t in per_token if t.dim() == 3)
-    new = sum(nbytes(given[n]) for n in ("k", "v") if given.get(n) is not None)
-    return Cost(nbytes(q) + cached + new, nbytes(q) + new, 4 * S * heads * D * keys), None
+    table = given.get("block_table")
+    keys = B * k_cache.shape[1] * (1 if table is None else table.shape[1])
+    facts = [given[n] for n in ("k_scale", "v_scale", "k_zero", "v_zero") if given.get(n) is not None]
+    token = 2 * k_cache.shape[2] * k_cache.shape[3] * k_cache.element_size()  # a token's bytes in both caches
+    token += sum(nbytes(t[0, 0]) for t in facts if t.dim() == 3)
+    shared = nbytes(lengths, *(t for t in facts if t.dim() < 3))
+    shared += 0 if table is None else nbytes(table)
+    fresh = B * S if given.get("k") is not None else 0
+    new = nbytes(given["k"], given["v"]) if fresh else 0
+    read = nbytes(q) + max(keys - fresh, 0) * token + shared + new
+    written = nbytes(q) + fresh * token + (4 * B * S * heads if return_lse else 0)
+    return Cost(read, written, 4 * S * heads * D * keys), None
+
+
+def _scales(*shape: int) -> dict[str, Any]:
+    return {n: Scales(*shape, size=0.02) for n in ("k_scale", "v_scale")}
 
 
 def _small(name: str, q: tuple[int, ...], heads: int, room: int, new: bool = False, **given: Any) -> Case:
-    cache = Spec(q[0], room, heads, q[3], grad=False)
+    codes, high = given.pop("codes", (None, 0))
+    width = q[3] // 2 if codes == "uint8" else q[3]
+    cache = Spec(q[0], room, heads, width, dtype=codes, grad=False, high=high)
     if new:
         given |= {n: Spec(*q[:2], heads, q[3], grad=False) for n in ("k", "v")}
     lengths = Spec(q[0], dtype="int32", high=room - q[1] + 1)
     return Case(name, (Spec(*q, grad=False), cache, cache, lengths), given)
-
-
-def _bench(batch: int, keys: int, block: int = 0, queries: int = 1, heads: tuple[int, int] = (32, 8)) -> Case:
-    room = keys
-    shape = (batch * room // block, block) if block else (batch, room)
-    cache, new = Spec(*shape, heads[1], 128, grad=False), Spec(batch, queries, heads[1], 128, grad=False)
-    given: dict[str, Any] = {"k": new, "v": new}
-    if block:
-        given["block_table"] = Table(batch, room // block)
-    name = f"{batch}x{heads[0]}/{heads[1]}x{queries} of {keys}x128{f' in blocks of {block}' if block else ''}"
-    q = Spec(batch, queries, heads[0], 128, grad=False)
-    return Case(name, (q, cache, cache, Filled(batch, high=keys - queries)), given, ("bfloat16",), "bench")
 
 
 DECODE_ATTENTION = Op(
@@ -194,6 +201,7 @@ DECODE_ATTENTION = Op(
     reference=reference,
     cost=cost,
     mutates=(1, 2),
+    graphed=True,
     flops={"decode_attention_fwd": lambda q, k_cache, v_cache, lengths, k, v, table, *_: (
         cost(q, k_cache, v_cache, lengths, k=k, v=v, block_table=table)[0].flops
     )},
@@ -211,21 +219,29 @@ DECODE_ATTENTION = Op(
             (Spec(3, 2, 4, 16, grad=False), *[Spec(18, 16, 2, 16, grad=False)] * 2, Spec(3, dtype="int32", high=94)),
             {"block_table": Table(3, 6), **{n: Spec(3, 2, 2, 16, grad=False) for n in ("k", "v")}},
         ),
+        _small("3x2x4/2 of 40x16 int8", (3, 2, 4, 16), 2, 40, codes=("int8", 0), **_scales(2)),
+        _small("3x1x4/2 of 40x32 int4", (3, 1, 4, 32), 2, 40, codes=("uint8", 256), **_scales(3, 40, 2)),
         Case("4x1x8/2 of 256x64", (Spec(4, 1, 8, 64, grad=False), *[Spec(4, 256, 2, 64, grad=False)] * 2,
              Filled(4, high=256)), dtypes=("float32",), use="quick"),
-        *(_bench(b, n) for b in (1, 8, 32, 128) for n in (1024, 8192, 32768) if b * n <= 1 << 20),
-        *(_bench(b, n, block) for block in (16, 64) for b, n in ((1, 8192), (32, 8192), (128, 1024))),
-        _bench(16, 8192, queries=8, heads=(64, 8)),
-        _bench(16, 8192, queries=1, heads=(64, 8)),
+        *benches(),
     ],
 )  # fmt: skip
-DECODE_ATTENTION.eager("naive", "a sequence at a time, its five steps over the scores in memory", _naive)
+DECODE_ATTENTION.eager(
+    "naive", "a sequence at a time, its steps in memory: the cache's bytes moved about 7 times", _naive, reads=True
+)
 DECODE_ATTENTION.eager("torch", "all sequences at once, padded to the cache's capacity", reference, served=True)
+DECODE_ATTENTION.eager(
+    "five_kernels",
+    "concat_kv in place, repeat_kv, q k, masked_softmax, p v: its bytes 1 + 2 x group times",
+    five_kernels,
+)
+DECODE_ATTENTION.eager(
+    "two_kernels", "concat_kv in place, attention_varlen over the cache: its bytes once, few programs", two_kernels
+)
 DECODE_ATTENTION.kernel(
     "triton",
     "one pass over the cache: a program per part of the keys, new tokens from registers, parts combined in order",
     kind="triton",
     fwd=_split_keys.fwd,
     served=True,
-    gain=2.0,
 )

@@ -8,6 +8,7 @@ from __future__ import annotations
 from functools import partial
 from typing import TYPE_CHECKING, Any
 
+from ridgeline.lab.measurement.peers._caches import Step
 from ridgeline.op import RidgelineError
 
 if TYPE_CHECKING:
@@ -44,14 +45,17 @@ def _attention(
 
 
 def _varlen(
-    q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, cu_seqlens_q: torch.Tensor, cu_seqlens_k: torch.Tensor, *,
-    max_seqlen_q: int | None = None, max_seqlen_k: int | None = None, causal: bool | str = False, **others: Any,
+    q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, cu_seqlens_q: torch.Tensor,
+    cu_seqlens_k: torch.Tensor | None = None, *, max_seqlen_q: int | None = None, max_seqlen_k: int | None = None,
+    causal: bool | str = False, lengths: Any = None, block_table: Any = None, **others: Any,
 ) -> torch.Tensor:  # fmt: skip
     """Returns attention over packed sequences by FlashAttention-2, which aligns causal masks at the bottom right."""
     from inspect import signature
 
     from torch.nn.attention.varlen import varlen_attn
 
+    if lengths is not None or cu_seqlens_k is None:
+        raise RidgelineError("PyTorch's varlen_attn is timed over packed keys, and this call has a cache")
     if not q.is_cuda or max_seqlen_q is None or max_seqlen_k is None or any(others.values()):
         raise RidgelineError(
             "PyTorch's varlen_attn needs a GPU, max_seqlen_q and max_seqlen_k, "
@@ -69,10 +73,23 @@ def _varlen(
     return varlen_attn(q, k, v, *lengths, **given)  # type: ignore[return-value]
 
 
+def _decode(backend: str, *args: torch.Tensor, **options: Any) -> torch.Tensor:
+    """Returns one query's attention to full caches."""
+    step = Step.of("scaled_dot_product_attention", *args, **options)
+    step.refuse("block_table")
+    if step.q.shape[1] != 1:
+        raise RidgelineError("scaled_dot_product_attention aligns causal masks at the top left only")
+    return _attention(backend, *step.heads_first(), scale=step.scale).transpose(1, 2)
+
+
 PEERS = {
     "attention": {
         "sdpa_fa2": partial(_attention, "FLASH_ATTENTION"),
         "sdpa_cudnn": partial(_attention, "CUDNN_ATTENTION"),
     },
     "attention_varlen": {"sdpa_fa2": _varlen},
+    "decode_attention": {
+        "sdpa_fa2": partial(_decode, "FLASH_ATTENTION"),
+        "sdpa_cudnn": partial(_decode, "CUDNN_ATTENTION"),
+    },
 }

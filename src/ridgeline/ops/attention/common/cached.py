@@ -10,12 +10,12 @@ from typing import Any
 
 import torch
 
+from ridgeline import select
 from ridgeline.boundary import kernel_op, tracing
 from ridgeline.op import RidgelineError, dense_only, readable
 from ridgeline.ops.attention.common.arguments import Options, fault, options, precision
 from ridgeline.ops.attention.common.kernels import OPS
 from ridgeline.ops.attention.triton import cached
-from ridgeline.select import select
 
 Maybe = torch.Tensor | None
 
@@ -141,7 +141,7 @@ def _forward(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, *rest: Any) -> t
     o = torch.empty(q.shape, dtype=q.dtype, device=q.device)
     lse = torch.empty((q.shape[1], q.shape[0]), dtype=torch.float32, device=q.device)
     if not tracing():
-        select(OPS[True], rest[-1] or "triton", q, k, v, kernels=True)  # raises if it cannot run here
+        select.select(OPS[True], rest[-1] or "triton", q, k, v, kernels=True)  # raises if it cannot run here
         cached.fwd(o, lse, q, k, v, *rest[:-1])
     return o, lse
 

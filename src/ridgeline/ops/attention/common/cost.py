@@ -35,8 +35,19 @@ def _backward(
     return count(q, k, mask, cu_q, cu_k, Options(*rest[:6])) * 5 // 2
 
 
+def count_cached(q: Any, cu_q: Any, lengths: Any, chosen: Options) -> int:
+    """Returns the same of attention_varlen with a cache, (tokens, heads, D); lengths are read."""
+    each = zip(cu_q.diff().tolist(), lengths.tolist(), strict=True)
+    return 4 * q.shape[1] * q.shape[2] * sum(pairs(sq, sk, chosen) for sq, sk in each)
+
+
 FLOPS: dict[str, Any] = {
     "attention_fwd": lambda q, k, v, mask, cu_q, cu_k, sinks, *o: count(q, k, mask, cu_q, cu_k, Options(*o[:6])),
     "attention_bwd": _backward,
     "attention_bwd_sinks": _backward,
+}
+CACHED_FLOPS: dict[str, Any] = {
+    "attention_cached_fwd": lambda q, k, v, cu_q, lengths, table, *o: count_cached(
+        q, cu_q, lengths, Options(*o[:5], 0)
+    ),
 }
