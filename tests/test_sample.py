@@ -1,13 +1,13 @@
-"""sample beyond its cases: the distribution of its draws, ties, bad rows, limits of the filters, seeds on the device."""
+"""sample beyond its cases: the distribution of its draws, ties, bad rows, limits of filters, seeds on the device."""
 
 import math
 from typing import Any
 
 import pytest
 import torch
-from graphs import captured
 
 import ridgeline
+from graphs import captured
 
 pytestmark = pytest.mark.kernels
 INTERPRETED = not torch.cuda.is_available()
@@ -74,7 +74,8 @@ def test_distribution_of_kernels(device: str, given: dict[str, Any]) -> None:
 def test_the_rows_of_a_batch_and_offsets_draw_apart(device: str) -> None:
     x = torch.zeros(6, 64, device=device)
     found = [tuple(draw(x, seed=s, offset=o)) for s, o in ((1, 0), (1, 1), (2, 0), (1 << 32, 0))]
-    assert len(set(found)) == 4 and len(set(found[0])) > 1
+    assert len(set(found)) == 4
+    assert len(set(found[0])) > 1
     assert draw(x, seed=1, offset=1 << 32) == list(found[0])
 
 
@@ -148,7 +149,7 @@ def test_infinities(device: str) -> None:
     assert set(draw(x, temperature=1e-30)) == {9, 11}
 
 
-@pytest.mark.parametrize("B, V", [(1, 1), (1, 2), (1, 77), (3, 1025)])
+@pytest.mark.parametrize(("B", "V"), [(1, 1), (1, 2), (1, 77), (3, 1025)])
 def test_sizes_and_strides(device: str, B: int, V: int) -> None:
     x = torch.randn(B, V, device=device)
     given: dict[str, Any] = {"top_k": 40, "top_p": 0.8, "min_p": 0.01}
@@ -165,11 +166,12 @@ def test_seeds_from_pytorch(device: str) -> None:
     torch.manual_seed(1)
     found = [ridgeline.sample(x).tolist() for _ in range(2)]
     torch.manual_seed(1)
-    assert found == [ridgeline.sample(x).tolist() for _ in range(2)] and found[0] != found[1]
+    assert found == [ridgeline.sample(x).tolist() for _ in range(2)]
+    assert found[0] != found[1]
 
 
 @pytest.mark.gpu
-@pytest.mark.parametrize("V, dtype", [(77, torch.float32), (32000, torch.bfloat16), (128256, torch.float32)])
+@pytest.mark.parametrize(("V", "dtype"), [(77, torch.float32), (32000, torch.bfloat16), (128256, torch.float32)])
 def test_served_kernels_agree(V: int, dtype: torch.dtype) -> None:
     """Every kernel that serves draws the same tokens, row by row, under every setting."""
     x = (torch.randn(64, V, device="cuda") * 3).to(dtype)
