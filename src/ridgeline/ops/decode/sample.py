@@ -18,7 +18,7 @@ import torch
 
 from ridgeline.boundary import kernel_op
 from ridgeline.op import Case, Cost, Op, RidgelineError, Spec, dense_only, nbytes
-from ridgeline.ops.decode import _sample_rows
+from ridgeline.ops.decode import _sample_cluster, _sample_rows
 from ridgeline.select import eager, run
 from ridgeline.tiles.philox import words
 
@@ -234,4 +234,13 @@ SAMPLE.kernel(
     kind="triton",
     fwd=_sample_rows.fwd,
     served=True,
+)
+SAMPLE.kernel(
+    "cuda_cluster",
+    "a row in the registers of a thread-block cluster, read once; histograms find the cuts",
+    kind="cuda",
+    fwd=_sample_cluster.fwd,
+    supports=_sample_cluster.fits,
+    served=True,
+    arch=90,
 )
