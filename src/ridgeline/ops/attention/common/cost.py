@@ -48,6 +48,6 @@ FLOPS: dict[str, Any] = {
 }
 CACHED_FLOPS: dict[str, Any] = {
     "attention_cached_fwd": lambda q, k, v, cu_q, lengths, table, *o: count_cached(
-        q, cu_q, lengths, Options(*o[:5], 0)
+        q, cu_q, lengths, Options(*[*o[:5], 0])
     ),
 }
