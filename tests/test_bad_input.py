@@ -23,7 +23,7 @@ codes, E4M3 = torch.ones(4, 6, dtype=torch.int8), torch.float8_e4m3fn
 keys, lengths = torch.ones(2, 9, 2, 16), torch.ones(2, dtype=torch.int32)
 step = torch.ones(2, 1, 4, 16)
 odd_cache = torch.ones(2, 9, 2, 17, dtype=torch.int8)[..., :16]
-blocks, table = torch.ones(3, 16, 2, 16), torch.zeros(2, 1, dtype=torch.int32)
+blocks, owned = torch.ones(3, 16, 2, 16), torch.zeros(2, 1, dtype=torch.int32)
 cache, new, at = torch.ones(2, 5, 3, 4), torch.full((2, 2, 3, 4), 2.0), torch.zeros(2, dtype=torch.int64)
 
 Bad = dict[str, tuple[Callable[[], object], list[str]]]
@@ -419,15 +419,15 @@ BAD: Bad = {
         ["lengths", "9", "10"],
     ),
     "attention_varlen: blocks of 9": (
-        lambda: ridgeline.attention_varlen(packed, keys, keys, ends, lengths=lengths, block_table=table),
+        lambda: ridgeline.attention_varlen(packed, keys, keys, ends, lengths=lengths, block_table=owned),
         ["multiple of 16", "9"],
     ),
     "attention_varlen: a block that is none": (
-        lambda: ridgeline.attention_varlen(packed, blocks, blocks, ends, lengths=lengths, block_table=table + 3),
+        lambda: ridgeline.attention_varlen(packed, blocks, blocks, ends, lengths=lengths, block_table=owned + 3),
         ["block_table", "0 to 2", "3"],
     ),
     "attention_varlen: a table of int64": (
-        lambda: ridgeline.attention_varlen(packed, blocks, blocks, ends, lengths=lengths, block_table=table.long()),
+        lambda: ridgeline.attention_varlen(packed, blocks, blocks, ends, lengths=lengths, block_table=owned.long()),
         ["block_table", "int32", "int64"],
     ),
     "attention_varlen: gradients of a cache": (

@@ -115,7 +115,7 @@ def _attend_latent(
         at, scale, zero = offsets(keys, tokens, b, h, n, known, RULES)
         k = stored(keys, at, known, RULES, BD, q.dtype)
         k_rope = stored(keys, at + RULES.D, known, ROPE, BE, q.dtype)
-        s, z = scale_and_zero(keys, scale, zero, known)
+        s, z = scale_and_zero(keys, scale, zero, known, RULES)
         seen = visible(j, place, n, known, row, inside, total, b, queries, numbers, RULES)
         x = _scores(q, q_rope, k[0], k_rope[0], s, seen, numbers.scale, RULES)
         state = absorb(state, x, k, s, z, RULES)

@@ -176,8 +176,8 @@ def stored(cache, at, known, RULES: tl.constexpr, BD: tl.constexpr, TO: tl.const
     raw = tl.load(cache.data + at[:, None] + d[None, :], mask=inside, other=0)
     made = (raw,)
     if RULES.KIND == "int4":
-        zero = tl.full(raw.shape, 8 if cache.zero is None else 0, tl.int32)
-        made = quarters(raw.to(tl.uint16, bitcast=True), zero, tl.float16, RULES.NATIVE)
+        eight = tl.full(raw.shape, 8, tl.int32)
+        made = quarters(raw.to(tl.uint16, bitcast=True), eight, tl.float16, RULES.NATIVE)
     elif RULES.KIND == "int8":
         made = halves(raw.to(tl.uint16, bitcast=True), tl.float16, RULES.NATIVE)
     elif RULES.KIND == "float8" and RULES.WAYS == 2:
@@ -206,14 +206,17 @@ def fitted(q, WAYS: tl.constexpr, TO: tl.constexpr):
 
 
 @triton.jit
-def scale_and_zero(cache, scale, zero, known):
-    """Scales and zeros of a tile of keys; 1 and 0 where there are none."""
+def scale_and_zero(cache, scale, zero, known, RULES: tl.constexpr):
+    """Scales and zeros of a tile of keys; 1 and 0 where there are none.
+
+    int4's zeros count from 8, as its numbers do, so that the two do not cancel."""
     s = known.to(tl.float32)
     z = tl.zeros_like(s)
     if cache.scale is not None:
         s = tl.load(cache.scale + scale, mask=known, other=0.0)
     if cache.zero is not None:
-        z = tl.load(cache.zero + zero, mask=known, other=0.0)
+        around: tl.constexpr = 8.0 if RULES.KIND == "int4" else 0.0
+        z = tl.load(cache.zero + zero, mask=known, other=around) - around
     return s, z
 
 
@@ -260,13 +263,14 @@ def quantised(x, known, written, scale, zero, cache, RULES: tl.constexpr):
             s = tl.maximum((most - least) / (high - low), 1e-12)
             z = low - (least / s + even - even)
             tl.store(cache.zero + zero, z, mask=written)
+            z -= 8.0 if RULES.KIND == "int4" else 0.0
         else:
             s = tl.maximum(tl.maximum(most, -least), 1e-12) / (7.0 if RULES.KIND == "int4" else high)
             z = tl.zeros_like(s)
         tl.store(cache.scale + scale, s, mask=written)
     else:
-        s, z = scale_and_zero(cache, scale, zero, known)
-    shift = z + 8.0 if RULES.KIND == "int4" and cache.zero is None else z
+        s, z = scale_and_zero(cache, scale, zero, known, RULES)
+    shift = z + 8.0 if RULES.KIND == "int4" else z
     safe = tl.where(s == 0.0, 1.0, s)[:, None]
     levels = ()
     for way in tl.static_range(len(x)):

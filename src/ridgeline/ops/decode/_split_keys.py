@@ -88,7 +88,7 @@ def _append(cache, tokens, b, h, n, known, x, RULES: tl.constexpr, BD: tl.conste
             y = levels[way]
             if RULES.KIND == "int4":
                 codes |= y.to(tl.int32) << 4 * way
-                y -= 8.0 if cache.zero is None else 0.0
+                y -= 8.0
             elif RULES.KIND == "int8":
                 codes |= (y.to(tl.int32) & 255) << 8 * way
             else:
@@ -121,6 +121,18 @@ def _newest(new, b, h, length, fresh, i, RULES: tl.constexpr, BD: tl.constexpr):
 
 
 @triton.jit
+def _begin(q, at, inside, turns, new, RULES: tl.constexpr, BM: tl.constexpr, BD: tl.constexpr):
+    """Tiles of queries, rotated, and of values that are 0 yet."""
+    WAYS: tl.constexpr = RULES.WAYS
+    tiles = ()
+    acc = ()
+    for way in tl.static_range(WAYS):
+        tiles = tiles + (rotated(q, at, inside, turns, columns(way, RULES, BD), new, RULES),)
+        acc = acc + (tl.zeros((BM, BD), tl.float32),)
+    return tiles, acc
+
+
+@triton.jit
 def _attend(
     results, queries, keys, values, tokens, new, numbers, RULES: tl.constexpr, BM: tl.constexpr, BN: tl.constexpr,
     BS: tl.constexpr, BD: tl.constexpr,
@@ -142,11 +154,7 @@ def _attend(
     if new.positions is not None:
         turns = tl.load(new.positions + b * new.position_step + j, mask=inside, other=0)
     q_at = b * queries.steps[0] + j * queries.steps[1] + row * queries.steps[2]
-    q = ()
-    acc = ()
-    for way in tl.static_range(WAYS):
-        q = q + (rotated(queries.q, q_at, inside, turns, columns(way, RULES, BD), new, RULES),)
-        acc = acc + (tl.zeros((BM, BD), tl.float32),)
+    q, acc = _begin(queries.q, q_at, inside, turns, new, RULES, BM, BD)
     scale = numbers.scale
     TO: tl.constexpr = tl.float16 if RULES.KIND != "" and q[0].dtype == tl.bfloat16 else q[0].dtype
     if TO != q[0].dtype:
@@ -164,12 +172,12 @@ def _attend(
             known &= n >= first - numbers.left
         at, at_scale, at_zero = offsets(keys, tokens, b, h, n, known, RULES)
         k = stored(keys, at, known, RULES, BD, TO)
-        s, z = scale_and_zero(keys, at_scale, at_zero, known)
+        s, z = scale_and_zero(keys, at_scale, at_zero, known, RULES)
         seen = visible(j, place, n, known, row, inside, total, b, queries, numbers, RULES)
         x = _scores(q, k, sums, s, z, seen, scale, numbers.softcap, RULES)
         at, at_scale, at_zero = offsets(values, tokens, b, h, n, known, RULES)
         v = stored(values, at, known, RULES, BD, TO)
-        s, z = scale_and_zero(values, at_scale, at_zero, known)
+        s, z = scale_and_zero(values, at_scale, at_zero, known, RULES)
         state = absorb(state, x, v, s, z, RULES)
     if new.k is not None:  # noqa: SIM102  # the compiler knows this, and not the next
         if part == active - 1:

@@ -195,7 +195,11 @@ def fwd(
         return
     seen = [t.transpose(0, 1)[None] for t in (o, q)] + [t.transpose(1, 2) for t in (k, v)]
     options = scale, softcap, left, right, bottom, 0, max_q, 0, precision
-    call, unit, gpu = Call(seen[1], seen[2], seen[3], *[None] * 4, *options), step_unit(tuple(seen)), device.of(q)
+    call, unit, gpu = (
+        Call(seen[1], seen[2], seen[3], None, None, None, None, *options),
+        step_unit(tuple(seen)),
+        device.of(q),
+    )
     rules = call.rules(unit)
     width, most = rules.BD + rules.BE, triton.next_power_of_2(max(1, max_q or tokens // max(sequences, 1)))
     most = min(most, 128)
