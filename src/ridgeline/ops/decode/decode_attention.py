@@ -222,7 +222,7 @@ DECODE_ATTENTION = Op(
         _small("3x2x4/2 of 40x16 int8", (3, 2, 4, 16), 2, 40, codes=("int8", 0), **_scales(2)),
         _small("3x1x4/2 of 40x32 int4", (3, 1, 4, 32), 2, 40, codes=("uint8", 256), **_scales(3, 40, 2)),
         _small("3x1x4/2 of 40x32 int4 with zeros", (3, 1, 4, 32), 2, 40, codes=("uint8", 256), **_scales(3, 40, 2),
-               **{n: Scales(3, 40, 2, size=8.0) for n in ("k_zero", "v_zero")}),
+               k_zero=Scales(3, 40, 2, size=8.0), v_zero=Scales(3, 40, 2, size=8.0)),
         Case("4x1x8/2 of 256x64", (Spec(4, 1, 8, 64, grad=False), *[Spec(4, 256, 2, 64, grad=False)] * 2,
              Filled(4, high=256)), dtypes=("float32",), use="quick"),
         *benches(),
