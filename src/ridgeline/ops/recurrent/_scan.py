@@ -22,7 +22,7 @@ from typing import Any, NamedTuple
 import triton
 import triton.language as tl
 
-LOG2E = tl.constexpr(1.4426950408889634)
+from ridgeline.tiles.online_softmax import exact_exp
 
 
 class Rows(NamedTuple):
@@ -85,6 +85,7 @@ class Form(NamedTuple):
     REVERSE: bool
     SHIFT: bool  # rows see the state before their own gate (RWKV-6)
     MARK: int  # chunks between marks
+    SINGLE: bool  # float32 data
     PRECISION: str
 
 
@@ -104,8 +105,8 @@ def _tile(base, step, rows, columns, tokens, width):
 
 
 @triton.jit
-def _exp(x):
-    return tl.exp2(x * LOG2E)
+def _exp(x, form: tl.constexpr):
+    return exact_exp(x, tl.float32 if form.SINGLE else tl.bfloat16)
 
 
 @triton.jit
@@ -123,40 +124,50 @@ def _halves(g, level: tl.constexpr, C: tl.constexpr, W: tl.constexpr):
 
 
 @triton.jit
-def _within(a, b, c, g, u, form: tl.constexpr):
-    """The part of a chunk's rows that comes from the chunk itself, its diagonal's weights, and for gates per channel
-    each row's decay since the chunk began and until it ends."""
-    row = tl.arange(0, form.C)
+def _by_matrix(a, b, c, g, form: tl.constexpr):
+    """The part of a chunk's rows that comes from the chunk itself, with at most a gate per token, and each row's decay
+    since the chunk began and until it ends."""
+    C: tl.constexpr = form.C
+    row = tl.arange(0, C)
     i, j = row[:, None], row[None, :]
     seen = j >= i if form.REVERSE else i >= j
-    if form.GATE < 2:
-        scores = tl.dot(a, tl.trans(b), input_precision=form.PRECISION)
-        before = tl.zeros([form.C], tl.float32)
-        after = before
-        if form.GATE == 1:
-            before = tl.cumsum(g, 0)
-            after = tl.sum(g, 0) - before
-            apart = before[None, :] - before[:, None] if form.REVERSE else before[:, None] - before[None, :]
-            scores *= _exp(tl.where(seen, apart, 0.0))
-        scores = tl.where(seen, scores, 0.0)
-        out = tl.dot(scores.to(c.dtype), c, input_precision=form.PRECISION)
-        return out, before, before, after
+    scores = tl.dot(a, tl.trans(b), input_precision=form.PRECISION)
+    before = tl.zeros([C], tl.float32)
+    after = before
+    if form.GATE == 1:
+        before = tl.cumsum(g, 0)
+        after = tl.sum(g, 0) - before
+        apart = before[None, :] - before[:, None] if form.REVERSE else before[:, None] - before[None, :]
+        scores *= _exp(tl.where(seen, apart, 0.0), form)
+    scores = tl.where(seen, scores, 0.0)
+    out = tl.dot(scores.to(c.dtype), c, input_precision=form.PRECISION)
+    return out, before, after
+
+
+@triton.jit
+def _by_halves(a, b, c, g, u, form: tl.constexpr):
+    """As `_by_matrix` without the diagonal, for a gate per channel; and the diagonal's weights."""
+    C: tl.constexpr = form.C
+    BN: tl.constexpr = form.BN
+    LEVELS: tl.constexpr = form.LEVELS
+    row = tl.arange(0, C)
+    i, j = row[:, None], row[None, :]
     W: tl.constexpr = form.BD if form.INSIDE else form.BN
-    before = tl.zeros([form.C, W], tl.float32) if form.SHIFT else g
-    after = tl.zeros([form.C, W], tl.float32)
+    before = tl.zeros([C, W], tl.float32) if form.SHIFT else g
+    after = tl.zeros([C, W], tl.float32)
     products = a.to(tl.float32) * b.to(tl.float32)
     if form.INSIDE:
         diagonal = tl.sum(products if u is None else products * u[None, :], 1)
-        scores = tl.zeros([form.C, form.C], tl.float32)
-        out = tl.zeros([form.C, form.BN], tl.float32)
+        scores = tl.zeros([C, C], tl.float32)
+        out = tl.zeros([C, BN], tl.float32)
     else:
         diagonal = tl.sum(products, 1)
         scores = tl.dot(a, tl.trans(b), input_precision=form.PRECISION)
-        out = tl.zeros([form.C, form.BN], tl.float32)
-    for level in tl.static_range(form.LEVELS):
+        out = tl.zeros([C, BN], tl.float32)
+    for level in tl.static_range(LEVELS):
         beside = (i >> level) - (j >> level) == (-1 if form.REVERSE else 1)
         beside = beside & (((i >> level) & 1) == (0 if form.REVERSE else 1))
-        late, soon = _exp(before), _exp(after)
+        late, soon = _exp(before, form), _exp(after, form)
         if form.REVERSE:
             late, soon = soon, late
         if form.INSIDE:
@@ -165,7 +176,7 @@ def _within(a, b, c, g, u, form: tl.constexpr):
         else:
             some = tl.where(beside, scores, 0.0).to(c.dtype)
             out += late * tl.dot(some, (c * soon).to(c.dtype), input_precision=form.PRECISION)
-        left, right = _halves(g, level, form.C, W)
+        left, right = _halves(g, level, C, W)
         second = ((row >> level) & 1)[:, None] == 1
         before += tl.where(second, left, 0.0)
         after += tl.where(second, 0.0, right)
@@ -177,22 +188,25 @@ def _within(a, b, c, g, u, form: tl.constexpr):
 @triton.jit
 def _across(state, a, b, c, g, before, after, up, down, form: tl.constexpr):
     """What a chunk's rows get from the state (times `down`), and the state after the chunk (new pairs times `up`)."""
-    if form.GATE == 0:
-        out = tl.dot(a, state.to(a.dtype), input_precision=form.PRECISION)
-        return out * down, state + up * tl.dot(tl.trans(b), c, input_precision=form.PRECISION)
-    late, soon = (_exp(after), _exp(before)) if form.REVERSE else (_exp(before), _exp(after))
-    whole = _exp(tl.sum(g, 0))
+    left, right = a, c
+    late, soon, whole = 1.0, 1.0, 1.0
+    if form.GATE > 0:
+        late, soon = (_exp(after, form), _exp(before, form)) if form.REVERSE else (_exp(before, form), _exp(after, form))
+        whole = _exp(tl.sum(g, 0), form)
     if form.GATE == 1:
-        out = late[:, None] * tl.dot(a, state.to(a.dtype), input_precision=form.PRECISION)
-        new = tl.dot(tl.trans(b), (c * soon[:, None]).to(c.dtype), input_precision=form.PRECISION)
-        return out * down, state * whole + up * new
-    if form.INSIDE:
-        out = tl.dot((a * late).to(a.dtype), state.to(a.dtype), input_precision=form.PRECISION)
-        new = tl.dot(tl.trans((b * soon).to(b.dtype)), c, input_precision=form.PRECISION)
-        return out * down, state * whole[:, None] + up * new
-    out = late * tl.dot(a, state.to(a.dtype), input_precision=form.PRECISION)
-    new = tl.dot(tl.trans(b), (c * soon).to(c.dtype), input_precision=form.PRECISION)
-    return out * down, state * whole[None, :] + up * new
+        late = late[:, None]
+        right = (c * soon[:, None]).to(c.dtype)
+    elif form.GATE == 2 and form.INSIDE:
+        left = (a * late).to(a.dtype)
+        late = 1.0
+        b = (b * soon).to(b.dtype)
+        whole = whole[:, None]
+    elif form.GATE == 2:
+        right = (c * soon).to(c.dtype)
+        whole = whole[None, :]
+    out = late * tl.dot(left, state.to(a.dtype), input_precision=form.PRECISION)
+    new = tl.dot(tl.trans(b), right, input_precision=form.PRECISION)
+    return out * down, state * whole + up * new
 
 
 @triton.jit
@@ -209,19 +223,20 @@ def _gate_sums(gradient, place, rows, columns, here, mine, state, marks, edge, c
         kept = (rows < here)[:, None] & (columns < form.N)[None, :]
     if not form.REVERSE:
         tl.store(spots, mine, mask=kept)
-        return carry
-    theirs = tl.load(spots, mask=kept, other=0.0)
-    if edge:
-        at = tl.arange(0, form.BD)[:, None] * form.N + columns[None, :]
-        inside = (tl.arange(0, form.BD) < form.D)[:, None] & (columns < form.N)[None, :]
-        both = tl.load(marks + at, mask=inside, other=0.0) * state
-        carry = tl.sum(both, 0) if form.GATE == 2 else tl.sum(tl.sum(both, 0), 0)
-    apart = theirs - mine
-    found = tl.cumsum(apart, 0, reverse=True) + (carry[None, :] if form.GATE == 2 else carry)
-    if form.SHIFT:
-        found -= theirs
-    tl.store(spots, found, mask=kept)
-    return carry + tl.sum(apart, 0)
+    else:
+        theirs = tl.load(spots, mask=kept, other=0.0)
+        if edge:
+            at = tl.arange(0, form.BD)[:, None] * form.N + columns[None, :]
+            inside = (tl.arange(0, form.BD) < form.D)[:, None] & (columns < form.N)[None, :]
+            both = tl.load(marks + at, mask=inside, other=0.0) * state
+            carry = tl.sum(both, 0) if form.GATE == 2 else tl.sum(tl.sum(both, 0), 0)
+        apart = theirs - mine
+        found = tl.cumsum(apart, 0, reverse=True) + (carry[None, :] if form.GATE == 2 else carry)
+        if form.SHIFT:
+            found -= theirs
+        tl.store(spots, found, mask=kept)
+        carry += tl.sum(apart, 0)
+    return carry
 
 
 @triton.jit
@@ -229,6 +244,9 @@ def _scan(
     a, b, c, out, gate, bonus, states, gradient, sequences, scale, form: tl.constexpr, OUT: tl.constexpr
 ):  # fmt: skip
     """A segment of a sequence and head, and BN columns. Without OUT only the state after it is written."""
+    C: tl.constexpr = form.C
+    BD: tl.constexpr = form.BD
+    BN: tl.constexpr = form.BN
     slices: tl.constexpr = (form.N + form.BN - 1) // form.BN
     segment, columns = tl.program_id(0) // slices, tl.program_id(0) % slices * form.BN + tl.arange(0, form.BN)
     pair = tl.program_id(1)
@@ -244,7 +262,7 @@ def _scan(
     inside = (depth < form.D)[:, None] & (columns < form.N)[None, :]
     plain = depth[:, None] * form.N + columns[None, :]  # in a buffer of ours
     whole = pair.to(tl.int64) * (form.D * form.N)
-    state = tl.zeros([form.BD, form.BN], tl.float32)
+    state = tl.zeros([BD, BN], tl.float32)
     if states.starts is not None:
         ours = states.starts + segment.to(tl.int64) * tl.num_programs(1) * (form.D * form.N) + whole
         if OUT:
@@ -267,9 +285,9 @@ def _scan(
         if sequences.ends is None:
             sums += n.to(tl.int64) * gradient.sums_batch
     up, down = (scale, 1.0) if form.REVERSE else (1.0, scale)
-    carry = tl.zeros([form.BN], tl.float32) if form.GATE == 2 else tl.cast(0.0, tl.float32)
+    carry = tl.zeros([BN], tl.float32) if form.GATE == 2 else tl.cast(0.0, tl.float32)
     decay = tl.zeros([wide], tl.float32) if form.GATE == 2 else tl.cast(0.0, tl.float32)
-    of_bonus = tl.zeros([form.BN], tl.float32)
+    of_bonus = tl.zeros([BN], tl.float32)
     begin, end = segment * sequences.segment, tl.minimum((segment + 1) * sequences.segment, tokens)
     chunks = tl.maximum(tl.cdiv(end - begin, form.C), 0)
     for step in range(chunks):
@@ -277,12 +295,15 @@ def _scan(
         rows = first + inner
         ta, tb = _tile(from_a, a.token, rows, depth, end, form.D), _tile(from_b, b.token, rows, depth, end, form.D)
         tc = _tile(from_c, c.token, rows, columns, end, form.N)
-        g = tl.zeros([form.C], tl.float32)
+        g = tl.zeros([C], tl.float32)
         if form.GATE == 1:
             g = tl.load(from_g + rows.to(tl.int64) * gate.token, mask=rows < end, other=0.0).to(tl.float32)
         elif form.GATE == 2:
             g = _tile(from_g, gate.token, rows, channels, end, most).to(tl.float32)
-        found, diagonal, before, after = _within(ta, tb, tc, g, u, form)
+        if form.GATE == 2:
+            found, diagonal, before, after = _by_halves(ta, tb, tc, g, u, form)
+        else:
+            found, before, after = _by_matrix(ta, tb, tc, g, form)
         beyond, other = _across(state, ta, tb, tc, g, before, after, up, down, form)
         if OUT:
             found = scale * found + beyond
@@ -327,13 +348,15 @@ def _scan(
 @triton.jit
 def _chain(states, segments, form: tl.constexpr):
     """Turns the states that segments make from zero into the states before them, in order, and writes the last one."""
+    BD: tl.constexpr = form.BD
+    BN: tl.constexpr = form.BN
     pair, columns = tl.program_id(1), tl.program_id(0) * form.BN + tl.arange(0, form.BN)
     depth = tl.arange(0, form.BD)
     inside = (depth < form.D)[:, None] & (columns < form.N)[None, :]
     plain = depth[:, None] * form.N + columns[None, :]
     whole = pair.to(tl.int64) * (form.D * form.N)
     given = whole + depth[:, None] * states.row + columns[None, :] * states.column
-    state = tl.zeros([form.BD, form.BN], tl.float32)
+    state = tl.zeros([BD, BN], tl.float32)
     if states.first is not None:
         state = tl.load(states.first + given, mask=inside, other=0.0)
     channels = depth if form.INSIDE else columns
@@ -344,10 +367,10 @@ def _chain(states, segments, form: tl.constexpr):
         made = tl.load(at, mask=inside, other=0.0)
         tl.store(at, state, mask=inside)
         if form.GATE == 1:
-            state *= _exp(tl.load(states.decays + segment * tl.num_programs(1) + pair))
+            state *= _exp(tl.load(states.decays + segment * tl.num_programs(1) + pair), form)
         elif form.GATE == 2:
             spot = (segment * tl.num_programs(1) + pair) * most + channels
-            decay = _exp(tl.load(states.decays + spot, mask=channels < most, other=0.0))
+            decay = _exp(tl.load(states.decays + spot, mask=channels < most, other=0.0), form)
             state *= decay[:, None] if form.INSIDE else decay[None, :]
         state += made
     if states.last is not None:

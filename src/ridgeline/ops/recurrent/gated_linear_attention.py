@@ -63,12 +63,12 @@ _grouped = Spec(2, 18, 2, 8), Spec(2, 18, 2, 8), Spec(2, 18, 4, 12)
 _states = {"initial_state": Spec(2, 4, 8, 12, dtype="float32", grad=False), "return_state": True}
 _large = (Spec(8, 4096, 16, 128),) * 3
 CASES = [
-    Case("2x37x4x8/12 per head", (*_qkv, Decay(2, 37, 4, dtype="float32"))),
+    Case("2x37x4x8/12 per head", (*_qkv, Decay(2, 37, 4))),
     Case("2x37x4x8/12 per channel", (*_qkv, Decay(2, 37, 4, 8))),
-    Case("2x18x2/4x8/12 per head, states", (*_grouped, Decay(2, 18, 2, dtype="float32")), _states),
+    Case("2x18x2/4x8/12 per head, states", (*_grouped, Decay(2, 18, 2)), _states),
     Case("2x18x2/4x8/12 per channel, states", (*_grouped, Decay(2, 18, 2, 8)), _states),
     Case("1x64x2x16 per head", (*(Spec(1, 64, 2, 16),) * 3, Decay(1, 64, 2)), dtypes=("float32",), use="quick"),
-    Case("8x4096x16x128 per head", (*_large, Decay(8, 4096, 16, dtype="float32")), {}, ("bfloat16",), "bench"),
+    Case("8x4096x16x128 per head", (*_large, Decay(8, 4096, 16)), {}, ("bfloat16",), "bench"),
     Case("8x4096x16x128 per channel", (*_large, Decay(8, 4096, 16, 128)), {}, ("bfloat16",), "bench"),
 ]
 
