@@ -53,6 +53,7 @@ class Pass(NamedTuple):
     last: Maybe
     own: Maybe = None  # q or k, where the gate has a gradient
     sums: Maybe = None
+    into: Maybe = None  # dg
     marks: Maybe = None
     bonus: Maybe = None  # du
 
@@ -61,11 +62,11 @@ def tiles(gpu: device.Device, dtype: torch.dtype, gate: int, D: int, N: int) -> 
     """Returns BN, the rows of a chunk, warps, stages, and the chunks between marks."""
     BD, BN = (max(16, triton.next_power_of_2(n)) for n in (D, N))
     if gpu.backend == "cpu":  # the interpreter: several chunks and marks of few tokens
-        return min(BN, 32), 16, 4, 1, 2
+        return min(BN, 32), 16, 4, 1, 1 if dtype == torch.float32 else 2
     if dtype == torch.float32 or gpu.shared_memory < 128 << 10:
         return min(BN, 32), 32, 4, 1, 16
     if gate == 2:
-        return min(BN, 64 if BD <= 128 else 32), 64, 8, 1, 8
+        return min(BN, 64 if BD <= 128 else 32), 32, 8, 1, 16
     BN = min(BN, 128 if BD <= 128 else 64)
     return BN, 64, 8 if BD * BN >= 128 * 64 else 4, 2, 8
 
@@ -99,7 +100,7 @@ def scan(call: Call, one: Pass) -> None:
     if one.sums is not None and one.own is not None:
         if one.bonus is not None:
             partial = torch.empty((count * N, HV, width), **fresh)
-        gradient = Gradient(*call.rows(one.own), one.sums, *one.sums.stride()[:3], partial)
+        gradient = Gradient(*call.rows(one.own), one.sums, one.into, *one.sums.stride()[:3], partial)
     marks = 1 if one.marks is None else one.marks.shape[1]
     where = Sequences(call.ends, T, HV, length, count, marks)
     gate = None if call.g is None else call.rows(call.g)
@@ -128,16 +129,15 @@ def bwd(
     q, k, v = call.q, call.k, call.v
     gpu, K, V = device.of(q), q.shape[3], v.shape[3]
     BN, C, _, _, mark = tiles(gpu, q.dtype, call.gate, V, K)
-    marks, sums = None, dg
+    marks = sums = into = None
     if dg is not None:
         count = max(-(-q.shape[1] // (C * mark)), 1)
-        marks = torch.empty(
-            (call.sequences * v.shape[2], count, V, K), dtype=torch.float32, device=q.device
-        )
-        if call.gate == 1:
-            sums = torch.empty((*dg.shape, -(-K // BN)), dtype=torch.float32, device=q.device)
-    scan(call, Pass(do, v, k, dq, False, False, call.first, None, q, sums, marks, du))
-    scan(call, Pass(v, do, q, dk, False, True, dlast, None, k, sums, marks))
+        fresh: dict[str, Any] = {"dtype": torch.float32, "device": q.device}
+        marks = torch.empty((call.sequences * v.shape[2], count, V, K), **fresh)
+        sums = torch.empty((*dg.shape[:3], K if call.gate == 2 else -(-K // BN)), **fresh)
+        into = dg if call.gate == 2 else torch.empty_like(sums)
+    scan(call, Pass(do, v, k, dq, False, False, call.first, None, q, sums, into, marks, du))
+    scan(call, Pass(v, do, q, dk, False, True, dlast, None, k, sums, into, marks))
     scan(call, Pass(k, q, do, dv, True, True, dlast, dfirst))
-    if dg is not None and sums is not None and call.gate == 1:
-        torch.sum(sums, -1, out=dg)
+    if dg is not None and into is not None and call.gate == 1:
+        torch.sum(into, -1, out=dg)

@@ -56,6 +56,7 @@ class Gradient(NamedTuple):
     head: Any
     group: Any
     sums: Any  # (B, T, heads, columns), float32
+    into: Any  # dg, float32, with the steps of sums
     sums_batch: Any
     sums_token: Any
     sums_head: Any
@@ -136,8 +137,14 @@ def _by_matrix(a, b, c, g, form: tl.constexpr):
     after = before
     if form.GATE == 1:
         before = tl.cumsum(g, 0)
-        after = tl.sum(g, 0) - before
-        apart = before[None, :] - before[:, None] if form.REVERSE else before[:, None] - before[None, :]
+        after = tl.sum(tl.where(i > j, g[:, None], 0.0), 0)
+        if form.SINGLE:  # sums of the gates between two rows, which differences of running sums would round
+            if form.REVERSE:
+                apart = tl.cumsum(tl.where(j > i, g[None, :], 0.0), 1)
+            else:
+                apart = tl.cumsum(tl.where(i > j, g[:, None], 0.0), 0)
+        else:
+            apart = before[None, :] - before[:, None] if form.REVERSE else before[:, None] - before[None, :]
         scores *= _exp(tl.where(seen, apart, 0.0), form)
     scores = tl.where(seen, scores, 0.0)
     out = tl.dot(scores.to(c.dtype), c, input_precision=form.PRECISION)
@@ -210,31 +217,35 @@ def _across(state, a, b, c, g, before, after, up, down, form: tl.constexpr):
 
 
 @triton.jit
-def _gate_sums(gradient, place, rows, columns, here, mine, state, marks, edge, carry, form: tl.constexpr):
+def _gate_sums(
+    gradient, place, into, rows, columns, part, here, mine, state, marks, edge, carry, form: tl.constexpr
+):  # fmt: skip
     """Forward: writes q dq. Reversed: reads them and writes the gate's gradient. Returns what later chunks add.
 
     mine: q dq or k dk of this chunk. marks: the state after this chunk, where it was kept."""
     if form.GATE == 1:
-        spots = place + rows.to(tl.int64) * gradient.sums_token + columns // form.BN
+        spots = rows.to(tl.int64) * gradient.sums_token + part
         mine = tl.sum(mine, 1)
         kept = rows < here
     else:
-        spots = place + rows.to(tl.int64)[:, None] * gradient.sums_token + columns[None, :]
+        spots = rows.to(tl.int64)[:, None] * gradient.sums_token + columns[None, :]
         kept = (rows < here)[:, None] & (columns < form.N)[None, :]
     if not form.REVERSE:
-        tl.store(spots, mine, mask=kept)
+        tl.store(place + spots, mine, mask=kept)
     else:
-        theirs = tl.load(spots, mask=kept, other=0.0)
+        theirs = tl.load(place + spots, mask=kept, other=0.0)
         if edge:
             at = tl.arange(0, form.BD)[:, None] * form.N + columns[None, :]
             inside = (tl.arange(0, form.BD) < form.D)[:, None] & (columns < form.N)[None, :]
             both = tl.load(marks + at, mask=inside, other=0.0) * state
             carry = tl.sum(both, 0) if form.GATE == 2 else tl.sum(tl.sum(both, 0), 0)
         apart = theirs - mine
-        found = tl.cumsum(apart, 0, reverse=True) + (carry[None, :] if form.GATE == 2 else carry)
-        if form.SHIFT:
-            found -= theirs
-        tl.store(spots, found, mask=kept)
+        steps = apart
+        if form.SHIFT:  # a row's own gate follows its read of the state: q dq counts from the next row on
+            later = kept & (rows < here - 1)[:, None] & (tl.arange(0, form.C) < form.C - 1)[:, None]
+            steps = tl.load(place + spots + gradient.sums_token, mask=later, other=0.0) - mine
+        found = tl.cumsum(steps, 0, reverse=True) + (carry[None, :] if form.GATE == 2 else carry)
+        tl.store(into + spots, found, mask=kept)
         carry += tl.sum(apart, 0)
     return carry
 
@@ -248,7 +259,8 @@ def _scan(
     BD: tl.constexpr = form.BD
     BN: tl.constexpr = form.BN
     slices: tl.constexpr = (form.N + form.BN - 1) // form.BN
-    segment, columns = tl.program_id(0) // slices, tl.program_id(0) % slices * form.BN + tl.arange(0, form.BN)
+    segment, part = tl.program_id(0) // slices, tl.program_id(0) % slices
+    columns = part * form.BN + tl.arange(0, form.BN)
     pair = tl.program_id(1)
     n, h = pair // sequences.heads, pair % sequences.heads
     start, tokens = tl.cast(0, tl.int64), sequences.tokens
@@ -278,10 +290,10 @@ def _scan(
     from_g = from_a
     if form.GATE > 0:
         from_g = _place(gate, n, h, sequences.ends, start)
-    mine, sums = from_a, None
+    mine, sums = from_a, start
     if gradient is not None:
         mine = _place(gradient, n, h, sequences.ends, start)
-        sums = gradient.sums + h.to(tl.int64) * gradient.sums_head + start * gradient.sums_token
+        sums = h.to(tl.int64) * gradient.sums_head + start * gradient.sums_token
         if sequences.ends is None:
             sums += n.to(tl.int64) * gradient.sums_batch
     up, down = (scale, 1.0) if form.REVERSE else (1.0, scale)
@@ -315,7 +327,7 @@ def _scan(
                 if not form.REVERSE and edge:
                     tl.store(states.marks + place + plain, other, mask=inside)
                 carry = _gate_sums(
-                    gradient, sums, rows, columns, end, own * found, state, states.marks + place, edge, carry, form
+                    gradient, gradient.sums + sums, gradient.into + sums, rows, columns, part, end, own * found, state, states.marks + place, edge, carry, form
                 )
                 if gradient.bonus is not None:
                     of_bonus += scale * tl.sum(own * tc.to(tl.float32) * diagonal[:, None], 0)
@@ -330,8 +342,8 @@ def _scan(
         if form.GATE > 0:
             decay += tl.sum(g, 0)
     if gradient is not None and gradient.bonus is not None:
-        part = (segment.to(tl.int64) * tl.num_programs(1) + pair) * form.N
-        tl.store(gradient.bonus + part + columns, of_bonus, mask=columns < form.N)
+        spot = (segment.to(tl.int64) * tl.num_programs(1) + pair) * form.N
+        tl.store(gradient.bonus + spot + columns, of_bonus, mask=columns < form.N)
     if not OUT:
         tl.store(ours + plain, state, mask=inside)
         if form.GATE > 0:
