@@ -21,6 +21,7 @@ def check(
 
     keys: q and k by name, (B, T, H, K). v: its name and value, (B, T, HV, V). gates: tensors by name, with the forms
     they may have, such as "BTHK", whose letters are those sizes. given: a `Given`."""
+    dense_only(name, [*keys.values(), v[1], *[t for t, _ in gates.values()], *given])
     wrong = _fault(keys, v, gates, given)
     if wrong:
         raise RidgelineError(f"{name}: {wrong}")
@@ -32,7 +33,6 @@ def _fault(keys: dict[str, Any], v: tuple[str, Any], gates: dict[str, Any], give
     for name, t in (named | optional).items():
         if not isinstance(t, torch.Tensor) and (t is not None or name in named):
             return f"{name} must be a tensor, but is {type(t).__name__}"
-    dense_only("recurrent", [*named.values(), *optional.values()])
     (qn, q), vn, value = next(iter(keys.items())), *v
     for name, t in [*keys.items(), v]:
         if t.dtype != q.dtype or t.dtype not in FLOATS:
@@ -43,7 +43,8 @@ def _fault(keys: dict[str, Any], v: tuple[str, Any], gates: dict[str, Any], give
         if not 1 <= t.shape[3] <= MOST:
             return f"{name} must have 1 to {MOST} columns, but has {t.shape[3]}"
     if any(t.shape != q.shape for t in keys.values()):
-        return f"{' and '.join(keys)} must have one shape, but are {' and '.join(str(tuple(t.shape)) for t in keys.values())}"  # noqa: E501
+        shapes = " and ".join(str(tuple(t.shape)) for t in keys.values())
+        return f"{' and '.join(keys)} must have one shape, but are {shapes}"
     if not q.shape[2] or value.shape[2] % q.shape[2]:
         return f"{vn} must have a multiple of {qn}'s heads, but has {value.shape[2]} for {q.shape[2]}"
     for name, t in named.items():

@@ -95,7 +95,7 @@ def scan(call: Call, one: Pass) -> None:
         starts = torch.empty((count, N * HV, D, width), **fresh)
         decays = torch.empty((count, N * HV, D if one.inside else width), **fresh) if call.gate else None
     row, column = (width, 1) if one.inside else (1, D)  # dq and dk hold the state with v's columns as rows
-    states = States(one.first, one.last, row, column, one.marks, starts, decays)
+    states = States(starts, one.first, one.last, row, column, one.marks, decays)
     gradient = None
     if one.sums is not None and one.own is not None:
         if one.bonus is not None:

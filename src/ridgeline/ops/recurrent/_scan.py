@@ -38,12 +38,12 @@ class Rows(NamedTuple):
 class States(NamedTuple):
     """States (sequences * heads, ...) in float32; steps of a state's rows and columns."""
 
+    starts: Any  # states before each segment, (segments, sequences * heads, D, N); None for one segment
     first: Any  # the scan begins with it; None for zeros
     last: Any  # written at the end, or None
     row: Any
     column: Any
     marks: Any  # states after every MARK chunks, (sequences * heads, marks, D, N), or None
-    starts: Any  # states before each segment, (segments, sequences * heads, D, N); None for one segment
     decays: Any  # sums of the gates in each segment
 
 
@@ -374,7 +374,7 @@ def _chain(states, segments, form: tl.constexpr):
     channels = depth if form.INSIDE else columns
     most: tl.constexpr = form.D if form.INSIDE else form.N
     for step in range(segments):
-        segment = (segments - 1 - step if form.REVERSE else step).to(tl.int64)
+        segment = tl.cast(segments - 1 - step if form.REVERSE else step, tl.int64)
         at = states.starts + segment * tl.num_programs(1) * (form.D * form.N) + whole + plain
         made = tl.load(at, mask=inside, other=0.0)
         tl.store(at, state, mask=inside)
