@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from itertools import pairwise
 from typing import Any
 
 import pytest
@@ -85,13 +86,15 @@ def test_packed_sequences_equal_separate_ones(kind: str, device: str) -> None:
     )
     close(packed, exact(function, args, state, cu_seqlens=torch.tensor(ends, dtype=torch.int32, device=device)))
     cut = [n for n, a in enumerate(args) if a.dim() > 2]
-    for n, (start, end) in enumerate(zip(ends, ends[1:], strict=False)):
+    for n, (start, end) in enumerate(pairwise(ends)):
         if start < end:
             own = [a[:, start:end] if i in cut else a for i, a in enumerate(args)]
             o, last = function(*own, initial_state=state[n : n + 1], return_state=True, impl="triton")
-            assert torch.equal(o, packed[0][:, start:end]) and torch.equal(last[0], packed[1][n])
+            assert torch.equal(o, packed[0][:, start:end])
+            assert torch.equal(last[0], packed[1][n])
         else:
-            assert torch.equal(packed[1][n], state[n]) and packed[-1][n].isfinite().all()
+            assert torch.equal(packed[1][n], state[n])
+            assert packed[-1][n].isfinite().all()
 
 
 @pytest.mark.parametrize("kind", KINDS)

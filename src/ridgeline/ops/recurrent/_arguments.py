@@ -43,8 +43,8 @@ def _fault(keys: dict[str, Any], v: tuple[str, Any], gates: dict[str, Any], give
         if not 1 <= t.shape[3] <= MOST:
             return f"{name} must have 1 to {MOST} columns, but has {t.shape[3]}"
     if any(t.shape != q.shape for t in keys.values()):
-        shapes = " and ".join(str(tuple(t.shape)) for t in keys.values())
-        return f"{' and '.join(keys)} must have one shape, but are {shapes}"
+        both = " and ".join(str(tuple(t.shape)) for t in keys.values())
+        return f"{' and '.join(keys)} must have one shape, but are {both}"
     if not q.shape[2] or value.shape[2] % q.shape[2]:
         return f"{vn} must have a multiple of {qn}'s heads, but has {value.shape[2]} for {q.shape[2]}"
     for name, t in named.items():
@@ -54,7 +54,7 @@ def _fault(keys: dict[str, Any], v: tuple[str, Any], gates: dict[str, Any], give
             return f"the last dimension of {name} must be contiguous (stride 1), but has stride {t.stride(-1)}"
     sizes = dict(zip("BTHKRV", (*q.shape, *value.shape[2:]), strict=True))  # R: v's heads
     for name, (t, forms) in gates.items():
-        shapes = [tuple(sizes[letter] for letter in form) for form in forms]
+        shapes: list[Any] = [tuple(sizes[letter] for letter in form) for form in forms]
         if not t.is_floating_point() or tuple(t.shape) not in shapes:
             accepted = " or ".join(map(str, shapes))
             return f"{name} must be {accepted} in a floating-point dtype, but is {t.dtype} {tuple(t.shape)}"
@@ -68,7 +68,9 @@ def _state_fault(q: torch.Tensor, v: torch.Tensor, given: Any) -> str | None:
     sequences = q.shape[0]
     if ends is not None:
         if ends.dtype != torch.int32 or ends.dim() != 1 or not ends.numel() or ends.device != q.device:
-            return f"cu_seqlens must be (sequences + 1,) in int32 on {q.device}, but is {ends.dtype} {tuple(ends.shape)}"
+            return (
+                f"cu_seqlens must be (sequences + 1,) in int32 on {q.device}, but is {ends.dtype} {tuple(ends.shape)}"
+            )
         if q.shape[0] != 1:
             return f"packed sequences need a batch of 1, but it is {q.shape[0]}"
         sequences = ends.numel() - 1

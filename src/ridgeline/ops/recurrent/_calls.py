@@ -56,7 +56,7 @@ def recurrence(
             rows.append(((S if seen is None else seen) * many[0][b, t, :, :, None]).sum(1))
         outputs.append(torch.stack(rows) if rows else v.new_zeros((0, *v.shape[2:]), dtype=wide))
         last.append(S)
-    o = (torch.stack(outputs) if ends is None and outputs else torch.cat(outputs)[None] if outputs else v.to(wide))
+    o = torch.stack(outputs) if ends is None and outputs else torch.cat(outputs)[None] if outputs else v.to(wide)
     state = torch.stack(last) if last else v.new_zeros((0, HV, q.shape[3], v.shape[3]), dtype=wide)
     return finished((o * scale).to(q.dtype), state, given)
 
@@ -101,7 +101,8 @@ def engine(name: str) -> Callable[..., Any]:
         return o, last
 
     @kernel_op(
-        f"{name}_bwd(Tensor do, Tensor? dlast, {_INPUTS}, str? impl) -> (Tensor, Tensor, Tensor, Tensor, Tensor, Tensor)"
+        f"{name}_bwd(Tensor do, Tensor? dlast, {_INPUTS}, str? impl) -> "
+        "(Tensor, Tensor, Tensor, Tensor, Tensor, Tensor)"
     )
     def backward(
         do: torch.Tensor, dlast: Maybe, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, g: Maybe, u: Maybe,

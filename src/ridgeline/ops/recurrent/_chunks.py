@@ -37,7 +37,8 @@ class Call(NamedTuple):
         return self.q.shape[0] if self.ends is None else self.ends.numel() - 1
 
     def rows(self, t: torch.Tensor) -> Rows:
-        return Rows(t, *t.stride()[:3], max(self.v.shape[2] // max(t.shape[2], 1), 1))
+        batch, token, head = t.stride()[:3]
+        return Rows(t, batch, token, head, max(self.v.shape[2] // max(t.shape[2], 1), 1))
 
 
 class Pass(NamedTuple):
@@ -63,7 +64,9 @@ def tiles(gpu: device.Device, dtype: torch.dtype, gate: int, D: int, N: int) -> 
     BD, BN = (max(16, triton.next_power_of_2(n)) for n in (D, N))
     if gpu.backend == "cpu":  # the interpreter: several chunks and marks of few tokens
         return min(BN, 32), 16, 4, 1, 1 if dtype == torch.float32 else 2
-    if dtype == torch.float32 or gpu.shared_memory < 128 << 10:
+    if dtype == torch.float32:  # short chunks, each with a mark: the gate's gradient then is as exact as the rest
+        return min(BN, 32), 16, 4, 1, 1
+    if gpu.shared_memory < 128 << 10:
         return min(BN, 32), 32, 4, 1, 16
     if gate == 2:
         return min(BN, 64 if BD <= 128 else 32), 32, 8, 1, 16
@@ -73,9 +76,9 @@ def tiles(gpu: device.Device, dtype: torch.dtype, gate: int, D: int, N: int) -> 
 
 def segments(gpu: device.Device, programs: int, tokens: int, unit: int) -> tuple[int, int]:
     """Returns how many segments a sequence has, and their tokens: more than one only if programs leave units idle."""
-    count = max(min(gpu.multiprocessors // max(programs, 1), -(-tokens // unit)), 1)
-    length = -(-(-(-tokens // count)) // unit) * unit
-    return max(-(-tokens // max(length, 1)), 1), max(length, unit)
+    count = max(min(gpu.multiprocessors // max(programs, 1), triton.cdiv(tokens, unit)), 1)
+    length = triton.cdiv(triton.cdiv(tokens, count), unit) * unit
+    return max(triton.cdiv(tokens, max(length, 1)), 1), max(length, unit)
 
 
 def scan(call: Call, one: Pass) -> None:
@@ -89,7 +92,7 @@ def scan(call: Call, one: Pass) -> None:
         D, width, max(16, triton.next_power_of_2(D)), BN, C, C.bit_length() - 1, call.gate, one.inside, one.reverse,
         call.u is not None, mark, one.a.dtype == torch.float32, call.precision,
     )  # fmt: skip
-    fresh = {"dtype": torch.float32, "device": one.a.device}
+    fresh: dict[str, Any] = {"dtype": torch.float32, "device": one.a.device}
     starts = decays = partial = None
     if count > 1:
         starts = torch.empty((count, N * HV, D, width), **fresh)
@@ -100,7 +103,8 @@ def scan(call: Call, one: Pass) -> None:
     if one.sums is not None and one.own is not None:
         if one.bonus is not None:
             partial = torch.empty((count * N, HV, width), **fresh)
-        gradient = Gradient(*call.rows(one.own), one.sums, one.into, *one.sums.stride()[:3], partial)
+        of = one.sums.stride()
+        gradient = Gradient(*call.rows(one.own), one.sums, one.into, of[0], of[1], of[2], partial)
     marks = 1 if one.marks is None else one.marks.shape[1]
     where = Sequences(call.ends, T, HV, length, count, marks)
     gate = None if call.g is None else call.rows(call.g)
@@ -112,7 +116,6 @@ def scan(call: Call, one: Pass) -> None:
     launch(_scan, (count * slices, N * HV), *args, states, gradient, where, call.scale, **facts, OUT=True)
     if partial is not None and one.bonus is not None:
         torch.sum(partial, 0, out=one.bonus)
-
 
 
 def fwd(o: torch.Tensor, last: torch.Tensor, *inputs: Any) -> None:

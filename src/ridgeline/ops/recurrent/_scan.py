@@ -8,8 +8,8 @@ over j <= i (o from q, k, v; dq from do, v, k), or with time reversed over j >= 
 A program keeps the state, the sum over all earlier chunks, in registers in float32, and takes a chunk at a time.
 A gate per channel weighs the channels of a and b (o, dv), or those of c and out (dq, dk).
 
-No factor exceeds 1. A scalar gate is a matrix of e^(G_i - G_j). For gates per channel a chunk is halved again and again:
-at a level with blocks of n rows, rows of a right block see columns of the left block beside it, with the factors
+No factor exceeds 1. A scalar gate is a matrix of e^(G_i - G_j). For gates per channel a chunk is halved again and
+again: at a level with blocks of n rows, rows of a right block see columns of the left block beside it, with the factors
 e^(decay since the block's edge) and e^(decay until the edge). So the exponents are sums of gates, never differences.
 The gradient of a gate is a suffix sum of q dq - k dk; it starts anew every few chunks from <state, its gradient>, so
 that roundings do not add up over time.
@@ -198,19 +198,21 @@ def _across(state, a, b, c, g, before, after, up, down, form: tl.constexpr):
     left, right = a, c
     late, soon, whole = 1.0, 1.0, 1.0
     if form.GATE > 0:
-        late, soon = (_exp(after, form), _exp(before, form)) if form.REVERSE else (_exp(before, form), _exp(after, form))
+        late, soon = (
+            (_exp(after, form), _exp(before, form)) if form.REVERSE else (_exp(before, form), _exp(after, form))
+        )
         whole = _exp(tl.sum(g, 0), form)
     if form.GATE == 1:
-        late = late[:, None]
-        right = (c * soon[:, None]).to(c.dtype)
+        late = late[:, None]  # type: ignore[index]
+        right = (c * soon[:, None]).to(c.dtype)  # type: ignore[index]
     elif form.GATE == 2 and form.INSIDE:
         left = (a * late).to(a.dtype)
         late = 1.0
         b = (b * soon).to(b.dtype)
-        whole = whole[:, None]
+        whole = whole[:, None]  # type: ignore[index]
     elif form.GATE == 2:
         right = (c * soon).to(c.dtype)
-        whole = whole[None, :]
+        whole = whole[None, :]  # type: ignore[index]
     out = late * tl.dot(left, state.to(a.dtype), input_precision=form.PRECISION)
     new = tl.dot(tl.trans(b), right, input_precision=form.PRECISION)
     return out * down, state * whole + up * new
@@ -327,7 +329,19 @@ def _scan(
                 if not form.REVERSE and edge:
                     tl.store(states.marks + place + plain, other, mask=inside)
                 carry = _gate_sums(
-                    gradient, gradient.sums + sums, gradient.into + sums, rows, columns, part, end, own * found, state, states.marks + place, edge, carry, form
+                    gradient,
+                    gradient.sums + sums,
+                    gradient.into + sums,
+                    rows,
+                    columns,
+                    part,
+                    end,
+                    own * found,
+                    state,
+                    states.marks + place,
+                    edge,
+                    carry,
+                    form,
                 )
                 if gradient.bonus is not None:
                     of_bonus += scale * tl.sum(own * tc.to(tl.float32) * diagonal[:, None], 0)

@@ -30,10 +30,12 @@ def reference(
 
 def gated_linear_attention(
     q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, g: torch.Tensor, *, initial_state: Maybe = None,
-    return_state: bool = False, cu_seqlens: Maybe = None, inplace: bool = False, scale: float | None = None, impl: str | None = None,
+    return_state: bool = False, cu_seqlens: Maybe = None, inplace: bool = False, scale: float | None = None,
+    impl: str | None = None,
 ) -> torch.Tensor | tuple[torch.Tensor, torch.Tensor]:  # fmt: skip
-    """Returns linear attention whose state decays by a gate: o, (B, T, HV, V). Gradients flow to every floating-point argument.
+    """Returns linear attention whose state decays by a gate: o, (B, T, HV, V).
 
+    Gradients flow to every floating-point argument.
     q, k: (B, T, H, K); v: (B, T, HV, V), HV a multiple of H; float32, float16 or bfloat16, any strides whose last is 1;
     K and V from 1 to 256. Value head h uses head h // (HV / H) of q and k.
     g: (B, T, H) or (B, T, H, K): the logarithm of the decay, at most 0, in any floating-point dtype.

@@ -30,7 +30,8 @@ def reference(
 
 def rwkv6(
     r: torch.Tensor, k: torch.Tensor, v: torch.Tensor, w: torch.Tensor, u: torch.Tensor, *, initial_state: Maybe = None,
-    return_state: bool = False, cu_seqlens: Maybe = None, inplace: bool = False, scale: float | None = None, impl: str | None = None,
+    return_state: bool = False, cu_seqlens: Maybe = None, inplace: bool = False, scale: float | None = None,
+    impl: str | None = None,
 ) -> torch.Tensor | tuple[torch.Tensor, torch.Tensor]:  # fmt: skip
     """Returns RWKV-6's time mixing: o, (B, T, HV, V). Gradients flow to every floating-point argument.
 

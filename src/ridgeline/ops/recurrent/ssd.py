@@ -58,7 +58,7 @@ def reference(
         return recurrence(C.to(wide), B.to(wide), v, g, None, given, factor)
 
     found = _ssd(run, wide, x, dt, A, D, z, dt_bias, dt_softplus)
-    return finished(*found, Given(initial_state, return_state, cu_seqlens, inplace, scale))
+    return finished(found[0], found[1], Given(initial_state, return_state, cu_seqlens, inplace, scale))
 
 
 def ssd(
@@ -92,7 +92,7 @@ def ssd(
         lambda v, g: served(OP, through, impl, C, B, v, g, None, given, factor), x.dtype, x, dt, A, D, z, dt_bias,
         dt_softplus,
     )  # fmt: skip
-    return finished(*found, Given(initial_state, return_state, cu_seqlens, inplace, scale))
+    return finished(found[0], found[1], Given(initial_state, return_state, cu_seqlens, inplace, scale))
 
 
 def cost(
@@ -116,9 +116,10 @@ class Negative(Spec):
         return (-made.detach().sigmoid() * 2).to(made.dtype).requires_grad_(made.requires_grad)
 
 
+_rates = Negative(4, grad=False)  # few sums of many terms that cancel: tests/test_recurrent.py has their gradient
 CASES = [
-    Case("2x37x4x12, 2 groups of 8", (Spec(2, 37, 4, 12), Spec(2, 37, 4), Negative(4, grad=False), *(Spec(2, 37, 2, 8),) * 2)),
-    Case("2x18x4x12, 1 group of 8, all", (Spec(2, 18, 4, 12), Spec(2, 18, 4), Negative(4, grad=False), *(Spec(2, 18, 1, 8),) * 2),
+    Case("2x37x4x12, 2 groups of 8", (Spec(2, 37, 4, 12), Spec(2, 37, 4), _rates, *(Spec(2, 37, 2, 8),) * 2)),
+    Case("2x18x4x12, 1 group of 8, all", (Spec(2, 18, 4, 12), Spec(2, 18, 4), _rates, *(Spec(2, 18, 1, 8),) * 2),
          {"D": Spec(4, grad=False), "z": Spec(2, 18, 4, 12, grad=False), "dt_bias": Spec(4, grad=False),
           "return_state": True}),
     Case("1x48x2x16", (Spec(1, 48, 2, 16), Spec(1, 48, 2), Negative(2), *(Spec(1, 48, 1, 16),) * 2), {}, ("float32",),
