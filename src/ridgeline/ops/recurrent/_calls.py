@@ -58,7 +58,32 @@ def recurrence(
         last.append(S)
     o = torch.stack(outputs) if ends is None and outputs else torch.cat(outputs)[None] if outputs else v.to(wide)
     state = torch.stack(last) if last else v.new_zeros((0, HV, q.shape[3], v.shape[3]), dtype=wide)
+    if not o.numel():  # a gradient of nothing is zero for every argument
+        o = o + sum((t.sum() * 0 for t in (q, k, v, g, u) if t is not None), start=o.new_zeros(()))
     return finished((o * scale).to(q.dtype), state, given)
+
+
+@torch.compiler.assume_constant_result  # torch.compile guards on the setting
+def precision() -> str:
+    """Returns the precision of float32 products, by PyTorch's setting."""
+    return "ieee" if torch.get_float32_matmul_precision() == "highest" else "tf32"
+
+
+def pairs(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, g: Maybe, given: Given, scale: float) -> Any:
+    """All pairs of tokens at once, as attention without its softmax; a gate per token or none, no packed sequences."""
+    wide, shared = torch.promote_types(q.dtype, torch.float32), v.shape[2] // max(q.shape[2], 1)
+    q, k, v = (t.to(wide).transpose(1, 2) for t in (q, k, v))
+    q, k = (t.repeat_interleave(shared, 1) for t in (q, k))
+    T = q.shape[2]
+    G = torch.zeros_like(v[..., 0]) if g is None else g.to(wide).transpose(1, 2).cumsum(2)
+    seen = torch.ones(T, T, dtype=torch.bool, device=q.device).tril()
+    weights = (G[..., None] - G[..., None, :]).masked_fill(~seen, -torch.inf).exp()
+    o = (q @ k.mT * weights) @ v
+    last = (k * (G[..., -1:] - G).exp()[..., None]).mT @ v
+    if given.initial_state is not None:
+        first = given.initial_state.to(wide)
+        o, last = o + q * G.exp()[..., None] @ first, last + first * G[..., -1].exp()[..., None, None]
+    return finished((o * scale).transpose(1, 2), last, given)
 
 
 def finished(o: torch.Tensor, state: torch.Tensor, given: Given) -> Any:
@@ -156,13 +181,12 @@ def served(op: Op, through: Any, impl: str | None, q: Any, k: Any, v: Any, g: Ma
     plain = eager(op, impl, q, k, v)
     if plain is not None:
         return recurrence(q, k, v, g, u, given, scale)
-    precision = "ieee" if torch.get_float32_matmul_precision() == "highest" else "tf32"
     first = given.initial_state
     first = first if first is None or first.is_contiguous() else first.contiguous()
     if g is not None and g.dim() == 4 and g.stride(-1) != 1:
         g = g.contiguous()
     u = u if u is None or u.is_contiguous() else u.contiguous()
-    o, state = through(q, k, v, g, u, first, given.cu_seqlens, scale, precision, impl)
+    o, state = through(q, k, v, g, u, first, given.cu_seqlens, scale, precision(), impl)
     return finished(o, state, given)
 
 

@@ -9,7 +9,7 @@ import triton
 
 from ridgeline import device
 from ridgeline.boundary import launch
-from ridgeline.ops.recurrent._scan import Form, Gradient, Rows, Sequences, States, _chain, _scan
+from ridgeline.ops.recurrent._scan import Form, Gradient, Rows, Sequences, States, chain_segments, scan_chunks
 
 MOST = 256  # columns of q, k and v
 Maybe = torch.Tensor | None
@@ -111,9 +111,9 @@ def scan(call: Call, one: Pass) -> None:
     args = *(call.rows(t) for t in (one.a, one.b, one.c, one.out)), gate, call.u
     facts: dict[str, Any] = {"form": form, "num_warps": warps, "num_stages": stages}
     if starts is not None:
-        launch(_scan, (count * slices, N * HV), *args, states, None, where, call.scale, **facts, OUT=False)
-        launch(_chain, (slices, N * HV), states, count, **facts)
-    launch(_scan, (count * slices, N * HV), *args, states, gradient, where, call.scale, **facts, OUT=True)
+        launch(scan_chunks, (count * slices, N * HV), *args, states, None, where, call.scale, **facts, OUT=False)
+        launch(chain_segments, (slices, N * HV), states, count, **facts)
+    launch(scan_chunks, (count * slices, N * HV), *args, states, gradient, where, call.scale, **facts, OUT=True)
     if partial is not None and one.bonus is not None:
         torch.sum(partial, 0, out=one.bonus)
 

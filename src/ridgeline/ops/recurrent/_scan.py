@@ -220,11 +220,12 @@ def _across(state, a, b, c, g, before, after, up, down, form: tl.constexpr):
 
 @triton.jit
 def _gate_sums(
-    gradient, place, into, rows, columns, part, here, mine, state, marks, edge, carry, form: tl.constexpr
+    gradient, places, rows, columns, part, here, mine, state, edge, carry, form: tl.constexpr
 ):  # fmt: skip
     """Forward: writes q dq. Reversed: reads them and writes the gate's gradient. Returns what later chunks add.
 
     mine: q dq or k dk of this chunk. marks: the state after this chunk, where it was kept."""
+    place, into, marks = places
     if form.GATE == 1:
         spots = rows.to(tl.int64) * gradient.sums_token + part
         mine = tl.sum(mine, 1)
@@ -253,22 +254,72 @@ def _gate_sums(
 
 
 @triton.jit
-def _scan(
+def _span(sequences, n):
+    """Where a sequence begins, and its tokens."""
+    start, tokens = tl.cast(0, tl.int64), sequences.tokens
+    if sequences.ends is not None:
+        start = tl.load(sequences.ends + n).to(tl.int64)
+        tokens = (tl.load(sequences.ends + n + 1) - start).to(tl.int32)
+    return start, tokens
+
+
+@triton.jit
+def _gates(gate, place, rows, channels, end, form: tl.constexpr):
+    """The gates of a chunk in float32: for each row, or row and channel."""
+    C: tl.constexpr = form.C
+    g = tl.zeros([C], tl.float32)
+    if form.GATE == 1:
+        g = tl.load(place + rows.to(tl.int64) * gate.token, mask=rows < end, other=0.0).to(tl.float32)
+    elif form.GATE == 2:
+        g = _tile(place, gate.token, rows, channels, end, form.D if form.INSIDE else form.N).to(tl.float32)
+    return g
+
+
+@triton.jit
+def _first(states, given, segment, ours, inside, form: tl.constexpr, OUT: tl.constexpr):
+    """The state before a segment."""
+    BD: tl.constexpr = form.BD
+    BN: tl.constexpr = form.BN
+    state = tl.zeros([BD, BN], tl.float32)
+    if states.starts is not None:
+        if OUT:
+            at = states.starts + segment.to(tl.int64) * tl.num_programs(1) * (form.D * form.N) + ours
+            state = tl.load(at, mask=inside, other=0.0)
+    elif states.first is not None:
+        state = tl.load(states.first + given, mask=inside, other=0.0)
+    return state
+
+
+@triton.jit
+def _finish(
+    states, state, decay, given, segment, ours, inside, channels, form: tl.constexpr, OUT: tl.constexpr
+):  # fmt: skip
+    """Writes the last state, or without OUT what a segment makes from zero and its decay."""
+    if not OUT:
+        at = states.starts + segment.to(tl.int64) * tl.num_programs(1) * (form.D * form.N) + ours
+        tl.store(at, state, mask=inside)
+        spot = segment.to(tl.int64) * tl.num_programs(1) + tl.program_id(1)
+        if form.GATE == 2:
+            most: tl.constexpr = form.D if form.INSIDE else form.N
+            tl.store(states.decays + spot * most + channels, decay, mask=channels < most)
+        elif form.GATE == 1:
+            tl.store(states.decays + spot, decay)
+    elif states.last is not None and states.starts is None:
+        tl.store(states.last + given, state, mask=inside)
+
+
+@triton.jit
+def scan_chunks(
     a, b, c, out, gate, bonus, states, gradient, sequences, scale, form: tl.constexpr, OUT: tl.constexpr
 ):  # fmt: skip
     """A segment of a sequence and head, and BN columns. Without OUT only the state after it is written."""
-    C: tl.constexpr = form.C
-    BD: tl.constexpr = form.BD
     BN: tl.constexpr = form.BN
     slices: tl.constexpr = (form.N + form.BN - 1) // form.BN
     segment, part = tl.program_id(0) // slices, tl.program_id(0) % slices
     columns = part * form.BN + tl.arange(0, form.BN)
     pair = tl.program_id(1)
     n, h = pair // sequences.heads, pair % sequences.heads
-    start, tokens = tl.cast(0, tl.int64), sequences.tokens
-    if sequences.ends is not None:
-        start = tl.load(sequences.ends + n).to(tl.int64)
-        tokens = (tl.load(sequences.ends + n + 1) - start).to(tl.int32)
+    start, tokens = _span(sequences, n)
     depth, inner = tl.arange(0, form.BD), tl.arange(0, form.C)
     wide: tl.constexpr = form.BD if form.INSIDE else form.BN
     channels = depth if form.INSIDE else columns
@@ -276,14 +327,8 @@ def _scan(
     inside = (depth < form.D)[:, None] & (columns < form.N)[None, :]
     plain = depth[:, None] * form.N + columns[None, :]  # in a buffer of ours
     whole = pair.to(tl.int64) * (form.D * form.N)
-    state = tl.zeros([BD, BN], tl.float32)
-    if states.starts is not None:
-        ours = states.starts + segment.to(tl.int64) * tl.num_programs(1) * (form.D * form.N) + whole
-        if OUT:
-            state = tl.load(ours + plain, mask=inside, other=0.0)
-    elif states.first is not None:
-        at = states.first + whole + depth[:, None] * states.row + columns[None, :] * states.column
-        state = tl.load(at, mask=inside, other=0.0)
+    given = whole + depth[:, None] * states.row + columns[None, :] * states.column
+    state = _first(states, given, segment, whole + plain, inside, form, OUT)
     u = None
     if bonus is not None:
         u = tl.load(bonus + h // gate.group * most + channels, mask=channels < most, other=0.0).to(tl.float32)
@@ -309,11 +354,7 @@ def _scan(
         rows = first + inner
         ta, tb = _tile(from_a, a.token, rows, depth, end, form.D), _tile(from_b, b.token, rows, depth, end, form.D)
         tc = _tile(from_c, c.token, rows, columns, end, form.N)
-        g = tl.zeros([C], tl.float32)
-        if form.GATE == 1:
-            g = tl.load(from_g + rows.to(tl.int64) * gate.token, mask=rows < end, other=0.0).to(tl.float32)
-        elif form.GATE == 2:
-            g = _tile(from_g, gate.token, rows, channels, end, most).to(tl.float32)
+        g = _gates(gate, from_g, rows, channels, end, form)
         if form.GATE == 2:
             found, diagonal, before, after = _by_halves(ta, tb, tc, g, u, form)
         else:
@@ -328,21 +369,10 @@ def _scan(
                 place = (pair.to(tl.int64) * sequences.marks + index // form.MARK) * (form.D * form.N)
                 if not form.REVERSE and edge:
                     tl.store(states.marks + place + plain, other, mask=inside)
+                at = gradient.sums + sums, gradient.into + sums, states.marks + place
                 carry = _gate_sums(
-                    gradient,
-                    gradient.sums + sums,
-                    gradient.into + sums,
-                    rows,
-                    columns,
-                    part,
-                    end,
-                    own * found,
-                    state,
-                    states.marks + place,
-                    edge,
-                    carry,
-                    form,
-                )
+                    gradient, at, rows, columns, part, end, own * found, state, edge, carry, form
+                )  # fmt: skip
                 if gradient.bonus is not None:
                     of_bonus += scale * tl.sum(own * tc.to(tl.float32) * diagonal[:, None], 0)
             if form.GATE == 2:
@@ -358,21 +388,11 @@ def _scan(
     if gradient is not None and gradient.bonus is not None:
         spot = (segment.to(tl.int64) * tl.num_programs(1) + pair) * form.N
         tl.store(gradient.bonus + spot + columns, of_bonus, mask=columns < form.N)
-    if not OUT:
-        tl.store(ours + plain, state, mask=inside)
-        if form.GATE > 0:
-            at = (segment.to(tl.int64) * tl.num_programs(1) + pair) * (most if form.GATE == 2 else 1)
-            if form.GATE == 2:
-                tl.store(states.decays + at + channels, decay, mask=channels < most)
-            else:
-                tl.store(states.decays + at, decay)
-    elif states.last is not None and states.starts is None:
-        at = states.last + whole + depth[:, None] * states.row + columns[None, :] * states.column
-        tl.store(at, state, mask=inside)
+    _finish(states, state, decay, given, segment, whole + plain, inside, channels, form, OUT)
 
 
 @triton.jit
-def _chain(states, segments, form: tl.constexpr):
+def chain_segments(states, segments, form: tl.constexpr):
     """Turns the states that segments make from zero into the states before them, in order, and writes the last one."""
     BD: tl.constexpr = form.BD
     BN: tl.constexpr = form.BN

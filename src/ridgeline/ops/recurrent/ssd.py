@@ -23,6 +23,7 @@ from ridgeline.ops.recurrent._calls import (
     counted,
     engine,
     finished,
+    pairs,
     recurrence,
     served,
 )
@@ -95,6 +96,20 @@ def ssd(
     return finished(found[0], found[1], Given(initial_state, return_state, cu_seqlens, inplace, scale))
 
 
+def _pairs(
+    x: torch.Tensor, dt: torch.Tensor, A: torch.Tensor, B: torch.Tensor, C: torch.Tensor, *, D: Maybe = None,
+    z: Maybe = None, dt_bias: Maybe = None, dt_softplus: bool = True, initial_state: Maybe = None,
+    return_state: bool = False, cu_seqlens: Maybe = None, inplace: bool = False, scale: float | None = None,
+) -> Any:  # fmt: skip
+    given = Given(initial_state, True, None, False, scale)
+
+    def run(v: torch.Tensor, g: torch.Tensor) -> Any:
+        return pairs(C, B, v, g, given, 1.0 if scale is None else float(scale))
+
+    found = _ssd(run, x.dtype, x, dt, A, D, z, dt_bias, dt_softplus)
+    return finished(found[0], found[1], Given(initial_state, return_state, cu_seqlens, inplace, scale))
+
+
 def cost(
     x: torch.Tensor, dt: torch.Tensor, A: torch.Tensor, B: torch.Tensor, C: torch.Tensor, *, D: Maybe = None,
     z: Maybe = None, **given: Any,
@@ -118,7 +133,7 @@ class Negative(Spec):
 
 _rates = Negative(4, grad=False)  # few sums of many terms that cancel: tests/test_recurrent.py has their gradient
 CASES = [
-    Case("2x37x4x12, 2 groups of 8", (Spec(2, 37, 4, 12), Spec(2, 37, 4), _rates, *(Spec(2, 37, 2, 8),) * 2)),
+    Case("3x37x4x12, 2 groups of 8", (Spec(3, 37, 4, 12), Spec(3, 37, 4), _rates, *(Spec(3, 37, 2, 8),) * 2)),
     Case("2x18x4x12, 1 group of 8, all", (Spec(2, 18, 4, 12), Spec(2, 18, 4), _rates, *(Spec(2, 18, 1, 8),) * 2),
          {"D": Spec(4, grad=False), "z": Spec(2, 18, 4, 12, grad=False), "dt_bias": Spec(4, grad=False),
           "return_state": True}),
@@ -137,4 +152,8 @@ OP = Op(
     cases=CASES,
 )
 OP.eager("naive", "the recurrence, a token at a time", reference, served=True)
+OP.eager(
+    "torch", "all pairs of tokens at once, as attention without softmax", _pairs,
+    supports=lambda *_, cu_seqlens=None, **__: "it takes no packed sequences" if cu_seqlens is not None else None,
+)  # fmt: skip
 OP.kernel("triton", IDEA, **KERNEL)
