@@ -29,9 +29,9 @@ def reference(
 
 
 def linear_attention(
-    q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, *, initial_state: Maybe = None,
-    return_state: bool = False, cu_seqlens: Maybe = None, inplace: bool = False, scale: float | None = None,
-    impl: str | None = None,
+    q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, *, initial_state: torch.Tensor | None = None, return_state:
+    bool = False, cu_seqlens: torch.Tensor | None = None, inplace: bool = False, scale: float | None = None, impl: str
+    | None = None,
 ) -> torch.Tensor | tuple[torch.Tensor, torch.Tensor]:  # fmt: skip
     """Returns causal linear attention: o, (B, T, HV, V). Gradients flow to every floating-point argument.
 
@@ -51,7 +51,7 @@ def linear_attention(
 
 
 CASES = [
-    Case("2x37x4x8/12", (Spec(2, 37, 4, 8), Spec(2, 37, 4, 8), Spec(2, 37, 4, 12))),
+    Case("2x19x1x8/12", (Spec(2, 19, 1, 8), Spec(2, 19, 1, 8), Spec(2, 19, 1, 12))),
     Case("2x18x2/4x8/12 states", (Spec(2, 18, 2, 8), Spec(2, 18, 2, 8), Spec(2, 18, 4, 12)),
          {"initial_state": Spec(2, 4, 8, 12, dtype="float32", grad=False), "return_state": True}),
     Case("1x64x2x16", (Spec(1, 64, 2, 16),) * 3, dtypes=("float32",), use="quick"),
