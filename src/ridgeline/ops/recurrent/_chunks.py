@@ -90,7 +90,8 @@ def scan(call: Call, one: Pass) -> None:
     count, length = segments(gpu, N * HV * slices, T, C * mark)
     form = Form(
         D, width, max(16, triton.next_power_of_2(D)), BN, C, C.bit_length() - 1, call.gate, one.inside, one.reverse,
-        call.u is not None, mark, one.a.dtype == torch.float32, call.precision,
+        call.u is not None, mark, one.a.dtype == torch.float32, call.precision, one.sums is not None,
+        one.bonus is not None,
     )  # fmt: skip
     fresh: dict[str, Any] = {"dtype": torch.float32, "device": one.a.device}
     starts = decays = partial = None

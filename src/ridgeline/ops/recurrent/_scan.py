@@ -88,6 +88,8 @@ class Form(NamedTuple):
     MARK: int  # chunks between marks
     SINGLE: bool  # float32 data
     PRECISION: str
+    GRADIENT: bool  # whether the gate has one
+    BONUS: bool  # whether du is summed
 
 
 @triton.jit
@@ -338,7 +340,7 @@ def scan_chunks(
     if form.GATE > 0:
         from_g = _place(gate, n, h, sequences.ends, start)
     mine, sums = from_a, start
-    if gradient is not None:
+    if OUT and form.GRADIENT:
         mine = _place(gradient, n, h, sequences.ends, start)
         sums = h.to(tl.int64) * gradient.sums_head + start * gradient.sums_token
         if sequences.ends is None:
@@ -362,7 +364,7 @@ def scan_chunks(
         beyond, other = _across(state, ta, tb, tc, g, before, after, up, down, form)
         if OUT:
             found = scale * found + beyond
-            if gradient is not None:
+            if OUT and form.GRADIENT:
                 own = _tile(mine, gradient.token, rows, columns, end, form.N).to(tl.float32)
                 index = first // form.C
                 edge = (index % form.MARK == form.MARK - 1) | (first + form.C >= tokens)
@@ -373,7 +375,7 @@ def scan_chunks(
                 carry = _gate_sums(
                     gradient, at, rows, columns, part, end, own * found, state, edge, carry, form
                 )  # fmt: skip
-                if gradient.bonus is not None:
+                if form.BONUS:
                     of_bonus += scale * tl.sum(own * tc.to(tl.float32) * diagonal[:, None], 0)
             if form.GATE == 2:
                 own_pair = scale * diagonal[:, None] * tc
@@ -385,7 +387,7 @@ def scan_chunks(
         state = other
         if form.GATE > 0:
             decay += tl.sum(g, 0)
-    if gradient is not None and gradient.bonus is not None:
+    if OUT and form.GRADIENT and form.BONUS:
         spot = (segment.to(tl.int64) * tl.num_programs(1) + pair) * form.N
         tl.store(gradient.bonus + spot + columns, of_bonus, mask=columns < form.N)
     _finish(states, state, decay, given, segment, whole + plain, inside, channels, form, OUT)
