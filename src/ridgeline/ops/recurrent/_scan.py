@@ -127,9 +127,10 @@ def _halves(g, level: tl.constexpr, C: tl.constexpr, W: tl.constexpr):
 
 
 @triton.jit
-def _by_matrix(a, b, c, g, form: tl.constexpr):
+def _by_matrix(a, b, c, g, own, form: tl.constexpr, CROSSING: tl.constexpr):
     """The part of a chunk's rows that comes from the chunk itself, with at most a gate per token, and each row's decay
-    since the chunk began and until it ends."""
+    since the chunk began and until it ends. With CROSSING also each gate's gradient from the chunk's own pairs: the sum
+    over pairs of an earlier row and this row or a later one."""
     C: tl.constexpr = form.C
     row = tl.arange(0, C)
     i, j = row[:, None], row[None, :]
@@ -150,7 +151,11 @@ def _by_matrix(a, b, c, g, form: tl.constexpr):
         scores *= _exp(tl.where(seen, apart, 0.0), form)
     scores = tl.where(seen, scores, 0.0)
     out = tl.dot(scores.to(c.dtype), c, input_precision=form.PRECISION)
-    return out, before, after
+    crossing = tl.zeros([C], tl.float32)
+    if CROSSING and form.REVERSE:  # rows are keys and columns queries
+        later = tl.cumsum(scores * tl.dot(own, tl.trans(c), input_precision=form.PRECISION), 1, reverse=True)
+        crossing = tl.sum(tl.where(i < j, later, 0.0), 0)
+    return out, before, after, crossing
 
 
 @triton.jit
@@ -222,11 +227,12 @@ def _across(state, a, b, c, g, before, after, up, down, form: tl.constexpr):
 
 @triton.jit
 def _gate_sums(
-    gradient, places, rows, columns, part, here, mine, state, edge, carry, form: tl.constexpr
+    gradient, places, rows, columns, part, here, mine, crossing, state, edge, carry, form: tl.constexpr
 ):  # fmt: skip
     """Forward: writes q dq. Reversed: reads them and writes the gate's gradient. Returns what later chunks add.
 
-    mine: q dq or k dk of this chunk. marks: the state after this chunk, where it was kept."""
+    mine: q dq or k dk of this chunk; with a gate per token without the chunk's own pairs, which `crossing` has.
+    marks: the state after this chunk, where it was kept."""
     place, into, marks = places
     if form.GATE == 1:
         spots = rows.to(tl.int64) * gradient.sums_token + part
@@ -250,6 +256,8 @@ def _gate_sums(
             later = kept & (rows < here - 1)[:, None] & (tl.arange(0, form.C) < form.C - 1)[:, None]
             steps = tl.load(place + spots + gradient.sums_token, mask=later, other=0.0) - mine
         found = tl.cumsum(steps, 0, reverse=True) + (carry[None, :] if form.GATE == 2 else carry)
+        if form.GATE == 1:
+            found += crossing
         tl.store(into + spots, found, mask=kept)
         carry += tl.sum(apart, 0)
     return carry
@@ -357,15 +365,19 @@ def scan_chunks(
         ta, tb = _tile(from_a, a.token, rows, depth, end, form.D), _tile(from_b, b.token, rows, depth, end, form.D)
         tc = _tile(from_c, c.token, rows, columns, end, form.N)
         g = _gates(gate, from_g, rows, channels, end, form)
+        own, crossing = tc, 0.0
+        if OUT and form.GRADIENT:
+            own = _tile(mine, gradient.token, rows, columns, end, form.N)
         if form.GATE == 2:
             found, diagonal, before, after = _by_halves(ta, tb, tc, g, u, form)
         else:
-            found, before, after = _by_matrix(ta, tb, tc, g, form)
+            found, before, after, crossing = _by_matrix(ta, tb, tc, g, own, form, OUT and form.GRADIENT)
         beyond, other = _across(state, ta, tb, tc, g, before, after, up, down, form)
         if OUT:
             found = scale * found + beyond
             if OUT and form.GRADIENT:
-                own = _tile(mine, gradient.token, rows, columns, end, form.N).to(tl.float32)
+                own = own.to(tl.float32)
+                theirs = own * (beyond if form.GATE == 1 else found)
                 index = first // form.C
                 edge = (index % form.MARK == form.MARK - 1) | (first + form.C >= tokens)
                 place = (pair.to(tl.int64) * sequences.marks + index // form.MARK) * (form.D * form.N)
@@ -373,7 +385,7 @@ def scan_chunks(
                     tl.store(states.marks + place + plain, other, mask=inside)
                 at = gradient.sums + sums, gradient.into + sums, states.marks + place
                 carry = _gate_sums(
-                    gradient, at, rows, columns, part, end, own * found, state, edge, carry, form
+                    gradient, at, rows, columns, part, end, theirs, scale * crossing, state, edge, carry, form
                 )  # fmt: skip
                 if form.BONUS:
                     of_bonus += scale * tl.sum(own * tc.to(tl.float32) * diagonal[:, None], 0)
