@@ -12,7 +12,7 @@ No factor exceeds 1. A scalar gate is a matrix of e^(G_i - G_j). For gates per c
 again: at a level with blocks of n rows, rows of a right block see columns of the left block beside it, with the factors
 e^(decay since the block's edge) and e^(decay until the edge). So the exponents are sums of gates, never differences.
 The gradient of a gate is a suffix sum of q dq - k dk; it starts anew every few chunks from <state, its gradient>, so
-that roundings do not add up over time.
+that roundings do not add up over time. With a gate per token a chunk's own pairs are summed apart: nothing cancels.
 """
 
 from __future__ import annotations

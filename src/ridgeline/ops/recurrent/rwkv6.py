@@ -61,7 +61,7 @@ class Decay(Spec):
 
 _small, _grouped, _large = Spec(2, 19, 1, 8), Spec(2, 18, 2, 8), Spec(8, 4096, 32, 64)
 _states = {"initial_state": Spec(2, 4, 8, 12, dtype="float32", grad=False), "return_state": True}
-# In float32 a gate's gradient, sums that cancel, may have 1.4 times the law's error: test_recurrent.py checks it.
+# In float32 w's gradient, sums that cancel, has up to 1.4 times the law's error: test_recurrent.py checks it.
 CASES = [
     Case("2x19x1x8/12", (_small, _small, Spec(2, 19, 1, 12), Decay(2, 19, 1, 8, grad=False), Spec(1, 8))),
     Case("2x18x2/4x8/12 states", (_grouped, _grouped, Spec(2, 18, 4, 12), Decay(2, 18, 2, 8), Spec(2, 8)), _states),
