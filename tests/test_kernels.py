@@ -162,6 +162,8 @@ REFUSED = {("fp8_matmul", "sm_80"), ("fp8_matmul", "sm_86")}  # no matrix units 
 CHECKS = 2  # small cases of an op, beside its benchmarks
 # Ops whose kernels take seconds each to compile: implementations share what is compiled.
 LARGE = ("attention", "attention_varlen")
+# Ops with one kernel in dozens of forms: one of each kind is compiled everywhere.
+MANY = ("linear_attention", "gated_linear_attention", "rwkv6", "ssd")
 FULL = "sm_90"  # what results are recorded of: all its kernels are compiled; elsewhere one of each kind
 NEWER = ("sm_120", "sm_86", "sm_89")  # one of them for each op, in turn
 OTHERS = ("sm_80", "sm_100", "gfx942")  # likewise, in the same turn
@@ -264,7 +266,7 @@ def kernels(implementation: Implementation, arch: str, every: bool) -> list[insp
     else:
         found = [*calls(implementation, arch)]
     different = {inspect.signature(launch): (launch, facts) for launch, facts in found}
-    if arch != FULL and implementation.op.name not in LARGE and not every:
+    if (arch != FULL or implementation.op.name in MANY) and implementation.op.name not in LARGE and not every:
         chosen = {inspect.signature(launch) for launch, _ in one_of_each(found)}
         different = {signature: one for signature, one in different.items() if signature in chosen}
     inspect.compile_side_by_side([launch for launch, _ in different.values()], arch)
