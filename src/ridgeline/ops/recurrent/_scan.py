@@ -12,7 +12,7 @@ No factor exceeds 1. A scalar gate is a matrix of e^(G_i - G_j). For gates per c
 again: at a level with blocks of n rows, rows of a right block see columns of the left block beside it, with the factors
 e^(decay since the block's edge) and e^(decay until the edge). So the exponents are sums of gates, never differences.
 The gradient of a gate is a suffix sum of q dq - k dk; it starts anew every few chunks from <state, its gradient>, so
-that roundings do not add up over time. With a gate per token a chunk's own pairs are summed apart: nothing cancels.
+that roundings do not add up over time. With a float32 gate per token a chunk's own pairs are summed apart.
 """
 
 from __future__ import annotations
@@ -129,8 +129,8 @@ def _halves(g, level: tl.constexpr, C: tl.constexpr, W: tl.constexpr):
 @triton.jit
 def _by_matrix(a, b, c, g, own, form: tl.constexpr, CROSSING: tl.constexpr):
     """The part of a chunk's rows that comes from the chunk itself, with at most a gate per token, and each row's decay
-    since the chunk began and until it ends. With CROSSING also each gate's gradient from the chunk's own pairs: the sum
-    over pairs of an earlier row and this row or a later one."""
+    since the chunk began and until it ends. With CROSSING, in float32, also each gate's gradient from the chunk's own
+    pairs: the sum over pairs of an earlier row and this row or a later one."""
     C: tl.constexpr = form.C
     row = tl.arange(0, C)
     i, j = row[:, None], row[None, :]
@@ -152,7 +152,7 @@ def _by_matrix(a, b, c, g, own, form: tl.constexpr, CROSSING: tl.constexpr):
     scores = tl.where(seen, scores, 0.0)
     out = tl.dot(scores.to(c.dtype), c, input_precision=form.PRECISION)
     crossing = tl.zeros([C], tl.float32)
-    if CROSSING and form.REVERSE:  # rows are keys and columns queries
+    if CROSSING and form.SINGLE and form.REVERSE:  # rows are keys and columns queries
         later = tl.cumsum(scores * tl.dot(own, tl.trans(c), input_precision=form.PRECISION), 1, reverse=True)
         crossing = tl.sum(tl.where(i < j, later, 0.0), 0)
     return out, before, after, crossing
@@ -231,7 +231,7 @@ def _gate_sums(
 ):  # fmt: skip
     """Forward: writes q dq. Reversed: reads them and writes the gate's gradient. Returns what later chunks add.
 
-    mine: q dq or k dk of this chunk; with a gate per token without the chunk's own pairs, which `crossing` has.
+    mine: q dq or k dk of this chunk; for a float32 gate per token without the chunk's own pairs, which `crossing` has.
     marks: the state after this chunk, where it was kept."""
     place, into, marks = places
     if form.GATE == 1:
@@ -256,7 +256,7 @@ def _gate_sums(
             later = kept & (rows < here - 1)[:, None] & (tl.arange(0, form.C) < form.C - 1)[:, None]
             steps = tl.load(place + spots + gradient.sums_token, mask=later, other=0.0) - mine
         found = tl.cumsum(steps, 0, reverse=True) + (carry[None, :] if form.GATE == 2 else carry)
-        if form.GATE == 1:
+        if form.GATE == 1 and form.SINGLE:
             found += crossing
         tl.store(into + spots, found, mask=kept)
         carry += tl.sum(apart, 0)
@@ -377,7 +377,7 @@ def scan_chunks(
             found = scale * found + beyond
             if OUT and form.GRADIENT:
                 own = own.to(tl.float32)
-                theirs = own * (beyond if form.GATE == 1 else found)
+                theirs = own * (beyond if form.GATE == 1 and form.SINGLE else found)
                 index = first // form.C
                 edge = (index % form.MARK == form.MARK - 1) | (first + form.C >= tokens)
                 place = (pair.to(tl.int64) * sequences.marks + index // form.MARK) * (form.D * form.N)
