@@ -54,6 +54,16 @@ SPILLS: dict[tuple[str, str, str, str], tuple[int, str]] = {
         "a window's third loop at D 128, 56 causal; the tile that was fastest on an H100",
     ),
     ("attention", "triton", "_fwd", "sm_90"): (36, "causal at D 200 and 256, which are Gluon's there"),
+    ("gated_linear_attention", "triton", "scan_chunks", "sm_90"): (
+        236,
+        "the gradient of k with a gate per head at 128 columns, whose state fills the registers; untimed",
+    ),
+    ("gated_linear_attention", "triton", "scan_chunks", "sm_89"): (
+        144,
+        "the gradient of k with a gate per channel at 128 columns; tiles untimed there",
+    ),
+    ("rwkv6", "triton", "scan_chunks", "sm_86"): (176, "the gradient of r at 64 columns; tiles untimed there"),
+    ("rwkv6", "triton", "scan_chunks", "sm_100"): (60, "the gradient of r at 64 columns; tiles untimed there"),
     ("attention", "triton", "_fwd", "sm_100"): (8, "one register at D 64 without a mask, of tiles untimed there"),
     ("matmul", "triton", "_fwd", "sm_90"): (
         16,
