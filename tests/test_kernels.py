@@ -62,8 +62,9 @@ SPILLS: dict[tuple[str, str, str, str], tuple[int, str]] = {
         144,
         "the gradient of k with a gate per channel at 128 columns; tiles untimed there",
     ),
+    ("gated_linear_attention", "triton", "scan_chunks", "sm_100"): (484, "as sm_89's"),
     ("rwkv6", "triton", "scan_chunks", "sm_86"): (176, "the gradient of r at 64 columns; tiles untimed there"),
-    ("rwkv6", "triton", "scan_chunks", "sm_100"): (60, "the gradient of r at 64 columns; tiles untimed there"),
+    ("rwkv6", "triton", "scan_chunks", "sm_100"): (168, "the gradient of r at 64 columns; tiles untimed there"),
     ("attention", "triton", "_fwd", "sm_100"): (8, "one register at D 64 without a mask, of tiles untimed there"),
     ("matmul", "triton", "_fwd", "sm_90"): (
         16,

@@ -196,7 +196,7 @@ def _by_halves(a, b, c, g, u, form: tl.constexpr):
         after += tl.where(second, 0.0, right)
     if form.INSIDE:
         out = tl.dot(scores.to(c.dtype), c, input_precision=form.PRECISION)
-    return out, diagonal, before, after
+    return out, diagonal, before, after, 0.0
 
 
 @triton.jit
@@ -227,7 +227,7 @@ def _across(state, a, b, c, g, before, after, up, down, form: tl.constexpr):
 
 @triton.jit
 def _gate_sums(
-    gradient, places, rows, columns, part, here, mine, crossing, state, edge, carry, form: tl.constexpr
+    gradient, places, rows, columns, part, here, mine, crossing, scale, state, edge, carry, form: tl.constexpr
 ):  # fmt: skip
     """Forward: writes q dq. Reversed: reads them and writes the gate's gradient. Returns what later chunks add.
 
@@ -257,7 +257,7 @@ def _gate_sums(
             steps = tl.load(place + spots + gradient.sums_token, mask=later, other=0.0) - mine
         found = tl.cumsum(steps, 0, reverse=True) + (carry[None, :] if form.GATE == 2 else carry)
         if form.GATE == 1 and form.SINGLE:
-            found += crossing
+            found += scale * crossing
         tl.store(into + spots, found, mask=kept)
         carry += tl.sum(apart, 0)
     return carry
@@ -319,9 +319,7 @@ def _finish(
 
 
 @triton.jit
-def scan_chunks(
-    a, b, c, out, gate, bonus, states, gradient, sequences, scale, form: tl.constexpr, OUT: tl.constexpr
-):  # fmt: skip
+def scan_chunks(a, b, c, out, gate, bonus, states, gradient, sequences, scale, form: tl.constexpr, OUT: tl.constexpr):
     """A segment of a sequence and head, and BN columns. Without OUT only the state after it is written."""
     BN: tl.constexpr = form.BN
     slices: tl.constexpr = (form.N + form.BN - 1) // form.BN
@@ -365,19 +363,18 @@ def scan_chunks(
         ta, tb = _tile(from_a, a.token, rows, depth, end, form.D), _tile(from_b, b.token, rows, depth, end, form.D)
         tc = _tile(from_c, c.token, rows, columns, end, form.N)
         g = _gates(gate, from_g, rows, channels, end, form)
-        own, crossing = tc, 0.0
+        own = tc
         if OUT and form.GRADIENT:
             own = _tile(mine, gradient.token, rows, columns, end, form.N)
         if form.GATE == 2:
-            found, diagonal, before, after = _by_halves(ta, tb, tc, g, u, form)
+            found, diagonal, before, after, crossing = _by_halves(ta, tb, tc, g, u, form)
         else:
             found, before, after, crossing = _by_matrix(ta, tb, tc, g, own, form, OUT and form.GRADIENT)
         beyond, other = _across(state, ta, tb, tc, g, before, after, up, down, form)
         if OUT:
             found = scale * found + beyond
             if OUT and form.GRADIENT:
-                own = own.to(tl.float32)
-                theirs = own * (beyond if form.GATE == 1 and form.SINGLE else found)
+                terms = own.to(tl.float32) * (beyond if form.GATE == 1 and form.SINGLE else found)
                 index = first // form.C
                 edge = (index % form.MARK == form.MARK - 1) | (first + form.C >= tokens)
                 place = (pair.to(tl.int64) * sequences.marks + index // form.MARK) * (form.D * form.N)
@@ -385,10 +382,10 @@ def scan_chunks(
                     tl.store(states.marks + place + plain, other, mask=inside)
                 at = gradient.sums + sums, gradient.into + sums, states.marks + place
                 carry = _gate_sums(
-                    gradient, at, rows, columns, part, end, theirs, scale * crossing, state, edge, carry, form
+                    gradient, at, rows, columns, part, end, terms, crossing, scale, state, edge, carry, form
                 )  # fmt: skip
                 if form.BONUS:
-                    of_bonus += scale * tl.sum(own * tc.to(tl.float32) * diagonal[:, None], 0)
+                    of_bonus += scale * tl.sum(own.to(tl.float32) * tc.to(tl.float32) * diagonal[:, None], 0)
             if form.GATE == 2:
                 own_pair = scale * diagonal[:, None] * tc
                 if not form.INSIDE and u is not None:
@@ -397,8 +394,7 @@ def scan_chunks(
             there = (rows < end)[:, None] & (columns < form.N)[None, :]
             tl.store(to + rows.to(tl.int64)[:, None] * out.token + columns[None, :], found, mask=there)
         state = other
-        if form.GATE > 0:
-            decay += tl.sum(g, 0)
+        decay += tl.sum(g, 0)
     if OUT and form.GRADIENT and form.BONUS:
         spot = (segment.to(tl.int64) * tl.num_programs(1) + pair) * form.N
         tl.store(gradient.bonus + spot + columns, of_bonus, mask=columns < form.N)
