@@ -25,9 +25,56 @@ step = torch.ones(2, 1, 4, 16)
 odd_cache = torch.ones(2, 9, 2, 17, dtype=torch.int8)[..., :16]
 blocks, owned = torch.ones(3, 16, 2, 16), torch.zeros(2, 1, dtype=torch.int32)
 cache, new, at = torch.ones(2, 5, 3, 4), torch.full((2, 2, 3, 4), 2.0), torch.zeros(2, dtype=torch.int64)
+heads4, keys3 = torch.ones(2, 5, 4, 8), torch.ones(2, 5, 3, 8)
+decays, state4 = -torch.ones(2, 5, 4), torch.ones(2, 4, 8, 8)
 
 Bad = dict[str, tuple[Callable[[], object], list[str]]]
 BAD: Bad = {
+    "linear_attention: heads that do not divide": (
+        lambda: ridgeline.linear_attention(keys3, keys3, heads4),
+        ["multiple", "4", "3"],
+    ),
+    "linear_attention: two dtypes": (
+        lambda: ridgeline.linear_attention(heads4, heads4, heads4.half()),
+        ["float32", "float16"],
+    ),
+    "linear_attention: a state of another shape": (
+        lambda: ridgeline.linear_attention(heads4, heads4, heads4, initial_state=state4[:1]),
+        ["initial_state", "(2, 4, 8, 8)", "(1, 4, 8, 8)"],
+    ),
+    "linear_attention: inplace without a state": (
+        lambda: ridgeline.linear_attention(heads4, heads4, heads4, inplace=True),
+        ["inplace", "initial_state", "None"],
+    ),
+    "linear_attention: packed with a batch": (
+        lambda: ridgeline.linear_attention(heads4, heads4, heads4, cu_seqlens=ends),
+        ["batch of 1", "2"],
+    ),
+    "linear_attention: packed tokens missing": (
+        lambda: ridgeline.linear_attention(heads4[:1], heads4[:1], heads4[:1], cu_seqlens=ends[:2]),
+        ["cu_seqlens", "5 tokens", "[0, 3]"],
+    ),
+    "linear_attention: no tensor": (lambda: ridgeline.linear_attention(heads4, heads4, 3), ["v", "int"]),
+    "gated_linear_attention: a gate of another shape": (
+        lambda: ridgeline.gated_linear_attention(heads4, heads4, heads4, decays[:1]),
+        ["g", "(2, 5, 4)", "(2, 5, 4, 8)", "(1, 5, 4)"],
+    ),
+    "gated_linear_attention: a scale that is none": (
+        lambda: ridgeline.gated_linear_attention(heads4, heads4, heads4, decays, scale="1"),
+        ["scale", "'1'"],
+    ),
+    "rwkv6: a bonus of another shape": (
+        lambda: ridgeline.rwkv6(heads4, heads4, heads4, heads4, torch.ones(8)),
+        ["u", "(4, 8)", "(8,)"],
+    ),
+    "ssd: a rate for each channel": (
+        lambda: ridgeline.ssd(heads4, decays, torch.ones(8), heads4[:, :, :2], heads4[:, :, :2]),
+        ["A", "(4,)", "(8,)"],
+    ),
+    "ssd: dt_softplus that is none": (
+        lambda: ridgeline.ssd(heads4, decays, torch.ones(4), heads4, heads4, dt_softplus=1),
+        ["dt_softplus", "1"],
+    ),
     "gelu: another approximation": (lambda: ridgeline.gelu(x, approximate="cubic"), ["cubic", "none", "tanh"]),
     "gelu: an integer tensor": (lambda: ridgeline.gelu(whole), ["int32", "float32"]),
     "gelu: no tensor": (lambda: ridgeline.gelu([1.0, 2.0]), ["list", "tensor"]),

@@ -54,6 +54,17 @@ SPILLS: dict[tuple[str, str, str, str], tuple[int, str]] = {
         "a window's third loop at D 128, 56 causal; the tile that was fastest on an H100",
     ),
     ("attention", "triton", "_fwd", "sm_90"): (36, "causal at D 200 and 256, which are Gluon's there"),
+    ("gated_linear_attention", "triton", "scan_chunks", "sm_90"): (
+        236,
+        "the gradient of k with a gate per head at 128 columns, whose state fills the registers; untimed",
+    ),
+    ("gated_linear_attention", "triton", "scan_chunks", "sm_89"): (
+        144,
+        "the gradient of k with a gate per channel at 128 columns; tiles untimed there",
+    ),
+    ("gated_linear_attention", "triton", "scan_chunks", "sm_100"): (484, "as sm_89's"),
+    ("rwkv6", "triton", "scan_chunks", "sm_86"): (176, "the gradient of r at 64 columns; tiles untimed there"),
+    ("rwkv6", "triton", "scan_chunks", "sm_100"): (168, "the gradient of r at 64 columns; tiles untimed there"),
     ("attention", "triton", "_fwd", "sm_100"): (8, "one register at D 64 without a mask, of tiles untimed there"),
     ("matmul", "triton", "_fwd", "sm_90"): (
         16,
@@ -162,6 +173,8 @@ REFUSED = {("fp8_matmul", "sm_80"), ("fp8_matmul", "sm_86")}  # no matrix units 
 CHECKS = 2  # small cases of an op, beside its benchmarks
 # Ops whose kernels take seconds each to compile: implementations share what is compiled.
 LARGE = ("attention", "attention_varlen")
+# Ops with one kernel in dozens of forms: one of each kind is compiled everywhere.
+MANY = ("linear_attention", "gated_linear_attention", "rwkv6", "ssd")
 FULL = "sm_90"  # what results are recorded of: all its kernels are compiled; elsewhere one of each kind
 NEWER = ("sm_120", "sm_86", "sm_89")  # one of them for each op, in turn
 OTHERS = ("sm_80", "sm_100", "gfx942")  # likewise, in the same turn
@@ -264,7 +277,7 @@ def kernels(implementation: Implementation, arch: str, every: bool) -> list[insp
     else:
         found = [*calls(implementation, arch)]
     different = {inspect.signature(launch): (launch, facts) for launch, facts in found}
-    if arch != FULL and implementation.op.name not in LARGE and not every:
+    if (arch != FULL or implementation.op.name in MANY) and implementation.op.name not in LARGE and not every:
         chosen = {inspect.signature(launch) for launch, _ in one_of_each(found)}
         different = {signature: one for signature, one in different.items() if signature in chosen}
     inspect.compile_side_by_side([launch for launch, _ in different.values()], arch)

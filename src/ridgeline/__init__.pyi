@@ -757,6 +757,115 @@ def quantize_int8(
     Raises RidgelineError if x is not floating point, if `granularity` is invalid, or if `impl` cannot run the call.
     """
 
+def gated_linear_attention(
+    q: torch.Tensor,
+    k: torch.Tensor,
+    v: torch.Tensor,
+    g: torch.Tensor,
+    *,
+    initial_state: torch.Tensor | None = None,
+    return_state: bool = False,
+    cu_seqlens: torch.Tensor | None = None,
+    inplace: bool = False,
+    scale: float | None = None,
+    impl: str | None = None,
+) -> torch.Tensor | tuple[torch.Tensor, torch.Tensor]:
+    """Returns linear attention whose state decays by a gate: o, (B, T, HV, V).
+
+    Gradients flow to every floating-point argument.
+    q, k: (B, T, H, K); v: (B, T, HV, V), HV a multiple of H; float32, float16 or bfloat16, any strides whose last is 1;
+    K and V from 1 to 256. Value head h uses head h // (HV / H) of q and k.
+    g: (B, T, H) or (B, T, H, K): the logarithm of the decay, at most 0, in any floating-point dtype.
+    initial_state: (B, HV, K, V), float32; zeros if None. return_state: returns (o, final state).
+    cu_seqlens: (sequences + 1,), int32: B is 1, and sequence n has the tokens cu_seqlens[n] to cu_seqlens[n + 1] - 1
+    and the state n. inplace: the final state is also written over initial_state; without gradients only.
+    scale: multiplies o; K^-1/2 if None.
+    Values on a GPU are not validated (that would synchronise).
+    Raises RidgelineError if the arguments do not fit together, or if `impl` cannot run the call.
+    """
+
+def linear_attention(
+    q: torch.Tensor,
+    k: torch.Tensor,
+    v: torch.Tensor,
+    *,
+    initial_state: torch.Tensor | None = None,
+    return_state: bool = False,
+    cu_seqlens: torch.Tensor | None = None,
+    inplace: bool = False,
+    scale: float | None = None,
+    impl: str | None = None,
+) -> torch.Tensor | tuple[torch.Tensor, torch.Tensor]:
+    """Returns causal linear attention: o, (B, T, HV, V). Gradients flow to every floating-point argument.
+
+    q, k: (B, T, H, K); v: (B, T, HV, V), HV a multiple of H; float32, float16 or bfloat16, any strides whose last is 1;
+    K and V from 1 to 256. Value head h uses head h // (HV / H) of q and k.
+    initial_state: (B, HV, K, V), float32; zeros if None. return_state: returns (o, final state).
+    cu_seqlens: (sequences + 1,), int32: B is 1, and sequence n has the tokens cu_seqlens[n] to cu_seqlens[n + 1] - 1
+    and the state n. inplace: the final state is also written over initial_state; without gradients only.
+    scale: multiplies o; 1 if None.
+    Values on a GPU are not validated (that would synchronise).
+    Raises RidgelineError if the arguments do not fit together, or if `impl` cannot run the call.
+    """
+
+def rwkv6(
+    r: torch.Tensor,
+    k: torch.Tensor,
+    v: torch.Tensor,
+    w: torch.Tensor,
+    u: torch.Tensor,
+    *,
+    initial_state: torch.Tensor | None = None,
+    return_state: bool = False,
+    cu_seqlens: torch.Tensor | None = None,
+    inplace: bool = False,
+    scale: float | None = None,
+    impl: str | None = None,
+) -> torch.Tensor | tuple[torch.Tensor, torch.Tensor]:
+    """Returns RWKV-6's time mixing: o, (B, T, HV, V). Gradients flow to every floating-point argument.
+
+    r, k: (B, T, H, K); v: (B, T, HV, V), HV a multiple of H; float32, float16 or bfloat16, any strides whose last is 1;
+    K and V from 1 to 256. Value head h uses head h // (HV / H) of r and k.
+    w: (B, T, H, K): the logarithm of the decay, at most 0. u: (H, K). Both in any floating-point dtype.
+    initial_state: (B, HV, K, V), float32; zeros if None. return_state: returns (o, final state).
+    cu_seqlens: (sequences + 1,), int32: B is 1, and sequence n has the tokens cu_seqlens[n] to cu_seqlens[n + 1] - 1
+    and the state n. inplace: the final state is also written over initial_state; without gradients only.
+    scale: multiplies o; 1 if None.
+    Values on a GPU are not validated (that would synchronise).
+    Raises RidgelineError if the arguments do not fit together, or if `impl` cannot run the call.
+    """
+
+def ssd(
+    x: torch.Tensor,
+    dt: torch.Tensor,
+    A: torch.Tensor,
+    B: torch.Tensor,
+    C: torch.Tensor,
+    *,
+    D: torch.Tensor | None = None,
+    z: torch.Tensor | None = None,
+    dt_bias: torch.Tensor | None = None,
+    dt_softplus: bool = True,
+    initial_state: torch.Tensor | None = None,
+    return_state: bool = False,
+    cu_seqlens: torch.Tensor | None = None,
+    inplace: bool = False,
+    scale: float | None = None,
+    impl: str | None = None,
+) -> torch.Tensor | tuple[torch.Tensor, torch.Tensor]:
+    """Returns Mamba-2's state space layer: y, (B, T, H, P). Gradients flow to every floating-point argument.
+
+    x: (B, T, H, P); B, C: (B, T, groups, N), H a multiple of groups; one dtype, float32, float16 or bfloat16, any
+    strides whose last is 1; P and N from 1 to 256. Head h uses group h // (H / groups).
+    dt: (B, T, H); dt_bias: (H,), added to it; dt_softplus: whether softplus follows. A: (H,), below 0. D: (H,).
+    z: (B, T, H, P): y is multiplied by silu(z). These are in any floating-point dtype.
+    initial_state: (B, H, N, P), float32; zeros if None. return_state: returns (y, final state).
+    cu_seqlens: (sequences + 1,), int32: B is 1, and sequence n has the tokens cu_seqlens[n] to cu_seqlens[n + 1] - 1
+    and the state n. inplace: the final state is also written over initial_state; without gradients only.
+    scale: multiplies the state's part of y; 1 if None.
+    Raises RidgelineError if the arguments do not fit together, or if `impl` cannot run the call.
+    """
+
 def cumsum(x: torch.Tensor, dim: int, dtype: torch.dtype | None = None, *, impl: str | None = None) -> torch.Tensor:
     """The sums of x along `dim` up to and including each element, as `torch.cumsum`. Gradients flow to x.
 

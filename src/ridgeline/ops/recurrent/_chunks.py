@@ -1,0 +1,147 @@
+"""Starts of the chunk engine: what each pass of forward and backward takes, tiles, and segments over time."""
+
+from __future__ import annotations
+
+from typing import Any, NamedTuple
+
+import torch
+import triton
+
+from ridgeline import device
+from ridgeline.boundary import launch
+from ridgeline.ops.recurrent._scan import Form, Gradient, Rows, Sequences, States, chain_segments, scan_chunks
+
+MOST = 256  # columns of q, k and v
+Maybe = torch.Tensor | None
+
+
+class Call(NamedTuple):
+    """The inputs of the registered ops; g is None, (B, T, heads) or (B, T, heads, K)."""
+
+    q: torch.Tensor
+    k: torch.Tensor
+    v: torch.Tensor
+    g: Maybe
+    u: Maybe
+    first: Maybe
+    ends: Maybe
+    scale: float
+    precision: str
+
+    @property
+    def gate(self) -> int:
+        return 0 if self.g is None else self.g.dim() - 2
+
+    @property
+    def sequences(self) -> int:
+        return self.q.shape[0] if self.ends is None else self.ends.numel() - 1
+
+    def rows(self, t: torch.Tensor) -> Rows:
+        batch, token, head = t.stride()[:3]
+        return Rows(t, batch, token, head, max(self.v.shape[2] // max(t.shape[2], 1), 1))
+
+
+class Pass(NamedTuple):
+    """One scan: out from a, b and c."""
+
+    a: torch.Tensor
+    b: torch.Tensor
+    c: torch.Tensor
+    out: torch.Tensor
+    inside: bool
+    reverse: bool
+    first: Maybe
+    last: Maybe
+    own: Maybe = None  # q or k, where the gate has a gradient
+    sums: Maybe = None
+    into: Maybe = None  # dg
+    marks: Maybe = None
+    bonus: Maybe = None  # du
+
+
+def tiles(gpu: device.Device, dtype: torch.dtype, gate: int, D: int, N: int) -> tuple[int, int, int, int, int]:
+    """Returns BN, the rows of a chunk, warps, stages, and the chunks between marks."""
+    BD, BN = (max(16, triton.next_power_of_2(n)) for n in (D, N))
+    if gpu.backend == "cpu":  # the interpreter: several chunks and marks of few tokens
+        return min(BN, 32), 16, 4, 1, 1 if dtype == torch.float32 else 2
+    if dtype == torch.float32:  # short chunks, each with a mark: the gate's gradient then is as exact as the rest
+        return min(BN, 32), 16, 4, 1, 1
+    if gpu.capability != 90:  # elsewhere the larger tiles spill (sm_80) or fail to compile (sm_100)
+        return min(BN, 32), 32, 4, 1, 16
+    if gate == 2:
+        return min(BN, 64 if BD <= 128 else 32), 32, 8, 1, 16
+    BN = min(BN, 128 if BD <= 128 else 64)
+    return BN, 64, 8 if BD * BN >= 128 * 64 else 4, 2, 8
+
+
+def segments(gpu: device.Device, programs: int, tokens: int, unit: int) -> tuple[int, int]:
+    """Returns how many segments a sequence has, and their tokens: more than one only if programs leave units idle."""
+    count = max(min(gpu.multiprocessors // max(programs, 1), triton.cdiv(tokens, unit)), 1)
+    length = triton.cdiv(triton.cdiv(tokens, count), unit) * unit
+    return max(triton.cdiv(tokens, max(length, 1)), 1), max(length, unit)
+
+
+def scan(call: Call, one: Pass) -> None:
+    """Starts a pass: one kernel, or where a sequence is cut into segments, three."""
+    gpu, N, HV = device.of(one.a), call.sequences, call.v.shape[2]
+    D, width, T = one.a.shape[3], one.c.shape[3], call.q.shape[1]
+    BN, C, warps, stages, mark = tiles(gpu, one.a.dtype, call.gate, D, width)
+    slices = -(-width // BN)
+    count, length = segments(gpu, N * HV * slices, T, C * mark)
+    form = Form(
+        D, width, max(16, triton.next_power_of_2(D)), BN, C, C.bit_length() - 1, call.gate, one.inside, one.reverse,
+        call.u is not None, mark, one.a.dtype == torch.float32, call.precision, one.sums is not None,
+        one.bonus is not None,
+    )  # fmt: skip
+    fresh: dict[str, Any] = {"dtype": torch.float32, "device": one.a.device}
+    starts = decays = partial = None
+    if count > 1:
+        starts = torch.empty((count, N * HV, D, width), **fresh)
+        decays = torch.empty((count, N * HV, D if one.inside else width), **fresh) if call.gate else None
+    row, column = (width, 1) if one.inside else (1, D)  # dq and dk hold the state with v's columns as rows
+    states = States(starts, one.first, one.last, row, column, one.marks, decays)
+    gradient = None
+    if one.sums is not None and one.own is not None:
+        if one.bonus is not None:
+            partial = torch.empty((count * N, HV, width), **fresh)
+        of = one.sums.stride()
+        gradient = Gradient(*call.rows(one.own), one.sums, one.into, of[0], of[1], of[2], partial)
+    marks = 1 if one.marks is None else one.marks.shape[1]
+    where = Sequences(call.ends, T, HV, length, count, marks)
+    gate = None if call.g is None else call.rows(call.g)
+    args = *(call.rows(t) for t in (one.a, one.b, one.c, one.out)), gate, call.u
+    facts: dict[str, Any] = {"form": form, "num_warps": warps, "num_stages": stages}
+    if starts is not None:
+        launch(scan_chunks, (count * slices, N * HV), *args, states, None, where, call.scale, **facts, OUT=False)
+        launch(chain_segments, (slices, N * HV), states, count, **facts)
+    launch(scan_chunks, (count * slices, N * HV), *args, states, gradient, where, call.scale, **facts, OUT=True)
+    if partial is not None and one.bonus is not None:
+        torch.sum(partial, 0, out=one.bonus)
+
+
+def fwd(o: torch.Tensor, last: torch.Tensor, *inputs: Any) -> None:
+    call = Call(*inputs)
+    scan(call, Pass(call.q, call.k, call.v, o, True, False, call.first, last))
+
+
+def bwd(
+    dq: torch.Tensor, dk: torch.Tensor, dv: torch.Tensor, dg: Maybe, du: Maybe, dfirst: Maybe, do: torch.Tensor,
+    dlast: Maybe, *inputs: Any,
+) -> None:  # fmt: skip
+    """Three scans. The first leaves q dq in dg, and states at marks; the second turns them into dg."""
+    call = Call(*inputs)
+    q, k, v = call.q, call.k, call.v
+    gpu, K, V = device.of(q), q.shape[3], v.shape[3]
+    BN, C, _, _, mark = tiles(gpu, q.dtype, call.gate, V, K)
+    marks = sums = into = None
+    if dg is not None:
+        count = max(-(-q.shape[1] // (C * mark)), 1)
+        fresh: dict[str, Any] = {"dtype": torch.float32, "device": q.device}
+        marks = torch.empty((call.sequences * v.shape[2], count, V, K), **fresh)
+        sums = torch.empty((*dg.shape[:3], K if call.gate == 2 else -(-K // BN)), **fresh)
+        into = dg if call.gate == 2 else torch.empty_like(sums)
+    scan(call, Pass(do, v, k, dq, False, False, call.first, None, q, sums, into, marks, du))
+    scan(call, Pass(v, do, q, dk, False, True, dlast, None, k, sums, into, marks))
+    scan(call, Pass(k, q, do, dv, True, True, dlast, dfirst))
+    if dg is not None and into is not None and call.gate == 1:
+        torch.sum(into, -1, out=dg)

@@ -1,0 +1,70 @@
+"""linear_attention: causal linear attention.
+
+    S_t = S_{t-1} + k_t v_t^T        o_t = scale S_t^T q_t
+
+Chunks of 64 tokens are matrix products; the state between them stays in float32.
+Source: Katharopoulos, Vyas, Pappas and Fleuret, Transformers are RNNs, 2020 (arXiv:2006.16236).
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+
+from ridgeline.op import Case, Op, Spec
+from ridgeline.ops.recurrent._arguments import check
+from ridgeline.ops.recurrent._calls import IDEA, KERNEL, Given, cost, counted, engine, recurrence, served
+
+Maybe = torch.Tensor | None
+through = engine("linear_attention")
+
+
+def reference(
+    q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, *, initial_state: Maybe = None,
+    return_state: bool = False, cu_seqlens: Maybe = None, inplace: bool = False, scale: float | None = None,
+) -> Any:  # fmt: skip
+    given = Given(initial_state, return_state, cu_seqlens, inplace, scale)
+    return recurrence(q, k, v, None, None, given, 1.0 if scale is None else scale)
+
+
+def linear_attention(
+    q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, *, initial_state: torch.Tensor | None = None, return_state:
+    bool = False, cu_seqlens: torch.Tensor | None = None, inplace: bool = False, scale: float | None = None, impl: str
+    | None = None,
+) -> torch.Tensor | tuple[torch.Tensor, torch.Tensor]:  # fmt: skip
+    """Returns causal linear attention: o, (B, T, HV, V). Gradients flow to every floating-point argument.
+
+    q, k: (B, T, H, K); v: (B, T, HV, V), HV a multiple of H; float32, float16 or bfloat16, any strides whose last is 1;
+    K and V from 1 to 256. Value head h uses head h // (HV / H) of q and k.
+    initial_state: (B, HV, K, V), float32; zeros if None. return_state: returns (o, final state).
+    cu_seqlens: (sequences + 1,), int32: B is 1, and sequence n has the tokens cu_seqlens[n] to cu_seqlens[n + 1] - 1
+    and the state n. inplace: the final state is also written over initial_state; without gradients only.
+    scale: multiplies o; 1 if None.
+    Values on a GPU are not validated (that would synchronise).
+    Raises RidgelineError if the arguments do not fit together, or if `impl` cannot run the call.
+    """
+    given = Given(initial_state, return_state, cu_seqlens, inplace, scale)
+    check("linear_attention", {"q": q, "k": k}, ("v", v), {}, given)
+    factor = 1.0 if scale is None else float(scale)
+    return served(OP, through, impl, q, k, v, None, None, given, factor)
+
+
+CASES = [
+    Case("2x7x1x8/12", (Spec(2, 7, 1, 8), Spec(2, 7, 1, 8), Spec(2, 7, 1, 12))),
+    Case("2x18x2/4x8/12 states", (Spec(2, 18, 2, 8), Spec(2, 18, 2, 8), Spec(2, 18, 4, 12)),
+         {"initial_state": Spec(2, 4, 8, 12, dtype="float32", grad=False), "return_state": True}),
+    Case("1x64x2x16", (Spec(1, 64, 2, 16),) * 3, dtypes=("float32",), use="quick"),
+    Case("8x4096x16x128", (Spec(8, 4096, 16, 128),) * 3, dtypes=("bfloat16",), use="bench"),
+]  # fmt: skip
+
+OP = Op(
+    linear_attention,
+    reference=reference,
+    cost=cost,
+    flops=dict(zip(("linear_attention_fwd", "linear_attention_bwd"), counted(cost), strict=True)),
+    residue=2e-6,
+    cases=CASES,
+)
+OP.eager("naive", "the recurrence, a token at a time", reference, served=True)
+OP.kernel("triton", IDEA, **KERNEL)

@@ -1,0 +1,163 @@
+"""ssd: Mamba-2's state space duality.
+
+    S_t = e^{dt_t A} S_{t-1} + dt_t B_t x_t^T        y_t = scale S_t^T C_t + D x_t, times silu(z_t)
+
+The engine takes C, B, dt x and dt A as linear attention's q, k, v and gate; heads that share B and C read them once
+each from memory or L2, and never a copy. The skip, dt and silu(z) are PyTorch's.
+Source: Dao and Gu, Transformers are SSMs, 2024 (arXiv:2405.21060).
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+import torch.nn.functional as F
+
+from ridgeline.op import Case, Cost, Op, RidgelineError, Spec, nbytes
+from ridgeline.ops.recurrent._arguments import check
+from ridgeline.ops.recurrent._calls import (
+    IDEA,
+    KERNEL,
+    Given,
+    counted,
+    engine,
+    finished,
+    pairs,
+    recurrence,
+    served,
+)
+from ridgeline.ops.recurrent._calls import cost as gated_cost
+
+Maybe = torch.Tensor | None
+through = engine("ssd")
+
+
+def _ssd(run: Any, kind: torch.dtype, x: torch.Tensor, dt: torch.Tensor, A: torch.Tensor, D: Maybe, z: Maybe,
+         dt_bias: Maybe, dt_softplus: bool) -> Any:  # fmt: skip
+    """Calls run(dt x in `kind`, dt A in float32 or wider), and adds what is around it."""
+    wide = torch.promote_types(x.dtype, torch.float32)
+    step = dt.to(wide) if dt_bias is None else dt.to(wide) + dt_bias.to(wide)
+    step = F.softplus(step) if dt_softplus else step
+    y, state = run((x.to(wide) * step.unsqueeze(-1)).to(kind), step * A.to(wide))
+    if D is not None or z is not None:
+        y = y.to(wide)
+        y = y if D is None else y + x.to(wide) * D.to(wide).unsqueeze(-1)
+        y = y if z is None else y * F.silu(z.to(wide))
+    return y.to(x.dtype), state
+
+
+def reference(
+    x: torch.Tensor, dt: torch.Tensor, A: torch.Tensor, B: torch.Tensor, C: torch.Tensor, *, D: Maybe = None,
+    z: Maybe = None, dt_bias: Maybe = None, dt_softplus: bool = True, initial_state: Maybe = None,
+    return_state: bool = False, cu_seqlens: Maybe = None, inplace: bool = False, scale: float | None = None,
+) -> Any:  # fmt: skip
+    given = Given(initial_state, True, cu_seqlens, False, scale)
+    wide, factor = torch.promote_types(x.dtype, torch.float32), 1.0 if scale is None else float(scale)
+
+    def run(v: torch.Tensor, g: torch.Tensor) -> Any:
+        return recurrence(C.to(wide), B.to(wide), v, g, None, given, factor)
+
+    found = _ssd(run, wide, x, dt, A, D, z, dt_bias, dt_softplus)
+    return finished(found[0], found[1], Given(initial_state, return_state, cu_seqlens, inplace, scale))
+
+
+def ssd(
+    x: torch.Tensor, dt: torch.Tensor, A: torch.Tensor, B: torch.Tensor, C: torch.Tensor, *, D: torch.Tensor | None =
+    None, z: torch.Tensor | None = None, dt_bias: torch.Tensor | None = None, dt_softplus: bool = True, initial_state:
+    torch.Tensor | None = None, return_state: bool = False, cu_seqlens: torch.Tensor | None = None, inplace: bool =
+    False, scale: float | None = None, impl: str | None = None,
+) -> torch.Tensor | tuple[torch.Tensor, torch.Tensor]:  # fmt: skip
+    """Returns Mamba-2's state space layer: y, (B, T, H, P). Gradients flow to every floating-point argument.
+
+    x: (B, T, H, P); B, C: (B, T, groups, N), H a multiple of groups; one dtype, float32, float16 or bfloat16, any
+    strides whose last is 1; P and N from 1 to 256. Head h uses group h // (H / groups).
+    dt: (B, T, H); dt_bias: (H,), added to it; dt_softplus: whether softplus follows. A: (H,), below 0. D: (H,).
+    z: (B, T, H, P): y is multiplied by silu(z). These are in any floating-point dtype.
+    initial_state: (B, H, N, P), float32; zeros if None. return_state: returns (y, final state).
+    cu_seqlens: (sequences + 1,), int32: B is 1, and sequence n has the tokens cu_seqlens[n] to cu_seqlens[n + 1] - 1
+    and the state n. inplace: the final state is also written over initial_state; without gradients only.
+    scale: multiplies the state's part of y; 1 if None.
+    Raises RidgelineError if the arguments do not fit together, or if `impl` cannot run the call.
+    """
+    gates: dict[str, Any] = {"dt": (dt, ("BTR",)), "A": (A, ("R",))}
+    gates |= {"D": (D, ("R",))} if D is not None else {}
+    gates |= {"z": (z, ("BTRV",))} if z is not None else {}
+    gates |= {"dt_bias": (dt_bias, ("R",))} if dt_bias is not None else {}
+    check("ssd", {"C": C, "B": B}, ("x", x), gates, Given(initial_state, return_state, cu_seqlens, inplace, scale))
+    if type(dt_softplus) is not bool:
+        raise RidgelineError(f"ssd: dt_softplus must be True or False, but is {dt_softplus!r}")
+    given = Given(initial_state, True, cu_seqlens, False, scale)
+    factor = 1.0 if scale is None else float(scale)
+    found = _ssd(
+        lambda v, g: served(OP, through, impl, C, B, v, g, None, given, factor), x.dtype, x, dt, A, D, z, dt_bias,
+        dt_softplus,
+    )  # fmt: skip
+    return finished(found[0], found[1], Given(initial_state, return_state, cu_seqlens, inplace, scale))
+
+
+def _pairs(
+    x: torch.Tensor, dt: torch.Tensor, A: torch.Tensor, B: torch.Tensor, C: torch.Tensor, *, D: Maybe = None,
+    z: Maybe = None, dt_bias: Maybe = None, dt_softplus: bool = True, initial_state: Maybe = None,
+    return_state: bool = False, cu_seqlens: Maybe = None, inplace: bool = False, scale: float | None = None,
+) -> Any:  # fmt: skip
+    given = Given(initial_state, True, None, False, scale)
+
+    def run(v: torch.Tensor, g: torch.Tensor) -> Any:
+        return pairs(C, B, v, g, given, 1.0 if scale is None else float(scale))
+
+    found = _ssd(run, x.dtype, x, dt, A, D, z, dt_bias, dt_softplus)
+    return finished(found[0], found[1], Given(initial_state, return_state, cu_seqlens, inplace, scale))
+
+
+def cost(
+    x: torch.Tensor, dt: torch.Tensor, A: torch.Tensor, B: torch.Tensor, C: torch.Tensor, *, D: Maybe = None,
+    z: Maybe = None, **given: Any,
+) -> tuple[Cost, Cost]:  # fmt: skip
+    """gated_linear_attention's, with dt for the gate, and z."""
+    forward, backward = gated_cost(C, B, x, dt)
+    more = 0 if z is None else nbytes(z)
+    return (
+        Cost(forward.read + more, forward.write, forward.flops),
+        Cost(backward.read + more, backward.write + more, backward.flops),
+    )
+
+
+class Negative(Spec):
+    """Random rates, from about -2 to 0."""
+
+    def make(self, *args: Any) -> torch.Tensor:
+        made = super().make(*args)
+        return (-made.detach().sigmoid() * 2).to(made.dtype).requires_grad_(made.requires_grad)
+
+
+# docs/notes/ssd.md says where A's gradient misses the law, and by how much; tests/test_recurrent.py checks it too.
+CASES = [
+    Case("3x19x2x12, 1 group of 8",
+         (Spec(3, 19, 2, 12), Spec(3, 19, 2), Negative(2, grad=False), *(Spec(3, 19, 1, 8),) * 2)),
+    Case("2x37x4x12, 2 groups of 8", (Spec(2, 37, 4, 12), Spec(2, 37, 4), Negative(4), *(Spec(2, 37, 2, 8),) * 2), {},
+         ("float16", "bfloat16")),
+    Case("2x18x4x12, 1 group of 8, all",
+         (Spec(2, 18, 4, 12), Spec(2, 18, 4), Negative(4, grad=False), *(Spec(2, 18, 1, 8),) * 2),
+         {"D": Spec(4, grad=False), "z": Spec(2, 18, 4, 12, grad=False), "dt_bias": Spec(4, grad=False),
+          "return_state": True}),
+    Case("1x48x2x16", (Spec(1, 48, 2, 16), Spec(1, 48, 2), Negative(2), *(Spec(1, 48, 1, 16),) * 2), {}, ("float32",),
+         "quick"),
+    Case("8x4096x64x64, 1 group of 128",
+         (Spec(8, 4096, 64, 64), Spec(8, 4096, 64), Negative(64), *(Spec(8, 4096, 1, 128),) * 2), {}, ("bfloat16",),
+         "bench"),
+]  # fmt: skip
+OP = Op(
+    ssd,
+    reference=reference,
+    cost=cost,
+    flops=dict(zip(("ssd_fwd", "ssd_bwd"), counted(gated_cost), strict=True)),
+    residue=2e-6,
+    cases=CASES,
+)
+OP.eager("naive", "the recurrence, a token at a time", reference, served=True)
+OP.eager(
+    "torch", "all pairs of tokens at once, as attention without softmax", _pairs,
+    supports=lambda *_, cu_seqlens=None, **__: "it takes no packed sequences" if cu_seqlens is not None else None,
+)  # fmt: skip
+OP.kernel("triton", IDEA, **KERNEL)

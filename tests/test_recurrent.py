@@ -1,0 +1,151 @@
+"""The recurrent ops: states and their gradients, remainders of chunks, packed sequences, segments, strong gates."""
+
+from __future__ import annotations
+
+from itertools import pairwise
+from typing import Any
+
+import pytest
+import torch
+
+import ridgeline
+from ridgeline.ops.recurrent import _chunks
+
+pytestmark = pytest.mark.kernels
+
+KINDS = ("none", "head", "channel", "rwkv6")
+H, HV, K, V = 2, 4, 6, 10
+
+
+def inputs(kind: str, B: int, T: int, device: str, low: float = -1.0) -> tuple[Any, list[torch.Tensor]]:
+    """Returns the public function, and its arguments with gates from `low` to 0."""
+    dice = torch.Generator(device).manual_seed(T)
+
+    def normal(*shape: int) -> torch.Tensor:
+        return torch.randn(shape, device=device, generator=dice)
+
+    def gates(*shape: int) -> torch.Tensor:
+        return low * torch.rand(shape, device=device, generator=dice)
+
+    qkv = [normal(B, T, H, K), normal(B, T, H, K), normal(B, T, HV, V)]
+    if kind == "none":
+        return ridgeline.linear_attention, qkv
+    if kind == "rwkv6":
+        return ridgeline.rwkv6, [*qkv, gates(B, T, H, K), normal(H, K)]
+    return ridgeline.gated_linear_attention, [*qkv, gates(B, T, H, *(() if kind == "head" else (K,)))]
+
+
+def everything(function: Any, args: list[torch.Tensor], state: torch.Tensor, impl: str, **given: Any) -> list:
+    """Returns o, the final state and all gradients, the first state's last."""
+    leaves = [t.detach().clone().requires_grad_() for t in (*args, state)]
+    o, last = function(*leaves[:-1], initial_state=leaves[-1], return_state=True, impl=impl, **given)
+    dice = torch.Generator(o.device).manual_seed(1)
+    incoming = [torch.randn(t.shape, device=t.device, generator=dice).to(t.dtype) for t in (o, last)]
+    return [o, last, *torch.autograd.grad((o, last), leaves, incoming)]
+
+
+def exact(function: Any, args: list[torch.Tensor], state: torch.Tensor, **given: Any) -> list:
+    return everything(function, [a.double() for a in args], state.double(), "naive", **given)
+
+
+def close(found: list, expected: list, bound: float = 3e-6) -> None:
+    for n, (one, other) in enumerate(zip(found, expected, strict=True)):
+        assert one.isfinite().all(), n
+        error = (one.double() - other).norm() / other.norm().clamp(min=1e-3)
+        assert error < bound, f"result {n} is off by {error:.2e}"
+
+
+def first_state(sequences: int, device: str) -> torch.Tensor:
+    return torch.randn(sequences, HV, K, V, device=device, generator=torch.Generator(device).manual_seed(5))
+
+
+@pytest.mark.parametrize("kind", KINDS)
+@pytest.mark.parametrize("T", [1, 15, 16, 17, 33])
+def test_states_and_their_gradients(kind: str, T: int, device: str) -> None:
+    function, args = inputs(kind, 1, T, device)
+    state = first_state(1, device)
+    close(everything(function, args, state, "triton"), exact(function, args, state))
+
+
+@pytest.mark.parametrize("kind", ["head", "channel", "rwkv6"])
+def test_gates_down_to_minus_60(kind: str, device: str) -> None:
+    """Nothing overflows, and gates that hardly decay stay exact beside those that forget everything."""
+    function, args = inputs(kind, 1, 37, device, low=-60.0)
+    keep = torch.rand(args[3].shape, device=device, generator=torch.Generator(device).manual_seed(2)) < 0.6
+    args[3] = torch.where(keep, args[3] / 600, args[3])
+    close(everything(function, args, first_state(1, device), "triton"), exact(function, args, first_state(1, device)))
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_packed_sequences_equal_separate_ones(kind: str, device: str) -> None:
+    function, args = inputs(kind, 1, 41, device)
+    ends = [0, 17, 17, 18, 41]
+    state = first_state(4, device)
+    packed = everything(
+        function, args, state, "triton", cu_seqlens=torch.tensor(ends, dtype=torch.int32, device=device)
+    )
+    close(packed, exact(function, args, state, cu_seqlens=torch.tensor(ends, dtype=torch.int32, device=device)))
+    cut = [n for n, a in enumerate(args) if a.dim() > 2]
+    for n, (start, end) in enumerate(pairwise(ends)):
+        if start < end:
+            own = [a[:, start:end] if i in cut else a for i, a in enumerate(args)]
+            o, last = function(*own, initial_state=state[n : n + 1], return_state=True, impl="triton")
+            assert torch.equal(o, packed[0][:, start:end])
+            assert torch.equal(last[0], packed[1][n])
+        else:
+            assert torch.equal(packed[1][n], state[n])
+            assert packed[-1][n].isfinite().all()
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_segments(kind: str, device: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A sequence in segments, as where few heads would leave most of a GPU idle."""
+    function, args = inputs(kind, 1, 43, device)
+    state = first_state(1, device)
+    monkeypatch.setattr(_chunks, "segments", lambda gpu, programs, tokens, unit: (-(-tokens // unit), unit))
+    close(everything(function, args, state, "triton"), exact(function, args, state))
+    args = [a[:, :20] if a.dim() > 2 else a for a in args]
+    ends = torch.tensor([0, 0, 17, 20], dtype=torch.int32, device=device)
+    state = first_state(3, device)
+    given = {"cu_seqlens": ends}
+    close(everything(function, args, state, "triton", **given), exact(function, args, state, **given))
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_a_decoders_steps(kind: str, device: str) -> None:
+    """One token at a time with the state in place gives what the whole sequence gives."""
+    function, args = inputs(kind, 2, 5, device)
+    state = first_state(2, device)
+    o, last = function(*args, initial_state=state, return_state=True, impl="triton")
+    kept, place = state.clone(), state.data_ptr()
+    for t in range(5):
+        step = [a[:, t : t + 1] if a.dim() > 2 else a for a in args]
+        one = function(*step, initial_state=kept, inplace=True, impl="triton")
+        torch.testing.assert_close(one, o[:, t : t + 1], rtol=1e-4, atol=1e-5)
+    torch.testing.assert_close(kept, last, rtol=1e-4, atol=1e-5)
+    assert state.data_ptr() == place
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_reruns_give_the_same_bits(kind: str, device: str) -> None:
+    function, args = inputs(kind, 1, 33, device)
+    runs = [everything(function, args, first_state(1, device), "triton") for _ in range(2)]
+    assert all(torch.equal(a, b) for a, b in zip(*runs, strict=True))
+
+
+def test_ssd_with_everything(device: str) -> None:
+    """The gradients of the small tensors too: A, D and dt's bias."""
+    dice = torch.Generator(device).manual_seed(3)
+
+    def normal(*shape: int) -> torch.Tensor:
+        return torch.randn(shape, device=device, generator=dice)
+
+    args = [normal(1, 35, 4, 10), normal(1, 35, 4), -normal(4).abs(), *(normal(1, 35, 2, 6) for _ in range(2))]
+    extras = {"D": normal(4), "z": normal(1, 35, 4, 10), "dt_bias": normal(4)}
+    found = []
+    for impl, kind in (("triton", torch.float32), ("naive", torch.float64)):
+        leaves = [t.to(kind).requires_grad_() for t in (*args, *extras.values(), first_state(1, device))]
+        given = dict(zip((*extras, "initial_state"), leaves[5:], strict=True))
+        y, last = ridgeline.ssd(*leaves[:5], **given, return_state=True, impl=impl)
+        found.append([y, last, *torch.autograd.grad(y.sin().sum() + last.sum(), leaves)])
+    close(*found, bound=1e-5)
