@@ -157,10 +157,10 @@ def test_parts_of_the_keys() -> None:
         (300, 1, 32768, unbounded, 0, 1),
         (4, 1, 512, 0, 0, 1),
     ):
-        assert split_keys._split(132, turns, rows, columns, left, right, True) == expected
+        assert split_keys._split(132, turns, rows, columns, left, right, True, 0) == expected
     for columns in (512, 700, 5000, 9999):
         for turns in (1, 7, 40):
-            n = split_keys._split(132, turns, 1, columns, unbounded, unbounded, False)
+            n = split_keys._split(132, turns, 1, columns, unbounded, unbounded, False, 0)
             blocks = -(-columns // split_keys.GRAIN)
             assert (n - 1) * -(-blocks // n) < blocks  # the last part is partly filled
             assert columns // n >= split_keys.LEAST // 2
@@ -175,7 +175,7 @@ def meta(*shape: int) -> torch.Tensor:
 
 def serves(q: torch.Tensor, k: torch.Tensor) -> tuple[str, str]:
     """Returns the implementations that serve forward and backward on an H100."""
-    op, options = get("attention"), (None, None, None, 0.1, 0.0, UNBOUNDED, 0, True, 0, 0, "ieee")
+    op, options = get("attention"), (None, None, None, None, 0.1, 0.0, UNBOUNDED, 0, True, 0, 0, 0, "ieee")
     lse = torch.empty(q.shape[:3], device="meta")
     with devices.pretend("sm_90"):
         backward = select(op, None, q, None, q, k, k, q, lse, *options, True, direction="bwd", kernels=True)

@@ -405,13 +405,14 @@ def combine(
     tl.store(results.lse + (b * numbers.heads * numbers.group + row) * numbers.queries + j, lse)
 
 
-def parts_of(multiprocessors: int, turns: int, keys: int, invariant: bool) -> int:
-    """How many parts the keys of a sequence have at most: one program per multiprocessor, or two if there are too many
-    sequences and heads for two parts each."""
+def parts_of(multiprocessors: int, turns: int, keys: int, invariant: bool, each: int = 1) -> int:
+    """How many parts the keys of a sequence have at most: `each` programs per multiprocessor, or two if there are too
+    many sequences and heads for two parts each."""
     if invariant:
         return min(FIXED, max(1, triton.cdiv(keys, LEAST)))
     share = multiprocessors // max(turns, 1)
-    return max(1, min(share if share > 1 else 2 * multiprocessors // max(turns, 1), keys // LEAST, MOST))
+    share = each * share if share > 1 else 2 * multiprocessors // max(turns, 1)
+    return max(1, min(share, keys // LEAST, MOST))
 
 
 def three_steps(t: torch.Tensor | None) -> tuple[int, int, int] | None:

@@ -204,7 +204,7 @@ def rule(gpu: device.Device, size: int, rows: int, width: int, paged: bool) -> t
         return {"BN": 16, "num_warps": 4, "num_stages": 1}
     bn = max(16, min(128, 1 << (16384 // size).bit_length() - 1))
     stages = max(1, min(3, (gpu.shared_memory - 24576) // (2 * bn * size))) + 2 * paged
-    return {"BN": bn, "num_warps": 8 if rows * width >= 8192 else 4, "num_stages": stages}
+    return {"BN": bn, "num_warps": 8 if rows * width > 8192 else 4, "num_stages": stages}
 
 
 def space() -> list[tuning.Config]:
@@ -229,8 +229,8 @@ def fwd(
     rows, bd = S * group, max(16, triton.next_power_of_2(D // ways))
     bm = min(64, max(16, triton.next_power_of_2(rows)))
     turns = B * shared
-    slow = 1 if kind == "" and block_table is None else 2  # programs of a multiprocessor: the numbers come late
-    parts = parts_of(slow * gpu.multiprocessors, turns * triton.cdiv(rows, bm), most, invariant)
+    each = 1 if kind == "" and block_table is None else 2  # here numbers come late, so programs take turns
+    parts = parts_of(gpu.multiprocessors, turns * triton.cdiv(rows, bm), most, invariant, each)
     pieces = torch.empty(parts * turns * rows * (D + 2), dtype=torch.float32, device=q.device) if parts > 1 else None
     second = early(gpu)
     bits = 2 if kind else q.element_size()

@@ -24,7 +24,7 @@ from ridgeline.select import eager
 from ridgeline.tiles.integers import halves, quarters
 
 FLOATS = torch.float32, torch.float16, torch.bfloat16
-MANY = 256  # rows of x from which a dequantised copy of the weight and a plain product are quicker
+MANY = 64  # rows of x from which a dequantised copy of the weight and a plain product are quicker
 ROOM = 1 << 21  # float32 elements for partial sums: fixed, since allocations cannot depend on tuning
 _Maybe = torch.Tensor | None
 

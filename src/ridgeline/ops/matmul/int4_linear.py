@@ -86,7 +86,7 @@ def int4_linear(
     `nn.Int4Linear` avoids that: it puts the groups in order once. None: k // group.
     activation: None, "silu", "gelu" or "gelu_tanh". Kernels take groups of multiples of 32.
     q - zero is exact, sums and scales are float32, and the result is rounded once. Autocast casts x and bias first.
-    Above 256 rows a copy of the weight is dequantised to x's dtype, which rounds, and multiplied.
+    Above 64 rows a copy of the weight is dequantised to x's dtype, which rounds, and multiplied.
     Raises RidgelineError if shapes, dtypes or devices do not match, or if `impl` cannot run the call.
     """
     x, bias = _few_bits.cast(x, bias)

@@ -81,7 +81,7 @@ def int8_linear(
     scale: (N,) or (N, 1), floating point. bias: (N,), in x's dtype, or None.
     activation: None, "silu", "gelu" or "gelu_tanh".
     q is exact, sums and scales are float32, and the result is rounded once. Autocast casts x and bias first.
-    Above 256 rows a copy of the weight is dequantised to x's dtype, which rounds, and multiplied.
+    Above 64 rows a copy of the weight is dequantised to x's dtype, which rounds, and multiplied.
     Raises RidgelineError if shapes, dtypes or devices do not match, or if `impl` cannot run the call.
     """
     x, bias = _few_bits.cast(x, bias)
