@@ -126,7 +126,7 @@ def test_submodules_of_the_package() -> None:
         ).stdout.strip()
         assert said == "True", name
     with pytest.raises(
-        AttributeError, match="ridgeline has no 'nothing'; its ops are .*gelu.*, its modules nn, optim, hf, lab, op"
+        AttributeError, match="ridgeline has no 'nothing'; its ops are .*gelu.*, its modules nn, optim, hf, formats, lab, op"
     ):
         _ = ridgeline.nothing
 

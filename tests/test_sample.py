@@ -97,6 +97,8 @@ def test_rows_without_a_token(device: str) -> None:
     assert [found[n] for n in (1, 3, 4)] == [-1] * 3
     assert [found[n] for n in (0, 2, 5)] == [clean[n] for n in (0, 2, 5)]
     assert draw(x, top_k=4, top_p=0.5)[1] == -1
+    hot = torch.tensor([1.0, 1, math.nan, 1, 1, 1], device=device)
+    assert draw(x, temperature=hot)[2] == -1
 
 
 @pytest.mark.parametrize("shape", [(4, 29), (29,)])

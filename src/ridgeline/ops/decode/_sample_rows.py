@@ -181,7 +181,7 @@ def _fwd(token, logprob, x, mask, rows, t, k, p, m, low, high, position, V, BLOC
         mass, seen = _kept(x, mask, row, i, seen, cut, ties, m, top, t, V)
         found = tl.minimum(found, tl.min(tl.where(before + tl.cumsum(mass, 0) > goal, i, V), 0))
         before += tl.sum(mass, 0)
-    none = (wrong != 0) | (top == float("-inf"))
+    none = (wrong != 0) | (top == float("-inf")) | (t != t)
     found = tl.where(found < V, found, 0)
     value = tl.load(x.data + row * x.row + found * x.column).to(tl.float32)
     chance = _exponent(value, top, t) - tl.log(total.to(tl.float32) / SCALE)

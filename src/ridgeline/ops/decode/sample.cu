@@ -378,7 +378,7 @@ extern "C" __global__ void __launch_bounds__(THREADS, CHUNKS * VECTOR <= 32 ? 2 
     const unsigned peak = __reduce_max_sync(~0u, high), lane = threadIdx.x % 32;
     if (lane < CLUSTER) of_block(s.peaks, lane)[rank * WARPS + threadIdx.x / 32] = peak;
     extremes(s, rank, high, low);
-    bool none = high <= LEAST;
+    bool none = high <= LEAST || t != t;
     for (int n = 0; n < CLUSTER; ++n) none |= s.wrong[n] != 0;
     if (none) {
         if (rank == 0 && threadIdx.x == 0) token[row] = -1, logprob[row] = __uint_as_float(0x7fffffff);

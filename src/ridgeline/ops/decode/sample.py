@@ -74,7 +74,7 @@ def _drawn(
     given = torch.as_tensor(_seed() if seed is None else seed, device=x.device).reshape(())
     u = (words(given, row, counter.expand(B))[:, :1] >> 1).to(x.dtype) / 2**31
     token = (sums <= u * sums[:, -1:]).sum(1, keepdim=True).clamp(max=V - 1)
-    none = x.isnan().any(1) | (top[:, 0] == -math.inf)
+    none = x.isnan().any(1) | (top[:, 0] == -math.inf) | t.isnan()[:, 0]
     chance = (q.gather(1, token) / sums[:, -1:]).log()[:, 0].masked_fill(none, math.nan)
     token = token[:, 0].masked_fill(none, -1)
     return (token, chance) if return_logprobs else token
@@ -160,7 +160,7 @@ def sample(
     same tokens; offsets count modulo 2^32, and None is 0. A seed of None comes from PyTorch's CPU generator, or under
     torch.compile or in a CUDA graph from that of the device at every run.
     Returns the tokens (B,), int64, or with return_logprobs (tokens, their log-probabilities in the final distribution
-    (B,), float32). A row that holds NaN or allows nothing (-inf everywhere) gives -1 and NaN.
+    (B,), float32). A row that holds NaN, allows nothing (-inf everywhere) or has a NaN temperature gives -1 and NaN.
     Raises RidgelineError if the arguments do not fit together, or if `impl` cannot run the call.
     """
     numbers = {"temperature": (temperature, 0, math.inf), "top_k": (top_k, 1, math.inf)}
