@@ -25,6 +25,11 @@ SPILLS: dict[tuple[str, str, str, str], tuple[int, str]] = {
         8,
         "one register at 65536 columns, for a third block a multiprocessor: 2991 GB/s against 2925",
     ),
+    ("sample", "cuda_cluster", "sample_fwd", "sm_90"): (
+        68,
+        "nine registers at 128256 columns, for a second block a multiprocessor: 32 rows at once; untimed",
+    ),
+    ("sample", "triton", "_fwd", "sm_86"): (64, "eight registers at 128256 columns; untimed there"),
     ("adamw", "triton", "_step", "sm_100"): (
         8,
         "one register of four tensors in half precision; the kernel waits for memory",
@@ -99,6 +104,7 @@ SPILLS: dict[tuple[str, str, str, str], tuple[int, str]] = {
         )
         for arch in ("sm_80", "sm_86", "sm_89", "sm_120")
     },
+    ("mla_decode", "triton", "_attend_latent", "sm_120"): (32, "four registers in blocks; untimed there"),
     ("mla_decode", "triton", "_attend_latent", "sm_90"): (8, "one register in 16 rows of bfloat16; untimed there"),
     ("softmax", "triton", "_fwd", "sm_90"): (
         8,

@@ -348,6 +348,7 @@ __device__ inline bool load(Keys& keys, const X* x, const unsigned char* mask, l
     return wrong;
 }
 
+// Two blocks fit a multiprocessor, so that 32 rows of 128256 run at once.
 extern "C" __global__ void __launch_bounds__(THREADS, CHUNKS * VECTOR <= 32 ? 2 : 1)
     sample_fwd(long long* token, float* logprob, const X* x, const unsigned char* mask, const float* temperature,
                const long long* top_k, const float* top_p, const float* min_p, const long long* seed,

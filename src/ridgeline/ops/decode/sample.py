@@ -243,4 +243,5 @@ SAMPLE.kernel(
     supports=_sample_cluster.fits,
     served=True,
     arch=90,
+    newest=90,
 )
