@@ -125,9 +125,8 @@ def test_submodules_of_the_package() -> None:
             [sys.executable, "-c", code.format(name, name)], check=True, capture_output=True, text=True
         ).stdout.strip()
         assert said == "True", name
-    with pytest.raises(
-        AttributeError, match="ridgeline has no 'nothing'; its ops are .*gelu.*, its modules nn, optim, hf, formats, lab, op"
-    ):
+    named = "ridgeline has no 'nothing'; its ops are .*gelu.*, its modules nn, optim, hf, formats, lab, op"
+    with pytest.raises(AttributeError, match=named):
         _ = ridgeline.nothing
 
 
