@@ -228,7 +228,7 @@ def sample(
     same tokens; offsets count modulo 2^32, and None is 0. A seed of None comes from PyTorch's CPU generator, or under
     torch.compile or in a CUDA graph from that of the device at every run.
     Returns the tokens (B,), int64, or with return_logprobs (tokens, their log-probabilities in the final distribution
-    (B,), float32). A row that holds NaN or allows nothing (-inf everywhere) gives -1 and NaN.
+    (B,), float32). A row that holds NaN, allows nothing (-inf everywhere) or has a NaN temperature gives -1 and NaN.
     Raises RidgelineError if the arguments do not fit together, or if `impl` cannot run the call.
     """
 
@@ -383,7 +383,7 @@ def int4_linear(
     `nn.Int4Linear` avoids that: it puts the groups in order once. None: k // group.
     activation: None, "silu", "gelu" or "gelu_tanh". Kernels take groups of multiples of 32.
     q - zero is exact, sums and scales are float32, and the result is rounded once. Autocast casts x and bias first.
-    Above 256 rows a copy of the weight is dequantised to x's dtype, which rounds, and multiplied.
+    Above 64 rows a copy of the weight is dequantised to x's dtype, which rounds, and multiplied.
     Raises RidgelineError if shapes, dtypes or devices do not match, or if `impl` cannot run the call.
     """
 
@@ -402,7 +402,7 @@ def int8_linear(
     scale: (N,) or (N, 1), floating point. bias: (N,), in x's dtype, or None.
     activation: None, "silu", "gelu" or "gelu_tanh".
     q is exact, sums and scales are float32, and the result is rounded once. Autocast casts x and bias first.
-    Above 256 rows a copy of the weight is dequantised to x's dtype, which rounds, and multiplied.
+    Above 64 rows a copy of the weight is dequantised to x's dtype, which rounds, and multiplied.
     Raises RidgelineError if shapes, dtypes or devices do not match, or if `impl` cannot run the call.
     """
 
