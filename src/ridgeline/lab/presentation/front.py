@@ -75,13 +75,16 @@ def _figures(compared: Comparison | None) -> list[str]:
     return [units.seconds(compared.ours["seconds"]["median"]), f"{compared.ours['share']:.2f}", against]
 
 
-def headline(found: dict[Work, list[Row]], ops: dict[str, Op], gpu: str, models: Sequence[Row] = ()) -> str:
+def headline(
+    found: dict[Work, list[Row]], ops: dict[str, Op], gpu: str, models: Sequence[Row] = (), where: str = ""
+) -> str:
     """Three Markdown bullets, each a figure with its condition: attention, the loss, and the loss's memory.
 
-    models: rows of whole training steps; if they hold one with a peer, a fourth bullet comes first.
+    models: rows of whole training steps; if they hold one with a peer, a fourth bullet comes first. where: said of its
+    speed, if it ran on another GPU.
     Raises RidgelineError if a figure's rows are missing.
     """
-    step = model_table.headline([*models])
+    step = model_table.headline([*models], where)
     lines = [*([step] if step else []), _attention(found, ops), _loss(found, ops), _memory(found, ops)]
     return f"Measured on one {gpu} in bfloat16:\n\n" + "\n".join(f"- {line}" for line in lines) + "\n"
 

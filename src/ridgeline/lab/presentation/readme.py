@@ -40,8 +40,10 @@ def pages(root: Path, recorded: dict[Path, list[Row]]) -> dict[Path, str]:
     for path, rows in recorded.items():
         others = {f"{other.stem}.md": names[other] for other in recorded if other != path}
         made[root / f"docs/measured/{path.stem}.md"] = measured.page(path, rows, ops, others, noted)
+    steps = next((path for path in recorded if query.of(recorded[path], "model")), first)
+    where = "" if steps == first else f" on one {names[steps]}"
     blocks = {
-        "headline": front.headline(found, ops, names[first], query.of(recorded[first], "model")),
+        "headline": front.headline(found, ops, names[first], query.of(recorded[steps], "model"), where),
         "table": front.table(ten, f"docs/measured/{first.stem}.md"),
     }
     readme = root / "README.md"
