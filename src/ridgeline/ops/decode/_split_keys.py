@@ -229,7 +229,7 @@ def fwd(
     rows, bd = S * group, max(16, triton.next_power_of_2(D // ways))
     bm = min(64, max(16, triton.next_power_of_2(rows)))
     turns = B * shared
-    each = 1 if kind == "" and block_table is None else 2  # here numbers come late, so programs take turns
+    each = 1 if kind == "" and block_table is None else 2  # a second program hides the wait for the table or the codes
     parts = parts_of(gpu.multiprocessors, turns * triton.cdiv(rows, bm), most, invariant, each)
     pieces = torch.empty(parts * turns * rows * (D + 2), dtype=torch.float32, device=q.device) if parts > 1 else None
     second = early(gpu)
