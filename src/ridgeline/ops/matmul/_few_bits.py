@@ -1,8 +1,8 @@
 """Products with weights of 4 or 8 bits, y = activation(x W^T + b), W = (q - zero) * scale: the kernels and launchers.
 
-A program takes some rows of W and a part of K. Codes become numbers of x's dtype in registers, exactly, and are the
+Codes are integers, or mxfp4's floating-point numbers in blocks of 32 with powers of two as scales. A program takes some rows of W and a part of K. Codes become numbers of x's dtype in registers, exactly, and are the
 left operand of the matrix units; x, padded to 16 rows, is the right one. The float32 sum over a group is multiplied by
-the group's scale. If rows of W are few, K is split, and a second kernel adds the parts in order.
+the group's scale; mxfp4's scales multiply the numbers first, which is exact. If rows of W are few, K is split, and a second kernel adds the parts in order.
 """
 
 from __future__ import annotations
@@ -21,6 +21,8 @@ from ridgeline.ops.matmul._epilogue import ACTIVATIONS, Epilogue, finish
 from ridgeline.ops.matmul._operands import Matrix, Sizes
 from ridgeline.ops.matmul.matmul import in_autocast
 from ridgeline.select import eager
+from ridgeline.tiles import float4
+from ridgeline.tiles.float4 import power
 from ridgeline.tiles.integers import halves, quarters
 
 FLOATS = torch.float32, torch.float16, torch.bfloat16
@@ -30,7 +32,8 @@ _Maybe = torch.Tensor | None
 
 
 class Weight(NamedTuple):
-    """q: (N, K / 2) uint8 or (N, K) int8. scale, zero: (N, K / group), or (N,) without groups; zero None is 8 or 0."""
+    """q: (N, K / 2) uint8 or (N, K) int8. scale, zero: (N, K / group), or (N,) without groups; zero None is 8 or 0.
+    A scale of uint8 is a power of two, and the codes are mxfp4's."""
 
     q: Any
     scale: Any
@@ -40,7 +43,7 @@ class Weight(NamedTuple):
 class Rules(NamedTuple):
     """What the compiler knows."""
 
-    BITS: Any
+    KIND: Any  # "int4", "int8" or "mxfp4"
     PACKED: Any  # the GPU has the instructions of `quarters`
     EVEN: Any  # steps divide K
     PRECISION: Any
@@ -52,7 +55,8 @@ class Rules(NamedTuple):
 def _group(weight, n, k, end, K, RULES: tl.constexpr):
     """The scales and zeros of rows n in the group of column k; past the end of this part any."""
     at = n.to(tl.int64) * (K // RULES.GROUP) + k // RULES.GROUP
-    scale = tl.load(weight.scale + at, mask=(n >= 0) & (k < end), other=0.0).to(tl.float32)
+    scale = tl.load(weight.scale + at, mask=(n >= 0) & (k < end), other=0)
+    scale = power(scale, tl.float32) if RULES.KIND == "mxfp4" else scale.to(tl.float32)
     if weight.zero is None:
         zero = tl.full(n.shape, 8, tl.int32)
     else:
@@ -63,16 +67,40 @@ def _group(weight, n, k, end, K, RULES: tl.constexpr):
 @triton.jit
 def _dot4(raw, rows, zero, RULES: tl.constexpr):
     """A tile of 4-bit codes minus their zeros, four to a word, times a tile of x."""
+    if RULES.KIND == "mxfp4":
+        w = float4.quarters(raw, rows.dtype, RULES.PACKED)
+    else:
+        w = quarters(raw, tl.broadcast_to(zero[:, None], raw.shape), rows.dtype, RULES.PACKED)
+    return _four(w, rows, RULES)
+
+
+@triton.jit
+def _dot_scaled(raw, rows, scale, RULES: tl.constexpr):
+    """A tile of mxfp4's codes, four to a word, with their blocks' scales (uint8), times a tile of x."""
+    eighths: tl.constexpr = raw.shape[1] // scale.shape[1]  # words of a block
+    by = tl.broadcast_to(power(scale, rows.dtype)[:, :, None], (raw.shape[0], scale.shape[1], eighths))
+    by = tl.reshape(by, raw.shape)
+    w0, w1, w2, w3 = float4.quarters(raw, rows.dtype, RULES.PACKED)
+    return _four((w0 * by, w1 * by, w2 * by, w3 * by), rows, RULES)
+
+
+@triton.jit
+def _four(w, rows, RULES: tl.constexpr):
+    """Four tiles, with every fourth column of the weight each, times a tile of x."""
     BM: tl.constexpr = rows.shape[0]
-    WORDS: tl.constexpr = raw.shape[1]
-    even, odd = tl.split(tl.reshape(rows, (BM, WORDS, 2, 2)))
-    x0, x2 = tl.split(even)
-    x1, x3 = tl.split(odd)
-    w0, w1, w2, w3 = quarters(raw, tl.broadcast_to(zero[:, None], raw.shape), rows.dtype, RULES.PACKED)
-    total = tl.dot(w0, tl.trans(x0), input_precision=RULES.PRECISION)
-    total = tl.dot(w1, tl.trans(x1), total, input_precision=RULES.PRECISION)
-    total = tl.dot(w2, tl.trans(x2), total, input_precision=RULES.PRECISION)
-    return tl.dot(w3, tl.trans(x3), total, input_precision=RULES.PRECISION)
+    WORDS: tl.constexpr = w[0].shape[1]
+    if WORDS < 16:  # the matrix units take 16 columns at least
+        whole = tl.reshape(tl.join(tl.join(w[0], w[2]), tl.join(w[1], w[3])), (w[0].shape[0], 4 * WORDS))
+        total = tl.dot(whole, tl.trans(rows), input_precision=RULES.PRECISION)
+    else:
+        even, odd = tl.split(tl.reshape(rows, (BM, WORDS, 2, 2)))
+        x0, x2 = tl.split(even)
+        x1, x3 = tl.split(odd)
+        total = tl.dot(w[0], tl.trans(x0), input_precision=RULES.PRECISION)
+        total = tl.dot(w[1], tl.trans(x1), total, input_precision=RULES.PRECISION)
+        total = tl.dot(w[2], tl.trans(x2), total, input_precision=RULES.PRECISION)
+        total = tl.dot(w[3], tl.trans(x3), total, input_precision=RULES.PRECISION)
+    return total
 
 
 @triton.jit
@@ -108,11 +136,12 @@ def _fwd(
     begin = tl.program_id(1) * length
     end = tl.minimum(K, begin + length)
     total = tl.zeros((BN, BM), tl.float32)
-    each: tl.constexpr = 16 // RULES.BITS  # codes of a word of 16 bits
+    each: tl.constexpr = 2 if RULES.KIND == "int8" else 4  # codes of a word of 16 bits
+    SHARED: tl.constexpr = RULES.KIND != "int8" and BK <= RULES.GROUP  # a row of a step has one scale
     wide: tl.constexpr = BK // each
     at_x = x.data + m[:, None].to(tl.int64) * x.row_stride
     at_q = weight.q + row[:, None].to(tl.int64) * (K // each)
-    if RULES.BITS == 4:
+    if SHARED:
         scale, zero = _group(weight, row, begin, end, K, RULES)
     for start in range(begin, end, BK):
         k = start + tl.arange(0, BK)[None, :]
@@ -123,13 +152,17 @@ def _fwd(
         else:
             raw = tl.load(at_q + word, mask=word < K // each, other=0).to(tl.uint16, bitcast=True)
             rows = tl.load(at_x + k, mask=(m[:, None] < M) & (k < K), other=0)
-        if RULES.BITS == 4:
+        if SHARED:
             next_scale, next_zero = _group(weight, row, start + BK, end, K, RULES)  # in flight during the product
             total += _dot4(raw, rows, zero, RULES) * scale[:, None]
             scale, zero = next_scale, next_zero
+        elif RULES.KIND == "mxfp4":
+            block = start // RULES.GROUP + tl.arange(0, BK // RULES.GROUP)[None, :]
+            at_scale = weight.scale + row[:, None].to(tl.int64) * (K // RULES.GROUP) + block
+            total += _dot_scaled(raw, rows, tl.load(at_scale, mask=block < K // RULES.GROUP, other=0), RULES)
         else:
             total = _dot8(raw, rows, total, RULES)
-    if RULES.BITS == 8:
+    if RULES.KIND == "int8":
         total *= tl.load(weight.scale + row).to(tl.float32)[:, None]
     if RULES.PDL:
         gdc_launch_dependents()
@@ -157,22 +190,30 @@ def _add(
 
 
 @triton.jit
-def _dequantise(w, weight, sizes, BITS: tl.constexpr, GROUP: tl.constexpr, BN: tl.constexpr, BK: tl.constexpr):
+def _dequantise(w, weight, sizes, KIND: tl.constexpr, GROUP: tl.constexpr, BN: tl.constexpr, BK: tl.constexpr):
     """w (N, K) = the weight, scaled in float32 and rounded once."""
     _, N, K = sizes
     n = (tl.program_id(0) * BN + tl.arange(0, BN)).to(tl.int64)[:, None]
     column = tl.program_id(1) * BK + tl.arange(0, BK)[None, :]
-    k = column // 2 * 2 if BITS == 4 else column
+    k = column if KIND == "int8" else column // 2 * 2
     inside = (n < N) & (k < K)
-    scale = tl.load(weight.scale + n * (K // GROUP) + k // GROUP, mask=inside, other=0.0).to(tl.float32)
-    zero = tl.full((BN, BK), 8 if BITS == 4 else 0, tl.int32)
+    scale = tl.load(weight.scale + n * (K // GROUP) + k // GROUP, mask=inside, other=0)
+    zero = tl.full((BN, BK), 0 if KIND == "int8" else 8, tl.int32)
     if weight.zero is not None:
         zero = tl.load(weight.zero + n * (K // GROUP) + k // GROUP, mask=inside, other=0).to(tl.int32)
-    code = tl.load(weight.q + (n * K + k) * BITS // 8, mask=inside, other=0).to(tl.int32)
-    if BITS == 4:
+    code = tl.load(weight.q + (n * K + k) // (1 if KIND == "int8" else 2), mask=inside, other=0).to(tl.int32)
+    if KIND != "int8":
         code = (code >> (column % 2 * 4)) & 15
-    v = (code - zero).to(tl.float32) * scale
+    if KIND == "mxfp4":
+        v = float4.number(code, tl.float32) * power(scale, tl.float32)
+    else:
+        v = (code - zero).to(tl.float32) * scale.to(tl.float32)
     tl.store(w + n * K + column, v.to(w.dtype.element_ty), mask=(n < N) & (column < K))
+
+
+def kind_of(q: torch.Tensor, scale: torch.Tensor) -> str:
+    """Returns what the codes are, by the dtypes of codes and scales: "int8", "int4" or "mxfp4"."""
+    return "int8" if q.dtype == torch.int8 else "mxfp4" if scale.dtype == torch.uint8 else "int4"
 
 
 def group_of(q: torch.Tensor, scale: torch.Tensor) -> int:
@@ -192,8 +233,9 @@ def fwd(
 ) -> None:  # fmt: skip
     """Fills y (M, N). x: (M, K) with contiguous rows; q, scale and zero contiguous."""
     (M, K), N, gpu = x.shape, q.shape[0], device.of(x)
-    bits, group = 4 if q.dtype == torch.uint8 else 8, group_of(q, scale)
-    step = step_of(group) if bits == 4 else 128
+    kind, group = kind_of(q, scale), group_of(q, scale)
+    whole = kind == "int8" or (kind == "mxfp4" and x.dtype != torch.float16)  # float16 cannot hold the scales
+    step = 128 if whole else step_of(group)
 
     def rule() -> tuning.Config:
         """Splits K until there are four programs for each multiprocessor, of at least eight steps each."""
@@ -207,13 +249,13 @@ def fwd(
     def config() -> dict[str, Any]:
         sizes = [str(triton.next_power_of_2(n)) for n in (M, N, K)]
         key = " ".join([dtype_name(x), str(step), *sizes])
-        chosen = tuning.config(gpu, f"int{bits}_linear", "fwd", key, rule, lambda: _space(rule()))
+        chosen = tuning.config(gpu, f"{kind}_linear", "fwd", key, rule, lambda: _space(rule()))
         return chosen | {"BK": step, "SPLITS": max(1, min(chosen["SPLITS"], ROOM // max(1, M * N)))}
 
     key = M, N, K, group
     native = gpu.backend == "cuda" and gpu.capability >= 80 and not INTERPRETED
     facts = early(gpu)
-    rules = Rules(bits, native, K % step == 0, "ieee", facts["PDL"], group)
+    rules = Rules(kind, native, K % step == 0, "ieee", facts["PDL"], group)
     weight, epilogue = Weight(q.view(torch.int16), scale, zero), Epilogue(None, bias, None)
     given = y, parts, weight, Matrix(x, *x.stride()), epilogue, Sizes(M, N, K)
     launch(
@@ -256,12 +298,11 @@ def _space(c: tuning.Config) -> list[tuning.Config]:
 
 @kernel_op("few_bits_weight(Tensor q, Tensor scale, Tensor? zero, ScalarType dtype) -> Tensor")
 def _weight(q: torch.Tensor, scale: torch.Tensor, zero: _Maybe, dtype: torch.dtype) -> torch.Tensor:
-    bits = 4 if q.dtype == torch.uint8 else 8
-    N, K = q.shape[0], q.shape[1] * 8 // bits
+    N, K = q.shape[0], q.shape[1] * (2 if q.dtype == torch.uint8 else 1)
     w = torch.empty((N, K), dtype=dtype, device=q.device)
     weight, gpu = Weight(q, scale, zero), device.of(q)
     facts: dict[str, Any] = {
-        "BITS": bits,
+        "KIND": kind_of(q, scale),
         "GROUP": group_of(q, scale),
         "BN": 4,
         "BK": 512,
@@ -279,6 +320,8 @@ def dequantised(
     """Returns the weight (N, K) in a dtype, rounded once: by a kernel on a GPU if groups are in order."""
     if g_idx is None and dtype != torch.float64 and scale.dtype != torch.float64 and q.is_cuda:
         return _weight(q, scale, zero, dtype)
+    if kind_of(q, scale) == "mxfp4":
+        return mxfp4(q, scale, dtype)
     wide = torch.promote_types(scale.dtype, torch.float32)
     codes, K = q, q.shape[1] * (2 if q.dtype == torch.uint8 else 1)
     if q.dtype == torch.uint8:
@@ -287,6 +330,17 @@ def dequantised(
     group = torch.arange(K, device=q.device) // group_of(q, scale) if g_idx is None else g_idx.long()
     away: Any = (8 if q.dtype == torch.uint8 else 0) if zero is None else zero.to(wide)[:, group]
     return ((codes.to(wide) - away) * scale.to(wide)[:, group]).to(dtype)
+
+
+def mxfp4(q: torch.Tensor, scale: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
+    """Returns mxfp4's numbers (N, K) of codes (N, K / 2) and scales (N, K / 32), by the formula."""
+    values = torch.tensor((0.0, 0.5, 1.0, 1.5, 2.0, 3.0, 4.0, 6.0), device=q.device)
+    values = torch.cat((values, -values))
+    wide = torch.promote_types(dtype, torch.float32)
+    numbers = values[torch.stack((q & 15, q >> 4), -1).flatten(1).long()].to(wide)
+    by = torch.ldexp(torch.ones((), dtype=wide, device=q.device), scale.to(torch.int32) - 127)
+    by = by.masked_fill(scale == 255, float("nan"))
+    return (numbers.unflatten(1, (-1, float4.BLOCK)) * by[:, :, None]).flatten(1).to(dtype)
 
 
 def product(x: torch.Tensor, weight: torch.Tensor, bias: _Maybe, activation: str | None) -> torch.Tensor:
@@ -300,8 +354,11 @@ def cast(x: Any, bias: Any) -> tuple[Any, Any]:
     return made[0], made[1]
 
 
-def check(op: str, x: Any, q: Any, scale: Any, bias: Any, activation: Any, code: torch.dtype, **others: Any) -> None:
-    """Raises RidgelineError unless the arguments fit together. others: tensors by name, or None."""
+def check(
+    op: str, x: Any, q: Any, scale: Any, bias: Any, activation: Any, code: torch.dtype,
+    scales: tuple[torch.dtype, ...] = FLOATS, **others: Any,
+) -> None:  # fmt: skip
+    """Raises RidgelineError unless the arguments fit together. scales: their dtypes. others: tensors by name, or None."""
     for name, t in {"x": x, "q": q, "scale": scale, "bias": bias, **others}.items():
         if t is None and name not in ("x", "q", "scale"):
             continue
@@ -311,11 +368,12 @@ def check(op: str, x: Any, q: Any, scale: Any, bias: Any, activation: Any, code:
             raise RidgelineError(f"{op}: it takes dense tensors, but {name} is {'nested' if t.is_nested else t.layout}")
         if t.device != x.device:
             raise RidgelineError(f"{op}: all tensors must be on one device; {name} is on {t.device}, x on {x.device}")
-    double = x.dtype == torch.float64 and scale.dtype == torch.float64  # the reference
+    double = x.dtype == torch.float64 and scale.dtype in (torch.float64, torch.uint8)  # the reference
     if x.dtype not in FLOATS and not double:
         raise RidgelineError(f"{op}: x must be float32, float16 or bfloat16, got {x.dtype}")
-    if scale.dtype not in FLOATS and not double:
-        raise RidgelineError(f"{op}: scale must be float32, float16 or bfloat16, got {scale.dtype}")
+    if scale.dtype not in scales and not double:
+        wanted = "float32, float16 or bfloat16" if scales == FLOATS else "uint8"
+        raise RidgelineError(f"{op}: scale must be {wanted}, got {scale.dtype}")
     if q.dtype != code or q.dim() != 2:
         raise RidgelineError(f"{op}: q must be {code} with two dimensions, got {q.dtype} {tuple(q.shape)}")
     K = q.shape[1] * (2 if code == torch.uint8 else 1)

@@ -1,0 +1,156 @@
+"""mxfp4_linear: y = activation(x W^T + b) with a weight in OCP's mxfp4: 4-bit numbers, a power of two for each 32.
+
+    y_mn = sum_j 2^(c_nj - 127) sum_{k in block j} q_nk x_mk + b_n        backward: dx = dy W
+
+q is one of 0, 0.5, 1, 1.5, 2, 3, 4, 6 or its negative. With few rows of x the weight's 4.25 bits a number are the limit.
+Numbers and scales multiply exactly in bfloat16 and float32, so the files of gpt-oss are read as they are. The kernels
+are in `_few_bits.py`.
+Source: Rouhani et al., Microscaling data formats for deep learning, 2023 (arXiv:2310.10537).
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+
+from ridgeline.boundary import Function, differentiate, first_order, kernel_op
+from ridgeline.op import Case, Cost, Op, RidgelineError, Spec
+from ridgeline.ops.matmul import _few_bits
+from ridgeline.ops.matmul._epilogue import ACTIVATIONS
+from ridgeline.ops.matmul.matmul import rows_of
+from ridgeline.select import run
+
+_Maybe = torch.Tensor | None
+
+
+@kernel_op("mxfp4_linear_fwd(Tensor x, Tensor q, Tensor scale, Tensor? bias, str activation, str? impl) -> Tensor")
+def _forward(
+    x: torch.Tensor, q: torch.Tensor, scale: torch.Tensor, bias: _Maybe, activation: str, impl: str | None
+) -> torch.Tensor:
+    y = x.new_empty((x.shape[0], q.shape[0]))
+    parts = torch.empty(_few_bits.ROOM, dtype=torch.float32, device=x.device)
+    run(MXFP4_LINEAR, "fwd", impl, (y, parts), x, _few_bits.words(q), scale, bias, activation)
+    return y
+
+
+class _Function(Function):
+    @staticmethod
+    def forward(
+        ctx: Any, x: torch.Tensor, q: torch.Tensor, scale: torch.Tensor, bias: _Maybe, impl: str | None
+    ) -> torch.Tensor:
+        ctx.save_for_backward(q, scale)
+        return _forward(x, q, scale, bias, "", impl)
+
+    @staticmethod
+    @first_order
+    def backward(ctx: Any, dy: torch.Tensor) -> Any:
+        q, scale = ctx.saved_tensors
+        dx = dy @ _few_bits.dequantised(q, scale, None, dy.dtype) if ctx.needs_input_grad[0] else None
+        return dx, None, None, dy.sum(0) if ctx.needs_input_grad[3] else None, None
+
+
+def _launch(
+    y: torch.Tensor, parts: torch.Tensor, x: torch.Tensor, q: torch.Tensor, scale: torch.Tensor, bias: _Maybe,
+    activation: str
+) -> None:  # fmt: skip
+    _few_bits.fwd(y, parts, x, q, scale, None, bias, activation)
+
+
+def reference(
+    x: torch.Tensor, q: torch.Tensor, scale: torch.Tensor, *, bias: _Maybe = None, activation: str | None = None
+) -> torch.Tensor:
+    wide = torch.promote_types(x.dtype, torch.float32)
+    y = x.to(wide) @ _few_bits.mxfp4(q, scale, wide).T
+    return ACTIVATIONS[activation or ""](y if bias is None else y + bias.to(wide)).to(x.dtype)
+
+
+def _torch(
+    x: torch.Tensor, q: torch.Tensor, scale: torch.Tensor, *, bias: _Maybe = None, activation: str | None = None
+) -> torch.Tensor:
+    return _few_bits.product(x, _few_bits.dequantised(q, scale, None, x.dtype), bias, activation)
+
+
+def mxfp4_linear(
+    x: torch.Tensor, q: torch.Tensor, scale: torch.Tensor, *, bias: torch.Tensor | None = None,
+    activation: str | None = None, impl: str | None = None,
+) -> torch.Tensor:  # fmt: skip
+    """Returns `activation(x @ W.T + bias)`, (..., N), for a weight W in mxfp4. Gradients flow to x and bias.
+
+    x: (..., K), float32, float16 or bfloat16; K is a multiple of 32. q: (N, K / 2), uint8, the even k in the low half of
+    a byte: a layer's `blocks` (N, K / 32, 16) in gpt-oss's files, flattened. scale: (N, K / 32), uint8, e8m0 codes:
+    its `scales`. `formats.pack_mxfp4` makes both from a weight. bias: (N,), in x's dtype, or None.
+    activation: None, "silu", "gelu" or "gelu_tanh".
+    The weight is exact, sums are float32, and the result is rounded once. Autocast casts x and bias first.
+    Above 64 rows a copy of the weight in x's dtype, exact but for float16, is multiplied.
+    Raises RidgelineError if shapes, dtypes or devices do not match, or if `impl` cannot run the call.
+    """
+    x, bias = _few_bits.cast(x, bias)
+    _few_bits.check("mxfp4_linear", x, q, scale, bias, activation, torch.uint8, (torch.uint8,))
+    wanted = q.shape[0], q.shape[1] // 16
+    if q.shape[1] % 16 or tuple(scale.shape) != wanted:
+        given = f"q {tuple(q.shape)} and scale {tuple(scale.shape)}"
+        raise RidgelineError(f"mxfp4_linear: q must be (N, K / 2) and scale (N, K / 32), K a multiple of 32, got {given}")
+    plain = _few_bits.plain_rung(MXFP4_LINEAR, impl, x, None)
+    if plain is not None and plain.call is not None:
+        return plain.call(x, q, scale, bias=bias, activation=activation)
+    rows, weight = rows_of(x).contiguous(), (q.contiguous(), scale.contiguous())
+    bias = None if bias is None else bias.contiguous()
+    if torch.is_grad_enabled() and (x.requires_grad or (bias is not None and bias.requires_grad)):
+        y = ACTIVATIONS[activation or ""](differentiate(_Function, rows, *weight, bias, impl))
+    else:
+        y = _forward(rows, *weight, bias, activation or "", impl)
+    return y.view(*x.shape[:-1], q.shape[0])
+
+
+def cost(x: torch.Tensor, q: torch.Tensor, scale: torch.Tensor, **options: Any) -> tuple[Cost, Cost]:
+    read, write, flops = _few_bits.work(x, q, scale, options.get("bias"))
+    size = x.numel() * x.element_size()
+    return Cost(read, write, flops), Cost(read - size + write, size, flops)
+
+
+class _Powers(Spec):
+    """Codes of scales from 2^-8 to 1."""
+
+    def make(self, *args: Any) -> torch.Tensor:
+        return super().make(*args) + 119
+
+
+def _case(M: int, N: int, K: int, use: str = "check", bias: bool = False, **options: Any) -> Case:
+    what = [f"{M}x{N}x{K}", *["bias"] * bias, *options.values()]
+    args = Spec(M, K), Spec(N, K // 2, dtype="uint8", high=256), _Powers(N, K // 32, dtype="uint8", high=9)
+    options |= {"bias": Spec(N)} if bias else {}
+    dtypes = {"bench": ("bfloat16",), "quick": ("float32",), "check": ("float32", "float16", "bfloat16")}[use]
+    return Case(", ".join(what), args, options, dtypes=dtypes, use=use)
+
+
+BENCH = [(14336, 4096), (4096, 14336), (28672, 8192)]
+MXFP4_LINEAR = Op(
+    mxfp4_linear,
+    reference=reference,
+    cost=cost,
+    flops={"few_bits_weight": lambda *_: 0},  # a copy of the weight; the products are matmul's or torch's
+    cases=[
+        _case(3, 40, 256),
+        _case(1, 70, 96, bias=True),
+        _case(17, 24, 640, bias=True, activation="gelu"),
+        _case(2, 16, 32, activation="silu"),
+        _case(16, 1024, 1024, use="quick"),
+        *(_case(m, *shape, use="bench") for m in (1, 8, 16) for shape in BENCH),
+        *(_case(m, 28672, 8192, use="bench") for m in (32, 64, 256)),
+    ],
+)
+
+MXFP4_LINEAR.eager("naive", "the formula in float32: a weight of eight times the bytes", reference)
+MXFP4_LINEAR.eager("torch", "the weight dequantised to x's dtype, then PyTorch's linear (cuBLAS)", _torch, served=True)
+MXFP4_LINEAR.compiled("the formula, dequantised in passes that torch.compile fuses")
+MXFP4_LINEAR.kernel(
+    "triton",
+    "4-bit floating-point codes become numbers in registers by shifts, on the matrix units",
+    kind="triton",
+    fwd=_launch,
+    bwd=_launch,
+    unless=_few_bits.few,
+    leaves=("fwd",),
+    served=True,
+)
