@@ -1,10 +1,12 @@
-"""Weights of 4 bits as GPTQ's and AWQ's files store them, to and from what `ridgeline.int4_linear` takes, exactly.
+"""Weights of 4 bits as files store them, to and from what `ridgeline.int4_linear` and `mxfp4_linear` take, exactly.
 
     GPTQ: qweight (K / 8, N), eight k of a column in a word, lowest first; qzeros (K / group, N / 8), version 1: minus 1
     AWQ:  qweight (K, N / 8), eight columns in a word, in the order 0 2 4 6 1 3 5 7; qzeros (K / group, N / 8)
+    mxfp4: numbers of 4 bits, two to a byte, the even k low; a power of two for each 32 of K
 
 Words are int32. All of it is plain PyTorch on any device; it runs once for a model.
-Source: Frantar et al., GPTQ, 2022 (arXiv:2210.17323); Lin et al., AWQ, 2023 (arXiv:2306.00978).
+Source: Frantar et al., GPTQ, 2022 (arXiv:2210.17323); Lin et al., AWQ, 2023 (arXiv:2306.00978); OCP Microscaling
+Formats (MX) Specification, version 1.0, 2023, section 6.3, for how a block's scale is chosen.
 """
 
 from __future__ import annotations
@@ -14,6 +16,7 @@ from typing import Any
 import torch
 
 from ridgeline.op import RidgelineError
+from ridgeline.tiles import float4
 
 IN_ORDER = (0, 1, 2, 3, 4, 5, 6, 7)
 AWQ_ORDER = (0, 2, 4, 6, 1, 3, 5, 7)  # the column in each 4 bits of a word, lowest first
@@ -174,3 +177,36 @@ def _layer(op: str, q: Any, scale: Any, zero: Any, by_k: bool = True) -> int:
 def _in_range(op: str, stored: torch.Tensor, wanted: str) -> None:
     if stored.numel() and not bool(((stored >= 0) & (stored <= 15)).all()):
         raise RidgelineError(f"{op}: zeros must be {wanted}, and one is not")
+
+
+def pack_mxfp4(w: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+    """Returns (q, scale) for `mxfp4_linear` from a weight, each number rounded to the nearest, ties to even.
+
+    w: (N, K), floating point, K a multiple of 32. q: uint8 (N, K / 2). scale: uint8 (N, K / 32): 127 more than the power
+    of two that puts a block's largest number between 4 and 8; what is then above 6 becomes 6. A block that holds NaN or
+    an infinity has the scale 255, which is NaN.
+    """
+    op = "pack_mxfp4"
+    _require(op, "w", w, None, None)
+    if w.shape[1] % 32:
+        raise RidgelineError(f"{op}: K must be a multiple of 32, got {w.shape[1]}")
+    blocks = w.detach().double().unflatten(1, (-1, 32))
+    largest = blocks.abs().amax(-1)
+    finite = largest.isfinite()
+    exponent = torch.frexp(largest.where(finite, 1.0)).exponent - 3  # 2^2 <= largest / 2^exponent < 2^3
+    scale = (exponent.clamp(-127, 127) + 127).where(largest > 0, 0)
+    size = (blocks * torch.exp2(127.0 - scale.double())[..., None]).where(finite[..., None], 0.0)
+    steps = torch.where(size.abs() < 2, 2.0, torch.where(size.abs() < 4, 1.0, 0.5))  # numbers are 1/2, 1 or 2 apart
+    near = ((size.abs() * steps).round() / steps).clamp(max=6)
+    levels = torch.tensor((0.0, 0.5, 1.0, 1.5, 2.0, 3.0, 4.0, 6.0), dtype=torch.float64, device=w.device)
+    codes = torch.searchsorted(levels, near.contiguous()).to(torch.uint8)
+    codes |= size.signbit().to(torch.uint8) << 3
+    return pairs(codes.flatten(1)), scale.where(finite, 255).to(torch.uint8)
+
+
+def unpack_mxfp4(q: torch.Tensor, scale: torch.Tensor) -> torch.Tensor:
+    """Returns the weight (N, K) of mxfp4 codes q (N, K / 2) and scales (N, K / 32), both uint8, in float32, exactly."""
+    op = "unpack_mxfp4"
+    _require(op, "q", q, torch.uint8, None)
+    _require(op, "scale", scale, torch.uint8, (q.shape[0], q.shape[1] // 16))
+    return float4.weight(q, scale, torch.float32)

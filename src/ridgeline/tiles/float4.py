@@ -7,6 +7,7 @@ Source: Rouhani et al., Microscaling data formats for deep learning, 2023 (arXiv
 
 from __future__ import annotations
 
+import torch
 import triton
 import triton.language as tl
 
@@ -76,3 +77,11 @@ def power(code, TO: tl.constexpr):
     bits = tl.where(code == 0, 0x00400000, code.to(tl.int32) << 23)
     bits = tl.where(code == 255, 0x7FC00000, bits)
     return bits.to(tl.float32, bitcast=True).to(TO)
+
+
+def weight(q: torch.Tensor, scale: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
+    """Returns the numbers (N, K) of codes (N, K / 2) and scales (N, K / 32), both uint8, by the formula."""
+    sizes = torch.tensor((0.0, 0.5, 1.0, 1.5, 2.0, 3.0, 4.0, 6.0), device=q.device)
+    numbers = torch.cat((sizes, -sizes))[torch.stack((q & 15, q >> 4), -1).flatten(1).long()]
+    powers = torch.ldexp(torch.ones(scale.shape, device=q.device), scale.int() - 127).where(scale != 255, float("nan"))
+    return (numbers.unflatten(1, (-1, BLOCK)) * powers[:, :, None]).flatten(1).to(dtype)

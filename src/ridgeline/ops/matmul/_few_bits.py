@@ -23,6 +23,7 @@ from ridgeline.ops.matmul.matmul import in_autocast
 from ridgeline.select import eager
 from ridgeline.tiles import float4
 from ridgeline.tiles.float4 import power
+from ridgeline.tiles.float8 import decoded
 from ridgeline.tiles.integers import halves, quarters
 
 FLOATS = torch.float32, torch.float16, torch.bfloat16
@@ -67,10 +68,13 @@ def _group(weight, n, k, end, K, RULES: tl.constexpr):
 @triton.jit
 def _dot4(raw, rows, zero, RULES: tl.constexpr):
     """A tile of 4-bit codes minus their zeros, four to a word, times a tile of x."""
+    TO: tl.constexpr = tl.float16 if RULES.KIND == "w4a8" else rows.dtype
     if RULES.KIND == "mxfp4":
-        w = float4.quarters(raw, rows.dtype, RULES.PACKED)
+        w = float4.quarters(raw, TO, RULES.PACKED)
     else:
-        w = quarters(raw, tl.broadcast_to(zero[:, None], raw.shape), rows.dtype, RULES.PACKED)
+        w = quarters(raw, tl.broadcast_to(zero[:, None], raw.shape), TO, RULES.PACKED)
+    if RULES.KIND == "w4a8":  # whole numbers up to 16 are exact in e4m3
+        w = (w[0].to(rows.dtype), w[1].to(rows.dtype), w[2].to(rows.dtype), w[3].to(rows.dtype))
     return _four(w, rows, RULES)
 
 
@@ -89,7 +93,7 @@ def _four(w, rows, RULES: tl.constexpr):
     """Four tiles, with every fourth column of the weight each, times a tile of x."""
     BM: tl.constexpr = rows.shape[0]
     WORDS: tl.constexpr = w[0].shape[1]
-    if WORDS < 16:  # the matrix units take 16 columns at least
+    if WORDS * rows.dtype.primitive_bitwidth < 256:  # the matrix units take 32 bytes of columns at least
         whole = tl.reshape(tl.join(tl.join(w[0], w[2]), tl.join(w[1], w[3])), (w[0].shape[0], 4 * WORDS))
         total = tl.dot(whole, tl.trans(rows), input_precision=RULES.PRECISION)
     else:
@@ -118,6 +122,7 @@ def _fwd(
     parts,
     weight,
     x,
+    x_scale,
     epilogue,
     sizes,
     RULES: tl.constexpr,
@@ -148,10 +153,12 @@ def _fwd(
         word = start // each + tl.arange(0, wide)[None, :]
         if RULES.EVEN:
             raw = tl.load(at_q + word).to(tl.uint16, bitcast=True)
-            rows = tl.load(at_x + k, mask=m[:, None] < M, other=0)
+            rows = tl.load(at_x + k, mask=m[:, None] < M, other=0.0)
         else:
             raw = tl.load(at_q + word, mask=word < K // each, other=0).to(tl.uint16, bitcast=True)
-            rows = tl.load(at_x + k, mask=(m[:, None] < M) & (k < K), other=0)
+            rows = tl.load(at_x + k, mask=(m[:, None] < M) & (k < K), other=0.0)
+        if RULES.KIND == "w4a8" and not RULES.PACKED:
+            rows = decoded(rows, False).to(tl.float16)
         if SHARED:
             next_scale, next_zero = _group(weight, row, start + BK, end, K, RULES)  # in flight during the product
             total += _dot4(raw, rows, zero, RULES) * scale[:, None]
@@ -164,6 +171,8 @@ def _fwd(
             total = _dot8(raw, rows, total, RULES)
     if RULES.KIND == "int8":
         total *= tl.load(weight.scale + row).to(tl.float32)[:, None]
+    if x_scale is not None:
+        total *= tl.load(x_scale + m, mask=m < M, other=0.0)[None, :]
     if RULES.PDL:
         gdc_launch_dependents()
     if SPLITS == 1:
@@ -212,7 +221,7 @@ def _dequantise(w, weight, sizes, KIND: tl.constexpr, GROUP: tl.constexpr, BN: t
 
 
 def kind_of(q: torch.Tensor, scale: torch.Tensor) -> str:
-    """Returns what the codes are, by the dtypes of codes and scales: "int8", "int4" or "mxfp4"."""
+    """Returns what a weight's codes are, by the dtypes of codes and scales: "int8", "int4" or "mxfp4"."""
     return "int8" if q.dtype == torch.int8 else "mxfp4" if scale.dtype == torch.uint8 else "int4"
 
 
@@ -229,11 +238,11 @@ def step_of(group: int) -> int:
 
 def fwd(
     y: torch.Tensor, parts: torch.Tensor, x: torch.Tensor, q: torch.Tensor, scale: torch.Tensor, zero: _Maybe,
-    bias: _Maybe, activation: str
+    bias: _Maybe, activation: str, x_scale: _Maybe = None
 ) -> None:  # fmt: skip
-    """Fills y (M, N). x: (M, K) with contiguous rows; q, scale and zero contiguous."""
+    """Fills y (M, N). x: (M, K) with contiguous rows; with x_scale (M,), its e4m3 codes. q, scale and zero: contiguous."""
     (M, K), N, gpu = x.shape, q.shape[0], device.of(x)
-    kind, group = kind_of(q, scale), group_of(q, scale)
+    kind, group = kind_of(q, scale) if x_scale is None else "w4a8", group_of(q, scale)
     whole = kind == "int8" or (kind == "mxfp4" and x.dtype != torch.float16)  # float16 cannot hold the scales
     step = 128 if whole else step_of(group)
 
@@ -257,7 +266,9 @@ def fwd(
     facts = early(gpu)
     rules = Rules(kind, native, K % step == 0, "ieee", facts["PDL"], group)
     weight, epilogue = Weight(q.view(torch.int16), scale, zero), Epilogue(None, bias, None)
-    given = y, parts, weight, Matrix(x, *x.stride()), epilogue, Sizes(M, N, K)
+    if kind == "w4a8" and not native:
+        x = x.view(torch.uint8)
+    given = y, parts, weight, Matrix(x, *x.stride()), x_scale, epilogue, Sizes(M, N, K)
     launch(
         _fwd,
         lambda c: (triton.cdiv(M, c["BM"]) * triton.cdiv(N, c["BN"]), c["SPLITS"]),
@@ -321,7 +332,7 @@ def dequantised(
     if g_idx is None and dtype != torch.float64 and scale.dtype != torch.float64 and q.is_cuda:
         return _weight(q, scale, zero, dtype)
     if kind_of(q, scale) == "mxfp4":
-        return mxfp4(q, scale, dtype)
+        return float4.weight(q, scale, dtype)
     wide = torch.promote_types(scale.dtype, torch.float32)
     codes, K = q, q.shape[1] * (2 if q.dtype == torch.uint8 else 1)
     if q.dtype == torch.uint8:
@@ -330,17 +341,6 @@ def dequantised(
     group = torch.arange(K, device=q.device) // group_of(q, scale) if g_idx is None else g_idx.long()
     away: Any = (8 if q.dtype == torch.uint8 else 0) if zero is None else zero.to(wide)[:, group]
     return ((codes.to(wide) - away) * scale.to(wide)[:, group]).to(dtype)
-
-
-def mxfp4(q: torch.Tensor, scale: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
-    """Returns mxfp4's numbers (N, K) of codes (N, K / 2) and scales (N, K / 32), by the formula."""
-    values = torch.tensor((0.0, 0.5, 1.0, 1.5, 2.0, 3.0, 4.0, 6.0), device=q.device)
-    values = torch.cat((values, -values))
-    wide = torch.promote_types(dtype, torch.float32)
-    numbers = values[torch.stack((q & 15, q >> 4), -1).flatten(1).long()].to(wide)
-    by = torch.ldexp(torch.ones((), dtype=wide, device=q.device), scale.to(torch.int32) - 127)
-    by = by.masked_fill(scale == 255, float("nan"))
-    return (numbers.unflatten(1, (-1, float4.BLOCK)) * by[:, :, None]).flatten(1).to(dtype)
 
 
 def product(x: torch.Tensor, weight: torch.Tensor, bias: _Maybe, activation: str | None) -> torch.Tensor:

@@ -4,7 +4,8 @@
 
 Hopper's matrix units add 8-bit products in about 14 bits, so sums move to float32 every 128 of K, times their block's
 scales if there are any. That is too coarse for a float32 result: then the operands are converted to float16, which is
-exact, and multiplied at half the rate or less. The roof is 2 M N K operations at the rate of 8-bit products.
+exact, and multiplied at half the rate or less. With few rows K is split, so that every multiprocessor reads, and a second
+kernel adds the parts in order. The roof is 2 M N K operations at the rate of 8-bit products.
 Source: DeepSeek-AI, DeepSeek-V3 technical report, 2024 (arXiv:2412.19437), section 3.3.2.
 """
 
@@ -40,6 +41,7 @@ from ridgeline.select import eager, run
 from ridgeline.tiles.float8 import decoded
 
 E4M3 = torch.float8_e4m3fn
+FEW = 64  # the most rows of a for which K is split
 
 
 class Scales(NamedTuple):
@@ -53,6 +55,14 @@ class Scales(NamedTuple):
     b_column_stride: int
 
 
+class Rules(NamedTuple):
+    """What the compiler knows."""
+
+    WIDE: int  # columns of b that share a block's scale: 1, or at least a tile's width; 0 for scales by rows
+    NATIVE: bool  # multiply on 8-bit matrix units; else decode a and b to float16, which is exact
+    DECODE: bool  # the GPU has an instruction that converts fp8 to float16
+
+
 @triton.jit
 def _fwd(
     y,
@@ -61,45 +71,46 @@ def _fwd(
     scales,
     bias,
     sizes,
-    WIDE: tl.constexpr,
-    NATIVE: tl.constexpr,
-    DECODE: tl.constexpr,
+    RULES: tl.constexpr,
+    SPLITS: tl.constexpr,
     BM: tl.constexpr,
     BN: tl.constexpr,
     BK: tl.constexpr,
     GROUP: tl.constexpr,
     EVEN: tl.constexpr,
 ):
-    """WIDE: columns of b that share a block's scale (1, or at least a tile's width); 0 for scales by rows.
-    NATIVE: multiply on 8-bit matrix units; else decode a and b to float16, which is exact.
-    DECODE: the GPU has an instruction that converts fp8 to float16.
-    """
+    """y: the product (M, N), or its parts over K (SPLITS, M, N)."""
     M, N, K = sizes
     m, n = place(M, N, BM, BN, GROUP)
-    k = tl.arange(0, BK).to(tl.int64)
+    length = tl.cdiv(K, BK * SPLITS) * BK
+    begin = tl.program_id(1) * length
+    k = begin + tl.arange(0, BK).to(tl.int64)
     at_a = a.data + (m % M)[:, None].to(tl.int64) * a.row_stride + k[None, :] * a.column_stride
     at_b = b.data + k[:, None] * b.row_stride + (n % N)[None, :].to(tl.int64) * b.column_stride
     scale_a = scales.a + (m % M).to(tl.int64) * scales.a_row_stride
-    if WIDE > 1:
-        scale_b = scales.b + tl.min(n, 0).to(tl.int64) // WIDE * scales.b_column_stride
+    if RULES.WIDE > 1:
+        scale_b = scales.b + tl.min(n, 0).to(tl.int64) // RULES.WIDE * scales.b_column_stride
     else:
         scale_b = scales.b + (n % N).to(tl.int64) * scales.b_column_stride
+    if RULES.WIDE > 0:
+        scale_a += begin // BK * scales.a_block_stride
+        scale_b += begin // BK * scales.b_block_stride
     total = tl.zeros((BM, BN), tl.float32)
     ahead = tl.full((), BK, tl.int64)  # BK strides may exceed 2^31
-    for start in range(0, K, BK):
+    for start in range(begin, tl.minimum(K, begin + length), BK):
         if EVEN:
             left, right = tl.load(at_a), tl.load(at_b)
         else:
-            left = tl.load(at_a, mask=k[None, :] < K - start, other=0.0)
-            right = tl.load(at_b, mask=k[:, None] < K - start, other=0.0)
-        if not NATIVE:
-            left, right = decoded(left, DECODE).to(tl.float16), decoded(right, DECODE).to(tl.float16)
-        if WIDE == 0:
-            total = tl.dot(left, right, total, max_num_imprecise_acc=BK if NATIVE else 0)
+            left = tl.load(at_a, mask=k[None, :] < K - start + begin, other=0.0)
+            right = tl.load(at_b, mask=k[:, None] < K - start + begin, other=0.0)
+        if not RULES.NATIVE:
+            left, right = decoded(left, RULES.DECODE).to(tl.float16), decoded(right, RULES.DECODE).to(tl.float16)
+        if RULES.WIDE == 0:
+            total = tl.dot(left, right, total, max_num_imprecise_acc=BK if RULES.NATIVE else 0)
         else:
             rows, columns = tl.load(scale_a), tl.load(scale_b)
             part = tl.dot(left, right)
-            if WIDE == 1:
+            if RULES.WIDE == 1:
                 total += part * (rows[:, None] * columns[None, :])
             else:
                 total += part * (rows * columns)[:, None]
@@ -107,8 +118,20 @@ def _fwd(
             scale_b += scales.b_block_stride
         at_a += a.column_stride * ahead
         at_b += b.row_stride * ahead
-    if WIDE == 0:
+    if RULES.WIDE == 0:
         total = total * tl.load(scale_a)[:, None] * tl.load(scale_b)[None, :]
+    finish(y + tl.program_id(1).to(tl.int64) * M * N, total, bias, m, n, M, N)
+
+
+@triton.jit
+def _add(y, parts, bias, M, N, SPLITS: tl.constexpr, BLOCK: tl.constexpr):
+    """Adds the parts of K in order, for one row and BLOCK columns, and the bias."""
+    m = tl.program_id(1) + tl.arange(0, 1)
+    n = tl.program_id(0) * BLOCK + tl.arange(0, BLOCK)
+    total = tl.zeros((1, BLOCK), tl.float32)
+    for part in tl.static_range(SPLITS):
+        at = parts + (part * M + m[:, None]).to(tl.int64) * N + n[None, :]
+        total += tl.load(at, mask=n[None, :] < N, other=0.0)
     finish(y, total, bias, m, n, M, N)
 
 
@@ -124,12 +147,26 @@ def _launch(
     steps = (scale_a.stride(), scale_b.stride()) if wide else ((step(scale_a, 0), 0), (0, step(scale_b, -1)))
     operands = [Matrix(code, *t.stride()) for code, t in zip(codes, (a, b), strict=True)]
     scales = Scales(scale_a, scale_b, *steps[0], *steps[1])
-    given = y, *operands, scales, line(bias, 0), Sizes(M, N, K)
+    splits = _splits(gpu, M, N, K)
     configured: dict[str, Any] = {
-        "config": lambda: config("fp8_matmul", a, b, wide=False, whole=native),
+        "config": lambda: config("fp8_matmul", a, b, wide=False, whole=native) | {"SPLITS": splits},
         "key": (M, N, K, a.stride(), b.stride()),
     }
-    launch(_fwd, grid(M, N), *given, WIDE=wide, NATIVE=native, DECODE=decode, **configured)
+    out = y if splits == 1 else torch.empty(splits * M * N, dtype=torch.float32, device=y.device)
+    added = line(bias if splits == 1 else None, 0)
+    cells = grid(M, N)
+    rules = Rules(wide, native, decode)
+    launch(_fwd, lambda c: (*cells(c), splits), out, *operands, scales, added, Sizes(M, N, K), RULES=rules, **configured)
+    if splits > 1:
+        launch(_add, (triton.cdiv(N, 256), M), y, out, line(bias, 0), M, N, SPLITS=splits, BLOCK=256)
+
+
+def _splits(gpu: device.Device, M: int, N: int, K: int) -> int:
+    """Returns the parts of K of a product of few rows: two programs for each multiprocessor, of at least 8 steps each."""
+    tiles = triton.cdiv(N, 64)
+    if M > FEW or tiles >= 2 * gpu.multiprocessors:
+        return 1
+    return max(1, min(2 * gpu.multiprocessors // max(1, tiles), triton.cdiv(K, BLOCK) // 8, 16))
 
 
 @kernel_op(
@@ -239,6 +276,8 @@ FP8_MATMUL = Op(
         _case(70, 131, 257, "rows", a=Inside, bias=True),
         _case(150, 131, 257, "blocks", a=Inside, b=Inside),
         _case(1, 1, 1, "rows"),
+        _case(5, 40, 2100, "rows", bias=True),
+        _case(5, 40, 2100, "blocks"),
         _case(256, 256, 256, "blocks", use="quick"),
         *(
             _case(*shape, how, dtypes=("float8_e4m3fn",), use="bench")
@@ -248,7 +287,11 @@ FP8_MATMUL = Op(
         _case(
             4096, 4096, 4096, "blocks", dtypes=("float8_e4m3fn",), use="bench"
         ),  # scales as quantize_fp8 returns them
-        _case(16, 8192, 8192, "blocks", dtypes=("float8_e4m3fn",), use="bench"),
+        *(
+            _case(m, 8192, 8192, how, dtypes=("float8_e4m3fn",), use="bench")
+            for how in ("rows", "blocks")
+            for m in (1, 16, 64)
+        ),
         _case(4095, 4093, 4097, "blocks", dtypes=("float8_e4m3fn",), use="bench"),
     ],
 )

@@ -20,6 +20,7 @@ from ridgeline.ops.matmul import _few_bits
 from ridgeline.ops.matmul._epilogue import ACTIVATIONS
 from ridgeline.ops.matmul.matmul import rows_of
 from ridgeline.select import run
+from ridgeline.tiles import float4
 
 _Maybe = torch.Tensor | None
 
@@ -61,7 +62,7 @@ def reference(
     x: torch.Tensor, q: torch.Tensor, scale: torch.Tensor, *, bias: _Maybe = None, activation: str | None = None
 ) -> torch.Tensor:
     wide = torch.promote_types(x.dtype, torch.float32)
-    y = x.to(wide) @ _few_bits.mxfp4(q, scale, wide).T
+    y = x.to(wide) @ float4.weight(q, scale, wide).T
     return ACTIVATIONS[activation or ""](y if bias is None else y + bias.to(wide)).to(x.dtype)
 
 
