@@ -583,6 +583,26 @@ BAD: Bad = {
         lambda: ridgeline.int4_linear(x, torch.zeros(3, 3).byte(), torch.ones(3, 1), torch.ones(3, 1)),
         ["zero", "uint8", "float32"],
     ),
+    "mxfp4_linear: K is no multiple of 32": (
+        lambda: ridgeline.mxfp4_linear(x, torch.zeros(3, 3).byte(), torch.zeros(3, 1).byte()),
+        ["(N, K / 32)", "(3, 3)"],
+    ),
+    "mxfp4_linear: float scales": (
+        lambda: ridgeline.mxfp4_linear(x, torch.zeros(3, 3).byte(), torch.ones(3, 1)),
+        ["scale", "uint8", "float32"],
+    ),
+    "w4a8_linear: codes without their scale": (
+        lambda: ridgeline.w4a8_linear(x.to(E4M3), torch.zeros(3, 3).byte(), torch.ones(3, 1)),
+        ["x_scale", "float8_e4m3fn"],
+    ),
+    "w4a8_linear: a gradient": (
+        lambda: ridgeline.w4a8_linear(x.clone().requires_grad_(), torch.zeros(3, 3).byte(), torch.ones(3, 1)),
+        ["no gradients", "x"],
+    ),
+    "w4a8_linear: scales of x": (
+        lambda: ridgeline.w4a8_linear(x.to(E4M3), torch.zeros(3, 3).byte(), torch.ones(3, 1), x_scale=torch.ones(3)),
+        ["x_scale", "(4,)", "(3,)"],
+    ),
     "int8_linear: another dtype": (lambda: ridgeline.int8_linear(x, square, w), ["q", "int8", "float32"]),
     "int8_linear: scales": (lambda: ridgeline.int8_linear(x, codes, w), ["scale", "(4,)", "(6,)"]),
     "decode_attention: lengths of int64": (

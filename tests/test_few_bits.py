@@ -152,3 +152,115 @@ def test_kernels_in_half_precision(dtype: torch.dtype, shape: tuple[int, int, in
     exact = ridgeline.int8_linear(x.double(), q8, scale[:, 0].double() / 99, impl="naive")
     y = ridgeline.int8_linear(x, q8, scale[:, 0] / 99, impl="triton")
     assert (y - exact).norm() <= torch.finfo(dtype).eps * exact.norm()
+
+
+def test_mxfp4_rounds_to_the_nearest() -> None:
+    """Every number becomes the nearest that its block's scale allows; what was made so comes back bit for bit."""
+    w = torch.randn(16, 128) / 20
+    w[0, :32], w[1, 5] = 0, float("inf")
+    q, scale = formats.pack_mxfp4(w)
+    again = formats.unpack_mxfp4(q, scale)
+    sizes = torch.tensor((0.0, 0.5, 1.0, 1.5, 2.0, 3.0, 4.0, 6.0), dtype=torch.float64)
+    powers = torch.exp2(scale[2:].double() - 127)[..., None]
+    wanted = (w[2:].double().unflatten(1, (4, 32)) / powers).abs()
+    assert ((wanted.amax(-1) >= 4) & (wanted.amax(-1) < 8)).all()
+    nearest = (wanted[..., None] - sizes).abs().amin(-1)
+    made, given = (t[2:].double().unflatten(1, (4, 32)) / powers for t in (again, w))
+    assert torch.equal((made - given).abs(), nearest)
+    assert not again[0, :32].any()
+    assert again[1, :32].isnan().all()
+    assert torch.equal(formats.unpack_mxfp4(*formats.pack_mxfp4(again[2:])), again[2:])
+
+
+def test_mxfp4_by_its_formula() -> None:
+    """All codes and the extreme scales, against sign, exponent and mantissa taken apart."""
+    q = torch.arange(256, dtype=torch.uint8).repeat(2)[None, :]
+    scale = torch.arange(32, dtype=torch.uint8)[None, :] * 8
+    scale[0, 31] = 255
+    got = formats.unpack_mxfp4(q, scale)[0]
+    for k in range(1024):
+        code, power = int(q[0, k // 2]) >> 4 * (k % 2) & 15, int(scale[0, k // 32])
+        exponent, mantissa = code >> 1 & 3, code & 1
+        size = mantissa / 2 if not exponent else (1 + mantissa / 2) * 2.0 ** (exponent - 1)
+        value = (-1) ** (code >> 3) * size * 2.0 ** (power - 127)
+        assert got[k].isnan() if power == 255 else got[k] == value
+    with pytest.raises(RidgelineError, match="multiple of 32"):
+        formats.pack_mxfp4(torch.ones(2, 40))
+
+
+def _emulated(text: str, word: int) -> dict[str, int]:
+    """Returns the registers after assembly of moves, shifts, ands and lop3 of (a & b) | c."""
+    registers = {"$4": word}
+    for line in text.replace("{", "").replace("}", "").split(";"):
+        op, _, rest = line.strip().partition(" ")
+        names = [name.strip() for name in rest.split(",")]
+        a = [registers[n] if n in registers else int(n, 0) for n in names[1:]] if op not in ("", ".reg") else []
+        if op == "mov.b32":
+            registers[names[0]] = a[0]
+        elif op == "shl.b32":
+            registers[names[0]] = a[0] << a[1] & 0xFFFFFFFF
+        elif op == "shr.u32":
+            registers[names[0]] = a[0] >> a[1]
+        elif op == "and.b32":
+            registers[names[0]] = a[0] & a[1]
+        elif op == "lop3.b32":
+            assert a[3] == 0xEA
+            registers[names[0]] = a[0] & a[1] | a[2]
+        else:
+            assert op in ("", ".reg") or op.startswith("fma.rn.")
+    return registers
+
+
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
+def test_mxfp4_assembly(dtype: torch.dtype) -> None:
+    """The instructions for two words, emulated for every code in every place, give the code's value."""
+    from ridgeline.tiles import float4
+
+    text = {torch.bfloat16: float4.QUARTERS_BF16, torch.float16: float4.QUARTERS_F16}[dtype].value
+
+    def number(bits: int) -> float:
+        return torch.tensor([bits], dtype=torch.int32).to(torch.int16).view(dtype).double().item()
+
+    sizes = (0.0, 0.5, 1.0, 1.5, 2.0, 3.0, 4.0, 6.0)
+    for code in range(16):
+        other = (7 * code + 3) % 16
+        word = sum((code if place % 2 else other) << 4 * place for place in range(8))
+        registers = _emulated(text, word)
+        for place in range(4):
+            for half in (0, 16):
+                got = number(registers[f"${place}"] >> half & 0xFFFF) * number(registers["power"] & 0xFFFF)
+                wanted = code if place % 2 else other
+                assert got == (-1) ** (wanted >> 3) * sizes[wanted & 7]
+
+
+def test_w4a8_quantises_its_input() -> None:
+    numbers, scale, zero = layer(K=128)
+    x, q = torch.randn(2, 3, 128), formats.pairs(numbers)
+    codes, by = ridgeline.quantize_fp8(x, block="row")
+    y = ridgeline.w4a8_linear(x, q, scale, zero)
+    assert (y.shape, y.dtype) == ((2, 3, 16), torch.float32)
+    given = ridgeline.w4a8_linear(codes, q, scale, zero, x_scale=by, out_dtype=torch.float32)
+    assert torch.equal(y, given)
+    near = ridgeline.int4_linear(x, q, scale, zero)
+    assert (y - near).norm() < 0.04 * near.norm()
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("group", [32, 64, 128])
+@pytest.mark.parametrize("rows", [1, 16, 33, 150])
+def test_more_kernels_in_half_precision(rows: int, group: int) -> None:
+    x = torch.randn(rows, 1024, device="cuda", dtype=torch.bfloat16)
+    q = torch.randint(0, 256, (264, 512), dtype=torch.uint8, device="cuda")
+    scale = torch.rand(264, 1024 // group, device="cuda")
+    eps = torch.finfo(torch.bfloat16).eps
+    exact = ridgeline.int4_linear(x.double(), q, scale.double(), impl="naive")
+    assert (ridgeline.int4_linear(x, q, scale, impl="triton") - exact).norm() <= eps * exact.norm()
+    codes, by = ridgeline.quantize_fp8(x, block="row")
+    exact = ridgeline.w4a8_linear(codes, q, scale, x_scale=by.double(), out_dtype=torch.float64, impl="torch")
+    y = ridgeline.w4a8_linear(codes, q, scale, x_scale=by, impl="triton")
+    assert (y - exact).norm() <= 2 * eps * exact.norm()
+    for dtype in (torch.bfloat16, torch.float16):
+        powers = torch.randint(110, 130, (264, 32), device="cuda").byte()
+        exact = ridgeline.mxfp4_linear(x.double(), q, powers, impl="naive")
+        y = ridgeline.mxfp4_linear(x.to(dtype), q, powers, impl="triton")
+        assert (y - exact).norm() <= eps * exact.norm()

@@ -457,6 +457,26 @@ def matmul(a: torch.Tensor, b: torch.Tensor, *, impl: str | None = None) -> torc
     Raises RidgelineError if shapes, dtypes or devices do not match, or if `impl` cannot run the call.
     """
 
+def mxfp4_linear(
+    x: torch.Tensor,
+    q: torch.Tensor,
+    scale: torch.Tensor,
+    *,
+    bias: torch.Tensor | None = None,
+    activation: str | None = None,
+    impl: str | None = None,
+) -> torch.Tensor:
+    """Returns `activation(x @ W.T + bias)`, (..., N), for a weight W in mxfp4. Gradients flow to x and bias.
+
+    x: (..., K), float32, float16 or bfloat16; K is a multiple of 32. q: (N, K / 2), uint8, the even k in the low half
+    of a byte: a layer's `blocks` (N, K / 32, 16) in gpt-oss's files, flattened. scale: (N, K / 32), uint8, e8m0 codes:
+    its `scales`. `formats.pack_mxfp4` makes both from a weight. bias: (N,), in x's dtype, or None.
+    activation: None, "silu", "gelu" or "gelu_tanh".
+    The weight is exact, sums are float32, and the result is rounded once. Autocast casts x and bias first.
+    Above 64 rows a copy of the weight in x's dtype, exact but for float16, is multiplied.
+    Raises RidgelineError if shapes, dtypes or devices do not match, or if `impl` cannot run the call.
+    """
+
 def sgemm(a: torch.Tensor, b: torch.Tensor, *, impl: str | None = None) -> torch.Tensor:
     """Returns `a @ b` for two float32 matrices, in float32 arithmetic (never TF32, under autocast too).
 
@@ -466,6 +486,32 @@ def sgemm(a: torch.Tensor, b: torch.Tensor, *, impl: str | None = None) -> torch
     contiguous. The kernels take contiguous rows, any distance apart; PyTorch takes any strides. The default is
     impl="torch", which has gradients; the kernels show each step and have none.
     Raises RidgelineError if shapes, dtypes or devices do not match, or if `impl` cannot run the call.
+    """
+
+def w4a8_linear(
+    x: torch.Tensor,
+    q: torch.Tensor,
+    scale: torch.Tensor,
+    zero: torch.Tensor | None = None,
+    *,
+    x_scale: torch.Tensor | None = None,
+    bias: torch.Tensor | None = None,
+    activation: str | None = None,
+    out_dtype: torch.dtype | None = None,
+    impl: str | None = None,
+) -> torch.Tensor:
+    """Returns `activation(x @ W.T + bias)`, (..., N), for W = (q - zero) * scale, x in e4m3. It has no gradients.
+
+    x: (..., K), float32, float16 or bfloat16, which `quantize_fp8(x, block="row")` quantises first; or float8_e4m3fn
+    with x_scale: (...,) or (..., 1), float32, the scale of each row.
+    q: (N, K / 2), uint8, the even k in the low half of a byte, as `quantize_int4` returns it. scale: (N, K / group),
+    float32, float16 or bfloat16. zero: uint8, of the scale's shape, at most 16; None is 8. bias: (N,), floating point.
+    activation: None, "silu", "gelu" or "gelu_tanh". out_dtype: float32, float16 or bfloat16; None is x's dtype, or
+    bfloat16 for codes. Groups are multiples of 32.
+    Products are exact. Hopper's matrix units add those of a group in about 14 bits; sums of groups and scales are
+    float32.
+    Raises RidgelineError if shapes, dtypes or devices do not match, if an argument requires a gradient, or if `impl`
+    cannot run the call. The kernel needs 8-bit matrix units (NVIDIA, sm_89 or later); elsewhere PyTorch serves.
     """
 
 def concat_kv(

@@ -182,9 +182,9 @@ def _in_range(op: str, stored: torch.Tensor, wanted: str) -> None:
 def pack_mxfp4(w: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
     """Returns (q, scale) for `mxfp4_linear` from a weight, each number rounded to the nearest, ties to even.
 
-    w: (N, K), floating point, K a multiple of 32. q: uint8 (N, K / 2). scale: uint8 (N, K / 32): 127 more than the power
-    of two that puts a block's largest number between 4 and 8; what is then above 6 becomes 6. A block that holds NaN or
-    an infinity has the scale 255, which is NaN.
+    w: (N, K), floating point, K a multiple of 32. q: uint8 (N, K / 2). scale: uint8 (N, K / 32), 127 more than the
+    power of two that puts a block's largest number between 4 and 8; what is then above 6 becomes 6. A block that holds
+    NaN or an infinity has the scale 255, which is NaN.
     """
     op = "pack_mxfp4"
     _require(op, "w", w, None, None)

@@ -15,8 +15,9 @@ BLOCK = 32  # numbers that share a scale
 
 
 def _quarters(kind: str, up: int, mask: str, power: str) -> tl.constexpr:
-    """Assembly: two words' four numbers. Exponent and mantissa become the middle bits of a 16-bit number, `up` bits above
-    where they are in a code, and its sign is the sign; multiplied by `power`, that number has the code's value."""
+    """Assembly: two words' four numbers. Exponent and mantissa move `up` bits, to where a 16-bit number has the last
+    bits of its exponent and the first of its mantissa, and the sign moves to the top. That number times `power` is the
+    code's value."""
     lines = []
     for place in range(4):
         shift = up - 4 * place
@@ -29,8 +30,8 @@ def _quarters(kind: str, up: int, mask: str, power: str) -> tl.constexpr:
     return tl.constexpr("\n".join(["{", *first, *lines, "}"]))
 
 
-_QUARTERS_BF16 = _quarters("bf16x2", 6, "0x01c001c0", "0x7e807e80")  # 2^126
-_QUARTERS_F16 = _quarters("f16x2", 9, "0x0e000e00", "0x74007400")  # 2^14
+QUARTERS_BF16 = _quarters("bf16x2", 6, "0x01c001c0", "0x7e807e80")  # 2^126
+QUARTERS_F16 = _quarters("f16x2", 9, "0x0e000e00", "0x74007400")  # 2^14
 
 
 @triton.jit
@@ -49,7 +50,7 @@ def quarters(raw, TO: tl.constexpr, PACKED: tl.constexpr):
     PACKED: the GPU has packed arithmetic (NVIDIA, from sm_80 on), for 16-bit dtypes."""
     if PACKED and TO == tl.bfloat16:
         w0, w1, w2, w3 = tl.inline_asm_elementwise(
-            _QUARTERS_BF16,
+            QUARTERS_BF16,
             "=&r,=&r,=&r,=&r,r",
             [raw],
             dtype=(tl.bfloat16, tl.bfloat16, tl.bfloat16, tl.bfloat16),
@@ -58,7 +59,7 @@ def quarters(raw, TO: tl.constexpr, PACKED: tl.constexpr):
         )
     elif PACKED and TO == tl.float16:
         w0, w1, w2, w3 = tl.inline_asm_elementwise(
-            _QUARTERS_F16,
+            QUARTERS_F16,
             "=&r,=&r,=&r,=&r,r",
             [raw],
             dtype=(tl.float16, tl.float16, tl.float16, tl.float16),

@@ -1,8 +1,10 @@
 """Products with weights of 4 or 8 bits, y = activation(x W^T + b), W = (q - zero) * scale: the kernels and launchers.
 
-Codes are integers, or mxfp4's floating-point numbers in blocks of 32 with powers of two as scales. A program takes some rows of W and a part of K. Codes become numbers of x's dtype in registers, exactly, and are the
-left operand of the matrix units; x, padded to 16 rows, is the right one. The float32 sum over a group is multiplied by
-the group's scale; mxfp4's scales multiply the numbers first, which is exact. If rows of W are few, K is split, and a second kernel adds the parts in order.
+Codes are integers, or mxfp4's floating-point numbers in blocks of 32 with powers of two as scales. A program takes some
+rows of W and a part of K. Codes become numbers of x's dtype in registers, exactly, and are the left operand of the
+matrix units; x, padded to 16 rows, is the right one. The float32 sum over a group is multiplied by the group's scale;
+mxfp4's scales multiply the numbers first, which is exact. If rows of W are few, K is split, and a second kernel adds
+the parts in order.
 """
 
 from __future__ import annotations
@@ -240,7 +242,7 @@ def fwd(
     y: torch.Tensor, parts: torch.Tensor, x: torch.Tensor, q: torch.Tensor, scale: torch.Tensor, zero: _Maybe,
     bias: _Maybe, activation: str, x_scale: _Maybe = None
 ) -> None:  # fmt: skip
-    """Fills y (M, N). x: (M, K) with contiguous rows; with x_scale (M,), its e4m3 codes. q, scale and zero: contiguous."""
+    """Fills y (M, N). x: (M, K), contiguous rows, of e4m3 codes if there is x_scale (M,). q, scale, zero: contiguous."""
     (M, K), N, gpu = x.shape, q.shape[0], device.of(x)
     kind, group = kind_of(q, scale) if x_scale is None else "w4a8", group_of(q, scale)
     whole = kind == "int8" or (kind == "mxfp4" and x.dtype != torch.float16)  # float16 cannot hold the scales
@@ -358,7 +360,7 @@ def check(
     op: str, x: Any, q: Any, scale: Any, bias: Any, activation: Any, code: torch.dtype,
     scales: tuple[torch.dtype, ...] = FLOATS, **others: Any,
 ) -> None:  # fmt: skip
-    """Raises RidgelineError unless the arguments fit together. scales: their dtypes. others: tensors by name, or None."""
+    """Raises RidgelineError unless the arguments fit. scales: their dtypes. others: tensors by name, or None."""
     for name, t in {"x": x, "q": q, "scale": scale, "bias": bias, **others}.items():
         if t is None and name not in ("x", "q", "scale"):
             continue

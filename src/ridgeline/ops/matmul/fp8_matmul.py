@@ -4,8 +4,8 @@
 
 Hopper's matrix units add 8-bit products in about 14 bits, so sums move to float32 every 128 of K, times their block's
 scales if there are any. That is too coarse for a float32 result: then the operands are converted to float16, which is
-exact, and multiplied at half the rate or less. With few rows K is split, so that every multiprocessor reads, and a second
-kernel adds the parts in order. The roof is 2 M N K operations at the rate of 8-bit products.
+exact, and multiplied at half the rate or less. With few rows K is split, so that every multiprocessor reads, and a
+second kernel adds the parts in order. The roof is 2 M N K operations at the rate of 8-bit products.
 Source: DeepSeek-AI, DeepSeek-V3 technical report, 2024 (arXiv:2412.19437), section 3.3.2.
 """
 
@@ -156,7 +156,9 @@ def _launch(
     added = line(bias if splits == 1 else None, 0)
     cells = grid(M, N)
     rules = Rules(wide, native, decode)
-    launch(_fwd, lambda c: (*cells(c), splits), out, *operands, scales, added, Sizes(M, N, K), RULES=rules, **configured)
+    launch(
+        _fwd, lambda c: (*cells(c), splits), out, *operands, scales, added, Sizes(M, N, K), RULES=rules, **configured
+    )
     if splits > 1:
         launch(_add, (triton.cdiv(N, 256), M), y, out, line(bias, 0), M, N, SPLITS=splits, BLOCK=256)
 

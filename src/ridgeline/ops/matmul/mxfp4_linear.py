@@ -2,9 +2,9 @@
 
     y_mn = sum_j 2^(c_nj - 127) sum_{k in block j} q_nk x_mk + b_n        backward: dx = dy W
 
-q is one of 0, 0.5, 1, 1.5, 2, 3, 4, 6 or its negative. With few rows of x the weight's 4.25 bits a number are the limit.
-Numbers and scales multiply exactly in bfloat16 and float32, so the files of gpt-oss are read as they are. The kernels
-are in `_few_bits.py`.
+q is one of 0, 0.5, 1, 1.5, 2, 3, 4, 6 or its negative. With few rows of x the weight's 4.25 bits a number are the
+limit. Numbers and scales multiply exactly in bfloat16 and float32, so the files of gpt-oss are read as they are. The
+kernels are in `_few_bits.py`.
 Source: Rouhani et al., Microscaling data formats for deep learning, 2023 (arXiv:2310.10537).
 """
 
@@ -78,8 +78,8 @@ def mxfp4_linear(
 ) -> torch.Tensor:  # fmt: skip
     """Returns `activation(x @ W.T + bias)`, (..., N), for a weight W in mxfp4. Gradients flow to x and bias.
 
-    x: (..., K), float32, float16 or bfloat16; K is a multiple of 32. q: (N, K / 2), uint8, the even k in the low half of
-    a byte: a layer's `blocks` (N, K / 32, 16) in gpt-oss's files, flattened. scale: (N, K / 32), uint8, e8m0 codes:
+    x: (..., K), float32, float16 or bfloat16; K is a multiple of 32. q: (N, K / 2), uint8, the even k in the low half
+    of a byte: a layer's `blocks` (N, K / 32, 16) in gpt-oss's files, flattened. scale: (N, K / 32), uint8, e8m0 codes:
     its `scales`. `formats.pack_mxfp4` makes both from a weight. bias: (N,), in x's dtype, or None.
     activation: None, "silu", "gelu" or "gelu_tanh".
     The weight is exact, sums are float32, and the result is rounded once. Autocast casts x and bias first.
@@ -91,7 +91,9 @@ def mxfp4_linear(
     wanted = q.shape[0], q.shape[1] // 16
     if q.shape[1] % 16 or tuple(scale.shape) != wanted:
         given = f"q {tuple(q.shape)} and scale {tuple(scale.shape)}"
-        raise RidgelineError(f"mxfp4_linear: q must be (N, K / 2) and scale (N, K / 32), K a multiple of 32, got {given}")
+        raise RidgelineError(
+            f"mxfp4_linear: q must be (N, K / 2) and scale (N, K / 32), K a multiple of 32, got {given}"
+        )
     plain = _few_bits.plain_rung(MXFP4_LINEAR, impl, x, None)
     if plain is not None and plain.call is not None:
         return plain.call(x, q, scale, bias=bias, activation=activation)

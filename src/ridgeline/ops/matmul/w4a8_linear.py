@@ -79,7 +79,8 @@ def w4a8_linear(
     float32, float16 or bfloat16. zero: uint8, of the scale's shape, at most 16; None is 8. bias: (N,), floating point.
     activation: None, "silu", "gelu" or "gelu_tanh". out_dtype: float32, float16 or bfloat16; None is x's dtype, or
     bfloat16 for codes. Groups are multiples of 32.
-    Products are exact; the matrix units add a group's in about 14 bits on Hopper. Sums of groups and scales are float32.
+    Products are exact. Hopper's matrix units add those of a group in about 14 bits; sums of groups and scales are
+    float32.
     Raises RidgelineError if shapes, dtypes or devices do not match, if an argument requires a gradient, or if `impl`
     cannot run the call. The kernel needs 8-bit matrix units (NVIDIA, sm_89 or later); elsewhere PyTorch serves.
     """
@@ -116,7 +117,9 @@ def _check(
         raise RidgelineError(f"{op}: zero must be uint8 {tuple(scale.shape)}, got {zero.dtype} {tuple(zero.shape)}")
     shapes = x.shape[:-1], (*x.shape[:-1], 1)
     if x_scale is not None and (x_scale.shape not in shapes or x_scale.dtype not in (torch.float32, torch.float64)):
-        raise RidgelineError(f"{op}: x_scale must be float32 {tuple(shapes[0])}, got {x_scale.dtype} {tuple(x_scale.shape)}")
+        raise RidgelineError(
+            f"{op}: x_scale must be float32 {tuple(shapes[0])}, got {x_scale.dtype} {tuple(x_scale.shape)}"
+        )
     if out_dtype is not None and out_dtype not in (*_few_bits.FLOATS, torch.float64):
         raise RidgelineError(f"{op}: out_dtype must be torch.bfloat16, float16 or float32, got {out_dtype!r}")
 
