@@ -242,7 +242,7 @@ def fwd(
     y: torch.Tensor, parts: torch.Tensor, x: torch.Tensor, q: torch.Tensor, scale: torch.Tensor, zero: _Maybe,
     bias: _Maybe, activation: str, x_scale: _Maybe = None
 ) -> None:  # fmt: skip
-    """Fills y (M, N). x: (M, K), contiguous rows, of e4m3 codes if there is x_scale (M,). q, scale, zero: contiguous."""
+    """Fills y (M, N). x: (M, K) with contiguous rows, e4m3 codes if x_scale is given. q, scale, zero: contiguous."""
     (M, K), N, gpu = x.shape, q.shape[0], device.of(x)
     kind, group = kind_of(q, scale) if x_scale is None else "w4a8", group_of(q, scale)
     whole = kind == "int8" or (kind == "mxfp4" and x.dtype != torch.float16)  # float16 cannot hold the scales

@@ -164,7 +164,7 @@ def _launch(
 
 
 def _splits(gpu: device.Device, M: int, N: int, K: int) -> int:
-    """Returns the parts of K of a product of few rows: two programs for each multiprocessor, of at least 8 steps each."""
+    """Returns the parts of K if rows are few: two programs for each multiprocessor, of at least 8 steps each."""
     tiles = triton.cdiv(N, 64)
     if M > FEW or tiles >= 2 * gpu.multiprocessors:
         return 1

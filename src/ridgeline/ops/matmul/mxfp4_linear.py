@@ -94,7 +94,7 @@ def mxfp4_linear(
         raise RidgelineError(
             f"mxfp4_linear: q must be (N, K / 2) and scale (N, K / 32), K a multiple of 32, got {given}"
         )
-    plain = _few_bits.plain_rung(MXFP4_LINEAR, impl, x, None)
+    plain = _few_bits.plain_rung(MXFP4_LINEAR, impl, x, _few_bits.unfit(x, q, scale))
     if plain is not None and plain.call is not None:
         return plain.call(x, q, scale, bias=bias, activation=activation)
     rows, weight = rows_of(x).contiguous(), (q.contiguous(), scale.contiguous())
@@ -152,6 +152,7 @@ MXFP4_LINEAR.kernel(
     "4-bit floating-point codes become numbers in registers by shifts, on the matrix units",
     kind="triton",
     fwd=_launch,
+    supports=_few_bits.unfit,
     bwd=_launch,
     unless=_few_bits.few,
     leaves=("fwd",),

@@ -17,7 +17,7 @@ import torch
 import ridgeline
 from ridgeline import device
 from ridgeline.boundary import kernel_op
-from ridgeline.op import Case, Cost, Op, OwnDtype, RidgelineError, Spec, nbytes
+from ridgeline.op import Case, Cost, Op, RidgelineError, Spec, nbytes
 from ridgeline.ops.matmul import _few_bits
 from ridgeline.ops.matmul._epilogue import ACTIVATIONS
 from ridgeline.ops.matmul._scaled import Scale
@@ -29,7 +29,7 @@ E4M3 = torch.float8_e4m3fn
 
 
 @kernel_op(
-    "w4a8_linear_fwd(Tensor x, Tensor q, Tensor scale, Tensor? zero, Tensor x_scale, Tensor? bias, str activation, "
+    "w4a8_linear_fwd(Tensor x, Tensor q, Tensor scale, Tensor? zero, Tensor? x_scale, Tensor? bias, str activation, "
     "ScalarType dtype, str? impl) -> Tensor"
 )
 def _forward(x: torch.Tensor, q: torch.Tensor, *rest: Any) -> torch.Tensor:
@@ -42,8 +42,11 @@ def _forward(x: torch.Tensor, q: torch.Tensor, *rest: Any) -> torch.Tensor:
 
 def _launch(
     y: torch.Tensor, parts: torch.Tensor, x: torch.Tensor, q: torch.Tensor, scale: torch.Tensor, zero: _Maybe,
-    x_scale: torch.Tensor, bias: _Maybe, activation: str
+    x_scale: _Maybe, bias: _Maybe, activation: str
 ) -> None:  # fmt: skip
+    """Fills y (M, N). x: (M, K), floating point, or e4m3 codes with x_scale (M,)."""
+    if x_scale is None:
+        x, x_scale = ridgeline.quantize_fp8(x, block="row")
     _few_bits.fwd(y, parts, x, q, scale, zero, bias, activation, x_scale)
 
 
@@ -85,13 +88,14 @@ def w4a8_linear(
     cannot run the call. The kernel needs 8-bit matrix units (NVIDIA, sm_89 or later); elsewhere PyTorch serves.
     """
     _check(x, q, scale, zero, x_scale, bias, activation, out_dtype)
-    codes, by, dtype = _quantised(x.detach(), x_scale, out_dtype)
-    plain = _few_bits.plain_rung(W4A8_LINEAR, impl, q, _unfit(codes, q, scale))
+    plain = _few_bits.plain_rung(W4A8_LINEAR, impl, x, _unfit(x, q, scale))
     if plain is not None and plain.call is not None:
-        return plain.call(codes, q, scale, zero, x_scale=by, bias=bias, activation=activation, out_dtype=dtype)
-    zero, bias = (None if t is None else t.contiguous() for t in (zero, bias))
-    facts = q.contiguous(), scale.contiguous(), zero, by.reshape(-1).contiguous()
-    y = _forward(rows_of(codes).contiguous(), *facts, bias, activation or "", dtype, impl)
+        return plain.call(x, q, scale, zero, x_scale=x_scale, bias=bias, activation=activation, out_dtype=out_dtype)
+    x_scale = None if x_scale is None else x_scale.reshape(-1)
+    zero, x_scale, bias = (None if t is None else t.contiguous() for t in (zero, x_scale, bias))
+    dtype = out_dtype or (torch.bfloat16 if x.dtype == E4M3 else x.dtype)
+    given = rows_of(x.detach()).contiguous(), q.contiguous(), scale.contiguous(), zero, x_scale, bias
+    y = _forward(*given, activation or "", dtype, impl)
     return y.view(*x.shape[:-1], q.shape[0])
 
 
@@ -148,11 +152,10 @@ def _case(
     M: int, N: int, K: int, group: int = 128, use: str = "check", zero: bool = False, bias: bool = False, **options: Any
 ) -> Case:
     what = [f"{M}x{N}x{K}", f"groups of {group}", *["zeros"] * zero, *["bias"] * bias, *options.values()]
-    args = [Spec(M, K, dtype="float8_e4m3fn", grad=False), Spec(N, K // 2, dtype="uint8", high=256)]
-    args += [Scale(N, K // group, grad=False), *[Spec(N, K // group, dtype="uint8", high=17)] * zero]
-    options |= {"x_scale": Scale(M, 1, grad=False), "out_dtype": torch.bfloat16 if use == "bench" else OwnDtype()}
+    args = [Spec(M, K, grad=False), Spec(N, K // 2, dtype="uint8", high=256), Scale(N, K // group, grad=False)]
+    args += [Spec(N, K // group, dtype="uint8", high=17)] * zero
     options |= {"bias": Spec(N, grad=False)} if bias else {}
-    dtypes = {"bench": ("float8_e4m3fn",), "quick": ("float32",), "check": ("float32", "float16", "bfloat16")}[use]
+    dtypes = {"bench": ("bfloat16",), "quick": ("float32",), "check": ("float32", "float16", "bfloat16")}[use]
     return Case(", ".join(what), tuple(args), options, dtypes=dtypes, use=use)
 
 
@@ -179,10 +182,10 @@ def _torch(x: torch.Tensor, q: torch.Tensor, scale: torch.Tensor, zero: _Maybe =
 W4A8_LINEAR.eager("torch", "both operands dequantised to float32, then PyTorch's product", _torch, served=True)
 W4A8_LINEAR.kernel(
     "triton",
-    "4-bit codes become e4m3 numbers in registers, on the 8-bit matrix units; groups are scaled in float32",
+    "x is quantised, 4-bit codes become e4m3 numbers in registers, on 8-bit matrix units; groups scaled in float32",
     kind="triton",
     fwd=_launch,
     supports=_unfit,
-    dtypes=("float8_e4m3fn",),
+    dtypes=("float32", "float16", "bfloat16", "float8_e4m3fn"),
     served=True,
 )
