@@ -162,6 +162,20 @@ BAD: Bad = {
         lambda: ridgeline.layer_norm(x, torch.nn.Parameter(zero), memory_efficient=True),
         ["memory_efficient", "zero"],
     ),
+    "batch_norm: an integer tensor": (lambda: ridgeline.batch_norm(whole, training=True), ["int32", "floating"]),
+    "batch_norm: no statistics": (lambda: ridgeline.batch_norm(image), ["training=True", "running_mean"]),
+    "batch_norm: a short weight": (
+        lambda: ridgeline.batch_norm(image, weight=w5, training=True),
+        ["weight", "(6,)", "(5,)"],
+    ),
+    "batch_norm: add of another shape": (
+        lambda: ridgeline.batch_norm(image, training=True, add=image[:1]),
+        ["add", str(tuple(image.shape)), str(tuple(image[:1].shape))],
+    ),
+    "batch_norm: an activation": (
+        lambda: ridgeline.batch_norm(image, training=True, activation="gelu"),
+        ["activation", "'relu'", "'gelu'"],
+    ),
     "group_norm: groups": (lambda: ridgeline.group_norm(image, 4), ["num_groups", "6", "4"]),
     "group_norm: an integer tensor": (lambda: ridgeline.group_norm(whole, 2), ["int32", "floating"]),
     "group_norm: a short weight": (lambda: ridgeline.group_norm(image, 2, w5), ["weight", "(6,)", "(5,)"]),
@@ -762,6 +776,7 @@ for name, args in {
     "reduce_sum": (sparse,),
     "dot": (w.to_sparse(), w),
     "weighted_sum": (sparse, w),
+    "batch_norm": (sparse, w, w),
     "group_norm": (sparse, 2),
     "matmul": (sparse, sparse),
     "sgemm": (square, sparse),

@@ -997,6 +997,33 @@ def add_rms_norm(
     Raises RidgelineError if shapes, dtypes or devices do not fit together, or if `impl` cannot run the call.
     """
 
+def batch_norm(
+    x: torch.Tensor,
+    running_mean: torch.Tensor | None = None,
+    running_var: torch.Tensor | None = None,
+    weight: torch.Tensor | None = None,
+    bias: torch.Tensor | None = None,
+    *,
+    training: bool = False,
+    momentum: float = 0.1,
+    eps: float = 1e-5,
+    add: torch.Tensor | None = None,
+    activation: str | None = None,
+    impl: str | None = None,
+) -> torch.Tensor:
+    """Each channel normalised over images and space, as `torch.nn.functional.batch_norm`, plus `add`, through ReLU.
+
+    x: (images, channels, ...), floating point, in NCHW or channels_last memory without a copy.
+    running_mean, running_var: (channels,), floating point. In evaluation they are the statistics, and needed. In
+    training they move towards the batch's by `momentum` (the variance's divisor is then one less), or are None.
+    weight, bias: (channels,), floating point, or None. eps: at least 0. add: of x's shape and dtype, or None.
+    activation: None or "relu".
+    Returns a tensor of x's shape, dtype and memory format. Gradients flow to x, weight, bias and add. Backward saves x,
+    and y for "relu".
+    Raises RidgelineError if shapes, dtypes or devices do not fit, if a channel has a single number in training, or if
+    `impl` cannot run the call.
+    """
+
 def group_norm(
     x: torch.Tensor,
     num_groups: int,

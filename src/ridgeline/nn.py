@@ -115,6 +115,43 @@ class GroupNorm(nn.GroupNorm):
         return ridgeline.group_norm(input, self.num_groups, self.weight, self.bias, self.eps)
 
 
+class _BatchNorm(nn.modules.batchnorm._BatchNorm):
+    activation: str | None = None
+
+    def forward(self, input: torch.Tensor, add: torch.Tensor | None = None) -> torch.Tensor:
+        self._check_input_dim(input)
+        training = self.training or self.running_mean is None
+        momentum = 0.0 if self.momentum is None else self.momentum
+        running = (
+            (self.running_mean, self.running_var) if not self.training or self.track_running_stats else (None, None)
+        )
+        if self.training and self.track_running_stats and self.num_batches_tracked is not None:
+            self.num_batches_tracked.add_(1)
+            if self.momentum is None:  # the mean of all batches so far
+                momentum = 1.0 / float(self.num_batches_tracked)
+        options: dict[str, Any] = {"training": training, "momentum": momentum, "eps": self.eps}
+        options |= {"add": add, "activation": self.activation}
+        return ridgeline.batch_norm(input, *running, self.weight, self.bias, **options)
+
+
+class BatchNorm1d(_BatchNorm, nn.BatchNorm1d):
+    """`torch.nn.BatchNorm1d`, by `ridgeline.batch_norm`, for (images, channels) or (images, channels, length).
+
+    `forward(input, add)` adds a residual; the attribute `activation` may be set to "relu". Both cost no pass of their
+    own. The output has the input's format."""
+
+
+class BatchNorm2d(_BatchNorm, nn.BatchNorm2d):
+    """`torch.nn.BatchNorm2d`, by `ridgeline.batch_norm`. NCHW or channels_last; the output has the input's format.
+
+    `forward(input, add)` adds a residual; the attribute `activation` may be set to "relu". Both cost no pass of their
+    own."""
+
+
+class BatchNorm3d(_BatchNorm, nn.BatchNorm3d):
+    """`torch.nn.BatchNorm3d`, as `BatchNorm2d` is of `torch.nn.BatchNorm2d`."""
+
+
 class GELU(nn.GELU):
     """`torch.nn.GELU`, by `ridgeline.gelu`."""
 
