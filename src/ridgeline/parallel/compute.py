@@ -13,14 +13,17 @@ from ridgeline.parallel.cluster import Cluster
 from ridgeline.parallel.shapes import Shape
 
 TILES = ((128, 256, 1.0), (128, 128, 0.92), (64, 128, 0.75))  # of a product's result; the share of the rate it allows
-LAUNCH = 3e-6  # seconds between two kernels of a stream that is kept full
-AGAIN = ("keep", "cheap", "half", "full")  # what backward makes again
+SCALAR = ((128, 128, 1.0), (64, 128, 0.95))  # the same in float32, without tensor cores
+LAUNCH = 4.54e-6  # seconds from one kernel to the next: recorded, results/h200.jsonl, launch_us of the roof
+KERNELS = 11, 27  # of a layer, forward and backward, as our model runs it
+AGAIN = ("keep", "cheap", "half", "mlp", "full")  # what backward makes again
 
 
 class Machine(NamedTuple):
     """What one GPU does. products: FLOP/s of bfloat16 (or 8-bit) products; attention: FLOP/s that a share of 1 means;
     bandwidth: bytes/s; kernel: whose attention it is; width: bytes of an activation;
-    casts: bytes an element that making inputs of products 8-bit numbers moves."""
+    apart: whether the residual's sums are kernels
+    of their own; casts: bytes an element that making inputs of products 8-bit numbers moves."""
 
     products: float
     attention: float
@@ -29,6 +32,7 @@ class Machine(NamedTuple):
     kernel: str
     width: int = 2
     casts: int = 0
+    apart: bool = False
 
 
 def machine(cluster: Cluster, kernel: str, *, lasting: bool = True, precision: str = "bf16", casts: int = 5) -> Machine:
@@ -51,13 +55,13 @@ def recorded() -> dict[str, Any]:
 def product(m: int, n: int, k: int, gpu: Machine) -> float:
     """Returns the seconds of an (m, k) by (k, n) product: full waves of tiles at the rate, or its bytes, if slower."""
     waves = min(
-        math.ceil(math.ceil(m / a) * math.ceil(n / b) / gpu.multiprocessors) * a * b / share for a, b, share in TILES
+        math.ceil(math.ceil(m / a) * math.ceil(n / b) / gpu.multiprocessors) * a * b / share for a, b, share in (SCALAR if gpu.width == 4 else TILES)
     )
     seconds = waves * gpu.multiprocessors * 2.0 * k / gpu.products
     # a product whose sum is long and whose result is small splits the sum
     seconds = min(seconds, max(2.0 * m * n * k / gpu.products / 0.85, 0.0)) if m * n < 2**22 else seconds
     casts = gpu.casts * (m * k + n * k) / gpu.bandwidth
-    return max(seconds, gpu.width * (m * k + n * k + m * n) / gpu.bandwidth) + LAUNCH + casts
+    return max(seconds, gpu.width * (m * k + n * k + m * n) / gpu.bandwidth) + casts
 
 
 @lru_cache(1 << 12)
@@ -83,15 +87,22 @@ class Work:
     again: float
 
 
-def attention_seconds(flops: float, seq: int, dim: int, heads: int, tokens: float, gpu: Machine) -> tuple[float, float]:
+def attention_seconds(
+    flops: float, seq: int, dim: int, heads: int, tokens: float, gpu: Machine, grouped: bool = False
+) -> tuple[float, float]:
     """Returns forward's and backward's seconds of causal attention; flops: forward's, over half of the pairs.
 
-    The kernel "unfused" keeps the matrix of scores: its time is that matrix's bytes, six passes forward and nine
+    grouped: whether heads share keys. The kernel "scalar" runs at gpu.attention itself. The kernel "unfused" keeps the matrix of scores: its time is that matrix's bytes, six passes forward and nine
     backward (products, masked softmax and dropout apart), and the products at half of the rate."""
     if gpu.kernel == "unfused":
         one = gpu.width * tokens * heads * seq / gpu.bandwidth
         return 6 * one + 2 * flops / (0.5 * gpu.attention), 9 * one + 4 * flops / (0.5 * gpu.attention)
+    if gpu.kernel == "scalar":
+        return flops / gpu.attention, 2.5 * flops / gpu.attention
     forward, backward = (share(gpu.kernel, dim, seq, d) for d in ("forward", "backward"))
+    if grouped:
+        slower = recorded()["grouped"][gpu.kernel]
+        forward, backward = forward * slower[0], backward * slower[1]
     return flops / (gpu.attention * forward), 2.5 * flops / (gpu.attention * backward)
 
 
@@ -101,7 +112,8 @@ def layer(shape: Shape, tokens: int, seq: int, tp: int, cp: int, ep: int, again:
     in all, its products split over tp."""
     q, kv, t = shape.heads * shape.dim // tp, max(1, shape.groups // tp) * shape.dim, tokens
     sides = 2 if shape.gated else 1
-    pairs = [(t, q + 2 * kv, shape.width), (t, shape.width, q)]
+    inputs = [(t, q, shape.width), (t, kv, shape.width), (t, kv, shape.width)]
+    pairs = [*(inputs if shape.gated else [(t, q + 2 * kv, shape.width)]), (t, shape.width, q)]
     if shape.experts:
         seen = max(1, t * ep * shape.active // shape.experts)
         mine = shape.experts // ep
@@ -119,14 +131,19 @@ def layer(shape: Shape, tokens: int, seq: int, tp: int, cp: int, ep: int, again:
     forward = sum(c * product(m, n, k, gpu) for (m, n, k), c in counted.items())
     backward = sum(c * (product(m, k, n, gpu) + product(n, k, m, gpu)) for (m, n, k), c in counted.items())
     flops = 2.0 * t * seq * (shape.heads // tp) * shape.dim
-    ahead, back = attention_seconds(flops, seq // cp, shape.dim, shape.heads // tp, t, gpu)
-    wide = 32 * shape.width + 8 * (shape.heads + shape.groups) * shape.dim + 10 * hidden + 8 * shape.width * shape.active
-    passes = gpu.width / 2 * t * wide / tp / gpu.bandwidth  # norms, rotations, the gate's backward, tokens to experts
+    ahead, back = attention_seconds(flops, seq // cp, shape.dim, shape.heads // tp, t, gpu, shape.groups < shape.heads)
+    # bytes of norms, rotations, the gate's backward, and tokens on their way to experts
+    plain, gate = (56, 16) if gpu.apart else (32, 10)
+    wide = plain * shape.width + 8 * (shape.heads + shape.groups) * shape.dim + gate * hidden
+    wide += 8 * shape.width * shape.active
+    passes = gpu.width / 2 * t * wide / tp / gpu.bandwidth + sum(KERNELS) * LAUNCH
     down = sum(c * product(*one, gpu) for one, c in counted.items() if one[1] == shape.width and one[2] != q)
     more = {
         "keep": 0.0,
         "cheap": gpu.width / 2 * t * (10 * hidden + 8 * shape.width) / tp / gpu.bandwidth,
         "half": (forward - down) / 2,
+        "mlp": sum(c * product(*one, gpu) for one, c in counted.items() if one in mlp[::2])
+        + gpu.width / 2 * t * 8 * shape.width / tp / gpu.bandwidth,
         "full": forward - down + ahead + passes / 3,
     }[again]
     return Work(

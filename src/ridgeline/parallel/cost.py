@@ -26,7 +26,7 @@ MODES = ("ddp", "zero1", "fsdp", "hsdp")
 class Layout:
     """How a job is spread. dp: data; tp: tensor (with its sequence parallelism); pp: pipeline; cp: context; ep: expert,
     inside data parallelism. mode: ddp, zero1, fsdp or hsdp; shard: GPUs that share a copy of the weights (hsdp).
-    again: what backward makes again (keep, cheap, half, full). micro: sequences of a micro-batch. virtual: parts of a
+    again: what backward makes again (keep, cheap, half, mlp, full). micro: sequences of a micro-batch. virtual: parts of a
     stage. precision: bf16 or fp8 products."""
 
     dp: int = 1
@@ -64,8 +64,7 @@ class Stack:
     collectives reach. jitter: what each doubling of nodes adds to a step, as a share (stragglers, contention).
     attention: whose recorded attention it has. fused: whether its loss keeps no logits. overlap: whether data
     parallelism's communication hides under backward. asynchronous: whether tensor parallelism's hides by a third.
-    casts: as in `compute.machine`. state: bytes of a parameter, a key of footprint.STATES. error: the spread of its predictions of runs that did not
-    calibrate it, as a share; `assumed` says where a stack without runs of its own has its constants from."""
+    casts: as in `compute.machine`. state: bytes of a parameter, a key of footprint.STATES. source: of the constants."""
 
     name: str
     compute: float
@@ -75,8 +74,7 @@ class Stack:
     fused: bool = True
     overlap: bool = True
     asynchronous: bool = False
-    state: str = "bf16"
-    error: float = 0.15
+    state: str = "mixed"
     source: str = ""
     lasting: bool = True
     casts: int = 5
@@ -145,6 +143,7 @@ def fits(job: Job, layout: Layout) -> str | None:
         (layout.ep > 1 and (not s.experts or s.experts % layout.ep), f"ep {layout.ep} does not divide {s.experts} experts"),
         ((layout.dp * layout.cp) % layout.ep, f"ep {layout.ep} does not divide dp x cp = {layout.dp * layout.cp}"),
         (job.sequences % (layout.dp * layout.micro), f"dp {layout.dp} x micro {layout.micro} does not divide {job.sequences} sequences"),
+        (layout.virtual > 1 and job.sequences // (layout.dp * layout.micro) % layout.pp, f"interleaved stages take micro-batches in multiples of pp {layout.pp}"),
         (layout.mode == "hsdp" and (layout.dp * layout.cp) % (layout.shard or 1), f"shards of {layout.shard} do not divide dp"),
     )  # fmt: skip
     return next((why for wrong, why in checks if wrong), None)
@@ -276,6 +275,7 @@ def predict(job: Job, layout: Layout) -> Cost:
     transfer = links.send(c, far, 2.0 * tokens * s.width / layout.tp, k.link) if layout.pp > 1 else 0.0
     passed = 2 * transfer * layout.virtual * (m * 0.1 + layout.pp - 1) if layout.pp > 1 else 0.0
     held = sum(footprint.resting(s, layout, k.state)[n] for n in ("weights", "optimizer"))
+    held += footprint.resting(s, layout, k.state)["gradients"] / 2
     optimizer = 2 * held / c.bandwidth
     total = step + bubble + exposed_once + passed + optimizer + stolen
     nodes = max(1.0, layout.world / c.node)

@@ -20,7 +20,8 @@ def kept(shape: Shape, policy: str, width: int = 2) -> float:
     """Returns the bytes a token that a layer keeps for backward. width: bytes of an element.
 
     keep: both norms' inputs and outputs, q, k, v, o and its lse, gate, up and their product. cheap: without the norms'
-    outputs and the product. half: without up too. full: the layer's input alone."""
+    outputs and the product. half: without up too.
+    mlp: attention's alone. full: the layer's input alone."""
     h, f = shape.width * width, shape.hidden * width
     q, kv = shape.heads * shape.dim * width, shape.groups * shape.dim * width
     if policy == "full":
@@ -28,6 +29,8 @@ def kept(shape: Shape, policy: str, width: int = 2) -> float:
     if policy not in AGAIN:
         raise ValueError(policy)
     rows = FLOAT * (shape.heads + 2)
+    if policy == "mlp":
+        return 3 * h + 2 * q + 2 * kv + rows - FLOAT
     products = {"keep": 3, "cheap": 2, "half": 1}[policy] - (0 if shape.gated else 1)
     visits = shape.active if shape.experts else 1
     mlp = visits * max(products, 1) * f + 3 * shape.shared * width

@@ -114,6 +114,11 @@ def rows() -> list[dict[str, Any]]:
     ]  # fmt: skip
 
 
+def calibrating() -> list[str]:
+    """Returns the stacks with runs of their own."""
+    return [name for name in stacks() if any(run.stack == name for run in runs())]
+
+
 def calibrated() -> dict[str, Stack]:
     """Returns the stacks with runs of their own, calibrated anew."""
-    return {name: calibrate(name) for name in stacks() if any(run.stack == name for run in runs())}
+    return {name: calibrate(name) for name in calibrating()}
