@@ -21,7 +21,8 @@ class Cluster:
     over seconds, at the power limit. memory: bytes of a GPU. bandwidth: bytes/s of a copy in it. node: GPUs that
     NVLink joins. nvlink: bytes/s of a GPU in one direction; collective: what collectives reach of it. nic: bytes/s of
     a GPU out of its node. hop_near, hop_far: seconds of a ring's hop inside and outside a node; start: of a collective.
-    gpu_hours_per_stop, save_seconds, restart_seconds: of failures. most: GPUs there are; 0 for no limit.
+    gpu_hours_per_stop, save_seconds, restart_seconds: of failures; storage: bytes/s
+    of checkpoints, of the whole cluster. most: GPUs there are; 0 for no limit.
     sites, wan, wan_latency: groups of nodes, the bytes/s of a site to the others, and seconds to get there.
     """
 
@@ -43,6 +44,7 @@ class Cluster:
     hop_far: float
     start: float
     gpu_hours_per_stop: float
+    storage: float
     save_seconds: float
     restart_seconds: float
     most: int = 0

@@ -74,7 +74,8 @@ def scaling(title: str, under: str, curves: Sequence[Curve], top: float) -> str:
         parts.append(f'<text x="{LEFT - 8}" y="{y + 4:.1f}" text-anchor="end">{10 * k}%</text>')
     for x in sorted(set(xs)):
         if math.log2(x) % 2 == 1 or x == max(xs):
-            parts.append(f'<text x="{at(x, 0)[0]:.1f}" y="{LOW + 18}" text-anchor="middle">{x:,.0f}</text>')
+            place = min(at(x, 0)[0], WIDTH - 30)
+            parts.append(f'<text x="{place:.1f}" y="{LOW + 18}" text-anchor="middle">{x:,.0f}</text>')
     parts.append(f'<text x="{(LEFT + RIGHT) / 2}" y="{LOW + 36}" text-anchor="middle">GPUs</text>')
     for n, curve in enumerate(curves):
         edge = [at(x, min(top, y * (1 + curve.spread))) for x, y in curve.points]

@@ -7,12 +7,12 @@ from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
 
-from ridgeline.parallel import pictures, search
-from ridgeline.parallel.cost import Job, Layout, mfu
+from ridgeline.parallel import links, pictures, search
+from ridgeline.parallel.cost import Job, Layout, fits, mfu, predict
 from ridgeline.parallel.pictures import Bend, Curve
 from ridgeline.parallel.search import Found, Wanted
 from ridgeline.parallel.shapes import shape
-from ridgeline.parallel.wording import figure, percent
+from ridgeline.parallel.wording import percent
 
 GPUS = tuple(8 << k for k in range(14)) + (98_304,)  # 8 to 65,536, and three quarters of the next
 OTHER = {True: "llama3-70b", False: "qwen3-235b-a22b"}  # beside a model with experts, and beside one without
@@ -48,20 +48,14 @@ def points(job: Job, weak: bool) -> list[Point]:
     return found
 
 
-def lost(point: Point) -> dict[str, float]:
+def lost(job: Job, found: Found) -> dict[str, float]:
     """Returns the shares of a step that are neither products nor attention."""
-    c = point.found.cost
+    c = found.cost
     parts = {**c.exposed, **{n: c.work[n] for n in ("bubble", "slowed", "again", "optimizer", "rest")}}
+    shares = {name: value / c.seconds for name, value in parts.items()}
     work = (c.work["products"] + c.work["attention"] + c.work["head"]) / c.seconds
-    found = {name: value / c.seconds for name, value in parts.items()}
-    ideal = point.share  # what small products lose shows as a lower rate of the work itself
-    return found | {"small": max(0.0, work - ideal / (c.seconds and 1) / max(rate(point), 1e-9))}
-
-
-def rate(point: Point) -> float:
-    """Returns the share of the datasheet's rate that lasts on this cluster with this software."""
-    c = point.job.cluster
-    return c.lasting / c.peak * point.job.stack.compute
+    best = job.cluster.lasting / job.cluster.peak * job.stack.compute  # the share of the datasheet's rate that lasts
+    return shares | {"small": max(0.0, work - mfu(job, found.layout, c.seconds) / best)}
 
 
 def sizes(layout: Layout) -> str:
@@ -70,24 +64,29 @@ def sizes(layout: Layout) -> str:
     return " ".join(f"{n} {getattr(layout, n)}" for n in names if getattr(layout, n) > 1) + f", {layout.mode}"
 
 
-def why(cause: str, point: Point) -> str:
-    """Returns why a cause grows at a point."""
-    x, job = point.found.layout, point.job
-    m = point.found.cost.microbatches
-    tokens = job.tokens // point.gpus
+def why(cause: str, job: Job, found: Found) -> str:
+    """Returns why a cause weighs on a layout."""
+    x, c = found.layout, job.cluster
+    data = links.group(c, x.dp * x.cp, x.tp)
+    weights = 2 * job.shape.dense_weights / x.tp
+    slow = links.hops(c, data) > weights / links.rate(c, data, job.stack.link)
     reasons = {
-        "data": f"{figure(tokens)} tokens a GPU are too few to hide the weights' gathers and the gradients' scatters",
-        "tensor": f"too few sequences are left for data parallelism, so tensor parallelism of {x.tp} splits each",
-        "bubble": f"{m} micro-batches are few for a pipeline of {x.pp} stages",
-        "pipeline": f"transfers between {x.pp} stages of few tokens are exposed",
-        "expert": f"tokens travel to experts on {x.ep} GPUs, over the network",
+        "data": f"a ring over {data.members:,} GPUs takes longer for its hops than for a layer's bytes"
+        if slow and x.mode == "fsdp"
+        else f"{job.tokens // x.world:,} tokens a GPU are too few to hide weights and gradients under",
+        "tensor": f"nothing hides the collectives of {x.tp} GPUs",
+        "bubble": f"{found.cost.microbatches} micro-batch{'es are' if found.cost.microbatches > 1 else ' is'} little "
+        f"for a pipeline of {x.pp} stages",
+        "pipeline": f"nothing hides the first transfers through {x.pp} stages",
+        "expert": f"tokens travel to experts on {x.ep} GPUs"
+        + (", over the network" if x.ep * x.tp > c.node else ", over NVLink"),
         "context": f"a ring of {x.cp} has little attention to hide keys and values under",
-        "jitter": f"stragglers of {max(1, point.gpus // job.cluster.node):,} nodes",
+        "jitter": f"a step waits for the slowest of {max(1, x.world // c.node):,} nodes",
         "slowed": "communication holds multiprocessors during more of the step",
         "again": "memory is short, so backward makes results again",
-        "optimizer": "each step updates weights for few tokens",
-        "rest": "norms, rotations and launches of many small kernels weigh more",
-        "small": "products are too small to fill the GPU's multiprocessors",
+        "optimizer": "each GPU updates many weights for few tokens",
+        "rest": "norms, rotations and launches of small kernels weigh more",
+        "small": "products are too small to fill the GPU",
     }
     return reasons[cause]
 
@@ -100,25 +99,49 @@ NOUNS = {
 }  # fmt: skip
 
 
+def kept(before: Point, here: Point) -> Found | str:
+    """Returns the layout of the point before with more data parallelism, on this point's GPUs, or why it cannot be."""
+    old = before.found.layout
+    wider = replace(old, dp=here.gpus // (old.tp * old.pp * old.cp))
+    if wider.world != here.gpus:
+        return f"{here.gpus:,} GPUs are no multiple of the layout before"
+    if reason := fits(here.job, wider):
+        few = here.job.sequences < wider.dp * wider.micro
+        return f"{here.job.sequences:,} sequences are too few for dp {wider.dp:,}" if few else reason
+    return Found(wider, predict(here.job, wider))
+
+
+def reason(before: Point, here: Point) -> str:
+    """Returns why a curve turns at a point: what changes there, and what the layout before would have cost."""
+    now, then = lost(here.job, here.found), lost(before.job, before.found)
+    up = here.share > before.share
+    cause = (min if up else max)(now, key=lambda name: now[name] - then[name])
+    change = f"{NOUNS[cause]}, {percent(then[cause])} of the step before, {percent(now[cause])} here"
+    same = kept(before, here)
+    said = f"{here.gpus:,} GPUs ({sizes(here.found.layout)}): {change}"
+    if up:
+        return f"{said}; there is memory for it." if cause == "again" else f"{said}."
+    if isinstance(same, str):
+        return f"{said}: {same}, and {why(cause, here.job, here.found)}."
+    if sizes(same.layout) == sizes(here.found.layout):
+        return f"{said}: {why(cause, here.job, here.found)}."
+    other = lost(here.job, same)
+    worst = max(other, key=lambda name: other[name] - then[name])
+    return (
+        f"{said}. With {sizes(same.layout)}, {NOUNS[worst]} would be {percent(other[worst])}: "
+        f"{why(worst, here.job, same)}."
+    )
+
+
 def bends(found: Sequence[Point]) -> list[Bend]:
-    """Returns the points where a curve turns most, with the cause that changes most there."""
-    scored = []
-    for before, here in zip(found, found[1:]):
-        fall = math.log(before.share / here.share)
-        scored.append((abs(fall), here, before))
-    chosen = sorted(sorted(scored, key=lambda s: -s[0])[:BENDS], key=lambda s: s[1].gpus)
-    marks = []
-    for size, here, before in chosen:
-        if size < 0.02:
-            continue
-        now, then = lost(here), lost(before)
-        up = here.share > before.share
-        cause = (min if up else max)(now, key=lambda name: now[name] - then[name])
-        change = f"{NOUNS[cause]} {'fall' if up else 'grow'} from {percent(then[cause])} to {percent(now[cause])} of the step"
-        reason = f"{here.gpus:,} GPUs ({sizes(here.found.layout)}): {change}"
-        reason += "." if up else f": {why(cause, here)}."
-        marks.append(Bend(here.gpus, here.share, reason))
-    return marks
+    """Returns the points where a curve turns most, with the reason for each."""
+    falls = {here.gpus: math.log(before.share / here.share) for before, here in zip(found, found[1:])}
+    turns = []
+    for n in range(1, len(found)):
+        before = falls.get(found[n - 1].gpus, 0.0)
+        turns.append((abs(falls[found[n].gpus] - before) + 0.5 * abs(falls[found[n].gpus]), n))
+    chosen = sorted(n for turn, n in sorted(turns, reverse=True)[:BENDS] if turn >= 0.03)
+    return [Bend(found[n].gpus, found[n].share, reason(found[n - 1], found[n])) for n in chosen]
 
 
 def start(found: Sequence[Point]) -> Bend | None:
@@ -144,13 +167,12 @@ def picture(job: Job, weak: bool, spread: float) -> str:
     other = replace(job, shape=shape(OTHER[bool(job.shape.experts)]))
     curves = [curve(one, weak, spread) for one in (job, other)]
     what = (
-        f"A step grows with the GPUs: {PER_GPU:,} tokens each, in sequences of {job.seq:,}"
+        f"A step of {PER_GPU:,} tokens a GPU, in sequences of {job.seq:,}"
         if weak
-        else f"One step of {job.tokens / 2**20:g} Mi tokens in sequences of {job.seq:,}, on more and more GPUs"
+        else f"A step of {job.tokens / 2**20:g} Mi tokens for all GPUs, in sequences of {job.seq:,}"
     )
-    title = f"{'Weak' if weak else 'Strong'} scaling on {job.cluster.title}: model FLOP/s, share of the datasheet"
-    under = f"{what}; the quickest layout that fits at each number of GPUs. Predicted."
-    return pictures.scaling(title, under, curves, 0.7)
+    title = f"{'Weak' if weak else 'Strong'} scaling on {job.cluster.title}"
+    return pictures.scaling(title, f"{what}. MFU of the quickest layout that fits, predicted.", curves, 0.7)
 
 
 def write(job: Job, folder: Path, spread: float) -> list[Path]:

@@ -33,7 +33,7 @@ def percent(x: float) -> str:
 
 def giga(x: float) -> str:
     """Returns bytes in GB."""
-    return f"{x / 1e9:.0f} GB" if x >= 1e10 else f"{x / 1e9:.1f} GB"
+    return f"{figure(x / 1e9, 2 if x < 1e11 else 3)} GB"
 
 
 def table(names: Sequence[str], rows: Sequence[Sequence[str]], left: int = 1) -> str:
