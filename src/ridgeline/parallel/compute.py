@@ -41,7 +41,9 @@ def machine(cluster: Cluster, kernel: str, *, lasting: bool = True, precision: s
     casts: as in Machine, for 8-bit products: 5 where a pass finds the scale, 3 where it comes from earlier steps."""
     rate = cluster.lasting if lasting else cluster.roof
     fast = rate * (cluster.peak_fp8 / cluster.peak) if precision == "fp8" else rate
-    return Machine(fast, rate, cluster.bandwidth, cluster.multiprocessors, kernel, casts=casts if precision == "fp8" else 0)
+    return Machine(
+        fast, rate, cluster.bandwidth, cluster.multiprocessors, kernel, casts=casts if precision == "fp8" else 0
+    )
 
 
 @cache
@@ -55,7 +57,8 @@ def recorded() -> dict[str, Any]:
 def product(m: int, n: int, k: int, gpu: Machine) -> float:
     """Returns the seconds of an (m, k) by (k, n) product: full waves of tiles at the rate, or its bytes, if slower."""
     waves = min(
-        math.ceil(math.ceil(m / a) * math.ceil(n / b) / gpu.multiprocessors) * a * b / share for a, b, share in (SCALAR if gpu.width == 4 else TILES)
+        math.ceil(math.ceil(m / a) * math.ceil(n / b) / gpu.multiprocessors) * a * b / share
+        for a, b, share in (SCALAR if gpu.width == 4 else TILES)
     )
     seconds = waves * gpu.multiprocessors * 2.0 * k / gpu.products
     # a product whose sum is long and whose result is small splits the sum
@@ -90,10 +93,11 @@ class Work:
 def attention_seconds(
     flops: float, seq: int, dim: int, heads: int, tokens: float, gpu: Machine, grouped: bool = False
 ) -> tuple[float, float]:
-    """Returns forward's and backward's seconds of causal attention; flops: forward's, over half of the pairs.
+    """Returns forward's and backward's seconds of causal attention. flops: forward's, over half of the pairs.
 
-    grouped: whether heads share keys. The kernel "scalar" runs at gpu.attention itself. The kernel "unfused" keeps the matrix of scores: its time is that matrix's bytes, six passes forward and nine
-    backward (products, masked softmax and dropout apart), and the products at half of the rate."""
+    grouped: whether heads share keys. The kernel "scalar" runs at gpu.attention itself. The kernel "unfused" keeps the
+    matrix of scores: its time is that matrix's bytes, six passes forward and nine backward (products, masked softmax
+    and dropout apart), and the products at half of the rate."""
     if gpu.kernel == "unfused":
         one = gpu.width * tokens * heads * seq / gpu.bandwidth
         return 6 * one + 2 * flops / (0.5 * gpu.attention), 9 * one + 4 * flops / (0.5 * gpu.attention)

@@ -19,15 +19,15 @@ from ridgeline.parallel.shapes import Shape
 
 HIDES = 0.9  # the share of compute time under which communication can hide
 SLOWS = 0.07  # of the overlapped time: the multiprocessors that communication holds, of 5 to 10%
-MODES = ("ddp", "zero1", "fsdp", "hsdp")
+FLOAT = 4  # bytes of a float32 number
 
 
 @dataclass(frozen=True)
 class Layout:
     """How a job is spread. dp: data; tp: tensor (with its sequence parallelism); pp: pipeline; cp: context; ep: expert,
     inside data parallelism. mode: ddp, zero1, fsdp or hsdp; shard: GPUs that share a copy of the weights (hsdp).
-    again: what backward makes again (keep, cheap, half, mlp, full). micro: sequences of a micro-batch. virtual: parts of a
-    stage. precision: bf16 or fp8 products."""
+    again: what backward makes again (keep, cheap, half, mlp, full). micro: sequences of a micro-batch. virtual: parts
+    of a stage. precision: bf16 or fp8 products."""
 
     dp: int = 1
     tp: int = 1
@@ -134,18 +134,22 @@ class Cost:
 
 def fits(job: Job, layout: Layout) -> str | None:
     """Returns why a layout does not divide the job, or None."""
-    s = job.shape
+    s, x, rows = job.shape, layout, layout.dp * layout.micro
+    parts, data = x.pp * x.virtual, x.dp * x.cp
     checks = (
-        (s.heads % layout.tp, f"tp {layout.tp} does not divide {s.heads} heads"),
-        (s.hidden % layout.tp, f"tp {layout.tp} does not divide a hidden size of {s.hidden}"),
-        (layout.pp * layout.virtual > s.layers + 2, f"{layout.pp * layout.virtual} parts of the pipeline are more than {s.layers} layers and both ends"),
-        (job.seq % (2 * layout.cp) if layout.cp > 1 else 0, f"cp {layout.cp} does not halve {job.seq} tokens"),
-        (layout.ep > 1 and (not s.experts or s.experts % layout.ep), f"ep {layout.ep} does not divide {s.experts} experts"),
-        ((layout.dp * layout.cp) % layout.ep, f"ep {layout.ep} does not divide dp x cp = {layout.dp * layout.cp}"),
-        (job.sequences % (layout.dp * layout.micro), f"dp {layout.dp} x micro {layout.micro} does not divide {job.sequences} sequences"),
-        (layout.virtual > 1 and job.sequences // (layout.dp * layout.micro) % layout.pp, f"interleaved stages take micro-batches in multiples of pp {layout.pp}"),
-        (layout.mode == "hsdp" and (layout.dp * layout.cp) % (layout.shard or 1), f"shards of {layout.shard} do not divide dp"),
-    )  # fmt: skip
+        (s.heads % x.tp, f"tp {x.tp} does not divide {s.heads} heads"),
+        (s.hidden % x.tp, f"tp {x.tp} does not divide a hidden size of {s.hidden}"),
+        (parts > s.layers + 2, f"{parts} parts of the pipeline are more than {s.layers} layers and both ends"),
+        (job.seq % (2 * x.cp) if x.cp > 1 else 0, f"cp {x.cp} does not halve {job.seq} tokens"),
+        (x.ep > 1 and (not s.experts or s.experts % x.ep), f"ep {x.ep} does not divide {s.experts} experts"),
+        (data % x.ep, f"ep {x.ep} does not divide dp x cp = {data}"),
+        (job.sequences % rows, f"dp {x.dp} x micro {x.micro} does not divide {job.sequences} sequences"),
+        (
+            x.virtual > 1 and job.sequences // rows % x.pp,
+            f"interleaved stages take micro-batches in multiples of pp {x.pp}",
+        ),
+        (x.mode == "hsdp" and data % (x.shard or 1), f"shards of {x.shard} do not divide dp x cp = {data}"),
+    )
     return next((why for wrong, why in checks if wrong), None)
 
 
@@ -181,16 +185,16 @@ def sharded(job: Job, layout: Layout, layers: int) -> Traffic:
         inner = layout.shard or c.node
         near = links.group(c, inner, stride)
         far = links.group(c, data // inner, stride * inner)
-        parts = ((near, dense), (near if layout.ep == 1 else links.group(c, max(1, inner // layout.ep), stride), experts))
+        parts = (
+            (near, dense),
+            (near if layout.ep == 1 else links.group(c, max(1, inner // layout.ep), stride), experts),
+        )
         between = links.all_reduce(c, far, wide * layers * (dense + experts) / inner, link)
     else:
         parts, between = ((whole, dense), (few, experts)), 0.0
     gather = sum(links.gather(c, g, 2 * p, link) for g, p in parts)
     scatter = sum(links.gather(c, g, wide * p, link) for g, p in parts)
     return Traffic(gather, gather + scatter, once_backward=between)
-
-
-FLOAT = 4
 
 
 def tensor_seconds(job: Job, layout: Layout, tokens: float) -> float:

@@ -77,4 +77,3 @@ class Mlp:
         """Returns how `most_both` divides: GPUs of FSDP, and of tensor parallelism."""
         fsdp, tensor = self.tokens * self.egress / self.flops, 1.5 * self.hidden * self.egress / self.flops
         return (fsdp, tensor) if together else (fsdp / 2, tensor / 2)
-

@@ -16,7 +16,7 @@ STYLE = (  # of these pictures alone, since a page may hold several
     "@media(prefers-color-scheme:dark){.plan{background:#0f172a}.plan text{fill:#cbd5e1}"
     ".plan .grid{stroke:#334155}.plan .paper{fill:#0f172a}}</style>"
 )
-WIDTH, LEFT, RIGHT, TOP, LOW = 860, 62, 840, 74, 350
+WIDTH, LEFT, RIGHT, TOP, LOW = 860.0, 62.0, 840.0, 74.0, 350.0
 
 
 @dataclass(frozen=True)
@@ -41,9 +41,9 @@ class Curve:
 def frame(title: str, under: str, height: float) -> list[str]:
     """Returns the start of a picture."""
     return [
-        f'<svg class="plan" xmlns="http://www.w3.org/2000/svg" viewBox="0 0 {WIDTH} {height:.0f}" role="img">',
+        f'<svg class="plan" xmlns="http://www.w3.org/2000/svg" viewBox="0 0 {WIDTH:.0f} {height:.0f}" role="img">',
         f"<title>{escape(title)}</title>{STYLE}",
-        f'<rect class="paper" width="{WIDTH}" height="{height:.0f}"/>',
+        f'<rect class="paper" width="{WIDTH:.0f}" height="{height:.0f}"/>',
         f'<text class="strong" x="16" y="24" font-size="16">{escape(title)}</text>',
         f'<text x="16" y="43">{escape(under)}</text>',
     ]
@@ -149,7 +149,9 @@ def timeline(
     bottom = 84 + tall * len(lanes) + 16
     for k in range(6):
         anchor = "middle" if 0 < k < 5 else "start" if not k else "end"
-        parts.append(f'<text x="{110 + wide * k / 5:.1f}" y="{bottom}" text-anchor="{anchor}">{scale(end * k / 5, end)}</text>')
+        parts.append(
+            f'<text x="{110 + wide * k / 5:.1f}" y="{bottom}" text-anchor="{anchor}">{scale(end * k / 5, end)}</text>'
+        )
     if cut:
         parts.append(f'<text x="110" y="{bottom + 22}">{escape(cut)}</text>')
     return "".join(parts) + "</svg>\n"

@@ -9,9 +9,9 @@ from pathlib import Path
 from typing import Any
 
 from ridgeline.op import RidgelineError
-from ridgeline.parallel import limits, published, scaling, search
+from ridgeline.parallel import footprint, limits, metered, published, scaling, search
 from ridgeline.parallel.cluster import cluster, facts, names
-from ridgeline.parallel.cost import Cost, Job, Layout, flops_rate, mfu, predict, stack
+from ridgeline.parallel.cost import Cost, Job, flops_rate, mfu, predict, stack
 from ridgeline.parallel.search import Found, Result, Wanted
 from ridgeline.parallel.shapes import shape
 from ridgeline.parallel.wording import count, figure, giga, percent, seconds, table
@@ -52,6 +52,7 @@ def arguments(parser: argparse.ArgumentParser) -> None:
     add = parser.add_argument
     add("--top", type=count, default=8, metavar="N", help="meshes to show, each in its quickest form (8)")
     add("--sources", action="store_true", help="print each fact of the cluster, with its source")
+    add("--meta", action="store_true", help="run a layer on meta tensors, and compare what it saves with the formula")
     add("--curves", type=Path, metavar="FOLDER", help="write the scaling curves of this model there, as SVG")
 
 
@@ -94,29 +95,41 @@ def binds(cost: Cost) -> str:
     return f"{CAUSES[first[0]]}: {percent(first[1])} of the step; products and attention are {percent(compute)}"
 
 
-def helps(job: Job, found: Found, result: Result) -> list[str]:
-    """Returns what would shorten the step, by how much, the most first: each by the model with one thing changed."""
-    now, c = found.cost.seconds, job.cluster
-    trials: list[tuple[str, float]] = []
-
-    def trial(what: str, changed: Job, layout: Layout = found.layout) -> None:
-        trials.append((what, 1 - predict(changed, layout).seconds / now))
-
-    trial("products and attention at twice the rate", replace(job, cluster=replace(c, lasting=2 * c.lasting, roof=2 * c.roof)))
-    if found.layout.world > c.node:
-        trial("twice the network", replace(job, cluster=replace(c, nic=2 * c.nic)))
-    if found.layout.world > 1:
-        trial("twice NVLink", replace(job, cluster=replace(c, collective=2 * c.collective, nvlink=2 * c.nvlink)))
-    trial("twice the memory's bandwidth", replace(job, cluster=replace(c, bandwidth=2 * c.bandwidth)))
-    if not job.stack.asynchronous and found.layout.tp > 1:
-        trial("tensor parallelism under the products", replace(job, stack=replace(job.stack, asynchronous=True)))
-    if found.layout.world > 1:
-        larger = predict(replace(job, sequences=2 * job.sequences), found.layout).seconds / 2
-        trials.append(("a step of twice the tokens, for each token", 1 - larger / now))
+def trials(job: Job, found: Found, result: Result) -> dict[str, float]:
+    """Returns the share of a step that would be saved, by the model with one thing changed, the most first."""
+    now, c, x = found.cost.seconds, job.cluster, found.layout
+    changed = {
+        "compute": replace(c, lasting=2 * c.lasting, roof=2 * c.roof),
+        "bandwidth": replace(c, bandwidth=2 * c.bandwidth),
+    }
+    if x.world > c.node:
+        changed["network"] = replace(c, nic=2 * c.nic)
+    if x.world > 1:
+        changed["NVLink"] = replace(c, collective=2 * c.collective, nvlink=2 * c.nvlink)
+    seconds_ = {name: predict(replace(job, cluster=other), x).seconds for name, other in changed.items()}
+    if not job.stack.asynchronous and x.tp > 1:
+        seconds_["overlap"] = predict(replace(job, stack=replace(job.stack, asynchronous=True)), x).seconds
+    if x.world > 1:
+        seconds_["batch"] = predict(replace(job, sequences=2 * job.sequences), x).seconds / 2
     if result.roomier:
-        trials.append((f"twice the memory ({result.roomier.layout.text})", 1 - result.roomier.cost.seconds / now))
-    trials.sort(key=lambda t: -t[1])
-    return [f"{what}: {percent(gain)} less time" for what, gain in trials if gain >= 0.01]
+        seconds_["memory"] = result.roomier.cost.seconds
+    return dict(sorted(((n, 1 - s / now) for n, s in seconds_.items() if 1 - s / now >= 0.001), key=lambda t: -t[1]))
+
+
+TRIALS = {
+    "compute": "products and attention at twice the rate",
+    "bandwidth": "twice the memory's bandwidth",
+    "network": "twice the network",
+    "NVLink": "twice NVLink",
+    "overlap": "tensor parallelism's collectives under products",
+    "batch": "a step of twice the tokens, for each token",
+    "memory": "twice the memory, by another layout",
+}
+
+
+def helps(job: Job, found: Found, result: Result) -> list[str]:
+    """Returns what would shorten the step, by how much, the most first."""
+    return [f"{TRIALS[name]}: {percent(gain)} less time" for name, gain in trials(job, found, result).items()]
 
 
 def closed_forms(job: Job, gpus: int) -> list[str]:
@@ -136,39 +149,49 @@ def closed_forms(job: Job, gpus: int) -> list[str]:
     return lines
 
 
-def row(job: Job, found: Found, spread: float) -> dict[str, Any]:
-    """Returns a layout as plain values."""
+def row(job: Job, found: Found, spread: float, helped: list[str]) -> dict[str, Any]:
+    """Returns a layout as plain values. helped: what would shorten its step."""
     cost, layout = found.cost, found.layout
     return {
         "layout": asdict(layout), "text": layout.text, "seconds": cost.seconds, "spread": spread,
         "tokens_per_second_per_gpu": job.tokens / cost.seconds / layout.world,
         "flops_per_second": flops_rate(job, layout, cost.seconds), "mfu": mfu(job, layout, cost.seconds),
-        "work": cost.work, "exposed": cost.exposed, "memory": cost.memory, "peak_bytes": cost.peak, "binds": binds(cost),
+        "work": cost.work, "exposed": cost.exposed, "memory": cost.memory, "peak_bytes": cost.peak,
+        "binds": binds(cost), "helps": helped,
     }  # fmt: skip
 
 
-def cells(job: Job, found: Found, spread: float) -> list[str]:
+def cells(job: Job, found: Found, spread: float, result: Result) -> list[str]:
     """Returns a layout as a line of the table."""
     cost, x = found.cost, found.layout
     lost = shares(cost)
-    talk = {n: v for n, v in lost.items() if n in cost.exposed and n != "jitter"}
-    exposed = ", ".join(f"{n} {percent(v)}" for n, v in talk.items()) or "none"
-    rest = sum(lost.get(n, 0) for n in ("bubble", "slowed", "jitter"))
-    rate = job.tokens / cost.seconds / x.world
+    exposed = ", ".join(f"{n} {percent(v)}" for n, v in lost.items() if n in cost.exposed and n != "jitter") or "none"
+    work = (cost.work["products"] + cost.work["attention"] + cost.work["head"]) / cost.seconds
+    first = next(iter(lost), "compute")
+    helping = next(((n, g) for n, g in trials(job, found, result).items() if n != "compute" and g >= 0.005), None)
     return [
-        x.text, f"{seconds(cost.seconds)} ±{percent(spread)}", figure(rate), percent(mfu(job, x, cost.seconds)), exposed,
-        percent(lost.get("bubble", 0.0)), percent(rest - lost.get("bubble", 0.0)), giga(cost.peak),
-    ]  # fmt: skip
+        x.text,
+        f"{seconds(cost.seconds)} ±{percent(spread)}",
+        figure(job.tokens / cost.seconds / x.world),
+        percent(mfu(job, x, cost.seconds)),
+        exposed,
+        percent(lost.get("bubble", 0.0)),
+        giga(cost.peak),
+        "compute" if work > 0.85 else first,
+        f"{helping[0]} -{percent(helping[1])}" if helping else "compute alone",
+    ]
 
 
 def say(job: Job, wanted: Wanted, result: Result, top: int, spread: float) -> None:
     """Prints a plan."""
     s, c = job.shape, job.cluster
     active = f", {figure(s.active_weights / 1e9)} B of them for each token" if s.experts else ""
-    print(f"{s.name}: {figure(s.parameters / 1e9)} B parameters{active}; a step of {job.sequences:,} x {job.seq:,} tokens")
+    print(
+        f"{s.name}: {figure(s.parameters / 1e9)} B parameters{active}; a step of {job.sequences:,} x {job.seq:,} tokens"
+    )
     print(f"{c.title}; {wanted.gpus:,} GPUs of {giga(wanted.memory or c.memory)}; software {job.stack.name}\n")
-    head = "layout", "step", "tokens/s/GPU", "MFU", "exposed communication", "bubble", "slowed", "memory"
-    print(table(head, [cells(job, one, spread) for one in search.distinct(result.best, top)]))
+    head = "layout", "step", "tokens/s/GPU", "MFU", "exposed communication", "bubble", "memory", "binds", "2x helps"
+    print(table(head, [cells(job, one, spread, result) for one in search.distinct(result.best, top)]))
     best = result.best[0]
     print(f"\n{len(result.best):,} of {result.seen:,} layouts fit. The quickest: {best.layout.text}")
     print(f"  binds: {binds(best.cost)}")
@@ -180,10 +203,8 @@ def say(job: Job, wanted: Wanted, result: Result, top: int, spread: float) -> No
     for line in closed_forms(job, wanted.gpus):
         print(f"  {line}")
     k = job.stack
-    print(
-        f"\nConstants: compute {figure(k.compute)}, link {figure(k.link)}, jitter {figure(k.jitter, 2)} a doubling of nodes; "
-        f"{k.source}."
-    )
+    constants = f"compute {figure(k.compute)}, link {figure(k.link)}, jitter {figure(k.jitter, 2)} a doubling of nodes"
+    print(f"\nConstants: {constants}; {k.source}.")
     print(f"Two thirds of the public runs that calibrated nothing are predicted within ±{percent(spread)}.")
 
 
@@ -204,15 +225,26 @@ def main(options: argparse.Namespace) -> int:
         for path in scaling.write(job, options.curves, spread):
             print(path)
         return 0
+    met = metered.saved(job.shape, options.seq) if options.meta else None
     if options.json:
-        best = [row(job, one, spread) for one in search.distinct(result.best, options.top)]
+        best = [row(job, one, spread, helps(job, one, result)) for one in search.distinct(result.best, options.top)]
         closed = closed_forms(job, wanted.gpus)
-        print(json.dumps({"seen": result.seen, "fit": len(result.best), "layouts": best, "closed_forms": closed}))
+        print(
+            json.dumps(
+                {"seen": result.seen, "fit": len(result.best), "layouts": best, "closed_forms": closed, "saved": met}
+            )
+        )
         return 0
     say(job, wanted, result, options.top, spread)
+    if met is not None:
+        formula = footprint.kept(job.shape, "keep")
+        print(f"A layer saves {figure(met / 1e3)} kB a token on meta tensors; by formula {figure(formula / 1e3)} kB.")
     if options.sources:
         print(f"\nFacts of {job.cluster.name}:")
         for name, fact in facts(options.cluster).items():
-            print(f"  {name} {fact['value']:g}" if isinstance(fact["value"], float) else f"  {name} {fact['value']}", end="")
+            print(
+                f"  {name} {fact['value']:g}" if isinstance(fact["value"], float) else f"  {name} {fact['value']}",
+                end="",
+            )
             print(f": {fact['source']}")
     return 0

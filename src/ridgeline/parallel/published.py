@@ -77,7 +77,8 @@ def calibrate(name: str) -> Stack:
 
     No run that is held out is looked at, and at most three runs are."""
     seen = [run for run in runs() if run.stack == name and run.use == "calibrates"]
-    found = replace(stack(name), **{key: middle for key, (middle, _) in PRIORS.items()})
+    compute, link, jitter = (PRIORS[key][0] for key in ("compute", "link", "jitter"))
+    found = replace(stack(name), compute=compute, link=link, jitter=jitter)
     best = misfit(found, seen)
     steps = {"compute": 0.08, "link": 0.08, "jitter": 0.004}
     bounds = {"compute": (0.3, 1.0), "link": (0.3, 1.0), "jitter": (0.0, 0.05)}
@@ -86,12 +87,14 @@ def calibrate(name: str) -> Stack:
         for key, step in steps.items():
             for change in (step, -step):
                 low, high = bounds[key]
-                one = replace(found, **{key: min(high, max(low, getattr(found, key) + change))})
+                changes: dict[str, Any] = {key: min(high, max(low, getattr(found, key) + change))}
+                one = replace(found, **changes)
                 if (score := misfit(one, seen)) < best - 1e-9:
                     found, best, better = one, score, True
         if not better:
             steps = {key: step / 2 for key, step in steps.items()}
-    return replace(found, **{key: float(f"{getattr(found, key):.3g}") for key in steps})
+    compute, link, jitter = (float(f"{getattr(found, key):.3g}") for key in steps)
+    return replace(found, compute=compute, link=link, jitter=jitter)
 
 
 def errors(name: str) -> list[float]:

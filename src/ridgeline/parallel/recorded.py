@@ -10,7 +10,9 @@ from ridgeline.parallel.compute import Machine
 from ridgeline.parallel.shapes import Shape, shape
 
 FLOAT32 = 52.0e12  # FLOP/s of float32 products: results/h200.jsonl, roof, median
-SCALAR = 6.0e12  # FLOP/s of float32 attention: docs/notes/attention.md, the low end of 6 to 11 (sequences are short here)
+SCALAR = (
+    6.0e12  # FLOP/s of float32 attention: docs/notes/attention.md, the low end of 6 to 11 (sequences are short here)
+)
 
 
 @dataclass(frozen=True)
@@ -103,4 +105,3 @@ def predict(step: Step) -> Prediction:
 def errors() -> dict[str, float]:
     """Returns predicted over recorded, less 1, of each recorded step."""
     return {step.name: predict(step).seconds / step.seconds - 1 for step in STEPS}
-

@@ -5,6 +5,7 @@ from __future__ import annotations
 import math
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
+from itertools import pairwise
 from pathlib import Path
 
 from ridgeline.parallel import links, pictures, search
@@ -93,7 +94,8 @@ def why(cause: str, job: Job, found: Found) -> str:
 
 NOUNS = {
     "data": "exposed gathers and scatters", "tensor": "tensor parallelism's collectives", "bubble": "the bubble",
-    "pipeline": "transfers between stages", "expert": "all-to-alls", "context": "the exposed ring", "jitter": "stragglers",
+    "pipeline": "transfers between stages", "expert": "all-to-alls", "context": "the exposed ring",
+    "jitter": "stragglers",
     "slowed": "slowed compute", "again": "recomputation", "optimizer": "the optimizer", "rest": "bytes and launches",
     "small": "small products",
 }  # fmt: skip
@@ -135,11 +137,12 @@ def reason(before: Point, here: Point) -> str:
 
 def bends(found: Sequence[Point]) -> list[Bend]:
     """Returns the points where a curve turns most, with the reason for each."""
-    falls = {here.gpus: math.log(before.share / here.share) for before, here in zip(found, found[1:])}
+    falls = {here.gpus: math.log(before.share / here.share) for before, here in pairwise(found)}
     turns = []
     for n in range(1, len(found)):
         before = falls.get(found[n - 1].gpus, 0.0)
         turns.append((abs(falls[found[n].gpus] - before) + 0.5 * abs(falls[found[n].gpus]), n))
+    turns = [(turn, n) for turn, n in turns if abs(falls[found[n].gpus]) >= 0.025]
     chosen = sorted(n for turn, n in sorted(turns, reverse=True)[:BENDS] if turn >= 0.03)
     return [Bend(found[n].gpus, found[n].share, reason(found[n - 1], found[n])) for n in chosen]
 

@@ -69,8 +69,8 @@ def pipeline(job: Job, layout: Layout, cost: Cost) -> Timeline:
     p, v, m = layout.pp, layout.virtual, cost.microbatches
     if 2 * p * v * m > MOST:
         raise RidgelineError(
-            f"parallel simulate: {m} micro-batches on {p} stages of {v} parts are {2 * p * v * m:,} events, and at most "
-            f"{MOST:,} are simulated; the nearest that does is a step of {MOST // (2 * p * v)} micro-batches"
+            f"parallel simulate: {m} micro-batches on {p} stages of {v} parts are {2 * p * v * m:,} events, and "
+            f"at most {MOST:,} are simulated; the nearest that does is a step of {MOST // (2 * p * v)} micro-batches"
         )
     inside = {name: value / m for name, value in cost.exposed.items() if name in ("tensor", "expert", "context")}
     talk = sum(inside.values())
@@ -162,7 +162,7 @@ def rank(job: Job, layout: Layout, cost: Cost) -> Timeline:
         return network
 
     started = 0.0
-    for micro in range(m):
+    for _ in range(m):
         arrived = move(one.gather, started, "gather 1", under=False) if one.gather else started
         for layer in range(one.layers):
             following = 0.0

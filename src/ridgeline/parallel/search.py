@@ -179,9 +179,10 @@ def checked(job: Job, wanted: Wanted) -> Result:
         need, layout = result.least
         limit = wanted.memory or job.cluster.memory
         more = fitting(job, wanted)
+        enough = f", and {more} GPUs are enough" if more else ""
         raise RidgelineError(
-            f"parallel: no layout of {wanted.gpus} GPUs fits into {limit / 1e9:.0f} GB a GPU; the nearest, {layout.text}, "
-            f"needs {need / 1e9:.0f} GB{f', and {more} GPUs are enough' if more else ''}"
+            f"parallel: no layout of {wanted.gpus} GPUs fits into {limit / 1e9:.0f} GB a GPU; the nearest, "
+            f"{layout.text}, needs {need / 1e9:.0f} GB{enough}"
         )
     return result
 

@@ -148,7 +148,8 @@ def shape(name: str) -> Shape:
         return from_config(path / "config.json" if path.is_dir() else path)
     near = get_close_matches(name, NAMED, 1, 0.0)[0]
     raise RidgelineError(
-        f"parallel: there is no model {name!r} (the nearest is {near!r}); give a config.json, or one of {', '.join(NAMED)}"
+        f"parallel: there is no model {name!r} (the nearest is {near!r}); give a config.json, or one of "
+        f"{', '.join(NAMED)}"
     )
 
 

@@ -27,7 +27,9 @@ def arguments(parser: argparse.ArgumentParser) -> None:
     add("--picture", type=Path, metavar="FILE", help="write the timeline as SVG")
     add("--wan", action="store_true", help="sites that exchange weights over slow links, each with all these GPUs")
     add("--sites", type=count, metavar="N", help="instead of the cluster's sites, for --wan")
-    add("--gbps", type=float, metavar="N", help="instead of the cluster's link between sites, in 10^9 bits/s, for --wan")
+    add(
+        "--gbps", type=float, metavar="N", help="instead of the cluster's link between sites, in 10^9 bits/s, for --wan"
+    )
     add("--failures", action="store_true", help="goodput where GPUs stop and checkpoints take time")
     add("--against", choices=("published", "recorded"), help="hold the model against public runs, or our own steps")
 
@@ -95,7 +97,8 @@ def slow_links(options: argparse.Namespace) -> dict[str, Any]:
     egress = options.gbps * 1e9 / 8 if options.gbps else job.cluster.wan
     if not egress:
         raise RidgelineError(
-            f"parallel simulate: the cluster {job.cluster.name} has no link between sites; give --gbps, or --cluster two-sites"
+            f"parallel simulate: the cluster {job.cluster.name} has no link between sites; "
+            "give --gbps, or --cluster two-sites"
         )
     layout = chosen(job, options)
     at_site = predict(job, layout).seconds
@@ -132,7 +135,8 @@ def own() -> list[dict[str, Any]]:
     for one in recorded.STEPS:
         guess = recorded.predict(one)
         rows.append({"step": one.name, "recorded": one.seconds, "low": one.low, "high": one.high, "bound": guess.bound,
-                     "predicted": guess.seconds, "error": guess.seconds / one.seconds - 1, "source": one.source})  # fmt: skip
+                     "predicted": guess.seconds, "error": guess.seconds / one.seconds - 1,
+                     "source": one.source})  # fmt: skip
     return rows
 
 
@@ -143,7 +147,8 @@ def signed(x: float) -> str:
 def say_public(rows: list[dict[str, Any]]) -> None:
     for name in published.calibrating():
         one = published.stack(name)
-        print(f"{name}: compute {figure(one.compute)}, link {figure(one.link)}, jitter {figure(one.jitter, 2)}; {one.source}")
+        constants = f"compute {figure(one.compute)}, link {figure(one.link)}, jitter {figure(one.jitter, 2)}"
+        print(f"{name}: {constants}; {one.source}")
         lines = [
             [r["run"], r["unit"], f"{r['published']:,.0f}", figure(r["predicted"]), signed(r["error"]), r["use"]]
             for r in rows if r["stack"] == name
@@ -177,11 +182,13 @@ def say(options: argparse.Namespace, found: Any) -> None:
              percent(r["saving"]), percent(r["lost"]), percent(r["restarting"]), percent(r["goodput"])]
             for r in found["rows"]
         ]  # fmt: skip
-        heads = "GPUs", "stop every", "a save", "save every", "saving", "lost", "restarting", "goodput"
-        print(table(heads, lines))
+        names = "GPUs", "stop every", "a save", "save every", "saving", "lost", "restarting", "goodput"
+        print(table(names, lines))
     else:
         print(f"{found['layout']}: {seconds(found['seconds'])} ±{percent(found['spread'])}, {found['spans']:,} spans")
-        print(f"  the closed form says {seconds(found['closed_form'])}; the simulation is {signed(found['apart'])} apart")
+        print(
+            f"  the closed form says {seconds(found['closed_form'])}; the simulation is {signed(found['apart'])} apart"
+        )
         for name in ("trace", "picture"):
             if getattr(options, name):
                 print(f"  {name}: {getattr(options, name)}")
@@ -202,4 +209,3 @@ def main(options: argparse.Namespace) -> int:
     else:
         say(options, found)
     return 0
-

@@ -39,7 +39,9 @@ def giga(x: float) -> str:
 def table(names: Sequence[str], rows: Sequence[Sequence[str]], left: int = 1) -> str:
     """Returns a table with aligned columns, the first `left` of them to the left."""
     widths = [max(len(row[n]) for row in [names, *rows]) for n in range(len(names))]
-    lines = [[c.ljust(w) if n < left else c.rjust(w) for n, (c, w) in enumerate(zip(row, widths))] for row in (names, *rows)]
+    lines = [
+        [c.ljust(w) if n < left else c.rjust(w) for n, (c, w) in enumerate(zip(row, widths))] for row in (names, *rows)
+    ]
     return "\n".join("  ".join(line).rstrip() for line in lines)
 
 
