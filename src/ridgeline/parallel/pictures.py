@@ -114,49 +114,85 @@ KINDS = {
 }
 
 
-def timeline(
-    title: str, under: str, lanes: Mapping[str, Sequence[tuple[float, float, str, str]]], end: float, cut: str = ""
-) -> str:
-    """Returns spans on lanes over time. lanes: by name, (start, end, kind, label) in seconds; kind: one of KINDS.
+@dataclass(frozen=True)
+class Panel:
+    """Spans on lanes between two times. lanes: by name, (start, end, kind, label) in seconds; kind: one of KINDS."""
 
-    cut: a sentence that says what is left out."""
-    tall = 30 if len(lanes) <= 8 else max(9, 260 // len(lanes))
-    height = 92 + tall * len(lanes) + 40 + (18 if cut else 0)
-    wide = RIGHT - 110
+    name: str
+    lanes: Mapping[str, Sequence[tuple[float, float, str, str]]]
+    start: float
+    end: float
+
+
+def timeline(title: str, under: str, panels: Sequence[Panel], cut: str = "") -> str:
+    """Returns panels of spans over time, one below the other. cut: a sentence that says what is left out."""
+    heights = [tall(panel) * len(panel.lanes) for panel in panels]
+    height = 92 + sum(h + 52 for h in heights) + (12 if cut else 0)
     parts = frame(title, under, height)
-    used = {kind for spans in lanes.values() for *_, kind, _ in spans}
-    x = 110.0
+    used = {kind for panel in panels for spans in panel.lanes.values() for *_, kind, _ in spans}
+    x, y = 110.0, 84.0
     for kind, colour in KINDS.items():
         if kind in used:
             parts.append(f'<rect x="{x:.0f}" y="56" width="12" height="12" fill="{colour}"/>')
             parts.append(f'<text x="{x + 17:.0f}" y="67">{kind}</text>')
             x += 36 + 7.4 * len(kind)
-    for n, (name, spans) in enumerate(lanes.items()):
-        y = 84 + n * tall
-        if tall >= 13 or n % (1 + 13 // tall) == 0:
-            parts.append(f'<text x="102" y="{y + tall / 2 + 4:.1f}" text-anchor="end">{escape(name)}</text>')
-        parts.append(f'<line class="grid" x1="110" y1="{y + tall - 1}" x2="{RIGHT}" y2="{y + tall - 1}"/>')
+    for panel, size in zip(panels, heights):
+        if panel.name:
+            y += 14
+            parts.append(f'<text class="strong" x="110" y="{y - 2:.0f}">{escape(panel.name)}</text>')
+            y += 4
+        parts += drawn(panel, y)
+        y += size + 34
+    if cut:
+        parts.append(f'<text x="110" y="{y + 4:.0f}">{escape(cut)}</text>')
+    return "".join(parts) + "</svg>\n"
+
+
+def tall(panel: Panel) -> float:
+    """Returns the height of a lane."""
+    return 30 if len(panel.lanes) <= 8 else max(9, 260 // len(panel.lanes))
+
+
+def drawn(panel: Panel, top: float) -> list[str]:
+    """Returns a panel's lanes, spans and axis."""
+    high, wide = tall(panel), RIGHT - 110
+    each = wide / (panel.end - panel.start)
+    parts = []
+    for n, (name, spans) in enumerate(panel.lanes.items()):
+        y = top + n * high
+        if high >= 13 or n % (1 + int(13 // high)) == 0:
+            parts.append(f'<text x="102" y="{y + high / 2 + 4:.1f}" text-anchor="end">{escape(name)}</text>')
+        parts.append(f'<line class="grid" x1="110" y1="{y + high - 1}" x2="{RIGHT}" y2="{y + high - 1}"/>')
         for start, stop, kind, label in spans:
-            left, size = 110 + start / end * wide, max(0.4, (stop - start) / end * wide)
+            if stop <= panel.start or start >= panel.end:
+                continue
+            left = 110 + (max(start, panel.start) - panel.start) * each
+            size = max(0.4, (min(stop, panel.end) - max(start, panel.start)) * each)
             gap = 0.6 if size > 3 else 0
             parts.append(
-                f'<rect x="{left:.2f}" y="{y + 1}" width="{size - gap:.2f}" height="{tall - 3}" fill="{KINDS[kind]}">'
+                f'<rect x="{left:.2f}" y="{y + 1}" width="{size - gap:.2f}" height="{high - 3}" fill="{KINDS[kind]}">'
                 f"<title>{escape(label)}</title></rect>"
             )
-            if size > 8 * len(label) + 4 and tall >= 16:
-                parts.append(f'<text style="fill:#fff" x="{left + size / 2:.1f}" y="{y + tall / 2 + 4:.1f}" '
+            if size > 7 * len(label) + 4 and high >= 16:
+                parts.append(f'<text style="fill:#fff" x="{left + size / 2:.1f}" y="{y + high / 2 + 4:.1f}" '
                              f'text-anchor="middle" font-size="11">{escape(label)}</text>')  # fmt: skip
-    bottom = 84 + tall * len(lanes) + 16
-    for k in range(6):
-        anchor = "middle" if 0 < k < 5 else "start" if not k else "end"
+    bottom = top + high * len(panel.lanes) + 16
+    for when in ticks(panel.start, panel.end):
+        x = 110 + (when - panel.start) * each
         parts.append(
-            f'<text x="{110 + wide * k / 5:.1f}" y="{bottom}" text-anchor="{anchor}">{scale(end * k / 5, end)}</text>'
+            f'<text x="{min(x, RIGHT - 12):.1f}" y="{bottom}" text-anchor="middle">{scale(when, panel.end)}</text>'
         )
-    if cut:
-        parts.append(f'<text x="110" y="{bottom + 22}">{escape(cut)}</text>')
-    return "".join(parts) + "</svg>\n"
+    return parts
+
+
+def ticks(start: float, end: float) -> list[float]:
+    """Returns four to ten round times of an axis."""
+    step = 10.0 ** math.floor(math.log10((end - start) / 4))
+    step *= next(m for m in (5, 2, 1) if (end - start) / (step * m) >= 4)
+    first = math.ceil(start / step - 1e-9)
+    return [n * step for n in range(first, int(end / step + 1e-9) + 1)]
 
 
 def scale(x: float, end: float) -> str:
     """Returns a time of an axis that ends at `end`."""
-    return f"{x:.1f} s" if end >= 3 else f"{1e3 * x:.0f} ms"
+    return f"{x:.3g} s" if end >= 2 else f"{1e3 * x:.3g} ms"

@@ -168,7 +168,8 @@ def cells(job: Job, found: Found, spread: float, result: Result) -> list[str]:
     exposed = ", ".join(f"{n} {percent(v)}" for n, v in lost.items() if n in cost.exposed and n != "jitter") or "none"
     work = (cost.work["products"] + cost.work["attention"] + cost.work["head"]) / cost.seconds
     first = next(iter(lost), "compute")
-    helping = next(((n, g) for n, g in trials(job, found, result).items() if n != "compute" and g >= 0.005), None)
+    gains = trials(job, found, result).items()
+    helping = next(((n, g) for n, g in gains if n not in ("compute", "memory") and g >= 0.005), None)
     return [
         x.text,
         f"{seconds(cost.seconds)} ±{percent(spread)}",

@@ -16,6 +16,7 @@ from ridgeline.parallel.search import checked
 from ridgeline.parallel.wording import count, figure, giga, percent, seconds, table
 
 DRAWN = 6000  # spans of a picture
+NEAR = 7  # spans on either side of the turn that a rank's picture enlarges
 
 
 def arguments(parser: argparse.ArgumentParser) -> None:
@@ -61,18 +62,31 @@ def trace(found: Timeline, job: Job, layout: Layout) -> dict[str, Any]:
 
 
 def drawing(found: Timeline, job: Job, layout: Layout) -> str:
-    """Returns a timeline's picture; of one with many spans, the first part."""
+    """Returns a timeline's picture: of one with many spans, the first part; of a rank, some layers enlarged too."""
     spans = sorted(found.spans, key=lambda s: s.start)
     cut, end = "", found.seconds
     if len(spans) > DRAWN:
         spans, left = spans[:DRAWN], len(spans) - DRAWN
         end = max(s.end for s in spans)
         cut = f"The first {seconds(end)} of {seconds(found.seconds)}: {left:,} later spans are left out."
-    lanes: dict[str, list[tuple[float, float, str, str]]] = {name: [] for name in found.lanes()}
+    lanes: dict[str, list[tuple[float, float, str, str]]] = {name: [] for name in sorted(found.lanes(), key=placed)}
     for s in spans:
         lanes[s.lane].append((s.start, s.end, s.kind, s.label))
+    panels = [pictures.Panel("", lanes, 0.0, end)]
+    if "compute" in lanes and len(spans) > 4 * NEAR:  # around the first turn from forward to backward
+        work = lanes["compute"]
+        turn = next((n for n, one in enumerate(work) if one[2] == "backward"), 0)
+        first, last = work[max(0, turn - NEAR)], work[min(len(work) - 1, turn + NEAR)]
+        panels[0] = pictures.Panel("The whole step", lanes, 0.0, end)
+        panels.append(pictures.Panel("Where backward begins, enlarged", lanes, first[0], last[1]))
     title = f"{job.shape.name} on {layout.world:,} GPUs: a step of {seconds(found.seconds)}"
-    return pictures.timeline(title, f"{job.cluster.title}; {layout.text}. Simulated.", lanes, end, cut)
+    return pictures.timeline(title, f"{job.cluster.title}; {layout.text}. Simulated.", panels, cut)
+
+
+def placed(lane: str) -> tuple[int, str]:
+    """Returns where a lane goes: stages by number, compute above communication."""
+    number = lane.partition(" ")[2]
+    return (int(number), lane) if number else (lane == "communication", lane)
 
 
 def step(options: argparse.Namespace) -> dict[str, Any]:
