@@ -566,6 +566,11 @@ def test_the_other_parts_of_simulate(flags: list[str], words: list[str], capsys:
     assert json.loads(capsys.readouterr().out)
 
 
+def test_a_micro_batch_that_no_layout_takes() -> None:
+    with pytest.raises(RidgelineError, match="the nearest that does is 4"):
+        run(simulate, "--micro", "5", "--gpus", "8", "--tokens", "512k", "--seq", "4096")
+
+
 def test_wan_needs_a_link() -> None:
     with pytest.raises(RidgelineError, match="give --gbps, or --cluster two-sites"):
         run(simulate, "--wan")

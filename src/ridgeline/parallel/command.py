@@ -1,14 +1,20 @@
-"""Planning and simulating training on many GPUs, by `ridgeline parallel VERB`."""
+"""Several GPUs: plan layouts, simulate steps and slow links, by `ridgeline parallel VERB`."""
 
 from __future__ import annotations
 
 import argparse
 from importlib import import_module
 
-# verb: (module of ridgeline.parallel with `arguments(parser)` and `main(options)`, what it does).
+# verb: (module with `arguments(parser)` and `main(options)`, what it does).
 VERBS: dict[str, tuple[str, str]] = {
-    "plan": ("plan", "find the quickest layouts of a model on a cluster: time, memory, what binds, what would help"),
-    "simulate": ("simulate", "draw a step's timeline, and predict slow links, stops, and the public runs"),
+    "plan": (
+        "ridgeline.parallel.plan",
+        "find the quickest layouts of a model on a cluster: time, memory, what binds, what would help",
+    ),
+    "simulate": (
+        "ridgeline.parallel.simulate",
+        "draw a step's timeline, and predict slow links, stops, and the public runs",
+    ),
 }
 
 
@@ -16,8 +22,8 @@ def arguments(parser: argparse.ArgumentParser) -> None:
     verbs = parser.add_subparsers(dest="parallel_verb", required=True, metavar="VERB")
     for verb, (module, line) in VERBS.items():
         one = verbs.add_parser(verb, help=line, description=line[0].upper() + line[1:] + ".")
-        import_module(f"ridgeline.parallel.{module}").arguments(one)
+        import_module(module).arguments(one)
 
 
 def main(options: argparse.Namespace) -> int:
-    return import_module(f"ridgeline.parallel.{VERBS[options.parallel_verb][0]}").main(options)
+    return import_module(VERBS[options.parallel_verb][0]).main(options)

@@ -39,11 +39,13 @@ def chosen(job: Job, options: argparse.Namespace) -> Layout:
     """Returns the quickest layout of the flags' sizes. Raises RidgelineError as `search.checked` does."""
     best = checked(job, wanted_of(options)).best
     if options.micro:
-        best = [one for one in best if one.layout.micro == options.micro]
-        if not best:
+        sizes = sorted({one.layout.micro for one in best}, key=lambda n: abs(n - options.micro))
+        if sizes[0] != options.micro:
             raise RidgelineError(
-                f"parallel simulate: no layout takes micro-batches of {options.micro} sequences; the nearest is 1"
+                f"parallel simulate: no layout that fits takes micro-batches of {options.micro} sequences; "
+                f"the nearest that does is {sizes[0]}"
             )
+        best = [one for one in best if one.layout.micro == options.micro]
     return best[0].layout
 
 
