@@ -132,13 +132,13 @@ def helps(job: Job, found: Found, result: Result) -> list[str]:
     return [f"{TRIALS[name]}: {percent(gain)} less time" for name, gain in trials(job, found, result).items()]
 
 
-def closed_forms(job: Job, gpus: int) -> list[str]:
+def closed_forms(job: Job) -> list[str]:
     """Returns the assignment's closed-form limits for this job's MLP on this cluster, as lines."""
     c, s = job.cluster, job.shape
     hidden = s.hidden * (s.active or 1) * (1 if s.gated else 2 / 3)
     lines = []
     for name, egress in (("NVLink", c.nvlink), ("the network", c.nic)):
-        if not egress:
+        if not egress or c.node == 1:
             continue
         m = limits.Mlp(job.tokens, s.width, int(hidden), c.peak, egress)
         lines.append(
@@ -190,7 +190,9 @@ def say(job: Job, wanted: Wanted, result: Result, top: int, spread: float) -> No
     print(
         f"{s.name}: {figure(s.parameters / 1e9)} B parameters{active}; a step of {job.sequences:,} x {job.seq:,} tokens"
     )
-    print(f"{c.title}; {wanted.gpus:,} GPUs of {giga(wanted.memory or c.memory)}; software {job.stack.name}\n")
+    print(
+        f"{c.title}; {wanted.gpus:,} GPU{'s' * (wanted.gpus > 1)} of {giga(wanted.memory or c.memory)}; software {job.stack.name}\n"
+    )
     head = "layout", "step", "tokens/s/GPU", "MFU", "exposed communication", "bubble", "memory", "binds", "2x helps"
     print(table(head, [cells(job, one, spread, result) for one in search.distinct(result.best, top)]))
     best = result.best[0]
@@ -200,9 +202,9 @@ def say(job: Job, wanted: Wanted, result: Result, top: int, spread: float) -> No
         print(f"  {'helps:' if not n else '      '} {line}")
     parts = ", ".join(f"{name} {giga(b)}" for name, b in best.cost.memory.items() if b >= 5e7)
     print(f"  memory: {parts}")
-    print("\nClosed forms of the MLP alone (docs/parallel_limits.md):")
-    for line in closed_forms(job, wanted.gpus):
-        print(f"  {line}")
+    if lines := closed_forms(job):
+        print("\nClosed forms of the MLP alone (docs/parallel_limits.md):")
+        print("\n".join(f"  {line}" for line in lines))
     k = job.stack
     constants = f"compute {figure(k.compute)}, link {figure(k.link)}, jitter {figure(k.jitter, 2)} a doubling of nodes"
     print(f"\nConstants: {constants}; {k.source}.")
@@ -229,7 +231,7 @@ def main(options: argparse.Namespace) -> int:
     met = metered.saved(job.shape, options.seq) if options.meta else None
     if options.json:
         best = [row(job, one, spread, helps(job, one, result)) for one in search.distinct(result.best, options.top)]
-        closed = closed_forms(job, wanted.gpus)
+        closed = closed_forms(job)
         print(
             json.dumps(
                 {"seen": result.seen, "fit": len(result.best), "layouts": best, "closed_forms": closed, "saved": met}
