@@ -134,8 +134,22 @@ def test_held_out_runs_do_not_move_the_constants(monkeypatch: pytest.MonkeyPatch
 
 def test_most_held_out_runs_are_within_15_per_cent() -> None:
     errors = [abs(e) for name in published.calibrating() for e in published.errors(name)]
-    assert len(errors) >= 35
-    assert sum(e < 0.15 for e in errors) / len(errors) > 0.85
+    assert len(errors) >= 45
+    assert sum(e < 0.15 for e in errors) / len(errors) > 0.8
+    assert max(errors) < 0.25
+
+
+def test_the_band_of_models_with_experts_is_wide() -> None:
+    """Public runs of small experts are far slower than predicted, so the band is not that of dense models."""
+    low, high = published.band("ridgeline", experts=True)
+    assert low > 0.4
+    assert high < 0.1
+    reached = {run.name: run.value / published.predicted(run) for run in published.runs() if run.use == "experts"}
+    assert len(reached) == 6
+    inside = [r for r in reached.values() if 1 - low - 1e-9 <= r <= 1 + high]
+    assert len(inside) >= 4
+    assert plan.margin((low, high)).startswith("-")
+    assert plan.margin((0.16, 0.16)) == "±16%"
 
 
 # --- our own recorded steps
@@ -580,12 +594,12 @@ def test_wan_needs_a_link() -> None:
 
 def test_scaling_curves_have_a_reason_at_each_bend(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(scaling, "GPUS", (32, 512, 8192, 32768))
-    drawn = scaling.curve(job("llama3-70b", 2048), False, 0.16)
+    drawn = scaling.curve(job("llama3-70b", 2048), False)
     assert [x for x, _ in drawn.points] == [32, 512, 8192, 32768]
     assert drawn.points[-1][1] < 0.6 * drawn.points[1][1]  # strong scaling ends
     assert drawn.bends
     assert all(re.match(r"[\d,]+ GPUs", bend.reason) and bend.reason.endswith(".") for bend in drawn.bends)
-    weak = scaling.curve(job("llama3-70b", 2048), True, 0.16)
+    weak = scaling.curve(job("llama3-70b", 2048), True)
     assert weak.points[-1][1] > 0.7 * weak.points[1][1]
     ET.fromstring(scaling.pictures.scaling("title", "under", [drawn, weak], 0.7))
 

@@ -30,11 +30,11 @@ class Bend:
 
 @dataclass(frozen=True)
 class Curve:
-    """A curve of points, its error as a share, and its bends."""
+    """A curve of points, how far below and above them a run may be, as shares, and its bends."""
 
     name: str
     points: Sequence[tuple[float, float]]
-    spread: float
+    band: tuple[float, float]
     bends: Sequence[Bend]
 
 
@@ -67,7 +67,9 @@ def scaling(title: str, under: str, curves: Sequence[Curve], top: float) -> str:
     for n, curve in enumerate(curves):
         x = LEFT + n * 380
         parts.append(f'<rect x="{x}" y="54" width="12" height="12" fill="{COLOURS[n]}"/>')
-        parts.append(f'<text x="{x + 18}" y="65">{escape(curve.name)} (band: ±{100 * curve.spread:.0f}%)</text>')
+        low, high = curve.band
+        band = f"±{100 * low:.0f}%" if low == high else f"-{100 * low:.0f}% +{100 * high:.0f}%"
+        parts.append(f'<text x="{x + 18}" y="65">{escape(curve.name)} ({band})</text>')
     for k in range(int(top * 10) + 1):
         y = at(min(xs), k / 10)[1]
         parts.append(f'<line class="grid" x1="{LEFT}" y1="{y:.1f}" x2="{RIGHT}" y2="{y:.1f}"/>')
@@ -78,8 +80,8 @@ def scaling(title: str, under: str, curves: Sequence[Curve], top: float) -> str:
             parts.append(f'<text x="{place:.1f}" y="{LOW + 18}" text-anchor="middle">{x:,.0f}</text>')
     parts.append(f'<text x="{(LEFT + RIGHT) / 2}" y="{LOW + 36}" text-anchor="middle">GPUs</text>')
     for n, curve in enumerate(curves):
-        edge = [at(x, min(top, y * (1 + curve.spread))) for x, y in curve.points]
-        edge += [at(x, y * (1 - curve.spread)) for x, y in reversed(curve.points)]
+        edge = [at(x, min(top, y * (1 + curve.band[1]))) for x, y in curve.points]
+        edge += [at(x, y * (1 - curve.band[0])) for x, y in reversed(curve.points)]
         points = " ".join(f"{x:.1f},{y:.1f}" for x, y in edge)
         parts.append(f'<polygon points="{points}" fill="{COLOURS[n]}" fill-opacity="0.13"/>')
     for n, curve in enumerate(curves):

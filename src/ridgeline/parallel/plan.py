@@ -16,6 +16,8 @@ from ridgeline.parallel.search import Found, Result, Wanted
 from ridgeline.parallel.shapes import shape
 from ridgeline.parallel.wording import count, figure, giga, percent, seconds, table
 
+Band = tuple[float, float]  # how far below and above a prediction a speed may be, as shares
+
 CAUSES = {
     "tensor": "tensor parallelism's collectives",
     "data": "gathers and scatters of weights and gradients",
@@ -149,11 +151,11 @@ def closed_forms(job: Job) -> list[str]:
     return lines
 
 
-def row(job: Job, found: Found, spread: float, helped: list[str]) -> dict[str, Any]:
+def row(job: Job, found: Found, band: Band, helped: list[str]) -> dict[str, Any]:
     """Returns a layout as plain values. helped: what would shorten its step."""
     cost, layout = found.cost, found.layout
     return {
-        "layout": asdict(layout), "text": layout.text, "seconds": cost.seconds, "spread": spread,
+        "layout": asdict(layout), "text": layout.text, "seconds": cost.seconds, "band": band,
         "tokens_per_second_per_gpu": job.tokens / cost.seconds / layout.world,
         "flops_per_second": flops_rate(job, layout, cost.seconds), "mfu": mfu(job, layout, cost.seconds),
         "work": cost.work, "exposed": cost.exposed, "memory": cost.memory, "peak_bytes": cost.peak,
@@ -161,7 +163,13 @@ def row(job: Job, found: Found, spread: float, helped: list[str]) -> dict[str, A
     }  # fmt: skip
 
 
-def cells(job: Job, found: Found, spread: float, result: Result) -> list[str]:
+def margin(band: Band) -> str:
+    """Returns the error of a time, of which `band` is that of the speed."""
+    low, high = band
+    return f"±{percent(low)}" if low == high else f"-{percent(1 - 1 / (1 + high))} +{percent(1 / (1 - low) - 1)}"
+
+
+def cells(job: Job, found: Found, band: Band, result: Result) -> list[str]:
     """Returns a layout as a line of the table."""
     cost, x = found.cost, found.layout
     lost = shares(cost)
@@ -172,7 +180,7 @@ def cells(job: Job, found: Found, spread: float, result: Result) -> list[str]:
     helping = next(((n, g) for n, g in gains if n not in ("compute", "memory") and g >= 0.005), None)
     return [
         x.text,
-        f"{seconds(cost.seconds)} ±{percent(spread)}",
+        f"{seconds(cost.seconds)} {margin(band)}",
         figure(job.tokens / cost.seconds / x.world),
         percent(mfu(job, x, cost.seconds)),
         exposed,
@@ -183,18 +191,17 @@ def cells(job: Job, found: Found, spread: float, result: Result) -> list[str]:
     ]
 
 
-def say(job: Job, wanted: Wanted, result: Result, top: int, spread: float) -> None:
+def say(job: Job, wanted: Wanted, result: Result, top: int, band: Band) -> None:
     """Prints a plan."""
     s, c = job.shape, job.cluster
     active = f", {figure(s.active_weights / 1e9)} B of them for each token" if s.experts else ""
     print(
         f"{s.name}: {figure(s.parameters / 1e9)} B parameters{active}; a step of {job.sequences:,} x {job.seq:,} tokens"
     )
-    print(
-        f"{c.title}; {wanted.gpus:,} GPU{'s' * (wanted.gpus > 1)} of {giga(wanted.memory or c.memory)}; software {job.stack.name}\n"
-    )
+    gpus = f"{wanted.gpus:,} GPU{'s' * (wanted.gpus > 1)} of {giga(wanted.memory or c.memory)}"
+    print(f"{c.title}; {gpus}; software {job.stack.name}\n")
     head = "layout", "step", "tokens/s/GPU", "MFU", "exposed communication", "bubble", "memory", "binds", "2x helps"
-    print(table(head, [cells(job, one, spread, result) for one in search.distinct(result.best, top)]))
+    print(table(head, [cells(job, one, band, result) for one in search.distinct(result.best, top)]))
     best = result.best[0]
     print(f"\n{len(result.best):,} of {result.seen:,} layouts fit. The quickest: {best.layout.text}")
     print(f"  binds: {binds(best.cost)}")
@@ -208,29 +215,30 @@ def say(job: Job, wanted: Wanted, result: Result, top: int, spread: float) -> No
     k = job.stack
     constants = f"compute {figure(k.compute)}, link {figure(k.link)}, jitter {figure(k.jitter, 2)} a doubling of nodes"
     print(f"\nConstants: {constants}; {k.source}.")
-    print(f"Two thirds of the public runs that calibrated nothing are predicted within ±{percent(spread)}.")
+    if s.experts:
+        low, high = percent(1 - band[0]), percent(1 + band[1])
+        print(f"Public runs with experts: two thirds reach {low} to {high} of the predicted speed, small ones least.")
+    else:
+        print(f"Two thirds of the public runs that calibrated nothing are predicted within ±{percent(band[0])}.")
 
 
-def error_of(name: str) -> float:
-    """Returns the error bar of a stack's predictions, as a share: that of its public runs, or of all for a stack
-    without any."""
-    if any(run.stack == name for run in published.runs()):
-        return published.spread(name)
-    return max(published.spread(other) for other in published.calibrating())
+def band_of(job: Job) -> tuple[float, float]:
+    """Returns how far below and above its prediction the job's speed may be, as shares."""
+    return published.band(job.stack.name, bool(job.shape.experts))
 
 
 def main(options: argparse.Namespace) -> int:
     """Prints the quickest layouts, what binds, what would help, and the closed-form limits."""
     job, wanted = job_of(options), wanted_of(options)
     result = search.checked(job, wanted)
-    spread = error_of(job.stack.name)
+    band = band_of(job)
     if options.curves:
-        for path in scaling.write(job, options.curves, spread):
+        for path in scaling.write(job, options.curves):
             print(path)
         return 0
     met = metered.saved(job.shape, options.seq) if options.meta else None
     if options.json:
-        best = [row(job, one, spread, helps(job, one, result)) for one in search.distinct(result.best, options.top)]
+        best = [row(job, one, band, helps(job, one, result)) for one in search.distinct(result.best, options.top)]
         closed = closed_forms(job)
         print(
             json.dumps(
@@ -238,7 +246,7 @@ def main(options: argparse.Namespace) -> int:
             )
         )
         return 0
-    say(job, wanted, result, options.top, spread)
+    say(job, wanted, result, options.top, band)
     if met is not None:
         formula = footprint.kept(job.shape, "keep")
         print(f"A layer saves {figure(met / 1e3)} kB a token on meta tensors; by formula {figure(formula / 1e3)} kB.")

@@ -22,7 +22,8 @@ MEASURED = 0.03  # how far a public figure may be off, as a share
 @dataclass(frozen=True)
 class Run:
     """A public run. unit: "tokens/s/GPU" or "TFLOP/s/GPU" (Megatron's counts recomputation as work, as its paper does).
-    use: "calibrates", "example" (held out, one of the four examples) or "" (held out)."""
+    use: "calibrates", "example" (held out, one of the four examples), "experts" (held out, of a model with experts) or
+    "" (held out)."""
 
     name: str
     stack: str
@@ -98,14 +99,35 @@ def calibrate(name: str) -> Stack:
 
 
 def errors(name: str) -> list[float]:
-    """Returns predicted over published, less 1, of the stack's runs that did not calibrate it."""
-    return [predicted(run) / run.value - 1 for run in runs() if run.stack == name and run.use != "calibrates"]
+    """Returns predicted over published, less 1, of the stack's dense runs that did not calibrate it."""
+    held = [run for run in runs() if run.stack == name and run.use not in ("calibrates", "experts")]
+    return [predicted(run) / run.value - 1 for run in held]
 
 
 def spread(name: str) -> float:
     """Returns the error that two thirds of a stack's held-out runs stay within, at least 5%."""
     found = sorted(abs(e) for e in errors(name))
     return max(0.05, found[math.ceil(len(found) * 2 / 3) - 1]) if found else 0.15
+
+
+def expert_band() -> tuple[float, float]:
+    """Returns how far below and above the prediction two thirds of the public runs with experts are, as shares of it:
+    those that are predicted best."""
+    reached = sorted(
+        (run.value / predicted(run) for run in runs() if run.use == "experts"), key=lambda r: abs(math.log(r))
+    )
+    best = reached[: math.ceil(len(reached) * 2 / 3)]
+    return 1 - min(best), max(0.05, max(best) - 1)
+
+
+def band(name: str, experts: bool = False) -> tuple[float, float]:
+    """Returns how far below and above its prediction a run's speed may be, as shares: that of a stack's public runs,
+    the widest of all for a stack without any, and that of the public runs with experts for a model with experts."""
+    if experts:
+        return expert_band()
+    known = calibrating()
+    one = spread(name) if name in known else max(spread(other) for other in known)
+    return one, one
 
 
 def rows() -> list[dict[str, Any]]:

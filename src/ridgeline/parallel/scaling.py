@@ -8,7 +8,7 @@ from dataclasses import dataclass, replace
 from itertools import pairwise
 from pathlib import Path
 
-from ridgeline.parallel import links, pictures, search
+from ridgeline.parallel import links, pictures, published, search
 from ridgeline.parallel.cost import Job, Layout, fits, mfu, predict
 from ridgeline.parallel.pictures import Bend, Curve
 from ridgeline.parallel.search import Found, Wanted
@@ -156,19 +156,20 @@ def start(found: Sequence[Point]) -> Bend | None:
     return Bend(first.gpus, first.share, reason)
 
 
-def curve(job: Job, weak: bool, spread: float) -> Curve:
+def curve(job: Job, weak: bool) -> Curve:
     """Returns a model's curve."""
     found = points(job, weak)
     marks = [mark for mark in (start(found), *bends(found)) if mark]
     s = job.shape
+    band = published.band(job.stack.name, bool(s.experts))
     kind = f"{s.experts} experts, {s.active} a token" if s.experts else "dense"
-    return Curve(f"{s.name}, {kind}", [(p.gpus, p.share) for p in found], spread, marks)
+    return Curve(f"{s.name}, {kind}", [(p.gpus, p.share) for p in found], band, marks)
 
 
-def picture(job: Job, weak: bool, spread: float) -> str:
+def picture(job: Job, weak: bool) -> str:
     """Returns the picture of strong or weak scaling: the job's model, and one of the other kind."""
     other = replace(job, shape=shape(OTHER[bool(job.shape.experts)]))
-    curves = [curve(one, weak, spread) for one in (job, other)]
+    curves = [curve(one, weak) for one in (job, other)]
     what = (
         f"A step of {PER_GPU:,} tokens a GPU, in sequences of {job.seq:,}"
         if weak
@@ -178,12 +179,12 @@ def picture(job: Job, weak: bool, spread: float) -> str:
     return pictures.scaling(title, f"{what}. MFU of the quickest layout that fits, predicted.", curves, 0.7)
 
 
-def write(job: Job, folder: Path, spread: float) -> list[Path]:
+def write(job: Job, folder: Path) -> list[Path]:
     """Writes strong.svg and weak.svg into a folder, and returns their paths."""
     folder.mkdir(parents=True, exist_ok=True)
     paths = []
     for name, weak in (("strong", False), ("weak", True)):
         path = folder / f"{name}.svg"
-        path.write_text(picture(job, weak, spread))
+        path.write_text(picture(job, weak))
         paths.append(path)
     return paths

@@ -10,7 +10,7 @@ from typing import Any
 from ridgeline.op import RidgelineError
 from ridgeline.parallel import failures, pictures, published, recorded, wan
 from ridgeline.parallel.cost import Job, Layout, predict
-from ridgeline.parallel.plan import error_of, flags, job_of, wanted_of
+from ridgeline.parallel.plan import band_of, flags, job_of, margin, wanted_of
 from ridgeline.parallel.schedule import Timeline, simulate
 from ridgeline.parallel.search import checked
 from ridgeline.parallel.wording import count, figure, giga, percent, seconds, table
@@ -102,7 +102,7 @@ def step(options: argparse.Namespace) -> dict[str, Any]:
         options.picture.write_text(drawing(found, job, layout))
     return {
         "layout": layout.text, "seconds": found.seconds, "closed_form": cost.seconds, "spans": len(found.spans),
-        "apart": found.seconds / cost.seconds - 1, "spread": error_of(job.stack.name),
+        "apart": found.seconds / cost.seconds - 1, "band": band_of(job),
     }  # fmt: skip
 
 
@@ -201,7 +201,7 @@ def say(options: argparse.Namespace, found: Any) -> None:
         names = "GPUs", "stop every", "a save", "save every", "saving", "lost", "restarting", "goodput"
         print(table(names, lines))
     else:
-        print(f"{found['layout']}: {seconds(found['seconds'])} ±{percent(found['spread'])}, {found['spans']:,} spans")
+        print(f"{found['layout']}: {seconds(found['seconds'])} {margin(found['band'])}, {found['spans']:,} spans")
         print(
             f"  the closed form says {seconds(found['closed_form'])}; the simulation is {signed(found['apart'])} apart"
         )
