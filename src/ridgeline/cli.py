@@ -42,7 +42,7 @@ VERBS = {
     ),
     "parallel": (
         "ridgeline.parallel.command",
-        "several GPUs: plan layouts, simulate steps and slow links, by `ridgeline parallel VERB`",
+        "several GPUs: check and time strategies, plan layouts, simulate steps, by `ridgeline parallel VERB`",
     ),
     "report": ("presentation.report", "check and time everything on this machine, and write one HTML page"),
 }

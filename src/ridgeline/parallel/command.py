@@ -1,4 +1,4 @@
-"""Several GPUs: plan layouts, simulate steps and slow links, by `ridgeline parallel VERB`."""
+"""Several GPUs: check and time strategies, plan layouts, simulate steps, by `ridgeline parallel VERB`."""
 
 from __future__ import annotations
 
