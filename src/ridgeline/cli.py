@@ -40,6 +40,10 @@ VERBS = {
         "ridgeline.lm.command",
         "the language-model lab: where the time and the memory of a training step go, by `ridgeline lm VERB`",
     ),
+    "parallel": (
+        "ridgeline.parallel.command",
+        "several GPUs: check and time strategies, plan layouts, simulate steps, by `ridgeline parallel VERB`",
+    ),
     "report": ("presentation.report", "check and time everything on this machine, and write one HTML page"),
 }
 # Packages that the lab needs beyond torch and triton, by their import names.

@@ -1,0 +1,107 @@
+"""Our own recorded steps on one H200, and what the model predicts of them from recorded roofs and ops."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+from ridgeline.parallel import compute
+from ridgeline.parallel.cluster import cluster
+from ridgeline.parallel.compute import Machine
+from ridgeline.parallel.shapes import Shape, shape
+
+FLOAT32 = 52.0e12  # FLOP/s of float32 products: results/h200.jsonl, roof, median
+SCALAR = (
+    6.0e12  # FLOP/s of float32 attention: docs/notes/attention.md, the low end of 6 to 11 (sequences are short here)
+)
+
+
+@dataclass(frozen=True)
+class Step:
+    """A recorded step. batch: sequences of a micro-batch; count: micro-batches; seconds: the recorded median, with its
+    95% interval; again: what backward makes again; lasting: whether it runs for seconds at the power limit; apart:
+    whether the residual's sums are kernels of their own (transformers' model); source: where it is recorded."""
+
+    name: str
+    model: str
+    batch: int
+    seq: int
+    count: int
+    seconds: float
+    low: float
+    high: float
+    source: str
+    float32: bool = False
+    again: str = "keep"
+    lasting: bool = False
+    apart: bool = False
+
+
+LM = "results/lm/h200.jsonl"
+STEPS = (
+    Step("llama-1b, transformers, patched", "llama-1b", 4, 4096, 1, 0.2357, 0.2322, 0.2441,
+         "results/h200.jsonl, type model", apart=True),
+    Step("leaderboard", "leaderboard", 1, 32768, 2, 8.70, 8.68, 8.72, "docs/guide.md", again="mlp", lasting=True),
+    Step("xl, bfloat16", "xl", 4, 512, 1, 0.09243, 0.0862, 0.1018, LM),
+    Step("large, bfloat16", "large", 4, 512, 1, 0.05133, 0.0467, 0.0751, LM),
+    Step("medium, bfloat16", "medium", 4, 512, 1, 0.03858, 0.0330, 0.0439, LM),
+    Step("small, bfloat16", "small", 4, 512, 1, 0.01948, 0.0180, 0.0244, LM),
+    Step("xl, float32", "xl", 4, 512, 1, 1.00002, 0.9999, 1.0001, LM, True),
+    Step("large, float32", "large", 4, 512, 1, 0.33116, 0.3311, 0.3319, LM, True),
+    Step("medium, float32", "medium", 4, 512, 1, 0.14125, 0.1407, 0.1417, LM, True),
+    Step("small, float32", "small", 4, 512, 1, 0.04988, 0.0497, 0.0502, LM, True),
+)  # fmt: skip
+
+
+def host_seconds(layers: int) -> tuple[float, float]:
+    """Returns the host's seconds of forward and backward of our language model's layers, from recorded ops.
+
+    A layer calls add_rms_norm twice, torch's product five times, and rope, attention and gated_linear once. A recorded
+    backward has a call of the autograd engine that a whole model makes once: the backward of `mul`, less its launches.
+    """
+    host = compute.recorded()["host"]
+    calls = {"add_rms_norm": 2, "matmul": 5, "rope": 1, "attention": 1, "gated_linear": 1}
+    engine = host["mul backward"] - 2 * host["mul forward"]
+    forward = sum(n * host[f"{op} forward"] for op, n in calls.items())
+    backward = sum(n * (host[f"{op} backward"] - engine) for op, n in calls.items())
+    return layers * forward, layers * backward + engine
+
+
+@dataclass(frozen=True)
+class Prediction:
+    """A step's predicted seconds by part, and what binds it: "GPU" or "host"."""
+
+    seconds: float
+    parts: dict[str, float]
+    bound: str
+
+
+def machine(step: Step) -> Machine:
+    """Returns the H200 as a step uses it."""
+    gpu = compute.machine(cluster("one-h200"), "ridgeline", lasting=step.lasting)
+    if step.float32:
+        gpu = gpu._replace(products=FLOAT32, attention=SCALAR, width=4, kernel="scalar")
+    return gpu._replace(apart=step.apart)
+
+
+def predict(step: Step) -> Prediction:
+    """Returns what the model predicts of a recorded step: forward, backward and the optimizer, each the longer of the
+    GPU's and the host's time."""
+    s: Shape = shape(step.model)
+    gpu, tokens = machine(step), step.batch * step.seq
+    work = compute.layer(s, tokens, step.seq, 1, 1, 1, step.again, gpu)
+    first, last = compute.head(s, tokens, 1, gpu, True)
+    busy = s.layers * work.forward + first, s.layers * work.backward + last
+    host = host_seconds(s.layers)
+    optimizer = (28 if step.float32 else 14) * s.parameters / gpu.bandwidth
+    parts = {
+        "forward": step.count * max(busy[0], host[0]),
+        "backward": step.count * max(busy[1], host[1]),
+        "optimizer": optimizer,
+    }
+    bound = "host" if host[0] + host[1] > sum(busy) else "GPU"
+    return Prediction(sum(parts.values()), parts, bound)
+
+
+def errors() -> dict[str, float]:
+    """Returns predicted over recorded, less 1, of each recorded step."""
+    return {step.name: predict(step).seconds / step.seconds - 1 for step in STEPS}
