@@ -81,7 +81,7 @@ def test_only_some_parts() -> None:
 
 def test_refusals() -> None:
     model = build("Llama")
-    for wrong in ({"quantize": "fp8"}, {"memory": "all"}, {"only": ["softmax"]}):
+    for wrong in ({"quantize": "fp5"}, {"memory": "all"}, {"only": ["softmax"]}):
         with pytest.raises(RidgelineError):
             hf.patch(model, **wrong)
     with pytest.raises(RidgelineError, match="takes a model of transformers"):
