@@ -79,13 +79,14 @@ def attend(
 ) -> torch.Tensor:  # fmt: skip
     """Returns (B, S, Hq, D). query: (B, Hq, S, D). key, value: the new ones, or with no `to` the whole cache's."""
     q, before = query.transpose(1, 2), mask.flatten()
+    held = (key, value) if to is None else (to.layer.keys, to.layer.values)
+    k_cache, v_cache = (t.transpose(1, 2) for t in held)
     if to is None:
-        o: Any = ridgeline.decode_attention(
-            q, *(t.transpose(1, 2) for t in (key, value)), before + q.shape[1], **options
-        )
-        return o
-    held = [t.transpose(1, 2) for t in (to.layer.keys, to.layer.values)]
-    o = ridgeline.decode_attention(q, *held, before, k=key.transpose(1, 2), v=value.transpose(1, 2), **options)
-    to.layer.cumulative_length.add_(q.shape[1])
-    to.served = True
+        before = before + q.shape[1]
+    else:
+        options = options | {"k": key.transpose(1, 2), "v": value.transpose(1, 2)}
+    o: Any = ridgeline.decode_attention(q, k_cache, v_cache, before, **options)
+    if to is not None:
+        to.layer.cumulative_length.add_(q.shape[1])
+        to.served = True
     return o
