@@ -116,7 +116,9 @@ def test_blocks() -> None:
 
 def test_stops_end_a_sequence(plain: dict[Size, list[list[int]]]) -> None:
     stops = frozenset({plain[SIZE][0][4]})
-    wanted = [[*t[: next(n for n, x in enumerate(t) if x in stops)], *stops] if stops & {*t} else t for t in plain[SIZE]]
+    wanted = [
+        [*t[: next(n for n, x in enumerate(t) if x in stops)], *stops] if stops & {*t} else t for t in plain[SIZE]
+    ]
     for draft in (None, made(SMALL)):
         assert run(loop(made(), draft, stops=stops), PROMPTS) == wanted
 
@@ -146,7 +148,7 @@ def test_invariant_gives_what_a_sequence_gets_alone(how: Sampling, draft: Size |
 
     together = one(PROMPTS)
     assert one(PROMPTS, blocks=9) == together
-    for n in range(len(PROMPTS)):
+    for n in (0, 3):
         assert one(PROMPTS, n) == [together[n]]
 
 
@@ -175,7 +177,9 @@ def test_distribution_is_what_sample_draws_from(how: Sampling) -> None:
     torch.testing.assert_close(p.sum(-1), torch.ones(1))
     many = sample(logits.expand(4000, -1), seed=7, **how._asdict())
     assert chi_squared(torch.bincount(many, minlength=20).tolist(), p[0]) < 4  # type: ignore[arg-type]
-    for token, logprob in zip(*sample(logits.expand(50, -1), seed=8, return_logprobs=True, **how._asdict()), strict=True):
+    for token, logprob in zip(
+        *sample(logits.expand(50, -1), seed=8, return_logprobs=True, **how._asdict()), strict=True
+    ):
         assert float(logprob) == pytest.approx(math.log(float(p[0, token])), abs=1e-5)
 
 
@@ -219,14 +223,14 @@ def test_speculation_draws_as_plain_sampling_does(how: Sampling) -> None:
         expected = {
             (*s, t): share * float(w)
             for s, share in expected.items()
-            for t, w in enumerate(distribution(target(torch.tensor([[2, 4, *s]]))[0, -1:], how)[0])
+            for t, w in enumerate(distribution(target(torch.tensor([[2, *s]]))[0, -1:], how)[0])
         }
     for draft in (None, other):
         this = loop(target, draft, how, blocks=600, batch=500, ahead=2, seed=11)
-        rows = [this.add([2, 4], 3) for _ in range(runs)]
+        rows = [this.add([2], 3) for _ in range(runs)]
         for _ in this.run():
             pass
-        found = Counter(tuple(row.tokens[2:]) for row in rows)
+        found = Counter(tuple(row.tokens[1:]) for row in rows)
         keys = list(expected)
         assert chi_squared([found[k] for k in keys], torch.tensor([expected[k] for k in keys])) < 4
         assert set(found) <= set(keys)
@@ -285,7 +289,9 @@ def test_the_verb(capsys: pytest.CaptureFixture[str], text: Path, model: Path, t
     found = json.loads(called(capsys, *words, "--json"))
     whole = folder.read(model)
     own = made(whole[0])
-    assert [s["tokens"] for s in found["sequences"]] == [greedy(own, list(s), 9) for s in (b"Hello", b"and good bye to you")]
+    assert [s["tokens"] for s in found["sequences"]] == [
+        greedy(own, list(s), 9) for s in (b"Hello", b"and good bye to you")
+    ]
     assert found["tokens_per_second"] > 0
     assert found["floor_tokens_per_second"] > found["tokens_per_second"]
     assert found["read_rate_is"] == "measured"
@@ -295,7 +301,9 @@ def test_the_verb(capsys: pytest.CaptureFixture[str], text: Path, model: Path, t
     assert "[1] " in drafted
     assert "proposed tokens accepted" in drafted
     assert json.loads(record.read_text())["tokens"] > 0
-    alone = called(capsys, *words, "--whole", "--quantize", "int8", "--temperature", "1", "--top-k", "9", "--repeat", "1")
+    alone = called(
+        capsys, *words, "--whole", "--quantize", "int8", "--temperature", "1", "--top-k", "9", "--repeat", "1"
+    )
     assert "floor: weights and cache read at" in alone
     assert len(json.loads(called(capsys, *words, "--repeat", "3", "--json"))["sequences"]) == 6
 
@@ -303,11 +311,17 @@ def test_the_verb(capsys: pytest.CaptureFixture[str], text: Path, model: Path, t
 def test_checkpoints_of_training(capsys: pytest.CaptureFixture[str], text: Path, tmp_path: Path) -> None:
     book = tmp_path / "book.txt"
     book.write_text("the cat sat on the mat. " * 60)
-    out, small = tmp_path / "run", ["--width", "32", "--hidden", "48", "--heads", "2", "--layers", "1", "--context", "32"]
+    out, small = (
+        tmp_path / "run",
+        ["--width", "32", "--hidden", "48", "--heads", "2", "--layers", "1", "--context", "32"],
+    )
     train = ["lm", "train", str(book), "--steps", "3", "--out", str(out), "--device", "cpu", "--sample", "0", *small]
     assert cli.main([*train, "--export", str(tmp_path / "export")]) == 0
     capsys.readouterr()
-    made = [json.loads(called(capsys, str(f), "--prompt", str(text), "--tokens", "5", "--json")) for f in (out, tmp_path / "export")]
+    made = [
+        json.loads(called(capsys, str(f), "--prompt", str(text), "--tokens", "5", "--json"))
+        for f in (out, tmp_path / "export")
+    ]
     assert made[0]["sequences"] == made[1]["sequences"]
 
 
@@ -322,7 +336,10 @@ def test_folders_of_few_bits(capsys: pytest.CaptureFixture[str], text: Path, tmp
             state[name] = weight
             continue
         q, scale, zero = quantize_int4(weight, group=32)
-        state |= {f"{name.removesuffix('weight')}{n}": t for n, t in zip(("qweight", "qzeros", "scales"), formats.pack_awq(q, scale, zero))}
+        state |= {
+            f"{name.removesuffix('weight')}{n}": t
+            for n, t in zip(("qweight", "qzeros", "scales"), formats.pack_awq(q, scale, zero))
+        }
     folder.write(whole, tmp_path / "model")
     save_file({n: t.contiguous() for n, t in state.items()}, tmp_path / "model" / folder.WEIGHTS)
     path = tmp_path / "model" / folder.CONFIG
@@ -335,7 +352,9 @@ def test_folders_of_few_bits(capsys: pytest.CaptureFixture[str], text: Path, tmp
             q, scale, zero = quantize_int4(module.weight, group=32)
             codes = formats.nibbles(q).float() - zero.float().repeat_interleave(32, 1)  # type: ignore[union-attr]
             module.weight.copy_(codes * scale.repeat_interleave(32, 1))
-    assert [s["tokens"] for s in found["sequences"]] == [greedy(whole, list(s), 5) for s in (b"Hello", b"and good bye to you")]
+    assert [s["tokens"] for s in found["sequences"]] == [
+        greedy(whole, list(s), 5) for s in (b"Hello", b"and good bye to you")
+    ]
     del state["model.layers.0.mlp.up_proj.scales"]
     save_file({n: t.contiguous() for n, t in state.items()}, tmp_path / "model" / folder.WEIGHTS)
     with pytest.raises(SystemExit):
@@ -346,19 +365,24 @@ def test_folders_of_few_bits(capsys: pytest.CaptureFixture[str], text: Path, tmp
 @pytest.mark.parametrize(
     ("words", "said"),
     [
-        (["nowhere"], "nowhere is no folder with a config.json or with checkpoints of `ridgeline lm train`, and none of"),
+        (
+            ["nowhere"],
+            "nowhere is no folder with a config.json or with checkpoints of `ridgeline lm train`, and none of",
+        ),
         (["MODEL", "--blocks", "1", "--block", "16"], "needs 2 blocks of 16, and there are 1"),
         (["MODEL", "--block", "20"], "a block must hold a multiple of 16 tokens, but holds 20"),
         (["MODEL", "--top-p", "2"], "--top-p must be from 0 to 1, but is 2.0"),
-        (["MODEL", "--draft", "small"], "the draft has a vocabulary of 10000, and the model one of 256"),
+        (["MODEL", "--draft", "OTHER"], "the draft has a vocabulary of 300, and the model one of 256"),
         (["MODEL", "--draft", "MODEL", "--ahead", "16"], "a draft proposes 1 to 15 tokens ahead, but is asked for 16"),
         (["MODEL", "--prompt", "nothing.txt"], "--prompt nothing.txt cannot be read: No such file"),
     ],
 )
 def test_one_sentence(
-    words: list[str], said: str, capsys: pytest.CaptureFixture[str], text: Path, model: Path
+    words: list[str], said: str, capsys: pytest.CaptureFixture[str], text: Path, model: Path, tmp_path: Path
 ) -> None:
-    given = [str(model) if w == "MODEL" else w for w in words]
+    other = tmp_path / "other"
+    folder.write(made(Size(1, 16, 24, 1, 1, 16, vocabulary=300)), other)
+    given = [{"MODEL": str(model), "OTHER": str(other)}.get(w, w) for w in words]
     with pytest.raises(SystemExit) as error:
         called(capsys, "--prompt", str(text), "--tokens", "9", *given)
     assert error.value.code == 2

@@ -7,6 +7,7 @@ its target, share one table. A step's functions read and write fixed tensors, so
 from __future__ import annotations
 
 from collections.abc import Callable
+from functools import cached_property
 from typing import Any
 
 import torch
@@ -49,12 +50,12 @@ class Decoder:
         self.keys, self.values = (torch.zeros(shape, dtype=self.dtype, device=self.device) for _ in range(2))
         self.cos, self.sin = (t.to(self.dtype) for t in model.rotations(longest, self.device))
 
-    @property
+    @cached_property
     def token_bytes(self) -> int:
         """What the cache holds of a token."""
         return 2 * self.size.layers * self.size.groups * self.size.dim * self.keys.element_size()
 
-    @property
+    @cached_property
     def weight_bytes(self) -> int:
         """What a step reads of the weights: all but the embedding, of which it reads a row a token."""
         embedding = self.model.model.embed_tokens.weight

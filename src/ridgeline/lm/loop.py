@@ -2,7 +2,7 @@
 
     while sequences wait or run:
         who waits joins, while there are rows and blocks for its tokens
-        one chunk of a prompt is cached
+        prompts are cached, a chunk of one at a time, until a chunk's tokens are
         all whose prompts are cached take a step; who finds no block makes the newest give its own back and wait
         who is at its end leaves, and its blocks are free
 
@@ -143,10 +143,16 @@ class Loop:
             row.joined, self.joins = self.joins, self.joins + 1
 
     def _prefill(self) -> None:
-        row = next((r for r in self.running if not r.ready), None)
-        if row is None:
-            return
-        start = time.perf_counter()
+        """Caches chunks of prompts. A chunk begins at a multiple of its size, whatever else is in the batch."""
+        start, before = time.perf_counter(), self.tally.prompt_tokens
+        for row in self.running:
+            while not row.ready and self.tally.prompt_tokens - before < self.limits.chunk:
+                self._chunk(row)
+        if self.tally.prompt_tokens > before:
+            lab.synchronize(self.target.device)
+            self.tally.prompt_seconds += time.perf_counter() - start
+
+    def _chunk(self, row: Row) -> None:
         some = row.tokens[row.held : min(row.held + self.limits.chunk, len(row.tokens) - 1)]
         device = self.target.device
         tokens = torch.tensor([some], device=device)
@@ -154,9 +160,7 @@ class Loop:
         for decoder in filter(None, (self.target, self.draft)):
             decoder.prefill(tokens, row.held, table)
         row.held += len(some)
-        lab.synchronize(device)
         self.tally.prompt_tokens += len(some)
-        self.tally.prompt_seconds += time.perf_counter() - start
 
     def _line(self, row: Row) -> list[int]:
         return row.blocks + [0] * (self.most - len(row.blocks))

@@ -34,7 +34,8 @@ def distribution(logits: torch.Tensor, how: Sampling) -> torch.Tensor:
     x = logits.float()
     if how.temperature < 1e-37:
         best = ridgeline.sample(x.reshape(-1, x.shape[-1]), temperature=0.0)
-        return torch.zeros_like(x).scatter_(-1, best.view(*x.shape[:-1], 1).clamp(min=0), 1.0)  # type: ignore[union-attr]
+        best = best.view(*x.shape[:-1], 1)  # type: ignore[union-attr]
+        return torch.zeros_like(x).scatter_(-1, best.clamp(min=0), torch.where(best < 0, torch.nan, 1.0))
     p = (x / how.temperature).softmax(-1)
     if how.top_k is None and how.top_p is None and how.min_p is None:
         return p
