@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import math
 from collections import Counter
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -77,6 +78,33 @@ def test_members_come_and_go(size: Size, batch: int, plain: dict[Size, list[list
     this = loop(made(size), batch=batch)
     assert run(this, PROMPTS) == plain[size]
     assert set(this.graphs) <= {1, 2, 4, 8}
+
+
+@pytest.mark.kernels
+@pytest.mark.parametrize("draft", [None, SMALL], ids=["plain", "draft"])
+def test_kernels_give_the_same_tokens(draft: Size | None, device: str) -> None:
+    """In Triton's interpreter, and on a GPU with a CUDA graph for each number of rows."""
+    model = made(replace(SIZE, layers=1))
+    wanted = [greedy(model, p, 2 + 3 * n) for n, p in enumerate(PROMPTS[:2])]
+    this = loop(model.to(device), made(draft).to(device) if draft else None, blocks=4, ahead=1)
+    assert run(this, PROMPTS[:2], 2) == wanted
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("draft", [False, True], ids=["plain", "draft"])
+@pytest.mark.parametrize("how", [Sampling(), Sampling(1.0, 40, 0.9)], ids=["greedy", "drawn"])
+def test_invariant_in_graphs_of_bfloat16(how: Sampling, draft: bool) -> None:
+    size = Size(2, 512, 1024, 8, 2, 64, vocabulary=1000)
+    model, other = (made(s).to("cuda", torch.bfloat16) for s in (size, replace(size, layers=1)))
+    prompts = [[7 * n + m for m in range(3 + 40 * n)] for n in range(4)]
+
+    def one(chosen: int | None = None) -> list[list[int]]:
+        this = loop(model, other if draft else None, how, batch=4, chunk=64, invariant=True)
+        this.added = chosen or 0
+        return run(this, prompts if chosen is None else [prompts[chosen]], 20 if chosen is None else 20 + 3 * chosen)
+
+    together = one()
+    assert [one(n)[0] for n in range(4)] == together
 
 
 @pytest.mark.parametrize("chunk", [1, 5, 64])
