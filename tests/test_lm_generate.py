@@ -122,6 +122,8 @@ def test_out_of_blocks_a_sequence_waits(blocks: int, plain: dict[Size, list[list
 def test_more_than_all_blocks_is_refused() -> None:
     with pytest.raises(RidgelineError, match="sequence 0 of up to 100 tokens needs 7 blocks of 16, and there are 6"):
         loop(made(), blocks=6).add([1] * 50, 50)
+    with pytest.raises(RidgelineError, match="sequence 0 of up to 161 tokens is longer than the decoder's longest"):
+        loop(made()).add([1] * 100, 61)
     with pytest.raises(RidgelineError, match="has the token 61, which the model does not know"):
         loop(made()).add([1, 61], 2)
     with pytest.raises(RidgelineError, match="must have at least one token"):
@@ -180,6 +182,15 @@ def test_invariant_gives_what_a_sequence_gets_alone(how: Sampling, draft: Size |
         assert one(PROMPTS, n) == [together[n]]
 
 
+def test_sequences_may_come_while_others_run(plain: dict[Size, list[list[int]]]) -> None:
+    this = loop(made(), batch=2)
+    rows = [this.add(p, 12 + 3 * n) for n, p in enumerate(PROMPTS[:2])]
+    for row, _ in this.run():
+        if len(rows) < 5 and row.number == len(rows) - 2:
+            rows.append(this.add(PROMPTS[len(rows)], 12 + 3 * len(rows)))
+    assert [row.tokens[len(p) :] for row, p in zip(rows, PROMPTS, strict=True)] == plain[SIZE]
+
+
 @pytest.mark.parametrize("kind", ["int8", "int4", "fp8"])
 def test_few_bits(kind: str) -> None:
     model = made(Size(2, 64, 96, 4, 2, 16, vocabulary=61))
@@ -190,6 +201,8 @@ def test_few_bits(kind: str) -> None:
     assert [len(t) for t in together] == [12 + 3 * n for n in range(5)]
     if kind != "fp8":  # its rounding of the input depends on no other row, but its product may
         assert together == run(loop(model, batch=1), PROMPTS)
+    with pytest.raises(RidgelineError, match="has weights of few bits already"):
+        quantize(model, "int8")
     with pytest.raises(RidgelineError, match=r"--quantize int4 does not take layers.0.self_attn.q_proj: no group"):
         quantize(made(Size(1, 40, 80, 2, 1, 16)), "int4")
 

@@ -6,6 +6,7 @@ its target, share one table. A step's functions read and write fixed tensors, so
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable
 from functools import cached_property
 from typing import Any
@@ -25,7 +26,9 @@ MOST = 16  # tokens of a step, as decode_attention takes them
 def quantize(model: Transformer, kind: str) -> None:
     """Replaces the linear layers of a model, but the last, by layers of few bits.
 
-    Raises RidgelineError if one has sizes that do not fit."""
+    Raises RidgelineError if one has sizes that do not fit, or if the model has layers of few bits already."""
+    if any(type(m) in few_bits.LAYERS for m in model.modules()):
+        raise RidgelineError(f"lm: the model has weights of few bits already; leave --quantize {kind} out")
     for name, module in model.model.named_modules():
         if isinstance(module, nn.Linear) and (reason := few_bits.refusal(module, kind)):
             raise RidgelineError(f"lm: --quantize {kind} does not take {name}: {reason}")
@@ -120,15 +123,35 @@ class Decoder:
         return self.model.lm_head(last) if logits else None
 
 
-class Graphed:
-    """A function of fixed tensors: on a GPU a CUDA graph, captured at the first call; elsewhere the function itself."""
+def _views(buffer: torch.Tensor, shapes: dict[str, tuple[torch.dtype, tuple[int, ...]]]) -> dict[str, torch.Tensor]:
+    """Cuts a buffer of int32 into tensors. Those of 8 bytes must come first."""
+    views, start = {}, 0
+    for name, (dtype, shape) in shapes.items():
+        size = math.prod(shape) * dtype.itemsize // 4
+        views[name] = buffer[start : start + size].view(dtype).view(shape)
+        start += size
+    return views
 
-    def __init__(self, function: Callable[..., Any], inputs: dict[str, torch.Tensor], graph: bool) -> None:
-        self.function, self.inputs, self.graph = function, inputs, graph
+
+class Graphed:
+    """A function of tensors at fixed addresses, which one copy fills from the host: on a GPU a CUDA graph, captured at
+    the first call; elsewhere the function itself. shapes: of the tensors, by name, those of 8 bytes first."""
+
+    def __init__(
+        self, function: Callable[..., Any], shapes: dict[str, tuple[torch.dtype, tuple[int, ...]]], device: torch.device
+    ) -> None:
+        self.function, self.graph = function, device.type == "cuda"
+        words = sum(math.prod(shape) * dtype.itemsize // 4 for dtype, shape in shapes.values())
+        self.host = torch.zeros(words, dtype=torch.int32, pin_memory=self.graph)
+        self.there = self.host.to(device)
+        self.mine, self.inputs = _views(self.host, shapes), _views(self.there, shapes)
         self.captured: Any = None
         self.outputs: Any = None
 
-    def __call__(self) -> Any:
+    def __call__(self, given: dict[str, list[Any]]) -> Any:
+        for name, values in given.items():
+            self.mine[name].copy_(torch.tensor(values, dtype=self.mine[name].dtype))
+        self.there.copy_(self.host, non_blocking=True)  # reading the outputs waits for it
         if not self.graph:
             return self.function(**self.inputs)
         if self.captured is None:

@@ -119,9 +119,14 @@ class Loop:
                 f"lm: sequence {number} of up to {end} tokens needs {need} blocks of {self.blocks.size}, "
                 f"and there are {self.blocks.count}"
             )
+        if end + self.ahead > min(len(d.cos) for d in (self.target, self.draft) if d is not None):
+            raise RidgelineError(f"lm: sequence {number} of up to {end} tokens is longer than the decoder's longest")
         dice = torch.Generator().manual_seed(self.limits.seed * 1_000_003 + number)
         self.waiting.append(Row(number, list(prompt), end, dice))
-        self.most, self.added = max(self.most, need), number + 1
+        if need > self.most:
+            self.most = need
+            self.graphs.clear()  # their tables are too narrow
+        self.added += 1
         return self.waiting[-1]
 
     def run(self) -> Iterator[tuple[Row, list[int]]]:
@@ -182,8 +187,7 @@ class Loop:
         fresh = rows not in self.graphs
         graph = self.graphs[rows] if not fresh else self.graphs.setdefault(rows, self._graph(rows))
         start = time.perf_counter()
-        self._fill(graph.inputs, ready)
-        made, counts = (t.tolist() for t in graph())
+        made, counts = (t.tolist() for t in graph(self._given(rows, ready)))
         seconds = time.perf_counter() - start
         before, total = sum(row.held for row in ready), 0
         for row, tokens, count in zip(ready, made, counts):
@@ -214,23 +218,20 @@ class Loop:
 
     def _graph(self, rows: int) -> Graphed:
         """A step of so many rows, over tensors of its own."""
-        device = self.target.device
-        inputs = {
-            "tokens": torch.zeros(rows, 1, dtype=torch.int64, device=device),
-            "lengths": torch.full((rows,), -1, dtype=torch.int32, device=device),
-            "table": torch.zeros(rows, self.most, dtype=torch.int32, device=device),
-            "places": torch.zeros(rows, 2, dtype=torch.int64, device=device),
-            "u": torch.zeros(rows, self.ahead, device=device),
-        }
-        return Graphed(self._speculate if self.draft is not None else self._plain, inputs, device.type == "cuda")
+        shapes = {
+            "places": (torch.int64, (rows, 2)), "tokens": (torch.int64, (rows, 1)), "lengths": (torch.int32, (rows,)),
+            "table": (torch.int32, (rows, self.most)), "u": (torch.float32, (rows, self.ahead)),
+        }  # fmt: skip
+        return Graphed(self._plain if self.draft is None else self._speculate, shapes, self.target.device)
 
-    def _fill(self, inputs: dict[str, torch.Tensor], ready: list[Row]) -> None:
-        """Copies what the host knows to the step's tensors. Rows of padding have a length of -1."""
-        draws, lacking = self.ahead + 2, len(inputs["tokens"]) - len(ready)
+    def _given(self, rows: int, ready: list[Row]) -> dict[str, list[Any]]:
+        """What the host knows of a step. Rows of padding have a length of -1."""
+        draws, lacking = self.ahead + 2, rows - len(ready)
         places = [[self.limits.seed, self.steps * draws]] * len(ready)  # of one draw for all rows
         if self.limits.invariant:
             places = [[self.limits.seed + (row.number + 1 << 32), len(row.tokens) * draws] for row in ready]
-        given: dict[str, list[Any]] = {
+        self.steps += 1
+        return {
             "tokens": [[row.tokens[-1]] for row in ready] + [[0]] * lacking,
             "lengths": [row.held for row in ready] + [-1] * lacking,
             "table": [self._line(row) for row in ready] + [[0] * self.most] * lacking,
@@ -238,9 +239,6 @@ class Loop:
             "u": [torch.rand(self.ahead, generator=row.dice).tolist() for row in ready]
             + [[0.0] * self.ahead] * lacking,
         }
-        for name, values in given.items():
-            inputs[name].copy_(torch.tensor(values, dtype=inputs[name].dtype))
-        self.steps += 1
 
     def _draw(self, logits: torch.Tensor, places: torch.Tensor, n: int, how: Sampling) -> torch.Tensor:
         """A token for each row: the n-th draw of this step. places: (rows, 2): seed and offset."""
