@@ -135,8 +135,7 @@ class Loop:
             self._join()
             self._prefill()
             ready = self._grown([row for row in self.running if row.ready])
-            if ready:
-                yield from self._step(ready)
+            yield from self._step(ready) if ready else ()
 
     def _join(self) -> None:
         while self.waiting and len(self.running) < self.limits.batch:
@@ -182,39 +181,42 @@ class Loop:
                 self.tally.waits += 1
         return [row for row in ready if row in self.running]
 
-    def _step(self, ready: list[Row]) -> Iterator[tuple[Row, list[int]]]:
-        rows = self.limits.batch if self.limits.invariant else 1 << (len(ready) - 1).bit_length()
+    def _step(self, ready: list[Row]) -> list[tuple[Row, list[int]]]:
+        rows = (
+            self.limits.batch if self.limits.invariant else min(self.limits.batch, 1 << (len(ready) - 1).bit_length())
+        )
         fresh = rows not in self.graphs
         graph = self.graphs[rows] if not fresh else self.graphs.setdefault(rows, self._graph(rows))
         start = time.perf_counter()
         made, counts = (t.tolist() for t in graph(self._given(rows, ready)))
         seconds = time.perf_counter() - start
-        before, total = sum(row.held for row in ready), 0
-        for row, tokens, count in zip(ready, made, counts):
-            got = tokens[: min(count, row.end - len(row.tokens))]
-            if (stop := next((n for n, t in enumerate(got) if t in self.stops), None)) is not None:
-                got = got[: stop + 1]
-            row.tokens += got
-            row.held += count
-            row.done = stop is not None or len(row.tokens) >= row.end
-            total += len(got)
-            if -1 in got:
-                raise RidgelineError(f"lm: the logits of sequence {row.number} are NaN")
-            if row.done:
-                self.blocks.release(row.blocks)
-                self.running.remove(row)
-            yield row, got
-        self._count(fresh, before, total, seconds, len(ready), sum(counts[: len(ready)]) - len(ready))
+        cached = sum(row.held for row in ready)
+        found = [(row, self._take(row, tokens[:count])) for row, tokens, count in zip(ready, made, counts)]
+        if not fresh:
+            tally = self.tally
+            tally.steps, tally.seconds = tally.steps + 1, tally.seconds + seconds
+            tally.tokens += sum(len(got) for _, got in found)
+            tally.drafted += len(ready) * self.ahead
+            tally.accepted += sum(counts[: len(ready)]) - len(ready)
+            tally.read += self.target.weight_bytes + cached * self.target.token_bytes
+            if self.draft is not None:
+                tally.read += (self.ahead + 1) * (self.draft.weight_bytes + cached * self.draft.token_bytes)
+        return found
 
-    def _count(self, fresh: bool, cached: int, tokens: int, seconds: float, rows: int, accepted: int) -> None:
-        if fresh:
-            return
-        tally = self.tally
-        tally.steps, tally.tokens, tally.seconds = tally.steps + 1, tally.tokens + tokens, tally.seconds + seconds
-        tally.read += self.target.weight_bytes + cached * self.target.token_bytes
-        if self.draft is not None:
-            tally.read += (self.ahead + 1) * (self.draft.weight_bytes + cached * self.draft.token_bytes)
-        tally.drafted, tally.accepted = tally.drafted + rows * self.ahead, tally.accepted + accepted
+    def _take(self, row: Row, tokens: list[int]) -> list[int]:
+        """Adds a step's tokens to a sequence, up to its end, where it leaves. Returns those that it took."""
+        got = tokens[: row.end - len(row.tokens)]
+        stop = next((n for n, token in enumerate(got) if token in self.stops), None)
+        got = got if stop is None else got[: stop + 1]
+        if -1 in got:
+            raise RidgelineError(f"lm: the logits of sequence {row.number} are NaN")
+        row.tokens += got
+        row.held += len(tokens)
+        row.done = stop is not None or len(row.tokens) >= row.end
+        if row.done:
+            self.blocks.release(row.blocks)
+            self.running.remove(row)
+        return got
 
     def _graph(self, rows: int) -> Graphed:
         """A step of so many rows, over tensors of its own."""
