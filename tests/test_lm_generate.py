@@ -13,7 +13,7 @@ import pytest
 import torch
 
 from ridgeline import cli
-from ridgeline.lm import folder
+from ridgeline.lm import folder, lab
 from ridgeline.lm.blocks import Blocks
 from ridgeline.lm.decoder import Decoder, quantize
 from ridgeline.lm.generate import Stream
@@ -347,6 +347,21 @@ def test_the_verb(capsys: pytest.CaptureFixture[str], text: Path, model: Path, t
     )
     assert "floor: weights and cache read at" in alone
     assert len(json.loads(called(capsys, *words, "--repeat", "3", "--json"))["sequences"]) == 6
+
+
+def test_one_sequence_streams(capsys: pytest.CaptureFixture[str], text: Path, model: Path) -> None:
+    words = str(model), "--prompt", str(text), "--whole", "--tokens", "12"
+    wanted = json.loads(called(capsys, *words, "--json"))["sequences"][0]["text"]
+    assert called(capsys, *words).startswith(wanted)
+    parts = called(capsys, *words[:3], "--tokens", "12", "--stream").splitlines()
+    assert {part[:4] for part in parts[:4]} == {"[0] ", "[1] "}
+
+
+def test_the_read_roof_is_the_recorded_one(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(torch.cuda, "get_device_name", lambda device: "NVIDIA H200")
+    rate, source = lab.read_rate(torch.device("cuda"))
+    assert source == "recorded"
+    assert 4e12 < rate < 5e12
 
 
 def test_checkpoints_of_training(capsys: pytest.CaptureFixture[str], text: Path, tmp_path: Path) -> None:

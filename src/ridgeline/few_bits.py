@@ -153,9 +153,12 @@ def tensors(folder: Path) -> dict[str, torch.Tensor]:
     return weights
 
 
-def take(model: nn.Module, weights: dict[str, torch.Tensor], found: Layout, folder: Path) -> list[str]:
+def take(
+    model: nn.Module, weights: dict[str, torch.Tensor], found: Layout, folder: Path, device: Any = "cpu"
+) -> list[str]:  # fmt: skip
     """Puts layers of 4 bits where weights has X.qweight, and takes their tensors out of weights. Returns their names.
 
+    device: where they are repacked and stay.
     Raises RidgelineError that names the tensor or the layer that is missing, unknown, damaged or of a wrong shape."""
     names = [n.removesuffix(".qweight") for n in weights if n.endswith(".qweight")]
     if not names:
@@ -170,18 +173,19 @@ def take(model: nn.Module, weights: dict[str, torch.Tensor], found: Layout, fold
         for part, tensor in zip(("qweight", "qzeros", "scales"), stored):
             if tensor is None:
                 raise RidgelineError(f"{folder} lacks the tensor {name}.{part}")
+        stored = [None if t is None else t.to(device) for t in stored]
         if not bool(stored[2].isfinite().all()):  # type: ignore[union-attr]
             raise RidgelineError(f"the tensor {name}.scales of {folder} is damaged: it holds infinities or NaN")
         bias = weights.pop(f"{name}.bias", None)
         try:
             group = found.group or linear.in_features
-            made = Int4Linear(linear.in_features, linear.out_features, False, group=group, layout=found.layout)
+            made = Int4Linear(linear.in_features, linear.out_features, False, device, group=group, layout=found.layout)
             made.take(stored[: 3 if found.layout == "awq" else 4])
         except RidgelineError as error:
             raise RidgelineError(f"the layer {name} of {folder} does not fit: {error}") from None
         if (bias is None) != (linear.bias is None) or (bias is not None and bias.shape != (linear.out_features,)):
             has = "lacks" if bias is None else "has, or has of a wrong shape,"
             raise RidgelineError(f"{folder} {has} the tensor {name}.bias")
-        made.bias = bias
+        made.bias = None if bias is None else bias.to(device)
         replaced(model, name, made)
     return names

@@ -151,6 +151,13 @@ def test_a_folder_equals_the_dequantised_model(which: str, tmp_path: Path) -> No
     torch.testing.assert_close(logits(ours, ids), logits(own, ids), rtol=2e-5, atol=2e-5)
 
 
+def test_the_folders_generation_config(tmp_path: Path) -> None:
+    own = write(tmp_path)
+    own.generation_config.eos_token_id = 41
+    own.generation_config.save_pretrained(tmp_path)
+    assert hf.load_quantized(tmp_path).generation_config.eos_token_id == 41
+
+
 def changed(folder: Path, change: Any) -> None:
     from safetensors.torch import load_file
 

@@ -39,7 +39,9 @@ def load_quantized(folder: str | Path, *, device: str | torch.device = "cpu", dt
     except (OSError, ValueError, KeyError) as error:
         first = (str(error).strip().splitlines() or [type(error).__name__])[0]
         raise RidgelineError(f"{folder} gives no causal language model of transformers: {first}") from None
-    few_bits.take(model, weights, found, folder)
+    few_bits.take(model, weights, found, folder, device)
+    if (folder / "generation_config.json").is_file():
+        model.generation_config = transformers.GenerationConfig.from_pretrained(folder)
     _fill(model, weights, folder, dtype)
     model.to(device).eval()
     patch(model)

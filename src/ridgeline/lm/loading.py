@@ -37,7 +37,7 @@ def load(
     bytes. Raises RidgelineError if there is no such model, or a file or a tensor does not fit."""
     path, stops = Path(name), frozenset[int]()
     if (path / files.CONFIG).is_file():
-        model, stops = _from_folder(path), _stops(path)
+        model, stops = _from_folder(path, device), _stops(path)
         tokenizer = tokenizer or next((p for p in [path / "tokenizer.json"] if p.is_file()), None)
     elif path.is_dir() and Snapshots(path).files():
         model = _from_training(path)
@@ -61,13 +61,13 @@ def load(
     return Loaded(model.to(device).eval().requires_grad_(False), text.encode, text.decode, stops)
 
 
-def _from_folder(path: Path) -> Transformer:
+def _from_folder(path: Path, device: torch.device) -> Transformer:
     size, weights = files.read(path)
     with torch.device("meta"):
         model = Transformer(size)
     told = few_bits.config_of(path)
     if told.get("quantization_config") is not None:
-        few_bits.take(model, weights, few_bits.layout(told, str(path / files.CONFIG)), path)
+        few_bits.take(model, weights, few_bits.layout(told, str(path / files.CONFIG)), path, device)
     files.fill(model, weights, path)
     return model
 
