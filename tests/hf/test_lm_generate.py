@@ -65,3 +65,34 @@ def test_stops_are_the_folders(tmp_path: Path) -> None:
     for _ in loop.run():
         pass
     assert row.tokens == wanted
+
+
+def test_the_folders_tokenizer(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    from tokenizers import Tokenizer, models, pre_tokenizers, processors
+
+    words = {"<s>": 0, "<unk>": 1, **{f"w{n}": n for n in range(2, 97)}}
+    made = Tokenizer(models.WordLevel(words, unk_token="<unk>"))
+    made.pre_tokenizer = pre_tokenizers.Whitespace()
+    made.add_special_tokens(["<s>"])
+    made.post_processor = processors.TemplateProcessing(single="<s> $A", special_tokens=[("<s>", 0)])
+    model = build("Llama").eval()
+    model.save_pretrained(tmp_path)
+    made.save(str(tmp_path / "tokenizer.json"))
+    ids = torch.tensor([[0, 7, 30, 5]])
+    wanted = model.generate(
+        ids, max_new_tokens=8, min_new_tokens=8, do_sample=False, attention_mask=torch.ones_like(ids)
+    )
+    prompts = tmp_path / "prompts.txt"
+    prompts.write_text("w7 w30 w5")
+    command = ["lm", "generate", str(tmp_path), "--prompt", str(prompts), "--tokens", "8", "--device", "cpu"]
+    assert cli.main([*command, "--ignore-stops", "--json"]) == 0
+    found = json.loads(capsys.readouterr().out)["sequences"][0]
+    assert found == {"tokens": wanted[0, 4:].tolist(), "text": made.decode(wanted[0, 4:].tolist())}
+    assert cli.main([*command, "--ignore-stops"]) == 0
+    assert capsys.readouterr().out.startswith(found["text"])
+    (tmp_path / "tokenizer.json").unlink()
+    with pytest.raises(SystemExit):
+        cli.main(command)
+    assert (
+        "has a vocabulary of 97, but its text has tokens up to 255; give its tokenizer.json" in capsys.readouterr().err
+    )
