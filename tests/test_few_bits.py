@@ -4,7 +4,7 @@ import pytest
 import torch
 
 import ridgeline
-from ridgeline import formats, nn
+from ridgeline import few_bits, formats, nn
 from ridgeline.boundary import INTERPRETED
 from ridgeline.op import RidgelineError
 
@@ -121,6 +121,38 @@ def test_modules_of_a_linear_layer() -> None:
     again = nn.Int8Linear(64, 16)
     again.load_state_dict(eight.state_dict())
     assert torch.equal(again(x), eight(x))
+
+
+def test_fp8_layers_are_for_inference() -> None:
+    linear, x = torch.nn.Linear(64, 16), torch.randn(2, 5, 64)
+    made = nn.Fp8InferenceLinear.of(linear)
+    rows, scale = ridgeline.quantize_fp8(x, block="row")
+    with torch.no_grad():
+        wanted = (rows.double() * scale) @ (made.weight.double() * made.scale[:, None]).T + linear.bias.double()
+        torch.testing.assert_close(made(x).double(), wanted, rtol=1e-5, atol=1e-5)
+        assert (made(x) - linear(x)).norm() < 0.1 * linear(x).norm()
+        assert made(x.bfloat16()).dtype == torch.bfloat16
+        with torch.autocast("cpu", torch.bfloat16):
+            assert made(x).dtype == torch.bfloat16
+    again = nn.Fp8InferenceLinear(64, 16)
+    again.load_state_dict(made.state_dict())
+    assert torch.equal(again(x), made(x))
+    with pytest.raises(RidgelineError, match="Fp8InferenceLinear: it has no gradients"):
+        made(x.requires_grad_())
+
+
+def test_what_takes_a_layers_place() -> None:
+    for sizes, kind, said in (
+        ((64, 20), "int8", "its sizes 20 x 64 are no multiples of 8"),
+        ((40, 16), "int4", "no group of 128, 64, 32 divides its 40 columns"),
+    ):
+        assert few_bits.refusal(torch.nn.Linear(*sizes), kind) == said
+    assert few_bits.refusal(nn.Linear(64, 16), "int8") == "it is no plain nn.Linear"
+    model = torch.nn.Sequential(torch.nn.Linear(256, 64), torch.nn.Linear(64, 20), torch.nn.Linear(64, 16)).eval()
+    assert few_bits.quantize(model, "int4", lambda name: name != "2") == ["0"]
+    assert (model[0].group, model[0].training) == (128, False)
+    with pytest.raises(RidgelineError, match="quantize must be None or one of 'int8', 'int4', 'fp8', got 4"):
+        few_bits.check_kind("here", 4)
 
 
 @pytest.mark.skipif(not INTERPRETED, reason="runs a kernel in Triton's interpreter")

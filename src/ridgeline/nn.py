@@ -7,7 +7,7 @@ dimension, while torch takes them in dimension 1.
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import torch
@@ -411,18 +411,22 @@ class Int4Linear(nn.Module):
         missing += lost
         if not lost:
             try:
-                self._take([state_dict.get(n) for n in names])
+                self.take([state_dict.get(n) for n in names])
             except RidgelineError as error:
                 errors.append(f"{prefix}: {error}")
 
-    def _take(self, stored: list[Any]) -> None:
-        """Repacks a layer's tensors for the kernel."""
+    def take(self, stored: Sequence[Any]) -> None:
+        """Repacks a layer's tensors, as `state_dict` has them, for the kernel. g_idx may be missing or None.
+
+        Raises RidgelineError if they do not fit together or are of another layer."""
         order = None
         if self.layout == "awq":
             q, scale, zero = formats.unpack_awq(*stored)
         else:
             q, scale, zero, g_idx = formats.unpack_gptq(*stored, version=1 if self.layout == "gptq" else 2)
             if g_idx is not None:
+                if int(g_idx.min()) < 0:
+                    raise RidgelineError(f"Int4Linear: g_idx must count groups from 0, but holds {int(g_idx.min())}")
                 sizes = torch.bincount(g_idx.long(), minlength=scale.shape[1])
                 if sizes.tolist() != [self.group] * scale.shape[1]:
                     raise RidgelineError(f"Int4Linear: g_idx must have {self.group} columns in each of its groups")
@@ -444,6 +448,51 @@ class Int4Linear(nn.Module):
         x = input if self.order is None else input.index_select(-1, self.order)
         bias = None if self.bias is None else self.bias.to(x.dtype)
         return ridgeline.int4_linear(x, self.q, self.scale, self.zero, bias=bias, activation=self.activation)
+
+
+class Fp8InferenceLinear(nn.Module):
+    """A linear layer with a weight of e4m3 numbers, by `ridgeline.fp8_matmul`, for inference: it has no gradients.
+
+    Each call quantises its input to e4m3 too, with a scale for each row; the weight has a scale for each of its rows.
+    state_dict: weight, float8_e4m3fn (out_features, in_features); scale, float32 (out_features,); bias, if any.
+    `Fp8InferenceLinear.of(linear)` quantises a layer's weight.
+    """
+
+    weight: torch.Tensor
+    scale: torch.Tensor
+    bias: torch.Tensor | None
+
+    def __init__(
+        self, in_features: int, out_features: int, bias: bool = True, device: Any = None, dtype: Any = None
+    ) -> None:
+        super().__init__()
+        self.in_features, self.out_features = in_features, out_features
+        codes = torch.zeros(out_features, in_features, device=device).to(torch.float8_e4m3fn)
+        self.register_buffer("weight", codes)
+        self.register_buffer("scale", torch.ones(out_features, dtype=torch.float32, device=device))
+        self.register_buffer("bias", torch.zeros(out_features, dtype=dtype, device=device) if bias else None)
+
+    @classmethod
+    def of(cls, linear: nn.Linear) -> Fp8InferenceLinear:
+        weight, bias = linear.weight, linear.bias
+        made = cls(weight.shape[1], weight.shape[0], bias is not None, "meta", weight.dtype)
+        made.weight, scale = ridgeline.quantize_fp8(weight.detach(), block="row")
+        made.scale = scale.reshape(-1)
+        if bias is not None:
+            made.bias = bias.detach().clone()
+        return made
+
+    def extra_repr(self) -> str:
+        return f"in_features={self.in_features}, out_features={self.out_features}, bias={self.bias is not None}"
+
+    def forward(self, input: torch.Tensor) -> torch.Tensor:
+        if torch.is_grad_enabled() and input.requires_grad:
+            raise RidgelineError("Fp8InferenceLinear: it has no gradients; call it under torch.no_grad()")
+        kind = input.device.type
+        dtype = torch.get_autocast_dtype(kind) if torch.is_autocast_enabled(kind) else input.dtype
+        rows, scale = ridgeline.quantize_fp8(input.detach().reshape(-1, self.in_features), block="row")
+        y = ridgeline.fp8_matmul(rows, self.weight.mT, scale, self.scale, bias=self.bias, out_dtype=dtype)
+        return y.view(*input.shape[:-1], self.out_features)
 
 
 class GatedMLP(nn.Module):

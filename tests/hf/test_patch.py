@@ -81,7 +81,7 @@ def test_only_some_parts() -> None:
 
 def test_refusals() -> None:
     model = build("Llama")
-    for wrong in ({"quantize": "fp8"}, {"memory": "all"}, {"only": ["softmax"]}):
+    for wrong in ({"quantize": "fp5"}, {"memory": "all"}, {"only": ["softmax"]}):
         with pytest.raises(RidgelineError):
             hf.patch(model, **wrong)
     with pytest.raises(RidgelineError, match="takes a model of transformers"):
@@ -327,6 +327,12 @@ def test_explain_on_the_command_line(tmp_path: Any, capsys: Any) -> None:
     text = capsys.readouterr().out
     assert "Qwen3ForCausalLM" in text
     assert "model.layers.*.self_attn.q_norm" in text
-    for wrong in (["explain", "--model", str(tmp_path / "none")], ["explain"]):
+    assert main(["explain", "--model", str(tmp_path), "--quantize", "int4"]) == 0
+    assert "int4_linear" in capsys.readouterr().out
+    for wrong in (
+        ["explain", "--model", str(tmp_path / "none")],
+        ["explain"],
+        ["explain", "gelu", "--quantize", "int8"],
+    ):
         with pytest.raises(SystemExit):
             main(wrong)

@@ -1,7 +1,8 @@
 """Attention by transformers' two interfaces: `forward` computes it, `mask` says what causality and window leave seen.
 
 `mask` returns None (nothing), a boolean (B, S) tensor (padding), an int32 (1, S) tensor (the number of each token's
-packed sequence) or transformers' boolean (B, 1, Sq, Sk). The first three reach kernels that need no mask in memory.
+packed sequence), an int32 (B, 1, 1, 1) tensor (the keys before a step of decoding with a static cache) or transformers'
+boolean (B, 1, Sq, Sk). All but the last reach kernels that need no mask in memory.
 """
 
 from __future__ import annotations
@@ -15,6 +16,7 @@ import torch
 from torch import nn
 
 import ridgeline
+from ridgeline.hf import decoding
 from ridgeline.hf.report import fall_back
 from ridgeline.op import RidgelineError
 
@@ -106,6 +108,8 @@ def mask(
     def dense() -> torch.Tensor | None:
         return masking_utils.sdpa_mask(batch_size, q_length, kv_length, **whole)
 
+    if _is_step(q_length, q_offset, kv_offset, mask_function, attention_mask):
+        return decoding.lengths(batch_size, q_offset)
     if torch.compiler.is_compiling() or isinstance(q_offset, torch.Tensor) or isinstance(kv_offset, torch.Tensor):
         standard = not isinstance(q_offset, torch.Tensor) and attention_mask is None
         parts = _parts(mask_function) if standard and not torch.compiler.is_compiling() else None
@@ -129,6 +133,18 @@ def mask(
     if nothing or (causal and after and q_length == kv_length):
         return None
     return seen if q_length == kv_length else dense()
+
+
+def _is_step(queries: int, before: Any, first: Any, mask_function: Any, attention_mask: torch.Tensor | None) -> bool:
+    """Whether this is a step of decoding with a static cache, under causality alone; it reads attention_mask."""
+    if torch.compiler.is_compiling() or torch.is_grad_enabled() or not isinstance(before, torch.Tensor):
+        return False
+    if queries > decoding.MOST or before.numel() != 1 or isinstance(first, torch.Tensor) or first != 0:
+        return False
+    parts = _parts(mask_function)
+    if parts is None or [kind for kind, _ in parts] != ["causal_mask_function"]:
+        return False
+    return attention_mask is None or bool(attention_mask.all())
 
 
 class _Packing:
@@ -184,7 +200,13 @@ def forward(
 ) -> tuple[torch.Tensor, torch.Tensor | None]:  # fmt: skip
     """transformers' attention interface. query: (B, Hq, Sq, D); key, value: (B, Hkv, Sk, D); returns (B, Sq, Hq, D)."""
     causal = is_causal if is_causal is not None else getattr(module, "is_causal", True)
+    to: decoding.Appending | None = named.pop("ridgeline_cache", None)
     reason = _refusal(query, value, dropout, named)
+    step = decoding.is_lengths(attention_mask)
+    if step and (reason is not None or torch.is_grad_enabled()):
+        if to is not None:
+            key, value = to.written(key, value)
+        attention_mask, step = decoding.dense(attention_mask, query.shape[2], key.shape[2]), False
     given = {"scaling": scaling, "sliding_window": sliding_window, "softcap": softcap, "s_aux": s_aux}
     if reason is not None:
         fall_back(module, "attention", reason)
@@ -193,6 +215,9 @@ def forward(
     usual = scaling is not None and abs(scaling * query.shape[-1] ** 0.5 - 1) < 1e-12
     # None takes attention's quick path.
     options: dict[str, Any] = {"scale": None if usual else scaling, "softcap": softcap, "sinks": s_aux}
+    if step:
+        near = None if sliding_window is None else sliding_window - 1
+        return decoding.attend(query, key, value, attention_mask, to, options | {"window": near}), None
     q_length, kv_length = query.shape[2], key.shape[2]
     if attention_mask is not None and attention_mask.dim() == 4:
         options["mask"] = attention_mask[..., :kv_length]

@@ -21,7 +21,7 @@ from torch.distributed.tensor import DTensor
 
 import ridgeline
 from ridgeline import recomputation
-from ridgeline.hf import forms
+from ridgeline.hf import decoding, forms
 
 
 def rms_norm(
@@ -204,6 +204,9 @@ def attention(module: nn.Module, *given: Any, **named: Any) -> Any:
     forward = _FORWARDS.get(type(module))
     if forward is None:  # unpickled in another process
         forward = prepare_attention(type(module))
+    to = decoding.appending(module, named)
+    if to is not None:
+        return decoding.served(module, forward, given, named, to)
     return forward(module, *given, **named)
 
 

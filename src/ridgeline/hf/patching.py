@@ -12,6 +12,7 @@ import torch
 from torch import nn
 
 import ridgeline
+from ridgeline import few_bits
 from ridgeline.hf import attention, forms, logits, modules, syntax
 from ridgeline.hf.report import PARTS, Report, Row
 from ridgeline.op import RidgelineError
@@ -54,14 +55,15 @@ def _options(name: str) -> Any:
 class _Planner:
     """Goes through a model and notes for each module what would be done, or why nothing."""
 
-    def __init__(self, model: nn.Module, only: frozenset[str], memory: str | None):
-        self.model, self.only, self.memory = model, only, memory
+    def __init__(self, model: nn.Module, only: frozenset[str], memory: str | None, quantize: str | None = None):
+        self.model, self.only, self.memory, self.quantize = model, only, memory, quantize
         self.plans: list[Plan] = []
         self.models = _models(model)
         config: Any = getattr(self.models[0], "config", None)
         self.config: Any = config.get_text_config() if hasattr(config, "get_text_config") else config
         self.facts: dict[str, Any] = self.config.to_dict()  # where a value per layer is a list
         self.width = 2  # bytes of an element in training
+        self.turned = frozenset(_to_quantize(model, quantize)) if quantize else frozenset()
 
     def note(
         self, name: str, module: Any, part: str, op: str | None, reason: str = "", act: Any = None, **cost: float
@@ -90,14 +92,25 @@ class _Planner:
             elif syntax.interface_keywords(kind) is not None or forms.calls_rotary(kind):
                 self.rotary(name, module)
                 self.attention(name, module)
+            elif type(module) in few_bits.LAYERS:
+                self.few_bits(name, module, few_bits.LAYERS[type(module)])
+            elif self.quantize and isinstance(module, nn.Linear) and name in self.turned:
+                self.few_bits(name, module, few_bits.KINDS[self.quantize])
             elif isinstance(module, nn.Linear) and not any(name.startswith(f"{n}.") for n in inside):
                 self.linear(name, module)
         self.settle_attention()
         return self.plans
 
+    def few_bits(self, name: str, module: Any, op: str) -> None:
+        flops, group = 2.0 * module.in_features * module.out_features, getattr(module, "group", None)
+        remark = f"groups of {group} columns" if group else ""
+        self.plans.append((Row(name, type(module).__name__, "linear", op, remark, flops=flops), lambda: None))
+
     def linear(self, name: str, module: nn.Linear) -> None:
         remark, flops = "torch's product", 2.0 * module.weight.numel()
         parent, _, own = name.rpartition(".")
+        if self.quantize:
+            remark += f", in full: {few_bits.refusal(module, self.quantize) or 'it is in no repeated layer'}"
         again = self.memory is not None and own in INPUTS and "norm" in self.only
         owner = self.model.get_submodule(parent)
         names = syntax.layers_of_one_input(type(owner).forward) if "attention" in self.only else ()
@@ -145,8 +158,10 @@ class _Planner:
     def mlp(self, name: str, module: Any) -> None:
         found = syntax.class_form(type(module))
         facts = forms.MLPS.get(found.digest) if found else None
-        layers = [m for m in module.modules() if isinstance(m, nn.Linear)]
-        cost = {"flops": 2.0 * sum([m.weight.numel() for m in layers])}
+        inside = [(f"{name}.{n}", m) for n, m in module.named_modules()]
+        layers = [m for _, m in inside if isinstance(m, nn.Linear) or type(m) in few_bits.LAYERS]
+        own = [m for n, m in inside if isinstance(m, nn.Linear) and n not in self.turned]  # others have their own rows
+        cost = {"flops": 2.0 * sum([m.weight.numel() for m in own])}
         cost["nbytes"] = 3.0 * max([m.in_features for m in layers], default=0) * self.width
         if facts is None or found is None:
             return self.note(name, module, "mlp", None, "its form is not known", **cost)
@@ -158,11 +173,12 @@ class _Planner:
         gate, again = "silu_mul" if activation == "silu" else "gelu_mul", self.memory == "products"
         remark = "gate or up has a bias or is no plain nn.Linear, so their products are its own", ""
         if facts.merged:
-            fused = all(modules.plain_linear(m) for m in layers) and getattr(module, names["gate_up"]).bias is None
+            no_bias = getattr(module, names["gate_up"]).bias is None
+            fused = no_bias and all(modules.plain_linear(m) and m in own for m in layers)
             act = _set(module, modules.merged_mlp, **names, activation=activation, again=again)
             return self.note(name, module, "mlp", "gated_linear" if fused else gate, remark[fused], act, **cost)
         first, second = getattr(module, names["gate"]), getattr(module, names["up"])
-        fused = all(modules.plain_linear(m) and m.bias is None for m in (first, second))
+        fused = all(modules.plain_linear(m) and m in own and m.bias is None for m in (first, second))
         act = _set(module, modules.gated_mlp, **names, activation=activation, again=again)
         return self.note(name, module, "mlp", "gated_linear" if fused else gate, remark[fused], act, **cost)
 
@@ -318,14 +334,30 @@ def _transformers() -> Any:
     return transformers
 
 
-def plan(model: nn.Module, only: Iterable[str] | None, memory: str | None = None) -> tuple[Report, list[Plan]]:
+def _to_quantize(model: nn.Module, kind: str) -> list[str]:
+    """Returns the names of the linear layers that quantize replaces: those of the repeated layers that fit.
+
+    The output embedding and what shares its weight with an embedding stay, and so do layers outside the repetition."""
+    heads = [m.get_output_embeddings() for m in _models(model) if hasattr(m, "get_output_embeddings")]
+    shared = {id(m.weight) for m in model.modules() if isinstance(m, nn.Embedding)}
+    return [
+        name
+        for name, m in model.named_modules()
+        if isinstance(m, nn.Linear) and m not in heads and id(m.weight) not in shared
+        and any(part.isdecimal() for part in name.split(".")) and few_bits.refusal(m, kind) is None
+    ]  # fmt: skip
+
+
+def plan(
+    model: nn.Module, only: Iterable[str] | None, memory: str | None = None, quantize: str | None = None
+) -> tuple[Report, list[Plan]]:
     _transformers()
     if not isinstance(model, nn.Module) or not _models(model):
         raise RidgelineError(f"hf.patch takes a model of transformers, got {type(model).__name__}")
     parts = frozenset(PARTS if only is None else [only] if isinstance(only, str) else only)
     if not parts <= set(PARTS):
         raise RidgelineError(f"only must be among {', '.join(PARTS)}, got {', '.join(sorted(parts - set(PARTS)))}")
-    plans = _Planner(model, parts, memory).run()
+    plans = _Planner(model, parts, memory, quantize).run()
     found = _models(model)[0]
     config = found.config.get_text_config() if hasattr(found.config, "get_text_config") else found.config
     length = min(4096, getattr(config, "max_position_embeddings", 4096) or 4096)
@@ -333,28 +365,37 @@ def plan(model: nn.Module, only: Iterable[str] | None, memory: str | None = None
 
 
 def patch(
-    model: nn.Module, *, only: Iterable[str] | None = None, memory: str | None = None, quantize: None = None,
+    model: nn.Module, *, only: Iterable[str] | None = None, memory: str | None = None, quantize: str | None = None,
     strict: bool = False,
 ) -> Report:  # fmt: skip
     """Lets Ridgeline compute the parts of a transformers model whose forms it knows. Returns a report of what it did.
 
-    Only this instance changes, and `unpatch` takes it back; parameters, state_dict and classes stay as they are.
+    Only this instance changes, and `unpatch` takes it back. Without quantize, parameters, state_dict and classes stay
+    as they are.
     only: which of "norm", "rotary", "mlp", "attention" and "loss"; None means all.
     memory: what backward makes again instead of saving it. None: the gated product of feed-forward layers, which costs
     next to nothing. "recompute": also the normalised inputs of products. "products": also the gate's and up's products.
     strict: raises RidgelineError if a module of these parts is left alone.
-    quantize: must be None.
+    quantize: "int8", "int4" or "fp8": replaces the linear layers inside the repeated layers by `nn.Int8Linear`,
+    `nn.Int4Linear` or `nn.Fp8InferenceLinear`, for inference. Embeddings and the last layer stay. The weights in full
+    are dropped, so `unpatch` refuses such a model.
     Raises RidgelineError if the model is none of transformers', or an argument is none of these.
     """
     if quantize is not None:
-        raise RidgelineError(f"hf.patch: quantize must be None, got {quantize!r}; 8-bit products are not built in yet")
+        few_bits.check_kind("hf.patch", quantize)
+        if memory is not None:
+            raise RidgelineError("hf.patch: memory is for training, and quantize for inference: give one of them")
     if memory not in MEMORY:
         raise RidgelineError(f"hf.patch: memory must be one of {', '.join(map(repr, MEMORY))}, got {memory!r}")
-    unpatch(model)
-    report, plans = plan(model, only, memory)
+    _restore(model)
+    report, plans = plan(model, only, memory, quantize)
     left = [r for r in report.left() if r.part in PARTS and r.reason != "not asked for"]
     if strict and left:
         raise RidgelineError(f"{left[0].name} ({left[0].kind}) is left alone: {left[0].reason}; strict=True wants all")
+    if quantize is not None:
+        for name in few_bits.quantize(model, quantize, frozenset(_to_quantize(model, quantize)).__contains__):
+            model.get_submodule(name).__dict__["_ridgeline_of"] = quantize
+        report, plans = plan(model, only)
     for row, act in plans:
         if row.op is not None or not row.name:
             act()
@@ -365,7 +406,19 @@ def patch(
 
 
 def unpatch(model: nn.Module) -> None:
-    """Gives a patched model its own forwards, loss and attention back. Does nothing to a model that is not patched."""
+    """Gives a patched model its own forwards, loss and attention back. Does nothing to a model that is not patched.
+
+    Raises RidgelineError, and changes nothing, if `patch(model, quantize=...)` has dropped the weights in full.
+    """
+    for name, module in model.named_modules():
+        if kind := module.__dict__.get("_ridgeline_of"):
+            raise RidgelineError(
+                f"hf.unpatch: {name} holds {kind} in place of the weight that it had, now gone; load the model again"
+            )
+    _restore(model)
+
+
+def _restore(model: nn.Module) -> None:
     for module in model.modules():
         if _ours(module):
             del module.forward
@@ -378,10 +431,12 @@ def unpatch(model: nn.Module) -> None:
             config._attn_implementation_internal = name
 
 
-def explain(model: nn.Module, *, only: Iterable[str] | None = None) -> Report:
+def explain(model: nn.Module, *, only: Iterable[str] | None = None, quantize: str | None = None) -> Report:
     """Returns the report that `patch` would, and changes nothing."""
+    if quantize is not None:
+        few_bits.check_kind("hf.explain", quantize)
     with torch.no_grad():
-        return plan(model, only)[0]
+        return plan(model, only, quantize=quantize)[0]
 
 
 def on_meta(name: str) -> Any:

@@ -18,6 +18,7 @@ VERBS: dict[str, tuple[str, str]] = {
     "train": ("train", "train a model on a text file, with checkpoints that resume bitwise, and sample from it"),
     "memory": ("memory", "predict and measure where the memory of a step goes, by kind and module"),
     "checkpoint": ("checkpoint", "compare ways of keeping less for backward: memory, operations and time"),
+    "generate": ("generate", "generate text: batches that change, paged caches, few bits, a draft model, the floor"),
     "precision": ("precision", "show what number formats do to sums, to autocast's dtypes and to numbers"),
 }
 

@@ -103,7 +103,7 @@ def read(folder: Path) -> tuple[Size, dict[str, torch.Tensor]]:
 
 def fill(model: Transformer, weights: dict[str, torch.Tensor], folder: Path) -> None:
     """Gives a model on the meta device these weights. Raises RidgelineError that names a tensor that does not fit."""
-    wanted = model.state_dict()
+    wanted = dict(model.named_parameters(remove_duplicate=False))  # layers of few bits are filled before
     if model.size.tied:
         weights.setdefault("lm_head.weight", weights.get("model.embed_tokens.weight"))  # type: ignore[arg-type]
     for name, tensor in wanted.items():
@@ -116,7 +116,7 @@ def fill(model: Transformer, weights: dict[str, torch.Tensor], folder: Path) -> 
     for name in weights:
         if name not in wanted and not name.endswith("rotary_emb.inv_freq"):  # old files keep this constant
             raise RidgelineError(f"lm: {folder} holds the unknown tensor {name}")
-    model.load_state_dict({name: weights[name] for name in wanted}, assign=True)
+    model.load_state_dict({name: weights[name] for name in wanted}, strict=False, assign=True)
     if model.size.tied:
         model.lm_head.weight = model.model.embed_tokens.weight
 

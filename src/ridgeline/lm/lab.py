@@ -106,6 +106,24 @@ def product_rate(device: torch.device, dtype: torch.dtype, budget: float = 1.0) 
     return best
 
 
+def read_rate(device: torch.device) -> tuple[float, str]:
+    """Returns the bytes a second that this device reads at most, and "recorded" or "measured".
+
+    A GPU's is the newest in the recorded results of its name, if there is one; else it is measured here."""
+    if device.type == "cuda":
+        name = torch.cuda.get_device_name(device)
+        for path in sorted(store.recorded().glob("*.jsonl")):
+            rows = store.load(path)
+            mine = {r["run"] for r in rows if r["type"] == "run" and r["machine"]["gpu"] == name}
+            roofs = [r for r in rows if r["type"] == "roof" and r["run"] in mine]
+            if roofs:
+                return float(roofs[-1]["read"]["median"]), "recorded"
+    x = torch.randn((1 << 28 if device.type == "cuda" else 1 << 24), device=device)
+    ways: dict[str, Callable[[], Any]] = {"sum": x.sum, "amax": x.amax}
+    found = measure(ways, device, 0.3, min_reps=3)
+    return x.nbytes / min(f.median for f in found.values()), "measured"
+
+
 def machine() -> dict[str, Any]:
     """Returns what a recorded row says of this machine."""
     gpu = torch.cuda.get_device_name() if torch.cuda.is_available() else None

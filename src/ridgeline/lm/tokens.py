@@ -32,27 +32,41 @@ def contents(path: Path) -> bytes:
     return data
 
 
-def read(path: Path, tokenizer: Path | None = None) -> Text:
-    """Reads a file as tokens: bytes, or by a tokenizer.json of the package `tokenizers`.
+def coder(tokenizer: Path | None, special: bool = False) -> Text:
+    """Returns how text becomes tokens and back, with no tokens: bytes, or by a tokenizer.json of `tokenizers`.
 
-    Raises RidgelineError if a file cannot be read, is empty or, for a tokenizer, is not UTF-8."""
-    data = contents(path)
+    special: whether encoding adds the tokens that begin a text. Numbers that are no bytes are decoded as <number>.
+    Raises RidgelineError if the file cannot be read or is none of the package's."""
+    none = torch.empty(0, dtype=torch.int64)
     if tokenizer is None:
-        found = torch.frombuffer(bytearray(data), dtype=torch.uint8).long()
-        return Text(found, 256, lambda s: list(s.encode()), lambda t: bytes(t).decode(errors="replace"))
-    kind = package("tokenizers", "--tokenizer").Tokenizer
+        return Text(none, 256, lambda s: list(s.encode()), _text_of_bytes)
+    kind = package("tokenizers", "a tokenizer.json").Tokenizer
     described = contents(tokenizer)
     try:
         made = kind.from_buffer(described)
     except Exception as error:  # the package raises no class of its own
         raise RidgelineError(f"lm: {tokenizer} is no file of the package tokenizers: {error}") from None
+    vocabulary = max(made.get_vocab(with_added_tokens=True).values()) + 1
+    return Text(none, vocabulary, lambda s: made.encode(s, add_special_tokens=special).ids, lambda t: made.decode(t))
+
+
+def _text_of_bytes(tokens: Sequence[int]) -> str:
+    return b"".join([bytes([t]) if t < 256 else f"<{t}>".encode() for t in tokens]).decode(errors="replace")
+
+
+def read(path: Path, tokenizer: Path | None = None) -> Text:
+    """Reads a file as tokens: bytes, or by a tokenizer.json of the package `tokenizers`.
+
+    Raises RidgelineError if a file cannot be read, is empty or, for a tokenizer, is not UTF-8."""
+    data = contents(path)
+    text = coder(tokenizer)
+    if tokenizer is None:
+        return text._replace(tokens=torch.frombuffer(bytearray(data), dtype=torch.uint8).long())
     try:
-        text = data.decode()
+        found = text.encode(data.decode())
     except UnicodeDecodeError as error:
         raise RidgelineError(f"lm: {path} is not UTF-8 at byte {error.start}, and a tokenizer needs text") from None
-    found = torch.tensor(made.encode(text, add_special_tokens=False).ids, dtype=torch.int64)
-    vocabulary = max(made.get_vocab(with_added_tokens=True).values()) + 1
-    return Text(found, vocabulary, lambda s: made.encode(s, add_special_tokens=False).ids, lambda t: made.decode(t))
+    return text._replace(tokens=torch.tensor(found, dtype=torch.int64))
 
 
 def split(text: Text, held_out: float, context: int, path: Path) -> tuple[torch.Tensor, torch.Tensor]:

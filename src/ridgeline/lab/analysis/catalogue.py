@@ -64,6 +64,7 @@ def rung(implementation: Implementation) -> Row:
 def explain_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("op", metavar="OP", nargs="?")
     parser.add_argument("--model", help="instead of an op: a transformers model by name or folder, without its weights")
+    parser.add_argument("--quantize", help="with --model: int8, int4 or fp8, as hf.patch would")
     parser.add_argument("--case", help="the case to explain (default: the op's first)")
     parser.add_argument("--dtype", help="float32, float16 or bfloat16 (default: the case's first)")
     parser.add_argument("--device", help=f"cpu or cuda, or a card or architecture that need not be here: {names()}")
@@ -79,9 +80,11 @@ def explain_main(options: argparse.Namespace) -> int:
     if options.model is not None:
         from ridgeline import hf
 
-        report = hf.explain(hf.on_meta(options.model))
+        report = hf.explain(hf.on_meta(options.model), quantize=options.quantize)
         print(json.dumps(asdict(report)) if options.json else report)
         return 0
+    if options.quantize:
+        raise RidgelineError("explain: --quantize is for --model; an op has no layers to quantise")
     op = get(options.op)
     uses = ("check", "quick", "bench")
     call = next(chosen_cases(op, uses, options.case, options.dtype), None)

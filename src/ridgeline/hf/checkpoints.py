@@ -1,0 +1,98 @@
+"""Models of transformers from folders of GPTQ or AWQ: built without memory, filled, and patched."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import nn
+
+from ridgeline import few_bits
+from ridgeline.hf.patching import patch
+from ridgeline.op import RidgelineError
+
+
+def load_quantized(folder: str | Path, *, device: str | torch.device = "cpu", dtype: torch.dtype | None = None) -> Any:
+    """Returns the causal language model of a folder of GPTQ's or AWQ's safetensors, patched, for inference.
+
+    folder: config.json with a quantization_config of 4 bits (GPTQ in its versions 1 and 2, with or without act-order;
+    AWQ's GEMM version), and *.safetensors, in one file or with an index. Its quantised layers become `nn.Int4Linear`.
+    dtype: of what is not quantised; None: as the file has it.
+    Raises RidgelineError if transformers does not know the model, or with the name of a tensor that is missing,
+    unknown, damaged or of a wrong shape.
+    """
+    try:
+        import transformers
+    except ModuleNotFoundError:
+        raise RidgelineError("ridgeline.hf needs transformers; install it with: pip install 'ridgeline[hf]'") from None
+    folder = Path(folder)
+    told = few_bits.config_of(folder)
+    found = few_bits.layout(told, str(folder / "config.json"))
+    weights = few_bits.tensors(folder)
+    try:
+        config = transformers.AutoConfig.from_pretrained(folder)
+        if hasattr(config, "quantization_config"):
+            del config.quantization_config  # these are plain layers, and ours take their places
+        with torch.device("meta"):
+            model: Any = transformers.AutoModelForCausalLM.from_config(config)
+    except (OSError, ValueError, KeyError) as error:
+        first = (str(error).strip().splitlines() or [type(error).__name__])[0]
+        raise RidgelineError(f"{folder} gives no causal language model of transformers: {first}") from None
+    few_bits.take(model, weights, found, folder, device)
+    if (folder / "generation_config.json").is_file():
+        model.generation_config = transformers.GenerationConfig.from_pretrained(folder)
+    _fill(model, weights, folder, dtype)
+    model.to(device).eval()
+    patch(model)
+    return model
+
+
+def _fill(model: Any, weights: dict[str, torch.Tensor], folder: Path, dtype: torch.dtype | None) -> None:
+    """Gives a model on the meta device its other tensors and the constants that no file holds."""
+    model.tie_weights()
+    places: dict[int, list[str]] = {}  # a tied weight has several names
+    wanted = dict(model.named_parameters(remove_duplicate=False))
+    kept = {n: b for n, b in model.named_buffers() if b.is_meta and _persistent(model, n)}
+    for name, tensor in (wanted | kept).items():
+        places.setdefault(id(tensor), []).append(name)
+    for names in places.values():
+        given = [n for n in names if n in weights]
+        if not given:
+            raise RidgelineError(f"{folder} lacks the tensor {names[0]}")
+        found, tensor = weights[given[0]], (wanted | kept)[names[0]]
+        if found.shape != tensor.shape:
+            shapes = f"{tuple(found.shape)}, but its config says {tuple(tensor.shape)}"
+            raise RidgelineError(f"the tensor {given[0]} of {folder} has the shape {shapes}")
+        if found.is_floating_point() and dtype is not None:
+            found = found.to(dtype)
+        filled: Any = nn.Parameter(found, requires_grad=False) if names[0] in wanted else found
+        for name in names:
+            parent, _, own = name.rpartition(".")
+            owner = model.get_submodule(parent)
+            (owner._parameters if names[0] in wanted else owner._buffers)[own] = filled
+            weights.pop(name, None)
+    unknown = [n for n in weights if not n.endswith(("rotary_emb.inv_freq", ".g_idx"))]  # old files keep these
+    if unknown:
+        raise RidgelineError(f"{folder} holds the unknown tensor {unknown[0]}")
+    _constants(model, folder)
+
+
+def _persistent(model: nn.Module, name: str) -> bool:
+    parent, _, own = name.rpartition(".")
+    return own not in model.get_submodule(parent)._non_persistent_buffers_set
+
+
+def _constants(model: Any, folder: Path) -> None:
+    """Lets transformers make the buffers that files do not hold, such as rotary frequencies."""
+    for module in model.modules():
+        held = {n: b for n, b in module._buffers.items() if b is not None and b.is_meta}
+        for name, buffer in held.items():
+            fill = float("nan") if buffer.is_floating_point() else 0
+            module._buffers[name] = torch.full_like(buffer, fill, device="cpu")
+        if held:
+            model._init_weights(module)
+        for name in held:
+            if module._buffers[name].isnan().any():
+                kind = type(module).__name__
+                raise RidgelineError(f"{folder}: transformers makes no {name} for {kind}, and no file holds it")
