@@ -35,6 +35,10 @@ def _backward(
     return count(q, k, mask, cu_q, cu_k, Options(*rest[:6])) * 5 // 2
 
 
+def _partial(q: Any, k: Any, v: Any, *rest: Any) -> int:
+    return count(q, k, None, None, None, Options(*rest[:4], False, 0))
+
+
 def count_cached(q: Any, cu_q: Any, lengths: Any, chosen: Options) -> int:
     """Returns the same of attention_varlen with a cache, (tokens, heads, D); lengths are read."""
     each = zip(cu_q.diff().tolist(), lengths.tolist(), strict=True)
@@ -45,6 +49,8 @@ FLOPS: dict[str, Any] = {
     "attention_fwd": lambda q, k, v, mask, cu_q, cu_k, sinks, *o: count(q, k, mask, cu_q, cu_k, Options(*o[:6])),
     "attention_bwd": _backward,
     "attention_bwd_sinks": _backward,
+    "attention_partial_fwd": _partial,
+    "attention_partial_bwd": lambda do, dlse, q, k, v, o, lse, *rest: _partial(q, k, v, *rest) * 5 // 2,
 }
 CACHED_FLOPS: dict[str, Any] = {
     "attention_cached_fwd": lambda q, k, v, cu_q, lengths, table, *o: count_cached(

@@ -1,0 +1,309 @@
+"""Attention over a sequence that is split over the ranks of a group, by `attention`'s own kernels.
+
+    ring      keys and values go round, heads not repeated; float32 partial results merge, dk and dv travel in float32
+    gathered  one all-gather of keys and values, one reduce-scatter of their float32 gradients
+    ulysses   two all-to-alls: each rank gets whole sequences of its share of the heads
+
+In the ring a hop's transfer runs under the hop before. docs/notes/ring_attention.md has the bytes and calls of each.
+Sources: Liu, Zaharia and Abbeel, Ring Attention with Blockwise Transformers, 2023 (arXiv:2310.01889); Jacobs et al.,
+DeepSpeed Ulysses, 2023 (arXiv:2309.14509).
+"""
+
+from __future__ import annotations
+
+import math
+from typing import Any, NamedTuple
+
+import torch
+import torch.distributed as dist
+
+import ridgeline
+from ridgeline.boundary import Function, differentiate, first_order
+from ridgeline.parallel import groups
+from ridgeline.parallel.agreement import agree
+from ridgeline.parallel.blocks import FREE, Given, block_backward, block_forward, merge, pieces
+from ridgeline.parallel.sequence import AllToAll, in_order, layout_fault, starts
+
+
+class Facts(NamedTuple):
+    """What a call is, apart from its tensors."""
+
+    group: Any
+    layout: str
+    left: int
+    right: int
+    given: Given
+    gathered: bool
+
+    def places(self, rank: int, length: int) -> tuple[tuple[int, ...], int]:
+        return starts(rank, groups.size(self.group), length, self.layout)
+
+    def hops(self, length: int) -> int:
+        """Returns how often keys move on until every rank has seen all that it needs."""
+        world = groups.size(self.group)
+        needed = [0]
+        for rank in range(world):
+            mine, size = self.places(rank, length)
+            for hop in range(1, world):
+                theirs, _ = self.places((rank - hop) % world, length)
+                if pieces(mine, theirs, size, self.left, self.right):
+                    needed.append(hop)
+        return max(needed)
+
+
+class Arriving(NamedTuple):
+    """A tensor on its way."""
+
+    tensor: torch.Tensor
+    work: Any
+    sent: torch.Tensor  # kept until the transfer has ended
+
+    def wait(self) -> torch.Tensor:
+        if self.work is not None:
+            self.work.wait()
+        return self.tensor
+
+
+def pass_on(t: torch.Tensor, group: Any, by: int = 1) -> Arriving:
+    """Starts to send t to the rank `by` places on, and to receive from as many places back.
+
+    It is an all-to-all with one piece, so that no order of sends and receives can block."""
+    world, rank = groups.size(group), groups.rank(group)
+    t = t.contiguous()
+    out, there, here = torch.empty_like(t), [0] * world, [0] * world
+    there[(rank + by) % world] = here[(rank - by) % world] = t.numel()
+    work = dist.all_to_all_single(out.view(-1), t.view(-1), here, there, group=group, async_op=True)
+    return Arriving(out, work, t)
+
+
+class _Split(Function):
+    """q, k and v are a rank's tokens, (batch, heads, tokens, D)."""
+
+    @staticmethod
+    def forward(ctx: Any, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, facts: Facts) -> Any:
+        wide = torch.promote_types(q.dtype, torch.float32)
+        o = torch.zeros(q.shape, dtype=wide, device=q.device)
+        lse = torch.full(q.shape[:3], -math.inf, dtype=wide, device=q.device)
+        for part, there in _blocks(torch.stack((k, v)), facts):
+            for p in part:
+                some = o[:, :, p.q], lse[:, :, p.q]
+                merge(*some, *block_forward(q[:, :, p.q], *there[:, :, :, p.k], p.left, p.right, facts.given))
+        out = o.to(q.dtype)
+        ctx.save_for_backward(q, k, v, out, lse)
+        ctx.facts = facts
+        ctx.set_materialize_grads(False)
+        return out, lse
+
+    @staticmethod
+    @first_order
+    def backward(ctx: Any, do: Any, dlse: Any) -> Any:
+        q, k, v, o, lse = ctx.saved_tensors
+        facts: Facts = ctx.facts
+        do = torch.zeros_like(o) if do is None else do if do.stride(-1) == 1 else do.contiguous()
+        dq = torch.zeros(q.shape, dtype=lse.dtype, device=q.device)
+
+        def added(part: Any, there: torch.Tensor) -> torch.Tensor:
+            """Adds one source's part of dq, and returns its dk and dv."""
+            dkv = torch.zeros(there.shape, dtype=lse.dtype, device=q.device)
+            for p in part:
+                own = do[:, :, p.q], None if dlse is None else dlse[:, :, p.q], q[:, :, p.q]
+                merged = o[:, :, p.q], lse[:, :, p.q]
+                made = block_backward(*own, *there[:, :, :, p.k], *merged, p.left, p.right, facts.given)
+                dq[:, :, p.q] += made[0]
+                dkv[0, :, :, p.k] += made[1]
+                dkv[1, :, :, p.k] += made[2]
+            return dkv
+
+        kv = torch.stack((k, v))
+        dk, dv = (_gathered_backward if facts.gathered else _ring_backward)(kv, facts, added)
+        return dq.to(q.dtype), dk.to(k.dtype), dv.to(v.dtype), None
+
+
+def _blocks(kv: torch.Tensor, facts: Facts) -> Any:
+    """Yields each source's keys and values, (2, batch, heads, tokens, D), with the pieces that this rank needs."""
+    world, rank, length = groups.size(facts.group), groups.rank(facts.group), kv.shape[3]
+    mine, size = facts.places(rank, length)
+    everyone = _all(kv, facts.group) if facts.gathered else None
+    hops = world - 1 if facts.gathered else facts.hops(length)
+    for hop in range(hops + 1):
+        source = (rank - hop) % world
+        arriving = pass_on(kv, facts.group) if everyone is None and hop < hops else None
+        yield (
+            pieces(mine, facts.places(source, length)[0], size, facts.left, facts.right),
+            (kv if everyone is None else everyone[source]),
+        )
+        if arriving is not None:
+            kv = arriving.wait()
+
+
+def _all(kv: torch.Tensor, group: Any) -> torch.Tensor:
+    """Returns all ranks' keys and values, (ranks, *kv.shape)."""
+    out = kv.new_empty((groups.size(group) * kv.numel(),))
+    groups.all_gather(out, kv.view(-1), group=group)
+    return out.view(-1, *kv.shape)
+
+
+def _ring_backward(kv: torch.Tensor, facts: Facts, added: Any) -> torch.Tensor:
+    """Returns dk and dv. Sums for a source begin at the rank after it, go round with its keys, and end at home."""
+    hops, own, travelling = facts.hops(kv.shape[3]), None, None
+    for hop, (part, there) in enumerate(_blocks(kv, facts)):
+        made = added(part, there)
+        if hop == 0:
+            own = made
+            continue
+        if travelling is not None:
+            made += travelling.wait()
+        travelling = pass_on(made, facts.group) if hop < hops else pass_on(made, facts.group, -hops)
+    assert own is not None
+    return own if travelling is None else own.add_(travelling.wait())
+
+
+def _gathered_backward(kv: torch.Tensor, facts: Facts, added: Any) -> torch.Tensor:
+    """Returns dk and dv, each rank's from all ranks in one reduce-scatter."""
+    world, rank = groups.size(facts.group), groups.rank(facts.group)
+    made = [added(part, there) for part, there in _blocks(kv, facts)]
+    whole = torch.stack([made[(rank - source) % world] for source in range(world)])
+    out = whole.new_empty((kv.numel(),))
+    groups.reduce_scatter(out, whole.view(-1), group=facts.group)
+    return out.view(kv.shape)
+
+
+def ring_attention(
+    q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, *, group: Any = None, causal: bool = False,
+    window: tuple[int | None, int | None] | None = None, layout: str = "zigzag", scale: float | None = None,
+    softcap: float | None = None, return_lse: bool = False,
+) -> torch.Tensor | tuple[torch.Tensor, torch.Tensor]:  # fmt: skip
+    """Returns `ridgeline.attention` of a sequence that is split over a group's ranks, for this rank's queries.
+
+    Keys and values go round the ranks, and each hop's transfer runs under the block before it. Gradients flow to q, k
+    and v. Partial results and the travelling gradients are float32, so that o and gradients are as exact as on one GPU.
+
+    q: (B, Hq, S / ranks, D); k, v: (B, Hkv, S / ranks, D), as in `attention`; the same on every rank.
+    group: a process group; None means all ranks.
+    layout: which tokens a rank holds (see `sequence.shard`). "zigzag" gives ranks equal work if causal; with a window,
+    "plain" stops after the last rank that the window reaches.
+    causal, window, scale, softcap, return_lse: as in `attention`, over positions in the whole sequence.
+    On a GPU, blocks run in the Triton kernels: those for Hopper round partial results.
+    Raises RidgelineError, on every rank, if the arguments do not match the above or each other. On a GPU the ranks
+    compare their calls only with RIDGELINE_CHECK=1.
+    """
+    facts = group, causal, window, layout, scale, softcap
+    return _split("ring_attention", q, k, v, facts, return_lse, False)
+
+
+def gathered_attention(
+    q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, *, group: Any = None, causal: bool = False,
+    window: tuple[int | None, int | None] | None = None, layout: str = "zigzag", scale: float | None = None,
+    softcap: float | None = None, return_lse: bool = False,
+) -> torch.Tensor | tuple[torch.Tensor, torch.Tensor]:  # fmt: skip
+    """`ring_attention` with one all-gather of keys and values instead of a ring: fewer calls, more memory.
+
+    Every rank holds all keys and values, and in backward their float32 gradients."""
+    facts = group, causal, window, layout, scale, softcap
+    return _split("gathered_attention", q, k, v, facts, return_lse, True)
+
+
+def _split(
+    name: str, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, given: tuple[Any, ...], return_lse: bool,
+    gathered: bool,
+) -> Any:  # fmt: skip
+    group, causal, window, layout, scale, softcap = given
+    q, k, v = _cast(q, k, v)
+    wrong = layout_fault(layout) or _fault(q, k, v, causal, window, scale, softcap)
+    if not wrong and not k.shape[2] == q.shape[2] > 0:
+        wrong = f"q and k must have the same number of tokens, at least 1, got {q.shape[2]} and {k.shape[2]}"
+    if not wrong and layout == "zigzag" and q.shape[2] % 2:
+        wrong = f"layout 'zigzag' needs an even number of tokens on each rank, got {q.shape[2]}"
+    agree(name, group, q, wrong, **_common(q, k, given[1:]))
+    left, right = [FREE if w is None or w < 0 else w for w in window or (None, None)]
+    options = Given(q.shape[-1] ** -0.5 if scale is None else float(scale), float(softcap or 0))
+    facts = Facts(group, layout, left, 0 if causal else right, options, gathered)
+    k, v = [t if t.stride(-1) == 1 else t.contiguous() for t in (k, v)]
+    o, lse = differentiate(_Split, q if q.stride(-1) == 1 else q.contiguous(), k, v, facts)
+    return (o, lse) if return_lse else o
+
+
+def ulysses_attention(
+    q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, *, group: Any = None, layout: str = "plain", **options: Any
+) -> torch.Tensor:
+    """Returns `ridgeline.attention` of a split sequence: an all-to-all gives each rank whole sequences of some heads.
+
+    q: (B, Hq, S / ranks, D); k, v: (B, Hkv, S / ranks, D); Hq and Hkv are multiples of the ranks.
+    layout: which tokens a rank holds (see `sequence.shard`). options: of `attention`, but for return_lse and sinks.
+    The result is `attention`'s own, bit for bit, and so is its speed. Raises RidgelineError, on every rank, if heads do
+    not divide or the arguments do not match.
+    """
+    world = groups.size(group)
+    q, k, v = _cast(q, k, v)
+    allowed = "causal", "scale", "window", "window_align", "prefix", "softcap", "deterministic", "impl"
+    strange = [n for n in options if n not in allowed]
+    wrong = layout_fault(layout) or _fault(q, k, v, options.get("causal", False), options.get("window"))
+    if strange:
+        wrong = f"it takes attention's options {', '.join(allowed)}, got {', '.join(strange)}"
+    if not wrong and (q.shape[1] % world or k.shape[1] % world):
+        heads = f"{q.shape[1]} and {k.shape[1]}"
+        wrong = f"the heads of q and of k must be multiples of the {world} ranks, got {heads}; ring_attention takes any"
+    if not wrong and layout == "zigzag" and q.shape[2] % 2:
+        wrong = f"layout 'zigzag' needs an even number of tokens on each rank, got {q.shape[2]}"
+    agree("ulysses_attention", group, q, wrong, **_common(q, k, (*options.items(), layout)))
+    (batch, heads, length, D), shared = q.shape, k.shape[1]
+    sizes = heads // world, shared // world, shared // world
+    # One transfer: for each rank its heads of q, k and v.
+    packed = torch.cat([t.unflatten(1, (world, -1)) for t in (q, k, v)], 2).movedim(1, 0)
+    whole = in_order(AllToAll.apply(packed, group), length, 2, layout)
+    o: Any = ridgeline.attention(*whole.split(sizes, 1), **options)
+    tokens = torch.cat([o.narrow(2, b, size) for b, size in _everyone(world, length, layout)], 2)
+    back = AllToAll.apply(tokens.unflatten(2, (world, length)).movedim(2, 0), group)
+    return back.transpose(0, 1).reshape(batch, heads, length, D)
+
+
+def _everyone(world: int, length: int, layout: str) -> list[tuple[int, int]]:
+    """Returns where each rank's pieces begin, rank after rank, with their length."""
+    placed = [starts(rank, world, length, layout) for rank in range(world)]
+    return [(b, size) for begins, size in placed for b in begins]
+
+
+def _cast(*tensors: Any) -> tuple[Any, ...]:
+    """Casts to autocast's dtype, as `attention` does."""
+    if not all([isinstance(t, torch.Tensor) for t in tensors]):
+        return tensors
+    kind = tensors[0].device.type
+    if kind not in ("cuda", "cpu") or not torch.is_autocast_enabled(kind):
+        return tensors
+    dtype = torch.get_autocast_dtype(kind)
+    return tuple([t.to(dtype) if t.is_floating_point() and t.dtype != torch.float64 else t for t in tensors])
+
+
+def _common(q: Any, k: Any, options: tuple[Any, ...]) -> dict[str, Any]:
+    """Returns what all ranks must have alike."""
+    shapes = [tuple(t.shape) if isinstance(t, torch.Tensor) else type(t).__name__ for t in (q, k)]
+    return {"shape of q": shapes[0], "shape of k": shapes[1], "dtype": str(getattr(q, "dtype", "")), "options": options}
+
+
+def _fault(q: Any, k: Any, v: Any, causal: Any, window: Any, scale: Any = None, softcap: Any = None) -> str | None:
+    """Returns what is wrong with a rank's tensors and options, or None."""
+    for name, t in (("q", q), ("k", k), ("v", v)):
+        if not isinstance(t, torch.Tensor):
+            return f"{name} must be a tensor, got {type(t).__name__}"
+        if t.dim() != 4 or not t.is_floating_point() or t.dtype != q.dtype or t.device != q.device:
+            return (
+                f"q, k and v must be (batch, heads, tokens, D), of one floating-point dtype and device, "
+                f"got {name} {tuple(t.shape)} in {t.dtype} on {t.device}"
+            )
+    shapes = f"{tuple(q.shape)}, {tuple(k.shape)} and {tuple(v.shape)}"
+    if k.shape != v.shape or k.shape[0] != q.shape[0] or k.shape[3] != q.shape[3]:
+        return f"k and v must have the same shape, and q's batch and D, got {shapes}"
+    if not k.shape[1] or q.shape[1] % k.shape[1]:
+        return f"q must have a multiple of k's heads, got {q.shape[1]} and {k.shape[1]}"
+    if q.shape[3] % 8 or not 16 <= q.shape[3] <= 256:
+        return f"D must be a multiple of 8 from 16 to 256, got {q.shape[3]}"
+    if causal not in (False, True):
+        return f"causal must be False or True, got {causal!r}"
+    pair = window is None or (isinstance(window, tuple | list) and len(window) == 2)
+    if not pair or any([w is not None and (type(w) is not int or w < -1) for w in window or ()]):
+        return f"window must be None or (left, right), each at least 0, or None or -1 for unbounded, got {window!r}"
+    if scale is not None and not (isinstance(scale, int | float) and math.isfinite(scale)):
+        return f"scale must be None for 1/sqrt(D) or a finite number, got {scale!r}"
+    if softcap is not None and not (isinstance(softcap, int | float) and 0 < softcap < math.inf):
+        return f"softcap must be None or a finite number above 0, got {softcap!r}"
+    return None
