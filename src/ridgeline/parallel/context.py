@@ -86,8 +86,9 @@ class _Split(Function):
         lse = torch.full(q.shape[:3], -math.inf, dtype=wide, device=q.device)
         for part, there in _blocks(torch.stack((k, v)), facts):
             for p in part:
-                some = o[:, :, p.q], lse[:, :, p.q]
-                merge(*some, *block_forward(q[:, :, p.q], *there[:, :, :, p.k], p.left, p.right, facts.given))
+                keys, values = there[:, :, :, p.k]
+                made = block_forward(q[:, :, p.q], keys, values, p.left, p.right, facts.given)
+                merge(o[:, :, p.q], lse[:, :, p.q], *made)
         out = o.to(q.dtype)
         ctx.save_for_backward(q, k, v, out, lse)
         ctx.facts = facts
@@ -106,9 +107,10 @@ class _Split(Function):
             """Adds one source's part of dq, and returns its dk and dv."""
             dkv = torch.zeros(there.shape, dtype=lse.dtype, device=q.device)
             for p in part:
-                own = do[:, :, p.q], None if dlse is None else dlse[:, :, p.q], q[:, :, p.q]
-                merged = o[:, :, p.q], lse[:, :, p.q]
-                made = block_backward(*own, *there[:, :, :, p.k], *merged, p.left, p.right, facts.given)
+                slopes = do[:, :, p.q], None if dlse is None else dlse[:, :, p.q]
+                keys, values = there[:, :, :, p.k]
+                given = q[:, :, p.q], keys, values, o[:, :, p.q], lse[:, :, p.q]
+                made = block_backward(*slopes, *given, p.left, p.right, facts.given)
                 dq[:, :, p.q] += made[0]
                 dkv[0, :, :, p.k] += made[1]
                 dkv[1, :, :, p.k] += made[2]
@@ -230,19 +232,19 @@ def ulysses_attention(
 
     q: (B, Hq, S / ranks, D); k, v: (B, Hkv, S / ranks, D); Hq and Hkv are multiples of the ranks.
     layout: which tokens a rank holds (see `sequence.shard`). options: of `attention`, but for return_lse and sinks.
-    The result is `attention`'s own, bit for bit, and so is its speed. Raises RidgelineError, on every rank, if heads do
+    The result is `attention`'s own, bit for bit. Raises RidgelineError, on every rank, if heads do
     not divide or the arguments do not match.
     """
     world = groups.size(group)
     q, k, v = _cast(q, k, v)
     allowed = "causal", "scale", "window", "window_align", "prefix", "softcap", "deterministic", "impl"
-    strange = [n for n in options if n not in allowed]
+    strange = [name for name in options if name not in allowed]
     wrong = layout_fault(layout) or _fault(q, k, v, options.get("causal", False), options.get("window"))
     if strange:
         wrong = f"it takes attention's options {', '.join(allowed)}, got {', '.join(strange)}"
     if not wrong and (q.shape[1] % world or k.shape[1] % world):
-        heads = f"{q.shape[1]} and {k.shape[1]}"
-        wrong = f"the heads of q and of k must be multiples of the {world} ranks, got {heads}; ring_attention takes any"
+        both = f"{q.shape[1]} and {k.shape[1]}"
+        wrong = f"the heads of q and of k must be multiples of the {world} ranks, got {both}; ring_attention takes any"
     if not wrong and layout == "zigzag" and q.shape[2] % 2:
         wrong = f"layout 'zigzag' needs an even number of tokens on each rank, got {q.shape[2]}"
     agree("ulysses_attention", group, q, wrong, **_common(q, k, (*options.items(), layout)))

@@ -385,6 +385,49 @@ def _finish(dx: torch.Tensor, dw: torch.Tensor, db: torch.Tensor, dloss: torch.T
     launch(_scale, (min(4096, triton.cdiv(max(sizes), 4096)),), dx, dw, db, dloss, *sizes, BLOCK=4096, num_warps=8)
 
 
+@kernel_op(
+    "cross_entropy_part_fwd(Tensor logits, Tensor target, int first, int classes, int ignore_index, "
+    "float label_smoothing, float softcap, float logit_scale) -> Tensor"
+)
+def _part(
+    logits: torch.Tensor, target: torch.Tensor, first: int, classes: int, ignore: int, *values: float
+) -> torch.Tensor:  # fmt: skip
+    """Returns four numbers for each row of the classes `first` on, of `classes` in all, (4, rows), in float32.
+
+    They are the maximum, the sum of exponentials relative to it, the target's logit if it is here, and the mean less
+    the maximum (only with label smoothing). logits: (rows, columns), contiguous.
+    """
+    (rows, columns), (smoothing, cap, scale) = logits.shape, values
+    found = torch.empty((4, rows), dtype=torch.float32, device=logits.device)
+    state = torch.empty((3 * rows,), dtype=torch.float32, device=logits.device)
+    given = state, found, state, logits[None], _rows.labels_of(target[None], ignore), state
+    rules = _rows.rules_of(smoothing, 0.0, cap, scale)
+    ends: dict[str, Any] = {"FIRST": True, "LAST": False, "NEED": 0, "MEAN": False}
+    _rows.launch_rows(_fold, logits[None], *given, Slab(columns, first, classes), rules, **ends)
+    base, chosen, away = state.view(3, rows)
+    found[2] = chosen
+    found[3] = away / columns + (base - found[0]) if smoothing else 0.0
+    return found
+
+
+@kernel_op(
+    "cross_entropy_part_bwd(Tensor(a!) d, Tensor logits, Tensor target, Tensor dloss, Tensor stats, int first, "
+    "int classes, int ignore_index, float label_smoothing, float z_loss, float softcap, float logit_scale) -> ()"
+)
+def _part_gradient(
+    d: torch.Tensor, logits: torch.Tensor, target: torch.Tensor, dloss: torch.Tensor, stats: torch.Tensor, first: int,
+    classes: int, ignore: int, *values: float
+) -> None:  # fmt: skip
+    """Fills d, which may be the logits, with the gradient of these classes.
+
+    dloss: (rows,); stats: (2, rows), every row's maximum and sum over all classes.
+    """
+    each = dloss[None]
+    given = _rows.labels_of(target[None], ignore), Planes(each, *each.stride()), stats, stats
+    slab, rules = Slab(logits.shape[1], first, classes), _rows.rules_of(*values, number=True)
+    _rows.launch_gradient(d[None], logits[None], *given, slab, rules, made=False, each=True, mean=False, few=0)
+
+
 def _gradients(
     x: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None, wanted: Sequence[bool]
 ) -> tuple[torch.Tensor, ...]:
@@ -593,6 +636,8 @@ LINEAR_CROSS_ENTROPY = Op(
         # The logits are computed again.
         "linear_cross_entropy_bwd": lambda x, weight, *_: 6 * x.numel() * weight.shape[0],
         "linear_cross_entropy_finish": lambda *_: 0,
+        "cross_entropy_part_fwd": lambda logits, *_: 5 * logits.numel(),
+        "cross_entropy_part_bwd": lambda d, logits, *_: 5 * logits.numel(),
     },
     cases=[
         Case("33x16x129", (Spec(33, 16), Spec(129, 16), _labels(33, high=129))),

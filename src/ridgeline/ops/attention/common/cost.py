@@ -36,7 +36,8 @@ def _backward(
 
 
 def _partial(q: Any, k: Any, v: Any, *rest: Any) -> int:
-    return count(q, k, None, None, None, Options(*rest[:4], False, 0))
+    scale, softcap, left, right, _ = rest
+    return count(q, k, None, None, None, Options(scale, softcap, left, right, False, 0))
 
 
 def count_cached(q: Any, cu_q: Any, lengths: Any, chosen: Options) -> int:

@@ -89,7 +89,7 @@ def _partial_forward(
 ) -> tuple[torch.Tensor, torch.Tensor]:  # fmt: skip
     """Returns o and lse, both float32, where query i sees the keys i - left to i + right."""
     o, lse = _like(q, torch.float32), torch.empty(q.shape[:3], dtype=torch.float32, device=q.device)
-    given = None, None, None, None, scale, softcap, left, right, False, 0, 0, 0, precision
+    given: tuple[Any, ...] = (None, None, None, None, scale, softcap, left, right, False, 0, 0, 0, precision)
     run(OPS[False], "fwd", "triton", (o, lse), q, k, v, *given)
     return o, lse
 
@@ -103,8 +103,8 @@ def _partial_backward(
     lse: torch.Tensor, scale: float, softcap: float, left: int, right: int, precision: str,
 ) -> tuple[torch.Tensor, ...]:  # fmt: skip
     """Returns dq, dk and dv in float32, of o and lse over more keys than these."""
-    grads = tuple([_like(t, torch.float32) for t in (q, k, v)])
-    given = None, None, None, None, scale, softcap, left, right, False, 0, 0, 0, precision
+    grads: tuple[Any, ...] = tuple([_like(t, torch.float32) for t in (q, k, v)])
+    given: tuple[Any, ...] = (None, None, None, None, scale, softcap, left, right, False, 0, 0, 0, precision)
     run(OPS[False], "bwd", "triton", (*grads, None), do, dlse, q, k, v, o, lse, *given, True)
     return grads
 
