@@ -238,6 +238,10 @@ class Op:
         A second call must then give what the first gave.
     flops: for registered torch ops whose arguments `cost` cannot take by name, functions that count their operations,
         for `FlopCounterMode` (see `flops.py`).
+    sharding: which dimensions of a call the ranks of a mesh may split, for DTensors (see `parallel/sharding.py`):
+        "x ...N, weight N -> ...N" names the dimensions of the arguments and of the results. A capital must be whole.
+        Where a rank has a part of a dimension that a result lacks, results are summed. A function of the arguments
+        returns such a string, or None if they allow none.
     """
 
     def __init__(
@@ -253,10 +257,11 @@ class Op:
         mutates: tuple[int, ...] = (),
         graphed: bool = False,
         flops: dict[str, Callable[..., int]] | None = None,
+        sharding: str | Callable[..., str | None] | None = None,
     ):
         self.function, self.reference, self.cases, self.cost, self.roof = function, reference, cases, cost, roof
         self.standards, self.residue, self.mutates, self.graphed = standards, residue, mutates, graphed
-        self.flops = flops or {}
+        self.flops, self.sharding = flops or {}, sharding
         self.name = function.__name__
         self.family = function.__module__.removeprefix("ridgeline.ops.").split(".")[0]
         self.implementations: dict[str, Implementation] = {}

@@ -222,6 +222,7 @@ ATTENTION = OPS[False] = Op(
     attention,
     reference=reference,
     cost=cost,
+    sharding="q bhSD, k bhKD, v bhKD, mask bhSK, sinks h -> bhSD, bhS",
     flops=FLOPS,
     standards=("torch", "tiled"),
     residue=2e-6,  # for rows that see one key

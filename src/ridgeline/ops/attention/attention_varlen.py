@@ -263,6 +263,9 @@ OPS[True] = ATTENTION_VARLEN = Op(
     attention_varlen,
     reference=reference,
     cost=cost,
+    sharding=lambda block_table=None, lengths=None, **_: (
+        None if lengths is not None else "q ThD, k KhD, v KhD, cu_seqlens_q C, cu_seqlens_k C, sinks h -> ThD, hT"
+    ),
     standards=("torch", "tiled"),
     residue=2e-6,  # for rows that see one key
     flops=CACHED_FLOPS,

@@ -247,6 +247,7 @@ CROSS_ENTROPY = Op(
     cross_entropy,
     reference=reference,
     cost=cost,
+    sharding=lambda reduction="mean", **_: f"logits ...V, target ... -> {'...' if reduction == 'none' else ''}",
     flops={
         "cross_entropy_fwd": lambda logits, target, dtype, need, *_: (8 if need == 2 else 5) * logits.numel(),
         "cross_entropy_bwd": lambda logits, *_: 5 * logits.numel(),

@@ -629,6 +629,9 @@ LINEAR_CROSS_ENTROPY = Op(
     linear_cross_entropy,
     reference=reference,
     cost=cost,
+    sharding=lambda reduction="mean", **_: (
+        f"x ...H, weight VH, target ..., bias V -> {'...' if reduction == 'none' else ''}"
+    ),
     flops={
         "linear_cross_entropy_fwd": lambda x, weight, bias, target, dtype, need, *_: (
             (6 if need == 2 else 2) * x.numel() * weight.shape[0]

@@ -268,6 +268,7 @@ FP8_MATMUL = Op(
     fp8_matmul,
     reference=reference,
     cost=cost,
+    sharding="a mK, b Kn, scale_a mK, scale_b Kn, bias n -> mn",
     roof="float8_e4m3fn",
     cases=[
         _case(33, 40, 129, "rows"),

@@ -155,6 +155,7 @@ GATED_LINEAR = Op(
     gated_linear,
     reference=reference,
     cost=cost,
+    sharding="x ...K, gate nK, up nK -> ...n",
     # The activation alone; the products are matmul's or torch's.
     flops={"gated_linear_bwd": lambda *_: 0, "gated_linear_again": lambda *_: 0},
     cases=[

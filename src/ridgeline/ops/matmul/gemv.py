@@ -297,6 +297,7 @@ GEMV = Op(
     gemv,
     reference=reference,
     cost=cost,
+    sharding=lambda x, **_: "a nk, x k -> n" if x.dim() == 1 else "a nk, x mk -> mn",
     cases=[
         Case("33x129", (Spec(33, 129), Spec(129))),
         Case("3 of 40x64", (Spec(40, 64), Spec(3, 64))),

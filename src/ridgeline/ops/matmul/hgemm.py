@@ -56,6 +56,7 @@ HGEMM = Op(
     hgemm,
     reference=reference,
     cost=cost,
+    sharding="a mk, b kn -> mn",
     cases=[
         _case(67, 35, 45),
         _case(67, 136, 72),

@@ -144,6 +144,7 @@ INT4_LINEAR = Op(
     int4_linear,
     reference=reference,
     cost=cost,
+    sharding="x ...K, q nK, scale nK, zero nK, g_idx K, bias n -> ...n",
     flops={"few_bits_weight": lambda *_: 0},  # a copy of the weight; the products are matmul's or torch's
     cases=[
         _case(3, 40, 256),

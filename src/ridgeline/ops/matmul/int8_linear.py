@@ -121,6 +121,7 @@ INT8_LINEAR = Op(
     int8_linear,
     reference=reference,
     cost=cost,
+    sharding="x ...K, q nK, scale nK, bias n -> ...n",
     cases=[
         _case(3, 40, 256),
         _case(1, 70, 130, bias=True),

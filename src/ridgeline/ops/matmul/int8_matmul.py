@@ -214,6 +214,7 @@ INT8_MATMUL = Op(
     int8_matmul,
     reference=reference,
     cost=cost,
+    sharding="a mK, b Kn, scale_a mK, scale_b Kn, zero_a mK, bias n -> mn",
     roof="int8",
     cases=[
         _case(33, 40, 129),

@@ -184,6 +184,11 @@ LINEAR = Op(
     linear,
     reference=reference,
     cost=cost,
+    sharding=lambda bias=None, activation=None, residual=None, **_: (
+        "x ...k, weight nk -> ...n"
+        if bias is None and activation is None and residual is None
+        else "x ...K, weight nK, bias n, residual ...n -> ...n"
+    ),
     flops={"linear_bwd": lambda *_: 0},  # the activation alone; the products are matmul's or torch's
     cases=[
         _case(67, 40, 45, "check", activation="gelu"),

@@ -369,6 +369,7 @@ MATMUL = Op(
     matmul,
     reference=reference,
     cost=cost,
+    sharding=lambda a, b, **_: None if min(a.dim(), b.dim()) < 2 else "a ...mk, b ...kn -> ...mn",
     cases=[
         Case("67x45 @ 45x35", (Spec(67, 45), Spec(45, 35))),
         Case("1x1 @ 1x1", (Spec(1, 1), Spec(1, 1))),

@@ -68,6 +68,7 @@ SGEMM = Op(
     sgemm,
     reference=reference,
     cost=cost,
+    sharding="a mk, b kn -> mn",
     cases=[
         _case(67, 35, 45),
         _case(1, 1, 1),

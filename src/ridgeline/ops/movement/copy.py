@@ -81,6 +81,7 @@ COPY = Op(
     copy,
     reference=reference,
     cost=cost,
+    sharding="x * -> *",
     roof="copy",
     cases=[
         Case("33x129", (Spec(33, 129),)),

@@ -144,6 +144,7 @@ INDEX_ADD = Op(
     index_add,
     reference=reference,
     cost=cost,
+    sharding="x *!dim, index I, source *!dim -> *!dim",
     flops={"index_add_bwd": lambda dy, index, dim, *_: dy.numel() // dy.shape[dim] * index.numel()},
     cases=[
         _case((33, 129), 1, 65, "check"),

@@ -104,6 +104,7 @@ REPEAT_KV = Op(
     repeat_kv,
     reference=reference,
     cost=cost,
+    sharding="x bhSD, lengths b -> bhSD",
     flops={"repeat_kv_bwd": lambda dy, lengths, n, _: dy.numel() // n * (n - 1)},
     cases=[
         Case("3x2x5x16 by 3", (Spec(3, 2, 5, 16), 3)),

@@ -89,6 +89,7 @@ TRANSPOSE = Op(
     transpose,
     reference=reference,
     cost=cost,
+    sharding="x ...mn -> ...nm",
     cases=[
         Case("33x129", (Spec(33, 129),)),
         Case("72x200", (Spec(72, 200),)),

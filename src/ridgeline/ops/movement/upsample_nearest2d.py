@@ -154,6 +154,7 @@ UPSAMPLE = Op(
     upsample_nearest2d,
     reference=reference,
     cost=cost,
+    sharding="x bcHW -> bcHW",
     flops={"upsample_nearest2d_fwd": lambda *_: 0, "upsample_nearest2d_bwd": lambda dy, *_: dy.numel()},
     cases=[
         _case(Spec(2, 5, 7, 12), 2),

@@ -85,6 +85,7 @@ KERNELS.op = BIAS_MASK_SCALE_ADD = Op(
     bias_mask_scale_add,
     reference=reference,
     cost=cost,
+    sharding="x *, bias *, mask *, add * -> *",
     flops={
         "bias_mask_scale_add_fwd": lambda x, bias, mask, add, *_: cost(x, bias, mask, 1.0, add)[0].flops,
         "bias_mask_scale_add_bwd": lambda dy, *_: 3 * dy.numel(),

@@ -67,6 +67,7 @@ KERNELS.op = GELU = Op(
     gelu,
     reference=reference,
     cost=cost,
+    sharding="x * -> *",
     cases=[
         Case("33x129 tanh", (Spec(33, 129), "tanh")),
         Case("33x129", (Spec(33, 129),)),

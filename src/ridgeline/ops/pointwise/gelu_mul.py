@@ -76,6 +76,7 @@ KERNELS.op = GELU_MUL = Op(
     gelu_mul,
     reference=reference,
     cost=cost,
+    sharding="gate *, up * -> *",
     cases=[
         Case("33x129", (Spec(33, 129), Spec(33, 129))),
         Case("33x129 none", (Spec(33, 129), Spec(33, 129), "none")),

@@ -54,6 +54,7 @@ KERNELS.op = MUL = Op(
     mul,
     reference=reference,
     cost=cost,
+    sharding="a *, b * -> *",
     cases=[
         Case("1001", (Spec(1001), Spec(1001))),
         Case("rows 33x129 * 129", (Spec(33, 129), Spec(129))),

@@ -51,6 +51,7 @@ KERNELS.op = QUICK_GELU = Op(
     quick_gelu,
     reference=reference,
     cost=cost,
+    sharding="x * -> *",
     cases=[
         Case("33x129", (Spec(33, 129),)),
         Case("1024x1024", (Spec(1024, 1024),), use="quick"),

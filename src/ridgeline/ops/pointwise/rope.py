@@ -346,6 +346,11 @@ ROPE = Op(
     rope,
     reference=reference,
     cost=cost,
+    sharding=lambda q, k, **_: (  # heads of k that all heads of q share stay whole
+        "q bhSD, k bhSD, cos PD, sin PD, positions bS -> bhSD"
+        if min(q.shape[1], k.shape[1]) > 1
+        else "q bHSD, k bHSD, cos PD, sin PD, positions bS -> bHSD"
+    ),
     cases=[
         _case("3x4x9x16", (3, 4, 9, 16), 2, (40, 8)),
         _case("2x4x33x16 interleaved", (2, 4, 33, 16), 2, (40, 8), kwargs=INTERLEAVED),

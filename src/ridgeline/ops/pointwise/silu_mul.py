@@ -56,6 +56,7 @@ KERNELS.op = SILU_MUL = Op(
     silu_mul,
     reference=reference,
     cost=cost,
+    sharding="gate *, up * -> *",
     cases=[
         Case("33x129", (Spec(33, 129), Spec(33, 129))),
         Case("33x129 * 129", (Spec(33, 129), Spec(129))),

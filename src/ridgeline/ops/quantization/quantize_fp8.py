@@ -104,6 +104,7 @@ QUANTIZE_FP8 = Op(
     quantize_fp8,
     reference=reference,
     cost=cost,
+    sharding=lambda block=(1, 128), **_: "x ...K -> ...K" if isinstance(block, tuple) and block[0] == 1 else None,
     cases=[
         *(Case(f"33x129{name}", (Spec(33, 129, grad=False),), options) for name, options in BLOCKS),
         Case("3x5x300", (Spec(3, 5, 300, grad=False),)),

@@ -77,6 +77,7 @@ QUANTIZE_INT4 = Op(
     quantize_int4,
     reference=reference,
     cost=cost,
+    sharding="w nK -> nK",
     cases=[
         Case("5x256", (Spec(5, 256, grad=False),)),
         Case("5x192 groups of 64", (Spec(5, 192, grad=False),), {"group": 64}),

@@ -92,6 +92,7 @@ QUANTIZE_INT8 = Op(
     quantize_int8,
     reference=reference,
     cost=cost,
+    sharding=lambda granularity="tensor", **_: "x ...K -> ...K" if granularity == "row" else None,
     cases=[
         Case("33x129", (Spec(33, 129, grad=False),)),
         Case("33x129 rows", (Spec(33, 129, grad=False),), ROWS),

@@ -79,6 +79,11 @@ OP = Op(
     gated_linear_attention,
     reference=reference,
     cost=cost,
+    sharding=lambda g, cu_seqlens=None, **_: (
+        None
+        if cu_seqlens is not None
+        else f"q bThK, k bThK, v bThV, g {'bThK'[: g.dim()]}, initial_state bhKV -> bThV, bhKV"
+    ),
     flops=dict(zip(("gated_linear_attention_fwd", "gated_linear_attention_bwd"), counted(cost), strict=True)),
     residue=2e-6,
     cases=CASES,

@@ -62,6 +62,9 @@ OP = Op(
     linear_attention,
     reference=reference,
     cost=cost,
+    sharding=lambda cu_seqlens=None, **_: (
+        "q bThK, k bThK, v bThV, initial_state bhKV -> bThV, bhKV" if cu_seqlens is None else None
+    ),
     flops=dict(zip(("linear_attention_fwd", "linear_attention_bwd"), counted(cost), strict=True)),
     residue=2e-6,
     cases=CASES,

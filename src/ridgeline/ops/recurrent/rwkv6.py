@@ -73,6 +73,9 @@ OP = Op(
     rwkv6,
     reference=reference,
     cost=cost,
+    sharding=lambda cu_seqlens=None, **_: (
+        "r bThK, k bThK, v bThV, w bThK, u hK, initial_state bhKV -> bThV, bhKV" if cu_seqlens is None else None
+    ),
     flops=dict(zip(("rwkv6_fwd", "rwkv6_bwd"), counted(cost), strict=True)),
     residue=2e-6,
     cases=CASES,

@@ -151,6 +151,11 @@ OP = Op(
     ssd,
     reference=reference,
     cost=cost,
+    sharding=lambda cu_seqlens=None, **_: (
+        "x bThP, dt bTh, A h, B bThN, C bThN, D h, z bThP, dt_bias h, initial_state bhNP -> bThP, bhNP"
+        if cu_seqlens is None
+        else None
+    ),
     flops=dict(zip(("ssd_fwd", "ssd_bwd"), counted(gated_cost), strict=True)),
     residue=2e-6,
     cases=CASES,

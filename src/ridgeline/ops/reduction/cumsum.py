@@ -88,6 +88,7 @@ CUMSUM = Op(
     cumsum,
     reference=reference,
     cost=cost,
+    sharding="x *!dim -> *!dim",
     cases=[
         Case("33x129", (Spec(33, 129), -1)),
         Case("33x129 dim 0", (Spec(33, 129), 0)),

@@ -107,6 +107,7 @@ DOT = Op(
     dot,
     reference=reference,
     cost=cost,
+    sharding="a k, b k -> ",
     cases=[
         _case("1000", 1000),
         _case("1031 strided", 1031, Strided, FLOATS),

@@ -130,6 +130,7 @@ HISTOGRAM = Op(
     histogram,
     reference=reference,
     cost=cost,
+    sharding=lambda range=None, **_: None if range is None else "x * -> ",
     cases=[
         Case("33x129 into 10", (Spec(33, 129, grad=False), 10)),
         Case("33x129 into 256 of -2 to 3", (Spec(33, 129, grad=False), 256, (-2.0, 3.0))),

@@ -116,6 +116,7 @@ REDUCE_SUM = Op(
     reduce_sum,
     reference=reference,
     cost=cost,
+    sharding="x * -> */dim",
     cases=[
         Case("11x3x129", (Positive(11, 3, 129),), dtypes=ALL),
         Case("rows of 33x129", (Positive(33, 129, grad=False), -1), dtypes=(*FLOATS[:2], "int32", "int8", "uint8")),

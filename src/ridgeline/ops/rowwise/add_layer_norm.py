@@ -74,6 +74,7 @@ NORM.op = ADD_LAYER_NORM = Op(
     add_layer_norm,
     reference=reference,
     cost=cost,
+    sharding="x ...N, residual ...N, weight N, bias N -> ...N",
     cases=[
         Case("33x129", (Spec(33, 129), Spec(33, 129), Spec(129), Spec(129))),
         Case("3x30x70 no bias", (Spec(3, 30, 70), Spec(3, 30, 70), Spec(70))),

@@ -90,6 +90,7 @@ NORM.op = ADD_RMS_NORM = Op(
     add_rms_norm,
     reference=reference,
     cost=cost,
+    sharding="x ...N, residual ...N, weight N -> ...N",
     cases=[
         Case("33x129", (Spec(33, 129), Spec(33, 129), Spec(129))),
         Case("3x30x70", (Spec(3, 30, 70), Spec(3, 30, 70), Spec(70))),

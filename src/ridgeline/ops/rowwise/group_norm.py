@@ -167,6 +167,7 @@ GROUP_NORM = Op(
     group_norm,
     reference=reference,
     cost=cost,
+    sharding=lambda x, **_: f"x {'bCDEFG'[: x.dim()]}, weight C, bias C -> {'bCDEFG'[: x.dim()]}",
     cases=[
         _case("3x12x7x9, 4 groups", Spec(3, 12, 7, 9), 4),
         _case("3x20x7x5, 4 groups, channels last", Last(3, 20, 7, 5), 4),

@@ -73,6 +73,7 @@ NORM.op = LAYER_NORM = Op(
     layer_norm,
     reference=reference,
     cost=cost,
+    sharding="x ...N, weight N, bias N -> ...N",
     cases=[
         Case("33x129", (Spec(33, 129), Spec(129), Spec(129))),
         Case("40x64 no weight", (Spec(40, 64),)),

@@ -46,7 +46,7 @@ def _torch(x: torch.Tensor, dim: int = -1, dtype: torch.dtype | None = None) -> 
     return F.log_softmax(x, dim, dtype=dtype)
 
 
-KERNELS.op = LOG_SOFTMAX = Op(log_softmax, reference=reference, cost=cost, cases=CASES)
+KERNELS.op = LOG_SOFTMAX = Op(log_softmax, reference=reference, cost=cost, sharding="x *!dim -> *!dim", cases=CASES)
 
 LOG_SOFTMAX.eager(
     "naive", "the formula in eager PyTorch: max, subtract, exp, sum, log, subtract", reference, supports=full_precision

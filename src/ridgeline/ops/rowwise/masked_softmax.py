@@ -472,6 +472,7 @@ MASKED_SOFTMAX = Op(
     masked_softmax,
     reference=reference,
     cost=cost,
+    sharding=lambda dropout_p=0.0, **_: None if dropout_p else "x ...N, mask ...N, bias ...N -> ...N",
     cases=[
         Case("33x129", (Spec(33, 129), _mask(33, 129), 0.7)),
         Case("6x5x64 fill, bias", (Spec(6, 5, 64), _mask(5, 64), 0.5, -1.0, Spec(1, 64))),

@@ -94,6 +94,7 @@ NORM.op = RMS_NORM = Op(
     rms_norm,
     reference=reference,
     cost=cost,
+    sharding="x ...N, weight N -> ...N",
     cases=[
         Case("33x129", (Spec(33, 129), Spec(129))),
         Case("40x64 no weight", (Spec(40, 64),)),

@@ -56,7 +56,9 @@ def _fits_row(x: torch.Tensor, *rest: Any) -> str | None:
 SQUARES = [
     Case(f"32x64x{s}x{s}", (Spec(32, 64, s, s),), dtypes=("float32",), use="bench") for s in (16, 32, 64, 128, 512)
 ]
-KERNELS.op = SOFTMAX = Op(softmax, reference=reference, cost=cost, cases=[*CASES, *SQUARES])
+KERNELS.op = SOFTMAX = Op(
+    softmax, reference=reference, cost=cost, sharding="x *!dim -> *!dim", cases=[*CASES, *SQUARES]
+)
 
 SOFTMAX.eager(
     "naive",

@@ -290,6 +290,7 @@ WEIGHTED_SUM = Op(
     weighted_sum,
     reference=reference,
     cost=cost,
+    sharding="x ...k, weight k -> ...",
     cases=[
         Case("33x129", (Spec(33, 129), Spec(129))),
         Case("3x5x70", (Spec(3, 5, 70), Spec(70))),

@@ -103,9 +103,10 @@ def _partial_backward(
     lse: torch.Tensor, scale: float, softcap: float, left: int, right: int, precision: str,
 ) -> tuple[torch.Tensor, ...]:  # fmt: skip
     """Returns dq, dk and dv in float32, of o and lse over more keys than these."""
-    grads: tuple[Any, ...] = tuple([_like(t, torch.float32) for t in (q, k, v)])
+    grads = tuple([_like(t, torch.float32) for t in (q, k, v)])
     given: tuple[Any, ...] = (None, None, None, None, scale, softcap, left, right, False, 0, 0, 0, precision)
-    run(OPS[False], "bwd", "triton", (*grads, None), do, dlse, q, k, v, o, lse, *given, True)
+    outputs: Any = (*grads, None)
+    run(OPS[False], "bwd", "triton", outputs, do, dlse, q, k, v, o, lse, *given, True)
     return grads
 
 
