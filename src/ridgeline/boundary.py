@@ -117,7 +117,8 @@ def _through(registered: Any, op: str) -> Callable[..., Any]:
         except (NotImplementedError, RuntimeError) as error:
             if any(map(dtensor, args)):
                 advice = (
-                    "give local shards (x.to_local()), or shard the module with FSDP2, whose forward has plain tensors"
+                    "give local shards (x.to_local()), call ridgeline.parallel.sharding.enable() first, or shard the "
+                    "module with FSDP2, whose forward has plain tensors"
                 )
                 raise RidgelineError(
                     f"{op}: a tensor is a DTensor, and kernels take plain tensors; {advice}"
