@@ -13,7 +13,7 @@ import ridgeline
 from ranks import run_ranks
 from ridgeline.boundary import INTERPRETED
 from ridgeline.op import RidgelineError
-from ridgeline.parallel import blocks, context, groups, recurrence, sequence
+from ridgeline.parallel import blocks, context, groups, recurrence, ring, sequence
 from ridgeline.parallel.traffic import context_traffic
 
 WAYS = {"ring": context.ring_attention, "gathered": context.gathered_attention, "ulysses": context.ulysses_attention}
@@ -116,8 +116,8 @@ def test_a_ring_is_as_exact_as_one_device() -> None:
     oracle = alone(given, torch.float64, causal=True, impl="naive")
     one = errors(run_ranks(1, split, "ring", "zigzag", given, {"causal": True})[0], oracle)
     for world in (2, 8, 32):
-        ring = errors(run_ranks(world, split, "ring", "zigzag", given, {"causal": True})[0], oracle)
-        assert all(r <= 1.05 * o for r, o in zip(ring, one, strict=True)), (world, ring, one)
+        found = errors(run_ranks(world, split, "ring", "zigzag", given, {"causal": True})[0], oracle)
+        assert all(r <= 1.05 * o for r, o in zip(found, one, strict=True)), (world, found, one)
 
 
 @pytest.mark.kernels
@@ -140,8 +140,8 @@ def test_a_ring_of_kernels_is_as_exact_as_one(device: str, monkeypatch: pytest.M
         given = [t[:1] for t in data(96, 24, 2, 1, torch.float16)]
         oracle = alone(given, torch.float64, **options, impl="naive")
         one = errors(alone(given, torch.float16, **options, impl="triton"), oracle)
-        ring = errors(run_ranks(world, split, "ring", layout, given, options)[0], oracle)
-        assert all(r <= 1.05 * o for r, o in zip(ring, one, strict=True)), (world, ring, one)
+        found = errors(run_ranks(world, split, "ring", layout, given, options)[0], oracle)
+        assert all(r <= 1.05 * o for r, o in zip(found, one, strict=True)), (world, found, one)
 
 
 @pytest.mark.kernels
@@ -167,7 +167,7 @@ def test_partial_results_leave_in_float32(device: str) -> None:
 def test_a_stale_key_is_noticed(monkeypatch: pytest.MonkeyPatch) -> None:
     given = data(16, 16)
     wanted = alone(given, torch.float64, causal=True, impl="naive")
-    monkeypatch.setattr(context, "pass_on", lambda t, group, by=1: context.Arriving(t.clone(), None, t))
+    monkeypatch.setattr(context, "pass_on", lambda t, group, by=1: ring.Arriving(t.clone(), None, t))
     found = run_ranks(4, split, "ring", "zigzag", given, {"causal": True})[0]
     assert all((f - w).abs().max() > 0.01 for f, w in zip(found, wanted, strict=True))
 

@@ -1,0 +1,230 @@
+"""Tensor and sequence parallelism: layers, overlapped products and whole models against one process."""
+
+from __future__ import annotations
+
+import copy
+from typing import Any
+
+import pytest
+import torch
+from torch import nn
+
+import ridgeline
+import ridgeline.nn
+from ranks import run_ranks
+from ridgeline.lm.model import Transformer
+from ridgeline.lm.sizes import Size
+from ridgeline.op import RidgelineError
+from ridgeline.parallel import groups, plans, tensor
+
+EXACT = {"rtol": 1e-10, "atol": 1e-10}
+
+
+def mine(t: torch.Tensor, dim: int) -> torch.Tensor:
+    return t.chunk(groups.size(), dim)[groups.rank()]
+
+
+def overlapped(rank: int, x: torch.Tensor, w: torch.Tensor, u: torch.Tensor, do: list[torch.Tensor]) -> Any:
+    own, ww, uu = [t.clone().requires_grad_() for t in (mine(x, -2), mine(w, 0), mine(u, 1))]
+    first: Any = tensor.all_gather_linear(own, [ww, ww * 2])
+    y = tensor.linear_reduce_scatter(first[0] * first[1], uu)
+    y.backward(mine(do[0], -2))
+    return y.detach(), own.grad, ww.grad, uu.grad
+
+
+@pytest.mark.parametrize("world", [1, 2, 4])
+def test_products_under_transfers(world: int) -> None:
+    x, w, u, do = [torch.randn(s, dtype=torch.float64) for s in ((2, 8, 6), (12, 6), (5, 12), (2, 8, 5))]
+    whole = [t.clone().requires_grad_() for t in (x, w, u)]
+    y = ((whole[0] @ whole[1].mT) * (whole[0] @ whole[1].mT * 2)) @ whole[2].mT
+    y.backward(do)
+    found = run_ranks(world, overlapped, x, w, u, [do])
+    for n, (wanted, dim) in enumerate(((y.detach(), -2), (whole[0].grad, -2), (whole[1].grad, 0), (whole[2].grad, 1))):
+        torch.testing.assert_close(torch.cat([f[n] for f in found], dim), wanted, **EXACT)
+
+
+class Ours(nn.Module):
+    """Our modules, with biases."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.attn = ridgeline.nn.Attention(32, 4, 4, 16, bias=True, dtype=torch.float64)
+        self.norm = ridgeline.nn.RMSNorm(32, eps=1e-6, dtype=torch.float64)
+        self.mlp = ridgeline.nn.GatedMLP(32, 48, dtype=torch.float64)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        x = x + self.attn(x)
+        return x + self.mlp(self.norm(x))
+
+
+class Theirs(nn.Module):
+    """A model in the form of Hugging Face's, with a `_tp_plan`."""
+
+    _tp_plan = {"model.layers.*.self_attn.q_proj": "colwise", "lm_head": "colwise_rep"} | {
+        f"model.layers.*.{name}": style
+        for name, style in (
+            ("self_attn.k_proj", "colwise"),
+            ("self_attn.v_proj", "colwise"),
+            ("self_attn.o_proj", "rowwise"),
+            ("mlp.gate_proj", "colwise"),
+            ("mlp.up_proj", "colwise"),
+            ("mlp.down_proj", "rowwise"),
+        )
+    }
+
+    class Layer(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.self_attn = ridgeline.nn.Attention(32, 4, 4, 16, dtype=torch.float64)
+            self.input_layernorm = ridgeline.nn.RMSNorm(32, eps=1e-6, dtype=torch.float64)
+            self.mlp = ridgeline.nn.GatedMLP(32, 48, dtype=torch.float64)
+
+        def forward(self, hidden_states: torch.Tensor) -> torch.Tensor:
+            hidden_states = hidden_states + self.self_attn(x=self.input_layernorm(hidden_states))
+            return hidden_states + self.mlp(hidden_states)
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.model = nn.Module()
+        self.model.layers = nn.ModuleList([self.Layer(), self.Layer()])
+        self.model.norm = ridgeline.nn.RMSNorm(32, eps=1e-6, dtype=torch.float64)
+        self.lm_head = nn.Linear(32, 8, bias=False, dtype=torch.float64)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        for layer in self.model.layers:
+            x = layer(hidden_states=x)
+        return self.lm_head(self.model.norm(x))
+
+
+SIZE = Size(2, 32, 48, 4, 4, 16, vocabulary=24, qk_norm=True)
+TIED = Size(2, 32, 48, 4, 4, 16, vocabulary=24, tied=True)
+
+
+def trained(net: nn.Module, inputs: list[torch.Tensor]) -> list[Any]:
+    found: Any = net(*inputs)
+    (found if found.dim() == 0 else found.square().mean()).backward()
+    return [found.detach(), {n: p.grad for n, p in net.named_parameters() if p.grad is not None}]
+
+
+def split_model(rank: int, net: nn.Module, inputs: list[torch.Tensor], options: dict[str, Any]) -> list[Any]:
+    net = copy.deepcopy(net)
+    made = plans.parallelize(net, **options)
+    loss, grads = trained(net, inputs)
+    whole = {n: tensor.gathered(g, None, made.splits[n]) if n in made.splits else g for n, g in grads.items()}
+    return [loss, whole, made.state_dict()]
+
+
+def models() -> dict[str, Any]:
+    tokens, target = torch.randint(24, (2, 8)), torch.randint(24, (2, 8))
+    target[:, 5:] = -100
+    x = torch.randn(2, 8, 32, dtype=torch.float64)
+    own = Transformer(SIZE).double()
+    return {
+        "nn": (Ours(), [x], {}),
+        "hugging face": (Theirs(), [x], {}),
+        "hugging face, sequence": (Theirs(), [x], {"sequence": True}),
+        "lm": (own, [tokens, target], {}),
+        "lm, sequence": (own, [tokens, target], {"sequence": True}),
+        "lm, vocabulary": (own, [tokens, target], {"vocab": True}),
+        "lm, sequence, vocabulary": (own, [tokens, target], {"sequence": True, "vocab": True}),
+        "lm, tied": (
+            Transformer(Size(2, 32, 48, 4, 4, 16, vocabulary=24, tied=True)).double(),
+            [tokens, target],
+            {"vocab": True},
+        ),
+        "lm, logits": (own, [tokens], {"vocab": True}),
+        "lm, checkpoints": (Transformer(SIZE, every=1).double(), [tokens, target], {"sequence": True}),
+    }
+
+
+@pytest.mark.parametrize("name", list(models()))
+def test_models_equal_one_process(name: str) -> None:
+    net, inputs, options = models()[name]
+    loss, grads = trained(copy.deepcopy(net), inputs)
+    near = {"rtol": 1e-5, "atol": 1e-7} if name.startswith("lm") else EXACT  # the loss is in float32
+    for world in (2, 4):
+        for found, theirs, state in run_ranks(world, split_model, net, inputs, options):
+            torch.testing.assert_close(found, loss, **near)
+            assert theirs.keys() == grads.keys()
+            for n, g in grads.items():
+                torch.testing.assert_close(theirs[n], g, **near, msg=lambda m, n=n: f"{n}: {m}")
+            assert state.keys() == net.state_dict().keys()
+            torch.testing.assert_close(state, dict(net.state_dict()), rtol=0, atol=0)
+
+
+def layers(rank: int, x: torch.Tensor, up: nn.Linear, down: nn.Linear, embed: nn.Embedding, sequence: bool) -> Any:
+    first, second = tensor.Column(up, sequence=sequence), tensor.Row(down, sequence=sequence)
+    table = tensor.Vocab(embed, sequence=sequence)
+    tokens = torch.arange(16).view(2, 8) % 12
+    own = mine(x, 1).clone().requires_grad_() if sequence else x.clone().requires_grad_()
+    y = second(first(own).relu()) + table(tokens)
+    y.square().sum().backward()
+    y, dx = [tensor.gathered(t.detach(), None, 1) if sequence else t.detach() for t in (y, own.grad)]
+    parts = [(first.weight, 0), (first.bias, 0), (second.weight, 1), (table.weight, 0)]
+    return y, dx, second.bias.grad, *[tensor.gathered(p.grad, None, dim) for p, dim in parts if p.grad is not None]
+
+
+@pytest.mark.parametrize("sequence", [False, True])
+def test_layers_equal_one_process(sequence: bool) -> None:
+    up, down, embed = nn.Linear(8, 12).double(), nn.Linear(12, 8).double(), nn.Embedding(12, 8).double()
+    x = torch.randn(2, 8, 8, dtype=torch.float64)
+    own = x.clone().requires_grad_()
+    y = down(up(own).relu()) + embed(torch.arange(16).view(2, 8) % 12)
+    y.square().sum().backward()
+    wanted = [y.detach(), own.grad, down.bias.grad, up.weight.grad, up.bias.grad, down.weight.grad, embed.weight.grad]
+    for found in run_ranks(4, layers, x, up, down, embed, sequence):
+        torch.testing.assert_close(list(found), wanted, **EXACT)
+
+
+def on_gloo(net: nn.Module, inputs: list[torch.Tensor]) -> list[Any]:
+    return split_model(0, net, inputs, {"sequence": True, "vocab": True})[:2]
+
+
+def test_a_model_on_gloo() -> None:
+    torch.manual_seed(1)
+    net, inputs, _ = models()["lm"]
+    loss, grads = trained(copy.deepcopy(net), inputs)
+    for found, theirs in groups.spawn(on_gloo, 2, net, inputs):
+        torch.testing.assert_close(found, loss)
+        torch.testing.assert_close(theirs, grads, rtol=1e-5, atol=1e-7)
+
+
+def refused(rank: int, net: nn.Module, options: dict[str, Any]) -> str:
+    try:
+        plans.parallelize(net, **options)
+    except RidgelineError as error:
+        return str(error)
+    return ""
+
+
+@pytest.mark.parametrize(
+    ("size", "options", "says"),
+    [
+        (Size(1, 32, 48, 4, 2, 16), {}, "4 ranks must divide the 2 heads of model.layers.0.self_attn.k_proj"),
+        (Size(1, 32, 50, 4, 4, 16), {}, "4 ranks must divide the 50 outputs of model.layers.0.mlp.gate_proj"),
+        (Size(1, 32, 48, 4, 4, 16, vocabulary=30), {"vocab": True}, "4 ranks must divide the vocabulary of 30"),
+        (Size(1, 32, 48, 4), {"plan": {"model.layers.*.mlp.up_proj": "diagonal"}}, "got 'diagonal' for Linear"),
+        (Size(1, 32, 48, 4), {"plan": {"model.layers.*.mlp.up_proj": "colwise"}}, "one by rows, got up_proj"),
+    ],
+)
+def test_every_rank_says_what_does_not_divide(size: Size, options: dict[str, Any], says: str) -> None:
+    said = run_ranks(4, refused, Transformer(size), options)
+    assert len(set(said)) == 1
+    assert says in said[0]
+
+
+def misshapen(rank: int) -> str:
+    try:
+        tensor.linear_reduce_scatter(torch.zeros(1, 4 + rank, 4), torch.zeros(2, 4))
+    except RidgelineError as error:
+        return str(error)
+    return ""
+
+
+def test_unlike_shapes_are_one_sentence_on_every_rank() -> None:
+    said = run_ranks(2, misshapen)
+    assert (
+        said[0]
+        == said[1]
+        == "linear_reduce_scatter: on rank 1: x must have a multiple of 2 tokens, one part for each rank, got 5"
+    )
