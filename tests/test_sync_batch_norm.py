@@ -61,18 +61,22 @@ def test_on_gloo() -> None:
     torch.testing.assert_close(groups.spawn(split, 4, 0, x, dy, torch.float32), wanted, rtol=1e-5, atol=1e-5)
 
 
-def refused(rank: int) -> str:
+def refused(rank: int, channels: int, rows: int) -> str:
     try:
-        SyncBatchNorm(5 + (rank == 1))(torch.zeros(2, 5))
+        SyncBatchNorm(5 + channels * (rank == 1))(torch.zeros(rows * (rank == 0), 5))
     except RidgelineError as error:
         return str(error)
     return ""
 
 
 def test_every_rank_says_what_is_wrong() -> None:
-    said = run_ranks(2, refused)
-    assert said[0] == said[1]
-    assert "on rank 1: the input must be (batch, 6, ...)" in said[0]
+    for given, says in (
+        ((1, 4), "on rank 1: the input must be (batch, 6, ...)"),
+        ((0, 1), "two values a channel, got 1"),
+    ):
+        said = run_ranks(2, refused, *given)
+        assert said[0] == said[1]
+        assert says in said[0]
 
 
 def test_evaluation_moves_nothing_and_state_is_torch_s() -> None:

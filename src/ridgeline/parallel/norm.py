@@ -20,7 +20,7 @@ import torch.distributed as dist
 from torch import nn
 
 from ridgeline.boundary import first_order
-from ridgeline.op import RidgelineError
+from ridgeline.op import RidgelineError, readable
 from ridgeline.parallel import groups
 from ridgeline.parallel.agreement import agree
 
@@ -89,8 +89,9 @@ def _statistics(x: torch.Tensor, group: Any) -> tuple[torch.Tensor, torch.Tensor
 
 
 class SyncBatchNorm(nn.SyncBatchNorm):
-    """`torch.nn.SyncBatchNorm`, also on the CPU: same arguments, parameters and state_dict; process_group=None means all.
+    """`torch.nn.SyncBatchNorm`, also on the CPU, with its arguments, parameters and state_dict.
 
+    process_group: None means all ranks.
     forward: x, (batch, channels, ...), as many channels on every rank. In training mode statistics are those of all
     ranks' batches, in float32; in evaluation mode, with running statistics, nothing is moved.
     Raises RidgelineError, on every rank, if channels differ, or if all batches together have fewer than two values a
@@ -100,9 +101,8 @@ class SyncBatchNorm(nn.SyncBatchNorm):
         group, x = self.process_group, input
         wrong = None
         if x.dim() < 2 or x.shape[1] != self.num_features or not x.is_floating_point():
-            wrong = (
-                f"the input must be (batch, {self.num_features}, ...), floating point, got {x.dtype} {tuple(x.shape)}"
-            )
+            given = f"{x.dtype} {tuple(x.shape)}"
+            wrong = f"the input must be (batch, {self.num_features}, ...), floating point, got {given}"
         if not self.training and self.running_mean is not None:
             if wrong:
                 raise RidgelineError(f"SyncBatchNorm: {wrong}")
@@ -111,6 +111,8 @@ class SyncBatchNorm(nn.SyncBatchNorm):
             )
         agree("SyncBatchNorm", group, x, wrong, dtype=str(x.dtype))
         y, mean, variance, count = _Normalise.apply(x, self.weight, self.bias, self.eps, group)
+        if readable(count) and count < 2:
+            raise RidgelineError(f"SyncBatchNorm: all ranks need at least two values a channel, got {int(count)}")
         if self.training and self.running_mean is not None and self.running_var is not None:
             with torch.no_grad():
                 self._learn(mean, variance * (count / (count - 1)))
