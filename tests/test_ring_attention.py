@@ -58,6 +58,13 @@ def test_split_attention_equals_one_process(way: str, layout: str, options: dict
             torch.testing.assert_close(found, wanted, rtol=1e-12, atol=1e-12)
 
 
+@pytest.mark.parametrize("way", WAYS)
+def test_one_process_needs_no_group(way: str) -> None:
+    given = data(16, 16)
+    wanted = alone(given, torch.float64, causal=True, impl="naive")
+    torch.testing.assert_close(split(0, way, "zigzag", given, {"causal": True}), wanted, rtol=1e-12, atol=1e-12)
+
+
 def on_gloo(given: list[torch.Tensor]) -> list[list[torch.Tensor]]:
     return [split(groups.rank(), way, "zigzag", given, {"causal": True}) for way in WAYS]
 

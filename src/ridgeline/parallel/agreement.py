@@ -8,6 +8,7 @@ import torch
 import torch.distributed as dist
 
 from ridgeline.op import CHECK, RidgelineError
+from ridgeline.parallel import groups
 
 
 def asks(tensor: torch.Tensor, group: Any) -> bool:
@@ -15,7 +16,12 @@ def asks(tensor: torch.Tensor, group: Any) -> bool:
 
     A question costs two small gathers and synchronises. It is not put while PyTorch traces or intercepts the call, and
     not in a pretended world."""
-    if not (tensor.is_cpu or CHECK) or torch.compiler.is_compiling() or torch._C._len_torch_dispatch_stack():
+    if (
+        groups.size(group) == 1
+        or not (tensor.is_cpu or CHECK)
+        or torch.compiler.is_compiling()
+        or torch._C._len_torch_dispatch_stack()
+    ):
         return False
     return dist.get_backend(group) != "fake"
 

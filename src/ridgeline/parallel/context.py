@@ -115,6 +115,8 @@ def _blocks(kv: torch.Tensor, facts: Facts) -> Any:
 
 def _all(kv: torch.Tensor, group: Any) -> torch.Tensor:
     """Returns all ranks' keys and values, (ranks, *kv.shape)."""
+    if groups.size(group) == 1:
+        return kv[None]
     out = kv.new_empty((groups.size(group) * kv.numel(),))
     groups.all_gather(out, kv.view(-1), group=group)
     return out.view(-1, *kv.shape)
@@ -139,6 +141,8 @@ def _gathered_backward(kv: torch.Tensor, facts: Facts, added: Any) -> torch.Tens
     """Returns dk and dv, each rank's from all ranks in one reduce-scatter."""
     world, rank = groups.size(facts.group), groups.rank(facts.group)
     made = [added(part, there) for part, there in _blocks(kv, facts)]
+    if world == 1:
+        return made[0]
     whole = torch.stack([made[(rank - source) % world] for source in range(world)])
     out = whole.new_empty((kv.numel(),))
     groups.reduce_scatter(out, whole.view(-1), group=facts.group)
