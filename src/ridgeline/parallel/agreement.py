@@ -16,12 +16,9 @@ def asks(tensor: torch.Tensor, group: Any) -> bool:
 
     A question costs two small gathers and synchronises. It is not put while PyTorch traces or intercepts the call, and
     not in a pretended world."""
-    if (
-        groups.size(group) == 1
-        or not (tensor.is_cpu or CHECK)
-        or torch.compiler.is_compiling()
-        or torch._C._len_torch_dispatch_stack()
-    ):
+    if groups.size(group) == 1 or not (tensor.is_cpu or CHECK):
+        return False
+    if torch.compiler.is_compiling() or torch._C._len_torch_dispatch_stack():
         return False
     return dist.get_backend(group) != "fake"
 
