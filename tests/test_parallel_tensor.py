@@ -15,7 +15,8 @@ from ranks import run_ranks
 from ridgeline.lm.model import Transformer
 from ridgeline.lm.sizes import Size
 from ridgeline.op import RidgelineError
-from ridgeline.parallel import groups, plans, tensor
+from ridgeline.parallel import groups, tensor
+from ridgeline.parallel import models as split_models
 
 EXACT = {"rtol": 1e-10, "atol": 1e-10}
 
@@ -108,7 +109,7 @@ def trained(net: nn.Module, inputs: list[torch.Tensor]) -> list[Any]:
 
 def split_model(rank: int, net: nn.Module, inputs: list[torch.Tensor], options: dict[str, Any]) -> list[Any]:
     net = copy.deepcopy(net)
-    made = plans.parallelize(net, **options)
+    made = split_models.parallelize(net, **options)
     loss, grads = trained(net, inputs)
     whole = {n: tensor.gathered(g, None, made.splits[n]) if n in made.splits else g for n, g in grads.items()}
     return [loss, whole, made.state_dict()]
@@ -191,7 +192,7 @@ def test_a_model_on_gloo() -> None:
 
 def refused(rank: int, net: nn.Module, options: dict[str, Any]) -> str:
     try:
-        plans.parallelize(net, **options)
+        split_models.parallelize(net, **options)
     except RidgelineError as error:
         return str(error)
     return ""

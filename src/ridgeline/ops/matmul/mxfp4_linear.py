@@ -132,6 +132,7 @@ MXFP4_LINEAR = Op(
     mxfp4_linear,
     reference=reference,
     cost=cost,
+    sharding="x ...K, q nK, scale nK, bias n -> ...n",
     flops={"few_bits_weight": lambda *_: 0},  # a copy of the weight; the products are matmul's or torch's
     cases=[
         _case(3, 40, 256),

@@ -164,6 +164,9 @@ W4A8_LINEAR = Op(
     w4a8_linear,
     reference=reference,
     cost=cost,
+    sharding=lambda x_scale=None, **_: (
+        None if x_scale is not None else "x ...K, q nK, scale nK, zero nK, bias n -> ...n"
+    ),
     cases=[
         _case(3, 40, 256),
         _case(17, 24, 192, 64, zero=True, bias=True, activation="gelu"),

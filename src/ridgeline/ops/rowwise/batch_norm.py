@@ -217,6 +217,12 @@ BATCH_NORM = Op(
     batch_norm,
     reference=reference,
     cost=cost,
+    sharding=lambda x, training=False, **_: (
+        None
+        if training  # its statistics are of all images: parallel.norm has them
+        else f"x {'bcDEF'[: x.dim()]}, running_mean c, running_var c, weight c, bias c, "
+        f"add {'bcDEF'[: x.dim()]} -> {'bcDEF'[: x.dim()]}"
+    ),
     cases=[
         _case("3x12x7x9, evaluation", Spec(3, 12, 7, 9), running=True),
         _case("3x12x7x9", Spec(3, 12, 7, 9)),
