@@ -9,6 +9,7 @@ the parts in order.
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from typing import Any, NamedTuple
 
 import torch
@@ -17,11 +18,11 @@ import triton.language as tl
 from triton.language.extra.cuda import gdc_launch_dependents, gdc_wait
 
 from ridgeline import device, tuning
-from ridgeline.boundary import INTERPRETED, early, kernel_op, launch
+from ridgeline.boundary import INTERPRETED, Function, differentiate, early, first_order, kernel_op, launch
 from ridgeline.op import Implementation, Op, RidgelineError, dtype_name, nbytes
 from ridgeline.ops.matmul._epilogue import ACTIVATIONS, Epilogue, finish
 from ridgeline.ops.matmul._operands import Matrix, Sizes
-from ridgeline.ops.matmul.matmul import in_autocast
+from ridgeline.ops.matmul.matmul import in_autocast, rows_of
 from ridgeline.select import eager
 from ridgeline.tiles import float4
 from ridgeline.tiles.float4 import power
@@ -388,6 +389,18 @@ def check(
         raise RidgelineError(f"{op}: activation must be None, 'silu', 'gelu' or 'gelu_tanh', got {activation!r}")
 
 
+def check_groups(op: str, q: torch.Tensor, scale: torch.Tensor, zero: _Maybe, g_idx: _Maybe = None) -> None:
+    """Raises RidgelineError unless the scales and zeros of groups fit 4-bit codes."""
+    K = 2 * q.shape[1]
+    if scale.dim() != 2 or scale.shape[0] != q.shape[0] or not scale.shape[1] or (g_idx is None and K % scale.shape[1]):
+        wanted = f"(N, K / group) with N = {q.shape[0]} and a group that divides K = {K}"
+        raise RidgelineError(f"{op}: scale must be {wanted}, got {tuple(scale.shape)}")
+    if zero is not None and (zero.dtype != torch.uint8 or zero.shape != scale.shape):
+        raise RidgelineError(f"{op}: zero must be uint8 {tuple(scale.shape)}, got {zero.dtype} {tuple(zero.shape)}")
+    if g_idx is not None and (g_idx.dtype not in (torch.int32, torch.int64) or tuple(g_idx.shape) != (K,)):
+        raise RidgelineError(f"{op}: g_idx must be int32 ({K},), got {g_idx.dtype} {tuple(g_idx.shape)}")
+
+
 def unfit(x: torch.Tensor, q: torch.Tensor, scale: torch.Tensor, *rest: Any) -> str | None:
     """Returns why the kernel does not take a call, or None."""
     if x.shape[-1] != q.shape[1] * (2 if q.dtype == torch.uint8 else 1):
@@ -409,6 +422,41 @@ def plain_rung(op: Op, impl: str | None, x: torch.Tensor, reason: str | None) ->
     if impl is not None:
         raise RidgelineError(f"{op.name}: impl={impl!r} cannot run this call: {reason}")
     return op.implementations["torch"]
+
+
+FORWARD: dict[str, Callable[..., torch.Tensor]] = {}  # each op's (x, q, scale, zero, bias, activation, impl) -> y
+
+
+class _Product(Function):
+    @staticmethod
+    def forward(
+        ctx: Any, op: str, x: torch.Tensor, q: torch.Tensor, scale: torch.Tensor, zero: _Maybe, bias: _Maybe,
+        impl: str | None,
+    ) -> torch.Tensor:  # fmt: skip
+        ctx.save_for_backward(q, scale, zero)
+        return FORWARD[op](x, q, scale, zero, bias, "", impl)
+
+    @staticmethod
+    @first_order
+    def backward(ctx: Any, dy: torch.Tensor) -> Any:
+        q, scale, zero = ctx.saved_tensors
+        dx = dy @ dequantised(q, scale, zero, dy.dtype) if ctx.needs_input_grad[1] else None
+        return None, dx, None, None, None, dy.sum(0) if ctx.needs_input_grad[5] else None, None
+
+
+def call(
+    op: str, x: torch.Tensor, q: torch.Tensor, scale: torch.Tensor, zero: _Maybe, bias: _Maybe, activation: str | None,
+    impl: str | None,
+) -> torch.Tensor:  # fmt: skip
+    """Calls an op's kernels for x (..., K), with gradients to x and bias if they are wanted."""
+    rows = rows_of(x).contiguous()
+    zero, bias = (None if t is None else t.contiguous() for t in (zero, bias))
+    weight = q.contiguous(), scale.detach().contiguous(), zero, bias
+    if torch.is_grad_enabled() and (x.requires_grad or (bias is not None and bias.requires_grad)):
+        y = ACTIVATIONS[activation or ""](differentiate(_Product, op, rows, *weight, impl))
+    else:
+        y = FORWARD[op](rows, *weight, activation or "", impl)
+    return y.view(*x.shape[:-1], q.shape[0])
 
 
 def few(x: torch.Tensor, *_: Any, **__: Any) -> str | None:

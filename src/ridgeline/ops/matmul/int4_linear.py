@@ -13,12 +13,11 @@ from typing import Any
 
 import torch
 
-from ridgeline.boundary import Function, differentiate, first_order, kernel_op
-from ridgeline.op import Case, Cost, Op, RidgelineError, Spec
+from ridgeline.boundary import kernel_op
+from ridgeline.op import Case, Cost, Op, Spec
 from ridgeline.ops.matmul import _few_bits
 from ridgeline.ops.matmul._epilogue import ACTIVATIONS
 from ridgeline.ops.matmul._scaled import Scale
-from ridgeline.ops.matmul.matmul import rows_of
 from ridgeline.select import run
 
 _Maybe = torch.Tensor | None
@@ -35,20 +34,7 @@ def _forward(x: torch.Tensor, q: torch.Tensor, *rest: Any) -> torch.Tensor:
     return y
 
 
-class _Function(Function):
-    @staticmethod
-    def forward(
-        ctx: Any, x: torch.Tensor, q: torch.Tensor, scale: torch.Tensor, zero: _Maybe, bias: _Maybe, impl: str | None
-    ) -> torch.Tensor:
-        ctx.save_for_backward(q, scale, zero)
-        return _forward(x, q, scale, zero, bias, "", impl)
-
-    @staticmethod
-    @first_order
-    def backward(ctx: Any, dy: torch.Tensor) -> Any:
-        q, scale, zero = ctx.saved_tensors
-        dx = dy @ _few_bits.dequantised(q, scale, zero, dy.dtype) if ctx.needs_input_grad[0] else None
-        return dx, None, None, None, dy.sum(0) if ctx.needs_input_grad[4] else None, None
+_few_bits.FORWARD["int4_linear"] = _forward
 
 
 def reference(
@@ -91,32 +77,12 @@ def int4_linear(
     """
     x, bias = _few_bits.cast(x, bias)
     _few_bits.check("int4_linear", x, q, scale, bias, activation, torch.uint8, zero=zero, g_idx=g_idx)
-    _check_groups(q, scale, zero, g_idx)
+    _few_bits.check_groups("int4_linear", q, scale, zero, g_idx)
     reason = "it takes groups in order, without g_idx" if g_idx is not None else _few_bits.unfit(x, q, scale)
     plain = _few_bits.plain_rung(INT4_LINEAR, impl, x, reason)
     if plain is not None and plain.call is not None:
         return plain.call(x, q, scale, zero, g_idx=g_idx, bias=bias, activation=activation)
-    rows = rows_of(x).contiguous()
-    weight = q.contiguous(), scale.detach().contiguous(), None if zero is None else zero.contiguous()
-    bias = None if bias is None else bias.contiguous()
-    if torch.is_grad_enabled() and (x.requires_grad or (bias is not None and bias.requires_grad)):
-        y = ACTIVATIONS[activation or ""](differentiate(_Function, rows, *weight, bias, impl))
-    else:
-        y = _forward(rows, *weight, bias, activation or "", impl)
-    return y.view(*x.shape[:-1], q.shape[0])
-
-
-def _check_groups(q: torch.Tensor, scale: torch.Tensor, zero: _Maybe, g_idx: _Maybe) -> None:
-    K = 2 * q.shape[1]
-    if scale.dim() != 2 or scale.shape[0] != q.shape[0] or not scale.shape[1] or (g_idx is None and K % scale.shape[1]):
-        wanted = f"(N, K / group) with N = {q.shape[0]} and a group that divides K = {K}"
-        raise RidgelineError(f"int4_linear: scale must be {wanted}, got {tuple(scale.shape)}")
-    if zero is not None and (zero.dtype != torch.uint8 or zero.shape != scale.shape):
-        raise RidgelineError(
-            f"int4_linear: zero must be uint8 {tuple(scale.shape)}, got {zero.dtype} {tuple(zero.shape)}"
-        )
-    if g_idx is not None and (g_idx.dtype not in (torch.int32, torch.int64) or tuple(g_idx.shape) != (K,)):
-        raise RidgelineError(f"int4_linear: g_idx must be int32 ({K},), got {g_idx.dtype} {tuple(g_idx.shape)}")
+    return _few_bits.call("int4_linear", x, q, scale, zero, bias, activation, impl)
 
 
 def cost(

@@ -13,12 +13,11 @@ from typing import Any
 
 import torch
 
-from ridgeline.boundary import Function, differentiate, first_order, kernel_op
+from ridgeline.boundary import kernel_op
 from ridgeline.op import Case, Cost, Op, RidgelineError, Spec
 from ridgeline.ops.matmul import _few_bits
 from ridgeline.ops.matmul._epilogue import ACTIVATIONS
 from ridgeline.ops.matmul._scaled import Scale
-from ridgeline.ops.matmul.matmul import rows_of
 from ridgeline.select import run
 
 _Maybe = torch.Tensor | None
@@ -34,20 +33,7 @@ def _forward(
     return y
 
 
-class _Function(Function):
-    @staticmethod
-    def forward(
-        ctx: Any, x: torch.Tensor, q: torch.Tensor, scale: torch.Tensor, bias: _Maybe, impl: str | None
-    ) -> torch.Tensor:
-        ctx.save_for_backward(q, scale)
-        return _forward(x, q, scale, bias, "", impl)
-
-    @staticmethod
-    @first_order
-    def backward(ctx: Any, dy: torch.Tensor) -> Any:
-        q, scale = ctx.saved_tensors
-        dx = dy @ _few_bits.dequantised(q, scale, None, dy.dtype) if ctx.needs_input_grad[0] else None
-        return dx, None, None, dy.sum(0) if ctx.needs_input_grad[3] else None, None
+_few_bits.FORWARD["int8_linear"] = lambda x, q, scale, _, *rest: _forward(x, q, scale, *rest)
 
 
 def _launch(
@@ -93,13 +79,7 @@ def int8_linear(
     plain = _few_bits.plain_rung(INT8_LINEAR, impl, x, _few_bits.unfit(x, q, scale))
     if plain is not None and plain.call is not None:
         return plain.call(x, q, scale, bias=bias, activation=activation)
-    rows, weight = rows_of(x).contiguous(), (q.contiguous(), scale.detach().contiguous())
-    bias = None if bias is None else bias.contiguous()
-    if torch.is_grad_enabled() and (x.requires_grad or (bias is not None and bias.requires_grad)):
-        y = ACTIVATIONS[activation or ""](differentiate(_Function, rows, *weight, bias, impl))
-    else:
-        y = _forward(rows, *weight, bias, activation or "", impl)
-    return y.view(*x.shape[:-1], q.shape[0])
+    return _few_bits.call("int8_linear", x, q, scale, None, bias, activation, impl)
 
 
 def cost(x: torch.Tensor, q: torch.Tensor, scale: torch.Tensor, **options: Any) -> tuple[Cost, Cost]:

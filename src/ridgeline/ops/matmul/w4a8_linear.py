@@ -113,12 +113,7 @@ def _check(
     stand_in = x.to(torch.float64 if double else torch.float32) if x_scale is not None else x
     same = None if not isinstance(bias, torch.Tensor) else bias.to(stand_in.dtype) if bias.is_floating_point() else bias
     _few_bits.check(op, stand_in, q, scale, same, activation, torch.uint8, zero=zero, x_scale=x_scale)
-    N, K = q.shape[0], 2 * q.shape[1]
-    if scale.dim() != 2 or scale.shape[0] != N or not scale.shape[1] or K % scale.shape[1]:
-        wanted = f"(N, K / group) with N = {N} and a group that divides K = {K}"
-        raise RidgelineError(f"{op}: scale must be {wanted}, got {tuple(scale.shape)}")
-    if zero is not None and (zero.dtype != torch.uint8 or zero.shape != scale.shape):
-        raise RidgelineError(f"{op}: zero must be uint8 {tuple(scale.shape)}, got {zero.dtype} {tuple(zero.shape)}")
+    _few_bits.check_groups(op, q, scale, zero)
     shapes = x.shape[:-1], (*x.shape[:-1], 1)
     if x_scale is not None and (x_scale.shape not in shapes or x_scale.dtype not in (torch.float32, torch.float64)):
         raise RidgelineError(
