@@ -1,0 +1,210 @@
+"""Products of groups of rows with a matrix each, y_r = x_r W_g + b_g, for groups that only the device knows.
+
+Programs walk the tiles of the groups in order. A program finds a tile's group in the groups' ends, so the host reads
+nothing, and a group without rows has no tile. Rows of x may be gathered: then no permuted copy of them is made. Rows
+past the last end are a group of their own, whose tiles are zeros. Ends out of order lead to no row outside.
+Source: Tillet, Triton's tutorial of group GEMM, 2023; Gale et al., MegaBlocks, 2022 (arXiv:2211.15841).
+"""
+
+from __future__ import annotations
+
+from typing import Any, NamedTuple
+
+import torch
+import triton
+import triton.language as tl
+
+from ridgeline import device, tuning
+from ridgeline.boundary import launch
+from ridgeline.op import dtype_name
+
+Maybe = torch.Tensor | None
+
+
+class Rows(NamedTuple):
+    """A matrix with its strides. order: row r of the product takes row order[r] // each; None: row r."""
+
+    data: Any
+    row: Any
+    column: Any
+    order: Any
+    each: Any
+
+
+class Weights(NamedTuple):
+    """A matrix (k, n) for each group, with its strides."""
+
+    data: Any
+    group: Any
+    k: Any
+    n: Any
+
+
+class Sizes(NamedTuple):
+    """T rows of K elements and of N results, in G groups."""
+
+    T: Any
+    K: Any
+    N: Any
+    G: Any
+
+
+@triton.jit
+def bounds(ends, g, G, T):
+    """The first row of group g and the end of its rows, in [0, T]. Group G is the rows past the last end."""
+    start = tl.load(ends + g - 1, mask=(g > 0) & (g <= G), other=0)
+    end = tl.load(ends + g, mask=g < G, other=0)
+    start = tl.where(g > G, T, tl.minimum(tl.maximum(start, 0), T))
+    return start, tl.where(g >= G, T, tl.minimum(tl.maximum(end, 0), T))
+
+
+@triton.jit
+def last_tiles(ends, G, T, BM: tl.constexpr, POW: tl.constexpr):
+    """How many tiles of BM rows there are up to the end of each group, (POW,)."""
+    start, end = bounds(ends, tl.arange(0, POW), G, T)
+    return tl.cumsum(tl.cdiv(tl.maximum(end - start, 0), BM), 0)
+
+
+@triton.jit
+def find(last, ends, t, across, sizes, BM: tl.constexpr, BN: tl.constexpr, GROUP: tl.constexpr):
+    """The group of tile t, its first row, the end of its group's rows and its first column.
+
+    Tiles of a group run down GROUP tiles of rows before the next column."""
+    before_it = last * across <= t
+    g = tl.sum(before_it.to(tl.int32), 0)
+    before = tl.max(tl.where(before_it, last, 0), 0)
+    start, end = bounds(ends, g, sizes.G, sizes.T)
+    down, place = tl.cdiv(end - start, BM), t - before * across
+    first = place // (GROUP * across) * GROUP
+    size = min(down - first, GROUP)
+    row = start + (first + place % (GROUP * across) % size) * BM
+    return g, row, end, place % (GROUP * across) // size * BN
+
+
+@triton.jit
+def source(x, r):
+    """The rows of x that rows r of a product take, as int64."""
+    if x.order is not None:
+        r = tl.load(x.order + r) // x.each
+    return r.to(tl.int64)
+
+
+@triton.jit
+def _fwd(
+    y,
+    x,
+    w,
+    bias,
+    ends,
+    sizes,
+    BM: tl.constexpr,
+    BN: tl.constexpr,
+    BK: tl.constexpr,
+    GROUP: tl.constexpr,
+    POW: tl.constexpr,
+    EVEN: tl.constexpr,
+    PRECISION: tl.constexpr,
+):
+    T, K, N, G = sizes
+    across = tl.cdiv(N, BN)
+    last = last_tiles(ends, G, T, BM, POW)
+    tiles = tl.max(last, 0) * across
+    k = tl.arange(0, BK)
+    for t in range(tl.program_id(0), tiles, tl.num_programs(0)):
+        g, row, end, column = find(last, ends, t, across, sizes, BM, BN, GROUP)
+        r, n = row + tl.arange(0, BM), column + tl.arange(0, BN)
+        # Rows and columns past the edge repeat the last one and are never stored: that costs less than a mask.
+        rows = source(x, tl.minimum(r, end - 1))
+        columns = tl.minimum(n, N - 1).to(tl.int64)
+        group = tl.minimum(g, G - 1).to(tl.int64)
+        at_x = x.data + rows[:, None] * x.row + k[None, :].to(tl.int64) * x.column
+        at_w = w.data + group * w.group + k[:, None].to(tl.int64) * w.k + columns[None, :] * w.n
+        depth = tl.where(g < G, K, 0)
+        acc = tl.zeros((BM, BN), tl.float32)
+        before = acc
+        for start in range(0, depth, BK):
+            if EVEN:
+                left, right = tl.load(at_x), tl.load(at_w)
+            else:
+                left = tl.load(at_x, mask=k[None, :] < K - start, other=0.0)
+                right = tl.load(at_w, mask=k[:, None] < K - start, other=0.0)
+            acc = tl.dot(left, right, acc, input_precision=PRECISION)
+            at_x += BK * tl.cast(x.column, tl.int64)
+            at_w += BK * tl.cast(w.k, tl.int64)
+            # Sums of sums: a single chain of many float32 additions has several times torch's error.
+            if PRECISION == "ieee" and (start + BK) % 512 == 0:
+                before += acc
+                acc = tl.zeros((BM, BN), tl.float32)
+        if PRECISION == "ieee":
+            acc += before
+        if bias is not None:
+            here = (n < N) & (g < G)
+            acc += tl.load(bias + group * N + n, mask=here, other=0.0).to(tl.float32)[None, :]
+        at_y = y + r[:, None].to(tl.int64) * N + n[None, :]
+        tl.store(at_y, acc.to(y.dtype.element_ty), mask=(r[:, None] < end) & (n[None, :] < N))
+
+
+def rows_of(x: torch.Tensor, order: Maybe = None, each: int = 1) -> Rows:
+    return Rows(x, *x.stride(), order, each)
+
+
+def power(groups: int) -> int:
+    """The length of vectors with an element for each group and one for the rows past the last end."""
+    return triton.next_power_of_2(max(groups + 1, 2))
+
+
+def dot_precision(x: torch.Tensor, precision: str) -> str:
+    """What a product of x's dtype is told. Only "ieee" needs sums of sums."""
+    return precision if x.dtype == torch.float32 else "tf32"
+
+
+def product(y: torch.Tensor, x: Rows, w: torch.Tensor, ends: torch.Tensor, bias: Maybe, precision: str) -> None:
+    """Fills y (T, N), contiguous, from w (G, K, N), any strides; bias (G, N), contiguous. ends: int32, contiguous."""
+    (T, N), (G, K, _) = y.shape, w.shape
+    exact = dot_precision(y, precision)
+
+    def config() -> dict[str, Any]:
+        gpu = device.of(y)
+        chosen = tuning.config(
+            gpu, "grouped_matmul", "fwd", _key(y, T, K, N, G), lambda: rule(gpu, y.dtype, exact, T, N, K, G), _space
+        )
+        return chosen | {"EVEN": K % chosen["BK"] == 0}
+
+    def grid(c: dict[str, Any]) -> tuple[int, ...]:
+        return (programs(device.of(y), c, T, N, G),)
+
+    given = y, x, Weights(w, *w.stride()), bias, ends, Sizes(T, K, N, G)
+    launch(_fwd, grid, *given, config=config, key=(T, K, N, G), POW=power(G), PRECISION=exact)
+
+
+def _key(y: torch.Tensor, *sizes: int) -> str:
+    return " ".join([dtype_name(y), *(str(min(65536, triton.next_power_of_2(d))) for d in sizes)])
+
+
+def programs(gpu: device.Device, c: dict[str, Any], T: int, N: int, G: int) -> int:
+    """Programs for a grid of tiles, of which no more than two are of one multiprocessor; a tile each if they are few."""
+    most = (triton.cdiv(T, c["BM"]) + G) * triton.cdiv(N, c["BN"])
+    return min(most, 2 * gpu.multiprocessors) if c["BM"] >= 64 else min(most, 1 << 16)
+
+
+def rule(gpu: device.Device, dtype: torch.dtype, exact: str, T: int, N: int, K: int, G: int) -> tuning.Config:
+    """Returns the tile: as many rows as a group has on average, so that few of a tile's rows are none."""
+    average = T / max(1, G)
+    rows = 16 if average <= 16 else 32 if average <= 48 else 64 if average <= 96 else 128
+    stages = 3 if gpu.backend == "cuda" else 2
+    if dtype == torch.float32:
+        rows = min(rows, 64)
+        return {"BM": rows, "BN": 64, "BK": 16 if exact == "ieee" else 32, "GROUP": 8, "num_warps": 4, "num_stages": stages}  # fmt: skip
+    if rows < 64:
+        return {"BM": rows, "BN": 64, "BK": 128, "GROUP": 1, "num_warps": 4, "num_stages": stages + 1}
+    wide = 256 if rows == 128 and N >= 1024 and gpu.shared_memory >= 227 << 10 else 128
+    warps = 8 if rows == 128 else 4
+    return {"BM": rows, "BN": wide, "BK": 64, "GROUP": 8, "num_warps": warps, "num_stages": stages + (wide == 128)}
+
+
+def _space() -> list[tuning.Config]:
+    return [
+        {"BM": bm, "BN": bn, "BK": bk, "GROUP": 8, "num_warps": warps, "num_stages": stages}
+        for bm, bn, warps in ((128, 256, 8), (128, 128, 8), (128, 128, 4), (64, 256, 4), (64, 128, 4), (16, 64, 4))
+        for bk, stages in ((64, 3), (64, 4), (128, 3))
+    ]
