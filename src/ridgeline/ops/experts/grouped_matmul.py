@@ -122,7 +122,7 @@ def _grouped_mm(x: _T, w: _T, offsets: _T, *, bias: _Maybe = None, main_grad: _M
     return torch.where(inside, y, 0)
 
 
-def _unlike_torch(x: _T, w: _T, offsets: _T, *_: Any, **__: Any) -> str | None:
+def _unlike_torch(x: _T, w: _T, *_: Any, **__: Any) -> str | None:
     """Returns why torch's grouped_mm does not take a call, or None."""
     if not x.is_cuda or x.dtype != torch.bfloat16 or not hasattr(F, "grouped_mm"):
         return f"torch's grouped_mm takes bfloat16 on a GPU, and x is {x.dtype} on {x.device.type}"
@@ -173,7 +173,7 @@ def grouped_matmul(
     """
     x, w, bias = cast(x, w, bias)
     _check(x, w, offsets, bias, main_grad)
-    plain = eager(GROUPED_MATMUL, impl, x, w, offsets, bias)
+    plain = eager(GROUPED_MATMUL, impl, x, w, bias)
     if plain is not None and plain.call is not None:
         return plain.call(x, w, offsets, bias=bias, main_grad=main_grad)
     bias = None if bias is None else bias.contiguous()

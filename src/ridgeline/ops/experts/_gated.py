@@ -1,0 +1,206 @@
+"""The first half of an expert: act(x G^T + b) (x U^T + c) for groups of gathered rows, and its backward.
+
+A program multiplies its rows with a tile of the gate's weight and one of up's in one loop, and the two meet in
+registers: h is written once, and both products z only if backward needs them. swiglu_oai is gpt-oss's
+(up + 1) gate sigmoid(1.702 gate), with limits.
+"""
+
+from __future__ import annotations
+
+from typing import Any, NamedTuple
+
+import torch
+import triton
+import triton.language as tl
+
+from ridgeline import device, tuning
+from ridgeline.boundary import launch
+from ridgeline.ops.experts._products import (
+    Maybe,
+    Rows,
+    Sizes,
+    Weights,
+    dot_precision,
+    find,
+    last_tiles,
+    power,
+    programs,
+    rule,
+    source,
+)
+from ridgeline.tiles.activations import silu_slope
+
+ALPHA = tl.constexpr(1.702)
+
+
+class Halves(NamedTuple):
+    """Where the rows of a gate_up weight are: the gate's at `step` apart, up's `up` rows further. z has that order."""
+
+    step: Any
+    up: Any
+
+
+class Written(NamedTuple):
+    """The results: h (n, I), and z (n, 2I), or None."""
+
+    h: Any
+    z: Any
+
+
+@triton.jit
+def _unit(gate, up, limit, OAI: tl.constexpr, dtype: tl.constexpr):
+    """act(gate) * up with limits, and its derivatives by gate and by up."""
+    g, u = gate, up
+    if limit is not None:  # by comparisons that are false for a NaN, which stays
+        g = tl.where(gate > limit, limit, gate)
+        u = tl.where(up > limit, limit, tl.where(up < -limit, -limit, up))
+    if OAI:
+        y, slope = silu_slope(g * ALPHA, dtype)
+        y = y / ALPHA
+        u += 1.0
+    else:
+        y, slope = silu_slope(g, dtype)
+    by_gate, by_up = slope * u, y
+    if limit is not None:
+        by_gate = tl.where(gate > limit, 0.0, by_gate)
+        by_up = tl.where(tl.abs(up) > limit, 0.0, by_up)
+    return y * u, by_gate, by_up
+
+
+@triton.jit(do_not_specialize=["limit"])
+def _fwd(
+    out,
+    x,
+    w,
+    bias,
+    ends,
+    sizes,
+    halves,
+    limit,
+    BM: tl.constexpr,
+    BN: tl.constexpr,
+    BK: tl.constexpr,
+    GROUP: tl.constexpr,
+    OPTIONS: tl.constexpr,
+):
+    """sizes: n rows, K, I and the experts. OPTIONS: (power of the experts, even K, precision, swiglu_oai)."""
+    T, K, N, G = sizes
+    POW: tl.constexpr = OPTIONS[0]
+    EVEN: tl.constexpr = OPTIONS[1]
+    PRECISION: tl.constexpr = OPTIONS[2]
+    across = tl.cdiv(N, BN)
+    last = last_tiles(ends, G, T, BM, POW)
+    tiles = tl.max(last, 0) * across
+    k = tl.arange(0, BK)
+    for t in range(tl.program_id(0), tiles, tl.num_programs(0)):
+        g, row, end, column = find(last, ends, t, across, sizes, BM, BN, GROUP)
+        r, n = row + tl.arange(0, BM), column + tl.arange(0, BN)
+        rows = source(x, tl.minimum(r, end - 1))
+        group = tl.minimum(g, G - 1).to(tl.int64)
+        mine = tl.minimum(n, N - 1).to(tl.int64) * halves.step  # the weight's rows
+        at_x = x.data + rows[:, None] * x.row + k[None, :].to(tl.int64) * x.column
+        at_w = w.data + group * w.group + k[:, None].to(tl.int64) * w.k + mine[None, :] * w.n
+        further = tl.cast(halves.up, tl.int64) * w.n
+        gate, up = tl.zeros((BM, BN), tl.float32), tl.zeros((BM, BN), tl.float32)
+        gate_before, up_before = gate, up
+        for start in range(0, tl.where(g < G, K, 0), BK):
+            if EVEN:
+                left, one, other = tl.load(at_x), tl.load(at_w), tl.load(at_w + further)
+            else:
+                left = tl.load(at_x, mask=k[None, :] < K - start, other=0.0)
+                one = tl.load(at_w, mask=k[:, None] < K - start, other=0.0)
+                other = tl.load(at_w + further, mask=k[:, None] < K - start, other=0.0)
+            gate = tl.dot(left, one, gate, input_precision=PRECISION)
+            up = tl.dot(left, other, up, input_precision=PRECISION)
+            at_x += BK * tl.cast(x.column, tl.int64)
+            at_w += BK * tl.cast(w.k, tl.int64)
+            if PRECISION == "ieee" and (start + BK) % 512 == 0:
+                gate_before += gate
+                up_before += up
+                gate, up = tl.zeros((BM, BN), tl.float32), tl.zeros((BM, BN), tl.float32)
+        if PRECISION == "ieee":
+            gate += gate_before
+            up += up_before
+        if bias is not None:
+            here = (n < N) & (g < G)
+            at_b = bias + group * 2 * N + mine
+            gate += tl.load(at_b, mask=here, other=0.0).to(tl.float32)[None, :]
+            up += tl.load(at_b + halves.up, mask=here, other=0.0).to(tl.float32)[None, :]
+        inside = (r[:, None] < end) & (n[None, :] < N)
+        r = r.to(tl.int64)
+        if out.z is not None:
+            at_z = out.z + r[:, None] * (2 * N) + mine[None, :]
+            tl.store(at_z, gate.to(out.z.dtype.element_ty), mask=inside)
+            tl.store(at_z + halves.up, up.to(out.z.dtype.element_ty), mask=inside)
+        h, _, _ = _unit(gate, up, limit, OPTIONS[3], out.h.dtype.element_ty)
+        tl.store(out.h + r[:, None] * N + n[None, :], h.to(out.h.dtype.element_ty), mask=inside)
+
+
+class Undone(NamedTuple):
+    """dz (n, 2I); h (n, I), times the pair's weight; sums (n,), float32: the gradients of the weights."""
+
+    dz: Any
+    h: Any
+    sums: Any
+
+
+@triton.jit(do_not_specialize=["limit"])
+def _bwd(out, dh, z, weights, order, last_end, N, halves, limit, OAI: tl.constexpr, BLOCK: tl.constexpr):
+    """dh (n, I): the gradient of h without the pair's weight. A program has one row."""
+    r = tl.program_id(0).to(tl.int64)
+    factor = tl.load(weights + tl.load(order + r)).to(tl.float32)
+    factor = tl.where(r < tl.load(last_end), factor, 0.0)  # rows of no expert
+    sums = tl.zeros((BLOCK,), tl.float32)
+    for start in range(0, N, BLOCK):
+        n = start + tl.arange(0, BLOCK)
+        at_z = r * (2 * N) + n * halves.step
+        gate = tl.load(z + at_z, mask=n < N, other=0.0).to(tl.float32)
+        up = tl.load(z + at_z + halves.up, mask=n < N, other=0.0).to(tl.float32)
+        d = tl.load(dh + r * N + n, mask=n < N, other=0.0).to(tl.float32)
+        h, by_gate, by_up = _unit(gate, up, limit, OAI, z.dtype.element_ty)
+        sums += d * h
+        dtype = out.dz.dtype.element_ty
+        tl.store(out.h + r * N + n, (h * factor).to(dtype), mask=n < N)
+        tl.store(out.dz + at_z, (d * factor * by_gate).to(dtype), mask=n < N)
+        tl.store(out.dz + at_z + halves.up, (d * factor * by_up).to(dtype), mask=n < N)
+    tl.store(out.sums + r, tl.sum(sums, 0))
+
+
+def _halves(I: int, interleaved: bool) -> Halves:
+    return Halves(2, 1) if interleaved else Halves(1, I)
+
+
+def gated(
+    h: torch.Tensor, z: Maybe, x: Rows, w: torch.Tensor, ends: torch.Tensor, bias: Maybe, oai: bool, limit: float | None,
+    interleaved: bool, precision: str
+) -> None:  # fmt: skip
+    """Fills h (n, I) and z (n, 2I) from gathered rows x and w (E, 2I, K), any strides; bias (E, 2I), contiguous."""
+    (T, N), (G, _, K) = h.shape, w.shape
+    exact = dot_precision(h, precision)
+    w = w.mT
+
+    def config() -> dict[str, Any]:
+        gpu = device.of(h)
+        chosen = _tile(rule(gpu, h.dtype, exact, T, N, K, G))
+        return chosen | {"OPTIONS": (power(G), K % chosen["BK"] == 0, exact, oai)}
+
+    def grid(c: dict[str, Any]) -> tuple[int, ...]:
+        return (programs(device.of(h), c, T, N, G),)
+
+    given = Written(h, z), x, Weights(w, *w.stride()), bias, ends, Sizes(T, K, N, G), _halves(N, interleaved), limit
+    launch(_fwd, grid, *given, config=config, key=(T, N, K, G, oai))
+
+
+def _tile(one: tuning.Config) -> tuning.Config:
+    """The tile of a product of half the columns, since there are two."""
+    return one | {"BN": min(one["BN"], 128) if one["BM"] < 64 else max(32, one["BN"] // 2)}
+
+
+def ungated(
+    dz: torch.Tensor, h: torch.Tensor, sums: torch.Tensor, dh: torch.Tensor, z: torch.Tensor, weights: torch.Tensor,
+    order: torch.Tensor, ends: torch.Tensor, oai: bool, limit: float | None, interleaved: bool
+) -> None:  # fmt: skip
+    n, N = dh.shape
+    block = min(1024, triton.next_power_of_2(N))
+    given = Undone(dz, h, sums), dh, z, weights, order, ends[-1:], N, _halves(N, interleaved), limit
+    launch(_bwd, (n,), *given, OAI=oai, BLOCK=block, num_warps=max(1, min(4, block // 256)))
