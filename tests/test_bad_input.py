@@ -27,9 +27,90 @@ blocks, owned = torch.ones(3, 16, 2, 16), torch.zeros(2, 1, dtype=torch.int32)
 cache, new, at = torch.ones(2, 5, 3, 4), torch.full((2, 2, 3, 4), 2.0), torch.zeros(2, dtype=torch.int64)
 heads4, keys3 = torch.ones(2, 5, 4, 8), torch.ones(2, 5, 3, 8)
 decays, state4 = -torch.ones(2, 5, 4), torch.ones(2, 4, 8, 8)
+rows5, each3, tops = torch.ones(5, 6), torch.ones(3, 6, 4), torch.tensor([2, 2, 5], dtype=torch.int32)
+gate_up2, down2, chosen = torch.ones(2, 8, 6), torch.ones(2, 6, 4), torch.zeros(4, 1, dtype=torch.int64)
+share = torch.ones(4, 1)
 
 Bad = dict[str, tuple[Callable[[], object], list[str]]]
 BAD: Bad = {
+    "grouped_matmul: offsets that fall": (
+        lambda: ridgeline.grouped_matmul(rows5, each3, tops.flip(0)),
+        ["offsets", "rise", "5 rows", "[5, 2, 2]"],
+    ),
+    "grouped_matmul: offsets past the rows": (
+        lambda: ridgeline.grouped_matmul(rows5[:4], each3, tops),
+        ["offsets", "4 rows", "[2, 2, 5]"],
+    ),
+    "grouped_matmul: long offsets": (
+        lambda: ridgeline.grouped_matmul(rows5, each3, tops.long()),
+        ["int32", "int64", "(3,)"],
+    ),
+    "grouped_matmul: inner sizes": (
+        lambda: ridgeline.grouped_matmul(rows5[:, :5], each3, tops),
+        ["(T, K)", "(5, 5)", "(3, 6, 4)"],
+    ),
+    "grouped_matmul: another bias": (
+        lambda: ridgeline.grouped_matmul(rows5, each3, tops, bias=torch.ones(3, 5)),
+        ["bias", "(3, 4)", "(3, 5)"],
+    ),
+    "grouped_matmul: a buffer in half precision": (
+        lambda: ridgeline.grouped_matmul(rows5, each3, tops, main_grad=each3.half()),
+        ["main_grad", "float32", "float16"],
+    ),
+    "grouped_matmul: two dtypes": (lambda: ridgeline.grouped_matmul(rows5, each3.half(), tops), ["float32", "float16"]),
+    "grouped_matmul: no tensor": (lambda: ridgeline.grouped_matmul(rows5, each3, [2, 2, 5]), ["offsets", "list"]),
+    "topk_gate: more than there are": (lambda: ridgeline.topk_gate(x, 7), ["k", "1 to 6", "7"]),
+    "topk_gate: more than the groups have": (
+        lambda: ridgeline.topk_gate(x, 3, groups=3, top_groups=1),
+        ["k", "1 to 2", "3"],
+    ),
+    "topk_gate: groups that do not divide": (lambda: ridgeline.topk_gate(x, 1, groups=4), ["groups", "6", "4"]),
+    "topk_gate: too many top groups": (
+        lambda: ridgeline.topk_gate(x, 1, groups=2, top_groups=3),
+        ["top_groups", "1 to 2", "3"],
+    ),
+    "topk_gate: another score": (lambda: ridgeline.topk_gate(x, 1, score="relu"), ["softmax", "sigmoid", "'relu'"]),
+    "topk_gate: another bias": (lambda: ridgeline.topk_gate(x, 1, bias=w5), ["bias", "(6,)", "(5,)"]),
+    "topk_gate: a scale of nothing": (lambda: ridgeline.topk_gate(x, 1, scale=0.0), ["scale", "0.0"]),
+    "topk_gate: whole numbers": (lambda: ridgeline.topk_gate(whole, 1), ["floating", "int32"]),
+    "topk_gate: no tensor": (lambda: ridgeline.topk_gate([1.0], 1), ["logits", "list"]),
+    "moe: an index of no expert": (
+        lambda: ridgeline.moe(x, share, chosen + 2, gate_up2, down2),
+        ["indices", "0 to 1", "2 to 2"],
+    ),
+    "moe: other weights": (
+        lambda: ridgeline.moe(x, share, chosen, gate_up2, down2[:1]),
+        ["gate_up", "down", "(2, 8, 6)", "(1, 6, 4)"],
+    ),
+    "moe: another width": (
+        lambda: ridgeline.moe(rows5[:4, :5], share, chosen, gate_up2, down2),
+        ["(..., H)", "(4, 5)"],
+    ),
+    "moe: shares of another shape": (
+        lambda: ridgeline.moe(x, torch.ones(4, 2), chosen, gate_up2, down2),
+        ["weights", "(4, 1)", "(4, 2)"],
+    ),
+    "moe: indices of another shape": (
+        lambda: ridgeline.moe(x, share, chosen[:2], gate_up2, down2),
+        ["indices", "(4, 'k')", "(2, 1)"],
+    ),
+    "moe: another bias": (
+        lambda: ridgeline.moe(x, share, chosen, gate_up2, down2, down_bias=torch.ones(2, 8)),
+        ["down_bias", "(2, 6)", "(2, 8)"],
+    ),
+    "moe: another activation": (
+        lambda: ridgeline.moe(x, share, chosen, gate_up2, down2, activation="gelu"),
+        ["silu", "swiglu_oai", "'gelu'"],
+    ),
+    "moe: a limit below nothing": (
+        lambda: ridgeline.moe(x, share, chosen, gate_up2, down2, limit=-1.0),
+        ["limit", "-1.0"],
+    ),
+    "moe: two dtypes": (
+        lambda: ridgeline.moe(x, share, chosen, gate_up2, down2.half()),
+        ["down", "float32", "float16"],
+    ),
+    "moe: no tensor": (lambda: ridgeline.moe(x, share, [0], gate_up2, down2), ["indices", "list"]),
     "linear_attention: heads that do not divide": (
         lambda: ridgeline.linear_attention(keys3, keys3, heads4),
         ["multiple", "4", "3"],

@@ -105,6 +105,7 @@ SPILLS: dict[tuple[str, str, str, str], tuple[int, str]] = {
         for arch in ("sm_80", "sm_86", "sm_89", "sm_120")
     },
     ("mla_decode", "triton", "_attend_latent", "sm_120"): (32, "four registers in blocks; untimed there"),
+    ("moe", "triton", "_fwd", "sm_90"): (64, "gate's and up's 128 x 128 sums in 256 threads; untimed there"),
     ("mla_decode", "triton", "_attend_latent", "sm_90"): (8, "one register in 16 rows of bfloat16; untimed there"),
     ("softmax", "triton", "_fwd", "sm_90"): (
         8,

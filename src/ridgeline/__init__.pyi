@@ -232,6 +232,82 @@ def sample(
     Raises RidgelineError if the arguments do not fit together, or if `impl` cannot run the call.
     """
 
+def grouped_matmul(
+    x: torch.Tensor,
+    w: torch.Tensor,
+    offsets: torch.Tensor,
+    *,
+    bias: torch.Tensor | None = None,
+    main_grad: torch.Tensor | None = None,
+    impl: str | None = None,
+) -> torch.Tensor:
+    """Returns the products of groups of rows with a matrix each, (T, N). Gradients flow to x, w and bias.
+
+    x: (T, K); w: (G, K, N); bias: (G, N) or None; one dtype and device, any strides.
+    offsets: (G,), int32: the end of each group's rows, rising; group g has the rows from the end before it to its own.
+    They stay on the device: the host reads them on a CPU alone. A group may have no rows. Rows past the last end give
+    zeros. On a GPU, offsets that do not rise give unspecified rows, and nothing outside is read or written.
+    main_grad: a float32 buffer (G, K, N), any strides. Backward adds w's gradient to it, in the product's epilogue, and
+    w.grad stays as it is; None: w gets its gradient.
+    Sums are float32, in the order of rows and of K, and rounded once. float32 products follow
+    `torch.get_float32_matmul_precision()`. Autocast casts x, w and bias first.
+    Raises RidgelineError if shapes, dtypes or devices do not match, or if `impl` cannot run the call.
+    """
+
+def moe(
+    x: torch.Tensor,
+    weights: torch.Tensor,
+    indices: torch.Tensor,
+    gate_up: torch.Tensor,
+    down: torch.Tensor,
+    *,
+    gate_up_bias: torch.Tensor | None = None,
+    down_bias: torch.Tensor | None = None,
+    activation: str = "silu",
+    limit: float | None = None,
+    interleaved: bool = False,
+    impl: str | None = None,
+) -> torch.Tensor:
+    """Returns for each token the weighted sum of its experts, (..., H). Gradients flow to all floating-point tensors.
+
+    x: (..., H). weights: (..., k), any floating dtype; indices: (..., k), int32 or int64, as `topk_gate` returns them.
+    gate_up: (E, 2 I, H), an expert's gate rows first, then up's; interleaved: gate and up take turns, as in gpt-oss.
+    down: (E, H, I). gate_up_bias: (E, 2 I) or None; down_bias: (E, H) or None. x, experts and biases share one dtype;
+    any strides, so gpt-oss's (E, H, 2 I) is given as its mT.
+    activation: "silu" for silu(gate) up, or "swiglu_oai" for gpt-oss's (up + 1) gate sigmoid(1.702 gate).
+    limit: clamps gate to at most limit and up to [-limit, limit] first; None: no limits.
+    An expert's sums are float32 and each of its two results is rounded once; a token's sum is float32, in the order of
+    its choices, and rounded once. No order depends on a race. The host reads nothing from a GPU: there, an index
+    that is no expert's gives its token NaN; on a CPU it raises.
+    float32 products follow `torch.get_float32_matmul_precision()`. Autocast casts x, experts and biases first.
+    Raises RidgelineError if shapes, dtypes or devices do not match, or if `impl` cannot run the call.
+    """
+
+def topk_gate(
+    logits: torch.Tensor,
+    k: int,
+    *,
+    score: str = "softmax",
+    bias: torch.Tensor | None = None,
+    groups: int = 1,
+    top_groups: int = 1,
+    normalize: bool = True,
+    scale: float = 1.0,
+    impl: str | None = None,
+) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+    """Chooses k experts for each token. Gradients flow to the logits through the weights.
+
+    logits: (T, E), floating point, any strides, at most 1024 experts.
+    score: "softmax" over all experts, or "sigmoid".
+    bias: (E,), added to the scores for the choice alone (DeepSeek-V3's balance), or None. It gets no gradient.
+    groups, top_groups: experts in groups of E / groups neighbours; only the best top_groups of them are chosen from. A
+    group's score is the sum of its two best with sigmoid (DeepSeek-V3), and its best with softmax (DeepSeek-V2).
+    normalize: whether a token's weights are divided by their sum (plus 1e-20). scale: a factor for them at the end.
+    Returns weights (T, k), float32; indices (T, k), int64, the best first and equal ones by index; counts (E,), int32:
+    the tokens of each expert. A row whose scores hold NaN, as softmax's do for +inf, gives NaN and the first experts.
+    Raises RidgelineError if arguments do not fit together, or if `impl` cannot run the call.
+    """
+
 def cross_entropy(
     logits: torch.Tensor,
     target: torch.Tensor,

@@ -8,8 +8,6 @@ import torch
 
 from ridgeline.op import OWN, RidgelineError, dense_only
 
-WHOLE = (torch.int32, torch.int64)
-
 
 def cast(*given: Any) -> tuple[Any, ...]:
     """Returns the tensors, in autocast's dtype if it is enabled for the first one's device."""

@@ -80,11 +80,10 @@ def _keep_groups(choice, gate, ROWS: tl.constexpr, GP: tl.constexpr, PP: tl.cons
     left = tl.where(group[None, :] < gate.groups, best, float("-inf"))
     kept = tl.zeros((ROWS, GP), tl.int32)
     for _ in range(gate.top_groups):
-        # A taken group is below -inf's rank, so that groups of -inf are still told apart.
         free = tl.where(kept == 0, left, float("-inf"))
         most = tl.max(free, 1)
-        first = tl.min(tl.where((kept == 0) & (free == most[:, None]), group[None, :], GP), 1)
-        kept = tl.where(group[None, :] == first[:, None], 1, kept)
+        taken = tl.min(tl.where((kept == 0) & (free == most[:, None]), group[None, :], GP), 1)
+        kept = tl.where(group[None, :] == taken[:, None], 1, kept)
     return tl.where(kept[:, :, None] != 0, parts, float("-inf")).reshape(ROWS, GP * PP)
 
 

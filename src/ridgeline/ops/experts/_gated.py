@@ -83,11 +83,14 @@ def _fwd(
     GROUP: tl.constexpr,
     OPTIONS: tl.constexpr,
 ):
-    """sizes: n rows, K, I and the experts. OPTIONS: (power of the experts, even K, precision, swiglu_oai)."""
+    """sizes: n rows, K, I and the experts. OPTIONS: (power of the experts, even K, precision, swiglu_oai, long)."""
     T, K, N, G = sizes
     POW: tl.constexpr = OPTIONS[0]
     EVEN: tl.constexpr = OPTIONS[1]
     PRECISION: tl.constexpr = OPTIONS[2]
+    w_k, w_n = w.k, w.n
+    if OPTIONS[4]:  # offsets in an expert's weight overflow 32 bits
+        w_k, w_n = tl.cast(w_k, tl.int64), tl.cast(w_n, tl.int64)
     across = tl.cdiv(N, BN)
     last = last_tiles(ends, G, T, BM, POW)
     tiles = tl.max(last, 0) * across
@@ -97,23 +100,24 @@ def _fwd(
         r, n = row + tl.arange(0, BM), column + tl.arange(0, BN)
         rows = source(x, tl.minimum(r, end - 1))
         group = tl.minimum(g, G - 1).to(tl.int64)
-        mine = tl.minimum(n, N - 1).to(tl.int64) * halves.step  # the weight's rows
+        mine = n % N * halves.step  # the weight's rows
         at_x = x.data + rows[:, None] * x.row + k[None, :].to(tl.int64) * x.column
-        at_w = w.data + group * w.group + k[:, None].to(tl.int64) * w.k + mine[None, :] * w.n
-        further = tl.cast(halves.up, tl.int64) * w.n
+        at_w = w.data + group * w.group
+        here_w = k[:, None] * w_k + mine[None, :] * w_n
+        further = halves.up * w_n
         gate, up = tl.zeros((BM, BN), tl.float32), tl.zeros((BM, BN), tl.float32)
         gate_before, up_before = gate, up
         for start in range(0, tl.where(g < G, K, 0), BK):
             if EVEN:
-                left, one, other = tl.load(at_x), tl.load(at_w), tl.load(at_w + further)
+                left, one, other = tl.load(at_x), tl.load(at_w + here_w), tl.load(at_w + further + here_w)
             else:
                 left = tl.load(at_x, mask=k[None, :] < K - start, other=0.0)
-                one = tl.load(at_w, mask=k[:, None] < K - start, other=0.0)
-                other = tl.load(at_w + further, mask=k[:, None] < K - start, other=0.0)
+                one = tl.load(at_w + here_w, mask=k[:, None] < K - start, other=0.0)
+                other = tl.load(at_w + further + here_w, mask=k[:, None] < K - start, other=0.0)
             gate = tl.dot(left, one, gate, input_precision=PRECISION)
             up = tl.dot(left, other, up, input_precision=PRECISION)
             at_x += BK * tl.cast(x.column, tl.int64)
-            at_w += BK * tl.cast(w.k, tl.int64)
+            at_w += BK * tl.cast(w_k, tl.int64)
             if PRECISION == "ieee" and (start + BK) % 512 == 0:
                 gate_before += gate
                 up_before += up
@@ -174,26 +178,27 @@ def gated(
     h: torch.Tensor, z: Maybe, x: Rows, w: torch.Tensor, ends: torch.Tensor, bias: Maybe, oai: bool, limit: float | None,
     interleaved: bool, precision: str
 ) -> None:  # fmt: skip
-    """Fills h (n, I) and z (n, 2I) from gathered rows x and w (E, 2I, K), any strides; bias (E, 2I), contiguous."""
+    """Fills h (n, I) and z (n, 2 I) from gathered rows x and w (E, 2 I, K), any strides; bias: contiguous."""
     (T, N), (G, _, K) = h.shape, w.shape
     exact = dot_precision(h, precision)
     w = w.mT
+    long = (K + 128) * w.stride(1) + 2 * N * w.stride(2) >= 1 << 31
 
     def config() -> dict[str, Any]:
         gpu = device.of(h)
-        chosen = _tile(rule(gpu, h.dtype, exact, T, N, K, G))
-        return chosen | {"OPTIONS": (power(G), K % chosen["BK"] == 0, exact, oai)}
+        chosen = _tile(rule(gpu, h.dtype, exact, T, 2 * N, K, G))
+        return chosen | {"OPTIONS": (power(G), K % chosen["BK"] == 0, exact, oai, long)}
 
     def grid(c: dict[str, Any]) -> tuple[int, ...]:
-        return (programs(device.of(h), c, T, N, G),)
+        return (programs(device.of(h), c, h.element_size(), T, N, G, wide=2),)
 
-    given = Written(h, z), x, Weights(w, *w.stride()), bias, ends, Sizes(T, K, N, G), _halves(N, interleaved), limit
-    launch(_fwd, grid, *given, config=config, key=(T, N, K, G, oai))
+    where = x, Weights(w, *w.stride()), bias, ends, Sizes(T, K, N, G), _halves(N, interleaved)
+    launch(_fwd, grid, Written(h, z), *where, limit, config=config, key=(T, N, K, G, oai, long))
 
 
 def _tile(one: tuning.Config) -> tuning.Config:
     """The tile of a product of half the columns, since there are two."""
-    return one | {"BN": min(one["BN"], 128) if one["BM"] < 64 else max(32, one["BN"] // 2)}
+    return one | {"BN": max(32, one["BN"] // 2)}
 
 
 def ungated(

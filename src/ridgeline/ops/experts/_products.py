@@ -113,12 +113,12 @@ def _fwd(
     for t in range(tl.program_id(0), tiles, tl.num_programs(0)):
         g, row, end, column = find(last, ends, t, across, sizes, BM, BN, GROUP)
         r, n = row + tl.arange(0, BM), column + tl.arange(0, BN)
-        # Rows and columns past the edge repeat the last one and are never stored: that costs less than a mask.
+        # Rows past the end repeat the last one, and columns wrap around: unlike a mask, that costs nothing.
         rows = source(x, tl.minimum(r, end - 1))
-        columns = tl.minimum(n, N - 1).to(tl.int64)
+        columns = n % N
         group = tl.minimum(g, G - 1).to(tl.int64)
         at_x = x.data + rows[:, None] * x.row + k[None, :].to(tl.int64) * x.column
-        at_w = w.data + group * w.group + k[:, None].to(tl.int64) * w.k + columns[None, :] * w.n
+        at_w = w.data + group * w.group + k[:, None].to(tl.int64) * w.k + columns[None, :].to(tl.int64) * w.n
         depth = tl.where(g < G, K, 0)
         acc = tl.zeros((BM, BN), tl.float32)
         before = acc
@@ -171,7 +171,7 @@ def product(y: torch.Tensor, x: Rows, w: torch.Tensor, ends: torch.Tensor, bias:
         return chosen | {"EVEN": K % chosen["BK"] == 0}
 
     def grid(c: dict[str, Any]) -> tuple[int, ...]:
-        return (programs(device.of(y), c, T, N, G),)
+        return (programs(device.of(y), c, y.element_size(), T, N, G),)
 
     given = y, x, Weights(w, *w.stride()), bias, ends, Sizes(T, K, N, G)
     launch(_fwd, grid, *given, config=config, key=(T, K, N, G), POW=power(G), PRECISION=exact)
@@ -181,10 +181,12 @@ def _key(y: torch.Tensor, *sizes: int) -> str:
     return " ".join([dtype_name(y), *(str(min(65536, triton.next_power_of_2(d))) for d in sizes)])
 
 
-def programs(gpu: device.Device, c: dict[str, Any], T: int, N: int, G: int) -> int:
-    """Programs for a grid of tiles, of which no more than two are of one multiprocessor; a tile each if they are few."""
-    most = (triton.cdiv(T, c["BM"]) + G) * triton.cdiv(N, c["BN"])
-    return min(most, 2 * gpu.multiprocessors) if c["BM"] >= 64 else min(most, 1 << 16)
+def programs(gpu: device.Device, c: dict[str, Any], size: int, T: int, N: int, G: int, wide: int = 1) -> int:
+    """As many programs as run at once, or one for each tile if those are small or few. wide: weights' tiles in one."""
+    most = (T // c["BM"] + min(G + 1, T)) * triton.cdiv(N, c["BN"])
+    held = (c["BM"] + wide * c["BN"]) * c["BK"] * size * c["num_stages"]
+    at_once = max(1, gpu.shared_memory // (held + 1024)) if c["BM"] >= 64 else 1 << 12
+    return min(most, at_once * gpu.multiprocessors)
 
 
 def rule(gpu: device.Device, dtype: torch.dtype, exact: str, T: int, N: int, K: int, G: int) -> tuning.Config:
@@ -193,13 +195,14 @@ def rule(gpu: device.Device, dtype: torch.dtype, exact: str, T: int, N: int, K: 
     rows = 16 if average <= 16 else 32 if average <= 48 else 64 if average <= 96 else 128
     stages = 3 if gpu.backend == "cuda" else 2
     if dtype == torch.float32:
-        rows = min(rows, 64)
-        return {"BM": rows, "BN": 64, "BK": 16 if exact == "ieee" else 32, "GROUP": 8, "num_warps": 4, "num_stages": stages}  # fmt: skip
+        deep = 16 if exact == "ieee" else 32
+        return {"BM": max(32, min(rows, 64)), "BN": 64, "BK": deep, "GROUP": 8, "num_warps": 4, "num_stages": 2}
     if rows < 64:
-        return {"BM": rows, "BN": 64, "BK": 128, "GROUP": 1, "num_warps": 4, "num_stages": stages + 1}
+        few = (T // rows + min(G, T)) * triton.cdiv(N, 64) < gpu.multiprocessors
+        return {"BM": rows, "BN": 32 if few else 64, "BK": 128, "GROUP": 1, "num_warps": 4, "num_stages": stages}
     wide = 256 if rows == 128 and N >= 1024 and gpu.shared_memory >= 227 << 10 else 128
     warps = 8 if rows == 128 else 4
-    return {"BM": rows, "BN": wide, "BK": 64, "GROUP": 8, "num_warps": warps, "num_stages": stages + (wide == 128)}
+    return {"BM": rows, "BN": wide, "BK": 64, "GROUP": 8, "num_warps": warps, "num_stages": stages}
 
 
 def _space() -> list[tuning.Config]:

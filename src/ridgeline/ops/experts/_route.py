@@ -54,7 +54,7 @@ def _put(pairs, table, n, E, BLOCK: tl.constexpr, POW: tl.constexpr, ROWS: tl.co
     total = tl.zeros((POW,), tl.int32)
     before = tl.zeros((POW,), tl.int32)
     if table is None:
-        for block in range(0, span):
+        for block in range(span):
             total += tl.sum(_one_hot(pairs, block * BLOCK + tl.arange(0, BLOCK), n, E, POW), 0)
     else:
         for start in range(0, tl.num_programs(0), ROWS):

@@ -41,8 +41,8 @@ def _bwd(
     m = (first + place % (GROUP * across) % size) * BM + tl.arange(0, BM)
     n = place % (GROUP * across) // size * BN + tl.arange(0, BN)
     begin, end = bounds(ends, g, G, T)
-    at_a = a.data + tl.minimum(m, M - 1).to(tl.int64) * a.column
-    at_b = b.data + tl.minimum(n, N - 1).to(tl.int64) * b.column
+    at_a = a.data + (m % M).to(tl.int64) * a.column
+    at_b = b.data + (n % N).to(tl.int64) * b.column
     acc = tl.zeros((BM, BN), tl.float32)
     before = acc
     for start in range(begin, end, BR):
@@ -93,7 +93,7 @@ def weight_grad(dw: torch.Tensor, a: Rows, b: Rows, T: int, ends: torch.Tensor, 
             return {"BM": 64, "BN": 64, "BR": 16 if exact == "ieee" else 32, "num_warps": 4, "num_stages": 2}
         large = device.of(dw).shared_memory >= 227 << 10
         wide = 256 if large and N >= 1024 else 128
-        return {"BM": 128, "BN": wide, "BR": 64, "num_warps": 8, "num_stages": 3 if large else 2}
+        return {"BM": 128, "BN": wide, "BR": 64 if large else 32, "num_warps": 8, "num_stages": 3}
 
     def grid(c: dict[str, Any]) -> tuple[int, ...]:
         return (G * triton.cdiv(M, c["BM"]) * triton.cdiv(N, c["BN"]),)

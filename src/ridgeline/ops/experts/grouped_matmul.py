@@ -8,24 +8,22 @@ Source: Gale et al., MegaBlocks, 2022 (arXiv:2211.15841); the interface is torch
 
 from __future__ import annotations
 
+from functools import partial
 from typing import Any
 
 import torch
-import torch.nn.functional as F
 
 from ridgeline.boundary import Function, differentiate, first_order, kernel_op
-from ridgeline.op import Case, Columns, Cost, Op, RidgelineError, Spec, nbytes, readable
-from ridgeline.ops.experts import _products, _weight_grads
-from ridgeline.ops.experts._arguments import Into, alike, cast, check_main_grad, precision, tensors, values
+from ridgeline.op import Case, Columns, Cost, Op, Spec, nbytes
+from ridgeline.ops.experts import _checks, _plain, _products, _weight_grads
+from ridgeline.ops.experts._arguments import Into, cast, precision
 from ridgeline.select import eager, run
 
 _T = torch.Tensor
 _Maybe = torch.Tensor | None
 
 
-@kernel_op(
-    "grouped_matmul_fwd(Tensor x, Tensor w, Tensor offsets, Tensor? bias, str precision, str? impl) -> Tensor"
-)
+@kernel_op("grouped_matmul_fwd(Tensor x, Tensor w, Tensor offsets, Tensor? bias, str precision, str? impl) -> Tensor")
 def _fwd_op(x: _T, w: _T, offsets: _T, bias: _Maybe, how: str, impl: str | None) -> _T:
     y = x.new_empty((x.shape[0], w.shape[2]))
     run(GROUPED_MATMUL, "fwd", impl, (y,), x, w, offsets, bias, how)
@@ -66,9 +64,7 @@ def _triton_grads(dw: _T, db: _T, dy: _T, x: _T, offsets: _T, how: str, add: boo
 
 class _Function(Function):
     @staticmethod
-    def forward(
-        ctx: Any, x: _T, w: _T, bias: _Maybe, offsets: _T, main_grad: _Maybe, impl: str | None
-    ) -> _T:
+    def forward(ctx: Any, x: _T, w: _T, bias: _Maybe, offsets: _T, main_grad: _Maybe, impl: str | None) -> _T:
         ctx.save_for_backward(x, w, offsets, main_grad)
         ctx.impl = impl
         return _fwd_op(x, w, offsets, bias, precision(), impl)
@@ -100,61 +96,6 @@ def reference(x: _T, w: _T, offsets: _T, *, bias: _Maybe = None, main_grad: _May
     return y
 
 
-def _by_group(x: _T, w: _T, offsets: _T, *, bias: _Maybe = None, main_grad: _Maybe = None) -> _T:
-    ends = values(offsets)
-    if ends is None:
-        return reference(x, w, offsets, bias=bias, main_grad=main_grad)
-    w = w if main_grad is None else Into.apply(w, main_grad)
-    parts = [x[s:e] @ w[g] for g, (s, e) in enumerate(zip([0, *ends], ends, strict=False))]
-    parts = parts if bias is None else [part + bias[g] for g, part in enumerate(parts)]
-    tail = x.shape[0] - (ends[-1] if ends else 0)
-    return torch.cat([*parts, x.new_zeros((tail, w.shape[2]))])
-
-
-def _grouped_mm(x: _T, w: _T, offsets: _T, *, bias: _Maybe = None, main_grad: _Maybe = None) -> _T:
-    """torch leaves rows past the last end as they were, in y and in dx."""
-    w = w if main_grad is None else Into.apply(w, main_grad)
-    row = torch.arange(x.shape[0], device=x.device, dtype=torch.int32)
-    inside = (row < offsets[-1])[:, None]
-    y = F.grouped_mm(torch.where(inside, x, 0), w, offs=offsets)
-    if bias is not None:
-        y = y + bias[torch.searchsorted(offsets, row, right=True).clamp(max=w.shape[0] - 1)]
-    return torch.where(inside, y, 0)
-
-
-def _unlike_torch(x: _T, w: _T, *_: Any, **__: Any) -> str | None:
-    """Returns why torch's grouped_mm does not take a call, or None."""
-    if not x.is_cuda or x.dtype != torch.bfloat16 or not hasattr(F, "grouped_mm"):
-        return f"torch's grouped_mm takes bfloat16 on a GPU, and x is {x.dtype} on {x.device.type}"
-    for t in (x, w):
-        *_, row, column = t.stride()
-        if 1 not in (row, column) or max(row, column) % 8 or t.data_ptr() % 16 or 0 in t.shape:
-            return "torch's grouped_mm takes rows or columns of multiples of 16 bytes"
-    return None if w.shape[0] and x.shape[1] % 8 == 0 == w.shape[2] % 8 else "torch's grouped_mm takes K and N by 8"
-
-
-def _check(x: Any, w: Any, offsets: Any, bias: Any, main_grad: Any) -> None:
-    given = {n: t for n, t in (("bias", bias), ("main_grad", main_grad)) if t is not None}
-    tensors("grouped_matmul", x=x, w=w, offsets=offsets, **given)
-    alike("grouped_matmul", x=x, w=w, **({} if bias is None else {"bias": bias}))
-    if x.dim() != 2 or w.dim() != 3 or x.shape[1] != w.shape[1]:
-        shapes = f"{tuple(x.shape)} and {tuple(w.shape)}"
-        raise RidgelineError(f"grouped_matmul: x must be (T, K) and w (G, K, N), got {shapes}")
-    if offsets.dtype != torch.int32 or offsets.shape != w.shape[:1]:
-        found = f"{offsets.dtype} {tuple(offsets.shape)}"
-        raise RidgelineError(f"grouped_matmul: offsets must be int32 ({w.shape[0]},), a group's end each, got {found}")
-    if bias is not None and bias.shape != (w.shape[0], w.shape[2]):
-        wanted = w.shape[0], w.shape[2]
-        raise RidgelineError(f"grouped_matmul: bias must be {tuple(wanted)}, got {tuple(bias.shape)}")
-    if main_grad is not None:
-        check_main_grad("grouped_matmul", main_grad, w)
-    if readable(offsets):
-        ends = [0, *offsets.tolist(), x.shape[0]]
-        if ends != sorted(ends):
-            found = str(ends[1:-1]) if len(ends) < 18 else f"{ends[1:9]} and so on"
-            raise RidgelineError(f"grouped_matmul: offsets must rise from 0 to at most {x.shape[0]} rows, got {found}")
-
-
 def grouped_matmul(
     x: torch.Tensor, w: torch.Tensor, offsets: torch.Tensor, *, bias: torch.Tensor | None = None,
     main_grad: torch.Tensor | None = None, impl: str | None = None,
@@ -172,7 +113,7 @@ def grouped_matmul(
     Raises RidgelineError if shapes, dtypes or devices do not match, or if `impl` cannot run the call.
     """
     x, w, bias = cast(x, w, bias)
-    _check(x, w, offsets, bias, main_grad)
+    _checks.grouped_matmul(x, w, offsets, bias, main_grad)
     plain = eager(GROUPED_MATMUL, impl, x, w, bias)
     if plain is not None and plain.call is not None:
         return plain.call(x, w, offsets, bias=bias, main_grad=main_grad)
@@ -211,7 +152,8 @@ def _case(sizes: tuple[int, ...], K: int, N: int, use: str = "check", tail: int 
     name = [what, *["one with half"] * (use == "bench" and len(set(sizes)) > 1), f"{K} -> {N}", *["bias"] * bias]
     dtypes = {"bench": ("bfloat16",), "quick": ("float32",), "check": ("float32", "float16", "bfloat16")}[use]
     weight = (Columns if use != "check" or tail else Spec)(G, K, N)  # columns: as layers store (N, K)
-    return Case(", ".join(name), (Spec(T, K), weight, Ends(*sizes, tail=tail)), {"bias": Spec(G, N)} if bias else {}, dtypes=dtypes, use=use)  # fmt: skip
+    given = Spec(T, K), weight, Ends(*sizes, tail=tail)
+    return Case(", ".join(name), given, {"bias": Spec(G, N)} if bias else {}, dtypes=dtypes, use=use)
 
 
 def _skewed(G: int, T: int) -> tuple[int, ...]:
@@ -239,9 +181,13 @@ GROUPED_MATMUL = Op(
     ],
 )
 
-GROUPED_MATMUL.eager("naive", "a product for each group, whose ends the host reads", _by_group, served=True, reads=True)
+BY_GROUP = partial(_plain.by_group, reference)
+GROUPED_MATMUL.eager("naive", "a product for each group, whose ends the host reads", BY_GROUP, served=True, reads=True)
 GROUPED_MATMUL.eager(
-    "torch", "PyTorch's grouped_mm (CUTLASS), and zeros for rows past the last end", _grouped_mm, supports=_unlike_torch
+    "torch",
+    "PyTorch's grouped_mm (CUTLASS), and zeros for rows past the last end",
+    _plain.grouped_mm,
+    supports=_plain.not_grouped_mm,
 )
 GROUPED_MATMUL.kernel(
     "triton",

@@ -1,6 +1,7 @@
 """moe: y_t = sum_j w_tj down_e act(gate_e x_t) (up_e x_t), e = index_tj: the chosen experts of each token.
 
-    backward: g = down_e^T dy_t,  dw_tj = g . h,  dz = w_tj g act'(z),  dx_t = sum_j gate_up_e^T dz,  dgate_up_e = sum dz x_t^T
+    backward: g = down_e^T dy_t,  dw_tj = g . h,  dz = w_tj g h'(z),  dx_t = sum_j gate_up_e^T dz
+              dgate_up_e = sum of its dz x_t^T,  ddown_e = sum of its w_tj dy_t h^T
 
 Pairs (token, expert) get places by expert without a sort, products gather tokens where they read them, and each token's
 results are summed in order. Backward keeps z = gate_up x alone: no copies of tokens, and no outputs of experts.
@@ -18,20 +19,23 @@ import torch
 import torch.nn.functional as F
 
 from ridgeline.boundary import Function, differentiate, first_order, kernel_op
-from ridgeline.op import Case, Cost, Op, RidgelineError, Spec, nbytes, readable
-from ridgeline.ops.experts import _gated, _products, _route, _weight_grads
-from ridgeline.ops.experts._arguments import WHOLE, alike, cast, precision, tensors
+from ridgeline.op import Case, Cost, Op, Spec, nbytes
+from ridgeline.ops.experts import _checks, _experts, _plain
+from ridgeline.ops.experts._arguments import cast, precision
 from ridgeline.ops.experts.grouped_matmul import grouped_matmul
 from ridgeline.select import eager, run
 
 _T = torch.Tensor
 _Maybe = torch.Tensor | None
-ACTIVATIONS = ("silu", "swiglu_oai")
-_GIVEN = "Tensor x, Tensor weights, Tensor indices, Tensor gate_up, Tensor down, Tensor? gate_up_bias, Tensor? down_bias"
+_GIVEN = (
+    "Tensor x, Tensor weights, Tensor indices, Tensor gate_up, Tensor down, Tensor? gate_up_bias, Tensor? down_bias"
+)
 _OPTIONS = "str activation, float? limit, bool interleaved"
 
 
-@kernel_op(f"moe_fwd({_GIVEN}, {_OPTIONS}, bool keep, str precision, str? impl) -> (Tensor, Tensor, Tensor, Tensor, Tensor)")  # fmt: skip
+@kernel_op(
+    f"moe_fwd({_GIVEN}, {_OPTIONS}, bool keep, str precision, str? impl) -> (Tensor, Tensor, Tensor, Tensor, Tensor)"
+)
 def _fwd_op(x: _T, weights: _T, indices: _T, gate_up: _T, *rest: Any) -> tuple[_T, ...]:
     """Returns y, z (or nothing), and the pairs' order, places and ends of groups."""
     *given, keep, how, impl = rest
@@ -66,48 +70,6 @@ def _bwd_op(
     return made
 
 
-def _triton(
-    y: _T, z: _T, order: _T, place: _T, ends: _T, x: _T, weights: _T, indices: _T, gate_up: _T, down: _T,
-    gate_up_bias: _Maybe, down_bias: _Maybe, activation: str, limit: float | None, interleaved: bool, how: str,
-) -> None:  # fmt: skip
-    n, k, (E, width, H) = indices.numel(), indices.shape[1], gate_up.shape
-    pairs = _route.Pairs(indices, order, place, ends)
-    _route.route(pairs, torch.empty((_route.SPANS, _products.power(E)), dtype=torch.int32, device=x.device))
-    h, rows = x.new_empty((n, width // 2)), x.new_empty((n, H))
-    tokens, oai = _products.rows_of(x, order, k), activation == "swiglu_oai"
-    _gated.gated(h, z if z.numel() else None, tokens, gate_up, ends, gate_up_bias, oai, limit, interleaved, how)
-    _products.product(rows, _products.rows_of(h), down.mT, ends, down_bias, how)
-    _route.combine(y, rows, weights, pairs, k)
-
-
-def _triton_grads(
-    dx: _T, dweights: _T, dgate_up: _T, ddown: _T, dgate_up_bias: _T, ddown_bias: _T, dy: _T, x: _T, weights: _T,
-    indices: _T, gate_up: _T, down: _T, down_bias: _Maybe, z: _T, order: _T, place: _T, ends: _T, activation: str,
-    limit: float | None, interleaved: bool, how: str,
-) -> None:  # fmt: skip
-    n, k, (_, H, I) = indices.numel(), indices.shape[1], down.shape
-    pairs = _route.Pairs(indices, order, place, ends)
-    incoming, tokens = _products.rows_of(dy, order, k), _products.rows_of(x, order, k)
-    dh, h, dz = (x.new_empty((n, size)) for size in (I, I, 2 * I))
-    sums = torch.empty((n,), dtype=torch.float32, device=x.device)
-    _products.product(dh, incoming, down, ends, None, how)
-    _gated.ungated(dz, h, sums, dh, z, weights, order, ends, activation == "swiglu_oai", limit, interleaved)
-    if dweights.numel():
-        _route.weight_grads(dweights, sums, dy, down_bias, pairs)
-    if dx.numel():
-        rows = x.new_empty((n, H))
-        _products.product(rows, _products.rows_of(dz), gate_up, ends, None, how)
-        _route.combine(dx, rows, None, pairs, k)
-    if dgate_up.numel():
-        _weight_grads.weight_grad(dgate_up, _products.rows_of(dz), tokens, n, ends, how, False)
-    if ddown.numel():
-        _weight_grads.weight_grad(ddown, incoming, _products.rows_of(h), n, ends, how, False)
-    if dgate_up_bias.numel():
-        _weight_grads.bias_grad(dgate_up_bias, _products.rows_of(dz), n, ends)
-    if ddown_bias.numel():
-        _weight_grads.bias_grad(ddown_bias, incoming, n, ends, weights)
-
-
 class _Function(Function):
     @staticmethod
     def forward(
@@ -130,13 +92,6 @@ class _Function(Function):
         return *(m if w else None for m, w in zip(made, of[:6], strict=True)), *[None] * 6
 
 
-def _unit(z: _T, activation: str, limit: float | None, interleaved: bool) -> _T:
-    gate, up = (z[..., ::2], z[..., 1::2]) if interleaved else z.chunk(2, -1)
-    if limit is not None:
-        gate, up = gate.clamp(max=limit), up.clamp(-limit, limit)
-    return F.silu(gate) * up if activation == "silu" else (up + 1) * (gate * torch.sigmoid(1.702 * gate))
-
-
 def reference(
     x: _T, weights: _T, indices: _T, gate_up: _T, down: _T, *, gate_up_bias: _Maybe = None, down_bias: _Maybe = None,
     activation: str = "silu", limit: float | None = None, interleaved: bool = False
@@ -150,65 +105,11 @@ def reference(
         share = torch.where(indices == e, weights, 0).sum(-1, keepdim=True)
         chosen = (indices == e).any(-1, keepdim=True)
         z = F.linear(torch.where(chosen, x, 0), gate_up[e], None if gate_up_bias is None else gate_up_bias[e])
-        out = F.linear(_unit(z, activation, limit, interleaved), down[e], None if down_bias is None else down_bias[e])
+        out = F.linear(
+            _plain.unit(z, activation, limit, interleaved), down[e], None if down_bias is None else down_bias[e]
+        )
         y = y + share * out
     return torch.where(known, y, math.nan).to(x.dtype)
-
-
-def _grouped(
-    impl: str, x: _T, weights: _T, indices: _T, gate_up: _T, down: _T, *, gate_up_bias: _Maybe = None,
-    down_bias: _Maybe = None, activation: str = "silu", limit: float | None = None, interleaved: bool = False
-) -> _T:  # fmt: skip
-    """Pairs sorted by expert, two grouped products and a gather; impl: the products'."""
-    (T, k), E = indices.shape, gate_up.shape[0]
-    known = (indices >= 0) & (indices < E)
-    expert = torch.where(known, indices, E).flatten()
-    order = expert.argsort(stable=True)
-    ends = (expert[:, None] == torch.arange(E, device=x.device)).sum(0).cumsum(0).to(torch.int32)
-    z = grouped_matmul(x[order // k], gate_up.mT, ends, bias=gate_up_bias, impl=impl)
-    rows = grouped_matmul(_unit(z, activation, limit, interleaved), down.mT, ends, bias=down_bias, impl=impl)
-    wide = torch.promote_types(x.dtype, torch.float32)
-    y = (rows[order.argsort()].view(T, k, -1).to(wide) * weights.to(wide)[..., None]).sum(1)
-    return torch.where(known.all(-1, keepdim=True), y, math.nan).to(x.dtype)
-
-
-def _unlike_torch(x: _T, *_: Any, **__: Any) -> str | None:
-    if x.is_cuda and x.dtype == torch.bfloat16 and hasattr(F, "grouped_mm") and x.shape[-1] % 8 == 0:
-        return None
-    return f"torch's grouped_mm takes bfloat16 on a GPU, with rows of multiples of 16 bytes, not {x.dtype} {tuple(x.shape)} on {x.device.type}"  # fmt: skip
-
-
-def _check(
-    x: Any, weights: Any, indices: Any, gate_up: Any, down: Any, gate_up_bias: Any, down_bias: Any, activation: Any,
-    limit: Any
-) -> None:  # fmt: skip
-    biases = {n: t for n, t in (("gate_up_bias", gate_up_bias), ("down_bias", down_bias)) if t is not None}
-    tensors("moe", x=x, weights=weights, indices=indices, gate_up=gate_up, down=down, **biases)
-    alike("moe", x=x, gate_up=gate_up, down=down, **biases)
-    if gate_up.dim() != 3 or down.dim() != 3 or x.shape[-1:] != gate_up.shape[2:] or 0 in gate_up.shape:
-        shapes = f"{tuple(x.shape)}, {tuple(gate_up.shape)} and {tuple(down.shape)}"
-        raise RidgelineError(f"moe: x must be (..., H), gate_up (E, 2 I, H) and down (E, H, I), got {shapes}")
-    E, width, H = gate_up.shape
-    if width % 2 or down.shape != (E, H, width // 2):
-        wanted = f"gate_up (E, 2 I, H) and down (E, H, I) with H = {H}"
-        raise RidgelineError(f"moe: weights must be {wanted}, got {tuple(gate_up.shape)} and {tuple(down.shape)}")
-    rows = x.shape[:-1]
-    if indices.dtype not in WHOLE or indices.shape[:-1] != rows or indices.dim() != x.dim() or not indices.shape[-1]:
-        found = f"{indices.dtype} {tuple(indices.shape)}"
-        raise RidgelineError(f"moe: indices must be int32 or int64 {(*rows, 'k')}, got {found}")
-    if weights.shape != indices.shape or not weights.is_floating_point():
-        found = f"{weights.dtype} {tuple(weights.shape)}"
-        raise RidgelineError(f"moe: weights must be floating point {tuple(indices.shape)}, got {found}")
-    for (name, bias), size in zip(biases.items(), [width] * (gate_up_bias is not None) + [H], strict=False):
-        if bias.shape != (E, size):
-            raise RidgelineError(f"moe: {name} must be {(E, size)}, got {tuple(bias.shape)}")
-    if activation not in ACTIVATIONS:
-        raise RidgelineError(f"moe: activation must be 'silu' or 'swiglu_oai', got {activation!r}")
-    if limit is not None and (isinstance(limit, bool) or not isinstance(limit, int | float) or not 0 < limit < math.inf):
-        raise RidgelineError(f"moe: limit must be None or a finite number above 0, got {limit!r}")
-    if readable(indices) and indices.numel() and not 0 <= int(indices.min()) <= int(indices.max()) < E:
-        found = f"{int(indices.min())} to {int(indices.max())}"
-        raise RidgelineError(f"moe: indices must be from 0 to {E - 1}, got {found}")
 
 
 def moe(
@@ -225,13 +126,13 @@ def moe(
     activation: "silu" for silu(gate) up, or "swiglu_oai" for gpt-oss's (up + 1) gate sigmoid(1.702 gate).
     limit: clamps gate to at most limit and up to [-limit, limit] first; None: no limits.
     An expert's sums are float32 and each of its two results is rounded once; a token's sum is float32, in the order of
-    its choices, and rounded once. No order depends on a race. The host reads nothing from a GPU: there, an index that is
-    no expert's gives its token NaN; on a CPU it raises.
+    its choices, and rounded once. No order depends on a race. The host reads nothing from a GPU: there, an index
+    that is no expert's gives its token NaN; on a CPU it raises.
     float32 products follow `torch.get_float32_matmul_precision()`. Autocast casts x, experts and biases first.
     Raises RidgelineError if shapes, dtypes or devices do not match, or if `impl` cannot run the call.
     """
     x, gate_up, down, gate_up_bias, down_bias = cast(x, gate_up, down, gate_up_bias, down_bias)
-    _check(x, weights, indices, gate_up, down, gate_up_bias, down_bias, activation, limit)
+    _checks.moe(x, weights, indices, gate_up, down, gate_up_bias, down_bias, activation, limit)
     shape = x.shape
     x, weights, indices = (t.reshape(-1, t.shape[-1]) for t in (x, weights, indices))
     plain = eager(MOE, impl, x, gate_up, down, gate_up_bias, down_bias)
@@ -262,8 +163,15 @@ def cost(
 
 
 def _case(T: int, E: int, k: int, H: int, I: int, use: str = "check", bias: bool = False, **options: Any) -> Case:
-    name = [f"{T} tokens, {k} of {E} experts, {H} -> {I}", *(str(v) if n == "activation" else n for n, v in options.items())]  # fmt: skip
-    tensors = Spec(T, H), Spec(T, k, dtype="float32"), Spec(T, k, dtype="int64", high=E), Spec(E, 2 * I, H), Spec(E, H, I)
+    options_named = [str(v) if n == "activation" else n for n, v in options.items()]
+    name = [f"{T} tokens, {k} of {E} experts, {H} -> {I}", *options_named]
+    tensors = (
+        Spec(T, H),
+        Spec(T, k, dtype="float32"),
+        Spec(T, k, dtype="int64", high=E),
+        Spec(E, 2 * I, H),
+        Spec(E, H, I),
+    )
     options |= {"gate_up_bias": Spec(E, 2 * I), "down_bias": Spec(E, H)} if bias else {}
     dtypes = {"bench": ("bfloat16",), "quick": ("float32",), "check": ("float32", "float16", "bfloat16")}[use]
     return Case(", ".join([*name, *["biases"] * bias]), tensors, options, dtypes=dtypes, use=use)
@@ -285,14 +193,15 @@ MOE = Op(
     ],
 )
 
+SORTED, GROUPED = (partial(_plain.sorted_pairs, partial(grouped_matmul, impl=impl)) for impl in ("naive", "torch"))
 MOE.eager("naive", "every expert of every token", reference)
-MOE.eager("torch", "pairs sorted by expert, a product for each expert", partial(_grouped, "naive"), served=True, reads=True)
-MOE.eager("torch_grouped", "pairs sorted by expert, PyTorch's grouped_mm", partial(_grouped, "torch"), supports=_unlike_torch)
+MOE.eager("torch", "pairs sorted by expert, a product for each expert", SORTED, served=True, reads=True)
+MOE.eager("torch_grouped", "pairs sorted by expert, PyTorch's grouped_mm", GROUPED, supports=_plain.not_sorted_pairs)
 MOE.kernel(
     "triton",
     "places without a sort; products gather tokens, and gate and up meet in registers; ordered sums",
     kind="triton",
-    fwd=_triton,
-    bwd=_triton_grads,
+    fwd=_experts.fwd,
+    bwd=_experts.bwd,
     served=True,
 )

@@ -1,0 +1,52 @@
+"""The launchers of moe in Triton: which kernels make the result and the gradients, in which order."""
+
+from __future__ import annotations
+
+import torch
+
+from ridgeline.ops.experts import _gated, _products, _route, _weight_grads
+
+_T = torch.Tensor
+_Maybe = torch.Tensor | None
+
+
+def fwd(
+    y: _T, z: _T, order: _T, place: _T, ends: _T, x: _T, weights: _T, indices: _T, gate_up: _T, down: _T,
+    gate_up_bias: _Maybe, down_bias: _Maybe, activation: str, limit: float | None, interleaved: bool, how: str,
+) -> None:  # fmt: skip
+    n, k, (E, width, H) = indices.numel(), indices.shape[1], gate_up.shape
+    pairs = _route.Pairs(indices, order, place, ends)
+    _route.route(pairs, torch.empty((_route.SPANS, _products.power(E)), dtype=torch.int32, device=x.device))
+    h, rows = x.new_empty((n, width // 2)), x.new_empty((n, H))
+    tokens, oai = _products.rows_of(x, order, k), activation == "swiglu_oai"
+    _gated.gated(h, z if z.numel() else None, tokens, gate_up, ends, gate_up_bias, oai, limit, interleaved, how)
+    _products.product(rows, _products.rows_of(h), down.mT, ends, down_bias, how)
+    _route.combine(y, rows, weights, pairs, k)
+
+
+def bwd(
+    dx: _T, dweights: _T, dgate_up: _T, ddown: _T, dgate_up_bias: _T, ddown_bias: _T, dy: _T, x: _T, weights: _T,
+    indices: _T, gate_up: _T, down: _T, down_bias: _Maybe, z: _T, order: _T, place: _T, ends: _T, activation: str,
+    limit: float | None, interleaved: bool, how: str,
+) -> None:  # fmt: skip
+    n, k, (_, H, I) = indices.numel(), indices.shape[1], down.shape
+    pairs = _route.Pairs(indices, order, place, ends)
+    incoming, tokens = _products.rows_of(dy, order, k), _products.rows_of(x, order, k)
+    dh, h, dz = (x.new_empty((n, size)) for size in (I, I, 2 * I))
+    sums = torch.empty((n,), dtype=torch.float32, device=x.device)
+    _products.product(dh, incoming, down, ends, None, how)
+    _gated.ungated(dz, h, sums, dh, z, weights, order, ends, activation == "swiglu_oai", limit, interleaved)
+    if dweights.numel():
+        _route.weight_grads(dweights, sums, dy, down_bias, pairs)
+    if dx.numel():
+        rows = x.new_empty((n, H))
+        _products.product(rows, _products.rows_of(dz), gate_up, ends, None, how)
+        _route.combine(dx, rows, None, pairs, k)
+    if dgate_up.numel():
+        _weight_grads.weight_grad(dgate_up, _products.rows_of(dz), tokens, n, ends, how, False)
+    if ddown.numel():
+        _weight_grads.weight_grad(ddown, incoming, _products.rows_of(h), n, ends, how, False)
+    if dgate_up_bias.numel():
+        _weight_grads.bias_grad(dgate_up_bias, _products.rows_of(dz), n, ends)
+    if ddown_bias.numel():
+        _weight_grads.bias_grad(ddown_bias, incoming, n, ends, weights)

@@ -1,0 +1,225 @@
+"""grouped_matmul, topk_gate and moe beyond their cases: odd groups, ties, rows that are none, buffers, graphs."""
+
+import math
+from typing import Any
+
+import pytest
+import torch
+
+import ridgeline
+from graphs import captured
+from ridgeline.lab.measurement.law import Law
+from ridgeline.op import Op, get
+
+pytestmark = pytest.mark.kernels
+
+
+def ends_of(sizes: list[int], device: str) -> torch.Tensor:
+    return torch.tensor(sizes, device=device).cumsum(0).to(torch.int32)
+
+
+def holds(op: Op, *args: Any, **kwargs: Any) -> None:
+    """Fails unless the rung `triton` passes the law and repeats its bits."""
+    law, rung = Law(op, list(args), kwargs), op.implementations["triton"]
+    first, again = law.run(rung), law.run(rung)
+    verdict = law.judge(*first)
+    assert verdict.ok, verdict.reason()
+    for one, other in zip([*first[0], *first[1]], [*again[0], *again[1]], strict=True):
+        assert one is other is None or torch.equal(one, other)
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float16])
+@pytest.mark.parametrize(
+    "sizes", [[0, 0, 0], [0, 70, 0], [1, 1, 1], [33, 0, 31, 6], [3] * 9], ids=lambda s: " ".join(map(str, s))
+)
+def test_groups(sizes: list[int], dtype: torch.dtype, device: str) -> None:
+    T, G, K, N = sum(sizes) + 2, len(sizes), 37, 21  # rows of no multiple of 16 bytes
+    x, w, bias = (torch.randn(s, device=device).to(dtype).requires_grad_() for s in ((T, K), (G, K, N), (G, N)))
+    holds(get("grouped_matmul"), x, w, ends_of(sizes, device), bias=bias)
+    y = ridgeline.grouped_matmul(x, w, ends_of(sizes, device), impl="triton")
+    y.float().square().sum().backward()
+    assert not y[sum(sizes) :].any()
+    assert not x.grad[sum(sizes) :].any()
+    for g, size in enumerate(sizes):
+        assert bool(w.grad[g].any()) == (size > 0)
+
+
+def test_long_sums(device: str) -> None:
+    """Sums of more than 512 terms are sums of sums."""
+    x = torch.randn(530, 530, device=device).requires_grad_()
+    w = torch.randn(1, 530, 5, device=device).requires_grad_()
+    holds(get("grouped_matmul"), x, w, ends_of([529], device))
+
+
+@pytest.mark.parametrize("impl", ["naive", "triton"])
+@pytest.mark.parametrize("transposed", [False, True])
+def test_main_grad(impl: str, transposed: bool, device: str) -> None:
+    sizes, K, N = [5, 0, 9], 12, 10
+    x = torch.randn(16, K, device=device)
+    w = torch.randn(3, K, N, device=device, requires_grad=True)
+    buffer = torch.randn((3, N, K) if transposed else (3, K, N), device=device)
+    buffer = buffer.mT if transposed else buffer
+    dy, before = torch.randn(16, N, device=device), buffer.clone()
+    ridgeline.grouped_matmul(x, w, ends_of(sizes, device), impl=impl).backward(dy)
+    wanted, w.grad = w.grad, None
+    ridgeline.grouped_matmul(x, w, ends_of(sizes, device), main_grad=buffer, impl=impl).backward(dy)
+    assert w.grad is None
+    torch.testing.assert_close(buffer, before + wanted)
+    assert torch.equal(buffer[1], before[1])
+
+
+def test_main_grad_under_compile(device: str) -> None:
+    torch._dynamo.reset()
+    x, w = torch.randn(9, 8, device=device), torch.randn(2, 8, 6, device=device, requires_grad=True)
+    ends, buffer = ends_of([4, 5], device), torch.zeros(2, 8, 6, device=device)
+    work = torch.compile(
+        lambda: ridgeline.grouped_matmul(x, w, ends, main_grad=buffer, impl="triton"),
+        backend="aot_eager",
+        fullgraph=True,
+    )
+    work().sum().backward()
+    assert w.grad is None
+    (wanted,) = torch.autograd.grad(ridgeline.grouped_matmul(x, w, ends, impl="triton").sum(), w)
+    torch.testing.assert_close(buffer, wanted)
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("ends", [[50, 3, 40], [-7, 1 << 30, 2], [90, 90, 90]])
+def test_ends_out_of_order_touch_nothing_else(ends: list[int]) -> None:
+    room = torch.full((3, 60, 32), 7.0, device="cuda", dtype=torch.bfloat16)
+    x, w = torch.randn(60, 32, device="cuda", dtype=torch.bfloat16), torch.randn(3, 32, 32, device="cuda").bfloat16()
+    given = torch.tensor(ends, dtype=torch.int32, device="cuda")
+    y = ridgeline.grouped_matmul(x, w.requires_grad_(), given, impl="triton")
+    y.sum().backward()
+    torch.cuda.synchronize()
+    assert (room == 7).all()
+
+
+def sorted_gate(logits: torch.Tensor, k: int, impl: str, **options: Any) -> list[Any]:
+    weights, indices, counts = ridgeline.topk_gate(logits, k, impl=impl, **options)
+    assert counts.tolist() == indices.flatten().bincount(minlength=logits.shape[1]).tolist()
+    return [weights, indices.tolist()]
+
+
+def test_ties_go_by_index(device: str) -> None:
+    x = torch.tensor([[1.0, 3, 3, 1, 3, 0], [0, 0, 0, 0, 0, 0]], device=device)
+    for impl in ("torch", "triton"):
+        assert sorted_gate(x, 4, impl)[1] == [[1, 2, 4, 0], [0, 1, 2, 3]]
+        assert sorted_gate(x, 2, impl, score="sigmoid", groups=3, top_groups=2)[1] == [[1, 2], [0, 1]]
+        assert sorted_gate(x, 2, impl, groups=3, top_groups=1)[1] == [[1, 0], [0, 1]]
+
+
+@pytest.mark.parametrize("score", ["softmax", "sigmoid"])
+@pytest.mark.parametrize("groups", [1, 4])
+def test_rows_of_nan_and_infinity(score: str, groups: int, device: str) -> None:
+    x = torch.randn(6, 16, device=device)
+    x[1, 5], x[2, 3], x[3], x[4, :8] = math.nan, math.inf, -math.inf, -math.inf
+    x.requires_grad_()
+    found = []
+    for impl in ("torch", "triton"):
+        weights, indices, _ = ridgeline.topk_gate(
+            x, 3, score=score, groups=groups, top_groups=(groups + 1) // 2, impl=impl
+        )
+        assert indices[1].tolist() == [0, 1, 2]
+        assert weights[1].isnan().all()
+        (grad,) = torch.autograd.grad((weights * torch.arange(1, 4, device=device)).sum(), x)
+        assert grad[1].isnan().all()
+        found.append((weights, indices, grad))
+    for one, other in zip(*found, strict=True):
+        torch.testing.assert_close(one, other, equal_nan=True)
+
+
+def experts(T: int, E: int, k: int, H: int, width: int, dtype: torch.dtype, device: str) -> list[torch.Tensor]:
+    """x, weights, indices, gate_up, down"""
+    made = [torch.randn(s, device=device) for s in ((T, H), (T, k), (E, 2 * width, H), (E, H, width))]
+    x, weights, gate_up, down = (t.to(dtype).requires_grad_() for t in made)
+    return [x, weights.detach().float().requires_grad_(), torch.randint(0, E, (T, k), device=device), gate_up, down]
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float16])
+@pytest.mark.parametrize("which", ["all one", "few", "many experts"])
+def test_experts_without_tokens(which: str, dtype: torch.dtype, device: str) -> None:
+    sizes = {"many experts": (4, 33, 5, 9, 3)}.get(which, (11, 6, 3, 19, 11))
+    x, weights, indices, gate_up, down = experts(*sizes, dtype, device)
+    if which == "all one":
+        indices = torch.full_like(indices, 2)
+    if which == "few":
+        indices = (indices % 2) * 5
+    holds(get("moe"), x, weights, indices, gate_up, down)
+    y = ridgeline.moe(x, weights, indices, gate_up, down, impl="triton")
+    y.float().square().sum().backward()
+    for e in range(sizes[1]):
+        used = bool((indices == e).any())
+        assert bool(gate_up.grad[e].any()) == used
+        assert bool(down.grad[e].any()) == used
+
+
+@pytest.mark.parametrize("spans", [1, 3, 128])
+def test_places_are_a_stable_sort(spans: int, device: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    from ridgeline.ops.experts import _route
+
+    monkeypatch.setattr(_route, "SPANS", spans)
+    for n, E in ((1, 1), (17, 4), (700, 5), (300, 130)):
+        indices = torch.randint(0, E, (n, 1), device=device)
+        indices[n // 2 :: 3] = int(indices[0])
+        order, place, ends = (torch.full((s,), -7, dtype=torch.int32, device=device) for s in (n, n, E))
+        table = torch.empty((spans, 256), dtype=torch.int32, device=device)
+        _route.route(_route.Pairs(indices, order, place, ends), table)
+        assert order.tolist() == indices.flatten().argsort(stable=True).tolist()
+        assert place.tolist() == order.argsort().tolist()
+        assert ends.tolist() == indices.flatten().bincount(minlength=E).cumsum(0).tolist()
+
+
+def test_shapes_and_no_tokens(device: str) -> None:
+    x, weights, indices, gate_up, down = experts(6, 4, 2, 8, 5, torch.float32, device)
+    flat = ridgeline.moe(x, weights, indices, gate_up, down)
+    shaped = ridgeline.moe(x.view(2, 3, 8), weights.view(2, 3, 2), indices.view(2, 3, 2).int(), gate_up, down)
+    assert torch.equal(shaped.view(6, 8), flat)
+    none = ridgeline.moe(x[:0], weights[:0], indices[:0], gate_up, down)
+    none.sum().backward()
+    assert none.shape == (0, 8)
+    assert not gate_up.grad.any()
+    assert not down.grad.any()
+
+
+@pytest.mark.gpu
+def test_an_index_of_no_expert_makes_its_token_nan() -> None:
+    x, weights, indices, gate_up, down = experts(40, 6, 2, 64, 32, torch.bfloat16, "cuda")
+    wrong = indices.clone()
+    wrong[3, 1], wrong[20, 0] = 6, -1
+    y = ridgeline.moe(x, weights, wrong, gate_up, down)
+    right = ridgeline.moe(x, weights, indices, gate_up, down)
+    bad = torch.zeros(40, dtype=torch.bool, device="cuda")
+    bad[[3, 20]] = True
+    assert y[bad].isnan().all()
+    assert torch.equal(y[~bad], right[~bad])
+    (dx, *_) = torch.autograd.grad(y[~bad].float().sum(), (x, weights, gate_up, down))
+    assert not dx[~bad].isnan().any()
+
+
+@pytest.mark.gpu
+def test_graphs() -> None:
+    x, _, _, gate_up, down = experts(32, 8, 2, 128, 64, torch.bfloat16, "cuda")
+    logits = torch.randn(32, 8, device="cuda")
+
+    def work() -> tuple[torch.Tensor, ...]:
+        shares, chosen, counts = ridgeline.topk_gate(logits, 2)
+        y = ridgeline.moe(x, shares, chosen, gate_up, down)
+        return y, counts, *torch.autograd.grad(y.float().sum(), (x, gate_up, down))
+
+    replay = captured(work, before=3)
+    logits.copy_(torch.randn(32, 8, device="cuda"))
+    replayed = [t.clone() for t in replay()]
+    for one, other in zip(replayed, work(), strict=True):
+        assert torch.equal(one, other)
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("tokens", [1, 64, 1000])
+@pytest.mark.parametrize("sizes", [(128, 8, 2048, 768), (8, 2, 1024, 3584)], ids=str)
+def test_layers_in_bfloat16(tokens: int, sizes: tuple[int, ...]) -> None:
+    x, weights, indices, gate_up, down = experts(tokens, *sizes, torch.bfloat16, "cuda")
+    with torch.no_grad():
+        gate_up.mul_(sizes[2] ** -0.5)
+        down.mul_(sizes[3] ** -0.5)
+    holds(get("moe"), x, weights, indices, gate_up, down)
