@@ -615,3 +615,94 @@ class Attention(nn.Module):
             q, k = rotary(q, k, positions)
         o: Any = ridgeline.attention(q, k, v, **self.options)
         return self.o_proj(o.transpose(1, 2).flatten(2))
+
+
+class MoE(nn.Module):
+    """A mixture of experts in place of a feed-forward layer, by `ridgeline.topk_gate` and `ridgeline.moe`.
+
+    Each token goes to k of the experts, gated units of `intermediate` columns, and to the shared ones if there are any.
+    score, groups, top_groups, normalize, scale: as in `ridgeline.topk_gate`. activation, limit: as in `ridgeline.moe`.
+    shared: columns of a gated unit that every token passes, as DeepSeek's shared experts; 0: none.
+    auxiliary: the factor of Switch's loss of balance, E / (k T) sum_e count_e mean_t s_te, where s are the scores,
+    divided by their sum for sigmoid. After a forward in training it is in `auxiliary_loss`; add it to the loss.
+    balance: the step by which `update_bias` changes DeepSeek-V3's bias of the choice; 0: there is no bias.
+    router_dtype: of the router's weight and product; None is `dtype`.
+    Parameters: router (E, H), gate_up_proj (E, 2 I, H) with the gate first, down_proj (E, H, I), and of the shared unit
+    shared_gate_up (2 S, H) and shared_down (H, S). Buffers: with balance, bias (E,), float32; counts (E,), int64, the
+    tokens of each expert since the last `update_bias`, which the state_dict leaves out.
+    """
+
+    bias: torch.Tensor | None
+    counts: torch.Tensor
+
+    def __init__(
+        self, hidden: int, intermediate: int, experts: int, k: int, *, score: str = "softmax", groups: int = 1,
+        top_groups: int = 1, normalize: bool = True, scale: float = 1.0, activation: str = "silu",
+        limit: float | None = None, shared: int = 0, auxiliary: float = 0.0, balance: float = 0.0,
+        router_dtype: torch.dtype | None = None, device: Any = None, dtype: Any = None,
+    ) -> None:  # fmt: skip
+        super().__init__()
+        for name, value in (("hidden", hidden), ("intermediate", intermediate), ("experts", experts), ("k", k)):
+            if type(value) is not int or value < 1:
+                raise RidgelineError(f"MoE: {name} must be an int of at least 1, got {value!r}")
+        self.k, self.auxiliary, self.balance = k, auxiliary, balance
+        self.gate: dict[str, Any] = {"score": score, "groups": groups, "top_groups": top_groups}
+        self.gate |= {"normalize": normalize, "scale": scale}
+        self.unit: dict[str, Any] = {"activation": activation, "limit": limit}
+
+        def parameter(*shape: int, kind: Any = dtype) -> nn.Parameter:
+            return nn.Parameter(torch.empty(shape, device=device, dtype=kind))
+
+        self.router = parameter(experts, hidden, kind=router_dtype or dtype)
+        self.gate_up_proj = parameter(experts, 2 * intermediate, hidden)
+        self.down_proj = parameter(experts, hidden, intermediate)
+        self.shared_gate_up = parameter(2 * shared, hidden) if shared else None
+        self.shared_down = parameter(hidden, shared) if shared else None
+        chosen = torch.zeros(experts, dtype=torch.float32, device=device) if balance else None
+        self.register_buffer("bias", chosen)
+        self.register_buffer("counts", torch.zeros(experts, dtype=torch.int64, device=device), persistent=False)
+        self.auxiliary_loss: torch.Tensor | None = None
+        self.reset_parameters()
+
+    def reset_parameters(self) -> None:
+        """Fills every weight as nn.Linear does: uniform within 1 / sqrt(its inputs)."""
+        for p in self.parameters():
+            bound = p.shape[-1] ** -0.5
+            nn.init.uniform_(p, -bound, bound)
+
+    def extra_repr(self) -> str:
+        E, width, H = self.gate_up_proj.shape
+        return f"hidden={H}, intermediate={width // 2}, experts={E}, k={self.k}, score={self.gate['score']!r}"
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        rows = x.reshape(-1, x.shape[-1])
+        logits = ridgeline.linear(rows.to(self.router.dtype), self.router)
+        weights, indices, counts = ridgeline.topk_gate(logits, self.k, bias=self.bias, **self.gate)
+        y = ridgeline.moe(rows, weights, indices, self.gate_up_proj, self.down_proj, **self.unit)
+        self.auxiliary_loss = None
+        if self.training:
+            self.counts += counts
+            if self.auxiliary:
+                self.auxiliary_loss = self.auxiliary * self._imbalance(logits, counts)
+        if self.shared_gate_up is not None and self.shared_down is not None:
+            y = y + gated_mlp(rows, self.shared_gate_up, None, self.shared_down)
+        return y.view(x.shape)
+
+    def _imbalance(self, logits: torch.Tensor, counts: torch.Tensor) -> torch.Tensor:
+        wide = logits.float()
+        if self.gate["score"] == "softmax":
+            scores = wide.softmax(-1)
+        else:
+            scores = wide.sigmoid() / wide.sigmoid().sum(-1, keepdim=True)
+        return logits.shape[1] / (self.k * max(1, logits.shape[0])) * (counts * scores.mean(0)).sum()
+
+    @torch.no_grad()
+    def update_bias(self) -> None:
+        """Raises the bias of experts with fewer tokens than the mean by `balance`, lowers others', and clears counts.
+
+        Call it after an optimizer's step; with data parallelism, first sum `counts` over the ranks (all_reduce).
+        """
+        if self.bias is not None:
+            wide = self.counts.float()
+            self.bias += self.balance * (wide.mean() - wide).sign()
+        self.counts.zero_()

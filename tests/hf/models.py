@@ -24,6 +24,7 @@ OPTIONS: dict[str, dict[str, Any]] = {
     "GptOss": {"num_local_experts": 4, "num_experts_per_tok": 2, **WINDOWS},
     "Granite": {"logits_scaling": 3.0, "residual_multiplier": 0.5},
     "Cohere": {"logit_scale": 0.5},
+    "Mixtral": {"num_local_experts": 4, "num_experts_per_tok": 2, "sliding_window": None},
     "Qwen3Moe": {"num_experts": 4, "num_experts_per_tok": 2, "moe_intermediate_size": 32, "decoder_sparse_step": 1},
 }
 

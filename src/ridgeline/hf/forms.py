@@ -37,6 +37,22 @@ class Rotary(NamedTuple):
     table: str = "halves"
 
 
+class Experts(NamedTuple):
+    """Gated experts. oai: gpt-oss's swiglu, with gate and up in turns and weights (E, inputs, outputs)."""
+
+    roles: tuple[str, ...]
+    oai: bool = False
+
+
+class Router(NamedTuple):
+    """topk_gate of a product. wide: the product is in float32. cast: the weights have the logits' dtype."""
+
+    roles: tuple[str, ...]
+    score: str = "softmax"
+    wide: bool = False
+    cast: bool = False
+
+
 NORMS = {
     "cb0b0907d506": Norm(("eps", "weight"), rounding="llama"),  # Llama
     "f932e0a925a7": Norm(("eps", "weight")),  # OLMo 2, gpt-oss
@@ -48,6 +64,22 @@ MLPS = {
     "be1d38b5026f": MLP(("down", "activation", "gate", "up")),  # Llama
     "86518074e95e": MLP(("gate_up", "activation", "down"), merged=True),  # Phi3, GLM
     "d1c31854d331": MLP(("gate_up", "activation", "down"), merged=True),  # Granite's shared experts
+}
+EXPERTS = {
+    "a274d90fd7d9": Experts(("experts", "gate_up", "activation", "down")),  # Qwen3-MoE, Mixtral, DeepSeek-V3
+    "3fe8343eb047": Experts(  # gpt-oss
+        ("experts", "gate_up", "gate_up_bias", "down", "down_bias", "limit", "alpha"), oai=True
+    ),
+}
+ROUTERS = {
+    "3838becf6139": Router(("width", "weight", "k", "normalize"), cast=True),  # Qwen3-MoE
+    "8198ab6ea819": Router(("width", "weight", "k")),  # Mixtral
+    "86e6f6f724c6": Router(  # DeepSeek-V3
+        ("width", "weight", "correction", "groups", "experts", "top_groups", "k", "normalize", "scale"),
+        score="sigmoid",
+        wide=True,
+    ),
+    "07ad02c73fac": Router(("weight", "bias", "k"), cast=True),  # gpt-oss
 }
 # Digests of apply_rotary_pos_emb and of the function that it calls.
 HALVES, INTERLEAVED, COHERE = "3d488c0cec66", "6f3523dffdca", "7f8ef8d4ac78"

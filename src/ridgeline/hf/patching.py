@@ -13,7 +13,7 @@ from torch import nn
 
 import ridgeline
 from ridgeline import few_bits
-from ridgeline.hf import attention, forms, logits, modules, syntax
+from ridgeline.hf import attention, experts, forms, logits, modules, syntax
 from ridgeline.hf.report import PARTS, Report, Row
 from ridgeline.op import RidgelineError
 
@@ -27,6 +27,8 @@ OURS = (
     modules.gated_mlp,
     modules.merged_mlp,
     modules.attention,
+    experts.experts,
+    experts.router,
     logits.lm_head,
 )
 Plan = tuple[Row, Callable[[], None]]
@@ -81,9 +83,9 @@ class _Planner:
             if module is head:
                 self.head(name, module)
             elif hasattr(module, "gate_up_proj") and isinstance(getattr(module, "gate_up_proj", None), nn.Parameter):
-                self.note(
-                    name, module, "experts", None, "experts stay the model's own", flops=_experts(module, self.config)
-                )
+                self.experts(name, module)
+            elif kind.__name__.endswith("Router"):
+                self.router(name, module)
             elif "Norm" in kind.__name__:
                 self.norm(name, module)
             elif kind.__name__.endswith("MLP") or self.is_mlp(kind):
@@ -181,6 +183,23 @@ class _Planner:
         fused = all(modules.plain_linear(m) and m in own and m.bias is None for m in (first, second))
         act = _set(module, modules.gated_mlp, **names, activation=activation, again=again)
         return self.note(name, module, "mlp", "gated_linear" if fused else gate, remark[fused], act, **cost)
+
+    def experts(self, name: str, module: Any) -> None:
+        cost = {"flops": _experts(module, self.config)}
+        found = _expert_form(module)
+        if isinstance(found, str) or (reason := _replaced(module)):
+            return self.note(name, module, "experts", None, found if isinstance(found, str) else reason, **cost)  # type: ignore[arg-type]
+        return self.note(name, module, "experts", "moe", "", _set(module, experts.experts, **found), **cost)
+
+    def router(self, name: str, module: Any) -> None:
+        form = syntax.class_form(type(module))
+        facts = forms.ROUTERS.get(form.digest) if form else None
+        reason = "the form of its router is not known" if facts is None or form is None else _replaced(module)
+        if reason or facts is None or form is None:
+            return self.note(name, module, "experts", None, reason or "")
+        given = {"names": forms.named(facts.roles, form.attributes), "score": facts.score}
+        given |= {"wide": facts.wide, "cast": facts.cast}
+        return self.note(name, module, "experts", "topk_gate", "", _set(module, experts.router, **given))
 
     def rotary(self, name: str, module: Any) -> None:
         if not forms.calls_rotary(type(module)):
@@ -295,6 +314,30 @@ def _experts(module: Any, config: Any) -> float:
     return 2.0 * (module.gate_up_proj.numel() + module.down_proj.numel()) * used / total
 
 
+def _expert_form(module: Any) -> dict[str, Any] | str:
+    """Returns how `experts.experts` computes a module, or why it does not."""
+    form = syntax.class_form(type(module))
+    facts = forms.EXPERTS.get(form.digest) if form else None
+    if facts is None or form is None:
+        return "the form of its experts is not known"
+    names = forms.named(facts.roles, form.attributes)
+    activation = None if facts.oai else modules.activation_name(getattr(module, names["activation"]))
+    unit = {"activation": "swiglu_oai", "interleaved": True} if facts.oai else {"activation": "silu"}
+    return experts.fault(module, names, activation, facts.oai) or {
+        "names": names,
+        "unit": unit,
+        "transposed": facts.oai,
+    }
+
+
+def expert_facts(module: Any) -> dict[str, Any]:
+    """Returns how `experts.experts` computes a module. Raises RidgelineError if it does not."""
+    found = _expert_form(module)
+    if isinstance(found, str):
+        raise RidgelineError(f"{type(module).__name__}: {found}")
+    return found
+
+
 def _models(model: nn.Module) -> list[Any]:
     """Returns transformers' models in a model, the outermost first; those of peft and the like only wrap one."""
     from transformers import PreTrainedModel
@@ -372,7 +415,7 @@ def patch(
 
     Only this instance changes, and `unpatch` takes it back. Without quantize, parameters, state_dict and classes stay
     as they are.
-    only: which of "norm", "rotary", "mlp", "attention" and "loss"; None means all.
+    only: which of "norm", "rotary", "mlp", "experts", "attention" and "loss"; None means all.
     memory: what backward makes again instead of saving it. None: the gated product of feed-forward layers, which costs
     next to nothing. "recompute": also the normalised inputs of products. "products": also the gate's and up's products.
     strict: raises RidgelineError if a module of these parts is left alone.

@@ -145,7 +145,7 @@ def _fwd(
 
 
 def rows_of(x: torch.Tensor, order: Maybe = None, each: int = 1) -> Rows:
-    return Rows(x, *x.stride(), order, each)
+    return Rows(x, x.stride(0), x.stride(1), order, each)
 
 
 def power(groups: int) -> int:

@@ -142,8 +142,5 @@ TOPK_GATE = Op(
 
 TOPK_GATE.eager("torch", "PyTorch's passes: scores, stable sorts, a gather and a count", reference, served=True)
 TOPK_GATE.compiled("the same, with the passes over the scores fused by torch.compile")
-TOPK_GATE.kernel(
-    "triton",
-    "rows in registers: scores, groups, k searches, weights and counts in one kernel",
-    **{"kind": "triton", "fwd": _gate.fwd, "bwd": _gate.bwd, "served": True},
-)
+FUSED = "rows in registers: scores, groups, k searches, weights and counts in one kernel"
+TOPK_GATE.kernel("triton", FUSED, kind="triton", fwd=_gate.fwd, bwd=_gate.bwd, served=True)
