@@ -175,8 +175,8 @@ def _halves(I: int, interleaved: bool) -> Halves:
 
 
 def gated(
-    h: torch.Tensor, z: Maybe, x: Rows, w: torch.Tensor, ends: torch.Tensor, bias: Maybe, oai: bool, limit: float | None,
-    interleaved: bool, precision: str
+    h: torch.Tensor, z: Maybe, x: Rows, w: torch.Tensor, ends: torch.Tensor, bias: Maybe, oai: bool,
+    limit: float | None, interleaved: bool, precision: str
 ) -> None:  # fmt: skip
     """Fills h (n, I) and z (n, 2 I) from gathered rows x and w (E, 2 I, K), any strides; bias: contiguous."""
     (T, N), (G, _, K) = h.shape, w.shape
