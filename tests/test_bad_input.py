@@ -192,6 +192,15 @@ BAD: Bad = {
     "linear: another activation": (lambda: ridgeline.linear(x, square, activation="relu"), ["relu", "gelu", "silu"]),
     "linear: another residual": (lambda: ridgeline.linear(x, square, residual=x[:2]), ["residual", "(4, 6)", "(2, 6)"]),
     "linear: two dtypes": (lambda: ridgeline.linear(x, square, w.half()), ["bias", "float32", "float16"]),
+    "linear: a buffer in columns": (
+        lambda: ridgeline.linear(x, square, main_grad=torch.ones(6, 6).mT),
+        ["main_grad", "contiguous", "(1, 6)"],
+    ),
+    "linear: a buffer in half precision": (
+        lambda: ridgeline.linear(x, square, main_grad=square.half()),
+        ["main_grad", "float32", "float16"],
+    ),
+    "linear: a buffer that is none": (lambda: ridgeline.linear(x, square, main_grad=1.0), ["main_grad", "float"]),
     "linear: no tensor": (lambda: ridgeline.linear(x, None), ["weight", "NoneType"]),
     "gated_linear: two weights": (lambda: ridgeline.gated_linear(x, square, x), ["(6, 6)", "(4, 6)"]),
     "gated_linear: no activation": (lambda: ridgeline.gated_linear(x, square, square, activation=""), ["silu", "''"]),

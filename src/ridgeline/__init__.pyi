@@ -514,12 +514,15 @@ def linear(
     *,
     activation: str | None = None,
     residual: torch.Tensor | None = None,
+    main_grad: torch.Tensor | None = None,
     impl: str | None = None,
 ) -> torch.Tensor:
     """Returns `activation(x @ weight.T + bias) + residual`, (..., N). Gradients flow to all tensors.
 
     x: (..., K); weight: (N, K); bias: (N,) or None; residual: (..., N) or None; one dtype and device, any strides.
     activation: None, "silu", "gelu" or "gelu_tanh". Sums, activation and residual are float32 inside and rounded once.
+    main_grad: a contiguous float32 buffer (N, K). Backward adds the weight's gradient to it, in the product's epilogue,
+    and weight.grad stays as it is; an activation is then a pass of its own. None: the weight gets its gradient.
     float32 products follow `torch.get_float32_matmul_precision()`. Autocast casts all inputs first.
     Raises RidgelineError if shapes, dtypes or devices do not match, or if `impl` cannot run the call.
     """

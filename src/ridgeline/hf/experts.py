@@ -44,7 +44,7 @@ def router(
     given: Any = {role: getattr(module, name) for role, name in names.items()}
     x, weight, bias = hidden_states.reshape(-1, hidden_states.shape[-1]), given["weight"], given.get("bias")
     logits = F.linear(x.float(), weight.float(), bias) if wide else F.linear(x, weight, bias)
-    options = {"groups": given.get("groups") or 1, "top_groups": given.get("top_groups") or 1}
+    options: dict[str, Any] = {"groups": given.get("groups") or 1, "top_groups": given.get("top_groups") or 1}
     options |= {"normalize": bool(given.get("normalize", True)), "scale": float(given.get("scale", 1.0))}
     weights, indices, _ = ridgeline.topk_gate(
         logits, given["k"], score=score, bias=given.get("correction"), **options

@@ -197,7 +197,7 @@ class _Planner:
         reason = "the form of its router is not known" if facts is None or form is None else _replaced(module)
         if reason or facts is None or form is None:
             return self.note(name, module, "experts", None, reason or "")
-        given = {"names": forms.named(facts.roles, form.attributes), "score": facts.score}
+        given: dict[str, Any] = {"names": forms.named(facts.roles, form.attributes), "score": facts.score}
         given |= {"wide": facts.wide, "cast": facts.cast}
         return self.note(name, module, "experts", "topk_gate", "", _set(module, experts.router, **given))
 

@@ -17,7 +17,7 @@ import triton.language as tl  # noqa: F401 - Triton's interpreter looks it up in
 
 from ridgeline.boundary import Function, differentiate, first_order, kernel_op
 from ridgeline.op import Case, Cost, Op, RidgelineError, Spec, nbytes
-from ridgeline.ops.matmul import _linear
+from ridgeline.ops.matmul import _linear, _main_grad
 from ridgeline.ops.matmul._epilogue import ACTIVATIONS, undo
 from ridgeline.ops.matmul.gemv import gemv
 from ridgeline.ops.matmul.matmul import (
@@ -129,17 +129,25 @@ def _check(x: Any, weight: Any, bias: Any, activation: Any, residual: Any) -> No
 
 def linear(
     x: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None = None, *, activation: str | None = None,
-    residual: torch.Tensor | None = None, impl: str | None = None,
+    residual: torch.Tensor | None = None, main_grad: torch.Tensor | None = None, impl: str | None = None,
 ) -> torch.Tensor:  # fmt: skip
     """Returns `activation(x @ weight.T + bias) + residual`, (..., N). Gradients flow to all tensors.
 
     x: (..., K); weight: (N, K); bias: (N,) or None; residual: (..., N) or None; one dtype and device, any strides.
     activation: None, "silu", "gelu" or "gelu_tanh". Sums, activation and residual are float32 inside and rounded once.
+    main_grad: a contiguous float32 buffer (N, K). Backward adds the weight's gradient to it, in the product's epilogue,
+    and weight.grad stays as it is; an activation is then a pass of its own. None: the weight gets its gradient.
     float32 products follow `torch.get_float32_matmul_precision()`. Autocast casts all inputs first.
     Raises RidgelineError if shapes, dtypes or devices do not match, or if `impl` cannot run the call.
     """
     given = x, weight, bias, residual = in_autocast(x, weight, bias, residual)
     _check(x, weight, bias, activation, residual)
+    if main_grad is not None:
+        _main_grad.check(main_grad, weight)
+        if torch.is_grad_enabled() and weight.requires_grad:
+            z = linear(x, weight.detach(), bias, impl=impl)
+            z = ACTIVATIONS[activation or ""](differentiate(_main_grad.Tap, z, weight, x, main_grad, impl == "triton"))
+            return z if residual is None else z + residual
     plain = eager(LINEAR, impl, *given, activation=activation)
     if plain is not None:
         return plain.call(x, weight, bias, activation=activation, residual=residual)  # type: ignore[misc]
@@ -189,7 +197,10 @@ LINEAR = Op(
         if bias is None and activation is None and residual is None
         else "x ...K, weight nK, bias n, residual ...n -> ...n"
     ),
-    flops={"linear_bwd": lambda *_: 0},  # the activation alone; the products are matmul's or torch's
+    flops={
+        "linear_bwd": lambda *_: 0,  # the activation alone; the products are matmul's or torch's
+        "linear_add": lambda main, dy, x, *_: 2 * dy.numel() * x.shape[1],
+    },
     cases=[
         _case(67, 40, 45, "check", activation="gelu"),
         _case(33, 24, 64, "check", activation="silu", residual=True),
