@@ -125,7 +125,7 @@ def test_submodules_of_the_package() -> None:
             [sys.executable, "-c", code.format(name, name)], check=True, capture_output=True, text=True
         ).stdout.strip()
         assert said == "True", name
-    named = "ridgeline has no 'nothing'; its ops are .*gelu.*, its modules nn, optim, hf, formats, lab, op"
+    named = "ridgeline has no 'nothing'; its ops are .*gelu.*, its modules nn, optim, hf, formats, parallel, lab, op"
     with pytest.raises(AttributeError, match=named):
         _ = ridgeline.nothing
 

@@ -1,8 +1,8 @@
 """Fast GPU kernels for language models, as differentiable PyTorch functions, and a lab that measures them.
 
 Functions such as `ridgeline.rms_norm` are loaded at first use: importing ridgeline does not import torch.
-So are the modules `ridgeline.nn`, `ridgeline.optim`, `ridgeline.hf`, `ridgeline.formats`, `ridgeline.lab` and
-`ridgeline.op`.
+So are the modules `ridgeline.nn`, `ridgeline.optim`, `ridgeline.hf`, `ridgeline.formats`, `ridgeline.parallel`,
+`ridgeline.lab` and `ridgeline.op`.
 """
 
 from importlib import import_module
@@ -16,7 +16,7 @@ def register_all() -> None:
     import_module("ridgeline.op").registry()
 
 
-_SUBMODULES = "nn", "optim", "hf", "formats", "lab", "op"
+_SUBMODULES = "nn", "optim", "hf", "formats", "parallel", "lab", "op"
 
 
 def __getattr__(name: str) -> Any:

@@ -1,8 +1,8 @@
 """Fast GPU kernels for language models, as differentiable PyTorch functions, and a lab that measures them.
 
 Functions such as `ridgeline.rms_norm` are loaded at first use: importing ridgeline does not import torch.
-So are the modules `ridgeline.nn`, `ridgeline.optim`, `ridgeline.hf`, `ridgeline.formats`, `ridgeline.lab` and
-`ridgeline.op`.
+So are the modules `ridgeline.nn`, `ridgeline.optim`, `ridgeline.hf`, `ridgeline.formats`, `ridgeline.parallel`,
+`ridgeline.lab` and `ridgeline.op`.
 
 Written by `make pyi`.
 """
@@ -17,6 +17,7 @@ from ridgeline import lab as lab
 from ridgeline import nn as nn
 from ridgeline import op as op
 from ridgeline import optim as optim
+from ridgeline import parallel as parallel
 from ridgeline.op import RidgelineError as RidgelineError
 
 __version__: str

@@ -10,6 +10,7 @@ from models import pair, step, tokens
 from torch.distributed.fsdp import fully_shard
 
 from ridgeline import hf
+from ridgeline.parallel.fsdp2 import apply, blocks
 
 
 @pytest.fixture
@@ -47,3 +48,19 @@ def test_fsdp(memory: str | None, head_apart: bool, mesh: Any) -> None:
     step(own, input_ids=ids, labels=ids)
     ours(input_ids=ids, labels=ids).loss.backward()
     assert_same_gradients(own, ours)
+
+
+@pytest.mark.parametrize("checkpointing", [False, True])
+@pytest.mark.parametrize("architecture", ["Llama", "Qwen3"])
+def test_apply(architecture: str, checkpointing: bool, mesh: Any) -> None:
+    own, ours = pair(architecture)
+    hf.patch(ours)
+    assert blocks(ours) == [*ours.model.layers]
+    apply(ours.train(), mesh, checkpointing=checkpointing)
+    seen: list[int] = []
+    ours.model.layers[0].mlp.register_forward_pre_hook(lambda *_: seen.append(1))
+    ids = tokens()
+    step(own, input_ids=ids, labels=ids)
+    ours(input_ids=ids, labels=ids).loss.backward()
+    assert_same_gradients(own, ours)
+    assert len(seen) == 1 + checkpointing

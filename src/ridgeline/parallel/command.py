@@ -7,6 +7,10 @@ from importlib import import_module
 
 # verb: (module with `arguments(parser)` and `main(options)`, what it does).
 VERBS: dict[str, tuple[str, str]] = {
+    "bench": (
+        "ridgeline.lab.measurement.parallel_bench",
+        "check strategies on several processes, then time them beside what is predicted",
+    ),
     "plan": (
         "ridgeline.parallel.plan",
         "find the quickest layouts of a model on a cluster: time, memory, what binds, what would help",

@@ -1,0 +1,218 @@
+"""Checks strategies on several processes, then times them beside what is predicted."""
+
+from __future__ import annotations
+
+import argparse
+import json
+import os
+import time
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from ridgeline.lab import units
+from ridgeline.lab.measurement import store
+from ridgeline.lab.measurement.parallel_ranks import PARTS, Row, Work, formulas, rows
+from ridgeline.lab.measurement.parallel_ranks import ranked as of_one_rank
+from ridgeline.lab.tables import print_table
+from ridgeline.lm.sizes import SIZES, size
+from ridgeline.op import RidgelineError
+from ridgeline.parallel import groups
+
+POWERS = {"K": 10, "M": 20, "G": 30}
+GLOO = "gloo on one machine: these are figures of this machine's memory and its cores, and of no network"
+
+
+def whole(text: str) -> int:
+    """A flag's type: a number of 1 or more."""
+    if not text.strip().isdigit() or not int(text):
+        raise argparse.ArgumentTypeError(f"takes a whole number of 1 or more, and got {text!r}")
+    return int(text)
+
+
+def wholes(text: str) -> tuple[int, ...]:
+    """A flag's type: numbers of 1 or more, with commas."""
+    return tuple(whole(part) for part in text.split(","))
+
+
+def amounts(text: str) -> tuple[int, ...]:
+    """A flag's type: bytes such as 64K,1M,1G."""
+    found = []
+    for part in text.upper().split(","):
+        number, power = part.strip().rstrip("B"), 0
+        if number[-1:] in POWERS:
+            number, power = number[:-1], POWERS[number[-1]]
+        found.append(whole(number) << power)
+    return tuple(found)
+
+
+def numbers(text: str) -> tuple[float, ...]:
+    """A flag's type: positive numbers, with commas."""
+    try:
+        found = tuple(float(part) for part in text.split(","))
+    except ValueError:
+        found = ()
+    if not found or min(found) <= 0:
+        raise argparse.ArgumentTypeError(f"takes positive numbers, and got {text!r}")
+    return found
+
+
+def words(text: str) -> tuple[str, ...]:
+    """A flag's type: names, with commas."""
+    return tuple(part.strip() for part in text.split(",") if part.strip())
+
+
+def arguments(parser: argparse.ArgumentParser) -> None:
+    add = parser.add_argument
+    add("part", nargs="?", choices=PARTS, help="only this (all)")
+    add("--world", type=wholes, metavar="N", help="processes, with commas (2); under torchrun, what it started")
+    add("--backend", choices=("gloo", "nccl"), help="gloo on the CPU, nccl on GPUs (nccl if there are enough GPUs)")
+    add("--bytes", type=amounts, default=(2**16, 2**20, 2**22), metavar="N", help="of a collective (64K,1M,4M)")
+    add("--size", default="tiny", metavar="NAME", help=f"of the model: one of {', '.join(SIZES)} (tiny)")
+    add("--layers", type=whole, metavar="N", help="instead of the size's layers")
+    add("--context", type=whole, default=128, metavar="N", help="tokens of a sequence (128)")
+    add("--batch", type=whole, default=2, metavar="N", help="sequences of each rank (2)")
+    add("--buckets", type=numbers, default=(), metavar="MB", help="further buckets of data: 1,10,100,1000")
+    add("--rungs", type=words, default=(), metavar="NAMES", help="only these rungs")
+    add("--budget", type=float, default=0.5, metavar="S", help="seconds for the timing of a row (0.5)")
+    add("--warmups", type=whole, default=5, metavar="N", help="runs before those that are timed (5)")
+    add("--timeout", type=float, default=300.0, metavar="S", help="seconds until a rank counts as lost (300)")
+    add("--dry", action="store_true", help="only print what strategies move and hold, by formula; needs no GPU")
+    add("--record", type=Path, metavar="FILE", help="append the rows to this file of JSON lines")
+    add("--json", action="store_true", help="print JSON")
+
+
+def measured(options: argparse.Namespace) -> list[Row] | None:
+    """Returns the rows of all worlds; None on a rank of torchrun that has nothing to print."""
+    model = size(options.size, layers=options.layers)
+    gpus = torch.cuda.device_count()
+    launched = all(name in os.environ for name in groups.LAUNCHED)
+    parts = (options.part,) if options.part else PARTS
+
+    if options.dry and options.part == "collectives":
+        raise RidgelineError("parallel bench: --dry is for strategies: data, optimizer or fsdp")
+
+    def work(backend: str) -> Work:
+        impl = "ridgeline" if backend == "nccl" else "torch"
+        return Work(parts, options.bytes, model, options.context, options.batch, impl, options.budget,
+                    options.buckets, options.rungs, options.warmups)  # fmt: skip
+
+    if options.dry:
+        return [row for world in options.world or (2,) for row in formulas(work("nccl"), world)]
+    if launched:
+        if options.world:
+            raise RidgelineError("parallel bench: torchrun has chosen the world already; leave --world out")
+        device = groups.start(options.backend, timeout=options.timeout)
+        found = rows(work("nccl" if device.type == "cuda" else "gloo"), device)
+        here = groups.rank()
+        groups.leave()
+        return found if here == 0 else None
+    found = []
+    for world in options.world or (2,):
+        backend = options.backend or ("nccl" if gpus >= world else "gloo")
+        if backend == "nccl" and gpus < world:
+            raise RidgelineError(
+                f"parallel bench: nccl needs a GPU for each of {world} processes, and there are {gpus}; "
+                "use --backend gloo"
+            )
+        found += groups.spawn(of_one_rank, world, work(backend), backend=backend, timeout=options.timeout)[0]
+    groups.close()
+    return found
+
+
+def moves(row: Row) -> str:
+    return str(sum(row["calls"].values()))
+
+
+def exposed(row: Row) -> str:
+    return "in the noise" if row["exposed"] is None else units.percent(row["exposed"])
+
+
+def formula(row: Row) -> str:
+    """Returns "same" if each collective was called as predicted and moved as many bytes, or what was predicted."""
+    if (row["calls"], row["bytes_moved"]) == (row["calls_predicted"], row["bytes_predicted"]):
+        return "same"
+    return f"{sum(row['calls_predicted'].values())}, {units.size(sum(row['bytes_predicted'].values()))}"
+
+
+def show_collectives(some: list[Row]) -> None:
+    cells = [
+        [r["what"], r["rung"], units.size(r["bytes"]), units.seconds(r["seconds"]["median"]),
+         units.spread(r["seconds"]), units.seconds(r["predicted"]), units.scaled(r["algorithm"], "B/s"),
+         units.scaled(r["bus"], "B/s"), moves(r), formula(r)]
+        for r in some if not r["wrong"]
+    ]  # fmt: skip
+    figures = ["bytes", "time", "±", "predicted", "algorithm", "bus", "calls", "formula"]
+    print_table(f"collectives, world {some[0]['world']}, {some[0]['backend']}", ["what", "rung"], figures, cells)
+
+
+def show_strategies(part: str, some: list[Row]) -> None:
+    cells, held = [], []
+    for r in (r for r in some if not r["wrong"]):
+        times = [units.seconds(r["seconds"]["median"]), units.spread(r["seconds"])]
+        if "exposed" not in r:
+            cells.append([r["rung"], *times, *[units.DASH] * 5])
+            continue
+        cells.append([r["rung"], *times, exposed(r), units.seconds(r["predicted"]), moves(r),
+                      units.size(sum(r["bytes_moved"].values())), formula(r)])  # fmt: skip
+        there, said = r["memory"], r["memory_predicted"]
+        pairs = [units.size(kind[name]) for name in ("init", "before", "after") for kind in (there, said)]
+        held.append([r["rung"], *pairs, units.size(said["buffers"])])
+    title = f"{part}, world {some[0]['world']}, {some[0]['backend']}, {some[0]['impl']}'s ops"
+    figures = ["step", "±", "exposed", "to move, predicted", "calls", "bytes", "formula"]
+    print_table(title, ["rung"], figures, cells)
+    figures = ["init", "formula", "before step", "formula", "after step", "formula", "buffers, formula"]
+    gpu = some[0]["device"] != "cpu"
+    print_table(f"{part}, memory of a rank" + (", peaks" if gpu else ", counted"), ["rung"], figures, held)
+
+
+def show_formulas(found: list[Row]) -> None:
+    """Prints what strategies move and hold, by formula."""
+    for world, part in dict.fromkeys((r["world"], r["part"]) for r in found):
+        cells = [
+            [r["rung"], str(sum(r["calls_predicted"].values())), units.size(sum(r["bytes_predicted"].values())),
+             units.size(r["sent"]), *[units.size(n) for n in r["memory_predicted"].values()]]
+            for r in found if (r["world"], r["part"]) == (world, part)
+        ]  # fmt: skip
+        figures = ["calls", "bytes", "a rank sends", "init", "before step", "after step", "buffers"]
+        print_table(
+            f"{part}, world {world}, by formula: traffic of a step, and memory of a rank", ["rung"], figures, cells
+        )
+
+
+def show(found: list[Row]) -> None:
+    """Prints the tables of each world and part."""
+    for world in dict.fromkeys(r["world"] for r in found):
+        here = [r for r in found if r["world"] == world]
+        one = here[0]
+        link = f"a hop takes {units.seconds(one['latency'])}, a link gives {units.scaled(one['bandwidth'], 'B/s')}"
+        print(f"world {world}, {one['backend']} on {one['device']}: {link}, by the engine's all-reduce", flush=True)
+        for part in dict.fromkeys(r["part"] for r in here):
+            some = [r for r in here if r["part"] == part]
+            show_collectives(some) if part == "collectives" else show_strategies(part, some)
+    print("bus: bytes that a rank sends in a ring, per second; exposed: the share of the step beyond the same without "
+          "communication; to move, predicted: if nothing overlaps", flush=True)  # fmt: skip
+    if any(r["backend"] == "gloo" for r in found):
+        print(GLOO, flush=True)
+    for r in found:
+        if r["wrong"]:
+            print(f"{r['part']}, {r['rung']}, world {r['world']}: wrong, so not timed: {r['wrong']}", flush=True)
+
+
+def main(options: argparse.Namespace) -> int:
+    """Prints a table for each part and world. The exit code is 1 if a rung is wrong."""
+    found = measured(options)
+    if found is None:
+        return 0
+    if options.dry:
+        print(json.dumps(found)) if options.json else show_formulas(found)
+        return 0
+    if options.record:
+        about: dict[str, Any] = {"type": "parallel bench", "time": time.strftime("%Y-%m-%dT%H:%M:%SZ", time.gmtime())}
+        store.append(options.record, [about | {"torch": torch.__version__} | row for row in found])
+    if options.json:
+        print(json.dumps(found))
+    else:
+        show(found)
+    return int(any(row["wrong"] for row in found))

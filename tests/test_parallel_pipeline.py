@@ -1,0 +1,70 @@
+"""Pipelines over `lm`'s model: gradients as one process has them, messages as the formula says."""
+
+from dataclasses import replace
+
+import pytest
+import torch
+
+from ridgeline.lm.model import Transformer
+from ridgeline.op import RidgelineError
+from ridgeline.parallel import groups, pipeline
+from ridgeline.parallel.rung import observed
+from test_parallel_ladders import SIZE, batch
+
+
+def model(layers: int = 4, tied: bool = False) -> Transformer:
+    torch.manual_seed(0)
+    return Transformer(replace(SIZE, layers=layers, tied=tied), "torch")
+
+
+def trained(name: str) -> None:
+    [rung] = [r for r in pipeline.LADDER if r.name == name]
+    one, own = model(), model()
+    pipe = rung.wrap(own, 4)
+    optimizer = torch.optim.SGD(pipe.parameters(), lr=0.1)
+    plain = torch.optim.SGD(one.parameters(), lr=0.1)
+    for n in range(2):
+        optimizer.zero_grad()
+        plain.zero_grad()
+        wanted = one(*batch(n))
+        wanted.backward()
+        with observed() as seen:
+            loss = pipe.step(*batch(n))
+        assert (loss is not None) == (groups.rank() == groups.size() - 1)
+        if loss is not None:
+            torch.testing.assert_close(loss, wanted.detach(), rtol=1e-6, atol=0)
+        if n:  # the first step also exchanges shapes
+            formula = rung.traffic(own, groups.rank(), groups.size(), 8, 6, 4)
+            assert (seen.calls["send"], seen.bytes["send"]) == (formula.calls["send"], formula.bytes["send"])
+        for (key, p), q in zip(own.named_parameters(), one.parameters(), strict=True):
+            if p.grad is not None:
+                torch.testing.assert_close(p.grad, q.grad, rtol=1e-5, atol=1e-7, msg=lambda m, k=key: f"{k}: {m}")
+        optimizer.step()
+        plain.step()
+    held = sum(p.grad is not None for p in own.parameters())
+    assert held == sum(1 for _ in pipe.parameters())
+
+
+@pytest.mark.parametrize("name", [rung.name for rung in pipeline.LADDER])
+def test_a_pipeline_trains_as_one_process(name: str) -> None:
+    groups.spawn(trained, 2, name)
+
+
+def refused() -> None:
+    gpipe, _, interleaved, _ = pipeline.LADDER
+    with pytest.raises(RidgelineError, match="3 layers cannot be divided among 2 ranks of 1 stages"):
+        gpipe.wrap(model(3), 2)
+    with pytest.raises(RidgelineError, match="cannot share a tied weight"):
+        gpipe.wrap(model(tied=True), 2)
+    with pytest.raises(RidgelineError, match="multiples of the 2 ranks, but got 3"):
+        interleaved.wrap(model(), 3)
+
+
+def test_refusals() -> None:
+    groups.spawn(refused, 2)
+
+
+def test_idle_shares_fall_along_the_ladder() -> None:
+    shares = [rung.idle(4, 8) for rung in pipeline.LADDER]
+    assert shares[:3] == [3 / 11, 3 / 11, 3 / 19]
+    assert shares[3] < shares[2]
