@@ -89,6 +89,6 @@ def _state_fault(q: torch.Tensor, v: torch.Tensor, given: Any) -> str | None:
             return "inplace needs an initial_state, and it is None"
         if torch.is_grad_enabled() and (first.requires_grad or q.requires_grad or v.requires_grad):
             return "inplace has no gradients; call it under torch.no_grad() or without inplace"
-        if not first.is_contiguous():
+        if not first.is_contiguous() and not (q.shape[1] == 1 and first.mT.is_contiguous()):
             return f"inplace needs a contiguous initial_state, but its strides are {first.stride()}"
     return None

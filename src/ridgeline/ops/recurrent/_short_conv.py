@@ -154,8 +154,9 @@ def conv_forward(y, x, filters, windows, pieces, C, shape: tl.constexpr):
     BC: tl.constexpr = shape.BC
     WIDTH: tl.constexpr = shape.WIDTH
     STEP: tl.constexpr = shape.STEP
-    number = tl.program_id(1)
-    channels = tl.program_id(0) * BC + tl.arange(0, BC)
+    blocks = tl.cdiv(C, BC)
+    number = tl.program_id(0) // blocks
+    channels = tl.program_id(0) % blocks * BC + tl.arange(0, BC)
     here = channels < C
     n, begin, end, first, last = _piece(pieces, number, shape)
     place, to = x.data, y.data
@@ -197,11 +198,13 @@ def _settle(dx, dwindow, place, windows, incoming, value, at, piece, n, channels
 
 @triton.jit
 def conv_backward(dx, sums, dy, x, filters, windows, dwindows, pieces, C, shape: tl.constexpr):
-    """Pieces program_id(1), program_id(1) + num_programs(1), ...; dwindows: the states' gradients, written and given."""
+    """A few channels of pieces i, i + n, i + 2n, ... of all. dwindows: the states' gradients, written and given."""
     BC: tl.constexpr = shape.BC
     WIDTH: tl.constexpr = shape.WIDTH
     STEP: tl.constexpr = shape.STEP
-    channels = tl.program_id(0) * BC + tl.arange(0, BC)
+    blocks = tl.cdiv(C, BC)
+    own = tl.program_id(0) // blocks
+    channels = tl.program_id(0) % blocks * BC + tl.arange(0, BC)
     here = channels < C
     taps, bias = _filters(filters, channels, here, shape)
     kind: tl.constexpr = tl.float32 if shape.SINGLE else tl.bfloat16
@@ -209,7 +212,7 @@ def conv_backward(dx, sums, dy, x, filters, windows, dwindows, pieces, C, shape:
     totals = ()
     for _ in tl.static_range(WIDTH + 1):
         totals = totals + (zero,)
-    for number in range(tl.program_id(1), pieces.count, tl.num_programs(1)):
+    for number in range(own, pieces.count, tl.num_programs(0) // blocks):
         n, begin, end, first, last = _piece(pieces, number, shape)
         piece = begin, end, first, last
         place, slope, to = x.data, dy.data, dx.data
@@ -257,5 +260,5 @@ def conv_backward(dx, sums, dy, x, filters, windows, dwindows, pieces, C, shape:
                 tl.store(dwindows.first + spot, value.to(dwindows.first.dtype.element_ty), mask=here)
     if sums.parts is not None:
         for j in tl.static_range(WIDTH + 1):
-            spot = (tl.program_id(1).to(tl.int64) * (WIDTH + 1) + j) * C
+            spot = (own.to(tl.int64) * (WIDTH + 1) + j) * C
             tl.store(sums.parts + spot + channels, totals[j], mask=here)

@@ -85,7 +85,7 @@ def launch_fwd(
     form = _shape(x, weight.shape[1], activation, pieces, chosen.channels, chosen.forward)
     filters = Filters(weight, weight.stride(0), weight.stride(1), bias)
     launch(
-        conv_forward, (-(-C // form.BC), pieces.count), _line(y), _line(x), filters, Windows(first, last), pieces, C,
+        conv_forward, (-(-C // form.BC) * pieces.count,), _line(y), _line(x), filters, Windows(first, last), pieces, C,
         shape=form, num_warps=chosen.warps,
     )  # fmt: skip
 
@@ -100,7 +100,7 @@ def launch_bwd(
     filters = Filters(weight, weight.stride(0), weight.stride(1), bias)
     programs = pieces.count if parts is None else parts.shape[0]
     launch(
-        conv_backward, (-(-C // form.BC), programs), _line(dx), Sums(parts), _line(dy), _line(x), filters,
+        conv_backward, (-(-C // form.BC) * programs,), _line(dx), Sums(parts), _line(dy), _line(x), filters,
         Windows(first, None), Windows(dfirst, dlast), pieces, C, shape=form, num_warps=chosen.warps,
     )  # fmt: skip
 
