@@ -10,7 +10,7 @@ from typing import Any
 
 from torch import nn
 
-PARTS = ("norm", "rotary", "mlp", "attention", "loss")
+PARTS = ("norm", "rotary", "mlp", "attention", "recurrent", "loss")
 
 
 @dataclass

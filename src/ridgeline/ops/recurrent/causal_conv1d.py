@@ -375,7 +375,8 @@ OP = Op(
     ],
 )  # fmt: skip
 OP.eager("naive", "the formula in eager PyTorch, a sequence and a tap at a time", reference, served=True)
-OP.eager("torch", "PyTorch's grouped convolution, channels first, then its silu", _torch, supports=_unpacked)
+OP.eager("torch", "PyTorch's grouped convolution, channels first, then its silu", _torch, supports=_unpacked,
+         served=True)
 OP.kernel(
     "triton",
     "a walk along time with the last inputs in registers: each input is read once, each output written once",
