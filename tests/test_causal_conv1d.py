@@ -127,6 +127,4 @@ def test_a_compiled_step(device: str) -> None:
 def test_opcheck_of_the_step(device: str) -> None:
     x, weight, bias, state = inputs(2, 1, 4, 2, device)
     get("causal_conv1d")
-    torch.library.opcheck(
-        torch.ops.ridgeline.causal_conv1d_step.default, (x, weight, bias, state, "silu", "triton")
-    )
+    torch.library.opcheck(torch.ops.ridgeline.causal_conv1d_step.default, (x, weight, bias, state, "silu", "triton"))

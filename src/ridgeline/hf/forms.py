@@ -122,7 +122,7 @@ def calls_rotary(attention: type) -> bool:
 
 
 def recurrent(layer: type) -> dict[str, str | None]:
-    """Returns the functions of `RECURRENT` that a layer's forward calls, with the op of each; None if its form is new."""
+    """Returns the functions of `RECURRENT` that a layer's forward calls, with the op of each; None for a new form."""
     forward = inspect.unwrap(layer.forward)  # type: ignore[attr-defined]
     code, found = getattr(forward, "__code__", None), {}
     for name in dict.fromkeys(n for n, _ in RECURRENT):

@@ -1,7 +1,7 @@
-"""Layers of linear attention and state spaces: their own forwards, which find our functions in the place of their file's.
+"""Layers of linear attention and state spaces keep their forwards, which find our functions in place of their file's.
 
-Each replacement takes what transformers' function takes, after that function itself, which gets the calls that ours does
-not compute: packed sequences, other activations, sizes per column where Mamba-2 has one per head.
+Each replacement takes what transformers' function takes, after that function itself, which gets the calls that ours
+does not compute: packed sequences, other activations, a number per column where Mamba-2 has one per head.
 """
 
 from __future__ import annotations
@@ -43,7 +43,8 @@ def causal_conv1d(
     """transformers' causal_conv1d_fn. hidden_states: (B, C, T)."""
     if _packed(named) or activation not in ACTIVATIONS:
         return own(hidden_states, weight, bias, activation, **named)
-    y = ridgeline.causal_conv1d(_channels_last(hidden_states), weight, bias, activation=ACTIVATIONS[activation])
+    x = _channels_last(hidden_states)
+    y: Any = ridgeline.causal_conv1d(x, weight, bias, activation=ACTIVATIONS[activation])
     return y.transpose(1, 2)
 
 
@@ -55,9 +56,12 @@ def causal_conv1d_update(
     fits = conv_state.shape[1:] == weight.shape and conv_state.dtype == hidden_states.dtype
     if not fits or activation not in ACTIVATIONS:
         return own(hidden_states, conv_state, weight, bias, activation, **named)
-    x, options = _channels_last(hidden_states), {"activation": ACTIVATIONS[activation], "initial_state": conv_state}
+    x = _channels_last(hidden_states)
+    options: dict[str, Any] = {"activation": ACTIVATIONS[activation], "initial_state": conv_state}
+    y: Any
     if conv_state.is_contiguous() and not _learns(hidden_states, weight, bias, conv_state):
-        return ridgeline.causal_conv1d(x, weight, bias, inplace=True, **options).transpose(1, 2)  # type: ignore[union-attr]
+        y = ridgeline.causal_conv1d(x, weight, bias, inplace=True, **options)
+        return y.transpose(1, 2)
     y, state = ridgeline.causal_conv1d(x, weight, bias, return_state=True, **options)
     conv_state.copy_(state.detach())
     return y.transpose(1, 2)
@@ -75,7 +79,13 @@ def ssd(
 ) -> Any:  # fmt: skip
     """transformers' mamba2_chunk_scan. States are (B, H, P, N), ours transposed."""
     if _packed(named) or max(hidden_states.shape[3], B.shape[3]) > 256:
-        given = {"dt_bias": dt_bias, "initial_states": initial_states, "dt_softplus": dt_softplus, "z": z, "D": D}
+        given: dict[str, Any] = {
+            "dt_bias": dt_bias,
+            "initial_states": initial_states,
+            "dt_softplus": dt_softplus,
+            "z": z,
+            "D": D,
+        }
         given |= {"dt_limit": dt_limit, "return_final_states": return_final_states}
         return own(hidden_states, dt, A, B, C, chunk_size, **given, **named)
     if tuple(dt_limit) != (0.0, float("inf")):
@@ -152,7 +162,9 @@ def prepare(kind: type) -> Callable[..., Any]:
     """Returns the forward of a class of layers with our functions; made once a class."""
     if kind not in _FORWARDS:
         names = inspect.unwrap(kind.forward).__globals__  # type: ignore[attr-defined]
-        mine = {n: partial(REPLACEMENTS[n], names[n]) for n, op in served(kind).items() if op}
+        mine: dict[str, Callable[..., Any]] = {
+            n: partial(REPLACEMENTS[n], names[n]) for n, op in served(kind).items() if op
+        }
         _FORWARDS[kind] = modules.rebound(kind.forward, mine)  # type: ignore[attr-defined]
     return _FORWARDS[kind]
 

@@ -6,8 +6,8 @@ The last inputs stay in registers, so each input is read once, and so is each in
 the unfinished gradients of the last inputs there too. STEP rows are loaded before the first of them is used, so that
 their loads are in flight together.
 
-A piece is what a sequence has between two multiples of `length` tokens, so that no piece crosses a sequence's edge. With
-packed sequences, those of sequence n have the numbers from start_n // length + n on; some numbers stay unused.
+A piece is what a sequence has between two multiples of `length` tokens, so that no piece crosses a sequence's edge.
+With packed sequences, those of sequence n have the numbers from start_n // length + n on; some numbers stay unused.
 """
 
 from __future__ import annotations
@@ -177,15 +177,15 @@ def conv_forward(y, x, filters, windows, pieces, C, shape: tl.constexpr):
                 z = silu(z, kind)
             tl.store(to + (t + i) * y.token + channels, z.to(rows[i].dtype), mask=here & (t + i < last))
             past = past[1:]
-    if windows.last is not None:
+    if windows.last is not None:  # noqa: SIM102
         if (last == end) & ((first < last) | (begin == end)):
             _last_window(windows, x, place, n, begin, end, channels, here, C, shape)
 
 
 @triton.jit
-def _settle(dx, dwindow, place, windows, incoming, value, at, piece, n, channels, here, C, shape: tl.constexpr):
+def _settle(dx, dwindow, place, incoming, value, at, piece, channels, here, C, shape: tl.constexpr):
     """Writes the finished gradient of the input at `at`, which may lie in the state before the sequence."""
-    begin, end, first, last = piece
+    n, begin, end, first, last = piece
     if incoming is not None:
         spot = (n.to(tl.int64) * C + channels) * shape.WIDTH + shape.WIDTH + (at - end)
         value += tl.load(incoming + spot, mask=here & (at >= end - shape.WIDTH), other=0.0).to(tl.float32)
@@ -214,7 +214,7 @@ def conv_backward(dx, sums, dy, x, filters, windows, dwindows, pieces, C, shape:
         totals = totals + (zero,)
     for number in range(own, pieces.count, tl.num_programs(0) // blocks):
         n, begin, end, first, last = _piece(pieces, number, shape)
-        piece = begin, end, first, last
+        piece = n, begin, end, first, last
         place, slope, to = x.data, dy.data, dx.data
         if pieces.ends is None:
             place += n.to(tl.int64) * x.batch
@@ -242,7 +242,7 @@ def conv_backward(dx, sums, dy, x, filters, windows, dwindows, pieces, C, shape:
                 for j in tl.static_range(WIDTH):
                     later = later + (pending[j] + taps[j] * dz,)
                 at = t + i - (WIDTH - 1)
-                _settle(dx, dwindows.first, to, windows, dwindows.last, later[0], at, piece, n, channels, here, C, shape)
+                _settle(dx, dwindows.first, to, windows, dwindows.last, later[0], at, piece, channels, here, C, shape)
                 pending = later[1:]
                 if sums.parts is not None:
                     dz = tl.where(t + i < last, dz, 0.0)
@@ -251,7 +251,7 @@ def conv_backward(dx, sums, dy, x, filters, windows, dwindows, pieces, C, shape:
                         more = more + (totals[j] + dz * past[j],)
                     totals = more + (totals[WIDTH] + dz,)
                 past = past[1:]
-        if dwindows.first is not None:
+        if dwindows.first is not None:  # noqa: SIM102
             if first == begin:  # its oldest input is seen by no token, and is kept only where no token follows
                 spot = (n.to(tl.int64) * C + channels) * WIDTH
                 value = zero

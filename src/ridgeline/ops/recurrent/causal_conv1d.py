@@ -20,7 +20,7 @@ import triton
 
 from ridgeline import device
 from ridgeline.boundary import Function, differentiate, first_order, kernel_op, launch
-from ridgeline.op import FLOATS, Case, Cost, Op, RidgelineError, Spec, dense_only, nbytes, readable
+from ridgeline.op import Case, Cost, Op, RidgelineError, Spec, dense_only, nbytes, readable
 from ridgeline.ops.recurrent._short_conv import (
     Filters,
     Line,
@@ -141,7 +141,7 @@ def _backward(
     dy: torch.Tensor, dlast: Maybe, x: torch.Tensor, weight: torch.Tensor, bias: Maybe, first: Maybe, ends: Maybe,
     activation: str | None, need: int, impl: str | None,
 ) -> tuple[torch.Tensor, ...]:  # fmt: skip
-    """The gradients of x, the weight (bit 0 of `need`), the bias (bit 1) and the first state; empty where there is none."""
+    """The gradients of x, weight (bit 0 of `need`), bias (bit 1) and the first state; empty where there is none."""
     dy = dy if dy.stride(-1) == 1 else dy.contiguous()
     dlast = dlast if dlast is None or dlast.is_contiguous() else dlast.contiguous()
     gpu, (C, width) = device.of(x), weight.shape
@@ -182,9 +182,13 @@ class _Conv(Function):
         dlast = dlast if dlast is None or dlast.numel() else None
         need = ctx.needs_input_grad[1] + 2 * ctx.needs_input_grad[2]
         dx, dweight, dbias, dfirst = _backward(dy, dlast, x, weight, bias, first, ends, activation, int(need), impl)
-        return dx, dweight if need & 1 else None, dbias if need & 2 else None, None if first is None else dfirst, *(
-            None,
-        ) * 4
+        return (
+            dx,
+            dweight if need & 1 else None,
+            dbias if need & 2 else None,
+            None if first is None else dfirst,
+            *(None,) * 4,
+        )
 
 
 def reference(
@@ -255,7 +259,7 @@ def causal_conv1d(
     first = initial_state
     first = first if first is None or first.is_contiguous() else first.contiguous()
     args = x, weight, bias, first, cu_seqlens, activation, return_state or inplace, impl
-    if torch.is_grad_enabled() and any([t is not None and t.requires_grad for t in args[:4]]):  # type: ignore[union-attr]
+    if torch.is_grad_enabled() and any([t is not None and t.requires_grad for t in args[:4]]):
         y, state = differentiate(_Conv, *args)
     else:
         y, state = _forward(*args)
@@ -375,8 +379,9 @@ OP = Op(
     ],
 )  # fmt: skip
 OP.eager("naive", "the formula in eager PyTorch, a sequence and a tap at a time", reference, served=True)
-OP.eager("torch", "PyTorch's grouped convolution, channels first, then its silu", _torch, supports=_unpacked,
-         served=True)
+OP.eager(
+    "torch", "PyTorch's grouped convolution, channels first, then its silu", _torch, supports=_unpacked, served=True
+)
 OP.kernel(
     "triton",
     "a walk along time with the last inputs in registers: each input is read once, each output written once",

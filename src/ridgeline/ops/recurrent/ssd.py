@@ -108,14 +108,16 @@ def ssd(
     gates |= {"D": (D, ("R",))} if D is not None else {}
     gates |= {"z": (z, ("BTRV",))} if z is not None else {}
     gates |= {"dt_bias": (dt_bias, ("R",))} if dt_bias is not None else {}
-    check("ssd", {"C": C, "B": B}, ("x", x), gates, Given(initial_state, return_state, cu_seqlens, inplace, scale))
+    whole = Given(initial_state, return_state, cu_seqlens, inplace, scale)
+    check("ssd", {"C": C, "B": B}, ("x", x), gates, whole)
     if type(dt_softplus) is not bool:
         raise RidgelineError(f"ssd: dt_softplus must be True or False, but is {dt_softplus!r}")
-    given = Given(initial_state, True, cu_seqlens, False, scale)
-    factor, whole = 1.0 if scale is None else float(scale), Given(initial_state, return_state, cu_seqlens, inplace, scale)
+    given = whole._replace(return_state=True, inplace=False)
+    factor = 1.0 if scale is None else float(scale)
     if one_step(x, whole) and initial_state is not None and eager(OP, impl, C, B, x) is None:
         z = z if z is None or z.stride(-1) == 1 else z.contiguous()
-        return stepped(_token(x, dt, A, B, C, D, z, dt_bias, initial_state, dt_softplus, factor, impl), initial_state, whole)
+        y = _token(x, dt, A, B, C, D, z, dt_bias, initial_state, dt_softplus, factor, impl)
+        return stepped(y, initial_state, whole)
     found = _ssd(
         lambda v, g: served(OP, through, impl, C, B, v, g, None, given, factor), x.dtype, x, dt, A, D, z, dt_bias,
         dt_softplus,

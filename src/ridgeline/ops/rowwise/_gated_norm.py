@@ -190,11 +190,12 @@ def launch_fwd(
     rows, size = x.shape[0], x.shape[1] // groups
     unit, steps = strides(size, x, gate)
     bm, bn, warps = _tile(device.of(x), size, FORWARD)
-    layout, order = Layout(rows, size // unit, groups, *steps, 0), _order(activation, norm_first, bn < size, unit)
-    given = Given(x, gate, weight)
-    launch(
-        gated_fwd, (ceil(rows, bm), groups), y, rstd, given, layout, eps, order=order, BM=bm, BN=bn, num_warps=warps
+    layout, order = (
+        Layout(rows, size // unit, groups, steps[0], steps[1], 0),
+        _order(activation, norm_first, bn < size, unit),
     )
+    given = Given(x, gate, weight)
+    launch(gated_fwd, (ceil(rows, bm), groups), y, rstd, given, layout, eps, order=order, BM=bm, BN=bn, num_warps=warps)
 
 
 def launch_bwd(
@@ -208,7 +209,10 @@ def launch_bwd(
     wide = bn < size
     if wide:
         bm, bn, warps = 1, 2048, 4
-    layout, order = Layout(rows, size // unit, groups, *steps), _order(activation, norm_first, wide, unit)
+    layout, order = (
+        Layout(rows, size // unit, groups, steps[0], steps[1], steps[2]),
+        _order(activation, norm_first, wide, unit),
+    )
     given, dots = Given(x, gate, weight), None
     if wide:
         dots = torch.empty((rows, groups), dtype=torch.float32, device=x.device)

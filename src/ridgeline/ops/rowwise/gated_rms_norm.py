@@ -44,7 +44,7 @@ def _forward(
     if not tracing() and x.numel():
         inputs = as_rows(x, -1), as_rows(gate, -1), dense(weight)
         options = eps, activation, norm_before_gate, groups
-        run(OP, "fwd", impl, (as_rows(y, -1), rstd.view(-1, groups)), *inputs, *options)  # type: ignore[arg-type]
+        run(OP, "fwd", impl, (as_rows(y, -1), rstd.view(-1, groups)), *inputs, *options)
     return y, rstd
 
 
@@ -147,9 +147,7 @@ def _look(
     if not x.dim():
         raise RidgelineError("gated_rms_norm: x must have at least one dimension, but has none")
     if gate.shape != x.shape:
-        raise RidgelineError(
-            f"gated_rms_norm: gate must have x's shape {tuple(x.shape)}, but has {tuple(gate.shape)}"
-        )
+        raise RidgelineError(f"gated_rms_norm: gate must have x's shape {tuple(x.shape)}, but has {tuple(gate.shape)}")
     if weight.shape != x.shape[-1:]:
         wanted, found = f"the shape ({x.shape[-1]},) of x's last dimension", tuple(weight.shape)
         raise RidgelineError(f"gated_rms_norm: weight must have {wanted}, but has {found}")
