@@ -242,7 +242,8 @@ def conv_backward(dx, sums, dy, x, filters, windows, dwindows, pieces, C, shape:
                 for j in tl.static_range(WIDTH):
                     later = later + (pending[j] + taps[j] * dz,)
                 at = t + i - (WIDTH - 1)
-                _settle(dx, dwindows.first, to, windows, dwindows.last, later[0], at, piece, channels, here, C, shape)
+                done = later[0]  # type: ignore[misc]
+                _settle(dx, dwindows.first, to, dwindows.last, done, at, piece, channels, here, C, shape)
                 pending = later[1:]
                 if sums.parts is not None:
                     dz = tl.where(t + i < last, dz, 0.0)
