@@ -25,7 +25,7 @@ def gates(x: torch.Tensor) -> torch.Tensor:
     return nn.functional.logsigmoid(x + 2)
 
 
-# Each takes three heads' worth of a projection, (B, T, 1, WIDTH) each, (B, T, 1, WIDTH) gates and a parameter (1, WIDTH).
+# Each takes q, k, v and gates, (B, T, 1, WIDTH), a parameter (1, WIDTH), and the rung.
 KINDS: dict[str, Callable[..., Any]] = {
     "linear_attention": lambda q, k, v, g, u, i: ridgeline.linear_attention(q, k, v, scale=0.1, impl=i),
     "gated, per head": lambda q, k, v, g, u, i: ridgeline.gated_linear_attention(q, k, v, gates(g[..., 0]), impl=i),

@@ -1,4 +1,4 @@
-"""Mamba-2's and Qwen3-Next's layers: patched as unpatched in training, with padding, and token by token from a cache."""
+"""Mamba-2's and Qwen3-Next's layers, patched as unpatched: in training, with padding, and token by token."""
 
 import copy
 from typing import Any

@@ -175,11 +175,13 @@ def _order(activation: str, norm_first: bool, wide: bool, unit: int) -> Order:
     return Order(norm_first, activation == "silu", wide, unit)
 
 
-def _tile(gpu: device.Device, size: int, most: int) -> tuple[int, int, int]:
-    """Rows and columns of a tile, and warps: 16 elements of each input for each thread, at least 2048."""
-    bn = min(power(size), most)
-    bm = max(1, min(32, (512 if gpu.backend == "cpu" else 2048) // bn))
-    return bm, bn, min(max(4, bm * bn // (16 * gpu.warp)), 1024 // gpu.warp)
+def _tile(gpu: device.Device, size: int, most: int, load: int) -> tuple[int, int, int]:
+    """Rows and columns of a tile, and warps: 16 elements of each input for each thread, 2048 or more in all.
+
+    load: bytes that one load takes. Narrow loads need registers for addresses: half as many elements."""
+    bn, each = min(power(size), most), 8 if load < 16 else 16
+    bm = max(1, min(32, (512 if gpu.backend == "cpu" else 128 * each) // bn))
+    return bm, bn, min(max(4, bm * bn // (each * gpu.warp)), 1024 // gpu.warp)
 
 
 def launch_fwd(
@@ -189,7 +191,7 @@ def launch_fwd(
     """x, gate: (rows, columns) with contiguous rows; y contiguous; rstd (rows, groups)."""
     rows, size = x.shape[0], x.shape[1] // groups
     unit, steps = strides(size, x, gate)
-    bm, bn, warps = _tile(device.of(x), size, FORWARD)
+    bm, bn, warps = _tile(device.of(x), size, FORWARD, unit * x.element_size())
     layout, order = (
         Layout(rows, size // unit, groups, steps[0], steps[1], 0),
         _order(activation, norm_first, bn < size, unit),
@@ -205,7 +207,7 @@ def launch_bwd(
     """As `launch_fwd`; parts: (programs, 1, columns), float32, or None without dweight."""
     rows, size, gpu = x.shape[0], x.shape[1] // groups, device.of(x)
     unit, steps = strides(size, x, gate, dy)
-    bm, bn, warps = _tile(gpu, size, BACKWARD)
+    bm, bn, warps = _tile(gpu, size, BACKWARD, unit * x.element_size())
     wide = bn < size
     if wide:
         bm, bn, warps = 1, 2048, 4
