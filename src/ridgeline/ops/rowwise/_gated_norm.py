@@ -21,7 +21,7 @@ from ridgeline.ops.rowwise._norm_forward import averaged, strides
 from ridgeline.ops.rowwise._rows import Maybe, ceil, power
 from ridgeline.tiles.activations import sigmoid_slope, silu_slope
 
-FORWARD, BACKWARD = 16384, 8192  # the most columns of a row in registers
+FORWARD, BACKWARD = 16384, 8192  # the most columns of a row in registers, half as many in float32, which spilled
 PROGRAMS = 4  # of backward, for each multiprocessor
 
 
@@ -175,11 +175,11 @@ def _order(activation: str, norm_first: bool, wide: bool, unit: int) -> Order:
     return Order(norm_first, activation == "silu", wide, unit)
 
 
-def _tile(gpu: device.Device, size: int, most: int, load: int) -> tuple[int, int, int]:
+def _tile(gpu: device.Device, size: int, most: int, bytes_each: int, unit: int) -> tuple[int, int, int]:
     """Rows and columns of a tile, and warps: 16 elements of each input for each thread, 2048 or more in all.
 
-    load: bytes that one load takes. Narrow loads need registers for addresses: half as many elements."""
-    bn, each = min(power(size), most), 8 if load < 16 else 16
+    Narrow loads, of fewer than 16 bytes, need registers for addresses: half as many elements."""
+    bn, each = min(power(size), most // (1 + bytes_each // 4)), 8 if unit * bytes_each < 16 else 16
     bm = max(1, min(32, (512 if gpu.backend == "cpu" else 128 * each) // bn))
     return bm, bn, min(max(4, bm * bn // (each * gpu.warp)), 1024 // gpu.warp)
 
@@ -191,7 +191,7 @@ def launch_fwd(
     """x, gate: (rows, columns) with contiguous rows; y contiguous; rstd (rows, groups)."""
     rows, size = x.shape[0], x.shape[1] // groups
     unit, steps = strides(size, x, gate)
-    bm, bn, warps = _tile(device.of(x), size, FORWARD, unit * x.element_size())
+    bm, bn, warps = _tile(device.of(x), size, FORWARD, x.element_size(), unit)
     layout, order = (
         Layout(rows, size // unit, groups, steps[0], steps[1], 0),
         _order(activation, norm_first, bn < size, unit),
@@ -207,7 +207,7 @@ def launch_bwd(
     """As `launch_fwd`; parts: (programs, 1, columns), float32, or None without dweight."""
     rows, size, gpu = x.shape[0], x.shape[1] // groups, device.of(x)
     unit, steps = strides(size, x, gate, dy)
-    bm, bn, warps = _tile(gpu, size, BACKWARD, unit * x.element_size())
+    bm, bn, warps = _tile(gpu, size, BACKWARD, x.element_size(), unit)
     wide = bn < size
     if wide:
         bm, bn, warps = 1, 2048, 4
