@@ -366,6 +366,9 @@ OP = Op(
     causal_conv1d,
     reference=reference,
     cost=cost,
+    sharding=lambda cu_seqlens=None, **_: (
+        "x bTc, weight cW, bias c, initial_state bcW -> bTc, bcW" if cu_seqlens is None else None
+    ),
     flops={"causal_conv1d_step": lambda x, weight, bias, *_: cost(x, weight, bias)[0].flops},
     cases=[
         Case("2x19x40", _small),

@@ -191,6 +191,7 @@ OP = Op(
     gated_rms_norm,
     reference=reference,
     cost=cost,
+    sharding="x ...N, gate ...N, weight N -> ...N",
     cases=[
         Case("33x129", (Spec(33, 129), Spec(33, 129), Spec(129))),
         Case("33x130 gate first", _gated, {"norm_before_gate": False}),
