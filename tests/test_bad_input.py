@@ -30,6 +30,7 @@ decays, state4 = -torch.ones(2, 5, 4), torch.ones(2, 4, 8, 8)
 rows5, each3, tops = torch.ones(5, 6), torch.ones(3, 6, 4), torch.tensor([2, 2, 5], dtype=torch.int32)
 gate_up2, down2, chosen = torch.ones(2, 8, 6), torch.ones(2, 6, 4), torch.zeros(4, 1, dtype=torch.int64)
 share = torch.ones(4, 1)
+line, taps, window = torch.ones(2, 5, 6), torch.ones(6, 4), torch.ones(2, 6, 4)
 
 Bad = dict[str, tuple[Callable[[], object], list[str]]]
 BAD: Bad = {
@@ -156,6 +157,75 @@ BAD: Bad = {
         lambda: ridgeline.ssd(heads4, decays, torch.ones(4), heads4, heads4, dt_softplus=1),
         ["dt_softplus", "1"],
     ),
+    "causal_conv1d: no tensor": (lambda: ridgeline.causal_conv1d(line, 3), ["weight", "tensor", "int"]),
+    "causal_conv1d: two dimensions": (lambda: ridgeline.causal_conv1d(x, taps), ["(B, T, C)", "(4, 6)"]),
+    "causal_conv1d: integers": (lambda: ridgeline.causal_conv1d(line.int(), taps), ["x", "floating", "int32"]),
+    "causal_conv1d: too wide": (lambda: ridgeline.causal_conv1d(line, square), ["2, 3 or 4", "(6, 6)"]),
+    "causal_conv1d: filters of other channels": (lambda: ridgeline.causal_conv1d(line, taps[:5]), ["(6,", "(5, 4)"]),
+    "causal_conv1d: a short bias": (lambda: ridgeline.causal_conv1d(line, taps, w5), ["bias", "(6,)", "(5,)"]),
+    "causal_conv1d: another activation": (
+        lambda: ridgeline.causal_conv1d(line, taps, activation="gelu"),
+        ["'silu' or None", "'gelu'"],
+    ),
+    "causal_conv1d: channels that are apart": (
+        lambda: ridgeline.causal_conv1d(line.mT.contiguous().mT, taps),
+        ["x", "contiguous", "stride 5"],
+    ),
+    "causal_conv1d: two devices": (lambda: ridgeline.causal_conv1d(line, taps.to("meta")), ["weight", "meta", "cpu"]),
+    "causal_conv1d: a state of another width": (
+        lambda: ridgeline.causal_conv1d(line, taps, initial_state=window[..., 1:]),
+        ["initial_state", "(2, 6, 4)", "(2, 6, 3)"],
+    ),
+    "causal_conv1d: a state of another dtype": (
+        lambda: ridgeline.causal_conv1d(line, taps, initial_state=window.half()),
+        ["initial_state", "float32", "float16"],
+    ),
+    "causal_conv1d: inplace without a state": (
+        lambda: ridgeline.causal_conv1d(line, taps, inplace=True),
+        ["inplace", "initial_state", "None"],
+    ),
+    "causal_conv1d: inplace with gradients": (
+        lambda: ridgeline.causal_conv1d(line, taps.clone().requires_grad_(), initial_state=window, inplace=True),
+        ["inplace", "no gradients", "torch.no_grad()"],
+    ),
+    "causal_conv1d: inplace in a state with holes": (
+        lambda: ridgeline.causal_conv1d(line, taps, initial_state=window.mT.contiguous().mT, inplace=True),
+        ["contiguous", "strides", "(24, 1, 6)"],
+    ),
+    "causal_conv1d: packed with a batch": (
+        lambda: ridgeline.causal_conv1d(line, taps, cu_seqlens=ends),
+        ["batch of 1", "2"],
+    ),
+    "causal_conv1d: packed tokens missing": (
+        lambda: ridgeline.causal_conv1d(line[:1], taps, cu_seqlens=ends[:2]),
+        ["cu_seqlens", "5 tokens", "[0, 3]"],
+    ),
+    "causal_conv1d: another dtype of ends": (
+        lambda: ridgeline.causal_conv1d(line[:1], taps, cu_seqlens=ends.long()),
+        ["cu_seqlens", "int32", "int64"],
+    ),
+    "gated_rms_norm: no gate": (lambda: ridgeline.gated_rms_norm(x, None, w), ["gate", "tensor", "NoneType"]),
+    "gated_rms_norm: a gate of another shape": (lambda: ridgeline.gated_rms_norm(x, x[:2], w), ["(4, 6)", "(2, 6)"]),
+    "gated_rms_norm: a short weight": (lambda: ridgeline.gated_rms_norm(x, x, w5), ["weight", "(6,)", "(5,)"]),
+    "gated_rms_norm: integers": (lambda: ridgeline.gated_rms_norm(whole, x, w), ["x", "floating", "int32"]),
+    "gated_rms_norm: two devices": (lambda: ridgeline.gated_rms_norm(x, away, w), ["gate", "meta", "cpu"]),
+    "gated_rms_norm: no dimension": (
+        lambda: ridgeline.gated_rms_norm(torch.tensor(1.0), torch.tensor(1.0), w),
+        ["at least one dimension"],
+    ),
+    "gated_rms_norm: another activation": (
+        lambda: ridgeline.gated_rms_norm(x, x, w, activation="gelu"),
+        ["'silu' or 'sigmoid'", "'gelu'"],
+    ),
+    "gated_rms_norm: an order that is none": (
+        lambda: ridgeline.gated_rms_norm(x, x, w, norm_before_gate=1),
+        ["norm_before_gate", "True or False", "1"],
+    ),
+    "gated_rms_norm: groups that do not divide": (
+        lambda: ridgeline.gated_rms_norm(x, x, w, group_size=4),
+        ["group_size", "6 columns", "4"],
+    ),
+    "gated_rms_norm: a negative eps": (lambda: ridgeline.gated_rms_norm(x, x, w, -1.0), ["eps", "at least 0", "-1.0"]),
     "gelu: another approximation": (lambda: ridgeline.gelu(x, approximate="cubic"), ["cubic", "none", "tanh"]),
     "gelu: an integer tensor": (lambda: ridgeline.gelu(whole), ["int32", "float32"]),
     "gelu: no tensor": (lambda: ridgeline.gelu([1.0, 2.0]), ["list", "tensor"]),

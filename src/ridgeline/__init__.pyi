@@ -883,6 +883,33 @@ def quantize_int8(
     Raises RidgelineError if x is not floating point, if `granularity` is invalid, or if `impl` cannot run the call.
     """
 
+def causal_conv1d(
+    x: torch.Tensor,
+    weight: torch.Tensor,
+    bias: torch.Tensor | None = None,
+    *,
+    activation: str | None = "silu",
+    initial_state: torch.Tensor | None = None,
+    return_state: bool = False,
+    cu_seqlens: torch.Tensor | None = None,
+    inplace: bool = False,
+    impl: str | None = None,
+) -> torch.Tensor | tuple[torch.Tensor, torch.Tensor]:
+    """Returns each channel of x convolved along time with its own filter, then silu: y, of x's shape and dtype.
+
+    Gradients flow to x, weight, bias and initial_state.
+    x: (B, T, C), float32, float16 or bfloat16, any strides whose last is 1. weight: (C, width), width 2 to 4; its last
+    column meets the token itself. bias: (C,) or None. Both in any floating-point dtype and any strides.
+    activation: "silu" or None.
+    initial_state: (B, C, width), the inputs before the first token, the latest last, in x's dtype; zeros if None.
+    return_state: returns (y, state after the last token).
+    cu_seqlens: (sequences + 1,), int32: B is 1, and sequence n has the tokens cu_seqlens[n] to cu_seqlens[n + 1] - 1
+    and the state n. inplace: the final state is also written over initial_state, for T = 1 without a copy; without
+    gradients only.
+    Values on a GPU are not validated (that would synchronise).
+    Raises RidgelineError if the arguments do not fit together, or if `impl` cannot run the call.
+    """
+
 def gated_linear_attention(
     q: torch.Tensor,
     k: torch.Tensor,
@@ -1102,6 +1129,29 @@ def batch_norm(
     and y for "relu".
     Raises RidgelineError if shapes, dtypes or devices do not fit, if a channel has a single number in training, or if
     `impl` cannot run the call.
+    """
+
+def gated_rms_norm(
+    x: torch.Tensor,
+    gate: torch.Tensor,
+    weight: torch.Tensor,
+    eps: float = 1e-6,
+    *,
+    activation: str = "silu",
+    norm_before_gate: bool = True,
+    group_size: int | None = None,
+    impl: str | None = None,
+) -> torch.Tensor:
+    """Returns `rms_norm` of x over its last dimension, gated: rms_norm(x) * weight * act(gate), in x's shape and dtype.
+
+    Gradients flow to x, gate and weight; backward saves them and a float32 per row.
+    x: at least one dimension, any strides, floating point. gate: x's shape, in any floating-point dtype.
+    weight: (columns,), in any floating-point dtype. eps: at least 0, added to the mean square.
+    activation: "silu" or "sigmoid", of the gate.
+    norm_before_gate: True as in Qwen3-Next; False as in Mamba-2: rms_norm(x * act(gate)) * weight.
+    group_size: columns that have a mean square of their own, a divisor of x's columns; None for all of them.
+    All is computed in float32 and rounded once.
+    Raises RidgelineError if the arguments do not fit together, or if `impl` cannot run the call.
     """
 
 def group_norm(

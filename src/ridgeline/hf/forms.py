@@ -23,6 +23,14 @@ class Norm(NamedTuple):
     rounding: str = "once"
 
 
+class GatedNorm(NamedTuple):
+    """A norm with a gate: weight * x / rms * act(gate), or with the gate first. The attribute of a role
+    "norm_before_gate" decides that instead; "groups" or "group_size" says which columns have a mean square together."""
+
+    roles: tuple[str, ...]
+    norm_before_gate: bool = True
+
+
 class MLP(NamedTuple):
     """down(activation(gate(x)) * up(x)). merged: one product has gate in its first half and up in its second."""
 
@@ -59,6 +67,22 @@ NORMS = {
     "5e9bdf02f231": Norm(("eps", "weight")),  # Helium: the weight in float32
     "3b745395ceef": Norm(("weight", "eps"), offset=1.0),  # Gemma
     "3a495b2d0df3": Norm(("eps",)),  # without a weight: Llama 4's L2 norm
+}
+GATED_NORMS = {
+    "83ca7d3a7786": GatedNorm(("eps", "weight", "activation")),  # Qwen3-Next
+    "31495586c3aa": GatedNorm(("eps", "weight", "activation")),  # Kimi Linear: the weight in float32
+    "7111906b6507": GatedNorm(("group_size", "eps", "weight"), norm_before_gate=False),  # Mamba-2
+    "042275514390": GatedNorm(("norm_before_gate", "groups", "eps", "weight")),  # Falcon-H1
+}
+# Functions that recurrent layers find in their file, by name and digest, and what computes them.
+RECURRENT = {
+    ("causal_conv1d_fn", "c3ec9569e879"): "causal_conv1d",
+    ("causal_conv1d_update", "a4b6d574317b"): "causal_conv1d",
+    ("mamba2_split_conv1d_scan_combined", "b029f8cdf1e5"): "ssd",
+    ("mamba2_chunk_scan", "900d8cf1b2a6"): "ssd",
+    ("mamba2_selective_state_update", "7341d3877b08"): "ssd",
+    ("torch_chunk_gated_delta_rule", "dec74ba2abf0"): "gated_delta_rule",
+    ("torch_recurrent_gated_delta_rule", "ef2ee0a63fd1"): "gated_delta_rule",
 }
 MLPS = {
     "be1d38b5026f": MLP(("down", "activation", "gate", "up")),  # Llama
@@ -127,6 +151,17 @@ def calls_rotary(attention: type) -> bool:
     """Whether an attention class calls the rotary function of its file."""
     code = getattr(inspect.unwrap(attention.forward), "__code__", None)  # type: ignore[attr-defined]
     return code is not None and ROTARY in code.co_names
+
+
+def recurrent(layer: type) -> dict[str, str | None]:
+    """Returns the functions of `RECURRENT` that a layer's forward calls, with the op of each; None for a new form."""
+    forward = inspect.unwrap(layer.forward)  # type: ignore[attr-defined]
+    code, found = getattr(forward, "__code__", None), {}
+    for name in dict.fromkeys(n for n, _ in RECURRENT):
+        if code is not None and name in code.co_names and callable(forward.__globals__.get(name)):
+            own = syntax.form(forward.__globals__[name])
+            found[name] = RECURRENT.get((name, own.digest)) if own else None
+    return found
 
 
 def rotary(attention: type) -> Rotary | None:

@@ -40,6 +40,26 @@ def rms_norm(
     return y
 
 
+def gated_rms_norm(
+    module: nn.Module, hidden_states: torch.Tensor, gate: torch.Tensor | None = None, *, names: dict[str, str],
+    norm_before_gate: bool,
+) -> torch.Tensor:  # fmt: skip
+    """A norm with a gate by `ridgeline.gated_rms_norm`; without one, by `ridgeline.rms_norm` of each group.
+
+    names: the module's attribute for each role of `forms.GatedNorm`."""
+    own = {role: getattr(module, name) for role, name in names.items()}
+    size = own.get("group_size")
+    if "groups" in own:
+        size = hidden_states.shape[-1] // own["groups"]
+    if gate is None:
+        size = hidden_states.shape[-1] if size is None else size
+        rows = hidden_states.unflatten(-1, (-1, size))
+        return (ridgeline.rms_norm(rows, None, own["eps"]).flatten(-2) * own["weight"]).to(hidden_states.dtype)
+    options: dict[str, Any] = {"activation": own.get("activation", "silu"), "group_size": size}
+    options["norm_before_gate"] = own.get("norm_before_gate", norm_before_gate)
+    return ridgeline.gated_rms_norm(hidden_states, gate, own["weight"], own["eps"], **options)
+
+
 def _norm(weight: torch.Tensor | None, eps: float, options: dict[str, Any], x: torch.Tensor) -> torch.Tensor:
     y = ridgeline.rms_norm(x, weight, eps, **options)
     # Under autocast the op returns float32, where these modules return their input's dtype.
@@ -167,18 +187,18 @@ def rotary(
 _FORWARDS: dict[type, Callable[..., Any]] = {}
 
 
-def _with_rotary(function: Callable[..., Any], replacement: Callable[..., Any]) -> Callable[..., Any]:
-    """Returns a function with the same code that finds `replacement` under the rotary function's name.
+def rebound(function: Callable[..., Any], replacements: dict[str, Callable[..., Any]]) -> Callable[..., Any]:
+    """Returns a function with the same code that finds other functions under some names of its file.
 
     The code, not a copy of the source, is shared; only the dictionary in which it looks names up is another.
     """
     inner = getattr(function, "__wrapped__", None)
     names, cells = dict(function.__globals__), function.__closure__
     if inner is None:
-        names[forms.ROTARY] = replacement
+        names |= replacements
         names.pop("__name__")  # torch.compile would look the names up in the module of that name
     else:
-        changed = _with_rotary(inner, replacement)
+        changed = rebound(inner, replacements)
         cells = tuple(types.CellType(changed) if c.cell_contents is inner else c for c in cells or ())
         names = function.__globals__
     code = function.__code__
@@ -195,7 +215,7 @@ def prepare_attention(kind: type) -> Callable[..., Any]:
     if kind not in _FORWARDS:
         facts = forms.rotary(kind)
         assert facts is not None
-        _FORWARDS[kind] = _with_rotary(kind.forward, partial(rotary, facts))  # type: ignore[attr-defined]
+        _FORWARDS[kind] = rebound(kind.forward, {forms.ROTARY: partial(rotary, facts)})  # type: ignore[attr-defined]
     return _FORWARDS[kind]
 
 
@@ -210,13 +230,13 @@ def attention(module: nn.Module, *given: Any, **named: Any) -> Any:
     return forward(module, *given, **named)
 
 
-def can_rebind(kind: type) -> bool:
-    """Whether `_with_rotary` can rebuild the forward of a class: plain functions, wrapped by functools.wraps."""
+def can_rebind(kind: type, name: str = forms.ROTARY) -> bool:
+    """Whether `rebound` can rebuild the forward of a class: plain functions, wrapped by functools.wraps."""
     function = kind.forward  # type: ignore[attr-defined]
     while inspect.isfunction(function):
         inner = getattr(function, "__wrapped__", None)
         if inner is None:
-            return forms.ROTARY in function.__code__.co_names
+            return name in function.__code__.co_names
         if not any(c.cell_contents is inner for c in function.__closure__ or ()):
             return False
         function = inner

@@ -13,7 +13,7 @@ from torch import nn
 
 import ridgeline
 from ridgeline import few_bits
-from ridgeline.hf import attention, experts, forms, logits, modules, syntax
+from ridgeline.hf import attention, experts, forms, logits, modules, recurrent, syntax
 from ridgeline.hf.report import PARTS, Report, Row
 from ridgeline.op import RidgelineError
 
@@ -29,6 +29,8 @@ OURS = (
     modules.attention,
     experts.experts,
     experts.router,
+    modules.gated_rms_norm,
+    recurrent.layer,
     logits.lm_head,
 )
 Plan = tuple[Row, Callable[[], None]]
@@ -94,6 +96,8 @@ class _Planner:
             elif syntax.interface_keywords(kind) is not None or forms.calls_rotary(kind):
                 self.rotary(name, module)
                 self.attention(name, module)
+            elif forms.recurrent(kind):
+                self.recurrent(name, module)
             elif type(module) in few_bits.LAYERS:
                 self.few_bits(name, module, few_bits.LAYERS[type(module)])
             elif self.quantize and isinstance(module, nn.Linear) and name in self.turned:
@@ -136,6 +140,8 @@ class _Planner:
         facts = forms.NORMS.get(found.digest) if found else None
         size = module.weight.numel() if getattr(module, "weight", None) is not None else self.number("hidden_size")
         cost = {"nbytes": 2.0 * size * self.width}
+        if found and found.digest in forms.GATED_NORMS:
+            return self.gated_norm(name, module, forms.GATED_NORMS[found.digest], found.attributes)
         if type(module) is nn.LayerNorm and len(module.normalized_shape) == 1 and not _replaced(module):
             return self.note(name, module, "norm", "layer_norm", "", _set(module, modules.layer_norm), **cost)
         if facts is None or found is None:
@@ -156,6 +162,32 @@ class _Planner:
             "again": self.memory is not None,
         }
         return self.note(name, module, "norm", "rms_norm", "", _set(module, modules.rms_norm, **given), **cost)
+
+    def gated_norm(self, name: str, module: Any, facts: forms.GatedNorm, attributes: tuple[str, ...]) -> None:
+        names, cost = forms.named(facts.roles, attributes), {"nbytes": 3.0 * module.weight.numel() * self.width}
+        reason = _replaced(module)
+        if "activation" in names and getattr(module, names["activation"]) not in ("silu", "sigmoid"):
+            reason = f"its activation is {getattr(module, names['activation'])}"
+        act = _set(module, modules.gated_rms_norm, names=names, norm_before_gate=facts.norm_before_gate)
+        self.note(name, module, "norm", None if reason else "gated_rms_norm", reason or "", act, **cost)
+
+    def recurrent(self, name: str, module: Any) -> None:
+        """A layer keeps its forward, which finds our functions in the place of its file's."""
+        kind, reason = type(module), _replaced(module)
+        found = recurrent.served(kind)
+        ops = ", ".join(sorted({op for op in found.values() if op}))
+        left = sorted(n for n, op in found.items() if op is None)
+        conv = getattr(module, "conv1d", None)
+        cost = {"nbytes": 2.0 * conv.weight.shape[0] * self.width if isinstance(conv, nn.Conv1d) else 0.0}
+        if not ops:
+            reason = reason or "the forms of its functions are not known"
+        elif not all(modules.can_rebind(kind, n) for n in found):
+            reason = reason or "its forward is wrapped in a way that hides it"
+        if reason:
+            return self.note(name, module, "recurrent", None, reason, **cost)
+        recurrent.prepare(kind)
+        remark = f"{' and '.join(left)} stay the model's own" if left else ""
+        return self.note(name, module, "recurrent", ops, remark, _set(module, recurrent.layer), **cost)
 
     def mlp(self, name: str, module: Any) -> None:
         found = syntax.class_form(type(module))
@@ -415,7 +447,7 @@ def patch(
 
     Only this instance changes, and `unpatch` takes it back. Without quantize, parameters, state_dict and classes stay
     as they are.
-    only: which of "norm", "rotary", "mlp", "experts", "attention" and "loss"; None means all.
+    only: which of "norm", "rotary", "mlp", "experts", "attention", "recurrent" and "loss"; None means all.
     memory: what backward makes again instead of saving it. None: the gated product of feed-forward layers, which costs
     next to nothing. "recompute": also the normalised inputs of products. "products": also the gate's and up's products.
     strict: raises RidgelineError if a module of these parts is left alone.

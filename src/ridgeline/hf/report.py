@@ -10,7 +10,7 @@ from typing import Any
 
 from torch import nn
 
-PARTS = ("norm", "rotary", "mlp", "experts", "attention", "loss")
+PARTS = ("norm", "rotary", "mlp", "experts", "attention", "recurrent", "loss")
 
 
 @dataclass

@@ -34,6 +34,13 @@ def silu_slope(x, dtype: tl.constexpr = None):
 
 
 @triton.jit
+def sigmoid_slope(x, dtype: tl.constexpr = None):
+    """sigmoid(x), and its derivative."""
+    p, q = _shares(x, dtype)
+    return p, p * q
+
+
+@triton.jit
 def gelu_tanh(x, dtype: tl.constexpr = None):
     """x/2 (1 + tanh z) as x sigmoid(2z), which needs one exponential."""
     p, _ = _shares(1.5957691216057308 * (x + 0.044715 * x * x * x), dtype)

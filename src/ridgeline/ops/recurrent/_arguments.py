@@ -58,6 +58,8 @@ def _fault(keys: dict[str, Any], v: tuple[str, Any], gates: dict[str, Any], give
         if not t.is_floating_point() or tuple(t.shape) not in shapes:
             accepted = " or ".join(map(str, shapes))
             return f"{name} must be {accepted} in a floating-point dtype, but is {t.dtype} {tuple(t.shape)}"
+    if given.inplace and torch.is_grad_enabled() and any([t.requires_grad for t in named.values()]):
+        return "inplace has no gradients; call it under torch.no_grad() or without inplace"
     return _state_fault(q, value, given)
 
 
@@ -87,8 +89,8 @@ def _state_fault(q: torch.Tensor, v: torch.Tensor, given: Any) -> str | None:
     if given.inplace:
         if first is None:
             return "inplace needs an initial_state, and it is None"
-        if torch.is_grad_enabled() and (first.requires_grad or q.requires_grad or v.requires_grad):
+        if torch.is_grad_enabled() and first.requires_grad:
             return "inplace has no gradients; call it under torch.no_grad() or without inplace"
-        if not first.is_contiguous():
+        if not first.is_contiguous() and not (q.shape[1] == 1 and first.mT.is_contiguous()):
             return f"inplace needs a contiguous initial_state, but its strides are {first.stride()}"
     return None

@@ -93,6 +93,18 @@ def finished(o: torch.Tensor, state: torch.Tensor, given: Given) -> Any:
     return (o, state) if given.return_state else o
 
 
+def one_step(q: torch.Tensor, given: Given) -> bool:
+    """Whether a call is a decoder's step that replaces its state in place."""
+    return given.inplace and given.initial_state is not None and q.shape[1] == 1 and given.cu_seqlens is None
+
+
+def stepped(o: torch.Tensor, state: torch.Tensor, given: Given) -> Any:
+    """As `finished`, where a kernel has written over the first state."""
+    if not torch.compiler.is_compiling():
+        torch.autograd.graph.increment_version((state,))
+    return (o, state) if given.return_state else o
+
+
 _INPUTS = "Tensor q, Tensor k, Tensor v, Tensor? g, Tensor? u, Tensor? first, Tensor? ends, float scale, str precision"
 
 
@@ -167,7 +179,19 @@ def engine(name: str) -> Callable[..., Any]:
             there = [g if t is not None else None for g, t in zip(grads, saved[:6], strict=True)]
             return *there, *(None,) * 4
 
-    def call(*args: Any) -> Any:
+    @kernel_op(
+        f"{name}_step(Tensor q, Tensor k, Tensor v, Tensor? g, Tensor? u, Tensor(a!) state, float scale, str? impl) "
+        "-> Tensor"
+    )
+    def step(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, *rest: Any) -> torch.Tensor:
+        """o of one token; the state is replaced in place."""
+        o = torch.empty(v.shape, dtype=v.dtype, device=v.device)
+        run(op(), "fwd", rest[-1], (o, rest[2]), q, k, v, *rest[:3], None, rest[3], "ieee")
+        return o
+
+    def call(*args: Any, inplace: bool = False) -> Any:
+        if inplace:
+            return step(*args[:6], args[7], args[9]), args[5]
         if torch.is_grad_enabled() and any([t is not None and t.requires_grad for t in args[:6]]):
             return differentiate(Recurrent, *args)
         return forward(*args)
@@ -181,18 +205,21 @@ def served(op: Op, through: Any, impl: str | None, q: Any, k: Any, v: Any, g: Ma
     plain = eager(op, impl, q, k, v)
     if plain is not None:
         return recurrence(q, k, v, g, u, given, scale)
-    first = given.initial_state
-    first = first if first is None or first.is_contiguous() else first.contiguous()
+    first, here = given.initial_state, one_step(q, given)
+    first = first if first is None or here or first.is_contiguous() else first.contiguous()
     if g is not None and g.dim() == 4 and g.stride(-1) != 1:
         g = g.contiguous()
     u = u if u is None or u.is_contiguous() else u.contiguous()
+    if here:
+        o, state = through(q, k, v, g, u, first, None, scale, "", impl, inplace=True)
+        return stepped(o, state, given)
     o, state = through(q, k, v, g, u, first, given.cu_seqlens, scale, precision(), impl)
     return finished(o, state, given)
 
 
 def refusal(*args: Any, **_: Any) -> str | None:
     """Why the kernels do not take a call, or None. Takes public arguments or a launcher's inputs."""
-    for t in args:
+    for t in args[:5]:  # the state, where it is given, has been checked
         if isinstance(t, torch.Tensor) and t.dim() == 4 and t.dtype == args[0].dtype and t.shape[-1] > _chunks.MOST:
             return f"a head has at most {_chunks.MOST} columns, got {t.shape[-1]}"
         if isinstance(t, torch.Tensor) and t.dim() == 4 and t.stride(-1) != 1 and t.shape[-1] > 1:
@@ -216,6 +243,12 @@ KERNEL: dict[str, Any] = {
     "kind": "triton", "fwd": _chunks.fwd, "bwd": _chunks.bwd, "supports": refusal, "served": True, "gain": 2.0,
 }  # fmt: skip
 IDEA = "chunks as matrix products, the state in registers; each gradient is the same scan with other roles"
+
+
+def formulas(name: str, op_cost: Any) -> dict[str, Any]:
+    """Returns formulas for FlopCounterMode by the names of an op's registered ops."""
+    step = {f"{name}_step": lambda q, k, v, *_: 6 * k.shape[3] * v.numel()}
+    return step | dict(zip((f"{name}_fwd", f"{name}_bwd"), counted(op_cost), strict=True))
 
 
 def counted(op_cost: Any) -> Any:

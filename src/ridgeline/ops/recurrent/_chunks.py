@@ -9,6 +9,7 @@ import triton
 
 from ridgeline import device
 from ridgeline.boundary import launch
+from ridgeline.ops.recurrent import _step
 from ridgeline.ops.recurrent._scan import Form, Gradient, Rows, Sequences, States, chain_segments, scan_chunks
 
 MOST = 256  # columns of q, k and v
@@ -121,6 +122,9 @@ def scan(call: Call, one: Pass) -> None:
 
 def fwd(o: torch.Tensor, last: torch.Tensor, *inputs: Any) -> None:
     call = Call(*inputs)
+    if call.q.shape[1] == 1 and call.ends is None:
+        _step.start(o, last, _step.Token(*inputs[:5]), call.first, call.scale)
+        return
     scan(call, Pass(call.q, call.k, call.v, o, True, False, call.first, last))
 
 

@@ -14,7 +14,7 @@ import torch
 
 from ridgeline.op import Case, Op, Spec
 from ridgeline.ops.recurrent._arguments import check
-from ridgeline.ops.recurrent._calls import IDEA, KERNEL, Given, cost, counted, engine, recurrence, served
+from ridgeline.ops.recurrent._calls import IDEA, KERNEL, Given, cost, engine, formulas, recurrence, served
 
 Maybe = torch.Tensor | None
 through = engine("gated_linear_attention")
@@ -65,6 +65,16 @@ _qkv = Spec(2, 19, 1, 8), Spec(2, 19, 1, 8), Spec(2, 19, 1, 12)
 _grouped = Spec(2, 18, 2, 8), Spec(2, 18, 2, 8), Spec(2, 18, 4, 12)
 _states = {"initial_state": Spec(2, 4, 8, 12, dtype="float32", grad=False), "return_state": True}
 _large = (Spec(8, 4096, 16, 128),) * 3
+
+
+def _step(batch: int) -> Case:
+    """A decoder's step; the state's bytes are those of a step in place."""
+    token, state = Spec(batch, 1, 32, 128, grad=False), Spec(batch, 32, 128, 128, dtype="float32", grad=False)
+    options = {"initial_state": state, "return_state": True}
+    gate = Decay(batch, 1, 32, grad=False)
+    return Case(f"{batch}x1x32x128 step", (token, token, token, gate), options, ("bfloat16",), "bench")
+
+
 CASES = [
     Case("2x7x1x8/12 per head", (*_short, Decay(2, 7, 1))),
     Case("2x19x1x8/12 per channel", (*_qkv, Decay(2, 19, 1, 8))),
@@ -73,6 +83,7 @@ CASES = [
     Case("1x64x2x16 per head", (*(Spec(1, 64, 2, 16),) * 3, Decay(1, 64, 2)), dtypes=("float32",), use="quick"),
     Case("8x4096x16x128 per head", (*_large, Decay(8, 4096, 16)), {}, ("bfloat16",), "bench"),
     Case("8x4096x16x128 per channel", (*_large, Decay(8, 4096, 16, 128)), {}, ("bfloat16",), "bench"),
+    *map(_step, (1, 64, 256)),
 ]
 
 OP = Op(
@@ -84,7 +95,7 @@ OP = Op(
         if cu_seqlens is not None
         else f"q bThK, k bThK, v bThV, g {'bThK'[: g.dim()]}, initial_state bhKV -> bThV, bhKV"
     ),
-    flops=dict(zip(("gated_linear_attention_fwd", "gated_linear_attention_bwd"), counted(cost), strict=True)),
+    flops=formulas("gated_linear_attention", cost),
     residue=2e-6,
     cases=CASES,
 )

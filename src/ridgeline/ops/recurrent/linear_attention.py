@@ -14,7 +14,7 @@ import torch
 
 from ridgeline.op import Case, Op, Spec
 from ridgeline.ops.recurrent._arguments import check
-from ridgeline.ops.recurrent._calls import IDEA, KERNEL, Given, cost, counted, engine, recurrence, served
+from ridgeline.ops.recurrent._calls import IDEA, KERNEL, Given, cost, engine, formulas, recurrence, served
 
 Maybe = torch.Tensor | None
 through = engine("linear_attention")
@@ -65,7 +65,7 @@ OP = Op(
     sharding=lambda cu_seqlens=None, **_: (
         "q bThK, k bThK, v bThV, initial_state bhKV -> bThV, bhKV" if cu_seqlens is None else None
     ),
-    flops=dict(zip(("linear_attention_fwd", "linear_attention_bwd"), counted(cost), strict=True)),
+    flops=formulas("linear_attention", cost),
     residue=2e-6,
     cases=CASES,
 )

@@ -14,7 +14,7 @@ import torch
 
 from ridgeline.op import Case, Op, Spec
 from ridgeline.ops.recurrent._arguments import check
-from ridgeline.ops.recurrent._calls import IDEA, KERNEL, Given, cost, counted, engine, recurrence, served
+from ridgeline.ops.recurrent._calls import IDEA, KERNEL, Given, cost, engine, formulas, recurrence, served
 
 Maybe = torch.Tensor | None
 through = engine("rwkv6")
@@ -76,7 +76,7 @@ OP = Op(
     sharding=lambda cu_seqlens=None, **_: (
         "r bThK, k bThK, v bThV, w bThK, u hK, initial_state bhKV -> bThV, bhKV" if cu_seqlens is None else None
     ),
-    flops=dict(zip(("rwkv6_fwd", "rwkv6_bwd"), counted(cost), strict=True)),
+    flops=formulas("rwkv6", cost),
     residue=2e-6,
     cases=CASES,
 )

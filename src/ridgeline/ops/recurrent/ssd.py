@@ -3,7 +3,8 @@
     S_t = e^{dt_t A} S_{t-1} + dt_t B_t x_t^T        y_t = scale S_t^T C_t + D x_t, times silu(z_t)
 
 The engine takes C, B, dt x and dt A as linear attention's q, k, v and gate; heads that share B and C read them once
-each from memory or L2, and never a copy. The skip, dt and silu(z) are PyTorch's.
+each from memory or L2, and never a copy. The skip, dt and silu(z) are PyTorch's; a decoder's step in place has all of
+it in one kernel.
 Source: Dao and Gu, Transformers are SSMs, 2024 (arXiv:2405.21060).
 """
 
@@ -14,20 +15,25 @@ from typing import Any
 import torch
 import torch.nn.functional as F
 
+from ridgeline.boundary import kernel_op, tracing
 from ridgeline.op import Case, Cost, Op, RidgelineError, Spec, nbytes
 from ridgeline.ops.recurrent._arguments import check
 from ridgeline.ops.recurrent._calls import (
     IDEA,
     KERNEL,
     Given,
-    counted,
     engine,
     finished,
+    formulas,
+    one_step,
     pairs,
     recurrence,
     served,
+    stepped,
 )
 from ridgeline.ops.recurrent._calls import cost as gated_cost
+from ridgeline.ops.recurrent._step import Mamba, Token, start
+from ridgeline.select import eager, select
 
 Maybe = torch.Tensor | None
 through = engine("ssd")
@@ -45,6 +51,24 @@ def _ssd(run: Any, kind: torch.dtype, x: torch.Tensor, dt: torch.Tensor, A: torc
         y = y if D is None else y + x.to(wide) * D.to(wide).unsqueeze(-1)
         y = y if z is None else y * F.silu(z.to(wide))
     return y.to(x.dtype), state
+
+
+@kernel_op(
+    "ssd_token(Tensor x, Tensor dt, Tensor A, Tensor B, Tensor C, Tensor? D, Tensor? z, Tensor? dt_bias, "
+    "Tensor(a!) state, bool dt_softplus, float scale, str? impl) -> Tensor"
+)
+def _token(
+    x: torch.Tensor, dt: torch.Tensor, A: torch.Tensor, B: torch.Tensor, C: torch.Tensor, D: Maybe, z: Maybe,
+    dt_bias: Maybe, state: torch.Tensor, dt_softplus: bool, scale: float, impl: str | None,
+) -> torch.Tensor:  # fmt: skip
+    """y of one token; the state is replaced in place."""
+    y = torch.empty(x.shape, dtype=x.dtype, device=x.device)
+    if not tracing():
+        select(OP, impl, C, B, x, kernels=True)
+        steps = [0 if t is None else t.stride(0) for t in (A, D, dt_bias)]
+        around = Mamba(A, steps[0], D, steps[1], dt_bias, steps[2])
+        start(y, state, Token(C, B, x), state, scale, dt=dt, mamba=around, z=z, softplus=dt_softplus)
+    return y
 
 
 def reference(
@@ -84,16 +108,21 @@ def ssd(
     gates |= {"D": (D, ("R",))} if D is not None else {}
     gates |= {"z": (z, ("BTRV",))} if z is not None else {}
     gates |= {"dt_bias": (dt_bias, ("R",))} if dt_bias is not None else {}
-    check("ssd", {"C": C, "B": B}, ("x", x), gates, Given(initial_state, return_state, cu_seqlens, inplace, scale))
+    whole = Given(initial_state, return_state, cu_seqlens, inplace, scale)
+    check("ssd", {"C": C, "B": B}, ("x", x), gates, whole)
     if type(dt_softplus) is not bool:
         raise RidgelineError(f"ssd: dt_softplus must be True or False, but is {dt_softplus!r}")
-    given = Given(initial_state, True, cu_seqlens, False, scale)
+    given = whole._replace(return_state=True, inplace=False)
     factor = 1.0 if scale is None else float(scale)
+    if one_step(x, whole) and initial_state is not None and eager(OP, impl, C, B, x) is None:
+        z = z if z is None or z.stride(-1) == 1 else z.contiguous()
+        y = _token(x, dt, A, B, C, D, z, dt_bias, initial_state, dt_softplus, factor, impl)
+        return stepped(y, initial_state, whole)
     found = _ssd(
         lambda v, g: served(OP, through, impl, C, B, v, g, None, given, factor), x.dtype, x, dt, A, D, z, dt_bias,
         dt_softplus,
     )  # fmt: skip
-    return finished(found[0], found[1], Given(initial_state, return_state, cu_seqlens, inplace, scale))
+    return finished(found[0], found[1], whole)
 
 
 def _pairs(
@@ -156,7 +185,7 @@ OP = Op(
         if cu_seqlens is None
         else None
     ),
-    flops=dict(zip(("ssd_fwd", "ssd_bwd"), counted(gated_cost), strict=True)),
+    flops=formulas("ssd", gated_cost) | {"ssd_token": lambda x, dt, A, B, *_: 6 * B.shape[3] * x.numel()},
     residue=2e-6,
     cases=CASES,
 )
