@@ -1,0 +1,602 @@
+"""The chunk engine of states that decay and are corrected: the delta rules and RWKV-7.
+
+    S_t = diag(e^{g_t}) S_{t-1} + b_t (a_t^T S_{t-1}) + k_t v_t^T        o_t = scale S_t^T q_t
+
+With G the running sum of the log gates in a chunk, R = read rows times S (the state before the chunk), and U the rows
+that the chunk corrects by:
+
+    delta rule:  X = beta (V - R)     U = T X    T = (I + beta A)^-1    A_ij = (k_i . k_j) e^(G_i - G_j),     j < i
+    RWKV-7:      X = R + M V          U = T X    T = (I - A)^-1         A_ij = (a_i . b_j) e^(G_{i-1} - G_j), j < i
+    o = scale (e^G q S + P U + N V),  S' = e^{G_C} S + (e^{G_C - G} b)^T U + (e^{G_C - G} k)^T V
+
+Rows read by e^G k (delta) or e^{G_{i-1}} a. The delta rule has b = k there, and no M, N and last term. P, N and M weigh
+q with b, q with k and a with k. Four kernels: the matrices T, P, M and N of all chunks, the states in order, their
+gradients in reverse order, and all other gradients, a chunk each. T is made by halves: blocks of n rows are inverted,
+then pairs of them joined, so that beta of 2 and keys that are alike lose nothing.
+No factor exceeds 1, as in `_scan.py`.
+"""
+
+from __future__ import annotations
+
+from typing import Any, NamedTuple
+
+import triton
+import triton.language as tl
+
+from ridgeline.ops.recurrent._scan import decay_of, find_head, find_span, half_sums, load_tile
+
+
+class Matrices(NamedTuple):
+    """Of all chunks, (B, heads, chunks, C, C) in the data's dtype."""
+
+    inverse: Any  # T
+    pair: Any  # P
+    read: Any  # M, RWKV-7 only
+    plain: Any  # N, RWKV-7 only
+
+
+class ChunkStates(NamedTuple):
+    first: Any  # (sequences, heads, K, V) in float32, or None: the initial state, or the last state's gradient
+    last: Any  # what a pass ends with, or None
+    before: Any  # the state before each chunk, (B, heads, chunks, K, V) in the data's dtype, or None
+    later: Any  # the gradient of the state after each chunk, likewise
+
+
+class Grads(NamedTuple):
+    """(B, T, value heads, ...), contiguous; None for inputs that are not there."""
+
+    q: Any
+    k: Any
+    v: Any
+    g: Any
+    beta: Any
+    a: Any
+    b: Any
+
+
+class Packing(NamedTuple):
+    ends: Any  # cu_seqlens or None
+    tokens: Any  # T
+    heads: Any  # of v
+    chunks: Any  # room for chunks, per batch entry
+    sequences: Any
+    unit: Any  # rows of a chunk
+
+
+class DeltaForm(NamedTuple):
+    """What a kernel is compiled for."""
+
+    K: int
+    V: int
+    BK: int
+    BV: int
+    C: int  # rows of a chunk
+    LEVELS: int  # log2 of C
+    GATE: int  # 1: per token, 2: per channel
+    LOW: bool  # a and b of their own (RWKV-7)
+    NORMALIZE: bool
+    SINGLE: bool  # float32 data
+    PRECISION: str
+    OUT: bool  # the states' pass writes o, else the states before chunks
+
+
+@triton.jit
+def _dot(x, y, like, form: tl.constexpr):
+    return tl.dot(x.to(like.dtype), y.to(like.dtype), input_precision=form.PRECISION)
+
+
+@triton.jit
+def _room(packing, n):
+    """Where the chunks of packed sequence n are kept: each has room for one more than it may need."""
+    return tl.load(packing.ends + n) // packing.unit + n
+
+
+@triton.jit
+def _of_chunk(packing):
+    """A program's sequence and head, where the sequence begins, its tokens, and the program's chunk."""
+    chunk = tl.program_id(0)
+    n, h = tl.program_id(1) // packing.heads, tl.program_id(1) % packing.heads
+    if packing.ends is not None:
+        spot = chunk
+        n, beyond = 0 * spot, 0 * spot + packing.sequences
+        while beyond - n > 1:  # the last sequence whose room begins here or before
+            middle = (n + beyond) // 2
+            here = _room(packing, middle) <= spot
+            n, beyond = tl.where(here, middle, n), tl.where(here, beyond, middle)
+        chunk = spot - _room(packing, n)
+    start, tokens = find_span(packing, n)
+    return n, h, start, tokens, chunk
+
+
+@triton.jit
+def _of_chain(packing):
+    """A program's sequence and head, where the sequence begins, its tokens, and where its chunks are kept."""
+    pair = tl.program_id(1)
+    n, h = pair // packing.heads, pair % packing.heads
+    start, tokens = find_span(packing, n)
+    kept = pair.to(tl.int64) * packing.chunks
+    if packing.ends is not None:
+        kept = h.to(tl.int64) * packing.chunks + _room(packing, n)
+    return n, h, start, tokens, kept
+
+
+@triton.jit
+def _rows(x, place, rows, depth, end, form: tl.constexpr):
+    """Rows of K columns."""
+    return load_tile(place, x.token, rows, depth, end, form.K)
+
+
+@triton.jit
+def _unit(x, form: tl.constexpr):
+    """The rows by their length, if asked, and one over it."""
+    shrink = tl.full([form.C], 1.0, tl.float32)
+    if form.NORMALIZE:
+        wide = x.to(tl.float32)
+        shrink = tl.rsqrt(tl.sum(wide * wide, 1) + 1e-6)
+        x = (wide * shrink[:, None]).to(x.dtype)
+    return x, shrink
+
+
+@triton.jit
+def _unit_gradient(found, x, shrink, form: tl.constexpr):
+    if form.NORMALIZE:
+        wide = x.to(tl.float32)
+        found = shrink[:, None] * (found - wide * tl.sum(found * wide, 1)[:, None])
+    return found
+
+
+@triton.jit
+def _gates(gate, place, first, depth, end, SHIFT: tl.constexpr, form: tl.constexpr):
+    """The gates of a chunk's rows, SHIFT rows on; zero beyond the chunk."""
+    row = tl.arange(0, form.C) + SHIFT
+    here = (row >= 0) & (row < form.C) & (first + row < end)
+    at = place + (first + row).to(tl.int64) * gate.token
+    if form.GATE == 1:
+        g = tl.load(at, mask=here, other=0.0)
+    else:
+        g = tl.load(at[:, None] + depth[None, :], mask=here[:, None] & (depth < form.K)[None, :], other=0.0)
+    return g.to(tl.float32)
+
+
+@triton.jit
+def _decays(gate, place, first, depth, end, form: tl.constexpr):
+    """Of each row the decay since the chunk began, that without its own gate for RWKV-7's a, and that until the end;
+    and the whole chunk's."""
+    g = _gates(gate, place, first, depth, end, 0, form)
+    late = decay_of(tl.cumsum(g, 0), form)
+    early = late
+    if form.LOW:
+        early = decay_of(tl.cumsum(_gates(gate, place, first, depth, end, -1, form), 0), form)
+    after = decay_of(tl.cumsum(_gates(gate, place, first, depth, end, 1, form), 0, reverse=True), form)
+    return g, late, early, after, decay_of(tl.sum(g, 0), form)
+
+
+@triton.jit
+def _weigh(x, decay, form: tl.constexpr):
+    return x * (decay[:, None] if form.GATE == 1 else decay)
+
+
+@triton.jit
+def _reads(x, decay, state, form: tl.constexpr):
+    """What rows read from a state: decay x S."""
+    if form.GATE == 1:
+        found = decay[:, None] * _dot(x, state, x, form)
+    else:
+        found = _dot(x * decay, state, x, form)
+    return found
+
+
+@triton.jit
+def _writes(x, decay, rows, form: tl.constexpr):
+    """What rows add to a state: (decay x)^T rows."""
+    if form.GATE == 1:
+        found = _dot(tl.trans(x), rows * decay[:, None], x, form)
+    else:
+        found = _dot(tl.trans((x * decay).to(x.dtype)), rows, x, form)
+    return found
+
+
+@triton.jit
+def _beside(level: tl.constexpr, C: tl.constexpr):
+    """Pairs of a row in a right block of 2^level rows and a column in the left block beside it."""
+    i, j = tl.arange(0, C)[:, None] >> level, tl.arange(0, C)[None, :] >> level
+    return (i - j == 1) & ((i & 1) == 1)
+
+
+@triton.jit
+def _apart(g, form: tl.constexpr):
+    """e^(G_i - G_j) for j <= i, else 0, for a gate per token."""
+    i, j = tl.arange(0, form.C)[:, None], tl.arange(0, form.C)[None, :]
+    if form.SINGLE:  # differences of running sums would round
+        apart = tl.cumsum(tl.where(i > j, g[:, None], 0.0), 0)
+    else:
+        apart = tl.cumsum(g, 0)[:, None] - tl.cumsum(g, 0)[None, :]
+    return tl.where(i >= j, decay_of(tl.where(i > j, apart, 0.0), form), 0.0)
+
+
+@triton.jit
+def _edges(late, early, soon, g, level: tl.constexpr, form: tl.constexpr):
+    """From a level's sums of gates since and until a block's edge, those of the next level."""
+    left, right = half_sums(g, level, form.C, form.BK)
+    second = ((tl.arange(0, form.C) >> level) & 1)[:, None] == 1
+    return late + tl.where(second, left, 0.0), early + tl.where(second, left, 0.0), soon + tl.where(second, 0.0, right)
+
+
+@triton.jit
+def _inverse(A, like, form: tl.constexpr):
+    """(I - A)^-1 of a matrix below its diagonal, by halves."""
+    i, j = tl.arange(0, form.C)[:, None], tl.arange(0, form.C)[None, :]
+    T = tl.where(i == j, 1.0, 0.0) + tl.where(_beside(0, form.C), A, 0.0)
+    for level in tl.static_range(1, form.LEVELS):
+        part = tl.where(_beside(level, form.C), A, 0.0)
+        part = tl.dot(T, part, input_precision=form.PRECISION)
+        T += tl.dot(part, T, input_precision=form.PRECISION)
+    return T
+
+
+@triton.jit
+def _by_levels(tq, tk, ta, tb, g, form: tl.constexpr):
+    """The chunk's pairs with a gate per channel: a with b, q with b, a with k and q with k."""
+    i, j = tl.arange(0, form.C)[:, None], tl.arange(0, form.C)[None, :]
+    C: tl.constexpr = form.C
+    ab = tl.zeros([C, C], tl.float32)
+    qb, ak, qk = ab, ab, ab
+    late, early, soon = g, tl.zeros_like(g) if form.LOW else g, tl.zeros_like(g)
+    for level in tl.static_range(form.LEVELS):
+        here = _beside(level, C)
+        rq, until = (tq * decay_of(late, form)).to(tq.dtype), decay_of(soon, form)
+        ra = (ta * decay_of(early, form)).to(ta.dtype)
+        cb = tl.trans((tb * until).to(tb.dtype))
+        ab += tl.where(here, _dot(ra, cb, tb, form), 0.0)
+        qb += tl.where(here, _dot(rq, cb, tb, form), 0.0)
+        if form.LOW:
+            ck = tl.trans((tk * until).to(tk.dtype))
+            ak += tl.where(here, _dot(ra, ck, tk, form), 0.0)
+            qk += tl.where(here, _dot(rq, ck, tk, form), 0.0)
+        late, early, soon = _edges(late, early, soon, g, level, form)
+    wide = tq.to(tl.float32)
+    qb += tl.where(i == j, tl.sum(wide * tb.to(tl.float32), 1)[:, None], 0.0)
+    if form.LOW:
+        qk += tl.where(i == j, tl.sum(wide * tk.to(tl.float32), 1)[:, None], 0.0)
+    return ab, qb, ak, qk
+
+
+@triton.jit
+def _square(form: tl.constexpr):
+    return tl.arange(0, form.C)[:, None] * form.C + tl.arange(0, form.C)[None, :]
+
+
+@triton.jit
+def prepare_chunks(q, k, a, b, gate, beta, matrices, packing, form: tl.constexpr):
+    """The matrices of a chunk."""
+    n, h, start, tokens, chunk = _of_chunk(packing)
+    first = chunk * form.C
+    if first >= tokens:
+        return
+    depth, row = tl.arange(0, form.BK), tl.arange(0, form.C)
+    rows = first + row
+    tq, _q = _unit(_rows(q, find_head(q, n, h, packing.ends, start), rows, depth, tokens, form), form)
+    tk, _k = _unit(_rows(k, find_head(k, n, h, packing.ends, start), rows, depth, tokens, form), form)
+    ta, tb = tk, tk
+    if form.LOW:
+        ta = _rows(a, find_head(a, n, h, packing.ends, start), rows, depth, tokens, form)
+        tb = _rows(b, find_head(b, n, h, packing.ends, start), rows, depth, tokens, form)
+    g = _gates(gate, find_head(gate, n, h, packing.ends, start), first, depth, tokens, 0, form)
+    if form.GATE == 1:
+        weights = _apart(g, form)
+        ab = tl.where(row[:, None] > row[None, :], weights * _dot(ta, tl.trans(tb), tb, form), 0.0)
+        qb = weights * _dot(tq, tl.trans(tb), tb, form)
+        ak, qk = ab, qb
+    else:
+        ab, qb, ak, qk = _by_levels(tq, tk, ta, tb, g, form)
+    if beta is not None:
+        place = find_head(beta, n, h, packing.ends, start)
+        ab *= -tl.load(place + rows.to(tl.int64) * beta.token, mask=rows < tokens, other=0.0).to(tl.float32)[:, None]
+    at = (tl.program_id(1).to(tl.int64) * packing.chunks + tl.program_id(0)) * (form.C * form.C) + _square(form)
+    tl.store(matrices.inverse + at, _inverse(ab, tb, form))
+    tl.store(matrices.pair + at, qb)
+    if form.LOW:
+        tl.store(matrices.read + at, ak)
+        tl.store(matrices.plain + at, qk)
+
+
+@triton.jit
+def _beta(beta, place, rows, tokens, form: tl.constexpr):
+    found = tl.full([form.C], 1.0, tl.float32)
+    if not form.LOW:
+        found = tl.load(place + rows.to(tl.int64) * beta.token, mask=rows < tokens, other=0.0).to(tl.float32)
+    return found
+
+
+@triton.jit
+def chain_states(q, k, v, a, b, gate, beta, o, matrices, states, packing, scale, form: tl.constexpr):
+    """A sequence and head and BV columns of v, a chunk at a time: the outputs, or the state before each chunk."""
+    n, h, start, tokens, kept = _of_chain(packing)
+    depth, columns = tl.arange(0, form.BK), tl.program_id(0) * form.BV + tl.arange(0, form.BV)
+    spots = depth[:, None] * form.V + columns[None, :]
+    inside = (depth < form.K)[:, None] & (columns < form.V)[None, :]
+    size: tl.constexpr = form.K * form.V
+    ours = tl.program_id(1).to(tl.int64) * size + spots
+    state = tl.zeros([form.BK, form.BV], tl.float32)
+    if states.first is not None:
+        state = tl.load(states.first + ours, mask=inside, other=0.0)
+    from_q, from_k = find_head(q, n, h, packing.ends, start), find_head(k, n, h, packing.ends, start)
+    from_v, to = find_head(v, n, h, packing.ends, start), find_head(v, n, h, packing.ends, start)
+    from_g = find_head(gate, n, h, packing.ends, start)
+    from_a, from_b, from_beta = from_k, from_k, from_k
+    if form.LOW:
+        from_a, from_b = find_head(a, n, h, packing.ends, start), find_head(b, n, h, packing.ends, start)
+    else:
+        from_beta = find_head(beta, n, h, packing.ends, start)
+    if form.OUT:
+        to = find_head(o, n, h, packing.ends, start)
+    for chunk in range(tl.cdiv(tokens, form.C)):
+        first = chunk * form.C
+        rows = first + tl.arange(0, form.C)
+        at = (kept + chunk) * (form.C * form.C) + _square(form)
+        if not form.OUT:
+            tl.store(states.before + (kept + chunk) * size + spots, state, mask=inside)
+        tk, _k = _unit(_rows(k, from_k, rows, depth, tokens, form), form)
+        tv = load_tile(from_v, v.token, rows, columns, tokens, form.V)
+        g, late, early, after, whole = _decays(gate, from_g, first, depth, tokens, form)
+        ta, tb = tk, tk
+        if form.LOW:
+            ta, tb = _rows(a, from_a, rows, depth, tokens, form), _rows(b, from_b, rows, depth, tokens, form)
+        x = _reads(ta, early, state, form)
+        if form.LOW:
+            x += _dot(tl.load(matrices.read + at), tv, tv, form)
+        else:
+            x = _beta(beta, from_beta, rows, tokens, form)[:, None] * (tv - x)
+        u = _dot(tl.load(matrices.inverse + at), x, tv, form)
+        if form.OUT:
+            tq, _q = _unit(_rows(q, from_q, rows, depth, tokens, form), form)
+            out = _reads(tq, late, state, form) + _dot(tl.load(matrices.pair + at), u, tv, form)
+            if form.LOW:
+                out += _dot(tl.load(matrices.plain + at), tv, tv, form)
+            there = (rows < tokens)[:, None] & (columns < form.V)[None, :]
+            tl.store(to + rows.to(tl.int64)[:, None] * o.token + columns[None, :], scale * out, mask=there)
+        state = state * (whole if form.GATE == 1 else whole[:, None]) + _writes(tb, after, u, form)
+        if form.LOW:
+            state += _writes(tk, after, tv, form)
+    if states.last is not None:
+        tl.store(states.last + ours, state, mask=inside)
+
+
+@triton.jit
+def chain_gradients(q, k, a, b, gate, beta, do, matrices, states, packing, scale, form: tl.constexpr):
+    """As `chain_states` with time reversed: the gradient of the state after each chunk, and of the initial state."""
+    n, h, start, tokens, kept = _of_chain(packing)
+    depth, columns = tl.arange(0, form.BK), tl.program_id(0) * form.BV + tl.arange(0, form.BV)
+    spots = depth[:, None] * form.V + columns[None, :]
+    inside = (depth < form.K)[:, None] & (columns < form.V)[None, :]
+    size: tl.constexpr = form.K * form.V
+    ours = tl.program_id(1).to(tl.int64) * size + spots
+    state = tl.zeros([form.BK, form.BV], tl.float32)
+    if states.first is not None:
+        state = tl.load(states.first + ours, mask=inside, other=0.0)
+    from_q, from_k = find_head(q, n, h, packing.ends, start), find_head(k, n, h, packing.ends, start)
+    from_do, from_g = find_head(do, n, h, packing.ends, start), find_head(gate, n, h, packing.ends, start)
+    from_a, from_b, from_beta = from_k, from_k, from_k
+    if form.LOW:
+        from_a, from_b = find_head(a, n, h, packing.ends, start), find_head(b, n, h, packing.ends, start)
+    else:
+        from_beta = find_head(beta, n, h, packing.ends, start)
+    chunks = tl.cdiv(tokens, form.C)
+    for step in range(chunks):
+        chunk = chunks - 1 - step
+        first = chunk * form.C
+        rows = first + tl.arange(0, form.C)
+        at = (kept + chunk) * (form.C * form.C) + _square(form)
+        tl.store(states.later + (kept + chunk) * size + spots, state, mask=inside)
+        tq, _q = _unit(_rows(q, from_q, rows, depth, tokens, form), form)
+        tdo = load_tile(from_do, do.token, rows, columns, tokens, form.V)
+        g, late, early, after, whole = _decays(gate, from_g, first, depth, tokens, form)
+        if form.LOW:
+            ta, tb = _rows(a, from_a, rows, depth, tokens, form), _rows(b, from_b, rows, depth, tokens, form)
+        else:
+            ta, _k = _unit(_rows(k, from_k, rows, depth, tokens, form), form)
+            tb = ta
+        du = scale * _dot(tl.trans(tl.load(matrices.pair + at)), tdo, tdo, form) + _reads(tb, after, state, form)
+        dx = _dot(tl.trans(tl.load(matrices.inverse + at)), du, tdo, form)
+        if not form.LOW:
+            dx *= -_beta(beta, from_beta, rows, tokens, form)[:, None]
+        state *= whole if form.GATE == 1 else whole[:, None]
+        state += scale * _writes(tq, late, tdo, form) + _writes(ta, early, dx, form)
+    if states.last is not None:
+        tl.store(states.last + ours, state, mask=inside)
+
+
+@triton.jit
+def _inner_by_token(tq, tk, g, pairs, minus, form: tl.constexpr):
+    """The gradients of q, of k as it reads (without -beta), and of k as it writes, from a chunk's own pairs; and the
+    gate's: for each token the sum over pairs of an earlier row and this row or a later one."""
+    dqb, dqb_t, dab, dab_t = pairs
+    i, j = tl.arange(0, form.C)[:, None], tl.arange(0, form.C)[None, :]
+    weights = _apart(g, form)
+    below = tl.where(i > j, weights, 0.0)
+    across, within = tl.trans(weights), tl.trans(below)
+    dq = _dot(weights * dqb, tk, tk, form)
+    da = _dot(below * dab, tk, tk, form)
+    db = _dot(across * dqb_t, tq, tk, form) + _dot(within * dab_t * minus[None, :], tk, tk, form)
+    both = _dot(tq, tl.trans(tk), tk, form) * dqb + _dot(tk, tl.trans(tk), tk, form) * dab * minus[:, None]
+    later = tl.cumsum(below * both, 0, reverse=True)
+    return dq, da, db, tl.sum(tl.where(i > j, later, 0.0), 1)
+
+
+@triton.jit
+def _inner_by_channel(tq, tk, ta, tb, g, pairs, plain, minus, form: tl.constexpr):
+    """As `_inner_by_token` for a gate per channel; of RWKV-7 also k's. Pairs of a row with itself are left out."""
+    dqb, dqb_t, dab, dab_t = pairs
+    dqk, dqk_t, dak, dak_t = plain
+    C: tl.constexpr = form.C
+    dq = tl.zeros([C, form.BK], tl.float32)
+    da, db, dk = dq, dq, dq
+    dab_t *= minus[None, :]
+    late, early, soon = g, tl.zeros_like(g) if form.LOW else g, tl.zeros_like(g)
+    for level in tl.static_range(form.LEVELS):
+        here = _beside(level, C)
+        there = tl.trans(here.to(tl.int32)) == 1
+        since, since_a, until = decay_of(late, form), decay_of(early, form), decay_of(soon, form)
+        rq, ra, cb = (tq * since).to(tq.dtype), (ta * since_a).to(ta.dtype), (tb * until).to(tb.dtype)
+        dq += since * _dot(tl.where(here, dqb, 0.0), cb, tb, form)
+        da += since_a * _dot(tl.where(here, dab, 0.0), cb, tb, form)
+        db += until * (
+            _dot(tl.where(there, dqb_t, 0.0), rq, tb, form) + _dot(tl.where(there, dab_t, 0.0), ra, tb, form)
+        )
+        if form.LOW:
+            ck = (tk * until).to(tk.dtype)
+            dq += since * _dot(tl.where(here, dqk, 0.0), ck, tb, form)
+            da += since_a * _dot(tl.where(here, dak, 0.0), ck, tb, form)
+            dk += until * (
+                _dot(tl.where(there, dqk_t, 0.0), rq, tb, form) + _dot(tl.where(there, dak_t, 0.0), ra, tb, form)
+            )
+        late, early, soon = _edges(late, early, soon, g, level, form)
+    return dq, da, db, dk
+
+
+@triton.jit
+def _through_states(
+    keys, v, do, places, dv_at, rows, tokens, decays, beta, mats, states, at, scale, form: tl.constexpr
+):  # fmt: skip
+    """A chunk's gradients that pass its states, over slices of v's columns, and those of its pairs. dv_at: dv's rows."""
+    tk, ta, tb = keys
+    from_v, from_do = places
+    late, early, after = decays
+    inverse, pair, read, plain = mats
+    C: tl.constexpr = form.C
+    BV: tl.constexpr = form.BV
+    depth = tl.arange(0, form.BK)
+    dq = tl.zeros([C, form.BK], tl.float32)
+    da, db, dk = dq, dq, dq
+    dqb = tl.zeros([C, C], tl.float32)
+    dqb_t, dab, dab_t, dqk, dqk_t, dak, dak_t = dqb, dqb, dqb, dqb, dqb, dqb, dqb
+    both, dbeta = tl.zeros([form.BK], tl.float32), tl.zeros([C], tl.float32)
+    for part in range((form.V + BV - 1) // BV):
+        columns = part * BV + tl.arange(0, BV)
+        tv = load_tile(from_v, v.token, rows, columns, tokens, form.V)
+        tdo = load_tile(from_do, do.token, rows, columns, tokens, form.V)
+        spots = depth[:, None] * form.V + columns[None, :]
+        inside = (depth < form.K)[:, None] & (columns < form.V)[None, :]
+        before = tl.load(states.before + at + spots, mask=inside, other=0.0)
+        later = tl.load(states.later + at + spots, mask=inside, other=0.0)
+        x = _reads(ta, early, before, form)
+        if form.LOW:
+            x += _dot(read, tv, tv, form)
+        else:
+            x = beta[:, None] * (tv - x)
+        u = _dot(inverse, x, tv, form).to(tv.dtype)
+        du = scale * _dot(tl.trans(pair), tdo, tv, form) + _reads(tb, after, later, form)
+        dx = _dot(tl.trans(inverse), du, tv, form)
+        if form.LOW:
+            dv = _dot(tl.trans(read), dx, tv, form) + scale * _dot(tl.trans(plain), tdo, tv, form)
+            dv += _reads(tk, after, later, form)
+        else:
+            dv = beta[:, None] * dx
+            dbeta += tl.sum(dx * tv, 1)
+        there = (rows < tokens)[:, None] & (columns < form.V)[None, :]
+        tl.store(dv_at[:, None] + columns[None, :], dv, mask=there)
+        dx = dx.to(tv.dtype)
+        dq += _dot(tdo, tl.trans(before), tv, form)
+        da += _dot(dx, tl.trans(before), tv, form)
+        db += _dot(u, tl.trans(later), tv, form)
+        dqb += _dot(tdo, tl.trans(u), tv, form)
+        dqb_t += _dot(u, tl.trans(tdo), tv, form)
+        dab += _dot(dx, tl.trans(u), tv, form)
+        dab_t += _dot(u, tl.trans(dx), tv, form)
+        if form.LOW:
+            dk += _dot(tv, tl.trans(later), tv, form)
+            dqk += _dot(tdo, tl.trans(tv), tv, form)
+            dqk_t += _dot(tv, tl.trans(tdo), tv, form)
+            dak += _dot(dx, tl.trans(tv), tv, form)
+            dak_t += _dot(tv, tl.trans(dx), tv, form)
+        both += tl.sum(before.to(tl.float32) * later.to(tl.float32), 1)
+    dq, da = scale * _weigh(dq, late, form), _weigh(da, early, form)
+    db, dk = _weigh(db, after, form), _weigh(dk, after, form)
+    pairs = scale * dqb, scale * dqb_t, dab, dab_t
+    return (dq, da, db, dk), pairs, (scale * dqk, scale * dqk_t, dak, dak_t), both, dbeta
+
+
+@triton.jit
+def _diagonal(x, form: tl.constexpr):
+    i, j = tl.arange(0, form.C)[:, None], tl.arange(0, form.C)[None, :]
+    return tl.sum(tl.where(i == j, x, 0.0), 1)[:, None]
+
+
+@triton.jit
+def chunk_gradients(
+    q, k, v, a, b, gate, beta, do, matrices, states, grads, packing, scale, form: tl.constexpr
+):  # fmt: skip
+    """All gradients of a chunk's inputs, from the state before it and the gradient of the state after it."""
+    n, h, start, tokens, chunk = _of_chunk(packing)
+    first = chunk * form.C
+    if first >= tokens:
+        return
+    depth = tl.arange(0, form.BK)
+    rows = first + tl.arange(0, form.C)
+    tq, shrink_q = _unit(_rows(q, find_head(q, n, h, packing.ends, start), rows, depth, tokens, form), form)
+    tk, shrink_k = _unit(_rows(k, find_head(k, n, h, packing.ends, start), rows, depth, tokens, form), form)
+    ta, tb = tk, tk
+    at = tl.program_id(1).to(tl.int64) * packing.chunks + tl.program_id(0)
+    square = at * (form.C * form.C) + _square(form)
+    inverse, pair = tl.load(matrices.inverse + square), tl.load(matrices.pair + square)
+    read, plain = pair, pair
+    factor = tl.full([form.C], 1.0, tl.float32)
+    if form.LOW:
+        ta = _rows(a, find_head(a, n, h, packing.ends, start), rows, depth, tokens, form)
+        tb = _rows(b, find_head(b, n, h, packing.ends, start), rows, depth, tokens, form)
+        read, plain = tl.load(matrices.read + square), tl.load(matrices.plain + square)
+    else:
+        factor = _beta(beta, find_head(beta, n, h, packing.ends, start), rows, tokens, form)
+    place = find_head(gate, n, h, packing.ends, start)
+    g, late, early, after, whole = _decays(gate, place, first, depth, tokens, form)
+    token = (start + rows) * packing.heads + h  # a row's place in the gradients
+    if packing.ends is None:
+        token += n.to(tl.int64) * packing.tokens * packing.heads
+    places = find_head(v, n, h, packing.ends, start), find_head(do, n, h, packing.ends, start)
+    mats, decays, keys = (inverse, pair, read, plain), (late, early, after), (tk, ta, tb)
+    outer, pairs, more, both, dbeta = _through_states(
+        keys, v, do, places, grads.v + token * form.V, rows, tokens, decays, factor, mats, states,
+        at * (form.K * form.V), scale, form
+    )  # fmt: skip
+    dq, da, db, dk = outer
+    minus = factor if form.LOW else -factor
+    kept, wide = rows < tokens, (rows < tokens)[:, None] & (depth < form.K)[None, :]
+    spots = token[:, None] * form.K + depth[None, :]
+    if form.GATE == 1:
+        inner_q, inner_a, inner_b, crossing = _inner_by_token(tq, tk, g, pairs, minus, form)
+        since = tl.sum(tq * dq + ta * da * minus[:, None], 1)
+        until = tl.sum(tb * db, 1)
+        i, j = tl.arange(0, form.C)[:, None], tl.arange(0, form.C)[None, :]
+        dg = crossing + tl.cumsum(since, 0, reverse=True) + tl.sum(tl.where(i > j, until[None, :], 0.0), 1)
+        tl.store(grads.g + token, dg + whole * tl.sum(both, 0), mask=kept)
+        da += inner_a
+    else:
+        inner_q, inner_a, inner_b, inner_k = _inner_by_channel(tq, tk, ta, tb, g, pairs, more, minus, form)
+        da += inner_a
+        reading = ta * da * minus[:, None]
+        since = tq * (dq + inner_q) - tb * inner_b + reading
+        until = tb * db
+        if form.LOW:
+            since -= tk * inner_k
+            until += tk * dk
+            dk += inner_k
+        dg = tl.cumsum(since, 0, reverse=True) + tl.cumsum(until, 0) - until + (whole * both)[None, :]
+        if form.LOW:
+            dg -= reading
+        tl.store(grads.g + spots, dg, mask=wide)
+        own, own_plain = _diagonal(pairs[0], form), _diagonal(more[0], form)
+        inner_q += own * tb
+        inner_b += own * tq
+        if form.LOW:
+            inner_q += own_plain * tk
+            dk += own_plain * tq
+    dq += inner_q
+    db += inner_b
+    if form.LOW:
+        tl.store(grads.a + spots, da, mask=wide)
+        tl.store(grads.b + spots, db, mask=wide)
+    else:
+        tl.store(grads.beta + token, dbeta - tl.sum(tk * da, 1), mask=kept)
+        dk = db + da * minus[:, None]
+    tl.store(grads.q + spots, _unit_gradient(dq, tq, shrink_q, form), mask=wide)
+    tl.store(grads.k + spots, _unit_gradient(dk, tk, shrink_k, form), mask=wide)

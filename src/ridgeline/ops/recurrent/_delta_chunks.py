@@ -1,0 +1,141 @@
+"""Starts of the delta engine: what its kernels take, and their tiles."""
+
+from __future__ import annotations
+
+from typing import Any, NamedTuple
+
+import torch
+import triton
+
+from ridgeline import device
+from ridgeline.boundary import launch
+from ridgeline.ops.recurrent._delta import (
+    ChunkStates,
+    DeltaForm,
+    Grads,
+    Matrices,
+    Packing,
+    chain_gradients,
+    chain_states,
+    chunk_gradients,
+    prepare_chunks,
+)
+from ridgeline.ops.recurrent._scan import Rows
+
+Maybe = torch.Tensor | None
+
+
+class DeltaCall(NamedTuple):
+    """The inputs of the registered ops. g: (B, T, heads) or (B, T, heads, K); beta, or a and b, are there."""
+
+    q: torch.Tensor
+    k: torch.Tensor
+    v: torch.Tensor
+    g: torch.Tensor
+    beta: Maybe
+    a: Maybe
+    b: Maybe
+    first: Maybe
+    ends: Maybe
+    normalize: bool
+    scale: float
+    precision: str
+
+    def rows(self, t: Maybe) -> Rows | None:
+        if t is None:
+            return None
+        batch, token, head = t.stride()[:3]
+        return Rows(t, batch, token, head, max(self.v.shape[2] // max(t.shape[2], 1), 1))
+
+
+class Tiles(NamedTuple):
+    rows: int  # of a chunk
+    chain: int  # columns of v in a program that goes through a sequence
+    slice: int  # columns of v at a time in a program of one chunk
+    warps: tuple[int, int, int]  # of the matrices, the chains and the gradients
+    stages: int
+
+
+def delta_tiles(gpu: device.Device, dtype: torch.dtype, gate: int, low: bool, K: int, V: int) -> Tiles:
+    BK, BV = (max(16, triton.next_power_of_2(n)) for n in (K, V))
+    if gpu.backend == "cpu" or dtype == torch.float32:
+        return Tiles(16, min(BV, 32 if BK <= 128 else 16), min(BV, 32), (4, 4, 4), 1)
+    rows = 64 if gate == 1 and BK <= 128 and gpu.capability == 90 else 32
+    return Tiles(rows, min(BV, 64 if BK <= 128 else 32), min(BV, 64 if BK <= 128 else 32), (4, 4, 8), 1)
+
+
+class Plan(NamedTuple):
+    """What the launches of a call share."""
+
+    form: DeltaForm
+    tiles: Tiles
+    packing: Packing
+    parallel: tuple[int, int]  # programs: one for each chunk
+    chains: tuple[int, int]
+    tensors: tuple[Any, ...]  # q, k, v, a, b, g and beta
+    matrices: Matrices
+
+
+def prepare(call: DeltaCall) -> Plan:
+    """Makes the matrices of all chunks."""
+    (B, T, HV, V), K = call.v.shape, call.k.shape[3]
+    gpu, low = device.of(call.v), call.a is not None
+    tiles = delta_tiles(gpu, call.v.dtype, call.g.dim() - 2, low, K, V)
+    C = tiles.rows
+    form = DeltaForm(
+        K, V, max(16, triton.next_power_of_2(K)), tiles.slice, C, C.bit_length() - 1, call.g.dim() - 2, low,
+        call.normalize, call.v.dtype == torch.float32, call.precision, False,
+    )  # fmt: skip
+    sequences = B if call.ends is None else call.ends.numel() - 1
+    chunks = -(-T // C) if call.ends is None else T // C + sequences
+    squares = [torch.empty((B, HV, chunks, C, C), dtype=call.v.dtype, device=call.v.device) for _ in range(2 + 2 * low)]
+    matrices = Matrices(*squares, *(None,) * (4 - len(squares)))
+    tensors = tuple(call.rows(t) for t in (call.q, call.k, call.v, call.a, call.b, call.g, call.beta))
+    plan = Plan(
+        form, tiles, Packing(call.ends, T, HV, chunks, sequences, C), (chunks, B * HV),
+        (-(-V // tiles.chain), sequences * HV), tensors, matrices,
+    )  # fmt: skip
+    q, k, _, *others = tensors
+    launch(
+        prepare_chunks, plan.parallel, q, k, *others, matrices, plan.packing, form=form, num_warps=tiles.warps[0],
+        num_stages=1,
+    )  # fmt: skip
+    return plan
+
+
+def chain(plan: Plan, call: DeltaCall, o: Maybe, states: ChunkStates) -> None:
+    form = plan.form._replace(BV=plan.tiles.chain, OUT=o is not None)
+    launch(
+        chain_states, plan.chains, *plan.tensors, call.rows(o), plan.matrices, states, plan.packing, call.scale,
+        form=form, num_warps=plan.tiles.warps[1], num_stages=plan.tiles.stages,
+    )  # fmt: skip
+
+
+def delta_fwd(o: torch.Tensor, last: torch.Tensor, *inputs: Any) -> None:
+    call = DeltaCall(*inputs)
+    chain(prepare(call), call, o, ChunkStates(call.first, last, None, None))
+
+
+def delta_bwd(
+    dq: torch.Tensor, dk: torch.Tensor, dv: torch.Tensor, dg: Maybe, dbeta: Maybe, da: Maybe, db: Maybe,
+    dfirst: Maybe, do: torch.Tensor, dlast: Maybe, *inputs: Any,
+) -> None:  # fmt: skip
+    """Makes the matrices and the states again, then the states' gradients, then everything else chunk by chunk."""
+    call = DeltaCall(*inputs)
+    plan = prepare(call)
+    B, _, HV, V = call.v.shape
+    shape = (B, HV, plan.packing.chunks, call.k.shape[3], V)
+    before, later = (torch.empty(shape, dtype=call.v.dtype, device=call.v.device) for _ in range(2))
+    chain(plan, call, None, ChunkStates(call.first, None, before, None))
+    q, k, _, *others = plan.tensors
+    facts: dict[str, Any] = {"num_stages": plan.tiles.stages}
+    rows = call.rows(do)
+    launch(
+        chain_gradients, plan.chains, q, k, *others, rows, plan.matrices, ChunkStates(dlast, dfirst, None, later),
+        plan.packing, call.scale, form=plan.form._replace(BV=plan.tiles.chain), num_warps=plan.tiles.warps[1], **facts,
+    )  # fmt: skip
+    grads = Grads(dq, dk, dv, dg, dbeta, da, db)
+    launch(
+        chunk_gradients, plan.parallel, *plan.tensors, rows, plan.matrices, ChunkStates(None, None, before, later),
+        grads, plan.packing, call.scale, form=plan.form, num_warps=plan.tiles.warps[2], num_stages=1,
+    )  # fmt: skip
