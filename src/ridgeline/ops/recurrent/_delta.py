@@ -33,6 +33,7 @@ class Matrices(NamedTuple):
     pair: Any  # P
     read: Any  # M, RWKV-7 only
     plain: Any  # N, RWKV-7 only
+    lengths: Any  # one over the lengths of q and k, (B, heads, chunks, 2, C) in float32, if they are normalized
 
 
 class ChunkStates(NamedTuple):
@@ -129,7 +130,8 @@ def _rows(x, place, rows, depth, end, form: tl.constexpr):
 @triton.jit
 def _unit(x, form: tl.constexpr):
     """The rows by their length, if asked, and one over it."""
-    shrink = tl.full([form.C], 1.0, tl.float32)
+    C: tl.constexpr = form.C
+    shrink = tl.full([C], 1.0, tl.float32)
     if form.NORMALIZE:
         wide = x.to(tl.float32)
         shrink = tl.rsqrt(tl.sum(wide * wide, 1) + 1e-6)
@@ -197,7 +199,7 @@ def _writes(x, decay, rows, form: tl.constexpr):
 
 
 @triton.jit
-def _beside(level: tl.constexpr, C: tl.constexpr):
+def _beside(level, C: tl.constexpr):
     """Pairs of a row in a right block of 2^level rows and a column in the left block beside it."""
     i, j = tl.arange(0, C)[:, None] >> level, tl.arange(0, C)[None, :] >> level
     return (i - j == 1) & ((i & 1) == 1)
@@ -223,11 +225,11 @@ def _edges(late, early, soon, g, level: tl.constexpr, form: tl.constexpr):
 
 
 @triton.jit
-def _inverse(A, like, form: tl.constexpr):
+def _inverse(A, form: tl.constexpr):
     """(I - A)^-1 of a matrix below its diagonal, by halves."""
     i, j = tl.arange(0, form.C)[:, None], tl.arange(0, form.C)[None, :]
     T = tl.where(i == j, 1.0, 0.0) + tl.where(_beside(0, form.C), A, 0.0)
-    for level in tl.static_range(1, form.LEVELS):
+    for level in range(1, form.LEVELS):
         part = tl.where(_beside(level, form.C), A, 0.0)
         part = tl.dot(T, part, input_precision=form.PRECISION)
         T += tl.dot(part, T, input_precision=form.PRECISION)
@@ -242,7 +244,8 @@ def _by_levels(tq, tk, ta, tb, g, form: tl.constexpr):
     ab = tl.zeros([C, C], tl.float32)
     qb, ak, qk = ab, ab, ab
     late, early, soon = g, tl.zeros_like(g) if form.LOW else g, tl.zeros_like(g)
-    for level in tl.static_range(form.LEVELS):
+    LEVELS: tl.constexpr = form.LEVELS
+    for level in tl.static_range(LEVELS):
         here = _beside(level, C)
         rq, until = (tq * decay_of(late, form)).to(tq.dtype), decay_of(soon, form)
         ra = (ta * decay_of(early, form)).to(ta.dtype)
@@ -267,45 +270,90 @@ def _square(form: tl.constexpr):
 
 
 @triton.jit
-def prepare_chunks(q, k, a, b, gate, beta, matrices, packing, form: tl.constexpr):
-    """The matrices of a chunk."""
-    n, h, start, tokens, chunk = _of_chunk(packing)
-    first = chunk * form.C
-    if first >= tokens:
-        return
-    depth, row = tl.arange(0, form.BK), tl.arange(0, form.C)
-    rows = first + row
-    tq, _q = _unit(_rows(q, find_head(q, n, h, packing.ends, start), rows, depth, tokens, form), form)
-    tk, _k = _unit(_rows(k, find_head(k, n, h, packing.ends, start), rows, depth, tokens, form), form)
-    ta, tb = tk, tk
-    if form.LOW:
-        ta = _rows(a, find_head(a, n, h, packing.ends, start), rows, depth, tokens, form)
-        tb = _rows(b, find_head(b, n, h, packing.ends, start), rows, depth, tokens, form)
-    g = _gates(gate, find_head(gate, n, h, packing.ends, start), first, depth, tokens, 0, form)
-    if form.GATE == 1:
-        weights = _apart(g, form)
-        ab = tl.where(row[:, None] > row[None, :], weights * _dot(ta, tl.trans(tb), tb, form), 0.0)
-        qb = weights * _dot(tq, tl.trans(tb), tb, form)
-        ak, qk = ab, qb
-    else:
-        ab, qb, ak, qk = _by_levels(tq, tk, ta, tb, g, form)
-    if beta is not None:
-        place = find_head(beta, n, h, packing.ends, start)
-        ab *= -tl.load(place + rows.to(tl.int64) * beta.token, mask=rows < tokens, other=0.0).to(tl.float32)[:, None]
-    at = (tl.program_id(1).to(tl.int64) * packing.chunks + tl.program_id(0)) * (form.C * form.C) + _square(form)
-    tl.store(matrices.inverse + at, _inverse(ab, tb, form))
-    tl.store(matrices.pair + at, qb)
-    if form.LOW:
-        tl.store(matrices.read + at, ak)
-        tl.store(matrices.plain + at, qk)
-
-
-@triton.jit
 def _beta(beta, place, rows, tokens, form: tl.constexpr):
-    found = tl.full([form.C], 1.0, tl.float32)
+    C: tl.constexpr = form.C
+    found = tl.full([C], 1.0, tl.float32)
     if not form.LOW:
         found = tl.load(place + rows.to(tl.int64) * beta.token, mask=rows < tokens, other=0.0).to(tl.float32)
     return found
+
+
+@triton.jit
+def _keep(matrix, at, half, within, across, form: tl.constexpr):
+    """Writes the rows of half a chunk: its own square, and what it has of the other half, nothing for the first."""
+    C: tl.constexpr = form.C
+    at += half * (2 * C * C) + tl.arange(0, C)[:, None] * (2 * C) + tl.arange(0, C)[None, :]
+    tl.store(matrix + at + half * C, within)
+    tl.store(matrix + at + (1 - half) * C, across)
+
+
+@triton.jit
+def prepare_chunks(q, k, a, b, gate, beta, matrices, packing, form: tl.constexpr):
+    """The matrices of a chunk of two times form.C rows, and one over the lengths of its q and k."""
+    n, h, start, tokens, chunk = _of_chunk(packing)
+    C: tl.constexpr = form.C
+    BK: tl.constexpr = form.BK
+    if chunk * (2 * C) >= tokens:
+        return
+    from_q, from_k = find_head(q, n, h, packing.ends, start), find_head(k, n, h, packing.ends, start)
+    from_g = find_head(gate, n, h, packing.ends, start)
+    from_a, from_b, from_beta = from_k, from_k, from_k
+    if form.LOW:
+        from_a, from_b = find_head(a, n, h, packing.ends, start), find_head(b, n, h, packing.ends, start)
+    else:
+        from_beta = find_head(beta, n, h, packing.ends, start)
+    depth, row = tl.arange(0, BK), tl.arange(0, C)
+    spot = tl.program_id(1).to(tl.int64) * packing.chunks + tl.program_id(0)
+    at = spot * (4 * C * C)
+    other_b = tl.zeros([C, BK], k.data.dtype.element_ty)  # the first half's rows, as its end sees them
+    other_k, other = other_b, tl.zeros([C, C], tl.float32)
+    for half in range(2):
+        first = chunk * (2 * C) + half * C
+        rows = first + row
+        tq, shrink_q = _unit(_rows(q, from_q, rows, depth, tokens, form), form)
+        tk, shrink_k = _unit(_rows(k, from_k, rows, depth, tokens, form), form)
+        ta, tb = tk, tk
+        if form.LOW:
+            ta, tb = _rows(a, from_a, rows, depth, tokens, form), _rows(b, from_b, rows, depth, tokens, form)
+        g, late, early, after, _whole = _decays(gate, from_g, first, depth, tokens, form)
+        if form.GATE == 1:
+            weights = _apart(g, form)
+            ab = tl.where(row[:, None] > row[None, :], weights * _dot(ta, tl.trans(tb), tb, form), 0.0)
+            qb = weights * _dot(tq, tl.trans(tb), tb, form)
+            ak, qk = ab, qb
+        else:
+            ab, qb, ak, qk = _by_levels(tq, tk, ta, tb, g, form)
+        minus = _beta(beta, from_beta, rows, tokens, form)
+        if not form.LOW:
+            minus = -minus
+        inverse = _inverse(ab * minus[:, None], form)
+        across = minus[:, None] * _dot(_weigh(ta, early, form), tl.trans(other_b), tb, form)
+        across = tl.dot(inverse, across, input_precision=form.PRECISION)
+        across = tl.dot(across, other, input_precision=form.PRECISION)
+        _keep(matrices.inverse, at, half, inverse, across, form)
+        tq, ta = _weigh(tq, late, form), _weigh(ta, early, form)
+        _keep(matrices.pair, at, half, qb, _dot(tq, tl.trans(other_b), tb, form), form)
+        if form.LOW:
+            _keep(matrices.read, at, half, ak, _dot(ta, tl.trans(other_k), tb, form), form)
+            _keep(matrices.plain, at, half, qk, _dot(tq, tl.trans(other_k), tb, form), form)
+            other_k = _weigh(tk, after, form).to(tk.dtype)
+        other_b, other = _weigh(tb, after, form).to(tb.dtype), inverse
+        if form.NORMALIZE:
+            place = matrices.lengths + spot * (4 * C) + half * C + row
+            tl.store(place, shrink_q)
+            tl.store(place + 2 * C, shrink_k)
+
+
+@triton.jit
+def _shrink(late, early, after, lengths, chunk, form: tl.constexpr):
+    """The decays of a chunk's rows times one over the rows' lengths, if q and k are normalized."""
+    if form.NORMALIZE:
+        place = lengths + chunk * (2 * form.C) + tl.arange(0, form.C)
+        of_q, of_k = tl.load(place), tl.load(place + form.C)
+        if form.GATE == 2:
+            of_q, of_k = of_q[:, None], of_k[:, None]
+        late, early, after = late * of_q, early * of_k, after * of_k
+    return late, early, after
 
 
 @triton.jit
@@ -317,7 +365,9 @@ def chain_states(q, k, v, a, b, gate, beta, o, matrices, states, packing, scale,
     inside = (depth < form.K)[:, None] & (columns < form.V)[None, :]
     size: tl.constexpr = form.K * form.V
     ours = tl.program_id(1).to(tl.int64) * size + spots
-    state = tl.zeros([form.BK, form.BV], tl.float32)
+    BK: tl.constexpr = form.BK
+    BV: tl.constexpr = form.BV
+    state = tl.zeros([BK, BV], tl.float32)
     if states.first is not None:
         state = tl.load(states.first + ours, mask=inside, other=0.0)
     from_q, from_k = find_head(q, n, h, packing.ends, start), find_head(k, n, h, packing.ends, start)
@@ -336,9 +386,10 @@ def chain_states(q, k, v, a, b, gate, beta, o, matrices, states, packing, scale,
         at = (kept + chunk) * (form.C * form.C) + _square(form)
         if not form.OUT:
             tl.store(states.before + (kept + chunk) * size + spots, state, mask=inside)
-        tk, _k = _unit(_rows(k, from_k, rows, depth, tokens, form), form)
+        tk = _rows(k, from_k, rows, depth, tokens, form)
         tv = load_tile(from_v, v.token, rows, columns, tokens, form.V)
         g, late, early, after, whole = _decays(gate, from_g, first, depth, tokens, form)
+        late, early, after = _shrink(late, early, after, matrices.lengths, kept + chunk, form)
         ta, tb = tk, tk
         if form.LOW:
             ta, tb = _rows(a, from_a, rows, depth, tokens, form), _rows(b, from_b, rows, depth, tokens, form)
@@ -349,7 +400,7 @@ def chain_states(q, k, v, a, b, gate, beta, o, matrices, states, packing, scale,
             x = _beta(beta, from_beta, rows, tokens, form)[:, None] * (tv - x)
         u = _dot(tl.load(matrices.inverse + at), x, tv, form)
         if form.OUT:
-            tq, _q = _unit(_rows(q, from_q, rows, depth, tokens, form), form)
+            tq = _rows(q, from_q, rows, depth, tokens, form)
             out = _reads(tq, late, state, form) + _dot(tl.load(matrices.pair + at), u, tv, form)
             if form.LOW:
                 out += _dot(tl.load(matrices.plain + at), tv, tv, form)
@@ -371,7 +422,9 @@ def chain_gradients(q, k, a, b, gate, beta, do, matrices, states, packing, scale
     inside = (depth < form.K)[:, None] & (columns < form.V)[None, :]
     size: tl.constexpr = form.K * form.V
     ours = tl.program_id(1).to(tl.int64) * size + spots
-    state = tl.zeros([form.BK, form.BV], tl.float32)
+    BK: tl.constexpr = form.BK
+    BV: tl.constexpr = form.BV
+    state = tl.zeros([BK, BV], tl.float32)
     if states.first is not None:
         state = tl.load(states.first + ours, mask=inside, other=0.0)
     from_q, from_k = find_head(q, n, h, packing.ends, start), find_head(k, n, h, packing.ends, start)
@@ -388,13 +441,14 @@ def chain_gradients(q, k, a, b, gate, beta, do, matrices, states, packing, scale
         rows = first + tl.arange(0, form.C)
         at = (kept + chunk) * (form.C * form.C) + _square(form)
         tl.store(states.later + (kept + chunk) * size + spots, state, mask=inside)
-        tq, _q = _unit(_rows(q, from_q, rows, depth, tokens, form), form)
+        tq = _rows(q, from_q, rows, depth, tokens, form)
         tdo = load_tile(from_do, do.token, rows, columns, tokens, form.V)
         g, late, early, after, whole = _decays(gate, from_g, first, depth, tokens, form)
+        late, early, after = _shrink(late, early, after, matrices.lengths, kept + chunk, form)
         if form.LOW:
             ta, tb = _rows(a, from_a, rows, depth, tokens, form), _rows(b, from_b, rows, depth, tokens, form)
         else:
-            ta, _k = _unit(_rows(k, from_k, rows, depth, tokens, form), form)
+            ta = _rows(k, from_k, rows, depth, tokens, form)
             tb = ta
         du = scale * _dot(tl.trans(tl.load(matrices.pair + at)), tdo, tdo, form) + _reads(tb, after, state, form)
         dx = _dot(tl.trans(tl.load(matrices.inverse + at)), du, tdo, form)
@@ -410,14 +464,14 @@ def chain_gradients(q, k, a, b, gate, beta, do, matrices, states, packing, scale
 def _inner_by_token(tq, tk, g, pairs, minus, form: tl.constexpr):
     """The gradients of q, of k as it reads (without -beta), and of k as it writes, from a chunk's own pairs; and the
     gate's: for each token the sum over pairs of an earlier row and this row or a later one."""
-    dqb, dqb_t, dab, dab_t = pairs
+    dqb, _q, dab, _a = pairs
     i, j = tl.arange(0, form.C)[:, None], tl.arange(0, form.C)[None, :]
     weights = _apart(g, form)
     below = tl.where(i > j, weights, 0.0)
-    across, within = tl.trans(weights), tl.trans(below)
     dq = _dot(weights * dqb, tk, tk, form)
     da = _dot(below * dab, tk, tk, form)
-    db = _dot(across * dqb_t, tq, tk, form) + _dot(within * dab_t * minus[None, :], tk, tk, form)
+    db = _dot(tl.trans(tq), weights * dqb, tk, form)  # transposed, for Hopper cannot transpose a sum for a product
+    db = tl.trans(db + _dot(tl.trans(tk), below * dab * minus[:, None], tk, form))
     both = _dot(tq, tl.trans(tk), tk, form) * dqb + _dot(tk, tl.trans(tk), tk, form) * dab * minus[:, None]
     later = tl.cumsum(below * both, 0, reverse=True)
     return dq, da, db, tl.sum(tl.where(i > j, later, 0.0), 1)
@@ -429,11 +483,13 @@ def _inner_by_channel(tq, tk, ta, tb, g, pairs, plain, minus, form: tl.constexpr
     dqb, dqb_t, dab, dab_t = pairs
     dqk, dqk_t, dak, dak_t = plain
     C: tl.constexpr = form.C
-    dq = tl.zeros([C, form.BK], tl.float32)
+    BK: tl.constexpr = form.BK
+    dq = tl.zeros([C, BK], tl.float32)
     da, db, dk = dq, dq, dq
     dab_t *= minus[None, :]
     late, early, soon = g, tl.zeros_like(g) if form.LOW else g, tl.zeros_like(g)
-    for level in tl.static_range(form.LEVELS):
+    LEVELS: tl.constexpr = form.LEVELS
+    for level in tl.static_range(LEVELS):
         here = _beside(level, C)
         there = tl.trans(here.to(tl.int32)) == 1
         since, since_a, until = decay_of(late, form), decay_of(early, form), decay_of(soon, form)
@@ -466,11 +522,12 @@ def _through_states(
     C: tl.constexpr = form.C
     BV: tl.constexpr = form.BV
     depth = tl.arange(0, form.BK)
-    dq = tl.zeros([C, form.BK], tl.float32)
+    BK: tl.constexpr = form.BK
+    dq = tl.zeros([C, BK], tl.float32)
     da, db, dk = dq, dq, dq
     dqb = tl.zeros([C, C], tl.float32)
     dqb_t, dab, dab_t, dqk, dqk_t, dak, dak_t = dqb, dqb, dqb, dqb, dqb, dqb, dqb
-    both, dbeta = tl.zeros([form.BK], tl.float32), tl.zeros([C], tl.float32)
+    both, dbeta = tl.zeros([BK], tl.float32), tl.zeros([C], tl.float32)
     for part in range((form.V + BV - 1) // BV):
         columns = part * BV + tl.arange(0, BV)
         tv = load_tile(from_v, v.token, rows, columns, tokens, form.V)
@@ -500,9 +557,10 @@ def _through_states(
         da += _dot(dx, tl.trans(before), tv, form)
         db += _dot(u, tl.trans(later), tv, form)
         dqb += _dot(tdo, tl.trans(u), tv, form)
-        dqb_t += _dot(u, tl.trans(tdo), tv, form)
         dab += _dot(dx, tl.trans(u), tv, form)
-        dab_t += _dot(u, tl.trans(dx), tv, form)
+        if form.GATE == 2:
+            dqb_t += _dot(u, tl.trans(tdo), tv, form)
+            dab_t += _dot(u, tl.trans(dx), tv, form)
         if form.LOW:
             dk += _dot(tv, tl.trans(later), tv, form)
             dqk += _dot(tdo, tl.trans(tv), tv, form)
@@ -540,7 +598,8 @@ def chunk_gradients(
     square = at * (form.C * form.C) + _square(form)
     inverse, pair = tl.load(matrices.inverse + square), tl.load(matrices.pair + square)
     read, plain = pair, pair
-    factor = tl.full([form.C], 1.0, tl.float32)
+    C: tl.constexpr = form.C
+    factor = tl.full([C], 1.0, tl.float32)
     if form.LOW:
         ta = _rows(a, find_head(a, n, h, packing.ends, start), rows, depth, tokens, form)
         tb = _rows(b, find_head(b, n, h, packing.ends, start), rows, depth, tokens, form)

@@ -59,7 +59,7 @@ class Tiles(NamedTuple):
 def delta_tiles(gpu: device.Device, dtype: torch.dtype, gate: int, low: bool, K: int, V: int) -> Tiles:
     BK, BV = (max(16, triton.next_power_of_2(n)) for n in (K, V))
     if gpu.backend == "cpu" or dtype == torch.float32:
-        return Tiles(16, min(BV, 32 if BK <= 128 else 16), min(BV, 32), (4, 4, 4), 1)
+        return Tiles(32, min(BV, 32 if BK <= 128 else 16), min(BV, 32), (4, 4, 4), 1)
     rows = 64 if gate == 1 and BK <= 128 and gpu.capability == 90 else 32
     return Tiles(rows, min(BV, 64 if BK <= 128 else 32), min(BV, 64 if BK <= 128 else 32), (4, 4, 8), 1)
 
@@ -89,7 +89,10 @@ def prepare(call: DeltaCall) -> Plan:
     sequences = B if call.ends is None else call.ends.numel() - 1
     chunks = -(-T // C) if call.ends is None else T // C + sequences
     squares = [torch.empty((B, HV, chunks, C, C), dtype=call.v.dtype, device=call.v.device) for _ in range(2 + 2 * low)]
-    matrices = Matrices(*squares, *(None,) * (4 - len(squares)))
+    lengths = None
+    if call.normalize:
+        lengths = torch.empty((B, HV, chunks, 2, C), dtype=torch.float32, device=call.v.device)
+    matrices = Matrices(*squares, *(None,) * (4 - len(squares)), lengths)
     tensors = tuple(call.rows(t) for t in (call.q, call.k, call.v, call.a, call.b, call.g, call.beta))
     plan = Plan(
         form, tiles, Packing(call.ends, T, HV, chunks, sequences, C), (chunks, B * HV),
@@ -97,8 +100,8 @@ def prepare(call: DeltaCall) -> Plan:
     )  # fmt: skip
     q, k, _, *others = tensors
     launch(
-        prepare_chunks, plan.parallel, q, k, *others, matrices, plan.packing, form=form, num_warps=tiles.warps[0],
-        num_stages=1,
+        prepare_chunks, plan.parallel, q, k, *others, matrices, plan.packing,
+        form=form._replace(C=C // 2, LEVELS=form.LEVELS - 1), num_warps=tiles.warps[0], num_stages=1,
     )  # fmt: skip
     return plan
 
