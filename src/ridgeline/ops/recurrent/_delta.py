@@ -199,9 +199,11 @@ def _writes(x, decay, rows, form: tl.constexpr):
 
 
 @triton.jit
-def _beside(level, C: tl.constexpr):
-    """Pairs of a row in a right block of 2^level rows and a column in the left block beside it."""
+def _beside(level, C: tl.constexpr, TURNED: tl.constexpr = False):
+    """Pairs of a row in a right block of 2^level rows and a column in the left block beside it; or turned."""
     i, j = tl.arange(0, C)[:, None] >> level, tl.arange(0, C)[None, :] >> level
+    if TURNED:
+        i, j = j, i
     return (i - j == 1) & ((i & 1) == 1)
 
 
@@ -461,37 +463,37 @@ def chain_gradients(q, k, a, b, gate, beta, do, matrices, states, packing, scale
 
 
 @triton.jit
-def _inner_by_token(tq, tk, g, pairs, minus, form: tl.constexpr):
-    """The gradients of q, of k as it reads (without -beta), and of k as it writes, from a chunk's own pairs; and the
-    gate's: for each token the sum over pairs of an earlier row and this row or a later one."""
+def _inner_by_token(sums, tq, tk, g, pairs, minus, form: tl.constexpr):
+    """Adds to the gradients of q, of k as it reads (without -beta) and of k as it writes those from a chunk's own pairs;
+    and the gate's: for each token the sum over pairs of an earlier row and this row or a later one."""
+    dq, da, db, _k = sums
     dqb, _q, dab, _a = pairs
     i, j = tl.arange(0, form.C)[:, None], tl.arange(0, form.C)[None, :]
     weights = _apart(g, form)
     below = tl.where(i > j, weights, 0.0)
-    dq = _dot(weights * dqb, tk, tk, form)
-    da = _dot(below * dab, tk, tk, form)
-    db = _dot(tl.trans(tq), weights * dqb, tk, form)  # transposed, for Hopper cannot transpose a sum for a product
-    db = tl.trans(db + _dot(tl.trans(tk), below * dab * minus[:, None], tk, form))
+    dq += _dot(weights * dqb, tk, tk, form)
+    da += _dot(below * dab, tk, tk, form)
+    turned = _dot(tl.trans(tq), weights * dqb, tk, form)  # Hopper cannot transpose a sum for another product
+    db += tl.trans(turned + _dot(tl.trans(tk), below * dab * minus[:, None], tk, form))
     both = _dot(tq, tl.trans(tk), tk, form) * dqb + _dot(tk, tl.trans(tk), tk, form) * dab * minus[:, None]
     later = tl.cumsum(below * both, 0, reverse=True)
     return dq, da, db, tl.sum(tl.where(i > j, later, 0.0), 1)
 
 
 @triton.jit
-def _inner_by_channel(tq, tk, ta, tb, g, pairs, plain, minus, form: tl.constexpr):
-    """As `_inner_by_token` for a gate per channel; of RWKV-7 also k's. Pairs of a row with itself are left out."""
+def _inner_by_channel(sums, tq, tk, ta, tb, g, pairs, plain, minus, form: tl.constexpr):
+    """As `_inner_by_token` for a gate per channel, added to sums; of RWKV-7 also k's. Pairs of a row with itself are
+    left out."""
     dqb, dqb_t, dab, dab_t = pairs
     dqk, dqk_t, dak, dak_t = plain
     C: tl.constexpr = form.C
-    BK: tl.constexpr = form.BK
-    dq = tl.zeros([C, BK], tl.float32)
-    da, db, dk = dq, dq, dq
+    dq, da, db, dk = sums
     dab_t *= minus[None, :]
     late, early, soon = g, tl.zeros_like(g) if form.LOW else g, tl.zeros_like(g)
     LEVELS: tl.constexpr = form.LEVELS
     for level in tl.static_range(LEVELS):
         here = _beside(level, C)
-        there = tl.trans(here.to(tl.int32)) == 1
+        there = _beside(level, C, True)
         since, since_a, until = decay_of(late, form), decay_of(early, form), decay_of(soon, form)
         rq, ra, cb = (tq * since).to(tq.dtype), (ta * since_a).to(ta.dtype), (tb * until).to(tb.dtype)
         dq += since * _dot(tl.where(here, dqb, 0.0), cb, tb, form)
@@ -617,40 +619,36 @@ def chunk_gradients(
         keys, v, do, places, grads.v + token * form.V, rows, tokens, decays, factor, mats, states,
         at * (form.K * form.V), scale, form
     )  # fmt: skip
-    dq, da, db, dk = outer
     minus = factor if form.LOW else -factor
     kept, wide = rows < tokens, (rows < tokens)[:, None] & (depth < form.K)[None, :]
     spots = token[:, None] * form.K + depth[None, :]
+    dq, da, db, dk = outer
     if form.GATE == 1:
-        inner_q, inner_a, inner_b, crossing = _inner_by_token(tq, tk, g, pairs, minus, form)
         since = tl.sum(tq * dq + ta * da * minus[:, None], 1)
         until = tl.sum(tb * db, 1)
         i, j = tl.arange(0, form.C)[:, None], tl.arange(0, form.C)[None, :]
-        dg = crossing + tl.cumsum(since, 0, reverse=True) + tl.sum(tl.where(i > j, until[None, :], 0.0), 1)
-        tl.store(grads.g + token, dg + whole * tl.sum(both, 0), mask=kept)
-        da += inner_a
+        dg = tl.cumsum(since, 0, reverse=True) + tl.sum(tl.where(i > j, until[None, :], 0.0), 1)
+        dq, da, db, crossing = _inner_by_token(outer, tq, tk, g, pairs, minus, form)
+        tl.store(grads.g + token, dg + crossing + whole * tl.sum(both, 0), mask=kept)
     else:
-        inner_q, inner_a, inner_b, inner_k = _inner_by_channel(tq, tk, ta, tb, g, pairs, more, minus, form)
-        da += inner_a
-        reading = ta * da * minus[:, None]
-        since = tq * (dq + inner_q) - tb * inner_b + reading
-        until = tb * db
+        end = whole * both + tl.sum(tb * db, 0)
         if form.LOW:
-            since -= tk * inner_k
-            until += tk * dk
-            dk += inner_k
-        dg = tl.cumsum(since, 0, reverse=True) + tl.cumsum(until, 0) - until + (whole * both)[None, :]
+            end += tl.sum(tk * dk, 0)
+        dq, da, db, dk = _inner_by_channel(outer, tq, tk, ta, tb, g, pairs, more, minus, form)
+        reading = ta * da * minus[:, None]
+        since = tq * dq - tb * db + reading
+        if form.LOW:
+            since -= tk * dk
+        dg = tl.cumsum(since, 0, reverse=True) + end[None, :]
         if form.LOW:
             dg -= reading
         tl.store(grads.g + spots, dg, mask=wide)
         own, own_plain = _diagonal(pairs[0], form), _diagonal(more[0], form)
-        inner_q += own * tb
-        inner_b += own * tq
+        dq += own * tb
+        db += own * tq
         if form.LOW:
-            inner_q += own_plain * tk
+            dq += own_plain * tk
             dk += own_plain * tq
-    dq += inner_q
-    db += inner_b
     if form.LOW:
         tl.store(grads.a + spots, da, mask=wide)
         tl.store(grads.b + spots, db, mask=wide)
