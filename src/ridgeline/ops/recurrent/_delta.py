@@ -31,7 +31,7 @@ class Matrices(NamedTuple):
 
     inverse: Any  # T
     pair: Any  # P
-    read: Any  # M, RWKV-7 only
+    read: Any  # M for RWKV-7; for the delta rule A
     plain: Any  # N, RWKV-7 only
     lengths: Any  # one over the lengths of q and k, (B, heads, chunks, 2, C) in float32, if they are normalized
 
@@ -41,6 +41,8 @@ class ChunkStates(NamedTuple):
     last: Any  # what a pass ends with, or None
     before: Any  # the state before each chunk, (B, heads, chunks, K, V) in the data's dtype, or None
     later: Any  # the gradient of the state after each chunk, likewise
+    solved: Any  # rows (B, T, heads, V): U, or U / beta for the delta rule; None where they are not kept
+    turned: Any  # the gradient of X, for RWKV-7; the delta rule has it in dv
 
 
 class Grads(NamedTuple):
@@ -62,6 +64,7 @@ class Packing(NamedTuple):
     chunks: Any  # room for chunks, per batch entry
     sequences: Any
     unit: Any  # rows of a chunk
+    all_rows: Any  # B T heads
 
 
 class DeltaForm(NamedTuple):
@@ -219,11 +222,19 @@ def _apart(g, form: tl.constexpr):
 
 
 @triton.jit
-def _edges(late, early, soon, g, level: tl.constexpr, form: tl.constexpr):
+def _edges(late, early, soon, g, level, form: tl.constexpr):
     """From a level's sums of gates since and until a block's edge, those of the next level."""
-    left, right = half_sums(g, level, form.C, form.BK)
-    second = ((tl.arange(0, form.C) >> level) & 1)[:, None] == 1
-    return late + tl.where(second, left, 0.0), early + tl.where(second, left, 0.0), soon + tl.where(second, 0.0, right)
+    C: tl.constexpr = form.C
+    BK: tl.constexpr = form.BK
+    LEVELS: tl.constexpr = form.LEVELS
+    for n in tl.static_range(LEVELS - 1):  # a shape for each level; the caller's loop stays a loop
+        if level == n:
+            left, right = half_sums(g, n, C, BK)
+            second = ((tl.arange(0, C) >> n) & 1)[:, None] == 1
+            late += tl.where(second, left, 0.0)
+            early += tl.where(second, left, 0.0)
+            soon += tl.where(second, 0.0, right)
+    return late, early, soon
 
 
 @triton.jit
@@ -246,8 +257,7 @@ def _by_levels(tq, tk, ta, tb, g, form: tl.constexpr):
     ab = tl.zeros([C, C], tl.float32)
     qb, ak, qk = ab, ab, ab
     late, early, soon = g, tl.zeros_like(g) if form.LOW else g, tl.zeros_like(g)
-    LEVELS: tl.constexpr = form.LEVELS
-    for level in tl.static_range(LEVELS):
+    for level in range(form.LEVELS):
         here = _beside(level, C)
         rq, until = (tq * decay_of(late, form)).to(tq.dtype), decay_of(soon, form)
         ra = (ta * decay_of(early, form)).to(ta.dtype)
@@ -329,11 +339,13 @@ def prepare_chunks(q, k, a, b, gate, beta, matrices, packing, form: tl.constexpr
         if not form.LOW:
             minus = -minus
         inverse = _inverse(ab * minus[:, None], form)
-        across = minus[:, None] * _dot(_weigh(ta, early, form), tl.trans(other_b), tb, form)
-        across = tl.dot(inverse, across, input_precision=form.PRECISION)
+        tq, ta = _weigh(tq, late, form), _weigh(ta, early, form)
+        far = _dot(ta, tl.trans(other_b), tb, form)
+        across = tl.dot(inverse, minus[:, None] * far, input_precision=form.PRECISION)
         across = tl.dot(across, other, input_precision=form.PRECISION)
         _keep(matrices.inverse, at, half, inverse, across, form)
-        tq, ta = _weigh(tq, late, form), _weigh(ta, early, form)
+        if not form.LOW:
+            _keep(matrices.read, at, half, ab, far, form)
         _keep(matrices.pair, at, half, qb, _dot(tq, tl.trans(other_b), tb, form), form)
         if form.LOW:
             _keep(matrices.read, at, half, ak, _dot(ta, tl.trans(other_k), tb, form), form)
@@ -344,6 +356,21 @@ def prepare_chunks(q, k, a, b, gate, beta, matrices, packing, form: tl.constexpr
             place = matrices.lengths + spot * (4 * C) + half * C + row
             tl.store(place, shrink_q)
             tl.store(place + 2 * C, shrink_k)
+
+
+@triton.jit
+def _own_rows(tensor, packing, n, h, start, WIDTH: tl.constexpr):
+    """Where a sequence's head begins in a tensor (B, T, heads, WIDTH) of ours."""
+    base = start
+    if packing.ends is None:
+        base += n.to(tl.int64) * packing.tokens
+    return tensor + (base * packing.heads + h) * WIDTH
+
+
+@triton.jit
+def _store_rows(tensor, packing, n, h, start, rows, columns, tokens, found, WIDTH: tl.constexpr):
+    at = _own_rows(tensor, packing, n, h, start, WIDTH) + (rows.to(tl.int64) * packing.heads)[:, None] * WIDTH
+    tl.store(at + columns[None, :], found, mask=(rows < tokens)[:, None] & (columns < WIDTH)[None, :])
 
 
 @triton.jit
@@ -396,11 +423,17 @@ def chain_states(q, k, v, a, b, gate, beta, o, matrices, states, packing, scale,
         if form.LOW:
             ta, tb = _rows(a, from_a, rows, depth, tokens, form), _rows(b, from_b, rows, depth, tokens, form)
         x = _reads(ta, early, state, form)
+        missing = tv - x
         if form.LOW:
             x += _dot(tl.load(matrices.read + at), tv, tv, form)
         else:
-            x = _beta(beta, from_beta, rows, tokens, form)[:, None] * (tv - x)
+            x = _beta(beta, from_beta, rows, tokens, form)[:, None] * missing
         u = _dot(tl.load(matrices.inverse + at), x, tv, form)
+        if not form.OUT:
+            kept_rows = u
+            if not form.LOW:
+                kept_rows = missing - _dot(tl.load(matrices.read + at), u, tv, form)
+            _store_rows(states.solved, packing, n, h, start, rows, columns, tokens, kept_rows, form.V)
         if form.OUT:
             tq = _rows(q, from_q, rows, depth, tokens, form)
             out = _reads(tq, late, state, form) + _dot(tl.load(matrices.pair + at), u, tv, form)
@@ -416,8 +449,9 @@ def chain_states(q, k, v, a, b, gate, beta, o, matrices, states, packing, scale,
 
 
 @triton.jit
-def chain_gradients(q, k, a, b, gate, beta, do, matrices, states, packing, scale, form: tl.constexpr):
-    """As `chain_states` with time reversed: the gradient of the state after each chunk, and of the initial state."""
+def chain_gradients(q, k, a, b, gate, beta, do, matrices, states, grads, packing, scale, form: tl.constexpr):
+    """As `chain_states` with time reversed: the gradient of the state after each chunk, of the initial state, and of
+    v and beta."""
     n, h, start, tokens, kept = _of_chain(packing)
     depth, columns = tl.arange(0, form.BK), tl.program_id(0) * form.BV + tl.arange(0, form.BV)
     spots = depth[:, None] * form.V + columns[None, :]
@@ -436,6 +470,7 @@ def chain_gradients(q, k, a, b, gate, beta, do, matrices, states, packing, scale
         from_a, from_b = find_head(a, n, h, packing.ends, start), find_head(b, n, h, packing.ends, start)
     else:
         from_beta = find_head(beta, n, h, packing.ends, start)
+    zero = tl.arange(0, 1)
     chunks = tl.cdiv(tokens, form.C)
     for step in range(chunks):
         chunk = chunks - 1 - step
@@ -447,15 +482,24 @@ def chain_gradients(q, k, a, b, gate, beta, do, matrices, states, packing, scale
         tdo = load_tile(from_do, do.token, rows, columns, tokens, form.V)
         g, late, early, after, whole = _decays(gate, from_g, first, depth, tokens, form)
         late, early, after = _shrink(late, early, after, matrices.lengths, kept + chunk, form)
+        tk = _rows(k, from_k, rows, depth, tokens, form)
+        ta, tb = tk, tk
         if form.LOW:
             ta, tb = _rows(a, from_a, rows, depth, tokens, form), _rows(b, from_b, rows, depth, tokens, form)
-        else:
-            ta = _rows(k, from_k, rows, depth, tokens, form)
-            tb = ta
         du = scale * _dot(tl.trans(tl.load(matrices.pair + at)), tdo, tdo, form) + _reads(tb, after, state, form)
         dx = _dot(tl.trans(tl.load(matrices.inverse + at)), du, tdo, form)
-        if not form.LOW:
-            dx *= -_beta(beta, from_beta, rows, tokens, form)[:, None]
+        if form.LOW:
+            _store_rows(states.turned, packing, n, h, start, rows, columns, tokens, dx, form.V)
+            dv = _dot(tl.trans(tl.load(matrices.read + at)), dx, tdo, form) + _reads(tk, after, state, form)
+            dv += scale * _dot(tl.trans(tl.load(matrices.plain + at)), tdo, tdo, form)
+        else:
+            from_solved = _own_rows(states.solved, packing, n, h, start, form.V)
+            solved = load_tile(from_solved, packing.heads * form.V, rows, columns, tokens, form.V)
+            part = grads.beta + tl.program_id(0).to(tl.int64) * packing.all_rows
+            _store_rows(part, packing, n, h, start, rows, zero, tokens, tl.sum(dx * solved, 1)[:, None], 1)
+            dv = _beta(beta, from_beta, rows, tokens, form)[:, None] * dx
+            dx = -dv
+        _store_rows(grads.v, packing, n, h, start, rows, columns, tokens, dv, form.V)
         state *= whole if form.GATE == 1 else whole[:, None]
         state += scale * _writes(tq, late, tdo, form) + _writes(ta, early, dx, form)
     if states.last is not None:
@@ -463,37 +507,57 @@ def chain_gradients(q, k, a, b, gate, beta, do, matrices, states, packing, scale
 
 
 @triton.jit
-def _inner_by_token(sums, tq, tk, g, pairs, minus, form: tl.constexpr):
-    """Adds to the gradients of q, of k as it reads (without -beta) and of k as it writes those from a chunk's own pairs;
-    and the gate's: for each token the sum over pairs of an earlier row and this row or a later one."""
-    dq, da, db, _k = sums
-    dqb, _q, dab, _a = pairs
-    i, j = tl.arange(0, form.C)[:, None], tl.arange(0, form.C)[None, :]
-    weights = _apart(g, form)
-    below = tl.where(i > j, weights, 0.0)
-    dq += _dot(weights * dqb, tk, tk, form)
-    da += _dot(below * dab, tk, tk, form)
-    turned = _dot(tl.trans(tq), weights * dqb, tk, form)  # Hopper cannot transpose a sum for another product
-    db += tl.trans(turned + _dot(tl.trans(tk), below * dab * minus[:, None], tk, form))
-    both = _dot(tq, tl.trans(tk), tk, form) * dqb + _dot(tk, tl.trans(tk), tk, form) * dab * minus[:, None]
-    later = tl.cumsum(below * both, 0, reverse=True)
-    return dq, da, db, tl.sum(tl.where(i > j, later, 0.0), 1)
+def _sum_by_states(x, step, states, at, rows, tokens, form: tl.constexpr):
+    """Rows (of V columns) times the transposed states of a chunk."""
+    C: tl.constexpr = form.C
+    BK: tl.constexpr = form.BK
+    found = tl.zeros([C, BK], tl.float32)
+    depth = tl.arange(0, BK)
+    for part in range((form.V + form.BV - 1) // form.BV):
+        columns = part * form.BV + tl.arange(0, form.BV)
+        tile = load_tile(x, step, rows, columns, tokens, form.V)
+        inside = (depth < form.K)[None, :] & (columns < form.V)[:, None]
+        state = tl.load(states + at + depth[None, :] * form.V + columns[:, None], mask=inside, other=0.0)
+        found += _dot(tile, state, tile, form)
+    return found
 
 
 @triton.jit
-def _inner_by_channel(sums, tq, tk, ta, tb, g, pairs, plain, minus, form: tl.constexpr):
-    """As `_inner_by_token` for a gate per channel, added to sums; of RWKV-7 also k's. Pairs of a row with itself are
-    left out."""
-    dqb, dqb_t, dab, dab_t = pairs
-    dqk, dqk_t, dak, dak_t = plain
+def _sum_of_pairs(x, x_step, y, y_step, rows, tokens, form: tl.constexpr):
+    """Rows times rows, over V columns."""
+    C: tl.constexpr = form.C
+    found = tl.zeros([C, C], tl.float32)
+    for part in range((form.V + form.BV - 1) // form.BV):
+        columns = part * form.BV + tl.arange(0, form.BV)
+        left = load_tile(x, x_step, rows, columns, tokens, form.V)
+        found += _dot(left, tl.trans(load_tile(y, y_step, rows, columns, tokens, form.V)), left, form)
+    return found
+
+
+@triton.jit
+def _held(states, at, form: tl.constexpr):
+    """The sum over v's columns of the state before a chunk times the gradient of the state after it."""
+    BK: tl.constexpr = form.BK
+    found = tl.zeros([BK], tl.float32)
+    depth = tl.arange(0, BK)
+    for part in range((form.V + form.BV - 1) // form.BV):
+        columns = part * form.BV + tl.arange(0, form.BV)
+        spots = depth[:, None] * form.V + columns[None, :]
+        inside = (depth < form.K)[:, None] & (columns < form.V)[None, :]
+        before = tl.load(states.before + at + spots, mask=inside, other=0.0).to(tl.float32)
+        found += tl.sum(before * tl.load(states.later + at + spots, mask=inside, other=0.0).to(tl.float32), 1)
+    return found
+
+
+@triton.jit
+def _inner_by_channel(sums, tq, tk, ta, tb, g, pairs, form: tl.constexpr):
+    """Adds to the gradients of q, a, b and k those of a chunk's own pairs, without pairs of a row with itself."""
+    dqb, dqb_t, dab, dab_t, dqk, dqk_t, dak, dak_t = pairs
     C: tl.constexpr = form.C
     dq, da, db, dk = sums
-    dab_t *= minus[None, :]
     late, early, soon = g, tl.zeros_like(g) if form.LOW else g, tl.zeros_like(g)
-    LEVELS: tl.constexpr = form.LEVELS
-    for level in tl.static_range(LEVELS):
-        here = _beside(level, C)
-        there = _beside(level, C, True)
+    for level in range(form.LEVELS):
+        here, there = _beside(level, C), _beside(level, C, True)
         since, since_a, until = decay_of(late, form), decay_of(early, form), decay_of(soon, form)
         rq, ra, cb = (tq * since).to(tq.dtype), (ta * since_a).to(ta.dtype), (tb * until).to(tb.dtype)
         dq += since * _dot(tl.where(here, dqb, 0.0), cb, tb, form)
@@ -513,80 +577,60 @@ def _inner_by_channel(sums, tq, tk, ta, tb, g, pairs, plain, minus, form: tl.con
 
 
 @triton.jit
-def _through_states(
-    keys, v, do, places, dv_at, rows, tokens, decays, beta, mats, states, at, scale, form: tl.constexpr
-):  # fmt: skip
-    """A chunk's gradients that pass its states, over slices of v's columns, and those of its pairs. dv_at: dv's rows."""
-    tk, ta, tb = keys
-    from_v, from_do = places
-    late, early, after = decays
-    inverse, pair, read, plain = mats
-    C: tl.constexpr = form.C
-    BV: tl.constexpr = form.BV
-    depth = tl.arange(0, form.BK)
-    BK: tl.constexpr = form.BK
-    dq = tl.zeros([C, BK], tl.float32)
-    da, db, dk = dq, dq, dq
-    dqb = tl.zeros([C, C], tl.float32)
-    dqb_t, dab, dab_t, dqk, dqk_t, dak, dak_t = dqb, dqb, dqb, dqb, dqb, dqb, dqb
-    both, dbeta = tl.zeros([BK], tl.float32), tl.zeros([C], tl.float32)
-    for part in range((form.V + BV - 1) // BV):
-        columns = part * BV + tl.arange(0, BV)
-        tv = load_tile(from_v, v.token, rows, columns, tokens, form.V)
-        tdo = load_tile(from_do, do.token, rows, columns, tokens, form.V)
-        spots = depth[:, None] * form.V + columns[None, :]
-        inside = (depth < form.K)[:, None] & (columns < form.V)[None, :]
-        before = tl.load(states.before + at + spots, mask=inside, other=0.0)
-        later = tl.load(states.later + at + spots, mask=inside, other=0.0)
-        x = _reads(ta, early, before, form)
-        if form.LOW:
-            x += _dot(read, tv, tv, form)
-        else:
-            x = beta[:, None] * (tv - x)
-        u = _dot(inverse, x, tv, form).to(tv.dtype)
-        du = scale * _dot(tl.trans(pair), tdo, tv, form) + _reads(tb, after, later, form)
-        dx = _dot(tl.trans(inverse), du, tv, form)
-        if form.LOW:
-            dv = _dot(tl.trans(read), dx, tv, form) + scale * _dot(tl.trans(plain), tdo, tv, form)
-            dv += _reads(tk, after, later, form)
-        else:
-            dv = beta[:, None] * dx
-            dbeta += tl.sum(dx * tv, 1)
-        there = (rows < tokens)[:, None] & (columns < form.V)[None, :]
-        tl.store(dv_at[:, None] + columns[None, :], dv, mask=there)
-        dx = dx.to(tv.dtype)
-        dq += _dot(tdo, tl.trans(before), tv, form)
-        da += _dot(dx, tl.trans(before), tv, form)
-        db += _dot(u, tl.trans(later), tv, form)
-        dqb += _dot(tdo, tl.trans(u), tv, form)
-        dab += _dot(dx, tl.trans(u), tv, form)
-        if form.GATE == 2:
-            dqb_t += _dot(u, tl.trans(tdo), tv, form)
-            dab_t += _dot(u, tl.trans(dx), tv, form)
-        if form.LOW:
-            dk += _dot(tv, tl.trans(later), tv, form)
-            dqk += _dot(tdo, tl.trans(tv), tv, form)
-            dqk_t += _dot(tv, tl.trans(tdo), tv, form)
-            dak += _dot(dx, tl.trans(tv), tv, form)
-            dak_t += _dot(tv, tl.trans(dx), tv, form)
-        both += tl.sum(before.to(tl.float32) * later.to(tl.float32), 1)
-    dq, da = scale * _weigh(dq, late, form), _weigh(da, early, form)
-    db, dk = _weigh(db, after, form), _weigh(dk, after, form)
-    pairs = scale * dqb, scale * dqb_t, dab, dab_t
-    return (dq, da, db, dk), pairs, (scale * dqk, scale * dqk_t, dak, dak_t), both, dbeta
-
-
-@triton.jit
 def _diagonal(x, form: tl.constexpr):
     i, j = tl.arange(0, form.C)[:, None], tl.arange(0, form.C)[None, :]
     return tl.sum(tl.where(i == j, x, 0.0), 1)[:, None]
 
 
 @triton.jit
-def chunk_gradients(
-    q, k, v, a, b, gate, beta, do, matrices, states, grads, packing, scale, form: tl.constexpr
+def gradients_by_token(q, k, gate, beta, do, states, grads, packing, scale, form: tl.constexpr):
+    """The delta rule with a gate per token: a chunk's gradients of q, k and the gate."""
+    n, h, start, tokens, chunk = _of_chunk(packing)
+    first = chunk * form.C
+    if first >= tokens:
+        return
+    depth = tl.arange(0, form.BK)
+    rows = first + tl.arange(0, form.C)
+    i, j = tl.arange(0, form.C)[:, None], tl.arange(0, form.C)[None, :]
+    tq, shrink_q = _unit(_rows(q, find_head(q, n, h, packing.ends, start), rows, depth, tokens, form), form)
+    tk, shrink_k = _unit(_rows(k, find_head(k, n, h, packing.ends, start), rows, depth, tokens, form), form)
+    factor = _beta(beta, find_head(beta, n, h, packing.ends, start), rows, tokens, form)
+    place = find_head(gate, n, h, packing.ends, start)
+    g, late, _early, after, whole = _decays(gate, place, first, depth, tokens, form)
+    from_do, step = find_head(do, n, h, packing.ends, start), packing.heads * form.V
+    from_dv = _own_rows(grads.v, packing, n, h, start, form.V)
+    from_solved = _own_rows(states.solved, packing, n, h, start, form.V)
+    at = (tl.program_id(1).to(tl.int64) * packing.chunks + tl.program_id(0)) * (form.K * form.V)
+    weights = _apart(g, form) * factor[None, :]
+    of_q = weights * scale * _sum_of_pairs(from_do, do.token, from_solved, step, rows, tokens, form)
+    of_k = tl.where(i > j, -weights, 0.0) * _sum_of_pairs(from_dv, step, from_solved, step, rows, tokens, form)
+    both = _dot(tq, tl.trans(tk), tk, form) * of_q + _dot(tk, tl.trans(tk), tk, form) * of_k
+    later = tl.cumsum(both, 0, reverse=True)  # over pairs of an earlier row and this row or a later one
+    dg = tl.sum(tl.where(i > j, later, 0.0), 1) + whole * tl.sum(_held(states, at, form), 0)
+    of_q, of_k = of_q.to(tk.dtype), of_k.to(tk.dtype)
+    dq = (scale * late)[:, None] * _sum_by_states(from_do, do.token, states.before, at, rows, tokens, form)
+    since = tl.sum(tq * dq, 1)
+    dq = _unit_gradient(dq + _dot(of_q, tk, tk, form), tq, shrink_q, form)
+    _store_rows(grads.q, packing, n, h, start, rows, depth, tokens, dq, form.K)
+    dk = -late[:, None] * _sum_by_states(from_dv, step, states.before, at, rows, tokens, form)
+    since += tl.sum(tk * dk, 1)
+    db = (after * factor)[:, None] * _sum_by_states(from_solved, step, states.later, at, rows, tokens, form)
+    until = tl.sum(tk * db, 1)
+    dk += db + _dot(of_k, tk, tk, form)
+    turned = _dot(tl.trans(tq), of_q, tk, form)  # Hopper cannot transpose a sum for another product
+    dk += tl.trans(turned + _dot(tl.trans(tk), of_k, tk, form))
+    dk = _unit_gradient(dk, tk, shrink_k, form)
+    _store_rows(grads.k, packing, n, h, start, rows, depth, tokens, dk, form.K)
+    dg += tl.cumsum(since, 0, reverse=True) + tl.sum(tl.where(i > j, until[None, :], 0.0), 1)
+    _store_rows(grads.g, packing, n, h, start, rows, tl.arange(0, 1), tokens, dg[:, None], 1)
+
+
+@triton.jit
+def gradients_by_channel(
+    q, k, v, a, b, gate, beta, do, states, grads, packing, scale, form: tl.constexpr
 ):  # fmt: skip
-    """All gradients of a chunk's inputs, from the state before it and the gradient of the state after it."""
+    """A gate per channel: a chunk's gradients of q, k, a, b and the gate."""
+    C: tl.constexpr = form.C
     n, h, start, tokens, chunk = _of_chunk(packing)
     first = chunk * form.C
     if first >= tokens:
@@ -596,64 +640,56 @@ def chunk_gradients(
     tq, shrink_q = _unit(_rows(q, find_head(q, n, h, packing.ends, start), rows, depth, tokens, form), form)
     tk, shrink_k = _unit(_rows(k, find_head(k, n, h, packing.ends, start), rows, depth, tokens, form), form)
     ta, tb = tk, tk
-    at = tl.program_id(1).to(tl.int64) * packing.chunks + tl.program_id(0)
-    square = at * (form.C * form.C) + _square(form)
-    inverse, pair = tl.load(matrices.inverse + square), tl.load(matrices.pair + square)
-    read, plain = pair, pair
-    C: tl.constexpr = form.C
-    factor = tl.full([C], 1.0, tl.float32)
+    from_do, step = find_head(do, n, h, packing.ends, start), packing.heads * form.V
+    from_solved = _own_rows(states.solved, packing, n, h, start, form.V)
+    sign = 1.0
     if form.LOW:
+        factor = tl.full([C], 1.0, tl.float32)
         ta = _rows(a, find_head(a, n, h, packing.ends, start), rows, depth, tokens, form)
         tb = _rows(b, find_head(b, n, h, packing.ends, start), rows, depth, tokens, form)
-        read, plain = tl.load(matrices.read + square), tl.load(matrices.plain + square)
+        from_dx = _own_rows(states.turned, packing, n, h, start, form.V)
     else:
-        factor = _beta(beta, find_head(beta, n, h, packing.ends, start), rows, tokens, form)
+        sign, factor = -1.0, _beta(beta, find_head(beta, n, h, packing.ends, start), rows, tokens, form)
+        from_dx = _own_rows(grads.v, packing, n, h, start, form.V)
     place = find_head(gate, n, h, packing.ends, start)
     g, late, early, after, whole = _decays(gate, place, first, depth, tokens, form)
-    token = (start + rows) * packing.heads + h  # a row's place in the gradients
-    if packing.ends is None:
-        token += n.to(tl.int64) * packing.tokens * packing.heads
-    places = find_head(v, n, h, packing.ends, start), find_head(do, n, h, packing.ends, start)
-    mats, decays, keys = (inverse, pair, read, plain), (late, early, after), (tk, ta, tb)
-    outer, pairs, more, both, dbeta = _through_states(
-        keys, v, do, places, grads.v + token * form.V, rows, tokens, decays, factor, mats, states,
-        at * (form.K * form.V), scale, form
-    )  # fmt: skip
-    minus = factor if form.LOW else -factor
-    kept, wide = rows < tokens, (rows < tokens)[:, None] & (depth < form.K)[None, :]
-    spots = token[:, None] * form.K + depth[None, :]
-    dq, da, db, dk = outer
-    if form.GATE == 1:
-        since = tl.sum(tq * dq + ta * da * minus[:, None], 1)
-        until = tl.sum(tb * db, 1)
-        i, j = tl.arange(0, form.C)[:, None], tl.arange(0, form.C)[None, :]
-        dg = tl.cumsum(since, 0, reverse=True) + tl.sum(tl.where(i > j, until[None, :], 0.0), 1)
-        dq, da, db, crossing = _inner_by_token(outer, tq, tk, g, pairs, minus, form)
-        tl.store(grads.g + token, dg + crossing + whole * tl.sum(both, 0), mask=kept)
-    else:
-        end = whole * both + tl.sum(tb * db, 0)
-        if form.LOW:
-            end += tl.sum(tk * dk, 0)
-        dq, da, db, dk = _inner_by_channel(outer, tq, tk, ta, tb, g, pairs, more, minus, form)
-        reading = ta * da * minus[:, None]
-        since = tq * dq - tb * db + reading
-        if form.LOW:
-            since -= tk * dk
-        dg = tl.cumsum(since, 0, reverse=True) + end[None, :]
-        if form.LOW:
-            dg -= reading
-        tl.store(grads.g + spots, dg, mask=wide)
-        own, own_plain = _diagonal(pairs[0], form), _diagonal(more[0], form)
-        dq += own * tb
-        db += own * tq
-        if form.LOW:
-            dq += own_plain * tk
-            dk += own_plain * tq
+    at = (tl.program_id(1).to(tl.int64) * packing.chunks + tl.program_id(0)) * (form.K * form.V)
+    qb = scale * factor[None, :] * _sum_of_pairs(from_do, do.token, from_solved, step, rows, tokens, form)
+    qb_t = scale * factor[:, None] * _sum_of_pairs(from_solved, step, from_do, do.token, rows, tokens, form)
+    ab = sign * factor[None, :] * _sum_of_pairs(from_dx, step, from_solved, step, rows, tokens, form)
+    ab_t = sign * factor[:, None] * _sum_of_pairs(from_solved, step, from_dx, step, rows, tokens, form)
+    qk, qk_t, ak, ak_t = qb, qb_t, ab, ab_t
+    dq = scale * late * _sum_by_states(from_do, do.token, states.before, at, rows, tokens, form)
+    da = sign * early * _sum_by_states(from_dx, step, states.before, at, rows, tokens, form)
+    db = after * factor[:, None] * _sum_by_states(from_solved, step, states.later, at, rows, tokens, form)
+    end = whole * _held(states, at, form) + tl.sum(tb * db, 0)
+    dk = db
     if form.LOW:
-        tl.store(grads.a + spots, da, mask=wide)
-        tl.store(grads.b + spots, db, mask=wide)
+        from_v = find_head(v, n, h, packing.ends, start)
+        qk = scale * _sum_of_pairs(from_do, do.token, from_v, v.token, rows, tokens, form)
+        qk_t = scale * _sum_of_pairs(from_v, v.token, from_do, do.token, rows, tokens, form)
+        ak = _sum_of_pairs(from_dx, step, from_v, v.token, rows, tokens, form)
+        ak_t = _sum_of_pairs(from_v, v.token, from_dx, step, rows, tokens, form)
+        dk = after * _sum_by_states(from_v, v.token, states.later, at, rows, tokens, form)
+        end += tl.sum(tk * dk, 0)
+    pairs = qb, qb_t, ab, ab_t, qk, qk_t, ak, ak_t
+    dq, da, db, dk = _inner_by_channel((dq, da, db, dk), tq, tk, ta, tb, g, pairs, form)
+    since = tq * dq - tb * db + ta * da
+    if form.LOW:
+        since -= tk * dk
+    dg = tl.cumsum(since, 0, reverse=True) + end[None, :]
+    if form.LOW:  # a row's own gate follows its read
+        dg -= ta * da
+    _store_rows(grads.g, packing, n, h, start, rows, depth, tokens, dg, form.K)
+    dq += _diagonal(qb, form) * tb
+    db += _diagonal(qb, form) * tq
+    if form.LOW:
+        dq += _diagonal(qk, form) * tk
+        dk += _diagonal(qk, form) * tq
+        _store_rows(grads.a, packing, n, h, start, rows, depth, tokens, da, form.K)
+        _store_rows(grads.b, packing, n, h, start, rows, depth, tokens, db, form.K)
     else:
-        tl.store(grads.beta + token, dbeta - tl.sum(tk * da, 1), mask=kept)
-        dk = db + da * minus[:, None]
-    tl.store(grads.q + spots, _unit_gradient(dq, tq, shrink_q, form), mask=wide)
-    tl.store(grads.k + spots, _unit_gradient(dk, tk, shrink_k, form), mask=wide)
+        dk = _unit_gradient(da + db, tk, shrink_k, form)
+    dq = _unit_gradient(dq, tq, shrink_q, form)
+    _store_rows(grads.q, packing, n, h, start, rows, depth, tokens, dq, form.K)
+    _store_rows(grads.k, packing, n, h, start, rows, depth, tokens, dk, form.K)

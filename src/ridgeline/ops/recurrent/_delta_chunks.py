@@ -17,7 +17,8 @@ from ridgeline.ops.recurrent._delta import (
     Packing,
     chain_gradients,
     chain_states,
-    chunk_gradients,
+    gradients_by_channel,
+    gradients_by_token,
     prepare_chunks,
 )
 from ridgeline.ops.recurrent._scan import Rows
@@ -88,14 +89,14 @@ def prepare(call: DeltaCall) -> Plan:
     )  # fmt: skip
     sequences = B if call.ends is None else call.ends.numel() - 1
     chunks = -(-T // C) if call.ends is None else T // C + sequences
-    squares = [torch.empty((B, HV, chunks, C, C), dtype=call.v.dtype, device=call.v.device) for _ in range(2 + 2 * low)]
+    squares = [torch.empty((B, HV, chunks, C, C), dtype=call.v.dtype, device=call.v.device) for _ in range(3 + low)]
     lengths = None
     if call.normalize:
         lengths = torch.empty((B, HV, chunks, 2, C), dtype=torch.float32, device=call.v.device)
     matrices = Matrices(*squares, *(None,) * (4 - len(squares)), lengths)
     tensors = tuple(call.rows(t) for t in (call.q, call.k, call.v, call.a, call.b, call.g, call.beta))
     plan = Plan(
-        form, tiles, Packing(call.ends, T, HV, chunks, sequences, C), (chunks, B * HV),
+        form, tiles, Packing(call.ends, T, HV, chunks, sequences, C, B * T * HV), (chunks, B * HV),
         (-(-V // tiles.chain), sequences * HV), tensors, matrices,
     )  # fmt: skip
     q, k, _, *others = tensors
@@ -116,7 +117,7 @@ def chain(plan: Plan, call: DeltaCall, o: Maybe, states: ChunkStates) -> None:
 
 def delta_fwd(o: torch.Tensor, last: torch.Tensor, *inputs: Any) -> None:
     call = DeltaCall(*inputs)
-    chain(prepare(call), call, o, ChunkStates(call.first, last, None, None))
+    chain(prepare(call), call, o, ChunkStates(call.first, last, None, None, None, None))
 
 
 def delta_bwd(
@@ -126,19 +127,31 @@ def delta_bwd(
     """Makes the matrices and the states again, then the states' gradients, then everything else chunk by chunk."""
     call = DeltaCall(*inputs)
     plan = prepare(call)
-    B, _, HV, V = call.v.shape
-    shape = (B, HV, plan.packing.chunks, call.k.shape[3], V)
-    before, later = (torch.empty(shape, dtype=call.v.dtype, device=call.v.device) for _ in range(2))
-    chain(plan, call, None, ChunkStates(call.first, None, before, None))
-    q, k, _, *others = plan.tensors
-    facts: dict[str, Any] = {"num_stages": plan.tiles.stages}
-    rows = call.rows(do)
+    B, T, HV, V = call.v.shape
+    shape, fresh = (B, HV, plan.packing.chunks, call.k.shape[3], V), {"dtype": call.v.dtype, "device": call.v.device}
+    before, later, solved = torch.empty(shape, **fresh), torch.empty(shape, **fresh), torch.empty(dv.shape, **fresh)
+    turned = torch.empty(dv.shape, **fresh) if plan.form.LOW else None
+    chain(plan, call, None, ChunkStates(call.first, None, before, None, solved, None))
+    q, k, v, a, b, g, beta = plan.tensors
+    rows, slices, sums = call.rows(do), plan.chains[0], dbeta
+    if dbeta is not None and slices > 1:
+        sums = torch.empty((slices, *dbeta.shape), dtype=torch.float32, device=call.v.device)
+    grads = Grads(dq, dk, dv, dg, sums, da, db)
     launch(
-        chain_gradients, plan.chains, q, k, *others, rows, plan.matrices, ChunkStates(dlast, dfirst, None, later),
-        plan.packing, call.scale, form=plan.form._replace(BV=plan.tiles.chain), num_warps=plan.tiles.warps[1], **facts,
+        chain_gradients, plan.chains, q, k, a, b, g, beta, rows, plan.matrices,
+        ChunkStates(dlast, dfirst, None, later, solved, turned), grads, plan.packing, call.scale,
+        form=plan.form._replace(BV=plan.tiles.chain), num_warps=plan.tiles.warps[1], num_stages=plan.tiles.stages,
     )  # fmt: skip
-    grads = Grads(dq, dk, dv, dg, dbeta, da, db)
-    launch(
-        chunk_gradients, plan.parallel, *plan.tensors, rows, plan.matrices, ChunkStates(None, None, before, later),
-        grads, plan.packing, call.scale, form=plan.form, num_warps=plan.tiles.warps[2], num_stages=1,
-    )  # fmt: skip
+    states = ChunkStates(None, None, before, later, solved, turned)
+    facts: dict[str, Any] = {"form": plan.form, "num_warps": plan.tiles.warps[2], "num_stages": plan.tiles.stages}
+    if plan.form.GATE == 1:
+        launch(
+            gradients_by_token, plan.parallel, q, k, g, beta, rows, states, grads, plan.packing, call.scale, **facts
+        )  # fmt: skip
+    else:
+        launch(
+            gradients_by_channel, plan.parallel, q, k, v, a, b, g, beta, rows, states, grads, plan.packing, call.scale,
+            **facts,
+        )  # fmt: skip
+    if dbeta is not None and sums is not None and slices > 1:
+        torch.sum(sums, 0, out=dbeta)
