@@ -10,7 +10,7 @@ that the chunk corrects by:
     o = scale (e^G q S + P U + N V),  S' = e^{G_C} S + (e^{G_C - G} b)^T U + (e^{G_C - G} k)^T V
 
 Rows read by e^G k (delta) or e^{G_{i-1}} a. The delta rule has b = k there, and no M, N and last term. P, N and M weigh
-q with b, q with k and a with k. Four kernels: the matrices T, P, M and N of all chunks, the states in order, their
+q with b, q with k and a with k. The kernels: the matrices P, M and N of all chunks, T, the states in order, their
 gradients in reverse order, and all other gradients, a chunk each. T is made by halves: blocks of n rows are inverted,
 then pairs of them joined, so that beta of 2 and keys that are alike lose nothing.
 No factor exceeds 1, as in `_scan.py`.
@@ -291,71 +291,67 @@ def _beta(beta, place, rows, tokens, form: tl.constexpr):
 
 
 @triton.jit
-def _keep(matrix, at, half, within, across, form: tl.constexpr):
-    """Writes the rows of half a chunk: its own square, and what it has of the other half, nothing for the first."""
-    C: tl.constexpr = form.C
-    at += half * (2 * C * C) + tl.arange(0, C)[:, None] * (2 * C) + tl.arange(0, C)[None, :]
-    tl.store(matrix + at + half * C, within)
-    tl.store(matrix + at + (1 - half) * C, across)
+def pair_chunks(q, k, a, b, gate, matrices, packing, form: tl.constexpr):
+    """A chunk's matrices but T (for RWKV-7 T's place holds A), and one over the lengths of its q and k."""
+    n, h, start, tokens, chunk = _of_chunk(packing)
+    first = chunk * form.C
+    if first >= tokens:
+        return
+    depth, row = tl.arange(0, form.BK), tl.arange(0, form.C)
+    rows = first + row
+    tq, shrink_q = _unit(_rows(q, find_head(q, n, h, packing.ends, start), rows, depth, tokens, form), form)
+    tk, shrink_k = _unit(_rows(k, find_head(k, n, h, packing.ends, start), rows, depth, tokens, form), form)
+    ta, tb = tk, tk
+    if form.LOW:
+        ta = _rows(a, find_head(a, n, h, packing.ends, start), rows, depth, tokens, form)
+        tb = _rows(b, find_head(b, n, h, packing.ends, start), rows, depth, tokens, form)
+    g = _gates(gate, find_head(gate, n, h, packing.ends, start), first, depth, tokens, 0, form)
+    spot = tl.program_id(1).to(tl.int64) * packing.chunks + tl.program_id(0)
+    at = spot * (form.C * form.C) + _square(form)
+    if form.GATE == 1:
+        weights = _apart(g, form)
+        tl.store(matrices.pair + at, weights * _dot(tq, tl.trans(tk), tk, form))
+        weights = tl.where(row[:, None] > row[None, :], weights, 0.0)
+        tl.store(matrices.read + at, weights * _dot(tk, tl.trans(tk), tk, form))
+    else:
+        ab, qb, ak, qk = _by_levels(tq, tk, ta, tb, g, form)
+        tl.store(matrices.pair + at, qb)
+        if form.LOW:
+            tl.store(matrices.inverse + at, ab)
+            tl.store(matrices.read + at, ak)
+            tl.store(matrices.plain + at, qk)
+        else:
+            tl.store(matrices.read + at, ab)
+    if form.NORMALIZE:
+        place = matrices.lengths + spot * (2 * form.C) + row
+        tl.store(place, shrink_q)
+        tl.store(place + form.C, shrink_k)
 
 
 @triton.jit
-def prepare_chunks(q, k, a, b, gate, beta, matrices, packing, form: tl.constexpr):
-    """The matrices of a chunk of two times form.C rows, and one over the lengths of its q and k."""
+def invert_chunks(source, beta, matrices, packing, form: tl.constexpr):
+    """T of a chunk of two times form.C rows, from A in `source`: each half's, and what joins them."""
     n, h, start, tokens, chunk = _of_chunk(packing)
     C: tl.constexpr = form.C
-    BK: tl.constexpr = form.BK
     if chunk * (2 * C) >= tokens:
         return
-    from_q, from_k = find_head(q, n, h, packing.ends, start), find_head(k, n, h, packing.ends, start)
-    from_g = find_head(gate, n, h, packing.ends, start)
-    from_a, from_b, from_beta = from_k, from_k, from_k
-    if form.LOW:
-        from_a, from_b = find_head(a, n, h, packing.ends, start), find_head(b, n, h, packing.ends, start)
-    else:
-        from_beta = find_head(beta, n, h, packing.ends, start)
-    depth, row = tl.arange(0, BK), tl.arange(0, C)
     spot = tl.program_id(1).to(tl.int64) * packing.chunks + tl.program_id(0)
-    at = spot * (4 * C * C)
-    other_b = tl.zeros([C, BK], k.data.dtype.element_ty)  # the first half's rows, as its end sees them
-    other_k, other = other_b, tl.zeros([C, C], tl.float32)
+    corner = spot * (4 * C * C) + tl.arange(0, C)[:, None] * (2 * C) + tl.arange(0, C)[None, :]
+    other = tl.zeros([C, C], tl.float32)
     for half in range(2):
-        first = chunk * (2 * C) + half * C
-        rows = first + row
-        tq, shrink_q = _unit(_rows(q, from_q, rows, depth, tokens, form), form)
-        tk, shrink_k = _unit(_rows(k, from_k, rows, depth, tokens, form), form)
-        ta, tb = tk, tk
-        if form.LOW:
-            ta, tb = _rows(a, from_a, rows, depth, tokens, form), _rows(b, from_b, rows, depth, tokens, form)
-        g, late, early, after, _whole = _decays(gate, from_g, first, depth, tokens, form)
-        if form.GATE == 1:
-            weights = _apart(g, form)
-            ab = tl.where(row[:, None] > row[None, :], weights * _dot(ta, tl.trans(tb), tb, form), 0.0)
-            qb = weights * _dot(tq, tl.trans(tb), tb, form)
-            ak, qk = ab, qb
-        else:
-            ab, qb, ak, qk = _by_levels(tq, tk, ta, tb, g, form)
-        minus = _beta(beta, from_beta, rows, tokens, form)
-        if not form.LOW:
-            minus = -minus
-        inverse = _inverse(ab * minus[:, None], form)
-        tq, ta = _weigh(tq, late, form), _weigh(ta, early, form)
-        far = _dot(ta, tl.trans(other_b), tb, form)
-        across = tl.dot(inverse, minus[:, None] * far, input_precision=form.PRECISION)
+        within = corner + half * (2 * C * C + C)
+        beyond = corner + half * (2 * C * C) + (1 - half) * C  # all zeros for the first half
+        rows = chunk * (2 * C) + half * C + tl.arange(0, C)
+        factor = tl.full([C], 1.0, tl.float32)
+        if beta is not None:
+            factor = -_beta(beta, find_head(beta, n, h, packing.ends, start), rows, tokens, form)
+        inverse = _inverse(tl.load(source + within).to(tl.float32) * factor[:, None], form)
+        across = tl.load(source + beyond).to(tl.float32) * factor[:, None]
+        across = tl.dot(inverse, across, input_precision=form.PRECISION)
         across = tl.dot(across, other, input_precision=form.PRECISION)
-        _keep(matrices.inverse, at, half, inverse, across, form)
-        if not form.LOW:
-            _keep(matrices.read, at, half, ab, far, form)
-        _keep(matrices.pair, at, half, qb, _dot(tq, tl.trans(other_b), tb, form), form)
-        if form.LOW:
-            _keep(matrices.read, at, half, ak, _dot(ta, tl.trans(other_k), tb, form), form)
-            _keep(matrices.plain, at, half, qk, _dot(tq, tl.trans(other_k), tb, form), form)
-            other_k = _weigh(tk, after, form).to(tk.dtype)
-        other_b, other = _weigh(tb, after, form).to(tb.dtype), inverse
-        if form.NORMALIZE:
-            place = matrices.lengths + spot * (4 * C) + half * C + row
-            tl.store(place, shrink_q)
-            tl.store(place + 2 * C, shrink_k)
+        tl.store(matrices.inverse + within, inverse)
+        tl.store(matrices.inverse + beyond, across)
+        other = inverse
 
 
 @triton.jit

@@ -19,7 +19,8 @@ from ridgeline.ops.recurrent._delta import (
     chain_states,
     gradients_by_channel,
     gradients_by_token,
-    prepare_chunks,
+    invert_chunks,
+    pair_chunks,
 )
 from ridgeline.ops.recurrent._scan import Rows
 
@@ -99,10 +100,14 @@ def prepare(call: DeltaCall) -> Plan:
         form, tiles, Packing(call.ends, T, HV, chunks, sequences, C, B * T * HV), (chunks, B * HV),
         (-(-V // tiles.chain), sequences * HV), tensors, matrices,
     )  # fmt: skip
-    q, k, _, *others = tensors
+    q, k, _, a, b, g, beta = tensors
     launch(
-        prepare_chunks, plan.parallel, q, k, *others, matrices, plan.packing,
-        form=form._replace(C=C // 2, LEVELS=form.LEVELS - 1), num_warps=tiles.warps[0], num_stages=1,
+        pair_chunks, plan.parallel, q, k, a, b, g, matrices, plan.packing, form=form, num_warps=tiles.warps[0],
+        num_stages=1,
+    )  # fmt: skip
+    launch(
+        invert_chunks, plan.parallel, matrices.inverse if low else matrices.read, beta, matrices, plan.packing,
+        form=form._replace(C=C // 2, LEVELS=form.LEVELS - 1), num_warps=max(C * C // 1024, 1), num_stages=1,
     )  # fmt: skip
     return plan
 
