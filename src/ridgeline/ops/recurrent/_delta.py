@@ -74,6 +74,7 @@ class DeltaForm(NamedTuple):
     V: int
     BK: int
     BV: int
+    BS: int  # channels at a time where each has its gate
     C: int  # rows of a chunk
     LEVELS: int  # log2 of C
     GATE: int  # 1: per token, 2: per channel
@@ -225,11 +226,11 @@ def _apart(g, form: tl.constexpr):
 def _edges(late, early, soon, g, level, form: tl.constexpr):
     """From a level's sums of gates since and until a block's edge, those of the next level."""
     C: tl.constexpr = form.C
-    BK: tl.constexpr = form.BK
+    BS: tl.constexpr = form.BS
     LEVELS: tl.constexpr = form.LEVELS
     for n in tl.static_range(LEVELS - 1):  # a shape for each level; the caller's loop stays a loop
         if level == n:
-            left, right = half_sums(g, n, C, BK)
+            left, right = half_sums(g, n, C, BS)
             second = ((tl.arange(0, C) >> n) & 1)[:, None] == 1
             late += tl.where(second, left, 0.0)
             early += tl.where(second, left, 0.0)
@@ -250,12 +251,11 @@ def _inverse(A, form: tl.constexpr):
 
 
 @triton.jit
-def _by_levels(tq, tk, ta, tb, g, form: tl.constexpr):
-    """The chunk's pairs with a gate per channel: a with b, q with b, a with k and q with k."""
+def _by_levels(sums, tq, tk, ta, tb, g, form: tl.constexpr):
+    """Adds some channels' part of a chunk's pairs, with a gate per channel: a with b, q with b, a with k, q with k."""
     i, j = tl.arange(0, form.C)[:, None], tl.arange(0, form.C)[None, :]
     C: tl.constexpr = form.C
-    ab = tl.zeros([C, C], tl.float32)
-    qb, ak, qk = ab, ab, ab
+    ab, qb, ak, qk = sums
     late, early, soon = g, tl.zeros_like(g) if form.LOW else g, tl.zeros_like(g)
     for level in range(form.LEVELS):
         here = _beside(level, C)
@@ -291,8 +291,16 @@ def _beta(beta, place, rows, tokens, form: tl.constexpr):
 
 
 @triton.jit
-def pair_chunks(q, k, a, b, gate, matrices, packing, form: tl.constexpr):
-    """A chunk's matrices but T (for RWKV-7 T's place holds A), and one over the lengths of its q and k."""
+def _keep_lengths(lengths, spot, of_q, of_k, form: tl.constexpr):
+    if form.NORMALIZE:
+        place = lengths + spot * (2 * form.C) + tl.arange(0, form.C)
+        tl.store(place, of_q)
+        tl.store(place + form.C, of_k)
+
+
+@triton.jit
+def pairs_by_token(q, k, gate, matrices, packing, form: tl.constexpr):
+    """The delta rule with a gate per token: P and A of a chunk, and one over the lengths of its q and k."""
     n, h, start, tokens, chunk = _of_chunk(packing)
     first = chunk * form.C
     if first >= tokens:
@@ -301,31 +309,56 @@ def pair_chunks(q, k, a, b, gate, matrices, packing, form: tl.constexpr):
     rows = first + row
     tq, shrink_q = _unit(_rows(q, find_head(q, n, h, packing.ends, start), rows, depth, tokens, form), form)
     tk, shrink_k = _unit(_rows(k, find_head(k, n, h, packing.ends, start), rows, depth, tokens, form), form)
-    ta, tb = tk, tk
-    if form.LOW:
-        ta = _rows(a, find_head(a, n, h, packing.ends, start), rows, depth, tokens, form)
-        tb = _rows(b, find_head(b, n, h, packing.ends, start), rows, depth, tokens, form)
     g = _gates(gate, find_head(gate, n, h, packing.ends, start), first, depth, tokens, 0, form)
     spot = tl.program_id(1).to(tl.int64) * packing.chunks + tl.program_id(0)
     at = spot * (form.C * form.C) + _square(form)
-    if form.GATE == 1:
-        weights = _apart(g, form)
-        tl.store(matrices.pair + at, weights * _dot(tq, tl.trans(tk), tk, form))
-        weights = tl.where(row[:, None] > row[None, :], weights, 0.0)
-        tl.store(matrices.read + at, weights * _dot(tk, tl.trans(tk), tk, form))
-    else:
-        ab, qb, ak, qk = _by_levels(tq, tk, ta, tb, g, form)
-        tl.store(matrices.pair + at, qb)
+    weights = _apart(g, form)
+    tl.store(matrices.pair + at, weights * _dot(tq, tl.trans(tk), tk, form))
+    weights = tl.where(row[:, None] > row[None, :], weights, 0.0)
+    tl.store(matrices.read + at, weights * _dot(tk, tl.trans(tk), tk, form))
+    _keep_lengths(matrices.lengths, spot, shrink_q, shrink_k, form)
+
+
+@triton.jit
+def pairs_by_channel(q, k, a, b, gate, matrices, packing, form: tl.constexpr):
+    """A chunk's matrices but T with a gate per channel (for RWKV-7 T's place holds A), and one over the lengths."""
+    n, h, start, tokens, chunk = _of_chunk(packing)
+    first = chunk * form.C
+    if first >= tokens:
+        return
+    C: tl.constexpr = form.C
+    rows = first + tl.arange(0, C)
+    from_q, from_k = find_head(q, n, h, packing.ends, start), find_head(k, n, h, packing.ends, start)
+    from_g, from_a, from_b = find_head(gate, n, h, packing.ends, start), from_k, from_k
+    if form.LOW:
+        from_a, from_b = find_head(a, n, h, packing.ends, start), find_head(b, n, h, packing.ends, start)
+    ab, of_q = tl.zeros([C, C], tl.float32), tl.zeros([C], tl.float32)
+    qb, ak, qk, of_k = ab, ab, ab, of_q
+    for part in range((form.K + form.BS - 1) // form.BS):
+        depth = part * form.BS + tl.arange(0, form.BS)
+        tq, tk = _rows(q, from_q, rows, depth, tokens, form), _rows(k, from_k, rows, depth, tokens, form)
+        ta, tb = tk, tk
         if form.LOW:
-            tl.store(matrices.inverse + at, ab)
-            tl.store(matrices.read + at, ak)
-            tl.store(matrices.plain + at, qk)
-        else:
-            tl.store(matrices.read + at, ab)
+            ta, tb = _rows(a, from_a, rows, depth, tokens, form), _rows(b, from_b, rows, depth, tokens, form)
+        g = _gates(gate, from_g, first, depth, tokens, 0, form)
+        ab, qb, ak, qk = _by_levels((ab, qb, ak, qk), tq, tk, ta, tb, g, form)
+        if form.NORMALIZE:
+            of_q += tl.sum(tq.to(tl.float32) * tq.to(tl.float32), 1)
+            of_k += tl.sum(tk.to(tl.float32) * tk.to(tl.float32), 1)
     if form.NORMALIZE:
-        place = matrices.lengths + spot * (2 * form.C) + row
-        tl.store(place, shrink_q)
-        tl.store(place + form.C, shrink_k)
+        of_q, of_k = tl.rsqrt(of_q + 1e-6), tl.rsqrt(of_k + 1e-6)
+        ab *= of_k[:, None] * of_k[None, :]
+        qb *= of_q[:, None] * of_k[None, :]
+    spot = tl.program_id(1).to(tl.int64) * packing.chunks + tl.program_id(0)
+    at = spot * (C * C) + _square(form)
+    tl.store(matrices.pair + at, qb)
+    if form.LOW:
+        tl.store(matrices.inverse + at, ab)
+        tl.store(matrices.read + at, ak)
+        tl.store(matrices.plain + at, qk)
+    else:
+        tl.store(matrices.read + at, ab)
+    _keep_lengths(matrices.lengths, spot, of_q, of_k, form)
 
 
 @triton.jit
@@ -503,12 +536,10 @@ def chain_gradients(q, k, a, b, gate, beta, do, matrices, states, grads, packing
 
 
 @triton.jit
-def _sum_by_states(x, step, states, at, rows, tokens, form: tl.constexpr):
-    """Rows (of V columns) times the transposed states of a chunk."""
+def _sum_by_states(x, step, states, at, rows, depth, tokens, form: tl.constexpr, WIDTH: tl.constexpr):
+    """Rows (of V columns) times the transposed states of a chunk, WIDTH of their rows."""
     C: tl.constexpr = form.C
-    BK: tl.constexpr = form.BK
-    found = tl.zeros([C, BK], tl.float32)
-    depth = tl.arange(0, BK)
+    found = tl.zeros([C, WIDTH], tl.float32)
     for part in range((form.V + form.BV - 1) // form.BV):
         columns = part * form.BV + tl.arange(0, form.BV)
         tile = load_tile(x, step, rows, columns, tokens, form.V)
@@ -531,11 +562,9 @@ def _sum_of_pairs(x, x_step, y, y_step, rows, tokens, form: tl.constexpr):
 
 
 @triton.jit
-def _held(states, at, form: tl.constexpr):
+def _held(states, at, depth, form: tl.constexpr, WIDTH: tl.constexpr):
     """The sum over v's columns of the state before a chunk times the gradient of the state after it."""
-    BK: tl.constexpr = form.BK
-    found = tl.zeros([BK], tl.float32)
-    depth = tl.arange(0, BK)
+    found = tl.zeros([WIDTH], tl.float32)
     for part in range((form.V + form.BV - 1) // form.BV):
         columns = part * form.BV + tl.arange(0, form.BV)
         spots = depth[:, None] * form.V + columns[None, :]
@@ -585,7 +614,8 @@ def gradients_by_token(q, k, gate, beta, do, states, grads, packing, scale, form
     first = chunk * form.C
     if first >= tokens:
         return
-    depth = tl.arange(0, form.BK)
+    BK: tl.constexpr = form.BK
+    depth = tl.arange(0, BK)
     rows = first + tl.arange(0, form.C)
     i, j = tl.arange(0, form.C)[:, None], tl.arange(0, form.C)[None, :]
     tq, shrink_q = _unit(_rows(q, find_head(q, n, h, packing.ends, start), rows, depth, tokens, form), form)
@@ -602,15 +632,15 @@ def gradients_by_token(q, k, gate, beta, do, states, grads, packing, scale, form
     of_k = tl.where(i > j, -weights, 0.0) * _sum_of_pairs(from_dv, step, from_solved, step, rows, tokens, form)
     both = _dot(tq, tl.trans(tk), tk, form) * of_q + _dot(tk, tl.trans(tk), tk, form) * of_k
     later = tl.cumsum(both, 0, reverse=True)  # over pairs of an earlier row and this row or a later one
-    dg = tl.sum(tl.where(i > j, later, 0.0), 1) + whole * tl.sum(_held(states, at, form), 0)
+    dg = tl.sum(tl.where(i > j, later, 0.0), 1) + whole * tl.sum(_held(states, at, depth, form, BK), 0)
     of_q, of_k = of_q.to(tk.dtype), of_k.to(tk.dtype)
-    dq = (scale * late)[:, None] * _sum_by_states(from_do, do.token, states.before, at, rows, tokens, form)
+    dq = (scale * late)[:, None] * _sum_by_states(from_do, do.token, states.before, at, rows, depth, tokens, form, BK)
     since = tl.sum(tq * dq, 1)
     dq = _unit_gradient(dq + _dot(of_q, tk, tk, form), tq, shrink_q, form)
     _store_rows(grads.q, packing, n, h, start, rows, depth, tokens, dq, form.K)
-    dk = -late[:, None] * _sum_by_states(from_dv, step, states.before, at, rows, tokens, form)
+    dk = -late[:, None] * _sum_by_states(from_dv, step, states.before, at, rows, depth, tokens, form, BK)
     since += tl.sum(tk * dk, 1)
-    db = (after * factor)[:, None] * _sum_by_states(from_solved, step, states.later, at, rows, tokens, form)
+    db = (after * factor)[:, None] * _sum_by_states(from_solved, step, states.later, at, rows, depth, tokens, form, BK)
     until = tl.sum(tk * db, 1)
     dk += db + _dot(of_k, tk, tk, form)
     turned = _dot(tl.trans(tq), of_q, tk, form)  # Hopper cannot transpose a sum for another product
@@ -622,53 +652,38 @@ def gradients_by_token(q, k, gate, beta, do, states, grads, packing, scale, form
 
 
 @triton.jit
-def gradients_by_channel(
-    q, k, v, a, b, gate, beta, do, states, grads, packing, scale, form: tl.constexpr
+def _slice_gradients(
+    q, k, v, a, b, gate, places, factor, pairs, states, grads, packing, where, depth, scale, form: tl.constexpr
 ):  # fmt: skip
-    """A gate per channel: a chunk's gradients of q, k, a, b and the gate."""
-    C: tl.constexpr = form.C
-    n, h, start, tokens, chunk = _of_chunk(packing)
+    """Some channels' gradients with a gate per channel; for normalized q and k those of the normalized ones, and the
+    rows' sums of them times q and k."""
+    n, h, start, tokens, chunk, at, shrink_q, shrink_k = where
+    from_do, do_step, from_solved, from_dx, step = places
+    BS: tl.constexpr = form.BS
     first = chunk * form.C
-    if first >= tokens:
-        return
-    depth = tl.arange(0, form.BK)
     rows = first + tl.arange(0, form.C)
-    tq, shrink_q = _unit(_rows(q, find_head(q, n, h, packing.ends, start), rows, depth, tokens, form), form)
-    tk, shrink_k = _unit(_rows(k, find_head(k, n, h, packing.ends, start), rows, depth, tokens, form), form)
+    tq = _rows(q, find_head(q, n, h, packing.ends, start), rows, depth, tokens, form)
+    tk = _rows(k, find_head(k, n, h, packing.ends, start), rows, depth, tokens, form)
+    if form.NORMALIZE:
+        tq, tk = (tq * shrink_q[:, None]).to(tq.dtype), (tk * shrink_k[:, None]).to(tk.dtype)
     ta, tb = tk, tk
-    from_do, step = find_head(do, n, h, packing.ends, start), packing.heads * form.V
-    from_solved = _own_rows(states.solved, packing, n, h, start, form.V)
-    sign = 1.0
+    sign = -1.0
     if form.LOW:
-        factor = tl.full([C], 1.0, tl.float32)
+        sign = 1.0
         ta = _rows(a, find_head(a, n, h, packing.ends, start), rows, depth, tokens, form)
         tb = _rows(b, find_head(b, n, h, packing.ends, start), rows, depth, tokens, form)
-        from_dx = _own_rows(states.turned, packing, n, h, start, form.V)
-    else:
-        sign, factor = -1.0, _beta(beta, find_head(beta, n, h, packing.ends, start), rows, tokens, form)
-        from_dx = _own_rows(grads.v, packing, n, h, start, form.V)
     place = find_head(gate, n, h, packing.ends, start)
     g, late, early, after, whole = _decays(gate, place, first, depth, tokens, form)
-    at = (tl.program_id(1).to(tl.int64) * packing.chunks + tl.program_id(0)) * (form.K * form.V)
-    qb = scale * factor[None, :] * _sum_of_pairs(from_do, do.token, from_solved, step, rows, tokens, form)
-    qb_t = scale * factor[:, None] * _sum_of_pairs(from_solved, step, from_do, do.token, rows, tokens, form)
-    ab = sign * factor[None, :] * _sum_of_pairs(from_dx, step, from_solved, step, rows, tokens, form)
-    ab_t = sign * factor[:, None] * _sum_of_pairs(from_solved, step, from_dx, step, rows, tokens, form)
-    qk, qk_t, ak, ak_t = qb, qb_t, ab, ab_t
-    dq = scale * late * _sum_by_states(from_do, do.token, states.before, at, rows, tokens, form)
-    da = sign * early * _sum_by_states(from_dx, step, states.before, at, rows, tokens, form)
-    db = after * factor[:, None] * _sum_by_states(from_solved, step, states.later, at, rows, tokens, form)
-    end = whole * _held(states, at, form) + tl.sum(tb * db, 0)
+    dq = scale * late * _sum_by_states(from_do, do_step, states.before, at, rows, depth, tokens, form, BS)
+    da = sign * early * _sum_by_states(from_dx, step, states.before, at, rows, depth, tokens, form, BS)
+    db = after * _sum_by_states(from_solved, step, states.later, at, rows, depth, tokens, form, BS)
+    db *= factor[:, None]
+    end = whole * _held(states, at, depth, form, BS) + tl.sum(tb * db, 0)
     dk = db
     if form.LOW:
         from_v = find_head(v, n, h, packing.ends, start)
-        qk = scale * _sum_of_pairs(from_do, do.token, from_v, v.token, rows, tokens, form)
-        qk_t = scale * _sum_of_pairs(from_v, v.token, from_do, do.token, rows, tokens, form)
-        ak = _sum_of_pairs(from_dx, step, from_v, v.token, rows, tokens, form)
-        ak_t = _sum_of_pairs(from_v, v.token, from_dx, step, rows, tokens, form)
-        dk = after * _sum_by_states(from_v, v.token, states.later, at, rows, tokens, form)
+        dk = after * _sum_by_states(from_v, v.token, states.later, at, rows, depth, tokens, form, BS)
         end += tl.sum(tk * dk, 0)
-    pairs = qb, qb_t, ab, ab_t, qk, qk_t, ak, ak_t
     dq, da, db, dk = _inner_by_channel((dq, da, db, dk), tq, tk, ta, tb, g, pairs, form)
     since = tq * dq - tb * db + ta * da
     if form.LOW:
@@ -677,15 +692,84 @@ def gradients_by_channel(
     if form.LOW:  # a row's own gate follows its read
         dg -= ta * da
     _store_rows(grads.g, packing, n, h, start, rows, depth, tokens, dg, form.K)
-    dq += _diagonal(qb, form) * tb
-    db += _diagonal(qb, form) * tq
+    own = _diagonal(pairs[0], form)
+    dq += own * tb
+    db += own * tq
     if form.LOW:
-        dq += _diagonal(qk, form) * tk
-        dk += _diagonal(qk, form) * tq
+        own = _diagonal(pairs[4], form)
+        dq += own * tk
+        dk += own * tq
         _store_rows(grads.a, packing, n, h, start, rows, depth, tokens, da, form.K)
         _store_rows(grads.b, packing, n, h, start, rows, depth, tokens, db, form.K)
     else:
-        dk = _unit_gradient(da + db, tk, shrink_k, form)
-    dq = _unit_gradient(dq, tq, shrink_q, form)
+        dk = da + db
     _store_rows(grads.q, packing, n, h, start, rows, depth, tokens, dq, form.K)
     _store_rows(grads.k, packing, n, h, start, rows, depth, tokens, dk, form.K)
+    return tl.sum(tq * dq, 1), tl.sum(tk * dk, 1)
+
+
+@triton.jit
+def _through_length(x, shrink, product, grad, packing, n, h, start, rows, tokens, form: tl.constexpr):
+    """Turns the gradient of normalized rows, already written, into that of the rows."""
+    place, found = find_head(x, n, h, packing.ends, start), _own_rows(grad, packing, n, h, start, form.K)
+    for part in range((form.K + form.BS - 1) // form.BS):
+        depth = part * form.BS + tl.arange(0, form.BS)
+        unit = _rows(x, place, rows, depth, tokens, form) * shrink[:, None]
+        whole = load_tile(found, packing.heads * form.K, rows, depth, tokens, form.K)
+        whole = shrink[:, None] * (whole - unit * product[:, None])
+        _store_rows(grad, packing, n, h, start, rows, depth, tokens, whole, form.K)
+
+
+@triton.jit
+def gradients_by_channel(
+    q, k, v, a, b, gate, beta, do, matrices, states, grads, packing, scale, form: tl.constexpr
+):  # fmt: skip
+    """A gate per channel: a chunk's gradients of q, k, a, b and the gate, some channels at a time."""
+    n, h, start, tokens, chunk = _of_chunk(packing)
+    first = chunk * form.C
+    if first >= tokens:
+        return
+    C: tl.constexpr = form.C
+    rows = first + tl.arange(0, C)
+    factor = tl.full([C], 1.0, tl.float32)
+    from_do, step = find_head(do, n, h, packing.ends, start), packing.heads * form.V
+    from_solved = _own_rows(states.solved, packing, n, h, start, form.V)
+    sign, from_dx = 1.0, _own_rows(grads.v, packing, n, h, start, form.V)
+    if form.LOW:
+        from_dx = _own_rows(states.turned, packing, n, h, start, form.V)
+    else:
+        sign, factor = -1.0, _beta(beta, find_head(beta, n, h, packing.ends, start), rows, tokens, form)
+    spot = tl.program_id(1).to(tl.int64) * packing.chunks + tl.program_id(0)
+    qb = scale * factor[None, :] * _sum_of_pairs(from_do, do.token, from_solved, step, rows, tokens, form)
+    qb_t = scale * factor[:, None] * _sum_of_pairs(from_solved, step, from_do, do.token, rows, tokens, form)
+    ab = sign * factor[None, :] * _sum_of_pairs(from_dx, step, from_solved, step, rows, tokens, form)
+    ab_t = sign * factor[:, None] * _sum_of_pairs(from_solved, step, from_dx, step, rows, tokens, form)
+    qk, qk_t, ak, ak_t = qb, qb_t, ab, ab_t
+    if form.LOW:
+        from_v = find_head(v, n, h, packing.ends, start)
+        qk = scale * _sum_of_pairs(from_do, do.token, from_v, v.token, rows, tokens, form)
+        qk_t = scale * _sum_of_pairs(from_v, v.token, from_do, do.token, rows, tokens, form)
+        ak = _sum_of_pairs(from_dx, step, from_v, v.token, rows, tokens, form)
+        ak_t = _sum_of_pairs(from_v, v.token, from_dx, step, rows, tokens, form)
+    kind: tl.constexpr = v.data.dtype.element_ty
+    pairs = (
+        qb.to(kind), qb_t.to(kind), ab.to(kind), ab_t.to(kind), qk.to(kind), qk_t.to(kind), ak.to(kind), ak_t.to(kind)
+    )  # fmt: skip
+    of_q, of_k = factor, factor
+    if form.NORMALIZE:
+        place = matrices.lengths + spot * (2 * C) + tl.arange(0, C)
+        of_q, of_k = tl.load(place), tl.load(place + C)
+    where = n, h, start, tokens, chunk, spot * (form.K * form.V), of_q, of_k
+    places = from_do, do.token, from_solved, from_dx, step
+    product_q, product_k = tl.zeros([C], tl.float32), tl.zeros([C], tl.float32)
+    for part in range((form.K + form.BS - 1) // form.BS):
+        depth = part * form.BS + tl.arange(0, form.BS)
+        one, other = _slice_gradients(
+            q, k, v, a, b, gate, places, factor, pairs, states, grads, packing, where, depth, scale, form
+        )  # fmt: skip
+        product_q += one
+        product_k += other
+    if form.NORMALIZE:
+        tl.debug_barrier()
+        _through_length(q, of_q, product_q, grads.q, packing, n, h, start, rows, tokens, form)
+        _through_length(k, of_k, product_k, grads.k, packing, n, h, start, rows, tokens, form)

@@ -20,7 +20,8 @@ from ridgeline.ops.recurrent._delta import (
     gradients_by_channel,
     gradients_by_token,
     invert_chunks,
-    pair_chunks,
+    pairs_by_channel,
+    pairs_by_token,
 )
 from ridgeline.ops.recurrent._scan import Rows
 
@@ -54,16 +55,20 @@ class Tiles(NamedTuple):
     rows: int  # of a chunk
     chain: int  # columns of v in a program that goes through a sequence
     slice: int  # columns of v at a time in a program of one chunk
+    channels: int  # at a time, where each has its gate
     warps: tuple[int, int, int]  # of the matrices, the chains and the gradients
     stages: int
 
 
 def delta_tiles(gpu: device.Device, dtype: torch.dtype, gate: int, low: bool, K: int, V: int) -> Tiles:
     BK, BV = (max(16, triton.next_power_of_2(n)) for n in (K, V))
-    if gpu.backend == "cpu" or dtype == torch.float32:
-        return Tiles(32, min(BV, 32 if BK <= 128 else 16), min(BV, 32), (4, 4, 4), 1)
-    rows = 64 if gate == 1 and BK <= 128 and gpu.capability == 90 else 32
-    return Tiles(rows, min(BV, 64 if BK <= 128 else 32), min(BV, 64 if BK <= 128 else 32), (4, 4, 8), 1)
+    if gpu.backend == "cpu":  # the interpreter: several chunks and slices
+        return Tiles(32, min(BV, 32), min(BV, 32), 16, (4, 4, 4), 1)
+    if dtype == torch.float32:
+        return Tiles(32, min(BV, 32 if BK <= 128 else 16), min(BV, 32), min(BK, 32), (4, 4, 4), 1)
+    if gpu.capability != 90 or max(BK, BV) > 128:
+        return Tiles(32, min(BV, 64 if BK <= 128 else 32), min(BV, 64), min(BK, 32), (4, 4, 4), 1)
+    return Tiles(64, min(BV, 64), min(BV, 64), min(BK, 64), (4, 4, 8), 1)
 
 
 class Plan(NamedTuple):
@@ -85,7 +90,7 @@ def prepare(call: DeltaCall) -> Plan:
     tiles = delta_tiles(gpu, call.v.dtype, call.g.dim() - 2, low, K, V)
     C = tiles.rows
     form = DeltaForm(
-        K, V, max(16, triton.next_power_of_2(K)), tiles.slice, C, C.bit_length() - 1, call.g.dim() - 2, low,
+        K, V, max(16, triton.next_power_of_2(K)), tiles.slice, tiles.channels, C, C.bit_length() - 1, call.g.dim() - 2, low,
         call.normalize, call.v.dtype == torch.float32, call.precision, False,
     )  # fmt: skip
     sequences = B if call.ends is None else call.ends.numel() - 1
@@ -101,10 +106,11 @@ def prepare(call: DeltaCall) -> Plan:
         (-(-V // tiles.chain), sequences * HV), tensors, matrices,
     )  # fmt: skip
     q, k, _, a, b, g, beta = tensors
-    launch(
-        pair_chunks, plan.parallel, q, k, a, b, g, matrices, plan.packing, form=form, num_warps=tiles.warps[0],
-        num_stages=1,
-    )  # fmt: skip
+    facts: dict[str, Any] = {"form": form, "num_warps": tiles.warps[0], "num_stages": 1}
+    if form.GATE == 1:
+        launch(pairs_by_token, plan.parallel, q, k, g, matrices, plan.packing, **facts)
+    else:
+        launch(pairs_by_channel, plan.parallel, q, k, a, b, g, matrices, plan.packing, **facts)
     launch(
         invert_chunks, plan.parallel, matrices.inverse if low else matrices.read, beta, matrices, plan.packing,
         form=form._replace(C=C // 2, LEVELS=form.LEVELS - 1), num_warps=max(C * C // 1024, 1), num_stages=1,
@@ -155,8 +161,8 @@ def delta_bwd(
         )  # fmt: skip
     else:
         launch(
-            gradients_by_channel, plan.parallel, q, k, v, a, b, g, beta, rows, states, grads, plan.packing, call.scale,
-            **facts,
+            gradients_by_channel, plan.parallel, q, k, v, a, b, g, beta, rows, plan.matrices, states, grads, plan.packing,
+            call.scale, **facts,
         )  # fmt: skip
     if dbeta is not None and sums is not None and slices > 1:
         torch.sum(sums, 0, out=dbeta)
