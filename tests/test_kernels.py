@@ -180,7 +180,7 @@ CHECKS = 2  # small cases of an op, beside its benchmarks
 # Ops whose kernels take seconds each to compile: implementations share what is compiled.
 LARGE = ("attention", "attention_varlen")
 # Ops with one kernel in dozens of forms: one of each kind is compiled everywhere.
-MANY = ("linear_attention", "gated_linear_attention", "rwkv6", "ssd")
+MANY = ("linear_attention", "gated_linear_attention", "rwkv6", "ssd", "gated_delta_rule", "rwkv7")
 FULL = "sm_90"  # what results are recorded of: all its kernels are compiled; elsewhere one of each kind
 NEWER = ("sm_120", "sm_86", "sm_89")  # one of them for each op, in turn
 OTHERS = ("sm_80", "sm_100", "gfx942")  # likewise, in the same turn
