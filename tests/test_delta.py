@@ -7,9 +7,9 @@ from typing import Any
 
 import pytest
 import torch
-from test_recurrent import close, everything, exact, first_state
 
 import ridgeline
+from test_recurrent import close, everything, exact, first_state
 
 pytestmark = pytest.mark.kernels
 

@@ -113,8 +113,6 @@ def finished(o: torch.Tensor, state: torch.Tensor, given: Given) -> Any:
     return (o, state) if given.return_state else o
 
 
-
-
 def _gathered(t: Maybe, like: Maybe) -> Maybe:
     """Sums a gradient per value head over those that share a head, in the dtype of what it is the gradient of."""
     if t is None or like is None:

@@ -446,7 +446,7 @@ def chain_states(q, k, v, a, b, gate, beta, o, matrices, states, packing, scale,
             tl.store(states.before + (kept + chunk) * size + spots, state, mask=inside)
         tk = _rows(k, from_k, rows, depth, tokens, form)
         tv = load_tile(from_v, v.token, rows, columns, tokens, form.V)
-        g, late, early, after, whole = _decays(gate, from_g, first, depth, tokens, form)
+        _g, late, early, after, whole = _decays(gate, from_g, first, depth, tokens, form)
         late, early, after = _shrink(late, early, after, matrices.lengths, kept + chunk, form)
         ta, tb = tk, tk
         if form.LOW:
@@ -509,7 +509,7 @@ def chain_gradients(q, k, a, b, gate, beta, do, matrices, states, grads, packing
         tl.store(states.later + (kept + chunk) * size + spots, state, mask=inside)
         tq = _rows(q, from_q, rows, depth, tokens, form)
         tdo = load_tile(from_do, do.token, rows, columns, tokens, form.V)
-        g, late, early, after, whole = _decays(gate, from_g, first, depth, tokens, form)
+        _g, late, early, after, whole = _decays(gate, from_g, first, depth, tokens, form)
         late, early, after = _shrink(late, early, after, matrices.lengths, kept + chunk, form)
         tk = _rows(k, from_k, rows, depth, tokens, form)
         ta, tb = tk, tk

@@ -68,7 +68,8 @@ def delta_served(op: Op, through: Any, impl: str | None, args: Delta, given: Giv
     first = first if first is None or first.is_contiguous() else first.contiguous()
     g = args.g if args.g.dim() == 3 or args.g.stride(-1) == 1 else args.g.contiguous()
     inputs = (*args._replace(g=g)[:7], first, given.cu_seqlens, args.normalize, scale, precision(), impl)
-    return finished(*through(*inputs), given)
+    o, state = through(*inputs)
+    return finished(o, state, given)
 
 
 def delta_cost(args: Delta, given: dict[str, Any]) -> tuple[Cost, Cost]:

@@ -91,8 +91,8 @@ def prepare(call: DeltaCall) -> Plan:
     tiles = delta_tiles(gpu, call.v.dtype, call.g.dim() - 2, low, K, V)
     C = tiles.rows
     form = DeltaForm(
-        K, V, max(16, triton.next_power_of_2(K)), tiles.slice, tiles.channels, C, C.bit_length() - 1, call.g.dim() - 2, low,
-        call.normalize, call.v.dtype == torch.float32, call.precision, False,
+        K, V, max(16, triton.next_power_of_2(K)), tiles.slice, tiles.channels, C, C.bit_length() - 1, call.g.dim() - 2,
+        low, call.normalize, call.v.dtype == torch.float32, call.precision, False,
     )  # fmt: skip
     sequences = B if call.ends is None else call.ends.numel() - 1
     chunks = -(-T // C) if call.ends is None else T // C + sequences
@@ -100,7 +100,7 @@ def prepare(call: DeltaCall) -> Plan:
     lengths = None
     if call.normalize:
         lengths = torch.empty((B, HV, chunks, 2, C), dtype=torch.float32, device=call.v.device)
-    matrices = Matrices(*squares, *(None,) * (4 - len(squares)), lengths)
+    matrices = Matrices(squares[0], squares[1], squares[2], squares[3] if low else None, lengths)
     tensors = tuple(call.rows(t) for t in (call.q, call.k, call.v, call.a, call.b, call.g, call.beta))
     plan = Plan(
         form, tiles, Packing(call.ends, T, HV, chunks, sequences, C, B * T * HV), (chunks, B * HV),
@@ -139,8 +139,9 @@ def delta_bwd(
     """Makes the matrices and the states again, then the states' gradients, then everything else chunk by chunk."""
     call = DeltaCall(*inputs)
     plan = prepare(call)
-    B, T, HV, V = call.v.shape
-    shape, fresh = (B, HV, plan.packing.chunks, call.k.shape[3], V), {"dtype": call.v.dtype, "device": call.v.device}
+    B, _, HV, V = call.v.shape
+    shape = B, HV, plan.packing.chunks, call.k.shape[3], V
+    fresh: dict[str, Any] = {"dtype": call.v.dtype, "device": call.v.device}
     before, later, solved = torch.empty(shape, **fresh), torch.empty(shape, **fresh), torch.empty(dv.shape, **fresh)
     turned = torch.empty(dv.shape, **fresh) if plan.form.LOW else None
     chain(plan, call, None, ChunkStates(call.first, None, before, None, solved, None))
@@ -162,8 +163,8 @@ def delta_bwd(
         )  # fmt: skip
     else:
         launch(
-            gradients_by_channel, plan.parallel, q, k, v, a, b, g, beta, rows, plan.matrices, states, grads, plan.packing,
-            call.scale, **facts,
+            gradients_by_channel, plan.parallel, q, k, v, a, b, g, beta, rows, plan.matrices, states, grads,
+            plan.packing, call.scale, **facts,
         )  # fmt: skip
     if dbeta is not None and sums is not None and slices > 1:
         torch.sum(sums, 0, out=dbeta)

@@ -206,7 +206,9 @@ def _across(state, a, b, c, g, before, after, up, down, form: tl.constexpr):
     late, soon, whole = 1.0, 1.0, 1.0
     if form.GATE > 0:
         late, soon = (
-            (decay_of(after, form), decay_of(before, form)) if form.REVERSE else (decay_of(before, form), decay_of(after, form))
+            (decay_of(after, form), decay_of(before, form))
+            if form.REVERSE
+            else (decay_of(before, form), decay_of(after, form))
         )
         whole = decay_of(tl.sum(g, 0), form)
     if form.GATE == 1:
@@ -360,7 +362,10 @@ def scan_chunks(a, b, c, out, gate, bonus, states, gradient, sequences, scale, f
     for step in range(chunks):
         first = begin + (chunks - 1 - step if form.REVERSE else step) * form.C
         rows = first + inner
-        ta, tb = load_tile(from_a, a.token, rows, depth, end, form.D), load_tile(from_b, b.token, rows, depth, end, form.D)
+        ta, tb = (
+            load_tile(from_a, a.token, rows, depth, end, form.D),
+            load_tile(from_b, b.token, rows, depth, end, form.D),
+        )
         tc = load_tile(from_c, c.token, rows, columns, end, form.N)
         g = _gates(gate, from_g, rows, channels, end, form)
         own = tc

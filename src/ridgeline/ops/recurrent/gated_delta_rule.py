@@ -4,7 +4,8 @@
 
 g is a number per head (Gated DeltaNet) or per channel of k (Kimi Delta Attention).
 Chunks are solved as triangular systems; `_delta.py` has the equations.
-Sources: Yang, Kautz and Hatamizadeh, Gated delta networks, 2024 (arXiv:2412.06464); Kimi Linear, 2025 (arXiv:2510.26692).
+Sources: Yang, Kautz and Hatamizadeh, Gated delta networks, 2024 (arXiv:2412.06464); Kimi Team, Kimi Linear, 2025
+(arXiv:2510.26692).
 """
 
 from __future__ import annotations
