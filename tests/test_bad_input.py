@@ -64,7 +64,7 @@ BAD: Bad = {
         ["scale", "'1'"],
     ),
     "rwkv6: a bonus of another shape": (
-        lambda: ridgeline.rwkv6(heads4, heads4, heads4, heads4, torch.ones(8)),
+        lambda: ridgeline.rwkv6(heads4, heads4, heads4, -heads4, torch.ones(8)),
         ["u", "(4, 8)", "(8,)"],
     ),
     "gated_linear_attention: a gate above 0": (

@@ -23,7 +23,7 @@ from typing import Any, NamedTuple
 import triton
 import triton.language as tl
 
-from ridgeline.ops.recurrent._scan import decay_of, find_head, find_span, half_sums, load_tile
+from ridgeline.ops.recurrent._scan import decay_of, find_head, find_span, half_sums, tile_at
 
 
 class Matrices(NamedTuple):
@@ -128,7 +128,7 @@ def _of_chain(packing):
 @triton.jit
 def _rows(x, place, rows, depth, end, form: tl.constexpr):
     """Rows of K columns."""
-    return load_tile(place, x.token, rows, depth, end, form.K)
+    return tile_at(place, x.token, rows, depth, end, form.K)
 
 
 @triton.jit
@@ -445,7 +445,7 @@ def chain_states(q, k, v, a, b, gate, beta, o, matrices, states, packing, scale,
         if not form.OUT:
             tl.store(states.before + (kept + chunk) * size + spots, state, mask=inside)
         tk = _rows(k, from_k, rows, depth, tokens, form)
-        tv = load_tile(from_v, v.token, rows, columns, tokens, form.V)
+        tv = tile_at(from_v, v.token, rows, columns, tokens, form.V)
         _g, late, early, after, whole = _decays(gate, from_g, first, depth, tokens, form)
         late, early, after = _shrink(late, early, after, matrices.lengths, kept + chunk, form)
         ta, tb = tk, tk
@@ -508,7 +508,7 @@ def chain_gradients(q, k, a, b, gate, beta, do, matrices, states, grads, packing
         at = (kept + chunk) * (form.C * form.C) + _square(form)
         tl.store(states.later + (kept + chunk) * size + spots, state, mask=inside)
         tq = _rows(q, from_q, rows, depth, tokens, form)
-        tdo = load_tile(from_do, do.token, rows, columns, tokens, form.V)
+        tdo = tile_at(from_do, do.token, rows, columns, tokens, form.V)
         _g, late, early, after, whole = _decays(gate, from_g, first, depth, tokens, form)
         late, early, after = _shrink(late, early, after, matrices.lengths, kept + chunk, form)
         tk = _rows(k, from_k, rows, depth, tokens, form)
@@ -523,7 +523,7 @@ def chain_gradients(q, k, a, b, gate, beta, do, matrices, states, grads, packing
             dv += scale * _dot(tl.trans(tl.load(matrices.plain + at)), tdo, tdo, form)
         else:
             from_solved = _own_rows(states.solved, packing, n, h, start, form.V)
-            solved = load_tile(from_solved, packing.heads * form.V, rows, columns, tokens, form.V)
+            solved = tile_at(from_solved, packing.heads * form.V, rows, columns, tokens, form.V)
             part = grads.beta + tl.program_id(0).to(tl.int64) * packing.all_rows
             _store_rows(part, packing, n, h, start, rows, zero, tokens, tl.sum(dx * solved, 1)[:, None], 1)
             dv = _beta(beta, from_beta, rows, tokens, form)[:, None] * dx
@@ -542,7 +542,7 @@ def _sum_by_states(x, step, states, at, rows, depth, tokens, form: tl.constexpr,
     found = tl.zeros([C, WIDTH], tl.float32)
     for part in range((form.V + form.BV - 1) // form.BV):
         columns = part * form.BV + tl.arange(0, form.BV)
-        tile = load_tile(x, step, rows, columns, tokens, form.V)
+        tile = tile_at(x, step, rows, columns, tokens, form.V)
         inside = (depth < form.K)[None, :] & (columns < form.V)[:, None]
         state = tl.load(states + at + depth[None, :] * form.V + columns[:, None], mask=inside, other=0.0)
         found += _dot(tile, state, tile, form)
@@ -556,8 +556,8 @@ def _sum_of_pairs(x, x_step, y, y_step, rows, tokens, form: tl.constexpr):
     found = tl.zeros([C, C], tl.float32)
     for part in range((form.V + form.BV - 1) // form.BV):
         columns = part * form.BV + tl.arange(0, form.BV)
-        left = load_tile(x, x_step, rows, columns, tokens, form.V)
-        found += _dot(left, tl.trans(load_tile(y, y_step, rows, columns, tokens, form.V)), left, form)
+        left = tile_at(x, x_step, rows, columns, tokens, form.V)
+        found += _dot(left, tl.trans(tile_at(y, y_step, rows, columns, tokens, form.V)), left, form)
     return found
 
 
@@ -653,11 +653,11 @@ def gradients_by_token(q, k, gate, beta, do, states, grads, packing, scale, form
 
 @triton.jit
 def _slice_gradients(
-    q, k, v, a, b, gate, places, factor, pairs, states, grads, packing, where, depth, scale, form: tl.constexpr
+    q, k, v, a, b, gate, places, pairs, states, grads, packing, where, depth, form: tl.constexpr
 ):  # fmt: skip
     """Some channels' gradients with a gate per channel; for normalized q and k those of the normalized ones, and the
     rows' sums of them times q and k."""
-    n, h, start, tokens, chunk, at, shrink_q, shrink_k = where
+    n, h, start, tokens, chunk, at, shrink_q, shrink_k, factor, scale = where
     from_do, do_step, from_solved, from_dx, step = places
     BS: tl.constexpr = form.BS
     first = chunk * form.C
@@ -715,7 +715,7 @@ def _through_length(x, shrink, product, grad, packing, n, h, start, rows, tokens
     for part in range((form.K + form.BS - 1) // form.BS):
         depth = part * form.BS + tl.arange(0, form.BS)
         unit = _rows(x, place, rows, depth, tokens, form) * shrink[:, None]
-        whole = load_tile(found, packing.heads * form.K, rows, depth, tokens, form.K)
+        whole = tile_at(found, packing.heads * form.K, rows, depth, tokens, form.K)
         whole = shrink[:, None] * (whole - unit * product[:, None])
         _store_rows(grad, packing, n, h, start, rows, depth, tokens, whole, form.K)
 
@@ -759,13 +759,13 @@ def gradients_by_channel(
     if form.NORMALIZE:
         place = matrices.lengths + spot * (2 * C) + tl.arange(0, C)
         of_q, of_k = tl.load(place), tl.load(place + C)
-    where = n, h, start, tokens, chunk, spot * (form.K * form.V), of_q, of_k
+    where = n, h, start, tokens, chunk, spot * (form.K * form.V), of_q, of_k, factor, scale
     places = from_do, do.token, from_solved, from_dx, step
     product_q, product_k = tl.zeros([C], tl.float32), tl.zeros([C], tl.float32)
     for part in range((form.K + form.BS - 1) // form.BS):
         depth = part * form.BS + tl.arange(0, form.BS)
         one, other = _slice_gradients(
-            q, k, v, a, b, gate, places, factor, pairs, states, grads, packing, where, depth, scale, form
+            q, k, v, a, b, gate, places, pairs, states, grads, packing, where, depth, form
         )  # fmt: skip
         product_q += one
         product_k += other

@@ -102,7 +102,7 @@ def find_head(rows, n, h, ends, start):
 
 
 @triton.jit
-def load_tile(base, step, rows, columns, tokens, width):
+def tile_at(base, step, rows, columns, tokens, width):
     here = (rows < tokens)[:, None] & (columns < width)[None, :]
     return tl.load(base + rows.to(tl.int64)[:, None] * step + columns[None, :], mask=here, other=0.0)
 
@@ -283,7 +283,7 @@ def _gates(gate, place, rows, channels, end, form: tl.constexpr):
     if form.GATE == 1:
         g = tl.load(place + rows.to(tl.int64) * gate.token, mask=rows < end, other=0.0).to(tl.float32)
     elif form.GATE == 2:
-        g = load_tile(place, gate.token, rows, channels, end, form.D if form.INSIDE else form.N).to(tl.float32)
+        g = tile_at(place, gate.token, rows, channels, end, form.D if form.INSIDE else form.N).to(tl.float32)
     return g
 
 
@@ -362,15 +362,12 @@ def scan_chunks(a, b, c, out, gate, bonus, states, gradient, sequences, scale, f
     for step in range(chunks):
         first = begin + (chunks - 1 - step if form.REVERSE else step) * form.C
         rows = first + inner
-        ta, tb = (
-            load_tile(from_a, a.token, rows, depth, end, form.D),
-            load_tile(from_b, b.token, rows, depth, end, form.D),
-        )
-        tc = load_tile(from_c, c.token, rows, columns, end, form.N)
+        ta, tb = tile_at(from_a, a.token, rows, depth, end, form.D), tile_at(from_b, b.token, rows, depth, end, form.D)
+        tc = tile_at(from_c, c.token, rows, columns, end, form.N)
         g = _gates(gate, from_g, rows, channels, end, form)
         own = tc
         if OUT and form.GRADIENT:
-            own = load_tile(mine, gradient.token, rows, columns, end, form.N)
+            own = tile_at(mine, gradient.token, rows, columns, end, form.N)
         if form.GATE == 2:
             found, diagonal, before, after, crossing = _by_halves(ta, tb, tc, g, u, form)
         else:
