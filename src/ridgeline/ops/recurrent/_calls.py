@@ -219,7 +219,7 @@ def refusal(*args: Any, **_: Any) -> str | None:
     for t in args:
         if isinstance(t, torch.Tensor) and t.dim() == 4 and t.dtype == args[0].dtype and t.shape[-1] > _chunks.MOST:
             return f"a head has at most {_chunks.MOST} columns, got {t.shape[-1]}"
-        if isinstance(t, torch.Tensor) and t.dim() == 4 and t.stride(-1) != 1 and t.shape[-1] > 1:
+        if isinstance(t, torch.Tensor) and t.dim() == 4 and t.stride(-1) != 1 and t.shape[-1] > 1 and t.numel():
             return "the last dimension must be contiguous"
     return None
 

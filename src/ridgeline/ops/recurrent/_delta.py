@@ -126,6 +126,18 @@ def _of_chain(packing):
 
 
 @triton.jit
+def _heads(q, k, a, b, gate, beta, packing, n, h, start, form: tl.constexpr):
+    """Where a sequence's head begins in the inputs; k's place stands for those that are not there."""
+    from_q, from_k = find_head(q, n, h, packing.ends, start), find_head(k, n, h, packing.ends, start)
+    from_a, from_b, from_beta = from_k, from_k, from_k
+    if form.LOW:
+        from_a, from_b = find_head(a, n, h, packing.ends, start), find_head(b, n, h, packing.ends, start)
+    if beta is not None:
+        from_beta = find_head(beta, n, h, packing.ends, start)
+    return from_q, from_k, from_a, from_b, find_head(gate, n, h, packing.ends, start), from_beta
+
+
+@triton.jit
 def _rows(x, place, rows, depth, end, form: tl.constexpr):
     """Rows of K columns."""
     return tile_at(place, x.token, rows, depth, end, form.K)
@@ -328,10 +340,7 @@ def pairs_by_channel(q, k, a, b, gate, matrices, packing, form: tl.constexpr):
         return
     C: tl.constexpr = form.C
     rows = first + tl.arange(0, C)
-    from_q, from_k = find_head(q, n, h, packing.ends, start), find_head(k, n, h, packing.ends, start)
-    from_g, from_a, from_b = find_head(gate, n, h, packing.ends, start), from_k, from_k
-    if form.LOW:
-        from_a, from_b = find_head(a, n, h, packing.ends, start), find_head(b, n, h, packing.ends, start)
+    from_q, from_k, from_a, from_b, from_g, _beta_at = _heads(q, k, a, b, gate, None, packing, n, h, start, form)
     ab, of_q = tl.zeros([C, C], tl.float32), tl.zeros([C], tl.float32)
     qb, ak, qk, of_k = ab, ab, ab, of_q
     for part in range((form.K + form.BS - 1) // form.BS):
@@ -428,14 +437,9 @@ def chain_states(q, k, v, a, b, gate, beta, o, matrices, states, packing, scale,
     state = tl.zeros([BK, BV], tl.float32)
     if states.first is not None:
         state = tl.load(states.first + ours, mask=inside, other=0.0)
-    from_q, from_k = find_head(q, n, h, packing.ends, start), find_head(k, n, h, packing.ends, start)
-    from_v, to = find_head(v, n, h, packing.ends, start), find_head(v, n, h, packing.ends, start)
-    from_g = find_head(gate, n, h, packing.ends, start)
-    from_a, from_b, from_beta = from_k, from_k, from_k
-    if form.LOW:
-        from_a, from_b = find_head(a, n, h, packing.ends, start), find_head(b, n, h, packing.ends, start)
-    else:
-        from_beta = find_head(beta, n, h, packing.ends, start)
+    from_q, from_k, from_a, from_b, from_g, from_beta = _heads(q, k, a, b, gate, beta, packing, n, h, start, form)
+    from_v = find_head(v, n, h, packing.ends, start)
+    to = from_v
     if form.OUT:
         to = find_head(o, n, h, packing.ends, start)
     for chunk in range(tl.cdiv(tokens, form.C)):
@@ -492,13 +496,8 @@ def chain_gradients(q, k, a, b, gate, beta, do, matrices, states, grads, packing
     state = tl.zeros([BK, BV], tl.float32)
     if states.first is not None:
         state = tl.load(states.first + ours, mask=inside, other=0.0)
-    from_q, from_k = find_head(q, n, h, packing.ends, start), find_head(k, n, h, packing.ends, start)
-    from_do, from_g = find_head(do, n, h, packing.ends, start), find_head(gate, n, h, packing.ends, start)
-    from_a, from_b, from_beta = from_k, from_k, from_k
-    if form.LOW:
-        from_a, from_b = find_head(a, n, h, packing.ends, start), find_head(b, n, h, packing.ends, start)
-    else:
-        from_beta = find_head(beta, n, h, packing.ends, start)
+    from_q, from_k, from_a, from_b, from_g, from_beta = _heads(q, k, a, b, gate, beta, packing, n, h, start, form)
+    from_do = find_head(do, n, h, packing.ends, start)
     zero = tl.arange(0, 1)
     chunks = tl.cdiv(tokens, form.C)
     for step in range(chunks):
