@@ -146,8 +146,32 @@ BAD: Bad = {
         ["scale", "'1'"],
     ),
     "rwkv6: a bonus of another shape": (
-        lambda: ridgeline.rwkv6(heads4, heads4, heads4, heads4, torch.ones(8)),
+        lambda: ridgeline.rwkv6(heads4, heads4, heads4, -heads4, torch.ones(8)),
         ["u", "(4, 8)", "(8,)"],
+    ),
+    "gated_linear_attention: a gate above 0": (
+        lambda: ridgeline.gated_linear_attention(heads4, heads4, heads4, -decays),
+        ["g", "logarithm", "at most 0", "1"],
+    ),
+    "gated_delta_rule: beta for each channel": (
+        lambda: ridgeline.gated_delta_rule(heads4, heads4, heads4, decays, heads4),
+        ["beta", "(2, 5, 4)", "(2, 5, 4, 8)"],
+    ),
+    "gated_delta_rule: normalize that is none": (
+        lambda: ridgeline.gated_delta_rule(heads4, heads4, heads4, decays, decays, normalize=1),
+        ["normalize", "True or False", "1"],
+    ),
+    "gated_delta_rule: heads that do not divide": (
+        lambda: ridgeline.gated_delta_rule(keys3, keys3, heads4, decays, decays),
+        ["multiple", "4", "3"],
+    ),
+    "rwkv7: another shape of a": (
+        lambda: ridgeline.rwkv7(heads4, -heads4, heads4, heads4, keys3, heads4),
+        ["a", "(2, 5, 4, 8)", "(2, 5, 3, 8)"],
+    ),
+    "rwkv7: a gate above 0": (
+        lambda: ridgeline.rwkv7(heads4, heads4, heads4, heads4, heads4, heads4),
+        ["w", "logarithm", "at most 0", "1"],
     ),
     "ssd: a rate for each channel": (
         lambda: ridgeline.ssd(heads4, decays, torch.ones(8), heads4[:, :, :2], heads4[:, :, :2]),

@@ -68,6 +68,27 @@ SPILLS: dict[tuple[str, str, str, str], tuple[int, str]] = {
         "the gradient of k with a gate per channel at 128 columns; tiles untimed there",
     ),
     ("gated_linear_attention", "triton", "scan_chunks", "sm_100"): (484, "as sm_89's"),
+    ("gated_delta_rule", "triton", "chain_states", "sm_90"): (404, "forward with a gate per head at 128; untimed"),
+    ("gated_delta_rule", "triton", "chain_gradients", "sm_90"): (152, "with a gate per head at 128 columns; untimed"),
+    ("gated_delta_rule", "triton", "gradients_by_token", "sm_90"): (144, "three gradients at 64 x 128; untimed"),
+    ("gated_delta_rule", "triton", "gradients_by_channel", "sm_90"): (608, "float16 at 8 columns; untimed"),
+    ("rwkv7", "triton", "chain_states", "sm_90"): (24, "float32 at 8 columns; untimed"),
+    ("rwkv7", "triton", "pairs_by_channel", "sm_90"): (264, "float32 at 8 columns; untimed"),
+    ("rwkv7", "triton", "gradients_by_channel", "sm_90"): (2440, "float32 at 8 columns, 848 in bfloat16; untimed"),
+    **{
+        (name, "triton", kernel, arch): (most, "as sm_90's, of tiles untimed there")
+        for arch in ("sm_80", "sm_86", "sm_89", "sm_100", "sm_120", "gfx942")
+        for name, kernel, most in (
+            ("gated_delta_rule", "chain_states", 1024),
+            ("gated_delta_rule", "chain_gradients", 1024),
+            ("gated_delta_rule", "gradients_by_token", 1536),
+            ("gated_delta_rule", "gradients_by_channel", 1536),
+            ("rwkv7", "chain_states", 1024),
+            ("rwkv7", "chain_gradients", 1024),
+            ("rwkv7", "pairs_by_channel", 512),
+            ("rwkv7", "gradients_by_channel", 3072),
+        )
+    },
     ("rwkv6", "triton", "scan_chunks", "sm_86"): (176, "the gradient of r at 64 columns; tiles untimed there"),
     ("rwkv6", "triton", "scan_chunks", "sm_100"): (168, "the gradient of r at 64 columns; tiles untimed there"),
     ("attention", "triton", "_fwd", "sm_100"): (8, "one register at D 64 without a mask, of tiles untimed there"),
@@ -183,7 +204,7 @@ CHECKS = 2  # small cases of an op, beside its benchmarks
 # Ops whose kernels take seconds each to compile: implementations share what is compiled.
 LARGE = ("attention", "attention_varlen")
 # Ops with one kernel in dozens of forms: one of each kind is compiled everywhere.
-MANY = ("linear_attention", "gated_linear_attention", "rwkv6", "ssd")
+MANY = ("linear_attention", "gated_linear_attention", "rwkv6", "ssd", "gated_delta_rule", "rwkv7")
 FULL = "sm_90"  # what results are recorded of: all its kernels are compiled; elsewhere one of each kind
 NEWER = ("sm_120", "sm_86", "sm_89")  # one of them for each op, in turn
 OTHERS = ("sm_80", "sm_100", "gfx942")  # likewise, in the same turn

@@ -147,3 +147,35 @@ def test_a_state_of_which_nothing_is_contiguous(device: str) -> None:
     S = normal(device, B, HV, K, 2 * V)[..., ::2]
     with pytest.raises(ridgeline.RidgelineError, match="contiguous initial_state"):
         ridgeline.gated_linear_attention(*args, initial_state=S, inplace=True)
+
+
+@pytest.mark.parametrize("normalize", [False, True])
+@pytest.mark.parametrize("per_channel", [False, True])
+def test_a_delta_step_is_in_place(per_channel: bool, normalize: bool) -> None:
+    """The state is replaced without a copy, with the numbers of the plain recurrence in float64."""
+    q, k, v = torch.randn(3, 1, 2, 16), torch.randn(3, 1, 2, 16) / 3, torch.randn(3, 1, 4, 24)
+    g, beta = -torch.rand(3, 1, 2, *[16] * per_channel), 2 * torch.rand(3, 1, 4)
+    state = torch.randn(3, 4, 16, 24)
+    options = {"normalize": normalize, "return_state": True}
+    exact = ridgeline.gated_delta_rule(
+        *(t.double() for t in (q, k, v, g, beta)), initial_state=state.double(), impl="naive", **options
+    )
+    apart = ridgeline.gated_delta_rule(q, k, v, g, beta, initial_state=state, impl="triton", **options)
+    own = state.clone()
+    found = ridgeline.gated_delta_rule(q, k, v, g, beta, initial_state=own, inplace=True, impl="triton", **options)
+    assert found[1] is own
+    assert own._version == 1
+    assert all(torch.equal(a, b) for a, b in zip(found, apart, strict=True))
+    for a, b in zip(found, exact, strict=True):
+        torch.testing.assert_close(a.double(), b, rtol=1e-5, atol=2e-6)
+
+
+def test_rwkv7_steps_in_place() -> None:
+    r, w, k, a, b = (torch.randn(2, 1, 2, 16) / 3 for _ in range(5))
+    v, state = torch.randn(2, 1, 2, 8), torch.randn(2, 2, 16, 8)
+    given = r, -w.abs(), k, v, a, b
+    exact = ridgeline.rwkv7(*(t.double() for t in given), initial_state=state.double(), return_state=True, impl="naive")
+    found = ridgeline.rwkv7(*given, initial_state=state, return_state=True, inplace=True, impl="triton")
+    assert found[1] is state
+    for x, y in zip(found, exact, strict=True):
+        torch.testing.assert_close(x.double(), y, rtol=1e-5, atol=2e-6)

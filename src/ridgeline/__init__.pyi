@@ -910,6 +910,36 @@ def causal_conv1d(
     Raises RidgelineError if the arguments do not fit together, or if `impl` cannot run the call.
     """
 
+def gated_delta_rule(
+    q: torch.Tensor,
+    k: torch.Tensor,
+    v: torch.Tensor,
+    g: torch.Tensor,
+    beta: torch.Tensor,
+    *,
+    normalize: bool = False,
+    initial_state: torch.Tensor | None = None,
+    return_state: bool = False,
+    cu_seqlens: torch.Tensor | None = None,
+    inplace: bool = False,
+    scale: float | None = None,
+    impl: str | None = None,
+) -> torch.Tensor | tuple[torch.Tensor, torch.Tensor]:
+    """Returns the gated delta rule: o, (B, T, HV, V). Gradients flow to every floating-point argument.
+
+    q, k: (B, T, H, K); v: (B, T, HV, V), HV a multiple of H; float32, float16 or bfloat16, any strides whose last is 1;
+    K and V from 1 to 256. Value head h uses head h // (HV / H) of q and k.
+    g: (B, T, H) or (B, T, H, K), or HV heads in place of H: the logarithm of the decay, at most 0. beta: (B, T, H) or
+    (B, T, HV): how far a key's value is corrected, 0 to 1 or 2. Both in any floating-point dtype.
+    normalize: q and k are divided by their L2 norms, (sum of squares + 1e-6)^1/2.
+    initial_state: (B, HV, K, V), float32; zeros if None. return_state: returns (o, final state).
+    cu_seqlens: (sequences + 1,), int32: B is 1, and sequence n has the tokens cu_seqlens[n] to cu_seqlens[n + 1] - 1
+    and the state n. inplace: the final state is also written over initial_state; without gradients only.
+    scale: multiplies o; K^-1/2 if None.
+    Values on a GPU are not validated (that would synchronise).
+    Raises RidgelineError if the arguments do not fit together, or if `impl` cannot run the call.
+    """
+
 def gated_linear_attention(
     q: torch.Tensor,
     k: torch.Tensor,
@@ -980,6 +1010,35 @@ def rwkv6(
     r, k: (B, T, H, K); v: (B, T, HV, V), HV a multiple of H; float32, float16 or bfloat16, any strides whose last is 1;
     K and V from 1 to 256. Value head h uses head h // (HV / H) of r and k.
     w: (B, T, H, K): the logarithm of the decay, at most 0. u: (H, K). Both in any floating-point dtype.
+    initial_state: (B, HV, K, V), float32; zeros if None. return_state: returns (o, final state).
+    cu_seqlens: (sequences + 1,), int32: B is 1, and sequence n has the tokens cu_seqlens[n] to cu_seqlens[n + 1] - 1
+    and the state n. inplace: the final state is also written over initial_state; without gradients only.
+    scale: multiplies o; 1 if None.
+    Values on a GPU are not validated (that would synchronise).
+    Raises RidgelineError if the arguments do not fit together, or if `impl` cannot run the call.
+    """
+
+def rwkv7(
+    r: torch.Tensor,
+    w: torch.Tensor,
+    k: torch.Tensor,
+    v: torch.Tensor,
+    a: torch.Tensor,
+    b: torch.Tensor,
+    *,
+    initial_state: torch.Tensor | None = None,
+    return_state: bool = False,
+    cu_seqlens: torch.Tensor | None = None,
+    inplace: bool = False,
+    scale: float | None = None,
+    impl: str | None = None,
+) -> torch.Tensor | tuple[torch.Tensor, torch.Tensor]:
+    """Returns RWKV-7's time mixing: o, (B, T, HV, V). Gradients flow to every floating-point argument.
+
+    r, k, a, b: (B, T, H, K); v: (B, T, HV, V), HV a multiple of H; float32, float16 or bfloat16, any strides whose last
+    is 1; K and V from 1 to 256. Value head h uses head h // (HV / H) of the others. a and b are RWKV-7's -kk and kk
+    times its rate in context.
+    w: (B, T, H, K): the logarithm of the decay, at most 0, in any floating-point dtype.
     initial_state: (B, HV, K, V), float32; zeros if None. return_state: returns (o, final state).
     cu_seqlens: (sequences + 1,), int32: B is 1, and sequence n has the tokens cu_seqlens[n] to cu_seqlens[n + 1] - 1
     and the state n. inplace: the final state is also written over initial_state; without gradients only.

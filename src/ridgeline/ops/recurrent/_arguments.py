@@ -11,6 +11,7 @@ from ridgeline.op import RidgelineError, dense_only, readable
 
 FLOATS = torch.float32, torch.float16, torch.bfloat16, torch.float64
 MOST = 256  # columns of q, k and v
+LOGS = "g", "w"  # the logarithms of decays
 Shape = tuple[int | str, ...]
 
 
@@ -56,10 +57,12 @@ def _fault(keys: dict[str, Any], v: tuple[str, Any], gates: dict[str, Any], give
     for name, (t, forms) in gates.items():
         shapes: list[Any] = [tuple(sizes[letter] for letter in form) for form in forms]
         if not t.is_floating_point() or tuple(t.shape) not in shapes:
-            accepted = " or ".join(map(str, shapes))
+            accepted = " or ".join(dict.fromkeys(map(str, shapes)))
             return f"{name} must be {accepted} in a floating-point dtype, but is {t.dtype} {tuple(t.shape)}"
     if given.inplace and torch.is_grad_enabled() and any([t.requires_grad for t in named.values()]):
         return "inplace has no gradients; call it under torch.no_grad() or without inplace"
+        if name in LOGS and readable(t) and bool((t > 0).any()):
+            return f"{name} is the logarithm of a decay and must be at most 0, but its largest is {t.max().item():g}"
     return _state_fault(q, value, given)
 
 

@@ -31,14 +31,36 @@ def recurrence(
 ) -> Any:  # fmt: skip
     """The plain recurrence, a token at a time, in float32 or wider: S = e^g S + k v^T, o = scale S^T q; with u,
     o = scale (S + u k v^T)^T q before the gate."""
-    wide = torch.promote_types(q.dtype, torch.float32)
-    shared, HV = v.shape[2] // max(q.shape[2], 1), v.shape[2]
-    many = q.repeat_interleave(shared, 2).to(wide), k.repeat_interleave(shared, 2).to(wide), v.to(wide)
-    decay = None
-    if g is not None:
-        decay = g.to(wide).repeat_interleave(HV // g.shape[2], 2).exp()
-        decay = decay.unsqueeze(-1) if g.dim() == 3 else decay
+    wide, HV = torch.promote_types(q.dtype, torch.float32), v.shape[2]
+    many, decay = per_head(k, HV).to(wide), decays(g, HV, wide)
     bonus = None if u is None else u.to(wide).repeat_interleave(HV // u.shape[0], 0).unsqueeze(-1)
+
+    def step(S: torch.Tensor, b: int, t: int) -> tuple[torch.Tensor, torch.Tensor]:
+        pair = many[b, t, :, :, None] * v[b, t, :, None, :].to(wide)
+        seen = S + pair * bonus if bonus is not None else None
+        S = S + pair if decay is None else S * decay[b, t].unsqueeze(-1) + pair
+        return S, S if seen is None else seen
+
+    return unrolled(step, q, v, (k, g, u), given, scale)
+
+
+def per_head(t: torch.Tensor, heads: int) -> torch.Tensor:
+    """Repeats what value heads share: dimension 2."""
+    return t.repeat_interleave(heads // max(t.shape[2], 1), 2)
+
+
+def decays(g: Maybe, heads: int, wide: torch.dtype) -> Maybe:
+    """e^g, (B, T, heads, 1 or K)."""
+    if g is None:
+        return None
+    decay = per_head(g.to(wide), heads).exp()
+    return decay.unsqueeze(-1) if g.dim() == 3 else decay
+
+
+def unrolled(step: Any, q: torch.Tensor, v: torch.Tensor, others: Any, given: Given, scale: float) -> Any:
+    """Runs step(state, batch entry, token), which returns the next state and the one that q reads, over all tokens."""
+    wide, HV = torch.promote_types(q.dtype, torch.float32), v.shape[2]
+    many = per_head(q, HV).to(wide)
     ends = given.cu_seqlens
     places = [(b, 0, q.shape[1]) for b in range(q.shape[0])]
     if ends is not None:
@@ -50,16 +72,14 @@ def recurrence(
             S = given.initial_state[n].to(wide)
         rows = []
         for t in range(start, end):
-            pair = many[1][b, t, :, :, None] * many[2][b, t, :, None, :]
-            seen = S + pair * bonus if bonus is not None else None
-            S = S + pair if decay is None else S * decay[b, t].unsqueeze(-1) + pair
-            rows.append(((S if seen is None else seen) * many[0][b, t, :, :, None]).sum(1))
+            S, seen = step(S, b, t)
+            rows.append((seen * many[b, t, :, :, None]).sum(1))
         outputs.append(torch.stack(rows) if rows else v.new_zeros((0, *v.shape[2:]), dtype=wide))
         last.append(S)
     o = torch.stack(outputs) if ends is None and outputs else torch.cat(outputs)[None] if outputs else v.to(wide)
     state = torch.stack(last) if last else v.new_zeros((0, HV, q.shape[3], v.shape[3]), dtype=wide)
     if not o.numel():  # a gradient of nothing is zero for every argument
-        o = o + sum((t.sum() * 0 for t in (q, k, v, g, u) if t is not None), start=o.new_zeros(()))
+        o = o + sum((t.sum() * 0 for t in (q, v, *others) if t is not None), start=o.new_zeros(()))
     return finished((o * scale).to(q.dtype), state, given)
 
 
@@ -105,9 +125,6 @@ def stepped(o: torch.Tensor, state: torch.Tensor, given: Given) -> Any:
     return (o, state) if given.return_state else o
 
 
-_INPUTS = "Tensor q, Tensor k, Tensor v, Tensor? g, Tensor? u, Tensor? first, Tensor? ends, float scale, str precision"
-
-
 def _gathered(t: Maybe, like: Maybe) -> Maybe:
     """Sums a gradient per value head over those that share a head, in the dtype of what it is the gradient of."""
     if t is None or like is None:
@@ -118,53 +135,60 @@ def _gathered(t: Maybe, like: Maybe) -> Maybe:
     return t.to(like.dtype)
 
 
-def engine(name: str) -> Callable[..., Any]:
-    """Registers `<name>_fwd` and `<name>_bwd` and returns a function of q, k, v, g, u, state, cu_seqlens, scale, impl
-    that returns o and the final state, both differentiable."""
+def engine(
+    name: str, others: tuple[str, ...] = ("g", "u"), narrow: tuple[str, ...] = (), options: str = ""
+) -> Callable[..., Any]:
+    """Registers `<name>_fwd` and `<name>_bwd` and returns a function of q, k, v, others, state, cu_seqlens, options,
+    scale, precision and impl that returns o and the final state, both differentiable.
+
+    others: tensors or None. narrow: those whose gradients have the dtype of q's. options: more arguments of the ops."""
     registered: dict[str, Op] = {}
+    tensors = f"Tensor q, Tensor k, Tensor v, {', '.join(f'Tensor? {n}' for n in others)}, Tensor? first"
+    arguments = f"{tensors}, Tensor? ends, {options}float scale, str precision, str? impl"
+    count = 4 + len(others)  # arguments with gradients
 
     def op() -> Op:
         from ridgeline.op import get
 
         return registered.setdefault(name, get(name))
 
-    @kernel_op(f"{name}_fwd({_INPUTS}, str? impl) -> (Tensor, Tensor)")
+    @kernel_op(f"{name}_fwd({arguments}) -> (Tensor, Tensor)")
     def forward(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, *rest: Any) -> tuple[torch.Tensor, torch.Tensor]:
-        sequences = q.shape[0] if rest[3] is None else rest[3].numel() - 1
+        ends = rest[len(others) + 1]
+        sequences = q.shape[0] if ends is None else ends.numel() - 1
         o = torch.empty(v.shape, dtype=v.dtype, device=v.device)
         shape = (sequences, v.shape[2], q.shape[3], v.shape[3])
         last = torch.empty(shape, dtype=torch.float32, device=v.device)
         run(op(), "fwd", rest[-1], (o, last), q, k, v, *rest[:-1])
         return o, last
 
-    @kernel_op(
-        f"{name}_bwd(Tensor do, Tensor? dlast, {_INPUTS}, str? impl) -> "
-        "(Tensor, Tensor, Tensor, Tensor, Tensor, Tensor)"
-    )
+    @kernel_op(f"{name}_bwd(Tensor do, Tensor? dlast, {arguments}) -> ({', '.join(['Tensor'] * count)})")
     def backward(
-        do: torch.Tensor, dlast: Maybe, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, g: Maybe, u: Maybe,
-        first: Maybe, *rest: Any
-    ) -> tuple[torch.Tensor, ...]:  # fmt: skip
-        """The gradients of q, k, v, g, u and the first state; empty tensors for those that are not there."""
+        do: torch.Tensor, dlast: Maybe, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, *rest: Any
+    ) -> tuple[torch.Tensor, ...]:
+        """The gradients of q, k, v, others and the first state; empty tensors for those that are not there."""
         do = do if do.stride(-1) == 1 else do.contiguous()
         dlast = dlast if dlast is None or dlast.is_contiguous() else dlast.contiguous()
         B, T, HV, K = *v.shape[:3], q.shape[3]
         fresh: dict[str, Any] = {"dtype": torch.float32, "device": q.device}
         kind = q.dtype if q.shape[2] == HV else torch.float32
         dq, dk = (torch.empty((B, T, HV, K), dtype=kind, device=q.device) for _ in range(2))
-        dv = torch.empty(v.shape, dtype=v.dtype, device=q.device)
-        dg = None if g is None else torch.empty((B, T, HV, K)[: g.dim()], **fresh)
-        du = None if u is None else torch.empty((HV, K), **fresh)
-        dfirst = None if first is None else torch.empty(first.shape, **fresh)
-        run(op(), "bwd", rest[-1], (dq, dk, dv, dg, du, dfirst), do, dlast, q, k, v, g, u, first, *rest[:-1])  # type: ignore[arg-type]
-        found = _gathered(dq, q), _gathered(dk, k), dv, _gathered(dg, g), _gathered(du, u), dfirst
-        return tuple([torch.empty(0, **fresh) if t is None else t for t in found])
+        made: list[Any] = [dq, dk, torch.empty(v.shape, dtype=v.dtype, device=q.device)]
+        for n, t in zip(others, rest, strict=False):
+            shape = None if t is None else (HV, K) if t.dim() == 2 else (B, T, HV, K)[: t.dim()]
+            dtype = kind if n in narrow else torch.float32
+            made.append(None if shape is None else torch.empty(shape, dtype=dtype, device=q.device))
+        first = rest[len(others)]
+        made.append(None if first is None else torch.empty(first.shape, **fresh))
+        run(op(), "bwd", rest[-1], tuple(made), do, dlast, q, k, v, *rest[:-1])
+        found = [_gathered(t, like) for t, like in zip(made[:-1], (q, k, v, *rest), strict=False)]
+        return tuple([torch.empty(0, **fresh) if t is None else t for t in (*found, made[-1])])
 
     class Recurrent(Function):
         @staticmethod
         def forward(ctx: Any, *args: Any) -> Any:
-            ctx.save_for_backward(*args[:7])
-            ctx.facts = args[7:]
+            ctx.save_for_backward(*args[: count + 1])
+            ctx.facts = args[count + 1 :]
             ctx.set_materialize_grads(False)
             return forward(*args)
 
@@ -172,27 +196,28 @@ def engine(name: str) -> Callable[..., Any]:
         @first_order
         def backward(ctx: Any, do: Any, dlast: Any) -> Any:
             if do is None and dlast is None:
-                return (None,) * 10
+                return (None,) * (count + 1 + len(ctx.facts))
             saved = ctx.saved_tensors
             do = torch.zeros_like(saved[2]) if do is None else do
             grads = backward(do, dlast, *saved, *ctx.facts)
-            there = [g if t is not None else None for g, t in zip(grads, saved[:6], strict=True)]
-            return *there, *(None,) * 4
+            there = [g if t is not None else None for g, t in zip(grads, saved[:count], strict=True)]
+            return *there, *(None,) * (1 + len(ctx.facts))
 
-    @kernel_op(
-        f"{name}_step(Tensor q, Tensor k, Tensor v, Tensor? g, Tensor? u, Tensor(a!) state, float scale, str? impl) "
-        "-> Tensor"
-    )
+    steps = f"{tensors.replace('Tensor? first', 'Tensor(a!) state')}, {options}float scale, str? impl"
+
+    @kernel_op(f"{name}_step({steps}) -> Tensor")
     def step(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, *rest: Any) -> torch.Tensor:
         """o of one token; the state is replaced in place."""
+        some, state, (*facts, impl) = rest[: len(others)], rest[len(others)], rest[len(others) + 1 :]
         o = torch.empty(v.shape, dtype=v.dtype, device=v.device)
-        run(op(), "fwd", rest[-1], (o, rest[2]), q, k, v, *rest[:3], None, rest[3], "ieee")
+        run(op(), "fwd", impl, (o, state), q, k, v, *some, state, None, *facts, "ieee")
         return o
 
     def call(*args: Any, inplace: bool = False) -> Any:
         if inplace:
-            return step(*args[:6], args[7], args[9]), args[5]
-        if torch.is_grad_enabled() and any([t is not None and t.requires_grad for t in args[:6]]):
+            first = args[count - 1]
+            return step(*args[:count], *args[count + 1 : -2], args[-1]), first
+        if torch.is_grad_enabled() and any([t is not None and t.requires_grad for t in args[:count]]):
             return differentiate(Recurrent, *args)
         return forward(*args)
 
@@ -222,7 +247,7 @@ def refusal(*args: Any, **_: Any) -> str | None:
     for t in args[:5]:  # the state, where it is given, has been checked
         if isinstance(t, torch.Tensor) and t.dim() == 4 and t.dtype == args[0].dtype and t.shape[-1] > _chunks.MOST:
             return f"a head has at most {_chunks.MOST} columns, got {t.shape[-1]}"
-        if isinstance(t, torch.Tensor) and t.dim() == 4 and t.stride(-1) != 1 and t.shape[-1] > 1:
+        if isinstance(t, torch.Tensor) and t.dim() == 4 and t.stride(-1) != 1 and t.shape[-1] > 1 and t.numel():
             return "the last dimension must be contiguous"
     return None
 

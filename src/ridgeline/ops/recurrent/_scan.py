@@ -93,7 +93,7 @@ class Form(NamedTuple):
 
 
 @triton.jit
-def _place(rows, n, h, ends, start):
+def find_head(rows, n, h, ends, start):
     """Where a sequence's head begins in a tensor of rows."""
     base = rows.data + (h // rows.group).to(tl.int64) * rows.head
     if ends is None:
@@ -102,18 +102,18 @@ def _place(rows, n, h, ends, start):
 
 
 @triton.jit
-def _tile(base, step, rows, columns, tokens, width):
+def tile_at(base, step, rows, columns, tokens, width):
     here = (rows < tokens)[:, None] & (columns < width)[None, :]
     return tl.load(base + rows.to(tl.int64)[:, None] * step + columns[None, :], mask=here, other=0.0)
 
 
 @triton.jit
-def _exp(x, form: tl.constexpr):
+def decay_of(x, form: tl.constexpr):
     return exact_exp(x, tl.float32 if form.SINGLE else tl.bfloat16)
 
 
 @triton.jit
-def _halves(g, level: tl.constexpr, C: tl.constexpr, W: tl.constexpr):
+def half_sums(g, level: tl.constexpr, C: tl.constexpr, W: tl.constexpr):
     """The sums of g over the left and over the right block of each pair of blocks of 2^level rows, for each row."""
     pairs: tl.constexpr = C >> (level + 1)
     both: tl.constexpr = 2 << level
@@ -148,7 +148,7 @@ def _by_matrix(a, b, c, g, own, form: tl.constexpr, CROSSING: tl.constexpr):
                 apart = tl.cumsum(tl.where(i > j, g[:, None], 0.0), 0)
         else:
             apart = before[None, :] - before[:, None] if form.REVERSE else before[:, None] - before[None, :]
-        scores *= _exp(tl.where(seen, apart, 0.0), form)
+        scores *= decay_of(tl.where(seen, apart, 0.0), form)
     scores = tl.where(seen, scores, 0.0)
     out = tl.dot(scores.to(c.dtype), c, input_precision=form.PRECISION)
     crossing = tl.zeros([C], tl.float32)
@@ -181,7 +181,7 @@ def _by_halves(a, b, c, g, u, form: tl.constexpr):
     for level in tl.static_range(LEVELS):
         beside = (i >> level) - (j >> level) == (-1 if form.REVERSE else 1)
         beside = beside & (((i >> level) & 1) == (0 if form.REVERSE else 1))
-        late, soon = _exp(before, form), _exp(after, form)
+        late, soon = decay_of(before, form), decay_of(after, form)
         if form.REVERSE:
             late, soon = soon, late
         if form.INSIDE:
@@ -190,7 +190,7 @@ def _by_halves(a, b, c, g, u, form: tl.constexpr):
         else:
             some = tl.where(beside, scores, 0.0).to(c.dtype)
             out += late * tl.dot(some, (c * soon).to(c.dtype), input_precision=form.PRECISION)
-        left, right = _halves(g, level, C, W)
+        left, right = half_sums(g, level, C, W)
         second = ((row >> level) & 1)[:, None] == 1
         before += tl.where(second, left, 0.0)
         after += tl.where(second, 0.0, right)
@@ -206,9 +206,11 @@ def _across(state, a, b, c, g, before, after, up, down, form: tl.constexpr):
     late, soon, whole = 1.0, 1.0, 1.0
     if form.GATE > 0:
         late, soon = (
-            (_exp(after, form), _exp(before, form)) if form.REVERSE else (_exp(before, form), _exp(after, form))
+            (decay_of(after, form), decay_of(before, form))
+            if form.REVERSE
+            else (decay_of(before, form), decay_of(after, form))
         )
-        whole = _exp(tl.sum(g, 0), form)
+        whole = decay_of(tl.sum(g, 0), form)
     if form.GATE == 1:
         late = late[:, None]  # type: ignore[index]
         right = (c * soon[:, None]).to(c.dtype)  # type: ignore[index]
@@ -264,7 +266,7 @@ def _gate_sums(
 
 
 @triton.jit
-def _span(sequences, n):
+def find_span(sequences, n):
     """Where a sequence begins, and its tokens."""
     start, tokens = tl.cast(0, tl.int64), sequences.tokens
     if sequences.ends is not None:
@@ -281,7 +283,7 @@ def _gates(gate, place, rows, channels, end, form: tl.constexpr):
     if form.GATE == 1:
         g = tl.load(place + rows.to(tl.int64) * gate.token, mask=rows < end, other=0.0).to(tl.float32)
     elif form.GATE == 2:
-        g = _tile(place, gate.token, rows, channels, end, form.D if form.INSIDE else form.N).to(tl.float32)
+        g = tile_at(place, gate.token, rows, channels, end, form.D if form.INSIDE else form.N).to(tl.float32)
     return g
 
 
@@ -327,7 +329,7 @@ def scan_chunks(a, b, c, out, gate, bonus, states, gradient, sequences, scale, f
     columns = part * form.BN + tl.arange(0, form.BN)
     pair = tl.program_id(1)
     n, h = pair // sequences.heads, pair % sequences.heads
-    start, tokens = _span(sequences, n)
+    start, tokens = find_span(sequences, n)
     depth, inner = tl.arange(0, form.BD), tl.arange(0, form.C)
     wide: tl.constexpr = form.BD if form.INSIDE else form.BN
     channels = depth if form.INSIDE else columns
@@ -340,14 +342,14 @@ def scan_chunks(a, b, c, out, gate, bonus, states, gradient, sequences, scale, f
     u = None
     if bonus is not None:
         u = tl.load(bonus + h // gate.group * most + channels, mask=channels < most, other=0.0).to(tl.float32)
-    from_a, from_b = _place(a, n, h, sequences.ends, start), _place(b, n, h, sequences.ends, start)
-    from_c, to = _place(c, n, h, sequences.ends, start), _place(out, n, h, sequences.ends, start)
+    from_a, from_b = find_head(a, n, h, sequences.ends, start), find_head(b, n, h, sequences.ends, start)
+    from_c, to = find_head(c, n, h, sequences.ends, start), find_head(out, n, h, sequences.ends, start)
     from_g = from_a
     if form.GATE > 0:
-        from_g = _place(gate, n, h, sequences.ends, start)
+        from_g = find_head(gate, n, h, sequences.ends, start)
     mine, sums = from_a, start
     if OUT and form.GRADIENT:
-        mine = _place(gradient, n, h, sequences.ends, start)
+        mine = find_head(gradient, n, h, sequences.ends, start)
         sums = h.to(tl.int64) * gradient.sums_head + start * gradient.sums_token
         if sequences.ends is None:
             sums += n.to(tl.int64) * gradient.sums_batch
@@ -360,12 +362,12 @@ def scan_chunks(a, b, c, out, gate, bonus, states, gradient, sequences, scale, f
     for step in range(chunks):
         first = begin + (chunks - 1 - step if form.REVERSE else step) * form.C
         rows = first + inner
-        ta, tb = _tile(from_a, a.token, rows, depth, end, form.D), _tile(from_b, b.token, rows, depth, end, form.D)
-        tc = _tile(from_c, c.token, rows, columns, end, form.N)
+        ta, tb = tile_at(from_a, a.token, rows, depth, end, form.D), tile_at(from_b, b.token, rows, depth, end, form.D)
+        tc = tile_at(from_c, c.token, rows, columns, end, form.N)
         g = _gates(gate, from_g, rows, channels, end, form)
         own = tc
         if OUT and form.GRADIENT:
-            own = _tile(mine, gradient.token, rows, columns, end, form.N)
+            own = tile_at(mine, gradient.token, rows, columns, end, form.N)
         if form.GATE == 2:
             found, diagonal, before, after, crossing = _by_halves(ta, tb, tc, g, u, form)
         else:
@@ -423,10 +425,10 @@ def chain_segments(states, segments, form: tl.constexpr):
         made = tl.load(at, mask=inside, other=0.0)
         tl.store(at, state, mask=inside)
         if form.GATE == 1:
-            state *= _exp(tl.load(states.decays + segment * tl.num_programs(1) + pair), form)
+            state *= decay_of(tl.load(states.decays + segment * tl.num_programs(1) + pair), form)
         elif form.GATE == 2:
             spot = (segment * tl.num_programs(1) + pair) * most + channels
-            decay = _exp(tl.load(states.decays + spot, mask=channels < most, other=0.0), form)
+            decay = decay_of(tl.load(states.decays + spot, mask=channels < most, other=0.0), form)
             state *= decay[:, None] if form.INSIDE else decay[None, :]
         state += made
     if states.last is not None:

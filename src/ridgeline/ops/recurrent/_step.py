@@ -3,8 +3,8 @@
     S' = diag(e^g) S + b (a^T S) + k v^T        o = scale S'^T q, or with a bonus u: scale (S + diag(u) k v^T)^T q
 
 The bytes of the state bound it. A program holds all rows and some columns of a state, so that the sums over rows stay
-in one block. a and b are the delta rule's, and optional: a gated delta rule has a = e^g k, b = -beta k and k := beta k.
-Mamba-2's step sizes, skip and gate are applied on the way.
+in one block. a and b are RWKV-7's, and optional. The gated delta rule has beta instead: S' = diag(e^g) S, to which it
+adds beta k (v - S'^T k)^T. Mamba-2's step sizes, skip and gate are applied on the way.
 """
 
 from __future__ import annotations
@@ -34,6 +34,8 @@ class Token(NamedTuple):
     u: Maybe = None
     a: Maybe = None
     b: Maybe = None
+    beta: Maybe = None  # (B, 1, heads)
+    normalize: bool = False  # q and k are divided by their L2 norms
 
 
 class Mamba(NamedTuple):
@@ -65,6 +67,8 @@ class Form(NamedTuple):
     BV: int
     GATE: int  # 0: none, 1: for each head, 2: for each row of the state, 3: Mamba-2's dt, times A
     SOFTPLUS: bool
+    DELTA: bool  # b is the delta rule's beta
+    NORMALIZE: bool
 
 
 @triton.jit
@@ -98,6 +102,9 @@ def recurrent_step(out, q, k, v, gate, bonus, a, b, z, mamba, state, heads, scal
     if state.first is not None:
         old = tl.load(state.first + at, mask=inside, other=0.0)
     tq, tk = _row(q, n, h, depth, form.K), _row(k, n, h, depth, form.K)
+    if form.NORMALIZE:
+        tq *= tl.rsqrt(tl.sum(tq * tq, 0) + 1e-6)
+        tk *= tl.rsqrt(tl.sum(tk * tk, 0) + 1e-6)
     x = _row(v, n, h, columns, form.V)
     tv = x
     new = old
@@ -116,6 +123,9 @@ def recurrent_step(out, q, k, v, gate, bonus, a, b, z, mamba, state, heads, scal
     if a is not None:
         along = tl.sum(_row(a, n, h, depth, form.K)[:, None] * old, 0)
         new += _row(b, n, h, depth, form.K)[:, None] * along[None, :]
+    if form.DELTA:
+        beta = tl.load(b.data + n.to(tl.int64) * b.batch + (h // b.group) * b.head).to(tl.float32)
+        tv = (tv - tl.sum(tk[:, None] * new, 0)) * beta
     new += tk[:, None] * tv[None, :]
     if bonus is not None:
         u = tl.load(bonus + (h // q.group) * form.K + depth, mask=depth < form.K, other=0.0).to(tl.float32)
@@ -158,8 +168,10 @@ def start(
     gpu = device.of(q)
     BK, BV, warps = tiles(gpu, B * HV, K, V)
     gate, kind = (token.g, 0 if token.g is None else token.g.dim() - 2) if dt is None else (dt, 3)
-    given = [None if t is None else _rows(t, HV) for t in (gate, token.a, token.b, z)]
-    form = Form(K, V, BK, BV, kind, softplus)
+    given = [
+        None if t is None else _rows(t, HV) for t in (gate, token.a, token.b if token.beta is None else token.beta, z)
+    ]
+    form = Form(K, V, BK, BV, kind, softplus, token.beta is not None, token.normalize)
     state = State(first, last, last.stride(2), last.stride(3))
     launch(
         recurrent_step, (B * HV * -(-V // BV),), _rows(o, HV), _rows(q, HV), _rows(k, HV), _rows(v, HV), given[0],

@@ -1,0 +1,111 @@
+"""What the delta ops share around their engine: the plain recurrence, costs, and what serves a call."""
+
+from __future__ import annotations
+
+from typing import Any, NamedTuple
+
+import torch
+
+from ridgeline.op import Cost, Op, nbytes
+from ridgeline.ops.recurrent._calls import (
+    Given,
+    decays,
+    finished,
+    one_step,
+    per_head,
+    precision,
+    refusal,
+    stepped,
+    unrolled,
+)
+from ridgeline.ops.recurrent._delta_chunks import delta_bwd, delta_fwd
+from ridgeline.select import eager
+
+Maybe = torch.Tensor | None
+EPSILON = 1e-6  # beside a squared norm
+
+
+class Delta(NamedTuple):
+    """The arguments of a delta op: beta for the delta rule, a and b for RWKV-7."""
+
+    q: torch.Tensor
+    k: torch.Tensor
+    v: torch.Tensor
+    g: torch.Tensor
+    beta: Maybe = None
+    a: Maybe = None
+    b: Maybe = None
+    normalize: bool = False
+
+
+def unit(t: torch.Tensor) -> torch.Tensor:
+    """Rows over their L2 norm, in float32 or wider."""
+    wide = t.to(torch.promote_types(t.dtype, torch.float32))
+    return wide * (wide.square().sum(-1, keepdim=True) + EPSILON).rsqrt()
+
+
+def delta_recurrence(args: Delta, given: Given, scale: float) -> Any:
+    """The plain recurrence in float32 or wider, a token at a time: S' = e^g S, S = S' + beta k (v - S'^T k)^T; with a
+    and b, S = e^g S + b (a^T S) + k v^T."""
+    HV, wide = args.v.shape[2], torch.promote_types(args.v.dtype, torch.float32)
+    q, k, v, beta = args.q, args.k, args.v.to(wide), args.beta
+    if args.normalize:
+        q, k = unit(q), unit(k)
+    k, decay = per_head(k, HV).to(wide), decays(args.g, HV, wide)
+    beta = None if beta is None else per_head(beta, HV).to(wide)
+    a, b = (None if t is None else per_head(t, HV).to(wide) for t in (args.a, args.b))
+
+    def step(S: torch.Tensor, n: int, t: int) -> tuple[torch.Tensor, torch.Tensor]:
+        kept, key = S * decay[n, t].unsqueeze(-1), k[n, t].unsqueeze(-1)  # type: ignore[index]
+        if a is not None and b is not None:
+            read = (a[n, t].unsqueeze(-1) * S).sum(1, keepdim=True)
+            S = kept + b[n, t].unsqueeze(-1) * read + key * v[n, t].unsqueeze(1)
+        else:
+            missing = v[n, t].unsqueeze(1) - (key * kept).sum(1, keepdim=True)
+            S = kept + key * missing * beta[n, t, :, None, None]  # type: ignore[index]
+        return S, S
+
+    kind, others = args.v.dtype, (args.k, args.g, args.beta, args.a, args.b)
+    found = unrolled(step, q, args.v, others, given, scale)
+    return (found[0].to(kind), found[1]) if given.return_state else found.to(kind)
+
+
+def delta_served(op: Op, through: Any, impl: str | None, args: Delta, given: Given, scale: float) -> Any:
+    """Runs a call by the implementation that serves it."""
+    if eager(op, impl, args.q, args.k, args.v, args.a, args.b) is not None:
+        return delta_recurrence(args, given, scale)
+    first, here = given.initial_state, one_step(args.q, given)
+    first = first if first is None or here or first.is_contiguous() else first.contiguous()
+    g = args.g if args.g.dim() == 3 or args.g.stride(-1) == 1 else args.g.contiguous()
+    inputs = (*args._replace(g=g)[:7], first, given.cu_seqlens, args.normalize, scale)
+    if here:
+        o, state = through(*inputs, "", impl, inplace=True)
+        return stepped(o, state, given)
+    o, state = through(*inputs, precision(), impl)
+    return finished(o, state, given)
+
+
+def delta_cost(args: Delta, given: dict[str, Any]) -> tuple[Cost, Cost]:
+    """Everything is read once and o written once; products in chunks of 64, a multiply and an add each."""
+    some = [t for t in args[:7] if t is not None]
+    first, (B, T, HV, V), K = given.get("initial_state"), args.v.shape, args.k.shape[3]
+    state = 0 if first is None else nbytes(first)
+    kept = 4 * B * HV * K * V if given.get("return_state") else 0
+    forward = B * T * HV * (64 * (3 * K + 2 * V) + 6 * K * V + (64 * 64) // 3)
+    backward = Cost(nbytes(*some, args.v) + state + kept, nbytes(*some) + state, forward * 5 // 2)
+    return Cost(nbytes(*some) + state, nbytes(args.v) + kept, forward), backward
+
+
+def delta_flops(name: str) -> dict[str, Any]:
+    """Formulas for FlopCounterMode, by the registered ops' arguments."""
+    return {
+        f"{name}_fwd": lambda *args: delta_cost(Delta(*args[:7]), {})[0].flops,
+        f"{name}_bwd": lambda *args: delta_cost(Delta(*args[2:9]), {})[1].flops,
+        f"{name}_step": lambda q, k, v, *_: 6 * k.shape[3] * v.numel(),
+    }
+
+
+DELTA_KERNEL: dict[str, Any] = {
+    "kind": "triton", "fwd": delta_fwd, "bwd": delta_bwd, "supports": refusal, "served": True, "gain": 2.0,
+}  # fmt: skip
+DELTA_IDEA = "chunks solved by halves, states in registers; each chunk's gradients from the states around it"

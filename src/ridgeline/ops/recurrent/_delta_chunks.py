@@ -1,0 +1,175 @@
+"""Starts of the delta engine: what its kernels take, and their tiles."""
+
+from __future__ import annotations
+
+from typing import Any, NamedTuple
+
+import torch
+import triton
+
+from ridgeline import device
+from ridgeline.boundary import launch
+from ridgeline.ops.recurrent import _step
+from ridgeline.ops.recurrent._delta import (
+    ChunkStates,
+    DeltaForm,
+    Grads,
+    Matrices,
+    Packing,
+    chain_gradients,
+    chain_states,
+    gradients_by_channel,
+    gradients_by_token,
+    invert_chunks,
+    pairs_by_channel,
+    pairs_by_token,
+)
+from ridgeline.ops.recurrent._scan import Rows
+
+Maybe = torch.Tensor | None
+
+
+class DeltaCall(NamedTuple):
+    """The inputs of the registered ops. g: (B, T, heads) or (B, T, heads, K); beta, or a and b, are there."""
+
+    q: torch.Tensor
+    k: torch.Tensor
+    v: torch.Tensor
+    g: torch.Tensor
+    beta: Maybe
+    a: Maybe
+    b: Maybe
+    first: Maybe
+    ends: Maybe
+    normalize: bool
+    scale: float
+    precision: str
+
+    def rows(self, t: Maybe) -> Rows | None:
+        if t is None:
+            return None
+        batch, token, head = t.stride()[:3]
+        return Rows(t, batch, token, head, max(self.v.shape[2] // max(t.shape[2], 1), 1))
+
+
+class Tiles(NamedTuple):
+    rows: int  # of a chunk
+    chain: int  # columns of v in a program that goes through a sequence
+    slice: int  # columns of v at a time in a program of one chunk
+    channels: int  # at a time, where each has its gate
+    warps: tuple[int, int, int]  # of the matrices, the chains and the gradients
+    stages: int
+
+
+def delta_tiles(gpu: device.Device, dtype: torch.dtype, gate: int, K: int, V: int) -> Tiles:
+    BK, BV = (max(16, triton.next_power_of_2(n)) for n in (K, V))
+    if gpu.backend == "cpu":  # the interpreter: several chunks and slices
+        return Tiles(32, min(BV, 32), min(BV, 32), 16, (4, 4, 4), 1)
+    if dtype == torch.float32:
+        return Tiles(32, min(BV, 32 if BK <= 128 else 16), min(BV, 32), min(BK, 32), (4, 4, 4), 1)
+    if gpu.capability == 90 and gate == 1 and max(BK, BV) <= 128:
+        return Tiles(64, min(BV, 64), min(BV, 64), BK, (4, 4, 8), 1)
+    BV = min(BV, 64 if BK <= 128 else 32)
+    return Tiles(32, BV, min(BV, 32), 16, (4, 8 if BK > 64 else 4, 4), 1)  # more channels or warps spill far more
+
+
+class Plan(NamedTuple):
+    """What the launches of a call share."""
+
+    form: DeltaForm
+    tiles: Tiles
+    packing: Packing
+    parallel: tuple[int, int]  # programs: one for each chunk
+    chains: tuple[int, int]
+    tensors: tuple[Any, ...]  # q, k, v, a, b, g and beta
+    matrices: Matrices
+
+
+def prepare(call: DeltaCall) -> Plan:
+    """Makes the matrices of all chunks."""
+    (B, T, HV, V), K = call.v.shape, call.k.shape[3]
+    gpu, low = device.of(call.v), call.a is not None
+    tiles = delta_tiles(gpu, call.v.dtype, call.g.dim() - 2, K, V)
+    C = tiles.rows
+    form = DeltaForm(
+        K, V, max(16, triton.next_power_of_2(K)), tiles.slice, tiles.channels, C, C.bit_length() - 1, call.g.dim() - 2,
+        low, call.normalize, call.v.dtype == torch.float32, call.precision, False,
+    )  # fmt: skip
+    sequences = B if call.ends is None else call.ends.numel() - 1
+    chunks = -(-T // C) if call.ends is None else T // C + sequences
+    squares = [torch.empty((B, HV, chunks, C, C), dtype=call.v.dtype, device=call.v.device) for _ in range(3 + low)]
+    lengths = None
+    if call.normalize:
+        lengths = torch.empty((B, HV, chunks, 2, C), dtype=torch.float32, device=call.v.device)
+    matrices = Matrices(squares[0], squares[1], squares[2], squares[3] if low else None, lengths)
+    tensors = tuple(call.rows(t) for t in (call.q, call.k, call.v, call.a, call.b, call.g, call.beta))
+    plan = Plan(
+        form, tiles, Packing(call.ends, T, HV, chunks, sequences, C, B * T * HV), (chunks, B * HV),
+        (-(-V // tiles.chain), sequences * HV), tensors, matrices,
+    )  # fmt: skip
+    q, k, _, a, b, g, beta = tensors
+    facts: dict[str, Any] = {"form": form, "num_warps": tiles.warps[0], "num_stages": 1}
+    if form.GATE == 1:
+        launch(pairs_by_token, plan.parallel, q, k, g, matrices, plan.packing, **facts)
+    else:
+        launch(pairs_by_channel, plan.parallel, q, k, a, b, g, matrices, plan.packing, **facts)
+    launch(
+        invert_chunks, plan.parallel, matrices.inverse if low else matrices.read, beta, matrices, plan.packing,
+        form=form._replace(C=C // 2, LEVELS=form.LEVELS - 1), num_warps=max(C * C // 1024, 1), num_stages=1,
+    )  # fmt: skip
+    return plan
+
+
+def chain(plan: Plan, call: DeltaCall, o: Maybe, states: ChunkStates) -> None:
+    form = plan.form._replace(BV=plan.tiles.chain, OUT=o is not None)
+    launch(
+        chain_states, plan.chains, *plan.tensors, call.rows(o), plan.matrices, states, plan.packing, call.scale,
+        form=form, num_warps=plan.tiles.warps[1], num_stages=plan.tiles.stages,
+    )  # fmt: skip
+
+
+def delta_fwd(o: torch.Tensor, last: torch.Tensor, *inputs: Any) -> None:
+    call = DeltaCall(*inputs)
+    if call.q.shape[1] == 1 and call.ends is None:
+        token = _step.Token(call.q, call.k, call.v, call.g, None, call.a, call.b, call.beta, call.normalize)
+        _step.start(o, last, token, call.first, call.scale)
+        return
+    chain(prepare(call), call, o, ChunkStates(call.first, last, None, None, None, None))
+
+
+def delta_bwd(
+    dq: torch.Tensor, dk: torch.Tensor, dv: torch.Tensor, dg: Maybe, dbeta: Maybe, da: Maybe, db: Maybe,
+    dfirst: Maybe, do: torch.Tensor, dlast: Maybe, *inputs: Any,
+) -> None:  # fmt: skip
+    """Makes the matrices and the states again, then the states' gradients, then everything else chunk by chunk."""
+    call = DeltaCall(*inputs)
+    plan = prepare(call)
+    B, _, HV, V = call.v.shape
+    shape = B, HV, plan.packing.chunks, call.k.shape[3], V
+    fresh: dict[str, Any] = {"dtype": call.v.dtype, "device": call.v.device}
+    before, later, solved = torch.empty(shape, **fresh), torch.empty(shape, **fresh), torch.empty(dv.shape, **fresh)
+    turned = torch.empty(dv.shape, **fresh) if plan.form.LOW else None
+    chain(plan, call, None, ChunkStates(call.first, None, before, None, solved, None))
+    q, k, v, a, b, g, beta = plan.tensors
+    rows, slices, sums = call.rows(do), plan.chains[0], dbeta
+    if dbeta is not None and slices > 1:
+        sums = torch.empty((slices, *dbeta.shape), dtype=torch.float32, device=call.v.device)
+    grads = Grads(dq, dk, dv, dg, sums, da, db)
+    launch(
+        chain_gradients, plan.chains, q, k, a, b, g, beta, rows, plan.matrices,
+        ChunkStates(dlast, dfirst, None, later, solved, turned), grads, plan.packing, call.scale,
+        form=plan.form._replace(BV=plan.tiles.chain), num_warps=plan.tiles.warps[1], num_stages=plan.tiles.stages,
+    )  # fmt: skip
+    states = ChunkStates(None, None, before, later, solved, turned)
+    facts: dict[str, Any] = {"form": plan.form, "num_warps": plan.tiles.warps[2], "num_stages": plan.tiles.stages}
+    if plan.form.GATE == 1:
+        launch(
+            gradients_by_token, plan.parallel, q, k, g, beta, rows, states, grads, plan.packing, call.scale, **facts
+        )  # fmt: skip
+    else:
+        launch(
+            gradients_by_channel, plan.parallel, q, k, v, a, b, g, beta, rows, plan.matrices, states, grads,
+            plan.packing, call.scale, **facts,
+        )  # fmt: skip
+    if dbeta is not None and sums is not None and slices > 1:
+        torch.sum(sums, 0, out=dbeta)

@@ -1,0 +1,124 @@
+"""The delta rules: states and their gradients, remainders of chunks, packed sequences, strong gates, beta up to 2."""
+
+from __future__ import annotations
+
+from itertools import pairwise
+from typing import Any
+
+import pytest
+import torch
+
+import ridgeline
+from test_recurrent import close, everything, exact, first_state
+
+pytestmark = pytest.mark.kernels
+
+KINDS = ("head", "channel", "rwkv7")
+H, HV, K, V = 2, 4, 6, 10
+
+
+def inputs(kind: str, B: int, T: int, device: str, low: float = -1.0) -> tuple[Any, list[torch.Tensor], dict[str, Any]]:
+    """Returns the public function, its arguments with gates from `low` to 0 and beta up to 2, and its options."""
+    dice = torch.Generator(device).manual_seed(T)
+
+    def normal(*shape: int) -> torch.Tensor:
+        return torch.randn(shape, device=device, generator=dice)
+
+    def uniform(*shape: int) -> torch.Tensor:
+        return torch.rand(shape, device=device, generator=dice)
+
+    if kind == "rwkv7":
+        ways = [0.7 * torch.nn.functional.normalize(normal(B, T, H, K), dim=-1) for _ in range(2)]
+        gates = low * uniform(B, T, H, K)
+        return ridgeline.rwkv7, [normal(B, T, H, K), gates, normal(B, T, H, K), normal(B, T, HV, V), *ways], {}
+    qkv = [normal(B, T, H, K), normal(B, T, H, K), normal(B, T, HV, V)]
+    gates = low * uniform(B, T, *((HV,) if kind == "head" else (H, K)))
+    return ridgeline.gated_delta_rule, [*qkv, gates, 2 * uniform(B, T, H)], {"normalize": True}
+
+
+@pytest.mark.parametrize("kind", KINDS)
+@pytest.mark.parametrize("T", [1, 17, 33])
+def test_states_and_their_gradients(kind: str, T: int, device: str) -> None:
+    function, args, given = inputs(kind, 1, T, device)
+    state = first_state(1, device)
+    close(everything(function, args, state, "triton", **given), exact(function, args, state, **given))
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_gates_down_to_minus_60(kind: str, device: str) -> None:
+    """Nothing overflows, and gates that hardly decay stay exact beside those that forget everything."""
+    function, args, given = inputs(kind, 1, 37, device, low=-60.0)
+    at = 1 if kind == "rwkv7" else 3
+    keep = torch.rand(args[at].shape, device=device, generator=torch.Generator(device).manual_seed(2)) < 0.6
+    args[at] = torch.where(keep, args[at] / 600, args[at])
+    state = first_state(1, device)
+    close(everything(function, args, state, "triton", **given), exact(function, args, state, **given), 1e-5)
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_packed_sequences_equal_separate_ones(kind: str, device: str) -> None:
+    function, args, given = inputs(kind, 1, 41, device)
+    ends, state = [0, 0, 17, 17, 18, 41], first_state(5, device)
+    packing = torch.tensor(ends, dtype=torch.int32, device=device)
+    packed = everything(function, args, state, "triton", cu_seqlens=packing, **given)
+    close(packed, exact(function, args, state, cu_seqlens=packing, **given))
+    for n, (start, end) in enumerate(pairwise(ends)):
+        if start < end:
+            own = [a[:, start:end] for a in args]
+            o, last = function(*own, initial_state=state[n : n + 1], return_state=True, impl="triton", **given)
+            assert torch.equal(o, packed[0][:, start:end])
+            assert torch.equal(last[0], packed[1][n])
+        else:
+            assert torch.equal(packed[1][n], state[n])
+            assert packed[-1][n].isfinite().all()
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_a_decoders_steps(kind: str, device: str) -> None:
+    """One token at a time with the state in place gives what the whole sequence gives."""
+    function, args, given = inputs(kind, 2, 4, device)
+    state = first_state(2, device)
+    o, last = function(*args, initial_state=state, return_state=True, impl="triton", **given)
+    for t in range(4):
+        step = [a[:, t : t + 1] for a in args]
+        one = function(*step, initial_state=state, inplace=True, impl="triton", **given)
+        torch.testing.assert_close(one, o[:, t : t + 1], rtol=1e-4, atol=1e-5)
+    torch.testing.assert_close(state, last, rtol=1e-4, atol=1e-5)
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_reruns_give_the_same_bits(kind: str, device: str) -> None:
+    function, args, given = inputs(kind, 1, 33, device)
+    runs = [everything(function, args, first_state(1, device), "triton", **given) for _ in range(2)]
+    assert all(torch.equal(a, b) for a, b in zip(*runs, strict=True))
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_strided_inputs_and_several_slices(kind: str, device: str) -> None:
+    """(B, heads, T, columns) in memory, and more channels and columns than a program takes at a time."""
+    function, args, given = inputs(kind, 1, 35, device)
+    wide = [torch.cat([a] * 6, -1) if a.dim() == 4 else a for a in args]
+    turned = [a.transpose(1, 2).contiguous().transpose(1, 2) if a.dim() == 4 else a for a in wide]
+    state = torch.randn(1, HV, 6 * K, 6 * V, device=device, generator=torch.Generator(device).manual_seed(5)) / 6
+    found = everything(function, turned, state, "triton", **given)
+    plain = everything(function, wide, state, "triton", **given)
+    assert all(torch.equal(a, b) for a, b in zip(found, plain, strict=True))
+    close(found, exact(function, wide, state, **given))
+
+
+def test_rows_of_zeros_and_beta_of_zero(device: str) -> None:
+    """Normalized rows of zeros stay zeros, and a beta of zero changes nothing; both have their gradients."""
+    function, args, given = inputs("head", 1, 20, device)
+    args[0][:, 3] = 0
+    args[1][:, 3:5] = 0
+    args[4][:, 7:9] = 0
+    state = first_state(1, device)
+    close(everything(function, args, state, "triton", **given), exact(function, args, state, **given))
+
+
+def test_equal_keys(device: str) -> None:
+    """Chunks of one key, whose systems have the largest inverses, with beta of 2."""
+    function, args, given = inputs("head", 1, 40, device, low=0.0)
+    args[1], args[4] = args[1][:, :1].expand(1, 40, H, K), torch.full_like(args[4], 2.0)
+    state = first_state(1, device)
+    close(everything(function, args, state, "triton", **given), exact(function, args, state, **given), 5e-5)
