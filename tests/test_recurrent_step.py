@@ -32,7 +32,7 @@ def token(device: str, gate: str, bonus: bool = False, delta: bool = False) -> T
 def exact(given: Token, S: torch.Tensor, scale: float) -> tuple[torch.Tensor, torch.Tensor]:
     """S' = diag(e^g) S + b (a^T S) + k v^T and o, in float64, one head after the other."""
     S, o = S.double().clone(), torch.zeros(B, HV, V, dtype=torch.float64, device=S.device)
-    q, k, v, g, u, a, b = (None if t is None else t.double() for t in given)
+    q, k, v, g, u, a, b = (None if t is None else t.double() for t in given[:7])
     for n in range(B):
         for h in range(HV):
             i, old = h // (HV // H), S[n, h].clone()
