@@ -58,7 +58,7 @@ def test_gates_down_to_minus_60(kind: str, device: str) -> None:
 @pytest.mark.parametrize("kind", KINDS)
 def test_packed_sequences_equal_separate_ones(kind: str, device: str) -> None:
     function, args, given = inputs(kind, 1, 41, device)
-    ends, state = [0, 0, 17, 17, 18, 41], first_state(5, device)
+    ends, state = [0, 0, 17, 17, 19, 41], first_state(5, device)  # one token alone is a step, by another kernel
     packing = torch.tensor(ends, dtype=torch.int32, device=device)
     packed = everything(function, args, state, "triton", cu_seqlens=packing, **given)
     close(packed, exact(function, args, state, cu_seqlens=packing, **given))
