@@ -1,0 +1,120 @@
+"""The figures of an op's page: what answers at a glance, the errors against the law, and the memory."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+from ridgeline.lab import units
+from ridgeline.lab.presentation.served import comparisons, serving
+from ridgeline.lab.presentation.site.markdown import html, table
+from ridgeline.lab.presentation.site.recorded import Gpu, gpus
+from ridgeline.op import Implementation, Op
+
+Row = dict[str, Any]
+WAYS = {"forward": "forward", "backward": "backward", "both": "forward and backward"}
+BOUNDS = {"memory": "memory bandwidth", "compute": "arithmetic"}
+
+
+def glance(op: Op, root: Path) -> str:
+    """Three answers in HTML: whether the op is right, how fast it is, and why."""
+    cards = {"Is it right?": right(op, root), "How fast is it?": fast(op, root), "Why?": why(op, root)}
+    body = "\n".join(f"<section><h3>{title}</h3>{text}</section>" for title, text in cards.items())
+    return f'<div class="glance">\n{body}\n</div>'
+
+
+def laws(op: Op, gpu: Gpu) -> list[float]:
+    """The worst error of each timed call of the default implementation, divided by the error allowed."""
+    found = [serving(op, rungs) for work, rungs in gpu.works.items() if work[0] == op.name]
+    return [row["law"] for row in found if row and row.get("law") is not None]
+
+
+def right(op: Op, root: Path) -> str:
+    """The worst recorded error of the default implementation, and whether reruns agree."""
+    said = []
+    for gpu in gpus(root):
+        if found := laws(op, gpu):
+            said.append(
+                f"<p><strong>{units.digits(max(found))}</strong> of the error allowed, at worst of "
+                f"{len(found)} timed calls on one {gpu.short}</p>"
+            )
+    if not said:
+        said = ["<p>Checked against the float64 reference by the tests; no timed call is recorded yet.</p>"]
+    served = [r for r in op.implementations.values() if r.served]
+    loose = [r.name for r in served if not r.deterministic]
+    said.append(
+        f"<p>Reruns may differ in {html(', '.join(f'`{n}`' for n in loose))}.</p>"
+        if loose
+        else "<p>Reruns are bitwise equal.</p>"
+    )
+    return "".join(said)
+
+
+def fast(op: Op, root: Path) -> str:
+    """The default implementation's time, share and speed-up in the op's largest case, on each GPU."""
+    said = []
+    for gpu in gpus(root):
+        of_op = {work: rungs for work, rungs in gpu.largest.items() if work[0] == op.name}
+        parts = []
+        for one in comparisons(of_op, {op.name: op}):
+            against = f", {units.times(one.speedup)} as fast as {one.against}" if one.speedup else ""
+            time = units.seconds(one.ours["seconds"]["median"])
+            parts.append(f"{WAYS[one.direction]} <strong>{time}</strong>, {units.share(one.ours)} of the roof{against}")
+        if parts:
+            case = next(iter(of_op))[1:3]
+            said.append(f"<p>{gpu.short}: {'; '.join(parts)}<br><small>{html(' '.join(case))}</small></p>")
+    return "".join(said) or "<p>Not timed yet on a recorded GPU.</p>"
+
+
+def why(op: Op, root: Path) -> str:
+    """What limits the op, and the idea of the implementation that serves its largest case."""
+    said = []
+    for gpu in gpus(root)[:1]:
+        for work, rungs in gpu.largest.items():
+            if work[0] == op.name and work[3] != "backward":
+                said.append(f"<p>The limit is {BOUNDS.get(rungs[0]['bound'], rungs[0]['bound'])}.</p>")
+                row = serving(op, rungs)
+                rung = op.implementations[row["impl"]] if row else None
+                said += [_idea(rung)] if rung else []
+    if not said:
+        served = [r for r in op.implementations.values() if r.served]
+        said = [_idea(served[-1])] if served else ["<p>PyTorch computes it.</p>"]
+    return "".join(said)
+
+
+def _idea(rung: Implementation) -> str:
+    return f"<p>{html(f'`{rung.name}`: {rung.idea}')}</p>"
+
+
+def errors(op: Op, root: Path) -> str:
+    """A table of errors and memory on each GPU, of the default implementation beside PyTorch's; empty if none is timed.
+
+    An error is divided by the error allowed. Memory is the peak beyond the inputs.
+    """
+    head = ["GPU", "case", "dtype", "direction", "error / allowed", "peak memory", "PyTorch's peak", "kept for backward"]
+    rows = []
+    for gpu in gpus(root):
+        of_op = [work for work in gpu.works if work[0] == op.name]
+        order = {case.name: n for n, case in enumerate(op.cases)}
+        for work in sorted(of_op, key=lambda w: (order.get(w[1], 99), w[2:])):
+            rungs = gpu.works[work]
+            ours, torch = serving(op, rungs), next((r for r in rungs if r["impl"] == "torch"), None)
+            if ours:
+                law = units.digits(ours["law"]) if ours.get("law") is not None else units.DASH
+                held = ours.get("held_bytes")
+                rows.append(
+                    [gpu.short, work[1], work[2], work[3], law, units.size(ours.get("peak_bytes")),
+                     units.size(torch.get("peak_bytes") if torch else None),
+                     units.size(held) if work[3] == "backward" and held is not None else units.DASH]
+                )  # fmt: skip
+    return table(head, rows, (4, 5, 6, 7)) if rows else ""
+
+
+def links(op: Op, root: Path) -> str:
+    """Links to the pages of every measured case."""
+    found = [
+        f"[{gpu.short}](../measured/{gpu.stem}.md#{op.name})"
+        for gpu in gpus(root)
+        if any(work[0] == op.name for work in gpu.works)
+    ]
+    return f"Every measured case: {', '.join(found)}." if found else ""
