@@ -62,6 +62,7 @@ def docstring(text: str, parameters: Iterable[str] = (), link: Callable[[str], s
     if block:
         out += ["", fence("\n".join(block).strip("\n"))]
     parts = re.split(r"(^```.*?^```$)", "\n".join(out).strip(), flags=re.MULTILINE | re.DOTALL)
+    parts = [part if n % 2 else re.sub(r"\n{3,}", "\n\n", part) for n, part in enumerate(parts)]
     linked = [part if n % 2 else re.sub(r"`[^`\n]+`", lambda m: link(m[0]), part) for n, part in enumerate(parts)]
     return "".join(linked)
 

@@ -45,7 +45,8 @@ def write(root: Path, out: Path, jobs: int, seconds: float) -> None:
         path = out / name
         path.parent.mkdir(parents=True, exist_ok=True)
         path.write_text(text)
-    shutil.copytree(root / "docs/site", out / "_site")
+    shutil.copytree(root / "docs/site/static", out / "_site/static")
+    shutil.copy(root / "docs/site/conf.py", out)
     for picture in (*(root / "docs").glob("**/*.svg"), *(root / "results").glob("**/*.jsonl")):
         at = out / picture.relative_to(root / "docs" if picture.suffix == ".svg" else root)
         at.parent.mkdir(parents=True, exist_ok=True)
