@@ -139,10 +139,10 @@ test-docs: docs browser build/transformers-$(lastword $(TRANSFORMERS))/.ready ##
 
 dist: $(READY) ## build the wheel and the source archive into dist/, and try the wheel in a fresh environment
 	@rm -rf dist build/dist
-	$(PY) tests/wheel.py build dist
+	$(PY) tests/release.py build dist
 	$(PYTHON) -m venv build/dist
 	build/dist/bin/python -m pip install --quiet --constraint requirements.lock "$$(ls dist/*.whl)[lab]" transformers==$(lastword $(TRANSFORMERS))
-	cd build/dist && env -u PYTHONPATH bin/python $(CURDIR)/tests/wheel.py try $(CURDIR)/README.md
+	cd build/dist && env -u PYTHONPATH bin/python $(CURDIR)/tests/release.py try $(CURDIR)/README.md
 
 build/sphinx/.ready: requirements-docs.lock | $(READY)
 	$(PY) -m pip install --quiet --no-deps --upgrade --target $(@D) --requirement requirements-docs.lock

@@ -21,7 +21,9 @@ BLOCKS = pages.everything()
 def test_every_op_has_an_equation() -> None:
     written = prose.equations(ROOT)
     missing = [name for name in op_modules() if "$$" not in written.get(name, "")]
-    assert not missing, f"docs/equations.md has no equation of {', '.join(missing)}: add a section `## NAME` with $$ ... $$"
+    assert not missing, (
+        f"docs/equations.md has no equation of {', '.join(missing)}: add a section `## NAME` with $$ ... $$"
+    )
     unknown = [name for name in written if name not in op_modules()]
     assert not unknown, f"docs/equations.md has sections of unknown ops: {', '.join(unknown)}"
 
@@ -62,7 +64,11 @@ def test_links_of_hand_written_pages_exist(page) -> None:
 
 def test_every_verb_has_a_page_with_its_options() -> None:
     made = verbs.pages()
-    assert set(made) == {"cli/index.md", *(f"cli/{v}.md" for v in cli.VERBS), *(f"cli/lm-{v}.md" for v in command.VERBS)}
+    assert set(made) == {
+        "cli/index.md",
+        *(f"cli/{v}.md" for v in cli.VERBS),
+        *(f"cli/lm-{v}.md" for v in command.VERBS),
+    }
     assert "`--peers`" in made["cli/bench.md"]
     assert "`--dtype DTYPE`" in made["cli/check.md"]
 

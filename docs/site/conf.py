@@ -5,6 +5,7 @@ from __future__ import annotations
 import shutil
 import xml.etree.ElementTree as ElementTree
 from importlib.util import find_spec
+from itertools import pairwise
 from pathlib import Path
 from typing import Any
 
@@ -57,6 +58,14 @@ def mathml(text: str, display: str) -> str:
             node.remove(node[1])
             node.tag = node.tag.replace("mover", "mrow")
             node.set("style", "border-top: .06em solid; padding-top: .12em")
+        for name, after in pairwise(node):  # a function before its argument is no operator, which has spaces
+            if (
+                name.tag.endswith("}mo")
+                and len(name.text or "") > 1
+                and (name.text or "").isalnum()
+                and after.text == "("
+            ):
+                name.tag = name.tag.replace("}mo", "}mi")
     return ElementTree.tostring(made, encoding="unicode")
 
 

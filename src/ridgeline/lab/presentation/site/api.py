@@ -7,7 +7,6 @@ import inspect
 import textwrap
 from collections.abc import Callable, Iterator
 from importlib import import_module
-from pathlib import Path
 from types import ModuleType
 from typing import Any
 
@@ -87,17 +86,16 @@ def directive(
     kind: str, declared: str, value: Any, module: str, link: Callable[[str], str], inside: str = "", ticks: int = 5
 ) -> str:
     """An entry of Sphinx's Python domain."""
-    names = inspect.signature(value).parameters if callable(value) and not inspect.isclass(value) else ()
-    if inspect.isclass(value):
-        names = [*getattr(value, "__annotations__", ()), *class_parameters(value)]
+    names = parameters_of(value)
+    names += getattr(value, "__annotations__", ()) if inspect.isclass(value) else ()
     body = docstring(inspect.cleandoc(value.__doc__ or ""), names, link)
     where = f":module: {module}\n" if module else ""
     fence = "`" * ticks
     return f"{fence}{{py:{kind}}} {declared}\n{where}\n{body}\n\n{inside}\n{fence}"
 
 
-def class_parameters(value: type) -> list[str]:
-    """The names of a constructor's parameters."""
+def parameters_of(value: Any) -> list[str]:
+    """The names of the parameters of a function or of a class's constructor."""
     try:
         return list(inspect.signature(value).parameters)
     except (TypeError, ValueError):
@@ -114,8 +112,3 @@ def arguments(function: Any, own: bool = False) -> str:
         return str(inspect.signature(function))
     text = text.removeprefix(f"def {node.name}").replace("( ", "(").replace(", )", ")")
     return text.replace("(self, ", "(", 1).replace("(self)", "()", 1) if own else text
-
-
-def path_of(value: Any) -> Path:
-    """The file of a function or class."""
-    return Path(inspect.getfile(value))

@@ -7,7 +7,7 @@ from typing import Any
 
 from ridgeline.lab import units
 from ridgeline.lab.presentation.served import comparisons, serving
-from ridgeline.lab.presentation.site.markdown import html, table
+from ridgeline.lab.presentation.site.markdown import fold, html, table
 from ridgeline.lab.presentation.site.recorded import Gpu, gpus
 from ridgeline.op import Implementation, Op
 
@@ -31,13 +31,12 @@ def laws(op: Op, gpu: Gpu) -> list[float]:
 
 def right(op: Op, root: Path) -> str:
     """The worst recorded error of the default implementation, and whether reruns agree."""
-    said = []
-    for gpu in gpus(root):
-        if found := laws(op, gpu):
-            said.append(
-                f"<p><strong>{units.digits(max(found))}</strong> of the error allowed, at worst of "
-                f"{len(found)} timed calls on one {gpu.short}</p>"
-            )
+    said = [
+        f"<p><strong>{units.digits(max(found))}</strong> of the error allowed, at worst of "
+        f"{len(found)} timed calls on one {gpu.short}</p>"
+        for gpu in gpus(root)
+        if (found := laws(op, gpu))
+    ]
     if not said:
         said = ["<p>Checked against the float64 reference by the tests; no timed call is recorded yet.</p>"]
     served = [r for r in op.implementations.values() if r.served]
@@ -87,27 +86,45 @@ def _idea(rung: Implementation) -> str:
 
 
 def errors(op: Op, root: Path) -> str:
-    """A table of errors and memory on each GPU, of the default implementation beside PyTorch's; empty if none is timed.
+    """A table of errors and memory in the op's largest case on each GPU, and a folded one of all cases; or empty.
 
-    An error is divided by the error allowed. Memory is the peak beyond the inputs.
+    The rows are the default implementation's, with PyTorch's memory beside. An error is divided by the error allowed.
+    Memory is the peak beyond the inputs.
     """
-    head = ["GPU", "case", "dtype", "direction", "error / allowed", "peak memory", "PyTorch's peak", "kept for backward"]
-    rows = []
+    head = [
+        "GPU",
+        "case",
+        "dtype",
+        "direction",
+        "error / allowed",
+        "peak memory",
+        "PyTorch's peak",
+        "kept for backward",
+    ]
+    order = {case.name: n for n, case in enumerate(op.cases)}
+    short, whole = list[list[str]](), list[list[str]]()
     for gpu in gpus(root):
         of_op = [work for work in gpu.works if work[0] == op.name]
-        order = {case.name: n for n, case in enumerate(op.cases)}
-        for work in sorted(of_op, key=lambda w: (order.get(w[1], 99), w[2:])):
-            rungs = gpu.works[work]
-            ours, torch = serving(op, rungs), next((r for r in rungs if r["impl"] == "torch"), None)
-            if ours:
-                law = units.digits(ours["law"]) if ours.get("law") is not None else units.DASH
-                held = ours.get("held_bytes")
-                rows.append(
-                    [gpu.short, work[1], work[2], work[3], law, units.size(ours.get("peak_bytes")),
-                     units.size(torch.get("peak_bytes") if torch else None),
-                     units.size(held) if work[3] == "backward" and held is not None else units.DASH]
-                )  # fmt: skip
-    return table(head, rows, (4, 5, 6, 7)) if rows else ""
+        for work in sorted(of_op, key=lambda w: (order.get(w[1], len(order)), w[2], [*WAYS].index(w[3]))):
+            if row := _memory(op, gpu, work):
+                whole.append(row)
+                short += [row] if work in gpu.largest else []
+    right = (4, 5, 6, 7)
+    if len(whole) <= len(short):
+        return table(head, whole, right) if whole else ""
+    return table(head, short, right) + "\n\n" + fold(f"All {len(whole)} timed calls", table(head, whole, right))
+
+
+def _memory(op: Op, gpu: Gpu, work: tuple[str, str, str, str]) -> list[str]:
+    """The cells of one piece of work; empty if the default implementation was not timed."""
+    rungs = gpu.works[work]
+    ours, torch = serving(op, rungs), next((r for r in rungs if r["impl"] == "torch"), {})
+    if not ours:
+        return []
+    held = ours.get("held_bytes") if work[3] == "backward" else None
+    law = units.digits(ours["law"]) if ours.get("law") is not None else units.DASH
+    sizes = (ours.get("peak_bytes"), torch.get("peak_bytes"), held)
+    return [gpu.short, *work[1:], law, *map(units.size, sizes)]
 
 
 def links(op: Op, root: Path) -> str:

@@ -104,12 +104,12 @@ def cuda_function(text: str, name: str) -> tuple[str, int]:
     match = re.search(rf"^(?:template[^\n]*\n)?[^\n;{{}}]*__global__[^;{{}}]*?\b{name}\s*\(", text, re.MULTILINE)
     if match is None:  # a macro makes it: the whole file is the source
         return text, 1
-    depth, place = 0, text.index("{", match.end())
-    for place in range(place, len(text)):
-        depth += {"{": 1, "}": -1}.get(text[place], 0)
+    depth = 0
+    for end in range(text.index("{", match.end()), len(text)):
+        depth += {"{": 1, "}": -1}.get(text[end], 0)
         if depth == 0:
             break
-    return text[match.start() : place + 1], text.count("\n", 0, match.start()) + 1
+    return text[match.start() : end + 1], text.count("\n", 0, match.start()) + 1
 
 
 def digest(launch: Launch) -> str:

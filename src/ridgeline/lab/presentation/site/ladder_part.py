@@ -20,7 +20,7 @@ LINES = 400  # of the functions that a kernel calls; a page shows no more of the
 
 def charts(op: Op, root: Path) -> str:
     """The charts of the op's largest case on each GPU; the first GPU's are open."""
-    made = []
+    made = list[str]()
     for gpu in gpus(root):
         figures = of_gpu(op, gpu)
         if figures:
@@ -94,7 +94,9 @@ def _compiled(made: kernels.Call, found: list[tuple[str, Row | None]]) -> list[s
              units.size(row["shared"]) if row["shared"] else "none", occupancy, _mix(row), row["compiler"]]
         )  # fmt: skip
     head = ["", "kernel", "registers", "spilled", "shared", "occupancy", "instructions in the code", "compiler"]
-    return [fold(f"What the compiler made of it ({kernels.ARCH}, {made.case} in {made.dtype})", table(head, rows, (2, 3)))]
+    return [
+        fold(f"What the compiler made of it ({kernels.ARCH}, {made.case} in {made.dtype})", table(head, rows, (2, 3)))
+    ]
 
 
 def _mix(row: Row) -> str:
@@ -109,8 +111,8 @@ def _sources(made: kernels.Call) -> list[str]:
     """The folded sources of the different kernels of a call, each with the functions that it calls."""
     texts, seen = [], set[tuple[Path, int]]()
     for _, launch in made.launches:
-        own, *called = kernels.sources(launch.kernel) or [None]
-        if own is None or (own.path, own.line) in seen:
+        own, *called = kernels.sources(launch.kernel)
+        if (own.path, own.line) in seen:
             continue
         seen.add((own.path, own.line))
         parts, lines = [fence(own.text, own.language, f"{own.where}, line {own.line}")], 0

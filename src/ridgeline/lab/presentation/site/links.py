@@ -72,9 +72,8 @@ class Links:
         made = {}
         for path in sorted(self.needed):
             language = LANGUAGES.get(path.suffix, "text")
-            made[f"source/{path}.md"] = (
-                f"---\norphan: true\n---\n\n# {path.name}\n\n`{path}`\n\n{fence((self.root / path).read_text(), language)}\n"
-            )
+            body = fence((self.root / path).read_text(), language)
+            made[f"source/{path}.md"] = f"---\norphan: true\n---\n\n# {path.name}\n\n`{path}`\n\n{body}\n"
         listed = "\n".join(f"- [{path}]({path}.md)" for path in sorted(self.needed))
         made["source/index.md"] = f"---\norphan: true\n---\n\n# Source files\n\nThose that pages link to.\n\n{listed}\n"
         return made

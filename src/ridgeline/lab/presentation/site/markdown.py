@@ -73,7 +73,7 @@ def itemised(text: str, known: set[str]) -> str:
     def broken(match: re.Match[str]) -> str:
         return f"\n{match[1]}: " if set(match[1].split(", ")) <= known else match[0]
 
-    return re.sub(r"(?<=[.)]) (\w+(?:, \w+)*): ", broken, text)
+    return re.sub(r"(?<=[.);]) (\w+(?:, \w+)*): ", broken, text)
 
 
 def html(text: str) -> str:

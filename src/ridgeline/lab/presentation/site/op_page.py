@@ -30,7 +30,11 @@ def page(op: Op, root: Path, links: Links, until: float) -> str:
         f"The last rung that may run by default and supports a call serves it. In the case {case}, "
         "and on a CPU in a small case:",
         rules,
-        *([f"Among the benchmarked cases on an H100, in bfloat16 where nothing else is said:\n\n{cases}"] if cases else []),
+        *(
+            [f"Among the benchmarked cases on an H100, in bfloat16 where nothing else is said:\n\n{cases}"]
+            if cases
+            else []
+        ),
         f"`ridgeline explain {op.name}` answers for your machine and other cases.",
         "## The ladder",
         "From the naive version to the best one. The gain is against the rung above. Grey: other libraries.",

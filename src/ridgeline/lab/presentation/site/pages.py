@@ -78,9 +78,15 @@ def by_hand(root: Path, links: Links) -> dict[str, str]:
 
 def index_of_ops(ops: dict[str, Op]) -> str:
     """The list of all ops by family."""
-    text = ["# All ops", "A page for each function: its equation, its use, its ladder of implementations and its notes."]
+    text = [
+        "# All ops",
+        "A page for each function: its equation, its use, its ladder of implementations and its notes.",
+    ]
     for family, members in families(ops.values()):
-        text += [f"## {family.capitalize()}", "\n".join(f"- [{op.name}]({op.name}.md): {prose.lead(op)}" for op in members)]
+        text += [
+            f"## {family.capitalize()}",
+            "\n".join(f"- [{op.name}]({op.name}.md): {prose.lead(op)}" for op in members),
+        ]
         text.append(verbs.toctree([op.name for op in members]))
     return "\n\n".join(text) + "\n"
 
@@ -99,7 +105,9 @@ def side_bar(made: dict[str, str]) -> str:
     rest = [name for name in top if name not in seen]
     text[-1][1].extend(rest)
     return "".join(
-        f"\n\n```{{toctree}}\n:hidden:\n:caption: {caption}\n\n" + "\n".join(n.removesuffix(".md") for n in names) + "\n```\n"
+        f"\n\n```{{toctree}}\n:hidden:\n:caption: {caption}\n\n"
+        + "\n".join(n.removesuffix(".md") for n in names)
+        + "\n```\n"
         for caption, names in text
         if names
     )

@@ -37,9 +37,7 @@ def gpus(root: Path) -> list[Gpu]:
     found = []
     for path, rows in results.gpus(root / "results").items():
         works = results.works(rows)
-        found.append(
-            Gpu(path.stem, query.one(rows, "run")["machine"]["gpu"], rows, works, largest(works, registry()))
-        )
+        found.append(Gpu(path.stem, query.one(rows, "run")["machine"]["gpu"], rows, works, largest(works, registry())))
     return found
 
 
