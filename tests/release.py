@@ -1,7 +1,7 @@
 """Builds the archives of a release, and tries the installed wheel.
 
 python tests/release.py build FOLDER    the wheel and the source archive, by setuptools
-python tests/release.py try README      in the environment to try: the README's first example, the commands, a tiny model
+python tests/release.py try README      in the environment to try: the README's example, the commands, a tiny model
 """
 
 from __future__ import annotations
@@ -31,7 +31,8 @@ def build(folder: Path) -> None:
     assert not missing, f"{wheel.name} lacks {', '.join(missing)}"
     strangers = [name for name in held if not name.startswith("ridgeline") and ".dist-info/" not in name]
     assert not strangers, f"{wheel.name} holds {', '.join(strangers[:3])}"
-    inside = {name.partition("/")[2] for name in tarfile.open(source).getnames()}
+    with tarfile.open(source) as archive:
+        inside = {name.partition("/")[2] for name in archive.getnames()}
     wanted = [p for p in inside if p.startswith("src/ridgeline/")]
     assert {"pyproject.toml", "README.md", "LICENSE"} <= inside
     assert len(wanted) >= len([name for name in held if name.startswith("ridgeline/")])
@@ -50,7 +51,7 @@ def attempt(readme: Path) -> None:
     first, second = [b for b in pages.blocks(readme) if b.language == "python"]
     here: dict[str, object] = {}
     exec(compile(first.replaced(first.text), "README.md", "exec"), here)
-    exec(compile(second.marks["setup"] + second.text, "README.md", "exec"), here)
+    exec(compile(second.marks["setup"] + "\n" + second.text, "README.md", "exec"), here)
     model, torch = here["model"], here["torch"]
     ids = torch.randint(256, (1, 16))  # type: ignore[attr-defined]
     model(input_ids=ids, labels=ids).loss.backward()  # type: ignore[operator]

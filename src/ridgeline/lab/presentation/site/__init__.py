@@ -1,1 +1,1 @@
-"""The site's Markdown, written from the registry, docstrings, results/ and docs/; Sphinx makes it a site."""
+"""The Markdown of the site, written from the registry, docstrings, results and hand-written pages."""

@@ -41,7 +41,7 @@ def use(op: Op, root: Path, links: Links, here: str) -> str:
 
 
 def linked_op(own: str, folder: str) -> Callable[[str], str]:
-    """Makes a link of the name of another op between backticks. folder: where the pages of ops are, as seen from here."""
+    """Makes a link of another op's name between backticks. folder: where the pages of ops are, as seen from here."""
     ops = set(op_modules()) - {own}
 
     def link(code: str) -> str:
