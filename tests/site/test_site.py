@@ -13,7 +13,7 @@ import pytest
 import browser
 import pages
 from ridgeline import cli
-from ridgeline.lm import command
+from ridgeline.lab.presentation.site import verbs
 from ridgeline.op import op_modules
 
 SITE = pages.ROOT / "site"
@@ -47,7 +47,7 @@ def parsed() -> dict[Path, Anchors]:
 
 def test_every_op_and_verb_has_its_page() -> None:
     wanted = [f"ops/{name}.html" for name in op_modules()] + [f"cli/{verb}.html" for verb in cli.VERBS]
-    wanted += [f"cli/lm-{verb}.html" for verb in command.VERBS]
+    wanted += [f"cli/{verb}-{name}.html" for verb in cli.VERBS for name in verbs.below(verbs.parser(verb))]
     wanted += [f"from/{p.stem}.html" for p in (pages.ROOT / "docs/from").glob("*.md")]
     missing = [name for name in wanted if not (SITE / name).exists()]
     assert not missing

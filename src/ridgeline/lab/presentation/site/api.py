@@ -4,12 +4,15 @@ from __future__ import annotations
 
 import ast
 import inspect
+import sys
 import textwrap
 from collections.abc import Callable, Iterator
 from importlib import import_module
+from importlib.util import find_spec
 from types import ModuleType
 from typing import Any
 
+import ridgeline
 from ridgeline.lab.presentation.measured import families
 from ridgeline.lab.presentation.site.markdown import docstring
 from ridgeline.lab.presentation.site.prose import lead, linked_op
@@ -17,24 +20,22 @@ from ridgeline.lab.presentation.site.verbs import toctree
 from ridgeline.lab.presentation.stubs import signature_of
 from ridgeline.op import Op
 
-# Public modules, and the names of those that have others too.
-MODULES: dict[str, tuple[str, ...]] = {
-    "ridgeline.nn": (),
-    "ridgeline.optim": (),
-    "ridgeline.hf": (),
-    "ridgeline.formats": (),
-    "ridgeline.recomputation": (),
-    "ridgeline.lab": (),
-    "ridgeline.lm.model": (),
-    "ridgeline.op": ("Op", "Case", "Spec", "Cost", "Implementation", "RidgelineError"),
-}
+# Public modules beside those that `ridgeline` itself names, and the names of those that have others too.
+ALSO = ("ridgeline.recomputation", "ridgeline.parallel", "ridgeline.lm.model")
+ONLY = {"ridgeline.op": ("Op", "Case", "Spec", "Cost", "Implementation", "RidgelineError")}
+
+
+def modules() -> list[str]:
+    """The public modules that are there."""
+    own = [f"ridgeline.{name}" for name in vars(ridgeline)["_SUBMODULES"]]
+    return [*own, *(name for name in ALSO if name not in own and find_spec(name))]
 
 
 def pages(ops: dict[str, Op]) -> dict[str, str]:
     """The Markdown pages of the public modules by their names, `api/index.md` among them."""
     made, link = {}, linked_op("", "../ops/")
-    for name, only in MODULES.items():
-        module = import_module(name)
+    for name in modules():
+        module, only = import_module(name), ONLY.get(name, ())
         text = [f"# {name}", docstring(inspect.cleandoc(module.__doc__ or ""), link=link)]
         text += [entry(label, value, name, link) for label, value in members(module, only)]
         made[f"api/{name}.md"] = "\n\n".join(text) + "\n"
@@ -42,20 +43,25 @@ def pages(ops: dict[str, Op]) -> dict[str, str]:
     for family, of_family in families(ops.values()):
         lines = "\n".join(f"- [`ridgeline.{op.name}`](../ops/{op.name}.md): {lead(op)}" for op in of_family)
         listed.append(f"### {family.capitalize()}\n\n{lines}")
-    modules = "\n".join(
+    named = "\n".join(
         f"- [`{name}`]({name}.md): {docstring((import_module(name).__doc__ or '').strip().splitlines()[0])}"
-        for name in MODULES
+        for name in modules()
     )
-    text = ["# API reference", "## Modules", modules, "## Functions", *listed, toctree(list(MODULES))]
+    text = ["# API reference", "## Modules", named, "## Functions", *listed, toctree(modules())]
     return made | {"api/index.md": "\n\n".join(text) + "\n"}
 
 
 def members(module: ModuleType, only: tuple[str, ...]) -> Iterator[tuple[str, Any]]:
     """The public functions and classes of a module with docstrings: its own, or those that its `__all__` names."""
-    names = only or getattr(module, "__all__", None) or [n for n in vars(module) if n[0] != "_"]
+    named = getattr(module, "__all__", None)
+    names = only or named or [n for n in dir(module) if n[0] != "_"]
     for name in names:
-        value = getattr(module, name)
-        own = getattr(value, "__module__", "").startswith(module.__name__) or only or hasattr(module, "__all__")
+        try:
+            value = getattr(module, name)
+        except ModuleNotFoundError as error:
+            print(f"{module.__name__}.{name} has no entry in the reference: {error}", file=sys.stderr)
+            continue
+        own = getattr(value, "__module__", "").startswith(module.__name__) or only or named
         if own and (inspect.isclass(value) or inspect.isfunction(value)) and value.__doc__:
             yield name, value
 

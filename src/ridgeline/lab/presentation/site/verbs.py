@@ -8,25 +8,34 @@ from importlib import import_module
 
 from ridgeline import cli
 from ridgeline.lab.presentation.site.markdown import fence, plain, table
-from ridgeline.lm import command
 
 WIDTH = 100  # columns of a usage line
 
 
 def pages() -> dict[str, str]:
-    """The Markdown pages by their names: `cli/index.md`, and one for each verb and each verb of `ridgeline lm`."""
+    """The Markdown pages by their names: `cli/index.md`, and one for each verb and each verb below a verb."""
     made = {}
     for verb, (_, line) in cli.VERBS.items():
-        inner = [f"lm-{name}" for name in command.VERBS] if verb == "lm" else []
-        made[f"cli/{verb}.md"] = page(verb, line, parser(verb), inner)
-    for verb, (_, line) in command.VERBS.items():
-        made[f"cli/lm-{verb}.md"] = page(f"lm {verb}", line, command.parser_of(verb), [])
+        top = parser(verb)
+        inner = below(top)
+        made[f"cli/{verb}.md"] = page(verb, line, top, {f"{verb}-{name}": said for name, (_, said) in inner.items()})
+        for name, (sub, said) in inner.items():
+            made[f"cli/{verb}-{name}.md"] = page(f"{verb} {name}", said, sub, {})
     listed = "\n".join(f"- [`ridgeline {verb}`]({verb}.md): {plain(line)}." for verb, (_, line) in cli.VERBS.items())
     made["cli/index.md"] = "\n\n".join(
         ["# Command line", "Written from the parsers. `ridgeline VERB --help` prints the same.", listed]
         + [toctree(list(cli.VERBS))]
     )
     return {name: f"{text}\n" for name, text in made.items()}
+
+
+def below(made: argparse.ArgumentParser) -> dict[str, tuple[argparse.ArgumentParser, str]]:
+    """The verbs below a verb, with their parsers and what they do; empty if there are none."""
+    for action in made._actions:
+        if isinstance(action, argparse._SubParsersAction):
+            said = {choice.dest: choice.help or "" for choice in action._choices_actions}
+            return {name: (sub, said.get(name, "")) for name, sub in action.choices.items()}
+    return {}
 
 
 def parser(verb: str) -> argparse.ArgumentParser:
@@ -39,21 +48,26 @@ def parser(verb: str) -> argparse.ArgumentParser:
     return made
 
 
-def page(verb: str, line: str, made: argparse.ArgumentParser, inner: list[str]) -> str:
-    """The Markdown of a verb: what it does, how it is called, and its arguments. inner: pages of the verbs below it."""
+def page(verb: str, line: str, made: argparse.ArgumentParser, inner: dict[str, str]) -> str:
+    """The Markdown of a verb: what it does, how it is called, and its arguments. inner: pages of the verbs
+    below it, and what those do.
+    """
     made.formatter_class = lambda prog: argparse.HelpFormatter(prog, width=WIDTH)
     text = [f"# ridgeline {verb}", f"{line[0].upper()}{plain(line[1:])}.", fence(made.format_usage().strip())]
     groups = {"Arguments": [], "Options": []}  # type: dict[str, list[list[str]]]
     for action in made._actions:
         if isinstance(action, argparse._SubParsersAction):
-            listed = [f"- [`{name}`](lm-{name}.md): {plain(command.VERBS[name][1])}." for name in action.choices]
+            listed = [
+                f"- [`ridgeline {name.replace('-', ' ', 1)}`]({name}.md): {plain(said)}."
+                for name, said in inner.items()
+            ]
             text += ["## Verbs", "\n".join(listed)]
         elif not isinstance(action, argparse._HelpAction) and action.help != argparse.SUPPRESS:
             groups["Options" if action.option_strings else "Arguments"].append(row(action))
     for title, rows in groups.items():
         if rows:
             text += [f"## {title}", table(["", "meaning"], rows)]
-    return "\n\n".join([*text, *([toctree(inner)] if inner else [])])
+    return "\n\n".join([*text, *([toctree(list(inner))] if inner else [])])
 
 
 def row(action: argparse.Action) -> list[str]:
