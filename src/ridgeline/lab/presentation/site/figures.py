@@ -16,9 +16,9 @@ WAYS = {"forward": "forward", "backward": "backward", "both": "forward and backw
 BOUNDS = {"memory": "memory bandwidth", "compute": "arithmetic"}
 
 
-def glance(op: Op, root: Path) -> str:
+def glance(op: Op, root: Path, checked: list[Row]) -> str:
     """Three answers in HTML: whether the op is right, how fast it is, and why."""
-    cards = {"Is it right?": right(op, root), "How fast is it?": fast(op, root), "Why?": why(op, root)}
+    cards = {"Is it right?": right(op, root, checked), "How fast is it?": fast(op, root), "Why?": why(op, root)}
     body = "\n".join(f"<section><h3>{title}</h3>{text}</section>" for title, text in cards.items())
     return f'<div class="glance">\n{body}\n</div>'
 
@@ -29,7 +29,7 @@ def laws(op: Op, gpu: Gpu) -> list[float]:
     return [row["law"] for row in found if row and row.get("law") is not None]
 
 
-def right(op: Op, root: Path) -> str:
+def right(op: Op, root: Path, checked: list[Row]) -> str:
     """The worst recorded error of the default implementation, and whether reruns agree."""
     said = [
         f"<p><strong>{units.digits(max(found))}</strong> of the error allowed, at worst of "
@@ -37,6 +37,12 @@ def right(op: Op, root: Path) -> str:
         for gpu in gpus(root)
         if (found := laws(op, gpu))
     ]
+    if checked and not said:
+        worst = max(max(row["forward"], row["backward"]) for row in checked)
+        said = [
+            f"<p><strong>{units.digits(worst)}</strong> of the error allowed, at worst of {len(checked)} "
+            "implementations on a CPU and in Triton's interpreter; no GPU has timed it on record</p>"
+        ]
     if not said:
         said = ["<p>Checked against the float64 reference by the tests; no timed call is recorded yet.</p>"]
     served = [r for r in op.implementations.values() if r.served]
@@ -113,6 +119,17 @@ def errors(op: Op, root: Path) -> str:
     if len(whole) <= len(short):
         return table(head, whole, right) if whole else ""
     return table(head, short, right) + "\n\n" + fold(f"All {len(whole)} timed calls", table(head, whole, right))
+
+
+def computed(checked: list[Row]) -> str:
+    """A table of errors that were computed without a GPU; empty if there are none."""
+    rows = [
+        [f"`{row['impl']}`", row["case"], row["dtype"], units.digits(row["forward"]), units.digits(row["backward"])]
+        for row in checked
+    ]
+    said = "Computed for this page on a CPU, kernels in Triton's interpreter; no GPU has timed this op on record:"
+    head = ["implementation", "case", "dtype", "forward, error / allowed", "backward"]
+    return f"{said}\n\n{table(head, rows, (3, 4))}" if rows else ""
 
 
 def _memory(op: Op, gpu: Gpu, work: tuple[str, str, str, str]) -> list[str]:

@@ -3,25 +3,29 @@
 from __future__ import annotations
 
 from pathlib import Path
+from typing import Any
 
 from ridgeline.lab.presentation.site import figures, ladder_part, prose, serving
 from ridgeline.lab.presentation.site.links import Links
 from ridgeline.op import Op
 
+Row = dict[str, Any]
 
-def page(op: Op, root: Path, links: Links, until: float) -> str:
+
+def page(op: Op, root: Path, links: Links, until: float, checked: list[Row]) -> str:
     """The Markdown of an op's page.
 
-    until: the time after which kernels without recorded figures are not compiled.
+    until: the time after which kernels without recorded figures are not compiled. checked: errors
+    computed without a GPU, for an op that none has timed on record.
     """
     here = f"ops/{op.name}.md"
     case, rules = serving.rules(op, root)
     cases = serving.cases(op)
-    charts, errors = ladder_part.charts(op, root), figures.errors(op, root)
+    charts, errors = ladder_part.charts(op, root), figures.errors(op, root) or figures.computed(checked)
     text = [
         f"# {op.name}",
         prose.lead(op),
-        figures.glance(op, root),
+        figures.glance(op, root, checked),
         "## Equation",
         prose.equations(root).get(op.name, "docs/equations.md has no section of this name."),
         "## Use",

@@ -4,9 +4,11 @@ from __future__ import annotations
 
 import shutil
 import time
+from collections.abc import Callable
 from concurrent.futures import ProcessPoolExecutor
 from multiprocessing import get_context
 from pathlib import Path, PurePosixPath
+from typing import Any
 
 from ridgeline.lab.presentation.measured import families
 from ridgeline.lab.presentation.site import api, op_page, prose, verbs
@@ -21,20 +23,23 @@ BAR = {
     "Measured": ["measured/*"],
     "How it is built": ["design", "attention", "compiler", "notes/index", "contributing", "changelog"],
 }
+Row = dict[str, Any]
 NOT_PAGES = ("ops.md", "equations.md")  # of docs/: what they hold is on the pages of ops
 
 
-def write(root: Path, out: Path, jobs: int, seconds: float) -> None:
+def write(root: Path, out: Path, jobs: int, seconds: float, checks: Callable[[], list[Row]]) -> None:
     """Writes all pages of a source tree into a folder, in place of what is there.
 
-    seconds: the time for compiling kernels whose figures are not recorded.
+    seconds: the time for compiling kernels whose figures are not recorded. checks: gives the errors of ops that no GPU
+    has timed on record.
     """
     shutil.rmtree(out, ignore_errors=True)
     links, ops = Links(root), registry()
     made = by_hand(root, links) | api.pages(ops) | verbs.pages()
     made["ops/index.md"] = index_of_ops(ops)
     until = time.monotonic() + seconds
-    parts = [(list(ops)[n::jobs], root, until) for n in range(jobs)]
+    errors = checks()
+    parts = [(list(ops)[n::jobs], root, until, errors) for n in range(jobs)]
     with ProcessPoolExecutor(jobs, get_context("spawn")) as pool:
         for texts, needed in pool.map(some_ops, *zip(*parts, strict=True)):
             made |= texts
@@ -53,10 +58,15 @@ def write(root: Path, out: Path, jobs: int, seconds: float) -> None:
         shutil.copy(picture, at)
 
 
-def some_ops(names: list[str], root: Path, until: float) -> tuple[dict[str, str], set[PurePosixPath]]:
+def some_ops(
+    names: list[str], root: Path, until: float, errors: list[Row]
+) -> tuple[dict[str, str], set[PurePosixPath]]:
     """The pages of some ops, and the source files that they link to; runs in a process of its own."""
     links = Links(root)
-    made = {f"ops/{name}.md": op_page.page(get(name), root, links, until) for name in names}
+    made = {
+        f"ops/{name}.md": op_page.page(get(name), root, links, until, [row for row in errors if row["op"] == name])
+        for name in names
+    }
     return made, links.needed
 
 
