@@ -1,6 +1,6 @@
-"""The errors of ops that no GPU has timed on record: of their rungs on the CPU and in Triton's interpreter.
+"""The errors of ops that no GPU has timed on record: on a CPU, and in the interpreter of Triton.
 
-TRITON_INTERPRET=1 python -m ridgeline.lab.presentation.site.checked SECONDS OP ...    prints a row of JSON for each rung
+TRITON_INTERPRET=1 python -m ridgeline.lab.presentation.site.checked SECONDS OP ...    prints a row of JSON per rung
 """
 
 from __future__ import annotations

@@ -115,7 +115,7 @@ def errors(op: Op, root: Path) -> str:
             if row := _memory(op, gpu, work):
                 whole.append(row)
                 short += [row] if work in gpu.largest else []
-    right = (4, 5, 6, 7)
+    right = (2, 3, 4, 5)
     if len(whole) <= len(short):
         return table(head, whole, right) if whole else ""
     return table(head, short, right) + "\n\n" + fold(f"All {len(whole)} timed calls", table(head, whole, right))
@@ -141,7 +141,7 @@ def _memory(op: Op, gpu: Gpu, work: tuple[str, str, str, str]) -> list[str]:
     held = ours.get("held_bytes") if work[3] == "backward" else None
     law = units.digits(ours["law"]) if ours.get("law") is not None else units.DASH
     sizes = (ours.get("peak_bytes"), torch.get("peak_bytes"), held)
-    return [gpu.short, *work[1:], law, *map(units.size, sizes)]
+    return [gpu.short, work[3], law, *map(units.size, sizes), f"{work[1]} {work[2]}"]
 
 
 def links(op: Op, root: Path) -> str:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import inspect
+import re
 from pathlib import Path
 from typing import Any
 
@@ -56,7 +57,7 @@ def _rung(op: Op, rung: Implementation, case: Any, dtype: str, known: dict[str, 
     facts += [f"sm_{rung.arch} and later" if rung.arch != rung.newest else f"sm_{rung.arch} only"] if rung.arch else []
     facts += [f"{rung.shared >> 10} KiB of shared memory"] if rung.shared else []
     gain = f" It should gain at least {units.times(rung.gain)}." if rung.gain else ""
-    text = [f"### `{rung.name}`", f"{plain(rung.idea[0].upper() + rung.idea[1:])}.{gain}", f"*{', '.join(facts)}*"]
+    text = [f"### `{rung.name}`", f"{plain(sentence(rung.idea))}.{gain}", f"*{', '.join(facts)}*"]
     if rung.is_kernel:
         made = kernels.call(op, rung, case, dtype)
         text += _compiled(made, compiled.figures(made, known, until))
@@ -64,6 +65,11 @@ def _rung(op: Op, rung: Implementation, case: Any, dtype: str, known: dict[str, 
     else:
         text += [fold("Source", python_source(op, rung))]
     return "\n\n".join(text)
+
+
+def sentence(text: str) -> str:
+    """A text with a large first letter, if it begins with a word and not with a name or a formula."""
+    return text[:1].upper() + text[1:] if re.match(r"[A-Za-z'-]+[ ,:;]", text) else text
 
 
 def python_source(op: Op, rung: Implementation) -> str:
@@ -82,29 +88,31 @@ def _compiled(made: kernels.Call, found: list[tuple[str, Row | None]]) -> list[s
     """What the compiler made of the kernels of a call."""
     if not made.launches:
         return [f"It starts no kernel on {kernels.ARCH}: {plain(made.reason)}."] if made.reason else []
-    rows = []
+    rows, compilers = [], dict[str, None]()
     for direction, row in found:
         if row is None:
-            rows.append([direction, "not compiled in this build", *[units.DASH] * 6])
+            rows.append([f"{direction}: not compiled in this build", *[units.DASH] * 5])
             continue
+        compilers[row["compiler"]] = None
         spills = row["spill_stores"] + row["spill_loads"]
         occupancy = units.percent(row["occupancy"]) + (f" ({row['limit']})" if row["limit"] else "")
         rows.append(
-            [direction, f"`{row['kernel']}`", str(row["registers"]), f"{spills} B" if spills else "none",
-             units.size(row["shared"]) if row["shared"] else "none", occupancy, _mix(row), row["compiler"]]
+            [f"`{row['kernel']}`, {direction}", str(row["registers"]), f"{spills} B" if spills else "none",
+             units.size(row["shared"]) if row["shared"] else "none", occupancy, _mix(row)]
         )  # fmt: skip
-    head = ["", "kernel", "registers", "spilled", "shared", "occupancy", "instructions in the code", "compiler"]
-    return [
-        fold(f"What the compiler made of it ({kernels.ARCH}, {made.case} in {made.dtype})", table(head, rows, (2, 3)))
-    ]
+    head = ["kernel", "registers", "spilled", "shared", "occupancy", "instructions in the code"]
+    by = f", {' and '.join(compilers)}" if compilers else ""
+    title = f"What the compiler made of it ({kernels.ARCH}, {made.case} in {made.dtype}{by})"
+    return [fold(title, table(head, rows, (1, 2)))]
 
 
 def _mix(row: Row) -> str:
-    parts = [f"{count} {name.replace('_', ' ')}" for name, count in row["matrix"].items()]
+    parts = [f"{count} x {name.replace('_', ' ')}" for name, count in row["matrix"].items()]
     for what in ("loads", "stores"):
-        parts += [f"{n} {what} of {w}{'' if w == 'tma' else ' B'}" for w, n in row[what].items()]
-    parts += [f"{row['atomics']} atomics"] if row["atomics"] else []
-    return ", ".join(parts) or "arithmetic alone"
+        counts = [f"{n} x {'the copy engine' if w == 'tma' else f'{w} B'}" for w, n in row[what].items()]
+        parts += [f"{what}: {', '.join(counts)}"] if counts else []
+    parts += [f"atomics: {row['atomics']}"] if row["atomics"] else []
+    return "; ".join(parts) or "arithmetic alone"
 
 
 def _sources(made: kernels.Call) -> list[str]:
