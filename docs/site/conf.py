@@ -41,6 +41,7 @@ pygments_dark_style = "monokai"
 html_math_renderer = "mathml"
 copybutton_prompt_text = "$ "
 
+BARS = ("\u00af", "\u2015")
 TORCH = "https://docs.pytorch.org/docs/stable/"
 ElementTree.register_namespace("", "http://www.w3.org/1998/Math/MathML")
 PLACES = {
@@ -54,7 +55,7 @@ def mathml(text: str, display: str) -> str:
     """MathML of LaTeX. Upright differentials, and bars as borders: few fonts have bars that stretch."""
     made = ElementTree.fromstring(convert(text.replace(r"\mathrm{d}", r"\text{d}"), display=display))
     for node in made.iter():
-        if node.tag.endswith("mover") and len(node) == 2 and (node[1].text or "").strip() == "\u00af":
+        if node.tag.endswith("mover") and len(node) == 2 and (node[1].text or "").strip() in BARS:
             node.remove(node[1])
             node.tag = node.tag.replace("mover", "mrow")
             node.set("style", "border-top: .06em solid; padding-top: .12em")

@@ -71,9 +71,10 @@ def itemised(text: str, known: set[str]) -> str:
     """A docstring in which each item of a parameter begins a line."""
 
     def broken(match: re.Match[str]) -> str:
-        return f"\n{match[1]}: " if set(match[1].split(", ")) <= known else match[0]
+        end = match[1].removesuffix(";")
+        return f"{end}\n{match[2]}: " if set(match[2].split(", ")) <= known else match[0]
 
-    return re.sub(r"(?<=[.);]) (\w+(?:, \w+)*): ", broken, text)
+    return re.sub(r"([.);]) (\w+(?:, \w+)*): ", broken, text)
 
 
 def html(text: str) -> str:
