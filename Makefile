@@ -2,7 +2,7 @@
 SHELL := bash
 .SHELLFLAGS := -euo pipefail -c
 .DEFAULT_GOAL := help
-.PHONY: help setup report test test-gpu test-hf test-tritons sanitize lint types format pyi readme hooks clean browser
+.PHONY: help setup report test test-gpu test-hf test-tritons sanitize lint types format pyi readme compiled docs test-docs dist hooks clean browser
 
 PYTHON ?= python3
 # Processes that run tests side by side.
@@ -125,9 +125,32 @@ pyi: $(READY) ## write src/ridgeline/__init__.pyi, which tells editors of every 
 readme: $(READY) ## write the README's figures, docs/ops.md, docs/measured/ and the pictures from results/ and the registry
 	$(PY) -m ridgeline.lab.presentation.readme
 
+compiled: $(READY) ## compile the kernels whose figures in results/compiled/ are not current, and record them
+	$(PY) -m ridgeline.lab.presentation.site.compiled
+
+docs: $(READY) build/sphinx/.ready ## build the site into site/; it needs no network, and no server
+	$(PY) -m ridgeline.lab.presentation.site --out build/site
+	@rm -rf site
+	PYTHONPATH=build/sphinx $(PY) -m sphinx -W --keep-going -q -j $(JOBS) -d build/site-trees build/site site
+	@echo "The site: file://$(CURDIR)/site/index.html"
+
+test-docs: docs browser build/transformers-$(lastword $(TRANSFORMERS))/.ready ## build the site; run its code, check its links, open its pages in a browser
+	HF_HUB_OFFLINE=1 PYTHONPATH=$(CURDIR)/build/sphinx:$(CURDIR)/build/transformers-$(lastword $(TRANSFORMERS)) $(PYTEST) tests/site
+
+dist: $(READY) ## build the wheel and the source archive into dist/, and try the wheel in a fresh environment
+	@rm -rf dist build/dist
+	$(PY) tests/release.py build dist
+	$(PYTHON) -m venv build/dist
+	build/dist/bin/python -m pip install --quiet --constraint requirements.lock "$$(ls dist/*.whl)[lab]" transformers==$(lastword $(TRANSFORMERS))
+	cd build/dist && env -u PYTHONPATH bin/python $(CURDIR)/tests/release.py try $(CURDIR)/README.md
+
+build/sphinx/.ready: requirements-docs.lock | $(READY)
+	$(PY) -m pip install --quiet --no-deps --upgrade --target $(@D) --requirement requirements-docs.lock
+	@touch $@
+
 hooks: $(READY) ## run lint, types and the stub's check before each commit
 	$(PY) -m pre_commit install
 
 clean: ## remove what these verbs made, except .venv
-	rm -rf build report .pytest_cache .ruff_cache .mypy_cache .hypothesis src/*.egg-info
+	rm -rf build report site dist .pytest_cache .ruff_cache .mypy_cache .hypothesis src/*.egg-info
 	find src tests -name __pycache__ -prune -exec rm -rf {} +

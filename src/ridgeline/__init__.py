@@ -8,7 +8,7 @@ So are the modules `ridgeline.nn`, `ridgeline.optim`, `ridgeline.hf`, `ridgeline
 from importlib import import_module
 from typing import Any
 
-__version__ = "0.1.0"
+__version__ = "0.2.0"
 
 
 def register_all() -> None:

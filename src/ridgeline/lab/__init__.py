@@ -23,3 +23,7 @@ def __getattr__(name: str) -> Any:
     if name not in _HOMES:
         raise AttributeError(f"ridgeline.lab has no {name!r}; it has {', '.join(_HOMES)}")
     return getattr(import_module(f"ridgeline.lab.{_HOMES[name]}"), name)
+
+
+def __dir__() -> list[str]:
+    return sorted({*globals(), *_HOMES})
