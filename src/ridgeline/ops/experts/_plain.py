@@ -71,7 +71,7 @@ def sorted_pairs(
     z = product(x[order // k], gate_up.mT, ends, bias=gate_up_bias)
     rows = product(unit(z, activation, limit, interleaved), down.mT, ends, bias=down_bias)
     wide = torch.promote_types(x.dtype, torch.float32)
-    y = (rows[order.argsort()].view(T, k, -1).to(wide) * weights.to(wide)[..., None]).sum(1)
+    y = (rows[order.argsort()].view(T, k, x.shape[1]).to(wide) * weights.to(wide)[..., None]).sum(1)
     return torch.where(known.all(-1, keepdim=True), y, math.nan).to(x.dtype)
 
 
