@@ -190,15 +190,15 @@ def refused(rank: int, wrong: str) -> str:
 @pytest.mark.parametrize(
     ("wrong", "says"),
     [
-        ("index", "moe: on rank 1: indices must be from 0 to 7, got 1 to 8"),
-        ("shape", "moe: on rank 1: weights must be gate_up (E, 2 I, H) and down (E, H, I) with H = 6"),
+        ("index", "moe: on rank 1: indices must be from 0 to 7, 4 experts on each rank, got 1 to 8"),
+        ("shape", "moe: on rank 1: weights must be gate_up (E / ranks, 2 I, H) and down (E / ranks, H, I), got"),
         ("experts", "same shapes of gate_up and down, but rank 0 has (4, 10, 6) and (4, 6, 5) and rank 1 (3, 10, 6)"),
         (
             "dtype",
             "same dtypes of x and weights, but rank 0 has torch.float64 and torch.float64 and rank 1 torch.float64",
         ),
         ("gradient", "same needs of gradients (of x, of weights, of anything), but rank 0 has [True, False, True]"),
-        ("type", "moe: on rank 0: x must be a tensor, got NoneType"),
+        ("type", "moe: on rank 0: x must be a dense tensor, got NoneType"),
         ("options", "same options, but rank 0 has ['silu', 'None', 'False'] and rank 1 ['swiglu_oai'"),
     ],
 )

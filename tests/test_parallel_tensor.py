@@ -97,6 +97,31 @@ class Theirs(nn.Module):
         return self.lm_head(self.model.norm(x))
 
 
+class Mixed(nn.Module):
+    """Layers with our mixtures of experts. Their routers see tokens whose scores are far apart."""
+
+    class Layer(nn.Module):
+        def __init__(self, shared: int) -> None:
+            super().__init__()
+            self.attn = ridgeline.nn.Attention(32, 4, 4, 16, dtype=torch.float64)
+            self.norm = ridgeline.nn.RMSNorm(32, eps=1e-6, dtype=torch.float64)
+            self.mlp = ridgeline.nn.MoE(32, 6, 8, 3, shared=shared, score="sigmoid", dtype=torch.float64)
+
+        def forward(self, x: torch.Tensor) -> torch.Tensor:
+            x = x + self.attn(x)
+            return x + self.mlp(self.norm(x))
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.layers = nn.ModuleList([self.Layer(0), self.Layer(5)])
+        self.norm = ridgeline.nn.RMSNorm(32, eps=1e-6, dtype=torch.float64)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        for layer in self.layers:
+            x = layer(x)
+        return self.norm(x)
+
+
 SIZE = Size(2, 32, 48, 4, 4, 16, vocabulary=24, qk_norm=True)
 TIED = Size(2, 32, 48, 4, 4, 16, vocabulary=24, tied=True)
 
@@ -124,6 +149,9 @@ def models() -> dict[str, Any]:
         "nn": (Ours(), [x], {}),
         "hugging face": (Theirs(), [x], {}),
         "hugging face, sequence": (Theirs(), [x], {"sequence": True}),
+        "experts": (Mixed(), [x], {"experts": True}),
+        "experts, uneven": (Mixed(), [x[:1, :3]], {"experts": True}),  # of four ranks, one has no token
+        "experts, sequence": (Mixed(), [x], {"experts": True, "sequence": True}),
         "lm": (own, [tokens, target], {}),
         "lm, sequence": (own, [tokens, target], {"sequence": True}),
         "lm, vocabulary": (own, [tokens, target], {"vocab": True}),
@@ -210,6 +238,24 @@ def refused(rank: int, net: nn.Module, options: dict[str, Any]) -> str:
 )
 def test_every_rank_says_what_does_not_divide(size: Size, options: dict[str, Any], says: str) -> None:
     said = run_ranks(4, refused, Transformer(size), options)
+    assert len(set(said)) == 1
+    assert says in said[0]
+
+
+@pytest.mark.parametrize(
+    ("net", "options", "says"),
+    [
+        (ridgeline.nn.MoE(8, 4, 6, 2), {}, "parallelize: 4 ranks must divide the 6 experts of the model"),
+        (
+            nn.Sequential(ridgeline.nn.MoE(8, 4, 8, 2, auxiliary=0.1)),
+            {"sequence": True},
+            "with sequence 0 would balance",
+        ),
+        (Ours(), {}, "no nn.MoE, and no experts that hf.patch has taken"),
+    ],
+)
+def test_every_rank_says_which_experts_do_not_divide(net: nn.Module, options: dict[str, Any], says: str) -> None:
+    said = run_ranks(4, refused, net, {"experts": True, **options})
     assert len(set(said)) == 1
     assert says in said[0]
 

@@ -1,7 +1,7 @@
 """A mixture of experts that are spread over the ranks of a group: tokens travel to their experts, and results back.
 
     rank r has the experts r E / N to (r + 1) E / N - 1, and its own tokens;  a pair p = t k + j is token t's choice j
-    forward   counts of pairs by expert;  x_t to the rank of each pair's expert;  its result back;  y_t = sum_j w_tj o_tj
+    forward   counts of pairs by expert;  x_t to each pair's expert;  its result o_tj back;  y_t = sum_j w_tj o_tj
     backward  dy_t to the experts;  there dz = w_tj g h'(z), dw_tj = g . h as in `ridgeline.moe`;  dx_tj and dw_tj back
 
 Pairs leave sorted by expert, so that the counts say which expert an arriving row is for, and nothing else need be sent.
@@ -20,9 +20,7 @@ import torch.distributed as dist
 
 import ridgeline
 from ridgeline.boundary import Function, differentiate, first_order
-from ridgeline.op import RidgelineError, get
-from ridgeline.ops.experts import _checks
-from ridgeline.ops.experts._arguments import cast, precision
+from ridgeline.op import get, readable
 from ridgeline.parallel import groups
 from ridgeline.parallel.agreement import agree
 from ridgeline.select import eager
@@ -67,32 +65,26 @@ def moe(
     Raises RidgelineError, on every rank, if the arguments do not match the above or each other. On a GPU the ranks
     compare their calls only with RIDGELINE_CHECK=1; without it, an index of no expert gives its token NaN.
     """
-    x, gate_up, down, gate_up_bias, down_bias = cast(x, gate_up, down, gate_up_bias, down_bias)
-    experts = gate_up, down, gate_up_bias, down_bias
+    x, *experts = _cast(x, gate_up, down, gate_up_bias, down_bias)
+    gate_up, down, *biases = experts
+    unit = Unit(activation, limit, bool(interleaved))
     if groups.size(group) == 1:
-        biases = {"gate_up_bias": gate_up_bias, "down_bias": down_bias}
-        options: Any = {"activation": activation, "limit": limit, "interleaved": interleaved}
-        return ridgeline.moe(x, weights, indices, gate_up, down, **biases, **options)
-    wrong = None
-    try:
-        _checks.moe(x, weights, indices, *experts, activation, limit, groups.size(group))
-    except RidgelineError as error:
-        wrong = str(error).removeprefix("moe: ")
-    unit = Unit(activation, limit, interleaved)
-    needed = [torch.is_grad_enabled() and isinstance(t, torch.Tensor) and t.requires_grad for t in (x, weights)]
-    training = torch.is_grad_enabled() and any(t is not None and t.requires_grad for t in (x, weights, *experts))
+        return _alone(x, weights, indices, *experts, unit)
+    wrong = _fault(x, weights, indices, gate_up, down, biases, group) or _unit_fault(*unit[:2])
+    needed = [torch.is_grad_enabled() and getattr(t, "requires_grad", False) for t in (x, weights, *experts)]
+    training = any(needed)
     alike: dict[str, Any] = {}
     if not wrong:
         alike = {
             "dtypes of x and weights": f"{x.dtype} and {weights.dtype}",
             "shapes of gate_up and down": f"{tuple(gate_up.shape)} and {tuple(down.shape)}",
-            "biases": [b is not None for b in experts[2:]],
+            "biases": [b is not None for b in biases],
             "options": [str(o) for o in unit],
-            "needs of gradients (of x, of weights, of anything)": [*needed, training],
+            "needs of gradients (of x, of weights, of anything)": [*needed[:2], training],
         }
     agree("moe", group, x if isinstance(x, torch.Tensor) else torch.empty(0), wrong, **alike)
     rows, weights, indices = (t.reshape(-1, t.shape[-1]).contiguous() for t in (x, weights, indices))
-    given = rows, weights, gate_up, down, *[None if b is None else b.contiguous() for b in experts[2:]]
+    given = rows, weights, gate_up, down, *[None if b is None else b.contiguous() for b in biases]
     return differentiate(_Moe, *given, indices, Facts(group, unit, training)).view(x.shape)
 
 
@@ -203,9 +195,9 @@ def _forward(
     one, choice = torch.ones((rows.shape[0], 1), dtype=torch.float32, device=rows.device), local[:, None]
     if eager(get("moe"), None, rows, *experts) is None:
         given = rows, one, choice, gate_up, down, *biases
-        out, *saved = torch.ops.ridgeline.moe_fwd(*given, *unit, keep, precision(), None)
+        out, *saved = torch.ops.ridgeline.moe_fwd(*given, *unit, keep, _precision(), None)
         return out, saved
-    return _plain(rows, one, choice, *experts, unit), []
+    return _alone(rows, one, choice, gate_up, down, *biases, unit), []
 
 
 def _backward(
@@ -218,23 +210,82 @@ def _backward(
     gate_up, down, *biases = experts
     if saved:
         given = incoming, rows, shares[:, None], local[:, None], gate_up, down, *biases
-        found = torch.ops.ridgeline.moe_bwd(*given, *saved, *unit, *wanted, precision(), None)
+        found = torch.ops.ridgeline.moe_bwd(*given, *saved, *unit, *wanted, _precision(), None)
         return [found[0], found[1].view(-1) if wanted[1] else found[1], *found[2:]]
+    need = *wanted, wanted[2], wanted[3]
     with torch.enable_grad():  # without kernels the results are made again
-        need = [*wanted, wanted[2], wanted[3]]
-        given = [
+        own: list[Any] = [
             t if t is None else t.detach().requires_grad_(n)
             for t, n in zip((rows, shares, *experts), need, strict=True)
         ]
-        y = _plain(given[0], given[1][:, None], local[:, None], *given[2:], unit)
-        of = [n for n, t in enumerate(given) if t is not None and t.requires_grad]
-        made = dict(zip(of, torch.autograd.grad(y, [given[n] for n in of], incoming), strict=True))
+        y = _alone(own[0], own[1][:, None], local[:, None], *own[2:], unit)
+        of = [n for n, t in enumerate(own) if t is not None and t.requires_grad]
+        made = dict(zip(of, torch.autograd.grad(y, [own[n] for n in of], incoming), strict=True))
     return [made.get(n) for n in range(6)]
 
 
-def _plain(
-    rows: torch.Tensor, shares: torch.Tensor, choice: torch.Tensor, gate_up: torch.Tensor, down: torch.Tensor,
-    gate_up_bias: _Maybe, down_bias: _Maybe, unit: Unit
-) -> torch.Tensor:  # fmt: skip
-    biases = {"gate_up_bias": gate_up_bias, "down_bias": down_bias}
-    return ridgeline.moe(rows, shares, choice, gate_up, down, **biases, **unit._asdict())
+def _alone(*given: Any) -> torch.Tensor:
+    """`ridgeline.moe`, with the biases and the unit by place."""
+    *tensors, gate_up_bias, down_bias, unit = given
+    return ridgeline.moe(*tensors, gate_up_bias=gate_up_bias, down_bias=down_bias, **unit._asdict())
+
+
+# --- what may be wrong with a call
+
+
+def _cast(*given: Any) -> tuple[Any, ...]:
+    """Returns the tensors, in autocast's dtype if it is enabled for the first one's device."""
+    kind = given[0].device.type if isinstance(given[0], torch.Tensor) else "cpu"
+    if not torch.is_autocast_enabled(kind):
+        return given
+    to = torch.get_autocast_dtype(kind)
+    kept = None, torch.float64
+    return tuple(t if getattr(t, "dtype", None) in kept or not t.is_floating_point() else t.to(to) for t in given)
+
+
+def _precision() -> str:
+    return "ieee" if torch.get_float32_matmul_precision() == "highest" else "tf32"
+
+
+def _fault(x: Any, weights: Any, indices: Any, gate_up: Any, down: Any, given: list[Any], group: Any) -> str | None:
+    """Returns what is wrong with a rank's tensors, or None. given: the biases."""
+    biases = {n: t for n, t in zip(("gate_up_bias", "down_bias"), given, strict=True) if t is not None}
+    own = {"x": x, "gate_up": gate_up, "down": down} | biases
+    for name, t in (own | {"weights": weights, "indices": indices}).items():
+        if not isinstance(t, torch.Tensor) or t.layout != torch.strided:
+            kind = t.layout if isinstance(t, torch.Tensor) else type(t).__name__
+            return f"{name} must be a dense tensor, got {kind}"
+        if t.device != x.device:
+            return f"x and {name} must be on one device, got {x.device} and {t.device}"
+        if name in own and (t.dtype != x.dtype or not t.is_floating_point()):
+            return f"x and {name} must have one floating-point dtype, got {x.dtype} and {t.dtype}"
+    if gate_up.dim() != 3 or down.dim() != 3 or x.shape[-1:] != gate_up.shape[2:] or 0 in gate_up.shape:
+        shapes = f"{tuple(x.shape)}, {tuple(gate_up.shape)} and {tuple(down.shape)}"
+        return f"x must be (..., H), gate_up (E / ranks, 2 I, H) and down (E / ranks, H, I), got {shapes}"
+    E, width, H = gate_up.shape
+    if width % 2 or down.shape != (E, H, width // 2):
+        shapes = f"{tuple(gate_up.shape)} and {tuple(down.shape)}"
+        return f"weights must be gate_up (E / ranks, 2 I, H) and down (E / ranks, H, I), got {shapes}"
+    whole, rows = indices.dtype in (torch.int32, torch.int64), x.shape[:-1]
+    if not whole or indices.shape[:-1] != rows or indices.dim() != x.dim() or not indices.shape[-1]:
+        return f"indices must be int32 or int64 {(*rows, 'k')}, got {indices.dtype} {tuple(indices.shape)}"
+    if weights.shape != indices.shape or not weights.is_floating_point():
+        wanted = f"floating point {tuple(indices.shape)}"
+        return f"weights must be {wanted}, got {weights.dtype} {tuple(weights.shape)}"
+    for name, bias in biases.items():
+        size = E, width if name == "gate_up_bias" else H
+        if bias.shape != size:
+            return f"{name} must be {size}, got {tuple(bias.shape)}"
+    every = E * groups.size(group)
+    if readable(indices) and indices.numel() and not 0 <= int(indices.min()) <= int(indices.max()) < every:
+        found = f"{int(indices.min())} to {int(indices.max())}"
+        return f"indices must be from 0 to {every - 1}, {E} experts on each rank, got {found}"
+    return None
+
+
+def _unit_fault(activation: Any, limit: Any) -> str | None:
+    if activation not in ("silu", "swiglu_oai"):
+        return f"activation must be 'silu' or 'swiglu_oai', got {activation!r}"
+    if limit is not None and (type(limit) not in (int, float) or not 0 < limit < math.inf):
+        return f"limit must be None or a finite number above 0, got {limit!r}"
+    return None

@@ -3,6 +3,9 @@
 A plan names linear layers by their places in the model, as `_tp_plan` of Hugging Face's models does: "colwise" layers
 and the "rowwise" one that closes them make a block. Weights become this rank's part in place, under their old names;
 hooks on the block sum its results, so that it does not matter how its forward uses the weights.
+
+Experts are spread over the same ranks: a rank has whole experts, and tokens travel (`experts.moe`). With sequence a
+rank sends its tokens; else, where all ranks have all tokens, each sends its share, and the results are summed.
 """
 
 from __future__ import annotations
@@ -15,7 +18,9 @@ from typing import Any
 import torch
 from torch import nn
 
+import ridgeline.nn
 from ridgeline.op import RidgelineError
+from ridgeline.parallel import experts as spread
 from ridgeline.parallel import groups, loss
 from ridgeline.parallel.tensor import gathered, looked_up, piece, scattered, shared, summed
 
@@ -41,7 +46,7 @@ class TensorParallel:
 
 
 def parallelize(
-    model: nn.Module, group: Any = None, *, sequence: bool = False, vocab: bool = False,
+    model: nn.Module, group: Any = None, *, sequence: bool = False, vocab: bool = False, experts: bool = False,
     plan: dict[str, str] | None = None,
 ) -> TensorParallel:  # fmt: skip
     """Splits a model's blocks over the ranks of a group, in place. Every rank gives the same whole model and inputs.
@@ -51,19 +56,23 @@ def parallelize(
     sequence: between the blocks a rank has its part of the tokens: the model has a list of layers followed by a norm,
     and its tokens are a multiple of the ranks.
     vocab: splits the embedding and the last layer of a `lm.Transformer` too; its loss is then that of `loss`.
-    Raises RidgelineError, on every rank, if the ranks do not divide heads, hidden units or the vocabulary, or if a
-    style is unknown.
+    experts: gives each rank whole experts of every `nn.MoE` and of experts of Hugging Face's models that `hf.patch`
+    has taken. Routers and `nn.MoE`'s shared unit stay whole. With sequence, `counts` are of a rank's tokens: sum them
+    before `update_bias`.
+    Raises RidgelineError, on every rank, if the ranks do not divide heads, hidden units, experts or the vocabulary, or
+    if a style is unknown.
     """
     made, world = TensorParallel(model, group), groups.size(group)
-    blocks = _blocks(model, plan)
+    mixtures = _mixtures(model, world, sequence) if experts else {}
+    blocks = _blocks(model, plan, mixtures)
     for name, (columns, rows) in blocks.items():
         _check_block(name, model.get_submodule(name), columns, rows, world)
     if vocab:
         _check_vocab(model, world)
     if getattr(model, "remake", None):
         raise RidgelineError("parallelize: the model makes results again outside its blocks (remake); give remake=None")
-    layers, norm = _stack(model, blocks) if sequence else (None, None)
-    inside: set[int] = set()
+    layers, norm = _stack(model, {**blocks, **mixtures}) if sequence else (None, None)
+    inside = _split_experts(made, mixtures, sequence)
     for name, (columns, rows) in blocks.items():
         block = model.get_submodule(name)
         for child in columns:
@@ -88,7 +97,9 @@ def parallelize(
     return made
 
 
-def _blocks(model: nn.Module, plan: dict[str, str] | None) -> dict[str, tuple[list[str], list[str]]]:
+def _blocks(
+    model: nn.Module, plan: dict[str, str] | None, mixtures: dict[str, list[str]]
+) -> dict[str, tuple[list[str], list[str]]]:
     """Returns the children that are split by columns and by rows, for each block by its name."""
     if plan is None:
         config = getattr(getattr(model, "config", None), "base_model_tp_plan", None)
@@ -100,7 +111,7 @@ def _blocks(model: nn.Module, plan: dict[str, str] | None) -> dict[str, tuple[li
             ends = pattern.startswith("*") and name.rpartition(".")[2] == pattern[1:]
             if not ends and not re.fullmatch(r"(.*\.)?" + re.escape(pattern).replace(r"\*", r"\d+"), name):
                 continue
-            if style in WHOLE:
+            if style in WHOLE or name in mixtures:
                 continue
             if style not in ("colwise", "rowwise") or not isinstance(module, nn.Linear):
                 kind = type(module).__name__
@@ -114,7 +125,7 @@ def _blocks(model: nn.Module, plan: dict[str, str] | None) -> dict[str, tuple[li
         if not columns or not rows:
             there = columns or rows
             raise RidgelineError(f"parallelize: {name} needs layers by columns and one by rows, got {', '.join(there)}")
-    if not found:
+    if not found and not mixtures:
         raise RidgelineError("parallelize: the model has none of the plan's layers")
     return found
 
@@ -176,6 +187,61 @@ def _summed_gradient(group: Any, d: torch.Tensor) -> torch.Tensor:
     return summed(d, group)
 
 
+# --- experts
+
+
+def _mixtures(model: nn.Module, world: int, sequence: bool) -> dict[str, list[str]]:
+    """Returns the names of the parameters with a row for each expert, for each module of experts by its name."""
+    found: dict[str, list[str]] = {}
+    for name, module in model.named_modules():
+        given: dict[str, Any] = getattr(module.__dict__.get("forward"), "keywords", {})
+        if isinstance(module, ridgeline.nn.MoE):
+            found[name] = ["gate_up_proj", "down_proj"]
+            if sequence and module.auxiliary:
+                raise RidgelineError(f"parallelize: with sequence {name} would balance each rank's tokens, not all")
+        elif "transposed" in given and {"gate_up", "down"} <= given.get("names", {}).keys():  # by hf.patch
+            roles = "gate_up", "down", "gate_up_bias", "down_bias"
+            found[name] = [given["names"][role] for role in roles if role in given["names"]]
+        else:
+            continue
+        many = getattr(module, found[name][0]).shape[0]
+        if many % world:
+            raise RidgelineError(f"parallelize: {world} ranks must divide the {many} experts of {name or 'the model'}")
+    if not found:
+        raise RidgelineError("parallelize: the model has no nn.MoE, and no experts that hf.patch has taken")
+    return found
+
+
+def _split_experts(made: TensorParallel, mixtures: dict[str, list[str]], sequence: bool) -> set[int]:
+    """Makes the experts' parameters this rank's, and returns their ids: their gradients are sums of all tokens."""
+    own: set[int] = set()
+    for name, parameters in mixtures.items():
+        module = made.model.get_submodule(name)
+        for child in parameters:
+            part = _part(getattr(module, child), 0, groups.size(made.group), groups.rank(made.group))
+            setattr(module, child, part)
+            made.splits[f"{name}.{child}".removeprefix(".")] = 0
+            own.add(id(part))
+        module.spread_moe = partial(_spread, made.group, sequence)  # type: ignore[assignment]
+    return own
+
+
+def _spread(
+    group: Any, sequence: bool, x: torch.Tensor, weights: torch.Tensor, indices: torch.Tensor, gate_up: torch.Tensor,
+    down: torch.Tensor, **options: Any
+) -> torch.Tensor:  # fmt: skip
+    """`ridgeline.moe` with experts of all ranks. Without sequence, x is the same on all, and so is the result."""
+    if sequence or groups.size(group) == 1:
+        return spread.moe(x, weights, indices, gate_up, down, group=group, **options)
+    world, rank, shape = groups.size(group), groups.rank(group), x.shape
+    x, weights, indices = (t.reshape(-1, t.shape[-1]) for t in (shared(x, group), shared(weights, group), indices))
+    many = len(x)
+    first, last = (many * r // world for r in (rank, rank + 1))
+    x, weights, indices = (t[first:last] for t in (x, weights, indices))
+    y = spread.moe(x, weights, indices, gate_up, down, group=group, **options)
+    return summed(nn.functional.pad(y, (0, 0, first, many - last)), group).view(shape)
+
+
 # --- hooks
 
 
@@ -224,8 +290,17 @@ def _stack(model: nn.Module, blocks: dict[str, Any]) -> tuple[nn.ModuleList, nn.
         if isinstance(module, nn.ModuleList) and all(block.startswith(f"{name}.") for block in blocks):
             norm = getattr(model.get_submodule(name.rpartition(".")[0]), "norm", None)
             if isinstance(norm, nn.Module):
+                _check_attention(name, module, blocks)
                 return module, norm
     raise RidgelineError("parallelize: sequence needs a list of layers that holds all blocks, with `norm` beside it")
+
+
+def _check_attention(stack: str, layers: nn.ModuleList, blocks: dict[str, Any]) -> None:
+    """Raises RidgelineError if attention is no block: with sequence it would see one rank's tokens alone."""
+    for name, module in layers.named_modules(prefix=stack):
+        if type(module).__name__.endswith("Attention") and name not in blocks:
+            kind = type(module).__name__
+            raise RidgelineError(f"parallelize: sequence needs a plan that splits the {kind} {name}")
 
 
 # --- the vocabulary

@@ -70,9 +70,8 @@ def _gate_fault(logits: Any, k: Any, score: Any, bias: Any, groups: Any, top_gro
 
 def moe(
     x: Any, weights: Any, indices: Any, gate_up: Any, down: Any, gate_up_bias: Any, down_bias: Any, activation: Any,
-    limit: Any, ranks: int = 1
+    limit: Any
 ) -> None:  # fmt: skip
-    """ranks: how many ranks have as many experts each; indices name all of them."""
     biases = {n: t for n, t in (("gate_up_bias", gate_up_bias), ("down_bias", down_bias)) if t is not None}
     tensors("moe", x=x, weights=weights, indices=indices, gate_up=gate_up, down=down, **biases)
     alike("moe", x=x, gate_up=gate_up, down=down, **biases)
@@ -99,7 +98,6 @@ def moe(
         isinstance(limit, bool) or not isinstance(limit, int | float) or not 0 < limit < math.inf
     ):
         raise RidgelineError(f"moe: limit must be None or a finite number above 0, got {limit!r}")
-    every = E * ranks
-    if readable(indices) and indices.numel() and not 0 <= int(indices.min()) <= int(indices.max()) < every:
+    if readable(indices) and indices.numel() and not 0 <= int(indices.min()) <= int(indices.max()) < E:
         found = f"{int(indices.min())} to {int(indices.max())}"
-        raise RidgelineError(f"moe: indices must be from 0 to {every - 1}, got {found}")
+        raise RidgelineError(f"moe: indices must be from 0 to {E - 1}, got {found}")
