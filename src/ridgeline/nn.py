@@ -634,7 +634,7 @@ class MoE(nn.Module):
 
     bias: torch.Tensor | None
     counts: torch.Tensor
-    spread_moe: Any = staticmethod(ridgeline.moe)  # `parallel.models` puts one over several ranks here
+    spread_moe: Any = None  # stands for `ridgeline.moe` over several ranks, by `parallel.models`
 
     def __init__(
         self, hidden: int, intermediate: int, experts: int, k: int, *, score: str = "softmax", groups: int = 1,
@@ -679,7 +679,8 @@ class MoE(nn.Module):
         rows = x.reshape(-1, x.shape[-1])
         logits = ridgeline.linear(rows.to(self.router.dtype), self.router)
         weights, indices, counts = ridgeline.topk_gate(logits, self.k, bias=self.bias, **self.gate)
-        y = self.spread_moe(rows, weights, indices, self.gate_up_proj, self.down_proj, **self.unit)
+        moe = self.spread_moe or ridgeline.moe
+        y = moe(rows, weights, indices, self.gate_up_proj, self.down_proj, **self.unit)
         self.auxiliary_loss = None
         if self.training:
             self.counts += counts

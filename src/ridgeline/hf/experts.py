@@ -31,7 +31,8 @@ def experts(
     biases = {role: given[role] for role in ("gate_up_bias", "down_bias") if role in given}
     limit = float(given["limit"]) if given.get("limit") else None
     gate_up, down = (gate_up.mT, down.mT) if transposed else (gate_up, down)
-    moe: Any = getattr(module, "spread_moe", ridgeline.moe)  # over several ranks, by `parallel.models`
+    # Over several ranks, `parallel.models` puts another function there.
+    moe: Any = getattr(module, "spread_moe", None) or ridgeline.moe
     return moe(hidden_states, weights, indices, gate_up, down, **biases, limit=limit, **unit)
 
 
