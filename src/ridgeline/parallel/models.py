@@ -290,16 +290,16 @@ def _stack(model: nn.Module, blocks: dict[str, Any]) -> tuple[nn.ModuleList, nn.
         if isinstance(module, nn.ModuleList) and all(block.startswith(f"{name}.") for block in blocks):
             norm = getattr(model.get_submodule(name.rpartition(".")[0]), "norm", None)
             if isinstance(norm, nn.Module):
-                _check_attention(name, module, blocks)
+                _check_mixing(name, module, blocks)
                 return module, norm
     raise RidgelineError("parallelize: sequence needs a list of layers that holds all blocks, with `norm` beside it")
 
 
-def _check_attention(stack: str, layers: nn.ModuleList, blocks: dict[str, Any]) -> None:
-    """Raises RidgelineError if attention is no block: with sequence it would see one rank's tokens alone."""
+def _check_mixing(stack: str, layers: nn.ModuleList, blocks: dict[str, Any]) -> None:
+    """Raises RidgelineError if attention, or a recurrence, is no block: it would see one rank's tokens alone."""
     for name, module in layers.named_modules(prefix=stack):
-        if type(module).__name__.endswith("Attention") and name not in blocks:
-            kind = type(module).__name__
+        kind = type(module).__name__
+        if kind.endswith(("Attention", "DeltaNet", "Mixer")) and name not in blocks:
             raise RidgelineError(f"parallelize: sequence needs a plan that splits the {kind} {name}")
 
 
