@@ -7,6 +7,7 @@ from dataclasses import dataclass, fields
 from difflib import get_close_matches
 from functools import cache
 from pathlib import Path
+from typing import Any
 
 from ridgeline.op import RidgelineError
 
@@ -63,10 +64,20 @@ def names() -> list[str]:
     return sorted(path.stem for path in FOLDER.glob("*.json"))
 
 
-def facts(name: str) -> dict[str, dict[str, object]]:
+def facts(name: str) -> dict[str, dict[str, Any]]:
     """Returns a cluster's facts: by name, the value and its source."""
-    read = json.loads(Path(name if name.endswith(".json") else FOLDER / f"{name}.json").read_text())
-    return {key: value for key, value in read.items() if key != "title"}
+    return {key: value for key, value in read(name).items() if key != "title"}
+
+
+def read(name: str) -> dict[str, Any]:
+    """Returns a cluster's file. Raises RidgelineError if it is no JSON object."""
+    try:
+        found = json.loads(Path(name if name.endswith(".json") else FOLDER / f"{name}.json").read_text())
+    except ValueError as error:
+        raise RidgelineError(f"parallel: {name!r} is not JSON: {error}") from error
+    if not isinstance(found, dict):
+        raise RidgelineError(f"parallel: {name!r} holds no JSON object of facts, as clusters/dgx-h100.json does")
+    return found
 
 
 @cache
@@ -87,8 +98,18 @@ def cluster(name: str) -> Cluster:
     optional = {"most", "sites", "wan", "wan_latency"}
     if wrong := sorted(set(found) - known) or sorted(known - optional - set(found)):
         raise RidgelineError(f"parallel: the cluster {name!r} has unknown or missing facts: {', '.join(wrong)}")
+    if loose := [key for key, fact in found.items() if not isinstance(fact, dict) or "value" not in fact]:
+        raise RidgelineError(
+            f"parallel: the cluster {name!r} needs a value and a source, as {{'value': 8, 'source': '...'}}, "
+            f"for {', '.join(loose)}"
+        )
     if bare := [key for key, fact in found.items() if not fact.get("source")]:
         raise RidgelineError(f"parallel: the cluster {name!r} gives no source for {', '.join(bare)}")
-    path = Path(name if name.endswith(".json") else FOLDER / f"{name}.json")
     values = {key: fact["value"] for key, fact in found.items()}
-    return Cluster(name=path.stem, title=json.loads(path.read_text())["title"], **values)  # type: ignore[arg-type]
+    free = {"peak_fp8", "nvlink", "nic", "most", "wan", "wan_latency"}  # 0: there is none
+    for key, value in values.items():
+        number = isinstance(value, int | float) and not isinstance(value, bool)
+        if key != "gpu" and not (number and (value > 0 or (key in free and value == 0))):
+            raise RidgelineError(f"parallel: the cluster {name!r} needs a number above 0 for {key}, and has {value!r}")
+    title = read(name).get("title", Path(name).stem)
+    return Cluster(name=Path(name).stem if name.endswith(".json") else name, title=title, **values)

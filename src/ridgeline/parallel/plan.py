@@ -14,7 +14,7 @@ from ridgeline.parallel.cluster import cluster, facts, names
 from ridgeline.parallel.cost import Cost, Job, flops_rate, mfu, predict, stack
 from ridgeline.parallel.search import Found, Result, Wanted
 from ridgeline.parallel.shapes import shape
-from ridgeline.parallel.wording import count, figure, giga, percent, seconds, table
+from ridgeline.parallel.wording import count, figure, giga, gpus_of, percent, positive, seconds, table
 
 Band = tuple[float, float]  # how far below and above a prediction a speed may be, as shares
 
@@ -40,7 +40,7 @@ def flags(parser: argparse.ArgumentParser) -> None:
     add("--cluster", default="dgx-h100", metavar="NAME", help=f"{', '.join(names())}, or a JSON file (dgx-h100)")
     add("--tokens", type=count, default=4 << 20, metavar="N", help="tokens of a step, 4M for 4 x 2^20 (4M)")
     add("--seq", type=count, default=8192, metavar="N", help="tokens of a sequence (8192)")
-    add("--memory", type=float, metavar="GB", help="of a GPU, in 10^9 bytes (the cluster's)")
+    add("--memory", type=positive, metavar="GB", help="of a GPU, in 10^9 bytes (the cluster's)")
     add("--stack", default="ridgeline", metavar="NAME", help="whose software and constants (ridgeline)")
     add("--state", choices=("mixed", "bf16"), help="weights and moments: float32 masters, or all bfloat16 (mixed)")
     for name in ("dp", "tp", "pp", "cp", "ep"):
@@ -198,7 +198,7 @@ def say(job: Job, wanted: Wanted, result: Result, top: int, band: Band) -> None:
     print(
         f"{s.name}: {figure(s.parameters / 1e9)} B parameters{active}; a step of {job.sequences:,} x {job.seq:,} tokens"
     )
-    gpus = f"{wanted.gpus:,} GPU{'s' * (wanted.gpus > 1)} of {giga(wanted.memory or c.memory)}"
+    gpus = f"{gpus_of(wanted.gpus)} of {giga(wanted.memory or c.memory)}"
     print(f"{c.title}; {gpus}; software {job.stack.name}\n")
     head = "layout", "step", "tokens/s/GPU", "MFU", "exposed communication", "bubble", "memory", "binds", "2x helps"
     print(table(head, [cells(job, one, band, result) for one in search.distinct(result.best, top)]))

@@ -9,6 +9,7 @@ from ridgeline.op import RidgelineError
 from ridgeline.parallel import footprint
 from ridgeline.parallel.compute import AGAIN
 from ridgeline.parallel.cost import Cost, Job, Layout, fits, predict
+from ridgeline.parallel.wording import gpus_of
 
 MICROS = (1, 2, 4, 8)
 VIRTUALS = (1, 2, 4)
@@ -59,9 +60,10 @@ def layouts(job: Job, wanted: Wanted) -> Iterator[Layout]:
     node = job.cluster.node
     for mesh in meshes(job, wanted):
         data = mesh.dp * mesh.cp
+        near = divisors(data, node // mesh.tp or 1)[-1]  # GPUs that share a copy in hsdp: a node's, or fewer
         modes = ["zero1"] if data > 1 else ["ddp"]
         if mesh.pp == 1 and data > 1:
-            modes = ["fsdp", "zero1", "ddp", *(["hsdp"] if data > node // mesh.tp > 1 else [])]
+            modes = ["fsdp", "zero1", "ddp", *(["hsdp"] if data > near > 1 else [])]
         for micro in MICROS:
             one = replace(mesh, micro=micro)
             if fits(job, one):
@@ -73,7 +75,7 @@ def layouts(job: Job, wanted: Wanted) -> Iterator[Layout]:
                 for mode in modes:
                     for again in wanted.agains:
                         for precision in wanted.precisions:
-                            shard = node // mesh.tp if mode == "hsdp" else 0
+                            shard = near if mode == "hsdp" else 0
                             yield replace(two, mode=mode, again=again, precision=precision, shard=shard)
 
 
@@ -145,6 +147,8 @@ def nearest(job: Job, wanted: Wanted) -> str:
         given = getattr(wanted, name)
         if not given or given == 1:
             continue
+        if not total:
+            return f"{name} {given} needs experts, and {job.shape.name} has none; leave --{name} out"
         fine = [d for d in range(1, total + 1) if (d <= total if name == "pp" else total % d == 0)]
         if given not in fine:
             near = min(fine, key=lambda d: abs(d - given), default=1)
@@ -158,17 +162,17 @@ def nearest(job: Job, wanted: Wanted) -> str:
         for gpus in (wanted.gpus - change, wanted.gpus + change):
             if gpus > 0 and next(layouts(job, replace(wanted, gpus=gpus)), None):
                 return (
-                    f"no layout of {wanted.gpus} GPUs divides a step of {job.sequences} sequences; "
-                    f"the nearest number that does is {gpus} GPUs"
+                    f"no layout of {gpus_of(wanted.gpus)} divides a step of {job.sequences} sequences; "
+                    f"the nearest number that does is {gpus_of(gpus)}"
                 )
-    return f"no layout of {wanted.gpus} GPUs divides a step of {job.sequences} sequences, and no number near it does"
+    return f"no layout of {gpus_of(wanted.gpus)} divides a step of {job.sequences} sequences, and no number near it does"
 
 
 def checked(job: Job, wanted: Wanted) -> Result:
     """Returns a search's result. Raises RidgelineError if no layout divides the job or fits, with the nearest."""
     if job.cluster.most and wanted.gpus > job.cluster.most:
         raise RidgelineError(
-            f"parallel: the cluster {job.cluster.name} has {job.cluster.most} GPU, and {wanted.gpus} are asked for; "
+            f"parallel: the cluster {job.cluster.name} has {gpus_of(job.cluster.most)}, and {wanted.gpus} are asked for; "
             f"the nearest is {job.cluster.most}"
         )
     result = search(job, wanted)
@@ -181,7 +185,7 @@ def checked(job: Job, wanted: Wanted) -> Result:
         more = fitting(job, wanted)
         enough = f", and {more} GPUs are enough" if more else ""
         raise RidgelineError(
-            f"parallel: no layout of {wanted.gpus} GPUs fits into {limit / 1e9:.0f} GB a GPU; the nearest, "
+            f"parallel: no layout of {gpus_of(wanted.gpus)} fits into {limit / 1e9:.0f} GB a GPU; the nearest, "
             f"{layout.text}, needs {need / 1e9:.0f} GB{enough}"
         )
     return result

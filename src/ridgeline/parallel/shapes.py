@@ -134,6 +134,7 @@ NAMED = {
     )
 }
 GATED = ("llama", "mistral", "mixtral", "qwen2", "qwen3", "qwen2_moe", "qwen3_moe", "gemma", "gemma2", "phi3", "olmo2")
+TIED = ("gemma", "gemma2", "gpt2", "gpt_bigcode", "mpt", "opt", "falcon")  # unless the config says otherwise
 PLAIN = ("gpt2", "gpt_neox", "gpt_bigcode", "mpt", "opt", "falcon")
 
 
@@ -161,6 +162,8 @@ def from_config(path: Path) -> Shape:
         read: dict[str, Any] = json.loads(path.read_text())
     except ValueError as error:
         raise RidgelineError(f"parallel: {str(path)!r} is not JSON: {error}") from error
+    if not isinstance(read, dict):
+        raise RidgelineError(f"parallel: {str(path)!r} holds no JSON object, as a config.json does")
     kind = read.get("model_type", "")
     if kind not in GATED + PLAIN:
         known = ", ".join(GATED + PLAIN)
@@ -168,8 +171,10 @@ def from_config(path: Path) -> Shape:
 
     def get(*keys: str) -> int:
         for key in keys:
-            if isinstance(read.get(key), int):
-                return int(read[key])
+            if isinstance(value := read.get(key), int):
+                if value < 1:
+                    raise RidgelineError(f"parallel: {str(path)!r} needs a {key} of at least 1, and has {value}")
+                return value
         raise RidgelineError(f"parallel: {str(path)!r} has no {' or '.join(keys)}")
 
     width, heads = get("hidden_size", "n_embd", "d_model"), get("num_attention_heads", "n_head", "n_heads")
@@ -182,10 +187,10 @@ def from_config(path: Path) -> Shape:
         width,
         int(hidden),
         heads,
-        read.get("num_key_value_heads") or heads,
+        read.get("num_key_value_heads") or (1 if read.get("multi_query") else heads),
         read.get("head_dim") or width // heads,
         get("vocab_size"),
-        bool(read.get("tie_word_embeddings", kind in PLAIN)),
+        bool(read.get("tie_word_embeddings", kind in TIED)),
         kind in GATED,
         experts,
         get("num_experts_per_tok") if experts else 0,

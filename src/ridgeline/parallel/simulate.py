@@ -13,7 +13,7 @@ from ridgeline.parallel.cost import Job, Layout, predict
 from ridgeline.parallel.plan import band_of, flags, job_of, margin, wanted_of
 from ridgeline.parallel.schedule import Timeline, simulate
 from ridgeline.parallel.search import checked
-from ridgeline.parallel.wording import count, figure, giga, percent, seconds, table
+from ridgeline.parallel.wording import count, figure, giga, percent, positive, seconds, table
 
 DRAWN = 6000  # spans of a picture
 NEAR = 7  # spans on either side of the turn that a rank's picture enlarges
@@ -29,7 +29,7 @@ def arguments(parser: argparse.ArgumentParser) -> None:
     add("--wan", action="store_true", help="sites that exchange weights over slow links, each with all these GPUs")
     add("--sites", type=count, metavar="N", help="instead of the cluster's sites, for --wan")
     add(
-        "--gbps", type=float, metavar="N", help="instead of the cluster's link between sites, in 10^9 bits/s, for --wan"
+        "--gbps", type=positive, metavar="N", help="instead of the cluster's link between sites, in 10^9 bits/s, for --wan"
     )
     add("--failures", action="store_true", help="goodput where GPUs stop and checkpoints take time")
     add("--against", choices=("published", "recorded"), help="hold the model against public runs, or our own steps")
@@ -133,7 +133,10 @@ def stops(options: argparse.Namespace) -> dict[str, Any]:
     job = job_of(options)
     nbytes = job.shape.parameters * (14 if job.stack.state == "mixed" else 6)  # weights and moments
     rows = []
-    for gpus in sorted({options.gpus, 1024, 4096, 16_384, 65_536}):
+    most = job.cluster.most or max(options.gpus, 65_536)
+    if options.gpus > most:
+        raise RidgelineError(f"parallel simulate: the cluster {job.cluster.name} has no more GPUs than {most}")
+    for gpus in sorted(n for n in {options.gpus, 1024, 4096, 16_384, 65_536} if n <= most):
         g = failures.goodput(job.cluster, gpus, nbytes)
         rows.append({"gpus": gpus, "between_stops": g.between_stops, "save": g.save, "interval": g.interval,
                      "saving": g.saving, "lost": g.lost, "restarting": g.restarting, "goodput": g.share})  # fmt: skip

@@ -54,6 +54,22 @@ def count(text: str) -> int:
     return int(value)
 
 
+def positive(text: str) -> float:
+    """A flag's type: a number above 0."""
+    try:
+        value = float(text)
+    except ValueError:
+        value = math.nan
+    if not 0 < value < math.inf:
+        raise argparse.ArgumentTypeError(f"takes a number above 0, and got {text!r}")
+    return value
+
+
+def gpus_of(n: int) -> str:
+    """Returns a number of GPUs in words."""
+    return f"{n:,} GPU{'s' * (n != 1)}"
+
+
 def wrapped(text: str, width: int) -> list[str]:
     """Returns text in lines of at most `width` characters."""
     lines, line = [], ""
