@@ -170,3 +170,20 @@ def head(shape: Shape, tokens: int, tp: int, gpu: Machine, fused: bool) -> tuple
     backward = product(tokens, shape.width, vocabulary, gpu) + product(vocabulary, shape.width, tokens, gpu)
     moved = (4.0 if fused else 20.0) * tokens * vocabulary / gpu.bandwidth
     return forward + moved / 2, backward + moved / 2
+
+
+@cache
+def host_seconds(layers: int, again: str = "keep") -> tuple[float, float]:
+    """Returns the host's seconds of forward and backward of our language model's layers, from recorded ops.
+
+    A layer calls add_rms_norm twice, torch's product five times, and rope, attention and gated_linear once. A recorded
+    backward has a call of the autograd engine that a whole model makes once: the backward of `mul`, less its launches.
+    again: "full" calls forward's ops once more; for less, the few calls are left out.
+    """
+    host = recorded()["host"]
+    calls = {"add_rms_norm": 2, "matmul": 5, "rope": 1, "attention": 1, "gated_linear": 1}
+    engine = host["mul backward"] - 2 * host["mul forward"]
+    forward = sum(n * host[f"{op} forward"] for op, n in calls.items())
+    backward = sum(n * (host[f"{op} backward"] - engine) for op, n in calls.items())
+    more = forward if again == "full" else 0.0
+    return layers * forward, layers * (backward + more) + engine

@@ -64,7 +64,9 @@ class Stack:
     collectives reach. jitter: what each doubling of nodes adds to a step, as a share (stragglers, contention).
     attention: whose recorded attention it has. fused: whether its loss keeps no logits. overlap: whether data
     parallelism's communication hides under backward. asynchronous: whether tensor parallelism's hides by a third.
-    casts: as in `compute.machine`. state: bytes of a parameter, a key of footprint.STATES. source: of the constants."""
+    casts: as in `compute.machine`. state: bytes of a parameter, a key of footprint.STATES. source: of the constants.
+    host_tensor, host_step: the host's seconds of a parameter tensor in the optimizer, and of a step beside its parts;
+    0 where the host's time of a layer is not recorded, and is left out."""
 
     name: str
     compute: float
@@ -78,6 +80,8 @@ class Stack:
     source: str = ""
     lasting: bool = True
     casts: int = 5
+    host_tensor: float = 0.0
+    host_step: float = 0.0
 
 
 @cache
@@ -112,7 +116,8 @@ class Job:
 
 @dataclass(frozen=True)
 class Cost:
-    """A step's seconds, by cause, and a GPU's bytes, by part. `exposed`: communication that nothing hides.
+    """A step's seconds, by cause, and a GPU's bytes, by part. `exposed`: communication that nothing hides,
+    and "host", what the GPU waits for the host in layers.
 
     forward, backward: seconds of a micro-batch on one stage. transfer: seconds of a micro-batch between stages."""
 
@@ -266,13 +271,15 @@ def predict(job: Job, layout: Layout) -> Cost:
     }
     gathered = layers * max(0.0, traffic.gather_forward - HIDES * (ahead + tensor + expert))
     gathered += layers * max(0.0, traffic.gather_backward - HIDES * (back + (thrice - 1) * (tensor + expert)))
-    gathered += traffic.gather_forward + (traffic.gather_backward - traffic.gather_forward) if layers else 0.0
+    gathered += traffic.gather_backward if layers else 0.0  # the first gather and the last scatter hide under nothing
     hidden = min(traffic.gather_forward, ahead) + min(traffic.gather_backward, back)
     stolen = SLOWS * m * layers * hidden
     room = HIDES if k.overlap else 0.0
     exposed_once = max(0.0, traffic.once_forward - room * forward) + max(0.0, traffic.once_backward - room * backward)
     stolen += SLOWS * min(traffic.once_forward + traffic.once_backward, forward + backward) * (1 if k.overlap else 0)
 
+    host = sum(compute.host_seconds(layers, layout.again)) if k.host_tensor else 0.0
+    inside["host"] = max(0.0, host - (forward + backward + sum(inside.values()) + gathered))
     step = m * (forward + backward + sum(inside.values()) + gathered)
     bubble = step * (layout.pp - 1) / (layout.virtual * m)
     far = layout.tp * layout.cp * layout.dp * 2 > c.node
@@ -280,7 +287,8 @@ def predict(job: Job, layout: Layout) -> Cost:
     passed = 2 * transfer * layout.virtual * (m * 0.1 + layout.pp - 1) if layout.pp > 1 else 0.0
     held = sum(footprint.resting(s, layout, k.state)[n] for n in ("weights", "optimizer"))
     held += footprint.resting(s, layout, k.state)["gradients"] / 2
-    optimizer = 2 * held / c.bandwidth
+    # the host runs ahead of the GPU, so its work shows where it ends after the GPU's
+    optimizer = max(2 * held / c.bandwidth, m * host + s.tensors / layout.pp * k.host_tensor + k.host_step - step)
     total = step + bubble + exposed_once + passed + optimizer + stolen
     nodes = max(1.0, layout.world / c.node)
     jitter = total * k.jitter * math.log2(nodes)

@@ -17,6 +17,7 @@ STYLE = (  # of these pictures alone, since a page may hold several
     ".plan .grid{stroke:#334155}.plan .paper{fill:#0f172a}}</style>"
 )
 WIDTH, LEFT, RIGHT, TOP, LOW = 860.0, 62.0, 840.0, 74.0, 350.0
+START = 122.0  # where the lanes of a timeline begin, right of their names
 
 
 @dataclass(frozen=True)
@@ -132,7 +133,7 @@ def timeline(title: str, under: str, panels: Sequence[Panel], cut: str = "") -> 
     height = 92 + sum(h + 52 for h in heights) + (12 if cut else 0)
     parts = frame(title, under, height)
     used = {kind for panel in panels for spans in panel.lanes.values() for *_, kind, _ in spans}
-    x, y = 110.0, 84.0
+    x, y = START, 84.0
     for kind, colour in KINDS.items():
         if kind in used:
             parts.append(f'<rect x="{x:.0f}" y="56" width="12" height="12" fill="{colour}"/>')
@@ -141,12 +142,12 @@ def timeline(title: str, under: str, panels: Sequence[Panel], cut: str = "") -> 
     for panel, size in zip(panels, heights):
         if panel.name:
             y += 14
-            parts.append(f'<text class="strong" x="110" y="{y - 2:.0f}">{escape(panel.name)}</text>')
+            parts.append(f'<text class="strong" x="{START}" y="{y - 2:.0f}">{escape(panel.name)}</text>')
             y += 4
         parts += drawn(panel, y)
         y += size + 34
     if cut:
-        parts.append(f'<text x="110" y="{y + 4:.0f}">{escape(cut)}</text>')
+        parts.append(f'<text x="{START}" y="{y + 4:.0f}">{escape(cut)}</text>')
     return "".join(parts) + "</svg>\n"
 
 
@@ -157,18 +158,18 @@ def tall(panel: Panel) -> float:
 
 def drawn(panel: Panel, top: float) -> list[str]:
     """Returns a panel's lanes, spans and axis."""
-    high, wide = tall(panel), RIGHT - 110
+    high, wide = tall(panel), RIGHT - START
     each = wide / (panel.end - panel.start)
     parts = []
     for n, (name, spans) in enumerate(panel.lanes.items()):
         y = top + n * high
         if high >= 13 or n % (1 + int(13 // high)) == 0:
-            parts.append(f'<text x="102" y="{y + high / 2 + 4:.1f}" text-anchor="end">{escape(name)}</text>')
-        parts.append(f'<line class="grid" x1="110" y1="{y + high - 1}" x2="{RIGHT}" y2="{y + high - 1}"/>')
+            parts.append(f'<text x="{START - 8}" y="{y + high / 2 + 4:.1f}" text-anchor="end">{escape(name)}</text>')
+        parts.append(f'<line class="grid" x1="{START}" y1="{y + high - 1}" x2="{RIGHT}" y2="{y + high - 1}"/>')
         for start, stop, kind, label in spans:
             if stop <= panel.start or start >= panel.end:
                 continue
-            left = 110 + (max(start, panel.start) - panel.start) * each
+            left = START + (max(start, panel.start) - panel.start) * each
             size = max(0.4, (min(stop, panel.end) - max(start, panel.start)) * each)
             gap = 0.6 if size > 3 else 0
             parts.append(
@@ -180,7 +181,7 @@ def drawn(panel: Panel, top: float) -> list[str]:
                              f'text-anchor="middle" font-size="11">{escape(label)}</text>')  # fmt: skip
     bottom = top + high * len(panel.lanes) + 16
     for when in ticks(panel.start, panel.end):
-        x = 110 + (when - panel.start) * each
+        x = START + (when - panel.start) * each
         parts.append(
             f'<text x="{min(x, RIGHT - 12):.1f}" y="{bottom}" text-anchor="middle">{scale(when, panel.end)}</text>'
         )

@@ -28,7 +28,8 @@ CAUSES = {
     "bubble": "the pipeline's bubble",
     "slowed": "multiprocessors that communication holds",
     "again": "recomputation",
-    "optimizer": "the optimizer's bytes",
+    "optimizer": "the optimizer",
+    "host": "the host, which starts kernels slower than the GPU runs them",
 }
 
 
@@ -111,6 +112,9 @@ def trials(job: Job, found: Found, result: Result) -> dict[str, float]:
     seconds_ = {name: predict(replace(job, cluster=other), x).seconds for name, other in changed.items()}
     if not job.stack.asynchronous and x.tp > 1:
         seconds_["overlap"] = predict(replace(job, stack=replace(job.stack, asynchronous=True)), x).seconds
+    if job.stack.host_tensor:
+        free = replace(job.stack, host_tensor=0.0, host_step=0.0)
+        seconds_["host"] = predict(replace(job, stack=free), x).seconds
     if x.world > 1:
         seconds_["batch"] = predict(replace(job, sequences=2 * job.sequences), x).seconds / 2
     if result.roomier:
@@ -124,6 +128,7 @@ TRIALS = {
     "network": "twice the network",
     "NVLink": "twice NVLink",
     "overlap": "tensor parallelism's collectives under products",
+    "host": "no waiting for the host, as in a CUDA graph",
     "batch": "a step of twice the tokens, for each token",
     "memory": "twice the memory, by another layout",
 }
@@ -173,11 +178,12 @@ def cells(job: Job, found: Found, band: Band, result: Result) -> list[str]:
     """Returns a layout as a line of the table."""
     cost, x = found.cost, found.layout
     lost = shares(cost)
-    exposed = ", ".join(f"{n} {percent(v)}" for n, v in lost.items() if n in cost.exposed and n != "jitter") or "none"
+    moved = cost.exposed.keys() - {"jitter", "host"}  # communication
+    exposed = ", ".join(f"{n} {percent(v)}" for n, v in lost.items() if n in moved) or "none"
     work = (cost.work["products"] + cost.work["attention"] + cost.work["head"]) / cost.seconds
     first = next(iter(lost), "compute")
-    gains = trials(job, found, result).items()
-    helping = next(((n, g) for n, g in gains if n not in ("compute", "memory") and g >= 0.005), None)
+    gains = trials(job, found, result)
+    helping = next(((n, g) for n, g in gains.items() if n not in ("compute", "memory") and g >= 0.005), None)
     return [
         x.text,
         f"{seconds(cost.seconds)} {margin(band)}",
@@ -187,7 +193,7 @@ def cells(job: Job, found: Found, band: Band, result: Result) -> list[str]:
         percent(lost.get("bubble", 0.0)),
         giga(cost.peak),
         "compute" if work > 0.85 else first,
-        f"{helping[0]} -{percent(helping[1])}" if helping else "compute alone",
+        f"{helping[0]} -{percent(helping[1])}" if helping else "compute alone" if gains.get("compute") else "nothing",
     ]
 
 

@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass
 
 from ridgeline.parallel import compute
 from ridgeline.parallel.cluster import cluster
 from ridgeline.parallel.compute import Machine
+from ridgeline.parallel.cost import stack
 from ridgeline.parallel.shapes import Shape, shape
 
 FLOAT32 = 52.0e12  # FLOP/s of float32 products: results/h200.jsonl, roof, median
@@ -19,7 +21,8 @@ SCALAR = (
 class Step:
     """A recorded step. batch: sequences of a micro-batch; count: micro-batches; seconds: the recorded median, with its
     95% interval; again: what backward makes again; lasting: whether it runs for seconds at the power limit; apart:
-    whether the residual's sums are kernels of their own (transformers' model); source: where it is recorded."""
+    whether the residual's sums are kernels of their own (transformers' model); parts: recorded seconds of
+    forward, backward and the optimizer, of steps that the host binds; source: where it is recorded."""
 
     name: str
     model: str
@@ -34,6 +37,7 @@ class Step:
     again: str = "keep"
     lasting: bool = False
     apart: bool = False
+    parts: tuple[float, float, float] = (0.0, 0.0, 0.0)
 
 
 LM = "results/lm/h200.jsonl"
@@ -42,9 +46,12 @@ STEPS = (
          "results/h200.jsonl, type model", apart=True),
     Step("leaderboard", "leaderboard", 1, 32768, 2, 8.70, 8.68, 8.72, "docs/guide.md", again="mlp", lasting=True),
     Step("xl, bfloat16", "xl", 4, 512, 1, 0.09243, 0.0862, 0.1018, LM),
-    Step("large, bfloat16", "large", 4, 512, 1, 0.05133, 0.0467, 0.0751, LM),
-    Step("medium, bfloat16", "medium", 4, 512, 1, 0.03858, 0.0330, 0.0439, LM),
-    Step("small, bfloat16", "small", 4, 512, 1, 0.01948, 0.0180, 0.0244, LM),
+    Step("large, bfloat16", "large", 4, 512, 1, 0.05133, 0.0467, 0.0751,
+         LM, parts=(0.01646, 0.02532, 0.00824)),
+    Step("medium, bfloat16", "medium", 4, 512, 1, 0.03858, 0.0330, 0.0439,
+         LM, parts=(0.01157, 0.01974, 0.00519)),
+    Step("small, bfloat16", "small", 4, 512, 1, 0.01948, 0.0180, 0.0244,
+         LM, parts=(0.00635, 0.00941, 0.00259)),
     Step("xl, float32", "xl", 4, 512, 1, 1.00002, 0.9999, 1.0001, LM, True),
     Step("large, float32", "large", 4, 512, 1, 0.33116, 0.3311, 0.3319, LM, True),
     Step("medium, float32", "medium", 4, 512, 1, 0.14125, 0.1407, 0.1417, LM, True),
@@ -52,18 +59,18 @@ STEPS = (
 )  # fmt: skip
 
 
-def host_seconds(layers: int) -> tuple[float, float]:
-    """Returns the host's seconds of forward and backward of our language model's layers, from recorded ops.
+CALIBRATES = "small, bfloat16", "large, bfloat16"  # the steps that the constants of the host come from
 
-    A layer calls add_rms_norm twice, torch's product five times, and rope, attention and gated_linear once. A recorded
-    backward has a call of the autograd engine that a whole model makes once: the backward of `mul`, less its launches.
-    """
-    host = compute.recorded()["host"]
-    calls = {"add_rms_norm": 2, "matmul": 5, "rope": 1, "attention": 1, "gated_linear": 1}
-    engine = host["mul backward"] - 2 * host["mul forward"]
-    forward = sum(n * host[f"{op} forward"] for op, n in calls.items())
-    backward = sum(n * (host[f"{op} backward"] - engine) for op, n in calls.items())
-    return layers * forward, layers * backward + engine
+
+def calibrate(steps: Sequence[Step] = STEPS, names: Sequence[str] = CALIBRATES) -> tuple[float, float]:
+    """Returns the host's seconds of a parameter tensor in the optimizer, and of a step beside its parts.
+
+    Both are means over the named steps, at most two, of their recorded parts; a step's whole time and its forward and
+    backward fit nothing. No other step is looked at."""
+    seen = [step for step in steps if step.name in names]
+    tensor = [step.parts[2] / shape(step.model).tensors for step in seen]
+    beside = [step.seconds - sum(step.parts) for step in seen]
+    return sum(tensor) / len(seen), sum(beside) / len(seen)
 
 
 @dataclass(frozen=True)
@@ -83,22 +90,24 @@ def machine(step: Step) -> Machine:
     return gpu._replace(apart=step.apart)
 
 
-def predict(step: Step) -> Prediction:
-    """Returns what the model predicts of a recorded step: forward, backward and the optimizer, each the longer of the
-    GPU's and the host's time."""
+def predict(step: Step, constants: tuple[float, float] | None = None) -> Prediction:
+    """Returns what the model predicts of a recorded step: forward and backward, each the longer of the GPU's and the
+    host's time, and the optimizer and what is beside it, of which the GPU waits for what the host has left to do.
+
+    constants: of the host, as `calibrate` returns them; None: the stack's."""
     s: Shape = shape(step.model)
     gpu, tokens = machine(step), step.batch * step.seq
     work = compute.layer(s, tokens, step.seq, 1, 1, 1, step.again, gpu)
     first, last = compute.head(s, tokens, 1, gpu, True)
     busy = s.layers * work.forward + first, s.layers * work.backward + last
-    host = host_seconds(s.layers)
-    optimizer = (28 if step.float32 else 14) * s.parameters / gpu.bandwidth
-    parts = {
-        "forward": step.count * max(busy[0], host[0]),
-        "backward": step.count * max(busy[1], host[1]),
-        "optimizer": optimizer,
-    }
-    bound = "host" if host[0] + host[1] > sum(busy) else "GPU"
+    host = compute.host_seconds(s.layers)
+    kept = stack("ridgeline")
+    tensor, beside = constants or (kept.host_tensor, kept.host_step)
+    parts = {"forward": step.count * max(busy[0], host[0]), "backward": step.count * max(busy[1], host[1])}
+    ahead = sum(parts.values()) - step.count * sum(host)  # by how much the host has run ahead
+    parts["optimizer"] = max((28 if step.float32 else 14) * s.parameters / gpu.bandwidth, tensor * s.tensors - ahead)
+    parts["beside"] = max(0.0, tensor * s.tensors + beside - ahead - parts["optimizer"])
+    bound = "host" if sum(host) > sum(busy) else "GPU"
     return Prediction(sum(parts.values()), parts, bound)
 
 

@@ -86,6 +86,7 @@ def why(cause: str, job: Job, found: Found) -> str:
         "slowed": "communication holds multiprocessors during more of the step",
         "again": "memory is short, so backward makes results again",
         "optimizer": "each GPU updates many weights for few tokens",
+        "host": "the host starts kernels slower than the GPU runs them",
         "rest": "norms, rotations and launches of small kernels weigh more",
         "small": "products are too small to fill the GPU",
     }
@@ -97,7 +98,7 @@ NOUNS = {
     "pipeline": "transfers between stages", "expert": "all-to-alls", "context": "the exposed ring",
     "jitter": "stragglers",
     "slowed": "slowed compute", "again": "recomputation", "optimizer": "the optimizer", "rest": "bytes and launches",
-    "small": "small products",
+    "small": "small products", "host": "waiting for the host",
 }  # fmt: skip
 
 

@@ -72,8 +72,7 @@ def pipeline(job: Job, layout: Layout, cost: Cost) -> Timeline:
             f"parallel simulate: {m} micro-batches on {p} stages of {v} parts are {2 * p * v * m:,} events, and "
             f"at most {MOST:,} are simulated; the nearest that does is a step of {MOST // (2 * p * v)} micro-batches"
         )
-    inside = {name: value / m for name, value in cost.exposed.items() if name in ("tensor", "expert", "context")}
-    talk = sum(inside.values())
+    talk = sum(cost.exposed[name] for name in ("tensor", "expert", "context", "host")) / m
     whole = cost.forward + cost.backward
     lengths = {
         "forward": (cost.forward + talk * cost.forward / whole) / v,
@@ -186,6 +185,8 @@ def rank(job: Job, layout: Layout, cost: Cost) -> Timeline:
             if one.scatter:
                 scattered = move(one.scatter, compute, f"scatter {layer + 1}", under=bool(layer))
             arrived = following
+        if cost.exposed["host"]:
+            run("exposed", cost.exposed["host"] / m, compute, "the host")
         started = max(compute, scattered) if one.scatter else compute
         compute = started
     end, kinds = compute, one.once

@@ -165,15 +165,15 @@ def nearest(job: Job, wanted: Wanted) -> str:
                     f"no layout of {gpus_of(wanted.gpus)} divides a step of {job.sequences} sequences; "
                     f"the nearest number that does is {gpus_of(gpus)}"
                 )
-    return f"no layout of {gpus_of(wanted.gpus)} divides a step of {job.sequences} sequences, and no number near it does"
+    return f"no layout of {gpus_of(wanted.gpus)} or of a number near it divides a step of {job.sequences} sequences"
 
 
 def checked(job: Job, wanted: Wanted) -> Result:
     """Returns a search's result. Raises RidgelineError if no layout divides the job or fits, with the nearest."""
     if job.cluster.most and wanted.gpus > job.cluster.most:
         raise RidgelineError(
-            f"parallel: the cluster {job.cluster.name} has {gpus_of(job.cluster.most)}, and {wanted.gpus} are asked for; "
-            f"the nearest is {job.cluster.most}"
+            f"parallel: the cluster {job.cluster.name} has {gpus_of(job.cluster.most)}, and {wanted.gpus} are asked "
+            f"for; the nearest is {job.cluster.most}"
         )
     result = search(job, wanted)
     if not result.seen:

@@ -76,6 +76,12 @@ class Shape:
         return self.layers * self.layer_weights + (1 if self.tied else 2) * self.head_weights + self.width
 
     @property
+    def tensors(self) -> int:
+        """Parameter tensors of the model: those of `lm`, or with experts those of `nn.MoE`."""
+        mlp = (3 + 2 * bool(self.shared)) if self.experts else 3 if self.gated else 2
+        return self.layers * (4 + 2 + mlp) + (2 if self.tied else 3)
+
+    @property
     def active_weights(self) -> int:
         """Weights that a token's products use."""
         mlp = self.active * self.mlp_weights + self.shared_weights if self.experts else self.mlp_weights

@@ -9,7 +9,7 @@ from typing import Any
 
 from ridgeline.op import RidgelineError
 from ridgeline.parallel import failures, pictures, published, recorded, wan
-from ridgeline.parallel.cost import Job, Layout, predict
+from ridgeline.parallel.cost import Job, Layout, predict, stack
 from ridgeline.parallel.plan import band_of, flags, job_of, margin, wanted_of
 from ridgeline.parallel.schedule import Timeline, simulate
 from ridgeline.parallel.search import checked
@@ -28,9 +28,7 @@ def arguments(parser: argparse.ArgumentParser) -> None:
     add("--picture", type=Path, metavar="FILE", help="write the timeline as SVG")
     add("--wan", action="store_true", help="sites that exchange weights over slow links, each with all these GPUs")
     add("--sites", type=count, metavar="N", help="instead of the cluster's sites, for --wan")
-    add(
-        "--gbps", type=positive, metavar="N", help="instead of the cluster's link between sites, in 10^9 bits/s, for --wan"
-    )
+    add("--gbps", type=positive, metavar="N", help="10^9 bits/s between sites, instead of the cluster's, for --wan")
     add("--failures", action="store_true", help="goodput where GPUs stop and checkpoints take time")
     add("--against", choices=("published", "recorded"), help="hold the model against public runs, or our own steps")
 
@@ -154,6 +152,7 @@ def own() -> list[dict[str, Any]]:
     for one in recorded.STEPS:
         guess = recorded.predict(one)
         rows.append({"step": one.name, "recorded": one.seconds, "low": one.low, "high": one.high, "bound": guess.bound,
+                     "use": "calibrates" if one.name in recorded.CALIBRATES else "",
                      "predicted": guess.seconds, "error": guess.seconds / one.seconds - 1,
                      "source": one.source})  # fmt: skip
     return rows
@@ -182,10 +181,16 @@ def say(options: argparse.Namespace, found: Any) -> None:
         say_public(found)
     elif options.against == "recorded":
         lines = [
-            [r["step"], seconds(r["recorded"]), seconds(r["predicted"]), signed(r["error"]), r["bound"], r["source"]]
+            [r["step"], seconds(r["recorded"]), seconds(r["predicted"]), signed(r["error"]), r["bound"], r["use"],
+             r["source"]]
             for r in found
-        ]
-        print(table(("step on one H200", "recorded", "predicted", "error", "bound by", "source"), lines))
+        ]  # fmt: skip
+        print(table(("step on one H200", "recorded", "predicted", "error", "bound by", "use", "source"), lines))
+        ours = stack("ridgeline")
+        print(
+            f"  the host takes {seconds(ours.host_tensor)} a parameter tensor and {seconds(ours.host_step)} a step, "
+            "by the parts of the steps that calibrate"
+        )
     elif options.wan:
         print(f"{found['sites']} sites, each {found['layout']}: a step of {seconds(found['step'])} at a site")
         lines = [
