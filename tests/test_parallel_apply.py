@@ -136,6 +136,23 @@ def refusals() -> None:
         apply(model(), groups.mesh(a=1, b=1, c=2))
 
 
+def test_checkpoints_beside_a_group_that_moves_no_cpu_tensors(tmp_path: Path) -> None:
+    """As NCCL's: a save began with a broadcast on the CPU, by training's own group."""
+    store = dist.FileStore(str(tmp_path / "store"), 1)
+    dist.init_process_group("cuda:gloo", store=store, rank=0, world_size=1)
+    try:
+        model = nn.Linear(4, 4)
+        optimizer = torch.optim.AdamW(model.parameters())
+        save(tmp_path / "step3", model, optimizer, 3).wait()
+        kept = model.weight.detach().clone()
+        with torch.no_grad():
+            model.weight.zero_()
+        assert load(tmp_path / "step3", model, optimizer) == 3
+        assert model.weight.equal(kept)
+    finally:
+        dist.destroy_process_group()
+
+
 def test_refusals() -> None:
     groups.spawn(refusals, 2)
     with pytest.raises(RidgelineError, match=r"no process group yet; call parallel.start\(\)"):

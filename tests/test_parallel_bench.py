@@ -104,6 +104,12 @@ def test_a_wrong_rung_is_not_timed() -> None:
     assert "seconds" not in row
 
 
+def test_a_rank_alone_sends_nothing() -> None:
+    traffic = parallel_ranks.Traffic().add("all_reduce", 1 << 20)
+    assert parallel_ranks.Link(1e-5, 0.0, 1).seconds(traffic) == 0
+    assert parallel_ranks.Link(1e-5, 1e9, 2).seconds(traffic) == pytest.approx(2e-5 + (1 << 20) / 1e9)
+
+
 def test_under_torchrun() -> None:
     words = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2", "-m",
              "ridgeline", "parallel", "bench", "collectives", *QUICK, "--backend", "gloo", "--json"]  # fmt: skip

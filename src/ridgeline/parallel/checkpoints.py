@@ -21,16 +21,20 @@ def _state(module: nn.Module, optimizer: torch.optim.Optimizer) -> dict[str, Any
     return {"model": weights, "optimizer": states}
 
 
-_writers: dict[Any, Any] = {}
+_kept: dict[str, Any] = {}
 
 
-def _writing_group() -> Any:
-    """Returns a group of all ranks for the thread that writes, whose collectives must not mix with training's."""
-    whole = dist.group.WORLD
-    if whole not in _writers:
-        _writers.clear()
-        _writers[whole] = dist.new_group(backend="gloo")
-    return _writers[whole]
+def _group(purpose: str) -> Any:
+    """Returns a group of all ranks over the CPU, or None without ranks: "ask" for this thread, "write" for the one that
+    writes, whose collectives must not mix. Training's own group may have no way for tensors on the CPU, as NCCL."""
+    if not dist.is_initialized():
+        return None
+    if _kept.get("whole") is not dist.group.WORLD:
+        _kept.clear()
+        _kept["whole"] = dist.group.WORLD
+    if purpose not in _kept:
+        _kept[purpose] = dist.new_group(backend="gloo")
+    return _kept[purpose]
 
 
 class Saving:
@@ -43,10 +47,10 @@ class Saving:
         if self.future is not None:
             self.future.result()
             self.future = None
-            dist.barrier()
+            dist.barrier(_group("ask"))
             if groups.rank() == 0:
                 os.replace(self.part, self.folder)
-            dist.barrier()
+            dist.barrier(_group("ask"))
         return self.folder
 
 
@@ -62,11 +66,11 @@ def save(
     folder = Path(folder)
     part = folder.with_name(folder.name + ".part")
     exists = torch.tensor(int(folder.exists()))
-    dist.broadcast(exists, 0)
+    dist.broadcast(exists, 0, group=_group("ask"))
     if exists:
         raise RidgelineError(f"parallel: the checkpoint {folder} exists already; give another name")
     state = _state(module, optimizer) | {"step": torch.tensor(step), "more": more}
-    return Saving(folder, part, dcp.async_save(state, checkpoint_id=str(part), process_group=_writing_group()))
+    return Saving(folder, part, dcp.async_save(state, checkpoint_id=str(part), process_group=_group("write")))
 
 
 def load(folder: str | Path, module: nn.Module, optimizer: torch.optim.Optimizer, **more: torch.Tensor) -> int:
@@ -77,7 +81,7 @@ def load(folder: str | Path, module: nn.Module, optimizer: torch.optim.Optimizer
     if not (folder / ".metadata").is_file():
         raise RidgelineError(f"parallel: {folder} is no checkpoint, or one that was not finished")
     state = _state(module, optimizer) | {"step": torch.tensor(0), "more": more}
-    dcp.load(state, checkpoint_id=str(folder))
+    dcp.load(state, checkpoint_id=str(folder), process_group=_group("ask"))
     options = StateDictOptions(strict=True)
     set_state_dict(
         module, optimizer, model_state_dict=state["model"], optim_state_dict=state["optimizer"], options=options
