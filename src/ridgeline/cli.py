@@ -36,6 +36,10 @@ VERBS = {
         "compile a kernel, with or without a GPU: PTX, SASS, registers, spills, shared memory",
     ),
     "tune": ("measurement.tune", "search tile configurations on this GPU, and save the best"),
+    "lesson": (
+        "analysis.lesson.command",
+        "list the lessons, open one, or check your own kernel against its exercise",
+    ),
     "lm": (
         "ridgeline.lm.command",
         "the language-model lab: where the time and the memory of a training step go, by `ridgeline lm VERB`",

@@ -16,6 +16,7 @@ _HOMES = {
     "differs": "measurement.clock",
     "Law": "measurement.law",
     "check": "measurement.judge",
+    "Inline": "inline",
 }
 
 

@@ -1,0 +1,59 @@
+"""A learner's own file, its function, and how that joins an op's ladder."""
+
+from __future__ import annotations
+
+import importlib.util
+import sys
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+from ridgeline.lab.analysis.lesson.exercises import Exercise
+from ridgeline.lab.analysis.lesson.wording import say
+from ridgeline.op import Implementation, RidgelineError
+
+
+class Attempt(Implementation):
+    """The learner's function as a rung of the op: it takes the tensors, and none of the arguments behind them."""
+
+    def __call__(self, *args: Any, **kwargs: Any) -> Any:
+        assert self.call
+        kept = {k: v for k, v in kwargs.items() if k != "approximate"}
+        return self.call(*args, **kept)
+
+
+def load(path: Path, number: int, exercise: Exercise) -> Callable[..., Any]:
+    """Returns the learner's function. Raises RidgelineError if the file cannot be imported or lacks it."""
+    spec = importlib.util.spec_from_file_location("learner", path)
+    if spec is None or spec.loader is None or not path.is_file():
+        raise RidgelineError(say("file", path=path, error="no such Python file"))
+    module = importlib.util.module_from_spec(spec)
+    sys.modules["learner"] = module
+    try:
+        spec.loader.exec_module(module)
+    except Exception as error:  # whatever a learner's file raises is what the check says
+        raise RidgelineError(say("import", path=path, error=short(error))) from error
+    function = getattr(module, exercise.op, None)
+    if not callable(function):
+        facts = {"name": exercise.op, "number": number, "signature": exercise.signature}
+        raise RidgelineError(say("function", path=path, **facts))
+    return function
+
+
+def short(error: BaseException) -> str:
+    """Returns an error's kind and its first line of text; Triton's own frames are left out."""
+    while error.__cause__ is not None and type(error).__name__ in ("InterpreterError", "CompilationError"):
+        error = error.__cause__
+    lines = [line.strip() for line in str(error).splitlines() if line.strip() and set(line.strip()) != {"^"}]
+    text = lines[-1] if type(error).__name__ == "CompilationError" and lines else (lines or [""])[0]
+    return f"{type(error).__name__}: {text}" if text else type(error).__name__
+
+
+def configured() -> None:
+    """Makes `triton.autotune` take its first configuration instead of timing them all."""
+    from triton.runtime.autotuner import Autotuner
+
+    def run(self: Any, *args: Any, **kwargs: Any) -> Any:
+        return self.fn.run(*args, **kwargs, **self.configs[0].all_kwargs())
+
+    Autotuner.run = run
