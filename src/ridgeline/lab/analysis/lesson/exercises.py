@@ -67,12 +67,22 @@ def changed(make: Make, change: Callable[[torch.Tensor], torch.Tensor]) -> Make:
     return lambda dice: [change(tensor) for tensor in make(dice)]
 
 
-def _rising(dice: torch.Generator) -> list[torch.Tensor]:
-    """q of ones, keys that grow with their position, v normal."""
-    import torch
+def _ordered(keys: int, first: float) -> Make:
+    """Returns a maker of a positive q, keys from `first` in equal steps to -first, and a normal v."""
 
-    k = torch.linspace(-1, 1, 128)[None, None, :, None].repeat(1, 1, 1, 32)
-    return [torch.ones(1, 1, 32, 32), k, torch.randn(1, 1, 128, 32, generator=dice)]
+    def make(dice: torch.Generator) -> list[torch.Tensor]:
+        import torch
+
+        k = torch.linspace(first, -first, keys)[None, None, :, None].repeat(1, 1, 1, 32)
+        q = torch.rand((1, 1, 32, 32), generator=dice) + 0.5
+        return [q, k, torch.randn((1, 1, keys, 32), generator=dice)]
+
+    return make
+
+
+def _whole(*shape: int) -> Make:
+    """Returns a maker of a float16 matrix of small whole numbers, whose products have exact sums."""
+    return changed(normal(*shape, dtype="float16"), lambda x: x.round())
 
 
 def _heads_inside(t: torch.Tensor) -> torch.Tensor:
@@ -90,7 +100,7 @@ GELU = Exercise(
     (
         Probe("1024 elements, float32", normal(1024), "hint.plain"),
         Probe("1000 elements: no multiple of a block", normal(1000), "hint.tail"),
-        Probe("a transposed view, 33x129", changed(normal(33, 129), lambda x: x.T), "hint.strides"),
+        Probe("the first 100 of 129 columns", changed(normal(33, 129), lambda x: x[:, :100]), "hint.strides"),
         Probe("large inputs, to 100", normal(2048, scale=30.0), "hint.large"),
         Probe("float16", normal(2048, dtype="float16", scale=4.0), "hint.half"),
     ),
@@ -112,8 +122,8 @@ REDUCE_SUM = Exercise(
             "hint.strides",
         ),
         Probe(
-            "16384 numbers near 1, float16",
-            changed(normal(16384, dtype="float16"), lambda x: 1 + x.abs() / 16),
+            "65536 numbers near 1/4, float16",
+            changed(normal(65536, dtype="float16"), lambda x: (1 + x.abs() / 16) / 4),
             "hint.sum-half",
         ),
     ),
@@ -152,20 +162,20 @@ MATMUL = Exercise(
     "matmul",
     "matmul(a, b)",
     (
-        Probe("64x64 by 64x64, float16", several(*[normal(64, 64, dtype="float16")] * 2), "hint.plain"),
+        Probe("64x64 by 64x64, float16", several(*[_whole(64, 64)] * 2), "hint.plain"),
         Probe(
             "K = 100: no multiple of a tile",
-            several(normal(64, 100, dtype="float16"), normal(100, 64, dtype="float16")),
+            several(_whole(64, 100), _whole(100, 64)),
             "hint.k-tail",
         ),
         Probe(
             "33x64 by 64x90",
-            several(normal(33, 64, dtype="float16"), normal(64, 90, dtype="float16")),
+            several(_whole(33, 64), _whole(64, 90)),
             "hint.product-tail",
         ),
         Probe(
             "b a transposed view",
-            several(normal(64, 64, dtype="float16"), changed(normal(128, 64, dtype="float16"), lambda b: b.T)),
+            several(_whole(64, 64), changed(_whole(128, 64), lambda b: b.T)),
             "hint.product-strides",
         ),
         Probe(
@@ -189,9 +199,9 @@ ATTENTION = Exercise(
     "attention",
     "attention(q, k, v, causal=False)",
     (
-        Probe("64 queries, 64 keys, D 32", _qkv(64, 64), "hint.scale"),
+        Probe("32 queries, 64 keys, D 32, the first score the largest", _ordered(64, 1.0), "hint.scale"),
+        Probe("a maximum that rises from block to block", _ordered(128, -1.0), "hint.rescale"),
         Probe("50 queries, 77 keys: no multiple of a tile", _qkv(50, 77), "hint.keys"),
-        Probe("a maximum that rises from block to block", _rising, "hint.rescale"),
         Probe("scores of 100 and more", _qkv(32, 64, scale=100.0), "hint.score-max"),
         Probe("heads between the positions", changed(_qkv(32, 64, heads=2), _heads_inside), "hint.head-strides"),
         Probe("causal, 64 positions", _qkv(64, 64), "hint.causal", {"causal": True}),
