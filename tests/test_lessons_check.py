@@ -40,11 +40,11 @@ MISTAKES = [
     ("matmul", "*b.stride()", "N, 1", "product-strides"),
     ("matmul", "rows[:, None] < M) & (columns", "rows[:, None] < M + 64) & (columns", "product-tail"),
     ("matmul", "tl.dot(a, b, total)", "(total + tl.dot(a, b)).to(tl.float16)", "dot-half"),
-    ("attention", "s = tl.where(columns[None, :] < keys, s", "s = tl.where(columns[None, :] < keys + 64, s", "keys"),
+    ("attention", "s = tl.where(columns[None, :] < keys, s", "s = tl.where(columns[None, :] < keys + 99, s", "keys"),
     ("attention", "row_sum * shrink", "row_sum", "rescale"),
     ("attention", "o * shrink[:, None]", "o", "rescale"),
     ("attention", "tl.maximum(row_max, tl.max(s, 1))", "tl.zeros((BM,), tl.float32)", "score-max"),
-    ("attention", "q_row, k_row, v_row, o_row, queries", "o_row, k_row, v_row, q_row, queries", "head-strides"),
+    ("attention", "*k.stride()[:3]", "*q.stride()[:2], D", "head-strides"),
     ("attention", "rows[:, None] >= columns", "rows[:, None] > columns", "causal"),
     ("attention", "D**-0.5", "1 / D", "scale"),
 ]  # fmt: skip

@@ -5,11 +5,16 @@ import triton.language as tl
 
 @triton.jit
 def kernel(
-    o_ptr, q_ptr, k_ptr, v_ptr, q_row, k_row, v_row, o_row, queries, keys, scale,
-    D: tl.constexpr, BM: tl.constexpr, BN: tl.constexpr, CAUSAL: tl.constexpr,
+    o_ptr, q_ptr, k_ptr, v_ptr, q_batch, q_head, q_row, k_batch, k_head, k_row, v_batch, v_head, v_row,
+    heads, queries, keys, scale, D: tl.constexpr, BM: tl.constexpr, BN: tl.constexpr, CAUSAL: tl.constexpr,
 ):  # fmt: skip
+    batch, head = tl.program_id(1) // heads, tl.program_id(1) % heads
     rows = tl.program_id(0) * BM + tl.arange(0, BM)
     d = tl.arange(0, D)
+    q_ptr += batch * q_batch + head * q_head
+    k_ptr += batch * k_batch + head * k_head
+    v_ptr += batch * v_batch + head * v_head
+    o_ptr += (batch * heads + head) * queries * D
     q = tl.load(q_ptr + rows[:, None] * q_row + d[None, :], mask=rows[:, None] < queries, other=0.0)
     row_max = tl.full((BM,), float("-inf"), tl.float32)
     row_sum = tl.zeros((BM,), tl.float32)
@@ -30,17 +35,15 @@ def kernel(
         o = o * shrink[:, None] + tl.dot(p.to(v.dtype), v, input_precision="ieee")
         row_max = new_max
     o = o / row_sum[:, None]
-    tl.store(o_ptr + rows[:, None] * o_row + d[None, :], o, mask=rows[:, None] < queries)
+    tl.store(o_ptr + rows[:, None] * D + d[None, :], o, mask=rows[:, None] < queries)
 
 
 def attention(q, k, v, causal=False):
-    o = torch.empty(q.shape, dtype=q.dtype, device=q.device)
-    queries, keys, D = q.shape[2], k.shape[2], q.shape[3]
-    for batch in range(q.shape[0]):
-        for head in range(q.shape[1]):
-            mine = o[batch, head], q[batch, head], k[batch, head], v[batch, head]
-            strides = [t.stride(0) for t in (mine[1], mine[2], mine[3], mine[0])]
-            kernel[(triton.cdiv(queries, 64),)](
-                *mine, *strides, queries, keys, D**-0.5, D=D, BM=64, BN=32, CAUSAL=causal, num_warps=4
-            )
+    batch, heads, queries, D = q.shape
+    o = torch.empty((batch, heads, queries, D), dtype=q.dtype, device=q.device)
+    strides = *q.stride()[:3], *k.stride()[:3], *v.stride()[:3]
+    grid = triton.cdiv(queries, 128), batch * heads
+    kernel[grid](
+        o, q, k, v, *strides, heads, queries, k.shape[2], D**-0.5, D=D, BM=128, BN=64, CAUSAL=causal, num_warps=8
+    )
     return o

@@ -1,4 +1,4 @@
-"""Writes the README's figures, docs/ops.md, docs/measured/ and the pictures from results/ and the registry.
+"""Writes the figures of the README and the lessons, docs/ops.md, docs/measured/ and the pictures.
 
 python -m ridgeline.lab.presentation.readme            writes them
 python -m ridgeline.lab.presentation.readme --check    names those that are not current; exit code 1 if there are any
@@ -10,6 +10,7 @@ import sys
 from pathlib import Path
 
 from ridgeline.lab.analysis import roofline
+from ridgeline.lab.analysis.lesson.pages import filled as filled_lesson
 from ridgeline.lab.measurement import query, store
 from ridgeline.lab.measurement.results import GPU, gpus, works
 from ridgeline.lab.presentation import bars, front, measured, reference
@@ -40,6 +41,9 @@ def pages(root: Path, recorded: dict[Path, list[Row]]) -> dict[Path, str]:
     for path, rows in recorded.items():
         others = {f"{other.stem}.md": names[other] for other in recorded if other != path}
         made[root / f"docs/measured/{path.stem}.md"] = measured.page(path, rows, ops, others, noted)
+    if lessons := recorded.get(root / "results/h200.jsonl"):
+        for path in sorted((root / "docs/lessons").glob("*.md")):
+            made[path] = filled_lesson(path.read_text(), lessons)
     steps = next((path for path in recorded if query.of(recorded[path], "model")), first)
     where = "" if steps == first else f" on one {names[steps]}"
     blocks = {

@@ -53,10 +53,13 @@ def _access(exercise: Exercise, mine: list[Row], best: list[Row], path: Path) ->
     if main["widest_load"] < (ours := max(row["widest_load"] for row in best)) and main["widest_load"] < 16:
         return say("next.width", kernel=main["kernel"], width=main["widest_load"], ours=min(ours, 16))
     width, ours = _widest(mine), _widest(best)
-    if width < min(ours, 16):
+    if exercise.stores and width < min(ours, 16):
         return say("next.store", kernel=main["kernel"], width=width, ours=min(ours, 16))
     if len(mine) > len(best):
         return say("next.kernels", count=len(mine), ours=len(best))
+    shared, most = (max(row["shared"] for row in some) for some in (mine, best))
+    if exercise.products and 2 * shared < most:
+        return say("next.tile", kernel=main["kernel"], shared=f"{shared:,}", ours=f"{most:,}")
     if not exercise.products and main["occupancy"] < 0.5 * max(row["occupancy"] for row in best):
         share = units.percent(main["occupancy"])
         return say("next.occupancy", kernel=main["kernel"], share=share, limit=main["limit"] or "the grid")

@@ -14,12 +14,20 @@ from ridgeline.op import Implementation, RidgelineError
 
 
 class Attempt(Implementation):
-    """The learner's function as a rung of the op: it takes the tensors, and none of the arguments behind them."""
+    """The learner's function as a rung of the op, called as `given` calls it."""
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
         assert self.call
-        kept = {k: v for k, v in kwargs.items() if k != "approximate"}
-        return self.call(*args, **kept)
+        return self.call(*args, **kwargs)
+
+
+def given(exercise: Exercise, function: Callable[..., Any]) -> Callable[..., Any]:
+    """Returns the learner's function as one of the op's arguments: it gets the tensors and its own options."""
+
+    def call(*args: Any, **kwargs: Any) -> Any:
+        return function(*args[: exercise.tensors], **{k: v for k, v in kwargs.items() if k in exercise.options})
+
+    return call
 
 
 def load(path: Path, number: int, exercise: Exercise) -> Callable[..., Any]:

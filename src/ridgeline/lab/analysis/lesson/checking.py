@@ -8,6 +8,7 @@ import signal
 import subprocess
 import sys
 import tempfile
+from collections import Counter
 from pathlib import Path
 from typing import Any
 
@@ -106,12 +107,15 @@ def _resources(number: int, rows: list[Row], out: Any) -> None:
 
     exercise = EXERCISES[number]
     recorded = _recorded(exercise.op, exercise.case, exercise.dtype)
-    lines = []
+    lines: list[tuple[str, ...]] = []
     for row in rows:
         spilled = f"{row['spill_stores']}" if row["spill_stores"] else "none"
         widths = [_widths(row["loads"]), _widths(row["stores"])]
         facts = [f"{row['threads']}", f"{row['registers']}", spilled, f"{row['shared']:,}", *widths]
-        lines.append((row["impl"], row["kernel"], *facts, f"{row['occupancy']:.0%}", recorded.get(row["impl"], units.DASH)))
+        facts += [f"{row['occupancy']:.0%}", recorded.get(row["impl"], units.DASH)]
+        lines.append((row["impl"], row["kernel"], *facts))
+    alike = Counter(lines)
+    lines = [(rung, f"{n} x {kernel}" if n > 1 else kernel, *facts) for (rung, kernel, *facts), n in alike.items()]
     title = f"{exercise.op}, {exercise.case}, {exercise.dtype}, compiled for {ARCH}"
     figures = ["threads", "regs", "spills", "shared", "loads", "stores", "warps", "one H200"]
     print_table(title, ["rung", "kernel"], figures, lines, out)

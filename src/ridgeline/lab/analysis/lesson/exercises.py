@@ -30,9 +30,10 @@ class Probe:
 class Exercise:
     """What a learner writes: a function named as the op.
 
+    tensors: how many tensors the function takes. options: its keyword arguments; other options of the op are dropped.
     fixed: arguments that the op takes behind the tensors, and the learner's function does not. case, dtype: the call to
     compile and to time. rungs: those of ours to compare with, the best one last. products: whether the limit is matrix
-    products.
+    products. stores: whether what is written counts beside what is read.
     """
 
     op: str
@@ -43,7 +44,9 @@ class Exercise:
     rungs: tuple[str, ...]
     tensors: int = 1
     fixed: tuple[Any, ...] = ()
+    options: tuple[str, ...] = ()
     products: bool = False
+    stores: bool = True
 
 
 def normal(*shape: int, dtype: str = "float32", scale: float = 1.0) -> Make:
@@ -130,6 +133,7 @@ REDUCE_SUM = Exercise(
     "32 Mi",
     "float32",
     ("v0", "v2", "v8", "cuda_best"),
+    stores=False,
 )
 SOFTMAX = Exercise(
     "softmax",
@@ -211,6 +215,7 @@ ATTENTION = Exercise(
     "bfloat16",
     ("triton", "gluon"),
     tensors=3,
+    options=("causal",),
     products=True,
 )
 EXERCISES = {3: GELU, 4: REDUCE_SUM, 5: SOFTMAX, 6: TRANSPOSE, 7: MATMUL, 8: ATTENTION}

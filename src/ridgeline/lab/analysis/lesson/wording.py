@@ -56,6 +56,7 @@ MESSAGES = {
     "next.store": "Make the stores as wide as the loads: those of {kernel} are {width} bytes, ours {ours}.",
     "next.bank": "Pad the shared tile to {padded} columns: with {columns}, a column lies in one bank, 32 to a turn.",
     "next.occupancy": "Bring more warps onto a multiprocessor: {kernel} reaches {share}, limited by {limit}.",
+    "next.tile": "Try larger tiles or more stages: {kernel} keeps {shared} bytes in shared memory, ours {ours}.",
     "next.kernels": "Join the kernels into one pass: the call starts {count}, ours {ours}, and each pass costs its bytes.",
     "next.gpu": "Time it on a GPU: the compiler shows nothing that our best rung does better.",
     "next.rung": "Compare it by `ridgeline inspect {op} --impl {impl} --show sass` with {impl}, which takes {share} of its time.",

@@ -13,7 +13,7 @@ from contextlib import nullcontext
 from pathlib import Path
 from typing import Any
 
-from ridgeline.lab.analysis.lesson.attempt import Attempt, configured, load, short
+from ridgeline.lab.analysis.lesson.attempt import Attempt, configured, given, load, short
 from ridgeline.lab.analysis.lesson.exercises import EXERCISES, Exercise, Probe
 from ridgeline.lab.analysis.lesson.wording import say
 
@@ -55,7 +55,7 @@ def _test(exercise: Exercise, probe: Probe, function: Any, device: str) -> Row:
 
     tensors = [t.to(device).requires_grad_(False) for t in probe.make(torch.Generator().manual_seed(0))]
     law = Law(get(exercise.op), [*tensors, *exercise.fixed], probe.options)
-    given = [t.clone() for t in tensors]
+    before = [t.clone() for t in tensors]
     row: Row = {"test": probe.name, "ok": False, "hint": probe.hint}
     try:
         result = function(*tensors, **probe.options)
@@ -65,7 +65,7 @@ def _test(exercise: Exercise, probe: Probe, function: Any, device: str) -> Row:
         return row | _blamed(error)
     if not isinstance(result, torch.Tensor):
         return row | {"reason": say("returned", got=type(result).__name__)}
-    if any(not torch.equal(a, b) for a, b in zip(tensors, given, strict=True)):
+    if any(not torch.equal(a, b) for a, b in zip(tensors, before, strict=True)):
         return row | {"reason": say("changed")}
     reason = law.judge([result]).reason()
     return row | {"ok": reason is None, "reason": reason}
@@ -110,6 +110,7 @@ def compiled(number: int, path: Path) -> list[Row]:
 
 def _own(exercise: Exercise, function: Any, case: Any) -> list[Any]:
     """Returns the resources of the kernels that the learner's function starts on tensors without data."""
+    import torch
     from triton.runtime.jit import JITFunction
 
     from ridgeline import boundary, device
@@ -129,7 +130,7 @@ def _own(exercise: Exercise, function: Any, case: Any) -> list[Any]:
         args, kwargs = case.make(exercise.dtype, "meta")
         JITFunction.run = seen
         try:
-            function(*[a.detach() for a in args[: exercise.tensors]], **kwargs)
+            given(exercise, function)(*[a.detach() for a in args if isinstance(a, torch.Tensor)], **kwargs)
             return [of_launch(launch, disassemble=True) for launch in launches]
         finally:
             JITFunction.run = run
@@ -158,7 +159,7 @@ def timed(number: int, path: Path, device: str) -> list[Row]:
         case = next(c for c in op.cases if c.use == "quick" and c.args[exercise.tensors :] == exercise.fixed)
     case = replace(case, args=tuple(_without_gradient(a) for a in case.args))
     mine = Attempt(
-        op, "yours", "your kernel", "eager", lambda *a, **k: function(*a[: exercise.tensors], **k), differentiable=False
+        op, "yours", "your kernel", "eager", given(exercise, function), differentiable=False
     )
     candidates = [Candidate(rung) for rung in op.implementations.values() if _compared(rung, exercise, device)]
     roof = measure_roof(device, quick=True)
