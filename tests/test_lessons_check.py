@@ -64,7 +64,7 @@ def test_a_mistake_fails_the_test_with_its_hint(tmp_path: Path, op: str, right: 
     path = tmp_path / "attempt.py"
     path.write_text(text.replace(right, wrong, 1))
     failed = [row["hint"] for row in worker.tests(NUMBERS[op], path, "cpu") if row["ok"] is False]
-    assert failed and failed[0] == f"hint.{hint}", failed
+    assert failed[:1] == [f"hint.{hint}"], failed
 
 
 HALF_SUM = """

@@ -18,8 +18,8 @@ SHARED = re.compile(r"__shared__\s+(?:float|int|unsigned)\s+\w+\s*\[[^\]]+\]\s*\
 def advise(exercise: Exercise, rows: list[Row], timed: list[Row], path: Path) -> str:
     """Returns what to try next.
 
-    rows: the resources of the learner's kernels (`impl` "yours") and of our rungs, the best one last. timed: bench rows,
-    if there is a GPU. path: the learner's file.
+    rows: the resources of the learner's kernels (`impl` "yours") and of our rungs, the best one last.
+    timed: bench rows, if there is a GPU. path: the learner's file.
     """
     mine = [row for row in rows if row["impl"] == "yours"]
     best = [row for row in rows if row["impl"] == exercise.rungs[-1]]
@@ -30,7 +30,7 @@ def _arithmetic(exercise: Exercise, mine: list[Row]) -> str | None:
     for row in mine:
         kernel = row["kernel"]
         if row["double"]:
-            return say("next.double", count=row["double"])
+            return say("next.double", kernel=kernel, count=row["double"])
         if row["spill_stores"]:
             return say("next.spill", kernel=kernel, bytes=row["spill_stores"])
         if any(not re.search("F32|S32|f32|s32|IMMA", name) for name in row["matrix"]):
@@ -80,6 +80,4 @@ def _measured(exercise: Exercise, timed: list[Row]) -> str:
         return say("next.gpu")
     name = min(ours, key=lambda impl: ours[impl])
     share = ours[name] / yours
-    return say("next.done") if share > 0.97 else say(
-        "next.rung", op=exercise.op, impl=name, share=units.percent(share)
-    )
+    return say("next.done") if share > 0.97 else say("next.rung", op=exercise.op, impl=name, share=units.percent(share))

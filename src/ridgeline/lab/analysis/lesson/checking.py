@@ -26,8 +26,8 @@ ARCH = "sm_90"
 def check(number: int, path: Path, seconds: int) -> Row:
     """Returns what was found: `tests`, `resources`, `timed`, `next` (a sentence, or None) and whether all is `ok`.
 
-    Tests run in Triton's interpreter on the CPU, and on a GPU, if there is one, as they are. If they pass, the kernel is
-    compiled beside our rungs, and on a GPU timed between them.
+    Tests run in Triton's interpreter on the CPU, and on a GPU, if there is one, as they are. If they pass, the kernel
+    is compiled beside our rungs, and on a GPU timed between them.
     """
     import torch
 

@@ -57,14 +57,16 @@ def _list(rows: list[Row]) -> None:
     from ridgeline.lab.tables import console, print_table
 
     lines = [
-        (f"{row['number']}", row["title"], f"{EXERCISES[row['number']].signature}" if row["number"] in EXERCISES else "")
+        (
+            f"{row['number']}",
+            row["title"],
+            f"{EXERCISES[row['number']].signature}" if row["number"] in EXERCISES else "",
+        )
         for row in rows
     ]
     out = console()
     print_table("lessons", ["", "name", "exercise"], [], lines, out)
-    out.print(
-        "ridgeline lesson 3 opens one; ridgeline lesson 3 --check my_kernel.py checks your kernel", markup=False
-    )
+    out.print("ridgeline lesson 3 opens one; ridgeline lesson 3 --check my_kernel.py checks your kernel", markup=False)
 
 
 def _open(text: str) -> None:

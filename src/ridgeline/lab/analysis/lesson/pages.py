@@ -47,8 +47,8 @@ def summary(text: str) -> str:
 
 
 def commands(text: str) -> list[str]:
-    """Returns the commands that a lesson marks as runnable here, each a shell line."""
-    return [line for block in RUN.findall(text) for line in block.splitlines() if line and not line.startswith("#")]
+    """Returns the blocks of shell commands that a lesson marks as runnable here."""
+    return RUN.findall(text)
 
 
 def plain(text: str) -> str:
@@ -59,7 +59,7 @@ def plain(text: str) -> str:
 def filled(text: str, recorded: list[dict[str, Any]]) -> str:
     """Returns a lesson whose figures are those of the recorded rows.
 
-    A mark `<!-- rows OP | CASE | DTYPE | DIRECTION | RUNGS -->` names them; RUNGS, separated by commas, may be left out.
+    A mark `<!-- rows OP | CASE | DTYPE | DIRECTION | RUNGS -->` names them; RUNGS are separated by commas (default: all).
     """
     return ROWS.sub(lambda found: found[1] + figures(recorded, found[2]) + found[3], text)
 
@@ -75,5 +75,7 @@ def figures(recorded: list[dict[str, Any]], mark: str) -> str:
         raise RidgelineError(f"a lesson quotes {mark}, and no row is recorded of {', '.join(sorted(missing)) or op}")
     timed.sort(key=lambda row: -row["seconds"]["median"])
     lines = [f"| {op}, {case}, {dtype}, {direction} | time | of the roof |", "|---|--:|--:|"]
-    lines += [f"| `{r['impl']}` | {units.seconds(r['seconds']['median'])} | {units.percent(r['share'])} |" for r in timed]
+    lines += [
+        f"| `{r['impl']}` | {units.seconds(r['seconds']['median'])} | {units.percent(r['share'])} |" for r in timed
+    ]
     return "\n".join(lines) + "\n"

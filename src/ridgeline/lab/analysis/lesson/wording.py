@@ -47,8 +47,8 @@ MESSAGES = {
     "hint.head-strides": "heads lie between the positions here: pass the strides of batch, head and row",
     "hint.causal": "with causal=True, query i sees keys 0 to i: mask the other scores with -inf",
     "hint.scale": "scores are scaled by 1 / sqrt(D), D the last dimension of q",
-    "next.double": "Write constants as floats (0.5f, tanhf): the machine code computes in float64, {count} instructions.",
-    "next.spill": "Use a smaller tile or more warps: {kernel} keeps {bytes} bytes a thread in memory for want of registers.",
+    "next.double": "Write constants as floats (0.5f, tanhf): {count} instructions of {kernel} compute in float64.",
+    "next.spill": "Use a smaller tile or more warps: {kernel} lacks registers and spills {bytes} bytes a thread.",
     "next.half-sums": "Sum the products in float32: the matrix instructions of {kernel} add in float16.",
     "next.no-matrix": "Use `tl.dot` on tiles of at least 16 x 16: {kernel} has no matrix instructions.",
     "next.no-wgmma": "Give the tile 64 rows or more and 4 warps: {kernel} uses {found}, and Hopper's wgmma is faster.",
@@ -57,9 +57,9 @@ MESSAGES = {
     "next.bank": "Pad the shared tile to {padded} columns: with {columns}, a column lies in one bank, 32 to a turn.",
     "next.occupancy": "Bring more warps onto a multiprocessor: {kernel} reaches {share}, limited by {limit}.",
     "next.tile": "Try larger tiles or more stages: {kernel} keeps {shared} bytes in shared memory, ours {ours}.",
-    "next.kernels": "Join the kernels into one pass: the call starts {count}, ours {ours}, and each pass costs its bytes.",
+    "next.kernels": "Join the kernels into one pass: the call starts {count}, ours {ours}, each with bytes of its own.",
     "next.gpu": "Time it on a GPU: the compiler shows nothing that our best rung does better.",
-    "next.rung": "Compare it by `ridgeline inspect {op} --impl {impl} --show sass` with {impl}, which takes {share} of its time.",
+    "next.rung": "Read `ridgeline inspect {op} --impl {impl} --show sass`: {impl} takes {share} of your time.",
     "next.done": "Go on to the next lesson: it is as fast as our best rung, within 3%.",
 }  # fmt: skip
 

@@ -158,9 +158,7 @@ def timed(number: int, path: Path, device: str) -> list[Row]:
     if device == "cpu":  # for tests of this file: a laptop has no use for the times
         case = next(c for c in op.cases if c.use == "quick" and c.args[exercise.tensors :] == exercise.fixed)
     case = replace(case, args=tuple(_without_gradient(a) for a in case.args))
-    mine = Attempt(
-        op, "yours", "your kernel", "eager", given(exercise, function), differentiable=False
-    )
+    mine = Attempt(op, "yours", "your kernel", "eager", given(exercise, function), differentiable=False)
     candidates = [Candidate(rung) for rung in op.implementations.values() if _compared(rung, exercise, device)]
     roof = measure_roof(device, quick=True)
     rows = bench_case(op, case, exercise.dtype, device, [*candidates, Candidate(mine)], roof, budget=1.0)
