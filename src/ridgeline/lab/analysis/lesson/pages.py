@@ -59,7 +59,8 @@ def plain(text: str) -> str:
 def filled(text: str, recorded: list[dict[str, Any]]) -> str:
     """Returns a lesson whose figures are those of the recorded rows.
 
-    A mark `<!-- rows OP | CASE | DTYPE | DIRECTION | RUNGS -->` names them; RUNGS are separated by commas (default: all).
+    A mark `<!-- rows OP | CASE | DTYPE | DIRECTION | RUNGS -->` names them.
+    RUNGS are separated by commas; without them, all are shown.
     """
     return ROWS.sub(lambda found: found[1] + figures(recorded, found[2]) + found[3], text)
 
