@@ -86,6 +86,8 @@ def show(number: int, found: Row) -> None:
     failed = sum(row["ok"] is False for row in tests)
     if failed:
         out.print(say("fails", failed=failed, all=len(tests)), style="bold", markup=False)
+        if failed > 1:
+            out.print(say("order"), style="dim", markup=False)
         if len(tests) == 1 and len(exercise.probes) > 1:
             out.print(say("first"), style="dim", markup=False)
     elif tests and all(row["ok"] for row in tests):

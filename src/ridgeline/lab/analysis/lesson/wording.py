@@ -9,6 +9,7 @@ MESSAGES = {
     "passes": "every test passes",
     "fails": "{failed} of {all} tests fail",
     "unrun": "no test ran: {reason}",
+    "order": "mend the first one first: it may be the reason of the others",
     "first": "the plain test comes first; the others run once it passes",
     "cuda": "CUDA C++ cannot be interpreted, so its results are checked on a GPU only; here it is compiled",
     "slow": "it did not end within {seconds} s; a loop that never ends, or a very small tile, does that",
