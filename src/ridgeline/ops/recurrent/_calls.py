@@ -135,6 +135,20 @@ def _gathered(t: Maybe, like: Maybe) -> Maybe:
     return t.to(like.dtype)
 
 
+def _in_place(name: str, op: Callable[[], Op], tensors: str, options: str, others: int) -> Any:
+    """Registers `<name>_step`: o of one token; the state is replaced in place."""
+    arguments = f"{tensors.replace('Tensor? first', 'Tensor(a!) state')}, {options}float scale, str? impl"
+
+    @kernel_op(f"{name}_step({arguments}) -> Tensor")
+    def step(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, *rest: Any) -> torch.Tensor:
+        some, state, (*facts, impl) = rest[:others], rest[others], rest[others + 1 :]
+        o = torch.empty(v.shape, dtype=v.dtype, device=v.device)
+        run(op(), "fwd", impl, (o, state), q, k, v, *some, state, None, *facts, "ieee")
+        return o
+
+    return step
+
+
 def engine(
     name: str, others: tuple[str, ...] = ("g", "u"), narrow: tuple[str, ...] = (), options: str = ""
 ) -> Callable[..., Any]:
@@ -203,15 +217,7 @@ def engine(
             there = [g if t is not None else None for g, t in zip(grads, saved[:count], strict=True)]
             return *there, *(None,) * (1 + len(ctx.facts))
 
-    steps = f"{tensors.replace('Tensor? first', 'Tensor(a!) state')}, {options}float scale, str? impl"
-
-    @kernel_op(f"{name}_step({steps}) -> Tensor")
-    def step(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, *rest: Any) -> torch.Tensor:
-        """o of one token; the state is replaced in place."""
-        some, state, (*facts, impl) = rest[: len(others)], rest[len(others)], rest[len(others) + 1 :]
-        o = torch.empty(v.shape, dtype=v.dtype, device=v.device)
-        run(op(), "fwd", impl, (o, state), q, k, v, *some, state, None, *facts, "ieee")
-        return o
+    step = _in_place(name, op, tensors, options, len(others))
 
     def call(*args: Any, inplace: bool = False) -> Any:
         if inplace:
