@@ -697,6 +697,25 @@ BAD: Bad = {
     ),
     "quantize_int8: symmetric": (lambda: ridgeline.quantize_int8(x, symmetric=None), ["symmetric", "None"]),
     "quantize_fp8: 8 bits": (lambda: ridgeline.quantize_fp8(x.to(E4M3)), ["float8_e4m3fn", "float32"]),
+    "quantize_fp8: another dtype": (
+        lambda: ridgeline.quantize_fp8(x, dtype=torch.int8),
+        ["int8", "float8_e4m3fn", "float8_e5m2"],
+    ),
+    "quantize_fp8: the transpose of a vector": (
+        lambda: ridgeline.quantize_fp8(w, block="row", transpose=True),
+        ["transpose", "matrix", "(6,)"],
+    ),
+    "fp8_linear: inner sizes": (lambda: ridgeline.fp8_linear(x, torch.ones(3, 5)), ["(4, 6)", "(3, 5)"]),
+    "fp8_linear: another recipe": (lambda: ridgeline.fp8_linear(x, square, recipe="mx"), ["'mx'", "'row'", "'block'"]),
+    "fp8_linear: a long bias": (lambda: ridgeline.fp8_linear(x, square, torch.ones(7)), ["bias", "(6,)", "(7,)"]),
+    "fp8_linear: integers": (lambda: ridgeline.fp8_linear(x, square.int()), ["weight", "int32", "bfloat16"]),
+    "fp8_linear: codes": (lambda: ridgeline.fp8_linear(x.to(E4M3), square), ["float8_e4m3fn", "float32"]),
+    "fp8_linear: two devices": (lambda: ridgeline.fp8_linear(x, square.to("meta")), ["cpu", "meta"]),
+    "fp8_linear: no tensor": (lambda: ridgeline.fp8_linear(x, None), ["weight", "NoneType"]),
+    "fp8_linear: a buffer in bfloat16": (
+        lambda: ridgeline.fp8_linear(x, square.clone().requires_grad_(), main_grad=square.bfloat16()),
+        ["main_grad", "float32", "bfloat16"],
+    ),
     "quantize_fp8: another block": (
         lambda: ridgeline.quantize_fp8(x, block=(1, 64)),
         ["(1, 64)", "(1, 128)", "(128, 128)"],

@@ -198,7 +198,7 @@ MORE = {OWN: {}, "3.6.0": {"gluon": 128, "triton": 128}, "3.9.0": {"gluon": 2048
 MOVED = 0 if triton.__version__ == OWN else 64
 REGISTERS = 65536  # of a multiprocessor, each thread's by eights: a block that asks for more does not start
 REFUSED = {
-    (op, arch) for op in ("fp8_matmul", "w4a8_linear") for arch in ("sm_80", "sm_86")
+    (op, arch) for op in ("fp8_matmul", "fp8_linear", "w4a8_linear") for arch in ("sm_80", "sm_86")
 }  # no 8-bit floating-point units
 CHECKS = 2  # small cases of an op, beside its benchmarks
 # Ops whose kernels take seconds each to compile: implementations share what is compiled.

@@ -377,6 +377,31 @@ def linear_cross_entropy(
     Raises RidgelineError if shapes, dtypes, devices or options do not match the above or `impl` cannot run the call.
     """
 
+def fp8_linear(
+    x: torch.Tensor,
+    weight: torch.Tensor,
+    bias: torch.Tensor | None = None,
+    *,
+    recipe: str = "tensor",
+    main_grad: torch.Tensor | None = None,
+    impl: str | None = None,
+) -> torch.Tensor:
+    """Returns `x @ weight.T + bias`, (..., N), by products of 8-bit numbers, forward and backward.
+
+    x: (..., K), float32, float16 or bfloat16; weight: (N, K) and bias: (N,) or None, each in any of these dtypes. Any
+    strides and sizes; sizes that are multiples of 16 need no copies. The result has x's dtype, a gradient its tensor's.
+    recipe: what shares a scale, a largest size that the device finds in each call.
+    "tensor": all of a matrix; e4m3 forward, e5m2 for dy (TransformerEngine's hybrid format, torchao's "tensorwise").
+    "row": a row or a column along the sum; e4m3 throughout (torchao's "rowwise").
+    "block": 1 x 128 of x and dy along the sum, 128 x 128 of the weight; e4m3 throughout (DeepSeek-V3).
+    main_grad: a contiguous float32 buffer (N, K), or None. Backward adds the weight's gradient to it in the product's
+    epilogue and gives the weight none: `weight.grad` stays None, as with TransformerEngine's fuse_wgrad_accumulation.
+    Sums move to float32 every 128 of the summed dimension; for a float32 x all sums are float32, which is slower.
+    Autocast casts x alone: the weight is quantised from its own dtype. Gradients flow to x, weight and bias, once.
+    Raises RidgelineError if shapes, dtypes or devices do not match, or if `impl` cannot run the call. No kernel runs on
+    NVIDIA GPUs before sm_89, which have no 8-bit floating-point matrix units; `impl="naive"` emulates them there.
+    """
+
 def fp8_matmul(
     a: torch.Tensor,
     b: torch.Tensor,
@@ -389,8 +414,8 @@ def fp8_matmul(
 ) -> torch.Tensor:
     """Returns the dequantised product of quantised matrices, `(a * scale_a) @ (b * scale_b) + bias`.
 
-    a: (M, K) and b: (K, N), float8_e4m3fn, any strides. Fastest with K contiguous in both: for a weight quantised as q
-    (N, K), pass b = q.T.
+    a: (M, K) and b: (K, N), float8_e4m3fn or float8_e5m2 each, any strides. Fastest with K contiguous in both: for a
+    weight quantised as q (N, K), pass b = q.T.
     scale_a, scale_b: float32, any strides. By rows: scale_a is one number, (M, 1) or (M,); scale_b is one number,
     (1, N) or (N,).
     By blocks: scale_a is (M, ceil(K / 128)), as `quantize_fp8` returns it. scale_b is (ceil(K / 128), ceil(N / 128)),
@@ -831,8 +856,8 @@ def dequantize(
 ) -> torch.Tensor:
     """(q - zero) * scale: the floating-point numbers that `quantize_int8` or `quantize_fp8` encoded.
 
-    q: the tuple that they return; or its first tensor (int8 or float8_e4m3fn, any shape and strides), followed by the
-    others.
+    q: the tuple that they return; or its first tensor (int8, float8_e4m3fn or float8_e5m2, any shape and strides),
+    followed by the others.
     scale: float32, () or (1,) for all of q; (..., 1) for rows; (..., ceil(K / 128)) for 1 x 128 blocks of (..., K);
     (ceil(M / 128), ceil(K / 128)) for 128 x 128 blocks of (M, K). zero: int32 or int8, of the scale's shape, for int8.
     dtype: of the result; None is the scale's. Computed in float32 and rounded once. Returns a contiguous tensor of q's
@@ -841,18 +866,26 @@ def dequantize(
     """
 
 def quantize_fp8(
-    x: torch.Tensor, *, block: tuple[int, int] | str = (1, 128), impl: str | None = None
-) -> tuple[torch.Tensor, torch.Tensor]:
-    """x as 8-bit floating-point numbers, e4m3: (q, scale), with x about q times the scale of its block.
+    x: torch.Tensor,
+    *,
+    block: tuple[int, int] | str = (1, 128),
+    dtype: torch.dtype = torch.float8_e4m3fn,
+    transpose: bool = False,
+    impl: str | None = None,
+) -> tuple[torch.Tensor, ...]:
+    """x as 8-bit floating-point numbers, e4m3 or e5m2: (q, scale), with x about q times the scale of its block.
 
     x: (..., K), floating point, any strides. block: which numbers share a scale: (1, 128) of a row, (128, 128) of a
-    matrix (blocks at the end may be smaller), "row" or "tensor".
-    Returns q, float8_e4m3fn, contiguous, of x's shape; and scale, float32: (..., ceil(K / 128)),
-    (ceil(M / 128), ceil(K / 128)), (..., 1) or (). A block's largest number becomes 448 or -448. It has no gradients.
-    x / scale is rounded to float32, then to the nearest e4m3 number, ties to even. A scale is at least 2^-126 (all
-    zeros), and infinite if its numbers hold an infinity or NaN; `dequantize` then gives NaN. GPUs without e4m3 give the
-    same codes, slower.
-    Raises RidgelineError if x is not floating point, if `block` is none of these, or if `impl` cannot run the call.
+    matrix (blocks at the end may be smaller), "row" or "tensor". dtype: torch.float8_e4m3fn or float8_e5m2.
+    transpose: also quantises the transpose of a matrix x, in the same pass: (q, scale, q_t, scale_t), the last two as
+    `quantize_fp8(x.mT, block=block, dtype=dtype)` returns them; q_t is (K, M), contiguous.
+    Returns q, contiguous, of x's shape; and scale, float32: (..., ceil(K / 128)), (ceil(M / 128), ceil(K / 128)),
+    (..., 1) or (). A block's largest number becomes 448 or -448 (e5m2: 57344). It has no gradients.
+    x / scale is rounded to float32, then to the nearest 8-bit number, ties to even. A scale is at least 2^-126 (all
+    zeros), and infinite if its numbers hold an infinity or NaN; `dequantize` then gives NaN. GPUs without 8-bit floats
+    give the same codes, slower.
+    Raises RidgelineError if x is not floating point, if `block`, `dtype` or `transpose` is none of these, or if `impl`
+    cannot run the call.
     """
 
 def quantize_int4(

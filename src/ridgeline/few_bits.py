@@ -22,14 +22,16 @@ from ridgeline.nn import Fp8InferenceLinear, Int4Linear, Int8Linear
 from ridgeline.op import RidgelineError
 
 KINDS = {"int8": "int8_linear", "int4": "int4_linear", "fp8": "fp8_matmul"}  # and the op that computes each
+TRAINING = "fp8-training"  # keeps the weights; `hf.patch` alone takes it
 LAYERS: dict[type, str] = {Int8Linear: "int8_linear", Int4Linear: "int4_linear", Fp8InferenceLinear: "fp8_matmul"}
 GROUPS = (128, 64, 32)
 INDEX = "model.safetensors.index.json"
 
 
-def check_kind(op: str, kind: Any) -> None:
-    if kind not in KINDS:
-        raise RidgelineError(f"{op}: quantize must be None or one of {', '.join(map(repr, KINDS))}, got {kind!r}")
+def check_kind(op: str, kind: Any, training: bool = False) -> None:
+    kinds = [*KINDS, *([TRAINING] if training else [])]
+    if kind not in kinds:
+        raise RidgelineError(f"{op}: quantize must be None or one of {', '.join(map(repr, kinds))}, got {kind!r}")
 
 
 def refusal(linear: nn.Module, kind: str) -> str | None:

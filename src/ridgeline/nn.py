@@ -298,6 +298,46 @@ class Linear(nn.Linear):
         return ridgeline.linear(input, self.weight, self.bias, activation=self.activation, residual=residual)
 
 
+class Fp8Linear(nn.Linear):
+    """`torch.nn.Linear` trained in 8 bits, by `ridgeline.fp8_linear`: the same parameters and state_dict.
+
+    recipe: "tensor", "row" or "block", what shares a scale. The weight keeps its dtype; each call quantises it.
+    fuse_main_grad: backward adds the weight's gradient to `weight.main_grad`, a float32 buffer that the caller puts
+    there, and leaves `weight.grad` None, as Megatron-LM's gradient_accumulation_fusion does.
+    `Fp8Linear.of(linear)` takes a layer's own parameters.
+    """
+
+    def __init__(
+        self, in_features: int, out_features: int, bias: bool = True, device: Any = None, dtype: Any = None, *,
+        recipe: str = "tensor", fuse_main_grad: bool = False,
+    ) -> None:  # fmt: skip
+        if recipe not in ("tensor", "row", "block"):
+            raise RidgelineError(f"Fp8Linear: recipe must be 'tensor', 'row' or 'block', got {recipe!r}")
+        super().__init__(in_features, out_features, bias, device, dtype)
+        self.recipe, self.fuse_main_grad = recipe, fuse_main_grad
+
+    @classmethod
+    def of(cls, linear: nn.Linear, **options: Any) -> Fp8Linear:
+        weight, bias = linear.weight, linear.bias
+        made = cls(weight.shape[1], weight.shape[0], bias is not None, "meta", weight.dtype, **options)
+        made.weight, made.bias = weight, bias
+        return made.train(linear.training)
+
+    def extra_repr(self) -> str:
+        fused = ", fuse_main_grad=True" if self.fuse_main_grad else ""
+        return f"{super().extra_repr()}, recipe={self.recipe!r}{fused}"
+
+    def forward(self, input: torch.Tensor) -> torch.Tensor:
+        total = None
+        if self.fuse_main_grad and torch.is_grad_enabled():
+            total = getattr(self.weight, "main_grad", None)
+            if total is None:
+                raise RidgelineError(
+                    "Fp8Linear: fuse_main_grad needs the float32 buffer weight.main_grad; set it first"
+                )
+        return ridgeline.fp8_linear(input, self.weight, self.bias, recipe=self.recipe, main_grad=total)
+
+
 class Int8Linear(nn.Module):
     """A linear layer with a weight of int8 codes, by `ridgeline.int8_linear`: a scale for each row of the weight.
 

@@ -67,7 +67,7 @@ def test_layers_that_do_not_fit_stay() -> None:
 @pytest.mark.parametrize(
     ("options", "said"),
     [
-        ({"quantize": "int3"}, "quantize must be None or one of 'int8', 'int4', 'fp8', got 'int3'"),
+        ({"quantize": "int3"}, "quantize must be None or one of 'int8', 'int4', 'fp8', 'fp8-training', got 'int3'"),
         ({"quantize": "int8", "memory": "recompute"}, "memory is for training, and quantize for inference"),
     ],
 )
@@ -225,3 +225,29 @@ def test_folders_without_files(tmp_path: Path) -> None:
     (tmp_path / "model-00002-of-00002.safetensors").unlink()
     with pytest.raises(RidgelineError, match=r"says that the tensor .* is in model-00002.* which is not there"):
         hf.load_quantized(tmp_path)
+
+
+@pytest.mark.parametrize("name", ["Llama", "Phi3"])
+def test_patch_trains_in_8_bits(name: str) -> None:
+    """The layers inside the blocks compute in 8 bits and keep their weights; `unpatch` gives all back."""
+    model = build(name, num_hidden_layers=2)
+    ids, names, state = tokens(), layers(model), copy.deepcopy(model.state_dict())
+    own = model(ids, labels=ids)
+    own.loss.backward()
+    wanted = {n: p.grad.clone() for n, p in model.named_parameters()}
+    model.zero_grad()
+    told = hf.explain(model, quantize="fp8-training")
+    report = hf.patch(model, quantize="fp8-training")
+    assert {r.name for r in report.rows if r.op == "fp8_linear"} == set(names)
+    assert {(r.name, r.op) for r in report.rows} == {(r.name, r.op) for r in told.rows}
+    assert all(type(model.get_submodule(n)) is torch.nn.Linear for n in names)
+    assert all(torch.equal(t, state[n]) for n, t in model.state_dict().items())
+    loss = model(ids, labels=ids).loss
+    loss.backward()
+    assert 0 < abs(loss - own.loss) < 0.02 * own.loss
+    for n, p in model.named_parameters():
+        assert 0 < (p.grad - wanted[n]).norm() < 0.3 * wanted[n].norm(), n
+    hf.unpatch(model)
+    assert torch.equal(model(ids, labels=ids).loss, own.loss)
+    with pytest.raises(RidgelineError, match="leave out memory"):
+        hf.patch(model, quantize="fp8-training", memory="recompute")

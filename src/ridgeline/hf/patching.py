@@ -23,6 +23,7 @@ OURS = (
     modules.rms_norm,
     modules.layer_norm,
     modules.linear,
+    modules.fp8_linear,
     modules.joint_linear,
     modules.gated_mlp,
     modules.merged_mlp,
@@ -100,6 +101,8 @@ class _Planner:
                 self.recurrent(name, module)
             elif type(module) in few_bits.LAYERS:
                 self.few_bits(name, module, few_bits.LAYERS[type(module)])
+            elif self.quantize == few_bits.TRAINING and name in self.turned:
+                self.few_bits(name, module, "fp8_linear", _set(module, modules.fp8_linear))
             elif self.quantize and isinstance(module, nn.Linear) and name in self.turned:
                 self.few_bits(name, module, few_bits.KINDS[self.quantize])
             elif isinstance(module, nn.Linear) and not any(name.startswith(f"{n}.") for n in inside):
@@ -107,10 +110,10 @@ class _Planner:
         self.settle_attention()
         return self.plans
 
-    def few_bits(self, name: str, module: Any, op: str) -> None:
+    def few_bits(self, name: str, module: Any, op: str, act: Callable[[], None] = lambda: None) -> None:
         flops, group = 2.0 * module.in_features * module.out_features, getattr(module, "group", None)
         remark = f"groups of {group} columns" if group else ""
-        self.plans.append((Row(name, type(module).__name__, "linear", op, remark, flops=flops), lambda: None))
+        self.plans.append((Row(name, type(module).__name__, "linear", op, remark, flops=flops), act))
 
     def linear(self, name: str, module: nn.Linear) -> None:
         remark, flops = "torch's product", 2.0 * module.weight.numel()
@@ -420,6 +423,7 @@ def _to_quantize(model: nn.Module, kind: str) -> list[str]:
         for name, m in model.named_modules()
         if isinstance(m, nn.Linear) and m not in heads and id(m.weight) not in shared
         and any(part.isdecimal() for part in name.split(".")) and few_bits.refusal(m, kind) is None
+        and _replaced(m) is None
     ]  # fmt: skip
 
 
@@ -454,11 +458,15 @@ def patch(
     quantize: "int8", "int4" or "fp8": replaces the linear layers inside the repeated layers by `nn.Int8Linear`,
     `nn.Int4Linear` or `nn.Fp8InferenceLinear`, for inference. Embeddings and the last layer stay. The weights in full
     are dropped, so `unpatch` refuses such a model.
+    "fp8-training": the same layers keep their weights and train in 8 bits, by `ridgeline.fp8_linear` with one scale for
+    each matrix; `unpatch` takes that back.
     Raises RidgelineError if the model is none of transformers', or an argument is none of these.
     """
     if quantize is not None:
-        few_bits.check_kind("hf.patch", quantize)
+        few_bits.check_kind("hf.patch", quantize, training=True)
         if memory is not None:
+            if quantize == few_bits.TRAINING:
+                raise RidgelineError(f"hf.patch: layers of {quantize} keep 8-bit copies for backward: leave out memory")
             raise RidgelineError("hf.patch: memory is for training, and quantize for inference: give one of them")
     if memory not in MEMORY:
         raise RidgelineError(f"hf.patch: memory must be one of {', '.join(map(repr, MEMORY))}, got {memory!r}")
@@ -467,7 +475,7 @@ def patch(
     left = [r for r in report.left() if r.part in PARTS and r.reason != "not asked for"]
     if strict and left:
         raise RidgelineError(f"{left[0].name} ({left[0].kind}) is left alone: {left[0].reason}; strict=True wants all")
-    if quantize is not None:
+    if quantize is not None and quantize != few_bits.TRAINING:
         for name in few_bits.quantize(model, quantize, frozenset(_to_quantize(model, quantize)).__contains__):
             model.get_submodule(name).__dict__["_ridgeline_of"] = quantize
         report, plans = plan(model, only)
@@ -509,7 +517,7 @@ def _restore(model: nn.Module) -> None:
 def explain(model: nn.Module, *, only: Iterable[str] | None = None, quantize: str | None = None) -> Report:
     """Returns the report that `patch` would, and changes nothing."""
     if quantize is not None:
-        few_bits.check_kind("hf.explain", quantize)
+        few_bits.check_kind("hf.explain", quantize, training=True)
     with torch.no_grad():
         return plan(model, only, quantize=quantize)[0]
 

@@ -1,8 +1,9 @@
-"""8-bit floating-point numbers in OCP's e4m3, as codes.
+"""8-bit floating-point numbers in OCP's e4m3 and e5m2, as codes.
 
-The format has a sign, 4 exponent bits with bias 7 and 3 mantissa bits; the largest number is 448, and there are no
-infinities. NATIVE: by the GPU's own instruction (NVIDIA, from sm_89 on); else by integer arithmetic on the bits of a
-float32, with the same result.
+e4m3 has a sign, 4 exponent bits with bias 7 and 3 mantissa bits; the largest number is 448, and there are no
+infinities. e5m2 is the upper half of a float16: 5 exponent bits and 2 mantissa bits, up to 57344.
+NATIVE: by the GPU's own instruction (NVIDIA, from sm_89 on); else by integer arithmetic on the bits of a float32, with
+the same result.
 Source: Micikevicius et al., FP8 formats for deep learning, 2022 (arXiv:2209.05433).
 """
 
@@ -38,4 +39,31 @@ def decoded(code, NATIVE: tl.constexpr):
         bits = code.to(tl.uint32)
         v = (((bits & 0x80) << 24) | ((bits & 0x7F) << 20)).to(tl.float32, bitcast=True) * 1.329227995784916e36  # 2^120
         v = tl.where((bits & 0x7F) == 0x7F, float("nan"), v)
+    return v
+
+
+@triton.jit
+def encoded_e5m2(v, NATIVE: tl.constexpr):
+    """The codes (uint8) nearest to float32 values, ties to even; 57344's beyond 57344; 0x7f for NaN."""
+    if NATIVE:
+        code = v.to(tl.float8e5).to(tl.uint8, bitcast=True)
+    else:
+        bits = v.to(tl.uint32, bitcast=True)
+        size = bits & 0x7FFFFFFF
+        # Drops 21 mantissa bits, and lowers the exponent's bias by 112.
+        normal = ((size + 0xFFFFF + ((size >> 21) & 1)) >> 21) - 448
+        # The last bit of 2^7 is 2^-16.
+        small = (size.to(tl.float32, bitcast=True) + 128.0).to(tl.uint32, bitcast=True) - 0x43000000
+        code = tl.minimum(tl.where(size < 0x38800000, small, normal), 0x7B)  # below 2^-14 codes are evenly spaced
+        code = (tl.where(size > 0x7F800000, 0x7F, code) | ((bits >> 24) & 0x80)).to(tl.uint8)
+    return code
+
+
+@triton.jit
+def halves(code, E5M2: tl.constexpr, NATIVE: tl.constexpr):
+    """The float16 values of codes (uint8), exact in both formats."""
+    if E5M2:
+        v = (code.to(tl.uint16) << 8).to(tl.float16, bitcast=True)
+    else:
+        v = decoded(code, NATIVE).to(tl.float16)
     return v

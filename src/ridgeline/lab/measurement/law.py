@@ -248,7 +248,9 @@ def leaves(args: Sequence[Any]) -> list[Tensor]:
 
 
 def _cast(value: Any, dtype: torch.dtype) -> Any:
-    """Returns a floating-point argument cast to dtype, as a new leaf; an argument that is a dtype becomes this one."""
+    """Returns a floating-point argument cast to dtype, as a new leaf; an argument that is a dtype becomes this one.
+
+    Dtypes of 8-bit numbers stay: they name codes."""
     if isinstance(value, Tensor) and value.is_floating_point():
         return (
             value.detach()
@@ -259,7 +261,8 @@ def _cast(value: Any, dtype: torch.dtype) -> Any:
         return value.detach().to(dtype.to_complex(), copy=True, memory_format=torch.contiguous_format)
     if isinstance(value, list):
         return [_cast(v, dtype) for v in value]
-    return dtype if isinstance(value, torch.dtype) and value.is_floating_point else value
+    wide = isinstance(value, torch.dtype) and value.is_floating_point and value.itemsize > 1
+    return dtype if wide else value
 
 
 def real(tensor: Tensor) -> Tensor:

@@ -38,25 +38,25 @@ class Tap(Function):
     def forward(
         ctx: Any, y: torch.Tensor, weight: torch.Tensor, x: torch.Tensor, main_grad: torch.Tensor, triton: bool
     ) -> torch.Tensor:
-        ctx.save_for_backward(x.detach(), main_grad)
-        ctx.triton = triton
+        ctx.save_for_backward(x.detach())
+        ctx.triton, ctx.main_grad = triton, main_grad  # not saved: another use of the weight may add to it before
         return y.view_as(y)
 
     @staticmethod
     @first_order
     def backward(ctx: Any, dy: torch.Tensor) -> Any:
-        x, main_grad = ctx.saved_tensors
+        (x,) = ctx.saved_tensors
         rows = dy.reshape(-1, dy.shape[-1])
         if rows.numel():
-            _add(main_grad, rows, x.reshape(-1, x.shape[-1]), precision(), ctx.triton)
+            _add(ctx.main_grad, rows, x.reshape(-1, x.shape[-1]), precision(), ctx.triton)
         return dy, None, None, None, None
 
 
-def check(main_grad: Any, weight: torch.Tensor) -> None:
+def check(main_grad: Any, weight: torch.Tensor, op: str = "linear") -> None:
     if not isinstance(main_grad, torch.Tensor):
-        raise RidgelineError(f"linear: main_grad must be a tensor or None, got {type(main_grad).__name__}")
+        raise RidgelineError(f"{op}: main_grad must be a tensor or None, got {type(main_grad).__name__}")
     right = main_grad.dtype == torch.float32 and main_grad.shape == weight.shape and main_grad.is_contiguous()
     if not right or main_grad.requires_grad or main_grad.device != weight.device:
         wanted = f"a contiguous float32 buffer {tuple(weight.shape)} on {weight.device} that needs no gradient"
         found = f"{main_grad.dtype} {tuple(main_grad.shape)} with strides {main_grad.stride()} on {main_grad.device}"
-        raise RidgelineError(f"linear: main_grad must be {wanted}, got {found}")
+        raise RidgelineError(f"{op}: main_grad must be {wanted}, got {found}")

@@ -36,12 +36,15 @@ def place(M, N, BM: tl.constexpr, BN: tl.constexpr, GROUP: tl.constexpr):
 
 
 @triton.jit
-def finish(y, total, bias, m, n, M, N):
-    """Adds the bias and stores a tile of float32 sums."""
+def finish(y, total, bias, m, n, M, N, ADD: tl.constexpr = False):
+    """Adds the bias and stores a tile of float32 sums. ADD: adds them to what y holds."""
     if bias.data is not None:
         total += tl.load(bias.data + n.to(tl.int64) * bias.stride, mask=n < N, other=0).to(tl.float32)[None, :]
     at = y + m[:, None].to(tl.int64) * N + n[None, :]
-    tl.store(at, total.to(y.dtype.element_ty), mask=(m[:, None] < M) & (n[None, :] < N))
+    inside = (m[:, None] < M) & (n[None, :] < N)
+    if ADD:
+        total += tl.load(at, mask=inside, other=0).to(tl.float32)
+    tl.store(at, total.to(y.dtype.element_ty), mask=inside)
 
 
 @triton.jit
@@ -76,8 +79,13 @@ def grid(M: int, N: int) -> Any:
     return lambda c: (triton.cdiv(M, c["BM"]) * triton.cdiv(N, c["BN"]),)
 
 
-def config(op: str, a: torch.Tensor, b: torch.Tensor, wide: bool, whole: bool = True) -> dict[str, Any]:
-    """Returns the tile of an 8-bit product. wide: registers hold 128 x 256. whole: bytes are multiplied as they are."""
+def config(
+    op: str, a: torch.Tensor, b: torch.Tensor, wide: bool, whole: bool = True, single: bool = False
+) -> dict[str, Any]:
+    """Returns the tile of an 8-bit product.
+
+    wide: registers hold 128 x 256. whole: bytes are multiplied as they are. single: scales by blocks of single columns.
+    """
     gpu, (M, K), N = device.of(a), a.shape, b.shape[1]
     # odd: loads of single bytes, which take registers.
     odd = not whole or any(1 not in t.stride() or max(t.stride()) % 16 for t in (a, b))
@@ -98,6 +106,8 @@ def config(op: str, a: torch.Tensor, b: torch.Tensor, wide: bool, whole: bool = 
             )
         if odd:
             return tile(64, 64, 256, stages)
+        if single and gpu.capability >= 100:  # whose sums move to registers, beside a tile of scales
+            return tile(64, 128, 128, stages)
         if wide and gpu.capability == 90 and tiles(128, 256) >= gpu.multiprocessors:
             return tile(128, 256, 256, 3)
         if gpu.capability == 90 and tiles(128, 128) < gpu.multiprocessors:
@@ -143,7 +153,7 @@ def step(t: torch.Tensor | None, dim: int) -> int:
     return 0 if t is None or t.numel() == 1 else t.stride(dim)
 
 
-def fault(dtype: torch.dtype, a: Any, b: Any, bias: Any, out_dtype: Any, **others: Any) -> str | None:
+def fault(dtypes: tuple[torch.dtype, ...], a: Any, b: Any, bias: Any, out_dtype: Any, **others: Any) -> str | None:
     """Returns what is wrong with the operands, the bias or out_dtype, or None. others: scales and zero_a by name."""
     for name, t in {"a": a, "b": b, **others, "bias": bias}.items():
         if t is None and name in ("bias", "zero_a"):
@@ -159,8 +169,8 @@ def fault(dtype: torch.dtype, a: Any, b: Any, bias: Any, out_dtype: Any, **other
     scales = [t.dtype for name, t in others.items() if name.startswith("scale")]
     if len(set(scales)) > 1:
         return f"scale_a and scale_b must have one dtype, got {scales[0]} and {scales[1]}"
-    if a.dtype != dtype or b.dtype != dtype:
-        return f"a and b must be {dtype}, got {a.dtype} and {b.dtype}"
+    if a.dtype not in dtypes or b.dtype not in dtypes:
+        return f"a and b must be {' or '.join(map(str, dtypes))}, got {a.dtype} and {b.dtype}"
     if a.dim() != 2 or b.dim() != 2 or a.shape[1] != b.shape[0]:
         return f"a must be (M, K) and b (K, N), got {tuple(a.shape)} and {tuple(b.shape)}"
     reference = out_dtype == torch.float64 == others["scale_a"].dtype  # the reference computes in float64

@@ -1,4 +1,4 @@
-"""fp8_matmul: y = (a * scale_a) @ (b * scale_b) + bias, for fp8 (e4m3) with scales by rows or by blocks.
+"""fp8_matmul: y = (a * scale_a) @ (b * scale_b) + bias, for fp8 (e4m3, e5m2) with scales by rows or by blocks.
 
     rows:     y_mn = s_m t_n sum_k a_mk b_kn              blocks:   y_mn = sum_j s_mj t_jn sum_{k in block j} a_mk b_kn
 
@@ -38,9 +38,10 @@ from ridgeline.ops.matmul._scaled import (
     unlike,
 )
 from ridgeline.select import eager, run
-from ridgeline.tiles.float8 import decoded
+from ridgeline.tiles.float8 import halves
 
-E4M3 = torch.float8_e4m3fn
+E4M3, E5M2 = torch.float8_e4m3fn, torch.float8_e5m2
+DTYPES = "float8_e4m3fn", "float8_e5m2"
 FEW = 64  # the most rows of a for which K is split
 
 
@@ -61,6 +62,9 @@ class Rules(NamedTuple):
     WIDE: int  # columns of b that share a block's scale: 1, or at least a tile's width; 0 for scales by rows
     NATIVE: bool  # multiply on 8-bit matrix units; else decode a and b to float16, which is exact
     DECODE: bool  # the GPU has an instruction that converts fp8 to float16
+    A_E5M2: bool
+    B_E5M2: bool
+    ADD: bool  # add to what y holds
 
 
 @triton.jit
@@ -104,7 +108,7 @@ def _fwd(
             left = tl.load(at_a, mask=k[None, :] < K - start + begin, other=0.0)
             right = tl.load(at_b, mask=k[:, None] < K - start + begin, other=0.0)
         if not RULES.NATIVE:
-            left, right = decoded(left, RULES.DECODE).to(tl.float16), decoded(right, RULES.DECODE).to(tl.float16)
+            left, right = halves(left, RULES.A_E5M2, RULES.DECODE), halves(right, RULES.B_E5M2, RULES.DECODE)
         if RULES.WIDE == 0:
             total = tl.dot(left, right, total, max_num_imprecise_acc=BK if RULES.NATIVE else 0)
         else:
@@ -120,11 +124,11 @@ def _fwd(
         at_b += b.row_stride * ahead
     if RULES.WIDE == 0:
         total = total * tl.load(scale_a)[:, None] * tl.load(scale_b)[None, :]
-    finish(y + tl.program_id(1).to(tl.int64) * M * N, total, bias, m, n, M, N)
+    finish(y + tl.program_id(1).to(tl.int64) * M * N, total, bias, m, n, M, N, RULES.ADD and SPLITS == 1)
 
 
 @triton.jit
-def _add(y, parts, bias, M, N, SPLITS: tl.constexpr, BLOCK: tl.constexpr):
+def _add(y, parts, bias, M, N, SPLITS: tl.constexpr, BLOCK: tl.constexpr, ADD: tl.constexpr):
     """Adds the parts of K in order, for one row and BLOCK columns, and the bias."""
     m = tl.program_id(1) + tl.arange(0, 1)
     n = tl.program_id(0) * BLOCK + tl.arange(0, BLOCK)
@@ -132,35 +136,46 @@ def _add(y, parts, bias, M, N, SPLITS: tl.constexpr, BLOCK: tl.constexpr):
     for part in tl.static_range(SPLITS):
         at = parts + (part * M + m[:, None]).to(tl.int64) * N + n[None, :]
         total += tl.load(at, mask=n[None, :] < N, other=0.0)
-    finish(y, total, bias, m, n, M, N)
+    finish(y, total, bias, m, n, M, N, ADD)
 
 
 def _launch(
     y: torch.Tensor, a: torch.Tensor, b: torch.Tensor, scale_a: torch.Tensor, scale_b: torch.Tensor, bias: Any, _: Any
 ) -> None:
     """y = the product. a: (M, K); b: (K, N), any strides; y: contiguous."""
+    by_triton(y, a, b, scale_a, scale_b, bias, exact=y.dtype == torch.float32)
+
+
+def by_triton(
+    y: torch.Tensor, a: torch.Tensor, b: torch.Tensor, scale_a: torch.Tensor, scale_b: torch.Tensor,
+    bias: torch.Tensor | None, *, exact: bool, add: bool = False,
+) -> None:  # fmt: skip
+    """y = the product, or y += the product if `add`. a: (M, K); b: (K, N), any strides; y: contiguous.
+
+    exact: multiply in float16 with float32 sums, where 8-bit matrix units would add in about 14 bits.
+    """
     (M, K), N = a.shape, b.shape[1]
     wide, gpu = blocks(a, b, scale_a, scale_b) or 0, device.of(a)
     decode = gpu.backend == "cuda" and not INTERPRETED
-    native = decode and y.dtype != torch.float32
+    native = decode and not exact
     codes = (a, b) if native else (a.view(torch.uint8), b.view(torch.uint8))
     steps = (scale_a.stride(), scale_b.stride()) if wide else ((step(scale_a, 0), 0), (0, step(scale_b, -1)))
     operands = [Matrix(code, *t.stride()) for code, t in zip(codes, (a, b), strict=True)]
     scales = Scales(scale_a, scale_b, *steps[0], *steps[1])
     splits = _splits(gpu, M, N, K)
     configured: dict[str, Any] = {
-        "config": lambda: config("fp8_matmul", a, b, wide=False, whole=native) | {"SPLITS": splits},
+        "config": lambda: config("fp8_matmul", a, b, wide=False, whole=native, single=wide == 1) | {"SPLITS": splits},
         "key": (M, N, K, a.stride(), b.stride()),
     }
     out = y if splits == 1 else torch.empty(splits * M * N, dtype=torch.float32, device=y.device)
     added = line(bias if splits == 1 else None, 0)
     cells = grid(M, N)
-    rules = Rules(wide, native, decode)
+    rules = Rules(wide, native, decode, a.dtype == E5M2, b.dtype == E5M2, add)
     launch(
         _fwd, lambda c: (*cells(c), splits), out, *operands, scales, added, Sizes(M, N, K), RULES=rules, **configured
     )
     if splits > 1:
-        launch(_add, (triton.cdiv(N, 256), M), y, out, line(bias, 0), M, N, SPLITS=splits, BLOCK=256)
+        launch(_add, (triton.cdiv(N, 256), M), y, out, line(bias, 0), M, N, SPLITS=splits, BLOCK=256, ADD=add)
 
 
 def _splits(gpu: device.Device, M: int, N: int, K: int) -> int:
@@ -209,8 +224,8 @@ def fp8_matmul(
 ) -> torch.Tensor:
     """Returns the dequantised product of quantised matrices, `(a * scale_a) @ (b * scale_b) + bias`.
 
-    a: (M, K) and b: (K, N), float8_e4m3fn, any strides. Fastest with K contiguous in both: for a weight quantised as q
-    (N, K), pass b = q.T.
+    a: (M, K) and b: (K, N), float8_e4m3fn or float8_e5m2 each, any strides. Fastest with K contiguous in both: for a
+    weight quantised as q (N, K), pass b = q.T.
     scale_a, scale_b: float32, any strides. By rows: scale_a is one number, (M, 1) or (M,); scale_b is one number,
     (1, N) or (N,).
     By blocks: scale_a is (M, ceil(K / 128)), as `quantize_fp8` returns it. scale_b is (ceil(K / 128), ceil(N / 128)),
@@ -221,7 +236,7 @@ def fp8_matmul(
     Raises RidgelineError if shapes, dtypes or devices do not match the above, or if `impl` cannot run the call. No
     kernel runs on NVIDIA GPUs before sm_89, which have no 8-bit floating-point matrix units.
     """
-    wrong = fault(E4M3, a, b, bias, out_dtype, scale_a=scale_a, scale_b=scale_b)
+    wrong = fault((E4M3, E5M2), a, b, bias, out_dtype, scale_a=scale_a, scale_b=scale_b)
     if wrong is None and blocks(a, b, scale_a, scale_b) is None:
         (M, K), N = a.shape, b.shape[1]
         deep = -(-K // BLOCK)
@@ -259,8 +274,10 @@ def _case(
     options: dict[str, Any] = {"bias": Spec(N, grad=False)} if bias else {}
     # In benchmarks the case's dtype names the matrix units; the result is bfloat16.
     options["out_dtype"] = torch.bfloat16 if facts.get("use") == "bench" else OwnDtype()
-    codes = a(M, K, dtype="float8_e4m3fn", grad=False), b(K, N, dtype="float8_e4m3fn", grad=False)
-    return Case(f"{M}x{N}x{K} {how}{', bias' * bias}", (*codes, *scales), options, **facts)
+    kinds = facts.pop("codes", DTYPES[:1] * 2)
+    codes = a(M, K, dtype=kinds[0], grad=False), b(K, N, dtype=kinds[1], grad=False)
+    named = f", {kinds[0][7:11]} and {kinds[1][7:11]}" if kinds != DTYPES[:1] * 2 else ""
+    return Case(f"{M}x{N}x{K} {how}{', bias' * bias}{named}", (*codes, *scales), options, **facts)
 
 
 BENCH = [(n, n, n) for n in (1024, 2048, 4096, 8192)] + [(8192, 14336, 4096), (8192, 4096, 14336), (16384, 2048, 2048)]
@@ -279,6 +296,9 @@ FP8_MATMUL = Op(
         _case(70, 131, 257, "rows", a=Inside, bias=True),
         _case(150, 131, 257, "blocks", a=Inside, b=Inside),
         _case(1, 1, 1, "rows"),
+        _case(70, 130, 300, "rows", codes=DTYPES[::-1]),
+        _case(70, 130, 300, "blocks", codes=DTYPES, bias=True),
+        _case(33, 40, 129, "one", codes=DTYPES[1:] * 2),
         _case(5, 40, 2100, "rows", bias=True),
         _case(5, 40, 2100, "blocks"),
         _case(256, 256, 256, "blocks", use="quick"),
@@ -311,6 +331,8 @@ def _cublas(a: torch.Tensor, b: torch.Tensor, *_: Any, **__: Any) -> str | None:
         return (
             f"torch._scaled_mm takes K and N that are multiples of 16, but a is {tuple(a.shape)} and b {tuple(b.shape)}"
         )
+    if a.dtype == b.dtype == E5M2:
+        return "torch._scaled_mm takes at most one operand in float8_e5m2"
     return None
 
 
@@ -334,7 +356,7 @@ def _torch(
     raise RidgelineError(f"fp8_matmul: impl='torch' cannot run this call: {reason}")
 
 
-def _lacks(a: torch.Tensor, *rest: Any) -> str | None:
+def lacks(a: torch.Tensor, *rest: Any) -> str | None:
     gpu = device.of(a)
     if gpu.backend == "cuda" and gpu.capability < 89:
         return f"{gpu.name} ({gpu.arch}) has no matrix units for 8-bit floats; sm_89 and later have"
@@ -353,15 +375,15 @@ FP8_MATMUL.kernel(
     "one tile per program on 8-bit matrix units; sums move to float32, scaled, every 128 of K",
     kind="triton",
     fwd=_launch,
-    supports=_lacks,
-    dtypes=("float8_e4m3fn",),
+    supports=lacks,
+    dtypes=DTYPES,
     served=True,
 )
-FP8_MATMUL.kernel("gluon_padded", _hopper8.IDEA, fwd=_hopper8.fp8_padded, dtypes=("float8_e4m3fn",), **_hopper8.PADDED)
+FP8_MATMUL.kernel("gluon_padded", _hopper8.IDEA, fwd=_hopper8.fp8_padded, dtypes=DTYPES, **_hopper8.PADDED)
 FP8_MATMUL.kernel(
     "gluon",
     "Hopper, K contiguous: a warp loads with TMA; one warpgroup multiplies while another adds and scales",
     fwd=_hopper8.fp8,
-    dtypes=("float8_e4m3fn",),
+    dtypes=DTYPES,
     **_hopper8.WHOLE,
 )

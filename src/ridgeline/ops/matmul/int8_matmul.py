@@ -150,7 +150,7 @@ def int8_matmul(
     once. No gradients flow.
     Raises RidgelineError if shapes, dtypes or devices do not match the above, or if `impl` cannot run the call.
     """
-    wrong = fault(torch.int8, a, b, bias, out_dtype, scale_a=scale_a, scale_b=scale_b, zero_a=zero_a) or _fault(
+    wrong = fault((torch.int8,), a, b, bias, out_dtype, scale_a=scale_a, scale_b=scale_b, zero_a=zero_a) or _fault(
         a, b, scale_a, scale_b, zero_a
     )
     if wrong:

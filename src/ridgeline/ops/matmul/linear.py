@@ -19,7 +19,7 @@ from ridgeline.boundary import Function, differentiate, first_order, kernel_op
 from ridgeline.op import Case, Cost, Op, RidgelineError, Spec, nbytes
 from ridgeline.ops.matmul import _linear, _main_grad
 from ridgeline.ops.matmul._epilogue import ACTIVATIONS, undo
-from ridgeline.ops.matmul.gemv import gemv
+from ridgeline.ops.matmul.gemv import sum_of_rows
 from ridgeline.ops.matmul.matmul import (
     HOPPER,
     PADDED,
@@ -95,8 +95,7 @@ class _Function(Function):
         dz = _bwd_op(dy.contiguous(), z, ctx.activation) if ctx.activation and any(ctx.needs_input_grad[:3]) else dy
         dx = product(dz, weight, ctx.impl) if ctx.needs_input_grad[0] else None
         dw = product(dz.mT, x, ctx.impl) if ctx.needs_input_grad[1] else None
-        # torch's sum needs twice dz's memory.
-        db = gemv(dz.mT, dz.new_ones(dz.shape[0])) if ctx.needs_input_grad[2] else None
+        db = sum_of_rows(dz) if ctx.needs_input_grad[2] else None
         return dx, dw, db, dy if ctx.needs_input_grad[3] else None, None, None, None
 
 

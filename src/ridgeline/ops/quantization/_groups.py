@@ -1,6 +1,6 @@
 """Shared by quantisation: numbers with one scale form a group: a block, a row or a whole tensor.
 
-    scale = max |x| / 127 (int8) or / 448 (e4m3), at least 2^-126        q = round(x / scale)
+    scale = max |x| / 127 (int8), / 448 (e4m3) or / 57344 (e5m2), at least 2^-126        q = round(x / scale)
     asymmetric int8: scale = (max - min) / 255, with 0 in the range; zero = round(-128 - min / scale)
                      q = round(x / scale) + zero
 
@@ -23,7 +23,7 @@ import triton.language as tl
 from ridgeline import device
 from ridgeline.boundary import INTERPRETED, launch
 from ridgeline.op import RidgelineError, dense_only
-from ridgeline.tiles.float8 import decoded, encoded
+from ridgeline.tiles.float8 import decoded, encoded, encoded_e5m2, halves
 
 PARTS = 512  # programs that find a tensor's extremes
 LEAST = 2.0**-126  # the least scale
@@ -31,6 +31,8 @@ TINY = tl.constexpr(LEAST)
 # Without it, torch.compile's quotients differ in their last bits, and so do codes.
 RIGHT: dict[str, Any] = {"eager_numerics.division_rounding": True}
 BLOCK = 128  # numbers along a side of fp8's blocks
+MOST = {torch.float8_e4m3fn: 448, torch.float8_e5m2: 57344}  # the largest numbers of the 8-bit formats
+LARGEST = {torch.int8: 127, **MOST}
 Group = tuple[int, int]  # rows and columns that share a scale; 0 for all
 TENSOR, ROW = (0, 0), (1, 0)
 
@@ -61,7 +63,7 @@ def _whole(v):
 
 
 @triton.jit
-def _ends(v, SYMMETRIC: tl.constexpr):
+def ends(v, SYMMETRIC: tl.constexpr):
     """Values whose extremes set the scale: 0 and |v|, or v and v. NaN becomes infinity, since max would skip it."""
     if SYMMETRIC:
         return tl.zeros_like(v), tl.where(v == v, tl.abs(v), float("inf"))
@@ -70,10 +72,10 @@ def _ends(v, SYMMETRIC: tl.constexpr):
 
 
 @triton.jit
-def _scaled(low, high, FP8: tl.constexpr, SYMMETRIC: tl.constexpr):
-    """The scale and the zero of groups with these extremes, 0 included."""
+def scaled(low, high, TOP: tl.constexpr, SYMMETRIC: tl.constexpr):
+    """The scale and the zero of groups with these extremes, 0 included. TOP: the largest code."""
     if SYMMETRIC:
-        scale = high * (1 / 448 if FP8 else 1 / 127)
+        scale = high * (1 / TOP)
     else:
         scale = (high * 0.5 - low * 0.5) * (2 / 255)  # halving is exact, and keeps the difference finite
     scale = tl.where(scale < TINY, TINY, scale)
@@ -84,11 +86,13 @@ def _scaled(low, high, FP8: tl.constexpr, SYMMETRIC: tl.constexpr):
 
 
 @triton.jit
-def _codes(v, scale, zero, FP8: tl.constexpr, NATIVE: tl.constexpr):
-    """v as 8-bit codes."""
+def coded(v, scale, zero, TOP: tl.constexpr, NATIVE: tl.constexpr):
+    """v as 8-bit codes: int8, e4m3 (TOP 448) or e5m2 (TOP 57344)."""
     quotient = tl.div_rn(v, scale)
-    if FP8:
+    if TOP == 448:
         return encoded(quotient, NATIVE)
+    elif TOP == 57344:
+        return encoded_e5m2(quotient, NATIVE)
     else:
         return tl.minimum(tl.maximum(_whole(quotient) + zero, -128.0), 127.0).to(tl.int32).to(tl.int8)
 
@@ -103,6 +107,7 @@ def _tiles(
     BM: tl.constexpr,
     G: tl.constexpr,
     GK: tl.constexpr,
+    TOP: tl.constexpr,
     NATIVE: tl.constexpr,
 ):
     """Blocks of fp8: a program takes BM rows of G blocks of GK columns; BM is GM, or GM is 1."""
@@ -119,12 +124,12 @@ def _tiles(
     inside = (row < rows) & (column < columns)
     at = x.data + row * x.row_stride + column.to(tl.int64) * x.column_stride
     v = tl.load(at, mask=inside, other=0).to(tl.float32)
-    _, sizes = _ends(v, True)
+    _, sizes = ends(v, True)
     high = tl.max(sizes, 2, keep_dims=True)
     if GM > 1:
         high = tl.max(high, 0, keep_dims=True)
-    scale, zero = _scaled(high, high, True, True)
-    tl.store(q + row * columns + column, _codes(v, scale, zero, True, NATIVE), mask=inside)
+    scale, zero = scaled(high, high, TOP, True)
+    tl.store(q + row * columns + column, coded(v, scale, zero, TOP, NATIVE), mask=inside)
     first = down * (BM // GM) + tl.arange(0, BM // GM)[:, None, None]
     tl.store(scales + first * across + group, scale, mask=(first * GM < rows) & (group < across))
 
@@ -137,7 +142,7 @@ def _rows(
     x,
     BK: tl.constexpr,
     ONE: tl.constexpr,
-    FP8: tl.constexpr,
+    TOP: tl.constexpr,
     SYMMETRIC: tl.constexpr,
     NATIVE: tl.constexpr,
 ):
@@ -148,23 +153,23 @@ def _rows(
     q += row * columns
     column = tl.arange(0, BK).to(tl.int64)
     v = tl.load(values + column * x_column, mask=column < columns, other=0).to(tl.float32)
-    lows, highs = _ends(v, SYMMETRIC)
+    lows, highs = ends(v, SYMMETRIC)
     if not ONE:
         for start in range(BK, columns, BK):
             at = start + column
             more = tl.load(values + at * x_column, mask=at < columns, other=0).to(tl.float32)
-            low, high = _ends(more, SYMMETRIC)
+            low, high = ends(more, SYMMETRIC)
             lows, highs = tl.minimum(lows, low), tl.maximum(highs, high)
-    scale, zero = _scaled(tl.minimum(tl.min(lows, 0), 0.0), tl.maximum(tl.max(highs, 0), 0.0), FP8, SYMMETRIC)
+    scale, zero = scaled(tl.minimum(tl.min(lows, 0), 0.0), tl.maximum(tl.max(highs, 0), 0.0), TOP, SYMMETRIC)
     tl.store(scales + row, scale)
     if not SYMMETRIC:
         tl.store(zeros + row, zero.to(tl.int32))
-    tl.store(q + column, _codes(v, scale, zero, FP8, NATIVE), mask=column < columns)
+    tl.store(q + column, coded(v, scale, zero, TOP, NATIVE), mask=column < columns)
     if not ONE:
         for start in range(BK, columns, BK):
             at = start + column
             more = tl.load(values + at * x_column, mask=at < columns, other=0).to(tl.float32)
-            tl.store(q + start + column, _codes(more, scale, zero, FP8, NATIVE), mask=at < columns)
+            tl.store(q + start + column, coded(more, scale, zero, TOP, NATIVE), mask=at < columns)
 
 
 @triton.jit
@@ -179,12 +184,12 @@ def _tile(x, tile, BM: tl.constexpr, BK: tl.constexpr):
 
 
 @triton.jit
-def _extremes(parts, x, tiles, BM: tl.constexpr, BK: tl.constexpr, SYMMETRIC: tl.constexpr):
+def reach(parts, x, tiles, BM: tl.constexpr, BK: tl.constexpr, SYMMETRIC: tl.constexpr):
     """Extremes of some tiles, into parts (2, programs)."""
     lows, highs = tl.zeros((BM, BK), tl.float32), tl.zeros((BM, BK), tl.float32)
     for tile in range(tl.program_id(0), tiles, tl.num_programs(0)):
         v, _, _ = _tile(x, tile, BM, BK)
-        low, high = _ends(v, SYMMETRIC)
+        low, high = ends(v, SYMMETRIC)
         lows, highs = tl.minimum(lows, low), tl.maximum(highs, high)
     tl.store(parts + tl.program_id(0), tl.min(tl.min(lows, 1), 0))
     tl.store(parts + tl.num_programs(0) + tl.program_id(0), tl.max(tl.max(highs, 1), 0))
@@ -202,7 +207,7 @@ def _spread(
     PARTS: tl.constexpr,
     BM: tl.constexpr,
     BK: tl.constexpr,
-    FP8: tl.constexpr,
+    TOP: tl.constexpr,
     SYMMETRIC: tl.constexpr,
     NATIVE: tl.constexpr,
 ):
@@ -210,14 +215,14 @@ def _spread(
     part = tl.arange(0, PARTS)
     low = tl.load(parts + part, mask=part < count, other=0)
     high = tl.load(parts + count + part, mask=part < count, other=0)
-    scale, zero = _scaled(tl.min(low, 0), tl.max(high, 0), FP8, SYMMETRIC)
+    scale, zero = scaled(tl.min(low, 0), tl.max(high, 0), TOP, SYMMETRIC)
     if tl.program_id(0) == 0:
         tl.store(scales, scale)
         if not SYMMETRIC:
             tl.store(zeros, zero.to(tl.int32))
     for tile in range(tl.program_id(0), tiles, tl.num_programs(0)):
         v, at, inside = _tile(x, tiles - 1 - tile, BM, BK)
-        tl.store(q + at, _codes(v, scale, zero, FP8, NATIVE), mask=inside)
+        tl.store(q + at, coded(v, scale, zero, TOP, NATIVE), mask=inside)
 
 
 @triton.jit
@@ -230,7 +235,7 @@ def _back(
     BM: tl.constexpr,
     G: tl.constexpr,
     GK: tl.constexpr,
-    FP8: tl.constexpr,
+    TOP: tl.constexpr,
     NATIVE: tl.constexpr,
 ):
     """(q - zero) * scale of BM rows of G groups of GK columns."""
@@ -244,8 +249,10 @@ def _back(
     column = group[:, :, None] * GK + tl.arange(0, GK)[None, None, :]
     inside = (row[:, :, None] < rows) & (column < columns)
     code = tl.load(q.data + row[:, :, None] * q.row_stride + column * q.column_stride, mask=inside, other=0)
-    if FP8:
+    if TOP == 448:
         v = decoded(code, NATIVE)
+    elif TOP == 57344:
+        v = halves(code, True, NATIVE).to(tl.float32)
     else:
         v = code.to(tl.float32)
     if zeros.data is not None:
@@ -273,7 +280,7 @@ def quantize(
     rows, columns = values.shape
     gpu, fp8 = device.of(x), q.dtype != torch.int8
     codes = q.view(torch.uint8) if fp8 else q
-    facts: dict[str, Any] = {"FP8": fp8, "SYMMETRIC": zero is None, "NATIVE": fp8 and native(x)}
+    facts: dict[str, Any] = {"TOP": LARGEST[q.dtype], "SYMMETRIC": zero is None, "NATIVE": fp8 and native(x)}
     warps = 256 // gpu.warp
     given = Plane(values, rows, columns, *values.stride())
     if group == ROW:
@@ -286,14 +293,15 @@ def quantize(
         tile: dict[str, Any] = {"BM": 8192 // bk, "BK": bk, "num_warps": warps}
         tiles = triton.cdiv(rows, tile["BM"]) * triton.cdiv(columns, bk)
         count = min(PARTS, tiles)
-        launch(_extremes, (count,), parts, given, tiles, SYMMETRIC=facts["SYMMETRIC"], **tile)
+        launch(reach, (count,), parts, given, tiles, SYMMETRIC=facts["SYMMETRIC"], **tile)
         grid = (min(tiles, 8 * gpu.multiprocessors),)
         launch(_spread, grid, codes, scale, zero, parts, given, tiles, count, PARTS=PARTS, **tile, **facts)
     else:
         gm, across = group[0], triton.cdiv(columns, BLOCK)
         g = 1 if gm > 1 else min(32, triton.next_power_of_2(across))
         bm = gm if gm > 1 else 32 // g
-        tile = {"GM": gm, "BM": bm, "G": g, "GK": BLOCK, "NATIVE": facts["NATIVE"], "num_warps": warps // 2}
+        tile = {"GM": gm, "BM": bm, "G": g, "GK": BLOCK, "TOP": facts["TOP"], "NATIVE": facts["NATIVE"]}
+        tile["num_warps"] = warps // 2
         if gm > 1:  # unaligned rows load number by number: fewer per thread, to save registers for addresses
             tile["num_warps"] = warps * (4 if columns % 16 or values.stride(0) % 16 else 2)
         down, right = triton.cdiv(rows, bm), triton.cdiv(across, g)
@@ -332,7 +340,7 @@ def dequantize(y: torch.Tensor, q: torch.Tensor, scale: torch.Tensor, zero: torc
     tile: dict[str, Any] = {"GM": max(1, group[0]), "BM": bm, "G": g, "GK": gk, "num_warps": 256 // device.of(q).warp}
     grid = (triton.cdiv(rows, bm) * triton.cdiv(columns, g * gk),)
     given = y, Plane(values, rows, columns, *values.stride()), *groups
-    launch(_back, grid, *given, FP8=fp8, NATIVE=fp8 and native(q), **tile)
+    launch(_back, grid, *given, TOP=LARGEST[q.dtype], NATIVE=fp8 and native(q), **tile)
 
 
 # --- for the reference

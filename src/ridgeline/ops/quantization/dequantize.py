@@ -18,7 +18,7 @@ from ridgeline.ops.quantization import _groups
 from ridgeline.ops.quantization._groups import group_of, spread
 from ridgeline.select import eager, run
 
-FP8 = torch.float8_e4m3fn
+FP8 = torch.float8_e4m3fn, torch.float8_e5m2
 
 
 def _launch(y: Any, q: torch.Tensor, scale: torch.Tensor, zero: torch.Tensor | None, dtype: torch.dtype) -> None:
@@ -50,12 +50,12 @@ def _fault(q: Any, scale: Any, zero: Any, dtype: Any) -> str | None:
             return f"it takes dense tensors, but {name} is nested; give its to_padded_tensor(0)"
         if t.device != q.device:
             return f"{name} is on {t.device} but q on {q.device}; they must share one device"
-    if q.dtype not in (torch.int8, FP8):
-        return f"q must be int8 or float8_e4m3fn, but is {q.dtype}"
+    if q.dtype not in (torch.int8, *FP8):
+        return f"q must be int8, float8_e4m3fn or float8_e5m2, but is {q.dtype}"
     if scale.dtype not in (torch.float32, torch.float64):
         return f"scale must be float32, but is {scale.dtype}"
     integers = torch.int8, torch.int32
-    if zero is not None and (q.dtype == FP8 or zero.shape != scale.shape or zero.dtype not in integers):
+    if zero is not None and (q.dtype in FP8 or zero.shape != scale.shape or zero.dtype not in integers):
         found = f"it is {zero.dtype} {tuple(zero.shape)}, and q {q.dtype}"
         return f"zero must be int32 or int8, of the scale's shape {tuple(scale.shape)}, with q int8; {found}"
     if group_of(q, scale) is None:
@@ -76,8 +76,8 @@ def dequantize(
 ) -> torch.Tensor:
     """(q - zero) * scale: the floating-point numbers that `quantize_int8` or `quantize_fp8` encoded.
 
-    q: the tuple that they return; or its first tensor (int8 or float8_e4m3fn, any shape and strides), followed by the
-    others.
+    q: the tuple that they return; or its first tensor (int8, float8_e4m3fn or float8_e5m2, any shape and strides),
+    followed by the others.
     scale: float32, () or (1,) for all of q; (..., 1) for rows; (..., ceil(K / 128)) for 1 x 128 blocks of (..., K);
     (ceil(M / 128), ceil(K / 128)) for 128 x 128 blocks of (M, K). zero: int32 or int8, of the scale's shape, for int8.
     dtype: of the result; None is the scale's. Computed in float32 and rounded once. Returns a contiguous tensor of q's
@@ -143,5 +143,5 @@ DEQUANTIZE = Op(
 DEQUANTIZE.eager("naive", "the formula in eager PyTorch: expand the scales, then multiply", reference, served=True)
 DEQUANTIZE.compiled("the formula, fused by torch.compile")
 idea = "one pass; a block's scale is loaded once for all of its numbers"
-facts: dict[str, Any] = {"supports": _unlike, "dtypes": ("int8", "float8_e4m3fn"), "served": True}
+facts: dict[str, Any] = {"supports": _unlike, "dtypes": ("int8", "float8_e4m3fn", "float8_e5m2"), "served": True}
 DEQUANTIZE.kernel("triton", idea, kind="triton", fwd=_launch, **facts)

@@ -1,10 +1,10 @@
-"""quantize_fp8: 8-bit floating-point numbers (e4m3) and their scales, per block, per row or per tensor.
+"""quantize_fp8: 8-bit floating-point numbers (e4m3, e5m2) and their scales, per block, per row or per tensor.
 
-    scale = max |x| / 448            q = x / scale, rounded to e4m3
+    scale = max |x| / 448 (e4m3) or / 57344 (e5m2)            q = x / scale, rounded
 
 DeepSeek-V3 gives activations a scale per 1 x 128 numbers and weights one per 128 x 128, so an outlier costs precision
 only within its block. A block lies in one program's registers, so x is read once. The floor is one read of x and one
-byte written per number. The kernels are in `_groups.py`.
+byte written per number. The kernels are in `_groups.py`, and in `_both_ways.py` for a matrix and its transpose.
 Source: DeepSeek-AI, DeepSeek-V3 technical report, 2024 (arXiv:2412.19437), section 3.3.
 """
 
@@ -16,9 +16,11 @@ import torch
 
 from ridgeline.boundary import kernel_op
 from ridgeline.op import Case, Cost, Op, RidgelineError, Spec, nbytes
+from ridgeline.ops.quantization._both_ways import quantize_both, room
 from ridgeline.ops.quantization._groups import (
     BLOCK,
     LEAST,
+    MOST,
     PARTS,
     RIGHT,
     ROW,
@@ -34,8 +36,17 @@ from ridgeline.select import eager, run
 GROUPS: dict[Any, Group] = {"tensor": TENSOR, "row": ROW, (1, BLOCK): (1, BLOCK), (BLOCK, BLOCK): (BLOCK, BLOCK)}
 
 
-def _launch(q: torch.Tensor, scale: torch.Tensor, parts: torch.Tensor, x: torch.Tensor, down: int, across: int) -> None:
-    quantize(q, scale, None, parts, x, (down, across))
+Codes = tuple[torch.Tensor, torch.Tensor]
+Both = tuple[torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor]
+
+
+def _launch(q: torch.Tensor, scale: torch.Tensor, parts: torch.Tensor, *rest: Any) -> None:
+    """rest: x and its group's sizes; before them, for both layouts, the transpose's codes and scales."""
+    *turned, x, down, across = rest
+    if turned:
+        quantize_both(q, turned[0], scale, turned[1], parts, x, (down, across))
+    else:
+        quantize(q, scale, None, parts, x, (down, across))
 
 
 def _shape(x: torch.Tensor, group: Group) -> tuple[int, ...]:
@@ -46,10 +57,14 @@ def _shape(x: torch.Tensor, group: Group) -> tuple[int, ...]:
     return (-(-x.shape[0] // BLOCK), last) if group[0] > 1 else (*x.shape[:-1], last)
 
 
-@kernel_op("quantize_fp8_fwd(Tensor x, int down, int across, str? impl) -> (Tensor, Tensor)")
-def _forward(x: torch.Tensor, down: int, across: int, impl: str | None) -> tuple[torch.Tensor, torch.Tensor]:
-    q = torch.empty(x.shape, dtype=torch.float8_e4m3fn, device=x.device)
-    scale = torch.empty(_shape(x, (down, across)), dtype=torch.float32, device=x.device)
+def _empty(x: torch.Tensor, group: Group, dtype: torch.dtype) -> Codes:
+    codes = torch.empty(x.shape, dtype=dtype, device=x.device)
+    return codes, torch.empty(_shape(x, group), dtype=torch.float32, device=x.device)
+
+
+@kernel_op("quantize_fp8_fwd(Tensor x, int down, int across, ScalarType dtype, str? impl) -> (Tensor, Tensor)")
+def _forward(x: torch.Tensor, down: int, across: int, dtype: torch.dtype, impl: str | None) -> Codes:
+    q, scale = _empty(x, (down, across), dtype)
     if not x.numel():
         return q, scale.fill_(LEAST)
     parts = torch.empty((0 if down else 2 * PARTS,), dtype=torch.float32, device=x.device)
@@ -57,25 +72,49 @@ def _forward(x: torch.Tensor, down: int, across: int, impl: str | None) -> tuple
     return q, scale
 
 
-def reference(x: torch.Tensor, *, block: tuple[int, int] | str = (1, 128)) -> tuple[torch.Tensor, torch.Tensor]:
+@kernel_op(
+    "quantize_fp8_both(Tensor x, int down, int across, ScalarType dtype, str? impl) -> (Tensor, Tensor, Tensor, Tensor)"
+)
+def _both(x: torch.Tensor, down: int, across: int, dtype: torch.dtype, impl: str | None) -> Both:
+    q, scale = _empty(x, (down, across), dtype)
+    turned, scale_turned = _empty(x.mT, (down, across), dtype)
+    if not x.numel():
+        return q, scale.fill_(LEAST), turned, scale_turned.fill_(LEAST)
+    parts = torch.empty((room((down, across), *x.shape),), dtype=torch.float32, device=x.device)
+    run(QUANTIZE_FP8, "fwd", impl, (q, scale, parts, turned, scale_turned), x, down, across)
+    return q, scale, turned, scale_turned
+
+
+def reference(
+    x: torch.Tensor, *, block: tuple[int, int] | str = (1, 128), dtype: torch.dtype = torch.float8_e4m3fn,
+    transpose: bool = False,
+) -> Codes | Both:  # fmt: skip
     v, group = x.detach().float(), GROUPS[block]
-    scale = (extremes(v.abs(), group)[1] * (1 / 448)).clamp(min=LEAST)
-    return (v / spread(scale, v, group)).to(torch.float8_e4m3fn), scale.to(torch.promote_types(x.dtype, torch.float32))
+    scale = (extremes(v.abs(), group)[1] * (1 / MOST[dtype])).clamp(min=LEAST)
+    made = (v / spread(scale, v, group)).to(dtype).contiguous(), scale.to(torch.promote_types(x.dtype, torch.float32))
+    if transpose:
+        codes, scales = reference(x.mT, block=block, dtype=dtype)  # type: ignore[misc]
+        return *made, codes.contiguous(), scales
+    return made
 
 
 def quantize_fp8(
-    x: torch.Tensor, *, block: tuple[int, int] | str = (1, 128), impl: str | None = None
-) -> tuple[torch.Tensor, torch.Tensor]:
-    """x as 8-bit floating-point numbers, e4m3: (q, scale), with x about q times the scale of its block.
+    x: torch.Tensor, *, block: tuple[int, int] | str = (1, 128), dtype: torch.dtype = torch.float8_e4m3fn,
+    transpose: bool = False, impl: str | None = None,
+) -> tuple[torch.Tensor, ...]:  # fmt: skip
+    """x as 8-bit floating-point numbers, e4m3 or e5m2: (q, scale), with x about q times the scale of its block.
 
     x: (..., K), floating point, any strides. block: which numbers share a scale: (1, 128) of a row, (128, 128) of a
-    matrix (blocks at the end may be smaller), "row" or "tensor".
-    Returns q, float8_e4m3fn, contiguous, of x's shape; and scale, float32: (..., ceil(K / 128)),
-    (ceil(M / 128), ceil(K / 128)), (..., 1) or (). A block's largest number becomes 448 or -448. It has no gradients.
-    x / scale is rounded to float32, then to the nearest e4m3 number, ties to even. A scale is at least 2^-126 (all
-    zeros), and infinite if its numbers hold an infinity or NaN; `dequantize` then gives NaN. GPUs without e4m3 give the
-    same codes, slower.
-    Raises RidgelineError if x is not floating point, if `block` is none of these, or if `impl` cannot run the call.
+    matrix (blocks at the end may be smaller), "row" or "tensor". dtype: torch.float8_e4m3fn or float8_e5m2.
+    transpose: also quantises the transpose of a matrix x, in the same pass: (q, scale, q_t, scale_t), the last two as
+    `quantize_fp8(x.mT, block=block, dtype=dtype)` returns them; q_t is (K, M), contiguous.
+    Returns q, contiguous, of x's shape; and scale, float32: (..., ceil(K / 128)), (ceil(M / 128), ceil(K / 128)),
+    (..., 1) or (). A block's largest number becomes 448 or -448 (e5m2: 57344). It has no gradients.
+    x / scale is rounded to float32, then to the nearest 8-bit number, ties to even. A scale is at least 2^-126 (all
+    zeros), and infinite if its numbers hold an infinity or NaN; `dequantize` then gives NaN. GPUs without 8-bit floats
+    give the same codes, slower.
+    Raises RidgelineError if x is not floating point, if `block`, `dtype` or `transpose` is none of these, or if `impl`
+    cannot run the call.
     """
     x = checked("quantize_fp8", x)
     block = tuple(block) if isinstance(block, list) else block
@@ -84,14 +123,24 @@ def quantize_fp8(
     if (block != "tensor" and not x.dim()) or (block == (BLOCK, BLOCK) and x.dim() != 2):
         wanted = "a matrix" if block[0] == BLOCK else "rows"
         raise RidgelineError(f"quantize_fp8: block {block} needs {wanted}, but x is {tuple(x.shape)}")
+    if not isinstance(dtype, torch.dtype) or dtype not in MOST:
+        raise RidgelineError(f"quantize_fp8: dtype must be torch.float8_e4m3fn or float8_e5m2, but is {dtype!r}")
+    if not isinstance(transpose, bool) or (transpose and x.dim() != 2):
+        given = f"{transpose!r}, and x is {tuple(x.shape)}"
+        raise RidgelineError(f"quantize_fp8: transpose must be False, or True for a matrix, but is {given}")
     plain = eager(QUANTIZE_FP8, impl, x)
     if plain is not None and plain.call is not None:
-        return plain.call(x.detach(), block=block)
-    return _forward(x.detach(), *GROUPS[block], impl)
+        return plain.call(x.detach(), block=block, dtype=dtype, transpose=transpose)
+    return (_both if transpose else _forward)(x.detach(), *GROUPS[block], dtype, impl)
 
 
-def cost(x: torch.Tensor, *, block: tuple[int, int] | str = (1, 128)) -> tuple[Cost, None]:
-    return Cost(nbytes(x), x.numel() + 4 * torch.Size(_shape(x, GROUPS[block])).numel(), 3 * x.numel()), None
+def cost(
+    x: torch.Tensor, *, block: tuple[int, int] | str = (1, 128), dtype: torch.dtype = torch.float8_e4m3fn,
+    transpose: bool = False,
+) -> tuple[Cost, None]:  # fmt: skip
+    layouts = (x, x.mT) if transpose else (x,)
+    written = sum([x.numel() + 4 * torch.Size(_shape(t, GROUPS[block])).numel() for t in layouts])
+    return Cost(nbytes(x), written, 3 * x.numel()), None
 
 
 BLOCKS: tuple[tuple[str, dict[str, Any]], ...] = (
@@ -100,6 +149,7 @@ BLOCKS: tuple[tuple[str, dict[str, Any]], ...] = (
     (" row", {"block": "row"}),
     (" tensor", {"block": "tensor"}),
 )
+E5M2 = {"dtype": torch.float8_e5m2}
 QUANTIZE_FP8 = Op(
     quantize_fp8,
     reference=reference,
@@ -110,11 +160,27 @@ QUANTIZE_FP8 = Op(
         Case("3x5x300", (Spec(3, 5, 300, grad=False),)),
         Case("140x260 128x128", (Spec(140, 260, grad=False),), BLOCKS[1][1]),
         Case("3x20000 row", (Spec(3, 20000, grad=False),), BLOCKS[2][1]),
+        *(
+            Case(f"140x260{name} e5m2, both", (Spec(140, 260, grad=False),), options | E5M2 | {"transpose": True})
+            for name, options in BLOCKS
+        ),
+        *(Case(f"33x129{name} e5m2", (Spec(33, 129, grad=False),), options | E5M2) for name, options in BLOCKS[:3:2]),
+        Case("70x129 both", (Spec(70, 129, grad=False),), {"transpose": True}),
         Case("no rows", (Spec(0, 4, grad=False),)),
         Case("1024x1024", (Spec(1024, 1024, grad=False),), use="quick"),
         *(
             Case(f"{m}x{n}{name}", (Spec(m, n, grad=False),), options, dtypes=("bfloat16",), use="bench")
             for m, n in ((16384, 4096), (8192, 14336))
+            for name, options in BLOCKS
+        ),
+        *(
+            Case(
+                f"16384x4096{name} both",
+                (Spec(16384, 4096, grad=False),),
+                options | {"transpose": True},
+                dtypes=("bfloat16",),
+                use="bench",
+            )
             for name, options in BLOCKS
         ),
     ],
