@@ -18,6 +18,7 @@ from ridgeline.op import Op, get, registry
 # The side bar: captions, and the pages below each, in order. A page of docs/ that is not named here goes last.
 BAR = {
     "Start": ["guide", "add_a_kernel", "measuring"],
+    "Lessons": ["lessons/*"],
     "Reference": ["ops/index", "api/index", "cli/index"],
     "Coming from": ["from/*"],
     "Measured": ["measured/*"],
@@ -104,7 +105,7 @@ def index_of_ops(ops: dict[str, Op]) -> str:
 def side_bar(made: dict[str, str]) -> str:
     """The lists of pages for the side bar."""
     text, seen = [], {"index.md"}
-    top = [name for name in made if name.count("/") == 0 or name.startswith(("from/", "measured/"))]
+    top = [name for name in made if name.count("/") == 0 or name.startswith(("from/", "lessons/", "measured/"))]
     for caption, names in BAR.items():
         found = []
         for name in names:
