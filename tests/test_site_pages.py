@@ -96,3 +96,8 @@ def test_a_digest_follows_the_constants() -> None:
     first, second = one.launches[0][1], other.launches[0][1]
     assert kernels.digest(first) == kernels.digest(first)
     assert kernels.digest(first) != kernels.digest(second)
+
+
+def test_a_row_of_another_width_is_refused() -> None:
+    with pytest.raises(ValueError, match="2 cells, and the head 3"):
+        markdown.table(["a", "b", "c"], [["1", "2", "3"], ["1", "2"]])

@@ -97,16 +97,7 @@ def errors(op: Op, root: Path) -> str:
     The rows are the default implementation's, with PyTorch's memory beside. An error is divided by the error allowed.
     Memory is the peak beyond the inputs.
     """
-    head = [
-        "GPU",
-        "case",
-        "dtype",
-        "direction",
-        "error / allowed",
-        "peak memory",
-        "PyTorch's peak",
-        "kept for backward",
-    ]
+    head = ["GPU", "direction", "error / allowed", "peak memory", "PyTorch's peak", "kept for backward", "case"]
     order = {case.name: n for n, case in enumerate(op.cases)}
     short, whole = list[list[str]](), list[list[str]]()
     for gpu in gpus(root):

@@ -29,10 +29,14 @@ def fold(summary: str, body: str) -> str:
 
 
 def table(head: Iterable[str], rows: Iterable[Iterable[str]], right: Iterable[int] = ()) -> str:
-    """A Markdown table, in a box that scrolls on a narrow screen. right: the columns of figures."""
-    head, right = list(head), set(right)
+    """A Markdown table, in a box that scrolls on a narrow screen. right: the columns of figures.
+
+    Raises ValueError if a row has more or fewer cells than the head."""
+    head, right, cells = list(head), set(right), [list(row) for row in rows]
+    if wrong := next((row for row in cells if len(row) != len(head)), None):
+        raise ValueError(f"a row has {len(wrong)} cells, and the head {len(head)}: {wrong}")
     rule = ["--:" if n in right else "---" for n in range(len(head))]
-    lines = [head, rule, *([cell.replace("\n", " ") for cell in row] for row in rows)]
+    lines = [head, rule, *([cell.replace("\n", " ") for cell in row] for row in cells)]
     return "\n".join(f"| {' | '.join(line)} |" for line in lines)
 
 
