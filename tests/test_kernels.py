@@ -81,7 +81,7 @@ SPILLS: dict[tuple[str, str, str, str], tuple[int, str]] = {
         for name, kernel, most in (
             ("gated_delta_rule", "chain_states", 1024),
             ("gated_delta_rule", "chain_gradients", 1024),
-            ("gated_delta_rule", "gradients_by_token", 1536),
+            ("gated_delta_rule", "gradients_by_token", 1880),
             ("gated_delta_rule", "gradients_by_channel", 1536),
             ("rwkv7", "chain_states", 1024),
             ("rwkv7", "chain_gradients", 1024),
@@ -89,6 +89,11 @@ SPILLS: dict[tuple[str, str, str, str], tuple[int, str]] = {
             ("rwkv7", "gradients_by_channel", 3072),
         )
     },
+    ("gated_linear_attention", "triton", "scan_chunks", "sm_86"): (144, "as sm_89's"),
+    ("gated_delta_rule", "triton", "pairs_by_channel", "sm_80"): (28, "128 columns in bfloat16; untimed there"),
+    ("rwkv6", "triton", "scan_chunks", "sm_80"): (104, "the gradient of k at 64 columns; tiles untimed there"),
+    ("rwkv6", "triton", "scan_chunks", "sm_120"): (120, "the gradient of k at 64 columns; tiles untimed there"),
+    ("int4_linear", "triton", "_fwd", "sm_120"): (8, "one register of float32 in ieee precision"),
     ("rwkv6", "triton", "scan_chunks", "sm_86"): (176, "the gradient of r at 64 columns; tiles untimed there"),
     ("rwkv6", "triton", "scan_chunks", "sm_100"): (168, "the gradient of r at 64 columns; tiles untimed there"),
     ("attention", "triton", "_fwd", "sm_100"): (8, "one register at D 64 without a mask, of tiles untimed there"),

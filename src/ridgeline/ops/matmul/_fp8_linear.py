@@ -64,4 +64,9 @@ def unfit_gluon(x: _T, *rest: Any, **_: Any) -> str | None:
 
 
 def unless_gluon(x: _T, *rest: Any, **_: Any) -> str | None:
-    return None if _public(x) else _hopper8.padded_unless(x, *rest[:3])
+    """Returns why `gluon` is left out of a call, by its forward product, or out of a product."""
+    if not _public(x):
+        return _hopper8.padded_unless(x, *rest[:3])
+    N, K = rest[0].shape
+    copies = [torch.empty((n, K), dtype=E4M3, device="meta") for n in (x.numel() // max(1, K), N)]
+    return _hopper8.padded_unless(copies[0], copies[1].mT)

@@ -59,10 +59,10 @@ def _fault(keys: dict[str, Any], v: tuple[str, Any], gates: dict[str, Any], give
         if not t.is_floating_point() or tuple(t.shape) not in shapes:
             accepted = " or ".join(dict.fromkeys(map(str, shapes)))
             return f"{name} must be {accepted} in a floating-point dtype, but is {t.dtype} {tuple(t.shape)}"
-    if given.inplace and torch.is_grad_enabled() and any([t.requires_grad for t in named.values()]):
-        return "inplace has no gradients; call it under torch.no_grad() or without inplace"
         if name in LOGS and readable(t) and bool((t > 0).any()):
             return f"{name} is the logarithm of a decay and must be at most 0, but its largest is {t.max().item():g}"
+    if given.inplace and torch.is_grad_enabled() and any([t.requires_grad for t in named.values()]):
+        return "inplace has no gradients; call it under torch.no_grad() or without inplace"
     return _state_fault(q, value, given)
 
 
