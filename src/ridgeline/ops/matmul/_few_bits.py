@@ -19,11 +19,11 @@ from triton.language.extra.cuda import gdc_launch_dependents, gdc_wait
 
 from ridgeline import device, tuning
 from ridgeline.boundary import INTERPRETED, Function, differentiate, early, first_order, kernel_op, launch
-from ridgeline.op import Implementation, Op, RidgelineError, dtype_name, nbytes
+from ridgeline.op import Cost, Implementation, Op, RidgelineError, dtype_name, get, nbytes
 from ridgeline.ops.matmul._epilogue import ACTIVATIONS, Epilogue, finish
 from ridgeline.ops.matmul._operands import Matrix, Sizes
 from ridgeline.ops.matmul.matmul import in_autocast, rows_of
-from ridgeline.select import eager
+from ridgeline.select import eager, run
 from ridgeline.tiles import float4
 from ridgeline.tiles.float4 import power
 from ridgeline.tiles.float8 import decoded
@@ -33,6 +33,10 @@ FLOATS = torch.float32, torch.float16, torch.bfloat16
 MANY = 64  # rows of x from which a dequantised copy of the weight and a plain product are quicker
 ROOM = 1 << 21  # float32 elements for partial sums: fixed, since allocations cannot depend on tuning
 _Maybe = torch.Tensor | None
+BENCH = [(m, *shape) for m in (1, 8, 16) for shape in ((14336, 4096), (4096, 14336), (28672, 8192))]
+BENCH += [(m, 28672, 8192) for m in (32, 64, 256)]
+# The dtypes of a case, by its use.
+DTYPES = {"bench": ("bfloat16",), "quick": ("float32",), "check": ("float32", "float16", "bfloat16")}
 
 
 class Weight(NamedTuple):
@@ -424,7 +428,22 @@ def plain_rung(op: Op, impl: str | None, x: torch.Tensor, reason: str | None) ->
     return op.implementations["torch"]
 
 
-FORWARD: dict[str, Callable[..., torch.Tensor]] = {}  # each op's (x, q, scale, zero, bias, activation, impl) -> y
+FORWARD: dict[str, Callable[..., torch.Tensor]] = {}  # of each op, by `register`
+
+
+def register(name: str) -> None:
+    """Registers `<name>_fwd`, which `call` runs for x (M, K)."""
+    weight = "Tensor q, Tensor scale, Tensor? zero, Tensor? bias"
+
+    @kernel_op(f"{name}_fwd(Tensor x, {weight}, str activation, str? impl) -> Tensor")
+    def forward(x: torch.Tensor, q: torch.Tensor, *rest: Any) -> torch.Tensor:
+        *given, impl = rest
+        y = x.new_empty((x.shape[0], q.shape[0]))
+        parts = torch.empty(ROOM, dtype=torch.float32, device=x.device)
+        run(get(name), "fwd", impl, (y, parts), x, words(q), *given)
+        return y
+
+    FORWARD[name] = forward
 
 
 class _Product(Function):
@@ -468,6 +487,15 @@ def few(x: torch.Tensor, *_: Any, **__: Any) -> str | None:
 def words(q: torch.Tensor) -> torch.Tensor:
     """Returns codes as kernels read them: contiguous, from an even address on."""
     return q.clone(memory_format=torch.contiguous_format) if q.storage_offset() % 2 else q.contiguous()
+
+
+def cost(
+    x: torch.Tensor, q: torch.Tensor, scale: torch.Tensor, zero: _Maybe = None, **options: Any
+) -> tuple[Cost, Cost]:  # fmt: skip
+    """One read of x, of the weight and of the bias, one write of y; backward reads dy and the weight and writes dx."""
+    read, write, flops = work(x, q, scale, zero, options.get("bias"))
+    size = x.numel() * x.element_size()
+    return Cost(read, write, flops), Cost(read - size + write, size, flops)
 
 
 def work(x: torch.Tensor, q: torch.Tensor, scale: torch.Tensor, *others: Any) -> Any:

@@ -13,28 +13,15 @@ from typing import Any
 
 import torch
 
-from ridgeline.boundary import kernel_op
-from ridgeline.op import Case, Cost, Op, Spec
+from ridgeline.op import Case, Op, Spec
 from ridgeline.ops.matmul import _few_bits
 from ridgeline.ops.matmul._epilogue import ACTIVATIONS
 from ridgeline.ops.matmul._scaled import Scale
-from ridgeline.select import run
 
 _Maybe = torch.Tensor | None
 
 
-@kernel_op(
-    "int4_linear_fwd(Tensor x, Tensor q, Tensor scale, Tensor? zero, Tensor? bias, str activation, str? impl) -> Tensor"
-)
-def _forward(x: torch.Tensor, q: torch.Tensor, *rest: Any) -> torch.Tensor:
-    *given, impl = rest
-    y = x.new_empty((x.shape[0], q.shape[0]))
-    parts = torch.empty(_few_bits.ROOM, dtype=torch.float32, device=x.device)
-    run(INT4_LINEAR, "fwd", impl, (y, parts), x, _few_bits.words(q), *given)
-    return y
-
-
-_few_bits.FORWARD["int4_linear"] = _forward
+_few_bits.register("int4_linear")
 
 
 def reference(
@@ -85,15 +72,6 @@ def int4_linear(
     return _few_bits.call("int4_linear", x, q, scale, zero, bias, activation, impl)
 
 
-def cost(
-    x: torch.Tensor, q: torch.Tensor, scale: torch.Tensor, zero: _Maybe = None, **options: Any
-) -> tuple[Cost, Cost]:
-    read, write, flops = _few_bits.work(x, q, scale, zero, options.get("bias"))
-    return Cost(read, write, flops), Cost(
-        read - x.numel() * x.element_size() + write, x.numel() * x.element_size(), flops
-    )
-
-
 def _case(
     M: int, N: int, K: int, group: int = 128, use: str = "check", zero: bool = False, bias: bool = False, **options: Any
 ) -> Case:
@@ -101,15 +79,13 @@ def _case(
     args = [Spec(M, K), Spec(N, K // 2, dtype="uint8", high=256), Scale(N, K // group, grad=False)]
     args += [Spec(N, K // group, dtype="uint8", high=17)] * zero
     options |= {"bias": Spec(N)} if bias else {}
-    dtypes = {"bench": ("bfloat16",), "quick": ("float32",), "check": ("float32", "float16", "bfloat16")}[use]
-    return Case(", ".join(what), tuple(args), options, dtypes=dtypes, use=use)
+    return Case(", ".join(what), tuple(args), options, dtypes=_few_bits.DTYPES[use], use=use)
 
 
-BENCH = [(14336, 4096), (4096, 14336), (28672, 8192)]
 INT4_LINEAR = Op(
     int4_linear,
     reference=reference,
-    cost=cost,
+    cost=_few_bits.cost,
     sharding="x ...K, q nK, scale nK, zero nK, g_idx K, bias n -> ...n",
     flops={"few_bits_weight": lambda *_: 0},  # a copy of the weight; the products are matmul's or torch's
     cases=[
@@ -118,8 +94,7 @@ INT4_LINEAR = Op(
         _case(17, 24, 192, 64, zero=True, bias=True, activation="gelu"),
         _case(2, 16, 96, 32, activation="silu"),
         _case(16, 1024, 1024, use="quick"),
-        *(_case(m, *shape, use="bench") for m in (1, 8, 16) for shape in BENCH),
-        *(_case(m, 28672, 8192, use="bench") for m in (32, 64, 256)),
+        *(_case(*shape, use="bench") for shape in _few_bits.BENCH),
         _case(1, 14336, 4096, use="bench", zero=True),
     ],
 )

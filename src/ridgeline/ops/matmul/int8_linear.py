@@ -13,34 +13,15 @@ from typing import Any
 
 import torch
 
-from ridgeline.boundary import kernel_op
-from ridgeline.op import Case, Cost, Op, RidgelineError, Spec
+from ridgeline.op import Case, Op, RidgelineError, Spec
 from ridgeline.ops.matmul import _few_bits
 from ridgeline.ops.matmul._epilogue import ACTIVATIONS
 from ridgeline.ops.matmul._scaled import Scale
-from ridgeline.select import run
 
 _Maybe = torch.Tensor | None
 
 
-@kernel_op("int8_linear_fwd(Tensor x, Tensor q, Tensor scale, Tensor? bias, str activation, str? impl) -> Tensor")
-def _forward(
-    x: torch.Tensor, q: torch.Tensor, scale: torch.Tensor, bias: _Maybe, activation: str, impl: str | None
-) -> torch.Tensor:
-    y = x.new_empty((x.shape[0], q.shape[0]))
-    parts = torch.empty(_few_bits.ROOM, dtype=torch.float32, device=x.device)
-    run(INT8_LINEAR, "fwd", impl, (y, parts), x, _few_bits.words(q), scale, bias, activation)
-    return y
-
-
-_few_bits.FORWARD["int8_linear"] = lambda x, q, scale, _, *rest: _forward(x, q, scale, *rest)
-
-
-def _launch(
-    y: torch.Tensor, parts: torch.Tensor, x: torch.Tensor, q: torch.Tensor, scale: torch.Tensor, bias: _Maybe,
-    activation: str
-) -> None:  # fmt: skip
-    _few_bits.fwd(y, parts, x, q, scale, None, bias, activation)
+_few_bits.register("int8_linear")
 
 
 def reference(
@@ -82,25 +63,17 @@ def int8_linear(
     return _few_bits.call("int8_linear", x, q, scale, None, bias, activation, impl)
 
 
-def cost(x: torch.Tensor, q: torch.Tensor, scale: torch.Tensor, **options: Any) -> tuple[Cost, Cost]:
-    read, write, flops = _few_bits.work(x, q, scale, options.get("bias"))
-    size = x.numel() * x.element_size()
-    return Cost(read, write, flops), Cost(read - size + write, size, flops)
-
-
 def _case(M: int, N: int, K: int, use: str = "check", bias: bool = False, **options: Any) -> Case:
     what = [f"{M}x{N}x{K}", *["bias"] * bias, *options.values()]
     args = Spec(M, K), Spec(N, K, dtype="int8"), Scale(N, 1, grad=False)
     options |= {"bias": Spec(N)} if bias else {}
-    dtypes = {"bench": ("bfloat16",), "quick": ("float32",), "check": ("float32", "float16", "bfloat16")}[use]
-    return Case(", ".join(what), args, options, dtypes=dtypes, use=use)
+    return Case(", ".join(what), args, options, dtypes=_few_bits.DTYPES[use], use=use)
 
 
-BENCH = [(14336, 4096), (4096, 14336), (28672, 8192)]
 INT8_LINEAR = Op(
     int8_linear,
     reference=reference,
-    cost=cost,
+    cost=_few_bits.cost,
     sharding="x ...K, q nK, scale nK, bias n -> ...n",
     cases=[
         _case(3, 40, 256),
@@ -108,8 +81,7 @@ INT8_LINEAR = Op(
         _case(17, 24, 640, bias=True, activation="gelu"),
         _case(2, 16, 33, activation="silu"),
         _case(16, 1024, 1024, use="quick"),
-        *(_case(m, *shape, use="bench") for m in (1, 8, 16) for shape in BENCH),
-        *(_case(m, 28672, 8192, use="bench") for m in (32, 64, 256)),
+        *(_case(*shape, use="bench") for shape in _few_bits.BENCH),
     ],
 )
 
@@ -120,9 +92,9 @@ INT8_LINEAR.kernel(
     "triton",
     "8-bit codes become numbers in registers, on the matrix units; splits K if rows of W are few",
     kind="triton",
-    fwd=_launch,
+    fwd=_few_bits.fwd,
     supports=_few_bits.unfit,
-    bwd=_launch,
+    bwd=_few_bits.fwd,
     unless=_few_bits.few,
     leaves=("fwd",),
     served=True,

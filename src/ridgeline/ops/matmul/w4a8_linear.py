@@ -150,11 +150,9 @@ def _case(
     args = [Spec(M, K, grad=False), Spec(N, K // 2, dtype="uint8", high=256), Scale(N, K // group, grad=False)]
     args += [Spec(N, K // group, dtype="uint8", high=17)] * zero
     options |= {"bias": Spec(N, grad=False)} if bias else {}
-    dtypes = {"bench": ("bfloat16",), "quick": ("float32",), "check": ("float32", "float16", "bfloat16")}[use]
-    return Case(", ".join(what), tuple(args), options, dtypes=dtypes, use=use)
+    return Case(", ".join(what), tuple(args), options, dtypes=_few_bits.DTYPES[use], use=use)
 
 
-BENCH = [(14336, 4096), (4096, 14336), (28672, 8192)]
 W4A8_LINEAR = Op(
     w4a8_linear,
     reference=reference,
@@ -167,8 +165,7 @@ W4A8_LINEAR = Op(
         _case(17, 24, 192, 64, zero=True, bias=True, activation="gelu"),
         _case(2, 16, 96, 32, activation="silu"),
         _case(16, 1024, 1024, use="quick"),
-        *(_case(m, *shape, use="bench") for m in (1, 8, 16) for shape in BENCH),
-        *(_case(m, 28672, 8192, use="bench") for m in (32, 64, 256)),
+        *(_case(*shape, use="bench") for shape in _few_bits.BENCH),
     ],
 )
 
