@@ -6,6 +6,7 @@ import threading
 from collections.abc import Callable
 from typing import Any
 
+import pytest
 import torch
 import torch.distributed as dist
 
@@ -44,3 +45,22 @@ def run_ranks(world: int, fn: Callable[..., Any], *args: Any) -> list[Any]:
         threaded.ProcessLocalGroup.reset()
         threaded._uninstall_threaded_pg()
         torch._C._distributed_c10d._set_thread_isolation_mode(False)
+
+
+def one_kernel_at_a_time(device: str, monkeypatch: pytest.MonkeyPatch, module: Any, *names: str) -> None:
+    """Lets one thread at a time into these functions of a module, since Triton's interpreter runs one kernel at a time.
+
+    Skips the test on a GPU, where ranks are no threads."""
+    if device != "cpu":
+        pytest.skip("ranks are threads on the CPU")
+    lock = threading.Lock()
+
+    def alone(function: Callable[..., Any]) -> Callable[..., Any]:
+        def locked(*args: Any) -> Any:
+            with lock:
+                return function(*args)
+
+        return locked
+
+    for name in names:
+        monkeypatch.setattr(module, name, alone(getattr(module, name)))

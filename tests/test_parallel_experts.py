@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import threading
 from typing import Any
 
 import pytest
@@ -10,7 +9,7 @@ import torch
 import torch.distributed as dist
 
 import ridgeline
-from ranks import run_ranks
+from ranks import one_kernel_at_a_time, run_ranks
 from ridgeline.op import RidgelineError
 from ridgeline.parallel import experts, groups
 from ridgeline.parallel.traffic import expert_traffic
@@ -141,19 +140,7 @@ def inferred(rank: int, given: list[torch.Tensor]) -> torch.Tensor:
 @pytest.mark.kernels
 @pytest.mark.parametrize("dtype", [torch.float32, torch.float16])
 def test_spread_experts_by_kernels(device: str, dtype: torch.dtype, monkeypatch: pytest.MonkeyPatch) -> None:
-    if device != "cpu":
-        pytest.skip("ranks are threads on the CPU")
-    lock = threading.Lock()  # the interpreter runs one kernel at a time
-
-    def alone_in(f: Any) -> Any:
-        def one(*args: Any) -> Any:
-            with lock:
-                return f(*args)
-
-        return one
-
-    for name in ("_forward", "_backward"):
-        monkeypatch.setattr(experts, name, alone_in(getattr(experts, name)))
+    one_kernel_at_a_time(device, monkeypatch, experts, "_forward", "_backward")
     for tokens, chosen in ([4, 5], E), ([9, 0], 4):  # then the second rank's experts have no tokens either
         given = data(9, dtype, chosen)
         wanted = alone([t.double() if t.is_floating_point() else t for t in given], True, OAI)

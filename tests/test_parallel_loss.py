@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import threading
 from typing import Any
 
 import pytest
@@ -10,7 +9,7 @@ import torch
 import torch.distributed as dist
 
 import ridgeline
-from ranks import run_ranks
+from ranks import one_kernel_at_a_time, run_ranks
 from ridgeline.op import RidgelineError
 from ridgeline.parallel import groups, loss
 
@@ -110,19 +109,7 @@ def test_losses_on_gloo() -> None:
 @pytest.mark.kernels
 @pytest.mark.parametrize("dtype", [torch.float32, torch.float16])
 def test_losses_by_kernels(device: str, dtype: torch.dtype, monkeypatch: pytest.MonkeyPatch) -> None:
-    if device != "cpu":
-        pytest.skip("ranks are threads on the CPU")
-    lock = threading.Lock()  # the interpreter runs one kernel at a time
-
-    def alone_in(f: Any) -> Any:
-        def one(*args: Any) -> Any:
-            with lock:
-                return f(*args)
-
-        return one
-
-    for name in ("_part", "_gradient"):
-        monkeypatch.setattr(loss, name, alone_in(getattr(loss, name)))
+    one_kernel_at_a_time(device, monkeypatch, loss, "_part", "_gradient")
     given = data(10, 41, 8, dtype)
     options = ALL | {"reduction": "none", "dtype": torch.float32}
     target, *own = given

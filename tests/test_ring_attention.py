@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import threading
 from typing import Any
 
 import pytest
@@ -10,7 +9,7 @@ import torch
 import torch.distributed as dist
 
 import ridgeline
-from ranks import run_ranks
+from ranks import one_kernel_at_a_time, run_ranks
 from ridgeline.boundary import INTERPRETED
 from ridgeline.op import RidgelineError
 from ridgeline.parallel import blocks, context, groups, recurrence, ring, sequence
@@ -129,19 +128,7 @@ def test_a_ring_is_as_exact_as_one_device() -> None:
 
 @pytest.mark.kernels
 def test_a_ring_of_kernels_is_as_exact_as_one(device: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    if device != "cpu":
-        pytest.skip("ranks are threads on the CPU")
-    lock = threading.Lock()  # the interpreter runs one kernel at a time
-
-    def alone_in(f: Any) -> Any:
-        def one(*args: Any) -> Any:
-            with lock:
-                return f(*args)
-
-        return one
-
-    for name in ("block_forward", "block_backward"):
-        monkeypatch.setattr(context, name, alone_in(getattr(context, name)))
+    one_kernel_at_a_time(device, monkeypatch, context, "block_forward", "block_backward")
     assert INTERPRETED
     for options, world, layout in (({"causal": True}, 4, "zigzag"), ({"window": (20, 30)}, 3, "plain")):
         given = [t[:1] for t in data(96, 24, 2, 1, torch.float16)]
