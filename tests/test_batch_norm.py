@@ -98,8 +98,7 @@ def test_modules(momentum: float | None, device: str) -> None:
             torch.testing.assert_close(a(x), b(x), rtol=1e-4, atol=1e-5)
         torch.testing.assert_close(a.state_dict(), b.state_dict())
         torch.testing.assert_close(a.eval()(x), b.eval()(x), rtol=1e-4, atol=1e-5)
-    fused = nn.BatchNorm2d(6).to(device)
-    fused.activation = "relu"
+    fused = nn.BatchNorm2d(6, activation="relu").to(device)
     x, add = torch.randn(2, 3, 6, 5, 4, device=device)
     wanted = torch.relu(torch.nn.BatchNorm2d(6).to(device)(x) + add)
     torch.testing.assert_close(fused(x, add), wanted, rtol=1e-4, atol=1e-5)

@@ -116,7 +116,9 @@ class GroupNorm(nn.GroupNorm):
 
 
 class _BatchNorm(nn.modules.batchnorm._BatchNorm):
-    activation: str | None = None
+    def __init__(self, *args: Any, activation: str | None = None, **kwargs: Any) -> None:
+        super().__init__(*args, **kwargs)
+        self.activation = activation
 
     def forward(self, input: torch.Tensor, add: torch.Tensor | None = None) -> torch.Tensor:
         self._check_input_dim(input)
@@ -137,15 +139,14 @@ class _BatchNorm(nn.modules.batchnorm._BatchNorm):
 class BatchNorm1d(_BatchNorm, nn.BatchNorm1d):
     """`torch.nn.BatchNorm1d`, by `ridgeline.batch_norm`, for (images, channels) or (images, channels, length).
 
-    `forward(input, add)` adds a residual; the attribute `activation` may be set to "relu". Both cost no pass of their
-    own. The output has the input's format."""
+    `forward(input, add)` adds a residual, and activation="relu" cuts the sum off. Neither costs a pass of its own. The
+    output has the input's format."""
 
 
 class BatchNorm2d(_BatchNorm, nn.BatchNorm2d):
     """`torch.nn.BatchNorm2d`, by `ridgeline.batch_norm`. NCHW or channels_last; the output has the input's format.
 
-    `forward(input, add)` adds a residual; the attribute `activation` may be set to "relu". Both cost no pass of their
-    own."""
+    `forward(input, add)` adds a residual, and activation="relu" cuts the sum off. Neither costs a pass of its own."""
 
 
 class BatchNorm3d(_BatchNorm, nn.BatchNorm3d):
