@@ -45,7 +45,7 @@ def test_groups(sizes: list[int], dtype: torch.dtype, device: str) -> None:
 
 
 def test_long_sums(device: str) -> None:
-    """Sums of more than 512 terms are sums of sums."""
+    """Long sums in float32 are sums of sums."""
     x = torch.randn(530, 530, device=device).requires_grad_()
     w = torch.randn(1, 530, 5, device=device).requires_grad_()
     holds(get("grouped_matmul"), x, w, ends_of([529], device))

@@ -151,11 +151,11 @@ def test_a_state_of_which_nothing_is_contiguous(device: str) -> None:
 
 @pytest.mark.parametrize("normalize", [False, True])
 @pytest.mark.parametrize("per_channel", [False, True])
-def test_a_delta_step_is_in_place(per_channel: bool, normalize: bool) -> None:
+def test_a_delta_step_is_in_place(per_channel: bool, normalize: bool, device: str) -> None:
     """The state is replaced without a copy, with the numbers of the plain recurrence in float64."""
-    q, k, v = torch.randn(3, 1, 2, 16), torch.randn(3, 1, 2, 16) / 3, torch.randn(3, 1, 4, 24)
-    g, beta = -torch.rand(3, 1, 2, *[16] * per_channel), 2 * torch.rand(3, 1, 4)
-    state = torch.randn(3, 4, 16, 24)
+    q, k, v = normal(device, 3, 1, 2, 16), normal(device, 3, 1, 2, 16, seed=1) / 3, normal(device, 3, 1, 4, 24)
+    g, beta = -normal(device, 3, 1, 2, *[16] * per_channel).abs(), 2 * normal(device, 3, 1, 4).sigmoid()
+    state = normal(device, 3, 4, 16, 24)
     options = {"normalize": normalize, "return_state": True}
     exact = ridgeline.gated_delta_rule(
         *(t.double() for t in (q, k, v, g, beta)), initial_state=state.double(), impl="naive", **options
@@ -170,9 +170,9 @@ def test_a_delta_step_is_in_place(per_channel: bool, normalize: bool) -> None:
         torch.testing.assert_close(a.double(), b, rtol=1e-5, atol=2e-6)
 
 
-def test_rwkv7_steps_in_place() -> None:
-    r, w, k, a, b = (torch.randn(2, 1, 2, 16) / 3 for _ in range(5))
-    v, state = torch.randn(2, 1, 2, 8), torch.randn(2, 2, 16, 8)
+def test_rwkv7_steps_in_place(device: str) -> None:
+    r, w, k, a, b = (normal(device, 2, 1, 2, 16, seed=n) / 3 for n in range(5))
+    v, state = normal(device, 2, 1, 2, 8), normal(device, 2, 2, 16, 8)
     given = r, -w.abs(), k, v, a, b
     exact = ridgeline.rwkv7(*(t.double() for t in given), initial_state=state.double(), return_state=True, impl="naive")
     found = ridgeline.rwkv7(*given, initial_state=state, return_state=True, inplace=True, impl="triton")

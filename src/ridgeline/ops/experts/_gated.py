@@ -118,7 +118,7 @@ def _fwd(
             up = tl.dot(left, other, up, input_precision=PRECISION)
             at_x += BK * tl.cast(x.column, tl.int64)
             at_w += BK * tl.cast(w_k, tl.int64)
-            if PRECISION == "ieee" and (start + BK) % 512 == 0:
+            if PRECISION == "ieee" and (start + BK) % 64 == 0:
                 gate_before += gate
                 up_before += up
                 gate, up = tl.zeros((BM, BN), tl.float32), tl.zeros((BM, BN), tl.float32)

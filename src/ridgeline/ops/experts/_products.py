@@ -132,7 +132,7 @@ def _fwd(
             at_x += BK * tl.cast(x.column, tl.int64)
             at_w += BK * tl.cast(w.k, tl.int64)
             # Sums of sums: a single chain of many float32 additions has several times torch's error.
-            if PRECISION == "ieee" and (start + BK) % 512 == 0:
+            if PRECISION == "ieee" and (start + BK) % 64 == 0:
                 before += acc
                 acc = tl.zeros((BM, BN), tl.float32)
         if PRECISION == "ieee":

@@ -51,7 +51,7 @@ def _bwd(
         left = tl.load(at_a[None, :] + source(a, inside)[:, None] * a.row, mask=here[:, None], other=0.0)
         right = tl.load(at_b[None, :] + source(b, inside)[:, None] * b.row, mask=here[:, None], other=0.0)
         acc = tl.dot(left.T, right, acc, input_precision=PRECISION)
-        if PRECISION == "ieee" and (start + BR - begin) % 512 == 0:
+        if PRECISION == "ieee" and (start + BR - begin) % 64 == 0:
             before += acc
             acc = tl.zeros((BM, BN), tl.float32)
     if PRECISION == "ieee":

@@ -7,6 +7,7 @@ from itertools import pairwise
 from typing import Any, NamedTuple
 
 import torch
+from torch.utils.checkpoint import checkpoint
 
 from ridgeline.boundary import Function, differentiate, first_order, kernel_op
 from ridgeline.op import Cost, Op, nbytes
@@ -14,6 +15,7 @@ from ridgeline.ops.recurrent import _chunks
 from ridgeline.select import eager, run
 
 Maybe = torch.Tensor | None
+SEGMENT = 64  # tokens of the plain recurrence between the states that backward keeps
 
 
 class Given(NamedTuple):
@@ -35,8 +37,8 @@ def recurrence(
     many, decay = per_head(k, HV).to(wide), decays(g, HV, wide)
     bonus = None if u is None else u.to(wide).repeat_interleave(HV // u.shape[0], 0).unsqueeze(-1)
 
-    def step(S: torch.Tensor, b: int, t: int) -> tuple[torch.Tensor, torch.Tensor]:
-        pair = many[b, t, :, :, None] * v[b, t, :, None, :].to(wide)
+    def step(S: torch.Tensor, b: Any, t: int) -> tuple[torch.Tensor, torch.Tensor]:
+        pair = many[b, t].unsqueeze(-1) * v[b, t].unsqueeze(-2).to(wide)
         seen = S + pair * bonus if bonus is not None else None
         S = S + pair if decay is None else S * decay[b, t].unsqueeze(-1) + pair
         return S, S if seen is None else seen
@@ -58,26 +60,37 @@ def decays(g: Maybe, heads: int, wide: torch.dtype) -> Maybe:
 
 
 def unrolled(step: Any, q: torch.Tensor, v: torch.Tensor, others: Any, given: Given, scale: float) -> Any:
-    """Runs step(state, batch entry, token), which returns the next state and the one that q reads, over all tokens."""
+    """Runs step(state, batch entries, token), which returns the next state and the one that q reads, over all tokens.
+
+    Backward computes segments of SEGMENT tokens again, so that few states are kept."""
     wide, HV = torch.promote_types(q.dtype, torch.float32), v.shape[2]
-    many = per_head(q, HV).to(wide)
-    ends = given.cu_seqlens
-    places = [(b, 0, q.shape[1]) for b in range(q.shape[0])]
-    if ends is not None:
-        places = [(0, start, end) for start, end in pairwise(ends.tolist())]
-    outputs, last = [], []
-    for n, (b, start, end) in enumerate(places):
-        S = q.new_zeros((HV, q.shape[3], v.shape[3]), dtype=wide)
-        if given.initial_state is not None:
-            S = given.initial_state[n].to(wide)
+    many, ends = per_head(q, HV).to(wide), given.cu_seqlens
+    state = v.new_zeros((q.shape[0] if ends is None else ends.numel() - 1, HV, q.shape[3], v.shape[3]), dtype=wide)
+    if given.initial_state is not None:
+        state = given.initial_state.to(wide)
+
+    def walk(S: torch.Tensor, b: Any, start: int, end: int) -> tuple[torch.Tensor, torch.Tensor]:
         rows = []
         for t in range(start, end):
             S, seen = step(S, b, t)
-            rows.append((seen * many[b, t, :, :, None]).sum(1))
-        outputs.append(torch.stack(rows) if rows else v.new_zeros((0, *v.shape[2:]), dtype=wide))
-        last.append(S)
-    o = torch.stack(outputs) if ends is None and outputs else torch.cat(outputs)[None] if outputs else v.to(wide)
-    state = torch.stack(last) if last else v.new_zeros((0, HV, q.shape[3], v.shape[3]), dtype=wide)
+            rows.append((seen * many[b, t].unsqueeze(-1)).sum(-2))
+        return S, torch.stack(rows, -3)
+
+    def run(S: torch.Tensor, b: Any, start: int, end: int) -> tuple[torch.Tensor, torch.Tensor]:
+        outputs = [v.new_zeros((*S.shape[:-3], 0, *v.shape[2:]), dtype=wide)]
+        again = torch.is_grad_enabled() and end - start > SEGMENT
+        for t in range(start, end, SEGMENT):
+            place = b, t, min(t + SEGMENT, end)
+            S, rows = checkpoint(walk, S, *place, use_reentrant=False) if again else walk(S, *place)
+            outputs.append(rows)
+        return S, torch.cat(outputs, -3)
+
+    if ends is None:
+        state, o = run(state, slice(None), 0, q.shape[1])
+    else:
+        found = [run(state[n], 0, start, end) for n, (start, end) in enumerate(pairwise(ends.tolist()))]
+        state = torch.stack([S for S, _ in found]) if found else state
+        o = torch.cat([rows for _, rows in found])[None] if found else v.to(wide)
     if not o.numel():  # a gradient of nothing is zero for every argument
         o = o + sum((t.sum() * 0 for t in (q, v, *others) if t is not None), start=o.new_zeros(()))
     return finished((o * scale).to(q.dtype), state, given)

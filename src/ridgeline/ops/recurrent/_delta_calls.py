@@ -55,14 +55,14 @@ def delta_recurrence(args: Delta, given: Given, scale: float) -> Any:
     beta = None if beta is None else per_head(beta, HV).to(wide)
     a, b = (None if t is None else per_head(t, HV).to(wide) for t in (args.a, args.b))
 
-    def step(S: torch.Tensor, n: int, t: int) -> tuple[torch.Tensor, torch.Tensor]:
+    def step(S: torch.Tensor, n: Any, t: int) -> tuple[torch.Tensor, torch.Tensor]:
         kept, key = S * decay[n, t].unsqueeze(-1), k[n, t].unsqueeze(-1)  # type: ignore[index]
         if a is not None and b is not None:
-            read = (a[n, t].unsqueeze(-1) * S).sum(1, keepdim=True)
-            S = kept + b[n, t].unsqueeze(-1) * read + key * v[n, t].unsqueeze(1)
+            read = (a[n, t].unsqueeze(-1) * S).sum(-2, keepdim=True)
+            S = kept + b[n, t].unsqueeze(-1) * read + key * v[n, t].unsqueeze(-2)
         else:
-            missing = v[n, t].unsqueeze(1) - (key * kept).sum(1, keepdim=True)
-            S = kept + key * missing * beta[n, t, :, None, None]  # type: ignore[index]
+            missing = v[n, t].unsqueeze(-2) - (key * kept).sum(-2, keepdim=True)
+            S = kept + key * missing * beta[n, t, ..., None, None]  # type: ignore[index]
         return S, S
 
     kind, others = args.v.dtype, (args.k, args.g, args.beta, args.a, args.b)

@@ -133,7 +133,7 @@ def recurrent_step(out, q, k, v, gate, bonus, a, b, z, mamba, state, heads, scal
     else:
         found = tl.sum(tq[:, None] * new, 0)
     found *= scale
-    if mamba is not None:  # noqa: SIM102
+    if form.GATE == 3:  # noqa: SIM102 - Triton 3.6 cannot compare a tuple that holds None with None
         if mamba.D is not None:
             found += x * tl.load(mamba.D + h * mamba.D_step).to(tl.float32)
     if z is not None:

@@ -91,6 +91,18 @@ class Beta(Spec):
         return (2 * made.detach().sigmoid()).requires_grad_(made.requires_grad)
 
 
+class Ends(Spec):
+    """cu_seqlens of sequences of `high` tokens each."""
+
+    def make(self, dtype: Any, device: Any, generator: Any) -> torch.Tensor:
+        return torch.arange(self.shape[0], dtype=torch.int32, device=device) * self.high
+
+
+def _long(B: int, T: int, H: int, HV: int, **options: Any) -> tuple[tuple[Any, ...], dict[str, Any]]:
+    keys = Spec(B, T, H, 128), Spec(B, T, H, 128)
+    return (*keys, Spec(B, T, HV, 128), Decay(B, T, HV), Beta(B, T, HV)), {"normalize": True, **options}
+
+
 _short = Spec(2, 7, 1, 8), Spec(2, 7, 1, 8), Spec(2, 7, 1, 12)
 _qkv = Spec(2, 19, 1, 8), Spec(2, 19, 1, 8), Spec(2, 19, 1, 12)
 _grouped = Spec(2, 18, 2, 8), Spec(2, 18, 2, 8), Spec(2, 18, 4, 12)
@@ -108,6 +120,10 @@ CASES = [
     Case("8x4096x16x128 per head", (*_large, Decay(8, 4096, 16), Beta(8, 4096, 16)), _unit, ("bfloat16",), "bench"),
     Case("8x4096x16x128 per channel", (*_large, Decay(8, 4096, 16, 128), Beta(8, 4096, 16)), _unit, ("bfloat16",),
          "bench"),
+    Case("4x8192x16/32x128 per head, packed", *_long(1, 32768, 16, 32, cu_seqlens=Ends(5, dtype="int32", grad=False, high=8192)), ("bfloat16",),
+         "bench"),
+    Case("1x32768x16/32x128 per head", *_long(1, 32768, 16, 32), ("bfloat16",), "bench"),
+    Case("1x32768x4x128 per head", *_long(1, 32768, 4, 4), ("bfloat16",), "bench"),
 ]  # fmt: skip
 
 OP = Op(

@@ -83,8 +83,10 @@ CASES = [
     Case("1x64x2x16 per head", (*(Spec(1, 64, 2, 16),) * 3, Decay(1, 64, 2)), dtypes=("float32",), use="quick"),
     Case("8x4096x16x128 per head", (*_large, Decay(8, 4096, 16)), {}, ("bfloat16",), "bench"),
     Case("8x4096x16x128 per channel", (*_large, Decay(8, 4096, 16, 128)), {}, ("bfloat16",), "bench"),
+    Case("1x32768x4x128 per channel", (*(Spec(1, 32768, 4, 128),) * 3, Decay(1, 32768, 4, 128)), {}, ("bfloat16",),
+         "bench"),
     *map(_step, (1, 64, 256)),
-]
+]  # fmt: skip
 
 OP = Op(
     gated_linear_attention,

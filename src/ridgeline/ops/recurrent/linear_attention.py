@@ -56,6 +56,7 @@ CASES = [
          {"initial_state": Spec(2, 4, 8, 12, dtype="float32", grad=False), "return_state": True}),
     Case("1x64x2x16", (Spec(1, 64, 2, 16),) * 3, dtypes=("float32",), use="quick"),
     Case("8x4096x16x128", (Spec(8, 4096, 16, 128),) * 3, dtypes=("bfloat16",), use="bench"),
+    Case("8x4096x16x64", (Spec(8, 4096, 16, 64),) * 3, dtypes=("float32",), use="bench"),
 ]  # fmt: skip
 
 OP = Op(
