@@ -34,16 +34,19 @@ def recurrence(
     """The plain recurrence, a token at a time, in float32 or wider: S = e^g S + k v^T, o = scale S^T q; with u,
     o = scale (S + u k v^T)^T q before the gate."""
     wide, HV = torch.promote_types(q.dtype, torch.float32), v.shape[2]
-    many, decay = per_head(k, HV).to(wide), decays(g, HV, wide)
+    decay = decays(g, HV, wide)
     bonus = None if u is None else u.to(wide).repeat_interleave(HV // u.shape[0], 0).unsqueeze(-1)
 
-    def step(S: torch.Tensor, b: Any, t: int) -> tuple[torch.Tensor, torch.Tensor]:
-        pair = many[b, t].unsqueeze(-1) * v[b, t].unsqueeze(-2).to(wide)
+    def step(
+        S: torch.Tensor, k: torch.Tensor, v: torch.Tensor, kept: Maybe = None
+    ) -> tuple[torch.Tensor, torch.Tensor]:
+        pair = k.unsqueeze(-1) * v.unsqueeze(-2)
         seen = S + pair * bonus if bonus is not None else None
-        S = S + pair if decay is None else S * decay[b, t].unsqueeze(-1) + pair
+        S = S + pair if kept is None else S * kept.unsqueeze(-1) + pair
         return S, S if seen is None else seen
 
-    return unrolled(step, q, v, (k, g, u), given, scale)
+    tokens = per_head(k, HV).to(wide), v.to(wide), *([] if decay is None else [decay])
+    return unrolled(step, q, v, tokens, (k, g, u), given, scale)
 
 
 def per_head(t: torch.Tensor, heads: int) -> torch.Tensor:
@@ -59,36 +62,38 @@ def decays(g: Maybe, heads: int, wide: torch.dtype) -> Maybe:
     return decay.unsqueeze(-1) if g.dim() == 3 else decay
 
 
-def unrolled(step: Any, q: torch.Tensor, v: torch.Tensor, others: Any, given: Given, scale: float) -> Any:
-    """Runs step(state, batch entries, token), which returns the next state and the one that q reads, over all tokens.
+def unrolled(
+    step: Any, q: torch.Tensor, v: torch.Tensor, tokens: tuple[torch.Tensor, ...], others: Any, given: Given,
+    scale: float,
+) -> Any:  # fmt: skip
+    """Runs step(state, a token's rows), which returns the next state and the one that q reads, over all tokens.
 
-    Backward computes segments of SEGMENT tokens again, so that few states are kept."""
-    wide, HV = torch.promote_types(q.dtype, torch.float32), v.shape[2]
-    many, ends = per_head(q, HV).to(wide), given.cu_seqlens
+    tokens: (B, T, HV, columns). Backward computes segments of SEGMENT tokens again, so that few states are kept."""
+    wide, HV, ends = torch.promote_types(q.dtype, torch.float32), v.shape[2], given.cu_seqlens
+    tokens = per_head(q, HV).to(wide), *tokens
     state = v.new_zeros((q.shape[0] if ends is None else ends.numel() - 1, HV, q.shape[3], v.shape[3]), dtype=wide)
     if given.initial_state is not None:
         state = given.initial_state.to(wide)
 
-    def walk(S: torch.Tensor, b: Any, start: int, end: int) -> tuple[torch.Tensor, torch.Tensor]:
+    def walk(S: torch.Tensor, *parts: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
         rows = []
-        for t in range(start, end):
-            S, seen = step(S, b, t)
-            rows.append((seen * many[b, t].unsqueeze(-1)).sum(-2))
+        for query, *token in zip(*[t.unbind(-3) for t in parts], strict=True):
+            S, seen = step(S, *token)
+            rows.append((seen * query.unsqueeze(-1)).sum(-2))
         return S, torch.stack(rows, -3)
 
-    def run(S: torch.Tensor, b: Any, start: int, end: int) -> tuple[torch.Tensor, torch.Tensor]:
-        outputs = [v.new_zeros((*S.shape[:-3], 0, *v.shape[2:]), dtype=wide)]
-        again = torch.is_grad_enabled() and end - start > SEGMENT
-        for t in range(start, end, SEGMENT):
-            place = b, t, min(t + SEGMENT, end)
-            S, rows = checkpoint(walk, S, *place, use_reentrant=False) if again else walk(S, *place)
+    def run(S: torch.Tensor, *sequence: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+        T, outputs = sequence[0].shape[-3], []
+        again = torch.is_grad_enabled() and T > SEGMENT
+        for parts in zip(*[t.split(SEGMENT, -3) for t in sequence], strict=True) if T else ():
+            S, rows = checkpoint(walk, S, *parts, use_reentrant=False) if again else walk(S, *parts)
             outputs.append(rows)
-        return S, torch.cat(outputs, -3)
+        return S, torch.cat(outputs, -3) if outputs else v.new_zeros((*S.shape[:-3], 0, *v.shape[2:]), dtype=wide)
 
     if ends is None:
-        state, o = run(state, slice(None), 0, q.shape[1])
+        state, o = run(state, *tokens)
     else:
-        found = [run(state[n], 0, start, end) for n, (start, end) in enumerate(pairwise(ends.tolist()))]
+        found = [run(state[n], *[t[0, i:j] for t in tokens]) for n, (i, j) in enumerate(pairwise(ends.tolist()))]
         state = torch.stack([S for S, _ in found]) if found else state
         o = torch.cat([rows for _, rows in found])[None] if found else v.to(wide)
     if not o.numel():  # a gradient of nothing is zero for every argument

@@ -47,26 +47,27 @@ def unit(t: torch.Tensor) -> torch.Tensor:
 def delta_recurrence(args: Delta, given: Given, scale: float) -> Any:
     """The plain recurrence in float32 or wider, a token at a time: S' = e^g S, S = S' + beta k (v - S'^T k)^T; with a
     and b, S = e^g S + b (a^T S) + k v^T."""
-    HV, wide = args.v.shape[2], torch.promote_types(args.v.dtype, torch.float32)
-    q, k, v, beta = args.q, args.k, args.v.to(wide), args.beta
-    if args.normalize:
-        q, k = unit(q), unit(k)
-    k, decay = per_head(k, HV).to(wide), decays(args.g, HV, wide)
-    beta = None if beta is None else per_head(beta, HV).to(wide)
-    a, b = (None if t is None else per_head(t, HV).to(wide) for t in (args.a, args.b))
+    HV, wide, kind = args.v.shape[2], torch.promote_types(args.v.dtype, torch.float32), args.v.dtype
+    q, k = (unit(args.q), unit(args.k)) if args.normalize else (args.q, args.k)
 
-    def step(S: torch.Tensor, n: Any, t: int) -> tuple[torch.Tensor, torch.Tensor]:
-        kept, key = S * decay[n, t].unsqueeze(-1), k[n, t].unsqueeze(-1)  # type: ignore[index]
-        if a is not None and b is not None:
-            read = (a[n, t].unsqueeze(-1) * S).sum(-2, keepdim=True)
-            S = kept + b[n, t].unsqueeze(-1) * read + key * v[n, t].unsqueeze(-2)
-        else:
-            missing = v[n, t].unsqueeze(-2) - (key * kept).sum(-2, keepdim=True)
-            S = kept + key * missing * beta[n, t, ..., None, None]  # type: ignore[index]
+    def corrected(S: torch.Tensor, k: Any, v: Any, decay: Any, beta: Any) -> tuple[torch.Tensor, torch.Tensor]:
+        kept, key = S * decay.unsqueeze(-1), k.unsqueeze(-1)
+        missing = v.unsqueeze(-2) - (key * kept).sum(-2, keepdim=True)
+        S = kept + key * missing * beta.unsqueeze(-1)
         return S, S
 
-    kind, others = args.v.dtype, (args.k, args.g, args.beta, args.a, args.b)
-    found = unrolled(step, q, args.v, others, given, scale)
+    def low(S: torch.Tensor, k: Any, v: Any, decay: Any, a: Any, b: Any) -> tuple[torch.Tensor, torch.Tensor]:
+        read = (a.unsqueeze(-1) * S).sum(-2, keepdim=True)
+        S = S * decay.unsqueeze(-1) + b.unsqueeze(-1) * read + k.unsqueeze(-1) * v.unsqueeze(-2)
+        return S, S
+
+    def all_heads(t: torch.Tensor) -> torch.Tensor:
+        return per_head(t, HV).to(wide)
+
+    more = (args.a, args.b) if args.beta is None else (args.beta.unsqueeze(-1),)
+    tokens = all_heads(k), args.v.to(wide), decays(args.g, HV, wide), *[all_heads(t) for t in more if t is not None]
+    others = args.k, args.g, args.beta, args.a, args.b
+    found = unrolled(low if args.beta is None else corrected, q, args.v, tokens, others, given, scale)
     return (found[0].to(kind), found[1]) if given.return_state else found.to(kind)
 
 

@@ -120,8 +120,8 @@ CASES = [
     Case("8x4096x16x128 per head", (*_large, Decay(8, 4096, 16), Beta(8, 4096, 16)), _unit, ("bfloat16",), "bench"),
     Case("8x4096x16x128 per channel", (*_large, Decay(8, 4096, 16, 128), Beta(8, 4096, 16)), _unit, ("bfloat16",),
          "bench"),
-    Case("4x8192x16/32x128 per head, packed", *_long(1, 32768, 16, 32, cu_seqlens=Ends(5, dtype="int32", grad=False, high=8192)), ("bfloat16",),
-         "bench"),
+    Case("4x8192x16/32x128 per head, packed",
+         *_long(1, 32768, 16, 32, cu_seqlens=Ends(5, dtype="int32", grad=False, high=8192)), ("bfloat16",), "bench"),
     Case("1x32768x16/32x128 per head", *_long(1, 32768, 16, 32), ("bfloat16",), "bench"),
     Case("1x32768x4x128 per head", *_long(1, 32768, 4, 4), ("bfloat16",), "bench"),
 ]  # fmt: skip

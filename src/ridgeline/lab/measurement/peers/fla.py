@@ -44,7 +44,9 @@ def _gated(
         from fla.ops.gla import fused_recurrent_gla
         from fla.ops.simple_gla import fused_recurrent_simple_gla
 
-        return _result((fused_recurrent_simple_gla if g.dim() == 3 else fused_recurrent_gla)(q, k, v, g, **given), given)
+        return _result(
+            (fused_recurrent_simple_gla if g.dim() == 3 else fused_recurrent_gla)(q, k, v, g, **given), given
+        )
     from fla.ops.gla import chunk_gla
     from fla.ops.simple_gla import chunk_simple_gla
 
