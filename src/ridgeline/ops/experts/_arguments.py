@@ -6,6 +6,7 @@ from typing import Any
 
 import torch
 
+from ridgeline.boundary import kernel_op
 from ridgeline.op import OWN, RidgelineError, dense_only
 
 
@@ -54,6 +55,12 @@ def values(t: torch.Tensor) -> Any:
     return t.tolist() if known and not torch._C._are_functorch_transforms_active() else None
 
 
+@kernel_op("grouped_matmul_collect(Tensor(a!) total, Tensor more) -> ()")
+def _collect(total: torch.Tensor, more: torch.Tensor) -> None:
+    """Adds to a buffer. A registered op, since torch.compile of PyTorch 2.11 drops an add_ of a Function's backward."""
+    total.add_(more)
+
+
 class Into(torch.autograd.Function):
     """Passes a weight on. Backward adds the weight's gradient to a float32 buffer instead of returning it."""
 
@@ -64,7 +71,7 @@ class Into(torch.autograd.Function):
 
     @staticmethod
     def backward(ctx: Any, grad: torch.Tensor) -> Any:
-        ctx.main_grad.add_(grad)
+        _collect(ctx.main_grad, grad)
         return None, None
 
 

@@ -168,6 +168,7 @@ GROUPED_MATMUL = Op(
     reference=reference,
     cost=cost,
     flops={
+        "grouped_matmul_collect": lambda total, more: total.numel(),
         "grouped_matmul_bwd": lambda dy, x, w, offsets, weight, *_: 2 * weight * x.shape[0] * w[0].numel(),
         "grouped_matmul_add": lambda main, dy, x, *_: 2 * x.shape[0] * main[0].numel(),
     },

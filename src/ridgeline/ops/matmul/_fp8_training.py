@@ -54,6 +54,12 @@ def _add(total: _T, a: _T, b: _T, scale_a: _T, scale_b: _T, exact: bool) -> None
     by_triton(total, a, b, scale_a, scale_b, None, exact=exact, add=True)
 
 
+@kernel_op("fp8_linear_collect(Tensor(a!) total, Tensor more) -> ()")
+def _collect(total: _T, more: _T) -> None:
+    """Adds to a buffer. A registered op, since torch.compile of PyTorch 2.11 drops an add_ of a Function's backward."""
+    total.add_(more)
+
+
 def _quantized(t: _T, block: Any, dtype: torch.dtype, both: bool, impl: str | None) -> tuple[_T, ...]:
     """Returns (codes, scales, codes of the transpose, its scales); the last two are empty if not wanted."""
     how = impl and "triton"
@@ -132,7 +138,7 @@ class Plain(Function):
             wide = ctx.dtypes[0] if ctx.main_grad is None else ctx.main_grad.dtype
             dw = _in_full(turned, x.mT, scale_turned, _across(scale), wide)
         if dw is not None and ctx.main_grad is not None:
-            ctx.main_grad.add_(dw)
+            _collect(ctx.main_grad, dw)
             dw = None
         if ctx.needs_input_grad[2]:
             wide = torch.promote_types(dy.dtype, torch.float32)

@@ -100,6 +100,7 @@ FP8_LINEAR = Op(
     flops={
         "fp8_linear_fwd": lambda a, b, *_: 2 * a.shape[0] * b.shape[0] * b.shape[1],
         "fp8_linear_add": lambda total, a, *_: 2 * total.numel() * a.shape[1],
+        "fp8_linear_collect": lambda total, more: total.numel(),
     },
     cases=[
         _case(33, 40, 129, "tensor", bias=True),
