@@ -40,7 +40,8 @@ def data(rows: int, classes: int, H: int, dtype: torch.dtype) -> list[torch.Tens
 
 def weighted(found: torch.Tensor) -> torch.Tensor:
     """Returns a scalar that has another gradient for each row."""
-    return (found * torch.arange(1, found.numel() + 1).view(found.shape).to(found.dtype)).sum()
+    rows = torch.arange(1, found.numel() + 1, device=found.device)
+    return (found * rows.view(found.shape).to(found.dtype)).sum()
 
 
 def split_logits(rank: int, given: list[torch.Tensor], options: dict[str, Any]) -> list[torch.Tensor]:

@@ -103,11 +103,14 @@ class Case:
 
 @dataclass(frozen=True)
 class Cost:
-    """The minimal work of a perfect kernel: bytes read from and written to memory, and floating-point operations."""
+    """The minimal work of a perfect kernel: bytes read from and written to memory, and floating-point operations.
+
+    units: the dtype that the matrix units multiply, where it is not the arguments'."""
 
     read: int
     write: int
     flops: int
+    units: str | None = None
 
     @property
     def bytes(self) -> int:

@@ -31,6 +31,11 @@ class Work:
     cache: int
 
     @property
+    def units(self) -> str:
+        """The dtype whose rate of matrix products bounds the work."""
+        return self.cost.units or self.dtype
+
+    @property
     def cached(self) -> bool:
         """Whether the working set is small enough for the cache to help."""
         return self.cost.bytes < 4 * self.cache
@@ -46,7 +51,7 @@ class Work:
         from ridgeline.lab.measurement.peers import Peer
 
         cost = self.cost
-        least, bound = roof_seconds(self.roof, self.dtype, cost.read, cost.write, cost.flops)
+        least, bound = roof_seconds(self.roof, self.units, cost.read, cost.write, cost.flops)
         row: Row = {"type": "bench", "op": self.op, "case": self.case, "dtype": self.dtype, "direction": self.direction}
         row |= {
             "impl": rung.name,
@@ -72,7 +77,7 @@ class Work:
 
     def _too_good(self, seconds: float) -> str | None:
         """The reason why a time cannot be true (it beats the roof and no cache explains it), or None."""
-        least, bound = roof_seconds(self.roof, self.dtype, self.cost.read, self.cost.write, self.cost.flops, end="high")
+        least, bound = roof_seconds(self.roof, self.units, self.cost.read, self.cost.write, self.cost.flops, end="high")
         if least < seconds * ABOVE or (bound == "memory" and self.cached):
             return None
         above = units.percent(least / seconds - 1)

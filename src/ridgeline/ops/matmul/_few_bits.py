@@ -210,20 +210,27 @@ def _dequantise(w, weight, sizes, KIND: tl.constexpr, GROUP: tl.constexpr, BN: t
     """w (N, K) = the weight, scaled in float32 and rounded once."""
     _, N, K = sizes
     n = (tl.program_id(0) * BN + tl.arange(0, BN)).to(tl.int64)[:, None]
-    column = tl.program_id(1) * BK + tl.arange(0, BK)[None, :]
-    k = column if KIND == "int8" else column // 2 * 2
-    inside = (n < N) & (k < K)
-    scale = tl.load(weight.scale + n * (K // GROUP) + k // GROUP, mask=inside, other=0)
-    zero = tl.full((BN, BK), 0 if KIND == "int8" else 8, tl.int32)
-    if weight.zero is not None:
-        zero = tl.load(weight.zero + n * (K // GROUP) + k // GROUP, mask=inside, other=0).to(tl.int32)
-    code = tl.load(weight.q + (n * K + k) // (1 if KIND == "int8" else 2), mask=inside, other=0).to(tl.int32)
-    if KIND != "int8":
-        code = (code >> (column % 2 * 4)) & 15
-    if KIND == "mxfp4":
-        v = float4.number(code, tl.float32) * power(scale, tl.float32)
+    per: tl.constexpr = 1 if KIND == "int8" else 2  # codes in a byte
+    width: tl.constexpr = BK // per
+    byte = tl.program_id(1) * width + tl.arange(0, width)[None, :]
+    inside = (n < N) & (byte < K // per)
+    place = n * (K // GROUP) + byte * per // GROUP
+    scale = tl.load(weight.scale + place, mask=inside, other=0)
+    code = tl.load(weight.q + n * (K // per) + byte, mask=inside, other=0).to(tl.int32)
+    if KIND == "int8":
+        v = code.to(tl.float32) * scale.to(tl.float32)
     else:
-        v = (code - zero).to(tl.float32) * scale.to(tl.float32)
+        if KIND == "mxfp4":
+            by = power(scale, tl.float32)
+            low, high = float4.number(code & 15, tl.float32) * by, float4.number((code >> 4) & 15, tl.float32) * by
+        else:
+            by = scale.to(tl.float32)
+            zero = tl.full((BN, width), 8, tl.int32)
+            if weight.zero is not None:
+                zero = tl.load(weight.zero + place, mask=inside, other=0).to(tl.int32)
+            low, high = ((code & 15) - zero).to(tl.float32) * by, (((code >> 4) & 15) - zero).to(tl.float32) * by
+        v = tl.reshape(tl.join(low, high), (BN, BK))
+    column = tl.program_id(1) * BK + tl.arange(0, BK)[None, :]
     tl.store(w + n * K + column, v.to(w.dtype.element_ty), mask=(n < N) & (column < K))
 
 
@@ -323,10 +330,10 @@ def _weight(q: torch.Tensor, scale: torch.Tensor, zero: _Maybe, dtype: torch.dty
         "KIND": kind_of(q, scale),
         "GROUP": group_of(q, scale),
         "BN": 4,
-        "BK": 512,
+        "BK": 1024,
         "num_warps": 256 // gpu.warp,
     }
-    grid = triton.cdiv(N, 4), triton.cdiv(K, 512)
+    grid = triton.cdiv(N, 4), triton.cdiv(K, 1024)
     if w.numel():
         launch(_dequantise, grid, w, weight, Sizes(0, N, K), **facts)
     return w

@@ -23,6 +23,7 @@ from ridgeline.select import eager, find, why_not
 
 _T = torch.Tensor
 _Maybe = torch.Tensor | None
+E4M3 = "float8_e4m3fn"
 
 
 def reference(
@@ -80,10 +81,10 @@ def cost(
     rows = x.numel() // max(1, x.shape[-1])
     y, more = rows * weight.shape[0], 0 if bias is None else nbytes(bias)
     product, kept = 2 * rows * weight.numel(), x.numel() + weight.numel()
-    forward = Cost(nbytes(x, weight) + more, y * x.element_size(), product + 3 * kept)
+    forward = Cost(nbytes(x, weight) + more, y * x.element_size(), product + 3 * kept, E4M3)
     read = y * x.element_size() + kept + (0 if main_grad is None else nbytes(main_grad))
     made = nbytes(x) + more + nbytes(weight if main_grad is None else main_grad)
-    return forward, Cost(read, made, 2 * product + 3 * y)
+    return forward, Cost(read, made, 2 * product + 3 * y, E4M3)
 
 
 def _case(rows: int, N: int, K: int, recipe: str, use: str = "check", bias: bool = False) -> Case:
@@ -115,7 +116,7 @@ FP8_LINEAR = Op(
 )
 
 
-CODES = "float8_e4m3fn", "float8_e5m2"  # the dtypes of the products' operands
+CODES = E4M3, "float8_e5m2"  # the dtypes of the products' operands
 FP8_LINEAR.eager(
     "naive", "the formula in eager PyTorch: 8-bit numbers by conversion, products in float32", reference, served=True
 )

@@ -140,7 +140,7 @@ def cost(x: torch.Tensor, q: torch.Tensor, scale: torch.Tensor, zero: _Maybe = N
     read, _, flops = _few_bits.work(x, q, scale, zero, options.get("x_scale"), options.get("bias"))
     dtype = options.get("out_dtype") or (torch.bfloat16 if x.dtype == E4M3 else x.dtype)
     rows = nbytes(x) // x.element_size() // max(1, x.shape[-1])
-    return Cost(read, rows * q.shape[0] * dtype.itemsize, flops), None
+    return Cost(read, rows * q.shape[0] * dtype.itemsize, flops, "float8_e4m3fn"), None
 
 
 def _case(

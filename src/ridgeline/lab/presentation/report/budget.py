@@ -63,7 +63,7 @@ class Pace:
             nth = seen[op.name] = seen.get(op.name, -1) + 1
             args, kwargs = case.make(dtype, "meta")
             costs = [c for c in op.cost(*args, **kwargs) if c is not None]
-            least = sum(roof_seconds(roof, dtype, c.read, c.write, c.flops)[0] for c in costs)
+            least = sum(roof_seconds(roof, c.units or dtype, c.read, c.write, c.flops)[0] for c in costs)
             places.append((least > self.HEAVY, nth, least, n))
         return [tasks[n] for *_, n in sorted(places)]
 
