@@ -56,6 +56,7 @@ SIZES = {"aten::nonzero", "aten::masked_select", "aten::_unique", "aten::_unique
          "aten::unique_consecutive", "aten::unique_dim_consecutive", "aten::bincount"}  # fmt: skip
 COPIES = {"aten::_to_copy", "aten::copy_", "aten::_copy_from"}
 INDEXED = {"aten::index", "aten::index_put_", "aten::index_put", "aten::_index_put_impl_"}
+MASKS = (torch.bool, torch.uint8)
 WAITS = ("Stream.synchronize", "Stream.query", "Event.synchronize", "Event.query", "Event.elapsed_time")
 SYNC = "called a synchronizing CUDA operation"  # torch's own warning, under set_sync_debug_mode
 LIBRARY = tuple(
@@ -78,7 +79,9 @@ class Place:
     text: str
 
     def __str__(self) -> str:
-        return f"{self.file}:{self.line}" + (f": {self.text}" if self.text else "")
+        path = Path(self.file)
+        file = path.relative_to(Path.cwd()) if path.is_relative_to(Path.cwd()) else path
+        return f"{file}:{self.line}" + (f": {self.text}" if self.text else "")
 
 
 @dataclass(frozen=True)
@@ -181,8 +184,9 @@ def kind_of(name: str, args: tuple[Any, ...], kwargs: dict[str, Any], pretend: b
         return "read"
     if (name in SIZES or (name == "aten::repeat_interleave" and kwargs.get("output_size") is None)) and on_gpu:
         return "size"
-    if name in INDEXED and on_gpu and any(t is not None and t.dtype in (torch.bool, torch.uint8) for t in args[1]):
-        return "size"
+    if name in INDEXED and on_gpu and any(t is not None and t.dtype in MASKS for t in args[1]):
+        number = name != "aten::index" and args[2].numel() == 1 and args[2].device.type == "cpu"
+        return None if number and sum(t is not None for t in args[1]) == 1 else "size"  # torch fills by the mask
     generator = kwargs.get("generator")
     if generator is not None and (pretend or generator.device.type == "cuda") and generator not in _defaults():
         return "generator"
@@ -269,7 +273,7 @@ class Watch(TorchDispatchMode):
         """The functions of torch that are watched too, by their names."""
         made = {f"cuda.{name}": self._waiting(f"torch.cuda.{name}") for name in ("synchronize", *WAITS)}
         if self.streams is None:
-            return made
+            return made | {"tensor": self._uploading("tensor"), "as_tensor": self._uploading("as_tensor")}
         streams, record, wait = self.streams, torch.cuda.Event.record, torch.cuda.Stream.wait_event
 
         def recorded(event: Any, stream: Any = None) -> Any:
@@ -294,11 +298,22 @@ class Watch(TorchDispatchMode):
 
         return watched
 
+    def _uploading(self, name: str) -> Callable[..., Any]:
+        """torch.tensor and its like, which on a GPU copy numbers of the host."""
+        original = _named(name)
+
+        def watched(data: Any, *args: Any, **kwargs: Any) -> Any:
+            if not isinstance(data, torch.Tensor):
+                self.add("copy", f"torch.{name}")
+            return original(data, *args, **kwargs)
+
+        return watched
+
 
 def _named(name: str) -> Any:
     """An object of torch by its dotted name."""
     found: Any = torch
-    for part in name.split("."):
+    for part in filter(None, name.split(".")):
         found = getattr(found, part)
     return found
 

@@ -1,0 +1,62 @@
+"""Tables of pages that recorded figures of one subject fill: streams, bindings, the largest rates of products.
+
+A page holds `<!-- figures SUBJECT | PART -->`, and `make readme` writes the table below it.
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+from ridgeline.lab import units
+from ridgeline.lab.measurement import query, sheet
+from ridgeline.op import RidgelineError
+
+Row = dict[str, Any]
+MARK = re.compile(r"(<!-- figures ([^|>]+?) \| ([^>]+?) -->\n).*?(<!-- /figures -->)", re.DOTALL)
+FIRST = "h200"  # whose figures come first
+COMMANDS = {
+    "streams": "python examples/streams.py --record results/streams/h200.jsonl",
+}
+
+
+def pages(root: Path) -> dict[Path, str]:
+    """The texts of a source tree's pages that hold such tables, filled."""
+    found = {path: path.read_text() for path in sorted((root / "docs").glob("**/*.md"))}
+    return {path: filled(text, root) for path, text in found.items() if MARK.search(text)}
+
+
+def filled(text: str, root: Path) -> str:
+    """A text with its tables filled from the results of a source tree; where nothing is recorded, it says how to."""
+    return MARK.sub(lambda mark: f"{mark[1]}{table(mark[2], mark[3], root)}\n{mark[4]}", text)
+
+
+def table(subject: str, part: str, root: Path) -> str:
+    """The Markdown of one part of a subject. Raises RidgelineError if there is no such subject or part."""
+    if subject not in COMMANDS:
+        raise RidgelineError(f"a page wants figures of {subject!r}; there are {', '.join(COMMANDS)}")
+    found = sheet.recorded(subject, root)
+    if not found:
+        return f"No run is recorded yet. On a machine with a GPU, `{COMMANDS[subject]}` records one."
+    path = min(found, key=lambda path: (path.stem != FIRST, path.stem))
+    rows = found[path]
+    gpu = query.one(rows, "run")["machine"]["gpu"]
+    made = TABLES.get(subject, grouped)(query.of(rows, "figure"), part)
+    return f"{made}\n\nMeasured on one {gpu}."
+
+
+def grouped(rows: list[Row], part: str) -> str:
+    """A table of what was timed and its time, of the rows of one group."""
+    some = [row for row in rows if row["group"] == part]
+    if not some:
+        raise RidgelineError(f"no figures are recorded of {part!r}")
+    lines = [f"| {part} | time |", "|---|--:|"]
+    lines += [
+        f"| {row['what']} | {units.seconds(row['seconds']['median'])} {units.spread(row['seconds'])} |" for row in some
+    ]
+    return "\n".join(lines)
+
+
+TABLES: dict[str, Callable[[list[Row], str], str]] = {}
