@@ -19,6 +19,7 @@ MARK = re.compile(r"(<!-- figures ([^|>]+?) \| ([^>]+?) -->\n).*?(<!-- /figures 
 FIRST = "h200"  # whose figures come first
 COMMANDS = {
     "streams": "python examples/streams.py --record results/streams/h200.jsonl",
+    "bindings": "python examples/bindings/cost.py --record results/bindings/h200.jsonl",
 }
 
 
@@ -53,10 +54,22 @@ def grouped(rows: list[Row], part: str) -> str:
     if not some:
         raise RidgelineError(f"no figures are recorded of {part!r}")
     lines = [f"| {part} | time |", "|---|--:|"]
-    lines += [
-        f"| {row['what']} | {units.seconds(row['seconds']['median'])} {units.spread(row['seconds'])} |" for row in some
-    ]
+    lines += [f"| {row['what']} | {_time(row['seconds'])} {units.spread(row['seconds'])} |" for row in some]
     return "\n".join(lines)
 
 
-TABLES: dict[str, Callable[[list[Row], str], str]] = {}
+def bindings(rows: list[Row], part: str) -> str:
+    """A table of ways to bind a kernel: the host's time of a call, and the time to build."""
+    lines = ["| way | a call | with a gradient | until the first result |", "|---|--:|--:|--:|"]
+    for row in rows:
+        name = "PyTorch's own `silu`" if row["what"] == "torch" else f"`{row['what']}`"
+        build = units.seconds(row["build_seconds"]) if row["build_seconds"] else ""
+        lines.append(f"| {name} | {_time(row['seconds'])} | {_time(row['training'])} | {build} |")
+    return "\n".join(lines)
+
+
+def _time(figure: dict[str, float]) -> str:
+    return units.seconds(figure["median"])
+
+
+TABLES: dict[str, Callable[[list[Row], str], str]] = {"bindings": bindings}  # of subjects with a form of their own
