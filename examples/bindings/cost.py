@@ -85,9 +85,8 @@ def main() -> int:
         for what, samples in (("plain", plain[name]), ("training", training[name])):
             low, high = interval(samples)
             rows[what] = {"median": median(samples) / 1e6, "low": low / 1e6, "high": high / 1e6}
-        print(
-            f"{name:14} {rows['plain']['median'] * 1e6:6.1f} us, with a gradient {rows['training']['median'] * 1e6:6.1f} us"
-        )
+        us = [rows[what]["median"] * 1e6 for what in ("plain", "training")]
+        print(f"{name:14} {us[0]:6.1f} us, with a gradient {us[1]:6.1f} us")
         if sheet:
             sheet.write(name, seconds=rows["plain"], training=rows["training"], build_seconds=builds.get(name))
     return 0

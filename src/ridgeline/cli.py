@@ -39,6 +39,10 @@ VERBS = {
         "analysis.inspect",
         "compile a kernel, with or without a GPU: PTX, SASS, registers, spills, shared memory",
     ),
+    "mamf": (
+        "analysis.mamf.command",
+        "find the largest reachable rate of matrix products over a range of shapes, and explain its dips",
+    ),
     "tune": ("measurement.tune", "search tile configurations on this GPU, and save the best"),
     "lesson": (
         "analysis.lesson.command",

@@ -11,6 +11,8 @@ from pathlib import Path
 from typing import Any
 
 from ridgeline.lab import units
+from ridgeline.lab.analysis.mamf import found as figures
+from ridgeline.lab.analysis.mamf import heat
 from ridgeline.lab.measurement import query, sheet
 from ridgeline.op import RidgelineError
 
@@ -20,6 +22,7 @@ FIRST = "h200"  # whose figures come first
 COMMANDS = {
     "streams": "python examples/streams.py --record results/streams/h200.jsonl",
     "bindings": "python examples/bindings/cost.py --record results/bindings/h200.jsonl",
+    "mamf": "ridgeline mamf --out results/mamf/h200.jsonl",
 }
 
 
@@ -41,8 +44,7 @@ def table(subject: str, part: str, root: Path) -> str:
     found = sheet.recorded(subject, root)
     if not found:
         return f"No run is recorded yet. On a machine with a GPU, `{COMMANDS[subject]}` records one."
-    path = min(found, key=lambda path: (path.stem != FIRST, path.stem))
-    rows = found[path]
+    rows = found[_first(found)]
     gpu = query.one(rows, "run")["machine"]["gpu"]
     made = TABLES.get(subject, grouped)(query.of(rows, "figure"), part)
     return f"{made}\n\nMeasured on one {gpu}."
@@ -68,8 +70,41 @@ def bindings(rows: list[Row], part: str) -> str:
     return "\n".join(lines)
 
 
+def mamf(rows: list[Row], part: str) -> str:
+    """The largest rates by dtype ("rates"), the dips and their reasons ("dips"), or the heat map ("map")."""
+    if part == "map":
+        return "![How near each shape comes to the best rate](mamf.svg)"
+    names = dict.fromkeys(row["dtype"] for row in rows)
+    found = [figures.summary(rows, rows, name) for name in names if figures.of(rows, name)]
+    if part == "dips":
+        return "\n".join(f"- {about['dtype']}: {text}" for about in found for text in about["dips"]) or "No dips."
+    lines = ["| dtype | best shape | rate | best run | median of all | shapes |", "|---|---|--:|--:|--:|--:|"]
+    for about in found:
+        rates = [units.scaled(about[rate], "FLOP/s") for rate in ("rate", "best", "median")]
+        shape = " x ".join(map(str, about["shape"]))
+        lines.append(f"| {about['dtype']} | {shape} | {' | '.join(rates)} | {about['shapes']} |")
+    return "\n".join(lines)
+
+
+def pictures(root: Path) -> dict[Path, str]:
+    """The pictures that recorded figures draw."""
+    found = sheet.recorded("mamf", root)
+    if not found:
+        return {}
+    rows = found[_first(found)]
+    name = next(row["dtype"] for row in query.of(rows, "figure") if row["what"] == "product")
+    gpu = query.one(rows, "run")["machine"]["gpu"]
+    drawn = heat.svg(figures.rates(figures.of(query.of(rows, "figure"), name)), f"Products in {name} on one {gpu}")
+    return {root / "docs/mamf.svg": drawn}
+
+
+def _first(found: dict[Path, list[Row]]) -> Path:
+    return min(found, key=lambda path: (path.stem != FIRST, path.stem))
+
+
 def _time(figure: dict[str, float]) -> str:
     return units.seconds(figure["median"])
 
 
-TABLES: dict[str, Callable[[list[Row], str], str]] = {"bindings": bindings}  # of subjects with a form of their own
+# Tables of subjects with a form of their own.
+TABLES: dict[str, Callable[[list[Row], str], str]] = {"bindings": bindings, "mamf": mamf}

@@ -46,6 +46,7 @@ def pages(root: Path, recorded: dict[Path, list[Row]]) -> dict[Path, str]:
             made[path] = filled_lesson(path.read_text(), lessons)
     for path, text in sheets.pages(root).items():
         made[path] = sheets.filled(made.get(path, text), root)
+    made |= sheets.pictures(root)
     steps = next((path for path in recorded if query.of(recorded[path], "model")), first)
     where = "" if steps == first else f" on one {names[steps]}"
     blocks = {

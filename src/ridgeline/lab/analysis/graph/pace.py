@@ -78,15 +78,21 @@ def _round(function: Function, calls: int) -> tuple[float, float]:
 
 def profiled(function: Function) -> Timeline:
     """What the GPU does in a call, from PyTorch's profiler."""
+    return timeline(trace_of(function, PROFILED), PROFILED)
+
+
+def trace_of(function: Function, calls: int) -> dict[str, Any]:
+    """The Chrome trace of what the GPU did in some calls, after one that is not traced."""
     from torch.profiler import ProfilerActivity, profile
 
     function()
     torch.cuda.synchronize()
     with profile(activities=[ProfilerActivity.CUDA]) as profiler:
-        for _ in range(PROFILED):
+        for _ in range(calls):
             function()
         torch.cuda.synchronize()
     with tempfile.TemporaryDirectory() as folder:
         path = Path(folder, "trace.json")
         profiler.export_chrome_trace(str(path))
-        return timeline(json.loads(path.read_text()), PROFILED)
+        made: dict[str, Any] = json.loads(path.read_text())
+        return made
