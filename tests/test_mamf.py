@@ -153,10 +153,7 @@ def test_a_file_of_something_else_is_not_continued(tmp_path: Path) -> None:
     path = tmp_path / "a.jsonl"
     Sheet(path, "mamf", MACHINE).write("product")
     assert Sheet(path, "mamf", MACHINE, resume=True).rows[0]["what"] == "product"
-    for machine, said in (
-        (MACHINE | {"gpu": "NVIDIA H100"}, "gpu NVIDIA H200"),
-        (MACHINE | {"torch": "9"}, "torch 2.11"),
-    ):
+    for other, said in (({"gpu": "NVIDIA H100"}, "gpu NVIDIA H200"), ({"torch": "9"}, "torch 2.11")):
         with pytest.raises(RidgelineError, match=f"was measured with {said}, and this machine has .*another file"):
             Sheet(path, "mamf", MACHINE | other, resume=True)
     with pytest.raises(RidgelineError, match="holds mamf; name another file for streams"):

@@ -66,8 +66,8 @@ def svg(rates: dict[Shape, float], title: str) -> str:
                 body.append(f'<text {place} text-anchor="middle" fill="{ink}">{100 * share:.0f}</text>')
     for x, n in enumerate(columns):
         if x % max(1, len(columns) // 8) == 0:
-            at = TOP + CELL * len(rows) + 16
-            body.append(f'<text x="{LEFT + x * CELL + CELL / 2:g}" y="{at}" text-anchor="middle">{n}</text>')
+            below = TOP + CELL * len(rows) + 16
+            body.append(f'<text x="{LEFT + x * CELL + CELL / 2:g}" y="{below}" text-anchor="middle">{n}</text>')
     body.append(f'<text x="16" y="{height - 14}">Numbers are percentages of the best rate.</text></svg>')
     return "\n".join(body) + "\n"
 

@@ -57,7 +57,7 @@ def run(
     device: str,
     report: Callable[[str, int, int], None],
 ) -> Iterator[Row]:
-    """Times the shapes that the sheet does not hold yet, until the seconds are over, but at least one; yields the new rows.
+    """Times what the sheet does not hold yet until the seconds are over, but at least one; yields the new rows.
 
     A row has the median and the best time of the best layout, and rates in FLOP/s. A product that fails, for example
     because memory runs out, is a row with the reason.
@@ -99,8 +99,9 @@ def kernel_of(row: Row) -> str | None:
     """The name of the kernel that computes a product on the GPU, from PyTorch's profiler."""
     from ridgeline.lab.analysis.graph.pace import trace_of
 
+    m, n, k = row["shape"]
     with precision(row["dtype"]):
-        ways, _ = products(row["dtype"], *row["shape"], torch.Generator("cuda").manual_seed(0))
+        ways, _ = products(row["dtype"], m, n, k, torch.Generator("cuda").manual_seed(0))
         trace = trace_of(ways[row["way"]], 1)
     kernels = [e for e in trace["traceEvents"] if e.get("cat") == "kernel"]
     return max(kernels, key=lambda e: e["dur"])["name"] if kernels else None
