@@ -110,6 +110,7 @@ BAD = [
     (["explain", "gelu", "--device", NOWHERE], [NOWHERE, "sm_90", "cpu"]),
     (["explain", "gelu", "--case", NOWHERE], [NOWHERE, "33x129"]),
     (["doctor", "--device", NOWHERE], [NOWHERE, "cpu"]),
+    (["doctor", "--topology", "--device", "h200"], ["--topology", "h200"]),
     (["profile", "gelu", "--impl", NOWHERE], [NOWHERE, "cuda_packed"]),
     (["profile", "gelu", "--steps", "0"], ["0", "1 or more"]),
     (["profile", "gelu", "--out", "file/below"], ["file/below"]),
