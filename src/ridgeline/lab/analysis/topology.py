@@ -184,11 +184,10 @@ def _power(gpu: Row) -> list[tuple[str, bool]]:
 
 
 def _pcie(gpu: Row) -> list[tuple[str, bool]]:
-    generation, most, width, widest = (
-        gpu.get(f"pcie.link.{what}") for what in ("gen.current", "gen.max", "width.current", "width.max")
-    )
-    if None in (generation, most, width, widest):
+    link: list[Any] = [gpu.get(f"pcie.link.{f}") for f in ("gen.current", "gen.max", "width.current", "width.max")]
+    if None in link:
         return []
+    generation, most, width, widest = link
     rate = LANE.get(most, 0) * width
     said = [(f"PCIe generation {most} with {width} lanes moves at most {rate:.0f} GB/s in each direction", False)]
     if width < widest:
@@ -242,11 +241,7 @@ def between(matrix: Matrix, links: dict[int, list[float | None]]) -> list[Said]:
     for way, some in pairs.items():
         text = f"{_listed(some, len(pairs) == 1, len(matrix.gpus))} {_way(way)}."
         said.append(("links", text, way == "SYS"))
-    for gpu, speeds in links.items():
-        up = [speed for speed in speeds if speed is not None]
-        down = f"; {len(speeds) - len(up)} are down, so collectives are slower" if len(up) < len(speeds) else ""
-        text = f"Its {len(up)} NVLinks carry {sum(up):.0f} GB/s in each direction{down}."
-        said.append((f"GPU{gpu}", text, bool(down)))
+    said += [_links(f"GPU{number}", speeds) for number, speeds in links.items()]
     for gpu in matrix.gpus:
         near = {card: matrix.ways[gpu, card] for card in matrix.cards if matrix.ways[gpu, card] in NEAREST}
         if near:
@@ -262,6 +257,16 @@ def between(matrix: Matrix, links: dict[int, list[float | None]]) -> list[Said]:
         advice = f"bind its process there (numactl --cpunodebind={node} --membind={node})"
         said.append(("CPUs", f"{', '.join(some)} {verb} next to NUMA node {node}, CPUs {cpus}: {advice}.", False))
     return [(subject, text[:1].upper() + text[1:], amiss) for subject, text, amiss in said]
+
+
+def _links(gpu: str, speeds: list[float | None]) -> Said:
+    """The sentence about a GPU's NVLinks."""
+    up = [speed for speed in speeds if speed is not None]
+    down = len(speeds) - len(up)
+    text = f"Its {len(up)} NVLinks carry {sum(up):.0f} GB/s in each direction"
+    if down:
+        text += f"; {down} {'is' if down == 1 else 'are'} down, so collectives are slower"
+    return gpu, f"{text}.", bool(down)
 
 
 def _listed(pairs: list[str], all_alike: bool, count: int) -> str:
