@@ -158,6 +158,45 @@ def test_streams_that_waited_belong_to_the_capture() -> None:
     assert not streams.works("farther", place), "it waited for a stream that is not in the capture"
 
 
+def test_waiting_streams_are_seen(monkeypatch: pytest.MonkeyPatch) -> None:
+    """torch's own wait_stream and wait_event, over events and streams that need no GPU."""
+    done: list[str] = []
+
+    class Event:
+        def record(self, stream: object) -> None:
+            torch.cuda.Event.record(self, stream)
+
+        def wait(self, stream: object) -> None:
+            torch.cuda.Event.wait(self, stream)
+
+    class Stream:
+        def record_event(self) -> Event:
+            event = Event()
+            event.record(self)
+            return event
+
+        wait_event, wait_stream = torch.cuda.Stream.wait_event, torch.cuda.Stream.wait_stream
+
+    main, side = Stream(), Stream()
+    monkeypatch.setattr(torch.cuda.Event, "record", lambda event, stream: done.append("record"))
+    monkeypatch.setattr(torch.cuda.Event, "wait", lambda event, stream: done.append("wait"))
+    monkeypatch.setattr(torch.cuda, "current_stream", lambda: main)
+    monkeypatch.setattr(torch.cuda, "get_sync_debug_mode", lambda: 0)
+    monkeypatch.setattr(torch.cuda, "set_sync_debug_mode", lambda mode: None)
+    place = watch.Place("a.py", 1, "")
+    with watch.Watch() as watched:
+        side.wait_stream(main)
+        assert watched.streams.works(side, place)
+        (x + 1).sum()
+    assert done == ["record", "wait"]
+    assert [hazard.kind for hazard in watched.found] == ["unjoined"]
+    with watch.Watch() as watched:
+        side.wait_stream(main)
+        watched.streams.works(side, place)
+        main.wait_event(side.record_event())
+    assert not watched.found
+
+
 def test_copies() -> None:
     name, host = "aten::_to_copy", torch.ones(1)
     assert watch.kind_of(name, (host,), {"device": torch.device("cuda")}, False) == "copy"
@@ -306,5 +345,6 @@ class TestOnTheGpu:
             return a * 1
 
         found = graph(step)
-        kinds = {h.kind for h in watch.watch(step)}
-        assert "stream" in kinds, str(found)
+        assert found.broken is None
+        assert {h.kind for h in found.hazards} == {"stream"}, str(found)
+        assert next(iter(found.hazards)).place.line == line_of("on the side")

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from contextlib import suppress
 from dataclasses import dataclass
 from typing import Any
 
@@ -12,6 +13,7 @@ from torch.utils._pytree import tree_flatten
 from ridgeline.lab.analysis.graph.watch import Hazard, Place, raised, watch
 
 WARMUP = 3
+BROKEN: list[torch.cuda.CUDAGraph] = []  # kept, since the allocator of pinned memory may go on asking them
 Function = Callable[[], Any]
 
 
@@ -30,7 +32,7 @@ class Broken:
 class Attempt:
     """A capture. replay: replays the graph, or None if the capture broke; broken then says why.
 
-    hazards: what no graph can hold in a call, and how often it comes. same: whether replays give the results of calls,
+    hazards: what no graph can hold in a call, and how often it comes; of a graph, what it has lost. same: whether replays give the results of calls,
     bit for bit; None if calls differ among themselves or return no tensors.
     """
 
@@ -61,17 +63,17 @@ def attempt(function: Function) -> Attempt:
     if calls[0] and _equal(*calls):
         replay()
         repeated = _equal(calls[1], _copied(replay()))
-    hazards = watch(function) if repeated is False else {}
-    return Attempt(replay, None, hazards, repeated)
+    lost = {} if repeated else {h: n for h, n in watch(function).items() if h.kind == "stream"}
+    return Attempt(replay, None, lost, repeated)
 
 
 def _captured(function: Function) -> tuple[torch.cuda.CUDAGraph, Any, Exception | None]:
     """The graph of a call, its outputs, and the exception that broke the capture."""
-    graph, side = torch.cuda.CUDAGraph(), torch.cuda.Stream()
+    graph, side, pool = torch.cuda.CUDAGraph(), torch.cuda.Stream(), torch.cuda.graph_pool_handle()
     outputs, error = None, None
     torch.cuda.synchronize()
     with torch.cuda.stream(side):
-        graph.capture_begin()
+        graph.capture_begin(pool=pool)
         try:
             outputs = function()
         except Exception as raised_:
@@ -82,15 +84,26 @@ def _captured(function: Function) -> tuple[torch.cuda.CUDAGraph, Any, Exception 
             except RuntimeError as ended:  # says only that something went wrong before, if the function raised
                 error = error or ended
     if error is not None:
-        _recover()
+        _recover(graph, pool)
     return graph, outputs, error
 
 
-def _recover() -> None:
-    """Lets random numbers be drawn again: a generator goes on believing in a capture that broke."""
-    for generator in torch.cuda.default_generators:
-        generator.graphsafe_set_state(generator.clone_state().graphsafe_get_state())
+def _recover(graph: torch.cuda.CUDAGraph, pool: tuple[int, int]) -> None:
+    """Puts back what torch leaves behind if a capture breaks: its pool of memory, and the state of random numbers."""
+    index = torch.cuda.current_device()
     torch.cuda.synchronize()
+    with suppress(RuntimeError):  # it has left the pool if only the last steps failed
+        torch._C._cuda_endAllocateToPool(index, pool)
+        torch._C._cuda_releasePool(index, pool)
+    graph.reset()
+    BROKEN.append(graph)
+    generator = torch.cuda.default_generators[index]
+    before = generator.get_state()
+    try:
+        torch.rand(1, device="cuda")
+    except RuntimeError:  # the generator goes on believing in the capture
+        generator.graphsafe_set_state(generator.clone_state())
+    generator.set_state(before)
 
 
 def blame(error: BaseException, hazards: dict[Hazard, int]) -> Broken:

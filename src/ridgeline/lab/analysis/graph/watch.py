@@ -272,22 +272,20 @@ class Watch(TorchDispatchMode):
     def _replaced(self) -> dict[str, Callable[..., Any]]:
         """The functions of torch that are watched too, by their names."""
         made = {f"cuda.{name}": self._waiting(f"torch.cuda.{name}") for name in ("synchronize", *WAITS)}
+        made |= {"tensor": self._uploading("tensor"), "as_tensor": self._uploading("as_tensor")}
         if self.streams is None:
-            return made | {"tensor": self._uploading("tensor"), "as_tensor": self._uploading("as_tensor")}
-        streams, record, wait = self.streams, torch.cuda.Event.record, torch.cuda.Stream.wait_event
+            return made
+        streams, record, wait = self.streams, torch.cuda.Event.record, torch.cuda.Event.wait
 
         def recorded(event: Any, stream: Any = None) -> Any:
             streams.records(event, stream or torch.cuda.current_stream())
             return record(event, stream)
 
-        def waited(stream: Any, event: Any) -> Any:
-            streams.waits(stream, event)
-            return wait(stream, event)
+        def waited(event: Any, stream: Any = None) -> Any:  # Stream.wait_event and wait_stream come here too
+            streams.waits(stream or torch.cuda.current_stream(), event)
+            return wait(event, stream)
 
-        def waited_by(event: Any, stream: Any = None) -> Any:
-            return waited(stream or torch.cuda.current_stream(), event)
-
-        return made | {"cuda.Event.record": recorded, "cuda.Stream.wait_event": waited, "cuda.Event.wait": waited_by}
+        return made | {"cuda.Event.record": recorded, "cuda.Event.wait": waited}
 
     def _waiting(self, name: str) -> Callable[..., Any]:
         original = _named(name.removeprefix("torch."))
@@ -299,13 +297,14 @@ class Watch(TorchDispatchMode):
         return watched
 
     def _uploading(self, name: str) -> Callable[..., Any]:
-        """torch.tensor and its like, which on a GPU copy numbers of the host."""
+        """torch.tensor and its like, which on a GPU copy numbers of the host, unseen by the dispatcher."""
         original = _named(name)
 
         def watched(data: Any, *args: Any, **kwargs: Any) -> Any:
-            if not isinstance(data, torch.Tensor):
+            made = original(data, *args, **kwargs)
+            if not isinstance(data, torch.Tensor) and (self.pretend or made.is_cuda):
                 self.add("copy", f"torch.{name}")
-            return original(data, *args, **kwargs)
+            return made
 
         return watched
 
