@@ -32,8 +32,9 @@ class Broken:
 class Attempt:
     """A capture. replay: replays the graph, or None if the capture broke; broken then says why.
 
-    hazards: what no graph can hold in a call, and how often it comes; of a graph, what it has lost. same: whether replays give the results of calls,
-    bit for bit; None if calls differ among themselves or return no tensors.
+    hazards: what no graph can hold in a call, and how often it comes; of a graph, what it has lost.
+    same: whether replays give the results of calls, bit for bit; None if calls differ among themselves or return no
+    tensors.
     """
 
     replay: Function | None
