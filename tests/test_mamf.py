@@ -86,6 +86,12 @@ def test_dips_are_below_their_neighbours() -> None:
     assert set(dip.neighbours) == {(4096, 4096, 4096), (4608, 4096, 4096), (4352, 3840, 4096), (4352, 4352, 4096)}
 
 
+@pytest.mark.parametrize("corner", [(3840, 3840, 4096), (4608, 4352, 4096)])
+def test_corners_are_no_dips(corner: shapes.Shape) -> None:
+    """The smallest product is slow for its size, and nothing beyond the largest one says that it should be quicker."""
+    assert waves.dips(ridge() | {corner: 300e12}) == []
+
+
 def test_squares_have_neighbours_on_their_line() -> None:
     rates = {(side, side, side): 1e12 for side in (1, 2, 3, 4)} | {(3, 3, 3): 5e11}
     (dip,) = waves.dips(rates)
