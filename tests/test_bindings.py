@@ -107,6 +107,7 @@ def test_the_script_records_what_it_timed(tmp_path: Path) -> None:
     assert done.returncode == 0, done.stderr
     rows = {row["what"]: row for row in query.of(store.load(path), "figure")}
     assert [*rows] == ["torch", "library", "custom_op"]
+    assert query.one(store.load(path), "run")["command"].startswith("python cost.py --ways library,custom_op")
     assert rows["torch"]["build_seconds"] is None
     assert rows["library"]["build_seconds"] > 0
     assert rows["library"]["training"]["median"] > rows["torch"]["training"]["median"]

@@ -5,6 +5,7 @@ Subjects are what no op's row holds: launch gaps, streams, ways to bind a kernel
 
 from __future__ import annotations
 
+import sys
 from pathlib import Path
 from typing import Any
 
@@ -25,7 +26,7 @@ class Sheet:
 
     def __init__(self, path: Path, subject: str, machine: Row, at: str | None = None, resume: bool = False):
         self.path, self.subject = path, subject
-        self.name, about = store.heading(machine, at=at)
+        self.name, about = store.heading(machine, _command(), at)
         self.rows = self._kept(machine) if resume and path.exists() else []
         if not resume:
             path.unlink(missing_ok=True)
@@ -53,6 +54,14 @@ class Sheet:
                     "name another file"
                 )
         return query.of(rows, "figure")
+
+
+def _command() -> str | None:
+    """How this script was called, if it is one of the examples and no verb."""
+    script = Path(sys.argv[0])
+    if script.suffix != ".py" or script.name == "__main__.py":
+        return None
+    return " ".join(["python", script.name, *sys.argv[1:]])
 
 
 def recorded(subject: str, root: Path) -> dict[Path, list[Row]]:
