@@ -231,7 +231,7 @@ def test_the_words_of_a_capture() -> None:
     found = outcome.Graph("step", None, calls, pace(25e-6, 20), None, {}, True)
     text = str(found)
     assert "the GPU idles 80% of the time" in text
-    assert "50.0 us, 1 times: from " + "k" * 47 + "... to after" in text
+    assert "50.0 us, 1 a call: from " + "k" * 47 + "... to after" in text
     assert "A replay is 4.0x as fast as a call. Replays give the results of calls, bit for bit." in text
     assert found.figures()["calls"]["idle_us"] == pytest.approx(80)
     assert pace(10e-6, 20).idle_us == 0, "never negative"

@@ -112,7 +112,7 @@ def _timed(found: Graph) -> list[str]:
     if longest and found.calls.idle > 0.1:
         lines.append("The longest gaps in a call, under the profiler, which lengthens them:")
         lines += [
-            f"  {units.seconds(gap.us / 1e6)}, {gap.times:g} times: from {_short(gap.before)} to {_short(gap.after)}"
+            f"  {units.seconds(gap.us / 1e6)}, {gap.times:g} a call: from {_short(gap.before)} to {_short(gap.after)}"
             for gap in longest
         ]
     if found.speedup is not None:
