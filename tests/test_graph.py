@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import json
+import re
+import subprocess
 import sys
 import threading
 import time
@@ -15,6 +17,7 @@ from ridgeline import cli
 from ridgeline.lab import graph
 from ridgeline.lab.analysis.graph import capture, gaps, outcome, watch
 from ridgeline.lab.analysis.graph.pace import Pace
+from ridgeline.lab.measurement import query, store
 from ridgeline.op import RidgelineError
 
 HERE = Path(__file__)
@@ -290,6 +293,30 @@ def test_without_a_gpu_the_call_is_watched(capsys: pytest.CaptureFixture[str], m
 def test_bad_input(given, said: str) -> None:
     with pytest.raises(RidgelineError, match=said):
         graph(given)
+
+
+STREAMS = HERE.parents[1] / "examples/streams.py"
+
+
+def test_the_lesson_s_tables_are_what_the_example_times() -> None:
+    marks = re.findall(r"<!-- figures streams \| (\w+) -->", (HERE.parents[1] / "docs/lessons/15.md").read_text())
+    assert sorted(marks) == sorted(set(re.findall(r'yield "(\w+)"', STREAMS.read_text())))
+
+
+@pytest.mark.skipif(torch.cuda.is_available(), reason="there is a GPU")
+def test_the_example_needs_a_gpu() -> None:
+    done = subprocess.run([sys.executable, str(STREAMS)], capture_output=True, text=True, timeout=120)
+    assert (done.returncode, done.stdout) == (2, "")
+    assert "examples/streams.py needs a GPU" in done.stderr
+
+
+@pytest.mark.gpu
+def test_the_example_records(tmp_path: Path) -> None:
+    path = tmp_path / "streams.jsonl"
+    done = subprocess.run([sys.executable, str(STREAMS), "--record", str(path)], capture_output=True, text=True)
+    assert done.returncode == 0, done.stderr[-2000:]
+    rows = query.of(store.load(path), "figure")
+    assert {row["group"] for row in rows} == {"concurrency", "copies", "priorities", "graphs", "waiting"}
 
 
 @pytest.mark.gpu
