@@ -180,7 +180,7 @@ def test_a_wrong_name_lists_what_there_is(name, meant):
     with pytest.raises(RidgelineError, match="this machine is cpu or cuda"):
         explain("softmax", name)
     with pytest.raises(RidgelineError, match="this machine is cpu or cuda"):
-        doctor.main(argparse.Namespace(device=name, json=False, quick=True))
+        doctor.main(argparse.Namespace(device=name, json=False, quick=True, topology=False))
 
 
 def test_an_h200_has_more_than_an_h100():
@@ -206,7 +206,7 @@ def test_the_supported_cards():
 
 
 def test_doctor_tells_of_a_card(capsys):
-    options = argparse.Namespace(device="rtx4090", quick=False, json=True)
+    options = argparse.Namespace(device="rtx4090", quick=False, json=True, topology=False)
     assert doctor.main(options) == 0
     told = json.loads(capsys.readouterr().out)
     assert told["card"] == {
@@ -221,7 +221,7 @@ def test_doctor_tells_of_a_card(capsys):
     assert "none of the" in told["runs"]["gluon"]
     assert [row["op"] for row in told["ops"]] == [*registry()]
     assert {row["op"]: row["impl"] for row in told["ops"]}["softmax"] == "triton"
-    assert doctor.main(argparse.Namespace(device="RTX 3090", quick=False, json=False)) == 0
+    assert doctor.main(argparse.Namespace(device="RTX 3090", quick=False, json=False, topology=False)) == 0
     page = " ".join(capsys.readouterr().out.split())
     assert "NVIDIA GeForce RTX 3090" in page
     assert "none has run on one" in page

@@ -62,7 +62,8 @@ def test_the_list_of_verbs(capsys: pytest.CaptureFixture[str]) -> None:
 
 @pytest.mark.parametrize(
     "verb",
-    ["doctor", "list", "explain", "check", "bench", "compare", "ladder", "roofline", "profile", "inspect", "tune"],
+    ["doctor", "list", "explain", "check", "bench", "compare", "ladder", "roofline", "profile", "graph", "mamf"]
+    + ["inspect", "tune"],
 )
 def test_every_verb_with_figures_prints_json(verb: str, capsys: pytest.CaptureFixture[str]) -> None:
     assert run(verb, "--help") == 0
@@ -109,9 +110,23 @@ BAD = [
     (["explain", "gelu", "--device", NOWHERE], [NOWHERE, "sm_90", "cpu"]),
     (["explain", "gelu", "--case", NOWHERE], [NOWHERE, "33x129"]),
     (["doctor", "--device", NOWHERE], [NOWHERE, "cpu"]),
+    (["doctor", "--topology", "--device", "h200"], ["--topology", "h200"]),
     (["profile", "gelu", "--impl", NOWHERE], [NOWHERE, "cuda_packed"]),
     (["profile", "gelu", "--steps", "0"], ["0", "1 or more"]),
     (["profile", "gelu", "--out", "file/below"], ["file/below"]),
+    (["graph", NOWHERE], [NOWHERE, "gelu"]),
+    (["graph", "own.py:nowhere"], [NOWHERE, "step"]),
+    (["graph", "own.py"], ["graph takes an op or FILE.py:FUNCTION", "own.py"]),
+    (["graph", "gelu", "--impl", NOWHERE], [NOWHERE, "cuda_packed"]),
+    (["mamf", "--range", "8:4:2"], ["--range", "8:4:2", "512:8192:512"]),
+    (["mamf", "--k", "0"], ["--k", "0", "512:8192:512"]),
+    (["mamf", "--square", "--m", "64"], ["--square", "--range", "--m"]),
+    (["mamf", "--dtype", NOWHERE], [NOWHERE, "bf16", "int8"]),
+    (["mamf", "--seconds", "0"], ["--seconds", "0", "above 0"]),
+    (["mamf", "--device", NOWHERE], [NOWHERE, "cpu"]),
+    (["mamf", "--range", "8", "--out", "corrupt.jsonl"], ["corrupt.jsonl", "schema 1"]),
+    (["mamf", "--range", "8", "--out", "good.jsonl"], ["good.jsonl", "another file"]),
+    (["mamf", "--range", "8", "--out", "file/below"], ["file/below"]),
     (["inspect", "gelu", "--impl", "torch"], ["torch"]),
     (["check", "gelu", "--device", NOWHERE], [NOWHERE, "cpu"]),
     (["compare", "good.jsonl", "corrupt.jsonl"], ["corrupt.jsonl"]),

@@ -260,11 +260,12 @@ def test_rows_are_json(tmp_path):
 LM = dict.fromkeys(("case", "dtype", "direction", "impl"), "") | {
     "schema": store.SCHEMA, "type": "lm", "run": "a", "part": "bench", "status": "ok"
 }  # fmt: skip
+FIGURE = {"schema": store.SCHEMA, "type": "figure", "run": "a", "subject": "streams", "what": "a copy", "status": "ok"}
 
 
 def test_a_row_that_lacks_what_readers_rely_on_is_one_sentence(tmp_path):
     """Each field taken out, and each made something else, of each type of row."""
-    path, rows = tmp_path / "run.jsonl", [*fixture_rows.rows(), *fixture_rows.steps(0, ("eager", 0.4)), LM]
+    path, rows = tmp_path / "run.jsonl", [*fixture_rows.rows(), *fixture_rows.steps(0, ("eager", 0.4)), LM, FIGURE]
     for kind, fields in store.FIELDS.items():
         row = next(row for row in rows if row["type"] == ("bench" if kind == "older" else kind)) | {"type": kind}
         for name in fields:
@@ -274,6 +275,7 @@ def test_a_row_that_lacks_what_readers_rely_on_is_one_sentence(tmp_path):
                     store.load(path)
     for broken, name in (
         (BENCH | {"run": "a", "seconds": {"median": 0, "low": 0, "high": 0}}, "seconds"),
+        (FIGURE | {"seconds": {"median": 1.0}}, "seconds"),
         (rows[1] | {"copy": {"median": 1.0}}, "copy"),
         (rows[0] | {"machine": {"gpu": None}}, "arch"),
     ):

@@ -31,9 +31,17 @@ VERBS = {
         "analysis.profile",
         "profile an op or your own function: a table, a Chrome trace, flame graphs, Nsight tools",
     ),
+    "graph": (
+        "analysis.graph.command",
+        "show the gaps between a function's kernels, before and after a CUDA graph, and what breaks its capture",
+    ),
     "inspect": (
         "analysis.inspect",
         "compile a kernel, with or without a GPU: PTX, SASS, registers, spills, shared memory",
+    ),
+    "mamf": (
+        "analysis.mamf.command",
+        "find the largest reachable rate of matrix products over a range of shapes, and explain its dips",
     ),
     "tune": ("measurement.tune", "search tile configurations on this GPU, and save the best"),
     "lesson": (

@@ -1,6 +1,7 @@
 """The lab measures how fast each implementation is on this machine, how close that is to the hardware's limit, and why.
 
-`ridgeline.lab.benchmark(fn)` times one function; `measure({name: fn})` compares several. The lab has three rooms:
+`ridgeline.lab.benchmark(fn)` times one function; `measure({name: fn})` compares several; `graph(fn)` says what a CUDA
+graph makes of one. The lab has three rooms:
 `measurement` checks, times and records; `analysis` says what limits what was measured; `presentation` writes pages of
 it. A room imports only from itself and the rooms named before it. Each command of `ridgeline` is a module in a room.
 The lab calls an implementation of an op a rung, the op's implementations in order its ladder, and the fastest possible
@@ -17,6 +18,7 @@ _HOMES = {
     "Law": "measurement.law",
     "check": "measurement.judge",
     "Inline": "inline",
+    "graph": "analysis.graph.outcome",
 }
 
 

@@ -40,6 +40,11 @@ def _target(device: str) -> devices.Device:
 def arguments(parser: argparse.ArgumentParser) -> None:
     card = f"or a card or architecture that need not be here: {names()}"
     parser.add_argument("--device", help=f"cpu or cuda (default: the GPU if there is one), {card}")
+    parser.add_argument(
+        "--topology",
+        action="store_true",
+        help="say what nvidia-smi tells of clocks, power, ECC, PCIe, NVLink and NUMA, and what utilisation means",
+    )
     parser.add_argument("--quick", action="store_true", help="measure bandwidth and FLOP/s in a third of the time")
     parser.add_argument("--json", action="store_true", help="print everything as JSON")
 
@@ -49,6 +54,8 @@ def main(options: argparse.Namespace) -> int:
 
     from ridgeline.lab.measurement.roof import measure_roof
 
+    if options.topology:
+        return _topology(options)
     if known := pretended(options.device):
         about = card(known)
         print(json.dumps(about)) if options.json else show_card(about)
@@ -62,6 +69,53 @@ def main(options: argparse.Namespace) -> int:
     else:
         show(machine, runs, roof)
     return 0
+
+
+def _topology(options: argparse.Namespace) -> int:
+    """Prints what nvidia-smi tells, and what its utilisation says of three loads where PyTorch has a GPU."""
+    import torch
+
+    from ridgeline.lab.analysis import topology, utilisation
+    from ridgeline.op import RidgelineError
+
+    if options.device not in (None, "cuda"):
+        raise RidgelineError(f"--topology is about this machine's GPUs, and --device names {options.device!r}")
+    found = topology.everything() | {"utilisation": utilisation.shown() if torch.cuda.is_available() else []}
+    print(json.dumps(found)) if options.json else show_topology(found)
+    return 0
+
+
+def show_topology(found: Row) -> None:
+    """Prints the sentences, then the table of loads."""
+    from rich.table import Table
+    from rich.text import Text
+
+    from ridgeline.lab import units
+    from ridgeline.lab.tables import console, figure, print_table
+
+    out = console()
+    grid = Table.grid(padding=(0, 2))
+    names = {f"GPU{gpu['index']}": f"GPU{gpu['index']} {gpu['name']}" for gpu in found["gpus"]}
+    before = None
+    for line in found["said"]:
+        name = names.get(line["about"], line["about"]) if line["about"] != before else ""
+        before = line["about"]
+        grid.add_row(Text(name, style="dim"), Text(line["text"], style="yellow" if line["amiss"] else ""))
+    out.print(grid)
+    for gpu in found["gpus"]:
+        if gpu.get("utilization.gpu") is not None:
+            share = gpu["utilization.gpu"]
+            out.print(f"GPU{gpu['index']}: any kernel ran in {share}% of the last sample's time.", markup=False)
+    rows = []
+    for row in found["utilisation"]:
+        rate = units.scaled(row["rate"], row["unit"]) if row["rate"] else units.DASH
+        shares = [figure(row.get(name), units.percent) for name in ("working", "occupancy")]
+        rows.append((row["load"], f"{row['utilization.gpu'] or units.DASH}%", *shares, rate, f"{row['clocks.sm']} MHz"))
+    if rows:
+        heads = ["utilisation", "multiprocessors at work", "occupancy", "rate", "clock"]
+        print_table("Utilisation: the share of time in which any kernel ran, however small", ["load"], heads, rows, out)
+        if not any("working" in row for row in found["utilisation"]):
+            out.print("Multiprocessors at work and occupancy need Nsight Compute (ncu).", markup=False)
 
 
 def card(name: str) -> Row:

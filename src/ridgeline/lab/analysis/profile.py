@@ -39,7 +39,9 @@ class Line:
     gpu_us: float
 
 
-def target(text: str, impl: str | None = None, case: str | None = None, dtype: str | None = None) -> Target:
+def target(
+    text: str, impl: str | None = None, case: str | None = None, dtype: str | None = None, verb: str = "profile"
+) -> Target:
     """Returns the target of the name of an op (forward and backward of one implementation) or of FILE.py:FUNCTION.
 
     Raises RidgelineError if there is no such op, file or function, or if the function needs arguments."""
@@ -48,13 +50,13 @@ def target(text: str, impl: str | None = None, case: str | None = None, dtype: s
     path, colon, function = text.rpartition(":")
     if colon or text.endswith(".py"):
         if not colon:
-            raise RidgelineError(f"profile takes an op or FILE.py:FUNCTION, and {text!r} names no function")
-        return Target(text, user_function(Path(path), function))
+            raise RidgelineError(f"{verb} takes an op or FILE.py:FUNCTION, and {text!r} names no function")
+        return Target(text, user_function(Path(path), function, verb))
     op = get(text)
     return _of_op(op, impl, *_case(op, case, dtype))
 
 
-def user_function(path: Path, name: str) -> Callable[[], Any]:
+def user_function(path: Path, name: str, verb: str = "profile") -> Callable[[], Any]:
     """Returns a function of a user's file, importing the file."""
     import importlib.util
     import inspect
@@ -64,11 +66,11 @@ def user_function(path: Path, name: str) -> Callable[[], Any]:
 
     spec = importlib.util.spec_from_file_location(path.stem, path)
     if not path.is_file() or spec is None or spec.loader is None:
-        raise RidgelineError(f"there is no Python file {str(path)!r} to profile")
+        raise RidgelineError(f"there is no Python file {str(path)!r} for {verb}")
     module = importlib.util.module_from_spec(spec)
     sys.modules[path.stem] = module
     sys.path.insert(0, str(path.parent.resolve()))
-    with _blaming(f"importing {path}"):
+    with blaming(f"importing {path}"):
         spec.loader.exec_module(module)
     function = getattr(module, name, None)
     if not callable(function):
@@ -78,13 +80,13 @@ def user_function(path: Path, name: str) -> Callable[[], Any]:
         inspect.signature(function).bind()
     except TypeError as error:
         raise RidgelineError(
-            f"profile calls a function without arguments, and {path}:{name} needs some ({error})"
+            f"{verb} calls a function without arguments, and {path}:{name} needs some ({error})"
         ) from error
     return function
 
 
 @contextmanager
-def _blaming(what: str) -> Iterator[None]:
+def blaming(what: str) -> Iterator[None]:
     """Turns an exception of the user's code into a RidgelineError of one sentence that says where."""
     import traceback
 
@@ -168,7 +170,7 @@ def steps(what: Target, count: int, name: str = STEP) -> None:
 
     from ridgeline import boundary
 
-    with _blaming(f"running {what.name}"), boundary.observe(_mark):
+    with blaming(f"running {what.name}"), boundary.observe(_mark):
         for _ in range(count):
             with span(name):
                 what.step()

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager
 from functools import partial
 from typing import Any
 
@@ -14,9 +13,7 @@ from torch import Tensor
 
 from ridgeline.boundary import INTERPRETED, launch
 from ridgeline.lab.measurement.clock import Function, Measurement, Timer, device_timer, last_level_cache, measure
-from ridgeline.lab.measurement.limits import CODES
-from ridgeline.op import Implementation, registry
-from ridgeline.select import why_not
+from ridgeline.lab.measurement.products import codes, precision, products, rungs
 
 Figure = dict[str, float]
 CHUNKS = (1, 16, 128, 512)  # blocks of 16 KiB
@@ -95,17 +92,11 @@ def _streams(a: Tensor, b: Tensor, out: Tensor) -> dict[str, tuple[float, dict[s
         for name, reads, write in (("read", 1, False), ("write", 0, True), ("copy", 1, True), ("add", 2, True)):
             ways[name][1].update(_triton(a, b, out, reads, write))
         ways["spread"][1].update(_spreads(quarter, out))
-        for rung in _rungs("copy", a):
+        for rung in rungs("copy", a):
             ways["copy"][1][f"{rung.op.name} {rung.name}"] = partial(rung.launchers["fwd"], out, a)
     else:
         del ways["write"][1]["arange"]
     return ways
-
-
-def _rungs(roof: str, *args: Tensor) -> list[Implementation]:
-    """Returns the kernels, of ops whose `roof` is this one, that support the call."""
-    ops = [op for op in registry().values() if op.roof == roof]
-    return [i for op in ops for i in op.implementations.values() if i.is_kernel and why_not(i, *args) is None]
 
 
 def _rate(work: float, found: Measurement) -> Figure:
@@ -131,9 +122,9 @@ def measure_roof(device: str, quick: bool = False, report: Callable[[str], None]
         ("float32", "tf32", "float16", "bfloat16") if device.startswith("cuda") else ("float32", "float16", "bfloat16")
     ):
         report(f"{name} matrix rate")
-        with _precision(name):
+        with precision(name):
             roof["matmul"][name] = _matrix_rate(name, timer, dice, 0.6 if quick else 1.5)
-    for name in _codes(device):
+    for name in codes(device):
         report(f"{name} matrix rate")
         roof["matmul"][name] = _rate_of_codes(name, roof["matmul"]["bfloat16"], timer, dice, 0.6 if quick else 1.5)
     report("launch latency")
@@ -163,24 +154,6 @@ def _bandwidths(timer: Timer, dice: torch.Generator, quick: bool) -> Iterator[tu
         yield name, figure
 
 
-@contextmanager
-def _precision(name: str) -> Iterator[None]:
-    """Computes float32 matrix products inside the context in float32 or, for "tf32", in TF32."""
-    before = torch.get_float32_matmul_precision()
-    torch.set_float32_matmul_precision("high" if name == "tf32" else "highest")
-    try:
-        yield
-    finally:
-        torch.set_float32_matmul_precision(before)
-
-
-def _codes(device: str) -> tuple[str, ...]:
-    """Returns the 8-bit dtypes that the device's matrix units support."""
-    if not device.startswith("cuda") or torch.version.hip:
-        return ()
-    return CODES if torch.cuda.get_device_capability() >= (8, 9) else CODES[:1]
-
-
 def _rate_of_codes(
     name: str, half: dict[str, Any], timer: Timer, dice: torch.Generator, budget: float
 ) -> dict[str, Any]:
@@ -194,25 +167,10 @@ def _rate_of_codes(
     return {**half, **{end: 2 * half[end] for end in ("median", "low", "high")}, "twice": "bfloat16", "found": found}
 
 
-def _coded(name: str, a: Tensor, b: Tensor) -> dict[str, Function]:
-    """Returns functions that multiply a and b in 8 bits: torch's, and the kernels of the op with this roof."""
-    one, whole = torch.ones((), device=a.device), name == "int8"
-    codes = [(16 * t if whole else t).to(getattr(torch, name)) for t in (a, b.mT.contiguous())]
-    call = codes[0], codes[1].mT, one, one
-    torchs = (
-        partial(torch._int_mm, *call[:2])
-        if whole
-        else partial(torch._scaled_mm, *call, out_dtype=torch.bfloat16, use_fast_accum=True)
-    )
-    return {"torch": torchs} | {rung.name: partial(rung, *call) for rung in _rungs(name, *call)}
-
-
 def _matrix_rate(name: str, timer: Timer, dice: torch.Generator, budget: float) -> dict[str, Any]:
     """Returns the best rate of a matrix product over a list of shapes, without those that would take too long.
 
     The products are torch's and, in 8 bits, also those of the op with this roof."""
-    codes = name in CODES
-    dtype = torch.float32 if name == "tf32" else torch.bfloat16 if codes else getattr(torch, name)
     gpu = dice.device.type == "cuda"
     reps = 10 if gpu else 3
     shapes = SHAPES if gpu else [(side, side, side) for side in CPU_SIDES]
@@ -221,16 +179,8 @@ def _matrix_rate(name: str, timer: Timer, dice: torch.Generator, budget: float) 
         work = 2 * m * n * k
         if best["median"] and 2 * (reps + 4) * work / best["median"] > budget:
             continue
-        a = torch.randn(m, k, dtype=dtype, device=dice.device, generator=dice)
-        b, c = (
-            torch.randn(k, n, dtype=dtype, device=dice.device, generator=dice),
-            torch.empty(m, n, dtype=dtype, device=dice.device),
-        )
-        t = b.T.contiguous().T
-        ways: dict[str, Function] = {"nn": partial(torch.mm, a, b, out=c), "nt": partial(torch.mm, a, t, out=c)}
-        if codes:
-            ways = _coded(name, a, b)
-        found = measure(ways, budget=budget / len(shapes), min_reps=reps, timer=timer, details=False, writes=c.nbytes)
+        ways, written = products(name, m, n, k, dice)
+        found = measure(ways, budget=budget / len(shapes), min_reps=reps, timer=timer, details=False, writes=written)
         rate = _rate(work, min(found.values(), key=lambda f: f.median))
         if rate["median"] > best["median"]:
             best = {**rate, "shape": [m, n, k]}

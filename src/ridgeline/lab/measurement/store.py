@@ -38,6 +38,7 @@ FIELDS: dict[str, dict[str, Any]] = {
     "model": dict.fromkeys(("model", "title", "variant", "dtype", "status"), str)
     | dict.fromkeys(("batch", "seq"), int),
     "lm": dict.fromkeys(("part", "case", "dtype", "direction", "impl", "status"), str),
+    "figure": dict.fromkeys(("subject", "what", "status"), str),
 }
 # Fields of a timed row that may be None; a row without one is read as if it held None.
 UNTIMED: Row = dict.fromkeys(
@@ -225,7 +226,7 @@ def _fault(row: Row) -> str | None:
         figures = {name: row.get(name) for name in ("seconds", *(["tokens_per_second"] if kind == "model" else []))}
         if not isinstance(row.get("share"), NUMBER):
             return "share"
-    elif kind == "lm" and row.get("seconds") is not None:
+    elif kind in ("lm", "figure") and row.get("seconds") is not None:
         figures = {"seconds": row["seconds"]}
     return next((name for name, figure in figures.items() if not _measured(figure)), None)
 
@@ -244,6 +245,18 @@ def short_commit(sha: str) -> str:
     return sha[:7]
 
 
+def heading(machine: Row, command: str | None = None, at: str | None = None) -> tuple[str, Row]:
+    """A name for a run that starts now, and its first row: the commit, the command and the machine.
+
+    at: the commit, where the source tree is a copy without git; the run is then marked `dirty`.
+    """
+    digits, dirty = (short_commit(at), True) if at else commit()
+    now = datetime.now(UTC)
+    row = {"type": "run", "time": f"{now:%Y-%m-%dT%H:%M:%SZ}", "commit": digits, "dirty": dirty}
+    row |= {"command": command or " ".join(["ridgeline", *sys.argv[1:]]), "machine": machine}
+    return f"{now:%Y%m%d-%H%M%S}-{digits}", row
+
+
 class Run:
     """The writer of one run in the user's cache: `run.write(row)` appends a row at once.
 
@@ -251,22 +264,11 @@ class Run:
     """
 
     def __init__(self, machine: Row, command: str | None = None, at: str | None = None):
-        digits, dirty = (short_commit(at), True) if at else commit()
-        now = datetime.now(UTC)
+        name, about = heading(machine, command, at)
         self.slug = slug(machine["gpu"])
-        self.name = self._claim(cached() / self.slug, f"{now:%Y%m%d-%H%M%S}-{digits}")
+        self.name = self._claim(cached() / self.slug, name)
         self.rows: list[Row] = []
-        command = command or " ".join(["ridgeline", *sys.argv[1:]])
-        self.write(
-            {
-                "type": "run",
-                "time": f"{now:%Y-%m-%dT%H:%M:%SZ}",
-                "commit": digits,
-                "dirty": dirty,
-                "command": command,
-                "machine": machine,
-            }
-        )
+        self.write(about)
 
     def _claim(self, folder: Path, name: str) -> str:
         """Makes the file under a name that no other run has."""

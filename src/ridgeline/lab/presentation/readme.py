@@ -1,4 +1,4 @@
-"""Writes the figures of the README and the lessons, docs/ops.md, docs/measured/ and the pictures.
+"""Writes the figures of the README, the lessons and other pages, docs/ops.md, docs/measured/ and the pictures.
 
 python -m ridgeline.lab.presentation.readme            writes them
 python -m ridgeline.lab.presentation.readme --check    names those that are not current; exit code 1 if there are any
@@ -9,7 +9,7 @@ from __future__ import annotations
 import sys
 from pathlib import Path
 
-from ridgeline.lab.analysis import roofline
+from ridgeline.lab.analysis import roofline, sheets
 from ridgeline.lab.analysis.lesson.pages import filled as filled_lesson
 from ridgeline.lab.measurement import query, store
 from ridgeline.lab.measurement.results import GPU, gpus, works
@@ -44,6 +44,9 @@ def pages(root: Path, recorded: dict[Path, list[Row]]) -> dict[Path, str]:
     if lessons := recorded.get(root / "results/h200.jsonl"):
         for path in sorted((root / "docs/lessons").glob("*.md")):
             made[path] = filled_lesson(path.read_text(), lessons)
+    for path, text in sheets.pages(root).items():
+        made[path] = sheets.filled(made.get(path, text), root)
+    made |= sheets.pictures(root)
     steps = next((path for path in recorded if query.of(recorded[path], "model")), first)
     where = "" if steps == first else f" on one {names[steps]}"
     blocks = {

@@ -10,7 +10,15 @@ from ridgeline.lab.presentation.site.markdown import fence
 from ridgeline.op import RidgelineError, op_modules
 
 FRONT = {"README.md": "index.md", "CONTRIBUTING.md": "contributing.md", "CHANGELOG.md": "changelog.md"}
-LANGUAGES = {".py": "python", ".pyi": "python", ".cu": "cuda", ".cuh": "cuda", ".toml": "toml", ".j2": "html+jinja"}
+LANGUAGES = {
+    ".py": "python",
+    ".pyi": "python",
+    ".cu": "cuda",
+    ".cuh": "cuda",
+    ".cpp": "cpp",
+    ".toml": "toml",
+    ".j2": "html+jinja",
+}
 LINK = re.compile(r"(\]\()([^)\s]+)(\))")
 
 

@@ -17,7 +17,7 @@ from ridgeline.op import Op, get, registry
 
 # The side bar: captions, and the pages below each, in order. A page of docs/ that is not named here goes last.
 BAR = {
-    "Start": ["guide", "add_a_kernel", "measuring"],
+    "Start": ["guide", "add_a_kernel", "bindings", "measuring", "mamf"],
     "Lessons": ["lessons/*"],
     "Reference": ["ops/index", "api/index", "cli/index"],
     "Coming from": ["from/*"],

@@ -1,0 +1,1 @@
+"""The largest reachable rate of matrix products over many shapes, and why some shapes are slower."""
