@@ -1,6 +1,7 @@
 """Training in 8 bits, and weight gradients that products add to a float32 buffer."""
 
 import copy
+import importlib
 from functools import partial
 from typing import Any
 
@@ -151,6 +152,10 @@ def test_compiled_with_a_buffer(name: str, impl: str, device: str) -> None:
     totals = [torch.zeros_like(weight) for _ in range(2)]
     torch._dynamo.reset()
     compiled = torch.compile(lambda x, w, b, t: function(x, w, b, main_grad=t), backend="aot_eager", fullgraph=True)
+    if (name, impl) == ("fp8_linear", "naive") and importlib.import_module("ridgeline.ops.matmul.fp8_linear").LOSES:
+        with pytest.raises(Exception, match="loses what plain PyTorch's backward adds to main_grad"):
+            compiled(x, weight, bias, totals[1])
+        return
     for call, total in zip((function, compiled), totals, strict=True):
         for _ in range(2):
             y = call(x, weight, bias, main_grad=total) if call is function else call(x, weight, bias, total)

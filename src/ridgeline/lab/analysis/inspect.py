@@ -370,6 +370,8 @@ def main(options: argparse.Namespace) -> int:
     case, dtype = default_case(op, options.case, options.dtype)
     directions = (options.direction,) if options.direction else DIRECTIONS
     found = resources(op, find(op, options.impl), case, dtype, options.arch, directions, disassemble=True)
+    if not found:
+        raise RidgelineError(f"{op.name} {options.impl} starts no kernel in {' or '.join(directions)} of {case.name}")
     if options.show and not any(options.show in r.texts for r in found):
         raise RidgelineError(
             f"{op.name} {options.impl} has no {options.show} for {options.arch}; it has {', '.join(found[0].texts)}"
