@@ -1,0 +1,95 @@
+"""Throughput of instructions by type, and of matrix instructions by shape and dtype."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Iterator
+from typing import Any
+
+from ridgeline.lab.measurement.micro.bench import Card, Figure, Micro
+from ridgeline.lab.measurement.micro.latency import OPERATIONS
+
+Found = Iterator[tuple[str, dict[str, Figure]]]
+PAIRS = ("fma_f16x2", "fma_bf16x2")  # two results in one instruction
+# mma.sync: the chains of `rate_` are 4, its steps 4 in each turn; a chain of `lat_` has 16 steps in each turn.
+MMA = (
+    "m16n8k16_f16_f32", "m16n8k8_f16_f32", "m16n8k16_f16_f16", "m16n8k16_bf16_f32", "m16n8k8_tf32_f32",
+    "m16n8k4_tf32_f32", "m16n8k32_s8_s32", "m16n8k32_e4m3_f32", "m8n8k4_f64_f64",
+)  # fmt: skip
+WGMMA = (
+    "m64n8k16_bf16_f32", "m64n16k16_bf16_f32", "m64n32k16_bf16_f32", "m64n64k16_bf16_f32", "m64n128k16_bf16_f32",
+    "m64n256k16_bf16_f32", "m64n64k16_bf16_f32_registers", "m64n256k16_bf16_f32_registers", "m64n256k16_f16_f32",
+    "m64n256k16_f16_f16", "m64n256k8_tf32_f32", "m64n256k32_e4m3_f32", "m64n256k32_s8_s32",
+)  # fmt: skip
+
+
+def _instruction(operation: str, weight: int) -> Any:
+    def measure(card: Card) -> Found:
+        turns = 32
+        timed = card.run(f"instructions:rate_{operation}", "i", turns, blocks=card.multiprocessors, threads=1024)
+        results = turns * 32 * 8 * 1024 * weight * (2 if operation in PAIRS else 1)
+        yield "", {"op/clk/SM": timed.per_cycle(results)}
+
+    return measure
+
+
+def work(kernel: str) -> int:
+    """The operations of one matrix instruction: "m16n8k16_..." has 2 x 16 x 8 x 16."""
+    m, n, k = map(int, re.findall(r"\d+", kernel.split("_")[0]))
+    return 2 * m * n * k
+
+
+def title(kernel: str) -> str:
+    """A matrix instruction's name: "mma m16n8k16 f16, f32 sums"."""
+    shape, given, sums, *rest = kernel.split("_")
+    which = "wgmma" if shape.startswith("m64") else "mma"
+    return f"{which} {shape} {given}, {sums} sums{', a in registers' if rest else ''}"
+
+
+def _matrix(kernel: str, warps: int, chains: int, steps: int, links: int) -> Any:
+    """warps: those that work on one instruction. A turn has `steps` instructions of each chain, or `links` of one."""
+
+    def measure(card: Card) -> Found:
+        latency = card.run(f"matrix:lat_{kernel}", "i", 512, threads=32 * warps)
+        # 16 warps a multiprocessor for mma, two warpgroups for wgmma; about a millisecond, so that events can time it.
+        threads, turns = (512, 2048) if warps == 1 else (256, 1024)
+        timed = card.run(f"matrix:rate_{kernel}", "i", turns, blocks=card.multiprocessors, threads=threads)
+        done = turns * chains * steps * threads // (32 * warps) * work(kernel)
+        yield "", {
+            "cycles": latency.cycles_per(512 * links),
+            "FLOP/clk/SM": timed.per_cycle(done),
+            "FLOP/s": timed.per_second(done * card.multiprocessors),
+        }
+
+    return measure
+
+
+def no_wgmma(capability: int) -> str | None:
+    return None if capability == 90 else "wgmma is an instruction of sm_90 alone"
+
+
+def no_fp8(capability: int) -> str | None:
+    """Elsewhere the compiler makes fp16 products of it, and those of equal operands only once."""
+    return None if capability in (89, 120) else "mma has fp8 on sm_89 and sm_120 alone"
+
+
+CHAINS = "eight chains in each of 1024 threads of every multiprocessor"
+MICROS = [
+    *(
+        Micro("instructions", name, CHAINS, "results / cycles of a block", (f"instructions:rate_{op}",), _instruction(op, weight))
+        for op, (name, weight) in OPERATIONS.items()
+    ),
+    *(
+        Micro("matrix", title(kernel), "a chain in one warp; then 4 chains in each of 16 warps of every multiprocessor",
+              "cycles / instructions; 2 m n k x instructions / cycles of a block, or / seconds",
+              (f"matrix:lat_{kernel}", f"matrix:rate_{kernel}"), _matrix(kernel, 1, 4, 4, 16),
+              no_fp8 if "e4m3" in kernel else lambda capability: None)
+        for kernel in MMA
+    ),
+    *(
+        Micro("matrix", title(kernel), "each awaited, in one warpgroup; then eight at a time in each of two warpgroups of every multiprocessor",
+              "cycles / instructions; 2 m n k x instructions / cycles of a block, or / seconds",
+              (f"matrix:lat_{kernel}", f"matrix:rate_{kernel}"), _matrix(kernel, 4, 1, 8, 1), no_wgmma)
+        for kernel in WGMMA
+    ),
+]  # fmt: skip
