@@ -11,16 +11,16 @@ Found = Iterator[tuple[str, dict[str, Figure]]]
 ADDRESSES = (1, 32, 1024, 1 << 20)  # different 32-bit words that all threads together add to
 TURNS = 32
 SHARED = {
-    "shared_red_u32": "shared memory: add uint32",
-    "shared_atom_u32": "shared memory: add uint32, read the old value",
-    "shared_red_f32": "shared memory: add fp32",
-    "shared_cas_u32": "shared memory: compare and swap",
+    "shared_red_u32": "shared: add uint32",
+    "shared_atom_u32": "shared: add and read uint32",
+    "shared_red_f32": "shared: add fp32",
+    "shared_cas_u32": "shared: compare and swap",
 }
 GLOBAL = {
     "global_red_u32": "global: add uint32",
-    "global_red_u32_block": "global: add uint32, scope of a block",
-    "global_atom_u32": "global: add uint32, read the old value",
-    "global_atom_u32_block": "global: add uint32, read the old value, scope of a block",
+    "global_red_u32_block": "global: add uint32, block scope",
+    "global_atom_u32": "global: add and read uint32",
+    "global_atom_u32_block": "global: add and read uint32, block scope",
     "global_red_f32": "global: add fp32",
     "global_red_f16x2": "global: add two fp16",
     "global_cas_u32": "global: compare and swap",

@@ -43,7 +43,7 @@ def title(kernel: str) -> str:
     """A matrix instruction's name: "mma m16n8k16 f16, f32 sums"."""
     shape, given, sums, *rest = kernel.split("_")
     which = "wgmma" if shape.startswith("m64") else "mma"
-    return f"{which} {shape} {given}, {sums} sums{', a in registers' if rest else ''}"
+    return f"{which} {shape} {given}, {'a in registers' if rest else f'{sums} sums'}"
 
 
 def _matrix(kernel: str, warps: int, chains: int, steps: int, links: int) -> Any:
@@ -55,11 +55,14 @@ def _matrix(kernel: str, warps: int, chains: int, steps: int, links: int) -> Any
         threads, turns = (512, 2048) if warps == 1 else (256, 1024)
         timed = card.run(f"matrix:rate_{kernel}", "i", turns, blocks=card.multiprocessors, threads=threads)
         done = turns * chains * steps * threads // (32 * warps) * work(kernel)
-        yield "", {
-            "cycles": latency.cycles_per(512 * links),
-            "FLOP/clk/SM": timed.per_cycle(done),
-            "FLOP/s": timed.per_second(done * card.multiprocessors),
-        }
+        yield (
+            "",
+            {
+                "cycles": latency.cycles_per(512 * links),
+                "FLOP/clk/SM": timed.per_cycle(done),
+                "FLOP/s": timed.per_second(done * card.multiprocessors),
+            },
+        )
 
     return measure
 

@@ -54,7 +54,7 @@ def text(record: Row) -> str:
     """A record as JSON with a line for each row."""
     rows = ",\n  ".join(json.dumps(row, allow_nan=False) for row in record["rows"])
     head = json.dumps({name: value for name, value in record.items() if name != "rows"}, indent=1, allow_nan=False)
-    return f"{head[:-2]},\n \"rows\": [\n  {rows}\n ]\n}}\n"
+    return f'{head[:-2]},\n "rows": [\n  {rows}\n ]\n}}\n'
 
 
 def merged(old: Row | None, new: Row) -> Row:
@@ -87,5 +87,19 @@ def keep(record: Row, folder: Path) -> Path:
 
 def every() -> dict[str, Row]:
     """The recorded run of each GPU, by its short name; those of `h200` and `h100` first."""
-    paths = sorted(recorded().glob("*.json"), key=lambda path: (path.stem not in ("h200", "h100"), path.stem != "h200", path.stem))
+    paths = sorted(
+        recorded().glob("*.json"), key=lambda path: (path.stem not in ("h200", "h100"), path.stem != "h200", path.stem)
+    )
     return {path.stem: load(path) for path in paths}
+
+
+def of(gpu: str) -> Row | None:
+    """The newest record of a GPU, by its full name: from results/micro/ or from the user's cache; None without one."""
+    paths = [folder / f"{store.slug(gpu)}.json" for folder in (recorded(), cached())]
+    found = [load(path) for path in paths if path.exists()]
+    return max(found, key=newest, default=None)
+
+
+def newest(record: Row) -> str:
+    """When a record's newest part was measured."""
+    return max((about["time"] for about in record["parts"].values()), default="")

@@ -11,10 +11,29 @@ Found = Iterator[tuple[str, dict[str, Figure]]]
 THREADS = 1024  # of a block; one block on each multiprocessor
 GIB = 1 << 30
 WIDTHS = (4, 8, 16)  # bytes that a thread reads at once
-BANK_STRIDES = (*range(17), 20, 24, 28, 31, 32, 33)
+BANK_STRIDES = range(34)
 STRIDES = (1, 2, 3, 4, 6, 8, 12, 16, 24, 32)
 LOADS = (1, 2, 4)  # of 16 bytes, that a thread has in flight; the compiler does not keep eight together
 WARPS = (1, 2, 4, 8, 16, 32, 48, 64)
+
+
+def ways(width: int, stride: int) -> int:
+    """The cycles of a warp's load by the rule of 32 banks of 4 bytes: lanes of 128 bytes at a time, then the most words
+    of one bank among them. Lanes that read the same word share it."""
+    lanes, total = 128 // width, 0
+    for first in range(0, 32, lanes):
+        words: dict[int, set[int]] = {}
+        for lane in range(first, first + lanes):
+            for word in range(width // 4):
+                at = lane * stride * (width // 4) + word
+                words.setdefault(at % 32, set()).add(at)
+        total += max(map(len, words.values()))
+    return total
+
+
+def useful(width: int, stride: int) -> float:
+    """The share of what DRAM moves that was asked for, by the rule of sectors of 32 bytes."""
+    return width / min(32, stride * width)
 
 
 def _per_multiprocessor(card: Card, found: Figure) -> dict[str, Figure]:
@@ -54,7 +73,14 @@ def _dram(kernel: str, arrays: int) -> Any:
         best: dict[str, Figure] = {}
         for blocks, threads in ((8, 256), (4, 512), (2, 1024), (32, 256)):
             timed = card.run(
-                f"memory:{kernel}", "PPq", a, b, size // 16, blocks=blocks * card.multiprocessors, threads=threads, reps=5
+                f"memory:{kernel}",
+                "PPq",
+                a,
+                b,
+                size // 16,
+                blocks=blocks * card.multiprocessors,
+                threads=threads,
+                reps=5,
             )
             found = timed.per_second(arrays * size)
             if not best or found["median"] > best["B/s"]["median"]:
@@ -68,7 +94,9 @@ def _banks(width: int) -> Any:
     def measure(card: Card) -> Found:
         for stride in BANK_STRIDES:
             bytes_ = (31 * stride + 1) * width
-            timed = card.run(f"memory:banks_{width}", "ii", stride, 64, threads=128, shared=-(-bytes_ // 16) * 16, reps=3)
+            timed = card.run(
+                f"memory:banks_{width}", "ii", stride, 64, threads=128, shared=-(-bytes_ // 16) * 16, reps=3
+            )
             yield str(stride), {"cycles": timed.cycles_per(64 * 16 * 4)}
 
     return measure
@@ -81,7 +109,14 @@ def _coalesce(width: int) -> Any:
         for stride in STRIDES:
             count = size // (stride * width)
             timed = card.run(
-                f"memory:coalesce_{width}", "Piq", data, stride, count, blocks=16 * card.multiprocessors, threads=256, reps=3
+                f"memory:coalesce_{width}",
+                "Piq",
+                data,
+                stride,
+                count,
+                blocks=16 * card.multiprocessors,
+                threads=256,
+                reps=3,
             )
             yield str(stride), {"B/s": timed.per_second(count * width)}
 

@@ -41,14 +41,19 @@ def micros(parts: Sequence[str]) -> list[Micro]:
 
 
 def run(
-    card: Card, parts: Sequence[str], report: Callable[[str, int, int], None], gpu: str, machine: Row, command: str
+    card: Card,
+    parts: Sequence[str],
+    report: Callable[[str, int, int], None],
+    machine: Row,
+    at: tuple[str, bool] | None = None,
 ) -> Row:
     """Runs some parts (all, if none is named) on a card, and returns the record of the run.
 
     report: called with what runs next, how many microbenchmarks are done, and of how many. machine: `machine.facts`.
+    at: the commit, and whether the source tree differs from it, where there is no git.
     """
     wanted = micros(parts)
-    digits, dirty = commit()
+    digits, dirty = at or commit()
     about: dict[str, Row] = {}
     rows: list[Row] = []
     for n, micro in enumerate(wanted):
@@ -61,8 +66,7 @@ def run(
         about[micro.part]["seconds"] = round(about[micro.part]["seconds"] + time.monotonic() - begin, 2)
     return {
         "schema": SCHEMA,
-        "gpu": gpu,
-        "command": command,
+        "gpu": machine["gpu"],
         "machine": machine,
         "multiprocessors": card.multiprocessors,
         "parts": about,
