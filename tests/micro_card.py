@@ -9,8 +9,9 @@ import torch
 from ridgeline import device
 from ridgeline.lab.measurement.micro import bench, latency, launches, memory, parts
 
-MACHINE = {"gpu": "NVIDIA H200", "arch": "sm_90", "cpu": "a CPU", "cores": 16, "memory_bytes": 141 << 30, "driver": "580.1",
-           "cuda": "13.0", "torch": "2.11.0", "triton": "3.6.0", "python": "3.12.3", "os": "Linux"}  # fmt: skip
+MACHINE = {"gpu": "NVIDIA H200", "arch": "sm_90", "cpu": "a CPU", "cores": 16, "memory_bytes": 141 << 30,
+           "driver": "580.1", "cuda": "13.0", "torch": "2.11.0", "triton": "3.6.0", "python": "3.12.3",
+           "os": "Linux"}  # fmt: skip
 LEVELS = ((256 << 10, 40), (30 << 20, 265), (60 << 20, 420), (512 << 20, 720), (4 << 30, 900))
 
 

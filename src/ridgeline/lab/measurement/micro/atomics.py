@@ -47,13 +47,28 @@ def _global(kernel: str) -> Any:
     return measure
 
 
+EACH = "32 times each; neighbours have neighbouring words"
 MICROS = [
     *(
-        Micro("atomics", name, "1024 threads of one block, 32 times each; neighbours have neighbouring words", "operations / cycles of the block", (f"atomics:{kernel}",), _shared(kernel))
+        Micro(
+            "atomics",
+            name,
+            f"1024 threads of one block, {EACH}",
+            "operations / cycles of the block",
+            (f"atomics:{kernel}",),
+            _shared(kernel),
+        )
         for kernel, name in SHARED.items()
     ),
     *(
-        Micro("atomics", name, "1024 threads of every multiprocessor, 32 times each; neighbours have neighbouring words", "operations / seconds", (f"atomics:{kernel}",), _global(kernel))
+        Micro(
+            "atomics",
+            name,
+            f"1024 threads of every multiprocessor, {EACH}",
+            "operations / seconds",
+            (f"atomics:{kernel}",),
+            _global(kernel),
+        )
         for kernel, name in GLOBAL.items()
     ),
-]  # fmt: skip
+]

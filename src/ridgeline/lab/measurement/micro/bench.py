@@ -19,7 +19,7 @@ REPS = 7
 
 @dataclass(frozen=True)
 class Micro:
-    """One microbenchmark: `measure(card)` yields a row's place in a sweep ("" for a single row) and its figures by unit.
+    """One microbenchmark: `measure(card)` yields rows: the place in a sweep ("" if there is none), figures by unit.
 
     idea: what the kernel does. divides: what by what, so that anyone can repeat it. kernels: names of what it starts.
     refuses: takes a compute capability (90 for sm_90), and returns why it cannot run there, or None.
@@ -71,7 +71,7 @@ def scaled(found: Figure, factor: float) -> Figure:
 
 
 def sources(name: str, arguments: str = "") -> Any:
-    """A kernel of this folder, by "file:kernel". It takes its cycles, its sink and the arguments, as `CudaKernel` does."""
+    """A kernel of this folder, by "file:kernel". Before its arguments it takes where cycles go, and its sink."""
     from ridgeline.cuda import CudaKernel
 
     file, _, kernel = name.partition(":")

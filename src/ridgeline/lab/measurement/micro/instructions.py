@@ -77,22 +77,43 @@ def no_fp8(capability: int) -> str | None:
 
 
 CHAINS = "eight chains in each of 1024 threads of every multiprocessor"
+WARP = "a chain in one warp; then 4 chains in each of 16 warps of every multiprocessor"
+GROUP = "each awaited, in one warpgroup; then eight at a time in two warpgroups of every multiprocessor"
+DIVIDES = "cycles / instructions; 2 m n k x instructions / cycles of a block, or / seconds"
 MICROS = [
     *(
-        Micro("instructions", name, CHAINS, "results / cycles of a block", (f"instructions:rate_{op}",), _instruction(op, weight))
+        Micro(
+            "instructions",
+            name,
+            CHAINS,
+            "results / cycles of a block",
+            (f"instructions:rate_{op}",),
+            _instruction(op, weight),
+        )
         for op, (name, weight) in OPERATIONS.items()
     ),
     *(
-        Micro("matrix", title(kernel), "a chain in one warp; then 4 chains in each of 16 warps of every multiprocessor",
-              "cycles / instructions; 2 m n k x instructions / cycles of a block, or / seconds",
-              (f"matrix:lat_{kernel}", f"matrix:rate_{kernel}"), _matrix(kernel, 1, 4, 4, 16),
-              no_fp8 if "e4m3" in kernel else lambda capability: None)
+        Micro(
+            "matrix",
+            title(kernel),
+            WARP,
+            DIVIDES,
+            (f"matrix:lat_{kernel}", f"matrix:rate_{kernel}"),
+            _matrix(kernel, 1, 4, 4, 16),
+            no_fp8 if "e4m3" in kernel else lambda capability: None,
+        )
         for kernel in MMA
     ),
     *(
-        Micro("matrix", title(kernel), "each awaited, in one warpgroup; then eight at a time in each of two warpgroups of every multiprocessor",
-              "cycles / instructions; 2 m n k x instructions / cycles of a block, or / seconds",
-              (f"matrix:lat_{kernel}", f"matrix:rate_{kernel}"), _matrix(kernel, 4, 1, 8, 1), no_wgmma)
+        Micro(
+            "matrix",
+            title(kernel),
+            GROUP,
+            DIVIDES,
+            (f"matrix:lat_{kernel}", f"matrix:rate_{kernel}"),
+            _matrix(kernel, 4, 1, 8, 1),
+            no_wgmma,
+        )
         for kernel in WGMMA
     ),
-]  # fmt: skip
+]

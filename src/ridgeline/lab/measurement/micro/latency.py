@@ -29,9 +29,8 @@ OPERATIONS = {
     "fma_f64": ("fp64 fma", 1),
     "ex2_f32": ("2 to the power (ex2)", 1),
     "lg2_f32": ("logarithm (lg2)", 1),
-    "rcp_f32": ("reciprocal", 1),
     "rsqrt_f32": ("reciprocal square root", 1),
-    "sin_f32": ("sine", 1),
+    "sin_f32": ("sine, with its multiplication", 1),
     "tanh_f32": ("hyperbolic tangent", 1),
     "convert_s32": ("fp32 to int32", 1),
     "shuffle_b32": ("shuffle in a warp", 1),
@@ -130,14 +129,57 @@ def no_clusters(capability: int) -> str | None:
 CHAIN = "one thread's loads, each from the address that the load before read"
 MICROS = [
     *(
-        Micro("latency", name, "a chain of 256 of them in one warp", "cycles of the chain / 256", (f"instructions:lat_{op}",), _instruction(op, weight))
+        Micro(
+            "latency",
+            name,
+            "a chain of 256 of them in one warp",
+            "cycles of the chain / 256",
+            (f"instructions:lat_{op}",),
+            _instruction(op, weight),
+        )
         for op, (name, weight) in OPERATIONS.items()
     ),
     Micro("latency", "shared memory", CHAIN, "cycles / 2048 loads", ("memory:chase_shared",), _shared),
-    Micro("latency", "another block's shared memory", f"{CHAIN}, in the other block of a cluster of two", "cycles / 2048 loads", ("memory:chase_cluster",), _cluster, no_clusters),
+    Micro(
+        "latency",
+        "another block's shared memory",
+        f"{CHAIN}, in the other block of a cluster of two",
+        "cycles / 2048 loads",
+        ("memory:chase_cluster",),
+        _cluster,
+        no_clusters,
+    ),
     Micro("latency", "L1", f"{CHAIN}; 32 KiB, read once before", "cycles / 4096 loads", ("memory:chase_l1",), _l1),
-    Micro("latency", "L2", f"{CHAIN}; 4 MiB in shuffled order, in L2 before, L1 bypassed", "cycles / 4096 loads", ("memory:chase_l2",), _l2),
-    Micro("latency", "DRAM", f"{CHAIN}; a ring far larger than L2, in the order of addresses", "cycles / 4096 loads", ("memory:chase_l2",), _dram("in order")),
-    Micro("latency", "DRAM, shuffled", f"{CHAIN}; a ring far larger than L2, shuffled: misses of address translation too", "cycles / 4096 loads", ("memory:chase_l2",), _dram("shuffled")),
-    Micro("chase", "loads from a working set", f"{CHAIN}; rings of 4 KiB to 1 GiB in shuffled order", "cycles / 4096 loads", ("memory:chase_l1",), _sweep),
-]  # fmt: skip
+    Micro(
+        "latency",
+        "L2",
+        f"{CHAIN}; 4 MiB in shuffled order, in L2 before, L1 bypassed",
+        "cycles / 4096 loads",
+        ("memory:chase_l2",),
+        _l2,
+    ),
+    Micro(
+        "latency",
+        "DRAM",
+        f"{CHAIN}; a ring far larger than L2, in the order of addresses",
+        "cycles / 4096 loads",
+        ("memory:chase_l2",),
+        _dram("in order"),
+    ),
+    Micro(
+        "latency",
+        "DRAM, shuffled",
+        f"{CHAIN}; a ring far larger than L2, shuffled: misses of address translation too",
+        "cycles / 4096 loads",
+        ("memory:chase_l2",),
+        _dram("shuffled"),
+    ),
+    Micro(
+        "chase",
+        "loads from a working set",
+        f"{CHAIN}; rings of 4 KiB to 1 GiB in shuffled order",
+        "cycles / 4096 loads",
+        ("memory:chase_l1",),
+        _sweep,
+    ),
+]

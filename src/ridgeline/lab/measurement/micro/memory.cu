@@ -1,6 +1,8 @@
 // Latency and bandwidth of shared memory, L1, L2 and DRAM; bank conflicts, strides, bytes in flight.
 #include "micro.cuh"
 
+#define KERNEL extern "C" __global__ void
+
 __device__ inline u32 shared_address(const void* p) { return static_cast<u32>(__cvta_generic_to_shared(p)); }
 
 __device__ inline u32 fold(uint4 v) { return v.x ^ v.y ^ v.z ^ v.w; }
@@ -9,7 +11,7 @@ __device__ inline u32 fold(u32 v) { return v; }
 
 // --- chases: each load's address is what the load before it read
 
-extern "C" __global__ void chase_shared(u64* cycles, u32* sink, int steps) {
+KERNEL chase_shared(u64* cycles, u32* sink, int steps) {
     __shared__ u32 ring[1024];
     for (int i = threadIdx.x; i < 1024; i += blockDim.x) ring[i] = shared_address(ring + (i + 33) % 1024);
     __syncthreads();
@@ -23,7 +25,7 @@ extern "C" __global__ void chase_shared(u64* cycles, u32* sink, int steps) {
 }
 
 // Block 0 of a pair reads the other block's shared memory.
-extern "C" __global__ void chase_cluster(u64* cycles, u32* sink, int steps) {
+KERNEL chase_cluster(u64* cycles, u32* sink, int steps) {
 #if __CUDA_ARCH__ >= 900
     __shared__ u32 ring[1024];
     u32 rank, base;
@@ -46,7 +48,7 @@ extern "C" __global__ void chase_cluster(u64* cycles, u32* sink, int steps) {
 
 // Walks a ring of 64-bit addresses: `warm` steps, then `steps` of them timed. It goes on where the warming ended.
 #define CHASE(NAME, CACHE)                                                                                     \
-    extern "C" __global__ void NAME(u64* cycles, u32* sink, const u64* ring, int warm, int steps) {            \
+    KERNEL NAME(u64* cycles, u32* sink, const u64* ring, int warm, int steps) {            \
         u64 at = reinterpret_cast<u64>(ring);                                                                  \
         for (int i = 0; i < warm; ++i) asm volatile("ld.global." CACHE ".u64 %0, [%0];" : "+l"(at)::"memory"); \
         u64 start = ticks();                                                                                   \
@@ -62,7 +64,7 @@ CHASE(chase_l2, "cg")
 // --- bandwidth
 
 // Reads 32 KiB of shared memory, 16 bytes a thread, `turns` x 8 times.
-extern "C" __global__ void __launch_bounds__(1024) read_shared(u64* cycles, u32* sink, int turns) {
+KERNEL __launch_bounds__(1024) read_shared(u64* cycles, u32* sink, int turns) {
     __shared__ uint4 memory[2048];
     for (int i = threadIdx.x; i < 2048; i += blockDim.x) memory[i] = make_uint4(i, noise(i), i, turns);
     __syncthreads();
@@ -86,17 +88,23 @@ extern "C" __global__ void __launch_bounds__(1024) read_shared(u64* cycles, u32*
 
 __device__ inline uint4 load_l1(const uint4* p) {
     uint4 v;
-    asm volatile("ld.global.ca.v4.u32 {%0,%1,%2,%3}, [%4];" : "=r"(v.x), "=r"(v.y), "=r"(v.z), "=r"(v.w) : "l"(p) : "memory");
+    asm volatile("ld.global.ca.v4.u32 {%0,%1,%2,%3}, [%4];"
+                 : "=r"(v.x), "=r"(v.y), "=r"(v.z), "=r"(v.w)
+                 : "l"(p)
+                 : "memory");
     return v;
 }
 __device__ inline uint4 load_l2(const uint4* p) {
     uint4 v;
-    asm volatile("ld.global.cg.v4.u32 {%0,%1,%2,%3}, [%4];" : "=r"(v.x), "=r"(v.y), "=r"(v.z), "=r"(v.w) : "l"(p) : "memory");
+    asm volatile("ld.global.cg.v4.u32 {%0,%1,%2,%3}, [%4];"
+                 : "=r"(v.x), "=r"(v.y), "=r"(v.z), "=r"(v.w)
+                 : "l"(p)
+                 : "memory");
     return v;
 }
 
 // Each block of 512 threads reads its own 64 KiB again and again, 16 bytes a thread; the first time is not counted.
-extern "C" __global__ void __launch_bounds__(512) read_l1(u64* cycles, u32* sink, const uint4* data, int turns) {
+KERNEL __launch_bounds__(512) read_l1(u64* cycles, u32* sink, const uint4* data, int turns) {
     const uint4* mine = data + size_t(blockIdx.x) * 4096;
     u32 sum = 0, other = 0, at = threadIdx.x;
     for (int i = 0; i < 8; ++i) sum ^= fold(load_l1(mine + at + i * 512));
@@ -117,7 +125,7 @@ extern "C" __global__ void __launch_bounds__(512) read_l1(u64* cycles, u32* sink
 }
 
 // All blocks read the same `window` vectors, each from another place on.
-extern "C" __global__ void __launch_bounds__(1024) read_l2(u64* cycles, u32* sink, const uint4* data, int window, int turns) {
+KERNEL __launch_bounds__(1024) read_l2(u64* cycles, u32* sink, const uint4* data, int window, int turns) {
     u32 sum = 0, step = blockDim.x;
     u32 at = (u64(blockIdx.x) * window / gridDim.x + threadIdx.x) % window;
     u64 start = ticks();
@@ -145,7 +153,10 @@ __device__ inline void stream(u32* sink, const uint4* from, uint4* to, long long
     for (long long i = (long long)blockIdx.x * blockDim.x + threadIdx.x; i < count; i += 4 * threads) {
         uint4 v[4];
 #pragma unroll
-        for (int k = 0; k < 4; ++k) v[k] = READ && i + k * threads < count ? load_l2(from + i + k * threads) : make_uint4(i, k, 0, 1);
+        for (int k = 0; k < 4; ++k) {
+            const bool inside = READ && i + k * threads < count;
+            v[k] = inside ? load_l2(from + i + k * threads) : make_uint4(i, k, 0, 1);
+        }
 #pragma unroll
         for (int k = 0; k < 4; ++k)
             if (WRITE) {
@@ -155,9 +166,15 @@ __device__ inline void stream(u32* sink, const uint4* from, uint4* to, long long
     }
     if (!WRITE) keep(sink, sum);
 }
-extern "C" __global__ void read_dram(u64* cycles, u32* sink, const uint4* from, uint4* to, long long count) { stream<true, false>(sink, from, to, count); }
-extern "C" __global__ void write_dram(u64* cycles, u32* sink, const uint4* from, uint4* to, long long count) { stream<false, true>(sink, from, to, count); }
-extern "C" __global__ void copy_dram(u64* cycles, u32* sink, const uint4* from, uint4* to, long long count) { stream<true, true>(sink, from, to, count); }
+KERNEL read_dram(u64* cycles, u32* sink, const uint4* from, uint4* to, long long count) {
+    stream<true, false>(sink, from, to, count);
+}
+KERNEL write_dram(u64* cycles, u32* sink, const uint4* from, uint4* to, long long count) {
+    stream<false, true>(sink, from, to, count);
+}
+KERNEL copy_dram(u64* cycles, u32* sink, const uint4* from, uint4* to, long long count) {
+    stream<true, true>(sink, from, to, count);
+}
 
 // --- bank conflicts: the lanes of a warp read elements `stride` apart
 
@@ -183,7 +200,9 @@ template <>
 struct Shared<uint4> {
     static __device__ uint4 load(u32 at) {
         uint4 v;
-        asm volatile("ld.volatile.shared.v4.u32 {%0,%1,%2,%3}, [%4];" : "=r"(v.x), "=r"(v.y), "=r"(v.z), "=r"(v.w) : "r"(at));
+        asm volatile("ld.volatile.shared.v4.u32 {%0,%1,%2,%3}, [%4];"
+                     : "=r"(v.x), "=r"(v.y), "=r"(v.z), "=r"(v.w)
+                     : "r"(at));
         return v;
     }
 };
@@ -192,7 +211,8 @@ template <class T>
 __device__ inline void banks(u64* cycles, u32* sink, int stride, int turns) {
     extern __shared__ __align__(16) char memory[];
     T* elements = reinterpret_cast<T*>(memory);
-    for (int i = threadIdx.x; i < (31 * stride + 1) * int(sizeof(T) / 4); i += blockDim.x) reinterpret_cast<u32*>(memory)[i] = noise(i);
+    for (int i = threadIdx.x; i < (31 * stride + 1) * int(sizeof(T) / 4); i += blockDim.x)
+        reinterpret_cast<u32*>(memory)[i] = noise(i);
     __syncthreads();
     u32 at = shared_address(elements + threadIdx.x % 32 * stride), sum = 0;
     u64 start = ticks();
@@ -208,9 +228,15 @@ __device__ inline void banks(u64* cycles, u32* sink, int stride, int turns) {
     keep(sink, sum);
     tell(cycles, start, end);
 }
-extern "C" __global__ void banks_4(u64* cycles, u32* sink, int stride, int turns) { banks<u32>(cycles, sink, stride, turns); }
-extern "C" __global__ void banks_8(u64* cycles, u32* sink, int stride, int turns) { banks<uint2>(cycles, sink, stride, turns); }
-extern "C" __global__ void banks_16(u64* cycles, u32* sink, int stride, int turns) { banks<uint4>(cycles, sink, stride, turns); }
+KERNEL banks_4(u64* cycles, u32* sink, int stride, int turns) {
+    banks<u32>(cycles, sink, stride, turns);
+}
+KERNEL banks_8(u64* cycles, u32* sink, int stride, int turns) {
+    banks<uint2>(cycles, sink, stride, turns);
+}
+KERNEL banks_16(u64* cycles, u32* sink, int stride, int turns) {
+    banks<uint4>(cycles, sink, stride, turns);
+}
 
 // --- coalescing: neighbouring threads read elements `stride` apart
 
@@ -227,9 +253,15 @@ __device__ inline void coalesce(u32* sink, const T* data, int stride, long long 
     }
     keep(sink, sum);
 }
-extern "C" __global__ void coalesce_4(u64* cycles, u32* sink, const u32* data, int stride, long long count) { coalesce(sink, data, stride, count); }
-extern "C" __global__ void coalesce_8(u64* cycles, u32* sink, const uint2* data, int stride, long long count) { coalesce(sink, data, stride, count); }
-extern "C" __global__ void coalesce_16(u64* cycles, u32* sink, const uint4* data, int stride, long long count) { coalesce(sink, data, stride, count); }
+KERNEL coalesce_4(u64* cycles, u32* sink, const u32* data, int stride, long long count) {
+    coalesce(sink, data, stride, count);
+}
+KERNEL coalesce_8(u64* cycles, u32* sink, const uint2* data, int stride, long long count) {
+    coalesce(sink, data, stride, count);
+}
+KERNEL coalesce_16(u64* cycles, u32* sink, const uint4* data, int stride, long long count) {
+    coalesce(sink, data, stride, count);
+}
 
 // --- Little's law: each thread has LOADS loads of 16 bytes in flight, and waits for all of them before the next ones
 
@@ -237,12 +269,13 @@ template <int LOADS>
 __device__ inline void flight(u32* sink, const uint4* data, long long count) {
     const long long threads = (long long)gridDim.x * blockDim.x;
     u32 sum = 0;
+    long long i = (long long)blockIdx.x * blockDim.x + threadIdx.x;
 #pragma unroll 1
-    for (long long i = (long long)blockIdx.x * blockDim.x + threadIdx.x; i + (LOADS - 1) * threads < count; i += LOADS * threads) {
+    for (; i + (LOADS - 1) * threads < count; i += LOADS * threads) {
         uint4 v[LOADS];
 #pragma unroll
         for (int k = 0; k < LOADS; ++k) v[k] = load_l2(data + i + k * threads);
-        // Four chains that begin with the last load: else the compiler would use the first loads before it makes the rest.
+        // Four chains that begin with the last load: else the compiler uses the first loads before it makes the rest.
         u32 chain[4] = {v[LOADS - 1].x, v[LOADS - 1].y, v[LOADS - 1].z, v[LOADS - 1].w};
 #pragma unroll
         for (int k = 0; k < LOADS; ++k) {
@@ -253,6 +286,12 @@ __device__ inline void flight(u32* sink, const uint4* data, long long count) {
     }
     keep(sink, sum);
 }
-extern "C" __global__ void __launch_bounds__(1024) flight_1(u64* cycles, u32* sink, const uint4* data, long long count) { flight<1>(sink, data, count); }
-extern "C" __global__ void __launch_bounds__(1024) flight_2(u64* cycles, u32* sink, const uint4* data, long long count) { flight<2>(sink, data, count); }
-extern "C" __global__ void __launch_bounds__(1024) flight_4(u64* cycles, u32* sink, const uint4* data, long long count) { flight<4>(sink, data, count); }
+KERNEL __launch_bounds__(1024) flight_1(u64* cycles, u32* sink, const uint4* data, long long count) {
+    flight<1>(sink, data, count);
+}
+KERNEL __launch_bounds__(1024) flight_2(u64* cycles, u32* sink, const uint4* data, long long count) {
+    flight<2>(sink, data, count);
+}
+KERNEL __launch_bounds__(1024) flight_4(u64* cycles, u32* sink, const uint4* data, long long count) {
+    flight<4>(sink, data, count);
+}

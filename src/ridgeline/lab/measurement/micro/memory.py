@@ -1,4 +1,4 @@
-"""Bandwidth: how many bytes each kind of memory gives, and what strides, bank conflicts and few bytes in flight cost."""
+"""Bandwidth of each kind of memory, and what strides, bank conflicts and few bytes in flight cost."""
 
 from __future__ import annotations
 
@@ -140,24 +140,96 @@ def _flight(loads: int) -> Any:
     return measure
 
 
+FLIGHT = "warps of each multiprocessor read DRAM; a thread waits for all its 16-byte loads before the next ones"
+BANKS = "four warps read shared memory; the lanes of a warp read elements a stride apart"
 MICROS = [
-    Micro("bandwidth", "registers", "fp32 fma: three registers read and one written", "32-bit registers x 4 bytes / cycles", ("instructions:rate_fma_f32",), _registers),
-    Micro("bandwidth", "shared memory, read", "1024 threads read 16 bytes each without conflicts", "bytes / cycles of a block", ("memory:read_shared",), _shared),
-    Micro("bandwidth", "L1, read", "each multiprocessor reads its own 64 KiB, 16 bytes a thread", "bytes / cycles of a block", ("memory:read_l1",), _l1),
-    Micro("bandwidth", "L2, read", "all read the same part of L2, 16 bytes a thread, L1 bypassed", "bytes / seconds", ("memory:read_l2",), _l2),
-    Micro("bandwidth", "DRAM, read", "2 GiB once, 16 bytes a thread; the best of four grids", "bytes / seconds", ("memory:read_dram",), _dram("read_dram", 1)),
-    Micro("bandwidth", "DRAM, write", "2 GiB once, 16 bytes a thread; the best of four grids", "bytes / seconds", ("memory:write_dram",), _dram("write_dram", 1)),
-    Micro("bandwidth", "DRAM, copy", "2 GiB read and 2 GiB written; the best of four grids", "bytes read and written / seconds", ("memory:copy_dram",), _dram("copy_dram", 2)),
+    Micro(
+        "bandwidth",
+        "registers",
+        "fp32 fma: three registers read and one written",
+        "32-bit registers x 4 bytes / cycles",
+        ("instructions:rate_fma_f32",),
+        _registers,
+    ),
+    Micro(
+        "bandwidth",
+        "shared memory, read",
+        "1024 threads read 16 bytes each without conflicts",
+        "bytes / cycles of a block",
+        ("memory:read_shared",),
+        _shared,
+    ),
+    Micro(
+        "bandwidth",
+        "L1, read",
+        "each multiprocessor reads its own 64 KiB, 16 bytes a thread",
+        "bytes / cycles of a block",
+        ("memory:read_l1",),
+        _l1,
+    ),
+    Micro(
+        "bandwidth",
+        "L2, read",
+        "all read the same part of L2, 16 bytes a thread, L1 bypassed",
+        "bytes / seconds",
+        ("memory:read_l2",),
+        _l2,
+    ),
+    Micro(
+        "bandwidth",
+        "DRAM, read",
+        "2 GiB once, 16 bytes a thread; the best of four grids",
+        "bytes / seconds",
+        ("memory:read_dram",),
+        _dram("read_dram", 1),
+    ),
+    Micro(
+        "bandwidth",
+        "DRAM, write",
+        "2 GiB once, 16 bytes a thread; the best of four grids",
+        "bytes / seconds",
+        ("memory:write_dram",),
+        _dram("write_dram", 1),
+    ),
+    Micro(
+        "bandwidth",
+        "DRAM, copy",
+        "2 GiB read and 2 GiB written; the best of four grids",
+        "bytes read and written / seconds",
+        ("memory:copy_dram",),
+        _dram("copy_dram", 2),
+    ),
     *(
-        Micro("banks", f"{width} bytes a thread", "four warps read shared memory; the lanes of a warp read elements a stride apart", "cycles / loads of a warp", (f"memory:banks_{width}",), _banks(width))
+        Micro(
+            "banks",
+            f"{width} bytes a thread",
+            BANKS,
+            "cycles / loads of a warp",
+            (f"memory:banks_{width}",),
+            _banks(width),
+        )
         for width in WIDTHS
     ),
     *(
-        Micro("coalescing", f"{width} bytes a thread", "neighbouring threads read elements of DRAM a stride apart", "bytes asked for / seconds", (f"memory:coalesce_{width}",), _coalesce(width))
+        Micro(
+            "coalescing",
+            f"{width} bytes a thread",
+            "neighbouring threads read elements of DRAM a stride apart",
+            "bytes asked for / seconds",
+            (f"memory:coalesce_{width}",),
+            _coalesce(width),
+        )
         for width in WIDTHS
     ),
     *(
-        Micro("occupancy", f"{loads} load{'s' * (loads > 1)} in flight", "warps of each multiprocessor read DRAM; a thread waits for all its 16-byte loads before the next ones", "bytes / seconds", (f"memory:flight_{loads}",), _flight(loads))
+        Micro(
+            "occupancy",
+            f"{loads} load{'s' * (loads > 1)} in flight",
+            FLIGHT,
+            "bytes / seconds",
+            (f"memory:flight_{loads}",),
+            _flight(loads),
+        )
         for loads in LOADS
     ),
-]  # fmt: skip
+]

@@ -31,7 +31,7 @@ PARTS = {
 
 
 def micros(parts: Sequence[str]) -> list[Micro]:
-    """The microbenchmarks of some parts, in the order of PARTS. Raises RidgelineError for a part that does not exist."""
+    """The microbenchmarks of some parts (all, if none is named). Raises RidgelineError for an unknown part."""
     from ridgeline.op import RidgelineError
 
     if unknown := [part for part in parts if part not in PARTS]:

@@ -26,9 +26,10 @@ TITLES = {
 }
 HINTS = {
     "chase": "Each step is a cache that has become too small. The dashed line is the size of L2.",
-    "banks": "Shared memory has 32 banks of 4 bytes: an odd stride of 4 bytes meets each once, a stride of 32 one bank 32 times.",
+    "banks": "Shared memory has 32 banks of 4 bytes: odd strides of 4 bytes meet each once, stride 32 one of them.",
     "coalescing": "DRAM moves sectors of 32 bytes: from a stride of 32 bytes on, each element costs a whole one.",
-    "occupancy": "Little's law: bandwidth is bytes in flight divided by latency, until DRAM gives no more. The rule is the latency measured with one load.",
+    "occupancy": "Little's law: bandwidth is bytes in flight divided by latency, until DRAM gives no more. "
+    "The rule begins at the least bytes in flight.",
 }
 
 
@@ -70,7 +71,7 @@ def _series(points: list[Row], x: Any, y: Any, names: list[str]) -> altair.Layer
 def _chase(record: Row, rows: list[Row]) -> altair.LayerChart:
     import altair as alt
 
-    points = [
+    points: list[Row] = [
         {
             "name": "a load",
             "x": float(row["at"]),
@@ -152,7 +153,7 @@ def _occupancy(record: Row, rows: list[Row]) -> altair.LayerChart:
     import altair as alt
 
     names = list(dict.fromkeys(short(row["name"]) for row in rows))
-    points = [
+    points: list[Row] = [
         {
             "name": short(row["name"]),
             "x": _median(row, "B/SM") / 1024,

@@ -37,7 +37,8 @@ def render(
     """Returns the page. sources: the runs that it shows, the main one first.
 
     kernels: from `measure.tables`; checks: from `view.checked`; changes: from `view.changes`; left: what the time of
-    `minutes` had no room for; micro: records of `ridgeline micro`. Every name is escaped, and only the page's own scripts may run.
+    `minutes` had no room for; micro: records of `ridgeline micro`. Every name is escaped, and only the page's own
+    scripts may run.
     """
     import vl_convert
 
