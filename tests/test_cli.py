@@ -62,7 +62,20 @@ def test_the_list_of_verbs(capsys: pytest.CaptureFixture[str]) -> None:
 
 @pytest.mark.parametrize(
     "verb",
-    ["doctor", "list", "explain", "check", "bench", "compare", "ladder", "roofline", "profile", "inspect", "tune"],
+    [
+        "doctor",
+        "micro",
+        "list",
+        "explain",
+        "check",
+        "bench",
+        "compare",
+        "ladder",
+        "roofline",
+        "profile",
+        "inspect",
+        "tune",
+    ],
 )
 def test_every_verb_with_figures_prints_json(verb: str, capsys: pytest.CaptureFixture[str]) -> None:
     assert run(verb, "--help") == 0
@@ -109,6 +122,12 @@ BAD = [
     (["explain", "gelu", "--device", NOWHERE], [NOWHERE, "sm_90", "cpu"]),
     (["explain", "gelu", "--case", NOWHERE], [NOWHERE, "33x129"]),
     (["doctor", "--device", NOWHERE], [NOWHERE, "cpu"]),
+    (["micro", NOWHERE], [NOWHERE, "latency", "streams"]),
+    (["micro", "--device", NOWHERE], [NOWHERE, "cuda"]),
+    (["micro", "--device", "cpu"], ["cpu", "cuda"]),
+    (["micro", "--run", NOWHERE], [NOWHERE]),
+    (["micro", "--run", "good.jsonl"], ["good.jsonl", "not JSON"]),
+    (["micro", "--json", "file/below"], ["file"]),
     (["profile", "gelu", "--impl", NOWHERE], [NOWHERE, "cuda_packed"]),
     (["profile", "gelu", "--steps", "0"], ["0", "1 or more"]),
     (["profile", "gelu", "--out", "file/below"], ["file/below"]),
@@ -128,6 +147,8 @@ BAD = [
     (["profile", "nowhere.py:step"], ["nowhere.py"]),
 ]
 NO_GPU = [
+    (["micro", "--record"], ["GPU"]),
+    (["micro", "--device", "cuda"], ["GPU"]),
     (["tune", "gelu"], ["GPU"]),
     (["profile", "gelu", "--impl", "triton"], ["triton", "GPU"]),
     (["bench", "gelu", "--device", "cuda"], ["cuda", "cpu"]),

@@ -136,6 +136,16 @@ def test_loads_are_as_wide_and_as_many_as_they_say(arch):
         assert stack == 0
     assert Counter(timed(opcodes("memory", arch, "read_l1")))["LDG.E.128.STRONG.SM"] == 8
     assert Counter(timed(opcodes("memory", arch, "read_shared")))["LDS.128"] == 8
+    for kernel, op in (
+        ("chase_l1", "LDG.E.64.STRONG.SM"),
+        ("chase_l2", "LDG.E.64.STRONG.GPU"),
+        ("chase_shared", "LDS"),
+    ):
+        assert Counter(timed(opcodes("memory", arch, kernel)))[op] >= 16
+    if arch == "sm_90":  # nothing but loads: no sums of addresses
+        ops = timed(opcodes("memory", arch, "chase_cluster"))
+        first = ops.index("LD.E.64")
+        assert ops[first : first + 15] == ["LD.E.64"] * 15
     for width, op in ((4, "LDS"), (8, "LDS.64"), (16, "LDS.128")):
         assert Counter(timed(opcodes("memory", arch, f"banks_{width}")))[op] == 16
     assert Counter(opcodes("atomics", arch, "global_atom_u32"))["ATOMG.E.ADD.STRONG.GPU"] >= 4
@@ -310,10 +320,14 @@ def test_help_lists_the_parts():
 
 
 def test_without_a_gpu_a_recorded_run_is_shown_as_such(made, house, capsys):
-    for words in ([], ["--device", "h200"], ["--record"], ["--device", "cuda"]):
+    before = house / "before.json"
+    before.write_text("kept")
+    for words in ([], ["--device", "h200"], ["--record"], ["--device", "cuda"], ["--json", before]):
         with pytest.raises(RidgelineError) as raised:
             micro.main(options(*words))
         assert "GPU" in str(raised.value) or "no card is recorded" in str(raised.value)
+    assert before.read_text() == "kept"
+    assert {path.name for path in house.iterdir()} == {"before.json", "pyproject.toml"}
     kept.keep(made[0], kept.recorded())
     assert micro.main(options("banks")) == 0
     out = capsys.readouterr().out

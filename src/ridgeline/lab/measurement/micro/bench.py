@@ -98,7 +98,7 @@ class Card:
         import torch
 
         self.kernels: dict[tuple[str, str], Any] = {}
-        self.out = torch.zeros(1 << 12, dtype=torch.int64, device=self.device)
+        self.out = torch.zeros(1 << 16, dtype=torch.int64, device=self.device)
         self.sink = torch.zeros(1 << 12, dtype=torch.int32, device=self.device)
         self.lent: dict[str, Any] = {}
         self.mhz = 0.0

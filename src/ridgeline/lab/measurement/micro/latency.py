@@ -65,7 +65,7 @@ def _shared(card: Card) -> Found:
 
 
 def _cluster(card: Card) -> Found:
-    timed = card.run("memory:chase_cluster", "i", 2048, blocks=2, threads=32, cluster=2)
+    timed = card.run("memory:chase_cluster", "i", 2048, blocks=2, threads=1, cluster=2)
     yield "", card.cycles_and_time(timed.cycles_per(2048))
 
 

@@ -24,23 +24,22 @@ KERNEL chase_shared(u64* cycles, u32* sink, int steps) {
     tell(cycles, start, end);
 }
 
-// Block 0 of a pair reads the other block's shared memory.
+// Each block of a pair reads the other's shared memory, by generic addresses: those of shared memory would need a sum.
 KERNEL chase_cluster(u64* cycles, u32* sink, int steps) {
 #if __CUDA_ARCH__ >= 900
-    __shared__ u32 ring[1024];
-    u32 rank, base;
+    __shared__ u64 ring[1024];
+    u32 rank;
+    u64 mine, at;
     asm("mov.u32 %0, %%cluster_ctarank;" : "=r"(rank));
-    asm("mapa.shared::cluster.u32 %0, %1, 1;" : "=r"(base) : "r"(shared_address(ring)));
-    if (rank == 1)
-        for (int i = threadIdx.x; i < 1024; i += blockDim.x) ring[i] = base + (i + 33) % 1024 * 4;
+    asm("mapa.u64 %0, %1, %2;" : "=l"(mine) : "l"(ring), "r"(rank));
+    asm("mapa.u64 %0, %1, %2;" : "=l"(at) : "l"(ring), "r"(rank ^ 1));
+    for (int i = threadIdx.x; i < 1024; i += blockDim.x) ring[i] = mine + (i + 33) % 1024 * 8;
     asm volatile("barrier.cluster.arrive.aligned; barrier.cluster.wait.aligned;" ::: "memory");
     u64 start = ticks();
-    if (rank == 0) {
 #pragma unroll 16
-        for (int i = 0; i < steps; ++i) asm volatile("ld.shared::cluster.u32 %0, [%0];" : "+r"(base)::"memory");
-        keep(sink, base);
-    }
+    for (int i = 0; i < steps; ++i) asm volatile("ld.u64 %0, [%0];" : "+l"(at)::"memory");
     u64 end = ticks();
+    keep(sink, u32(at));
     asm volatile("barrier.cluster.arrive.aligned; barrier.cluster.wait.aligned;" ::: "memory");
     tell(cycles, start, end);
 #endif

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import argparse
+from pathlib import Path
 from typing import Any
 
 from ridgeline.lab.analysis import roofline
@@ -18,12 +19,14 @@ def run(options: argparse.Namespace) -> int:
         options.parts, options.json = [*options.parts, options.json], "-"
     parts.micros(options.parts)  # a wrong part is an error now
     if options.json not in (None, "-"):
-        roofline.write(_file(options), b"")  # and a file that cannot be written
+        probe = Path(options.json).with_name(".writable")  # and a folder that cannot be written
+        roofline.write(probe, b"")
+        probe.unlink()
     record, note = _record(options)
     if options.parts:
         record = _only(record, options.parts)
     if options.json not in (None, "-"):
-        roofline.write(_file(options), kept.text(record).encode())
+        roofline.write(Path(options.json), kept.text(record).encode())
     if options.record:
         path = kept.keep(record, kept.recorded())
         note = f"{note} Recorded in {path}.".strip()
@@ -34,12 +37,6 @@ def run(options: argparse.Namespace) -> int:
     for path in pictures.write(record, options.out) if options.out else ():
         print(path)
     return 0
-
-
-def _file(options: argparse.Namespace) -> Any:
-    from pathlib import Path
-
-    return Path(options.json)
 
 
 def _record(options: argparse.Namespace) -> tuple[Row, str]:
