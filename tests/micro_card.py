@@ -7,7 +7,7 @@ from types import SimpleNamespace
 import torch
 
 from ridgeline import device
-from ridgeline.lab.measurement.micro import bench, latency, launches, memory, parts
+from ridgeline.lab.measurement.micro import bench, latency, launches, memory, runs
 
 MACHINE = {"gpu": "NVIDIA H200", "arch": "sm_90", "cpu": "a CPU", "cores": 16, "memory_bytes": 141 << 30,
            "driver": "580.1", "cuda": "13.0", "torch": "2.11.0", "triton": "3.6.0", "python": "3.12.3",
@@ -139,7 +139,7 @@ def record(patch, wanted=(), gpu="h200"):
     without_torch_cuda(patch)
     _told.calls = 0
     card = FakeCard(gpu)
-    made = parts.run(card, wanted, lambda *said: None, MACHINE, ("1234567", False))
+    made = runs.run(card, wanted, lambda *said: None, MACHINE, ("1234567", False))
     for about in made["parts"].values():
         about |= {"time": "2026-11-26T12:00:00+00:00", "seconds": 0.5}
     return made, card

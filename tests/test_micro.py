@@ -14,7 +14,7 @@ import micro_card
 from ridgeline import cuda, device
 from ridgeline.lab.analysis import disassembly
 from ridgeline.lab.measurement import store
-from ridgeline.lab.measurement.micro import bench, instructions, kept, latency, memory, parts, published
+from ridgeline.lab.measurement.micro import bench, instructions, kept, latency, memory, parts, published, runs
 from ridgeline.lab.presentation import micro
 from ridgeline.lab.presentation.micro import command, pictures, tables
 from ridgeline.lab.presentation.report import command as report
@@ -227,7 +227,7 @@ def test_a_failure_is_one_row(monkeypatch):
         yield
 
     wrong = bench.Micro("latency", "L1", "", "", (), fail)
-    assert list(parts.measured(micro_card.FakeCard(), wrong)) == [
+    assert list(runs.measured(micro_card.FakeCard(), wrong)) == [
         {"part": "latency", "name": "L1", "at": "", "reason": "memory.cu does not load"}
     ]
 
@@ -434,7 +434,7 @@ def test_hostile_names_stay_text(made):
 @pytest.mark.gpu
 def test_a_real_card_in_order_of_distance():
     """Each memory is slower than the one before it, and no bandwidth is above what the hardware can."""
-    record = parts.run(bench.Card(), ["latency", "bandwidth"], lambda *said: None, {"gpu": "here"})
+    record = runs.run(bench.Card(), ["latency", "bandwidth"], lambda *said: None, {"gpu": "here"})
     assert not [row for row in record["rows"] if "figures" not in row and "sm_" not in row["reason"]]
     cycles = [figures(record, "latency", name)["cycles"] for name in ("fp32 fma", "shared memory", "L1", "L2", "DRAM")]
     assert cycles == sorted(cycles)

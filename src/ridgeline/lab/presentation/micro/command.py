@@ -104,6 +104,7 @@ def _measured(options: argparse.Namespace) -> Row:
 
     from ridgeline import cuda
     from ridgeline.lab.measurement.machine import facts
+    from ridgeline.lab.measurement.micro import runs
     from ridgeline.lab.measurement.micro.bench import Card
     from ridgeline.lab.tables import progress
     from ridgeline.op import RidgelineError
@@ -115,6 +116,6 @@ def _measured(options: argparse.Namespace) -> Row:
     at = (store.short_commit(options.commit), True) if options.commit else None
     machine = facts("cuda")
     with progress() as report:
-        record = parts.run(Card(), options.parts, report, machine, at)
+        record = runs.run(Card(), options.parts, report, machine, at)
     kept.keep(record, kept.cached())
     return record
