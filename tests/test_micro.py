@@ -419,6 +419,8 @@ def test_the_reports_section(made, house):
             every = "[...document.querySelectorAll('#micro .chart')]"
             marks = f"{every}.map(chart => chart.querySelectorAll('.mark-symbol path').length)"
             assert opened.js(marks) == [35, 102 + 4, 30 + 4, 24 + 4]
+            rules = f"{every}.map(chart => chart.querySelectorAll('.mark-line path[stroke-dasharray]').length)"
+            assert opened.js(rules) == [0, 3, 3, 1]
             assert opened.js("document.querySelectorAll('#micro table').length") == len(parts.PARTS)
             assert "37.9 [2]" in opened.js("document.querySelector('#micro').innerText")
 

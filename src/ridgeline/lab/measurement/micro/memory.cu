@@ -274,14 +274,8 @@ __device__ inline void flight(u32* sink, const uint4* data, long long count) {
         uint4 v[LOADS];
 #pragma unroll
         for (int k = 0; k < LOADS; ++k) v[k] = load_l2(data + i + k * threads);
-        // Four chains that begin with the last load: else the compiler uses the first loads before it makes the rest.
-        u32 chain[4] = {v[LOADS - 1].x, v[LOADS - 1].y, v[LOADS - 1].z, v[LOADS - 1].w};
 #pragma unroll
-        for (int k = 0; k < LOADS; ++k) {
-            chain[k % 4] = chain[k % 4] & v[k].x ^ v[k].y;
-            chain[k % 4] = chain[k % 4] & v[k].z ^ v[k].w;
-        }
-        sum ^= chain[0] ^ chain[1] ^ chain[2] ^ chain[3];
+        for (int k = 0; k < LOADS; ++k) sum ^= fold(v[k]);
     }
     keep(sink, sum);
 }
