@@ -11,7 +11,7 @@ import torch
 import browser
 import fixture_rows
 import micro_card
-from ridgeline import cuda, device
+from ridgeline import boundary, cuda, device
 from ridgeline.lab.analysis import disassembly
 from ridgeline.lab.measurement import store
 from ridgeline.lab.measurement.micro import bench, instructions, kept, latency, memory, parts, published, runs
@@ -88,6 +88,52 @@ def test_starts_hold_what_their_codes_say(made):
         assert blocks > 0, name
 
 
+def test_starts_go_through_the_one_door(made):
+    """Every start, as the real card makes it: `boundary.launch` takes its grid, its arguments and its options."""
+    seen = []
+    with device.pretend("h200"), boundary.observe(seen.append):
+        for name, codes, args, blocks, threads, given in made[1].started:
+            bench.Card.start(made[1], name, codes, *args, blocks=blocks, threads=threads, **given)
+    assert len(seen) == len(made[1].started)
+    for launch, (name, codes, args, blocks, threads, _) in zip(seen, made[1].started, strict=True):
+        assert launch.kernel.name == name.partition(":")[2]
+        assert (launch.grid, launch.constants["block"]) == ((blocks,), threads)
+        assert len(launch.args) == len(launch.kernel.arguments) == len(args) + 2 == len(codes) + 2
+        assert set(launch.constants) <= set(cuda.LAUNCH_OPTIONS), "no macros: each file is compiled once"
+    assert max(launch.constants.get("shared", 0) for launch in seen) < 48 << 10
+
+
+class Stepping(micro_card.FakeCard):
+    """A card whose n-th start takes n x 1000 cycles on one block, and one more on each next one."""
+
+    run, tick = bench.Card.run, bench.Card.tick
+
+    def start(self, name, arguments, *args, blocks, threads, **given):
+        self.started.append(name)
+        self.out[:blocks] = 1000 * len(self.started) + torch.arange(blocks)
+        if name.endswith("spin"):
+            args[1].view(torch.int64)[0] = 500 * len(self.started)
+
+    def elapsed(self, function):
+        function()
+        return float(len(self.started))
+
+
+def test_a_kernel_is_run_once_for_nothing():
+    card = Stepping()
+    timed = card.run("memory:read_l2", "", blocks=3, threads=32, reps=2)
+    assert (timed.cycles, timed.seconds) == ([2001.0, 3001.0], [2.0, 3.0])
+    assert card.run("memory:read_l2", "", blocks=1, reps=1, ready=True).cycles == [4000.0]
+    assert len(card.started) == 4
+    assert timed.per_cycle(6003) == {
+        "median": bench.rounded((6003 / 2001 + 6003 / 3001) / 2),
+        "low": 2.0003,
+        "high": 3.0,
+    }
+    card.gpu = device.known("h100")
+    assert card.tick() == pytest.approx(1e3 * (8000 + 65.5) / (500 * 8), rel=1e-4)
+
+
 def opcodes(file, arch, kernel):
     """The instructions of a kernel: the opcode with its suffixes, the clock's reads in full."""
     text = _sass(file, arch)
@@ -156,8 +202,8 @@ def test_loads_are_as_wide_and_as_many_as_they_say(arch):
 def test_matrix_products_stay_in_their_loops(arch):
     capability = device.known(arch).capability
     for kernel in instructions.MMA:
-        if "e4m3" in kernel:
-            continue  # refused on both: see below
+        if instructions.no_mma(kernel)(capability):
+            continue
         for kind in ("lat", "rate"):
             ops = [op for op in opcodes("matrix", arch, f"{kind}_{kernel}") if re.match(r"(H|I|D)MMA", op)]
             assert len(ops) >= 16, (kernel, ops)
@@ -217,6 +263,7 @@ def test_other_cards_leave_out_what_they_lack(gpu, monkeypatch):
     reasons = {r["name"]: r["reason"] for r in record["rows"] if "reason" in r}
     assert ("another block's shared memory" in reasons) == (gpu != "rtx5090")
     assert ("mma m16n8k32 e4m3, f32 sums" in reasons) == (gpu == "a100")
+    assert ("mma m16n8k8 f64, f64 sums" in reasons) == (gpu != "rtx5090")
     assert sum("wgmma is" in reason for reason in reasons.values()) == len(instructions.WGMMA)
     assert not [name for name, *_ in card.started if "m64n" in name]
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field
+from functools import cache
 from pathlib import Path
 from statistics import median
 from typing import Any
@@ -70,8 +71,11 @@ def scaled(found: Figure, factor: float) -> Figure:
     return {name: rounded(value * factor) for name, value in found.items()}
 
 
-def sources(name: str, arguments: str = "") -> Any:
-    """A kernel of this folder, by "file:kernel". Before its arguments it takes where cycles go, and its sink."""
+@cache
+def sources(name: str, arguments: str) -> Any:
+    """A kernel of this folder, by "file:kernel". Before its arguments it takes where cycles go, and its sink.
+
+    It is kept, because `boundary.launch` knows a kernel by its identity."""
     from ridgeline.cuda import CudaKernel
 
     file, _, kernel = name.partition(":")
@@ -97,7 +101,6 @@ class Card:
     def _prepare(self) -> None:
         import torch
 
-        self.kernels: dict[tuple[str, str], Any] = {}
         self.out = torch.zeros(1 << 16, dtype=torch.int64, device=self.device)
         self.sink = torch.zeros(1 << 12, dtype=torch.int32, device=self.device)
         self.lent: dict[str, Any] = {}
@@ -124,8 +127,7 @@ class Card:
         """Starts a kernel of this folder once."""
         from ridgeline import boundary
 
-        kernel = self.kernels.setdefault((name, arguments), sources(name, arguments))
-        boundary.launch(kernel, (blocks,), self.out, self.sink, *args, block=threads, **options)
+        boundary.launch(sources(name, arguments), (blocks,), self.out, self.sink, *args, block=threads, **options)
 
     def run(
         self,

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import re
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from typing import Any
 
 from ridgeline.lab.measurement.micro.bench import Card, Figure, Micro
@@ -15,6 +15,7 @@ PAIRS = ("fma_f16x2", "fma_bf16x2")  # two results in one instruction
 MMA = (
     "m16n8k16_f16_f32", "m16n8k8_f16_f32", "m16n8k16_f16_f16", "m16n8k16_bf16_f32", "m16n8k8_tf32_f32",
     "m16n8k4_tf32_f32", "m16n8k32_s8_s32", "m16n8k32_e4m3_f32", "m8n8k4_f64_f64",
+    "m16n8k8_f64_f64",
 )  # fmt: skip
 WGMMA = (
     "m64n8k16_bf16_f32", "m64n16k16_bf16_f32", "m64n32k16_bf16_f32", "m64n64k16_bf16_f32", "m64n128k16_bf16_f32",
@@ -71,9 +72,18 @@ def no_wgmma(capability: int) -> str | None:
     return None if capability == 90 else "wgmma is an instruction of sm_90 alone"
 
 
-def no_fp8(capability: int) -> str | None:
-    """Elsewhere the compiler makes fp16 products of it, and those of equal operands only once."""
-    return None if capability in (89, 120) else "mma has fp8 on sm_89 and sm_120 alone"
+def no_mma(kernel: str) -> Callable[[int], str | None]:
+    """Why an mma does not run on a capability, or None. Without fp8 the compiler makes fp16 products of it, and equal
+    ones only once."""
+
+    def refuses(capability: int) -> str | None:
+        if "e4m3" in kernel:
+            return None if capability in (89, 120) else "mma has fp8 on sm_89 and sm_120 alone"
+        if kernel == "m16n8k8_f64_f64":
+            return None if capability >= 90 else "mma has this shape from sm_90 on"
+        return None
+
+    return refuses
 
 
 CHAINS = "eight chains in each of 1024 threads of every multiprocessor"
@@ -100,7 +110,7 @@ MICROS = [
             DIVIDES,
             (f"matrix:lat_{kernel}", f"matrix:rate_{kernel}"),
             _matrix(kernel, 1, 4, 4, 16),
-            no_fp8 if "e4m3" in kernel else lambda capability: None,
+            no_mma(kernel),
         )
         for kernel in MMA
     ),

@@ -58,6 +58,16 @@ struct m8n8k4_f64_f64 : Fragments<double, 2, double, 1, 1> {
                      : "d"(a[0]), "d"(b[0]));
     }
 };
+#if __CUDA_ARCH__ >= 900
+struct m16n8k8_f64_f64 : Fragments<double, 4, double, 4, 2> {
+    __device__ void step() {
+        asm volatile("mma.sync.aligned.m16n8k8.row.col.f64.f64.f64.f64 "
+                     "{%0,%1,%2,%3}, {%4,%5,%6,%7}, {%8,%9}, {%0,%1,%2,%3};"
+                     : "+d"(d[0]), "+d"(d[1]), "+d"(d[2]), "+d"(d[3])
+                     : "d"(a[0]), "d"(a[1]), "d"(a[2]), "d"(a[3]), "d"(b[0]), "d"(b[1]));
+    }
+};
+#endif
 
 template <class M, int CHAINS, int STEPS>
 __device__ inline void products(u64* cycles, u32* sink, int turns) {
@@ -93,6 +103,9 @@ KERNELS(m16n8k8_tf32_f32)
 KERNELS(m16n8k4_tf32_f32)
 KERNELS(m16n8k32_s8_s32)
 KERNELS(m8n8k4_f64_f64)
+#if __CUDA_ARCH__ >= 900
+KERNELS(m16n8k8_f64_f64)
+#endif
 #if __CUDA_ARCH__ >= 890
 KERNELS(m16n8k32_e4m3_f32)
 #endif
