@@ -79,6 +79,18 @@ def test_every_kernel_compiles_and_takes_what_it_is_given(arch, made):
         assert not [line for line in log.splitlines() if re.search(r"[1-9]\d* bytes spill", line)], file
 
 
+@compiles
+def test_a_header_beside_a_kernel_is_compiled_in_anew(tmp_path):
+    made = []
+    for number in (7, 8):
+        (tmp_path / "own.cuh").write_text(f"#define NUMBER {number}")
+        (tmp_path / "x.cu").write_text('#include "own.cuh"\nextern "C" __global__ void x(int* y) { *y = NUMBER; }')
+        cuda._headers.cache_clear()
+        cuda.compile_source.cache_clear()
+        made.append(cuda.compile_source(tmp_path / "x.cu", "sm_90", ()).ptx)
+    assert made[0] != made[1]
+
+
 def test_starts_hold_what_their_codes_say(made):
     for name, codes, args, blocks, threads, _ in made[1].started:
         for code, value in zip(codes, args, strict=True):
