@@ -62,7 +62,7 @@ def test_the_list_of_verbs(capsys: pytest.CaptureFixture[str]) -> None:
 
 @pytest.mark.parametrize(
     "verb",
-    ["doctor", "list", "explain", "check", "bench", "compare", "ladder", "roofline", "profile", "graph", "mamf"]
+    ["doctor", "micro", "list", "explain", "check", "bench", "compare", "ladder", "roofline", "profile", "graph", "mamf"]
     + ["inspect", "tune"],
 )
 def test_every_verb_with_figures_prints_json(verb: str, capsys: pytest.CaptureFixture[str]) -> None:
@@ -111,6 +111,12 @@ BAD = [
     (["explain", "gelu", "--case", NOWHERE], [NOWHERE, "33x129"]),
     (["doctor", "--device", NOWHERE], [NOWHERE, "cpu"]),
     (["doctor", "--topology", "--device", "h200"], ["--topology", "h200"]),
+    (["micro", NOWHERE], [NOWHERE, "latency", "streams"]),
+    (["micro", "--device", NOWHERE], [NOWHERE, "cuda"]),
+    (["micro", "--device", "cpu"], ["cpu", "cuda"]),
+    (["micro", "--run", NOWHERE], [NOWHERE]),
+    (["micro", "--run", "good.jsonl"], ["good.jsonl", "not JSON"]),
+    (["micro", "--json", "file/below"], ["file"]),
     (["profile", "gelu", "--impl", NOWHERE], [NOWHERE, "cuda_packed"]),
     (["profile", "gelu", "--steps", "0"], ["0", "1 or more"]),
     (["profile", "gelu", "--out", "file/below"], ["file/below"]),
@@ -143,6 +149,8 @@ BAD = [
     (["profile", "nowhere.py:step"], ["nowhere.py"]),
 ]
 NO_GPU = [
+    (["micro", "--record"], ["GPU"]),
+    (["micro", "--device", "cuda"], ["GPU"]),
     (["tune", "gelu"], ["GPU"]),
     (["profile", "gelu", "--impl", "triton"], ["triton", "GPU"]),
     (["bench", "gelu", "--device", "cuda"], ["cuda", "cpu"]),

@@ -17,6 +17,10 @@ VERBS = {
         "analysis.doctor",
         "describe this machine: hardware, software, what can run, measured bandwidth and FLOP/s",
     ),
+    "micro": (
+        "presentation.micro",
+        "measure the card's own numbers: latency, bandwidth, conflicts, instructions, atomics, launches",
+    ),
     "list": ("analysis.catalogue", "list the ops and their implementations"),
     "explain": ("analysis.catalogue", "show which implementation a call runs, and why not the others"),
     "check": ("measurement.check", "check outputs and gradients against a float64 reference"),

@@ -57,8 +57,10 @@ def _include() -> str:
 
 
 @cache
-def _headers() -> bytes:
-    return b"".join([path.read_bytes() for path in sorted(TILES.glob("*.cuh"))])
+def _headers(folder: Path) -> bytes:
+    """The headers of tiles/ and, behind them, those of another folder."""
+    own = sorted(folder.glob("*.cuh")) if folder != TILES else []
+    return b"".join([path.read_bytes() for path in [*sorted(TILES.glob("*.cuh")), *own]])
 
 
 @cache
@@ -81,9 +83,11 @@ def compile_source(path: Path, arch: str, macros: tuple[tuple[str, Any], ...]) -
         f"-I{_include()}",
         f"-I{TILES}",
     ]
+    if any(path.parent.glob("*.cuh")) and path.parent != TILES:
+        options.append(f"-I{path.parent}")
     options += [f"-D{name}={value}" for name, value in macros]
     source, file = path.read_bytes(), f"{path.stem}.pickle"
-    made_of = source, _headers(), repr((path.name, options, nvrtc.nvrtcVersion())).encode()
+    made_of = source, _headers(path.parent), repr((path.name, options, nvrtc.nvrtcVersion())).encode()
     kept = get_cache_manager(hashlib.sha256(b"\0".join(made_of)).hexdigest())
     if found := kept.get_file(file):
         return pickle.loads(Path(found).read_bytes())

@@ -9,6 +9,7 @@ from typing import Any
 
 from ridgeline.lab.analysis import roofline
 from ridgeline.lab.measurement import results, store
+from ridgeline.lab.measurement.micro import kept
 from ridgeline.lab.presentation.report import measure, page, view
 from ridgeline.lab.presentation.report.budget import MINUTES, QUICK_MINUTES, Budget
 from ridgeline.lab.presentation.report.measure import say
@@ -23,6 +24,7 @@ def run(options: argparse.Namespace) -> int:
         import_module(needed)  # a missing package is an error now, not after minutes of measuring
     _writable(out)
     gathered = _recorded(options.run) if options.run else _measured(options.quick, budget)
+    gathered["micro"] = _micro(gathered["sources"])
     roofline.write(out, page.render(**gathered).encode())
     print(out)
     return 0
@@ -71,6 +73,12 @@ def _measured(quick: bool, budget: Budget) -> dict[str, Any]:
         "left": [*left, *proofs.left],
         "minutes": budget.minutes,
     }
+
+
+def _micro(sources: list[Source]) -> list[dict[str, Any]]:
+    """What `ridgeline micro` measured on the GPUs that the page shows."""
+    gpus = dict.fromkeys(source.machine["gpu"] for source in sources if source.gpu)
+    return [record for record in map(kept.of, gpus) if record is not None]
 
 
 def _changes(now: Source) -> dict[str, Any] | None:

@@ -15,6 +15,7 @@ from typing import TYPE_CHECKING, Any
 
 from ridgeline.lab.analysis import roofline
 from ridgeline.lab.measurement.model import table as model_table
+from ridgeline.lab.presentation.micro import pictures, tables
 from ridgeline.lab.presentation.report import view
 from ridgeline.lab.presentation.report.shell import HERE, rendered
 from ridgeline.lab.presentation.report.view import Source
@@ -31,11 +32,13 @@ def render(
     changes: dict[str, Any] | None = None,
     left: list[Left] | None = None,
     minutes: float | None = None,
+    micro: list[dict[str, Any]] | None = None,
 ) -> str:
     """Returns the page. sources: the runs that it shows, the main one first.
 
     kernels: from `measure.tables`; checks: from `view.checked`; changes: from `view.changes`; left: what the time of
-    `minutes` had no room for. Every name is escaped, and only the page's own scripts may run.
+    `minutes` had no room for; micro: records of `ridgeline micro`. Every name is escaped, and only the page's own
+    scripts may run.
     """
     import vl_convert
 
@@ -54,6 +57,7 @@ def render(
         families=_families([_op(name, sources, shown, compiled.get(name)) for name in names]),
         gpus=view.overview(kernels) if kernels else [],
         checks=checks,
+        micro=[_micro(record, n) for n, record in enumerate(micro or [])],
         changes=changes,
         left=left,
         minutes=minutes,
@@ -64,6 +68,28 @@ def render(
         js=js,
         scripts=f"{' '.join(hashes)} 'unsafe-eval'",
     )
+
+
+def _micro(record: dict[str, Any], n: int) -> dict[str, Any]:
+    """A card's own numbers: its sweeps as charts, and a table of each part."""
+    shown = tables.tables(record)
+    days = sorted({about["time"][:10] for about in record["parts"].values()})
+    drawn = [
+        {
+            "id": f"micro-{n}-{part}",
+            "title": pictures.TITLES[part],
+            "hint": pictures.HINTS[part],
+            "data": packed(chart.to_dict(validate=False)),
+        }
+        for part, chart in pictures.charts(record).items()
+    ]
+    return {
+        "name": record["gpu"],
+        "when": f"measured {' and '.join([*days[:1], *days[1:][-1:]])}",
+        "charts": drawn,
+        "tables": shown,
+        "sources": tables.named(shown),
+    }
 
 
 def packed(value: Any) -> str:
