@@ -23,6 +23,7 @@ from typing import Any, NamedTuple
 import triton
 import triton.language as tl
 
+from ridgeline.ops.recurrent._levels import chosen_sums, crossings, edge_decay, joined, right_rows
 from ridgeline.ops.recurrent._scan import decay_of, find_head, find_span, half_sums, tile_at
 
 
@@ -97,7 +98,7 @@ def _room(packing, n):
 
 
 @triton.jit
-def _of_chunk(packing):
+def find_chunk(packing):
     """A program's sequence and head, where the sequence begins, its tokens, and the program's chunk."""
     chunk = tl.program_id(0)
     n, h = tl.program_id(1) // packing.heads, tl.program_id(1) % packing.heads
@@ -181,12 +182,18 @@ def _decays(gate, place, first, depth, end, form: tl.constexpr):
     """Of each row the decay since the chunk began, that without its own gate for RWKV-7's a, and that until the end;
     and the whole chunk's."""
     g = _gates(gate, place, first, depth, end, 0, form)
-    late = decay_of(tl.cumsum(g, 0), form)
+    since, total = tl.cumsum(g, 0), tl.sum(g, 0)
+    late = decay_of(since, form)
     early = late
-    if form.LOW:
-        early = decay_of(tl.cumsum(_gates(gate, place, first, depth, end, -1, form), 0), form)
-    after = decay_of(tl.cumsum(_gates(gate, place, first, depth, end, 1, form), 0, reverse=True), form)
-    return g, late, early, after, decay_of(tl.sum(g, 0), form)
+    if form.SINGLE:  # differences of running sums would round
+        if form.LOW:
+            early = decay_of(tl.cumsum(_gates(gate, place, first, depth, end, -1, form), 0), form)
+        until = tl.cumsum(_gates(gate, place, first, depth, end, 1, form), 0, reverse=True)
+    else:
+        if form.LOW:
+            early = decay_of(tl.minimum(since - g, 0.0), form)
+        until = tl.minimum((total[None, :] if form.GATE == 2 else total) - since, 0.0)
+    return g, late, early, decay_of(until, form), decay_of(total, form)
 
 
 @triton.jit
@@ -289,6 +296,36 @@ def _by_levels(sums, tq, tk, ta, tb, g, form: tl.constexpr):
 
 
 @triton.jit
+def _by_edges(sums, tq, tk, ta, tb, g, form: tl.constexpr):
+    """`_by_levels` in half precision, by `_levels.py`."""
+    i, j = tl.arange(0, form.C)[:, None], tl.arange(0, form.C)[None, :]
+    C: tl.constexpr = form.C
+    BS: tl.constexpr = form.BS
+    LEVELS: tl.constexpr = form.LEVELS
+    ab, qb, ak, qk = sums
+    wide = tq.to(tl.float32)
+    qb += tl.where(i == j, tl.sum(wide * tb.to(tl.float32), 1)[:, None], 0.0)
+    G = tl.cumsum(g, 0) * 1.4426950408889634
+    if form.LOW:
+        qk += tl.where(i == j, tl.sum(wide * tk.to(tl.float32), 1)[:, None], 0.0)
+        early = G - g * 1.4426950408889634
+    for level in tl.static_range(LEVELS):
+        here = joined(level, C) & (i > j)
+        decay = edge_decay(G, G, level, C, BS)
+        if form.LOW:
+            right = right_rows(level, C)
+            of_q = (tl.where(right, tq, tk) * decay).to(tq.dtype)
+            of_a = (tl.where(right, ta, tb) * edge_decay(tl.where(right, early, G), G, level, C, BS)).to(tq.dtype)
+            ak += tl.where(here, tl.dot(of_a, tl.trans(of_q)), 0.0)
+            qk += tl.where(here, tl.dot(of_q, tl.trans(of_q)), 0.0)
+        else:
+            of_q, of_a = (tq * decay).to(tq.dtype), (tk * decay).to(tq.dtype)
+        ab += tl.where(here, tl.dot(of_a, tl.trans(of_a)), 0.0)
+        qb += tl.where(here, tl.dot(of_q, tl.trans(of_a)), 0.0)
+    return ab, qb, ak, qk
+
+
+@triton.jit
 def _square(form: tl.constexpr):
     return tl.arange(0, form.C)[:, None] * form.C + tl.arange(0, form.C)[None, :]
 
@@ -313,7 +350,7 @@ def _keep_lengths(lengths, spot, of_q, of_k, form: tl.constexpr):
 @triton.jit
 def pairs_by_token(q, k, gate, matrices, packing, form: tl.constexpr):
     """The delta rule with a gate per token: P and A of a chunk, and one over the lengths of its q and k."""
-    n, h, start, tokens, chunk = _of_chunk(packing)
+    n, h, start, tokens, chunk = find_chunk(packing)
     first = chunk * form.C
     if first >= tokens:
         return
@@ -334,7 +371,7 @@ def pairs_by_token(q, k, gate, matrices, packing, form: tl.constexpr):
 @triton.jit
 def pairs_by_channel(q, k, a, b, gate, matrices, packing, form: tl.constexpr):
     """A chunk's matrices but T with a gate per channel (for RWKV-7 T's place holds A), and one over the lengths."""
-    n, h, start, tokens, chunk = _of_chunk(packing)
+    n, h, start, tokens, chunk = find_chunk(packing)
     first = chunk * form.C
     if first >= tokens:
         return
@@ -350,7 +387,10 @@ def pairs_by_channel(q, k, a, b, gate, matrices, packing, form: tl.constexpr):
         if form.LOW:
             ta, tb = _rows(a, from_a, rows, depth, tokens, form), _rows(b, from_b, rows, depth, tokens, form)
         g = _gates(gate, from_g, first, depth, tokens, 0, form)
-        ab, qb, ak, qk = _by_levels((ab, qb, ak, qk), tq, tk, ta, tb, g, form)
+        if form.SINGLE:
+            ab, qb, ak, qk = _by_levels((ab, qb, ak, qk), tq, tk, ta, tb, g, form)
+        else:
+            ab, qb, ak, qk = _by_edges((ab, qb, ak, qk), tq, tk, ta, tb, g, form)
         if form.NORMALIZE:
             of_q += tl.sum(tq.to(tl.float32) * tq.to(tl.float32), 1)
             of_k += tl.sum(tk.to(tl.float32) * tk.to(tl.float32), 1)
@@ -373,7 +413,7 @@ def pairs_by_channel(q, k, a, b, gate, matrices, packing, form: tl.constexpr):
 @triton.jit
 def invert_chunks(source, beta, matrices, packing, form: tl.constexpr):
     """T of a chunk of two times form.C rows, from A in `source`: each half's, and what joins them."""
-    n, h, start, tokens, chunk = _of_chunk(packing)
+    n, h, start, tokens, chunk = find_chunk(packing)
     C: tl.constexpr = form.C
     if chunk * (2 * C) >= tokens:
         return
@@ -601,6 +641,40 @@ def _inner_by_channel(sums, tq, tk, ta, tb, g, pairs, form: tl.constexpr):
 
 
 @triton.jit
+def _inner_by_edges(sums, dg, tq, tk, ta, tb, g, pairs, form: tl.constexpr):
+    """`_inner_by_channel` in half precision, by `_levels.py`, from symmetric pairs; adds to the gate's gradient too."""
+    dqb, _b, dab, _d, dqk, _f, dak, _h = pairs
+    C: tl.constexpr = form.C
+    BS: tl.constexpr = form.BS
+    LEVELS: tl.constexpr = form.LEVELS
+    dq, da, db, dk = sums
+    G = tl.cumsum(g, 0) * 1.4426950408889634
+    for level in tl.static_range(LEVELS):
+        here, right = joined(level, C), right_rows(level, C)
+        decay = edge_decay(G, G, level, C, BS)
+        of_a = decay
+        if form.LOW:
+            of_a = edge_decay(tl.where(right, G - g * 1.4426950408889634, G), G, level, C, BS)
+        mixed, other = tl.where(right, tq, tb), tl.where(right, ta, tb)
+        found = decay * tl.dot(tl.where(here, dqb, 0.0), (mixed * decay).to(tq.dtype))
+        more = of_a * tl.dot(tl.where(here, dab, 0.0), (other * of_a).to(tq.dtype))
+        dq += tl.where(right, found, 0.0)
+        da += tl.where(right, more, 0.0)
+        db += tl.where(right, 0.0, found + more)
+        crossed = mixed * found + other * more
+        if form.LOW:
+            mixed, other = tl.where(right, tq, tk), tl.where(right, ta, tk)
+            found = decay * tl.dot(tl.where(here, dqk, 0.0), (mixed * decay).to(tq.dtype))
+            more = of_a * tl.dot(tl.where(here, dak, 0.0), (other * of_a).to(tq.dtype))
+            dq += tl.where(right, found, 0.0)
+            da += tl.where(right, more, 0.0)
+            dk += tl.where(right, 0.0, found + more)
+            crossed += mixed * found + other * more
+        dg += chosen_sums(crossings(level, C, False), crossed, tq)
+    return dq, da, db, dk, dg
+
+
+@triton.jit
 def _diagonal(x, form: tl.constexpr):
     i, j = tl.arange(0, form.C)[:, None], tl.arange(0, form.C)[None, :]
     return tl.sum(tl.where(i == j, x, 0.0), 1)[:, None]
@@ -609,7 +683,7 @@ def _diagonal(x, form: tl.constexpr):
 @triton.jit
 def gradients_by_token(q, k, gate, beta, do, states, grads, packing, scale, form: tl.constexpr):
     """The delta rule with a gate per token: a chunk's gradients of q, k and the gate."""
-    n, h, start, tokens, chunk = _of_chunk(packing)
+    n, h, start, tokens, chunk = find_chunk(packing)
     first = chunk * form.C
     if first >= tokens:
         return
@@ -677,17 +751,24 @@ def _slice_gradients(
     da = sign * early * _sum_by_states(from_dx, step, states.before, at, rows, depth, tokens, form, BS)
     db = after * _sum_by_states(from_solved, step, states.later, at, rows, depth, tokens, form, BS)
     db *= factor[:, None]
-    end = whole * _held(states, at, depth, form, BS) + tl.sum(tb * db, 0)
+    end = whole * _held(states, at, depth, form, BS)
+    until = tb * db
     dk = db
     if form.LOW:
         from_v = find_head(v, n, h, packing.ends, start)
         dk = after * _sum_by_states(from_v, v.token, states.later, at, rows, depth, tokens, form, BS)
-        end += tl.sum(tk * dk, 0)
-    dq, da, db, dk = _inner_by_channel((dq, da, db, dk), tq, tk, ta, tb, g, pairs, form)
-    since = tq * dq - tb * db + ta * da
-    if form.LOW:
-        since -= tk * dk
-    dg = tl.cumsum(since, 0, reverse=True) + end[None, :]
+        until += tk * dk
+    if form.SINGLE:
+        end += tl.sum(until, 0)
+        dq, da, db, dk = _inner_by_channel((dq, da, db, dk), tq, tk, ta, tb, g, pairs, form)
+        since = tq * dq - tb * db + ta * da
+        if form.LOW:
+            since -= tk * dk
+        dg = tl.cumsum(since, 0, reverse=True) + end[None, :]
+    else:
+        i, j = tl.arange(0, form.C)[:, None], tl.arange(0, form.C)[None, :]
+        dg = end[None, :] + chosen_sums(j >= i, tq * dq + ta * da, tq) + chosen_sums(j < i, until, tq)
+        dq, da, db, dk, dg = _inner_by_edges((dq, da, db, dk), dg, tq, tk, ta, tb, g, pairs, form)
     if form.LOW:  # a row's own gate follows its read
         dg -= ta * da
     _store_rows(grads.g, packing, n, h, start, rows, depth, tokens, dg, form.K)
@@ -724,7 +805,7 @@ def gradients_by_channel(
     q, k, v, a, b, gate, beta, do, matrices, states, grads, packing, scale, form: tl.constexpr
 ):  # fmt: skip
     """A gate per channel: a chunk's gradients of q, k, a, b and the gate, some channels at a time."""
-    n, h, start, tokens, chunk = _of_chunk(packing)
+    n, h, start, tokens, chunk = find_chunk(packing)
     first = chunk * form.C
     if first >= tokens:
         return
@@ -751,6 +832,10 @@ def gradients_by_channel(
         ak = _sum_of_pairs(from_dx, step, from_v, v.token, rows, tokens, form)
         ak_t = _sum_of_pairs(from_v, v.token, from_dx, step, rows, tokens, form)
     kind: tl.constexpr = v.data.dtype.element_ty
+    if not form.SINGLE:
+        below = tl.arange(0, C)[:, None] >= tl.arange(0, C)[None, :]
+        qb, ab = tl.where(below, qb, qb_t), tl.where(below, ab, ab_t)
+        qk, ak = tl.where(below, qk, qk_t), tl.where(below, ak, ak_t)
     pairs = (
         qb.to(kind), qb_t.to(kind), ab.to(kind), ab_t.to(kind), qk.to(kind), qk_t.to(kind), ak.to(kind), ak_t.to(kind)
     )  # fmt: skip
