@@ -29,8 +29,18 @@ class PairForm(NamedTuple):
     SINGLE: bool  # no
 
 
+class Prepared(NamedTuple):
+    """Of all chunks, (sequences, heads, chunks, ...), or packed (heads, chunks, ...)."""
+
+    pairs: Any  # the weights of q with k, (C, C)
+    q: Any  # times its decay since the chunk began, (C, K)
+    k: Any  # times its decay until the chunk ends
+    sums: Any  # of the gates, (K,) in float32
+
+
 class Own(NamedTuple):
-    """(B, T, value heads, K), contiguous: dq and dk hold what the states bring, and then the sums."""
+    """(B, T, value heads, K), contiguous: dq and dk hold what the states bring, without its rows'
+    decays, and then the gradients."""
 
     q: Any
     k: Any
@@ -41,13 +51,13 @@ class Own(NamedTuple):
 
 @triton.jit
 def _channels(gate, place, rows, depth, tokens, form: tl.constexpr):
-    """Running sums of a chunk's gates times log2(e), and where right rows begin to see."""
+    """A chunk's gates times log2(e): their running sums, those when a row sees the state, and their sums."""
     g = tile_at(place, gate.token, rows, depth, tokens, form.K).to(tl.float32) * 1.4426950408889634
     G = tl.cumsum(g, 0)
     early = G
     if form.SHIFT:
         early = G - g
-    return G, early
+    return G, early, tl.sum(g, 0)
 
 
 @triton.jit
@@ -60,34 +70,39 @@ def _bonus(bonus, gate, h, depth, form: tl.constexpr):
 
 
 @triton.jit
-def own_pairs(q, k, gate, bonus, pairs, packing, form: tl.constexpr):
-    """The weights of a chunk's q with its k."""
+def own_pairs(q, k, gate, bonus, made, packing, form: tl.constexpr):
+    """What the scans need of a chunk: the weights of q with k, q and k with their decays, and the gates' sums."""
     n, h, start, tokens, chunk = find_chunk(packing)
     first = chunk * form.C
     if first >= tokens:
         return
     C: tl.constexpr = form.C
-    LEVELS: tl.constexpr = form.LEVELS
     row = tl.arange(0, C)
     i, j = row[:, None], row[None, :]
     from_q, from_k = find_head(q, n, h, packing.ends, start), find_head(k, n, h, packing.ends, start)
     from_g = find_head(gate, n, h, packing.ends, start)
     found, diagonal = tl.zeros([C, C], tl.float32), tl.zeros([C], tl.float32)
+    spot = tl.program_id(1).to(tl.int64) * packing.chunks + tl.program_id(0)
     for part in range((form.K + form.BS - 1) // form.BS):
         depth = part * form.BS + tl.arange(0, form.BS)
         tq = tile_at(from_q, q.token, first + row, depth, tokens, form.K)
         tk = tile_at(from_k, k.token, first + row, depth, tokens, form.K)
-        G, early = _channels(gate, from_g, first + row, depth, tokens, form)
+        G, early, total = _channels(gate, from_g, first + row, depth, tokens, form)
         u = _bonus(bonus, gate, h, depth, form)
+        here = (depth < form.K)[None, :]
+        spots = spot * (C * form.K) + row[:, None] * form.K + depth[None, :]
+        until = tl.minimum(total[None, :] - G, 0.0)
+        tl.store(made.q + spots, (tq * tl.exp2(tl.minimum(early, 0.0))).to(tq.dtype), mask=here)
+        tl.store(made.k + spots, (tk * tl.exp2(until)).to(tk.dtype), mask=here)
+        tl.store(made.sums + spot * form.K + depth, total * 0.6931471805599453, mask=depth < form.K)
         diagonal += tl.sum(tq.to(tl.float32) * tk.to(tl.float32) * u[None, :], 1)
-        for level in tl.static_range(LEVELS):
+        for level in range(form.LEVELS):
             right = right_rows(level, C)
             decay = edge_decay(tl.where(right, early, G), G, level, C, form.BS)
             mixed = (tl.where(right, tq, tk) * decay).to(tq.dtype)
             found += tl.where(joined(level, C), tl.dot(mixed, tl.trans(mixed)), 0.0)
     found = tl.where(i > j, found, tl.where(i == j, diagonal[:, None], 0.0))
-    spot = tl.program_id(1).to(tl.int64) * packing.chunks + tl.program_id(0)
-    tl.store(pairs + spot * (C * C) + i * C + j, found)
+    tl.store(made.pairs + spot * (C * C) + i * C + j, found)
 
 
 @triton.jit
@@ -115,7 +130,6 @@ def own_gradients(q, k, v, gate, bonus, do, grads, packing, scale, form: tl.cons
         return
     C: tl.constexpr = form.C
     BS: tl.constexpr = form.BS
-    LEVELS: tl.constexpr = form.LEVELS
     rows = first + tl.arange(0, C)
     i, j = tl.arange(0, C)[:, None], tl.arange(0, C)[None, :]
     both = scale * _products(do, v, n, h, start, rows, tokens, packing, form)
@@ -132,16 +146,18 @@ def own_gradients(q, k, v, gate, bonus, do, grads, packing, scale, form: tl.cons
         at = ours + depth[None, :]
         tq = tile_at(from_q, q.token, rows, depth, tokens, form.K)
         tk = tile_at(from_k, k.token, rows, depth, tokens, form.K)
-        G, early = _channels(gate, from_g, rows, depth, tokens, form)
+        G, early, total = _channels(gate, from_g, rows, depth, tokens, form)
         u = _bonus(bonus, gate, h, depth, form)
         mine = diagonal * u[None, :]
         dq = tl.load(grads.q + at, mask=inside, other=0.0).to(tl.float32)
         dk = tl.load(grads.k + at, mask=inside, other=0.0).to(tl.float32)
+        dq *= tl.exp2(tl.minimum(early, 0.0))
+        dk *= tl.exp2(tl.minimum(total[None, :] - G, 0.0))
         dg = tl.load(grads.ends + spot * form.K + depth, mask=depth < form.K, other=0.0)[None, :]
         dg += chosen_sums(j > i if form.SHIFT else j >= i, tq * dq, tq) + chosen_sums(j < i, tk * dk, tq)
         dq += mine * tk
         dk += mine * tq
-        for level in tl.static_range(LEVELS):
+        for level in range(form.LEVELS):
             right = right_rows(level, C)
             decay = edge_decay(tl.where(right, early, G), G, level, C, BS)
             mixed = tl.where(right, tq, tk)
@@ -166,29 +182,18 @@ def _own(pairs, place, c, form: tl.constexpr):
 
 
 @triton.jit
-def _across(state, a, b, c, g, up, down, form: tl.constexpr):
-    """What a chunk's rows get from the state (times `down`), and the state after the chunk (new pairs times `up`)."""
-    since, total = tl.cumsum(g, 0), tl.sum(g, 0)
-    soon, whole = decay_of(tl.minimum(total[None, :] - since, 0.0), form), decay_of(total, form)
-    late = decay_of(tl.minimum(since - g, 0.0) if form.SHIFT else since, form)
-    if form.REVERSE:
-        late, soon = soon, late
-    if form.INSIDE:
-        out = tl.dot((a * late).to(a.dtype), state.to(a.dtype))
-        new = tl.dot(tl.trans((b * soon).to(b.dtype)), c)
-        state = state * whole[:, None]
-    else:
-        out = late * tl.dot(a, state.to(a.dtype))
-        new = tl.dot(tl.trans(b), (c * soon).to(c.dtype))
-        state = state * whole[None, :]
-    return out * down, state + up * new, whole, total
+def _of_chunk(x, place, columns, form: tl.constexpr, WIDTH: tl.constexpr):
+    """Rows of a chunk that were made before the scan."""
+    at = (place * form.C + tl.arange(0, form.C))[:, None] * WIDTH + columns[None, :]
+    return tl.load(x + at, mask=(columns < WIDTH)[None, :], other=0.0)
 
 
 @triton.jit
 def scan_channels(
-    a, b, c, out, gate, pairs, ends, states, sequences, scale, form: tl.constexpr, OUT: tl.constexpr
+    a, b, c, out, made, ends, states, sequences, scale, form: tl.constexpr, OUT: tl.constexpr
 ):  # fmt: skip
-    """`scan_chunks` for a gate per channel in half precision. The chunk's own part is in out with `pairs` only.
+    """`scan_chunks` for a gate per channel in half precision, with q and k that have their decays. If a and b are they,
+    out is whole; else it lacks the chunk's own part, and the decays of its rows.
 
     Forward writes the states before chunks to states.marks, where they are; reversed, `ends`."""
     BN: tl.constexpr = form.BN
@@ -207,9 +212,11 @@ def scan_channels(
     size: tl.constexpr = form.D * form.N
     given = pair.to(tl.int64) * size + depth[:, None] * states.row + columns[None, :] * states.column
     state = first_state(states, given, segment, pair.to(tl.int64) * size + plain, inside, form, OUT)
-    from_a, from_b = find_head(a, n, h, sequences.ends, start), find_head(b, n, h, sequences.ends, start)
-    from_c, to = find_head(c, n, h, sequences.ends, start), find_head(out, n, h, sequences.ends, start)
-    from_g = find_head(gate, n, h, sequences.ends, start)
+    to = find_head(out, n, h, sequences.ends, start)
+    if form.INSIDE:
+        from_c = find_head(c, n, h, sequences.ends, start)
+    else:
+        from_a, from_b = find_head(a, n, h, sequences.ends, start), find_head(b, n, h, sequences.ends, start)
     room = find_room(sequences, pair, h, n, start, form.C)
     up, down = (scale, 1.0) if form.REVERSE else (1.0, scale)
     decay = tl.zeros([wide], tl.float32)
@@ -218,13 +225,18 @@ def scan_channels(
     for step in range(chunks):
         first = begin + (chunks - 1 - step if form.REVERSE else step) * form.C
         rows, place = first + inner, room + first // form.C
-        ta, tb = tile_at(from_a, a.token, rows, depth, end, form.D), tile_at(from_b, b.token, rows, depth, end, form.D)
-        tc = tile_at(from_c, c.token, rows, columns, end, form.N)
-        g = tile_at(from_g, gate.token, rows, channels, end, most).to(tl.float32)
-        found, other, whole, total = _across(state, ta, tb, tc, g, up, down, form)
+        if form.INSIDE:
+            ta, tb = _of_chunk(a, place, depth, form, form.D), _of_chunk(b, place, depth, form, form.D)
+            tc = tile_at(from_c, c.token, rows, columns, end, form.N)
+        else:
+            ta, tb = tile_at(from_a, a.token, rows, depth, end, form.D), tile_at(from_b, b.token, rows, depth, end, form.D)
+            tc = _of_chunk(c, place, columns, form, form.N)
+        total = tl.load(made.sums + place * most + channels, mask=channels < most, other=0.0)
+        whole = decay_of(total, form)
         if OUT:
-            if pairs is not None:
-                found += scale * _own(pairs, place, tc, form)
+            found = down * tl.dot(ta, state.to(ta.dtype))
+            if form.INSIDE:
+                found += scale * _own(made.pairs, place, tc, form)
             there = (rows < end)[:, None] & (columns < form.N)[None, :]
             tl.store(to + rows.to(tl.int64)[:, None] * out.token + columns[None, :], found, mask=there)
             if states.marks is not None:
@@ -234,6 +246,7 @@ def scan_channels(
                     tl.store(ends + place * form.N + columns, met, mask=columns < form.N)
                 else:
                     tl.store(spots, state, mask=inside)
-        state = other
+        state *= whole[:, None] if form.INSIDE else whole[None, :]
+        state += up * tl.dot(tl.trans(tb), tc)
         decay += total
     finish(states, state, decay, given, segment, pair.to(tl.int64) * size + plain, inside, channels, form, OUT)

@@ -10,7 +10,7 @@ import triton
 from ridgeline import device
 from ridgeline.boundary import launch
 from ridgeline.ops.recurrent import _step
-from ridgeline.ops.recurrent._channels import Own, PairForm, own_gradients, own_pairs, scan_channels
+from ridgeline.ops.recurrent._channels import Own, PairForm, Prepared, own_gradients, own_pairs, scan_channels
 from ridgeline.ops.recurrent._delta import Packing
 from ridgeline.ops.recurrent._scan import Form, Gradient, Rows, Sequences, States, chain_segments, scan_chunks
 
@@ -69,8 +69,8 @@ class Pass(NamedTuple):
     into: Maybe = None  # dg
     marks: Maybe = None
     bonus: Maybe = None  # du
-    pairs: Maybe = None  # the weights of q with k, in half precision with a gate per channel, and
-    ends: Maybe = None  # the sums of states times their gradients
+    made: Prepared | None = None  # in half precision with a gate per channel, whose q and k are among a, b and c
+    ends: Maybe = None
 
 
 def tiles(gpu: device.Device, dtype: torch.dtype, gate: int, D: int, N: int) -> tuple[int, int, int, int]:
@@ -81,7 +81,7 @@ def tiles(gpu: device.Device, dtype: torch.dtype, gate: int, D: int, N: int) -> 
     if gpu.capability != 90:  # elsewhere the larger tiles spill (sm_80) or fail to compile (sm_100)
         return min(BN, 32), 32, 4, 1
     if gate == 2:
-        return min(BN, 64 if BD <= 128 else 32), 64 if BD <= 128 else 32, 8, 1
+        return min(BN, 64 if BD <= 128 else 32), 64, 4 if BD <= 128 else 8, 2  # two programs a multiprocessor
     BN = min(BN, 128 if BD <= 128 else 64)
     return BN, 64, 8 if BD * BN >= 128 * 64 else 4, 2
 
@@ -104,7 +104,7 @@ def segments(gpu: device.Device, programs: int, tokens: int, unit: int) -> tuple
 def scan(call: Call, one: Pass) -> None:
     """Starts a pass: one kernel, or where a sequence is cut into segments, three."""
     gpu, N, HV = device.of(one.a), call.sequences, call.v.shape[2]
-    D, width, T = one.a.shape[3], one.c.shape[3], call.q.shape[1]
+    D, width, T = one.a.shape[-1], one.c.shape[-1], call.q.shape[1]
     BN, C, warps, stages = tiles(gpu, one.a.dtype, call.gate, D, width)
     slices = -(-width // BN)
     count, length = segments(gpu, N * HV * slices, T, C)
@@ -127,15 +127,18 @@ def scan(call: Call, one: Pass) -> None:
         of = one.sums.stride()
         gradient = Gradient(*call.rows(one.own), one.sums, one.into, of[0], of[1], of[2], partial)
     where = Sequences(call.ends, T, HV, length, count, call.room(C))
-    gate = None if call.g is None else call.rows(call.g)
-    args = *(call.rows(t) for t in (one.a, one.b, one.c, one.out)), gate
     facts: dict[str, Any] = {"form": form, "num_warps": warps, "num_stages": stages}
-    kernel: Any = scan_channels if call.by_channel else scan_chunks
-    more = (one.pairs, one.ends, states) if call.by_channel else (call.u, states, gradient)
+    kernel: Any = scan_chunks
+    gate = None if call.g is None else call.rows(call.g)
+    args: tuple[Any, ...] = *(call.rows(t) for t in (one.a, one.b, one.c, one.out)), gate, call.u, states, gradient
+    if one.made is not None:
+        a, b, c = one.a, one.b, one.c
+        roles = (a, b, call.rows(c)) if one.inside else (call.rows(a), call.rows(b), c)
+        kernel, args = scan_channels, (*roles, call.rows(one.out), one.made, one.ends, states)
     if starts is not None:
-        launch(kernel, (count * slices, N * HV), *args, *more, where, call.scale, **facts, OUT=False)
+        launch(kernel, (count * slices, N * HV), *args, where, call.scale, **facts, OUT=False)
         launch(chain_segments, (slices, N * HV), states, count, **facts)
-    launch(kernel, (count * slices, N * HV), *args, *more, where, call.scale, **facts, OUT=True)
+    launch(kernel, (count * slices, N * HV), *args, where, call.scale, **facts, OUT=True)
     if partial is not None and one.bonus is not None:
         torch.sum(partial, 0, out=one.bonus)
 
@@ -145,8 +148,11 @@ def fwd(o: torch.Tensor, last: torch.Tensor, *inputs: Any) -> None:
     if call.q.shape[1] == 1 and call.ends is None:
         _step.start(o, last, _step.Token(*inputs[:5]), call.first, call.scale)
         return
-    pairs = own_weights(call) if call.by_channel else None
-    scan(call, Pass(call.q, call.k, call.v, o, True, False, call.first, last, pairs=pairs))
+    q, k, made = call.q, call.k, None
+    if call.by_channel:
+        made = own_weights(call)
+        q, k = made.q, made.k
+    scan(call, Pass(q, k, call.v, o, True, False, call.first, last, made=made))
 
 
 def _own(call: Call) -> tuple[PairForm, Packing, tuple[int, int], int]:
@@ -159,12 +165,15 @@ def _own(call: Call) -> tuple[PairForm, Packing, tuple[int, int], int]:
     return form, Packing(call.ends, T, HV, chunks, call.sequences, C, B * T * HV), (chunks, B * HV), warps
 
 
-def own_weights(call: Call) -> torch.Tensor:
+def own_weights(call: Call) -> Prepared:
     form, packing, grid, warps = _own(call)
-    pairs = torch.empty((*grid, form.C, form.C), dtype=call.q.dtype, device=call.q.device)
+    fresh: dict[str, Any] = {"dtype": call.q.dtype, "device": call.q.device}
+    rows = [torch.empty((*grid, form.C, form.K), **fresh) for _ in range(2)]
+    sums = torch.empty((*grid, form.K), dtype=torch.float32, device=call.q.device)
+    made = Prepared(torch.empty((*grid, form.C, form.C), **fresh), *rows, sums)
     args = *(call.rows(t) for t in (call.q, call.k, call.g) if t is not None), call.u
-    launch(own_pairs, grid, *args, pairs, packing, form=form, num_warps=warps, num_stages=1)
-    return pairs
+    launch(own_pairs, grid, *args, made, packing, form=form, num_warps=warps, num_stages=1)
+    return made
 
 
 def bwd_by_channel(
@@ -179,11 +188,11 @@ def bwd_by_channel(
     ends, partial = torch.empty((*grid, form.K), **fresh), None
     if du is not None:
         partial = torch.zeros((call.v.shape[0], call.v.shape[2], grid[0], form.K), **fresh)
-    scan(call, Pass(do, v, k, dq, False, False, call.first, None, marks=marks))
-    scan(call, Pass(v, do, q, dk, False, True, dlast, None, marks=marks, ends=ends))
+    made = own_weights(call)
+    scan(call, Pass(do, v, made.k, dq, False, False, call.first, None, marks=marks, made=made))
+    scan(call, Pass(v, do, made.q, dk, False, True, dlast, None, marks=marks, made=made, ends=ends))
+    scan(call, Pass(made.k, made.q, do, dv, True, True, dlast, dfirst, made=made))
     del marks
-    pairs = own_weights(call)
-    scan(call, Pass(k, q, do, dv, True, True, dlast, dfirst, pairs=pairs))
     args = *(call.rows(t) for t in (q, k, v, call.g) if t is not None), call.u, call.rows(do)
     launch(
         own_gradients, grid, *args, Own(dq, dk, dg, ends, partial), packing, call.scale, form=form, num_warps=warps,

@@ -301,7 +301,6 @@ def _by_edges(sums, tq, tk, ta, tb, g, form: tl.constexpr):
     i, j = tl.arange(0, form.C)[:, None], tl.arange(0, form.C)[None, :]
     C: tl.constexpr = form.C
     BS: tl.constexpr = form.BS
-    LEVELS: tl.constexpr = form.LEVELS
     ab, qb, ak, qk = sums
     wide = tq.to(tl.float32)
     qb += tl.where(i == j, tl.sum(wide * tb.to(tl.float32), 1)[:, None], 0.0)
@@ -309,7 +308,7 @@ def _by_edges(sums, tq, tk, ta, tb, g, form: tl.constexpr):
     if form.LOW:
         qk += tl.where(i == j, tl.sum(wide * tk.to(tl.float32), 1)[:, None], 0.0)
         early = G - g * 1.4426950408889634
-    for level in tl.static_range(LEVELS):
+    for level in range(form.LEVELS):
         here = joined(level, C) & (i > j)
         decay = edge_decay(G, G, level, C, BS)
         if form.LOW:
@@ -646,10 +645,9 @@ def _inner_by_edges(sums, dg, tq, tk, ta, tb, g, pairs, form: tl.constexpr):
     dqb, _b, dab, _d, dqk, _f, dak, _h = pairs
     C: tl.constexpr = form.C
     BS: tl.constexpr = form.BS
-    LEVELS: tl.constexpr = form.LEVELS
     dq, da, db, dk = sums
     G = tl.cumsum(g, 0) * 1.4426950408889634
-    for level in tl.static_range(LEVELS):
+    for level in range(form.LEVELS):
         here, right = joined(level, C), right_rows(level, C)
         decay = edge_decay(G, G, level, C, BS)
         of_a = decay

@@ -61,7 +61,7 @@ class Tiles(NamedTuple):
     stages: int
 
 
-def delta_tiles(gpu: device.Device, dtype: torch.dtype, gate: int, K: int, V: int) -> Tiles:
+def delta_tiles(gpu: device.Device, dtype: torch.dtype, gate: int, low: bool, K: int, V: int) -> Tiles:
     BK, BV = (max(16, triton.next_power_of_2(n)) for n in (K, V))
     if gpu.backend == "cpu":  # the interpreter: several chunks and slices
         return Tiles(32, min(BV, 32), min(BV, 32), 16, (4, 4, 4), 1)
@@ -70,7 +70,7 @@ def delta_tiles(gpu: device.Device, dtype: torch.dtype, gate: int, K: int, V: in
     if gpu.capability == 90 and gate == 1 and max(BK, BV) <= 128:
         return Tiles(64, min(BV, 64), min(BV, 64), BK, (4, 4, 8), 1)
     if gpu.capability == 90 and max(BK, BV) <= 128:
-        return Tiles(64, min(BV, 64), min(BV, 64), min(BK, 32), (8, 8, 8), 1)
+        return Tiles(64, min(BV, 64), min(BV, 64), min(BK, 16 if low else 32), (8, 8, 8), 1)
     BV = min(BV, 64 if BK <= 128 else 32)
     return Tiles(32, BV, min(BV, 32), 16, (4, 8 if BK > 64 else 4, 4), 1)  # more channels or warps spill far more
 
@@ -91,7 +91,7 @@ def prepare(call: DeltaCall) -> Plan:
     """Makes the matrices of all chunks."""
     (B, T, HV, V), K = call.v.shape, call.k.shape[3]
     gpu, low = device.of(call.v), call.a is not None
-    tiles = delta_tiles(gpu, call.v.dtype, call.g.dim() - 2, K, V)
+    tiles = delta_tiles(gpu, call.v.dtype, call.g.dim() - 2, low, K, V)
     C = tiles.rows
     form = DeltaForm(
         K, V, max(16, triton.next_power_of_2(K)), tiles.slice, tiles.channels, C, C.bit_length() - 1, call.g.dim() - 2,

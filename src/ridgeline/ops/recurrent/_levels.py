@@ -14,28 +14,28 @@ import triton.language as tl
 
 
 @triton.jit
-def right_rows(level: tl.constexpr, C: tl.constexpr):
+def right_rows(level, C: tl.constexpr):
     return (((tl.arange(0, C) >> level) & 1) == 1)[:, None]
 
 
 @triton.jit
-def joined(level: tl.constexpr, C: tl.constexpr):
+def joined(level, C: tl.constexpr):
     """Pairs of a row in a block of 2^level rows and one in the block that it is joined with."""
     return ((tl.arange(0, C)[:, None] ^ tl.arange(0, C)[None, :]) >> level) == 1
 
 
 @triton.jit
-def edge_decay(since, G, level: tl.constexpr, C: tl.constexpr, W: tl.constexpr):
+def edge_decay(since, G, level, C: tl.constexpr, W: tl.constexpr):
     """Of rows with the sum `since` in right blocks the decay since the edge between the blocks, of left ones until it.
     G: the running sums of the gates, as `since` times log2(e)."""
     row = tl.arange(0, C)
-    edge = ((row >> (level + 1)) << (level + 1)) + ((1 << level) - 1)
+    edge = (((row >> level) | 1) << level) - 1
     M = tl.gather(G, tl.broadcast_to(edge[:, None], (C, W)), 0)
     return tl.exp2(-tl.abs(since - M))
 
 
 @triton.jit
-def crossings(level: tl.constexpr, C: tl.constexpr, SHIFT: tl.constexpr):
+def crossings(level, C: tl.constexpr, SHIFT: tl.constexpr):
     """Ones for the rows whose pairs at a level lie on both sides of a gate: after it in a right block (with SHIFT not
     itself), before it in a left one."""
     t, r = tl.arange(0, C)[:, None], tl.arange(0, C)[None, :]
