@@ -35,6 +35,17 @@ class Matrices(NamedTuple):
     read: Any  # M for RWKV-7; for the delta rule A
     plain: Any  # N, RWKV-7 only
     lengths: Any  # one over the lengths of q and k, (B, heads, chunks, 2, C) in float32, if they are normalized
+    rows: Any  # in half precision with a gate per channel, rows of all chunks with their decays
+
+
+class DecayedRows(NamedTuple):
+    """(B, heads, chunks, C, K) in the data's dtype."""
+
+    q: Any  # times the decay since the chunk began
+    a: Any  # likewise; k for the delta rule
+    b: Any  # times the decay until the chunk ends; k for the delta rule
+    k: Any  # likewise, RWKV-7 only
+    sums: Any  # of the gates, (B, heads, chunks, K) in float32
 
 
 class ChunkStates(NamedTuple):
@@ -204,7 +215,7 @@ def _weigh(x, decay, form: tl.constexpr):
 @triton.jit
 def _reads(x, decay, state, form: tl.constexpr):
     """What rows read from a state: decay x S."""
-    if form.GATE == 1:
+    if form.GATE == 1 or not form.SINGLE:  # else per channel
         found = decay[:, None] * _dot(x, state, x, form)
     else:
         found = _dot(x * decay, state, x, form)
@@ -214,7 +225,7 @@ def _reads(x, decay, state, form: tl.constexpr):
 @triton.jit
 def _writes(x, decay, rows, form: tl.constexpr):
     """What rows add to a state: (decay x)^T rows."""
-    if form.GATE == 1:
+    if form.GATE == 1 or not form.SINGLE:
         found = _dot(tl.trans(x), rows * decay[:, None], x, form)
     else:
         found = _dot(tl.trans((x * decay).to(x.dtype)), rows, x, form)
@@ -368,6 +379,51 @@ def pairs_by_token(q, k, gate, matrices, packing, form: tl.constexpr):
 
 
 @triton.jit
+def _spots(spot, depth, form: tl.constexpr):
+    return (spot * form.C + tl.arange(0, form.C))[:, None] * form.K + depth[None, :]
+
+
+@triton.jit
+def _keep_rows(made, spot, depth, tq, tk, ta, tb, g, form: tl.constexpr):
+    """Writes a chunk's rows with their decays."""
+    since, total = tl.cumsum(g, 0), tl.sum(g, 0)
+    late, after = decay_of(since, form), decay_of(tl.minimum(total[None, :] - since, 0.0), form)
+    early = late
+    if form.LOW:
+        early = decay_of(tl.minimum(since - g, 0.0), form)
+        tl.store(made.k + _spots(spot, depth, form), (tk * after).to(tk.dtype), mask=(depth < form.K)[None, :])
+    tl.store(made.q + _spots(spot, depth, form), (tq * late).to(tk.dtype), mask=(depth < form.K)[None, :])
+    tl.store(made.a + _spots(spot, depth, form), (ta * early).to(tk.dtype), mask=(depth < form.K)[None, :])
+    tl.store(made.b + _spots(spot, depth, form), (tb * after).to(tk.dtype), mask=(depth < form.K)[None, :])
+    tl.store(made.sums + spot * form.K + depth, total, mask=depth < form.K)
+
+
+@triton.jit
+def _chain_rows(q, k, a, b, gate, places, made, spot, first, depth, tokens, form: tl.constexpr):
+    """A chunk's rows q, k, a and b, and their decays, which half precision with a gate per channel has in the rows."""
+    from_q, from_k, from_a, from_b, from_g = places
+    rows = first + tl.arange(0, form.C)
+    if form.GATE == 2 and not form.SINGLE:
+        C: tl.constexpr = form.C
+        at, inside = _spots(spot, depth, form), (depth < form.K)[None, :]
+        tq = tl.load(made.q + at, mask=inside, other=0.0)
+        ta, tb = tl.load(made.a + at, mask=inside, other=0.0), tl.load(made.b + at, mask=inside, other=0.0)
+        tk = tb
+        if form.LOW:
+            tk = tl.load(made.k + at, mask=inside, other=0.0)
+        late = tl.full([C], 1.0, tl.float32)
+        early, after = late, late
+        whole = decay_of(tl.load(made.sums + spot * form.K + depth, mask=depth < form.K, other=0.0), form)
+    else:
+        _g, late, early, after, whole = _decays(gate, from_g, first, depth, tokens, form)
+        tq, tk = _rows(q, from_q, rows, depth, tokens, form), _rows(k, from_k, rows, depth, tokens, form)
+        ta, tb = tk, tk
+        if form.LOW:
+            ta, tb = _rows(a, from_a, rows, depth, tokens, form), _rows(b, from_b, rows, depth, tokens, form)
+    return tq, tk, ta, tb, late, early, after, whole
+
+
+@triton.jit
 def pairs_by_channel(q, k, a, b, gate, matrices, packing, form: tl.constexpr):
     """A chunk's matrices but T with a gate per channel (for RWKV-7 T's place holds A), and one over the lengths."""
     n, h, start, tokens, chunk = find_chunk(packing)
@@ -379,6 +435,7 @@ def pairs_by_channel(q, k, a, b, gate, matrices, packing, form: tl.constexpr):
     from_q, from_k, from_a, from_b, from_g, _beta_at = _heads(q, k, a, b, gate, None, packing, n, h, start, form)
     ab, of_q = tl.zeros([C, C], tl.float32), tl.zeros([C], tl.float32)
     qb, ak, qk, of_k = ab, ab, ab, of_q
+    spot = tl.program_id(1).to(tl.int64) * packing.chunks + tl.program_id(0)
     for part in range((form.K + form.BS - 1) // form.BS):
         depth = part * form.BS + tl.arange(0, form.BS)
         tq, tk = _rows(q, from_q, rows, depth, tokens, form), _rows(k, from_k, rows, depth, tokens, form)
@@ -389,6 +446,7 @@ def pairs_by_channel(q, k, a, b, gate, matrices, packing, form: tl.constexpr):
         if form.SINGLE:
             ab, qb, ak, qk = _by_levels((ab, qb, ak, qk), tq, tk, ta, tb, g, form)
         else:
+            _keep_rows(matrices.rows, spot, depth, tq, tk, ta, tb, g, form)
             ab, qb, ak, qk = _by_edges((ab, qb, ak, qk), tq, tk, ta, tb, g, form)
         if form.NORMALIZE:
             of_q += tl.sum(tq.to(tl.float32) * tq.to(tl.float32), 1)
@@ -397,7 +455,6 @@ def pairs_by_channel(q, k, a, b, gate, matrices, packing, form: tl.constexpr):
         of_q, of_k = tl.rsqrt(of_q + 1e-6), tl.rsqrt(of_k + 1e-6)
         ab *= of_k[:, None] * of_k[None, :]
         qb *= of_q[:, None] * of_k[None, :]
-    spot = tl.program_id(1).to(tl.int64) * packing.chunks + tl.program_id(0)
     at = spot * (C * C) + _square(form)
     tl.store(matrices.pair + at, qb)
     if form.LOW:
@@ -456,7 +513,7 @@ def _shrink(late, early, after, lengths, chunk, form: tl.constexpr):
     if form.NORMALIZE:
         place = lengths + chunk * (2 * form.C) + tl.arange(0, form.C)
         of_q, of_k = tl.load(place), tl.load(place + form.C)
-        if form.GATE == 2:
+        if form.GATE == 2 and form.SINGLE:
             of_q, of_k = of_q[:, None], of_k[:, None]
         late, early, after = late * of_q, early * of_k, after * of_k
     return late, early, after
@@ -477,6 +534,7 @@ def chain_states(q, k, v, a, b, gate, beta, o, matrices, states, packing, scale,
     if states.first is not None:
         state = tl.load(states.first + ours, mask=inside, other=0.0)
     from_q, from_k, from_a, from_b, from_g, from_beta = _heads(q, k, a, b, gate, beta, packing, n, h, start, form)
+    places = from_q, from_k, from_a, from_b, from_g
     from_v = find_head(v, n, h, packing.ends, start)
     to = from_v
     if form.OUT:
@@ -487,13 +545,11 @@ def chain_states(q, k, v, a, b, gate, beta, o, matrices, states, packing, scale,
         at = (kept + chunk) * (form.C * form.C) + _square(form)
         if not form.OUT:
             tl.store(states.before + (kept + chunk) * size + spots, state, mask=inside)
-        tk = _rows(k, from_k, rows, depth, tokens, form)
         tv = tile_at(from_v, v.token, rows, columns, tokens, form.V)
-        _g, late, early, after, whole = _decays(gate, from_g, first, depth, tokens, form)
+        tq, tk, ta, tb, late, early, after, whole = _chain_rows(
+            q, k, a, b, gate, places, matrices.rows, kept + chunk, first, depth, tokens, form
+        )  # fmt: skip
         late, early, after = _shrink(late, early, after, matrices.lengths, kept + chunk, form)
-        ta, tb = tk, tk
-        if form.LOW:
-            ta, tb = _rows(a, from_a, rows, depth, tokens, form), _rows(b, from_b, rows, depth, tokens, form)
         x = _reads(ta, early, state, form)
         missing = tv - x
         if form.LOW:
@@ -507,7 +563,6 @@ def chain_states(q, k, v, a, b, gate, beta, o, matrices, states, packing, scale,
                 kept_rows = missing - _dot(tl.load(matrices.read + at), u, tv, form)
             _store_rows(states.solved, packing, n, h, start, rows, columns, tokens, kept_rows, form.V)
         if form.OUT:
-            tq = _rows(q, from_q, rows, depth, tokens, form)
             out = _reads(tq, late, state, form) + _dot(tl.load(matrices.pair + at), u, tv, form)
             if form.LOW:
                 out += _dot(tl.load(matrices.plain + at), tv, tv, form)
@@ -536,6 +591,7 @@ def chain_gradients(q, k, a, b, gate, beta, do, matrices, states, grads, packing
     if states.first is not None:
         state = tl.load(states.first + ours, mask=inside, other=0.0)
     from_q, from_k, from_a, from_b, from_g, from_beta = _heads(q, k, a, b, gate, beta, packing, n, h, start, form)
+    places = from_q, from_k, from_a, from_b, from_g
     from_do = find_head(do, n, h, packing.ends, start)
     zero = tl.arange(0, 1)
     chunks = tl.cdiv(tokens, form.C)
@@ -545,14 +601,11 @@ def chain_gradients(q, k, a, b, gate, beta, do, matrices, states, grads, packing
         rows = first + tl.arange(0, form.C)
         at = (kept + chunk) * (form.C * form.C) + _square(form)
         tl.store(states.later + (kept + chunk) * size + spots, state, mask=inside)
-        tq = _rows(q, from_q, rows, depth, tokens, form)
         tdo = tile_at(from_do, do.token, rows, columns, tokens, form.V)
-        _g, late, early, after, whole = _decays(gate, from_g, first, depth, tokens, form)
+        tq, tk, ta, tb, late, early, after, whole = _chain_rows(
+            q, k, a, b, gate, places, matrices.rows, kept + chunk, first, depth, tokens, form
+        )  # fmt: skip
         late, early, after = _shrink(late, early, after, matrices.lengths, kept + chunk, form)
-        tk = _rows(k, from_k, rows, depth, tokens, form)
-        ta, tb = tk, tk
-        if form.LOW:
-            ta, tb = _rows(a, from_a, rows, depth, tokens, form), _rows(b, from_b, rows, depth, tokens, form)
         du = scale * _dot(tl.trans(tl.load(matrices.pair + at)), tdo, tdo, form) + _reads(tb, after, state, form)
         dx = _dot(tl.trans(tl.load(matrices.inverse + at)), du, tdo, form)
         if form.LOW:

@@ -12,6 +12,7 @@ from ridgeline.boundary import launch
 from ridgeline.ops.recurrent import _step
 from ridgeline.ops.recurrent._delta import (
     ChunkStates,
+    DecayedRows,
     DeltaForm,
     Grads,
     Matrices,
@@ -58,7 +59,7 @@ class Tiles(NamedTuple):
     slice: int  # columns of v at a time in a program of one chunk
     channels: int  # at a time, where each has its gate
     warps: tuple[int, int, int]  # of the matrices, the chains and the gradients
-    stages: int
+    stages: int  # of the chains
 
 
 def delta_tiles(gpu: device.Device, dtype: torch.dtype, gate: int, low: bool, K: int, V: int) -> Tiles:
@@ -103,7 +104,13 @@ def prepare(call: DeltaCall) -> Plan:
     lengths = None
     if call.normalize:
         lengths = torch.empty((B, HV, chunks, 2, C), dtype=torch.float32, device=call.v.device)
-    matrices = Matrices(squares[0], squares[1], squares[2], squares[3] if low else None, lengths)
+    rows = None
+    if form.GATE == 2 and not form.SINGLE:
+        shape, fresh = (B, HV, chunks, C, K), {"dtype": call.v.dtype, "device": call.v.device}
+        some = [torch.empty(shape, **fresh) for _ in range(3 + low)]
+        sums = torch.empty((B, HV, chunks, K), dtype=torch.float32, device=call.v.device)
+        rows = DecayedRows(*some, *([] if low else [None]), sums)
+    matrices = Matrices(squares[0], squares[1], squares[2], squares[3] if low else None, lengths, rows)
     tensors = tuple(call.rows(t) for t in (call.q, call.k, call.v, call.a, call.b, call.g, call.beta))
     plan = Plan(
         form, tiles, Packing(call.ends, T, HV, chunks, sequences, C, B * T * HV), (chunks, B * HV),
@@ -163,7 +170,7 @@ def delta_bwd(
         form=plan.form._replace(BV=plan.tiles.chain), num_warps=plan.tiles.warps[1], num_stages=plan.tiles.stages,
     )  # fmt: skip
     states = ChunkStates(None, None, before, later, solved, turned)
-    facts: dict[str, Any] = {"form": plan.form, "num_warps": plan.tiles.warps[2], "num_stages": plan.tiles.stages}
+    facts: dict[str, Any] = {"form": plan.form, "num_warps": plan.tiles.warps[2], "num_stages": 1}
     if plan.form.GATE == 1:
         launch(
             gradients_by_token, plan.parallel, q, k, g, beta, rows, states, grads, plan.packing, call.scale, **facts
