@@ -14,7 +14,7 @@ from typing import Any
 import torch
 
 from ridgeline.op import Case, Op, Spec
-from ridgeline.ops.matmul import _few_bits, _few_rows
+from ridgeline.ops.matmul import _few_bits
 from ridgeline.ops.matmul._epilogue import ACTIVATIONS
 from ridgeline.ops.matmul._scaled import Scale
 
@@ -113,4 +113,3 @@ INT4_LINEAR.kernel(
     leaves=("fwd",),
     served=True,
 )
-_few_rows.best(INT4_LINEAR, _few_bits.fwd)

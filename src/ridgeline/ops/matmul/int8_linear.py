@@ -14,7 +14,7 @@ from typing import Any
 import torch
 
 from ridgeline.op import Case, Op, RidgelineError, Spec
-from ridgeline.ops.matmul import _few_bits, _few_rows
+from ridgeline.ops.matmul import _few_bits
 from ridgeline.ops.matmul._epilogue import ACTIVATIONS
 from ridgeline.ops.matmul._scaled import Scale
 
@@ -99,4 +99,3 @@ INT8_LINEAR.kernel(
     leaves=("fwd",),
     served=True,
 )
-_few_rows.best(INT8_LINEAR, _few_bits.fwd)
