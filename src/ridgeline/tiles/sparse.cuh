@@ -7,11 +7,15 @@
 #pragma once
 #include "mma.cuh"
 
-// A lane's word over 64 columns, for rows of 8 bytes that begin with the first of 16 rows.
+// A lane's word over 64 columns, of rows of 8 bytes in shared memory that begin with the first of 16 rows.
 __device__ inline unsigned kept_columns(const void* rows) {
     const int lane = threadIdx.x % 32;
-    const unsigned short* here = static_cast<const unsigned short*>(rows) + lane / 4 * 4 + lane % 4;
-    return here[0] | (unsigned)here[32] << 16;
+    unsigned word;
+    asm volatile("{ .reg .b16 low, high; ld.shared.b16 low, [%1]; ld.shared.b16 high, [%1 + 64]; mov.b32 %0, {low, high}; }"
+                 : "=r"(word)
+                 : "r"(shared_address(rows) + lane / 4 * 8 + lane % 4 * 2)
+                 : "memory");
+    return word;
 }
 
 #define MMA_SP(KIND, HALF) \

@@ -179,6 +179,16 @@ def blocks_of(values: torch.Tensor) -> tuple[int, int, int]:
     return -(-2 * values.shape[1] // BLOCK), values.shape[0], 8
 
 
+def unlike(given: torch.Tensor, metadata: torch.Tensor | None = None, *_: Any) -> str | None:
+    """Returns why kernels do not take a weight, or values with metadata, or None."""
+    if metadata is None:
+        return None if given.shape[1] % 4 == 0 else f"K must be a multiple of 4, and is {given.shape[1]}"
+    N, columns = given.shape  # K / 2 of values, K of a weight
+    if columns % 2 or tuple(metadata.shape) not in [(-(-K // BLOCK), N, 8) for K in (columns, 2 * columns)]:
+        return f"metadata of {tuple(metadata.shape)} is of another weight than {tuple(given.shape)}"
+    return None
+
+
 def check(op: str, values: Any, metadata: Any, **others: Any) -> None:
     """Raises RidgelineError unless values and metadata fit, and all tensors are dense and on one device."""
     for name, t in {"values": values, "metadata": metadata, **others}.items():

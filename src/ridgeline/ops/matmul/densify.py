@@ -21,14 +21,14 @@ DTYPES = ("float32", "float16", "bfloat16", "int8")
 
 
 @kernel_op("densify_fwd(Tensor values, Tensor metadata, str? impl) -> Tensor")
-def _forward(values: torch.Tensor, metadata: torch.Tensor, impl: str | None) -> torch.Tensor:
+def expanded(values: torch.Tensor, metadata: torch.Tensor, impl: str | None) -> torch.Tensor:
     w = values.new_empty((values.shape[0], 2 * values.shape[1]))
     run(DENSIFY, "fwd", impl, (w,), values, metadata)
     return w
 
 
 @kernel_op("densify_bwd(Tensor dw, Tensor metadata, str? impl) -> Tensor")
-def _backward(dw: torch.Tensor, metadata: torch.Tensor, impl: str | None) -> torch.Tensor:
+def gathered(dw: torch.Tensor, metadata: torch.Tensor, impl: str | None) -> torch.Tensor:
     dv = dw.new_empty((dw.shape[0], dw.shape[1] // 2))
     run(DENSIFY, "bwd", impl, (dv,), dw, metadata)
     return dv
@@ -39,12 +39,12 @@ class _Densify(Function):
     def forward(ctx: Any, values: torch.Tensor, metadata: torch.Tensor, impl: str | None) -> torch.Tensor:
         ctx.save_for_backward(metadata)
         ctx.impl = impl
-        return _forward(values, metadata, impl)
+        return expanded(values, metadata, impl)
 
     @staticmethod
     @first_order
     def backward(ctx: Any, dw: torch.Tensor) -> Any:
-        return _backward(dw, *ctx.saved_tensors, ctx.impl), None, None
+        return gathered(dw, *ctx.saved_tensors, ctx.impl), None, None
 
 
 def reference(values: torch.Tensor, metadata: torch.Tensor) -> torch.Tensor:
@@ -97,6 +97,7 @@ DENSIFY.kernel(
     kind="triton",
     fwd=_sparse.densify,
     bwd=_sparse.gather,
+    supports=_sparse.unlike,
     dtypes=DTYPES,
     served=True,
 )

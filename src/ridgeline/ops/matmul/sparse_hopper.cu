@@ -107,7 +107,6 @@ extern "C" __global__ void __launch_bounds__(384, 1)
         for (int t = cluster; t < tiles; t += clusters) {
             const Corner at(t, down, across);
             float sums[BM / 2];
-            int before = 0;
             for (int step = 0; step < steps; step++) {
                 barrier_wait(&s.full[slot], odd);
                 const unsigned long long left = wgmma_tile_64(s.w[slot] + me * (W_BYTES / 2)),
@@ -117,15 +116,13 @@ extern "C" __global__ void __launch_bounds__(384, 1)
                 wgmma_sparse<BM, BFLOAT16, 0>(sums, left, right, kept, step);
                 wgmma_sparse<BM, BFLOAT16, 1>(sums, left + 2, right + 4, kept, 1);  // 32 and 64 bytes along the rows
                 wgmma_group();
-                asm volatile("wgmma.wait_group.sync.aligned 1;" ::: "memory");
-                if (step && tells) barrier_arrive_at(&s.empty[before], thread);
-                before = slot;
+                // For all, since the next step overwrites the register of `kept`; the other group multiplies meanwhile.
+                asm volatile("wgmma.wait_group.sync.aligned 0;" ::: "memory");
+                if (tells) barrier_arrive_at(&s.empty[slot], thread);
                 if (++slot == STAGES) slot = 0, odd ^= 1;
             }
-            asm volatile("wgmma.wait_group.sync.aligned 0;" ::: "memory");
 #pragma unroll
             for (int i = 0; i < BM / 2; i++) asm volatile("" : "+f"(sums[i])::"memory");  // no read before the wait
-            if (tells) barrier_arrive_at(&s.empty[before], thread);
             float add[2] = {};
 #if BIAS
             const int n = at.n + me * 64 + warp * 16 + lane / 4;

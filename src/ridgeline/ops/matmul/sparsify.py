@@ -105,5 +105,6 @@ SPARSIFY.kernel(
     kind="triton",
     fwd=_sparse.sparsify,
     bwd=_sparse.densify,
+    supports=_sparse.unlike,
     served=True,
 )
