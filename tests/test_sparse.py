@@ -55,8 +55,8 @@ def test_int8_becomes_dense(impl: str, device: str) -> None:
     assert torch.equal(ridgeline.densify(values, metadata, impl=impl), _sparse.plain_densify(values, metadata))
 
 
-# What one warp's mma.sp.m16n8k32 computes, by the PTX ISA's fragments of halves. They are written here on their own, not
-# from `_sparse.py` or the kernels: lane = 4 * group + place.
+# What one warp's mma.sp.m16n8k32 computes, by the PTX ISA's fragments of halves. They are written here on their own,
+# not from `_sparse.py` or the kernels: lane = 4 * group + place.
 def a_at(row: int, column: int) -> tuple[int, int, int]:
     """The lane, register and half that hold kept number `column` (0 to 15) of a row of the left operand."""
     return row % 8 * 4 + column % 8 // 2, row // 8 + 2 * (column // 8), column % 2
@@ -148,7 +148,11 @@ def test_sums_turn_on_their_way_to_shared_memory() -> None:
 
 @pytest.mark.parametrize("impl", ["torch", pytest.param("triton", marks=pytest.mark.kernels)])
 def test_gradients_stay_where_weights_are(impl: str, device: str) -> None:
-    w, x, bias = weight(24, 96, device).requires_grad_(), weight(2, 5 * 96, device).view(2, 5, 96), weight(1, 24, device)[0]
+    w, x, bias = (
+        weight(24, 96, device).requires_grad_(),
+        weight(2, 5 * 96, device).view(2, 5, 96),
+        weight(1, 24, device)[0],
+    )
     x.requires_grad_()
     bias.requires_grad_()
     values, metadata = ridgeline.sparsify(w, impl="triton" if impl == "triton" else "naive")

@@ -377,6 +377,14 @@ def linear_cross_entropy(
     Raises RidgelineError if shapes, dtypes, devices or options do not match the above or `impl` cannot run the call.
     """
 
+def densify(values: torch.Tensor, metadata: torch.Tensor, *, impl: str | None = None) -> torch.Tensor:
+    """Returns the dense weight (N, K), contiguous, of (values, metadata) as `sparsify` returns them.
+
+    values: (N, K / 2), any strides; kernels take float32, float16, bfloat16 and int8. metadata: uint8
+    (ceil(K / 64), N, 8). Its contents are not validated: a pair of equal columns gives any of its two numbers.
+    Gradients flow to values. Raises RidgelineError if the tensors do not fit, or if `impl` cannot run the call.
+    """
+
 def fp8_linear(
     x: torch.Tensor,
     weight: torch.Tensor,
@@ -591,6 +599,37 @@ def sgemm(a: torch.Tensor, b: torch.Tensor, *, impl: str | None = None) -> torch
     contiguous. The kernels take contiguous rows, any distance apart; PyTorch takes any strides. The default is
     impl="torch", which has gradients; the kernels show each step and have none.
     Raises RidgelineError if shapes, dtypes or devices do not match, or if `impl` cannot run the call.
+    """
+
+def sparse_matmul(
+    x: torch.Tensor,
+    values: torch.Tensor,
+    metadata: torch.Tensor,
+    *,
+    bias: torch.Tensor | None = None,
+    impl: str | None = None,
+) -> torch.Tensor:
+    """Returns `x @ W.T + bias`, (..., N), for the 2:4 sparse weight W of (values, metadata) = `sparsify(w)`.
+
+    x: (..., K); values: (N, K / 2) and bias: (N,) or None, in x's dtype; any strides. metadata: uint8
+    (ceil(K / 64), N, 8), not validated. Kernels take float16 and bfloat16, with K a multiple of 16, and with `triton`
+    any K and float32; else PyTorch multiplies by `densify(values, metadata)`. Sums are float32, rounded once.
+    Gradients flow to x, values and bias. Their products are dense: W is sparse along K, and dx sums along N. What is
+    pruned gets no gradient, so it does not return; to choose again, keep w and call `sparsify(w)` in each step.
+    Autocast casts x, values and bias first.
+    Raises RidgelineError if shapes, dtypes or devices do not match, or if `impl` cannot run the call.
+    """
+
+def sparsify(w: torch.Tensor, *, impl: str | None = None) -> tuple[torch.Tensor, torch.Tensor]:
+    """Returns (values, metadata) of a weight w pruned to two of each four along K, for `sparse_matmul`.
+
+    w: (N, K), floating point, any strides; K is a multiple of 4. Kernels take float32, float16 and bfloat16.
+    The two largest of |w| stay; of equals the earlier. A NaN counts as infinity. Numbers are copied, not rounded.
+    values: (N, K / 2), w's dtype: the kept numbers of each four, in order of k.
+    metadata: uint8 (ceil(K / 64), N, 8). The low half of byte b of [j, n] is i0 + 4 i1 for the kept columns i0 < i1 of
+    the four from column 64 j + 8 b on; the high half describes the next four. Halves past K are 4.
+    A gradient flows from values to the kept numbers of w; the pruned ones get 0.
+    Raises RidgelineError if w is no such matrix, or if `impl` cannot run the call.
     """
 
 def w4a8_linear(

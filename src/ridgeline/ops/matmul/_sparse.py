@@ -14,7 +14,7 @@ import torch
 import triton
 import triton.language as tl
 
-from ridgeline.boundary import kernel_op, launch
+from ridgeline.boundary import launch
 from ridgeline.op import RidgelineError, Spec
 from ridgeline.ops.matmul._operands import Matrix, Sizes
 
@@ -147,9 +147,7 @@ def _gather(values, w, metadata, sizes, ROWS: tl.constexpr):
     halves = halves_of(tl.load(metadata + at_bytes, mask=inside, other=0)).to(tl.int32)
     pairs = tl.join(_picked(c0, c1, c2, c3, halves & 3), _picked(c0, c1, c2, c3, halves >> 2))
     half = block * 32 + tl.arange(0, 32)[None, :]
-    tl.store(
-        values + row * (sizes.K // 2) + half, tl.reshape(pairs, (ROWS, 32)), mask=inside & (half < sizes.K // 2)
-    )
+    tl.store(values + row * (sizes.K // 2) + half, tl.reshape(pairs, (ROWS, 32)), mask=inside & (half < sizes.K // 2))
 
 
 def _start(kernel: Any, *given: Any, N: int, K: int) -> None:
@@ -213,8 +211,6 @@ class Metadata(Spec):
     def make(self, dtype: torch.dtype, device: Any, generator: torch.Generator | None) -> torch.Tensor:
         N, K = self.shape
         blocks = -(-K // BLOCK), N, 8
-        low, high = (
-            torch.randint(0, len(HALVES), blocks, device=device, generator=generator) for _ in range(2)
-        )
+        low, high = (torch.randint(0, len(HALVES), blocks, device=device, generator=generator) for _ in range(2))
         halves = torch.tensor(HALVES, dtype=torch.uint8, device=device)
         return halves[low] | halves[high] << 4

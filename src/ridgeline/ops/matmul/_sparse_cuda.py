@@ -48,7 +48,11 @@ def unfit_wgmma(x: torch.Tensor, values: torch.Tensor, *rest: Any) -> str | None
 
 def left(x: torch.Tensor, values: torch.Tensor, *_: Any, **__: Any) -> str | None:
     """Returns why a call is left to a dense copy of the weight, or None; from sizes alone."""
-    return "its copies need K to be a multiple of 16" if values.shape[1] % 8 or not x.numel() or not values.numel() else None
+    return (
+        "its copies need K to be a multiple of 16"
+        if values.shape[1] % 8 or not x.numel() or not values.numel()
+        else None
+    )
 
 
 def left_wgmma(x: torch.Tensor, values: torch.Tensor, *_: Any, **__: Any) -> str | None:
@@ -103,6 +107,4 @@ def wgmma(y: torch.Tensor, x: torch.Tensor, values: torch.Tensor, metadata: torc
     facts: dict[str, Any] = {"BFLOAT16": int(x.dtype == torch.bfloat16), "BIAS": int(bias is not None), **chosen}
     facts |= {"block": 384, "cluster": down * across}
     facts["shared"] = stages * (128 * tall + 128 * 72 + 16) + 2 * chosen["BOARDS"] * 8192 + 1024
-    launch(
-        WGMMA, (clusters * down * across,), y, *maps, right, metadata, bias, N, *tiles, triton.cdiv(K, 64), **facts
-    )
+    launch(WGMMA, (clusters * down * across,), y, *maps, right, metadata, bias, N, *tiles, triton.cdiv(K, 64), **facts)

@@ -79,6 +79,7 @@ DENSIFY = Op(
     densify,
     reference=reference,
     cost=cost,
+    sharding="values nK, metadata BnE -> nK",
     flops={"densify_bwd": lambda *_: 0},
     cases=[
         _case(33, 72),

@@ -15,51 +15,15 @@ from typing import Any
 
 import torch
 import torch.nn.functional as F
-import triton
-import triton.language as tl
 
-from ridgeline.boundary import Function, differentiate, first_order, kernel_op, launch
+from ridgeline.boundary import Function, differentiate, first_order, kernel_op
 from ridgeline.op import Case, Cost, Op, RidgelineError, Spec, nbytes
-from ridgeline.ops.matmul import _sparse, _sparse_cuda
-from ridgeline.ops.matmul._operands import Matrix, Sizes
-from ridgeline.ops.matmul._scaled import finish, grid, line, place
+from ridgeline.ops.matmul import _sparse, _sparse_cuda, _sparse_triton
 from ridgeline.ops.matmul.densify import densify, expanded, gathered
 from ridgeline.ops.matmul.matmul import in_autocast, rows_of
 from ridgeline.select import eager, run
 
 _Maybe = torch.Tensor | None
-
-
-@triton.jit
-def _fwd(
-    y, x, values, metadata, bias, sizes, BM: tl.constexpr, BN: tl.constexpr, GROUP: tl.constexpr,
-):  # fmt: skip
-    M, N, K = sizes
-    m, n = place(M, N, BM, BN, GROUP)
-    k, half = tl.arange(0, 64), tl.arange(0, 32)
-    row, at_n = (m % M)[:, None].to(tl.int64), (n % N)[:, None].to(tl.int64)
-    at_x = x.data + row * x.row_stride + k[None, :] * x.column_stride
-    at_values = values.data + at_n * values.row_stride + half[None, :] * values.column_stride
-    at_bytes = metadata + at_n * 8 + tl.arange(0, 8)[None, :]
-    total = tl.zeros((BM, BN), tl.float32)
-    for start in range(0, K, 64):
-        left = tl.load(at_x, mask=k[None, :] < K - start, other=0.0)
-        pairs = tl.load(at_values, mask=half[None, :] < (K - start) // 2, other=0.0)
-        right = _sparse.expanded(pairs, tl.load(at_bytes))
-        total = tl.dot(left, tl.trans(right), total, input_precision="ieee")
-        at_x += 64 * x.column_stride
-        at_values += 32 * values.column_stride
-        at_bytes += N.to(tl.int64) * 8
-    finish(y, total, bias, m, n, M, N)
-
-
-def _triton(y: torch.Tensor, x: torch.Tensor, values: torch.Tensor, metadata: torch.Tensor, bias: _Maybe) -> None:
-    """y = x W^T + bias. y, metadata: contiguous."""
-    (M, K), N = x.shape, values.shape[0]
-    given = Matrix(x, *x.stride()), Matrix(values, *values.stride()), metadata, line(bias, 0), Sizes(M, N, K)
-    few = {"BM": max(16, triton.next_power_of_2(M)), "BN": 32, "num_warps": 4}
-    tile = few if M <= 32 else {"BM": 64, "BN": 64, "num_warps": 4}
-    launch(_fwd, grid(M, N), y, *given, GROUP=8, num_stages=2, **tile)
 
 
 @kernel_op("sparse_matmul_fwd(Tensor x, Tensor values, Tensor metadata, Tensor? bias, str? impl) -> Tensor")
@@ -124,10 +88,14 @@ def sparse_matmul(
 def _check(x: Any, values: Any, metadata: Any, bias: Any) -> None:
     _sparse.check("sparse_matmul", values, metadata, x=x, **({} if bias is None else {"bias": bias}))
     if not x.is_floating_point() or x.dtype != values.dtype:
-        raise RidgelineError(f"sparse_matmul: x and values must be of one floating dtype, got {x.dtype} and {values.dtype}")
+        raise RidgelineError(
+            f"sparse_matmul: x and values must be of one floating dtype, got {x.dtype} and {values.dtype}"
+        )
     if not x.dim() or x.shape[-1] != 2 * values.shape[1]:
         K = 2 * values.shape[1]
-        raise RidgelineError(f"sparse_matmul: x must be (..., {K}) for values {tuple(values.shape)}, got {tuple(x.shape)}")
+        raise RidgelineError(
+            f"sparse_matmul: x must be (..., {K}) for values {tuple(values.shape)}, got {tuple(x.shape)}"
+        )
     if bias is not None and (bias.shape != values.shape[:1] or bias.dtype != x.dtype):
         given = f"{bias.dtype} {tuple(bias.shape)}"
         raise RidgelineError(f"sparse_matmul: bias must be {x.dtype} {tuple(values.shape[:1])}, got {given}")
@@ -142,10 +110,12 @@ def cost(
     return Cost(nbytes(x) + weight + more, y, kept), Cost(nbytes(x) + weight + y, nbytes(x, values) + more, 4 * kept)
 
 
-def _case(M: int, N: int, K: int, bias: bool = False, use: str = "check") -> Case:
+def _case(M: int, N: int, K: int, bias: bool = False, use: str = "check", grad: bool = True) -> Case:
     dtypes = {"bench": ("bfloat16",), "quick": ("float32",), "check": ("float32", "float16", "bfloat16")}[use]
-    args = Spec(M, K), Spec(N, K // 2), _sparse.Metadata(N, K)
-    return Case(f"{M}x{N}x{K}{' bias' * bias}", args, {"bias": Spec(N)} if bias else {}, dtypes=dtypes, use=use)
+    args = Spec(M, K, grad=grad), Spec(N, K // 2, grad=grad), _sparse.Metadata(N, K)
+    options = {"bias": Spec(N, grad=grad)} if bias else {}
+    name = f"{M}x{N}x{K}{' bias' * bias}{' training' * (use == 'bench' and grad)}"
+    return Case(name, args, options, dtypes=dtypes, use=use)
 
 
 BENCH = (
@@ -159,6 +129,7 @@ SPARSE_MATMUL = Op(
     sparse_matmul,
     reference=reference,
     cost=cost,
+    sharding="x ...K, values nK, metadata BnE, bias n -> ...n",
     cases=[
         _case(33, 40, 128, bias=True),
         _case(150, 136, 208),
@@ -166,8 +137,9 @@ SPARSE_MATMUL = Op(
         _case(5, 35, 72),
         _case(1, 8, 16),
         _case(256, 256, 256, use="quick"),
-        *(_case(*shape, use="bench") for shape in BENCH),
-        _case(8192, 8192, 8192, bias=True, use="bench"),
+        *(_case(*shape, use="bench", grad=False) for shape in BENCH),
+        _case(8192, 8192, 8192, bias=True, use="bench", grad=False),
+        _case(8192, 8192, 8192, use="bench"),
     ],
 )
 
@@ -195,8 +167,8 @@ SPARSE_MATMUL.kernel(
     "triton",
     "tiles of the weight become dense in registers: its bytes fall, its operations do not",
     kind="triton",
-    fwd=_triton,
-    bwd=_triton,
+    fwd=_sparse_triton.fwd,
+    bwd=_sparse_triton.fwd,
     supports=_unlike,
     unless=_slow,
     leaves=("fwd",),

@@ -87,6 +87,7 @@ SPARSIFY = Op(
     sparsify,
     reference=reference,
     cost=cost,
+    sharding="w nK -> nK, BnE",
     flops={"sparsify_bwd": lambda *_: 0},
     cases=[
         Case("33x72", (Spec(33, 72),)),
