@@ -822,6 +822,30 @@ BAD: Bad = {
         ),
         ["bias", "(3,)", "(4,)"],
     ),
+    "block_sparse_matmul: blocks of 8": (
+        lambda: ridgeline.block_sparse_matmul(torch.ones(2, 16), torch.ones(1, 8, 8), at[:2], at[:1]),
+        ["16, 32, 64 or 128", "(1, 8, 8)"],
+    ),
+    "block_sparse_matmul: another K": (
+        lambda: ridgeline.block_sparse_matmul(torch.ones(2, 24), torch.ones(1, 16, 16), at[:2], at[:1]),
+        ["multiple", "16", "24"],
+    ),
+    "block_sparse_matmul: starts that fall": (
+        lambda: ridgeline.block_sparse_matmul(
+            torch.ones(2, 16), torch.ones(1, 16, 16), torch.tensor([0, 1, 0]), torch.tensor([0])
+        ),
+        ["starts", "0 to at most 1", "[0, 1, 0]"],
+    ),
+    "block_sparse_matmul: a column too far": (
+        lambda: ridgeline.block_sparse_matmul(
+            torch.ones(2, 16), torch.ones(1, 16, 16), torch.tensor([0, 1]), torch.tensor([1])
+        ),
+        ["columns", "0 to 0", "1 to 1"],
+    ),
+    "block_sparse_matmul: float starts": (
+        lambda: ridgeline.block_sparse_matmul(torch.ones(2, 16), torch.ones(1, 16, 16), w[:2], torch.tensor([0])),
+        ["starts", "int32", "float32"],
+    ),
     "mxfp4_linear: K is no multiple of 32": (
         lambda: ridgeline.mxfp4_linear(x, torch.zeros(3, 3).byte(), torch.zeros(3, 1).byte()),
         ["(N, K / 32)", "(3, 3)"],
@@ -1005,6 +1029,7 @@ for name, args in {
     "group_norm": (sparse, 2),
     "sparsify": (sparse,),
     "densify": (sparse, torch.zeros(1, 4, 8).byte()),
+    "block_sparse_matmul": (sparse, square[None], at, at),
     "sparse_matmul": (sparse, square, torch.zeros(1, 4, 8).byte()),
     "matmul": (sparse, sparse),
     "sgemm": (square, sparse),

@@ -216,3 +216,38 @@ def test_integers_are_exact(size: tuple[int, int, int], dtype: torch.dtype, impl
     y = ridgeline.sparse_matmul(x, values, metadata, bias=bias, impl=impl)
     exact = x.double() @ _sparse.plain_densify(values, metadata).double().T + bias.double()
     assert torch.equal(y, exact.to(dtype))
+
+
+def block_sparse(device: Any, dtype: torch.dtype = torch.float32) -> tuple[torch.Tensor, ...]:
+    """x, blocks, starts and columns: an empty row, columns out of order, two blocks at one place, one of no row."""
+    x, blocks = weight(20, 64, device, dtype).requires_grad_(), torch.randn(6, 16, 16, device=device).to(dtype)
+    starts, columns = torch.tensor([0, 3, 3, 5], device=device), torch.tensor([3, 0, 0, 1, 2, 2], device=device)
+    return x, blocks.requires_grad_(), starts, columns
+
+
+@pytest.mark.parametrize("impl", ["naive", "torch", pytest.param("triton", marks=pytest.mark.kernels)])
+def test_blocks_in_any_order(impl: str, device: str) -> None:
+    x, blocks, starts, columns = block_sparse(device)
+    w = torch.zeros(48, 64, device=device)
+    for i, (row, column) in enumerate([(0, 3), (0, 0), (0, 0), (2, 1), (2, 2)]):
+        w[16 * row : 16 * row + 16, 16 * column : 16 * column + 16] += blocks.detach()[i]
+    y = ridgeline.block_sparse_matmul(x, blocks, starts, columns, impl=impl)
+    torch.testing.assert_close(y, x @ w.T)
+    dy = torch.randn_like(y)
+    dx, db = torch.autograd.grad(y, (x, blocks), dy)
+    torch.testing.assert_close(dx, dy @ w)
+    dw = dy.T @ x
+    torch.testing.assert_close(db[3], dw[32:48, 16:32])
+    torch.testing.assert_close(db[1], db[2])
+    assert not db[5].any()
+    (only,) = torch.autograd.grad(ridgeline.block_sparse_matmul(x, blocks, starts, columns, impl=impl), blocks, dy)
+    torch.testing.assert_close(only, db)
+
+
+def test_blocks_are_those_of_torchs_layout(device: str) -> None:
+    w = torch.randn(64, 96, device=device) * torch.randint(2, (4, 6), device=device).repeat_interleave(
+        16, 0
+    ).repeat_interleave(16, 1)
+    bsr, x = w.to_sparse_bsr((16, 16)), torch.randn(7, 96, device=device)
+    y = ridgeline.block_sparse_matmul(x, bsr.values(), bsr.crow_indices(), bsr.col_indices(), impl="naive")
+    torch.testing.assert_close(y, x @ w.T)

@@ -29,15 +29,31 @@ _Maybe = torch.Tensor | None
 
 
 @triton.jit
-def _walk(y, x, blocks, starts, others, order, sizes, TURNED: tl.constexpr, BM: tl.constexpr, SIDE: tl.constexpr):
+def _walk(
+    y,
+    x,
+    blocks,
+    starts,
+    others,
+    order,
+    sizes,
+    TURNED: tl.constexpr,
+    BM: tl.constexpr,
+    SIDE: tl.constexpr,
+    BAND: tl.constexpr,
+):
     """A tile of y: the sum over the blocks of a row (or, TURNED, of a column) of x's columns times a block.
 
     others: the column (row) of blocks of each, order: where each is in `blocks`, None if in order. sizes: M, the
-    columns of y, the columns of x.
+    columns of y, the columns of x. Bands of BAND tiles of rows walk all lines of blocks before the next, so that their
+    rows of x stay in L2.
     """
     M, N, K = sizes
-    down = tl.cdiv(M, BM)
-    m, line = tl.program_id(0) % down * BM + tl.arange(0, BM), tl.program_id(0) // down
+    lines, pid = N // SIDE, tl.program_id(0)
+    first = pid // (BAND * lines) * BAND
+    size = tl.minimum(tl.cdiv(M, BM) - first, BAND)
+    line = pid % (BAND * lines) // size
+    m = (first + pid % (BAND * lines) % size) * BM + tl.arange(0, BM)
     i = tl.arange(0, SIDE)
     if TURNED:
         at_block = i[:, None] * SIDE + i[None, :]
@@ -45,13 +61,13 @@ def _walk(y, x, blocks, starts, others, order, sizes, TURNED: tl.constexpr, BM: 
         at_block = i[None, :] * SIDE + i[:, None]
     at_x = x.data + (m % M)[:, None].to(tl.int64) * x.row_stride
     total = tl.zeros((BM, SIDE), tl.float32)
-    size = tl.full((), SIDE * SIDE, tl.int64)
+    block = tl.full((), SIDE * SIDE, tl.int64)
     for entry in range(tl.load(starts + line), tl.load(starts + line + 1)):
         k = tl.load(others + entry).to(tl.int64) * SIDE + i
         if order is None:
-            at = blocks + entry * size
+            at = blocks + entry * block
         else:
-            at = blocks + tl.load(order + entry) * size
+            at = blocks + tl.load(order + entry) * block
         left = tl.load(at_x + k[None, :] * x.column_stride, mask=(k[None, :] >= 0) & (k[None, :] < K), other=0.0)
         right = tl.load(at + at_block)
         total = tl.dot(left, right, total, input_precision="ieee")
@@ -94,7 +110,7 @@ def _walked(
     tile = _tile(x, side)
     grid = (triton.cdiv(M, tile["BM"]) * (N // side),)
     given = y, Matrix(x, *x.stride()), blocks, starts, others, order, Sizes(M, N, x.shape[1])
-    launch(_walk, grid, *given, TURNED=order is not None, SIDE=side, **tile)
+    launch(_walk, grid, *given, TURNED=order is not None, SIDE=side, BAND=16, **tile)
 
 
 def _fwd(y: torch.Tensor, x: torch.Tensor, blocks: torch.Tensor, starts: torch.Tensor, columns: torch.Tensor) -> None:
@@ -106,7 +122,8 @@ def _bwd(dx: _Maybe, db: _Maybe, x: torch.Tensor, blocks: torch.Tensor, *index: 
     if dx is not None:
         _walked(dx, dy, blocks, ends, others, order)
     if db is not None:
-        side, tile = blocks.shape[-1], _tile(x, blocks.shape[-1]) | {"BM": 32}
+        side = blocks.shape[-1]
+        tile = _tile(x, side) | {"BM": 64 if side > 32 and x.element_size() == 2 else 32}
         given = db, Matrix(dy, *dy.stride()), Matrix(x, *x.stride()), rows, columns, *dy.shape
         launch(_blocks, (blocks.shape[0],), *given, SIDE=side, **tile)
 
