@@ -846,6 +846,16 @@ BAD: Bad = {
         lambda: ridgeline.block_sparse_matmul(torch.ones(2, 16), torch.ones(1, 16, 16), w[:2], torch.tensor([0])),
         ["starts", "int32", "float32"],
     ),
+    "int8_sparse_matmul: floats": (
+        lambda: ridgeline.int8_sparse_matmul(x, torch.ones(3, 4), torch.zeros(1, 3, 8).byte(), w[:1], w[:1]),
+        ["int8", "float32"],
+    ),
+    "int8_sparse_matmul: scales of another size": (
+        lambda: ridgeline.int8_sparse_matmul(
+            torch.ones(2, 8).char(), torch.ones(3, 4).char(), torch.zeros(1, 3, 8).byte(), w[:1], w[:2]
+        ),
+        ["scale_w", "3 rows", "(2,)"],
+    ),
     "mxfp4_linear: K is no multiple of 32": (
         lambda: ridgeline.mxfp4_linear(x, torch.zeros(3, 3).byte(), torch.zeros(3, 1).byte()),
         ["(N, K / 32)", "(3, 3)"],

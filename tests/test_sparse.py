@@ -111,6 +111,32 @@ def test_fragments_of_mma_sp() -> None:
     torch.testing.assert_close(d, ridgeline.densify(values, metadata) @ x.T)
 
 
+def test_fragments_of_mma_sp_of_bytes() -> None:
+    """The same for int8, m16n8k64: 128 columns of K, two halves of 64, each with a block of metadata of its own."""
+    values, x = torch.randint(-128, 128, (16, 64)), torch.randint(-128, 128, (8, 128))
+    metadata = _sparse.Metadata(16, 128).make(torch.int8, "cpu", None)
+    d = torch.zeros(16, 8, dtype=torch.int64)
+    for half in range(2):
+        flat = metadata[half].flatten().tolist()
+        starts = [(lane // 4 + lane % 2 * 8) * 8 + lane % 4 // 2 * 4 for lane in range(32)]  # kept_columns_of_bytes
+        words = [int.from_bytes(bytes(flat[at : at + 4]), "little") for at in starts]
+        # Rows of 16 bytes at the lanes' addresses; a lane then has four bytes of each of four matrices.
+        rows_a = [values[lane % 16, 32 * half + lane // 16 * 16 :][:16] for lane in range(32)]
+        rows_b = [x[lane % 8, 64 * half + lane // 8 * 16 :][:16] for lane in range(32)]
+        a, b = (
+            [[rows[8 * i + lane // 4][4 * (lane % 4) :][:4] for i in range(4)] for lane in range(32)]
+            for rows in (rows_a, rows_b)
+        )
+        for row in range(16):
+            for column in range(32):  # of the kept numbers
+                word = words[row % 8 * 4 + row // 8 + 2 * (column // 16)]
+                k = column // 2 * 4 + (word >> column % 16 * 2 & 3)
+                left = a[row % 8 * 4 + column % 16 // 4][row // 8 + 2 * (column // 16)][column % 4]
+                for n in range(8):
+                    d[row, n] += left * b[n * 4 + k % 16 // 4][k // 16][k % 4]
+    assert torch.equal(d, _sparse.plain_densify(values, metadata) @ x.T)
+
+
 def test_words_of_wgmma_sp() -> None:
     """Each word is what CUTLASS's layout of metadata says for 64 x 32 halves: (thread, column) -> row + 64 * k."""
     w = weight(64, 64)
@@ -185,15 +211,15 @@ def test_refusals(device: str) -> None:
 
 def test_rule_prefers_what_it_should() -> None:
     with devices.pretend("sm_90") as gpu:
-        assert _sparse_cuda.rule(gpu, 8192, 8192, 8192)["BM"] == 256
-        few = _sparse_cuda.rule(gpu, 128, 1024, 4096)
-    assert few["BM"] == 128
+        assert _sparse_cuda.rule(gpu, 8192, 8192, 128)["BM"] == 256
+        few = _sparse_cuda.rule(gpu, 128, 1024, 64)
+    assert few["BM"] in (64, 128)
     assert few["LAG"] == 0
 
 
 def test_rule_fits_shared_memory() -> None:
-    for tall, (stages, boards) in _sparse_cuda.RING.items():
-        assert stages * (128 * tall + 128 * 72 + 16) + 2 * boards * 8192 + 1024 <= 227 << 10
+    for size, tall, (stages, boards) in [(s, t, r) for s, ring in _sparse_cuda.RING.items() for t, r in ring.items()]:
+        assert stages * _sparse_cuda.step_bytes(tall, size) + 2 * boards * 8192 + 1024 <= 227 << 10
     for config in _sparse_cuda.space():
         assert config["LAG"] < config["STAGES"]
         assert config["BM"] // config["DOWN"] <= 256
@@ -251,3 +277,27 @@ def test_blocks_are_those_of_torchs_layout(device: str) -> None:
     bsr, x = w.to_sparse_bsr((16, 16)), torch.randn(7, 96, device=device)
     y = ridgeline.block_sparse_matmul(x, bsr.values(), bsr.crow_indices(), bsr.col_indices(), impl="naive")
     torch.testing.assert_close(y, x @ w.T)
+
+
+@pytest.mark.parametrize("impl", ["naive", "dense", pytest.param("triton", marks=pytest.mark.kernels)])
+@pytest.mark.parametrize("one", [False, True])
+def test_int8(one: bool, impl: str, device: str) -> None:
+    x, values = (torch.randint(-128, 128, s, dtype=torch.int8, device=device) for s in ((20, 96), (24, 48)))
+    metadata, bias = _sparse.Metadata(24, 96).make(torch.int8, device, None), torch.randn(24, device=device)
+    scales = [torch.rand(1 if one else n, device=device) for n in (20, 24)]
+    y = ridgeline.int8_sparse_matmul(x, values, metadata, *scales, bias=bias, out_dtype=torch.float32, impl=impl)
+    sums = x.double() @ _sparse.plain_densify(values, metadata).double().T
+    torch.testing.assert_close(y, (sums.float() * scales[0].view(-1, 1) * scales[1] + bias))
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("impl", ["cuda_mma", "cuda_wgmma"])
+@pytest.mark.parametrize("size", [(16, 16, 64), (33, 40, 96), (300, 264, 160), (513, 1032, 1056), (2048, 2048, 2048)])
+def test_int8_is_exact(size: tuple[int, int, int], impl: str, device: str) -> None:
+    M, N, K = size
+    x, values = (torch.randint(-3, 4, s, dtype=torch.int8, device=device) for s in ((M, K), (N, K // 2)))
+    metadata, one = _sparse.Metadata(N, K).make(torch.int8, device, None), torch.ones(1, device=device)
+    bias = torch.randint(-2, 3, (N,), device=device).to(torch.bfloat16)
+    y = ridgeline.int8_sparse_matmul(x, values, metadata, one, 2 * one, bias=bias, impl=impl)
+    exact = 2 * x.double() @ _sparse.plain_densify(values, metadata).double().T + bias.double()
+    assert torch.equal(y, exact.to(torch.bfloat16))

@@ -377,6 +377,20 @@ def linear_cross_entropy(
     Raises RidgelineError if shapes, dtypes, devices or options do not match the above or `impl` cannot run the call.
     """
 
+def block_sparse_matmul(
+    x: torch.Tensor, blocks: torch.Tensor, starts: torch.Tensor, columns: torch.Tensor, *, impl: str | None = None
+) -> torch.Tensor:
+    """Returns `x @ W.T`, (..., N), for a weight W (N, K) given by its square blocks, row of blocks by row of blocks.
+
+    x: (..., K), any strides; blocks: (count, B, B), B 16, 32, 64 or 128, in x's dtype. K is a multiple of B.
+    starts: (N / B + 1,) and columns: (count,), int32 or int64: row r of blocks has those from starts[r] to
+    starts[r + 1] - 1, and block i lies in column columns[i], as in `torch.sparse_bsr_tensor`. Columns need no order;
+    blocks at one place add up; blocks past the last start belong to no row. On a CPU both are validated, on a GPU not.
+    Gradients flow to x and blocks. Sums are float32, rounded once. Kernels take float32, float16 and bfloat16. Autocast
+    casts x and blocks first.
+    Raises RidgelineError if shapes, dtypes or devices do not match, or if `impl` cannot run the call.
+    """
+
 def densify(values: torch.Tensor, metadata: torch.Tensor, *, impl: str | None = None) -> torch.Tensor:
     """Returns the dense weight (N, K), contiguous, of (values, metadata) as `sparsify` returns them.
 
@@ -539,6 +553,28 @@ def int8_matmul(
     Returns (M, N), contiguous, in out_dtype: torch.bfloat16, float16 or float32. Sums are scaled in float32 and rounded
     once. No gradients flow.
     Raises RidgelineError if shapes, dtypes or devices do not match the above, or if `impl` cannot run the call.
+    """
+
+def int8_sparse_matmul(
+    x: torch.Tensor,
+    values: torch.Tensor,
+    metadata: torch.Tensor,
+    scale_x: torch.Tensor,
+    scale_w: torch.Tensor,
+    *,
+    bias: torch.Tensor | None = None,
+    out_dtype: torch.dtype = torch.bfloat16,
+    impl: str | None = None,
+) -> torch.Tensor:
+    """Returns `(x @ W.T) * scale_x * scale_w + bias`, (M, N), for the int8 2:4 sparse weight of (values, metadata).
+
+    x: (M, K) and values: (N, K / 2), int8, any strides; K is at most 65536, so that int32 sums are exact. metadata:
+    uint8 (ceil(K / 64), N, 8), not validated. To make them: `values, metadata = sparsify(w)`, then
+    `quantize_int8(values, granularity="row")`.
+    scale_x: float32, one number or one per row of x, (M,) or (M, 1); scale_w: alike for the rows of W. bias: (N,),
+    out_dtype, or None. out_dtype: torch.bfloat16, float16 or float32. CUDA C++ takes 16 bits, K a multiple of 32; other
+    calls multiply a dense copy. Sums are scaled in float32 and rounded once. No gradients flow.
+    Raises RidgelineError if shapes, dtypes or devices do not match, or if `impl` cannot run the call.
     """
 
 def linear(

@@ -3,7 +3,9 @@
 // The sparse operand is the left one, so a block computes a tile of W x^T: 128 rows of W by 128 rows of x. Both walk K
 // in steps of 64 through a ring of STAGES, by asynchronous copies; a warp has 64 x 32. The tile turns in shared memory
 // before it is stored. Values are read once, half of K wide, and their columns as eight bytes a row and step.
-// Macros besides those of matrix.cuh: BFLOAT16; BIAS; STAGES; BAND, rows of tiles per band.
+// With INT8, x and values are bytes: twice as many columns lie in the same tiles, and sums are int32. They are scaled by
+// a number for each row of x and of W before they are rounded.
+// Macros besides those of matrix.cuh: BFLOAT16, of the result; INT8; BIAS; STAGES; BAND, rows of tiles per band.
 #include "matrix.cuh"
 #include "sparse.cuh"
 
@@ -12,12 +14,18 @@ using T = __nv_bfloat16;
 #else
 using T = __half;
 #endif
-constexpr int SIDE = 128, DEPTH = 64, THREADS = 256, PITCH = SIDE + 8;
+// DEPTH counts halves, of which K and its steps have 1 or 2 numbers each.
+constexpr int SIDE = 128, DEPTH = 64, THREADS = 256, PITCH = SIDE + 8, BLOCKS = 1 + INT8;
 
 struct Stage {
     __half values[SIDE * DEPTH / 2], x[SIDE * DEPTH];
-    unsigned long long kept[SIDE];
+    unsigned long long kept[BLOCKS][SIDE];
 };
+#if INT8
+using Sum = int;
+#else
+using Sum = float;
+#endif
 static_assert(STAGES * sizeof(Stage) >= SIDE * PITCH * sizeof(T), "the tile turns in the ring");
 extern __shared__ __align__(1024) char memory[];
 
@@ -38,9 +46,16 @@ __device__ void ask(__half* to, const __half* from, long long pitch, int rows, i
 
 // Adds a warp's products over half a step: 64 rows of values from `row` on by 32 rows of x from `column` on.
 template <int HALF>
-__device__ void multiply(float (&sum)[4][4][4], const Stage& stage, const unsigned (&kept)[4], int row, int column) {
+__device__ void multiply(Sum (&sum)[4][4][4], const Stage& stage, int row, int column) {
     const int lane = threadIdx.x % 32;
-    unsigned a[4][4], b[4][4];
+    unsigned a[4][4], b[4][4], kept[4];
+#pragma unroll
+    for (int i = 0; i < 4; ++i)
+#if INT8
+        kept[i] = kept_columns_of_bytes(stage.kept[HALF] + row + 16 * i);
+#else
+        kept[i] = kept_columns(stage.kept[0] + row + 16 * i);
+#endif
 #pragma unroll
     for (int i = 0; i < 4; ++i)
         ldmatrix<false>(a[i],
@@ -51,27 +66,35 @@ __device__ void multiply(float (&sum)[4][4][4], const Stage& stage, const unsign
 #pragma unroll
     for (int i = 0; i < 4; ++i)
 #pragma unroll
-        for (int j = 0; j < 4; ++j) mma_sparse<BFLOAT16, HALF>(sum[i][j], a[i], b[j], kept[i]);
+        for (int j = 0; j < 4; ++j)
+#if INT8
+            mma_sparse(sum[i][j], a[i], b[j], kept[i]);
+#else
+            mma_sparse<BFLOAT16, HALF>(sum[i][j], a[i], b[j], kept[i]);
+#endif
 }
 
 extern "C" __global__ void __launch_bounds__(THREADS, 1)
-    sparse_mma(T* y, const __half* x, const __half* values, const unsigned long long* metadata, const T* bias, int M,
-               int N, int K, long long x_m, long long values_n) {
+    sparse_mma(T* y, const __half* x, const __half* values, const unsigned long long* metadata, const T* bias,
+               const float* scale_x, const float* scale_w, int M, int N, int K) {
     Stage* ring = reinterpret_cast<Stage*>(memory);
     const int warp = threadIdx.x / 32, lane = threadIdx.x % 32, row = warp / 4 * 64, column = warp % 4 * 32;
     const Place tile = place_of<SIDE, SIDE, BAND>(blockIdx.x, M, N);  // rows of x, and columns of y
-    float sum[4][4][4] = {};
+    Sum sum[4][4][4] = {};
     int asked = 0;
+    const int blocks = (K * BLOCKS + 63) / 64;  // of metadata; the last step may have one alone
     const auto next = [&] {
         if (const int k = asked * DEPTH; k < K) {
             Stage& to = ring[asked % STAGES];
-            ask<DEPTH / 2>(to.values, values, values_n, N, K / 2, tile.column, k / 2);
-            ask<DEPTH>(to.x, x, x_m, M, K, tile.row, k);
-            if (threadIdx.x < SIDE)
-                asm volatile("cp.async.ca.shared.global [%0], [%1], 8;" ::"r"(shared_address(to.kept + threadIdx.x)),
-                             "l"(__cvta_generic_to_global(metadata + (long long)asked * N +
-                                                          min(tile.column + (int)threadIdx.x, N - 1)))
+            ask<DEPTH / 2>(to.values, values, K / 2, N, K / 2, tile.column, k / 2);
+            ask<DEPTH>(to.x, x, K, M, K, tile.row, k);
+            if (threadIdx.x < BLOCKS * SIDE) {
+                const int block = min(asked * BLOCKS + (int)threadIdx.x / SIDE, blocks - 1), n = threadIdx.x % SIDE;
+                asm volatile("cp.async.ca.shared.global [%0], [%1], 8;" ::"r"(
+                                 shared_address(to.kept[threadIdx.x / SIDE] + n)),
+                             "l"(__cvta_generic_to_global(metadata + (long long)block * N + min(tile.column + n, N - 1)))
                              : "memory");
+            }
         }
         copy_group();  // empty groups too, so that copy_wait always counts the same number
         ++asked;
@@ -81,12 +104,8 @@ extern "C" __global__ void __launch_bounds__(THREADS, 1)
         copy_wait<STAGES - 2>();
         __syncthreads();
         next();
-        const Stage& here = ring[step % STAGES];
-        unsigned kept[4];
-#pragma unroll
-        for (int i = 0; i < 4; ++i) kept[i] = kept_columns(here.kept + row + 16 * i);
-        multiply<0>(sum, here, kept, row, column);
-        multiply<1>(sum, here, kept, row, column);
+        multiply<0>(sum, ring[step % STAGES], row, column);
+        multiply<1>(sum, ring[step % STAGES], row, column);
     }
     copy_wait<0>();
     __syncthreads();
@@ -96,15 +115,18 @@ extern "C" __global__ void __launch_bounds__(THREADS, 1)
 #pragma unroll
         for (int down = 0; down < 2; ++down) {
             const int n = row + 16 * i + 8 * down + lane / 4;
-            float add = 0;
-#if BIAS
-            if (EVEN || tile.column + n < N) add = to_float(bias[tile.column + n]);
-#endif
+            const bool inside = EVEN || tile.column + n < N;
+            const float add = BIAS && inside ? to_float(bias[tile.column + n]) : 0;
+            const float scale = INT8 && inside ? scale_w[tile.column + n] : 1;
 #pragma unroll
             for (int j = 0; j < 4; ++j)
 #pragma unroll
-                for (int l = 0; l < 2; ++l)
-                    from_float(sum[i][j][2 * down + l] + add, board[(column + 8 * j + lane % 4 * 2 + l) * PITCH + n]);
+                for (int l = 0; l < 2; ++l) {
+                    const int m = column + 8 * j + lane % 4 * 2 + l;
+                    float v = sum[i][j][2 * down + l];
+                    if (INT8) v = v * scale_x[EVEN ? tile.row + m : min(tile.row + m, M - 1)] * scale;
+                    from_float(v + add, board[m * PITCH + n]);
+                }
         }
     __syncthreads();
     const Result<T> result{y, M, N};

@@ -6,7 +6,9 @@
 // must arrive twice as fast: a cluster is DOWN x ACROSS blocks with neighbouring tiles. Blocks that share rows of x each
 // load a part and multicast it; so do those that share rows of W. A slot of the ring is free once every block that
 // shares it has read it. Sums turn on their way to shared memory (stmatrix.trans), and TMA stores rows of y.
-// Macros: BFLOAT16; BIAS; BM, STAGES, BOARDS, GROUP, DOWN, ACROSS; LAG, by how many steps the second group starts later,
+// With INT8, x and values are bytes: twice as many columns lie in the same tiles, and sums are int32, scaled by a number
+// for each row of x and of W.
+// Macros: BFLOAT16, of the result; INT8; BIAS; BM, STAGES, BOARDS, GROUP, DOWN, ACROSS; LAG, by how many steps the second group starts later,
 // so that the two do not end a tile together.
 #include "elementwise.cuh"
 #include "sparse.cuh"
@@ -16,7 +18,15 @@ using T = __nv_bfloat16;
 #else
 using T = __half;
 #endif
-constexpr int BN = 128, BK = 64, BOARD = 64 * 128;  // BOARD: 64 rows of y by 64 columns
+#if INT8
+using Sum = int;
+#define SUM_REGISTER "+r"
+#else
+using Sum = float;
+#define SUM_REGISTER "+f"
+#endif
+constexpr int BN = 128, BK = 64, BOARD = 64 * 128;  // BK: halves, or twice as many bytes. BOARD: 64 x 64 of y
+constexpr int BLOCKS = 1 + INT8;                    // of metadata a step
 constexpr int W_BYTES = BN * BK, X_BYTES = BM * BK * 2;
 static_assert(LAG < STAGES, "the second group waits for a step that the first leaves in the ring");
 
@@ -24,7 +34,7 @@ struct Shared {
     alignas(1024) char x[STAGES][X_BYTES];
     alignas(1024) char w[STAGES][W_BYTES];
     alignas(1024) char boards[2][BOARDS][BOARD];
-    alignas(128) unsigned long long kept[STAGES][BN];
+    alignas(128) unsigned long long kept[STAGES][BLOCKS][BN];
     Barrier full[STAGES], empty[STAGES];
 };
 
@@ -57,13 +67,13 @@ struct Corner {
 
 extern "C" __global__ void __launch_bounds__(384, 1)
     sparse_wgmma(void*, const __grid_constant__ TensorMap y, const __grid_constant__ TensorMap x,
-                 const __grid_constant__ TensorMap values, const unsigned long long* metadata, const T* bias, int N,
-                 int down, int across, int steps) {
+                 const __grid_constant__ TensorMap values, const unsigned long long* metadata, const T* bias,
+                 const float* scale_x, const float* scale_w, int M, int N, int down, int across, int blocks) {
     extern __shared__ char memory[];
     Shared& s = *reinterpret_cast<Shared*>((reinterpret_cast<unsigned long long>(memory) + 1023) & ~1023ull);
     const int rank = blockIdx.x % (DOWN * ACROSS), cluster = blockIdx.x / (DOWN * ACROSS),
               clusters = gridDim.x / (DOWN * ACROSS);
-    const int tiles = down * across, group = threadIdx.x / 128, row_of_it = rank % DOWN, column_of_it = rank / DOWN;
+    const int tiles = down * across, steps = (blocks + BLOCKS - 1) / BLOCKS, group = threadIdx.x / 128, row_of_it = rank % DOWN, column_of_it = rank / DOWN;
     if (threadIdx.x == 0) {
         for (int i = 0; i < STAGES; i++) {
             barrier_init(&s.full[i]);
@@ -88,11 +98,14 @@ extern "C" __global__ void __launch_bounds__(384, 1)
                 for (int step = 0; step < steps; step++) {
                     barrier_wait(&s.empty[slot], odd ^ 1);
                     Barrier* full = &s.full[slot];
-                    barrier_expect(full, W_BYTES + X_BYTES + kept_bytes);
+                    const int many = min(BLOCKS, blocks - step * BLOCKS);
+                    barrier_expect(full, W_BYTES + X_BYTES + many * kept_bytes);
                     const int w_part = column_of_it * (BN / ACROSS), x_part = row_of_it * (BM / DOWN);
-                    share(s.x[slot] + x_part * 128, x, at.m + x_part, step * BK, full, same_m);
-                    share(s.w[slot] + w_part * 64, values, at.n + w_part, step * (BK / 2), full, same_n);
-                    if (kept_bytes) bulk_load(s.kept[slot], metadata + (long long)step * N + at.n, kept_bytes, full);
+                    share(s.x[slot] + x_part * 128, x, at.m + x_part, step * BK * BLOCKS, full, same_m);
+                    share(s.w[slot] + w_part * 64, values, at.n + w_part, step * (BK / 2) * BLOCKS, full, same_n);
+                    for (int b = 0; kept_bytes && b < many; b++)
+                        bulk_load(s.kept[slot][b], metadata + (long long)(step * BLOCKS + b) * N + at.n, kept_bytes,
+                                  full);
                     if (++slot == STAGES) slot = 0, odd ^= 1;
                 }
             }
@@ -106,15 +119,24 @@ extern "C" __global__ void __launch_bounds__(384, 1)
         const bool tells = thread < DOWN * ACROSS && (thread % DOWN == row_of_it || thread / DOWN == column_of_it);
         for (int t = cluster; t < tiles; t += clusters) {
             const Corner at(t, down, across);
-            float sums[BM / 2];
+            Sum sums[BM / 2];
             for (int step = 0; step < steps; step++) {
                 barrier_wait(&s.full[slot], odd);
                 const unsigned long long left = wgmma_tile_64(s.w[slot] + me * (W_BYTES / 2)),
                                          right = wgmma_tile(s.x[slot], 16);
-                const unsigned kept = kept_columns(s.kept[slot] + me * 64 + warp * 16);
+                // The second product is 32 and 64 bytes further along the rows.
+#if INT8
+                const unsigned kept = kept_columns_of_bytes(s.kept[slot][0] + me * 64 + warp * 16),
+                               later = kept_columns_of_bytes(s.kept[slot][1] + me * 64 + warp * 16);
+                wgmma_begin();
+                wgmma_sparse<BM>(sums, left, right, kept, step);
+                wgmma_sparse<BM>(sums, left + 2, right + 4, later, 1);
+#else
+                const unsigned kept = kept_columns(s.kept[slot][0] + me * 64 + warp * 16);
                 wgmma_begin();
                 wgmma_sparse<BM, BFLOAT16, 0>(sums, left, right, kept, step);
-                wgmma_sparse<BM, BFLOAT16, 1>(sums, left + 2, right + 4, kept, 1);  // 32 and 64 bytes along the rows
+                wgmma_sparse<BM, BFLOAT16, 1>(sums, left + 2, right + 4, kept, 1);
+#endif
                 wgmma_group();
                 // For all, since the next step overwrites the register of `kept`; the other group multiplies meanwhile.
                 asm volatile("wgmma.wait_group.sync.aligned 0;" ::: "memory");
@@ -122,13 +144,24 @@ extern "C" __global__ void __launch_bounds__(384, 1)
                 if (++slot == STAGES) slot = 0, odd ^= 1;
             }
 #pragma unroll
-            for (int i = 0; i < BM / 2; i++) asm volatile("" : "+f"(sums[i])::"memory");  // no read before the wait
-            float add[2] = {};
-#if BIAS
+            for (int i = 0; i < BM / 2; i++) asm volatile("" : SUM_REGISTER(sums[i])::"memory");  // no read before the wait
             const int n = at.n + me * 64 + warp * 16 + lane / 4;
-            if (n < N) add[0] = to_float(bias[n]);
-            if (n + 8 < N) add[1] = to_float(bias[n + 8]);
-#endif
+            float add[2], scale[2];
+#pragma unroll
+            for (int i = 0; i < 2; i++) {
+                add[i] = BIAS && n + 8 * i < N ? to_float(bias[n + 8 * i]) : 0;
+                scale[i] = INT8 && n + 8 * i < N ? scale_w[n + 8 * i] : 1;
+            }
+            // Sums i and i + 1: neighbouring rows of y, in its column n, or 8 further for the second two of each four.
+            const auto turned = [&](int i) {
+                float low = sums[i], high = sums[i + 1];
+                if (INT8) {
+                    const int m = at.m + i / 4 * 8 + lane % 4 * 2;
+                    low = low * scale_x[min(m, M - 1)] * scale[i / 2 % 2];
+                    high = high * scale_x[min(m + 1, M - 1)] * scale[i / 2 % 2];
+                }
+                return both(low + add[i / 2 % 2], high + add[i / 2 % 2]);
+            };
 #pragma unroll
             for (int chunk = 0; chunk < BM / 64; chunk++) {
                 char* board = boards[chunk % BOARDS];
@@ -136,12 +169,11 @@ extern "C" __global__ void __launch_bounds__(384, 1)
                 asm volatile("bar.sync %0, 128;" ::"r"(group) : "memory");
 #pragma unroll
                 for (int j = 0; j < 8; j += 2) {  // 16 rows of y: four matrices of 8 x 8, turned
-                    const float* v = sums + 32 * chunk + 4 * j;
+                    const int i = 32 * chunk + 4 * j;
                     const int m = 8 * j + lane / 16 * 8 + lane % 8, piece = 2 * warp + lane / 8 % 2;
                     asm volatile("stmatrix.sync.aligned.m8n8.x4.trans.shared.b16 [%0], {%1, %2, %3, %4};" ::"r"(
                                      shared_address(board) + m * 128 + (piece ^ (m & 7)) * 16),
-                                 "r"(both(v[0] + add[0], v[1] + add[0])), "r"(both(v[2] + add[1], v[3] + add[1])),
-                                 "r"(both(v[4] + add[0], v[5] + add[0])), "r"(both(v[6] + add[1], v[7] + add[1]))
+                                 "r"(turned(i)), "r"(turned(i + 2)), "r"(turned(i + 4)), "r"(turned(i + 6))
                                  : "memory");
                 }
                 bulk_fence();
