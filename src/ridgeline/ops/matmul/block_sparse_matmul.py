@@ -94,7 +94,7 @@ def _blocks(db, dy, x, rows, columns, M, N, BM: tl.constexpr, SIDE: tl.constexpr
     tl.store(to, total.to(db.dtype.element_ty))
 
 
-def _tile(x: torch.Tensor, side: int) -> dict[str, int]:
+def _tile(x: torch.Tensor, side: int) -> dict[str, Any]:
     wide = x.dtype == torch.float32
     return {
         "BM": 32 if wide else 128 if side > 32 else 64,
