@@ -208,9 +208,10 @@ def check(op: str, values: Any, metadata: Any, **others: Any) -> None:
 class Metadata(Spec):
     """Random metadata of a weight (N, K)."""
 
+    def __init__(self, N: int, K: int):
+        super().__init__(-(-K // BLOCK), N, 8, dtype="uint8")
+
     def make(self, dtype: torch.dtype, device: Any, generator: torch.Generator | None) -> torch.Tensor:
-        N, K = self.shape
-        blocks = -(-K // BLOCK), N, 8
-        low, high = (torch.randint(0, len(HALVES), blocks, device=device, generator=generator) for _ in range(2))
+        low, high = (torch.randint(0, len(HALVES), self.shape, device=device, generator=generator) for _ in range(2))
         halves = torch.tensor(HALVES, dtype=torch.uint8, device=device)
         return halves[low] | halves[high] << 4

@@ -266,30 +266,25 @@ def cost(
 
 
 class _Places(Spec):
-    """`count` places among `down` x `across`, drawn once for these sizes: starts."""
+    """Starts of `count` places among `down` x `across`, drawn once for these sizes; or their columns."""
 
-    def drawn(self) -> tuple[torch.Tensor, torch.Tensor]:
-        down, across, count = self.shape
-        dice = torch.Generator().manual_seed(count)
-        place = torch.randperm(down * across, generator=dice)[:count].sort().values
+    def __init__(self, down: int, across: int, count: int, columns: bool = False):
+        super().__init__(count if columns else down + 1, dtype="int32")
+        object.__setattr__(self, "among", (down, across, count, columns))
+
+    def make(self, dtype: torch.dtype, device: Any, generator: torch.Generator | None) -> torch.Tensor:
+        down, across, count, columns = self.among  # type: ignore[attr-defined]
+        place = torch.randperm(down * across, generator=torch.Generator().manual_seed(count))[:count].sort().values
         place[-1] = down * across - 1  # so that no gradient's last row or column is 0
-        starts = torch.searchsorted(place // across, torch.arange(down + 1))
-        return starts.int(), (place % across).int()
-
-    def make(self, dtype: torch.dtype, device: Any, generator: torch.Generator | None) -> torch.Tensor:
-        return self.drawn()[0].to(device)
-
-
-class _Columns(_Places):
-    def make(self, dtype: torch.dtype, device: Any, generator: torch.Generator | None) -> torch.Tensor:
-        return self.drawn()[1].to(device)
+        made = place % across if columns else torch.searchsorted(place // across, torch.arange(down + 1))
+        return made.int().to(device)
 
 
 def _case(M: int, N: int, K: int, side: int, share: float, **facts: Any) -> Case:
     """share: of the blocks that are there."""
     down, across = N // side, K // side
     count = max(1, round(down * across * share))
-    args = Spec(M, K), Spec(count, side, side), _Places(down, across, count), _Columns(down, across, count)
+    args = Spec(M, K), Spec(count, side, side), _Places(down, across, count), _Places(down, across, count, True)
     return Case(f"{M}x{N}x{K} {side}s {share:g}", args, **facts)
 
 
