@@ -800,6 +800,62 @@ BAD: Bad = {
         lambda: ridgeline.int4_linear(x, torch.zeros(3, 3).byte(), torch.ones(3, 1), torch.ones(3, 1)),
         ["zero", "uint8", "float32"],
     ),
+    "sparsify: K is no multiple of 4": (lambda: ridgeline.sparsify(x), ["(N, K)", "multiple of 4", "(4, 6)"]),
+    "sparsify: integers": (lambda: ridgeline.sparsify(whole), ["floating", "int32"]),
+    "sparsify: no tensor": (lambda: ridgeline.sparsify([1.0]), ["w", "list"]),
+    "densify: metadata of another weight": (
+        lambda: ridgeline.densify(x, torch.zeros(2, 4, 8).byte()),
+        ["metadata", "(1, 4, 8)", "(2, 4, 8)"],
+    ),
+    "densify: metadata of int32": (lambda: ridgeline.densify(x, torch.zeros(1, 4, 8).int()), ["uint8", "int32"]),
+    "sparse_matmul: another K": (
+        lambda: ridgeline.sparse_matmul(x, torch.ones(3, 4), torch.zeros(1, 3, 8).byte()),
+        ["(..., 8)", "(4, 6)"],
+    ),
+    "sparse_matmul: another dtype": (
+        lambda: ridgeline.sparse_matmul(x.half(), torch.ones(3, 4), torch.zeros(1, 3, 8).byte()),
+        ["one", "float16", "float32"],
+    ),
+    "sparse_matmul: a long bias": (
+        lambda: ridgeline.sparse_matmul(
+            torch.ones(2, 8), torch.ones(3, 4), torch.zeros(1, 3, 8).byte(), bias=torch.ones(4)
+        ),
+        ["bias", "(3,)", "(4,)"],
+    ),
+    "block_sparse_matmul: blocks of 8": (
+        lambda: ridgeline.block_sparse_matmul(torch.ones(2, 16), torch.ones(1, 8, 8), at[:2], at[:1]),
+        ["16, 32, 64 or 128", "(1, 8, 8)"],
+    ),
+    "block_sparse_matmul: another K": (
+        lambda: ridgeline.block_sparse_matmul(torch.ones(2, 24), torch.ones(1, 16, 16), at[:2], at[:1]),
+        ["multiple", "16", "24"],
+    ),
+    "block_sparse_matmul: starts that fall": (
+        lambda: ridgeline.block_sparse_matmul(
+            torch.ones(2, 16), torch.ones(1, 16, 16), torch.tensor([0, 1, 0]), torch.tensor([0])
+        ),
+        ["starts", "0 to at most 1", "[0, 1, 0]"],
+    ),
+    "block_sparse_matmul: a column too far": (
+        lambda: ridgeline.block_sparse_matmul(
+            torch.ones(2, 16), torch.ones(1, 16, 16), torch.tensor([0, 1]), torch.tensor([1])
+        ),
+        ["columns", "0 to 0", "1 to 1"],
+    ),
+    "block_sparse_matmul: float starts": (
+        lambda: ridgeline.block_sparse_matmul(torch.ones(2, 16), torch.ones(1, 16, 16), w[:2], torch.tensor([0])),
+        ["starts", "int32", "float32"],
+    ),
+    "int8_sparse_matmul: floats": (
+        lambda: ridgeline.int8_sparse_matmul(x, torch.ones(3, 4), torch.zeros(1, 3, 8).byte(), w[:1], w[:1]),
+        ["int8", "float32"],
+    ),
+    "int8_sparse_matmul: scales of another size": (
+        lambda: ridgeline.int8_sparse_matmul(
+            torch.ones(2, 8).char(), torch.ones(3, 4).char(), torch.zeros(1, 3, 8).byte(), w[:1], w[:2]
+        ),
+        ["scale_w", "3 rows", "(2,)"],
+    ),
     "mxfp4_linear: K is no multiple of 32": (
         lambda: ridgeline.mxfp4_linear(x, torch.zeros(3, 3).byte(), torch.zeros(3, 1).byte()),
         ["(N, K / 32)", "(3, 3)"],
@@ -981,6 +1037,10 @@ for name, args in {
     "weighted_sum": (sparse, w),
     "batch_norm": (sparse, w, w),
     "group_norm": (sparse, 2),
+    "sparsify": (sparse,),
+    "densify": (sparse, torch.zeros(1, 4, 8).byte()),
+    "block_sparse_matmul": (sparse, square[None], at, at),
+    "sparse_matmul": (sparse, square, torch.zeros(1, 4, 8).byte()),
     "matmul": (sparse, sparse),
     "sgemm": (square, sparse),
     "hgemm": (sparse, square),

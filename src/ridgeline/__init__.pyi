@@ -377,6 +377,28 @@ def linear_cross_entropy(
     Raises RidgelineError if shapes, dtypes, devices or options do not match the above or `impl` cannot run the call.
     """
 
+def block_sparse_matmul(
+    x: torch.Tensor, blocks: torch.Tensor, starts: torch.Tensor, columns: torch.Tensor, *, impl: str | None = None
+) -> torch.Tensor:
+    """Returns `x @ W.T`, (..., N), for a weight W (N, K) given by its square blocks, row of blocks by row of blocks.
+
+    x: (..., K), any strides; blocks: (count, B, B), B 16, 32, 64 or 128, in x's dtype. K is a multiple of B.
+    starts: (N / B + 1,) and columns: (count,), int32 or int64: row r of blocks has those from starts[r] to
+    starts[r + 1] - 1, and block i lies in column columns[i], as in `torch.sparse_bsr_tensor`. Columns need no order;
+    blocks at one place add up; blocks past the last start belong to no row. On a CPU both are validated, on a GPU not.
+    Gradients flow to x and blocks. Sums are float32, rounded once. Kernels take float32, float16 and bfloat16. Autocast
+    casts x and blocks first.
+    Raises RidgelineError if shapes, dtypes or devices do not match, or if `impl` cannot run the call.
+    """
+
+def densify(values: torch.Tensor, metadata: torch.Tensor, *, impl: str | None = None) -> torch.Tensor:
+    """Returns the dense weight (N, K), contiguous, of (values, metadata) as `sparsify` returns them.
+
+    values: (N, K / 2), any strides; kernels take float32, float16, bfloat16 and int8. metadata: uint8
+    (ceil(K / 64), N, 8). Its contents are not validated: a pair of equal columns gives any of its two numbers.
+    Gradients flow to values. Raises RidgelineError if the tensors do not fit, or if `impl` cannot run the call.
+    """
+
 def fp8_linear(
     x: torch.Tensor,
     weight: torch.Tensor,
@@ -533,6 +555,28 @@ def int8_matmul(
     Raises RidgelineError if shapes, dtypes or devices do not match the above, or if `impl` cannot run the call.
     """
 
+def int8_sparse_matmul(
+    x: torch.Tensor,
+    values: torch.Tensor,
+    metadata: torch.Tensor,
+    scale_x: torch.Tensor,
+    scale_w: torch.Tensor,
+    *,
+    bias: torch.Tensor | None = None,
+    out_dtype: torch.dtype = torch.bfloat16,
+    impl: str | None = None,
+) -> torch.Tensor:
+    """Returns `(x @ W.T) * scale_x * scale_w + bias`, (M, N), for the int8 2:4 sparse weight of (values, metadata).
+
+    x: (M, K) and values: (N, K / 2), int8, any strides; K is at most 65536, so that int32 sums are exact. metadata:
+    uint8 (ceil(K / 64), N, 8), not validated. To make them: `values, metadata = sparsify(w)`, then
+    `quantize_int8(values, granularity="row")`.
+    scale_x: float32, one number or one per row of x, (M,) or (M, 1); scale_w: alike for the rows of W. bias: (N,),
+    out_dtype, or None. out_dtype: torch.bfloat16, float16 or float32. CUDA C++ takes 16 bits, K a multiple of 32; other
+    calls multiply a dense copy. Sums are scaled in float32 and rounded once. No gradients flow.
+    Raises RidgelineError if shapes, dtypes or devices do not match, or if `impl` cannot run the call.
+    """
+
 def linear(
     x: torch.Tensor,
     weight: torch.Tensor,
@@ -591,6 +635,37 @@ def sgemm(a: torch.Tensor, b: torch.Tensor, *, impl: str | None = None) -> torch
     contiguous. The kernels take contiguous rows, any distance apart; PyTorch takes any strides. The default is
     impl="torch", which has gradients; the kernels show each step and have none.
     Raises RidgelineError if shapes, dtypes or devices do not match, or if `impl` cannot run the call.
+    """
+
+def sparse_matmul(
+    x: torch.Tensor,
+    values: torch.Tensor,
+    metadata: torch.Tensor,
+    *,
+    bias: torch.Tensor | None = None,
+    impl: str | None = None,
+) -> torch.Tensor:
+    """Returns `x @ W.T + bias`, (..., N), for the 2:4 sparse weight W of (values, metadata) = `sparsify(w)`.
+
+    x: (..., K); values: (N, K / 2) and bias: (N,) or None, in x's dtype; any strides. metadata: uint8
+    (ceil(K / 64), N, 8), not validated. Kernels take float16 and bfloat16, with K a multiple of 16, and with `triton`
+    any K and float32; else PyTorch multiplies by `densify(values, metadata)`. Sums are float32, rounded once.
+    Gradients flow to x, values and bias. Their products are dense: W is sparse along K, and dx sums along N. What is
+    pruned gets no gradient, so it does not return; to choose again, keep w and call `sparsify(w)` in each step.
+    Autocast casts x, values and bias first.
+    Raises RidgelineError if shapes, dtypes or devices do not match, or if `impl` cannot run the call.
+    """
+
+def sparsify(w: torch.Tensor, *, impl: str | None = None) -> tuple[torch.Tensor, torch.Tensor]:
+    """Returns (values, metadata) of a weight w pruned to two of each four along K, for `sparse_matmul`.
+
+    w: (N, K), floating point, any strides; K is a multiple of 4. Kernels take float32, float16 and bfloat16.
+    The two largest of |w| stay; of equals the earlier. A NaN counts as infinity. Numbers are copied, not rounded.
+    values: (N, K / 2), w's dtype: the kept numbers of each four, in order of k.
+    metadata: uint8 (ceil(K / 64), N, 8). The low half of byte b of [j, n] is i0 + 4 i1 for the kept columns i0 < i1 of
+    the four from column 64 j + 8 b on; the high half describes the next four. Halves past K are 4.
+    A gradient flows from values to the kept numbers of w; the pruned ones get 0.
+    Raises RidgelineError if w is no such matrix, or if `impl` cannot run the call.
     """
 
 def w4a8_linear(

@@ -22,6 +22,8 @@ PEERS = {
     "vllm": "vLLM",
     "cublas": "cuBLAS",
     "cublaslt": "cuBLASLt",
+    "cusparselt": "cuSPARSELt",
+    "cutlass_sparse": "CUTLASS, sparse",
     "liger": "Liger",
     "quack": "quack",
     "cce": "Cut Cross-Entropy",
