@@ -266,12 +266,13 @@ def _start(
 ) -> None:  # fmt: skip
     rows = [-(-n // (axis.stride if axis.apart is not None else 1)) for n, axis in zip((sizes.P, sizes.Q), axes, strict=True)]
     M, K, C = sizes.images * rows[0] * rows[1], sizes.K, sizes.C
-    gpu = device.of(x)
+    gpu, more = device.of(x), activation not in ("", "relu")
 
     def config() -> dict[str, Any]:
-        key = f"{dtype_name(x)} {' '.join(str(min(1 << 20, triton.next_power_of_2(d))) for d in (M, K, C))}"
+        sizes = [str(min(1 << 20, triton.next_power_of_2(d))) for d in (M, K, C)]
+        key = " ".join([dtype_name(x), *sizes, *(["more"] * more)])
         chosen = tuning.config(
-            gpu, "conv2d", "conv", key, lambda: _rule(gpu, x.dtype, precision, M * classes, K, C), lambda: _SPACE
+            gpu, "conv2d", "conv", key, lambda: _rule(gpu, x.dtype, precision, M * classes, K, C, more), lambda: _SPACE
         )
         even = C % chosen["BK"] == 0
         chain = max(1, 512 // chosen["BK"]) if _long(x, precision) else 0
@@ -281,7 +282,7 @@ def _start(
         return triton.cdiv(M, c["BM"]) * triton.cdiv(K, c["BN"]), classes
 
     options = {"PRECISION": precision, "ACTIVATION": activation}
-    launch(_conv, grid, y, epilogue, _images(x), w, sizes, *axes, config=config, key=(M, K, C), **options)
+    launch(_conv, grid, y, epilogue, _images(x), w, sizes, *axes, config=config, key=(M, K, C, more), **options)
 
 
 def _long(x: torch.Tensor, precision: str) -> bool:
@@ -311,28 +312,32 @@ def to_weight(dw: torch.Tensor, dy: torch.Tensor, x: torch.Tensor, window: Windo
     add_up(dw.permute(0, 2, 3, 1).view(1, K, taps * C), sums, Epilogue(None, None, None), "")
 
 
-def _rule(gpu: device.Device, dtype: torch.dtype, precision: str, M: int, K: int, C: int) -> tuning.Config:
-    """Returns the tile: as large as leaves a program for each multiprocessor."""
+def _rule(
+    gpu: device.Device, dtype: torch.dtype, precision: str, M: int, K: int, C: int, more: bool
+) -> tuning.Config:
+    """Returns the tile: as large as leaves a program for most multiprocessors.
+
+    more: an activation with an exponential follows, for which a thread with 128 sums has no registers."""
     if dtype == torch.float32:
         ieee = precision == "ieee"
         return {"BM": 64, "BN": 64, "BK": 16 if ieee or C < 32 else 32, "num_warps": 4, "num_stages": 2}
-    large = gpu.shared_memory >= 160 << 10  # data-centre cards
-    deep = 64 if C >= 64 else 32 if C >= 32 else 16
+    deep = 64 if C >= 64 and gpu.capability in (90, 100) else 32 if C >= 32 else 16
     bn = 128 if K > 64 else 64 if K > 32 else 32
     bm = 128 if triton.cdiv(M, 128) * triton.cdiv(K, bn) >= 0.7 * gpu.multiprocessors else 64
-    if large and K % 256 == 0 and M * K >= gpu.multiprocessors * 128 * 256 and gpu.capability >= 90:
+    if gpu.capability == 90 and not more and K % 256 == 0 and M * K >= gpu.multiprocessors * 128 * 256:
         bn = 256
-    stages = (3 if bn == 256 else 4) if large else 2 if deep == 64 else 3
-    stages = 2 if gpu.backend != "cuda" else stages
+    stages = 2 if gpu.backend != "cuda" else 4 if bn == 128 or deep < 64 else 3
+    stages = min(stages, 3) if gpu.shared_memory < 160 << 10 else stages
     return {"BM": bm, "BN": bn, "BK": deep, "num_warps": 8 if bm * bn >= 128 * 128 else 4, "num_stages": stages}
 
 
 def _weight_rule(gpu: device.Device, dtype: torch.dtype, precision: str, K: int, C: int) -> tuning.Config:
     bm, bn = (128 if n > 64 else 64 if n > 32 else 32 for n in (K, C))
     if dtype == torch.float32:
-        return {"BM": min(bm, 64), "BN": min(bn, 64), "BK": 32, "num_warps": 4, "num_stages": 2}
+        deep = 16 if precision == "ieee" else 32
+        return {"BM": min(bm, 64), "BN": min(bn, 64), "BK": deep, "num_warps": 4, "num_stages": 2}
     stages = 2 if gpu.backend != "cuda" else 4 if gpu.shared_memory >= 160 << 10 else 3
-    deep = 64 if stages == 4 else 32
+    deep = 64 if gpu.capability in (90, 100) else 32
     return {"BM": bm, "BN": bn, "BK": deep, "num_warps": 8 if bm * bn >= 128 * 128 else 4, "num_stages": stages}
 
 

@@ -237,7 +237,7 @@ CONV2D = Op(
     sharding=lambda groups=1, **_: "x bCHW, weight kCRS, bias k -> bkPQ" if groups == 1 else None,
     flops={"conv2d_undo": lambda *_: 0, "conv2d_bwd": _counted},
     cases=[
-        _case((2, 5, 6, 9), 7),
+        _case((2, 6, 7, 10), 11),
         _case((2, 33, 8, 7), 20, bias=False, kind=Spec),
         _case((2, 16, 9, 10), 17, stride=2, activation="relu"),
         _case((1, 20, 11, 8), 35, dilation=2, activation="silu"),
