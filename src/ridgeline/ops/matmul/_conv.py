@@ -300,7 +300,7 @@ def to_weight(dw: torch.Tensor, dy: torch.Tensor, x: torch.Tensor, window: Windo
         return
     gpu = device.of(x)
     key = f"{dtype_name(x)} {' '.join(str(min(1 << 20, triton.next_power_of_2(d))) for d in (pixels, K, C))}"
-    tile = tuning.config(gpu, "conv2d", "weight", key, lambda: _weight_rule(gpu, x.dtype, precision, K, C))
+    tile = tuning.config(gpu, "conv2d", "weight", key, lambda: _weight_rule(gpu, x, precision, K, C))
     tiles = triton.cdiv(K, tile["BM"]) * triton.cdiv(C, tile["BN"]) * taps
     # Two waves of programs; each has at least 16 steps, so that few sums are written.
     most = max(1, min(triton.cdiv(2 * gpu.multiprocessors, tiles), pixels // (16 * tile["BK"])))
@@ -331,13 +331,14 @@ def _rule(
     return {"BM": bm, "BN": bn, "BK": deep, "num_warps": 8 if bm * bn >= 128 * 128 else 4, "num_stages": stages}
 
 
-def _weight_rule(gpu: device.Device, dtype: torch.dtype, precision: str, K: int, C: int) -> tuning.Config:
+def _weight_rule(gpu: device.Device, x: torch.Tensor, precision: str, K: int, C: int) -> tuning.Config:
     bm, bn = (128 if n > 64 else 64 if n > 32 else 32 for n in (K, C))
-    if dtype == torch.float32:
+    if x.dtype == torch.float32:
         deep = 16 if precision == "ieee" else 32
         return {"BM": min(bm, 64), "BN": min(bn, 64), "BK": deep, "num_warps": 4, "num_stages": 2}
     stages = 2 if gpu.backend != "cuda" else 4 if gpu.shared_memory >= 160 << 10 else 3
-    deep = 64 if gpu.capability in (90, 100) else 32
+    # Elements of other layouts than channels_last need an address each.
+    deep = 64 if gpu.capability in (90, 100) and x.stride(1) == 1 else 32
     return {"BM": bm, "BN": bn, "BK": deep, "num_warps": 8 if bm * bn >= 128 * 128 else 4, "num_stages": stages}
 
 
