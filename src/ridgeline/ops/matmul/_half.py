@@ -1,7 +1,7 @@
 """matmul with float16 sums: on GeForce cards the matrix units add in float16 at twice the rate of float32.
 
-A sum of float16 runs over CHUNK columns of a, rounded after each 16; these sums are added in float32. So the error does
-not grow with K, and a sum overflows only where CHUNK products exceed 65504 together.
+A sum of float16 runs over at most CHUNK columns of a, rounded after each 16; these sums are added in float32. So the
+error does not grow with K, and a sum overflows only where CHUNK products exceed 65504 together.
 """
 
 from __future__ import annotations
@@ -17,8 +17,7 @@ from ridgeline.boundary import launch
 from ridgeline.op import RidgelineError
 from ridgeline.ops.matmul._operands import Matrix, Sizes
 
-CHUNK = 64  # columns of a float16 sum, at most
-STEP = 16  # columns that a matrix instruction adds before it rounds
+CHUNK = 64  # columns of a float16 sum, at most: the error then passes the tolerance check of float32 sums
 NAMES = ("float32", "float16")
 GRID_Y = 65535
 
@@ -123,34 +122,3 @@ def unless(a: torch.Tensor, b: torch.Tensor, how: str = "", *_: Any) -> str | No
 def _quick(index: int | None) -> bool:
     card = device.stand_in or (device.CPU if index is None else device.gpu(index))
     return "GeForce" in card.name
-
-
-def _rounded(a: torch.Tensor, b: torch.Tensor) -> torch.Tensor:
-    """a @ b with float16 sums over CHUNK columns, rounded after each STEP; no vectors."""
-    total = a.new_zeros((), dtype=torch.float32)
-    for chunk in range(0, max(1, a.shape[-1]), CHUNK):
-        part = a.new_zeros(())
-        for start in range(chunk, min(chunk + CHUNK, max(1, a.shape[-1])), STEP):
-            stop = min(start + STEP, chunk + CHUNK)
-            part = (part.float() + a[..., start:stop].float() @ b[..., start:stop, :].float()).half()
-        total = total + part.float()
-    return total.half()
-
-
-class _Rounded(torch.autograd.Function):
-    @staticmethod
-    def forward(ctx: Any, a: torch.Tensor, b: torch.Tensor) -> torch.Tensor:
-        ctx.save_for_backward(a, b)
-        return _rounded(a, b)
-
-    @staticmethod
-    def backward(ctx: Any, dy: torch.Tensor) -> Any:
-        a, b = ctx.saved_tensors
-        return _rounded(dy, b.mT).sum_to_size(a.shape), _rounded(a.mT, dy).sum_to_size(b.shape)
-
-
-def half_sums(a: torch.Tensor, b: torch.Tensor, *_: Any) -> torch.Tensor:
-    """The arithmetic that accumulate="float16" allows, step by step: the tolerance check allows twice its error."""
-    y: torch.Tensor = _Rounded.apply(a if a.dim() > 1 else a[None], b if b.dim() > 1 else b[:, None])
-    y = y if b.dim() > 1 else y.squeeze(-1)
-    return y if a.dim() > 1 else y.squeeze(-2 if b.dim() > 1 else -1)

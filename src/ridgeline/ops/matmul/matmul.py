@@ -381,7 +381,6 @@ MATMUL = Op(
     matmul,
     reference=reference,
     cost=cost,
-    standards=("half_sums", "torch"),
     sharding=lambda a, b, **_: None if min(a.dim(), b.dim()) < 2 else "a ...mk, b ...kn -> ...mn",
     cases=[
         Case("67x45 @ 45x35", (Spec(67, 45), Spec(45, 35))),
@@ -403,9 +402,6 @@ MATMUL = Op(
 )
 
 MATMUL.eager("naive", "every product in memory, in float32, then their sums", _naive, supports=_many)
-MATMUL.eager(
-    "half_sums", "float16 sums as a GeForce card makes them, in eager steps", _half.half_sums, supports=_half.refusal
-)
 MATMUL.eager("torch", "PyTorch's own torch.matmul: cuBLAS on an NVIDIA GPU", torch.matmul, served=True)
 MATMUL.kernel(
     "triton", "one tile per program on the matrix units, in grouped order", kind="triton", fwd=by_triton, bwd=by_triton
