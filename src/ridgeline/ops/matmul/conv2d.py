@@ -17,7 +17,7 @@ import triton.language as tl  # noqa: F401 - Triton's interpreter looks it up in
 
 from ridgeline.boundary import Function, differentiate, first_order, kernel_op
 from ridgeline.op import Case, Cost, Op, RidgelineError, Spec, nbytes
-from ridgeline.ops.matmul import _conv
+from ridgeline.ops.matmul import _conv, _conv_boxes
 from ridgeline.ops.matmul._activated import ACTIVATIONS, known, unbend
 from ridgeline.ops.matmul._conv import Pair, Window
 from ridgeline.ops.matmul.gemv import sum_of_rows
@@ -268,5 +268,18 @@ CONV2D.kernel(
     supports=_refusal,
     unless=_unless,
     leaves=("fwd",),
+    served=True,
+)
+CONV2D.kernel(
+    "triton_boxes",
+    "stride 1: TMA gathers boxes of pixels, with zeros outside images; programs stay",
+    kind="triton",
+    fwd=_conv_boxes.forward,
+    bwd=_conv_boxes.backward,
+    supports=_conv_boxes.refusal,
+    unless=_unless,
+    leaves=("fwd",),
+    dtypes=("float16", "bfloat16"),
+    arch=90,
     served=True,
 )
