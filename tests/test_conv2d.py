@@ -14,7 +14,8 @@ from ridgeline import device as devices
 from ridgeline.boundary import INTERPRETED, observe
 from ridgeline.lab.measurement.law import Law
 from ridgeline.op import RidgelineError, get
-from ridgeline.ops.matmul import _conv
+from ridgeline.ops.matmul import _conv, _conv_boxes
+from ridgeline.select import why_not
 
 pytestmark = pytest.mark.kernels
 IMPL = "triton" if INTERPRETED or torch.cuda.is_available() else "torch"
@@ -59,7 +60,9 @@ def test_every_tap_is_used_once_backward(stride: int, dilation: int) -> None:
     """The taps of the classes, as `_class` finds them, are all pairs of a pixel and a tap that forward has."""
     for taps in (1, 2, 3, 5):
         for padding in range(4):
-            axis = _conv.Window((stride,) * 2, (padding,) * 2, (dilation,) * 2).axes(torch.empty(1, 1, taps, taps), True)[0]
+            axis = _conv.Window((stride,) * 2, (padding,) * 2, (dilation,) * 2).axes(
+                torch.empty(1, 1, taps, taps), True
+            )[0]
             H, P = 40, (40 + 2 * padding - dilation * (taps - 1) - 1) // stride + 1
             wanted = {
                 (p * stride + r * dilation - padding, r, p)
@@ -185,3 +188,62 @@ def test_no_images_and_no_gradient_without_pixels(device: str) -> None:
     assert found[0].shape == (0, 9, 3, 5)
     assert not found[2].any()
     assert not found[3].any()
+
+
+def half(x: tuple[int, ...], K: int, window: tuple[int, int], device: str) -> list[torch.Tensor]:
+    """Channels_last inputs in float16, which the copy engine takes."""
+    x, weight, bias = (t.half() for t in inputs(x, K, window, device))  # type: ignore[assignment]
+    return [x.to(memory_format=LAST), (weight / 4).to(memory_format=LAST), bias]  # type: ignore[attr-defined]
+
+
+@pytest.mark.parametrize("window", [(1, 1), (2, 3), (3, 3)])
+@pytest.mark.parametrize("size", [(1, 1, 1), (3, 7, 5), (40, 3, 2), (1, 4, 130)])
+def test_boxes(window: tuple[int, int], size: tuple[int, ...], device: str) -> None:
+    """Boxes reach past the edges of images, and past the last image."""
+    if IMPL != "triton" or (device == "cuda" and torch.cuda.get_device_capability() < (9, 0)):
+        pytest.skip("needs the kernels, and the copy engine")
+    leaves = [t.requires_grad_() for t in half((size[0], 72, *size[1:]), 24, window, device)]
+    for options in ({"padding": (2, 1), "activation": "relu"}, {"padding": 2, "dilation": (2, 1)}):
+        law = Law(get("conv2d"), leaves, options)
+        first, second = (law.run(get("conv2d").implementations["triton_boxes"]) for _ in range(2))
+        assert law.judge(*first).ok, law.judge(*first).reason()
+        for one, other in zip([*first[0], *first[1]], [*second[0], *second[1]], strict=True):
+            assert torch.equal(one, other)  # type: ignore[arg-type]
+
+
+def test_the_box_wastes_the_least() -> None:
+    """Sides of images with a factor 4 or 8 need no pixel more, and 14 x 14 none if there are 32 images."""
+    for sizes, wanted in (
+        ((32, 56, 56), 1.0),
+        ((32, 28, 28), 1.0),
+        ((32, 14, 14), 1.0),
+        ((8, 64, 64), 1.0),
+        ((32, 7, 7), 8 / 7),
+        ((1, 7, 7), 64 / 49),
+    ):
+        box = _conv_boxes.box_of(128 if sizes[0] > 1 else 64, *sizes)
+        assert box.images * box.rows * box.columns in (64, 128)
+        covered = 1
+        for n, side in zip(sizes, box, strict=True):
+            covered *= -(-n // side) * side
+        assert covered / (sizes[0] * sizes[1] * sizes[2]) == pytest.approx(wanted)
+
+
+def test_which_calls_boxes_take() -> None:
+    boxes = get("conv2d").implementations["triton_boxes"]
+    x, w, _ = half((2, 16, 6, 8), 8, (3, 3), "cpu")
+    with devices.pretend("sm_90"):
+        assert why_not(boxes, x, w) is None
+        for said, args, options in (
+            ("stride", (x, w), {"stride": 2}),
+            ("group", (x, w[:, :8]), {"groups": 2}),
+            ("channels_last", (x.contiguous(), w), {}),
+            ("channels_last", (x, w.contiguous()), {}),
+            ("16 bytes", (x[:, :12], w[:, :12]), {}),
+            ("16 bytes", (x, w[:5]), {}),
+            ("empty", (x[:0], w), {}),
+            ("bfloat16", (x.float(), w.float()), {}),
+        ):
+            assert said in str(why_not(boxes, *args, **options)), said
+    with devices.pretend("sm_89"):
+        assert "sm_90" in str(why_not(boxes, x, w))

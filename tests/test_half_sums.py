@@ -42,7 +42,9 @@ def test_sums_over_64_columns_need_no_wider_tolerance() -> None:
     assert not law.judge([summed(*law.args, K)]).ok
 
 
-@pytest.mark.parametrize("shapes", [((33, 100), (100, 20)), ((2, 9, 70), (70, 12)), ((70,), (70, 5)), ((3, 4, 65), (65,))])
+@pytest.mark.parametrize(
+    "shapes", [((33, 100), (100, 20)), ((2, 9, 70), (70, 12)), ((70,), (70, 5)), ((3, 4, 65), (65,))]
+)
 def test_kernel(shapes: tuple[tuple[int, ...], ...], device: str) -> None:
     if not KERNELS:
         pytest.skip("needs the kernels")

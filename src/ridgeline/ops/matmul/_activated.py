@@ -56,4 +56,3 @@ def unbend(dz: torch.Tensor, y: torch.Tensor | None, dy: torch.Tensor, z: torch.
     """Fills dz and, if given, y; all have their elements in the same order."""
     options = {"BLOCK": BLOCK, "ACTIVATION": activation, "num_warps": 4}
     launch(_unbend, (triton.cdiv(z.numel(), BLOCK),), dz, y, dy, z, z.numel(), **options)
-

@@ -116,7 +116,7 @@ def _conv(
     i, j, c = 0, 0, 0
     total = tl.zeros((BM, BN), tl.float32)
     before = total
-    for step in range(0, count_r * count_s * tl.cdiv(C, BK)):
+    for step in range(count_r * count_s * tl.cdiv(C, BK)):
         above, beside = h + i * down_step, g + j * across_step
         inside = (above >= 0) & (above < H) & (beside >= 0) & (beside < W)
         from_x = at_x + (tl.cast(i * down_step, tl.int64) * x.row + tl.cast(j * across_step, tl.int64) * x.column)
@@ -180,7 +180,7 @@ def _weight(
     to_image, to_row, to_column = BK // (P * Q), BK // Q % P, BK % Q
     total = tl.zeros((BM, BN), tl.float32)
     before = total
-    for step in range(0, tl.cdiv(tl.minimum(length, pixels - first), BK)):
+    for step in range(tl.cdiv(tl.minimum(length, pixels - first), BK)):
         h, g = p * rows.stride - rows.padding + r * rows.dilation, q * columns.stride - columns.padding
         g += s * columns.dilation
         inside = (image < images) & (h >= 0) & (h < H) & (g >= 0) & (g < W)
@@ -264,7 +264,10 @@ def _start(
     y: torch.Tensor, epilogue: Epilogue, x: torch.Tensor, w: Images, sizes: Sizes, axes: tuple[Axis, Axis],
     classes: int, activation: str, precision: str
 ) -> None:  # fmt: skip
-    rows = [-(-n // (axis.stride if axis.apart is not None else 1)) for n, axis in zip((sizes.P, sizes.Q), axes, strict=True)]
+    rows = [
+        -(-n // (axis.stride if axis.apart is not None else 1))
+        for n, axis in zip((sizes.P, sizes.Q), axes, strict=True)
+    ]
     M, K, C = sizes.images * rows[0] * rows[1], sizes.K, sizes.C
     gpu, more = device.of(x), activation not in ("", "relu")
 
@@ -312,9 +315,7 @@ def to_weight(dw: torch.Tensor, dy: torch.Tensor, x: torch.Tensor, window: Windo
     add_up(dw.permute(0, 2, 3, 1).view(1, K, taps * C), sums, Epilogue(None, None, None), "")
 
 
-def _rule(
-    gpu: device.Device, dtype: torch.dtype, precision: str, M: int, K: int, C: int, more: bool
-) -> tuning.Config:
+def _rule(gpu: device.Device, dtype: torch.dtype, precision: str, M: int, K: int, C: int, more: bool) -> tuning.Config:
     """Returns the tile: as large as leaves a program for most multiprocessors.
 
     more: an activation with an exponential follows, for which a thread with 128 sums has no registers."""

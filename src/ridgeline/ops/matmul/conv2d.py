@@ -1,6 +1,6 @@
-"""conv2d: y[n, k, p, q] = activation(sum over r, s, c of w[k, c, r, s] x[n, c, p stride + r dilation - padding, ..] + b).
+"""conv2d: y[n, k, p, q] = activation(sum over r, s, c of w[k, c, r, s] x[n, c, p stride + r dilation - padding, ..] + b)
 
-    backward: dz = dy activation'(z),  dx = dz convolved with w's channels exchanged,  dw = dz times shifted x,  db = sum
+    backward: dz = dy activation'(z),  dx = dz convolved with w's channels exchanged,  dw = dz x, by taps,  db = sum of dz
 
 It is a matrix product of pixels (rows) with the weight (columns), over taps and channels. Its left operand is gathered
 from x by address, so no im2col matrix is written. Bias and activation work on the float32 sums in registers.
@@ -243,6 +243,8 @@ CONV2D = Op(
         _case((1, 20, 11, 8), 35, dilation=2, activation="silu"),
         _case((3, 9, 10, 11), 8, 4, stride=(3, 2), padding=(2, 0), dilation=(2, 3)),
         _case((2, 40, 7, 9), 24, 1, stride=2, activation="gelu_tanh"),
+        _case((2, 16, 6, 9), 8, activation="silu"),
+        _case((5, 72, 10, 11), 24, padding=(2, 0), dilation=(2, 3)),
         _case((4, 64, 16, 16), 64, use="quick", activation="relu"),
         *(_case(x, K, use="bench", bias=False) for x, K in RESNET),
         *(_case(x, K, use="bench", activation="relu") for x, K in RESNET),

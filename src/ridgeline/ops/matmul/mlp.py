@@ -30,7 +30,8 @@ _Maybe = torch.Tensor | None
 
 
 @kernel_op(
-    "mlp_fwd(Tensor x, Tensor w1, Tensor w2, Tensor? b1, Tensor? b2, str activation, str precision, str? impl) -> Tensor"
+    "mlp_fwd(Tensor x, Tensor w1, Tensor w2, Tensor? b1, Tensor? b2, str activation, str precision, str? impl) "
+    "-> Tensor"
 )
 def _fwd_op(x: _T, w1: _T, w2: _T, b1: _Maybe, b2: _Maybe, activation: str, how: str, impl: str | None) -> _T:
     y = x.new_empty((x.shape[0], w2.shape[0]))
