@@ -54,5 +54,5 @@ def _unbend(dz, y, dy, z, size, BLOCK: tl.constexpr, ACTIVATION: tl.constexpr):
 
 def unbend(dz: torch.Tensor, y: torch.Tensor | None, dy: torch.Tensor, z: torch.Tensor, activation: str) -> None:
     """Fills dz and, if given, y; all have their elements in the same order."""
-    options = {"BLOCK": BLOCK, "ACTIVATION": activation, "num_warps": 4}
+    options: dict[str, Any] = {"BLOCK": BLOCK, "ACTIVATION": activation, "num_warps": 4}
     launch(_unbend, (triton.cdiv(z.numel(), BLOCK),), dz, y, dy, z, z.numel(), **options)

@@ -252,7 +252,24 @@ def forward(
     _start(y, epilogue, x, _images(weight), sizes, window.axes(weight), 1, activation, precision)
 
 
-def to_x(dx: torch.Tensor, dy: torch.Tensor, weight: torch.Tensor, window: Window, precision: str) -> None:
+def backward(
+    dx: torch.Tensor,
+    dw: torch.Tensor,
+    dz: torch.Tensor,
+    x: torch.Tensor,
+    weight: torch.Tensor,
+    window: Window,
+    to_x: bool,
+    to_weight: bool,
+    how: str,
+) -> None:
+    if to_x:
+        _to_x(dx, dz, weight, window, how)
+    if to_weight:
+        _to_weight(dw, dz, x, window, how)
+
+
+def _to_x(dx: torch.Tensor, dy: torch.Tensor, weight: torch.Tensor, window: Window, precision: str) -> None:
     """Fills dx, channels_last."""
     sizes = Sizes(dy.shape[0], dy.shape[2], dy.shape[3], dy.shape[1], dx.shape[2], dx.shape[3], dx.shape[1])
     turned = _images(weight.transpose(0, 1))
@@ -293,7 +310,7 @@ def _long(x: torch.Tensor, precision: str) -> bool:
     return x.dtype == torch.float32 and precision == "ieee"
 
 
-def to_weight(dw: torch.Tensor, dy: torch.Tensor, x: torch.Tensor, window: Window, precision: str) -> None:
+def _to_weight(dw: torch.Tensor, dy: torch.Tensor, x: torch.Tensor, window: Window, precision: str) -> None:
     """Fills dw; dw and dy are channels_last."""
     sizes = Sizes(x.shape[0], x.shape[2], x.shape[3], x.shape[1], dy.shape[2], dy.shape[3], dy.shape[1])
     K, C, taps = sizes.K, sizes.C, dw.shape[2] * dw.shape[3]
@@ -310,7 +327,10 @@ def to_weight(dw: torch.Tensor, dy: torch.Tensor, x: torch.Tensor, window: Windo
     length = triton.cdiv(triton.cdiv(pixels, most), tile["BK"]) * tile["BK"]
     parts = triton.cdiv(pixels, length)
     sums = torch.empty((parts, 1, K, taps * C), dtype=torch.float32, device=x.device)
-    options = tile | {"CHAIN": max(1, 512 // tile["BK"]) if _long(x, precision) else 0, "PRECISION": precision}
+    options: dict[str, Any] = tile | {
+        "CHAIN": max(1, 512 // tile["BK"]) if _long(x, precision) else 0,
+        "PRECISION": precision,
+    }
     launch(_weight, (tiles, parts), sums, dy, _images(x), sizes, *window.axes(dw), length, **options)
     add_up(dw.permute(0, 2, 3, 1).view(1, K, taps * C), sums, Epilogue(None, None, None), "")
 

@@ -189,7 +189,7 @@ def forward(
     activation: str, precision: str
 ) -> None:  # fmt: skip
     top, left = window.padding
-    taps = Taps(*weight.shape[2:], -top, -left, *window.dilation, 0)
+    taps = Taps(weight.shape[2], weight.shape[3], -top, -left, *window.dilation, 0)
     _start(y, z if z.numel() else None, bias, x, _by_taps(weight), taps, activation)
 
 
@@ -224,7 +224,7 @@ def _start(
     maps = [None if t is None else TensorMap(_pixels(t), written) for t in (y, z)]
     source = TensorMap(_pixels(x), (*box, tile.BK))
     read = (tile.BK, 1, tile.BN) if taps.TURNED else (tile.BN, 1, tile.BK)
-    facts = {"BOX": box, "TAPS": taps, "TILE": tile}
+    facts: dict[str, Any] = {"BOX": box, "TAPS": taps, "TILE": tile}
     facts |= {k: chosen[k] for k in ("num_warps", "num_stages")}
     programs = min(boxes * triton.cdiv(K, tile.BN), gpu.multiprocessors * chosen["BLOCKS"])
     arguments = *maps, bias, source, TensorMap(weight, read), boxes, counts[1], counts[2], C, K
@@ -249,7 +249,14 @@ def _to_weight(dw: torch.Tensor, dy: torch.Tensor, x: torch.Tensor, window: Wind
     parts = triton.cdiv(boxes, length)
     sums = torch.empty((parts, 1, K, rows * columns * C), dtype=torch.float32, device=x.device)
     maps = TensorMap(_pixels(dy), (*box, bm)), TensorMap(_pixels(x), (*box, bn))
-    facts = {"BOX": box, "TAPS": taps, "BM": bm, "BN": bn, "num_warps": 8 if bm + bn > 128 else 4, "num_stages": 4}
+    facts: dict[str, Any] = {
+        "BOX": box,
+        "TAPS": taps,
+        "BM": bm,
+        "BN": bn,
+        "num_warps": 8 if bm + bn > 128 else 4,
+        "num_stages": 4,
+    }
     launch(_weight, (tiles, parts), sums, *maps, boxes, counts[1], counts[2], C, K, length, **facts)
     add_up(_by_taps(dw).flatten(1)[None], sums, Epilogue(None, None, None), "")
 

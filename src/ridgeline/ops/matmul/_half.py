@@ -105,14 +105,14 @@ def check(accumulate: Any, a: torch.Tensor) -> None:
         raise RidgelineError(f"matmul: accumulate='float16' is for float16 inputs, but a and b are {a.dtype}")
 
 
-def refusal(a: torch.Tensor, b: torch.Tensor, how: str = "", *_: Any) -> str | None:
+def refusal(a: torch.Tensor, b: torch.Tensor, how: str = "", *_: Any, accumulate: str = "") -> str | None:
     """Returns why a call cannot have float16 sums, or None. how: `accumulate`, or a launcher's precision."""
-    return None if how == "float16" else "it sums in float16, which only accumulate='float16' allows"
+    return None if "float16" in (how, accumulate) else "it sums in float16, which only accumulate='float16' allows"
 
 
-def unless(a: torch.Tensor, b: torch.Tensor, how: str = "", *_: Any) -> str | None:
+def unless(a: torch.Tensor, b: torch.Tensor, how: str = "", *_: Any, accumulate: str = "") -> str | None:
     """Returns why float16 sums are not chosen, or None."""
-    if refusal(a, b, how):
+    if refusal(a, b, how, accumulate=accumulate):
         return "sums are float32 unless accumulate='float16'"
     quick = _quick(a.device.index if a.is_cuda else None)
     return None if quick else "only GeForce cards add in float16 faster than in float32"

@@ -1,4 +1,4 @@
-"""mlp's kernel: both products of a layer, with the hidden values in registers."""
+"""mlp's kernel, both products of a layer with the hidden values in registers, and its backward by other products."""
 
 from __future__ import annotations
 
@@ -9,10 +9,14 @@ import triton
 import triton.language as tl
 
 from ridgeline import device, tuning
-from ridgeline.boundary import launch
-from ridgeline.op import dtype_name
-from ridgeline.ops.matmul._activated import bend
+from ridgeline.boundary import Function, first_order, kernel_op, launch
+from ridgeline.op import LOADED, dtype_name
+from ridgeline.ops.matmul._activated import bend, unbend
 from ridgeline.ops.matmul._operands import Matrix
+from ridgeline.ops.matmul.gemv import sum_of_rows
+from ridgeline.ops.matmul.linear import linear
+from ridgeline.ops.matmul.matmul import matmul, precision
+from ridgeline.select import run
 
 WIDEST = 256  # columns of x and of y: a row of either must fit in registers
 
@@ -111,3 +115,55 @@ _SPACE = [
     for bm, warps in ((128, 8), (128, 4), (64, 4), (32, 4), (16, 4))
     for bh, stages in ((64, 2), (64, 3), (128, 2), (32, 3))
 ]
+
+
+@kernel_op(
+    "mlp_fwd(Tensor x, Tensor w1, Tensor w2, Tensor? b1, Tensor? b2, str activation, str precision, str? impl) "
+    "-> Tensor"
+)
+def _fwd_op(
+    x: torch.Tensor,
+    w1: torch.Tensor,
+    w2: torch.Tensor,
+    b1: _Maybe,
+    b2: _Maybe,
+    activation: str,
+    how: str,
+    impl: str | None,
+) -> torch.Tensor:
+    y = x.new_empty((x.shape[0], w2.shape[0]))
+    run(LOADED["mlp"], "fwd", impl, (y,), x, w1, w2, b1, b2, activation, how)
+    return y
+
+
+@kernel_op("mlp_again(Tensor dh, Tensor z, str activation) -> (Tensor, Tensor)")
+def _again_op(dh: torch.Tensor, z: torch.Tensor, activation: str) -> tuple[torch.Tensor, torch.Tensor]:
+    """Returns dz = dh activation'(z) and h = activation(z); all are contiguous."""
+    dz, h = torch.empty_like(z), torch.empty_like(z)
+    unbend(dz, h, dh, z, activation)
+    return dz, h
+
+
+class Layer(Function):
+    @staticmethod
+    def forward(
+        ctx: Any, x: torch.Tensor, w1: torch.Tensor, w2: torch.Tensor, b1: _Maybe, b2: _Maybe, activation: str,
+        impl: str | None,
+    ) -> torch.Tensor:  # fmt: skip
+        ctx.save_for_backward(x, w1, w2, b1)
+        ctx.activation = activation
+        return _fwd_op(x, w1, w2, b1, b2, activation, precision(), impl)
+
+    @staticmethod
+    @first_order
+    def backward(ctx: Any, dy: torch.Tensor) -> Any:
+        x, w1, w2, b1 = ctx.saved_tensors
+        to_x, to_1, to_2, to_b1, to_b2 = ctx.needs_input_grad[:5]
+        dx = dw1 = dw2 = db1 = None
+        if to_x or to_1 or to_2 or to_b1:
+            dz, h = _again_op(matmul(dy, w2).contiguous(), linear(x, w1, b1).contiguous(), ctx.activation)
+            dx = matmul(dz, w1) if to_x else None
+            dw1 = matmul(dz.mT, x) if to_1 else None
+            dw2 = matmul(dy.mT, h) if to_2 else None
+            db1 = sum_of_rows(dz) if to_b1 else None
+        return dx, dw1, dw2, db1, sum_of_rows(dy) if to_b2 else None, None, None

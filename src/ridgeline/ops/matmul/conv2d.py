@@ -1,6 +1,6 @@
-"""conv2d: y[n, k, p, q] = activation(sum over r, s, c of w[k, c, r, s] x[n, c, p stride + r dilation - padding, ..] + b)
+"""conv2d: y[n, k, p, q] = activation(b[k] + sum over r, s, c of w[k, c, r, s] x[n, c, p stride + r dilation - pad, ..])
 
-    backward: dz = dy activation'(z),  dx = dz convolved with w's channels exchanged,  dw = dz x, by taps,  db = sum of dz
+    backward: dz = dy activation'(z),  dx = dz convolved with w's channels exchanged,  dw = dz x by taps,  db = sum dz
 
 It is a matrix product of pixels (rows) with the weight (columns), over taps and channels. Its left operand is gathered
 from x by address, so no im2col matrix is written. Bias and activation work on the float32 sums in registers.
@@ -13,97 +13,19 @@ from typing import Any
 
 import torch
 import torch.nn.functional as F
-import triton.language as tl  # noqa: F401 - Triton's interpreter looks it up in a kernel's module
 
-from ridgeline.boundary import Function, differentiate, first_order, kernel_op
+from ridgeline.boundary import differentiate
 from ridgeline.op import Case, Cost, Op, RidgelineError, Spec, nbytes
 from ridgeline.ops.matmul import _conv, _conv_boxes
-from ridgeline.ops.matmul._activated import ACTIVATIONS, known, unbend
+from ridgeline.ops.matmul._activated import ACTIVATIONS, known
 from ridgeline.ops.matmul._conv import Pair, Window
-from ridgeline.ops.matmul.gemv import sum_of_rows
-from ridgeline.ops.matmul.matmul import agree, in_autocast, precision
-from ridgeline.select import eager, run
+from ridgeline.ops.matmul._conv_calls import Convolution
+from ridgeline.ops.matmul.matmul import agree, in_autocast
+from ridgeline.select import eager
 
 _T = torch.Tensor
 _Maybe = torch.Tensor | None
 LAST = torch.channels_last
-OPTIONS = "int down, int across, int top, int left, int apart, int beside"  # stride, padding, dilation: rows, columns
-
-
-def _window(down: int, across: int, top: int, left: int, apart: int, beside: int) -> Window:
-    return Window((down, across), (top, left), (apart, beside))
-
-
-def _empty(shape: Any, like: _T) -> _T:
-    return torch.empty(shape, dtype=like.dtype, device=like.device, memory_format=LAST)
-
-
-@kernel_op(
-    f"conv2d_fwd(Tensor x, Tensor weight, Tensor? bias, {OPTIONS}, str activation, bool keep, str precision, "
-    "str? impl) -> (Tensor, Tensor)"
-)
-def _fwd_op(x: _T, weight: _T, bias: _Maybe, *rest: Any) -> tuple[_T, _T]:
-    *options, activation, keep, how, impl = rest
-    window = _window(*options)
-    shape = window.result(x, weight)
-    y, z = _empty(shape, x), _empty(shape, x) if keep else x.new_empty(0)
-    run(CONV2D, "fwd", impl, (y, z), x, weight, bias, window, activation, how)
-    return y, z
-
-
-@kernel_op(
-    f"conv2d_bwd(Tensor dz, Tensor x, Tensor weight, {OPTIONS}, bool to_x, bool to_weight, str precision, str? impl) "
-    "-> (Tensor, Tensor)"
-)
-def _bwd_op(dz: _T, x: _T, weight: _T, *rest: Any) -> tuple[_T, _T]:
-    *options, to_x, to_weight, how, impl = rest
-    dx, dw = (_empty(t.shape, t) if want else t.new_empty(0) for t, want in ((x, to_x), (weight, to_weight)))
-    run(CONV2D, "bwd", impl, (dx, dw), dz, x, weight, _window(*options), to_x, to_weight, how)
-    return dx, dw
-
-
-@kernel_op("conv2d_undo(Tensor dy, Tensor z, str activation) -> Tensor")
-def _undo_op(dy: _T, z: _T, activation: str) -> _T:
-    dz = torch.empty_like(z)
-    unbend(dz, None, dy, z, activation)
-    return dz
-
-
-def _triton_bwd(
-    dx: _T, dw: _T, dz: _T, x: _T, weight: _T, window: Window, to_x: bool, to_weight: bool, how: str
-) -> None:
-    if to_x:
-        _conv.to_x(dx, dz, weight, window, how)
-    if to_weight:
-        _conv.to_weight(dw, dz, x, window, how)
-
-
-class _Function(Function):
-    @staticmethod
-    def forward(
-        ctx: Any, x: _T, weight: _T, bias: _Maybe, options: tuple[int, ...], activation: str, train: bool,
-        impl: str | None
-    ) -> _T:  # fmt: skip
-        keep = train and activation not in ("", "relu")
-        y, z = _fwd_op(x, weight, bias, *options, activation, keep, precision(), impl)
-        ctx.save_for_backward(x, weight, z if keep else y if activation else None)  # ReLU's slope follows from y
-        ctx.facts = options, activation, impl
-        return y
-
-    @staticmethod
-    @first_order
-    def backward(ctx: Any, dy: _T) -> Any:
-        x, weight, z = ctx.saved_tensors
-        options, activation, impl = ctx.facts
-        to_x, to_weight, to_bias = ctx.needs_input_grad[:3]
-        dz = dy.contiguous(memory_format=LAST)
-        if activation:
-            dz = _undo_op(dz, z, activation)
-        dx = dw = None
-        if to_x or to_weight:
-            dx, dw = _bwd_op(dz, x, weight, *options, to_x, to_weight, precision(), impl)
-        db = sum_of_rows(dz.permute(0, 2, 3, 1).reshape(-1, dz.shape[1])) if to_bias else None
-        return dx if to_x else None, dw if to_weight else None, db, None, None, None, None
 
 
 def reference(
@@ -168,11 +90,13 @@ def conv2d(
     train = torch.is_grad_enabled() and any([t.requires_grad for t in inputs])
     bias = None if bias is None else bias.contiguous()
     numbers = *window.stride, *window.padding, *window.dilation
-    y: torch.Tensor = differentiate(_Function, x, weight, bias, numbers, activation or "", train, impl)
+    y: torch.Tensor = differentiate(Convolution, x, weight, bias, numbers, activation or "", train, impl)
     return y
 
 
-def _unless(x: _T, weight: _T, bias: _Maybe = None, *_: Any, groups: int = 1, activation: Any = None) -> str | None:
+def _unless(
+    x: _T, weight: _T, bias: _Maybe = None, *_: Any, groups: int = 1, activation: Any = None, **__: Any
+) -> str | None:  # fmt: skip
     """Returns why a call is left to PyTorch, or None: only a fused epilogue saves passes over memory."""
     if groups != 1:
         return "kernels take one group"
@@ -266,7 +190,7 @@ CONV2D.kernel(
     "an implicit matrix product: tiles gathered by address, bias and activation on the sums in registers",
     kind="triton",
     fwd=_conv.forward,
-    bwd=_triton_bwd,
+    bwd=_conv.backward,
     supports=_refusal,
     unless=_unless,
     leaves=("fwd",),

@@ -22,7 +22,6 @@ from ridgeline.boundary import Function, differentiate, first_order, kernel_op, 
 from ridgeline.op import Case, Columns, Cost, Op, RidgelineError, Spec, dense_only, dtype_name, nbytes
 from ridgeline.ops.matmul import _cluster, _half, _hopper, _persistent
 from ridgeline.ops.matmul._epilogue import Epilogue, finish
-from ridgeline.ops.matmul._operands import Sizes
 from ridgeline.select import eager, run
 
 
@@ -132,7 +131,7 @@ def by_triton(
         "PRECISION": precision,
         "ACTIVATION": activation,
     }
-    given = y, Epilogue(z, bias, residual), left, right, Sizes(M, N, K)
+    given = y, Epilogue(z, bias, residual), left, right, _half.Sizes(M, N, K)
     launch(_fwd, grid, *given, config=config, key=(M, N, K, more), **facts)
 
 
@@ -270,7 +269,7 @@ def _naive(a: torch.Tensor, b: torch.Tensor) -> torch.Tensor:
     return y if a.dim() > 1 else y.squeeze(-1 if b.dim() == 1 else -2)
 
 
-def _many(a: torch.Tensor, b: torch.Tensor, *_: Any) -> str | None:
+def _many(a: torch.Tensor, b: torch.Tensor, *_: Any, **__: Any) -> str | None:
     """Returns why `naive` does not take a call, or None."""
     batch = torch.broadcast_shapes(a.shape[:-2], b.shape[:-2]).numel()
     count = batch * (a.shape[-2] if a.dim() > 1 else 1) * a.shape[-1] * (b.shape[-1] if b.dim() > 1 else 1)
@@ -330,7 +329,7 @@ def untimed(rows: int, N: int, K: int) -> str | None:
     return None
 
 
-def _unless(a: torch.Tensor, b: torch.Tensor, *_: Any) -> str | None:
+def _unless(a: torch.Tensor, b: torch.Tensor, *_: Any, **__: Any) -> str | None:
     """Returns why a call is left to PyTorch, or None: cuBLAS is slow only for rows that are no multiple of 16 bytes."""
     N, K = b.shape[-1] if b.dim() > 1 else 1, a.shape[-1]
     if reason := _hopper.empty(a, b):

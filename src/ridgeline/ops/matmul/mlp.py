@@ -14,66 +14,19 @@ from typing import Any
 
 import torch
 import torch.nn.functional as F
-import triton.language as tl  # noqa: F401 - Triton's interpreter looks it up in a kernel's module
 
-from ridgeline.boundary import Function, differentiate, first_order, kernel_op
+from ridgeline.boundary import differentiate
 from ridgeline.op import Case, Cost, Op, RidgelineError, Spec, nbytes
 from ridgeline.ops.matmul import _mlp
-from ridgeline.ops.matmul._activated import ACTIVATIONS, known, unbend
-from ridgeline.ops.matmul.gemv import sum_of_rows
-from ridgeline.ops.matmul.linear import linear
-from ridgeline.ops.matmul.matmul import agree, in_autocast, matmul, precision, rows_of
-from ridgeline.select import eager, run
+from ridgeline.ops.matmul._activated import ACTIVATIONS, known
+from ridgeline.ops.matmul.matmul import agree, in_autocast, rows_of
+from ridgeline.select import eager
 
 _T = torch.Tensor
 _Maybe = torch.Tensor | None
 
 
-@kernel_op(
-    "mlp_fwd(Tensor x, Tensor w1, Tensor w2, Tensor? b1, Tensor? b2, str activation, str precision, str? impl) "
-    "-> Tensor"
-)
-def _fwd_op(x: _T, w1: _T, w2: _T, b1: _Maybe, b2: _Maybe, activation: str, how: str, impl: str | None) -> _T:
-    y = x.new_empty((x.shape[0], w2.shape[0]))
-    run(MLP, "fwd", impl, (y,), x, w1, w2, b1, b2, activation, how)
-    return y
-
-
-@kernel_op("mlp_again(Tensor dh, Tensor z, str activation) -> (Tensor, Tensor)")
-def _again_op(dh: _T, z: _T, activation: str) -> tuple[_T, _T]:
-    """Returns dz = dh activation'(z) and h = activation(z); all are contiguous."""
-    dz, h = torch.empty_like(z), torch.empty_like(z)
-    unbend(dz, h, dh, z, activation)
-    return dz, h
-
-
-class _Function(Function):
-    @staticmethod
-    def forward(
-        ctx: Any, x: _T, w1: _T, w2: _T, b1: _Maybe, b2: _Maybe, activation: str, impl: str | None
-    ) -> _T:  # fmt: skip
-        ctx.save_for_backward(x, w1, w2, b1)
-        ctx.activation = activation
-        return _fwd_op(x, w1, w2, b1, b2, activation, precision(), impl)
-
-    @staticmethod
-    @first_order
-    def backward(ctx: Any, dy: _T) -> Any:
-        x, w1, w2, b1 = ctx.saved_tensors
-        to_x, to_1, to_2, to_b1, to_b2 = ctx.needs_input_grad[:5]
-        dx = dw1 = dw2 = db1 = None
-        if to_x or to_1 or to_2 or to_b1:
-            dz, h = _again_op(matmul(dy, w2).contiguous(), linear(x, w1, b1).contiguous(), ctx.activation)
-            dx = matmul(dz, w1) if to_x else None
-            dw1 = matmul(dz.mT, x) if to_1 else None
-            dw2 = matmul(dy.mT, h) if to_2 else None
-            db1 = sum_of_rows(dz) if to_b1 else None
-        return dx, dw1, dw2, db1, sum_of_rows(dy) if to_b2 else None, None, None
-
-
-def reference(
-    x: _T, w1: _T, w2: _T, *, b1: _Maybe = None, b2: _Maybe = None, activation: str = "relu"
-) -> _T:  # fmt: skip
+def reference(x: _T, w1: _T, w2: _T, *, b1: _Maybe = None, b2: _Maybe = None, activation: str = "relu") -> _T:
     return F.linear(ACTIVATIONS[activation](F.linear(x, w1, b1)), w2, b2)
 
 
@@ -107,7 +60,7 @@ def mlp(
     if plain is not None and plain.call is not None:
         return plain.call(x, w1, w2, b1=b1, b2=b2, activation=activation)
     b1, b2 = (None if b is None else b.contiguous() for b in (b1, b2))
-    y: torch.Tensor = differentiate(_Function, rows_of(x), w1, w2, b1, b2, activation, impl)
+    y: torch.Tensor = differentiate(_mlp.Layer, rows_of(x), w1, w2, b1, b2, activation, impl)
     return y.view(*x.shape[:-1], w2.shape[0])
 
 
