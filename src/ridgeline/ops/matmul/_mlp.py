@@ -1,10 +1,11 @@
-"""mlp's kernel, both products of a layer with the hidden values in registers, and its backward by other products."""
+"""mlp's kernel, both products of a layer with the hidden values in registers, and its backward by PyTorch's products."""
 
 from __future__ import annotations
 
 from typing import Any, NamedTuple
 
 import torch
+import torch.nn.functional as F
 import triton
 import triton.language as tl
 
@@ -14,8 +15,7 @@ from ridgeline.op import LOADED, dtype_name
 from ridgeline.ops.matmul._activated import bend, unbend
 from ridgeline.ops.matmul._operands import Matrix
 from ridgeline.ops.matmul.gemv import sum_of_rows
-from ridgeline.ops.matmul.linear import linear
-from ridgeline.ops.matmul.matmul import matmul, precision
+from ridgeline.ops.matmul.matmul import precision
 from ridgeline.select import run
 
 WIDEST = 256  # columns of x and of y: a row of either must fit in registers
@@ -161,9 +161,9 @@ class Layer(Function):
         to_x, to_1, to_2, to_b1, to_b2 = ctx.needs_input_grad[:5]
         dx = dw1 = dw2 = db1 = None
         if to_x or to_1 or to_2 or to_b1:
-            dz, h = _again_op(matmul(dy, w2).contiguous(), linear(x, w1, b1).contiguous(), ctx.activation)
-            dx = matmul(dz, w1) if to_x else None
-            dw1 = matmul(dz.mT, x) if to_1 else None
-            dw2 = matmul(dy.mT, h) if to_2 else None
+            dz, h = _again_op(dy @ w2, F.linear(x, w1, b1), ctx.activation)
+            dx = dz @ w1 if to_x else None
+            dw1 = dz.mT @ x if to_1 else None
+            dw2 = dy.mT @ h if to_2 else None
             db1 = sum_of_rows(dz) if to_b1 else None
         return dx, dw1, dw2, db1, sum_of_rows(dy) if to_b2 else None, None, None
