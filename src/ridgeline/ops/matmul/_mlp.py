@@ -1,4 +1,4 @@
-"""mlp's kernel, both products of a layer with the hidden values in registers, and its backward by PyTorch's products."""
+"""mlp's kernel, both products of a layer with hidden values in registers, and its backward by PyTorch's products."""
 
 from __future__ import annotations
 
