@@ -9,8 +9,6 @@ Written by `make pyi`.
 
 from collections.abc import Iterable, Sequence
 
-from ridgeline.ops.matmul._conv import Pair
-
 import torch
 
 from ridgeline import formats as formats
@@ -384,9 +382,9 @@ def conv2d(
     weight: torch.Tensor,
     bias: torch.Tensor | None = None,
     *,
-    stride: int | Pair = 1,
-    padding: int | Pair = 0,
-    dilation: int | Pair = 1,
+    stride: int | tuple[int, int] = 1,
+    padding: int | tuple[int, int] = 0,
+    dilation: int | tuple[int, int] = 1,
     groups: int = 1,
     activation: str | None = None,
     impl: str | None = None,

@@ -62,9 +62,9 @@ def _check(x: Any, weight: Any, bias: Any, window: Window, groups: Any, activati
 
 
 def conv2d(
-    x: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None = None, *, stride: int | Pair = 1,
-    padding: int | Pair = 0, dilation: int | Pair = 1, groups: int = 1, activation: str | None = None,
-    impl: str | None = None,
+    x: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None = None, *, stride: int | tuple[int, int] = 1,
+    padding: int | tuple[int, int] = 0, dilation: int | tuple[int, int] = 1, groups: int = 1,
+    activation: str | None = None, impl: str | None = None,
 ) -> torch.Tensor:  # fmt: skip
     """Returns `activation(conv2d(x, weight) + bias)`, (N, K, P, Q), as `torch.nn.functional.conv2d`.
 
