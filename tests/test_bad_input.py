@@ -30,6 +30,7 @@ decays, state4 = -torch.ones(2, 5, 4), torch.ones(2, 4, 8, 8)
 rows5, each3, tops = torch.ones(5, 6), torch.ones(3, 6, 4), torch.tensor([2, 2, 5], dtype=torch.int32)
 gate_up2, down2, chosen = torch.ones(2, 8, 6), torch.ones(2, 6, 4), torch.zeros(4, 1, dtype=torch.int64)
 share = torch.ones(4, 1)
+photo, kernel3 = torch.ones(2, 6, 5, 5), torch.ones(4, 6, 3, 3)
 line, taps, window = torch.ones(2, 5, 6), torch.ones(6, 4), torch.ones(2, 6, 4)
 
 Bad = dict[str, tuple[Callable[[], object], list[str]]]
@@ -296,6 +297,40 @@ BAD: Bad = {
     ),
     "linear: a buffer that is none": (lambda: ridgeline.linear(x, square, main_grad=1.0), ["main_grad", "float"]),
     "linear: no tensor": (lambda: ridgeline.linear(x, None), ["weight", "NoneType"]),
+    "conv2d: another number of channels": (
+        lambda: ridgeline.conv2d(photo, torch.ones(4, 5, 3, 3)),
+        ["(2, 6, 5, 5)", "(4, 5, 3, 3)", "(K, C / groups, R, S)"],
+    ),
+    "conv2d: a window larger than the image": (
+        lambda: ridgeline.conv2d(photo, torch.ones(4, 6, 7, 3)),
+        ["one pixel", "(5, 5)", "(7, 3)"],
+    ),
+    "conv2d: no stride": (lambda: ridgeline.conv2d(photo, kernel3, stride=0), ["stride", "at least 1", "0"]),
+    "conv2d: three paddings": (lambda: ridgeline.conv2d(photo, kernel3, padding=(1, 1, 1)), ["padding", "(1, 1, 1)"]),
+    "conv2d: a fraction": (lambda: ridgeline.conv2d(photo, kernel3, dilation=1.5), ["dilation", "whole", "1.5"]),
+    "conv2d: groups that do not divide": (lambda: ridgeline.conv2d(photo, kernel3, groups=4), ["groups=4"]),
+    "conv2d: no groups": (lambda: ridgeline.conv2d(photo, kernel3, groups=0), ["groups", "0"]),
+    "conv2d: a long bias": (lambda: ridgeline.conv2d(photo, kernel3, w5), ["bias", "(4,)", "(5,)"]),
+    "conv2d: another activation": (
+        lambda: ridgeline.conv2d(photo, kernel3, activation="tanh"),
+        ["'tanh'", "'relu'", "None"],
+    ),
+    "conv2d: two dtypes": (lambda: ridgeline.conv2d(photo, kernel3.half()), ["weight", "float32", "float16"]),
+    "conv2d: integers": (lambda: ridgeline.conv2d(photo.int(), kernel3.int()), ["int32", "floating"]),
+    "conv2d: no tensor": (lambda: ridgeline.conv2d(photo, None), ["weight", "NoneType"]),
+    "mlp: inner sizes": (lambda: ridgeline.mlp(x, square, torch.ones(3, 5)), ["(N, H)", "(4, 6)", "(3, 5)"]),
+    "mlp: a long bias": (lambda: ridgeline.mlp(x, square, x, b1=w5), ["b1", "(6,)", "(5,)"]),
+    "mlp: no activation": (lambda: ridgeline.mlp(x, square, x, activation=None), ["'relu'", "None"]),
+    "mlp: two dtypes": (lambda: ridgeline.mlp(x, square, x.half()), ["w2", "float32", "float16"]),
+    "mlp: no tensor": (lambda: ridgeline.mlp(x, square, [1.0]), ["w2", "list"]),
+    "matmul: another sum": (
+        lambda: ridgeline.matmul(x, square, accumulate="bfloat16"),
+        ["accumulate", "'float16'", "'bfloat16'"],
+    ),
+    "matmul: float16 sums of float32": (
+        lambda: ridgeline.matmul(x, square, accumulate="float16"),
+        ["accumulate", "float16", "float32"],
+    ),
     "gated_linear: two weights": (lambda: ridgeline.gated_linear(x, square, x), ["(6, 6)", "(4, 6)"]),
     "gated_linear: no activation": (lambda: ridgeline.gated_linear(x, square, square, activation=""), ["silu", "''"]),
     "transpose: one dimension": (lambda: ridgeline.transpose(w), ["two dimensions", "(6,)"]),
@@ -1036,6 +1071,7 @@ for name, args in {
     "dot": (w.to_sparse(), w),
     "weighted_sum": (sparse, w),
     "batch_norm": (sparse, w, w),
+    "mlp": (square, sparse, square),
     "group_norm": (sparse, 2),
     "sparsify": (sparse,),
     "densify": (sparse, torch.zeros(1, 4, 8).byte()),

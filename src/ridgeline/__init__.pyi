@@ -391,6 +391,30 @@ def block_sparse_matmul(
     Raises RidgelineError if shapes, dtypes or devices do not match, or if `impl` cannot run the call.
     """
 
+def conv2d(
+    x: torch.Tensor,
+    weight: torch.Tensor,
+    bias: torch.Tensor | None = None,
+    *,
+    stride: int | tuple[int, int] = 1,
+    padding: int | tuple[int, int] = 0,
+    dilation: int | tuple[int, int] = 1,
+    groups: int = 1,
+    activation: str | None = None,
+    impl: str | None = None,
+) -> torch.Tensor:
+    """Returns `activation(conv2d(x, weight) + bias)`, (N, K, P, Q), as `torch.nn.functional.conv2d`.
+
+    x: (N, C, H, W); weight: (K, C / groups, R, S); bias: (K,) or None; one dtype and device. Gradients flow to all.
+    stride, padding, dilation: whole numbers, or pairs for rows and columns. groups: kernels take 1; PyTorch the rest.
+    activation: None, "relu", "silu", "gelu" or "gelu_tanh", on float32 sums, which are rounded once.
+    Kernels return y, dx and dw in channels_last memory. They read x and weight in place, whatever their strides, and
+    are made for channels_last; NCHW memory is slow, and nothing is copied. Backward copies an incoming gradient that
+    is not channels_last. Sums over pixels have an order, so gradients are bitwise reproducible.
+    float32 products follow `torch.get_float32_matmul_precision()`, not cuDNN's own switch. Autocast casts all inputs.
+    Raises RidgelineError if shapes, dtypes or devices do not match, or if `impl` cannot run the call.
+    """
+
 def densify(values: torch.Tensor, metadata: torch.Tensor, *, impl: str | None = None) -> torch.Tensor:
     """Returns the dense weight (N, K), contiguous, of (values, metadata) as `sparsify` returns them.
 
@@ -597,12 +621,35 @@ def linear(
     Raises RidgelineError if shapes, dtypes or devices do not match, or if `impl` cannot run the call.
     """
 
-def matmul(a: torch.Tensor, b: torch.Tensor, *, impl: str | None = None) -> torch.Tensor:
+def matmul(a: torch.Tensor, b: torch.Tensor, *, accumulate: str = "float32", impl: str | None = None) -> torch.Tensor:
     """Returns the matrix product `a @ b`, as `torch.matmul`. Gradients flow to a and b.
 
     a: (..., M, K) or (K,); b: (..., K, N) or (K,); one numeric dtype and device, any strides; leading dimensions
     broadcast. Kernels take float32, float16 and bfloat16; PyTorch multiplies the rest. Returns (..., M, N), without the
     dimension of a vector. float32 products follow `torch.get_float32_matmul_precision()`. Autocast casts both first.
+    accumulate: "float32", or "float16" for float16 inputs: then sums of up to 64 products, also of gradients, may be
+    float16, rounded after each 16, before they are added in float32. Products up to 65504 in sum stay finite. It is
+    chosen on GeForce cards, which add in float16 at twice the rate; other cards' sums stay float32.
+    Raises RidgelineError if shapes, dtypes or devices do not match, or if `impl` cannot run the call.
+    """
+
+def mlp(
+    x: torch.Tensor,
+    w1: torch.Tensor,
+    w2: torch.Tensor,
+    *,
+    b1: torch.Tensor | None = None,
+    b2: torch.Tensor | None = None,
+    activation: str = "relu",
+    impl: str | None = None,
+) -> torch.Tensor:
+    """Returns `activation(x @ w1.T + b1) @ w2.T + b2`, (..., N). Gradients flow to all tensors.
+
+    x: (..., K); w1: (H, K); w2: (N, H), laid out as the weights of `torch.nn.Linear`; b1: (H,), b2: (N,) or None; one
+    dtype and device, any strides. activation: "relu", "silu", "gelu" or "gelu_tanh", on float32 sums.
+    The kernel takes up to 256 columns of x and of y, and any number of hidden ones; wider layers are two products.
+    Hidden values are rounded to x's dtype between the products, as in PyTorch, and backward makes them again.
+    float32 products follow `torch.get_float32_matmul_precision()`. Autocast casts all inputs first.
     Raises RidgelineError if shapes, dtypes or devices do not match, or if `impl` cannot run the call.
     """
 

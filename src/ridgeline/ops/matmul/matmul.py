@@ -20,9 +20,8 @@ import triton.language as tl
 from ridgeline import device, tuning
 from ridgeline.boundary import Function, differentiate, first_order, kernel_op, launch
 from ridgeline.op import Case, Columns, Cost, Op, RidgelineError, Spec, dense_only, dtype_name, nbytes
-from ridgeline.ops.matmul import _cluster, _hopper, _persistent
+from ridgeline.ops.matmul import _cluster, _half, _hopper, _persistent
 from ridgeline.ops.matmul._epilogue import Epilogue, finish
-from ridgeline.ops.matmul._operands import Sizes
 from ridgeline.select import eager, run
 
 
@@ -132,7 +131,7 @@ def by_triton(
         "PRECISION": precision,
         "ACTIVATION": activation,
     }
-    given = y, Epilogue(z, bias, residual), left, right, Sizes(M, N, K)
+    given = y, Epilogue(z, bias, residual), left, right, _half.Sizes(M, N, K)
     launch(_fwd, grid, *given, config=config, key=(M, N, K, more), **facts)
 
 
@@ -186,9 +185,11 @@ def precision() -> str:
     return "ieee" if torch.get_float32_matmul_precision() == "highest" else "tf32"
 
 
-def product(a: torch.Tensor, b: torch.Tensor, impl: str | None) -> torch.Tensor:
-    """Returns a @ b. The precision is an argument, since a launcher may depend on its arguments only."""
-    return _fwd_op(a, b, precision(), impl)
+def product(a: torch.Tensor, b: torch.Tensor, impl: str | None, half: bool = False) -> torch.Tensor:
+    """Returns a @ b. The precision is an argument, since a launcher may depend on its arguments only.
+
+    half: sums may be float16."""
+    return _fwd_op(a, b, "float16" if half else precision(), impl)
 
 
 def of_any_strides(impl: str | None) -> str | None:
@@ -208,10 +209,10 @@ def in_lines(dy: torch.Tensor) -> torch.Tensor:
 
 class _Function(Function):
     @staticmethod
-    def forward(ctx: Any, a: torch.Tensor, b: torch.Tensor, impl: str | None) -> torch.Tensor:
+    def forward(ctx: Any, a: torch.Tensor, b: torch.Tensor, impl: str | None, half: bool) -> torch.Tensor:
         ctx.save_for_backward(a, b)
-        ctx.impl = impl
-        return product(a, b, impl)
+        ctx.impl, ctx.half = impl, half
+        return product(a, b, impl, half)
 
     @staticmethod
     @first_order
@@ -219,9 +220,9 @@ class _Function(Function):
         a, b = ctx.saved_tensors
         impl = of_any_strides(ctx.impl)
         dy = in_lines(dy) if impl == "triton_persistent" else dy
-        da = product(dy, b.mT, impl) if ctx.needs_input_grad[0] else None
-        db = product(a.mT, dy, impl) if ctx.needs_input_grad[1] else None
-        return da, db, None
+        da = product(dy, b.mT, impl, ctx.half) if ctx.needs_input_grad[0] else None
+        db = product(a.mT, dy, impl, ctx.half) if ctx.needs_input_grad[1] else None
+        return da, db, None, None
 
 
 def in_autocast(*given: Any) -> tuple[Any, ...]:
@@ -253,7 +254,7 @@ def agree(op: str, **tensors: Any) -> None:
             raise RidgelineError(f"{op}: {first} and {name} must agree in dtype and device, got {given}")
 
 
-def reference(a: torch.Tensor, b: torch.Tensor) -> torch.Tensor:
+def reference(a: torch.Tensor, b: torch.Tensor, *, accumulate: str = "float32") -> torch.Tensor:
     return torch.matmul(a, b)
 
 
@@ -268,7 +269,7 @@ def _naive(a: torch.Tensor, b: torch.Tensor) -> torch.Tensor:
     return y if a.dim() > 1 else y.squeeze(-1 if b.dim() == 1 else -2)
 
 
-def _many(a: torch.Tensor, b: torch.Tensor, *_: Any) -> str | None:
+def _many(a: torch.Tensor, b: torch.Tensor, *_: Any, **__: Any) -> str | None:
     """Returns why `naive` does not take a call, or None."""
     batch = torch.broadcast_shapes(a.shape[:-2], b.shape[:-2]).numel()
     count = batch * (a.shape[-2] if a.dim() > 1 else 1) * a.shape[-1] * (b.shape[-1] if b.dim() > 1 else 1)
@@ -280,12 +281,17 @@ def _many(a: torch.Tensor, b: torch.Tensor, *_: Any) -> str | None:
     )
 
 
-def matmul(a: torch.Tensor, b: torch.Tensor, *, impl: str | None = None) -> torch.Tensor:
+def matmul(
+    a: torch.Tensor, b: torch.Tensor, *, accumulate: str = "float32", impl: str | None = None
+) -> torch.Tensor:  # fmt: skip
     """Returns the matrix product `a @ b`, as `torch.matmul`. Gradients flow to a and b.
 
     a: (..., M, K) or (K,); b: (..., K, N) or (K,); one numeric dtype and device, any strides; leading dimensions
     broadcast. Kernels take float32, float16 and bfloat16; PyTorch multiplies the rest. Returns (..., M, N), without the
     dimension of a vector. float32 products follow `torch.get_float32_matmul_precision()`. Autocast casts both first.
+    accumulate: "float32", or "float16" for float16 inputs: then sums of up to 64 products, also of gradients, may be
+    float16, rounded after each 16, before they are added in float32. Products up to 65504 in sum stay finite. It is
+    chosen on GeForce cards, which add in float16 at twice the rate; other cards' sums stay float32.
     Raises RidgelineError if shapes, dtypes or devices do not match, or if `impl` cannot run the call.
     """
     a, b = in_autocast(a, b)
@@ -296,18 +302,22 @@ def matmul(a: torch.Tensor, b: torch.Tensor, *, impl: str | None = None) -> torc
         raise RidgelineError(f"matmul: the inner sizes of {tuple(a.shape)} and {tuple(b.shape)} must agree")
     if any([m != n and 1 not in (m, n) for m, n in zip(a.shape[:-2][::-1], b.shape[:-2][::-1], strict=False)]):
         raise RidgelineError(f"matmul: the leading sizes of {tuple(a.shape)} and {tuple(b.shape)} must broadcast")
-    plain = eager(MATMUL, impl, a, b)
+    half = accumulate != "float32"
+    if half:
+        _half.check(accumulate, a)
+    plain = eager(MATMUL, impl, a, b, accumulate) if half else eager(MATMUL, impl, a, b)
     if plain is not None:
         return plain.call(a, b)  # type: ignore[misc]
     if a.dim() == 1:
-        return matmul(a[None], b, impl=impl).squeeze(-2 if b.dim() > 1 else -1)
+        return matmul(a[None], b, accumulate=accumulate, impl=impl).squeeze(-2 if b.dim() > 1 else -1)
     if b.dim() == 1:
-        return matmul(a, b[:, None], impl=impl).squeeze(-1)
+        return matmul(a, b[:, None], accumulate=accumulate, impl=impl).squeeze(-1)
+    half = half and impl in (None, "triton_half")  # other kernels by name have float32 sums, which are allowed too
     if b.dim() == 2:
-        return differentiate(_Function, rows_of(a), b, impl).view(*a.shape[:-1], b.shape[-1])
+        return differentiate(_Function, rows_of(a), b, impl, half).view(*a.shape[:-1], b.shape[-1])
     batch = torch.broadcast_shapes(a.shape[:-2], b.shape[:-2])
     left, right = (t.expand(*batch, *t.shape[-2:]).reshape(batch.numel(), *t.shape[-2:]) for t in (a, b))
-    return differentiate(_Function, left, right, impl).view(*batch, a.shape[-2], b.shape[-1])
+    return differentiate(_Function, left, right, impl, half).view(*batch, a.shape[-2], b.shape[-1])
 
 
 def untimed(rows: int, N: int, K: int) -> str | None:
@@ -319,7 +329,7 @@ def untimed(rows: int, N: int, K: int) -> str | None:
     return None
 
 
-def _unless(a: torch.Tensor, b: torch.Tensor, *_: Any) -> str | None:
+def _unless(a: torch.Tensor, b: torch.Tensor, *_: Any, **__: Any) -> str | None:
     """Returns why a call is left to PyTorch, or None: cuBLAS is slow only for rows that are no multiple of 16 bytes."""
     N, K = b.shape[-1] if b.dim() > 1 else 1, a.shape[-1]
     if reason := _hopper.empty(a, b):
@@ -333,7 +343,7 @@ def _unless(a: torch.Tensor, b: torch.Tensor, *_: Any) -> str | None:
     )
 
 
-def cost(a: torch.Tensor, b: torch.Tensor) -> tuple[Cost, Cost]:
+def cost(a: torch.Tensor, b: torch.Tensor, *, accumulate: str = "float32") -> tuple[Cost, Cost]:
     y = torch.matmul(a.detach().to("meta"), b.detach().to("meta"))
     flops = 2 * y.numel() * a.shape[-1]
     return Cost(nbytes(a, b), nbytes(y), flops), Cost(nbytes(y, a, b), nbytes(a, b), 2 * flops)
@@ -365,6 +375,7 @@ def _bench(M: int, N: int, K: int, how: str = "", use: str = "bench") -> Case:
 
 SHAPES = (*((n, n, n) for n in (1024, 2048, 4096, 8192)), (8192, 14336, 4096), (8192, 4096, 14336), (16384, 2048, 2048))
 RAGGED = ((4097, 4100, 4104), (8192, 50257, 2048), (1000, 1000, 1000), (5000, 3000, 7000))
+HALF = {"accumulate": "float16"}
 MATMUL = Op(
     matmul,
     reference=reference,
@@ -376,6 +387,7 @@ MATMUL = Op(
         Case("2x3x33x64 @ 3x64x17", (Spec(2, 3, 33, 64), Spec(3, 64, 17))),
         Case("5x32 @ 32", (Spec(5, 32), Spec(32))),
         Case("2x72x40 @ 40x136", (Spec(2, 72, 40), Spec(40, 136)), dtypes=("float16", "bfloat16")),
+        Case("70x200 @ 200x90 float16", (Spec(70, 200), Spec(200, 90)), HALF, dtypes=("float16",)),
         _square(256, "quick", "float32"),
         _square(1024, "quick", "float32"),
         *(_bench(*shape) for shape in SHAPES),
@@ -383,6 +395,7 @@ MATMUL = Op(
         *(_bench(*shape, how) for shape in SHAPES for how in ("nt", "tn", "tt")),
         *(_bench(*shape, how) for shape in RAGGED for how in ("nn", "nt")),
         *(_bench(rows, 4096, 14336, "nt") for rows in (1, 16, 64)),  # the sizes of a decode step
+        *(Case(f"{n} float16", (Spec(n, n), Spec(n, n)), HALF, dtypes=("float16",), use="bench") for n in (2048, 4096)),
         *_sample(),
     ],
 )
@@ -391,6 +404,17 @@ MATMUL.eager("naive", "every product in memory, in float32, then their sums", _n
 MATMUL.eager("torch", "PyTorch's own torch.matmul: cuBLAS on an NVIDIA GPU", torch.matmul, served=True)
 MATMUL.kernel(
     "triton", "one tile per program on the matrix units, in grouped order", kind="triton", fwd=by_triton, bwd=by_triton
+)
+MATMUL.kernel(
+    "triton_half",
+    "float16 sums over 64 columns, added in float32: twice the rate on GeForce cards",
+    kind="triton",
+    fwd=_half.fwd,
+    bwd=_half.fwd,
+    supports=_half.refusal,
+    unless=_half.unless,
+    dtypes=("float16",),
+    served=True,
 )
 MATMUL.kernel(
     "triton_persistent",
