@@ -11,24 +11,27 @@ Kernels, 2024 (arXiv:2412.05496).
 
 from __future__ import annotations
 
+from functools import partial
 from typing import Any
 
 import torch
 
 from ridgeline.op import Case, Cost, Implementation, Op, RidgelineError, Spec, nbytes
-from ridgeline.ops.attention.common.arguments import Options, in_autocast, options
 from ridgeline.ops.attention.flex.arguments import (
     BlockMask,
     Facts,
-    ScoreMod,
+    Options,
     as_score_mod,
     check_call,
     facts_of,
+    in_autocast,
+    options,
     pairs_of,
     without_formula,
 )
 from ridgeline.ops.attention.flex.examples import Example
 from ridgeline.ops.attention.flex.kernels import FLOPS, TRITON, by_kernels
+from ridgeline.ops.attention.flex.pytorch import torch_flex, torch_refuses
 from ridgeline.ops.attention.flex.reference import formula
 from ridgeline.select import by_kind, eager
 
@@ -38,14 +41,22 @@ def reference(
     causal: bool | str = False, scale: float | None = None, window: tuple[int | None, int | None] | None = None,
     window_align: str | None = None, prefix: int | None = None, return_lse: bool = False,
 ) -> Any:  # fmt: skip
-    chosen = options(q.shape[-1], causal, scale, window, None, window_align, prefix)
+    given: dict[str, Any] = {"causal": causal, "scale": scale, "window": window, "window_align": window_align}
+    return _formula(q, k, v, score_mod, block_mask, return_lse, prefix=prefix, **given)
+
+
+def _formula(
+    q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, score_mod: Any = None, block_mask: BlockMask | None = None,
+    return_lse: bool = False, recomputed: bool = False, **given: Any
+) -> Any:  # fmt: skip
+    chosen = options(q.shape[-1], **given)
     band = chosen.band(q.shape[2], k.shape[2])
-    o, lse = formula(q, k, v, as_score_mod(score_mod), block_mask, band, chosen.scale)
+    o, lse = formula(q, k, v, as_score_mod(score_mod), block_mask, band, chosen.scale, recomputed)
     return (o, lse) if return_lse else o
 
 
 def flex_attention(
-    q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, *, score_mod: ScoreMod | None = None,
+    q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, *, score_mod: Any = None,
     block_mask: BlockMask | None = None, causal: bool | str = False, scale: float | None = None,
     window: tuple[int | None, int | None] | None = None, window_align: str | None = None, prefix: int | None = None,
     return_lse: bool = False, impl: str | None = None,
@@ -120,6 +131,7 @@ FLEX = Op(
     cost=cost,
     sharding="q BHSD, k BGKD, v BGKD -> BHSD, BHS",
     flops=FLOPS,
+    standards=("torch", "recomputed"),
     residue=2e-6,  # for rows that see one key
     cases=[
         _small("3x2/1x40x37x16 softcap", (3, 2, 40, 16), (3, 1, 37, 16), score_mod=Example("softcap", 2), causal=True),
@@ -163,7 +175,20 @@ FLEX.eager(
     "the formula in eager PyTorch: passes over all scores in memory",
     reference,
     supports=without_formula,
+)
+FLEX.eager(
+    "recomputed",
+    "backward computes the scores again from lse, so that nothing of their size is kept for it",
+    partial(_formula, recomputed=True),
+    supports=without_formula,
     served=True,
+)
+FLEX.eager(
+    "torch",
+    "PyTorch's own: FlexAttention, whose functions Inductor compiles into its template of Triton",
+    torch_flex,
+    kind="compile",
+    supports=torch_refuses,
 )
 FLEX.kernel(
     "triton",

@@ -7,12 +7,13 @@ from typing import Any, NamedTuple
 import torch
 
 from ridgeline.op import RidgelineError
-from ridgeline.ops.attention.common.arguments import Options, check
+from ridgeline.ops.attention.common.arguments import Options, check, in_autocast, options
 from ridgeline.ops.attention.common.cost import pairs
 from ridgeline.ops.attention.flex.blocks import BlockMask
 from ridgeline.ops.attention.flex.score import ScoreMod, as_score_mod
 
-__all__ = ["BlockMask", "Facts", "ScoreMod", "as_score_mod", "check_call", "facts_of", "pairs_of", "without_formula"]
+__all__ = ["BlockMask", "Facts", "Options", "ScoreMod", "as_score_mod", "check_call", "facts_of", "in_autocast"]
+__all__ += ["options", "pairs_of", "without_formula"]
 
 
 class Facts(NamedTuple):
@@ -35,7 +36,7 @@ def facts_of(score_mod: ScoreMod | None, block_mask: Any) -> Facts:
     return Facts(str(read[0].device) if read else "", formula, where, shape)
 
 
-def _mask_fault(q: torch.Tensor, k: torch.Tensor, facts: Facts, options: tuple[Any, ...]) -> str | None:
+def _mask_fault(q: torch.Tensor, k: torch.Tensor, facts: Facts, wants: tuple[Any, ...]) -> str | None:
     """Returns what is wrong with the functions of a call whose tensors are right, or None."""
     if facts.score_device not in ("", str(q.device)):
         return f"score_mod reads tensors on {facts.score_device}, and q is on {q.device}"
@@ -46,7 +47,7 @@ def _mask_fault(q: torch.Tensor, k: torch.Tensor, facts: Facts, options: tuple[A
     shape, made = (*q.shape[:3], k.shape[2]), facts.mask_shape
     if shape[2:] != made[2:] or any([n not in (1, m) for n, m in zip(made[:2], shape[:2], strict=True)]):
         return f"block_mask is for (batch, heads, queries, keys) of {made}, B and H may be 1, and the call has {shape}"
-    if any([o not in (False, None, (None, None), (-1, -1)) for o in options]):
+    if any([o not in (False, None, (None, None), (-1, -1)) for o in wants]):
         return "block_mask alone says what is seen, so causal, window and prefix must not be given with it"
     return None
 

@@ -74,7 +74,7 @@ def masks(name: str, size: int, batch: int, length: int, device: Any, block: int
     """
     given: dict[str, Any] = {"Sq": length, "Sk": length, "block": block}
     if name == "window":
-        read, function = torch.tensor([size], dtype=torch.int32), window
+        read, function = torch.tensor(size, dtype=torch.int32), window
         eager: Any = lambda b, h, q, k, left: (k <= q) & (q - k <= left)  # noqa: E731
         pairs = Band(-size, 0).pairs(length, length)
     elif name == "documents":

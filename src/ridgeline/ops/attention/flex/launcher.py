@@ -75,21 +75,26 @@ def _read(*tensors: torch.Tensor | None) -> tuple[torch.Tensor, ...] | None:
     return tuple([t for t in tensors if t is not None]) or None
 
 
-def _rule(gpu: device.Device, kernel: str, dtype: torch.dtype, precision: str, width: int) -> tuning.Config:
-    """Returns a kernel's tiles for heads of `width` dimensions: BM rows of queries, BN of keys. None is timed."""
+def _rule(gpu: device.Device, kernel: str, call: Call) -> tuning.Config:
+    """Returns a kernel's tiles: BM rows of queries, BN of keys. None is timed; on Hopper few registers spill."""
+    width, single = sum(column_parts(call.q.shape[-1])), call.q.dtype == torch.float32
     if gpu.backend == "cpu":  # the interpreter: few programs, with several blocks
         found = 32, 16, 4, 1
-    elif dtype == torch.float32:
-        small = precision == "ieee" or gpu.backend == "hip" or width > 128
-        found = (32, 32 if width <= 128 else 16, 4, 1) if small else (64 if kernel == "fwd" else 32, 32, 4, 2)
+    elif single and (call.precision == "ieee" or gpu.backend == "hip" or width > 128):
+        found = 32, 32 if width <= 128 else 16, 4, 1
+    elif single:
+        found = 64 if kernel == "fwd" else 32, 32, 4, 2
     elif gpu.backend == "hip" or gpu.shared_memory < 227 << 10:
         found = (64, 32, 4, 1) if width > 64 else (64, 64, 4, 1)
     elif kernel == "fwd":
-        found = (128, 32, 8, 2) if width > 128 else (128, 64, 8, 3) if width > 64 else (128, 64, 8, 3)
+        wide = 64 if width <= 64 or call.mask is not None else 128  # a mask's function needs registers
+        found = (128, 32, 8, 2) if width > 128 else (128, wide, 8, 3)
+    elif kernel == "bwd" and width > 64:
+        found = (32, 64, 8, 2) if width > 128 else (32, 128, 8, 3) if call.backward is not None else (32, 64, 4, 3)
     elif kernel == "bwd":
-        found = (32, 64, 8, 2) if width > 128 else (32, 64, 4, 3) if width > 64 else (64, 64, 4, 3)
+        found = (64, 64, 4, 3) if call.forward is None else (64, 128, 8, 3)
     else:
-        found = (64, 32, 8, 2) if width > 128 else (64, 64, 4, 2) if width > 64 else (64, 64, 4, 3)
+        found = (64, 32, 8, 2) if width > 128 else (128, 64, 8, 2) if width > 64 else (64, 64, 4, 3)
     return dict(zip(("BM", "BN", "num_warps", "num_stages"), found))
 
 
@@ -120,9 +125,8 @@ def start(kernel: Any, name: str, given: tuple[Any, ...], call: Call, unit: int,
 
     def config() -> dict[str, Any]:
         words = [dtype_name(q), *([call.precision] if q.dtype == torch.float32 else []), str(width)]
-        key = " ".join([*words, *(["causal"] * rules.RIGHT), *(["score"] * changed)])
-        rule = partial(_rule, gpu, name, q.dtype, call.precision, width)
-        chosen = dict(tuning.config(gpu, "flex_attention", name, key, rule, _space))
+        key = " ".join([*words, *(["mask"] * (call.block > 0)), *(["score"] * changed)])
+        chosen = dict(tuning.config(gpu, "flex_attention", name, key, partial(_rule, gpu, name, call), _space))
         if call.block:  # a tile lies within a block
             chosen |= {size: min(chosen[size], call.block) for size in ("BM", "BN")}
         ragged = along % chosen["BM" if keys else "BN"] != 0
