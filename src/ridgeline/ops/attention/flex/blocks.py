@@ -140,5 +140,6 @@ def _of_function(
         counts = _of_dense(seen.expand(shape), block).counts
     else:
         counts = torch.empty((*shape[:2], *blocks), dtype=torch.int32, device=device)
-        count(counts, mask, tensors, (*shape[1:], block))
+        if device.type != "meta":
+            count(counts, mask, tensors, (*shape[1:], block))
     return BlockMask(mask, tensors, counts, shape, block, eager)
