@@ -132,9 +132,7 @@ def test_masks_by_blocks(dense: bool, dtype: torch.dtype, device: str) -> None:
     assert blocks.pairs == int(blocks.dense().sum())
     compared(args, None, seen, block_mask=blocks)
     weight = torch.tensor([0.5, 2.0], device=device)
-    compared(
-        args, lambda s, b, h, q, k: s * s * weight.double()[h], seen, block_mask=blocks, score_mod=scorer(weight)
-    )
+    compared(args, lambda s, b, h, q, k: s * s * weight.double()[h], seen, block_mask=blocks, score_mod=scorer(weight))
 
 
 @kernels
@@ -147,10 +145,12 @@ def test_rows_without_keys(device: str) -> None:
         args = qkv((1, 1, 100, 16), (1, 1, 40, 16), device)
         o, lse = ridgeline.attention(*args, return_lse=True, **given)
         rows = slice(64, 96) if "block_mask" in given else slice(0, 7)
-        assert bool((o[:, :, rows] == 0).all()) and bool((lse[:, :, rows] == -torch.inf).all())
+        assert bool((o[:, :, rows] == 0).all())
+        assert bool((lse[:, :, rows] == -torch.inf).all())
         assert bool((lse == -torch.inf).sum() == rows.stop - rows.start)
         (o.sum() + lse[:, :, rows].sum()).backward()
-        assert bool((args[0].grad[:, :, rows] == 0).all()) and not any(t.grad.isnan().any() for t in args)
+        assert bool((args[0].grad[:, :, rows] == 0).all())
+        assert not any(t.grad.isnan().any() for t in args)
 
 
 @kernels
@@ -160,7 +160,8 @@ def test_lists_hold_the_blocks_that_are_seen(name: str, size: int, device: str) 
     mask = masks(name, size, 2, 150, device, 32)
     dense = torch.nn.functional.pad(mask.dense(), (0, 10, 0, 10)).unflatten(3, (5, 32)).unflatten(2, (5, 32))
     counts = dense.sum((3, 5))
-    assert torch.equal(counts, mask.counts.long()) and mask.pairs == int(counts.sum())
+    assert torch.equal(counts, mask.counts.long())
+    assert mask.pairs == int(counts.sum())
     for lists, grid in ((mask.rows, counts), (mask.columns, counts.mT)):
         for listed, row in zip(lists.flatten(0, 2).tolist(), grid.flatten(0, 2).tolist(), strict=True):
             partly = [n for n, seen in enumerate(row) if 0 < seen < 1024]
@@ -271,4 +272,5 @@ def test_bad_input(what: str) -> None:
     with pytest.raises(RidgelineError) as error:
         call()
     message = str(error.value)
-    assert all(word in message for word in words) and "\n" not in message, message
+    assert "\n" not in message
+    assert all(word in message for word in words), message

@@ -8,10 +8,9 @@ Written by `make pyi`.
 """
 
 from collections.abc import Iterable, Sequence
+from typing import Any
 
 import torch
-
-from typing import Any
 
 from ridgeline import formats as formats
 from ridgeline import hf as hf

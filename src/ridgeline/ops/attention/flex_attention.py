@@ -151,9 +151,7 @@ FLEX = Op(
             score_mod=Example("softcap", 2),
             block_mask=Example("documents", 20, 1, 100, 32),
         ),
-        _small(
-            "2x1x130x130x80 prefix", (2, 1, 130, 80), (2, 1, 130, 80), block_mask=Example("prefix", 90, 2, 130, 32)
-        ),
+        _small("2x1x130x130x80 prefix", (2, 1, 130, 80), (2, 1, 130, 80), block_mask=Example("prefix", 90, 2, 130, 32)),
         _bench("alibi", 1, 128, 64, "quick", score_mod=Example("alibi", 16), causal=True),
         *(
             case

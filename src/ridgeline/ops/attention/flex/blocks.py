@@ -72,7 +72,8 @@ def _lists(counts: torch.Tensor, block: int) -> torch.Tensor:
 
 def _of_dense(mask: torch.Tensor, block: int) -> BlockMask:
     mask = mask[(None,) * (4 - mask.dim())].contiguous()
-    shape = batch, heads, rows, columns = tuple(mask.shape)
+    shape = tuple(mask.shape)
+    rows, columns = shape[2:]
     padded = torch.nn.functional.pad(mask, (0, -columns % block, 0, -rows % block))
     counts = padded.unflatten(3, (-1, block)).unflatten(2, (-1, block)).sum((3, 5), dtype=torch.int32)
     steps = [0 if n == 1 else s for n, s in zip(shape, mask.stride(), strict=True)][:3]

@@ -61,9 +61,7 @@ def score_mods(name: str, heads: int, device: Any) -> ScoreMod:
     if name == "softcap":
         return ScoreMod(softcap, softcap_slope, eager=_cap)
     slopes = torch.exp2(-8.0 * torch.arange(1, heads + 1) / heads).to(device)
-    return ScoreMod(
-        alibi, tensors=[slopes], additive=True, eager=lambda s, b, h, q, k, slopes: s + slopes[h] * (k - q)
-    )
+    return ScoreMod(alibi, tensors=[slopes], additive=True, eager=lambda s, b, h, q, k, slopes: s + slopes[h] * (k - q))
 
 
 def masks(name: str, size: int, batch: int, length: int, device: Any, block: int = 128) -> BlockMask:

@@ -100,7 +100,7 @@ def by_kernels(
 
 
 def _flops(q: Any, k: Any, v: Any, *rest: Any) -> int:
-    """Returns the operations of the forward pass in the torch op's arguments: whole blocks of a mask; lists are read."""
+    """Returns the operations of the forward pass of a torch op: whole blocks of a mask, whose lists are read."""
     read, block = 2 + 2 * MOST, rest[2 + 2 * MOST + 3]
     if block:
         lists = rest[0]

@@ -66,8 +66,10 @@ class Call(NamedTuple):
         x = self.columns if keys else self.rows
         if x is None:
             return None
-        return Lists(x, *[0 if size == 1 else step for size, step in zip(x.shape[:2], x.stride(), strict=False)],
-                     x.stride(2))  # fmt: skip
+        batch_step, head_step = [
+            0 if size == 1 else step for size, step in zip(x.shape[:2], x.stride()[:2], strict=True)
+        ]
+        return Lists(x, batch_step, head_step, x.stride(2))
 
 
 def _read(*tensors: torch.Tensor | None) -> tuple[torch.Tensor, ...] | None:
@@ -85,7 +87,7 @@ def _rule(gpu: device.Device, kernel: str, call: Call) -> tuning.Config:
     elif single:
         found = 64 if kernel == "fwd" else 32, 32, 4, 2
     elif gpu.backend == "hip" or gpu.shared_memory < 227 << 10:
-        found = (64, 32, 4, 1) if width > 64 else (64, 64, 4, 1)
+        found = (32, 32 if width > 64 else 64, 4, 1) if kernel == "bwd" else (64, 32, 4, 1)
     elif kernel == "fwd":
         wide = 64 if width <= 64 or call.mask is not None else 128  # a mask's function needs registers
         found = (128, 32, 8, 2) if width > 128 else (128, wide, 8, 3)

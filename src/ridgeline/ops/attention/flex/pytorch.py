@@ -21,7 +21,8 @@ _translated: WeakKeyDictionary[Any, Any] = WeakKeyDictionary()
 def _function(on_gpu: bool) -> Callable[..., Any]:
     from torch.nn.attention.flex_attention import flex_attention
 
-    return torch.compile(flex_attention, dynamic=False, fullgraph=True) if on_gpu else flex_attention
+    function: Any = flex_attention
+    return torch.compile(function, dynamic=False, fullgraph=True) if on_gpu else function
 
 
 @cache
@@ -51,7 +52,7 @@ def _mask(given: BlockMask) -> Any:
     if given not in _translated:
         batch, heads, *lengths = given.shape
         read, function = given.tensors, given.eager or _looked_up(given.dense())
-        sizes = batch if batch > 1 else None, heads if heads > 1 else None, *lengths
+        sizes: Any = batch if batch > 1 else None, heads if heads > 1 else None, *lengths
         facts: dict[str, Any] = {"device": str(given.counts.device), "BLOCK_SIZE": max(given.block, 128)}
         _translated[given] = create_block_mask(lambda b, h, i, j: function(b, h, i, j, *read), *sizes, **facts)
     return _translated[given]

@@ -1,4 +1,4 @@
-"""The scores of a block with a user's functions, and the lists of blocks that a tile of FlexAttention's kernels walks."""
+"""The scores of a block with a user's functions, and the lists of blocks that a tile walks."""
 
 from __future__ import annotations
 
