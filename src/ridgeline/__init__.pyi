@@ -8,7 +8,6 @@ Written by `make pyi`.
 """
 
 from collections.abc import Iterable, Sequence
-from typing import Any
 
 import torch
 
@@ -42,8 +41,8 @@ def attention(
     prefix: int | None = None,
     softcap: float | None = None,
     sinks: torch.Tensor | None = None,
-    score_mod: Any = None,
-    block_mask: Any = None,
+    score_mod: object = None,
+    block_mask: object = None,
     return_lse: bool = False,
     deterministic: bool | None = None,
     impl: str | None = None,
@@ -128,7 +127,7 @@ def flex_attention(
     k: torch.Tensor,
     v: torch.Tensor,
     *,
-    score_mod: Any = None,
+    score_mod: object = None,
     block_mask: BlockMask | None = None,
     causal: bool | str = False,
     scale: float | None = None,

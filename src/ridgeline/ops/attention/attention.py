@@ -104,8 +104,9 @@ def _check_mask(mask: Any, q: torch.Tensor, k: torch.Tensor) -> str | None:
 def attention(
     q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, *, mask: torch.Tensor | None = None, causal: bool | str = False,
     scale: float | None = None, window: tuple[int | None, int | None] | None = None, window_align: str | None = None,
-    prefix: int | None = None, softcap: float | None = None, sinks: torch.Tensor | None = None, score_mod: Any = None,
-    block_mask: Any = None, return_lse: bool = False, deterministic: bool | None = None, impl: str | None = None,
+    prefix: int | None = None, softcap: float | None = None, sinks: torch.Tensor | None = None,
+    score_mod: object = None, block_mask: object = None, return_lse: bool = False, deterministic: bool | None = None,
+    impl: str | None = None,
 ) -> torch.Tensor | tuple[torch.Tensor, torch.Tensor]:  # fmt: skip
     """Returns softmax(scale q k^T) v for each head, as `torch.nn.functional.scaled_dot_product_attention`.
 

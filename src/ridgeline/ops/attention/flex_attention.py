@@ -56,7 +56,7 @@ def _formula(
 
 
 def flex_attention(
-    q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, *, score_mod: Any = None,
+    q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, *, score_mod: object = None,
     block_mask: BlockMask | None = None, causal: bool | str = False, scale: float | None = None,
     window: tuple[int | None, int | None] | None = None, window_align: str | None = None, prefix: int | None = None,
     return_lse: bool = False, impl: str | None = None,
