@@ -156,7 +156,9 @@ def test_rows_without_keys(device: str) -> None:
 @kernels
 @pytest.mark.parametrize(("name", "size"), [("window", 9), ("documents", 20), ("prefix", 60)])
 def test_lists_hold_the_blocks_that_are_seen(name: str, size: int, device: str) -> None:
-    """Each list names every block with a seen key once, the partly masked ones first, in rows and in columns."""
+    """Each list names every block with a seen key once, the partly masked ones first, in rows and in columns.
+
+    The results are those of the mask in memory."""
     mask = masks(name, size, 2, 150, device, 32)
     dense = torch.nn.functional.pad(mask.dense(), (0, 10, 0, 10)).unflatten(3, (5, 32)).unflatten(2, (5, 32))
     counts = dense.sum((3, 5))
@@ -168,6 +170,8 @@ def test_lists_hold_the_blocks_that_are_seen(name: str, size: int, device: str) 
             full = [n for n, seen in enumerate(row) if seen == 1024]
             assert listed[:2] == [len(partly), len(full)]
             assert listed[2 : 2 + len(partly) + len(full)] == partly + full
+    args = qkv((2, 1, 150, 16), (2, 1, 150, 16), device)
+    compared(args, None, lambda *_: mask.dense(), block_mask=mask)
 
 
 @kernels
