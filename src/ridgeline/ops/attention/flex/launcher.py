@@ -88,6 +88,10 @@ def _rule(gpu: device.Device, kernel: str, call: Call) -> tuning.Config:
         found = 64 if kernel == "fwd" else 32, 32, 4, 2
     elif gpu.backend == "hip" or gpu.shared_memory < 227 << 10:
         found = (32, 32 if width > 64 else 64, 4, 1) if kernel == "bwd" else (64, 32, 4, 1)
+    elif gpu.capability >= 100 and kernel == "bwd":
+        found = (32, 32, 4, 2) if width > 64 else (32, 64, 4, 2)
+    elif kernel == "fwd" and gpu.capability >= 100:
+        found = (128, 32, 8, 2) if width > 128 else (128, 64, 8, 2)
     elif kernel == "fwd":
         wide = 64 if width <= 64 or call.mask is not None else 128  # a mask's function needs registers
         found = (128, 32, 8, 2) if width > 128 else (128, wide, 8, 3)
