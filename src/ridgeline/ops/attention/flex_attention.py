@@ -125,11 +125,17 @@ def _bench(name: str, batch: int, length: int, D: int = 128, use: str = "bench",
     return Case(f"{batch}x16x{length}x{D} {name}", (Spec(*shape),) * 3, given, dtypes, use)
 
 
+def _sharding(score_mod: Any = None, block_mask: Any = None, **_: Any) -> str | None:
+    """Functions take the numbers of batches and heads, which a rank does not know; a mask that all share does not."""
+    shared = block_mask is None or block_mask.shape[:2] == (1, 1)
+    return "q bhSD, k bhKD, v bhKD -> bhSD, bhS" if score_mod is None and shared else None
+
+
 FLEX = Op(
     flex_attention,
     reference=reference,
     cost=cost,
-    sharding="q BHSD, k BGKD, v BGKD -> BHSD, BHS",
+    sharding=_sharding,
     flops=FLOPS,
     standards=("torch", "recomputed"),
     residue=2e-6,  # for rows that see one key
