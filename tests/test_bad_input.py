@@ -570,6 +570,18 @@ BAD: Bad = {
         ["(batch, heads, tokens, D)", "(4, 5, 16)"],
     ),
     "attention: no tensor": (lambda: ridgeline.attention(a, b, None), ["v", "tensor", "NoneType"]),
+    "attention: a score_mod beside a mask": (
+        lambda: ridgeline.attention(a, b, b, score_mod=3, mask=torch.ones(7)),
+        ["mask", "score_mod"],
+    ),
+    "flex_attention: a score_mod of nothing": (
+        lambda: ridgeline.flex_attention(a, b, b, score_mod=3),
+        ["score_mod", "triton.jit", "3"],
+    ),
+    "flex_attention: a mask in memory": (
+        lambda: ridgeline.flex_attention(a, b, b, block_mask=torch.ones(7)),
+        ["block_mask", "ridgeline.block_mask", "Tensor"],
+    ),
     "attention: two devices": (lambda: ridgeline.attention(a, b.to("meta"), b), ["cpu", "meta"]),
     "attention: a mask that does not broadcast": (
         lambda: ridgeline.attention(a, b, b, mask=torch.ones(5, 6)),

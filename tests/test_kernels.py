@@ -147,6 +147,17 @@ SPILLS: dict[tuple[str, str, str, str], tuple[int, str]] = {
     ("attention_varlen", "gluon", "_fwd", "sm_90"): (12, "as attention's"),
     ("attention_varlen", "gluon", "_bwd", "sm_90"): (256, "as attention's"),
     ("attention_varlen", "gluon", "_bwd_wide", "sm_90"): (160, "as attention's, and what a piece is"),
+    ("flex_attention", "triton", "_fwd", "sm_90"): (16, "two registers with documents at D 128; untimed"),
+    ("flex_attention", "triton", "_bwd", "sm_90"): (
+        304,
+        "alibi at D 128 in attention's tiles; 224 with softcap's slope, 184 with masks; untimed",
+    ),
+    ("flex_attention", "triton", "_fwd", "sm_100"): (180, "documents at D 64; untimed there"),
+    ("flex_attention", "triton", "_bwd_dq", "sm_100"): (16, "a register of documents at D 64; untimed there"),
+    **{
+        ("flex_attention", "triton", "_bwd", arch): (64, "documents and softcap at D 64; untimed there")
+        for arch in ("sm_80", "sm_86", "sm_89", "sm_100", "sm_120")
+    },
     ("add_layer_norm", "triton", "_fwd", "sm_86"): (16, "as sm_80's"),
     ("add_layer_norm", "triton", "_fwd", "sm_89"): (16, "as sm_80's"),
     ("add_layer_norm", "triton", "_fwd_wide", "sm_86"): (8, "one register at 50257 columns in bfloat16; untimed there"),

@@ -19,6 +19,13 @@ def register_all() -> None:
 _SUBMODULES = "nn", "optim", "hf", "formats", "parallel", "lab", "op"
 
 
+_OTHERS = {  # what functions take that is no tensor, by the module that has it
+    "BlockMask": "ridgeline.ops.attention.flex.blocks",
+    "block_mask": "ridgeline.ops.attention.flex.blocks",
+    "ScoreMod": "ridgeline.ops.attention.flex.score",
+}
+
+
 def __getattr__(name: str) -> Any:
     if name.startswith("_"):
         raise AttributeError(name)
@@ -28,6 +35,9 @@ def __getattr__(name: str) -> Any:
     if name == "RidgelineError":
         return op.RidgelineError
     ops = op.op_modules()
+    if name in _OTHERS:
+        found = globals()[name] = getattr(import_module(_OTHERS[name]), name)
+        return found
     if name not in ops:
         raise AttributeError(
             f"ridgeline has no {name!r}; its ops are {', '.join(ops)}, its modules {', '.join(_SUBMODULES)}"
@@ -37,4 +47,4 @@ def __getattr__(name: str) -> Any:
 
 
 def __dir__() -> list[str]:
-    return sorted({*globals(), *_SUBMODULES, "RidgelineError", *import_module("ridgeline.op").op_modules()})
+    return sorted({*globals(), *_SUBMODULES, *_OTHERS, "RidgelineError", *import_module("ridgeline.op").op_modules()})

@@ -19,6 +19,9 @@ from ridgeline import op as op
 from ridgeline import optim as optim
 from ridgeline import parallel as parallel
 from ridgeline.op import RidgelineError as RidgelineError
+from ridgeline.ops.attention.flex.blocks import BlockMask as BlockMask
+from ridgeline.ops.attention.flex.blocks import block_mask as block_mask
+from ridgeline.ops.attention.flex.score import ScoreMod as ScoreMod
 
 __version__: str
 
@@ -38,6 +41,8 @@ def attention(
     prefix: int | None = None,
     softcap: float | None = None,
     sinks: torch.Tensor | None = None,
+    score_mod: object = None,
+    block_mask: object = None,
     return_lse: bool = False,
     deterministic: bool | None = None,
     impl: str | None = None,
@@ -59,6 +64,8 @@ def attention(
     scale: 1/sqrt(D) by default. softcap: replaces scores by softcap * tanh(scores / softcap), before masks.
     sinks: (Hq,), floating point of any dtype: logits that join the softmax of each row of their head, as a key without
     a value would; neither scaled nor capped. -inf counts for nothing.
+    score_mod, block_mask: a `ridgeline.ScoreMod`, your own function of the scores, and a mask by blocks of
+    `ridgeline.block_mask`; the call is then `ridgeline.flex_attention`'s, which has no mask, softcap and sinks.
     deterministic: False allows faster backward passes whose gradients vary in the last bits; by default they are equal.
     Returns o, with q's shape, dtype and order of dimensions; with return_lse (o, lse), where lse is the natural
     logarithm of each row's sum of exponentials, its sink's included, (B, Hq, Sq), float32, also differentiable. A row
@@ -113,6 +120,38 @@ def attention_varlen(
     values raise.
     Raises RidgelineError if shapes, strides, dtypes, devices or options do not match the above, or if `impl` cannot run
     the call.
+    """
+
+def flex_attention(
+    q: torch.Tensor,
+    k: torch.Tensor,
+    v: torch.Tensor,
+    *,
+    score_mod: object = None,
+    block_mask: BlockMask | None = None,
+    causal: bool | str = False,
+    scale: float | None = None,
+    window: tuple[int | None, int | None] | None = None,
+    window_align: str | None = None,
+    prefix: int | None = None,
+    return_lse: bool = False,
+    impl: str | None = None,
+) -> torch.Tensor | tuple[torch.Tensor, torch.Tensor]:
+    """Returns softmax(score_mod(scale q k^T)) v for each head, over the keys that block_mask leaves.
+
+    Gradients flow to q, k and v, and are bitwise reproducible.
+
+    q: (B, Hq, Sq, D); k, v: (B, Hkv, Sk, D); as `ridgeline.attention` takes them.
+    score_mod: a `ridgeline.ScoreMod`, or a bare `triton.jit` function of (score, b, h, q, k), which has no gradient.
+    block_mask: made by `ridgeline.block_mask` for these lengths; blocks without a seen key cost nothing.
+    causal, window, window_align, prefix: as `ridgeline.attention` has them, beside a score_mod; not with a block_mask.
+    scale: 1/sqrt(D) by default.
+    Returns o, with q's shape, dtype and order of dimensions; with return_lse (o, lse), where lse is the natural
+    logarithm of each row's sum of exponentials of new scores, (B, Hq, Sq), float32, also differentiable. A row that
+    sees no key has o 0, lse -inf and no gradient.
+    float32 products follow `torch.get_float32_matmul_precision()`. Autocast casts q, k and v first.
+    Raises RidgelineError if shapes, strides, dtypes, devices or options do not match the above, if a gradient is asked
+    for and the score_mod has none, or if `impl` cannot run the call.
     """
 
 def decode_attention(

@@ -32,14 +32,16 @@ def stub() -> str:
         imports |= needs
     head = f'"""{ast.get_docstring(ast.parse(package))}\n\nWritten by `make pyi`.\n"""'
     bound: dict[str, list[str]] = {}
-    for module, name in sorted(imports):
+    others = vars(ridgeline)["_OTHERS"]
+    for module, name in sorted((module, name) for module, name in imports if name not in others):
         bound.setdefault(module, []).append(name)
     lines = [
         f"from {module} import {', '.join(names)}" if names != [""] else f"import {module}"
         for module, names in bound.items()
     ]
     own = [f"from ridgeline import {name} as {name}" for name in sorted(vars(ridgeline)["_SUBMODULES"])]
-    lines.append("\n".join([*own, "from ridgeline.op import RidgelineError as RidgelineError"]))
+    own += ["from ridgeline.op import RidgelineError as RidgelineError"]
+    lines.append("\n".join([*own, *[f"from {module} import {name} as {name}" for name, module in others.items()]]))
     return "\n\n".join([head, *lines, "__version__: str", *functions]) + "\n"
 
 

@@ -18,7 +18,7 @@ from typing import Any
 import torch
 import torch.nn.functional as F
 
-from ridgeline.op import Case, Cost, Implementation, Op, RidgelineError, Spec, dense_only, nbytes
+from ridgeline.op import LOADED, Case, Cost, Implementation, Op, RidgelineError, Spec, dense_only, get, nbytes
 from ridgeline.ops.attention.common.arguments import Options, check, in_autocast, options
 from ridgeline.ops.attention.common.cost import FLOPS, ORDERS, pairs
 from ridgeline.ops.attention.common.kernels import GLUON, OPS, TRITON, by_kernels
@@ -105,7 +105,8 @@ def attention(
     q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, *, mask: torch.Tensor | None = None, causal: bool | str = False,
     scale: float | None = None, window: tuple[int | None, int | None] | None = None, window_align: str | None = None,
     prefix: int | None = None, softcap: float | None = None, sinks: torch.Tensor | None = None,
-    return_lse: bool = False, deterministic: bool | None = None, impl: str | None = None,
+    score_mod: object = None, block_mask: object = None, return_lse: bool = False, deterministic: bool | None = None,
+    impl: str | None = None,
 ) -> torch.Tensor | tuple[torch.Tensor, torch.Tensor]:  # fmt: skip
     """Returns softmax(scale q k^T) v for each head, as `torch.nn.functional.scaled_dot_product_attention`.
 
@@ -124,6 +125,8 @@ def attention(
     scale: 1/sqrt(D) by default. softcap: replaces scores by softcap * tanh(scores / softcap), before masks.
     sinks: (Hq,), floating point of any dtype: logits that join the softmax of each row of their head, as a key without
     a value would; neither scaled nor capped. -inf counts for nothing.
+    score_mod, block_mask: a `ridgeline.ScoreMod`, your own function of the scores, and a mask by blocks of
+    `ridgeline.block_mask`; the call is then `ridgeline.flex_attention`'s, which has no mask, softcap and sinks.
     deterministic: False allows faster backward passes whose gradients vary in the last bits; by default they are equal.
     Returns o, with q's shape, dtype and order of dimensions; with return_lse (o, lse), where lse is the natural
     logarithm of each row's sum of exponentials, its sink's included, (B, Hq, Sq), float32, also differentiable. A row
@@ -132,6 +135,11 @@ def attention(
     Raises RidgelineError if shapes, strides, dtypes, devices or options do not match the above, or if `impl` cannot run
     the call.
     """
+    if score_mod is not None or block_mask is not None:
+        refused = {"mask": mask, "softcap": softcap, "sinks": sinks}
+        flex: dict[str, Any] = {"score_mod": score_mod, "block_mask": block_mask, "causal": causal, "scale": scale}
+        flex |= {"window": window, "window_align": window_align, "prefix": prefix, "return_lse": return_lse}
+        return _flex(q, k, v, refused, deterministic, impl=impl, **flex)
     q, k, v = in_autocast(q, k, v)
     wants = causal, scale, window, window_align, prefix, softcap
     plain, chosen = _look(q, k, v, mask, sinks, *wants, return_lse, deterministic, impl)
@@ -143,6 +151,18 @@ def attention(
     sinks = None if sinks is None else sinks.contiguous()
     o, lse = by_kernels(q, k, v, mask, None, None, sinks, chosen, (0, 0), deterministic, impl)
     return (o, lse) if return_lse else o
+
+
+def _flex(q: Any, k: Any, v: Any, refused: dict[str, Any], deterministic: Any, **given: Any) -> Any:
+    """Runs `flex_attention`, whose gradients are always bitwise reproducible."""
+    found = [name for name, value in refused.items() if value is not None]
+    if found:
+        instead = "put what it does into the functions"
+        raise RidgelineError(f"attention: {found[0]} does not go with score_mod and block_mask; {instead}")
+    if isinstance(deterministic, torch.Tensor) or deterministic not in (None, True, False):
+        raise RidgelineError(f"attention: deterministic must be None, True or False, got {deterministic!r}")
+    op = LOADED.get("flex_attention") or get("flex_attention")
+    return op.function(q, k, v, **given)
 
 
 def _given(
