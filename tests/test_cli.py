@@ -62,7 +62,20 @@ def test_the_list_of_verbs(capsys: pytest.CaptureFixture[str]) -> None:
 
 @pytest.mark.parametrize(
     "verb",
-    ["doctor", "micro", "list", "explain", "check", "bench", "compare", "ladder", "roofline", "profile", "graph", "mamf"]
+    [
+        "doctor",
+        "micro",
+        "list",
+        "explain",
+        "check",
+        "bench",
+        "compare",
+        "ladder",
+        "roofline",
+        "profile",
+        "graph",
+        "mamf",
+    ]
     + ["inspect", "tune"],
 )
 def test_every_verb_with_figures_prints_json(verb: str, capsys: pytest.CaptureFixture[str]) -> None:

@@ -288,9 +288,7 @@ def test_more_kernels_in_half_precision(rows: int, group: int) -> None:
     exact = ridgeline.int4_linear(x.double(), q, scale.double(), impl="naive")
     assert (ridgeline.int4_linear(x, q, scale, impl="triton") - exact).norm() <= eps * exact.norm()
     codes, by = ridgeline.quantize_fp8(x, block="row")
-    exact = ridgeline.w4a8_linear(
-        codes, q, scale.double(), x_scale=by.double(), out_dtype=torch.float64, impl="torch"
-    )
+    exact = ridgeline.w4a8_linear(codes, q, scale.double(), x_scale=by.double(), out_dtype=torch.float64, impl="torch")
     y = ridgeline.w4a8_linear(codes, q, scale, x_scale=by, impl="triton")
     assert (y - exact).norm() <= 2 * eps * exact.norm()
     for dtype in (torch.bfloat16, torch.float16):

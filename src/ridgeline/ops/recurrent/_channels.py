@@ -229,7 +229,10 @@ def scan_channels(
             ta, tb = _of_chunk(a, place, depth, form, form.D), _of_chunk(b, place, depth, form, form.D)
             tc = tile_at(from_c, c.token, rows, columns, end, form.N)
         else:
-            ta, tb = tile_at(from_a, a.token, rows, depth, end, form.D), tile_at(from_b, b.token, rows, depth, end, form.D)
+            ta, tb = (
+                tile_at(from_a, a.token, rows, depth, end, form.D),
+                tile_at(from_b, b.token, rows, depth, end, form.D),
+            )
             tc = _of_chunk(c, place, columns, form, form.N)
         total = tl.load(made.sums + place * most + channels, mask=channels < most, other=0.0)
         whole = decay_of(total, form)
