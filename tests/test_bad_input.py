@@ -363,6 +363,10 @@ BAD: Bad = {
     "group_norm: groups": (lambda: ridgeline.group_norm(image, 4), ["num_groups", "6", "4"]),
     "group_norm: an integer tensor": (lambda: ridgeline.group_norm(whole, 2), ["int32", "floating"]),
     "group_norm: a short weight": (lambda: ridgeline.group_norm(image, 2, w5), ["weight", "(6,)", "(5,)"]),
+    "group_norm: an activation": (
+        lambda: ridgeline.group_norm(image, 2, activation="relu"),
+        ["activation", "'silu'", "'relu'"],
+    ),
     "group_norm: a bias elsewhere": (lambda: ridgeline.group_norm(image, 2, w, waway), ["bias", "cpu", "meta"]),
     "reduce_sum: a dimension that is not there": (lambda: ridgeline.reduce_sum(x, 2), ["2", "-2 to 1"]),
     "reduce_sum: a dimension twice": (lambda: ridgeline.reduce_sum(x, (0, -2)), ["once", "(0, -2)"]),
@@ -495,6 +499,24 @@ BAD: Bad = {
     "radix_sort: values elsewhere": (lambda: ridgeline.radix_sort(w, w.to("meta")), ["values", "cpu", "meta"]),
     "radix_sort: no values": (lambda: ridgeline.radix_sort(w, 1), ["values", "int"]),
     "radix_sort: descending": (lambda: ridgeline.radix_sort(w, descending=1), ["descending", "1"]),
+    "binary_cross_entropy: shapes": (lambda: ridgeline.binary_cross_entropy(x, w), ["target", "(4, 6)", "(6,)"]),
+    "binary_cross_entropy: no tensor": (lambda: ridgeline.binary_cross_entropy(x, 1.0), ["target", "float"]),
+    "binary_cross_entropy: int16 targets": (
+        lambda: ridgeline.binary_cross_entropy(x, x.short()),
+        ["target", "floating", "uint8", "int16"],
+    ),
+    "binary_cross_entropy: elsewhere": (
+        lambda: ridgeline.binary_cross_entropy(x, x.to("meta")),
+        ["target", "cpu", "meta"],
+    ),
+    "binary_cross_entropy: a long weight": (
+        lambda: ridgeline.binary_cross_entropy(x, x, pos_weight=w5),
+        ["pos_weight", "broadcast", "(4, 6)", "(5,)"],
+    ),
+    "binary_cross_entropy: reduction": (
+        lambda: ridgeline.binary_cross_entropy(x, x, reduction="batch"),
+        ["reduction", "'batch'"],
+    ),
     "cross_entropy: shapes": (lambda: ridgeline.cross_entropy(x, labels), ["(4, 6)", "(6,)"]),
     "linear_cross_entropy: inner sizes": (
         lambda: ridgeline.linear_cross_entropy(x, square[:, :5], labels[:4]),
@@ -973,6 +995,7 @@ for name, args in {
     "softmax": (sparse,),
     "log_softmax": (sparse,),
     "cross_entropy": (sparse, labels),
+    "binary_cross_entropy": (square, sparse),
     "linear_cross_entropy": (square, sparse, labels),
     "masked_softmax": (sparse, torch.ones(6, dtype=torch.bool)),
     "dropout": (sparse,),

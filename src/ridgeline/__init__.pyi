@@ -309,6 +309,28 @@ def topk_gate(
     Raises RidgelineError if arguments do not fit together, or if `impl` cannot run the call.
     """
 
+def binary_cross_entropy(
+    logits: torch.Tensor,
+    target: torch.Tensor,
+    *,
+    weight: torch.Tensor | None = None,
+    pos_weight: torch.Tensor | None = None,
+    reduction: str = "mean",
+    impl: str | None = None,
+) -> torch.Tensor:
+    """The binary cross-entropy of logits, as `torch.nn.functional.binary_cross_entropy_with_logits`, in one pass.
+
+    -w (p t log sigmoid(x) + (1 - t) log(1 - sigmoid(x))), in a form that neither overflows nor cancels.
+
+    logits: floating point, any shape and strides. target: of that shape; floating point, soft or 0 and 1, or bool,
+    uint8, int32 or int64. weight, pos_weight (w and p): floating point, of a shape that broadcasts to the logits'.
+    reduction: "mean" over all elements, "sum", or "none" for a loss per element. Sums are bitwise reproducible.
+    Returns the loss in the logits' dtype; under autocast in float32, as torch's. Arithmetic is float32.
+    Gradients flow to logits and target, each in one pass; weight and pos_weight take none.
+    Raises RidgelineError if shapes, dtypes, devices or the reduction do not match the above, if weight or pos_weight
+    requires a gradient, or if `impl` cannot run the call.
+    """
+
 def cross_entropy(
     logits: torch.Tensor,
     target: torch.Tensor,
@@ -1253,12 +1275,14 @@ def group_norm(
     bias: torch.Tensor | None = None,
     eps: float = 1e-5,
     *,
+    activation: str | None = None,
     impl: str | None = None,
 ) -> torch.Tensor:
     """Each image's groups of channels normalised to mean 0 and variance 1, as `torch.nn.functional.group_norm`.
 
     x: (images, channels, ...), floating point, in NCHW or channels_last memory without a copy. num_groups: a divisor of
     channels. weight, bias: (channels,), of any floating dtype, or None. eps: at least 0, added to a group's variance.
+    activation: None, or "silu" for u sigmoid(u) of the normalised u, in the same pass, forward and backward.
     Returns a tensor of x's shape, dtype and memory format; under autocast it is float32, as torch's is.
     Gradients flow to x, weight and bias.
     Raises RidgelineError if shapes, dtypes or devices do not fit, or if `impl` cannot run the call.
