@@ -299,6 +299,8 @@ BAD: Bad = {
     "gated_linear: two weights": (lambda: ridgeline.gated_linear(x, square, x), ["(6, 6)", "(4, 6)"]),
     "gated_linear: no activation": (lambda: ridgeline.gated_linear(x, square, square, activation=""), ["silu", "''"]),
     "transpose: one dimension": (lambda: ridgeline.transpose(w), ["two dimensions", "(6,)"]),
+    "transpose: a dimension twice": (lambda: ridgeline.transpose(x, (0, 0)), ["dims", "2 dimensions", "(0, 0)"]),
+    "transpose: too few dimensions": (lambda: ridgeline.transpose(x, (1,)), ["dims", "2 dimensions", "(1,)"]),
     "transpose: no tensor": (lambda: ridgeline.transpose([1.0]), ["list", "tensor"]),
     "transpose: another layout": (lambda: ridgeline.transpose(sparse), ["sparse", "dense"]),
     "copy: no tensor": (lambda: ridgeline.copy(3), ["int", "tensor"]),

@@ -708,11 +708,13 @@ def repeat_kv(x: torch.Tensor, n: int, *, lengths: torch.Tensor | None = None, i
     Raises RidgelineError if an argument is none of these, or if `impl` cannot run the call.
     """
 
-def transpose(x: torch.Tensor, *, impl: str | None = None) -> torch.Tensor:
-    """x with its last two dimensions swapped, as a new contiguous tensor. Gradients flow to x.
+def transpose(x: torch.Tensor, dims: Sequence[int] | None = None, *, impl: str | None = None) -> torch.Tensor:
+    """x with its dimensions in another order, as a new contiguous tensor. Gradients flow to x.
 
-    x: (..., R, C), any strides and dtype. Contiguous inputs are fastest, above all with rows of a multiple of 16 bytes.
-    Raises RidgelineError if x is not a dense tensor of two or more dimensions, or if `impl` cannot run the call.
+    x: any shape, strides and dtype. dims: x's dimensions in their new order, as for `torch.permute`, negative ones
+    counted from the end; None swaps the last two. Fastest are 32 or more contiguous bytes on both sides.
+    Raises RidgelineError if x is not a dense tensor, if it has fewer than two dimensions and `dims` is None, if `dims`
+    does not name each dimension once, or if `impl` cannot run the call.
     """
 
 def upsample_nearest2d(
