@@ -1182,6 +1182,16 @@ def reduce_sum(
     run the call.
     """
 
+def sum_to(x: torch.Tensor, shape: Sequence[int], *, impl: str | None = None) -> torch.Tensor:
+    """x summed to a shape that broadcasts to x's, as `torch.Tensor.sum_to_size`. Gradients flow to x.
+
+    Sums over the leading dimensions that `shape` lacks and over those where it has 1: the gradient of a tensor of that
+    shape, from the gradient of its broadcast. If no dimension is summed, it returns a view of x.
+    x: any shape and strides. shape: sizes. Sums are in float32 for floats and in 64 bits for integers, and bitwise
+    reproducible. Returns x's dtype, or int64 for integers; under autocast float32 for halves, as torch's sum.
+    Raises RidgelineError if `shape` does not broadcast to x's shape, or if `impl` cannot run the call.
+    """
+
 def add_layer_norm(
     x: torch.Tensor,
     residual: torch.Tensor,

@@ -20,7 +20,7 @@ Dims = list[tuple[int, int]]  # sizes, and strides in x
 
 
 class Rows(NamedTuple):
-    """How many rows; their columns, and x's step between these; what numbers rows: sizes and x's steps, innermost first."""
+    """How many rows; their columns, and x's step between these; sizes and x's steps that number rows, inner first."""
 
     rows: int
     columns: int
@@ -186,18 +186,15 @@ def _move_squares(y: torch.Tensor, x: torch.Tensor, found: Dims, inner: int, siz
     batches = [d for d in reversed(range(len(found) - 1)) if d != inner]
     x_steps, y_steps = tuple(found[d][1] for d in batches), tuple(room[d] for d in batches)
     sizes = tuple(found[d][0] for d in batches)
-    side = 256 // size if size < 8 else 32
-    most = 16384 // size
+    vecs = {"XVEC": _vec(size, columns, x_row, *x_steps), "YVEC": _vec(size, rows, room[inner], *y_steps)}
+    odd = min(vecs.values()) * size < 4  # a load for each element, so fewer of them
+    side = 256 // size // (1 + odd) if size < 8 else 32
+    most = 16384 // size // (1 + 3 * odd)
     bc, br = _up(columns, side), _up(rows, side)
     bc, br = _up(columns, max(side, min(most // br, 1024))), _up(rows, max(side, min(most // bc, 1024)))
     bb = _up(prod(sizes), max(1, most // (bc * br)))
     shape = Squares(prod(sizes), columns, rows, x_column, x_row, room[inner], sizes, x_steps, y_steps)
-    vecs = {"XVEC": _vec(size, columns, x_row, *x_steps), "YVEC": _vec(size, rows, room[inner], *y_steps)}
-    facts: dict[str, Any] = vecs | {
-        "FAR": max(br * x_row + bc * x_column, bc * room[inner]) >= 1 << 31,
-        "BB": bb,
-        "BC": bc,
-        "BR": br,
-    }
+    far = max(br * x_row + bc * x_column, bc * room[inner]) >= 1 << 31
+    facts: dict[str, Any] = vecs | {"FAR": far, "BB": bb, "BC": bc, "BR": br}
     tiles = triton.cdiv(columns, bc) * triton.cdiv(rows, br) * triton.cdiv(shape.batches, bb)
-    launch(_squares, (tiles,), y, x, shape, num_warps=8 if bb * bc * br * size >= 16384 else 4, **facts)
+    launch(_squares, (tiles,), y, x, shape, num_warps=8 if bb * bc * br >= 4096 else 4, **facts)
