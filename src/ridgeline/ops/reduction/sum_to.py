@@ -128,7 +128,7 @@ SUM_TO = Op(
     cost=cost,
     sharding=_letters,
     cases=[
-        _case(5, 70, 9, to=(70, 1), dtypes=ALL),
+        _case(5, 70, 9, to=(70, 1)),
         _case(33, 129, to=(129,), dtypes=ALL),
         _case(33, 129, to=(33, 1)),
         _case(3, 4, 3, 4, 3, to=(3, 1, 3, 1, 3), dtypes=ALL),
