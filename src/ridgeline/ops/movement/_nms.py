@@ -123,7 +123,7 @@ def start(
     kept: torch.Tensor, found: torch.Tensor, boxes: torch.Tensor, order: torch.Tensor, classes: Any, threshold: float
 ) -> None:
     """Fills the kept indices, then -1, and their number. order: the boxes' indices by falling score."""
-    count = len(boxes)
+    count = boxes.shape[0]
     width = triton.cdiv(count, STEP.value) * WORDS.value
     bits = torch.empty((count, width), dtype=torch.int32, device=boxes.device)
     gone = torch.empty((width,), dtype=torch.int32, device=boxes.device)
@@ -139,4 +139,4 @@ def start(
 
 def too_many(boxes: torch.Tensor, *_: Any) -> str | None:
     """Why kernels cannot take so many boxes, or None: they need a bit for each pair."""
-    return None if len(boxes) <= 1 << 18 else "its bits of all pairs would take more than 8 GiB"
+    return None if boxes.shape[0] <= 1 << 18 else "its bits of all pairs would take more than 8 GiB"

@@ -6,6 +6,7 @@ whole, or a tile spans both innermost dimensions, and several of the next one if
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from math import prod
 from typing import Any, NamedTuple
 
@@ -14,6 +15,8 @@ import triton
 import triton.language as tl
 
 from ridgeline.boundary import launch
+from ridgeline.op import RidgelineError
+from ridgeline.ops.movement._bytes import aligned
 
 MOST = (1 << 31) - 256  # of a side, for kernels whose tiles reach past it
 Dims = list[tuple[int, int]]  # sizes, and strides in x
@@ -141,6 +144,46 @@ def too_large(x: torch.Tensor, dims: Any = None, *_: Any) -> str | None:
     if max(sides) <= MOST and tiles < 1 << 31:
         return None
     return "a side or the number of tiles exceeds what the kernels' integers count"
+
+
+def checked_order(x: Any, dims: Any) -> tuple[int, ...]:
+    """The dimensions in their new order, at least 0. Raises RidgelineError if there is none."""
+    if not isinstance(x, torch.Tensor):
+        raise RidgelineError(f"transpose: x must be a tensor, but is {type(x).__name__}")
+    many = x.dim()
+    if dims is None:
+        if many < 2:
+            raise RidgelineError(
+                f"transpose: without dims x must have at least two dimensions, but has shape {tuple(x.shape)}"
+            )
+        return order_of(x, None)
+    if isinstance(dims, Sequence) and all([type(d) is int and -many <= d < many for d in dims]):
+        order = tuple([d % many for d in dims])
+        if sorted(order) == list(range(many)):
+            return order
+    raise RidgelineError(f"transpose: dims must name each of the {many} dimensions of x once, but is {dims!r}")
+
+
+def contiguous_only(x: torch.Tensor, dims: Any = None, *_: Any) -> str | None:
+    if not x.is_contiguous():
+        return "it takes a contiguous tensor"
+    if matrices(x, dims) is None:
+        return "it transposes matrices, and merged dimensions do not make this permutation one"
+    return too_large(x, dims)
+
+
+def boxes_only(x: torch.Tensor, dims: Any = None, *_: Any) -> str | None:
+    """Why tensor maps cannot describe x or its transpose, or None."""
+    reason = contiguous_only(x, dims)
+    planes = None if reason else matrices(x, dims)
+    if planes is not None and any(n * x.element_size() % 16 for n in planes.shape[-2:]):
+        return "it takes matrices whose sides are multiples of 16 bytes"
+    return reason or aligned(x)
+
+
+def letters(x: torch.Tensor, dims: Any = None, **_: Any) -> str:
+    names = "abcdefghijklmnopqrstuvwxyz"[: x.dim()]
+    return f"x {names} -> {''.join([names[d] for d in checked_order(x, dims)])}"
 
 
 def _vec(size: int, *numbers: int) -> int:

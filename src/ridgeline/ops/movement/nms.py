@@ -26,7 +26,7 @@ def _forward(
 ) -> tuple[torch.Tensor, torch.Tensor]:
     kept = torch.empty(boxes.shape[:1], dtype=torch.int64, device=boxes.device)
     found = torch.empty((), dtype=torch.int64, device=boxes.device)
-    if not len(boxes):
+    if not boxes.shape[0]:
         return kept, found.zero_()
     run(NMS, "fwd", impl, (kept, found), boxes, order, classes, threshold)
     return kept, found
@@ -87,7 +87,7 @@ def _check(boxes: Any, scores: Any, threshold: Any, classes: Any) -> None:
             raise RidgelineError(f"nms: {name} must be a tensor, but is {type(t).__name__}")
         shape = (*boxes.shape[:1], 4) if name == "boxes" else boxes.shape[:1]
         if t.shape != shape or (name == "boxes" and t.dim() != 2):
-            wanted = "(N, 4)" if name == "boxes" else f"({len(boxes)},), as there are boxes"
+            wanted = "(N, 4)" if name == "boxes" else f"({boxes.shape[0]},), as there are boxes"
             raise RidgelineError(f"nms: {name} must have shape {wanted}, but has {tuple(t.shape)}")
         if name == "classes":
             if t.dtype not in (torch.int64, torch.int32):
@@ -105,7 +105,7 @@ def cost(
     boxes: torch.Tensor, scores: torch.Tensor, threshold: float, *, classes: torch.Tensor | None = None
 ) -> tuple[Cost, None]:
     given = nbytes(boxes, scores, *([] if classes is None else [classes]))
-    return Cost(given, 8 * len(boxes) + 8, 7 * len(boxes) * max(0, len(boxes) - 1)), None
+    return Cost(given, 8 * boxes.shape[0] + 8, 7 * boxes.shape[0] * max(0, boxes.shape[0] - 1)), None
 
 
 class Boxes(Spec):

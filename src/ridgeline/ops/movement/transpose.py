@@ -17,9 +17,17 @@ from typing import Any
 import torch
 
 from ridgeline.boundary import Function, differentiate, first_order, kernel_op
-from ridgeline.op import Case, Cost, Op, RidgelineError, Spec, nbytes
-from ridgeline.ops.movement._bytes import DRAM, DTYPES, ISSUED, SECTORS, aligned
-from ridgeline.ops.movement._permute import matrices, order_of, permute, too_large
+from ridgeline.op import Case, Cost, Op, Spec, nbytes
+from ridgeline.ops.movement._bytes import DRAM, DTYPES, ISSUED, SECTORS
+from ridgeline.ops.movement._permute import (
+    boxes_only,
+    checked_order,
+    contiguous_only,
+    letters,
+    matrices,
+    permute,
+    too_large,
+)
 from ridgeline.ops.movement._transpose import NAIVE, TILE, boxes, packed, small
 from ridgeline.select import eager, run
 
@@ -57,7 +65,7 @@ def transpose(x: torch.Tensor, dims: Sequence[int] | None = None, *, impl: str |
     Raises RidgelineError if x is not a dense tensor, if it has fewer than two dimensions and `dims` is None, if `dims`
     does not name each dimension once, or if `impl` cannot run the call.
     """
-    order = _order(x, dims)
+    order = checked_order(x, dims)
     plain = eager(TRANSPOSE, impl, x, dims=order)
     if plain is not None and plain.call is not None:
         return plain.call(x, order)
@@ -66,43 +74,8 @@ def transpose(x: torch.Tensor, dims: Sequence[int] | None = None, *, impl: str |
     return _forward(x, order, impl)
 
 
-def _order(x: Any, dims: Any) -> tuple[int, ...]:
-    """The dimensions in their new order, at least 0. Raises RidgelineError if there is none."""
-    if not isinstance(x, torch.Tensor):
-        raise RidgelineError(f"transpose: x must be a tensor, but is {type(x).__name__}")
-    many = x.dim()
-    if dims is None:
-        if many < 2:
-            raise RidgelineError(
-                f"transpose: without dims x must have at least two dimensions, but has shape {tuple(x.shape)}"
-            )
-        return order_of(x, None)
-    if isinstance(dims, Sequence) and all([type(d) is int and -many <= d < many for d in dims]):
-        order = tuple([d % many for d in dims])
-        if sorted(order) == list(range(many)):
-            return order
-    raise RidgelineError(f"transpose: dims must name each of the {many} dimensions of x once, but is {dims!r}")
-
-
 def cost(x: torch.Tensor, dims: Any = None) -> tuple[Cost, Cost]:
     return Cost(nbytes(x), nbytes(x), 0), Cost(nbytes(x), nbytes(x), 0)
-
-
-def _contiguous(x: torch.Tensor, dims: Any = None, *_: Any) -> str | None:
-    if not x.is_contiguous():
-        return "it takes a contiguous tensor"
-    if matrices(x, dims) is None:
-        return "it transposes matrices, and merged dimensions do not make this permutation one"
-    return too_large(x, dims)
-
-
-def _boxes(x: torch.Tensor, dims: Any = None, *_: Any) -> str | None:
-    """Why tensor maps cannot describe x or its transpose, or None."""
-    reason = _contiguous(x, dims)
-    planes = None if reason else matrices(x, dims)
-    if planes is not None and any(n * x.element_size() % 16 for n in planes.shape[-2:]):
-        return "it takes matrices whose sides are multiples of 16 bytes"
-    return reason or aligned(x)
 
 
 def _gluon(y: torch.Tensor, x: torch.Tensor) -> None:
@@ -115,11 +88,6 @@ def _as_matrices(start: Any, y: torch.Tensor, x: torch.Tensor, dims: tuple[int, 
     start(y, matrices(x, dims))
 
 
-def _letters(x: torch.Tensor, dims: Any = None, **_: Any) -> str:
-    names = "abcdefghijklmnopqrstuvwxyz"[: x.dim()]
-    return f"x {names} -> {''.join([names[d] for d in _order(x, dims)])}"
-
-
 def _bench(name: str, *shape: int, dims: Any = None, dtypes: tuple[str, ...] = ("float32",)) -> Case:
     return Case(name, (Spec(*shape, grad=False), *([] if dims is None else [dims])), dtypes=dtypes, use="bench")
 
@@ -128,7 +96,7 @@ TRANSPOSE = Op(
     transpose,
     reference=reference,
     cost=cost,
-    sharding=_letters,
+    sharding=letters,
     cases=[
         Case("33x129", (Spec(33, 129),)),
         Case("72x200", (Spec(72, 200),)),
@@ -163,7 +131,7 @@ CONFLICTS = "l1tex__data_bank_conflicts_pipe_lsu_mem_shared.sum"
 
 
 def _rung(
-    name: str, idea: str, start: Any, gain: float, counter: str, supports: Any = _contiguous, **facts: Any
+    name: str, idea: str, start: Any, gain: float, counter: str, supports: Any = contiguous_only, **facts: Any
 ) -> None:
     facts = {"kind": "cuda", "dtypes": DTYPES, "gain": gain, "counter": counter, **facts}
     start = start if start is permute else partial(_as_matrices, start)
@@ -176,7 +144,7 @@ _rung("cuda", "one element per thread: loads coalesce, stores do not", partial(s
 _rung("cuda_tile", "shared memory tile: stores coalesce too, but reads conflict", partial(small, TILE, 0), 2.0, SECTORS)
 _rung("cuda_padded", "a 33rd column: no bank conflicts", partial(small, TILE, 1), 1.3, CONFLICTS)
 _rung("cuda_swizzled", "an xor swizzle: no conflicts and no padding", partial(small, TILE, 2), 1.0, CONFLICTS)
-TMA = {"supports": _boxes, "arch": 90, "shared": 227 << 10}
+TMA = {"supports": boxes_only, "arch": 90, "shared": 227 << 10}
 _rung("cuda_tma", "TMA moves tiles through a ring; persistent blocks transpose", boxes, 1.2, DRAM, **TMA)
 GLUON: dict[str, Any] = {
     "kind": "gluon",
@@ -184,7 +152,7 @@ GLUON: dict[str, Any] = {
     "arch": 90,
     "newest": 90,
 }
-_rung("gluon", "cuda_tma in Gluon: a layout assigns squares to threads", _gluon, 1.0, DRAM, _boxes, **GLUON)
+_rung("gluon", "cuda_tma in Gluon: a layout assigns squares to threads", _gluon, 1.0, DRAM, boxes_only, **GLUON)
 SERVED: dict[str, Any] = {"unless": too_large, "served": True}
 idea = "any permutation of any strides: rows, or tiles wide on both sides; other rungs take matrices"
 _rung("triton", idea, permute, 0.0, DRAM, too_large, kind="triton", **SERVED)

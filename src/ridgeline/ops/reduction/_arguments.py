@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from typing import Any
 
 import torch
@@ -117,6 +118,19 @@ def groups(x: torch.Tensor, dims: tuple[int, ...]) -> tuple[list[Group], Group, 
     kept = [(1, 0, 0)] * (2 - len(kept)) + kept
     added = [(1, 0)] * (2 - len(added)) + added
     return kept[:-1], kept[-1], added[:-1], added[-1]
+
+
+def axes(given: Sequence[int], shape: Sequence[int]) -> tuple[int, ...]:
+    """The dimensions of x that are summed."""
+    lead = len(given) - len(shape)
+    return (*range(lead), *[d for d in range(lead, len(given)) if shape[d - lead] == 1 != given[d]])
+
+
+def letters(x: torch.Tensor, shape: Sequence[int], **_: Any) -> str:
+    """A summed dimension that stays, with size 1, is whole in the result."""
+    names, summed = "abcdefghijklmnopqrstuvwxyz"[: x.dim()], axes(x.shape, shape)
+    kept = range(x.dim() - len(shape), x.dim())
+    return f"x {names} -> {''.join([names[d].upper() if d in summed else names[d] for d in kept])}"
 
 
 class Positive(Spec):

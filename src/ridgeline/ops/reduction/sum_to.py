@@ -16,17 +16,11 @@ import torch
 
 from ridgeline.boundary import Function, differentiate, first_order, kernel_op
 from ridgeline.op import FLOATS, Case, Cost, Implementation, Op, RidgelineError, dense_only, nbytes
-from ridgeline.ops.reduction._arguments import Positive, left_to_torch, result_dtype, tiny
+from ridgeline.ops.reduction._arguments import Positive, axes, left_to_torch, letters, result_dtype, tiny
 from ridgeline.ops.reduction._sums import no_kernel, sum_tiles
 from ridgeline.select import by_kind, eager, find, run
 
 INTS = ("int32", "int64", "int16", "int8", "uint8", "bool")
-
-
-def axes(given: Sequence[int], shape: Sequence[int]) -> tuple[int, ...]:
-    """The dimensions of x that are summed."""
-    lead = len(given) - len(shape)
-    return (*range(lead), *[d for d in range(lead, len(given)) if shape[d - lead] == 1 != given[d]])
 
 
 @kernel_op("sum_to_fwd(Tensor x, int[] shape, ScalarType dtype, str? impl) -> Tensor")
@@ -108,13 +102,6 @@ def _tiny(x: torch.Tensor, shape: tuple[int, ...], *_: Any) -> str | None:
     return tiny(x, axes(x.shape, shape))
 
 
-def _letters(x: torch.Tensor, shape: Sequence[int], **_: Any) -> str:
-    """A summed dimension that stays, with size 1, is whole in the result."""
-    names, summed = "abcdefghijklmnopqrstuvwxyz"[: x.dim()], axes(x.shape, shape)
-    kept = range(x.dim() - len(shape), x.dim())
-    return f"x {names} -> {''.join([names[d].upper() if d in summed else names[d] for d in kept])}"
-
-
 def _case(*shape: int, to: tuple[int, ...], **facts: Any) -> Case:
     name = f"{'x'.join(map(str, shape))} to {'x'.join(map(str, to)) or 'a number'}"
     return Case(name, (Positive(*shape, grad=facts.get("use") != "bench"), to), **facts)
@@ -126,7 +113,7 @@ SUM_TO = Op(
     sum_to,
     reference=reference,
     cost=cost,
-    sharding=_letters,
+    sharding=letters,
     cases=[
         _case(5, 70, 9, to=(70, 1)),
         _case(33, 129, to=(129,), dtypes=ALL),

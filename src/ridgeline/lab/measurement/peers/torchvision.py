@@ -1,4 +1,4 @@
-"""torchvision: suppression of boxes, one kept box after the other; the host waits for their number."""
+"""torchvision: suppression of boxes, one kept box after the other, while the host waits."""
 
 from __future__ import annotations
 
