@@ -137,6 +137,6 @@ def start(
     launch(_walk, (1,), kept, found, bits, gone, order, count, width, **facts)
 
 
-def too_many(boxes: torch.Tensor, *_: Any) -> str | None:
+def too_many(boxes: torch.Tensor, *_: Any, **options: Any) -> str | None:
     """Why kernels cannot take so many boxes, or None: they need a bit for each pair."""
     return None if boxes.shape[0] <= 1 << 18 else "its bits of all pairs would take more than 8 GiB"
